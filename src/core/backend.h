@@ -1,0 +1,45 @@
+// A backend is a table of functions. Adding one means writing a table and listing it in select.cc.
+#pragma once
+#include <optional>
+#include <string>
+
+#include "core/problem.h"
+
+namespace octet {
+
+// Scratch bytes owned by the caller.
+struct Bytes {
+  void* data = nullptr;
+  std::size_t size = 0;
+};
+
+struct Backend {
+  const char* name;         // what octet_attention.backend, --backend and OCTET_BACKEND accept
+  const char* description;  // one line for octet_info
+  bool automatic;           // false: runs only when asked for by name (or nothing else knows the precision)
+
+  // Why this backend cannot run at all on this machine, or nothing.
+  std::optional<std::string> (*unavailable)();
+  // Why this backend cannot solve this problem, or nothing.
+  std::optional<std::string> (*objection)(const Problem&);
+  // The kernel it would run: "forward bf16 amx, 64 x 64 tiles".
+  std::string (*kernel)(const Problem&);
+  std::size_t (*workspace_size)(const Problem&);
+  void (*run)(const Problem&, Bytes workspace, void* stream);
+};
+
+// All backends, best first.
+struct BackendList {
+  const Backend* const* first;
+  std::size_t count;
+  const Backend* const* begin() const { return first; }
+  const Backend* const* end() const { return first + count; }
+};
+BackendList backends();
+
+// The first backend without an objection, or the one asked for by `wanted` (null: OCTET_BACKEND from the
+// environment, else any). Throws Failure with every backend's objection if none is left. `report`, if given,
+// receives a line per backend considered.
+const Backend& select(const Problem& problem, const char* wanted, std::string* report = nullptr);
+
+}  // namespace octet

@@ -1,0 +1,113 @@
+// The C ABI: every function validates, selects, runs, and turns exceptions into a status and a message.
+#include <octet/octet.h>
+
+#include <cstring>
+#include <new>
+#include <string>
+#include <system_error>
+
+#include "core/backend.h"
+#include "core/error.h"
+#include "core/info.h"
+#include "core/names.h"
+#include "core/quantization.h"
+
+namespace {
+
+using namespace octet;
+
+thread_local std::string last_message;
+
+template <class Body>
+octet_status guarded(Body&& body) noexcept {
+  try {
+    body();
+    return OCTET_OK;
+  } catch (const Failure& failure) {
+    last_message = failure.what();
+    return failure.status();
+  } catch (const std::bad_alloc&) {
+    last_message = "out of host memory";
+  } catch (const std::exception& error) {
+    last_message = error.what();
+  }
+  return OCTET_FAILURE;
+}
+
+void copy_out(const std::string& from, char* text, size_t capacity, size_t* length) {
+  if (!length) invalid("length: NULL");
+  if (!text && capacity) invalid("text: NULL with capacity ", capacity);
+  *length = from.size();
+  if (!capacity) return;
+  const size_t n = std::min(capacity - 1, from.size());
+  std::memcpy(text, from.data(), n);
+  text[n] = 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* octet_message(void) { return last_message.c_str(); }
+
+const char* octet_version(void) { return OCTET_VERSION; }
+
+octet_status octet_workspace_size(const octet_attention* attention, const octet_arguments* arguments, size_t* bytes) {
+  return guarded([&] {
+    if (!bytes) invalid("bytes: NULL");
+    const Problem problem = validate(attention, arguments);
+    *bytes = select(problem, attention->backend).workspace_size(problem);
+  });
+}
+
+octet_status octet_run(const octet_attention* attention, const octet_arguments* arguments, void* workspace, size_t bytes, void* stream) {
+  return guarded([&] {
+    const Problem problem = validate(attention, arguments);
+    const Backend& backend = select(problem, attention->backend);
+    const size_t needed = backend.workspace_size(problem);
+    if (bytes < needed)
+      throw Failure(OCTET_WORKSPACE_TOO_SMALL, text("workspace: ", bytes, " bytes, needed: ", needed, " (octet_workspace_size)"));
+    if (needed && !workspace) invalid("workspace: NULL, needed: ", needed, " bytes");
+    if (reinterpret_cast<uintptr_t>(workspace) % 64) invalid("workspace: not aligned to 64 bytes");
+    if (stream && problem.device == OCTET_CPU) invalid("stream: given with CPU tensors; pass NULL");
+    backend.run(problem, {workspace, bytes}, stream);
+  });
+}
+
+octet_status octet_explain(const octet_attention* attention, const octet_arguments* arguments, char* out, size_t capacity, size_t* length) {
+  return guarded([&] {
+    const Problem problem = validate(attention, arguments);
+    std::string report;
+    select(problem, attention->backend, &report);
+    copy_out(report, out, capacity, length);
+  });
+}
+
+octet_status octet_info(char* out, size_t capacity, size_t* length) {
+  return guarded([&] { copy_out(info_json(), out, capacity, length); });
+}
+
+octet_status octet_quantize(const octet_tensor* x, const octet_rope* rope, octet_tensor* codes, octet_tensor* statistics, void* stream) {
+  return guarded([&] { quantize(x, rope, codes, statistics, stream); });
+}
+
+octet_status octet_dequantize(const octet_tensor* codes, octet_tensor* x, void* stream) {
+  return guarded([&] { dequantize(codes, x, stream); });
+}
+
+octet_status octet_apply_rope(const octet_rope* rope, const octet_tensor* x, uint32_t inverse, octet_tensor* y, void* stream) {
+  return guarded([&] { apply_rope(rope, x, inverse, y, stream); });
+}
+
+octet_status octet_scale_groups(uint32_t operand, uint32_t granularity, int64_t block, int64_t tokens, int64_t* groups) {
+  return guarded([&] {
+    if (!groups) invalid("groups: NULL");
+    *groups = scale_groups(operand, granularity, block, tokens);
+  });
+}
+
+octet_status octet_logit_error(const octet_tensor* q_statistics, const octet_tensor* k_statistics, float scale, octet_tensor* error, void* stream) {
+  return guarded([&] { logit_error(q_statistics, k_statistics, scale, error, stream); });
+}
+
+}  // extern "C"

@@ -1,0 +1,90 @@
+// A problem: the arguments of one call after they have been judged. Everything behind the door works on
+// this and trusts it.
+#pragma once
+#include <octet/octet.h>
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace octet {
+
+// How a tensor's codes stand for numbers; see octet_quantization. Absent members have null data.
+struct Quantization;
+
+// A view of the caller's memory, as octet_tensor. `data` is null if the tensor is absent or empty.
+struct View {
+  octet_dtype dtype = OCTET_DTYPE_NONE;  // OCTET_DTYPE_NONE: absent
+  void* data = nullptr;
+  int64_t shape[4] = {0, 0, 0, 0};   // batch, head, token, dim
+  int64_t stride[4] = {0, 0, 0, 0};  // in elements
+  const octet_quantization* quantization = nullptr;
+
+  bool present() const { return dtype != OCTET_DTYPE_NONE; }
+  int64_t offset(int64_t b, int64_t h, int64_t t, int64_t c = 0) const {
+    return b * stride[0] + h * stride[1] + t * stride[2] + c * stride[3];
+  }
+  template <class T>
+  T* at(int64_t b, int64_t h, int64_t t, int64_t c = 0) const {
+    return static_cast<T*>(data) + offset(b, h, t, c);
+  }
+};
+
+// The keys a query sees: [first, last). Every positional mask is one such interval per query.
+struct KeyRange {
+  int64_t first, last;
+};
+
+// One run of tokens that attend to each other: a batch element, or one of the packed sequences.
+struct Sequence {
+  int64_t batch;
+  int64_t q_first, q_tokens;
+  int64_t k_first, k_tokens;
+};
+
+struct Problem {
+  octet_pass pass;
+  octet_precision precision;
+  octet_remedy remedy;
+  float beta;
+  float scale;  // never 0
+  bool hadamard, smooth_q;
+  bool deterministic;
+  unsigned threads;  // 0: all
+  const octet_rounding* rounding;  // null: the precision's own
+
+  int64_t batch, heads, kv_heads, tokens_q, tokens_k, dim, dim_v;
+  int64_t group() const { return heads / kv_heads; }
+
+  octet_device device;
+  int32_t device_index;
+
+  View q, k, v, mask, cu_seqlens_q, cu_seqlens_k;
+  View o, o_residual, lse, do_, dq, dk, dv, tq, tk, tv, to;
+  int64_t max_seqlen_q, max_seqlen_k;
+
+  bool windowed;         // the three below hold
+  bool bottom_right;
+  int64_t left, right;   // keys seen left and right of the diagonal; kUnbounded: all
+
+  static constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max() / 4;
+
+  bool packed() const { return cu_seqlens_q.present(); }
+
+  // The keys that query `i` of a sequence of n queries and m keys sees. Empty ranges have first == last.
+  KeyRange keys_of(int64_t i, int64_t n, int64_t m) const;
+};
+
+// Judges the arguments. Throws Failure naming the value found and the values allowed.
+Problem validate(const octet_attention* attention, const octet_arguments* arguments);
+
+// One tensor's own consistency: size field, dtype, shape, strides, data. Shared with the quantisers.
+View validate_tensor(const octet_tensor* tensor, const char* name, bool output);
+
+// The sequences of a problem on the CPU; reads cu_seqlens. Throws Failure if they are not ascending or do not
+// end at the token counts.
+std::vector<Sequence> sequences(const Problem& problem);
+
+}  // namespace octet

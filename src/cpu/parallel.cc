@@ -1,0 +1,49 @@
+#include "cpu/parallel.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace octet::cpu {
+
+unsigned thread_count(unsigned wanted, int64_t tasks) {
+  unsigned available = std::max(1u, std::thread::hardware_concurrency());
+#ifdef __linux__
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) available = std::max(1, CPU_COUNT(&set));
+#endif
+  const int64_t count = wanted ? wanted : available;
+  return static_cast<unsigned>(std::clamp<int64_t>(count, 1, std::max<int64_t>(1, tasks)));
+}
+
+void parallel_for(unsigned threads, int64_t tasks, const std::function<void(int64_t, unsigned)>& body) {
+  if (threads <= 1) {
+    for (int64_t task = 0; task < tasks; ++task) body(task, 0);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  std::exception_ptr error;
+  std::mutex error_mutex;
+  const auto work = [&](unsigned thread) {
+    try {
+      for (int64_t task; (task = next.fetch_add(1)) < tasks;) body(task, thread);
+    } catch (...) {
+      next.store(tasks);
+      const std::lock_guard lock(error_mutex);
+      if (!error) error = std::current_exception();
+    }
+  };
+  std::vector<std::jthread> team;
+  team.reserve(threads - 1);
+  for (unsigned t = 1; t < threads; ++t) team.emplace_back(work, t);
+  work(0);
+  team.clear();  // joins
+  if (error) std::rethrow_exception(error);
+}
+
+}  // namespace octet::cpu
