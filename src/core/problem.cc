@@ -306,6 +306,11 @@ KeyRange Problem::keys_of(int64_t i, int64_t n, int64_t m) const {
   return {first, std::max(first, last)};
 }
 
+KeyRange Problem::keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) const {
+  // Both ends of a range grow with the query.
+  return {keys_of(i, n, m).first, keys_of(i + rows - 1, n, m).last};
+}
+
 View validate_tensor(const octet_tensor* t, const char* label, bool output) {
   if (t->size != sizeof(octet_tensor)) invalid(label, ": octet_tensor of size ", t->size, ", expected ", sizeof(octet_tensor));
   if (t->dtype == OCTET_DTYPE_NONE || !bytes_of(static_cast<octet_dtype>(t->dtype)))
