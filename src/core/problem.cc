@@ -59,7 +59,7 @@ void validate_operands(const octet_arguments& a, Problem& p) {
     if (!t && (role == in || role == out)) invalid(x.label, ": NULL, but a ", name(p.pass), " pass needs it");
     if (!t) continue;
     if (role == absent) invalid(x.label, ": given to a ", name(p.pass), " pass, which has no use for it; pass NULL");
-    p.*x.view = validate_tensor(t, x.label, x.output(p.pass));
+    p.*x.view = validate_tensor(t, x.label);
     if (t->device != a.q->device || t->device_index != a.q->device_index)
       invalid(x.label, ": on ", name(static_cast<octet_device>(t->device)), ':', t->device_index, ", but q is on ",
               name(static_cast<octet_device>(a.q->device)), ':', a.q->device_index, "; all tensors of a call live on one device");
@@ -69,9 +69,12 @@ void validate_operands(const octet_arguments& a, Problem& p) {
 }
 
 void validate_memory(const Problem& p) {
-  for (const Operand& out : kOperands)
+  for (const Operand& out : kOperands) {
+    if (!out.output(p.pass)) continue;
+    expect_distinct_elements(p.*out.view, out.label);
     for (const Operand& other : kOperands)
-      if (out.output(p.pass) && &out != &other) expect_no_overlap(p.*out.view, out.label, p.*other.view, other.label);
+      if (&out != &other) expect_no_overlap(p.*out.view, out.label, p.*other.view, other.label);
+  }
 }
 
 void expect_head_dim(int64_t dim, const char* tensor) {

@@ -107,7 +107,7 @@ void validate_memory(const View& t, const char* label) {
 
 }  // namespace
 
-View validate_tensor(const octet_tensor* t, const char* label, bool output) {
+View validate_tensor(const octet_tensor* t, const char* label) {
   if (t->size != sizeof(octet_tensor)) invalid(label, ": octet_tensor of size ", t->size, ", expected ", sizeof(octet_tensor));
   View view;
   view.dtype = checked(t->dtype, OCTET_F64, OCTET_BOOL, label, ": dtype");
@@ -124,9 +124,6 @@ View validate_tensor(const octet_tensor* t, const char* label, bool output) {
   if (!view.elements()) return view;
   view.data = t->data;
   validate_memory(view, label);
-  if (output && !strides_nest(view))
-    invalid(label, ": strides ", shape_text(view.stride), " with shape ", shape_text(view.shape),
-            " put several elements of an output in one place; only inputs may broadcast");
   return view;
 }
 
@@ -140,6 +137,12 @@ void expect_dtype(const View& t, const char* label, std::initializer_list<octet_
 void expect_shape(const View& t, const char* label, const int64_t (&want)[4], const char* why) {
   if (!std::equal(t.shape, t.shape + 4, want))
     invalid(label, ": shape ", shape_text(t.shape), ", expected ", shape_text(want), " (", why, ")");
+}
+
+void expect_distinct_elements(const View& out, const char* label) {
+  if (out.data && !strides_nest(out))
+    invalid(label, ": strides ", shape_text(out.stride), " with shape ", shape_text(out.shape),
+            " put several elements of an output in one place; only inputs may broadcast");
 }
 
 void expect_no_overlap(const View& out, const char* out_label, const View& other, const char* other_label) {

@@ -26,11 +26,15 @@ struct View {
   }
 };
 
-// Size field, dtype, device, shape, strides, address. No two elements of an output may share memory.
-View validate_tensor(const octet_tensor* tensor, const char* label, bool output);
+// Size field, dtype, device, shape, strides, address.
+View validate_tensor(const octet_tensor* tensor, const char* label);
 
 void expect_dtype(const View& t, const char* label, std::initializer_list<octet_dtype> allowed);
 void expect_shape(const View& t, const char* label, const int64_t (&want)[4], const char* why);
+
+// Refuses an output two elements of which may be one: strides have to nest, as those of every permuted, padded or
+// interleaved layout do.
+void expect_distinct_elements(const View& out, const char* label);
 
 // Refuses an output that shares an element with another tensor of the call. Tensors interleaved in one buffer, as
 // q, k and v in a packed projection, share none. Where two tensors interleave with different strides, sharing is
