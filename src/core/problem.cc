@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <tuple>
 
 #include "core/error.h"
 #include "core/names.h"
@@ -57,6 +58,8 @@ Extent extent(const View& t) {
   return {base + low * size, base + (high + 1) * size};
 }
 
+}  // namespace
+
 void expect_no_overlap(const View& out, const char* out_name, const View& other, const char* other_name) {
   if (!out.present() || !other.present() || !elements(out) || !elements(other)) return;
   const Extent a = extent(out), b = extent(other);
@@ -73,6 +76,8 @@ void expect_no_overlap(const View& out, const char* out_name, const View& other,
   }
   invalid(out_name, ": its memory overlaps that of ", other_name, "; outputs must have memory of their own");
 }
+
+namespace {
 
 struct Named {
   const char* label;

@@ -11,9 +11,6 @@
 
 namespace octet {
 
-// How a tensor's codes stand for numbers; see octet_quantization. Absent members have null data.
-struct Quantization;
-
 // A view of the caller's memory, as octet_tensor. `data` is null if the tensor is absent or empty.
 struct View {
   octet_dtype dtype = OCTET_DTYPE_NONE;  // OCTET_DTYPE_NONE: absent
@@ -82,6 +79,9 @@ Problem validate(const octet_attention* attention, const octet_arguments* argume
 
 // One tensor's own consistency: size field, dtype, shape, strides, data. Shared with the quantisers.
 View validate_tensor(const octet_tensor* tensor, const char* name, bool output);
+
+// Refuses an output whose memory another tensor of the call shares. Shared with the quantisers.
+void expect_no_overlap(const View& out, const char* out_name, const View& other, const char* other_name);
 
 // The sequences of a problem on the CPU; reads cu_seqlens. Throws Failure if they are not ascending or do not
 // end at the token counts.
