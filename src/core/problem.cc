@@ -330,9 +330,9 @@ View validate_tensor(const octet_tensor* t, const char* label, bool output) {
     if (count > Problem::kUnbounded) invalid(label, ": shape ", shape_text(t->shape), " has more elements than memory can hold");
     const __int128 reach = static_cast<__int128>(t->shape[i] - 1) * t->stride[i];
     (reach < 0 ? low : high) += t->shape[i] ? reach : 0;
-    if (output && t->shape[i] > 1 && t->stride[i] == 0)
-      invalid(label, ": stride 0 in dimension ", i, "; an output cannot broadcast");
   }
+  for (int i = 0; i < 4 && output && !empty; ++i)
+    if (t->shape[i] > 1 && t->stride[i] == 0) invalid(label, ": stride 0 in dimension ", i, "; an output cannot broadcast");
   if (!empty && high - low > Problem::kUnbounded / 8)
     invalid(label, ": strides ", shape_text(t->stride), " reach beyond the address space");
   if (!t->data && !empty) invalid(label, ": null data, but shape ", shape_text(t->shape), " is not empty");

@@ -233,12 +233,15 @@ class Coder {
   float* row(int64_t i) { return buffer_.data() + (buffered_ ? i * dim_ : 0); }
   int64_t group(int64_t t, int64_t first) const { return call_.how.group_of(t) - call_.how.group_of(first); }
 
+  // Groups of a unit. The last tile of thread groups has all of them, with or without tokens.
+  int64_t groups(int64_t first, int64_t last) const {
+    if (call_.how.granularity == OCTET_PER_THREAD) return call_.how.operand == OCTET_OPERAND_Q ? kThreadGroupsQ : kThreadGroupsK;
+    return last > first ? group(last - 1, first) + 1 : 1;
+  }
+
   void find_extremes(int64_t b, int64_t h, int64_t first, int64_t last, const float* mean) {
     const Quantization& how = call_.how;
-    const int64_t end = how.scale.shape[2] - how.group_of(first);
-    const int64_t tokens = std::max<int64_t>(last - first, 1);
-    const int64_t most = how.granularity == OCTET_PER_THREAD ? (how.operand == OCTET_OPERAND_Q ? kThreadGroupsQ : kThreadGroupsK) : tokens;
-    extremes_.assign(how.per_channel() ? dim_ : std::min(end, most), Extremes{});
+    extremes_.assign(how.per_channel() ? dim_ : groups(first, last), Extremes{});
     for (int64_t t = first; t < last; ++t) {
       float* x = row(t - first);
       rows_.prepared(b, h, t, mean, x);

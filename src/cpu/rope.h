@@ -3,7 +3,7 @@
 //
 // A sine per (token, pair) would cost more than all the rest of a quantiser. Positions are therefore split into
 // position = start + i with start a multiple of 64; cosines and sines of start and of i are looked up or computed
-// once, and joined by the addition theorems, which adds two units of 2^-53 to the error.
+// once, and joined by the addition theorems, with an error of a few units of 2^-53.
 #pragma once
 #include <cmath>
 #include <vector>
