@@ -11,7 +11,8 @@ std::string info_json();
 // A JSON string: quoted, with quotes, backslashes and control characters escaped.
 std::string json_string(std::string_view text);
 
-// The processor as a JSON object {model, cores, features, instruction_set, instruction_sets, forced}, by src/cpu/describe.cc.
+// The processor as a JSON object {model, cores, features, instruction_set, instruction_sets, forced}, by
+// src/cpu/describe.cc.
 std::string cpu_json();
 
 }  // namespace octet

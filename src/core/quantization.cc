@@ -37,7 +37,8 @@ void expect_shape(const View& t, const char* label, const int64_t (&want)[4], co
 View view_of(const octet_tensor* t, const char* label, bool output) {
   if (!t) invalid(label, ": NULL");
   const View view = validate_tensor(t, label, output);
-  if (t->device == OCTET_CUDA) unsupported(label, ": on cuda:", t->device_index, ", but there is no CUDA quantiser in this build");
+  if (t->device == OCTET_CUDA)
+    unsupported(label, ": on cuda:", t->device_index, ", but there is no CUDA quantiser in this build");
   if (reinterpret_cast<uintptr_t>(t->data) % bytes_of(view.dtype))
     invalid(label, ": data is not aligned to its elements of ", bytes_of(view.dtype), " bytes");
   return view;
@@ -46,7 +47,8 @@ View view_of(const octet_tensor* t, const char* label, bool output) {
 // A tensor on the CPU whose elements are the numbers themselves.
 View plain(const octet_tensor* t, const char* label, bool output) {
   const View view = view_of(t, label, output);
-  if (view.quantization) invalid(label, ": has a quantization, but its elements are read and written as plain numbers; leave it NULL");
+  if (view.quantization)
+    invalid(label, ": has a quantization, but its elements are read and written as plain numbers; leave it NULL");
   return view;
 }
 
@@ -60,18 +62,21 @@ Rope validate_rope(const octet_rope& r, const View& x) {
   rope.style = checked(r.style, OCTET_ROPE_INTERLEAVED, "rope style", "0 (none), 1 (half), 2 (interleaved)");
   if (rope.style == OCTET_ROPE_NONE) {
     if (r.dim || r.offset || r.base != 0.0)
-      invalid("rope: dim ", r.dim, ", offset ", r.offset, ", base ", r.base, " given with style none; choose half or interleaved, or leave all 0");
+      invalid("rope: dim ", r.dim, ", offset ", r.offset, ", base ", r.base,
+              " given with style none; choose half or interleaved, or leave all 0");
     return rope;
   }
   const int64_t dim = x.shape[3], tokens = x.shape[2];
   rope.dim = r.dim ? r.dim : dim;
   if (rope.dim < 0 || rope.dim > dim || rope.dim % 2)
-    invalid("rope dim: found ", r.dim, r.dim ? "" : text(" (all ", dim, ")"), ", allowed: even, from 2 to the head dim ", dim, ", or 0 for all of an even head dim");
+    invalid("rope dim: found ", r.dim, r.dim ? "" : text(" (all ", dim, ")"),
+            ", allowed: even, from 2 to the head dim ", dim, ", or 0 for all of an even head dim");
   rope.offset = r.offset;
   if (r.offset < -kMaxPosition || r.offset > kMaxPosition - std::min(tokens, kMaxPosition))
     invalid("rope offset: found ", r.offset, " with ", tokens, " tokens, allowed: positions from -2^40 to 2^40");
   rope.base = r.base == 0.0 ? 10000.0 : r.base;
-  if (!(rope.base > 0.0) || !std::isfinite(rope.base)) invalid("rope base: found ", r.base, ", allowed: positive and finite, or 0 for 10000");
+  if (!(rope.base > 0.0) || !std::isfinite(rope.base))
+    invalid("rope base: found ", r.base, ", allowed: positive and finite, or 0 for 10000");
   return rope;
 }
 
@@ -81,10 +86,12 @@ void validate_granularity(octet_operand operand, octet_granularity granularity, 
             "; dim is the index of summation of q k^T, so a scale per channel cannot be taken out of the sum; "
             "use token, block, thread or tensor for q and k; channel is for v");
   if (granularity == OCTET_PER_THREAD && operand == OCTET_OPERAND_V)
-    invalid("granularity: thread, found for operand v; thread groups are the rows of q and k in the fragments of q k^T; "
-            "use token, block, channel or tensor for v");
+    invalid(
+        "granularity: thread, found for operand v; thread groups are the rows of q and k in the fragments of q k^T; "
+        "use token, block, channel or tensor for v");
   if (granularity == OCTET_PER_BLOCK ? block < 1 : block != 0)
-    invalid("block: found ", block, ", allowed: ", granularity == OCTET_PER_BLOCK ? "at least 1 token per group" : "0, as it belongs to granularity block");
+    invalid("block: found ", block, ", allowed: ",
+            granularity == OCTET_PER_BLOCK ? "at least 1 token per group" : "0, as it belongs to granularity block");
 }
 
 octet_granularity granularity_of(uint32_t value) {
@@ -96,13 +103,16 @@ octet_operand operand_of(uint32_t value) { return checked(value, OCTET_OPERAND_V
 // Number of scale rows; the arguments have been judged.
 int64_t groups_of(octet_operand operand, octet_granularity granularity, int64_t block, int64_t tokens) {
   switch (granularity) {
-    case OCTET_PER_TOKEN: return tokens;
-    case OCTET_PER_BLOCK: return tokens / block + (tokens % block != 0);
+    case OCTET_PER_TOKEN:
+      return tokens;
+    case OCTET_PER_BLOCK:
+      return tokens / block + (tokens % block != 0);
     case OCTET_PER_THREAD: {
       const int64_t tile = operand == OCTET_OPERAND_Q ? kThreadTileQ : kThreadTileK;
       return (tokens / tile + (tokens % tile != 0)) * (operand == OCTET_OPERAND_Q ? kThreadGroupsQ : kThreadGroupsK);
     }
-    default: return 1;
+    default:
+      return 1;
   }
 }
 
@@ -136,7 +146,8 @@ View validate_statistics(const octet_tensor* t, const char* label, bool output) 
 Quantization validate_quantization(const octet_tensor& codes, const char* label, bool output) {
   const octet_quantization* q = codes.quantization;
   if (!q) invalid(label, ": no quantization; it says how the codes stand for numbers");
-  if (q->size != sizeof(octet_quantization)) invalid("octet_quantization: size ", q->size, ", expected ", sizeof(octet_quantization));
+  if (q->size != sizeof(octet_quantization))
+    invalid("octet_quantization: size ", q->size, ", expected ", sizeof(octet_quantization));
   const auto dtype = static_cast<octet_dtype>(codes.dtype);
   const int64_t batch = codes.shape[0], heads = codes.shape[1], tokens = codes.shape[2], dim = codes.shape[3];
   Quantization how{};
@@ -146,10 +157,12 @@ Quantization validate_quantization(const octet_tensor& codes, const char* label,
   how.hadamard_seed = q->hadamard_seed;
   validate_granularity(how.operand, how.granularity, how.block);
 
-  how.zero_point_kind = checked(q->zero_point_kind, OCTET_ZERO_POINT_FLOAT, "zero_point_kind", "0 (symmetric), 1 (integer), 2 (float)");
+  how.zero_point_kind =
+      checked(q->zero_point_kind, OCTET_ZERO_POINT_FLOAT, "zero_point_kind", "0 (symmetric), 1 (integer), 2 (float)");
   const bool symmetric = how.zero_point_kind == OCTET_SYMMETRIC;
   if (!symmetric && dtype != OCTET_I8 && dtype != OCTET_U8)
-    invalid("zero_point_kind: found ", q->zero_point_kind, " with ", name(dtype), " codes, allowed with them: 0 (symmetric); zero points are for i8 and u8");
+    invalid("zero_point_kind: found ", q->zero_point_kind, " with ", name(dtype),
+            " codes, allowed with them: 0 (symmetric); zero points are for i8 and u8");
   if (symmetric && q->zero_point) invalid("zero_point: given, but the quantization is symmetric; pass NULL");
 
   const char* shape = how.per_channel() ? "[batch, head, 1, dim] per channel" : "[batch, head, octet_scale_groups, 1]";
@@ -171,7 +184,8 @@ Quantization validate_quantization(const octet_tensor& codes, const char* label,
   return how;
 }
 
-void quantize(const octet_tensor* x_in, const octet_rope* rope_in, octet_tensor* codes_out, octet_tensor* statistics_out, void* stream) {
+void quantize(const octet_tensor* x_in, const octet_rope* rope_in, octet_tensor* codes_out,
+              octet_tensor* statistics_out, void* stream) {
   const View x = plain(x_in, "x", false);
   expect_dtype(x, "x", {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
   const Rope rope = rope_in ? validate_rope(*rope_in, x) : Rope{};
@@ -186,9 +200,12 @@ void quantize(const octet_tensor* x_in, const octet_rope* rope_in, octet_tensor*
     expect_shape(statistics, "statistics", {x.shape[0], x.shape[1], 1, OCTET_STATISTICS}, "batch and heads of x");
   }
   expect_no_stream(stream);
-  expect_memory_of_their_own(
-      {{&codes, "codes"}, {&how.scale, "scale"}, {&how.zero_point, "zero_point"}, {&how.mean, "mean"}, {&statistics, "statistics"}},
-      {{&x, "x"}});
+  expect_memory_of_their_own({{&codes, "codes"},
+                              {&how.scale, "scale"},
+                              {&how.zero_point, "zero_point"},
+                              {&how.mean, "mean"},
+                              {&statistics, "statistics"}},
+                             {{&x, "x"}});
   cpu::quantize(x, rope, codes, how, statistics);
 }
 
@@ -200,11 +217,13 @@ void dequantize(const octet_tensor* codes_in, octet_tensor* x_out, void* stream)
   expect_dtype(x, "x", {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16});
   expect_shape(x, "x", codes.shape, "shape of codes");
   expect_no_stream(stream);
-  expect_memory_of_their_own({{&x, "x"}}, {{&codes, "codes"}, {&how.scale, "scale"}, {&how.zero_point, "zero_point"}, {&how.mean, "mean"}});
+  expect_memory_of_their_own(
+      {{&x, "x"}}, {{&codes, "codes"}, {&how.scale, "scale"}, {&how.zero_point, "zero_point"}, {&how.mean, "mean"}});
   cpu::dequantize(codes, how, x);
 }
 
-void apply_rope(const octet_rope* rope_in, const octet_tensor* x_in, uint32_t inverse, octet_tensor* y_out, void* stream) {
+void apply_rope(const octet_rope* rope_in, const octet_tensor* x_in, uint32_t inverse, octet_tensor* y_out,
+                void* stream) {
   const View x = plain(x_in, "x", false);
   expect_dtype(x, "x", {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
   if (!rope_in) invalid("rope: NULL");
@@ -228,10 +247,12 @@ int64_t scale_groups(uint32_t operand_in, uint32_t granularity_in, int64_t block
   return groups_of(operand, granularity, block, tokens);
 }
 
-void logit_error(const octet_tensor* q_in, const octet_tensor* k_in, float scale, octet_tensor* error_out, void* stream) {
+void logit_error(const octet_tensor* q_in, const octet_tensor* k_in, float scale, octet_tensor* error_out,
+                 void* stream) {
   const View q = validate_statistics(q_in, "q_statistics", false), k = validate_statistics(k_in, "k_statistics", false);
   const int64_t heads = q.shape[1], kv_heads = k.shape[1];
-  if (q.shape[0] != k.shape[0]) invalid("k_statistics: batch ", k.shape[0], ", expected ", q.shape[0], " as q_statistics");
+  if (q.shape[0] != k.shape[0])
+    invalid("k_statistics: batch ", k.shape[0], ", expected ", q.shape[0], " as q_statistics");
   if (heads && (!kv_heads || heads % kv_heads))
     invalid("k_statistics: ", kv_heads, " heads, but q_statistics has ", heads, "; allowed: a divisor of it");
   if (!(scale > 0.f) || !std::isfinite(scale)) invalid("scale: found ", scale, ", allowed: positive and finite");

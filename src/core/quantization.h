@@ -7,11 +7,13 @@
 
 namespace octet {
 
-void quantize(const octet_tensor* x, const octet_rope* rope, octet_tensor* codes, octet_tensor* statistics, void* stream);
+void quantize(const octet_tensor* x, const octet_rope* rope, octet_tensor* codes, octet_tensor* statistics,
+              void* stream);
 void dequantize(const octet_tensor* codes, octet_tensor* x, void* stream);
 void apply_rope(const octet_rope* rope, const octet_tensor* x, uint32_t inverse, octet_tensor* y, void* stream);
 int64_t scale_groups(uint32_t operand, uint32_t granularity, int64_t block, int64_t tokens);
-void logit_error(const octet_tensor* q_statistics, const octet_tensor* k_statistics, float scale, octet_tensor* error, void* stream);
+void logit_error(const octet_tensor* q_statistics, const octet_tensor* k_statistics, float scale, octet_tensor* error,
+                 void* stream);
 
 // Thread groups are the rows that one thread holds in its mma fragments (SageAttention 2, arXiv 2411.10958,
 // section 3.2): of each 32 queries those with equal row mod 8; of each 64 keys those with equal (row mod 8) div 2.
@@ -32,12 +34,15 @@ struct Quantization {
   // Row of `scale` that holds the scale of a token.
   int64_t group_of(int64_t token) const {
     switch (granularity) {
-      case OCTET_PER_TOKEN: return token;
-      case OCTET_PER_BLOCK: return token / block;
+      case OCTET_PER_TOKEN:
+        return token;
+      case OCTET_PER_BLOCK:
+        return token / block;
       case OCTET_PER_THREAD:
         return operand == OCTET_OPERAND_Q ? token / kThreadTileQ * kThreadGroupsQ + token % 8
                                           : token / kThreadTileK * kThreadGroupsK + token % 8 / 2;
-      default: return 0;
+      default:
+        return 0;
     }
   }
 };
@@ -53,7 +58,8 @@ struct Rope {
   double base = 0;
 };
 
-// The work, on judged arguments in host memory; src/cpu/quantize.cc and src/cpu/dequantize.cc. `statistics` may be absent.
+// The work, on judged arguments in host memory; src/cpu/quantize.cc and src/cpu/dequantize.cc. `statistics` may be
+// absent.
 namespace cpu {
 void quantize(const View& x, const Rope& rope, const View& codes, const Quantization& how, const View& statistics);
 void dequantize(const View& codes, const Quantization& how, const View& x);

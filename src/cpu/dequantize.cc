@@ -34,12 +34,13 @@ void turn(const RopeTable& table, const View& x, const View& y) {
     RopeRow<T> rope;
     std::vector<T> row;
   };
-  for_chunks(x, [&] { return State{RopeRow<T>(table), std::vector<T>(x.shape[3])}; },
-             [&](int64_t b, int64_t h, int64_t t, State& mine) {
-               load_row(x, b, h, t, mine.row.data());
-               mine.rope(mine.row.data(), t);
-               store_row(mine.row.data(), y, b, h, t);
-             });
+  for_chunks(
+      x, [&] { return State{RopeRow<T>(table), std::vector<T>(x.shape[3])}; },
+      [&](int64_t b, int64_t h, int64_t t, State& mine) {
+        load_row(x, b, h, t, mine.row.data());
+        mine.rope(mine.row.data(), t);
+        store_row(mine.row.data(), y, b, h, t);
+      });
 }
 
 }  // namespace
@@ -50,27 +51,33 @@ void dequantize(const View& codes, const Quantization& how, const View& x) {
   std::vector<float> signs;
   if (how.hadamard_seed)
     for (int64_t c = 0; c < dim; ++c) signs.push_back(hadamard_sign(how.hadamard_seed, c));
-  for_chunks(x, [&] { return std::vector<float>(dim); },
-             [&](int64_t b, int64_t h, int64_t t, std::vector<float>& row) {
-               const int64_t group = how.group_of(t);
-               for (int64_t c = 0; c < dim; ++c) {
-                 const int64_t channel = how.per_channel() ? c : 0;
-                 const float scale = *how.scale.at<float>(b, h, group, channel);
-                 const float zero = how.zero_point.present() ? *how.zero_point.at<float>(b, h, group, channel) : 0.f;
-                 const float code = values[*codes.at<uint8_t>(b, h, t, c)];
-                 row[c] = how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? scale * code + zero : scale * (code - zero);
-               }
-               if (how.hadamard_seed) hadamard_inverse(row.data(), signs.data(), dim);
-               if (how.mean.present())
-                 for (int64_t c = 0; c < dim; ++c) row[c] += *how.mean.at<float>(b, h, 0, c);
-               store_row(row.data(), x, b, h, t);
-             });
+  for_chunks(
+      x, [&] { return std::vector<float>(dim); },
+      [&](int64_t b, int64_t h, int64_t t, std::vector<float>& row) {
+        const int64_t group = how.group_of(t);
+        for (int64_t c = 0; c < dim; ++c) {
+          const int64_t channel = how.per_channel() ? c : 0;
+          const float scale = *how.scale.at<float>(b, h, group, channel);
+          const float zero = how.zero_point.present() ? *how.zero_point.at<float>(b, h, group, channel) : 0.f;
+          const float code = values[*codes.at<uint8_t>(b, h, t, c)];
+          // The product of two floats is exact in double: fused or not, one rounding.
+          const double exact = static_cast<double>(scale) * code;
+          row[c] =
+              how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? static_cast<float>(exact + zero) : scale * (code - zero);
+        }
+        if (how.hadamard_seed) hadamard_inverse(row.data(), signs.data(), dim);
+        if (how.mean.present())
+          for (int64_t c = 0; c < dim; ++c) row[c] += *how.mean.at<float>(b, h, 0, c);
+        store_row(row.data(), x, b, h, t);
+      });
 }
 
 void apply_rope(const Rope& rope, bool inverse, const View& x, const View& y) {
   const RopeTable table(rope, inverse ? -1.0 : 1.0);
-  if (x.dtype == OCTET_F64) turn<double>(table, x, y);
-  else turn<float>(table, x, y);
+  if (x.dtype == OCTET_F64)
+    turn<double>(table, x, y);
+  else
+    turn<float>(table, x, y);
 }
 
 // The errors of q and k are independent of each other and of the rows they meet, and those of a row's channels are
@@ -79,7 +86,9 @@ void logit_error(const View& q, const View& k, float scale, const View& error) {
   const int64_t group = k.shape[1] ? q.shape[1] / k.shape[1] : 1;
   for (int64_t b = 0; b < q.shape[0]; ++b)
     for (int64_t h = 0; h < q.shape[1]; ++h) {
-      const auto of = [&](const View& s, int64_t head, int64_t which) { return static_cast<double>(*s.at<float>(b, head, 0, which)); };
+      const auto of = [&](const View& s, int64_t head, int64_t which) {
+        return static_cast<double>(*s.at<float>(b, head, 0, which));
+      };
       const double from_q = of(q, h, OCTET_STATISTIC_STEP) * of(k, h / group, OCTET_STATISTIC_NORM);
       const double from_k = of(k, h / group, OCTET_STATISTIC_STEP) * of(q, h, OCTET_STATISTIC_NORM);
       *error.at<float>(b, h, 0, 0) = static_cast<float>(scale * std::sqrt(from_q * from_q + from_k * from_k));

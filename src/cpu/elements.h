@@ -1,9 +1,8 @@
 // Rows of 16- and 8-bit floats to and from float, without branches, so that they vectorise on any machine. Bit for
 // bit the conversions of octet/formats.hpp (tests/unit/quantize_test.cc), which are written to be read instead.
 #pragma once
-#include <octet/formats.hpp>
-
 #include <array>
+#include <octet/formats.hpp>
 
 #include "core/problem.h"
 
@@ -62,10 +61,14 @@ static inline void e5m2_codes(const float* x, int64_t n, uint8_t* codes) { fp8_c
 static inline std::array<float, 256> code_values(octet_dtype dtype) {
   const auto value = [dtype](uint8_t byte) -> double {
     switch (dtype) {
-      case OCTET_E4M3: return detail::decode_bits(kE4m3, 4, byte);
-      case OCTET_E5M2: return detail::decode_bits(kE5m2, 5, byte);
-      case OCTET_U8: return byte;
-      default: return static_cast<int8_t>(byte);  // i8, i4
+      case OCTET_E4M3:
+        return detail::decode_bits(kE4m3, 4, byte);
+      case OCTET_E5M2:
+        return detail::decode_bits(kE5m2, 5, byte);
+      case OCTET_U8:
+        return byte;
+      default:
+        return static_cast<int8_t>(byte);  // i8, i4
     }
   };
   std::array<float, 256> values;
@@ -77,7 +80,8 @@ namespace detail {
 
 // Applies `convert` to the elements of a row. The contiguous loop is apart, because it vectorises.
 template <class From, class To, class Convert>
-static inline void convert_row(const From* from, int64_t from_stride, To* to, int64_t to_stride, int64_t n, Convert convert) {
+static inline void convert_row(const From* from, int64_t from_stride, To* to, int64_t to_stride, int64_t n,
+                               Convert convert) {
   if (from_stride == 1 && to_stride == 1)
     for (int64_t c = 0; c < n; ++c) to[c] = convert(from[c]);
   else
@@ -93,10 +97,14 @@ static inline void load_row(const View& x, int64_t b, int64_t h, int64_t t, T* r
     detail::convert_row(data + x.offset(b, h, t), x.stride[3], row, 1, x.shape[3], convert);
   };
   switch (x.dtype) {
-    case OCTET_F64: return from(static_cast<const double*>(x.data), [](double v) { return static_cast<T>(v); });
-    case OCTET_F32: return from(static_cast<const float*>(x.data), [](float v) { return static_cast<T>(v); });
-    case OCTET_F16: return from(static_cast<const uint16_t*>(x.data), [](uint16_t v) { return static_cast<T>(f16_value(v)); });
-    case OCTET_BF16: return from(static_cast<const uint16_t*>(x.data), [](uint16_t v) { return static_cast<T>(bf16_value(v)); });
+    case OCTET_F64:
+      return from(static_cast<const double*>(x.data), [](double v) { return static_cast<T>(v); });
+    case OCTET_F32:
+      return from(static_cast<const float*>(x.data), [](float v) { return static_cast<T>(v); });
+    case OCTET_F16:
+      return from(static_cast<const uint16_t*>(x.data), [](uint16_t v) { return static_cast<T>(f16_value(v)); });
+    case OCTET_BF16:
+      return from(static_cast<const uint16_t*>(x.data), [](uint16_t v) { return static_cast<T>(bf16_value(v)); });
     default: {
       static const std::array<float, 256> values = code_values(OCTET_E4M3);
       return from(static_cast<const uint8_t*>(x.data), [](uint8_t v) { return static_cast<T>(values[v]); });
@@ -111,10 +119,14 @@ static inline void store_row(const T* row, const View& x, int64_t b, int64_t h, 
     detail::convert_row(row, 1, data + x.offset(b, h, t), x.stride[3], x.shape[3], convert);
   };
   switch (x.dtype) {
-    case OCTET_F64: return to(static_cast<double*>(x.data), [](T v) { return static_cast<double>(v); });
-    case OCTET_F32: return to(static_cast<float*>(x.data), [](T v) { return static_cast<float>(v); });
-    case OCTET_F16: return to(static_cast<uint16_t*>(x.data), [](T v) { return f16_bits(static_cast<float>(v)); });
-    default: return to(static_cast<uint16_t*>(x.data), [](T v) { return bf16_bits(static_cast<float>(v)); });
+    case OCTET_F64:
+      return to(static_cast<double*>(x.data), [](T v) { return static_cast<double>(v); });
+    case OCTET_F32:
+      return to(static_cast<float*>(x.data), [](T v) { return static_cast<float>(v); });
+    case OCTET_F16:
+      return to(static_cast<uint16_t*>(x.data), [](T v) { return f16_bits(static_cast<float>(v)); });
+    default:
+      return to(static_cast<uint16_t*>(x.data), [](T v) { return bf16_bits(static_cast<float>(v)); });
   }
 }
 

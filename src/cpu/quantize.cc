@@ -18,12 +18,13 @@
 #include "cpu/parallel.h"
 #include "cpu/rope.h"
 #include "cpu/rows.h"
+#include "cpu/survey.h"
 
 namespace octet::cpu {
 namespace {
 
-constexpr int64_t kUnitTokens = 64;      // tokens per unit, where groups are smaller
-constexpr int64_t kBufferedRows = 256;   // rows of a unit kept between finding its steps and coding
+constexpr int64_t kUnitTokens = 64;     // tokens per unit, where groups are smaller
+constexpr int64_t kBufferedRows = 256;  // rows of a unit kept between finding its steps and coding
 constexpr int64_t kElementsPerThread = 1 << 15;
 
 unsigned threads_for(const View& x, int64_t tasks) {
@@ -38,11 +39,16 @@ struct CodeRange {
 
 CodeRange code_range(octet_dtype dtype) {
   switch (dtype) {
-    case OCTET_I8: return {-127.f, 127.f};
-    case OCTET_U8: return {0.f, 255.f};
-    case OCTET_I4: return {-7.f, 7.f};
-    case OCTET_E4M3: return {-448.f, 448.f};
-    default: return {-57344.f, 57344.f};
+    case OCTET_I8:
+      return {-127.f, 127.f};
+    case OCTET_U8:
+      return {0.f, 255.f};
+    case OCTET_I4:
+      return {-7.f, 7.f};
+    case OCTET_E4M3:
+      return {-448.f, 448.f};
+    default:
+      return {-57344.f, 57344.f};
   }
 }
 
@@ -133,71 +139,6 @@ class Rows {
   const float* signs_;
 };
 
-// Sums over the tokens of one (batch, head), per channel.
-class Survey {
- public:
-  Survey(int64_t dim, bool with_statistics)
-      : dim_(dim), with_statistics_(with_statistics), sum_(dim), first_(dim), offset_(dim), square_(dim),
-        low_(dim, std::numeric_limits<float>::infinity()), high_(dim, -std::numeric_limits<float>::infinity()) {}
-
-  void add(const float* row) {
-    for (int64_t c = 0; c < dim_; ++c) sum_[c] += row[c];
-    if (with_statistics_) add_statistics(row);
-    ++tokens_;
-  }
-
-  void mean(float* out) const {
-    for (int64_t c = 0; c < dim_; ++c) out[c] = tokens_ ? static_cast<float>(sum_[c] / tokens_) : 0.f;
-  }
-
-  // The statistics but the step; `mean`: what is subtracted from the rows, null: nothing.
-  void statistics(const float* mean, float* out) const {
-    double variance = 0, bias = 0, norm = 0;
-    std::vector<float> top(dim_);
-    for (int64_t c = 0; c < dim_ && tokens_; ++c) {
-      const double centre = sum_[c] / tokens_, away = centre - (mean ? mean[c] : 0.f);
-      const double spread = std::fmax(0.0, square_[c] / tokens_ - offset_[c] / tokens_ * (offset_[c] / tokens_));
-      variance += std::isfinite(centre) ? spread : centre;
-      bias += centre * centre;
-      norm += (std::isfinite(centre) ? spread : centre) + away * away;
-      const float subtracted = mean ? mean[c] : 0.f;
-      top[c] = std::max(std::fabs(low_[c] - subtracted), std::fabs(high_[c] - subtracted));
-    }
-    const double rms = std::sqrt(variance / static_cast<double>(std::max<int64_t>(1, dim_)));
-    out[OCTET_STATISTIC_NORM] = static_cast<float>(std::sqrt(norm));
-    out[OCTET_STATISTIC_BIAS] = bias == 0.0 ? 0.f : static_cast<float>(std::sqrt(bias) / rms);
-    out[OCTET_STATISTIC_OUTLIER] = std::isfinite(norm) ? outlier(top) : std::numeric_limits<float>::quiet_NaN();
-  }
-
- private:
-  // Sums relative to the first token, so that a common offset of all tokens does not cancel digits.
-  void add_statistics(const float* row) {
-    if (!tokens_) std::copy(row, row + dim_, first_.begin());
-    for (int64_t c = 0; c < dim_; ++c) {
-      const double d = static_cast<double>(row[c]) - first_[c];
-      offset_[c] += d;
-      square_[c] += d * d;
-      low_[c] = row[c] < low_[c] ? row[c] : low_[c];
-      high_[c] = row[c] > high_[c] ? row[c] : high_[c];
-    }
-  }
-
-  // Largest over median; 1 if all are 0.
-  static float outlier(std::vector<float>& top) {
-    if (top.empty()) return 0.f;
-    std::sort(top.begin(), top.end());
-    const float median = 0.5f * top[(top.size() - 1) / 2] + 0.5f * top[top.size() / 2];
-    return top.back() == 0.f ? 1.f : top.back() / median;
-  }
-
-  int64_t dim_, tokens_ = 0;
-  bool with_statistics_;
-  std::vector<double> sum_;
-  std::vector<float> first_;
-  std::vector<double> offset_, square_;
-  std::vector<float> low_, high_;
-};
-
 // One call: what its threads share.
 struct Call {
   const View& x;
@@ -213,8 +154,13 @@ struct Call {
 class Coder {
  public:
   Coder(const Call& call, Rows rows, int64_t unit)
-      : call_(call), rows_(std::move(rows)), dim_(call.x.shape[3]), buffered_(unit <= kBufferedRows),
-        buffer_((buffered_ ? unit : 1) * dim_), scaled_(dim_), bytes_(dim_) {}
+      : call_(call),
+        rows_(std::move(rows)),
+        dim_(call.x.shape[3]),
+        buffered_(unit <= kBufferedRows),
+        buffer_((buffered_ ? unit : 1) * dim_),
+        scaled_(dim_),
+        bytes_(dim_) {}
 
   // Codes the tokens [first, last), whole groups, and writes their scales. Returns the sum over tokens of the mean
   // squared rounding error of a row, if statistics are asked for.
@@ -235,7 +181,8 @@ class Coder {
 
   // Groups of a unit. The last tile of thread groups has all of them, with or without tokens.
   int64_t groups(int64_t first, int64_t last) const {
-    if (call_.how.granularity == OCTET_PER_THREAD) return call_.how.operand == OCTET_OPERAND_Q ? kThreadGroupsQ : kThreadGroupsK;
+    if (call_.how.granularity == OCTET_PER_THREAD)
+      return call_.how.operand == OCTET_OPERAND_Q ? kThreadGroupsQ : kThreadGroupsK;
     return last > first ? group(last - 1, first) + 1 : 1;
   }
 
@@ -246,7 +193,8 @@ class Coder {
       float* x = row(t - first);
       rows_.prepared(b, h, t, mean, x);
       if (how.per_channel()) {
-        for (int64_t c = 0; c < dim_; ++c) call_.symmetric() ? extremes_[c].add(std::fabs(x[c]), std::fabs(x[c])) : extremes_[c].add(x[c], x[c]);
+        for (int64_t c = 0; c < dim_; ++c)
+          call_.symmetric() ? extremes_[c].add(std::fabs(x[c]), std::fabs(x[c])) : extremes_[c].add(x[c], x[c]);
       } else {
         const Extremes e = extremes_of(x, dim_, call_.symmetric());
         Extremes& of_group = extremes_[group(t, first)];
@@ -263,7 +211,9 @@ class Coder {
       const auto index = static_cast<int64_t>(i);
       const int64_t g = how.per_channel() ? 0 : how.group_of(first) + index, c = how.per_channel() ? index : 0;
       *how.scale.at<float>(b, h, g, c) = codecs_[i].step;
-      if (!call_.symmetric()) *how.zero_point.at<float>(b, h, g, c) = how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? codecs_[i].shift : codecs_[i].zero;
+      if (!call_.symmetric())
+        *how.zero_point.at<float>(b, h, g, c) =
+            how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? codecs_[i].shift : codecs_[i].zero;
     }
   }
 
@@ -280,11 +230,17 @@ class Coder {
         for (int64_t c = 0; c < dim_; ++c) r[c] = (x[c] - all.shift) * all.inverse;
     }
     switch (call_.codes.dtype) {
-      case OCTET_E4M3: e4m3_codes(r, dim_, bytes_.data()); break;
-      case OCTET_E5M2: e5m2_codes(r, dim_, bytes_.data()); break;
-      default: integer_codes(r, dim_, call_.range.low, call_.range.high, bytes_.data());
+      case OCTET_E4M3:
+        e4m3_codes(r, dim_, bytes_.data());
+        break;
+      case OCTET_E5M2:
+        e5m2_codes(r, dim_, bytes_.data());
+        break;
+      default:
+        integer_codes(r, dim_, call_.range.low, call_.range.high, bytes_.data());
     }
-    detail::convert_row(bytes_.data(), 1, call_.codes.at<uint8_t>(b, h, t), call_.codes.stride[3], dim_, [](uint8_t v) { return v; });
+    detail::convert_row(bytes_.data(), 1, call_.codes.at<uint8_t>(b, h, t), call_.codes.stride[3], dim_,
+                        [](uint8_t v) { return v; });
     return call_.with_statistics ? mean_squared_error(codec, x) : 0.0;
   }
 
@@ -300,11 +256,13 @@ class Coder {
 
   // Codes at equal distances err uniformly within half a step: step^2 / 12. The distances of fp8 codes vary: measured.
   double mean_squared_error(const Codec* codec, const float* x) const {
-    if (is_integer(call_.codes.dtype) && !call_.how.per_channel()) return codec->step * static_cast<double>(codec->step) / 12;
+    if (is_integer(call_.codes.dtype) && !call_.how.per_channel())
+      return codec->step * static_cast<double>(codec->step) / 12;
     double sum = 0;
     for (int64_t c = 0; c < dim_; ++c) {
       const double step = codec[call_.how.per_channel() ? c : 0].step;
-      const double error = is_integer(call_.codes.dtype) ? step / std::sqrt(12.0) : x[c] - step * call_.values[bytes_[c]];
+      const double error =
+          is_integer(call_.codes.dtype) ? step / std::sqrt(12.0) : x[c] - step * call_.values[bytes_[c]];
       sum += error * error;
     }
     return sum / static_cast<double>(std::max<int64_t>(1, dim_));
@@ -323,12 +281,15 @@ class Coder {
 // Tokens per unit: whole groups.
 int64_t unit_tokens(const Quantization& how, int64_t tokens) {
   switch (how.granularity) {
-    case OCTET_PER_TOKEN: return kUnitTokens;
-    case OCTET_PER_THREAD: return how.operand == OCTET_OPERAND_Q ? kThreadTileQ : kThreadTileK;
+    case OCTET_PER_TOKEN:
+      return kUnitTokens;
+    case OCTET_PER_THREAD:
+      return how.operand == OCTET_OPERAND_Q ? kThreadTileQ : kThreadTileK;
     case OCTET_PER_BLOCK:
       if (how.block < tokens) return how.block * std::max<int64_t>(1, kUnitTokens / how.block);
       [[fallthrough]];
-    default: return std::max<int64_t>(1, tokens);
+    default:
+      return std::max<int64_t>(1, tokens);
   }
 }
 
@@ -391,8 +352,10 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
   for (int64_t i = 0; i < all_heads && with_statistics; ++i) {
     double sum = 0;
     for (int64_t u = 0; u < units; ++u) sum += errors[i * units + u];
-    surveyed[i * OCTET_STATISTICS + OCTET_STATISTIC_STEP] = tokens ? static_cast<float>(std::sqrt(sum / static_cast<double>(tokens))) : 0.f;
-    for (int64_t s = 0; s < OCTET_STATISTICS; ++s) *statistics.at<float>(i / heads, i % heads, 0, s) = surveyed[i * OCTET_STATISTICS + s];
+    surveyed[i * OCTET_STATISTICS + OCTET_STATISTIC_STEP] =
+        tokens ? static_cast<float>(std::sqrt(sum / static_cast<double>(tokens))) : 0.f;
+    for (int64_t s = 0; s < OCTET_STATISTICS; ++s)
+      *statistics.at<float>(i / heads, i % heads, 0, s) = surveyed[i * OCTET_STATISTICS + s];
   }
 }
 

@@ -20,7 +20,12 @@ class RopeTable {
 
   // `direction`: 1, or -1 for the inverse.
   RopeTable(const Rope& rope, double direction)
-      : style(rope.style), pairs(rope.dim / 2), offset(rope.offset), theta(pairs), cosine(kSpan * pairs), sine(kSpan * pairs) {
+      : style(rope.style),
+        pairs(rope.dim / 2),
+        offset(rope.offset),
+        theta(pairs),
+        cosine(kSpan * pairs),
+        sine(kSpan * pairs) {
     for (int64_t c = 0; c < pairs; ++c)
       theta[c] = direction * std::pow(rope.base, -2.0 * static_cast<double>(c) / static_cast<double>(rope.dim));
     if (style == OCTET_ROPE_NONE) return;
@@ -47,8 +52,10 @@ class RopeRow {
   void operator()(T* row, int64_t token) {
     if (table_.style == OCTET_ROPE_NONE) return;
     seek(token + table_.offset);
-    if (table_.style == OCTET_ROPE_HALF) rope_half(row, cosine_.data(), sine_.data(), table_.pairs);
-    else rope_interleaved(row, cosine_.data(), sine_.data(), table_.pairs);
+    if (table_.style == OCTET_ROPE_HALF)
+      rope_half(row, cosine_.data(), sine_.data(), table_.pairs);
+    else
+      rope_interleaved(row, cosine_.data(), sine_.data(), table_.pairs);
   }
 
  private:

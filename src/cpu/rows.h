@@ -26,27 +26,27 @@ static inline float hadamard_sign(uint64_t seed, int64_t c) {
   return (z ^ z >> 31) >> 63 ? -1.f : 1.f;
 }
 
-// x <- H x, un-normalised, for each block of a row: stages of butterflies at distance 1, 2, 4, ... The first two
-// stages are written out, because loops of one or two butterflies do not vectorise.
+// One stage of butterflies at distance `half`, in runs of kWidth that become vector instructions; half is a multiple of
+// it.
+template <int kWidth>
+static inline void hadamard_stage(float* x, int64_t dim, int64_t half) {
+  for (int64_t start = 0; start < dim; start += 2 * half)
+    for (int64_t run = start; run < start + half; run += kWidth)
+      for (int64_t c = run; c < run + kWidth; ++c) {
+        const float a = x[c], b = x[c + half];
+        x[c] = a + b;
+        x[c + half] = a - b;
+      }
+}
+
+// x <- H x, un-normalised, for each block of a row: stages at distance 1, 2, 4, ...
 static inline void hadamard_butterflies(float* x, int64_t dim) {
   const int64_t block = hadamard_block(dim);
-  if (block == 2)
-    for (int64_t c = 0; c < dim; c += 2) {
-      const float a = x[c], b = x[c + 1];
-      x[c] = a + b, x[c + 1] = a - b;
-    }
-  if (block >= 4)
-    for (int64_t c = 0; c < dim; c += 4) {
-      const float a = x[c] + x[c + 1], b = x[c] - x[c + 1], d = x[c + 2] + x[c + 3], e = x[c + 2] - x[c + 3];
-      x[c] = a + d, x[c + 1] = b + e, x[c + 2] = a - d, x[c + 3] = b - e;
-    }
-  for (int64_t half = 4; half < block; half *= 2)
-    for (int64_t start = 0; start < dim; start += 2 * half)
-      for (int64_t c = start; c < start + half; c += 4)
-        for (int64_t i = c; i < c + 4; ++i) {
-          const float a = x[i], b = x[i + half];
-          x[i] = a + b, x[i + half] = a - b;
-        }
+  if (block > 1) hadamard_stage<1>(x, dim, 1);
+  if (block > 2) hadamard_stage<2>(x, dim, 2);
+  if (block > 4) hadamard_stage<4>(x, dim, 4);
+  if (block > 8) hadamard_stage<8>(x, dim, 8);
+  for (int64_t half = 16; half < block; half *= 2) hadamard_stage<16>(x, dim, half);
 }
 
 // x <- H D x / sqrt(block), block-diagonal, with D = diag(signs): orthogonal, so q.k is unchanged when both are

@@ -14,8 +14,10 @@ TEST(ZeroPoints, IntegerCorrectionsAreExact) {
     for (const DType k_codes : {DType::i8, DType::u8})
       for (const double bias : {0.0, 2.0, 50.0}) {
         const int64_t dim = 256, tokens = 40;
-        const Array x = Array(DType::f32, {1, 1, tokens, dim}).random(1, 1, bias), y = Array(DType::f32, {1, 1, tokens, dim}).random(2, 1, -bias);
-        const auto q = quantized(x, {.codes = q_codes, .operand = OCTET_OPERAND_Q, .zero_point = OCTET_ZERO_POINT_INTEGER});
+        const Array x = Array(DType::f32, {1, 1, tokens, dim}).random(1, 1, bias),
+                    y = Array(DType::f32, {1, 1, tokens, dim}).random(2, 1, -bias);
+        const auto q =
+            quantized(x, {.codes = q_codes, .operand = OCTET_OPERAND_Q, .zero_point = OCTET_ZERO_POINT_INTEGER});
         const auto k = quantized(y, {.codes = k_codes, .zero_point = OCTET_ZERO_POINT_INTEGER});
         for (int64_t i = 0; i < tokens; ++i)
           for (int64_t j = 0; j < tokens; ++j) {
@@ -23,11 +25,13 @@ TEST(ZeroPoints, IntegerCorrectionsAreExact) {
             int32_t product = 0, rq = 0, rk = 0;
             int64_t exact = 0;
             for (int64_t c = 0; c < dim; ++c) {
-              const auto a = static_cast<int32_t>(q->codes.get(0, 0, i, c)), b = static_cast<int32_t>(k->codes.get(0, 0, j, c));
+              const auto a = static_cast<int32_t>(q->codes.get(0, 0, i, c)),
+                         b = static_cast<int32_t>(k->codes.get(0, 0, j, c));
               product += a * b, rq += a, rk += b;
               exact += (static_cast<int64_t>(a) - zq) * (static_cast<int64_t>(b) - zk);
             }
-            ASSERT_EQ(static_cast<int64_t>(product - zk * rq - zq * rk + static_cast<int32_t>(dim) * zq * zk), exact) << i << ' ' << j;
+            ASSERT_EQ(static_cast<int64_t>(product - zk * rq - zq * rk + static_cast<int32_t>(dim) * zq * zk), exact)
+                << i << ' ' << j;
           }
       }
 }
@@ -35,7 +39,8 @@ TEST(ZeroPoints, IntegerCorrectionsAreExact) {
 // (s_q q + z_q).(s_k k + z_k) = s_q s_k q.k + s_q z_k R_q + s_k z_q R_k + d z_q z_k.
 TEST(ZeroPoints, FloatCorrectionsGiveTheDequantisedLogits) {
   const int64_t dim = 64, tokens = 30;
-  const Array x = Array(DType::f32, {1, 1, tokens, dim}).random(3, 1, 2), y = Array(DType::f32, {1, 1, tokens, dim}).random(4, 1, 2);
+  const Array x = Array(DType::f32, {1, 1, tokens, dim}).random(3, 1, 2),
+              y = Array(DType::f32, {1, 1, tokens, dim}).random(4, 1, 2);
   const auto q = quantized(x, {.operand = OCTET_OPERAND_Q, .zero_point = OCTET_ZERO_POINT_FLOAT});
   const auto k = quantized(y, {.codes = DType::u8, .zero_point = OCTET_ZERO_POINT_FLOAT});
   for (int64_t i = 0; i < tokens; ++i)
@@ -43,14 +48,17 @@ TEST(ZeroPoints, FloatCorrectionsGiveTheDequantisedLogits) {
       int32_t product = 0, rq = 0, rk = 0;
       double want = 0, size = 0;
       for (int64_t c = 0; c < dim; ++c) {
-        const auto a = static_cast<int32_t>(q->codes.get(0, 0, i, c)), b = static_cast<int32_t>(k->codes.get(0, 0, j, c));
+        const auto a = static_cast<int32_t>(q->codes.get(0, 0, i, c)),
+                   b = static_cast<int32_t>(k->codes.get(0, 0, j, c));
         product += a * b, rq += a, rk += b;
         want += q->value(0, 0, i, c) * k->value(0, 0, j, c);
         size += std::fabs(q->value(0, 0, i, c) * k->value(0, 0, j, c));
       }
-      const double sq = q->step(0, 0, i, 0), sk = k->step(0, 0, j, 0), zq = q->zero(0, 0, i, 0), zk = k->zero(0, 0, j, 0);
+      const double sq = q->step(0, 0, i, 0), sk = k->step(0, 0, j, 0), zq = q->zero(0, 0, i, 0),
+                   zk = k->zero(0, 0, j, 0);
       const double got = sq * sk * product + sq * zk * rq + sk * zq * rk + dim * zq * zk;
-      ASSERT_NEAR(got, want, 64 * 0x1p-52 * (size + std::fabs(sq * zk * rq) + std::fabs(sk * zq * rk) + std::fabs(dim * zq * zk)));
+      ASSERT_NEAR(got, want,
+                  64 * 0x1p-52 * (size + std::fabs(sq * zk * rq) + std::fabs(sk * zq * rk) + std::fabs(dim * zq * zk)));
     }
 }
 
@@ -58,7 +66,8 @@ TEST(ZeroPoints, FloatCorrectionsGiveTheDequantisedLogits) {
 TEST(ZeroPoints, CorrectionsOfVAreExact) {
   const int64_t dim = 32, tokens = 500;
   const Array x = Array(DType::f32, {1, 1, tokens, dim}).random(5, 1, 3);
-  const auto v = quantized(x, {.operand = OCTET_OPERAND_V, .granularity = OCTET_PER_CHANNEL, .zero_point = OCTET_ZERO_POINT_INTEGER});
+  const auto v = quantized(
+      x, {.operand = OCTET_OPERAND_V, .granularity = OCTET_PER_CHANNEL, .zero_point = OCTET_ZERO_POINT_INTEGER});
   for (int64_t c = 0; c < dim; ++c) {
     int32_t product = 0, l = 0;
     int64_t exact = 0;
@@ -75,15 +84,18 @@ TEST(ZeroPoints, CorrectionsOfVAreExact) {
 // With symmetric q, and k of one scale and zero point, the correction is one number per query: softmax cancels it.
 TEST(ZeroPoints, AsymmetricKIsFreeWithSymmetricQ) {
   const int64_t dim = 64, tokens = 30;
-  const Array x = Array(DType::f32, {1, 1, tokens, dim}).random(6), y = Array(DType::f32, {1, 1, tokens, dim}).random(7, 1, 2);
+  const Array x = Array(DType::f32, {1, 1, tokens, dim}).random(6),
+              y = Array(DType::f32, {1, 1, tokens, dim}).random(7, 1, 2);
   const auto q = quantized(x, {.operand = OCTET_OPERAND_Q});
-  const auto k = quantized(y, {.codes = DType::u8, .granularity = OCTET_PER_TENSOR, .zero_point = OCTET_ZERO_POINT_INTEGER});
+  const auto k =
+      quantized(y, {.codes = DType::u8, .granularity = OCTET_PER_TENSOR, .zero_point = OCTET_ZERO_POINT_INTEGER});
   for (int64_t i = 0; i < tokens; ++i) {
     int64_t correction = 0;
     for (int64_t j = 0; j < tokens; ++j) {
       int64_t with = 0, without = 0;
       for (int64_t c = 0; c < dim; ++c) {
-        const auto a = static_cast<int64_t>(q->codes.get(0, 0, i, c)), b = static_cast<int64_t>(k->codes.get(0, 0, j, c));
+        const auto a = static_cast<int64_t>(q->codes.get(0, 0, i, c)),
+                   b = static_cast<int64_t>(k->codes.get(0, 0, j, c));
         with += a * (b - static_cast<int64_t>(k->zero(0, 0, j, 0))), without += a * b;
       }
       if (!j) correction = with - without;
@@ -113,13 +125,15 @@ std::pair<double, double> logit_errors(const Array& x, const Array& y, Recipe q_
   for (int64_t t = 0; t < tokens; ++t)
     for (int64_t c = 0; c < dim; ++c) {
       exact_q.push_back(x.get(0, 1, t, c)), got_q.push_back(q->value(0, 1, t, c));
-      exact_k.push_back(y.get(0, 0, t, c) - (k_recipe.smooth ? k->mean.get(0, 0, 0, c) : 0)), got_k.push_back(k->value(0, 0, t, c));
+      exact_k.push_back(y.get(0, 0, t, c) - (k_recipe.smooth ? k->mean.get(0, 0, 0, c) : 0)),
+          got_k.push_back(k->value(0, 0, t, c));
     }
   double squares = 0;
   for (int64_t i = 0; i < tokens; ++i)
     for (int64_t j = 0; j < tokens; ++j) {
       double d = 0;
-      for (int64_t c = 0; c < dim; ++c) d += got_q[i * dim + c] * got_k[j * dim + c] - exact_q[i * dim + c] * exact_k[j * dim + c];
+      for (int64_t c = 0; c < dim; ++c)
+        d += got_q[i * dim + c] * got_k[j * dim + c] - exact_q[i * dim + c] * exact_k[j * dim + c];
       squares += scale * d * scale * d;
     }
   return {error.get(0, 1, 0, 0), std::sqrt(squares / static_cast<double>(tokens * tokens))};
@@ -129,18 +143,22 @@ TEST(LogitError, IsPredictedWithinTenPercent) {
   const int64_t tokens = 384, dim = 64;
   for (const double bias : {0.0, 3.0})
     for (const double sigma : {1.0, 4.0}) {
-      Array x = Array(DType::f32, {1, 2, tokens, dim}).random(8, sigma), y = Array(DType::f32, {1, 1, tokens, dim}).random(9, 1, bias);
+      Array x = Array(DType::f32, {1, 2, tokens, dim}).random(8, sigma),
+            y = Array(DType::f32, {1, 1, tokens, dim}).random(9, 1, bias);
       for (int64_t t = 0; t < tokens; ++t) y.set(0, 0, t, 5, 10 * y.get(0, 0, t, 5));  // an outlier channel
       const auto expect = [&](const char* what, const Recipe& q, const Recipe& k) {
         const auto [predicted, measured] = logit_errors(x, y, q, k);
-        EXPECT_NEAR(predicted / measured, 1, 0.1) << what << ", bias " << bias << ", sigma " << sigma << ": predicted " << predicted << ", measured " << measured;
+        EXPECT_NEAR(predicted / measured, 1, 0.1) << what << ", bias " << bias << ", sigma " << sigma << ": predicted "
+                                                  << predicted << ", measured " << measured;
       };
       expect("int8 token", {}, {});
       expect("int8 token smoothed", {}, {.smooth = true});
       expect("int8 token rotated", {.seed = 1}, {.smooth = true, .seed = 1});
-      expect("int8 block", {.granularity = OCTET_PER_BLOCK, .block = 128}, {.granularity = OCTET_PER_BLOCK, .block = 64, .smooth = true});
+      expect("int8 block", {.granularity = OCTET_PER_BLOCK, .block = 128},
+             {.granularity = OCTET_PER_BLOCK, .block = 64, .smooth = true});
       expect("int8 thread", {.granularity = OCTET_PER_THREAD}, {.granularity = OCTET_PER_THREAD, .smooth = true});
-      expect("int4 thread", {.codes = DType::i4, .granularity = OCTET_PER_THREAD, .seed = 1}, {.codes = DType::i4, .granularity = OCTET_PER_THREAD, .smooth = true, .seed = 1});
+      expect("int4 thread", {.codes = DType::i4, .granularity = OCTET_PER_THREAD, .seed = 1},
+             {.codes = DType::i4, .granularity = OCTET_PER_THREAD, .smooth = true, .seed = 1});
       expect("uint8 k", {}, {.codes = DType::u8, .zero_point = OCTET_ZERO_POINT_INTEGER});
       expect("e4m3 token", {.codes = DType::e4m3}, {.codes = DType::e4m3, .smooth = true});
     }
@@ -149,7 +167,8 @@ TEST(LogitError, IsPredictedWithinTenPercent) {
 TEST(Hadamard, LeavesLogitsAndMovesOutliers) {
   const int64_t dim = 96, tokens = 60;
   Array x = Array(DType::f32, {1, 1, tokens, dim}).random(10), y = Array(DType::f32, {1, 1, tokens, dim}).random(11);
-  for (int64_t t = 0; t < tokens; ++t) x.set(0, 0, t, 7, 30 * x.get(0, 0, t, 7)), y.set(0, 0, t, 9, 30 * y.get(0, 0, t, 9));
+  for (int64_t t = 0; t < tokens; ++t)
+    x.set(0, 0, t, 7, 30 * x.get(0, 0, t, 7)), y.set(0, 0, t, 9, 30 * y.get(0, 0, t, 9));
   const auto error = [&](uint64_t seed) {
     const auto q = quantized(x, {.operand = OCTET_OPERAND_Q, .seed = seed}), k = quantized(y, {.seed = seed});
     double squares = 0;
@@ -171,7 +190,8 @@ TEST(Statistics, AreWhatTheyAreCalled) {
   const int64_t tokens = 257, dim = 24;
   const Array x = Array(DType::f32, {2, 2, tokens, dim}).random(12, 2, 3);
   for (const bool smooth : {false, true}) {
-    const auto q = quantized(x, {.granularity = OCTET_PER_BLOCK, .block = 32, .smooth = smooth, .seed = smooth ? 3u : 0u});
+    const auto q =
+        quantized(x, {.granularity = OCTET_PER_BLOCK, .block = 32, .smooth = smooth, .seed = smooth ? 3u : 0u});
     for (int64_t b = 0; b < 2; ++b)
       for (int64_t h = 0; h < 2; ++h) {
         double step = 0, norm = 0, mean_norm = 0, spread = 0;
@@ -191,7 +211,9 @@ TEST(Statistics, AreWhatTheyAreCalled) {
         EXPECT_NEAR(q->statistic(b, h, OCTET_STATISTIC_STEP) / std::sqrt(step), 1, 1e-6);
         EXPECT_NEAR(q->statistic(b, h, OCTET_STATISTIC_NORM) / std::sqrt(norm), 1, 1e-6);
         EXPECT_NEAR(q->statistic(b, h, OCTET_STATISTIC_BIAS) / std::sqrt(mean_norm / spread), 1, 1e-6);
-        EXPECT_NEAR(q->statistic(b, h, OCTET_STATISTIC_OUTLIER) / (top[dim - 1] / ((top[dim / 2 - 1] + top[dim / 2]) / 2)), 1, 1e-5);
+        EXPECT_NEAR(
+            q->statistic(b, h, OCTET_STATISTIC_OUTLIER) / (top[dim - 1] / ((top[dim / 2 - 1] + top[dim / 2]) / 2)), 1,
+            1e-5);
       }
   }
 }
@@ -222,8 +244,10 @@ TEST(Rope, TurnsPairsAsComplexNumbers) {
             for (int64_t h = 0; h < 2; ++h)
               for (int64_t t = 0; t < 150; ++t) {
                 for (int64_t pair = 0; pair < dim / 2; ++pair) {
-                  const int64_t a = style == OCTET_ROPE_HALF ? pair : 2 * pair, b = style == OCTET_ROPE_HALF ? pair + dim / 2 : 2 * pair + 1;
-                  const double theta = std::pow(base == 0 ? 10000.0 : base, -2.0 * static_cast<double>(pair) / static_cast<double>(dim));
+                  const int64_t a = style == OCTET_ROPE_HALF ? pair : 2 * pair,
+                                b = style == OCTET_ROPE_HALF ? pair + dim / 2 : 2 * pair + 1;
+                  const double theta =
+                      std::pow(base == 0 ? 10000.0 : base, -2.0 * static_cast<double>(pair) / static_cast<double>(dim));
                   const double angle = static_cast<double>(t + offset) * theta;
                   const std::complex<double> z{x.get(0, h, t, a), x.get(0, h, t, b)}, w = z * std::polar(1.0, angle);
                   const double rounding = (ulp + (std::fabs(angle) + 64 * theta) * 0x1p-52) * std::abs(z);
@@ -261,7 +285,8 @@ TEST(Rope, LogitsDependOnDistanceAlone) {
   for (int64_t i = 0; i < 50; ++i)
     for (int64_t j = 0; j < 50; ++j) {
       double a = 0, b = 0;
-      for (int64_t c = 0; c < 32; ++c) a += near.get(0, 0, i, c) * near.get(0, 0, j, c), b += far.get(0, 0, i, c) * far.get(0, 0, j, c);
+      for (int64_t c = 0; c < 32; ++c)
+        a += near.get(0, 0, i, c) * near.get(0, 0, j, c), b += far.get(0, 0, i, c) * far.get(0, 0, j, c);
       ASSERT_NEAR(a, b, 1e-9);
     }
 }

@@ -13,11 +13,16 @@ constexpr double kFloatUlp = 0x1p-23;
 // Codes in full: smallest, largest.
 std::pair<double, double> limits(DType codes) {
   switch (codes) {
-    case DType::i8: return {-127, 127};
-    case DType::u8: return {0, 255};
-    case DType::i4: return {-7, 7};
-    case DType::e4m3: return {-448, 448};
-    default: return {-57344, 57344};
+    case DType::i8:
+      return {-127, 127};
+    case DType::u8:
+      return {0, 255};
+    case DType::i4:
+      return {-7, 7};
+    case DType::e4m3:
+      return {-448, 448};
+    default:
+      return {-57344, 57344};
   }
 }
 
@@ -40,7 +45,9 @@ void expect_defined(const Array& x, const Quantized& q) {
   const auto slot = [&](int64_t b, int64_t h, int64_t t, int64_t c) -> float& {
     return amax[((b * x.shape()[1] + h) * q.scale.shape()[2] + q.group(t)) * q.scale.shape()[3] + (channel ? c : 0)];
   };
-  y.each([&](auto b, auto h, auto t, auto c) { slot(b, h, t, c) = std::fmax(slot(b, h, t, c), std::fabs(static_cast<float>(y.get(b, h, t, c)))); });
+  y.each([&](auto b, auto h, auto t, auto c) {
+    slot(b, h, t, c) = std::fmax(slot(b, h, t, c), std::fabs(static_cast<float>(y.get(b, h, t, c))));
+  });
   y.each([&](auto b, auto h, auto t, auto c) {
     const float a = slot(b, h, t, c);
     ASSERT_EQ(q.step(b, h, t, c), a / top) << "scale at " << b << ' ' << h << ' ' << t << ' ' << c;
@@ -48,19 +55,28 @@ void expect_defined(const Array& x, const Quantized& q) {
     const double want = round_to(static_cast<octet_dtype>(q.recipe.codes), scaled);
     ASSERT_EQ(q.codes.get(b, h, t, c), want) << "code of " << scaled << " at " << b << ' ' << h << ' ' << t << ' ' << c;
   });
-  EXPECT_TRUE(q.codes.intact() && q.scale.intact() && q.zero_point.intact() && q.mean.intact() && q.statistics.intact());
+  EXPECT_TRUE(q.codes.intact() && q.scale.intact() && q.zero_point.intact() && q.mean.intact() &&
+              q.statistics.intact());
 }
 
 TEST(Quantize, SymmetricCodesAndScalesAreBitForBitAsDefined) {
   for (const DType codes : {DType::i8, DType::i4, DType::e4m3, DType::e5m2})
     for (const octet_operand operand : {OCTET_OPERAND_Q, OCTET_OPERAND_K, OCTET_OPERAND_V})
-      for (const auto& [granularity, block] : {std::pair{OCTET_PER_TENSOR, 0}, {OCTET_PER_TOKEN, 0}, {OCTET_PER_CHANNEL, 0}, {OCTET_PER_BLOCK, 1}, {OCTET_PER_BLOCK, 7},
-                                               {OCTET_PER_BLOCK, 64}, {OCTET_PER_BLOCK, 100000}, {OCTET_PER_THREAD, 0}}) {
+      for (const auto& [granularity, block] : {std::pair{OCTET_PER_TENSOR, 0},
+                                               {OCTET_PER_TOKEN, 0},
+                                               {OCTET_PER_CHANNEL, 0},
+                                               {OCTET_PER_BLOCK, 1},
+                                               {OCTET_PER_BLOCK, 7},
+                                               {OCTET_PER_BLOCK, 64},
+                                               {OCTET_PER_BLOCK, 100000},
+                                               {OCTET_PER_THREAD, 0}}) {
         if (granularity == (operand == OCTET_OPERAND_V ? OCTET_PER_THREAD : OCTET_PER_CHANNEL)) continue;
         for (const bool smooth : {false, true}) {
-          SCOPED_TRACE(::testing::Message() << "codes " << int(codes) << " operand " << operand << " granularity " << granularity << " block " << block << " smooth " << smooth);
+          SCOPED_TRACE(::testing::Message() << "codes " << int(codes) << " operand " << operand << " granularity "
+                                            << granularity << " block " << block << " smooth " << smooth);
           const Array x = Array(DType::bf16, {2, 3, 301, 24}).random(1, 1, 3);
-          Recipe recipe{.codes = codes, .operand = operand, .granularity = granularity, .block = block, .smooth = smooth};
+          Recipe recipe{
+              .codes = codes, .operand = operand, .granularity = granularity, .block = block, .smooth = smooth};
           expect_defined(x, *quantized(x, recipe));
           if (HasFatalFailure()) return;
         }
@@ -93,20 +109,28 @@ TEST(Quantize, TheMeanIsSummedInOrderOverTheTrueTokensAndRoundedOnce) {
 TEST(Quantize, ZeroPointCodesAreWithinHalfAStep) {
   for (const DType codes : {DType::i8, DType::u8})
     for (const octet_zero_point kind : {OCTET_ZERO_POINT_INTEGER, OCTET_ZERO_POINT_FLOAT})
-      for (const auto& [granularity, block] : {std::pair{OCTET_PER_TENSOR, 0}, {OCTET_PER_TOKEN, 0}, {OCTET_PER_CHANNEL, 0}, {OCTET_PER_BLOCK, 33}})
+      for (const auto& [granularity, block] :
+           {std::pair{OCTET_PER_TENSOR, 0}, {OCTET_PER_TOKEN, 0}, {OCTET_PER_CHANNEL, 0}, {OCTET_PER_BLOCK, 33}})
         for (const double bias : {0.0, 5.0}) {
-          SCOPED_TRACE(::testing::Message() << "codes " << int(codes) << " kind " << kind << " granularity " << granularity << " bias " << bias);
+          SCOPED_TRACE(::testing::Message() << "codes " << int(codes) << " kind " << kind << " granularity "
+                                            << granularity << " bias " << bias);
           Array x(DType::f32, {1, 2, 130, 24});
           x.random(4, 1, bias);
-          const auto q = quantized(x, {.codes = codes, .operand = OCTET_OPERAND_V, .granularity = granularity, .block = block, .zero_point = kind});
+          const auto q = quantized(x, {.codes = codes,
+                                       .operand = OCTET_OPERAND_V,
+                                       .granularity = granularity,
+                                       .block = block,
+                                       .zero_point = kind});
           const auto [low, high] = limits(codes);
           bool lowest = false, highest = false;
           x.each([&](auto b, auto h, auto t, auto c) {
             const double code = q->codes.get(b, h, t, c), zero = q->zero(b, h, t, c), step = q->step(b, h, t, c);
             lowest |= code == low, highest |= code == high;
-            ASSERT_TRUE(kind == OCTET_ZERO_POINT_FLOAT || (zero == std::nearbyint(zero) && zero >= low && zero <= high)) << zero;
+            ASSERT_TRUE(kind == OCTET_ZERO_POINT_FLOAT || (zero == std::nearbyint(zero) && zero >= low && zero <= high))
+                << zero;
             const double rounding = 2 * kFloatUlp * ((high - low) * step + std::fabs(x.get(b, h, t, c)));
-            ASSERT_LE(std::fabs(q->value(b, h, t, c) - x.get(b, h, t, c)), 0.5 * step + rounding) << "at " << b << ' ' << h << ' ' << t << ' ' << c;
+            ASSERT_LE(std::fabs(q->value(b, h, t, c) - x.get(b, h, t, c)), 0.5 * step + rounding)
+                << "at " << b << ' ' << h << ' ' << t << ' ' << c;
           });
           EXPECT_TRUE(lowest && highest) << "the code range is not used in full";
         }
@@ -115,8 +139,10 @@ TEST(Quantize, ZeroPointCodesAreWithinHalfAStep) {
 TEST(Quantize, FloatZeroPointsSpanOneSidedRanges) {
   Array x(DType::f32, {1, 1, 64, 16});
   x.each([&](auto b, auto h, auto t, auto c) { x.set(b, h, t, c, 1000 + static_cast<double>(t * 16 + c) / 1024); });
-  const auto integer = quantized(x, {.codes = DType::u8, .granularity = OCTET_PER_TENSOR, .zero_point = OCTET_ZERO_POINT_INTEGER});
-  const auto floating = quantized(x, {.codes = DType::u8, .granularity = OCTET_PER_TENSOR, .zero_point = OCTET_ZERO_POINT_FLOAT});
+  const auto integer =
+      quantized(x, {.codes = DType::u8, .granularity = OCTET_PER_TENSOR, .zero_point = OCTET_ZERO_POINT_INTEGER});
+  const auto floating =
+      quantized(x, {.codes = DType::u8, .granularity = OCTET_PER_TENSOR, .zero_point = OCTET_ZERO_POINT_FLOAT});
   EXPECT_NEAR(integer->step(0, 0, 0, 0), 1001.0 / 255, 0.01);
   EXPECT_NEAR(floating->step(0, 0, 0, 0), 1.0 / 255, 1e-5);
   EXPECT_EQ(floating->zero(0, 0, 0, 0), 1000.0);
@@ -150,8 +176,10 @@ TEST(Quantize, RotatedCodesAreWithinHalfAStepOfTheDefinition) {
         want += (__builtin_popcountll((r % block) & (c % block)) % 2 ? -1 : 1) * sign * value;
         size += std::fabs(value);
       }
-      const double step = q->step(b, h, t, r), rounding = 8 * 0x1p-24 * size / std::sqrt(block) + 127 * 2 * kFloatUlp * step;
-      ASSERT_LE(std::fabs(q->value(b, h, t, r) - want / std::sqrt(block)), 0.5 * step + rounding) << "dim " << dim << " at " << t << ' ' << r;
+      const double step = q->step(b, h, t, r),
+                   rounding = 8 * 0x1p-24 * size / std::sqrt(block) + 127 * 2 * kFloatUlp * step;
+      ASSERT_LE(std::fabs(q->value(b, h, t, r) - want / std::sqrt(block)), 0.5 * step + rounding)
+          << "dim " << dim << " at " << t << ' ' << r;
     });
   }
 }
@@ -165,7 +193,13 @@ TEST(Quantize, DequantizeInverts) {
           for (const DType out : {DType::f64, DType::f32, DType::f16, DType::bf16}) {
             if (codes == DType::u8 && kind == OCTET_SYMMETRIC) continue;
             const Array x = Array(DType::f32, {2, 2, 70, 48}, Layout::token_major).random(7, 1, 3);
-            const auto q = quantized(x, {.codes = codes, .granularity = OCTET_PER_BLOCK, .block = 16, .zero_point = kind, .smooth = smooth, .seed = seed, .layout = Layout::transposed});
+            const auto q = quantized(x, {.codes = codes,
+                                         .granularity = OCTET_PER_BLOCK,
+                                         .block = 16,
+                                         .zero_point = kind,
+                                         .smooth = smooth,
+                                         .seed = seed,
+                                         .layout = Layout::transposed});
             const Array y = dequantized(*q, out, Layout::padded);
             EXPECT_TRUE(y.intact());
             const double storing = out == DType::bf16 ? 0x1p-8 : out == DType::f16 ? 0x1p-11 : 0x1p-24;
@@ -175,9 +209,12 @@ TEST(Quantize, DequantizeInverts) {
                   double error = 0, norm = 0, largest = 0;
                   for (int64_t c = 0; c < 48; ++c) {
                     const double e = y.get(b, h, t, c) - x.get(b, h, t, c);
-                    error += e * e, norm += x.get(b, h, t, c) * x.get(b, h, t, c), largest = std::fmax(largest, std::fabs(e));
+                    error += e * e, norm += x.get(b, h, t, c) * x.get(b, h, t, c),
+                        largest = std::fmax(largest, std::fabs(e));
                   }
-                  const double half = 0.5 * q->step(b, h, t, 0), rounding = (storing + 16 * kFloatUlp) * std::sqrt(norm) + 256 * 2 * kFloatUlp * half * std::sqrt(48.0);
+                  const double half = 0.5 * q->step(b, h, t, 0),
+                               rounding = (storing + 16 * kFloatUlp) * std::sqrt(norm) +
+                                          256 * 2 * kFloatUlp * half * std::sqrt(48.0);
                   ASSERT_LE(std::sqrt(error), half * std::sqrt(48.0) + rounding);
                   ASSERT_TRUE(seed || largest <= half + rounding) << largest << ' ' << half;
                 }
@@ -207,7 +244,8 @@ TEST(Quantize, RopeFusedIsRopeThenQuantize) {
       const Tensor in = x.tensor();
       Tensor out = turned.tensor();
       check(octet_apply_rope(&rope, &in, 0, &out, nullptr));
-      const auto fused = quantized(x, {.smooth = true, .seed = 3, .rope = rope}), apart = quantized(turned, {.smooth = true, .seed = 3});
+      const auto fused = quantized(x, {.smooth = true, .seed = 3, .rope = rope}),
+                 apart = quantized(turned, {.smooth = true, .seed = 3});
       EXPECT_EQ(fused->codes.bytes(), apart->codes.bytes());
       EXPECT_EQ(fused->scale.bytes(), apart->scale.bytes());
       EXPECT_EQ(fused->mean.bytes(), apart->mean.bytes());
@@ -243,10 +281,16 @@ TEST(Quantize, EmptyTensorsAndOneToken) {
   for (const octet_granularity granularity : {OCTET_PER_TENSOR, OCTET_PER_TOKEN, OCTET_PER_CHANNEL, OCTET_PER_BLOCK})
     for (const Shape& shape : {Shape{1, 2, 0, 8}, Shape{0, 2, 4, 8}, Shape{1, 0, 4, 8}}) {
       const Array x(DType::f32, shape);
-      const auto q = quantized(x, {.operand = OCTET_OPERAND_V, .granularity = granularity, .block = granularity == OCTET_PER_BLOCK ? 4 : 0, .smooth = true, .seed = 1});
+      const auto q = quantized(x, {.operand = OCTET_OPERAND_V,
+                                   .granularity = granularity,
+                                   .block = granularity == OCTET_PER_BLOCK ? 4 : 0,
+                                   .smooth = true,
+                                   .seed = 1});
       q->scale.each([&](auto b, auto h, auto g, auto c) { EXPECT_EQ(q->scale.get(b, h, g, c), 0.0); });
       q->mean.each([&](auto b, auto h, auto g, auto c) { EXPECT_EQ(q->mean.get(b, h, g, c), 0.0); });
-      q->statistics.each([&](auto b, auto h, auto g, auto c) { EXPECT_EQ(q->statistics.get(b, h, g, c), c == OCTET_STATISTIC_OUTLIER ? 1.0 : 0.0); });
+      q->statistics.each([&](auto b, auto h, auto g, auto c) {
+        EXPECT_EQ(q->statistics.get(b, h, g, c), c == OCTET_STATISTIC_OUTLIER ? 1.0 : 0.0);
+      });
       dequantized(*q);
     }
   const Array x = Array(DType::f32, {1, 1, 1, 8}).random(12);
@@ -281,13 +325,15 @@ TEST(Quantize, NonFiniteNumbersMakeTheirGroupNaN) {
           const bool allowed = codes == DType::i8 || (codes == DType::u8) == (kind != OCTET_SYMMETRIC);
           if (!allowed) continue;
           Array x = Array(DType::f32, {1, 1, 40, 16}).random(13);
-          const Recipe recipe{.codes = codes, .granularity = OCTET_PER_BLOCK, .block = 8, .zero_point = kind, .seed = seed};
+          const Recipe recipe{
+              .codes = codes, .granularity = OCTET_PER_BLOCK, .block = 8, .zero_point = kind, .seed = seed};
           const auto clean = quantized(x, recipe);
           x.set(0, 0, 11, 3, bad);
           const auto q = quantized(x, recipe);
           const Array y = dequantized(*q);
           EXPECT_TRUE(std::isnan(q->step(0, 0, 8, 0)));
-          EXPECT_TRUE(std::isnan(q->statistic(0, 0, OCTET_STATISTIC_STEP)) && !std::isfinite(q->statistic(0, 0, OCTET_STATISTIC_NORM)));
+          EXPECT_TRUE(std::isnan(q->statistic(0, 0, OCTET_STATISTIC_STEP)) &&
+                      !std::isfinite(q->statistic(0, 0, OCTET_STATISTIC_NORM)));
           y.each([&](auto b, auto h, auto t, auto c) {
             ASSERT_EQ(std::isnan(y.get(b, h, t, c)), t / 8 == 1) << t;
             ASSERT_EQ(q->codes.get(b, h, t, c), t / 8 == 1 ? 0.0 : clean->codes.get(b, h, t, c)) << t;

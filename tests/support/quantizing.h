@@ -1,12 +1,12 @@
 // Tensors with guard bytes and the quantisers on them, for tests that go through the door.
 #pragma once
 #include <gtest/gtest.h>
-#include <octet/formats.hpp>
-#include <octet/octet.hpp>
 
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <octet/formats.hpp>
+#include <octet/octet.hpp>
 #include <random>
 #include <vector>
 
@@ -16,10 +16,14 @@ enum class Layout { dense, token_major, transposed, padded };
 
 inline Shape strides_of(Layout layout, const Shape& s) {
   switch (layout) {
-    case Layout::token_major: return {s[2] * s[1] * s[3], s[3], s[1] * s[3], 1};
-    case Layout::transposed: return {s[1] * s[2] * s[3], s[2] * s[3], 1, s[2]};
-    case Layout::padded: return {s[1] * s[2] * (s[3] + 5) + 7, s[2] * (s[3] + 5), s[3] + 5, 1};
-    default: return contiguous_strides(s);
+    case Layout::token_major:
+      return {s[2] * s[1] * s[3], s[3], s[1] * s[3], 1};
+    case Layout::transposed:
+      return {s[1] * s[2] * s[3], s[2] * s[3], 1, s[2]};
+    case Layout::padded:
+      return {s[1] * s[2] * (s[3] + 5) + 7, s[2] * (s[3] + 5), s[3] + 5, 1};
+    default:
+      return contiguous_strides(s);
   }
 }
 
@@ -31,7 +35,8 @@ class Array {
   static constexpr unsigned char kPoison = 0xff;
 
   Array() = default;
-  Array(DType dtype, const Shape& shape, Layout layout = Layout::dense) : dtype_(static_cast<octet_dtype>(dtype)), shape_(shape), stride_(strides_of(layout, shape)) {
+  Array(DType dtype, const Shape& shape, Layout layout = Layout::dense)
+      : dtype_(static_cast<octet_dtype>(dtype)), shape_(shape), stride_(strides_of(layout, shape)) {
     int64_t last = 0;
     for (int i = 0; i < 4; ++i) last += (shape[i] - 1) * stride_[i];
     const bool empty = !shape[0] || !shape[1] || !shape[2] || !shape[3];
@@ -39,13 +44,17 @@ class Array {
     bytes_.assign(2 * kGuard + elements_ * size(), kPoison);
   }
 
-  int64_t size() const { return dtype_ == OCTET_F64 ? 8 : dtype_ == OCTET_F32 ? 4 : dtype_ == OCTET_F16 || dtype_ == OCTET_BF16 ? 2 : 1; }
+  int64_t size() const {
+    return dtype_ == OCTET_F64 ? 8 : dtype_ == OCTET_F32 ? 4 : dtype_ == OCTET_F16 || dtype_ == OCTET_BF16 ? 2 : 1;
+  }
   void* data() const { return const_cast<unsigned char*>(bytes_.data()) + kGuard; }
   Tensor tensor() const { return {data(), static_cast<DType>(dtype_), shape_, stride_}; }
   const Shape& shape() const { return shape_; }
   const std::vector<unsigned char>& bytes() const { return bytes_; }
 
-  int64_t at(int64_t b, int64_t h, int64_t t, int64_t c) const { return b * stride_[0] + h * stride_[1] + t * stride_[2] + c * stride_[3]; }
+  int64_t at(int64_t b, int64_t h, int64_t t, int64_t c) const {
+    return b * stride_[0] + h * stride_[1] + t * stride_[2] + c * stride_[3];
+  }
   double get(int64_t b, int64_t h, int64_t t, int64_t c) const { return load(dtype_, data(), at(b, h, t, c)); }
   void set(int64_t b, int64_t h, int64_t t, int64_t c, double v) { store(dtype_, data(), at(b, h, t, c), v); }
 
@@ -62,7 +71,9 @@ class Array {
     std::normal_distribution<double> normal;
     std::vector<double> direction(shape_[3]);
     for (double& d : direction) d = normal(generator);
-    each([&](int64_t b, int64_t h, int64_t t, int64_t c) { set(b, h, t, c, sigma * normal(generator) + bias * direction[c]); });
+    each([&](int64_t b, int64_t h, int64_t t, int64_t c) {
+      set(b, h, t, c, sigma * normal(generator) + bias * direction[c]);
+    });
     return *this;
   }
 
@@ -114,7 +125,8 @@ struct Quantized {
     if (r.zero_point) zero_point = Array(DType::f32, scales);
     mean = Array(DType::f32, {s[0], s[1], 1, s[3]});
     statistics = Array(DType::f32, {s[0], s[1], 1, OCTET_STATISTICS});
-    quantization.operand = r.operand, quantization.granularity = r.granularity, quantization.zero_point_kind = r.zero_point;
+    quantization.operand = r.operand, quantization.granularity = r.granularity,
+    quantization.zero_point_kind = r.zero_point;
     quantization.block = r.block, quantization.hadamard_seed = r.seed;
     scale_view = scale.tensor(), mean_view = mean.tensor();
     quantization.scale = &scale_view;
@@ -132,15 +144,20 @@ struct Quantized {
   // Row of `scale` of a token, written as octet.h and SageAttention 2 describe it.
   int64_t group(int64_t t) const {
     switch (recipe.granularity) {
-      case OCTET_PER_TOKEN: return t;
-      case OCTET_PER_BLOCK: return t / recipe.block;
+      case OCTET_PER_TOKEN:
+        return t;
+      case OCTET_PER_BLOCK:
+        return t / recipe.block;
       case OCTET_PER_THREAD:
         if (recipe.operand == OCTET_OPERAND_Q) return 8 * (t / 32) + t % 8;
         return 4 * (t / 64) + (t % 8) / 2;
-      default: return 0;
+      default:
+        return 0;
     }
   }
-  double step(int64_t b, int64_t h, int64_t t, int64_t c) const { return scale.get(b, h, group(t), recipe.granularity == OCTET_PER_CHANNEL ? c : 0); }
+  double step(int64_t b, int64_t h, int64_t t, int64_t c) const {
+    return scale.get(b, h, group(t), recipe.granularity == OCTET_PER_CHANNEL ? c : 0);
+  }
   double zero(int64_t b, int64_t h, int64_t t, int64_t c) const {
     return recipe.zero_point ? zero_point.get(b, h, group(t), recipe.granularity == OCTET_PER_CHANNEL ? c : 0) : 0.0;
   }
@@ -157,7 +174,8 @@ inline std::unique_ptr<Quantized> quantized(const Array& x, const Recipe& recipe
   auto q = std::make_unique<Quantized>(recipe, x.shape());
   const Tensor in = x.tensor();
   Tensor codes = q->codes_view(), statistics = q->statistics.tensor();
-  check(octet_quantize(&in, recipe.rope.style ? &recipe.rope : nullptr, &codes, recipe.statistics ? &statistics : nullptr, nullptr));
+  check(octet_quantize(&in, recipe.rope.style ? &recipe.rope : nullptr, &codes,
+                       recipe.statistics ? &statistics : nullptr, nullptr));
   return q;
 }
 

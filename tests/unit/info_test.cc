@@ -16,7 +16,8 @@ namespace octet {
 namespace {
 
 TEST(Info, StringsAreEscaped) {
-  const std::string hostile = std::string("quote \" backslash \\ newline \n tab \t bell \a zero ") + '\0' + " \x1f unicode \u00e9";
+  const std::string hostile =
+      std::string("quote \" backslash \\ newline \n tab \t bell \a zero ") + '\0' + " \x1f unicode \u00e9";
   EXPECT_EQ(nlohmann::json::parse(json_string(hostile)).get<std::string>(), hostile);
   EXPECT_EQ(json_string("a\"b\\c\n"), "\"a\\\"b\\\\c\\u000a\"");
 }

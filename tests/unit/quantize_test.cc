@@ -19,7 +19,8 @@ namespace {
 std::vector<float> interesting_floats() {
   std::vector<float> out;
   for (uint32_t top = 0; top < 0x10000; ++top)
-    for (const uint32_t low : {0x0000u, 0x0001u, 0x0fffu, 0x1000u, 0x1001u, 0x3000u, 0x7fffu, 0x8000u, 0x8001u, 0xf000u, 0xffffu})
+    for (const uint32_t low :
+         {0x0000u, 0x0001u, 0x0fffu, 0x1000u, 0x1001u, 0x3000u, 0x7fffu, 0x8000u, 0x8001u, 0xf000u, 0xffffu})
       out.push_back(std::bit_cast<float>(top << 16 | low));
   return out;
 }
@@ -30,7 +31,8 @@ TEST(Elements, EveryF16AndBf16DecodesAsTheFormatSays) {
     bits[i] = static_cast<uint16_t>(i);
     for (const auto& [dtype, got] : {std::pair{OCTET_F16, f16_value(bits[i])}, {OCTET_BF16, bf16_value(bits[i])}}) {
       const double want = load(dtype, bits.data(), i);
-      ASSERT_TRUE(std::isnan(want) ? std::isnan(got) : want == got && std::signbit(want) == std::signbit(got)) << dtype << ' ' << i << ' ' << got;
+      ASSERT_TRUE(std::isnan(want) ? std::isnan(got) : want == got && std::signbit(want) == std::signbit(got))
+          << dtype << ' ' << i << ' ' << got;
     }
   }
 }
@@ -52,7 +54,8 @@ TEST(Elements, Fp8AndIntegerCodesRoundAsTheFormatsSay) {
   for (const float x : interesting_floats()) {
     uint8_t e4m3, e5m2, i8, u8, got[4];
     const float value = std::isnan(x) ? 0.f : x;
-    store(OCTET_E4M3, &e4m3, 0, value), store(OCTET_E5M2, &e5m2, 0, value), store(OCTET_I8, &i8, 0, value), store(OCTET_U8, &u8, 0, value);
+    store(OCTET_E4M3, &e4m3, 0, value), store(OCTET_E5M2, &e5m2, 0, value), store(OCTET_I8, &i8, 0, value),
+        store(OCTET_U8, &u8, 0, value);
     e4m3_codes(&x, 1, &got[0]), e5m2_codes(&x, 1, &got[1]);
     integer_codes(&x, 1, -127.f, 127.f, &got[2]), integer_codes(&x, 1, 0.f, 255.f, &got[3]);
     ASSERT_EQ(got[0], e4m3) << x;
@@ -95,7 +98,8 @@ TEST(Rows, HadamardIsOrthogonalAndItsInverseUndoesIt) {
   std::normal_distribution<float> normal;
   for (const int64_t dim : {1, 2, 4, 6, 8, 24, 40, 64, 96, 128, 192, 256}) {
     std::vector<float> x(dim), y(dim), signs(dim);
-    for (int64_t c = 0; c < dim; ++c) x[c] = normal(generator), y[c] = normal(generator), signs[c] = hadamard_sign(7, c);
+    for (int64_t c = 0; c < dim; ++c)
+      x[c] = normal(generator), y[c] = normal(generator), signs[c] = hadamard_sign(7, c);
     const auto dot = [&](const std::vector<float>& a, const std::vector<float>& b) {
       double sum = 0;
       for (int64_t c = 0; c < dim; ++c) sum += static_cast<double>(a[c]) * b[c];
@@ -120,7 +124,8 @@ TEST(Rope, SplitPositionsGiveTheSinesOfTheirSum) {
     for (int64_t c = 0; c < 8; ++c) x[2 * c] = 1;
     turn(x.data(), token);
     for (int64_t c = 0; c < 8; ++c) {
-      const double angle = static_cast<double>(token + rope.offset) * std::pow(10000.0, -2.0 * static_cast<double>(c) / 16);
+      const double angle =
+          static_cast<double>(token + rope.offset) * std::pow(10000.0, -2.0 * static_cast<double>(c) / 16);
       // The angles of a multiple of 64, of the rest and of their sum are each rounded by 2^-53 of their size.
       EXPECT_NEAR(x[2 * c], std::cos(angle), 1e-15 + std::fabs(angle) * 0x1p-51);
       EXPECT_NEAR(x[2 * c + 1], std::sin(angle), 1e-15 + std::fabs(angle) * 0x1p-51);
@@ -130,7 +135,8 @@ TEST(Rope, SplitPositionsGiveTheSinesOfTheirSum) {
 
 TEST(Groups, CoverAllTokensAndEveryRowOfScales) {
   for (const octet_operand operand : {OCTET_OPERAND_Q, OCTET_OPERAND_K})
-    for (const auto& [granularity, block] : {std::pair{OCTET_PER_TENSOR, 0}, {OCTET_PER_TOKEN, 0}, {OCTET_PER_BLOCK, 5}, {OCTET_PER_THREAD, 0}})
+    for (const auto& [granularity, block] :
+         {std::pair{OCTET_PER_TENSOR, 0}, {OCTET_PER_TOKEN, 0}, {OCTET_PER_BLOCK, 5}, {OCTET_PER_THREAD, 0}})
       for (const int64_t tokens : {1, 31, 32, 33, 64, 65, 200, 256}) {
         Quantization how{};
         how.operand = operand, how.granularity = granularity, how.block = block;
@@ -140,7 +146,8 @@ TEST(Groups, CoverAllTokensAndEveryRowOfScales) {
           ASSERT_TRUE(how.group_of(t) >= 0 && how.group_of(t) < groups);
           seen.insert(how.group_of(t));
         }
-        EXPECT_TRUE(static_cast<int64_t>(seen.size()) == groups || (granularity == OCTET_PER_THREAD && tokens % 64)) << seen.size();
+        EXPECT_TRUE(static_cast<int64_t>(seen.size()) == groups || (granularity == OCTET_PER_THREAD && tokens % 64))
+            << seen.size();
       }
 }
 
