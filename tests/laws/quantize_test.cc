@@ -5,7 +5,7 @@
 
 #include "support/quantizing.h"
 
-namespace octet::test {
+namespace octet::quantizing {
 namespace {
 
 // sum_c (q - z_q)(k - z_k) = sum_c q k - z_k R_q - z_q R_k + d z_q z_k with row sums R, all of it in int32.
@@ -292,4 +292,4 @@ TEST(Rope, LogitsDependOnDistanceAlone) {
 }
 
 }  // namespace
-}  // namespace octet::test
+}  // namespace octet::quantizing

@@ -2,7 +2,7 @@
 // with nothing written.
 #include "support/quantizing.h"
 
-namespace octet::test {
+namespace octet::quantizing {
 namespace {
 
 // A sound call, to be broken in one place.
@@ -188,4 +188,4 @@ TEST(QuantizeMisuse, GroupsAndLogitErrors) {
 }
 
 }  // namespace
-}  // namespace octet::test
+}  // namespace octet::quantizing

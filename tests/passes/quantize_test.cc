@@ -5,7 +5,7 @@
 
 #include "support/quantizing.h"
 
-namespace octet::test {
+namespace octet::quantizing {
 namespace {
 
 constexpr double kFloatUlp = 0x1p-23;
@@ -346,4 +346,4 @@ TEST(Quantize, NonFiniteNumbersMakeTheirGroupNaN) {
 }
 
 }  // namespace
-}  // namespace octet::test
+}  // namespace octet::quantizing

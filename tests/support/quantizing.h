@@ -10,7 +10,7 @@
 #include <random>
 #include <vector>
 
-namespace octet::test {
+namespace octet::quantizing {
 
 enum class Layout { dense, token_major, transposed, padded };
 
@@ -187,4 +187,4 @@ inline Array dequantized(const Quantized& q, DType dtype = DType::f32, Layout la
   return out;
 }
 
-}  // namespace octet::test
+}  // namespace octet::quantizing
