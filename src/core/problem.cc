@@ -4,6 +4,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <tuple>
+#include <utility>
 
 #include "core/error.h"
 #include "core/names.h"
@@ -310,6 +311,11 @@ KeyRange Problem::keys_of(int64_t i, int64_t n, int64_t m) const {
   return {first, std::max(first, last)};
 }
 
+KeyRange Problem::keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) const {
+  // Both ends of a range grow with the query.
+  return {keys_of(i, n, m).first, keys_of(i + rows - 1, n, m).last};
+}
+
 View validate_tensor(const octet_tensor* t, const char* label, bool output) {
   if (t->size != sizeof(octet_tensor)) invalid(label, ": octet_tensor of size ", t->size, ", expected ", sizeof(octet_tensor));
   if (t->dtype == OCTET_DTYPE_NONE || !bytes_of(static_cast<octet_dtype>(t->dtype)))
@@ -368,7 +374,12 @@ std::vector<Sequence> sequences(const Problem& p) {
   const int64_t count = p.cu_seqlens_q.shape[3] - 1;
   const auto* q = static_cast<const int32_t*>(p.cu_seqlens_q.data);
   const auto* k = static_cast<const int32_t*>(p.cu_seqlens_k.data);
-  for (const auto& [cu, total, longest, label] : {std::tuple{q, p.tokens_q, p.max_seqlen_q, "q"}, {k, p.tokens_k, p.max_seqlen_k, "k"}}) {
+  const struct Side {
+    const int32_t* cu;
+    int64_t total, longest;
+    const char* label;
+  } sides[] = {{q, p.tokens_q, p.max_seqlen_q, "q"}, {k, p.tokens_k, p.max_seqlen_k, "k"}};
+  for (const auto& [cu, total, longest, label] : sides) {
     if (cu[0] != 0 || cu[count] != total)
       invalid("cu_seqlens_", label, ": runs from ", cu[0], " to ", cu[count], ", expected 0 to the ", total, " tokens of ", label);
     for (int64_t s = 0; s < count; ++s) {
