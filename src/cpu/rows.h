@@ -16,7 +16,7 @@ namespace octet {
 constexpr uint64_t kHadamardSeed = 0x6f63746574;  // "octet"
 
 // Size of the Hadamard blocks along a row: the largest power of two that divides dim.
-constexpr int64_t hadamard_block(int64_t dim) { return dim & -dim; }
+static constexpr int64_t hadamard_block(int64_t dim) { return dim & -dim; }
 
 // Sign of channel c: bit 63 of splitmix64(seed + c), as +1 or -1.
 static inline float hadamard_sign(uint64_t seed, int64_t c) {
