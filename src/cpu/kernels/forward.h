@@ -79,8 +79,8 @@ OCTET_INLINE float quantize_p(Vf (&p)[kVectors], float largest, float top, typen
 
 // One row of a tile: from logits to P. Leaves alpha and p_step for the accumulator.
 template <class Qk, class Pv, PFormat format, bool partial>
-OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typename Qk::Sum* s, const TileRow& row, const float* v_scale, int i,
-                              int parity, RowState<kBlockRows<Qk>>& state, typename Pv::Element* p_out) {
+OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typename Qk::Sum* s, const TileRow& row, const float* v_scale, bool poisoned,
+                              int i, int parity, RowState<kBlockRows<Qk>>& state, typename Pv::Element* p_out) {
   constexpr int degree = exp2_degree(format);
   Vf x[kVectors];
   load_logits<partial, kBias<Qk> != 0>(s, row, state.to_logit[i], x);
@@ -107,6 +107,7 @@ OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typenam
       if constexpr (partial) x[v] = p[v] == Vf{} ? p[v] : x[v];
     }
     state.p_step[parity][i] = quantize_p<Pv>(x, largest_of(x), plan.p_top, p_out);
+    if (poisoned) state.p_step[parity][i] += reduce_add(add_up(x) * 0.f);
   } else {
     const Vf un_rounded = add_up(p) * (format == PFormat::e4m3 ? plan.p_top : 1.f);
     store_p<Pv, format>(p, plan.p_top, p_out);
@@ -145,6 +146,19 @@ OCTET_INLINE void add_product(float* o, const Sum* product, float alpha, float s
 
 OCTET_INLINE void scale_row(float* o, float alpha, int64_t columns) {
   for (int64_t c = 0; c < columns; c += kLanes) store(o + c, load(o + c) * alpha);
+}
+
+// o += P V for a tile of V that is not finite: 0 * NaN must not reach rows that do not see the NaN.
+template <class Pv>
+void add_seen_values(const typename Pv::Element* p, int64_t p_stride, const Word* v, int64_t v_columns, float* o, int64_t rows, int64_t n) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < kKeys; ++j) {
+      const float weight = element_of<Pv>(p + i * p_stride, j);
+      if (weight == 0.f) continue;
+      const Word* values = v + j / Pv::kPerWord * v_columns;
+      for (int64_t c = 0; c < n; ++c)
+        o[i * v_columns + c] += weight * element_of<Pv>(reinterpret_cast<const typename Pv::Element*>(values + c), j % Pv::kPerWord);
+    }
 }
 
 template <class Qk, class Pv, PFormat format>
@@ -215,6 +229,7 @@ struct Forward {
     TileRow row{side.k_scale ? side.k_scale + index * kKeys : nullptr, side.k_correction ? side.k_correction + index * kKeys : nullptr, 0, 0,
                 nullptr, p.mask.dtype, p.mask.stride[3]};
     const float* v_scale = side.v_scale ? side.v_scale + index * kKeys : nullptr;
+    const bool poisoned = side.poisoned[index];
     const int64_t begin = group * (kRows / kGroups), end = begin + kRows / kGroups < rows ? begin + kRows / kGroups : rows;
     if (begin >= end) return;
     const bool all_seen = !p.mask.present() && p.keys_of(token + end - 1, seq.q_tokens, seq.k_tokens).first <= key &&
@@ -225,14 +240,14 @@ struct Forward {
       const int r = static_cast<int>(i);
       if (all_seen) {
         if constexpr (format == PFormat::u8)
-          if (state.m[i] != kMinusInfinity && softmax_row_lazily<Qk, Pv>(plan, s, row, v_scale, r, parity, state, out)) continue;
-        softmax_row<Qk, Pv, format, false>(plan, p.beta, s, row, v_scale, r, parity, state, out);
+          if (!poisoned && state.m[i] != kMinusInfinity && softmax_row_lazily<Qk, Pv>(plan, s, row, v_scale, r, parity, state, out)) continue;
+        softmax_row<Qk, Pv, format, false>(plan, p.beta, s, row, v_scale, poisoned, r, parity, state, out);
       } else {
         const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
         row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
         row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
         if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
-        softmax_row<Qk, Pv, format, true>(plan, p.beta, s, row, v_scale, r, parity, state, out);
+        softmax_row<Qk, Pv, format, true>(plan, p.beta, s, row, v_scale, poisoned, r, parity, state, out);
       }
     }
   }
@@ -252,6 +267,7 @@ struct Forward {
     } else {
       for (int64_t i = 0; i < rows; ++i)
         if (state.alpha[parity][i] != 1.f) scale_row(o + i * columns, state.alpha[parity][i], n);
+      if (side.poisoned[index]) return add_seen_values<Pv>(scratch.p[parity], scratch.p_stride, v, columns, o, rows, n);
       matmul<Pv, true>(scratch.p[parity], p_strides, v, columns, o, columns, rows, n, side.v_words);
     }
   }
@@ -267,7 +283,7 @@ struct Forward {
       const float inverse = seen ? 1.f / l : 0.f;
       for (int64_t c = 0; c < columns; ++c) o[c] = seen ? o[c] * inverse : 0.f;
       if (plan.v_scale == VScale::channel)
-        for (int64_t c = 0; c < p.dim_v; ++c) o[c] *= side.v_channel[side_index * kMaxDim + c];
+        for (int64_t c = 0; c < p.dim_v; ++c) o[c] *= step_of(side.v_channel[side_index * kMaxDim + c], largest_code(plan.v)).step;
       if (plan.smooth_v && seen)
         for (int64_t c = 0; c < p.dim_v; ++c) o[c] += side.v_mean[side_index * kMaxDim + c];
       store_row(p.o, seq.batch, h, at, o);

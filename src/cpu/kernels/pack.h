@@ -58,7 +58,10 @@ static inline void round_row_to(octet_dtype dtype, float inverse, float* x, int6
   for (int64_t c = 0; c < n; c += kLanes) {
     Vf y = load(x + c) * inverse;
     switch (dtype) {
-      case OCTET_I8: y = (y + magic) - magic; break;
+      case OCTET_I8:
+        y = max(splat(-127.f), min(splat(127.f), y == y ? y : Vf{}));  // also keeps the product out of a fused add
+        y = (y + magic) - magic;
+        break;
       case OCTET_E4M3: y = round_e4m3(y); break;
       case OCTET_F16: y = round_f16(y); break;
       case OCTET_BF16: y = round_bf16(y); break;
@@ -82,6 +85,13 @@ inline void encode_row(const float* x, int64_t n, int bias, Word* words) {
   } else {
     for (int64_t c = 0; c < n; ++c) out[c] = static_cast<uint8_t>(static_cast<int32_t>(x[c]) + bias);
   }
+}
+
+// The number an element of a floating-point engine stands for.
+template <class E>
+OCTET_INLINE float element_of(const typename E::Element* elements, int64_t i) {
+  if constexpr (E::kPerWord == 1) return elements[i];
+  else return from_bf16(elements[i]);
 }
 
 // Word rows of B from kPerWord rows of floats.
@@ -127,7 +137,8 @@ struct KeySide {
   float* k_scale;       // [tile][kKeys]; null without scales
   int32_t* k_correction;  // [tile][kKeys]: undoes the bias of signed A
   float* v_scale;       // [tile][kKeys] with VScale::token
-  float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]
+  bool* poisoned;       // [tile]: some number of v is infinite or NaN
+  float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax
   int64_t k_words, v_words, v_columns;
 };
 
@@ -144,6 +155,7 @@ KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve)
   s.k_scale = plan.k_group ? carve.take<float>(tiles * kKeys) : nullptr;
   s.k_correction = kBias<Qk> ? carve.take<int32_t>(tiles * kKeys) : nullptr;
   s.v_scale = plan.v_scale == VScale::token ? carve.take<float>(tiles * kKeys) : nullptr;
+  s.poisoned = carve.take<bool>(tiles);
   s.k_mean = plan.smooth_k ? carve.take<float>(sides * kMaxDim) : nullptr;
   s.v_mean = plan.smooth_v ? carve.take<float>(sides * kMaxDim) : nullptr;
   s.v_channel = plan.v_scale == VScale::channel ? carve.take<float>(sides * kMaxDim) : nullptr;
@@ -182,7 +194,6 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
         top[c] = a > top[c] && a < __builtin_inff() ? a : top[c];
       }
     }
-    for (int64_t c = 0; c < p.dim_v; ++c) top[c] /= largest_code(plan.v);
   }
 }
 
@@ -199,7 +210,8 @@ inline void subtract(float* row, const float* mean, int64_t n) {
   for (int64_t c = 0; c < n; ++c) row[c] -= mean[c];
 }
 
-// Rounds `valid` rows to `dtype`, one scale for each `group` of them (0: no scale), steps into `steps`.
+// Rounds `valid` rows to `dtype`, one scale for each `group` of them (0: no scale), steps into `steps`. A row that is
+// not finite gets the step NaN and does not count for its group.
 inline void quantize_rows(octet_dtype dtype, int64_t group, float* rows, int64_t valid, int64_t width, float* steps) {
   if (!group) {
     for (int64_t r = 0; r < valid; ++r) round_row_to(dtype, 1.f, rows + r * width, width);
@@ -211,12 +223,13 @@ inline void quantize_rows(octet_dtype dtype, int64_t group, float* rows, int64_t
     float largest = 0.f;
     for (int64_t r = first; r < last; ++r) {
       const float a = row_amax(rows + r * width, width);
-      largest = a > largest || a != a ? a : largest;
+      steps[r] = a;
+      largest = a > largest && a < __builtin_inff() ? a : largest;
     }
     const Step step = step_of(largest, top);
     for (int64_t r = first; r < last; ++r) {
       round_row_to(dtype, step.inverse, rows + r * width, width);
-      steps[r] = step.step;
+      steps[r] = steps[r] < __builtin_inff() ? step.step : __builtin_nanf("");
     }
   }
 }
@@ -256,6 +269,9 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   }
 
   load_rows(p.v, seq.batch, g, seq.k_first + first, valid, kKeys, s.v_columns, rows);
+  bool poisoned = false;
+  for (int64_t r = 0; r < valid; ++r) poisoned |= !(row_amax(rows + r * s.v_columns, s.v_columns) < __builtin_inff());
+  s.poisoned[index] = poisoned;
   if (p.v.quantization) {
     for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.v, seq.batch, g, seq.k_first + first + r);
   } else {
@@ -263,7 +279,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
       for (int64_t r = 0; r < valid; ++r) subtract(rows + r * s.v_columns, s.v_mean + side * kMaxDim, p.dim_v);
     if (plan.v_scale == VScale::channel) {
       float inverse[kMaxDim] = {};
-      for (int64_t c = 0; c < p.dim_v; ++c) inverse[c] = s.v_channel[side * kMaxDim + c] > 0.f ? 1.f / s.v_channel[side * kMaxDim + c] : 0.f;
+      for (int64_t c = 0; c < p.dim_v; ++c) inverse[c] = step_of(s.v_channel[side * kMaxDim + c], largest_code(plan.v)).inverse;
       for (int64_t r = 0; r < valid; ++r)
         for (int64_t c = 0; c < p.dim_v; ++c) rows[r * s.v_columns + c] *= inverse[c];
       quantize_rows(plan.v, 0, rows, valid, s.v_columns, steps);
@@ -280,14 +296,14 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     interleave_rows<Pv>(rows + w * Pv::kPerWord * s.v_columns, s.v_columns, s.v_columns, v + w * s.v_columns);
 }
 
-// Largest magnitude of q in `group` tokens from `token` on.
+// Largest finite magnitude of q in `group` tokens from `token` on.
 inline float group_amax(const Problem& p, const Sequence& seq, int64_t h, int64_t token, int64_t group) {
   alignas(64) float row[kMaxDim];
   float largest = 0.f;
   for (int64_t i = token; i < token + group && i < seq.q_tokens; ++i) {
     load_rows(p.q, seq.batch, h, seq.q_first + i, 1, 1, padded_columns(p.dim), row);
     const float a = row_amax(row, padded_columns(p.dim));
-    largest = a > largest || a != a ? a : largest;
+    largest = a > largest && a < __builtin_inff() ? a : largest;
   }
   return largest;
 }
@@ -313,8 +329,8 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
       for (int64_t r = 0; r < valid; ++r) {
         const int64_t first = (token + r) / plan.q_group * plan.q_group;
         if (r == 0 || first == token + r) step = step_of(group_amax(p, seq, h, first, plan.q_group), largest_code(plan.qk));
+        steps[r] = row_amax(rows + r * width, width) < __builtin_inff() ? step.step : __builtin_nanf("");
         round_row_to(plan.qk, step.inverse, rows + r * width, width);
-        steps[r] = step.step;
       }
     }
   }
