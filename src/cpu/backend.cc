@@ -110,6 +110,12 @@ ForwardPlan forward_plan(const Problem& p) {
   return plan;
 }
 
+BackwardPlan backward_plan(const Problem& p) {
+  switch (p.precision) {
+    default: return {.logits = {.qk = OCTET_F32, .v = OCTET_F32, .p = PFormat::exact}};
+  }
+}
+
 }  // namespace octet::cpu
 
 namespace octet {

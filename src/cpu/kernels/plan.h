@@ -35,6 +35,36 @@ struct ForwardPlan {
 
 ForwardPlan forward_plan(const Problem& problem);
 
+// What the tiles of P and dS are rounded to before the products dV, dK and dQ.
+enum class GradientFormat {
+  exact,
+  f16,      // each element; of dS times a power of two for each head
+  bf16,     // each element
+  migrated, // integers per row and per column of a tile; the token scales of the other operand are multiplied in first
+  int8,     // one scale for a tile
+  e4m3      // one scale for a tile of dS; P times 448
+};
+
+// Where delta = rowsum(do o) comes from.
+enum class Delta {
+  from_o,       // o as it was stored
+  from_exact_o, // o before it was rounded
+  from_p        // sum_j p_ij dp_ij, of the p and dp that the backward sees
+};
+
+// A precision's backward recipe; docs/numerics.md.
+struct BackwardPlan {
+  ForwardPlan logits;          // how q and k are rounded
+  octet_dtype dp = OCTET_F32;  // v and do are rounded to it in dp = do v^T
+  octet_dtype do_dtype = OCTET_F32;  // do is rounded to it in dv = p^T do
+  int64_t do_group = 0;              // tokens per scale of it; 0: no scale
+  GradientFormat format = GradientFormat::exact;
+  Delta delta = Delta::from_o;
+  bool project = false;        // GProj: removes from dS what rounding added to its row sums
+};
+
+BackwardPlan backward_plan(const Problem& problem);
+
 constexpr int64_t kQueries = 64;  // queries per block
 constexpr int64_t kKeys = 64;     // keys per tile
 
