@@ -1,6 +1,6 @@
 // Backward attention (FlashAttention-2, arXiv 2307.08691, Algorithm 2), recomputing P from lse.
 //
-// A task owns a tile of kKeys keys of one head of k and v. For each block of queries that sees it, over all heads of q
+// A task owns a few tiles of kKeys keys of one head of k and v. For each tile and each block of queries that sees it, over all heads of q
 // in the group:
 //   s = q k^T,  dp = do v^T          matmul
 //   p = exp(s - lse),  ds = p (dp - delta)
@@ -16,17 +16,20 @@
 
 namespace octet::cpu::OCTET_ISA {
 
+// Tiles that a task may own: the rows of q, do and dq come from far away once for all of them.
+constexpr int64_t kTilesPerTask = 4;
+
 // Scratch memory of one thread.
 struct BackwardScratch {
   float *s, *dp;   // [kQueries][kKeys]; become p and ds
-  float *dk, *dv;  // [kKeys][columns]
+  float *dk, *dv;  // [kTilesPerTask * kKeys][columns]
 
   static BackwardScratch carve(const GradientOperands& w, Carver& carve) {
     BackwardScratch t;
     t.s = carve.take<float>(kQueries * kKeys);
     t.dp = carve.take<float>(kQueries * kKeys);
-    t.dk = carve.take<float>(kKeys * w.k_columns);
-    t.dv = carve.take<float>(kKeys * w.v_columns);
+    t.dk = carve.take<float>(kTilesPerTask * kKeys * w.k_columns);
+    t.dv = carve.take<float>(kTilesPerTask * kKeys * w.v_columns);
     return t;
   }
 };
@@ -70,33 +73,36 @@ struct Backward {
   const Signs& signs;
   BackwardScratch scratch;
 
-  void run(const Sequence& seq, const Block& block) {
-    std::memset(scratch.dk, 0, sizeof(float) * kKeys * w.k_columns);
-    std::memset(scratch.dv, 0, sizeof(float) * kKeys * w.v_columns);
-    const int64_t tile = block.token / kKeys, keys = std::min(seq.k_tokens - block.token, kKeys);
-    const int64_t index = (block.first_tile + tile) * p.kv_heads + block.head;
+  // The `count` tiles from that of `block` on.
+  void run(const Sequence& seq, const Block& block, int64_t count) {
+    std::memset(scratch.dk, 0, sizeof(float) * count * kKeys * w.k_columns);
+    std::memset(scratch.dv, 0, sizeof(float) * count * kKeys * w.v_columns);
+    const int64_t first_tile = block.token / kKeys, last_tile = std::min(first_tile + count, (seq.k_tokens + kKeys - 1) / kKeys);
     for (int64_t h = block.head * p.group(); h < (block.head + 1) * p.group(); ++h)
       for (int64_t token = 0; token < seq.q_tokens; token += kQueries) {
         const int64_t rows = std::min(seq.q_tokens - token, kQueries);
-        const KeyRange tiles = tiles_of(p, seq, token, rows);
-        if (tiles.first <= tile && tile < tiles.last) visit(seq, h, token, rows, tile, keys, index);
+        const KeyRange seen = tiles_of(p, seq, token, rows);
+        for (int64_t tile = std::max(first_tile, seen.first); tile < std::min(last_tile, seen.last); ++tile)
+          visit(seq, h, token, rows, tile, (block.first_tile + tile) * p.kv_heads + block.head, tile - first_tile);
       }
-    store_gradients(seq, block, keys);
+    store_gradients(seq, block, std::min(seq.k_tokens - block.token, count * kKeys));
   }
 
-  void visit(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t tile, int64_t keys, int64_t index) {
+  // One tile of P: `index` is that of its keys among all tiles, `own` among the task's.
+  void visit(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t tile, int64_t index, int64_t own) {
     const int64_t first = row_index(p, seq, h, token), kc = w.k_columns, vc = w.v_columns;
+    const int64_t keys = std::min(seq.k_tokens - tile * kKeys, kKeys);
     const float *q = w.q + first * kc, *do_ = w.do_ + first * vc, *do_dv = w.do_dv + first * vc;
-    const float* k = w.k + index * kKeys * kc;
+    float *dk = scratch.dk + own * kKeys * kc, *dv = scratch.dv + own * kKeys * vc;
     constexpr Strides rowwise{kKeys, 1}, columnwise{1, kKeys};
     matmul<F32, false>(q, {kc, 1}, w.k_transposed + index * p.dim * kKeys, kKeys, scratch.s, kKeys, rows, kKeys, p.dim);
     matmul<F32, false>(do_, {vc, 1}, w.v_transposed + index * p.dim_v * kKeys, kKeys, scratch.dp, kKeys, rows, kKeys, p.dim_v);
     softmax_tile(seq, h, token, rows, tile * kKeys, first);
-    matmul<F32, true>(scratch.s, columnwise, do_dv, vc, scratch.dv, vc, kKeys, vc, rows);
-    matmul<F32, true>(scratch.dp, columnwise, q, kc, scratch.dk, kc, kKeys, kc, rows);
+    matmul<F32, true>(scratch.s, columnwise, do_dv, vc, dv, vc, kKeys, vc, rows);
+    matmul<F32, true>(scratch.dp, columnwise, q, kc, dk, kc, kKeys, kc, rows);
     int32_t* turn = w.turn + first;
     wait_for_turn(turn, static_cast<int32_t>(tile));
-    matmul<F32, true>(scratch.dp, rowwise, k, kc, w.dq + first * kc, kc, rows, kc, keys);
+    matmul<F32, true>(scratch.dp, rowwise, w.k + index * kKeys * kc, kc, w.dq + first * kc, kc, rows, kc, keys);
     __atomic_store_n(turn, static_cast<int32_t>(tile + 1), __ATOMIC_RELEASE);
   }
 
@@ -171,11 +177,13 @@ void backward_as(const Job& job, const BackwardPlan& plan) {
     const Block& block = job.query_blocks[task];
     prepare_queries(p, plan, job.sequences[block.sequence], block, signs, w);
   });
+  const int64_t tiles_per_task = std::clamp<int64_t>(job.key_tile_count / (8 * job.threads), 1, kTilesPerTask);
   parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned thread) {
     const Block& block = job.key_tiles[task];
+    if (block.token / kKeys % tiles_per_task) return;
     Carver own(scratch + thread * scratch_bytes);
     Backward<format> backward{p, plan, w, signs, BackwardScratch::carve(w, own)};
-    backward.run(job.sequences[block.sequence], block);
+    backward.run(job.sequences[block.sequence], block, tiles_per_task);
   });
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned) {
     const Block& block = job.query_blocks[task];

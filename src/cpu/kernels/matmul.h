@@ -103,10 +103,11 @@ OCTET_INLINE void block(const Word* a, Strides as, const Word* b, int64_t column
   typename E::Vector sum[MR][NR];
   for (int i = 0; i < MR; ++i)
     for (int j = 0; j < NR; ++j) sum[i][j] = accumulate ? load(c + i * ldc + j * kLanes) : typename E::Vector{};
+  const Word* half[2] = {a, a + 3 * as.row};  // three rows from each: few address registers
   for (int64_t w = 0; w < words; ++w) {
 #pragma GCC unroll 8
     for (int i = 0; i < MR; ++i) {
-      const Word x = a[i * as.row + w * as.word];
+      const Word x = half[i / 3][i % 3 * as.row + w * as.word];
 #pragma GCC unroll 8
       for (int j = 0; j < NR; ++j) sum[i][j] = E::dot(sum[i][j], x, b + w * columns + j * kLanes);
     }
@@ -119,6 +120,7 @@ template <class E, int NR, bool accumulate>
 inline void column_strip(const Word* a, Strides as, const Word* b, int64_t columns, typename E::Sum* c, int64_t ldc, int64_t rows, int64_t words) {
   int64_t i = 0;
   for (; i + 6 <= rows; i += 6) block<E, 6, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
+  for (; i + 4 <= rows; i += 4) block<E, 4, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
   for (; i + 2 <= rows; i += 2) block<E, 2, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
   for (; i < rows; ++i) block<E, 1, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
 }
