@@ -35,32 +35,43 @@ struct ForwardPlan {
 
 ForwardPlan forward_plan(const Problem& problem);
 
-// What the tiles of P and dS are rounded to before the products dV, dK and dQ.
+// How the rows of an operand of the backward pass are rounded: each number to a format, or codes with a scale that
+// `group` tokens share. The scale of f16 is a power of two, which buys range alone.
+struct Rounding {
+  octet_dtype dtype = OCTET_F32;
+  int64_t group = 0;  // 0: no scale
+
+  bool operator==(const Rounding&) const = default;
+};
+constexpr int64_t kWholeHead = Problem::kUnbounded;  // a group: all tokens of a head
+
+// What p and ds are rounded to before the products dv = p^T do, dq = ds k and dk = ds^T q.
 enum class GradientFormat {
   exact,
-  f16,      // each element; of dS times a power of two for each head
-  bf16,     // each element
-  migrated, // integers per row and per column of a tile; the token scales of the other operand are multiplied in first
-  int8,     // one scale for a tile
-  e4m3      // one scale for a tile of dS; P times 448
+  f16,      // each number; ds times a power of two for each head
+  bf16,     // each number
+  e4m3,     // p times 256; ds: codes with a scale for each tile
+  int8,     // codes with a scale for each tile
+  migrated  // codes with a scale for each row or column of a tile, whichever is not summed over; the token scales of the
+            // operand on the other side are multiplied in first. p: u8
 };
 
 // Where delta = rowsum(do o) comes from.
 enum class Delta {
-  from_o,       // o as it was stored
-  from_exact_o, // o before it was rounded
-  from_p        // sum_j p_ij dp_ij, of the p and dp that the backward sees
+  from_o,
+  from_exact_o,  // o + o_residual
+  from_p         // sum_j p_ij dp_ij with p from these logits' own row sums instead of the caller's lse
 };
 
 // A precision's backward recipe; docs/numerics.md.
 struct BackwardPlan {
-  ForwardPlan logits;          // how q and k are rounded
-  octet_dtype dp = OCTET_F32;  // v and do are rounded to it in dp = do v^T
-  octet_dtype do_dtype = OCTET_F32;  // do is rounded to it in dv = p^T do
-  int64_t do_group = 0;              // tokens per scale of it; 0: no scale
+  Rounding q{}, k{};
+  bool smooth_k = false;
+  Rounding v{}, do_dp{};  // operands of dp = do v^T
+  Rounding do_dv{};       // operand of dv = p^T do
   GradientFormat format = GradientFormat::exact;
   Delta delta = Delta::from_o;
-  bool project = false;        // GProj: removes from dS what rounding added to its row sums
+  octet_dtype project = OCTET_DTYPE_NONE;  // GProj: the format of p and lambda q; none: off
 };
 
 BackwardPlan backward_plan(const Problem& problem);
