@@ -1,5 +1,6 @@
 // The CPU kernels of one instruction set: compiled once for each, in a namespace of its own so that no function
 // compiled for one can stand in for another's.
+#include "cpu/kernels/backward.h"
 #include "cpu/kernels/forward.h"
 
 namespace octet::cpu {
@@ -9,7 +10,7 @@ namespace octet::cpu {
 
 extern const Kernels OCTET_TABLE(OCTET_ISA);
 const Kernels OCTET_TABLE(OCTET_ISA) = {
-    OCTET_ISA::forward_block_rows, OCTET_ISA::forward_workspace, OCTET_ISA::forward, nullptr, nullptr, nullptr, nullptr,
+    OCTET_ISA::forward_block_rows, OCTET_ISA::forward_workspace, OCTET_ISA::forward, OCTET_ISA::backward_workspace, OCTET_ISA::backward, nullptr, nullptr,
 };
 
 }  // namespace octet::cpu
