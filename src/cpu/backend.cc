@@ -1,6 +1,7 @@
 // The CPU backend: picks the kernels of the best instruction set, lays out the work, runs it.
 #include "core/backend.h"
 
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -59,11 +60,19 @@ unsigned threads_of(const Problem& p) { return thread_count(p.threads, tiles_bou
 
 std::optional<std::string> unavailable() { return std::nullopt; }
 
+std::optional<std::string> jvp_objection(const Problem& p) {
+  if (p.precision != OCTET_PRECISION_F32 && p.precision != OCTET_PRECISION_F16 && p.precision != OCTET_PRECISION_BF16)
+    return text("precision ", octet::name(p.precision), " has no jvp here; those that have: f32, f16, bf16");
+  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
+    if (t->quantization) return text(label, " came quantised; its jvp takes f32, f16, bf16 and e4m3 as they are");
+  return std::nullopt;
+}
+
 std::optional<std::string> objection(const Problem& p) {
   if (p.device != OCTET_CPU) return text("the tensors are on ", octet::name(p.device), ", this backend works on cpu tensors");
   if (p.precision == OCTET_PRECISION_F64) return text("precision f64 is the reference backend's");
   if (p.smooth_q) return text("smooth_q is not in its kernels; the reference backend has it");
-  return std::nullopt;
+  return p.pass == OCTET_JVP ? jvp_objection(p) : std::nullopt;
 }
 
 std::string kernel(const Problem& p) {

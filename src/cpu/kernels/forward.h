@@ -149,7 +149,7 @@ struct Forward {
 
   void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows) {
     float steps[kRows];
-    pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, scratch.q, side.k_words, steps);
+    pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, scratch.q, side.k_words, side.k_words, steps);
     for (int64_t i = 0; i < kRows; ++i) {
       state.m[i] = kMinusInfinity;
       state.to_logit[i] = steps[i] * p.scale;

@@ -123,24 +123,30 @@ struct Signs {
 // Everything the kernels need of k and v, in the workspace. Tile t of kv head g of a sequence has index
 // (first_tile + t) * kv_heads + g.
 struct KeySide {
-  Word *k, *v;          // [tile][k_words * kKeys], [tile][v_words * v_columns]
+  Word *k, *v;          // tile: [k_words][kKeys], [v_words][v_columns]
   float* k_scale;       // [tile][kKeys]; null without scales
   int32_t* k_correction;  // [tile][kKeys]: undoes the bias of signed A
   float* v_scale;       // [tile][kKeys] with VScale::token
   float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]
+  bool* v_finite;       // [tile]: v holds neither NaN nor infinity
   int64_t k_words, v_words, v_columns;
+  int64_t k_stride, v_stride;  // words from one tile to the next
 };
 
+// With room for `parts` k and v in every tile, one below the other.
 template <class Qk, class Pv>
-KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve) {
+KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve, int64_t parts = 1) {
   KeySide s;
   const int64_t tiles = tiles_bound(p, p.tokens_k, kKeys) * p.kv_heads;
   const int64_t sides = (p.packed() ? p.cu_seqlens_q.shape[3] - 1 : p.batch) * p.kv_heads;
   s.k_words = words_of<Qk>(p.dim);
   s.v_words = words_of<Pv>(kKeys);
   s.v_columns = padded_columns(p.dim_v);
-  s.k = carve.take<Word>(tiles * s.k_words * kKeys);
-  s.v = carve.take<Word>(tiles * s.v_words * s.v_columns);
+  s.k_stride = parts * s.k_words * kKeys;
+  s.v_stride = parts * s.v_words * s.v_columns;
+  s.k = carve.take<Word>(tiles * s.k_stride);
+  s.v = carve.take<Word>(tiles * s.v_stride);
+  s.v_finite = carve.take<bool>(tiles);
   s.k_scale = plan.k_group ? carve.take<float>(tiles * kKeys) : nullptr;
   s.k_correction = kBias<Qk> ? carve.take<int32_t>(tiles * kKeys) : nullptr;
   s.v_scale = plan.v_scale == VScale::token ? carve.take<float>(tiles * kKeys) : nullptr;
@@ -244,7 +250,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     quantize_rows(plan.qk, plan.k_group, rows, valid, width, steps);
   }
   if (s.k_scale) std::memcpy(s.k_scale + index * kKeys, steps, sizeof steps);
-  Word* k = s.k + index * s.k_words * kKeys;
+  Word* k = s.k + index * s.k_stride;
   for (int64_t r = 0; r < kKeys; ++r) {
     encode_row<Qk>(rows + r * width, s.k_words * Qk::kPerWord, 0, words);
     for (int64_t w = 0; w < s.k_words; ++w) k[w * kKeys + r] = words[w];
@@ -275,7 +281,12 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     for (int64_t r = valid; r < kKeys; ++r) steps[r] = 0.f;
     std::memcpy(s.v_scale + index * kKeys, steps, sizeof steps);
   }
-  Word* v = s.v + index * s.v_words * s.v_columns;
+  s.v_finite[index] = true;
+  for (int64_t r = 0; r < valid; ++r) {
+    const float a = row_amax(rows + r * s.v_columns, s.v_columns);
+    if (a != a) s.v_finite[index] = false;
+  }
+  Word* v = s.v + index * s.v_stride;
   for (int64_t w = 0; w < s.v_words; ++w)
     interleave_rows<Pv>(rows + w * Pv::kPerWord * s.v_columns, s.v_columns, s.v_columns, v + w * s.v_columns);
 }
@@ -293,10 +304,11 @@ inline float group_amax(const Problem& p, const Sequence& seq, int64_t h, int64_
 }
 
 // Prepares `count` rows of q from `token` on, `valid` of them in the sequence: A words, and the step of each row (1 without
-// scales, and for rows of zeros, so that it can be divided by and multiplied with infinities).
+// scales, and for rows of zeros, so that it can be divided by and multiplied with infinities). Rows of A are `stride`
+// words apart.
 template <class Qk>
 void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token, int64_t valid, int64_t count,
-                  const Signs& signs, Word* q, int64_t words, float* steps) {
+                  const Signs& signs, Word* q, int64_t stride, int64_t words, float* steps) {
   alignas(64) float rows[kMaxBlockRows * kMaxDim];
   const int64_t width = padded<Qk>(padded_columns(p.dim));
   Step step{};
@@ -319,7 +331,7 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
     }
   }
   for (int64_t r = 0; r < valid; ++r) steps[r] = steps[r] > 0.f || steps[r] != steps[r] ? steps[r] : 1.f;
-  for (int64_t r = 0; r < count; ++r) encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * words);
+  for (int64_t r = 0; r < count; ++r) encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * stride);
 }
 
 // q.mean for the true q and the mean that smoothing took from k, in double.
