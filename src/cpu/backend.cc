@@ -1,6 +1,7 @@
 // The CPU backend: picks the kernels of the best instruction set, lays out the work, runs it.
 #include "core/backend.h"
 
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -71,12 +72,20 @@ std::optional<std::string> backward_objection(const Problem& p) {
   return std::nullopt;
 }
 
+std::optional<std::string> jvp_objection(const Problem& p) {
+  if (p.precision != OCTET_PRECISION_F32 && p.precision != OCTET_PRECISION_F16 && p.precision != OCTET_PRECISION_BF16)
+    return text("precision ", octet::name(p.precision), " has no jvp here; those that have: f32, f16, bf16");
+  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
+    if (t->quantization) return text(label, " came quantised; its jvp takes f32, f16, bf16 and e4m3 as they are");
+  return std::nullopt;
+}
+
 std::optional<std::string> objection(const Problem& p) {
   if (p.device != OCTET_CPU) return text("the tensors are on ", octet::name(p.device), ", this backend works on cpu tensors");
   if (p.precision == OCTET_PRECISION_F64) return text("precision f64 is the reference backend's");
   if (p.pass == OCTET_BACKWARD) return backward_objection(p);
   if (p.smooth_q) return text("smooth_q is not in its kernels; the reference backend has it");
-  return std::nullopt;
+  return p.pass == OCTET_JVP ? jvp_objection(p) : std::nullopt;
 }
 
 std::string kernel(const Problem& p) {
@@ -111,7 +120,8 @@ ForwardPlan forward_plan(const Problem& p) {
       return {.qk = OCTET_I8, .q_group = 1, .k_group = 1, .smooth_k = true, .hadamard = p.hadamard, .v = OCTET_I8, .v_scale = VScale::token,
               .smooth_v = true, .p = PFormat::u8, .p_top = 255.f, .l_from_p = false};
     case OCTET_PRECISION_INT8_F16:
-      return {.qk = OCTET_I8, .q_group = 1, .k_group = 1, .smooth_k = true, .hadamard = p.hadamard, .v = OCTET_F16, .p = PFormat::f16};
+      return {.qk = OCTET_I8, .q_group = 1, .k_group = 1, .smooth_k = true, .hadamard = p.hadamard, .v = OCTET_F16, .v_scale = VScale::head,
+              .p = PFormat::f16};
     case OCTET_PRECISION_INT8_FP8:
       return {.qk = OCTET_I8, .q_group = 1, .k_group = 1, .smooth_k = true, .hadamard = p.hadamard, .v = OCTET_E4M3, .v_scale = VScale::channel,
               .p = PFormat::e4m3, .p_top = 448.f};

@@ -231,4 +231,26 @@ inline void matmul(const void* a_words, Strides as, const void* b_words, int64_t
   for (; j < n; j += kLanes) column_strip<E, 1, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words);
 }
 
+// Element e of a word, as a number; float engines.
+template <class E>
+OCTET_INLINE float element(Word word, int e) {
+  if constexpr (E::kPerWord == 2) word = e ? word & 0xffff0000u : word << 16;
+  float x;
+  std::memcpy(&x, &word, 4);
+  return x;
+}
+
+// C += A B for a B that is not finite: zeros of A skip their rows of B, which the instructions would turn into NaN.
+template <class E>
+inline void matmul_skipping_zeros(const void* a_words, Strides as, const Word* b, int64_t columns, float* c, int64_t ldc, int64_t rows, int64_t n, int64_t words) {
+  const Word* a = static_cast<const Word*>(a_words);
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t w = 0; w < words; ++w)
+      for (int e = 0; e < E::kPerWord; ++e) {
+        const float x = element<E>(a[i * as.row + w * as.word], e);
+        if (x == 0.f) continue;
+        for (int64_t j = 0; j < n; ++j) c[i * ldc + j] += x * element<E>(b[w * columns + j], e);
+      }
+}
+
 }  // namespace octet::cpu::OCTET_ISA

@@ -14,7 +14,7 @@ enum class PFormat {
   u8      // dynamic: of p_j t_j with the largest of a (row, key tile) at p_top; t_j: token scale of V
 };
 
-enum class VScale { none, token, channel };
+enum class VScale { none, token, channel, head };
 
 // A precision's forward recipe; docs/numerics.md.
 struct ForwardPlan {
