@@ -54,6 +54,9 @@ struct Problem {
 
   // The keys that query `i` of a sequence of n queries and m keys sees. Empty ranges have first == last.
   KeyRange keys_of(int64_t i, int64_t n, int64_t m) const;
+
+  // The keys that any of the queries [i, i + rows) sees: the hull of their ranges.
+  KeyRange keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) const;
 };
 
 // Judges the arguments. Throws Failure naming the value found and the values allowed.
