@@ -7,9 +7,10 @@
 //   o = alpha o + p v                matmul; 8-bit P: through int32, with a scale per row
 // and at the end o / l, lse = m + ln l. The maximum is subtracted before scaling, so the largest p is exactly 1.
 //
-// The loop is a pipeline: while the rows of tile t go through the softmax, the logits of tile t + 1 and the product of
-// tile t - 1 with V are computed, a group of rows and a group of columns at a time. Tile instructions start slowly
-// after half a microsecond without any (measured: 160 ns of work takes 470 ns), so they are spread evenly.
+// With tile instructions the loop is a pipeline: while the rows of tile t go through the softmax, the logits of tile
+// t + 1 and the product of tile t - 1 with V are computed, a group of rows and a group of columns at a time. Tile
+// instructions start slowly after half a microsecond without any (measured: 160 ns of work takes 470 ns), so they are
+// spread evenly.
 #pragma once
 #include <cmath>
 
@@ -18,16 +19,20 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Rows of a block of queries: a multiple of the rows that the inner loop of the engine takes at a time.
+// Rows of a block of queries: a multiple of the rows that the inner loop of the engine takes at a time (16, 6), as many
+// as keep q, s, p and o in the nearest cache.
 template <class Qk>
-constexpr int64_t kBlockRows = Qk::kTiles ? 32 : 48;
+constexpr int64_t kBlockRows = Qk::kTiles ? 32 : 96;
 
-// Scratch memory of one thread; two of what tiles t and t + 1 use at the same time.
+// Scratch memory of one thread; in a pipeline, two of what tiles t and t + 1 use at the same time.
 template <class Qk, class Pv>
 struct ForwardScratch {
   static constexpr int64_t kRows = kBlockRows<Qk>;
   // Groups of rows and columns that a step of the pipeline is cut into.
-  static constexpr int64_t kGroups = Qk::kTiles || Pv::kTiles ? 4 : 1;
+  static constexpr bool kPipelined = Qk::kTiles || Pv::kTiles;
+  static constexpr int64_t kGroups = kPipelined ? 4 : 1;
+  // Without a pipeline, P may take the place of the logits it comes from.
+  static constexpr bool kInPlace = !kPipelined && std::is_same_v<typename Qk::Sum, typename Pv::Element>;
 
   Word* q;                     // [kRows][k_words]
   typename Qk::Sum* s[2];      // [kRows][kKeys]
@@ -43,9 +48,10 @@ struct ForwardScratch {
     t.q = carve.take<Word>(kRows * side.k_words);
     t.strip = through_strip ? carve.take<typename Pv::Sum>(kRows * t.strip_columns) : nullptr;
     t.o = carve.take<float>(kRows * side.v_columns);
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < (kPipelined ? 2 : 1); ++i) {
       t.s[i] = carve.take<typename Qk::Sum>(kRows * kKeys);
-      t.p[i] = carve.take<typename Pv::Element>(kRows * t.p_stride);
+      if constexpr (kInPlace) t.p[i] = t.s[i];
+      else t.p[i] = carve.take<typename Pv::Element>(kRows * t.p_stride);
     }
     return t;
   }
@@ -61,6 +67,15 @@ struct RowState {
   float alpha[2][rows];    // of tiles t and t + 1
   float p_step[2][rows];   // 8-bit P: o += p_step * product
 };
+
+// Codes of a row of P with its largest at `top`; returns their step.
+template <class Pv>
+OCTET_INLINE float quantize_p(Vf (&p)[kVectors], float largest, float top, typename Pv::Element* out) {
+  const float inverse = largest > 0.f ? top / largest : 0.f;
+  for (int v = 0; v < kVectors; ++v) p[v] *= inverse;
+  store_u8<Pv>(p, out);
+  return largest * (1.f / top);
+}
 
 // One row of a tile: from logits to P. Leaves alpha and p_step for the accumulator.
 template <class Qk, class Pv, PFormat format, bool partial>
@@ -91,17 +106,35 @@ OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typenam
       x[v] = p[v] * load(v_scale + v * kLanes);
       if constexpr (partial) x[v] = p[v] == Vf{} ? p[v] : x[v];
     }
-    const float largest = largest_of(x);
-    state.p_step[parity][i] = largest * (1.f / plan.p_top);
-    const float inverse = largest > 0.f ? plan.p_top / largest : 0.f;
-    for (int v = 0; v < kVectors; ++v) x[v] *= inverse;
-    store_u8<Pv>(x, p_out);
+    state.p_step[parity][i] = quantize_p<Pv>(x, largest_of(x), plan.p_top, p_out);
   } else {
     const Vf un_rounded = add_up(p) * (format == PFormat::e4m3 ? plan.p_top : 1.f);
     store_p<Pv, format>(p, plan.p_top, p_out);
     l = plan.l_from_p ? add_up(p) : un_rounded;
   }
   store(state.l[i], load(state.l[i]) * alpha + l);
+}
+
+// The same for 8-bit P and a tile that all of the row sees, with the maximum of earlier tiles: P gets a scale of its own
+// in every tile, so m only has to keep p in the range of floats. False, with nothing changed, if it does not.
+template <class Qk, class Pv>
+OCTET_INLINE bool softmax_row_lazily(const ForwardPlan& plan, const typename Qk::Sum* s, const TileRow& row, const float* v_scale, int i, int parity,
+                                     RowState<kBlockRows<Qk>>& state, typename Pv::Element* p_out) {
+  constexpr float kRange = 0x1p60f;
+  const float unit = state.unit[i], shift = state.m[i] * unit;
+  Vf x[kVectors], p[kVectors];
+  load_logits<false, kBias<Qk> != 0>(s, row, 1.f, x);
+  for (int v = 0; v < kVectors; ++v) {
+    p[v] = exp2<kExp2For8Bits>(x[v] * unit - shift);
+    x[v] = p[v] * load(v_scale + v * kLanes);
+  }
+  const Vf l = add_up(p);
+  const float largest = largest_of(x);
+  if (!(largest < kRange && reduce_is_finite(l))) return false;
+  state.alpha[parity][i] = 1.f;
+  state.p_step[parity][i] = quantize_p<Pv>(x, largest, plan.p_top, p_out);
+  store(state.l[i], load(state.l[i]) + l);
+  return true;
 }
 
 // o = alpha o + step product, for one row of a strip of columns.
@@ -135,13 +168,22 @@ struct Forward {
     const KeyRange keys = p.keys_of_block(token, rows, seq.q_tokens, seq.k_tokens);
     const int64_t first = keys.first / kKeys, last = keys.first < keys.last ? (keys.last + kKeys - 1) / kKeys : first;
     const auto index = [&](int64_t tile) { return (block.first_tile + tile) * p.kv_heads + g; };
-    for (int64_t group = 0; group < kGroups && first < last; ++group) logits(index(first), rows, group, 0);
-    for (int64_t tile = first; tile <= last && first < last; ++tile) {
-      const int parity = static_cast<int>(tile - first) & 1;
-      for (int64_t group = 0; group < kGroups; ++group) {
-        if (tile < last) softmax_rows(seq, h, token, rows, group, tile, index(tile), parity);
-        if (tile + 1 < last) logits(index(tile + 1), rows, group, 1 - parity);
-        if (tile > first) accumulate(index(tile - 1), rows, group, 1 - parity);
+    if constexpr (Scratch::kPipelined) {
+      if (first < last)
+        for (int64_t group = 0; group < kGroups; ++group) logits(index(first), rows, group, 0);
+      for (int64_t tile = first; tile <= last && first < last; ++tile) {
+        const int parity = static_cast<int>(tile - first) & 1;
+        for (int64_t group = 0; group < kGroups; ++group) {
+          if (tile < last) softmax_rows(seq, h, token, rows, group, tile, index(tile), parity);
+          if (tile + 1 < last) logits(index(tile + 1), rows, group, 1 - parity);
+          if (tile > first) accumulate(index(tile - 1), rows, group, 1 - parity);
+        }
+      }
+    } else {
+      for (int64_t tile = first; tile < last; ++tile) {
+        logits(index(tile), rows, 0, 0);
+        softmax_rows(seq, h, token, rows, 0, tile, index(tile), 0);
+        accumulate(index(tile), rows, 0, 0);
       }
     }
     finish(seq, h, token, rows, block.sequence * p.kv_heads + g);
@@ -157,7 +199,7 @@ struct Forward {
     }
     std::memset(state.l, 0, sizeof state.l);
     std::memset(scratch.o, 0, sizeof(float) * kRows * side.v_columns);
-    for (auto* p_tile : scratch.p) std::memset(p_tile, 0, sizeof *p_tile * kRows * scratch.p_stride);
+    for (int i = 0; i < (Scratch::kPipelined ? 2 : 1); ++i) std::memset(scratch.p[i], 0, sizeof *scratch.p[i] * kRows * scratch.p_stride);
   }
 
   // A group of columns of q k^T.
@@ -173,18 +215,25 @@ struct Forward {
     TileRow row{side.k_scale ? side.k_scale + index * kKeys : nullptr, side.k_correction ? side.k_correction + index * kKeys : nullptr, 0, 0,
                 nullptr, p.mask.dtype, p.mask.stride[3]};
     const float* v_scale = side.v_scale ? side.v_scale + index * kKeys : nullptr;
-    const int64_t end = (group + 1) * (kRows / kGroups);
-    for (int64_t i = group * (kRows / kGroups); i < end && i < rows; ++i) {
-      const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
-      row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
-      row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
+    const int64_t begin = group * (kRows / kGroups), end = begin + kRows / kGroups < rows ? begin + kRows / kGroups : rows;
+    if (begin >= end) return;
+    const bool all_seen = !p.mask.present() && p.keys_of(token + end - 1, seq.q_tokens, seq.k_tokens).first <= key &&
+                          p.keys_of(token + begin, seq.q_tokens, seq.k_tokens).last >= key + kKeys;
+    for (int64_t i = begin; i < end; ++i) {
       const auto* s = scratch.s[parity] + i * kKeys;
       auto* out = scratch.p[parity] + i * scratch.p_stride;
-      if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
-      if (row.first > 0 || row.last < kKeys || row.mask)
-        softmax_row<Qk, Pv, format, true>(plan, p.beta, s, row, v_scale, static_cast<int>(i), parity, state, out);
-      else
-        softmax_row<Qk, Pv, format, false>(plan, p.beta, s, row, v_scale, static_cast<int>(i), parity, state, out);
+      const int r = static_cast<int>(i);
+      if (all_seen) {
+        if constexpr (format == PFormat::u8)
+          if (state.m[i] != kMinusInfinity && softmax_row_lazily<Qk, Pv>(plan, s, row, v_scale, r, parity, state, out)) continue;
+        softmax_row<Qk, Pv, format, false>(plan, p.beta, s, row, v_scale, r, parity, state, out);
+      } else {
+        const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
+        row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
+        row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
+        if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
+        softmax_row<Qk, Pv, format, true>(plan, p.beta, s, row, v_scale, r, parity, state, out);
+      }
     }
   }
 
@@ -266,6 +315,7 @@ void pack_keys(const Job& job, const ForwardPlan& plan, const Signs& signs, cons
     });
   parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
     const Block& block = job.key_tiles[task];
+    const FlushDenormals flush;
     pack_key_tile<Qk, Pv>(p, plan, job.sequences[block.sequence], block, signs, side);
   });
 }
@@ -282,6 +332,7 @@ void forward_as(const Job& job, const ForwardPlan& plan) {
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
     const Block& block = job.query_blocks[task];
     Carver own(scratch + thread * scratch_bytes);
+    const FlushDenormals flush;
     configure_tiles();
     Forward<Qk, Pv, format> forward{p, plan, side, signs, ForwardScratch<Qk, Pv>::carve(side, format == PFormat::u8, own), {}};
     forward.run(job.sequences[block.sequence], block);

@@ -36,7 +36,7 @@ struct ForwardPlan {
 ForwardPlan forward_plan(const Problem& problem);
 
 constexpr int64_t kKeys = 64;          // keys per tile
-constexpr int64_t kMaxBlockRows = 64;  // queries per block, at most
+constexpr int64_t kMaxBlockRows = 96;  // queries per block, at most
 
 // A block of queries or a tile of keys of one head: the unit of work.
 struct Block {

@@ -73,6 +73,17 @@ OCTET_INLINE float reduce_max(Vf x) {
 #endif
 }
 
+// Whether no lane is infinite or NaN.
+OCTET_INLINE bool reduce_is_finite(Vf x) {
+#if defined(__AVX512F__)
+  return !_mm512_fpclass_ps_mask(x, 0x99);
+#else
+  for (int i = 0; i < kLanes; ++i)
+    if (!(__builtin_fabsf(x[i]) < __builtin_inff())) return false;
+  return true;
+#endif
+}
+
 OCTET_INLINE float reduce_add(Vf x) {
   float lanes[kLanes];
   std::memcpy(lanes, &x, sizeof x);
@@ -87,6 +98,20 @@ OCTET_INLINE Vi iota() {
   for (int i = 0; i < kLanes; ++i) x[i] = i;
   return x;
 }
+
+// While it lives, this thread treats numbers below 2^-126 as zero, as the GPU's exponential does: probabilities that
+// small weigh nothing, but would take a hundred times longer to multiply.
+class FlushDenormals {
+ public:
+#ifdef __x86_64__
+  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(saved_); }
+  FlushDenormals(const FlushDenormals&) = delete;
+
+ private:
+  unsigned saved_;
+#endif
+};
 
 // Relative error of exp2<degree>: 9e-5, 3e-6, 1e-7.
 enum Exp2Degree { kExp2For8Bits = 3, kExp2For16Bits = 4, kExp2For32Bits = 6 };
