@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <utility>
 
 #include "core/error.h"
 #include "core/names.h"
@@ -363,7 +364,12 @@ std::vector<Sequence> sequences(const Problem& p) {
   const int64_t count = p.cu_seqlens_q.shape[3] - 1;
   const auto* q = static_cast<const int32_t*>(p.cu_seqlens_q.data);
   const auto* k = static_cast<const int32_t*>(p.cu_seqlens_k.data);
-  for (const auto& [cu, total, longest, label] : {std::tuple{q, p.tokens_q, p.max_seqlen_q, "q"}, {k, p.tokens_k, p.max_seqlen_k, "k"}}) {
+  const struct Side {
+    const int32_t* cu;
+    int64_t total, longest;
+    const char* label;
+  } sides[] = {{q, p.tokens_q, p.max_seqlen_q, "q"}, {k, p.tokens_k, p.max_seqlen_k, "k"}};
+  for (const auto& [cu, total, longest, label] : sides) {
     if (cu[0] != 0 || cu[count] != total)
       invalid("cu_seqlens_", label, ": runs from ", cu[0], " to ", cu[count], ", expected 0 to the ", total, " tokens of ", label);
     for (int64_t s = 0; s < count; ++s) {
