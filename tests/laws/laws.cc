@@ -16,6 +16,8 @@ std::string label(const testing::TestParamInfo<Recipe>& info) {
   return std::string(name(info.param.pass)) + '_' + name(info.param.precision);
 }
 
+void PrintTo(const Recipe& recipe, std::ostream* out) { *out << name(recipe.pass) << ' ' << name(recipe.precision); }
+
 Outputs compute(const Case& c, const Inputs& in, const Recipe& recipe, unsigned threads, const char* backend) {
   Attention attention = attention_of(c, recipe.precision, backend);
   attention.threads = threads;

@@ -16,6 +16,7 @@ struct Recipe {
 };
 std::vector<Recipe> every_recipe();
 std::string label(const testing::TestParamInfo<Recipe>&);
+void PrintTo(const Recipe&, std::ostream*);
 
 // A test per pass and precision.
 class EveryRecipe : public testing::TestWithParam<Recipe> {};

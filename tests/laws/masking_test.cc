@@ -92,6 +92,7 @@ TEST_P(Masking, keeps_a_bad_query_in_its_row) {
   const Inputs in = draw(c, 4);
   const Outputs clean = compute(c, in, GetParam());
   for (double poison : {kNaN, kInfinity}) {
+    if (std::isinf(poison) && GetParam().precision == Precision::fp8_raw) continue;  // e4m3 has no infinity: 448
     Inputs other = in;
     other.q.at(0, 0, bad, 5) = poison;
     const Outputs got = compute(c, other, GetParam());
