@@ -10,8 +10,8 @@ RULES = {
     "src/core": ["octet/", "core/"],
     "src/cpu": ["octet/", "core/", "cpu/"],
     "cli": ["octet/", "cli/", "CLI/", "nlohmann/", "fmt/"],
-    "tests/unit": ["octet/", "core/", "cpu/", "unit/", "support/", "gtest/", "gmock/"],
-    "tests/fuzz": ["octet/", "cli/", "fuzz/"],
+    "tests/unit": ["octet/", "core/", "cpu/", "support/", "gtest/", "gmock/", "nlohmann/"],
+    "tests/fuzz": ["octet/", "cli/", "fuzzer/"],
     "tests": ["octet/", "support/", "misuse/", "passes/", "laws/", "cli/", "gtest/", "gmock/", "nlohmann/"],
 }
 # The kernels of the CPU know the hall and one another, but not the quantisers or the reference.
