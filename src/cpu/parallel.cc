@@ -21,9 +21,10 @@ unsigned thread_count(unsigned wanted, int64_t tasks) {
   return static_cast<unsigned>(std::clamp<int64_t>(count, 1, std::max<int64_t>(1, tasks)));
 }
 
-void parallel_for(unsigned threads, int64_t tasks, const std::function<void(int64_t, unsigned)>& body) {
+void run_tasks(unsigned threads, int64_t tasks, TaskFunction function, void* body) {
+  if (threads > tasks) threads = static_cast<unsigned>(std::max<int64_t>(tasks, 1));
   if (threads <= 1) {
-    for (int64_t task = 0; task < tasks; ++task) body(task, 0);
+    for (int64_t task = 0; task < tasks; ++task) function(body, task, 0);
     return;
   }
   std::atomic<int64_t> next{0};
@@ -31,7 +32,7 @@ void parallel_for(unsigned threads, int64_t tasks, const std::function<void(int6
   std::mutex error_mutex;
   const auto work = [&](unsigned thread) {
     try {
-      for (int64_t task; (task = next.fetch_add(1)) < tasks;) body(task, thread);
+      for (int64_t task; (task = next.fetch_add(1)) < tasks;) function(body, task, thread);
     } catch (...) {
       next.store(tasks);
       const std::lock_guard lock(error_mutex);

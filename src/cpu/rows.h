@@ -10,10 +10,10 @@ namespace octet {
 constexpr uint64_t kHadamardSeed = 0x6f63746574;  // "octet"
 
 // Size of the Hadamard blocks along a row: the largest power of two that divides dim.
-constexpr int64_t hadamard_block(int64_t dim) { return dim & -dim; }
+static constexpr int64_t hadamard_block(int64_t dim) { return dim & -dim; }
 
 // Sign of channel c: bit 63 of splitmix64(seed + c), as +1 or -1.
-inline float hadamard_sign(uint64_t seed, int64_t c) {
+static inline float hadamard_sign(uint64_t seed, int64_t c) {
   uint64_t z = seed + 0x9e3779b97f4a7c15u * (static_cast<uint64_t>(c) + 1);
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
   z = (z ^ z >> 27) * 0x94d049bb133111ebu;
@@ -22,7 +22,7 @@ inline float hadamard_sign(uint64_t seed, int64_t c) {
 
 // x <- H D x / sqrt(block), block-diagonal, with D = diag(signs): orthogonal, so q.k is unchanged when both are
 // rotated (incoherent processing, FlashAttention-3, arXiv 2407.08608, section 3.3).
-inline void hadamard(float* x, const float* signs, int64_t dim) {
+static inline void hadamard(float* x, const float* signs, int64_t dim) {
   const int64_t block = hadamard_block(dim);
   for (int64_t c = 0; c < dim; ++c) x[c] *= signs[c];
   for (int64_t half = 1; half < block; half *= 2)
@@ -37,7 +37,7 @@ inline void hadamard(float* x, const float* signs, int64_t dim) {
 }
 
 // x <- D H^T x / sqrt(block): the inverse.
-inline void hadamard_inverse(float* x, const float* signs, int64_t dim) {
+static inline void hadamard_inverse(float* x, const float* signs, int64_t dim) {
   const int64_t block = hadamard_block(dim);
   for (int64_t half = 1; half < block; half *= 2)
     for (int64_t start = 0; start < dim; start += 2 * half)
@@ -50,7 +50,7 @@ inline void hadamard_inverse(float* x, const float* signs, int64_t dim) {
   for (int64_t c = 0; c < dim; ++c) x[c] *= norm * signs[c];
 }
 
-inline float amax(const float* x, int64_t n) {
+static inline float amax(const float* x, int64_t n) {
   float m = 0.f;
   for (int64_t c = 0; c < n; ++c) m = std::fmax(m, std::fabs(x[c]));
   return m;
@@ -60,7 +60,7 @@ inline float amax(const float* x, int64_t n) {
 struct Step {
   float step, inverse;
 };
-inline Step step_of(float amax, float top) {
+static inline Step step_of(float amax, float top) {
   return amax > 0.f ? Step{amax / top, top / amax} : Step{0.f, 0.f};
 }
 

@@ -1,0 +1,124 @@
+// The CPU backend: picks the kernels of the best instruction set, lays out the work, runs it.
+#include "core/backend.h"
+
+#include <vector>
+
+#include "core/error.h"
+#include "core/names.h"
+#include "cpu/isa.h"
+#include "cpu/kernels/plan.h"
+#include "cpu/parallel.h"
+
+namespace octet::cpu {
+
+extern const Kernels kernels_portable;
+#ifdef OCTET_X86
+extern const Kernels kernels_avx2, kernels_avx512, kernels_avx512_bf16, kernels_amx;
+#endif
+
+namespace {
+
+const Kernels& kernels() {
+#ifdef OCTET_X86
+  static const Kernels* const tables[] = {&kernels_portable, &kernels_avx2, &kernels_avx512, &kernels_avx512_bf16, &kernels_amx};
+#else
+  static const Kernels* const tables[] = {&kernels_portable};
+#endif
+  return *tables[static_cast<int>(chosen())];
+}
+
+int64_t blocks_of(int64_t tokens, int64_t block) { return (tokens + block - 1) / block; }
+
+// The work of a call in units; what Job points at.
+struct Work {
+  std::vector<Sequence> sequences;
+  std::vector<Block> query_blocks, key_tiles;
+  Job job;
+
+  Work(const Problem& p, int64_t block_rows, unsigned threads, void* workspace) : sequences(octet::sequences(p)) {
+    int64_t first_tile = 0;
+    for (int64_t n = 0; n < static_cast<int64_t>(sequences.size()); ++n) {
+      const Sequence& seq = sequences[n];
+      for (int64_t h = 0; h < p.heads; ++h)
+        for (int64_t b = blocks_of(seq.q_tokens, block_rows); b-- > 0;) query_blocks.push_back({n, h, b * block_rows, first_tile});
+      const int64_t tiles = blocks_of(seq.k_tokens, kKeys);
+      for (int64_t t = 0; t < tiles; ++t)
+        for (int64_t g = 0; g < p.kv_heads; ++g) key_tiles.push_back({n, g, t * kKeys, first_tile});
+      first_tile += tiles;
+    }
+    const auto count = [](const auto& v) { return static_cast<int64_t>(v.size()); };
+    job = {&p, sequences.data(), count(sequences), query_blocks.data(), count(query_blocks), key_tiles.data(), count(key_tiles), threads, workspace};
+  }
+};
+
+// Queries per block of work.
+int64_t block_rows(const Problem& p) { return p.pass == OCTET_FORWARD ? kernels().forward_block_rows(p) : kMaxBlockRows; }
+
+// At most one thread for each block of queries; known without reading cu_seqlens.
+unsigned threads_of(const Problem& p) { return thread_count(p.threads, tiles_bound(p, p.tokens_q, block_rows(p)) * p.heads); }
+
+std::optional<std::string> unavailable() { return std::nullopt; }
+
+std::optional<std::string> objection(const Problem& p) {
+  if (p.device != OCTET_CPU) return text("the tensors are on ", octet::name(p.device), ", this backend works on cpu tensors");
+  if (p.precision == OCTET_PRECISION_F64) return text("precision f64 is the reference backend's");
+  if (p.smooth_q) return text("smooth_q is not in its kernels; the reference backend has it");
+  return std::nullopt;
+}
+
+std::string kernel(const Problem& p) {
+  return text(octet::name(p.pass), ' ', octet::name(p.precision), ", ", name(chosen()), ", ", block_rows(p), " x ", kKeys, " tiles, ", threads_of(p), " threads");
+}
+
+std::size_t workspace_size(const Problem& p) {
+  switch (p.pass) {
+    case OCTET_FORWARD: return kernels().forward_workspace(p, threads_of(p));
+    case OCTET_BACKWARD: return kernels().backward_workspace(p, threads_of(p));
+    default: return kernels().jvp_workspace(p, threads_of(p));
+  }
+}
+
+void run(const Problem& p, Bytes workspace, void*) {
+  const Work work(p, block_rows(p), threads_of(p), workspace.data);
+  switch (p.pass) {
+    case OCTET_FORWARD: return kernels().forward(work.job);
+    case OCTET_BACKWARD: return kernels().backward(work.job);
+    default: return kernels().jvp(work.job);
+  }
+}
+
+}  // namespace
+
+ForwardPlan forward_plan(const Problem& p) {
+  ForwardPlan plan{};
+  switch (p.precision) {
+    case OCTET_PRECISION_F16: return {.qk = OCTET_F16, .v = OCTET_F16, .p = PFormat::f16, .beta = p.remedy == OCTET_REMEDY_BETA};
+    case OCTET_PRECISION_BF16: return {.qk = OCTET_BF16, .v = OCTET_BF16, .p = PFormat::bf16, .beta = p.remedy == OCTET_REMEDY_BETA};
+    case OCTET_PRECISION_INT8:
+      return {.qk = OCTET_I8, .q_group = 1, .k_group = 1, .smooth_k = true, .hadamard = p.hadamard, .v = OCTET_I8, .v_scale = VScale::token,
+              .smooth_v = true, .p = PFormat::u8, .p_top = 255.f, .l_from_p = false};
+    case OCTET_PRECISION_INT8_F16:
+      return {.qk = OCTET_I8, .q_group = 1, .k_group = 1, .smooth_k = true, .hadamard = p.hadamard, .v = OCTET_F16, .p = PFormat::f16};
+    case OCTET_PRECISION_INT8_FP8:
+      return {.qk = OCTET_I8, .q_group = 1, .k_group = 1, .smooth_k = true, .hadamard = p.hadamard, .v = OCTET_E4M3, .v_scale = VScale::channel,
+              .p = PFormat::e4m3, .p_top = 448.f};
+    case OCTET_PRECISION_FP8:
+      return {.qk = OCTET_E4M3, .q_group = 1, .k_group = 1, .smooth_k = true, .v = OCTET_E4M3, .v_scale = VScale::channel, .p = PFormat::e4m3, .p_top = 448.f};
+    case OCTET_PRECISION_FP8_RAW: return {.qk = OCTET_E4M3, .v = OCTET_E4M3, .p = PFormat::e4m3, .l_from_p = false};
+    case OCTET_PRECISION_SAGEBWD:
+      return {.qk = OCTET_I8, .q_group = 128, .k_group = 64, .smooth_k = true, .v = OCTET_I8, .v_scale = VScale::token, .v_group = 64,
+              .p = PFormat::u8, .p_top = 127.f, .l_from_p = false};
+    default: return {.qk = OCTET_F32, .v = OCTET_F32, .p = PFormat::exact};
+  }
+  return plan;
+}
+
+}  // namespace octet::cpu
+
+namespace octet {
+
+extern const Backend kCpu;
+const Backend kCpu = {"cpu", "tiled kernels for the CPU's vector and tile instructions", true,
+                      cpu::unavailable, cpu::objection, cpu::kernel, cpu::workspace_size, cpu::run};
+
+}  // namespace octet

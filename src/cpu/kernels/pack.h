@@ -1,0 +1,340 @@
+// Operands for the kernels: rows smoothed, rotated, scaled, rounded, and laid out in words (matmul.h).
+//
+// K and V are prepared once per call, tile by tile, and shared by all queries; Q once per block of queries.
+#pragma once
+#include "cpu/kernels/elements.h"
+#include "cpu/kernels/matmul.h"
+#include "cpu/kernels/plan.h"
+
+namespace octet::cpu::OCTET_ISA {
+
+constexpr int64_t kMaxDim = 256;
+
+// octet::hadamard, vectorised: the same operations in the same order. Steps within a vector exchange lanes.
+template <int half>
+OCTET_INLINE Vf butterfly(Vf x) {
+  const Vi lanes = iota();
+  const Vf partner = __builtin_shuffle(x, lanes ^ half);
+  return partner + ((lanes & half) != 0 ? -x : x);
+}
+
+inline void hadamard_row(float* x, const float* signs, int64_t dim) {
+  const int64_t block = hadamard_block(dim), padded = padded_columns(dim);
+  for (int64_t c = 0; c < padded; c += kLanes) {
+    Vf y = load(x + c) * load(signs + c);
+    if (block > 1) y = butterfly<1>(y);
+    if (block > 2) y = butterfly<2>(y);
+    if constexpr (kLanes > 4)
+      if (block > 4) y = butterfly<4>(y);
+    if constexpr (kLanes > 8)
+      if (block > 8) y = butterfly<8>(y);
+    store(x + c, y);
+  }
+  for (int64_t half = kLanes; half < block; half *= 2)
+    for (int64_t start = 0; start < dim; start += 2 * half)
+      for (int64_t c = start; c < start + half; c += kLanes) {
+        const Vf a = load(x + c), b = load(x + c + half);
+        store(x + c, a + b);
+        store(x + c + half, a - b);
+      }
+  const float norm = 1.f / __builtin_sqrtf(static_cast<float>(block));
+  for (int64_t c = 0; c < padded; c += kLanes) store(x + c, load(x + c) * norm);
+}
+
+// NaN if any is.
+OCTET_INLINE float row_amax(const float* x, int64_t n) {
+  Vf largest{}, poison{};
+  for (int64_t c = 0; c < n; c += kLanes) {
+    const Vf y = load(x + c);
+    largest = max(floats(bits(y) & 0x7fffffff), largest);
+    poison += y * 0.f;
+  }
+  return reduce_max(largest) + reduce_add(poison);
+}
+
+// Rounds x to the numbers of a float format, or x / step to its codes when there is a scale.
+static inline void round_row_to(octet_dtype dtype, float inverse, float* x, int64_t n) {
+  const Vf magic = splat(0x1.8p23f);
+  for (int64_t c = 0; c < n; c += kLanes) {
+    Vf y = load(x + c) * inverse;
+    switch (dtype) {
+      case OCTET_I8: y = (y + magic) - magic; break;
+      case OCTET_E4M3: y = round_e4m3(y); break;
+      case OCTET_F16: y = round_f16(y); break;
+      case OCTET_BF16: y = round_bf16(y); break;
+      default: break;
+    }
+    store(x + c, y);
+  }
+}
+
+constexpr float largest_code(octet_dtype dtype) { return dtype == OCTET_I8 ? 127.f : 448.f; }
+
+// The words of one row of A (or one column of B): codes as elements of the engine, plus its bias for signed A.
+template <class E>
+inline void encode_row(const float* x, int64_t n, int bias, Word* words) {
+  auto* out = reinterpret_cast<typename E::Element*>(words);
+  if constexpr (std::is_same_v<typename E::Element, float>) {
+    for (int64_t c = 0; c < n; ++c) out[c] = x[c];
+  } else if constexpr (std::is_same_v<typename E::Element, uint16_t>) {
+    const auto* i = reinterpret_cast<const uint32_t*>(x);
+    for (int64_t c = 0; c < n; ++c) out[c] = static_cast<uint16_t>(i[c] >> 16);
+  } else {
+    for (int64_t c = 0; c < n; ++c) out[c] = static_cast<uint8_t>(static_cast<int32_t>(x[c]) + bias);
+  }
+}
+
+// Word rows of B from kPerWord rows of floats.
+template <class E>
+inline void interleave_rows(const float* rows, int64_t stride, int64_t columns, Word* out) {
+  if constexpr (E::kPerWord == 1) {
+    for (int64_t c = 0; c < columns; ++c) std::memcpy(out + c, rows + c, 4);
+  } else if constexpr (E::kPerWord == 2) {
+    const auto* i = reinterpret_cast<const uint32_t*>(rows);
+    for (int64_t c = 0; c < columns; ++c) out[c] = i[c] >> 16 | (i[c + stride] & 0xffff0000u);
+  } else {
+    const auto byte = [&](int64_t r, int64_t c) { return static_cast<uint32_t>(static_cast<int32_t>(rows[r * stride + c])) & 0xffu; };
+    for (int64_t c = 0; c < columns; ++c) out[c] = byte(0, c) | byte(1, c) << 8 | byte(2, c) << 16 | byte(3, c) << 24;
+  }
+}
+
+// Scale of the group of tokens that holds `token` in a tensor that came quantised.
+OCTET_INLINE float given_scale(const View& t, int64_t b, int64_t h, int64_t token) {
+  const octet_quantization& z = *t.quantization;
+  const octet_tensor& s = *z.scale;
+  const int64_t group = z.granularity == OCTET_PER_TOKEN ? token : z.granularity == OCTET_PER_BLOCK ? token / z.block : 0;
+  return static_cast<const float*>(s.data)[b * s.stride[0] + h * s.stride[1] + group * s.stride[2]];
+}
+
+OCTET_INLINE float given_mean(const View& t, int64_t b, int64_t h, int64_t c) {
+  const octet_tensor& m = *t.quantization->mean;
+  return static_cast<const float*>(m.data)[b * m.stride[0] + h * m.stride[1] + c * m.stride[3]];
+}
+
+// Signs of the Hadamard rotation of q and k: those of q if it came quantised.
+struct Signs {
+  float sign[kMaxDim];
+  Signs(const View& q, int64_t dim) {
+    const uint64_t seed = q.quantization ? q.quantization->hadamard_seed : kHadamardSeed;
+    for (int64_t c = 0; c < kMaxDim; ++c) sign[c] = c < dim ? hadamard_sign(seed, c) : 0.f;
+  }
+};
+
+// Everything the kernels need of k and v, in the workspace. Tile t of kv head g of a sequence has index
+// (first_tile + t) * kv_heads + g.
+struct KeySide {
+  Word *k, *v;          // [tile][k_words * kKeys], [tile][v_words * v_columns]
+  float* k_scale;       // [tile][kKeys]; null without scales
+  int32_t* k_correction;  // [tile][kKeys]: undoes the bias of signed A
+  float* v_scale;       // [tile][kKeys] with VScale::token
+  float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]
+  int64_t k_words, v_words, v_columns;
+};
+
+template <class Qk, class Pv>
+KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve) {
+  KeySide s;
+  const int64_t tiles = tiles_bound(p, p.tokens_k, kKeys) * p.kv_heads;
+  const int64_t sides = (p.packed() ? p.cu_seqlens_q.shape[3] - 1 : p.batch) * p.kv_heads;
+  s.k_words = words_of<Qk>(p.dim);
+  s.v_words = words_of<Pv>(kKeys);
+  s.v_columns = padded_columns(p.dim_v);
+  s.k = carve.take<Word>(tiles * s.k_words * kKeys);
+  s.v = carve.take<Word>(tiles * s.v_words * s.v_columns);
+  s.k_scale = plan.k_group ? carve.take<float>(tiles * kKeys) : nullptr;
+  s.k_correction = kBias<Qk> ? carve.take<int32_t>(tiles * kKeys) : nullptr;
+  s.v_scale = plan.v_scale == VScale::token ? carve.take<float>(tiles * kKeys) : nullptr;
+  s.k_mean = plan.smooth_k ? carve.take<float>(sides * kMaxDim) : nullptr;
+  s.v_mean = plan.smooth_v ? carve.take<float>(sides * kMaxDim) : nullptr;
+  s.v_channel = plan.v_scale == VScale::channel ? carve.take<float>(sides * kMaxDim) : nullptr;
+  return s;
+}
+
+// Channel means of k, and of v with its channel amax, over the true tokens of one sequence and head; in token order,
+// in double, rounded once. Only finite numbers count: any mean is correct, and a poisoned token must not reach
+// queries that do not see it.
+inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t g, int64_t side, const KeySide& s) {
+  float row[kMaxDim];
+  double sum[kMaxDim];
+  const auto mean_of = [&](const View& t, int64_t n, float* mean) {
+    if (t.quantization) {
+      for (int64_t c = 0; c < n; ++c) mean[c] = t.quantization->mean ? given_mean(t, seq.batch, g, c) : 0.f;
+      return;
+    }
+    for (int64_t c = 0; c < n; ++c) sum[c] = 0;
+    for (int64_t j = 0; j < seq.k_tokens; ++j) {
+      load_row(t, seq.batch, g, seq.k_first + j, row);
+      for (int64_t c = 0; c < n; ++c) sum[c] += __builtin_fabsf(row[c]) < __builtin_inff() ? row[c] : 0.f;
+    }
+    for (int64_t c = 0; c < n; ++c) mean[c] = static_cast<float>(sum[c] / static_cast<double>(seq.k_tokens));
+  };
+  if (plan.smooth_k) mean_of(p.k, p.dim, s.k_mean + side * kMaxDim);
+  if (plan.smooth_v) mean_of(p.v, p.dim_v, s.v_mean + side * kMaxDim);
+  if (plan.v_scale == VScale::channel) {
+    float* top = s.v_channel + side * kMaxDim;
+    for (int64_t c = 0; c < p.dim_v; ++c) top[c] = 0;
+    for (int64_t j = 0; j < seq.k_tokens; ++j) {
+      load_row(p.v, seq.batch, g, seq.k_first + j, row);
+      if (plan.smooth_v)
+        for (int64_t c = 0; c < p.dim_v; ++c) row[c] -= s.v_mean[side * kMaxDim + c];
+      for (int64_t c = 0; c < p.dim_v; ++c) {
+        const float a = __builtin_fabsf(row[c]);
+        top[c] = a > top[c] && a < __builtin_inff() ? a : top[c];
+      }
+    }
+    for (int64_t c = 0; c < p.dim_v; ++c) top[c] /= largest_code(plan.v);
+  }
+}
+
+// Rows of a tile or block: [count][width] floats from `token` on, rows past `tokens` zero.
+inline void load_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width, float* rows) {
+  for (int64_t r = 0; r < count; ++r) {
+    float* row = rows + r * width;
+    if (r < valid) load_row(t, b, h, token + r, row);
+    for (int64_t c = r < valid ? t.shape[3] : 0; c < width; ++c) row[c] = 0.f;
+  }
+}
+
+inline void subtract(float* row, const float* mean, int64_t n) {
+  for (int64_t c = 0; c < n; ++c) row[c] -= mean[c];
+}
+
+// Rounds `valid` rows to `dtype`, one scale for each `group` of them (0: no scale), steps into `steps`.
+inline void quantize_rows(octet_dtype dtype, int64_t group, float* rows, int64_t valid, int64_t width, float* steps) {
+  if (!group) {
+    for (int64_t r = 0; r < valid; ++r) round_row_to(dtype, 1.f, rows + r * width, width);
+    return;
+  }
+  const float top = largest_code(dtype);
+  for (int64_t first = 0; first < valid; first += group) {
+    const int64_t last = first + group < valid ? first + group : valid;
+    float largest = 0.f;
+    for (int64_t r = first; r < last; ++r) {
+      const float a = row_amax(rows + r * width, width);
+      largest = a > largest || a != a ? a : largest;
+    }
+    const Step step = step_of(largest, top);
+    for (int64_t r = first; r < last; ++r) {
+      round_row_to(dtype, step.inverse, rows + r * width, width);
+      steps[r] = step.step;
+    }
+  }
+}
+
+// Prepares one key tile.
+template <class Qk, class Pv>
+void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& seq, const Block& block, const Signs& signs, const KeySide& s) {
+  const int64_t g = block.head, first = block.token;
+  const int64_t side = block.sequence * p.kv_heads + g;
+  const int64_t index = (block.first_tile + first / kKeys) * p.kv_heads + g;
+  alignas(64) float rows[kKeys * kMaxDim];
+  alignas(64) Word words[kMaxDim + 64];
+  float steps[kKeys] = {};
+  const int64_t valid = seq.k_tokens - first < kKeys ? seq.k_tokens - first : kKeys;
+
+  const int64_t width = padded<Qk>(padded_columns(p.dim));
+  load_rows(p.k, seq.batch, g, seq.k_first + first, valid, kKeys, width, rows);
+  if (p.k.quantization) {
+    for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.k, seq.batch, g, seq.k_first + first + r);
+  } else {
+    for (int64_t r = 0; r < valid; ++r) {
+      if (plan.smooth_k) subtract(rows + r * width, s.k_mean + side * kMaxDim, p.dim);
+      if (plan.hadamard) hadamard_row(rows + r * width, signs.sign, p.dim);
+    }
+    quantize_rows(plan.qk, plan.k_group, rows, valid, width, steps);
+  }
+  if (s.k_scale) std::memcpy(s.k_scale + index * kKeys, steps, sizeof steps);
+  Word* k = s.k + index * s.k_words * kKeys;
+  for (int64_t r = 0; r < kKeys; ++r) {
+    encode_row<Qk>(rows + r * width, s.k_words * Qk::kPerWord, 0, words);
+    for (int64_t w = 0; w < s.k_words; ++w) k[w * kKeys + r] = words[w];
+    if constexpr (kBias<Qk> != 0) {
+      int32_t sum = 0;
+      for (int64_t c = 0; c < p.dim; ++c) sum += static_cast<int32_t>(rows[r * width + c]);
+      s.k_correction[index * kKeys + r] = -kBias<Qk> * sum;
+    }
+  }
+
+  load_rows(p.v, seq.batch, g, seq.k_first + first, valid, kKeys, s.v_columns, rows);
+  if (p.v.quantization) {
+    for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.v, seq.batch, g, seq.k_first + first + r);
+  } else {
+    if (plan.smooth_v)
+      for (int64_t r = 0; r < valid; ++r) subtract(rows + r * s.v_columns, s.v_mean + side * kMaxDim, p.dim_v);
+    if (plan.v_scale == VScale::channel) {
+      float inverse[kMaxDim] = {};
+      for (int64_t c = 0; c < p.dim_v; ++c) inverse[c] = s.v_channel[side * kMaxDim + c] > 0.f ? 1.f / s.v_channel[side * kMaxDim + c] : 0.f;
+      for (int64_t r = 0; r < valid; ++r)
+        for (int64_t c = 0; c < p.dim_v; ++c) rows[r * s.v_columns + c] *= inverse[c];
+      quantize_rows(plan.v, 0, rows, valid, s.v_columns, steps);
+    } else {
+      quantize_rows(plan.v, plan.v_scale == VScale::token ? plan.v_group : 0, rows, valid, s.v_columns, steps);
+    }
+  }
+  if (s.v_scale) {
+    for (int64_t r = valid; r < kKeys; ++r) steps[r] = 0.f;
+    std::memcpy(s.v_scale + index * kKeys, steps, sizeof steps);
+  }
+  Word* v = s.v + index * s.v_words * s.v_columns;
+  for (int64_t w = 0; w < s.v_words; ++w)
+    interleave_rows<Pv>(rows + w * Pv::kPerWord * s.v_columns, s.v_columns, s.v_columns, v + w * s.v_columns);
+}
+
+// Largest magnitude of q in `group` tokens from `token` on.
+inline float group_amax(const Problem& p, const Sequence& seq, int64_t h, int64_t token, int64_t group) {
+  alignas(64) float row[kMaxDim];
+  float largest = 0.f;
+  for (int64_t i = token; i < token + group && i < seq.q_tokens; ++i) {
+    load_rows(p.q, seq.batch, h, seq.q_first + i, 1, 1, padded_columns(p.dim), row);
+    const float a = row_amax(row, padded_columns(p.dim));
+    largest = a > largest || a != a ? a : largest;
+  }
+  return largest;
+}
+
+// Prepares `count` rows of q from `token` on, `valid` of them in the sequence: A words, and the step of each row (1 without
+// scales, and for rows of zeros, so that it can be divided by and multiplied with infinities).
+template <class Qk>
+void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token, int64_t valid, int64_t count,
+                  const Signs& signs, Word* q, int64_t words, float* steps) {
+  alignas(64) float rows[kMaxBlockRows * kMaxDim];
+  const int64_t width = padded<Qk>(padded_columns(p.dim));
+  Step step{};
+  for (int64_t r = 0; r < count; ++r) steps[r] = 1.f;
+  load_rows(p.q, seq.batch, h, seq.q_first + token, valid, count, width, rows);
+  if (p.q.quantization) {
+    for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.q, seq.batch, h, seq.q_first + token + r);
+  } else {
+    if (plan.hadamard)
+      for (int64_t r = 0; r < valid; ++r) hadamard_row(rows + r * width, signs.sign, p.dim);
+    if (plan.q_group <= 1) {
+      quantize_rows(plan.qk, plan.q_group, rows, valid, width, steps);
+    } else {
+      for (int64_t r = 0; r < valid; ++r) {
+        const int64_t first = (token + r) / plan.q_group * plan.q_group;
+        if (r == 0 || first == token + r) step = step_of(group_amax(p, seq, h, first, plan.q_group), largest_code(plan.qk));
+        round_row_to(plan.qk, step.inverse, rows + r * width, width);
+        steps[r] = step.step;
+      }
+    }
+  }
+  for (int64_t r = 0; r < valid; ++r) steps[r] = steps[r] > 0.f || steps[r] != steps[r] ? steps[r] : 1.f;
+  for (int64_t r = 0; r < count; ++r) encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * words);
+}
+
+// q.mean for the true q and the mean that smoothing took from k, in double.
+inline double dot_with_mean(const Problem& p, const Sequence& seq, int64_t h, int64_t token, const Signs& signs, const float* k_mean) {
+  float q[kMaxDim], mean[kMaxDim];
+  load_row(p.q, seq.batch, h, token, q);
+  std::memcpy(mean, k_mean, sizeof(float) * p.dim);
+  double scale = 1.0;
+  if (p.q.quantization) {
+    scale = given_scale(p.q, seq.batch, h, token);
+    if (p.q.quantization->hadamard_seed) hadamard_row(mean, signs.sign, p.dim);
+  }
+  double sum = 0;
+  for (int64_t c = 0; c < p.dim; ++c) sum += static_cast<double>(q[c]) * mean[c];
+  return scale * sum;
+}
+
+}  // namespace octet::cpu::OCTET_ISA

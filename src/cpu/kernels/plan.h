@@ -1,0 +1,95 @@
+// What the kernels of every instruction set are asked to do: a problem, its recipe in the kernels' terms, and where
+// in the workspace everything lies. No vector code here.
+#pragma once
+#include "core/problem.h"
+
+namespace octet::cpu {
+
+// Format of P as the operand of P V.
+enum class PFormat {
+  exact,  // f32
+  f16,
+  bf16,
+  e4m3,   // of p * p_top, p_top a power-of-two or 448
+  u8      // dynamic: of p_j t_j with the largest of a (row, key tile) at p_top; t_j: token scale of V
+};
+
+enum class VScale { none, token, channel };
+
+// A precision's forward recipe; docs/numerics.md.
+struct ForwardPlan {
+  octet_dtype qk;          // q and k are rounded to it: f32, f16, bf16, e4m3, i8
+  int64_t q_group = 0;     // tokens per scale of q and k; 0: no scale
+  int64_t k_group = 0;
+  bool smooth_k = false;
+  bool hadamard = false;
+  octet_dtype v;
+  VScale v_scale = VScale::none;
+  int64_t v_group = 1;     // tokens per scale with VScale::token
+  bool smooth_v = false;
+  PFormat p;
+  float p_top = 1.f;
+  bool l_from_p = true;    // the row sum adds the rounded P
+  bool beta = false;       // shifted maximum
+};
+
+ForwardPlan forward_plan(const Problem& problem);
+
+constexpr int64_t kKeys = 64;          // keys per tile
+constexpr int64_t kMaxBlockRows = 96;  // queries per block, at most
+
+// A block of queries or a tile of keys of one head: the unit of work.
+struct Block {
+  int64_t sequence;    // index into Job::sequences
+  int64_t head;        // of q for queries, of k and v for keys
+  int64_t token;       // first token, within the sequence
+  int64_t first_tile;  // of the sequence, counting the key tiles of all sequences before it
+};
+
+// Work shared by all kernels: the problem, its sequences and blocks, the caller's scratch memory.
+struct Job {
+  const Problem* problem;
+  const Sequence* sequences;
+  int64_t sequence_count;
+  const Block* query_blocks;  // longest rows first
+  int64_t query_block_count;
+  const Block* key_tiles;
+  int64_t key_tile_count;
+  unsigned threads;
+  void* workspace;
+};
+
+// Hands out 64-byte aligned pieces of the workspace; with null memory it only adds up sizes.
+class Carver {
+ public:
+  explicit Carver(void* memory) : memory_(static_cast<char*>(memory)) {}
+  template <class T>
+  T* take(int64_t count) {
+    char* piece = memory_ ? memory_ + used_ : nullptr;
+    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(piece);
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  std::size_t used_ = 0;
+};
+
+// Upper bound on key tiles (or query tiles) of all sequences together, without reading cu_seqlens.
+inline int64_t tiles_bound(const Problem& p, int64_t tokens, int64_t tile) {
+  return p.packed() ? tokens / tile + (p.cu_seqlens_q.shape[3] - 1) : p.batch * ((tokens + tile - 1) / tile);
+}
+
+// The kernels of one instruction set.
+struct Kernels {
+  int64_t (*forward_block_rows)(const Problem&);
+  std::size_t (*forward_workspace)(const Problem&, unsigned threads);
+  void (*forward)(const Job&);
+  std::size_t (*backward_workspace)(const Problem&, unsigned threads);
+  void (*backward)(const Job&);
+  std::size_t (*jvp_workspace)(const Problem&, unsigned threads);
+  void (*jvp)(const Job&);
+};
+
+}  // namespace octet::cpu

@@ -1,0 +1,204 @@
+// Vectors of floats and 32-bit integers as wide as the instruction set has them. GCC's vector extensions give the
+// arithmetic; the few operations they lack are functions here.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+namespace octet::cpu::OCTET_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vf __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Vi __attribute__((vector_size(kLanes * 4)));
+typedef float UnalignedVf __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int32_t UnalignedVi __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
+#define OCTET_INLINE static inline __attribute__((always_inline))
+
+OCTET_INLINE Vf load(const float* p) { return *reinterpret_cast<const UnalignedVf*>(p); }
+OCTET_INLINE Vi load(const int32_t* p) { return *reinterpret_cast<const UnalignedVi*>(p); }
+OCTET_INLINE void store(float* p, Vf x) { *reinterpret_cast<UnalignedVf*>(p) = x; }
+OCTET_INLINE void store(int32_t* p, Vi x) { *reinterpret_cast<UnalignedVi*>(p) = x; }
+
+OCTET_INLINE Vf splat(float x) { return x - Vf{}; }
+OCTET_INLINE Vi splat(int32_t x) { return x - Vi{}; }
+OCTET_INLINE Vi bits(Vf x) { return reinterpret_cast<Vi>(x); }
+OCTET_INLINE Vf floats(Vi x) { return reinterpret_cast<Vf>(x); }
+
+// Exact for magnitudes below 2^24.
+OCTET_INLINE Vf to_float(Vf x) { return x; }
+OCTET_INLINE Vf to_float(Vi x) { return __builtin_convertvector(x, Vf); }
+
+// `b` where either is NaN.
+OCTET_INLINE Vf max(Vf a, Vf b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
+#elif defined(__x86_64__)
+  return _mm_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+OCTET_INLINE Vf min(Vf a, Vf b) {
+#if defined(__AVX512F__)
+  return _mm512_min_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
+#elif defined(__x86_64__)
+  return _mm_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
+
+OCTET_INLINE float reduce_max(Vf x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(x);
+#else
+  float m = x[0];
+  for (int i = 1; i < kLanes; ++i) m = m > x[i] ? m : x[i];
+  return m;
+#endif
+}
+
+// Whether no lane is infinite or NaN.
+OCTET_INLINE bool reduce_is_finite(Vf x) {
+#if defined(__AVX512F__)
+  return !_mm512_fpclass_ps_mask(x, 0x99);
+#else
+  for (int i = 0; i < kLanes; ++i)
+    if (!(__builtin_fabsf(x[i]) < __builtin_inff())) return false;
+  return true;
+#endif
+}
+
+OCTET_INLINE float reduce_add(Vf x) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof x);
+  for (int width = kLanes / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+// 0, 1, 2, ...
+OCTET_INLINE Vi iota() {
+  Vi x;
+  for (int i = 0; i < kLanes; ++i) x[i] = i;
+  return x;
+}
+
+// While it lives, this thread treats numbers below 2^-126 as zero, as the GPU's exponential does: probabilities that
+// small weigh nothing, but would take a hundred times longer to multiply.
+class FlushDenormals {
+ public:
+#ifdef __x86_64__
+  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(saved_); }
+  FlushDenormals(const FlushDenormals&) = delete;
+
+ private:
+  unsigned saved_;
+#endif
+};
+
+// Relative error of exp2<degree>: 9e-5, 3e-6, 1e-7.
+enum Exp2Degree { kExp2For8Bits = 3, kExp2For16Bits = 4, kExp2For32Bits = 6 };
+
+// 2^x for x <= 127: exactly 1 at 0, 0 far below -126, NaN for NaN. x = n + f; 2^f by a minimax polynomial with
+// p(0) = 1, 2^n by the exponent field.
+#if defined(__AVX512F__)
+// f in [0, 1)
+template <int degree = kExp2For32Bits>
+OCTET_INLINE Vf exp2(Vf x) {
+  const Vf f = _mm512_reduce_ps(x, 1);  // x - floor(x); 0 for -inf
+  Vf p;
+  if constexpr (degree == kExp2For8Bits) {
+    p = 0x1.3baac8p-4f * f + 0x1.d2376cp-3f;
+    p = p * f + 0x1.63e65cp-1f;
+  } else if constexpr (degree == kExp2For16Bits) {
+    p = 0x1.b7f75cp-7f * f + 0x1.abf85p-5f;
+    p = p * f + 0x1.ee2456p-3f;
+    p = p * f + 0x1.62d6c6p-1f;
+  } else {
+    p = 0x1.c54194p-13f * f + 0x1.46d64p-10f;
+    p = p * f + 0x1.3d0b94p-7f;
+    p = p * f + 0x1.c6891p-5f;
+    p = p * f + 0x1.ebfd58p-3f;
+    p = p * f + 0x1.62e42cp-1f;
+  }
+  return _mm512_scalef_ps(p * f + 1.f, x);
+}
+#else
+// f in [-1/2, 1/2]
+template <int degree = kExp2For32Bits>
+OCTET_INLINE Vf exp2(Vf x) {
+  const Vf magic = splat(0x1.8p23f);
+  const Vf bounded = max(splat(-126.f), x);
+  const Vf shifted = bounded + magic;
+  const Vf f = bounded - (shifted - magic);
+  Vf p;
+  if constexpr (degree <= kExp2For16Bits) {
+    p = 0x1.3a02d8p-7f * f + 0x1.c9fc6p-5f;
+    p = p * f + 0x1.ec0378p-3f;
+    p = p * f + 0x1.62e12cp-1f;
+  } else {
+    p = 0x1.41fbc2p-13f * f + 0x1.5f3e5cp-10f;
+    p = p * f + 0x1.3b2d4cp-7f;
+    p = p * f + 0x1.c6aee8p-5f;
+    p = p * f + 0x1.ebfbdcp-3f;
+    p = p * f + 0x1.62e43p-1f;
+  }
+  p = p * f + 1.f;
+  const Vf y = floats(bits(p) + (bits(shifted) << 23));
+  return x < splat(-126.f) ? Vf{} : y;
+}
+#endif
+
+// Nearest bf16, ties to even; NaN stays NaN.
+OCTET_INLINE Vf round_bf16(Vf x) {
+  const Vi i = bits(x);
+  const Vf rounded = floats((i + 0x7fff + (i >> 16 & 1)) & static_cast<int32_t>(0xffff0000));
+  return x == x ? rounded : x;
+}
+
+// Nearest of the numbers with `mantissa` bits and smallest normal exponent `min_exponent`: e4m3 is <3, -6>, f16
+// <10, -14>. No overflow.
+template <int mantissa, int min_exponent>
+OCTET_INLINE Vf round_narrow(Vf x) {
+  constexpr int drop = 23 - mantissa;
+  const Vi i = bits(x);
+  const Vf normal = floats((i + ((1 << (drop - 1)) - 1) + (i >> drop & 1)) & ~((1 << drop) - 1));
+  const Vf magnitude = floats(i & 0x7fffffff);
+  const Vf magic = splat(1.5f * static_cast<float>(1 << drop) * (min_exponent == -6 ? 0x1p-6f : 0x1p-14f));
+  const Vf subnormal = (x + magic) - magic;
+  return magnitude < splat(min_exponent == -6 ? 0x1p-6f : 0x1p-14f) ? subnormal : x == x ? normal : x;
+}
+
+OCTET_INLINE Vf round_f16(Vf x) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const Vf rounded = round_narrow<10, -14>(x);
+  const Vf infinity = splat(__builtin_inff());
+  return rounded > splat(65504.f) ? infinity : rounded < splat(-65504.f) ? -infinity : rounded;
+#endif
+}
+
+// Saturates at 448; NaN stays NaN.
+OCTET_INLINE Vf round_e4m3(Vf x) { return round_narrow<3, -6>(max(splat(-448.f), min(splat(448.f), x))); }
+
+}  // namespace octet::cpu::OCTET_ISA
