@@ -43,7 +43,9 @@ void Table::print() const {
 
 Progress::Progress(std::size_t steps) : steps_(steps), shown_(::isatty(STDERR_FILENO)) {}
 
-Progress::~Progress() {
+Progress::~Progress() { clear(); }
+
+void Progress::clear() {
   if (shown_ && done_) std::fputs("\r\033[K", stderr);
 }
 

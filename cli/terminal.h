@@ -34,6 +34,7 @@ class Progress {
   explicit Progress(std::size_t steps);
   ~Progress();
   void step(const std::string& what);
+  void clear();  // before something else is printed
 
  private:
   std::size_t steps_, done_ = 0;
