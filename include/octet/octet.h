@@ -295,16 +295,17 @@ typedef struct octet_rope {
 
 // Per (batch, head) statistics of a quantisation, for octet_logit_error and for choosing a recipe.
 enum {
-  OCTET_STATISTIC_STEP = 0,     // rms over tokens of scale / sqrt(12): the rounding error of one code
+  OCTET_STATISTIC_STEP = 0,     // rms over tokens of the rounding error of one code: scale / sqrt(12), fp8: measured
   OCTET_STATISTIC_NORM = 1,     // rms over tokens of the euclidean norm of the (smoothed) row
   OCTET_STATISTIC_BIAS = 2,     // norm of the channel means / rms of x minus its mean
-  OCTET_STATISTIC_OUTLIER = 3,  // largest channel amax / median channel amax, after smoothing
+  OCTET_STATISTIC_OUTLIER = 3,  // largest channel amax / median channel amax, after smoothing, before rotation
   OCTET_STATISTICS = 4
 };
 
 // codes = round(rotate(rope(x) - mean) / scale); RoPE, then mean, then Hadamard, then amax.
 // Fills codes, its quantization's scale, zero_point and mean, and statistics.
 // codes->dtype chooses the format: I8, U8 (needs a zero point unless x >= 0), I4, E4M3, E5M2.
+// A group that holds inf or NaN gets scale NaN and codes 0: it comes back as NaN.
 // mean non-NULL asks for smoothing. statistics: f32 [batch, head, 1, OCTET_STATISTICS] or NULL.
 OCTET_API octet_status octet_quantize(const octet_tensor* x, const octet_rope* rope, octet_tensor* codes,
                                       octet_tensor* statistics, void* stream);

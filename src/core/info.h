@@ -1,10 +1,18 @@
 // What octet_info reports.
 #pragma once
 #include <string>
+#include <string_view>
 
 namespace octet {
 
 // The machine and the build as a JSON object; see octet_info in octet.h.
 std::string info_json();
+
+// A JSON string: quoted, with quotes, backslashes and control characters escaped.
+std::string json_string(std::string_view text);
+
+// The processor as a JSON object {model, cores, features, instruction_set, instruction_sets, forced}, by
+// src/cpu/describe.cc.
+std::string cpu_json();
 
 }  // namespace octet

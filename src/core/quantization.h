@@ -1,13 +1,70 @@
-// The quantisers behind octet.h: judge the arguments, then hand them to the CPU. Each throws Failure.
+// The quantisers behind octet.h: judge the arguments, then hand them to the CPU. Each throws Failure, and has
+// written nothing if it does.
 #pragma once
 #include <octet/octet.h>
 
+#include "core/problem.h"
+
 namespace octet {
 
-void quantize(const octet_tensor* x, const octet_rope* rope, octet_tensor* codes, octet_tensor* statistics, void* stream);
+void quantize(const octet_tensor* x, const octet_rope* rope, octet_tensor* codes, octet_tensor* statistics,
+              void* stream);
 void dequantize(const octet_tensor* codes, octet_tensor* x, void* stream);
 void apply_rope(const octet_rope* rope, const octet_tensor* x, uint32_t inverse, octet_tensor* y, void* stream);
 int64_t scale_groups(uint32_t operand, uint32_t granularity, int64_t block, int64_t tokens);
-void logit_error(const octet_tensor* q_statistics, const octet_tensor* k_statistics, float scale, octet_tensor* error, void* stream);
+void logit_error(const octet_tensor* q_statistics, const octet_tensor* k_statistics, float scale, octet_tensor* error,
+                 void* stream);
+
+// Thread groups are the rows that one thread holds in its mma fragments (SageAttention 2, arXiv 2411.10958,
+// section 3.2): of each 32 queries those with equal row mod 8; of each 64 keys those with equal (row mod 8) div 2.
+constexpr int64_t kThreadTileQ = 32, kThreadGroupsQ = 8;
+constexpr int64_t kThreadTileK = 64, kThreadGroupsK = 4;
+
+// octet_quantization after it has been judged. Absent tensors are not present().
+struct Quantization {
+  octet_operand operand;
+  octet_granularity granularity;
+  octet_zero_point zero_point_kind;
+  int64_t block;           // tokens per group, per block only
+  uint64_t hadamard_seed;  // 0: not rotated
+  View scale, zero_point, mean;
+
+  bool per_channel() const { return granularity == OCTET_PER_CHANNEL; }
+
+  // Row of `scale` that holds the scale of a token.
+  int64_t group_of(int64_t token) const {
+    switch (granularity) {
+      case OCTET_PER_TOKEN:
+        return token;
+      case OCTET_PER_BLOCK:
+        return token / block;
+      case OCTET_PER_THREAD:
+        return operand == OCTET_OPERAND_Q ? token / kThreadTileQ * kThreadGroupsQ + token % 8
+                                          : token / kThreadTileK * kThreadGroupsK + token % 8 / 2;
+      default:
+        return 0;
+    }
+  }
+};
+
+// Judges codes->quantization; `output`: its scale, zero_point and mean are to be filled.
+Quantization validate_quantization(const octet_tensor& codes, const char* label, bool output);
+
+// octet_rope after it has been judged.
+struct Rope {
+  octet_rope_style style = OCTET_ROPE_NONE;
+  int64_t dim = 0;  // channels rotated, even
+  int64_t offset = 0;
+  double base = 0;
+};
+
+// The work, on judged arguments in host memory; src/cpu/quantize.cc and src/cpu/dequantize.cc. `statistics` may be
+// absent.
+namespace cpu {
+void quantize(const View& x, const Rope& rope, const View& codes, const Quantization& how, const View& statistics);
+void dequantize(const View& codes, const Quantization& how, const View& x);
+void apply_rope(const Rope& rope, bool inverse, const View& x, const View& y);
+void logit_error(const View& q_statistics, const View& k_statistics, float scale, const View& error);
+}  // namespace cpu
 
 }  // namespace octet

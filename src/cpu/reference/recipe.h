@@ -1,6 +1,9 @@
 // A recipe: every rounding of one precision, as a value. Whatever is left at its default is exact float64, so that
 // Recipe{} is attention itself.
 #pragma once
+#include <optional>
+#include <string>
+
 #include "core/problem.h"
 
 namespace octet::reference {
