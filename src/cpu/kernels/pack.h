@@ -2,7 +2,7 @@
 //
 // K and V are prepared once per call, tile by tile, and shared by all queries; Q once per block of queries.
 #pragma once
-#include <cmath>
+#include <utility>
 
 #include "cpu/kernels/elements.h"
 #include "cpu/kernels/matmul.h"
@@ -12,11 +12,16 @@ namespace octet::cpu::OCTET_ISA {
 
 constexpr int64_t kMaxDim = 256;
 
+template <int half, int... lane>
+OCTET_INLINE Vf exchange(Vf x, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(x, x, (lane ^ half)...);
+}
+
 // octet::hadamard, vectorised: the same operations in the same order. Steps within a vector exchange lanes.
 template <int half>
 OCTET_INLINE Vf butterfly(Vf x) {
   const Vi lanes = iota();
-  const Vf partner = __builtin_shuffle(x, lanes ^ half);
+  const Vf partner = exchange<half>(x, std::make_integer_sequence<int, kLanes>());
   return partner + ((lanes & half) != 0 ? -x : x);
 }
 
@@ -243,8 +248,8 @@ inline void quantize_rows(octet_dtype dtype, int64_t group, float* rows, int64_t
 inline Step v_step(const ForwardPlan& plan, float amax) {
   if (plan.v != OCTET_F16) return step_of(amax, largest_code(plan.v));
   if (amax == 0.f) return {0.f, 0.f};
-  const int exponent = 8 - std::ilogb(amax);
-  return {std::ldexp(1.f, -exponent), std::ldexp(1.f, exponent)};
+  const int exponent = 8 - __builtin_ilogbf(amax);
+  return {__builtin_ldexpf(1.f, -exponent), __builtin_ldexpf(1.f, exponent)};
 }
 
 // Prepares one key tile.
