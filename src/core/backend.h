@@ -38,8 +38,10 @@ struct BackendList {
 BackendList backends();
 
 // The first backend without an objection, or the one asked for by `wanted` (null: OCTET_BACKEND from the
-// environment, else any). Throws Failure with every backend's objection if none is left. `report`, if given,
-// receives a line per backend considered.
-const Backend& select(const Problem& problem, const char* wanted, std::string* report = nullptr);
+// environment, else any). Throws Failure with every backend's objection if none is left.
+const Backend& select(const Problem& problem, const char* wanted);
+
+// A line per backend considered: chosen, could or no, with its kernel or its objection.
+std::string explain(const Problem& problem, const char* wanted);
 
 }  // namespace octet

@@ -1,10 +1,10 @@
 // The C ABI: every function validates, selects, runs, and turns exceptions into a status and a message.
 #include <octet/octet.h>
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <string>
-#include <system_error>
 
 #include "core/backend.h"
 #include "core/error.h"
@@ -18,18 +18,26 @@ using namespace octet;
 
 thread_local std::string last_message;
 
+void remember(const char* message) noexcept {
+  try {
+    last_message = message;
+  } catch (const std::bad_alloc&) {
+    last_message.clear();
+  }
+}
+
 template <class Body>
 octet_status guarded(Body&& body) noexcept {
   try {
     body();
     return OCTET_OK;
   } catch (const Failure& failure) {
-    last_message = failure.what();
+    remember(failure.what());
     return failure.status();
   } catch (const std::bad_alloc&) {
-    last_message = "out of host memory";
+    remember("out of host memory");
   } catch (const std::exception& error) {
-    last_message = error.what();
+    remember(error.what());
   }
   return OCTET_FAILURE;
 }
@@ -64,12 +72,13 @@ octet_status octet_run(const octet_attention* attention, const octet_arguments* 
   return guarded([&] {
     const Problem problem = validate(attention, arguments);
     const Backend& backend = select(problem, attention->backend);
+    if (stream && problem.device == OCTET_CPU) invalid("stream: given with CPU tensors; pass NULL");
     const size_t needed = backend.workspace_size(problem);
     if (bytes < needed)
       throw Failure(OCTET_WORKSPACE_TOO_SMALL, text("workspace: ", bytes, " bytes, needed: ", needed, " (octet_workspace_size)"));
     if (needed && !workspace) invalid("workspace: NULL, needed: ", needed, " bytes");
     if (reinterpret_cast<uintptr_t>(workspace) % 64) invalid("workspace: not aligned to 64 bytes");
-    if (stream && problem.device == OCTET_CPU) invalid("stream: given with CPU tensors; pass NULL");
+    expect_workspace_apart(problem, workspace, needed);
     backend.run(problem, {workspace, bytes}, stream);
   });
 }
@@ -77,9 +86,7 @@ octet_status octet_run(const octet_attention* attention, const octet_arguments* 
 octet_status octet_explain(const octet_attention* attention, const octet_arguments* arguments, char* out, size_t capacity, size_t* length) {
   return guarded([&] {
     const Problem problem = validate(attention, arguments);
-    std::string report;
-    select(problem, attention->backend, &report);
-    copy_out(report, out, capacity, length);
+    copy_out(explain(problem, attention->backend), out, capacity, length);
   });
 }
 

@@ -2,8 +2,6 @@
 
 #include <iterator>
 
-#include "core/error.h"
-
 namespace octet {
 namespace {
 
@@ -40,8 +38,28 @@ const char* name(octet_remedy v) {
   return lookup(names, v);
 }
 
+const char* name(octet_switch v) {
+  static const char* const names[] = {"auto", "on", "off"};
+  return lookup(names, v);
+}
+
+const char* name(octet_delta v) {
+  static const char* const names[] = {"o", "p"};
+  return lookup(names, v);
+}
+
 const char* name(octet_granularity v) {
   static const char* const names[] = {"tensor", "token", "channel", "block", "thread"};
+  return lookup(names, v);
+}
+
+const char* name(octet_zero_point v) {
+  static const char* const names[] = {"symmetric", "integer", "float"};
+  return lookup(names, v);
+}
+
+const char* name(octet_rope_style v) {
+  static const char* const names[] = {"none", "half", "interleaved"};
   return lookup(names, v);
 }
 

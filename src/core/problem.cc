@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <iterator>
+#include <tuple>
 #include <utility>
 
 #include "core/error.h"
@@ -13,85 +15,148 @@ namespace {
 
 constexpr int64_t kMaxDim = 256;
 
-std::string choices(std::initializer_list<octet_dtype> allowed) {
-  std::string out;
-  for (octet_dtype d : allowed) out += text(out.empty() ? "" : ", ", name(d));
-  return out;
+enum class Role { absent, in, out, optional_in, optional_out };
+
+// One tensor of octet_arguments, where its view goes, and its role in each pass.
+struct Operand {
+  const char* label;
+  View Problem::*view;
+  Role forward, backward, jvp;
+
+  Role role(octet_pass pass) const { return pass == OCTET_FORWARD ? forward : pass == OCTET_BACKWARD ? backward : jvp; }
+  bool output(octet_pass pass) const { return role(pass) == Role::out || role(pass) == Role::optional_out; }
+};
+
+using enum Role;
+constexpr Operand kOperands[] = {
+    {"q", &Problem::q, in, in, in},
+    {"k", &Problem::k, in, in, in},
+    {"v", &Problem::v, in, in, in},
+    {"mask", &Problem::mask, optional_in, optional_in, optional_in},
+    {"cu_seqlens_q", &Problem::cu_seqlens_q, optional_in, optional_in, optional_in},
+    {"cu_seqlens_k", &Problem::cu_seqlens_k, optional_in, optional_in, optional_in},
+    {"o", &Problem::o, out, in, out},
+    {"o_residual", &Problem::o_residual, optional_out, optional_in, absent},
+    {"lse", &Problem::lse, optional_out, in, optional_out},
+    {"do", &Problem::do_, absent, in, absent},
+    {"dq", &Problem::dq, absent, out, absent},
+    {"dk", &Problem::dk, absent, out, absent},
+    {"dv", &Problem::dv, absent, out, absent},
+    {"tq", &Problem::tq, absent, absent, in},
+    {"tk", &Problem::tk, absent, absent, in},
+    {"tv", &Problem::tv, absent, absent, in},
+    {"to", &Problem::to, absent, absent, out},
+};
+
+// Presence, each tensor by itself, and one device for all.
+void validate_operands(const octet_arguments& a, Problem& p) {
+  const octet_tensor* const tensors[std::size(kOperands)] = {a.q, a.k, a.v, a.mask, a.cu_seqlens_q, a.cu_seqlens_k, a.o, a.o_residual, a.lse,
+                                                             a.do_, a.dq, a.dk, a.dv, a.tq, a.tk, a.tv, a.to};
+  for (std::size_t i = 0; i < std::size(kOperands); ++i) {
+    const Operand& x = kOperands[i];
+    const octet_tensor* t = tensors[i];
+    const Role role = x.role(p.pass);
+    if (!t && (role == in || role == out)) invalid(x.label, ": NULL, but a ", name(p.pass), " pass needs it");
+    if (!t) continue;
+    if (role == absent) invalid(x.label, ": given to a ", name(p.pass), " pass, which has no use for it; pass NULL");
+    p.*x.view = validate_tensor(t, x.label);
+    if (t->device != a.q->device || t->device_index != a.q->device_index)
+      invalid(x.label, ": on ", name(static_cast<octet_device>(t->device)), ':', t->device_index, ", but q is on ",
+              name(static_cast<octet_device>(a.q->device)), ':', a.q->device_index, "; all tensors of a call live on one device");
+  }
+  p.device = static_cast<octet_device>(a.q->device);
+  p.device_index = a.q->device_index;
 }
 
-template <class Enum>
-Enum checked(uint32_t value, Enum last, const char* what) {
-  if (value > static_cast<uint32_t>(last)) invalid(what, ": found ", value, ", allowed: 0 to ", static_cast<int>(last));
-  return static_cast<Enum>(value);
+void validate_memory(const Problem& p) {
+  for (const Operand& out : kOperands) {
+    if (!out.output(p.pass)) continue;
+    expect_distinct_elements(p.*out.view, out.label);
+    for (const Operand& other : kOperands)
+      if (&out != &other) expect_no_overlap(p.*out.view, out.label, p.*other.view, other.label);
+  }
 }
-
-void expect_dtype(const View& t, const char* tensor, std::initializer_list<octet_dtype> allowed) {
-  if (std::find(allowed.begin(), allowed.end(), t.dtype) == allowed.end())
-    invalid(tensor, ": dtype ", name(t.dtype), ", allowed: ", choices(allowed));
-}
-
-void expect_shape(const View& t, const char* tensor, const int64_t (&want)[4], const char* why) {
-  if (!std::equal(t.shape, t.shape + 4, want))
-    invalid(tensor, ": shape ", shape_text(t.shape), ", expected ", shape_text(want), " (", why, ")");
-}
-
-int64_t elements(const View& t) { return t.shape[0] * t.shape[1] * t.shape[2] * t.shape[3]; }
 
 void expect_head_dim(int64_t dim, const char* tensor) {
   if (dim < 8 || dim > kMaxDim || dim % 8)
     invalid(tensor, ": head dim ", dim, ", allowed: a multiple of 8 from 8 to ", kMaxDim);
 }
 
-// [first, last) of the bytes a view touches.
-struct Extent {
-  const char *first, *last;
-};
+void validate_shapes(Problem& p) {
+  p.batch = p.q.shape[0], p.heads = p.q.shape[1], p.tokens_q = p.q.shape[2], p.dim = p.q.shape[3];
+  p.kv_heads = p.k.shape[1], p.tokens_k = p.k.shape[2], p.dim_v = p.v.shape[3];
+  expect_head_dim(p.dim, "q");
+  expect_head_dim(p.dim_v, "v");
+  const int64_t q[4] = {p.batch, p.heads, p.tokens_q, p.dim}, k[4] = {p.batch, p.kv_heads, p.tokens_k, p.dim};
+  const int64_t v[4] = {p.batch, p.kv_heads, p.tokens_k, p.dim_v}, o[4] = {p.batch, p.heads, p.tokens_q, p.dim_v};
+  const int64_t lse[4] = {p.batch, p.heads, p.tokens_q, 1};
+  expect_shape(p.k, "k", k, "batch and dim of q");
+  expect_shape(p.v, "v", v, "batch, heads and tokens of k");
+  if (p.heads && (!p.kv_heads || p.heads % p.kv_heads))
+    invalid("q: ", p.heads, " heads, which is not a multiple of the ", p.kv_heads, " heads of k and v");
+  const auto expect_like = [](const View& t, const char* label, const int64_t (&shape)[4], const char* why) {
+    if (t.present()) expect_shape(t, label, shape, why);
+  };
+  expect_like(p.o, "o", o, "batch, heads and tokens of q, dim of v");
+  expect_like(p.o_residual, "o_residual", o, "shape of o");
+  expect_like(p.lse, "lse", lse, "batch, heads and tokens of q, 1");
+  expect_like(p.do_, "do", o, "shape of o");
+  expect_like(p.dq, "dq", q, "shape of q");
+  expect_like(p.dk, "dk", k, "shape of k");
+  expect_like(p.dv, "dv", v, "shape of v");
+  expect_like(p.tq, "tq", q, "shape of q");
+  expect_like(p.tk, "tk", k, "shape of k");
+  expect_like(p.tv, "tv", v, "shape of v");
+  expect_like(p.to, "to", o, "shape of o");
+}
 
-Extent extent(const View& t) {
-  int64_t low = 0, high = 0;
+void validate_input_dtype(const View& t, const char* label, octet_precision precision) {
+  expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3, OCTET_I8});
+  if (t.dtype == OCTET_I8 && !t.quantization)
+    invalid(label, ": dtype i8 without a quantization; quantise it with octet_quantize, or give f32, f16 or bf16");
+  if (t.quantization && t.dtype != OCTET_I8 && t.dtype != OCTET_E4M3)
+    invalid(label, ": a quantization with dtype ", name(t.dtype), ", allowed: i8, e4m3");
+  if (t.dtype == OCTET_F64 && precision != OCTET_PRECISION_F64)
+    invalid(label, ": dtype f64 needs precision f64, found ", name(precision));
+}
+
+// Everything but q, k, v: no codes; f64 with precision f64 only, e4m3 only from the precisions that end in it.
+void validate_plain_dtype(const View& t, const char* label, octet_precision precision, bool output) {
+  if (t.quantization) invalid(label, ": has a quantization, which only q, k and v may have; leave it NULL");
+  if (precision == OCTET_PRECISION_F64 && output) return expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
+  if (precision == OCTET_PRECISION_F64) return expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16});
+  if (t.dtype == OCTET_F64) invalid(label, ": dtype f64 needs precision f64, found ", name(precision));
+  if (precision == OCTET_PRECISION_FP8_RAW && output) return expect_dtype(t, label, {OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
+  expect_dtype(t, label, {OCTET_F32, OCTET_F16, OCTET_BF16});
+}
+
+void validate_dtypes(const Problem& p) {
+  for (const Operand& x : kOperands) {
+    const View* t = &(p.*x.view);
+    if (!t->present() || t == &p.mask || t == &p.cu_seqlens_q || t == &p.cu_seqlens_k) continue;
+    if (t == &p.q || t == &p.k || t == &p.v) {
+      validate_input_dtype(*t, x.label, p.precision);
+    } else if (t == &p.lse) {
+      if (p.precision == OCTET_PRECISION_F64) expect_dtype(*t, x.label, {OCTET_F32, OCTET_F64});
+      else expect_dtype(*t, x.label, {OCTET_F32});
+    } else {
+      // o is an output of the forward pass, whatever this pass reads it for.
+      validate_plain_dtype(*t, x.label, p.precision, x.output(p.pass) || t == &p.o);
+    }
+  }
+  if (p.o_residual.present() && p.o_residual.dtype != p.o.dtype)
+    invalid("o_residual: dtype ", name(p.o_residual.dtype), ", expected that of o, ", name(p.o.dtype));
+}
+
+void validate_mask_tensor(Problem& p) {
+  if (!p.mask.present()) return;
+  expect_dtype(p.mask, "mask", {OCTET_BOOL, OCTET_F32, OCTET_F16, OCTET_BF16});
+  const int64_t full[4] = {p.batch, p.heads, p.tokens_q, p.tokens_k};
   for (int i = 0; i < 4; ++i) {
-    const int64_t reach = (t.shape[i] - 1) * t.stride[i];
-    (reach < 0 ? low : high) += reach;
+    if (p.mask.shape[i] != full[i] && p.mask.shape[i] != 1)
+      invalid("mask: shape ", shape_text(p.mask.shape), " does not broadcast to ", shape_text(full));
+    if (p.mask.shape[i] == 1) p.mask.stride[i] = 0;
   }
-  const auto size = static_cast<int64_t>(bytes_of(t.dtype));
-  const char* base = static_cast<const char*>(t.data);
-  return {base + low * size, base + (high + 1) * size};
-}
-
-void expect_no_overlap(const View& out, const char* out_name, const View& other, const char* other_name) {
-  if (!out.present() || !other.present() || !elements(out) || !elements(other)) return;
-  const Extent a = extent(out), b = extent(other);
-  if (a.first >= b.last || b.first >= a.last) return;
-  // Tensors interleaved in one buffer (a packed qkv) overlap as ranges but not as elements. They are accepted
-  // when they share their strides and start within one row of each other.
-  const bool interleaved = std::equal(out.stride, out.stride + 4, other.stride) && out.dtype == other.dtype &&
-                           a.first != b.first;
-  if (interleaved) {
-    const auto size = static_cast<int64_t>(bytes_of(out.dtype));
-    const int64_t distance = std::abs(a.first - b.first) / size;
-    const int64_t row = std::min(std::abs(out.stride[2]), std::abs(out.stride[1]) ? std::abs(out.stride[1]) : std::abs(out.stride[2]));
-    if (distance >= std::max(out.shape[3], other.shape[3]) && distance < std::max<int64_t>(row, std::abs(out.stride[2]))) return;
-  }
-  invalid(out_name, ": its memory overlaps that of ", other_name, "; outputs must have memory of their own");
-}
-
-struct Named {
-  const char* label;
-  const octet_tensor* tensor;
-};
-
-void expect_absent(std::initializer_list<Named> unused, octet_pass pass) {
-  for (const Named& t : unused)
-    if (t.tensor) invalid(t.label, ": given to a ", name(pass), " pass, which has no use for it; pass NULL");
-}
-
-View required(const octet_tensor* tensor, const char* label, bool output, octet_pass pass) {
-  if (!tensor) invalid(label, ": NULL, but a ", name(pass), " pass needs it");
-  return validate_tensor(tensor, label, output);
-}
-
-View optional(const octet_tensor* tensor, const char* label, bool output) {
-  return tensor ? validate_tensor(tensor, label, output) : View{};
 }
 
 float effective_scale(float scale, int64_t dim) {
@@ -99,6 +164,9 @@ float effective_scale(float scale, int64_t dim) {
   if (!std::isfinite(scale) || scale < 0.f) invalid("scale: found ", scale, ", allowed: positive and finite, or 0 for 1/sqrt(dim)");
   return scale;
 }
+
+// A count of keys; -1 and counts beyond any sequence: all.
+int64_t window_side(int64_t keys) { return keys < 0 ? Problem::kUnbounded : std::min(keys, Problem::kUnbounded); }
 
 void validate_mask(const octet_attention& a, Problem& p) {
   constexpr uint32_t known = OCTET_MASK_CAUSAL | OCTET_MASK_WINDOW;
@@ -110,11 +178,11 @@ void validate_mask(const octet_attention& a, Problem& p) {
     invalid("window: found ", a.window_left, ", ", a.window_right, ", allowed: a count of keys, or -1 for all");
   if (window && causal && a.window_right > 0)
     invalid("window: right ", a.window_right, " contradicts the causal mask; allowed with it: 0 or -1");
-  const auto alignment = checked(a.alignment, OCTET_ALIGNMENT_BOTTOM_RIGHT, "alignment");
+  const auto alignment = checked(a.alignment, OCTET_ALIGNMENT_NONE, OCTET_ALIGNMENT_BOTTOM_RIGHT, "alignment");
   p.windowed = causal || window;
   p.bottom_right = alignment == OCTET_ALIGNMENT_BOTTOM_RIGHT;
-  p.left = window && a.window_left >= 0 ? a.window_left : Problem::kUnbounded;
-  p.right = causal ? 0 : window && a.window_right >= 0 ? a.window_right : Problem::kUnbounded;
+  p.left = window_side(window ? a.window_left : -1);
+  p.right = causal ? 0 : window_side(window ? a.window_right : -1);
   if (!p.windowed && alignment != OCTET_ALIGNMENT_NONE)
     invalid("alignment: ", name(alignment), " given, but neither a causal mask nor a window has a diagonal to align");
   const bool lengths_differ = p.packed() || p.tokens_q != p.tokens_k;
@@ -126,8 +194,6 @@ void validate_mask(const octet_attention& a, Problem& p) {
 void validate_packing(const octet_arguments& args, Problem& p) {
   if (!args.cu_seqlens_q != !args.cu_seqlens_k)
     invalid("cu_seqlens: only one of cu_seqlens_q and cu_seqlens_k given; packed sequences need both");
-  p.cu_seqlens_q = optional(args.cu_seqlens_q, "cu_seqlens_q", false);
-  p.cu_seqlens_k = optional(args.cu_seqlens_k, "cu_seqlens_k", false);
   p.max_seqlen_q = args.max_seqlen_q;
   p.max_seqlen_k = args.max_seqlen_k;
   if (!p.packed()) {
@@ -139,7 +205,7 @@ void validate_packing(const octet_arguments& args, Problem& p) {
   for (const auto& [t, label] : {std::pair{&p.cu_seqlens_q, "cu_seqlens_q"}, {&p.cu_seqlens_k, "cu_seqlens_k"}}) {
     expect_dtype(*t, label, {OCTET_I32});
     const int64_t n = t->shape[3];
-    if (n < 2 || elements(*t) != n || t->stride[3] != 1)
+    if (n < 2 || t->elements() != n || t->stride[3] != 1)
       invalid(label, ": shape ", shape_text(t->shape), " and last stride ", t->stride[3], ", expected [1, 1, 1, sequences + 1], contiguous");
   }
   if (p.cu_seqlens_q.shape[3] != p.cu_seqlens_k.shape[3])
@@ -148,139 +214,32 @@ void validate_packing(const octet_arguments& args, Problem& p) {
     invalid("max_seqlen: found ", p.max_seqlen_q, ", ", p.max_seqlen_k, ", allowed: a bound on the lengths, or 0 if unknown");
 }
 
-void validate_inputs(const octet_arguments& args, Problem& p) {
-  p.q = required(args.q, "q", false, p.pass);
-  p.k = required(args.k, "k", false, p.pass);
-  p.v = required(args.v, "v", false, p.pass);
-  p.batch = p.q.shape[0], p.heads = p.q.shape[1], p.tokens_q = p.q.shape[2], p.dim = p.q.shape[3];
-  p.kv_heads = p.k.shape[1], p.tokens_k = p.k.shape[2], p.dim_v = p.v.shape[3];
-  expect_head_dim(p.dim, "q");
-  expect_head_dim(p.dim_v, "v");
-  expect_shape(p.k, "k", {p.batch, p.kv_heads, p.tokens_k, p.dim}, "batch and dim of q");
-  expect_shape(p.v, "v", {p.batch, p.kv_heads, p.tokens_k, p.dim_v}, "batch, heads and tokens of k");
-  if (p.heads && (!p.kv_heads || p.heads % p.kv_heads))
-    invalid("q: ", p.heads, " heads, which is not a multiple of the ", p.kv_heads, " heads of k and v");
-  if (!p.heads && p.kv_heads) p.heads = 0;
-  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}}) {
-    expect_dtype(*t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3, OCTET_I8});
-    if (t->dtype == OCTET_I8 && !t->quantization)
-      invalid(label, ": dtype i8 without a quantization; quantise it with octet_quantize, or give f32, f16 or bf16");
-    if (t->dtype == OCTET_F64 && p.precision != OCTET_PRECISION_F64)
-      invalid(label, ": dtype f64 needs precision f64, found ", name(p.precision));
-    if (t->quantization && t->dtype != OCTET_I8 && t->dtype != OCTET_E4M3)
-      invalid(label, ": a quantization with dtype ", name(t->dtype), ", allowed: i8, e4m3");
-  }
-  p.mask = optional(args.mask, "mask", false);
-  if (p.mask.present()) {
-    expect_dtype(p.mask, "mask", {OCTET_BOOL, OCTET_F32, OCTET_F16, OCTET_BF16});
-    const int64_t full[4] = {p.batch, p.heads, p.tokens_q, p.tokens_k};
-    for (int i = 0; i < 4; ++i) {
-      if (p.mask.shape[i] != full[i] && p.mask.shape[i] != 1)
-        invalid("mask: shape ", shape_text(p.mask.shape), " does not broadcast to ", shape_text(full));
-      if (p.mask.shape[i] == 1) p.mask.stride[i] = 0;
-    }
-  }
-  if (args.sinks) unsupported("sinks: learnable sinks are not supported; append a key with a zero value instead");
-}
-
-octet_dtype output_dtype_limit(const View& t, const char* label, octet_precision precision) {
-  if (precision == OCTET_PRECISION_F64)
-    expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
-  else if (precision == OCTET_PRECISION_FP8_RAW)
-    expect_dtype(t, label, {OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
-  else
-    expect_dtype(t, label, {OCTET_F32, OCTET_F16, OCTET_BF16});
-  return t.dtype;
-}
-
-void validate_outputs(const octet_arguments& args, Problem& p) {
-  const int64_t q_shape[4] = {p.batch, p.heads, p.tokens_q, p.dim};
-  const int64_t k_shape[4] = {p.batch, p.kv_heads, p.tokens_k, p.dim};
-  const int64_t v_shape[4] = {p.batch, p.kv_heads, p.tokens_k, p.dim_v};
-  const int64_t o_shape[4] = {p.batch, p.heads, p.tokens_q, p.dim_v};
-  const int64_t lse_shape[4] = {p.batch, p.heads, p.tokens_q, 1};
-  const bool backward = p.pass == OCTET_BACKWARD;
-
-  p.o = required(args.o, "o", !backward, p.pass);
-  expect_shape(p.o, "o", o_shape, "batch, heads and tokens of q, dim of v");
-  output_dtype_limit(p.o, "o", p.precision);
-  p.lse = backward ? required(args.lse, "lse", false, p.pass) : optional(args.lse, "lse", true);
-  if (p.lse.present()) {
-    expect_shape(p.lse, "lse", lse_shape, "batch, heads and tokens of q, 1");
-    if (p.precision == OCTET_PRECISION_F64) expect_dtype(p.lse, "lse", {OCTET_F32, OCTET_F64});
-    else expect_dtype(p.lse, "lse", {OCTET_F32});
-  }
-  p.o_residual = optional(args.o_residual, "o_residual", !backward);
-  if (p.o_residual.present()) {
-    expect_shape(p.o_residual, "o_residual", o_shape, "shape of o");
-    if (p.o_residual.dtype != p.o.dtype)
-      invalid("o_residual: dtype ", name(p.o_residual.dtype), ", expected that of o, ", name(p.o.dtype));
-  }
-
-  const auto like = [&](View& t, const octet_tensor* arg, const char* label, bool output, const int64_t (&shape)[4], const char* why) {
-    t = required(arg, label, output, p.pass);
-    expect_shape(t, label, shape, why);
-    if (output) output_dtype_limit(t, label, p.precision);
-    else expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16});
-    if (t.dtype == OCTET_F64 && p.precision != OCTET_PRECISION_F64)
-      invalid(label, ": dtype f64 needs precision f64, found ", name(p.precision));
-  };
-  switch (p.pass) {
-    case OCTET_FORWARD:
-      expect_absent({{"do_", args.do_}, {"dq", args.dq}, {"dk", args.dk}, {"dv", args.dv},
-                     {"tq", args.tq}, {"tk", args.tk}, {"tv", args.tv}, {"to", args.to}}, p.pass);
-      break;
-    case OCTET_BACKWARD:
-      expect_absent({{"tq", args.tq}, {"tk", args.tk}, {"tv", args.tv}, {"to", args.to}}, p.pass);
-      like(p.do_, args.do_, "do", false, o_shape, "shape of o");
-      like(p.dq, args.dq, "dq", true, q_shape, "shape of q");
-      like(p.dk, args.dk, "dk", true, k_shape, "shape of k");
-      like(p.dv, args.dv, "dv", true, v_shape, "shape of v");
-      break;
-    case OCTET_JVP:
-      expect_absent({{"o_residual", args.o_residual}, {"do_", args.do_}, {"dq", args.dq}, {"dk", args.dk}, {"dv", args.dv}}, p.pass);
-      like(p.tq, args.tq, "tq", false, q_shape, "shape of q");
-      like(p.tk, args.tk, "tk", false, k_shape, "shape of k");
-      like(p.tv, args.tv, "tv", false, v_shape, "shape of v");
-      like(p.to, args.to, "to", true, o_shape, "shape of o");
-      break;
-  }
-  const std::pair<const View*, const char*> outputs[] = {
-      {backward ? nullptr : &p.o, "o"}, {backward ? nullptr : &p.lse, "lse"}, {backward ? nullptr : &p.o_residual, "o_residual"},
-      {&p.dq, "dq"}, {&p.dk, "dk"}, {&p.dv, "dv"}, {&p.to, "to"}};
-  const std::pair<const View*, const char*> all[] = {
-      {&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}, {&p.mask, "mask"}, {&p.o, "o"}, {&p.lse, "lse"}, {&p.o_residual, "o_residual"},
-      {&p.do_, "do"}, {&p.dq, "dq"}, {&p.dk, "dk"}, {&p.dv, "dv"}, {&p.tq, "tq"}, {&p.tk, "tk"}, {&p.tv, "tv"}, {&p.to, "to"}};
-  for (const auto& [out, out_name] : outputs)
-    if (out)
-      for (const auto& [other, other_name] : all)
-        if (other != out && other->data != nullptr) expect_no_overlap(*out, out_name, *other, other_name);
-}
-
-void validate_one_device(const octet_arguments& args, Problem& p) {
-  const Named tensors[] = {{"q", args.q}, {"k", args.k}, {"v", args.v}, {"mask", args.mask}, {"cu_seqlens_q", args.cu_seqlens_q},
-                           {"cu_seqlens_k", args.cu_seqlens_k}, {"o", args.o}, {"o_residual", args.o_residual}, {"lse", args.lse},
-                           {"do", args.do_}, {"dq", args.dq}, {"dk", args.dk}, {"dv", args.dv}, {"tq", args.tq}, {"tk", args.tk},
-                           {"tv", args.tv}, {"to", args.to}};
-  p.device = static_cast<octet_device>(args.q->device);
-  p.device_index = args.q->device_index;
-  for (const Named& t : tensors)
-    if (t.tensor && (t.tensor->device != args.q->device || t.tensor->device_index != args.q->device_index))
-      invalid(t.label, ": on ", name(static_cast<octet_device>(t.tensor->device)), ':', t.tensor->device_index, ", but q is on ",
-              name(p.device), ':', p.device_index, "; all tensors of a call live on one device");
+void validate_rounding(const octet_rounding& r) {
+  if (r.size != sizeof(octet_rounding)) invalid("octet_rounding: size ", r.size, ", expected ", sizeof(octet_rounding));
+  const std::pair<uint32_t, const char*> formats[] = {
+      {r.qk, "qk"}, {r.v, "v"}, {r.s, "s"}, {r.m, "m"}, {r.arg, "arg"}, {r.p, "p"}, {r.alpha, "alpha"}, {r.acc, "acc"},
+      {r.o, "o"}, {r.o_saved, "o_saved"}, {r.ds, "ds"}, {r.p_backward, "p_backward"}};
+  for (const auto& [format, field] : formats) checked(format, OCTET_F64, OCTET_E5M2, "rounding: ", field);
+  checked(r.delta, OCTET_DELTA_FROM_O, OCTET_DELTA_FROM_P, "rounding: ", "delta");
+  for (const auto& [flag, field] : {std::pair{r.s_scaled, "s_scaled"}, {r.l_from_p, "l_from_p"}})
+    if (flag > 1) invalid("rounding: ", field, ": found ", flag, ", allowed: 0, 1");
+  if (r.beta != 0.f && !(r.beta > 1.f && r.beta <= 8.f)) invalid("rounding: beta: found ", r.beta, ", allowed: above 1, at most 8, or 0 for none");
+  if (!(r.tie_epsilon >= 0.f) || !std::isfinite(r.tie_epsilon))
+    invalid("rounding: tie_epsilon: found ", r.tie_epsilon, ", allowed: finite, at least 0");
 }
 
 void validate_recipe(const octet_attention& a, Problem& p) {
-  p.remedy = checked(a.remedy, OCTET_REMEDY_PROJECT, "remedy");
+  p.remedy = checked(a.remedy, OCTET_REMEDY_F16_INSIDE, OCTET_REMEDY_PROJECT, "remedy");
   const bool sixteen = p.precision == OCTET_PRECISION_F16 || p.precision == OCTET_PRECISION_BF16;
   if (!sixteen && p.remedy != OCTET_REMEDY_F16_INSIDE)
     invalid("remedy: ", name(p.remedy), " given with precision ", name(p.precision), "; remedies are for f16 and bf16");
   p.beta = a.beta == 0.f ? 2.f : a.beta;
   if (a.beta != 0.f && p.remedy != OCTET_REMEDY_BETA) invalid("beta: ", a.beta, " given with remedy ", name(p.remedy), "; it belongs to remedy beta");
-  if (!(p.beta > 1.f && p.beta <= 8.f)) invalid("beta: found ", a.beta, ", allowed: above 1, at most 8, or 0 for 2");
+  if (!(p.beta >= 2.f && p.beta <= 8.f)) invalid("beta: found ", a.beta, ", allowed: 2 to 8, or 0 for 2");
   if (a.softcap != 0.f) unsupported("softcap: found ", a.softcap, "; soft-capped logits are not supported, leave it 0");
   const bool int8_logits = p.precision == OCTET_PRECISION_INT8 || p.precision == OCTET_PRECISION_INT8_F16 || p.precision == OCTET_PRECISION_INT8_FP8;
-  const auto hadamard = checked(a.hadamard, OCTET_OFF, "hadamard"), smooth_q = checked(a.smooth_q, OCTET_OFF, "smooth_q");
+  const auto hadamard = checked(a.hadamard, OCTET_AUTO, OCTET_OFF, "hadamard");
+  const auto smooth_q = checked(a.smooth_q, OCTET_AUTO, OCTET_OFF, "smooth_q");
   if (!int8_logits && (hadamard != OCTET_AUTO || smooth_q != OCTET_AUTO))
     invalid(hadamard != OCTET_AUTO ? "hadamard" : "smooth_q", ": given with precision ", name(p.precision), "; it belongs to int8, int8_f16 and int8_fp8");
   p.hadamard = int8_logits && hadamard != OCTET_OFF;
@@ -292,7 +251,7 @@ void validate_recipe(const octet_attention& a, Problem& p) {
   p.rounding = a.rounding;
   if (a.rounding) {
     if (p.precision != OCTET_PRECISION_F64) invalid("rounding: given with precision ", name(p.precision), "; it belongs to precision f64");
-    if (a.rounding->size != sizeof(octet_rounding)) invalid("octet_rounding: size ", a.rounding->size, ", expected ", sizeof(octet_rounding));
+    validate_rounding(*a.rounding);
   }
 }
 
@@ -306,33 +265,9 @@ KeyRange Problem::keys_of(int64_t i, int64_t n, int64_t m) const {
   return {first, std::max(first, last)};
 }
 
-View validate_tensor(const octet_tensor* t, const char* label, bool output) {
-  if (t->size != sizeof(octet_tensor)) invalid(label, ": octet_tensor of size ", t->size, ", expected ", sizeof(octet_tensor));
-  if (t->dtype == OCTET_DTYPE_NONE || !bytes_of(static_cast<octet_dtype>(t->dtype)))
-    invalid(label, ": unknown dtype ", t->dtype, ", allowed: 1 (f64) to 11 (bool)");
-  if (t->device > OCTET_CUDA) invalid(label, ": unknown device ", t->device, ", allowed: 0 (cpu), 1 (cuda)");
-  View view;
-  view.dtype = static_cast<octet_dtype>(t->dtype);
-  view.data = t->data;
-  view.quantization = t->quantization;
-  bool empty = false;
-  __int128 low = 0, high = 0, count = 1;
-  for (int i = 0; i < 4; ++i) {
-    if (t->shape[i] < 0) invalid(label, ": shape ", shape_text(t->shape), " has a negative dimension");
-    empty |= t->shape[i] == 0;
-    view.shape[i] = t->shape[i];
-    view.stride[i] = t->stride[i];
-    count *= t->shape[i];
-    if (count > Problem::kUnbounded) invalid(label, ": shape ", shape_text(t->shape), " has more elements than memory can hold");
-    const __int128 reach = static_cast<__int128>(t->shape[i] - 1) * t->stride[i];
-    (reach < 0 ? low : high) += t->shape[i] ? reach : 0;
-    if (output && t->shape[i] > 1 && t->stride[i] == 0)
-      invalid(label, ": stride 0 in dimension ", i, "; an output cannot broadcast");
-  }
-  if (!empty && high - low > Problem::kUnbounded / 8)
-    invalid(label, ": strides ", shape_text(t->stride), " reach beyond the address space");
-  if (!t->data && !empty) invalid(label, ": null data, but shape ", shape_text(t->shape), " is not empty");
-  return view;
+KeyRange Problem::keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) const {
+  // Both ends of a range grow with the query.
+  return {keys_of(i, n, m).first, keys_of(i + rows - 1, n, m).last};
 }
 
 Problem validate(const octet_attention* a, const octet_arguments* args) {
@@ -341,23 +276,30 @@ Problem validate(const octet_attention* a, const octet_arguments* args) {
   if (a->size != sizeof(octet_attention)) invalid("octet_attention: size ", a->size, ", expected ", sizeof(octet_attention));
   if (args->size != sizeof(octet_arguments)) invalid("octet_arguments: size ", args->size, ", expected ", sizeof(octet_arguments));
   Problem p{};
-  p.pass = checked(args->pass, OCTET_JVP, "pass");
-  p.precision = checked(a->precision, OCTET_PRECISION_SAGEBWD, "precision");
-  if (p.precision == OCTET_PRECISION_NONE)
-    invalid("precision: not set, allowed: f64, f32, f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw, sagebwd");
-  validate_inputs(*args, p);
-  validate_one_device(*args, p);
+  p.pass = checked(args->pass, OCTET_FORWARD, OCTET_JVP, "pass");
+  p.precision = checked(a->precision, OCTET_PRECISION_F64, OCTET_PRECISION_SAGEBWD, "precision");
+  validate_operands(*args, p);
+  if (args->sinks) unsupported("sinks: learnable sinks are not supported; append a key with a zero value instead");
+  validate_shapes(p);
+  validate_dtypes(p);
+  validate_mask_tensor(p);
   validate_packing(*args, p);
   validate_mask(*a, p);
   validate_recipe(*a, p);
   p.scale = effective_scale(a->scale, p.dim);
-  validate_outputs(*args, p);
+  validate_memory(p);
   return p;
+}
+
+void expect_workspace_apart(const Problem& p, const void* workspace, std::size_t bytes) {
+  for (const Operand& x : kOperands) expect_no_overlap(workspace, bytes, "workspace", p.*x.view, x.label);
 }
 
 std::vector<Sequence> sequences(const Problem& p) {
   std::vector<Sequence> out;
   if (!p.packed()) {
+    const bool nothing_to_write = p.pass == OCTET_BACKWARD ? !p.dq.elements() && !p.dk.elements() : !p.o.elements();
+    if (nothing_to_write) return out;
     for (int64_t b = 0; b < p.batch; ++b) out.push_back({b, 0, p.tokens_q, 0, p.tokens_k});
     return out;
   }

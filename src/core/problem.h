@@ -5,32 +5,11 @@
 
 #include <cstdint>
 #include <limits>
-#include <optional>
-#include <string>
 #include <vector>
 
+#include "core/tensor.h"
+
 namespace octet {
-
-// How a tensor's codes stand for numbers; see octet_quantization. Absent members have null data.
-struct Quantization;
-
-// A view of the caller's memory, as octet_tensor. `data` is null if the tensor is absent or empty.
-struct View {
-  octet_dtype dtype = OCTET_DTYPE_NONE;  // OCTET_DTYPE_NONE: absent
-  void* data = nullptr;
-  int64_t shape[4] = {0, 0, 0, 0};   // batch, head, token, dim
-  int64_t stride[4] = {0, 0, 0, 0};  // in elements
-  const octet_quantization* quantization = nullptr;
-
-  bool present() const { return dtype != OCTET_DTYPE_NONE; }
-  int64_t offset(int64_t b, int64_t h, int64_t t, int64_t c = 0) const {
-    return b * stride[0] + h * stride[1] + t * stride[2] + c * stride[3];
-  }
-  template <class T>
-  T* at(int64_t b, int64_t h, int64_t t, int64_t c = 0) const {
-    return static_cast<T*>(data) + offset(b, h, t, c);
-  }
-};
 
 // The keys a query sees: [first, last). Every positional mask is one such interval per query.
 struct KeyRange {
@@ -56,7 +35,7 @@ struct Problem {
   const octet_rounding* rounding;  // null: the precision's own
 
   int64_t batch, heads, kv_heads, tokens_q, tokens_k, dim, dim_v;
-  int64_t group() const { return heads / kv_heads; }
+  int64_t group() const { return kv_heads ? heads / kv_heads : 1; }  // heads of q per head of k and v
 
   octet_device device;
   int32_t device_index;
@@ -75,16 +54,19 @@ struct Problem {
 
   // The keys that query `i` of a sequence of n queries and m keys sees. Empty ranges have first == last.
   KeyRange keys_of(int64_t i, int64_t n, int64_t m) const;
+
+  // The keys that any of the queries [i, i + rows) sees: the hull of their ranges.
+  KeyRange keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) const;
 };
 
 // Judges the arguments. Throws Failure naming the value found and the values allowed.
 Problem validate(const octet_attention* attention, const octet_arguments* arguments);
 
-// One tensor's own consistency: size field, dtype, shape, strides, data. Shared with the quantisers.
-View validate_tensor(const octet_tensor* tensor, const char* name, bool output);
+// Refuses a workspace that lies in the memory of a tensor of the call.
+void expect_workspace_apart(const Problem& problem, const void* workspace, std::size_t bytes);
 
 // The sequences of a problem on the CPU; reads cu_seqlens. Throws Failure if they are not ascending or do not
-// end at the token counts.
+// end at the token counts. None if no output has an element.
 std::vector<Sequence> sequences(const Problem& problem);
 
 }  // namespace octet

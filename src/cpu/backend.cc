@@ -35,12 +35,12 @@ struct Work {
   std::vector<Block> query_blocks, key_tiles;
   Job job;
 
-  Work(const Problem& p, unsigned threads, void* workspace) : sequences(octet::sequences(p)) {
+  Work(const Problem& p, int64_t block_rows, unsigned threads, void* workspace) : sequences(octet::sequences(p)) {
     int64_t first_tile = 0;
     for (int64_t n = 0; n < static_cast<int64_t>(sequences.size()); ++n) {
       const Sequence& seq = sequences[n];
       for (int64_t h = 0; h < p.heads; ++h)
-        for (int64_t b = blocks_of(seq.q_tokens, kQueries); b-- > 0;) query_blocks.push_back({n, h, b * kQueries, first_tile});
+        for (int64_t b = blocks_of(seq.q_tokens, block_rows); b-- > 0;) query_blocks.push_back({n, h, b * block_rows, first_tile});
       const int64_t tiles = blocks_of(seq.k_tokens, kKeys);
       for (int64_t t = 0; t < tiles; ++t)
         for (int64_t g = 0; g < p.kv_heads; ++g) key_tiles.push_back({n, g, t * kKeys, first_tile});
@@ -51,8 +51,11 @@ struct Work {
   }
 };
 
-// Threads are bounded by the blocks of queries, which validate() knows without reading cu_seqlens.
-unsigned threads_of(const Problem& p) { return thread_count(p.threads, tiles_bound(p, p.tokens_q, kQueries) * p.heads); }
+// Queries per block of work.
+int64_t block_rows(const Problem& p) { return p.pass == OCTET_FORWARD ? kernels().forward_block_rows(p) : kMaxBlockRows; }
+
+// At most one thread for each block of queries; known without reading cu_seqlens.
+unsigned threads_of(const Problem& p) { return thread_count(p.threads, tiles_bound(p, p.tokens_q, block_rows(p)) * p.heads); }
 
 std::optional<std::string> unavailable() { return std::nullopt; }
 
@@ -64,7 +67,7 @@ std::optional<std::string> objection(const Problem& p) {
 }
 
 std::string kernel(const Problem& p) {
-  return text(octet::name(p.pass), ' ', octet::name(p.precision), ", ", name(chosen()), ", ", kQueries, " x ", kKeys, " tiles, ", threads_of(p), " threads");
+  return text(octet::name(p.pass), ' ', octet::name(p.precision), ", ", name(chosen()), ", ", block_rows(p), " x ", kKeys, " tiles, ", threads_of(p), " threads");
 }
 
 std::size_t workspace_size(const Problem& p) {
@@ -76,7 +79,7 @@ std::size_t workspace_size(const Problem& p) {
 }
 
 void run(const Problem& p, Bytes workspace, void*) {
-  const Work work(p, threads_of(p), workspace.data);
+  const Work work(p, block_rows(p), threads_of(p), workspace.data);
   switch (p.pass) {
     case OCTET_FORWARD: return kernels().forward(work.job);
     case OCTET_BACKWARD: return kernels().backward(work.job);

@@ -1,11 +1,16 @@
 // Forward attention: online softmax (FlashAttention-2, arXiv 2307.08691, Algorithm 1) over tiles of kKeys keys.
 //
-// A task owns kQueries queries of one head. For each key tile:
+// A task owns a block of queries of one head. For each key tile:
 //   s = q k^T                        matmul, int32 or float
 //   m' = max(m, rowmax(s)),  p = exp(s - m'),  alpha = exp(m - m')
 //   l = alpha l + rowsum(p)
-//   o = alpha o + p v                matmul; with 8-bit P through an int32 tile and a scale per row
+//   o = alpha o + p v                matmul; 8-bit P: through int32, with a scale per row
 // and at the end o / l, lse = m + ln l. The maximum is subtracted before scaling, so the largest p is exactly 1.
+//
+// With tile instructions the loop is a pipeline: while the rows of tile t go through the softmax, the logits of tile
+// t + 1 and the product of tile t - 1 with V are computed, a group of rows and a group of columns at a time. Tile
+// instructions start slowly after half a microsecond without any (measured: 160 ns of work takes 470 ns), so they are
+// spread evenly.
 #pragma once
 #include <cmath>
 
@@ -14,161 +19,240 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Scratch memory of one thread.
+// Rows of a block of queries: a multiple of the rows that the inner loop of the engine takes at a time (16, 6), as many
+// as keep q, s, p and o in the nearest cache.
+template <class Qk>
+constexpr int64_t kBlockRows = Qk::kTiles ? 32 : 96;
+
+// Scratch memory of one thread; in a pipeline, two of what tiles t and t + 1 use at the same time.
 template <class Qk, class Pv>
 struct ForwardScratch {
-  Word* q;                // [kQueries][k_words]
-  typename Qk::Sum* s;    // [kQueries][kKeys]
-  typename Pv::Element* p;  // [kQueries][p_stride]
-  typename Pv::Sum* pv;   // [kQueries][columns], 8-bit P only
-  float* o;               // [kQueries][columns]
-  int64_t p_stride;
+  static constexpr int64_t kRows = kBlockRows<Qk>;
+  // Groups of rows and columns that a step of the pipeline is cut into.
+  static constexpr bool kPipelined = Qk::kTiles || Pv::kTiles;
+  static constexpr int64_t kGroups = kPipelined ? 4 : 1;
+  // Without a pipeline, P may take the place of the logits it comes from.
+  static constexpr bool kInPlace = !kPipelined && std::is_same_v<typename Qk::Sum, typename Pv::Element>;
 
-  static ForwardScratch carve(const KeySide& side, bool through_tile, Carver& carve) {
+  Word* q;                     // [kRows][k_words]
+  typename Qk::Sum* s[2];      // [kRows][kKeys]
+  typename Pv::Element* p[2];  // [kRows][p_stride]
+  typename Pv::Sum* strip;     // [kRows][strip_columns] of P V, 8-bit P only
+  float* o;                    // [kRows][columns]
+  int64_t p_stride, strip_columns;
+
+  static ForwardScratch carve(const KeySide& side, bool through_strip, Carver& carve) {
     ForwardScratch t;
     t.p_stride = padded<Pv>(kKeys);
-    t.q = carve.take<Word>(kQueries * side.k_words);
-    t.s = carve.take<typename Qk::Sum>(kQueries * kKeys);
-    t.p = carve.take<typename Pv::Element>(kQueries * t.p_stride);
-    t.pv = through_tile ? carve.take<typename Pv::Sum>(kQueries * side.v_columns) : nullptr;
-    t.o = carve.take<float>(kQueries * side.v_columns);
+    t.strip_columns = (side.v_columns / kGroups + 15) / 16 * 16;
+    t.q = carve.take<Word>(kRows * side.k_words);
+    t.strip = through_strip ? carve.take<typename Pv::Sum>(kRows * t.strip_columns) : nullptr;
+    t.o = carve.take<float>(kRows * side.v_columns);
+    for (int i = 0; i < (kPipelined ? 2 : 1); ++i) {
+      t.s[i] = carve.take<typename Qk::Sum>(kRows * kKeys);
+      if constexpr (kInPlace) t.p[i] = t.s[i];
+      else t.p[i] = carve.take<typename Pv::Element>(kRows * t.p_stride);
+    }
     return t;
   }
 };
 
-// Softmax state of the rows of a task.
+// Softmax state of the rows of a block.
+template <int64_t rows>
 struct RowState {
-  alignas(64) float l[kQueries][kLanes];  // partial sums
-  float m[kQueries];
-  float unit[kQueries];      // logit * log2(e) per unit of x
-  float to_logit[kQueries];  // logit per unit of sum * k_scale
-  float alpha[kQueries];
-  float p_step[kQueries];    // 8-bit P: o += p_step * tile
+  alignas(64) float l[rows][kLanes];  // partial sums
+  float m[rows];
+  float unit[rows];        // logit * log2(e) per unit of x
+  float to_logit[rows];    // logit per unit of sum * k_scale
+  float alpha[2][rows];    // of tiles t and t + 1
+  float p_step[2][rows];   // 8-bit P: o += p_step * product
 };
 
+// Codes of a row of P with its largest at `top`; returns their step.
+template <class Pv>
+OCTET_INLINE float quantize_p(Vf (&p)[kVectors], float largest, float top, typename Pv::Element* out) {
+  const float inverse = largest > 0.f ? top / largest : 0.f;
+  for (int v = 0; v < kVectors; ++v) p[v] *= inverse;
+  store_u8<Pv>(p, out);
+  return largest * (1.f / top);
+}
+
 // One row of a tile: from logits to P. Leaves alpha and p_step for the accumulator.
-template <class Pv, PFormat format, bool partial, class Sum>
-OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const Sum* s, const TileRow& row, const float* v_scale, int i, RowState& state,
-                              typename Pv::Element* p_out) {
+template <class Qk, class Pv, PFormat format, bool partial>
+OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typename Qk::Sum* s, const TileRow& row, const float* v_scale, int i,
+                              int parity, RowState<kBlockRows<Qk>>& state, typename Pv::Element* p_out) {
+  constexpr int degree = exp2_degree(format);
   Vf x[kVectors];
-  load_logits<partial>(s, row, state.to_logit[i], x);
+  load_logits<partial, kBias<Qk> != 0>(s, row, state.to_logit[i], x);
   float m = largest_of(x);
   if (plan.beta) m = shifted_maximum(x, m, beta, state.to_logit[i]);
-  const float old = state.m[i];
-  m = m > old ? m : old;
-  state.m[i] = m;
-  const float base = m == kMinusInfinity ? 0.f : m;
-  const float unit = state.unit[i];
-  const float alpha = m > old ? scalar_exp2((old - base) * unit) : 1.f;
-  state.alpha[i] = alpha;
-
-  Vf l{};
-  if constexpr (format != PFormat::u8) {
-    for (int v = 0; v < kVectors; ++v) {
-      const Vf p = exp2((x[v] - base) * unit);
-      const Vf rounded = store_p<Pv, format>(p, plan.p_top, p_out + v * kLanes);
-      l += plan.l_from_p ? rounded : format == PFormat::e4m3 ? p * plan.p_top : p;
-    }
+  const float old = state.m[i], unit = state.unit[i];
+  float alpha = 1.f;
+  if (m > old) {
+    alpha = scalar_exp2<degree>((old - m) * unit);
+    state.m[i] = m;
   } else {
-    Vf top{};
+    m = old;
+  }
+  state.alpha[parity][i] = alpha;
+  const float base = m == kMinusInfinity ? 0.f : m;
+
+  Vf p[kVectors];
+  for (int v = 0; v < kVectors; ++v) p[v] = exp2<degree>((x[v] - base) * unit);
+  Vf l;
+  if constexpr (format == PFormat::u8) {
+    l = add_up(p);
     for (int v = 0; v < kVectors; ++v) {
-      const Vf p = exp2((x[v] - base) * unit);
-      l += p;
-      x[v] = p * load(v_scale + v * kLanes);
-      if constexpr (partial) x[v] = p == Vf{} ? p : x[v];
-      top = max(x[v], top);
+      x[v] = p[v] * load(v_scale + v * kLanes);
+      if constexpr (partial) x[v] = p[v] == Vf{} ? p[v] : x[v];
     }
-    const float largest = reduce_max(top);
-    const Step step = step_of(largest, plan.p_top);
-    state.p_step[i] = step.step;
-    for (int v = 0; v < kVectors; ++v) store_u8<Pv>(x[v] * step.inverse, p_out + v * kLanes);
+    state.p_step[parity][i] = quantize_p<Pv>(x, largest_of(x), plan.p_top, p_out);
+  } else {
+    const Vf un_rounded = add_up(p) * (format == PFormat::e4m3 ? plan.p_top : 1.f);
+    store_p<Pv, format>(p, plan.p_top, p_out);
+    l = plan.l_from_p ? add_up(p) : un_rounded;
   }
   store(state.l[i], load(state.l[i]) * alpha + l);
 }
 
-// Multiplies row i of o by alpha; adds the 8-bit product, dequantised, if there is one.
-template <class Sum>
-OCTET_INLINE void scale_row(float* o, const Sum* pv, float alpha, float step, int64_t columns) {
-  if (pv) {
-    for (int64_t c = 0; c < columns; c += kLanes) store(o + c, load(o + c) * alpha + to_float(load(pv + c)) * step);
-  } else if (alpha != 1.f) {
-    for (int64_t c = 0; c < columns; c += kLanes) store(o + c, load(o + c) * alpha);
+// The same for 8-bit P and a tile that all of the row sees, with the maximum of earlier tiles: P gets a scale of its own
+// in every tile, so m only has to keep p in the range of floats. False, with nothing changed, if it does not.
+template <class Qk, class Pv>
+OCTET_INLINE bool softmax_row_lazily(const ForwardPlan& plan, const typename Qk::Sum* s, const TileRow& row, const float* v_scale, int i, int parity,
+                                     RowState<kBlockRows<Qk>>& state, typename Pv::Element* p_out) {
+  constexpr float kRange = 0x1p60f;
+  const float unit = state.unit[i], shift = state.m[i] * unit;
+  Vf x[kVectors], p[kVectors];
+  load_logits<false, kBias<Qk> != 0>(s, row, 1.f, x);
+  for (int v = 0; v < kVectors; ++v) {
+    p[v] = exp2<kExp2For8Bits>(x[v] * unit - shift);
+    x[v] = p[v] * load(v_scale + v * kLanes);
   }
+  const Vf l = add_up(p);
+  const float largest = largest_of(x);
+  if (!(largest < kRange && reduce_is_finite(l))) return false;
+  state.alpha[parity][i] = 1.f;
+  state.p_step[parity][i] = quantize_p<Pv>(x, largest, plan.p_top, p_out);
+  store(state.l[i], load(state.l[i]) + l);
+  return true;
+}
+
+// o = alpha o + step product, for one row of a strip of columns.
+template <class Sum>
+OCTET_INLINE void add_product(float* o, const Sum* product, float alpha, float step, int64_t columns) {
+  for (int64_t c = 0; c < columns; c += kLanes) store(o + c, load(o + c) * alpha + to_float(load(product + c)) * step);
+}
+
+OCTET_INLINE void scale_row(float* o, float alpha, int64_t columns) {
+  for (int64_t c = 0; c < columns; c += kLanes) store(o + c, load(o + c) * alpha);
 }
 
 template <class Qk, class Pv, PFormat format>
 struct Forward {
-  static constexpr bool kThroughTile = format == PFormat::u8;
+  using Scratch = ForwardScratch<Qk, Pv>;
+  static constexpr int64_t kRows = Scratch::kRows, kGroups = Scratch::kGroups;
 
   const Problem& p;
   const ForwardPlan& plan;
   const KeySide& side;
   const Signs& signs;
-  ForwardScratch<Qk, Pv> scratch;
-  RowState state;
+  Scratch scratch;
+  RowState<kRows> state;
 
   void run(const Sequence& seq, const Block& block) {
     const int64_t h = block.head, token = block.token;
-    const int64_t rows = seq.q_tokens - token < kQueries ? seq.q_tokens - token : kQueries;
+    const int64_t rows = seq.q_tokens - token < kRows ? seq.q_tokens - token : kRows;
     const int64_t g = h / p.group();
     start(seq, h, token, rows);
 
-    KeyRange keys = p.keys_of(token, seq.q_tokens, seq.k_tokens);
-    const KeyRange last_keys = p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens);
-    keys.first = keys.first < last_keys.first ? keys.first : last_keys.first;
-    keys.last = keys.last > last_keys.last ? keys.last : last_keys.last;
-    if (keys.first < keys.last)
-      for (int64_t tile = keys.first / kKeys; tile * kKeys < keys.last; ++tile) {
-        const int64_t index = (block.first_tile + tile) * p.kv_heads + g;
-        matmul<Qk, false>(scratch.q, {side.k_words, 1}, side.k + index * side.k_words * kKeys, kKeys, scratch.s, kKeys, rows, kKeys, side.k_words);
-        softmax_tile(seq, h, token, rows, tile, index);
-        accumulate(rows, index);
+    const KeyRange keys = p.keys_of_block(token, rows, seq.q_tokens, seq.k_tokens);
+    const int64_t first = keys.first / kKeys, last = keys.first < keys.last ? (keys.last + kKeys - 1) / kKeys : first;
+    const auto index = [&](int64_t tile) { return (block.first_tile + tile) * p.kv_heads + g; };
+    if constexpr (Scratch::kPipelined) {
+      if (first < last)
+        for (int64_t group = 0; group < kGroups; ++group) logits(index(first), rows, group, 0);
+      for (int64_t tile = first; tile <= last && first < last; ++tile) {
+        const int parity = static_cast<int>(tile - first) & 1;
+        for (int64_t group = 0; group < kGroups; ++group) {
+          if (tile < last) softmax_rows(seq, h, token, rows, group, tile, index(tile), parity);
+          if (tile + 1 < last) logits(index(tile + 1), rows, group, 1 - parity);
+          if (tile > first) accumulate(index(tile - 1), rows, group, 1 - parity);
+        }
       }
+    } else {
+      for (int64_t tile = first; tile < last; ++tile) {
+        logits(index(tile), rows, 0, 0);
+        softmax_rows(seq, h, token, rows, 0, tile, index(tile), 0);
+        accumulate(index(tile), rows, 0, 0);
+      }
+    }
     finish(seq, h, token, rows, block.sequence * p.kv_heads + g);
   }
 
   void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows) {
-    float steps[kQueries];
-    pack_queries<Qk>(p, plan, seq, h, token, rows, signs, scratch.q, side.k_words, steps);
-    for (int64_t i = 0; i < kQueries; ++i) {
+    float steps[kRows];
+    pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, scratch.q, side.k_words, steps);
+    for (int64_t i = 0; i < kRows; ++i) {
       state.m[i] = kMinusInfinity;
       state.to_logit[i] = steps[i] * p.scale;
       state.unit[i] = p.mask.present() ? kLog2e : state.to_logit[i] * kLog2e;
     }
     std::memset(state.l, 0, sizeof state.l);
-    std::memset(scratch.o, 0, sizeof(float) * kQueries * side.v_columns);
-    std::memset(scratch.p, 0, sizeof *scratch.p * kQueries * scratch.p_stride);
+    std::memset(scratch.o, 0, sizeof(float) * kRows * side.v_columns);
+    for (int i = 0; i < (Scratch::kPipelined ? 2 : 1); ++i) std::memset(scratch.p[i], 0, sizeof *scratch.p[i] * kRows * scratch.p_stride);
   }
 
-  void softmax_tile(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t tile, int64_t index) {
+  // A group of columns of q k^T.
+  void logits(int64_t index, int64_t rows, int64_t group, int parity) {
+    constexpr int64_t columns = kKeys / kGroups;
+    matmul<Qk, false>(scratch.q, {side.k_words, 1}, side.k + index * side.k_words * kKeys + group * columns, kKeys,
+                      scratch.s[parity] + group * columns, kKeys, rows, columns, side.k_words);
+  }
+
+  // A group of rows of a tile, from logits to P.
+  void softmax_rows(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t group, int64_t tile, int64_t index, int parity) {
     const int64_t key = tile * kKeys;
     TileRow row{side.k_scale ? side.k_scale + index * kKeys : nullptr, side.k_correction ? side.k_correction + index * kKeys : nullptr, 0, 0,
                 nullptr, p.mask.dtype, p.mask.stride[3]};
     const float* v_scale = side.v_scale ? side.v_scale + index * kKeys : nullptr;
-    for (int64_t i = 0; i < rows; ++i) {
-      const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
-      row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
-      row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
-      const auto* s = scratch.s + i * kKeys;
-      auto* out = scratch.p + i * scratch.p_stride;
-      if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
-      if (row.first > 0 || row.last < kKeys || row.mask)
-        softmax_row<Pv, format, true>(plan, p.beta, s, row, v_scale, static_cast<int>(i), state, out);
-      else
-        softmax_row<Pv, format, false>(plan, p.beta, s, row, v_scale, static_cast<int>(i), state, out);
+    const int64_t begin = group * (kRows / kGroups), end = begin + kRows / kGroups < rows ? begin + kRows / kGroups : rows;
+    if (begin >= end) return;
+    const bool all_seen = !p.mask.present() && p.keys_of(token + end - 1, seq.q_tokens, seq.k_tokens).first <= key &&
+                          p.keys_of(token + begin, seq.q_tokens, seq.k_tokens).last >= key + kKeys;
+    for (int64_t i = begin; i < end; ++i) {
+      const auto* s = scratch.s[parity] + i * kKeys;
+      auto* out = scratch.p[parity] + i * scratch.p_stride;
+      const int r = static_cast<int>(i);
+      if (all_seen) {
+        if constexpr (format == PFormat::u8)
+          if (state.m[i] != kMinusInfinity && softmax_row_lazily<Qk, Pv>(plan, s, row, v_scale, r, parity, state, out)) continue;
+        softmax_row<Qk, Pv, format, false>(plan, p.beta, s, row, v_scale, r, parity, state, out);
+      } else {
+        const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
+        row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
+        row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
+        if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
+        softmax_row<Qk, Pv, format, true>(plan, p.beta, s, row, v_scale, r, parity, state, out);
+      }
     }
   }
 
-  void accumulate(int64_t rows, int64_t index) {
-    const Word* v = side.v + index * side.v_words * side.v_columns;
-    const int64_t columns = side.v_columns;
+  // A group of columns of o = alpha o + P V.
+  void accumulate(int64_t index, int64_t rows, int64_t group, int parity) {
+    const int64_t columns = side.v_columns, first = group * scratch.strip_columns;
+    if (first >= columns) return;
+    const int64_t n = columns - first < scratch.strip_columns ? columns - first : scratch.strip_columns;
+    const Word* v = side.v + index * side.v_words * columns + first;
     const Strides p_strides{scratch.p_stride / Pv::kPerWord, 1};
-    if constexpr (kThroughTile) {
-      matmul<Pv, false>(scratch.p, p_strides, v, columns, scratch.pv, columns, rows, columns, side.v_words);
-      for (int64_t i = 0; i < rows; ++i) scale_row(scratch.o + i * columns, scratch.pv + i * columns, state.alpha[i], state.p_step[i], columns);
+    float* o = scratch.o + first;
+    if constexpr (format == PFormat::u8) {
+      matmul<Pv, false>(scratch.p[parity], p_strides, v, columns, scratch.strip, scratch.strip_columns, rows, n, side.v_words);
+      for (int64_t i = 0; i < rows; ++i)
+        add_product(o + i * columns, scratch.strip + i * scratch.strip_columns, state.alpha[parity][i], state.p_step[parity][i], n);
     } else {
-      for (int64_t i = 0; i < rows; ++i) scale_row<float>(scratch.o + i * columns, nullptr, state.alpha[i], 0.f, columns);
-      matmul<Pv, true>(scratch.p, p_strides, v, columns, scratch.o, columns, rows, columns, side.v_words);
+      for (int64_t i = 0; i < rows; ++i)
+        if (state.alpha[parity][i] != 1.f) scale_row(o + i * columns, state.alpha[parity][i], n);
+      matmul<Pv, true>(scratch.p[parity], p_strides, v, columns, o, columns, rows, n, side.v_words);
     }
   }
 
@@ -231,6 +315,7 @@ void pack_keys(const Job& job, const ForwardPlan& plan, const Signs& signs, cons
     });
   parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
     const Block& block = job.key_tiles[task];
+    const FlushDenormals flush;
     pack_key_tile<Qk, Pv>(p, plan, job.sequences[block.sequence], block, signs, side);
   });
 }
@@ -247,6 +332,7 @@ void forward_as(const Job& job, const ForwardPlan& plan) {
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
     const Block& block = job.query_blocks[task];
     Carver own(scratch + thread * scratch_bytes);
+    const FlushDenormals flush;
     configure_tiles();
     Forward<Qk, Pv, format> forward{p, plan, side, signs, ForwardScratch<Qk, Pv>::carve(side, format == PFormat::u8, own), {}};
     forward.run(job.sequences[block.sequence], block);
@@ -259,7 +345,7 @@ template <class Body>
 auto with_engines(const ForwardPlan& plan, Body&& body) {
   const bool int8 = plan.qk == OCTET_I8;
   switch (plan.p) {
-    case PFormat::u8: return body.template operator()<Int8, Int8, PFormat::u8>();
+    case PFormat::u8: return body.template operator()<Int8, UInt8, PFormat::u8>();
     case PFormat::e4m3:
       return int8 ? body.template operator()<Int8, Bf16, PFormat::e4m3>() : body.template operator()<Bf16, Bf16, PFormat::e4m3>();
     case PFormat::bf16: return body.template operator()<Bf16, Bf16, PFormat::bf16>();
@@ -272,6 +358,10 @@ auto with_engines(const ForwardPlan& plan, Body&& body) {
 inline std::size_t forward_workspace(const Problem& p, unsigned threads) {
   const ForwardPlan plan = forward_plan(p);
   return with_engines(plan, [&]<class Qk, class Pv, PFormat format>() { return forward_workspace_as<Qk, Pv, format>(p, plan, threads); });
+}
+
+inline int64_t forward_block_rows(const Problem& p) {
+  return with_engines(forward_plan(p), []<class Qk, class Pv, PFormat format>() { return kBlockRows<Qk>; });
 }
 
 inline void forward(const Job& job) {

@@ -9,7 +9,7 @@ namespace octet::cpu {
 
 extern const Kernels OCTET_TABLE(OCTET_ISA);
 const Kernels OCTET_TABLE(OCTET_ISA) = {
-    OCTET_ISA::forward_workspace, OCTET_ISA::forward, nullptr, nullptr, nullptr, nullptr,
+    OCTET_ISA::forward_block_rows, OCTET_ISA::forward_workspace, OCTET_ISA::forward, nullptr, nullptr, nullptr, nullptr,
 };
 
 }  // namespace octet::cpu

@@ -10,6 +10,37 @@ namespace octet::cpu::OCTET_ISA {
 
 constexpr int64_t kMaxDim = 256;
 
+// octet::hadamard, vectorised: the same operations in the same order. Steps within a vector exchange lanes.
+template <int half>
+OCTET_INLINE Vf butterfly(Vf x) {
+  const Vi lanes = iota();
+  const Vf partner = __builtin_shuffle(x, lanes ^ half);
+  return partner + ((lanes & half) != 0 ? -x : x);
+}
+
+inline void hadamard_row(float* x, const float* signs, int64_t dim) {
+  const int64_t block = hadamard_block(dim), padded = padded_columns(dim);
+  for (int64_t c = 0; c < padded; c += kLanes) {
+    Vf y = load(x + c) * load(signs + c);
+    if (block > 1) y = butterfly<1>(y);
+    if (block > 2) y = butterfly<2>(y);
+    if constexpr (kLanes > 4)
+      if (block > 4) y = butterfly<4>(y);
+    if constexpr (kLanes > 8)
+      if (block > 8) y = butterfly<8>(y);
+    store(x + c, y);
+  }
+  for (int64_t half = kLanes; half < block; half *= 2)
+    for (int64_t start = 0; start < dim; start += 2 * half)
+      for (int64_t c = start; c < start + half; c += kLanes) {
+        const Vf a = load(x + c), b = load(x + c + half);
+        store(x + c, a + b);
+        store(x + c + half, a - b);
+      }
+  const float norm = 1.f / __builtin_sqrtf(static_cast<float>(block));
+  for (int64_t c = 0; c < padded; c += kLanes) store(x + c, load(x + c) * norm);
+}
+
 // NaN if any is.
 OCTET_INLINE float row_amax(const float* x, int64_t n) {
   Vf largest{}, poison{};
@@ -85,7 +116,7 @@ struct Signs {
   float sign[kMaxDim];
   Signs(const View& q, int64_t dim) {
     const uint64_t seed = q.quantization ? q.quantization->hadamard_seed : kHadamardSeed;
-    for (int64_t c = 0; c < dim; ++c) sign[c] = hadamard_sign(seed, c);
+    for (int64_t c = 0; c < kMaxDim; ++c) sign[c] = c < dim ? hadamard_sign(seed, c) : 0.f;
   }
 };
 
@@ -208,7 +239,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   } else {
     for (int64_t r = 0; r < valid; ++r) {
       if (plan.smooth_k) subtract(rows + r * width, s.k_mean + side * kMaxDim, p.dim);
-      if (plan.hadamard) hadamard(rows + r * width, signs.sign, p.dim);
+      if (plan.hadamard) hadamard_row(rows + r * width, signs.sign, p.dim);
     }
     quantize_rows(plan.qk, plan.k_group, rows, valid, width, steps);
   }
@@ -261,32 +292,34 @@ inline float group_amax(const Problem& p, const Sequence& seq, int64_t h, int64_
   return largest;
 }
 
-// Prepares kQueries rows of q from `token` on (a multiple of kQueries): A words, and the step of each row (1 without
+// Prepares `count` rows of q from `token` on, `valid` of them in the sequence: A words, and the step of each row (1 without
 // scales, and for rows of zeros, so that it can be divided by and multiplied with infinities).
 template <class Qk>
-void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token, int64_t valid,
+void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token, int64_t valid, int64_t count,
                   const Signs& signs, Word* q, int64_t words, float* steps) {
-  alignas(64) float rows[kQueries * kMaxDim];
+  alignas(64) float rows[kMaxBlockRows * kMaxDim];
   const int64_t width = padded<Qk>(padded_columns(p.dim));
-  for (int64_t r = 0; r < kQueries; ++r) steps[r] = 1.f;
-  load_rows(p.q, seq.batch, h, seq.q_first + token, valid, kQueries, width, rows);
+  Step step{};
+  for (int64_t r = 0; r < count; ++r) steps[r] = 1.f;
+  load_rows(p.q, seq.batch, h, seq.q_first + token, valid, count, width, rows);
   if (p.q.quantization) {
     for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.q, seq.batch, h, seq.q_first + token + r);
   } else {
     if (plan.hadamard)
-      for (int64_t r = 0; r < valid; ++r) hadamard(rows + r * width, signs.sign, p.dim);
-    if (plan.q_group <= kQueries) {
+      for (int64_t r = 0; r < valid; ++r) hadamard_row(rows + r * width, signs.sign, p.dim);
+    if (plan.q_group <= 1) {
       quantize_rows(plan.qk, plan.q_group, rows, valid, width, steps);
     } else {
-      const Step step = step_of(group_amax(p, seq, h, token / plan.q_group * plan.q_group, plan.q_group), largest_code(plan.qk));
       for (int64_t r = 0; r < valid; ++r) {
+        const int64_t first = (token + r) / plan.q_group * plan.q_group;
+        if (r == 0 || first == token + r) step = step_of(group_amax(p, seq, h, first, plan.q_group), largest_code(plan.qk));
         round_row_to(plan.qk, step.inverse, rows + r * width, width);
         steps[r] = step.step;
       }
     }
   }
   for (int64_t r = 0; r < valid; ++r) steps[r] = steps[r] > 0.f || steps[r] != steps[r] ? steps[r] : 1.f;
-  for (int64_t r = 0; r < kQueries; ++r) encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * words);
+  for (int64_t r = 0; r < count; ++r) encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * words);
 }
 
 // q.mean for the true q and the mean that smoothing took from k, in double.
@@ -297,7 +330,7 @@ inline double dot_with_mean(const Problem& p, const Sequence& seq, int64_t h, in
   double scale = 1.0;
   if (p.q.quantization) {
     scale = given_scale(p.q, seq.batch, h, token);
-    if (p.q.quantization->hadamard_seed) hadamard(mean, signs.sign, p.dim);
+    if (p.q.quantization->hadamard_seed) hadamard_row(mean, signs.sign, p.dim);
   }
   double sum = 0;
   for (int64_t c = 0; c < p.dim; ++c) sum += static_cast<double>(q[c]) * mean[c];

@@ -35,8 +35,8 @@ struct ForwardPlan {
 
 ForwardPlan forward_plan(const Problem& problem);
 
-constexpr int64_t kQueries = 64;  // queries per block
-constexpr int64_t kKeys = 64;     // keys per tile
+constexpr int64_t kKeys = 64;          // keys per tile
+constexpr int64_t kMaxBlockRows = 96;  // queries per block, at most
 
 // A block of queries or a tile of keys of one head: the unit of work.
 struct Block {
@@ -83,6 +83,7 @@ inline int64_t tiles_bound(const Problem& p, int64_t tokens, int64_t tile) {
 
 // The kernels of one instruction set.
 struct Kernels {
+  int64_t (*forward_block_rows)(const Problem&);
   std::size_t (*forward_workspace)(const Problem&, unsigned threads);
   void (*forward)(const Job&);
   std::size_t (*backward_workspace)(const Problem&, unsigned threads);

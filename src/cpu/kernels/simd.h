@@ -73,6 +73,17 @@ OCTET_INLINE float reduce_max(Vf x) {
 #endif
 }
 
+// Whether no lane is infinite or NaN.
+OCTET_INLINE bool reduce_is_finite(Vf x) {
+#if defined(__AVX512F__)
+  return !_mm512_fpclass_ps_mask(x, 0x99);
+#else
+  for (int i = 0; i < kLanes; ++i)
+    if (!(__builtin_fabsf(x[i]) < __builtin_inff())) return false;
+  return true;
+#endif
+}
+
 OCTET_INLINE float reduce_add(Vf x) {
   float lanes[kLanes];
   std::memcpy(lanes, &x, sizeof x);
@@ -88,22 +99,72 @@ OCTET_INLINE Vi iota() {
   return x;
 }
 
-// 2^x to a relative 1e-7: exactly 1 at 0, exactly 0 below -126, NaN for NaN. x <= 127.
-// x = n + f with |f| <= 1/2; 2^f by a minimax polynomial with p(0) = 1, 2^n by the exponent field.
+// While it lives, this thread treats numbers below 2^-126 as zero, as the GPU's exponential does: probabilities that
+// small weigh nothing, but would take a hundred times longer to multiply.
+class FlushDenormals {
+ public:
+#ifdef __x86_64__
+  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(saved_); }
+  FlushDenormals(const FlushDenormals&) = delete;
+
+ private:
+  unsigned saved_;
+#endif
+};
+
+// Relative error of exp2<degree>: 9e-5, 3e-6, 1e-7.
+enum Exp2Degree { kExp2For8Bits = 3, kExp2For16Bits = 4, kExp2For32Bits = 6 };
+
+// 2^x for x <= 127: exactly 1 at 0, 0 far below -126, NaN for NaN. x = n + f; 2^f by a minimax polynomial with
+// p(0) = 1, 2^n by the exponent field.
+#if defined(__AVX512F__)
+// f in [0, 1)
+template <int degree = kExp2For32Bits>
+OCTET_INLINE Vf exp2(Vf x) {
+  const Vf f = _mm512_reduce_ps(x, 1);  // x - floor(x); 0 for -inf
+  Vf p;
+  if constexpr (degree == kExp2For8Bits) {
+    p = 0x1.3baac8p-4f * f + 0x1.d2376cp-3f;
+    p = p * f + 0x1.63e65cp-1f;
+  } else if constexpr (degree == kExp2For16Bits) {
+    p = 0x1.b7f75cp-7f * f + 0x1.abf85p-5f;
+    p = p * f + 0x1.ee2456p-3f;
+    p = p * f + 0x1.62d6c6p-1f;
+  } else {
+    p = 0x1.c54194p-13f * f + 0x1.46d64p-10f;
+    p = p * f + 0x1.3d0b94p-7f;
+    p = p * f + 0x1.c6891p-5f;
+    p = p * f + 0x1.ebfd58p-3f;
+    p = p * f + 0x1.62e42cp-1f;
+  }
+  return _mm512_scalef_ps(p * f + 1.f, x);
+}
+#else
+// f in [-1/2, 1/2]
+template <int degree = kExp2For32Bits>
 OCTET_INLINE Vf exp2(Vf x) {
   const Vf magic = splat(0x1.8p23f);
-  const Vf shifted = max(splat(-126.f), x) + magic;
-  const Vf f = max(splat(-126.f), x) - (shifted - magic);
-  Vf p = splat(0x1.41fbc2p-13f);
-  p = p * f + 0x1.5f3e5cp-10f;
-  p = p * f + 0x1.3b2d4cp-7f;
-  p = p * f + 0x1.c6aee8p-5f;
-  p = p * f + 0x1.ebfbdcp-3f;
-  p = p * f + 0x1.62e43p-1f;
+  const Vf bounded = max(splat(-126.f), x);
+  const Vf shifted = bounded + magic;
+  const Vf f = bounded - (shifted - magic);
+  Vf p;
+  if constexpr (degree <= kExp2For16Bits) {
+    p = 0x1.3a02d8p-7f * f + 0x1.c9fc6p-5f;
+    p = p * f + 0x1.ec0378p-3f;
+    p = p * f + 0x1.62e12cp-1f;
+  } else {
+    p = 0x1.41fbc2p-13f * f + 0x1.5f3e5cp-10f;
+    p = p * f + 0x1.3b2d4cp-7f;
+    p = p * f + 0x1.c6aee8p-5f;
+    p = p * f + 0x1.ebfbdcp-3f;
+    p = p * f + 0x1.62e43p-1f;
+  }
   p = p * f + 1.f;
   const Vf y = floats(bits(p) + (bits(shifted) << 23));
   return x < splat(-126.f) ? Vf{} : y;
 }
+#endif
 
 // Nearest bf16, ties to even; NaN stays NaN.
 OCTET_INLINE Vf round_bf16(Vf x) {

@@ -41,11 +41,11 @@ inline void load_mask(const TileRow& row, float* out) {
 
 // Logits of a row in units of 1 / unit: x = sum * k_scale, invisible keys -inf. With a mask tensor x = sum * k_scale *
 // to_logit + mask, and the caller's unit is 1.
-template <bool partial, class Sum>
+template <bool partial, bool correct, class Sum>
 OCTET_INLINE void load_logits(const Sum* s, const TileRow& row, float to_logit, Vf (&x)[kVectors]) {
   for (int v = 0; v < kVectors; ++v) {
-    if constexpr (std::is_same_v<Sum, int32_t>) x[v] = to_float(load(s + v * kLanes) + load(row.correction + v * kLanes));
-    else x[v] = load(s + v * kLanes);
+    if constexpr (correct) x[v] = to_float(load(s + v * kLanes) + load(row.correction + v * kLanes));
+    else x[v] = to_float(load(s + v * kLanes));
   }
   if (row.k_scale)
     for (int v = 0; v < kVectors; ++v) x[v] *= load(row.k_scale + v * kLanes);
@@ -71,7 +71,21 @@ OCTET_INLINE float largest_of(const Vf (&x)[kVectors]) {
   return reduce_max(m);
 }
 
-OCTET_INLINE float scalar_exp2(float x) { return exp2(splat(x))[0]; }
+template <int degree>
+OCTET_INLINE float scalar_exp2(float x) {
+  return exp2<degree>(splat(x))[0];
+}
+
+// As precise as P is going to be.
+constexpr int exp2_degree(PFormat format) {
+  switch (format) {
+    case PFormat::u8:
+    case PFormat::e4m3: return kExp2For8Bits;
+    case PFormat::bf16:
+    case PFormat::f16: return kExp2For16Bits;
+    default: return kExp2For32Bits;
+  }
+}
 
 // The shifted maximum of arXiv 2510.04212, Algorithm 1: where several logits of a tile equal a positive maximum, use
 // beta times it; a tied negative maximum becomes 0. Clamped to 20 above, or the row would underflow.
@@ -85,30 +99,52 @@ inline float shifted_maximum(const Vf (&x)[kVectors], float m, float beta, float
   return shifted < limit ? shifted : limit;
 }
 
-// Stores P of a row in the engine's elements and returns the numbers stored.
-template <class Pv, PFormat format>
-OCTET_INLINE Vf store_p(Vf p, float top, typename Pv::Element* out) {
-  if constexpr (format == PFormat::bf16) p = round_bf16(p);
-  if constexpr (format == PFormat::f16) p = round_f16(p);
-  if constexpr (format == PFormat::e4m3) p = round_e4m3(p * top);
-  if constexpr (std::is_same_v<typename Pv::Element, float>) {
-    store(out, p);
-  } else {
-#ifdef __AVX512F__
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16((__m512i)(bits(p) >> 16)));
-#endif
-  }
-  return p;
+OCTET_INLINE Vf add_up(const Vf (&x)[kVectors]) {
+  Vf sum = x[0];
+  for (int v = 1; v < kVectors; ++v) sum += x[v];
+  return sum;
 }
 
-// Whole numbers in [0, 255] as elements of the 8-bit engine.
+// Stores a row of P, rounded to the format, as elements of the engine, and leaves the numbers stored in p.
+template <class Pv, PFormat format>
+OCTET_INLINE void store_p(Vf (&p)[kVectors], float top, typename Pv::Element* out) {
+  if constexpr (std::is_same_v<typename Pv::Element, uint16_t> && format == PFormat::bf16) {
+#ifdef __AVX512BF16__
+    for (int v = 0; v < kVectors; v += 2) {
+      const __m512i pair = (__m512i)_mm512_cvtne2ps_pbh(p[v + 1], p[v]);
+      _mm512_storeu_si512(out + v * kLanes, pair);
+      p[v] = (Vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(pair)), 16);
+      p[v + 1] = (Vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(pair, 1)), 16);
+    }
+#endif
+    return;
+  }
+  for (int v = 0; v < kVectors; ++v) {
+    if constexpr (format == PFormat::bf16) p[v] = round_bf16(p[v]);
+    if constexpr (format == PFormat::f16) p[v] = round_f16(p[v]);
+    if constexpr (format == PFormat::e4m3) p[v] = round_e4m3(p[v] * top);
+    if constexpr (std::is_same_v<typename Pv::Element, float>) {
+      store(out + v * kLanes, p[v]);
+    } else {
+#ifdef __AVX512BF16__
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + v * kLanes), _mm512_cvtepi32_epi16((__m512i)(bits(p[v]) >> 16)));
+#endif
+    }
+  }
+}
+
+// Rounds a row of numbers in [0, 255] to whole ones and stores them as elements of the 8-bit engine.
 template <class Pv>
-OCTET_INLINE void store_u8(Vf p, typename Pv::Element* out) {
+OCTET_INLINE void store_u8(const Vf (&p)[kVectors], typename Pv::Element* out) {
   if constexpr (std::is_same_v<typename Pv::Element, float>) {
-    store(out, (p + splat(0x1.8p23f)) - splat(0x1.8p23f));
+    for (int v = 0; v < kVectors; ++v) store(out + v * kLanes, (p[v] + splat(0x1.8p23f)) - splat(0x1.8p23f));
   } else {
 #ifdef __AVX512F__
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm512_cvtusepi32_epi8(_mm512_cvtps_epi32(p)));
+    // The packs interleave the 128-bit lanes of their operands; the permutation puts the words back in order.
+    const auto whole = [&](int v) { return _mm512_cvtps_epi32(p[v]); };
+    const __m512i bytes = _mm512_packus_epi16(_mm512_packs_epi32(whole(0), whole(1)), _mm512_packs_epi32(whole(2), whole(3)));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, bytes));
 #endif
   }
 }

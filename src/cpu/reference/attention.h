@@ -1,0 +1,48 @@
+// Unfused attention of one head in float64, with a recipe's roundings. With Recipe{} it is exact:
+//   s = scale q k^T + bias     lse_i = log sum_j exp(s_ij)     p = exp(s - lse)     o = p v
+//   dp = do v^T   delta_i = sum_j p_ij dp_ij   ds = p (dp - delta)   dq = scale ds k   dk = scale ds^T q   dv = p^T do
+//   ts = scale (tq k^T + q tk^T)   to_i = sum_j p_ij (ts_ij - sum_l p_il ts_il) v_j + sum_j p_ij tv_j
+// Sums over keys run over those that a query sees, by index; the others are never touched.
+#pragma once
+#include "cpu/reference/matrix.h"
+#include "cpu/reference/recipe.h"
+
+namespace octet::reference {
+
+// One head of one sequence: n queries, m keys.
+struct Head {
+  Matrix q, k, v;               // [n d] [m d] [m e]
+  double scale = 1.0;
+  std::vector<KeyRange> keys{};   // of each query
+  std::vector<bool> hidden{};     // [n m] keys within the range that are not seen; empty: none
+  Matrix bias{};                  // [n m] added to the logits; empty: none
+
+  bool sees(int64_t i, int64_t j) const {
+    const KeyRange& range = keys[static_cast<std::size_t>(i)];
+    return j >= range.first && j < range.last && (hidden.empty() || !hidden[static_cast<std::size_t>(i * k.rows + j)]);
+  }
+};
+
+struct Output {
+  Matrix o;                 // [n e], rounded only if the recipe has a point for it
+  std::vector<double> lse;  // [n], natural, of the logits as the recipe rounds them; -inf: no key seen
+  Matrix o_exact;           // o before its rounding point
+};
+Output forward(const Head& head, const Recipe& recipe);
+
+struct Gradients {
+  Matrix dq, dk, dv;
+};
+// `o`, `lse`: what the forward pass left, o with or without the residual as recipe.backward.exact_o says.
+Gradients backward(const Head& head, const Matrix& o, const std::vector<double>& lse, const Matrix& do_, const Recipe& recipe);
+
+struct Tangents {
+  Matrix q, k, v;
+};
+struct JvpOutput {
+  Output primal;
+  Matrix to;
+};
+JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe);
+
+}  // namespace octet::reference

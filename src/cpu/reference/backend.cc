@@ -1,0 +1,198 @@
+// The oracle as a backend: reads a problem's tensors into float64 matrices, one head of one sequence at a time, runs the
+// problem's recipe on them and stores what comes out. It may use the heap; nothing here is fast.
+#include "core/backend.h"
+
+#include <octet/formats.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/error.h"
+#include "core/names.h"
+#include "cpu/parallel.h"
+#include "cpu/reference/attention.h"
+#include "cpu/reference/operands.h"
+
+namespace octet {
+namespace reference {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+double element(const View& x, int64_t b, int64_t h, int64_t t, int64_t c) { return load(x.dtype, x.data, x.offset(b, h, t, c)); }
+
+// Tokens [first, first + count) of one head, as numbers.
+Matrix load_tokens(const View& x, int64_t b, int64_t h, int64_t first, int64_t count) {
+  Matrix out(count, x.shape[3]);
+  for (int64_t t = 0; t < count; ++t)
+    for (int64_t c = 0; c < out.cols; ++c) out[t][c] = element(x, b, h, first + t, c);
+  return out;
+}
+
+int64_t scale_row(const octet_quantization& how, int64_t token) {
+  const bool query = how.operand == OCTET_OPERAND_Q;
+  switch (how.granularity) {
+    case OCTET_PER_TOKEN: return token;
+    case OCTET_PER_BLOCK: return token / how.block;
+    case OCTET_PER_THREAD: return query ? token / 32 * 8 + token % 8 : token / 64 * 4 + token % 8 / 2;
+    default: return 0;
+  }
+}
+
+double parameter(const octet_tensor& x, int64_t b, int64_t h, int64_t t, int64_t c) {
+  return static_cast<const float*>(x.data)[b * x.stride[0] + h * x.stride[1] + t * x.stride[2] + c * x.stride[3]];
+}
+
+// Codes to numbers: times scale, about the zero point, rotated back, plus mean (octet_quantization).
+Matrix load_operand(const View& x, int64_t b, int64_t h, int64_t first, int64_t count) {
+  Matrix out = load_tokens(x, b, h, first, count);
+  if (!x.quantization) return out;
+  const octet_quantization& how = *x.quantization;
+  for (int64_t t = 0; t < count; ++t)
+    for (int64_t c = 0; c < out.cols; ++c) {
+      const int64_t row = scale_row(how, first + t), channel = how.granularity == OCTET_PER_CHANNEL ? c : 0;
+      const double scale = parameter(*how.scale, b, h, row, channel);
+      const double zero = how.zero_point_kind == OCTET_SYMMETRIC ? 0.0 : parameter(*how.zero_point, b, h, row, channel);
+      out[t][c] = how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? scale * out[t][c] + zero : scale * (out[t][c] - zero);
+    }
+  if (how.hadamard_seed) out = rotated_back(std::move(out), how.hadamard_seed);
+  if (how.mean)
+    for (int64_t t = 0; t < count; ++t)
+      for (int64_t c = 0; c < out.cols; ++c) out[t][c] += parameter(*how.mean, b, h, 0, c);
+  return out;
+}
+
+void store_tokens(const View& x, int64_t b, int64_t h, int64_t first, const Matrix& values) {
+  for (int64_t t = 0; t < values.rows; ++t)
+    for (int64_t c = 0; c < values.cols; ++c) store(x.dtype, x.data, x.offset(b, h, first + t, c), values[t][c]);
+}
+
+void store_column(const View& x, int64_t b, int64_t h, int64_t first, const std::vector<double>& values) {
+  if (!x.present()) return;
+  for (std::size_t t = 0; t < values.size(); ++t) store(x.dtype, x.data, x.offset(b, h, first + static_cast<int64_t>(t), 0), values[t]);
+}
+
+void load_mask(const Problem& problem, int64_t b, int64_t h, Head& head) {
+  const View& mask = problem.mask;
+  const int64_t n = head.q.rows, m = head.k.rows;
+  if (!mask.present()) return;
+  head.hidden.assign(static_cast<std::size_t>(n * m), false);
+  if (mask.dtype != OCTET_BOOL) head.bias = Matrix(n, m);
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t j = 0; j < m; ++j) {
+      const double value = element(mask, b, h, i, j);
+      const bool hides = mask.dtype == OCTET_BOOL ? value == 0.0 : value == -kInf;
+      if (hides) head.hidden[static_cast<std::size_t>(i * m + j)] = true;
+      else if (mask.dtype != OCTET_BOOL) head.bias[i][j] = value;
+    }
+}
+
+// Head h of a sequence; `kv` holds k and v already.
+Head load_head(const Problem& problem, const Sequence& at, int64_t h, const Head& kv) {
+  Head head = kv;
+  head.q = load_operand(problem.q, at.batch, h, at.q_first, at.q_tokens);
+  head.scale = problem.scale;
+  for (int64_t i = 0; i < at.q_tokens; ++i) head.keys.push_back(problem.keys_of(i, at.q_tokens, at.k_tokens));
+  load_mask(problem, at.batch, h, head);
+  return head;
+}
+
+// Codes are not coded again: an operand that came in the recipe's own format keeps its numbers, un-smoothed.
+Recipe recipe_for(const Problem& problem) {
+  Recipe recipe = recipe_of(problem);
+  const auto coded = [](const View& x, const Quantizer& q) { return q.group != Group::cast && x.dtype == q.code; };
+  for (LogitRecipe* logits : {&recipe.logits, &recipe.backward.logits}) {
+    const bool q = coded(problem.q, logits->q), k = coded(problem.k, logits->k);
+    if (q || k) logits->hadamard = logits->hadamard && !q && !k;
+    if (q) logits->q = {}, logits->smooth_q = false;
+    if (k) logits->k = {}, logits->smooth_k = false;
+  }
+  if (coded(problem.v, recipe.v)) recipe.smooth_v = false;
+  return recipe;
+}
+
+void run_forward(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t h, const Head& kv) {
+  const Output out = forward(load_head(problem, at, h, kv), recipe);
+  store_tokens(problem.o, at.batch, h, at.q_first, out.o);
+  store_column(problem.lse, at.batch, h, at.q_first, out.lse);
+  if (!problem.o_residual.present()) return;
+  Matrix residual = out.o_exact;
+  for (std::size_t z = 0; z < residual.data.size(); ++z) residual.data[z] -= round_to(problem.o.dtype, out.o.data[z]);
+  store_tokens(problem.o_residual, at.batch, h, at.q_first, residual);
+}
+
+void run_jvp(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t h, int64_t kv_head, const Head& kv) {
+  const Tangents tangents{load_tokens(problem.tq, at.batch, h, at.q_first, at.q_tokens),
+                          load_tokens(problem.tk, at.batch, kv_head, at.k_first, at.k_tokens),
+                          load_tokens(problem.tv, at.batch, kv_head, at.k_first, at.k_tokens)};
+  const JvpOutput out = jvp(load_head(problem, at, h, kv), tangents, recipe);
+  store_tokens(problem.o, at.batch, h, at.q_first, out.primal.o);
+  store_column(problem.lse, at.batch, h, at.q_first, out.primal.lse);
+  store_tokens(problem.to, at.batch, h, at.q_first, out.to);
+}
+
+// Adds head h's share to dk and dv, which the heads of a group have in common.
+void run_backward(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t h, const Head& kv, Matrix& dk, Matrix& dv) {
+  Matrix o = load_tokens(problem.o, at.batch, h, at.q_first, at.q_tokens);
+  if (recipe.backward.exact_o && problem.o_residual.present()) {
+    const Matrix residual = load_tokens(problem.o_residual, at.batch, h, at.q_first, at.q_tokens);
+    for (std::size_t z = 0; z < o.data.size(); ++z) o.data[z] += residual.data[z];
+  }
+  const Matrix lse = load_tokens(problem.lse, at.batch, h, at.q_first, at.q_tokens);
+  const Matrix do_ = load_tokens(problem.do_, at.batch, h, at.q_first, at.q_tokens);
+  const Gradients g = backward(load_head(problem, at, h, kv), o, lse.data, do_, recipe);
+  store_tokens(problem.dq, at.batch, h, at.q_first, g.dq);
+  for (std::size_t z = 0; z < dk.data.size(); ++z) dk.data[z] += g.dk.data[z];
+  for (std::size_t z = 0; z < dv.data.size(); ++z) dv.data[z] += g.dv.data[z];
+}
+
+// All heads of q that share one head of k and v, one after the other, so that dk and dv have one order of summation.
+void run_group(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t kv_head) {
+  Head kv;
+  kv.k = load_operand(problem.k, at.batch, kv_head, at.k_first, at.k_tokens);
+  kv.v = load_operand(problem.v, at.batch, kv_head, at.k_first, at.k_tokens);
+  Matrix dk(at.k_tokens, problem.dim), dv(at.k_tokens, problem.dim_v);
+  for (int64_t h = kv_head * problem.group(); h < (kv_head + 1) * problem.group(); ++h) {
+    if (problem.pass == OCTET_FORWARD) run_forward(problem, recipe, at, h, kv);
+    if (problem.pass == OCTET_JVP) run_jvp(problem, recipe, at, h, kv_head, kv);
+    if (problem.pass == OCTET_BACKWARD) run_backward(problem, recipe, at, h, kv, dk, dv);
+  }
+  if (problem.pass != OCTET_BACKWARD) return;
+  store_tokens(problem.dk, at.batch, kv_head, at.k_first, dk);
+  store_tokens(problem.dv, at.batch, kv_head, at.k_first, dv);
+}
+
+void run(const Problem& problem, Bytes, void*) {
+  const Recipe recipe = recipe_for(problem);
+  const std::vector<Sequence> all = sequences(problem);
+  const int64_t tasks = static_cast<int64_t>(all.size()) * problem.kv_heads;
+  cpu::parallel_for(cpu::thread_count(problem.threads, tasks), tasks, [&](int64_t task, unsigned) {
+    run_group(problem, recipe, all[static_cast<std::size_t>(task / problem.kv_heads)], task % problem.kv_heads);
+  });
+}
+
+std::optional<std::string> objection(const Problem& problem) {
+  if (problem.device != OCTET_CPU)
+    return text("tensors are on ", name(problem.device), ':', problem.device_index, "; it computes on the CPU");
+  return recipe_objection(problem);
+}
+
+std::string kernel(const Problem& problem) { return text(name(problem.pass), ' ', name(problem.precision), ", unfused float64"); }
+
+}  // namespace
+}  // namespace reference
+
+extern const Backend kReference;
+const Backend kReference{
+    .name = "reference",
+    .description = "unfused float64 with the rounding points of every precision: the oracle",
+    .automatic = false,
+    .unavailable = [] { return std::optional<std::string>(); },
+    .objection = reference::objection,
+    .kernel = reference::kernel,
+    .workspace_size = [](const Problem&) { return std::size_t{0}; },
+    .run = reference::run,
+};
+
+}  // namespace octet

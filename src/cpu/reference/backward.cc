@@ -1,0 +1,162 @@
+// dq, dk, dv from whole matrices p and ds, each rounded on its tiles before it enters a product.
+#include <octet/formats.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "cpu/reference/attention.h"
+#include "cpu/reference/operands.h"
+#include "cpu/rows.h"
+
+namespace octet::reference {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+std::size_t index(int64_t i) { return static_cast<std::size_t>(i); }
+
+// Calls body(j) for the keys that query i sees, ascending.
+template <class Body>
+void for_seen(const Head& head, int64_t i, const Body& body) {
+  const KeyRange range = head.keys[index(i)];
+  for (int64_t j = range.first; j < range.last; ++j)
+    if (head.sees(i, j)) body(j);
+}
+
+// [n m], 0 where not seen: p = exp(s - lse), with the caller's lse or the rows' own.
+Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logits, const std::vector<double>& lse) {
+  Matrix p(head.q.rows, head.k.rows);
+  std::vector<double> s(index(head.k.rows));
+  const double unit = recipe.scale_first ? 1.0 : head.scale;
+  for (int64_t i = 0; i < p.rows; ++i) {
+    logits.row(i, recipe.scale_first, s.data());
+    double top = -kInf, sum = 0.0;
+    for_seen(head, i, [&](int64_t j) { s[index(j)] = unit * round_to(recipe.s, s[index(j)]), top = std::max(top, s[index(j)]); });
+    for_seen(head, i, [&](int64_t j) { sum += std::exp(s[index(j)] - top); });
+    const double own = recipe.backward.recompute ? top + std::log(sum) : lse[index(i)] - logits.gauge(i);
+    for_seen(head, i, [&](int64_t j) { p[i][j] = std::exp(s[index(j)] - own); });
+  }
+  return p;
+}
+
+// [n m], 0 where not seen: dp = do v^T.
+Matrix product_with_values(const Head& head, const Matrix& do_, const Matrix& v) {
+  Matrix dp(head.q.rows, head.k.rows);
+  const Matrix v_transposed = transposed(v);
+  for (int64_t i = 0; i < dp.rows; ++i) {
+    const KeyRange range = head.keys[index(i)];
+    for (int64_t c = 0; c < do_.cols; ++c)
+      add_scaled(dp[i] + range.first, do_[i][c], v_transposed[c] + range.first, range.last - range.first);
+    for (int64_t j = range.first; j < range.last; ++j)
+      if (!head.sees(i, j)) dp[i][j] = 0.0;
+  }
+  return dp;
+}
+
+double delta_of(const BackwardRecipe& recipe, const Matrix& p, const Matrix& dp, const Matrix& o, const Matrix& do_, int64_t i) {
+  double sum = 0.0, weight = 0.0;
+  if (recipe.delta == OCTET_DELTA_FROM_O) {
+    for (int64_t c = 0; c < o.cols; ++c) sum += do_[i][c] * round_to(recipe.o_saved, o[i][c]);
+    return sum;
+  }
+  for (int64_t j = 0; j < p.cols; ++j)
+    if (p[i][j] != 0.0) sum += p[i][j] * dp[i][j], weight += p[i][j];
+  return weight == 0.0 ? 0.0 : sum / weight;
+}
+
+// x rounded over tiles. `fold`: what the operand on the other side of the product multiplies each row (or column) by.
+Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, double power, const std::function<double(int64_t, int64_t)>& fold) {
+  if (!recipe.rows) {
+    const double factor = recipe.power_of_two ? power : recipe.factor;
+    for (double& value : x.data) value = rounded_code(recipe.code, factor * value) / factor;
+    return x;
+  }
+  for (int64_t top = 0; top < x.rows; top += recipe.rows)
+    for (int64_t left = 0; left < x.cols; left += recipe.cols) {
+      const int64_t bottom = std::min(x.rows, top + recipe.rows), right = std::min(x.cols, left + recipe.cols);
+      double largest = 0.0;
+      for (int64_t i = top; i < bottom; ++i)
+        for (int64_t j = left; j < right; ++j)
+          if (const double value = std::fabs(x[i][j] * fold(i, j)); std::isfinite(value)) largest = std::max(largest, value);
+      for (int64_t i = top; i < bottom; ++i)
+        for (int64_t j = left; j < right; ++j)
+          if (const double scale = fold(i, j); scale > 0.0) x[i][j] = rounded_on(recipe.code, x[i][j] * scale, largest) / scale;
+    }
+  return x;
+}
+
+double largest_norm(const Matrix& x) {
+  double largest = 0.0;
+  for (int64_t t = 0; t < x.rows; ++t)
+    if (const double norm = std::sqrt(dot(x[t], x[t], x.cols)); std::isfinite(norm)) largest = std::max(largest, norm);
+  return largest;
+}
+
+// A power of two that f16 can hold every ds times: |ds| <= p (1 - p) max |dp - dp'| <= max |do| max |v| / 2, which it
+// brings to at most 2^13.
+double power_of_two_for_ds(const Matrix& do_, const Matrix& v) {
+  const double bound = largest_norm(do_) * largest_norm(v);
+  return bound > 0.0 && std::isfinite(bound) ? std::ldexp(1.0, 13 - std::ilogb(bound)) : 1.0;
+}
+
+// Takes from dq and dk what rounding ds to a row sum other than 0 put there: lambda_i = sum ds / sum p,
+// dq -= lambda p k, dk -= p^T (lambda q)  (GProj, arXiv 2609.34272).
+void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix& ds, const Logits& logits, Gradients& g) {
+  std::vector<double> lambda_q(index(head.q.cols));
+  for (int64_t i = 0; i < p.rows; ++i) {
+    double sum_ds = 0.0, sum_p = 0.0;
+    for_seen(head, i, [&](int64_t j) { sum_ds += ds[i][j], sum_p += round_to(format, p[i][j]); });
+    if (sum_p == 0.0) continue;
+    const double lambda = sum_ds / sum_p;
+    for (int64_t c = 0; c < head.q.cols; ++c) lambda_q[index(c)] = round_to(format, lambda * logits.q()[i][c]);
+    for_seen(head, i, [&](int64_t j) {
+      const double weight = round_to(format, p[i][j]);
+      add_scaled(g.dq[i], -lambda * weight, logits.k()[j], head.q.cols);
+      add_scaled(g.dk[j], -weight, lambda_q.data(), head.q.cols);
+    });
+  }
+}
+
+}  // namespace
+
+Gradients backward(const Head& head, const Matrix& o, const std::vector<double>& lse, const Matrix& do_, const Recipe& recipe) {
+  const BackwardRecipe& how = recipe.backward;
+  const int64_t n = head.q.rows, m = head.k.rows, d = head.q.cols, e = head.v.cols;
+  const Logits logits(head, how.logits);
+  const Matrix do_dp = quantized(do_, how.do_dp), do_dv = quantized(do_, how.do_dv), v = quantized(head.v, how.v);
+
+  const Matrix p = probabilities(head, recipe, logits, lse);
+  const Matrix dp = product_with_values(head, do_dp, v);
+  Matrix ds(n, m);
+  for (int64_t i = 0; i < n; ++i) {
+    const double delta = delta_of(how, p, dp, o, do_dp, i);
+    for_seen(head, i, [&](int64_t j) { ds[i][j] = p[i][j] * (dp[i][j] - delta); });
+  }
+
+  const double power = power_of_two_for_ds(do_dp, v);
+  const std::vector<double> k_amax = token_amax(logits.k()), q_amax = token_amax(logits.q()), do_amax = token_amax(do_dv);
+  const auto fold = [](const TileRecipe& tiles, const std::vector<double>& amax, bool by_key) {
+    return [&amax, by_key, folds = tiles.fold](int64_t i, int64_t j) { return folds ? amax[index(by_key ? j : i)] : 1.0; };
+  };
+  const Matrix ds_q = rounded_tiles(ds, how.ds_q, power, fold(how.ds_q, k_amax, true));
+  const Matrix ds_k = rounded_tiles(ds, how.ds_k, power, fold(how.ds_k, q_amax, false));
+  const Matrix p_dv = rounded_tiles(p, how.p, 1.0, fold(how.p, do_amax, false));
+
+  Gradients g{Matrix(n, d), Matrix(m, d), Matrix(m, e)};
+  for (int64_t i = 0; i < n; ++i)
+    for_seen(head, i, [&](int64_t j) {
+      add_scaled(g.dq[i], ds_q[i][j], logits.k()[j], d);
+      add_scaled(g.dk[j], ds_k[i][j], logits.q()[i], d);
+      add_scaled(g.dv[j], p_dv[i][j], do_dv[i], e);
+    });
+  if (how.project != OCTET_F64) project(head, how.project, p, ds_q, logits, g);
+  for (Matrix* x : {&g.dq, &g.dk}) {
+    for (double& value : x->data) value *= head.scale;
+    if (how.logits.hadamard) *x = rotated_back(std::move(*x), kHadamardSeed);
+  }
+  return g;
+}
+
+}  // namespace octet::reference

@@ -1,0 +1,98 @@
+// o, lse and the derivative of o along tangents, in one sweep over tiles of keys. With h = p (ts - c):
+//   o~ += p v     t~ += p tv + h v     r += sum h     l += sum p     o = o~ / l     to = (t~ - r o) / l
+// Adding a constant to a row of ts changes nothing, so c, the p-weighted mean of ts in the first tile, is free to keep h
+// small; r and l sum the rounded h and p, so that their roundings cancel against those in t~ and o~.
+#include <octet/formats.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "cpu/reference/attention.h"
+#include "cpu/reference/operands.h"
+
+namespace octet::reference {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+struct Row {
+  double m = -kInf, l = 0.0, r = 0.0, centre = 0.0;
+  std::vector<double> o, t;
+
+  void rescale(double alpha) {
+    l *= alpha, r *= alpha;
+    for (double& x : o) x *= alpha;
+    for (double& x : t) x *= alpha;
+  }
+};
+
+struct Operands {
+  const Head& head;
+  const Recipe& recipe;
+  Matrix q, k, v, tq, tk, tv;
+
+  double tangent_logit(int64_t i, int64_t j) const {
+    return head.scale * (dot(tq[i], k[j], k.cols) + dot(q[i], tk[j], k.cols));
+  }
+};
+
+void add_tile(const Operands& x, const double* s, int64_t i, const std::vector<int64_t>& seen, Row& row) {
+  double top = row.m;
+  for (int64_t j : seen) top = std::max(top, s[j]);
+  const double origin = top == -kInf ? 0.0 : top;
+  row.rescale(std::exp(row.m - origin));
+  const bool first = row.m == -kInf;
+  row.m = top;
+
+  std::vector<double> p, ts;
+  for (int64_t j : seen) p.push_back(std::exp(s[j] - origin)), ts.push_back(x.tangent_logit(i, j));
+  if (first) {
+    double sum = 0.0, weighted = 0.0;
+    for (std::size_t z = 0; z < p.size(); ++z) sum += p[z], weighted += p[z] * ts[z];
+    row.centre = sum > 0.0 ? weighted / sum : 0.0;
+  }
+  for (std::size_t z = 0; z < p.size(); ++z) {
+    const double h = round_to(x.recipe.tangent, p[z] * (ts[z] - row.centre));
+    const double rounded = round_to(x.recipe.p.code, p[z]);
+    row.l += rounded, row.r += h;
+    add_scaled(row.o.data(), rounded, x.v[seen[z]], x.v.cols);
+    add_scaled(row.t.data(), rounded, x.tv[seen[z]], x.v.cols);
+    add_scaled(row.t.data(), h, x.v[seen[z]], x.v.cols);
+  }
+}
+
+}  // namespace
+
+JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe) {
+  const int64_t n = head.q.rows, m = head.k.rows, e = head.v.cols;
+  const Quantizer cast{recipe.tangent};
+  const Logits logits(head, recipe.logits);
+  const Operands x{head, recipe, logits.q(), logits.k(), quantized(head.v, recipe.v),
+                   quantized(tangents.q, cast), quantized(tangents.k, cast), quantized(tangents.v, cast)};
+  const auto rows = static_cast<std::size_t>(n);
+  JvpOutput out{{Matrix(n, e), std::vector<double>(rows, -kInf), {}}, Matrix(n, e)};
+  std::vector<double> s(static_cast<std::size_t>(m));
+  for (int64_t i = 0; i < n; ++i) {
+    const KeyRange range = head.keys[static_cast<std::size_t>(i)];
+    logits.row(i, true, s.data());
+    Row row{.o = std::vector<double>(static_cast<std::size_t>(e), 0.0), .t = std::vector<double>(static_cast<std::size_t>(e), 0.0)};
+    for (int64_t first = range.first / recipe.tile * recipe.tile; first < range.last; first += recipe.tile) {
+      std::vector<int64_t> seen;
+      for (int64_t j = first; j < std::min(first + recipe.tile, m); ++j)
+        if (head.sees(i, j)) seen.push_back(j);
+      if (!seen.empty()) add_tile(x, s.data(), i, seen, row);
+    }
+    if (row.m == -kInf && row.l == 0.0) continue;
+    for (int64_t c = 0; c < e; ++c) {
+      const auto z = static_cast<std::size_t>(c);
+      out.primal.o[i][c] = row.o[z] / row.l;
+      out.to[i][c] = (row.t[z] - row.r * out.primal.o[i][c]) / row.l;
+    }
+    out.primal.lse[static_cast<std::size_t>(i)] = row.m + std::log(row.l);
+  }
+  out.primal.o_exact = out.primal.o;
+  return out;
+}
+
+}  // namespace octet::reference

@@ -1,0 +1,201 @@
+// Groups share the scale amax / largest code; codes are rounded to nearest, ties to even.
+#include "cpu/reference/operands.h"
+
+#include <octet/formats.hpp>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "cpu/rows.h"
+
+namespace octet::reference {
+namespace {
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr Format kE2m1{1, 0, 6.0, true};
+constexpr int64_t kSmoothQBlock = 128;
+
+std::size_t index(int64_t i) { return static_cast<std::size_t>(i); }
+
+void keep_larger(double& amax, double x) {
+  if (std::isfinite(x)) amax = std::max(amax, std::fabs(x));
+}
+
+int64_t group_of(const Quantizer& quantizer, int64_t token, int64_t channel) {
+  switch (quantizer.group) {
+    case Group::block: return token / quantizer.block;
+    case Group::token: return token;
+    case Group::channel: return channel;
+    case Group::thread_q: return token / 32 * 8 + token % 8;
+    case Group::thread_k: return token / 64 * 4 + token % 8 / 2;
+    default: return 0;
+  }
+}
+
+// The power of two that brings amax into [2^13, 2^14): far from the largest f16 number, 2^16, so that sums of a few
+// stay finite, and 2^27 above its smallest normal one.
+double power_of_two(double amax) { return amax > 0.0 ? std::ldexp(1.0, 13 - std::ilogb(amax)) : 1.0; }
+
+void round_group_scaled(Matrix& x, const Quantizer& quantizer) {
+  std::vector<double> amax(index(std::max(x.rows + 128, x.cols)), 0.0);
+  for (int64_t t = 0; t < x.rows; ++t)
+    for (int64_t c = 0; c < x.cols; ++c) keep_larger(amax[index(group_of(quantizer, t, c))], x[t][c]);
+  for (int64_t t = 0; t < x.rows; ++t)
+    for (int64_t c = 0; c < x.cols; ++c) {
+      const double largest = amax[index(group_of(quantizer, t, c))];
+      double& value = x[t][c];
+      if (!std::isfinite(value)) value = kNaN;
+      else if (quantizer.group == Group::power_of_two) value = round_to(quantizer.code, value * power_of_two(largest)) / power_of_two(largest);
+      else value = rounded_on(quantizer.code, value, largest);
+    }
+}
+
+void hadamard_stages(double* x, int64_t dim) {
+  const int64_t block = hadamard_block(dim);
+  for (int64_t half = 1; half < block; half *= 2)
+    for (int64_t start = 0; start < dim; start += 2 * half)
+      for (int64_t c = start; c < start + half; ++c) {
+        const double a = x[c], b = x[c + half];
+        x[c] = a + b, x[c + half] = a - b;
+      }
+  for (int64_t c = 0; c < dim; ++c) x[c] /= std::sqrt(static_cast<double>(block));
+}
+
+void subtract(Matrix& x, const std::vector<double>& mean, int64_t first, int64_t last) {
+  for (int64_t t = first; t < last; ++t) add_scaled(x[t], -1.0, mean.data(), x.cols);
+}
+
+}  // namespace
+
+double largest_code(octet_dtype code) {
+  switch (code) {
+    case OCTET_I8: return 127.0;
+    case OCTET_U8: return 255.0;
+    case OCTET_I4: return 7.0;
+    case OCTET_E4M3: return 448.0;
+    case OCTET_E5M2: return 57344.0;
+    default: return 1.0;
+  }
+}
+
+double rounded_code(octet_dtype code, double x) { return std::isnan(x) ? x : round_to(code, x); }
+
+double rounded_on(octet_dtype code, double x, double largest) {
+  if (largest == 0.0) return std::isnan(x) ? x : 0.0;
+  const double step = largest / largest_code(code);
+  return rounded_code(code, x / step) * step;
+}
+
+void round_nvfp4(double* p, int64_t n, int64_t stride, double unit) {
+  for (int64_t first = 0; first < n; first += 16) {
+    const int64_t last = std::min(n, first + 16);
+    double amax = 0.0;
+    for (int64_t j = first; j < last; ++j) keep_larger(amax, p[j * stride]);
+    const double scale = amax / 6.0 / unit, stored = round_to(kE4m3, scale);
+    for (int64_t j = first; j < last; ++j) {
+      double& value = p[j * stride];
+      if (!std::isnan(value)) value = stored == 0.0 ? 0.0 : round_to(kE2m1, value / unit / stored) * stored * unit;
+    }
+  }
+}
+
+Matrix quantized(const Matrix& x, const Quantizer& quantizer) {
+  Matrix y = x;
+  if (quantizer.exact()) return y;
+  if (quantizer.group == Group::cast)
+    for (double& value : y.data) value = rounded_code(quantizer.code, value);
+  else if (quantizer.group == Group::nvfp4_dim)
+    for (int64_t t = 0; t < y.rows; ++t) round_nvfp4(y[t], y.cols, 1, 1.0);
+  else if (quantizer.group == Group::nvfp4_token)
+    for (int64_t c = 0; c < y.cols; ++c) round_nvfp4(y.data.data() + c, y.rows, y.cols, 1.0);
+  else
+    round_group_scaled(y, quantizer);
+  return y;
+}
+
+std::vector<double> channel_means(const Matrix& x, int64_t first_token, int64_t last_token) {
+  std::vector<double> mean(index(x.cols), 0.0);
+  for (int64_t c = 0; c < x.cols; ++c) {
+    int64_t finite = 0;
+    for (int64_t t = first_token; t < last_token; ++t)
+      if (std::isfinite(x[t][c])) mean[index(c)] += x[t][c], ++finite;
+    if (finite) mean[index(c)] /= static_cast<double>(finite);
+  }
+  return mean;
+}
+
+std::vector<double> token_amax(const Matrix& x) {
+  std::vector<double> amax(index(x.rows), 0.0);
+  for (int64_t t = 0; t < x.rows; ++t)
+    for (int64_t c = 0; c < x.cols; ++c) keep_larger(amax[index(t)], x[t][c]);
+  return amax;
+}
+
+Matrix rotated(Matrix x, uint64_t seed) {
+  for (int64_t t = 0; t < x.rows; ++t) {
+    for (int64_t c = 0; c < x.cols; ++c) x[t][c] *= hadamard_sign(seed, c);
+    hadamard_stages(x[t], x.cols);
+  }
+  return x;
+}
+
+Matrix rotated_back(Matrix x, uint64_t seed) {
+  for (int64_t t = 0; t < x.rows; ++t) {
+    hadamard_stages(x[t], x.cols);
+    for (int64_t c = 0; c < x.cols; ++c) x[t][c] *= hadamard_sign(seed, c);
+  }
+  return x;
+}
+
+Logits::Logits(const Head& head, const LogitRecipe& recipe) : head_(head), q_(head.q), k_(head.k), gauge_(index(head.q.rows), 0.0) {
+  if (recipe.smooth_k) {
+    const std::vector<double> mean = channel_means(k_, 0, k_.rows);
+    subtract(k_, mean, 0, k_.rows);
+    for (int64_t i = 0; i < q_.rows; ++i) gauge_[index(i)] = head.scale * dot(q_[i], mean.data(), q_.cols);
+  }
+  if (recipe.smooth_q) {
+    smooth_k_transposed_ = transposed(k_);
+    q_mean_ = Matrix((q_.rows + kSmoothQBlock - 1) / kSmoothQBlock, q_.cols);
+    for (int64_t block = 0; block < q_mean_.rows; ++block) {
+      const int64_t first = block * kSmoothQBlock, last = std::min(q_.rows, first + kSmoothQBlock);
+      const std::vector<double> mean = channel_means(q_, first, last);
+      std::copy(mean.begin(), mean.end(), q_mean_[block]);
+      subtract(q_, mean, first, last);
+    }
+  }
+  if (recipe.hadamard) q_ = rotated(std::move(q_), kHadamardSeed), k_ = rotated(std::move(k_), kHadamardSeed);
+  q_ = quantized(q_, recipe.q);
+  k_ = quantized(k_, recipe.k);
+  k_transposed_ = transposed(k_);
+}
+
+void Logits::row(int64_t i, bool scale_first, double* s) const {
+  const KeyRange range = head_.keys[index(i)];
+  const int64_t count = range.last - range.first;
+  std::fill(s + range.first, s + range.last, 0.0);
+  for (int64_t c = 0; c < q_.cols; ++c) add_scaled(s + range.first, q_[i][c], k_transposed_[c] + range.first, count);
+  if (q_mean_.rows)
+    for (int64_t c = 0; c < q_.cols; ++c)
+      add_scaled(s + range.first, q_mean_[i / kSmoothQBlock][c], smooth_k_transposed_[c] + range.first, count);
+  if (scale_first)
+    for (int64_t j = range.first; j < range.last; ++j) s[j] *= head_.scale;
+  if (head_.bias.rows) add_scaled(s + range.first, scale_first ? 1.0 : 1.0 / head_.scale, head_.bias[i] + range.first, count);
+}
+
+Values::Values(const Matrix& x, const Recipe& recipe) : v(x) {
+  if (recipe.smooth_v) {
+    mean = channel_means(v, 0, v.rows);
+    subtract(v, mean, 0, v.rows);
+  }
+  v = quantized(v, recipe.v);
+  if (!recipe.fold_v) return;
+  token_scale = token_amax(v);
+  for (int64_t t = 0; t < v.rows; ++t) {
+    token_scale[index(t)] /= largest_code(recipe.v.code);
+    if (token_scale[index(t)] > 0.0)
+      for (int64_t c = 0; c < v.cols; ++c) v[t][c] /= token_scale[index(t)];
+  }
+}
+
+}  // namespace octet::reference

@@ -1,0 +1,66 @@
+// Operands: smoothing, rotation and rounding of whole matrices of one head, and the logits they make.
+#pragma once
+#include "cpu/reference/attention.h"
+#include "cpu/reference/matrix.h"
+#include "cpu/reference/recipe.h"
+
+namespace octet::reference {
+
+// The largest code of a format: what a group's largest magnitude is scaled to.
+double largest_code(octet_dtype code);
+
+// The code nearest to x; NaN stays NaN in every format.
+double rounded_code(octet_dtype code, double x);
+
+// code * step of the code nearest to x / step, where `largest` is what the largest code stands for.
+double rounded_on(octet_dtype code, double x, double largest);
+
+// Rounds the n values of p in place to nvfp4: groups of 16, values e2m1 * e4m3 * unit.
+void round_nvfp4(double* p, int64_t n, int64_t stride, double unit);
+
+// x as its quantiser keeps it. A number that is not finite becomes NaN in formats with a scale and has no part in it,
+// so that it stays in its token.
+Matrix quantized(const Matrix& x, const Quantizer& quantizer);
+
+// Mean over tokens of each channel, of its finite numbers.
+std::vector<double> channel_means(const Matrix& x, int64_t first_token, int64_t last_token);
+
+// Largest finite magnitude of each token.
+std::vector<double> token_amax(const Matrix& x);
+
+// Rotates each token by the random-sign Hadamard matrix of a seed (cpu/rows.h), or back.
+Matrix rotated(Matrix x, uint64_t seed);
+Matrix rotated_back(Matrix x, uint64_t seed);
+
+// The operands of s = scale q k^T and what they leave out.
+class Logits {
+ public:
+  Logits(const Head& head, const LogitRecipe& recipe);
+
+  // q.k of query i and every key of the range, with the mask's bias, in units of scale * q.k or of q.k; entries of keys
+  // that the query does not see are of no value.
+  void row(int64_t i, bool scale_first, double* s) const;
+
+  // scale * q_i . (mean key): true logits are these plus that, for every key of the row.
+  double gauge(int64_t i) const { return gauge_[static_cast<std::size_t>(i)]; }
+
+  const Matrix& q() const { return q_; }  // rounded, in the rotated frame if rotated
+  const Matrix& k() const { return k_; }
+
+ private:
+  const Head& head_;
+  Matrix q_, k_, k_transposed_;
+  Matrix q_mean_, smooth_k_transposed_;  // of smooth_q: means of 128 queries, un-rounded keys
+  std::vector<double> gauge_;
+};
+
+// The operand v of o = p v.
+struct Values {
+  Values(const Matrix& v, const Recipe& recipe);
+
+  Matrix v;                         // rounded; integer codes if folded
+  std::vector<double> token_scale;  // folded: the scale of each token's codes
+  std::vector<double> mean;         // smoothed: what o gets back
+};
+
+}  // namespace octet::reference

@@ -1,0 +1,268 @@
+// The recipes. docs/numerics.md states each in formulas, with its sources and what it costs in accuracy.
+#include "cpu/reference/recipe.h"
+
+#include <cmath>
+
+#include "core/error.h"
+#include "core/names.h"
+
+namespace octet::reference {
+namespace {
+
+constexpr Quantizer per_token(octet_dtype code) { return {code, Group::token}; }
+constexpr Quantizer per_block(octet_dtype code, int64_t tokens) { return {code, Group::block, tokens}; }
+constexpr Quantizer per_channel(octet_dtype code) { return {code, Group::channel}; }
+constexpr Quantizer per_tensor(octet_dtype code) { return {code, Group::tensor}; }
+constexpr Quantizer cast(octet_dtype code) { return {code}; }
+constexpr Quantizer scaled_f16() { return {OCTET_F16, Group::power_of_two}; }
+
+constexpr WeightRecipe fixed(octet_dtype code, double factor = 1.0) { return {code, WeightRecipe::Scale::fixed, factor}; }
+constexpr WeightRecipe largest(octet_dtype code) { return {code, WeightRecipe::Scale::largest}; }
+
+constexpr TileRecipe tile(octet_dtype code, int64_t rows, int64_t cols) { return {code, rows, cols}; }
+constexpr TileRecipe folded(octet_dtype code, int64_t rows, int64_t cols) { return {code, rows, cols, 1.0, true}; }
+
+LogitRecipe int8_logits(bool hadamard, bool smooth_q) {
+  return {.q = per_token(OCTET_I8), .k = per_token(OCTET_I8), .smooth_k = true, .smooth_q = smooth_q, .hadamard = hadamard};
+}
+
+// Operands and results in one format, nothing else rounded.
+Recipe format_only(octet_dtype format) {
+  Recipe r;
+  r.logits = {.q = cast(format), .k = cast(format)};
+  r.v = cast(format);
+  r.tangent = format;
+  r.backward = {.logits = r.logits, .exact_o = true, .v = cast(format), .do_dp = cast(format), .do_dv = cast(format)};
+  return r;
+}
+
+Recipe sixteen_bits(octet_dtype format, octet_remedy remedy, double beta) {
+  if (remedy == OCTET_REMEDY_F16_INSIDE) return f16_inside(format);
+  Recipe r = flash_attention(format);
+  r.backward.exact_o = remedy == OCTET_REMEDY_EXACT_DELTA;
+  if (remedy == OCTET_REMEDY_PROJECT) r.backward.project = format;
+  if (remedy == OCTET_REMEDY_BETA) {
+    r.beta = beta;
+    // exp(-20) is far below the smallest f16; exp(-4) leaves half of its exponents to the other keys.
+    r.beta_reach = format == OCTET_F16 ? 4.0 : 20.0;
+    r.sum_rounded_p = false;  // a shift cancels from p / l when both are rounded alike, and with it the remedy
+  }
+  return r;
+}
+
+Recipe rounded(const octet_rounding& points) {
+  const auto dtype = [](uint32_t value) { return static_cast<octet_dtype>(value); };
+  Recipe r;
+  r.logits = {.q = cast(dtype(points.qk)), .k = cast(dtype(points.qk))};
+  r.v = cast(dtype(points.v));
+  r.s = dtype(points.s), r.m = dtype(points.m), r.arg = dtype(points.arg);
+  r.alpha = dtype(points.alpha), r.acc = dtype(points.acc), r.o = dtype(points.o);
+  r.scale_first = points.s_scaled;
+  r.p = fixed(dtype(points.p));
+  r.sum_rounded_p = points.l_from_p;
+  r.tile = points.tile ? points.tile : Problem::kUnbounded;
+  r.beta = points.beta, r.tie_epsilon = points.tie_epsilon;
+  r.backward = {.logits = r.logits,
+                .delta = static_cast<octet_delta>(points.delta),
+                .exact_o = true,
+                .o_saved = dtype(points.o_saved),
+                .v = r.v,
+                .ds_q = {dtype(points.ds)},
+                .ds_k = {dtype(points.ds)},
+                .p = {dtype(points.p_backward)}};
+  return r;
+}
+
+std::optional<std::string> rounding_objection(const octet_rounding& points, octet_pass pass) {
+  if (pass == OCTET_JVP) return "rounding: octet_rounding has no points for the jvp; it describes forward and backward";
+  const std::pair<const char*, uint32_t> formats[] = {
+      {"qk", points.qk}, {"v", points.v}, {"s", points.s}, {"m", points.m}, {"arg", points.arg}, {"p", points.p},
+      {"alpha", points.alpha}, {"acc", points.acc}, {"o", points.o}, {"o_saved", points.o_saved}, {"ds", points.ds},
+      {"p_backward", points.p_backward}};
+  for (const auto& [point, value] : formats)
+    if (value == OCTET_DTYPE_NONE || value > OCTET_E5M2)
+      return text("rounding.", point, ": found dtype ", value, ", allowed: f64, f32, f16, bf16, e4m3, e5m2 (1 to 6)");
+  const std::pair<const char*, uint32_t> flags[] = {
+      {"s_scaled", points.s_scaled}, {"l_from_p", points.l_from_p}, {"delta", points.delta}};
+  for (const auto& [point, value] : flags)
+    if (value > 1) return text("rounding.", point, ": found ", value, ", allowed: 0, 1");
+  if (!(points.beta == 0.f || (points.beta > 1.f && points.beta <= 8.f)))
+    return text("rounding.beta: found ", points.beta, ", allowed: above 1, at most 8, or 0 for none");
+  if (!(points.tie_epsilon >= 0.f && std::isfinite(points.tie_epsilon)))
+    return text("rounding.tie_epsilon: found ", points.tie_epsilon, ", allowed: 0 or a positive number");
+  return std::nullopt;
+}
+
+}  // namespace
+
+Recipe flash_attention(octet_dtype format) {
+  Recipe r = format_only(format);
+  r.p = fixed(format);
+  r.sum_rounded_p = true;
+  r.backward.exact_o = false;
+  r.backward.ds_q = r.backward.ds_k = r.backward.p = {format};
+  return r;
+}
+
+Recipe f16_inside(octet_dtype format) {
+  Recipe r = flash_attention(format);
+  r.backward = {.logits = {.q = scaled_f16(), .k = scaled_f16(), .smooth_k = true},
+                .exact_o = true,
+                .v = scaled_f16(),
+                .do_dp = scaled_f16(),
+                .ds_q = {.code = OCTET_F16, .power_of_two = true},
+                .ds_k = {.code = OCTET_F16, .power_of_two = true},
+                .p = {OCTET_F16},
+                .do_dv = scaled_f16()};
+  return r;
+}
+
+Recipe octet_int8(bool hadamard, bool smooth_q) {
+  Recipe r;
+  r.logits = int8_logits(hadamard, smooth_q);
+  r.p = largest(OCTET_U8);
+  r.v = per_token(OCTET_I8);
+  r.smooth_v = r.fold_v = true;
+  r.backward = {.logits = int8_logits(false, false),
+                .recompute = true,
+                .delta = OCTET_DELTA_FROM_P,
+                .ds_q = folded(OCTET_I8, 1, 64),
+                .ds_k = folded(OCTET_I8, 64, 1),
+                .p = folded(OCTET_U8, 64, 1),
+                .do_dv = per_token(OCTET_I8)};
+  return r;
+}
+
+Recipe octet_int8_f16(bool hadamard, bool smooth_q) {
+  Recipe r;
+  r.logits = int8_logits(hadamard, smooth_q);
+  r.p = fixed(OCTET_F16);
+  r.sum_rounded_p = true;
+  r.v = scaled_f16();
+  return r;
+}
+
+Recipe octet_int8_fp8(bool hadamard, bool smooth_q) {
+  Recipe r;
+  r.logits = int8_logits(hadamard, smooth_q);
+  r.p = fixed(OCTET_E4M3, 448.0);
+  r.sum_rounded_p = true;
+  r.v = per_channel(OCTET_E4M3);
+  return r;
+}
+
+Recipe octet_fp8() {
+  Recipe r;
+  r.logits = {.q = per_token(OCTET_E4M3), .k = per_token(OCTET_E4M3), .smooth_k = true};
+  r.p = fixed(OCTET_E4M3, 448.0);
+  r.sum_rounded_p = true;
+  r.v = per_channel(OCTET_E4M3);
+  r.backward = {.logits = {.q = per_tensor(OCTET_E4M3), .k = per_tensor(OCTET_E4M3), .smooth_k = true},
+                .recompute = true,
+                .delta = OCTET_DELTA_FROM_P,
+                .v = cast(OCTET_BF16),
+                .do_dp = cast(OCTET_BF16),
+                .ds_q = tile(OCTET_E4M3, 64, 64),
+                .ds_k = tile(OCTET_E4M3, 64, 64),
+                .p = {.code = OCTET_E4M3, .factor = 256.0},
+                .do_dv = per_tensor(OCTET_E4M3)};
+  return r;
+}
+
+Recipe helion_fp8() {
+  Recipe r;
+  r.logits = {.q = cast(OCTET_E4M3), .k = cast(OCTET_E4M3)};
+  r.p = fixed(OCTET_E4M3);
+  r.v = cast(OCTET_E4M3);
+  return r;
+}
+
+Recipe sagebwd() {
+  Recipe r;
+  r.logits = {.q = per_block(OCTET_I8, 128), .k = per_block(OCTET_I8, 64), .smooth_k = true};
+  r.p = largest(OCTET_I8);
+  r.v = per_block(OCTET_I8, 64);
+  r.backward = {.logits = r.logits,
+                .v = scaled_f16(),
+                .do_dp = scaled_f16(),
+                .ds_q = tile(OCTET_I8, 64, 64),
+                .ds_k = tile(OCTET_I8, 64, 64),
+                .p = tile(OCTET_I8, 64, 64),
+                .do_dv = per_block(OCTET_I8, 64)};
+  return r;
+}
+
+Recipe sage1() {
+  Recipe r;
+  r.logits = {.q = per_block(OCTET_I8, 128), .k = per_block(OCTET_I8, 64), .smooth_k = true};
+  r.p = fixed(OCTET_F16);
+  r.v = cast(OCTET_F16);
+  return r;
+}
+
+Recipe sage2() {
+  Recipe r;
+  r.logits = {.q = {OCTET_I8, Group::thread_q}, .k = {OCTET_I8, Group::thread_k}, .smooth_k = true};
+  r.p = fixed(OCTET_E4M3, 448.0);
+  r.v = per_channel(OCTET_E4M3);
+  return r;
+}
+
+Recipe sage2_int4() {
+  Recipe r = sage2();
+  r.logits.q.code = r.logits.k.code = OCTET_I4;
+  r.logits.smooth_q = true;
+  return r;
+}
+
+Recipe sage3() {
+  Recipe r;
+  r.logits = {.q = {.group = Group::nvfp4_dim}, .k = {.group = Group::nvfp4_dim}, .smooth_k = true, .smooth_q = true};
+  r.p = {.scale = WeightRecipe::Scale::nvfp4};
+  r.v = {.group = Group::nvfp4_token};
+  r.tile = 128;
+  return r;
+}
+
+Recipe flash_attention_3_fp8() {
+  Recipe r;
+  r.logits = {.q = per_block(OCTET_E4M3, 128), .k = per_block(OCTET_E4M3, 128), .hadamard = true};
+  r.p = fixed(OCTET_E4M3, 256.0);
+  r.v = per_block(OCTET_E4M3, 128);
+  return r;
+}
+
+Recipe recipe_of(const Problem& problem) {
+  switch (problem.precision) {
+    case OCTET_PRECISION_F32: return format_only(OCTET_F32);
+    case OCTET_PRECISION_F16: return sixteen_bits(OCTET_F16, problem.remedy, problem.beta);
+    case OCTET_PRECISION_BF16: return sixteen_bits(OCTET_BF16, problem.remedy, problem.beta);
+    case OCTET_PRECISION_INT8: return octet_int8(problem.hadamard, problem.smooth_q);
+    case OCTET_PRECISION_INT8_F16: return octet_int8_f16(problem.hadamard, problem.smooth_q);
+    case OCTET_PRECISION_INT8_FP8: return octet_int8_fp8(problem.hadamard, problem.smooth_q);
+    case OCTET_PRECISION_FP8: return octet_fp8();
+    case OCTET_PRECISION_FP8_RAW: return helion_fp8();
+    case OCTET_PRECISION_SAGEBWD: return sagebwd();
+    default: return problem.rounding ? rounded(*problem.rounding) : format_only(OCTET_F64);
+  }
+}
+
+std::optional<std::string> recipe_objection(const Problem& problem) {
+  const octet_precision precision = problem.precision;
+  const bool sixteen = precision == OCTET_PRECISION_F16 || precision == OCTET_PRECISION_BF16;
+  const bool wide = precision == OCTET_PRECISION_F64 || precision == OCTET_PRECISION_F32;
+  const bool trains = precision == OCTET_PRECISION_INT8 || precision == OCTET_PRECISION_FP8 || precision == OCTET_PRECISION_SAGEBWD;
+  if (problem.pass == OCTET_BACKWARD && !(wide || sixteen || trains))
+    return text("precision ", name(precision), " has no backward pass; those that have: f64, f32, f16, bf16, int8, fp8, sagebwd");
+  if (problem.pass == OCTET_JVP && !(wide || sixteen))
+    return text("precision ", name(precision), " has no jvp; those that have: f64, f32, f16, bf16");
+  const bool exact_o = problem.remedy == OCTET_REMEDY_F16_INSIDE || problem.remedy == OCTET_REMEDY_EXACT_DELTA;
+  const bool wide_o = problem.o.dtype == OCTET_F32 || problem.o.dtype == OCTET_F64;
+  if (problem.pass == OCTET_BACKWARD && sixteen && exact_o && !wide_o && !problem.o_residual.present())
+    return text("remedy ", name(problem.remedy), " needs the un-rounded output, but o is ", name(problem.o.dtype),
+                " and o_residual is NULL; pass o_residual (the forward pass writes it), or keep o in f32");
+  if (problem.rounding) return rounding_objection(*problem.rounding, problem.pass);
+  return std::nullopt;
+}
+
+}  // namespace octet::reference

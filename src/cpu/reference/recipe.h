@@ -1,0 +1,111 @@
+// A recipe: every rounding of one precision, as a value. Whatever is left at its default is exact float64, so that
+// Recipe{} is attention itself.
+#pragma once
+#include "core/problem.h"
+
+namespace octet::reference {
+
+// What shares the scale of a quantised operand.
+enum class Group {
+  cast,          // nothing: the numbers are rounded as they are
+  tensor,        // all tokens of the (batch, head)
+  block,         // `block` consecutive tokens
+  token,
+  channel,
+  thread_q,      // of each 32 queries those with equal row mod 8 (SageAttention 2, arXiv 2411.10958, section 3.2)
+  thread_k,      // of each 64 keys those with equal (row mod 8) div 2
+  power_of_two,  // all tokens; the scale is a power of two, so that only range is bought, not another rounding
+  nvfp4_dim,     // 16 consecutive channels; e2m1 codes, which octet_dtype lacks, and an e4m3 scale
+  nvfp4_token    // 16 consecutive tokens, likewise
+};
+
+// Rounds an operand: x ~ scale * code.
+struct Quantizer {
+  octet_dtype code = OCTET_F64;
+  Group group = Group::cast;
+  int64_t block = 0;
+
+  bool exact() const { return code == OCTET_F64 && group == Group::cast; }
+};
+
+// Operands of s = scale q k^T.
+struct LogitRecipe {
+  Quantizer q{}, k{};
+  bool smooth_k = false;  // k minus its mean over tokens
+  bool smooth_q = false;  // q minus its mean over each 128 tokens, which meets the un-rounded k on the side
+  bool hadamard = false;  // both rotated, signs from kHadamardSeed
+};
+
+// Rounds the un-normalised p = exp(s - m) of one query and one tile of keys, in [0, 1].
+struct WeightRecipe {
+  enum class Scale {
+    fixed,    // codes of factor * p
+    largest,  // the tile's largest p gets the largest code
+    nvfp4     // e2m1 codes; 16 keys share an e4m3 scale on top of 1 / (448 * 6)
+  };
+  octet_dtype code = OCTET_F64;
+  Scale scale = Scale::fixed;
+  double factor = 1.0;
+};
+
+// Rounds p or ds of the backward pass, over tiles of `rows` queries and `cols` keys that share a scale; 0: cast.
+struct TileRecipe {
+  octet_dtype code = OCTET_F64;
+  int64_t rows = 0, cols = 0;
+  double factor = 1.0;         // cast only: codes of factor * x
+  bool fold = false;           // x times the other operand's token amax is what the codes stand for
+  bool power_of_two = false;   // cast only: of x times a power of two that brings any |ds| to at most 2^13
+};
+
+struct BackwardRecipe {
+  LogitRecipe logits{};      // their rounded operands are also those of dq = ds k and dk = ds^T q
+  bool recompute = false;    // row maximum and sum from these logits instead of the caller's lse
+  octet_delta delta = OCTET_DELTA_FROM_O;
+  bool exact_o = false;      // delta reads o + o_residual
+  octet_dtype o_saved = OCTET_F64;  // what delta reads, rounded once more
+  Quantizer v{}, do_dp{};        // operands of dp = do v^T
+  TileRecipe ds_q{}, ds_k{};     // of dq = ds k, of dk = ds^T q
+  TileRecipe p{};                // of dv = p^T do
+  Quantizer do_dv{};
+  octet_dtype project = OCTET_F64;  // GProj with p and lambda q in this format; f64: none
+};
+
+struct Recipe {
+  LogitRecipe logits;
+  octet_dtype s = OCTET_F64, m = OCTET_F64, arg = OCTET_F64, alpha = OCTET_F64, acc = OCTET_F64, o = OCTET_F64;
+  bool scale_first = true;      // s, m are in units of scale * q.k; else of q.k
+  int64_t tile = 64;            // keys per step of the online softmax
+  double beta = 0.0;            // shifted maximum on ties; 0: off
+  double beta_reach = 20.0;     // by at most this much
+  double tie_epsilon = 0.0;
+  WeightRecipe p;
+  bool sum_rounded_p = false;   // l adds the rounded p
+  Quantizer v;
+  bool smooth_v = false;        // v minus its mean over tokens, which o gets back
+  bool fold_v = false;          // v's token scale is multiplied into p before p is rounded
+  octet_dtype tangent = OCTET_F64;  // jvp: operands tq, tk, tv, and p o ts
+  BackwardRecipe backward;
+};
+
+// The recipe of a problem's precision, remedy, switches and rounding description.
+Recipe recipe_of(const Problem& problem);
+
+// Why precision and pass, remedy and tensors of a problem do not go together, or nothing.
+std::optional<std::string> recipe_objection(const Problem& problem);
+
+// Recipes by name: this project's, and those of the implementations it is compared with.
+Recipe flash_attention(octet_dtype format);              // FlashAttention 2: p, ds, o in a 16-bit format
+Recipe f16_inside(octet_dtype format);                   // `format` operands, f16 arithmetic
+Recipe octet_int8(bool hadamard, bool smooth_q);
+Recipe octet_int8_f16(bool hadamard, bool smooth_q);
+Recipe octet_int8_fp8(bool hadamard, bool smooth_q);
+Recipe octet_fp8();
+Recipe helion_fp8();                                     // raw casts, un-scaled p
+Recipe sagebwd();                                        // arXiv 2505.11594, appendix, without the rowsum term
+Recipe sage1();                                          // arXiv 2410.02367: int8 blocks, f16 p v
+Recipe sage2();                                          // arXiv 2411.10958: int8 thread groups, e4m3 p v
+Recipe sage2_int4();                                     // its int4 variant with smoothed q
+Recipe sage3();                                          // arXiv 2505.11594: nvfp4 everywhere, two-level p
+Recipe flash_attention_3_fp8();                          // arXiv 2407.08608, section 3.3: blocks and Hadamard
+
+}  // namespace octet::reference

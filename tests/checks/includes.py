@@ -1,0 +1,50 @@
+"""Who may include whom, as docs/design.md says: each folder includes only what its row allows."""
+
+import pathlib
+import re
+import sys
+
+# folder: the prefixes its quoted and octet/ includes may have, and the third-party headers of its tools.
+RULES = {
+    "include/octet": ["octet/"],
+    "src/core": ["octet/", "core/"],
+    "src/cpu": ["octet/", "core/", "cpu/"],
+    "cli": ["octet/", "cli/", "CLI/", "nlohmann/", "fmt/"],
+    "tests/unit": ["octet/", "core/", "cpu/", "unit/", "support/", "gtest/", "gmock/"],
+    "tests/fuzz": ["octet/", "cli/", "fuzz/"],
+    "tests": ["octet/", "support/", "misuse/", "passes/", "laws/", "cli/", "gtest/", "gmock/", "nlohmann/"],
+}
+# The kernels of the CPU know the hall and one another, but not the quantisers or the reference.
+RULES["src/cpu/kernels"] = ["octet/", "core/", "cpu/kernels/", "cpu/rows.h", "cpu/parallel.h", "cpu/elements.h", "cpu/isa.h"]
+SYSTEM = re.compile(r"[a-z_0-9]+(\.h)?|sys/[a-z_]+\.h")  # <vector>, <math.h>, <sys/mman.h>
+INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
+
+
+def allowed(path, quote, header, prefixes):
+    if quote == '"' and (path.parent / header).is_file():
+        return True  # a neighbour
+    if any(header.startswith(prefix) for prefix in prefixes):
+        return True
+    return quote == "<" and SYSTEM.fullmatch(header)
+
+
+def main():
+    root = pathlib.Path(sys.argv[1])
+    strangers, files = [], 0
+    for suffix in ("*.h", "*.hpp", "*.cc", "*.inc"):
+        for path in sorted(root.glob(f"**/{suffix}")):
+            relative = path.relative_to(root).as_posix()
+            folder = max((f for f in RULES if relative.startswith(f + "/")), key=len, default=None)
+            if folder is None:
+                continue
+            files += 1
+            for quote, header in INCLUDE.findall(path.read_text()):
+                if not allowed(path, quote, header, RULES[folder]):
+                    strangers.append(f"{relative}: includes {header}; {folder} may include {', '.join(RULES[folder])}")
+    print("\n".join(strangers) or f"{files} files include only what docs/design.md allows")
+    if not files:
+        strangers.append("no file was found")
+    return 1 if strangers else 0
+
+
+sys.exit(main())
