@@ -99,7 +99,7 @@ Output forward(const Head& head, const Recipe& recipe) {
       out.o_exact[i][c] = row.acc[static_cast<std::size_t>(c)] / row.l + (recipe.smooth_v ? values.mean[static_cast<std::size_t>(c)] : 0.0);
       out.o[i][c] = round_to(recipe.o, out.o_exact[i][c]);
     }
-    out.lse[static_cast<std::size_t>(i)] = (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l) + logits.gauge(i);
+    out.lse[static_cast<std::size_t>(i)] = (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l);
   }
   return out;
 }
