@@ -107,12 +107,13 @@ Recipe flash_attention(octet_dtype format) {
 }
 
 Recipe f16_inside(octet_dtype format) {
+  constexpr double kFactor = 0x1p15;  // p = 1 becomes half the largest f16, so that p down to 2^-29 keeps its 11 bits
   Recipe r = format_only(format);
-  r.p = fixed(OCTET_F16);
+  r.p = fixed(OCTET_F16, kFactor);
   r.sum_rounded_p = true;
   r.backward.smooth_dq = scaled_f16();
   r.backward.ds_q = r.backward.ds_k = {.code = OCTET_F16, .power_of_two = true};
-  r.backward.p = {OCTET_F16};
+  r.backward.p = {.code = OCTET_F16, .factor = kFactor};
   return r;
 }
 
