@@ -51,7 +51,7 @@ Errors compare(const Array& got, const Array& want) {
     for (int64_t i = head * per_head; i < (head + 1) * per_head; ++i) {
       const double x = got[i], y = want[i];
       out.nan += std::isnan(x);
-      out.saturated += std::fabs(x) >= limit && std::fabs(y) < limit;
+      out.saturated += std::isinf(x) ? std::isfinite(y) : std::fabs(x) >= limit && std::fabs(y) > limit;
       if ((std::isnan(x) && std::isnan(y)) || (std::isinf(x) && x == y)) continue;
       sums.add(x, y);
     }

@@ -12,7 +12,7 @@ struct Errors {
   double max_abs = 0;
   double worst_head_rel_l2 = 0;  // the largest rel_l2 of a (batch, head)
   int64_t nan = 0;               // elements that are NaN
-  int64_t saturated = 0;         // elements at or beyond the largest finite number of their type, the reference being below it
+  int64_t saturated = 0;         // elements clamped to the largest number of their type, or infinite where the reference is not
 };
 
 // `got` and `want` are [batch, head, token, dim] of one shape. Pairs of equal infinities or two NaN do not count in the
