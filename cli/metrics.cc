@@ -73,7 +73,9 @@ void Bias::add_output(double got, double want, int mantissa_bits) {
   sum_ += outward, squares_ += outward * outward, ++count_;
 }
 
-void Bias::add_delta(double got, double want) { delta_sum_ += got - want, delta_absolute_ += std::fabs(got - want); }
+void Bias::add_delta(double got, double want) {
+  delta_sum_ += got - want, delta_absolute_ += std::fabs(got - want), delta_size_ += std::fabs(want);
+}
 
 double Bias::outward_ulps() const { return count_ ? sum_ / static_cast<double>(count_) : 0; }
 
@@ -85,5 +87,7 @@ double Bias::t() const {
 }
 
 double Bias::kappa() const { return ratio(std::fabs(delta_sum_), delta_absolute_); }
+
+double Bias::delta_mean() const { return ratio(delta_sum_, delta_size_); }
 
 }  // namespace octet::cli

@@ -28,9 +28,10 @@ class Bias {
   double outward_ulps() const;  // mean
   double t() const;             // of that mean against 0
   double kappa() const;         // |sum e| / sum |e| of delta's errors: 0 unbiased, 1 coherent; 0 if all are exact
+  double delta_mean() const;    // sum e / sum |delta|: what is left of delta's errors when they add up over rows
 
  private:
-  double sum_ = 0, squares_ = 0, delta_sum_ = 0, delta_absolute_ = 0;
+  double sum_ = 0, squares_ = 0, delta_sum_ = 0, delta_absolute_ = 0, delta_size_ = 0;
   int64_t count_ = 0;
 };
 
