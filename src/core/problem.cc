@@ -4,11 +4,11 @@
 #include <cmath>
 #include <initializer_list>
 #include <iterator>
-#include <tuple>
 #include <utility>
 
 #include "core/error.h"
 #include "core/names.h"
+#include "core/quantization.h"
 
 namespace octet {
 namespace {
@@ -110,7 +110,8 @@ void validate_shapes(Problem& p) {
   expect_like(p.to, "to", o, "shape of o");
 }
 
-void validate_input_dtype(const View& t, const char* label, octet_precision precision) {
+// q, k or v: as they are, or codes with a quantization of their own operand.
+void validate_input(const octet_tensor& tensor, const View& t, const char* label, octet_operand operand, octet_precision precision) {
   expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3, OCTET_I8});
   if (t.dtype == OCTET_I8 && !t.quantization)
     invalid(label, ": dtype i8 without a quantization; quantise it with octet_quantize, or give f32, f16 or bf16");
@@ -118,6 +119,10 @@ void validate_input_dtype(const View& t, const char* label, octet_precision prec
     invalid(label, ": a quantization with dtype ", name(t.dtype), ", allowed: i8, e4m3");
   if (t.dtype == OCTET_F64 && precision != OCTET_PRECISION_F64)
     invalid(label, ": dtype f64 needs precision f64, found ", name(precision));
+  if (!t.quantization) return;
+  const Quantization how = validate_quantization(tensor, label, false);
+  if (how.operand != operand)
+    invalid(label, ": quantised as operand ", name(how.operand), ", expected ", name(operand), "; granularities and thread groups depend on it");
 }
 
 // Everything but q, k, v: no codes; f64 with precision f64 only, e4m3 only from the precisions that end in it.
@@ -130,13 +135,15 @@ void validate_plain_dtype(const View& t, const char* label, octet_precision prec
   expect_dtype(t, label, {OCTET_F32, OCTET_F16, OCTET_BF16});
 }
 
-void validate_dtypes(const Problem& p) {
+void validate_dtypes(const octet_arguments& args, const Problem& p) {
+  validate_input(*args.q, p.q, "q", OCTET_OPERAND_Q, p.precision);
+  validate_input(*args.k, p.k, "k", OCTET_OPERAND_K, p.precision);
+  validate_input(*args.v, p.v, "v", OCTET_OPERAND_V, p.precision);
   for (const Operand& x : kOperands) {
     const View* t = &(p.*x.view);
-    if (!t->present() || t == &p.mask || t == &p.cu_seqlens_q || t == &p.cu_seqlens_k) continue;
-    if (t == &p.q || t == &p.k || t == &p.v) {
-      validate_input_dtype(*t, x.label, p.precision);
-    } else if (t == &p.lse) {
+    const bool judged_elsewhere = t == &p.q || t == &p.k || t == &p.v || t == &p.mask || t == &p.cu_seqlens_q || t == &p.cu_seqlens_k;
+    if (!t->present() || judged_elsewhere) continue;
+    if (t == &p.lse) {
       if (p.precision == OCTET_PRECISION_F64) expect_dtype(*t, x.label, {OCTET_F32, OCTET_F64});
       else expect_dtype(*t, x.label, {OCTET_F32});
     } else {
@@ -281,7 +288,7 @@ Problem validate(const octet_attention* a, const octet_arguments* args) {
   validate_operands(*args, p);
   if (args->sinks) unsupported("sinks: learnable sinks are not supported; append a key with a zero value instead");
   validate_shapes(p);
-  validate_dtypes(p);
+  validate_dtypes(*args, p);
   validate_mask_tensor(p);
   validate_packing(*args, p);
   validate_mask(*a, p);

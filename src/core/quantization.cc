@@ -15,12 +15,6 @@ namespace {
 
 constexpr int64_t kMaxPosition = int64_t{1} << 40;  // keeps position * theta accurate in double
 
-template <class Enum>
-Enum checked(uint32_t value, Enum last, const char* what, const char* allowed) {
-  if (value > static_cast<uint32_t>(last)) invalid(what, ": found ", value, ", allowed: ", allowed);
-  return static_cast<Enum>(value);
-}
-
 // A tensor on the CPU.
 View view_of(const octet_tensor* t, const char* label, bool output) {
   if (!t) invalid(label, ": NULL");
@@ -46,7 +40,7 @@ void expect_no_stream(const void* stream) {
 Rope validate_rope(const octet_rope& r, const View& x) {
   if (r.size != sizeof(octet_rope)) invalid("octet_rope: size ", r.size, ", expected ", sizeof(octet_rope));
   Rope rope;
-  rope.style = checked(r.style, OCTET_ROPE_INTERLEAVED, "rope style", "0 (none), 1 (half), 2 (interleaved)");
+  rope.style = checked(r.style, OCTET_ROPE_NONE, OCTET_ROPE_INTERLEAVED, "rope style");
   if (rope.style == OCTET_ROPE_NONE) {
     if (r.dim || r.offset || r.base != 0.0)
       invalid("rope: dim ", r.dim, ", offset ", r.offset, ", base ", r.base,
@@ -82,10 +76,10 @@ void validate_granularity(octet_operand operand, octet_granularity granularity, 
 }
 
 octet_granularity granularity_of(uint32_t value) {
-  return checked(value, OCTET_PER_THREAD, "granularity", "0 (tensor), 1 (token), 2 (channel), 3 (block), 4 (thread)");
+  return checked(value, OCTET_PER_TENSOR, OCTET_PER_THREAD, "granularity");
 }
 
-octet_operand operand_of(uint32_t value) { return checked(value, OCTET_OPERAND_V, "operand", "0 (q), 1 (k), 2 (v)"); }
+octet_operand operand_of(uint32_t value) { return checked(value, OCTET_OPERAND_Q, OCTET_OPERAND_V, "operand"); }
 
 // Number of scale rows; the arguments have been judged.
 int64_t groups_of(octet_operand operand, octet_granularity granularity, int64_t block, int64_t tokens) {
@@ -145,7 +139,7 @@ Quantization validate_quantization(const octet_tensor& codes, const char* label,
   validate_granularity(how.operand, how.granularity, how.block);
 
   how.zero_point_kind =
-      checked(q->zero_point_kind, OCTET_ZERO_POINT_FLOAT, "zero_point_kind", "0 (symmetric), 1 (integer), 2 (float)");
+      checked(q->zero_point_kind, OCTET_SYMMETRIC, OCTET_ZERO_POINT_FLOAT, "zero_point_kind");
   const bool symmetric = how.zero_point_kind == OCTET_SYMMETRIC;
   if (!symmetric && dtype != OCTET_I8 && dtype != OCTET_U8)
     invalid("zero_point_kind: found ", q->zero_point_kind, " with ", name(dtype),

@@ -108,12 +108,13 @@ OCTET_INLINE void block(const Word* a, Strides as, const Word* b, int64_t column
   typename E::Vector sum[MR][NR];
   for (int i = 0; i < MR; ++i)
     for (int j = 0; j < NR; ++j) sum[i][j] = accumulate ? load(c + i * ldc + j * kLanes) : typename E::Vector{};
+  const Word* half[2] = {a, a + 3 * as.row};  // three rows from each: few address registers
   for (int64_t w = 0; w < words; ++w) {
     Vi y[NR];
     for (int j = 0; j < NR; ++j) y[j] = load(reinterpret_cast<const int32_t*>(b + w * columns) + j * kLanes);
 #pragma GCC unroll 8
     for (int i = 0; i < MR; ++i) {
-      const Vi x = broadcast(a[i * as.row + w * as.word]);
+      const Vi x = broadcast(half[i / 3][i % 3 * as.row + w * as.word]);
 #pragma GCC unroll 8
       for (int j = 0; j < NR; ++j) sum[i][j] = E::dot(sum[i][j], x, y[j]);
     }

@@ -1,0 +1,45 @@
+// An array in host memory that owns its elements: what files hold and what the command lends to the library.
+#pragma once
+#include <octet/octet.hpp>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace octet::cli {
+
+std::size_t bytes_of(DType dtype);
+
+// "[1, 8, 2048, 128]"
+std::string shape_text(const std::vector<int64_t>& shape);
+
+// Elements of a shape, or nothing if they, counted with zero dimensions as one, overflow: then strides do too.
+std::optional<int64_t> elements_of(const std::vector<int64_t>& shape);
+
+struct Array {
+  DType dtype = DType::none;
+  std::vector<int64_t> shape;
+  std::vector<std::byte> bytes;
+
+  Array() = default;
+  Array(DType dtype, std::vector<int64_t> shape);  // zeros; the shape must have elements_of
+  Array(DType dtype, const Shape& shape) : Array(dtype, std::vector<int64_t>(shape.begin(), shape.end())) {}
+
+  bool present() const { return dtype != DType::none; }
+  int64_t size() const { return static_cast<int64_t>(bytes.size() / bytes_of(dtype)); }
+  double operator[](int64_t index) const;
+  void set(int64_t index, double value);  // rounded to dtype
+
+  // [batch, head, token, dim]; three dimensions are one batch. Refuses other ranks, calling the array `label`.
+  Shape shape4(const std::string& label = "array") const;
+
+  // For the library, which writes through views of outputs only. Absent arrays give absent tensors.
+  Tensor view() const;
+};
+
+// Fills with N(0, 1) numbers that depend on `seed` and nothing else.
+void fill_normal(Array& array, uint64_t seed);
+
+}  // namespace octet::cli

@@ -1,0 +1,254 @@
+// octet check: each pass of each precision against float64, on the tensors of files. The float64 results come from the
+// unfused oracle (precision f64) through the same door.
+#include <octet/octet.hpp>
+
+#include <chrono>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "commands/commands.h"
+#include "io/source.h"
+#include "metrics.h"
+#include "options.h"
+#include "passes.h"
+#include "terminal.h"
+
+namespace octet::cli {
+namespace {
+
+struct CheckOptions {
+  std::vector<std::string> files;
+  std::string precisions = "all", passes = "fwd", out_dtype;
+  bool json = false;
+  AttentionOptions attention;
+};
+
+// One line of the answer: an output of a pass in a precision.
+struct Finding {
+  std::string file;
+  Precision precision;
+  Pass pass;
+  std::string tensor;
+  Errors errors;
+  double seconds;
+  std::string backend;
+};
+
+// The float64 results of a file, computed when first asked for.
+class Oracle {
+ public:
+  Oracle(const Inputs& in, const Attention& attention) : in_(in), attention_(attention) {
+    attention_.precision = Precision::f64;
+    attention_.backend = nullptr;
+    attention_.remedy = Remedy::f16_inside, attention_.beta = 0;
+    attention_.hadamard = attention_.smooth_q = Switch::automatic;
+  }
+  const ForwardResult& forward() {
+    if (!forward_.o.present()) forward_ = make_forward(in_, kTypes, false), run(attention_, forward_call(in_, forward_));
+    return forward_;
+  }
+  const BackwardResult& backward() {
+    if (!backward_.dq.present()) backward_ = make_backward(in_, kTypes), run(attention_, backward_call(in_, forward(), backward_));
+    return backward_;
+  }
+  const JvpResult& jvp() {
+    if (!jvp_.o.present()) jvp_ = make_jvp(in_, kTypes), run(attention_, jvp_call(in_, jvp_));
+    return jvp_;
+  }
+
+ private:
+  static constexpr OutputTypes kTypes{DType::f64, DType::f64, DType::f64, DType::f64, DType::f64};
+  const Inputs& in_;
+  Attention attention_;
+  ForwardResult forward_;
+  BackwardResult backward_;
+  JvpResult jvp_;
+};
+
+template <class Call>
+double seconds_of(const Attention& attention, const Call& call) {
+  const auto begin = std::chrono::steady_clock::now();
+  run(attention, call);
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+}
+
+// Outputs in the inputs' type where the recipe can write it; fp8_raw writes e4m3, as its original does.
+OutputTypes types_of(const CheckOptions& options, const Inputs& in, Precision precision) {
+  if (!options.out_dtype.empty()) return OutputTypes::all(parse(kDTypes, "--out-dtype", options.out_dtype));
+  if (precision == Precision::fp8_raw) return OutputTypes::all(DType::e4m3);
+  const DType type = in.q.dtype;
+  return OutputTypes::all(type == DType::f32 || type == DType::f16 || type == DType::bf16 ? type : DType::f32);
+}
+
+// Judges one file; findings are appended.
+class Checker {
+ public:
+  Checker(const CheckOptions& options, const std::string& file, const Inputs& in, std::vector<Finding>& findings)
+      : options_(options), file_(file), in_(in), findings_(findings), oracle_(in, options.attention.attention(Precision::f64)) {}
+
+  void check(Pass pass, Precision precision) {
+    const Attention attention = options_.attention.attention_among(precision);
+    const OutputTypes types = types_of(options_, in_, precision);
+    ForwardResult forward = make_forward(in_, types, pass == Pass::backward && reads_residual(attention));
+    if (pass == Pass::forward) {
+      const Forward call = forward_call(in_, forward);
+      note(pass, attention, call, seconds_of(attention, call),
+           {{"o", &forward.o, &oracle_.forward().o}, {"lse", &forward.lse, &oracle_.forward().lse}});
+    } else if (pass == Pass::backward) {
+      BackwardResult result = make_backward(in_, types);
+      const Backward call = backward_call(in_, forward, result);
+      workspace_size(attention, call);  // refuses before the forward has cost anything
+      run(attention, forward_call(in_, forward));
+      const BackwardResult& want = oracle_.backward();
+      note(pass, attention, call, seconds_of(attention, call),
+           {{"dq", &result.dq, &want.dq}, {"dk", &result.dk, &want.dk}, {"dv", &result.dv, &want.dv}});
+    } else {
+      JvpResult result = make_jvp(in_, types);
+      const Jvp call = jvp_call(in_, result);
+      note(pass, attention, call, seconds_of(attention, call),
+           {{"o", &result.o, &oracle_.jvp().o}, {"to", &result.to, &oracle_.jvp().to}});
+    }
+  }
+
+ private:
+  struct Pair {
+    const char* tensor;
+    const Array *got, *want;
+  };
+
+  template <class Call>
+  void note(Pass pass, const Attention& attention, const Call& call, double seconds, const std::vector<Pair>& pairs) {
+    const std::string backend = chosen(explain(attention, call)).backend;
+    for (const auto& [tensor, got, want] : pairs)
+      findings_.push_back({file_, attention.precision, pass, tensor, compare(*got, *want), seconds, backend});
+  }
+
+  const CheckOptions& options_;
+  std::string file_;
+  const Inputs& in_;
+  std::vector<Finding>& findings_;
+  Oracle oracle_;
+};
+
+const std::vector<Table::Column> kColumns = {
+    {"pass", Table::Align::left}, {"precision", Table::Align::left}, {"tensor", Table::Align::left}, {"cos"}, {"rel L1"}, {"rel L2"},
+    {"worst head"}, {"max"}, {"nan"}, {"saturated"}, {"time"}, {"backend", Table::Align::left}};
+
+void print_findings(const std::vector<Finding>& findings) {
+  Table table(kColumns);
+  const Finding* last = nullptr;
+  for (const Finding& f : findings) {
+    const bool new_pass = !last || last->pass != f.pass, new_recipe = new_pass || last->precision != f.precision;
+    if (last && new_pass) table.gap();
+    const Errors& e = f.errors;
+    table.row({new_pass ? name(f.pass) : "", new_recipe ? name(f.precision) : "", f.tensor, fmt::format("{:.6f}", e.cos), error_text(e.rel_l1),
+               error_text(e.rel_l2), error_text(e.worst_head_rel_l2), error_text(e.max_abs), std::to_string(e.nan),
+               std::to_string(e.saturated), new_recipe ? seconds_text(f.seconds) : "", new_recipe ? f.backend : ""});
+    last = &f;
+  }
+  table.print();
+}
+
+// The largest rel L2 of each tensor over all files.
+void print_worst(const std::vector<Finding>& findings, std::size_t files) {
+  std::vector<const Finding*> worst;  // in order of first appearance
+  for (const Finding& f : findings) {
+    const auto same = [&](const Finding* w) { return w->precision == f.precision && w->pass == f.pass && w->tensor == f.tensor; };
+    const auto found = std::find_if(worst.begin(), worst.end(), same);
+    if (found == worst.end()) worst.push_back(&f);
+    else if (!(f.errors.rel_l2 <= (*found)->errors.rel_l2)) *found = &f;
+  }
+  std::stable_sort(worst.begin(), worst.end(), [](const Finding* a, const Finding* b) {
+    return std::pair(a->pass, a->precision) < std::pair(b->pass, b->precision);
+  });
+  fmt::print("\n{}\n", bold(fmt::format("worst of {} files", files)));
+  Table table({{"pass", Table::Align::left}, {"precision", Table::Align::left}, {"tensor", Table::Align::left}, {"rel L2"}, {"cos"},
+               {"worst head"}, {"file", Table::Align::left}});
+  const Finding* last = nullptr;
+  for (const Finding* f : worst) {
+    const bool new_pass = !last || last->pass != f->pass, new_recipe = new_pass || last->precision != f->precision;
+    if (last && new_pass) table.gap();
+    table.row({new_pass ? name(f->pass) : "", new_recipe ? name(f->precision) : "", f->tensor, error_text(f->errors.rel_l2),
+               fmt::format("{:.6f}", f->errors.cos), error_text(f->errors.worst_head_rel_l2), std::filesystem::path(f->file).filename().string()});
+    last = f;
+  }
+  table.print();
+}
+
+nlohmann::ordered_json to_json(const Finding& f) {
+  const Errors& e = f.errors;
+  return {{"file", f.file}, {"precision", name(f.precision)}, {"pass", name(f.pass)}, {"tensor", f.tensor}, {"cos", e.cos},
+          {"rel_l1", e.rel_l1}, {"rel_l2", e.rel_l2}, {"max_abs", e.max_abs}, {"worst_head_rel_l2", e.worst_head_rel_l2}, {"nan", e.nan},
+          {"seconds", f.seconds}, {"backend", f.backend}};
+}
+
+void check_command(const CheckOptions& options) {
+  const auto precisions = parse_precisions(options.precisions);
+  const auto passes = parse_passes(options.passes);
+  options.attention.expect_used(precisions);
+  const auto wanted = [&](Pass pass) { return std::find(passes.begin(), passes.end(), pass) != passes.end(); };
+  const bool all = options.precisions == "all";
+  std::FILE* notes = options.json ? stderr : stdout;
+
+  std::vector<Finding> findings;
+  {
+    Progress progress(options.files.size() * precisions.size() * passes.size());
+    for (const std::string& file : options.files) {
+      const Source source(file);
+      std::vector<std::string> drawn;
+      const Inputs in = read_inputs(source, wanted(Pass::backward), wanted(Pass::jvp), drawn);
+      const std::size_t first = findings.size();
+      std::string left_out;
+      Checker checker(options, file, in, findings);
+      for (Pass pass : passes)
+        for (Precision precision : precisions) {
+          progress.step(fmt::format("{} {} {}", file, name(pass), name(precision)));
+          try {
+            checker.check(pass, precision);
+          } catch (const Error& error) {
+            if (!all || error.status() != OCTET_UNSUPPORTED) throw;
+            left_out += fmt::format("{}{} {}", left_out.empty() ? "" : ", ", name(pass), name(precision));
+          }
+        }
+      if (findings.size() == first) refuse("{}: no precision has a pass asked for", file);
+      progress.clear();
+      if (!options.json) {
+        fmt::print("{}{}  q {} {}, k {}, v {}\n", first ? "\n" : "", bold(file), shape_text(in.q.shape), name(in.q.dtype), shape_text(in.k.shape),
+                   shape_text(in.v.shape));
+        print_findings({findings.begin() + static_cast<std::ptrdiff_t>(first), findings.end()});
+        if (!left_out.empty()) fmt::print("{}\n", faint("no such pass: " + left_out));
+      }
+      if (!drawn.empty()) fmt::print(notes, "{}: has no {}; drawn from N(0, 1) with a fixed seed\n", file, fmt::join(drawn, ", "));
+      std::fflush(stdout);
+    }
+  }
+  if (options.json) {
+    auto array = nlohmann::ordered_json::array();
+    for (const Finding& f : findings) array.push_back(to_json(f));
+    fmt::print("{}\n", array.dump(2));
+  } else if (options.files.size() > 1) {
+    print_worst(findings, options.files.size());
+  }
+}
+
+}  // namespace
+
+void add_check(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("check", "Error of each precision against float64 on the tensors of files");
+  const auto options = std::make_shared<CheckOptions>();
+  command->add_option("FILE", options->files, "q, k, v (do, tq, tk, tv) as octet run reads them; do and tangents that are absent are drawn")
+      ->required();
+  command->add_option("--precision", options->precisions, "P,P,... or all, of " + choices(kPrecisions) + "  [all]")->type_name("P");
+  command->add_option("--pass", options->passes, "Passes, of " + choices(kPasses) + "  [fwd]")->type_name("PASS");
+  command->add_option("--out-dtype", options->out_dtype, "Type of outputs  [the inputs', e4m3 for fp8_raw]")->type_name("T");
+  command->add_flag("--json", options->json,
+                    "Print an array of {file, precision, pass, tensor, cos, rel_l1, rel_l2, max_abs, worst_head_rel_l2, nan, seconds, backend}");
+  options->attention.add_to(*command);
+  command->callback([options] { check_command(*options); });
+}
+
+}  // namespace octet::cli

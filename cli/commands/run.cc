@@ -1,0 +1,105 @@
+// octet run: attention of the tensors of one file into another.
+#include <octet/octet.hpp>
+
+#include <memory>
+#include <string>
+
+#include "commands/commands.h"
+#include "io/sink.h"
+#include "io/source.h"
+#include "options.h"
+#include "passes.h"
+
+namespace octet::cli {
+namespace {
+
+struct RunOptions {
+  std::string in, out, precision, out_dtype;
+  bool backward = false, jvp = false;
+  AttentionOptions attention;
+};
+
+// The recipe for inputs of this type, when none is asked for.
+Precision precision_of(DType dtype) {
+  switch (dtype) {
+    case DType::f64: return Precision::f64;
+    case DType::f32: return Precision::f32;
+    case DType::f16: return Precision::f16;
+    case DType::bf16: return Precision::bf16;
+    case DType::e4m3: return Precision::fp8;
+    default: refuse("q: dtype {}, which no precision is made for; name one with --precision", name(dtype));
+  }
+}
+
+// What is written beside o and its kin: q's rank, so that [head, token, dim] in gives [head, token, dim] out.
+class Results {
+ public:
+  explicit Results(bool has_batch) : has_batch_(has_batch) {}
+
+  void add(const char* name, Array& array) {
+    if (!has_batch_) array.shape.erase(array.shape.begin());
+    arrays_.push_back({name, &array});
+  }
+  void add_lse(Array& lse) {
+    lse.shape.pop_back();  // [batch, head, token]
+    add("lse", lse);
+  }
+  const std::vector<NamedArray>& arrays() const { return arrays_; }
+
+ private:
+  bool has_batch_;
+  std::vector<NamedArray> arrays_;
+};
+
+void run_command(const RunOptions& options) {
+  const Source source(options.in);
+  const Inputs in = read_inputs(source, options.backward, options.jvp);
+  const Precision precision = options.precision.empty() ? precision_of(in.q.dtype) : parse(kPrecisions, "--precision", options.precision);
+  const Attention attention = options.attention.attention(precision);
+  const OutputTypes types =
+      options.out_dtype.empty() ? OutputTypes::like(in) : OutputTypes::all(parse(kDTypes, "--out-dtype", options.out_dtype));
+  expect_writable(options.out, {options.in});
+
+  Results results(in.q.shape.size() == 4);
+  ForwardResult forward;
+  BackwardResult backward;
+  JvpResult jvp;
+  if (options.jvp) {
+    jvp = make_jvp(in, types);
+    run(attention, jvp_call(in, jvp));
+  }
+  if (options.backward || !options.jvp) {
+    forward = make_forward(in, types, options.backward && reads_residual(attention));
+    run(attention, forward_call(in, forward));
+  }
+  if (options.backward) {
+    backward = make_backward(in, types);
+    run(attention, backward_call(in, forward, backward));
+  }
+  results.add("o", forward.o.present() ? forward.o : jvp.o);
+  results.add_lse(forward.o.present() ? forward.lse : jvp.lse);
+  if (options.backward) results.add("dq", backward.dq), results.add("dk", backward.dk), results.add("dv", backward.dv);
+  if (options.jvp) results.add("to", jvp.to);
+  write_arrays(options.out, results.arrays());
+}
+
+}  // namespace
+
+void add_run(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("run", "Attention of the tensors of one file into another");
+  const auto options = std::make_shared<RunOptions>();
+  command->add_option("IN", options->in,
+                      "Tensors q, k, v (do with --backward; tq, tk, tv with --jvp), [batch, head, token, dim] or [head, token, dim]: a "
+                      ".safetensors file, or a directory with q.npy, k.npy, ...")
+      ->required();
+  command->add_option("OUT", options->out, "o, lse; dq, dk, dv; to: a .safetensors file, or else a directory of .npy files")->required();
+  command->add_option("--precision", options->precision, choices(kPrecisions) + "  [the type of q; fp8 for e4m3]")->type_name("P");
+  command->add_flag("--backward", options->backward, "Gradients dq, dk, dv too, from do");
+  command->add_flag("--jvp", options->jvp, "The tangent to too, from tq, tk, tv");
+  command->add_option("--out-dtype", options->out_dtype, "Type of all outputs but lse, which is f32: " + choices(kDTypes) + "  [the inputs']")
+      ->type_name("T");
+  options->attention.add_to(*command);
+  command->callback([options] { run_command(*options); });
+}
+
+}  // namespace octet::cli

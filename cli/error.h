@@ -1,0 +1,20 @@
+// How the command says no: one line that names the value found and the values allowed. main prints it and exits 2.
+#pragma once
+#include <fmt/format.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace octet::cli {
+
+class Refusal : public std::runtime_error {
+  using runtime_error::runtime_error;
+};
+
+template <class... Args>
+[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
+  throw Refusal(fmt::format(format, std::forward<Args>(args)...));
+}
+
+}  // namespace octet::cli

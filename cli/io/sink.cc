@@ -1,0 +1,75 @@
+// Writing results as safetensors or .npy.
+#include "io/sink.h"
+
+#include <filesystem>
+
+#include "error.h"
+#include "io/atomic_file.h"
+#include "io/npy.h"
+
+namespace octet::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool is_safetensors(const std::string& path) { return fs::path(path).extension() == ".safetensors"; }
+
+// A directory that is made if need be and removed again unless kept.
+class Directory {
+ public:
+  explicit Directory(const fs::path& path) : path_(path) {
+    std::error_code error;
+    if (fs::is_directory(path, error)) return;
+    if (fs::exists(path, error)) refuse("{}: cannot write: neither a .safetensors file nor a directory of .npy files", path.string());
+    made_ = fs::create_directory(path, error);
+    if (error) refuse("{}: cannot write: {}", path.string(), error.message());
+  }
+  ~Directory() {
+    std::error_code ignored;
+    if (made_ && !kept_) fs::remove(path_, ignored);
+  }
+  Directory(const Directory&) = delete;
+  void keep() { kept_ = true; }
+
+ private:
+  fs::path path_;
+  bool made_ = false, kept_ = false;
+};
+
+}  // namespace
+
+void expect_writable(const std::string& path, const std::vector<std::string>& inputs) {
+  std::error_code ignored;
+  for (const std::string& input : inputs)
+    if (fs::equivalent(path, input, ignored)) refuse("{}: is an input; name another output", path);
+  if (fs::path(path).extension() == ".npy")
+    refuse("{}: a .npy file holds one tensor; name a .safetensors file, or a directory for .npy files", path);
+  if (is_safetensors(path)) {
+    AtomicFile probe(path);
+  } else {
+    Directory directory(path);
+    AtomicFile probe((fs::path(path) / "probe.npy").string());
+  }
+}
+
+void write_arrays(const std::string& path, const std::vector<NamedArray>& arrays, const std::map<std::string, std::string>& metadata) {
+  if (is_safetensors(path)) {
+    AtomicFile file(path);
+    write_safetensors(file, arrays, metadata);
+    file.flush();
+    file.commit();
+    return;
+  }
+  for (const auto& [name, array] : arrays) expect_npy_dtype(name, array->dtype);
+  Directory directory(path);
+  std::vector<AtomicFile> files;
+  for (const auto& [name, array] : arrays) {
+    AtomicFile& file = files.emplace_back((fs::path(path) / (name + ".npy")).string());
+    write_npy(file, *array);
+    file.flush();
+  }
+  for (AtomicFile& file : files) file.commit();
+  directory.keep();
+}
+
+}  // namespace octet::cli

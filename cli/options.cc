@@ -1,0 +1,94 @@
+// Options of attention.
+#include "options.h"
+
+#include <algorithm>
+
+namespace octet::cli {
+namespace {
+
+bool is_sixteen_bit(Precision p) { return p == Precision::f16 || p == Precision::bf16; }
+
+bool has_int8_logits(Precision p) { return p == Precision::int8 || p == Precision::int8_f16 || p == Precision::int8_fp8; }
+
+std::array<int64_t, 2> parse_window(const std::string& text) {
+  const auto parts = split(text, ',');
+  if (parts.size() != 2) refuse("--window: found \"{}\", expected LEFT,RIGHT", text);
+  return {parse_integer("--window", parts[0]), parse_integer("--window", parts[1])};
+}
+
+template <class Value, class Parse>
+std::vector<Value> parse_list(const std::string& text, Parse&& parse) {
+  std::vector<Value> out;
+  for (const std::string& part : split(text, ',')) {
+    const Value value = parse(part);
+    if (std::find(out.begin(), out.end(), value) == out.end()) out.push_back(value);
+  }
+  return out;
+}
+
+}  // namespace
+
+void AttentionOptions::add_to(CLI::App& app) {
+  app.add_flag("--causal", causal_, "No key after the query; =top-left or =bottom-right names the diagonal where lengths differ");
+  app.add_option("--scale", scale_, "Logits are scale * q.k  [1/sqrt(dim)]")->type_name("X");
+  app.add_option("--window", window_, "Keys seen left and right of the diagonal, -1: all")->type_name("L,R");
+  app.add_option("--remedy", remedy_, "How f16 and bf16 keep rounding bias out of gradients: " + choices(kRemedies) + "  [f16_inside]")
+      ->type_name("NAME");
+  app.add_option("--beta", beta_, "Factor of remedy beta, up to 8  [2]")->type_name("X");
+  app.add_option("--hadamard", hadamard_, "Rotate q and k before int8: on, off  [the recipe's]")->type_name("SWITCH");
+  app.add_option("--smooth-q", smooth_q_, "Subtract the mean of each 128 queries before int8: on, off  [the recipe's]")->type_name("SWITCH");
+  app.add_option("--backend", backend_, "Run this backend only (octet info lists them)")->type_name("NAME");
+  app.add_option("--threads", threads_, "CPU threads, 0: all  [0]")->type_name("N");
+  app.add_flag("--deterministic", deterministic_, "Only bitwise repeatable kernels");
+}
+
+Attention AttentionOptions::attention(Precision precision) const {
+  Attention a;
+  a.precision = precision;
+  if (!causal_.empty()) {
+    a.causal = true;
+    if (causal_ != "true") a.alignment = parse(kAlignments, "--causal", causal_);
+  }
+  if (!scale_.empty()) a.scale = static_cast<float>(parse_number("--scale", scale_));
+  if (!window_.empty()) a.window = parse_window(window_);
+  if (!remedy_.empty()) a.remedy = parse(kRemedies, "--remedy", remedy_);
+  if (!beta_.empty()) a.beta = static_cast<float>(parse_number("--beta", beta_));
+  if (!hadamard_.empty()) a.hadamard = parse(kSwitches, "--hadamard", hadamard_);
+  if (!smooth_q_.empty()) a.smooth_q = parse(kSwitches, "--smooth-q", smooth_q_);
+  if (!backend_.empty()) a.backend = backend_.c_str();
+  a.threads = threads_;
+  a.deterministic = deterministic_;
+  return a;
+}
+
+Attention AttentionOptions::attention_among(Precision precision) const {
+  Attention a = attention(precision);
+  if (!is_sixteen_bit(precision)) a.remedy = Remedy::f16_inside, a.beta = 0;
+  if (!has_int8_logits(precision)) a.hadamard = a.smooth_q = Switch::automatic;
+  return a;
+}
+
+void AttentionOptions::expect_used(const std::vector<Precision>& precisions) const {
+  const auto none = [&](auto&& takes) { return std::none_of(precisions.begin(), precisions.end(), takes); };
+  if (!(remedy_.empty() && beta_.empty()) && none(is_sixteen_bit))
+    refuse("{}: belongs to precisions f16 and bf16, and neither is asked for", remedy_.empty() ? "--beta" : "--remedy");
+  if (!(hadamard_.empty() && smooth_q_.empty()) && none(has_int8_logits))
+    refuse("{}: belongs to precisions int8, int8_f16 and int8_fp8, and none is asked for", hadamard_.empty() ? "--smooth-q" : "--hadamard");
+}
+
+std::vector<Pass> parse_passes(const std::string& text) {
+  return parse_list<Pass>(text, [](const std::string& part) { return parse(kPasses, "--pass", part); });
+}
+
+std::vector<Precision> parse_precisions(const std::string& text) {
+  if (text != "all") return parse_list<Precision>(text, [](const std::string& part) {
+    if (part == "all") refuse("--precision: \"all\" stands alone");
+    return parse(kPrecisions, "--precision", part);
+  });
+  std::vector<Precision> out;
+  for (const auto& [word, precision] : kPrecisions)
+    if (precision != Precision::f64) out.push_back(precision);
+  return out;
+}
+
+}  // namespace octet::cli

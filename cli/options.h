@@ -1,0 +1,38 @@
+// The options of attention that several commands share, and their meaning for the library.
+#pragma once
+#include <octet/octet.hpp>
+
+#include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
+
+#include "names.h"
+
+namespace octet::cli {
+
+class AttentionOptions {
+ public:
+  void add_to(CLI::App& app);
+
+  // For one precision, chosen by name: every option is passed on, so that the library refuses what does not belong.
+  Attention attention(Precision precision) const;
+
+  // For one of several precisions: options that belong to others are left out; expect_used has judged them.
+  Attention attention_among(Precision precision) const;
+
+  // Refuses options that belong to none of `precisions`.
+  void expect_used(const std::vector<Precision>& precisions) const;
+
+  bool causal() const { return !causal_.empty(); }
+
+ private:
+  std::string causal_, scale_, window_, remedy_, beta_, hadamard_, smooth_q_, backend_;
+  uint32_t threads_ = 0;
+  bool deterministic_ = false;
+};
+
+// "fwd,bwd" and "bf16,int8" as lists.
+std::vector<Pass> parse_passes(const std::string& text);
+std::vector<Precision> parse_precisions(const std::string& text);  // "all": every recipe but the oracle f64
+
+}  // namespace octet::cli

@@ -1,0 +1,153 @@
+// Calls of the three passes.
+#include "passes.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace octet::cli {
+namespace {
+
+Inputs read_primals(const Source& source) {
+  Inputs in;
+  in.q = source.read("q"), in.k = source.read("k"), in.v = source.read("v");
+  for (const auto& [array, label] : {std::pair{&in.q, "q"}, {&in.k, "k"}, {&in.v, "v"}}) array->shape4(label);
+  return in;
+}
+
+// A tensor that a pass needs beside q, k, v.
+struct Companion {
+  const char* label;
+  Array* array;
+  const Array* primal;  // whose type it has when drawn
+  uint64_t seed;
+};
+
+std::vector<Companion> companions(Inputs& in, bool backward, bool jvp) {
+  std::vector<Companion> out;
+  if (backward) out.push_back({"do", &in.do_, &in.q, 1});
+  if (jvp) out.insert(out.end(), {{"tq", &in.tq, &in.q, 2}, {"tk", &in.tk, &in.k, 3}, {"tv", &in.tv, &in.v, 4}});
+  return out;
+}
+
+void read_companion(const Source& source, const Companion& c) {
+  *c.array = source.read(c.label);
+  c.array->shape4(c.label);
+}
+
+// do and tangents have no 8-bit types.
+DType drawn_type(DType primal) {
+  return primal == DType::f64 || primal == DType::f32 || primal == DType::f16 ? primal : DType::bf16;
+}
+
+void draw_companion(const Inputs& in, const Companion& c) {
+  *c.array = Array(drawn_type(c.primal->dtype), c.array == &in.do_ ? output_shape(in) : c.primal->shape4());
+  fill_normal(*c.array, c.seed);
+}
+
+}  // namespace
+
+Shape output_shape(const Inputs& in) {
+  const Shape q = in.q.shape4("q"), v = in.v.shape4("v");
+  return {q[0], q[1], q[2], v[3]};
+}
+
+Shape lse_shape(const Inputs& in) {
+  const Shape q = in.q.shape4("q");
+  return {q[0], q[1], q[2], 1};
+}
+
+ForwardResult make_forward(const Inputs& in, const OutputTypes& types, bool residual) {
+  ForwardResult result{Array(types.o, output_shape(in)), Array(types.lse, lse_shape(in)), {}};
+  if (residual) result.o_residual = Array(types.o, output_shape(in));
+  return result;
+}
+
+BackwardResult make_backward(const Inputs& in, const OutputTypes& types) {
+  return {Array(types.dq, in.q.shape4()), Array(types.dk, in.k.shape4()), Array(types.dv, in.v.shape4())};
+}
+
+JvpResult make_jvp(const Inputs& in, const OutputTypes& types) {
+  return {Array(types.o, output_shape(in)), Array(types.lse, lse_shape(in)), Array(types.o, output_shape(in))};
+}
+
+Forward forward_call(const Inputs& in, const ForwardResult& r) {
+  return {.q = in.q.view(), .k = in.k.view(), .v = in.v.view(), .o = r.o.view(), .lse = r.lse.view(), .o_residual = r.o_residual.view()};
+}
+
+Backward backward_call(const Inputs& in, const ForwardResult& f, const BackwardResult& r) {
+  return {.q = in.q.view(), .k = in.k.view(), .v = in.v.view(), .o = f.o.view(), .lse = f.lse.view(), .do_ = in.do_.view(),
+          .dq = r.dq.view(), .dk = r.dk.view(), .dv = r.dv.view(), .o_residual = f.o_residual.view()};
+}
+
+Jvp jvp_call(const Inputs& in, const JvpResult& r) {
+  return {.q = in.q.view(), .k = in.k.view(), .v = in.v.view(), .tq = in.tq.view(), .tk = in.tk.view(), .tv = in.tv.view(),
+          .o = r.o.view(), .to = r.to.view(), .lse = r.lse.view()};
+}
+
+bool reads_residual(const Attention& attention) {
+  const bool sixteen = attention.precision == Precision::f16 || attention.precision == Precision::bf16;
+  return sixteen && (attention.remedy == Remedy::f16_inside || attention.remedy == Remedy::exact_delta);
+}
+
+Inputs read_inputs(const Source& source, bool backward, bool jvp) {
+  Inputs in = read_primals(source);
+  for (const Companion& c : companions(in, backward, jvp)) read_companion(source, c);
+  return in;
+}
+
+Inputs read_inputs(const Source& source, bool backward, bool jvp, std::vector<std::string>& drawn) {
+  Inputs in = read_primals(source);
+  for (const Companion& c : companions(in, backward, jvp)) {
+    if (source.has(c.label)) {
+      read_companion(source, c);
+    } else {
+      draw_companion(in, c);
+      drawn.emplace_back(c.label);
+    }
+  }
+  return in;
+}
+
+Inputs draw_inputs(const ProblemShape& s, DType dtype, bool backward, bool jvp) {
+  Inputs in;
+  in.q = Array(dtype, Shape{s.batch, s.heads, s.tokens_q, s.dim});
+  in.k = Array(dtype, Shape{s.batch, s.kv_heads, s.tokens_k, s.dim});
+  in.v = Array(dtype, Shape{s.batch, s.kv_heads, s.tokens_k, s.dim});
+  fill_normal(in.q, 11), fill_normal(in.k, 12), fill_normal(in.v, 13);
+  for (const Companion& c : companions(in, backward, jvp)) draw_companion(in, c);
+  return in;
+}
+
+ProblemShape parse_shape(const std::string& text) {
+  const auto parts = split(text, ',');
+  if (parts.size() != 6) refuse("--shape: found \"{}\", expected b,hq,hkv,sq,sk,d", text);
+  int64_t n[6];
+  for (int i = 0; i < 6; ++i)
+    if ((n[i] = parse_integer("--shape", parts[i])) < 0) refuse("--shape: found \"{}\", allowed: no negative numbers", text);
+  return {n[0], n[1], n[2], n[3], n[4], n[5]};
+}
+
+double visible_pairs(const Inputs& in, const Attention& a) {
+  const Shape q = in.q.shape4(), k = in.k.shape4();
+  const int64_t n = q[2], m = k[2], all = std::numeric_limits<int64_t>::max() / 4;
+  if (!a.causal && !a.window) return static_cast<double>(q[0] * q[1]) * static_cast<double>(n) * static_cast<double>(m);
+  const auto bound = [&](int side) { return a.window && (*a.window)[side] >= 0 ? (*a.window)[side] : all; };
+  const int64_t left = bound(0), right = a.causal ? 0 : bound(1);
+  double pairs = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t diagonal = i + (a.alignment == Alignment::bottom_right ? m - n : 0);
+    const int64_t first = std::clamp<int64_t>(diagonal - left, 0, m), last = std::clamp<int64_t>(diagonal + right + 1, 0, m);
+    pairs += static_cast<double>(std::max<int64_t>(last - first, 0));
+  }
+  return static_cast<double>(q[0] * q[1]) * pairs;
+}
+
+Choice chosen(const std::string& explanation) {
+  for (const std::string& line : split(explanation, '\n')) {
+    const std::size_t mark = line.find(": chosen, ");
+    if (mark != std::string::npos) return {line.substr(0, mark), line.substr(mark + 10)};
+  }
+  return {};
+}
+
+}  // namespace octet::cli

@@ -1,0 +1,79 @@
+// The three passes over arrays in host memory: their inputs, their outputs, and the calls that join them.
+#pragma once
+#include <octet/octet.hpp>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "array.h"
+#include "io/source.h"
+#include "names.h"
+
+namespace octet::cli {
+
+struct Inputs {
+  Array q, k, v;
+  Array do_;         // backward
+  Array tq, tk, tv;  // jvp
+};
+
+// Shape [b, hq, n, e] of o and [b, hq, n, 1] of lse.
+Shape output_shape(const Inputs& inputs);
+Shape lse_shape(const Inputs& inputs);
+
+struct ForwardResult {
+  Array o, lse, o_residual;
+};
+struct BackwardResult {
+  Array dq, dk, dv;
+};
+struct JvpResult {
+  Array o, lse, to;
+};
+
+// The types of outputs: those of the inputs, or one for all of them but lse.
+struct OutputTypes {
+  DType o = DType::none, dq = DType::none, dk = DType::none, dv = DType::none, lse = DType::f32;
+
+  static OutputTypes like(const Inputs& inputs) { return {inputs.q.dtype, inputs.q.dtype, inputs.k.dtype, inputs.v.dtype}; }
+  static OutputTypes all(DType dtype, DType lse = DType::f32) { return {dtype, dtype, dtype, dtype, lse}; }
+};
+
+// Outputs of the right shapes, full of zeros.
+ForwardResult make_forward(const Inputs& inputs, const OutputTypes& types, bool residual);
+BackwardResult make_backward(const Inputs& inputs, const OutputTypes& types);
+JvpResult make_jvp(const Inputs& inputs, const OutputTypes& types);
+
+// Views of them; the arrays must outlive the call.
+Forward forward_call(const Inputs& inputs, const ForwardResult& result);
+Backward backward_call(const Inputs& inputs, const ForwardResult& forward, const BackwardResult& result);
+Jvp jvp_call(const Inputs& inputs, const JvpResult& result);
+
+// Whether a backward in this recipe reads the residual of o, which its forward then writes.
+bool reads_residual(const Attention& attention);
+
+// q, k, v of a file, and for a backward do, for a jvp the tangents. What is absent is refused, or with `draw` drawn
+// from N(0, 1) by a fixed seed in the type of its primal; `drawn` then receives its name.
+Inputs read_inputs(const Source& source, bool backward, bool jvp);
+Inputs read_inputs(const Source& source, bool backward, bool jvp, std::vector<std::string>& drawn);
+
+// A problem by its sizes: "b,hq,hkv,sq,sk,d".
+struct ProblemShape {
+  int64_t batch, heads, kv_heads, tokens_q, tokens_k, dim;
+};
+ProblemShape parse_shape(const std::string& text);
+
+// Inputs of these sizes drawn from N(0, 1) by fixed seeds.
+Inputs draw_inputs(const ProblemShape& shape, DType dtype, bool backward, bool jvp);
+
+// Pairs of query and key that meet, over all batches and heads of q.
+double visible_pairs(const Inputs& inputs, const Attention& attention);
+
+// The backend that would run, as octet_explain names it; empty if none.
+struct Choice {
+  std::string backend, kernel;
+};
+Choice chosen(const std::string& explanation);
+
+}  // namespace octet::cli

@@ -1,0 +1,71 @@
+// Tables and progress.
+#include "terminal.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+
+namespace octet::cli {
+namespace {
+
+bool coloured() {
+  static const bool yes = ::isatty(STDOUT_FILENO) && !std::getenv("NO_COLOR");
+  return yes;
+}
+
+std::string padded(const std::string& text, std::size_t width, Table::Align align) {
+  return align == Table::Align::left ? fmt::format("{:<{}}", text, width) : fmt::format("{:>{}}", text, width);
+}
+
+}  // namespace
+
+std::string bold(const std::string& text) { return coloured() ? "\033[1m" + text + "\033[0m" : text; }
+
+std::string faint(const std::string& text) { return coloured() ? "\033[2m" + text + "\033[0m" : text; }
+
+void Table::print() const {
+  std::vector<std::size_t> widths;
+  for (const Column& column : columns_) widths.push_back(column.title.size());
+  for (const auto& row : rows_)
+    for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  const auto line = [&](auto&& cell) {
+    std::string out;
+    for (std::size_t i = 0; i < columns_.size(); ++i) out += (i ? "  " : "") + padded(cell(i), widths[i], columns_[i].align);
+    return out.substr(0, out.find_last_not_of(' ') + 1);
+  };
+  fmt::print("{}\n", bold(line([&](std::size_t i) { return columns_[i].title; })));
+  for (const auto& row : rows_) fmt::print("{}\n", row.empty() ? "" : line([&](std::size_t i) { return row[i]; }));
+}
+
+Progress::Progress(std::size_t steps) : steps_(steps), shown_(::isatty(STDERR_FILENO)) {}
+
+Progress::~Progress() { clear(); }
+
+void Progress::clear() {
+  if (shown_ && done_) std::fputs("\r\033[K", stderr);
+}
+
+void Progress::step(const std::string& what) {
+  ++done_;
+  if (!shown_) return;
+  std::fputs(fmt::format("\r\033[K[{}/{}] {}", done_, steps_, what).c_str(), stderr);
+  std::fflush(stderr);
+}
+
+std::string seconds_text(double seconds) {
+  if (seconds < 1e-3) return fmt::format("{:.1f} us", seconds * 1e6);
+  if (seconds < 1) return fmt::format("{:.2f} ms", seconds * 1e3);
+  return fmt::format("{:.2f} s", seconds);
+}
+
+std::string error_text(double error) {
+  if (error == 0) return "0";
+  if (!std::isfinite(error)) return fmt::format("{}", error);
+  return std::fabs(error) < 1e-4 || std::fabs(error) >= 1e4 ? fmt::format("{:.1e}", error) : fmt::format("{:.5f}", error);
+}
+
+}  // namespace octet::cli

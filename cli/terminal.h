@@ -1,0 +1,47 @@
+// What a person sees: tables on standard output, progress on standard error. Colours and progress only on a terminal.
+#pragma once
+#include <string>
+#include <vector>
+
+namespace octet::cli {
+
+// A table with a header line. Columns are as wide as their widest cell; numbers are aligned on the right.
+class Table {
+ public:
+  enum class Align { left, right };
+  struct Column {
+    std::string title;
+    Align align = Align::right;
+  };
+
+  explicit Table(std::vector<Column> columns) : columns_(std::move(columns)) {}
+  void row(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
+  void gap() { rows_.emplace_back(); }  // an empty line
+  bool empty() const { return rows_.empty(); }
+  void print() const;
+
+ private:
+  std::vector<Column> columns_;
+  std::vector<std::vector<std::string>> rows_;
+};
+
+std::string bold(const std::string& text);
+std::string faint(const std::string& text);
+
+// One line on standard error that tells what is being done now, rewritten at each step and removed at the end.
+class Progress {
+ public:
+  explicit Progress(std::size_t steps);
+  ~Progress();
+  void step(const std::string& what);
+  void clear();  // before something else is printed
+
+ private:
+  std::size_t steps_, done_ = 0;
+  bool shown_;
+};
+
+std::string seconds_text(double seconds);  // "1.23 ms"
+std::string error_text(double error);      // ".00163", "3.1e-06"
+
+}  // namespace octet::cli

@@ -1,0 +1,119 @@
+// Derivatives against each other and against differences of the forward pass, all in f32 through the CPU kernels:
+// tangent and gradient are adjoint, the tangent is linear, and both follow o. The bounds are f32 rounding (f32_noise)
+// and, for differences, the remainder of Taylor's series.
+#include <cmath>
+
+#include "laws/laws.h"
+
+namespace octet::test {
+namespace {
+
+constexpr Recipe kJvp{Pass::jvp, Precision::f32}, kBackward{Pass::backward, Precision::f32};
+
+const Case kCases[] = {
+    {.name = "plain", .heads = 4, .kv_heads = 2, .tokens_q = 70, .tokens_k = 90, .dim_v = 40},
+    {.name = "causal", .batch = 2, .tokens_q = 100, .tokens_k = 70, .causal = true, .alignment = Alignment::bottom_right},
+    {.name = "window", .tokens_q = 100, .tokens_k = 100, .dim = 32, .dim_v = 32, .window = {{20, 3}}},
+    {.name = "mask", .heads = 2, .tokens_q = 66, .tokens_k = 70, .mask = MaskTensor::blind},
+};
+
+Noise noise_of(const Case& c, const Inputs& in) { return f32_noise(c, in, largest_column_sum(c, in), 5.0); }
+
+
+// <to, do> = <tq, dq> + <tk, dk> + <tv, dv>
+TEST(Derivatives, of_both_directions_are_adjoint) {
+  for (const Case& c : kCases) {
+    const Inputs in = draw(c, 1);
+    const Outputs tangent = compute(c, in, kJvp), gradient = compute(c, in, kBackward);
+    const double forwards = inner(tangent.to, in.do_);
+    const double backwards = inner(in.tq, gradient.dq) + inner(in.tk, gradient.dk) + inner(in.tv, gradient.dv);
+    const Noise noise = noise_of(c, in);
+    // Errors of single elements are independent: that of a weighted sum of n is sqrt(n) times as large.
+    const auto part = [](double error, const Values& weight) { return error * std::sqrt(inner(weight, weight)); };
+    const double bound = part(noise.to, in.do_) + part(noise.dq, in.tq) + part(noise.dk, in.tk) + part(noise.dv, in.tv);
+    EXPECT_NEAR(forwards, backwards, bound) << c.name << ", seed 1";
+    EXPECT_LT(bound, .02 * std::fabs(forwards)) << c.name << ": the bound has no power";
+  }
+}
+
+// (o(x + h t) - o(x - h t)) / 2h = to + O(h^2), h = 2^-7: f32 rounding of o over h and Richardson's estimate of the
+// remainder, |difference(2h) - difference(h)|, bound the distance.
+TEST(Derivatives, follow_differences_of_the_forward_pass) {
+  for (const Case& c : kCases) {
+    const Inputs in = draw(c, 2);
+    const auto difference_quotient = [&](double h) {
+      Outputs at[2];
+      for (int side : {0, 1}) {
+        const double step = side ? h : -h;
+        Inputs moved = in;
+        moved.q = rounded(combined(1, in.q, step, in.tq), DType::f32);
+        moved.k = rounded(combined(1, in.k, step, in.tk), DType::f32);
+        moved.v = rounded(combined(1, in.v, step, in.tv), DType::f32);
+        at[side] = compute(c, moved, {Pass::forward, Precision::f32});
+      }
+      return combined(.5 / h, at[1].o, -.5 / h, at[0].o);
+    };
+    const double h = 0x1p-7;
+    const Values fine = difference_quotient(h), coarse = difference_quotient(2 * h);
+    const double remainder = difference(fine, coarse).largest;
+    const Noise noise = noise_of(c, in);
+    const Values to = compute(c, in, kJvp).to;
+    const double bound = remainder + noise.o / h + noise.to;
+    expect_near(to, fine, bound, std::string(c.name) + ": to, seed 2");
+    EXPECT_LT(bound, .2 * largest(to)) << c.name << ": the bound has no power";
+    // The same quotient, weighted by do, is what the gradients say.
+    const Outputs gradient = compute(c, in, kBackward);
+    const double forwards = inner(fine, in.do_);
+    const double backwards = inner(in.tq, gradient.dq) + inner(in.tk, gradient.dk) + inner(in.tv, gradient.dv);
+    EXPECT_NEAR(forwards, backwards, bound * std::sqrt(inner(in.do_, in.do_))) << c.name;
+  }
+}
+
+TEST(Derivatives, are_linear_in_the_tangent) {
+  for (const Case& c : kCases) {
+    const Inputs x = draw(c, 3), other = draw(c, 4);
+    const double a = 2.0, b = -.5;
+    Inputs y = x, sum = x;
+    y.tq = other.tq, y.tk = other.tk, y.tv = other.tv;
+    sum.tq = rounded(combined(a, x.tq, b, y.tq), DType::f32);
+    sum.tk = rounded(combined(a, x.tk, b, y.tk), DType::f32);
+    sum.tv = rounded(combined(a, x.tv, b, y.tv), DType::f32);
+    const Values want = combined(a, compute(c, x, kJvp).to, b, compute(c, y, kJvp).to);
+    const double bound = a * noise_of(c, x).to - b * noise_of(c, y).to + noise_of(c, sum).to;
+    expect_near(compute(c, sum, kJvp).to, want, bound, std::string(c.name) + ": to, seeds 3 and 4");
+  }
+}
+
+class Tangents : public testing::TestWithParam<Precision> {};
+
+// Rows of P sum to 1: tv = 1 alone gives to = 1 where a key is seen.
+TEST_P(Tangents, of_v_equal_one_give_one) {
+  for (const Case& c : kCases) {
+    Inputs in = draw(c, 5);
+    in.tq = Values(in.tq.shape), in.tk = Values(in.tk.shape), in.tv = Values(in.tv.shape, 1.0);
+    const Recipe recipe{Pass::jvp, GetParam()};
+    const Outputs got = compute(c, in, recipe);
+    Values want(got.to.shape);
+    for_each(want.shape, [&](int64_t b, int64_t h, int64_t t, int64_t i) {
+      want.at(b, h, t, i) = std::isinf(got.lse.at(b, h, t, 0)) ? 0.0 : 1.0;
+    });
+    expect_near(got.to, want, allowed(c, in, recipe, &Outputs::to), c.name);
+  }
+}
+
+// tk = 1 u^T moves all logits of a row alike: to = 0.
+TEST_P(Tangents, of_k_equal_in_all_keys_give_zero) {
+  for (const Case& c : kCases) {
+    Inputs in = draw(c, 6);
+    in.tq = Values(in.tq.shape), in.tv = Values(in.tv.shape);
+    for_each(in.tk.shape, [&](int64_t b, int64_t h, int64_t t, int64_t i) { in.tk.at(b, h, t, i) = in.tk.at(b, h, 0, i); });
+    const Recipe recipe{Pass::jvp, GetParam()};
+    expect_near(compute(c, in, recipe).to, Values(c.o_shape()), allowed(c, in, recipe, &Outputs::to), c.name);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Precisions, Tangents, testing::ValuesIn(precisions_of(Pass::jvp)),
+                         [](const auto& info) { return std::string(name(info.param)); });
+
+}  // namespace
+}  // namespace octet::test

@@ -1,0 +1,79 @@
+#include "laws/laws.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace octet::test {
+
+std::vector<Recipe> every_recipe() {
+  std::vector<Recipe> list;
+  for (Pass pass : {Pass::forward, Pass::backward, Pass::jvp})
+    for (Precision precision : precisions_of(pass)) list.push_back({pass, precision});
+  return list;
+}
+
+std::string label(const testing::TestParamInfo<Recipe>& info) {
+  return std::string(name(info.param.pass)) + '_' + name(info.param.precision);
+}
+
+void PrintTo(const Recipe& recipe, std::ostream* out) { *out << name(recipe.pass) << ' ' << name(recipe.precision); }
+
+Outputs compute(const Case& c, const Inputs& in, const Recipe& recipe, unsigned threads, const char* backend) {
+  Attention attention = attention_of(c, recipe.precision, backend);
+  attention.threads = threads;
+  if (recipe.pass != Pass::backward) return run(c, in, attention, recipe.pass);
+  const Outputs saved = run(c, in, attention, Pass::forward);
+  return run(c, in, attention, Pass::backward, &saved);
+}
+
+Outputs forward(const Case& c, const Inputs& in, Precision precision) { return compute(c, in, {Pass::forward, precision}); }
+
+std::vector<NamedValues> outputs_of(const Outputs& x, Pass pass) {
+  std::vector<NamedValues> list = {{"o", &x.o}, {"lse", &x.lse}};
+  if (pass == Pass::backward) list.insert(list.end(), {{"dq", &x.dq}, {"dk", &x.dk}, {"dv", &x.dv}});
+  if (pass == Pass::jvp) list.push_back({"to", &x.to});
+  return list;
+}
+
+void expect_same_bits(const Values& got, const Values& want, const std::string& what) {
+  ASSERT_EQ(got.shape, want.shape) << what;
+  int64_t differ = 0;
+  std::string first;
+  for_each(want.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
+    const double g = got.at(b, h, t, c), w = want.at(b, h, t, c);
+    if (std::memcmp(&g, &w, sizeof g) == 0 || (std::isnan(g) && std::isnan(w))) return;
+    if (!differ++) {
+      Difference d;
+      d.where = {b, h, t, c}, d.got = g, d.want = w;
+      first = text(d);
+    }
+  });
+  EXPECT_EQ(differ, 0) << what << ": elements differ, first " << first;
+}
+
+void expect_same_bits(const Outputs& got, const Outputs& want, Pass pass, const std::string& what) {
+  const auto wanted = outputs_of(want, pass);
+  for (size_t i = 0; i < wanted.size(); ++i)
+    expect_same_bits(*outputs_of(got, pass)[i].values, *wanted[i].values, what + ", " + wanted[i].name);
+}
+
+void expect_near(const Values& got, const Values& want, double bound, const std::string& what) {
+  ASSERT_EQ(got.shape, want.shape) << what;
+  const Difference d = difference(got, want);
+  EXPECT_LE(d.largest, bound) << what << ": " << text(d);
+}
+
+double allowed(const Case& c, const Inputs& in, const Recipe& recipe, Values Outputs::* output) {
+  const Outputs want = exact(c, in, recipe.pass), plain = compute(c, in, recipe, 0, "reference");
+  const double column_sum = recipe.pass == Pass::backward ? largest_column_sum(c, in) : 0.0;
+  const Noise noise = f32_noise(c, in, column_sum, 5.0);
+  const double f32 = output == &Outputs::o     ? noise.o
+                     : output == &Outputs::lse ? noise.lse
+                     : output == &Outputs::dq  ? noise.dq
+                     : output == &Outputs::dk  ? noise.dk
+                     : output == &Outputs::dv  ? noise.dv
+                                               : noise.to;
+  return 2 * difference(plain.*output, want.*output).largest + f32;
+}
+
+}  // namespace octet::test

@@ -1,0 +1,284 @@
+#include "support/cases.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace octet::test {
+
+const char* name(Pass pass) {
+  return pass == Pass::forward ? "forward" : pass == Pass::backward ? "backward" : "jvp";
+}
+
+const char* name(Precision precision) {
+  static const char* const names[] = {"none", "f64",      "f32", "f16",     "bf16",   "int8",
+                                      "int8_f16", "int8_fp8", "fp8", "fp8_raw", "sagebwd"};
+  return names[static_cast<int>(precision)];
+}
+
+std::vector<Precision> precisions_of(Pass pass) {
+  using enum Precision;
+  switch (pass) {
+    case Pass::forward: return {f32, f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw, sagebwd};
+    case Pass::backward: return {f32, f16, bf16, int8, fp8, sagebwd};
+    case Pass::jvp: return {f32, f16, bf16};
+  }
+  return {};
+}
+
+double Case::effective_scale() const { return scale ? *scale : 1.0 / std::sqrt(static_cast<double>(dim)); }
+
+namespace {
+
+Values draw_mask(const Case& c, uint64_t seed) {
+  const auto full = Shape{c.batch, c.heads, c.tokens_q, c.tokens_k};
+  Shape shape = full;
+  switch (c.mask) {
+    case MaskTensor::none: return {};
+    case MaskTensor::keys: shape = {1, 1, 1, full[3]}; break;
+    case MaskTensor::heads:
+    case MaskTensor::bias_bf16: shape[1] = 1; break;
+    case MaskTensor::blind: break;
+    case MaskTensor::bias_f32: shape[0] = 1; break;
+  }
+  Values mask = normal(shape, seed);
+  const bool added = c.mask == MaskTensor::bias_f32 || c.mask == MaskTensor::bias_bf16;
+  for_each(shape, [&](int64_t b, int64_t h, int64_t t, int64_t s) {
+    double& x = mask.at(b, h, t, s);
+    const bool seen = x > -.43;  // two thirds
+    x = added ? seen ? 2.0 * x : -std::numeric_limits<double>::infinity() : seen;
+    if (c.mask == MaskTensor::blind && t % 7 == 3) x = 0.0;
+  });
+  return mask;
+}
+
+}  // namespace
+
+Inputs draw(const Case& c, uint64_t seed) {
+  const auto tensor = [&](const Shape& shape, uint64_t which) { return rounded(normal(shape, 100 * seed + which), c.dtype); };
+  Inputs in;
+  in.q = tensor(c.q_shape(), 1);
+  in.k = tensor(c.k_shape(), 2);
+  in.v = tensor(c.v_shape(), 3);
+  in.do_ = tensor(c.o_shape(), 4);
+  in.tq = tensor(c.q_shape(), 5);
+  in.tk = tensor(c.k_shape(), 6);
+  in.tv = tensor(c.v_shape(), 7);
+  if (c.kv_layout == Layout::broadcast) {
+    for (Values* x : {&in.k, &in.v, &in.tk, &in.tv}) {
+      const Values first = slice(*x, 0, 0, 1);
+      *x = joined(std::vector<Values>(static_cast<size_t>(c.batch), first), 0);
+    }
+  }
+  const bool added = c.mask == MaskTensor::bias_f32 || c.mask == MaskTensor::bias_bf16;
+  in.mask_dtype = c.mask == MaskTensor::none        ? DType::none
+                  : c.mask == MaskTensor::bias_bf16 ? DType::bf16
+                  : added                           ? DType::f32
+                                                    : DType::boolean;
+  in.mask = draw_mask(c, 100 * seed + 8);
+  if (added) in.mask = rounded(in.mask, in.mask_dtype);
+  return in;
+}
+
+Attention attention_of(const Case& c, Precision precision, const char* backend) {
+  Attention a;
+  a.precision = precision;
+  a.scale = c.scale;
+  a.causal = c.causal;
+  a.window = c.window;
+  a.alignment = c.alignment;
+  a.backend = backend;
+  return a;
+}
+
+namespace {
+
+// The tensors of one call in their layouts.
+struct Buffers {
+  Buffer q, k, v, mask, cu_seqlens_q, cu_seqlens_k, do_, tq, tk, tv;  // in
+  Buffer o, lse, o_residual, dq, dk, dv, to;
+
+  struct Named {
+    const char* name;
+    const Buffer* buffer;
+  };
+  std::vector<Named> inputs(Pass pass) const {
+    std::vector<Named> list = {{"q", &q}, {"k", &k}, {"v", &v}, {"mask", &mask}, {"do", &do_}, {"tq", &tq}, {"tk", &tk}, {"tv", &tv},
+                               {"cu_seqlens_q", &cu_seqlens_q}, {"cu_seqlens_k", &cu_seqlens_k}};
+    if (pass == Pass::backward) list.insert(list.end(), {{"o", &o}, {"lse", &lse}, {"o_residual", &o_residual}});
+    return list;
+  }
+  std::vector<Named> outputs(Pass pass) const {
+    if (pass == Pass::backward) return {{"dq", &dq}, {"dk", &dk}, {"dv", &dv}};
+    if (pass == Pass::jvp) return {{"o", &o}, {"lse", &lse}, {"to", &to}};
+    return {{"o", &o}, {"lse", &lse}, {"o_residual", &o_residual}};
+  }
+};
+
+Buffers place(const Case& c, const Inputs& in, Precision precision, Pass pass, const Outputs* saved) {
+  const bool oracle = precision == Precision::f64;
+  const DType dtype = oracle ? DType::f64 : c.dtype, out = oracle ? DType::f64 : c.out_dtype;
+  const DType gradient = dtype == DType::e4m3 ? DType::f32 : dtype;  // do and tangents
+  const DType lse = oracle ? DType::f64 : DType::f32;
+  const Layout layout = oracle ? Layout::bhtd : c.layout, kv = oracle ? Layout::bhtd : c.kv_layout;
+  const Layout out_kv = kv == Layout::broadcast ? Layout::bhtd : kv;
+  const bool residual = out == DType::f16 || out == DType::bf16;
+  Buffers x;
+  if (c.interleaved && !oracle) {
+    const auto [q, k, v] = interleaved(dtype, c.q_shape());
+    x.q = q, x.k = k, x.v = v;
+    x.q.set(in.q), x.k.set(in.k), x.v.set(in.v);
+  } else {
+    x.q = Buffer(in.q, dtype, layout), x.k = Buffer(in.k, dtype, kv), x.v = Buffer(in.v, dtype, kv);
+  }
+  if (in.mask.present()) x.mask = Buffer(in.mask, in.mask_dtype);
+  const auto cu = [](const std::vector<int32_t>& first) {
+    Values values({1, 1, 1, static_cast<int64_t>(first.size())});
+    std::copy(first.begin(), first.end(), values.data.begin());
+    return Buffer(values, DType::i32);
+  };
+  if (!c.cu_seqlens_q.empty()) x.cu_seqlens_q = cu(c.cu_seqlens_q), x.cu_seqlens_k = cu(c.cu_seqlens_k);
+  x.o = Buffer(out, c.o_shape(), layout);
+  x.lse = Buffer(lse, c.lse_shape());
+  switch (pass) {
+    case Pass::forward:
+      if (residual) x.o_residual = Buffer(out, c.o_shape(), layout);
+      break;
+    case Pass::backward:
+      x.o.set(saved->o), x.lse.set(saved->lse);
+      if (residual) x.o_residual = Buffer(saved->o_residual, out, layout);
+      x.do_ = Buffer(in.do_, gradient, layout);
+      if (c.interleaved && !oracle) {
+        const auto [dq, dk, dv] = interleaved(out, c.q_shape());
+        x.dq = dq, x.dk = dk, x.dv = dv;
+      } else {
+        x.dq = Buffer(out, c.q_shape(), layout), x.dk = Buffer(out, c.k_shape(), out_kv), x.dv = Buffer(out, c.v_shape(), out_kv);
+      }
+      break;
+    case Pass::jvp:
+      x.tq = Buffer(in.tq, gradient, layout), x.tk = Buffer(in.tk, gradient, kv), x.tv = Buffer(in.tv, gradient, kv);
+      x.to = Buffer(out, c.o_shape(), layout);
+      break;
+  }
+  return x;
+}
+
+// Scratch memory full of NaN between guard bytes.
+class Scratch {
+ public:
+  explicit Scratch(size_t bytes) : bytes_(bytes), memory_(bytes + 3 * kGuard, kPattern) {
+    const auto address = reinterpret_cast<uintptr_t>(memory_.data());
+    first_ = kGuard + (64 - address % 64) % 64;
+    std::memset(data(), 0xff, bytes);
+  }
+  void* data() { return memory_.data() + first_; }
+  bool damaged() const {
+    for (size_t i = 0; i < memory_.size(); ++i)
+      if ((i < first_ || i >= first_ + bytes_) && memory_[i] != kPattern) return true;
+    return false;
+  }
+
+ private:
+  static constexpr size_t kGuard = 256;
+  static constexpr unsigned char kPattern = 0x5a;
+  size_t bytes_, first_;
+  std::vector<unsigned char> memory_;
+};
+
+template <class Call>
+void call(const Attention& attention, const Call& arguments) {
+  const size_t bytes = workspace_size(attention, arguments);
+  Scratch scratch(bytes);
+  octet::run(attention, arguments, scratch.data(), bytes);
+  EXPECT_FALSE(scratch.damaged()) << "wrote beyond its workspace of " << bytes << " bytes";
+}
+
+void call(const Attention& attention, Pass pass, const Buffers& x) {
+  const Extras extras{.mask = x.mask.view(), .cu_seqlens_q = x.cu_seqlens_q.view(), .cu_seqlens_k = x.cu_seqlens_k.view()};
+  switch (pass) {
+    case Pass::forward:
+      return call(attention, Forward{.q = x.q.view(), .k = x.k.view(), .v = x.v.view(), .o = x.o.view(), .lse = x.lse.view(),
+                                     .o_residual = x.o_residual.view(), .extras = extras});
+    case Pass::backward:
+      return call(attention, Backward{.q = x.q.view(), .k = x.k.view(), .v = x.v.view(), .o = x.o.view(), .lse = x.lse.view(), .do_ = x.do_.view(),
+                                      .dq = x.dq.view(), .dk = x.dk.view(), .dv = x.dv.view(), .o_residual = x.o_residual.view(), .extras = extras});
+    case Pass::jvp:
+      return call(attention, Jvp{.q = x.q.view(), .k = x.k.view(), .v = x.v.view(), .tq = x.tq.view(), .tk = x.tk.view(), .tv = x.tv.view(),
+                                 .o = x.o.view(), .to = x.to.view(), .lse = x.lse.view(), .extras = extras});
+  }
+}
+
+}  // namespace
+
+Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pass, const Outputs* saved) {
+  const Buffers x = place(c, in, attention.precision, pass, saved);
+  std::vector<std::vector<unsigned char>> before;
+  for (const auto& input : x.inputs(pass)) before.push_back(input.buffer->present() ? input.buffer->bytes() : std::vector<unsigned char>());
+  call(attention, pass, x);
+  for (size_t i = 0; i < before.size(); ++i) {
+    const auto input = x.inputs(pass)[i];
+    if (!input.buffer->present()) continue;
+    EXPECT_TRUE(input.buffer->bytes() == before[i]) << input.name << ": an input was modified";
+  }
+  for (const auto& output : x.outputs(pass)) EXPECT_EQ(output.buffer->damage(), "") << output.name;
+  Outputs out;
+  out.o = x.o.values(), out.lse = x.lse.values(), out.o_residual = x.o_residual.values();
+  out.dq = x.dq.values(), out.dk = x.dk.values(), out.dv = x.dv.values(), out.to = x.to.values();
+  return out;
+}
+
+Outputs exact(const Case& c, const Inputs& in, Pass pass) {
+  const Attention oracle = attention_of(c, Precision::f64, "reference");
+  if (pass != Pass::backward) return run(c, in, oracle, pass);
+  const Outputs forward = run(c, in, oracle, Pass::forward);
+  return run(c, in, oracle, Pass::backward, &forward);
+}
+
+// With u = 2^-24, s the number of sigmas, |x| the largest row norm of x (so |q_i . k_j| and the sum of its terms'
+// magnitudes are at most |q| |k|), max x the largest element, S = scale |q| |k| and B the largest finite bias:
+//
+//   logits      err by    e_s = s sqrt(d) u S
+//   P           relative  e_p = 2 e_s (itself and its row sum) + 2 u (S + B) (argument of exp) + 4 u (exp, 1 / l)
+//   o           max v (e_p + 2 s sqrt(m) u)                       as the rows of P sum to 1, twice for both sums
+//   lse         e_s + s sqrt(m) u + u |lse| <= e_s + s sqrt(m) u + u (S + B + ln m)
+//   dP, delta   each s sqrt(e) u G, G = |do| |v|, both at most G
+//   dS = P (dP - delta)  P times e_ds = 2 G e_p + 2 s sqrt(e) u G
+//   dq          scale max k (e_ds + 2 G s sqrt(m) u)
+//   dk, dv      sum over queries: C = column_sum, the largest of P over the group's queries; n their number
+//               scale max q C (e_ds + 2 G s sqrt(n) u);  max do C (e_p + s sqrt(n) u)
+//   tS          e_t = s sqrt(2 d) u T, T = scale (|tq| |k| + |q| |tk|), at most T; minus its mean at most 2 T
+//   to          max v (2 T e_p + 2 e_t + 4 T s sqrt(m) u) + max tv (e_p + s sqrt(m) u)
+Noise f32_noise(const Case& c, const Inputs& in, double column_sum, double sigmas) {
+  const double u = 0x1p-24;
+  const auto sum_of = [&](int64_t n) { return sigmas * std::sqrt(static_cast<double>(std::max<int64_t>(n, 1))) * u; };
+  const double scale = c.effective_scale(), m = sum_of(c.tokens_k), n = sum_of(c.tokens_q * c.heads / c.kv_heads);
+  double bias = 0.0;
+  for (double x : in.mask.data) bias = std::max(bias, std::isfinite(x) ? std::fabs(x) : 0.0);
+  const double logit = scale * largest_row(in.q) * largest_row(in.k);
+  const double e_s = sum_of(c.dim) * logit;
+  const double e_p = 2 * e_s + 2 * u * (logit + bias) + 4 * u;
+  Noise noise;
+  noise.o = largest(in.v) * (e_p + 2 * m);
+  noise.lse = e_s + m + u * (logit + bias + std::log1p(static_cast<double>(c.tokens_k)));
+  const double g = largest_row(in.do_) * largest_row(in.v);
+  const double e_ds = 2 * g * e_p + 2 * sum_of(c.dim_v) * g;
+  noise.dq = scale * largest(in.k) * (e_ds + 2 * g * m);
+  noise.dk = scale * largest(in.q) * column_sum * (e_ds + 2 * g * n);
+  noise.dv = largest(in.do_) * column_sum * (e_p + n);
+  const double t = scale * (largest_row(in.tq) * largest_row(in.k) + largest_row(in.q) * largest_row(in.tk));
+  const double e_t = sum_of(2 * c.dim) * t;
+  noise.to = largest(in.v) * (2 * t * e_p + 2 * e_t + 4 * t * m) + largest(in.tv) * (e_p + m);
+  return noise;
+}
+
+// dv of a do of ones.
+double largest_column_sum(const Case& c, const Inputs& in) {
+  Inputs ones = in;
+  ones.do_ = Values(in.do_.shape, 1.0);
+  return largest(exact(c, ones, Pass::backward).dv);
+}
+
+}  // namespace octet::test

@@ -1,0 +1,89 @@
+// The cases of attention that every backend is held to, and how tests run one through the door.
+#pragma once
+#include <octet/octet.hpp>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "support/tensors.h"
+
+namespace octet::test {
+
+enum class Pass { forward, backward, jvp };
+const char* name(Pass);
+const char* name(Precision);
+
+// The precisions that have a pass.
+std::vector<Precision> precisions_of(Pass);
+
+enum class MaskTensor {
+  none,
+  keys,      // bool [1 1 1 m]: padding
+  heads,     // bool [b 1 n m]: one per batch element
+  blind,     // bool [b h n m]: some queries see no key
+  bias_f32,  // f32 [1 h n m] added to the logits, a third of it -inf
+  bias_bf16  // bf16 [b 1 n m]
+};
+
+struct Case {
+  const char* name;
+  int64_t batch = 1, heads = 1, kv_heads = 1, tokens_q = 64, tokens_k = 64, dim = 64, dim_v = 64;
+  bool causal = false;
+  std::optional<std::array<int64_t, 2>> window{};
+  Alignment alignment = Alignment::unspecified;
+  MaskTensor mask = MaskTensor::none;
+  std::vector<int32_t> cu_seqlens_q{}, cu_seqlens_k{};
+  std::optional<float> scale{};
+  DType dtype = DType::f32;      // of the inputs
+  DType out_dtype = DType::f32;  // of the outputs; 16-bit ones come with o_residual
+  Layout layout = Layout::bhtd;  // of all but k and v
+  Layout kv_layout = Layout::bhtd;
+  bool interleaved = false;  // q, k, v in one buffer; dq, dk, dv in another
+
+  Shape q_shape() const { return {batch, heads, tokens_q, dim}; }
+  Shape k_shape() const { return {batch, kv_heads, tokens_k, dim}; }
+  Shape v_shape() const { return {batch, kv_heads, tokens_k, dim_v}; }
+  Shape o_shape() const { return {batch, heads, tokens_q, dim_v}; }
+  Shape lse_shape() const { return {batch, heads, tokens_q, 1}; }
+  double effective_scale() const;
+};
+const std::vector<Case>& cases();
+
+// Numbers that the case's input type can hold.
+struct Inputs {
+  Values q, k, v, do_, tq, tk, tv;
+  Values mask;  // absent: none
+  DType mask_dtype = DType::none;
+};
+Inputs draw(const Case&, uint64_t seed);
+
+// What a pass wrote; o_residual is absent where o is not 16 bits wide.
+struct Outputs {
+  Values o, lse, o_residual, dq, dk, dv, to;
+};
+
+// The case's mask, scale and layouts with a precision and a backend.
+Attention attention_of(const Case&, Precision, const char* backend);
+
+// Runs a pass on fresh buffers and checks that it wrote every element of its outputs and nothing else: not the gaps
+// and guards of outputs, not the inputs, not beyond the workspace, which holds NaN before. `saved`: what the forward pass
+// left to a backward pass. At precision f64 all tensors are f64 and dense.
+Outputs run(const Case&, const Inputs&, const Attention&, Pass, const Outputs* saved = nullptr);
+
+// Float64 attention on the same inputs.
+Outputs exact(const Case&, const Inputs&, Pass);
+
+// How far f32 arithmetic may carry a pass from exact arithmetic; derived at the definition of f32_noise.
+struct Noise {
+  double o = 0.0, lse = 0.0, dq = 0.0, dk = 0.0, dv = 0.0, to = 0.0;
+};
+
+// Sums of n products in f32 err by at most sigmas * sqrt(n) * 2^-24 times the sum of their magnitudes (Higham and Mary, A new
+// approach to probabilistic rounding error analysis, 2019): 1 for root mean squares, 5 for the largest of all elements.
+Noise f32_noise(const Case&, const Inputs&, double column_sum, double sigmas);
+
+// The largest sum over queries (of all heads of a group) of one key's probabilities.
+double largest_column_sum(const Case&, const Inputs&);
+
+}  // namespace octet::test
