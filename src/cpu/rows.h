@@ -56,12 +56,13 @@ static inline float amax(const float* x, int64_t n) {
   return m;
 }
 
-// A symmetric scale and its inverse for codes up to `top`: x ~ step * code. All-zero groups get 0 and 0.
+// A symmetric scale and its inverse for codes up to `top`: x ~ step * code. All-zero groups get 0 and 0; the inverse is
+// finite, so that 0 keeps code 0 in groups of denormal numbers.
 struct Step {
   float step, inverse;
 };
 static inline Step step_of(float amax, float top) {
-  return amax > 0.f ? Step{amax / top, top / amax} : Step{0.f, 0.f};
+  return amax > 0.f ? Step{amax / top, std::fmin(top / amax, 0x1.fffffep127f)} : Step{0.f, 0.f};
 }
 
 }  // namespace octet
