@@ -157,11 +157,10 @@ ForwardPlan forward_plan(const Problem& p) {
 namespace {
 
 BackwardPlan sixteen_bits(octet_dtype format, octet_remedy remedy) {
-  constexpr Rounding inside{OCTET_F16, kWholeHead};
-  if (remedy == OCTET_REMEDY_F16_INSIDE)
-    return {.q = inside, .k = inside, .smooth_k = true, .v = inside, .do_dp = inside, .do_dv = inside, .format = GradientFormat::f16,
-            .delta = Delta::from_exact_o};
   const Rounding cast{format};
+  if (remedy == OCTET_REMEDY_F16_INSIDE)
+    return {.q = cast, .k = cast, .smooth_k_dq = true, .v = cast, .do_dp = cast, .do_dv = cast, .format = GradientFormat::f16,
+            .delta = Delta::from_exact_o};
   return {.q = cast, .k = cast, .v = cast, .do_dp = cast, .do_dv = cast,
           .format = format == OCTET_F16 ? GradientFormat::f16 : GradientFormat::bf16,
           .delta = remedy == OCTET_REMEDY_EXACT_DELTA ? Delta::from_exact_o : Delta::from_o,
@@ -173,8 +172,8 @@ BackwardPlan recipe(const Problem& p) {
     case OCTET_PRECISION_F16: return sixteen_bits(OCTET_F16, p.remedy);
     case OCTET_PRECISION_BF16: return sixteen_bits(OCTET_BF16, p.remedy);
     case OCTET_PRECISION_INT8:
-      return {.q = {OCTET_I8, 1}, .k = {OCTET_I8, 1}, .smooth_k = true, .do_dv = {OCTET_I8, 1}, .format = GradientFormat::migrated,
-              .delta = Delta::from_p};
+      return {.q = {OCTET_I8, 1}, .k = {OCTET_I8, 1}, .smooth_blocks = true, .hadamard = true, .do_dv = {OCTET_I8, 1},
+              .format = GradientFormat::migrated, .delta = Delta::from_p};
     case OCTET_PRECISION_FP8:
       return {.q = {OCTET_E4M3, kWholeHead}, .k = {OCTET_E4M3, kWholeHead}, .smooth_k = true, .v = {OCTET_BF16}, .do_dp = {OCTET_BF16},
               .do_dv = {OCTET_E4M3, kWholeHead}, .format = GradientFormat::e4m3, .delta = Delta::from_p};

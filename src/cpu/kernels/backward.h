@@ -79,6 +79,10 @@ struct Backward {
     constexpr Strides rowwise{kKeys, 1}, columnwise{1, kKeys};
     products(first, rows, index);
     gradient_tile(seq, block, h, token, rows, tile);
+    if (plan.smooth_blocks) give_back_query_mean(first, rows, dk);
+    float row_sums[kQueries];
+    if (plan.smooth_blocks)
+      for (int64_t i = 0; i < rows; ++i) row_sums[i] = row_sum(scratch.dp + i * kKeys);
     const float* ds_rows = round_tiles(first, rows, index);
     matmul<F32, true>(scratch.s, columnwise, w.do_dv + first * vc, vc, dv, vc, kKeys, vc, rows);
     matmul<F32, true>(scratch.dp, columnwise, q, kc, dk, kc, kKeys, kc, rows);
@@ -90,6 +94,8 @@ struct Backward {
     int32_t* turn = w.turn + first;
     wait_for_turn(turn, static_cast<int32_t>(tile));
     matmul<F32, true>(ds_rows, rowwise, k, kc, dq, kc, rows, kc, keys);
+    if (plan.smooth_blocks)
+      for (int64_t i = 0; i < rows; ++i) add_scaled(dq + i * kc, row_sums[i], w.tile_offset + index * kc);
     __atomic_store_n(turn, static_cast<int32_t>(tile + 1), __ATOMIC_RELEASE);
   }
 
@@ -100,6 +106,44 @@ struct Backward {
     const int64_t kc = w.k_columns, vc = w.v_columns;
     matmul<F32, false>(w.q + first * kc, {kc, 1}, w.k_transposed + index * p.dim * kKeys, kKeys, scratch.s, kKeys, rows, kKeys, p.dim);
     matmul<F32, false>(w.do_dp + first * vc, {vc, 1}, w.v_transposed + index * p.dim_v * kKeys, kKeys, scratch.dp, kKeys, rows, kKeys, p.dim_v);
+    if (plan.smooth_blocks) add_means(first, rows, index);
+  }
+
+  // What rounding left out of the logits: q.k = q'.k' + q.(tile mean) + (block mean).k'.
+  void add_means(int64_t first, int64_t rows, int64_t index) {
+    const int64_t kc = w.k_columns;
+    alignas(64) float mean[kMaxDim], by_key[kKeys];
+    mean_of_queries(w, first, rows, mean);
+    for (int64_t j = 0; j < kKeys; ++j) by_key[j] = dot(mean, w.k_smooth + (index * kKeys + j) * kc);
+    for (int64_t i = 0; i < rows; ++i) {
+      const float by_row = dot(w.q_raw + (first + i) * kc, w.tile_mean + index * kc);
+      for (int64_t j = 0; j < kKeys; j += kLanes) store(scratch.s + i * kKeys + j, load(scratch.s + i * kKeys + j) + load(by_key + j) + by_row);
+    }
+  }
+
+  // dk += (column sums of ds) (mean of the block's q)^T
+  void give_back_query_mean(int64_t first, int64_t rows, float* dk) {
+    alignas(64) float mean[kMaxDim], sums[kKeys] = {};
+    mean_of_queries(w, first, rows, mean);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < kKeys; ++j) sums[j] += scratch.dp[i * kKeys + j];
+    for (int64_t j = 0; j < kKeys; ++j) add_scaled(dk + j * w.k_columns, sums[j], mean);
+  }
+
+  float dot(const float* x, const float* y) const {
+    Vf sum{};
+    for (int64_t c = 0; c < w.k_columns; c += kLanes) sum += load(x + c) * load(y + c);
+    return reduce_add(sum);
+  }
+
+  static float row_sum(const float* x) {
+    Vf sum{};
+    for (int64_t j = 0; j < kKeys; j += kLanes) sum += load(x + j);
+    return reduce_add(sum);
+  }
+
+  void add_scaled(float* y, float a, const float* x) const {
+    for (int64_t c = 0; c < w.k_columns; c += kLanes) store(y + c, load(y + c) + a * load(x + c));
   }
 
   float unit() const { return p.mask.present() ? kLog2e : p.scale * kLog2e; }
@@ -108,14 +152,15 @@ struct Backward {
     const int64_t first = row_index(p, seq, h, token);
     const Step power = ds_power(block, h);
     for_rows(p, seq, h, token, rows, tile * kKeys, [&](int64_t i, const TileRow& keys, auto partial) {
-      const GradientRow row{keys, p.scale, unit(), w.lse[first + i], w.delta[first + i], power.inverse, power.step};
+      const GradientRow row{keys, p.scale, unit(), w.lse[first + i], w.delta[first + i], power.inverse, power.step,
+                            plan.smooth_k_dq ? 0x1p15f : 1.f};
       gradient_row<format, partial>(row, scratch.s + i * kKeys, scratch.dp + i * kKeys);
     });
   }
 
   // |ds| <= p (1 - p) max |dp - dp'| <= max |do| max |v| / 2, which f16 holds at 2^13.
   Step ds_power(const Block& block, int64_t h) const {
-    if (format != GradientFormat::f16 || plan.q.group == 0) return {1.f, 1.f};
+    if (!plan.smooth_k_dq) return {1.f, 1.f};
     const float norm = w.query_heads[block.sequence * p.heads + h].value_norm;
     return step_for(OCTET_F16, norm * w.key_heads[block.sequence * p.kv_heads + h / p.group()].value_norm);
   }
@@ -139,6 +184,7 @@ struct Backward {
   void store_gradients(const Sequence& seq, const Block& block, int64_t keys) {
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = seq.k_first + block.token + j;
+      if (plan.hadamard) rotate_back(scratch.dk + j * w.k_columns, p.dim);
       multiply(scratch.dk + j * w.k_columns, p.scale, p.dim);
       store_row(p.dk, seq.batch, block.head, at, scratch.dk + j * w.k_columns);
       store_row(p.dv, seq.batch, block.head, at, scratch.dv + j * w.v_columns);
@@ -207,10 +253,11 @@ struct Backward {
   }
 };
 
-inline void store_dq(const Problem& p, const Sequence& seq, const Block& block, const GradientOperands& w) {
+inline void store_dq(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block, const GradientOperands& w) {
   const int64_t rows = std::min(seq.q_tokens - block.token, kQueries), first = row_index(p, seq, block.head, block.token);
   for (int64_t i = 0; i < rows; ++i) {
     float* dq = w.dq + (first + i) * w.k_columns;
+    if (plan.hadamard) rotate_back(dq, p.dim);
     multiply(dq, p.scale, p.dim);
     store_row(p.dq, seq.batch, block.head, seq.q_first + block.token + i, dq);
   }
@@ -231,12 +278,13 @@ inline std::size_t backward_workspace(const Problem& p, unsigned threads) {
 // Everything that the tasks share.
 inline void prepare_operands(const Job& job, const BackwardPlan& plan, const GradientOperands& w) {
   const Problem& p = *job.problem;
-  const bool whole_heads = plan.q.group == kWholeHead || plan.k.group == kWholeHead || plan.v.group == kWholeHead;
+  const bool whole_heads = plan.smooth_k_dq || plan.q.group == kWholeHead || plan.k.group == kWholeHead || plan.v.group == kWholeHead;
   parallel_for(job.threads, job.sequence_count * p.kv_heads, [&](int64_t side, unsigned) {
     const Sequence& seq = job.sequences[side / p.kv_heads];
     float* mean = w.k_mean + side * kMaxDim;
-    if (plan.smooth_k) mean_of_keys(p, seq, side % p.kv_heads, mean);
-    if (whole_heads) w.key_heads[side] = head_statistics(p.k, p.v, seq.batch, side % p.kv_heads, seq.k_first, seq.k_tokens, plan.smooth_k ? mean : nullptr);
+    const bool smooth = plan.smooth_k || plan.smooth_k_dq;
+    if (smooth) mean_of_keys(p, seq, side % p.kv_heads, mean);
+    if (whole_heads) w.key_heads[side] = head_statistics(p.k, p.v, seq.batch, side % p.kv_heads, seq.k_first, seq.k_tokens, smooth ? mean : nullptr);
   });
   if (whole_heads)
     parallel_for(job.threads, job.sequence_count * p.heads, [&](int64_t side, unsigned) {
@@ -246,6 +294,11 @@ inline void prepare_operands(const Job& job, const BackwardPlan& plan, const Gra
   parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
     prepare_keys(p, plan, job.sequences[job.key_tiles[task].sequence], job.key_tiles[task], w);
   });
+  if (plan.smooth_blocks)
+    parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
+      const Block& block = job.key_tiles[task];
+      if (block.token == 0) offset_tiles(job.sequences[block.sequence], block.first_tile, block.head, p.kv_heads, w);
+    });
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned) {
     prepare_queries(p, plan, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
   });
@@ -273,7 +326,7 @@ void backward_as(const Job& job, const BackwardPlan& plan) {
     if (block.token / kKeys % tiles_per_task == 0) worker(thread).run(job.sequences[block.sequence], block, tiles_per_task);
   });
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned) {
-    store_dq(p, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
+    store_dq(p, plan, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
   });
 }
 

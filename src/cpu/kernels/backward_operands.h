@@ -22,6 +22,8 @@ struct GradientOperands {
   float *k_transposed, *k, *v_transposed;  // [tile][dim][kKeys], [tile][kKeys][k_columns], [tile][dim_v][kKeys]
   float* k_amax;                           // [tile][kKeys]
   float* k_mean;                           // [kv head][kMaxDim]
+  float *k_smooth, *q_raw;                 // with smooth_blocks: k minus tile means [tile][kKeys][k_columns], q [row][k_columns]
+  float *tile_mean, *tile_offset;          // with smooth_blocks: [tile][k_columns], mean of the tile's k; minus that of all means
   HeadStatistics *query_heads, *key_heads;
   float *q, *do_dp, *do_dv;  // [row][columns]
   float *q_amax, *do_amax;   // [row]
@@ -55,6 +57,10 @@ inline GradientOperands carve_gradient_operands(const Problem& p, const Backward
   w.do_amax = carve.take<float>(rows);
   w.lse = carve.take<float>(rows);
   w.delta = carve.take<float>(rows);
+  w.k_smooth = plan.smooth_blocks ? carve.take<float>(tiles * kKeys * w.k_columns) : nullptr;
+  w.q_raw = plan.smooth_blocks ? carve.take<float>(rows * w.k_columns) : nullptr;
+  w.tile_mean = plan.smooth_blocks ? carve.take<float>(tiles * w.k_columns) : nullptr;
+  w.tile_offset = plan.smooth_blocks ? carve.take<float>(tiles * w.k_columns) : nullptr;
   w.lambda = plan.project ? carve.take<float>(rows) : nullptr;
   w.lambda_q = plan.project ? carve.take<float>(rows * w.k_columns) : nullptr;
   w.dq = carve.take<float>(rows * w.k_columns);
@@ -222,6 +228,40 @@ inline void mean_of_keys(const Problem& p, const Sequence& seq, int64_t g, float
   for (int64_t c = 0; c < p.dim; ++c) mean[c] = finite[c] ? static_cast<float>(sum[c] / static_cast<double>(finite[c])) : 0.f;
 }
 
+// Mean of the rows that are not all zero-filled, in double, rounded once.
+inline void mean_of_rows(const float* rows, const bool* finite, int64_t count, int64_t width, float* mean) {
+  double sum[kMaxDim] = {};
+  int64_t counted = 0;
+  for (int64_t r = 0; r < count; ++r) {
+    if (!finite[r]) continue;
+    for (int64_t c = 0; c < width; ++c) sum[c] += rows[r * width + c];
+    ++counted;
+  }
+  for (int64_t c = 0; c < width; ++c) mean[c] = counted ? static_cast<float>(sum[c] / static_cast<double>(counted)) : 0.f;
+}
+
+inline void rotate_rows(float* rows, int64_t count, int64_t width, int64_t dim) {
+  const Signs signs(kHadamardSeed, dim);
+  for (int64_t r = 0; r < count; ++r) hadamard_row(rows + r * width, signs.sign, dim);
+}
+
+inline void rotate_back(float* row, int64_t dim) {
+  const Signs signs(kHadamardSeed, dim);
+  hadamard_inverse(row, signs.sign, dim);
+}
+
+// The offsets of the tiles' means from their own mean, for one head: what dq = ds k is given back. The mean of all means
+// would only multiply the rounding errors of ds, whose rows sum to 0.
+inline void offset_tiles(const Sequence& seq, int64_t first_tile, int64_t g, int64_t kv_heads, const GradientOperands& w) {
+  const int64_t tiles = (seq.k_tokens + kKeys - 1) / kKeys, kc = w.k_columns;
+  const auto row = [&](float* base, int64_t tile) { return base + ((first_tile + tile) * kv_heads + g) * kc; };
+  for (int64_t c = 0; c < kc; ++c) {
+    double sum = 0;
+    for (int64_t tile = 0; tile < tiles; ++tile) sum += row(w.tile_mean, tile)[c];
+    for (int64_t tile = 0; tile < tiles; ++tile) row(w.tile_offset, tile)[c] = static_cast<float>(row(w.tile_mean, tile)[c] - sum / static_cast<double>(tiles));
+  }
+}
+
 // One tile of k and v.
 inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block, const GradientOperands& w) {
   const int64_t g = block.head, first = block.token, kc = w.k_columns, vc = w.v_columns;
@@ -237,6 +277,14 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
     finite[r] = finite_row(k + r * kc, kc);
     if (!finite[r]) zero(k + r * kc, kc);
   }
+  if (plan.hadamard) rotate_rows(k, valid, kc, p.dim);
+  if (plan.smooth_blocks) {
+    float* mean = w.tile_mean + index * kc;
+    mean_of_rows(k, finite, valid, kc, mean);
+    for (int64_t r = 0; r < valid; ++r)
+      if (finite[r]) subtract(k + r * kc, mean, kc);
+    std::memcpy(w.k_smooth + index * kKeys * kc, k, sizeof(float) * kKeys * kc);
+  }
   round_rows(plan.k, plan.k.group == kWholeHead ? head.largest : -1.f, k, valid, kc);
   for (int64_t r = 0; r < kKeys; ++r) w.k_amax[index * kKeys + r] = finite_amax(k + r * kc, kc);
   float* k_transposed = w.k_transposed + index * p.dim * kKeys;
@@ -244,6 +292,11 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
   for (int64_t r = 0; r < valid; ++r)
     if (!finite[r])
       for (int64_t c = 0; c < p.dim; ++c) k_transposed[c * kKeys + r] = __builtin_nanf("");
+  if (plan.smooth_k_dq) {
+    for (int64_t r = 0; r < valid; ++r)
+      if (finite[r]) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
+    round_rows({OCTET_F16, kWholeHead}, head.largest, k, valid, kc);
+  }
 
   alignas(64) float v[kKeys * kMaxDim];
   load_numbers(p.v, seq.batch, g, seq.k_first + first, valid, kKeys, vc, v);
@@ -263,6 +316,13 @@ inline float delta_of(const Problem& p, const BackwardPlan& plan, const Sequence
   for (int64_t c = 0; c < p.dim_v; c += 8)
     for (int64_t i = 0; i < 8; ++i) sum[i] += static_cast<double>(do_[c + i]) * o[c + i];
   return static_cast<float>(((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7])));
+}
+
+// Mean of the finite rows of q of a block, with smooth_blocks.
+inline void mean_of_queries(const GradientOperands& w, int64_t first, int64_t rows, float* mean) {
+  bool finite[kQueries];
+  for (int64_t i = 0; i < rows; ++i) finite[i] = w.lse[first + i] == w.lse[first + i];
+  mean_of_rows(w.q_raw + first * w.k_columns, finite, rows, w.k_columns, mean);
 }
 
 // One block of queries: rows, lse, delta; clears dq and gives the first tile its turn.
@@ -289,6 +349,14 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
   if (do_dv != do_dp) {
     std::memcpy(do_dv, do_dp, sizeof(float) * rows * vc);
     round_rows(plan.do_dv, shared_amax(plan.do_dv, p.do_, seq, h, token, head.value_largest), do_dv, rows, vc);
+  }
+  if (plan.hadamard) rotate_rows(q, rows, kc, p.dim);
+  if (plan.smooth_blocks) {
+    std::memcpy(w.q_raw + first * kc, q, sizeof(float) * rows * kc);
+    alignas(64) float mean_q[kMaxDim];
+    mean_of_queries(w, first, rows, mean_q);
+    for (int64_t i = 0; i < rows; ++i)
+      if (w.lse[first + i] == w.lse[first + i]) subtract(q + i * kc, mean_q, kc);
   }
   round_rows(plan.q, shared_amax(plan.q, p.q, seq, h, token, head.largest), q, rows, kc);
   round_rows(plan.do_dp, shared_amax(plan.do_dp, p.do_, seq, h, token, head.value_largest), do_dp, rows, vc);

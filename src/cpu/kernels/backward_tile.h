@@ -4,10 +4,11 @@
 
 namespace octet::cpu::OCTET_ISA {
 
+// `up` puts the largest p, 1, where the small ones keep their bits; a power of two.
 template <GradientFormat format>
-OCTET_INLINE Vf round_p(Vf p) {
+OCTET_INLINE Vf round_p(Vf p, float up) {
   if constexpr (format == GradientFormat::bf16) return round_bf16(p);
-  if constexpr (format == GradientFormat::f16) return round_f16(p);
+  if constexpr (format == GradientFormat::f16) return round_f16(p * up) * (1.f / up);
   if constexpr (format == GradientFormat::e4m3) return round_e4m3(p * 256.f) * 0x1p-8f;
   return p;
 }
@@ -25,6 +26,7 @@ struct GradientRow {
   float to_logit, unit;  // load_logits
   float lse, delta;
   float up, down;        // powers of two around the rounding of ds to f16
+  float p_up;            // and of p
 };
 
 // s becomes p, dp becomes ds. Keys that the row does not see give exact zeros, whatever they hold.
@@ -39,7 +41,7 @@ OCTET_INLINE void gradient_row(const GradientRow& row, float* s, float* dp) {
       p = x[v] == kMinusInfinity ? Vf{} : p;
       ds = x[v] == kMinusInfinity ? Vf{} : ds;
     }
-    store(s + v * kLanes, round_p<format>(p));
+    store(s + v * kLanes, round_p<format>(p, row.p_up));
     store(dp + v * kLanes, round_ds<format>(ds, row.up, row.down));
   }
 }

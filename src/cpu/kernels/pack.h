@@ -124,8 +124,8 @@ OCTET_INLINE float given_mean(const View& t, int64_t b, int64_t h, int64_t c) {
 // Signs of the Hadamard rotation of q and k: those of q if it came quantised.
 struct Signs {
   float sign[kMaxDim];
-  Signs(const View& q, int64_t dim) {
-    const uint64_t seed = q.quantization ? q.quantization->hadamard_seed : kHadamardSeed;
+  Signs(const View& q, int64_t dim) : Signs(q.quantization ? q.quantization->hadamard_seed : kHadamardSeed, dim) {}
+  Signs(uint64_t seed, int64_t dim) {
     for (int64_t c = 0; c < kMaxDim; ++c) sign[c] = c < dim ? hadamard_sign(seed, c) : 0.f;
   }
 };

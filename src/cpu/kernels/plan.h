@@ -49,7 +49,7 @@ constexpr int64_t kWholeHead = Problem::kUnbounded;  // a group: all tokens of a
 // What p and ds are rounded to before the products dv = p^T do, dq = ds k and dk = ds^T q.
 enum class GradientFormat {
   exact,
-  f16,      // each number; ds times a power of two for each head
+  f16,      // each number; under f16_inside both times powers of two
   bf16,     // each number
   e4m3,     // p times 256; ds: codes with a scale for each tile
   int8,     // codes with a scale for each tile
@@ -67,7 +67,10 @@ enum class Delta {
 // A precision's backward recipe; docs/numerics.md.
 struct BackwardPlan {
   Rounding q{}, k{};
-  bool smooth_k = false;
+  bool smooth_k = false;      // all of k's uses are of k minus its mean
+  bool smooth_k_dq = false;   // only dq = ds k is, with k minus its mean in f16; ds times a power of two for each head
+  bool smooth_blocks = false; // q and k minus the means of their blocks and tiles are rounded, the means are not
+  bool hadamard = false;
   Rounding v{}, do_dp{};  // operands of dp = do v^T
   Rounding do_dv{};       // operand of dv = p^T do
   GradientFormat format = GradientFormat::exact;
