@@ -21,7 +21,7 @@ using test::HeadInput;
 using test::Standard;
 using test::Tangent;
 
-constexpr uint64_t kSeed = 1;
+constexpr int64_t kHeads = 2;
 constexpr Standard kD1 = Standard::d1, kD2 = Standard::d2, kD3 = Standard::d3, kD4 = Standard::d4, kD5 = Standard::d5, kD6 = Standard::d6;
 constexpr Standard kB1 = kD1, kB2 = kD2, kB3 = Standard::b3, kB4 = kD4, kB5 = Standard::b5, kB6 = Standard::b6;
 
@@ -62,21 +62,28 @@ struct Bar {
   double rel_l2, cos;
 };
 
-const Matrix& exact_forward(Standard input, const Head& head) {
+const Matrix& exact_forward(Standard input, int64_t number, const Head& head) {
   static std::mutex mutex;
-  static std::map<Standard, Matrix> known;
+  static std::map<std::pair<Standard, int64_t>, Matrix> known;
   {
     const std::lock_guard lock(mutex);
-    if (const auto found = known.find(input); found != known.end()) return found->second;
+    if (const auto found = known.find({input, number}); found != known.end()) return found->second;
   }
   Matrix o = forward(head, Recipe{}).o;
   const std::lock_guard lock(mutex);
-  return known.emplace(input, std::move(o)).first->second;
+  return known.emplace(std::pair{input, number}, std::move(o)).first->second;
 }
 
+// Of all heads together.
 Distance forward_distance(const Recipe& recipe, Standard input, octet_dtype o_format) {
-  const Head head = head_of(test::standard_input(input, 2048, 128, kSeed));
-  return test::distance(rounded(forward(head, recipe).o, o_format).data, exact_forward(input, head).data);
+  std::vector<double> got, want;
+  for (int64_t number = 0; number < kHeads; ++number) {
+    const Head head = head_of(test::standard_input(input, 2048, 128, number, false));
+    const Matrix o = rounded(forward(head, recipe).o, o_format), &exact = exact_forward(input, number, head);
+    got.insert(got.end(), o.data.begin(), o.data.end());
+    want.insert(want.end(), exact.data.begin(), exact.data.end());
+  }
+  return test::distance(got, want);
 }
 
 std::vector<Distance> forward_distances(const Recipe& recipe, const std::vector<Bar>& bars, octet_dtype o_format = OCTET_F32) {
@@ -95,7 +102,9 @@ void expect_forward(const Recipe& recipe, const std::vector<Bar>& bars, octet_dt
     std::printf("  D%d rel_l2 %.5f (bar %.4f) cos %.6f\n", static_cast<int>(bars[i].input) + 1, found[i].rel_l2, bars[i].rel_l2, found[i].cos);
     EXPECT_LE(found[i].rel_l2, bars[i].rel_l2);
     EXPECT_GE(found[i].cos, bars[i].cos);
-    if (bars[i].input == kD1) EXPECT_LE(found[i].max, 12.0 * found[i].rms);
+    if (bars[i].input == kD1) {
+      EXPECT_LE(found[i].max, 12.0 * found[i].rms);
+    }
   }
 }
 
@@ -179,8 +188,8 @@ struct ExactBackward {
   Gradients gradients;
 };
 
-ExactBackward exact_backward(Standard input) {
-  const HeadInput x = test::standard_input(input, 1024, 64, kSeed);
+ExactBackward exact_backward(Standard input, int64_t number) {
+  const HeadInput x = test::standard_input(input, 1024, 64, number, true);
   Head head = head_of(x);
   const Matrix do_ = matrix(x.tokens, x.dim, x.do_);
   const Output out = forward(head, Recipe{});
@@ -193,14 +202,24 @@ Gradients trained(const Recipe& recipe, octet_dtype o_format, const ExactBackwar
   return backward(exact.head, saved(out, recipe, o_format), out.lse, exact.do_, recipe);
 }
 
+void append(std::vector<double> (&all)[3], const Gradients& g) {
+  const Matrix* const parts[] = {&g.dq, &g.dk, &g.dv};
+  for (int i = 0; i < 3; ++i) all[i].insert(all[i].end(), parts[i]->data.begin(), parts[i]->data.end());
+}
+
+// Of all heads together.
 std::vector<BackwardDistance> backward_distances(const Recipe& recipe, const std::vector<BackwardBar>& bars, octet_dtype o_format) {
   std::vector<BackwardDistance> found(bars.size());
   const auto tasks = static_cast<int64_t>(bars.size());
   cpu::parallel_for(cpu::thread_count(0, tasks), tasks, [&](int64_t i, unsigned) {
-    const ExactBackward exact = exact_backward(bars[static_cast<std::size_t>(i)].input);
-    const Gradients g = trained(recipe, o_format, exact);
-    found[static_cast<std::size_t>(i)] = {test::distance(g.dq.data, exact.gradients.dq.data), test::distance(g.dk.data, exact.gradients.dk.data),
-                                          test::distance(g.dv.data, exact.gradients.dv.data)};
+    std::vector<double> got[3], want[3];
+    for (int64_t number = 0; number < kHeads; ++number) {
+      const ExactBackward exact = exact_backward(bars[static_cast<std::size_t>(i)].input, number);
+      const Gradients g = trained(recipe, o_format, exact);
+      append(got, g);
+      append(want, exact.gradients);
+    }
+    found[static_cast<std::size_t>(i)] = {test::distance(got[0], want[0]), test::distance(got[1], want[1]), test::distance(got[2], want[2])};
   });
   return found;
 }
@@ -246,7 +265,7 @@ TEST(Bars, bf16_backward_project) {
 // Every gradient, stored in bf16, within 1.3 times what storing the exact gradient in bf16 costs.
 TEST(Bars, bf16_backward_f16_inside) {
   cpu::parallel_for(2, 6, [](int64_t i, unsigned) {
-    const ExactBackward exact = exact_backward(test::kBackwardInputs[i]);
+    const ExactBackward exact = exact_backward(test::kBackwardInputs[i], 0);
     const Gradients g = trained(f16_inside(OCTET_BF16), OCTET_BF16, exact);
     const auto expect_near = [i](const Matrix& got, const Matrix& want, const char* name) {
       const double cost = test::distance(rounded(want, OCTET_BF16).data, want.data).rel_l2;
@@ -289,7 +308,7 @@ TEST(Bars, fp8_backward) {
 // Jvp: 1024 tokens, dim 64, no mask, f32 output.
 
 double jvp_distance(Tangent input, octet_dtype format) {
-  const HeadInput x = test::tangent_input(input, 1024, 64, format, kSeed);
+  const HeadInput x = test::tangent_input(input, 1024, 64, format);
   const Head head = head_of(x);
   const Tangents tangents{matrix(x.tokens, x.dim, x.tq), matrix(x.tokens, x.dim, x.tk), matrix(x.tokens, x.dim, x.tv)};
   return test::distance(jvp(head, tangents, flash_attention(format)).to.data, jvp(head, tangents, Recipe{}).to.data).rel_l2;
@@ -363,7 +382,14 @@ TEST(Bias, s7_rounding_before_division_is_biased) { EXPECT_GE(kappa("S7 o~ in bf
 TEST(Bias, s7_rounding_tile_by_tile_is_biased) {
   EXPECT_GE(kappa("S7 o~ in bf16 after each 512 keys", early_rounding(512, false, 0), kS7), .5);
   EXPECT_LE(kappa("S7 .. beta 2", early_rounding(512, false, 2), kS7), .1);
-  EXPECT_LE(kappa("S7 .. beta 7", early_rounding(512, false, 7), kS7), .1);
+}
+
+// Beta 7 moves most of these maxima beyond the clamp, which moves them all by the same: as biased as no shift at all.
+TEST(Bias, s7_beta_7_cures_only_without_the_clamp) {
+  Recipe recipe = early_rounding(kAllTokens, false, 7);
+  EXPECT_GE(kappa("S7 beta 7", recipe, kS7), .5);
+  recipe.beta_reach = 80.0;
+  EXPECT_LT(kappa("S7 beta 7, no clamp", recipe, kS7), .5);
 }
 
 TEST(Bias, s7_beta_cures_rounding_before_division) {
@@ -375,7 +401,14 @@ TEST(Bias, s7_flash_attention_is_unbiased) { EXPECT_LE(kappa("S7 flash attention
 
 TEST(Bias, s8_flash_attention_is_biased) { EXPECT_GE(kappa("S8 flash attention", bf16_weights(true, 0), kS8), .5); }
 
-TEST(Bias, s8_beta_cures_with_l_from_unrounded_p) { EXPECT_LE(kappa("S8 beta 2", bf16_weights(false, 2), kS8), .1); }
+TEST(Bias, s8_beta_cures_with_l_from_unrounded_p) {
+  Recipe recipe = bf16_weights(false, 2);
+  recipe.tile = kAllTokens;
+  EXPECT_LE(kappa("S8 beta 2", recipe, kS8), .1);
+}
+
+// The key of a tie that came in an earlier tile was rounded before the maximum moved, so half the noise is missing.
+TEST(Bias, s8_beta_over_tiles_is_no_longer_biased) { EXPECT_LT(kappa("S8 beta 2, 64 keys a tile", bf16_weights(false, 2), kS8), .5); }
 
 TEST(Bias, s8_beta_fails_with_l_from_rounded_p) { EXPECT_GE(kappa("S8 beta 2, l from rounded p", bf16_weights(true, 2), kS8), .5); }
 

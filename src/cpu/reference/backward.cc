@@ -47,8 +47,7 @@ Matrix product_with_values(const Head& head, const Matrix& do_, const Matrix& v)
   const Matrix v_transposed = transposed(v);
   for (int64_t i = 0; i < dp.rows; ++i) {
     const KeyRange range = head.keys[index(i)];
-    for (int64_t c = 0; c < do_.cols; ++c)
-      add_scaled(dp[i] + range.first, do_[i][c], v_transposed[c] + range.first, range.last - range.first);
+    add_rows(dp[i] + range.first, do_[i], v_transposed, range.first, range.last - range.first);
     for (int64_t j = range.first; j < range.last; ++j)
       if (!head.sees(i, j)) dp[i][j] = 0.0;
   }

@@ -173,10 +173,8 @@ void Logits::row(int64_t i, bool scale_first, double* s) const {
   const KeyRange range = head_.keys[index(i)];
   const int64_t count = range.last - range.first, d = head_.q.cols;
   std::fill(s + range.first, s + range.last, 0.0);
-  for (int64_t c = 0; c < d; ++c) add_scaled(s + range.first, q_rounded_[i][c], k_rounded_transposed_[c] + range.first, count);
-  if (smooth_q_.means.rows)
-    for (int64_t c = 0; c < d; ++c)
-      add_scaled(s + range.first, smooth_q_.mean_of(i)[c], k_smoothed_transposed_[c] + range.first, count);
+  add_rows(s + range.first, q_rounded_[i], k_rounded_transposed_, range.first, count);
+  if (smooth_q_.means.rows) add_rows(s + range.first, smooth_q_.mean_of(i), k_smoothed_transposed_, range.first, count);
   if (smooth_k_.means.rows) {
     std::vector<double> of_block;
     for (int64_t b = 0; b < smooth_k_.means.rows; ++b) of_block.push_back(dot(head_.q[i], smooth_k_.means[b], d));
