@@ -1,11 +1,10 @@
 #include "support/inputs.h"
 
-#include <octet/formats.hpp>
-
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
 #include <iterator>
+#include <octet/formats.hpp>
 #include <random>
 
 namespace octet::test {
@@ -51,14 +50,17 @@ void round_all(std::vector<double>& x, octet_dtype format) {
 }
 
 // Adds factor * offset to tokens [first, last).
-void add_to_tokens(std::vector<double>& x, const std::vector<double>& offset, double factor, int64_t first, int64_t last) {
+void add_to_tokens(std::vector<double>& x, const std::vector<double>& offset, double factor, int64_t first,
+                   int64_t last) {
   const auto dim = static_cast<int64_t>(offset.size());
   for (int64_t t = first; t < last; ++t)
-    for (int64_t c = 0; c < dim; ++c) x[static_cast<std::size_t>(t * dim + c)] += factor * offset[static_cast<std::size_t>(c)];
+    for (int64_t c = 0; c < dim; ++c)
+      x[static_cast<std::size_t>(t * dim + c)] += factor * offset[static_cast<std::size_t>(c)];
 }
 
 void scale_channel(std::vector<double>& x, int64_t dim, int64_t channel, double factor) {
-  for (std::size_t i = static_cast<std::size_t>(channel); i < x.size(); i += static_cast<std::size_t>(dim)) x[i] *= factor;
+  for (std::size_t i = static_cast<std::size_t>(channel); i < x.size(); i += static_cast<std::size_t>(dim))
+    x[i] *= factor;
 }
 
 void bias_channels(HeadInput& x, Random& random) {
@@ -92,14 +94,19 @@ HeadInput standard_input(Standard which, int64_t tokens, int64_t dim, int64_t he
   for (auto* tensor : {&x.q, &x.k, &x.v}) *tensor = random.normals(tokens * dim);
   if (gradient) x.do_ = random.normals(tokens * dim);
   switch (which) {
-    case Standard::d1: break;
-    case Standard::d2: bias_channels(x, random); break;
+    case Standard::d1:
+      break;
+    case Standard::d2:
+      bias_channels(x, random);
+      break;
     case Standard::d3:
       for (auto* tensor : {&x.q, &x.k, &x.v})
         for (double& value : *tensor)
           if (random.uniform() < 1e-3) value += 10.0 * random.normal();
       break;
-    case Standard::d4: add_sink(x, random); break;
+    case Standard::d4:
+      add_sink(x, random);
+      break;
     case Standard::d5: {
       std::vector<double> offset(static_cast<std::size_t>(dim), 0.0);
       for (int64_t i = 0; i < 8; ++i) offset[static_cast<std::size_t>((13 * i + 3) % dim)] = i % 2 ? 8.0 : -8.0;
@@ -112,7 +119,9 @@ HeadInput standard_input(Standard which, int64_t tokens, int64_t dim, int64_t he
         scale_channel(x.q, dim, (29 * i + 7) % dim, 0.5);
       }
       break;
-    case Standard::b3: add_to_tokens(x.k, random.direction(dim), 100.0 * std::sqrt(static_cast<double>(dim)), 0, tokens); break;
+    case Standard::b3:
+      add_to_tokens(x.k, random.direction(dim), 100.0 * std::sqrt(static_cast<double>(dim)), 0, tokens);
+      break;
     case Standard::b5:
       x.do_.resize(x.q.size(), 1.0);
       for (int64_t t = 0; t < tokens; ++t) {

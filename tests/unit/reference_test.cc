@@ -1,10 +1,11 @@
 // The oracle itself: against a formula of its own kind in long double, against finite differences, and against the laws
-// that attention obeys. What it does with tensors (strides, masks, groups, packed sequences) is tested through the door.
+// that attention obeys. What it does with tensors (strides, masks, groups, packed sequences) is tested through the
+// door.
 #include <gtest/gtest.h>
-#include <octet/formats.hpp>
-#include <octet/octet.hpp>
 
 #include <functional>
+#include <octet/formats.hpp>
+#include <octet/octet.hpp>
 #include <random>
 
 #include "core/names.h"
@@ -70,7 +71,9 @@ double largest_difference(const Matrix& a, const Matrix& b) {
   return largest;
 }
 
-double inner(const Matrix& a, const Matrix& b) { return dot(a.data.data(), b.data.data(), static_cast<int64_t>(a.data.size())); }
+double inner(const Matrix& a, const Matrix& b) {
+  return dot(a.data.data(), b.data.data(), static_cast<int64_t>(a.data.size()));
+}
 
 TEST(Reference, forward_is_the_direct_formula) {
   const Head head = masked_head();
@@ -124,7 +127,8 @@ TEST(Reference, jvp_is_a_finite_difference_and_the_adjoint_of_the_gradients) {
     return forward(h, Recipe{}).o;
   };
   const Matrix above = moved(1e-5), below = moved(-1e-5);
-  for (std::size_t i = 0; i < above.data.size(); ++i) EXPECT_NEAR(out.to.data[i], (above.data[i] - below.data[i]) / 2e-5, 1e-8);
+  for (std::size_t i = 0; i < above.data.size(); ++i)
+    EXPECT_NEAR(out.to.data[i], (above.data[i] - below.data[i]) / 2e-5, 1e-8);
   EXPECT_LT(largest_difference(out.primal.o, forward(head, Recipe{}).o), 1e-14);
 
   const Matrix do_ = random_matrix(7, 16, 10);
@@ -132,7 +136,8 @@ TEST(Reference, jvp_is_a_finite_difference_and_the_adjoint_of_the_gradients) {
   EXPECT_NEAR(inner(out.to, do_), inner(t.q, g.dq) + inner(t.k, g.dk) + inner(t.v, g.dv), 1e-12);
 }
 
-// Without rounding every recipe is attention: smoothing, rotation, folding, projection and recomputation change nothing.
+// Without rounding every recipe is attention: smoothing, rotation, folding, projection and recomputation change
+// nothing.
 TEST(Reference, recipes_without_their_rounding_are_exact) {
   const Head head = masked_head();
   const Output want = forward(head, Recipe{});
@@ -143,7 +148,8 @@ TEST(Reference, recipes_without_their_rounding_are_exact) {
   r.smooth_v = true;
   r.tile = 3;
   r.beta = 2.0;
-  r.backward = {.logits = {.smooth_k = 2, .smooth_q = 3, .hadamard = true}, .recompute = true, .delta = OCTET_DELTA_FROM_P};
+  r.backward = {
+      .logits = {.smooth_k = 2, .smooth_q = 3, .hadamard = true}, .recompute = true, .delta = OCTET_DELTA_FROM_P};
   const Output out = forward(head, r);
   const Gradients g = backward(head, out.o, out.lse, do_, r);
   EXPECT_LT(largest_difference(out.o, want.o), 1e-13);
@@ -162,7 +168,8 @@ double independent_value(uint32_t code, int exponent_bits, int mantissa_bits, bo
   double fraction = exponent ? 1.0 : 0.0;
   for (int bit = 1; bit <= mantissa_bits; ++bit)
     if (code >> (mantissa_bits - bit) & 1) fraction += std::pow(2.0, -bit);
-  const bool ones = (code & ((1u << mantissa_bits) - 1)) == (1u << mantissa_bits) - 1, top = exponent == (1 << exponent_bits) - 1;
+  const bool ones = (code & ((1u << mantissa_bits) - 1)) == (1u << mantissa_bits) - 1,
+             top = exponent == (1 << exponent_bits) - 1;
   double value = fraction * std::pow(2.0, (exponent ? exponent : 1) - bias);
   if (top && has_infinity) value = fraction == 1.0 ? kInf : kNaN;
   if (top && !has_infinity && ones) value = kNaN;
@@ -175,7 +182,8 @@ void expect_format(octet_dtype dtype, int bits, int exponent_bits, int mantissa_
     uint16_t wide = static_cast<uint16_t>(code);
     uint8_t narrow = static_cast<uint8_t>(code);
     void* memory = bits == 16 ? static_cast<void*>(&wide) : &narrow;
-    const double value = independent_value(code, exponent_bits, mantissa_bits, has_infinity), loaded = load(dtype, memory, 0);
+    const double value = independent_value(code, exponent_bits, mantissa_bits, has_infinity),
+                 loaded = load(dtype, memory, 0);
     if (std::isnan(value)) {
       EXPECT_TRUE(std::isnan(loaded) && std::isnan(round_to(dtype, loaded))) << code;
       below = kNaN;
@@ -213,9 +221,9 @@ TEST(ReferenceFormats, quantizers_keep_groups_apart) {
   EXPECT_LT(error_of_row({OCTET_I8, Group::token}, 71), .02);
   EXPECT_GT(error_of_row({OCTET_I8, Group::block, 64}, 71), .5);
   EXPECT_LT(error_of_row({OCTET_I8, Group::block, 64}, 63), .02);
-  EXPECT_GT(error_of_row({OCTET_I8, Group::thread_q}, 78), .5);   // 78 = 70 + 8
+  EXPECT_GT(error_of_row({OCTET_I8, Group::thread_q}, 78), .5);  // 78 = 70 + 8
   EXPECT_LT(error_of_row({OCTET_I8, Group::thread_q}, 71), .02);
-  EXPECT_GT(error_of_row({OCTET_I8, Group::thread_k}, 71), .5);   // (71 mod 8) / 2 = (70 mod 8) / 2
+  EXPECT_GT(error_of_row({OCTET_I8, Group::thread_k}, 71), .5);  // (71 mod 8) / 2 = (70 mod 8) / 2
   EXPECT_LT(error_of_row({OCTET_I8, Group::thread_k}, 72), .02);
   EXPECT_LT(error_of_row({OCTET_F16, Group::power_of_two}, 71), 2e-3);
 }
@@ -233,7 +241,8 @@ struct Tensors {
       const std::vector<double> x = normals(count, seed);
       return std::vector<float>(x.begin(), x.end());
     };
-    q = draw(heads * n * d, 1), k = draw(kv_heads * m * d, 2), v = draw(kv_heads * m * e, 3), do_ = draw(heads * n * e, 4);
+    q = draw(heads * n * d, 1), k = draw(kv_heads * m * d, 2), v = draw(kv_heads * m * e, 3),
+    do_ = draw(heads * n * e, 4);
     for (auto* x : {&q, &k, &v, &do_})
       for (float& value : *x) value = static_cast<float>(round_to(kBf16, value));
     o.resize(do_.size()), residual.resize(do_.size()), lse.resize(static_cast<std::size_t>(heads * n));
@@ -247,13 +256,21 @@ struct Tensors {
     return {.q = of_q(q), .k = of_k(k), .v = of_v(v), .o = of_o(o), .lse = {lse.data(), Shape{1, heads, n, 1}}};
   }
   Backward backward() {
-    return {.q = of_q(q), .k = of_k(k), .v = of_v(v), .o = of_o(o), .lse = {lse.data(), Shape{1, heads, n, 1}}, .do_ = of_o(do_),
-            .dq = of_q(dq), .dk = of_k(dk), .dv = of_v(dv)};
+    return {.q = of_q(q),
+            .k = of_k(k),
+            .v = of_v(v),
+            .o = of_o(o),
+            .lse = {lse.data(), Shape{1, heads, n, 1}},
+            .do_ = of_o(do_),
+            .dq = of_q(dq),
+            .dk = of_k(dk),
+            .dv = of_v(dv)};
   }
 };
 
-constexpr Precision kForwardPrecisions[] = {Precision::f64, Precision::f32, Precision::f16, Precision::bf16, Precision::int8,
-                                            Precision::int8_f16, Precision::int8_fp8, Precision::fp8, Precision::fp8_raw, Precision::sagebwd};
+constexpr Precision kForwardPrecisions[] = {
+    Precision::f64,      Precision::f32,      Precision::f16, Precision::bf16,    Precision::int8,
+    Precision::int8_f16, Precision::int8_fp8, Precision::fp8, Precision::fp8_raw, Precision::sagebwd};
 
 Attention attention(Precision precision) { return {.precision = precision, .backend = "reference"}; }
 
@@ -266,9 +283,14 @@ TEST(ReferenceBackend, poisoned_future_keys_do_not_reach_the_past) {
       Attention a = attention(precision);
       a.causal = true;
       Tensors x(1, 1, 96, 96, 16, 16);
-      for (int64_t c = 0; c < 16; ++c) x.k[static_cast<std::size_t>(80 * 16 + c)] = x.v[static_cast<std::size_t>(80 * 16 + c)] = static_cast<float>(poison);
+      for (int64_t c = 0; c < 16; ++c)
+        x.k[static_cast<std::size_t>(80 * 16 + c)] = x.v[static_cast<std::size_t>(80 * 16 + c)] =
+            static_cast<float>(poison);
       run(a, x.forward());
-      for (int64_t i = 0; i < 96 * 16; ++i) EXPECT_EQ(std::isfinite(x.o[static_cast<std::size_t>(i)]), i < 80 * 16 || (precision == Precision::fp8_raw && poison == kInf)) << i;
+      for (int64_t i = 0; i < 96 * 16; ++i)
+        EXPECT_EQ(std::isfinite(x.o[static_cast<std::size_t>(i)]),
+                  i < 80 * 16 || (precision == Precision::fp8_raw && poison == kInf))
+            << i;
     }
 }
 
@@ -309,7 +331,8 @@ TEST(ReferenceBackend, groups_sum_their_heads_whatever_the_threads) {
       run(a, single.forward());
       run(a, single.backward());
       EXPECT_TRUE(std::equal(single.dq.begin(), single.dq.end(), x.dq.begin() + h * 40 * 8));
-      for (std::size_t i = 0; i < single.dv.size(); ++i) dv[static_cast<std::size_t>(h / 2) * single.dv.size() + i] += single.dv[i];
+      for (std::size_t i = 0; i < single.dv.size(); ++i)
+        dv[static_cast<std::size_t>(h / 2) * single.dv.size() + i] += single.dv[i];
     }
     for (std::size_t i = 0; i < dv.size(); ++i) EXPECT_NEAR(x.dv[i], dv[i], 1e-6 * (1.0 + std::fabs(dv[i])));
   }
@@ -348,7 +371,8 @@ TEST(ReferenceBackend, the_residual_completes_a_16_bit_output) {
   for (std::size_t i = 0; i < x.o.size(); ++i) {
     const auto at = static_cast<int64_t>(i);
     EXPECT_EQ(load(OCTET_BF16, high.data(), at), round_to(kBf16, x.o[i]));
-    EXPECT_NEAR(load(OCTET_BF16, high.data(), at) + load(OCTET_BF16, low.data(), at), x.o[i], 0x1p-16 * std::fabs(x.o[i]));
+    EXPECT_NEAR(load(OCTET_BF16, high.data(), at) + load(OCTET_BF16, low.data(), at), x.o[i],
+                0x1p-16 * std::fabs(x.o[i]));
   }
 }
 
@@ -369,9 +393,10 @@ TEST(ReferenceBackend, every_rounding_point_rounds) {
     return all;
   };
   const auto exact = output([](octet_rounding&) {});
-  uint32_t octet_rounding::*const points[] = {&octet_rounding::qk, &octet_rounding::v, &octet_rounding::s, &octet_rounding::m,
-                                              &octet_rounding::arg, &octet_rounding::p, &octet_rounding::alpha, &octet_rounding::acc,
-                                              &octet_rounding::o, &octet_rounding::o_saved, &octet_rounding::ds, &octet_rounding::p_backward};
+  uint32_t octet_rounding::*const points[] = {
+      &octet_rounding::qk,  &octet_rounding::v,       &octet_rounding::s,     &octet_rounding::m,
+      &octet_rounding::arg, &octet_rounding::p,       &octet_rounding::alpha, &octet_rounding::acc,
+      &octet_rounding::o,   &octet_rounding::o_saved, &octet_rounding::ds,    &octet_rounding::p_backward};
   for (auto point : points) {
     if (point == &octet_rounding::m) continue;  // any maximum gives the same softmax, unless p is rounded
     const auto rounded = output([&](octet_rounding& r) { r.*point = OCTET_BF16; });
@@ -383,7 +408,8 @@ TEST(ReferenceBackend, every_rounding_point_rounds) {
   const auto p_alone = p_and([](octet_rounding&) {});
   EXPECT_NE(p_and([](octet_rounding& r) { r.m = OCTET_BF16; }), p_alone);
   EXPECT_NE(p_and([](octet_rounding& r) { r.l_from_p = 0; }), p_alone);
-  EXPECT_NE(output([](octet_rounding& r) { r.s = OCTET_BF16, r.s_scaled = 1; }), output([](octet_rounding& r) { r.s = OCTET_F16, r.s_scaled = 1; }));
+  EXPECT_NE(output([](octet_rounding& r) { r.s = OCTET_BF16, r.s_scaled = 1; }),
+            output([](octet_rounding& r) { r.s = OCTET_F16, r.s_scaled = 1; }));
 }
 
 // int8 codes made by hand: x = rotate back(scale * code) + mean, and attention on them is attention on those numbers.
@@ -427,10 +453,22 @@ std::string refusal(const std::function<void()>& call) {
 TEST(ReferenceBackend, refusals_name_the_choices) {
   Tensors x(1, 1, 8, 8, 8, 8);
   for (Precision precision : {Precision::int8_f16, Precision::int8_fp8, Precision::fp8_raw})
-    EXPECT_NE(refusal([&] { run(attention(precision), x.backward()); }).find("has no backward pass; those that have: f64, f32, f16, bf16, int8, fp8, sagebwd"),
+    EXPECT_NE(refusal([&] {
+                run(attention(precision), x.backward());
+              }).find("has no backward pass; those that have: f64, f32, f16, bf16, int8, fp8, sagebwd"),
               std::string::npos);
-  Jvp jvp{.q = x.of_q(x.q), .k = x.of_k(x.k), .v = x.of_v(x.v), .tq = x.of_q(x.q), .tk = x.of_k(x.k), .tv = x.of_v(x.v), .o = x.of_o(x.o), .to = x.of_o(x.residual)};
-  EXPECT_NE(refusal([&] { run(attention(Precision::int8), jvp); }).find("precision int8 has no jvp; those that have: f64, f32, f16, bf16"), std::string::npos);
+  Jvp jvp{.q = x.of_q(x.q),
+          .k = x.of_k(x.k),
+          .v = x.of_v(x.v),
+          .tq = x.of_q(x.q),
+          .tk = x.of_k(x.k),
+          .tv = x.of_v(x.v),
+          .o = x.of_o(x.o),
+          .to = x.of_o(x.residual)};
+  EXPECT_NE(refusal([&] {
+              run(attention(Precision::int8), jvp);
+            }).find("precision int8 has no jvp; those that have: f64, f32, f16, bf16"),
+            std::string::npos);
   std::vector<uint16_t> o(64);
   Backward b = x.backward();
   b.o = Tensor(o.data(), DType::bf16, Shape{1, 1, 8, 8});
@@ -441,7 +479,9 @@ TEST(ReferenceBackend, refusals_name_the_choices) {
   rounding.p = OCTET_I8;
   Attention a = attention(Precision::f64);
   a.rounding = &rounding;
-  EXPECT_NE(refusal([&] { run(a, x.forward()); }).find("rounding.p: found dtype 7, allowed: f64, f32, f16, bf16, e4m3, e5m2"), std::string::npos);
+  EXPECT_NE(
+      refusal([&] { run(a, x.forward()); }).find("rounding.p: found dtype 7, allowed: f64, f32, f16, bf16, e4m3, e5m2"),
+      std::string::npos);
 }
 
 }  // namespace
