@@ -119,7 +119,9 @@ TEST(Reference, gradients_are_finite_differences) {
 TEST(Reference, jvp_is_a_finite_difference_and_the_adjoint_of_the_gradients) {
   const Head head = masked_head();
   const Tangents t{random_matrix(7, 8, 6), random_matrix(9, 8, 7), random_matrix(9, 16, 8)};
-  const JvpOutput out = jvp(head, t, Recipe{});
+  Recipe small_tiles;  // so that the mean of the first tile is not that of the row
+  small_tiles.tile = 2;
+  const JvpOutput out = jvp(head, t, small_tiles);
   const auto moved = [&](double step) {
     Head h = head;
     for (const auto& [x, tx] : {std::pair{&h.q, &t.q}, {&h.k, &t.k}, {&h.v, &t.v}})
