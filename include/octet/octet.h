@@ -171,7 +171,7 @@ typedef struct octet_attention {
   float scale;            // logits are scale * q.k; 0: 1 / sqrt(dim)
   uint32_t mask;          // octet_mask flags
   uint32_t alignment;     // octet_alignment
-  uint32_t remedy;        // octet_remedy; precisions f16 and bf16, pass backward (and forward for beta)
+  uint32_t remedy;        // octet_remedy; precisions f16 and bf16; beta and f16_inside shape the forward pass too
   int64_t window_left;    // with OCTET_MASK_WINDOW, else 0
   int64_t window_right;
   float softcap;          // refused unless 0

@@ -11,11 +11,11 @@ namespace octet::reference {
 
 // One head of one sequence: n queries, m keys.
 struct Head {
-  Matrix q, k, v;               // [n d] [m d] [m e]
+  Matrix q, k, v;  // [n d] [m d] [m e]
   double scale = 1.0;
-  std::vector<KeyRange> keys{};   // of each query
-  std::vector<bool> hidden{};     // [n m] keys within the range that are not seen; empty: none
-  Matrix bias{};                  // [n m] added to the logits; empty: none
+  std::vector<KeyRange> keys{};  // of each query
+  std::vector<bool> hidden{};    // [n m] keys within the range that are not seen; empty: none
+  Matrix bias{};                 // [n m] added to the logits; empty: none
 
   bool sees(int64_t i, int64_t j) const {
     const KeyRange& range = keys[static_cast<std::size_t>(i)];
@@ -34,7 +34,8 @@ struct Gradients {
   Matrix dq, dk, dv;
 };
 // `o`, `lse`: what the forward pass left, o with or without the residual as recipe.backward.exact_o says.
-Gradients backward(const Head& head, const Matrix& o, const std::vector<double>& lse, const Matrix& do_, const Recipe& recipe);
+Gradients backward(const Head& head, const Matrix& o, const std::vector<double>& lse, const Matrix& do_,
+                   const Recipe& recipe);
 
 struct Tangents {
   Matrix q, k, v;

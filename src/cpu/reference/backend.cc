@@ -1,12 +1,11 @@
-// The oracle as a backend: reads a problem's tensors into float64 matrices, one head of one sequence at a time, runs the
-// problem's recipe on them and stores what comes out. It may use the heap; nothing here is fast.
+// The oracle as a backend: reads a problem's tensors into float64 matrices, one head of one sequence at a time, runs
+// the problem's recipe on them and stores what comes out. It may use the heap; nothing here is fast.
 #include "core/backend.h"
-
-#include <octet/formats.hpp>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <octet/formats.hpp>
 
 #include "core/error.h"
 #include "core/names.h"
@@ -20,7 +19,9 @@ namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-double element(const View& x, int64_t b, int64_t h, int64_t t, int64_t c) { return load(x.dtype, x.data, x.offset(b, h, t, c)); }
+double element(const View& x, int64_t b, int64_t h, int64_t t, int64_t c) {
+  return load(x.dtype, x.data, x.offset(b, h, t, c));
+}
 
 // Tokens [first, first + count) of one head, as numbers.
 Matrix load_tokens(const View& x, int64_t b, int64_t h, int64_t first, int64_t count) {
@@ -33,10 +34,14 @@ Matrix load_tokens(const View& x, int64_t b, int64_t h, int64_t first, int64_t c
 int64_t scale_row(const octet_quantization& how, int64_t token) {
   const bool query = how.operand == OCTET_OPERAND_Q;
   switch (how.granularity) {
-    case OCTET_PER_TOKEN: return token;
-    case OCTET_PER_BLOCK: return token / how.block;
-    case OCTET_PER_THREAD: return query ? token / 32 * 8 + token % 8 : token / 64 * 4 + token % 8 / 2;
-    default: return 0;
+    case OCTET_PER_TOKEN:
+      return token;
+    case OCTET_PER_BLOCK:
+      return token / how.block;
+    case OCTET_PER_THREAD:
+      return query ? token / 32 * 8 + token % 8 : token / 64 * 4 + token % 8 / 2;
+    default:
+      return 0;
   }
 }
 
@@ -70,7 +75,8 @@ void store_tokens(const View& x, int64_t b, int64_t h, int64_t first, const Matr
 
 void store_column(const View& x, int64_t b, int64_t h, int64_t first, const std::vector<double>& values) {
   if (!x.present()) return;
-  for (std::size_t t = 0; t < values.size(); ++t) store(x.dtype, x.data, x.offset(b, h, first + static_cast<int64_t>(t), 0), values[t]);
+  for (std::size_t t = 0; t < values.size(); ++t)
+    store(x.dtype, x.data, x.offset(b, h, first + static_cast<int64_t>(t), 0), values[t]);
 }
 
 void load_mask(const Problem& problem, int64_t b, int64_t h, Head& head) {
@@ -83,8 +89,10 @@ void load_mask(const Problem& problem, int64_t b, int64_t h, Head& head) {
     for (int64_t j = 0; j < m; ++j) {
       const double value = element(mask, b, h, i, j);
       const bool hides = mask.dtype == OCTET_BOOL ? value == 0.0 : value == -kInf;
-      if (hides) head.hidden[static_cast<std::size_t>(i * m + j)] = true;
-      else if (mask.dtype != OCTET_BOOL) head.bias[i][j] = value;
+      if (hides)
+        head.hidden[static_cast<std::size_t>(i * m + j)] = true;
+      else if (mask.dtype != OCTET_BOOL)
+        head.bias[i][j] = value;
     }
 }
 
@@ -122,7 +130,8 @@ void run_forward(const Problem& problem, const Recipe& recipe, const Sequence& a
   store_tokens(problem.o_residual, at.batch, h, at.q_first, residual);
 }
 
-void run_jvp(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t h, int64_t kv_head, const Head& kv) {
+void run_jvp(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t h, int64_t kv_head,
+             const Head& kv) {
   const Tangents tangents{load_tokens(problem.tq, at.batch, h, at.q_first, at.q_tokens),
                           load_tokens(problem.tk, at.batch, kv_head, at.k_first, at.k_tokens),
                           load_tokens(problem.tv, at.batch, kv_head, at.k_first, at.k_tokens)};
@@ -133,7 +142,8 @@ void run_jvp(const Problem& problem, const Recipe& recipe, const Sequence& at, i
 }
 
 // Adds head h's share to dk and dv, which the heads of a group have in common.
-void run_backward(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t h, const Head& kv, Matrix& dk, Matrix& dv) {
+void run_backward(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t h, const Head& kv,
+                  Matrix& dk, Matrix& dv) {
   Matrix o = load_tokens(problem.o, at.batch, h, at.q_first, at.q_tokens);
   if (recipe.backward.exact_o && problem.o_residual.present()) {
     const Matrix residual = load_tokens(problem.o_residual, at.batch, h, at.q_first, at.q_tokens);
@@ -178,7 +188,9 @@ std::optional<std::string> objection(const Problem& problem) {
   return recipe_objection(problem);
 }
 
-std::string kernel(const Problem& problem) { return text(name(problem.pass), ' ', name(problem.precision), ", unfused float64"); }
+std::string kernel(const Problem& problem) {
+  return text(name(problem.pass), ' ', name(problem.precision), ", unfused float64");
+}
 
 }  // namespace
 }  // namespace reference

@@ -1,10 +1,9 @@
 // dq, dk, dv from whole matrices p and ds, each rounded on its tiles before it enters a product.
-#include <octet/formats.hpp>
-
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <octet/formats.hpp>
 
 #include "cpu/reference/attention.h"
 #include "cpu/reference/operands.h"
@@ -33,7 +32,9 @@ Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logit
   for (int64_t i = 0; i < p.rows; ++i) {
     logits.row(i, recipe.scale_first, s.data());
     double top = -kInf, sum = 0.0;
-    for_seen(head, i, [&](int64_t j) { s[index(j)] = unit * round_to(recipe.s, s[index(j)]), top = std::max(top, s[index(j)]); });
+    for_seen(head, i, [&](int64_t j) {
+      s[index(j)] = unit * round_to(recipe.s, s[index(j)]), top = std::max(top, s[index(j)]);
+    });
     for_seen(head, i, [&](int64_t j) { sum += std::exp(s[index(j)] - top); });
     const double own = recipe.backward.recompute ? top + std::log(sum) : lse[index(i)];
     for_seen(head, i, [&](int64_t j) { p[i][j] = std::exp(s[index(j)] - own); });
@@ -47,15 +48,15 @@ Matrix product_with_values(const Head& head, const Matrix& do_, const Matrix& v)
   const Matrix v_transposed = transposed(v);
   for (int64_t i = 0; i < dp.rows; ++i) {
     const KeyRange range = head.keys[index(i)];
-    for (int64_t c = 0; c < do_.cols; ++c)
-      add_scaled(dp[i] + range.first, do_[i][c], v_transposed[c] + range.first, range.last - range.first);
+    add_rows(dp[i] + range.first, do_[i], v_transposed, range.first, range.last - range.first);
     for (int64_t j = range.first; j < range.last; ++j)
       if (!head.sees(i, j)) dp[i][j] = 0.0;
   }
   return dp;
 }
 
-double delta_of(const BackwardRecipe& recipe, const Matrix& p, const Matrix& dp, const Matrix& o, const Matrix& do_, int64_t i) {
+double delta_of(const BackwardRecipe& recipe, const Matrix& p, const Matrix& dp, const Matrix& o, const Matrix& do_,
+                int64_t i) {
   double sum = 0.0, weight = 0.0;
   if (recipe.delta == OCTET_DELTA_FROM_O) {
     for (int64_t c = 0; c < o.cols; ++c) sum += do_[i][c] * round_to(recipe.o_saved, o[i][c]);
@@ -67,7 +68,8 @@ double delta_of(const BackwardRecipe& recipe, const Matrix& p, const Matrix& dp,
 }
 
 // x rounded over tiles. `fold`: what the operand on the other side of the product multiplies each row (or column) by.
-Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, double power, const std::function<double(int64_t, int64_t)>& fold) {
+Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, double power,
+                     const std::function<double(int64_t, int64_t)>& fold) {
   if (!recipe.rows) {
     const double factor = recipe.power_of_two ? power : recipe.factor;
     for (double& value : x.data) value = rounded_code(recipe.code, factor * value) / factor;
@@ -79,10 +81,12 @@ Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, double power, const std
       double largest = 0.0;
       for (int64_t i = top; i < bottom; ++i)
         for (int64_t j = left; j < right; ++j)
-          if (const double value = std::fabs(x[i][j] * fold(i, j)); std::isfinite(value)) largest = std::max(largest, value);
+          if (const double value = std::fabs(x[i][j] * fold(i, j)); std::isfinite(value))
+            largest = std::max(largest, value);
       for (int64_t i = top; i < bottom; ++i)
         for (int64_t j = left; j < right; ++j)
-          if (const double scale = fold(i, j); scale > 0.0) x[i][j] = rounded_on(recipe.code, x[i][j] * scale, largest) / scale;
+          if (const double scale = fold(i, j); scale > 0.0)
+            x[i][j] = rounded_on(recipe.code, x[i][j] * scale, largest) / scale;
     }
   return x;
 }
@@ -103,7 +107,8 @@ double power_of_two_for_ds(const Matrix& do_, const Matrix& v) {
 
 // Takes from dq and dk what rounding ds to a row sum other than 0 put there: lambda_i = sum ds / sum p,
 // dq -= lambda p k, dk -= p^T (lambda q)  (GProj, arXiv 2609.34272).
-void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix& ds, const Logits& logits, Gradients& g) {
+void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix& ds, const Logits& logits,
+             Gradients& g) {
   std::vector<double> lambda_q(index(head.q.cols));
   for (int64_t i = 0; i < p.rows; ++i) {
     double sum_ds = 0.0, sum_p = 0.0;
@@ -119,8 +124,8 @@ void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix
   }
 }
 
-// What smoothing took from the operands of dq = ds k and dk = ds^T q, times the un-rounded ds. The rows of ds sum to 0 but
-// for rounding, so the mean of all keys is left out: it would only multiply the rounding errors.
+// What smoothing took from the operands of dq = ds k and dk = ds^T q, times the un-rounded ds. The rows of ds sum to 0
+// but for rounding, so the mean of all keys is left out: it would only multiply the rounding errors.
 void add_means(const Head& head, const Logits& logits, const Matrix& ds, Gradients& g) {
   const Smoothed &q = logits.smooth_q(), &k = logits.smooth_k();
   const Matrix offsets = Smoothed(k.means, k.means.rows > 1 ? kAllTokens : 0).x;
@@ -133,7 +138,8 @@ void add_means(const Head& head, const Logits& logits, const Matrix& ds, Gradien
 
 }  // namespace
 
-Gradients backward(const Head& head, const Matrix& o, const std::vector<double>& lse, const Matrix& do_, const Recipe& recipe) {
+Gradients backward(const Head& head, const Matrix& o, const std::vector<double>& lse, const Matrix& do_,
+                   const Recipe& recipe) {
   const BackwardRecipe& how = recipe.backward;
   const int64_t n = head.q.rows, m = head.k.rows, d = head.q.cols, e = head.v.cols;
   const Logits logits(head, how.logits);
@@ -148,9 +154,11 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
   }
 
   const double power = power_of_two_for_ds(do_dp, v);
-  const std::vector<double> k_amax = token_amax(logits.k()), q_amax = token_amax(logits.q()), do_amax = token_amax(do_dv);
+  const std::vector<double> k_amax = token_amax(logits.k()), q_amax = token_amax(logits.q()),
+                            do_amax = token_amax(do_dv);
   const auto fold = [](const TileRecipe& tiles, const std::vector<double>& amax, bool by_key) {
-    return [&amax, by_key, folds = tiles.fold](int64_t i, int64_t j) { return folds ? amax[index(by_key ? j : i)] : 1.0; };
+    return
+        [&amax, by_key, folds = tiles.fold](int64_t i, int64_t j) { return folds ? amax[index(by_key ? j : i)] : 1.0; };
   };
   const Matrix ds_q = rounded_tiles(ds, how.ds_q, power, fold(how.ds_q, k_amax, true));
   const Matrix ds_k = rounded_tiles(ds, how.ds_k, power, fold(how.ds_k, q_amax, false));

@@ -1,10 +1,9 @@
 // o = softmax(s) v, tile after tile of keys with a running maximum, because a recipe rounds p = exp(s - m) against the
 // maximum of its moment.
-#include <octet/formats.hpp>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <octet/formats.hpp>
 
 #include "cpu/reference/attention.h"
 #include "cpu/reference/operands.h"
@@ -24,7 +23,8 @@ struct Row {
 // The maximum that a tile proposes: its largest logit, moved away from ties (arXiv 2510.04212, algorithm 1) but no
 // further than beta_reach, beyond which exp would underflow. Ties of a negative maximum move to 0. The largest logit of
 // earlier tiles counts too, so that it does not matter which tile a tie falls into.
-double proposed_maximum(const Recipe& recipe, const std::vector<int64_t>& seen, const double* s, double unit, double earlier) {
+double proposed_maximum(const Recipe& recipe, const std::vector<int64_t>& seen, const double* s, double unit,
+                        double earlier) {
   double top = -kInf;
   for (int64_t j : seen) top = std::max(top, s[j]);
   if (recipe.beta == 0.0 || !std::isfinite(top) || top == 0.0) return top;
@@ -52,7 +52,8 @@ void round_weights(const WeightRecipe& recipe, std::vector<double>& p) {
 }
 
 // Adds the keys [first, last) to a row.
-void add_tile(const Head& head, const Recipe& recipe, const Values& values, const double* s, int64_t i, int64_t first, int64_t last, Row& row) {
+void add_tile(const Head& head, const Recipe& recipe, const Values& values, const double* s, int64_t i, int64_t first,
+              int64_t last, Row& row) {
   std::vector<int64_t> seen;
   for (int64_t j = first; j < last; ++j)
     if (head.sees(i, j)) seen.push_back(j);
@@ -65,7 +66,8 @@ void add_tile(const Head& head, const Recipe& recipe, const Values& values, cons
 
   std::vector<double> p(static_cast<std::size_t>(last - first), 0.0);
   double sum = 0.0;
-  for (int64_t j : seen) sum += p[static_cast<std::size_t>(j - first)] = std::exp(round_to(recipe.arg, unit * (s[j] - origin)));
+  for (int64_t j : seen)
+    sum += p[static_cast<std::size_t>(j - first)] = std::exp(round_to(recipe.arg, unit * (s[j] - origin)));
   if (recipe.fold_v)
     for (int64_t j : seen) p[static_cast<std::size_t>(j - first)] *= values.token_scale[static_cast<std::size_t>(j)];
   round_weights(recipe.p, p);
@@ -94,13 +96,15 @@ Output forward(const Head& head, const Recipe& recipe) {
   for (int64_t i = 0; i < n; ++i) {
     const KeyRange range = head.keys[static_cast<std::size_t>(i)];
     logits.row(i, recipe.scale_first, s.data());
-    for (int64_t j = range.first; j < range.last; ++j) s[static_cast<std::size_t>(j)] = round_to(recipe.s, s[static_cast<std::size_t>(j)]);
+    for (int64_t j = range.first; j < range.last; ++j)
+      s[static_cast<std::size_t>(j)] = round_to(recipe.s, s[static_cast<std::size_t>(j)]);
     Row row{.acc = std::vector<double>(static_cast<std::size_t>(e), 0.0)};
     for (int64_t first = range.first / tile * tile; first < range.last; first += tile)
       add_tile(head, recipe, values, s.data(), i, first, std::min(first + tile, m), row);
     if (row.m == -kInf && row.l == 0.0) continue;  // sees nothing: o = 0, lse = -inf
     for (int64_t c = 0; c < e; ++c) {
-      out.o_exact[i][c] = row.acc[static_cast<std::size_t>(c)] / row.l + (recipe.smooth_v ? values.mean[static_cast<std::size_t>(c)] : 0.0);
+      out.o_exact[i][c] = row.acc[static_cast<std::size_t>(c)] / row.l +
+                          (recipe.smooth_v ? values.mean[static_cast<std::size_t>(c)] : 0.0);
       out.o[i][c] = round_to(recipe.o, out.o_exact[i][c]);
     }
     out.lse[static_cast<std::size_t>(i)] = (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l);

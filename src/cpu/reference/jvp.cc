@@ -1,12 +1,11 @@
 // o, lse and the derivative of o along tangents, in one sweep over tiles of keys. With h = p (ts - c):
 //   o~ += p v     t~ += p tv + h v     r += sum h     l += sum p     o = o~ / l     to = (t~ - r o) / l
-// Adding a constant to a row of ts changes nothing, so c, the p-weighted mean of ts in the first tile, is free to keep h
-// small; r and l sum the rounded h and p, so that their roundings cancel against those in t~ and o~.
-#include <octet/formats.hpp>
-
+// Adding a constant to a row of ts changes nothing, so c, the p-weighted mean of ts in the first tile, is free to keep
+// h small; r and l sum the rounded h and p, so that their roundings cancel against those in t~ and o~.
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <octet/formats.hpp>
 
 #include "cpu/reference/attention.h"
 #include "cpu/reference/operands.h"
@@ -68,15 +67,22 @@ JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe) 
   const int64_t n = head.q.rows, m = head.k.rows, e = head.v.cols;
   const Quantizer cast{recipe.tangent};
   const Logits logits(head, {.q = cast, .k = cast});
-  const Operands x{head, recipe, quantized(head.q, cast), quantized(head.k, cast), quantized(head.v, cast),
-                   quantized(tangents.q, cast), quantized(tangents.k, cast), quantized(tangents.v, cast)};
+  const Operands x{head,
+                   recipe,
+                   quantized(head.q, cast),
+                   quantized(head.k, cast),
+                   quantized(head.v, cast),
+                   quantized(tangents.q, cast),
+                   quantized(tangents.k, cast),
+                   quantized(tangents.v, cast)};
   const auto rows = static_cast<std::size_t>(n);
   JvpOutput out{{Matrix(n, e), std::vector<double>(rows, -kInf), {}}, Matrix(n, e)};
   std::vector<double> s(static_cast<std::size_t>(m));
   for (int64_t i = 0; i < n; ++i) {
     const KeyRange range = head.keys[static_cast<std::size_t>(i)];
     logits.row(i, true, s.data());
-    Row row{.o = std::vector<double>(static_cast<std::size_t>(e), 0.0), .t = std::vector<double>(static_cast<std::size_t>(e), 0.0)};
+    Row row{.o = std::vector<double>(static_cast<std::size_t>(e), 0.0),
+            .t = std::vector<double>(static_cast<std::size_t>(e), 0.0)};
     for (int64_t first = range.first / recipe.tile * recipe.tile; first < range.last; first += recipe.tile) {
       std::vector<int64_t> seen;
       for (int64_t j = first; j < std::min(first + recipe.tile, m); ++j)

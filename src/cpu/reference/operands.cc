@@ -1,11 +1,10 @@
 // Groups share the scale amax / largest code; codes are rounded to nearest, ties to even.
 #include "cpu/reference/operands.h"
 
-#include <octet/formats.hpp>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <octet/formats.hpp>
 
 #include "cpu/rows.h"
 
@@ -23,12 +22,18 @@ void keep_larger(double& amax, double x) {
 
 int64_t group_of(const Quantizer& quantizer, int64_t token, int64_t channel) {
   switch (quantizer.group) {
-    case Group::block: return token / quantizer.block;
-    case Group::token: return token;
-    case Group::channel: return channel;
-    case Group::thread_q: return token / 32 * 8 + token % 8;
-    case Group::thread_k: return token / 64 * 4 + token % 8 / 2;
-    default: return 0;
+    case Group::block:
+      return token / quantizer.block;
+    case Group::token:
+      return token;
+    case Group::channel:
+      return channel;
+    case Group::thread_q:
+      return token / 32 * 8 + token % 8;
+    case Group::thread_k:
+      return token / 64 * 4 + token % 8 / 2;
+    default:
+      return 0;
   }
 }
 
@@ -44,9 +49,12 @@ void round_group_scaled(Matrix& x, const Quantizer& quantizer) {
     for (int64_t c = 0; c < x.cols; ++c) {
       const double largest = amax[index(group_of(quantizer, t, c))];
       double& value = x[t][c];
-      if (!std::isfinite(value)) value = kNaN;
-      else if (quantizer.group == Group::power_of_two) value = round_to(quantizer.code, value * power_of_two(largest)) / power_of_two(largest);
-      else value = rounded_on(quantizer.code, value, largest);
+      if (!std::isfinite(value))
+        value = kNaN;
+      else if (quantizer.group == Group::power_of_two)
+        value = round_to(quantizer.code, value * power_of_two(largest)) / power_of_two(largest);
+      else
+        value = rounded_on(quantizer.code, value, largest);
     }
 }
 
@@ -69,12 +77,18 @@ void subtract(Matrix& x, const std::vector<double>& mean, int64_t first, int64_t
 
 double largest_code(octet_dtype code) {
   switch (code) {
-    case OCTET_I8: return 127.0;
-    case OCTET_U8: return 255.0;
-    case OCTET_I4: return 7.0;
-    case OCTET_E4M3: return 448.0;
-    case OCTET_E5M2: return 57344.0;
-    default: return 1.0;
+    case OCTET_I8:
+      return 127.0;
+    case OCTET_U8:
+      return 255.0;
+    case OCTET_I4:
+      return 7.0;
+    case OCTET_E4M3:
+      return 448.0;
+    case OCTET_E5M2:
+      return 57344.0;
+    default:
+      return 1.0;
   }
 }
 
@@ -147,7 +161,8 @@ Matrix rotated_back(Matrix x, uint64_t seed) {
   return x;
 }
 
-Smoothed::Smoothed(const Matrix& from, int64_t tokens) : x(from), block(std::min(tokens, std::max<int64_t>(from.rows, 1))) {
+Smoothed::Smoothed(const Matrix& from, int64_t tokens)
+    : x(from), block(std::min(tokens, std::max<int64_t>(from.rows, 1))) {
   if (!tokens) return;
   means = Matrix((x.rows + block - 1) / block, x.cols);
   for (int64_t b = 0; b < means.rows; ++b) {
@@ -173,10 +188,8 @@ void Logits::row(int64_t i, bool scale_first, double* s) const {
   const KeyRange range = head_.keys[index(i)];
   const int64_t count = range.last - range.first, d = head_.q.cols;
   std::fill(s + range.first, s + range.last, 0.0);
-  for (int64_t c = 0; c < d; ++c) add_scaled(s + range.first, q_rounded_[i][c], k_rounded_transposed_[c] + range.first, count);
-  if (smooth_q_.means.rows)
-    for (int64_t c = 0; c < d; ++c)
-      add_scaled(s + range.first, smooth_q_.mean_of(i)[c], k_smoothed_transposed_[c] + range.first, count);
+  add_rows(s + range.first, q_rounded_[i], k_rounded_transposed_, range.first, count);
+  if (smooth_q_.means.rows) add_rows(s + range.first, smooth_q_.mean_of(i), k_smoothed_transposed_, range.first, count);
   if (smooth_k_.means.rows) {
     std::vector<double> of_block;
     for (int64_t b = 0; b < smooth_k_.means.rows; ++b) of_block.push_back(dot(head_.q[i], smooth_k_.means[b], d));
@@ -184,7 +197,8 @@ void Logits::row(int64_t i, bool scale_first, double* s) const {
   }
   if (scale_first)
     for (int64_t j = range.first; j < range.last; ++j) s[j] *= head_.scale;
-  if (head_.bias.rows) add_scaled(s + range.first, scale_first ? 1.0 : 1.0 / head_.scale, head_.bias[i] + range.first, count);
+  if (head_.bias.rows)
+    add_scaled(s + range.first, scale_first ? 1.0 : 1.0 / head_.scale, head_.bias[i] + range.first, count);
 }
 
 Values::Values(const Matrix& x, const Recipe& recipe) : v(x) {

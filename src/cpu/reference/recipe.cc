@@ -18,14 +18,20 @@ constexpr Quantizer per_tensor(octet_dtype code) { return {code, Group::tensor};
 constexpr Quantizer cast(octet_dtype code) { return {code}; }
 constexpr Quantizer scaled_f16() { return {OCTET_F16, Group::power_of_two}; }
 
-constexpr WeightRecipe fixed(octet_dtype code, double factor = 1.0) { return {code, WeightRecipe::Scale::fixed, factor}; }
+constexpr WeightRecipe fixed(octet_dtype code, double factor = 1.0) {
+  return {code, WeightRecipe::Scale::fixed, factor};
+}
 constexpr WeightRecipe largest(octet_dtype code) { return {code, WeightRecipe::Scale::largest}; }
 
 constexpr TileRecipe tile(octet_dtype code, int64_t rows, int64_t cols) { return {code, rows, cols}; }
 constexpr TileRecipe folded(octet_dtype code, int64_t rows, int64_t cols) { return {code, rows, cols, 1.0, true}; }
 
 LogitRecipe int8_logits(bool hadamard, bool smooth_q) {
-  return {.q = per_token(OCTET_I8), .k = per_token(OCTET_I8), .smooth_k = kAllTokens, .smooth_q = smooth_q ? kQueryBlock : 0, .hadamard = hadamard};
+  return {.q = per_token(OCTET_I8),
+          .k = per_token(OCTET_I8),
+          .smooth_k = kAllTokens,
+          .smooth_q = smooth_q ? kQueryBlock : 0,
+          .hadamard = hadamard};
 }
 
 // Operands and results in one format, nothing else rounded.
@@ -52,7 +58,9 @@ Recipe remedied(octet_dtype format, octet_remedy remedy, double beta) {
 }
 
 // Whether the un-rounded output is kept. If not, bf16 weights err less than the output's own rounding.
-bool keeps_exact_o(const Problem& p) { return p.o_residual.present() || p.o.dtype == OCTET_F32 || p.o.dtype == OCTET_F64; }
+bool keeps_exact_o(const Problem& p) {
+  return p.o_residual.present() || p.o.dtype == OCTET_F32 || p.o.dtype == OCTET_F64;
+}
 
 Recipe sixteen_bits(const Problem& p) {
   const octet_dtype format = p.precision == OCTET_PRECISION_F16 ? OCTET_F16 : OCTET_BF16;
@@ -85,10 +93,12 @@ Recipe rounded(const octet_rounding& points) {
 
 std::optional<std::string> rounding_objection(const octet_rounding& points, octet_pass pass) {
   if (pass == OCTET_JVP) return "rounding: octet_rounding has no points for the jvp; it describes forward and backward";
-  const std::pair<const char*, uint32_t> formats[] = {
-      {"qk", points.qk}, {"v", points.v}, {"s", points.s}, {"m", points.m}, {"arg", points.arg}, {"p", points.p},
-      {"alpha", points.alpha}, {"acc", points.acc}, {"o", points.o}, {"o_saved", points.o_saved}, {"ds", points.ds},
-      {"p_backward", points.p_backward}};
+  const std::pair<const char*, uint32_t> formats[] = {{"qk", points.qk},       {"v", points.v},
+                                                      {"s", points.s},         {"m", points.m},
+                                                      {"arg", points.arg},     {"p", points.p},
+                                                      {"alpha", points.alpha}, {"acc", points.acc},
+                                                      {"o", points.o},         {"o_saved", points.o_saved},
+                                                      {"ds", points.ds},       {"p_backward", points.p_backward}};
   for (const auto& [point, value] : formats)
     if (value == OCTET_DTYPE_NONE || value > OCTET_E5M2)
       return text("rounding.", point, ": found dtype ", value, ", allowed: f64, f32, f16, bf16, e4m3, e5m2 (1 to 6)");
@@ -225,7 +235,10 @@ Recipe sage2_int4() {
 
 Recipe sage3() {
   Recipe r;
-  r.logits = {.q = {.group = Group::nvfp4_dim}, .k = {.group = Group::nvfp4_dim}, .smooth_k = kAllTokens, .smooth_q = kQueryBlock};
+  r.logits = {.q = {.group = Group::nvfp4_dim},
+              .k = {.group = Group::nvfp4_dim},
+              .smooth_k = kAllTokens,
+              .smooth_q = kQueryBlock};
   r.p = {.scale = WeightRecipe::Scale::nvfp4};
   r.v = {.group = Group::nvfp4_token};
   r.tile = 128;
@@ -242,16 +255,25 @@ Recipe flash_attention_3_fp8() {
 
 Recipe recipe_of(const Problem& problem) {
   switch (problem.precision) {
-    case OCTET_PRECISION_F32: return format_only(OCTET_F32);
+    case OCTET_PRECISION_F32:
+      return format_only(OCTET_F32);
     case OCTET_PRECISION_F16:
-    case OCTET_PRECISION_BF16: return sixteen_bits(problem);
-    case OCTET_PRECISION_INT8: return octet_int8(problem.hadamard, problem.smooth_q);
-    case OCTET_PRECISION_INT8_F16: return octet_int8_f16(problem.hadamard, problem.smooth_q);
-    case OCTET_PRECISION_INT8_FP8: return octet_int8_fp8(problem.hadamard, problem.smooth_q);
-    case OCTET_PRECISION_FP8: return octet_fp8();
-    case OCTET_PRECISION_FP8_RAW: return helion_fp8();
-    case OCTET_PRECISION_SAGEBWD: return sagebwd();
-    default: return problem.rounding ? rounded(*problem.rounding) : format_only(OCTET_F64);
+    case OCTET_PRECISION_BF16:
+      return sixteen_bits(problem);
+    case OCTET_PRECISION_INT8:
+      return octet_int8(problem.hadamard, problem.smooth_q);
+    case OCTET_PRECISION_INT8_F16:
+      return octet_int8_f16(problem.hadamard, problem.smooth_q);
+    case OCTET_PRECISION_INT8_FP8:
+      return octet_int8_fp8(problem.hadamard, problem.smooth_q);
+    case OCTET_PRECISION_FP8:
+      return octet_fp8();
+    case OCTET_PRECISION_FP8_RAW:
+      return helion_fp8();
+    case OCTET_PRECISION_SAGEBWD:
+      return sagebwd();
+    default:
+      return problem.rounding ? rounded(*problem.rounding) : format_only(OCTET_F64);
   }
 }
 
@@ -259,12 +281,15 @@ std::optional<std::string> recipe_objection(const Problem& problem) {
   const octet_precision precision = problem.precision;
   const bool sixteen = precision == OCTET_PRECISION_F16 || precision == OCTET_PRECISION_BF16;
   const bool wide = precision == OCTET_PRECISION_F64 || precision == OCTET_PRECISION_F32;
-  const bool trains = precision == OCTET_PRECISION_INT8 || precision == OCTET_PRECISION_FP8 || precision == OCTET_PRECISION_SAGEBWD;
+  const bool trains =
+      precision == OCTET_PRECISION_INT8 || precision == OCTET_PRECISION_FP8 || precision == OCTET_PRECISION_SAGEBWD;
   if (problem.pass == OCTET_BACKWARD && !(wide || sixteen || trains))
-    return text("precision ", name(precision), " has no backward pass; those that have: f64, f32, f16, bf16, int8, fp8, sagebwd");
+    return text("precision ", name(precision),
+                " has no backward pass; those that have: f64, f32, f16, bf16, int8, fp8, sagebwd");
   if (problem.pass == OCTET_JVP && !(wide || sixteen))
     return text("precision ", name(precision), " has no jvp; those that have: f64, f32, f16, bf16");
   const bool exact_o = problem.remedy == OCTET_REMEDY_F16_INSIDE || problem.remedy == OCTET_REMEDY_EXACT_DELTA;
+
   if (problem.pass == OCTET_BACKWARD && sixteen && exact_o && !keeps_exact_o(problem))
     return text("remedy ", name(problem.remedy), " needs the un-rounded output, but o is ", name(problem.o.dtype),
                 " and o_residual is NULL; pass o_residual (the forward pass writes it), or keep o in f32");

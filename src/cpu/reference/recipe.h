@@ -10,9 +10,9 @@ namespace octet::reference {
 
 // What shares the scale of a quantised operand.
 enum class Group {
-  cast,          // nothing: the numbers are rounded as they are
-  tensor,        // all tokens of the (batch, head)
-  block,         // `block` consecutive tokens
+  cast,    // nothing: the numbers are rounded as they are
+  tensor,  // all tokens of the (batch, head)
+  block,   // `block` consecutive tokens
   token,
   channel,
   thread_q,      // of each 32 queries those with equal row mod 8 (SageAttention 2, arXiv 2411.10958, section 3.2)
@@ -57,21 +57,22 @@ struct WeightRecipe {
 struct TileRecipe {
   octet_dtype code = OCTET_F64;
   int64_t rows = 0, cols = 0;
-  double factor = 1.0;         // cast only: codes of factor * x
-  bool fold = false;           // x times the other operand's token amax is what the codes stand for
-  bool power_of_two = false;   // cast only: codes of x times a power of two that brings any |ds| to at most 2^13
+  double factor = 1.0;        // cast only: codes of factor * x
+  bool fold = false;          // x times the other operand's token amax is what the codes stand for
+  bool power_of_two = false;  // cast only: codes of x times a power of two that brings any |ds| to at most 2^13
 };
 
 struct BackwardRecipe {
-  LogitRecipe logits{};      // their rounded operands are also those of dq = ds k and dk = ds^T q
-  std::optional<Quantizer> smooth_dq{};  // set: dq = ds (k - mean), that difference rounded so, whatever the logits took
-  bool recompute = false;    // row maximum and sum from these logits instead of the caller's lse
+  LogitRecipe logits{};  // their rounded operands are also those of dq = ds k and dk = ds^T q
+  std::optional<Quantizer>
+      smooth_dq{};         // set: dq = ds (k - mean), that difference rounded so, whatever the logits took
+  bool recompute = false;  // row maximum and sum from these logits instead of the caller's lse
   octet_delta delta = OCTET_DELTA_FROM_O;
-  bool exact_o = false;      // delta reads o + o_residual
+  bool exact_o = false;             // delta reads o + o_residual
   octet_dtype o_saved = OCTET_F64;  // what delta reads, rounded once more
-  Quantizer v{}, do_dp{};        // operands of dp = do v^T
-  TileRecipe ds_q{}, ds_k{};     // of dq = ds k, of dk = ds^T q
-  TileRecipe p{};                // of dv = p^T do
+  Quantizer v{}, do_dp{};           // operands of dp = do v^T
+  TileRecipe ds_q{}, ds_k{};        // of dq = ds k, of dk = ds^T q
+  TileRecipe p{};                   // of dv = p^T do
   Quantizer do_dv{};
   octet_dtype project = OCTET_F64;  // GProj with p and lambda q in this format; f64: none
 };
@@ -79,16 +80,16 @@ struct BackwardRecipe {
 struct Recipe {
   LogitRecipe logits;
   octet_dtype s = OCTET_F64, m = OCTET_F64, arg = OCTET_F64, alpha = OCTET_F64, acc = OCTET_F64, o = OCTET_F64;
-  bool scale_first = true;      // s, m are in units of scale * q.k; else of q.k
-  int64_t tile = 64;            // keys per step of the online softmax
-  double beta = 0.0;            // shifted maximum on ties; 0: off
-  double beta_reach = 20.0;     // by at most this much
+  bool scale_first = true;   // s, m are in units of scale * q.k; else of q.k
+  int64_t tile = 64;         // keys per step of the online softmax
+  double beta = 0.0;         // shifted maximum on ties; 0: off
+  double beta_reach = 20.0;  // by at most this much
   double tie_epsilon = 0.0;
   WeightRecipe p;
-  bool sum_rounded_p = false;   // l adds the rounded p
+  bool sum_rounded_p = false;  // l adds the rounded p
   Quantizer v;
-  bool smooth_v = false;        // v minus its mean over tokens, which o gets back
-  bool fold_v = false;          // v's token scale is multiplied into p before p is rounded
+  bool smooth_v = false;            // v minus its mean over tokens, which o gets back
+  bool fold_v = false;              // v's token scale is multiplied into p before p is rounded
   octet_dtype tangent = OCTET_F64;  // jvp: tq, tk, tv, p and h
   BackwardRecipe backward;
 };
@@ -100,18 +101,18 @@ Recipe recipe_of(const Problem& problem);
 std::optional<std::string> recipe_objection(const Problem& problem);
 
 // Recipes by name: this project's, and those of the implementations it is compared with.
-Recipe flash_attention(octet_dtype format);              // FlashAttention 2: p, ds, o in a 16-bit format
-Recipe f16_inside(octet_dtype format);                   // operands in `format`, everything made of them in f16
+Recipe flash_attention(octet_dtype format);  // FlashAttention 2: p, ds, o in a 16-bit format
+Recipe f16_inside(octet_dtype format);       // operands in `format`, everything made of them in f16
 Recipe octet_int8(bool hadamard, bool smooth_q);
 Recipe octet_int8_f16(bool hadamard, bool smooth_q);
 Recipe octet_int8_fp8(bool hadamard, bool smooth_q);
 Recipe octet_fp8();
-Recipe helion_fp8();                                     // raw casts, un-scaled p
-Recipe sagebwd();                                        // arXiv 2505.11594, appendix, without the rowsum term
-Recipe sage1();                                          // arXiv 2410.02367: int8 blocks, f16 p v
-Recipe sage2();                                          // arXiv 2411.10958: int8 thread groups, e4m3 p v
-Recipe sage2_int4();                                     // its int4 variant with smoothed q
-Recipe sage3();                                          // arXiv 2505.11594: nvfp4 everywhere, two-level p
-Recipe flash_attention_3_fp8();                          // arXiv 2407.08608, section 3.3: blocks and Hadamard
+Recipe helion_fp8();             // raw casts, un-scaled p
+Recipe sagebwd();                // arXiv 2505.11594, appendix, without the rowsum term
+Recipe sage1();                  // arXiv 2410.02367: int8 blocks, f16 p v
+Recipe sage2();                  // arXiv 2411.10958: int8 thread groups, e4m3 p v
+Recipe sage2_int4();             // its int4 variant with smoothed q
+Recipe sage3();                  // arXiv 2505.11594: nvfp4 everywhere, two-level p
+Recipe flash_attention_3_fp8();  // arXiv 2407.08608, section 3.3: blocks and Hadamard
 
 }  // namespace octet::reference
