@@ -35,7 +35,7 @@ struct JvpSide {
 // Scratch memory of one thread.
 template <class E>
 struct JvpScratch {
-  static constexpr int64_t kRows = kMaxBlockRows;
+  static constexpr int64_t kRows = kQueries;
 
   Word* q;                  // [kRows][2 * k_words]: tq, then q
   float *s, *ts;            // [kRows][kKeys]
@@ -58,10 +58,10 @@ struct JvpScratch {
 
 // Softmax state of the rows of a block.
 struct JvpState {
-  alignas(64) float l[kMaxBlockRows][kLanes], r[kMaxBlockRows][kLanes];  // partial sums
-  float m[kMaxBlockRows];
-  float centre[kMaxBlockRows];  // c
-  float alpha[kMaxBlockRows];
+  alignas(64) float l[kQueries][kLanes], r[kQueries][kLanes];  // partial sums
+  float m[kQueries];
+  float centre[kQueries];  // c
+  float alpha[kQueries];
 };
 
 // The mean of x weighted by p; keys of weight 0 may hold anything.

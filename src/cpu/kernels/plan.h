@@ -81,7 +81,7 @@ struct BackwardPlan {
 BackwardPlan backward_plan(const Problem& problem);
 
 constexpr int64_t kKeys = 64;          // keys per tile
-constexpr int64_t kQueries = 64;       // queries per block of the backward pass
+constexpr int64_t kQueries = 64;       // queries per block of the backward pass and the jvp
 constexpr int64_t kMaxBlockRows = 96;  // queries per block of any pass, at most
 
 // A block of queries or a tile of keys of one head: the unit of work.
