@@ -75,7 +75,7 @@ bool share_memory(const View& out, const View& other) {
   const std::size_t size = bytes_of(out.dtype);
   const auto bytes = static_cast<int64_t>(reinterpret_cast<uintptr_t>(other.data) - reinterpret_cast<uintptr_t>(out.data));
   if (bytes_of(other.dtype) != size || bytes % static_cast<int64_t>(size)) return true;
-  std::array<Difference, 4> differences;
+  std::array<Difference, 4> differences{};
   int64_t count = 0;
   for (int i = 0; i < 4; ++i) {
     const bool mine = out.shape[i] > 1, its = other.shape[i] > 1;
@@ -86,7 +86,7 @@ bool share_memory(const View& out, const View& other) {
     const int64_t low = 1 - other.shape[i], high = out.shape[i] - 1;
     differences[count++] = step > 0 ? Difference{step, low, high} : Difference{-step, -high, -low};
   }
-  std::sort(differences.begin(), differences.begin() + count, [](const Difference& x, const Difference& y) { return x.step > y.step; });
+  std::sort(differences.begin(), differences.end(), [](const Difference& x, const Difference& y) { return x.step > y.step; });
   return reachable(differences.data(), differences.data() + count, bytes / static_cast<int64_t>(size));
 }
 

@@ -1,6 +1,7 @@
 // The CPU backend: picks the kernels of the best instruction set, lays out the work, runs it.
 #include "core/backend.h"
 
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -52,18 +53,39 @@ struct Work {
 };
 
 // Queries per block of work.
-int64_t block_rows(const Problem& p) { return p.pass == OCTET_FORWARD ? kernels().forward_block_rows(p) : kMaxBlockRows; }
+int64_t block_rows(const Problem& p) { return p.pass == OCTET_FORWARD ? kernels().forward_block_rows(p) : kQueries; }
 
 // At most one thread for each block of queries; known without reading cu_seqlens.
 unsigned threads_of(const Problem& p) { return thread_count(p.threads, tiles_bound(p, p.tokens_q, block_rows(p)) * p.heads); }
 
 std::optional<std::string> unavailable() { return std::nullopt; }
 
+std::optional<std::string> backward_objection(const Problem& p) {
+  const octet_precision x = p.precision;
+  if (x == OCTET_PRECISION_INT8_F16 || x == OCTET_PRECISION_INT8_FP8 || x == OCTET_PRECISION_FP8_RAW)
+    return text("precision ", octet::name(x), " has no backward pass; those that have: f64, f32, f16, bf16, int8, fp8, sagebwd");
+  const bool sixteen = x == OCTET_PRECISION_F16 || x == OCTET_PRECISION_BF16;
+  const bool exact_o = p.remedy == OCTET_REMEDY_F16_INSIDE || p.remedy == OCTET_REMEDY_EXACT_DELTA;
+  if (sixteen && exact_o && p.o.dtype != OCTET_F32 && !p.o_residual.present())
+    return text("remedy ", octet::name(p.remedy), " needs the un-rounded output, but o is ", octet::name(p.o.dtype),
+                " and o_residual is NULL; pass o_residual (the forward pass writes it), or keep o in f32");
+  return std::nullopt;
+}
+
+std::optional<std::string> jvp_objection(const Problem& p) {
+  if (p.precision != OCTET_PRECISION_F32 && p.precision != OCTET_PRECISION_F16 && p.precision != OCTET_PRECISION_BF16)
+    return text("precision ", octet::name(p.precision), " has no jvp here; those that have: f32, f16, bf16");
+  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
+    if (t->quantization) return text(label, " came quantised; its jvp takes f32, f16, bf16 and e4m3 as they are");
+  return std::nullopt;
+}
+
 std::optional<std::string> objection(const Problem& p) {
   if (p.device != OCTET_CPU) return text("the tensors are on ", octet::name(p.device), ", this backend works on cpu tensors");
   if (p.precision == OCTET_PRECISION_F64) return text("precision f64 is the reference backend's");
+  if (p.pass == OCTET_BACKWARD) return backward_objection(p);
   if (p.smooth_q) return text("smooth_q is not in its kernels; the reference backend has it");
-  return std::nullopt;
+  return p.pass == OCTET_JVP ? jvp_objection(p) : std::nullopt;
 }
 
 std::string kernel(const Problem& p) {
@@ -98,7 +120,8 @@ ForwardPlan forward_plan(const Problem& p) {
       return {.qk = OCTET_I8, .q_group = 1, .k_group = 1, .smooth_k = true, .hadamard = p.hadamard, .v = OCTET_I8, .v_scale = VScale::token,
               .smooth_v = true, .p = PFormat::u8, .p_top = 255.f, .l_from_p = false};
     case OCTET_PRECISION_INT8_F16:
-      return {.qk = OCTET_I8, .q_group = 1, .k_group = 1, .smooth_k = true, .hadamard = p.hadamard, .v = OCTET_F16, .p = PFormat::f16};
+      return {.qk = OCTET_I8, .q_group = 1, .k_group = 1, .smooth_k = true, .hadamard = p.hadamard, .v = OCTET_F16, .v_scale = VScale::head,
+              .p = PFormat::f16};
     case OCTET_PRECISION_INT8_FP8:
       return {.qk = OCTET_I8, .q_group = 1, .k_group = 1, .smooth_k = true, .hadamard = p.hadamard, .v = OCTET_E4M3, .v_scale = VScale::channel,
               .p = PFormat::e4m3, .p_top = 448.f};
@@ -110,6 +133,48 @@ ForwardPlan forward_plan(const Problem& p) {
               .p = PFormat::u8, .p_top = 127.f, .l_from_p = false};
     default: return {.qk = OCTET_F32, .v = OCTET_F32, .p = PFormat::exact};
   }
+  return plan;
+}
+
+namespace {
+
+BackwardPlan sixteen_bits(octet_dtype format, octet_remedy remedy) {
+  constexpr Rounding inside{OCTET_F16, kWholeHead};
+  if (remedy == OCTET_REMEDY_F16_INSIDE)
+    return {.q = inside, .k = inside, .smooth_k = true, .v = inside, .do_dp = inside, .do_dv = inside, .format = GradientFormat::f16,
+            .delta = Delta::from_exact_o};
+  const Rounding cast{format};
+  return {.q = cast, .k = cast, .v = cast, .do_dp = cast, .do_dv = cast,
+          .format = format == OCTET_F16 ? GradientFormat::f16 : GradientFormat::bf16,
+          .delta = remedy == OCTET_REMEDY_EXACT_DELTA ? Delta::from_exact_o : Delta::from_o,
+          .project = remedy == OCTET_REMEDY_PROJECT ? format : OCTET_DTYPE_NONE};
+}
+
+BackwardPlan recipe(const Problem& p) {
+  switch (p.precision) {
+    case OCTET_PRECISION_F16: return sixteen_bits(OCTET_F16, p.remedy);
+    case OCTET_PRECISION_BF16: return sixteen_bits(OCTET_BF16, p.remedy);
+    case OCTET_PRECISION_INT8:
+      return {.q = {OCTET_I8, 1}, .k = {OCTET_I8, 1}, .smooth_k = true, .do_dv = {OCTET_I8, 1}, .format = GradientFormat::migrated,
+              .delta = Delta::from_p};
+    case OCTET_PRECISION_FP8:
+      return {.q = {OCTET_E4M3, kWholeHead}, .k = {OCTET_E4M3, kWholeHead}, .smooth_k = true, .v = {OCTET_BF16}, .do_dp = {OCTET_BF16},
+              .do_dv = {OCTET_E4M3, kWholeHead}, .format = GradientFormat::e4m3, .delta = Delta::from_p};
+    case OCTET_PRECISION_SAGEBWD:
+      return {.q = {OCTET_I8, 128}, .k = {OCTET_I8, 64}, .smooth_k = true, .v = {OCTET_F16, kWholeHead}, .do_dp = {OCTET_F16, kWholeHead},
+              .do_dv = {OCTET_I8, 64}, .format = GradientFormat::int8};
+    default: return {.delta = Delta::from_exact_o};
+  }
+}
+
+}  // namespace
+
+BackwardPlan backward_plan(const Problem& p) {
+  BackwardPlan plan = recipe(p);
+  // 8-bit codes are not coded again.
+  const auto coded = [](const View& x, const Rounding& r) { return r.group && r.dtype == x.dtype && x.dtype != OCTET_F16; };
+  if (coded(p.q, plan.q)) plan.q = {};
+  if (coded(p.k, plan.k)) plan.k = {}, plan.smooth_k = false;
   return plan;
 }
 

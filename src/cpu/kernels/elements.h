@@ -117,7 +117,8 @@ static inline void store_row(const View& t, int64_t b, int64_t h, int64_t token,
   const int64_t n = t.shape[3], stride = t.stride[3];
   switch (t.dtype) {
     case OCTET_F32:
-      for (int64_t c = 0; c < n; ++c) static_cast<float*>(p)[c * stride] = x[c];
+      if (stride == 1) std::memcpy(p, x, sizeof(float) * n);
+      else for (int64_t c = 0; c < n; ++c) static_cast<float*>(p)[c * stride] = x[c];
       return;
     case OCTET_F16:
       for (int64_t c = 0; c < n; ++c) static_cast<uint16_t*>(p)[c * stride] = to_f16(x[c]);

@@ -79,8 +79,8 @@ OCTET_INLINE float quantize_p(Vf (&p)[kVectors], float largest, float top, typen
 
 // One row of a tile: from logits to P. Leaves alpha and p_step for the accumulator.
 template <class Qk, class Pv, PFormat format, bool partial>
-OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typename Qk::Sum* s, const TileRow& row, const float* v_scale, int i,
-                              int parity, RowState<kBlockRows<Qk>>& state, typename Pv::Element* p_out) {
+OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typename Qk::Sum* s, const TileRow& row, const float* v_scale, bool v_finite,
+                              int i, int parity, RowState<kBlockRows<Qk>>& state, typename Pv::Element* p_out) {
   constexpr int degree = exp2_degree(format);
   Vf x[kVectors];
   load_logits<partial, kBias<Qk> != 0>(s, row, state.to_logit[i], x);
@@ -107,6 +107,7 @@ OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typenam
       if constexpr (partial) x[v] = p[v] == Vf{} ? p[v] : x[v];
     }
     state.p_step[parity][i] = quantize_p<Pv>(x, largest_of(x), plan.p_top, p_out);
+    if (!v_finite) state.p_step[parity][i] += reduce_add(add_up(x) * 0.f);
   } else {
     const Vf un_rounded = add_up(p) * (format == PFormat::e4m3 ? plan.p_top : 1.f);
     store_p<Pv, format>(p, plan.p_top, p_out);
@@ -191,7 +192,7 @@ struct Forward {
 
   void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows) {
     float steps[kRows];
-    pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, scratch.q, side.k_words, steps);
+    pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, scratch.q, side.k_words, side.k_words, steps);
     for (int64_t i = 0; i < kRows; ++i) {
       state.m[i] = kMinusInfinity;
       state.to_logit[i] = steps[i] * p.scale;
@@ -215,6 +216,7 @@ struct Forward {
     TileRow row{side.k_scale ? side.k_scale + index * kKeys : nullptr, side.k_correction ? side.k_correction + index * kKeys : nullptr, 0, 0,
                 nullptr, p.mask.dtype, p.mask.stride[3]};
     const float* v_scale = side.v_scale ? side.v_scale + index * kKeys : nullptr;
+    const bool v_finite = side.v_finite[index];
     const int64_t begin = group * (kRows / kGroups), end = begin + kRows / kGroups < rows ? begin + kRows / kGroups : rows;
     if (begin >= end) return;
     const bool all_seen = !p.mask.present() && p.keys_of(token + end - 1, seq.q_tokens, seq.k_tokens).first <= key &&
@@ -225,14 +227,14 @@ struct Forward {
       const int r = static_cast<int>(i);
       if (all_seen) {
         if constexpr (format == PFormat::u8)
-          if (state.m[i] != kMinusInfinity && softmax_row_lazily<Qk, Pv>(plan, s, row, v_scale, r, parity, state, out)) continue;
-        softmax_row<Qk, Pv, format, false>(plan, p.beta, s, row, v_scale, r, parity, state, out);
+          if (v_finite && state.m[i] != kMinusInfinity && softmax_row_lazily<Qk, Pv>(plan, s, row, v_scale, r, parity, state, out)) continue;
+        softmax_row<Qk, Pv, format, false>(plan, p.beta, s, row, v_scale, v_finite, r, parity, state, out);
       } else {
         const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
         row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
         row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
         if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
-        softmax_row<Qk, Pv, format, true>(plan, p.beta, s, row, v_scale, r, parity, state, out);
+        softmax_row<Qk, Pv, format, true>(plan, p.beta, s, row, v_scale, v_finite, r, parity, state, out);
       }
     }
   }
@@ -252,7 +254,8 @@ struct Forward {
     } else {
       for (int64_t i = 0; i < rows; ++i)
         if (state.alpha[parity][i] != 1.f) scale_row(o + i * columns, state.alpha[parity][i], n);
-      matmul<Pv, true>(scratch.p[parity], p_strides, v, columns, o, columns, rows, n, side.v_words);
+      if (side.v_finite[index]) matmul<Pv, true>(scratch.p[parity], p_strides, v, columns, o, columns, rows, n, side.v_words);
+      else matmul_skipping_zeros<Pv>(scratch.p[parity], p_strides, v, columns, o, columns, rows, n, side.v_words);
     }
   }
 
@@ -266,8 +269,8 @@ struct Forward {
       const bool seen = l != 0.f;
       const float inverse = seen ? 1.f / l : 0.f;
       for (int64_t c = 0; c < columns; ++c) o[c] = seen ? o[c] * inverse : 0.f;
-      if (plan.v_scale == VScale::channel)
-        for (int64_t c = 0; c < p.dim_v; ++c) o[c] *= side.v_channel[side_index * kMaxDim + c];
+      if (side.v_channel)
+        for (int64_t c = 0; c < p.dim_v; ++c) o[c] *= v_step(plan, side.v_channel[side_index * kMaxDim + c]).step;
       if (plan.smooth_v && seen)
         for (int64_t c = 0; c < p.dim_v; ++c) o[c] += side.v_mean[side_index * kMaxDim + c];
       store_row(p.o, seq.batch, h, at, o);
@@ -309,7 +312,7 @@ std::size_t forward_workspace_as(const Problem& p, const ForwardPlan& plan, unsi
 template <class Qk, class Pv>
 void pack_keys(const Job& job, const ForwardPlan& plan, const Signs& signs, const KeySide& side) {
   const Problem& p = *job.problem;
-  if (plan.smooth_k || plan.smooth_v || plan.v_scale == VScale::channel)
+  if (plan.smooth_k || plan.smooth_v || side.v_channel)
     parallel_for(job.threads, job.sequence_count * p.kv_heads, [&](int64_t task, unsigned) {
       channel_statistics(p, plan, job.sequences[task / p.kv_heads], task % p.kv_heads, task, side);
     });

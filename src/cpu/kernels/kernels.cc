@@ -1,6 +1,8 @@
 // The CPU kernels of one instruction set: compiled once for each, in a namespace of its own so that no function
 // compiled for one can stand in for another's.
+#include "cpu/kernels/backward.h"
 #include "cpu/kernels/forward.h"
+#include "cpu/kernels/jvp.h"
 
 namespace octet::cpu {
 
@@ -9,7 +11,8 @@ namespace octet::cpu {
 
 extern const Kernels OCTET_TABLE(OCTET_ISA);
 const Kernels OCTET_TABLE(OCTET_ISA) = {
-    OCTET_ISA::forward_block_rows, OCTET_ISA::forward_workspace, OCTET_ISA::forward, nullptr, nullptr, nullptr, nullptr,
+    OCTET_ISA::forward_block_rows, OCTET_ISA::forward_workspace,  OCTET_ISA::forward,
+    OCTET_ISA::backward_workspace, OCTET_ISA::backward, OCTET_ISA::jvp_workspace, OCTET_ISA::jvp,
 };
 
 }  // namespace octet::cpu

@@ -2,6 +2,8 @@
 //
 // K and V are prepared once per call, tile by tile, and shared by all queries; Q once per block of queries.
 #pragma once
+#include <utility>
+
 #include "cpu/kernels/elements.h"
 #include "cpu/kernels/matmul.h"
 #include "cpu/kernels/plan.h"
@@ -10,11 +12,16 @@ namespace octet::cpu::OCTET_ISA {
 
 constexpr int64_t kMaxDim = 256;
 
+template <int half, int... lane>
+OCTET_INLINE Vf exchange(Vf x, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(x, x, (lane ^ half)...);
+}
+
 // octet::hadamard, vectorised: the same operations in the same order. Steps within a vector exchange lanes.
 template <int half>
 OCTET_INLINE Vf butterfly(Vf x) {
   const Vi lanes = iota();
-  const Vf partner = __builtin_shuffle(x, lanes ^ half);
+  const Vf partner = exchange<half>(x, std::make_integer_sequence<int, kLanes>());
   return partner + ((lanes & half) != 0 ? -x : x);
 }
 
@@ -58,7 +65,10 @@ static inline void round_row_to(octet_dtype dtype, float inverse, float* x, int6
   for (int64_t c = 0; c < n; c += kLanes) {
     Vf y = load(x + c) * inverse;
     switch (dtype) {
-      case OCTET_I8: y = (y + magic) - magic; break;
+      case OCTET_I8:
+        y = max(splat(-127.f), min(splat(127.f), y == y ? y : Vf{}));  // also keeps the product out of a fused add
+        y = (y + magic) - magic;
+        break;
       case OCTET_E4M3: y = round_e4m3(y); break;
       case OCTET_F16: y = round_f16(y); break;
       case OCTET_BF16: y = round_bf16(y); break;
@@ -123,30 +133,36 @@ struct Signs {
 // Everything the kernels need of k and v, in the workspace. Tile t of kv head g of a sequence has index
 // (first_tile + t) * kv_heads + g.
 struct KeySide {
-  Word *k, *v;          // [tile][k_words * kKeys], [tile][v_words * v_columns]
+  Word *k, *v;          // tile: [k_words][kKeys], [v_words][v_columns]
   float* k_scale;       // [tile][kKeys]; null without scales
   int32_t* k_correction;  // [tile][kKeys]: undoes the bias of signed A
   float* v_scale;       // [tile][kKeys] with VScale::token
-  float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]
+  bool* v_finite;       // [tile]: v holds neither NaN nor infinity
+  float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax
   int64_t k_words, v_words, v_columns;
+  int64_t k_stride, v_stride;  // words from one tile to the next
 };
 
+// With room for `parts` k and v in every tile, one below the other.
 template <class Qk, class Pv>
-KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve) {
+KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve, int64_t parts = 1) {
   KeySide s;
   const int64_t tiles = tiles_bound(p, p.tokens_k, kKeys) * p.kv_heads;
   const int64_t sides = (p.packed() ? p.cu_seqlens_q.shape[3] - 1 : p.batch) * p.kv_heads;
   s.k_words = words_of<Qk>(p.dim);
   s.v_words = words_of<Pv>(kKeys);
   s.v_columns = padded_columns(p.dim_v);
-  s.k = carve.take<Word>(tiles * s.k_words * kKeys);
-  s.v = carve.take<Word>(tiles * s.v_words * s.v_columns);
+  s.k_stride = parts * s.k_words * kKeys;
+  s.v_stride = parts * s.v_words * s.v_columns;
+  s.k = carve.take<Word>(tiles * s.k_stride);
+  s.v = carve.take<Word>(tiles * s.v_stride);
+  s.v_finite = carve.take<bool>(tiles);
   s.k_scale = plan.k_group ? carve.take<float>(tiles * kKeys) : nullptr;
   s.k_correction = kBias<Qk> ? carve.take<int32_t>(tiles * kKeys) : nullptr;
   s.v_scale = plan.v_scale == VScale::token ? carve.take<float>(tiles * kKeys) : nullptr;
   s.k_mean = plan.smooth_k ? carve.take<float>(sides * kMaxDim) : nullptr;
   s.v_mean = plan.smooth_v ? carve.take<float>(sides * kMaxDim) : nullptr;
-  s.v_channel = plan.v_scale == VScale::channel ? carve.take<float>(sides * kMaxDim) : nullptr;
+  s.v_channel = plan.v_scale == VScale::channel || plan.v_scale == VScale::head ? carve.take<float>(sides * kMaxDim) : nullptr;
   return s;
 }
 
@@ -170,7 +186,7 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
   };
   if (plan.smooth_k) mean_of(p.k, p.dim, s.k_mean + side * kMaxDim);
   if (plan.smooth_v) mean_of(p.v, p.dim_v, s.v_mean + side * kMaxDim);
-  if (plan.v_scale == VScale::channel) {
+  if (plan.v_scale == VScale::channel || plan.v_scale == VScale::head) {
     float* top = s.v_channel + side * kMaxDim;
     for (int64_t c = 0; c < p.dim_v; ++c) top[c] = 0;
     for (int64_t j = 0; j < seq.k_tokens; ++j) {
@@ -182,7 +198,11 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
         top[c] = a > top[c] && a < __builtin_inff() ? a : top[c];
       }
     }
-    for (int64_t c = 0; c < p.dim_v; ++c) top[c] /= largest_code(plan.v);
+    if (plan.v_scale == VScale::head) {
+      float largest = 0.f;
+      for (int64_t c = 0; c < p.dim_v; ++c) largest = top[c] > largest ? top[c] : largest;
+      for (int64_t c = 0; c < p.dim_v; ++c) top[c] = largest;
+    }
   }
 }
 
@@ -199,7 +219,8 @@ inline void subtract(float* row, const float* mean, int64_t n) {
   for (int64_t c = 0; c < n; ++c) row[c] -= mean[c];
 }
 
-// Rounds `valid` rows to `dtype`, one scale for each `group` of them (0: no scale), steps into `steps`.
+// Rounds `valid` rows to `dtype`, one scale for each `group` of them (0: no scale), steps into `steps`. A row that is
+// not finite gets the step NaN and does not count for its group.
 inline void quantize_rows(octet_dtype dtype, int64_t group, float* rows, int64_t valid, int64_t width, float* steps) {
   if (!group) {
     for (int64_t r = 0; r < valid; ++r) round_row_to(dtype, 1.f, rows + r * width, width);
@@ -211,14 +232,24 @@ inline void quantize_rows(octet_dtype dtype, int64_t group, float* rows, int64_t
     float largest = 0.f;
     for (int64_t r = first; r < last; ++r) {
       const float a = row_amax(rows + r * width, width);
-      largest = a > largest || a != a ? a : largest;
+      steps[r] = a;
+      largest = a > largest && a < __builtin_inff() ? a : largest;
     }
     const Step step = step_of(largest, top);
     for (int64_t r = first; r < last; ++r) {
       round_row_to(dtype, step.inverse, rows + r * width, width);
-      steps[r] = step.step;
+      steps[r] = steps[r] < __builtin_inff() ? step.step : __builtin_nanf("");
     }
   }
+}
+
+// Scale of the channels of v with an amax of `amax`: to the largest code of e4m3; for f16 the power of two that puts it
+// in [2^8, 2^9), exact on the way in and out.
+inline Step v_step(const ForwardPlan& plan, float amax) {
+  if (plan.v != OCTET_F16) return step_of(amax, largest_code(plan.v));
+  if (amax == 0.f) return {0.f, 0.f};
+  const int exponent = 8 - __builtin_ilogbf(amax);
+  return {__builtin_ldexpf(1.f, -exponent), __builtin_ldexpf(1.f, exponent)};
 }
 
 // Prepares one key tile.
@@ -244,7 +275,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     quantize_rows(plan.qk, plan.k_group, rows, valid, width, steps);
   }
   if (s.k_scale) std::memcpy(s.k_scale + index * kKeys, steps, sizeof steps);
-  Word* k = s.k + index * s.k_words * kKeys;
+  Word* k = s.k + index * s.k_stride;
   for (int64_t r = 0; r < kKeys; ++r) {
     encode_row<Qk>(rows + r * width, s.k_words * Qk::kPerWord, 0, words);
     for (int64_t w = 0; w < s.k_words; ++w) k[w * kKeys + r] = words[w];
@@ -256,14 +287,17 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   }
 
   load_rows(p.v, seq.batch, g, seq.k_first + first, valid, kKeys, s.v_columns, rows);
+  bool finite = true;
+  for (int64_t r = 0; r < valid; ++r) finite &= row_amax(rows + r * s.v_columns, s.v_columns) < __builtin_inff();
+  s.v_finite[index] = finite;
   if (p.v.quantization) {
     for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.v, seq.batch, g, seq.k_first + first + r);
   } else {
     if (plan.smooth_v)
       for (int64_t r = 0; r < valid; ++r) subtract(rows + r * s.v_columns, s.v_mean + side * kMaxDim, p.dim_v);
-    if (plan.v_scale == VScale::channel) {
+    if (s.v_channel) {
       float inverse[kMaxDim] = {};
-      for (int64_t c = 0; c < p.dim_v; ++c) inverse[c] = s.v_channel[side * kMaxDim + c] > 0.f ? 1.f / s.v_channel[side * kMaxDim + c] : 0.f;
+      for (int64_t c = 0; c < p.dim_v; ++c) inverse[c] = v_step(plan, s.v_channel[side * kMaxDim + c]).inverse;
       for (int64_t r = 0; r < valid; ++r)
         for (int64_t c = 0; c < p.dim_v; ++c) rows[r * s.v_columns + c] *= inverse[c];
       quantize_rows(plan.v, 0, rows, valid, s.v_columns, steps);
@@ -275,28 +309,29 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     for (int64_t r = valid; r < kKeys; ++r) steps[r] = 0.f;
     std::memcpy(s.v_scale + index * kKeys, steps, sizeof steps);
   }
-  Word* v = s.v + index * s.v_words * s.v_columns;
+  Word* v = s.v + index * s.v_stride;
   for (int64_t w = 0; w < s.v_words; ++w)
     interleave_rows<Pv>(rows + w * Pv::kPerWord * s.v_columns, s.v_columns, s.v_columns, v + w * s.v_columns);
 }
 
-// Largest magnitude of q in `group` tokens from `token` on.
+// Largest finite magnitude of q in `group` tokens from `token` on.
 inline float group_amax(const Problem& p, const Sequence& seq, int64_t h, int64_t token, int64_t group) {
   alignas(64) float row[kMaxDim];
   float largest = 0.f;
   for (int64_t i = token; i < token + group && i < seq.q_tokens; ++i) {
     load_rows(p.q, seq.batch, h, seq.q_first + i, 1, 1, padded_columns(p.dim), row);
     const float a = row_amax(row, padded_columns(p.dim));
-    largest = a > largest || a != a ? a : largest;
+    largest = a > largest && a < __builtin_inff() ? a : largest;
   }
   return largest;
 }
 
 // Prepares `count` rows of q from `token` on, `valid` of them in the sequence: A words, and the step of each row (1 without
-// scales, and for rows of zeros, so that it can be divided by and multiplied with infinities).
+// scales, and for rows of zeros, so that it can be divided by and multiplied with infinities). Rows of A are `stride`
+// words apart.
 template <class Qk>
 void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token, int64_t valid, int64_t count,
-                  const Signs& signs, Word* q, int64_t words, float* steps) {
+                  const Signs& signs, Word* q, int64_t stride, int64_t words, float* steps) {
   alignas(64) float rows[kMaxBlockRows * kMaxDim];
   const int64_t width = padded<Qk>(padded_columns(p.dim));
   Step step{};
@@ -313,13 +348,13 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
       for (int64_t r = 0; r < valid; ++r) {
         const int64_t first = (token + r) / plan.q_group * plan.q_group;
         if (r == 0 || first == token + r) step = step_of(group_amax(p, seq, h, first, plan.q_group), largest_code(plan.qk));
+        steps[r] = row_amax(rows + r * width, width) < __builtin_inff() ? step.step : __builtin_nanf("");
         round_row_to(plan.qk, step.inverse, rows + r * width, width);
-        steps[r] = step.step;
       }
     }
   }
   for (int64_t r = 0; r < valid; ++r) steps[r] = steps[r] > 0.f || steps[r] != steps[r] ? steps[r] : 1.f;
-  for (int64_t r = 0; r < count; ++r) encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * words);
+  for (int64_t r = 0; r < count; ++r) encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * stride);
 }
 
 // q.mean for the true q and the mean that smoothing took from k, in double.

@@ -14,7 +14,7 @@ enum class PFormat {
   u8      // dynamic: of p_j t_j with the largest of a (row, key tile) at p_top; t_j: token scale of V
 };
 
-enum class VScale { none, token, channel };
+enum class VScale { none, token, channel, head };
 
 // A precision's forward recipe; docs/numerics.md.
 struct ForwardPlan {
@@ -35,8 +35,50 @@ struct ForwardPlan {
 
 ForwardPlan forward_plan(const Problem& problem);
 
+// How the rows of an operand of the backward pass are rounded: each number to a format, or codes with a scale that
+// `group` tokens share. The scale of f16 is a power of two, which buys range alone.
+struct Rounding {
+  octet_dtype dtype = OCTET_F32;
+  int64_t group = 0;  // 0: no scale
+
+  bool operator==(const Rounding&) const = default;
+};
+constexpr int64_t kWholeHead = Problem::kUnbounded;  // a group: all tokens of a head
+
+// What p and ds are rounded to before the products dv = p^T do, dq = ds k and dk = ds^T q.
+enum class GradientFormat {
+  exact,
+  f16,      // each number; ds times a power of two for each head
+  bf16,     // each number
+  e4m3,     // p times 256; ds: codes with a scale for each tile
+  int8,     // codes with a scale for each tile
+  migrated  // codes with a scale for each row or column of a tile, whichever is not summed over; the token scales of the
+            // operand on the other side are multiplied in first. p: u8
+};
+
+// Where delta = rowsum(do o) comes from.
+enum class Delta {
+  from_o,
+  from_exact_o,  // o + o_residual
+  from_p         // sum_j p_ij dp_ij with p from these logits' own row sums instead of the caller's lse
+};
+
+// A precision's backward recipe; docs/numerics.md.
+struct BackwardPlan {
+  Rounding q{}, k{};
+  bool smooth_k = false;
+  Rounding v{}, do_dp{};  // operands of dp = do v^T
+  Rounding do_dv{};       // operand of dv = p^T do
+  GradientFormat format = GradientFormat::exact;
+  Delta delta = Delta::from_o;
+  octet_dtype project = OCTET_DTYPE_NONE;  // GProj: the format of p and lambda q; none: off
+};
+
+BackwardPlan backward_plan(const Problem& problem);
+
 constexpr int64_t kKeys = 64;          // keys per tile
-constexpr int64_t kMaxBlockRows = 96;  // queries per block, at most
+constexpr int64_t kQueries = 64;       // queries per block of the backward pass
+constexpr int64_t kMaxBlockRows = 96;  // queries per block of any pass, at most
 
 // A block of queries or a tile of keys of one head: the unit of work.
 struct Block {

@@ -1,0 +1,230 @@
+"""Times octet against torch's scaled_dot_product_attention on this CPU: same process, same inputs, same number of
+threads, in alternating rounds, so that a slow minute of the machine slows both. Needs torch.
+
+    bench/cpu.py [--threads N] [--rounds N] [--library build/release/src/liboctet.so]
+
+Stores every median and the ratios in bench/results/cpu-<model>.json.
+"""
+
+import argparse
+import ctypes
+import datetime
+import json
+import math
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import time
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DTYPES = {torch.float32: 2, torch.bfloat16: 4}
+PRECISIONS = {"f32": 2, "bf16": 4, "int8": 5}
+FORWARD, BACKWARD = 0, 1
+CAUSAL = 1
+BATCH, HEADS, TOKENS = 1, 8, 2048
+# pass, octet's precision, type of the inputs of both, ratio that is asked for
+CASES = [
+    ("forward", "f32", torch.float32, 1.2),
+    ("forward", "bf16", torch.bfloat16, 1.3),
+    ("forward", "int8", torch.bfloat16, 2.0),
+    ("backward", "f32", torch.float32, 1.2),
+]
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_uint32),
+        ("dtype", ctypes.c_uint32),
+        ("data", ctypes.c_void_p),
+        ("shape", ctypes.c_int64 * 4),
+        ("stride", ctypes.c_int64 * 4),
+        ("device", ctypes.c_uint32),
+        ("device_index", ctypes.c_int32),
+        ("quantization", ctypes.c_void_p),
+    ]
+
+
+class Attention(ctypes.Structure):
+    _fields_ = [
+        ("size", ctypes.c_uint32),
+        ("precision", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+        ("mask", ctypes.c_uint32),
+        ("alignment", ctypes.c_uint32),
+        ("remedy", ctypes.c_uint32),
+        ("window_left", ctypes.c_int64),
+        ("window_right", ctypes.c_int64),
+        ("softcap", ctypes.c_float),
+        ("beta", ctypes.c_float),
+        ("hadamard", ctypes.c_uint32),
+        ("smooth_q", ctypes.c_uint32),
+        ("deterministic", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        ("backend", ctypes.c_char_p),
+        ("rounding", ctypes.c_void_p),
+    ]
+
+
+OPERANDS = ["q", "k", "v", "mask", "sinks", "cu_seqlens_q", "cu_seqlens_k"]
+RESULTS = ["o", "o_residual", "lse", "do", "dq", "dk", "dv", "tq", "tk", "tv", "to"]
+
+
+class Arguments(ctypes.Structure):
+    _fields_ = (
+        [("size", ctypes.c_uint32), ("which", ctypes.c_uint32)]
+        + [(name, ctypes.POINTER(Tensor)) for name in OPERANDS]
+        + [("max_seqlen_q", ctypes.c_int64), ("max_seqlen_k", ctypes.c_int64)]
+        + [(name, ctypes.POINTER(Tensor)) for name in RESULTS]
+    )
+
+
+class Octet:
+    """One prepared call of liboctet."""
+
+    def __init__(self, library, which, precision, causal, threads, tensors):
+        self.library, self.tensors = library, tensors
+        self.attention = Attention(size=ctypes.sizeof(Attention), precision=PRECISIONS[precision], threads=threads)
+        self.attention.mask = CAUSAL if causal else 0
+        self.views = {name: self.view(x) for name, x in tensors.items()}
+        pointers = {name: ctypes.pointer(view) for name, view in self.views.items()}
+        self.arguments = Arguments(size=ctypes.sizeof(Arguments), which=which, **pointers)
+        bytes_needed = ctypes.c_size_t()
+        self.check(library.octet_workspace_size(ctypes.byref(self.attention), ctypes.byref(self.arguments), ctypes.byref(bytes_needed)))
+        self.bytes = bytes_needed.value
+        self.memory = torch.empty(self.bytes + 64, dtype=torch.uint8)
+        self.workspace = (self.memory.data_ptr() + 63) // 64 * 64
+
+    @staticmethod
+    def view(x):
+        shape = list(x.shape) + [1] * (4 - x.dim())
+        stride = list(x.stride()) + [1] * (4 - x.dim())
+        array = ctypes.c_int64 * 4
+        return Tensor(ctypes.sizeof(Tensor), DTYPES[x.dtype], x.data_ptr(), array(*shape), array(*stride), 0, 0, None)
+
+    def check(self, status):
+        if status:
+            raise RuntimeError(self.library.octet_message().decode())
+
+    def __call__(self):
+        self.check(
+            self.library.octet_run(
+                ctypes.byref(self.attention), ctypes.byref(self.arguments), ctypes.c_void_p(self.workspace), ctypes.c_size_t(self.bytes), None
+            )
+        )
+
+
+def prepare(library, which, precision, dtype, causal, dim, threads):
+    """The two calls to time, torch's and octet's, after a look that they agree."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (BATCH, HEADS, TOKENS, dim)
+    q, k, v, do = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    o, lse = torch.empty_like(q), torch.empty(BATCH, HEADS, TOKENS)
+    run = Octet(library, FORWARD, precision, causal, threads, dict(q=q, k=k, v=v, o=o, lse=lse))
+    run()
+    want = attention(q, k, v, is_causal=causal)
+    expect_close("o", o, want)
+    if which == "forward":
+        return lambda: attention(q, k, v, is_causal=causal), run
+
+    grads = {f"d{name}": torch.empty_like(x) for name, x in zip("qkv", (q, k, v))}
+    backward = Octet(library, BACKWARD, precision, causal, threads, dict(q=q, k=k, v=v, o=o, lse=lse, do=do, **grads))
+    backward()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, is_causal=causal)
+    reference = lambda: torch.autograd.grad(out, leaves, do, retain_graph=True)
+    for (name, got), expected in zip(grads.items(), reference()):
+        expect_close(name, got, expected)
+    return reference, backward
+
+
+def expect_close(name, got, want):
+    error = ((got.double() - want.double()).norm() / want.double().norm()).item()
+    if not error < 0.05:
+        raise RuntimeError(f"{name} differs from torch's by {error:.3g} in relative L2: not the same problem")
+
+
+def medians(calls, rounds):
+    """Median seconds of each call, one of each per round, in turns."""
+    for call in calls:
+        call()
+    seconds = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, samples in zip(calls, seconds):
+            start = time.perf_counter()
+            call()
+            samples.append(time.perf_counter() - start)
+    return [statistics.median(samples) for samples in seconds]
+
+
+def cpu_model():
+    """The model name, with what the system calls family and model, as virtual machines hide the name."""
+    text = pathlib.Path("/proc/cpuinfo").read_text()
+    field = lambda name: re.search(rf"^{name}\s*: (.*)$", text, re.MULTILINE).group(1)
+    return f"{field('model name')} (family {field('cpu family')}, model {field('model')})"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--library", type=pathlib.Path, default=ROOT / "build/release/src/liboctet.so")
+    options = parser.parse_args()
+
+    torch.set_num_threads(options.threads)
+    library = ctypes.CDLL(str(options.library))
+    library.octet_message.restype = ctypes.c_char_p
+    library.octet_version.restype = ctypes.c_char_p
+    rows = []
+    for dim in (64, 128):
+        for causal in (False, True):
+            for which, precision, dtype, asked in CASES:
+                calls = prepare(library, which, precision, dtype, causal, dim, options.threads)
+                torch_seconds, octet_seconds = medians(calls, options.rounds)
+                flops = 4 * BATCH * HEADS * TOKENS * TOKENS * dim * (0.5 if causal else 1) * (2.5 if which == "backward" else 1)
+                rows.append(
+                    {
+                        "pass": which,
+                        "precision": precision,
+                        "shape": {"batch": BATCH, "heads": HEADS, "tokens": TOKENS, "dim": dim},
+                        "causal": causal,
+                        "octet_seconds": octet_seconds,
+                        "octet_gflops": flops / octet_seconds / 1e9,
+                        "torch_dtype": str(dtype).removeprefix("torch."),
+                        "torch_seconds": torch_seconds,
+                        "torch_gflops": flops / torch_seconds / 1e9,
+                        "ratio": torch_seconds / octet_seconds,
+                        "asked": asked,
+                    }
+                )
+                r = rows[-1]
+                print(
+                    f"d{dim:<4} {'causal' if causal else 'full':6} {which:8} {precision:5} octet {r['octet_gflops']:7.1f} GFLOP/s, "
+                    f"torch {r['torch_dtype']:8} {r['torch_gflops']:7.1f}, ratio {r['ratio']:.2f} (asked {asked})",
+                    flush=True,
+                )
+
+    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    model = cpu_model()
+    result = {
+        "cpu": model,
+        "threads": options.threads,
+        "date": datetime.date.today().isoformat(),
+        "octet": f"{library.octet_version().decode()} ({commit})",
+        "peer": f"torch {torch.__version__} scaled_dot_product_attention, {torch.backends.cpu.get_cpu_capability()}",
+        "rounds": options.rounds,
+        "geometric_mean_ratio": math.exp(statistics.fmean(math.log(r["ratio"]) for r in rows)),
+        "rows": rows,
+    }
+    name = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
+    target = ROOT / "bench/results" / f"cpu-{name}.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"stored in {target.relative_to(ROOT)}")
+
+
+main()

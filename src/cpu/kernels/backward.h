@@ -1,0 +1,292 @@
+// Backward attention (FlashAttention-2, arXiv 2307.08691, Algorithm 2), recomputing p from lse.
+//
+// A task owns a few tiles of kKeys keys of one head of k and v. For each tile and each block of queries that sees it,
+// over all heads of q in the group:
+//   s = q k^T,  dp = do v^T          matmul
+//   p = exp(s - lse),  ds = p (dp - delta), both rounded
+//   dv += p^T do,  dk += ds^T q      into the task's own memory
+//   dq += ds k                       shared by all tiles of a head
+// and at the end dk *= scale; after all tasks dq *= scale. The tiles add to dq in ascending order: each block of queries
+// has a number in memory that says whose turn it is, so the bits of dq do not depend on the number of threads. Tasks
+// start in ascending order of tiles, so a task only ever waits for tasks that have started.
+//
+// All arithmetic is in f32; formats are imposed on the operands, which keeps every product of two of them exact.
+#pragma once
+#include <thread>
+
+#include "cpu/kernels/backward_tile.h"
+#include "cpu/parallel.h"
+
+namespace octet::cpu::OCTET_ISA {
+
+// Tiles that a task may own: the rows of q, do and dq come from far away once for all of them.
+constexpr int64_t kTilesPerTask = 4;
+
+// Scratch memory of one thread.
+struct BackwardScratch {
+  float *s, *dp;   // [kQueries][kKeys]; become p and ds
+  float* ds_rows;  // [kQueries][kKeys], migrated only: ds as the operand of dq
+  float *dk, *dv;  // [kTilesPerTask * kKeys][columns]
+
+  static BackwardScratch carve(const GradientOperands& w, Carver& carve) {
+    BackwardScratch t;
+    t.s = carve.take<float>(kQueries * kKeys);
+    t.dp = carve.take<float>(kQueries * kKeys);
+    t.ds_rows = carve.take<float>(kQueries * kKeys);
+    t.dk = carve.take<float>(kTilesPerTask * kKeys * w.k_columns);
+    t.dv = carve.take<float>(kTilesPerTask * kKeys * w.v_columns);
+    return t;
+  }
+};
+
+inline void wait_for_turn(const int32_t* turn, int32_t tile) {
+  for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != tile; ++spins) {
+    if (spins > 64) std::this_thread::yield();
+#ifdef __x86_64__
+    else _mm_pause();
+#endif
+  }
+}
+
+template <GradientFormat format>
+struct Backward {
+  const Problem& p;
+  const BackwardPlan& plan;
+  const GradientOperands& w;
+  BackwardScratch scratch;
+
+  // The `count` tiles from that of `block` on.
+  void run(const Sequence& seq, const Block& block, int64_t count) {
+    zero(scratch.dk, count * kKeys * w.k_columns);
+    zero(scratch.dv, count * kKeys * w.v_columns);
+    const int64_t first_tile = block.token / kKeys, last_tile = std::min(first_tile + count, (seq.k_tokens + kKeys - 1) / kKeys);
+    for (int64_t h = block.head * p.group(); h < (block.head + 1) * p.group(); ++h)
+      for (int64_t token = 0; token < seq.q_tokens; token += kQueries) {
+        const int64_t rows = std::min(seq.q_tokens - token, kQueries);
+        const KeyRange seen = tiles_of(p, seq, token, rows);
+        for (int64_t tile = std::max(first_tile, seen.first); tile < std::min(last_tile, seen.last); ++tile)
+          visit(seq, block, h, token, rows, tile, tile - first_tile);
+      }
+    store_gradients(seq, block, std::min(seq.k_tokens - block.token, count * kKeys));
+  }
+
+  // One tile of p; `own` is its number among the task's tiles.
+  void visit(const Sequence& seq, const Block& block, int64_t h, int64_t token, int64_t rows, int64_t tile, int64_t own) {
+    const int64_t first = row_index(p, seq, h, token), index = tile_index(block, tile), kc = w.k_columns, vc = w.v_columns;
+    const int64_t keys = std::min(seq.k_tokens - tile * kKeys, kKeys);
+    const float *q = w.q + first * kc, *k = w.k + index * kKeys * kc;
+    float *dk = scratch.dk + own * kKeys * kc, *dv = scratch.dv + own * kKeys * vc, *dq = w.dq + first * kc;
+    constexpr Strides rowwise{kKeys, 1}, columnwise{1, kKeys};
+    products(first, rows, index);
+    gradient_tile(seq, block, h, token, rows, tile);
+    const float* ds_rows = round_tiles(first, rows, index);
+    matmul<F32, true>(scratch.s, columnwise, w.do_dv + first * vc, vc, dv, vc, kKeys, vc, rows);
+    matmul<F32, true>(scratch.dp, columnwise, q, kc, dk, kc, kKeys, kc, rows);
+    if (plan.project) {
+      matmul<F32, true>(scratch.s, columnwise, w.lambda_q + first * kc, kc, dk, kc, kKeys, kc, rows);
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < kKeys; ++j) scratch.dp[i * kKeys + j] -= w.lambda[first + i] * scratch.s[i * kKeys + j];
+    }
+    int32_t* turn = w.turn + first;
+    wait_for_turn(turn, static_cast<int32_t>(tile));
+    matmul<F32, true>(ds_rows, rowwise, k, kc, dq, kc, rows, kc, keys);
+    __atomic_store_n(turn, static_cast<int32_t>(tile + 1), __ATOMIC_RELEASE);
+  }
+
+  // `block` is one of keys.
+  int64_t tile_index(const Block& block, int64_t tile) const { return (block.first_tile + tile) * p.kv_heads + block.head; }
+
+  void products(int64_t first, int64_t rows, int64_t index) {
+    const int64_t kc = w.k_columns, vc = w.v_columns;
+    matmul<F32, false>(w.q + first * kc, {kc, 1}, w.k_transposed + index * p.dim * kKeys, kKeys, scratch.s, kKeys, rows, kKeys, p.dim);
+    matmul<F32, false>(w.do_dp + first * vc, {vc, 1}, w.v_transposed + index * p.dim_v * kKeys, kKeys, scratch.dp, kKeys, rows, kKeys, p.dim_v);
+  }
+
+  float unit() const { return p.mask.present() ? kLog2e : p.scale * kLog2e; }
+
+  void gradient_tile(const Sequence& seq, const Block& block, int64_t h, int64_t token, int64_t rows, int64_t tile) {
+    const int64_t first = row_index(p, seq, h, token);
+    const Step power = ds_power(block, h);
+    for_rows(p, seq, h, token, rows, tile * kKeys, [&](int64_t i, const TileRow& keys, auto partial) {
+      const GradientRow row{keys, p.scale, unit(), w.lse[first + i], w.delta[first + i], power.inverse, power.step};
+      gradient_row<format, partial>(row, scratch.s + i * kKeys, scratch.dp + i * kKeys);
+    });
+  }
+
+  // |ds| <= p (1 - p) max |dp - dp'| <= max |do| max |v| / 2, which f16 holds at 2^13.
+  Step ds_power(const Block& block, int64_t h) const {
+    if (format != GradientFormat::f16 || plan.q.group == 0) return {1.f, 1.f};
+    const float norm = w.query_heads[block.sequence * p.heads + h].value_norm;
+    return step_for(OCTET_F16, norm * w.key_heads[block.sequence * p.kv_heads + h / p.group()].value_norm);
+  }
+
+  // Rounding that needs a whole tile. Returns ds as the operand of dq.
+  const float* round_tiles(int64_t first, int64_t rows, int64_t index) {
+    if constexpr (format == GradientFormat::e4m3) round_tile<OCTET_E4M3>(scratch.dp, rows);
+    if constexpr (format == GradientFormat::int8) {
+      round_tile<OCTET_I8>(scratch.s, rows);
+      round_tile<OCTET_I8>(scratch.dp, rows);
+    }
+    if constexpr (format == GradientFormat::migrated) {
+      round_rows_of_tile(scratch.dp, rows, w.k_amax + index * kKeys, scratch.ds_rows);
+      round_columns_of_tile(scratch.dp, rows, w.q_amax + first, 127.f);
+      round_columns_of_tile(scratch.s, rows, w.do_amax + first, 255.f);
+      return scratch.ds_rows;
+    }
+    return scratch.dp;
+  }
+
+  void store_gradients(const Sequence& seq, const Block& block, int64_t keys) {
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t at = seq.k_first + block.token + j;
+      multiply(scratch.dk + j * w.k_columns, p.scale, p.dim);
+      store_row(p.dk, seq.batch, block.head, at, scratch.dk + j * w.k_columns);
+      store_row(p.dv, seq.batch, block.head, at, scratch.dv + j * w.v_columns);
+    }
+  }
+
+  // What a block of queries must know of its whole rows before any tile: with Delta::from_p their sums, with `project`
+  // the projection.
+  void sweep(const Sequence& seq, const Block& block) {
+    const int64_t h = block.head, token = block.token, first = row_index(p, seq, h, token);
+    const int64_t rows = std::min(seq.q_tokens - token, kQueries);
+    const Block keys{block.sequence, h / p.group(), 0, block.first_tile};
+    const KeyRange tiles = tiles_of(p, seq, token, rows);
+    RowSums sums[kQueries];
+    for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
+      products(first, rows, tile_index(keys, tile));
+      if (plan.project) {
+        gradient_tile(seq, keys, h, token, rows, tile);
+        for (int64_t i = 0; i < rows; ++i) sums[i].add(scratch.s + i * kKeys, scratch.dp + i * kKeys);
+      } else {
+        for_rows(p, seq, h, token, rows, tile * kKeys, [&](int64_t i, const TileRow& row, auto partial) {
+          sums[i].template add_logits<partial>(row, p.scale, unit(), scratch.s + i * kKeys, scratch.dp + i * kKeys);
+        });
+      }
+    }
+    for (int64_t i = 0; i < rows; ++i) finish_row(sums[i], first + i);
+  }
+
+  // Of one row.
+  struct RowSums {
+    float m = kMinusInfinity;
+    double p = 0, weighted = 0;  // sum p, and of ds or of p dp
+
+    void add(const float* p_row, const float* ds_row) {
+      for (int64_t j = 0; j < kKeys; ++j) p += p_row[j], weighted += ds_row[j];
+    }
+
+    template <bool partial>
+    void add_logits(const TileRow& row, float to_logit, float unit, const float* s, const float* dp) {
+      Vf x[kVectors], sum{}, product{};
+      load_logits<partial>(s, row, to_logit, x);
+      const float top = std::max(m, largest_of(x) * unit);
+      if (top == kMinusInfinity) return;
+      const double alpha = std::exp2(static_cast<double>(m) - top);
+      for (int v = 0; v < kVectors; ++v) {
+        const Vf e = x[v] == kMinusInfinity ? Vf{} : exp2(x[v] * unit - top);
+        sum += e;
+        product += x[v] == kMinusInfinity ? Vf{} : e * load(dp + v * kLanes);
+      }
+      m = top;
+      p = alpha * p + reduce_add(sum);
+      weighted = alpha * weighted + reduce_add(product);
+    }
+  };
+
+  void finish_row(const RowSums& sums, int64_t r) {
+    const double ratio = sums.p != 0 ? sums.weighted / sums.p : 0.0;
+    if (plan.project) {
+      const float lambda = w.lambda[r] = static_cast<float>(ratio);
+      for (int64_t c = 0; c < w.k_columns; ++c) w.lambda_q[r * w.k_columns + c] = -lambda * w.q[r * w.k_columns + c];
+      round_row_to(plan.project, 1.f, w.lambda_q + r * w.k_columns, w.k_columns);
+    } else if (w.lse[r] == w.lse[r]) {
+      w.lse[r] = sums.p != 0 ? static_cast<float>(sums.m + std::log2(sums.p)) : __builtin_inff();
+      w.delta[r] = static_cast<float>(ratio);
+    }
+  }
+};
+
+inline void store_dq(const Problem& p, const Sequence& seq, const Block& block, const GradientOperands& w) {
+  const int64_t rows = std::min(seq.q_tokens - block.token, kQueries), first = row_index(p, seq, block.head, block.token);
+  for (int64_t i = 0; i < rows; ++i) {
+    float* dq = w.dq + (first + i) * w.k_columns;
+    multiply(dq, p.scale, p.dim);
+    store_row(p.dq, seq.batch, block.head, seq.q_first + block.token + i, dq);
+  }
+}
+
+inline std::size_t backward_scratch_bytes(const GradientOperands& w) {
+  Carver carve(nullptr);
+  BackwardScratch::carve(w, carve);
+  return carve.used();
+}
+
+inline std::size_t backward_workspace(const Problem& p, unsigned threads) {
+  Carver carve(nullptr);
+  const GradientOperands w = carve_gradient_operands(p, backward_plan(p), carve);
+  return carve.used() + threads * backward_scratch_bytes(w);
+}
+
+// Everything that the tasks share.
+inline void prepare_operands(const Job& job, const BackwardPlan& plan, const GradientOperands& w) {
+  const Problem& p = *job.problem;
+  const bool whole_heads = plan.q.group == kWholeHead || plan.k.group == kWholeHead || plan.v.group == kWholeHead;
+  parallel_for(job.threads, job.sequence_count * p.kv_heads, [&](int64_t side, unsigned) {
+    const Sequence& seq = job.sequences[side / p.kv_heads];
+    float* mean = w.k_mean + side * kMaxDim;
+    if (plan.smooth_k) mean_of_keys(p, seq, side % p.kv_heads, mean);
+    if (whole_heads) w.key_heads[side] = head_statistics(p.k, p.v, seq.batch, side % p.kv_heads, seq.k_first, seq.k_tokens, plan.smooth_k ? mean : nullptr);
+  });
+  if (whole_heads)
+    parallel_for(job.threads, job.sequence_count * p.heads, [&](int64_t side, unsigned) {
+      const Sequence& seq = job.sequences[side / p.heads];
+      w.query_heads[side] = head_statistics(p.q, p.do_, seq.batch, side % p.heads, seq.q_first, seq.q_tokens, nullptr);
+    });
+  parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
+    prepare_keys(p, plan, job.sequences[job.key_tiles[task].sequence], job.key_tiles[task], w);
+  });
+  parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned) {
+    prepare_queries(p, plan, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
+  });
+}
+
+template <GradientFormat format>
+void backward_as(const Job& job, const BackwardPlan& plan) {
+  const Problem& p = *job.problem;
+  Carver carve(job.workspace);
+  const GradientOperands w = carve_gradient_operands(p, plan, carve);
+  const std::size_t scratch_bytes = backward_scratch_bytes(w);
+  char* scratch = carve.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
+  const auto worker = [&](unsigned thread) {
+    Carver own(scratch + thread * scratch_bytes);
+    return Backward<format>{p, plan, w, BackwardScratch::carve(w, own)};
+  };
+  prepare_operands(job, plan, w);
+  if (plan.delta == Delta::from_p || plan.project)
+    parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
+      worker(thread).sweep(job.sequences[job.query_blocks[task].sequence], job.query_blocks[task]);
+    });
+  const int64_t tiles_per_task = std::clamp<int64_t>(job.key_tile_count / (8 * job.threads), 1, kTilesPerTask);
+  parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned thread) {
+    const Block& block = job.key_tiles[task];
+    if (block.token / kKeys % tiles_per_task == 0) worker(thread).run(job.sequences[block.sequence], block, tiles_per_task);
+  });
+  parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned) {
+    store_dq(p, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
+  });
+}
+
+inline void backward(const Job& job) {
+  const BackwardPlan plan = backward_plan(*job.problem);
+  switch (plan.format) {
+    case GradientFormat::exact: return backward_as<GradientFormat::exact>(job, plan);
+    case GradientFormat::f16: return backward_as<GradientFormat::f16>(job, plan);
+    case GradientFormat::bf16: return backward_as<GradientFormat::bf16>(job, plan);
+    case GradientFormat::e4m3: return backward_as<GradientFormat::e4m3>(job, plan);
+    case GradientFormat::int8: return backward_as<GradientFormat::int8>(job, plan);
+    case GradientFormat::migrated: return backward_as<GradientFormat::migrated>(job, plan);
+  }
+}
+
+}  // namespace octet::cpu::OCTET_ISA

@@ -1,0 +1,307 @@
+// Operands of the backward pass: rows of q and do, tiles of k and v, as floats that hold the numbers of the precision's
+// formats, and what the softmax needs to know of each row.
+//
+// A row of q or do that is not finite is kept as zeros, and its lse as NaN: whatever it reaches becomes NaN through p,
+// and nothing else does, though 0 NaN is NaN. A row of k that is not finite is NaN in the logits and zero in ds k.
+#pragma once
+#include <cmath>
+
+#include "cpu/kernels/softmax.h"
+
+namespace octet::cpu::OCTET_ISA {
+
+// Of all tokens of one head of q and do, or of k and v; only finite numbers count.
+struct HeadStatistics {
+  float largest;    // magnitude in q, or in k after smoothing
+  float value_largest, value_norm;  // magnitude and norm of a row in do, or in v
+};
+
+// In the workspace. Row r is token t of head h of batch element b: r = (b * heads + h) * tokens_q + t. Tiles are counted
+// as in KeySide, heads by sequence first.
+struct GradientOperands {
+  float *k_transposed, *k, *v_transposed;  // [tile][dim][kKeys], [tile][kKeys][k_columns], [tile][dim_v][kKeys]
+  float* k_amax;                           // [tile][kKeys]
+  float* k_mean;                           // [kv head][kMaxDim]
+  HeadStatistics *query_heads, *key_heads;
+  float *q, *do_dp, *do_dv;  // [row][columns]
+  float *q_amax, *do_amax;   // [row]
+  float* lse;                // [row], times log2(e), in the gauge of k; +inf: the row sees nothing
+  float* delta;              // [row]
+  float* lambda;             // [row], with project
+  float* lambda_q;           // [row][k_columns], with project: -lambda q
+  float* dq;                 // [row][k_columns]
+  int32_t* turn;             // [row]; at the first row of a block: the tile that adds to dq next
+  int64_t k_columns, v_columns;
+};
+
+inline GradientOperands carve_gradient_operands(const Problem& p, const BackwardPlan& plan, Carver& carve) {
+  GradientOperands w{};
+  const int64_t tiles = tiles_bound(p, p.tokens_k, kKeys) * p.kv_heads;
+  const int64_t sequences = p.packed() ? p.cu_seqlens_q.shape[3] - 1 : p.batch;
+  const int64_t rows = p.batch * p.heads * p.tokens_q;
+  w.k_columns = padded_columns(p.dim);
+  w.v_columns = padded_columns(p.dim_v);
+  w.k_transposed = carve.take<float>(tiles * p.dim * kKeys);
+  w.k = carve.take<float>(tiles * kKeys * w.k_columns);
+  w.v_transposed = carve.take<float>(tiles * p.dim_v * kKeys);
+  w.k_amax = carve.take<float>(tiles * kKeys);
+  w.k_mean = carve.take<float>(sequences * p.kv_heads * kMaxDim);
+  w.query_heads = carve.take<HeadStatistics>(sequences * p.heads);
+  w.key_heads = carve.take<HeadStatistics>(sequences * p.kv_heads);
+  w.q = carve.take<float>(rows * w.k_columns);
+  w.do_dp = carve.take<float>(rows * w.v_columns);
+  w.do_dv = plan.do_dv == plan.do_dp ? w.do_dp : carve.take<float>(rows * w.v_columns);
+  w.q_amax = carve.take<float>(rows);
+  w.do_amax = carve.take<float>(rows);
+  w.lse = carve.take<float>(rows);
+  w.delta = carve.take<float>(rows);
+  w.lambda = plan.project ? carve.take<float>(rows) : nullptr;
+  w.lambda_q = plan.project ? carve.take<float>(rows * w.k_columns) : nullptr;
+  w.dq = carve.take<float>(rows * w.k_columns);
+  w.turn = carve.take<int32_t>(rows);
+  return w;
+}
+
+inline int64_t row_index(const Problem& p, const Sequence& seq, int64_t h, int64_t token) {
+  return (seq.batch * p.heads + h) * p.tokens_q + seq.q_first + token;
+}
+
+// The key tiles that a block of queries sees.
+inline KeyRange tiles_of(const Problem& p, const Sequence& seq, int64_t token, int64_t rows) {
+  const KeyRange a = p.keys_of(token, seq.q_tokens, seq.k_tokens), b = p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens);
+  const int64_t first = std::min(a.first, b.first), last = std::max(a.last, b.last);
+  return first < last ? KeyRange{first / kKeys, (last + kKeys - 1) / kKeys} : KeyRange{0, 0};
+}
+
+// [count][width] to [columns][count], a few cache lines of both at a time.
+inline void transpose(const float* rows, int64_t count, int64_t width, int64_t columns, float* out) {
+  for (int64_t r = 0; r < count; r += kLanes)
+    for (int64_t c = 0; c < columns; ++c)
+      for (int64_t i = 0; i < kLanes; ++i) out[c * count + r + i] = rows[(r + i) * width + c];
+}
+
+inline void multiply(float* row, float factor, int64_t n) {
+  for (int64_t c = 0; c < n; ++c) row[c] *= factor;
+}
+
+inline bool finite_row(const float* row, int64_t n) {
+  Vf poison{};
+  for (int64_t c = 0; c < n; c += kLanes) poison += load(row + c) * 0.f;
+  return reduce_add(poison) == 0.f;
+}
+
+OCTET_INLINE Vf finite_magnitude(Vf x) {
+  const Vf a = floats(bits(x) & 0x7fffffff);
+  return a < splat(__builtin_inff()) ? a : Vf{};
+}
+
+inline float finite_amax(const float* x, int64_t n) {
+  Vf largest{};
+  for (int64_t c = 0; c < n; c += kLanes) largest = max(finite_magnitude(load(x + c)), largest);
+  return reduce_max(largest);
+}
+
+inline void zero(float* x, int64_t n) { std::memset(x, 0, sizeof(float) * n); }
+
+// The numbers that `count` rows of codes stand for (octet_quantization): scale and zero point, rotation, mean.
+inline void dequantize_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t count, int64_t width, float* rows) {
+  const octet_quantization& how = *t.quantization;
+  const int64_t n = t.shape[3];
+  const auto parameter = [&](const octet_tensor& x, int64_t group, int64_t c) {
+    return static_cast<const float*>(x.data)[b * x.stride[0] + h * x.stride[1] + group * x.stride[2] + c * x.stride[3]];
+  };
+  const auto group_of = [&](int64_t at) {
+    switch (how.granularity) {
+      case OCTET_PER_TOKEN: return at;
+      case OCTET_PER_BLOCK: return at / how.block;
+      case OCTET_PER_THREAD: return how.operand == OCTET_OPERAND_Q ? at / 32 * 8 + at % 8 : at / 64 * 4 + at % 8 / 2;
+      default: return int64_t{0};
+    }
+  };
+  float signs[kMaxDim];
+  for (int64_t c = 0; c < n; ++c) signs[c] = hadamard_sign(how.hadamard_seed, c);
+  for (int64_t r = 0; r < count; ++r) {
+    float* row = rows + r * width;
+    const int64_t group = group_of(token + r);
+    for (int64_t c = 0; c < n; ++c) {
+      const int64_t channel = how.granularity == OCTET_PER_CHANNEL ? c : 0;
+      const float scale = parameter(*how.scale, group, channel);
+      const float zero_point = how.zero_point_kind == OCTET_SYMMETRIC ? 0.f : parameter(*how.zero_point, group, channel);
+      row[c] = how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? scale * row[c] + zero_point : scale * (row[c] - zero_point);
+    }
+    if (how.hadamard_seed) hadamard_inverse(row, signs, n);
+    if (how.mean)
+      for (int64_t c = 0; c < n; ++c) row[c] += parameter(*how.mean, 0, c);
+  }
+}
+
+// `valid` tokens as numbers, then zeros up to `count`.
+inline void load_numbers(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width, float* rows) {
+  load_rows(t, b, h, token, valid, count, width, rows);
+  if (t.quantization) dequantize_rows(t, b, h, token, valid, width, rows);
+}
+
+// The scale of a group whose largest magnitude is known.
+inline Step step_for(octet_dtype dtype, float largest) {
+  if (dtype != OCTET_F16) return step_of(largest, largest_code(dtype));
+  if (!(largest > 0.f)) return {1.f, 1.f};
+  const int power = std::clamp(13 - std::ilogb(largest), -126, 126);  // near 2^13: far from overflow, sums of a few too
+  return {std::ldexp(1.f, -power), std::ldexp(1.f, power)};
+}
+
+// Rounds rows to numbers of a format. `shared`: the largest magnitude of their group if it reaches beyond them, else
+// negative.
+inline void round_rows(const Rounding& how, float shared, float* rows, int64_t count, int64_t width) {
+  if (how.dtype == OCTET_F32) return;
+  const int64_t group = how.group && shared < 0.f ? how.group : count;
+  for (int64_t first = 0; first < count; first += group) {
+    const int64_t last = std::min(first + group, count);
+    Step step{1.f, 1.f};
+    if (how.group) {
+      float largest = shared;
+      if (shared < 0.f)
+        for (int64_t r = first; r < last; ++r) largest = std::max(largest, finite_amax(rows + r * width, width));
+      step = step_for(how.dtype, largest);
+    }
+    for (int64_t r = first; r < last; ++r) {
+      round_row_to(how.dtype, step.inverse, rows + r * width, width);
+      if (how.group) multiply(rows + r * width, step.step, width);
+    }
+  }
+}
+
+// `shared` of round_rows for a block of queries from `token` on.
+inline float shared_amax(const Rounding& how, const View& t, const Sequence& seq, int64_t h, int64_t token, float head) {
+  if (how.group == kWholeHead) return head;
+  if (how.group <= kQueries) return -1.f;
+  alignas(64) float row[kMaxDim];
+  float largest = 0.f;
+  const int64_t first = token / how.group * how.group, width = padded_columns(t.shape[3]);
+  for (int64_t i = first; i < std::min(first + how.group, seq.q_tokens); ++i) {
+    load_numbers(t, seq.batch, h, seq.q_first + i, 1, 1, width, row);
+    largest = std::max(largest, finite_row(row, width) ? finite_amax(row, width) : 0.f);
+  }
+  return largest;
+}
+
+inline double squared_norm(const float* x, int64_t n) {
+  double sum = 0;
+  for (int64_t c = 0; c < n; ++c) sum += static_cast<double>(x[c]) * x[c];
+  return sum;
+}
+
+// One pass over the tokens of a head of x (q or k, minus `mean` if there is one) and y (do or v).
+inline HeadStatistics head_statistics(const View& x, const View& y, int64_t b, int64_t h, int64_t first, int64_t tokens, const float* mean) {
+  alignas(64) float row[kMaxDim];
+  HeadStatistics s{};
+  double norm = 0;
+  const int64_t x_width = padded_columns(x.shape[3]), y_width = padded_columns(y.shape[3]);
+  for (int64_t t = first; t < first + tokens; ++t) {
+    load_numbers(x, b, h, t, 1, 1, x_width, row);
+    if (mean) subtract(row, mean, x.shape[3]);
+    if (finite_row(row, x_width)) s.largest = std::max(s.largest, finite_amax(row, x_width));
+    load_numbers(y, b, h, t, 1, 1, y_width, row);
+    if (!finite_row(row, y_width)) continue;
+    s.value_largest = std::max(s.value_largest, finite_amax(row, y_width));
+    norm = std::max(norm, squared_norm(row, y_width));
+  }
+  s.value_norm = static_cast<float>(std::sqrt(norm));
+  return s;
+}
+
+// Mean of k over the tokens of a head, in token order, in double, rounded once.
+inline void mean_of_keys(const Problem& p, const Sequence& seq, int64_t g, float* mean) {
+  alignas(64) float row[kMaxDim];
+  double sum[kMaxDim] = {};
+  int64_t finite[kMaxDim] = {};
+  for (int64_t j = 0; j < seq.k_tokens; ++j) {
+    load_numbers(p.k, seq.batch, g, seq.k_first + j, 1, 1, p.dim, row);
+    for (int64_t c = 0; c < p.dim; ++c)
+      if (__builtin_fabsf(row[c]) < __builtin_inff()) sum[c] += row[c], ++finite[c];
+  }
+  for (int64_t c = 0; c < p.dim; ++c) mean[c] = finite[c] ? static_cast<float>(sum[c] / static_cast<double>(finite[c])) : 0.f;
+}
+
+// One tile of k and v.
+inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block, const GradientOperands& w) {
+  const int64_t g = block.head, first = block.token, kc = w.k_columns, vc = w.v_columns;
+  const int64_t side = block.sequence * p.kv_heads + g;
+  const int64_t index = (block.first_tile + first / kKeys) * p.kv_heads + g;
+  const int64_t valid = std::min(seq.k_tokens - first, kKeys);
+  const HeadStatistics& head = w.key_heads[side];
+  float* k = w.k + index * kKeys * kc;
+  bool finite[kKeys];
+  load_numbers(p.k, seq.batch, g, seq.k_first + first, valid, kKeys, kc, k);
+  for (int64_t r = 0; r < valid; ++r) {
+    if (plan.smooth_k) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
+    finite[r] = finite_row(k + r * kc, kc);
+    if (!finite[r]) zero(k + r * kc, kc);
+  }
+  round_rows(plan.k, plan.k.group == kWholeHead ? head.largest : -1.f, k, valid, kc);
+  for (int64_t r = 0; r < kKeys; ++r) w.k_amax[index * kKeys + r] = finite_amax(k + r * kc, kc);
+  float* k_transposed = w.k_transposed + index * p.dim * kKeys;
+  transpose(k, kKeys, kc, p.dim, k_transposed);
+  for (int64_t r = 0; r < valid; ++r)
+    if (!finite[r])
+      for (int64_t c = 0; c < p.dim; ++c) k_transposed[c * kKeys + r] = __builtin_nanf("");
+
+  alignas(64) float v[kKeys * kMaxDim];
+  load_numbers(p.v, seq.batch, g, seq.k_first + first, valid, kKeys, vc, v);
+  round_rows(plan.v, plan.v.group == kWholeHead ? head.value_largest : -1.f, v, valid, vc);
+  transpose(v, kKeys, vc, p.dim_v, w.v_transposed + index * p.dim_v * kKeys);
+}
+
+// delta = do . o, in double: the sum is small where its terms are not.
+inline float delta_of(const Problem& p, const BackwardPlan& plan, const Sequence& seq, int64_t h, int64_t token, const float* do_) {
+  alignas(64) float o[kMaxDim], residual[kMaxDim];
+  load_row(p.o, seq.batch, h, token, o);
+  if (plan.delta == Delta::from_exact_o && p.o_residual.present()) {
+    load_row(p.o_residual, seq.batch, h, token, residual);
+    for (int64_t c = 0; c < p.dim_v; ++c) o[c] += residual[c];
+  }
+  double sum[8] = {};
+  for (int64_t c = 0; c < p.dim_v; c += 8)
+    for (int64_t i = 0; i < 8; ++i) sum[i] += static_cast<double>(do_[c + i]) * o[c + i];
+  return static_cast<float>(((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7])));
+}
+
+// One block of queries: rows, lse, delta; clears dq and gives the first tile its turn.
+inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block, const GradientOperands& w) {
+  const int64_t h = block.head, token = block.token, kc = w.k_columns, vc = w.v_columns;
+  const int64_t rows = std::min(seq.q_tokens - token, kQueries), first = row_index(p, seq, h, token);
+  const float* mean = w.k_mean + (block.sequence * p.kv_heads + h / p.group()) * kMaxDim;
+  const HeadStatistics& head = w.query_heads[block.sequence * p.heads + h];
+  float *q = w.q + first * kc, *do_dp = w.do_dp + first * vc, *do_dv = w.do_dv + first * vc;
+  load_numbers(p.q, seq.batch, h, seq.q_first + token, rows, rows, kc, q);
+  load_numbers(p.do_, seq.batch, h, seq.q_first + token, rows, rows, vc, do_dp);
+  for (int64_t i = 0; i < rows; ++i) {
+    double lse = *p.lse.at<float>(seq.batch, h, seq.q_first + token + i);
+    if (lse == kMinusInfinity) lse = __builtin_inf();
+    if (plan.smooth_k)
+      for (int64_t c = 0; c < p.dim; ++c) lse -= static_cast<double>(p.scale) * q[i * kc + c] * mean[c];
+    if (!finite_row(q + i * kc, kc) || !finite_row(do_dp + i * vc, vc)) {
+      zero(q + i * kc, kc);
+      zero(do_dp + i * vc, vc);
+      lse = __builtin_nan("");
+    }
+    w.lse[first + i] = static_cast<float>(lse * 1.44269504088896340736);
+  }
+  if (do_dv != do_dp) {
+    std::memcpy(do_dv, do_dp, sizeof(float) * rows * vc);
+    round_rows(plan.do_dv, shared_amax(plan.do_dv, p.do_, seq, h, token, head.value_largest), do_dv, rows, vc);
+  }
+  round_rows(plan.q, shared_amax(plan.q, p.q, seq, h, token, head.largest), q, rows, kc);
+  round_rows(plan.do_dp, shared_amax(plan.do_dp, p.do_, seq, h, token, head.value_largest), do_dp, rows, vc);
+  for (int64_t i = 0; i < rows; ++i) {
+    const bool seen = w.lse[first + i] != __builtin_inff();
+    w.delta[first + i] = seen ? delta_of(p, plan, seq, h, seq.q_first + token + i, do_dp + i * vc) : 0.f;
+    if (plan.format == GradientFormat::migrated) {
+      w.q_amax[first + i] = finite_amax(q + i * kc, kc);
+      w.do_amax[first + i] = finite_amax(do_dv + i * vc, vc);
+    }
+  }
+  zero(w.dq + first * kc, rows * kc);
+  w.turn[first] = static_cast<int32_t>(tiles_of(p, seq, token, rows).first);
+}
+
+}  // namespace octet::cpu::OCTET_ISA

@@ -1,0 +1,108 @@
+// One tile of p and ds: from logits to rounded operands.
+#pragma once
+#include "cpu/kernels/backward_operands.h"
+
+namespace octet::cpu::OCTET_ISA {
+
+template <GradientFormat format>
+OCTET_INLINE Vf round_p(Vf p) {
+  if constexpr (format == GradientFormat::bf16) return round_bf16(p);
+  if constexpr (format == GradientFormat::f16) return round_f16(p);
+  if constexpr (format == GradientFormat::e4m3) return round_e4m3(p * 256.f) * 0x1p-8f;
+  return p;
+}
+
+template <GradientFormat format>
+OCTET_INLINE Vf round_ds(Vf ds, float up, float down) {
+  if constexpr (format == GradientFormat::bf16) return round_bf16(ds);
+  if constexpr (format == GradientFormat::f16) return round_f16(ds * up) * down;
+  return ds;
+}
+
+// A row as the tile needs it.
+struct GradientRow {
+  TileRow keys;
+  float to_logit, unit;  // load_logits
+  float lse, delta;
+  float up, down;        // powers of two around the rounding of ds to f16
+};
+
+// s becomes p, dp becomes ds. Keys that the row does not see give exact zeros, whatever they hold.
+template <GradientFormat format, bool partial>
+OCTET_INLINE void gradient_row(const GradientRow& row, float* s, float* dp) {
+  Vf x[kVectors];
+  load_logits<partial>(s, row.keys, row.to_logit, x);
+  for (int v = 0; v < kVectors; ++v) {
+    Vf p = exp2(x[v] * row.unit - row.lse);
+    Vf ds = p * (load(dp + v * kLanes) - row.delta);
+    if constexpr (partial) {
+      p = x[v] == kMinusInfinity ? Vf{} : p;
+      ds = x[v] == kMinusInfinity ? Vf{} : ds;
+    }
+    store(s + v * kLanes, round_p<format>(p));
+    store(dp + v * kLanes, round_ds<format>(ds, row.up, row.down));
+  }
+}
+
+// Calls body(row, partial) for the rows of a tile: partial is a compile-time constant.
+template <class Body>
+OCTET_INLINE void for_rows(const Problem& p, const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t key, const Body& body) {
+  TileRow row{nullptr, nullptr, 0, 0, nullptr, p.mask.dtype, p.mask.stride[3]};
+  for (int64_t i = 0; i < rows; ++i) {
+    const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
+    row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
+    row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
+    if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
+    if (row.first > 0 || row.last < kKeys || row.mask) body(i, row, std::true_type());
+    else body(i, row, std::false_type());
+  }
+}
+
+// Codes of x / step, as numbers.
+template <octet_dtype code>
+OCTET_INLINE Vf on_step(Vf x, Vf step, Vf inverse) {
+  if constexpr (code == OCTET_E4M3) return round_e4m3(x * inverse) * step;
+  return ((x * inverse + 0x1.8p23f) - 0x1.8p23f) * step;
+}
+
+// [rows][kKeys], one scale.
+template <octet_dtype code>
+inline void round_tile(float* x, int64_t rows) {
+  const float largest = finite_amax(x, rows * kKeys);
+  const Step step = step_of(largest, largest_code(code));
+  for (int64_t i = 0; i < rows * kKeys; i += kLanes) store(x + i, on_step<code>(load(x + i), splat(step.step), splat(step.inverse)));
+}
+
+// a / x, finite, 0 for x = 0.
+OCTET_INLINE Vf inverse_of(float a, Vf x) { return x > Vf{} ? min(a / x, splat(0x1.fffffep127f)) : Vf{}; }
+
+// One scale for each row of x_ij fold_j, into `out`.
+inline void round_rows_of_tile(const float* x, int64_t rows, const float* fold, float* out) {
+  Vf inverse_fold[kVectors];
+  for (int v = 0; v < kVectors; ++v) inverse_fold[v] = inverse_of(1.f, load(fold + v * kLanes));
+  for (int64_t i = 0; i < rows; ++i) {
+    Vf y[kVectors], largest{};
+    for (int v = 0; v < kVectors; ++v) {
+      y[v] = load(x + i * kKeys + v * kLanes) * load(fold + v * kLanes);
+      largest = max(finite_magnitude(y[v]), largest);
+    }
+    const Step step = step_of(reduce_max(largest), 127.f);
+    for (int v = 0; v < kVectors; ++v)
+      store(out + i * kKeys + v * kLanes, on_step<OCTET_I8>(y[v], splat(step.step), splat(step.inverse)) * inverse_fold[v]);
+  }
+}
+
+// One scale for each column of x_ij fold_i, in place.
+inline void round_columns_of_tile(float* x, int64_t rows, const float* fold, float top) {
+  for (int v = 0; v < kVectors; ++v) {
+    Vf largest{};
+    for (int64_t i = 0; i < rows; ++i) largest = max(finite_magnitude(load(x + i * kKeys + v * kLanes) * fold[i]), largest);
+    const Vf inverse = inverse_of(top, largest), step = largest / top;
+    for (int64_t i = 0; i < rows; ++i) {
+      float* at = x + i * kKeys + v * kLanes;
+      store(at, on_step<OCTET_I8>(load(at) * fold[i], step, inverse) * inverse_of(1.f, splat(fold[i])));
+    }
+  }
+}
+
+}  // namespace octet::cpu::OCTET_ISA

@@ -1,0 +1,274 @@
+// o, lse and the derivative of o along tangents tq, tk, tv, in one sweep over tiles of keys (forward-mode
+// differentiation of online softmax). For each key tile:
+//   s = q k^T,  ts = scale [tq, q] [k, tk]^T              the second as one product of twice the depth
+//   m' = max(m, rowmax(s)),  p = exp(s - m'),  alpha = exp(m - m'),  h = p (ts - c)
+//   l = alpha l + rowsum(p),  r = alpha r + rowsum(h)
+//   o = alpha o + p v,  t = alpha t + [p, h] [tv; v]      the second as one product of twice the depth
+// and at the end o / l, to = (t - r o / l) / l, lse = m + ln l.
+//
+// A constant added to a row of ts cancels between t and r o. So c, the mean of ts that p weighs in the first tile that
+// the row sees, only keeps h small, and with it the error of rounding h. l and r sum the rounded p and h, so that their
+// roundings cancel against those in o and t.
+#pragma once
+#include <cmath>
+
+#include "cpu/kernels/softmax.h"
+#include "cpu/parallel.h"
+
+namespace octet::cpu::OCTET_ISA {
+
+// A tile holds k above tk and tv above v: q meets the upper half of the former, p the lower half of the latter.
+struct JvpSide {
+  KeySide primal, tangent;
+
+  template <class E>
+  static JvpSide carve(const Problem& p, const ForwardPlan& plan, Carver& carve) {
+    JvpSide s;
+    s.primal = s.tangent = carve_key_side<E, E>(p, plan, carve, 2);
+    s.tangent.k += s.primal.k_words * kKeys;
+    s.primal.v += s.primal.v_words * s.primal.v_columns;
+    s.tangent.v_finite = carve.take<bool>(tiles_bound(p, p.tokens_k, kKeys) * p.kv_heads);
+    return s;
+  }
+};
+
+// Scratch memory of one thread.
+template <class E>
+struct JvpScratch {
+  static constexpr int64_t kRows = kMaxBlockRows;
+
+  Word* q;                  // [kRows][2 * k_words]: tq, then q
+  float *s, *ts;            // [kRows][kKeys]
+  typename E::Element* ph;  // [kRows][2 * p_stride]: p, then h
+  float *o, *t;             // [kRows][columns]
+  int64_t p_stride;
+
+  static JvpScratch carve(const KeySide& side, Carver& carve) {
+    JvpScratch x;
+    x.p_stride = padded<E>(kKeys);
+    x.q = carve.take<Word>(kRows * 2 * side.k_words);
+    x.s = carve.take<float>(kRows * kKeys);
+    x.ts = carve.take<float>(kRows * kKeys);
+    x.ph = carve.take<typename E::Element>(kRows * 2 * x.p_stride);
+    x.o = carve.take<float>(kRows * side.v_columns);
+    x.t = carve.take<float>(kRows * side.v_columns);
+    return x;
+  }
+};
+
+// Softmax state of the rows of a block.
+struct JvpState {
+  alignas(64) float l[kMaxBlockRows][kLanes], r[kMaxBlockRows][kLanes];  // partial sums
+  float m[kMaxBlockRows];
+  float centre[kMaxBlockRows];  // c
+  float alpha[kMaxBlockRows];
+};
+
+// The mean of x weighted by p; keys of weight 0 may hold anything.
+OCTET_INLINE float weighted_mean(const Vf (&p)[kVectors], const Vf (&x)[kVectors]) {
+  Vf product[kVectors];
+  for (int v = 0; v < kVectors; ++v) product[v] = p[v] == Vf{} ? Vf{} : p[v] * x[v];
+  return reduce_add(add_up(product)) / reduce_add(add_up(p));
+}
+
+// One row of a tile: from s and ts to p and h. Leaves alpha for the accumulators.
+template <class E, PFormat format, bool partial>
+OCTET_INLINE void jvp_row(const float* s, const float* ts, const TileRow& row, float scale, float unit, int64_t i,
+                          JvpState& state, typename E::Element* p_out, typename E::Element* h_out) {
+  constexpr int degree = exp2_degree(format);
+  Vf x[kVectors], p[kVectors], h[kVectors];
+  load_logits<partial, false>(s, row, scale, x);
+  const float old = state.m[i], largest = largest_of(x);
+  const bool moved = largest > old;
+  const float m = moved ? largest : old, base = m == kMinusInfinity ? 0.f : m;
+  const float alpha = moved ? scalar_exp2<degree>((old - m) * unit) : 1.f;
+  state.m[i] = m;
+  state.alpha[i] = alpha;
+
+  for (int v = 0; v < kVectors; ++v) p[v] = exp2<degree>((x[v] - base) * unit);
+  for (int v = 0; v < kVectors; ++v) x[v] = load(ts + v * kLanes) * scale;
+  if (moved && old == kMinusInfinity) state.centre[i] = weighted_mean(p, x);
+  const float centre = state.centre[i];
+  for (int v = 0; v < kVectors; ++v) h[v] = p[v] == Vf{} ? Vf{} : p[v] * (x[v] - centre);
+  store_p<E, format>(p, 1.f, p_out);
+  store_p<E, format>(h, 1.f, h_out);
+  store(state.l[i], load(state.l[i]) * alpha + add_up(p));
+  store(state.r[i], load(state.r[i]) * alpha + add_up(h));
+}
+
+template <class E, PFormat format>
+struct Jvp {
+  static constexpr int64_t kRows = JvpScratch<E>::kRows;
+
+  const Problem &p, &tangents;  // tangents: tq, tk, tv in the place of q, k, v
+  const ForwardPlan& plan;
+  const JvpSide& side;
+  const Signs& signs;
+  JvpScratch<E> scratch;
+  JvpState state;
+
+  void run(const Sequence& seq, const Block& block) {
+    const int64_t h = block.head, token = block.token;
+    const int64_t rows = seq.q_tokens - token < kRows ? seq.q_tokens - token : kRows;
+    start(seq, h, token, rows);
+    const KeyRange keys = p.keys_of_block(token, rows, seq.q_tokens, seq.k_tokens);
+    const int64_t tiles = keys.first < keys.last ? (keys.last + kKeys - 1) / kKeys : 0;
+    for (int64_t tile = keys.first / kKeys; tile < tiles; ++tile) {
+      const int64_t index = (block.first_tile + tile) * p.kv_heads + h / p.group();
+      logits(rows, index);
+      softmax_tile(seq, h, token, rows, tile * kKeys);
+      accumulate(rows, index);
+    }
+    finish(seq, h, token, rows);
+  }
+
+  void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows) {
+    float steps[kRows];
+    const int64_t words = side.primal.k_words, columns = side.primal.v_columns;
+    pack_queries<E>(tangents, plan, seq, h, token, rows, kRows, signs, scratch.q, 2 * words, words, steps);
+    pack_queries<E>(p, plan, seq, h, token, rows, kRows, signs, scratch.q + words, 2 * words, words, steps);
+    for (int64_t i = 0; i < kRows; ++i) {
+      state.m[i] = kMinusInfinity;
+      state.centre[i] = 0.f;
+    }
+    std::memset(state.l, 0, sizeof state.l);
+    std::memset(state.r, 0, sizeof state.r);
+    std::memset(scratch.ph, 0, sizeof *scratch.ph * kRows * 2 * scratch.p_stride);
+    std::memset(scratch.o, 0, sizeof(float) * kRows * columns);
+    std::memset(scratch.t, 0, sizeof(float) * kRows * columns);
+  }
+
+  void logits(int64_t rows, int64_t index) {
+    const int64_t words = side.primal.k_words;
+    const Strides q_strides{2 * words, 1};
+    const Word* k = side.primal.k + index * side.primal.k_stride;
+    matmul<E, false>(scratch.q + words, q_strides, k, kKeys, scratch.s, kKeys, rows, kKeys, words);
+    matmul<E, false>(scratch.q, q_strides, k, kKeys, scratch.ts, kKeys, rows, kKeys, 2 * words);
+  }
+
+  void softmax_tile(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t key) {
+    TileRow row{nullptr, nullptr, 0, 0, nullptr, p.mask.dtype, p.mask.stride[3]};
+    const float unit = logit_unit();
+    for (int64_t i = 0; i < rows; ++i) {
+      const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
+      row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
+      row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
+      const float *s = scratch.s + i * kKeys, *ts = scratch.ts + i * kKeys;
+      auto* p_out = scratch.ph + i * 2 * scratch.p_stride;
+      auto* h_out = p_out + scratch.p_stride;
+      if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
+      if (row.first > 0 || row.last < kKeys || row.mask)
+        jvp_row<E, format, true>(s, ts, row, p.scale, unit, i, state, p_out, h_out);
+      else
+        jvp_row<E, format, false>(s, ts, row, p.scale, unit, i, state, p_out, h_out);
+    }
+  }
+
+  // Logit times log2(e) per unit of what load_logits gives.
+  float logit_unit() const { return p.mask.present() ? kLog2e : p.scale * kLog2e; }
+
+  void accumulate(int64_t rows, int64_t index) {
+    const int64_t columns = side.primal.v_columns, words = side.primal.v_words;
+    for (int64_t i = 0; i < rows; ++i) {
+      const float alpha = state.alpha[i];
+      if (alpha == 1.f) continue;
+      for (int64_t c = i * columns; c < (i + 1) * columns; c += kLanes) {
+        store(scratch.o + c, load(scratch.o + c) * alpha);
+        store(scratch.t + c, load(scratch.t + c) * alpha);
+      }
+    }
+    const Strides strides{2 * scratch.p_stride / E::kPerWord, 1};
+    const Word *tv = side.tangent.v + index * side.tangent.v_stride, *v = side.primal.v + index * side.primal.v_stride;
+    if (side.primal.v_finite[index] && side.tangent.v_finite[index]) {
+      matmul<E, true>(scratch.ph, strides, v, columns, scratch.o, columns, rows, columns, words);
+      matmul<E, true>(scratch.ph, strides, tv, columns, scratch.t, columns, rows, columns, 2 * words);
+    } else {
+      matmul_skipping_zeros<E>(scratch.ph, strides, v, columns, scratch.o, columns, rows, columns, words);
+      matmul_skipping_zeros<E>(scratch.ph, strides, tv, columns, scratch.t, columns, rows, columns, 2 * words);
+    }
+  }
+
+  void finish(const Sequence& seq, int64_t h, int64_t token, int64_t rows) {
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t at = seq.q_first + token + i;
+      float *o = scratch.o + i * side.primal.v_columns, *to = scratch.t + i * side.primal.v_columns;
+      const float l = reduce_add(load(state.l[i])), r = reduce_add(load(state.r[i]));
+      const bool seen = l != 0.f;
+      const float inverse = seen ? 1.f / l : 0.f;
+      for (int64_t c = 0; c < p.dim_v; ++c) {
+        o[c] = seen ? o[c] * inverse : 0.f;
+        to[c] = seen ? (to[c] - r * o[c]) * inverse : 0.f;
+      }
+      store_row(p.o, seq.batch, h, at, o);
+      store_row(p.to, seq.batch, h, at, to);
+      if (!p.lse.present()) continue;
+      const double m = static_cast<double>(state.m[i]) * logit_unit() / 1.44269504088896340736;
+      const double lse = m + std::log(static_cast<double>(l));
+      *p.lse.at<float>(seq.batch, h, at) = seen ? static_cast<float>(lse) : kMinusInfinity;
+    }
+  }
+};
+
+template <class E>
+std::size_t jvp_scratch_bytes(const KeySide& side) {
+  Carver carve(nullptr);
+  JvpScratch<E>::carve(side, carve);
+  return carve.used();
+}
+
+template <class E>
+std::size_t jvp_workspace_as(const Problem& p, const ForwardPlan& plan, unsigned threads) {
+  Carver carve(nullptr);
+  const JvpSide side = JvpSide::carve<E>(p, plan, carve);
+  return carve.used() + threads * jvp_scratch_bytes<E>(side.primal);
+}
+
+template <class E, PFormat format>
+void jvp_as(const Job& job, const ForwardPlan& plan) {
+  const Problem& p = *job.problem;
+  Problem tangents = p;
+  tangents.q = p.tq;
+  tangents.k = p.tk;
+  tangents.v = p.tv;
+  Carver carve(job.workspace);
+  const JvpSide side = JvpSide::carve<E>(p, plan, carve);
+  const std::size_t scratch_bytes = jvp_scratch_bytes<E>(side.primal);
+  char* scratch = carve.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
+  const Signs signs(p.q, p.dim);
+  parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
+    const Block& block = job.key_tiles[task];
+    const Sequence& seq = job.sequences[block.sequence];
+    pack_key_tile<E, E>(p, plan, seq, block, signs, side.primal);
+    pack_key_tile<E, E>(tangents, plan, seq, block, signs, side.tangent);
+  });
+  parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
+    const Block& block = job.query_blocks[task];
+    Carver own(scratch + thread * scratch_bytes);
+    configure_tiles();
+    Jvp<E, format> jvp{p, tangents, plan, side, signs, JvpScratch<E>::carve(side.primal, own), {}};
+    jvp.run(job.sequences[block.sequence], block);
+    release_tiles();
+  });
+}
+
+// Calls body with the engine and P format of a plan.
+template <class Body>
+auto with_jvp_engine(const ForwardPlan& plan, Body&& body) {
+  switch (plan.p) {
+    case PFormat::bf16: return body.template operator()<Bf16, PFormat::bf16>();
+    case PFormat::f16: return body.template operator()<F32, PFormat::f16>();
+    default: return body.template operator()<F32, PFormat::exact>();
+  }
+}
+
+inline std::size_t jvp_workspace(const Problem& p, unsigned threads) {
+  const ForwardPlan plan = forward_plan(p);
+  return with_jvp_engine(plan, [&]<class E, PFormat>() { return jvp_workspace_as<E>(p, plan, threads); });
+}
+
+inline void jvp(const Job& job) {
+  const ForwardPlan plan = forward_plan(*job.problem);
+  with_jvp_engine(plan, [&]<class E, PFormat format>() { jvp_as<E, format>(job, plan); });
+}
+
+}  // namespace octet::cpu::OCTET_ISA
