@@ -50,6 +50,10 @@ int run(int argc, char** argv) {
   octet::cli::add_quantize(app);
   try {
     app.parse(argc, argv);
+  } catch (const CLI::RequiredError& error) {
+    const auto remaining = app.remaining();
+    return fail(remaining.empty() ? std::string(error.what()) + " (octet --help, octet COMMAND --help)"
+                                  : "unknown command \"" + remaining.front() + "\" (octet --help lists them)");
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     return fail(std::string(error.what()) + " (octet --help, octet COMMAND --help)");

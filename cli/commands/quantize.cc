@@ -1,6 +1,8 @@
 // octet quantize: the public quantiser on one tensor of a file, with its statistics and its error.
 #include <octet/octet.hpp>
 
+#include <algorithm>
+#include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -61,7 +63,8 @@ Array logit_error(const Source& source, const Quantized& mine, QuantizerOptions 
   Array error(DType::f32, Shape{shape[0], shape[1], 1, 1});
   const Tensor q_statistics = q.statistics.view(), k_statistics = k.statistics.view();
   Tensor view = error.view();
-  check(octet_logit_error(&q_statistics, &k_statistics, 0.f, &view, nullptr));
+  const auto scale = static_cast<float>(1 / std::sqrt(static_cast<double>(shape[3])));
+  check(octet_logit_error(&q_statistics, &k_statistics, scale, &view, nullptr));
   return error;
 }
 

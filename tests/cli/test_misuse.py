@@ -1,0 +1,162 @@
+"""Whatever is wrong: one clear line on standard error, exit status 2, no output file, nothing left behind."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from conftest import draw, header_bytes, octet, write_safetensors
+
+QKV = {n: {"dtype": "F32", "shape": [1, 1, 2, 8], "data_offsets": [64 * i, 64 * i + 64]} for i, n in enumerate("qkv")}
+
+
+def with_q(**changes):
+    return header_bytes(QKV | {"q": QKV["q"] | changes}) + bytes(192)
+
+
+def refused(done, message):
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("octet: "), done.stderr
+    assert message in lines[0]
+
+
+FILES = {
+    "a truncated header": (header_bytes(QKV)[:60], "truncated: header of"),
+    "nothing": (b"", "too few for a safetensors header"),
+    "a header of 2^60 bytes": ((1 << 60).to_bytes(8, "little") + b"{}", "header of 1152921504606846976 bytes"),
+    "deeply nested JSON": (header_bytes(b'{"q":' + b"[" * 500000), 'found an array in "q"'),
+    "nested metadata": (header_bytes(b'{"__metadata__":{"a":' + b'{"a":' * 500000), "found an object"),
+    "overlapping offsets": (header_bytes(QKV | {"k": QKV["k"] | {"data_offsets": [32, 96]}}) + bytes(192), "inside another tensor"),
+    "negative offsets": (with_q(data_offsets=[-64, 0]), "negative offset -64"),
+    "offsets beyond the end": (header_bytes(QKV) + bytes(191), "ends at byte 192, but the file holds 191"),
+    "a shape whose product overflows": (with_q(shape=[1 << 32, 1 << 32, 2, 8]), "more elements than memory can hold"),
+    "an unknown dtype": (with_q(dtype="F13"), 'unknown dtype "F13", allowed: F64'),
+    "a missing tensor": (header_bytes({n: QKV[n] for n in "qk"}) + bytes(128), 'no tensor "v"; found: k, q'),
+    "shapes that disagree": (with_q(shape=[1, 1, 1, 16]), "k: shape [1, 1, 2, 8], expected [1, 1, 2, 16]"),
+    "two dimensions": (with_q(shape=[2, 8]), "q: shape [2, 8], expected [batch, head, token, dim]"),
+    "a head dim of 4": (with_q(shape=[1, 1, 4, 4]), "q: head dim 4"),
+    "integers": (with_q(dtype="I32"), "q: dtype int32"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_bad_files(tmp_path, name, command):
+    content, message = FILES[name]
+    source = tmp_path / "in.safetensors"
+    source.write_bytes(content)
+    if command == "check" and name == "integers":
+        message = "q: dtype i32"
+    refused(octet(command, source, *([tmp_path / "out.safetensors"] if command == "run" else [])), message)
+    assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+ARGUMENTS = {
+    "NaN scale": (["--scale", "nan"], "scale: found nan, allowed: positive and finite"),
+    "zero scale": (["--scale", "0"], "scale: found 0, allowed: positive and finite"),
+    "infinite scale": (["--scale", "inf"], "scale: found inf"),
+    "a scale that is no number": (["--scale", "1.2.3"], '--scale: found "1.2.3", expected a number'),
+    "unknown precision": (["--precision", "int7"], '--precision: found "int7", allowed: f64, f32, f16, bf16, int8'),
+    "a list of precisions": (["--precision", "f32,bf16"], '--precision: found "f32,bf16"'),
+    "unknown alignment": (["--causal=left"], '--causal: found "left", allowed: top-left, bottom-right'),
+    "unknown backend": (["--backend", "abacus"], 'unknown name "abacus"; known: cpu, reference'),
+    "unknown remedy": (["--precision", "bf16", "--remedy", "hope"], '--remedy: found "hope", allowed: f16_inside, none, beta'),
+    "a remedy for f32": (["--remedy", "beta"], "remedies are for f16 and bf16"),
+    "unknown output type": (["--out-dtype", "f128"], '--out-dtype: found "f128", allowed: f64'),
+    "an output type without room": (["--out-dtype", "int8"], "o: dtype i8, allowed"),
+    "half a window": (["--window", "3"], '--window: found "3", expected LEFT,RIGHT'),
+    "a window below -1": (["--window", "-2,0"], "window: found -2, 0"),
+    "an unknown option": (["--fast"], "--fast"),
+    "a backward of a forward-only precision": (["--precision", "fp8_raw", "--backward"], "fp8_raw"),
+    "hadamard for f32": (["--hadamard", "on"], "hadamard: given with precision f32"),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_bad_arguments(tmp_path, small, name):
+    arguments, message = ARGUMENTS[name]
+    refused(octet("run", small, tmp_path / "out.safetensors", *arguments), message)
+    assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+def test_a_missing_file(tmp_path):
+    refused(octet("run", tmp_path / "none.safetensors", tmp_path / "out.safetensors"), "none.safetensors: cannot open: No such file or directory")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_count_that_does_not_divide(tmp_path):
+    source = write_safetensors(tmp_path / "in.safetensors", draw(1, hq=3, hkv=2))
+    refused(octet("run", source, tmp_path / "out.safetensors"), "q: 3 heads, which is not a multiple of the 2 heads of k and v")
+
+
+def test_causal_with_lengths_that_differ_asks_for_the_diagonal(tmp_path):
+    source = write_safetensors(tmp_path / "in.safetensors", draw(1, sq=8, sk=9))
+    done = octet("run", source, tmp_path / "out.safetensors", "--causal")
+    refused(done, "top-left")
+    refused(done, "bottom-right")
+
+
+def test_companions_that_run_needs(tmp_path):
+    source = write_safetensors(tmp_path / "in.safetensors", draw(1, companions=False))
+    refused(octet("run", source, tmp_path / "out.safetensors", "--backward"), 'no tensor "do"')
+    refused(octet("run", source, tmp_path / "out.safetensors", "--jvp"), 'no tensor "tq"')
+
+
+@pytest.mark.parametrize("out", ["none/out.safetensors", "none/out", "folder.safetensors", "in.safetensors", "/proc/out.safetensors", "out.npy"])
+def test_an_unwritable_output(tmp_path, small, out):
+    (tmp_path / "folder.safetensors").mkdir()
+    before = small.read_bytes()
+    done = octet("run", small, tmp_path / out)
+    refused(done, out)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder.safetensors", "in.safetensors"]
+    assert small.read_bytes() == before
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, small):
+    limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 1; exec "$@"', "-", os.environ["OCTET"], "run", str(small), str(tmp_path / "out.safetensors")]
+    import subprocess
+    refused(subprocess.run(limited, capture_output=True, text=True), "cannot write: File too large")
+    assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+@pytest.mark.parametrize("operand", ["q", "k"])
+def test_quantising_per_channel_what_is_summed_over_channels(tmp_path, small, operand):
+    done = octet("quantize", small, tmp_path / "out.safetensors", "--operand", operand, "--format", "int8", "--granularity", "channel")
+    refused(done, "granularity: channel")
+    assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+@pytest.mark.parametrize("content, message", [
+    (b"", "too few"), (b"\x93NUMPY\x01\x00\xff\xff{", "too few"), (b"\x93NUMPY\x09\x00\x02\x00{}", "version 9.0"), (b"hello hello", "not a .npy file"),
+])
+def test_bad_npy(tmp_path, content, message):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for name, x in draw(2, companions=False).items():
+        np.save(folder / f"{name}.npy", x)
+    (folder / "k.npy").write_bytes(content)
+    refused(octet("run", folder, tmp_path / "out"), message)
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_fortran_order_is_refused_with_the_cure(tmp_path):
+    for name, x in draw(2, companions=False).items():
+        np.save(tmp_path / f"{name}.npy", np.asfortranarray(x))
+    refused(octet("run", tmp_path, tmp_path / "out"), "ascontiguousarray")
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ([], "subcommand"), (["dance"], "dance"), (["check"], "FILE"), (["study"], "give a file or --bias"),
+    (["study", "--bias", "--round", "x=bf16"], 'unknown point "x"'), (["study", "--bias", "--round", "p=bf17"], '--round p: found "bf17"'),
+    (["bench", "--shape", "1,2,3"], "expected b,hq,hkv,sq,sk,d"), (["bench", "--runs", "0"], "at least 1 run"),
+    (["explain", "--shape", "1,8,8,9223372036854775807,64,64"], "memory can hold"), (["explain"], "--shape"),
+    (["check", "x", "--pass", "sideways"], '--pass: found "sideways", allowed: fwd, bwd, jvp'),
+])
+def test_bad_commands(arguments, message):
+    refused(octet(*arguments), message)
+
+
+def test_check_prints_no_half_of_a_json_answer(tmp_path, small):
+    refused(octet("check", small, tmp_path / "none.safetensors", "--json", "--precision", "f32"), "cannot open")

@@ -1,0 +1,95 @@
+"""octet run against NumPy."""
+
+import numpy as np
+import pytest
+from conftest import attention, causal, draw, read_header, read_safetensors, rel_l2, run_ok, window, write_safetensors
+
+# What float32 arithmetic over sums of a few dozen terms loses, with an order of magnitude to spare.
+F32 = 2e-6
+
+
+def check(outputs, want, names):
+    assert sorted(outputs) == sorted(names)
+    for name in names:
+        assert outputs[name].shape == want[name].shape, name
+        assert rel_l2(outputs[name], want[name]) < F32, name
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("options, names", [([], ["o", "lse"]), (["--backward"], ["o", "lse", "dq", "dk", "dv"]), (["--jvp"], ["o", "lse", "to"]),
+                                            (["--backward", "--jvp"], ["o", "lse", "dq", "dk", "dv", "to"])])
+def test_passes_in_f32_agree_with_numpy(tmp_path, small, options, names, backend):
+    out = tmp_path / "out.safetensors"
+    run_ok("run", small, out, "--precision", "f32", "--backend", backend, *options)
+    check(read_safetensors(out), attention(draw(7)), names)
+
+
+@pytest.mark.parametrize("option, sq, sk, seen", [
+    (["--causal"], 40, 40, causal(40, 40)),
+    (["--causal=top-left"], 40, 57, causal(40, 57)),
+    (["--causal=bottom-right"], 40, 57, causal(40, 57, True)),
+    (["--window", "5,2"], 40, 40, window(40, 5, 2)),
+])
+def test_masks_agree_with_numpy(tmp_path, option, sq, sk, seen):
+    t = draw(3, sq=sq, sk=sk)
+    out = tmp_path / "out.safetensors"
+    run_ok("run", write_safetensors(tmp_path / "in.safetensors", t), out, "--backward", "--jvp", *option)
+    check(read_safetensors(out), attention(t, seen), ["o", "lse", "dq", "dk", "dv", "to"])
+
+
+def test_scale_and_a_head_dim_of_v_that_differs(tmp_path):
+    t = draw(4, d=24, e=40)
+    out = tmp_path / "out.safetensors"
+    run_ok("run", write_safetensors(tmp_path / "in.safetensors", t), out, "--scale", "0.5", "--backward")
+    check(read_safetensors(out), attention(t, scale=0.5), ["o", "lse", "dq", "dk", "dv"])
+
+
+def test_three_dimensions_are_one_batch_and_stay_three(tmp_path):
+    t = {name: x[0] for name, x in draw(5).items()}
+    out = tmp_path / "out.safetensors"
+    run_ok("run", write_safetensors(tmp_path / "in.safetensors", t), out, "--backward")
+    want = {name: x[0] for name, x in attention({name: x[None] for name, x in t.items()}).items()}
+    check(read_safetensors(out), want, ["o", "lse", "dq", "dk", "dv"])
+
+
+def test_npy_in_and_out(tmp_path):
+    t = draw(6)
+    (tmp_path / "in").mkdir()
+    for name, x in t.items():
+        np.save(tmp_path / "in" / f"{name}.npy", x)
+    run_ok("run", tmp_path / "in", tmp_path / "out", "--backward", "--jvp")
+    names = ["o", "lse", "dq", "dk", "dv", "to"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(f"{n}.npy" for n in names)
+    check({n: np.load(tmp_path / "out" / f"{n}.npy") for n in names}, attention(t), names)
+
+
+@pytest.mark.parametrize("in_type, option, out_type", [("f32", [], "F32"), ("f16", [], "F16"), ("bf16", [], "BF16"), ("f32", ["--out-dtype", "bf16"], "BF16"),
+                                                       ("bf16", ["--out-dtype", "f32"], "F32"), ("f64", [], "F64")])
+def test_outputs_have_the_type_of_inputs_unless_asked_otherwise(tmp_path, in_type, option, out_type):
+    t = draw(8, dtype={"f16": np.float16, "f64": np.float64}.get(in_type, np.float32))
+    source = write_safetensors(tmp_path / "in.safetensors", t, bf16=in_type == "bf16")
+    out = tmp_path / "out.safetensors"
+    run_ok("run", source, out, "--backward", *option)
+    assert {name: entry["dtype"] for name, entry in read_header(out).items()} == {"o": out_type, "dq": out_type, "dk": out_type, "dv": out_type, "lse": "F32"}
+
+
+@pytest.mark.parametrize("precision", ["f16", "bf16", "int8", "int8_f16", "int8_fp8", "fp8", "sagebwd"])
+def test_every_precision_runs_and_is_near(tmp_path, precision):
+    t = draw(9, sq=128, sk=128, d=64, e=64)
+    out = tmp_path / "out.safetensors"
+    run_ok("run", write_safetensors(tmp_path / "in.safetensors", t), out, "--precision", precision)
+    assert rel_l2(read_safetensors(out)["o"], attention(t)["o"]) < 0.1
+
+
+def test_the_output_is_readable_by_others_as_the_umask_says(tmp_path, small):
+    out = tmp_path / "out.safetensors"
+    run_ok("run", small, out)
+    assert out.stat().st_mode & 0o777 == small.stat().st_mode & 0o777
+
+
+def test_an_old_output_is_replaced(tmp_path, small):
+    out = tmp_path / "out.safetensors"
+    out.write_bytes(b"old")
+    run_ok("run", small, out)
+    assert "o" in read_safetensors(out)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.safetensors", "out.safetensors"]
