@@ -111,11 +111,29 @@ void run(const Problem& p, Bytes workspace, void*) {
 
 }  // namespace
 
+namespace {
+
+// Under f16_inside P is f16, scaled so that the small ones keep their bits: gradients need an output whose weights and
+// row sums agree with theirs. An output that is rounded to bf16 and not kept otherwise errs no less with bf16 weights,
+// which tile instructions multiply.
+ForwardPlan sixteen_bit_plan(const Problem& p) {
+  const bool f16 = p.precision == OCTET_PRECISION_F16, beta = p.remedy == OCTET_REMEDY_BETA;
+  const octet_dtype format = f16 ? OCTET_F16 : OCTET_BF16;
+  ForwardPlan plan{.qk = format, .v = format, .p = f16 ? PFormat::f16 : PFormat::bf16, .l_from_p = !beta, .beta = beta};
+  const bool keeps_exact_o = p.o_residual.present() || p.o.dtype == OCTET_F32;
+  if (p.remedy == OCTET_REMEDY_F16_INSIDE && (f16 || keeps_exact_o)) plan.p = PFormat::f16, plan.p_top = 0x1p15f;
+  // exp(-20) is far below the smallest f16; exp(-4) leaves half of its exponents to the other keys.
+  plan.beta_reach = f16 ? 4.f : 20.f;
+  return plan;
+}
+
+}  // namespace
+
 ForwardPlan forward_plan(const Problem& p) {
   ForwardPlan plan{};
   switch (p.precision) {
-    case OCTET_PRECISION_F16: return {.qk = OCTET_F16, .v = OCTET_F16, .p = PFormat::f16, .beta = p.remedy == OCTET_REMEDY_BETA};
-    case OCTET_PRECISION_BF16: return {.qk = OCTET_BF16, .v = OCTET_BF16, .p = PFormat::bf16, .beta = p.remedy == OCTET_REMEDY_BETA};
+    case OCTET_PRECISION_F16:
+    case OCTET_PRECISION_BF16: return sixteen_bit_plan(p);
     case OCTET_PRECISION_INT8:
       return {.qk = OCTET_I8, .q_group = 1, .k_group = 1, .smooth_k = true, .hadamard = p.hadamard, .v = OCTET_I8, .v_scale = VScale::token,
               .smooth_v = true, .p = PFormat::u8, .p_top = 255.f, .l_from_p = false};

@@ -62,6 +62,7 @@ template <int64_t rows>
 struct RowState {
   alignas(64) float l[rows][kLanes];  // partial sums
   float m[rows];
+  float top[rows];         // remedy beta: largest logit so far; m may lie above it
   float unit[rows];        // logit * log2(e) per unit of x
   float to_logit[rows];    // logit per unit of sum * k_scale
   float alpha[2][rows];    // of tiles t and t + 1
@@ -85,7 +86,11 @@ OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typenam
   Vf x[kVectors];
   load_logits<partial, kBias<Qk> != 0>(s, row, state.to_logit[i], x);
   float m = largest_of(x);
-  if (plan.beta) m = shifted_maximum(x, m, beta, state.to_logit[i]);
+  if (plan.beta) {
+    const float top = m;
+    m = shifted_maximum(x, top, state.top[i], beta, plan.beta_reach * kLog2e / state.unit[i]);
+    state.top[i] = top > state.top[i] ? top : state.top[i];
+  }
   const float old = state.m[i], unit = state.unit[i];
   float alpha = 1.f;
   if (m > old) {
@@ -109,7 +114,7 @@ OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typenam
     state.p_step[parity][i] = quantize_p<Pv>(x, largest_of(x), plan.p_top, p_out);
     if (!v_finite) state.p_step[parity][i] += reduce_add(add_up(x) * 0.f);
   } else {
-    const Vf un_rounded = add_up(p) * (format == PFormat::e4m3 ? plan.p_top : 1.f);
+    const Vf un_rounded = add_up(p) * (scales_p(format) ? plan.p_top : 1.f);
     store_p<Pv, format>(p, plan.p_top, p_out);
     l = plan.l_from_p ? add_up(p) : un_rounded;
   }
@@ -194,7 +199,7 @@ struct Forward {
     float steps[kRows];
     pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, scratch.q, side.k_words, side.k_words, steps);
     for (int64_t i = 0; i < kRows; ++i) {
-      state.m[i] = kMinusInfinity;
+      state.m[i] = state.top[i] = kMinusInfinity;
       state.to_logit[i] = steps[i] * p.scale;
       state.unit[i] = p.mask.present() ? kLog2e : state.to_logit[i] * kLog2e;
     }
@@ -287,7 +292,7 @@ struct Forward {
   // In the gauge of the caller's k: smoothing moved every logit of the row by scale q.mean.
   float lse(const Sequence& seq, int64_t h, int64_t at, int i, float l, int64_t side_index) const {
     const double unit = static_cast<double>(state.unit[i]) / 1.44269504088896340736;
-    double value = state.m[i] * unit + std::log(static_cast<double>(l) / (format == PFormat::e4m3 ? plan.p_top : 1.f));
+    double value = state.m[i] * unit + std::log(static_cast<double>(l) / (scales_p(format) ? plan.p_top : 1.f));
     if (plan.smooth_k) value += p.scale * dot_with_mean(p, seq, h, at, signs, side.k_mean + side_index * kMaxDim);
     return static_cast<float>(value);
   }
@@ -353,7 +358,8 @@ auto with_engines(const ForwardPlan& plan, Body&& body) {
       return int8 ? body.template operator()<Int8, Bf16, PFormat::e4m3>() : body.template operator()<Bf16, Bf16, PFormat::e4m3>();
     case PFormat::bf16: return body.template operator()<Bf16, Bf16, PFormat::bf16>();
     case PFormat::f16:
-      return int8 ? body.template operator()<Int8, F32, PFormat::f16>() : body.template operator()<F32, F32, PFormat::f16>();
+      if (int8) return body.template operator()<Int8, F32, PFormat::f16>();
+      return plan.qk == OCTET_BF16 ? body.template operator()<Bf16, F32, PFormat::f16>() : body.template operator()<F32, F32, PFormat::f16>();
     default: return body.template operator()<F32, F32, PFormat::exact>();
   }
 }

@@ -8,9 +8,9 @@ namespace octet::cpu {
 // Format of P as the operand of P V.
 enum class PFormat {
   exact,  // f32
-  f16,
+  f16,    // of p * p_top
   bf16,
-  e4m3,   // of p * p_top, p_top a power-of-two or 448
+  e4m3,   // of p * p_top
   u8      // dynamic: of p_j t_j with the largest of a (row, key tile) at p_top; t_j: token scale of V
 };
 
@@ -31,6 +31,7 @@ struct ForwardPlan {
   float p_top = 1.f;
   bool l_from_p = true;    // the row sum adds the rounded P
   bool beta = false;       // shifted maximum
+  float beta_reach = 0.f;  // at most this far above the true one
 };
 
 ForwardPlan forward_plan(const Problem& problem);

@@ -87,16 +87,18 @@ constexpr int exp2_degree(PFormat format) {
   }
 }
 
-// The shifted maximum of arXiv 2510.04212, Algorithm 1: where several logits of a tile equal a positive maximum, use
-// beta times it; a tied negative maximum becomes 0. Clamped to 20 above, or the row would underflow.
-inline float shifted_maximum(const Vf (&x)[kVectors], float m, float beta, float to_logit) {
+// The maximum that a tile with the largest logit `top` proposes under remedy beta (arXiv 2510.04212, Algorithm 1): where
+// several logits equal the largest of the row so far, beta times it if positive, 0 if negative; at most `reach` above
+// it, or the row would underflow. `earlier`: the largest logit of earlier tiles, so that it does not matter which tile
+// a tie falls into.
+inline float shifted_maximum(const Vf (&x)[kVectors], float top, float earlier, float beta, float reach) {
+  const float largest = top > earlier ? top : earlier;
   int ties = 0;
   for (int v = 0; v < kVectors; ++v)
-    for (int i = 0; i < kLanes; ++i) ties += x[v][i] == m;
-  if (ties < 2 || m == 0.f) return m;
-  if (m < 0.f) return m * to_logit < -20.f ? m + 20.f / to_logit : 0.f;
-  const float shifted = beta * m, limit = m + 20.f / to_logit;
-  return shifted < limit ? shifted : limit;
+    for (int i = 0; i < kLanes; ++i) ties += x[v][i] == largest;
+  if (!ties || ties + (earlier == largest) < 2 || top == 0.f || top == kMinusInfinity) return top;
+  const float shifted = top > 0.f ? beta * top : 0.f;
+  return shifted < top + reach ? shifted : top + reach;
 }
 
 OCTET_INLINE Vf add_up(const Vf (&x)[kVectors]) {
@@ -104,6 +106,9 @@ OCTET_INLINE Vf add_up(const Vf (&x)[kVectors]) {
   for (int v = 1; v < kVectors; ++v) sum += x[v];
   return sum;
 }
+
+// Whether P is stored times plan.p_top; row sums are then in the same units.
+constexpr bool scales_p(PFormat format) { return format == PFormat::e4m3 || format == PFormat::f16; }
 
 // Stores a row of P, rounded to the format, as elements of the engine, and leaves the numbers stored in p.
 template <class Pv, PFormat format>
@@ -121,7 +126,7 @@ OCTET_INLINE void store_p(Vf (&p)[kVectors], float top, typename Pv::Element* ou
   }
   for (int v = 0; v < kVectors; ++v) {
     if constexpr (format == PFormat::bf16) p[v] = round_bf16(p[v]);
-    if constexpr (format == PFormat::f16) p[v] = round_f16(p[v]);
+    if constexpr (format == PFormat::f16) p[v] = round_f16(p[v] * top);
     if constexpr (format == PFormat::e4m3) p[v] = round_e4m3(p[v] * top);
     if constexpr (std::is_same_v<typename Pv::Element, float>) {
       store(out + v * kLanes, p[v]);

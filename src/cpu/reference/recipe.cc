@@ -38,8 +38,7 @@ Recipe format_only(octet_dtype format) {
   return r;
 }
 
-Recipe sixteen_bits(octet_dtype format, octet_remedy remedy, double beta) {
-  if (remedy == OCTET_REMEDY_F16_INSIDE) return f16_inside(format);
+Recipe remedied(octet_dtype format, octet_remedy remedy, double beta) {
   Recipe r = flash_attention(format);
   r.backward.exact_o = remedy == OCTET_REMEDY_EXACT_DELTA;
   if (remedy == OCTET_REMEDY_PROJECT) r.backward.project = format;
@@ -50,6 +49,15 @@ Recipe sixteen_bits(octet_dtype format, octet_remedy remedy, double beta) {
     r.sum_rounded_p = false;  // a shift cancels from p / l when both are rounded alike, and with it the remedy
   }
   return r;
+}
+
+// Whether the un-rounded output is kept. If not, bf16 weights err less than the output's own rounding.
+bool keeps_exact_o(const Problem& p) { return p.o_residual.present() || p.o.dtype == OCTET_F32 || p.o.dtype == OCTET_F64; }
+
+Recipe sixteen_bits(const Problem& p) {
+  const octet_dtype format = p.precision == OCTET_PRECISION_F16 ? OCTET_F16 : OCTET_BF16;
+  if (p.remedy != OCTET_REMEDY_F16_INSIDE) return remedied(format, p.remedy, p.beta);
+  return p.pass != OCTET_FORWARD || format == OCTET_F16 || keeps_exact_o(p) ? f16_inside(format) : flash_attention(format);
 }
 
 Recipe rounded(const octet_rounding& points) {
@@ -235,8 +243,8 @@ Recipe flash_attention_3_fp8() {
 Recipe recipe_of(const Problem& problem) {
   switch (problem.precision) {
     case OCTET_PRECISION_F32: return format_only(OCTET_F32);
-    case OCTET_PRECISION_F16: return sixteen_bits(OCTET_F16, problem.remedy, problem.beta);
-    case OCTET_PRECISION_BF16: return sixteen_bits(OCTET_BF16, problem.remedy, problem.beta);
+    case OCTET_PRECISION_F16:
+    case OCTET_PRECISION_BF16: return sixteen_bits(problem);
     case OCTET_PRECISION_INT8: return octet_int8(problem.hadamard, problem.smooth_q);
     case OCTET_PRECISION_INT8_F16: return octet_int8_f16(problem.hadamard, problem.smooth_q);
     case OCTET_PRECISION_INT8_FP8: return octet_int8_fp8(problem.hadamard, problem.smooth_q);
@@ -257,8 +265,7 @@ std::optional<std::string> recipe_objection(const Problem& problem) {
   if (problem.pass == OCTET_JVP && !(wide || sixteen))
     return text("precision ", name(precision), " has no jvp; those that have: f64, f32, f16, bf16");
   const bool exact_o = problem.remedy == OCTET_REMEDY_F16_INSIDE || problem.remedy == OCTET_REMEDY_EXACT_DELTA;
-  const bool wide_o = problem.o.dtype == OCTET_F32 || problem.o.dtype == OCTET_F64;
-  if (problem.pass == OCTET_BACKWARD && sixteen && exact_o && !wide_o && !problem.o_residual.present())
+  if (problem.pass == OCTET_BACKWARD && sixteen && exact_o && !keeps_exact_o(problem))
     return text("remedy ", name(problem.remedy), " needs the un-rounded output, but o is ", name(problem.o.dtype),
                 " and o_residual is NULL; pass o_residual (the forward pass writes it), or keep o in f32");
   if (problem.rounding) return rounding_objection(*problem.rounding, problem.pass);
