@@ -21,6 +21,18 @@ TEST_P(InputTypes, that_hold_the_same_numbers_give_the_same_bits) {
   }
 }
 
+// Subnormal numbers of f16 are numbers too: real gradients are of 1e-6.
+TEST_P(InputTypes, that_hold_the_same_subnormals_give_the_same_bits) {
+  Case c{.name = "subnormals", .heads = 2, .kv_heads = 2, .tokens_q = 100, .tokens_k = 130, .dtype = DType::f16};
+  Inputs in = draw(c, 2);
+  for (Values* x : {&in.v, &in.do_, &in.tv}) *x = rounded(combined(0x1p-18, *x, 0, *x), c.dtype);
+  const Outputs got = compute(c, in, GetParam());
+  c.dtype = DType::f32;
+  const Outputs want = compute(c, in, GetParam());
+  expect_same_bits(got, want, GetParam().pass, "f16 against f32");
+  if (GetParam().precision != Precision::fp8_raw) EXPECT_GT(largest(want.o), 0.0);  // e4m3 without scales has no such numbers
+}
+
 INSTANTIATE_TEST_SUITE_P(Recipes, InputTypes, testing::ValuesIn(every_recipe()), label);
 
 // int8 codes per token with their scales and, if smoothed, the channel means taken off before.

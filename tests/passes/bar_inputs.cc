@@ -2,9 +2,12 @@
 
 #include <octet/formats.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <random>
+
+#include "support/inputs.h"
 
 namespace octet::test {
 namespace {
@@ -15,7 +18,6 @@ class Draw {
   explicit Draw(uint64_t seed) : bits_(seed) {}
   double normal() { return normal_(bits_); }
   double uniform() { return uniform_(bits_); }
-  int64_t below(int64_t n) { return static_cast<int64_t>(bits_() % static_cast<uint64_t>(n)); }
 
  private:
   std::mt19937_64 bits_;
@@ -61,6 +63,10 @@ void bias_all_channels(Draw& draw, Head& q, Head& k) {
   }
   k.for_each([&](double& x, int64_t, int64_t c) { x += of_k[static_cast<size_t>(c)]; });
   q.for_each([&](double& x, int64_t, int64_t c) { x += of_q[static_cast<size_t>(c)]; });
+}
+
+void copy_head(Values& to, int64_t h, const std::vector<double>& from) {
+  std::copy(from.begin(), from.end(), to.data.begin() + to.index(0, h, 0, 0));
 }
 
 struct HeadInputs {
@@ -123,27 +129,25 @@ Inputs bar_inputs(const std::string& name, const Case& c) {
 }
 
 Case tied_case() {
-  return {.name = "tied", .heads = 64, .kv_heads = 64, .tokens_q = 1, .tokens_k = 1024, .dim = 8, .dim_v = 16, .scale = 1.f,
-          .dtype = DType::bf16, .out_dtype = DType::bf16};
+  return {.name = "tied", .heads = kTiedRows, .kv_heads = kTiedRows, .tokens_q = 1, .tokens_k = kTiedKeys, .dim = 8, .dim_v = kTiedDim,
+          .scale = 1.f, .dtype = DType::bf16, .out_dtype = DType::bf16};
 }
 
-Inputs tied_inputs(bool smaller_sink, const Case& c, uint64_t seed) {
-  Draw draw(seed);
-  Inputs in = test::draw(c, seed);
-  in.q = Values(c.q_shape()), in.k = Values(c.k_shape());
-  for (int64_t h = 0; h < c.heads; ++h) {
-    in.q.at(0, h, 0, 0) = 1.0;
-    const double top = rounded(Values({1, 1, 1, 1}, 2.0 + 4.0 * draw.uniform()), DType::bf16).data[0];
-    const int64_t first = draw.below(c.tokens_k), second = (first + 1 + draw.below(c.tokens_k - 1)) % c.tokens_k;
-    for (int64_t j = 0; j < c.tokens_k; ++j) {
-      const bool tied = j == first || j == second;
-      in.k.at(0, h, j, 0) = tied ? top : top - 14.0 - 4.0 * draw.uniform();
-      for (int64_t i = 0; i < c.dim_v; ++i) in.v.at(0, h, j, i) = -(2.0 + 1.99 * draw.uniform()) / (tied && smaller_sink ? 2.0 : 1.0);
+std::vector<Inputs> tied_inputs(bool smaller_sink) {
+  const Case c = tied_case();
+  const std::vector<TiedRow> rows = tied_rows(smaller_sink);
+  std::vector<Inputs> all(kTiedSeeds);
+  for (size_t s = 0; s < all.size(); ++s) {
+    Inputs& in = all[s];
+    in.q = Values(c.q_shape()), in.k = Values(c.k_shape()), in.v = Values(c.v_shape()), in.do_ = Values(c.o_shape());
+    for (int64_t h = 0; h < c.heads; ++h) {
+      const TiedRow& row = rows[s * kTiedRows + static_cast<size_t>(h)];
+      in.q.at(0, h, 0, 0) = 1.0;
+      for (int64_t j = 0; j < c.tokens_k; ++j) in.k.at(0, h, j, 0) = row.logits[static_cast<size_t>(j)];
+      copy_head(in.v, h, row.v), copy_head(in.do_, h, row.do_);
     }
-    for (int64_t i = 0; i < c.dim_v / 2; ++i) in.do_.at(0, h, 0, i) = -std::fabs(in.do_.at(0, h, 0, i));
   }
-  for (Values Inputs::* x : {&Inputs::k, &Inputs::v}) in.*x = rounded(in.*x, DType::bf16);
-  return in;
+  return all;
 }
 
 }  // namespace octet::test

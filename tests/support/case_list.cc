@@ -49,6 +49,8 @@ const std::vector<Case>& cases() {
       // Packed sequences: the second has no queries, the third no keys
       {.name = "packed", .heads = 4, .kv_heads = 2, .tokens_q = 200, .tokens_k = 213, .cu_seqlens_q = {0, 70, 70, 133, 200}, .cu_seqlens_k = {0, 65, 80, 80, 213}, .dtype = DType::f16},
       {.name = "packed_causal", .heads = 2, .tokens_q = 200, .tokens_k = 213, .causal = true, .alignment = bottom_right, .cu_seqlens_q = {0, 70, 70, 133, 200}, .cu_seqlens_k = {0, 65, 80, 80, 213}, .layout = Layout::bthd, .kv_layout = Layout::bthd},
+      // Narrow inputs
+      {.name = "e4m3", .heads = 4, .kv_heads = 2, .tokens_q = 100, .tokens_k = 150, .causal = true, .alignment = bottom_right, .dtype = DType::e4m3},
       // Layouts
       {.name = "interleaved", .batch = 2, .heads = 3, .kv_heads = 3, .tokens_q = 80, .tokens_k = 80, .causal = true, .dtype = DType::bf16, .out_dtype = DType::bf16, .interleaved = true},
       {.name = "broadcast_kv", .batch = 3, .heads = 2, .tokens_q = 50, .tokens_k = 120, .dtype = DType::bf16, .kv_layout = Layout::broadcast},
