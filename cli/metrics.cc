@@ -51,7 +51,7 @@ Errors compare(const Array& got, const Array& want) {
     for (int64_t i = head * per_head; i < (head + 1) * per_head; ++i) {
       const double x = got[i], y = want[i];
       out.nan += std::isnan(x);
-      out.saturated += std::fabs(x) >= limit && std::fabs(y) < limit;
+      out.saturated += std::isinf(x) ? std::isfinite(y) : std::fabs(x) >= limit && std::fabs(y) > limit;
       if ((std::isnan(x) && std::isnan(y)) || (std::isinf(x) && x == y)) continue;
       sums.add(x, y);
     }
@@ -73,7 +73,9 @@ void Bias::add_output(double got, double want, int mantissa_bits) {
   sum_ += outward, squares_ += outward * outward, ++count_;
 }
 
-void Bias::add_delta(double got, double want) { delta_sum_ += got - want, delta_absolute_ += std::fabs(got - want); }
+void Bias::add_delta(double got, double want) {
+  delta_sum_ += got - want, delta_absolute_ += std::fabs(got - want), delta_size_ += std::fabs(want);
+}
 
 double Bias::outward_ulps() const { return count_ ? sum_ / static_cast<double>(count_) : 0; }
 
@@ -85,5 +87,7 @@ double Bias::t() const {
 }
 
 double Bias::kappa() const { return ratio(std::fabs(delta_sum_), delta_absolute_); }
+
+double Bias::delta_mean() const { return ratio(delta_sum_, delta_size_); }
 
 }  // namespace octet::cli

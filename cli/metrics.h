@@ -12,7 +12,7 @@ struct Errors {
   double max_abs = 0;
   double worst_head_rel_l2 = 0;  // the largest rel_l2 of a (batch, head)
   int64_t nan = 0;               // elements that are NaN
-  int64_t saturated = 0;         // elements at or beyond the largest finite number of their type, the reference being below it
+  int64_t saturated = 0;         // elements clamped to the largest number of their type, or infinite where the reference is not
 };
 
 // `got` and `want` are [batch, head, token, dim] of one shape. Pairs of equal infinities or two NaN do not count in the
@@ -28,9 +28,10 @@ class Bias {
   double outward_ulps() const;  // mean
   double t() const;             // of that mean against 0
   double kappa() const;         // |sum e| / sum |e| of delta's errors: 0 unbiased, 1 coherent; 0 if all are exact
+  double delta_mean() const;    // sum e / sum |delta|: what is left of delta's errors when they add up over rows
 
  private:
-  double sum_ = 0, squares_ = 0, delta_sum_ = 0, delta_absolute_ = 0;
+  double sum_ = 0, squares_ = 0, delta_sum_ = 0, delta_absolute_ = 0, delta_size_ = 0;
   int64_t count_ = 0;
 };
 

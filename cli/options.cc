@@ -28,10 +28,14 @@ std::vector<Value> parse_list(const std::string& text, Parse&& parse) {
 
 }  // namespace
 
-void AttentionOptions::add_to(CLI::App& app) {
+void AttentionOptions::add_mask_to(CLI::App& app) {
   app.add_flag("--causal", causal_, "No key after the query; =top-left or =bottom-right names the diagonal where lengths differ");
   app.add_option("--scale", scale_, "Logits are scale * q.k  [1/sqrt(dim)]")->type_name("X");
   app.add_option("--window", window_, "Keys seen left and right of the diagonal, -1: all")->type_name("L,R");
+}
+
+void AttentionOptions::add_to(CLI::App& app) {
+  add_mask_to(app);
   app.add_option("--remedy", remedy_, "How f16 and bf16 keep rounding bias out of gradients: " + choices(kRemedies) + "  [f16_inside]")
       ->type_name("NAME");
   app.add_option("--beta", beta_, "Factor of remedy beta, up to 8  [2]")->type_name("X");

@@ -13,6 +13,7 @@ namespace octet::cli {
 class AttentionOptions {
  public:
   void add_to(CLI::App& app);
+  void add_mask_to(CLI::App& app);  // the mask and the scale alone
 
   // For one precision, chosen by name: every option is passed on, so that the library refuses what does not belong.
   Attention attention(Precision precision) const;
@@ -24,6 +25,7 @@ class AttentionOptions {
   void expect_used(const std::vector<Precision>& precisions) const;
 
   bool causal() const { return !causal_.empty(); }
+  bool given() const { return !(causal_.empty() && scale_.empty() && window_.empty()); }  // of add_mask_to
 
  private:
   std::string causal_, scale_, window_, remedy_, beta_, hadamard_, smooth_q_, backend_;

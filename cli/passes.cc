@@ -85,8 +85,13 @@ Jvp jvp_call(const Inputs& in, const JvpResult& r) {
 }
 
 bool reads_residual(const Attention& attention) {
-  const bool sixteen = attention.precision == Precision::f16 || attention.precision == Precision::bf16;
-  return sixteen && (attention.remedy == Remedy::f16_inside || attention.remedy == Remedy::exact_delta);
+  switch (attention.precision) {
+    case Precision::f64:
+    case Precision::f32: return true;
+    case Precision::f16:
+    case Precision::bf16: return attention.remedy == Remedy::f16_inside || attention.remedy == Remedy::exact_delta;
+    default: return false;
+  }
 }
 
 Inputs read_inputs(const Source& source, bool backward, bool jvp) {

@@ -56,6 +56,12 @@ void Progress::step(const std::string& what) {
   std::fflush(stderr);
 }
 
+void print_json(const std::vector<nlohmann::ordered_json>& objects) {
+  std::string out;
+  for (const auto& object : objects) out += (out.empty() ? "\n  " : ",\n  ") + object.dump();
+  fmt::print("[{}\n]\n", out);
+}
+
 std::string seconds_text(double seconds) {
   if (seconds < 1e-3) return fmt::format("{:.1f} us", seconds * 1e6);
   if (seconds < 1) return fmt::format("{:.2f} ms", seconds * 1e3);

@@ -1,5 +1,6 @@
 // What a person sees: tables on standard output, progress on standard error. Colours and progress only on a terminal.
 #pragma once
+#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -40,6 +41,9 @@ class Progress {
   std::size_t steps_, done_ = 0;
   bool shown_;
 };
+
+// A JSON array on standard output, an object per line.
+void print_json(const std::vector<nlohmann::ordered_json>& objects);
 
 std::string seconds_text(double seconds);  // "1.23 ms"
 std::string error_text(double error);      // ".00163", "3.1e-06"

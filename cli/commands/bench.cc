@@ -169,9 +169,9 @@ void bench_command(BenchOptions options) {
   progress.clear();
   if (measurements.empty()) refuse("--pass {}: no precision has it", options.passes);
   if (!options.json) return print(measurements);
-  auto array = nlohmann::ordered_json::array();
-  for (const Measurement& m : measurements) array.push_back(to_json(m));
-  fmt::print("{}\n", array.dump(2));
+  std::vector<nlohmann::ordered_json> objects;
+  for (const Measurement& m : measurements) objects.push_back(to_json(m));
+  print_json(objects);
 }
 
 }  // namespace

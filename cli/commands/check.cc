@@ -227,9 +227,9 @@ void check_command(const CheckOptions& options) {
     }
   }
   if (options.json) {
-    auto array = nlohmann::ordered_json::array();
-    for (const Finding& f : findings) array.push_back(to_json(f));
-    fmt::print("{}\n", array.dump(2));
+    std::vector<nlohmann::ordered_json> objects;
+    for (const Finding& f : findings) objects.push_back(to_json(f));
+    print_json(objects);
   } else if (options.files.size() > 1) {
     print_worst(findings, options.files.size());
   }

@@ -73,13 +73,13 @@ inline void round_tile(float* x, int64_t rows) {
   for (int64_t i = 0; i < rows * kKeys; i += kLanes) store(x + i, on_step<code>(load(x + i), splat(step.step), splat(step.inverse)));
 }
 
+// a / x, finite, 0 for x = 0.
+OCTET_INLINE Vf inverse_of(float a, Vf x) { return x > Vf{} ? min(a / x, splat(0x1.fffffep127f)) : Vf{}; }
+
 // One scale for each row of x_ij fold_j, into `out`.
 inline void round_rows_of_tile(const float* x, int64_t rows, const float* fold, float* out) {
   Vf inverse_fold[kVectors];
-  for (int v = 0; v < kVectors; ++v) {
-    const Vf f = load(fold + v * kLanes);
-    inverse_fold[v] = f > Vf{} ? 1.f / f : Vf{};
-  }
+  for (int v = 0; v < kVectors; ++v) inverse_fold[v] = inverse_of(1.f, load(fold + v * kLanes));
   for (int64_t i = 0; i < rows; ++i) {
     Vf y[kVectors], largest{};
     for (int v = 0; v < kVectors; ++v) {
@@ -97,10 +97,10 @@ inline void round_columns_of_tile(float* x, int64_t rows, const float* fold, flo
   for (int v = 0; v < kVectors; ++v) {
     Vf largest{};
     for (int64_t i = 0; i < rows; ++i) largest = max(finite_magnitude(load(x + i * kKeys + v * kLanes) * fold[i]), largest);
-    const Vf inverse = largest > Vf{} ? top / largest : Vf{}, step = largest / top;
+    const Vf inverse = inverse_of(top, largest), step = largest / top;
     for (int64_t i = 0; i < rows; ++i) {
       float* at = x + i * kKeys + v * kLanes;
-      store(at, fold[i] > 0.f ? on_step<OCTET_I8>(load(at) * fold[i], step, inverse) * (1.f / fold[i]) : Vf{});
+      store(at, on_step<OCTET_I8>(load(at) * fold[i], step, inverse) * inverse_of(1.f, splat(fold[i])));
     }
   }
 }

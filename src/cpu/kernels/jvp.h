@@ -73,8 +73,8 @@ OCTET_INLINE float weighted_mean(const Vf (&p)[kVectors], const Vf (&x)[kVectors
 
 // One row of a tile: from s and ts to p and h. Leaves alpha for the accumulators.
 template <class E, PFormat format, bool partial>
-OCTET_INLINE void jvp_row(const float* s, const float* ts, const TileRow& row, float scale, float unit, int64_t i, JvpState& state,
-                          typename E::Element* p_out, typename E::Element* h_out) {
+OCTET_INLINE void jvp_row(const float* s, const float* ts, const TileRow& row, float scale, float unit, int64_t i,
+                          JvpState& state, typename E::Element* p_out, typename E::Element* h_out) {
   constexpr int degree = exp2_degree(format);
   Vf x[kVectors], p[kVectors], h[kVectors];
   load_logits<partial, false>(s, row, scale, x);
@@ -112,7 +112,8 @@ struct Jvp {
     const int64_t rows = seq.q_tokens - token < kRows ? seq.q_tokens - token : kRows;
     start(seq, h, token, rows);
     const KeyRange keys = p.keys_of_block(token, rows, seq.q_tokens, seq.k_tokens);
-    for (int64_t tile = keys.first / kKeys; keys.first < keys.last && tile * kKeys < keys.last; ++tile) {
+    const int64_t tiles = keys.first < keys.last ? (keys.last + kKeys - 1) / kKeys : 0;
+    for (int64_t tile = keys.first / kKeys; tile < tiles; ++tile) {
       const int64_t index = (block.first_tile + tile) * p.kv_heads + h / p.group();
       logits(rows, index);
       softmax_tile(seq, h, token, rows, tile * kKeys);
@@ -156,8 +157,10 @@ struct Jvp {
       auto* p_out = scratch.ph + i * 2 * scratch.p_stride;
       auto* h_out = p_out + scratch.p_stride;
       if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
-      if (row.first > 0 || row.last < kKeys || row.mask) jvp_row<E, format, true>(s, ts, row, p.scale, unit, i, state, p_out, h_out);
-      else jvp_row<E, format, false>(s, ts, row, p.scale, unit, i, state, p_out, h_out);
+      if (row.first > 0 || row.last < kKeys || row.mask)
+        jvp_row<E, format, true>(s, ts, row, p.scale, unit, i, state, p_out, h_out);
+      else
+        jvp_row<E, format, false>(s, ts, row, p.scale, unit, i, state, p_out, h_out);
     }
   }
 
@@ -199,7 +202,8 @@ struct Jvp {
       store_row(p.o, seq.batch, h, at, o);
       store_row(p.to, seq.batch, h, at, to);
       if (!p.lse.present()) continue;
-      const double lse = static_cast<double>(state.m[i]) * logit_unit() / 1.44269504088896340736 + std::log(static_cast<double>(l));
+      const double m = static_cast<double>(state.m[i]) * logit_unit() / 1.44269504088896340736;
+      const double lse = m + std::log(static_cast<double>(l));
       *p.lse.at<float>(seq.batch, h, at) = seen ? static_cast<float>(lse) : kMinusInfinity;
     }
   }

@@ -240,17 +240,38 @@ OCTET_INLINE float element(Word word, int e) {
   return x;
 }
 
-// C += A B for a B that is not finite: zeros of A skip their rows of B, which the instructions would turn into NaN.
+OCTET_INLINE bool is_finite(float x) { return __builtin_fabsf(x) < __builtin_inff(); }
+
+// C += A B for a B with infinities or NaN, which zeros of A skip: 0 NaN would be NaN. The product with the finite part
+// of B comes first, by the same instructions as ever, so that rows of A that skip the rest keep their bits.
+// At most kMaxWords words.
 template <class E>
-inline void matmul_skipping_zeros(const void* a_words, Strides as, const Word* b, int64_t columns, float* c, int64_t ldc, int64_t rows, int64_t n, int64_t words) {
+inline void matmul_skipping_zeros(const void* a_words, Strides as, const void* b_words, int64_t columns, float* c, int64_t ldc, int64_t rows, int64_t n, int64_t words) {
+  constexpr int64_t kMaxWords = 128, kStrip = 64;
+  constexpr Word kOthers[2] = {E::kPerWord == 2 ? 0xffff0000u : 0u, 0x0000ffffu};
   const Word* a = static_cast<const Word*>(a_words);
-  for (int64_t i = 0; i < rows; ++i)
+  alignas(64) Word finite[kMaxWords * kStrip];
+  for (int64_t first = 0; first < n; first += kStrip) {
+    const int64_t width = std::min(kStrip, n - first);
+    const Word* b = static_cast<const Word*>(b_words) + first;
     for (int64_t w = 0; w < words; ++w)
-      for (int e = 0; e < E::kPerWord; ++e) {
-        const float x = element<E>(a[i * as.row + w * as.word], e);
-        if (x == 0.f) continue;
-        for (int64_t j = 0; j < n; ++j) c[i * ldc + j] += x * element<E>(b[w * columns + j], e);
+      for (int64_t j = 0; j < width; ++j) {
+        Word word = b[w * columns + j];
+        for (int e = 0; e < E::kPerWord; ++e)
+          if (!is_finite(element<E>(word, e))) word &= kOthers[e];
+        finite[w * kStrip + j] = word;
       }
+    matmul<E, true>(a, as, finite, kStrip, c + first, ldc, rows, width, words);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t w = 0; w < words; ++w)
+        for (int e = 0; e < E::kPerWord; ++e) {
+          const float x = element<E>(a[i * as.row + w * as.word], e);
+          for (int64_t j = 0; j < width && x != 0.f; ++j) {
+            const float y = element<E>(b[w * columns + j], e);
+            if (!is_finite(y)) c[i * ldc + first + j] += x * y;
+          }
+        }
+  }
 }
 
 }  // namespace octet::cpu::OCTET_ISA

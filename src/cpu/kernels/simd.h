@@ -5,7 +5,12 @@
 #include <cstring>
 
 #ifdef __x86_64__
+// Intrinsics that have no use for an operand pass an undefined vector, which GCC 12 warns about.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #endif
 
 namespace octet::cpu::OCTET_ISA {
@@ -63,16 +68,6 @@ OCTET_INLINE Vf min(Vf a, Vf b) {
 #endif
 }
 
-OCTET_INLINE float reduce_max(Vf x) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_ps(x);
-#else
-  float m = x[0];
-  for (int i = 1; i < kLanes; ++i) m = m > x[i] ? m : x[i];
-  return m;
-#endif
-}
-
 // Whether no lane is infinite or NaN.
 OCTET_INLINE bool reduce_is_finite(Vf x) {
 #if defined(__AVX512F__)
@@ -97,6 +92,12 @@ OCTET_INLINE Vi iota() {
   Vi x;
   for (int i = 0; i < kLanes; ++i) x[i] = i;
   return x;
+}
+
+OCTET_INLINE float reduce_max(Vf x) {
+#pragma GCC unroll 4
+  for (int distance = kLanes / 2; distance; distance /= 2) x = max(__builtin_shuffle(x, iota() ^ distance), x);
+  return x[0];
 }
 
 // While it lives, this thread treats numbers below 2^-126 as zero, as the GPU's exponential does: probabilities that

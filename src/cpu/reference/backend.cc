@@ -105,8 +105,8 @@ Recipe recipe_for(const Problem& problem) {
   for (LogitRecipe* logits : {&recipe.logits, &recipe.backward.logits}) {
     const bool q = coded(problem.q, logits->q), k = coded(problem.k, logits->k);
     if (q || k) logits->hadamard = logits->hadamard && !q && !k;
-    if (q) logits->q = {}, logits->smooth_q = false;
-    if (k) logits->k = {}, logits->smooth_k = false;
+    if (q) logits->q = {}, logits->smooth_q = 0;
+    if (k) logits->k = {}, logits->smooth_k = 0;
   }
   if (coded(problem.v, recipe.v)) recipe.smooth_v = false;
   return recipe;

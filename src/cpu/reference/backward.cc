@@ -35,7 +35,7 @@ Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logit
     double top = -kInf, sum = 0.0;
     for_seen(head, i, [&](int64_t j) { s[index(j)] = unit * round_to(recipe.s, s[index(j)]), top = std::max(top, s[index(j)]); });
     for_seen(head, i, [&](int64_t j) { sum += std::exp(s[index(j)] - top); });
-    const double own = recipe.backward.recompute ? top + std::log(sum) : lse[index(i)] - logits.gauge(i);
+    const double own = recipe.backward.recompute ? top + std::log(sum) : lse[index(i)];
     for_seen(head, i, [&](int64_t j) { p[i][j] = std::exp(s[index(j)] - own); });
   }
   return p;
@@ -119,6 +119,18 @@ void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix
   }
 }
 
+// What smoothing took from the operands of dq = ds k and dk = ds^T q, times the un-rounded ds. The rows of ds sum to 0 but
+// for rounding, so the mean of all keys is left out: it would only multiply the rounding errors.
+void add_means(const Head& head, const Logits& logits, const Matrix& ds, Gradients& g) {
+  const Smoothed &q = logits.smooth_q(), &k = logits.smooth_k();
+  const Matrix offsets = Smoothed(k.means, k.means.rows > 1 ? kAllTokens : 0).x;
+  for (int64_t i = 0; i < ds.rows; ++i)
+    for_seen(head, i, [&](int64_t j) {
+      if (k.means.rows > 1) add_scaled(g.dq[i], ds[i][j], offsets[j / k.block], head.q.cols);
+      if (q.means.rows) add_scaled(g.dk[j], ds[i][j], q.mean_of(i), head.q.cols);
+    });
+}
+
 }  // namespace
 
 Gradients backward(const Head& head, const Matrix& o, const std::vector<double>& lse, const Matrix& do_, const Recipe& recipe) {
@@ -144,18 +156,20 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
   const Matrix ds_k = rounded_tiles(ds, how.ds_k, power, fold(how.ds_k, q_amax, false));
   const Matrix p_dv = rounded_tiles(p, how.p, 1.0, fold(how.p, do_amax, false));
 
+  const Matrix k_dq = how.smooth_dq ? quantized(Smoothed(logits.k(), kAllTokens).x, *how.smooth_dq) : logits.k();
   Gradients g{Matrix(n, d), Matrix(m, d), Matrix(m, e)};
   for (int64_t i = 0; i < n; ++i)
     for_seen(head, i, [&](int64_t j) {
-      add_scaled(g.dq[i], ds_q[i][j], logits.k()[j], d);
+      add_scaled(g.dq[i], ds_q[i][j], k_dq[j], d);
       add_scaled(g.dk[j], ds_k[i][j], logits.q()[i], d);
       add_scaled(g.dv[j], p_dv[i][j], do_dv[i], e);
     });
   if (how.project != OCTET_F64) project(head, how.project, p, ds_q, logits, g);
-  for (Matrix* x : {&g.dq, &g.dk}) {
+  if (how.logits.hadamard)
+    for (Matrix* x : {&g.dq, &g.dk}) *x = rotated_back(std::move(*x), kHadamardSeed);
+  add_means(head, logits, ds, g);
+  for (Matrix* x : {&g.dq, &g.dk})
     for (double& value : x->data) value *= head.scale;
-    if (how.logits.hadamard) *x = rotated_back(std::move(*x), kHadamardSeed);
-  }
   return g;
 }
 

@@ -17,17 +17,20 @@ constexpr double kInf = std::numeric_limits<double>::infinity();
 // What one query has summed so far.
 struct Row {
   double m = -kInf, l = 0.0;
+  double top = -kInf;  // largest logit, where m may have been moved away from it
   std::vector<double> acc;
 };
 
 // The maximum that a tile proposes: its largest logit, moved away from ties (arXiv 2510.04212, algorithm 1) but no
-// further than beta_reach, beyond which exp would underflow. Ties of a negative maximum move to 0.
-double proposed_maximum(const Recipe& recipe, const std::vector<int64_t>& seen, const double* s, double unit) {
+// further than beta_reach, beyond which exp would underflow. Ties of a negative maximum move to 0. The largest logit of
+// earlier tiles counts too, so that it does not matter which tile a tie falls into.
+double proposed_maximum(const Recipe& recipe, const std::vector<int64_t>& seen, const double* s, double unit, double earlier) {
   double top = -kInf;
   for (int64_t j : seen) top = std::max(top, s[j]);
-  if (recipe.beta == 0.0 || !std::isfinite(top)) return top;
-  const auto ties = std::count_if(seen.begin(), seen.end(), [&](int64_t j) { return unit * s[j] >= unit * top - recipe.tie_epsilon; });
-  if (ties < 2 || top == 0.0) return top;
+  if (recipe.beta == 0.0 || !std::isfinite(top) || top == 0.0) return top;
+  const auto ties_with = [&](double x) { return unit * x >= unit * std::max(top, earlier) - recipe.tie_epsilon; };
+  const auto ties = std::count_if(seen.begin(), seen.end(), [&](int64_t j) { return ties_with(s[j]); });
+  if (!ties || ties + ties_with(earlier) < 2) return top;
   const double shifted = top > 0.0 ? recipe.beta * top : 0.0;
   return std::min(shifted, top + recipe.beta_reach / unit);
 }
@@ -56,7 +59,7 @@ void add_tile(const Head& head, const Recipe& recipe, const Values& values, cons
   if (seen.empty()) return;
 
   const double unit = recipe.scale_first ? 1.0 : head.scale;
-  const double m = std::max(row.m, round_to(recipe.m, proposed_maximum(recipe, seen, s, unit)));
+  const double m = std::max(row.m, round_to(recipe.m, proposed_maximum(recipe, seen, s, unit, row.top)));
   const double origin = m == -kInf ? 0.0 : m;  // a row of -inf has p = 0, not exp(-inf + inf)
   const double alpha = round_to(recipe.alpha, std::exp(unit * (row.m - origin)));
 
@@ -71,6 +74,7 @@ void add_tile(const Head& head, const Recipe& recipe, const Values& values, cons
     for (double x : p) sum += x;
   }
 
+  for (int64_t j : seen) row.top = std::max(row.top, s[j]);
   row.m = m;
   row.l = alpha * row.l + sum;
   for (double& x : row.acc) x *= alpha;
@@ -99,7 +103,7 @@ Output forward(const Head& head, const Recipe& recipe) {
       out.o_exact[i][c] = row.acc[static_cast<std::size_t>(c)] / row.l + (recipe.smooth_v ? values.mean[static_cast<std::size_t>(c)] : 0.0);
       out.o[i][c] = round_to(recipe.o, out.o_exact[i][c]);
     }
-    out.lse[static_cast<std::size_t>(i)] = (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l) + logits.gauge(i);
+    out.lse[static_cast<std::size_t>(i)] = (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l);
   }
   return out;
 }

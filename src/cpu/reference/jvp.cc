@@ -54,7 +54,7 @@ void add_tile(const Operands& x, const double* s, int64_t i, const std::vector<i
   }
   for (std::size_t z = 0; z < p.size(); ++z) {
     const double h = round_to(x.recipe.tangent, p[z] * (ts[z] - row.centre));
-    const double rounded = round_to(x.recipe.p.code, p[z]);
+    const double rounded = round_to(x.recipe.tangent, p[z]);
     row.l += rounded, row.r += h;
     add_scaled(row.o.data(), rounded, x.v[seen[z]], x.v.cols);
     add_scaled(row.t.data(), rounded, x.tv[seen[z]], x.v.cols);
@@ -67,8 +67,8 @@ void add_tile(const Operands& x, const double* s, int64_t i, const std::vector<i
 JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe) {
   const int64_t n = head.q.rows, m = head.k.rows, e = head.v.cols;
   const Quantizer cast{recipe.tangent};
-  const Logits logits(head, recipe.logits);
-  const Operands x{head, recipe, logits.q(), logits.k(), quantized(head.v, recipe.v),
+  const Logits logits(head, {.q = cast, .k = cast});
+  const Operands x{head, recipe, quantized(head.q, cast), quantized(head.k, cast), quantized(head.v, cast),
                    quantized(tangents.q, cast), quantized(tangents.k, cast), quantized(tangents.v, cast)};
   const auto rows = static_cast<std::size_t>(n);
   JvpOutput out{{Matrix(n, e), std::vector<double>(rows, -kInf), {}}, Matrix(n, e)};

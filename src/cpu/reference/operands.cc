@@ -14,7 +14,6 @@ namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr Format kE2m1{1, 0, 6.0, true};
-constexpr int64_t kSmoothQBlock = 128;
 
 std::size_t index(int64_t i) { return static_cast<std::size_t>(i); }
 
@@ -148,36 +147,41 @@ Matrix rotated_back(Matrix x, uint64_t seed) {
   return x;
 }
 
-Logits::Logits(const Head& head, const LogitRecipe& recipe) : head_(head), q_(head.q), k_(head.k), gauge_(index(head.q.rows), 0.0) {
-  if (recipe.smooth_k) {
-    const std::vector<double> mean = channel_means(k_, 0, k_.rows);
-    subtract(k_, mean, 0, k_.rows);
-    for (int64_t i = 0; i < q_.rows; ++i) gauge_[index(i)] = head.scale * dot(q_[i], mean.data(), q_.cols);
+Smoothed::Smoothed(const Matrix& from, int64_t tokens) : x(from), block(std::min(tokens, std::max<int64_t>(from.rows, 1))) {
+  if (!tokens) return;
+  means = Matrix((x.rows + block - 1) / block, x.cols);
+  for (int64_t b = 0; b < means.rows; ++b) {
+    const int64_t first = b * block, last = std::min(x.rows, first + block);
+    const std::vector<double> mean = channel_means(x, first, last);
+    std::copy(mean.begin(), mean.end(), means[b]);
+    subtract(x, mean, first, last);
   }
-  if (recipe.smooth_q) {
-    smooth_k_transposed_ = transposed(k_);
-    q_mean_ = Matrix((q_.rows + kSmoothQBlock - 1) / kSmoothQBlock, q_.cols);
-    for (int64_t block = 0; block < q_mean_.rows; ++block) {
-      const int64_t first = block * kSmoothQBlock, last = std::min(q_.rows, first + kSmoothQBlock);
-      const std::vector<double> mean = channel_means(q_, first, last);
-      std::copy(mean.begin(), mean.end(), q_mean_[block]);
-      subtract(q_, mean, first, last);
-    }
-  }
-  if (recipe.hadamard) q_ = rotated(std::move(q_), kHadamardSeed), k_ = rotated(std::move(k_), kHadamardSeed);
-  q_ = quantized(q_, recipe.q);
-  k_ = quantized(k_, recipe.k);
-  k_transposed_ = transposed(k_);
+}
+
+Logits::Logits(const Head& head, const LogitRecipe& recipe)
+    : head_(head), smooth_q_(head.q, recipe.smooth_q), smooth_k_(head.k, recipe.smooth_k) {
+  const auto rounded = [&](const Matrix& x, const Quantizer& quantizer) {
+    return quantized(recipe.hadamard ? rotated(x, kHadamardSeed) : x, quantizer);
+  };
+  q_rounded_ = rounded(smooth_q_.x, recipe.q);
+  k_rounded_ = rounded(smooth_k_.x, recipe.k);
+  k_rounded_transposed_ = transposed(k_rounded_);
+  if (recipe.smooth_q) k_smoothed_transposed_ = transposed(smooth_k_.x);
 }
 
 void Logits::row(int64_t i, bool scale_first, double* s) const {
   const KeyRange range = head_.keys[index(i)];
-  const int64_t count = range.last - range.first;
+  const int64_t count = range.last - range.first, d = head_.q.cols;
   std::fill(s + range.first, s + range.last, 0.0);
-  for (int64_t c = 0; c < q_.cols; ++c) add_scaled(s + range.first, q_[i][c], k_transposed_[c] + range.first, count);
-  if (q_mean_.rows)
-    for (int64_t c = 0; c < q_.cols; ++c)
-      add_scaled(s + range.first, q_mean_[i / kSmoothQBlock][c], smooth_k_transposed_[c] + range.first, count);
+  for (int64_t c = 0; c < d; ++c) add_scaled(s + range.first, q_rounded_[i][c], k_rounded_transposed_[c] + range.first, count);
+  if (smooth_q_.means.rows)
+    for (int64_t c = 0; c < d; ++c)
+      add_scaled(s + range.first, smooth_q_.mean_of(i)[c], k_smoothed_transposed_[c] + range.first, count);
+  if (smooth_k_.means.rows) {
+    std::vector<double> of_block;
+    for (int64_t b = 0; b < smooth_k_.means.rows; ++b) of_block.push_back(dot(head_.q[i], smooth_k_.means[b], d));
+    for (int64_t j = range.first; j < range.last; ++j) s[j] += of_block[index(j / smooth_k_.block)];
+  }
   if (scale_first)
     for (int64_t j = range.first; j < range.last; ++j) s[j] *= head_.scale;
   if (head_.bias.rows) add_scaled(s + range.first, scale_first ? 1.0 : 1.0 / head_.scale, head_.bias[i] + range.first, count);

@@ -32,26 +32,37 @@ std::vector<double> token_amax(const Matrix& x);
 Matrix rotated(Matrix x, uint64_t seed);
 Matrix rotated_back(Matrix x, uint64_t seed);
 
-// The operands of s = scale q k^T and what they leave out.
+// Means over each `block` consecutive tokens, and x minus them; block 0: x itself.
+struct Smoothed {
+  Smoothed(const Matrix& x, int64_t block);
+
+  Matrix x;
+  Matrix means;  // [blocks d]; no rows if not smoothed
+  int64_t block;
+
+  const double* mean_of(int64_t token) const { return means[token / block]; }
+};
+
+// The operands of s = scale q k^T: with q = q' + q_mean, k = k' + k_mean,
+//   q.k = q'.k' + q_mean.k' + q.k_mean, of which only the first product is one of rounded operands.
 class Logits {
  public:
   Logits(const Head& head, const LogitRecipe& recipe);
 
-  // q.k of query i and every key of the range, with the mask's bias, in units of scale * q.k or of q.k; entries of keys
+  // q.k of query i and every key of its range, with the mask's bias, in units of scale * q.k or of q.k; entries of keys
   // that the query does not see are of no value.
   void row(int64_t i, bool scale_first, double* s) const;
 
-  // scale * q_i . (mean key): true logits are these plus that, for every key of the row.
-  double gauge(int64_t i) const { return gauge_[static_cast<std::size_t>(i)]; }
-
-  const Matrix& q() const { return q_; }  // rounded, in the rotated frame if rotated
-  const Matrix& k() const { return k_; }
+  const Matrix& q() const { return q_rounded_; }  // q' and k', rounded, in the rotated frame if rotated
+  const Matrix& k() const { return k_rounded_; }
+  const Smoothed& smooth_q() const { return smooth_q_; }
+  const Smoothed& smooth_k() const { return smooth_k_; }
 
  private:
   const Head& head_;
-  Matrix q_, k_, k_transposed_;
-  Matrix q_mean_, smooth_k_transposed_;  // of smooth_q: means of 128 queries, un-rounded keys
-  std::vector<double> gauge_;
+  Smoothed smooth_q_, smooth_k_;
+  Matrix q_rounded_, k_rounded_;
+  Matrix k_rounded_transposed_, k_smoothed_transposed_;
 };
 
 // The operand v of o = p v.

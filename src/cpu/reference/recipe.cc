@@ -9,6 +9,8 @@
 namespace octet::reference {
 namespace {
 
+constexpr int64_t kTile = 64;  // queries or keys that a tile of p or ds shares scales over
+
 constexpr Quantizer per_token(octet_dtype code) { return {code, Group::token}; }
 constexpr Quantizer per_block(octet_dtype code, int64_t tokens) { return {code, Group::block, tokens}; }
 constexpr Quantizer per_channel(octet_dtype code) { return {code, Group::channel}; }
@@ -23,7 +25,7 @@ constexpr TileRecipe tile(octet_dtype code, int64_t rows, int64_t cols) { return
 constexpr TileRecipe folded(octet_dtype code, int64_t rows, int64_t cols) { return {code, rows, cols, 1.0, true}; }
 
 LogitRecipe int8_logits(bool hadamard, bool smooth_q) {
-  return {.q = per_token(OCTET_I8), .k = per_token(OCTET_I8), .smooth_k = true, .smooth_q = smooth_q, .hadamard = hadamard};
+  return {.q = per_token(OCTET_I8), .k = per_token(OCTET_I8), .smooth_k = kAllTokens, .smooth_q = smooth_q ? kQueryBlock : 0, .hadamard = hadamard};
 }
 
 // Operands and results in one format, nothing else rounded.
@@ -105,15 +107,13 @@ Recipe flash_attention(octet_dtype format) {
 }
 
 Recipe f16_inside(octet_dtype format) {
-  Recipe r = flash_attention(format);
-  r.backward = {.logits = {.q = scaled_f16(), .k = scaled_f16(), .smooth_k = true},
-                .exact_o = true,
-                .v = scaled_f16(),
-                .do_dp = scaled_f16(),
-                .ds_q = {.code = OCTET_F16, .power_of_two = true},
-                .ds_k = {.code = OCTET_F16, .power_of_two = true},
-                .p = {OCTET_F16},
-                .do_dv = scaled_f16()};
+  constexpr double kFactor = 0x1p15;  // p = 1 becomes half the largest f16, so that p down to 2^-29 keeps its 11 bits
+  Recipe r = format_only(format);
+  r.p = fixed(OCTET_F16, kFactor);
+  r.sum_rounded_p = true;
+  r.backward.smooth_dq = scaled_f16();
+  r.backward.ds_q = r.backward.ds_k = {.code = OCTET_F16, .power_of_two = true};
+  r.backward.p = {.code = OCTET_F16, .factor = kFactor};
   return r;
 }
 
@@ -123,12 +123,12 @@ Recipe octet_int8(bool hadamard, bool smooth_q) {
   r.p = largest(OCTET_U8);
   r.v = per_token(OCTET_I8);
   r.smooth_v = r.fold_v = true;
-  r.backward = {.logits = int8_logits(false, false),
+  r.backward = {.logits = {per_token(OCTET_I8), per_token(OCTET_I8), kTile, kTile, true},
                 .recompute = true,
                 .delta = OCTET_DELTA_FROM_P,
-                .ds_q = folded(OCTET_I8, 1, 64),
-                .ds_k = folded(OCTET_I8, 64, 1),
-                .p = folded(OCTET_U8, 64, 1),
+                .ds_q = folded(OCTET_I8, 1, kTile),
+                .ds_k = folded(OCTET_I8, kTile, 1),
+                .p = folded(OCTET_U8, kTile, 1),
                 .do_dv = per_token(OCTET_I8)};
   return r;
 }
@@ -153,17 +153,17 @@ Recipe octet_int8_fp8(bool hadamard, bool smooth_q) {
 
 Recipe octet_fp8() {
   Recipe r;
-  r.logits = {.q = per_token(OCTET_E4M3), .k = per_token(OCTET_E4M3), .smooth_k = true};
+  r.logits = {.q = per_token(OCTET_E4M3), .k = per_token(OCTET_E4M3), .smooth_k = kAllTokens};
   r.p = fixed(OCTET_E4M3, 448.0);
   r.sum_rounded_p = true;
   r.v = per_channel(OCTET_E4M3);
-  r.backward = {.logits = {.q = per_tensor(OCTET_E4M3), .k = per_tensor(OCTET_E4M3), .smooth_k = true},
+  r.backward = {.logits = {.q = per_tensor(OCTET_E4M3), .k = per_tensor(OCTET_E4M3), .smooth_k = kAllTokens},
                 .recompute = true,
                 .delta = OCTET_DELTA_FROM_P,
                 .v = cast(OCTET_BF16),
                 .do_dp = cast(OCTET_BF16),
-                .ds_q = tile(OCTET_E4M3, 64, 64),
-                .ds_k = tile(OCTET_E4M3, 64, 64),
+                .ds_q = tile(OCTET_E4M3, kTile, kTile),
+                .ds_k = tile(OCTET_E4M3, kTile, kTile),
                 .p = {.code = OCTET_E4M3, .factor = 256.0},
                 .do_dv = per_tensor(OCTET_E4M3)};
   return r;
@@ -179,22 +179,22 @@ Recipe helion_fp8() {
 
 Recipe sagebwd() {
   Recipe r;
-  r.logits = {.q = per_block(OCTET_I8, 128), .k = per_block(OCTET_I8, 64), .smooth_k = true};
+  r.logits = {.q = per_block(OCTET_I8, 128), .k = per_block(OCTET_I8, 64), .smooth_k = kAllTokens};
   r.p = largest(OCTET_I8);
   r.v = per_block(OCTET_I8, 64);
   r.backward = {.logits = r.logits,
                 .v = scaled_f16(),
                 .do_dp = scaled_f16(),
-                .ds_q = tile(OCTET_I8, 64, 64),
-                .ds_k = tile(OCTET_I8, 64, 64),
-                .p = tile(OCTET_I8, 64, 64),
+                .ds_q = tile(OCTET_I8, kTile, kTile),
+                .ds_k = tile(OCTET_I8, kTile, kTile),
+                .p = tile(OCTET_I8, kTile, kTile),
                 .do_dv = per_block(OCTET_I8, 64)};
   return r;
 }
 
 Recipe sage1() {
   Recipe r;
-  r.logits = {.q = per_block(OCTET_I8, 128), .k = per_block(OCTET_I8, 64), .smooth_k = true};
+  r.logits = {.q = per_block(OCTET_I8, 128), .k = per_block(OCTET_I8, 64), .smooth_k = kAllTokens};
   r.p = fixed(OCTET_F16);
   r.v = cast(OCTET_F16);
   return r;
@@ -202,7 +202,7 @@ Recipe sage1() {
 
 Recipe sage2() {
   Recipe r;
-  r.logits = {.q = {OCTET_I8, Group::thread_q}, .k = {OCTET_I8, Group::thread_k}, .smooth_k = true};
+  r.logits = {.q = {OCTET_I8, Group::thread_q}, .k = {OCTET_I8, Group::thread_k}, .smooth_k = kAllTokens};
   r.p = fixed(OCTET_E4M3, 448.0);
   r.v = per_channel(OCTET_E4M3);
   return r;
@@ -211,13 +211,13 @@ Recipe sage2() {
 Recipe sage2_int4() {
   Recipe r = sage2();
   r.logits.q.code = r.logits.k.code = OCTET_I4;
-  r.logits.smooth_q = true;
+  r.logits.smooth_q = kQueryBlock;
   return r;
 }
 
 Recipe sage3() {
   Recipe r;
-  r.logits = {.q = {.group = Group::nvfp4_dim}, .k = {.group = Group::nvfp4_dim}, .smooth_k = true, .smooth_q = true};
+  r.logits = {.q = {.group = Group::nvfp4_dim}, .k = {.group = Group::nvfp4_dim}, .smooth_k = kAllTokens, .smooth_q = kQueryBlock};
   r.p = {.scale = WeightRecipe::Scale::nvfp4};
   r.v = {.group = Group::nvfp4_token};
   r.tile = 128;

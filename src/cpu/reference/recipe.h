@@ -31,13 +31,15 @@ struct Quantizer {
   bool exact() const { return code == OCTET_F64 && group == Group::cast; }
 };
 
-// Operands of s = scale q k^T.
+// Operands of s = scale q k^T. Smoothing takes the mean of so many consecutive tokens from each of them before they are
+// rounded and gives its product back un-rounded; 0: none.
 struct LogitRecipe {
   Quantizer q{}, k{};
-  bool smooth_k = false;  // k minus its mean over tokens
-  bool smooth_q = false;  // q minus its mean over each 128 tokens, which meets the un-rounded k on the side
-  bool hadamard = false;  // both rotated, signs from kHadamardSeed
+  int64_t smooth_k = 0, smooth_q = 0;
+  bool hadamard = false;  // both rotated after smoothing, signs from kHadamardSeed
 };
+constexpr int64_t kAllTokens = Problem::kUnbounded;
+constexpr int64_t kQueryBlock = 128;  // queries that share a mean
 
 // Rounds the un-normalised p = exp(s - m) of one query and one tile of keys, in [0, 1].
 struct WeightRecipe {
@@ -57,11 +59,12 @@ struct TileRecipe {
   int64_t rows = 0, cols = 0;
   double factor = 1.0;         // cast only: codes of factor * x
   bool fold = false;           // x times the other operand's token amax is what the codes stand for
-  bool power_of_two = false;   // cast only: of x times a power of two that brings any |ds| to at most 2^13
+  bool power_of_two = false;   // cast only: codes of x times a power of two that brings any |ds| to at most 2^13
 };
 
 struct BackwardRecipe {
   LogitRecipe logits{};      // their rounded operands are also those of dq = ds k and dk = ds^T q
+  std::optional<Quantizer> smooth_dq{};  // set: dq = ds (k - mean), that difference rounded so, whatever the logits took
   bool recompute = false;    // row maximum and sum from these logits instead of the caller's lse
   octet_delta delta = OCTET_DELTA_FROM_O;
   bool exact_o = false;      // delta reads o + o_residual
@@ -86,7 +89,7 @@ struct Recipe {
   Quantizer v;
   bool smooth_v = false;        // v minus its mean over tokens, which o gets back
   bool fold_v = false;          // v's token scale is multiplied into p before p is rounded
-  octet_dtype tangent = OCTET_F64;  // jvp: operands tq, tk, tv, and p o ts
+  octet_dtype tangent = OCTET_F64;  // jvp: tq, tk, tv, p and h
   BackwardRecipe backward;
 };
 
@@ -98,7 +101,7 @@ std::optional<std::string> recipe_objection(const Problem& problem);
 
 // Recipes by name: this project's, and those of the implementations it is compared with.
 Recipe flash_attention(octet_dtype format);              // FlashAttention 2: p, ds, o in a 16-bit format
-Recipe f16_inside(octet_dtype format);                   // `format` operands, f16 arithmetic
+Recipe f16_inside(octet_dtype format);                   // operands in `format`, everything made of them in f16
 Recipe octet_int8(bool hadamard, bool smooth_q);
 Recipe octet_int8_f16(bool hadamard, bool smooth_q);
 Recipe octet_int8_fp8(bool hadamard, bool smooth_q);
