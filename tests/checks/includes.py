@@ -11,7 +11,8 @@ RULES = {
     "src/cpu": ["octet/", "core/", "cpu/"],
     "cli": ["octet/", "CLI/", "nlohmann/", "fmt/"],
     "tests/unit": ["octet/", "core/", "cpu/", "support/", "gtest/", "gmock/", "nlohmann/"],
-    "tests/fuzz": ["octet/", "io/", "fuzzer/"],
+    "tests/cli": ["octet/", "support/", "gtest/", "gmock/", "nlohmann/"],
+    "tests/fuzz": ["octet/", "fuzzer/"],
     "tests": ["octet/", "support/", "misuse/", "passes/", "laws/", "gtest/", "gmock/", "nlohmann/"],
 }
 # The kernels of the CPU know the hall and one another, but not the quantisers or the reference.
@@ -20,8 +21,8 @@ SYSTEM = re.compile(r"[a-z_0-9]+(\.h)?|sys/[a-z_]+\.h")  # <vector>, <math.h>, <
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
 
 
-def allowed(path, folder, quote, header, prefixes):
-    if quote == '"' and ((path.parent / header).is_file() or (folder / header).is_file()):
+def allowed(path, roots, quote, header, prefixes):
+    if quote == '"' and any((root / header).is_file() for root in [path.parent, *roots]):
         return True  # its own folder
     if any(header.startswith(prefix) for prefix in prefixes):
         return True
@@ -38,8 +39,9 @@ def main():
             if folder is None:
                 continue
             files += 1
+            roots = [root / folder] + ([root / "cli"] if folder in ("tests/cli", "tests/fuzz") else [])
             for quote, header in INCLUDE.findall(path.read_text()):
-                if not allowed(path, root / folder, quote, header, RULES[folder]):
+                if not allowed(path, roots, quote, header, RULES[folder]):
                     strangers.append(f"{relative}: includes {header}; {folder} may include {', '.join(RULES[folder])}")
     print("\n".join(strangers) or f"{files} files include only what docs/design.md allows")
     if not files:

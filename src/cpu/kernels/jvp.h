@@ -25,8 +25,10 @@ struct JvpSide {
   static JvpSide carve(const Problem& p, const ForwardPlan& plan, Carver& carve) {
     JvpSide s;
     s.primal = s.tangent = carve_key_side<E, E>(p, plan, carve, 2);
-    s.tangent.k += s.primal.k_words * kKeys;
-    s.primal.v += s.primal.v_words * s.primal.v_columns;
+    if (s.primal.k) {  // null while sizes are measured
+      s.tangent.k += s.primal.k_words * kKeys;
+      s.primal.v += s.primal.v_words * s.primal.v_columns;
+    }
     s.tangent.v_finite = carve.take<bool>(tiles_bound(p, p.tokens_k, kKeys) * p.kv_heads);
     return s;
   }

@@ -2,8 +2,6 @@
 //
 // K and V are prepared once per call, tile by tile, and shared by all queries; Q once per block of queries.
 #pragma once
-#include <utility>
-
 #include "cpu/kernels/elements.h"
 #include "cpu/kernels/matmul.h"
 #include "cpu/kernels/plan.h"
@@ -12,16 +10,11 @@ namespace octet::cpu::OCTET_ISA {
 
 constexpr int64_t kMaxDim = 256;
 
-template <int half, int... lane>
-OCTET_INLINE Vf exchange(Vf x, std::integer_sequence<int, lane...>) {
-  return __builtin_shufflevector(x, x, (lane ^ half)...);
-}
-
 // octet::hadamard, vectorised: the same operations in the same order. Steps within a vector exchange lanes.
 template <int half>
 OCTET_INLINE Vf butterfly(Vf x) {
   const Vi lanes = iota();
-  const Vf partner = exchange<half>(x, std::make_integer_sequence<int, kLanes>());
+  const Vf partner = exchange<half>(x);
   return partner + ((lanes & half) != 0 ? -x : x);
 }
 

@@ -10,6 +10,7 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#include <utility>
 #pragma GCC diagnostic pop
 #endif
 
@@ -94,10 +95,21 @@ OCTET_INLINE Vi iota() {
   return x;
 }
 
+// x with lanes i and i ^ distance exchanged; in terms that both g++ and clang know.
+template <int distance, int... lane>
+OCTET_INLINE Vf exchange(Vf x, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(x, x, (lane ^ distance)...);
+}
+template <int distance>
+OCTET_INLINE Vf exchange(Vf x) {
+  return exchange<distance>(x, std::make_integer_sequence<int, kLanes>());
+}
+
 OCTET_INLINE float reduce_max(Vf x) {
-#pragma GCC unroll 4
-  for (int distance = kLanes / 2; distance; distance /= 2) x = max(__builtin_shuffle(x, iota() ^ distance), x);
-  return x[0];
+  if constexpr (kLanes > 8) x = max(exchange<8>(x), x);
+  if constexpr (kLanes > 4) x = max(exchange<4>(x), x);
+  x = max(exchange<2>(x), x);
+  return max(exchange<1>(x), x)[0];
 }
 
 // While it lives, this thread treats numbers below 2^-126 as zero, as the GPU's exponential does: probabilities that
