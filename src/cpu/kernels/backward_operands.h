@@ -2,7 +2,7 @@
 // formats, and what the softmax needs to know of each row.
 //
 // A row of q or do that is not finite is kept as zeros, and its lse as NaN: whatever it reaches becomes NaN through p,
-// and nothing else does, though 0 NaN is NaN. A row of k that is not finite is NaN in the logits and zero in ds k.
+// and nothing else does, though 0 NaN is NaN. A row of k that is not finite is NaN in the logits and counts as zeros else.
 #pragma once
 #include <cmath>
 
@@ -204,8 +204,9 @@ inline HeadStatistics head_statistics(const View& x, const View& y, int64_t b, i
   const int64_t x_width = padded_columns(x.shape[3]), y_width = padded_columns(y.shape[3]);
   for (int64_t t = first; t < first + tokens; ++t) {
     load_numbers(x, b, h, t, 1, 1, x_width, row);
+    if (!finite_row(row, x_width)) zero(row, x_width);
     if (mean) subtract(row, mean, x.shape[3]);
-    if (finite_row(row, x_width)) s.largest = std::max(s.largest, finite_amax(row, x_width));
+    s.largest = std::max(s.largest, finite_amax(row, x_width));
     load_numbers(y, b, h, t, 1, 1, y_width, row);
     if (!finite_row(row, y_width)) continue;
     s.value_largest = std::max(s.value_largest, finite_amax(row, y_width));
@@ -219,25 +220,20 @@ inline HeadStatistics head_statistics(const View& x, const View& y, int64_t b, i
 inline void mean_of_keys(const Problem& p, const Sequence& seq, int64_t g, float* mean) {
   alignas(64) float row[kMaxDim];
   double sum[kMaxDim] = {};
-  int64_t finite[kMaxDim] = {};
   for (int64_t j = 0; j < seq.k_tokens; ++j) {
     load_numbers(p.k, seq.batch, g, seq.k_first + j, 1, 1, p.dim, row);
     for (int64_t c = 0; c < p.dim; ++c)
-      if (__builtin_fabsf(row[c]) < __builtin_inff()) sum[c] += row[c], ++finite[c];
+      if (__builtin_fabsf(row[c]) < __builtin_inff()) sum[c] += row[c];
   }
-  for (int64_t c = 0; c < p.dim; ++c) mean[c] = finite[c] ? static_cast<float>(sum[c] / static_cast<double>(finite[c])) : 0.f;
+  for (int64_t c = 0; c < p.dim; ++c) mean[c] = static_cast<float>(sum[c] / static_cast<double>(std::max<int64_t>(seq.k_tokens, 1)));
 }
 
-// Mean of the rows that are not all zero-filled, in double, rounded once.
-inline void mean_of_rows(const float* rows, const bool* finite, int64_t count, int64_t width, float* mean) {
+// In double, rounded once.
+inline void mean_of_rows(const float* rows, int64_t count, int64_t width, float* mean) {
   double sum[kMaxDim] = {};
-  int64_t counted = 0;
-  for (int64_t r = 0; r < count; ++r) {
-    if (!finite[r]) continue;
+  for (int64_t r = 0; r < count; ++r)
     for (int64_t c = 0; c < width; ++c) sum[c] += rows[r * width + c];
-    ++counted;
-  }
-  for (int64_t c = 0; c < width; ++c) mean[c] = counted ? static_cast<float>(sum[c] / static_cast<double>(counted)) : 0.f;
+  for (int64_t c = 0; c < width; ++c) mean[c] = static_cast<float>(sum[c] / static_cast<double>(count));
 }
 
 inline void rotate_rows(float* rows, int64_t count, int64_t width, int64_t dim) {
@@ -273,16 +269,15 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
   bool finite[kKeys];
   load_numbers(p.k, seq.batch, g, seq.k_first + first, valid, kKeys, kc, k);
   for (int64_t r = 0; r < valid; ++r) {
-    if (plan.smooth_k) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
     finite[r] = finite_row(k + r * kc, kc);
     if (!finite[r]) zero(k + r * kc, kc);
+    if (plan.smooth_k) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
   }
   if (plan.hadamard) rotate_rows(k, valid, kc, p.dim);
   if (plan.smooth_blocks) {
     float* mean = w.tile_mean + index * kc;
-    mean_of_rows(k, finite, valid, kc, mean);
-    for (int64_t r = 0; r < valid; ++r)
-      if (finite[r]) subtract(k + r * kc, mean, kc);
+    mean_of_rows(k, valid, kc, mean);
+    for (int64_t r = 0; r < valid; ++r) subtract(k + r * kc, mean, kc);
     std::memcpy(w.k_smooth + index * kKeys * kc, k, sizeof(float) * kKeys * kc);
   }
   round_rows(plan.k, plan.k.group == kWholeHead ? head.largest : -1.f, k, valid, kc);
@@ -293,8 +288,7 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
     if (!finite[r])
       for (int64_t c = 0; c < p.dim; ++c) k_transposed[c * kKeys + r] = __builtin_nanf("");
   if (plan.smooth_k_dq) {
-    for (int64_t r = 0; r < valid; ++r)
-      if (finite[r]) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
+    for (int64_t r = 0; r < valid; ++r) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
     round_rows({OCTET_F16, kWholeHead}, head.largest, k, valid, kc);
   }
 
@@ -318,11 +312,9 @@ inline float delta_of(const Problem& p, const BackwardPlan& plan, const Sequence
   return static_cast<float>(((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7])));
 }
 
-// Mean of the finite rows of q of a block, with smooth_blocks.
+// Mean of q over a block, with smooth_blocks.
 inline void mean_of_queries(const GradientOperands& w, int64_t first, int64_t rows, float* mean) {
-  bool finite[kQueries];
-  for (int64_t i = 0; i < rows; ++i) finite[i] = w.lse[first + i] == w.lse[first + i];
-  mean_of_rows(w.q_raw + first * w.k_columns, finite, rows, w.k_columns, mean);
+  mean_of_rows(w.q_raw + first * w.k_columns, rows, w.k_columns, mean);
 }
 
 // One block of queries: rows, lse, delta; clears dq and gives the first tile its turn.
@@ -355,8 +347,7 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
     std::memcpy(w.q_raw + first * kc, q, sizeof(float) * rows * kc);
     alignas(64) float mean_q[kMaxDim];
     mean_of_queries(w, first, rows, mean_q);
-    for (int64_t i = 0; i < rows; ++i)
-      if (w.lse[first + i] == w.lse[first + i]) subtract(q + i * kc, mean_q, kc);
+    for (int64_t i = 0; i < rows; ++i) subtract(q + i * kc, mean_q, kc);
   }
   round_rows(plan.q, shared_amax(plan.q, p.q, seq, h, token, head.largest), q, rows, kc);
   round_rows(plan.do_dp, shared_amax(plan.do_dp, p.do_, seq, h, token, head.value_largest), do_dp, rows, vc);

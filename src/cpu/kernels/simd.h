@@ -112,12 +112,12 @@ OCTET_INLINE float reduce_max(Vf x) {
   return max(exchange<1>(x), x)[0];
 }
 
-// While it lives, this thread treats numbers below 2^-126 as zero, as the GPU's exponential does: probabilities that
-// small weigh nothing, but would take a hundred times longer to multiply.
+// While it lives, results of this thread below 2^-126 become zero, as those of the GPU's exponential do: probabilities
+// that small weigh nothing, but would take a hundred times longer to multiply. Subnormal operands keep their value.
 class FlushDenormals {
  public:
 #ifdef __x86_64__
-  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8000); }
   ~FlushDenormals() { _mm_setcsr(saved_); }
   FlushDenormals(const FlushDenormals&) = delete;
 
