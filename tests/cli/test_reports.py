@@ -13,8 +13,10 @@ BENCH_KEYS = ["shape", "precision", "pass", "causal", "backend", "median_seconds
 def test_check_reports_the_figures_that_numpy_finds(tmp_path):
     t = {name: from_bf16(to_bf16(x)) for name, x in draw(11, sq=64, sk=64).items()}
     source = write_safetensors(tmp_path / "in.safetensors", t, bf16=True)
-    run_ok("run", source, tmp_path / "out.safetensors", "--precision", "bf16", "--causal", "--backward")
-    got, want = read_safetensors(tmp_path / "out.safetensors"), attention(t, causal(64, 64))
+    want, got = attention(t, causal(64, 64)), {}
+    for option in (["--backward"], []):  # last the forward alone: one that saves the residual of o for a backward may round otherwise
+        run_ok("run", source, tmp_path / "out.safetensors", "--precision", "bf16", "--causal", *option)
+        got |= read_safetensors(tmp_path / "out.safetensors")
     rows = json.loads(run_ok("check", source, "--json", "--causal", "--precision", "bf16", "--pass", "fwd,bwd"))
     assert [(r["pass"], r["tensor"]) for r in rows] == [("fwd", "o"), ("fwd", "lse"), ("bwd", "dq"), ("bwd", "dk"), ("bwd", "dv")]
     for row in rows:
