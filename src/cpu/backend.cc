@@ -121,16 +121,13 @@ ForwardPlan sixteen_bit_plan(const Problem& p) {
   const octet_dtype format = f16 ? OCTET_F16 : OCTET_BF16;
   ForwardPlan plan{.qk = format, .v = format, .p = f16 ? PFormat::f16 : PFormat::bf16, .l_from_p = !beta, .beta = beta};
   const bool keeps_exact_o = p.o_residual.present() || p.o.dtype == OCTET_F32;
-  if (p.remedy == OCTET_REMEDY_F16_INSIDE && (f16 || keeps_exact_o)) plan.p = PFormat::f16, plan.p_top = 0x1p15f;
+  if (p.pass == OCTET_FORWARD && p.remedy == OCTET_REMEDY_F16_INSIDE && (f16 || keeps_exact_o)) plan.p = PFormat::f16, plan.p_top = 0x1p15f;
   // exp(-20) is far below the smallest f16; exp(-4) leaves half of its exponents to the other keys.
   plan.beta_reach = f16 ? 4.f : 20.f;
   return plan;
 }
 
-}  // namespace
-
-ForwardPlan forward_plan(const Problem& p) {
-  ForwardPlan plan{};
+ForwardPlan forward_recipe(const Problem& p) {
   switch (p.precision) {
     case OCTET_PRECISION_F16:
     case OCTET_PRECISION_BF16: return sixteen_bit_plan(p);
@@ -151,6 +148,29 @@ ForwardPlan forward_plan(const Problem& p) {
               .p = PFormat::u8, .p_top = 127.f, .l_from_p = false};
     default: return {.qk = OCTET_F32, .v = OCTET_F32, .p = PFormat::exact};
   }
+}
+
+// Codes of `format` with a scale for each token, block or head and nothing else.
+bool plain_codes(const View& t, octet_dtype format) {
+  if (t.dtype != format || (format != OCTET_I8 && format != OCTET_E4M3)) return false;
+  return !t.quantization || (t.quantization->zero_point_kind == OCTET_SYMMETRIC && t.quantization->granularity != OCTET_PER_CHANNEL);
+}
+
+uint64_t rotation_of(const View& t) { return t.quantization ? t.quantization->hadamard_seed : 0; }
+
+}  // namespace
+
+// Operands that come in the recipe's own form are not smoothed, rotated or rounded again.
+ForwardPlan forward_plan(const Problem& p) {
+  ForwardPlan plan = forward_recipe(p);
+  const bool q = plain_codes(p.q, plan.qk) && !(p.q.quantization && p.q.quantization->mean), k = plain_codes(p.k, plan.qk);
+  const bool one_frame = q && k ? rotation_of(p.q) == rotation_of(p.k) : plan.qk == OCTET_E4M3 && !rotation_of(p.q) && !rotation_of(p.k);
+  plan.q_coded = q && one_frame && plan.q_group;
+  plan.k_coded = k && one_frame && plan.k_group;
+  if (plan.k_coded) plan.smooth_k = p.k.quantization && p.k.quantization->mean;
+  const bool v_mean = p.v.quantization && p.v.quantization->mean;
+  plan.v_coded = plan.v_scale == VScale::token && plain_codes(p.v, plan.v) && !rotation_of(p.v);
+  if (plan.v_coded) plan.smooth_v = v_mean;
   return plan;
 }
 
@@ -158,8 +178,10 @@ namespace {
 
 BackwardPlan sixteen_bits(octet_dtype format, octet_remedy remedy) {
   const Rounding cast{format};
+  // Gradients may be too small for f16 as they are.
+  const Rounding incoming = format == OCTET_F16 ? Rounding{OCTET_F16, kWholeHead} : cast;
   if (remedy == OCTET_REMEDY_F16_INSIDE)
-    return {.q = cast, .k = cast, .smooth_k_dq = true, .v = cast, .do_dp = cast, .do_dv = cast, .format = GradientFormat::f16,
+    return {.q = cast, .k = cast, .smooth_k_dq = true, .v = cast, .do_dp = incoming, .do_dv = incoming, .format = GradientFormat::f16,
             .delta = Delta::from_exact_o};
   return {.q = cast, .k = cast, .v = cast, .do_dp = cast, .do_dv = cast,
           .format = format == OCTET_F16 ? GradientFormat::f16 : GradientFormat::bf16,

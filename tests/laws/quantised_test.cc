@@ -16,6 +16,7 @@ TEST_P(InputTypes, that_hold_the_same_numbers_give_the_same_bits) {
   c.dtype = DType::f32;
   const Outputs want = compute(c, in, GetParam());
   for (DType dtype : {DType::f16, DType::bf16, DType::e4m3}) {
+    if (dtype == DType::e4m3 && GetParam().precision == Precision::fp8) continue;  // its own format: taken as it is
     c.dtype = dtype;
     expect_same_bits(compute(c, in, GetParam()), want, GetParam().pass, "inputs of dtype " + std::to_string(static_cast<int>(dtype)));
   }
@@ -30,7 +31,9 @@ TEST_P(InputTypes, that_hold_the_same_subnormals_give_the_same_bits) {
   c.dtype = DType::f32;
   const Outputs want = compute(c, in, GetParam());
   expect_same_bits(got, want, GetParam().pass, "f16 against f32");
-  if (GetParam().precision != Precision::fp8_raw) EXPECT_GT(largest(want.o), 0.0);  // e4m3 without scales has no such numbers
+  if (GetParam().precision != Precision::fp8_raw) {  // e4m3 without scales has no such numbers
+    EXPECT_GT(largest(want.o), 0.0);
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Recipes, InputTypes, testing::ValuesIn(every_recipe()), label);

@@ -278,7 +278,9 @@ inline std::size_t backward_workspace(const Problem& p, unsigned threads) {
 // Everything that the tasks share.
 inline void prepare_operands(const Job& job, const BackwardPlan& plan, const GradientOperands& w) {
   const Problem& p = *job.problem;
-  const bool whole_heads = plan.smooth_k_dq || plan.q.group == kWholeHead || plan.k.group == kWholeHead || plan.v.group == kWholeHead;
+  const Rounding roundings[] = {plan.q, plan.k, plan.v, plan.do_dp, plan.do_dv};
+  bool whole_heads = plan.smooth_k_dq;
+  for (const Rounding& r : roundings) whole_heads |= r.group == kWholeHead;
   parallel_for(job.threads, job.sequence_count * p.kv_heads, [&](int64_t side, unsigned) {
     const Sequence& seq = job.sequences[side / p.kv_heads];
     float* mean = w.k_mean + side * kMaxDim;

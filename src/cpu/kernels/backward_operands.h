@@ -109,44 +109,6 @@ inline float finite_amax(const float* x, int64_t n) {
 
 inline void zero(float* x, int64_t n) { std::memset(x, 0, sizeof(float) * n); }
 
-// The numbers that `count` rows of codes stand for (octet_quantization): scale and zero point, rotation, mean.
-inline void dequantize_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t count, int64_t width, float* rows) {
-  const octet_quantization& how = *t.quantization;
-  const int64_t n = t.shape[3];
-  const auto parameter = [&](const octet_tensor& x, int64_t group, int64_t c) {
-    return static_cast<const float*>(x.data)[b * x.stride[0] + h * x.stride[1] + group * x.stride[2] + c * x.stride[3]];
-  };
-  const auto group_of = [&](int64_t at) {
-    switch (how.granularity) {
-      case OCTET_PER_TOKEN: return at;
-      case OCTET_PER_BLOCK: return at / how.block;
-      case OCTET_PER_THREAD: return how.operand == OCTET_OPERAND_Q ? at / 32 * 8 + at % 8 : at / 64 * 4 + at % 8 / 2;
-      default: return int64_t{0};
-    }
-  };
-  float signs[kMaxDim];
-  for (int64_t c = 0; c < n; ++c) signs[c] = hadamard_sign(how.hadamard_seed, c);
-  for (int64_t r = 0; r < count; ++r) {
-    float* row = rows + r * width;
-    const int64_t group = group_of(token + r);
-    for (int64_t c = 0; c < n; ++c) {
-      const int64_t channel = how.granularity == OCTET_PER_CHANNEL ? c : 0;
-      const float scale = parameter(*how.scale, group, channel);
-      const float zero_point = how.zero_point_kind == OCTET_SYMMETRIC ? 0.f : parameter(*how.zero_point, group, channel);
-      row[c] = how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? scale * row[c] + zero_point : scale * (row[c] - zero_point);
-    }
-    if (how.hadamard_seed) hadamard_inverse(row, signs, n);
-    if (how.mean)
-      for (int64_t c = 0; c < n; ++c) row[c] += parameter(*how.mean, 0, c);
-  }
-}
-
-// `valid` tokens as numbers, then zeros up to `count`.
-inline void load_numbers(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width, float* rows) {
-  load_rows(t, b, h, token, valid, count, width, rows);
-  if (t.quantization) dequantize_rows(t, b, h, token, valid, width, rows);
-}
-
 // The scale of a group whose largest magnitude is known.
 inline Step step_for(octet_dtype dtype, float largest) {
   if (dtype != OCTET_F16) return step_of(largest, largest_code(dtype));

@@ -293,7 +293,7 @@ struct Forward {
   float lse(const Sequence& seq, int64_t h, int64_t at, int i, float l, int64_t side_index) const {
     const double unit = static_cast<double>(state.unit[i]) / 1.44269504088896340736;
     double value = state.m[i] * unit + std::log(static_cast<double>(l) / (scales_p(format) ? plan.p_top : 1.f));
-    if (plan.smooth_k) value += p.scale * dot_with_mean(p, seq, h, at, signs, side.k_mean + side_index * kMaxDim);
+    if (plan.smooth_k) value += p.scale * dot_with_mean(p, plan, seq, h, at, signs, side.k_mean + side_index * kMaxDim);
     return static_cast<float>(value);
   }
 };

@@ -101,17 +101,27 @@ inline void interleave_rows(const float* rows, int64_t stride, int64_t columns, 
   }
 }
 
-// Scale of the group of tokens that holds `token` in a tensor that came quantised.
+OCTET_INLINE const float* parameter_at(const octet_tensor& x, int64_t b, int64_t h, int64_t group, int64_t c) {
+  return static_cast<const float*>(x.data) + b * x.stride[0] + h * x.stride[1] + group * x.stride[2] + c * x.stride[3];
+}
+
+// The group of `token` along tokens; see octet_granularity.
+OCTET_INLINE int64_t group_of(const octet_quantization& how, int64_t token) {
+  switch (how.granularity) {
+    case OCTET_PER_TOKEN: return token;
+    case OCTET_PER_BLOCK: return token / how.block;
+    case OCTET_PER_THREAD: return how.operand == OCTET_OPERAND_Q ? token / 32 * 8 + token % 8 : token / 64 * 4 + token % 8 / 2;
+    default: return 0;
+  }
+}
+
+// Scale of a token of a tensor that came as codes; 1 without a quantization.
 OCTET_INLINE float given_scale(const View& t, int64_t b, int64_t h, int64_t token) {
-  const octet_quantization& z = *t.quantization;
-  const octet_tensor& s = *z.scale;
-  const int64_t group = z.granularity == OCTET_PER_TOKEN ? token : z.granularity == OCTET_PER_BLOCK ? token / z.block : 0;
-  return static_cast<const float*>(s.data)[b * s.stride[0] + h * s.stride[1] + group * s.stride[2]];
+  return t.quantization ? *parameter_at(*t.quantization->scale, b, h, group_of(*t.quantization, token), 0) : 1.f;
 }
 
 OCTET_INLINE float given_mean(const View& t, int64_t b, int64_t h, int64_t c) {
-  const octet_tensor& m = *t.quantization->mean;
-  return static_cast<const float*>(m.data)[b * m.stride[0] + h * m.stride[1] + c * m.stride[3]];
+  return t.quantization && t.quantization->mean ? *parameter_at(*t.quantization->mean, b, h, 0, c) : 0.f;
 }
 
 // Signs of the Hadamard rotation of q and k: those of q if it came quantised.
@@ -159,31 +169,74 @@ KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve,
   return s;
 }
 
+// Rows of a tile or block: [count][width] floats from `token` on, rows past `tokens` zero.
+inline void load_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width, float* rows) {
+  for (int64_t r = 0; r < count; ++r) {
+    float* row = rows + r * width;
+    if (r < valid) load_row(t, b, h, token + r, row);
+    for (int64_t c = r < valid ? t.shape[3] : 0; c < width; ++c) row[c] = 0.f;
+  }
+}
+
+// The numbers that `count` rows of codes stand for (octet_quantization): scale and zero point, rotation, mean.
+inline void dequantize_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t count, int64_t width, float* rows) {
+  const octet_quantization& how = *t.quantization;
+  const int64_t n = t.shape[3];
+  const auto parameter = [&](const octet_tensor& x, int64_t group, int64_t c) { return *parameter_at(x, b, h, group, c); };
+  float signs[kMaxDim];
+  for (int64_t c = 0; c < n; ++c) signs[c] = hadamard_sign(how.hadamard_seed, c);
+  for (int64_t r = 0; r < count; ++r) {
+    float* row = rows + r * width;
+    const int64_t group = group_of(how, token + r);
+    for (int64_t c = 0; c < n; ++c) {
+      const int64_t channel = how.granularity == OCTET_PER_CHANNEL ? c : 0;
+      const float scale = parameter(*how.scale, group, channel);
+      const float zero_point = how.zero_point_kind == OCTET_SYMMETRIC ? 0.f : parameter(*how.zero_point, group, channel);
+      row[c] = how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? scale * row[c] + zero_point : scale * (row[c] - zero_point);
+    }
+    if (how.hadamard_seed) hadamard_inverse(row, signs, n);
+    if (how.mean)
+      for (int64_t c = 0; c < n; ++c) row[c] += parameter(*how.mean, 0, c);
+  }
+}
+
+// `valid` tokens as numbers, then zeros up to `count`.
+inline void load_numbers(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width, float* rows) {
+  load_rows(t, b, h, token, valid, count, width, rows);
+  if (t.quantization) dequantize_rows(t, b, h, token, valid, width, rows);
+}
+
+// Codes as they are, or the numbers of anything else.
+inline void load_operand(const View& t, bool coded, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width, float* rows) {
+  if (coded) load_rows(t, b, h, token, valid, count, width, rows);
+  else load_numbers(t, b, h, token, valid, count, width, rows);
+}
+
 // Channel means of k, and of v with its channel amax, over the true tokens of one sequence and head; in token order,
 // in double, rounded once. Only finite numbers count: any mean is correct, and a poisoned token must not reach
 // queries that do not see it.
 inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t g, int64_t side, const KeySide& s) {
   float row[kMaxDim];
   double sum[kMaxDim];
-  const auto mean_of = [&](const View& t, int64_t n, float* mean) {
-    if (t.quantization) {
-      for (int64_t c = 0; c < n; ++c) mean[c] = t.quantization->mean ? given_mean(t, seq.batch, g, c) : 0.f;
+  const auto mean_of = [&](const View& t, bool coded, int64_t n, float* mean) {
+    if (coded) {
+      for (int64_t c = 0; c < n; ++c) mean[c] = given_mean(t, seq.batch, g, c);
       return;
     }
     for (int64_t c = 0; c < n; ++c) sum[c] = 0;
     for (int64_t j = 0; j < seq.k_tokens; ++j) {
-      load_row(t, seq.batch, g, seq.k_first + j, row);
+      load_numbers(t, seq.batch, g, seq.k_first + j, 1, 1, n, row);
       for (int64_t c = 0; c < n; ++c) sum[c] += __builtin_fabsf(row[c]) < __builtin_inff() ? row[c] : 0.f;
     }
     for (int64_t c = 0; c < n; ++c) mean[c] = static_cast<float>(sum[c] / static_cast<double>(seq.k_tokens));
   };
-  if (plan.smooth_k) mean_of(p.k, p.dim, s.k_mean + side * kMaxDim);
-  if (plan.smooth_v) mean_of(p.v, p.dim_v, s.v_mean + side * kMaxDim);
+  if (plan.smooth_k) mean_of(p.k, plan.k_coded, p.dim, s.k_mean + side * kMaxDim);
+  if (plan.smooth_v) mean_of(p.v, plan.v_coded, p.dim_v, s.v_mean + side * kMaxDim);
   if (plan.v_scale == VScale::channel || plan.v_scale == VScale::head) {
     float* top = s.v_channel + side * kMaxDim;
-    for (int64_t c = 0; c < p.dim_v; ++c) top[c] = 0;
+    for (int64_t c = 0; c < p.dim_v; ++c) top[c] = 0.f;
     for (int64_t j = 0; j < seq.k_tokens; ++j) {
-      load_row(p.v, seq.batch, g, seq.k_first + j, row);
+      load_numbers(p.v, seq.batch, g, seq.k_first + j, 1, 1, p.dim_v, row);
       if (plan.smooth_v)
         for (int64_t c = 0; c < p.dim_v; ++c) row[c] -= s.v_mean[side * kMaxDim + c];
       for (int64_t c = 0; c < p.dim_v; ++c) {
@@ -196,15 +249,6 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
       for (int64_t c = 0; c < p.dim_v; ++c) largest = top[c] > largest ? top[c] : largest;
       for (int64_t c = 0; c < p.dim_v; ++c) top[c] = largest;
     }
-  }
-}
-
-// Rows of a tile or block: [count][width] floats from `token` on, rows past `tokens` zero.
-inline void load_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width, float* rows) {
-  for (int64_t r = 0; r < count; ++r) {
-    float* row = rows + r * width;
-    if (r < valid) load_row(t, b, h, token + r, row);
-    for (int64_t c = r < valid ? t.shape[3] : 0; c < width; ++c) row[c] = 0.f;
   }
 }
 
@@ -257,8 +301,8 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   const int64_t valid = seq.k_tokens - first < kKeys ? seq.k_tokens - first : kKeys;
 
   const int64_t width = padded<Qk>(padded_columns(p.dim));
-  load_rows(p.k, seq.batch, g, seq.k_first + first, valid, kKeys, width, rows);
-  if (p.k.quantization) {
+  load_operand(p.k, plan.k_coded, seq.batch, g, seq.k_first + first, valid, kKeys, width, rows);
+  if (plan.k_coded) {
     for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.k, seq.batch, g, seq.k_first + first + r);
   } else {
     for (int64_t r = 0; r < valid; ++r) {
@@ -279,11 +323,11 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     }
   }
 
-  load_rows(p.v, seq.batch, g, seq.k_first + first, valid, kKeys, s.v_columns, rows);
+  load_operand(p.v, plan.v_coded, seq.batch, g, seq.k_first + first, valid, kKeys, s.v_columns, rows);
   bool finite = true;
   for (int64_t r = 0; r < valid; ++r) finite &= row_amax(rows + r * s.v_columns, s.v_columns) < __builtin_inff();
   s.v_finite[index] = finite;
-  if (p.v.quantization) {
+  if (plan.v_coded) {
     for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.v, seq.batch, g, seq.k_first + first + r);
   } else {
     if (plan.smooth_v)
@@ -312,7 +356,7 @@ inline float group_amax(const Problem& p, const Sequence& seq, int64_t h, int64_
   alignas(64) float row[kMaxDim];
   float largest = 0.f;
   for (int64_t i = token; i < token + group && i < seq.q_tokens; ++i) {
-    load_rows(p.q, seq.batch, h, seq.q_first + i, 1, 1, padded_columns(p.dim), row);
+    load_numbers(p.q, seq.batch, h, seq.q_first + i, 1, 1, padded_columns(p.dim), row);
     const float a = row_amax(row, padded_columns(p.dim));
     largest = a > largest && a < __builtin_inff() ? a : largest;
   }
@@ -329,8 +373,8 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
   const int64_t width = padded<Qk>(padded_columns(p.dim));
   Step step{};
   for (int64_t r = 0; r < count; ++r) steps[r] = 1.f;
-  load_rows(p.q, seq.batch, h, seq.q_first + token, valid, count, width, rows);
-  if (p.q.quantization) {
+  load_operand(p.q, plan.q_coded, seq.batch, h, seq.q_first + token, valid, count, width, rows);
+  if (plan.q_coded) {
     for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.q, seq.batch, h, seq.q_first + token + r);
   } else {
     if (plan.hadamard)
@@ -351,14 +395,14 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
 }
 
 // q.mean for the true q and the mean that smoothing took from k, in double.
-inline double dot_with_mean(const Problem& p, const Sequence& seq, int64_t h, int64_t token, const Signs& signs, const float* k_mean) {
+inline double dot_with_mean(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token, const Signs& signs, const float* k_mean) {
   float q[kMaxDim], mean[kMaxDim];
-  load_row(p.q, seq.batch, h, token, q);
+  load_operand(p.q, plan.q_coded, seq.batch, h, token, 1, 1, padded_columns(p.dim), q);
   std::memcpy(mean, k_mean, sizeof(float) * p.dim);
   double scale = 1.0;
-  if (p.q.quantization) {
+  if (plan.q_coded) {
     scale = given_scale(p.q, seq.batch, h, token);
-    if (p.q.quantization->hadamard_seed) hadamard_row(mean, signs.sign, p.dim);
+    if (p.q.quantization && p.q.quantization->hadamard_seed) hadamard_row(mean, signs.sign, p.dim);
   }
   double sum = 0;
   for (int64_t c = 0; c < p.dim; ++c) sum += static_cast<double>(q[c]) * mean[c];

@@ -18,6 +18,7 @@ enum class VScale { none, token, channel, head };
 
 // A precision's forward recipe; docs/numerics.md.
 struct ForwardPlan {
+  bool q_coded = false, k_coded = false, v_coded = false;  // came as codes that the kernel takes as they are
   octet_dtype qk;          // q and k are rounded to it: f32, f16, bf16, e4m3, i8
   int64_t q_group = 0;     // tokens per scale of q and k; 0: no scale
   int64_t k_group = 0;

@@ -79,8 +79,8 @@ OCTET_INLINE float scalar_exp2(float x) {
 // As precise as P is going to be.
 constexpr int exp2_degree(PFormat format) {
   switch (format) {
-    case PFormat::u8:
-    case PFormat::e4m3: return kExp2For8Bits;
+    case PFormat::u8: return kExp2For8Bits;
+    case PFormat::e4m3:  // a static scale: an error moves many p over the same boundary
     case PFormat::bf16:
     case PFormat::f16: return kExp2For16Bits;
     default: return kExp2For32Bits;

@@ -129,6 +129,7 @@ Recipe f16_inside(octet_dtype format) {
   Recipe r = format_only(format);
   r.p = fixed(OCTET_F16, kFactor);
   r.sum_rounded_p = true;
+  if (format == OCTET_F16) r.backward.do_dp = r.backward.do_dv = scaled_f16();  // gradients may be too small for f16 as they are
   r.backward.smooth_dq = scaled_f16();
   r.backward.ds_q = r.backward.ds_k = {.code = OCTET_F16, .power_of_two = true};
   r.backward.p = {.code = OCTET_F16, .factor = kFactor};
