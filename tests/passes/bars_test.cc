@@ -223,8 +223,8 @@ TEST(Bias, of_delta_is_gone_with_the_default_remedy) {
   for (bool smaller_sink : {false, true}) {
     const Bias bias = bias_of(smaller_sink);
     EXPECT_LE(bias.from_unrounded_o.kappa(), .1) << (smaller_sink ? "S8" : "S7");
-    EXPECT_LE(bias.dq.kappa(), .1) << (smaller_sink ? "S8" : "S7") << ": dq";
     if (!smaller_sink) continue;
+    EXPECT_LE(std::fabs(bias.dq.sum), .1 * std::fabs(bias.dq_naive.sum)) << "S8, dq: what adds up over rows and steps";
     EXPECT_GE(bias.from_o.kappa(), .5) << "S8 without remedy: the test has no power";
     EXPECT_GE(bias.dq_naive.kappa(), .5) << "S8 without remedy, dq: the test has no power";
   }

@@ -129,7 +129,7 @@ class FlushDenormals {
 // Relative error of exp2<degree>: 9e-5, 3e-6, 1e-7.
 enum Exp2Degree { kExp2For8Bits = 3, kExp2For16Bits = 4, kExp2For32Bits = 6 };
 
-// 2^x for x <= 127: exactly 1 at 0, 0 far below -126, NaN for NaN. x = n + f; 2^f by a minimax polynomial with
+// 2^x: exactly 1 at 0, 0 far below -126, infinity far above 127, NaN for NaN. x = n + f; 2^f by a minimax polynomial with
 // p(0) = 1, 2^n by the exponent field.
 #if defined(__AVX512F__)
 // f in [0, 1)
@@ -158,7 +158,7 @@ OCTET_INLINE Vf exp2(Vf x) {
 template <int degree = kExp2For32Bits>
 OCTET_INLINE Vf exp2(Vf x) {
   const Vf magic = splat(0x1.8p23f);
-  const Vf bounded = max(splat(-126.f), x);
+  const Vf bounded = min(splat(128.f), max(splat(-126.f), x));
   const Vf shifted = bounded + magic;
   const Vf f = bounded - (shifted - magic);
   Vf p;
