@@ -29,7 +29,7 @@ AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), descriptor_(-
   if (::stat(path_.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) refuse("{}: cannot write: not a regular file", path_);
   const std::filesystem::path target(path_);
   if (!target.has_filename()) refuse("{}: cannot write: no file name", path_);
-  temporary_ = (target.parent_path() / ("." + target.filename().string() + ".XXXXXX")).string();
+  temporary_ = (target.parent_path() / fmt::format(".{}.XXXXXX", target.filename().string())).string();
   descriptor_ = ::mkostemp(temporary_.data(), O_CLOEXEC);
   if (descriptor_ < 0) {
     temporary_.clear();
