@@ -1,11 +1,10 @@
 // Arrays in host memory.
 #include "array.h"
 
-#include <octet/formats.hpp>
-
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <octet/formats.hpp>
 #include <random>
 
 #include "error.h"
@@ -14,12 +13,16 @@ namespace octet::cli {
 
 std::size_t bytes_of(DType dtype) {
   switch (dtype) {
-    case DType::f64: return 8;
+    case DType::f64:
+      return 8;
     case DType::f32:
-    case DType::i32: return 4;
+    case DType::i32:
+      return 4;
     case DType::f16:
-    case DType::bf16: return 2;
-    default: return 1;
+    case DType::bf16:
+      return 2;
+    default:
+      return 1;
   }
 }
 

@@ -1,9 +1,8 @@
 // An array in host memory that owns its elements: what files hold and what the command lends to the library.
 #pragma once
-#include <octet/octet.hpp>
-
 #include <cstddef>
 #include <cstdint>
+#include <octet/octet.hpp>
 #include <optional>
 #include <string>
 #include <vector>

@@ -1,9 +1,8 @@
 // Roundings by name, and what they do.
 #include "laboratory.h"
 
-#include <octet/formats.hpp>
-
 #include <algorithm>
+#include <octet/formats.hpp>
 #include <random>
 
 namespace octet::cli {
@@ -19,7 +18,7 @@ constexpr Point kPoints[] = {{"qk", &octet_rounding::qk},       {"v", &octet_rou
                              {"alpha", &octet_rounding::alpha}, {"acc", &octet_rounding::acc},
                              {"o", &octet_rounding::o},         {"o_saved", &octet_rounding::o_saved},
                              {"ds", &octet_rounding::ds},       {"p_backward", &octet_rounding::p_backward}};
-constexpr Name<uint32_t> kFormats[] = {{"f64", OCTET_F64}, {"f32", OCTET_F32}, {"f16", OCTET_F16},
+constexpr Name<uint32_t> kFormats[] = {{"f64", OCTET_F64},   {"f32", OCTET_F32},   {"f16", OCTET_F16},
                                        {"bf16", OCTET_BF16}, {"e4m3", OCTET_E4M3}, {"e5m2", OCTET_E5M2}};
 constexpr Name<uint32_t> kSums[] = {{"exact", 0}, {"p", 1}};
 constexpr Name<uint32_t> kScaled[] = {{"before", 0}, {"after", 1}};
@@ -27,11 +26,16 @@ constexpr Name<uint32_t> kDeltas[] = {{"o", OCTET_DELTA_FROM_O}, {"p", OCTET_DEL
 
 int mantissa_bits(uint32_t format) {
   switch (format) {
-    case OCTET_F32: return kF32.mantissa_bits;
-    case OCTET_F16: return kF16.mantissa_bits;
-    case OCTET_E4M3: return kE4m3.mantissa_bits;
-    case OCTET_E5M2: return kE5m2.mantissa_bits;
-    default: return kBf16.mantissa_bits;  // an exact o is told in the units of bf16
+    case OCTET_F32:
+      return kF32.mantissa_bits;
+    case OCTET_F16:
+      return kF16.mantissa_bits;
+    case OCTET_E4M3:
+      return kE4m3.mantissa_bits;
+    case OCTET_E5M2:
+      return kE5m2.mantissa_bits;
+    default:
+      return kBf16.mantissa_bits;  // an exact o is told in the units of bf16
   }
 }
 
@@ -41,11 +45,16 @@ void set_point(octet_rounding& r, const std::string& key, const std::string& val
       r.*point.format = parse(kFormats, "--round " + key, value);
       return;
     }
-  if (key == "l") r.l_from_p = parse(kSums, "--round l", value);
-  else if (key == "scaled") r.s_scaled = parse(kScaled, "--round scaled", value);
-  else if (key == "delta") r.delta = parse(kDeltas, "--round delta", value);
-  else if (key == "beta") r.beta = static_cast<float>(parse_number("--round beta", value));
-  else if (key == "tie_epsilon") r.tie_epsilon = static_cast<float>(parse_number("--round tie_epsilon", value));
+  if (key == "l")
+    r.l_from_p = parse(kSums, "--round l", value);
+  else if (key == "scaled")
+    r.s_scaled = parse(kScaled, "--round scaled", value);
+  else if (key == "delta")
+    r.delta = parse(kDeltas, "--round delta", value);
+  else if (key == "beta")
+    r.beta = static_cast<float>(parse_number("--round beta", value));
+  else if (key == "tie_epsilon")
+    r.tie_epsilon = static_cast<float>(parse_number("--round tie_epsilon", value));
   else if (key == "tile") {
     const int64_t tile = parse_integer("--round tile", value);
     if (tile < 0 || tile > 1 << 30) refuse("--round tile: found {}, allowed: keys per tile, or 0 for all in one", tile);
@@ -66,7 +75,8 @@ ForwardResult forward_of(const Experiment& e, Attention attention, const octet_r
   return result;
 }
 
-BackwardResult backward_of(const Experiment& e, Attention attention, const octet_rounding* rounding, const ForwardResult& forward) {
+BackwardResult backward_of(const Experiment& e, Attention attention, const octet_rounding* rounding,
+                           const ForwardResult& forward) {
   attention.rounding = rounding;
   BackwardResult result = make_backward(e.in, kExact);
   run(attention, backward_call(e.in, forward, result));
@@ -116,7 +126,8 @@ Inputs bias_inputs(BiasInput input, int seed) {
       const bool tied = key == first || key == second;
       const int64_t at = row * kKeys + key;
       in.k.set(at * kDim, tied ? top : top - 14 - 4 * uniform());
-      for (int64_t c = 0; c < kDimV; ++c) in.v.set(at * kDimV + c, -(2 + 1.99 * uniform()) / (tied && input == BiasInput::s8 ? 2 : 1));
+      for (int64_t c = 0; c < kDimV; ++c)
+        in.v.set(at * kDimV + c, -(2 + 1.99 * uniform()) / (tied && input == BiasInput::s8 ? 2 : 1));
     }
     // As in training, do has the sign of the error in half of the channels.
     for (int64_t c = 0; c < kDimV / 2; ++c) in.do_.set(row * kDimV + c, -std::fabs(in.do_[row * kDimV + c]));
@@ -140,9 +151,12 @@ octet_rounding parse_rounding(const std::string& text) {
   const auto items = split(text, ',');
   for (std::size_t i = 0; i < items.size(); ++i) {
     const std::size_t equals = items[i].find('=');
-    if (i == 0 && items[i] == "flash") r = flash_rounding();
-    else if (equals == std::string::npos) refuse("--round: found \"{}\", expected point=type", items[i]);
-    else set_point(r, items[i].substr(0, equals), items[i].substr(equals + 1));
+    if (i == 0 && items[i] == "flash")
+      r = flash_rounding();
+    else if (equals == std::string::npos)
+      refuse("--round: found \"{}\", expected point=type", items[i]);
+    else
+      set_point(r, items[i].substr(0, equals), items[i].substr(equals + 1));
   }
   return r;
 }
@@ -151,7 +165,8 @@ std::string rounding_text(const octet_rounding& r) {
   std::string out;
   for (const Point& point : kPoints)
     if (r.*point.format != OCTET_F64) out += fmt::format("{}={},", point.name, name_of(kFormats, r.*point.format));
-  out += fmt::format("l={},scaled={},delta={},tile={}", name_of(kSums, r.l_from_p), name_of(kScaled, r.s_scaled), name_of(kDeltas, r.delta), r.tile);
+  out += fmt::format("l={},scaled={},delta={},tile={}", name_of(kSums, r.l_from_p), name_of(kScaled, r.s_scaled),
+                     name_of(kDeltas, r.delta), r.tile);
   if (r.beta != 0) out += fmt::format(",beta={},tie_epsilon={}", r.beta, r.tie_epsilon);
   return out;
 }
@@ -160,8 +175,10 @@ std::string rounding_help() {
   std::string names;
   for (const Point& point : kPoints) names += (names.empty() ? "" : ", ") + std::string(point.name);
   return "point=type,... Points " + names + " take " + choices(kFormats) +
-         "; l=p|exact (which p the sum adds), scaled=after|before (s rounded after or before the scale), delta=o|p (where it comes from), "
-         "beta=X, tie_epsilon=X, tile=N. What is not named is exact; a first item flash starts from bf16 FlashAttention  [flash]";
+         "; l=p|exact (which p the sum adds), scaled=after|before (s rounded after or before the scale), delta=o|p "
+         "(where it comes from), "
+         "beta=X, tie_epsilon=X, tile=N. What is not named is exact; a first item flash starts from bf16 "
+         "FlashAttention  [flash]";
 }
 
 std::vector<std::pair<std::string, octet_rounding>> lifted(const octet_rounding& rounding) {
@@ -199,7 +216,8 @@ Effect examine(const std::vector<Experiment>& experiments, const octet_rounding&
   for (const Experiment& e : experiments) {
     const ForwardResult forward = forward_of(e, e.attention, &rounding);
     keep_largest(effect, "o", forward.o, e.forward.o);
-    for (int64_t i = 0; i < forward.o.size(); ++i) effect.bias.add_output(forward.o[i], e.forward.o[i], mantissa_bits(rounding.o));
+    for (int64_t i = 0; i < forward.o.size(); ++i)
+      effect.bias.add_output(forward.o[i], e.forward.o[i], mantissa_bits(rounding.o));
     if (!e.in.do_.present()) continue;
 
     octet_rounding saving = rounding;  // writes what delta will read

@@ -1,7 +1,6 @@
 // The casting laboratory: what a description of roundings (octet_rounding) does to attention, against float64.
 #pragma once
 #include <octet/octet.hpp>
-
 #include <optional>
 #include <string>
 #include <utility>
@@ -33,9 +32,9 @@ struct Experiment {
 };
 Experiment experiment(Inputs in, const Attention& attention, bool backward);
 
-// Inputs on which rounding is biased (arXiv 2510.04212; docs/numerics.md). Each row has two exactly tied largest logits, all
-// others 14 to 18 below; v lies in [-3.99, -2], one sign and one binade. S8: the tied keys' v are halved, as
-// attention sinks are. One experiment per seed, 64 rows each.
+// Inputs on which rounding is biased (arXiv 2510.04212; docs/numerics.md). Each row has two exactly tied largest
+// logits, all others 14 to 18 below; v lies in [-3.99, -2], one sign and one binade. S8: the tied keys' v are halved,
+// as attention sinks are. One experiment per seed, 64 rows each.
 enum class BiasInput { s7, s8 };
 std::vector<Experiment> bias_experiments(BiasInput input);
 

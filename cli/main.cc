@@ -1,13 +1,12 @@
 // octet: the command line of the library. It uses nothing but the public headers. Whatever goes wrong is one line on
 // standard error and exit status 2.
-#include <octet/octet.hpp>
-
 #include <CLI/CLI.hpp>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
 #include <exception>
 #include <new>
+#include <octet/octet.hpp>
 #include <string>
 
 #include "commands/commands.h"

@@ -1,23 +1,28 @@
 // Distances between results.
 #include "metrics.h"
 
-#include <octet/formats.hpp>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <octet/formats.hpp>
 
 namespace octet::cli {
 namespace {
 
 double largest(DType dtype) {
   switch (dtype) {
-    case DType::f32: return kF32.largest;
-    case DType::f16: return kF16.largest;
-    case DType::bf16: return kBf16.largest;
-    case DType::e4m3: return kE4m3.largest;
-    case DType::e5m2: return kE5m2.largest;
-    default: return std::numeric_limits<double>::max();
+    case DType::f32:
+      return kF32.largest;
+    case DType::f16:
+      return kF16.largest;
+    case DType::bf16:
+      return kBf16.largest;
+    case DType::e4m3:
+      return kE4m3.largest;
+    case DType::e5m2:
+      return kE5m2.largest;
+    default:
+      return std::numeric_limits<double>::max();
   }
 }
 

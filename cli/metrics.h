@@ -7,12 +7,13 @@
 namespace octet::cli {
 
 struct Errors {
-  double cos = 1;                // over all elements
-  double rel_l1 = 0, rel_l2 = 0; // sum|a-b| / sum|b|, ||a-b|| / ||b||; 0 / 0 is 0
+  double cos = 1;                 // over all elements
+  double rel_l1 = 0, rel_l2 = 0;  // sum|a-b| / sum|b|, ||a-b|| / ||b||; 0 / 0 is 0
   double max_abs = 0;
   double worst_head_rel_l2 = 0;  // the largest rel_l2 of a (batch, head)
   int64_t nan = 0;               // elements that are NaN
-  int64_t saturated = 0;         // elements clamped to the largest number of their type, or infinite where the reference is not
+  int64_t saturated =
+      0;  // elements clamped to the largest number of their type, or infinite where the reference is not
 };
 
 // `got` and `want` are [batch, head, token, dim] of one shape. Pairs of equal infinities or two NaN do not count in the

@@ -1,7 +1,6 @@
 // The words of the command line for the door's enums, in both directions.
 #pragma once
 #include <octet/octet.hpp>
-
 #include <span>
 #include <string>
 #include <string_view>
@@ -19,26 +18,35 @@ struct Name {
   Value value;
 };
 
-inline constexpr Name<DType> kDTypes[] = {{"f64", DType::f64}, {"f32", DType::f32}, {"f16", DType::f16},
-                                          {"bf16", DType::bf16}, {"e4m3", DType::e4m3}, {"e5m2", DType::e5m2},
-                                          {"int8", DType::i8}, {"uint8", DType::u8}, {"int4", DType::i4},
+inline constexpr Name<DType> kDTypes[] = {{"f64", DType::f64},   {"f32", DType::f32},     {"f16", DType::f16},
+                                          {"bf16", DType::bf16}, {"e4m3", DType::e4m3},   {"e5m2", DType::e5m2},
+                                          {"int8", DType::i8},   {"uint8", DType::u8},    {"int4", DType::i4},
                                           {"int32", DType::i32}, {"bool", DType::boolean}};
-inline constexpr Name<Precision> kPrecisions[] = {
-    {"f64", Precision::f64}, {"f32", Precision::f32}, {"f16", Precision::f16}, {"bf16", Precision::bf16},
-    {"int8", Precision::int8}, {"int8_f16", Precision::int8_f16}, {"int8_fp8", Precision::int8_fp8},
-    {"fp8", Precision::fp8}, {"fp8_raw", Precision::fp8_raw}, {"sagebwd", Precision::sagebwd}};
+inline constexpr Name<Precision> kPrecisions[] = {{"f64", Precision::f64},           {"f32", Precision::f32},
+                                                  {"f16", Precision::f16},           {"bf16", Precision::bf16},
+                                                  {"int8", Precision::int8},         {"int8_f16", Precision::int8_f16},
+                                                  {"int8_fp8", Precision::int8_fp8}, {"fp8", Precision::fp8},
+                                                  {"fp8_raw", Precision::fp8_raw},   {"sagebwd", Precision::sagebwd}};
 inline constexpr Name<Pass> kPasses[] = {{"fwd", Pass::forward}, {"bwd", Pass::backward}, {"jvp", Pass::jvp}};
-inline constexpr Name<Remedy> kRemedies[] = {{"f16_inside", Remedy::f16_inside}, {"none", Remedy::none},
-                                             {"beta", Remedy::beta}, {"exact_delta", Remedy::exact_delta},
+inline constexpr Name<Remedy> kRemedies[] = {{"f16_inside", Remedy::f16_inside},
+                                             {"none", Remedy::none},
+                                             {"beta", Remedy::beta},
+                                             {"exact_delta", Remedy::exact_delta},
                                              {"project", Remedy::project}};
-inline constexpr Name<Alignment> kAlignments[] = {{"top-left", Alignment::top_left}, {"bottom-right", Alignment::bottom_right}};
+inline constexpr Name<Alignment> kAlignments[] = {{"top-left", Alignment::top_left},
+                                                  {"bottom-right", Alignment::bottom_right}};
 inline constexpr Name<Switch> kSwitches[] = {{"on", Switch::on}, {"off", Switch::off}};
-inline constexpr Name<octet_operand> kOperands[] = {{"q", OCTET_OPERAND_Q}, {"k", OCTET_OPERAND_K}, {"v", OCTET_OPERAND_V}};
-inline constexpr Name<octet_granularity> kGranularities[] = {{"tensor", OCTET_PER_TENSOR}, {"token", OCTET_PER_TOKEN},
-                                                             {"channel", OCTET_PER_CHANNEL}, {"block", OCTET_PER_BLOCK},
+inline constexpr Name<octet_operand> kOperands[] = {
+    {"q", OCTET_OPERAND_Q}, {"k", OCTET_OPERAND_K}, {"v", OCTET_OPERAND_V}};
+inline constexpr Name<octet_granularity> kGranularities[] = {{"tensor", OCTET_PER_TENSOR},
+                                                             {"token", OCTET_PER_TOKEN},
+                                                             {"channel", OCTET_PER_CHANNEL},
+                                                             {"block", OCTET_PER_BLOCK},
                                                              {"thread", OCTET_PER_THREAD}};
-inline constexpr Name<octet_zero_point> kZeroPoints[] = {{"integer", OCTET_ZERO_POINT_INTEGER}, {"float", OCTET_ZERO_POINT_FLOAT}};
-inline constexpr Name<octet_rope_style> kRopeStyles[] = {{"half", OCTET_ROPE_HALF}, {"interleaved", OCTET_ROPE_INTERLEAVED}};
+inline constexpr Name<octet_zero_point> kZeroPoints[] = {{"integer", OCTET_ZERO_POINT_INTEGER},
+                                                         {"float", OCTET_ZERO_POINT_FLOAT}};
+inline constexpr Name<octet_rope_style> kRopeStyles[] = {{"half", OCTET_ROPE_HALF},
+                                                         {"interleaved", OCTET_ROPE_INTERLEAVED}};
 
 // "f64, f32, f16"
 template <class Names>

@@ -8,7 +8,9 @@ namespace {
 
 bool is_sixteen_bit(Precision p) { return p == Precision::f16 || p == Precision::bf16; }
 
-bool has_int8_logits(Precision p) { return p == Precision::int8 || p == Precision::int8_f16 || p == Precision::int8_fp8; }
+bool has_int8_logits(Precision p) {
+  return p == Precision::int8 || p == Precision::int8_f16 || p == Precision::int8_fp8;
+}
 
 std::array<int64_t, 2> parse_window(const std::string& text) {
   const auto parts = split(text, ',');
@@ -29,18 +31,21 @@ std::vector<Value> parse_list(const std::string& text, Parse&& parse) {
 }  // namespace
 
 void AttentionOptions::add_mask_to(CLI::App& app) {
-  app.add_flag("--causal", causal_, "No key after the query; =top-left or =bottom-right names the diagonal where lengths differ");
+  app.add_flag("--causal", causal_,
+               "No key after the query; =top-left or =bottom-right names the diagonal where lengths differ");
   app.add_option("--scale", scale_, "Logits are scale * q.k  [1/sqrt(dim)]")->type_name("X");
   app.add_option("--window", window_, "Keys seen left and right of the diagonal, -1: all")->type_name("L,R");
 }
 
 void AttentionOptions::add_to(CLI::App& app) {
   add_mask_to(app);
-  app.add_option("--remedy", remedy_, "How f16 and bf16 keep rounding bias out of gradients: " + choices(kRemedies) + "  [f16_inside]")
+  app.add_option("--remedy", remedy_,
+                 "How f16 and bf16 keep rounding bias out of gradients: " + choices(kRemedies) + "  [f16_inside]")
       ->type_name("NAME");
   app.add_option("--beta", beta_, "Factor of remedy beta, up to 8  [2]")->type_name("X");
   app.add_option("--hadamard", hadamard_, "Rotate q and k before int8: on, off  [the recipe's]")->type_name("SWITCH");
-  app.add_option("--smooth-q", smooth_q_, "Subtract the mean of each 128 queries before int8: on, off  [the recipe's]")->type_name("SWITCH");
+  app.add_option("--smooth-q", smooth_q_, "Subtract the mean of each 128 queries before int8: on, off  [the recipe's]")
+      ->type_name("SWITCH");
   app.add_option("--backend", backend_, "Run this backend only (octet info lists them)")->type_name("NAME");
   app.add_option("--threads", threads_, "CPU threads, 0: all  [0]")->type_name("N");
   app.add_flag("--deterministic", deterministic_, "Only bitwise repeatable kernels");
@@ -77,7 +82,8 @@ void AttentionOptions::expect_used(const std::vector<Precision>& precisions) con
   if (!(remedy_.empty() && beta_.empty()) && none(is_sixteen_bit))
     refuse("{}: belongs to precisions f16 and bf16, and neither is asked for", remedy_.empty() ? "--beta" : "--remedy");
   if (!(hadamard_.empty() && smooth_q_.empty()) && none(has_int8_logits))
-    refuse("{}: belongs to precisions int8, int8_f16 and int8_fp8, and none is asked for", hadamard_.empty() ? "--smooth-q" : "--hadamard");
+    refuse("{}: belongs to precisions int8, int8_f16 and int8_fp8, and none is asked for",
+           hadamard_.empty() ? "--smooth-q" : "--hadamard");
 }
 
 std::vector<Pass> parse_passes(const std::string& text) {
@@ -85,10 +91,11 @@ std::vector<Pass> parse_passes(const std::string& text) {
 }
 
 std::vector<Precision> parse_precisions(const std::string& text) {
-  if (text != "all") return parse_list<Precision>(text, [](const std::string& part) {
-    if (part == "all") refuse("--precision: \"all\" stands alone");
-    return parse(kPrecisions, "--precision", part);
-  });
+  if (text != "all")
+    return parse_list<Precision>(text, [](const std::string& part) {
+      if (part == "all") refuse("--precision: \"all\" stands alone");
+      return parse(kPrecisions, "--precision", part);
+    });
   std::vector<Precision> out;
   for (const auto& [word, precision] : kPrecisions)
     if (precision != Precision::f64) out.push_back(precision);

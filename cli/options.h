@@ -1,8 +1,7 @@
 // The options of attention that several commands share, and their meaning for the library.
 #pragma once
-#include <octet/octet.hpp>
-
 #include <CLI/CLI.hpp>
+#include <octet/octet.hpp>
 #include <string>
 #include <vector>
 

@@ -71,26 +71,49 @@ JvpResult make_jvp(const Inputs& in, const OutputTypes& types) {
 }
 
 Forward forward_call(const Inputs& in, const ForwardResult& r) {
-  return {.q = in.q.view(), .k = in.k.view(), .v = in.v.view(), .o = r.o.view(), .lse = r.lse.view(), .o_residual = r.o_residual.view()};
+  return {.q = in.q.view(),
+          .k = in.k.view(),
+          .v = in.v.view(),
+          .o = r.o.view(),
+          .lse = r.lse.view(),
+          .o_residual = r.o_residual.view()};
 }
 
 Backward backward_call(const Inputs& in, const ForwardResult& f, const BackwardResult& r) {
-  return {.q = in.q.view(), .k = in.k.view(), .v = in.v.view(), .o = f.o.view(), .lse = f.lse.view(), .do_ = in.do_.view(),
-          .dq = r.dq.view(), .dk = r.dk.view(), .dv = r.dv.view(), .o_residual = f.o_residual.view()};
+  return {.q = in.q.view(),
+          .k = in.k.view(),
+          .v = in.v.view(),
+          .o = f.o.view(),
+          .lse = f.lse.view(),
+          .do_ = in.do_.view(),
+          .dq = r.dq.view(),
+          .dk = r.dk.view(),
+          .dv = r.dv.view(),
+          .o_residual = f.o_residual.view()};
 }
 
 Jvp jvp_call(const Inputs& in, const JvpResult& r) {
-  return {.q = in.q.view(), .k = in.k.view(), .v = in.v.view(), .tq = in.tq.view(), .tk = in.tk.view(), .tv = in.tv.view(),
-          .o = r.o.view(), .to = r.to.view(), .lse = r.lse.view()};
+  return {.q = in.q.view(),
+          .k = in.k.view(),
+          .v = in.v.view(),
+          .tq = in.tq.view(),
+          .tk = in.tk.view(),
+          .tv = in.tv.view(),
+          .o = r.o.view(),
+          .to = r.to.view(),
+          .lse = r.lse.view()};
 }
 
 bool reads_residual(const Attention& attention) {
   switch (attention.precision) {
     case Precision::f64:
-    case Precision::f32: return true;
+    case Precision::f32:
+      return true;
     case Precision::f16:
-    case Precision::bf16: return attention.remedy == Remedy::f16_inside || attention.remedy == Remedy::exact_delta;
-    default: return false;
+    case Precision::bf16:
+      return attention.remedy == Remedy::f16_inside || attention.remedy == Remedy::exact_delta;
+    default:
+      return false;
   }
 }
 
@@ -128,7 +151,8 @@ ProblemShape parse_shape(const std::string& text) {
   if (parts.size() != 6) refuse("--shape: found \"{}\", expected b,hq,hkv,sq,sk,d", text);
   int64_t n[6];
   for (int i = 0; i < 6; ++i)
-    if ((n[i] = parse_integer("--shape", parts[i])) < 0) refuse("--shape: found \"{}\", allowed: no negative numbers", text);
+    if ((n[i] = parse_integer("--shape", parts[i])) < 0)
+      refuse("--shape: found \"{}\", allowed: no negative numbers", text);
   return {n[0], n[1], n[2], n[3], n[4], n[5]};
 }
 
@@ -141,7 +165,8 @@ double visible_pairs(const Inputs& in, const Attention& a) {
   double pairs = 0;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t diagonal = i + (a.alignment == Alignment::bottom_right ? m - n : 0);
-    const int64_t first = std::clamp<int64_t>(diagonal - left, 0, m), last = std::clamp<int64_t>(diagonal + right + 1, 0, m);
+    const int64_t first = std::clamp<int64_t>(diagonal - left, 0, m),
+                  last = std::clamp<int64_t>(diagonal + right + 1, 0, m);
     pairs += static_cast<double>(std::max<int64_t>(last - first, 0));
   }
   return static_cast<double>(q[0] * q[1]) * pairs;

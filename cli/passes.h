@@ -1,8 +1,7 @@
 // The three passes over arrays in host memory: their inputs, their outputs, and the calls that join them.
 #pragma once
-#include <octet/octet.hpp>
-
 #include <cstdint>
+#include <octet/octet.hpp>
 #include <string>
 #include <vector>
 
@@ -36,7 +35,9 @@ struct JvpResult {
 struct OutputTypes {
   DType o = DType::none, dq = DType::none, dk = DType::none, dv = DType::none, lse = DType::f32;
 
-  static OutputTypes like(const Inputs& inputs) { return {inputs.q.dtype, inputs.q.dtype, inputs.k.dtype, inputs.v.dtype}; }
+  static OutputTypes like(const Inputs& inputs) {
+    return {inputs.q.dtype, inputs.q.dtype, inputs.k.dtype, inputs.v.dtype};
+  }
   static OutputTypes all(DType dtype, DType lse = DType::f32) { return {dtype, dtype, dtype, dtype, lse}; }
 };
 

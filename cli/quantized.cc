@@ -28,7 +28,8 @@ Quantized::Quantized(const Array& x, const QuantizerOptions& options) {
 
   const Tensor input = x.view();
   Tensor statistics_view = statistics.view();
-  check(octet_quantize(&input, options.rope.style == OCTET_ROPE_NONE ? nullptr : &options.rope, &codes_view_, &statistics_view, nullptr));
+  check(octet_quantize(&input, options.rope.style == OCTET_ROPE_NONE ? nullptr : &options.rope, &codes_view_,
+                       &statistics_view, nullptr));
 }
 
 Array Quantized::dequantized(DType dtype) const {

@@ -34,7 +34,8 @@ void Table::print() const {
     for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
   const auto line = [&](auto&& cell) {
     std::string out;
-    for (std::size_t i = 0; i < columns_.size(); ++i) out += (i ? "  " : "") + padded(cell(i), widths[i], columns_[i].align);
+    for (std::size_t i = 0; i < columns_.size(); ++i)
+      out += (i ? "  " : "") + padded(cell(i), widths[i], columns_[i].align);
     return out.substr(0, out.find_last_not_of(' ') + 1);
   };
   fmt::print("{}\n", bold(line([&](std::size_t i) { return columns_[i].title; })));
@@ -71,7 +72,8 @@ std::string seconds_text(double seconds) {
 std::string error_text(double error) {
   if (error == 0) return "0";
   if (!std::isfinite(error)) return fmt::format("{}", error);
-  return std::fabs(error) < 1e-4 || std::fabs(error) >= 1e4 ? fmt::format("{:.1e}", error) : fmt::format("{:.5f}", error);
+  return std::fabs(error) < 1e-4 || std::fabs(error) >= 1e4 ? fmt::format("{:.1e}", error)
+                                                            : fmt::format("{:.5f}", error);
 }
 
 }  // namespace octet::cli

@@ -1,10 +1,9 @@
 // octet bench: median times of passes, with quantisation and, where q, k, v can be quantised beforehand, without it.
-#include <octet/octet.hpp>
-
 #include <algorithm>
 #include <chrono>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <octet/octet.hpp>
 #include <optional>
 #include <string>
 #include <vector>
@@ -46,7 +45,10 @@ struct Measurement {
 bool is_eight_bit(Precision p) { return p > Precision::bf16; }
 
 DType natural_type(Precision p) {
-  return p == Precision::f64 ? DType::f64 : p == Precision::f32 ? DType::f32 : p == Precision::f16 ? DType::f16 : DType::bf16;
+  return p == Precision::f64   ? DType::f64
+         : p == Precision::f32 ? DType::f32
+         : p == Precision::f16 ? DType::f16
+                               : DType::bf16;
 }
 
 // The workspace is made once, as a caller who cares for speed does.
@@ -66,7 +68,8 @@ Timing time(const Attention& attention, const Call& call, const BenchOptions& op
 }
 
 // The forward alone: q, k, v are codes already. Nothing where the recipe does not take codes.
-std::optional<double> kernel_seconds(Attention attention, const Inputs& in, const ForwardResult& result, const BenchOptions& options) {
+std::optional<double> kernel_seconds(Attention attention, const Inputs& in, const ForwardResult& result,
+                                     const BenchOptions& options) {
   if (attention.precision != Precision::int8) return std::nullopt;
   const Quantized q(in.q, {.operand = OCTET_OPERAND_Q}), k(in.k, {.operand = OCTET_OPERAND_K, .smooth = true}),
       v(in.v, {.operand = OCTET_OPERAND_V, .smooth = true});
@@ -91,7 +94,8 @@ Measurement measure(const Inputs& in, Precision precision, Pass pass, const Benc
   const Attention attention = options.attention.attention_among(precision);
   const OutputTypes types = OutputTypes::like(in);
   const Shape q = in.q.shape4(), k = in.k.shape4();
-  Measurement m{{q[0], q[1], k[1], q[2], k[2], q[3]}, precision, pass, options.attention.causal(), {}, {}, {}, flops(in, attention, pass), options.runs};
+  Measurement m{{q[0], q[1], k[1], q[2], k[2], q[3]}, precision,   pass, options.attention.causal(), {}, {}, {},
+                flops(in, attention, pass),           options.runs};
   ForwardResult forward = make_forward(in, types, pass == Pass::backward && reads_residual(attention));
   const auto timed = [&](const auto& call) {
     m.whole = time(attention, call, options);
@@ -129,14 +133,21 @@ nlohmann::ordered_json to_json(const Measurement& m) {
 }
 
 void print(const std::vector<Measurement>& measurements) {
-  Table table({{"shape b,hq,hkv,sq,sk,d", Table::Align::left}, {"mask", Table::Align::left}, {"pass", Table::Align::left},
-               {"precision", Table::Align::left}, {"median"}, {"min"}, {"kernel alone"}, {"TFLOP/s"}, {"kernel", Table::Align::left}});
+  Table table({{"shape b,hq,hkv,sq,sk,d", Table::Align::left},
+               {"mask", Table::Align::left},
+               {"pass", Table::Align::left},
+               {"precision", Table::Align::left},
+               {"median"},
+               {"min"},
+               {"kernel alone"},
+               {"TFLOP/s"},
+               {"kernel", Table::Align::left}});
   for (const Measurement& m : measurements) {
     const ProblemShape& s = m.shape;
-    table.row({fmt::format("{},{},{},{},{},{}", s.batch, s.heads, s.kv_heads, s.tokens_q, s.tokens_k, s.dim), m.causal ? "causal" : "full",
-               name(m.pass), name(m.precision), seconds_text(m.whole.median), seconds_text(m.whole.least),
-               m.kernel ? seconds_text(*m.kernel) : "-", fmt::format("{:.4f}", m.flops / m.whole.median * 1e-12),
-               m.choice.backend + ": " + m.choice.kernel});
+    table.row({fmt::format("{},{},{},{},{},{}", s.batch, s.heads, s.kv_heads, s.tokens_q, s.tokens_k, s.dim),
+               m.causal ? "causal" : "full", name(m.pass), name(m.precision), seconds_text(m.whole.median),
+               seconds_text(m.whole.least), m.kernel ? seconds_text(*m.kernel) : "-",
+               fmt::format("{:.4f}", m.flops / m.whole.median * 1e-12), m.choice.backend + ": " + m.choice.kernel});
   }
   table.print();
 }
@@ -145,8 +156,10 @@ void bench_command(BenchOptions options) {
   const auto precisions = parse_precisions(options.precisions);
   const auto passes = parse_passes(options.passes);
   options.attention.expect_used(precisions);
-  if (options.runs < 1 || options.warmup < 0) refuse("--runs, --warmup: found {}, {}, allowed: at least 1 run and 0 to warm up", options.runs, options.warmup);
-  if (!options.file.empty() && (options.random || !options.shapes.empty())) refuse("--file: gives shape and data; leave out --random and --shape");
+  if (options.runs < 1 || options.warmup < 0)
+    refuse("--runs, --warmup: found {}, {}, allowed: at least 1 run and 0 to warm up", options.runs, options.warmup);
+  if (!options.file.empty() && (options.random || !options.shapes.empty()))
+    refuse("--file: gives shape and data; leave out --random and --shape");
   const auto wanted = [&](Pass pass) { return std::find(passes.begin(), passes.end(), pass) != passes.end(); };
   if (options.file.empty() && options.shapes.empty()) options.shapes = {"1,8,8,2048,2048,128", "1,8,8,2048,2048,64"};
   if (!options.file.empty()) options.shapes = {""};
@@ -158,8 +171,10 @@ void bench_command(BenchOptions options) {
       for (Precision precision : precisions) {
         progress.step(fmt::format("{} {} {}", shape.empty() ? options.file : shape, name(pass), name(precision)));
         std::vector<std::string> drawn;
-        const Inputs in = shape.empty() ? read_inputs(Source(options.file), wanted(Pass::backward), wanted(Pass::jvp), drawn)
-                                        : draw_inputs(parse_shape(shape), natural_type(precision), wanted(Pass::backward), wanted(Pass::jvp));
+        const Inputs in =
+            shape.empty()
+                ? read_inputs(Source(options.file), wanted(Pass::backward), wanted(Pass::jvp), drawn)
+                : draw_inputs(parse_shape(shape), natural_type(precision), wanted(Pass::backward), wanted(Pass::jvp));
         try {
           measurements.push_back(measure(in, precision, pass, options));
         } catch (const Error& error) {
@@ -180,15 +195,20 @@ void add_bench(CLI::App& app) {
   CLI::App* command = app.add_subcommand("bench", "Median times of passes in each precision");
   const auto options = std::make_shared<BenchOptions>();
   command->add_option("--shape", options->shapes, "May be repeated  [1,8,8,2048,2048,128 and 1,8,8,2048,2048,64]")
-      ->type_name("b,hq,hkv,sq,sk,d")->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  command->add_option("--precision", options->precisions, "P,P,... or all, of " + choices(kPrecisions) + "  [all]")->type_name("P");
+      ->type_name("b,hq,hkv,sq,sk,d")
+      ->expected(1)
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  command->add_option("--precision", options->precisions, "P,P,... or all, of " + choices(kPrecisions) + "  [all]")
+      ->type_name("P");
   command->add_option("--pass", options->passes, "Passes, of " + choices(kPasses) + "  [fwd]")->type_name("PASS");
   command->add_option("--warmup", options->warmup, "Runs before those that count  [1]")->type_name("N");
   command->add_option("--runs", options->runs, "Runs of which the median is taken  [5]")->type_name("N");
-  command->add_flag("--random", options->random, "Inputs from N(0, 1) with a fixed seed, in the precision's own type; this is the default");
+  command->add_flag("--random", options->random,
+                    "Inputs from N(0, 1) with a fixed seed, in the precision's own type; this is the default");
   command->add_option("--file", options->file, "Inputs from a file, as octet check reads them")->type_name("FILE");
-  command->add_flag("--json", options->json, "Print an array of {shape, precision, pass, causal, backend, median_seconds, min_seconds, "
-                                             "kernel_seconds, tflops, runs}");
+  command->add_flag("--json", options->json,
+                    "Print an array of {shape, precision, pass, causal, backend, median_seconds, min_seconds, "
+                    "kernel_seconds, tflops, runs}");
   options->attention.add_to(*command);
   command->callback([options] { bench_command(*options); });
 }

@@ -1,12 +1,11 @@
 // octet check: each pass of each precision against float64, on the tensors of files. The float64 results come from the
 // unfused oracle (precision f64) through the same door.
-#include <octet/octet.hpp>
-
 #include <chrono>
 #include <filesystem>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <octet/octet.hpp>
 #include <string>
 #include <vector>
 
@@ -48,11 +47,13 @@ class Oracle {
     attention_.hadamard = attention_.smooth_q = Switch::automatic;
   }
   const ForwardResult& forward() {
-    if (!forward_.o.present()) forward_ = make_forward(in_, kTypes, false), run(attention_, forward_call(in_, forward_));
+    if (!forward_.o.present())
+      forward_ = make_forward(in_, kTypes, false), run(attention_, forward_call(in_, forward_));
     return forward_;
   }
   const BackwardResult& backward() {
-    if (!backward_.dq.present()) backward_ = make_backward(in_, kTypes), run(attention_, backward_call(in_, forward(), backward_));
+    if (!backward_.dq.present())
+      backward_ = make_backward(in_, kTypes), run(attention_, backward_call(in_, forward(), backward_));
     return backward_;
   }
   const JvpResult& jvp() {
@@ -88,7 +89,11 @@ OutputTypes types_of(const CheckOptions& options, const Inputs& in, Precision pr
 class Checker {
  public:
   Checker(const CheckOptions& options, const std::string& file, const Inputs& in, std::vector<Finding>& findings)
-      : options_(options), file_(file), in_(in), findings_(findings), oracle_(in, options.attention.attention(Precision::f64)) {}
+      : options_(options),
+        file_(file),
+        in_(in),
+        findings_(findings),
+        oracle_(in, options.attention.attention(Precision::f64)) {}
 
   void check(Pass pass, Precision precision) {
     const Attention attention = options_.attention.attention_among(precision);
@@ -134,9 +139,18 @@ class Checker {
   Oracle oracle_;
 };
 
-const std::vector<Table::Column> kColumns = {
-    {"pass", Table::Align::left}, {"precision", Table::Align::left}, {"tensor", Table::Align::left}, {"cos"}, {"rel L1"}, {"rel L2"},
-    {"worst head"}, {"max"}, {"nan"}, {"saturated"}, {"time"}, {"backend", Table::Align::left}};
+const std::vector<Table::Column> kColumns = {{"pass", Table::Align::left},
+                                             {"precision", Table::Align::left},
+                                             {"tensor", Table::Align::left},
+                                             {"cos"},
+                                             {"rel L1"},
+                                             {"rel L2"},
+                                             {"worst head"},
+                                             {"max"},
+                                             {"nan"},
+                                             {"saturated"},
+                                             {"time"},
+                                             {"backend", Table::Align::left}};
 
 void print_findings(const std::vector<Finding>& findings) {
   Table table(kColumns);
@@ -145,8 +159,9 @@ void print_findings(const std::vector<Finding>& findings) {
     const bool new_pass = !last || last->pass != f.pass, new_recipe = new_pass || last->precision != f.precision;
     if (last && new_pass) table.gap();
     const Errors& e = f.errors;
-    table.row({new_pass ? name(f.pass) : "", new_recipe ? name(f.precision) : "", f.tensor, fmt::format("{:.6f}", e.cos), error_text(e.rel_l1),
-               error_text(e.rel_l2), error_text(e.worst_head_rel_l2), error_text(e.max_abs), std::to_string(e.nan),
+    table.row({new_pass ? name(f.pass) : "", new_recipe ? name(f.precision) : "", f.tensor,
+               fmt::format("{:.6f}", e.cos), error_text(e.rel_l1), error_text(e.rel_l2),
+               error_text(e.worst_head_rel_l2), error_text(e.max_abs), std::to_string(e.nan),
                std::to_string(e.saturated), new_recipe ? seconds_text(f.seconds) : "", new_recipe ? f.backend : ""});
     last = &f;
   }
@@ -157,23 +172,33 @@ void print_findings(const std::vector<Finding>& findings) {
 void print_worst(const std::vector<Finding>& findings, std::size_t files) {
   std::vector<const Finding*> worst;  // in order of first appearance
   for (const Finding& f : findings) {
-    const auto same = [&](const Finding* w) { return w->precision == f.precision && w->pass == f.pass && w->tensor == f.tensor; };
+    const auto same = [&](const Finding* w) {
+      return w->precision == f.precision && w->pass == f.pass && w->tensor == f.tensor;
+    };
     const auto found = std::find_if(worst.begin(), worst.end(), same);
-    if (found == worst.end()) worst.push_back(&f);
-    else if (!(f.errors.rel_l2 <= (*found)->errors.rel_l2)) *found = &f;
+    if (found == worst.end())
+      worst.push_back(&f);
+    else if (!(f.errors.rel_l2 <= (*found)->errors.rel_l2))
+      *found = &f;
   }
   std::stable_sort(worst.begin(), worst.end(), [](const Finding* a, const Finding* b) {
     return std::pair(a->pass, a->precision) < std::pair(b->pass, b->precision);
   });
   fmt::print("\n{}\n", bold(fmt::format("worst of {} files", files)));
-  Table table({{"pass", Table::Align::left}, {"precision", Table::Align::left}, {"tensor", Table::Align::left}, {"rel L2"}, {"cos"},
-               {"worst head"}, {"file", Table::Align::left}});
+  Table table({{"pass", Table::Align::left},
+               {"precision", Table::Align::left},
+               {"tensor", Table::Align::left},
+               {"rel L2"},
+               {"cos"},
+               {"worst head"},
+               {"file", Table::Align::left}});
   const Finding* last = nullptr;
   for (const Finding* f : worst) {
     const bool new_pass = !last || last->pass != f->pass, new_recipe = new_pass || last->precision != f->precision;
     if (last && new_pass) table.gap();
-    table.row({new_pass ? name(f->pass) : "", new_recipe ? name(f->precision) : "", f->tensor, error_text(f->errors.rel_l2),
-               fmt::format("{:.6f}", f->errors.cos), error_text(f->errors.worst_head_rel_l2), std::filesystem::path(f->file).filename().string()});
+    table.row({new_pass ? name(f->pass) : "", new_recipe ? name(f->precision) : "", f->tensor,
+               error_text(f->errors.rel_l2), fmt::format("{:.6f}", f->errors.cos),
+               error_text(f->errors.worst_head_rel_l2), std::filesystem::path(f->file).filename().string()});
     last = f;
   }
   table.print();
@@ -181,9 +206,18 @@ void print_worst(const std::vector<Finding>& findings, std::size_t files) {
 
 nlohmann::ordered_json to_json(const Finding& f) {
   const Errors& e = f.errors;
-  return {{"file", f.file}, {"precision", name(f.precision)}, {"pass", name(f.pass)}, {"tensor", f.tensor}, {"cos", e.cos},
-          {"rel_l1", e.rel_l1}, {"rel_l2", e.rel_l2}, {"max_abs", e.max_abs}, {"worst_head_rel_l2", e.worst_head_rel_l2}, {"nan", e.nan},
-          {"seconds", f.seconds}, {"backend", f.backend}};
+  return {{"file", f.file},
+          {"precision", name(f.precision)},
+          {"pass", name(f.pass)},
+          {"tensor", f.tensor},
+          {"cos", e.cos},
+          {"rel_l1", e.rel_l1},
+          {"rel_l2", e.rel_l2},
+          {"max_abs", e.max_abs},
+          {"worst_head_rel_l2", e.worst_head_rel_l2},
+          {"nan", e.nan},
+          {"seconds", f.seconds},
+          {"backend", f.backend}};
 }
 
 void check_command(const CheckOptions& options) {
@@ -217,12 +251,13 @@ void check_command(const CheckOptions& options) {
       if (findings.size() == first) refuse("{}: no precision has a pass asked for", file);
       progress.clear();
       if (!options.json) {
-        fmt::print("{}{}  q {} {}, k {}, v {}\n", first ? "\n" : "", bold(file), shape_text(in.q.shape), name(in.q.dtype), shape_text(in.k.shape),
-                   shape_text(in.v.shape));
+        fmt::print("{}{}  q {} {}, k {}, v {}\n", first ? "\n" : "", bold(file), shape_text(in.q.shape),
+                   name(in.q.dtype), shape_text(in.k.shape), shape_text(in.v.shape));
         print_findings({findings.begin() + static_cast<std::ptrdiff_t>(first), findings.end()});
         if (!left_out.empty()) fmt::print("{}\n", faint("no such pass: " + left_out));
       }
-      if (!drawn.empty()) fmt::print(notes, "{}: has no {}; drawn from N(0, 1) with a fixed seed\n", file, fmt::join(drawn, ", "));
+      if (!drawn.empty())
+        fmt::print(notes, "{}: has no {}; drawn from N(0, 1) with a fixed seed\n", file, fmt::join(drawn, ", "));
       std::fflush(stdout);
     }
   }
@@ -240,13 +275,18 @@ void check_command(const CheckOptions& options) {
 void add_check(CLI::App& app) {
   CLI::App* command = app.add_subcommand("check", "Error of each precision against float64 on the tensors of files");
   const auto options = std::make_shared<CheckOptions>();
-  command->add_option("FILE", options->files, "q, k, v (do, tq, tk, tv) as octet run reads them; do and tangents that are absent are drawn")
+  command
+      ->add_option("FILE", options->files,
+                   "q, k, v (do, tq, tk, tv) as octet run reads them; do and tangents that are absent are drawn")
       ->required();
-  command->add_option("--precision", options->precisions, "P,P,... or all, of " + choices(kPrecisions) + "  [all]")->type_name("P");
+  command->add_option("--precision", options->precisions, "P,P,... or all, of " + choices(kPrecisions) + "  [all]")
+      ->type_name("P");
   command->add_option("--pass", options->passes, "Passes, of " + choices(kPasses) + "  [fwd]")->type_name("PASS");
-  command->add_option("--out-dtype", options->out_dtype, "Type of outputs  [the inputs', e4m3 for fp8_raw]")->type_name("T");
+  command->add_option("--out-dtype", options->out_dtype, "Type of outputs  [the inputs', e4m3 for fp8_raw]")
+      ->type_name("T");
   command->add_flag("--json", options->json,
-                    "Print an array of {file, precision, pass, tensor, cos, rel_l1, rel_l2, max_abs, worst_head_rel_l2, nan, seconds, backend}");
+                    "Print an array of {file, precision, pass, tensor, cos, rel_l1, rel_l2, max_abs, "
+                    "worst_head_rel_l2, nan, seconds, backend}");
   options->attention.add_to(*command);
   command->callback([options] { check_command(*options); });
 }

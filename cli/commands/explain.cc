@@ -1,11 +1,10 @@
 // octet explain: which backend and kernel would run, and why each better one would not. No data is needed.
-#include <octet/octet.hpp>
-
 #include <sys/mman.h>
 
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <octet/octet.hpp>
 #include <string>
 #include <vector>
 
@@ -61,19 +60,33 @@ std::string explanation(const ProblemShape& s, DType dtype, Pass pass, const Att
   const auto k = [&] { return tensors.make(dtype, k_shape); };
   const auto lse = [&] { return tensors.make(DType::f32, {s.batch, s.heads, s.tokens_q, 1}); };
   switch (pass) {
-    case Pass::forward: return explain(attention, Forward{.q = q(), .k = k(), .v = k(), .o = q(), .lse = lse()});
+    case Pass::forward:
+      return explain(attention, Forward{.q = q(), .k = k(), .v = k(), .o = q(), .lse = lse()});
     case Pass::backward:
-      return explain(attention, Backward{.q = q(), .k = k(), .v = k(), .o = q(), .lse = lse(), .do_ = q(), .dq = q(), .dk = k(), .dv = k(),
+      return explain(attention, Backward{.q = q(),
+                                         .k = k(),
+                                         .v = k(),
+                                         .o = q(),
+                                         .lse = lse(),
+                                         .do_ = q(),
+                                         .dq = q(),
+                                         .dk = k(),
+                                         .dv = k(),
                                          .o_residual = reads_residual(attention) ? q() : Tensor{}});
     case Pass::jvp:
-      return explain(attention, Jvp{.q = q(), .k = k(), .v = k(), .tq = q(), .tk = k(), .tv = k(), .o = q(), .to = q(), .lse = lse()});
+      return explain(
+          attention,
+          Jvp{.q = q(), .k = k(), .v = k(), .tq = q(), .tk = k(), .tv = k(), .o = q(), .to = q(), .lse = lse()});
   }
   return {};
 }
 
 // The type that tensors of a model trained or run in this precision have.
 DType natural_type(Precision p) {
-  return p == Precision::f64 ? DType::f64 : p == Precision::f32 ? DType::f32 : p == Precision::f16 ? DType::f16 : DType::bf16;
+  return p == Precision::f64   ? DType::f64
+         : p == Precision::f32 ? DType::f32
+         : p == Precision::f16 ? DType::f16
+                               : DType::bf16;
 }
 
 void explain_command(const ExplainOptions& options) {
@@ -83,7 +96,8 @@ void explain_command(const ExplainOptions& options) {
   for (Precision precision : precisions)
     for (Pass pass : parse_passes(options.passes)) {
       const DType dtype = options.dtype.empty() ? natural_type(precision) : parse(kDTypes, "--dtype", options.dtype);
-      const Attention attention = precisions.size() == 1 ? options.attention.attention(precision) : options.attention.attention_among(precision);
+      const Attention attention = precisions.size() == 1 ? options.attention.attention(precision)
+                                                         : options.attention.attention_among(precision);
       const std::string text = explanation(shape, dtype, pass, attention);
       fmt::print("{} {} {}, shape {}\n", name(pass), name(precision), name(dtype), options.shape);
       for (const std::string& line : split(text, '\n'))
@@ -94,12 +108,17 @@ void explain_command(const ExplainOptions& options) {
 }  // namespace
 
 void add_explain(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("explain", "Which backend and kernel would run for a shape, and why the others not");
+  CLI::App* command =
+      app.add_subcommand("explain", "Which backend and kernel would run for a shape, and why the others not");
   const auto options = std::make_shared<ExplainOptions>();
-  command->add_option("--shape", options->shape, "Batch, heads of q, heads of k and v, queries, keys, head dim")->type_name("b,hq,hkv,sq,sk,d")->required();
-  command->add_option("--precision", options->precision, "P,P,... or all, of " + choices(kPrecisions) + "  [bf16]")->type_name("P");
+  command->add_option("--shape", options->shape, "Batch, heads of q, heads of k and v, queries, keys, head dim")
+      ->type_name("b,hq,hkv,sq,sk,d")
+      ->required();
+  command->add_option("--precision", options->precision, "P,P,... or all, of " + choices(kPrecisions) + "  [bf16]")
+      ->type_name("P");
   command->add_option("--pass", options->passes, "Passes, of " + choices(kPasses) + "  [fwd]")->type_name("PASS");
-  command->add_option("--dtype", options->dtype, "Type of the tensors: " + choices(kDTypes) + "  [the precision's]")->type_name("T");
+  command->add_option("--dtype", options->dtype, "Type of the tensors: " + choices(kDTypes) + "  [the precision's]")
+      ->type_name("T");
   options->attention.add_to(*command);
   command->callback([options] { explain_command(*options); });
 }

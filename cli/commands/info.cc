@@ -1,8 +1,7 @@
 // octet info: the build, the machine and what can run here.
-#include <octet/octet.hpp>
-
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <octet/octet.hpp>
 #include <string>
 
 #include "commands/commands.h"
@@ -23,12 +22,15 @@ std::string plain(const json& value) {
   return out.empty() ? "none" : out;
 }
 
-void print_field(const std::string& name, const json& value) { fmt::print("{} {}\n", bold(fmt::format("{:<10}", name)), plain(value)); }
+void print_field(const std::string& name, const json& value) {
+  fmt::print("{} {}\n", bold(fmt::format("{:<10}", name)), plain(value));
+}
 
 void print_backend(const json& backend) {
   const bool available = backend.at("available");
   const std::string state = available ? "" : fmt::format(" (cannot run here: {})", plain(backend.at("reason")));
-  fmt::print("  {} {}{}\n", bold(fmt::format("{:<10}", plain(backend.at("name")))), plain(backend.at("description")), state);
+  fmt::print("  {} {}{}\n", bold(fmt::format("{:<10}", plain(backend.at("name")))), plain(backend.at("description")),
+             state);
 }
 
 void print(const json& info) {
@@ -53,8 +55,10 @@ void add_info(CLI::App& app) {
   command->add_flag("--json", *as_json, "Print JSON");
   command->callback([as_json] {
     const json info = json::parse(octet::info());
-    if (*as_json) fmt::print("{}\n", info.dump(2));
-    else print(info);
+    if (*as_json)
+      fmt::print("{}\n", info.dump(2));
+    else
+      print(info);
   });
 }
 

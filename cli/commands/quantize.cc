@@ -1,10 +1,9 @@
 // octet quantize: the public quantiser on one tensor of a file, with its statistics and its error.
-#include <octet/octet.hpp>
-
 #include <algorithm>
 #include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <octet/octet.hpp>
 #include <string>
 
 #include "commands/commands.h"
@@ -26,7 +25,8 @@ struct QuantizeOptions {
   uint64_t hadamard_seed = 0;
 };
 
-constexpr Name<DType> kFormats[] = {{"int8", DType::i8}, {"uint8", DType::u8}, {"int4", DType::i4}, {"e4m3", DType::e4m3}, {"e5m2", DType::e5m2}};
+constexpr Name<DType> kFormats[] = {
+    {"int8", DType::i8}, {"uint8", DType::u8}, {"int4", DType::i4}, {"e4m3", DType::e4m3}, {"e5m2", DType::e5m2}};
 
 QuantizerOptions parse_options(const QuantizeOptions& o) {
   QuantizerOptions q;
@@ -39,7 +39,8 @@ QuantizerOptions parse_options(const QuantizeOptions& o) {
   q.hadamard_seed = o.hadamard_seed;
   if (!o.rope.empty()) q.rope.style = parse(kRopeStyles, "--rope", o.rope);
   q.rope.dim = o.rope_dim, q.rope.offset = o.rope_offset, q.rope.base = o.rope_base;
-  if (o.rope.empty() && (o.rope_dim || o.rope_offset || o.rope_base != 0)) refuse("--rope-dim, --rope-offset, --rope-base: given without --rope");
+  if (o.rope.empty() && (o.rope_dim || o.rope_offset || o.rope_base != 0))
+    refuse("--rope-dim, --rope-offset, --rope-base: given without --rope");
   return q;
 }
 
@@ -69,15 +70,23 @@ Array logit_error(const Source& source, const Quantized& mine, QuantizerOptions 
 }
 
 void print_statistics(const Quantized& quantized, const Array& logit_error) {
-  Table table({{"batch"}, {"head"}, {"step rms"}, {"norm rms"}, {"bias"}, {"outlier"}, {logit_error.present() ? "logit error" : ""}});
+  Table table({{"batch"},
+               {"head"},
+               {"step rms"},
+               {"norm rms"},
+               {"bias"},
+               {"outlier"},
+               {logit_error.present() ? "logit error" : ""}});
   const Shape shape = quantized.statistics.shape4();
-  const int64_t group = logit_error.present() ? logit_error.shape4()[1] / shape[1] : 1;  // heads of q that share one of k
+  const int64_t group =
+      logit_error.present() ? logit_error.shape4()[1] / shape[1] : 1;  // heads of q that share one of k
   for (int64_t head = 0; head < shape[0] * shape[1]; ++head) {
     const auto statistic = [&](int i) { return error_text(quantized.statistics[head * OCTET_STATISTICS + i]); };
     double worst = 0;
     for (int64_t i = 0; logit_error.present() && i < group; ++i) worst = std::max(worst, logit_error[head * group + i]);
-    table.row({std::to_string(head / shape[1]), std::to_string(head % shape[1]), statistic(OCTET_STATISTIC_STEP), statistic(OCTET_STATISTIC_NORM),
-               statistic(OCTET_STATISTIC_BIAS), statistic(OCTET_STATISTIC_OUTLIER), logit_error.present() ? error_text(worst) : ""});
+    table.row({std::to_string(head / shape[1]), std::to_string(head % shape[1]), statistic(OCTET_STATISTIC_STEP),
+               statistic(OCTET_STATISTIC_NORM), statistic(OCTET_STATISTIC_BIAS), statistic(OCTET_STATISTIC_OUTLIER),
+               logit_error.present() ? error_text(worst) : ""});
   }
   table.print();
 }
@@ -94,16 +103,22 @@ void quantize_command(const QuantizeOptions& options) {
   const bool predicts = how.operand != OCTET_OPERAND_V && source.has("q") && source.has("k") && !source.single();
   const Array predicted = predicts ? logit_error(source, quantized, how) : Array();
 
-  std::vector<NamedArray> arrays = {{options.operand, &quantized.codes}, {options.operand + "_scale", &quantized.scale}};
+  std::vector<NamedArray> arrays = {{options.operand, &quantized.codes},
+                                    {options.operand + "_scale", &quantized.scale}};
   if (quantized.zero_point.present()) arrays.push_back({options.operand + "_zero_point", &quantized.zero_point});
   if (quantized.mean.present()) arrays.push_back({options.operand + "_mean", &quantized.mean});
   write_arrays(options.out, arrays,
-               {{"operand", options.operand}, {"format", options.format}, {"granularity", options.granularity}, {"block", std::to_string(how.block)},
-                {"zero_point", options.zero_point.empty() ? "none" : options.zero_point}, {"hadamard_seed", std::to_string(how.hadamard_seed)},
+               {{"operand", options.operand},
+                {"format", options.format},
+                {"granularity", options.granularity},
+                {"block", std::to_string(how.block)},
+                {"zero_point", options.zero_point.empty() ? "none" : options.zero_point},
+                {"hadamard_seed", std::to_string(how.hadamard_seed)},
                 {"rope", options.rope.empty() ? "none" : options.rope}});
 
-  fmt::print("{} {} {}: {} per {}, relative L2 {}, cos {:.6f}, largest error {}\n", options.operand, shape_text(x.shape), name(x.dtype),
-             options.format, options.granularity, error_text(errors.rel_l2), errors.cos, error_text(errors.max_abs));
+  fmt::print("{} {} {}: {} per {}, relative L2 {}, cos {:.6f}, largest error {}\n", options.operand,
+             shape_text(x.shape), name(x.dtype), options.format, options.granularity, error_text(errors.rel_l2),
+             errors.cos, error_text(errors.max_abs));
   print_statistics(quantized, predicted);
 }
 
@@ -113,15 +128,25 @@ void add_quantize(CLI::App& app) {
   CLI::App* command = app.add_subcommand("quantize", "Quantise one tensor of a file");
   const auto options = std::make_shared<QuantizeOptions>();
   command->add_option("IN", options->in, "Tensors as octet run reads them, or a single .npy file")->required();
-  command->add_option("OUT", options->out, "Codes under the operand's name, NAME_scale, NAME_zero_point, NAME_mean; as octet run writes them")->required();
-  command->add_option("--operand", options->operand, "Which tensor: " + choices(kOperands))->required()->type_name("NAME");
+  command
+      ->add_option("OUT", options->out,
+                   "Codes under the operand's name, NAME_scale, NAME_zero_point, NAME_mean; as octet run writes them")
+      ->required();
+  command->add_option("--operand", options->operand, "Which tensor: " + choices(kOperands))
+      ->required()
+      ->type_name("NAME");
   command->add_option("--format", options->format, choices(kFormats) + "  [int8]")->type_name("T");
-  command->add_option("--granularity", options->granularity, "What shares a scale: " + choices(kGranularities) + "  [token]")->type_name("G");
+  command
+      ->add_option("--granularity", options->granularity,
+                   "What shares a scale: " + choices(kGranularities) + "  [token]")
+      ->type_name("G");
   command->add_option("--block", options->block, "Tokens that share a scale, with --granularity block")->type_name("N");
   command->add_option("--zero-point", options->zero_point, choices(kZeroPoints) + "  [symmetric]")->type_name("KIND");
   command->add_flag("--smooth", options->smooth, "Subtract the mean of each channel before");
-  command->add_flag("--hadamard{1}", options->hadamard_seed, "Rotate each row by a random-sign Hadamard matrix; =SEED chooses the signs");
-  command->add_option("--rope", options->rope, "Rotary position embedding before: " + choices(kRopeStyles))->type_name("STYLE");
+  command->add_flag("--hadamard{1}", options->hadamard_seed,
+                    "Rotate each row by a random-sign Hadamard matrix; =SEED chooses the signs");
+  command->add_option("--rope", options->rope, "Rotary position embedding before: " + choices(kRopeStyles))
+      ->type_name("STYLE");
   command->add_option("--rope-dim", options->rope_dim, "Channels rotated  [all]")->type_name("N");
   command->add_option("--rope-offset", options->rope_offset, "Position of the first token  [0]")->type_name("N");
   command->add_option("--rope-base", options->rope_base, "Base of the angles  [10000]")->type_name("X");

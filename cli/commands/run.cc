@@ -1,7 +1,6 @@
 // octet run: attention of the tensors of one file into another.
-#include <octet/octet.hpp>
-
 #include <memory>
+#include <octet/octet.hpp>
 #include <string>
 
 #include "commands/commands.h"
@@ -22,12 +21,18 @@ struct RunOptions {
 // The recipe for inputs of this type, when none is asked for.
 Precision precision_of(DType dtype) {
   switch (dtype) {
-    case DType::f64: return Precision::f64;
-    case DType::f32: return Precision::f32;
-    case DType::f16: return Precision::f16;
-    case DType::bf16: return Precision::bf16;
-    case DType::e4m3: return Precision::fp8;
-    default: refuse("q: dtype {}, which no precision is made for; name one with --precision", name(dtype));
+    case DType::f64:
+      return Precision::f64;
+    case DType::f32:
+      return Precision::f32;
+    case DType::f16:
+      return Precision::f16;
+    case DType::bf16:
+      return Precision::bf16;
+    case DType::e4m3:
+      return Precision::fp8;
+    default:
+      refuse("q: dtype {}, which no precision is made for; name one with --precision", name(dtype));
   }
 }
 
@@ -54,10 +59,12 @@ class Results {
 void run_command(const RunOptions& options) {
   const Source source(options.in);
   const Inputs in = read_inputs(source, options.backward, options.jvp);
-  const Precision precision = options.precision.empty() ? precision_of(in.q.dtype) : parse(kPrecisions, "--precision", options.precision);
+  const Precision precision =
+      options.precision.empty() ? precision_of(in.q.dtype) : parse(kPrecisions, "--precision", options.precision);
   const Attention attention = options.attention.attention(precision);
-  const OutputTypes types =
-      options.out_dtype.empty() ? OutputTypes::like(in) : OutputTypes::all(parse(kDTypes, "--out-dtype", options.out_dtype));
+  const OutputTypes types = options.out_dtype.empty()
+                                ? OutputTypes::like(in)
+                                : OutputTypes::all(parse(kDTypes, "--out-dtype", options.out_dtype));
   expect_writable(options.out, {options.in});
 
   Results results(in.q.shape.size() == 4);
@@ -88,15 +95,23 @@ void run_command(const RunOptions& options) {
 void add_run(CLI::App& app) {
   CLI::App* command = app.add_subcommand("run", "Attention of the tensors of one file into another");
   const auto options = std::make_shared<RunOptions>();
-  command->add_option("IN", options->in,
-                      "Tensors q, k, v (do with --backward; tq, tk, tv with --jvp), [batch, head, token, dim] or [head, token, dim]: a "
-                      ".safetensors file, or a directory with q.npy, k.npy, ...")
+  command
+      ->add_option("IN", options->in,
+                   "Tensors q, k, v (do with --backward; tq, tk, tv with --jvp), [batch, head, token, dim] or [head, "
+                   "token, dim]: a "
+                   ".safetensors file, or a directory with q.npy, k.npy, ...")
       ->required();
-  command->add_option("OUT", options->out, "o, lse; dq, dk, dv; to: a .safetensors file, or else a directory of .npy files")->required();
-  command->add_option("--precision", options->precision, choices(kPrecisions) + "  [the type of q; fp8 for e4m3]")->type_name("P");
+  command
+      ->add_option("OUT", options->out,
+                   "o, lse; dq, dk, dv; to: a .safetensors file, or else a directory of .npy files")
+      ->required();
+  command->add_option("--precision", options->precision, choices(kPrecisions) + "  [the type of q; fp8 for e4m3]")
+      ->type_name("P");
   command->add_flag("--backward", options->backward, "Gradients dq, dk, dv too, from do");
   command->add_flag("--jvp", options->jvp, "The tangent to too, from tq, tk, tv");
-  command->add_option("--out-dtype", options->out_dtype, "Type of all outputs but lse, which is f32: " + choices(kDTypes) + "  [the inputs']")
+  command
+      ->add_option("--out-dtype", options->out_dtype,
+                   "Type of all outputs but lse, which is f32: " + choices(kDTypes) + "  [the inputs']")
       ->type_name("T");
   options->attention.add_to(*command);
   command->callback([options] { run_command(*options); });

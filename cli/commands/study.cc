@@ -1,12 +1,11 @@
 // octet study: what a description of roundings costs, on a file or on the inputs where rounding is biased, and with
 // --sweep which of its points costs most.
-#include <octet/octet.hpp>
-
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <octet/octet.hpp>
 #include <string>
 #include <vector>
 
@@ -39,12 +38,13 @@ double part_gone(double before, double after) { return before == 0 ? 0 : 1 - aft
 double cost_of(const Effect& given, const Effect& lifted, bool bias) {
   if (bias) return part_gone(std::fabs(given.bias.delta_mean()), std::fabs(lifted.bias.delta_mean()));
   double sum = 0;
-  for (std::size_t i = 0; i < given.rel_l2.size(); ++i) sum += part_gone(given.rel_l2[i].second, lifted.rel_l2[i].second);
+  for (std::size_t i = 0; i < given.rel_l2.size(); ++i)
+    sum += part_gone(given.rel_l2[i].second, lifted.rel_l2[i].second);
   return sum / static_cast<double>(given.rel_l2.size());
 }
 
-std::vector<Row> study(const std::string& input, const std::vector<Experiment>& experiments, const octet_rounding& rounding,
-                       const StudyOptions& options, Progress& progress) {
+std::vector<Row> study(const std::string& input, const std::vector<Experiment>& experiments,
+                       const octet_rounding& rounding, const StudyOptions& options, Progress& progress) {
   progress.step(input);
   std::vector<Row> rows = {{input, "", rounding, examine(experiments, rounding)}};
   if (!options.sweep) return rows;
@@ -67,7 +67,8 @@ void print(const std::vector<Row>& rows, const StudyOptions& options) {
   Table table(columns);
   for (const Row& row : rows) {
     const bool given = row.lifted.empty();
-    std::vector<std::string> cells = {given ? std::filesystem::path(row.input).filename().string() : "", given ? "as given" : row.lifted};
+    std::vector<std::string> cells = {given ? std::filesystem::path(row.input).filename().string() : "",
+                                      given ? "as given" : row.lifted};
     for (const auto& [tensor, error] : row.effect.rel_l2) cells.push_back(error_text(error));
     const Bias& bias = row.effect.bias;
     cells.insert(cells.end(), {fmt::format("{:+.4f}", bias.outward_ulps()), fmt::format("{:+.1f}", bias.t()),
@@ -83,7 +84,9 @@ void print(const std::vector<Row>& rows, const StudyOptions& options) {
 nlohmann::ordered_json to_json(const Row& row, bool sweep) {
   nlohmann::ordered_json errors = nlohmann::ordered_json::object();
   for (const auto& [tensor, error] : row.effect.rel_l2) errors[tensor] = error;
-  const auto or_null = [](bool present, const nlohmann::ordered_json& value) { return present ? value : nlohmann::ordered_json(); };
+  const auto or_null = [](bool present, const nlohmann::ordered_json& value) {
+    return present ? value : nlohmann::ordered_json();
+  };
   return {{"input", row.input},
           {"rounding", rounding_text(row.rounding)},
           {"lifted", or_null(!row.lifted.empty(), row.lifted)},
@@ -96,8 +99,10 @@ nlohmann::ordered_json to_json(const Row& row, bool sweep) {
 }
 
 void study_command(const StudyOptions& options) {
-  if (options.file.empty() != options.bias) refuse("study: {}", options.bias ? "give a file or --bias, not both" : "give a file or --bias");
-  if (options.bias && options.attention.given()) refuse("--causal, --scale, --window: belong to a file; --bias has its own inputs");
+  if (options.file.empty() != options.bias)
+    refuse("study: {}", options.bias ? "give a file or --bias, not both" : "give a file or --bias");
+  if (options.bias && options.attention.given())
+    refuse("--causal, --scale, --window: belong to a file; --bias has its own inputs");
   const octet_rounding rounding = parse_rounding(options.round);
   const std::size_t inputs = options.bias ? 2 : 1;
   Progress progress(inputs * (options.sweep ? 1 + lifted(rounding).size() : 1));
@@ -127,13 +132,16 @@ void study_command(const StudyOptions& options) {
 }  // namespace
 
 void add_study(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("study", "The casting laboratory: error and bias of any description of roundings");
+  CLI::App* command =
+      app.add_subcommand("study", "The casting laboratory: error and bias of any description of roundings");
   const auto options = std::make_shared<StudyOptions>();
   command->add_option("FILE", options->file, "q, k, v and, for gradients, do, as octet run reads them");
   command->add_flag("--bias", options->bias, "Instead of a file: inputs S7 and S8, on which rounding is biased");
   command->add_option("--round", options->round, rounding_help())->type_name("POINTS");
   command->add_flag("--sweep", options->sweep, "Make one point at a time exact, and rank the points by what they cost");
-  command->add_flag("--json", options->json, "Print an array of {input, rounding, lifted, rel_l2, outward_ulps, t, delta_mean_error, kappa, cost}");
+  command->add_flag(
+      "--json", options->json,
+      "Print an array of {input, rounding, lifted, rel_l2, outward_ulps, t, delta_mean_error, kappa, cost}");
   options->attention.add_mask_to(*command);
   command->callback([options] { study_command(*options); });
 }

@@ -26,7 +26,8 @@ mode_t process_umask() {
 
 AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), descriptor_(-1) {
   struct stat status {};
-  if (::stat(path_.c_str(), &status) == 0 && !S_ISREG(status.st_mode)) refuse("{}: cannot write: not a regular file", path_);
+  if (::stat(path_.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
+    refuse("{}: cannot write: not a regular file", path_);
   const std::filesystem::path target(path_);
   if (!target.has_filename()) refuse("{}: cannot write: no file name", path_);
   temporary_ = (target.parent_path() / fmt::format(".{}.XXXXXX", target.filename().string())).string();
@@ -39,7 +40,9 @@ AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), descriptor_(-
 }
 
 AtomicFile::AtomicFile(AtomicFile&& other) noexcept
-    : path_(std::move(other.path_)), temporary_(std::exchange(other.temporary_, {})), descriptor_(std::exchange(other.descriptor_, -1)) {}
+    : path_(std::move(other.path_)),
+      temporary_(std::exchange(other.temporary_, {})),
+      descriptor_(std::exchange(other.descriptor_, -1)) {}
 
 AtomicFile::~AtomicFile() {
   if (descriptor_ >= 0) ::close(descriptor_);

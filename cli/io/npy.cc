@@ -18,9 +18,9 @@ struct Descriptor {
   DType dtype;
 };
 // The first of each dtype is what write_npy writes.
-constexpr Descriptor kDescriptors[] = {{"<f8", DType::f64}, {"<f4", DType::f32}, {"<f2", DType::f16}, {"<V2", DType::bf16},
-                                       {"|V2", DType::bf16}, {"|i1", DType::i8}, {"|u1", DType::u8}, {"<i4", DType::i32},
-                                       {"|b1", DType::boolean}, {"|i1", DType::i4}};
+constexpr Descriptor kDescriptors[] = {
+    {"<f8", DType::f64}, {"<f4", DType::f32}, {"<f2", DType::f16}, {"<V2", DType::bf16},    {"|V2", DType::bf16},
+    {"|i1", DType::i8},  {"|u1", DType::u8},  {"<i4", DType::i32}, {"|b1", DType::boolean}, {"|i1", DType::i4}};
 
 const char* descriptor_of(DType dtype) {
   for (const Descriptor& d : kDescriptors)
@@ -105,7 +105,9 @@ class Literal {
     if (at_ == first) wrong("a dimension of 0 or more");
     return value;
   }
-  [[noreturn]] void wrong(const std::string& expected) const { refuse("header: expected {} at byte {}", expected, at_); }
+  [[noreturn]] void wrong(const std::string& expected) const {
+    refuse("header: expected {} at byte {}", expected, at_);
+  }
 
   std::string_view text_;
   std::size_t at_ = 0;
@@ -147,7 +149,8 @@ Array read_npy(const File& file) {
   file.read(0, prefix, 10);
   if (std::memcmp(prefix, kMagic, sizeof kMagic) != 0) refuse("{}: not a .npy file", file.label());
   const int version = prefix[6];
-  if (version < 1 || version > 3 || prefix[7] != 0) refuse("{}: .npy version {}.{}, allowed: 1.0, 2.0, 3.0", file.label(), version, prefix[7]);
+  if (version < 1 || version > 3 || prefix[7] != 0)
+    refuse("{}: .npy version {}.{}, allowed: 1.0, 2.0, 3.0", file.label(), version, prefix[7]);
   std::size_t length = prefix[8] | prefix[9] << 8, begin = 10;
   if (version > 1) {
     judged_size(12);
@@ -172,25 +175,28 @@ Array read_npy(const File& file) {
   if (!elements || __builtin_mul_overflow(static_cast<uint64_t>(*elements), bytes_of(header.dtype), &bytes))
     refuse("{}: shape {}, more elements than memory can hold", file.label(), shape_text(header.shape));
   if (bytes != data)
-    refuse("{}: {}: shape {} needs {} bytes, but {} follow the header", file.label(), bytes > data ? "truncated" : "too long",
-           shape_text(header.shape), bytes, data);
+    refuse("{}: {}: shape {} needs {} bytes, but {} follow the header", file.label(),
+           bytes > data ? "truncated" : "too long", shape_text(header.shape), bytes, data);
   Array array(header.dtype, header.shape);
   file.read(begin + length, array.bytes.data(), array.bytes.size());
   return array;
 }
 
 void expect_npy_dtype(const std::string& name, DType dtype) {
-  if (!descriptor_of(dtype)) refuse("{}: .npy has no type for 8-bit floats; write a .safetensors file, or choose another --out-dtype", name);
+  if (!descriptor_of(dtype))
+    refuse("{}: .npy has no type for 8-bit floats; write a .safetensors file, or choose another --out-dtype", name);
 }
 
 void write_npy(AtomicFile& file, const Array& array) {
   std::string shape;
   for (const int64_t extent : array.shape) shape += fmt::format("{}, ", extent);
-  std::string text = fmt::format("{{'descr': '{}', 'fortran_order': False, 'shape': ({}), }}", descriptor_of(array.dtype), shape);
+  std::string text =
+      fmt::format("{{'descr': '{}', 'fortran_order': False, 'shape': ({}), }}", descriptor_of(array.dtype), shape);
   text.resize((text.size() + 1 + 10 + 63) / 64 * 64 - 10, ' ');  // elements begin at a multiple of 64
   text.back() = '\n';
   const auto length = static_cast<uint16_t>(text.size());
-  const unsigned char version_and_length[] = {1, 0, static_cast<unsigned char>(length), static_cast<unsigned char>(length >> 8)};
+  const unsigned char version_and_length[] = {1, 0, static_cast<unsigned char>(length),
+                                              static_cast<unsigned char>(length >> 8)};
   file.write(kMagic, sizeof kMagic);
   file.write(version_and_length, sizeof version_and_length);
   file.write(text.data(), text.size());

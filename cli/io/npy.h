@@ -1,6 +1,6 @@
 // The .npy format, versions 1 to 3: a magic number, a Python dictionary literal with type, order and shape, then the
-// elements. Little-endian C order only. NumPy has no bfloat16: "<V2", which ml_dtypes writes for it, is read and written
-// as bf16; 8-bit floats have no .npy type and are refused.
+// elements. Little-endian C order only. NumPy has no bfloat16: "<V2", which ml_dtypes writes for it, is read and
+// written as bf16; 8-bit floats have no .npy type and are refused.
 #pragma once
 #include <string>
 #include <string_view>

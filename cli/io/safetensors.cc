@@ -24,13 +24,14 @@ struct FileType {
   uint64_t bytes;
 };
 constexpr FileType kFileTypes[] = {
-    {"F64", DType::f64, 8}, {"F32", DType::f32, 4}, {"F16", DType::f16, 2}, {"BF16", DType::bf16, 2},
-    {"F8_E4M3", DType::e4m3, 1}, {"F8_E5M2", DType::e5m2, 1}, {"I8", DType::i8, 1}, {"U8", DType::u8, 1},
-    {"I32", DType::i32, 4}, {"BOOL", DType::boolean, 1}, {"I64", DType::none, 8}, {"U64", DType::none, 8},
-    {"U32", DType::none, 4}, {"I16", DType::none, 2}, {"U16", DType::none, 2}};
+    {"F64", DType::f64, 8},      {"F32", DType::f32, 4},      {"F16", DType::f16, 2},  {"BF16", DType::bf16, 2},
+    {"F8_E4M3", DType::e4m3, 1}, {"F8_E5M2", DType::e5m2, 1}, {"I8", DType::i8, 1},    {"U8", DType::u8, 1},
+    {"I32", DType::i32, 4},      {"BOOL", DType::boolean, 1}, {"I64", DType::none, 8}, {"U64", DType::none, 8},
+    {"U32", DType::none, 4},     {"I16", DType::none, 2},     {"U16", DType::none, 2}};
 
 const FileType* file_type(std::string_view text) {
-  const auto* found = std::find_if(std::begin(kFileTypes), std::end(kFileTypes), [&](const FileType& t) { return text == t.text; });
+  const auto* found =
+      std::find_if(std::begin(kFileTypes), std::end(kFileTypes), [&](const FileType& t) { return text == t.text; });
   return found == std::end(kFileTypes) ? nullptr : found;
 }
 
@@ -60,8 +61,10 @@ class HeaderParser : public nlohmann::json_sax<json> {
   }
   bool end_object() override {
     if (at_ == At::names) return go(At::end);
-    if (at_ == At::fields) finish_tensor();
-    else if (at_ != At::metadata) wrong("the end of an object");
+    if (at_ == At::fields)
+      finish_tensor();
+    else if (at_ != At::metadata)
+      wrong("the end of an object");
     return go(At::names);
   }
   bool key(string_t& text) override {
@@ -71,17 +74,21 @@ class HeaderParser : public nlohmann::json_sax<json> {
       fields_.clear();
       return go(At::name);
     }
-    if (!fields_.insert(text).second) refuse("header: \"{}\" occurs twice in \"{}\"", printable(text), printable(name_));
+    if (!fields_.insert(text).second)
+      refuse("header: \"{}\" occurs twice in \"{}\"", printable(text), printable(name_));
     if (at_ == At::metadata) return go(At::metadata_value);
     if (text == "dtype") return go(At::dtype);
     if (text == "shape") return go(At::shape);
     if (text == "data_offsets") return go(At::offsets);
-    refuse("header: tensor \"{}\" has a field \"{}\", allowed: dtype, shape, data_offsets", printable(name_), printable(text));
+    refuse("header: tensor \"{}\" has a field \"{}\", allowed: dtype, shape, data_offsets", printable(name_),
+           printable(text));
   }
   bool string(string_t& text) override {
     if (at_ == At::metadata_value) return go(At::metadata);
     if (at_ != At::dtype) wrong("a string");
-    if (!file_type(text)) refuse("header: tensor \"{}\" has the unknown dtype \"{}\", allowed: {}", printable(name_), printable(text), file_type_choices());
+    if (!file_type(text))
+      refuse("header: tensor \"{}\" has the unknown dtype \"{}\", allowed: {}", printable(name_), printable(text),
+             file_type_choices());
     header_[name_].dtype = text;
     return go(At::fields);
   }
@@ -98,7 +105,8 @@ class HeaderParser : public nlohmann::json_sax<json> {
   bool number_unsigned(number_unsigned_t value) override {
     if (at_ == At::shape_value) {
       auto& shape = header_[name_].shape;
-      if (shape.size() == kMaxRank) refuse("header: tensor \"{}\" has more than {} dimensions", printable(name_), kMaxRank);
+      if (shape.size() == kMaxRank)
+        refuse("header: tensor \"{}\" has more than {} dimensions", printable(name_), kMaxRank);
       if (value > INT64_MAX) refuse("header: tensor \"{}\" has a dimension of {}", printable(name_), value);
       shape.push_back(static_cast<int64_t>(value));
     } else if (at_ == At::offset_value) {
@@ -111,7 +119,8 @@ class HeaderParser : public nlohmann::json_sax<json> {
   }
   bool number_integer(number_integer_t value) override {
     if (at_ == At::shape_value || at_ == At::offset_value)
-      refuse("header: tensor \"{}\" has the negative {} {}", printable(name_), at_ == At::shape_value ? "dimension" : "offset", value);
+      refuse("header: tensor \"{}\" has the negative {} {}", printable(name_),
+             at_ == At::shape_value ? "dimension" : "offset", value);
     wrong("a number");
   }
   bool number_float(number_float_t, const string_t& text) override {
@@ -125,7 +134,20 @@ class HeaderParser : public nlohmann::json_sax<json> {
   }
 
  private:
-  enum class At { start, names, name, metadata, metadata_value, fields, dtype, shape, shape_value, offsets, offset_value, end };
+  enum class At {
+    start,
+    names,
+    name,
+    metadata,
+    metadata_value,
+    fields,
+    dtype,
+    shape,
+    shape_value,
+    offsets,
+    offset_value,
+    end
+  };
 
   bool go(At next) {
     if (next == At::offset_value) offsets_.clear();
@@ -143,8 +165,10 @@ class HeaderParser : public nlohmann::json_sax<json> {
 
   [[noreturn]] void wrong(const char* found) const {
     static constexpr const char* kExpected[] = {
-        "an object", "a tensor's name", "an object with dtype, shape, data_offsets", "a key", "a string", "dtype, shape or data_offsets",
-        "a string", "an array", "a whole number", "an array", "a whole number", "the end"};
+        "an object", "a tensor's name", "an object with dtype, shape, data_offsets",
+        "a key",     "a string",        "dtype, shape or data_offsets",
+        "a string",  "an array",        "a whole number",
+        "an array",  "a whole number",  "the end"};
     refuse("header: found {}{}, expected {}", found, name_.empty() ? "" : fmt::format(" in \"{}\"", printable(name_)),
            kExpected[static_cast<int>(at_)]);
   }
@@ -154,14 +178,17 @@ class HeaderParser : public nlohmann::json_sax<json> {
       if (!fields_.count(field)) refuse("header: tensor \"{}\" has no {}", printable(name_), field);
     SafetensorsEntry& entry = header_[name_];
     entry.first = offsets_[0], entry.last = offsets_[1];
-    if (entry.first > entry.last) refuse("header: tensor \"{}\" ends at byte {}, before its begin at {}", printable(name_), entry.last, entry.first);
+    if (entry.first > entry.last)
+      refuse("header: tensor \"{}\" ends at byte {}, before its begin at {}", printable(name_), entry.last,
+             entry.first);
     const auto elements = elements_of(entry.shape);
     uint64_t bytes = 0;
     if (!elements || __builtin_mul_overflow(static_cast<uint64_t>(*elements), file_type(entry.dtype)->bytes, &bytes))
-      refuse("header: tensor \"{}\" has shape {}, more elements than memory can hold", printable(name_), shape_text(entry.shape));
+      refuse("header: tensor \"{}\" has shape {}, more elements than memory can hold", printable(name_),
+             shape_text(entry.shape));
     if (bytes != entry.last - entry.first)
-      refuse("header: tensor \"{}\" of shape {} and dtype {} needs {} bytes, but its data_offsets hold {}", printable(name_),
-             shape_text(entry.shape), entry.dtype, bytes, entry.last - entry.first);
+      refuse("header: tensor \"{}\" of shape {} and dtype {} needs {} bytes, but its data_offsets hold {}",
+             printable(name_), shape_text(entry.shape), entry.dtype, bytes, entry.last - entry.first);
   }
 
   At at_ = At::start;
@@ -181,8 +208,10 @@ void judge_layout(const SafetensorsHeader& header, uint64_t data_bytes) {
   uint64_t end = 0;
   for (const auto* entry : entries) {
     const auto& [name, e] = *entry;
-    if (e.last > data_bytes) refuse("tensor \"{}\" ends at byte {}, but the file holds {} bytes of data", name, e.last, data_bytes);
-    if (e.first < end) refuse("tensor \"{}\" begins at byte {}, inside another tensor that ends at {}", name, e.first, end);
+    if (e.last > data_bytes)
+      refuse("tensor \"{}\" ends at byte {}, but the file holds {} bytes of data", name, e.last, data_bytes);
+    if (e.first < end)
+      refuse("tensor \"{}\" begins at byte {}, inside another tensor that ends at {}", name, e.first, end);
     if (e.first > end) refuse("bytes {} to {} belong to no tensor", end, e.first);
     end = e.last;
   }
@@ -207,7 +236,8 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, uint64_t data_
 }
 
 Safetensors::Safetensors(File file) : file_(std::move(file)) {
-  if (file_.size() < 8) refuse("{}: truncated: {} bytes, too few for a safetensors header", file_.label(), file_.size());
+  if (file_.size() < 8)
+    refuse("{}: truncated: {} bytes, too few for a safetensors header", file_.label(), file_.size());
   unsigned char prefix[8];
   file_.read(0, prefix, sizeof prefix);
   const uint64_t length = little_endian(prefix);
@@ -236,7 +266,8 @@ Array Safetensors::read(const std::string& name) const {
   return array;
 }
 
-void write_safetensors(AtomicFile& file, const std::vector<NamedArray>& arrays, const std::map<std::string, std::string>& metadata) {
+void write_safetensors(AtomicFile& file, const std::vector<NamedArray>& arrays,
+                       const std::map<std::string, std::string>& metadata) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   if (!metadata.empty()) header["__metadata__"] = metadata;
   uint64_t offset = 0;

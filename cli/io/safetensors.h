@@ -41,6 +41,7 @@ struct NamedArray {
   const Array* array;
 };
 
-void write_safetensors(AtomicFile& file, const std::vector<NamedArray>& arrays, const std::map<std::string, std::string>& metadata);
+void write_safetensors(AtomicFile& file, const std::vector<NamedArray>& arrays,
+                       const std::map<std::string, std::string>& metadata);
 
 }  // namespace octet::cli

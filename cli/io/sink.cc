@@ -20,7 +20,8 @@ class Directory {
   explicit Directory(const fs::path& path) : path_(path) {
     std::error_code error;
     if (fs::is_directory(path, error)) return;
-    if (fs::exists(path, error)) refuse("{}: cannot write: neither a .safetensors file nor a directory of .npy files", path.string());
+    if (fs::exists(path, error))
+      refuse("{}: cannot write: neither a .safetensors file nor a directory of .npy files", path.string());
     made_ = fs::create_directory(path, error);
     if (error) refuse("{}: cannot write: {}", path.string(), error.message());
   }
@@ -52,7 +53,8 @@ void expect_writable(const std::string& path, const std::vector<std::string>& in
   }
 }
 
-void write_arrays(const std::string& path, const std::vector<NamedArray>& arrays, const std::map<std::string, std::string>& metadata) {
+void write_arrays(const std::string& path, const std::vector<NamedArray>& arrays,
+                  const std::map<std::string, std::string>& metadata) {
   if (is_safetensors(path)) {
     AtomicFile file(path);
     write_safetensors(file, arrays, metadata);

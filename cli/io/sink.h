@@ -13,6 +13,7 @@ namespace octet::cli {
 void expect_writable(const std::string& path, const std::vector<std::string>& inputs);
 
 // Metadata is kept in .safetensors only.
-void write_arrays(const std::string& path, const std::vector<NamedArray>& arrays, const std::map<std::string, std::string>& metadata = {});
+void write_arrays(const std::string& path, const std::vector<NamedArray>& arrays,
+                  const std::map<std::string, std::string>& metadata = {});
 
 }  // namespace octet::cli

@@ -30,8 +30,10 @@ Source::Source(const std::string& path) : path_(path) {
   std::error_code ignored;
   directory_ = fs::is_directory(path, ignored);
   single_ = !directory_ && fs::path(path).extension() == ".npy";
-  if (single_) File file(path);  // refuses what cannot be opened
-  else if (!directory_) safetensors_.emplace(File(path));
+  if (single_)
+    File file(path);  // refuses what cannot be opened
+  else if (!directory_)
+    safetensors_.emplace(File(path));
 }
 
 bool Source::has(const std::string& name) const {
@@ -45,7 +47,8 @@ bool Source::has(const std::string& name) const {
 
 Array Source::read(const std::string& name) const {
   if (single_) return read_npy(File(path_));
-  if (has(name)) return directory_ ? read_npy(File((fs::path(path_) / (name + ".npy")).string())) : safetensors_->read(name);
+  if (has(name))
+    return directory_ ? read_npy(File((fs::path(path_) / (name + ".npy")).string())) : safetensors_->read(name);
   std::vector<std::string> names;
   if (directory_) {
     std::error_code ignored;

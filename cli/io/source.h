@@ -14,7 +14,7 @@ class Source {
   explicit Source(const std::string& path);
 
   bool has(const std::string& name) const;
-  bool single() const { return single_; }  // a .npy file, which has one tensor under every name
+  bool single() const { return single_; }     // a .npy file, which has one tensor under every name
   Array read(const std::string& name) const;  // refuses what is absent, naming what is there
 
  private:

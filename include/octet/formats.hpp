@@ -13,10 +13,10 @@ namespace octet {
 
 // A binary floating-point format narrower than double.
 struct Format {
-  int mantissa_bits;   // stored, without the leading one
-  int min_exponent;    // of the smallest normal number
-  double largest;      // finite
-  bool saturates;      // beyond `largest`: clamp; else infinity
+  int mantissa_bits;  // stored, without the leading one
+  int min_exponent;   // of the smallest normal number
+  double largest;     // finite
+  bool saturates;     // beyond `largest`: clamp; else infinity
 };
 
 constexpr Format kF32{23, -126, 0x1.fffffep127, false};
@@ -45,17 +45,28 @@ inline double round_to(octet_dtype dtype, double x) {
     return std::isnan(x) ? 0.0 : std::fmin(std::fmax(std::nearbyint(x), low), high);
   };
   switch (dtype) {
-    case OCTET_F32: return round_to(kF32, x);
-    case OCTET_F16: return round_to(kF16, x);
-    case OCTET_BF16: return round_to(kBf16, x);
-    case OCTET_E4M3: return round_to(kE4m3, x);
-    case OCTET_E5M2: return round_to(kE5m2, x);
-    case OCTET_I8: return integer(-127, 127);
-    case OCTET_U8: return integer(0, 255);
-    case OCTET_I4: return integer(-7, 7);
-    case OCTET_I32: return integer(-2147483648.0, 2147483647.0);
-    case OCTET_BOOL: return x != 0.0;
-    default: return x;
+    case OCTET_F32:
+      return round_to(kF32, x);
+    case OCTET_F16:
+      return round_to(kF16, x);
+    case OCTET_BF16:
+      return round_to(kBf16, x);
+    case OCTET_E4M3:
+      return round_to(kE4m3, x);
+    case OCTET_E5M2:
+      return round_to(kE5m2, x);
+    case OCTET_I8:
+      return integer(-127, 127);
+    case OCTET_U8:
+      return integer(0, 255);
+    case OCTET_I4:
+      return integer(-7, 7);
+    case OCTET_I32:
+      return integer(-2147483648.0, 2147483647.0);
+    case OCTET_BOOL:
+      return x != 0.0;
+    default:
+      return x;
   }
 }
 
@@ -68,13 +79,16 @@ inline uint32_t encode_bits(const Format& format, int exponent_bits, double x) {
   if (magnitude == 0.0) return sign;
   const uint32_t top = (1u << exponent_bits) - 1;
   if (!std::isfinite(x)) {  // only e4m3 has no infinity, and it never gets one
-    const uint32_t all = format.mantissa_bits == 3 ? (1u << 3) - 1 : std::isnan(x) ? 1u << (format.mantissa_bits - 1) : 0u;
+    const uint32_t all = format.mantissa_bits == 3 ? (1u << 3) - 1
+                         : std::isnan(x)           ? 1u << (format.mantissa_bits - 1)
+                                                   : 0u;
     return sign | top << format.mantissa_bits | all;
   }
   int exponent = std::ilogb(magnitude);
   if (exponent < format.min_exponent)
     return sign | static_cast<uint32_t>(std::ldexp(magnitude, format.mantissa_bits - format.min_exponent));
-  const auto mantissa = static_cast<uint32_t>(std::ldexp(magnitude, format.mantissa_bits - exponent)) - (1u << format.mantissa_bits);
+  const auto mantissa =
+      static_cast<uint32_t>(std::ldexp(magnitude, format.mantissa_bits - exponent)) - (1u << format.mantissa_bits);
   return sign | static_cast<uint32_t>(exponent - format.min_exponent + 1) << format.mantissa_bits | mantissa;
 }
 
@@ -87,7 +101,8 @@ inline double decode_bits(const Format& format, int exponent_bits, uint32_t bits
   if (top && (!e4m3 || mantissa == 7))
     return mantissa ? std::numeric_limits<double>::quiet_NaN() : sign * std::numeric_limits<double>::infinity();
   if (!exponent) return sign * std::ldexp(mantissa, format.min_exponent - format.mantissa_bits);
-  return sign * std::ldexp(mantissa + (1u << format.mantissa_bits), static_cast<int>(exponent) - 1 + format.min_exponent - format.mantissa_bits);
+  return sign * std::ldexp(mantissa + (1u << format.mantissa_bits),
+                           static_cast<int>(exponent) - 1 + format.min_exponent - format.mantissa_bits);
 }
 
 }  // namespace detail
@@ -95,18 +110,28 @@ inline double decode_bits(const Format& format, int exponent_bits, uint32_t bits
 // The element at `index` of an array of `dtype`.
 inline double load(octet_dtype dtype, const void* data, int64_t index) {
   switch (dtype) {
-    case OCTET_F64: return static_cast<const double*>(data)[index];
-    case OCTET_F32: return static_cast<const float*>(data)[index];
-    case OCTET_F16: return detail::decode_bits(kF16, 5, static_cast<const uint16_t*>(data)[index]);
-    case OCTET_BF16: return std::bit_cast<float>(static_cast<uint32_t>(static_cast<const uint16_t*>(data)[index]) << 16);
-    case OCTET_E4M3: return detail::decode_bits(kE4m3, 4, static_cast<const uint8_t*>(data)[index]);
-    case OCTET_E5M2: return detail::decode_bits(kE5m2, 5, static_cast<const uint8_t*>(data)[index]);
+    case OCTET_F64:
+      return static_cast<const double*>(data)[index];
+    case OCTET_F32:
+      return static_cast<const float*>(data)[index];
+    case OCTET_F16:
+      return detail::decode_bits(kF16, 5, static_cast<const uint16_t*>(data)[index]);
+    case OCTET_BF16:
+      return std::bit_cast<float>(static_cast<uint32_t>(static_cast<const uint16_t*>(data)[index]) << 16);
+    case OCTET_E4M3:
+      return detail::decode_bits(kE4m3, 4, static_cast<const uint8_t*>(data)[index]);
+    case OCTET_E5M2:
+      return detail::decode_bits(kE5m2, 5, static_cast<const uint8_t*>(data)[index]);
     case OCTET_I8:
-    case OCTET_I4: return static_cast<const int8_t*>(data)[index];
+    case OCTET_I4:
+      return static_cast<const int8_t*>(data)[index];
     case OCTET_U8:
-    case OCTET_BOOL: return static_cast<const uint8_t*>(data)[index];
-    case OCTET_I32: return static_cast<const int32_t*>(data)[index];
-    default: return std::numeric_limits<double>::quiet_NaN();
+    case OCTET_BOOL:
+      return static_cast<const uint8_t*>(data)[index];
+    case OCTET_I32:
+      return static_cast<const int32_t*>(data)[index];
+    default:
+      return std::numeric_limits<double>::quiet_NaN();
   }
 }
 
@@ -114,18 +139,37 @@ inline double load(octet_dtype dtype, const void* data, int64_t index) {
 inline void store(octet_dtype dtype, void* data, int64_t index, double x) {
   const double rounded = round_to(dtype, x);
   switch (dtype) {
-    case OCTET_F64: static_cast<double*>(data)[index] = x; break;
-    case OCTET_F32: static_cast<float*>(data)[index] = static_cast<float>(rounded); break;
-    case OCTET_F16: static_cast<uint16_t*>(data)[index] = static_cast<uint16_t>(detail::encode_bits(kF16, 5, rounded)); break;
-    case OCTET_BF16: static_cast<uint16_t*>(data)[index] = static_cast<uint16_t>(detail::encode_bits(kBf16, 8, rounded)); break;
-    case OCTET_E4M3: static_cast<uint8_t*>(data)[index] = static_cast<uint8_t>(detail::encode_bits(kE4m3, 4, rounded)); break;
-    case OCTET_E5M2: static_cast<uint8_t*>(data)[index] = static_cast<uint8_t>(detail::encode_bits(kE5m2, 5, rounded)); break;
+    case OCTET_F64:
+      static_cast<double*>(data)[index] = x;
+      break;
+    case OCTET_F32:
+      static_cast<float*>(data)[index] = static_cast<float>(rounded);
+      break;
+    case OCTET_F16:
+      static_cast<uint16_t*>(data)[index] = static_cast<uint16_t>(detail::encode_bits(kF16, 5, rounded));
+      break;
+    case OCTET_BF16:
+      static_cast<uint16_t*>(data)[index] = static_cast<uint16_t>(detail::encode_bits(kBf16, 8, rounded));
+      break;
+    case OCTET_E4M3:
+      static_cast<uint8_t*>(data)[index] = static_cast<uint8_t>(detail::encode_bits(kE4m3, 4, rounded));
+      break;
+    case OCTET_E5M2:
+      static_cast<uint8_t*>(data)[index] = static_cast<uint8_t>(detail::encode_bits(kE5m2, 5, rounded));
+      break;
     case OCTET_I8:
-    case OCTET_I4: static_cast<int8_t*>(data)[index] = static_cast<int8_t>(rounded); break;
+    case OCTET_I4:
+      static_cast<int8_t*>(data)[index] = static_cast<int8_t>(rounded);
+      break;
     case OCTET_U8:
-    case OCTET_BOOL: static_cast<uint8_t*>(data)[index] = static_cast<uint8_t>(rounded); break;
-    case OCTET_I32: static_cast<int32_t*>(data)[index] = static_cast<int32_t>(rounded); break;
-    default: break;
+    case OCTET_BOOL:
+      static_cast<uint8_t*>(data)[index] = static_cast<uint8_t>(rounded);
+      break;
+    case OCTET_I32:
+      static_cast<int32_t*>(data)[index] = static_cast<int32_t>(rounded);
+      break;
+    default:
+      break;
   }
 }
 

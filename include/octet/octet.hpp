@@ -3,8 +3,8 @@
 //
 //   std::vector<float> q(n), k(n), v(n), o(n);
 //   octet::Shape shape{1, 8, 2048, 128};
-//   octet::Forward call{.q = {q.data(), shape}, .k = {k.data(), shape}, .v = {v.data(), shape}, .o = {o.data(), shape}};
-//   octet::run({.precision = octet::Precision::f32, .causal = true}, call);
+//   octet::Forward call{.q = {q.data(), shape}, .k = {k.data(), shape}, .v = {v.data(), shape}, .o = {o.data(),
+//   shape}}; octet::run({.precision = octet::Precision::f32, .causal = true}, call);
 #pragma once
 #include <octet/octet.h>
 
@@ -32,34 +32,63 @@ inline void check(octet_status status) {
 }
 
 enum class DType : uint32_t {
-  none = OCTET_DTYPE_NONE, f64 = OCTET_F64, f32 = OCTET_F32, f16 = OCTET_F16, bf16 = OCTET_BF16, e4m3 = OCTET_E4M3,
-  e5m2 = OCTET_E5M2, i8 = OCTET_I8, u8 = OCTET_U8, i4 = OCTET_I4, i32 = OCTET_I32, boolean = OCTET_BOOL
+  none = OCTET_DTYPE_NONE,
+  f64 = OCTET_F64,
+  f32 = OCTET_F32,
+  f16 = OCTET_F16,
+  bf16 = OCTET_BF16,
+  e4m3 = OCTET_E4M3,
+  e5m2 = OCTET_E5M2,
+  i8 = OCTET_I8,
+  u8 = OCTET_U8,
+  i4 = OCTET_I4,
+  i32 = OCTET_I32,
+  boolean = OCTET_BOOL
 };
 enum class Device : uint32_t { cpu = OCTET_CPU, cuda = OCTET_CUDA };
 enum class Precision : uint32_t {
-  none = OCTET_PRECISION_NONE, f64 = OCTET_PRECISION_F64, f32 = OCTET_PRECISION_F32, f16 = OCTET_PRECISION_F16,
-  bf16 = OCTET_PRECISION_BF16, int8 = OCTET_PRECISION_INT8, int8_f16 = OCTET_PRECISION_INT8_F16,
-  int8_fp8 = OCTET_PRECISION_INT8_FP8, fp8 = OCTET_PRECISION_FP8, fp8_raw = OCTET_PRECISION_FP8_RAW,
+  none = OCTET_PRECISION_NONE,
+  f64 = OCTET_PRECISION_F64,
+  f32 = OCTET_PRECISION_F32,
+  f16 = OCTET_PRECISION_F16,
+  bf16 = OCTET_PRECISION_BF16,
+  int8 = OCTET_PRECISION_INT8,
+  int8_f16 = OCTET_PRECISION_INT8_F16,
+  int8_fp8 = OCTET_PRECISION_INT8_FP8,
+  fp8 = OCTET_PRECISION_FP8,
+  fp8_raw = OCTET_PRECISION_FP8_RAW,
   sagebwd = OCTET_PRECISION_SAGEBWD
 };
 enum class Alignment : uint32_t {
-  unspecified = OCTET_ALIGNMENT_NONE, top_left = OCTET_ALIGNMENT_TOP_LEFT, bottom_right = OCTET_ALIGNMENT_BOTTOM_RIGHT
+  unspecified = OCTET_ALIGNMENT_NONE,
+  top_left = OCTET_ALIGNMENT_TOP_LEFT,
+  bottom_right = OCTET_ALIGNMENT_BOTTOM_RIGHT
 };
 enum class Remedy : uint32_t {
-  f16_inside = OCTET_REMEDY_F16_INSIDE, none = OCTET_REMEDY_NONE, beta = OCTET_REMEDY_BETA,
-  exact_delta = OCTET_REMEDY_EXACT_DELTA, project = OCTET_REMEDY_PROJECT
+  f16_inside = OCTET_REMEDY_F16_INSIDE,
+  none = OCTET_REMEDY_NONE,
+  beta = OCTET_REMEDY_BETA,
+  exact_delta = OCTET_REMEDY_EXACT_DELTA,
+  project = OCTET_REMEDY_PROJECT
 };
 enum class Switch : uint32_t { automatic = OCTET_AUTO, on = OCTET_ON, off = OCTET_OFF };
 
 template <class T>
 constexpr DType dtype_of() {
-  if constexpr (std::is_same_v<T, double>) return DType::f64;
-  else if constexpr (std::is_same_v<T, float>) return DType::f32;
-  else if constexpr (std::is_same_v<T, int8_t>) return DType::i8;
-  else if constexpr (std::is_same_v<T, uint8_t>) return DType::u8;
-  else if constexpr (std::is_same_v<T, int32_t>) return DType::i32;
-  else if constexpr (std::is_same_v<T, bool>) return DType::boolean;
-  else static_assert(sizeof(T) == 0, "give the dtype of 16- and 8-bit floats by name");
+  if constexpr (std::is_same_v<T, double>)
+    return DType::f64;
+  else if constexpr (std::is_same_v<T, float>)
+    return DType::f32;
+  else if constexpr (std::is_same_v<T, int8_t>)
+    return DType::i8;
+  else if constexpr (std::is_same_v<T, uint8_t>)
+    return DType::u8;
+  else if constexpr (std::is_same_v<T, int32_t>)
+    return DType::i32;
+  else if constexpr (std::is_same_v<T, bool>)
+    return DType::boolean;
+  else
+    static_assert(sizeof(T) == 0, "give the dtype of 16- and 8-bit floats by name");
 }
 
 using Shape = std::array<int64_t, 4>;  // batch, head, token, dim
@@ -70,7 +99,8 @@ constexpr Shape contiguous_strides(const Shape& s) { return {s[1] * s[2] * s[3],
 struct Tensor : octet_tensor {
   Tensor() : octet_tensor OCTET_TENSOR_INIT {}
 
-  Tensor(void* data, DType dtype, const Shape& shape, const Shape& stride, Device device = Device::cpu, int32_t device_index = 0)
+  Tensor(void* data, DType dtype, const Shape& shape, const Shape& stride, Device device = Device::cpu,
+         int32_t device_index = 0)
       : Tensor() {
     this->data = data;
     this->dtype = static_cast<uint32_t>(dtype);
@@ -82,7 +112,8 @@ struct Tensor : octet_tensor {
   Tensor(void* data, DType dtype, const Shape& shape) : Tensor(data, dtype, shape, contiguous_strides(shape)) {}
 
   template <class T>
-  Tensor(T* data, const Shape& shape) : Tensor(const_cast<std::remove_const_t<T>*>(data), dtype_of<std::remove_const_t<T>>(), shape) {}
+  Tensor(T* data, const Shape& shape)
+      : Tensor(const_cast<std::remove_const_t<T>*>(data), dtype_of<std::remove_const_t<T>>(), shape) {}
 
   bool present() const { return dtype != OCTET_DTYPE_NONE; }
 };
@@ -106,7 +137,8 @@ struct Attention {
 
   octet_attention c() const {
     octet_attention a = OCTET_ATTENTION_INIT;
-    if (scale && *scale == 0.f) throw Error(OCTET_INVALID_ARGUMENT, "scale: found 0, allowed: positive and finite, or nothing for 1/sqrt(dim)");
+    if (scale && *scale == 0.f)
+      throw Error(OCTET_INVALID_ARGUMENT, "scale: found 0, allowed: positive and finite, or nothing for 1/sqrt(dim)");
     a.precision = static_cast<uint32_t>(precision);
     a.scale = scale.value_or(0.f);
     a.mask = (causal ? OCTET_MASK_CAUSAL : 0) | (window ? OCTET_MASK_WINDOW : 0);
@@ -134,10 +166,10 @@ struct Extras {
 
 // o = softmax(scale q k^T + mask) v
 struct Forward {
-  Tensor q, k, v;             // in
-  Tensor o;                   // out
-  Tensor lse{};               // out, optional
-  Tensor o_residual{};        // out, optional
+  Tensor q, k, v;       // in
+  Tensor o;             // out
+  Tensor lse{};         // out, optional
+  Tensor o_residual{};  // out, optional
   Extras extras{};
 };
 
@@ -193,9 +225,9 @@ class Arguments {
 };
 
 struct Workspace {
-  explicit Workspace(size_t bytes) : data(bytes ? ::operator new(bytes, std::align_val_t{64}) : nullptr) {}
+  explicit Workspace(size_t bytes) : data(bytes ? ::operator new (bytes, std::align_val_t{64}) : nullptr) {}
   ~Workspace() {
-    if (data) ::operator delete(data, std::align_val_t{64});
+    if (data) ::operator delete (data, std::align_val_t{64});
   }
   Workspace(const Workspace&) = delete;
   void* data;

@@ -68,14 +68,16 @@ octet_status octet_workspace_size(const octet_attention* attention, const octet_
   });
 }
 
-octet_status octet_run(const octet_attention* attention, const octet_arguments* arguments, void* workspace, size_t bytes, void* stream) {
+octet_status octet_run(const octet_attention* attention, const octet_arguments* arguments, void* workspace,
+                       size_t bytes, void* stream) {
   return guarded([&] {
     const Problem problem = validate(attention, arguments);
     const Backend& backend = select(problem, attention->backend);
     if (stream && problem.device == OCTET_CPU) invalid("stream: given with CPU tensors; pass NULL");
     const size_t needed = backend.workspace_size(problem);
     if (bytes < needed)
-      throw Failure(OCTET_WORKSPACE_TOO_SMALL, text("workspace: ", bytes, " bytes, needed: ", needed, " (octet_workspace_size)"));
+      throw Failure(OCTET_WORKSPACE_TOO_SMALL,
+                    text("workspace: ", bytes, " bytes, needed: ", needed, " (octet_workspace_size)"));
     if (needed && !workspace) invalid("workspace: NULL, needed: ", needed, " bytes");
     if (reinterpret_cast<uintptr_t>(workspace) % 64) invalid("workspace: not aligned to 64 bytes");
     expect_workspace_apart(problem, workspace, needed);
@@ -83,7 +85,8 @@ octet_status octet_run(const octet_attention* attention, const octet_arguments* 
   });
 }
 
-octet_status octet_explain(const octet_attention* attention, const octet_arguments* arguments, char* out, size_t capacity, size_t* length) {
+octet_status octet_explain(const octet_attention* attention, const octet_arguments* arguments, char* out,
+                           size_t capacity, size_t* length) {
   return guarded([&] {
     const Problem problem = validate(attention, arguments);
     copy_out(explain(problem, attention->backend), out, capacity, length);
@@ -94,7 +97,8 @@ octet_status octet_info(char* out, size_t capacity, size_t* length) {
   return guarded([&] { copy_out(info_json(), out, capacity, length); });
 }
 
-octet_status octet_quantize(const octet_tensor* x, const octet_rope* rope, octet_tensor* codes, octet_tensor* statistics, void* stream) {
+octet_status octet_quantize(const octet_tensor* x, const octet_rope* rope, octet_tensor* codes,
+                            octet_tensor* statistics, void* stream) {
   return guarded([&] { quantize(x, rope, codes, statistics, stream); });
 }
 
@@ -102,18 +106,21 @@ octet_status octet_dequantize(const octet_tensor* codes, octet_tensor* x, void* 
   return guarded([&] { dequantize(codes, x, stream); });
 }
 
-octet_status octet_apply_rope(const octet_rope* rope, const octet_tensor* x, uint32_t inverse, octet_tensor* y, void* stream) {
+octet_status octet_apply_rope(const octet_rope* rope, const octet_tensor* x, uint32_t inverse, octet_tensor* y,
+                              void* stream) {
   return guarded([&] { apply_rope(rope, x, inverse, y, stream); });
 }
 
-octet_status octet_scale_groups(uint32_t operand, uint32_t granularity, int64_t block, int64_t tokens, int64_t* groups) {
+octet_status octet_scale_groups(uint32_t operand, uint32_t granularity, int64_t block, int64_t tokens,
+                                int64_t* groups) {
   return guarded([&] {
     if (!groups) invalid("groups: NULL");
     *groups = scale_groups(operand, granularity, block, tokens);
   });
 }
 
-octet_status octet_logit_error(const octet_tensor* q_statistics, const octet_tensor* k_statistics, float scale, octet_tensor* error, void* stream) {
+octet_status octet_logit_error(const octet_tensor* q_statistics, const octet_tensor* k_statistics, float scale,
+                               octet_tensor* error, void* stream) {
   return guarded([&] { logit_error(q_statistics, k_statistics, scale, error, stream); });
 }
 

@@ -14,12 +14,14 @@ const char* lookup(const char* const (&names)[N], Enum value) {
 }  // namespace
 
 const char* name(octet_dtype v) {
-  static const char* const names[] = {"none", "f64", "f32", "f16", "bf16", "e4m3", "e5m2", "i8", "u8", "i4", "i32", "bool"};
+  static const char* const names[] = {"none", "f64", "f32", "f16", "bf16", "e4m3",
+                                      "e5m2", "i8",  "u8",  "i4",  "i32",  "bool"};
   return lookup(names, v);
 }
 
 const char* name(octet_precision v) {
-  static const char* const names[] = {"none", "f64", "f32", "f16", "bf16", "int8", "int8_f16", "int8_fp8", "fp8", "fp8_raw", "sagebwd"};
+  static const char* const names[] = {"none",     "f64",      "f32", "f16",     "bf16",   "int8",
+                                      "int8_f16", "int8_fp8", "fp8", "fp8_raw", "sagebwd"};
   return lookup(names, v);
 }
 

@@ -50,8 +50,9 @@ constexpr Operand kOperands[] = {
 
 // Presence, each tensor by itself, and one device for all.
 void validate_operands(const octet_arguments& a, Problem& p) {
-  const octet_tensor* const tensors[std::size(kOperands)] = {a.q, a.k, a.v, a.mask, a.cu_seqlens_q, a.cu_seqlens_k, a.o, a.o_residual, a.lse,
-                                                             a.do_, a.dq, a.dk, a.dv, a.tq, a.tk, a.tv, a.to};
+  const octet_tensor* const tensors[std::size(kOperands)] = {
+      a.q,   a.k,  a.v,  a.mask, a.cu_seqlens_q, a.cu_seqlens_k, a.o,  a.o_residual, a.lse,
+      a.do_, a.dq, a.dk, a.dv,   a.tq,           a.tk,           a.tv, a.to};
   for (std::size_t i = 0; i < std::size(kOperands); ++i) {
     const Operand& x = kOperands[i];
     const octet_tensor* t = tensors[i];
@@ -62,7 +63,8 @@ void validate_operands(const octet_arguments& a, Problem& p) {
     p.*x.view = validate_tensor(t, x.label);
     if (t->device != a.q->device || t->device_index != a.q->device_index)
       invalid(x.label, ": on ", name(static_cast<octet_device>(t->device)), ':', t->device_index, ", but q is on ",
-              name(static_cast<octet_device>(a.q->device)), ':', a.q->device_index, "; all tensors of a call live on one device");
+              name(static_cast<octet_device>(a.q->device)), ':', a.q->device_index,
+              "; all tensors of a call live on one device");
   }
   p.device = static_cast<octet_device>(a.q->device);
   p.device_index = a.q->device_index;
@@ -94,7 +96,7 @@ void validate_shapes(Problem& p) {
   expect_shape(p.v, "v", v, "batch, heads and tokens of k");
   if (p.heads && (!p.kv_heads || p.heads % p.kv_heads))
     invalid("q: ", p.heads, " heads, which is not a multiple of the ", p.kv_heads, " heads of k and v");
-  const auto expect_like = [](const View& t, const char* label, const int64_t (&shape)[4], const char* why) {
+  const auto expect_like = [](const View& t, const char* label, const int64_t(&shape)[4], const char* why) {
     if (t.present()) expect_shape(t, label, shape, why);
   };
   expect_like(p.o, "o", o, "batch, heads and tokens of q, dim of v");
@@ -111,7 +113,8 @@ void validate_shapes(Problem& p) {
 }
 
 // q, k or v: as they are, or codes with a quantization of their own operand.
-void validate_input(const octet_tensor& tensor, const View& t, const char* label, octet_operand operand, octet_precision precision) {
+void validate_input(const octet_tensor& tensor, const View& t, const char* label, octet_operand operand,
+                    octet_precision precision) {
   expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3, OCTET_I8});
   if (t.dtype == OCTET_I8 && !t.quantization)
     invalid(label, ": dtype i8 without a quantization; quantise it with octet_quantize, or give f32, f16 or bf16");
@@ -122,16 +125,19 @@ void validate_input(const octet_tensor& tensor, const View& t, const char* label
   if (!t.quantization) return;
   const Quantization how = validate_quantization(tensor, label, false);
   if (how.operand != operand)
-    invalid(label, ": quantised as operand ", name(how.operand), ", expected ", name(operand), "; granularities and thread groups depend on it");
+    invalid(label, ": quantised as operand ", name(how.operand), ", expected ", name(operand),
+            "; granularities and thread groups depend on it");
 }
 
 // Everything but q, k, v: no codes; f64 with precision f64 only, e4m3 only from the precisions that end in it.
 void validate_plain_dtype(const View& t, const char* label, octet_precision precision, bool output) {
   if (t.quantization) invalid(label, ": has a quantization, which only q, k and v may have; leave it NULL");
-  if (precision == OCTET_PRECISION_F64 && output) return expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
+  if (precision == OCTET_PRECISION_F64 && output)
+    return expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
   if (precision == OCTET_PRECISION_F64) return expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16});
   if (t.dtype == OCTET_F64) invalid(label, ": dtype f64 needs precision f64, found ", name(precision));
-  if (precision == OCTET_PRECISION_FP8_RAW && output) return expect_dtype(t, label, {OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
+  if (precision == OCTET_PRECISION_FP8_RAW && output)
+    return expect_dtype(t, label, {OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
   expect_dtype(t, label, {OCTET_F32, OCTET_F16, OCTET_BF16});
 }
 
@@ -141,11 +147,14 @@ void validate_dtypes(const octet_arguments& args, const Problem& p) {
   validate_input(*args.v, p.v, "v", OCTET_OPERAND_V, p.precision);
   for (const Operand& x : kOperands) {
     const View* t = &(p.*x.view);
-    const bool judged_elsewhere = t == &p.q || t == &p.k || t == &p.v || t == &p.mask || t == &p.cu_seqlens_q || t == &p.cu_seqlens_k;
+    const bool judged_elsewhere =
+        t == &p.q || t == &p.k || t == &p.v || t == &p.mask || t == &p.cu_seqlens_q || t == &p.cu_seqlens_k;
     if (!t->present() || judged_elsewhere) continue;
     if (t == &p.lse) {
-      if (p.precision == OCTET_PRECISION_F64) expect_dtype(*t, x.label, {OCTET_F32, OCTET_F64});
-      else expect_dtype(*t, x.label, {OCTET_F32});
+      if (p.precision == OCTET_PRECISION_F64)
+        expect_dtype(*t, x.label, {OCTET_F32, OCTET_F64});
+      else
+        expect_dtype(*t, x.label, {OCTET_F32});
     } else {
       // o is an output of the forward pass, whatever this pass reads it for.
       validate_plain_dtype(*t, x.label, p.precision, x.output(p.pass) || t == &p.o);
@@ -168,7 +177,8 @@ void validate_mask_tensor(Problem& p) {
 
 float effective_scale(float scale, int64_t dim) {
   if (scale == 0.f) return static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
-  if (!std::isfinite(scale) || scale < 0.f) invalid("scale: found ", scale, ", allowed: positive and finite, or 0 for 1/sqrt(dim)");
+  if (!std::isfinite(scale) || scale < 0.f)
+    invalid("scale: found ", scale, ", allowed: positive and finite, or 0 for 1/sqrt(dim)");
   return scale;
 }
 
@@ -177,10 +187,12 @@ int64_t window_side(int64_t keys) { return keys < 0 ? Problem::kUnbounded : std:
 
 void validate_mask(const octet_attention& a, Problem& p) {
   constexpr uint32_t known = OCTET_MASK_CAUSAL | OCTET_MASK_WINDOW;
-  if (a.mask & ~known) invalid("mask: found ", a.mask, ", allowed: OCTET_MASK_CAUSAL (1) and OCTET_MASK_WINDOW (2) flags");
+  if (a.mask & ~known)
+    invalid("mask: found ", a.mask, ", allowed: OCTET_MASK_CAUSAL (1) and OCTET_MASK_WINDOW (2) flags");
   const bool causal = a.mask & OCTET_MASK_CAUSAL, window = a.mask & OCTET_MASK_WINDOW;
   if (!window && (a.window_left || a.window_right))
-    invalid("window: ", a.window_left, ", ", a.window_right, " given without OCTET_MASK_WINDOW; set the flag or leave both 0");
+    invalid("window: ", a.window_left, ", ", a.window_right,
+            " given without OCTET_MASK_WINDOW; set the flag or leave both 0");
   if (window && (a.window_left < -1 || a.window_right < -1))
     invalid("window: found ", a.window_left, ", ", a.window_right, ", allowed: a count of keys, or -1 for all");
   if (window && causal && a.window_right > 0)
@@ -194,8 +206,10 @@ void validate_mask(const octet_attention& a, Problem& p) {
     invalid("alignment: ", name(alignment), " given, but neither a causal mask nor a window has a diagonal to align");
   const bool lengths_differ = p.packed() || p.tokens_q != p.tokens_k;
   if (p.windowed && lengths_differ && alignment == OCTET_ALIGNMENT_NONE)
-    invalid("alignment: unspecified, but ", p.packed() ? "the sequences are packed" : text(p.tokens_q, " queries meet ", p.tokens_k, " keys"),
-            "; name the diagonal of the mask: top-left (query i sees key i) or bottom-right (the last query sees the last key)");
+    invalid("alignment: unspecified, but ",
+            p.packed() ? "the sequences are packed" : text(p.tokens_q, " queries meet ", p.tokens_k, " keys"),
+            "; name the diagonal of the mask: top-left (query i sees key i) or bottom-right (the last query sees the "
+            "last key)");
 }
 
 void validate_packing(const octet_arguments& args, Problem& p) {
@@ -213,24 +227,31 @@ void validate_packing(const octet_arguments& args, Problem& p) {
     expect_dtype(*t, label, {OCTET_I32});
     const int64_t n = t->shape[3];
     if (n < 2 || t->elements() != n || t->stride[3] != 1)
-      invalid(label, ": shape ", shape_text(t->shape), " and last stride ", t->stride[3], ", expected [1, 1, 1, sequences + 1], contiguous");
+      invalid(label, ": shape ", shape_text(t->shape), " and last stride ", t->stride[3],
+              ", expected [1, 1, 1, sequences + 1], contiguous");
   }
   if (p.cu_seqlens_q.shape[3] != p.cu_seqlens_k.shape[3])
-    invalid("cu_seqlens: ", p.cu_seqlens_q.shape[3] - 1, " sequences of queries, ", p.cu_seqlens_k.shape[3] - 1, " of keys; the counts must agree");
+    invalid("cu_seqlens: ", p.cu_seqlens_q.shape[3] - 1, " sequences of queries, ", p.cu_seqlens_k.shape[3] - 1,
+            " of keys; the counts must agree");
   if (p.max_seqlen_q < 0 || p.max_seqlen_k < 0)
-    invalid("max_seqlen: found ", p.max_seqlen_q, ", ", p.max_seqlen_k, ", allowed: a bound on the lengths, or 0 if unknown");
+    invalid("max_seqlen: found ", p.max_seqlen_q, ", ", p.max_seqlen_k,
+            ", allowed: a bound on the lengths, or 0 if unknown");
 }
 
 void validate_rounding(const octet_rounding& r) {
   if (r.size != sizeof(octet_rounding)) invalid("octet_rounding: size ", r.size, ", expected ", sizeof(octet_rounding));
-  const std::pair<uint32_t, const char*> formats[] = {
-      {r.qk, "qk"}, {r.v, "v"}, {r.s, "s"}, {r.m, "m"}, {r.arg, "arg"}, {r.p, "p"}, {r.alpha, "alpha"}, {r.acc, "acc"},
-      {r.o, "o"}, {r.o_saved, "o_saved"}, {r.ds, "ds"}, {r.p_backward, "p_backward"}};
+  const std::pair<uint32_t, const char*> formats[] = {{r.qk, "qk"},       {r.v, "v"},
+                                                      {r.s, "s"},         {r.m, "m"},
+                                                      {r.arg, "arg"},     {r.p, "p"},
+                                                      {r.alpha, "alpha"}, {r.acc, "acc"},
+                                                      {r.o, "o"},         {r.o_saved, "o_saved"},
+                                                      {r.ds, "ds"},       {r.p_backward, "p_backward"}};
   for (const auto& [format, field] : formats) checked(format, OCTET_F64, OCTET_E5M2, "rounding: ", field);
   checked(r.delta, OCTET_DELTA_FROM_O, OCTET_DELTA_FROM_P, "rounding: ", "delta");
   for (const auto& [flag, field] : {std::pair{r.s_scaled, "s_scaled"}, {r.l_from_p, "l_from_p"}})
     if (flag > 1) invalid("rounding: ", field, ": found ", flag, ", allowed: 0, 1");
-  if (r.beta != 0.f && !(r.beta > 1.f && r.beta <= 8.f)) invalid("rounding: beta: found ", r.beta, ", allowed: above 1, at most 8, or 0 for none");
+  if (r.beta != 0.f && !(r.beta > 1.f && r.beta <= 8.f))
+    invalid("rounding: beta: found ", r.beta, ", allowed: above 1, at most 8, or 0 for none");
   if (!(r.tie_epsilon >= 0.f) || !std::isfinite(r.tie_epsilon))
     invalid("rounding: tie_epsilon: found ", r.tie_epsilon, ", allowed: finite, at least 0");
 }
@@ -241,14 +262,17 @@ void validate_recipe(const octet_attention& a, Problem& p) {
   if (!sixteen && p.remedy != OCTET_REMEDY_F16_INSIDE)
     invalid("remedy: ", name(p.remedy), " given with precision ", name(p.precision), "; remedies are for f16 and bf16");
   p.beta = a.beta == 0.f ? 2.f : a.beta;
-  if (a.beta != 0.f && p.remedy != OCTET_REMEDY_BETA) invalid("beta: ", a.beta, " given with remedy ", name(p.remedy), "; it belongs to remedy beta");
+  if (a.beta != 0.f && p.remedy != OCTET_REMEDY_BETA)
+    invalid("beta: ", a.beta, " given with remedy ", name(p.remedy), "; it belongs to remedy beta");
   if (!(p.beta >= 2.f && p.beta <= 8.f)) invalid("beta: found ", a.beta, ", allowed: 2 to 8, or 0 for 2");
   if (a.softcap != 0.f) unsupported("softcap: found ", a.softcap, "; soft-capped logits are not supported, leave it 0");
-  const bool int8_logits = p.precision == OCTET_PRECISION_INT8 || p.precision == OCTET_PRECISION_INT8_F16 || p.precision == OCTET_PRECISION_INT8_FP8;
+  const bool int8_logits = p.precision == OCTET_PRECISION_INT8 || p.precision == OCTET_PRECISION_INT8_F16 ||
+                           p.precision == OCTET_PRECISION_INT8_FP8;
   const auto hadamard = checked(a.hadamard, OCTET_AUTO, OCTET_OFF, "hadamard");
   const auto smooth_q = checked(a.smooth_q, OCTET_AUTO, OCTET_OFF, "smooth_q");
   if (!int8_logits && (hadamard != OCTET_AUTO || smooth_q != OCTET_AUTO))
-    invalid(hadamard != OCTET_AUTO ? "hadamard" : "smooth_q", ": given with precision ", name(p.precision), "; it belongs to int8, int8_f16 and int8_fp8");
+    invalid(hadamard != OCTET_AUTO ? "hadamard" : "smooth_q", ": given with precision ", name(p.precision),
+            "; it belongs to int8, int8_f16 and int8_fp8");
   p.hadamard = int8_logits && hadamard != OCTET_OFF;
   p.smooth_q = smooth_q == OCTET_ON;
   if (a.deterministic > 1) invalid("deterministic: found ", a.deterministic, ", allowed: 0, 1");
@@ -257,7 +281,8 @@ void validate_recipe(const octet_attention& a, Problem& p) {
   p.threads = a.threads;
   p.rounding = a.rounding;
   if (a.rounding) {
-    if (p.precision != OCTET_PRECISION_F64) invalid("rounding: given with precision ", name(p.precision), "; it belongs to precision f64");
+    if (p.precision != OCTET_PRECISION_F64)
+      invalid("rounding: given with precision ", name(p.precision), "; it belongs to precision f64");
     validate_rounding(*a.rounding);
   }
 }
@@ -280,8 +305,10 @@ KeyRange Problem::keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) c
 Problem validate(const octet_attention* a, const octet_arguments* args) {
   if (!a) invalid("attention: NULL");
   if (!args) invalid("arguments: NULL");
-  if (a->size != sizeof(octet_attention)) invalid("octet_attention: size ", a->size, ", expected ", sizeof(octet_attention));
-  if (args->size != sizeof(octet_arguments)) invalid("octet_arguments: size ", args->size, ", expected ", sizeof(octet_arguments));
+  if (a->size != sizeof(octet_attention))
+    invalid("octet_attention: size ", a->size, ", expected ", sizeof(octet_attention));
+  if (args->size != sizeof(octet_arguments))
+    invalid("octet_arguments: size ", args->size, ", expected ", sizeof(octet_arguments));
   Problem p{};
   p.pass = checked(args->pass, OCTET_FORWARD, OCTET_JVP, "pass");
   p.precision = checked(a->precision, OCTET_PRECISION_F64, OCTET_PRECISION_SAGEBWD, "precision");
@@ -320,9 +347,11 @@ std::vector<Sequence> sequences(const Problem& p) {
   } sides[] = {{q, p.tokens_q, p.max_seqlen_q, "q"}, {k, p.tokens_k, p.max_seqlen_k, "k"}};
   for (const auto& [cu, total, longest, label] : sides) {
     if (cu[0] != 0 || cu[count] != total)
-      invalid("cu_seqlens_", label, ": runs from ", cu[0], " to ", cu[count], ", expected 0 to the ", total, " tokens of ", label);
+      invalid("cu_seqlens_", label, ": runs from ", cu[0], " to ", cu[count], ", expected 0 to the ", total,
+              " tokens of ", label);
     for (int64_t s = 0; s < count; ++s) {
-      if (cu[s + 1] < cu[s]) invalid("cu_seqlens_", label, ": falls from ", cu[s], " to ", cu[s + 1], " at sequence ", s, "; must ascend");
+      if (cu[s + 1] < cu[s])
+        invalid("cu_seqlens_", label, ": falls from ", cu[s], " to ", cu[s + 1], " at sequence ", s, "; must ascend");
       if (longest && cu[s + 1] - cu[s] > longest)
         invalid("max_seqlen_", label, ": ", longest, ", but sequence ", s, " has ", cu[s + 1] - cu[s], " tokens");
     }

@@ -31,7 +31,7 @@ struct Problem {
   float scale;  // never 0
   bool hadamard, smooth_q;
   bool deterministic;
-  unsigned threads;  // 0: all
+  unsigned threads;                // 0: all
   const octet_rounding* rounding;  // null: the precision's own
 
   int64_t batch, heads, kv_heads, tokens_q, tokens_k, dim, dim_v;
@@ -44,9 +44,9 @@ struct Problem {
   View o, o_residual, lse, do_, dq, dk, dv, tq, tk, tv, to;
   int64_t max_seqlen_q, max_seqlen_k;
 
-  bool windowed;         // the three below hold
+  bool windowed;  // the three below hold
   bool bottom_right;
-  int64_t left, right;   // keys seen left and right of the diagonal; kUnbounded: all
+  int64_t left, right;  // keys seen left and right of the diagonal; kUnbounded: all
 
   static constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max() / 4;
 

@@ -138,8 +138,7 @@ Quantization validate_quantization(const octet_tensor& codes, const char* label,
   how.hadamard_seed = q->hadamard_seed;
   validate_granularity(how.operand, how.granularity, how.block);
 
-  how.zero_point_kind =
-      checked(q->zero_point_kind, OCTET_SYMMETRIC, OCTET_ZERO_POINT_FLOAT, "zero_point_kind");
+  how.zero_point_kind = checked(q->zero_point_kind, OCTET_SYMMETRIC, OCTET_ZERO_POINT_FLOAT, "zero_point_kind");
   const bool symmetric = how.zero_point_kind == OCTET_SYMMETRIC;
   if (!symmetric && dtype != OCTET_I8 && dtype != OCTET_U8)
     invalid("zero_point_kind: found ", q->zero_point_kind, " with ", name(dtype),

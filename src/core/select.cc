@@ -60,8 +60,10 @@ std::string explain(const Problem& problem, const char* wanted) {
   std::string report;
   bool chosen = false;
   for (const auto& [backend, objection] : verdicts(problem, wanted)) {
-    if (objection) report += text(backend->name, ": no, ", *objection, '\n');
-    else report += text(backend->name, chosen ? ": could, " : ": chosen, ", backend->kernel(problem), '\n');
+    if (objection)
+      report += text(backend->name, ": no, ", *objection, '\n');
+    else
+      report += text(backend->name, chosen ? ": could, " : ": chosen, ", backend->kernel(problem), '\n');
     chosen |= !objection;
   }
   return report;

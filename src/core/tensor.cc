@@ -73,7 +73,8 @@ bool share_memory(const View& out, const View& other) {
   const Extent a = extent(out), b = extent(other);
   if (!a.meets(b)) return false;
   const std::size_t size = bytes_of(out.dtype);
-  const auto bytes = static_cast<int64_t>(reinterpret_cast<uintptr_t>(other.data) - reinterpret_cast<uintptr_t>(out.data));
+  const auto bytes =
+      static_cast<int64_t>(reinterpret_cast<uintptr_t>(other.data) - reinterpret_cast<uintptr_t>(out.data));
   if (bytes_of(other.dtype) != size || bytes % static_cast<int64_t>(size)) return true;
   std::array<Difference, 4> differences{};
   int64_t count = 0;
@@ -86,7 +87,8 @@ bool share_memory(const View& out, const View& other) {
     const int64_t low = 1 - other.shape[i], high = out.shape[i] - 1;
     differences[count++] = step > 0 ? Difference{step, low, high} : Difference{-step, -high, -low};
   }
-  std::sort(differences.begin(), differences.end(), [](const Difference& x, const Difference& y) { return x.step > y.step; });
+  std::sort(differences.begin(), differences.end(),
+            [](const Difference& x, const Difference& y) { return x.step > y.step; });
   return reachable(differences.data(), differences.data() + count, bytes / static_cast<int64_t>(size));
 }
 
@@ -99,7 +101,8 @@ void validate_memory(const View& t, const char* label) {
     (reach < 0 ? low : high) += reach;
   }
   if (high - low > kMaxBytes || address + low < 0 || address + high + size > UINTPTR_MAX)
-    invalid(label, ": strides ", shape_text(t.stride), " with shape ", shape_text(t.shape), " reach beyond the address space");
+    invalid(label, ": strides ", shape_text(t.stride), " with shape ", shape_text(t.shape),
+            " reach beyond the address space");
   if (!address) invalid(label, ": null data, but shape ", shape_text(t.shape), " is not empty");
   if (address % static_cast<uintptr_t>(size))
     invalid(label, ": data is not aligned to its elements of ", size, " bytes (dtype ", name(t.dtype), ")");
@@ -108,7 +111,8 @@ void validate_memory(const View& t, const char* label) {
 }  // namespace
 
 View validate_tensor(const octet_tensor* t, const char* label) {
-  if (t->size != sizeof(octet_tensor)) invalid(label, ": octet_tensor of size ", t->size, ", expected ", sizeof(octet_tensor));
+  if (t->size != sizeof(octet_tensor))
+    invalid(label, ": octet_tensor of size ", t->size, ", expected ", sizeof(octet_tensor));
   View view;
   view.dtype = checked(t->dtype, OCTET_F64, OCTET_BOOL, label, ": dtype");
   checked(t->device, OCTET_CPU, OCTET_CUDA, label, ": device");
@@ -150,7 +154,8 @@ void expect_no_overlap(const View& out, const char* out_label, const View& other
     invalid(out_label, ": its memory overlaps that of ", other_label, "; outputs must have memory of their own");
 }
 
-void expect_no_overlap(const void* memory, std::size_t bytes, const char* memory_label, const View& other, const char* other_label) {
+void expect_no_overlap(const void* memory, std::size_t bytes, const char* memory_label, const View& other,
+                       const char* other_label) {
   const auto first = reinterpret_cast<uintptr_t>(memory);
   if (memory && bytes && other.data && extent(other).meets({first, first + bytes}))
     invalid(memory_label, ": its memory overlaps that of ", other_label);

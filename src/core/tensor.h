@@ -40,6 +40,7 @@ void expect_distinct_elements(const View& out, const char* label);
 // q, k and v in a packed projection, share none. Where two tensors interleave with different strides, sharing is
 // assumed.
 void expect_no_overlap(const View& out, const char* out_label, const View& other, const char* other_label);
-void expect_no_overlap(const void* memory, std::size_t bytes, const char* memory_label, const View& other, const char* other_label);
+void expect_no_overlap(const void* memory, std::size_t bytes, const char* memory_label, const View& other,
+                       const char* other_label);
 
 }  // namespace octet

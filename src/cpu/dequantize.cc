@@ -35,7 +35,10 @@ void turn(const RopeTable& table, const View& x, const View& y) {
     std::vector<T> row;
   };
   for_chunks(
-      x, [&] { return State{RopeRow<T>(table), std::vector<T>(x.shape[3])}; },
+      x,
+      [&] {
+        return State{RopeRow<T>(table), std::vector<T>(x.shape[3])};
+      },
       [&](int64_t b, int64_t h, int64_t t, State& mine) {
         load_row(x, b, h, t, mine.row.data());
         mine.rope(mine.row.data(), t);

@@ -35,13 +35,18 @@ bool has_amx() {
 bool detect(Isa isa) {
   __builtin_cpu_init();
   switch (isa) {
-    case Isa::portable: return true;
-    case Isa::avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    case Isa::portable:
+      return true;
+    case Isa::avx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     case Isa::avx512:
       return detect(Isa::avx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-    case Isa::avx512_bf16: return detect(Isa::avx512) && __builtin_cpu_supports("avx512bf16");
-    case Isa::amx: return detect(Isa::avx512_bf16) && has_amx();
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+             __builtin_cpu_supports("avx512vnni");
+    case Isa::avx512_bf16:
+      return detect(Isa::avx512) && __builtin_cpu_supports("avx512bf16");
+    case Isa::amx:
+      return detect(Isa::avx512_bf16) && has_amx();
   }
   return false;
 }

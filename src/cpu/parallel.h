@@ -16,8 +16,9 @@ void run_tasks(unsigned threads, int64_t tasks, TaskFunction function, void* bod
 template <class Body>
 void parallel_for(unsigned threads, int64_t tasks, Body&& body) {
   using Plain = std::remove_reference_t<Body>;
-  run_tasks(threads, tasks, [](void* b, int64_t task, unsigned thread) { (*static_cast<Plain*>(b))(task, thread); },
-            const_cast<std::remove_const_t<Plain>*>(&body));
+  run_tasks(
+      threads, tasks, [](void* b, int64_t task, unsigned thread) { (*static_cast<Plain*>(b))(task, thread); },
+      const_cast<std::remove_const_t<Plain>*>(&body));
 }
 
 }  // namespace octet::cpu

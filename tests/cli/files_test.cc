@@ -23,7 +23,9 @@ using testing::HasSubstr;
 
 class Files : public testing::Test {
  protected:
-  Files() : folder_(fs::temp_directory_path() / ("octet_files_test." + std::to_string(::getpid()))) { fs::create_directory(folder_); }
+  Files() : folder_(fs::temp_directory_path() / ("octet_files_test." + std::to_string(::getpid()))) {
+    fs::create_directory(folder_);
+  }
   ~Files() override { fs::remove_all(folder_); }
 
   std::string path(const std::string& name) const { return (folder_ / name).string(); }
@@ -50,7 +52,8 @@ std::string refusal(auto&& action) {
   return "nothing refused";
 }
 
-constexpr const char* kGood = R"({"__metadata__":{"by":"hand"},"q":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]}})";
+constexpr const char* kGood =
+    R"({"__metadata__":{"by":"hand"},"q":{"dtype":"F32","shape":[1,2],"data_offsets":[0,8]}})";
 
 TEST_F(Files, safetensors_round_trip_keeps_every_bit_and_type) {
   std::vector<Array> arrays;
@@ -58,7 +61,8 @@ TEST_F(Files, safetensors_round_trip_keeps_every_bit_and_type) {
     if (dtype != DType::i4) arrays.emplace_back(dtype, Shape{1, 2, 3, 8});
   std::vector<NamedArray> named;
   for (std::size_t i = 0; i < arrays.size(); ++i) {
-    for (int64_t j = 0; j < arrays[i].size(); ++j) arrays[i].set(j, arrays[i].dtype == DType::boolean ? static_cast<double>(j % 2) : static_cast<double>(j % 7));
+    for (int64_t j = 0; j < arrays[i].size(); ++j)
+      arrays[i].set(j, arrays[i].dtype == DType::boolean ? static_cast<double>(j % 2) : static_cast<double>(j % 7));
     named.push_back({"tensor" + std::to_string(i), &arrays[i]});
   }
   write_arrays(path("all.safetensors"), named);
@@ -72,7 +76,8 @@ TEST_F(Files, safetensors_round_trip_keeps_every_bit_and_type) {
 }
 
 TEST_F(Files, npy_directory_round_trip_keeps_every_bit_and_type) {
-  for (DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16, DType::i8, DType::u8, DType::i32, DType::boolean}) {
+  for (DType dtype :
+       {DType::f64, DType::f32, DType::f16, DType::bf16, DType::i8, DType::u8, DType::i32, DType::boolean}) {
     Array array(dtype, Shape{2, 1, 3, 8});
     for (int64_t j = 0; j < array.size(); ++j) array.set(j, static_cast<double>(j % 2));
     write_arrays(path("folder"), {{"q", &array}});
@@ -113,19 +118,26 @@ TEST_F(Files, safetensors_headers_that_are_not_right_are_refused_by_name) {
       {R"({"q":{"dtype":"F32","shape":[2.5],"data_offsets":[0,8]}})", 8, "found the number 2.5"},
       {R"({"q":{"dtype":"F32","shape":[1e300],"data_offsets":[0,8]}})", 8, "found the number 1e300"},
       {R"({"q":{"dtype":"F32","shape":[99999999999999999999],"data_offsets":[0,8]}})", 8, "found the number"},
-      {R"({"q":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]}})", 8, "more elements than memory can hold"},
-      {R"({"q":{"dtype":"F64","shape":[2305843009213693952],"data_offsets":[0,8]}})", 8, "more elements than memory can hold"},
-      {R"({"q":{"dtype":"F32","shape":[4294967296,4294967296,0],"data_offsets":[0,0]}})", 0, "more elements than memory can hold"},
+      {R"({"q":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,8]}})", 8,
+       "more elements than memory can hold"},
+      {R"({"q":{"dtype":"F64","shape":[2305843009213693952],"data_offsets":[0,8]}})", 8,
+       "more elements than memory can hold"},
+      {R"({"q":{"dtype":"F32","shape":[4294967296,4294967296,0],"data_offsets":[0,0]}})", 0,
+       "more elements than memory can hold"},
       {R"({"q":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}})", 8, "needs 12 bytes, but its data_offsets hold 8"},
-      {R"({"q":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"k":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}})", 6, "inside another tensor"},
-      {R"({"q":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"k":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}})", 4, "inside another tensor"},
+      {R"({"q":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"k":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}})",
+       6, "inside another tensor"},
+      {R"({"q":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"k":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}})",
+       4, "inside another tensor"},
       {R"({"q":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}})", 6, "bytes 0 to 2 belong to no tensor"},
-      {R"({"q":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"q":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})", 0, "\"q\" occurs twice"},
+      {R"({"q":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"q":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})",
+       0, "\"q\" occurs twice"},
       {R"({"q":{"dtype":"U8","dtype":"U8","shape":[0],"data_offsets":[0,0]}})", 0, "\"dtype\" occurs twice"},
       {R"({"__metadata__":{"a":{"b":"c"}}})", 0, "found an object"},
       {R"({"q":{"dtype":"U8","shape":[[0]],"data_offsets":[0,0]}})", 0, "found an array"},
       {R"({"q":null})", 0, "found null"},
-      {R"({"q":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}})", 1, "more than 16 dimensions"},
+      {R"({"q":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}})", 1,
+       "more than 16 dimensions"},
   };
   for (const Case& c : cases) {
     const std::string name = safetensors(c.header, c.data_bytes);
@@ -137,17 +149,23 @@ TEST_F(Files, safetensors_headers_that_are_not_right_are_refused_by_name) {
 }
 
 TEST_F(Files, a_million_brackets_are_refused_at_the_first_wrong_one) {
-  EXPECT_THAT(refusal([&] { Safetensors{File(safetensors("{\"q\":" + std::string(1'000'000, '['), 0))}; }), HasSubstr("found an array in \"q\""));
+  EXPECT_THAT(refusal([&] { Safetensors{File(safetensors("{\"q\":" + std::string(1'000'000, '['), 0))}; }),
+              HasSubstr("found an array in \"q\""));
 }
 
 TEST_F(Files, safetensors_shorter_than_they_claim_are_refused) {
-  EXPECT_THAT(refusal([&] { Safetensors{File(write("a", "1234567"))}; }), HasSubstr("too few for a safetensors header"));
-  EXPECT_THAT(refusal([&] { Safetensors{File(write("a", std::string("\x10\0\0\0\0\0\0\0{}", 10)))}; }), HasSubstr("truncated: header of 16 bytes"));
-  EXPECT_THAT(refusal([&] { Safetensors{File(write("a", std::string("\0\0\0\0\0\0\0\x10{}", 10)))}; }), HasSubstr("header of 1152921504606846976 bytes"));
+  EXPECT_THAT(refusal([&] { Safetensors{File(write("a", "1234567"))}; }),
+              HasSubstr("too few for a safetensors header"));
+  EXPECT_THAT(refusal([&] { Safetensors{File(write("a", std::string("\x10\0\0\0\0\0\0\0{}", 10)))}; }),
+              HasSubstr("truncated: header of 16 bytes"));
+  EXPECT_THAT(refusal([&] { Safetensors{File(write("a", std::string("\0\0\0\0\0\0\0\x10{}", 10)))}; }),
+              HasSubstr("header of 1152921504606846976 bytes"));
 }
 
 TEST_F(Files, dtypes_of_the_format_that_the_library_lacks_hinder_only_who_asks_for_them) {
-  const Safetensors file{File(safetensors(R"({"ids":{"dtype":"I64","shape":[1],"data_offsets":[0,8]},"q":{"dtype":"U8","shape":[1],"data_offsets":[8,9]}})", 9))};
+  const Safetensors file{File(safetensors(
+      R"({"ids":{"dtype":"I64","shape":[1],"data_offsets":[0,8]},"q":{"dtype":"U8","shape":[1],"data_offsets":[8,9]}})",
+      9))};
   EXPECT_EQ(file.read("q").size(), 1);
   EXPECT_THAT(refusal([&] { file.read("ids"); }), HasSubstr("dtype I64, allowed: F64, F32"));
 }
@@ -171,7 +189,8 @@ TEST_F(Files, npy_headers_that_are_not_right_are_refused_by_name) {
       {"{'a': '<f4'}", "unknown key 'a'"},
       {"", "expected '{'"},
   };
-  for (const Case& c : cases) EXPECT_THAT(refusal([&] { parse_npy_header(c.header); }), HasSubstr(c.message)) << c.header;
+  for (const Case& c : cases)
+    EXPECT_THAT(refusal([&] { parse_npy_header(c.header); }), HasSubstr(c.message)) << c.header;
 }
 
 TEST_F(Files, npy_data_must_fill_the_shape_exactly) {
@@ -179,7 +198,10 @@ TEST_F(Files, npy_data_must_fill_the_shape_exactly) {
   write_arrays(path("d"), {{"q", &array}});
   const std::string name = path("d/q.npy");
   const auto size = fs::file_size(name);
-  for (const auto& [bytes, message] : {std::pair{size - 1, "truncated"}, {size + 1, "too long"}, {std::uintmax_t{9}, "too few"}, {std::uintmax_t{20}, "too few"}}) {
+  for (const auto& [bytes, message] : {std::pair{size - 1, "truncated"},
+                                       {size + 1, "too long"},
+                                       {std::uintmax_t{9}, "too few"},
+                                       {std::uintmax_t{20}, "too few"}}) {
     fs::resize_file(name, bytes);
     EXPECT_THAT(refusal([&] { read_npy(File(name)); }), HasSubstr(message));
   }
@@ -208,10 +230,12 @@ TEST_F(Files, a_committed_file_replaces_the_old_one_whole) {
 
 TEST_F(Files, outputs_that_cannot_be_written_are_refused_before_work_and_leave_nothing) {
   write("in.safetensors", "");
-  EXPECT_THAT(refusal([&] { expect_writable(path("none/out.safetensors"), {}); }), HasSubstr("No such file or directory"));
+  EXPECT_THAT(refusal([&] { expect_writable(path("none/out.safetensors"), {}); }),
+              HasSubstr("No such file or directory"));
   EXPECT_THAT(refusal([&] { expect_writable(path("none/out"), {}); }), HasSubstr("No such file or directory"));
   EXPECT_THAT(refusal([&] { expect_writable(path("out.npy"), {}); }), HasSubstr("one tensor"));
-  EXPECT_THAT(refusal([&] { expect_writable(path("in.safetensors"), {path("in.safetensors")}); }), HasSubstr("is an input"));
+  EXPECT_THAT(refusal([&] { expect_writable(path("in.safetensors"), {path("in.safetensors")}); }),
+              HasSubstr("is an input"));
   EXPECT_THAT(refusal([&] { expect_writable("/dev/null", {}); }), HasSubstr("cannot write"));
   expect_writable(path("out"), {});
   EXPECT_EQ(entries(), 1u);

@@ -19,7 +19,8 @@ Array array(DType dtype, const Shape& shape, const std::vector<double>& values) 
 }
 
 TEST(Compare, two_heads_by_hand) {
-  const Errors e = compare(array(DType::f64, {1, 2, 1, 2}, {3, 4, 1, 1}), array(DType::f64, {1, 2, 1, 2}, {3, 5, 1, 3}));
+  const Errors e =
+      compare(array(DType::f64, {1, 2, 1, 2}, {3, 4, 1, 1}), array(DType::f64, {1, 2, 1, 2}, {3, 5, 1, 3}));
   EXPECT_DOUBLE_EQ(e.rel_l1, 3.0 / 12);
   EXPECT_DOUBLE_EQ(e.rel_l2, std::sqrt(5.0 / 44));
   EXPECT_DOUBLE_EQ(e.worst_head_rel_l2, std::sqrt(4.0 / 10));
@@ -58,8 +59,12 @@ TEST(Compare, equal_infinities_agree) {
 }
 
 TEST(Compare, clamping_and_overflow_are_counted_but_not_rounding_to_the_largest_number) {
-  EXPECT_EQ(compare(array(DType::e4m3, {1, 1, 1, 3}, {448, 448, -448}), array(DType::f64, {1, 1, 1, 3}, {440, 1000, -500})).saturated, 2);
-  EXPECT_EQ(compare(array(DType::f16, {1, 1, 1, 2}, {kInf, 1}), array(DType::f64, {1, 1, 1, 2}, {70000, 1})).saturated, 1);
+  EXPECT_EQ(
+      compare(array(DType::e4m3, {1, 1, 1, 3}, {448, 448, -448}), array(DType::f64, {1, 1, 1, 3}, {440, 1000, -500}))
+          .saturated,
+      2);
+  EXPECT_EQ(compare(array(DType::f16, {1, 1, 1, 2}, {kInf, 1}), array(DType::f64, {1, 1, 1, 2}, {70000, 1})).saturated,
+            1);
   EXPECT_EQ(compare(array(DType::e4m3, {1, 1, 1, 1}, {448}), array(DType::f64, {1, 1, 1, 1}, {448})).saturated, 0);
 }
 

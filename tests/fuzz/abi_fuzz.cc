@@ -48,7 +48,9 @@ void draw(FuzzedDataProvider& in, unsigned char* arena, Call& call) {
   a.precision = in.ConsumeIntegralInRange<uint32_t>(1, 10);
   a.mask = in.ConsumeIntegralInRange<uint32_t>(0, 3);
   a.alignment = a.mask ? in.ConsumeIntegralInRange<uint32_t>(1, 2) : 0;
-  if (a.mask & OCTET_MASK_WINDOW) a.window_left = in.ConsumeIntegralInRange<int64_t>(-1, 6), a.window_right = in.ConsumeIntegralInRange<int64_t>(-1, 0);
+  if (a.mask & OCTET_MASK_WINDOW)
+    a.window_left = in.ConsumeIntegralInRange<int64_t>(-1, 6),
+    a.window_right = in.ConsumeIntegralInRange<int64_t>(-1, 0);
   a.threads = in.ConsumeIntegralInRange<uint32_t>(1, 2);
   a.backend = in.PickValueInArray<const char*>({nullptr, "cpu", "reference"});
   const bool packed = in.ConsumeIntegralInRange(0, 3) == 0;
@@ -69,9 +71,11 @@ void draw(FuzzedDataProvider& in, unsigned char* arena, Call& call) {
   t[0] = place(type, b, h, n, d), t[1] = place(type, b, g, m, d), t[2] = place(type, b, g, m, e);
   t[3] = place(OCTET_F32, 1, h, n, m);
   t[4] = t[5] = place(OCTET_I32, 1, 1, 1, 2);
-  t[6] = place(out, b, h, n, e), t[7] = place(out, b, h, n, e), t[8] = place(OCTET_F32, b, h, n, 1), t[9] = place(out, b, h, n, e);
+  t[6] = place(out, b, h, n, e), t[7] = place(out, b, h, n, e), t[8] = place(OCTET_F32, b, h, n, 1),
+  t[9] = place(out, b, h, n, e);
   t[10] = place(out, b, h, n, d), t[11] = place(out, b, g, m, d), t[12] = place(out, b, g, m, e);
-  t[13] = place(out, b, h, n, d), t[14] = place(out, b, g, m, d), t[15] = place(out, b, g, m, e), t[16] = place(out, b, h, n, e);
+  t[13] = place(out, b, h, n, d), t[14] = place(out, b, g, m, d), t[15] = place(out, b, g, m, e),
+  t[16] = place(out, b, h, n, e);
   call.scale = place(OCTET_F32, b, h, n, 1);
   call.quantization.scale = &call.scale;
 
@@ -93,48 +97,97 @@ T field(FuzzedDataProvider& in) {
 void spoil_tensor(FuzzedDataProvider& in, unsigned char* arena, octet_tensor& t) {
   const int i = in.ConsumeIntegralInRange(0, 3);
   switch (in.ConsumeIntegralInRange(0, 6)) {
-    case 0: t.shape[i] = field<int64_t>(in); break;
-    case 1: t.stride[i] = field<int64_t>(in); break;
-    case 2: t.dtype = field<uint32_t>(in); break;
-    case 3: t.data = in.ConsumeBool() ? arena + in.ConsumeIntegralInRange<size_t>(0, kArena) : nullptr; break;
-    case 4: t.device = field<uint32_t>(in); break;
-    case 5: t.device_index = field<int32_t>(in); break;
-    case 6: t.size = field<uint32_t>(in); break;
+    case 0:
+      t.shape[i] = field<int64_t>(in);
+      break;
+    case 1:
+      t.stride[i] = field<int64_t>(in);
+      break;
+    case 2:
+      t.dtype = field<uint32_t>(in);
+      break;
+    case 3:
+      t.data = in.ConsumeBool() ? arena + in.ConsumeIntegralInRange<size_t>(0, kArena) : nullptr;
+      break;
+    case 4:
+      t.device = field<uint32_t>(in);
+      break;
+    case 5:
+      t.device_index = field<int32_t>(in);
+      break;
+    case 6:
+      t.size = field<uint32_t>(in);
+      break;
   }
 }
 
 void spoil_attention(FuzzedDataProvider& in, octet_attention& a) {
   // Every 32-bit field in turn; the bits of a float are as good as any.
-  uint32_t* const fields[] = {&a.size, &a.precision, &a.mask, &a.alignment, &a.remedy, &a.hadamard, &a.smooth_q, &a.deterministic, &a.threads};
+  uint32_t* const fields[] = {&a.size,     &a.precision, &a.mask,          &a.alignment, &a.remedy,
+                              &a.hadamard, &a.smooth_q,  &a.deterministic, &a.threads};
   float* const floats[] = {&a.scale, &a.softcap, &a.beta};
   switch (in.ConsumeIntegralInRange(0, 3)) {
-    case 0: *fields[in.ConsumeIntegralInRange<size_t>(0, std::size(fields) - 1)] = field<uint32_t>(in); break;
-    case 1: *floats[in.ConsumeIntegralInRange<size_t>(0, std::size(floats) - 1)] = in.ConsumeFloatingPoint<float>(); break;
-    case 2: a.window_left = field<int64_t>(in); break;
-    case 3: a.window_right = field<int64_t>(in); break;
+    case 0:
+      *fields[in.ConsumeIntegralInRange<size_t>(0, std::size(fields) - 1)] = field<uint32_t>(in);
+      break;
+    case 1:
+      *floats[in.ConsumeIntegralInRange<size_t>(0, std::size(floats) - 1)] = in.ConsumeFloatingPoint<float>();
+      break;
+    case 2:
+      a.window_left = field<int64_t>(in);
+      break;
+    case 3:
+      a.window_right = field<int64_t>(in);
+      break;
   }
 }
 
 void spoil_quantization(FuzzedDataProvider& in, octet_quantization& q) {
   switch (in.ConsumeIntegralInRange(0, 5)) {
-    case 0: q.size = field<uint32_t>(in); break;
-    case 1: q.operand = field<uint32_t>(in); break;
-    case 2: q.granularity = field<uint32_t>(in); break;
-    case 3: q.zero_point_kind = field<uint32_t>(in); break;
-    case 4: q.block = field<int64_t>(in); break;
-    case 5: q.scale = nullptr; break;
+    case 0:
+      q.size = field<uint32_t>(in);
+      break;
+    case 1:
+      q.operand = field<uint32_t>(in);
+      break;
+    case 2:
+      q.granularity = field<uint32_t>(in);
+      break;
+    case 3:
+      q.zero_point_kind = field<uint32_t>(in);
+      break;
+    case 4:
+      q.block = field<int64_t>(in);
+      break;
+    case 5:
+      q.scale = nullptr;
+      break;
   }
 }
 
 void spoil(FuzzedDataProvider& in, unsigned char* arena, Call& call) {
   switch (in.ConsumeIntegralInRange(0, 7)) {
-    case 0: spoil_attention(in, call.attention); break;
-    case 1: call.arguments.pass = field<uint32_t>(in); break;
-    case 2: (in.ConsumeBool() ? call.arguments.max_seqlen_q : call.arguments.max_seqlen_k) = field<int64_t>(in); break;
-    case 3: (&call.rounding.size)[in.ConsumeIntegralInRange<size_t>(0, 15)] = field<uint32_t>(in); break;
-    case 4: spoil_quantization(in, call.quantization); break;
-    case 5: spoil_tensor(in, arena, call.scale); break;
-    default: spoil_tensor(in, arena, call.tensors[in.ConsumeIntegralInRange(0, kTensors - 1)]); break;
+    case 0:
+      spoil_attention(in, call.attention);
+      break;
+    case 1:
+      call.arguments.pass = field<uint32_t>(in);
+      break;
+    case 2:
+      (in.ConsumeBool() ? call.arguments.max_seqlen_q : call.arguments.max_seqlen_k) = field<int64_t>(in);
+      break;
+    case 3:
+      (&call.rounding.size)[in.ConsumeIntegralInRange<size_t>(0, 15)] = field<uint32_t>(in);
+      break;
+    case 4:
+      spoil_quantization(in, call.quantization);
+      break;
+    case 5:
+      spoil_tensor(in, arena, call.scale);
+      break;
+    default:
+      spoil_tensor(in, arena, call.tensors[in.ConsumeIntegralInRange(0, kTensors - 1)]);
+      break;
   }
 }
 
@@ -180,12 +233,14 @@ bool worth_running(const Call& call, const unsigned char* arena) {
 
 void run(const Call& call, unsigned char* arena, size_t bytes) {
   const std::vector<unsigned char> before(arena, arena + kArena);
-  const std::unique_ptr<void, decltype(&std::free)> workspace(std::aligned_alloc(64, std::max<size_t>(64, (bytes + 63) / 64 * 64)), std::free);
+  const std::unique_ptr<void, decltype(&std::free)> workspace(
+      std::aligned_alloc(64, std::max<size_t>(64, (bytes + 63) / 64 * 64)), std::free);
   const octet_status status = octet_run(&call.attention, &call.arguments, workspace.get(), bytes, nullptr);
   if (status == OCTET_OK)
     for (const octet_tensor* t : outputs_of(call.arguments)) {
       const Extent x = extent(*t, arena);
-      std::memcpy(arena + static_cast<size_t>(x.first), before.data() + static_cast<size_t>(x.first), static_cast<size_t>(x.last - x.first));
+      std::memcpy(arena + static_cast<size_t>(x.first), before.data() + static_cast<size_t>(x.first),
+                  static_cast<size_t>(x.last - x.first));
     }
   if (std::memcmp(arena, before.data(), kArena) != 0)
     report(status == OCTET_OK ? "memory outside of the outputs was written" : "a refused call has written");
@@ -196,7 +251,8 @@ void run(const Call& call, unsigned char* arena, size_t bytes) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   FuzzedDataProvider in(data, size);
   // The rest of the input, repeated, is what the tensors hold.
-  const std::unique_ptr<unsigned char, decltype(&std::free)> memory(static_cast<unsigned char*>(std::aligned_alloc(64, kArena)), std::free);
+  const std::unique_ptr<unsigned char, decltype(&std::free)> memory(
+      static_cast<unsigned char*>(std::aligned_alloc(64, kArena)), std::free);
   unsigned char* arena = memory.get();
   for (size_t i = 0; i < kArena; ++i) arena[i] = size ? data[i % size] : 0;
 

@@ -12,13 +12,17 @@ constexpr Recipe kJvp{Pass::jvp, Precision::f32}, kBackward{Pass::backward, Prec
 
 const Case kCases[] = {
     {.name = "plain", .heads = 4, .kv_heads = 2, .tokens_q = 70, .tokens_k = 90, .dim_v = 40},
-    {.name = "causal", .batch = 2, .tokens_q = 100, .tokens_k = 70, .causal = true, .alignment = Alignment::bottom_right},
+    {.name = "causal",
+     .batch = 2,
+     .tokens_q = 100,
+     .tokens_k = 70,
+     .causal = true,
+     .alignment = Alignment::bottom_right},
     {.name = "window", .tokens_q = 100, .tokens_k = 100, .dim = 32, .dim_v = 32, .window = {{20, 3}}},
     {.name = "mask", .heads = 2, .tokens_q = 66, .tokens_k = 70, .mask = MaskTensor::blind},
 };
 
 Noise noise_of(const Case& c, const Inputs& in) { return f32_noise(c, in, largest_column_sum(c, in), 5.0); }
-
 
 // <to, do> = <tq, dq> + <tk, dk> + <tv, dv>, with do = to, so that the left side is a sum of squares.
 TEST(Derivatives, of_both_directions_are_adjoint) {
@@ -107,7 +111,8 @@ TEST_P(Tangents, of_k_equal_in_all_keys_give_zero) {
   for (const Case& c : kCases) {
     Inputs in = draw(c, 6);
     in.tq = Values(in.tq.shape), in.tv = Values(in.tv.shape);
-    for_each(in.tk.shape, [&](int64_t b, int64_t h, int64_t t, int64_t i) { in.tk.at(b, h, t, i) = in.tk.at(b, h, 0, i); });
+    for_each(in.tk.shape,
+             [&](int64_t b, int64_t h, int64_t t, int64_t i) { in.tk.at(b, h, t, i) = in.tk.at(b, h, 0, i); });
     const Recipe recipe{Pass::jvp, GetParam()};
     expect_near(compute(c, in, recipe).to, Values(c.o_shape()), allowed(c, in, recipe, &Outputs::to), c.name);
   }

@@ -1,5 +1,5 @@
-// Inputs at the edge: huge logits, zeros where a scale is computed, rows that are all equal, tiny gradients. Nothing may
-// turn into NaN, and what has a closed form must have it.
+// Inputs at the edge: huge logits, zeros where a scale is computed, rows that are all equal, tiny gradients. Nothing
+// may turn into NaN, and what has a closed form must have it.
 #include <cmath>
 
 #include "laws/laws.h"
@@ -14,8 +14,8 @@ constexpr Case kCase{.name = "extremes", .heads = 2, .tokens_q = 100, .tokens_k 
 void expect_finite(const Outputs& got, Pass pass, const std::string& what) {
   for (const auto& [tensor, values] : outputs_of(got, pass))
     for_each(values->shape, [&, tensor = tensor, values = values](int64_t b, int64_t h, int64_t t, int64_t c) {
-      ASSERT_TRUE(std::isfinite(values->at(b, h, t, c)))
-          << what << ": " << tensor << '[' << b << ", " << h << ", " << t << ", " << c << "] = " << values->at(b, h, t, c);
+      ASSERT_TRUE(std::isfinite(values->at(b, h, t, c))) << what << ": " << tensor << '[' << b << ", " << h << ", " << t
+                                                         << ", " << c << "] = " << values->at(b, h, t, c);
     });
 }
 
@@ -39,7 +39,9 @@ TEST_P(Extremes, zeros_stay_finite) {
     return out;
   };
   const Recipe recipe = GetParam();
-  const auto check = [&](const char* what, const Inputs& x) { expect_finite(compute(kCase, x, recipe), recipe.pass, std::string(what) + ", seed 2"); };
+  const auto check = [&](const char* what, const Inputs& x) {
+    expect_finite(compute(kCase, x, recipe), recipe.pass, std::string(what) + ", seed 2");
+  };
   check("a zero channel of q, k, v", zeroed([](bool, bool, bool, int64_t, int64_t c) { return c == 3; }));
   check("a block of zero keys", zeroed([](bool, bool k, bool, int64_t t, int64_t) { return k && t >= 64 && t < 128; }));
   check("all keys zero", zeroed([](bool, bool k, bool, int64_t, int64_t) { return k; }));
@@ -54,7 +56,8 @@ TEST_P(Extremes, equal_keys_average_the_values) {
   for_each(in.k.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) { in.k.at(b, h, t, c) = in.k.at(b, h, 0, c); });
   Values want(kCase.o_shape());
   for_each(want.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
-    for (int64_t s = 0; s < kCase.tokens_k; ++s) want.at(b, h, t, c) += in.v.at(b, 0, s, c) / static_cast<double>(kCase.tokens_k);
+    for (int64_t s = 0; s < kCase.tokens_k; ++s)
+      want.at(b, h, t, c) += in.v.at(b, 0, s, c) / static_cast<double>(kCase.tokens_k);
   });
   const Outputs got = compute(kCase, in, GetParam());
   const Recipe forward{Pass::forward, GetParam().precision};
@@ -70,8 +73,9 @@ TEST_P(Extremes, gradients_scale_with_do) {
   const double factor = 0x1p-20;
   in.do_ = combined(factor, in.do_, 0, in.do_);
   const Outputs small = compute(kCase, in, GetParam());
-  for (Values Outputs::* gradient : {&Outputs::dq, &Outputs::dk, &Outputs::dv})
-    expect_same_bits(small.*gradient, combined(factor, large.*gradient, 0, large.*gradient), "gradient of do times 2^-20");
+  for (Values Outputs::*gradient : {&Outputs::dq, &Outputs::dk, &Outputs::dv})
+    expect_same_bits(small.*gradient, combined(factor, large.*gradient, 0, large.*gradient),
+                     "gradient of do times 2^-20");
 }
 
 INSTANTIATE_TEST_SUITE_P(Recipes, Extremes, testing::ValuesIn(every_recipe()), label);

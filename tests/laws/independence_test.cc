@@ -7,8 +7,15 @@ namespace {
 
 class Independence : public EveryRecipe {};
 
-constexpr Case kCase{.name = "independence", .batch = 2, .heads = 4, .kv_heads = 2, .tokens_q = 130, .tokens_k = 150, .causal = true,
-                     .alignment = Alignment::bottom_right, .dtype = DType::bf16};
+constexpr Case kCase{.name = "independence",
+                     .batch = 2,
+                     .heads = 4,
+                     .kv_heads = 2,
+                     .tokens_q = 130,
+                     .tokens_k = 150,
+                     .causal = true,
+                     .alignment = Alignment::bottom_right,
+                     .dtype = DType::bf16};
 
 // The inputs of one batch element, or of one head of k with its group of heads of q.
 Inputs part_of(const Inputs& in, int dimension, int64_t index, int64_t group) {
@@ -22,7 +29,9 @@ Inputs part_of(const Inputs& in, int dimension, int64_t index, int64_t group) {
 
 // The same part of outputs.
 Outputs part_of(const Outputs& x, int dimension, int64_t index, int64_t group) {
-  const auto of_q = [&](const Values& y) { return y.present() ? slice(y, dimension, index * group, (index + 1) * group) : y; };
+  const auto of_q = [&](const Values& y) {
+    return y.present() ? slice(y, dimension, index * group, (index + 1) * group) : y;
+  };
   const auto of_k = [&](const Values& y) { return y.present() ? slice(y, dimension, index, index + 1) : y; };
   Outputs out;
   out.o = of_q(x.o), out.lse = of_q(x.lse), out.dq = of_q(x.dq), out.to = of_q(x.to);
@@ -39,7 +48,8 @@ TEST_P(Independence, of_threads) {
   const Inputs in = draw(kCase, 2);
   const Outputs one = compute(kCase, in, GetParam(), 1);
   for (unsigned threads : {2u, 5u})
-    expect_same_bits(compute(kCase, in, GetParam(), threads), one, GetParam().pass, std::to_string(threads) + " threads against 1");
+    expect_same_bits(compute(kCase, in, GetParam(), threads), one, GetParam().pass,
+                     std::to_string(threads) + " threads against 1");
 }
 
 TEST_P(Independence, of_other_batch_elements) {
@@ -81,7 +91,7 @@ TEST_P(Independence, of_repeating_k_and_v_for_grouped_heads) {
   Case plain = kCase;
   plain.kv_heads = kCase.heads;
   Inputs other = in;
-  for (Values Inputs::* x : {&Inputs::k, &Inputs::v, &Inputs::tk, &Inputs::tv}) other.*x = repeated(in.*x);
+  for (Values Inputs::*x : {&Inputs::k, &Inputs::v, &Inputs::tk, &Inputs::tv}) other.*x = repeated(in.*x);
   Outputs got = compute(plain, other, GetParam());
   expect_same_bits(got.o, grouped.o, "o");
   expect_same_bits(got.lse, grouped.lse, "lse");
@@ -109,8 +119,16 @@ TEST(Independence, gradients_of_grouped_heads_add_up) {
 
 TEST_P(Independence, of_other_packed_sequences) {
   const std::vector<int32_t> q = {0, 70, 70, 133, 200}, k = {0, 65, 80, 80, 213};
-  const Case packed{.name = "packed", .heads = 4, .kv_heads = 2, .tokens_q = 200, .tokens_k = 213, .causal = true,
-                    .alignment = Alignment::bottom_right, .cu_seqlens_q = q, .cu_seqlens_k = k, .dtype = DType::bf16};
+  const Case packed{.name = "packed",
+                    .heads = 4,
+                    .kv_heads = 2,
+                    .tokens_q = 200,
+                    .tokens_k = 213,
+                    .causal = true,
+                    .alignment = Alignment::bottom_right,
+                    .cu_seqlens_q = q,
+                    .cu_seqlens_k = k,
+                    .dtype = DType::bf16};
   const Inputs in = draw(packed, 8);
   const Outputs all = compute(packed, in, GetParam());
   for (size_t s = 0; s + 1 < q.size(); ++s) {
@@ -125,7 +143,8 @@ TEST_P(Independence, of_other_packed_sequences) {
     Outputs want;
     want.o = of_q(all.o), want.lse = of_q(all.lse), want.dq = of_q(all.dq), want.to = of_q(all.to);
     want.dk = of_k(all.dk), want.dv = of_k(all.dv);
-    expect_same_bits(compute(alone, part, GetParam()), want, GetParam().pass, "sequence " + std::to_string(s) + " alone");
+    expect_same_bits(compute(alone, part, GetParam()), want, GetParam().pass,
+                     "sequence " + std::to_string(s) + " alone");
   }
 }
 

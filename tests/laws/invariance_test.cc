@@ -1,5 +1,5 @@
-// Equalities that softmax(scale q k^T) v obeys whatever the numbers are: shift of the logits, permutation of the keys, constant
-// values, and the merge of two halves of the keys by their lse.
+// Equalities that softmax(scale q k^T) v obeys whatever the numbers are: shift of the logits, permutation of the keys,
+// constant values, and the merge of two halves of the keys by their lse.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -14,7 +14,7 @@ class Invariance : public EveryForward {};
 
 constexpr Case kCase{.name = "invariance", .heads = 2, .kv_heads = 2, .tokens_q = 100, .tokens_k = 150};
 
-double bound_of(const Inputs& a, const Inputs& b, Precision precision, Values Outputs::* output) {
+double bound_of(const Inputs& a, const Inputs& b, Precision precision, Values Outputs::*output) {
   const Recipe recipe{Pass::forward, precision};
   return allowed(kCase, a, recipe, output) + allowed(kCase, b, recipe, output);
 }
@@ -24,7 +24,8 @@ TEST_P(Invariance, of_o_to_a_shift_of_the_logits) {
   const Inputs in = draw(kCase, 1);
   const Values u = normal({1, 1, 1, kCase.dim}, 2);
   Inputs shifted = in;
-  for_each(in.k.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) { shifted.k.at(b, h, t, c) += u.at(0, 0, 0, c); });
+  for_each(in.k.shape,
+           [&](int64_t b, int64_t h, int64_t t, int64_t c) { shifted.k.at(b, h, t, c) += u.at(0, 0, 0, c); });
   shifted.k = rounded(shifted.k, DType::f32);
   const Outputs before = forward(kCase, in, GetParam()), after = forward(kCase, shifted, GetParam());
   expect_near(after.o, before.o, bound_of(in, shifted, GetParam(), &Outputs::o), "o");
@@ -57,7 +58,8 @@ TEST_P(Invariance, of_a_constant_v) {
   const auto channel = [](int64_t c) { return std::ldexp(c % 2 ? -1.0 : 1.0, static_cast<int>(c % 3)); };
   for_each(in.v.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) { in.v.at(b, h, t, c) = channel(c); });
   for_each(want.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) { want.at(b, h, t, c) = channel(c); });
-  expect_near(forward(kCase, in, GetParam()).o, want, allowed(kCase, in, {Pass::forward, GetParam()}, &Outputs::o), "o");
+  expect_near(forward(kCase, in, GetParam()).o, want, allowed(kCase, in, {Pass::forward, GetParam()}, &Outputs::o),
+              "o");
 }
 
 // o = (e^(lse1 - lse) o1 + e^(lse2 - lse) o2), lse = log(e^lse1 + e^lse2).
@@ -65,7 +67,8 @@ TEST_P(Invariance, of_the_whole_to_merging_two_halves) {
   const Inputs in = draw(kCase, 6);
   const Outputs whole = forward(kCase, in, GetParam());
   Outputs half[2];
-  double o_bound = allowed(kCase, in, {Pass::forward, GetParam()}, &Outputs::o), lse_bound = allowed(kCase, in, {Pass::forward, GetParam()}, &Outputs::lse);
+  double o_bound = allowed(kCase, in, {Pass::forward, GetParam()}, &Outputs::o),
+         lse_bound = allowed(kCase, in, {Pass::forward, GetParam()}, &Outputs::lse);
   const int64_t cut[3] = {0, 90, kCase.tokens_k};
   for (int i = 0; i < 2; ++i) {
     Case c = kCase;

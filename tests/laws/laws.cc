@@ -26,7 +26,9 @@ Outputs compute(const Case& c, const Inputs& in, const Recipe& recipe, unsigned 
   return run(c, in, attention, Pass::backward, &saved);
 }
 
-Outputs forward(const Case& c, const Inputs& in, Precision precision) { return compute(c, in, {Pass::forward, precision}); }
+Outputs forward(const Case& c, const Inputs& in, Precision precision) {
+  return compute(c, in, {Pass::forward, precision});
+}
 
 std::vector<NamedValues> outputs_of(const Outputs& x, Pass pass) {
   std::vector<NamedValues> list = {{"o", &x.o}, {"lse", &x.lse}};
@@ -63,7 +65,7 @@ void expect_near(const Values& got, const Values& want, double bound, const std:
   EXPECT_LE(d.largest, bound) << what << ": " << text(d);
 }
 
-double allowed(const Case& c, const Inputs& in, const Recipe& recipe, Values Outputs::* output) {
+double allowed(const Case& c, const Inputs& in, const Recipe& recipe, Values Outputs::*output) {
   const Outputs want = exact(c, in, recipe.pass), plain = compute(c, in, recipe, 0, "reference");
   const double column_sum = recipe.pass == Pass::backward ? largest_column_sum(c, in) : 0.0;
   const Noise noise = f32_noise(c, in, column_sum, 5.0);

@@ -40,9 +40,8 @@ void expect_same_bits(const Outputs& got, const Outputs& want, Pass pass, const 
 // That no element differs by more than `bound`.
 void expect_near(const Values& got, const Values& want, double bound, const std::string& what);
 
-
 // How far an output may be from float64: twice the error of plain rounding, plus what f32 arithmetic may add, as in
 // tests/passes. Two results that a law makes equal differ by at most the sum of what both may.
-double allowed(const Case&, const Inputs&, const Recipe&, Values Outputs::* output);
+double allowed(const Case&, const Inputs&, const Recipe&, Values Outputs::*output);
 
 }  // namespace octet::test

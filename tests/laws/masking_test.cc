@@ -36,15 +36,29 @@ void expect_unseen(const Case& c, int64_t first, const Recipe& recipe) {
 }
 
 TEST_P(Masking, hides_keys_right_of_the_diagonal) {
-  expect_unseen({.name = "causal", .heads = 2, .tokens_q = 100, .tokens_k = 170, .causal = true, .alignment = Alignment::top_left}, 100, GetParam());
+  expect_unseen({.name = "causal",
+                 .heads = 2,
+                 .tokens_q = 100,
+                 .tokens_k = 170,
+                 .causal = true,
+                 .alignment = Alignment::top_left},
+                100, GetParam());
 }
 
 TEST_P(Masking, hides_keys_outside_the_window) {
-  expect_unseen({.name = "window", .heads = 2, .tokens_q = 70, .tokens_k = 200, .window = {{10, 5}}, .alignment = Alignment::top_left}, 75, GetParam());
+  expect_unseen({.name = "window",
+                 .heads = 2,
+                 .tokens_q = 70,
+                 .tokens_k = 200,
+                 .window = {{10, 5}},
+                 .alignment = Alignment::top_left},
+                75, GetParam());
 }
 
 TEST_P(Masking, hides_keys_of_a_sequence_without_queries) {
-  expect_unseen({.name = "packed", .tokens_q = 100, .tokens_k = 150, .cu_seqlens_q = {0, 100, 100}, .cu_seqlens_k = {0, 90, 150}}, 90, GetParam());
+  expect_unseen(
+      {.name = "packed", .tokens_q = 100, .tokens_k = 150, .cu_seqlens_q = {0, 100, 100}, .cu_seqlens_k = {0, 90, 150}},
+      90, GetParam());
 }
 
 // The mask of the case, with the keys from `first` on hidden from all queries.
@@ -57,7 +71,8 @@ void expect_unseen_by_tensor(Case c, const Recipe& recipe) {
   });
   const Outputs clean = compute(c, with_keys(in, first, c.tokens_k, 0.0), recipe);
   for (double poison : {kNaN, kInfinity, -kInfinity})
-    expect_same_bits(compute(c, with_keys(in, first, c.tokens_k, poison), recipe), clean, recipe.pass, std::string(c.name) + ": keys of " + std::to_string(poison));
+    expect_same_bits(compute(c, with_keys(in, first, c.tokens_k, poison), recipe), clean, recipe.pass,
+                     std::string(c.name) + ": keys of " + std::to_string(poison));
 }
 
 TEST_P(Masking, hides_keys_behind_a_bool_tensor) {
@@ -79,14 +94,16 @@ TEST_P(Masking, keeps_the_future_from_the_past) {
   const Outputs got = compute(c, with_keys(in, first, c.tokens_k, kNaN), GetParam());
   for (size_t i = 0; i < outputs_of(got, GetParam().pass).size(); ++i) {
     const auto [what, values] = outputs_of(got, GetParam().pass)[i];
-    expect_same_bits(slice(*values, 2, 0, first), slice(*outputs_of(clean, GetParam().pass)[i].values, 2, 0, first), what);
+    expect_same_bits(slice(*values, 2, 0, first), slice(*outputs_of(clean, GetParam().pass)[i].values, 2, 0, first),
+                     what);
     for (int64_t t = first; t < c.tokens_q; ++t)
-      EXPECT_TRUE(std::isnan(values->at(0, 0, t, 0))) << what << ": query " << t << " sees NaN, but got " << values->at(0, 0, t, 0);
+      EXPECT_TRUE(std::isnan(values->at(0, 0, t, 0)))
+          << what << ": query " << t << " sees NaN, but got " << values->at(0, 0, t, 0);
   }
 }
 
-// NaN in one row of q spoils that row of o, lse, to and dq, and nothing else but the sums dk and dv: the others are as if
-// that row were zero (its part in means and scales that rows share).
+// NaN in one row of q spoils that row of o, lse, to and dq, and nothing else but the sums dk and dv: the others are as
+// if that row were zero (its part in means and scales that rows share).
 TEST_P(Masking, keeps_a_bad_query_in_its_row) {
   const Case c{.name = "row", .heads = 2, .tokens_q = 100, .tokens_k = 90};
   const int64_t bad = 37;
@@ -103,9 +120,12 @@ TEST_P(Masking, keeps_a_bad_query_in_its_row) {
       const std::string what = wanted[i].name;
       if (what == "dk" || what == "dv") continue;
       const std::string where = what + " with " + std::to_string(poison) + " in query " + std::to_string(bad);
-      EXPECT_TRUE(std::isnan(found[i].values->at(0, 0, bad, 0))) << where << ": got " << found[i].values->at(0, 0, bad, 0);
-      expect_same_bits(slice(*found[i].values, 2, 0, bad), slice(*wanted[i].values, 2, 0, bad), where + ", rows before");
-      expect_same_bits(slice(*found[i].values, 2, bad + 1, c.tokens_q), slice(*wanted[i].values, 2, bad + 1, c.tokens_q), where + ", rows after");
+      EXPECT_TRUE(std::isnan(found[i].values->at(0, 0, bad, 0)))
+          << where << ": got " << found[i].values->at(0, 0, bad, 0);
+      expect_same_bits(slice(*found[i].values, 2, 0, bad), slice(*wanted[i].values, 2, 0, bad),
+                       where + ", rows before");
+      expect_same_bits(slice(*found[i].values, 2, bad + 1, c.tokens_q),
+                       slice(*wanted[i].values, 2, bad + 1, c.tokens_q), where + ", rows after");
       expect_same_bits(slice(*found[i].values, 1, 1, 2), slice(*wanted[i].values, 1, 1, 2), where + ", other head");
     }
   }
@@ -113,7 +133,12 @@ TEST_P(Masking, keeps_a_bad_query_in_its_row) {
 
 TEST_P(Masking, of_everything_gives_zeros) {
   const Case blind{.name = "blind", .batch = 2, .heads = 2, .tokens_q = 70, .tokens_k = 90, .mask = MaskTensor::blind};
-  const Case tall{.name = "tall", .heads = 2, .tokens_q = 150, .tokens_k = 60, .causal = true, .alignment = Alignment::bottom_right};
+  const Case tall{.name = "tall",
+                  .heads = 2,
+                  .tokens_q = 150,
+                  .tokens_k = 60,
+                  .causal = true,
+                  .alignment = Alignment::bottom_right};
   const Case none{.name = "no keys", .heads = 2, .tokens_q = 70, .tokens_k = 0};
   for (const Case* c : {&blind, &tall, &none}) {
     const Outputs got = compute(*c, draw(*c, 5), GetParam());
@@ -123,7 +148,8 @@ TEST_P(Masking, of_everything_gives_zeros) {
         const std::string name = what;
         if (name == "dk" || name == "dv") continue;
         for (int64_t i = 0; i < values->shape[3]; ++i)
-          EXPECT_EQ(values->at(0, 1, t, i), name == "lse" ? -kInfinity : 0.0) << c->name << ": " << what << " of query " << t;
+          EXPECT_EQ(values->at(0, 1, t, i), name == "lse" ? -kInfinity : 0.0)
+              << c->name << ": " << what << " of query " << t;
       }
     }
     for (const auto& [what, values] : outputs_of(got, GetParam().pass))

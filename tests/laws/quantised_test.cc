@@ -1,5 +1,5 @@
-// Types of inputs and outputs: numbers that several types hold give the same result in each; int8 codes from octet_quantize
-// give what quantising inside gives; fp8_raw writes e4m3.
+// Types of inputs and outputs: numbers that several types hold give the same result in each; int8 codes from
+// octet_quantize give what quantising inside gives; fp8_raw writes e4m3.
 #include <algorithm>
 #include <cmath>
 
@@ -18,7 +18,8 @@ TEST_P(InputTypes, that_hold_the_same_numbers_give_the_same_bits) {
   for (DType dtype : {DType::f16, DType::bf16, DType::e4m3}) {
     if (dtype == DType::e4m3 && GetParam().precision == Precision::fp8) continue;  // its own format: taken as it is
     c.dtype = dtype;
-    expect_same_bits(compute(c, in, GetParam()), want, GetParam().pass, "inputs of dtype " + std::to_string(static_cast<int>(dtype)));
+    expect_same_bits(compute(c, in, GetParam()), want, GetParam().pass,
+                     "inputs of dtype " + std::to_string(static_cast<int>(dtype)));
   }
 }
 
@@ -64,11 +65,13 @@ struct Codes {
 };
 
 TEST(Codes, from_octet_quantize_give_the_same_bits) {
-  const Case c{.name = "codes", .batch = 2, .heads = 4, .kv_heads = 2, .tokens_q = 100, .tokens_k = 130, .dtype = DType::bf16};
+  const Case c{
+      .name = "codes", .batch = 2, .heads = 4, .kv_heads = 2, .tokens_q = 100, .tokens_k = 130, .dtype = DType::bf16};
   const Inputs in = draw(c, 2);
   const Buffer q(in.q, DType::bf16), k(in.k, DType::bf16), v(in.v, DType::bf16);
   const Codes q8(q, OCTET_OPERAND_Q, false), k8(k, OCTET_OPERAND_K, true), v8(v, OCTET_OPERAND_V, true);
-  const Buffer o(DType::f32, c.o_shape()), lse(DType::f32, c.lse_shape()), o8(DType::f32, c.o_shape()), lse8(DType::f32, c.lse_shape());
+  const Buffer o(DType::f32, c.o_shape()), lse(DType::f32, c.lse_shape()), o8(DType::f32, c.o_shape()),
+      lse8(DType::f32, c.lse_shape());
   const Attention attention{.precision = Precision::int8, .hadamard = Switch::off, .backend = "cpu"};
   run(attention, Forward{.q = q.view(), .k = k.view(), .v = v.view(), .o = o.view(), .lse = lse.view()});
   run(attention, Forward{.q = q8.view, .k = k8.view, .v = v8.view, .o = o8.view(), .lse = lse8.view()});
@@ -84,10 +87,16 @@ TEST(Codes, from_octet_quantize_give_the_same_bits) {
   expect_near(lse8.values(), lse.values(), bound * (1 + 0x1p-10), "lse");
 }
 
-// Against plain arithmetic with the same roundings: o before its cast within .005 relative L2; of its e4m3 numbers at least
-// 99.5 % the same, and the others no farther than one step plus what o differed by before.
+// Against plain arithmetic with the same roundings: o before its cast within .005 relative L2; of its e4m3 numbers at
+// least 99.5 % the same, and the others no farther than one step plus what o differed by before.
 TEST(Fp8Raw, writes_e4m3) {
-  Case c{.name = "fp8_raw", .heads = 2, .kv_heads = 2, .tokens_q = 256, .tokens_k = 256, .dtype = DType::e4m3, .kv_layout = Layout::transposed};
+  Case c{.name = "fp8_raw",
+         .heads = 2,
+         .kv_heads = 2,
+         .tokens_q = 256,
+         .tokens_k = 256,
+         .dtype = DType::e4m3,
+         .kv_layout = Layout::transposed};
   const Inputs in = draw(c, 3);
   const Recipe recipe{Pass::forward, Precision::fp8_raw};
   const Values wide = compute(c, in, recipe).o, plain_wide = compute(c, in, recipe, 0, "reference").o;
@@ -100,7 +109,8 @@ TEST(Fp8Raw, writes_e4m3) {
     const double g = got.at(b, h, t, i), w = want.at(b, h, t, i);
     if (g == w) return;
     ++differ;
-    const double step = std::max(std::max(std::fabs(g), std::fabs(w)) / 8, 0x1p-9);  // at least one unit in the last place
+    const double step =
+        std::max(std::max(std::fabs(g), std::fabs(w)) / 8, 0x1p-9);  // at least one unit in the last place
     EXPECT_LE(std::fabs(g - w), step + std::fabs(wide.at(b, h, t, i) - plain_wide.at(b, h, t, i)))
         << '[' << b << ", " << h << ", " << t << ", " << i << "]: got " << g << ", want " << w << ", seed 3";
   });

@@ -17,10 +17,11 @@ class Memory {
  public:
   static constexpr unsigned char kPoison = 0xa5;
 
-  explicit Memory(size_t bytes) : size_(bytes), data_(static_cast<unsigned char*>(::operator new(bytes, std::align_val_t{64}))) {
+  explicit Memory(size_t bytes)
+      : size_(bytes), data_(static_cast<unsigned char*>(::operator new (bytes, std::align_val_t{64}))) {
     std::memset(data_, kPoison, bytes);
   }
-  ~Memory() { ::operator delete(data_, std::align_val_t{64}); }
+  ~Memory() { ::operator delete (data_, std::align_val_t{64}); }
   Memory(const Memory&) = delete;
 
   void* data() const { return data_; }
@@ -89,13 +90,18 @@ struct Call {
     std::copy(stride, stride + 4, t.stride);
     return t;
   }
-  octet_tensor in(int slot, int64_t heads, int64_t tokens, int64_t dim) { return tensor(inputs, slot, heads, tokens, dim); }
-  octet_tensor out(int slot, int64_t heads, int64_t tokens, int64_t dim) { return tensor(outputs, slot, heads, tokens, dim); }
+  octet_tensor in(int slot, int64_t heads, int64_t tokens, int64_t dim) {
+    return tensor(inputs, slot, heads, tokens, dim);
+  }
+  octet_tensor out(int slot, int64_t heads, int64_t tokens, int64_t dim) {
+    return tensor(outputs, slot, heads, tokens, dim);
+  }
 };
 
 // The call is refused by octet_workspace_size, octet_explain and octet_run alike, with a message that starts as
 // given and contains the rest, and nothing is written.
-inline void expect_refused(Call& call, octet_status status, const std::string& start, const std::vector<std::string>& parts = {}) {
+inline void expect_refused(Call& call, octet_status status, const std::string& start,
+                           const std::vector<std::string>& parts = {}) {
   using testing::HasSubstr;
   using testing::StartsWith;
   size_t bytes = 0, length = 0;
@@ -106,7 +112,8 @@ inline void expect_refused(Call& call, octet_status status, const std::string& s
   };
   EXPECT_EQ(octet_workspace_size(&call.attention, &call.arguments, &bytes), status) << octet_message();
   expect_message("octet_workspace_size");
-  EXPECT_EQ(octet_run(&call.attention, &call.arguments, call.workspace.data(), call.workspace.size(), nullptr), status) << octet_message();
+  EXPECT_EQ(octet_run(&call.attention, &call.arguments, call.workspace.data(), call.workspace.size(), nullptr), status)
+      << octet_message();
   expect_message("octet_run");
   if (status == OCTET_INVALID_ARGUMENT) {
     EXPECT_EQ(octet_explain(&call.attention, &call.arguments, text, sizeof text, &length), status) << octet_message();

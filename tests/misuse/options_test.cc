@@ -9,7 +9,8 @@ namespace {
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInfinity = std::numeric_limits<float>::infinity();
 
 TEST(Options, scale_is_positive_and_finite) {
-  const std::pair<float, const char*> scales[] = {{kNan, "nan"}, {kInfinity, "inf"}, {-kInfinity, "-inf"}, {-0.125f, "-0.125"}};
+  const std::pair<float, const char*> scales[] = {
+      {kNan, "nan"}, {kInfinity, "inf"}, {-kInfinity, "-inf"}, {-0.125f, "-0.125"}};
   for (const auto& [scale, text] : scales) {
     Call call(OCTET_FORWARD);
     call.attention.scale = scale;
@@ -45,7 +46,8 @@ TEST(Options, windows_need_their_flag_and_sane_sides) {
   Call flag(OCTET_FORWARD), side(OCTET_FORWARD), both(OCTET_FORWARD), huge(OCTET_FORWARD);
   flag.attention.window_left = 3;
   expect_invalid(flag, "window: 3, 0 given without OCTET_MASK_WINDOW; set the flag or leave both 0");
-  for (Call* c : {&side, &both, &huge}) c->attention.mask = OCTET_MASK_WINDOW, c->attention.alignment = OCTET_ALIGNMENT_TOP_LEFT;
+  for (Call* c : {&side, &both, &huge})
+    c->attention.mask = OCTET_MASK_WINDOW, c->attention.alignment = OCTET_ALIGNMENT_TOP_LEFT;
   side.attention.window_left = -2;
   expect_invalid(side, "window: found -2, 0, allowed: a count of keys, or -1 for all");
   both.attention.mask |= OCTET_MASK_CAUSAL;
@@ -68,7 +70,8 @@ TEST(Options, mask_tensors_broadcast_or_are_refused) {
 }
 
 TEST(Options, remedies_belong_to_16_bits) {
-  for (const octet_precision precision : {OCTET_PRECISION_F32, OCTET_PRECISION_INT8, OCTET_PRECISION_FP8, OCTET_PRECISION_F64}) {
+  for (const octet_precision precision :
+       {OCTET_PRECISION_F32, OCTET_PRECISION_INT8, OCTET_PRECISION_FP8, OCTET_PRECISION_F64}) {
     Call call(OCTET_BACKWARD, precision);
     call.attention.remedy = OCTET_REMEDY_PROJECT;
     expect_invalid(call, "remedy: project given with precision ", {"remedies are for f16 and bf16"});
@@ -88,7 +91,8 @@ TEST(Options, beta_belongs_to_its_remedy_and_range) {
 }
 
 TEST(Options, int8_options_belong_to_int8_logits) {
-  for (const octet_precision precision : {OCTET_PRECISION_F32, OCTET_PRECISION_BF16, OCTET_PRECISION_FP8, OCTET_PRECISION_SAGEBWD}) {
+  for (const octet_precision precision :
+       {OCTET_PRECISION_F32, OCTET_PRECISION_BF16, OCTET_PRECISION_FP8, OCTET_PRECISION_SAGEBWD}) {
     Call hadamard(OCTET_FORWARD, precision), smooth(OCTET_FORWARD, precision);
     hadamard.attention.hadamard = OCTET_ON;
     expect_invalid(hadamard, "hadamard: given with precision ", {"it belongs to int8, int8_f16 and int8_fp8"});
@@ -126,7 +130,8 @@ TEST(Packing, both_boundaries_or_none) {
 }
 
 TEST(Packing, its_shape_is_checked) {
-  Call good(OCTET_FORWARD), batch(OCTET_FORWARD), counts(OCTET_FORWARD), dtype(OCTET_FORWARD), shape(OCTET_FORWARD), mask(OCTET_FORWARD);
+  Call good(OCTET_FORWARD), batch(OCTET_FORWARD), counts(OCTET_FORWARD), dtype(OCTET_FORWARD), shape(OCTET_FORWARD),
+      mask(OCTET_FORWARD);
   Call alignment(OCTET_FORWARD), negative(OCTET_FORWARD);
   for (Call* c : {&good, &batch, &dtype, &shape, &mask, &alignment, &negative}) c->pack({0, 2, 5}, {0, 3, 7});
   expect_accepted(good);
@@ -137,7 +142,8 @@ TEST(Packing, its_shape_is_checked) {
   dtype.cu_q.dtype = OCTET_F32;
   expect_invalid(dtype, "cu_seqlens_q: dtype f32, allowed: i32");
   shape.cu_k.stride[3] = 2;
-  expect_invalid(shape, "cu_seqlens_k: shape [1, 1, 1, 3] and last stride 2, expected [1, 1, 1, sequences + 1], contiguous");
+  expect_invalid(shape,
+                 "cu_seqlens_k: shape [1, 1, 1, 3] and last stride 2, expected [1, 1, 1, sequences + 1], contiguous");
   mask.arguments.mask = &mask.mask;
   mask.mask.shape[0] = 1;
   expect_invalid(mask, "mask: a mask tensor cannot be combined with packed sequences; use causal or window");
@@ -176,10 +182,13 @@ TEST(Workspace, size_address_and_memory_are_checked) {
   size_t needed = 0;
   ASSERT_EQ(octet_workspace_size(&call.attention, &call.arguments, &needed), OCTET_OK) << octet_message();
   ASSERT_GT(needed, 0u);
-  const auto run = [&](void* workspace, size_t bytes) { return octet_run(&call.attention, &call.arguments, workspace, bytes, nullptr); };
+  const auto run = [&](void* workspace, size_t bytes) {
+    return octet_run(&call.attention, &call.arguments, workspace, bytes, nullptr);
+  };
   const std::string need = std::to_string(needed);
   EXPECT_EQ(run(call.workspace.data(), needed - 1), OCTET_WORKSPACE_TOO_SMALL);
-  EXPECT_EQ(octet_message(), "workspace: " + std::to_string(needed - 1) + " bytes, needed: " + need + " (octet_workspace_size)");
+  EXPECT_EQ(octet_message(),
+            "workspace: " + std::to_string(needed - 1) + " bytes, needed: " + need + " (octet_workspace_size)");
   EXPECT_EQ(run(nullptr, needed), OCTET_INVALID_ARGUMENT);
   EXPECT_EQ(octet_message(), "workspace: NULL, needed: " + need + " bytes");
   EXPECT_EQ(run(static_cast<char*>(call.workspace.data()) + 8, needed), OCTET_INVALID_ARGUMENT);
@@ -205,16 +214,19 @@ TEST(Workspace, guard_bytes_behind_it_survive) {
     Call call(pass);
     size_t needed = 0;
     ASSERT_EQ(octet_workspace_size(&call.attention, &call.arguments, &needed), OCTET_OK);
-    ASSERT_EQ(octet_run(&call.attention, &call.arguments, call.workspace.data(), needed, nullptr), OCTET_OK) << octet_message();
+    ASSERT_EQ(octet_run(&call.attention, &call.arguments, call.workspace.data(), needed, nullptr), OCTET_OK)
+        << octet_message();
     const auto* bytes = static_cast<const unsigned char*>(call.workspace.data());
-    for (size_t i = needed; i < call.workspace.size(); ++i) ASSERT_EQ(bytes[i], Memory::kPoison) << "byte " << i << " of " << needed;
+    for (size_t i = needed; i < call.workspace.size(); ++i)
+      ASSERT_EQ(bytes[i], Memory::kPoison) << "byte " << i << " of " << needed;
   }
 }
 
 TEST(Streams, cpu_tensors_take_none) {
   Call call(OCTET_FORWARD);
   int stream = 0;
-  EXPECT_EQ(octet_run(&call.attention, &call.arguments, call.workspace.data(), call.workspace.size(), &stream), OCTET_INVALID_ARGUMENT);
+  EXPECT_EQ(octet_run(&call.attention, &call.arguments, call.workspace.data(), call.workspace.size(), &stream),
+            OCTET_INVALID_ARGUMENT);
   EXPECT_STREQ(octet_message(), "stream: given with CPU tensors; pass NULL");
   EXPECT_TRUE(call.outputs.untouched());
 }

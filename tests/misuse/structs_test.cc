@@ -46,7 +46,8 @@ TEST(Structs, text_functions_check_their_buffer) {
 }
 
 TEST(Structs, wrong_size_fields_are_refused) {
-  const std::string attention = std::to_string(sizeof(octet_attention)), arguments = std::to_string(sizeof(octet_arguments));
+  const std::string attention = std::to_string(sizeof(octet_attention)),
+                    arguments = std::to_string(sizeof(octet_arguments));
   const std::string tensor = std::to_string(sizeof(octet_tensor));
   for (const uint32_t wrong : {0u, 1u, 1000u}) {
     Call a(OCTET_FORWARD), b(OCTET_FORWARD), c(OCTET_FORWARD);
@@ -108,7 +109,8 @@ TEST(Structs, unknown_enums_are_refused_with_the_choices) {
       {&octet_attention::precision, 0, "precision: found 0, allowed: ", "1 (f64), 2 (f32)"},
       {&octet_attention::precision, 11, "precision: found 11, allowed: ", "10 (sagebwd)"},
       {&octet_attention::alignment, 3, "alignment: found 3, allowed: ", "1 (top-left), 2 (bottom-right)"},
-      {&octet_attention::remedy, 5, "remedy: found 5, allowed: ", "0 (f16_inside), 1 (none), 2 (beta), 3 (exact_delta), 4 (project)"},
+      {&octet_attention::remedy, 5,
+       "remedy: found 5, allowed: ", "0 (f16_inside), 1 (none), 2 (beta), 3 (exact_delta), 4 (project)"},
       {&octet_attention::hadamard, 3, "hadamard: found 3, allowed: ", "0 (auto), 1 (on), 2 (off)"},
       {&octet_attention::smooth_q, 9, "smooth_q: found 9, allowed: ", "0 (auto), 1 (on), 2 (off)"},
       {&octet_attention::deterministic, 2, "deterministic: found 2, allowed: ", "0, 1"},

@@ -12,14 +12,22 @@ TEST(Tensors, shapes_that_disagree_are_refused_with_both) {
     const char *label, *expected;
   };
   const Wrong wrongs[] = {
-      {OCTET_FORWARD, &Call::k, 0, "k", "[2, 2, 7, 16]"},        {OCTET_FORWARD, &Call::k, 3, "k", "[2, 2, 7, 16]"},
-      {OCTET_FORWARD, &Call::v, 0, "v", "[2, 2, 7, 8]"},         {OCTET_FORWARD, &Call::v, 1, "v", "[2, 2, 7, 8]"},
-      {OCTET_FORWARD, &Call::v, 2, "v", "[2, 2, 7, 8]"},         {OCTET_FORWARD, &Call::o, 2, "o", "[2, 4, 5, 8]"},
-      {OCTET_FORWARD, &Call::o, 3, "o", "[2, 4, 5, 8]"},         {OCTET_FORWARD, &Call::lse, 3, "lse", "[2, 4, 5, 1]"},
-      {OCTET_FORWARD, &Call::o_residual, 1, "o_residual", "[2, 4, 5, 8]"}, {OCTET_BACKWARD, &Call::do_, 1, "do", "[2, 4, 5, 8]"},
-      {OCTET_BACKWARD, &Call::dq, 1, "dq", "[2, 4, 5, 16]"},     {OCTET_BACKWARD, &Call::dk, 2, "dk", "[2, 2, 7, 16]"},
-      {OCTET_BACKWARD, &Call::dv, 3, "dv", "[2, 2, 7, 8]"},      {OCTET_JVP, &Call::tq, 2, "tq", "[2, 4, 5, 16]"},
-      {OCTET_JVP, &Call::tk, 1, "tk", "[2, 2, 7, 16]"},          {OCTET_JVP, &Call::tv, 0, "tv", "[2, 2, 7, 8]"},
+      {OCTET_FORWARD, &Call::k, 0, "k", "[2, 2, 7, 16]"},
+      {OCTET_FORWARD, &Call::k, 3, "k", "[2, 2, 7, 16]"},
+      {OCTET_FORWARD, &Call::v, 0, "v", "[2, 2, 7, 8]"},
+      {OCTET_FORWARD, &Call::v, 1, "v", "[2, 2, 7, 8]"},
+      {OCTET_FORWARD, &Call::v, 2, "v", "[2, 2, 7, 8]"},
+      {OCTET_FORWARD, &Call::o, 2, "o", "[2, 4, 5, 8]"},
+      {OCTET_FORWARD, &Call::o, 3, "o", "[2, 4, 5, 8]"},
+      {OCTET_FORWARD, &Call::lse, 3, "lse", "[2, 4, 5, 1]"},
+      {OCTET_FORWARD, &Call::o_residual, 1, "o_residual", "[2, 4, 5, 8]"},
+      {OCTET_BACKWARD, &Call::do_, 1, "do", "[2, 4, 5, 8]"},
+      {OCTET_BACKWARD, &Call::dq, 1, "dq", "[2, 4, 5, 16]"},
+      {OCTET_BACKWARD, &Call::dk, 2, "dk", "[2, 2, 7, 16]"},
+      {OCTET_BACKWARD, &Call::dv, 3, "dv", "[2, 2, 7, 8]"},
+      {OCTET_JVP, &Call::tq, 2, "tq", "[2, 4, 5, 16]"},
+      {OCTET_JVP, &Call::tk, 1, "tk", "[2, 2, 7, 16]"},
+      {OCTET_JVP, &Call::tv, 0, "tv", "[2, 2, 7, 8]"},
       {OCTET_JVP, &Call::to, 3, "to", "[2, 4, 5, 8]"},
   };
   for (const Wrong& w : wrongs) {
@@ -51,7 +59,8 @@ TEST(Tensors, query_heads_are_a_multiple_of_key_heads) {
 }
 
 TEST(Tensors, absurd_shapes_and_strides_are_refused) {
-  Call negative(OCTET_FORWARD), overflow(OCTET_FORWARD), hidden(OCTET_FORWARD), far(OCTET_FORWARD), below(OCTET_FORWARD);
+  Call negative(OCTET_FORWARD), overflow(OCTET_FORWARD), hidden(OCTET_FORWARD), far(OCTET_FORWARD),
+      below(OCTET_FORWARD);
   negative.q.shape[2] = -1;
   expect_invalid(negative, "q: shape [2, 4, -1, 16] has a negative dimension");
   for (int i = 0; i < 3; ++i) overflow.k.shape[i] = int64_t{1} << 40;
@@ -103,7 +112,8 @@ TEST(Tensors, i8_needs_a_quantization_and_others_none) {
 }
 
 TEST(Tensors, f64_is_for_precision_f64) {
-  Call in(OCTET_FORWARD), tangent(OCTET_JVP), out(OCTET_FORWARD), lse(OCTET_FORWARD), oracle(OCTET_FORWARD, OCTET_PRECISION_F64);
+  Call in(OCTET_FORWARD), tangent(OCTET_JVP), out(OCTET_FORWARD), lse(OCTET_FORWARD),
+      oracle(OCTET_FORWARD, OCTET_PRECISION_F64);
   in.v.dtype = OCTET_F64;
   expect_invalid(in, "v: dtype f64 needs precision f64, found f32");
   tangent.tq.dtype = OCTET_F64;
@@ -142,9 +152,11 @@ TEST(Tensors, cuda_tensors_are_unsupported_with_every_backends_reason) {
 TEST(Tensors, an_output_may_not_alias_itself) {
   Call broadcast(OCTET_FORWARD), folded(OCTET_FORWARD), input(OCTET_FORWARD);
   broadcast.o.stride[1] = 0;
-  expect_invalid(broadcast, "o: strides [160, 0, 8, 1] with shape [2, 4, 5, 8] put several elements of an output in one place");
+  expect_invalid(broadcast,
+                 "o: strides [160, 0, 8, 1] with shape [2, 4, 5, 8] put several elements of an output in one place");
   folded.o.stride[1] = 8;  // head 1 token 0 is head 0 token 1
-  expect_invalid(folded, "o: strides [160, 8, 8, 1] with shape [2, 4, 5, 8] put several elements of an output in one place");
+  expect_invalid(folded,
+                 "o: strides [160, 8, 8, 1] with shape [2, 4, 5, 8] put several elements of an output in one place");
   input.q.stride[0] = input.q.stride[1] = 0;
   expect_accepted(input);
 }

@@ -1,10 +1,9 @@
 #include "passes/bar_inputs.h"
 
-#include <octet/formats.hpp>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <octet/formats.hpp>
 #include <random>
 
 #include "support/inputs.h"
@@ -41,7 +40,8 @@ struct Head {
 // Adds `size` and -`size` in turn to `count` channels (step * t + first) mod dim.
 void bias_channels(Head& head, int64_t count, int64_t step, int64_t first, double size) {
   for (int64_t t = 0; t < count; ++t)
-    head.for_each([&](double& x, int64_t, int64_t c) { x += c == (t * step + first) % head.dim ? (t % 2 ? -size : size) : 0.0; });
+    head.for_each(
+        [&](double& x, int64_t, int64_t c) { x += c == (t * step + first) % head.dim ? (t % 2 ? -size : size) : 0.0; });
 }
 
 // Adds `factor` times one random unit vector to the first `rows` rows of each head.
@@ -50,7 +50,9 @@ void add_direction(Draw& draw, const std::vector<std::pair<Head*, int64_t>>& hea
   double square = 0.0;
   for (double& x : u) x = draw.normal(), square += x * x;
   for (const auto& [head, rows] : heads)
-    head->for_each([&, rows = rows](double& x, int64_t t, int64_t c) { x += t < rows ? factor * u[static_cast<size_t>(c)] / std::sqrt(square) : 0.0; });
+    head->for_each([&, rows = rows](double& x, int64_t t, int64_t c) {
+      x += t < rows ? factor * u[static_cast<size_t>(c)] / std::sqrt(square) : 0.0;
+    });
 }
 
 // K: N(0, 2^2) per channel, but 40 and -40 in four; q: N(0, 1), but -5 and 5 in the same.
@@ -81,19 +83,23 @@ void make_difficult(const std::string& name, Draw& draw, HeadInputs& in) {
       for (double& value : x->x)
         if (draw.uniform() < 1e-3) value += 10.0 * draw.normal();
   if (name == "D4" || name == "B4") {
-    add_direction(draw, {{&in.q, all}, {&in.k, 4}}, std::sqrt(10.0 * std::sqrt(static_cast<double>(dim))));  // + 10 logits
+    add_direction(draw, {{&in.q, all}, {&in.k, 4}},
+                  std::sqrt(10.0 * std::sqrt(static_cast<double>(dim))));  // + 10 logits
     in.v.for_each([](double& x, int64_t t, int64_t) { x *= t < 4 ? .05 : 1.0; });
   }
   if (name == "D5") bias_channels(in.v, 8, 13, 3, -8.0);
   if (name == "D6")
     for (int64_t t = 0; t < 4; ++t) {
-      const auto scale = [&](Head& head, double by) { head.for_each([&](double& x, int64_t, int64_t c) { x *= c == (t * 29 + 7) % dim ? by : 1.0; }); };
+      const auto scale = [&](Head& head, double by) {
+        head.for_each([&](double& x, int64_t, int64_t c) { x *= c == (t * 29 + 7) % dim ? by : 1.0; });
+      };
       scale(in.k, 20.0), scale(in.q, .5);
     }
   if (name == "B3") add_direction(draw, {{&in.k, all}}, 100.0 * std::sqrt(static_cast<double>(dim)));
   if (name == "B5") {
     double size = 0.0;
-    in.do_.for_each([&](double& x, int64_t, int64_t c) { x *= c ? size : size = 1e-4 * std::exp(2.0 * draw.normal()); });
+    in.do_.for_each(
+        [&](double& x, int64_t, int64_t c) { x *= c ? size : size = 1e-4 * std::exp(2.0 * draw.normal()); });
   }
   if (name == "B6" || name == "J6") in.q.for_each([](double& x, int64_t, int64_t) { x *= 4.0; });
   if (name == "J2" || name == "J5") bias_channels(in.k, 4, 15, 0, 20.0);
@@ -111,7 +117,9 @@ Inputs bar_inputs(const std::string& name, const Case& c) {
   in.tq = in.q, in.tk = in.k, in.tv = in.v;
   for (int64_t h = 0; h < c.heads; ++h) {
     Draw draw(static_cast<uint64_t>(seed + h));
-    const auto empty = [&](const Values& x) { return Head{x.shape[3], std::vector<double>(static_cast<size_t>(x.shape[2] * x.shape[3]))}; };
+    const auto empty = [&](const Values& x) {
+      return Head{x.shape[3], std::vector<double>(static_cast<size_t>(x.shape[2] * x.shape[3]))};
+    };
     HeadInputs head{empty(in.q), empty(in.k), empty(in.v), empty(in.do_), empty(in.tq), empty(in.tk), empty(in.tv)};
     std::vector<Head*> drawn = {&head.q, &head.k, &head.v};
     if (name[0] == 'B') drawn.push_back(&head.do_);
@@ -120,7 +128,8 @@ Inputs bar_inputs(const std::string& name, const Case& c) {
     make_difficult(name, draw, head);
     const auto keep = [&](Values& to, const Head& from) {
       for (int64_t t = 0; t < to.shape[2]; ++t)
-        for (int64_t i = 0; i < from.dim; ++i) to.at(0, h, t, i) = round_to(OCTET_BF16, from.x[static_cast<size_t>(t * from.dim + i)]);
+        for (int64_t i = 0; i < from.dim; ++i)
+          to.at(0, h, t, i) = round_to(OCTET_BF16, from.x[static_cast<size_t>(t * from.dim + i)]);
     };
     keep(in.q, head.q), keep(in.k, head.k), keep(in.v, head.v), keep(in.do_, head.do_);
     keep(in.tq, head.tq), keep(in.tk, head.tk), keep(in.tv, head.tv);
@@ -129,8 +138,16 @@ Inputs bar_inputs(const std::string& name, const Case& c) {
 }
 
 Case tied_case() {
-  return {.name = "tied", .heads = kTiedRows, .kv_heads = kTiedRows, .tokens_q = 1, .tokens_k = kTiedKeys, .dim = 8, .dim_v = kTiedDim,
-          .scale = 1.f, .dtype = DType::bf16, .out_dtype = DType::bf16};
+  return {.name = "tied",
+          .heads = kTiedRows,
+          .kv_heads = kTiedRows,
+          .tokens_q = 1,
+          .tokens_k = kTiedKeys,
+          .dim = 8,
+          .dim_v = kTiedDim,
+          .scale = 1.f,
+          .dtype = DType::bf16,
+          .out_dtype = DType::bf16};
 }
 
 std::vector<Inputs> tied_inputs(bool smaller_sink) {

@@ -1,4 +1,5 @@
-// The CPU backend against the acceptance bars of docs/numerics.md: relative L2 and cosine against float64, on inputs with the difficulties of trained models. The naive modes must fail where the remedies pass.
+// The CPU backend against the acceptance bars of docs/numerics.md: relative L2 and cosine against float64, on inputs
+// with the difficulties of trained models. The naive modes must fail where the remedies pass.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -41,10 +42,19 @@ const Known& known(const std::string& name, const Case& c, Pass pass) {
   return at->second;
 }
 
-constexpr Case kForward{.name = "forward", .heads = 2, .kv_heads = 2, .tokens_q = 2048, .tokens_k = 2048, .dim = 128, .dim_v = 128, .dtype = DType::bf16};
-constexpr Case kDerivative{.name = "derivative", .heads = 2, .kv_heads = 2, .tokens_q = 1024, .tokens_k = 1024, .dtype = DType::bf16};
+constexpr Case kForward{.name = "forward",
+                        .heads = 2,
+                        .kv_heads = 2,
+                        .tokens_q = 2048,
+                        .tokens_k = 2048,
+                        .dim = 128,
+                        .dim_v = 128,
+                        .dtype = DType::bf16};
+constexpr Case kDerivative{
+    .name = "derivative", .heads = 2, .kv_heads = 2, .tokens_q = 1024, .tokens_k = 1024, .dtype = DType::bf16};
 
-Outputs compute(Case c, const Inputs& in, Pass pass, Precision precision, DType out, Remedy remedy = Remedy::f16_inside) {
+Outputs compute(Case c, const Inputs& in, Pass pass, Precision precision, DType out,
+                Remedy remedy = Remedy::f16_inside) {
   c.out_dtype = out;
   Attention attention = attention_of(c, precision, "cpu");
   attention.remedy = remedy;
@@ -90,21 +100,51 @@ std::map<std::string, Bar> all_inputs(const Bar& bar) {
 
 INSTANTIATE_TEST_SUITE_P(
     Bars, Forwards,
-    testing::Values(
-        ForwardBar{"bf16", Precision::bf16, DType::f32, all_inputs({.0018, .999997})},
-        ForwardBar{"bf16_o_bf16", Precision::bf16, DType::bf16, all_inputs({.0026, .999996})},
-        ForwardBar{"int8", Precision::int8, DType::f32,
-                   {{"D1", {.0145, .9999}}, {"D2", {.0208, .9998}}, {"D3", {.0135, .9999}}, {"D4", {.0172, .9998}}, {"D5", {.0004, .999999}}, {"D6", {.033, .9995}}}},
-        // D4: the figure without rotation, for a common direction stays one when it is rotated.
-        ForwardBar{"int8_f16", Precision::int8_f16, DType::f32,
-                   {{"D1", {.0106, .9999}}, {"D2", {.0167, .9998}}, {"D3", {.0076, .9999}}, {"D4", {.0128, .9999}}, {"D5", {.0003, .999999}}, {"D6", {.0315, .9995}}}},
-        ForwardBar{"int8_fp8", Precision::int8_fp8, DType::f32,
-                   {{"D1", {.0426, .9991}}, {"D2", {.0407, .9992}}, {"D3", {.0394, .9992}}, {"D4", {.0345, .9994}}, {"D5", {.0024, .99999}}, {"D6", {.122, .9933}}}},
-        ForwardBar{"fp8", Precision::fp8, DType::f32,
-                   {{"D1", {.058, .998}}, {"D2", {.070, .9975}}, {"D3", {.050, .998}}, {"D4", {.064, .998}}, {"D5", {.0019, .99999}}, {"D6", {.090, .996}}}},
-        ForwardBar{"fp8_raw", Precision::fp8_raw, DType::f32, {{"D1", {.0600, .998}}}},
-        ForwardBar{"fp8_raw_o_e4m3", Precision::fp8_raw, DType::e4m3, {{"D1", {.0675, .9975}}}},
-        ForwardBar{"sagebwd", Precision::sagebwd, DType::f32, {{"D1", {.0222, .9997}}, {"D2", {.0297, .9996}}, {"D5", {.0008, .999999}}}}),
+    testing::Values(ForwardBar{"bf16", Precision::bf16, DType::f32, all_inputs({.0018, .999997})},
+                    ForwardBar{"bf16_o_bf16", Precision::bf16, DType::bf16, all_inputs({.0026, .999996})},
+                    ForwardBar{"int8",
+                               Precision::int8,
+                               DType::f32,
+                               {{"D1", {.0145, .9999}},
+                                {"D2", {.0208, .9998}},
+                                {"D3", {.0135, .9999}},
+                                {"D4", {.0172, .9998}},
+                                {"D5", {.0004, .999999}},
+                                {"D6", {.033, .9995}}}},
+                    // D4: the figure without rotation, for a common direction stays one when it is rotated.
+                    ForwardBar{"int8_f16",
+                               Precision::int8_f16,
+                               DType::f32,
+                               {{"D1", {.0106, .9999}},
+                                {"D2", {.0167, .9998}},
+                                {"D3", {.0076, .9999}},
+                                {"D4", {.0128, .9999}},
+                                {"D5", {.0003, .999999}},
+                                {"D6", {.0315, .9995}}}},
+                    ForwardBar{"int8_fp8",
+                               Precision::int8_fp8,
+                               DType::f32,
+                               {{"D1", {.0426, .9991}},
+                                {"D2", {.0407, .9992}},
+                                {"D3", {.0394, .9992}},
+                                {"D4", {.0345, .9994}},
+                                {"D5", {.0024, .99999}},
+                                {"D6", {.122, .9933}}}},
+                    ForwardBar{"fp8",
+                               Precision::fp8,
+                               DType::f32,
+                               {{"D1", {.058, .998}},
+                                {"D2", {.070, .9975}},
+                                {"D3", {.050, .998}},
+                                {"D4", {.064, .998}},
+                                {"D5", {.0019, .99999}},
+                                {"D6", {.090, .996}}}},
+                    ForwardBar{"fp8_raw", Precision::fp8_raw, DType::f32, {{"D1", {.0600, .998}}}},
+                    ForwardBar{"fp8_raw_o_e4m3", Precision::fp8_raw, DType::e4m3, {{"D1", {.0675, .9975}}}},
+                    ForwardBar{"sagebwd",
+                               Precision::sagebwd,
+                               DType::f32,
+                               {{"D1", {.0222, .9997}}, {"D2", {.0297, .9996}}, {"D5", {.0008, .999999}}}}),
     [](const auto& info) { return std::string(info.param.row); });
 
 // Backward -----------------------------------------------------------------------------------------------------------
@@ -137,20 +177,43 @@ const std::array<double, 3> k16{.0020, .0020, .0020};
 
 INSTANTIATE_TEST_SUITE_P(
     Bars, Backwards,
-    testing::Values(
-        BackwardBar{"bf16_none", Precision::bf16, Remedy::none, Gradients{{"B1", k16}}, .999998},
-        BackwardBar{"bf16_project", Precision::bf16, Remedy::project, Gradients{{"B1", k16}, {"B2", k16}, {"B3", k16}, {"B4", k16}, {"B5", k16}, {"B6", k16}}, .999998},
-        BackwardBar{"bf16", Precision::bf16, Remedy::f16_inside, Gradients{{"B1", k16}, {"B2", k16}, {"B3", k16}, {"B4", k16}, {"B5", k16}, {"B6", k16}}, .999998},
-        BackwardBar{"int8", Precision::int8, Remedy::f16_inside, Gradients{{"B1", {.020, .020, .018}}, {"B2", {.027, .027, .022}}, {"B3", {.020, .020, .018}}, {"B4", {.020, .020, .015}}, {"B5", {.020, .020, .018}}, {"B6", {.027, .027, .024}}}, .9996},
-        BackwardBar{"fp8", Precision::fp8, Remedy::f16_inside, Gradients{{"B1", {.061, .061, .062}}, {"B2", {.098, .098, .098}}, {"B3", {.060, .060, .060}}, {"B4", {.091, .091, .091}}, {"B5", {.056, .056, .060}}}, .995},
-        // With its own 8-bit o; the published figure on B4 is that of an o with 16-bit P V.
-        BackwardBar{"sagebwd", Precision::sagebwd, Remedy::f16_inside, Gradients{{"B1", {.052, .052, .0461}}, {"B2", {.052, .060, .0534}}, {"B3", {.055, .0537, .0452}}, {"B5", {.041, .0458, .0564}}, {"B6", {.0474, .0457, .0403}}}, .9985}),
+    testing::Values(BackwardBar{"bf16_none", Precision::bf16, Remedy::none, Gradients{{"B1", k16}}, .999998},
+                    BackwardBar{"bf16_project", Precision::bf16, Remedy::project,
+                                Gradients{{"B1", k16}, {"B2", k16}, {"B3", k16}, {"B4", k16}, {"B5", k16}, {"B6", k16}},
+                                .999998},
+                    BackwardBar{"bf16", Precision::bf16, Remedy::f16_inside,
+                                Gradients{{"B1", k16}, {"B2", k16}, {"B3", k16}, {"B4", k16}, {"B5", k16}, {"B6", k16}},
+                                .999998},
+                    BackwardBar{"int8", Precision::int8, Remedy::f16_inside,
+                                Gradients{{"B1", {.020, .020, .018}},
+                                          {"B2", {.027, .027, .022}},
+                                          {"B3", {.020, .020, .018}},
+                                          {"B4", {.020, .020, .015}},
+                                          {"B5", {.020, .020, .018}},
+                                          {"B6", {.027, .027, .024}}},
+                                .9996},
+                    BackwardBar{"fp8", Precision::fp8, Remedy::f16_inside,
+                                Gradients{{"B1", {.061, .061, .062}},
+                                          {"B2", {.098, .098, .098}},
+                                          {"B3", {.060, .060, .060}},
+                                          {"B4", {.091, .091, .091}},
+                                          {"B5", {.056, .056, .060}}},
+                                .995},
+                    // With its own 8-bit o; the published figure on B4 is that of an o with 16-bit P V.
+                    BackwardBar{"sagebwd", Precision::sagebwd, Remedy::f16_inside,
+                                Gradients{{"B1", {.052, .052, .0461}},
+                                          {"B2", {.052, .060, .0534}},
+                                          {"B3", {.055, .0537, .0452}},
+                                          {"B5", {.041, .0458, .0564}},
+                                          {"B6", {.0474, .0457, .0403}}},
+                                .9985}),
     [](const auto& info) { return std::string(info.param.row); });
 
 // Without a remedy the rounding of dS meets the common offset of the keys.
 TEST(Backwards, without_remedy_fail_on_a_common_offset) {
   const Known& x = known("B3", kDerivative, Pass::backward);
-  EXPECT_GE(fit(compute(x.c, x.in, Pass::backward, Precision::bf16, DType::f32, Remedy::none).dq, x.want.dq).relative_l2, .1);
+  EXPECT_GE(
+      fit(compute(x.c, x.in, Pass::backward, Precision::bf16, DType::f32, Remedy::none).dq, x.want.dq).relative_l2, .1);
 }
 
 // Every gradient within 1.3 times the rounding of its own output format, with o saved in that format and its residual.
@@ -158,10 +221,13 @@ TEST(Backwards, of_f16_inside_err_little_more_than_their_outputs_round) {
   for (const std::string name : {"B1", "B2", "B3", "B4", "B5", "B6"}) {
     const Known& x = known(name, kDerivative, Pass::backward);
     const Outputs got = compute(x.c, x.in, Pass::backward, Precision::bf16, DType::bf16);
-    for (Values Outputs::* gradient : {&Outputs::dq, &Outputs::dk, &Outputs::dv}) {
+    for (Values Outputs::*gradient : {&Outputs::dq, &Outputs::dk, &Outputs::dv}) {
       const Values& want = x.want.*gradient;
       EXPECT_LE(fit(got.*gradient, want).relative_l2, 1.3 * fit(rounded(want, DType::bf16), want).relative_l2)
-          << name << (gradient == &Outputs::dq ? " dq" : gradient == &Outputs::dk ? " dk" : " dv");
+          << name
+          << (gradient == &Outputs::dq   ? " dq"
+              : gradient == &Outputs::dk ? " dk"
+                                         : " dv");
     }
   }
 }
@@ -179,7 +245,8 @@ TEST_P(Tangents, hold_their_bars) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Bars, Tangents, testing::Values(Precision::bf16, Precision::f16), [](const auto& info) { return std::string(name(info.param)); });
+INSTANTIATE_TEST_SUITE_P(Bars, Tangents, testing::Values(Precision::bf16, Precision::f16),
+                         [](const auto& info) { return std::string(name(info.param)); });
 
 // Bias ---------------------------------------------------------------------------------------------------------------
 

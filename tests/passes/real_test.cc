@@ -1,15 +1,13 @@
-// The CPU backend on real activations (examples/data), causal: relative L2 against float64, each tensor at most the bar on
-// every file. Gradients of 1e-6, channel outliers in k, sharp and diffuse rows: what normal noise has not.
+// The CPU backend on real activations (examples/data), causal: relative L2 against float64, each tensor at most the bar
+// on every file. Gradients of 1e-6, channel outliers in k, sharp and diffuse rows: what normal noise has not.
 #include <gtest/gtest.h>
-
-#include <nlohmann/json.hpp>
-
-#include <octet/formats.hpp>
 
 #include <cstring>
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <nlohmann/json.hpp>
+#include <octet/formats.hpp>
 
 #include "support/cases.h"
 
@@ -41,8 +39,15 @@ Real read(const std::string& name) {
   Real real;
   real.in.q = tensor("q"), real.in.k = tensor("k"), real.in.v = tensor("v"), real.in.do_ = tensor("do");
   const Shape& q = real.in.q.shape;
-  real.c = {.name = "real", .heads = q[1], .kv_heads = q[1], .tokens_q = q[2], .tokens_k = q[2], .dim = q[3], .dim_v = q[3],
-            .causal = true, .dtype = DType::bf16};
+  real.c = {.name = "real",
+            .heads = q[1],
+            .kv_heads = q[1],
+            .tokens_q = q[2],
+            .tokens_k = q[2],
+            .dim = q[3],
+            .dim_v = q[3],
+            .causal = true,
+            .dtype = DType::bf16};
   real.want = exact(real.c, real.in, Pass::backward);
   real.want.o = exact(real.c, real.in, Pass::forward).o;
   return real;
@@ -75,7 +80,9 @@ void expect_within_a_tenth_of_emulation(const Case& c, const Real& x, Precision 
   };
   const Outputs got = gradients("cpu"), emulated = gradients("reference");
   for (Values Outputs::*gradient : {&Outputs::dq, &Outputs::dk, &Outputs::dv})
-    EXPECT_LE(difference(got.*gradient, x.want.*gradient).relative(), 1.1 * difference(emulated.*gradient, x.want.*gradient).relative()) << file;
+    EXPECT_LE(difference(got.*gradient, x.want.*gradient).relative(),
+              1.1 * difference(emulated.*gradient, x.want.*gradient).relative())
+        << file;
 }
 
 TEST_P(RealActivations, hold_their_bars) {

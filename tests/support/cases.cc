@@ -9,12 +9,10 @@
 
 namespace octet::test {
 
-const char* name(Pass pass) {
-  return pass == Pass::forward ? "forward" : pass == Pass::backward ? "backward" : "jvp";
-}
+const char* name(Pass pass) { return pass == Pass::forward ? "forward" : pass == Pass::backward ? "backward" : "jvp"; }
 
 const char* name(Precision precision) {
-  static const char* const names[] = {"none", "f64",      "f32", "f16",     "bf16",   "int8",
+  static const char* const names[] = {"none",     "f64",      "f32", "f16",     "bf16",   "int8",
                                       "int8_f16", "int8_fp8", "fp8", "fp8_raw", "sagebwd"};
   return names[static_cast<int>(precision)];
 }
@@ -22,9 +20,12 @@ const char* name(Precision precision) {
 std::vector<Precision> precisions_of(Pass pass) {
   using enum Precision;
   switch (pass) {
-    case Pass::forward: return {f32, f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw, sagebwd};
-    case Pass::backward: return {f32, f16, bf16, int8, fp8, sagebwd};
-    case Pass::jvp: return {f32, f16, bf16};
+    case Pass::forward:
+      return {f32, f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw, sagebwd};
+    case Pass::backward:
+      return {f32, f16, bf16, int8, fp8, sagebwd};
+    case Pass::jvp:
+      return {f32, f16, bf16};
   }
   return {};
 }
@@ -37,12 +38,20 @@ Values draw_mask(const Case& c, uint64_t seed) {
   const auto full = Shape{c.batch, c.heads, c.tokens_q, c.tokens_k};
   Shape shape = full;
   switch (c.mask) {
-    case MaskTensor::none: return {};
-    case MaskTensor::keys: shape = {1, 1, 1, full[3]}; break;
+    case MaskTensor::none:
+      return {};
+    case MaskTensor::keys:
+      shape = {1, 1, 1, full[3]};
+      break;
     case MaskTensor::heads:
-    case MaskTensor::bias_bf16: shape[1] = 1; break;
-    case MaskTensor::blind: break;
-    case MaskTensor::bias_f32: shape[0] = 1; break;
+    case MaskTensor::bias_bf16:
+      shape[1] = 1;
+      break;
+    case MaskTensor::blind:
+      break;
+    case MaskTensor::bias_f32:
+      shape[0] = 1;
+      break;
   }
   Values mask = normal(shape, seed);
   const bool added = c.mask == MaskTensor::bias_f32 || c.mask == MaskTensor::bias_bf16;
@@ -58,7 +67,9 @@ Values draw_mask(const Case& c, uint64_t seed) {
 }  // namespace
 
 Inputs draw(const Case& c, uint64_t seed) {
-  const auto tensor = [&](const Shape& shape, uint64_t which) { return rounded(normal(shape, 100 * seed + which), c.dtype); };
+  const auto tensor = [&](const Shape& shape, uint64_t which) {
+    return rounded(normal(shape, 100 * seed + which), c.dtype);
+  };
   Inputs in;
   in.q = tensor(c.q_shape(), 1);
   in.k = tensor(c.k_shape(), 2);
@@ -106,8 +117,16 @@ struct Buffers {
     const Buffer* buffer;
   };
   std::vector<Named> inputs(Pass pass) const {
-    std::vector<Named> list = {{"q", &q}, {"k", &k}, {"v", &v}, {"mask", &mask}, {"do", &do_}, {"tq", &tq}, {"tk", &tk}, {"tv", &tv},
-                               {"cu_seqlens_q", &cu_seqlens_q}, {"cu_seqlens_k", &cu_seqlens_k}};
+    std::vector<Named> list = {{"q", &q},
+                               {"k", &k},
+                               {"v", &v},
+                               {"mask", &mask},
+                               {"do", &do_},
+                               {"tq", &tq},
+                               {"tk", &tk},
+                               {"tv", &tv},
+                               {"cu_seqlens_q", &cu_seqlens_q},
+                               {"cu_seqlens_k", &cu_seqlens_k}};
     if (pass == Pass::backward) list.insert(list.end(), {{"o", &o}, {"lse", &lse}, {"o_residual", &o_residual}});
     return list;
   }
@@ -155,7 +174,8 @@ Buffers place(const Case& c, const Inputs& in, Precision precision, Pass pass, c
         const auto [dq, dk, dv] = interleaved(out, c.q_shape());
         x.dq = dq, x.dk = dk, x.dv = dv;
       } else {
-        x.dq = Buffer(out, c.q_shape(), layout), x.dk = Buffer(out, c.k_shape(), out_kv), x.dv = Buffer(out, c.v_shape(), out_kv);
+        x.dq = Buffer(out, c.q_shape(), layout), x.dk = Buffer(out, c.k_shape(), out_kv),
+        x.dv = Buffer(out, c.v_shape(), out_kv);
       }
       break;
     case Pass::jvp:
@@ -197,17 +217,40 @@ void call(const Attention& attention, const Call& arguments) {
 }
 
 void call(const Attention& attention, Pass pass, const Buffers& x) {
-  const Extras extras{.mask = x.mask.view(), .cu_seqlens_q = x.cu_seqlens_q.view(), .cu_seqlens_k = x.cu_seqlens_k.view()};
+  const Extras extras{
+      .mask = x.mask.view(), .cu_seqlens_q = x.cu_seqlens_q.view(), .cu_seqlens_k = x.cu_seqlens_k.view()};
   switch (pass) {
     case Pass::forward:
-      return call(attention, Forward{.q = x.q.view(), .k = x.k.view(), .v = x.v.view(), .o = x.o.view(), .lse = x.lse.view(),
-                                     .o_residual = x.o_residual.view(), .extras = extras});
+      return call(attention, Forward{.q = x.q.view(),
+                                     .k = x.k.view(),
+                                     .v = x.v.view(),
+                                     .o = x.o.view(),
+                                     .lse = x.lse.view(),
+                                     .o_residual = x.o_residual.view(),
+                                     .extras = extras});
     case Pass::backward:
-      return call(attention, Backward{.q = x.q.view(), .k = x.k.view(), .v = x.v.view(), .o = x.o.view(), .lse = x.lse.view(), .do_ = x.do_.view(),
-                                      .dq = x.dq.view(), .dk = x.dk.view(), .dv = x.dv.view(), .o_residual = x.o_residual.view(), .extras = extras});
+      return call(attention, Backward{.q = x.q.view(),
+                                      .k = x.k.view(),
+                                      .v = x.v.view(),
+                                      .o = x.o.view(),
+                                      .lse = x.lse.view(),
+                                      .do_ = x.do_.view(),
+                                      .dq = x.dq.view(),
+                                      .dk = x.dk.view(),
+                                      .dv = x.dv.view(),
+                                      .o_residual = x.o_residual.view(),
+                                      .extras = extras});
     case Pass::jvp:
-      return call(attention, Jvp{.q = x.q.view(), .k = x.k.view(), .v = x.v.view(), .tq = x.tq.view(), .tk = x.tk.view(), .tv = x.tv.view(),
-                                 .o = x.o.view(), .to = x.to.view(), .lse = x.lse.view(), .extras = extras});
+      return call(attention, Jvp{.q = x.q.view(),
+                                 .k = x.k.view(),
+                                 .v = x.v.view(),
+                                 .tq = x.tq.view(),
+                                 .tk = x.tk.view(),
+                                 .tv = x.tv.view(),
+                                 .o = x.o.view(),
+                                 .to = x.to.view(),
+                                 .lse = x.lse.view(),
+                                 .extras = extras});
   }
 }
 
@@ -216,7 +259,8 @@ void call(const Attention& attention, Pass pass, const Buffers& x) {
 Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pass, const Outputs* saved) {
   const Buffers x = place(c, in, attention.precision, pass, saved);
   std::vector<std::vector<unsigned char>> before;
-  for (const auto& input : x.inputs(pass)) before.push_back(input.buffer->present() ? input.buffer->bytes() : std::vector<unsigned char>());
+  for (const auto& input : x.inputs(pass))
+    before.push_back(input.buffer->present() ? input.buffer->bytes() : std::vector<unsigned char>());
   call(attention, pass, x);
   for (size_t i = 0; i < before.size(); ++i) {
     const auto input = x.inputs(pass)[i];

@@ -1,7 +1,6 @@
 // The cases of attention that every backend is held to, and how tests run one through the door.
 #pragma once
 #include <octet/octet.hpp>
-
 #include <optional>
 #include <string>
 #include <vector>
@@ -67,8 +66,8 @@ struct Outputs {
 Attention attention_of(const Case&, Precision, const char* backend);
 
 // Runs a pass on fresh buffers and checks that it wrote every element of its outputs and nothing else: not the gaps
-// and guards of outputs, not the inputs, not beyond the workspace, which holds NaN before. `saved`: what the forward pass
-// left to a backward pass. At precision f64 all tensors are f64 and dense.
+// and guards of outputs, not the inputs, not beyond the workspace, which holds NaN before. `saved`: what the forward
+// pass left to a backward pass. At precision f64 all tensors are f64 and dense.
 Outputs run(const Case&, const Inputs&, const Attention&, Pass, const Outputs* saved = nullptr);
 
 // Float64 attention on the same inputs.
@@ -79,8 +78,9 @@ struct Noise {
   double o = 0.0, lse = 0.0, dq = 0.0, dk = 0.0, dv = 0.0, to = 0.0;
 };
 
-// Sums of n products in f32 err by at most sigmas * sqrt(n) * 2^-24 times the sum of their magnitudes (Higham and Mary, A new
-// approach to probabilistic rounding error analysis, 2019): 1 for root mean squares, 5 for the largest of all elements.
+// Sums of n products in f32 err by at most sigmas * sqrt(n) * 2^-24 times the sum of their magnitudes (Higham and Mary,
+// A new approach to probabilistic rounding error analysis, 2019): 1 for root mean squares, 5 for the largest of all
+// elements.
 Noise f32_noise(const Case&, const Inputs&, double column_sum, double sigmas);
 
 // The largest sum over queries (of all heads of a group) of one key's probabilities.

@@ -1,10 +1,9 @@
-// GoogleTest's main for tests that run once per instruction set: OCTET_CPU names it. Where the machine lacks it, says so
-// and exits with 77, which CTest counts as skipped.
+// GoogleTest's main for tests that run once per instruction set: OCTET_CPU names it. Where the machine lacks it, says
+// so and exits with 77, which CTest counts as skipped.
 #include <gtest/gtest.h>
 
-#include <octet/octet.hpp>
-
 #include <cstdio>
+#include <octet/octet.hpp>
 #include <string_view>
 
 namespace {

@@ -1,10 +1,9 @@
 #include "support/tensors.h"
 
-#include <octet/formats.hpp>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <octet/formats.hpp>
 #include <random>
 #include <sstream>
 
@@ -84,23 +83,32 @@ double largest_row(const Values& x) {
 
 const char* name(Layout layout) {
   switch (layout) {
-    case Layout::bhtd: return "bhtd";
-    case Layout::bthd: return "bthd";
-    case Layout::transposed: return "transposed";
-    case Layout::padded: return "padded";
-    case Layout::broadcast: return "broadcast";
+    case Layout::bhtd:
+      return "bhtd";
+    case Layout::bthd:
+      return "bthd";
+    case Layout::transposed:
+      return "transposed";
+    case Layout::padded:
+      return "padded";
+    case Layout::broadcast:
+      return "broadcast";
   }
   return "?";
 }
 
 size_t bytes_of(DType dtype) {
   switch (dtype) {
-    case DType::f64: return 8;
+    case DType::f64:
+      return 8;
     case DType::f32:
-    case DType::i32: return 4;
+    case DType::i32:
+      return 4;
     case DType::f16:
-    case DType::bf16: return 2;
-    default: return 1;
+    case DType::bf16:
+      return 2;
+    default:
+      return 1;
   }
 }
 
@@ -134,14 +142,18 @@ struct Placement {
 
 Placement place(const Shape& s, Layout layout) {
   switch (layout) {
-    case Layout::bhtd: return {contiguous_strides(s)};
-    case Layout::bthd: return {{s[2] * s[1] * s[3], s[3], s[1] * s[3], 1}};
-    case Layout::transposed: return {{s[1] * s[3] * s[2], s[3] * s[2], 1, s[2]}};
+    case Layout::bhtd:
+      return {contiguous_strides(s)};
+    case Layout::bthd:
+      return {{s[2] * s[1] * s[3], s[3], s[1] * s[3], 1}};
+    case Layout::transposed:
+      return {{s[1] * s[3] * s[2], s[3] * s[2], 1, s[2]}};
     case Layout::padded: {
       const int64_t row = s[3] + 3, head = s[2] * row + 5;
       return {{s[1] * head + 7, head, row, 1}, 1};
     }
-    case Layout::broadcast: return {{0, s[2] * s[3], s[3], 1}};
+    case Layout::broadcast:
+      return {{0, s[2] * s[3], s[3], 1}};
   }
   return {};
 }
@@ -169,7 +181,8 @@ Buffer::Buffer(std::shared_ptr<Memory> memory, DType dtype, const Shape& shape, 
     : memory_(std::move(memory)), dtype_(dtype), shape_(shape), stride_(stride), offset_(offset) {
   const size_t size = bytes_of(dtype);
   for_each(shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
-    memory_->claim(static_cast<size_t>(offset + b * stride[0] + h * stride[1] + t * stride[2] + c * stride[3]) * size, size);
+    memory_->claim(static_cast<size_t>(offset + b * stride[0] + h * stride[1] + t * stride[2] + c * stride[3]) * size,
+                   size);
   });
 }
 

@@ -3,10 +3,9 @@
 // A buffer fills what is not an element with a pattern; `damage` finds a byte of it that changed. Buffers that a
 // call may not write are compared byte by byte with a snapshot.
 #pragma once
-#include <octet/octet.hpp>
-
 #include <cstddef>
 #include <memory>
+#include <octet/octet.hpp>
 #include <string>
 #include <vector>
 

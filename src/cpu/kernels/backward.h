@@ -6,9 +6,9 @@
 //   p = exp(s - lse),  ds = p (dp - delta), both rounded
 //   dv += p^T do,  dk += ds^T q      into the task's own memory
 //   dq += ds k                       shared by all tiles of a head
-// and at the end dk *= scale; after all tasks dq *= scale. The tiles add to dq in ascending order: each block of queries
-// has a number in memory that says whose turn it is, so the bits of dq do not depend on the number of threads. Tasks
-// start in ascending order of tiles, so a task only ever waits for tasks that have started.
+// and at the end dk *= scale; after all tasks dq *= scale. The tiles add to dq in ascending order: each block of
+// queries has a number in memory that says whose turn it is, so the bits of dq do not depend on the number of threads.
+// Tasks start in ascending order of tiles, so a task only ever waits for tasks that have started.
 //
 // All arithmetic is in f32; formats are imposed on the operands, which keeps every product of two of them exact.
 #pragma once
@@ -43,7 +43,8 @@ inline void wait_for_turn(const int32_t* turn, int32_t tile) {
   for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != tile; ++spins) {
     if (spins > 64) std::this_thread::yield();
 #ifdef __x86_64__
-    else _mm_pause();
+    else
+      _mm_pause();
 #endif
   }
 }
@@ -59,7 +60,8 @@ struct Backward {
   void run(const Sequence& seq, const Block& block, int64_t count) {
     zero(scratch.dk, count * kKeys * w.k_columns);
     zero(scratch.dv, count * kKeys * w.v_columns);
-    const int64_t first_tile = block.token / kKeys, last_tile = std::min(first_tile + count, (seq.k_tokens + kKeys - 1) / kKeys);
+    const int64_t first_tile = block.token / kKeys,
+                  last_tile = std::min(first_tile + count, (seq.k_tokens + kKeys - 1) / kKeys);
     for (int64_t h = block.head * p.group(); h < (block.head + 1) * p.group(); ++h)
       for (int64_t token = 0; token < seq.q_tokens; token += kQueries) {
         const int64_t rows = std::min(seq.q_tokens - token, kQueries);
@@ -71,8 +73,10 @@ struct Backward {
   }
 
   // One tile of p; `own` is its number among the task's tiles.
-  void visit(const Sequence& seq, const Block& block, int64_t h, int64_t token, int64_t rows, int64_t tile, int64_t own) {
-    const int64_t first = row_index(p, seq, h, token), index = tile_index(block, tile), kc = w.k_columns, vc = w.v_columns;
+  void visit(const Sequence& seq, const Block& block, int64_t h, int64_t token, int64_t rows, int64_t tile,
+             int64_t own) {
+    const int64_t first = row_index(p, seq, h, token), index = tile_index(block, tile), kc = w.k_columns,
+                  vc = w.v_columns;
     const int64_t keys = std::min(seq.k_tokens - tile * kKeys, kKeys);
     const float *q = w.q + first * kc, *k = w.k + index * kKeys * kc;
     float *dk = scratch.dk + own * kKeys * kc, *dv = scratch.dv + own * kKeys * vc, *dq = w.dq + first * kc;
@@ -100,12 +104,16 @@ struct Backward {
   }
 
   // `block` is one of keys.
-  int64_t tile_index(const Block& block, int64_t tile) const { return (block.first_tile + tile) * p.kv_heads + block.head; }
+  int64_t tile_index(const Block& block, int64_t tile) const {
+    return (block.first_tile + tile) * p.kv_heads + block.head;
+  }
 
   void products(int64_t first, int64_t rows, int64_t index) {
     const int64_t kc = w.k_columns, vc = w.v_columns;
-    matmul<F32, false>(w.q + first * kc, {kc, 1}, w.k_transposed + index * p.dim * kKeys, kKeys, scratch.s, kKeys, rows, kKeys, p.dim);
-    matmul<F32, false>(w.do_dp + first * vc, {vc, 1}, w.v_transposed + index * p.dim_v * kKeys, kKeys, scratch.dp, kKeys, rows, kKeys, p.dim_v);
+    matmul<F32, false>(w.q + first * kc, {kc, 1}, w.k_transposed + index * p.dim * kKeys, kKeys, scratch.s, kKeys, rows,
+                       kKeys, p.dim);
+    matmul<F32, false>(w.do_dp + first * vc, {vc, 1}, w.v_transposed + index * p.dim_v * kKeys, kKeys, scratch.dp,
+                       kKeys, rows, kKeys, p.dim_v);
     if (plan.smooth_blocks) add_means(first, rows, index);
   }
 
@@ -117,7 +125,8 @@ struct Backward {
     for (int64_t j = 0; j < kKeys; ++j) by_key[j] = dot(mean, w.k_smooth + (index * kKeys + j) * kc);
     for (int64_t i = 0; i < rows; ++i) {
       const float by_row = dot(w.q_raw + (first + i) * kc, w.tile_mean + index * kc);
-      for (int64_t j = 0; j < kKeys; j += kLanes) store(scratch.s + i * kKeys + j, load(scratch.s + i * kKeys + j) + load(by_key + j) + by_row);
+      for (int64_t j = 0; j < kKeys; j += kLanes)
+        store(scratch.s + i * kKeys + j, load(scratch.s + i * kKeys + j) + load(by_key + j) + by_row);
     }
   }
 
@@ -152,7 +161,13 @@ struct Backward {
     const int64_t first = row_index(p, seq, h, token);
     const Step power = ds_power(block, h);
     for_rows(p, seq, h, token, rows, tile * kKeys, [&](int64_t i, const TileRow& keys, auto partial) {
-      const GradientRow row{keys, p.scale, unit(), w.lse[first + i], w.delta[first + i], power.inverse, power.step,
+      const GradientRow row{keys,
+                            p.scale,
+                            unit(),
+                            w.lse[first + i],
+                            w.delta[first + i],
+                            power.inverse,
+                            power.step,
                             plan.smooth_k_dq ? 0x1p15f : 1.f};
       gradient_row<format, partial>(row, scratch.s + i * kKeys, scratch.dp + i * kKeys);
     });
@@ -253,8 +268,10 @@ struct Backward {
   }
 };
 
-inline void store_dq(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block, const GradientOperands& w) {
-  const int64_t rows = std::min(seq.q_tokens - block.token, kQueries), first = row_index(p, seq, block.head, block.token);
+inline void store_dq(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block,
+                     const GradientOperands& w) {
+  const int64_t rows = std::min(seq.q_tokens - block.token, kQueries),
+                first = row_index(p, seq, block.head, block.token);
   for (int64_t i = 0; i < rows; ++i) {
     float* dq = w.dq + (first + i) * w.k_columns;
     if (plan.hadamard) rotate_back(dq, p.dim);
@@ -286,7 +303,9 @@ inline void prepare_operands(const Job& job, const BackwardPlan& plan, const Gra
     float* mean = w.k_mean + side * kMaxDim;
     const bool smooth = plan.smooth_k || plan.smooth_k_dq;
     if (smooth) mean_of_keys(p, seq, side % p.kv_heads, mean);
-    if (whole_heads) w.key_heads[side] = head_statistics(p.k, p.v, seq.batch, side % p.kv_heads, seq.k_first, seq.k_tokens, smooth ? mean : nullptr);
+    if (whole_heads)
+      w.key_heads[side] =
+          head_statistics(p.k, p.v, seq.batch, side % p.kv_heads, seq.k_first, seq.k_tokens, smooth ? mean : nullptr);
   });
   if (whole_heads)
     parallel_for(job.threads, job.sequence_count * p.heads, [&](int64_t side, unsigned) {
@@ -325,7 +344,8 @@ void backward_as(const Job& job, const BackwardPlan& plan) {
   const int64_t tiles_per_task = std::clamp<int64_t>(job.key_tile_count / (8 * job.threads), 1, kTilesPerTask);
   parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned thread) {
     const Block& block = job.key_tiles[task];
-    if (block.token / kKeys % tiles_per_task == 0) worker(thread).run(job.sequences[block.sequence], block, tiles_per_task);
+    if (block.token / kKeys % tiles_per_task == 0)
+      worker(thread).run(job.sequences[block.sequence], block, tiles_per_task);
   });
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned) {
     store_dq(p, plan, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
@@ -335,12 +355,18 @@ void backward_as(const Job& job, const BackwardPlan& plan) {
 inline void backward(const Job& job) {
   const BackwardPlan plan = backward_plan(*job.problem);
   switch (plan.format) {
-    case GradientFormat::exact: return backward_as<GradientFormat::exact>(job, plan);
-    case GradientFormat::f16: return backward_as<GradientFormat::f16>(job, plan);
-    case GradientFormat::bf16: return backward_as<GradientFormat::bf16>(job, plan);
-    case GradientFormat::e4m3: return backward_as<GradientFormat::e4m3>(job, plan);
-    case GradientFormat::int8: return backward_as<GradientFormat::int8>(job, plan);
-    case GradientFormat::migrated: return backward_as<GradientFormat::migrated>(job, plan);
+    case GradientFormat::exact:
+      return backward_as<GradientFormat::exact>(job, plan);
+    case GradientFormat::f16:
+      return backward_as<GradientFormat::f16>(job, plan);
+    case GradientFormat::bf16:
+      return backward_as<GradientFormat::bf16>(job, plan);
+    case GradientFormat::e4m3:
+      return backward_as<GradientFormat::e4m3>(job, plan);
+    case GradientFormat::int8:
+      return backward_as<GradientFormat::int8>(job, plan);
+    case GradientFormat::migrated:
+      return backward_as<GradientFormat::migrated>(job, plan);
   }
 }
 

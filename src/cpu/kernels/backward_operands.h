@@ -2,7 +2,8 @@
 // formats, and what the softmax needs to know of each row.
 //
 // A row of q or do that is not finite is kept as zeros, and its lse as NaN: whatever it reaches becomes NaN through p,
-// and nothing else does, though 0 NaN is NaN. A row of k that is not finite is NaN in the logits and counts as zeros else.
+// and nothing else does, though 0 NaN is NaN. A row of k that is not finite is NaN in the logits and counts as zeros
+// else.
 #pragma once
 #include <cmath>
 
@@ -12,18 +13,19 @@ namespace octet::cpu::OCTET_ISA {
 
 // Of all tokens of one head of q and do, or of k and v; only finite numbers count.
 struct HeadStatistics {
-  float largest;    // magnitude in q, or in k after smoothing
+  float largest;                    // magnitude in q, or in k after smoothing
   float value_largest, value_norm;  // magnitude and norm of a row in do, or in v
 };
 
-// In the workspace. Row r is token t of head h of batch element b: r = (b * heads + h) * tokens_q + t. Tiles are counted
-// as in KeySide, heads by sequence first.
+// In the workspace. Row r is token t of head h of batch element b: r = (b * heads + h) * tokens_q + t. Tiles are
+// counted as in KeySide, heads by sequence first.
 struct GradientOperands {
   float *k_transposed, *k, *v_transposed;  // [tile][dim][kKeys], [tile][kKeys][k_columns], [tile][dim_v][kKeys]
   float* k_amax;                           // [tile][kKeys]
   float* k_mean;                           // [kv head][kMaxDim]
-  float *k_smooth, *q_raw;                 // with smooth_blocks: k minus tile means [tile][kKeys][k_columns], q [row][k_columns]
-  float *tile_mean, *tile_offset;          // with smooth_blocks: [tile][k_columns], mean of the tile's k; minus that of all means
+  float *k_smooth, *q_raw;  // with smooth_blocks: k minus tile means [tile][kKeys][k_columns], q [row][k_columns]
+  float *tile_mean,
+      *tile_offset;  // with smooth_blocks: [tile][k_columns], mean of the tile's k; minus that of all means
   HeadStatistics *query_heads, *key_heads;
   float *q, *do_dp, *do_dv;  // [row][columns]
   float *q_amax, *do_amax;   // [row]
@@ -74,7 +76,8 @@ inline int64_t row_index(const Problem& p, const Sequence& seq, int64_t h, int64
 
 // The key tiles that a block of queries sees.
 inline KeyRange tiles_of(const Problem& p, const Sequence& seq, int64_t token, int64_t rows) {
-  const KeyRange a = p.keys_of(token, seq.q_tokens, seq.k_tokens), b = p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens);
+  const KeyRange a = p.keys_of(token, seq.q_tokens, seq.k_tokens),
+                 b = p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens);
   const int64_t first = std::min(a.first, b.first), last = std::max(a.last, b.last);
   return first < last ? KeyRange{first / kKeys, (last + kKeys - 1) / kKeys} : KeyRange{0, 0};
 }
@@ -139,7 +142,8 @@ inline void round_rows(const Rounding& how, float shared, float* rows, int64_t c
 }
 
 // `shared` of round_rows for a block of queries from `token` on.
-inline float shared_amax(const Rounding& how, const View& t, const Sequence& seq, int64_t h, int64_t token, float head) {
+inline float shared_amax(const Rounding& how, const View& t, const Sequence& seq, int64_t h, int64_t token,
+                         float head) {
   if (how.group == kWholeHead) return head;
   if (how.group <= kQueries) return -1.f;
   alignas(64) float row[kMaxDim];
@@ -159,7 +163,8 @@ inline double squared_norm(const float* x, int64_t n) {
 }
 
 // One pass over the tokens of a head of x (q or k, minus `mean` if there is one) and y (do or v).
-inline HeadStatistics head_statistics(const View& x, const View& y, int64_t b, int64_t h, int64_t first, int64_t tokens, const float* mean) {
+inline HeadStatistics head_statistics(const View& x, const View& y, int64_t b, int64_t h, int64_t first, int64_t tokens,
+                                      const float* mean) {
   alignas(64) float row[kMaxDim];
   HeadStatistics s{};
   double norm = 0;
@@ -187,7 +192,8 @@ inline void mean_of_keys(const Problem& p, const Sequence& seq, int64_t g, float
     for (int64_t c = 0; c < p.dim; ++c)
       if (__builtin_fabsf(row[c]) < __builtin_inff()) sum[c] += row[c];
   }
-  for (int64_t c = 0; c < p.dim; ++c) mean[c] = static_cast<float>(sum[c] / static_cast<double>(std::max<int64_t>(seq.k_tokens, 1)));
+  for (int64_t c = 0; c < p.dim; ++c)
+    mean[c] = static_cast<float>(sum[c] / static_cast<double>(std::max<int64_t>(seq.k_tokens, 1)));
 }
 
 // In double, rounded once.
@@ -208,20 +214,23 @@ inline void rotate_back(float* row, int64_t dim) {
   hadamard_inverse(row, signs.sign, dim);
 }
 
-// The offsets of the tiles' means from their own mean, for one head: what dq = ds k is given back. The mean of all means
-// would only multiply the rounding errors of ds, whose rows sum to 0.
-inline void offset_tiles(const Sequence& seq, int64_t first_tile, int64_t g, int64_t kv_heads, const GradientOperands& w) {
+// The offsets of the tiles' means from their own mean, for one head: what dq = ds k is given back. The mean of all
+// means would only multiply the rounding errors of ds, whose rows sum to 0.
+inline void offset_tiles(const Sequence& seq, int64_t first_tile, int64_t g, int64_t kv_heads,
+                         const GradientOperands& w) {
   const int64_t tiles = (seq.k_tokens + kKeys - 1) / kKeys, kc = w.k_columns;
   const auto row = [&](float* base, int64_t tile) { return base + ((first_tile + tile) * kv_heads + g) * kc; };
   for (int64_t c = 0; c < kc; ++c) {
     double sum = 0;
     for (int64_t tile = 0; tile < tiles; ++tile) sum += row(w.tile_mean, tile)[c];
-    for (int64_t tile = 0; tile < tiles; ++tile) row(w.tile_offset, tile)[c] = static_cast<float>(row(w.tile_mean, tile)[c] - sum / static_cast<double>(tiles));
+    for (int64_t tile = 0; tile < tiles; ++tile)
+      row(w.tile_offset, tile)[c] = static_cast<float>(row(w.tile_mean, tile)[c] - sum / static_cast<double>(tiles));
   }
 }
 
 // One tile of k and v.
-inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block, const GradientOperands& w) {
+inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block,
+                         const GradientOperands& w) {
   const int64_t g = block.head, first = block.token, kc = w.k_columns, vc = w.v_columns;
   const int64_t side = block.sequence * p.kv_heads + g;
   const int64_t index = (block.first_tile + first / kKeys) * p.kv_heads + g;
@@ -261,7 +270,8 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
 }
 
 // delta = do . o, in double: the sum is small where its terms are not.
-inline float delta_of(const Problem& p, const BackwardPlan& plan, const Sequence& seq, int64_t h, int64_t token, const float* do_) {
+inline float delta_of(const Problem& p, const BackwardPlan& plan, const Sequence& seq, int64_t h, int64_t token,
+                      const float* do_) {
   alignas(64) float o[kMaxDim], residual[kMaxDim];
   load_row(p.o, seq.batch, h, token, o);
   if (plan.delta == Delta::from_exact_o && p.o_residual.present()) {
@@ -280,7 +290,8 @@ inline void mean_of_queries(const GradientOperands& w, int64_t first, int64_t ro
 }
 
 // One block of queries: rows, lse, delta; clears dq and gives the first tile its turn.
-inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block, const GradientOperands& w) {
+inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block,
+                            const GradientOperands& w) {
   const int64_t h = block.head, token = block.token, kc = w.k_columns, vc = w.v_columns;
   const int64_t rows = std::min(seq.q_tokens - token, kQueries), first = row_index(p, seq, h, token);
   const float* mean = w.k_mean + (block.sequence * p.kv_heads + h / p.group()) * kMaxDim;

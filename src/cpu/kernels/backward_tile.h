@@ -25,8 +25,8 @@ struct GradientRow {
   TileRow keys;
   float to_logit, unit;  // load_logits
   float lse, delta;
-  float up, down;        // powers of two around the rounding of ds to f16
-  float p_up;            // and of p
+  float up, down;  // powers of two around the rounding of ds to f16
+  float p_up;      // and of p
 };
 
 // s becomes p, dp becomes ds. Keys that the row does not see give exact zeros, whatever they hold.
@@ -48,15 +48,18 @@ OCTET_INLINE void gradient_row(const GradientRow& row, float* s, float* dp) {
 
 // Calls body(row, partial) for the rows of a tile: partial is a compile-time constant.
 template <class Body>
-OCTET_INLINE void for_rows(const Problem& p, const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t key, const Body& body) {
+OCTET_INLINE void for_rows(const Problem& p, const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t key,
+                           const Body& body) {
   TileRow row{nullptr, nullptr, 0, 0, nullptr, p.mask.dtype, p.mask.stride[3]};
   for (int64_t i = 0; i < rows; ++i) {
     const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
     row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
     row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
     if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
-    if (row.first > 0 || row.last < kKeys || row.mask) body(i, row, std::true_type());
-    else body(i, row, std::false_type());
+    if (row.first > 0 || row.last < kKeys || row.mask)
+      body(i, row, std::true_type());
+    else
+      body(i, row, std::false_type());
   }
 }
 
@@ -72,7 +75,8 @@ template <octet_dtype code>
 inline void round_tile(float* x, int64_t rows) {
   const float largest = finite_amax(x, rows * kKeys);
   const Step step = step_of(largest, largest_code(code));
-  for (int64_t i = 0; i < rows * kKeys; i += kLanes) store(x + i, on_step<code>(load(x + i), splat(step.step), splat(step.inverse)));
+  for (int64_t i = 0; i < rows * kKeys; i += kLanes)
+    store(x + i, on_step<code>(load(x + i), splat(step.step), splat(step.inverse)));
 }
 
 // a / x, finite, 0 for x = 0.
@@ -90,7 +94,8 @@ inline void round_rows_of_tile(const float* x, int64_t rows, const float* fold, 
     }
     const Step step = step_of(reduce_max(largest), 127.f);
     for (int v = 0; v < kVectors; ++v)
-      store(out + i * kKeys + v * kLanes, on_step<OCTET_I8>(y[v], splat(step.step), splat(step.inverse)) * inverse_fold[v]);
+      store(out + i * kKeys + v * kLanes,
+            on_step<OCTET_I8>(y[v], splat(step.step), splat(step.inverse)) * inverse_fold[v]);
   }
 }
 
@@ -98,7 +103,8 @@ inline void round_rows_of_tile(const float* x, int64_t rows, const float* fold, 
 inline void round_columns_of_tile(float* x, int64_t rows, const float* fold, float top) {
   for (int v = 0; v < kVectors; ++v) {
     Vf largest{};
-    for (int64_t i = 0; i < rows; ++i) largest = max(finite_magnitude(load(x + i * kKeys + v * kLanes) * fold[i]), largest);
+    for (int64_t i = 0; i < rows; ++i)
+      largest = max(finite_magnitude(load(x + i * kKeys + v * kLanes) * fold[i]), largest);
     const Vf inverse = inverse_of(top, largest), step = largest / top;
     for (int64_t i = 0; i < rows; ++i) {
       float* at = x + i * kKeys + v * kLanes;

@@ -103,12 +103,18 @@ static inline void load_row(const View& t, int64_t b, int64_t h, int64_t token, 
   const void* p = row_pointer(t, b, h, token);
   const int64_t n = t.shape[3], stride = t.stride[3];
   switch (t.dtype) {
-    case OCTET_F64: return convert_row<double>(p, stride, n, out, [](double x) { return static_cast<float>(x); });
-    case OCTET_F32: return convert_row<float>(p, stride, n, out, [](float x) { return x; });
-    case OCTET_F16: return convert_row<uint16_t>(p, stride, n, out, [](uint16_t x) { return from_f16(x); });
-    case OCTET_BF16: return convert_row<uint16_t>(p, stride, n, out, [](uint16_t x) { return from_bf16(x); });
-    case OCTET_E4M3: return convert_row<uint8_t>(p, stride, n, out, [](uint8_t x) { return from_e4m3(x); });
-    default: return convert_row<int8_t>(p, stride, n, out, [](int8_t x) { return static_cast<float>(x); });
+    case OCTET_F64:
+      return convert_row<double>(p, stride, n, out, [](double x) { return static_cast<float>(x); });
+    case OCTET_F32:
+      return convert_row<float>(p, stride, n, out, [](float x) { return x; });
+    case OCTET_F16:
+      return convert_row<uint16_t>(p, stride, n, out, [](uint16_t x) { return from_f16(x); });
+    case OCTET_BF16:
+      return convert_row<uint16_t>(p, stride, n, out, [](uint16_t x) { return from_bf16(x); });
+    case OCTET_E4M3:
+      return convert_row<uint8_t>(p, stride, n, out, [](uint8_t x) { return from_e4m3(x); });
+    default:
+      return convert_row<int8_t>(p, stride, n, out, [](int8_t x) { return static_cast<float>(x); });
   }
 }
 
@@ -117,8 +123,10 @@ static inline void store_row(const View& t, int64_t b, int64_t h, int64_t token,
   const int64_t n = t.shape[3], stride = t.stride[3];
   switch (t.dtype) {
     case OCTET_F32:
-      if (stride == 1) std::memcpy(p, x, sizeof(float) * n);
-      else for (int64_t c = 0; c < n; ++c) static_cast<float*>(p)[c * stride] = x[c];
+      if (stride == 1)
+        std::memcpy(p, x, sizeof(float) * n);
+      else
+        for (int64_t c = 0; c < n; ++c) static_cast<float*>(p)[c * stride] = x[c];
       return;
     case OCTET_F16:
       for (int64_t c = 0; c < n; ++c) static_cast<uint16_t*>(p)[c * stride] = to_f16(x[c]);
@@ -148,7 +156,8 @@ static inline void round_row(octet_dtype dtype, float* x, int64_t n) {
     case OCTET_E4M3:
       for (int64_t c = 0; c < n; ++c) x[c] = from_e4m3(to_e4m3(x[c]));
       return;
-    default: return;
+    default:
+      return;
   }
 }
 

@@ -19,9 +19,10 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Whether the product of a tile of P with V is formed apart and then added to o. 8-bit P: it is an integer. f16 P, the one
-// that gradients build on: next to a large sum small weights would be lost one by one, always downwards; a few at a time
-// they are not (coherence of the error of delta on tied maxima: .91, by tiles .13, by quarters of a tile below .1).
+// Whether the product of a tile of P with V is formed apart and then added to o. 8-bit P: it is an integer. f16 P, the
+// one that gradients build on: next to a large sum small weights would be lost one by one, always downwards; a few at a
+// time they are not (coherence of the error of delta on tied maxima: .91, by tiles .13, by quarters of a tile below
+// .1).
 constexpr bool through_strip(PFormat format) { return format == PFormat::u8 || format == PFormat::f16; }
 constexpr int64_t strip_parts(PFormat format) { return format == PFormat::f16 ? 4 : 1; }
 
@@ -56,8 +57,10 @@ struct ForwardScratch {
     t.o = carve.take<float>(kRows * side.v_columns);
     for (int i = 0; i < (kPipelined ? 2 : 1); ++i) {
       t.s[i] = carve.take<typename Qk::Sum>(kRows * kKeys);
-      if constexpr (kInPlace) t.p[i] = t.s[i];
-      else t.p[i] = carve.take<typename Pv::Element>(kRows * t.p_stride);
+      if constexpr (kInPlace)
+        t.p[i] = t.s[i];
+      else
+        t.p[i] = carve.take<typename Pv::Element>(kRows * t.p_stride);
     }
     return t;
   }
@@ -68,11 +71,11 @@ template <int64_t rows>
 struct RowState {
   alignas(64) float l[rows][kLanes];  // partial sums
   float m[rows];
-  float top[rows];         // remedy beta: largest logit so far; m may lie above it
-  float unit[rows];        // logit * log2(e) per unit of x
-  float to_logit[rows];    // logit per unit of sum * k_scale
-  float alpha[2][rows];    // of tiles t and t + 1
-  float p_step[2][rows];   // 8-bit P: o += p_step * product
+  float top[rows];        // remedy beta: largest logit so far; m may lie above it
+  float unit[rows];       // logit * log2(e) per unit of x
+  float to_logit[rows];   // logit per unit of sum * k_scale
+  float alpha[2][rows];   // of tiles t and t + 1
+  float p_step[2][rows];  // 8-bit P: o += p_step * product
 };
 
 // Codes of a row of P with its largest at `top`; returns their step.
@@ -87,8 +90,9 @@ OCTET_INLINE float quantize_p(Vf (&p)[kVectors], float largest, float top, typen
 
 // One row of a tile: from logits to P. Leaves alpha and p_step for the accumulator.
 template <class Qk, class Pv, PFormat format, bool partial>
-OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typename Qk::Sum* s, const TileRow& row, const float* v_scale, bool v_finite,
-                              int i, int parity, RowState<kBlockRows<Qk>>& state, typename Pv::Element* p_out) {
+OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typename Qk::Sum* s, const TileRow& row,
+                              const float* v_scale, bool v_finite, int i, int parity, RowState<kBlockRows<Qk>>& state,
+                              typename Pv::Element* p_out) {
   constexpr int degree = exp2_degree(format);
   Vf x[kVectors];
   load_logits<partial, kBias<Qk> != 0>(s, row, state.to_logit[i], x);
@@ -128,11 +132,12 @@ OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typenam
   store(state.l[i], load(state.l[i]) * alpha + l);
 }
 
-// The same for 8-bit P and a tile that all of the row sees, with the maximum of earlier tiles: P gets a scale of its own
-// in every tile, so m only has to keep p in the range of floats. False, with nothing changed, if it does not.
+// The same for 8-bit P and a tile that all of the row sees, with the maximum of earlier tiles: P gets a scale of its
+// own in every tile, so m only has to keep p in the range of floats. False, with nothing changed, if it does not.
 template <class Qk, class Pv>
-OCTET_INLINE bool softmax_row_lazily(const ForwardPlan& plan, const typename Qk::Sum* s, const TileRow& row, const float* v_scale, int i, int parity,
-                                     RowState<kBlockRows<Qk>>& state, typename Pv::Element* p_out) {
+OCTET_INLINE bool softmax_row_lazily(const ForwardPlan& plan, const typename Qk::Sum* s, const TileRow& row,
+                                     const float* v_scale, int i, int parity, RowState<kBlockRows<Qk>>& state,
+                                     typename Pv::Element* p_out) {
   constexpr float kRange = 0x1p60f;
   const float unit = state.unit[i], shift = state.m[i] * unit;
   Vf x[kVectors], p[kVectors];
@@ -212,7 +217,8 @@ struct Forward {
     }
     std::memset(state.l, 0, sizeof state.l);
     std::memset(scratch.o, 0, sizeof(float) * kRows * side.v_columns);
-    for (int i = 0; i < (Scratch::kPipelined ? 2 : 1); ++i) std::memset(scratch.p[i], 0, sizeof *scratch.p[i] * kRows * scratch.p_stride);
+    for (int i = 0; i < (Scratch::kPipelined ? 2 : 1); ++i)
+      std::memset(scratch.p[i], 0, sizeof *scratch.p[i] * kRows * scratch.p_stride);
   }
 
   // A group of columns of q k^T.
@@ -223,13 +229,20 @@ struct Forward {
   }
 
   // A group of rows of a tile, from logits to P.
-  void softmax_rows(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t group, int64_t tile, int64_t index, int parity) {
+  void softmax_rows(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t group, int64_t tile,
+                    int64_t index, int parity) {
     const int64_t key = tile * kKeys;
-    TileRow row{side.k_scale ? side.k_scale + index * kKeys : nullptr, side.k_correction ? side.k_correction + index * kKeys : nullptr, 0, 0,
-                nullptr, p.mask.dtype, p.mask.stride[3]};
+    TileRow row{side.k_scale ? side.k_scale + index * kKeys : nullptr,
+                side.k_correction ? side.k_correction + index * kKeys : nullptr,
+                0,
+                0,
+                nullptr,
+                p.mask.dtype,
+                p.mask.stride[3]};
     const float* v_scale = side.v_scale ? side.v_scale + index * kKeys : nullptr;
     const bool v_finite = side.v_finite[index];
-    const int64_t begin = group * (kRows / kGroups), end = begin + kRows / kGroups < rows ? begin + kRows / kGroups : rows;
+    const int64_t begin = group * (kRows / kGroups),
+                  end = begin + kRows / kGroups < rows ? begin + kRows / kGroups : rows;
     if (begin >= end) return;
     const bool all_seen = !p.mask.present() && p.keys_of(token + end - 1, seq.q_tokens, seq.k_tokens).first <= key &&
                           p.keys_of(token + begin, seq.q_tokens, seq.k_tokens).last >= key + kKeys;
@@ -239,7 +252,9 @@ struct Forward {
       const int r = static_cast<int>(i);
       if (all_seen) {
         if constexpr (format == PFormat::u8)
-          if (v_finite && state.m[i] != kMinusInfinity && softmax_row_lazily<Qk, Pv>(plan, s, row, v_scale, r, parity, state, out)) continue;
+          if (v_finite && state.m[i] != kMinusInfinity &&
+              softmax_row_lazily<Qk, Pv>(plan, s, row, v_scale, r, parity, state, out))
+            continue;
         softmax_row<Qk, Pv, format, false>(plan, p.beta, s, row, v_scale, v_finite, r, parity, state, out);
       } else {
         const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
@@ -266,20 +281,25 @@ struct Forward {
         multiply_strip(p_part, p_strides, v + part * words * columns, rows, n, words, side.v_finite[index]);
         for (int64_t i = 0; i < rows; ++i) {
           const float step = format == PFormat::u8 ? state.p_step[parity][i] : 1.f;
-          add_product(o + i * columns, scratch.strip + i * scratch.strip_columns, part ? 1.f : state.alpha[parity][i], step, n);
+          add_product(o + i * columns, scratch.strip + i * scratch.strip_columns, part ? 1.f : state.alpha[parity][i],
+                      step, n);
         }
       }
     } else {
       for (int64_t i = 0; i < rows; ++i)
         if (state.alpha[parity][i] != 1.f) scale_row(o + i * columns, state.alpha[parity][i], n);
-      if (side.v_finite[index]) matmul<Pv, true>(scratch.p[parity], p_strides, v, columns, o, columns, rows, n, side.v_words);
-      else matmul_skipping_zeros<Pv>(scratch.p[parity], p_strides, v, columns, o, columns, rows, n, side.v_words);
+      if (side.v_finite[index])
+        matmul<Pv, true>(scratch.p[parity], p_strides, v, columns, o, columns, rows, n, side.v_words);
+      else
+        matmul_skipping_zeros<Pv>(scratch.p[parity], p_strides, v, columns, o, columns, rows, n, side.v_words);
     }
   }
 
-  void multiply_strip(const void* p_part, Strides p_strides, const Word* v, int64_t rows, int64_t n, int64_t words, bool v_finite) {
+  void multiply_strip(const void* p_part, Strides p_strides, const Word* v, int64_t rows, int64_t n, int64_t words,
+                      bool v_finite) {
     const int64_t columns = side.v_columns, stride = scratch.strip_columns;
-    if (format == PFormat::u8 || v_finite) return matmul<Pv, false>(p_part, p_strides, v, columns, scratch.strip, stride, rows, n, words);
+    if (format == PFormat::u8 || v_finite)
+      return matmul<Pv, false>(p_part, p_strides, v, columns, scratch.strip, stride, rows, n, words);
     if constexpr (format != PFormat::u8) {
       std::memset(scratch.strip, 0, sizeof(float) * rows * stride);
       matmul_skipping_zeros<Pv>(p_part, p_strides, v, columns, scratch.strip, stride, rows, n, words);
@@ -307,7 +327,9 @@ struct Forward {
         for (int64_t c = 0; c < p.dim_v; ++c) residual[c] = o[c] - residual[c];
         store_row(p.o_residual, seq.batch, h, at, residual);
       }
-      if (p.lse.present()) *p.lse.at<float>(seq.batch, h, at) = seen ? lse(seq, h, at, static_cast<int>(i), l, side_index) : kMinusInfinity;
+      if (p.lse.present())
+        *p.lse.at<float>(seq.batch, h, at) =
+            seen ? lse(seq, h, at, static_cast<int>(i), l, side_index) : kMinusInfinity;
     }
   }
 
@@ -364,7 +386,8 @@ void forward_as(const Job& job, const ForwardPlan& plan) {
     Carver own(scratch + thread * scratch_bytes);
     const FlushDenormals flush;
     configure_tiles();
-    Forward<Qk, Pv, format> forward{p, plan, side, signs, ForwardScratch<Qk, Pv>::carve(side, through_strip(format), own), {}};
+    Forward<Qk, Pv, format> forward{
+        p, plan, side, signs, ForwardScratch<Qk, Pv>::carve(side, through_strip(format), own), {}};
     forward.run(job.sequences[block.sequence], block);
     release_tiles();
   });
@@ -375,20 +398,27 @@ template <class Body>
 auto with_engines(const ForwardPlan& plan, Body&& body) {
   const bool int8 = plan.qk == OCTET_I8;
   switch (plan.p) {
-    case PFormat::u8: return body.template operator()<Int8, UInt8, PFormat::u8>();
+    case PFormat::u8:
+      return body.template operator()<Int8, UInt8, PFormat::u8>();
     case PFormat::e4m3:
-      return int8 ? body.template operator()<Int8, Bf16, PFormat::e4m3>() : body.template operator()<Bf16, Bf16, PFormat::e4m3>();
-    case PFormat::bf16: return body.template operator()<Bf16, Bf16, PFormat::bf16>();
+      return int8 ? body.template operator()<Int8, Bf16, PFormat::e4m3>()
+                  : body.template operator()<Bf16, Bf16, PFormat::e4m3>();
+    case PFormat::bf16:
+      return body.template operator()<Bf16, Bf16, PFormat::bf16>();
     case PFormat::f16:
       if (int8) return body.template operator()<Int8, F32, PFormat::f16>();
-      return plan.qk == OCTET_BF16 ? body.template operator()<Bf16, F32, PFormat::f16>() : body.template operator()<F32, F32, PFormat::f16>();
-    default: return body.template operator()<F32, F32, PFormat::exact>();
+      return plan.qk == OCTET_BF16 ? body.template operator()<Bf16, F32, PFormat::f16>()
+                                   : body.template operator()<F32, F32, PFormat::f16>();
+    default:
+      return body.template operator()<F32, F32, PFormat::exact>();
   }
 }
 
 inline std::size_t forward_workspace(const Problem& p, unsigned threads) {
   const ForwardPlan plan = forward_plan(p);
-  return with_engines(plan, [&]<class Qk, class Pv, PFormat format>() { return forward_workspace_as<Qk, Pv, format>(p, plan, threads); });
+  return with_engines(plan, [&]<class Qk, class Pv, PFormat format>() {
+    return forward_workspace_as<Qk, Pv, format>(p, plan, threads);
+  });
 }
 
 inline int64_t forward_block_rows(const Problem& p) {

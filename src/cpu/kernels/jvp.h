@@ -257,9 +257,12 @@ void jvp_as(const Job& job, const ForwardPlan& plan) {
 template <class Body>
 auto with_jvp_engine(const ForwardPlan& plan, Body&& body) {
   switch (plan.p) {
-    case PFormat::bf16: return body.template operator()<Bf16, PFormat::bf16>();
-    case PFormat::f16: return body.template operator()<F32, PFormat::f16>();
-    default: return body.template operator()<F32, PFormat::exact>();
+    case PFormat::bf16:
+      return body.template operator()<Bf16, PFormat::bf16>();
+    case PFormat::f16:
+      return body.template operator()<F32, PFormat::f16>();
+    default:
+      return body.template operator()<F32, PFormat::exact>();
   }
 }
 

@@ -11,8 +11,8 @@ namespace octet::cpu {
 
 extern const Kernels OCTET_TABLE(OCTET_ISA);
 const Kernels OCTET_TABLE(OCTET_ISA) = {
-    OCTET_ISA::forward_block_rows, OCTET_ISA::forward_workspace,  OCTET_ISA::forward,
-    OCTET_ISA::backward_workspace, OCTET_ISA::backward, OCTET_ISA::jvp_workspace, OCTET_ISA::jvp,
+    OCTET_ISA::forward_block_rows, OCTET_ISA::forward_workspace, OCTET_ISA::forward, OCTET_ISA::backward_workspace,
+    OCTET_ISA::backward,           OCTET_ISA::jvp_workspace,     OCTET_ISA::jvp,
 };
 
 }  // namespace octet::cpu

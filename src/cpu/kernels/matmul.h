@@ -42,8 +42,8 @@ struct Bf16 {
 struct Bf16 : F32 {};
 #endif
 
-// 8-bit integers, A unsigned (P) or signed (q) times signed B -> int32, exact. Without the instruction, floats that hold
-// integers: sums below 2^24 are exact too. The dot-product instruction wants A unsigned, so it gets signed A plus
+// 8-bit integers, A unsigned (P) or signed (q) times signed B -> int32, exact. Without the instruction, floats that
+// hold integers: sums below 2^24 are exact too. The dot-product instruction wants A unsigned, so it gets signed A plus
 // kBias, and the sums are corrected by -kBias times the column sums of B.
 #ifdef __AVX512VNNI__
 struct UInt8 {
@@ -104,7 +104,8 @@ OCTET_INLINE Vi broadcast(Word a) {
 
 // MR rows by NR vectors of C in registers.
 template <class E, int MR, int NR, bool accumulate>
-OCTET_INLINE void block(const Word* a, Strides as, const Word* b, int64_t columns, typename E::Sum* c, int64_t ldc, int64_t words) {
+OCTET_INLINE void block(const Word* a, Strides as, const Word* b, int64_t columns, typename E::Sum* c, int64_t ldc,
+                        int64_t words) {
   typename E::Vector sum[MR][NR];
   for (int i = 0; i < MR; ++i)
     for (int j = 0; j < NR; ++j) sum[i][j] = accumulate ? load(c + i * ldc + j * kLanes) : typename E::Vector{};
@@ -124,7 +125,8 @@ OCTET_INLINE void block(const Word* a, Strides as, const Word* b, int64_t column
 }
 
 template <class E, int NR, bool accumulate>
-inline void column_strip(const Word* a, Strides as, const Word* b, int64_t columns, typename E::Sum* c, int64_t ldc, int64_t rows, int64_t words) {
+inline void column_strip(const Word* a, Strides as, const Word* b, int64_t columns, typename E::Sum* c, int64_t ldc,
+                         int64_t rows, int64_t words) {
   int64_t i = 0;
   for (; i + 6 <= rows; i += 6) block<E, 6, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
   for (; i + 4 <= rows; i += 4) block<E, 4, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
@@ -150,16 +152,20 @@ inline void configure_tiles() {
 inline void release_tiles() { _tile_release(); }
 
 // The intrinsics paste tile numbers into the instruction, so they must be literals: hence a macro.
-#define OCTET_TILE_DOT(c, a, b)                                          \
-  do {                                                                   \
-    if constexpr (std::is_same_v<E, Bf16>) _tile_dpbf16ps(c, a, b);      \
-    else if constexpr (std::is_same_v<E, Int8>) _tile_dpbssd(c, a, b);   \
-    else _tile_dpbusd(c, a, b);                                          \
+#define OCTET_TILE_DOT(c, a, b)                 \
+  do {                                          \
+    if constexpr (std::is_same_v<E, Bf16>)      \
+      _tile_dpbf16ps(c, a, b);                  \
+    else if constexpr (std::is_same_v<E, Int8>) \
+      _tile_dpbssd(c, a, b);                    \
+    else                                        \
+      _tile_dpbusd(c, a, b);                    \
   } while (false)
 
 // 16 or 32 rows by 16 or 32 columns of C in four tiles.
 template <class E, bool accumulate, bool two_rows, bool two_columns>
-inline void tile_block(const Word* a, int64_t lda, const Word* b, int64_t columns, typename E::Sum* c, int64_t ldc, int64_t words) {
+inline void tile_block(const Word* a, int64_t lda, const Word* b, int64_t columns, typename E::Sum* c, int64_t ldc,
+                       int64_t words) {
   const int64_t c_bytes = ldc * 4, a_bytes = lda * 4, b_bytes = columns * 4;
   if constexpr (accumulate) {
     _tile_loadd(0, c, c_bytes);
@@ -193,18 +199,23 @@ inline void tile_block(const Word* a, int64_t lda, const Word* b, int64_t column
 }
 
 template <class E, bool accumulate>
-inline void tile_matmul(const Word* a, int64_t lda, const Word* b, int64_t columns, typename E::Sum* c, int64_t ldc, int64_t rows, int64_t n, int64_t words) {
+inline void tile_matmul(const Word* a, int64_t lda, const Word* b, int64_t columns, typename E::Sum* c, int64_t ldc,
+                        int64_t rows, int64_t n, int64_t words) {
   compiler_barrier();
   for (int64_t j = 0; j < n; j += 32)
     for (int64_t i = 0; i < rows; i += 32) {
       const Word* ai = a + i * lda;
       typename E::Sum* cij = c + i * ldc + j;
       if (i + 16 < rows) {
-        if (j + 16 < n) tile_block<E, accumulate, true, true>(ai, lda, b + j, columns, cij, ldc, words);
-        else tile_block<E, accumulate, true, false>(ai, lda, b + j, columns, cij, ldc, words);
+        if (j + 16 < n)
+          tile_block<E, accumulate, true, true>(ai, lda, b + j, columns, cij, ldc, words);
+        else
+          tile_block<E, accumulate, true, false>(ai, lda, b + j, columns, cij, ldc, words);
       } else {
-        if (j + 16 < n) tile_block<E, accumulate, false, true>(ai, lda, b + j, columns, cij, ldc, words);
-        else tile_block<E, accumulate, false, false>(ai, lda, b + j, columns, cij, ldc, words);
+        if (j + 16 < n)
+          tile_block<E, accumulate, false, true>(ai, lda, b + j, columns, cij, ldc, words);
+        else
+          tile_block<E, accumulate, false, false>(ai, lda, b + j, columns, cij, ldc, words);
       }
     }
 }
@@ -219,15 +230,18 @@ inline void release_tiles() {}
 // C [rows][n] (+)= A [rows][words] B [words][columns]. n is a multiple of kColumnStep; rows of A, C and words of
 // engines with tiles are padded (padded_rows, words_of), everybody else takes any row count.
 template <class E, bool accumulate>
-inline void matmul(const void* a_words, Strides as, const void* b_words, int64_t columns, typename E::Sum* c, int64_t ldc, int64_t rows, int64_t n, int64_t words) {
+inline void matmul(const void* a_words, Strides as, const void* b_words, int64_t columns, typename E::Sum* c,
+                   int64_t ldc, int64_t rows, int64_t n, int64_t words) {
   const Word* a = static_cast<const Word*>(a_words);
   const Word* b = static_cast<const Word*>(b_words);
 #ifdef __AMX_TILE__
-  if constexpr (E::kTiles) return tile_matmul<E, accumulate>(a, as.row, b, columns, c, ldc, padded_rows(rows), n, words);
+  if constexpr (E::kTiles)
+    return tile_matmul<E, accumulate>(a, as.row, b, columns, c, ldc, padded_rows(rows), n, words);
 #endif
   constexpr int kWide = kLanes == 16 ? 4 : 2;
   int64_t j = 0;
-  for (; j + kWide * kLanes <= n; j += kWide * kLanes) column_strip<E, kWide, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words);
+  for (; j + kWide * kLanes <= n; j += kWide * kLanes)
+    column_strip<E, kWide, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words);
   for (; j < n; j += kLanes) column_strip<E, 1, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words);
 }
 
@@ -246,7 +260,8 @@ OCTET_INLINE bool is_finite(float x) { return __builtin_fabsf(x) < __builtin_inf
 // of B comes first, by the same instructions as ever, so that rows of A that skip the rest keep their bits.
 // At most kMaxWords words.
 template <class E>
-inline void matmul_skipping_zeros(const void* a_words, Strides as, const void* b_words, int64_t columns, float* c, int64_t ldc, int64_t rows, int64_t n, int64_t words) {
+inline void matmul_skipping_zeros(const void* a_words, Strides as, const void* b_words, int64_t columns, float* c,
+                                  int64_t ldc, int64_t rows, int64_t n, int64_t words) {
   constexpr int64_t kMaxWords = 128, kStrip = 64;
   constexpr Word kOthers[2] = {E::kPerWord == 2 ? 0xffff0000u : 0u, 0x0000ffffu};
   const Word* a = static_cast<const Word*>(a_words);

@@ -62,10 +62,17 @@ static inline void round_row_to(octet_dtype dtype, float inverse, float* x, int6
         y = max(splat(-127.f), min(splat(127.f), y == y ? y : Vf{}));  // also keeps the product out of a fused add
         y = (y + magic) - magic;
         break;
-      case OCTET_E4M3: y = round_e4m3(y); break;
-      case OCTET_F16: y = round_f16(y); break;
-      case OCTET_BF16: y = round_bf16(y); break;
-      default: break;
+      case OCTET_E4M3:
+        y = round_e4m3(y);
+        break;
+      case OCTET_F16:
+        y = round_f16(y);
+        break;
+      case OCTET_BF16:
+        y = round_bf16(y);
+        break;
+      default:
+        break;
     }
     store(x + c, y);
   }
@@ -96,7 +103,9 @@ inline void interleave_rows(const float* rows, int64_t stride, int64_t columns, 
     const auto* i = reinterpret_cast<const uint32_t*>(rows);
     for (int64_t c = 0; c < columns; ++c) out[c] = i[c] >> 16 | (i[c + stride] & 0xffff0000u);
   } else {
-    const auto byte = [&](int64_t r, int64_t c) { return static_cast<uint32_t>(static_cast<int32_t>(rows[r * stride + c])) & 0xffu; };
+    const auto byte = [&](int64_t r, int64_t c) {
+      return static_cast<uint32_t>(static_cast<int32_t>(rows[r * stride + c])) & 0xffu;
+    };
     for (int64_t c = 0; c < columns; ++c) out[c] = byte(0, c) | byte(1, c) << 8 | byte(2, c) << 16 | byte(3, c) << 24;
   }
 }
@@ -108,10 +117,14 @@ OCTET_INLINE const float* parameter_at(const octet_tensor& x, int64_t b, int64_t
 // The group of `token` along tokens; see octet_granularity.
 OCTET_INLINE int64_t group_of(const octet_quantization& how, int64_t token) {
   switch (how.granularity) {
-    case OCTET_PER_TOKEN: return token;
-    case OCTET_PER_BLOCK: return token / how.block;
-    case OCTET_PER_THREAD: return how.operand == OCTET_OPERAND_Q ? token / 32 * 8 + token % 8 : token / 64 * 4 + token % 8 / 2;
-    default: return 0;
+    case OCTET_PER_TOKEN:
+      return token;
+    case OCTET_PER_BLOCK:
+      return token / how.block;
+    case OCTET_PER_THREAD:
+      return how.operand == OCTET_OPERAND_Q ? token / 32 * 8 + token % 8 : token / 64 * 4 + token % 8 / 2;
+    default:
+      return 0;
   }
 }
 
@@ -136,11 +149,11 @@ struct Signs {
 // Everything the kernels need of k and v, in the workspace. Tile t of kv head g of a sequence has index
 // (first_tile + t) * kv_heads + g.
 struct KeySide {
-  Word *k, *v;          // tile: [k_words][kKeys], [v_words][v_columns]
-  float* k_scale;       // [tile][kKeys]; null without scales
-  int32_t* k_correction;  // [tile][kKeys]: undoes the bias of signed A
-  float* v_scale;       // [tile][kKeys] with VScale::token
-  bool* v_finite;       // [tile]: v holds neither NaN nor infinity
+  Word *k, *v;                         // tile: [k_words][kKeys], [v_words][v_columns]
+  float* k_scale;                      // [tile][kKeys]; null without scales
+  int32_t* k_correction;               // [tile][kKeys]: undoes the bias of signed A
+  float* v_scale;                      // [tile][kKeys] with VScale::token
+  bool* v_finite;                      // [tile]: v holds neither NaN nor infinity
   float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax
   int64_t k_words, v_words, v_columns;
   int64_t k_stride, v_stride;  // words from one tile to the next
@@ -165,12 +178,14 @@ KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve,
   s.v_scale = plan.v_scale == VScale::token ? carve.take<float>(tiles * kKeys) : nullptr;
   s.k_mean = plan.smooth_k ? carve.take<float>(sides * kMaxDim) : nullptr;
   s.v_mean = plan.smooth_v ? carve.take<float>(sides * kMaxDim) : nullptr;
-  s.v_channel = plan.v_scale == VScale::channel || plan.v_scale == VScale::head ? carve.take<float>(sides * kMaxDim) : nullptr;
+  s.v_channel =
+      plan.v_scale == VScale::channel || plan.v_scale == VScale::head ? carve.take<float>(sides * kMaxDim) : nullptr;
   return s;
 }
 
 // Rows of a tile or block: [count][width] floats from `token` on, rows past `tokens` zero.
-inline void load_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width, float* rows) {
+inline void load_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width,
+                      float* rows) {
   for (int64_t r = 0; r < count; ++r) {
     float* row = rows + r * width;
     if (r < valid) load_row(t, b, h, token + r, row);
@@ -179,10 +194,13 @@ inline void load_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_
 }
 
 // The numbers that `count` rows of codes stand for (octet_quantization): scale and zero point, rotation, mean.
-inline void dequantize_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t count, int64_t width, float* rows) {
+inline void dequantize_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t count, int64_t width,
+                            float* rows) {
   const octet_quantization& how = *t.quantization;
   const int64_t n = t.shape[3];
-  const auto parameter = [&](const octet_tensor& x, int64_t group, int64_t c) { return *parameter_at(x, b, h, group, c); };
+  const auto parameter = [&](const octet_tensor& x, int64_t group, int64_t c) {
+    return *parameter_at(x, b, h, group, c);
+  };
   float signs[kMaxDim];
   for (int64_t c = 0; c < n; ++c) signs[c] = hadamard_sign(how.hadamard_seed, c);
   for (int64_t r = 0; r < count; ++r) {
@@ -191,8 +209,10 @@ inline void dequantize_rows(const View& t, int64_t b, int64_t h, int64_t token, 
     for (int64_t c = 0; c < n; ++c) {
       const int64_t channel = how.granularity == OCTET_PER_CHANNEL ? c : 0;
       const float scale = parameter(*how.scale, group, channel);
-      const float zero_point = how.zero_point_kind == OCTET_SYMMETRIC ? 0.f : parameter(*how.zero_point, group, channel);
-      row[c] = how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? scale * row[c] + zero_point : scale * (row[c] - zero_point);
+      const float zero_point =
+          how.zero_point_kind == OCTET_SYMMETRIC ? 0.f : parameter(*how.zero_point, group, channel);
+      row[c] =
+          how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? scale * row[c] + zero_point : scale * (row[c] - zero_point);
     }
     if (how.hadamard_seed) hadamard_inverse(row, signs, n);
     if (how.mean)
@@ -201,21 +221,26 @@ inline void dequantize_rows(const View& t, int64_t b, int64_t h, int64_t token, 
 }
 
 // `valid` tokens as numbers, then zeros up to `count`.
-inline void load_numbers(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width, float* rows) {
+inline void load_numbers(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count,
+                         int64_t width, float* rows) {
   load_rows(t, b, h, token, valid, count, width, rows);
   if (t.quantization) dequantize_rows(t, b, h, token, valid, width, rows);
 }
 
 // Codes as they are, or the numbers of anything else.
-inline void load_operand(const View& t, bool coded, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width, float* rows) {
-  if (coded) load_rows(t, b, h, token, valid, count, width, rows);
-  else load_numbers(t, b, h, token, valid, count, width, rows);
+inline void load_operand(const View& t, bool coded, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count,
+                         int64_t width, float* rows) {
+  if (coded)
+    load_rows(t, b, h, token, valid, count, width, rows);
+  else
+    load_numbers(t, b, h, token, valid, count, width, rows);
 }
 
 // Channel means of k, and of v with its channel amax, over the true tokens of one sequence and head; in token order,
 // in double, rounded once. Only finite numbers count: any mean is correct, and a poisoned token must not reach
 // queries that do not see it.
-inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t g, int64_t side, const KeySide& s) {
+inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t g, int64_t side,
+                               const KeySide& s) {
   float row[kMaxDim];
   double sum[kMaxDim];
   const auto mean_of = [&](const View& t, bool coded, int64_t n, float* mean) {
@@ -291,7 +316,8 @@ inline Step v_step(const ForwardPlan& plan, float amax) {
 
 // Prepares one key tile.
 template <class Qk, class Pv>
-void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& seq, const Block& block, const Signs& signs, const KeySide& s) {
+void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& seq, const Block& block,
+                   const Signs& signs, const KeySide& s) {
   const int64_t g = block.head, first = block.token;
   const int64_t side = block.sequence * p.kv_heads + g;
   const int64_t index = (block.first_tile + first / kKeys) * p.kv_heads + g;
@@ -363,12 +389,13 @@ inline float group_amax(const Problem& p, const Sequence& seq, int64_t h, int64_
   return largest;
 }
 
-// Prepares `count` rows of q from `token` on, `valid` of them in the sequence: A words, and the step of each row (1 without
-// scales, and for rows of zeros, so that it can be divided by and multiplied with infinities). Rows of A are `stride`
-// words apart.
+// Prepares `count` rows of q from `token` on, `valid` of them in the sequence: A words, and the step of each row (1
+// without scales, and for rows of zeros, so that it can be divided by and multiplied with infinities). Rows of A are
+// `stride` words apart.
 template <class Qk>
-void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token, int64_t valid, int64_t count,
-                  const Signs& signs, Word* q, int64_t stride, int64_t words, float* steps) {
+void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token,
+                  int64_t valid, int64_t count, const Signs& signs, Word* q, int64_t stride, int64_t words,
+                  float* steps) {
   alignas(64) float rows[kMaxBlockRows * kMaxDim];
   const int64_t width = padded<Qk>(padded_columns(p.dim));
   Step step{};
@@ -384,7 +411,8 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
     } else {
       for (int64_t r = 0; r < valid; ++r) {
         const int64_t first = (token + r) / plan.q_group * plan.q_group;
-        if (r == 0 || first == token + r) step = step_of(group_amax(p, seq, h, first, plan.q_group), largest_code(plan.qk));
+        if (r == 0 || first == token + r)
+          step = step_of(group_amax(p, seq, h, first, plan.q_group), largest_code(plan.qk));
         steps[r] = row_amax(rows + r * width, width) < __builtin_inff() ? step.step : __builtin_nanf("");
         round_row_to(plan.qk, step.inverse, rows + r * width, width);
       }
@@ -395,7 +423,8 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
 }
 
 // q.mean for the true q and the mean that smoothing took from k, in double.
-inline double dot_with_mean(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token, const Signs& signs, const float* k_mean) {
+inline double dot_with_mean(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token,
+                            const Signs& signs, const float* k_mean) {
   float q[kMaxDim], mean[kMaxDim];
   load_operand(p.q, plan.q_coded, seq.batch, h, token, 1, 1, padded_columns(p.dim), q);
   std::memcpy(mean, k_mean, sizeof(float) * p.dim);

@@ -10,8 +10,8 @@ enum class PFormat {
   exact,  // f32
   f16,    // of p * p_top
   bf16,
-  e4m3,   // of p * p_top
-  u8      // dynamic: of p_j t_j with the largest of a (row, key tile) at p_top; t_j: token scale of V
+  e4m3,  // of p * p_top
+  u8     // dynamic: of p_j t_j with the largest of a (row, key tile) at p_top; t_j: token scale of V
 };
 
 enum class VScale { none, token, channel, head };
@@ -19,14 +19,14 @@ enum class VScale { none, token, channel, head };
 // A precision's forward recipe; docs/numerics.md.
 struct ForwardPlan {
   bool q_coded = false, k_coded = false, v_coded = false;  // came as codes that the kernel takes as they are
-  octet_dtype qk;          // q and k are rounded to it: f32, f16, bf16, e4m3, i8
-  int64_t q_group = 0;     // tokens per scale of q and k; 0: no scale
+  octet_dtype qk;                                          // q and k are rounded to it: f32, f16, bf16, e4m3, i8
+  int64_t q_group = 0;                                     // tokens per scale of q and k; 0: no scale
   int64_t k_group = 0;
   bool smooth_k = false;
   bool hadamard = false;
   octet_dtype v;
   VScale v_scale = VScale::none;
-  int64_t v_group = 1;     // tokens per scale with VScale::token
+  int64_t v_group = 1;  // tokens per scale with VScale::token
   bool smooth_v = false;
   PFormat p;
   float p_top = 1.f;
@@ -54,8 +54,8 @@ enum class GradientFormat {
   bf16,     // each number
   e4m3,     // p times 256; ds: codes with a scale for each tile
   int8,     // codes with a scale for each tile
-  migrated  // codes with a scale for each row or column of a tile, whichever is not summed over; the token scales of the
-            // operand on the other side are multiplied in first. p: u8
+  migrated  // codes with a scale for each row or column of a tile, whichever is not summed over; the token scales of
+            // the operand on the other side are multiplied in first. p: u8
 };
 
 // Where delta = rowsum(do o) comes from.
@@ -68,9 +68,9 @@ enum class Delta {
 // A precision's backward recipe; docs/numerics.md.
 struct BackwardPlan {
   Rounding q{}, k{};
-  bool smooth_k = false;      // all of k's uses are of k minus its mean
-  bool smooth_k_dq = false;   // only dq = ds k is, with k minus its mean in f16; ds times a power of two for each head
-  bool smooth_blocks = false; // q and k minus the means of their blocks and tiles are rounded, the means are not
+  bool smooth_k = false;       // all of k's uses are of k minus its mean
+  bool smooth_k_dq = false;    // only dq = ds k is, with k minus its mean in f16; ds times a power of two for each head
+  bool smooth_blocks = false;  // q and k minus the means of their blocks and tiles are rounded, the means are not
   bool hadamard = false;
   Rounding v{}, do_dp{};  // operands of dp = do v^T
   Rounding do_dv{};       // operand of dv = p^T do

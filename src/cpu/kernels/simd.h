@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifdef __x86_64__
 // Intrinsics that have no use for an operand pass an undefined vector, which GCC 12 warns about.
@@ -10,7 +11,6 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
-#include <utility>
 #pragma GCC diagnostic pop
 #endif
 
@@ -129,8 +129,8 @@ class FlushDenormals {
 // Relative error of exp2<degree>: 9e-5, 3e-6, 1e-7.
 enum Exp2Degree { kExp2For8Bits = 3, kExp2For16Bits = 4, kExp2For32Bits = 6 };
 
-// 2^x: exactly 1 at 0, 0 far below -126, infinity far above 127, NaN for NaN. x = n + f; 2^f by a minimax polynomial with
-// p(0) = 1, 2^n by the exponent field.
+// 2^x: exactly 1 at 0, 0 far below -126, infinity far above 127, NaN for NaN. x = n + f; 2^f by a minimax polynomial
+// with p(0) = 1, 2^n by the exponent field.
 #if defined(__AVX512F__)
 // f in [0, 1)
 template <int degree = kExp2For32Bits>

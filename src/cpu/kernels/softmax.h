@@ -8,10 +8,10 @@ constexpr int kVectors = static_cast<int>(kKeys) / kLanes;  // per row of a tile
 
 // The keys of the current tile, as one row needs them.
 struct TileRow {
-  const float* k_scale;         // null: 1
-  const int32_t* correction;    // null: 0
-  int first, last;              // visible keys of the tile
-  const void* mask;             // this row of the mask tensor at the tile's first key; null: none
+  const float* k_scale;       // null: 1
+  const int32_t* correction;  // null: 0
+  int first, last;            // visible keys of the tile
+  const void* mask;           // this row of the mask tensor at the tile's first key; null: none
   octet_dtype mask_dtype;
   int64_t mask_stride;
 };
@@ -31,10 +31,18 @@ inline void load_mask(const TileRow& row, float* out) {
   for (int j = row.first; j < row.last; ++j) {
     const int64_t at = j * row.mask_stride;
     switch (row.mask_dtype) {
-      case OCTET_BOOL: out[j] = static_cast<const uint8_t*>(row.mask)[at] ? 0.f : kMinusInfinity; break;
-      case OCTET_F32: out[j] = static_cast<const float*>(row.mask)[at]; break;
-      case OCTET_F16: out[j] = from_f16(static_cast<const uint16_t*>(row.mask)[at]); break;
-      default: out[j] = from_bf16(static_cast<const uint16_t*>(row.mask)[at]); break;
+      case OCTET_BOOL:
+        out[j] = static_cast<const uint8_t*>(row.mask)[at] ? 0.f : kMinusInfinity;
+        break;
+      case OCTET_F32:
+        out[j] = static_cast<const float*>(row.mask)[at];
+        break;
+      case OCTET_F16:
+        out[j] = from_f16(static_cast<const uint16_t*>(row.mask)[at]);
+        break;
+      default:
+        out[j] = from_bf16(static_cast<const uint16_t*>(row.mask)[at]);
+        break;
     }
   }
 }
@@ -44,8 +52,10 @@ inline void load_mask(const TileRow& row, float* out) {
 template <bool partial, bool correct = false, class Sum>
 OCTET_INLINE void load_logits(const Sum* s, const TileRow& row, float to_logit, Vf (&x)[kVectors]) {
   for (int v = 0; v < kVectors; ++v) {
-    if constexpr (correct) x[v] = to_float(load(s + v * kLanes) + load(row.correction + v * kLanes));
-    else x[v] = to_float(load(s + v * kLanes));
+    if constexpr (correct)
+      x[v] = to_float(load(s + v * kLanes) + load(row.correction + v * kLanes));
+    else
+      x[v] = to_float(load(s + v * kLanes));
   }
   if (row.k_scale)
     for (int v = 0; v < kVectors; ++v) x[v] *= load(row.k_scale + v * kLanes);
@@ -79,18 +89,21 @@ OCTET_INLINE float scalar_exp2(float x) {
 // As precise as P is going to be.
 constexpr int exp2_degree(PFormat format) {
   switch (format) {
-    case PFormat::u8: return kExp2For8Bits;
+    case PFormat::u8:
+      return kExp2For8Bits;
     case PFormat::e4m3:  // a static scale: an error moves many p over the same boundary
     case PFormat::bf16:
-    case PFormat::f16: return kExp2For16Bits;
-    default: return kExp2For32Bits;
+    case PFormat::f16:
+      return kExp2For16Bits;
+    default:
+      return kExp2For32Bits;
   }
 }
 
-// The maximum that a tile with the largest logit `top` proposes under remedy beta (arXiv 2510.04212, Algorithm 1): where
-// several logits equal the largest of the row so far, beta times it if positive, 0 if negative; at most `reach` above
-// it, or the row would underflow. `earlier`: the largest logit of earlier tiles, so that it does not matter which tile
-// a tie falls into.
+// The maximum that a tile with the largest logit `top` proposes under remedy beta (arXiv 2510.04212, Algorithm 1):
+// where several logits equal the largest of the row so far, beta times it if positive, 0 if negative; at most `reach`
+// above it, or the row would underflow. `earlier`: the largest logit of earlier tiles, so that it does not matter which
+// tile a tie falls into.
 inline float shifted_maximum(const Vf (&x)[kVectors], float top, float earlier, float beta, float reach) {
   const float largest = top > earlier ? top : earlier;
   int ties = 0;
@@ -132,7 +145,8 @@ OCTET_INLINE void store_p(Vf (&p)[kVectors], float top, typename Pv::Element* ou
       store(out + v * kLanes, p[v]);
     } else {
 #ifdef __AVX512BF16__
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + v * kLanes), _mm512_cvtepi32_epi16((__m512i)(bits(p[v]) >> 16)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + v * kLanes),
+                          _mm512_cvtepi32_epi16((__m512i)(bits(p[v]) >> 16)));
 #endif
     }
   }
@@ -147,7 +161,8 @@ OCTET_INLINE void store_u8(const Vf (&p)[kVectors], typename Pv::Element* out) {
 #ifdef __AVX512F__
     // The packs interleave the 128-bit lanes of their operands; the permutation puts the words back in order.
     const auto whole = [&](int v) { return _mm512_cvtps_epi32(p[v]); };
-    const __m512i bytes = _mm512_packus_epi16(_mm512_packs_epi32(whole(0), whole(1)), _mm512_packs_epi32(whole(2), whole(3)));
+    const __m512i bytes =
+        _mm512_packus_epi16(_mm512_packs_epi32(whole(0), whole(1)), _mm512_packs_epi32(whole(2), whole(3)));
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     _mm512_storeu_si512(out, _mm512_permutexvar_epi32(order, bytes));
 #endif

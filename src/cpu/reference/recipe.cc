@@ -65,7 +65,8 @@ bool keeps_exact_o(const Problem& p) {
 Recipe sixteen_bits(const Problem& p) {
   const octet_dtype format = p.precision == OCTET_PRECISION_F16 ? OCTET_F16 : OCTET_BF16;
   if (p.remedy != OCTET_REMEDY_F16_INSIDE) return remedied(format, p.remedy, p.beta);
-  return p.pass != OCTET_FORWARD || format == OCTET_F16 || keeps_exact_o(p) ? f16_inside(format) : flash_attention(format);
+  return p.pass != OCTET_FORWARD || format == OCTET_F16 || keeps_exact_o(p) ? f16_inside(format)
+                                                                            : flash_attention(format);
 }
 
 Recipe rounded(const octet_rounding& points) {
@@ -129,7 +130,8 @@ Recipe f16_inside(octet_dtype format) {
   Recipe r = format_only(format);
   r.p = fixed(OCTET_F16, kFactor);
   r.sum_rounded_p = true;
-  if (format == OCTET_F16) r.backward.do_dp = r.backward.do_dv = scaled_f16();  // gradients may be too small for f16 as they are
+  if (format == OCTET_F16)
+    r.backward.do_dp = r.backward.do_dv = scaled_f16();  // gradients may be too small for f16 as they are
   r.backward.smooth_dq = scaled_f16();
   r.backward.ds_q = r.backward.ds_k = {.code = OCTET_F16, .power_of_two = true};
   r.backward.p = {.code = OCTET_F16, .factor = kFactor};

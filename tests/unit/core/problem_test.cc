@@ -29,8 +29,8 @@ TEST(Problem, keys_of_is_the_interval_of_the_keys_seen) {
                 ASSERT_LE(range.last, keys);
                 for (int64_t j = 0; j < keys; ++j)
                   ASSERT_EQ(sees(p, i, j, queries, keys), j >= range.first && j < range.last)
-                      << "query " << i << " of " << queries << ", key " << j << " of " << keys << ", left " << left << ", right " << right
-                      << (bottom_right ? ", bottom-right" : ", top-left");
+                      << "query " << i << " of " << queries << ", key " << j << " of " << keys << ", left " << left
+                      << ", right " << right << (bottom_right ? ", bottom-right" : ", top-left");
               }
 }
 

@@ -14,7 +14,9 @@ namespace {
 
 using Random = std::mt19937;
 
-int64_t between(Random& random, int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random); }
+int64_t between(Random& random, int64_t low, int64_t high) {
+  return std::uniform_int_distribution<int64_t>(low, high)(random);
+}
 
 // Strides that nest, in a random order of dimensions and of random sign, with room for gaps.
 View nested_view(Random& random, float* middle) {
@@ -76,7 +78,8 @@ TEST(Tensor, views_that_step_differently_never_share_an_accepted_address) {
   Random random(2);
   std::vector<float> memory(1 << 16);
   for (int trial = 0; trial < 5000; ++trial) {
-    const View a = nested_view(random, memory.data() + memory.size() / 2), b = nested_view(random, memory.data() + memory.size() / 2 + 20);
+    const View a = nested_view(random, memory.data() + memory.size() / 2),
+               b = nested_view(random, memory.data() + memory.size() / 2 + 20);
     if (!accepted(a, b)) continue;
     const std::multiset<const float*> its = addresses(b);
     for (const float* address : addresses(a)) ASSERT_EQ(its.count(address), 0u) << "trial " << trial;
