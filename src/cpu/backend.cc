@@ -144,6 +144,7 @@ ForwardPlan sixteen_bit_plan(const Problem& p) {
   const bool keeps_exact_o = p.o_residual.present() || p.o.dtype == OCTET_F32;
   if (p.pass == OCTET_FORWARD && p.remedy == OCTET_REMEDY_F16_INSIDE && (f16 || keeps_exact_o))
     plan.p = PFormat::f16, plan.p_top = 0x1p15f;
+  if (plan.p == PFormat::f16) plan.step_tiles = 2;
   // exp(-20) is far below the smallest f16; exp(-4) leaves half of its exponents to the other keys.
   plan.beta_reach = f16 ? 4.f : 20.f;
   return plan;
@@ -165,7 +166,8 @@ ForwardPlan forward_recipe(const Problem& p) {
               .smooth_v = true,
               .p = PFormat::u8,
               .p_top = 255.f,
-              .l_from_p = false};
+              .l_from_p = false,
+              .part_tiles = 2};
     case OCTET_PRECISION_INT8_F16:
       return {.qk = OCTET_I8,
               .q_group = 1,
@@ -174,7 +176,8 @@ ForwardPlan forward_recipe(const Problem& p) {
               .hadamard = p.hadamard,
               .v = OCTET_F16,
               .v_scale = VScale::head,
-              .p = PFormat::f16};
+              .p = PFormat::f16,
+              .step_tiles = 2};
     case OCTET_PRECISION_INT8_FP8:
       return {.qk = OCTET_I8,
               .q_group = 1,
@@ -184,7 +187,8 @@ ForwardPlan forward_recipe(const Problem& p) {
               .v = OCTET_E4M3,
               .v_scale = VScale::channel,
               .p = PFormat::e4m3,
-              .p_top = 448.f};
+              .p_top = 448.f,
+              .step_tiles = 2};
     case OCTET_PRECISION_FP8:
       return {.qk = OCTET_E4M3,
               .q_group = 1,
@@ -193,9 +197,10 @@ ForwardPlan forward_recipe(const Problem& p) {
               .v = OCTET_E4M3,
               .v_scale = VScale::channel,
               .p = PFormat::e4m3,
-              .p_top = 448.f};
+              .p_top = 448.f,
+              .step_tiles = 2};
     case OCTET_PRECISION_FP8_RAW:
-      return {.qk = OCTET_E4M3, .v = OCTET_E4M3, .p = PFormat::e4m3, .l_from_p = false};
+      return {.qk = OCTET_E4M3, .v = OCTET_E4M3, .p = PFormat::e4m3, .l_from_p = false, .step_tiles = 2};
     case OCTET_PRECISION_SAGEBWD:
       return {.qk = OCTET_I8,
               .q_group = 128,
@@ -206,7 +211,8 @@ ForwardPlan forward_recipe(const Problem& p) {
               .v_group = 64,
               .p = PFormat::u8,
               .p_top = 127.f,
-              .l_from_p = false};
+              .l_from_p = false,
+              .part_tiles = 1};
     default:
       return {.qk = OCTET_F32, .v = OCTET_F32, .p = PFormat::exact};
   }

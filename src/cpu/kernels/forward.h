@@ -1,161 +1,63 @@
-// Forward attention: online softmax (FlashAttention-2, arXiv 2307.08691, Algorithm 1) over tiles of kKeys keys.
+// Forward attention: online softmax (FlashAttention-2, arXiv 2307.08691, Algorithm 1) over steps of a few key
+// tiles.
 //
-// A task owns a block of queries of one head. For each key tile:
+// A task owns a block of queries of one head. For each step:
 //   s = q k^T                        matmul, int32 or float
 //   m' = max(m, rowmax(s)),  p = exp(s - m'),  alpha = exp(m - m')
 //   l = alpha l + rowsum(p)
 //   o = alpha o + p v                matmul; 8-bit P: through int32, with a scale per row
 // and at the end o / l, lse = m + ln l. The maximum is subtracted before scaling, so the largest p is exactly 1.
 //
-// With tile instructions the loop is a pipeline: while the rows of tile t go through the softmax, the logits of tile
-// t + 1 and the product of tile t - 1 with V are computed, a group of rows and a group of columns at a time. Tile
-// instructions start slowly after half a microsecond without any (measured: 160 ns of work takes 470 ns), so they are
-// spread evenly.
+// A step is long because what is done once per row and step (maximum, alpha, o in and out of registers) is overhead,
+// and because tile instructions start slowly after half a microsecond without any.
 #pragma once
 #include <cmath>
 
-#include "cpu/kernels/softmax.h"
+#include "cpu/kernels/forward_rows.h"
 #include "cpu/parallel.h"
 
 namespace octet::cpu::OCTET_ISA {
 
-// Whether the product of a tile of P with V is formed apart and then added to o. 8-bit P: it is an integer. f16 P, the
-// one that gradients build on: next to a large sum small weights would be lost one by one, always downwards; a few at a
-// time they are not (coherence of the error of delta on tied maxima: .91, by tiles .13, by quarters of a tile below
-// .1).
+// Whether the product of P with V is formed apart, for a part of a step at a time, and then added to o. 8-bit P: it is
+// an integer, and a part has a scale of its own. f16 P, the one that gradients build on: next to a large sum small
+// weights would be lost one by one, always downwards; a few at a time they are not (coherence of the error of delta on
+// tied maxima: .91, by tiles .13, by quarters of a tile below .1).
 constexpr bool through_strip(PFormat format) { return format == PFormat::u8 || format == PFormat::f16; }
-constexpr int64_t strip_parts(PFormat format) { return format == PFormat::f16 ? 4 : 1; }
+constexpr int64_t kStripColumns = 32;  // of the product, at a time
+constexpr int64_t kF16Part = 16;       // keys
 
-// Rows of a block of queries: a multiple of the rows that the inner loop of the engine takes at a time (16, 6), as many
-// as keep q, s, p and o in the nearest cache.
-template <class Qk>
-constexpr int64_t kBlockRows = Qk::kTiles ? 32 : 96;
+// Rows of a block of queries: a multiple of the rows that the inner loops of the engines take at a time (tiles 32,
+// vectors 6), as many as keep q, s and o in the second cache.
+template <class Qk, class Pv>
+constexpr int64_t kBlockRows = Qk::kTiles&& Pv::kTiles ? 64 : 96;
 
-// Scratch memory of one thread; in a pipeline, two of what tiles t and t + 1 use at the same time.
+// Scratch memory of one thread. A row of P takes the place of the logits it comes from.
 template <class Qk, class Pv>
 struct ForwardScratch {
-  static constexpr int64_t kRows = kBlockRows<Qk>;
-  // Groups of rows and columns that a step of the pipeline is cut into.
-  static constexpr bool kPipelined = Qk::kTiles || Pv::kTiles;
-  static constexpr int64_t kGroups = kPipelined ? 4 : 1;
-  // Without a pipeline, P may take the place of the logits it comes from.
-  static constexpr bool kInPlace = !kPipelined && std::is_same_v<typename Qk::Sum, typename Pv::Element>;
+  static constexpr int64_t kRows = kBlockRows<Qk, Pv>;
 
-  Word* q;                     // [kRows][k_words]
-  typename Qk::Sum* s[2];      // [kRows][kKeys]
-  typename Pv::Element* p[2];  // [kRows][p_stride]
-  typename Pv::Sum* strip;     // [kRows][strip_columns] of P V, if it goes that way
-  float* o;                    // [kRows][columns]
-  int64_t p_stride, strip_columns;
+  int64_t stride;           // of s: rows a power of two apart would compete for cache sets
+  Word* q;                  // [kRows][k_words]
+  typename Qk::Sum* s;      // [kRows][stride]
+  typename Pv::Sum* strip;  // [kRows][kStripColumns] of P V, if it goes that way
+  float* o;                 // [kRows][v_columns]
 
-  static ForwardScratch carve(const KeySide& side, bool through_strip, Carver& carve) {
+  static ForwardScratch carve(const ForwardPlan& plan, const KeySide& side, Carver& carve) {
     ForwardScratch t;
-    t.p_stride = padded<Pv>(kKeys);
-    t.strip_columns = (side.v_columns / kGroups + 15) / 16 * 16;
+    t.stride = plan.step_tiles * kKeys + 16;
+    t.s = carve.take<typename Qk::Sum>(kRows * t.stride);
     t.q = carve.take<Word>(kRows * side.k_words);
-    t.strip = through_strip ? carve.take<typename Pv::Sum>(kRows * t.strip_columns) : nullptr;
     t.o = carve.take<float>(kRows * side.v_columns);
-    for (int i = 0; i < (kPipelined ? 2 : 1); ++i) {
-      t.s[i] = carve.take<typename Qk::Sum>(kRows * kKeys);
-      if constexpr (kInPlace)
-        t.p[i] = t.s[i];
-      else
-        t.p[i] = carve.take<typename Pv::Element>(kRows * t.p_stride);
-    }
+    t.strip = through_strip(plan.p) ? carve.take<typename Pv::Sum>(kRows * kStripColumns) : nullptr;
     return t;
   }
+
+  typename Qk::Sum* s_row(int64_t i) const { return s + i * stride; }
+  float* logits_row(int64_t i) const { return reinterpret_cast<float*>(s_row(i)); }
+  typename Pv::Element* p_row(int64_t i) const { return reinterpret_cast<typename Pv::Element*>(s_row(i)); }
 };
 
-// Softmax state of the rows of a block.
-template <int64_t rows>
-struct RowState {
-  alignas(64) float l[rows][kLanes];  // partial sums
-  float m[rows];
-  float top[rows];        // remedy beta: largest logit so far; m may lie above it
-  float unit[rows];       // logit * log2(e) per unit of x
-  float to_logit[rows];   // logit per unit of sum * k_scale
-  float alpha[2][rows];   // of tiles t and t + 1
-  float p_step[2][rows];  // 8-bit P: o += p_step * product
-};
-
-// Codes of a row of P with its largest at `top`; returns their step.
-template <class Pv>
-OCTET_INLINE float quantize_p(Vf (&p)[kVectors], float largest, float top, typename Pv::Element* out) {
-  constexpr float kNothing = 0x1p-110f;  // weighs nothing beside the row's largest, and its inverse may overflow
-  const float inverse = largest > kNothing ? top / largest : 0.f;
-  for (int v = 0; v < kVectors; ++v) p[v] *= inverse;
-  store_u8<Pv>(p, out);
-  return largest > kNothing ? largest * (1.f / top) : 0.f;
-}
-
-// One row of a tile: from logits to P. Leaves alpha and p_step for the accumulator.
-template <class Qk, class Pv, PFormat format, bool partial>
-OCTET_INLINE void softmax_row(const ForwardPlan& plan, float beta, const typename Qk::Sum* s, const TileRow& row,
-                              const float* v_scale, bool v_finite, int i, int parity, RowState<kBlockRows<Qk>>& state,
-                              typename Pv::Element* p_out) {
-  constexpr int degree = exp2_degree(format);
-  Vf x[kVectors];
-  load_logits<partial, kBias<Qk> != 0>(s, row, state.to_logit[i], x);
-  float m = largest_of(x);
-  if (plan.beta) {
-    const float top = m;
-    m = shifted_maximum(x, top, state.top[i], beta, plan.beta_reach * kLog2e / state.unit[i]);
-    state.top[i] = top > state.top[i] ? top : state.top[i];
-  }
-  const float old = state.m[i], unit = state.unit[i];
-  float alpha = 1.f;
-  if (m > old) {
-    alpha = scalar_exp2<degree>((old - m) * unit);
-    state.m[i] = m;
-  } else {
-    m = old;
-  }
-  state.alpha[parity][i] = alpha;
-  const float base = m == kMinusInfinity ? 0.f : m;
-
-  Vf p[kVectors];
-  for (int v = 0; v < kVectors; ++v) p[v] = exp2<degree>((x[v] - base) * unit);
-  Vf l;
-  if constexpr (format == PFormat::u8) {
-    l = add_up(p);
-    for (int v = 0; v < kVectors; ++v) {
-      x[v] = p[v] * load(v_scale + v * kLanes);
-      if constexpr (partial) x[v] = p[v] == Vf{} ? p[v] : x[v];
-    }
-    state.p_step[parity][i] = quantize_p<Pv>(x, largest_of(x), plan.p_top, p_out);
-    if (!v_finite) state.p_step[parity][i] += reduce_add(add_up(x) * 0.f);
-  } else {
-    const Vf un_rounded = add_up(p) * (scales_p(format) ? plan.p_top : 1.f);
-    store_p<Pv, format>(p, plan.p_top, p_out);
-    l = plan.l_from_p ? add_up(p) : un_rounded;
-  }
-  store(state.l[i], load(state.l[i]) * alpha + l);
-}
-
-// The same for 8-bit P and a tile that all of the row sees, with the maximum of earlier tiles: P gets a scale of its
-// own in every tile, so m only has to keep p in the range of floats. False, with nothing changed, if it does not.
-template <class Qk, class Pv>
-OCTET_INLINE bool softmax_row_lazily(const ForwardPlan& plan, const typename Qk::Sum* s, const TileRow& row,
-                                     const float* v_scale, int i, int parity, RowState<kBlockRows<Qk>>& state,
-                                     typename Pv::Element* p_out) {
-  constexpr float kRange = 0x1p60f;
-  const float unit = state.unit[i], shift = state.m[i] * unit;
-  Vf x[kVectors], p[kVectors];
-  load_logits<false, kBias<Qk> != 0>(s, row, 1.f, x);
-  for (int v = 0; v < kVectors; ++v) {
-    p[v] = exp2<kExp2For8Bits>(x[v] * unit - shift);
-    x[v] = p[v] * load(v_scale + v * kLanes);
-  }
-  const Vf l = add_up(p);
-  const float largest = largest_of(x);
-  if (!(largest < kRange && reduce_is_finite(l))) return false;
-  state.alpha[parity][i] = 1.f;
-  state.p_step[parity][i] = quantize_p<Pv>(x, largest, plan.p_top, p_out);
-  store(state.l[i], load(state.l[i]) + l);
-  return true;
-}
-
-// o = alpha o + step product, for one row of a strip of columns.
+// o = alpha o + step product, for one row.
 template <class Sum>
 OCTET_INLINE void add_product(float* o, const Sum* product, float alpha, float step, int64_t columns) {
   for (int64_t c = 0; c < columns; c += kLanes) store(o + c, load(o + c) * alpha + to_float(load(product + c)) * step);
@@ -168,141 +70,150 @@ OCTET_INLINE void scale_row(float* o, float alpha, int64_t columns) {
 template <class Qk, class Pv, PFormat format>
 struct Forward {
   using Scratch = ForwardScratch<Qk, Pv>;
-  static constexpr int64_t kRows = Scratch::kRows, kGroups = Scratch::kGroups;
+  static constexpr int64_t kRows = Scratch::kRows;
 
   const Problem& p;
   const ForwardPlan& plan;
   const KeySide& side;
   const Signs& signs;
   Scratch scratch;
+  QueryRows queries;
   RowState<kRows> state;
 
   void run(const Sequence& seq, const Block& block) {
-    const int64_t h = block.head, token = block.token;
-    const int64_t rows = seq.q_tokens - token < kRows ? seq.q_tokens - token : kRows;
-    const int64_t g = h / p.group();
-    start(seq, h, token, rows);
-
+    const int64_t h = block.head, token = block.token, g = h / p.group();
+    const int64_t rows = std::min(seq.q_tokens - token, kRows);
+    const int64_t side_index = block.sequence * p.kv_heads + g;
+    start(seq, h, token, rows, side_index);
     const KeyRange keys = p.keys_of_block(token, rows, seq.q_tokens, seq.k_tokens);
-    const int64_t first = keys.first / kKeys, last = keys.first < keys.last ? (keys.last + kKeys - 1) / kKeys : first;
-    const auto index = [&](int64_t tile) { return (block.first_tile + tile) * p.kv_heads + g; };
-    if constexpr (Scratch::kPipelined) {
-      if (first < last)
-        for (int64_t group = 0; group < kGroups; ++group) logits(index(first), rows, group, 0);
-      for (int64_t tile = first; tile <= last && first < last; ++tile) {
-        const int parity = static_cast<int>(tile - first) & 1;
-        for (int64_t group = 0; group < kGroups; ++group) {
-          if (tile < last) softmax_rows(seq, h, token, rows, group, tile, index(tile), parity);
-          if (tile + 1 < last) logits(index(tile + 1), rows, group, 1 - parity);
-          if (tile > first) accumulate(index(tile - 1), rows, group, 1 - parity);
-        }
-      }
-    } else {
-      for (int64_t tile = first; tile < last; ++tile) {
-        logits(index(tile), rows, 0, 0);
-        softmax_rows(seq, h, token, rows, 0, tile, index(tile), 0);
-        accumulate(index(tile), rows, 0, 0);
-      }
+    const int64_t last = (keys.last + kKeys - 1) / kKeys;
+    // Steps lie at multiples of their length, but for the first; scales of P do not depend on what else a block sees.
+    for (int64_t tile = keys.first / kKeys / 2 * 2, tiles; keys.first < keys.last && tile < last; tile += tiles) {
+      tiles = std::min(last - tile, plan.step_tiles - tile % plan.step_tiles);
+      const int64_t index = side.tile_index(g, block.first_tile + tile);
+      logits(index, tiles, rows);
+      softmax_rows(seq, h, token, rows, tile, tiles, index);
+      accumulate(index, tiles, rows);
     }
-    finish(seq, h, token, rows, block.sequence * p.kv_heads + g);
+    finish(seq, h, token, rows, side_index);
   }
 
-  void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows) {
-    float steps[kRows];
-    pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, scratch.q, side.k_words, side.k_words, steps);
+  void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t side_index) {
+    const float* k_mean = side.k_mean ? side.k_mean + side_index * kMaxDim : nullptr;
+    pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, k_mean, scratch.q, side.k_words, side.k_words,
+                     queries);
     for (int64_t i = 0; i < kRows; ++i) {
       state.m[i] = state.top[i] = kMinusInfinity;
-      state.to_logit[i] = steps[i] * p.scale;
+      state.to_logit[i] = queries.step[i] * p.scale;
       state.unit[i] = p.mask.present() ? kLog2e : state.to_logit[i] * kLog2e;
     }
     std::memset(state.l, 0, sizeof state.l);
     std::memset(scratch.o, 0, sizeof(float) * kRows * side.v_columns);
-    for (int i = 0; i < (Scratch::kPipelined ? 2 : 1); ++i)
-      std::memset(scratch.p[i], 0, sizeof *scratch.p[i] * kRows * scratch.p_stride);
   }
 
-  // A group of columns of q k^T.
-  void logits(int64_t index, int64_t rows, int64_t group, int parity) {
-    constexpr int64_t columns = kKeys / kGroups;
-    matmul<Qk, false>(scratch.q, {side.k_words, 1}, side.k + index * side.k_words * kKeys + group * columns, kKeys,
-                      scratch.s[parity] + group * columns, kKeys, rows, columns, side.k_words);
+  // q k^T.
+  void logits(int64_t index, int64_t tiles, int64_t rows) {
+    for (int64_t tile = 0; tile < tiles; ++tile)
+      matmul<Qk, false>(scratch.q, {side.k_words, 1}, side.k + (index + tile) * side.k_stride, kKeys,
+                        scratch.s + tile * kKeys, scratch.stride, rows, kKeys, side.k_words);
   }
 
-  // A group of rows of a tile, from logits to P.
-  void softmax_rows(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t group, int64_t tile,
-                    int64_t index, int parity) {
-    const int64_t key = tile * kKeys;
+  // From logits to P.
+  void softmax_rows(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t tile, int64_t tiles,
+                    int64_t index) {
+    const int64_t key = tile * kKeys, keys = tiles * kKeys;
     TileRow row{side.k_scale ? side.k_scale + index * kKeys : nullptr,
                 side.k_correction ? side.k_correction + index * kKeys : nullptr,
                 0,
-                0,
+                static_cast<int>(keys),
                 nullptr,
                 p.mask.dtype,
                 p.mask.stride[3]};
     const float* v_scale = side.v_scale ? side.v_scale + index * kKeys : nullptr;
-    const bool v_finite = side.v_finite[index];
-    const int64_t begin = group * (kRows / kGroups),
-                  end = begin + kRows / kGroups < rows ? begin + kRows / kGroups : rows;
-    if (begin >= end) return;
-    const bool all_seen = !p.mask.present() && p.keys_of(token + end - 1, seq.q_tokens, seq.k_tokens).first <= key &&
-                          p.keys_of(token + begin, seq.q_tokens, seq.k_tokens).last >= key + kKeys;
-    for (int64_t i = begin; i < end; ++i) {
-      const auto* s = scratch.s[parity] + i * kKeys;
-      auto* out = scratch.p[parity] + i * scratch.p_stride;
-      const int r = static_cast<int>(i);
-      if (all_seen) {
-        if constexpr (format == PFormat::u8)
-          if (v_finite && state.m[i] != kMinusInfinity &&
-              softmax_row_lazily<Qk, Pv>(plan, s, row, v_scale, r, parity, state, out))
-            continue;
-        softmax_row<Qk, Pv, format, false>(plan, p.beta, s, row, v_scale, v_finite, r, parity, state, out);
-      } else {
-        const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
-        row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
-        row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
-        if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
-        softmax_row<Qk, Pv, format, true>(plan, p.beta, s, row, v_scale, v_finite, r, parity, state, out);
+    const bool v_finite = this->v_finite(index, tiles);
+    const bool all_seen = !p.mask.present() && p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens).first <= key &&
+                          p.keys_of(token, seq.q_tokens, seq.k_tokens).last >= key + keys;
+    const bool lazy = all_seen && !plan.beta && (format != PFormat::u8 || v_finite);
+    for (int64_t first = 0; first < rows; first += kLanes) {
+      const int64_t last = std::min(first + kLanes, rows);
+      bool done[kLanes] = {};
+      alignas(64) float tops[kLanes];
+      store(tops, splat(kMinusInfinity));
+      for (int64_t i = first; i < last; ++i) {
+        if (!all_seen) {
+          const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
+          row.first = static_cast<int>(std::max<int64_t>(seen.first - key, 0));
+          row.last = static_cast<int>(std::min(seen.last - key, keys));
+          if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
+        }
+        if constexpr (may_be_lazy(format)) {
+          done[i - first] = lazy && state.m[i] != kMinusInfinity &&
+                            weights_row_lazily<Qk, Pv, format>(plan, scratch.s_row(i), row, tiles, v_scale, i, state,
+                                                               scratch.p_row(i));
+          if (done[i - first]) continue;
+        }
+        float& top = tops[i - first];
+        top = logits_row<Qk>(scratch.s_row(i), row, tiles, state.to_logit[i]);
+        if (plan.beta) top = shifted_top(i, top, keys);
       }
+      raise_maxima<exp2_degree(format)>(tops, first, state);
+      for (int64_t i = first; i < last; ++i)
+        if (!done[i - first])
+          weights_row<Pv, format>(plan, scratch.logits_row(i), tiles, v_scale, v_finite, i, state, scratch.p_row(i));
     }
   }
 
-  // A group of columns of o = alpha o + P V.
-  void accumulate(int64_t index, int64_t rows, int64_t group, int parity) {
-    const int64_t columns = side.v_columns, first = group * scratch.strip_columns;
-    if (first >= columns) return;
-    const int64_t n = columns - first < scratch.strip_columns ? columns - first : scratch.strip_columns;
-    const Word* v = side.v + index * side.v_words * columns + first;
-    const Strides p_strides{scratch.p_stride / Pv::kPerWord, 1};
-    float* o = scratch.o + first;
+  // Remedy beta.
+  float shifted_top(int64_t i, float top, int64_t keys) {
+    const float earlier = state.top[i];
+    state.top[i] = std::max(top, earlier);
+    return shifted_maximum(scratch.logits_row(i), keys, top, earlier, p.beta, plan.beta_reach * kLog2e / state.unit[i]);
+  }
+
+  bool v_finite(int64_t index, int64_t tiles) const {
+    return std::all_of(side.v_finite + index, side.v_finite + index + tiles, [](bool finite) { return finite; });
+  }
+
+  // o = alpha o + P V.
+  void accumulate(int64_t index, int64_t tiles, int64_t rows) {
+    const int64_t columns = side.v_columns;
     if constexpr (through_strip(format)) {
-      const int64_t words = side.v_words / strip_parts(format);
-      for (int64_t part = 0; part < strip_parts(format); ++part) {
-        const auto* p_part = scratch.p[parity] + part * words * Pv::kPerWord;
-        multiply_strip(p_part, p_strides, v + part * words * columns, rows, n, words, side.v_finite[index]);
-        for (int64_t i = 0; i < rows; ++i) {
-          const float step = format == PFormat::u8 ? state.p_step[parity][i] : 1.f;
-          add_product(o + i * columns, scratch.strip + i * scratch.strip_columns, part ? 1.f : state.alpha[parity][i],
-                      step, n);
-        }
-      }
+      for (int64_t first = 0; first < columns; first += kStripColumns)
+        accumulate_strip(index, tiles, rows, first, std::min(columns - first, kStripColumns));
     } else {
       for (int64_t i = 0; i < rows; ++i)
-        if (state.alpha[parity][i] != 1.f) scale_row(o + i * columns, state.alpha[parity][i], n);
-      if (side.v_finite[index])
-        matmul<Pv, true>(scratch.p[parity], p_strides, v, columns, o, columns, rows, n, side.v_words);
-      else
-        matmul_skipping_zeros<Pv>(scratch.p[parity], p_strides, v, columns, o, columns, rows, n, side.v_words);
+        if (state.alpha[i] != 1.f) scale_row(scratch.o + i * columns, state.alpha[i], columns);
+      const Strides strides{scratch.stride, 1};
+      const Word *p_words = reinterpret_cast<const Word*>(scratch.s), *v = side.v + index * side.v_stride;
+      if (v_finite(index, tiles))
+        return matmul<Pv, true>(p_words, strides, v, columns, scratch.o, columns, rows, columns, tiles * side.v_words);
+      for (int64_t tile = 0; tile < tiles; ++tile)
+        matmul_skipping_zeros<Pv>(p_words + tile * side.v_words, strides, v + tile * side.v_stride, columns, scratch.o,
+                                  columns, rows, columns, side.v_words);
     }
   }
 
-  void multiply_strip(const void* p_part, Strides p_strides, const Word* v, int64_t rows, int64_t n, int64_t words,
-                      bool v_finite) {
-    const int64_t columns = side.v_columns, stride = scratch.strip_columns;
-    if (format == PFormat::u8 || v_finite)
-      return matmul<Pv, false>(p_part, p_strides, v, columns, scratch.strip, stride, rows, n, words);
-    if constexpr (format != PFormat::u8) {
-      std::memset(scratch.strip, 0, sizeof(float) * rows * stride);
-      matmul_skipping_zeros<Pv>(p_part, p_strides, v, columns, scratch.strip, stride, rows, n, words);
+  // The same for n columns, by way of the strip, a part at a time.
+  void accumulate_strip(int64_t index, int64_t tiles, int64_t rows, int64_t first, int64_t n) {
+    const int64_t columns = side.v_columns,
+                  part_words = format == PFormat::u8 ? plan.part_tiles * side.v_words : kF16Part / Pv::kPerWord;
+    const Strides strides{scratch.stride, 1};
+    for (int64_t word = 0, part = 0; word < tiles * side.v_words; word += part_words, ++part) {
+      const int64_t words = std::min(part_words, tiles * side.v_words - word);
+      const Word *p_words = reinterpret_cast<const Word*>(scratch.s) + word,
+                 *v = side.v + index * side.v_stride + word * columns + first;
+      bool skip = false;
+      if constexpr (format != PFormat::u8) skip = !side.v_finite[index + word / side.v_words];
+      if (skip) {
+        std::memset(scratch.strip, 0, sizeof *scratch.strip * rows * kStripColumns);
+        if constexpr (format != PFormat::u8)
+          matmul_skipping_zeros<Pv>(p_words, strides, v, columns, scratch.strip, kStripColumns, rows, n, words);
+      } else {
+        matmul<Pv, false>(p_words, strides, v, columns, scratch.strip, kStripColumns, rows, n, words);
+      }
+      for (int64_t i = 0; i < rows; ++i)
+        add_product(scratch.o + i * columns + first, scratch.strip + i * kStripColumns, part ? 1.f : state.alpha[i],
+                    format == PFormat::u8 ? state.p_step[part][i] : 1.f, n);
     }
   }
 
@@ -327,26 +238,23 @@ struct Forward {
         for (int64_t c = 0; c < p.dim_v; ++c) residual[c] = o[c] - residual[c];
         store_row(p.o_residual, seq.batch, h, at, residual);
       }
-      if (p.lse.present())
-        *p.lse.at<float>(seq.batch, h, at) =
-            seen ? lse(seq, h, at, static_cast<int>(i), l, side_index) : kMinusInfinity;
+      if (p.lse.present()) *p.lse.at<float>(seq.batch, h, at) = seen ? lse(i, l) : kMinusInfinity;
     }
   }
 
   // In the gauge of the caller's k: smoothing moved every logit of the row by scale q.mean.
-  float lse(const Sequence& seq, int64_t h, int64_t at, int i, float l, int64_t side_index) const {
+  float lse(int64_t i, float l) const {
     const double unit = static_cast<double>(state.unit[i]) / 1.44269504088896340736;
-    double value = state.m[i] * unit + std::log(static_cast<double>(l) / (scales_p(format) ? plan.p_top : 1.f));
-    if (plan.smooth_k) value += p.scale * dot_with_mean(p, plan, seq, h, at, signs, side.k_mean + side_index * kMaxDim);
-    return static_cast<float>(value);
+    const double value = state.m[i] * unit + std::log(static_cast<double>(l) / (scales_p(format) ? plan.p_top : 1.f));
+    return static_cast<float>(plan.smooth_k ? value + p.scale * queries.mean_logit[i] : value);
   }
 };
 
 // Bytes of scratch memory of one thread.
 template <class Qk, class Pv, PFormat format>
-std::size_t forward_scratch_bytes(const KeySide& side) {
+std::size_t forward_scratch_bytes(const ForwardPlan& plan, const KeySide& side) {
   Carver carve(nullptr);
-  ForwardScratch<Qk, Pv>::carve(side, through_strip(format), carve);
+  ForwardScratch<Qk, Pv>::carve(plan, side, carve);
   return carve.used();
 }
 
@@ -354,7 +262,7 @@ template <class Qk, class Pv, PFormat format>
 std::size_t forward_workspace_as(const Problem& p, const ForwardPlan& plan, unsigned threads) {
   Carver carve(nullptr);
   const KeySide side = carve_key_side<Qk, Pv>(p, plan, carve);
-  return carve.used() + threads * forward_scratch_bytes<Qk, Pv, format>(side);
+  return carve.used() + threads * forward_scratch_bytes<Qk, Pv, format>(plan, side);
 }
 
 // Fills the key side: statistics, then tiles.
@@ -377,7 +285,7 @@ void forward_as(const Job& job, const ForwardPlan& plan) {
   const Problem& p = *job.problem;
   Carver carve(job.workspace);
   const KeySide side = carve_key_side<Qk, Pv>(p, plan, carve);
-  const std::size_t scratch_bytes = forward_scratch_bytes<Qk, Pv, format>(side);
+  const std::size_t scratch_bytes = forward_scratch_bytes<Qk, Pv, format>(plan, side);
   char* scratch = carve.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
   const Signs signs(p.q, p.dim);
   pack_keys<Qk, Pv>(job, plan, signs, side);
@@ -386,8 +294,7 @@ void forward_as(const Job& job, const ForwardPlan& plan) {
     Carver own(scratch + thread * scratch_bytes);
     const FlushDenormals flush;
     configure_tiles();
-    Forward<Qk, Pv, format> forward{
-        p, plan, side, signs, ForwardScratch<Qk, Pv>::carve(side, through_strip(format), own), {}};
+    Forward<Qk, Pv, format> forward{p, plan, side, signs, ForwardScratch<Qk, Pv>::carve(plan, side, own), {}, {}};
     forward.run(job.sequences[block.sequence], block);
     release_tiles();
   });
@@ -422,7 +329,7 @@ inline std::size_t forward_workspace(const Problem& p, unsigned threads) {
 }
 
 inline int64_t forward_block_rows(const Problem& p) {
-  return with_engines(forward_plan(p), []<class Qk, class Pv, PFormat format>() { return kBlockRows<Qk>; });
+  return with_engines(forward_plan(p), []<class Qk, class Pv, PFormat format>() { return kBlockRows<Qk, Pv>; });
 }
 
 inline void forward(const Job& job) {

@@ -116,7 +116,7 @@ struct Jvp {
     const KeyRange keys = p.keys_of_block(token, rows, seq.q_tokens, seq.k_tokens);
     const int64_t tiles = keys.first < keys.last ? (keys.last + kKeys - 1) / kKeys : 0;
     for (int64_t tile = keys.first / kKeys; tile < tiles; ++tile) {
-      const int64_t index = (block.first_tile + tile) * p.kv_heads + h / p.group();
+      const int64_t index = side.primal.tile_index(h / p.group(), block.first_tile + tile);
       logits(rows, index);
       softmax_tile(seq, h, token, rows, tile * kKeys);
       accumulate(rows, index);
@@ -125,10 +125,10 @@ struct Jvp {
   }
 
   void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows) {
-    float steps[kRows];
+    QueryRows queries;
     const int64_t words = side.primal.k_words, columns = side.primal.v_columns;
-    pack_queries<E>(tangents, plan, seq, h, token, rows, kRows, signs, scratch.q, 2 * words, words, steps);
-    pack_queries<E>(p, plan, seq, h, token, rows, kRows, signs, scratch.q + words, 2 * words, words, steps);
+    pack_queries<E>(tangents, plan, seq, h, token, rows, kRows, signs, nullptr, scratch.q, 2 * words, words, queries);
+    pack_queries<E>(p, plan, seq, h, token, rows, kRows, signs, nullptr, scratch.q + words, 2 * words, words, queries);
     for (int64_t i = 0; i < kRows; ++i) {
       state.m[i] = kMinusInfinity;
       state.centre[i] = 0.f;

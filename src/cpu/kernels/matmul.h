@@ -162,7 +162,8 @@ inline void release_tiles() { _tile_release(); }
       _tile_dpbusd(c, a, b);                    \
   } while (false)
 
-// 16 or 32 rows by 16 or 32 columns of C in four tiles.
+// 16 or 32 rows by 16 or 32 columns of C in four tiles. B comes from afar and is used once: it should not push C out of
+// the nearest cache.
 template <class E, bool accumulate, bool two_rows, bool two_columns>
 inline void tile_block(const Word* a, int64_t lda, const Word* b, int64_t columns, typename E::Sum* c, int64_t ldc,
                        int64_t words) {
@@ -180,10 +181,10 @@ inline void tile_block(const Word* a, int64_t lda, const Word* b, int64_t column
   }
   for (int64_t w = 0; w < words; w += 16) {
     _tile_loadd(4, a + w, a_bytes);
-    _tile_loadd(6, b + w * columns, b_bytes);
+    _tile_stream_loadd(6, b + w * columns, b_bytes);
     OCTET_TILE_DOT(0, 4, 6);
     if constexpr (two_columns) {
-      _tile_loadd(7, b + w * columns + 16, b_bytes);
+      _tile_stream_loadd(7, b + w * columns + 16, b_bytes);
       OCTET_TILE_DOT(1, 4, 7);
     }
     if constexpr (two_rows) {

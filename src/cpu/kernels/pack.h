@@ -13,9 +13,8 @@ constexpr int64_t kMaxDim = 256;
 // octet::hadamard, vectorised: the same operations in the same order. Steps within a vector exchange lanes.
 template <int half>
 OCTET_INLINE Vf butterfly(Vf x) {
-  const Vi lanes = iota();
-  const Vf partner = exchange<half>(x);
-  return partner + ((lanes & half) != 0 ? -x : x);
+  const Vf sign = (iota() & half) != 0 ? splat(-1.f) : splat(1.f);
+  return exchange<half>(x) + x * sign;  // exact, fused or not
 }
 
 inline void hadamard_row(float* x, const float* signs, int64_t dim) {
@@ -41,15 +40,14 @@ inline void hadamard_row(float* x, const float* signs, int64_t dim) {
   for (int64_t c = 0; c < padded; c += kLanes) store(x + c, load(x + c) * norm);
 }
 
-// NaN if any is.
+// octet::amax, vectorised: NaN lies above infinity.
 OCTET_INLINE float row_amax(const float* x, int64_t n) {
-  Vf largest{}, poison{};
-  for (int64_t c = 0; c < n; c += kLanes) {
-    const Vf y = load(x + c);
-    largest = max(floats(bits(y) & 0x7fffffff), largest);
-    poison += y * 0.f;
-  }
-  return reduce_max(largest) + reduce_add(poison);
+  Vi largest{};
+  for (int64_t c = 0; c < n; c += kLanes) largest = max(bits(load(x + c)) & 0x7fffffff, largest);
+  const int32_t top = reduce_max(largest);
+  float amax;
+  std::memcpy(&amax, &top, sizeof amax);
+  return amax;
 }
 
 // Rounds x to the numbers of a float format, or x / step to its codes when there is a scale.
@@ -146,8 +144,7 @@ struct Signs {
   }
 };
 
-// Everything the kernels need of k and v, in the workspace. Tile t of kv head g of a sequence has index
-// (first_tile + t) * kv_heads + g.
+// Everything the kernels need of k and v, in the workspace.
 struct KeySide {
   Word *k, *v;                         // tile: [k_words][kKeys], [v_words][v_columns]
   float* k_scale;                      // [tile][kKeys]; null without scales
@@ -157,13 +154,18 @@ struct KeySide {
   float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax
   int64_t k_words, v_words, v_columns;
   int64_t k_stride, v_stride;  // words from one tile to the next
+  int64_t tiles;               // of a head, at most
+
+  // Index of a tile, counted over all sequences, of a kv head: the tiles of a head lie one after the other.
+  int64_t tile_index(int64_t head, int64_t tile) const { return head * tiles + tile; }
 };
 
 // With room for `parts` k and v in every tile, one below the other.
 template <class Qk, class Pv>
 KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve, int64_t parts = 1) {
   KeySide s;
-  const int64_t tiles = tiles_bound(p, p.tokens_k, kKeys) * p.kv_heads;
+  s.tiles = tiles_bound(p, p.tokens_k, kKeys);
+  const int64_t tiles = s.tiles * p.kv_heads;
   const int64_t sides = (p.packed() ? p.cu_seqlens_q.shape[3] - 1 : p.batch) * p.kv_heads;
   s.k_words = words_of<Qk>(p.dim);
   s.v_words = words_of<Pv>(kKeys);
@@ -320,7 +322,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
                    const Signs& signs, const KeySide& s) {
   const int64_t g = block.head, first = block.token;
   const int64_t side = block.sequence * p.kv_heads + g;
-  const int64_t index = (block.first_tile + first / kKeys) * p.kv_heads + g;
+  const int64_t index = s.tile_index(g, block.first_tile + first / kKeys);
   alignas(64) float rows[kKeys * kMaxDim];
   alignas(64) Word words[kMaxDim + 64];
   float steps[kKeys] = {};
@@ -389,20 +391,39 @@ inline float group_amax(const Problem& p, const Sequence& seq, int64_t h, int64_
   return largest;
 }
 
-// Prepares `count` rows of q from `token` on, `valid` of them in the sequence: A words, and the step of each row (1
-// without scales, and for rows of zeros, so that it can be divided by and multiplied with infinities). Rows of A are
-// `stride` words apart.
+// q.mean for each row of q and the mean that smoothing took from k.
+inline void mean_logits(const Problem& p, const ForwardPlan& plan, const float* q, int64_t rows, int64_t width,
+                        const Signs& signs, const float* k_mean, double* out) {
+  alignas(64) float mean[kMaxDim] = {};
+  std::memcpy(mean, k_mean, sizeof(float) * static_cast<std::size_t>(p.dim));
+  if (plan.q_coded && p.q.quantization && p.q.quantization->hadamard_seed) hadamard_row(mean, signs.sign, p.dim);
+  for (int64_t r = 0; r < rows; ++r) out[r] = dot_in_double(q + r * width, mean, p.dim);
+}
+
+// What pack_queries finds out about the rows of a block.
+struct QueryRows {
+  float
+      step[kMaxBlockRows];  // 1 without scales, and for rows of zeros: it is divided by and multiplied with infinities
+  double mean_logit[kMaxBlockRows];  // q.mean for the mean that smoothing took from k, 0 without
+};
+
+// Prepares `count` rows of q from `token` on, `valid` of them in the sequence: A words, `stride` apart.
 template <class Qk>
 void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token,
-                  int64_t valid, int64_t count, const Signs& signs, Word* q, int64_t stride, int64_t words,
-                  float* steps) {
+                  int64_t valid, int64_t count, const Signs& signs, const float* k_mean, Word* q, int64_t stride,
+                  int64_t words, QueryRows& found) {
   alignas(64) float rows[kMaxBlockRows * kMaxDim];
   const int64_t width = padded<Qk>(padded_columns(p.dim));
   Step step{};
+  float(&steps)[kMaxBlockRows] = found.step;
   for (int64_t r = 0; r < count; ++r) steps[r] = 1.f;
   load_operand(p.q, plan.q_coded, seq.batch, h, seq.q_first + token, valid, count, width, rows);
+  if (plan.smooth_k) mean_logits(p, plan, rows, valid, width, signs, k_mean, found.mean_logit);
   if (plan.q_coded) {
-    for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.q, seq.batch, h, seq.q_first + token + r);
+    for (int64_t r = 0; r < valid; ++r) {
+      steps[r] = given_scale(p.q, seq.batch, h, seq.q_first + token + r);
+      if (plan.smooth_k) found.mean_logit[r] *= steps[r];
+    }
   } else {
     if (plan.hadamard)
       for (int64_t r = 0; r < valid; ++r) hadamard_row(rows + r * width, signs.sign, p.dim);
@@ -420,22 +441,6 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
   }
   for (int64_t r = 0; r < valid; ++r) steps[r] = steps[r] > 0.f || steps[r] != steps[r] ? steps[r] : 1.f;
   for (int64_t r = 0; r < count; ++r) encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * stride);
-}
-
-// q.mean for the true q and the mean that smoothing took from k, in double.
-inline double dot_with_mean(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token,
-                            const Signs& signs, const float* k_mean) {
-  float q[kMaxDim], mean[kMaxDim];
-  load_operand(p.q, plan.q_coded, seq.batch, h, token, 1, 1, padded_columns(p.dim), q);
-  std::memcpy(mean, k_mean, sizeof(float) * p.dim);
-  double scale = 1.0;
-  if (plan.q_coded) {
-    scale = given_scale(p.q, seq.batch, h, token);
-    if (p.q.quantization && p.q.quantization->hadamard_seed) hadamard_row(mean, signs.sign, p.dim);
-  }
-  double sum = 0;
-  for (int64_t c = 0; c < p.dim; ++c) sum += static_cast<double>(q[c]) * mean[c];
-  return scale * sum;
 }
 
 }  // namespace octet::cpu::OCTET_ISA

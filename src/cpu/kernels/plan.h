@@ -33,6 +33,8 @@ struct ForwardPlan {
   bool l_from_p = true;    // the row sum adds the rounded P
   bool beta = false;       // shifted maximum
   float beta_reach = 0.f;  // at most this far above the true one
+  int64_t step_tiles = 4;  // key tiles per step of the online softmax, which share a maximum
+  int64_t part_tiles = 4;  // 8-bit P: key tiles of a step that share a scale
 };
 
 ForwardPlan forward_plan(const Problem& problem);
@@ -81,9 +83,10 @@ struct BackwardPlan {
 
 BackwardPlan backward_plan(const Problem& problem);
 
-constexpr int64_t kKeys = 64;          // keys per tile
-constexpr int64_t kQueries = 64;       // queries per block of the backward pass and the jvp
-constexpr int64_t kMaxBlockRows = 96;  // queries per block of any pass, at most
+constexpr int64_t kKeys = 64;           // keys per tile
+constexpr int64_t kMaxStepKeys = 256;   // keys per step of the forward pass, at most
+constexpr int64_t kQueries = 64;        // queries per block of the backward pass and the jvp
+constexpr int64_t kMaxBlockRows = 128;  // queries per block of any pass, at most
 
 // A block of queries or a tile of keys of one head: the unit of work.
 struct Block {

@@ -69,13 +69,13 @@ OCTET_INLINE Vf min(Vf a, Vf b) {
 #endif
 }
 
-// Whether no lane is infinite or NaN.
-OCTET_INLINE bool reduce_is_finite(Vf x) {
+// Whether every lane is below y; NaN is not.
+OCTET_INLINE bool reduce_is_below(Vf x, float y) {
 #if defined(__AVX512F__)
-  return !_mm512_fpclass_ps_mask(x, 0x99);
+  return _mm512_cmp_ps_mask(x, splat(y), _CMP_LT_OQ) == 0xffff;
 #else
   for (int i = 0; i < kLanes; ++i)
-    if (!(__builtin_fabsf(x[i]) < __builtin_inff())) return false;
+    if (!(x[i] < y)) return false;
   return true;
 #endif
 }
@@ -110,6 +110,26 @@ OCTET_INLINE float reduce_max(Vf x) {
   if constexpr (kLanes > 4) x = max(exchange<4>(x), x);
   x = max(exchange<2>(x), x);
   return max(exchange<1>(x), x)[0];
+}
+
+OCTET_INLINE Vi max(Vi a, Vi b) { return a > b ? a : b; }
+
+OCTET_INLINE int32_t reduce_max(Vi x) {
+  if constexpr (kLanes > 8) x = max(bits(exchange<8>(floats(x))), x);
+  if constexpr (kLanes > 4) x = max(bits(exchange<4>(floats(x))), x);
+  x = max(bits(exchange<2>(floats(x))), x);
+  return max(bits(exchange<1>(floats(x))), x)[0];
+}
+
+// sum_c a_c b_c, every product exact; n a multiple of 8.
+OCTET_INLINE double dot_in_double(const float* a, const float* b, int64_t n) {
+  typedef float Half __attribute__((vector_size(32), aligned(4), may_alias));
+  typedef double Vd __attribute__((vector_size(64)));
+  Vd sum{};
+  for (int64_t c = 0; c < n; c += 8)
+    sum += __builtin_convertvector(*reinterpret_cast<const Half*>(a + c), Vd) *
+           __builtin_convertvector(*reinterpret_cast<const Half*>(b + c), Vd);
+  return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
 }
 
 // While it lives, results of this thread below 2^-126 become zero, as those of the GPU's exponential do: probabilities

@@ -1,19 +1,38 @@
 // One row of one tile: logits, running maximum, probabilities, in registers.
 #pragma once
+#include <algorithm>
+
 #include "cpu/kernels/pack.h"
 
 namespace octet::cpu::OCTET_ISA {
 
 constexpr int kVectors = static_cast<int>(kKeys) / kLanes;  // per row of a tile
 
-// The keys of the current tile, as one row needs them.
+// The keys of the current tile, or of several, as one row needs them.
 struct TileRow {
   const float* k_scale;       // null: 1
   const int32_t* correction;  // null: 0
-  int first, last;            // visible keys of the tile
-  const void* mask;           // this row of the mask tensor at the tile's first key; null: none
+  int first, last;            // visible keys
+  const void* mask;           // this row of the mask tensor at the first key; null: none
   octet_dtype mask_dtype;
   int64_t mask_stride;
+
+  // Whether every key of the tile is visible and has no mask.
+  bool whole() const { return !mask && first <= 0 && last >= kKeys; }
+
+  // Of several tiles, one.
+  TileRow of_tile(int64_t tile) const {
+    const int64_t key = tile * kKeys;
+    TileRow t = *this;
+    if (k_scale) t.k_scale += key;
+    if (correction) t.correction += key;
+    t.first = static_cast<int>(std::max<int64_t>(first - key, 0));
+    t.last = static_cast<int>(std::min<int64_t>(last - key, kKeys));
+    if (mask) t.mask = static_cast<const char*>(mask) + key * mask_stride * mask_bytes(mask_dtype);
+    return t;
+  }
+
+  static int64_t mask_bytes(octet_dtype dtype) { return dtype == OCTET_BOOL ? 1 : dtype == OCTET_F32 ? 4 : 2; }
 };
 
 constexpr float kLog2e = 1.44269504088896340736f;
@@ -22,8 +41,7 @@ constexpr float kMinusInfinity = -__builtin_inff();
 
 // Row i of the mask tensor at `key`.
 OCTET_INLINE const void* mask_row(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t key) {
-  const int64_t bytes = p.mask.dtype == OCTET_BOOL ? 1 : p.mask.dtype == OCTET_F32 ? 4 : 2;
-  return static_cast<const char*>(p.mask.data) + p.mask.offset(b, h, i, key) * bytes;
+  return static_cast<const char*>(p.mask.data) + p.mask.offset(b, h, i, key) * TileRow::mask_bytes(p.mask.dtype);
 }
 
 // What a mask tensor adds to the logits of one row: 0 or -inf for bool, the numbers themselves else.
@@ -104,11 +122,9 @@ constexpr int exp2_degree(PFormat format) {
 // where several logits equal the largest of the row so far, beta times it if positive, 0 if negative; at most `reach`
 // above it, or the row would underflow. `earlier`: the largest logit of earlier tiles, so that it does not matter which
 // tile a tie falls into.
-inline float shifted_maximum(const Vf (&x)[kVectors], float top, float earlier, float beta, float reach) {
+inline float shifted_maximum(const float* x, int64_t keys, float top, float earlier, float beta, float reach) {
   const float largest = top > earlier ? top : earlier;
-  int ties = 0;
-  for (int v = 0; v < kVectors; ++v)
-    for (int i = 0; i < kLanes; ++i) ties += x[v][i] == largest;
+  const int64_t ties = std::count(x, x + keys, largest);
   if (!ties || ties + (earlier == largest) < 2 || top == 0.f || top == kMinusInfinity) return top;
   const float shifted = top > 0.f ? beta * top : 0.f;
   return shifted < top + reach ? shifted : top + reach;
@@ -150,6 +166,25 @@ OCTET_INLINE void store_p(Vf (&p)[kVectors], float top, typename Pv::Element* ou
 #endif
     }
   }
+}
+
+// The same for callers that need only the sum of the numbers stored.
+template <class Pv, PFormat format>
+OCTET_INLINE Vf store_p_and_add(Vf (&p)[kVectors], float top, typename Pv::Element* out) {
+#ifdef __AVX512BF16__
+  if constexpr (std::is_same_v<typename Pv::Element, uint16_t> && format == PFormat::bf16) {
+    const __m512bh ones = (__m512bh)splat(0x3f803f80);
+    Vf sum{};
+    for (int v = 0; v < kVectors; v += 2) {
+      const __m512bh pair = _mm512_cvtne2ps_pbh(p[v + 1], p[v]);
+      _mm512_storeu_si512(out + v * kLanes, (__m512i)pair);
+      sum = _mm512_dpbf16_ps(sum, pair, ones);
+    }
+    return sum;
+  }
+#endif
+  store_p<Pv, format>(p, top, out);
+  return add_up(p);
 }
 
 // Rounds a row of numbers in [0, 255] to whole ones and stores them as elements of the 8-bit engine.

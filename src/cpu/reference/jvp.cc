@@ -61,6 +61,8 @@ void add_tile(const Operands& x, const double* s, int64_t i, const std::vector<i
   }
 }
 
+constexpr int64_t kTile = 64;  // keys per step of the softmax
+
 }  // namespace
 
 JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe) {
@@ -83,9 +85,9 @@ JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe) 
     logits.row(i, true, s.data());
     Row row{.o = std::vector<double>(static_cast<std::size_t>(e), 0.0),
             .t = std::vector<double>(static_cast<std::size_t>(e), 0.0)};
-    for (int64_t first = range.first / recipe.tile * recipe.tile; first < range.last; first += recipe.tile) {
+    for (int64_t first = range.first / kTile * kTile; first < range.last; first += kTile) {
       std::vector<int64_t> seen;
-      for (int64_t j = first; j < std::min(first + recipe.tile, m); ++j)
+      for (int64_t j = first; j < std::min(first + kTile, m); ++j)
         if (head.sees(i, j)) seen.push_back(j);
       if (!seen.empty()) add_tile(x, s.data(), i, seen, row);
     }

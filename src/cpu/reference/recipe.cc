@@ -9,7 +9,8 @@
 namespace octet::reference {
 namespace {
 
-constexpr int64_t kTile = 64;  // queries or keys that a tile of p or ds shares scales over
+constexpr int64_t kTile = 64;   // queries or keys that a tile of p or ds shares scales over
+constexpr int64_t kStep = 128;  // keys per step of forward passes whose p has a limited range
 
 constexpr Quantizer per_token(octet_dtype code) { return {code, Group::token}; }
 constexpr Quantizer per_block(octet_dtype code, int64_t tokens) { return {code, Group::block, tokens}; }
@@ -118,6 +119,7 @@ std::optional<std::string> rounding_objection(const octet_rounding& points, octe
 
 Recipe flash_attention(octet_dtype format) {
   Recipe r = format_only(format);
+  if (format == OCTET_F16) r.tile = kStep;
   r.p = fixed(format);
   r.sum_rounded_p = true;
   r.backward.exact_o = false;
@@ -128,6 +130,7 @@ Recipe flash_attention(octet_dtype format) {
 Recipe f16_inside(octet_dtype format) {
   constexpr double kFactor = 0x1p15;  // p = 1 becomes half the largest f16, so that p down to 2^-29 keeps its 11 bits
   Recipe r = format_only(format);
+  r.tile = kStep;
   r.p = fixed(OCTET_F16, kFactor);
   r.sum_rounded_p = true;
   if (format == OCTET_F16)
@@ -140,6 +143,7 @@ Recipe f16_inside(octet_dtype format) {
 
 Recipe octet_int8(bool hadamard, bool smooth_q) {
   Recipe r;
+  r.tile = kStep;
   r.logits = int8_logits(hadamard, smooth_q);
   r.p = largest(OCTET_U8);
   r.v = per_token(OCTET_I8);
@@ -156,6 +160,7 @@ Recipe octet_int8(bool hadamard, bool smooth_q) {
 
 Recipe octet_int8_f16(bool hadamard, bool smooth_q) {
   Recipe r;
+  r.tile = kStep;
   r.logits = int8_logits(hadamard, smooth_q);
   r.p = fixed(OCTET_F16);
   r.sum_rounded_p = true;
@@ -165,6 +170,7 @@ Recipe octet_int8_f16(bool hadamard, bool smooth_q) {
 
 Recipe octet_int8_fp8(bool hadamard, bool smooth_q) {
   Recipe r;
+  r.tile = kStep;
   r.logits = int8_logits(hadamard, smooth_q);
   r.p = fixed(OCTET_E4M3, 448.0);
   r.sum_rounded_p = true;
@@ -174,6 +180,7 @@ Recipe octet_int8_fp8(bool hadamard, bool smooth_q) {
 
 Recipe octet_fp8() {
   Recipe r;
+  r.tile = kStep;
   r.logits = {.q = per_token(OCTET_E4M3), .k = per_token(OCTET_E4M3), .smooth_k = kAllTokens};
   r.p = fixed(OCTET_E4M3, 448.0);
   r.sum_rounded_p = true;
@@ -192,6 +199,7 @@ Recipe octet_fp8() {
 
 Recipe helion_fp8() {
   Recipe r;
+  r.tile = kStep;
   r.logits = {.q = cast(OCTET_E4M3), .k = cast(OCTET_E4M3)};
   r.p = fixed(OCTET_E4M3);
   r.v = cast(OCTET_E4M3);

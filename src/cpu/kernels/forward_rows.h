@@ -1,0 +1,148 @@
+// The softmax of the forward pass: one row of a step, from logits to P.
+#pragma once
+#include "cpu/kernels/softmax.h"
+
+namespace octet::cpu::OCTET_ISA {
+
+// Softmax state of the rows of a block.
+template <int64_t rows>
+struct alignas(64) RowState {
+  float l[rows][kLanes];  // partial sums
+  float m[rows];
+  float top[rows];                           // remedy beta: largest logit so far; m may lie above it
+  float unit[rows];                          // logit * log2(e) per unit of x
+  float to_logit[rows];                      // logit per unit of sum * k_scale
+  float alpha[rows];                         // of this step
+  float p_step[kMaxStepKeys / kKeys][rows];  // 8-bit P, of each part: o += p_step * product
+};
+
+// One row of a step: its logits in the place of the sums; returns the largest.
+template <class Qk>
+OCTET_INLINE float logits_row(typename Qk::Sum* s, const TileRow& row, int64_t tiles, float to_logit) {
+  Vf tops[kVectors];
+  for (Vf& top : tops) top = splat(kMinusInfinity);
+  for (int64_t tile = 0; tile < tiles; ++tile, s += kKeys) {
+    const TileRow own = row.of_tile(tile);
+    Vf x[kVectors];
+    if (own.whole())
+      load_logits<false, kBias<Qk> != 0>(s, own, to_logit, x);
+    else
+      load_logits<true, kBias<Qk> != 0>(s, own, to_logit, x);
+    for (int v = 0; v < kVectors; ++v) {
+      tops[v] = max(x[v], tops[v]);
+      store(reinterpret_cast<float*>(s) + v * kLanes, x[v]);
+    }
+  }
+  return largest_of(tops);
+}
+
+// The maxima of kLanes rows from `first` on meet those of a step, and what it takes to go from the old to the new.
+template <int degree, int64_t rows>
+OCTET_INLINE void raise_maxima(const float (&tops)[kLanes], int64_t first, RowState<rows>& state) {
+  const Vf old = load(state.m + first), m = max(load(tops), old);
+  const Vf base = m == kMinusInfinity ? Vf{} : m;
+  store(state.m + first, m);
+  store(state.alpha + first, exp2<degree>((old - base) * load(state.unit + first)));
+}
+
+// Codes of a row of 8-bit P with its largest, p, at `top`; returns their step.
+template <class Pv>
+OCTET_INLINE float quantize_p(const float* p, int64_t tiles, float largest, float top, typename Pv::Element* out) {
+  constexpr float kNothing = 0x1p-110f;  // weighs nothing beside the row's largest, and its inverse may overflow
+  const float inverse = largest > kNothing ? top / largest : 0.f;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    Vf x[kVectors];
+    for (int v = 0; v < kVectors; ++v) x[v] = load(p + tile * kKeys + v * kLanes) * inverse;
+    store_u8<Pv>(x, out + tile * kKeys);
+  }
+  return largest > kNothing ? largest * (1.f / top) : 0.f;
+}
+
+// One row of a step: from logits to P.
+template <class Pv, PFormat format, int64_t rows>
+OCTET_INLINE void weights_row(const ForwardPlan& plan, float* logits, int64_t tiles, const float* v_scale,
+                              bool v_finite, int64_t i, RowState<rows>& state, typename Pv::Element* p_out) {
+  constexpr int degree = exp2_degree(format);
+  const float unit = state.unit[i], base = state.m[i] == kMinusInfinity ? 0.f : state.m[i];
+  Vf l{};
+  for (int64_t first = 0; first < tiles; first += plan.part_tiles) {
+    const int64_t last = std::min(first + plan.part_tiles, tiles);
+    Vf largest{}, poison{};
+    for (int64_t tile = first; tile < last; ++tile) {
+      float* const own = logits + tile * kKeys;
+      Vf p[kVectors];
+      for (int v = 0; v < kVectors; ++v) p[v] = exp2<degree>((load(own + v * kLanes) - base) * unit);
+      if constexpr (format == PFormat::u8) {
+        l += add_up(p);
+        for (int v = 0; v < kVectors; ++v) {
+          const Vf weighed = p[v] == Vf{} ? p[v] : p[v] * load(v_scale + tile * kKeys + v * kLanes);
+          largest = max(weighed, largest);
+          poison += weighed * 0.f;
+          store(own + v * kLanes, weighed);
+        }
+      } else {
+        if (!plan.l_from_p) l += add_up(p) * (scales_p(format) ? plan.p_top : 1.f);
+        const Vf rounded = store_p_and_add<Pv, format>(p, plan.p_top, p_out + tile * kKeys);
+        if (plan.l_from_p) l += rounded;
+      }
+    }
+    if constexpr (format == PFormat::u8) {
+      float& step = state.p_step[first / plan.part_tiles][i];
+      step =
+          quantize_p<Pv>(logits + first * kKeys, last - first, reduce_max(largest), plan.p_top, p_out + first * kKeys);
+      if (!v_finite) step += reduce_add(poison);
+    }
+  }
+  store(state.l[i], load(state.l[i]) * state.alpha[i] + l);
+}
+
+// Whether P may be large: it is a bfloat, or has a scale of its own in every step. The maximum then only has to keep p
+// in the range of floats, so that of earlier steps will do, mostly.
+constexpr bool may_be_lazy(PFormat format) { return format == PFormat::u8 || format == PFormat::bf16; }
+
+// Logits and weights at once for a step that all of the row sees, with the maximum of earlier steps. False, with
+// nothing changed but P, if that is too small.
+template <class Qk, class Pv, PFormat format, int64_t rows>
+OCTET_INLINE bool weights_row_lazily(const ForwardPlan& plan, const typename Qk::Sum* s, const TileRow& row,
+                                     int64_t tiles, const float* v_scale, int64_t i, RowState<rows>& state,
+                                     typename Pv::Element* p_out) {
+  constexpr float kRange = 0x1p60f;
+  const float unit = state.unit[i], shift = state.m[i] * unit;
+  alignas(64) float weighed[kMaxStepKeys];
+  alignas(64) typename Pv::Element rounded[kMaxStepKeys];
+  float largest[kMaxStepKeys / kKeys];
+  Vf l{};
+  for (int64_t first = 0; first < tiles; first += plan.part_tiles) {
+    Vf tops{};
+    for (int64_t tile = first; tile < std::min(first + plan.part_tiles, tiles); ++tile) {
+      Vf p[kVectors];
+      load_logits<false, kBias<Qk> != 0>(s + tile * kKeys, row.of_tile(tile), 1.f, p);
+      for (int v = 0; v < kVectors; ++v) p[v] = exp2<exp2_degree(format)>(p[v] * unit - shift);
+      if constexpr (format == PFormat::u8) {
+        l += add_up(p);
+        for (int v = 0; v < kVectors; ++v) {
+          const Vf y = p[v] * load(v_scale + tile * kKeys + v * kLanes);
+          tops = max(y, tops);
+          store(weighed + tile * kKeys + v * kLanes, y);
+        }
+      } else {
+        l += store_p_and_add<Pv, format>(p, 1.f, rounded + tile * kKeys);
+      }
+    }
+    largest[first / plan.part_tiles] = format == PFormat::u8 ? reduce_max(tops) : 0.f;
+    if (!(largest[first / plan.part_tiles] < kRange)) return false;
+  }
+  if (!reduce_is_below(l, kRange)) return false;
+  if constexpr (format == PFormat::u8) {
+    for (int64_t first = 0; first < tiles; first += plan.part_tiles)
+      state.p_step[first / plan.part_tiles][i] =
+          quantize_p<Pv>(weighed + first * kKeys, std::min(plan.part_tiles, tiles - first),
+                         largest[first / plan.part_tiles], plan.p_top, p_out + first * kKeys);
+  } else {
+    std::memcpy(p_out, rounded, sizeof *rounded * static_cast<std::size_t>(tiles * kKeys));
+  }
+  store(state.l[i], load(state.l[i]) + l);
+  return true;
+}
+
+}  // namespace octet::cpu::OCTET_ISA
