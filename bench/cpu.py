@@ -148,6 +148,9 @@ def expect_close(name, got, want):
         raise RuntimeError(f"{name} differs from torch's by {error:.3g} in relative L2: not the same problem")
 
 
+PAUSE = 0.02  # seconds; torch's threads spin for a while after a call and would take a core from whoever comes next
+
+
 def medians(calls, rounds):
     """Median seconds of each call, one of each per round, in turns."""
     for call in calls:
@@ -155,6 +158,7 @@ def medians(calls, rounds):
     seconds = [[] for _ in calls]
     for _ in range(rounds):
         for call, samples in zip(calls, seconds):
+            time.sleep(PAUSE)
             start = time.perf_counter()
             call()
             samples.append(time.perf_counter() - start)

@@ -1,5 +1,6 @@
 #include "cpu/parallel.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -10,6 +11,42 @@
 #include <vector>
 
 namespace octet::cpu {
+
+namespace {
+
+// Where the threads of a call begin. Left alone, a new thread waits behind its parent until the scheduler balances: 3
+// ms of an 8 ms call were lost to that.
+class Places {
+ public:
+#ifdef __linux__
+  Places() {
+    if (sched_getaffinity(0, sizeof allowed_, &allowed_) != 0) return;
+    const int here = std::max(0, sched_getcpu());
+    for (int i = 1; i < CPU_SETSIZE; ++i) {
+      const int cpu = (here + i) % CPU_SETSIZE;
+      if (CPU_ISSET(cpu, &allowed_)) others_.push_back(cpu);
+    }
+  }
+
+  // Moves the given one of the other threads to a CPU of its own, from where it may move on.
+  void spread(std::jthread& thread, std::size_t index) const {
+    if (index >= others_.size()) return;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(others_[index], &one);
+    if (pthread_setaffinity_np(thread.native_handle(), sizeof one, &one) == 0)
+      pthread_setaffinity_np(thread.native_handle(), sizeof allowed_, &allowed_);
+  }
+
+ private:
+  cpu_set_t allowed_{};
+  std::vector<int> others_;
+#else
+  void spread(std::jthread&, std::size_t) const {}
+#endif
+};
+
+}  // namespace
 
 unsigned thread_count(unsigned wanted, int64_t tasks) {
   unsigned available = std::max(1u, std::thread::hardware_concurrency());
@@ -39,9 +76,13 @@ void run_tasks(unsigned threads, int64_t tasks, TaskFunction function, void* bod
       if (!error) error = std::current_exception();
     }
   };
+  const Places places;
   std::vector<std::jthread> team;
   team.reserve(threads - 1);
-  for (unsigned t = 1; t < threads; ++t) team.emplace_back(work, t);
+  for (unsigned t = 1; t < threads; ++t) {
+    team.emplace_back(work, t);
+    places.spread(team.back(), t - 1);
+  }
   work(0);
   team.clear();  // joins
   if (error) std::rethrow_exception(error);
