@@ -27,9 +27,12 @@ constexpr int64_t kStripColumns = 32;  // of the product, at a time
 constexpr int64_t kF16Part = 16;       // keys
 
 // Rows of a block of queries: a multiple of the rows that the inner loops of the engines take at a time (tiles 32,
-// vectors 6), as many as keep q, s and o in the second cache.
+// vectors 6), as many as keep q, s and o in the second cache. Words of f32 fill that with k and v alone, which many
+// rows read less often.
 template <class Qk, class Pv>
-constexpr int64_t kBlockRows = Qk::kTiles&& Pv::kTiles ? 64 : 96;
+constexpr int64_t kBlockRows = Qk::kTiles&& Pv::kTiles   ? 64
+                               : std::is_same_v<Qk, F32> ? 192
+                                                         : 96;
 
 // Scratch memory of one thread. A row of P takes the place of the logits it comes from.
 template <class Qk, class Pv>

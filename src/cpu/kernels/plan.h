@@ -86,7 +86,7 @@ BackwardPlan backward_plan(const Problem& problem);
 constexpr int64_t kKeys = 64;           // keys per tile
 constexpr int64_t kMaxStepKeys = 256;   // keys per step of the forward pass, at most
 constexpr int64_t kQueries = 64;        // queries per block of the backward pass and the jvp
-constexpr int64_t kMaxBlockRows = 128;  // queries per block of any pass, at most
+constexpr int64_t kMaxBlockRows = 192;  // queries per block of any pass, at most
 
 // A block of queries or a tile of keys of one head: the unit of work.
 struct Block {
