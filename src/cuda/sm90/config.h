@@ -1,0 +1,43 @@
+// Every tile size, stage count and register count of this generation.
+//
+// A warpgroup that computes holds 64 rows. Its registers hold s (keys / 2 of them per thread), p (keys / 4) and o
+// (dim_v / 2); 240 are left to each of two such warpgroups beside a loader with 24, 160 to each of three.
+#pragma once
+
+namespace octet::cuda::sm90 {
+
+constexpr int kStages = 2;  // of k, and of v
+
+// Head dims that kernels are built for; smaller ones are filled with zeros.
+template <int Dim_, int DimV_>
+struct HeadDims {
+  static constexpr int kDim = Dim_, kDimV = DimV_;
+};
+using Dims64 = HeadDims<64, 64>;
+using Dims128 = HeadDims<128, 128>;
+using Dims192x128 = HeadDims<192, 128>;
+using Dims256 = HeadDims<256, 256>;
+
+// Full: most tiles are seen whole. Windowed: tiles along the diagonal are seen in part, and smaller ones waste less.
+enum class Shape { full, windowed };
+
+template <class Dims, Shape>
+struct ForwardTile;
+template <Shape shape>
+struct ForwardTile<Dims64, shape> {
+  static constexpr int kWarpgroups = 3, kKeys = 128, kRegisters = 160, kLoaderRegisters = 32;
+};
+template <Shape shape>
+struct ForwardTile<Dims128, shape> {
+  static constexpr int kWarpgroups = 2, kKeys = shape == Shape::full ? 176 : 128, kRegisters = 240, kLoaderRegisters = 24;
+};
+template <Shape shape>
+struct ForwardTile<Dims192x128, shape> {
+  static constexpr int kWarpgroups = 2, kKeys = 128, kRegisters = 240, kLoaderRegisters = 24;
+};
+template <Shape shape>
+struct ForwardTile<Dims256, shape> {
+  static constexpr int kWarpgroups = 2, kKeys = 80, kRegisters = 240, kLoaderRegisters = 24;
+};
+
+}  // namespace octet::cuda::sm90
