@@ -7,7 +7,7 @@ import pathlib
 import sys
 
 # Columns of the accumulator that the tiles of sm90/config.h need.
-SIZES = [64, 80, 128, 160, 176, 192, 256]
+SIZES = [64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
 TYPES = {"Bf16": "bf16", "F16": "f16"}
 
 HEAD = """// Written by src/cuda/ptx/wgmma.py; do not edit.
