@@ -44,6 +44,14 @@ def draw(shape, dtype, seed):
     return [torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(4)]
 
 
+def optional(*arguments, **options):
+    """A call, or None where octet has no such kernel."""
+    try:
+        return Octet(*arguments, **options)
+    except RuntimeError:
+        return None
+
+
 class Calls:
     """octet's forward and backward and cuDNN's on the same tensors."""
 
@@ -62,8 +70,8 @@ class Calls:
         if "backward" in options.passes:
             gradients = dict(dq=self.dq, dk=self.dk, dv=self.dv)
             kept = dict(o=self.o, lse=self.lse, do=do) | ({} if options.remedy == "none" else dict(o_residual=self.o_residual))
-            self.backward = Octet(library, BACKWARD, precision, causal, inputs | kept | gradients, remedy=remedy)
-            self.deterministic = Octet(library, BACKWARD, precision, causal, inputs | kept | gradients, remedy=remedy, deterministic=1)
+            self.backward = optional(library, BACKWARD, precision, causal, inputs | kept | gradients, remedy=remedy)
+            self.deterministic = optional(library, BACKWARD, precision, causal, inputs | kept | gradients, remedy=remedy, deterministic=1)
         self.causal = causal
 
     def peer_forward(self):
@@ -89,7 +97,7 @@ def check(library, options):
             line = f"d{dim:<4} {'causal' if causal else 'full':6} o {relative(calls.o, want[0]):.5f} (cuDNN {relative(calls.peer_forward(), want[0]):.5f})"
             calls.training()
             line += f", un-rounded {relative(calls.o.double() + calls.o_residual.double(), want[0]):.5f}"
-            if "backward" in options.passes:
+            if "backward" in options.passes and calls.backward:
                 calls.backward()
                 peers = calls.peer_backward()()
                 for name, got, peer, w in zip(("dq", "dk", "dv"), (calls.dq, calls.dk, calls.dv), peers, want[1:]):
@@ -124,11 +132,14 @@ def measure(library, options):
             flops = 4 * TOKENS * tokens * CHANNELS * (0.5 if causal else 1)
             run = {"forward": [calls.peer_forward, calls.forward, calls.training]}
             names = {"forward": ["cudnn", "octet", "octet_training"]}
-            if "backward" in options.passes:
+            if "backward" in options.passes and calls.backward:
                 calls.training()
-                run["backward"] = [calls.peer_backward(), calls.backward, calls.deterministic]
-                names["backward"] = ["cudnn", "octet", "octet_deterministic"]
-            for which in options.passes:
+                candidates = {"cudnn": calls.peer_backward(), "octet": calls.backward, "octet_deterministic": calls.deterministic}
+                candidates = {name: call for name, call in candidates.items() if call}
+                run["backward"], names["backward"] = list(candidates.values()), list(candidates)
+            for which in run:
+                if which not in options.passes:
+                    continue
                 repeats = max(1, int(2e12 // flops))
                 times = dict(zip(names[which], medians(run[which], options.rounds, repeats)))
                 rate = {name: flops * (2.5 if which == "backward" else 1) / ms / 1e9 for name, ms in times.items()}

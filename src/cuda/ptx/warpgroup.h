@@ -27,6 +27,13 @@ __device__ inline void pin(T (&registers)[N]) {
   }
 }
 
+// stmatrix.m8n8.x4: matrix i of a warp from x[i]; lane l gives the shared address of row l mod 8 of matrix l / 8.
+__device__ inline void stmatrix(uint32_t address, const uint32_t* x) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 // setmaxnreg: registers per thread of this warpgroup from here on. PTX ISA, 9.7.19.5.
 template <int Registers>
 __device__ inline void give_registers() {

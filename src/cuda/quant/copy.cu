@@ -1,85 +1,29 @@
 #include "cuda/quant/copy.h"
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/host/status.h"
+#include "cuda/quant/elements.h"
 
 namespace octet::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 8;  // head dims are multiples of it
-
-using Vector = float[kVector];
-
-template <class T>
-__device__ void read_as(const T* x, int64_t stride, Vector& to) {
-  if (stride == 1 && reinterpret_cast<uintptr_t>(x) % 16 == 0) {
-    union {
-      uint4 words[sizeof(T) * kVector / 16];
-      T elements[kVector];
-    } line;
-    for (int i = 0; i < int(sizeof(T)) * kVector / 16; ++i) line.words[i] = reinterpret_cast<const uint4*>(x)[i];
-    for (int i = 0; i < kVector; ++i) to[i] = float(line.elements[i]);
-    return;
-  }
-  for (int i = 0; i < kVector; ++i) to[i] = float(x[i * stride]);
-}
-
-template <class T>
-__device__ void write_as(T* x, int64_t stride, const Vector& from) {
-  if (stride == 1 && reinterpret_cast<uintptr_t>(x) % 16 == 0) {
-    union {
-      uint4 words[sizeof(T) * kVector / 16];
-      T elements[kVector];
-    } line;
-    for (int i = 0; i < kVector; ++i) line.elements[i] = T(from[i]);
-    for (int i = 0; i < int(sizeof(T)) * kVector / 16; ++i) reinterpret_cast<uint4*>(x)[i] = line.words[i];
-    return;
-  }
-  for (int i = 0; i < kVector; ++i) x[i * stride] = T(from[i]);
-}
-
-// Calls f with a null pointer of the element's type.
-template <class F>
-__device__ void visit(Element element, const F& f) {
-  switch (element) {
-    case Element::f32:
-      return f(static_cast<float*>(nullptr));
-    case Element::f16:
-      return f(static_cast<__half*>(nullptr));
-    case Element::bf16:
-      return f(static_cast<__nv_bfloat16*>(nullptr));
-  }
-}
-
-// Line `i` of a tensor: 8 channels of one token.
-struct Line {
-  int64_t batch, head, token, channel;
-  __device__ Line(const Strided& t, int64_t i) {
-    const int64_t lines = t.shape[3] / kVector;
-    channel = i % lines * kVector, i /= lines;
-    token = i % t.shape[2], i /= t.shape[2];
-    head = i % t.shape[1], batch = i / t.shape[1];
-  }
-  __device__ int64_t offset(const Strided& t) const {
-    return batch * t.stride[0] + head * t.stride[1] + token * t.stride[2] + channel * t.stride[3];
-  }
-};
-
-__device__ void read(const Strided& t, const Line& line, Vector& x) {
-  visit(t.element, [&](auto* type) {
-    read_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x);
-  });
+// Line `i` of a tensor.
+__device__ Line line_at(const Strided& t, int64_t i) {
+  Line line;
+  const int64_t lines = t.shape[3] / kVector;
+  line.channel = i % lines * kVector, i /= lines;
+  line.token = i % t.shape[2], i /= t.shape[2];
+  line.head = i % t.shape[1], line.batch = i / t.shape[1];
+  return line;
 }
 
 __global__ void __launch_bounds__(kThreads)
     copy_kernel(const Strided from, const Strided to, Element through, const int* exponent, int64_t lines) {
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < lines; i += int64_t{kThreads} * gridDim.x) {
-    const Line line(from, i);
+    const Line line = line_at(from, i);
     Vector x;
     read(from, line, x);
     visit(through, [&](auto* type) {
@@ -89,9 +33,7 @@ __global__ void __launch_bounds__(kThreads)
       const int by = exponent[line.batch * from.shape[1] + line.head];
       for (float& element : x) element = ldexpf(element, by);
     }
-    visit(to.element, [&](auto* type) {
-      write_as(static_cast<decltype(type)>(to.data) + line.offset(to), to.stride[3], x);
-    });
+    write(to, line, x);
   }
 }
 
@@ -101,7 +43,7 @@ __global__ void __launch_bounds__(kThreads) largest_kernel(const Strided x, unsi
   unsigned most = 0;
   for (int64_t i = blockIdx.y * int64_t{kThreads} + threadIdx.x; i < lines; i += int64_t{kThreads} * gridDim.y) {
     Vector v;
-    read(x, Line(x, head * lines + i), v);
+    read(x, line_at(x, head * lines + i), v);
     for (const float element : v)
       if (isfinite(element)) most = max(most, __float_as_uint(fabsf(element)));
   }

@@ -51,10 +51,22 @@ std::optional<std::string> objection_to(const View& t, const char* label) {
   return {};
 }
 
+std::optional<std::string> backward_objection(const Problem& p) {
+  if (std::max(p.dim, p.dim_v) > kMaxBackwardDim)
+    return text("it has no backward pass for head dim ", std::max(p.dim, p.dim_v), "; it has: up to ", kMaxBackwardDim);
+  if (p.remedy == OCTET_REMEDY_PROJECT) return "its backward pass has no remedy project; it has: f16_inside, none, exact_delta";
+  if (p.deterministic) return "its backward pass sums dq in no fixed order; deterministic: 0";
+  const bool exact_o = p.remedy == OCTET_REMEDY_F16_INSIDE || p.remedy == OCTET_REMEDY_EXACT_DELTA;
+  if (exact_o && p.o.dtype != OCTET_F32 && !p.o_residual.present())
+    return text("remedy ", name(p.remedy), " needs the un-rounded output, but o is ", name(p.o.dtype),
+                " and o_residual is NULL; pass o_residual (the forward pass writes it), or keep o in f32");
+  return {};
+}
+
 std::optional<std::string> objection(const Problem& p) {
   if (p.device != OCTET_CUDA) return "the tensors are on the CPU";
   if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability 9.0");
-  if (p.pass != OCTET_FORWARD) return text("it has no ", name(p.pass), " pass; it has: forward");
+  if (p.pass == OCTET_JVP) return text("it has no ", name(p.pass), " pass; it has: forward, backward");
   if (p.precision != OCTET_PRECISION_F16 && p.precision != OCTET_PRECISION_BF16)
     return text("it has no ", name(p.precision), "; it has: f16, bf16");
   if (p.remedy == OCTET_REMEDY_BETA) return "it has no remedy beta; it has: f16_inside, none, exact_delta, project";
@@ -63,17 +75,21 @@ std::optional<std::string> objection(const Problem& p) {
     return text(std::max(p.tokens_q, p.tokens_k), " tokens; it takes up to ", kMaxTokens);
   if (p.batch * p.heads > kMaxBlocks / (p.tokens_q / 64 + 1))
     return text(p.batch * p.heads, " heads of ", p.tokens_q, " queries are more blocks than it can count");
-  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}, {&p.o, "o"}})
+  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}, {&p.o, "o"}, {&p.do_, "do"}})
     if (auto found = objection_to(*t, label)) return found;
-  return {};
+  return p.pass == OCTET_BACKWARD ? backward_objection(p) : std::nullopt;
 }
 
-std::string kernel(const Problem& p) { return forward_name(p); }
+std::string kernel(const Problem& p) { return p.pass == OCTET_FORWARD ? forward_name(p) : backward_name(p); }
 
-std::size_t workspace_size(const Problem& p) { return forward(p, nullptr, nullptr); }
+std::size_t run_pass(const Problem& p, void* workspace, cudaStream_t stream) {
+  return p.pass == OCTET_FORWARD ? forward(p, workspace, stream) : backward(p, workspace, stream);
+}
+
+std::size_t workspace_size(const Problem& p) { return run_pass(p, nullptr, nullptr); }
 
 void run(const Problem& p, Bytes workspace, void* stream) {
-  forward(p, workspace.data, static_cast<cudaStream_t>(stream));
+  run_pass(p, workspace.data, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace

@@ -2,6 +2,9 @@
 //
 // A warpgroup that computes holds 64 rows. Its registers hold s (keys / 2 of them per thread), p (keys / 4) and o
 // (dim_v / 2); 240 are left to each of two such warpgroups beside a loader with 24, 160 to each of three.
+//
+// A thread block cannot take more registers than it was launched with: 504 for three threads, one of each warpgroup, and
+// 512 for four. Asking for more waits for ever.
 #pragma once
 
 namespace octet::cuda::sm90 {
@@ -39,5 +42,21 @@ template <Shape shape>
 struct ForwardTile<Dims256, shape> {
   static constexpr int kWarpgroups = 2, kKeys = 80, kRegisters = 240, kLoaderRegisters = 24;
 };
+
+// Backward: `kQueries` per step, `kKeys` per thread block, half of them in each of two warpgroups. A warpgroup holds
+// s, dp (queries / 2 registers each), dk, dv (dim / 2 each) and its half of dq.
+constexpr int kBackwardKeys = 128;
+constexpr int kBackwardRegisters = 232, kBackwardLoaderRegisters = 40;
+template <int Dim>
+struct BackwardTile;
+template <>
+struct BackwardTile<64> {
+  static constexpr int kQueries = 128;
+};
+template <>
+struct BackwardTile<128> {
+  static constexpr int kQueries = 64;
+};
+static_assert(2 * kBackwardRegisters + kBackwardLoaderRegisters <= 504);
 
 }  // namespace octet::cuda::sm90

@@ -26,6 +26,7 @@ struct Forward {
   static constexpr int kRows = Tile::kWarpgroups * kWarpgroupRows, kKeys = Tile::kKeys;
   static constexpr int kThreads = (Tile::kWarpgroups + 1) * kWarpgroup;
   static constexpr int kReaders = Tile::kWarpgroups * kWarpgroup;
+  static_assert(Tile::kWarpgroups * Tile::kRegisters + Tile::kLoaderRegisters <= 65536 / kThreads / 8 * 8 * (Tile::kWarpgroups + 1));
 
   using TileQ = SharedTile<typename Precision::Operand, kRows, Dims::kDim>;
   using TileK = SharedTile<typename Precision::Operand, kKeys, Dims::kDim>;

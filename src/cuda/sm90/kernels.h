@@ -17,4 +17,8 @@ struct Kernel {
 template <class Precision>
 Kernel forward_kernel(DimsIndex dims, Shape shape);
 
+// rows: queries of a tile.
+template <class T>
+Kernel backward_kernel(int dim);
+
 }  // namespace octet::cuda::sm90

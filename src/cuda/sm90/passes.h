@@ -12,4 +12,8 @@ namespace octet::cuda::sm90 {
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string forward_name(const Problem& p);
 
+std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);
+std::string backward_name(const Problem& p);
+constexpr int kMaxBackwardDim = 128;
+
 }  // namespace octet::cuda::sm90

@@ -61,6 +61,30 @@ __device__ void mma_AB(Accumulator<TileB::kColumns>& d, const Operand<T, Columns
     ptx::Wgmma<T, TileB::kColumns>::template rs<1>(d.x, &a.x[4 * step], b.across(step), true);
 }
 
+// d += a b over the rows of both tiles, b's columns from 64 `panel`: a^T's rows are 64 columns of `a`, in its panel
+// `a_panel`. Issued, not awaited.
+template <int Columns, class TileA, class TileB>
+__device__ void mm_AtB(Accumulator<Columns>& d, const TileA& a, int a_panel, const TileB& b, int panel) {
+  static_assert(TileA::kRows == TileB::kRows);
+#pragma unroll
+  for (int step = 0; step < TileA::kRows / 16; ++step)
+    ptx::Wgmma<typename TileA::Element, Columns>::template ss<1, 1>(d.x, a.across(step, a_panel), b.across(step, panel),
+                                                                   step != 0);
+}
+
+// Writes a fragment into rows [row, row + 64) of a tile: stmatrix, four 8 x 8 matrices at a time (PTX ISA, 9.7.14.5.16).
+template <class T, int Columns, class Tile>
+__device__ void store(const Operand<T, Columns>& x, const Tile& tile, int row) {
+  static_assert(Tile::kColumns == Columns);
+  const int lane = threadIdx.x % 32, r = row + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int i = 0; i < Columns / 16; ++i) {
+    const int chunk = 2 * (i % 4) + lane / 16;
+    ptx::stmatrix(tile.address() + i / 4 * Tile::kPanelBytes + r * kPanelRowBytes + (chunk ^ r % kSwizzleRows) * 16,
+                  &x.x[4 * i]);
+  }
+}
+
 // One number for each row of a thread.
 struct RowValues {
   float x[kRowsPerThread];
