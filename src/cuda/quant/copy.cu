@@ -10,45 +10,44 @@ namespace octet::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-// Line `i` of a tensor.
-__device__ Line line_at(const Strided& t, int64_t i) {
-  Line line;
-  const int64_t lines = t.shape[3] / kVector;
-  line.channel = i % lines * kVector, i /= lines;
-  line.token = i % t.shape[2], i /= t.shape[2];
-  line.head = i % t.shape[1], line.batch = i / t.shape[1];
-  return line;
+// Calls f(line) for this thread's lines of head blockIdx.x, the tokens shared among blockIdx.y.
+template <class F>
+__device__ void for_each_line(const Strided& t, const F& f) {
+  const int lines = static_cast<int>(t.shape[3]) / kVector, rows = kThreads / lines;
+  const int row = threadIdx.x / lines;
+  if (row >= rows) return;
+  Line line{blockIdx.x / t.shape[1], blockIdx.x % t.shape[1], 0, threadIdx.x % lines * kVector};
+#pragma unroll 4
+  for (int64_t token = static_cast<int64_t>(blockIdx.y) * rows + row; token < t.shape[2]; token += gridDim.y * rows) {
+    line.token = token;
+    f(line);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
-    copy_kernel(const Strided from, const Strided to, Element through, const int* exponent, int64_t lines) {
-  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < lines; i += int64_t{kThreads} * gridDim.x) {
-    const Line line = line_at(from, i);
+    copy_kernel(const Strided from, const Strided to, Element through, const int* exponent) {
+  const float scale = exponent ? ldexpf(1.f, exponent[blockIdx.x]) : 1.f;
+  for_each_line(from, [&](const Line& line) {
     Vector x;
     read(from, line, x);
     visit(through, [&](auto* type) {
-      for (float& element : x) element = float(static_cast<std::remove_pointer_t<decltype(type)>>(element));
+      for (float& element : x) element = float(static_cast<std::remove_pointer_t<decltype(type)>>(element)) * scale;
     });
-    if (exponent) {
-      const int by = exponent[line.batch * from.shape[1] + line.head];
-      for (float& element : x) element = ldexpf(element, by);
-    }
     write(to, line, x);
-  }
+  });
 }
 
 // Magnitudes order as their bits do.
-__global__ void __launch_bounds__(kThreads) largest_kernel(const Strided x, unsigned* largest, int64_t lines) {
-  const int64_t head = blockIdx.x;
+__global__ void __launch_bounds__(kThreads) largest_kernel(const Strided x, unsigned* largest) {
   unsigned most = 0;
-  for (int64_t i = blockIdx.y * int64_t{kThreads} + threadIdx.x; i < lines; i += int64_t{kThreads} * gridDim.y) {
+  for_each_line(x, [&](const Line& line) {
     Vector v;
-    read(x, line_at(x, head * lines + i), v);
+    read(x, line, v);
     for (const float element : v)
       if (isfinite(element)) most = max(most, __float_as_uint(fabsf(element)));
-  }
+  });
   most = __reduce_max_sync(~0u, most);
-  if (threadIdx.x % 32 == 0) atomicMax(&largest[head], most);
+  if (threadIdx.x % 32 == 0) atomicMax(&largest[blockIdx.x], most);
 }
 
 __global__ void exponent_kernel(const unsigned* largest, int* exponent, float* scale, int heads) {
@@ -61,28 +60,26 @@ __global__ void exponent_kernel(const unsigned* largest, int* exponent, float* s
   scale[i] = ldexpf(1.f, -by);
 }
 
-unsigned blocks_for(int64_t items) {
-  constexpr int64_t kMost = 132 * 16;  // enough to fill any GPU of this generation
-  return static_cast<unsigned>(std::clamp<int64_t>((items + kThreads - 1) / kThreads, 1, kMost));
+// A row of blocks for each (batch, head).
+dim3 grid_of(const Strided& x) {
+  constexpr int64_t kMost = 1024, kTokensPerBlock = 64;
+  return dim3(static_cast<unsigned>(x.shape[0] * x.shape[1]),
+              static_cast<unsigned>(std::clamp<int64_t>(x.shape[2] / kTokensPerBlock, 1, kMost)));
 }
 
 }  // namespace
 
 void copy(const Strided& from, const Strided& to, Element through, const int* exponent, cudaStream_t stream) {
-  const int64_t lines = from.shape[0] * from.shape[1] * from.shape[2] * from.shape[3] / kVector;
-  if (!lines) return;
-  copy_kernel<<<blocks_for(lines), kThreads, 0, stream>>>(from, to, through, exponent, lines);
+  if (!from.shape[0] || !from.shape[1] || !from.shape[2]) return;
+  copy_kernel<<<grid_of(from), kThreads, 0, stream>>>(from, to, through, exponent);
   check(cudaGetLastError(), "copy");
 }
 
 void choose_exponents(const Strided& x, unsigned* largest, int* exponent, float* scale, cudaStream_t stream) {
-  const int64_t heads = x.shape[0] * x.shape[1], lines = x.shape[2] * x.shape[3] / kVector;
+  const int64_t heads = x.shape[0] * x.shape[1];
   if (!heads) return;
   check(cudaMemsetAsync(largest, 0, heads * sizeof(unsigned), stream), "cudaMemsetAsync");
-  if (lines) {
-    const dim3 grid(static_cast<unsigned>(heads), blocks_for((lines + 3) / 4));
-    largest_kernel<<<grid, kThreads, 0, stream>>>(x, largest, lines);
-  }
+  largest_kernel<<<grid_of(x), kThreads, 0, stream>>>(x, largest);
   exponent_kernel<<<static_cast<unsigned>(heads + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
       largest, exponent, scale, static_cast<int>(heads));
   check(cudaGetLastError(), "choose_exponents");

@@ -15,6 +15,7 @@ namespace octet::cuda::sm90 {
 namespace {
 
 constexpr int kMajor = 9, kMinor = 0;
+constexpr int64_t kMaxBackwardTokens = 1 << 21;  // a grid has fewer than 2^16 rows, of 64 tokens each
 constexpr int64_t kMaxTokens = 1 << 28, kMaxBlocks = std::numeric_limits<int32_t>::max();
 
 bool fits(int device) {
@@ -55,7 +56,8 @@ std::optional<std::string> backward_objection(const Problem& p) {
   if (std::max(p.dim, p.dim_v) > kMaxBackwardDim)
     return text("it has no backward pass for head dim ", std::max(p.dim, p.dim_v), "; it has: up to ", kMaxBackwardDim);
   if (p.remedy == OCTET_REMEDY_PROJECT) return "its backward pass has no remedy project; it has: f16_inside, none, exact_delta";
-  if (p.deterministic) return "its backward pass sums dq in no fixed order; deterministic: 0";
+  if (std::max(p.tokens_q, p.tokens_k) > kMaxBackwardTokens)
+    return text("its backward pass takes up to ", kMaxBackwardTokens, " tokens, found ", std::max(p.tokens_q, p.tokens_k));
   const bool exact_o = p.remedy == OCTET_REMEDY_F16_INSIDE || p.remedy == OCTET_REMEDY_EXACT_DELTA;
   if (exact_o && p.o.dtype != OCTET_F32 && !p.o_residual.present())
     return text("remedy ", name(p.remedy), " needs the un-rounded output, but o is ", name(p.o.dtype),

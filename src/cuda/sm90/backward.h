@@ -7,6 +7,8 @@
 // Transposed, p and ds stay in registers as left operands of dv and dk; only ds goes through shared memory, for dq. Each
 // of two warpgroups holds 64 keys; they share the work of dq. Sums of dq over blocks of keys happen in L2.
 #pragma once
+#include <cuda/atomic>
+
 #include "cuda/sm90/backward_arguments.h"
 #include "cuda/sm90/config.h"
 #include "cuda/tile/fragment.h"
@@ -39,12 +41,24 @@ struct Backward {
     unsigned char q[kStages][TileQ::kBytes], do_[kStages][TileQ::kBytes];
     unsigned char ds[2][TileDs::kBytes];
     float dq[kWarpgroups][kDqFloats];
-    float2 rows[kStages][kQueries];
+    float rows[kStages][2][kQueries];  // lse, delta
     Ring<1> keys;
     Ring<kStages> q_ring, do_ring;
     Work work;
+    unsigned* turn[kWarpgroups];  // where the sum under way will be counted, or null
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;
+
+  // One number for each column of a fragment that a thread holds.
+  struct ColumnValues {
+    float2 x[kQueries / 8];
+    __device__ explicit ColumnValues(const float* from) { read(from); }
+    __device__ void read(const float* from) {
+#pragma unroll
+      for (int i = 0; i < kQueries / 8; ++i) x[i] = *reinterpret_cast<const float2*>(from + 8 * i + fragment_column());
+    }
+    __device__ float of(int element) const { return element % 2 ? x[element / 4].y : x[element / 4].x; }
+  };
 
   const BackwardArguments& a;
   Shared& shared;
@@ -108,12 +122,24 @@ struct Backward {
           shared.q_ring.empty[s].wait(stage.parity ^ 1);
           shared.q_ring.full[s].arrive_expecting(TileQ::kBytes + sizeof shared.rows[s]);
           fetch(shared.q[s], a.q + q * TileQ::kBytes, TileQ::kBytes, shared.q_ring.full[s]);
-          fetch(shared.rows[s], a.rows + q * kQueries, sizeof shared.rows[s], shared.q_ring.full[s]);
+          fetch(shared.rows[s], a.rows + q * 2 * kQueries, sizeof shared.rows[s], shared.q_ring.full[s]);
           shared.do_ring.empty[s].wait(stage.parity ^ 1);
           shared.do_ring.full[s].arrive_expecting(TileQ::kBytes);
           fetch(shared.do_[s], a.do_ + q * TileQ::kBytes, TileQ::kBytes, shared.do_ring.full[s]);
         }
     }
+  }
+
+  // Deterministic sums of dq: blocks of keys add to a tile in ascending order. A block waits only for blocks with a lower
+  // number of work, which are under way or done.
+  static __device__ void await_turn(unsigned* turn, unsigned order) {
+    ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device> count(*turn);
+    while (count.load(::cuda::memory_order_acquire) != order) __nanosleep(20);
+  }
+
+  // How many blocks of keys before this one add to a tile of queries.
+  __device__ unsigned order_of(const Work& w, int tile) const {
+    return w.first_key / kKeys - a.mask.keys_of(tile * kQueries, w.q.tokens, w.k.tokens).first / kKeys;
   }
 
   // p of pairs that do not see each other becomes 0. Rows are keys, columns queries.
@@ -173,33 +199,19 @@ struct Backward {
           ptx::wgmma_fence();
           mm_ABt(dp, v, my_keys, do_, false);
           ptx::wgmma_commit();
+          // Read while the products run.
+          ColumnValues columns(shared.rows[stage.stage][0]);
           ptx::wgmma_wait<1>();
           ptx::pin(s.x);
-          const float2* const rows = shared.rows[stage.stage] + fragment_column();
 #pragma unroll
-          for (int i = 0; i < kQueries / 8; ++i) {
-            const float4 of_columns = *reinterpret_cast<const float4*>(rows + 8 * i);
-#pragma unroll
-            for (int row = 0; row < kRowsPerThread; ++row) {
-              float* const x = &s.x[4 * i + 2 * row];
-              x[0] = ptx::exp2(__fmaf_rn(x[0], scale_log2e, -of_columns.x));
-              x[1] = ptx::exp2(__fmaf_rn(x[1], scale_log2e, -of_columns.z));
-            }
-          }
+          for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
           if (!sees_all(w, tile * kQueries)) mask(s, w, w.first_key + my_keys + fragment_row(), tile * kQueries);
           convert(s, p);
+          columns.read(shared.rows[stage.stage][1]);
           ptx::wgmma_wait<0>();
           ptx::pin(dp.x);
 #pragma unroll
-          for (int i = 0; i < kQueries / 8; ++i) {
-            const float4 of_columns = *reinterpret_cast<const float4*>(rows + 8 * i);
-#pragma unroll
-            for (int row = 0; row < kRowsPerThread; ++row) {
-              float* const x = &dp.x[4 * i + 2 * row];
-              x[0] = s.x[4 * i + 2 * row] * __fmaf_rn(x[0], product_scale, -of_columns.y);
-              x[1] = s.x[4 * i + 2 * row + 1] * __fmaf_rn(x[1], product_scale, -of_columns.w);
-            }
-          }
+          for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
           convert(dp, ds);
           store(ds, ds_tile, my_keys);
           bulk::fence_proxy_async(bulk::space_shared);
@@ -221,7 +233,7 @@ struct Backward {
           ptx::pin(dq.x), ptx::pin(dv.x);
           shared.do_ring.empty[stage.stage].arrive();
           // dq to L2: its former numbers have left shared memory, then the new ones enter it.
-          if (leader) bulk::cp_async_bulk_wait_group_read(bulk::n32_t<0>());
+          if (leader) await_sum(warpgroup);
           ptx::barrier_sync(2 + warpgroup, kWarpgroup);
           float4* const staged = reinterpret_cast<float4*>(shared.dq[warpgroup]) + threadIdx.x % kWarpgroup;
 #pragma unroll
@@ -230,8 +242,12 @@ struct Backward {
           bulk::fence_proxy_async(bulk::space_shared);
           ptx::barrier_sync(2 + warpgroup, kWarpgroup);
           if (leader) {
-            float* const to = a.dq + (q_tile(w, head, tile) * kWarpgroups + warpgroup) * kDqFloats;
-            bulk::cp_reduce_async_bulk(bulk::space_global, bulk::space_shared, bulk::op_add, to,
+            const int64_t at_tile = q_tile(w, head, tile) * kWarpgroups + warpgroup;
+            if (a.turns) {
+              shared.turn[warpgroup] = a.turns + at_tile;
+              await_turn(a.turns + at_tile, order_of(w, tile));
+            }
+            bulk::cp_reduce_async_bulk(bulk::space_global, bulk::space_shared, bulk::op_add, a.dq + at_tile * kDqFloats,
                                        shared.dq[warpgroup], kDqFloats * sizeof(float));
             bulk::cp_async_bulk_commit_group();
           }
@@ -239,11 +255,22 @@ struct Backward {
           ptx::pin(dk.x);
           shared.q_ring.empty[stage.stage].arrive();
         }
+      if (leader) await_sum(warpgroup);
       write(a.dv, w, my_keys, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
       write(a.dk, w, my_keys, dk, a.scale, -a.weight_exponent - a.product_exponent - e.do_ - e.v - e.q, a.dim);
       shared.keys.empty[0].arrive();
     }
     if (leader) bulk::cp_async_bulk_wait_group(bulk::n32_t<0>());
+  }
+
+  // Until shared memory may be written again; in turns, until the sum is in dq.
+  __device__ void await_sum(int warpgroup) {
+    namespace bulk = ::cuda::ptx;
+    if (!a.turns) return bulk::cp_async_bulk_wait_group_read(bulk::n32_t<0>());
+    bulk::cp_async_bulk_wait_group(bulk::n32_t<0>());
+    unsigned*& turn = shared.turn[warpgroup];
+    if (turn) ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device>(*turn).fetch_add(1u, ::cuda::memory_order_release);
+    turn = nullptr;
   }
 
   // x scale 2^exponent, in two steps as the power alone may not be a float.
@@ -281,6 +308,7 @@ __global__ void __launch_bounds__(Backward<T, Dim>::kThreads, 1)
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
   Kernel kernel{arguments, shared};
   if (threadIdx.x == 0) {
+    for (unsigned*& turn : shared.turn) turn = nullptr;
     shared.keys.init(Kernel::kReaders);
     shared.q_ring.init(Kernel::kReaders);
     shared.do_ring.init(Kernel::kReaders);

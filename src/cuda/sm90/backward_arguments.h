@@ -46,8 +46,12 @@ struct Exponents {
 struct BackwardArguments {
   // Tiles: q, do [batch, head, q block], k, k_smooth (k minus its mean), v [batch, kv head, k block].
   const unsigned char *q, *k, *k_smooth, *v, *do_;
-  const float2* rows;  // [batch, head, query of blocks]: {lse in base 2 less weight_exponent, delta as the products have it}
+  // [batch, head, q block][2][query of the block]: lse in base 2 less weight_exponent; delta as the products have it.
+  const float* rows;
   float* dq;           // [batch, head, q block]: sums, as the warpgroups hold them
+  // [batch, head, q block][2], 0 when the kernel starts: how many blocks of keys have added to dq of a tile, for each
+  // warpgroup; or null, if they may add in any order.
+  unsigned* turns;
   const Exponents* exponents;  // [batch, kv head]
   Blocks q_blocks, k_blocks;
   Mask mask;

@@ -90,10 +90,12 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                        .k_smooth_tiles = carver.take<unsigned char>(k_bytes),
                        .v_tiles = carver.take<unsigned char>(k_bytes),
                        .do_tiles = carver.take<unsigned char>(q_bytes),
-                       .rows = carver.take<float2>(q_tiles * kernel.rows)};
+                       .rows = carver.take<float>(q_tiles * kernel.rows * 2)};
   const std::size_t dq_floats = q_tiles * kernel.rows * dim;
   auto* const dq = carver.take<float>(dq_floats);
   auto* const counter = carver.take<unsigned>(1);
+  const std::size_t turns_count = p.deterministic ? 2 * q_tiles : 0;
+  unsigned* const turns = p.deterministic ? carver.take<unsigned>(turns_count) : nullptr;
   const Result dk(p.dk, carver), dv(p.dv, carver);
   if (!workspace || !(p.dq.elements() || p.dk.elements())) return carver.used();
 
@@ -105,6 +107,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   prepare(prepared, stream);
   check(cudaMemsetAsync(dq, 0, dq_floats * sizeof(float), stream), "cudaMemsetAsync");
   check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "cudaMemsetAsync");
+  if (turns) check(cudaMemsetAsync(turns, 0, turns_count * sizeof *turns, stream), "cudaMemsetAsync");
 
   constexpr int64_t kShareOfL2 = 32 << 20;
   const int64_t head_bytes = std::max<int64_t>(p.group() * p.tokens_q * dim * (2 + 2 + 4), 1);
@@ -115,6 +118,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                       .do_ = prepared.do_tiles,
                       .rows = prepared.rows,
                       .dq = dq,
+                      .turns = turns,
                       .exponents = prepared.exponents,
                       .q_blocks = q_blocks,
                       .k_blocks = k_blocks,

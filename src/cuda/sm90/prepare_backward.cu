@@ -1,5 +1,6 @@
 #include "cuda/sm90/prepare_backward.h"
 
+#include <algorithm>
 #include <type_traits>
 
 #include "cuda/host/status.h"
@@ -32,6 +33,7 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const Preparation p, i
   Vector sum{};
   if (row < rows) {
     for (int g = 0; g < group; ++g)
+#pragma unroll 4
       for (int64_t token = first + row; token < last; token += rows) {
         Vector v;
         read(x, {batch, head % kv_heads * group + g, token, line * kVector}, v);
@@ -73,13 +75,16 @@ __global__ void choose_kernel(const Preparation p) {
   }
 }
 
+// 2^exponent, which is between -101 and 101.
+__device__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
+
 template <class T>
-__device__ void put(unsigned char* tile, int rows, int row, int line, const Vector& x, int exponent) {
+__device__ void put(unsigned char* tile, int rows, int row, int line, const Vector& x, float scale) {
   union {
     uint4 word;
     T elements[kVector];
   } out;
-  for (int i = 0; i < kVector; ++i) out.elements[i] = T(ldexpf(x[i], exponent));
+  for (int i = 0; i < kVector; ++i) out.elements[i] = T(x[i] * scale);
   const int panel = line / kSwizzleRows;
   *reinterpret_cast<uint4*>(tile + panel * rows * kPanelRowBytes + row * kPanelRowBytes +
                             (line % kSwizzleRows ^ row % kSwizzleRows) * 16) = out.word;
@@ -92,31 +97,32 @@ __device__ void round_through(octet_dtype type, Vector& x) {
   }
 }
 
-// Rows of q and do with delta and lse (blockIdx.z 0), of k and v (1): a group of threads for each row of a tile.
+// One tile of one head for each block: q and do with delta and lse (blockIdx.z 0), or k and v (1). A group of threads
+// takes a row.
 template <class T>
 __global__ void __launch_bounds__(kThreads) tile_kernel(const Preparation p, int heads, int kv_heads) {
   const bool queries = blockIdx.z == 0;
   const Blocks& blocks = queries ? p.q_blocks : p.k_blocks;
   const int lines = p.tile_dim / kVector, line = threadIdx.x % lines;
-  const int64_t all = static_cast<int64_t>(p.q.shape[0]) * (queries ? heads : kv_heads) * blocks.count * blocks.rows;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * (kThreads / lines);
-  const int64_t tile_bytes = static_cast<int64_t>(blocks.rows) * p.tile_dim * sizeof(T);
-  // All threads of a warp make the same number of rounds.
-  for (int64_t base = static_cast<int64_t>(blockIdx.x) * (kThreads / lines); base < all; base += stride) {
-    const int64_t index = base + threadIdx.x / lines;
-    const bool inside = index < all;
-    const int row = static_cast<int>(index % blocks.rows);
-    const int64_t tile = index / blocks.rows;
-    const int block = static_cast<int>(tile % blocks.count);
-    const int64_t head_index = tile / blocks.count;
-    const int batch = static_cast<int>(head_index / (queries ? heads : kv_heads));
-    const int head = static_cast<int>(head_index % (queries ? heads : kv_heads));
-    const Blocks::Sequence sequence = inside ? blocks.sequence_of(block) : Blocks::Sequence{-1, 0, 0, 0};
+  const int head_index = blockIdx.x, block = blockIdx.y;
+  if (head_index >= p.q.shape[0] * (queries ? heads : kv_heads) || block >= blocks.count) return;
+  const int batch = head_index / (queries ? heads : kv_heads), head = head_index % (queries ? heads : kv_heads);
+  const int kv = batch * kv_heads + (queries ? head / p.group : head);
+  const Blocks::Sequence sequence = blocks.sequence_of(block);
+  const Exponents e = p.exponents[kv];
+  const int64_t tile = static_cast<int64_t>(head_index) * blocks.count + block;
+  const int64_t tile_start = tile * blocks.rows * p.tile_dim * static_cast<int64_t>(sizeof(T));
+  const float q_scale = power_of_two(e.q), do_scale = power_of_two(e.do_);
+  const float k_scale = power_of_two(e.k), k_smooth_scale = power_of_two(e.k - 1), v_scale = power_of_two(e.v);
+  Vector mean{};
+  if (!queries && line * kVector < p.k.shape[3])
+    for (int c = 0; c < kVector; ++c) mean[c] = p.mean[static_cast<int64_t>(kv) * p.k.shape[3] + line * kVector + c];
+
+#pragma unroll 2
+  for (int row = threadIdx.x / lines; row < blocks.rows; row += kThreads / lines) {
     const int i = (block - sequence.first_block) * blocks.rows + row;
     const bool present = sequence.index >= 0 && i < sequence.tokens;
     const Line at{batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector};
-    const int kv = inside ? batch * kv_heads + (queries ? head / p.group : head) : 0;
-    const Exponents e = p.exponents[kv];
     const auto fetch = [&](const Strided& x, octet_dtype through, Vector& v) {
       for (float& element : v) element = 0.f;
       if (present && line * kVector < x.shape[3]) read(x, at, v), round_through(through, v);
@@ -124,10 +130,10 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const Preparation p, int
     Vector x;
     if (queries) {
       fetch(p.q, p.round_q, x);
-      if (inside) put<T>(p.q_tiles + tile * tile_bytes, blocks.rows, row, line, x, e.q);
+      put<T>(p.q_tiles + tile_start, blocks.rows, row, line, x, q_scale);
       Vector o;
       fetch(p.do_, p.round_do, x);
-      if (inside) put<T>(p.do_tiles + tile * tile_bytes, blocks.rows, row, line, x, e.do_);
+      put<T>(p.do_tiles + tile_start, blocks.rows, row, line, x, do_scale);
       fetch(p.o, OCTET_F32, o);
       float delta = 0.f;
       for (int c = 0; c < kVector; ++c) delta += x[c] * o[c];
@@ -136,78 +142,77 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const Preparation p, int
         for (int c = 0; c < kVector; ++c) delta += x[c] * o[c];
       }
       for (int step = lines / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
-      if (inside && line == 0) {
+      if (line == 0) {
         // Rows that see no key, and those beyond the sequence, get p = 0.
         const float lse = present ? static_cast<const float*>(p.lse.data)[at.offset(p.lse)] : -INFINITY;
         const bool sees = lse != -INFINITY;
-        p.rows[index] = {sees ? lse * 1.44269504f - static_cast<float>(p.weight_exponent) : INFINITY,
-                         sees ? ldexpf(delta, e.do_ + e.v + p.product_exponent) : 0.f};
+        float* const of_tile = p.rows + tile * 2 * blocks.rows;
+        of_tile[row] = sees ? lse * 1.44269504f - static_cast<float>(p.weight_exponent) : INFINITY;
+        of_tile[blocks.rows + row] = sees ? ldexpf(delta, e.do_ + e.v + p.product_exponent) : 0.f;
       }
     } else {
       fetch(p.k, p.round_k, x);
-      if (inside) put<T>(p.k_tiles + tile * tile_bytes, blocks.rows, row, line, x, e.k);
-      if (present && line * kVector < p.k.shape[3])
-        for (int c = 0; c < kVector; ++c) x[c] -= p.mean[static_cast<int64_t>(kv) * p.k.shape[3] + line * kVector + c];
-      if (inside) put<T>(p.k_smooth_tiles + tile * tile_bytes, blocks.rows, row, line, x, e.k - 1);
+      put<T>(p.k_tiles + tile_start, blocks.rows, row, line, x, k_scale);
+      if (present)
+        for (int c = 0; c < kVector; ++c) x[c] -= mean[c];
+      put<T>(p.k_smooth_tiles + tile_start, blocks.rows, row, line, x, k_smooth_scale);
       fetch(p.v, p.round_v, x);
-      if (inside) put<T>(p.v_tiles + tile * tile_bytes, blocks.rows, row, line, x, e.v);
+      put<T>(p.v_tiles + tile_start, blocks.rows, row, line, x, v_scale);
     }
   }
 }
 
-// Element [row, 8 line + ...] of dq of a tile lies with the threads that summed it: two numbers with each of four.
+// One tile of one head for each block. Element [row, 8 line + ...] of dq lies with the threads that summed it: two
+// numbers with each of four.
 template <int Dim>
 __global__ void __launch_bounds__(kThreads) dq_kernel(const BackwardArguments a, const Strided dq) {
   constexpr int kQueries = BackwardTile<Dim>::kQueries, kLines = Dim / kVector;
-  const int64_t all = static_cast<int64_t>(a.batch) * a.heads * a.q_blocks.count * kQueries * kLines;
-  for (int64_t at = blockIdx.x * int64_t{kThreads} + threadIdx.x; at < all; at += int64_t{kThreads} * gridDim.x) {
-    const int line = static_cast<int>(at % kLines);
-    const int row = static_cast<int>(at / kLines % kQueries);
-    const int64_t tile = at / (kLines * kQueries);
-    const int block = static_cast<int>(tile % a.q_blocks.count);
-    const int64_t head_index = tile / a.q_blocks.count;
-    const int batch = static_cast<int>(head_index / a.heads), head = static_cast<int>(head_index % a.heads);
-    const Blocks::Sequence sequence = a.q_blocks.sequence_of(block);
+  const int head_index = blockIdx.x, block = blockIdx.y;
+  const int batch = head_index / a.heads, head = head_index % a.heads;
+  const Blocks::Sequence sequence = a.q_blocks.sequence_of(block);
+  if (sequence.index < 0) return;
+  const Exponents e = a.exponents[batch * a.kv_heads + head / (a.heads / a.kv_heads)];
+  // In two steps, as the power alone may not be a float.
+  const int exponent = -a.weight_exponent - a.product_exponent - e.do_ - e.v - (e.k - 1);
+  const float first = ldexpf(a.scale, exponent / 2), second = ldexpf(1.f, exponent - exponent / 2);
+  const float* const tile = a.dq + (static_cast<int64_t>(head_index) * a.q_blocks.count + block) * kQueries * Dim;
+  const int line = threadIdx.x % kLines;
+  if (line * kVector >= a.dim) return;
+#pragma unroll 4
+  for (int row = threadIdx.x / kLines; row < kQueries; row += kThreads / kLines) {
     const int i = (block - sequence.first_block) * kQueries + row;
-    if (sequence.index < 0 || i >= sequence.tokens || line * kVector >= a.dim) continue;
+    if (i >= sequence.tokens) return;
     const int warpgroup = kQueries == kWarpgroupRows ? line / 8 : row / kWarpgroupRows;
     const int r = row % kWarpgroupRows, first_thread = r / 16 * 32 + r % 8 * 4, half = r / 8 % 2;
-    const float* const from = a.dq + ((tile * 2 + warpgroup) * (kQueries * Dim / 2 / (kWarpgroup * 4)) + line % 8) * (kWarpgroup * 4);
-    const Exponents e = a.exponents[batch * a.kv_heads + head / (a.heads / a.kv_heads)];
-    const int exponent = -a.weight_exponent - a.product_exponent - e.do_ - e.v - (e.k - 1);
+    const float* const from = tile + warpgroup * (kQueries * Dim / 2) + line % 8 * (kWarpgroup * 4);
     Vector x;
     for (int j = 0; j < 4; ++j) {
       const float2 pair = *reinterpret_cast<const float2*>(from + (first_thread + j) * 4 + 2 * half);
-      x[2 * j] = ldexpf(pair.x * a.scale, exponent);
-      x[2 * j + 1] = ldexpf(pair.y * a.scale, exponent);
+      x[2 * j] = pair.x * first * second;
+      x[2 * j + 1] = pair.y * first * second;
     }
     write(dq, {batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector}, x);
   }
 }
 
-constexpr unsigned kManyBlocks = 132 * 16;
-
 }  // namespace
 
 void prepare(const Preparation& p, cudaStream_t stream) {
-  const auto kv_heads = static_cast<unsigned>(p.k.shape[1]), all = static_cast<unsigned>(p.k.shape[0]) * kv_heads;
+  const auto heads = static_cast<unsigned>(p.q.shape[1]), kv_heads = static_cast<unsigned>(p.k.shape[1]);
+  const auto batch = static_cast<unsigned>(p.q.shape[0]), all = batch * kv_heads;
   check(cudaMemsetAsync(p.largest, 0, kTensors * all * sizeof(unsigned), stream), "cudaMemsetAsync");
   survey_kernel<<<dim3(all, kChunks, kTensors), kThreads, 0, stream>>>(p, static_cast<int>(kv_heads));
   choose_kernel<<<all, 128, 0, stream>>>(p);
-  const dim3 grid(kManyBlocks, 1, 2);
-  const auto heads = static_cast<int>(p.q.shape[1]);
-  if (p.type == OCTET_F16)
-    tile_kernel<F16><<<grid, kThreads, 0, stream>>>(p, heads, static_cast<int>(kv_heads));
-  else
-    tile_kernel<Bf16><<<grid, kThreads, 0, stream>>>(p, heads, static_cast<int>(kv_heads));
+  const dim3 grid(batch * heads, static_cast<unsigned>(std::max(p.q_blocks.count, p.k_blocks.count)), 2);
+  const auto kernel = p.type == OCTET_F16 ? tile_kernel<F16> : tile_kernel<Bf16>;
+  kernel<<<grid, kThreads, 0, stream>>>(p, static_cast<int>(heads), static_cast<int>(kv_heads));
   check(cudaGetLastError(), "prepare");
 }
 
 void gather_dq(const BackwardArguments& a, const Strided& dq, cudaStream_t stream) {
-  if (a.q_blocks.rows == BackwardTile<64>::kQueries)
-    dq_kernel<64><<<kManyBlocks, kThreads, 0, stream>>>(a, dq);
-  else
-    dq_kernel<128><<<kManyBlocks, kThreads, 0, stream>>>(a, dq);
+  const dim3 grid(static_cast<unsigned>(a.batch * a.heads), static_cast<unsigned>(a.q_blocks.count));
+  const auto kernel = a.q_blocks.rows == BackwardTile<64>::kQueries ? dq_kernel<64> : dq_kernel<128>;
+  kernel<<<grid, kThreads, 0, stream>>>(a, dq);
   check(cudaGetLastError(), "gather_dq");
 }
 

@@ -27,7 +27,7 @@ struct Preparation {
   Exponents* exponents;   // [batch, kv_head]
   float* mean;            // [batch, kv_head][dim]: of k
   unsigned char *q_tiles, *k_tiles, *k_smooth_tiles, *v_tiles, *do_tiles;
-  float2* rows;
+  float* rows;
 };
 
 void prepare(const Preparation& p, cudaStream_t stream);
