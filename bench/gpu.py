@@ -55,11 +55,11 @@ def optional(*arguments, **options):
 class Calls:
     """octet's forward and backward and cuDNN's on the same tensors."""
 
-    def __init__(self, library, shape, dtype, causal, options, seed=1):
-        self.q, self.k, self.v, self.do = q, k, v, do = draw(shape, dtype, seed)
+    def __init__(self, library, shape, dtype, causal, options, seed=1, tensors=None):
+        self.q, self.k, self.v, self.do = q, k, v, do = tensors or draw(shape, dtype, seed)
         precision = "bf16" if dtype == torch.bfloat16 else "f16"
         nan = lambda x: torch.full_like(x, float("nan"))
-        self.o, self.o_residual, self.lse = nan(q), nan(q), torch.full(shape[:3], float("nan"), device="cuda")
+        self.o, self.o_residual, self.lse = nan(q), nan(q), torch.full(tuple(shape[:3]), float("nan"), device="cuda")
         self.dq, self.dk, self.dv = nan(q), nan(k), nan(v)
         inputs = dict(q=q, k=k, v=v)
         remedy = REMEDIES[options.remedy]
@@ -86,6 +86,25 @@ class Calls:
 
 def relative(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
+
+
+def check_files(library, options):
+    """The worst error over the files of examples/data: real activations, causal, outputs in bf16."""
+    from safetensors.torch import load_file
+
+    worst = {}
+    for path in sorted(ROOT.glob("examples/data/*.safetensors")):
+        data = {name: x.cuda().to(options.dtype) for name, x in load_file(path).items()}
+        calls = Calls(library, data["q"].shape, options.dtype, True, options, tensors=[data[name] for name in ("q", "k", "v", "do")])
+        want = exact(calls.q, calls.k, calls.v, True, calls.do)
+        calls.training()
+        calls.backward()
+        peers = [calls.peer_forward(), *calls.peer_backward()()]
+        for name, got, peer, w in zip(("o", "dq", "dk", "dv"), (calls.o, calls.dq, calls.dk, calls.dv), peers, want):
+            before = worst.get(name, (0, 0))
+            worst[name] = max(before[0], relative(got, w)), max(before[1], relative(peer, w))
+    print("real activations, worst: " + ", ".join(f"{name} {a:.5f} (cuDNN {b:.5f})" for name, (a, b) in worst.items()), flush=True)
+    return {name: {"octet": a, "cudnn": b} for name, (a, b) in worst.items()}
 
 
 def check(library, options):
@@ -162,6 +181,7 @@ def main():
 
     library = load(options.library)
     check(library, options)
+    errors = check_files(library, options) if "backward" in options.passes else None
     rows = measure(library, options)
     if not options.output:
         return
@@ -175,6 +195,7 @@ def main():
         "dtype": str(options.dtype).removeprefix("torch."),
         "peer": f"cuDNN {torch.backends.cudnn.version()} through torch {torch.__version__}",
         "rounds": options.rounds,
+        "errors": errors,
         "rows": rows,
     }
     options.output.write_text(json.dumps(result, indent=1) + "\n")

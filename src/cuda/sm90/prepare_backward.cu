@@ -19,7 +19,23 @@ __device__ const Strided& tensor(const Preparation& p, int which) {
   return which == kQ ? p.q : which == kK ? p.k : which == kV ? p.v : p.do_;
 }
 
+// Eight channels; `In`: the type of all inputs, whose rows are whole 16-byte words, or void for any type and strides.
+template <class In>
+__device__ void read_as_known(const Strided& x, const Line& at, Vector& v) {
+  if constexpr (std::is_void_v<In>) {
+    read(x, at, v);
+  } else {
+    union {
+      uint4 word;
+      In elements[kVector];
+    } line;
+    line.word = *reinterpret_cast<const uint4*>(static_cast<const In*>(x.data) + at.offset(x));
+    for (int i = 0; i < kVector; ++i) v[i] = float(line.elements[i]);
+  }
+}
+
 // The largest finite magnitude of each tensor of each (batch, kv head), and sums of k over chunks of its tokens.
+template <class In>
 __global__ void __launch_bounds__(kThreads) survey_kernel(const Preparation p, int kv_heads) {
   const int which = blockIdx.z, chunk = blockIdx.y, head = blockIdx.x;
   const Strided& x = tensor(p, which);
@@ -36,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const Preparation p, i
 #pragma unroll 4
       for (int64_t token = first + row; token < last; token += rows) {
         Vector v;
-        read(x, {batch, head % kv_heads * group + g, token, line * kVector}, v);
+        read_as_known<In>(x, {batch, head % kv_heads * group + g, token, line * kVector}, v);
         for (int i = 0; i < kVector; ++i) {
           const bool finite = isfinite(v[i]);
           if (finite) most = max(most, __float_as_uint(fabsf(v[i])));
@@ -99,7 +115,7 @@ __device__ void round_through(octet_dtype type, Vector& x) {
 
 // One tile of one head for each block: q and do with delta and lse (blockIdx.z 0), or k and v (1). A group of threads
 // takes a row.
-template <class T>
+template <class T, class In>
 __global__ void __launch_bounds__(kThreads) tile_kernel(const Preparation p, int heads, int kv_heads) {
   const bool queries = blockIdx.z == 0;
   const Blocks& blocks = queries ? p.q_blocks : p.k_blocks;
@@ -123,24 +139,22 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const Preparation p, int
     const int i = (block - sequence.first_block) * blocks.rows + row;
     const bool present = sequence.index >= 0 && i < sequence.tokens;
     const Line at{batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector};
-    const auto fetch = [&](const Strided& x, octet_dtype through, Vector& v) {
+    const auto fetch = [&](const Strided& x, Vector& v) {
       for (float& element : v) element = 0.f;
-      if (present && line * kVector < x.shape[3]) read(x, at, v), round_through(through, v);
+      if (present && line * kVector < x.shape[3]) read_as_known<In>(x, at, v);
     };
-    Vector x;
     if (queries) {
-      fetch(p.q, p.round_q, x);
-      put<T>(p.q_tiles + tile_start, blocks.rows, row, line, x, q_scale);
-      Vector o;
-      fetch(p.do_, p.round_do, x);
-      put<T>(p.do_tiles + tile_start, blocks.rows, row, line, x, do_scale);
-      fetch(p.o, OCTET_F32, o);
-      float delta = 0.f;
-      for (int c = 0; c < kVector; ++c) delta += x[c] * o[c];
+      Vector q, do_, o, residual;
+      fetch(p.q, q), fetch(p.do_, do_), fetch(p.o, o);
       if (p.o_residual.data) {
-        fetch(p.o_residual, OCTET_F32, o);
-        for (int c = 0; c < kVector; ++c) delta += x[c] * o[c];
+        fetch(p.o_residual, residual);
+        for (int c = 0; c < kVector; ++c) o[c] += residual[c];
       }
+      round_through(p.round_q, q), round_through(p.round_do, do_);
+      put<T>(p.q_tiles + tile_start, blocks.rows, row, line, q, q_scale);
+      put<T>(p.do_tiles + tile_start, blocks.rows, row, line, do_, do_scale);
+      float delta = 0.f;
+      for (int c = 0; c < kVector; ++c) delta += do_[c] * o[c];
       for (int step = lines / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
       if (line == 0) {
         // Rows that see no key, and those beyond the sequence, get p = 0.
@@ -151,13 +165,14 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const Preparation p, int
         of_tile[blocks.rows + row] = sees ? ldexpf(delta, e.do_ + e.v + p.product_exponent) : 0.f;
       }
     } else {
-      fetch(p.k, p.round_k, x);
-      put<T>(p.k_tiles + tile_start, blocks.rows, row, line, x, k_scale);
+      Vector k, v;
+      fetch(p.k, k), fetch(p.v, v);
+      round_through(p.round_k, k), round_through(p.round_v, v);
+      put<T>(p.k_tiles + tile_start, blocks.rows, row, line, k, k_scale);
+      put<T>(p.v_tiles + tile_start, blocks.rows, row, line, v, v_scale);
       if (present)
-        for (int c = 0; c < kVector; ++c) x[c] -= mean[c];
-      put<T>(p.k_smooth_tiles + tile_start, blocks.rows, row, line, x, k_smooth_scale);
-      fetch(p.v, p.round_v, x);
-      put<T>(p.v_tiles + tile_start, blocks.rows, row, line, x, v_scale);
+        for (int c = 0; c < kVector; ++c) k[c] -= mean[c];
+      put<T>(p.k_smooth_tiles + tile_start, blocks.rows, row, line, k, k_smooth_scale);
     }
   }
 }
@@ -178,34 +193,58 @@ __global__ void __launch_bounds__(kThreads) dq_kernel(const BackwardArguments a,
   const float* const tile = a.dq + (static_cast<int64_t>(head_index) * a.q_blocks.count + block) * kQueries * Dim;
   const int line = threadIdx.x % kLines;
   if (line * kVector >= a.dim) return;
-#pragma unroll 4
-  for (int row = threadIdx.x / kLines; row < kQueries; row += kThreads / kLines) {
-    const int i = (block - sequence.first_block) * kQueries + row;
-    if (i >= sequence.tokens) return;
+  // Rows r and r + 8 lie with the same threads.
+#pragma unroll 2
+  for (int pair = threadIdx.x / kLines; pair < kQueries / 2; pair += kThreads / kLines) {
+    const int row = pair / 8 * 16 + pair % 8, r = row % kWarpgroupRows;
     const int warpgroup = kQueries == kWarpgroupRows ? line / 8 : row / kWarpgroupRows;
-    const int r = row % kWarpgroupRows, first_thread = r / 16 * 32 + r % 8 * 4, half = r / 8 % 2;
-    const float* const from = tile + warpgroup * (kQueries * Dim / 2) + line % 8 * (kWarpgroup * 4);
-    Vector x;
+    const float* const from = tile + warpgroup * (kQueries * Dim / 2) + line % 8 * (kWarpgroup * 4) + (r / 16 * 32 + r % 8 * 4) * 4;
+    Vector x[kRowsPerThread];
     for (int j = 0; j < 4; ++j) {
-      const float2 pair = *reinterpret_cast<const float2*>(from + (first_thread + j) * 4 + 2 * half);
-      x[2 * j] = pair.x * first * second;
-      x[2 * j + 1] = pair.y * first * second;
+      const float4 four = reinterpret_cast<const float4*>(from)[j];
+      x[0][2 * j] = four.x * first * second, x[0][2 * j + 1] = four.y * first * second;
+      x[1][2 * j] = four.z * first * second, x[1][2 * j + 1] = four.w * first * second;
     }
-    write(dq, {batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector}, x);
+    for (int half = 0; half < kRowsPerThread; ++half) {
+      const int i = (block - sequence.first_block) * kQueries + row + 8 * half;
+      if (i < sequence.tokens) write(dq, {batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector}, x[half]);
+    }
   }
+}
+
+// Whether all inputs are of one 16-bit type, in rows of whole 16-byte words.
+bool direct(const Preparation& p, Element element) {
+  for (const Strided* x : {&p.q, &p.k, &p.v, &p.do_, &p.o, &p.o_residual}) {
+    if (!x->data) continue;
+    if (x->element != element || x->stride[3] != 1 || reinterpret_cast<uintptr_t>(x->data) % 16) return false;
+    for (int i = 0; i < 3; ++i)
+      if (x->shape[i] > 1 && x->stride[i] % kVector) return false;
+  }
+  return true;
+}
+
+template <class In>
+void prepare_as(const Preparation& p, cudaStream_t stream) {
+  const auto heads = static_cast<unsigned>(p.q.shape[1]), kv_heads = static_cast<unsigned>(p.k.shape[1]);
+  const auto batch = static_cast<unsigned>(p.q.shape[0]), all = batch * kv_heads;
+  survey_kernel<In><<<dim3(all, kChunks, kTensors), kThreads, 0, stream>>>(p, static_cast<int>(kv_heads));
+  choose_kernel<<<all, 128, 0, stream>>>(p);
+  const dim3 grid(batch * heads, static_cast<unsigned>(std::max(p.q_blocks.count, p.k_blocks.count)), 2);
+  const auto kernel = p.type == OCTET_F16 ? tile_kernel<F16, In> : tile_kernel<Bf16, In>;
+  kernel<<<grid, kThreads, 0, stream>>>(p, static_cast<int>(heads), static_cast<int>(kv_heads));
 }
 
 }  // namespace
 
 void prepare(const Preparation& p, cudaStream_t stream) {
-  const auto heads = static_cast<unsigned>(p.q.shape[1]), kv_heads = static_cast<unsigned>(p.k.shape[1]);
-  const auto batch = static_cast<unsigned>(p.q.shape[0]), all = batch * kv_heads;
+  const auto all = static_cast<std::size_t>(p.k.shape[0] * p.k.shape[1]);
   check(cudaMemsetAsync(p.largest, 0, kTensors * all * sizeof(unsigned), stream), "cudaMemsetAsync");
-  survey_kernel<<<dim3(all, kChunks, kTensors), kThreads, 0, stream>>>(p, static_cast<int>(kv_heads));
-  choose_kernel<<<all, 128, 0, stream>>>(p);
-  const dim3 grid(batch * heads, static_cast<unsigned>(std::max(p.q_blocks.count, p.k_blocks.count)), 2);
-  const auto kernel = p.type == OCTET_F16 ? tile_kernel<F16> : tile_kernel<Bf16>;
-  kernel<<<grid, kThreads, 0, stream>>>(p, static_cast<int>(heads), static_cast<int>(kv_heads));
+  if (direct(p, Element::bf16))
+    prepare_as<Bf16>(p, stream);
+  else if (direct(p, Element::f16))
+    prepare_as<F16>(p, stream);
+  else
+    prepare_as<void>(p, stream);
   check(cudaGetLastError(), "prepare");
 }
 
