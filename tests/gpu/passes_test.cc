@@ -37,13 +37,11 @@ struct Kind {
   Precision precision;
   Remedy remedy;
 };
-constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, Remedy::f16_inside},
-                           {Pass::forward, Precision::bf16, Remedy::none},
-                           {Pass::forward, Precision::f16, Remedy::f16_inside},
-                           {Pass::backward, Precision::bf16, Remedy::f16_inside},
-                           {Pass::backward, Precision::bf16, Remedy::none},
-                           {Pass::backward, Precision::bf16, Remedy::exact_delta},
-                           {Pass::backward, Precision::f16, Remedy::f16_inside}};
+constexpr Kind kKinds[] = {
+    {Pass::forward, Precision::bf16, Remedy::f16_inside}, {Pass::forward, Precision::bf16, Remedy::none},
+    {Pass::forward, Precision::f16, Remedy::f16_inside},  {Pass::backward, Precision::bf16, Remedy::f16_inside},
+    {Pass::backward, Precision::bf16, Remedy::none},      {Pass::backward, Precision::bf16, Remedy::exact_delta},
+    {Pass::backward, Precision::f16, Remedy::f16_inside}};
 
 class GpuPasses : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
 
@@ -91,7 +89,8 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuPasses,
                          [](const auto& info) {
                            const Kind& kind = kKinds[std::get<1>(info.param)];
                            return std::string(cases()[std::get<0>(info.param)].name) + '_' + name(kind.pass) + '_' +
-                                  name(kind.precision) + (kind.remedy == Remedy::none          ? "_none"
+                                  name(kind.precision) +
+                                  (kind.remedy == Remedy::none          ? "_none"
                                    : kind.remedy == Remedy::exact_delta ? "_exact_delta"
                                                                         : "");
                          });

@@ -1,4 +1,5 @@
-// The memory of a GPU as a place where the cases run: each buffer of the host is copied there with its guards, and back.
+// The memory of a GPU as a place where the cases run: each buffer of the host is copied there with its guards, and
+// back.
 #pragma once
 #include <cuda_runtime_api.h>
 

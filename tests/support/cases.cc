@@ -225,8 +225,7 @@ void call(const Attention& attention, const Call& arguments, Place* place) {
 
 void call(const Attention& attention, Pass pass, const Buffers& x, Place* place) {
   const auto at = [&](const Buffer& b) { return place && b.present() ? place->tensor(b) : b.view(); };
-  const Extras extras{
-      .mask = at(x.mask), .cu_seqlens_q = at(x.cu_seqlens_q), .cu_seqlens_k = at(x.cu_seqlens_k)};
+  const Extras extras{.mask = at(x.mask), .cu_seqlens_q = at(x.cu_seqlens_q), .cu_seqlens_k = at(x.cu_seqlens_k)};
   switch (pass) {
     case Pass::forward:
       return call(attention,
@@ -270,7 +269,8 @@ void call(const Attention& attention, Pass pass, const Buffers& x, Place* place)
 
 }  // namespace
 
-Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pass, const Outputs* saved, Place* place) {
+Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pass, const Outputs* saved,
+            Place* place) {
   const Buffers x = lay_out(c, in, attention.precision, pass, saved);
   std::vector<std::vector<unsigned char>> before;
   for (const auto& input : x.inputs(pass))

@@ -7,8 +7,8 @@
 
 namespace octet::cuda {
 
-// A [batch, head, token, dim] tensor whose rows are contiguous and start at multiples of 16 bytes, or lse, whose rows are
-// one number. Strides in elements. Absent: data is null.
+// A [batch, head, token, dim] tensor whose rows are contiguous and start at multiples of 16 bytes, or lse, whose rows
+// are one number. Strides in elements. Absent: data is null.
 struct Output {
   void* data;
   int64_t stride[3];
@@ -37,8 +37,8 @@ __device__ inline void transpose_quad(uint32_t (&w)[4]) {
   }
 }
 
-// Stores this thread's part of one row of x, `columns` of it; `present`: whether the row exists. All threads of the warp
-// call it together.
+// Stores this thread's part of one row of x, `columns` of it; `present`: whether the row exists. All threads of the
+// warp call it together.
 template <class T, int Columns>
 __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, int which, int columns) {
   if constexpr (sizeof(T) == 4) {
@@ -46,7 +46,7 @@ __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, i
     for (int i = 0; i < Columns / 8; ++i)
       if (present && 8 * i < columns)
         *reinterpret_cast<float2*>(row + 8 * i + fragment_column()) = {x.x[4 * i + 2 * which],
-                                                                      x.x[4 * i + 2 * which + 1]};
+                                                                       x.x[4 * i + 2 * which + 1]};
   } else {
     // Four blocks of 8 columns at a time, so that each thread writes 16 bytes of one block.
 #pragma unroll

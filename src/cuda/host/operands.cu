@@ -1,8 +1,7 @@
-#include "cuda/host/operands.h"
-
 #include <algorithm>
 #include <iterator>
 
+#include "cuda/host/operands.h"
 #include "cuda/host/tensor_map.h"
 
 namespace octet::cuda {

@@ -1,5 +1,5 @@
-// Tensors of a call made ready for kernels: inputs as 16-bit numbers that TMA can read, outputs as rows of whole 16-byte
-// words. What already lies so is used in place; the rest goes through the workspace.
+// Tensors of a call made ready for kernels: inputs as 16-bit numbers that TMA can read, outputs as rows of whole
+// 16-byte words. What already lies so is used in place; the rest goes through the workspace.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -53,10 +53,10 @@ CUtensorMap tensor_map(const View& t, int rows) {
   }
   const cuuint32_t box[4] = {kPanelColumns, static_cast<cuuint32_t>(rows), 1, 1}, element_stride[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result = encoder()(
-      &map, t.dtype == OCTET_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, t.data, shape,
-      stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encoder()(&map, t.dtype == OCTET_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
+                t.data, shape, stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw Failure(OCTET_FAILURE, text("cuTensorMapEncodeTiled: error ", static_cast<int>(result)));
   return map;

@@ -1,9 +1,8 @@
-#include "cuda/quant/copy.h"
-
 #include <algorithm>
 #include <type_traits>
 
 #include "cuda/host/status.h"
+#include "cuda/quant/copy.h"
 #include "cuda/quant/elements.h"
 
 namespace octet::cuda {

@@ -63,15 +63,11 @@ struct Line {
 };
 
 __device__ inline void read(const Strided& t, const Line& line, Vector& x) {
-  visit(t.element, [&](auto* type) {
-    read_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x);
-  });
+  visit(t.element, [&](auto* type) { read_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
 }
 
 __device__ inline void write(const Strided& t, const Line& line, const Vector& x) {
-  visit(t.element, [&](auto* type) {
-    write_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x);
-  });
+  visit(t.element, [&](auto* type) { write_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
 }
 
 }  // namespace octet::cuda

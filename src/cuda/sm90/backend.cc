@@ -55,9 +55,11 @@ std::optional<std::string> objection_to(const View& t, const char* label) {
 std::optional<std::string> backward_objection(const Problem& p) {
   if (std::max(p.dim, p.dim_v) > kMaxBackwardDim)
     return text("it has no backward pass for head dim ", std::max(p.dim, p.dim_v), "; it has: up to ", kMaxBackwardDim);
-  if (p.remedy == OCTET_REMEDY_PROJECT) return "its backward pass has no remedy project; it has: f16_inside, none, exact_delta";
+  if (p.remedy == OCTET_REMEDY_PROJECT)
+    return "its backward pass has no remedy project; it has: f16_inside, none, exact_delta";
   if (std::max(p.tokens_q, p.tokens_k) > kMaxBackwardTokens)
-    return text("its backward pass takes up to ", kMaxBackwardTokens, " tokens, found ", std::max(p.tokens_q, p.tokens_k));
+    return text("its backward pass takes up to ", kMaxBackwardTokens, " tokens, found ",
+                std::max(p.tokens_q, p.tokens_k));
   const bool exact_o = p.remedy == OCTET_REMEDY_F16_INSIDE || p.remedy == OCTET_REMEDY_EXACT_DELTA;
   if (exact_o && p.o.dtype != OCTET_F32 && !p.o_residual.present())
     return text("remedy ", name(p.remedy), " needs the un-rounded output, but o is ", name(p.o.dtype),

@@ -4,8 +4,8 @@
 //     p = exp(scale k q^T - lse)      ds = p (v do^T - delta)      both with a key in each row
 //     dv += p do    dk += ds q    dq(tile) += ds^T k
 //
-// Transposed, p and ds stay in registers as left operands of dv and dk; only ds goes through shared memory, for dq. Each
-// of two warpgroups holds 64 keys; they share the work of dq. Sums of dq over blocks of keys happen in L2.
+// Transposed, p and ds stay in registers as left operands of dv and dk; only ds goes through shared memory, for dq.
+// Each of two warpgroups holds 64 keys; they share the work of dq. Sums of dq over blocks of keys happen in L2.
 #pragma once
 #include <cuda/atomic>
 
@@ -17,7 +17,7 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim>
+template <class T, int Dim, Order order>
 struct Backward {
   static constexpr int kQueries = BackwardTile<Dim>::kQueries, kKeys = kBackwardKeys;
   static constexpr int kWarpgroups = 2, kReaders = kWarpgroups * kWarpgroup, kThreads = kReaders + kWarpgroup;
@@ -33,7 +33,7 @@ struct Backward {
     int batch, kv_head, block;  // block: of the head, -1: nothing is left
     int first_key;              // within the sequence
     Blocks::Sequence q, k;
-    int first, last;            // tiles of queries that see the block
+    int first, last;  // tiles of queries that see the block
   };
 
   struct alignas(kSwizzleBytes) Shared {
@@ -130,11 +130,11 @@ struct Backward {
     }
   }
 
-  // Deterministic sums of dq: blocks of keys add to a tile in ascending order. A block waits only for blocks with a lower
-  // number of work, which are under way or done.
-  static __device__ void await_turn(unsigned* turn, unsigned order) {
+  // Deterministic sums of dq: blocks of keys add to a tile in ascending order. A block waits only for blocks with a
+  // lower number of work, which are under way or done.
+  static __device__ void await_turn(unsigned* turn, unsigned number) {
     ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device> count(*turn);
-    while (count.load(::cuda::memory_order_acquire) != order) __nanosleep(20);
+    while (count.load(::cuda::memory_order_acquire) != number) __nanosleep(20);
   }
 
   // How many blocks of keys before this one add to a tile of queries.
@@ -199,17 +199,16 @@ struct Backward {
           ptx::wgmma_fence();
           mm_ABt(dp, v, my_keys, do_, false);
           ptx::wgmma_commit();
-          // Read while the products run.
-          ColumnValues columns(shared.rows[stage.stage][0]);
           ptx::wgmma_wait<1>();
           ptx::pin(s.x);
+          ColumnValues columns(shared.rows[stage.stage][0]);
 #pragma unroll
           for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
           if (!sees_all(w, tile * kQueries)) mask(s, w, w.first_key + my_keys + fragment_row(), tile * kQueries);
           convert(s, p);
-          columns.read(shared.rows[stage.stage][1]);
           ptx::wgmma_wait<0>();
           ptx::pin(dp.x);
+          columns.read(shared.rows[stage.stage][1]);
 #pragma unroll
           for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
           convert(dp, ds);
@@ -243,7 +242,7 @@ struct Backward {
           ptx::barrier_sync(2 + warpgroup, kWarpgroup);
           if (leader) {
             const int64_t at_tile = q_tile(w, head, tile) * kWarpgroups + warpgroup;
-            if (a.turns) {
+            if constexpr (order == Order::ascending) {
               shared.turn[warpgroup] = a.turns + at_tile;
               await_turn(a.turns + at_tile, order_of(w, tile));
             }
@@ -266,17 +265,22 @@ struct Backward {
   // Until shared memory may be written again; in turns, until the sum is in dq.
   __device__ void await_sum(int warpgroup) {
     namespace bulk = ::cuda::ptx;
-    if (!a.turns) return bulk::cp_async_bulk_wait_group_read(bulk::n32_t<0>());
-    bulk::cp_async_bulk_wait_group(bulk::n32_t<0>());
-    unsigned*& turn = shared.turn[warpgroup];
-    if (turn) ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device>(*turn).fetch_add(1u, ::cuda::memory_order_release);
-    turn = nullptr;
+    if constexpr (order == Order::any) {
+      bulk::cp_async_bulk_wait_group_read(bulk::n32_t<0>());
+    } else {
+      bulk::cp_async_bulk_wait_group(bulk::n32_t<0>());
+      unsigned*& turn = shared.turn[warpgroup];
+      if (turn)
+        ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device>(*turn).fetch_add(1u, ::cuda::memory_order_release);
+      turn = nullptr;
+    }
   }
 
   // x scale 2^exponent, in two steps as the power alone may not be a float.
   __device__ void write(const Output& out, const Work& w, int my_keys, Accumulator<Dim>& x, float scale, int exponent,
                         int columns) const {
-    const float first = scale * exp2f(static_cast<float>(exponent / 2)), second = exp2f(static_cast<float>(exponent - exponent / 2));
+    const float first = scale * exp2f(static_cast<float>(exponent / 2)),
+                second = exp2f(static_cast<float>(exponent - exponent / 2));
 #pragma unroll
     for (int i = 0; i < Dim / 2; ++i) x.x[i] = x.x[i] * first * second;
     switch (out.element) {
@@ -290,19 +294,21 @@ struct Backward {
   }
 
   template <class Type>
-  __device__ void write_as(const Output& out, const Work& w, int my_keys, const Accumulator<Dim>& x, int columns) const {
+  __device__ void write_as(const Output& out, const Work& w, int my_keys, const Accumulator<Dim>& x,
+                           int columns) const {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int j = w.first_key + my_keys + fragment_row() + 8 * row;
-      store_row(out.row<Type>(w.batch, w.kv_head, static_cast<int64_t>(w.k.first) + j), j < w.k.tokens, x, row, columns);
+      store_row(out.row<Type>(w.batch, w.kv_head, static_cast<int64_t>(w.k.first) + j), j < w.k.tokens, x, row,
+                columns);
     }
   }
 };
 
-template <class T, int Dim>
-__global__ void __launch_bounds__(Backward<T, Dim>::kThreads, 1)
+template <class T, int Dim, Order order>
+__global__ void __launch_bounds__(Backward<T, Dim, order>::kThreads, 1)
     backward(const __grid_constant__ BackwardArguments arguments) {
-  using Kernel = Backward<T, Dim>;
+  using Kernel = Backward<T, Dim, order>;
   extern __shared__ unsigned char memory[];
   const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));

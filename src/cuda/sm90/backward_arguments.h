@@ -1,8 +1,8 @@
 // What the kernels of the backward pass are launched with.
 //
 // Operands are prepared as tiles: for each head, blocks of rows as shared memory will hold them (tile/shared.h), padded
-// with zeros, so that a tile is one contiguous copy. Each is a power of two times the caller's numbers, one exponent for
-// each (batch, kv head) and tensor.
+// with zeros, so that a tile is one contiguous copy. Each is a power of two times the caller's numbers, one exponent
+// for each (batch, kv head) and tensor.
 #pragma once
 #include <cstdint>
 
@@ -48,9 +48,9 @@ struct BackwardArguments {
   const unsigned char *q, *k, *k_smooth, *v, *do_;
   // [batch, head, q block][2][query of the block]: lse in base 2 less weight_exponent; delta as the products have it.
   const float* rows;
-  float* dq;           // [batch, head, q block]: sums, as the warpgroups hold them
+  float* dq;  // [batch, head, q block]: sums, as the warpgroups hold them
   // [batch, head, q block][2], 0 when the kernel starts: how many blocks of keys have added to dq of a tile, for each
-  // warpgroup; or null, if they may add in any order.
+  // warpgroup. Null where they may add in any order.
   unsigned* turns;
   const Exponents* exponents;  // [batch, kv head]
   Blocks q_blocks, k_blocks;
@@ -58,10 +58,10 @@ struct BackwardArguments {
   int batch, heads, kv_heads;
   int dim, dim_v;
   unsigned* counter;
-  int section;            // kv heads that share L2
-  float scale;            // of the logits
-  int weight_exponent;    // p is rounded times 2 to this power
-  int product_exponent;   // do v^T is multiplied by 2 to this power before ds is rounded
+  int section;           // kv heads that share L2
+  float scale;           // of the logits
+  int weight_exponent;   // p is rounded times 2 to this power
+  int product_exponent;  // do v^T is multiplied by 2 to this power before ds is rounded
   Output dk, dv;
 };
 

@@ -3,8 +3,8 @@
 // A warpgroup that computes holds 64 rows. Its registers hold s (keys / 2 of them per thread), p (keys / 4) and o
 // (dim_v / 2); 240 are left to each of two such warpgroups beside a loader with 24, 160 to each of three.
 //
-// A thread block cannot take more registers than it was launched with: 504 for three threads, one of each warpgroup, and
-// 512 for four. Asking for more waits for ever.
+// A thread block cannot take more registers than it was launched with: 504 for three threads, one of each warpgroup,
+// and 512 for four. Asking for more waits for ever.
 #pragma once
 
 namespace octet::cuda::sm90 {
@@ -32,7 +32,8 @@ struct ForwardTile<Dims64, shape> {
 };
 template <Shape shape>
 struct ForwardTile<Dims128, shape> {
-  static constexpr int kWarpgroups = 2, kKeys = shape == Shape::full ? 176 : 128, kRegisters = 240, kLoaderRegisters = 24;
+  static constexpr int kWarpgroups = 2, kKeys = shape == Shape::full ? 176 : 128, kRegisters = 240,
+                       kLoaderRegisters = 24;
 };
 template <Shape shape>
 struct ForwardTile<Dims192x128, shape> {
@@ -46,6 +47,8 @@ struct ForwardTile<Dims256, shape> {
 // Backward: `kQueries` per step, `kKeys` per thread block, half of them in each of two warpgroups. A warpgroup holds
 // s, dp (queries / 2 registers each), dk, dv (dim / 2 each) and its half of dq.
 constexpr int kBackwardKeys = 128;
+// In which order blocks of keys add to dq: any, or always the same.
+enum class Order { any, ascending };
 constexpr int kBackwardRegisters = 232, kBackwardLoaderRegisters = 40;
 template <int Dim>
 struct BackwardTile;

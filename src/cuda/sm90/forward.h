@@ -4,9 +4,9 @@
 //     s = q k^T;  m, p, l by online softmax;  o = o shrink + p v
 //   o = o / l;  lse = scale m + ln l
 //
-// One warp loads tiles through TMA. The warpgroups that compute hold 64 queries each and take turns: while one issues its
-// products, another computes exponentials. Within a warpgroup, the product s of a tile runs together with the product p v
-// of the tile before (FlashAttention-3, arXiv 2407.08608, algorithm 2).
+// One warp loads tiles through TMA. The warpgroups that compute hold 64 queries each and take turns: while one issues
+// its products, another computes exponentials. Within a warpgroup, the product s of a tile runs together with the
+// product p v of the tile before (FlashAttention-3, arXiv 2407.08608, algorithm 2).
 #pragma once
 #include "cuda/attn/mask.h"
 #include "cuda/attn/output.h"
@@ -26,7 +26,8 @@ struct Forward {
   static constexpr int kRows = Tile::kWarpgroups * kWarpgroupRows, kKeys = Tile::kKeys;
   static constexpr int kThreads = (Tile::kWarpgroups + 1) * kWarpgroup;
   static constexpr int kReaders = Tile::kWarpgroups * kWarpgroup;
-  static_assert(Tile::kWarpgroups * Tile::kRegisters + Tile::kLoaderRegisters <= 65536 / kThreads / 8 * 8 * (Tile::kWarpgroups + 1));
+  static_assert(Tile::kWarpgroups * Tile::kRegisters + Tile::kLoaderRegisters <=
+                65536 / kThreads / 8 * 8 * (Tile::kWarpgroups + 1));
 
   using TileQ = SharedTile<typename Precision::Operand, kRows, Dims::kDim>;
   using TileK = SharedTile<typename Precision::Operand, kKeys, Dims::kDim>;
@@ -104,7 +105,8 @@ struct Forward {
 
   // Packed sequences: rows of v that belong to the next sequence, which may hold inf or NaN, become zeros.
   __device__ void clear_rows(unsigned char* tile, int from) const {
-    for (int i = from * (kPanelRowBytes / 16) + threadIdx.x % kWarpgroup; i < kKeys * (kPanelRowBytes / 16); i += kWarpgroup)
+    for (int i = from * (kPanelRowBytes / 16) + threadIdx.x % kWarpgroup; i < kKeys * (kPanelRowBytes / 16);
+         i += kWarpgroup)
       for (int panel = 0; panel < TileV::kPanels; ++panel)
         reinterpret_cast<uint4*>(tile + panel * TileV::kPanelBytes)[i] = {0, 0, 0, 0};
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
@@ -175,8 +177,8 @@ struct Forward {
         finish_k();
         mask(tile);
         const RowValues shrink = softmax.step<Precision::kWeightExponent>(s);
-        // Waiting here for the next tile splits the block of instructions: ptxas would wait for the product with v first,
-        // and the exponentials would run after it instead of beside it.
+        // Waiting here for the next tile splits the block of instructions: ptxas would wait for the product with v
+        // first, and the exponentials would run after it instead of beside it.
         ptx::pin(s.x);
         await_k(tile - 1);
         ptx::wgmma_wait<0>();
@@ -238,8 +240,8 @@ struct Forward {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int i = query + 8 * row;
-      store_row(a.o_residual.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i),
-                i < work.q_tokens, o, row, a.dim_v);
+      store_row(a.o_residual.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i), i < work.q_tokens,
+                o, row, a.dim_v);
     }
   }
 };

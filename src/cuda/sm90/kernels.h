@@ -19,6 +19,6 @@ Kernel forward_kernel(DimsIndex dims, Shape shape);
 
 // rows: queries of a tile.
 template <class T>
-Kernel backward_kernel(int dim);
+Kernel backward_kernel(int dim, Order order);
 
 }  // namespace octet::cuda::sm90

@@ -17,7 +17,10 @@ int dim_of(const Problem& p) { return std::max(p.dim, p.dim_v) <= 64 ? 64 : 128;
 // Operands in f16: always at precision f16, and at bf16 by the remedy.
 bool inside(const Problem& p) { return p.precision == OCTET_PRECISION_F16 || p.remedy == OCTET_REMEDY_F16_INSIDE; }
 
-Kernel kernel_of(const Problem& p) { return inside(p) ? backward_kernel<F16>(dim_of(p)) : backward_kernel<Bf16>(dim_of(p)); }
+Kernel kernel_of(const Problem& p) {
+  const Order order = p.deterministic ? Order::ascending : Order::any;
+  return inside(p) ? backward_kernel<F16>(dim_of(p), order) : backward_kernel<Bf16>(dim_of(p), order);
+}
 
 int clamp_side(int64_t keys) { return static_cast<int>(std::min<int64_t>(keys, Mask::kUnbounded)); }
 
@@ -42,7 +45,8 @@ Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, Carver& carve
 
 std::string backward_name(const Problem& p) {
   const Kernel kernel = kernel_of(p);
-  return text("backward ", inside(p) ? "f16 inside" : "bf16", ", wgmma, ", kernel.rows, " x ", kernel.keys, " tiles");
+  return text("backward ", inside(p) ? "f16 inside" : "bf16", ", wgmma, ", kernel.rows, " x ", kernel.keys, " tiles",
+              p.deterministic ? ", dq in order" : "");
 }
 
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
@@ -101,8 +105,10 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
 
   const DeviceScope device(p.device_index);
   if (p.packed()) {
-    count_blocks(q_blocks.cu_seqlens, q_blocks.sequences, q_blocks.rows, const_cast<int*>(q_blocks.blocks_before), stream);
-    count_blocks(k_blocks.cu_seqlens, k_blocks.sequences, k_blocks.rows, const_cast<int*>(k_blocks.blocks_before), stream);
+    count_blocks(q_blocks.cu_seqlens, q_blocks.sequences, q_blocks.rows, const_cast<int*>(q_blocks.blocks_before),
+                 stream);
+    count_blocks(k_blocks.cu_seqlens, k_blocks.sequences, k_blocks.rows, const_cast<int*>(k_blocks.blocks_before),
+                 stream);
   }
   prepare(prepared, stream);
   check(cudaMemsetAsync(dq, 0, dq_floats * sizeof(float), stream), "cudaMemsetAsync");
@@ -130,7 +136,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                       .dim_v = static_cast<int>(p.dim_v),
                       .counter = counter,
                       .section = p.windowed ? static_cast<int>(std::clamp<int64_t>(kShareOfL2 / head_bytes, 1,
-                                                                                    static_cast<int64_t>(kv_heads)))
+                                                                                   static_cast<int64_t>(kv_heads)))
                                             : 1,
                       .scale = p.scale,
                       .weight_exponent = weight_exponent,
@@ -139,7 +145,8 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                       .dv = dv.output()};
   if (k_tiles) {
     int processors = 0;
-    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index),
+          "cudaDeviceGetAttribute");
     check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
           "cudaFuncSetAttribute");
     void* arguments[] = {&a};

@@ -53,7 +53,10 @@ void set_broadcast(const View& t, int (&broadcast)[2]) {
 
 std::string forward_name(const Problem& p) {
   const Kernel kernel = kernel_of(p);
-  return text("forward ", inside(p) ? "bf16 with f16 weights" : p.precision == OCTET_PRECISION_BF16 ? "bf16" : "f16",
+  return text("forward ",
+              inside(p)                             ? "bf16 with f16 weights"
+              : p.precision == OCTET_PRECISION_BF16 ? "bf16"
+                                                    : "f16",
               ", wgmma, ", kernel.rows, " x ", kernel.keys, " tiles");
 }
 

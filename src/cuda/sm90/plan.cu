@@ -1,6 +1,5 @@
-#include "cuda/sm90/plan.h"
-
 #include "cuda/host/status.h"
+#include "cuda/sm90/plan.h"
 
 namespace octet::cuda::sm90 {
 namespace {

@@ -1,11 +1,10 @@
-#include "cuda/sm90/prepare_backward.h"
-
 #include <algorithm>
 #include <type_traits>
 
 #include "cuda/host/status.h"
 #include "cuda/quant/elements.h"
 #include "cuda/sm90/config.h"
+#include "cuda/sm90/prepare_backward.h"
 #include "cuda/tile/shared.h"
 
 namespace octet::cuda::sm90 {
@@ -86,7 +85,8 @@ __global__ void choose_kernel(const Preparation p) {
   const int dim = static_cast<int>(p.k.shape[3]);
   for (int c = threadIdx.x; c < dim; c += blockDim.x) {
     float total = 0.f;
-    for (int chunk = 0; chunk < kChunks; ++chunk) total += p.sums[(static_cast<int64_t>(head) * kChunks + chunk) * dim + c];
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+      total += p.sums[(static_cast<int64_t>(head) * kChunks + chunk) * dim + c];
     p.mean[head * dim + c] = p.smooth && p.k.shape[2] ? total / static_cast<float>(p.k.shape[2]) : 0.f;
   }
 }
@@ -193,12 +193,13 @@ __global__ void __launch_bounds__(kThreads) dq_kernel(const BackwardArguments a,
   const float* const tile = a.dq + (static_cast<int64_t>(head_index) * a.q_blocks.count + block) * kQueries * Dim;
   const int line = threadIdx.x % kLines;
   if (line * kVector >= a.dim) return;
-  // Rows r and r + 8 lie with the same threads.
+    // Rows r and r + 8 lie with the same threads.
 #pragma unroll 2
   for (int pair = threadIdx.x / kLines; pair < kQueries / 2; pair += kThreads / kLines) {
     const int row = pair / 8 * 16 + pair % 8, r = row % kWarpgroupRows;
     const int warpgroup = kQueries == kWarpgroupRows ? line / 8 : row / kWarpgroupRows;
-    const float* const from = tile + warpgroup * (kQueries * Dim / 2) + line % 8 * (kWarpgroup * 4) + (r / 16 * 32 + r % 8 * 4) * 4;
+    const float* const from =
+        tile + warpgroup * (kQueries * Dim / 2) + line % 8 * (kWarpgroup * 4) + (r / 16 * 32 + r % 8 * 4) * 4;
     Vector x[kRowsPerThread];
     for (int j = 0; j < 4; ++j) {
       const float4 four = reinterpret_cast<const float4*>(from)[j];
@@ -207,7 +208,8 @@ __global__ void __launch_bounds__(kThreads) dq_kernel(const BackwardArguments a,
     }
     for (int half = 0; half < kRowsPerThread; ++half) {
       const int i = (block - sequence.first_block) * kQueries + row + 8 * half;
-      if (i < sequence.tokens) write(dq, {batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector}, x[half]);
+      if (i < sequence.tokens)
+        write(dq, {batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector}, x[half]);
     }
   }
 }

@@ -27,9 +27,7 @@ struct Schedule {
   const int *cu_seqlens_q, *cu_seqlens_k, *blocks_before;
   int sequences;
 
-  __device__ Work at(unsigned number) const {
-    return cu_seqlens_q ? packed(number) : unpacked(number);
-  }
+  __device__ Work at(unsigned number) const { return cu_seqlens_q ? packed(number) : unpacked(number); }
 
   __device__ Work unpacked(unsigned number) const {
     const unsigned blocks = (q_tokens + rows - 1) / rows, all_heads = batch * heads;
@@ -38,7 +36,12 @@ struct Schedule {
     const unsigned width = min(static_cast<unsigned>(section), all_heads - first_head);
     const unsigned rest = number - first_head * blocks;
     const unsigned head = first_head + rest % width;
-    return {static_cast<int>(head / heads), static_cast<int>(head % heads),          0, q_tokens, 0, k_tokens,
+    return {static_cast<int>(head / heads),
+            static_cast<int>(head % heads),
+            0,
+            q_tokens,
+            0,
+            k_tokens,
             static_cast<int>(blocks - 1 - rest / width) * rows};
   }
 
@@ -52,7 +55,13 @@ struct Schedule {
     const unsigned rest = number - static_cast<unsigned>(blocks_before[low]) * heads;
     const int q_first = cu_seqlens_q[low], n = cu_seqlens_q[low + 1] - q_first;
     const int k_first = cu_seqlens_k[low], m = cu_seqlens_k[low + 1] - k_first;
-    return {0, static_cast<int>(rest % heads), q_first, n, k_first, m, (n - 1) / rows * rows - static_cast<int>(rest / heads) * rows};
+    return {0,
+            static_cast<int>(rest % heads),
+            q_first,
+            n,
+            k_first,
+            m,
+            (n - 1) / rows * rows - static_cast<int>(rest / heads) * rows};
   }
 };
 

@@ -11,8 +11,8 @@
 
 namespace octet::cuda {
 
-constexpr int kWarpgroup = 128;      // threads
-constexpr int kWarpgroupRows = 64;   // rows of an accumulator
+constexpr int kWarpgroup = 128;     // threads
+constexpr int kWarpgroupRows = 64;  // rows of an accumulator
 constexpr int kRowsPerThread = 2;
 
 template <int Columns>
@@ -49,7 +49,7 @@ __device__ void mm_ABt(Accumulator<TileB::kRows>& d, const TileA& a, int row, co
 #pragma unroll
   for (int step = 0; step < TileA::kColumns / 16; ++step)
     ptx::Wgmma<typename TileA::Element, TileB::kRows>::template ss<0, 0>(d.x, a.along(row, step), b.along(0, step),
-                                                                       accumulate || step);
+                                                                         accumulate || step);
 }
 
 // d += a b: a in registers, b's rows are the index of summation. Issued, not awaited.
@@ -69,10 +69,11 @@ __device__ void mm_AtB(Accumulator<Columns>& d, const TileA& a, int a_panel, con
 #pragma unroll
   for (int step = 0; step < TileA::kRows / 16; ++step)
     ptx::Wgmma<typename TileA::Element, Columns>::template ss<1, 1>(d.x, a.across(step, a_panel), b.across(step, panel),
-                                                                   step != 0);
+                                                                    step != 0);
 }
 
-// Writes a fragment into rows [row, row + 64) of a tile: stmatrix, four 8 x 8 matrices at a time (PTX ISA, 9.7.14.5.16).
+// Writes a fragment into rows [row, row + 64) of a tile: stmatrix, four 8 x 8 matrices at a time (PTX
+// ISA, 9.7.14.5.16).
 template <class T, int Columns, class Tile>
 __device__ void store(const Operand<T, Columns>& x, const Tile& tile, int row) {
   static_assert(Tile::kColumns == Columns);

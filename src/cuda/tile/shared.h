@@ -55,8 +55,8 @@ __device__ void load(const Tile& tile, const CUtensorMap& map, int row, int head
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     const int32_t at[4] = {panel * kPanelColumns, row, head, batch};
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global,
-                              tile.data + panel * Tile::kPanelBytes, &map, at, full);
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, tile.data + panel * Tile::kPanelBytes, &map, at,
+                              full);
   }
 }
 
