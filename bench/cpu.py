@@ -7,7 +7,6 @@ Stores every median and the ratios in bench/results/cpu-<model>.json.
 """
 
 import argparse
-import ctypes
 import datetime
 import json
 import math
@@ -20,11 +19,9 @@ import time
 
 import torch
 
+from abi import BACKWARD, FORWARD, Octet, load
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DTYPES = {torch.float32: 2, torch.bfloat16: 4}
-PRECISIONS = {"f32": 2, "bf16": 4, "int8": 5}
-FORWARD, BACKWARD = 0, 1
-CAUSAL = 1
 BATCH, HEADS, TOKENS = 1, 8, 2048
 # pass, octet's precision, type of the inputs of both, ratio that is asked for
 CASES = [
@@ -35,88 +32,6 @@ CASES = [
 ]
 
 
-class Tensor(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_uint32),
-        ("dtype", ctypes.c_uint32),
-        ("data", ctypes.c_void_p),
-        ("shape", ctypes.c_int64 * 4),
-        ("stride", ctypes.c_int64 * 4),
-        ("device", ctypes.c_uint32),
-        ("device_index", ctypes.c_int32),
-        ("quantization", ctypes.c_void_p),
-    ]
-
-
-class Attention(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_uint32),
-        ("precision", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-        ("mask", ctypes.c_uint32),
-        ("alignment", ctypes.c_uint32),
-        ("remedy", ctypes.c_uint32),
-        ("window_left", ctypes.c_int64),
-        ("window_right", ctypes.c_int64),
-        ("softcap", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        ("hadamard", ctypes.c_uint32),
-        ("smooth_q", ctypes.c_uint32),
-        ("deterministic", ctypes.c_uint32),
-        ("threads", ctypes.c_uint32),
-        ("backend", ctypes.c_char_p),
-        ("rounding", ctypes.c_void_p),
-    ]
-
-
-OPERANDS = ["q", "k", "v", "mask", "sinks", "cu_seqlens_q", "cu_seqlens_k"]
-RESULTS = ["o", "o_residual", "lse", "do", "dq", "dk", "dv", "tq", "tk", "tv", "to"]
-
-
-class Arguments(ctypes.Structure):
-    _fields_ = (
-        [("size", ctypes.c_uint32), ("which", ctypes.c_uint32)]
-        + [(name, ctypes.POINTER(Tensor)) for name in OPERANDS]
-        + [("max_seqlen_q", ctypes.c_int64), ("max_seqlen_k", ctypes.c_int64)]
-        + [(name, ctypes.POINTER(Tensor)) for name in RESULTS]
-    )
-
-
-class Octet:
-    """One prepared call of liboctet."""
-
-    def __init__(self, library, which, precision, causal, threads, tensors):
-        self.library, self.tensors = library, tensors
-        self.attention = Attention(size=ctypes.sizeof(Attention), precision=PRECISIONS[precision], threads=threads)
-        self.attention.mask = CAUSAL if causal else 0
-        self.views = {name: self.view(x) for name, x in tensors.items()}
-        pointers = {name: ctypes.pointer(view) for name, view in self.views.items()}
-        self.arguments = Arguments(size=ctypes.sizeof(Arguments), which=which, **pointers)
-        bytes_needed = ctypes.c_size_t()
-        self.check(library.octet_workspace_size(ctypes.byref(self.attention), ctypes.byref(self.arguments), ctypes.byref(bytes_needed)))
-        self.bytes = bytes_needed.value
-        self.memory = torch.empty(self.bytes + 64, dtype=torch.uint8)
-        self.workspace = (self.memory.data_ptr() + 63) // 64 * 64
-
-    @staticmethod
-    def view(x):
-        shape = list(x.shape) + [1] * (4 - x.dim())
-        stride = list(x.stride()) + [1] * (4 - x.dim())
-        array = ctypes.c_int64 * 4
-        return Tensor(ctypes.sizeof(Tensor), DTYPES[x.dtype], x.data_ptr(), array(*shape), array(*stride), 0, 0, None)
-
-    def check(self, status):
-        if status:
-            raise RuntimeError(self.library.octet_message().decode())
-
-    def __call__(self):
-        self.check(
-            self.library.octet_run(
-                ctypes.byref(self.attention), ctypes.byref(self.arguments), ctypes.c_void_p(self.workspace), ctypes.c_size_t(self.bytes), None
-            )
-        )
-
-
 def prepare(library, which, precision, dtype, causal, dim, threads):
     """The two calls to time, torch's and octet's, after a look that they agree."""
     generator = torch.Generator().manual_seed(1)
@@ -124,7 +39,7 @@ def prepare(library, which, precision, dtype, causal, dim, threads):
     q, k, v, do = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
     attention = torch.nn.functional.scaled_dot_product_attention
     o, lse = torch.empty_like(q), torch.empty(BATCH, HEADS, TOKENS)
-    run = Octet(library, FORWARD, precision, causal, threads, dict(q=q, k=k, v=v, o=o, lse=lse))
+    run = Octet(library, FORWARD, precision, causal, dict(q=q, k=k, v=v, o=o, lse=lse), threads=threads)
     run()
     want = attention(q, k, v, is_causal=causal)
     expect_close("o", o, want)
@@ -132,7 +47,7 @@ def prepare(library, which, precision, dtype, causal, dim, threads):
         return lambda: attention(q, k, v, is_causal=causal), run
 
     grads = {f"d{name}": torch.empty_like(x) for name, x in zip("qkv", (q, k, v))}
-    backward = Octet(library, BACKWARD, precision, causal, threads, dict(q=q, k=k, v=v, o=o, lse=lse, do=do, **grads))
+    backward = Octet(library, BACKWARD, precision, causal, dict(q=q, k=k, v=v, o=o, lse=lse, do=do, **grads), threads=threads)
     backward()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attention(*leaves, is_causal=causal)
@@ -180,9 +95,7 @@ def main():
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
-    library = ctypes.CDLL(str(options.library))
-    library.octet_message.restype = ctypes.c_char_p
-    library.octet_version.restype = ctypes.c_char_p
+    library = load(options.library)
     rows = []
     for dim in (64, 128):
         for causal in (False, True):

@@ -1,25 +1,37 @@
 # Decides whether the CUDA backends are built, and says so: here, in octet_info, and wherever a CUDA tensor is refused.
+# Sets OCTET_CUDA_BUILT and OCTET_CUDA_SUMMARY.
 if(NOT OCTET_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "OCTET_CUDA is ${OCTET_CUDA}; allowed: AUTO, ON, OFF")
 endif()
 
-file(GLOB cuda_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/cuda/*)
 find_program(OCTET_NVCC nvcc HINTS ENV CUDACXX ENV CUDA_PATH ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)
 
 if(OCTET_CUDA STREQUAL "OFF")
   set(reason "it was built with OCTET_CUDA=OFF")
-elseif(NOT cuda_sources)
-  set(reason "this version of octet has no CUDA backend")
 elseif(NOT OCTET_NVCC)
   set(reason "no nvcc was found when it was built (PATH, CUDACXX, CUDA_PATH, /usr/local/cuda)")
+elseif(OCTET_SANITIZE)
+  set(reason "it was built with sanitizers (OCTET_SANITIZE)")
 endif()
 if(OCTET_CUDA STREQUAL "ON" AND reason)
   message(FATAL_ERROR "OCTET_CUDA=ON, but ${reason}; use OCTET_CUDA=AUTO or OFF for a build that runs on the CPU only")
 endif()
 
 if(reason)
+  set(OCTET_CUDA_BUILT OFF)
   set(OCTET_CUDA_SUMMARY "CPU only: ${reason}")
 else()
+  set(OCTET_CUDA_BUILT ON)
   set(OCTET_CUDA_SUMMARY "CUDA with ${OCTET_NVCC}")
+  # "90a-real": machine code for compute capability 9.0 alone, with the instructions that only it has (wgmma).
+  set(CMAKE_CUDA_ARCHITECTURES 90a-real)
+  set(CMAKE_CUDA_COMPILER ${OCTET_NVCC})
+  set(CMAKE_CUDA_STANDARD 17)
+  enable_language(CUDA)
+  # CMake 3.25 does not know nvcc's flag for C++20, nor that it has it.
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20)
+  set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20)
+  set(CMAKE_CUDA_STANDARD 20)
+  find_package(CUDAToolkit 12.8 REQUIRED)
 endif()
 message(STATUS "octet: ${OCTET_CUDA_SUMMARY}")

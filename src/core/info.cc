@@ -46,11 +46,16 @@ std::string json_string(std::string_view s) {
   return out + '"';
 }
 
+#ifndef OCTET_SM90
 // A build without CUDA kernels has no driver to ask for its version or its GPUs.
+std::string driver_json() { return "null"; }
+std::string gpus_json() { return "[]"; }
+#endif
+
 std::string info_json() {
   return text("{\"version\": ", json_string(OCTET_VERSION), ", \"compiler\": ", json_string(compiler()),
-              ", \"cuda\": ", json_string(OCTET_CUDA_SUMMARY), ", \"driver\": null, \"cpu\": ", cpu_json(),
-              ", \"gpus\": [], \"backends\": ", backends_json(), '}');
+              ", \"cuda\": ", json_string(OCTET_CUDA_SUMMARY), ", \"driver\": ", driver_json(), ", \"cpu\": ", cpu_json(),
+              ", \"gpus\": ", gpus_json(), ", \"backends\": ", backends_json(), '}');
 }
 
 }  // namespace octet

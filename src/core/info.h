@@ -15,4 +15,9 @@ std::string json_string(std::string_view text);
 // src/cpu/describe.cc.
 std::string cpu_json();
 
+// The version of the CUDA driver as a JSON string or null, and the GPUs {name, compute_capability, multiprocessors,
+// memory_bytes}; by src/cuda/host/describe.cc where CUDA is built.
+std::string driver_json();
+std::string gpus_json();
+
 }  // namespace octet

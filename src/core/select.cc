@@ -9,11 +9,15 @@
 
 namespace octet {
 
-extern const Backend kCpu, kReference;
+extern const Backend kSm90, kCpu, kReference;
 
 namespace {
 
-constexpr const Backend* kBackends[] = {&kCpu, &kReference};
+constexpr const Backend* kBackends[] = {
+#ifdef OCTET_SM90
+    &kSm90,
+#endif
+    &kCpu, &kReference};
 
 struct Verdict {
   const Backend* backend;

@@ -15,6 +15,15 @@ RULES = {
     "tests/fuzz": ["octet/", "fuzzer/"],
     "tests": ["octet/", "support/", "misuse/", "passes/", "laws/", "gtest/", "gmock/", "nlohmann/"],
 }
+# Each folder of src/cuda knows those before it.
+CUDA = ["cuda/atomic", "cuda/ptx", "cudaTypedefs.h"]  # the toolkit's own headers
+RULES["src/cuda/ptx"] = [*CUDA, "cuda/ptx/"]
+RULES["src/cuda/tile"] = [*CUDA, "cuda/ptx/", "cuda/tile/"]
+RULES["src/cuda/attn"] = [*CUDA, "cuda/ptx/", "cuda/tile/", "cuda/attn/"]
+RULES["src/cuda/quant"] = [*CUDA, "octet/", "core/", "cuda/attn/", "cuda/host/status.h", "cuda/quant/"]
+RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/attn/", "cuda/host/", "cuda/quant/"]
+RULES["src/cuda/sm90"] = [*CUDA, "octet/", "core/", "cuda/"]
+RULES["tests/gpu"] = ["octet/", "support/", "gpu/", "gtest/"]
 # The kernels of the CPU know the hall and one another, but not the quantisers or the reference.
 RULES["src/cpu/kernels"] = ["octet/", "core/", "cpu/kernels/", "cpu/rows.h", "cpu/parallel.h", "cpu/elements.h", "cpu/isa.h"]
 SYSTEM = re.compile(r"[a-z_0-9]+(\.h)?|sys/[a-z_]+\.h")  # <vector>, <math.h>, <sys/mman.h>
@@ -32,7 +41,7 @@ def allowed(path, roots, quote, header, prefixes):
 def main():
     root = pathlib.Path(sys.argv[1])
     strangers, files = [], 0
-    for suffix in ("*.h", "*.hpp", "*.cc", "*.inc"):
+    for suffix in ("*.h", "*.hpp", "*.cc", "*.cu", "*.inc"):
         for path in sorted(root.glob(f"**/{suffix}")):
             relative = path.relative_to(root).as_posix()
             folder = max((f for f in RULES if relative.startswith(f + "/")), key=len, default=None)

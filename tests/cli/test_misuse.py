@@ -5,9 +5,11 @@ import os
 
 import numpy as np
 import pytest
-from conftest import draw, header_bytes, octet, write_safetensors
+from conftest import draw, header_bytes, octet, run_ok, write_safetensors
 
 QKV = {n: {"dtype": "F32", "shape": [1, 1, 2, 8], "data_offsets": [64 * i, 64 * i + 64]} for i, n in enumerate("qkv")}
+
+BACKENDS = ", ".join(backend["name"] for backend in json.loads(run_ok("info", "--json"))["backends"])
 
 
 def with_q(**changes):
@@ -61,7 +63,7 @@ ARGUMENTS = {
     "unknown precision": (["--precision", "int7"], '--precision: found "int7", allowed: f64, f32, f16, bf16, int8'),
     "a list of precisions": (["--precision", "f32,bf16"], '--precision: found "f32,bf16"'),
     "unknown alignment": (["--causal=left"], '--causal: found "left", allowed: top-left, bottom-right'),
-    "unknown backend": (["--backend", "abacus"], 'unknown name "abacus"; known: cpu, reference'),
+    "unknown backend": (["--backend", "abacus"], f'unknown name "abacus"; known: {BACKENDS}'),
     "unknown remedy": (["--precision", "bf16", "--remedy", "hope"], '--remedy: found "hope", allowed: f16_inside, none, beta'),
     "a remedy for f32": (["--remedy", "beta"], "remedies are for f16 and bf16"),
     "unknown output type": (["--out-dtype", "f128"], '--out-dtype: found "f128", allowed: f64'),

@@ -137,7 +137,7 @@ struct Buffers {
   }
 };
 
-Buffers place(const Case& c, const Inputs& in, Precision precision, Pass pass, const Outputs* saved) {
+Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass, const Outputs* saved) {
   const bool oracle = precision == Precision::f64;
   const DType dtype = oracle ? DType::f64 : c.dtype, out = oracle ? DType::f64 : c.out_dtype;
   const DType gradient = dtype == DType::e4m3 ? DType::f32 : dtype;  // do and tangents
@@ -209,59 +209,73 @@ class Scratch {
 };
 
 template <class Call>
-void call(const Attention& attention, const Call& arguments) {
+void call(const Attention& attention, const Call& arguments, Place* place) {
   const size_t bytes = workspace_size(attention, arguments);
-  Scratch scratch(bytes);
-  octet::run(attention, arguments, scratch.data(), bytes);
-  EXPECT_FALSE(scratch.damaged()) << "wrote beyond its workspace of " << bytes << " bytes";
+  bool damaged = false;
+  if (place) {
+    octet::run(attention, arguments, place->workspace(bytes), bytes, place->stream());
+    damaged = place->finish();
+  } else {
+    Scratch scratch(bytes);
+    octet::run(attention, arguments, scratch.data(), bytes);
+    damaged = scratch.damaged();
+  }
+  EXPECT_FALSE(damaged) << "wrote beyond its workspace of " << bytes << " bytes";
 }
 
-void call(const Attention& attention, Pass pass, const Buffers& x) {
-  const Extras extras{
-      .mask = x.mask.view(), .cu_seqlens_q = x.cu_seqlens_q.view(), .cu_seqlens_k = x.cu_seqlens_k.view()};
+void call(const Attention& attention, Pass pass, const Buffers& x, Place* place) {
+  const auto at = [&](const Buffer& b) { return place && b.present() ? place->tensor(b) : b.view(); };
+  const Extras extras{.mask = at(x.mask), .cu_seqlens_q = at(x.cu_seqlens_q), .cu_seqlens_k = at(x.cu_seqlens_k)};
   switch (pass) {
     case Pass::forward:
-      return call(attention, Forward{.q = x.q.view(),
-                                     .k = x.k.view(),
-                                     .v = x.v.view(),
-                                     .o = x.o.view(),
-                                     .lse = x.lse.view(),
-                                     .o_residual = x.o_residual.view(),
-                                     .extras = extras});
+      return call(attention,
+                  Forward{.q = at(x.q),
+                          .k = at(x.k),
+                          .v = at(x.v),
+                          .o = at(x.o),
+                          .lse = at(x.lse),
+                          .o_residual = at(x.o_residual),
+                          .extras = extras},
+                  place);
     case Pass::backward:
-      return call(attention, Backward{.q = x.q.view(),
-                                      .k = x.k.view(),
-                                      .v = x.v.view(),
-                                      .o = x.o.view(),
-                                      .lse = x.lse.view(),
-                                      .do_ = x.do_.view(),
-                                      .dq = x.dq.view(),
-                                      .dk = x.dk.view(),
-                                      .dv = x.dv.view(),
-                                      .o_residual = x.o_residual.view(),
-                                      .extras = extras});
+      return call(attention,
+                  Backward{.q = at(x.q),
+                           .k = at(x.k),
+                           .v = at(x.v),
+                           .o = at(x.o),
+                           .lse = at(x.lse),
+                           .do_ = at(x.do_),
+                           .dq = at(x.dq),
+                           .dk = at(x.dk),
+                           .dv = at(x.dv),
+                           .o_residual = at(x.o_residual),
+                           .extras = extras},
+                  place);
     case Pass::jvp:
-      return call(attention, Jvp{.q = x.q.view(),
-                                 .k = x.k.view(),
-                                 .v = x.v.view(),
-                                 .tq = x.tq.view(),
-                                 .tk = x.tk.view(),
-                                 .tv = x.tv.view(),
-                                 .o = x.o.view(),
-                                 .to = x.to.view(),
-                                 .lse = x.lse.view(),
-                                 .extras = extras});
+      return call(attention,
+                  Jvp{.q = at(x.q),
+                      .k = at(x.k),
+                      .v = at(x.v),
+                      .tq = at(x.tq),
+                      .tk = at(x.tk),
+                      .tv = at(x.tv),
+                      .o = at(x.o),
+                      .to = at(x.to),
+                      .lse = at(x.lse),
+                      .extras = extras},
+                  place);
   }
 }
 
 }  // namespace
 
-Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pass, const Outputs* saved) {
-  const Buffers x = place(c, in, attention.precision, pass, saved);
+Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pass, const Outputs* saved,
+            Place* place) {
+  const Buffers x = lay_out(c, in, attention.precision, pass, saved);
   std::vector<std::vector<unsigned char>> before;
   for (const auto& input : x.inputs(pass))
     before.push_back(input.buffer->present() ? input.buffer->bytes() : std::vector<unsigned char>());
-  call(attention, pass, x);
+  call(attention, pass, x, place);
   for (size_t i = 0; i < before.size(); ++i) {
     const auto input = x.inputs(pass)[i];
     if (!input.buffer->present()) continue;

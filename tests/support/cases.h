@@ -62,13 +62,25 @@ struct Outputs {
   Values o, lse, o_residual, dq, dk, dv, to;
 };
 
+// Where the tensors of a call lie while it runs, if not in the test's own memory: a GPU.
+class Place {
+ public:
+  virtual ~Place() = default;
+  virtual Tensor tensor(const Buffer&) = 0;
+  // Aligned to 64 bytes, full of NaN, between guards.
+  virtual void* workspace(size_t bytes) = 0;
+  virtual void* stream() = 0;
+  // Waits, and brings everything back. True if the guards of the workspace were overwritten.
+  virtual bool finish() = 0;
+};
+
 // The case's mask, scale and layouts with a precision and a backend.
 Attention attention_of(const Case&, Precision, const char* backend);
 
 // Runs a pass on fresh buffers and checks that it wrote every element of its outputs and nothing else: not the gaps
 // and guards of outputs, not the inputs, not beyond the workspace, which holds NaN before. `saved`: what the forward
-// pass left to a backward pass. At precision f64 all tensors are f64 and dense.
-Outputs run(const Case&, const Inputs&, const Attention&, Pass, const Outputs* saved = nullptr);
+// pass left to a backward pass. `place`: where it runs; null: here. At precision f64 all tensors are f64 and dense.
+Outputs run(const Case&, const Inputs&, const Attention&, Pass, const Outputs* saved = nullptr, Place* place = nullptr);
 
 // Float64 attention on the same inputs.
 Outputs exact(const Case&, const Inputs&, Pass);

@@ -66,6 +66,7 @@ class Memory {
   // Empty, or where a byte that is no element lost its pattern.
   std::string damage() const;
   const std::vector<unsigned char>& bytes() const { return bytes_; }
+  std::vector<unsigned char>& bytes() { return bytes_; }
 
  private:
   static constexpr size_t kGuard = 256;
@@ -89,6 +90,7 @@ class Buffer {
   void set(const Values& values);
   std::string damage() const { return memory_ ? memory_->damage() : std::string(); }
   const std::vector<unsigned char>& bytes() const { return memory_->bytes(); }
+  Memory* memory() const { return memory_.get(); }
 
  private:
   std::shared_ptr<Memory> memory_;

@@ -27,8 +27,8 @@ TEST(Info, DescribesTheMachineAndTheBuild) {
   EXPECT_EQ(info["version"], octet_version());
   EXPECT_FALSE(info["compiler"].get<std::string>().empty());
   EXPECT_FALSE(info["cuda"].get<std::string>().empty());
-  EXPECT_TRUE(info["driver"].is_null());
-  EXPECT_TRUE(info["gpus"].is_array() && info["gpus"].empty());
+  ASSERT_TRUE(info["gpus"].is_array());
+  EXPECT_TRUE(info["gpus"].empty() || info["driver"].is_string());
   EXPECT_EQ(info["cpu"]["cores"], cpu::thread_count(0, 1 << 20));
   EXPECT_EQ(info["cpu"]["instruction_set"], cpu::name(cpu::chosen()));
   const auto sets = info["cpu"]["instruction_sets"].get<std::vector<std::string>>();

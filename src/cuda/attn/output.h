@@ -1,0 +1,66 @@
+// Fragments to global memory, in the caller's type.
+#pragma once
+#include <cstdint>
+
+#include "cuda/attn/views.h"
+#include "cuda/tile/fragment.h"
+
+namespace octet::cuda {
+
+// A [batch, head, token, dim] tensor whose rows are contiguous and start at multiples of 16 bytes, or lse, whose rows
+// are one number. Strides in elements. Absent: data is null.
+struct Output {
+  void* data;
+  int64_t stride[3];
+  Element element;
+
+  template <class T>
+  __device__ T* row(int batch, int head, int64_t token) const {
+    return static_cast<T*>(data) + batch * stride[0] + head * stride[1] + token * stride[2];
+  }
+};
+
+// A 4 x 4 transpose among the four threads of a row: word i of thread t becomes word t of thread i.
+__device__ inline void transpose_quad(uint32_t (&w)[4]) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool upper = threadIdx.x & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const uint32_t received = __shfl_xor_sync(~0u, upper ? w[i] : w[i + bit], bit);
+      if (upper)
+        w[i] = received;
+      else
+        w[i + bit] = received;
+    }
+  }
+}
+
+// Stores this thread's part of one row of x, `columns` of it; `present`: whether the row exists. All threads of the
+// warp call it together.
+template <class T, int Columns>
+__device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, int which, int columns) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < Columns / 8; ++i)
+      if (present && 8 * i < columns)
+        *reinterpret_cast<float2*>(row + 8 * i + fragment_column()) = {x.x[4 * i + 2 * which],
+                                                                       x.x[4 * i + 2 * which + 1]};
+  } else {
+    // Four blocks of 8 columns at a time, so that each thread writes 16 bytes of one block.
+#pragma unroll
+    for (int i = 0; i < Columns / 8; i += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b)
+        words[b] = ptx::pack<T>(x.x[4 * (i + b) + 2 * which], x.x[4 * (i + b) + 2 * which + 1]);
+      transpose_quad(words);
+      const int column = 8 * (i + threadIdx.x % 4);
+      if (present && column < columns)
+        *reinterpret_cast<uint4*>(row + column) = {words[0], words[1], words[2], words[3]};
+    }
+  }
+}
+
+}  // namespace octet::cuda

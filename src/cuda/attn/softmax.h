@@ -1,0 +1,40 @@
+// Online softmax over tiles of logits (FlashAttention-2, arXiv 2307.08691, algorithm 1), for the two rows of a thread:
+//   m' = max(m, max_j s_j)    p_j = exp(scale (s_j - m'))    l' = l exp(scale (m - m')) + sum_j p_j
+// The maximum is subtracted before scaling, so the largest logit gives exactly 1.
+#pragma once
+#include "cuda/ptx/types.h"
+#include "cuda/tile/fragment.h"
+
+namespace octet::cuda {
+
+struct OnlineSoftmax {
+  float scale_log2e;  // exp(scale x) = 2^(scale_log2e x)
+  RowValues m{-INFINITY, -INFINITY};
+  RowValues l{0.f, 0.f};  // of this thread's columns; times 2^Exponent
+
+  // Turns logits into 2^Exponent p; returns by what sums over the former maximum must be multiplied.
+  template <int Exponent, int Columns>
+  __device__ RowValues step(Accumulator<Columns>& s) {
+    RowValues shrink;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float most = quad_max(row_max(s, row, m[row]));
+      const float base = most == -INFINITY ? 0.f : most;  // a row that has seen no key yet
+      shrink[row] = ptx::exp2((m[row] - base) * scale_log2e);
+      m[row] = most;
+      float sum[2] = {l[row] * shrink[row], 0.f};
+#pragma unroll
+      for (int i = 0; i < Columns / 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = s.x[4 * i + 2 * row + c];
+          x = ptx::exp2(__fmaf_rn(x - base, scale_log2e, float(Exponent)));
+          sum[c] += x;
+        }
+      l[row] = sum[0] + sum[1];
+    }
+    return shrink;
+  }
+};
+
+}  // namespace octet::cuda

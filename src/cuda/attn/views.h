@@ -1,0 +1,16 @@
+// Tensors as the preparing kernels see them.
+#pragma once
+#include <cstdint>
+
+namespace octet::cuda {
+
+enum class Element : int { f32, f16, bf16 };
+
+// A [batch, head, token, dim] tensor; strides in elements.
+struct Strided {
+  void* data;
+  int64_t shape[4], stride[4];
+  Element element;
+};
+
+}  // namespace octet::cuda

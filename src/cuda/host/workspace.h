@@ -1,0 +1,28 @@
+// Cuts the caller's workspace into arrays. With a null workspace it only counts the bytes.
+#pragma once
+#include <cstddef>
+
+namespace octet::cuda {
+
+class Carver {
+ public:
+  explicit Carver(void* workspace) : base_(static_cast<unsigned char*>(workspace)) {}
+
+  // `bytes` bytes at a multiple of 256 (of the workspace's start, which is a multiple of 64).
+  void* take(std::size_t bytes) {
+    unsigned char* at = base_ ? base_ + used_ : nullptr;
+    used_ += (bytes + 255) / 256 * 256;
+    return at;
+  }
+  template <class T>
+  T* take(std::size_t count) {
+    return static_cast<T*>(take(count * sizeof(T)));
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  unsigned char* base_;
+  std::size_t used_ = 0;
+};
+
+}  // namespace octet::cuda

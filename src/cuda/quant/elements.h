@@ -1,0 +1,73 @@
+// Eight channels of a token at a time, between memory in any type and strides and float32 registers.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "cuda/attn/views.h"
+
+namespace octet::cuda {
+
+constexpr int kVector = 8;  // head dims are multiples of it
+
+using Vector = float[kVector];
+
+template <class T>
+__device__ void read_as(const T* x, int64_t stride, Vector& to) {
+  if (stride == 1 && reinterpret_cast<uintptr_t>(x) % 16 == 0) {
+    union {
+      uint4 words[sizeof(T) * kVector / 16];
+      T elements[kVector];
+    } line;
+    for (int i = 0; i < int(sizeof(T)) * kVector / 16; ++i) line.words[i] = reinterpret_cast<const uint4*>(x)[i];
+    for (int i = 0; i < kVector; ++i) to[i] = float(line.elements[i]);
+    return;
+  }
+  for (int i = 0; i < kVector; ++i) to[i] = float(x[i * stride]);
+}
+
+template <class T>
+__device__ void write_as(T* x, int64_t stride, const Vector& from) {
+  if (stride == 1 && reinterpret_cast<uintptr_t>(x) % 16 == 0) {
+    union {
+      uint4 words[sizeof(T) * kVector / 16];
+      T elements[kVector];
+    } line;
+    for (int i = 0; i < kVector; ++i) line.elements[i] = T(from[i]);
+    for (int i = 0; i < int(sizeof(T)) * kVector / 16; ++i) reinterpret_cast<uint4*>(x)[i] = line.words[i];
+    return;
+  }
+  for (int i = 0; i < kVector; ++i) x[i * stride] = T(from[i]);
+}
+
+// Calls f with a null pointer of the element's type.
+template <class F>
+__device__ void visit(Element element, const F& f) {
+  switch (element) {
+    case Element::f32:
+      return f(static_cast<float*>(nullptr));
+    case Element::f16:
+      return f(static_cast<__half*>(nullptr));
+    case Element::bf16:
+      return f(static_cast<__nv_bfloat16*>(nullptr));
+  }
+}
+
+// 8 channels of one token.
+struct Line {
+  int64_t batch, head, token, channel;
+  __device__ int64_t offset(const Strided& t) const {
+    return batch * t.stride[0] + head * t.stride[1] + token * t.stride[2] + channel * t.stride[3];
+  }
+};
+
+__device__ inline void read(const Strided& t, const Line& line, Vector& x) {
+  visit(t.element, [&](auto* type) { read_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
+}
+
+__device__ inline void write(const Strided& t, const Line& line, const Vector& x) {
+  visit(t.element, [&](auto* type) { write_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
+}
+
+}  // namespace octet::cuda

@@ -1,0 +1,114 @@
+// The backend for compute capability 9.0: H100, H200, GH200.
+#include "core/backend.h"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "core/error.h"
+#include "core/names.h"
+#include "cuda/host/tensor_map.h"
+#include "cuda/sm90/passes.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+constexpr int kMajor = 9, kMinor = 0;
+constexpr int64_t kMaxBackwardTokens = 1 << 21;  // a grid has fewer than 2^16 rows, of 64 tokens each
+constexpr int64_t kMaxTokens = 1 << 28, kMaxBlocks = std::numeric_limits<int32_t>::max();
+
+bool fits(int device) {
+  int major = 0, minor = 0;
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == kMajor &&
+         minor == kMinor;
+}
+
+std::optional<std::string> find_objection() {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) {
+    cudaGetLastError();  // not to be found by the caller's next call
+    return text("no usable GPU: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ')');
+  }
+  bool any = false;
+  for (int device = 0; device < count; ++device) any |= fits(device);
+  if (!any) return text("none of the ", count, " GPUs has compute capability 9.0");
+  if (const char* objection = tensor_map_objection()) return objection;
+  return {};
+}
+
+std::optional<std::string> unavailable() {
+  static const std::optional<std::string> objection = find_objection();
+  return objection;
+}
+
+std::optional<std::string> objection_to(const View& t, const char* label) {
+  if (!t.present()) return {};
+  if (t.quantization) return text(label, " is quantised; this backend takes f32, f16 and bf16");
+  if (t.dtype != OCTET_F32 && t.dtype != OCTET_F16 && t.dtype != OCTET_BF16)
+    return text(label, " is ", name(t.dtype), "; this backend takes f32, f16 and bf16");
+  return {};
+}
+
+std::optional<std::string> backward_objection(const Problem& p) {
+  if (std::max(p.dim, p.dim_v) > kMaxBackwardDim)
+    return text("it has no backward pass for head dim ", std::max(p.dim, p.dim_v), "; it has: up to ", kMaxBackwardDim);
+  if (p.remedy == OCTET_REMEDY_PROJECT)
+    return "its backward pass has no remedy project; it has: f16_inside, none, exact_delta";
+  if (std::max(p.tokens_q, p.tokens_k) > kMaxBackwardTokens)
+    return text("its backward pass takes up to ", kMaxBackwardTokens, " tokens, found ",
+                std::max(p.tokens_q, p.tokens_k));
+  const bool exact_o = p.remedy == OCTET_REMEDY_F16_INSIDE || p.remedy == OCTET_REMEDY_EXACT_DELTA;
+  if (exact_o && p.o.dtype != OCTET_F32 && !p.o_residual.present())
+    return text("remedy ", name(p.remedy), " needs the un-rounded output, but o is ", name(p.o.dtype),
+                " and o_residual is NULL; pass o_residual (the forward pass writes it), or keep o in f32");
+  return {};
+}
+
+std::optional<std::string> objection(const Problem& p) {
+  if (p.device != OCTET_CUDA) return "the tensors are on the CPU";
+  if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability 9.0");
+  if (p.pass == OCTET_JVP) return text("it has no ", name(p.pass), " pass; it has: forward, backward");
+  if (p.precision != OCTET_PRECISION_F16 && p.precision != OCTET_PRECISION_BF16)
+    return text("it has no ", name(p.precision), "; it has: f16, bf16");
+  if (p.remedy == OCTET_REMEDY_BETA) return "it has no remedy beta; it has: f16_inside, none, exact_delta, project";
+  if (p.mask.present()) return "it takes no mask tensor; it has causal and window masks";
+  if (std::max(p.tokens_q, p.tokens_k) > kMaxTokens)
+    return text(std::max(p.tokens_q, p.tokens_k), " tokens; it takes up to ", kMaxTokens);
+  if (p.batch * p.heads > kMaxBlocks / (p.tokens_q / 64 + 1))
+    return text(p.batch * p.heads, " heads of ", p.tokens_q, " queries are more blocks than it can count");
+  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}, {&p.o, "o"}, {&p.do_, "do"}})
+    if (auto found = objection_to(*t, label)) return found;
+  return p.pass == OCTET_BACKWARD ? backward_objection(p) : std::nullopt;
+}
+
+std::string kernel(const Problem& p) { return p.pass == OCTET_FORWARD ? forward_name(p) : backward_name(p); }
+
+std::size_t run_pass(const Problem& p, void* workspace, cudaStream_t stream) {
+  return p.pass == OCTET_FORWARD ? forward(p, workspace, stream) : backward(p, workspace, stream);
+}
+
+std::size_t workspace_size(const Problem& p) { return run_pass(p, nullptr, nullptr); }
+
+void run(const Problem& p, Bytes workspace, void* stream) {
+  run_pass(p, workspace.data, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace
+}  // namespace octet::cuda::sm90
+
+namespace octet {
+
+extern const Backend kSm90;
+const Backend kSm90 = {"sm90",
+                       "tensor cores and TMA of Hopper GPUs (H100, H200)",
+                       true,
+                       cuda::sm90::unavailable,
+                       cuda::sm90::objection,
+                       cuda::sm90::kernel,
+                       cuda::sm90::workspace_size,
+                       cuda::sm90::run};
+
+}  // namespace octet

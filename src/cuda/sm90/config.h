@@ -1,0 +1,65 @@
+// Every tile size, stage count and register count of this generation.
+//
+// A warpgroup that computes holds 64 rows. Its registers hold s (keys / 2 of them per thread), p (keys / 4) and o
+// (dim_v / 2); 240 are left to each of two such warpgroups beside a loader with 24, 160 to each of three.
+//
+// A thread block cannot take more registers than it was launched with: 504 for three threads, one of each warpgroup,
+// and 512 for four. Asking for more waits for ever.
+#pragma once
+
+namespace octet::cuda::sm90 {
+
+constexpr int kStages = 2;  // of k, and of v
+
+// Head dims that kernels are built for; smaller ones are filled with zeros.
+template <int Dim_, int DimV_>
+struct HeadDims {
+  static constexpr int kDim = Dim_, kDimV = DimV_;
+};
+using Dims64 = HeadDims<64, 64>;
+using Dims128 = HeadDims<128, 128>;
+using Dims192x128 = HeadDims<192, 128>;
+using Dims256 = HeadDims<256, 256>;
+
+// Full: most tiles are seen whole. Windowed: tiles along the diagonal are seen in part, and smaller ones waste less.
+enum class Shape { full, windowed };
+
+template <class Dims, Shape>
+struct ForwardTile;
+template <Shape shape>
+struct ForwardTile<Dims64, shape> {
+  static constexpr int kWarpgroups = 3, kKeys = 128, kRegisters = 160, kLoaderRegisters = 32;
+};
+template <Shape shape>
+struct ForwardTile<Dims128, shape> {
+  static constexpr int kWarpgroups = 2, kKeys = shape == Shape::full ? 176 : 128, kRegisters = 240,
+                       kLoaderRegisters = 24;
+};
+template <Shape shape>
+struct ForwardTile<Dims192x128, shape> {
+  static constexpr int kWarpgroups = 2, kKeys = 128, kRegisters = 240, kLoaderRegisters = 24;
+};
+template <Shape shape>
+struct ForwardTile<Dims256, shape> {
+  static constexpr int kWarpgroups = 2, kKeys = 80, kRegisters = 240, kLoaderRegisters = 24;
+};
+
+// Backward: `kQueries` per step, `kKeys` per thread block, half of them in each of two warpgroups. A warpgroup holds
+// s, dp (queries / 2 registers each), dk, dv (dim / 2 each) and its half of dq.
+constexpr int kBackwardKeys = 128;
+// In which order blocks of keys add to dq: any, or always the same.
+enum class Order { any, ascending };
+constexpr int kBackwardRegisters = 232, kBackwardLoaderRegisters = 40;
+template <int Dim>
+struct BackwardTile;
+template <>
+struct BackwardTile<64> {
+  static constexpr int kQueries = 128;
+};
+template <>
+struct BackwardTile<128> {
+  static constexpr int kQueries = 64;
+};
+static_assert(2 * kBackwardRegisters + kBackwardLoaderRegisters <= 504);
+
+}  // namespace octet::cuda::sm90

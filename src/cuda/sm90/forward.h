@@ -1,0 +1,275 @@
+// o = softmax(scale q k^T) v and lse, for blocks of queries:
+//
+//   for each tile of keys, from the last to the first that the block sees:
+//     s = q k^T;  m, p, l by online softmax;  o = o shrink + p v
+//   o = o / l;  lse = scale m + ln l
+//
+// One warp loads tiles through TMA. The warpgroups that compute hold 64 queries each and take turns: while one issues
+// its products, another computes exponentials. Within a warpgroup, the product s of a tile runs together with the
+// product p v of the tile before (FlashAttention-3, arXiv 2407.08608, algorithm 2).
+#pragma once
+#include "cuda/attn/mask.h"
+#include "cuda/attn/output.h"
+#include "cuda/attn/precision.h"
+#include "cuda/attn/softmax.h"
+#include "cuda/sm90/arguments.h"
+#include "cuda/sm90/config.h"
+#include "cuda/tile/fragment.h"
+#include "cuda/tile/ring.h"
+#include "cuda/tile/shared.h"
+
+namespace octet::cuda::sm90 {
+
+template <class Precision, class Dims, Shape shape>
+struct Forward {
+  using Tile = ForwardTile<Dims, shape>;
+  static constexpr int kRows = Tile::kWarpgroups * kWarpgroupRows, kKeys = Tile::kKeys;
+  static constexpr int kThreads = (Tile::kWarpgroups + 1) * kWarpgroup;
+  static constexpr int kReaders = Tile::kWarpgroups * kWarpgroup;
+  static_assert(Tile::kWarpgroups * Tile::kRegisters + Tile::kLoaderRegisters <=
+                65536 / kThreads / 8 * 8 * (Tile::kWarpgroups + 1));
+
+  using TileQ = SharedTile<typename Precision::Operand, kRows, Dims::kDim>;
+  using TileK = SharedTile<typename Precision::Operand, kKeys, Dims::kDim>;
+  using TileV = SharedTile<typename Precision::Weight, kKeys, Dims::kDimV>;
+
+  struct alignas(kSwizzleBytes) Shared {
+    unsigned char q[TileQ::kBytes];
+    unsigned char k[kStages][TileK::kBytes];
+    unsigned char v[kStages][TileV::kBytes];
+    Ring<1> q_ring;
+    Ring<kStages> k_ring, v_ring;
+    Work work;
+  };
+  static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;  // dynamic shared memory starts at any 16 bytes
+
+  const ForwardArguments& a;
+  Shared& shared;
+
+  __device__ TileQ q() const { return {shared.q}; }
+  __device__ TileK k(int stage) const { return {shared.k[stage]}; }
+  __device__ TileV v(int stage) const { return {shared.v[stage]}; }
+
+  // Tiles [first, last) of keys that any query of the block sees, and the keys that all of them see.
+  struct Keys {
+    int first, last;
+    KeyRange all;
+  };
+  __device__ Keys keys_of(const Work& work) const {
+    const int end = min(work.block + kRows, work.q_tokens) - 1;
+    const KeyRange top = a.mask.keys_of(work.block, work.q_tokens, work.k_tokens);
+    const KeyRange bottom = a.mask.keys_of(end, work.q_tokens, work.k_tokens);
+    if (bottom.last <= top.first) return {0, 0, {0, 0}};
+    return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, {bottom.first, top.last}};
+  }
+
+  // The loader: one thread.
+  __device__ void load_all() {
+    RingPosition<1> q_at;
+    RingPosition<kStages> k_at, v_at;
+    unsigned number = blockIdx.x;
+    while (true) {
+      const Work work = a.schedule.at(number);
+      shared.q_ring.empty[0].wait(q_at.parity ^ 1);
+      shared.work = work;
+      if (work.block < 0) {
+        shared.q_ring.full[0].arrive();
+        return;
+      }
+      const Keys keys = keys_of(work);
+      const int kv_head = work.head / a.group;
+      const auto fetch = [&](auto tile, const CUtensorMap& map, const int(&broadcast)[2], int row, int head,
+                             Barrier& full) {
+        full.arrive_expecting(decltype(tile)::kBytes);
+        load(tile, map, row, head * broadcast[0], work.batch * broadcast[1], &full.word);
+      };
+      fetch(q(), a.q, a.q_broadcast, work.q_first + work.block, work.head, shared.q_ring.full[0]);
+      q_at.advance();
+      const auto fetch_k = [&](int tile) {
+        shared.k_ring.empty[k_at.stage].wait(k_at.parity ^ 1);
+        fetch(k(k_at.stage), a.k, a.k_broadcast, work.k_first + tile * kKeys, kv_head, shared.k_ring.full[k_at.stage]);
+        k_at.advance();
+      };
+      const auto fetch_v = [&](int tile) {
+        shared.v_ring.empty[v_at.stage].wait(v_at.parity ^ 1);
+        fetch(v(v_at.stage), a.v, a.v_broadcast, work.k_first + tile * kKeys, kv_head, shared.v_ring.full[v_at.stage]);
+        v_at.advance();
+      };
+      // In the order in which they are used: k of a tile comes before v of the one before.
+      if (keys.first < keys.last) fetch_k(keys.last - 1);
+      for (int tile = keys.last - 2; tile >= keys.first; --tile) fetch_k(tile), fetch_v(tile + 1);
+      if (keys.first < keys.last) fetch_v(keys.first);
+      number = gridDim.x + atomicAdd(a.schedule.counter, 1u);
+    }
+  }
+
+  // Packed sequences: rows of v that belong to the next sequence, which may hold inf or NaN, become zeros.
+  __device__ void clear_rows(unsigned char* tile, int from) const {
+    for (int i = from * (kPanelRowBytes / 16) + threadIdx.x % kWarpgroup; i < kKeys * (kPanelRowBytes / 16);
+         i += kWarpgroup)
+      for (int panel = 0; panel < TileV::kPanels; ++panel)
+        reinterpret_cast<uint4*>(tile + panel * TileV::kPanelBytes)[i] = {0, 0, 0, 0};
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  }
+
+  // Warpgroup `warpgroup` of those that compute.
+  __device__ void compute_all(int warpgroup) {
+    RingPosition<1> q_at;
+    RingPosition<kStages> k_at, v_at;
+    const auto my_turn = [&] { ptx::barrier_sync(1 + warpgroup, 2 * kWarpgroup); };
+    const auto pass_turn = [&] { ptx::barrier_arrive(1 + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup); };
+    if (warpgroup == Tile::kWarpgroups - 1) pass_turn();
+    for (;; q_at.advance()) {
+      shared.q_ring.full[0].wait(q_at.parity);
+      const Work work = shared.work;
+      if (work.block < 0) return;
+      const Keys keys = keys_of(work);
+      const int query = work.block + warpgroup * kWarpgroupRows + fragment_row();
+      const KeyRange ranges[kRowsPerThread] = {a.mask.keys_of(query, work.q_tokens, work.k_tokens),
+                                               a.mask.keys_of(query + 8, work.q_tokens, work.k_tokens)};
+      OnlineSoftmax softmax{a.scale_log2e};
+      Accumulator<kKeys> s;
+      Accumulator<Dims::kDimV> o;
+      Operand<typename Precision::Weight, kKeys> p;
+      o.zero();
+
+      const auto mask = [&](int tile) {
+        const int key = tile * kKeys;
+        if (key < keys.all.first || key + kKeys > keys.all.last) mask_rows(s, key, ranges);
+      };
+      const auto finish_k = [&] { shared.k_ring.empty[k_at.stage].arrive(), k_at.advance(); };
+      const auto finish_v = [&] { shared.v_ring.empty[v_at.stage].arrive(), v_at.advance(); };
+
+      if (keys.first < keys.last) {
+        const int tile = keys.last - 1;
+        shared.k_ring.full[k_at.stage].wait(k_at.parity);
+        ptx::wgmma_fence();
+        mm_ABt(s, q(), warpgroup * kWarpgroupRows, k(k_at.stage), false);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+        ptx::pin(s.x);
+        finish_k();
+        mask(tile);
+        softmax.step<Precision::kWeightExponent>(s);
+        convert(s, p);
+        if (a.schedule.cu_seqlens_q && (tile + 1) * kKeys > work.k_tokens) {
+          shared.v_ring.full[v_at.stage].wait(v_at.parity);
+          clear_rows(shared.v[v_at.stage], work.k_tokens - tile * kKeys);
+          ptx::barrier_sync(8, kReaders);
+        }
+      }
+      const auto await_k = [&](int tile) {
+        if (tile >= keys.first) shared.k_ring.full[k_at.stage].wait(k_at.parity);
+      };
+      await_k(keys.last - 2);
+      for (int tile = keys.last - 2; tile >= keys.first; --tile) {
+        my_turn();
+        ptx::wgmma_fence();
+        mm_ABt(s, q(), warpgroup * kWarpgroupRows, k(k_at.stage), false);
+        ptx::wgmma_commit();
+        shared.v_ring.full[v_at.stage].wait(v_at.parity);
+        ptx::wgmma_fence();
+        mma_AB(o, p, v(v_at.stage));
+        ptx::wgmma_commit();
+        pass_turn();
+        ptx::wgmma_wait<1>();
+        ptx::pin(s.x);
+        finish_k();
+        mask(tile);
+        const RowValues shrink = softmax.step<Precision::kWeightExponent>(s);
+        // Waiting here for the next tile splits the block of instructions: ptxas would wait for the product with v
+        // first, and the exponentials would run after it instead of beside it.
+        ptx::pin(s.x);
+        await_k(tile - 1);
+        ptx::wgmma_wait<0>();
+        ptx::pin(o.x);
+        finish_v();
+        convert(s, p);
+        scale_rows(o, shrink);
+      }
+      shared.q_ring.empty[0].arrive();
+      if (keys.first < keys.last) {
+        shared.v_ring.full[v_at.stage].wait(v_at.parity);
+        ptx::wgmma_fence();
+        mma_AB(o, p, v(v_at.stage));
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+        ptx::pin(o.x);
+        finish_v();
+      }
+      write(work, query, softmax, o);
+    }
+  }
+
+  __device__ void write(const Work& work, int query, const OnlineSoftmax& softmax, Accumulator<Dims::kDimV>& o) const {
+    const float v_scale = a.v_scale ? a.v_scale[work.batch * (a.schedule.heads / a.group) + work.head / a.group] : 1.f;
+    RowValues inverse, lse;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float l = quad_sum(softmax.l[row]);
+      constexpr float kLn2 = 0.693147180559945f;
+      inverse[row] = l == 0.f ? 0.f : v_scale / l;
+      lse[row] = l == 0.f ? -INFINITY
+                          : (softmax.m[row] * a.scale_log2e + (log2f(l) - float(Precision::kWeightExponent))) * kLn2;
+    }
+#pragma unroll
+    for (int i = 0; i < Dims::kDimV / 2; ++i) o.x[i] *= inverse[i / 2 % 2];
+    switch (a.o.element) {
+      case Element::f32:
+        return write_as<float>(work, query, lse, o);
+      case Element::f16:
+        return write_as<F16>(work, query, lse, o);
+      default:
+        return write_as<Bf16>(work, query, lse, o);
+    }
+  }
+
+  template <class T>
+  __device__ void write_as(const Work& work, int query, const RowValues& lse, Accumulator<Dims::kDimV>& o) const {
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const int i = query + 8 * row;
+      const bool present = i < work.q_tokens;
+      const int64_t token = static_cast<int64_t>(work.q_first) + i;
+      store_row(a.o.row<T>(work.batch, work.head, token), present, o, row, a.dim_v);
+      if (a.lse.data && present && threadIdx.x % 4 == 0) *a.lse.row<float>(work.batch, work.head, token) = lse[row];
+    }
+    if (!a.o_residual.data) return;
+#pragma unroll
+    for (int i = 0; i < Dims::kDimV / 2; ++i) o.x[i] -= float(T(o.x[i]));
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const int i = query + 8 * row;
+      store_row(a.o_residual.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i), i < work.q_tokens,
+                o, row, a.dim_v);
+    }
+  }
+};
+
+template <class Precision, class Dims, Shape shape>
+__global__ void __launch_bounds__(Forward<Precision, Dims, shape>::kThreads, 1)
+    forward(const __grid_constant__ ForwardArguments arguments) {
+  using Kernel = Forward<Precision, Dims, shape>;
+  extern __shared__ unsigned char memory[];
+  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
+  Kernel kernel{arguments, shared};
+  if (threadIdx.x == 0) {
+    shared.q_ring.init(Kernel::kReaders);
+    shared.k_ring.init(Kernel::kReaders);
+    shared.v_ring.init(Kernel::kReaders);
+    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+  }
+  __syncthreads();
+  // The compiler knows that a whole warpgroup takes one side.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    ptx::give_registers<Kernel::Tile::kLoaderRegisters>();
+    if (threadIdx.x == 0) kernel.load_all();
+  } else {
+    ptx::take_registers<Kernel::Tile::kRegisters>();
+    kernel.compute_all(warpgroup - 1);
+  }
+}
+
+}  // namespace octet::cuda::sm90

@@ -1,0 +1,24 @@
+// The kernels of this generation, by what they are built for.
+#pragma once
+#include <cstdint>
+
+#include "cuda/sm90/config.h"
+
+namespace octet::cuda::sm90 {
+
+enum class DimsIndex : int { d64, d128, d192x128, d256 };
+
+struct Kernel {
+  const void* function;
+  int rows, keys;  // of a tile
+  int threads, shared_bytes;
+};
+
+template <class Precision>
+Kernel forward_kernel(DimsIndex dims, Shape shape);
+
+// rows: queries of a tile.
+template <class T>
+Kernel backward_kernel(int dim, Order order);
+
+}  // namespace octet::cuda::sm90

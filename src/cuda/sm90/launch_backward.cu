@@ -1,0 +1,162 @@
+// The backward pass on the host: workspace, preparation, launch, dq.
+#include <algorithm>
+
+#include "cuda/host/operands.h"
+#include "cuda/host/status.h"
+#include "cuda/sm90/backward_arguments.h"
+#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/passes.h"
+#include "cuda/sm90/plan.h"
+#include "cuda/sm90/prepare_backward.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+int dim_of(const Problem& p) { return std::max(p.dim, p.dim_v) <= 64 ? 64 : 128; }
+
+// Operands in f16: always at precision f16, and at bf16 by the remedy.
+bool inside(const Problem& p) { return p.precision == OCTET_PRECISION_F16 || p.remedy == OCTET_REMEDY_F16_INSIDE; }
+
+Kernel kernel_of(const Problem& p) {
+  const Order order = p.deterministic ? Order::ascending : Order::any;
+  return inside(p) ? backward_kernel<F16>(dim_of(p), order) : backward_kernel<Bf16>(dim_of(p), order);
+}
+
+int clamp_side(int64_t keys) { return static_cast<int>(std::min<int64_t>(keys, Mask::kUnbounded)); }
+
+// Smallest n with 2^n >= x.
+int log2_ceiling(int64_t x) {
+  int n = 0;
+  while (int64_t{1} << n < x) ++n;
+  return n;
+}
+
+Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, Carver& carver) {
+  Blocks b{.rows = rows, .tokens = static_cast<int>(tokens), .count = static_cast<int>((tokens + rows - 1) / rows)};
+  if (!cu_seqlens.present()) return b;
+  b.sequences = static_cast<int>(cu_seqlens.shape[3] - 1);
+  b.count += b.sequences;
+  b.cu_seqlens = static_cast<const int*>(cu_seqlens.data);
+  b.blocks_before = carver.take<int>(b.sequences + 1);
+  return b;
+}
+
+}  // namespace
+
+std::string backward_name(const Problem& p) {
+  const Kernel kernel = kernel_of(p);
+  return text("backward ", inside(p) ? "f16 inside" : "bf16", ", wgmma, ", kernel.rows, " x ", kernel.keys, " tiles",
+              p.deterministic ? ", dq in order" : "");
+}
+
+std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
+  const Kernel kernel = kernel_of(p);
+  const int dim = dim_of(p);
+  Carver carver(workspace);
+  Blocks q_blocks = blocks_of(kernel.rows, p.tokens_q, p.cu_seqlens_q, carver);
+  Blocks k_blocks = blocks_of(kernel.keys, p.tokens_k, p.cu_seqlens_k, carver);
+  const auto q_tiles = static_cast<std::size_t>(p.batch * p.heads * q_blocks.count);
+  const auto k_tiles = static_cast<std::size_t>(p.batch * p.kv_heads * k_blocks.count);
+  const auto kv_heads = static_cast<std::size_t>(p.batch * p.kv_heads);
+  const std::size_t q_bytes = q_tiles * kernel.rows * dim * 2, k_bytes = k_tiles * kernel.keys * dim * 2;
+
+  const bool scaled = inside(p), f16 = p.precision == OCTET_PRECISION_F16;
+  const octet_dtype cast = f16 ? OCTET_F16 : OCTET_BF16;
+  // p is at most 1, so 2^15 p is a number of f16. do v^T and delta are sums of dim_v products of numbers below 2^14:
+  // below 1 / 4 after this power, which bounds their difference by 1 / 2 and 2^15 ds by f16's range.
+  const int weight_exponent = scaled ? 15 : 0, product_exponent = scaled ? -30 - log2_ceiling(p.dim_v) : 0;
+  Preparation prepared{.q = strided(p.q),
+                       .k = strided(p.k),
+                       .v = strided(p.v),
+                       .do_ = strided(p.do_),
+                       .o = strided(p.o),
+                       .o_residual = p.remedy == OCTET_REMEDY_NONE ? strided(View{}) : strided(p.o_residual),
+                       .lse = strided(p.lse),
+                       .tile_dim = dim,
+                       .type = scaled ? OCTET_F16 : OCTET_BF16,
+                       .round_do = f16 ? OCTET_F32 : OCTET_BF16,
+                       .round_q = cast,
+                       .round_k = cast,
+                       .round_v = cast,
+                       .scaled = scaled,
+                       .smooth = p.remedy == OCTET_REMEDY_F16_INSIDE,
+                       .q_blocks = q_blocks,
+                       .k_blocks = k_blocks,
+                       .group = static_cast<int>(p.group()),
+                       .weight_exponent = weight_exponent,
+                       .product_exponent = product_exponent,
+                       .largest = carver.take<unsigned>(4 * kv_heads),
+                       .sums = carver.take<float>(kv_heads * kChunks * p.dim),
+                       .exponents = carver.take<Exponents>(kv_heads),
+                       .mean = carver.take<float>(kv_heads * p.dim),
+                       .q_tiles = carver.take<unsigned char>(q_bytes),
+                       .k_tiles = carver.take<unsigned char>(k_bytes),
+                       .k_smooth_tiles = carver.take<unsigned char>(k_bytes),
+                       .v_tiles = carver.take<unsigned char>(k_bytes),
+                       .do_tiles = carver.take<unsigned char>(q_bytes),
+                       .rows = carver.take<float>(q_tiles * kernel.rows * 2)};
+  const std::size_t dq_floats = q_tiles * kernel.rows * dim;
+  auto* const dq = carver.take<float>(dq_floats);
+  auto* const counter = carver.take<unsigned>(1);
+  const std::size_t turns_count = p.deterministic ? 2 * q_tiles : 0;
+  unsigned* const turns = p.deterministic ? carver.take<unsigned>(turns_count) : nullptr;
+  const Result dk(p.dk, carver), dv(p.dv, carver);
+  if (!workspace || !(p.dq.elements() || p.dk.elements())) return carver.used();
+
+  const DeviceScope device(p.device_index);
+  if (p.packed()) {
+    count_blocks(q_blocks.cu_seqlens, q_blocks.sequences, q_blocks.rows, const_cast<int*>(q_blocks.blocks_before),
+                 stream);
+    count_blocks(k_blocks.cu_seqlens, k_blocks.sequences, k_blocks.rows, const_cast<int*>(k_blocks.blocks_before),
+                 stream);
+  }
+  prepare(prepared, stream);
+  check(cudaMemsetAsync(dq, 0, dq_floats * sizeof(float), stream), "cudaMemsetAsync");
+  check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "cudaMemsetAsync");
+  if (turns) check(cudaMemsetAsync(turns, 0, turns_count * sizeof *turns, stream), "cudaMemsetAsync");
+
+  constexpr int64_t kShareOfL2 = 32 << 20;
+  const int64_t head_bytes = std::max<int64_t>(p.group() * p.tokens_q * dim * (2 + 2 + 4), 1);
+  BackwardArguments a{.q = prepared.q_tiles,
+                      .k = prepared.k_tiles,
+                      .k_smooth = prepared.k_smooth_tiles,
+                      .v = prepared.v_tiles,
+                      .do_ = prepared.do_tiles,
+                      .rows = prepared.rows,
+                      .dq = dq,
+                      .turns = turns,
+                      .exponents = prepared.exponents,
+                      .q_blocks = q_blocks,
+                      .k_blocks = k_blocks,
+                      .mask = {p.windowed, p.bottom_right, clamp_side(p.left), clamp_side(p.right)},
+                      .batch = static_cast<int>(p.batch),
+                      .heads = static_cast<int>(p.heads),
+                      .kv_heads = static_cast<int>(p.kv_heads),
+                      .dim = static_cast<int>(p.dim),
+                      .dim_v = static_cast<int>(p.dim_v),
+                      .counter = counter,
+                      .section = p.windowed ? static_cast<int>(std::clamp<int64_t>(kShareOfL2 / head_bytes, 1,
+                                                                                   static_cast<int64_t>(kv_heads)))
+                                            : 1,
+                      .scale = p.scale,
+                      .weight_exponent = weight_exponent,
+                      .product_exponent = product_exponent,
+                      .dk = dk.output(),
+                      .dv = dv.output()};
+  if (k_tiles) {
+    int processors = 0;
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index),
+          "cudaDeviceGetAttribute");
+    check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
+          "cudaFuncSetAttribute");
+    void* arguments[] = {&a};
+    const auto grid = static_cast<unsigned>(std::min<std::size_t>(k_tiles, processors));
+    check(cudaLaunchKernel(kernel.function, dim3(grid), dim3(kernel.threads), arguments, kernel.shared_bytes, stream),
+          "cudaLaunchKernel");
+  }
+  if (p.dq.elements()) gather_dq(a, strided(p.dq), stream);
+  dk.deliver(stream), dv.deliver(stream);
+  return carver.used();
+}
+
+}  // namespace octet::cuda::sm90

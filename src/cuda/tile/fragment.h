@@ -1,0 +1,124 @@
+// Register fragments of one warpgroup: an accumulator of 64 rows as wgmma leaves it (PTX ISA, 9.7.15.5.1.1), and the
+// verbs on its rows. Thread t of warp w holds two rows, 16 w + t / 4 and 8 below; of each 8 columns it holds
+// 2 (t mod 4) and the next: elements 4 i + {0, 1} belong to its first row, 4 i + {2, 3} to its second.
+#pragma once
+#include <cstdint>
+
+#include "cuda/ptx/types.h"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/ptx/wgmma.h"
+#include "cuda/tile/shared.h"
+
+namespace octet::cuda {
+
+constexpr int kWarpgroup = 128;     // threads
+constexpr int kWarpgroupRows = 64;  // rows of an accumulator
+constexpr int kRowsPerThread = 2;
+
+template <int Columns>
+struct Accumulator {
+  static constexpr int kColumns = Columns;
+  float x[Columns / 2];
+
+  __device__ void zero() {
+#pragma unroll
+    for (float& element : x) element = 0.f;
+  }
+};
+
+// A fragment of 16-bit numbers that is the left operand of a product: four registers for each 16 columns.
+template <class T, int Columns>
+struct Operand {
+  uint32_t x[Columns / 4];
+};
+
+// Row and first column of this thread in a fragment.
+__device__ inline int fragment_row() { return threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4; }
+__device__ inline int fragment_column() { return threadIdx.x % 4 * 2; }
+
+template <class T, int Columns>
+__device__ void convert(const Accumulator<Columns>& from, Operand<T, Columns>& to) {
+#pragma unroll
+  for (int i = 0; i < Columns / 4; ++i) to.x[i] = ptx::pack<T>(from.x[2 * i], from.x[2 * i + 1]);
+}
+
+// d (+)= a b^T: rows [row, row + 64) of a, all rows of b. Issued, not awaited.
+template <class TileA, class TileB>
+__device__ void mm_ABt(Accumulator<TileB::kRows>& d, const TileA& a, int row, const TileB& b, bool accumulate) {
+  static_assert(TileA::kColumns == TileB::kColumns);
+#pragma unroll
+  for (int step = 0; step < TileA::kColumns / 16; ++step)
+    ptx::Wgmma<typename TileA::Element, TileB::kRows>::template ss<0, 0>(d.x, a.along(row, step), b.along(0, step),
+                                                                         accumulate || step);
+}
+
+// d += a b: a in registers, b's rows are the index of summation. Issued, not awaited.
+template <class T, int Columns, class TileB>
+__device__ void mma_AB(Accumulator<TileB::kColumns>& d, const Operand<T, Columns>& a, const TileB& b) {
+  static_assert(TileB::kRows == Columns);
+#pragma unroll
+  for (int step = 0; step < Columns / 16; ++step)
+    ptx::Wgmma<T, TileB::kColumns>::template rs<1>(d.x, &a.x[4 * step], b.across(step), true);
+}
+
+// d += a b over the rows of both tiles, b's columns from 64 `panel`: a^T's rows are 64 columns of `a`, in its panel
+// `a_panel`. Issued, not awaited.
+template <int Columns, class TileA, class TileB>
+__device__ void mm_AtB(Accumulator<Columns>& d, const TileA& a, int a_panel, const TileB& b, int panel) {
+  static_assert(TileA::kRows == TileB::kRows);
+#pragma unroll
+  for (int step = 0; step < TileA::kRows / 16; ++step)
+    ptx::Wgmma<typename TileA::Element, Columns>::template ss<1, 1>(d.x, a.across(step, a_panel), b.across(step, panel),
+                                                                    step != 0);
+}
+
+// Writes a fragment into rows [row, row + 64) of a tile: stmatrix, four 8 x 8 matrices at a time (PTX
+// ISA, 9.7.14.5.16).
+template <class T, int Columns, class Tile>
+__device__ void store(const Operand<T, Columns>& x, const Tile& tile, int row) {
+  static_assert(Tile::kColumns == Columns);
+  const int lane = threadIdx.x % 32, r = row + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int i = 0; i < Columns / 16; ++i) {
+    const int chunk = 2 * (i % 4) + lane / 16;
+    ptx::stmatrix(tile.address() + i / 4 * Tile::kPanelBytes + r * kPanelRowBytes + (chunk ^ r % kSwizzleRows) * 16,
+                  &x.x[4 * i]);
+  }
+}
+
+// One number for each row of a thread.
+struct RowValues {
+  float x[kRowsPerThread];
+  __device__ float& operator[](int i) { return x[i]; }
+  __device__ float operator[](int i) const { return x[i]; }
+};
+
+// Over the four threads that share a row.
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// The largest of `start` and this thread's elements of a row.
+template <int Columns>
+__device__ float row_max(const Accumulator<Columns>& s, int row, float start) {
+  float most[2] = {start, s.x[2 * row]};
+#pragma unroll
+  for (int i = 0; i < Columns / 8; ++i)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) most[c] = fmaxf(most[c], s.x[4 * i + 2 * row + c]);
+  return fmaxf(most[0], most[1]);
+}
+
+// Multiplies each row by its number. A vote whether all numbers are 1 costs more than the products.
+template <int Columns>
+__device__ void scale_rows(Accumulator<Columns>& d, const RowValues& by) {
+#pragma unroll
+  for (int i = 0; i < Columns / 2; ++i) d.x[i] *= by[i / 2 % 2];
+}
+
+}  // namespace octet::cuda

@@ -1,0 +1,99 @@
+// Every pass on the GPU against float64, case by case: its error is at most twice that of unfused arithmetic which
+// rounds at the same points (`plain`), plus what f32 sums may add (f32_noise). Tiles differ from the reference's, so
+// weights are rounded relative to other running maxima: the two are not compared with each other.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "gpu/place.h"
+#include "support/cases.h"
+
+namespace octet::test {
+namespace {
+
+struct Compared {
+  const char* name;
+  const Values *got, *plain, *exact;
+  double rms_noise, largest_noise;
+};
+
+void expect_as_good(const Compared& x) {
+  if (x.exact->data.empty()) return;
+  const Difference got = difference(*x.got, *x.exact), plain = difference(*x.plain, *x.exact);
+  EXPECT_LE(got.rms, 2 * plain.rms + x.rms_noise) << x.name << ": rms error, plain rounding " << plain.rms
+                                                  << ", f32 noise " << x.rms_noise << "; worst " << text(got) << "\n";
+  EXPECT_LE(got.largest, 2 * plain.largest + x.largest_noise)
+      << x.name << ": largest error, plain rounding " << plain.largest << ", f32 noise " << x.largest_noise << "; "
+      << text(got) << "\n";
+}
+
+bool supported(const Case& c, Pass pass) {
+  const bool dims = pass != Pass::backward || std::max(c.dim, c.dim_v) <= 128;
+  return c.mask == MaskTensor::none && c.dtype != DType::e4m3 && dims;
+}
+
+struct Kind {
+  Pass pass;
+  Precision precision;
+  Remedy remedy;
+};
+constexpr Kind kKinds[] = {
+    {Pass::forward, Precision::bf16, Remedy::f16_inside}, {Pass::forward, Precision::bf16, Remedy::none},
+    {Pass::forward, Precision::f16, Remedy::f16_inside},  {Pass::backward, Precision::bf16, Remedy::f16_inside},
+    {Pass::backward, Precision::bf16, Remedy::none},      {Pass::backward, Precision::bf16, Remedy::exact_delta},
+    {Pass::backward, Precision::f16, Remedy::f16_inside}};
+
+class GpuPasses : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
+
+TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
+  const auto [index, which] = GetParam();
+  const Case& c = cases()[index];
+  const auto [pass, precision, remedy] = kKinds[which];
+  const uint64_t seed = index + 1;
+  SCOPED_TRACE(testing::Message() << "case " << c.name << ", " << name(pass) << ' ' << name(precision) << ", seed "
+                                  << seed);
+  const Inputs in = draw(c, seed);
+  Attention plain = attention_of(c, precision, "reference"), gpu = attention_of(c, precision, "sm90");
+  plain.remedy = gpu.remedy = remedy;
+  if (!supported(c, pass)) {
+    const Outputs nothing = exact(c, in, Pass::forward);
+    GpuPlace place;
+    EXPECT_THROW(run(c, in, gpu, pass, &nothing, &place), Error);
+    return;
+  }
+  const Outputs want = exact(c, in, pass);
+  const double column_sum = pass == Pass::backward ? largest_column_sum(c, in) : 0.0;
+  const Noise rms = f32_noise(c, in, column_sum, 1.0), most = f32_noise(c, in, column_sum, 5.0);
+  Outputs saved;
+  if (pass == Pass::backward) saved = run(c, in, plain, Pass::forward);
+  const Outputs expected = run(c, in, plain, pass, &saved);
+  GpuPlace place;
+  const Outputs got = run(c, in, gpu, pass, &saved, &place);
+  if (pass == Pass::backward) {
+    expect_as_good({"dq", &got.dq, &expected.dq, &want.dq, rms.dq, most.dq});
+    expect_as_good({"dk", &got.dk, &expected.dk, &want.dk, rms.dk, most.dk});
+    expect_as_good({"dv", &got.dv, &expected.dv, &want.dv, rms.dv, most.dv});
+    return;
+  }
+  expect_as_good({"o", &got.o, &expected.o, &want.o, rms.o, most.o});
+  expect_as_good({"lse", &got.lse, &expected.lse, &want.lse, rms.lse, most.lse});
+  if (!got.o_residual.present()) return;
+  const Values got_o = combined(1, got.o, 1, got.o_residual),
+               expected_o = combined(1, expected.o, 1, expected.o_residual);
+  expect_as_good({"o + o_residual", &got_o, &expected_o, &want.o, rms.o, most.o});
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, GpuPasses,
+                         testing::Combine(testing::Range<size_t>(0, cases().size()),
+                                          testing::Range<size_t>(0, std::size(kKinds))),
+                         [](const auto& info) {
+                           const Kind& kind = kKinds[std::get<1>(info.param)];
+                           return std::string(cases()[std::get<0>(info.param)].name) + '_' + name(kind.pass) + '_' +
+                                  name(kind.precision) +
+                                  (kind.remedy == Remedy::none          ? "_none"
+                                   : kind.remedy == Remedy::exact_delta ? "_exact_delta"
+                                                                        : "");
+                         });
+
+}  // namespace
+}  // namespace octet::test
