@@ -9,7 +9,8 @@
 
 namespace octet::cpu {
 
-// Sums over the tokens of one (batch, head), per channel.
+// Sums over the tokens of one (batch, head), per channel. In means, numbers that are not finite count as 0, so that
+// they stay in their groups (the kernels do the same); statistics of theirs are NaN.
 class Survey {
  public:
   Survey(int64_t dim, bool with_statistics)
@@ -23,7 +24,7 @@ class Survey {
         high_(dim, -std::numeric_limits<float>::infinity()) {}
 
   void add(const float* row) {
-    for (int64_t c = 0; c < dim_; ++c) sum_[c] += row[c];
+    for (int64_t c = 0; c < dim_; ++c) sum_[c] += std::isfinite(row[c]) ? row[c] : 0.f;
     if (with_statistics_) add_statistics(row);
     ++tokens_;
   }
@@ -38,10 +39,12 @@ class Survey {
     std::vector<float> top(dim_);
     for (int64_t c = 0; c < dim_ && tokens_; ++c) {
       const double centre = sum_[c] / tokens_, away = centre - (mean ? mean[c] : 0.f);
-      const double spread = std::fmax(0.0, square_[c] / tokens_ - offset_[c] / tokens_ * (offset_[c] / tokens_));
-      variance += std::isfinite(centre) ? spread : centre;
+      const double spread = std::isfinite(square_[c])
+                                ? std::fmax(0.0, square_[c] / tokens_ - offset_[c] / tokens_ * (offset_[c] / tokens_))
+                                : std::numeric_limits<double>::quiet_NaN();
+      variance += spread;
       bias += centre * centre;
-      norm += (std::isfinite(centre) ? spread : centre) + away * away;
+      norm += spread + away * away;
       const float subtracted = mean ? mean[c] : 0.f;
       top[c] = std::max(std::fabs(low_[c] - subtracted), std::fabs(high_[c] - subtracted));
     }

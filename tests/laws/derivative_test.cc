@@ -31,13 +31,13 @@ TEST(Derivatives, of_both_directions_are_adjoint) {
     const Values to = in.do_ = compute(c, in, kJvp).to;
     const Outputs gradient = compute(c, in, kBackward);
     const double forwards = inner(to, to);
-    const double backwards = inner(in.tq, gradient.dq) + inner(in.tk, gradient.dk) + inner(in.tv, gradient.dv);
+    const double parts[] = {inner(in.tq, gradient.dq), inner(in.tk, gradient.dk), inner(in.tv, gradient.dv)};
     const Noise noise = noise_of(c, in);
     // Errors of single elements are independent: that of a weighted sum is the root of the sum of squares.
     const auto part = [](double error, const Values& weight) { return error * std::sqrt(inner(weight, weight)); };
     const double bound = part(noise.to, in.do_) + part(noise.dq, in.tq) + part(noise.dk, in.tk) + part(noise.dv, in.tv);
-    EXPECT_NEAR(forwards, backwards, bound) << c.name << ", seed 1";
-    EXPECT_LT(bound, .02 * forwards) << c.name << ": the bound has no power";
+    EXPECT_NEAR(forwards, parts[0] + parts[1] + parts[2], bound) << c.name << ", seed 1";
+    for (double x : parts) EXPECT_LT(bound, .1 * x) << c.name << ": a gradient that is off by a tenth would pass";
   }
 }
 

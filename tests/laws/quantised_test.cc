@@ -2,6 +2,7 @@
 // octet_quantize give what quantising inside gives; fp8_raw writes e4m3.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "laws/laws.h"
 
@@ -85,6 +86,25 @@ TEST(Codes, from_octet_quantize_give_the_same_bits) {
     bound = std::max(bound, c.effective_scale() * largest(steps) / 2 * magnitude);
   });
   expect_near(lse8.values(), lse.values(), bound * (1 + 0x1p-10), "lse");
+}
+
+// A token of k that is not finite reaches the queries that see it, and no other, in codes as in quantising inside.
+TEST(Codes, of_a_bad_token_of_k_spoil_no_other) {
+  const Case c{.name = "bad", .heads = 2, .kv_heads = 2, .tokens_q = 100, .tokens_k = 100, .dtype = DType::bf16};
+  const int64_t bad = 71;
+  Inputs in = draw(c, 3);
+  in.k.at(0, 1, bad, 5) = std::numeric_limits<double>::quiet_NaN();
+  const Buffer q(in.q, DType::bf16), k(in.k, DType::bf16), v(in.v, DType::bf16), o(DType::f32, c.o_shape()),
+      o8(DType::f32, c.o_shape());
+  const Codes q8(q, OCTET_OPERAND_Q, false), k8(k, OCTET_OPERAND_K, true), v8(v, OCTET_OPERAND_V, true);
+  const Attention attention{.precision = Precision::int8, .causal = true, .hadamard = Switch::off, .backend = "cpu"};
+  run(attention, Forward{.q = q.view(), .k = k.view(), .v = v.view(), .o = o.view()});
+  run(attention, Forward{.q = q8.view, .k = k8.view, .v = v8.view, .o = o8.view()});
+  expect_same_bits(o8.values(), o.values(), "o");
+  const Values got = o8.values();
+  for_each(c.o_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t i) {
+    ASSERT_EQ(std::isnan(got.at(b, h, t, i)), h == 1 && t >= bad) << h << ' ' << t;
+  });
 }
 
 // Against plain arithmetic with the same roundings: o before its cast within .005 relative L2; of its e4m3 numbers at

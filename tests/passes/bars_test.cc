@@ -2,10 +2,12 @@
 // with the difficulties of trained models. The naive modes must fail where the remedies pass.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 
 #include "passes/bar_inputs.h"
+#include "support/metrics.h"
 
 namespace octet::test {
 namespace {
@@ -14,15 +16,33 @@ struct Fit {
   double relative_l2, cosine;
 };
 
-// Over all heads together, as the tables were measured.
-Fit fit(const Values& got, const Values& want) {
-  return {difference(got, want).relative(), inner(got, want) / std::sqrt(inner(got, got) * inner(want, want))};
+// What a bar is held to: the worst head, or, where heads of one input differ by as much as recipes do (a direction or a
+// few rows decide), all of them together, as the best figures were measured.
+enum class Over { worst_head, all_heads };
+
+Fit fit(const Values& got, const Values& want, Over over = Over::worst_head) {
+  const auto whole = [](const Values& g, const Values& w) {
+    return Fit{difference(g, w).relative(), inner(g, w) / std::sqrt(inner(g, g) * inner(w, w))};
+  };
+  if (over == Over::all_heads) return whole(got, want);
+  Fit worst{0.0, 1.0};
+  for (int64_t h = 0; h < want.shape[1]; ++h) {
+    const Fit head = whole(slice(got, 1, h, h + 1), slice(want, 1, h, h + 1));
+    worst = {std::max(worst.relative_l2, head.relative_l2), std::min(worst.cosine, head.cosine)};
+  }
+  return worst;
 }
 
-void expect_bar(const Values& got, const Values& want, double relative_l2, double cosine, const std::string& what) {
-  const Fit f = fit(got, want);
-  EXPECT_LE(f.relative_l2, relative_l2) << what << ": relative L2; worst " << text(difference(got, want));
-  EXPECT_GE(f.cosine, cosine) << what << ": cosine";
+struct Bar {
+  double relative_l2, cosine;
+  Over over = Over::worst_head;
+};
+
+void expect_bar(const Values& got, const Values& want, const Bar& bar, const std::string& what) {
+  const Fit f = fit(got, want, bar.over);
+  EXPECT_LE(f.relative_l2, bar.relative_l2) << what << ": relative L2; worst " << text(difference(got, want));
+  // An error of that size at right angles to the answer leaves no larger cosine, whatever a row asks for all inputs.
+  EXPECT_GE(f.cosine, std::min(bar.cosine, 1.0 / std::hypot(1.0, bar.relative_l2))) << what << ": cosine";
 }
 
 // Inputs and their float64 answers, computed once for all precisions.
@@ -65,10 +85,6 @@ Outputs compute(Case c, const Inputs& in, Pass pass, Precision precision, DType 
 
 // Forward ------------------------------------------------------------------------------------------------------------
 
-struct Bar {
-  double relative_l2, cosine;
-};
-
 struct ForwardBar {
   const char* row;
   Precision precision;
@@ -81,12 +97,13 @@ void PrintTo(const ForwardBar& bar, std::ostream* out) { *out << bar.row; }
 class Forwards : public testing::TestWithParam<ForwardBar> {};
 
 TEST_P(Forwards, hold_their_bars) {
-  for (const auto& [name, bar] : GetParam().inputs) {
+  const ForwardBar& row = GetParam();
+  for (const auto& [name, bar] : row.inputs) {
     const Known& x = known(name, kForward, Pass::forward);
-    const Values o = compute(x.c, x.in, Pass::forward, GetParam().precision, GetParam().out).o;
-    expect_bar(o, x.want.o, bar.relative_l2, bar.cosine, name);
-    // No outliers on normal inputs. int8_f16 in float64 arithmetic has 13.7: its error is that of the sharpest rows.
-    if (name != "D1" || GetParam().precision == Precision::int8_f16) continue;
+    const Values o = compute(x.c, x.in, Pass::forward, row.precision, row.out).o;
+    expect_bar(o, x.want.o, bar, name);
+    // No outliers on normal inputs. int8_f16 without smooth_q has 13.7 in float64 arithmetic: of the sharpest rows.
+    if (name != "D1" || row.precision == Precision::int8_f16) continue;
     const Difference d = difference(o, x.want.o);
     EXPECT_LE(d.largest, 12 * d.rms) << "D1: largest error against its root mean square; " << text(d);
   }
@@ -98,27 +115,30 @@ std::map<std::string, Bar> all_inputs(const Bar& bar) {
   return out;
 }
 
+constexpr Over kAllHeads = Over::all_heads;
+
 INSTANTIATE_TEST_SUITE_P(
     Bars, Forwards,
     testing::Values(ForwardBar{"bf16", Precision::bf16, DType::f32, all_inputs({.0018, .999997})},
-                    ForwardBar{"bf16_o_bf16", Precision::bf16, DType::bf16, all_inputs({.0026, .999996})},
+                    ForwardBar{"bf16_o_bf16", Precision::bf16, DType::bf16, all_inputs({.0026, .999997})},
                     ForwardBar{"int8",
                                Precision::int8,
                                DType::f32,
                                {{"D1", {.0145, .9999}},
                                 {"D2", {.0208, .9998}},
                                 {"D3", {.0135, .9999}},
-                                {"D4", {.0172, .9998}},
+                                {"D4", {.0172, .9998, kAllHeads}},
                                 {"D5", {.0004, .999999}},
                                 {"D6", {.033, .9995}}}},
-                    // D4: the figure without rotation, for a common direction stays one when it is rotated.
+                    // Without smooth_q, which the kernels lack (with it: recipe_bars_test): figures in float64
+                    // arithmetic, and a tenth. D4: without rotation, for a common direction stays one when rotated.
                     ForwardBar{"int8_f16",
                                Precision::int8_f16,
                                DType::f32,
                                {{"D1", {.0106, .9999}},
                                 {"D2", {.0167, .9998}},
                                 {"D3", {.0076, .9999}},
-                                {"D4", {.0128, .9999}},
+                                {"D4", {.0128, .9999, kAllHeads}},
                                 {"D5", {.0003, .999999}},
                                 {"D6", {.0315, .9995}}}},
                     ForwardBar{"int8_fp8",
@@ -134,11 +154,11 @@ INSTANTIATE_TEST_SUITE_P(
                                Precision::fp8,
                                DType::f32,
                                {{"D1", {.058, .998}},
-                                {"D2", {.070, .9975}},
+                                {"D2", {.070, .998}},
                                 {"D3", {.050, .998}},
-                                {"D4", {.064, .998}},
-                                {"D5", {.0019, .99999}},
-                                {"D6", {.090, .996}}}},
+                                {"D4", {.064, .998, kAllHeads}},
+                                {"D5", {.0019, .99999, kAllHeads}},
+                                {"D6", {.090, .998}}}},
                     ForwardBar{"fp8_raw", Precision::fp8_raw, DType::f32, {{"D1", {.0600, .998}}}},
                     ForwardBar{"fp8_raw_o_e4m3", Precision::fp8_raw, DType::e4m3, {{"D1", {.0675, .9975}}}},
                     ForwardBar{"sagebwd",
@@ -149,11 +169,16 @@ INSTANTIATE_TEST_SUITE_P(
 
 // Backward -----------------------------------------------------------------------------------------------------------
 
+struct Limits {
+  double dq, dk, dv;
+  Over over = Over::worst_head;
+};
+
 struct BackwardBar {
   const char* row;
   Precision precision;
   Remedy remedy;
-  std::map<std::string, std::array<double, 3>> relative_l2;  // dq, dk, dv
+  std::map<std::string, Limits> inputs;  // relative L2
   double cosine;
 };
 
@@ -163,50 +188,56 @@ class Backwards : public testing::TestWithParam<BackwardBar> {};
 
 TEST_P(Backwards, hold_their_bars) {
   const BackwardBar& bar = GetParam();
-  for (const auto& [name, limit] : bar.relative_l2) {
+  for (const auto& [name, limit] : bar.inputs) {
     const Known& x = known(name, kDerivative, Pass::backward);
     const Outputs got = compute(x.c, x.in, Pass::backward, bar.precision, DType::f32, bar.remedy);
-    expect_bar(got.dq, x.want.dq, limit[0], bar.cosine, name + " dq");
-    expect_bar(got.dk, x.want.dk, limit[1], bar.cosine, name + " dk");
-    expect_bar(got.dv, x.want.dv, limit[2], bar.cosine, name + " dv");
+    expect_bar(got.dq, x.want.dq, {limit.dq, bar.cosine, limit.over}, name + " dq");
+    expect_bar(got.dk, x.want.dk, {limit.dk, bar.cosine, limit.over}, name + " dk");
+    expect_bar(got.dv, x.want.dv, {limit.dv, bar.cosine, limit.over}, name + " dv");
   }
 }
 
-using Gradients = std::map<std::string, std::array<double, 3>>;
-const std::array<double, 3> k16{.0020, .0020, .0020};
+std::map<std::string, Limits> every_input(double limit) {
+  std::map<std::string, Limits> out;
+  for (const char* name : {"B1", "B2", "B3", "B4", "B5", "B6"}) out[name] = {limit, limit, limit};
+  return out;
+}
 
 INSTANTIATE_TEST_SUITE_P(
     Bars, Backwards,
-    testing::Values(BackwardBar{"bf16_none", Precision::bf16, Remedy::none, Gradients{{"B1", k16}}, .999998},
-                    BackwardBar{"bf16_project", Precision::bf16, Remedy::project,
-                                Gradients{{"B1", k16}, {"B2", k16}, {"B3", k16}, {"B4", k16}, {"B5", k16}, {"B6", k16}},
-                                .999998},
-                    BackwardBar{"bf16", Precision::bf16, Remedy::f16_inside,
-                                Gradients{{"B1", k16}, {"B2", k16}, {"B3", k16}, {"B4", k16}, {"B5", k16}, {"B6", k16}},
-                                .999998},
-                    BackwardBar{"int8", Precision::int8, Remedy::f16_inside,
-                                Gradients{{"B1", {.020, .020, .018}},
-                                          {"B2", {.027, .027, .022}},
-                                          {"B3", {.020, .020, .018}},
-                                          {"B4", {.020, .020, .015}},
-                                          {"B5", {.020, .020, .018}},
-                                          {"B6", {.027, .027, .024}}},
-                                .9996},
-                    BackwardBar{"fp8", Precision::fp8, Remedy::f16_inside,
-                                Gradients{{"B1", {.061, .061, .062}},
-                                          {"B2", {.098, .098, .098}},
-                                          {"B3", {.060, .060, .060}},
-                                          {"B4", {.091, .091, .091}},
-                                          {"B5", {.056, .056, .060}}},
-                                .995},
-                    // With its own 8-bit o; the published figure on B4 is that of an o with 16-bit P V.
-                    BackwardBar{"sagebwd", Precision::sagebwd, Remedy::f16_inside,
-                                Gradients{{"B1", {.052, .052, .0461}},
-                                          {"B2", {.052, .060, .0534}},
-                                          {"B3", {.055, .0537, .0452}},
-                                          {"B5", {.041, .0458, .0564}},
-                                          {"B6", {.0474, .0457, .0403}}},
-                                .9985}),
+    testing::Values(BackwardBar{"bf16_none", Precision::bf16, Remedy::none, {{"B1", {.0020, .0020, .0020}}}, .999998},
+                    BackwardBar{"bf16_project", Precision::bf16, Remedy::project, every_input(.0020), .999998},
+                    BackwardBar{"bf16", Precision::bf16, Remedy::f16_inside, every_input(.0020), .999998},
+                    BackwardBar{"int8",
+                                Precision::int8,
+                                Remedy::f16_inside,
+                                {{"B1", {.020, .020, .018}},
+                                 {"B2", {.027, .027, .022}},
+                                 {"B3", {.020, .020, .018}},
+                                 {"B4", {.020, .020, .015}},
+                                 {"B5", {.020, .020, .018}},
+                                 {"B6", {.027, .027, .024}}},
+                                .9997},
+                    BackwardBar{"fp8",
+                                Precision::fp8,
+                                Remedy::f16_inside,
+                                {{"B1", {.061, .061, .061}},
+                                 {"B2", {.098, .098, .098}},
+                                 {"B3", {.060, .060, .060}},
+                                 {"B4", {.091, .091, .091}},
+                                 {"B5", {.056, .056, .056, kAllHeads}}},
+                                .9958},
+                    // With its own 8-bit o; the published figure on B4 is that of an o with 16-bit P V. The bars are of
+                    // dq; dk and dv: their figures in float64 arithmetic, and a tenth.
+                    BackwardBar{"sagebwd",
+                                Precision::sagebwd,
+                                Remedy::f16_inside,
+                                {{"B1", {.052, .052, .0461}},
+                                 {"B2", {.052, .060, .0534, kAllHeads}},
+                                 {"B3", {.055, .0537, .0452}},
+                                 {"B5", {.041, .0458, .0564, kAllHeads}},
+                                 {"B6", {.0474, .0457, .0403}}},
+                                .9987}),
     [](const auto& info) { return std::string(info.param.row); });
 
 // Without a remedy the rounding of dS meets the common offset of the keys.
@@ -241,7 +272,7 @@ TEST_P(Tangents, hold_their_bars) {
   for (const std::string name : {"J1", "J2", "J3", "J4", "J5", "J6"}) {
     const Known& x = known(name, kDerivative, Pass::jvp);
     const double limit = f16 ? .00027 : name == "J6" ? .0022 : .0021;
-    expect_bar(compute(x.c, x.in, Pass::jvp, GetParam(), DType::f32).to, x.want.to, limit, .99999, name + " to");
+    expect_bar(compute(x.c, x.in, Pass::jvp, GetParam(), DType::f32).to, x.want.to, {limit, .99999}, name + " to");
   }
 }
 
@@ -250,22 +281,15 @@ INSTANTIATE_TEST_SUITE_P(Bars, Tangents, testing::Values(Precision::bf16, Precis
 
 // Bias ---------------------------------------------------------------------------------------------------------------
 
-// |sum of errors| / sum of |errors|: 1 when all rows err the same way, near 0 without bias.
-struct Coherence {
-  double sum = 0.0, magnitude = 0.0;
-  void add(double error) { sum += error, magnitude += std::fabs(error); }
-  double kappa() const { return magnitude > 0.0 ? std::fabs(sum) / magnitude : 0.0; }
+// Errors of delta = sum do o over rows and seeds, from o alone and from o + o_residual; and what they do to dq, whose
+// first channel moves by -(error of delta) * scale * (sum_j P_ij k_j minus any constant), of one sign here.
+struct Biases {
+  Bias from_o, from_unrounded_o, dq_naive, dq;
 };
 
-// Coherence of delta = sum dO O over rows and seeds: from o alone, and from o + o_residual; and of what comes of it in
-// dq, whose first channel moves by -delta error * scale * (sum_j P_ij k_j minus any constant), of one sign here.
-struct Bias {
-  Coherence from_o, from_unrounded_o, dq_naive, dq;
-};
-
-Bias bias_of(bool smaller_sink) {
+Biases biases_of(bool smaller_sink) {
   const Case c = tied_case();
-  Bias bias;
+  Biases bias;
   for (const Inputs& in : tied_inputs(smaller_sink)) {
     const Outputs want = exact(c, in, Pass::backward), forward_want = exact(c, in, Pass::forward);
     const Outputs saved = run(c, in, attention_of(c, Precision::bf16, "cpu"), Pass::forward);
@@ -286,15 +310,23 @@ Bias bias_of(bool smaller_sink) {
   return bias;
 }
 
-TEST(Bias, of_delta_is_gone_with_the_default_remedy) {
-  for (bool smaller_sink : {false, true}) {
-    const Bias bias = bias_of(smaller_sink);
-    EXPECT_LE(bias.from_unrounded_o.kappa(), .1) << (smaller_sink ? "S8" : "S7");
-    if (!smaller_sink) continue;
-    EXPECT_LE(std::fabs(bias.dq.sum), .1 * std::fabs(bias.dq_naive.sum)) << "S8, dq: what adds up over rows and steps";
-    EXPECT_GE(bias.from_o.kappa(), .5) << "S8 without remedy: the test has no power";
-    EXPECT_GE(bias.dq_naive.kappa(), .5) << "S8 without remedy, dq: the test has no power";
-  }
+// The bar is that of delta: kappa <= .1 and |t| <= 4.
+void expect_unbiased_delta(const Biases& bias) {
+  EXPECT_LE(bias.from_unrounded_o.kappa(), .1);
+  EXPECT_LE(std::fabs(bias.from_unrounded_o.t()), 4.0);
+}
+
+// On S7 rounding o once is unbiased as it is: nothing to cure, and nothing to spoil.
+TEST(DeltaBias, s7_default_remedy) { expect_unbiased_delta(biases_of(false)); }
+
+TEST(DeltaBias, s8_default_remedy) {
+  const Biases bias = biases_of(true);
+  expect_unbiased_delta(bias);
+  EXPECT_GE(bias.from_o.kappa(), .5) << "without remedy: the test has no power";
+  EXPECT_GE(bias.dq_naive.kappa(), .5) << "dq without remedy: the test has no power";
+  // Of dq no bar is known: its own rounding, in no proportion to that of delta, may lean to one side. What adds up over
+  // rows is at most a tenth of the errors that the remedy is for.
+  EXPECT_LE(std::fabs(bias.dq.mean()), .1 * std::fabs(bias.dq_naive.mean()));
 }
 
 }  // namespace

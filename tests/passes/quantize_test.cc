@@ -339,10 +339,26 @@ TEST(Quantize, NonFiniteNumbersMakeTheirGroupNaN) {
             ASSERT_EQ(q->codes.get(b, h, t, c), t / 8 == 1 ? 0.0 : clean->codes.get(b, h, t, c)) << t;
           });
         }
-  Array x = Array(DType::f32, {1, 1, 40, 16}).random(13);
-  x.set(0, 0, 11, 3, NAN);
-  const auto q = quantized(x, {.smooth = true});  // the mean, and so every token
-  q->scale.each([&](auto b, auto h, auto t, auto c) { ASSERT_TRUE(std::isnan(q->scale.get(b, h, t, c))); });
+}
+
+// The mean of smoothing does not carry it into other groups: there it counts as 0.
+TEST(Quantize, NonFiniteNumbersStayInTheirGroupWhenSmoothed) {
+  for (const double bad : {std::nan(""), double(INFINITY), -double(INFINITY)}) {
+    Array x = Array(DType::f32, {1, 2, 40, 16}).random(13, 1, 3);
+    x.set(0, 1, 11, 3, 0.0);
+    const Recipe recipe{.granularity = OCTET_PER_BLOCK, .block = 8, .smooth = true};
+    const auto clean = quantized(x, recipe);
+    x.set(0, 1, 11, 3, bad);
+    const auto q = quantized(x, recipe);
+    EXPECT_EQ(q->mean.bytes(), clean->mean.bytes());
+    EXPECT_TRUE(std::isnan(q->statistic(0, 1, OCTET_STATISTIC_STEP)));
+    EXPECT_TRUE(std::isnan(q->statistic(0, 1, OCTET_STATISTIC_NORM)));
+    x.each([&](auto b, auto h, auto t, auto c) {
+      const bool spoiled = h == 1 && t / 8 == 1;
+      ASSERT_EQ(std::isnan(q->step(b, h, t, c)), spoiled) << h << ' ' << t;
+      ASSERT_EQ(q->codes.get(b, h, t, c), spoiled ? 0.0 : clean->codes.get(b, h, t, c)) << h << ' ' << t;
+    });
+  }
 }
 
 }  // namespace

@@ -112,13 +112,11 @@ size_t bytes_of(DType dtype) {
   }
 }
 
-Memory::Memory(size_t bytes) : bytes_(bytes + 2 * kGuard, kPattern), claimed_(bytes, false) {}
+Memory::Memory(size_t bytes) : bytes_(bytes + 2 * kGuard, kPattern), claimed_(bytes, 0) {}
 
 void Memory::claim(size_t offset, size_t size) {
-  for (size_t i = offset; i < offset + size; ++i) {
-    claimed_[i] = true;
-    bytes_[kGuard + i] = 0xff;
-  }
+  std::fill_n(claimed_.begin() + static_cast<std::ptrdiff_t>(offset), size, 1);
+  std::fill_n(data() + offset, size, 0xff);
 }
 
 std::string Memory::damage() const {

@@ -72,7 +72,7 @@ class Memory {
   static constexpr size_t kGuard = 256;
   static constexpr unsigned char kPattern = 0xa5;
   std::vector<unsigned char> bytes_;
-  std::vector<bool> claimed_;
+  std::vector<unsigned char> claimed_;  // 1: part of an element
 };
 
 // An element type in a layout. New buffers hold NaN (floats) or 0xff.

@@ -15,7 +15,6 @@
 namespace octet::reference {
 namespace {
 
-using test::Bias;
 using test::Distance;
 using test::HeadInput;
 using test::Standard;
@@ -60,10 +59,44 @@ Matrix saved(const Output& out, const Recipe& recipe, octet_dtype format) {
 // ---------------------------------------------------------------------------------------------
 // Forward: 2048 tokens, dim 128, no mask.
 
+// What a bar is held to: each head, or, where heads of one input differ by as much as recipes do (a direction or a few
+// rows decide), all of them together, as the best figures were measured.
+enum class Over { each_head, all_heads };
+
 struct Bar {
   Standard input;
   double rel_l2, cos;
+  Over over = Over::each_head;
 };
+
+// An error of `rel_l2` at right angles to the answer leaves no larger cosine, whatever a row asks for all its inputs.
+double cos_bar(double cos, double rel_l2) { return std::min(cos, 1.0 / std::sqrt(1.0 + rel_l2 * rel_l2)); }
+
+// Answers of several heads, to be compared head by head or at once.
+struct Pairs {
+  std::vector<std::vector<double>> got, want;
+
+  void add(const Matrix& g, const Matrix& w) { got.push_back(g.data), want.push_back(w.data); }
+  std::vector<Distance> distances(Over over) const {
+    std::vector<Distance> list;
+    if (over == Over::each_head) {
+      for (std::size_t h = 0; h < got.size(); ++h) list.push_back(test::distance(got[h], want[h]));
+      return list;
+    }
+    std::vector<double> all_got, all_want;
+    for (std::size_t h = 0; h < got.size(); ++h) {
+      all_got.insert(all_got.end(), got[h].begin(), got[h].end());
+      all_want.insert(all_want.end(), want[h].begin(), want[h].end());
+    }
+    return {test::distance(all_got, all_want)};
+  }
+};
+
+double largest_rel_l2(const std::vector<Distance>& distances) {
+  double largest = 0.0;
+  for (const Distance& d : distances) largest = std::max(largest, d.rel_l2);
+  return largest;
+}
 
 const Matrix& exact_forward(Standard input, int64_t number, const Head& head) {
   static std::mutex mutex;
@@ -77,45 +110,44 @@ const Matrix& exact_forward(Standard input, int64_t number, const Head& head) {
   return known.emplace(std::pair{input, number}, std::move(o)).first->second;
 }
 
-// Of all heads together.
-Distance forward_distance(const Recipe& recipe, Standard input, octet_dtype o_format) {
-  std::vector<double> got, want;
+std::vector<Distance> forward_distances(const Recipe& recipe, const Bar& bar, octet_dtype o_format) {
+  Pairs heads;
   for (int64_t number = 0; number < kHeads; ++number) {
-    const Head head = head_of(test::standard_input(input, 2048, 128, number, false));
-    const Matrix o = rounded(forward(head, recipe).o, o_format), &exact = exact_forward(input, number, head);
-    got.insert(got.end(), o.data.begin(), o.data.end());
-    want.insert(want.end(), exact.data.begin(), exact.data.end());
+    const Head head = head_of(test::standard_input(bar.input, 2048, 128, number, false));
+    heads.add(rounded(forward(head, recipe).o, o_format), exact_forward(bar.input, number, head));
   }
-  return test::distance(got, want);
+  return heads.distances(bar.over);
 }
 
-std::vector<Distance> forward_distances(const Recipe& recipe, const std::vector<Bar>& bars,
-                                        octet_dtype o_format = OCTET_F32) {
-  std::vector<Distance> found(bars.size());
+std::vector<std::vector<Distance>> forward_distances(const Recipe& recipe, const std::vector<Bar>& bars,
+                                                     octet_dtype o_format = OCTET_F32) {
+  std::vector<std::vector<Distance>> found(bars.size());
   const auto tasks = static_cast<int64_t>(bars.size());
   cpu::parallel_for(cpu::thread_count(0, tasks), tasks, [&](int64_t i, unsigned) {
-    found[static_cast<std::size_t>(i)] = forward_distance(recipe, bars[static_cast<std::size_t>(i)].input, o_format);
+    found[static_cast<std::size_t>(i)] = forward_distances(recipe, bars[static_cast<std::size_t>(i)], o_format);
   });
   return found;
 }
 
 void expect_forward(const Recipe& recipe, const std::vector<Bar>& bars, octet_dtype o_format = OCTET_F32) {
-  const std::vector<Distance> found = forward_distances(recipe, bars, o_format);
-  for (std::size_t i = 0; i < bars.size(); ++i) {
-    SCOPED_TRACE(i);
-    std::printf("  D%d rel_l2 %.5f (bar %.4f) cos %.6f\n", static_cast<int>(bars[i].input) + 1, found[i].rel_l2,
-                bars[i].rel_l2, found[i].cos);
-    EXPECT_LE(found[i].rel_l2, bars[i].rel_l2);
-    EXPECT_GE(found[i].cos, bars[i].cos);
-    if (bars[i].input == kD1) {
-      EXPECT_LE(found[i].max, 12.0 * found[i].rms);
+  const auto found = forward_distances(recipe, bars, o_format);
+  for (std::size_t i = 0; i < bars.size(); ++i)
+    for (const Distance& d : found[i]) {
+      const int number = static_cast<int>(bars[i].input) + 1;
+      SCOPED_TRACE(testing::Message() << 'D' << number);
+      std::printf("  D%d rel_l2 %.5f (bar %.4f) cos %.6f max / rms %.1f\n", number, d.rel_l2, bars[i].rel_l2, d.cos,
+                  d.max / d.rms);
+      EXPECT_LE(d.rel_l2, bars[i].rel_l2);
+      EXPECT_GE(d.cos, cos_bar(bars[i].cos, bars[i].rel_l2));
+      if (bars[i].input == kD1) {
+        EXPECT_LE(d.max, 12.0 * d.rms);
+      }
     }
-  }
 }
 
 void expect_forward_misses(const Recipe& recipe, const std::vector<Bar>& bars) {
-  const std::vector<Distance> found = forward_distances(recipe, bars);
-  for (std::size_t i = 0; i < bars.size(); ++i) EXPECT_GT(found[i].rel_l2, bars[i].rel_l2);
+  const auto found = forward_distances(recipe, bars);
+  for (std::size_t i = 0; i < bars.size(); ++i) EXPECT_GT(largest_rel_l2(found[i]), bars[i].rel_l2);
 }
 
 TEST(Bars, bf16_forward_f32_output) {
@@ -129,7 +161,7 @@ TEST(Bars, bf16_forward_f32_output) {
 }
 
 TEST(Bars, bf16_forward_bf16_output) {
-  constexpr double kCos = .999996;
+  constexpr double kCos = .999997;
   const std::vector<Bar> bars = {{kD1, .0026, kCos}, {kD2, .0026, kCos}, {kD3, .0026, kCos},
                                  {kD4, .0026, kCos}, {kD5, .0026, kCos}, {kD6, .0026, kCos}};
   expect_forward(flash_attention(OCTET_BF16), bars, OCTET_BF16);
@@ -151,8 +183,9 @@ TEST(Bars, sage2_8b_compat) {
 }
 
 TEST(Bars, octet_int8) {
-  const std::vector<Bar> bars = {{kD1, .0145, .9999}, {kD2, .0208, .9998},  {kD3, .0135, .9999},
-                                 {kD4, .0172, .9998}, {kD5, .0004, .99999}, {kD6, .033, .9995}};
+  const std::vector<Bar> bars = {{kD1, .0145, .9999},  {kD2, .0208, .9998},
+                                 {kD3, .0135, .9999},  {kD4, .0172, .9998, Over::all_heads},
+                                 {kD5, .0004, .99999}, {kD6, .033, .9995}};
   expect_forward(octet_int8(true, false), bars);
   expect_forward(octet_int8(true, true), bars);
   expect_forward_misses(octet_int8(false, false), {{kD3, .0135, 0}, {kD6, .033, 0}});
@@ -160,7 +193,7 @@ TEST(Bars, octet_int8) {
 }
 
 TEST(Bars, octet_int8_f16) {
-  expect_forward(octet_int8_f16(true, true), {{kD1, .0106, .99994},
+  expect_forward(octet_int8_f16(true, true), {{kD1, .0106, .99995},
                                               {kD2, .0097, .99995},
                                               {kD3, .0075, .99995},
                                               {kD4, .0080, .99995},
@@ -189,11 +222,11 @@ TEST(Bars, fp8_helion_compat) {
 
 TEST(Bars, fp8_octet) {
   expect_forward(octet_fp8(), {{kD1, .058, .998},
-                               {kD2, .070, .9977},
+                               {kD2, .070, .998},
                                {kD3, .050, .998},
-                               {kD4, .064, .998},
-                               {kD5, .0019, .99999},
-                               {kD6, .090, .996}});
+                               {kD4, .064, .998, Over::all_heads},
+                               {kD5, .0019, .998, Over::all_heads},
+                               {kD6, .090, .998}});
 }
 
 TEST(Bars, fp8_flash_attention_3_compat) { expect_forward(flash_attention_3_fp8(), {{kD3, .046, .999}}); }
@@ -207,14 +240,13 @@ TEST(Bars, int4_sage2_emulation) { expect_forward(sage2_int4(), {{kD1, .237, .97
 // ---------------------------------------------------------------------------------------------
 // Backward: 1024 tokens, dim 64, no mask.
 
+constexpr double kAny = 1e9;  // the row sets no bar
+
 struct BackwardBar {
   Standard input;
   double dq, dk, dv;  // relative L2
-  double cos;
-};
-
-struct BackwardDistance {
-  Distance dq, dk, dv;
+  double cos;         // of those with a bar
+  Over over = Over::each_head;
 };
 
 struct ExactBackward {
@@ -237,51 +269,49 @@ Gradients trained(const Recipe& recipe, octet_dtype o_format, const ExactBackwar
   return backward(exact.head, saved(out, recipe, o_format), out.lse, exact.do_, recipe);
 }
 
-void append(std::vector<double> (&all)[3], const Gradients& g) {
-  const Matrix* const parts[] = {&g.dq, &g.dk, &g.dv};
-  for (int i = 0; i < 3; ++i) all[i].insert(all[i].end(), parts[i]->data.begin(), parts[i]->data.end());
+using GradientDistances = std::array<std::vector<Distance>, 3>;  // of dq, dk, dv
+
+GradientDistances backward_distances(const Recipe& recipe, const BackwardBar& bar, octet_dtype o_format) {
+  Pairs dq, dk, dv;
+  for (int64_t number = 0; number < kHeads; ++number) {
+    const ExactBackward exact = exact_backward(bar.input, number);
+    const Gradients got = trained(recipe, o_format, exact), &want = exact.gradients;
+    dq.add(got.dq, want.dq), dk.add(got.dk, want.dk), dv.add(got.dv, want.dv);
+  }
+  return {dq.distances(bar.over), dk.distances(bar.over), dv.distances(bar.over)};
 }
 
-// Of all heads together.
-std::vector<BackwardDistance> backward_distances(const Recipe& recipe, const std::vector<BackwardBar>& bars,
-                                                 octet_dtype o_format) {
-  std::vector<BackwardDistance> found(bars.size());
+std::vector<GradientDistances> backward_distances(const Recipe& recipe, const std::vector<BackwardBar>& bars,
+                                                  octet_dtype o_format) {
+  std::vector<GradientDistances> found(bars.size());
   const auto tasks = static_cast<int64_t>(bars.size());
   cpu::parallel_for(cpu::thread_count(0, tasks), tasks, [&](int64_t i, unsigned) {
-    std::vector<double> got[3], want[3];
-    for (int64_t number = 0; number < kHeads; ++number) {
-      const ExactBackward exact = exact_backward(bars[static_cast<std::size_t>(i)].input, number);
-      const Gradients g = trained(recipe, o_format, exact);
-      append(got, g);
-      append(want, exact.gradients);
-    }
-    found[static_cast<std::size_t>(i)] = {test::distance(got[0], want[0]), test::distance(got[1], want[1]),
-                                          test::distance(got[2], want[2])};
+    found[static_cast<std::size_t>(i)] = backward_distances(recipe, bars[static_cast<std::size_t>(i)], o_format);
   });
   return found;
 }
 
 void expect_backward(const Recipe& recipe, const std::vector<BackwardBar>& bars, octet_dtype o_format = OCTET_BF16) {
-  const std::vector<BackwardDistance> found = backward_distances(recipe, bars, o_format);
+  const std::vector<GradientDistances> found = backward_distances(recipe, bars, o_format);
   for (std::size_t i = 0; i < bars.size(); ++i) {
-    SCOPED_TRACE(i);
-    const auto& [dq, dk, dv] = found[i];
-    std::printf("  %zu: dq %.4f (%.4f) dk %.4f (%.4f) dv %.4f (%.4f) cos %.6f\n", i, dq.rel_l2, bars[i].dq, dk.rel_l2,
-                bars[i].dk, dv.rel_l2, bars[i].dv, dq.cos);
-    EXPECT_LE(dq.rel_l2, bars[i].dq);
-    EXPECT_LE(dk.rel_l2, bars[i].dk);
-    EXPECT_LE(dv.rel_l2, bars[i].dv);
-    EXPECT_GE(std::min(dq.cos, std::min(dk.cos, dv.cos)), bars[i].cos);
+    const auto expect = [&](const char* gradient, const std::vector<Distance>& distances, double bar) {
+      SCOPED_TRACE(testing::Message() << 'B' << i + 1 << ' ' << gradient);
+      for (const Distance& d : distances) {
+        std::printf("  B%zu %s %.4f (%.4f) cos %.6f\n", i + 1, gradient, d.rel_l2, bar == kAny ? 0.0 : bar, d.cos);
+        if (bar == kAny) continue;
+        EXPECT_LE(d.rel_l2, bar);
+        EXPECT_GE(d.cos, cos_bar(bars[i].cos, bar));
+      }
+    };
+    expect("dq", found[i][0], bars[i].dq), expect("dk", found[i][1], bars[i].dk), expect("dv", found[i][2], bars[i].dv);
   }
 }
 
 // Bars that a recipe's dq must miss.
 void expect_dq_misses(const Recipe& recipe, const std::vector<BackwardBar>& bars, octet_dtype o_format = OCTET_BF16) {
-  const std::vector<BackwardDistance> found = backward_distances(recipe, bars, o_format);
-  for (std::size_t i = 0; i < bars.size(); ++i) EXPECT_GT(found[i].dq.rel_l2, bars[i].dq);
+  const std::vector<GradientDistances> found = backward_distances(recipe, bars, o_format);
+  for (std::size_t i = 0; i < bars.size(); ++i) EXPECT_GT(largest_rel_l2(found[i][0]), bars[i].dq);
 }
-
-constexpr double kAny = 1e9;  // the row sets no bar
 
 std::vector<BackwardBar> same_bars(double bar, double cos) {
   std::vector<BackwardBar> bars;
@@ -322,9 +352,11 @@ TEST(Bars, sagebwd_backward_compat) {
   Recipe recipe = sagebwd();
   recipe.p = {OCTET_F16};  // the bars are those of a forward pass with f16 p and v
   recipe.v = {OCTET_F16};
-  const std::vector<BackwardBar> bars = {{kB1, .052, kAny, kAny, .9987}, {kB2, .052, kAny, kAny, .9983},
-                                         {kB3, .055, kAny, kAny, .9987}, {kB4, .032, kAny, kAny, .9987},
-                                         {kB5, .041, kAny, kAny, .9985}, {kB6, .046, kAny, kAny, .9987}};
+  const auto bar = [](Standard input, double dq, Over over = Over::each_head) {
+    return BackwardBar{input, dq, kAny, kAny, .9987, over};
+  };
+  const std::vector<BackwardBar> bars = {bar(kB1, .052), bar(kB2, .052, Over::all_heads), bar(kB3, .055),
+                                         bar(kB4, .032), bar(kB5, .041, Over::all_heads), bar(kB6, .046)};
   expect_backward(recipe, bars, OCTET_F16);
   expect_dq_misses(sagebwd(), {bars[3]}, OCTET_F16);  // delta from an output of int8 p and v
 }
@@ -338,8 +370,11 @@ TEST(Bars, octet_int8_backward) {
 }
 
 TEST(Bars, fp8_backward) {
-  const auto bar = [](Standard input, double rel_l2) { return BackwardBar{input, rel_l2, rel_l2, rel_l2, .9958}; };
-  expect_backward(octet_fp8(), {bar(kB1, .061), bar(kB2, .098), bar(kB3, .060), bar(kB4, .091), bar(kB5, .056)});
+  const auto bar = [](Standard input, double rel_l2, Over over = Over::each_head) {
+    return BackwardBar{input, rel_l2, rel_l2, rel_l2, .9958, over};
+  };
+  expect_backward(octet_fp8(),
+                  {bar(kB1, .061), bar(kB2, .098), bar(kB3, .060), bar(kB4, .091), bar(kB5, .056, Over::all_heads)});
   Recipe plain = octet_fp8();
   plain.backward.logits.smooth_k = 0;
   expect_dq_misses(plain, {bar(kB2, .098), bar(kB3, .060)});
@@ -367,118 +402,6 @@ void expect_jvp(octet_dtype format, double bar, double sharp_bar) {
 
 TEST(Bars, jvp_bf16) { expect_jvp(OCTET_BF16, .0021, .0022); }
 TEST(Bars, jvp_f16) { expect_jvp(OCTET_F16, .00027, .00027); }
-
-// ---------------------------------------------------------------------------------------------
-// Bias: the error of delta = sum do o over rows built so that rounding o to bf16 always errs the same way.
-
-struct BiasOf {
-  Bias delta, outward;  // outward: of o, in units of its last bf16 place
-};
-
-// `exact_o`: delta reads bf16 o plus its bf16 residual; else o as the recipe rounds it.
-BiasOf bias_of(const Recipe& recipe, bool small_ties, bool exact_o) {
-  BiasOf bias;
-  for (const test::TiedRow& row : test::tied_rows(small_ties)) {
-    Head head{.q = Matrix(1, 8),
-              .k = Matrix(test::kTiedKeys, 8),
-              .v = matrix(test::kTiedKeys, test::kTiedDim, row.v),
-              .keys = {{0, test::kTiedKeys}}};
-    head.q[0][0] = 1.0;
-    for (int64_t j = 0; j < test::kTiedKeys; ++j) head.k[j][0] = row.logits[static_cast<std::size_t>(j)];
-    const Output want = forward(head, Recipe{}), got = forward(head, recipe);
-    const Matrix high = rounded(got.o, OCTET_BF16);
-    const Matrix o = exact_o ? sum(high, rounded(sum(got.o, high, -1.0), OCTET_BF16)) : high;
-    double error = 0.0;
-    for (int64_t c = 0; c < test::kTiedDim; ++c) {
-      const double e = o[0][c] - want.o[0][c];
-      error += row.do_[static_cast<std::size_t>(c)] * e;
-      bias.outward.add(std::copysign(e, e * want.o[0][c]) / std::ldexp(1.0, std::ilogb(want.o[0][c]) - 7));
-    }
-    bias.delta.add(error);
-  }
-  return bias;
-}
-
-constexpr bool kS7 = false, kS8 = true;
-
-double kappa(const char* row, const Recipe& recipe, bool small_ties, bool exact_o = false) {
-  const BiasOf bias = bias_of(recipe, small_ties, exact_o);
-  std::printf("  %-44s outward %+.4f ulp, t %+6.1f, kappa %.3f\n", row, bias.outward.mean(), bias.outward.t(),
-              bias.delta.kappa());
-  return bias.delta.kappa();
-}
-
-Recipe bf16_weights(bool sum_rounded, double beta) {
-  Recipe r = flash_attention(OCTET_BF16);
-  r.sum_rounded_p = sum_rounded;
-  r.beta = beta;
-  return r;
-}
-
-// The failing setup of arXiv 2510.04212: p v rounded to bf16 before it is divided by l.
-Recipe early_rounding(int64_t tile, bool sum_rounded, double beta) {
-  Recipe r = bf16_weights(sum_rounded, beta);
-  r.tile = tile;
-  r.acc = OCTET_BF16;
-  return r;
-}
-
-TEST(Bias, s7_rounding_before_division_is_biased) {
-  EXPECT_GE(kappa("S7 o~ in bf16, then / l", early_rounding(kAllTokens, false, 0), kS7), .5);
-}
-
-TEST(Bias, s7_rounding_tile_by_tile_is_biased) {
-  EXPECT_GE(kappa("S7 o~ in bf16 after each 512 keys", early_rounding(512, false, 0), kS7), .5);
-  EXPECT_LE(kappa("S7 .. beta 2", early_rounding(512, false, 2), kS7), .1);
-}
-
-// Beta 7 moves most of these maxima beyond the clamp, which moves them all by the same: as biased as no shift at all.
-TEST(Bias, s7_beta_7_cures_only_without_the_clamp) {
-  Recipe recipe = early_rounding(kAllTokens, false, 7);
-  EXPECT_GE(kappa("S7 beta 7", recipe, kS7), .5);
-  recipe.beta_reach = 80.0;
-  EXPECT_LT(kappa("S7 beta 7, no clamp", recipe, kS7), .5);
-}
-
-TEST(Bias, s7_beta_cures_rounding_before_division) {
-  EXPECT_LE(kappa("S7 o~ in bf16, beta 2", early_rounding(kAllTokens, false, 2), kS7), .1);
-  EXPECT_LE(kappa("S7 .. l from rounded p", early_rounding(kAllTokens, true, 2), kS7), .1);
-}
-
-TEST(Bias, s7_flash_attention_is_unbiased) { EXPECT_LE(kappa("S7 flash attention", bf16_weights(true, 0), kS7), .1); }
-
-TEST(Bias, s8_flash_attention_is_biased) { EXPECT_GE(kappa("S8 flash attention", bf16_weights(true, 0), kS8), .5); }
-
-TEST(Bias, s8_beta_cures_with_l_from_unrounded_p) {
-  Recipe recipe = bf16_weights(false, 2);
-  recipe.tile = kAllTokens;
-  EXPECT_LE(kappa("S8 beta 2", recipe, kS8), .1);
-}
-
-// The key of a tie that came in an earlier tile was rounded before the maximum moved, so half the noise is missing.
-TEST(Bias, s8_beta_over_tiles_is_no_longer_biased) {
-  EXPECT_LT(kappa("S8 beta 2, 64 keys a tile", bf16_weights(false, 2), kS8), .5);
-}
-
-TEST(Bias, s8_beta_fails_with_l_from_rounded_p) {
-  EXPECT_GE(kappa("S8 beta 2, l from rounded p", bf16_weights(true, 2), kS8), .5);
-}
-
-TEST(Bias, exact_delta_is_unbiased) {
-  for (bool input : {kS7, kS8}) {
-    const BiasOf bias = bias_of(flash_attention(OCTET_BF16), input, true);
-    EXPECT_LE(bias.delta.kappa(), .1);
-    EXPECT_LE(std::fabs(bias.delta.t()), 4.0);
-  }
-}
-
-TEST(Bias, f16_inside_is_unbiased) {
-  for (bool input : {kS7, kS8}) {
-    const BiasOf bias = bias_of(f16_inside(OCTET_BF16), input, true);
-    EXPECT_LE(bias.delta.kappa(), .1);
-    EXPECT_LE(std::fabs(bias.delta.t()), 4.0);
-  }
-}
 
 }  // namespace
 }  // namespace octet::reference

@@ -130,10 +130,9 @@ Matrix quantized(const Matrix& x, const Quantizer& quantizer) {
 std::vector<double> channel_means(const Matrix& x, int64_t first_token, int64_t last_token) {
   std::vector<double> mean(index(x.cols), 0.0);
   for (int64_t c = 0; c < x.cols; ++c) {
-    int64_t finite = 0;
     for (int64_t t = first_token; t < last_token; ++t)
-      if (std::isfinite(x[t][c])) mean[index(c)] += x[t][c], ++finite;
-    if (finite) mean[index(c)] /= static_cast<double>(finite);
+      if (std::isfinite(x[t][c])) mean[index(c)] += x[t][c];
+    if (last_token > first_token) mean[index(c)] /= static_cast<double>(last_token - first_token);
   }
   return mean;
 }

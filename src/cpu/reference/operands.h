@@ -22,7 +22,7 @@ void round_nvfp4(double* p, int64_t n, int64_t stride, double unit);
 // so that it stays in its token.
 Matrix quantized(const Matrix& x, const Quantizer& quantizer);
 
-// Mean over tokens of each channel, of its finite numbers.
+// Mean over tokens of each channel; numbers that are not finite count as 0.
 std::vector<double> channel_means(const Matrix& x, int64_t first_token, int64_t last_token);
 
 // Largest finite magnitude of each token.

@@ -1,0 +1,17 @@
+"""Every source of the library, the command and the tests is compiled: compiled.py SOURCE compile_commands.json"""
+
+import json
+import pathlib
+import sys
+
+root = pathlib.Path(sys.argv[1]).resolve()
+compiled = {pathlib.Path(entry["file"]).resolve() for entry in json.loads(pathlib.Path(sys.argv[2]).read_text())}
+elsewhere = ["tests/fuzz", "tests/install", "src/cuda"]  # by clang, by an outside project, where there is CUDA
+forgotten = [
+    source.relative_to(root)
+    for folder in ("src", "cli", "tests")
+    for source in sorted((root / folder).rglob("*.cc"))
+    if source not in compiled and not any(source.is_relative_to(root / other) for other in elsewhere)
+]
+if forgotten:
+    sys.exit("no CMakeLists.txt compiles " + ", ".join(map(str, forgotten)))
