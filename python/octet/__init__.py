@@ -7,6 +7,8 @@ q, k and v are numpy, torch or jax arrays, and o is what they are. A call is eit
 found and the values allowed.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from octet._api import attention, attention_jvp, attention_varlen, attention_vjp
 from octet._explain import Support, explain, supports
 from octet._library import version as __version__
@@ -14,6 +16,19 @@ from octet._qtensor import QTensor
 from octet._quantize import dequantize, quantize
 from octet._report import Errors, check, info
 from octet.errors import Error, Failure, InvalidArgument, Unsupported
+
+if TYPE_CHECKING:
+    from octet.torch.sdpa import patch_sdpa, sdpa
+
+
+def __getattr__(name: str) -> Any:
+    """sdpa and patch_sdpa, which import torch when first asked for."""
+    if name not in ("sdpa", "patch_sdpa"):
+        raise AttributeError(f"module 'octet' has no attribute {name!r}")
+    from octet.torch import sdpa
+
+    return getattr(sdpa, name)
+
 
 __all__ = [
     "Error",
@@ -32,6 +47,8 @@ __all__ = [
     "dequantize",
     "explain",
     "info",
+    "patch_sdpa",
     "quantize",
+    "sdpa",
     "supports",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -16,35 +15,40 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 
-def _module_of(name: str, array: Any) -> str:
+def _framework_of(name: str, array: Any) -> str:
     array = array.codes if isinstance(array, QTensor) else array
     if isinstance(array, np.ndarray):
-        return "octet._numpy"
+        return "numpy"
     if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
-        return "octet.torch"
+        return "torch"
     if "jax" in sys.modules and isinstance(array, sys.modules["jax"].Array):
-        return "octet.jax"
+        return "jax"
     raise InvalidArgument(
         f"{name}: found {type(array).__name__}, allowed: numpy.ndarray, torch.Tensor, jax.Array, or octet.QTensor"
     )
 
 
 def front_of(**arrays: Any) -> Any:
-    """The module of the framework that all the arrays belong to; None: absent."""
-    modules = {name: _module_of(name, array) for name, array in arrays.items() if array is not None}
-    first = next(iter(modules))
-    for name, module in modules.items():
-        if module != modules[first]:
+    """The front of the framework that all the arrays belong to; None: absent."""
+    frameworks = {name: _framework_of(name, array) for name, array in arrays.items() if array is not None}
+    first, framework = next(iter(frameworks.items()))
+    for name, other in frameworks.items():
+        if other != framework:
             raise InvalidArgument(
-                f"{name}: found {type(arrays[name]).__name__}, but {first} is {type(arrays[first]).__name__}; all "
-                "arrays of a call belong to one framework"
+                f"{name}: a {other} array, but {first} is one of {framework}; all arrays of a call are of one kind"
             )
-    return importlib.import_module(modules[first])
+    if framework == "torch":
+        import octet.torch as front
+    elif framework == "jax":
+        import octet.jax as front
+    else:
+        import octet._numpy as front
+    return front
 
 
 def own_type(front: Any, q: Any) -> str:
     """The type that precision None stands for."""
-    return q.format if isinstance(q, QTensor) else front.front.dtype_name(q.dtype, "q")
+    return q.format if isinstance(q, QTensor) else front.front.own_type(q)
 
 
 def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_k: int) -> Options:
@@ -70,8 +74,8 @@ def attention(
         k: [batch, kv_heads, keys, dim]; heads is a multiple of kv_heads, and head h of q meets head
             h // (heads / kv_heads) of k and v.
         v: [batch, kv_heads, keys, dim_v].
-        mask: bool (True: seen) or float32, float16, bfloat16 (added to the logits; -inf hides), broadcast to
-            [batch, heads, queries, keys] whatever the layout. No gradient is computed for it.
+        mask: bool (True: seen) or float32, float16, bfloat16, at precision "f64" float64 (added to the logits; -inf
+            hides), broadcast to [batch, heads, queries, keys] whatever the layout. It gets no gradient.
         return_lse: also return the log-sum-exp of the logits.
 
     Keywords:

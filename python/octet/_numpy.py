@@ -61,6 +61,10 @@ class NumpyFront:
         return np.empty(shape, dtype)
 
     dtype_name = staticmethod(dtype_name)
+
+    def own_type(self, q: np.ndarray) -> str:
+        return dtype_name(q.dtype, "q")
+
     dtype_of = staticmethod(dtype_of)
 
     def workspace(self, size: int, like: Any) -> tuple[object, int]:

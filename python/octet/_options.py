@@ -106,7 +106,7 @@ def attention_of(options: Options) -> _abi.Attention:
 
 
 # What other attention functions call things, and what to do here.
-_ADVICE = {
+ADVICE = {
     "is_causal": "use causal='top_left' (scaled_dot_product_attention) or 'bottom_right' (flash-attn)",
     "attn_mask": "use mask",
     "bias": "use mask with a float type",
@@ -142,7 +142,7 @@ def options_of(
 ) -> Options:
     """Options from the keywords of `octet.attention`; `type_of_q` is a name of _abi.DTYPES."""
     for name in unknown:
-        advice = _ADVICE.get(name, f"allowed: {listing(AttentionOptions.__annotations__)}")
+        advice = ADVICE.get(name, f"allowed: {listing(AttentionOptions.__annotations__)}")
         raise TypeError(f"{name}: octet has no such argument; {advice}")
     if precision is None and type_of_q not in ("f64", "f32", "f16", "bf16"):
         raise InvalidArgument(

@@ -29,6 +29,9 @@ class Front(Protocol):
     def dtype_name(self, dtype: Any, what: str) -> str:
         """A name of _abi.DTYPES; refuses others, with `what` as whose dtype it is."""
 
+    def own_type(self, q: Any) -> str:
+        """The name of the type that q has when it is computed with."""
+
     def dtype_of(self, name: str) -> Any:
         """The framework's dtype of that name."""
 
