@@ -106,7 +106,7 @@ def attention(
         TypeError: an unknown keyword; the message says what to use instead.
     """
     front = front_of(q=q, k=k, v=v, mask=mask)
-    o, lse = front.attention(options_of(own_type(front, q), **options), q, k, v, mask=mask)
+    o, lse = front.run_attention(options_of(own_type(front, q), **options), q, k, v, mask=mask)
     return (o, lse) if return_lse else o
 
 
@@ -141,7 +141,7 @@ def attention_varlen(
     """
     front = front_of(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     made = _packed(options_of(own_type(front, q), **options), options.get("layout"), max_seqlen_q, max_seqlen_k)
-    o, lse = front.attention(made, q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    o, lse = front.run_attention(made, q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return (o, lse) if return_lse else o
 
 
@@ -161,7 +161,7 @@ def attention_vjp(
         As `octet.attention`; Unsupported for precisions without a backward pass.
     """
     front = front_of(q=q, k=k, v=v, do=do, mask=mask)
-    return front.attention_vjp(options_of(own_type(front, q), **options), q, k, v, do, mask=mask)
+    return front.run_vjp(options_of(own_type(front, q), **options), q, k, v, do, mask=mask)
 
 
 def attention_jvp(
@@ -189,4 +189,4 @@ def attention_jvp(
         As `octet.attention`; Unsupported for precisions without a jvp.
     """
     front = front_of(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv, mask=mask)
-    return front.attention_jvp(options_of(own_type(front, q), **options), q, k, v, tq, tk, tv, mask=mask)
+    return front.run_jvp(options_of(own_type(front, q), **options), q, k, v, tq, tk, tv, mask=mask)

@@ -81,19 +81,19 @@ class NumpyFront:
 front = NumpyFront()
 
 
-def attention(options: Options, q: Any, k: Any, v: Any, **more: Any) -> tuple[Any, Any]:
+def run_attention(options: Options, q: Any, k: Any, v: Any, **more: Any) -> tuple[Any, Any]:
     """(o, lse)"""
     return _passes.forward(front, options, q, k, v, residual=False, **more)[:2]
 
 
-def attention_vjp(options: Options, q: Any, k: Any, v: Any, do: Any, **more: Any) -> tuple:
+def run_vjp(options: Options, q: Any, k: Any, v: Any, do: Any, **more: Any) -> tuple:
     """(dq, dk, dv)"""
     residual = _passes.needs_residual(front, options, q)
     o, lse, o_residual = _passes.forward(front, options, q, k, v, residual=residual, **more)
     return _passes.backward(front, options, do, q, k, v, o, lse, o_residual, **more)
 
 
-def attention_jvp(options: Options, q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, **more: Any) -> tuple:
+def run_jvp(options: Options, q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, **more: Any) -> tuple:
     """(o, to)"""
     o, _, to = _passes.jvp(front, options, q, k, v, tq, tk, tv, **more)
     return o, to

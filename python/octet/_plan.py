@@ -58,6 +58,14 @@ def tensor_of(view: View, dims: Sequence[int]) -> _abi.Tensor:
     )
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """In elements, row-major."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
 def quantization_of(coding: Coding) -> _abi.Quantization:
     return _abi.Quantization(**coding._asdict())
 

@@ -9,10 +9,17 @@ from octet._options import LAYOUTS, Layout
 from octet._passes import Front
 from octet._plan import Coding, quantization_of, tensor_of
 from octet._qtensor import QTensor
-from octet.errors import InvalidArgument, look_up
+from octet.errors import InvalidArgument, Unsupported, look_up
 
 _FORMATS = {name: _abi.DTYPES[name] for name in ("i8", "u8", "i4", "e4m3", "e5m2")}
 _LAYOUTS = {"bhsd": 0, "bshd": 1}
+
+
+def _front_of(x: Any) -> Front:
+    module = _api.front_of(x=x)
+    if module.__name__ == "octet.jax":
+        raise Unsupported("x: a jax array; quantise numpy.asarray(x), as jax programs take no codes")
+    return module.front
 
 
 def _described(front: Front, name: str, array: Any, layout: str = "bhsd") -> _abi.Tensor:
@@ -72,7 +79,7 @@ def quantize(
     Raises:
         InvalidArgument: with the choices.
     """
-    front: Front = _api.front_of(x=x).front
+    front = _front_of(x)
     look_up("format", format, _FORMATS)
     look_up("layout", layout, _LAYOUTS)
     coding = Coding(
@@ -123,7 +130,7 @@ def dequantize(x: QTensor, dtype: Any | None = None) -> Any:
     Raises:
         InvalidArgument: with the choices.
     """
-    front: Front = _api.front_of(x=x).front
+    front = _front_of(x)
     out = front.empty(x.shape, x.dtype if dtype is None else dtype, x.codes)
     check(lib.octet_dequantize(_coded(front, x), _described(front, "x", out, x.layout), front.stream(x.codes)))
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 import platform
 from typing import TYPE_CHECKING, Any
 
@@ -82,21 +83,27 @@ def check(
 
     wide_mask = None if mask is None else module.to_numpy(mask)
     inputs = [wide(x) for x in (q, k, v)]
-    o, lse = module.attention(made, q, k, v, mask=mask)
-    want_o, want_lse = _numpy.attention(exact, *inputs, mask=wide_mask)
+    o, lse = module.run_attention(made, q, k, v, mask=mask)
+    want_o, want_lse = _numpy.run_attention(exact, *inputs, mask=wide_mask)
     pairs = {"o": (o, want_o), "lse": (lse, want_lse)}
     if do is not None:
-        got = module.attention_vjp(made, q, k, v, do, mask=mask)
-        want = _numpy.attention_vjp(exact, *inputs, wide(do), mask=wide_mask)
+        got = module.run_vjp(made, q, k, v, do, mask=mask)
+        want = _numpy.run_vjp(exact, *inputs, wide(do), mask=wide_mask)
         pairs |= dict(zip(("dq", "dk", "dv"), zip(got, want, strict=True), strict=True))
     if tangents is not None:
-        _, to = module.attention_jvp(made, q, k, v, *tangents, mask=mask)
-        pairs["to"] = to, _numpy.attention_jvp(exact, *inputs, *map(wide, tangents), mask=wide_mask)[1]
+        _, to = module.run_jvp(made, q, k, v, *tangents, mask=mask)
+        pairs["to"] = to, _numpy.run_jvp(exact, *inputs, *map(wide, tangents), mask=wide_mask)[1]
     return {name: _distance(wide(got), want) for name, (got, want) in pairs.items()}
 
 
 def info() -> dict[str, Any]:
     """The machine and the build: version, compiler, cuda, cpu, gpus, backends (each with its reason if unavailable),
-    and where the library lies."""
+    where the library lies, and the handlers that jax calls (None: callbacks on the CPU)."""
     found = json.loads(_library.text_of(_library.lib.octet_info))
-    return found | {"library": _library.path, "python": platform.python_version(), "numpy": np.__version__}
+    handlers = pathlib.Path(_library.path).parent / "liboctet_jax.so"
+    return found | {
+        "library": _library.path,
+        "xla_handlers": str(handlers) if handlers.exists() else None,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }

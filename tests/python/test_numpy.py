@@ -107,7 +107,7 @@ def test_check_measures_what_it_says():
 def test_info_names_the_backends_and_the_library():
     info = octet.info()
     assert {backend["name"] for backend in info["backends"]} >= {"cpu", "reference"}
-    assert info["version"] == octet.__version__ and info["library"].endswith(".so")
+    assert info["version"] == octet.__version__ and "liboctet.so" in info["library"]
 
 
 def test_explain_and_supports_agree_with_the_call():

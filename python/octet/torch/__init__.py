@@ -6,14 +6,17 @@ from typing import Any
 import torch
 
 from octet import _passes
+from octet._api import attention, attention_jvp, attention_varlen, attention_vjp
 from octet._options import Options
 from octet._qtensor import QTensor
 from octet.errors import InvalidArgument, Unsupported
 from octet.torch import _ops
 from octet.torch._autograd import attend
-from octet.torch._front import autocast_type, front, to_numpy
+from octet.torch._front import autocast_type
+from octet.torch._front import front as front
+from octet.torch._front import to_numpy as to_numpy
 
-__all__ = ["attention", "attention_jvp", "attention_vjp", "front", "to_numpy"]
+__all__ = ["attention", "attention_jvp", "attention_varlen", "attention_vjp"]
 
 
 def _tensors(**tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -34,7 +37,7 @@ def _expect_no_gradient(name: str, x: torch.Tensor | None) -> None:
         raise Unsupported(f"{name}: requires a gradient, which octet does not compute for it; pass {name}.detach()")
 
 
-def attention(
+def run_attention(
     options: Options,
     q: Any,
     k: Any,
@@ -59,7 +62,7 @@ def _quantised(options: Options, q: Any, k: Any, v: Any, **more: Any) -> tuple[t
     return _passes.forward(front, options, q, k, v, residual=False, **more)[:2]
 
 
-def attention_vjp(
+def run_vjp(
     options: Options, q: Any, k: Any, v: Any, do: torch.Tensor, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), detached"""
@@ -70,7 +73,7 @@ def attention_vjp(
         return _ops.backward(do, q, k, v, o, lse, r, mask, None, None, *options)
 
 
-def attention_jvp(
+def run_jvp(
     options: Options,
     q: Any,
     k: Any,

@@ -43,9 +43,7 @@ def _expect_backward(precision: str, remedy: str, backend: str, device: torch.de
     x = torch.zeros(1, 1, 8, 8, device=device, dtype=torch.float64 if precision == "f64" else torch.float32)
     how = {"precision": precision, "remedy": remedy, "backend": backend}
     if supports(x, x, x, **how) and not (found := supports(x, x, x, kind="backward", **how)):
-        raise Unsupported(
-            f"requires_grad: found True without torch.no_grad(), but {found.reason}"
-        )
+        raise Unsupported(f"requires_grad: found True without torch.no_grad(), but {found.reason}")
 
 
 def _refuse_second_derivative(*_: Any) -> Any:
