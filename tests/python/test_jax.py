@@ -168,6 +168,20 @@ def test_the_pair_is_differentiable_in_o_alone():
     assert (jax.grad(lambda q: octet.attention_jvp(q, k, v, q, k, v)[1].sum())(q) == 0).all()
 
 
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_a_second_derivative_that_is_not_used_is_not_refused(transform):
+    """The loss of MeanFlow: a target made of a tangent, under stop_gradient."""
+    q, k, v = inputs()
+
+    def loss(q):
+        o, to = jax.jvp(octet.attention, (q, k, v), (q, k, v))
+        return ((o - jax.lax.stop_gradient(to)) ** 2).sum()
+
+    o, to = jax.jvp(octet.attention, (q, k, v), (q, k, v))
+    want = octet.attention_vjp(q, k, v, 2 * (o - to))[0]
+    np.testing.assert_allclose(transform(jax.grad(loss))(q), want, rtol=1e-12, atol=1e-13)
+
+
 def test_shard_map_over_batch_and_heads():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
@@ -202,8 +216,10 @@ def test_refusals_come_before_the_program_runs(way):
     with pytest.raises(octet.Unsupported, match="mask: differentiated"):
         mask = jnp.zeros((5, 7), jnp.float32)
         jax.grad(lambda mask: octet.attention(q, k, v, mask=mask).sum())(mask)
-    with pytest.raises(octet.Unsupported, match="q: differentiated, but octet computes first derivatives"):
+    with pytest.raises(octet.Unsupported, match="octet computes first derivatives only"):
         jax.hessian(lambda q: octet.attention(q, k, v).sum())(q)
+    with pytest.raises(octet.Unsupported, match="octet computes first derivatives only"):
+        jax.grad(lambda q: jax.jvp(octet.attention, (q, k, v), (q, k, v))[1].sum())(q)
     with pytest.raises(octet.Unsupported, match="x: a jax array; quantise numpy.asarray"):
         octet.quantize(q, "q")
     with pytest.raises(octet.Unsupported, match="q: a QTensor"):

@@ -110,18 +110,43 @@ def _is_zero(x: Any) -> bool:
     return type(x) is ad.Zero
 
 
-def _expect_constant(names: Sequence[str], tangents: Sequence[Any]) -> None:
-    for name, t in zip(names, tangents, strict=True):
-        if not _is_zero(t) and t.dtype != jax.dtypes.float0:
-            raise Unsupported(
-                f"{name}: differentiated, but octet computes first derivatives of q, k and v alone; use "
-                "jax.lax.stop_gradient, or jax.nn.dot_product_attention"
-            )
+def _is_constant(t: Any) -> bool:
+    return _is_zero(t) or t.dtype == jax.dtypes.float0
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise Unsupported(
+        "octet computes first derivatives only; for a second one use jax.nn.dot_product_attention, or "
+        "jax.lax.stop_gradient where none is wanted"
+    )
+
+
+# Stands for a derivative that octet has not, in programs that may not need it: a target under stop_gradient is
+# differentiated, and the result thrown away. It raises when it is computed, linearly transposed or lowered.
+refused_p = Primitive("octet_refused")
+refused_p.multiple_results = True
+refused_p.def_impl(_refuse)
+refused_p.def_abstract_eval(lambda *tangents, like: [tangents[0].update(shape=x.shape, dtype=x.dtype) for x in like])
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(refused_p, _refuse, platform=_platform)
+batching.primitive_batchers[refused_p] = _refuse
+ad.primitive_jvps[refused_p] = _refuse
+ad.primitive_transposes[refused_p] = _refuse
+
+
+def _refused(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """Tangents of the results by operands that octet differentiates no further."""
+    moving = [t for t in tangents if not _is_constant(t)]
+    if not moving:
+        return [_zero(x) for x in results]
+    return refused_p.bind(*moving, like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results))
 
 
 def _differentiate(primals: Any, tangents: Any, names: Any, options: Options) -> tuple[list[Any], Any]:
     """forward's results with what a backward pass needs, and the tangent of o, of operands q, k, v, ..."""
-    _expect_constant(names[3:], tangents[3:])
+    for name, t in zip(names[3:], tangents[3:], strict=True):
+        if not _is_constant(t):
+            raise Unsupported(f"{name}: differentiated, but octet gives it no gradient; use jax.lax.stop_gradient")
     residual = _passes.needs_residual(front, options, primals[0])
     saved = forward_p.bind(*primals, names=names, options=options, residual=residual)
     if all(map(_is_zero, tangents[:3])):
@@ -152,9 +177,13 @@ def _pair_jvp(primals: Any, tangents: Any, *, names: Any, options: Options, resi
 
 
 def _tangent_jvp(primals: Any, tangents: Any, *, names: Any, **how: Any) -> Any:
-    _expect_constant(names[:-3], tangents[:-3])
-    to = tangent_p.bind(*primals, names=names, **how)
-    return to, tangent_p.bind(*primals[:-3], *map(ad.instantiate_zeros, tangents[-3:]), names=names, **how)
+    (to,) = tangent_p.bind(*primals, names=names, **how)
+    (moved,) = _refused([to], tangents[:-3])
+    if not all(map(_is_zero, tangents[-3:])):
+        linear = map(ad.instantiate_zeros, tangents[-3:])
+        (along,) = tangent_p.bind(*primals[:-3], *linear, names=names, **how)
+        moved = along if _is_zero(moved) else along + moved
+    return [to], [moved]
 
 
 def _tangent_transpose(cotangents: Any, *operands: Any, names: Any, **how: Any) -> Any:
@@ -168,9 +197,8 @@ def _tangent_transpose(cotangents: Any, *operands: Any, names: Any, **how: Any) 
 
 
 def _backward_jvp(primals: Any, tangents: Any, *, names: Any, **how: Any) -> Any:
-    _expect_constant(names, tangents)
     found = backward_p.bind(*primals, names=names, **how)
-    return found, [_zero(x) for x in found]
+    return found, _refused(found, tangents)
 
 
 ad.primitive_jvps[forward_p] = _forward_jvp
