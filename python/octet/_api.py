@@ -30,12 +30,15 @@ def _framework_of(name: str, array: Any) -> str:
 
 def front_of(**arrays: Any) -> Any:
     """The front of the framework that all the arrays belong to; None: absent."""
-    frameworks = {name: _framework_of(name, array) for name, array in arrays.items() if array is not None}
-    first, framework = next(iter(frameworks.items()))
-    for name, other in frameworks.items():
-        if other != framework:
+    first, framework = "", ""
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        found = _framework_of(name, array)
+        first, framework = (name, found) if not first else (first, framework)
+        if found != framework:
             raise InvalidArgument(
-                f"{name}: a {other} array, but {first} is one of {framework}; all arrays of a call are of one kind"
+                f"{name}: a {found} array, but {first} is one of {framework}; all arrays of a call are of one kind"
             )
     if framework == "torch":
         import octet.torch as front

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from octet import _abi, _plan
-from octet._options import LAYOUTS, Options
+from octet._options import Options
 from octet._plan import Operand, View
 from octet._qtensor import QTensor
 from octet.errors import InvalidArgument
@@ -78,9 +78,11 @@ def output_shape(q_shape: Sequence[int], v_shape: Sequence[int]) -> tuple[int, .
 
 def lse_shape(q_shape: Sequence[int], layout: str) -> tuple[int, ...]:
     """[batch, head, token], or [head, token] of packed sequences."""
-    if len(q_shape) != 1 + max(LAYOUTS[layout]):
+    if len(q_shape) != (3 if layout == "thd" else 4):
         return tuple(q_shape)  # the call will be refused for it
-    return tuple(q_shape[d] for d in LAYOUTS[layout][:3] if d >= 0)
+    if layout == "thd":
+        return q_shape[1], q_shape[0]
+    return (q_shape[0], q_shape[1], q_shape[2]) if layout == "bhsd" else (q_shape[0], q_shape[2], q_shape[1])
 
 
 def outputs(front: Front, options: Options, q: Any, v: Any, residual: bool) -> tuple:

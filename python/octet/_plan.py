@@ -112,6 +112,7 @@ class Plan:
                 self._codings[name] = quantization_of(coding)
                 tensor.quantization = ctypes.pointer(self._codings[name])
         self._references = ctypes.byref(self.attention), ctypes.byref(self.arguments)
+        self._size: int | None = None  # of the workspace, when last asked for
 
     def at(self, addresses: Iterable[int]) -> "Plan":
         """This plan with the addresses of a call's operands, in their order."""
@@ -120,13 +121,23 @@ class Plan:
         return self
 
     def workspace_size(self) -> int:
-        # Asked at every call: it depends on the processors that this thread may use.
         size = ctypes.c_size_t()
         check(lib.octet_workspace_size(*self._references, ctypes.byref(size)))
+        self._size = size.value
         return size.value
 
-    def run(self, workspace: int, size: int, stream: int | None) -> None:
-        check(lib.octet_run(*self._references, workspace, size, stream))
+    def run(self, workspace: Callable[[int], tuple[object, int]], stream: int | None) -> None:
+        """`workspace(bytes)` gives the memory, which is held during the call, and its address."""
+        size = self.workspace_size() if self._size is None else self._size
+        memory, address = workspace(size)
+        status = lib.octet_run(*self._references, address, size, stream)
+        if status == _abi.STATUS_WORKSPACE_TOO_SMALL:  # this thread may use more processors than before
+            size = self.workspace_size()
+            memory, address = workspace(size)
+            status = lib.octet_run(*self._references, address, size, stream)
+        if status:
+            check(status)
+        del memory
 
     def explain(self) -> str:
         return text_of(lambda text, capacity, length: lib.octet_explain(*self._references, text, capacity, length))
@@ -158,9 +169,5 @@ def run(
     workspace: Callable[[int], tuple[object, int]],
     stream: int | None,
 ) -> None:
-    """Runs a pass. `workspace(bytes)` gives the memory, which is held during the call, and its address."""
-    plan = plan_of(kind, options, operands)
-    size = plan.workspace_size()
-    memory, address = workspace(size)
-    plan.run(address, size, stream)
-    del memory
+    """Runs a pass; see Plan.run."""
+    plan_of(kind, options, operands).run(workspace, stream)

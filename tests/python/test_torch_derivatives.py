@@ -123,6 +123,21 @@ def test_the_pair_is_differentiable_in_o_alone():
         assert not octet.attention_jvp(q, k, v, q, k, v)[0].requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_primal_under_jvp_has_its_gradient(dtype):
+    """The training step of MeanFlow: torch.func.jvp of a model, whose primal output the loss differentiates."""
+    q, k, v = (x.detach() for x in inputs(dtype=dtype, queries=7))
+    weight = torch.ones(8, dtype=dtype, requires_grad=True)
+
+    def model(z):
+        return octet.attention(z * weight, k, v, causal=True)
+
+    u, du = torch.func.jvp(model, (q,), (torch.ones_like(q),))
+    (got,) = torch.autograd.grad((u - du.detach()).sum(), weight)
+    (want,) = torch.autograd.grad(model(q).sum(), weight)
+    assert torch.equal(got, want) and (got != 0).any()
+
+
 def test_a_second_derivative_is_refused():
     q, k, v = inputs()
     (gradient,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from octet import _passes
+from octet._abi import DEVICES
 from octet._api import attention, attention_jvp, attention_varlen, attention_vjp
 from octet._options import Options
 from octet._qtensor import QTensor
@@ -21,14 +22,16 @@ __all__ = ["attention", "attention_jvp", "attention_varlen", "attention_vjp"]
 
 def _tensors(**tensors: torch.Tensor) -> list[torch.Tensor]:
     """The tensors in the type that autocast gives them. What torch would not bring to the library is refused here."""
-    q = tensors["q"]
+    device = tensors["q"].device
     for name, x in tensors.items():
         if x.layout is not torch.strided:
             raise InvalidArgument(f"{name}: layout {x.layout}, allowed: torch.strided")
-        if x.device != q.device:
+        if x.device != device:
             raise InvalidArgument(
-                f"{name}: on {x.device}, but q is on {q.device}; all tensors of a call live on one device"
+                f"{name}: on {x.device}, but q is on {device}; all tensors of a call live on one device"
             )
+    if not torch.is_autocast_enabled(device.type if device.type in DEVICES else "cpu"):
+        return list(tensors.values())
     return [x.to(autocast_type(x)) for x in tensors.values()]
 
 

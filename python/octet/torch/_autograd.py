@@ -23,11 +23,14 @@ from octet.torch._front import front
 
 def attend(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, options: Options) -> tuple:
     """(o, lse, o_residual), o differentiable; what a backward pass will need is saved when one may follow."""
-    differentiates = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if differentiates and not torch.compiler.is_compiling():
-        _expect_backward(options.precision, options.remedy, options.backend, q.device)
-    residual = differentiates and _passes.needs_residual(front, options, q)
     dual = forward_ad._current_level >= 0
+    # A dual tensor does not tell whether its primal requires a gradient.
+    differentiates = torch.is_grad_enabled() and (dual or q.requires_grad or k.requires_grad or v.requires_grad)
+    if differentiates and not dual and not torch.compiler.is_compiling():
+        _expect_backward(options.precision, options.remedy, options.backend, q.device)
+    if not (differentiates or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
+        return _ops.forward(q, k, v, mask, cu_q, cu_k, False, *options)  # a Function costs as much again
+    residual = differentiates and _passes.needs_residual(front, options, q)
     if dual and torch.compiler.is_compiling():
         raise Unsupported(
             "forward-mode differentiation inside torch.compile, which drops the tangents of a custom function; call "

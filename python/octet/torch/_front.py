@@ -51,15 +51,15 @@ class TorchFront:
         return _DTYPES[name]
 
     def view(self, name: str, x: torch.Tensor) -> View:
-        label = name.rstrip("_")
-        if x.dtype not in _NUMBERS:
-            self.dtype_name(x.dtype, label)
+        number, where = _NUMBERS.get(x.dtype), x.device
+        if number is None:
+            self.dtype_name(x.dtype, name.rstrip("_"))
         if x.layout is not torch.strided:
-            raise InvalidArgument(f"{label}: layout {x.layout}, allowed: torch.strided")
-        device = _abi.DEVICES.get(x.device.type)
+            raise InvalidArgument(f"{name.rstrip('_')}: layout {x.layout}, allowed: torch.strided")
+        device = _abi.DEVICES.get(where.type)
         if device is None:
-            raise InvalidArgument(f"{label}: on device {x.device}, allowed: {listing(_abi.DEVICES)}")
-        return View(_NUMBERS[x.dtype], tuple(x.shape), x.stride(), device, x.device.index or 0)
+            raise InvalidArgument(f"{name.rstrip('_')}: on device {where}, allowed: {listing(_abi.DEVICES)}")
+        return View(number, x.shape, x.stride(), device, where.index or 0)
 
     def address(self, x: torch.Tensor) -> int:
         return x.data_ptr()
