@@ -46,6 +46,10 @@ class NumpyFront:
 
     def view(self, name: str, array: np.ndarray) -> View:
         label, item = name.rstrip("_"), array.dtype.itemsize
+        if isinstance(array, np.ma.MaskedArray):
+            raise InvalidArgument(
+                f"{label}: a masked array, whose mask octet would not see; pass mask to octet.attention"
+            )
         number = _abi.DTYPES[dtype_name(array.dtype, label)]
         if any(stride % item for stride in array.strides):
             raise InvalidArgument(

@@ -59,6 +59,7 @@ def test_arrays_are_judged():
     refused(invalid, "mask: shape [1, 1, 6, 7] does not broadcast to [1, 2, 6, 6]", mask=np.ones((6, 7), bool))
     refused(invalid, "mask: shape [1, 1, 1, 6, 6], expected at most 4", mask=np.ones((1, 1, 1, 6, 6), bool))
     refused(invalid, "mask: dtype f64, allowed: bool, f32", mask=np.zeros((6, 6)), precision="f32")
+    refused(invalid, "v: a masked array", Q, Q, np.ma.masked_array(Q, Q == 0))
     packed = np.zeros((1, 2, 6, 8), [("x", np.float32), ("y", np.uint8)])["x"]
     refused(invalid, "copy it with numpy.ascontiguousarray", packed, Q, Q)
 

@@ -177,6 +177,10 @@ def test_refusals():
         octet.attention(q.long(), q, q)
     with pytest.raises(octet.InvalidArgument, match="q: layout torch.sparse_coo, allowed: torch.strided"):
         octet.attention(q.to_sparse(), q, q, precision="f32")
+    negative = torch._neg_view(q + 1)
+    assert torch.equal(octet.attention(negative, q, negative), octet.attention(-q - 1, q, -q - 1))
+    with pytest.raises(octet.InvalidArgument, match="x: a negative view"):
+        octet.quantize(negative, "q")
     with pytest.raises(octet.InvalidArgument, match="k: on meta, but q is on cpu"):
         octet.attention(q, q.to("meta"), q)
     with pytest.raises(octet.InvalidArgument, match="k: on device meta, allowed: 'cpu', 'cuda'"):

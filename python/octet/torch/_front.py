@@ -54,6 +54,8 @@ class TorchFront:
         number, where = _NUMBERS.get(x.dtype), x.device
         if number is None:
             self.dtype_name(x.dtype, name.rstrip("_"))
+        if x.is_neg():  # a view of torch._neg_view that no operator has resolved
+            raise InvalidArgument(f"{name.rstrip('_')}: a negative view; pass it through torch.resolve_neg")
         if x.layout is not torch.strided:
             raise InvalidArgument(f"{name.rstrip('_')}: layout {x.layout}, allowed: torch.strided")
         device = _abi.DEVICES.get(where.type)
