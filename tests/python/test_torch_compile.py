@@ -4,6 +4,7 @@ import octet
 import pytest
 
 torch = pytest.importorskip("torch")
+import octet.torch  # noqa: E402  # registers the operators
 from octet._options import Options  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 

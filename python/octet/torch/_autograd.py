@@ -7,6 +7,7 @@ its arguments one by one.
 """
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -165,3 +166,9 @@ class _DualAttention(_Attention):
         q, k, v, mask, cu_q, cu_k = ctx.saved_tensors
         tangents = [torch.zeros_like(x) if t is None else t for x, t in ((q, tq), (k, tk), (v, tv))]
         return _Tangent.apply(q, k, v, *tangents, mask, cu_q, cu_k, ctx.options), None, None
+
+
+# torch binds the arguments of every call to the signature of forward, which Python works out anew (20 us) unless it is
+# kept.
+for _function in (_Attention, _DualAttention, _Gradients, _Tangent):
+    _function.forward.__signature__ = inspect.signature(_function.forward)
