@@ -200,8 +200,8 @@ typedef struct octet_arguments {
   uint32_t size;
   uint32_t pass;                      // octet_pass
   const octet_tensor *q, *k, *v;      // in
-  const octet_tensor* mask;           // in, optional: bool (1: seen) or f32/f16/bf16 added to the logits,
-                                      //   [b h n m], a dimension of 1 broadcasts
+  const octet_tensor* mask;           // in, optional: bool (1: seen) or f32/f16/bf16 (at precision f64 also
+                                      //   f64) added to the logits, [b h n m], a dimension of 1 broadcasts
   const octet_tensor* sinks;          // refused
   const octet_tensor* cu_seqlens_q;   // in, optional, both or none
   const octet_tensor* cu_seqlens_k;

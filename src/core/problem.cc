@@ -166,7 +166,10 @@ void validate_dtypes(const octet_arguments& args, const Problem& p) {
 
 void validate_mask_tensor(Problem& p) {
   if (!p.mask.present()) return;
-  expect_dtype(p.mask, "mask", {OCTET_BOOL, OCTET_F32, OCTET_F16, OCTET_BF16});
+  if (p.precision == OCTET_PRECISION_F64)
+    expect_dtype(p.mask, "mask", {OCTET_BOOL, OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16});
+  else
+    expect_dtype(p.mask, "mask", {OCTET_BOOL, OCTET_F32, OCTET_F16, OCTET_BF16});
   const int64_t full[4] = {p.batch, p.heads, p.tokens_q, p.tokens_k};
   for (int i = 0; i < 4; ++i) {
     if (p.mask.shape[i] != full[i] && p.mask.shape[i] != 1)

@@ -9,6 +9,7 @@ RULES = {
     "include/octet": ["octet/"],
     "src/core": ["octet/", "core/"],
     "src/cpu": ["octet/", "core/", "cpu/"],
+    "src/ffi": ["octet/", "xla/ffi/api/"],
     "cli": ["octet/", "CLI/", "nlohmann/", "fmt/"],
     "tests/unit": ["octet/", "core/", "cpu/", "support/", "gtest/", "gmock/", "nlohmann/"],
     "tests/cli": ["octet/", "support/", "gtest/", "gmock/", "nlohmann/"],

@@ -1,0 +1,147 @@
+"""include/octet/octet.h in ctypes: the same structs, field by field, and the same numbers for every name.
+
+A test compiles a C program that prints the offset of every field and compares. Enumerators are dictionaries from the
+names that the library itself uses in its messages.
+"""
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+
+STATUS_OK, STATUS_INVALID_ARGUMENT, STATUS_UNSUPPORTED, STATUS_WORKSPACE_TOO_SMALL, STATUS_FAILURE = range(5)
+
+DTYPES = {
+    "none": 0, "f64": 1, "f32": 2, "f16": 3, "bf16": 4, "e4m3": 5, "e5m2": 6, "i8": 7, "u8": 8, "i4": 9, "i32": 10,
+    "bool": 11,
+}  # fmt: skip
+DEVICES = {"cpu": 0, "cuda": 1}
+PRECISIONS = {
+    "f64": 1, "f32": 2, "f16": 3, "bf16": 4, "int8": 5, "int8_f16": 6, "int8_fp8": 7, "fp8": 8, "fp8_raw": 9,
+    "sagebwd": 10,
+}  # fmt: skip
+PASSES = {"forward": 0, "backward": 1, "jvp": 2}
+MASK_CAUSAL, MASK_WINDOW = 1, 2
+ALIGNMENTS = {"none": 0, "top_left": 1, "bottom_right": 2}
+REMEDIES = {"f16_inside": 0, "none": 1, "beta": 2, "exact_delta": 3, "project": 4}
+SWITCHES = {"auto": 0, "on": 1, "off": 2}
+GRANULARITIES = {"tensor": 0, "token": 1, "channel": 2, "block": 3, "thread": 4}
+OPERANDS = {"q": 0, "k": 1, "v": 2}
+ZERO_POINTS = {"symmetric": 0, "integer": 1, "float": 2}
+ROPE_STYLES = {"none": 0, "half": 1, "interleaved": 2}
+STATISTICS = ("step", "norm", "bias", "outlier")
+
+
+class Struct(ctypes.Structure):
+    """A struct of octet.h: its first field is its size."""
+
+    def __init__(self, **fields: object) -> None:
+        super().__init__(size=ctypes.sizeof(type(self)), **fields)
+
+
+class Tensor(Struct):
+    """octet_tensor"""
+
+
+class Quantization(Struct):
+    """octet_quantization"""
+
+    _fields_ = [
+        ("size", c_uint32),
+        ("operand", c_uint32),
+        ("granularity", c_uint32),
+        ("zero_point_kind", c_uint32),
+        ("block", c_int64),
+        ("hadamard_seed", c_uint64),
+        ("scale", POINTER(Tensor)),
+        ("zero_point", POINTER(Tensor)),
+        ("mean", POINTER(Tensor)),
+    ]
+
+
+Tensor._fields_ = [
+    ("size", c_uint32),
+    ("dtype", c_uint32),
+    ("data", c_void_p),
+    ("shape", c_int64 * 4),
+    ("stride", c_int64 * 4),
+    ("device", c_uint32),
+    ("device_index", c_int32),
+    ("quantization", POINTER(Quantization)),
+]
+
+
+class Attention(Struct):
+    """octet_attention"""
+
+    _fields_ = [
+        ("size", c_uint32),
+        ("precision", c_uint32),
+        ("scale", c_float),
+        ("mask", c_uint32),
+        ("alignment", c_uint32),
+        ("remedy", c_uint32),
+        ("window_left", c_int64),
+        ("window_right", c_int64),
+        ("softcap", c_float),
+        ("beta", c_float),
+        ("hadamard", c_uint32),
+        ("smooth_q", c_uint32),
+        ("deterministic", c_uint32),
+        ("threads", c_uint32),
+        ("backend", c_char_p),
+        ("rounding", c_void_p),
+    ]
+
+
+class Arguments(Struct):
+    """octet_arguments"""
+
+    _fields_ = [
+        ("size", c_uint32),
+        ("pass", c_uint32),
+        ("q", POINTER(Tensor)),
+        ("k", POINTER(Tensor)),
+        ("v", POINTER(Tensor)),
+        ("mask", POINTER(Tensor)),
+        ("sinks", POINTER(Tensor)),
+        ("cu_seqlens_q", POINTER(Tensor)),
+        ("cu_seqlens_k", POINTER(Tensor)),
+        ("max_seqlen_q", c_int64),
+        ("max_seqlen_k", c_int64),
+        ("o", POINTER(Tensor)),
+        ("o_residual", POINTER(Tensor)),
+        ("lse", POINTER(Tensor)),
+        ("do_", POINTER(Tensor)),
+        ("dq", POINTER(Tensor)),
+        ("dk", POINTER(Tensor)),
+        ("dv", POINTER(Tensor)),
+        ("tq", POINTER(Tensor)),
+        ("tk", POINTER(Tensor)),
+        ("tv", POINTER(Tensor)),
+        ("to", POINTER(Tensor)),
+    ]
+
+
+class Rope(Struct):
+    """octet_rope"""
+
+    _fields_ = [
+        ("size", c_uint32),
+        ("style", c_uint32),
+        ("dim", c_int64),
+        ("offset", c_int64),
+        ("base", c_double),
+    ]
+
+
+_status = c_uint32  # octet_status, an unsigned enum
+PROTOTYPES = {
+    "octet_message": (c_char_p, []),
+    "octet_version": (c_char_p, []),
+    "octet_workspace_size": (_status, [POINTER(Attention), POINTER(Arguments), POINTER(c_size_t)]),
+    "octet_run": (_status, [POINTER(Attention), POINTER(Arguments), c_void_p, c_size_t, c_void_p]),
+    "octet_explain": (_status, [POINTER(Attention), POINTER(Arguments), c_char_p, c_size_t, POINTER(c_size_t)]),
+    "octet_info": (_status, [c_char_p, c_size_t, POINTER(c_size_t)]),
+    "octet_quantize": (_status, [POINTER(Tensor), POINTER(Rope), POINTER(Tensor), POINTER(Tensor), c_void_p]),
+    "octet_dequantize": (_status, [POINTER(Tensor), POINTER(Tensor), c_void_p]),
+    "octet_scale_groups": (_status, [c_uint32, c_uint32, c_int64, c_int64, POINTER(c_int64)]),
+}

@@ -1,0 +1,195 @@
+"""The public functions of attention: each works out what was asked for and hands it to the framework of the arrays."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octet._options import AttentionOptions, Options, options_of
+from octet._qtensor import QTensor
+from octet.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+
+def _framework_of(name: str, array: Any) -> str:
+    array = array.codes if isinstance(array, QTensor) else array
+    if isinstance(array, np.ndarray):
+        return "numpy"
+    if "torch" in sys.modules and isinstance(array, sys.modules["torch"].Tensor):
+        return "torch"
+    if "jax" in sys.modules and isinstance(array, sys.modules["jax"].Array):
+        return "jax"
+    raise InvalidArgument(
+        f"{name}: found {type(array).__name__}, allowed: numpy.ndarray, torch.Tensor, jax.Array, or octet.QTensor"
+    )
+
+
+def front_of(**arrays: Any) -> Any:
+    """The front of the framework that all the arrays belong to; None: absent."""
+    first, framework = "", ""
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        found = _framework_of(name, array)
+        first, framework = (name, found) if not first else (first, framework)
+        if found != framework:
+            raise InvalidArgument(
+                f"{name}: a {found} array, but {first} is one of {framework}; all arrays of a call are of one kind"
+            )
+    if framework == "torch":
+        import octet.torch as front
+    elif framework == "jax":
+        import octet.jax as front
+    else:
+        import octet._numpy as front
+    return front
+
+
+def own_type(front: Any, q: Any) -> str:
+    """The type that precision None stands for."""
+    return q.format if isinstance(q, QTensor) else front.front.own_type(q)
+
+
+def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_k: int) -> Options:
+    if layout is not None:
+        raise InvalidArgument(f"layout: {layout!r} given, but packed sequences are [token, head, dim]; leave it out")
+    return options._replace(layout="thd", max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mask: Any | None = None,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Any:
+    """softmax(scale * q k^T + mask) v
+
+    Args:
+        q: [batch, heads, queries, dim], or with layout "bshd" [batch, queries, heads, dim]: a numpy, torch or jax array
+            of float32, float16, bfloat16 or float64, or a `QTensor`; any strides. dim is a multiple of 8 up to 256.
+        k: [batch, kv_heads, keys, dim]; heads is a multiple of kv_heads, and head h of q meets head
+            h // (heads / kv_heads) of k and v.
+        v: [batch, kv_heads, keys, dim_v].
+        mask: bool (True: seen) or float32, float16, bfloat16, at precision "f64" float64 (added to the logits; -inf
+            hides), broadcast to [batch, heads, queries, keys] whatever the layout. It gets no gradient.
+        return_lse: also return the log-sum-exp of the logits.
+
+    Keywords:
+        precision: the recipe (docs/numerics.md), "f64", "f32", "f16", "bf16", "int8", "int8_f16", "int8_fp8", "fp8",
+            "fp8_raw" or "sagebwd"; None: that of q's own type.
+        causal: True: query i sees keys up to i, refused unless there are as many queries as keys. "top_left" says that
+            for any lengths; "bottom_right": the last query sees all keys.
+        scale: None: 1 / sqrt(dim). Positive.
+        window: (left, right): keys that a query sees left and right of the diagonal; None or -1 for all of a side.
+        alignment: "top_left" or "bottom_right", the diagonal that a window without `causal` is about.
+        layout: of q, k, v, o and their derivatives, "bhsd" or "bshd".
+        remedy: how 16-bit training keeps rounding bias out of its gradients (docs/numerics.md), "f16_inside" (default),
+            "none", "beta", "exact_delta" or "project". With "beta", `beta` is 2 to 8 or 0 for 2.
+        hadamard, smooth_q: "auto", "on" or "off": rotate q and k, subtract the mean of each 128 queries, before int8.
+        softcap: refused unless 0.
+        deterministic: bitwise repeatable; None: as torch.use_deterministic_algorithms says, False elsewhere.
+        threads: of the CPU; 0: torch.get_num_threads() in torch, all elsewhere.
+        backend: by name, as in `octet.info()["backends"]`; None: the best that can.
+
+    Returns:
+        o, [batch, heads, queries, dim_v] in q's type, contiguous in `layout`; with return_lse (o, lse), lse natural,
+        float32 (float64 at precision "f64"), [batch, heads, queries] whatever the layout. A query that sees no key
+        gives o = 0, lse = -inf. Torch and jax differentiate o, backwards and forwards; lse carries no gradient.
+
+    Raises:
+        InvalidArgument: an argument has a value that is not allowed; the message says which are.
+        Unsupported: no backend computes it; the message gives each backend's reason.
+        TypeError: an unknown keyword; the message says what to use instead.
+    """
+    front = front_of(q=q, k=k, v=v, mask=mask)
+    o, lse = front.run_attention(options_of(own_type(front, q), **options), q, k, v, mask=mask)
+    return (o, lse) if return_lse else o
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    *,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> Any:
+    """Attention within each of many sequences that lie one after the other.
+
+    Args:
+        q: [total queries, heads, dim].
+        k, v: [total keys, kv_heads, dim or dim_v].
+        cu_seqlens_q: int32 [sequences + 1]: the first token of each sequence, and the total.
+        cu_seqlens_k: the same for k and v.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths, 0: unknown.
+        return_lse: also return lse, [heads, total queries].
+        options: the keywords of `octet.attention`, but for `layout`. A causal mask or a window needs an alignment.
+
+    Returns:
+        o, [total queries, heads, dim_v], or (o, lse).
+
+    Raises:
+        As `octet.attention`.
+    """
+    front = front_of(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    made = _packed(options_of(own_type(front, q), **options), options.get("layout"), max_seqlen_q, max_seqlen_k)
+    o, lse = front.run_attention(made, q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return (o, lse) if return_lse else o
+
+
+def attention_vjp(
+    q: Any, k: Any, v: Any, do: Any, *, mask: Any | None = None, **options: Unpack[AttentionOptions]
+) -> tuple[Any, Any, Any]:
+    """The gradients of sum(attention(q, k, v) * do), for arrays that no framework differentiates.
+
+    Args:
+        q, k, v, mask, options: as in `octet.attention`.
+        do: of the shape of o.
+
+    Returns:
+        (dq, dk, dv), of the shapes and types of q, k and v.
+
+    Raises:
+        As `octet.attention`; Unsupported for precisions without a backward pass.
+    """
+    front = front_of(q=q, k=k, v=v, do=do, mask=mask)
+    return front.run_vjp(options_of(own_type(front, q), **options), q, k, v, do, mask=mask)
+
+
+def attention_jvp(
+    q: Any,
+    k: Any,
+    v: Any,
+    tq: Any,
+    tk: Any,
+    tv: Any,
+    *,
+    mask: Any | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Any, Any]:
+    """Attention and its derivative along (tq, tk, tv), in one pass over the keys.
+
+    Args:
+        q, k, v, mask, options: as in `octet.attention`.
+        tq, tk, tv: tangents, of the shapes of q, k and v.
+
+    Returns:
+        (o, to): to = d/de attention(q + e tq, k + e tk, v + e tv) at e = 0. In torch and jax, o is differentiable and
+        `to` is detached, as training by MeanFlow or consistency targets wants it.
+
+    Raises:
+        As `octet.attention`; Unsupported for precisions without a jvp.
+    """
+    front = front_of(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv, mask=mask)
+    return front.run_jvp(options_of(own_type(front, q), **options), q, k, v, tq, tk, tv, mask=mask)

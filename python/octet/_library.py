@@ -1,0 +1,51 @@
+"""Finds liboctet.so, loads it, and turns its statuses into exceptions.
+
+Looked for, in this order: the file that OCTET_LIBRARY names, liboctet.so beside this file (a wheel), and what the
+system's loader knows (an octet installed by CMake).
+"""
+
+import ctypes
+import os
+import pathlib
+from collections.abc import Callable
+
+from octet import _abi
+from octet.errors import Failure, InvalidArgument, Unsupported
+
+_EXCEPTIONS = {_abi.STATUS_INVALID_ARGUMENT: InvalidArgument, _abi.STATUS_UNSUPPORTED: Unsupported}
+
+
+def _load() -> tuple[ctypes.CDLL, str]:
+    bundled = pathlib.Path(__file__).parent / "liboctet.so"
+    named = os.environ.get("OCTET_LIBRARY")
+    path = named or (str(bundled) if bundled.exists() else "liboctet.so.0")
+    try:
+        lib = ctypes.CDLL(path)
+    except OSError as error:
+        raise ImportError(
+            f"octet: cannot load {path} ({error}). Install the package (pip install .), or name a built library: "
+            "OCTET_LIBRARY=build/release/src/liboctet.so"
+        ) from error
+    for name, (result, arguments) in _abi.PROTOTYPES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib, path
+
+
+lib, path = _load()
+version: str = lib.octet_version().decode()
+
+
+def check(status: int) -> None:
+    """Raises what `status` stands for, with the library's message, unless it is OK."""
+    if status != _abi.STATUS_OK:
+        raise _EXCEPTIONS.get(status, Failure)(lib.octet_message().decode())
+
+
+def text_of(write: Callable[[ctypes.Array | None, int, object], int]) -> str:
+    """The text of a function that writes at most `capacity` bytes and tells the full length."""
+    length = ctypes.c_size_t()
+    check(write(None, 0, ctypes.byref(length)))
+    text = ctypes.create_string_buffer(length.value + 1)
+    check(write(text, len(text), ctypes.byref(length)))
+    return text.value.decode()

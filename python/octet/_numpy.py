@@ -1,0 +1,107 @@
+"""The numpy front: arrays in host memory. bfloat16 and 8-bit floats are those of ml_dtypes."""
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from octet import _abi, _passes
+from octet._options import Options
+from octet._plan import View
+from octet.errors import InvalidArgument, listing
+
+_DTYPES = {
+    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2", "int8": "i8", "uint8": "u8", "int4": "i4", "int32": "i32", "bool": "bool",
+}  # fmt: skip
+_ALIGNMENT = 64
+
+
+def dtype_name(dtype: Any, what: str) -> str:
+    """The name in _abi.DTYPES of a numpy dtype; `what` is whose dtype it is."""
+    found = np.dtype(dtype)
+    if found.name not in _DTYPES or not found.isnative:
+        shown = found.name if found.isnative else found.str
+        hint = "; bfloat16 arrays have the dtype ml_dtypes.bfloat16" if shown == "uint16" else ""
+        raise InvalidArgument(
+            f"{what}: dtype {shown}, allowed: {listing(_DTYPES)} in the byte order of this machine{hint}"
+        )
+    return _DTYPES[found.name]
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The numpy dtype of a name in _abi.DTYPES."""
+    (np_name,) = [key for key, value in _DTYPES.items() if value == name]
+    try:
+        return np.dtype(np_name)
+    except TypeError:
+        try:
+            return np.dtype(getattr(importlib.import_module("ml_dtypes"), np_name))
+        except ImportError as error:
+            raise InvalidArgument(f"dtype {name} needs ml_dtypes in numpy: pip install ml_dtypes") from error
+
+
+class NumpyFront:
+    """See _passes.Front."""
+
+    def view(self, name: str, array: np.ndarray) -> View:
+        label, item = name.rstrip("_"), array.dtype.itemsize
+        if isinstance(array, np.ma.MaskedArray):
+            raise InvalidArgument(
+                f"{label}: a masked array, whose mask octet would not see; pass mask to octet.attention"
+            )
+        number = _abi.DTYPES[dtype_name(array.dtype, label)]
+        if any(stride % item for stride in array.strides):
+            raise InvalidArgument(
+                f"{label}: strides of {array.strides} bytes, expected multiples of its elements of {item} bytes; "
+                "copy it with numpy.ascontiguousarray"
+            )
+        return View(number, array.shape, tuple([stride // item for stride in array.strides]))
+
+    def address(self, array: np.ndarray) -> int:
+        return array.ctypes.data
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> np.ndarray:
+        return np.empty(shape, dtype)
+
+    dtype_name = staticmethod(dtype_name)
+
+    def own_type(self, q: np.ndarray) -> str:
+        return dtype_name(q.dtype, "q")
+
+    dtype_of = staticmethod(dtype_of)
+
+    def workspace(self, size: int, like: Any) -> tuple[object, int]:
+        memory = np.empty(size + _ALIGNMENT, np.uint8)
+        return memory, -(-memory.ctypes.data // _ALIGNMENT) * _ALIGNMENT
+
+    def stream(self, like: Any) -> None:
+        return None
+
+    def resolve(self, options: Options, like: Any) -> Options:
+        return options
+
+
+front = NumpyFront()
+
+
+def run_attention(options: Options, q: Any, k: Any, v: Any, **more: Any) -> tuple[Any, Any]:
+    """(o, lse)"""
+    return _passes.forward(front, options, q, k, v, residual=False, **more)[:2]
+
+
+def run_vjp(options: Options, q: Any, k: Any, v: Any, do: Any, **more: Any) -> tuple:
+    """(dq, dk, dv)"""
+    residual = _passes.needs_residual(front, options, q)
+    o, lse, o_residual = _passes.forward(front, options, q, k, v, residual=residual, **more)
+    return _passes.backward(front, options, do, q, k, v, o, lse, o_residual, **more)
+
+
+def run_jvp(options: Options, q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, **more: Any) -> tuple:
+    """(o, to)"""
+    o, _, to = _passes.jvp(front, options, q, k, v, tq, tk, tv, **more)
+    return o, to
+
+
+def to_numpy(array: np.ndarray) -> np.ndarray:
+    return array

@@ -1,0 +1,171 @@
+"""The options of a call, hashable, in the words of the user; `attention_of` puts them into octet_attention."""
+
+import math
+from typing import Literal, NamedTuple, TypeAlias, TypedDict
+
+from octet import _abi
+from octet.errors import InvalidArgument, listing, look_up
+
+Precision: TypeAlias = Literal["f64", "f32", "f16", "bf16", "int8", "int8_f16", "int8_fp8", "fp8", "fp8_raw", "sagebwd"]
+Layout: TypeAlias = Literal["bhsd", "bshd"]
+Causal: TypeAlias = bool | Literal["top_left", "bottom_right"]
+Window: TypeAlias = tuple[int | None, int | None] | int | None
+Remedy: TypeAlias = Literal["f16_inside", "none", "beta", "exact_delta", "project"]
+Switch: TypeAlias = Literal["auto", "on", "off"]
+
+# Of each layout, the dimension of the caller's array that is batch, head, token, dim; -1: none, 1 in its place.
+LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "thd": (-1, 1, 0, 2)}
+_CAUSAL = {False: "no", True: "unaligned", "top_left": "top_left", "bottom_right": "bottom_right"}
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keywords that every function of attention takes; `octet.attention` describes them."""
+
+    precision: Precision | None
+    causal: Causal
+    scale: float | None
+    window: Window
+    alignment: Literal["top_left", "bottom_right"] | None
+    layout: Layout
+    remedy: Remedy
+    beta: float
+    hadamard: Switch
+    smooth_q: Switch
+    softcap: float
+    deterministic: bool | None
+    threads: int
+    backend: str | None
+
+
+class Options(NamedTuple):
+    """What to compute, apart from the data. Only types that torch's operator schemas have."""
+
+    precision: str
+    layout: str = "bhsd"  # or "bshd", or "thd" for packed sequences
+    causal: str = "no"  # a value of _CAUSAL
+    scale: float = 0.0  # 0: 1 / sqrt(dim)
+    window: tuple[int, ...] = ()  # keys left and right of the diagonal, -1: all; empty: no window
+    alignment: str = "none"  # of a window without a causal mask
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    remedy: str = "f16_inside"
+    beta: float = 0.0
+    hadamard: str = "auto"
+    smooth_q: str = "auto"
+    softcap: float = 0.0
+    deterministic: bool | None = None  # None: as the framework says
+    threads: int = 0  # 0: as the framework says, else all
+    backend: str = ""  # "": the best that can
+
+
+def causal_name(causal: Causal) -> str:
+    if isinstance(causal, (bool, str)) and causal in _CAUSAL:
+        return _CAUSAL[causal]
+    raise InvalidArgument(f"causal: found {causal!r}, allowed: False, True, 'top_left', 'bottom_right'")
+
+
+def window_pair(window: Window) -> tuple[int, ...]:
+    """(left, right) with -1 for all; a number is both sides; empty for no window."""
+    if window is None:
+        return ()
+    sides = (window, window) if isinstance(window, int) else tuple(window)
+    if len(sides) != 2:
+        raise InvalidArgument(f"window: found {window!r}, allowed: (left, right), one number for both, or None")
+    return tuple(-1 if side is None else int(side) for side in sides)
+
+
+def scale_number(scale: float | None) -> float:
+    """0 stands for the default in octet.h, so a scale of 0 cannot be passed on."""
+    if scale is None:
+        return 0.0
+    if scale == 0 or math.isnan(scale):
+        raise InvalidArgument(f"scale: found {scale}, allowed: positive and finite, or None for 1/sqrt(dim)")
+    return float(scale)
+
+
+def attention_of(options: Options) -> _abi.Attention:
+    mask = (_abi.MASK_CAUSAL if options.causal != "no" else 0) | (_abi.MASK_WINDOW if options.window else 0)
+    alignment = options.causal if options.causal in _abi.ALIGNMENTS else options.alignment
+    left, right = options.window or (0, 0)
+    return _abi.Attention(
+        precision=look_up("precision", options.precision, _abi.PRECISIONS),
+        scale=options.scale,
+        mask=mask,
+        alignment=look_up("alignment", alignment, _abi.ALIGNMENTS),
+        remedy=look_up("remedy", options.remedy, _abi.REMEDIES),
+        window_left=left,
+        window_right=right,
+        softcap=options.softcap,
+        beta=options.beta,
+        hadamard=look_up("hadamard", options.hadamard, _abi.SWITCHES),
+        smooth_q=look_up("smooth_q", options.smooth_q, _abi.SWITCHES),
+        deterministic=bool(options.deterministic),
+        threads=options.threads,
+        backend=options.backend.encode() or None,
+    )
+
+
+# What other attention functions call things, and what to do here.
+ADVICE = {
+    "is_causal": "use causal='top_left' (scaled_dot_product_attention) or 'bottom_right' (flash-attn)",
+    "attn_mask": "use mask",
+    "bias": "use mask with a float type",
+    "dropout_p": "there is no dropout; drop elements of the output instead",
+    "dropout": "there is no dropout; drop elements of the output instead",
+    "softmax_scale": "use scale",
+    "sm_scale": "use scale",
+    "window_size": "use window",
+    "alibi_slopes": "add slope * distance to the logits by a float mask",
+    "enable_gqa": "leave it out: grouped heads follow from the shapes",
+    "tensor_layout": "use layout='bhsd' (HND) or 'bshd' (NHD)",
+}
+
+
+def options_of(
+    type_of_q: str,
+    *,
+    precision: Precision | None = None,
+    causal: Causal = False,
+    scale: float | None = None,
+    window: Window = None,
+    alignment: Literal["top_left", "bottom_right"] | None = None,
+    layout: Layout = "bhsd",
+    remedy: Remedy = "f16_inside",
+    beta: float = 0.0,
+    hadamard: Switch = "auto",
+    smooth_q: Switch = "auto",
+    softcap: float = 0.0,
+    deterministic: bool | None = None,
+    threads: int = 0,
+    backend: str | None = None,
+    **unknown: object,
+) -> Options:
+    """Options from the keywords of `octet.attention`; `type_of_q` is a name of _abi.DTYPES."""
+    for name in unknown:
+        advice = ADVICE.get(name, f"allowed: {listing(AttentionOptions.__annotations__)}")
+        raise TypeError(f"{name}: octet has no such argument; {advice}")
+    if precision is None and type_of_q not in ("f64", "f32", "f16", "bf16"):
+        raise InvalidArgument(
+            f"precision: None stands for the type of q, but several recipes take {type_of_q}; name one of "
+            f"{listing(_abi.PRECISIONS)}"
+        )
+    if layout not in ("bhsd", "bshd"):
+        raise InvalidArgument(f"layout: found {layout!r}, allowed: 'bhsd', 'bshd'")
+    if alignment is not None and isinstance(causal, str):
+        raise InvalidArgument(f"alignment: {alignment!r} given, but causal={causal!r} names one; give one of them")
+    return Options(
+        precision=precision or type_of_q,
+        layout=layout,
+        causal=causal_name(causal),
+        scale=scale_number(scale),
+        window=window_pair(window),
+        alignment=alignment or "none",
+        remedy=remedy,
+        beta=beta,
+        hadamard=hadamard,
+        smooth_q=smooth_q,
+        softcap=softcap,
+        deterministic=deterministic,
+        threads=threads,
+        backend=backend or "",
+    )

@@ -1,0 +1,136 @@
+"""octet.quantize and octet.dequantize: arrays to 8-bit codes and back (docs/quantizers.md)."""
+
+import ctypes
+from typing import Any, Literal
+
+from octet import _abi, _api
+from octet._library import check, lib
+from octet._options import LAYOUTS, Layout
+from octet._passes import Front
+from octet._plan import Coding, quantization_of, tensor_of
+from octet._qtensor import QTensor
+from octet.errors import InvalidArgument, Unsupported, look_up
+
+_FORMATS = {name: _abi.DTYPES[name] for name in ("i8", "u8", "i4", "e4m3", "e5m2")}
+_LAYOUTS = {"bhsd": 0, "bshd": 1}
+
+
+def _front_of(x: Any) -> Front:
+    module = _api.front_of(x=x)
+    if module.__name__ == "octet.jax":
+        raise Unsupported("x: a jax array; quantise numpy.asarray(x), as jax programs take no codes")
+    return module.front
+
+
+def _described(front: Front, name: str, array: Any, layout: str = "bhsd") -> _abi.Tensor:
+    view = front.view(name, array)
+    if len(view.shape) != 4:
+        raise InvalidArgument(f"{name}: shape {list(view.shape)}, expected 4 dimensions, layout {layout!r}")
+    tensor = tensor_of(view, LAYOUTS[layout])
+    tensor.data = front.address(array)
+    return tensor
+
+
+def _coded(front: Front, x: QTensor) -> _abi.Tensor:
+    """The codes of x with their quantization."""
+    how = quantization_of(x.coding)
+    for part in ("scale", "zero_point", "mean"):
+        if (values := getattr(x, part)) is not None:
+            setattr(how, part, ctypes.pointer(_described(front, part, values)))
+    tensor = _described(front, "codes", x.codes, x.layout)
+    tensor.dtype = _abi.DTYPES[x.format]
+    tensor.quantization = ctypes.pointer(how)
+    return tensor
+
+
+def quantize(
+    x: Any,
+    operand: Literal["q", "k", "v"],
+    *,
+    format: Literal["i8", "u8", "i4", "e4m3", "e5m2"] = "i8",
+    granularity: Literal["tensor", "token", "channel", "block", "thread"] = "token",
+    block: int = 0,
+    zero_point: Literal["symmetric", "integer", "float"] = "symmetric",
+    smooth: bool = False,
+    hadamard_seed: int = 0,
+    rope: Literal["none", "half", "interleaved"] = "none",
+    rope_dim: int = 0,
+    rope_offset: int = 0,
+    rope_base: float = 0.0,
+    layout: Layout = "bhsd",
+) -> QTensor:
+    """Codes and scales of x: codes = round(rotate(rope(x) - mean) / scale).
+
+    Args:
+        x: [batch, head, token, dim] of float64, float32, float16 or bfloat16, in `layout`; numpy or torch.
+        operand: which operand of attention x is; granularities depend on it.
+        format: of the codes. "i4" has a code per byte, which numpy and torch hold as int8.
+        granularity: what shares a scale: a (batch, head), a token, a channel (v only), `block` tokens, or the tokens of
+            one thread's fragments (q and k only).
+        zero_point: "symmetric" for none; "integer" and "float" for i8 and u8.
+        smooth: subtract the mean over tokens first.
+        hadamard_seed: rotate each row by a random-sign Hadamard matrix; 0: do not.
+        rope: rotary embedding of the first rope_dim channels (0: all) first, at positions token + rope_offset, with
+            base rope_base (0: 10000).
+
+    Returns:
+        A QTensor, with statistics.
+
+    Raises:
+        InvalidArgument: with the choices.
+    """
+    front = _front_of(x)
+    look_up("format", format, _FORMATS)
+    look_up("layout", layout, _LAYOUTS)
+    coding = Coding(
+        operand=look_up("operand", operand, _abi.OPERANDS),
+        granularity=look_up("granularity", granularity, _abi.GRANULARITIES),
+        zero_point_kind=look_up("zero_point", zero_point, _abi.ZERO_POINTS),
+        block=block,
+        hadamard_seed=hadamard_seed,
+    )
+    rotation = _abi.Rope(
+        style=look_up("rope", rope, _abi.ROPE_STYLES), dim=rope_dim, offset=rope_offset, base=rope_base
+    )
+    source = _described(front, "x", x, layout)
+    batch, heads, tokens, dim = source.shape
+    groups = ctypes.c_int64()
+    check(lib.octet_scale_groups(coding.operand, coding.granularity, block, tokens, ctypes.byref(groups)))
+
+    def parameter(*shape: int) -> Any:
+        return front.empty((batch, heads, *shape), front.dtype_of("f32"), x)
+
+    scales = (1, dim) if granularity == "channel" else (groups.value, 1)
+    out = QTensor(
+        codes=front.empty(tuple(x.shape), front.dtype_of("i8" if format == "i4" else format), x),
+        scale=parameter(*scales),
+        zero_point=None if zero_point == "symmetric" else parameter(*scales),
+        mean=parameter(1, dim) if smooth else None,
+        format=format,
+        coding=coding,
+        layout=layout,
+        dtype=x.dtype,
+        statistics=parameter(1, len(_abi.STATISTICS)),
+    )
+    statistics = _described(front, "statistics", out.statistics)
+    check(lib.octet_quantize(source, rotation, _coded(front, out), statistics, front.stream(x)))
+    return out
+
+
+def dequantize(x: QTensor, dtype: Any | None = None) -> Any:
+    """The numbers that the codes stand for: scale * codes, rotated back, plus mean. RoPE is not undone.
+
+    Args:
+        x: from `octet.quantize`.
+        dtype: of the result, a float type of the framework; None: that of what was quantised.
+
+    Returns:
+        An array of the shape and layout of x.codes.
+
+    Raises:
+        InvalidArgument: with the choices.
+    """
+    front = _front_of(x)
+    out = front.empty(x.shape, x.dtype if dtype is None else dtype, x.codes)
+    check(lib.octet_dequantize(_coded(front, x), _described(front, "x", out, x.layout), front.stream(x.codes)))
+    return out

@@ -1,0 +1,109 @@
+"""octet.check, the error of a precision on given data, and octet.info, the machine and the build."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import platform
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from octet import _api, _library, _numpy
+from octet._options import AttentionOptions, options_of
+from octet._qtensor import QTensor
+from octet._quantize import dequantize
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+_POSITIONS = {"causal", "scale", "window", "alignment", "layout"}  # options that the exact result has too
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """Distances of a result from float64, over all elements."""
+
+    cos: float  # cosine similarity; says little alone
+    rel_l1: float  # sum |error| / sum |exact|
+    rel_l2: float  # ||error|| / ||exact||
+    max_abs: float
+    nan: int  # elements that are NaN
+
+
+def _distance(got: np.ndarray, want: np.ndarray) -> Errors:
+    got, want = np.ravel(got), np.ravel(want)
+    with np.errstate(invalid="ignore"):
+        error = np.where(got == want, 0.0, got - want)  # equal infinities do not count
+    finite = np.where(np.isfinite(want), want, 0.0)
+
+    def ratio(a: float, b: float) -> float:
+        return 0.0 if a == 0 else float(np.divide(a, b))
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        aligned = float(got @ want / np.sqrt((got @ got) * (want @ want))) if error.any() else 1.0
+        return Errors(
+            cos=aligned,
+            rel_l1=ratio(np.abs(error).sum(), np.abs(finite).sum()),
+            rel_l2=ratio(np.linalg.norm(error), np.linalg.norm(finite)),
+            max_abs=float(np.abs(error).max(initial=0.0)),
+            nan=int(np.isnan(got).sum()),
+        )
+
+
+def check(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    do: Any | None = None,
+    tangents: tuple[Any, Any, Any] | None = None,
+    mask: Any | None = None,
+    **options: Unpack[AttentionOptions],
+) -> dict[str, Errors]:
+    """How far each result lies from attention in float64 on the same data.
+
+    Args:
+        q, k, v, mask, options: as in `octet.attention`.
+        do: also check the gradients dq, dk, dv.
+        tangents: (tq, tk, tv); also check the tangent `to`.
+
+    Returns:
+        {"o": Errors, "lse": Errors, "dq": ..., "dk": ..., "dv": ..., "to": ...}, those that were asked for. float64 is
+        the unfused reference, on the CPU.
+    """
+    module = _api.front_of(q=q, k=k, v=v, do=do, mask=mask)
+    made = options_of(_api.own_type(module, q), **options)
+    positions = {name: value for name, value in options.items() if name in _POSITIONS}
+    exact = options_of("f64", precision="f64", **positions)
+
+    def wide(x: Any) -> np.ndarray:
+        return module.to_numpy(dequantize(x) if isinstance(x, QTensor) else x).astype(np.float64)
+
+    wide_mask = None if mask is None else module.to_numpy(mask)
+    inputs = [wide(x) for x in (q, k, v)]
+    o, lse = module.run_attention(made, q, k, v, mask=mask)
+    want_o, want_lse = _numpy.run_attention(exact, *inputs, mask=wide_mask)
+    pairs = {"o": (o, want_o), "lse": (lse, want_lse)}
+    if do is not None:
+        got = module.run_vjp(made, q, k, v, do, mask=mask)
+        want = _numpy.run_vjp(exact, *inputs, wide(do), mask=wide_mask)
+        pairs |= dict(zip(("dq", "dk", "dv"), zip(got, want, strict=True), strict=True))
+    if tangents is not None:
+        _, to = module.run_jvp(made, q, k, v, *tangents, mask=mask)
+        pairs["to"] = to, _numpy.run_jvp(exact, *inputs, *map(wide, tangents), mask=wide_mask)[1]
+    return {name: _distance(wide(got), want) for name, (got, want) in pairs.items()}
+
+
+def info() -> dict[str, Any]:
+    """The machine and the build: version, compiler, cuda, cpu, gpus, backends (each with its reason if unavailable),
+    where the library lies, and the handlers that jax calls (None: callbacks on the CPU)."""
+    found = json.loads(_library.text_of(_library.lib.octet_info))
+    handlers = pathlib.Path(_library.path).parent / "liboctet_jax.so"
+    return found | {
+        "library": _library.path,
+        "xla_handlers": str(handlers) if handlers.exists() else None,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }

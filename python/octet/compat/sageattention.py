@@ -1,0 +1,187 @@
+"""The functions of SageAttention, computed by octet.
+
+"HND" is [batch, head, token, dim], "NHD" [batch, token, head, dim]; causal masks are aligned top-left; lse is natural,
+[batch, head, token]. `sageattn` is precision "int8" here, which also trains; the named kernels are "int8_f16" and
+"int8_fp8". All have a scale per token, finer than "per_warp" and "per_thread", and add in float32, which serves every
+`pv_accum_dtype`; k is always smoothed and v never. Unlike the originals, an unknown keyword raises.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from octet import _api
+from octet._options import ADVICE, Precision
+from octet.errors import InvalidArgument, Unsupported, listing
+
+_LAYOUTS = {"HND": "bhsd", "NHD": "bshd"}
+
+
+def _expect(name: str, found: object, allowed: Iterable[object]) -> None:
+    if found not in allowed:
+        raise Unsupported(f"{name}: found {found!r}, allowed: {', '.join(map(repr, allowed))}")
+
+
+def _expect_nothing(unknown: dict[str, Any]) -> None:
+    for name in unknown:
+        advice = ADVICE | {"attn_mask": "call octet.attention with mask"}
+        raise TypeError(f"{name}: this function has no such argument; {advice.get(name, 'leave it out')}")
+
+
+def _attention(
+    precision: Precision,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str,
+    is_causal: bool,
+    sm_scale: float | None,
+    return_lse: bool,
+    mask: torch.Tensor | None = None,
+) -> Any:
+    if tensor_layout not in _LAYOUTS:
+        raise InvalidArgument(f"tensor_layout: found {tensor_layout!r}, allowed: {listing(_LAYOUTS)}")
+    return _api.attention(
+        q,
+        k,
+        v,
+        precision=precision,
+        layout=_LAYOUTS[tensor_layout],
+        causal="top_left" if is_causal else False,
+        scale=sm_scale,
+        mask=mask,
+        return_lse=return_lse,
+    )
+
+
+def sageattn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    return_lse: bool = False,
+    **unknown: Any,
+) -> Any:
+    """o in the layout of q, or (o, lse), at precision "int8"."""
+    _expect_nothing(unknown)
+    return _attention("int8", q, k, v, tensor_layout, is_causal, sm_scale, return_lse)
+
+
+def sageattn_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    is_causal: bool = False,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+    **unknown: Any,
+) -> torch.Tensor:
+    """Packed sequences [token, head, dim] at precision "int8"."""
+    _expect_nothing(unknown)
+    _expect("smooth_k", smooth_k, (True,))
+    return _api.attention_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        precision="int8",
+        causal="top_left" if is_causal else False,
+        scale=sm_scale,
+    )
+
+
+def sageattn_qk_int8_pv_fp16_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    quantization_backend: str = "triton",
+    is_causal: bool = False,
+    attn_mask: torch.Tensor | None = None,
+    sm_scale: float | None = None,
+    smooth_k: bool = True,
+    return_lse: bool = False,
+    **unknown: Any,
+) -> Any:
+    """Precision "int8_f16"; attn_mask as `mask` of `octet.attention`."""
+    _expect_nothing(unknown)
+    _expect("quantization_backend", quantization_backend, ("triton", "cuda"))
+    _expect("smooth_k", smooth_k, (True,))
+    return _attention("int8_f16", q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask)
+
+
+def sageattn_qk_int8_pv_fp16_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+    **unknown: Any,
+) -> Any:
+    """Precision "int8_f16"."""
+    _expect_nothing(unknown)
+    _expect("qk_quant_gran", qk_quant_gran, ("per_warp", "per_thread"))
+    _expect("pv_accum_dtype", pv_accum_dtype, ("fp16", "fp16+fp32", "fp32"))
+    _expect("smooth_k", smooth_k, (True,))
+    _expect("smooth_v", smooth_v, (False,))
+    return _attention("int8_f16", q, k, v, tensor_layout, is_causal, sm_scale, return_lse)
+
+
+def sageattn_qk_int8_pv_fp8_cuda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp16",
+    smooth_k: bool = True,
+    smooth_v: bool = False,
+    return_lse: bool = False,
+    **unknown: Any,
+) -> Any:
+    """Precision "int8_fp8"."""
+    _expect_nothing(unknown)
+    _expect("qk_quant_gran", qk_quant_gran, ("per_warp", "per_thread"))
+    _expect("pv_accum_dtype", pv_accum_dtype, ("fp32", "fp32+fp32", "fp32+fp16"))
+    _expect("smooth_k", smooth_k, (True,))
+    _expect("smooth_v", smooth_v, (False,))
+    return _attention("int8_fp8", q, k, v, tensor_layout, is_causal, sm_scale, return_lse)
+
+
+def sageattn_qk_int8_pv_fp8_cuda_sm90(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tensor_layout: str = "HND",
+    is_causal: bool = False,
+    qk_quant_gran: str = "per_thread",
+    sm_scale: float | None = None,
+    pv_accum_dtype: str = "fp32+fp32",
+    smooth_k: bool = True,
+    return_lse: bool = False,
+    **unknown: Any,
+) -> Any:
+    """Precision "int8_fp8"."""
+    _expect_nothing(unknown)
+    _expect("qk_quant_gran", qk_quant_gran, ("per_warp", "per_thread"))
+    _expect("pv_accum_dtype", pv_accum_dtype, ("fp32", "fp32+fp32"))
+    _expect("smooth_k", smooth_k, (True,))
+    return _attention("int8_fp8", q, k, v, tensor_layout, is_causal, sm_scale, return_lse)

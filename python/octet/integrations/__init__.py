@@ -1,0 +1,1 @@
+"""octet inside other libraries, each by one call of `register()`: transformers, diffusers."""

@@ -1,0 +1,56 @@
+"""vmap: a mapped dimension becomes part of the batch, or of the heads where sequences are packed."""
+
+import torch
+
+from octet.errors import Unsupported
+
+
+class Fold:
+    """Folds the arguments of one call under vmap over `size` elements, and unfolds its results."""
+
+    def __init__(self, size: int, layout: str) -> None:
+        self._size = size
+        self._packed = layout == "thd"
+
+    def tensor(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """q, k, v or anything of their layout."""
+        return self._merge(x, dim, 1 if self._packed else 0)
+
+    def lse(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        return self._merge(x, dim, 0)
+
+    def residual(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """o_residual, or the empty tensor that stands for none."""
+        return self.tensor(x, dim) if x.ndim > 1 + (dim is not None) else x.new_empty(0)
+
+    def mask(
+        self, x: torch.Tensor | None, dim: int | None, like: tuple[torch.Tensor, int | None]
+    ) -> torch.Tensor | None:
+        """Broadcast to the four dimensions of the logits, whose batch is that of q, `like`."""
+        if x is None or (dim is None and (x.ndim < 4 or x.shape[0] == 1)):
+            return x
+        q, q_dim = like
+        batch = q.shape[0] if q_dim is None else q.movedim(q_dim, 0).shape[1]
+        x = x.expand(self._size, *x.shape) if dim is None else x.movedim(dim, 0)
+        x = x[(slice(None), *[None] * (5 - x.ndim))]
+        return x.expand(-1, batch, -1, -1, -1).flatten(0, 1)
+
+    def lengths(self, x: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
+        if dim is not None:
+            raise Unsupported(
+                "cu_seqlens: mapped by vmap, but all elements need the same lengths; set its in_dims to None"
+            )
+        return x
+
+    def unfold(self, x: torch.Tensor, at: int) -> torch.Tensor:
+        return x.unflatten(at, (self._size, x.shape[at] // self._size)).movedim(at, 0)
+
+    def unfold_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unfold(x, 1 if self._packed else 0)
+
+    def unfold_residual(self, x: torch.Tensor) -> torch.Tensor:
+        return self.unfold_tensor(x) if x.ndim > 1 else x.expand(self._size, 0)
+
+    def _merge(self, x: torch.Tensor, dim: int | None, at: int) -> torch.Tensor:
+        x = x.expand(self._size, *x.shape) if dim is None else x.movedim(dim, 0)
+        return x.movedim(0, at).flatten(at, at + 1)

@@ -1,0 +1,94 @@
+"""What the passes need of torch: see _passes.Front."""
+
+from typing import Any
+
+import torch
+
+from octet import _abi
+from octet._options import Options
+from octet._plan import View
+from octet.errors import InvalidArgument, listing
+
+_NAMES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.bool: "bool",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_NUMBERS = {dtype: _abi.DTYPES[name] for dtype, name in _NAMES.items()}
+
+
+def autocast_type(x: torch.Tensor) -> torch.dtype:
+    """The type that autocast gives to x, as it does to those of scaled_dot_product_attention: its own to every float
+    but float64."""
+    device = x.device.type
+    if device not in _abi.DEVICES or not torch.is_autocast_enabled(device):
+        return x.dtype
+    cast = x.is_floating_point() and x.dtype is not torch.float64
+    return torch.get_autocast_dtype(device) if cast else x.dtype
+
+
+class TorchFront:
+    """Strided tensors on the CPU or a CUDA device, on the caller's stream."""
+
+    def dtype_name(self, dtype: torch.dtype, what: str) -> str:
+        if dtype not in _NAMES:
+            allowed = listing(str(x).removeprefix("torch.") for x in _NAMES)
+            raise InvalidArgument(f"{what}: dtype {str(dtype).removeprefix('torch.')}, allowed: {allowed}")
+        return _NAMES[dtype]
+
+    def own_type(self, q: torch.Tensor) -> str:
+        return self.dtype_name(autocast_type(q), "q")
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return _DTYPES[name]
+
+    def view(self, name: str, x: torch.Tensor) -> View:
+        number, where = _NUMBERS.get(x.dtype), x.device
+        if number is None:
+            self.dtype_name(x.dtype, name.rstrip("_"))
+        if x.is_neg():  # a view of torch._neg_view that no operator has resolved
+            raise InvalidArgument(f"{name.rstrip('_')}: a negative view; pass it through torch.resolve_neg")
+        if x.layout is not torch.strided:
+            raise InvalidArgument(f"{name.rstrip('_')}: layout {x.layout}, allowed: torch.strided")
+        device = _abi.DEVICES.get(where.type)
+        if device is None:
+            raise InvalidArgument(f"{name.rstrip('_')}: on device {where}, allowed: {listing(_abi.DEVICES)}")
+        return View(number, x.shape, x.stride(), device, where.index or 0)
+
+    def address(self, x: torch.Tensor) -> int:
+        return x.data_ptr()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=like.device)
+
+    def workspace(self, size: int, like: torch.Tensor) -> tuple[object, int]:
+        memory = torch.empty(size, dtype=torch.uint8, device=like.device)  # torch aligns to 64 bytes or more
+        return memory, memory.data_ptr()
+
+    def stream(self, like: torch.Tensor) -> int | None:
+        return torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else None
+
+    def resolve(self, options: Options, like: torch.Tensor) -> Options:
+        """Threads and determinism as torch is told, where the caller says nothing."""
+        if options.deterministic is None:
+            options = options._replace(deterministic=torch.are_deterministic_algorithms_enabled())
+        if options.threads == 0 and not like.is_cuda:
+            options = options._replace(threads=torch.get_num_threads())
+        return options
+
+
+front = TorchFront()
+
+
+def to_numpy(x: torch.Tensor) -> Any:
+    """The numbers of x; 16- and 8-bit floats become float32."""
+    x = x.detach().cpu()
+    return (x.float() if x.is_floating_point() and x.dtype is not torch.float64 else x).numpy()

@@ -1,0 +1,132 @@
+"""The passes as operators of torch: octet::forward, octet::backward, octet::jvp.
+
+They are opaque to autograd (_autograd.py differentiates them), have fake implementations for torch.compile, and FLOP
+formulas for torch.utils.flop_counter. Outputs are contiguous in the caller's layout.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from octet import _passes
+from octet._options import LAYOUTS, Options
+from octet.torch._front import front
+
+_COMMON = "Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+# The fields of Options, in their order.
+_OPTIONS = (
+    "str precision, str layout, str causal, float scale, int[] window, str alignment, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, str remedy, float beta, str hadamard, str smooth_q, float softcap, bool? deterministic, "
+    "int threads, str backend"
+)
+_library = torch.library.Library("octet", "DEF")
+_library.define(
+    f"forward(Tensor q, Tensor k, Tensor v, {_COMMON}, bool residual, {_OPTIONS}) -> (Tensor o, Tensor lse, Tensor r)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    f"backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor r, {_COMMON}, {_OPTIONS}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.define(
+    f"jvp(Tensor q, Tensor k, Tensor v, Tensor tq, Tensor tk, Tensor tv, {_COMMON}, {_OPTIONS}) "
+    "-> (Tensor o, Tensor lse, Tensor to)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _options(fields: tuple) -> Options:
+    options = Options(*fields)
+    return options._replace(window=tuple(options.window))
+
+
+def _forward(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, residual: bool, *options: Any) -> tuple:
+    o, lse, r = _passes.forward(
+        front, _options(options), q, k, v, residual=residual, mask=mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k
+    )
+    return o, lse, q.new_empty(0) if r is None else r
+
+
+def _backward(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, r: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any
+):
+    r = r if r.shape == o.shape else None
+    return _passes.backward(
+        front, _options(options), do, q, k, v, o, lse, r, mask=mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k
+    )
+
+
+def _jvp(q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any) -> tuple:
+    return _passes.jvp(front, _options(options), q, k, v, tq, tk, tv, mask=mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+
+
+def _fake_outputs(q: Any, v: Any, options: tuple) -> tuple:
+    made = Options(*options)
+    lse_type = torch.float64 if made.precision == "f64" else torch.float32
+    o = q.new_empty(_passes.output_shape(q.shape, v.shape))
+    return o, q.new_empty(_passes.lse_shape(q.shape, made.layout), dtype=lse_type)
+
+
+def _forward_fake(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, residual: bool, *options: Any) -> tuple:
+    o, lse = _fake_outputs(q, v, options)
+    return o, lse, q.new_empty(o.shape if residual else 0)
+
+
+def _backward_fake(do: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _jvp_fake(
+    q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any
+) -> tuple:
+    o, lse = _fake_outputs(q, v, options)
+    return o, lse, q.new_empty(o.shape)
+
+
+for _name, _kernel, _fake in (
+    ("forward", _forward, _forward_fake),
+    ("backward", _backward, _backward_fake),
+    ("jvp", _jvp, _jvp_fake),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _key)
+    torch.library.register_fake(f"octet::{_name}", _fake, lib=_library)
+
+forward = torch.ops.octet.forward.default
+backward = torch.ops.octet.backward.default
+jvp = torch.ops.octet.jvp.default
+
+
+# FLOPs of the products alone, masks disregarded, as torch counts its own attention.
+
+
+def _pairs(q: Any, k: Any, cu_q: Any, cu_k: Any, layout: str) -> int:
+    """Pairs of a query and a key, over all batches and heads."""
+    batch, heads, queries, _ = (1 if d < 0 else q.shape[d] for d in LAYOUTS[layout])
+    if cu_q is None:
+        return batch * heads * queries * k.shape[LAYOUTS[layout][2]]
+    lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
+    return heads * sum(n * m for n, m in lengths)
+
+
+@register_flop_formula(torch.ops.octet.forward, get_raw=True)
+def _forward_flop(
+    q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, residual: Any, *options: Any, **_: Any
+) -> int:
+    return 2 * _pairs(q, k, cu_q, cu_k, Options(*options).layout) * (q.shape[-1] + v.shape[-1])
+
+
+@register_flop_formula(torch.ops.octet.backward, get_raw=True)
+def _backward_flop(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, r: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any, **_: Any
+) -> int:
+    return 2 * _pairs(q, k, cu_q, cu_k, Options(*options).layout) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+@register_flop_formula(torch.ops.octet.jvp, get_raw=True)
+def _jvp_flop(
+    q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any, **_: Any
+) -> int:
+    return 2 * _pairs(q, k, cu_q, cu_k, Options(*options).layout) * 3 * (q.shape[-1] + v.shape[-1])

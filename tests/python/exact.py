@@ -1,0 +1,122 @@
+"""Attention by its definition in numpy float64: an oracle that shares no line with the library, and what may be
+expected of arithmetic in a format."""
+
+import numpy as np
+
+
+def visible(queries, keys, causal=False, window=None, alignment="top_left"):
+    """seen[i, j]: query i sees key j."""
+    shift = keys - queries if "bottom_right" in (causal, alignment) else 0
+    distance = np.arange(keys)[None, :] - np.arange(queries)[:, None] - shift
+    seen = np.ones((queries, keys), bool)
+    if causal:
+        seen &= distance <= 0
+    for side, sign in zip(window or (None, None), (-1, 1), strict=True):
+        if side is not None and side >= 0:
+            seen &= sign * distance <= side
+    return seen
+
+
+def default_scale(dim):
+    """The scale is a float32 in octet.h, at precision f64 too."""
+    return float(np.float32(1 / np.sqrt(dim)))
+
+
+def attention(q, k, v, *, seen=None, bias=None, scale=None, do=None, tangents=None):
+    """{o, lse}, and {dq, dk, dv} with do, {to} with tangents; arrays are [batch, head, token, dim]."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    batch, heads, queries, dim = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+
+    def spread(x):
+        return np.repeat(x.astype(np.float64), heads // kv_heads, axis=1)
+
+    def gather(x):
+        return x.reshape(batch, kv_heads, heads // kv_heads, keys, x.shape[-1]).sum(2)
+
+    wide_k, wide_v = spread(k), spread(v)
+    scale = default_scale(dim) if scale is None else scale
+    s = scale * q @ wide_k.swapaxes(-1, -2)
+    if bias is not None:
+        s = s + bias.astype(np.float64)
+    if seen is not None:
+        s = np.where(seen, s, -np.inf)
+    top = s.max(-1, keepdims=True, initial=-np.inf)
+    top = np.where(np.isfinite(top), top, 0.0)
+    p = np.exp(s - top)
+    total = p.sum(-1, keepdims=True)
+    p = p / np.where(total == 0, 1.0, total)
+    with np.errstate(divide="ignore"):
+        out = {"o": p @ wide_v, "lse": (top + np.log(total))[..., 0]}
+    if do is not None:
+        do = do.astype(np.float64)
+        dp = do @ wide_v.swapaxes(-1, -2)
+        ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
+        out["dq"] = ds @ wide_k
+        out["dk"] = gather(ds.swapaxes(-1, -2) @ q)
+        out["dv"] = gather(p.swapaxes(-1, -2) @ do)
+    if tangents is not None:
+        tq, tk, tv = tangents
+        ts = scale * (tq.astype(np.float64) @ wide_k.swapaxes(-1, -2) + q @ spread(tk).swapaxes(-1, -2))
+        tp = p * (ts - (p * ts).sum(-1, keepdims=True))
+        out["to"] = tp @ wide_v + p @ spread(tv)
+    return out
+
+
+def bounds(q, k, v, *, unit, format=0.0, scale=None, bias=None, do=None, tangents=None):
+    """First-order bounds on the error of each output: sums in arithmetic of rounding `unit`, while the weights p, the
+    derivatives ds and the results are rounded to `format` (0: as exact as the sums).
+
+    With logits of sums of n products off by (n + 3) unit times the sum of their sizes, weights are off by twice that,
+    relative, and every later sum of n terms adds (n + 8) unit (8: the exponential and the single operations).
+    """
+
+    def largest(x):
+        return float(np.abs(x).max(initial=0.0))
+
+    def product(x, y):
+        """A bound on sum_c |x_c y_c| of any two rows."""
+        size = [np.sqrt((np.asarray(z, np.float64) ** 2).sum(-1)).max(initial=0.0) for z in (x, y)]
+        return float(size[0] * size[1])
+
+    batch, heads, queries, dim = q.shape
+    keys, kv_heads, dim_v = k.shape[2], k.shape[1], v.shape[3]
+    scale = default_scale(dim) if scale is None else scale
+    logits = scale * product(q, k) + (0.0 if bias is None else largest(bias[np.isfinite(bias)]))
+    p = 2 * (dim + 3) * unit * (logits + 1) + (keys + 8) * unit + format
+    out = {"o": (p + format + unit) * largest(v), "lse": p + (dim + 8) * unit * (logits + np.log(keys + 1))}
+    users = queries * heads / max(kv_heads, 1)  # queries that share a key
+    if do is not None:
+        dp = product(do, v)
+        ds = 2 * scale * dp * (2 * p + (dim_v + 2 * keys + 16) * unit + 3 * format)
+        out["dq"] = ds * largest(k)
+        out["dk"] = (ds + 2 * scale * dp * (users + 8) * unit) * users * largest(q)
+        out["dv"] = (2 * p + format + (users + 8) * unit) * users * largest(do)
+    if tangents is not None:
+        tq, tk, tv = tangents
+        ts = scale * (product(tq, k) + product(q, tk))
+        out["to"] = 2 * ts * (2 * p + (dim + 2 * keys + 16) * unit + 2 * format) * largest(v)
+        out["to"] += (2 * p + format + unit) * largest(tv)
+    return out
+
+
+def expect_close(got, want, bound, name=""):
+    """Every number within `bound`, infinities where they belong."""
+    got = np.asarray(got).astype(np.float64)
+    assert got.shape == want.shape, f"{name}: shape {got.shape}, expected {want.shape}"
+    infinite = np.isinf(want)
+    np.testing.assert_array_equal(got[infinite], want[infinite], err_msg=name)
+    error = np.abs(got[~infinite] - want[~infinite])
+    assert not np.isnan(error).any(), f"{name}: NaN"
+    worst = error.max(initial=0.0)
+    assert worst <= bound, f"{name}: largest error {worst:.3g}, allowed {bound:.3g}"
+
+
+UNITS = {"float64": 2.0**-53, "float32": 2.0**-24}
+FORMATS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+def rounding(dtype):
+    """unit and format of `bounds` for the precision of a dtype."""
+    name = str(dtype).removeprefix("torch.")
+    return {"unit": UNITS.get(name, 2.0**-24), "format": FORMATS.get(name, 0.0)}

@@ -1,0 +1,87 @@
+"""_abi.py says what octet.h says: a C program prints sizes, offsets and enumerators, as its compiler sees them."""
+
+import ctypes
+import os
+import pathlib
+import re
+import subprocess
+
+import pytest
+from octet import _abi
+
+INCLUDE = pathlib.Path(__file__).resolve().parents[2] / "include"
+STRUCTS = {
+    "octet_tensor": _abi.Tensor,
+    "octet_quantization": _abi.Quantization,
+    "octet_attention": _abi.Attention,
+    "octet_arguments": _abi.Arguments,
+    "octet_rope": _abi.Rope,
+}
+# prefix of the enumerators, and the names in _abi
+ENUMS = {
+    "OCTET_PRECISION_": _abi.PRECISIONS,
+    "OCTET_ALIGNMENT_": _abi.ALIGNMENTS,
+    "OCTET_REMEDY_": _abi.REMEDIES,
+    "OCTET_PER_": _abi.GRANULARITIES,
+    "OCTET_OPERAND_": _abi.OPERANDS,
+    "OCTET_ROPE_": _abi.ROPE_STYLES,
+    "OCTET_STATISTIC_": {name: i for i, name in enumerate(_abi.STATISTICS)},
+    "OCTET_MASK_": {"causal": _abi.MASK_CAUSAL, "window": _abi.MASK_WINDOW},
+    "OCTET_DTYPE_": {"none": _abi.DTYPES["none"]},
+    "OCTET_ZERO_POINT_": {name: n for name, n in _abi.ZERO_POINTS.items() if name != "symmetric"},
+    "OCTET_": {
+        **{name: n for name, n in _abi.DTYPES.items() if name != "none"},
+        **_abi.DEVICES, **_abi.PASSES, **_abi.SWITCHES,
+        "symmetric": _abi.ZERO_POINTS["symmetric"],
+        "ok": _abi.STATUS_OK, "invalid_argument": _abi.STATUS_INVALID_ARGUMENT,
+        "unsupported": _abi.STATUS_UNSUPPORTED, "workspace_too_small": _abi.STATUS_WORKSPACE_TOO_SMALL,
+        "failure": _abi.STATUS_FAILURE,
+    },
+}  # fmt: skip
+NOT_MIRRORED = {
+    "OCTET_PRECISION_NONE",
+    "OCTET_MASK_NONE",
+    "OCTET_STATISTICS",
+    "OCTET_DELTA_FROM_O",
+    "OCTET_DELTA_FROM_P",
+}
+
+
+@pytest.fixture(scope="module")
+def header(tmp_path_factory):
+    """What a C compiler says of every expression below."""
+    expressions = [f"sizeof({struct})" for struct in STRUCTS]
+    for struct, mirror in STRUCTS.items():
+        for field, _ in mirror._fields_:
+            expressions += [f"offsetof({struct}, {field})", f"sizeof((({struct}*)0)->{field})"]
+    expressions += [prefix + name.upper() for prefix, names in ENUMS.items() for name in names]
+    folder = tmp_path_factory.mktemp("abi")
+    lines = "".join(f'  printf("%lld\\n", (long long)({x}));\n' for x in expressions)
+    (folder / "print.c").write_text(f"#include <octet/octet.h>\n#include <stdio.h>\nint main(void) {{\n{lines}}}\n")
+    compiler = os.environ.get("CC", "cc")
+    subprocess.run([compiler, "-std=c11", f"-I{INCLUDE}", "print.c", "-o", "print"], cwd=folder, check=True)
+    numbers = subprocess.run([folder / "print"], capture_output=True, text=True, check=True).stdout.split()
+    return dict(zip(expressions, map(int, numbers), strict=True))
+
+
+@pytest.mark.parametrize("struct", STRUCTS)
+def test_fields_lie_where_the_header_puts_them(struct, header):
+    mirror = STRUCTS[struct]
+    assert ctypes.sizeof(mirror) == header[f"sizeof({struct})"]
+    for field, _ in mirror._fields_:
+        place = getattr(mirror, field)
+        assert place.offset == header[f"offsetof({struct}, {field})"], field
+        assert place.size == header[f"sizeof((({struct}*)0)->{field})"], field
+
+
+@pytest.mark.parametrize("prefix", ENUMS)
+def test_names_have_the_numbers_of_the_header(prefix, header):
+    assert {name: header[prefix + name.upper()] for name in ENUMS[prefix]} == ENUMS[prefix]
+
+
+def test_no_enumerator_of_the_header_is_missing():
+    text = (INCLUDE / "octet" / "octet.h").read_text()
+    enums = " ".join(re.findall(r"enum[^{;]*\{([^}]*)\}", text))
+    declared = set(re.findall(r"\b(OCTET_\w+)\s*=", enums))
+    mirrored = {prefix + name.upper() for prefix, names in ENUMS.items() for name in names}
+    assert len(declared) > 60 and declared - NOT_MIRRORED == mirrored & declared

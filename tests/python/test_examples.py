@@ -1,0 +1,32 @@
+"""Every program of examples/python runs; the long ones for a few steps."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples" / "python"
+NEEDS = {
+    "numpy_first_steps": [],
+    "swap_transformers": ["torch", "transformers"],
+    "train_gpt": ["torch"],
+    "meanflow": ["torch"],
+    "meanflow_jax": ["jax"],
+}
+
+
+def test_none_is_forgotten():
+    assert {path.stem for path in FOLDER.glob("*.py")} == set(NEEDS)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_it_runs(name):
+    for module in NEEDS[name]:
+        pytest.importorskip(module)
+    source = FOLDER / f"{name}.py"
+    steps = ["--steps", "3"] if "--steps" in source.read_text() else []
+    done = subprocess.run([sys.executable, source, *steps], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"\bnan\b", done.stdout) and done.stdout.count("\n") >= 2

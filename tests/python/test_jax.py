@@ -1,0 +1,228 @@
+"""octet.attention on jax arrays: derivatives, transformations, and both ways of calling the library."""
+
+import os
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+
+import exact  # noqa: E402
+import numpy as np  # noqa: E402
+import octet  # noqa: E402
+import pytest  # noqa: E402
+from cases import cases  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+import octet.jax  # noqa: E402
+from jax.test_util import check_grads  # noqa: E402
+from octet.jax import _call  # noqa: E402
+
+jax.config.update("jax_enable_x64", True)
+
+
+def draw(*shapes, dtype=np.float64, seed=0):
+    random = np.random.default_rng(seed)
+    return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
+
+
+def inputs(dtype=np.float64):
+    return draw((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), dtype=dtype)
+
+
+def call(q, k, v):
+    return octet.jax.attention(q, k, v, causal="bottom_right")
+
+
+@pytest.fixture(params=["handlers", "callback"])
+def way(request, monkeypatch):
+    """Both ways into the library."""
+    if request.param == "handlers" and not _call.has_handlers():
+        pytest.skip("built without jaxlib's headers")
+    monkeypatch.setattr(_call, "has_handlers", lambda: request.param == "handlers")
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_every_derivative_agrees_with_the_definition(dtype):
+    @settings(max_examples=25, deadline=None)  # each compiles
+    @given(cases(dtype))
+    def holds(case):
+        a = case.arrays
+        x = {name: jnp.asarray(case.in_layout(name)) for name in a}
+        mask = None if case.mask is None else jnp.asarray(case.mask)
+
+        def attend(q, k, v):
+            return octet.attention(q, k, v, mask=mask, layout=case.layout, **case.keywords)
+
+        o, pull = jax.vjp(attend, x["q"], x["k"], x["v"])
+        got = dict(zip(("dq", "dk", "dv"), pull(x["do"]), strict=True)) | {"o": o}
+        got["to"] = jax.jvp(attend, (x["q"], x["k"], x["v"]), (x["tq"], x["tk"], x["tv"]))[1]
+        about = {"do": a["do"], "tangents": (a["tq"], a["tk"], a["tv"])} | case.exact()
+        want = exact.attention(a["q"], a["k"], a["v"], seen=case.seen, **about)
+        bound = exact.bounds(a["q"], a["k"], a["v"], **about, **exact.rounding(np.dtype(dtype)))
+        for name, found in got.items():
+            assert found.dtype == dtype
+            found = found if case.layout == "bhsd" else found.transpose(0, 2, 1, 3)
+            exact.expect_close(found, want[name], bound[name], name)
+
+    holds()
+
+
+def test_check_grads_both_ways(way):
+    check_grads(call, inputs(), order=1, modes=["fwd", "rev"])
+    check_grads(jax.jit(call), inputs(), order=1, modes=["fwd", "rev"])
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16", "int8", "fp8", "sagebwd"])
+def test_every_trainable_precision_gives_what_numpy_gives(precision, way):
+    """The same library, so the same bits."""
+    q, k, v, do = draw(*[(2, 2, 40, 16)] * 4, dtype=np.float32)
+    keywords = {"precision": precision, "causal": True}
+    arrays = [np.asarray(x) for x in (q, k, v, do)]
+    want = octet.attention(*arrays[:3], **keywords), *octet.attention_vjp(*arrays, **keywords)
+    o, pull = jax.vjp(jax.jit(lambda *x: octet.attention(*x, **keywords)), q, k, v)
+    for x, y in zip((o, *pull(do)), want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    for x, y in zip(octet.attention_vjp(q, k, v, do, **keywords), want[1:], strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_bf16_gradients_take_the_unrounded_output():
+    q, k, v, do = draw(*[(1, 2, 64, 32)] * 4, dtype=jnp.bfloat16)
+    want = octet.attention_vjp(*(np.asarray(x) for x in (q, k, v, do)))
+    _, pull = jax.vjp(octet.attention, q, k, v)
+    batched = jax.vjp(jax.vmap(octet.attention), q[None], k[None], v[None])[1](do[None])
+    for x, y, z in zip(pull(do), want, batched, strict=True):
+        np.testing.assert_array_equal(x, y)
+        np.testing.assert_array_equal(z[0], y)
+
+
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (0, None, None), (None, 1, 2), (0, 0, 0, 0), (None, 0, 0, 1)])
+def test_vmap_is_a_loop(in_axes):
+    shapes = (2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), (2, 4, 5, 7)
+    x = draw(*(s if d is None else (*s[:d], 3, *s[d:]) for s, d in zip(shapes, in_axes, strict=False)))
+    if len(x) > 3:
+        x[3] = x[3] > 0
+
+    def output(q, k, v, mask=None):
+        return octet.attention(q, k, v, mask=mask, return_lse=True)
+
+    def tangent(q, k, v, mask=None):
+        return jax.jvp(lambda *y: octet.attention(*y, mask=mask), (q, k, v), (q, k, v))[1]
+
+    def gradient(q, k, v, mask=None):
+        return jax.grad(lambda *y: (octet.attention(*y, mask=mask) ** 2).sum(), argnums=(0, 1, 2))(q, k, v)
+
+    for function in (output, tangent, gradient):
+        got = jax.vmap(function, in_axes=in_axes)(*x)
+        for i in range(3):
+            one = function(*(y if d is None else jnp.take(y, i, d) for y, d in zip(x, in_axes, strict=True)))
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(one), strict=True):
+                np.testing.assert_allclose(a[i], b, rtol=1e-12, atol=1e-13)
+
+
+def test_jacobians_both_ways_agree():
+    for a, b in zip(jax.jacrev(call, (0, 1, 2))(*inputs()), jax.jacfwd(call, (0, 1, 2))(*inputs()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_packed_sequences(way):
+    (q,) = draw((12, 2, 8))
+    cu = jnp.array([0, 5, 12], jnp.int32)
+    call = jax.jit(lambda q: octet.attention_varlen(q, q, q, cu, cu, causal="top_left", return_lse=True))
+    for got, want in zip(
+        call(q),
+        octet.attention_varlen(*[np.asarray(q)] * 3, *[np.asarray(cu)] * 2, causal="top_left", return_lse=True),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, want)
+    check_grads(lambda q: call(q)[0], (q,), order=1, modes=["fwd", "rev"])
+    many = jnp.stack([q, 2 * q])
+    np.testing.assert_array_equal(jax.vmap(call)(many)[0][1], call(2 * q)[0])
+    with pytest.raises(octet.Unsupported, match="cu_seqlens_q: mapped by vmap"):
+        jax.vmap(lambda c: octet.attention_varlen(q, q, q, c, c))(jnp.stack([cu, cu]))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_it_is_jax_nn_dot_product_attention(causal, masked):
+    q, k, v = draw((2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16))
+    mask = jnp.asarray(np.random.default_rng(1).random((2, 4, 9, 9)) < 0.7).at[..., 0].set(True) if masked else None
+    want = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, scale=0.25)
+    got = octet.attention(q, k, v, mask=mask, causal="top_left" if causal else False, scale=0.25, layout="bshd")
+    numbers = [np.asarray(x).transpose(0, 2, 1, 3) for x in (q, k, v)]
+    bound = exact.bounds(*numbers, scale=0.25, **exact.rounding("float32"))["o"]  # jax computes logits in float32
+    exact.expect_close(got, np.asarray(want), bound, "o")
+
+
+def test_the_pair_is_differentiable_in_o_alone():
+    q, k, v = inputs()
+    o, to = octet.attention_jvp(q, k, v, q, k, v)
+    want_o, want_to = jax.jvp(octet.attention, (q, k, v), (q, k, v))
+    np.testing.assert_allclose(o, want_o, rtol=1e-13, atol=1e-14)
+    np.testing.assert_array_equal(to, want_to)
+    got = jax.grad(lambda q: octet.attention_jvp(q, k, v, q, k, v)[0].sum())(q)
+    np.testing.assert_array_equal(got, jax.grad(lambda q: octet.attention(q, k, v).sum())(q))
+    assert (jax.grad(lambda q: octet.attention_jvp(q, k, v, q, k, v)[1].sum())(q) == 0).all()
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_a_second_derivative_that_is_not_used_is_not_refused(transform):
+    """The loss of MeanFlow: a target made of a tangent, under stop_gradient."""
+    q, k, v = inputs()
+
+    def loss(q):
+        o, to = jax.jvp(octet.attention, (q, k, v), (q, k, v))
+        return ((o - jax.lax.stop_gradient(to)) ** 2).sum()
+
+    o, to = jax.jvp(octet.attention, (q, k, v), (q, k, v))
+    want = octet.attention_vjp(q, k, v, 2 * (o - to))[0]
+    np.testing.assert_allclose(transform(jax.grad(loss))(q), want, rtol=1e-12, atol=1e-13)
+
+
+def test_shard_map_over_batch_and_heads():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    q, k, v = inputs(np.float32)
+    for where in (spec("x"), spec(None, "x")):
+        shard = jax.jit(jax.shard_map(octet.attention, mesh=mesh, in_specs=where, out_specs=where))
+        np.testing.assert_array_equal(shard(q, k, v), octet.attention(q, k, v))
+        got = jax.grad(lambda *x: (shard(*x) ** 2).sum(), argnums=(0, 1, 2))(q, k, v)  # noqa: B023
+        want = jax.grad(lambda *x: (octet.attention(*x) ** 2).sum(), argnums=(0, 1, 2))(q, k, v)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_explain_supports_and_check_take_jax_arrays():
+    q = jnp.zeros((1, 2, 16, 8), jnp.bfloat16)
+    assert "forward int8" in octet.explain(q, q, q, precision="int8")
+    assert not octet.supports(q, q, q, kind="jvp", precision="int8")
+    (x,) = draw((1, 2, 40, 16), dtype=jnp.bfloat16)
+    assert 0 < octet.check(x, x, x)["o"].rel_l2 < 0.01
+
+
+def test_refusals_come_before_the_program_runs(way):
+    q, k, v = inputs()
+    with pytest.raises(octet.InvalidArgument, match="alignment: unspecified"):
+        jax.jit(lambda *x: octet.attention(*x, causal=True)).lower(q, k, v)
+    with pytest.raises(octet.Unsupported, match="has no backward pass"):
+        x = q.astype(jnp.float32)
+        jax.grad(lambda x: octet.attention(x, x, x, precision="int8_fp8").sum())(x)
+    with pytest.raises(octet.Unsupported, match="has no jvp"):
+        x = q.astype(jnp.float32)
+        jax.jvp(lambda x: octet.attention(x, x, x, precision="int8"), (x,), (x,))
+    with pytest.raises(octet.Unsupported, match="mask: differentiated"):
+        mask = jnp.zeros((5, 7), jnp.float32)
+        jax.grad(lambda mask: octet.attention(q, k, v, mask=mask).sum())(mask)
+    with pytest.raises(octet.Unsupported, match="octet computes first derivatives only"):
+        jax.hessian(lambda q: octet.attention(q, k, v).sum())(q)
+    with pytest.raises(octet.Unsupported, match="octet computes first derivatives only"):
+        jax.grad(lambda q: jax.jvp(octet.attention, (q, k, v), (q, k, v))[1].sum())(q)
+    with pytest.raises(octet.Unsupported, match="x: a jax array; quantise numpy.asarray"):
+        octet.quantize(q, "q")
+    with pytest.raises(octet.Unsupported, match="q: a QTensor"):
+        octet.jax.run_attention(None, octet.quantize(np.asarray(q), "q"), k, v)
+    with pytest.raises(octet.InvalidArgument, match="k: a numpy array, but q is one of jax"):
+        octet.attention(q, np.asarray(k), v)

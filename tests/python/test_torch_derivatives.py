@@ -1,0 +1,156 @@
+"""torch's own checks of derivatives: gradcheck backwards, forwards, batched; functional transforms; refusals."""
+
+import octet
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch.autograd import forward_ad, gradcheck  # noqa: E402
+
+
+def inputs(*, heads=4, kv_heads=2, queries=5, keys=7, dim=8, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    shapes = (heads, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim)
+    return [torch.randn(2, *shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def call(q, k, v):
+    return octet.attention(q, k, v, causal="bottom_right")
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"causal": "top_left"}, {"window": (2, 1), "alignment": "top_left"}, {"layout": "bshd", "scale": 0.5},
+     {"mask": True}],
+    ids=str,
+)  # fmt: skip
+def test_gradcheck(keywords):
+    if "mask" in keywords:
+        keywords = {"mask": torch.rand(2, 1, 5, 7) < 0.6}
+    q, k, v = inputs()
+    if keywords.get("layout") == "bshd":
+        q, k, v = (x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v))
+    checks = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
+    assert gradcheck(lambda *x: octet.attention(*x, **keywords), (q, k, v), **checks)
+
+
+def test_gradcheck_of_packed_sequences():
+    torch.manual_seed(0)
+    cu = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    q, k, v = (torch.randn(8, h, 8, dtype=torch.float64, requires_grad=True) for h in (2, 1, 1))
+    checks = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
+    assert gradcheck(lambda *x: octet.attention_varlen(*x, cu, cu, causal="top_left"), (q, k, v), **checks)
+
+
+def test_dual_numbers_and_functional_jvp_agree_with_the_pair():
+    q, k, v = (x.detach() for x in inputs())
+    tq, tk, tv = (torch.randn_like(x) for x in (q, k, v))
+    o, to = octet.attention_jvp(q, k, v, tq, tk, tv, causal="bottom_right")
+    for_q_alone = octet.attention_jvp(q, k, v, tq, *(torch.zeros_like(x) for x in (k, v)), causal="bottom_right")[1]
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(call(*map(forward_ad.make_dual, (q, k, v), (tq, tk, tv))))
+        alone = forward_ad.unpack_dual(call(forward_ad.make_dual(q, tq), k, v))
+        assert torch.equal(found.primal, o) and torch.equal(found.tangent, to)
+        assert torch.equal(alone.tangent, for_q_alone)
+    primal, tangent = torch.func.jvp(call, (q, k, v), (tq, tk, tv))
+    assert torch.equal(primal, o) and torch.equal(tangent, to)
+
+
+def test_jacobians_both_ways_agree():
+    x = [y.detach() for y in inputs(heads=2, kv_heads=1)]
+    back = torch.func.jacrev(call, argnums=(0, 1, 2))(*x)
+    forth = torch.func.jacfwd(call, argnums=(0, 1, 2))(*x)
+    for a, b in zip(back, forth, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "in_dims", [(0, 0, 0), (0, None, None), (None, 1, 2), (3, 0, None), (0, 0, 0, 0), (None, 0, 0, 1)]
+)
+def test_vmap_is_a_loop(in_dims):
+    torch.manual_seed(1)
+    shapes = (2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), (2, 4, 5, 7)
+    x = [
+        torch.randn(shape if d is None else (*shape[:d], 3, *shape[d:]), dtype=torch.float64)
+        for shape, d in zip(shapes, in_dims, strict=False)
+    ]
+    if len(x) > 3:
+        x[3] = x[3] > 0.5
+
+    def loss(q, k, v, mask=None):
+        return octet.attention(q, k, v, mask=mask).square().sum()
+
+    def output(q, k, v, mask=None):
+        return octet.attention(q, k, v, mask=mask, return_lse=True)
+
+    def tangent(q, k, v, mask=None):
+        return torch.func.jvp(lambda *y: octet.attention(*y, mask=mask), (q, k, v), (q, k, v))[1]
+
+    for function in (output, tangent, torch.func.grad(loss, argnums=(0, 1, 2))):
+        got = torch.func.vmap(function, in_dims=in_dims)(*x)
+        for i in range(3):
+            one = function(*(y if d is None else y.select(d, i) for y, d in zip(x, in_dims, strict=True)))
+            got_i = [y[i] for y in got] if isinstance(got, tuple) else got[i]
+            torch.testing.assert_close(got_i, list(one) if isinstance(one, tuple) else one, rtol=1e-12, atol=1e-13)
+
+
+def test_vmap_of_broadcast_masks_and_packed_sequences():
+    torch.manual_seed(2)
+    q = torch.randn(3, 2, 4, 5, 8, dtype=torch.float64)
+    for shape in ((5, 5), (1, 4, 5, 5), (2, 1, 1, 5)):
+        mask = torch.rand(3, *shape) < 0.6
+        got = torch.func.vmap(lambda q, m: octet.attention(q, q, q, mask=m))(q, mask)
+        torch.testing.assert_close(got[1], octet.attention(*[q[1]] * 3, mask=mask[1]))
+        shared = torch.func.vmap(lambda q, m=mask[0]: octet.attention(q, q, q, mask=m))(q)
+        torch.testing.assert_close(shared[1], octet.attention(*[q[1]] * 3, mask=mask[0]))
+    cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed = torch.randn(3, 5, 2, 8, dtype=torch.float64)
+    got, lse = torch.func.vmap(lambda q: octet.attention_varlen(q, q, q, cu, cu, return_lse=True))(packed)
+    want, want_lse = octet.attention_varlen(*[packed[1]] * 3, cu, cu, return_lse=True)
+    torch.testing.assert_close((got[1], lse[1]), (want, want_lse))
+    with pytest.raises(octet.Unsupported, match="cu_seqlens: mapped by vmap"):
+        torch.func.vmap(lambda c: octet.attention_varlen(*[packed[0]] * 3, c, c))(cu.expand(3, -1))
+
+
+def test_the_pair_is_differentiable_in_o_alone():
+    """What MeanFlow and consistency training need: a target without gradient beside an output with one."""
+    q, k, v = inputs(queries=7)
+    o, to = octet.attention_jvp(q, k, v, *(torch.ones_like(x) for x in (q, k, v)))
+    assert o.requires_grad and not to.requires_grad
+    got = torch.autograd.grad(o.sum(), (q, k, v))
+    want = octet.attention_vjp(q, k, v, torch.ones_like(o))
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    with torch.no_grad():
+        assert not octet.attention_jvp(q, k, v, q, k, v)[0].requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_primal_under_jvp_has_its_gradient(dtype):
+    """The training step of MeanFlow: torch.func.jvp of a model, whose primal output the loss differentiates."""
+    q, k, v = (x.detach() for x in inputs(dtype=dtype, queries=7))
+    weight = torch.ones(8, dtype=dtype, requires_grad=True)
+
+    def model(z):
+        return octet.attention(z * weight, k, v, causal=True)
+
+    u, du = torch.func.jvp(model, (q,), (torch.ones_like(q),))
+    (got,) = torch.autograd.grad((u - du.detach()).sum(), weight)
+    (want,) = torch.autograd.grad(model(q).sum(), weight)
+    assert torch.equal(got, want) and (got != 0).any()
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v = inputs()
+    (gradient,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(octet.Unsupported, match="first derivatives only"):
+        torch.autograd.grad(gradient.square().sum(), q)
+    _, tangent = torch.func.jvp(lambda y: call(y, k, v), (q,), (torch.ones_like(q),))
+    with pytest.raises(octet.Unsupported, match="first derivatives only"):
+        torch.autograd.grad(tangent.square().sum(), q)
+    with pytest.raises((octet.Unsupported, NotImplementedError)):
+        torch.func.hessian(lambda y: call(y, k, v).square().sum())(q.detach())
+
+
+def test_lse_carries_no_gradient():
+    q, k, v = inputs()
+    o, lse = octet.attention(q, k, v, return_lse=True)
+    assert o.requires_grad and not lse.requires_grad

@@ -1,0 +1,229 @@
+"""octet.sdpa against torch's own scaled_dot_product_attention in float64, case by case and at random."""
+
+import inspect
+import warnings
+
+import octet
+import pytest
+from exact import bounds, expect_close, rounding
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+from torch.nn.functional import scaled_dot_product_attention as own  # noqa: E402
+
+SCALE = 0.25  # the same in float32 and float64
+
+
+def agree(q, k, v, mask=None, **keywords):
+    """octet.sdpa and torch's own on the same float64 tensors; returns octet's."""
+    keywords = {"scale": SCALE} | keywords
+    got, want = octet.sdpa(q, k, v, mask, **keywords), own(q, k, v, mask, **keywords)
+    numbers = [x.detach().reshape(1, -1, *x.shape[-2:]).numpy() for x in (q, k, v)]
+    bias = mask.numpy() if mask is not None and mask.is_floating_point() else None
+    unit = rounding("float64") | {"scale": keywords["scale"], "bias": bias}
+    # Twice, as both sides round.
+    expect_close(got.detach().numpy(), want.detach().numpy(), 2 * bounds(*numbers, **unit)["o"], "sdpa")
+    return got
+
+
+def draw(*shapes):
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+def test_the_signature_is_torchs_own_and_precision():
+    """torch's is a builtin, whose signature stands in its docstring."""
+    found = inspect.signature(octet.sdpa)
+    names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "precision"]
+    assert list(found.parameters) == names
+    stated = " ".join(own.__doc__.split())
+    assert "attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False" in stated
+    kinds = [p.kind for p in found.parameters.values()]
+    assert kinds[:6] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 6
+    assert kinds[6:] == [inspect.Parameter.KEYWORD_ONLY] * 3
+    defaults = {name: p.default for name, p in found.parameters.items() if p.default is not p.empty}
+    assert defaults == {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
+                        "precision": None}  # fmt: skip
+
+
+@pytest.mark.parametrize("queries, keys", [(7, 7), (5, 9), (9, 5), (1, 6)])
+def test_causal_is_top_left_for_all_lengths(queries, keys):
+    q, k, v = draw((2, 3, queries, 16), (2, 3, keys, 16), (2, 3, keys, 16))
+    agree(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    "shape", [(5, 7), (1, 7), (5, 1), (3, 5, 7), (3, 1, 7), (2, 1, 5, 7), (2, 3, 5, 7), (1, 1, 1, 7)]
+)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_broadcast(shape, kind):
+    q, k, v = draw((2, 3, 5, 16), (2, 3, 7, 16), (2, 3, 7, 8))
+    mask = torch.rand(shape) < 0.6
+    if kind == "float":
+        mask = torch.randn(shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    agree(q, k, v, mask)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(kind):
+    q, k, v = (x.requires_grad_() for x in draw((1, 2, 4, 16), (1, 2, 6, 16), (1, 2, 6, 16)))
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    mask[2] = False
+    if kind == "float":
+        mask = torch.zeros(4, 6, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    o = agree(q, k, v, mask)
+    assert (o[:, :, 2] == 0).all() and (o[:, :, 1] != 0).any()
+    (dq,) = torch.autograd.grad(o.sum(), q)
+    assert (dq[:, :, 2] == 0).all() and dq.isfinite().all()
+
+
+def test_grouped_heads_need_enable_gqa():
+    q, k, v = draw((2, 6, 5, 16), (2, 2, 5, 16), (2, 2, 5, 16))
+    agree(q, k, v, enable_gqa=True)
+    with pytest.raises(octet.InvalidArgument, match="enable_gqa: False, but query has 6 heads and key 2"):
+        octet.sdpa(q, k, v)
+    with pytest.raises(octet.InvalidArgument, match="6 heads, which is not a multiple of the 4 heads"):
+        octet.sdpa(q, *draw((2, 4, 5, 16), (2, 4, 5, 16)), enable_gqa=True)
+
+
+@pytest.mark.parametrize(
+    "q, k",
+    [((5, 16), (7, 16)), ((3, 5, 16), (3, 7, 16)), ((2, 2, 3, 5, 16), (2, 2, 3, 7, 16)), ((2, 3, 5, 16), (1, 3, 7, 16)),
+     ((4, 2, 3, 5, 16), (2, 3, 7, 16)), ((2, 3, 5, 16), (2, 1, 7, 16))],
+)  # fmt: skip
+def test_any_number_of_leading_dimensions(q, k):
+    agree(*draw(q, k, k))
+
+
+def test_leading_dimensions_of_masks():
+    q, k = (4, 2, 3, 5, 16), (4, 2, 3, 7, 16)
+    for shape in ((5, 7), (3, 5, 7), (2, 1, 5, 7), (4, 1, 3, 1, 7)):
+        agree(*draw(q, k, k), torch.rand(shape) < 0.6)
+
+
+@pytest.mark.parametrize(
+    "q, k", [((0, 3, 5, 16), (0, 3, 7, 16)), ((2, 3, 0, 16), (2, 3, 7, 16)), ((0, 2, 3, 5, 16), (0, 2, 3, 7, 16))]
+)
+def test_empty(q, k):
+    q, k = draw(q, k)
+    assert octet.sdpa(q, k, k).shape == q.shape
+
+
+def test_no_keys_give_zero():
+    q, k = draw((2, 3, 4, 16), (2, 3, 0, 16))
+    assert (octet.sdpa(q, k, k) == 0).all()
+
+
+def test_strides_and_value_dims():
+    q, k, v = (x.transpose(1, 2) for x in draw((2, 9, 3, 16), (2, 9, 3, 16), (2, 9, 3, 24)))
+    o = agree(q, k, v, is_causal=True)
+    assert o.shape == (2, 3, 9, 24) and o.is_contiguous()
+
+
+def test_the_default_scale_is_one_over_the_root_of_dim():
+    q, k, v = draw((1, 2, 5, 64), (1, 2, 7, 64), (1, 2, 7, 64))
+    assert torch.equal(octet.sdpa(q, k, v), octet.sdpa(q, k, v, scale=0.125))
+    torch.testing.assert_close(octet.sdpa(q, k, v), own(q, k, v))
+
+
+@pytest.mark.parametrize("dtype, precision", [("float32", None), ("float16", None), ("bfloat16", None)])
+def test_other_types_are_within_their_rounding(dtype, precision):
+    q, k, v = (x.to(getattr(torch, dtype)) for x in draw((2, 3, 33, 64), (2, 3, 40, 64), (2, 3, 40, 64)))
+    want = own(q.double(), k.double(), v.double(), is_causal=True)
+    numbers = [x.double().numpy() for x in (q, k, v)]
+    got = octet.sdpa(q, k, v, is_causal=True, precision=precision)
+    assert got.dtype == q.dtype
+    expect_close(got.double().numpy(), want.numpy(), bounds(*numbers, **rounding(dtype))["o"], dtype)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_random_cases(data):
+    draw_ = data.draw
+    lead = draw_(st.sampled_from([(), (2,), (2, 3), (1, 2)]))
+    kv_heads, group = draw_(st.integers(1, 3)), draw_(st.integers(1, 3))
+    queries, keys = draw_(st.integers(1, 40)), draw_(st.integers(1, 40))
+    dim, dim_v = (8 * draw_(st.integers(1, 4)) for _ in range(2))
+    torch.manual_seed(draw_(st.integers(0, 2**31)))
+    q = torch.randn(*lead, kv_heads * group, queries, dim, dtype=torch.float64)
+    k = torch.randn(*lead, kv_heads, keys, dim, dtype=torch.float64)
+    v = torch.randn(*lead, kv_heads, keys, dim_v, dtype=torch.float64)
+    mask, causal = None, False
+    kind = draw_(st.sampled_from(["none", "causal", "bool", "float"]))
+    if kind == "causal":
+        causal = True
+    elif kind != "none":
+        full = (*lead, kv_heads * group, queries, keys)
+        shape = tuple(n if draw_(st.booleans()) else 1 for n in full)[draw_(st.integers(0, len(full) - 2)) :]
+        mask = torch.rand(shape) < 0.6
+        if kind == "float":
+            mask = torch.randn(shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    agree(q, k, v, mask, is_causal=causal, enable_gqa=group > 1)
+
+
+def test_what_octet_does_not_do_is_refused():
+    q = torch.randn(1, 2, 5, 16)
+    with pytest.raises(octet.Unsupported, match="dropout_p: found 0.1, allowed: 0"):
+        octet.sdpa(q, q, q, dropout_p=0.1)
+    with pytest.raises(octet.InvalidArgument, match="attn_mask: given together with is_causal"):
+        octet.sdpa(q, q, q, torch.ones(5, 5, dtype=torch.bool), is_causal=True)
+    with pytest.raises(octet.Unsupported, match="mask: requires a gradient"):
+        octet.sdpa(q, q, q, torch.zeros(5, 5, requires_grad=True))
+    with pytest.raises(octet.InvalidArgument, match="query: found nested"):
+        nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(2, 16)], layout=torch.jagged)
+        octet.sdpa(nested, nested, nested)
+    with pytest.raises(octet.InvalidArgument, match="head dim 12, allowed: a multiple of 8"):
+        octet.sdpa(*[torch.randn(1, 2, 5, 12)] * 3)
+    with pytest.raises(octet.InvalidArgument, match="key: found 1 dimensions"):
+        octet.sdpa(q, q[0, 0, 0], q)
+
+
+def test_patch_sdpa_lasts_as_long_as_its_context():
+    q = torch.randn(1, 2, 64, 16)
+    functional = torch.nn.functional
+    with octet.patch_sdpa("int8"):
+        assert torch.equal(functional.scaled_dot_product_attention(q, q, q), octet.attention(q, q, q, precision="int8"))
+    assert functional.scaled_dot_product_attention is own
+    with pytest.raises(RuntimeError, match="inside"), octet.patch_sdpa():
+        raise RuntimeError("inside")
+    assert functional.scaled_dot_product_attention is own
+
+
+def test_patch_sdpa_falls_back_only_when_told_and_warns_once_per_reason():
+    q, odd = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 12)
+    attend = torch.nn.functional
+    with octet.patch_sdpa(), pytest.raises(octet.Unsupported, match="dropout_p"):
+        attend.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    with warnings.catch_warnings(record=True) as caught, octet.patch_sdpa(fallback="sdpa"):
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert torch.equal(attend.scaled_dot_product_attention(odd, odd, odd), own(odd, odd, odd))
+            attend.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert len(caught) == 2 and "octet leaves this call to torch: q: head dim 12" in str(caught[0].message)
+    with octet.patch_sdpa("int8", min_seqlen=65):
+        assert torch.equal(attend.scaled_dot_product_attention(q, q, q), own(q, q, q))
+    with pytest.raises(octet.InvalidArgument, match="fallback: found 'none', allowed: 'error', 'sdpa'"):
+        with octet.patch_sdpa(fallback="none"):
+            pass
+
+
+def test_a_model_trains_under_patch_sdpa():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 24, 32)
+
+    def gradients():
+        layer.zero_grad()
+        layer(x).square().sum().backward()
+        return [p.grad.clone() for p in layer.parameters()]
+
+    want = gradients()
+    calls = []
+    with octet.patch_sdpa("f32"):
+        patched = torch.nn.functional.scaled_dot_product_attention
+        torch.nn.functional.scaled_dot_product_attention = lambda *a, **k: calls.append(1) or patched(*a, **k)
+        got = gradients()
+    assert calls
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
