@@ -186,6 +186,7 @@ def main():
     if not options.output:
         return
     commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    version = torch.backends.cudnn.version()
     result = {
         "gpu": torch.cuda.get_device_name(),
         "driver": subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.strip(),
@@ -193,7 +194,7 @@ def main():
         "octet": f"{library.octet_version().decode()} ({commit})",
         "remedy": options.remedy,
         "dtype": str(options.dtype).removeprefix("torch."),
-        "peer": f"cuDNN {torch.backends.cudnn.version()} through torch {torch.__version__}",
+        "peer": f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100} through torch {torch.__version__}",
         "rounds": options.rounds,
         "errors": errors,
         "rows": rows,
