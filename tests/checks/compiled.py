@@ -6,7 +6,8 @@ import sys
 
 root = pathlib.Path(sys.argv[1]).resolve()
 compiled = {pathlib.Path(entry["file"]).resolve() for entry in json.loads(pathlib.Path(sys.argv[2]).read_text())}
-elsewhere = ["tests/fuzz", "tests/install", "src/cuda"]  # by clang, by an outside project, where there is CUDA
+# By clang, by an outside project, where there is CUDA, where there is jaxlib.
+elsewhere = ["tests/fuzz", "tests/install", "src/cuda", "tests/gpu", "src/ffi"]
 forgotten = [
     source.relative_to(root)
     for folder in ("src", "cli", "tests")

@@ -37,7 +37,7 @@ def test_values_are_named_with_the_choices():
         invalid, "alignment: 'top_left' given, but causal='bottom_right'", causal="bottom_right", alignment="top_left"
     )
     refused(invalid, "hadamard: found True, allowed: 'auto', 'on', 'off'", hadamard=True)
-    refused(invalid, 'backend: unknown name "gpu"; known: cpu, reference', backend="gpu")
+    refused(invalid, 'backend: unknown name "abacus"; known: ', backend="abacus")
     refused(octet.Unsupported, "softcap: found 5", softcap=5.0)
 
 
