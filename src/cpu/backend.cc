@@ -167,7 +167,7 @@ ForwardPlan forward_recipe(const Problem& p) {
               .p = PFormat::u8,
               .p_top = 255.f,
               .l_from_p = false,
-              .part_tiles = 2};
+              .part_tiles = 1};
     case OCTET_PRECISION_INT8_F16:
       return {.qk = OCTET_I8,
               .q_group = 1,

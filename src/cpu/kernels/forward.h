@@ -42,7 +42,7 @@ struct ForwardScratch {
   int64_t stride;           // of s: rows a power of two apart would compete for cache sets
   Word* q;                  // [kRows][k_words]
   typename Qk::Sum* s;      // [kRows][stride]
-  typename Pv::Sum* strip;  // [kRows][kStripColumns] of P V, if it goes that way
+  typename Pv::Sum* strip;  // [parts][kRows][kStripColumns] of P V, if it goes that way
   float* o;                 // [kRows][v_columns]
 
   static ForwardScratch carve(const ForwardPlan& plan, const KeySide& side, Carver& carve) {
@@ -51,7 +51,8 @@ struct ForwardScratch {
     t.s = carve.take<typename Qk::Sum>(kRows * t.stride);
     t.q = carve.take<Word>(kRows * side.k_words);
     t.o = carve.take<float>(kRows * side.v_columns);
-    t.strip = through_strip(plan.p) ? carve.take<typename Pv::Sum>(kRows * kStripColumns) : nullptr;
+    const int64_t parts = plan.p == PFormat::u8 ? kMaxStepKeys / kKeys : 1;
+    t.strip = through_strip(plan.p) ? carve.take<typename Pv::Sum>(parts * kRows * kStripColumns) : nullptr;
     return t;
   }
 
@@ -60,10 +61,9 @@ struct ForwardScratch {
   typename Pv::Element* p_row(int64_t i) const { return reinterpret_cast<typename Pv::Element*>(s_row(i)); }
 };
 
-// o = alpha o + step product, for one row.
-template <class Sum>
-OCTET_INLINE void add_product(float* o, const Sum* product, float alpha, float step, int64_t columns) {
-  for (int64_t c = 0; c < columns; c += kLanes) store(o + c, load(o + c) * alpha + to_float(load(product + c)) * step);
+// o = alpha o + product, for one row.
+OCTET_INLINE void add_product(float* o, const float* product, float alpha, int64_t columns) {
+  for (int64_t c = 0; c < columns; c += kLanes) store(o + c, load(o + c) * alpha + load(product + c));
 }
 
 OCTET_INLINE void scale_row(float* o, float alpha, int64_t columns) {
@@ -181,44 +181,65 @@ struct Forward {
   void accumulate(int64_t index, int64_t tiles, int64_t rows) {
     const int64_t columns = side.v_columns;
     if constexpr (through_strip(format)) {
-      for (int64_t first = 0; first < columns; first += kStripColumns)
-        accumulate_strip(index, tiles, rows, first, std::min(columns - first, kStripColumns));
+      for (int64_t first = 0; first < columns; first += kStripColumns) {
+        const int64_t n = std::min(columns - first, kStripColumns);
+        if constexpr (format == PFormat::u8)
+          accumulate_codes(index, tiles, rows, first, n);
+        else
+          accumulate_f16(index, tiles, rows, first, n);
+      }
     } else {
       for (int64_t i = 0; i < rows; ++i)
         if (state.alpha[i] != 1.f) scale_row(scratch.o + i * columns, state.alpha[i], columns);
       const Strides strides{scratch.stride, 1};
-      const Word *p_words = reinterpret_cast<const Word*>(scratch.s), *v = side.v + index * side.v_stride;
+      const Word* v = side.v + index * side.v_stride;
       if (v_finite(index, tiles))
-        return matmul<Pv, true>(p_words, strides, v, columns, scratch.o, columns, rows, columns, tiles * side.v_words);
+        return matmul<Pv, true>(p_words(), strides, v, columns, scratch.o, columns, rows, columns,
+                                tiles * side.v_words);
       for (int64_t tile = 0; tile < tiles; ++tile)
-        matmul_skipping_zeros<Pv>(p_words + tile * side.v_words, strides, v + tile * side.v_stride, columns, scratch.o,
-                                  columns, rows, columns, side.v_words);
+        matmul_skipping_zeros<Pv>(p_words() + tile * side.v_words, strides, v + tile * side.v_stride, columns,
+                                  scratch.o, columns, rows, columns, side.v_words);
     }
   }
 
-  // The same for n columns, by way of the strip, a part at a time.
-  void accumulate_strip(int64_t index, int64_t tiles, int64_t rows, int64_t first, int64_t n) {
-    const int64_t columns = side.v_columns,
-                  part_words = format == PFormat::u8 ? plan.part_tiles * side.v_words : kF16Part / Pv::kPerWord;
+  // The same for n columns of 8-bit P: products of all parts, then their sum.
+  void accumulate_codes(int64_t index, int64_t tiles, int64_t rows, int64_t first, int64_t n) {
+    const int64_t columns = side.v_columns, parts = (tiles + plan.part_tiles - 1) / plan.part_tiles;
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t tile = part * plan.part_tiles, words = std::min(plan.part_tiles, tiles - tile) * side.v_words;
+      matmul<Pv, false>(p_words() + tile * side.v_words, {scratch.stride, 1},
+                        side.v + (index + tile) * side.v_stride + first, columns,
+                        scratch.strip + part * kRows * kStripColumns, kStripColumns, rows, n, words);
+    }
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t c = 0; c < n; c += kLanes) {
+        float* o = scratch.o + i * columns + first + c;
+        Vf sum = load(o) * state.alpha[i];
+        for (int64_t part = 0; part < parts; ++part)
+          sum += to_float(load(scratch.strip + (part * kRows + i) * kStripColumns + c)) * state.p_step[part][i];
+        store(o, sum);
+      }
+  }
+
+  // The same for n columns of f16 P: a few keys at a time.
+  void accumulate_f16(int64_t index, int64_t tiles, int64_t rows, int64_t first, int64_t n) {
+    constexpr int64_t kWords = kF16Part / Pv::kPerWord;
+    const int64_t columns = side.v_columns;
     const Strides strides{scratch.stride, 1};
-    for (int64_t word = 0, part = 0; word < tiles * side.v_words; word += part_words, ++part) {
-      const int64_t words = std::min(part_words, tiles * side.v_words - word);
-      const Word *p_words = reinterpret_cast<const Word*>(scratch.s) + word,
-                 *v = side.v + index * side.v_stride + word * columns + first;
-      bool skip = false;
-      if constexpr (format != PFormat::u8) skip = !side.v_finite[index + word / side.v_words];
-      if (skip) {
-        std::memset(scratch.strip, 0, sizeof *scratch.strip * rows * kStripColumns);
-        if constexpr (format != PFormat::u8)
-          matmul_skipping_zeros<Pv>(p_words, strides, v, columns, scratch.strip, kStripColumns, rows, n, words);
+    for (int64_t word = 0; word < tiles * side.v_words; word += kWords) {
+      const Word *p_part = p_words() + word, *v = side.v + index * side.v_stride + word * columns + first;
+      if (side.v_finite[index + word / side.v_words]) {
+        matmul<Pv, false>(p_part, strides, v, columns, scratch.strip, kStripColumns, rows, n, kWords);
       } else {
-        matmul<Pv, false>(p_words, strides, v, columns, scratch.strip, kStripColumns, rows, n, words);
+        std::memset(scratch.strip, 0, sizeof *scratch.strip * rows * kStripColumns);
+        matmul_skipping_zeros<Pv>(p_part, strides, v, columns, scratch.strip, kStripColumns, rows, n, kWords);
       }
       for (int64_t i = 0; i < rows; ++i)
-        add_product(scratch.o + i * columns + first, scratch.strip + i * kStripColumns, part ? 1.f : state.alpha[i],
-                    format == PFormat::u8 ? state.p_step[part][i] : 1.f, n);
+        add_product(scratch.o + i * columns + first, scratch.strip + i * kStripColumns, word ? 1.f : state.alpha[i], n);
     }
   }
+
+  const Word* p_words() const { return reinterpret_cast<const Word*>(scratch.s); }
 
   void finish(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t side_index) {
     const int64_t columns = side.v_columns;

@@ -143,7 +143,6 @@ Recipe f16_inside(octet_dtype format) {
 
 Recipe octet_int8(bool hadamard, bool smooth_q) {
   Recipe r;
-  r.tile = kStep;
   r.logits = int8_logits(hadamard, smooth_q);
   r.p = largest(OCTET_U8);
   r.v = per_token(OCTET_I8);
