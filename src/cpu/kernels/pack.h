@@ -229,6 +229,9 @@ inline void load_numbers(const View& t, int64_t b, int64_t h, int64_t token, int
   if (t.quantization) dequantize_rows(t, b, h, token, valid, width, rows);
 }
 
+// The type whose numbers load_numbers gives.
+inline octet_dtype numbers_of(const View& t) { return t.quantization ? OCTET_F32 : t.dtype; }
+
 // Codes as they are, or the numbers of anything else.
 inline void load_operand(const View& t, bool coded, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count,
                          int64_t width, float* rows) {
@@ -284,9 +287,11 @@ inline void subtract(float* row, const float* mean, int64_t n) {
 }
 
 // Rounds `valid` rows to `dtype`, one scale for each `group` of them (0: no scale), steps into `steps`. A row that is
-// not finite gets the step NaN and does not count for its group.
-inline void quantize_rows(octet_dtype dtype, int64_t group, float* rows, int64_t valid, int64_t width, float* steps) {
+// not finite gets the step NaN and does not count for its group. `came`: the type that the numbers have already.
+inline void quantize_rows(octet_dtype dtype, octet_dtype came, int64_t group, float* rows, int64_t valid, int64_t width,
+                          float* steps) {
   if (!group) {
+    if (dtype == OCTET_F32 || dtype == came) return;
     for (int64_t r = 0; r < valid; ++r) round_row_to(dtype, 1.f, rows + r * width, width);
     return;
   }
@@ -337,7 +342,8 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
       if (plan.smooth_k) subtract(rows + r * width, s.k_mean + side * kMaxDim, p.dim);
       if (plan.hadamard) hadamard_row(rows + r * width, signs.sign, p.dim);
     }
-    quantize_rows(plan.qk, plan.k_group, rows, valid, width, steps);
+    quantize_rows(plan.qk, plan.smooth_k || plan.hadamard ? OCTET_F32 : numbers_of(p.k), plan.k_group, rows, valid,
+                  width, steps);
   }
   if (s.k_scale) std::memcpy(s.k_scale + index * kKeys, steps, sizeof steps);
   Word* k = s.k + index * s.k_stride;
@@ -351,32 +357,35 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     }
   }
 
-  load_operand(p.v, plan.v_coded, seq.batch, g, seq.k_first + first, valid, kKeys, s.v_columns, rows);
+  // Words of one float lie as the rows do.
+  Word* v = s.v + index * s.v_stride;
+  float* v_rows = Pv::kPerWord == 1 ? reinterpret_cast<float*>(v) : rows;
+  load_operand(p.v, plan.v_coded, seq.batch, g, seq.k_first + first, valid, kKeys, s.v_columns, v_rows);
   bool finite = true;
-  for (int64_t r = 0; r < valid; ++r) finite &= row_amax(rows + r * s.v_columns, s.v_columns) < __builtin_inff();
+  for (int64_t r = 0; r < valid; ++r) finite &= row_amax(v_rows + r * s.v_columns, s.v_columns) < __builtin_inff();
   s.v_finite[index] = finite;
   if (plan.v_coded) {
     for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.v, seq.batch, g, seq.k_first + first + r);
   } else {
     if (plan.smooth_v)
-      for (int64_t r = 0; r < valid; ++r) subtract(rows + r * s.v_columns, s.v_mean + side * kMaxDim, p.dim_v);
+      for (int64_t r = 0; r < valid; ++r) subtract(v_rows + r * s.v_columns, s.v_mean + side * kMaxDim, p.dim_v);
     if (s.v_channel) {
       float inverse[kMaxDim] = {};
       for (int64_t c = 0; c < p.dim_v; ++c) inverse[c] = v_step(plan, s.v_channel[side * kMaxDim + c]).inverse;
       for (int64_t r = 0; r < valid; ++r)
-        for (int64_t c = 0; c < p.dim_v; ++c) rows[r * s.v_columns + c] *= inverse[c];
-      quantize_rows(plan.v, 0, rows, valid, s.v_columns, steps);
+        for (int64_t c = 0; c < p.dim_v; ++c) v_rows[r * s.v_columns + c] *= inverse[c];
+      quantize_rows(plan.v, OCTET_F32, 0, v_rows, valid, s.v_columns, steps);
     } else {
-      quantize_rows(plan.v, plan.v_scale == VScale::token ? plan.v_group : 0, rows, valid, s.v_columns, steps);
+      quantize_rows(plan.v, plan.smooth_v ? OCTET_F32 : numbers_of(p.v),
+                    plan.v_scale == VScale::token ? plan.v_group : 0, v_rows, valid, s.v_columns, steps);
     }
   }
   if (s.v_scale) {
     for (int64_t r = valid; r < kKeys; ++r) steps[r] = 0.f;
     std::memcpy(s.v_scale + index * kKeys, steps, sizeof steps);
   }
-  Word* v = s.v + index * s.v_stride;
-  for (int64_t w = 0; w < s.v_words; ++w)
-    interleave_rows<Pv>(rows + w * Pv::kPerWord * s.v_columns, s.v_columns, s.v_columns, v + w * s.v_columns);
+  for (int64_t w = 0; w < s.v_words && Pv::kPerWord > 1; ++w)
+    interleave_rows<Pv>(v_rows + w * Pv::kPerWord * s.v_columns, s.v_columns, s.v_columns, v + w * s.v_columns);
 }
 
 // Largest finite magnitude of q in `group` tokens from `token` on.
@@ -428,7 +437,7 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
     if (plan.hadamard)
       for (int64_t r = 0; r < valid; ++r) hadamard_row(rows + r * width, signs.sign, p.dim);
     if (plan.q_group <= 1) {
-      quantize_rows(plan.qk, plan.q_group, rows, valid, width, steps);
+      quantize_rows(plan.qk, plan.hadamard ? OCTET_F32 : numbers_of(p.q), plan.q_group, rows, valid, width, steps);
     } else {
       for (int64_t r = 0; r < valid; ++r) {
         const int64_t first = (token + r) / plan.q_group * plan.q_group;
