@@ -1,6 +1,8 @@
 """liboctet through its C ABI, for benchmarks: torch tensors in, prepared calls out."""
 
 import ctypes
+import pathlib
+import subprocess
 
 import torch
 
@@ -104,3 +106,11 @@ def load(path):
     library.octet_message.restype = ctypes.c_char_p
     library.octet_version.restype = ctypes.c_char_p
     return library
+
+
+def revision():
+    """The commit that is measured, "-dirty" if anything but results differs from it."""
+    git = ["git", "-C", str(pathlib.Path(__file__).resolve().parent.parent)]
+    run = lambda *arguments: subprocess.run(git + list(arguments), capture_output=True, text=True).stdout.strip()
+    changed = run("status", "--porcelain", "--", ".", ":!bench/results", ":!README.md")
+    return run("describe", "--always") + ("-dirty" if changed else "")

@@ -14,12 +14,11 @@ import os
 import pathlib
 import re
 import statistics
-import subprocess
 import time
 
 import torch
 
-from abi import BACKWARD, FORWARD, Octet, load
+from abi import BACKWARD, FORWARD, Octet, load, revision
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BATCH, HEADS, TOKENS = 1, 8, 2048
@@ -125,13 +124,12 @@ def main():
                     flush=True,
                 )
 
-    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     model = cpu_model()
     result = {
         "cpu": model,
         "threads": options.threads,
         "date": datetime.date.today().isoformat(),
-        "octet": f"{library.octet_version().decode()} ({commit})",
+        "octet": f"{library.octet_version().decode()} ({revision()})",
         "peer": f"torch {torch.__version__} scaled_dot_product_attention, {torch.backends.cpu.get_cpu_capability()}",
         "rounds": options.rounds,
         "geometric_mean_ratio": math.exp(statistics.fmean(math.log(r["ratio"]) for r in rows)),

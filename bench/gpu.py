@@ -16,7 +16,7 @@ import subprocess
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from abi import BACKWARD, FORWARD, REMEDIES, Octet, load
+from abi import BACKWARD, FORWARD, REMEDIES, Octet, load, revision
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOKENS, CHANNELS = 16384, 2048  # of all sequences; of all heads
@@ -185,13 +185,12 @@ def main():
     rows = measure(library, options)
     if not options.output:
         return
-    commit = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     version = torch.backends.cudnn.version()
     result = {
         "gpu": torch.cuda.get_device_name(),
         "driver": subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.strip(),
         "date": datetime.date.today().isoformat(),
-        "octet": f"{library.octet_version().decode()} ({commit})",
+        "octet": f"{library.octet_version().decode()} ({revision()})",
         "remedy": options.remedy,
         "dtype": str(options.dtype).removeprefix("torch."),
         "peer": f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100} through torch {torch.__version__}",
