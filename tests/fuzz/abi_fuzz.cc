@@ -199,11 +199,13 @@ struct Extent {
 
 Extent extent(const octet_tensor& t, const unsigned char* arena) {
   const __int128 size = static_cast<__int128>(bytes_of(t.dtype));
+  constexpr __int128 kFar = __int128{1} << 100;
   __int128 low = 0, high = 0;
   for (int i = 0; i < 4; ++i) {
     if (t.shape[i] <= 0) return {};
-    const __int128 reach = static_cast<__int128>(t.shape[i] - 1) * t.stride[i] * size;
-    (reach < 0 ? low : high) += reach;
+    const __int128 steps = static_cast<__int128>(t.shape[i] - 1) * t.stride[i];
+    if (steps > kFar || steps < -kFar) return {-1, 0};  // outside; times the size it might overflow
+    (steps < 0 ? low : high) += steps * size;
   }
   const __int128 base = reinterpret_cast<intptr_t>(t.data) - reinterpret_cast<intptr_t>(arena);
   return {base + low, base + high + size};
