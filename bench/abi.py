@@ -1,64 +1,22 @@
 """liboctet through its C ABI, for benchmarks: torch tensors in, prepared calls out."""
 
 import ctypes
+import importlib.util
 import pathlib
 import subprocess
 
 import torch
 
-DTYPES = {torch.float32: 2, torch.float16: 3, torch.bfloat16: 4, torch.int32: 10}
-PRECISIONS = {"f32": 2, "f16": 3, "bf16": 4, "int8": 5}
-REMEDIES = {"f16_inside": 0, "none": 1, "beta": 2, "exact_delta": 3, "project": 4}
-FORWARD, BACKWARD = 0, 1
-CAUSAL = 1
-BOTTOM_RIGHT = 2
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
+# The structs of octet.h, from the Python package, but without the library that the package would load.
+_spec = importlib.util.spec_from_file_location("octet_abi", ROOT / "python/octet/_abi.py")
+abi = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(abi)
 
-class Tensor(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_uint32),
-        ("dtype", ctypes.c_uint32),
-        ("data", ctypes.c_void_p),
-        ("shape", ctypes.c_int64 * 4),
-        ("stride", ctypes.c_int64 * 4),
-        ("device", ctypes.c_uint32),
-        ("device_index", ctypes.c_int32),
-        ("quantization", ctypes.c_void_p),
-    ]
-
-
-class Attention(ctypes.Structure):
-    _fields_ = [
-        ("size", ctypes.c_uint32),
-        ("precision", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-        ("mask", ctypes.c_uint32),
-        ("alignment", ctypes.c_uint32),
-        ("remedy", ctypes.c_uint32),
-        ("window_left", ctypes.c_int64),
-        ("window_right", ctypes.c_int64),
-        ("softcap", ctypes.c_float),
-        ("beta", ctypes.c_float),
-        ("hadamard", ctypes.c_uint32),
-        ("smooth_q", ctypes.c_uint32),
-        ("deterministic", ctypes.c_uint32),
-        ("threads", ctypes.c_uint32),
-        ("backend", ctypes.c_char_p),
-        ("rounding", ctypes.c_void_p),
-    ]
-
-
-OPERANDS = ["q", "k", "v", "mask", "sinks", "cu_seqlens_q", "cu_seqlens_k"]
-RESULTS = ["o", "o_residual", "lse", "do", "dq", "dk", "dv", "tq", "tk", "tv", "to"]
-
-
-class Arguments(ctypes.Structure):
-    _fields_ = (
-        [("size", ctypes.c_uint32), ("which", ctypes.c_uint32)]
-        + [(name, ctypes.POINTER(Tensor)) for name in OPERANDS]
-        + [("max_seqlen_q", ctypes.c_int64), ("max_seqlen_k", ctypes.c_int64)]
-        + [(name, ctypes.POINTER(Tensor)) for name in RESULTS]
-    )
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int32: "i32"}
+REMEDIES = abi.REMEDIES
+FORWARD, BACKWARD = abi.PASSES["forward"], abi.PASSES["backward"]
 
 
 class Octet:
@@ -66,11 +24,11 @@ class Octet:
 
     def __init__(self, library, which, precision, causal, tensors, **options):
         self.library, self.tensors = library, tensors
-        self.attention = Attention(size=ctypes.sizeof(Attention), precision=PRECISIONS[precision], **options)
-        self.attention.mask = CAUSAL if causal else 0
-        self.views = {name: self.view(x) for name, x in tensors.items()}
+        mask = abi.MASK_CAUSAL if causal else 0
+        self.attention = abi.Attention(precision=abi.PRECISIONS[precision], mask=mask, **options)
+        self.views = {"do_" if name == "do" else name: self.view(x) for name, x in tensors.items()}
         pointers = {name: ctypes.pointer(view) for name, view in self.views.items()}
-        self.arguments = Arguments(size=ctypes.sizeof(Arguments), which=which, **pointers)
+        self.arguments = abi.Arguments(**{"pass": which}, **pointers)
         bytes_needed = ctypes.c_size_t()
         self.check(library.octet_workspace_size(ctypes.byref(self.attention), ctypes.byref(self.arguments), ctypes.byref(bytes_needed)))
         self.bytes = bytes_needed.value
@@ -84,8 +42,13 @@ class Octet:
         stride = list(x.stride()) + [1] * (4 - x.dim())
         array = ctypes.c_int64 * 4
         on_gpu = x.device.type == "cuda"
-        return Tensor(
-            ctypes.sizeof(Tensor), DTYPES[x.dtype], x.data_ptr(), array(*shape), array(*stride), on_gpu, x.device.index or 0 if on_gpu else 0, None
+        return abi.Tensor(
+            dtype=abi.DTYPES[DTYPES[x.dtype]],
+            data=x.data_ptr(),
+            shape=array(*shape),
+            stride=array(*stride),
+            device=abi.DEVICES[x.device.type],
+            device_index=x.device.index or 0 if on_gpu else 0,
         )
 
     def check(self, status):
@@ -110,7 +73,7 @@ def load(path):
 
 def revision():
     """The commit that is measured, "-dirty" if anything but results differs from it."""
-    git = ["git", "-C", str(pathlib.Path(__file__).resolve().parent.parent)]
+    git = ["git", "-C", str(ROOT)]
     run = lambda *arguments: subprocess.run(git + list(arguments), capture_output=True, text=True).stdout.strip()
     changed = run("status", "--porcelain", "--", ".", ":!bench/results", ":!README.md")
     return run("describe", "--always") + ("-dirty" if changed else "")
