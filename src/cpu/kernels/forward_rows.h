@@ -96,17 +96,17 @@ OCTET_INLINE void weights_row(const ForwardPlan& plan, float* logits, int64_t ti
   store(state.l[i], load(state.l[i]) * state.alpha[i] + l);
 }
 
-// Whether P may be large: it is a bfloat, or has a scale of its own in every step. The maximum then only has to keep p
-// in the range of floats, so that of earlier steps will do, mostly.
+// Whether P may be larger than 1: it is a bfloat, or has a scale of its own in every part. The maximum then only has to
+// keep p times v in the range of floats, so that of earlier steps will do, mostly.
 constexpr bool may_be_lazy(PFormat format) { return format == PFormat::u8 || format == PFormat::bf16; }
 
 // Logits and weights at once for a step that all of the row sees, with the maximum of earlier steps. False, with
-// nothing changed but P, if that is too small.
+// nothing changed, if that is too small.
 template <class Qk, class Pv, PFormat format, int64_t rows>
 OCTET_INLINE bool weights_row_lazily(const ForwardPlan& plan, const typename Qk::Sum* s, const TileRow& row,
                                      int64_t tiles, const float* v_scale, int64_t i, RowState<rows>& state,
                                      typename Pv::Element* p_out) {
-  constexpr float kRange = 0x1p60f;
+  constexpr float kRange = format == PFormat::u8 ? 0x1p60f : 0x1p10f;  // 8-bit P has the scale of v in it
   const float unit = state.unit[i], shift = state.m[i] * unit;
   alignas(64) float weighed[kMaxStepKeys];
   alignas(64) typename Pv::Element rounded[kMaxStepKeys];
