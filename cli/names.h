@@ -33,6 +33,7 @@ inline constexpr Name<Remedy> kRemedies[] = {{"f16_inside", Remedy::f16_inside},
                                              {"beta", Remedy::beta},
                                              {"exact_delta", Remedy::exact_delta},
                                              {"project", Remedy::project}};
+inline constexpr Name<Device> kDevices[] = {{"cpu", Device::cpu}, {"cuda", Device::cuda}};
 inline constexpr Name<Alignment> kAlignments[] = {{"top-left", Alignment::top_left},
                                                   {"bottom-right", Alignment::bottom_right}};
 inline constexpr Name<Switch> kSwitches[] = {{"on", Switch::on}, {"off", Switch::off}};

@@ -47,6 +47,8 @@ void AttentionOptions::add_to(CLI::App& app) {
   app.add_option("--smooth-q", smooth_q_, "Subtract the mean of each 128 queries before int8: on, off  [the recipe's]")
       ->type_name("SWITCH");
   app.add_option("--backend", backend_, "Run this backend only (octet info lists them)")->type_name("NAME");
+  app.add_option("--device", device_, "Where the tensors lie: cpu, cuda, cuda:N  [the backend's, else cpu]")
+      ->type_name("DEVICE");
   app.add_option("--threads", threads_, "CPU threads, 0: all  [0]")->type_name("N");
   app.add_flag("--deterministic", deterministic_, "Only bitwise repeatable kernels");
 }
@@ -84,6 +86,11 @@ void AttentionOptions::expect_used(const std::vector<Precision>& precisions) con
   if (!(hadamard_.empty() && smooth_q_.empty()) && none(has_int8_logits))
     refuse("{}: belongs to precisions int8, int8_f16 and int8_fp8, and none is asked for",
            hadamard_.empty() ? "--smooth-q" : "--hadamard");
+}
+
+DeviceName AttentionOptions::device() const {
+  if (!device_.empty()) return parse_device(device_);
+  return backend_.empty() ? DeviceName{} : device_of_backend(backend_);
 }
 
 std::vector<Pass> parse_passes(const std::string& text) {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "device.h"
 #include "names.h"
 
 namespace octet::cli {
@@ -23,11 +24,14 @@ class AttentionOptions {
   // Refuses options that belong to none of `precisions`.
   void expect_used(const std::vector<Precision>& precisions) const;
 
+  // Where the tensors lie: --device, else where the backend asked for computes, else the CPU.
+  DeviceName device() const;
+
   bool causal() const { return !causal_.empty(); }
   bool given() const { return !(causal_.empty() && scale_.empty() && window_.empty()); }  // of add_mask_to
 
  private:
-  std::string causal_, scale_, window_, remedy_, beta_, hadamard_, smooth_q_, backend_;
+  std::string causal_, scale_, window_, remedy_, beta_, hadamard_, smooth_q_, backend_, device_;
   uint32_t threads_ = 0;
   bool deterministic_ = false;
 };

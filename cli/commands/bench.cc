@@ -1,6 +1,5 @@
 // octet bench: median times of passes, with quantisation and, where q, k, v can be quantised beforehand, without it.
 #include <algorithm>
-#include <chrono>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <octet/octet.hpp>
@@ -12,6 +11,7 @@
 #include "io/source.h"
 #include "options.h"
 #include "passes.h"
+#include "place.h"
 #include "quantized.h"
 #include "terminal.h"
 
@@ -24,10 +24,6 @@ struct BenchOptions {
   int warmup = 1, runs = 5;
   bool random = false, json = false;
   AttentionOptions attention;
-};
-
-struct Timing {
-  double median = 0, least = 0;
 };
 
 struct Measurement {
@@ -51,26 +47,10 @@ DType natural_type(Precision p) {
                                : DType::bf16;
 }
 
-// The workspace is made once, as a caller who cares for speed does.
-template <class Call>
-Timing time(const Attention& attention, const Call& call, const BenchOptions& options) {
-  const std::size_t bytes = workspace_size(attention, call);
-  const octet::detail::Workspace workspace(bytes);
-  std::vector<double> seconds;
-  for (int i = -options.warmup; i < options.runs; ++i) {
-    const auto begin = std::chrono::steady_clock::now();
-    run(attention, call, workspace.data, bytes);
-    if (i >= 0) seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
-  }
-  std::sort(seconds.begin(), seconds.end());
-  const std::size_t n = seconds.size();
-  return {(seconds[(n - 1) / 2] + seconds[n / 2]) / 2, seconds[0]};
-}
-
-// The forward alone: q, k, v are codes already. Nothing where the recipe does not take codes.
+// The forward alone: q, k, v are codes already. Nothing where the recipe does not take codes, nor on a GPU.
 std::optional<double> kernel_seconds(Attention attention, const Inputs& in, const ForwardResult& result,
                                      const BenchOptions& options) {
-  if (attention.precision != Precision::int8) return std::nullopt;
+  if (attention.precision != Precision::int8 || options.attention.device().kind != Device::cpu) return std::nullopt;
   const Quantized q(in.q, {.operand = OCTET_OPERAND_Q}), k(in.k, {.operand = OCTET_OPERAND_K, .smooth = true}),
       v(in.v, {.operand = OCTET_OPERAND_V, .smooth = true});
   Forward call = forward_call(in, result);
@@ -81,7 +61,7 @@ std::optional<double> kernel_seconds(Attention attention, const Inputs& in, cons
   } catch (const Error&) {
     return std::nullopt;
   }
-  return time(attention, call, options).median;
+  return Job({}, attention, call).time(options.warmup, options.runs).median;
 }
 
 // Floating-point operations of the matrix products that the mask leaves.
@@ -92,14 +72,15 @@ double flops(const Inputs& in, const Attention& attention, Pass pass) {
 
 Measurement measure(const Inputs& in, Precision precision, Pass pass, const BenchOptions& options) {
   const Attention attention = options.attention.attention_among(precision);
+  const DeviceName device = options.attention.device();
   const OutputTypes types = OutputTypes::like(in);
   const Shape q = in.q.shape4(), k = in.k.shape4();
   Measurement m{{q[0], q[1], k[1], q[2], k[2], q[3]}, precision,   pass, options.attention.causal(), {}, {}, {},
                 flops(in, attention, pass),           options.runs};
   ForwardResult forward = make_forward(in, types, pass == Pass::backward && reads_residual(attention));
   const auto timed = [&](const auto& call) {
-    m.whole = time(attention, call, options);
-    m.choice = chosen(explain(attention, call));
+    m.whole = Job(device, attention, call).time(options.warmup, options.runs);
+    m.choice = chosen(explain(attention, supposed_on(device, call)));
   };
   if (pass == Pass::forward) {
     timed(forward_call(in, forward));
@@ -107,8 +88,8 @@ Measurement measure(const Inputs& in, Precision precision, Pass pass, const Benc
   } else if (pass == Pass::backward) {
     BackwardResult result = make_backward(in, types);
     const Backward call = backward_call(in, forward, result);
-    workspace_size(attention, call);  // refuses before the forward has cost anything
-    run(attention, forward_call(in, forward));
+    workspace_size(attention, supposed_on(device, call));  // refuses before the forward has cost anything
+    Job(device, attention, forward_call(in, forward)).run();
     timed(call);
   } else {
     JvpResult result = make_jvp(in, types);
@@ -156,6 +137,7 @@ void bench_command(BenchOptions options) {
   const auto precisions = parse_precisions(options.precisions);
   const auto passes = parse_passes(options.passes);
   options.attention.expect_used(precisions);
+  expect_usable(options.attention.device());
   if (options.runs < 1 || options.warmup < 0)
     refuse("--runs, --warmup: found {}, {}, allowed: at least 1 run and 0 to warm up", options.runs, options.warmup);
   if (!options.file.empty() && (options.random || !options.shapes.empty()))
@@ -202,7 +184,11 @@ void add_bench(CLI::App& app) {
       ->type_name("P");
   command->add_option("--pass", options->passes, "Passes, of " + choices(kPasses) + "  [fwd]")->type_name("PASS");
   command->add_option("--warmup", options->warmup, "Runs before those that count  [1]")->type_name("N");
-  command->add_option("--runs", options->runs, "Runs of which the median is taken  [5]")->type_name("N");
+  command
+      ->add_option("--runs", options->runs,
+                   "Runs of which the median is taken: a run is one call by the wall clock, on a GPU as many calls "
+                   "back to back as take 5 ms (at most 100) between two CUDA events, copies left out  [5]")
+      ->type_name("N");
   command->add_flag("--random", options->random,
                     "Inputs from N(0, 1) with a fixed seed, in the precision's own type; this is the default");
   command->add_option("--file", options->file, "Inputs from a file, as octet check reads them")->type_name("FILE");

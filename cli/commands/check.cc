@@ -1,6 +1,5 @@
 // octet check: each pass of each precision against float64, on the tensors of files. The float64 results come from the
 // unfused oracle (precision f64) through the same door.
-#include <chrono>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -14,6 +13,7 @@
 #include "metrics.h"
 #include "options.h"
 #include "passes.h"
+#include "place.h"
 #include "terminal.h"
 
 namespace octet::cli {
@@ -70,13 +70,6 @@ class Oracle {
   JvpResult jvp_;
 };
 
-template <class Call>
-double seconds_of(const Attention& attention, const Call& call) {
-  const auto begin = std::chrono::steady_clock::now();
-  run(attention, call);
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
 // Outputs in the inputs' type where the recipe can write it; fp8_raw writes e4m3, as its original does.
 OutputTypes types_of(const CheckOptions& options, const Inputs& in, Precision precision) {
   if (!options.out_dtype.empty()) return OutputTypes::all(parse(kDTypes, "--out-dtype", options.out_dtype));
@@ -93,6 +86,7 @@ class Checker {
         file_(file),
         in_(in),
         findings_(findings),
+        device_(options.attention.device()),
         oracle_(in, options.attention.attention(Precision::f64)) {}
 
   void check(Pass pass, Precision precision) {
@@ -101,21 +95,24 @@ class Checker {
     ForwardResult forward = make_forward(in_, types, pass == Pass::backward && reads_residual(attention));
     if (pass == Pass::forward) {
       const Forward call = forward_call(in_, forward);
-      note(pass, attention, call, seconds_of(attention, call),
-           {{"o", &forward.o, &oracle_.forward().o}, {"lse", &forward.lse, &oracle_.forward().lse}});
+      const double seconds = timed(attention, call);
+      const ForwardResult& want = oracle_.forward();
+      note(pass, attention, call, seconds, {{"o", &forward.o, &want.o}, {"lse", &forward.lse, &want.lse}});
     } else if (pass == Pass::backward) {
       BackwardResult result = make_backward(in_, types);
       const Backward call = backward_call(in_, forward, result);
-      workspace_size(attention, call);  // refuses before the forward has cost anything
-      run(attention, forward_call(in_, forward));
+      workspace_size(attention, supposed_on(device_, call));  // refuses before the forward has cost anything
+      Job(device_, attention, forward_call(in_, forward)).run();
+      const double seconds = timed(attention, call);
       const BackwardResult& want = oracle_.backward();
-      note(pass, attention, call, seconds_of(attention, call),
+      note(pass, attention, call, seconds,
            {{"dq", &result.dq, &want.dq}, {"dk", &result.dk, &want.dk}, {"dv", &result.dv, &want.dv}});
     } else {
       JvpResult result = make_jvp(in_, types);
       const Jvp call = jvp_call(in_, result);
-      note(pass, attention, call, seconds_of(attention, call),
-           {{"o", &result.o, &oracle_.jvp().o}, {"to", &result.to, &oracle_.jvp().to}});
+      const double seconds = timed(attention, call);
+      const JvpResult& want = oracle_.jvp();
+      note(pass, attention, call, seconds, {{"o", &result.o, &want.o}, {"to", &result.to, &want.to}});
     }
   }
 
@@ -125,9 +122,16 @@ class Checker {
     const Array *got, *want;
   };
 
+  // Runs a call; seconds: of the one run on the CPU, the median of five on a GPU, whose first runs load the kernels.
+  template <class Call>
+  double timed(const Attention& attention, const Call& call) const {
+    const bool on_gpu = device_.kind == Device::cuda;
+    return Job(device_, attention, call).time(0, on_gpu ? 5 : 1).median;
+  }
+
   template <class Call>
   void note(Pass pass, const Attention& attention, const Call& call, double seconds, const std::vector<Pair>& pairs) {
-    const std::string backend = chosen(explain(attention, call)).backend;
+    const std::string backend = chosen(explain(attention, supposed_on(device_, call))).backend;
     for (const auto& [tensor, got, want] : pairs)
       findings_.push_back({file_, attention.precision, pass, tensor, compare(*got, *want), seconds, backend});
   }
@@ -136,6 +140,7 @@ class Checker {
   std::string file_;
   const Inputs& in_;
   std::vector<Finding>& findings_;
+  DeviceName device_;
   Oracle oracle_;
 };
 
@@ -224,6 +229,7 @@ void check_command(const CheckOptions& options) {
   const auto precisions = parse_precisions(options.precisions);
   const auto passes = parse_passes(options.passes);
   options.attention.expect_used(precisions);
+  expect_usable(options.attention.device());
   const auto wanted = [&](Pass pass) { return std::find(passes.begin(), passes.end(), pass) != passes.end(); };
   const bool all = options.precisions == "all";
   std::FILE* notes = options.json ? stderr : stdout;
@@ -284,9 +290,11 @@ void add_check(CLI::App& app) {
   command->add_option("--pass", options->passes, "Passes, of " + choices(kPasses) + "  [fwd]")->type_name("PASS");
   command->add_option("--out-dtype", options->out_dtype, "Type of outputs  [the inputs', e4m3 for fp8_raw]")
       ->type_name("T");
-  command->add_flag("--json", options->json,
-                    "Print an array of {file, precision, pass, tensor, cos, rel_l1, rel_l2, max_abs, "
-                    "worst_head_rel_l2, nan, seconds, backend}");
+  command->add_flag(
+      "--json", options->json,
+      "Print an array of {file, precision, pass, tensor, cos, rel_l1, rel_l2, max_abs, "
+      "worst_head_rel_l2, nan, seconds, backend}; seconds: of one call by the wall clock, on a GPU the median "
+      "of 5 runs as octet bench times them");
   options->attention.add_to(*command);
   command->callback([options] { check_command(*options); });
 }

@@ -11,6 +11,7 @@
 #include "commands/commands.h"
 #include "options.h"
 #include "passes.h"
+#include "place.h"
 
 namespace octet::cli {
 namespace {
@@ -53,29 +54,30 @@ class Tensors {
   std::vector<AddressSpace> spaces_;
 };
 
-std::string explanation(const ProblemShape& s, DType dtype, Pass pass, const Attention& attention) {
+std::string explanation(const ProblemShape& s, DType dtype, Pass pass, const Attention& attention,
+                        const DeviceName& device) {
   Tensors tensors;
+  const auto answer = [&](const auto& call) { return explain(attention, supposed_on(device, call)); };
   const Shape q_shape{s.batch, s.heads, s.tokens_q, s.dim}, k_shape{s.batch, s.kv_heads, s.tokens_k, s.dim};
   const auto q = [&] { return tensors.make(dtype, q_shape); };
   const auto k = [&] { return tensors.make(dtype, k_shape); };
   const auto lse = [&] { return tensors.make(DType::f32, {s.batch, s.heads, s.tokens_q, 1}); };
   switch (pass) {
     case Pass::forward:
-      return explain(attention, Forward{.q = q(), .k = k(), .v = k(), .o = q(), .lse = lse()});
+      return answer(Forward{.q = q(), .k = k(), .v = k(), .o = q(), .lse = lse()});
     case Pass::backward:
-      return explain(attention, Backward{.q = q(),
-                                         .k = k(),
-                                         .v = k(),
-                                         .o = q(),
-                                         .lse = lse(),
-                                         .do_ = q(),
-                                         .dq = q(),
-                                         .dk = k(),
-                                         .dv = k(),
-                                         .o_residual = reads_residual(attention) ? q() : Tensor{}});
+      return answer(Backward{.q = q(),
+                             .k = k(),
+                             .v = k(),
+                             .o = q(),
+                             .lse = lse(),
+                             .do_ = q(),
+                             .dq = q(),
+                             .dk = k(),
+                             .dv = k(),
+                             .o_residual = reads_residual(attention) ? q() : Tensor{}});
     case Pass::jvp:
-      return explain(
-          attention,
+      return answer(
           Jvp{.q = q(), .k = k(), .v = k(), .tq = q(), .tk = k(), .tv = k(), .o = q(), .to = q(), .lse = lse()});
   }
   return {};
@@ -98,7 +100,7 @@ void explain_command(const ExplainOptions& options) {
       const DType dtype = options.dtype.empty() ? natural_type(precision) : parse(kDTypes, "--dtype", options.dtype);
       const Attention attention = precisions.size() == 1 ? options.attention.attention(precision)
                                                          : options.attention.attention_among(precision);
-      const std::string text = explanation(shape, dtype, pass, attention);
+      const std::string text = explanation(shape, dtype, pass, attention, options.attention.device());
       fmt::print("{} {} {}, shape {}\n", name(pass), name(precision), name(dtype), options.shape);
       for (const std::string& line : split(text, '\n'))
         if (!line.empty()) fmt::print("  {}\n", line);

@@ -8,6 +8,7 @@
 #include "io/source.h"
 #include "options.h"
 #include "passes.h"
+#include "place.h"
 
 namespace octet::cli {
 namespace {
@@ -65,6 +66,7 @@ void run_command(const RunOptions& options) {
   const OutputTypes types = options.out_dtype.empty()
                                 ? OutputTypes::like(in)
                                 : OutputTypes::all(parse(kDTypes, "--out-dtype", options.out_dtype));
+  const DeviceName device = options.attention.device();
   expect_writable(options.out, {options.in});
 
   Results results(in.q.shape.size() == 4);
@@ -73,15 +75,15 @@ void run_command(const RunOptions& options) {
   JvpResult jvp;
   if (options.jvp) {
     jvp = make_jvp(in, types);
-    run(attention, jvp_call(in, jvp));
+    Job(device, attention, jvp_call(in, jvp)).run();
   }
   if (options.backward || !options.jvp) {
     forward = make_forward(in, types, options.backward && reads_residual(attention));
-    run(attention, forward_call(in, forward));
+    Job(device, attention, forward_call(in, forward)).run();
   }
   if (options.backward) {
     backward = make_backward(in, types);
-    run(attention, backward_call(in, forward, backward));
+    Job(device, attention, backward_call(in, forward, backward)).run();
   }
   results.add("o", forward.o.present() ? forward.o : jvp.o);
   results.add_lse(forward.o.present() ? forward.lse : jvp.lse);

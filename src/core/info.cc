@@ -3,6 +3,7 @@
 
 #include "core/backend.h"
 #include "core/error.h"
+#include "core/names.h"
 
 namespace octet {
 namespace {
@@ -21,10 +22,10 @@ std::string backends_json() {
   std::string out;
   for (const Backend* backend : backends()) {
     const std::optional<std::string> reason = backend->unavailable();
-    out +=
-        text(out.empty() ? "" : ", ", "{\"name\": ", json_string(backend->name),
-             ", \"description\": ", json_string(backend->description), ", \"available\": ", reason ? "false" : "true",
-             ", \"reason\": ", reason ? json_string(*reason) : "null", '}');
+    out += text(out.empty() ? "" : ", ", "{\"name\": ", json_string(backend->name),
+                ", \"description\": ", json_string(backend->description),
+                ", \"device\": ", json_string(name(backend->device)), ", \"available\": ", reason ? "false" : "true",
+                ", \"reason\": ", reason ? json_string(*reason) : "null", '}');
   }
   return '[' + out + ']';
 }
@@ -54,8 +55,8 @@ std::string gpus_json() { return "[]"; }
 
 std::string info_json() {
   return text("{\"version\": ", json_string(OCTET_VERSION), ", \"compiler\": ", json_string(compiler()),
-              ", \"cuda\": ", json_string(OCTET_CUDA_SUMMARY), ", \"driver\": ", driver_json(), ", \"cpu\": ", cpu_json(),
-              ", \"gpus\": ", gpus_json(), ", \"backends\": ", backends_json(), '}');
+              ", \"cuda\": ", json_string(OCTET_CUDA_SUMMARY), ", \"driver\": ", driver_json(),
+              ", \"cpu\": ", cpu_json(), ", \"gpus\": ", gpus_json(), ", \"backends\": ", backends_json(), '}');
 }
 
 }  // namespace octet

@@ -6,6 +6,7 @@
 
 #include "core/backend.h"
 #include "core/error.h"
+#include "core/names.h"
 
 namespace octet {
 
@@ -26,6 +27,8 @@ struct Verdict {
 
 std::optional<std::string> objection_of(const Backend& backend, const Problem& problem, bool named) {
   if (auto reason = backend.unavailable()) return reason;
+  if (problem.device != backend.device)
+    return text("the tensors are on ", name(problem.device), "; it works on ", name(backend.device), " tensors");
   if (auto reason = backend.objection(problem)) return reason;
   if (!backend.automatic && !named && problem.precision != OCTET_PRECISION_F64)
     return text("it could, but runs only when asked for by name (or at precision f64)");

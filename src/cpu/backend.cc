@@ -94,8 +94,6 @@ std::optional<std::string> jvp_objection(const Problem& p) {
 }
 
 std::optional<std::string> objection(const Problem& p) {
-  if (p.device != OCTET_CPU)
-    return text("the tensors are on ", octet::name(p.device), ", this backend works on cpu tensors");
   if (p.precision == OCTET_PRECISION_F64) return text("precision f64 is the reference backend's");
   if (p.pass == OCTET_BACKWARD) return backward_objection(p);
   if (p.smooth_q) return text("smooth_q is not in its kernels; the reference backend has it");
@@ -326,6 +324,7 @@ namespace octet {
 extern const Backend kCpu;
 const Backend kCpu = {"cpu",
                       "tiled kernels for the CPU's vector and tile instructions",
+                      OCTET_CPU,
                       true,
                       cpu::unavailable,
                       cpu::objection,

@@ -14,8 +14,8 @@ TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "I8": np.int8,
          "F8_E4M3": np.uint8}
 
 
-def octet(*arguments):
-    return subprocess.run([OCTET, *map(str, arguments)], capture_output=True, text=True, timeout=300)
+def octet(*arguments, env=None):
+    return subprocess.run([OCTET, *map(str, arguments)], capture_output=True, text=True, timeout=300, env=env)
 
 
 def run_ok(*arguments):

@@ -83,6 +83,42 @@ def test_bad_arguments(tmp_path, small, name):
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 
 
+NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize("where", [["--backend", "sm90"], ["--device", "cuda"], ["--device", "cuda:1"]])
+@pytest.mark.parametrize("command", ["run", "check", "bench"])
+@pytest.mark.parametrize("options", [[], ["backward"]])
+def test_a_gpu_that_is_not_there(tmp_path, small, command, where, options):
+    out = tmp_path / "out.safetensors"
+    arguments = {"run": [small, out], "check": [small], "bench": ["--shape", "1,1,1,64,64,64"]}[command]
+    backward = ["--backward"] if command == "run" else ["--pass", "bwd"]
+    done = octet(command, *arguments, *where, *(backward if options else []), env=NO_GPU)
+    if "sm90" in BACKENDS:
+        refused(done, "no backend can compute on cuda tensors here: sm90: no usable GPU: ")
+    elif "sm90" in where:
+        refused(done, f'unknown name "sm90"; known: {BACKENDS}')
+    else:
+        refused(done, "no backend can compute on cuda tensors here: CPU only: ")
+    assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
+
+
+def test_explain_and_info_without_a_gpu():
+    done = octet("explain", "--shape", "1,2,2,64,64,64", "--device", "cuda", env=NO_GPU)
+    assert done.returncode == 0 and "cpu: no, the tensors are on cuda; it works on cpu tensors" in done.stdout
+    assert "sm90: no, no usable GPU" in done.stdout or "sm90" not in BACKENDS
+    info = json.loads(octet("info", "--json", env=NO_GPU).stdout)
+    assert info["gpus"] == [] and all(b["available"] == (b["device"] == "cpu") for b in info["backends"])
+
+
+@pytest.mark.parametrize("device, message", [("tpu", 'found "tpu", allowed: cpu, cuda'), ("cuda:", 'found "", expected a whole number'), ("cuda:x", 'found "x"'),
+                                             ("cuda:-1", "expected cuda:0 to cuda:255"), ("cpu:1", "expected cpu, cuda or cuda:N"), ("cuda:1:2", "expected cpu, cuda")])
+@pytest.mark.parametrize("command", ["run", "explain"])
+def test_bad_devices(tmp_path, small, command, device, message):
+    arguments = [small, tmp_path / "out.safetensors"] if command == "run" else ["--shape", "1,2,2,64,64,64"]
+    refused(octet(command, *arguments, "--device", device), message)
+
+
 def test_a_missing_file(tmp_path):
     refused(octet("run", tmp_path / "none.safetensors", tmp_path / "out.safetensors"), "none.safetensors: cannot open: No such file or directory")
     assert list(tmp_path.iterdir()) == []

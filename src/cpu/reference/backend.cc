@@ -182,12 +182,6 @@ void run(const Problem& problem, Bytes, void*) {
   });
 }
 
-std::optional<std::string> objection(const Problem& problem) {
-  if (problem.device != OCTET_CPU)
-    return text("tensors are on ", name(problem.device), ':', problem.device_index, "; it computes on the CPU");
-  return recipe_objection(problem);
-}
-
 std::string kernel(const Problem& problem) {
   return text(name(problem.pass), ' ', name(problem.precision), ", unfused float64");
 }
@@ -199,9 +193,10 @@ extern const Backend kReference;
 const Backend kReference{
     .name = "reference",
     .description = "unfused float64 with the rounding points of every precision: the oracle",
+    .device = OCTET_CPU,
     .automatic = false,
     .unavailable = [] { return std::optional<std::string>(); },
-    .objection = reference::objection,
+    .objection = reference::recipe_objection,
     .kernel = reference::kernel,
     .workspace_size = [](const Problem&) { return std::size_t{0}; },
     .run = reference::run,

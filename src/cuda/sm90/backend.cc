@@ -68,7 +68,6 @@ std::optional<std::string> backward_objection(const Problem& p) {
 }
 
 std::optional<std::string> objection(const Problem& p) {
-  if (p.device != OCTET_CUDA) return "the tensors are on the CPU";
   if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability 9.0");
   if (p.pass == OCTET_JVP) return text("it has no ", name(p.pass), " pass; it has: forward, backward");
   if (p.precision != OCTET_PRECISION_F16 && p.precision != OCTET_PRECISION_BF16)
@@ -104,6 +103,7 @@ namespace octet {
 extern const Backend kSm90;
 const Backend kSm90 = {"sm90",
                        "tensor cores and TMA of Hopper GPUs (H100, H200)",
+                       OCTET_CUDA,
                        true,
                        cuda::sm90::unavailable,
                        cuda::sm90::objection,
