@@ -1,0 +1,43 @@
+// The GPU against the bars that the CPU is held to: standard inputs, real activations, and the bias of delta.
+#include <gtest/gtest.h>
+
+#include "gpu/place.h"
+#include "passes/real.h"
+
+namespace octet::test {
+namespace {
+
+const Tested kGpu{"sm90", [] { return std::make_unique<GpuPlace>(); }};
+
+TEST(GpuBars, forward) {
+  for (DType out : {DType::f32, DType::bf16}) {
+    const ForwardBar bar = bf16_forward_bar(out);
+    SCOPED_TRACE(bar.row);
+    expect_forward_bar(kGpu, bar);
+  }
+}
+
+TEST(GpuBars, backward) {
+  for (Remedy remedy : {Remedy::none, Remedy::f16_inside}) {
+    const BackwardBar bar = bf16_backward_bar(remedy);
+    SCOPED_TRACE(bar.row);
+    expect_backward_bar(kGpu, bar);
+  }
+}
+
+TEST(GpuBars, without_remedy_a_common_offset_ruins_dq) { expect_that_without_remedy_a_common_offset_ruins_dq(kGpu); }
+
+TEST(GpuBars, gradients_err_little_more_than_outputs_round) {
+  expect_gradients_to_err_little_more_than_outputs_round(kGpu);
+}
+
+TEST(GpuBars, real_activations) { expect_real_bar(kGpu, kRealBf16); }
+
+TEST(GpuBars, without_remedy_real_activations_miss) { expect_that_without_remedy_real_dq_misses(kGpu); }
+
+TEST(GpuBars, unbiased_delta_on_s7) { expect_unbiased_delta_on_s7(kGpu); }
+
+TEST(GpuBars, unbiased_delta_on_s8) { expect_unbiased_delta_on_s8(kGpu); }
+
+}  // namespace
+}  // namespace octet::test

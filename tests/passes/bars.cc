@@ -1,0 +1,192 @@
+#include "passes/bars.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "support/metrics.h"
+
+namespace octet::test {
+namespace {
+
+struct Fit {
+  double relative_l2, cosine;
+};
+
+Fit fit(const Values& got, const Values& want, Over over) {
+  const auto whole = [](const Values& g, const Values& w) {
+    return Fit{difference(g, w).relative(), inner(g, w) / std::sqrt(inner(g, g) * inner(w, w))};
+  };
+  if (over == Over::all_heads) return whole(got, want);
+  Fit worst{0.0, 1.0};
+  for (int64_t h = 0; h < want.shape[1]; ++h) {
+    const Fit head = whole(slice(got, 1, h, h + 1), slice(want, 1, h, h + 1));
+    worst = {std::max(worst.relative_l2, head.relative_l2), std::min(worst.cosine, head.cosine)};
+  }
+  return worst;
+}
+
+constexpr Case kForward{.name = "forward",
+                        .heads = 2,
+                        .kv_heads = 2,
+                        .tokens_q = 2048,
+                        .tokens_k = 2048,
+                        .dim = 128,
+                        .dim_v = 128,
+                        .dtype = DType::bf16};
+constexpr Case kDerivative{
+    .name = "derivative", .heads = 2, .kv_heads = 2, .tokens_q = 1024, .tokens_k = 1024, .dtype = DType::bf16};
+
+std::map<std::string, Bar> all_inputs(const Bar& bar) {
+  std::map<std::string, Bar> out;
+  for (const char* name : {"D1", "D2", "D3", "D4", "D5", "D6"}) out[name] = bar;
+  return out;
+}
+
+std::map<std::string, Limits> every_input(double limit) {
+  std::map<std::string, Limits> out;
+  for (const char* name : {"B1", "B2", "B3", "B4", "B5", "B6"}) out[name] = {limit, limit, limit};
+  return out;
+}
+
+Outputs run_on(const Tested& tested, const Case& c, const Inputs& in, const Attention& attention, Pass pass,
+               const Outputs* saved = nullptr) {
+  const std::unique_ptr<Place> place = tested.place ? tested.place() : nullptr;
+  return run(c, in, attention, pass, saved, place.get());
+}
+
+// Errors of delta = sum do o over rows and seeds, from o alone and from o + o_residual; and what they do to dq, whose
+// first channel moves by -(error of delta) * scale * (sum_j P_ij k_j minus any constant), of one sign here.
+struct Biases {
+  Bias from_o, from_unrounded_o, dq_naive, dq;
+};
+
+Biases biases_of(const Tested& tested, bool smaller_sink) {
+  const Case c = tied_case();
+  Biases bias;
+  for (const Inputs& in : tied_inputs(smaller_sink)) {
+    const Outputs want = exact(c, in, Pass::backward), forward_want = exact(c, in, Pass::forward);
+    const Outputs saved = run_on(tested, c, in, attention_of(c, Precision::bf16, tested.backend), Pass::forward);
+    const Outputs naive = compute(tested, c, in, Pass::backward, Precision::bf16, DType::bf16, Remedy::none);
+    const Outputs remedied = compute(tested, c, in, Pass::backward, Precision::bf16, DType::bf16);
+    for (int64_t h = 0; h < c.heads; ++h) {
+      double from_o = 0.0, from_unrounded = 0.0;
+      for (int64_t i = 0; i < c.dim_v; ++i) {
+        const double weight = in.do_.at(0, h, 0, i), o = saved.o.at(0, h, 0, i), truth = forward_want.o.at(0, h, 0, i);
+        from_o += weight * (o - truth);
+        from_unrounded += weight * (o + saved.o_residual.at(0, h, 0, i) - truth);
+      }
+      bias.from_o.add(from_o), bias.from_unrounded_o.add(from_unrounded);
+      bias.dq_naive.add(naive.dq.at(0, h, 0, 0) - want.dq.at(0, h, 0, 0));
+      bias.dq.add(remedied.dq.at(0, h, 0, 0) - want.dq.at(0, h, 0, 0));
+    }
+  }
+  return bias;
+}
+
+void expect_unbiased_delta(const Biases& bias) {
+  EXPECT_LE(bias.from_unrounded_o.kappa(), .1);
+  EXPECT_LE(std::fabs(bias.from_unrounded_o.t()), 4.0);
+}
+
+}  // namespace
+
+Outputs compute(const Tested& tested, Case c, const Inputs& in, Pass pass, Precision precision, DType out,
+                Remedy remedy) {
+  c.out_dtype = out;
+  Attention attention = attention_of(c, precision, tested.backend);
+  attention.remedy = remedy;
+  if (pass != Pass::backward) return run_on(tested, c, in, attention, pass);
+  const Outputs saved = run_on(tested, c, in, attention, Pass::forward);
+  return run_on(tested, c, in, attention, Pass::backward, &saved);
+}
+
+void expect_bar(const Values& got, const Values& want, const Bar& bar, const std::string& what) {
+  const Fit f = fit(got, want, bar.over);
+  EXPECT_LE(f.relative_l2, bar.relative_l2) << what << ": relative L2; worst " << text(difference(got, want));
+  // An error of that size at right angles to the answer leaves no larger cosine, whatever a row asks for all inputs.
+  EXPECT_GE(f.cosine, std::min(bar.cosine, 1.0 / std::hypot(1.0, bar.relative_l2))) << what << ": cosine";
+}
+
+const Known& known(const std::string& name, Pass pass) {
+  static std::map<std::string, Known> all;
+  const auto [at, fresh] = all.try_emplace(name);
+  if (fresh) {
+    const Case& c = pass == Pass::forward ? kForward : kDerivative;
+    const Inputs in = bar_inputs(name, c);
+    at->second = {c, in, exact(c, in, pass)};
+  }
+  return at->second;
+}
+
+void PrintTo(const ForwardBar& bar, std::ostream* out) { *out << bar.row; }
+void PrintTo(const BackwardBar& bar, std::ostream* out) { *out << bar.row; }
+
+void expect_forward_bar(const Tested& tested, const ForwardBar& row) {
+  for (const auto& [name, bar] : row.inputs) {
+    const Known& x = known(name, Pass::forward);
+    const Values o = compute(tested, x.c, x.in, Pass::forward, row.precision, row.out).o;
+    expect_bar(o, x.want.o, bar, name);
+    // No outliers on normal inputs. int8_f16 without smooth_q has 13.7 in float64 arithmetic: of the sharpest rows.
+    if (name != "D1" || row.precision == Precision::int8_f16) continue;
+    const Difference d = difference(o, x.want.o);
+    EXPECT_LE(d.largest, 12 * d.rms) << "D1: largest error against its root mean square; " << text(d);
+  }
+}
+
+void expect_backward_bar(const Tested& tested, const BackwardBar& bar) {
+  for (const auto& [name, limit] : bar.inputs) {
+    const Known& x = known(name, Pass::backward);
+    const Outputs got = compute(tested, x.c, x.in, Pass::backward, bar.precision, DType::f32, bar.remedy);
+    expect_bar(got.dq, x.want.dq, {limit.dq, bar.cosine, limit.over}, name + " dq");
+    expect_bar(got.dk, x.want.dk, {limit.dk, bar.cosine, limit.over}, name + " dk");
+    expect_bar(got.dv, x.want.dv, {limit.dv, bar.cosine, limit.over}, name + " dv");
+  }
+}
+
+ForwardBar bf16_forward_bar(DType out) {
+  const bool wide = out == DType::f32;
+  return {wide ? "bf16" : "bf16_o_bf16", Precision::bf16, out, all_inputs({wide ? .0018 : .0026, .999997})};
+}
+
+BackwardBar bf16_backward_bar(Remedy remedy) {
+  constexpr double kCosine = .999998;
+  if (remedy == Remedy::none) return {"bf16_none", Precision::bf16, remedy, {{"B1", {.0020, .0020, .0020}}}, kCosine};
+  return {remedy == Remedy::project ? "bf16_project" : "bf16", Precision::bf16, remedy, every_input(.0020), kCosine};
+}
+
+void expect_that_without_remedy_a_common_offset_ruins_dq(const Tested& tested) {
+  const Known& x = known("B3", Pass::backward);
+  const Values dq = compute(tested, x.c, x.in, Pass::backward, Precision::bf16, DType::f32, Remedy::none).dq;
+  EXPECT_GE(fit(dq, x.want.dq, Over::worst_head).relative_l2, .1);
+}
+
+void expect_gradients_to_err_little_more_than_outputs_round(const Tested& tested) {
+  for (const std::string name : {"B1", "B2", "B3", "B4", "B5", "B6"}) {
+    const Known& x = known(name, Pass::backward);
+    const Outputs got = compute(tested, x.c, x.in, Pass::backward, Precision::bf16, DType::bf16);
+    const std::pair<const char*, Values Outputs::*> gradients[] = {
+        {"dq", &Outputs::dq}, {"dk", &Outputs::dk}, {"dv", &Outputs::dv}};
+    for (const auto& [gradient, member] : gradients) {
+      const Values& want = x.want.*member;
+      EXPECT_LE(fit(got.*member, want, Over::worst_head).relative_l2,
+                1.3 * fit(rounded(want, DType::bf16), want, Over::worst_head).relative_l2)
+          << name << ' ' << gradient;
+    }
+  }
+}
+
+void expect_unbiased_delta_on_s7(const Tested& tested) { expect_unbiased_delta(biases_of(tested, false)); }
+
+void expect_unbiased_delta_on_s8(const Tested& tested) {
+  const Biases bias = biases_of(tested, true);
+  expect_unbiased_delta(bias);
+  EXPECT_GE(bias.from_o.kappa(), .5) << "without remedy: the test has no power";
+  EXPECT_GE(bias.dq_naive.kappa(), .5) << "dq without remedy: the test has no power";
+  // Of dq no bar is known: its own rounding, in no proportion to that of delta, may lean to one side. What adds up over
+  // rows is at most a tenth of the errors that the remedy is for.
+  EXPECT_LE(std::fabs(bias.dq.mean()), .1 * std::fabs(bias.dq_naive.mean()));
+}
+
+}  // namespace octet::test

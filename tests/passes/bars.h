@@ -1,0 +1,81 @@
+// The acceptance bars of docs/numerics.md as any backend is held to them: relative L2 and cosine against float64, on
+// inputs with the difficulties of trained models (bar_inputs.h). Bars that several backends share stand here.
+#pragma once
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "passes/bar_inputs.h"
+
+namespace octet::test {
+
+// A backend and where its calls run.
+struct Tested {
+  const char* backend;
+  std::function<std::unique_ptr<Place>()> place{};  // empty: the test's own memory
+};
+
+// Runs a pass; a backward pass after its own forward pass. `out`: the type of its outputs.
+Outputs compute(const Tested&, Case, const Inputs&, Pass, Precision, DType out, Remedy = Remedy::f16_inside);
+
+// What a bar is held to: the worst head, or, where heads of one input differ by as much as recipes do (a direction or a
+// few rows decide), all of them together, as the best figures were measured.
+enum class Over { worst_head, all_heads };
+
+struct Bar {
+  double relative_l2, cosine;
+  Over over = Over::worst_head;
+};
+void expect_bar(const Values& got, const Values& want, const Bar&, const std::string& what);
+
+// Inputs of bar_inputs and their float64 answers, computed once for all precisions.
+struct Known {
+  Case c;
+  Inputs in;
+  Outputs want;
+};
+const Known& known(const std::string& name, Pass pass);
+
+struct ForwardBar {
+  const char* row;
+  Precision precision;
+  DType out;
+  std::map<std::string, Bar> inputs;
+};
+void PrintTo(const ForwardBar&, std::ostream*);
+void expect_forward_bar(const Tested&, const ForwardBar&);
+
+struct Limits {
+  double dq, dk, dv;
+  Over over = Over::worst_head;
+};
+
+struct BackwardBar {
+  const char* row;
+  Precision precision;
+  Remedy remedy;
+  std::map<std::string, Limits> inputs;  // relative L2
+  double cosine;
+};
+void PrintTo(const BackwardBar&, std::ostream*);
+void expect_backward_bar(const Tested&, const BackwardBar&);
+
+// The rows of 16 bits.
+ForwardBar bf16_forward_bar(DType out);
+BackwardBar bf16_backward_bar(Remedy);
+
+// Without a remedy the rounding of dS meets the common offset of the keys: dq of B3 misses by far.
+void expect_that_without_remedy_a_common_offset_ruins_dq(const Tested&);
+
+// f16_inside: every gradient within 1.3 times the rounding of its own output format, with o saved in that format and
+// its residual.
+void expect_gradients_to_err_little_more_than_outputs_round(const Tested&);
+
+// delta from the un-rounded o on rows with tied maxima: kappa <= .1 and |t| <= 4. On S7 rounding o once is unbiased as
+// it is: nothing to cure, and nothing to spoil. On S8 it is biased (kappa >= .5) and ruins dq.
+void expect_unbiased_delta_on_s7(const Tested&);
+void expect_unbiased_delta_on_s8(const Tested&);
+
+}  // namespace octet::test

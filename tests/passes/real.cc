@@ -1,0 +1,77 @@
+#include "passes/real.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <octet/formats.hpp>
+
+namespace octet::test {
+namespace {
+
+// A safetensors file of ours: length of the JSON header, header, bf16 data.
+Known read(const std::string& name) {
+  std::ifstream file(std::string(OCTET_EXAMPLES_DATA) + '/' + name + ".safetensors", std::ios::binary);
+  const std::string bytes((std::istreambuf_iterator<char>(file)), {});
+  if (bytes.size() < 8) throw std::runtime_error("cannot read " + name);
+  uint64_t length;
+  std::memcpy(&length, bytes.data(), 8);
+  const auto header = nlohmann::json::parse(bytes.substr(8, length));
+  const auto tensor = [&](const char* key) {
+    Values x(header[key]["shape"].get<Shape>());
+    const char* data = bytes.data() + 8 + length + header[key]["data_offsets"][0].get<size_t>();
+    for (size_t i = 0; i < x.data.size(); ++i) x.data[i] = load(OCTET_BF16, data, static_cast<int64_t>(i));
+    return x;
+  };
+  Known real;
+  real.in.q = tensor("q"), real.in.k = tensor("k"), real.in.v = tensor("v"), real.in.do_ = tensor("do");
+  const Shape& q = real.in.q.shape;
+  real.c = {.name = "real",
+            .heads = q[1],
+            .kv_heads = q[1],
+            .tokens_q = q[2],
+            .tokens_k = q[2],
+            .dim = q[3],
+            .dim_v = q[3],
+            .causal = true,
+            .dtype = DType::bf16};
+  real.want = exact(real.c, real.in, Pass::backward);
+  real.want.o = exact(real.c, real.in, Pass::forward).o;
+  return real;
+}
+
+}  // namespace
+
+const Known& real(const std::string& file) {
+  static std::map<std::string, Known> all;
+  if (!all.count(file)) all[file] = read(file);
+  return all[file];
+}
+
+void PrintTo(const RealBar& bar, std::ostream* out) { *out << bar.row; }
+
+void expect_real_bar(const Tested& tested, const RealBar& bar) {
+  for (const char* file : kRealFiles) {
+    const Known& x = real(file);
+    const auto expect = [&](const char* tensor, const Values& got, const Values& want, double limit) {
+      const Difference d = difference(got, want);
+      EXPECT_LE(d.relative(), limit) << file << ' ' << tensor << "; worst " << text(d);
+    };
+    if (bar.o > 0.0) expect("o", compute(tested, x.c, x.in, Pass::forward, bar.precision, bar.out).o, x.want.o, bar.o);
+    if (bar.dq == 0.0) continue;
+    const Outputs got = compute(tested, x.c, x.in, Pass::backward, bar.precision, bar.out);
+    expect("dq", got.dq, x.want.dq, bar.dq);
+    expect("dk", got.dk, x.want.dk, bar.dk);
+    expect("dv", got.dv, x.want.dv, bar.dv);
+  }
+}
+
+void expect_that_without_remedy_real_dq_misses(const Tested& tested) {
+  const Known& x = real("rope128_layer1");
+  const Values dq = compute(tested, x.c, x.in, Pass::backward, Precision::bf16, DType::bf16, Remedy::none).dq;
+  EXPECT_GE(difference(dq, x.want.dq).relative(), .005);
+}
+
+}  // namespace octet::test

@@ -1,0 +1,28 @@
+// Real activations (examples/data), causal: bars of relative L2 against float64. Gradients of 1e-6, channel outliers in
+// k, sharp and diffuse rows: what normal noise has not.
+#pragma once
+#include "passes/bars.h"
+
+namespace octet::test {
+
+inline constexpr const char* kRealFiles[] = {"rope128_layer1", "rope128_layer4", "gpt64_layer2", "gpt64_layer5"};
+
+// A file and its float64 answers, computed once.
+const Known& real(const std::string& file);
+
+// The largest relative L2 over the files; 0: the tensor has no bar.
+struct RealBar {
+  const char* row;
+  Precision precision;
+  DType out;
+  double o, dq, dk, dv;
+};
+void PrintTo(const RealBar&, std::ostream*);
+void expect_real_bar(const Tested&, const RealBar&);
+
+inline constexpr RealBar kRealBf16{"bf16", Precision::bf16, DType::bf16, .0020, .0022, .0021, .0020};
+
+// The bar of bf16 has power: without remedy the gradient of q misses it.
+void expect_that_without_remedy_real_dq_misses(const Tested&);
+
+}  // namespace octet::test
