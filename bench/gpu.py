@@ -1,5 +1,6 @@
-"""Times octet against cuDNN through torch on this GPU: same process, same inputs, in alternating rounds, CUDA events
-around groups of launches, medians. Before it times, it holds both to float64 attention on smaller inputs.
+"""Times octet on this GPU against cuDNN through torch and, where `flash_attn_interface` can be imported, FlashAttention-3:
+same process, same inputs, in alternating rounds, CUDA events around groups of launches, medians. Before it times, it
+holds all of them to float64 attention, on random inputs and on the real ones of examples/data.
 
     bench/gpu.py [--pass forward,backward] [--rounds N] [--library build/release/src/liboctet.so] [--output FILE]
 
@@ -8,6 +9,8 @@ FLOPs are those of the two products forward, 4 b h n m d, halved under a causal 
 
 import argparse
 import datetime
+import importlib
+import importlib.metadata
 import json
 import pathlib
 import statistics
@@ -22,6 +25,78 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOKENS, CHANNELS = 16384, 2048  # of all sequences; of all heads
 # dim, tokens of a sequence
 CASES = [(64, 4096), (64, 16384), (128, 1024), (128, 4096), (128, 16384), (256, 4096), (256, 16384)]
+TENSORS = ["o", "dq", "dk", "dv"]
+
+
+class Problem:
+    """q, k, v and the gradient of o, [batch, head, token, dim]."""
+
+    def __init__(self, tensors, causal):
+        self.q, self.k, self.v, self.do = tensors
+        self.causal = causal
+
+    @classmethod
+    def draw(cls, shape, dtype, causal, seed=1):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        return cls([torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(4)], causal)
+
+    def exact(self):
+        """o, dq, dk, dv in float64."""
+        leaves = [x.double().requires_grad_() for x in (self.q, self.k, self.v)]
+        s = leaves[0] @ leaves[1].transpose(-1, -2) / self.q.shape[-1] ** 0.5
+        if self.causal:
+            s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), float("-inf"))
+        o = s.softmax(-1) @ leaves[2]
+        return [o.detach(), *torch.autograd.grad(o, leaves, self.do.double())]
+
+
+class Ours:
+    """octet's calls: `forward` as for inference, `training` keeps what a backward pass needs, `backward`, and `deterministic`
+    where dq is summed in order. None where it has no such kernel."""
+
+    def __init__(self, library, problem, options):
+        p = problem
+        precision = "bf16" if p.q.dtype == torch.bfloat16 else "f16"
+        nan = lambda x: torch.full_like(x, float("nan"))
+        self.o, o_residual, lse = nan(p.q), nan(p.q), torch.full(tuple(p.q.shape[:3]), float("nan"), device="cuda")
+        self.gradients = [nan(x) for x in (p.q, p.k, p.v)]
+
+        def call(which, tensors, **more):
+            try:
+                return Octet(library, which, precision, p.causal, dict(q=p.q, k=p.k, v=p.v, o=self.o, lse=lse) | tensors, remedy=REMEDIES[options.remedy], **more)
+            except RuntimeError as error:
+                if "no backend can solve" not in str(error):
+                    raise
+
+        residual = {} if options.remedy == "none" else dict(o_residual=o_residual)
+        kept = dict(zip(("dq", "dk", "dv"), self.gradients)) | dict(do=p.do) | residual
+        self.forward = call(FORWARD, {})
+        self.training = call(FORWARD, residual)
+        self.backward = call(BACKWARD, kept)
+        self.deterministic = call(BACKWARD, kept, deterministic=1)
+
+    def results(self, backward):
+        """o, and with `backward` dq, dk, dv."""
+        if not (backward and self.backward):
+            self.forward()
+            return [self.o]
+        self.training()
+        self.backward()
+        return [self.o, *self.gradients]
+
+
+class Peer:
+    """Attention by `function(q, k, v, causal)` and its backward pass by torch, which runs that pass alone."""
+
+    def __init__(self, function, problem):
+        p = problem
+        self.forward = lambda: function(p.q, p.k, p.v, p.causal)
+        leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+        o = function(*leaves, p.causal)
+        self.backward = lambda: torch.autograd.grad(o, leaves, p.do, retain_graph=True)
+
+    def results(self, backward):
+        return [self.forward(), *(self.backward() if backward else [])]
 
 
 def cudnn(q, k, v, causal):
@@ -29,99 +104,64 @@ def cudnn(q, k, v, causal):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
-def exact(q, k, v, causal, do):
-    """o, dq, dk, dv in float64."""
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    s = leaves[0] @ leaves[1].transpose(-1, -2) / q.shape[-1] ** 0.5
-    if causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), float("-inf"))
-    o = s.softmax(-1) @ leaves[2]
-    return [o.detach(), *torch.autograd.grad(o, leaves, do.double())]
+def cudnn_name():
+    version = torch.backends.cudnn.version()
+    return f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100} through torch {torch.__version__}"
 
 
-def draw(shape, dtype, seed):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return [torch.randn(shape, generator=generator, device="cuda").to(dtype) for _ in range(4)]
-
-
-def optional(*arguments, **options):
-    """A call, or None where octet has no such kernel."""
+def peers():
+    """What can be imported here: name -> (description, function)."""
+    found = {"cudnn": (cudnn_name(), cudnn)}
     try:
-        return Octet(*arguments, **options)
-    except RuntimeError:
-        return None
+        module = importlib.import_module("flash_attn_interface")
+    except ImportError:
+        return found
+
+    def fa3(q, k, v, causal):
+        # It takes [batch, token, head, dim]: the same memory, transposed views.
+        out = module.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    packages = importlib.metadata.packages_distributions().get("flash_attn_interface", [])
+    version = importlib.metadata.version(packages[0]) if packages else getattr(module, "__version__", "of unknown version")
+    return found | {"fa3": (f"FlashAttention-3 {version}", fa3)}
 
 
-class Calls:
-    """octet's forward and backward and cuDNN's on the same tensors."""
-
-    def __init__(self, library, shape, dtype, causal, options, seed=1, tensors=None):
-        self.q, self.k, self.v, self.do = q, k, v, do = tensors or draw(shape, dtype, seed)
-        precision = "bf16" if dtype == torch.bfloat16 else "f16"
-        nan = lambda x: torch.full_like(x, float("nan"))
-        self.o, self.o_residual, self.lse = nan(q), nan(q), torch.full(tuple(shape[:3]), float("nan"), device="cuda")
-        self.dq, self.dk, self.dv = nan(q), nan(k), nan(v)
-        inputs = dict(q=q, k=k, v=v)
-        remedy = REMEDIES[options.remedy]
-        self.forward = Octet(library, FORWARD, precision, causal, inputs | dict(o=self.o, lse=self.lse), remedy=remedy)
-        self.training = Octet(
-            library, FORWARD, precision, causal, inputs | dict(o=self.o, lse=self.lse, o_residual=self.o_residual), remedy=remedy
-        )
-        if "backward" in options.passes:
-            gradients = dict(dq=self.dq, dk=self.dk, dv=self.dv)
-            kept = dict(o=self.o, lse=self.lse, do=do) | ({} if options.remedy == "none" else dict(o_residual=self.o_residual))
-            self.backward = optional(library, BACKWARD, precision, causal, inputs | kept | gradients, remedy=remedy)
-            self.deterministic = optional(library, BACKWARD, precision, causal, inputs | kept | gradients, remedy=remedy, deterministic=1)
-        self.causal = causal
-
-    def peer_forward(self):
-        return cudnn(self.q, self.k, self.v, self.causal)
-
-    def peer_backward(self):
-        """A call that runs cuDNN's backward alone."""
-        leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
-        o = cudnn(*leaves, self.causal)
-        return lambda: torch.autograd.grad(o, leaves, self.do, retain_graph=True)
+def errors(problem, programs, backward):
+    """Relative L2 against float64: tensor -> program -> error. Whoever errs by a twentieth solves another problem."""
+    want = problem.exact()
+    found = {}
+    for program, results in ((name, x.results(backward)) for name, x in programs.items()):
+        for tensor, got, exact in zip(TENSORS, results, want):
+            error = ((got.double() - exact).norm() / exact.norm()).item()
+            if not error < 0.05:
+                raise RuntimeError(f"{program}: {tensor} differs from float64 by {error:.3g} in relative L2: not the same problem")
+            found.setdefault(tensor, {})[program] = error
+    return found
 
 
-def relative(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
+def text_of(found):
+    return "   ".join(f"{tensor} " + " ".join(f"{program} {error:.5f}" for program, error in programs.items()) for tensor, programs in found.items())
 
 
-def check_files(library, options):
-    """The worst error over the files of examples/data: real activations, causal, outputs in bf16."""
+def check(programs_of, options):
+    """Random inputs, then the worst of the files of examples/data: causal, outputs in the inputs' type."""
     from safetensors.torch import load_file
 
-    worst = {}
-    for path in sorted(ROOT.glob("examples/data/*.safetensors")):
-        data = {name: x.cuda().to(options.dtype) for name, x in load_file(path).items()}
-        calls = Calls(library, data["q"].shape, options.dtype, True, options, tensors=[data[name] for name in ("q", "k", "v", "do")])
-        want = exact(calls.q, calls.k, calls.v, True, calls.do)
-        calls.training()
-        calls.backward()
-        peers = [calls.peer_forward(), *calls.peer_backward()()]
-        for name, got, peer, w in zip(("o", "dq", "dk", "dv"), (calls.o, calls.dq, calls.dk, calls.dv), peers, want):
-            before = worst.get(name, (0, 0))
-            worst[name] = max(before[0], relative(got, w)), max(before[1], relative(peer, w))
-    print("real activations, worst: " + ", ".join(f"{name} {a:.5f} (cuDNN {b:.5f})" for name, (a, b) in worst.items()), flush=True)
-    return {name: {"octet": a, "cudnn": b} for name, (a, b) in worst.items()}
-
-
-def check(library, options):
+    backward = "backward" in options.passes
     for dim in (64, 128, 256):
         for causal in (False, True):
-            calls = Calls(library, (2, 3, 1500, dim), options.dtype, causal, options, seed=dim)
-            want = exact(calls.q, calls.k, calls.v, causal, calls.do)
-            calls.forward()
-            line = f"d{dim:<4} {'causal' if causal else 'full':6} o {relative(calls.o, want[0]):.5f} (cuDNN {relative(calls.peer_forward(), want[0]):.5f})"
-            calls.training()
-            line += f", un-rounded {relative(calls.o.double() + calls.o_residual.double(), want[0]):.5f}"
-            if "backward" in options.passes and calls.backward:
-                calls.backward()
-                peers = calls.peer_backward()()
-                for name, got, peer, w in zip(("dq", "dk", "dv"), (calls.dq, calls.dk, calls.dv), peers, want[1:]):
-                    line += f", {name} {relative(got, w):.5f} (cuDNN {relative(peer, w):.5f})"
-            print(line, flush=True)
+            problem = Problem.draw((2, 3, 1500, dim), options.dtype, causal, seed=dim)
+            print(f"random d{dim:<4} {'causal' if causal else 'full':6} {text_of(errors(problem, programs_of(problem), backward))}", flush=True)
+    worst = {}
+    for path in sorted(ROOT.glob("examples/data/*.safetensors")):
+        data = load_file(path)
+        problem = Problem([data[name].cuda().to(options.dtype) for name in ("q", "k", "v", "do")], causal=True)
+        for tensor, programs in errors(problem, programs_of(problem), backward).items():
+            for program, error in programs.items():
+                worst.setdefault(tensor, {})[program] = max(error, worst.get(tensor, {}).get(program, 0))
+    print(f"real, worst        {text_of(worst)}", flush=True)
+    return worst
 
 
 def medians(calls, rounds, repeats):
@@ -142,29 +182,32 @@ def medians(calls, rounds, repeats):
     return [statistics.median(b.elapsed_time(e) / repeats for b, e in marks) for marks in events]
 
 
-def measure(library, options):
+def calls_of(which, programs):
+    """What is timed of a pass: name -> call."""
+    ours = programs["octet"]
+    mine = {"octet": ours.forward, "octet_training": ours.training} if which == "forward" else {"octet": ours.backward, "octet_deterministic": ours.deterministic}
+    theirs = {name: getattr(x, which) for name, x in programs.items() if name != "octet"}
+    return {name: call for name, call in (theirs | mine).items() if call}
+
+
+def measure(programs_of, options):
     rows = []
     for dim, tokens in CASES:
         for causal in (False, True):
-            shape = (TOKENS // tokens, CHANNELS // dim, tokens, dim)
-            calls = Calls(library, shape, options.dtype, causal, options)
-            flops = 4 * TOKENS * tokens * CHANNELS * (0.5 if causal else 1)
-            run = {"forward": [calls.peer_forward, calls.forward, calls.training]}
-            names = {"forward": ["cudnn", "octet", "octet_training"]}
-            if "backward" in options.passes and calls.backward:
-                calls.training()
-                candidates = {"cudnn": calls.peer_backward(), "octet": calls.backward, "octet_deterministic": calls.deterministic}
-                candidates = {name: call for name, call in candidates.items() if call}
-                run["backward"], names["backward"] = list(candidates.values()), list(candidates)
-            for which in run:
-                if which not in options.passes:
+            problem = Problem.draw((TOKENS // tokens, CHANNELS // dim, tokens, dim), options.dtype, causal)
+            programs = programs_of(problem)
+            programs["octet"].training()  # what the backward pass reads
+            products = 4 * TOKENS * tokens * CHANNELS * (0.5 if causal else 1)
+            for which in options.passes:
+                calls = calls_of(which, programs)
+                if "octet" not in calls:
                     continue
-                repeats = max(1, int(2e12 // flops))
-                times = dict(zip(names[which], medians(run[which], options.rounds, repeats)))
-                rate = {name: flops * (2.5 if which == "backward" else 1) / ms / 1e9 for name, ms in times.items()}
-                rows.append({"pass": which, "dim": dim, "tokens": tokens, "causal": causal, "ms": times, "tflops": rate, "ratio": times["cudnn"] / times["octet"]})
-                text = "  ".join(f"{name} {x:6.1f}" for name, x in rate.items())
-                print(f"{which:8} d{dim:<4} S {tokens:<6} {'causal' if causal else 'full':6}  {text}  ratio {rows[-1]['ratio']:.3f}", flush=True)
+                times = dict(zip(calls, medians(list(calls.values()), options.rounds, max(1, int(2e12 // products)))))
+                rate = {name: products * (2.5 if which == "backward" else 1) / ms / 1e9 for name, ms in times.items()}
+                ratios = {name: times[name] / times["octet"] for name in times if not name.startswith("octet")}
+                rows.append({"pass": which, "dim": dim, "tokens": tokens, "causal": causal, "ms": times, "tflops": rate, "ratios": ratios})
+                text = "  ".join(f"{name} {x:6.1f}" for name, x in rate.items()) + "  times faster than " + ", ".join(f"{name} {x:.3f}" for name, x in ratios.items())
+                print(f"{which:8} d{dim:<4} S {tokens:<6} {'causal' if causal else 'full':6}  TFLOP/s  {text}", flush=True)
     return rows
 
 
@@ -180,12 +223,14 @@ def main():
     options.dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[options.dtype]
 
     library = load(options.library)
-    check(library, options)
-    errors = check_files(library, options) if "backward" in options.passes else None
-    rows = measure(library, options)
+    others = peers()
+    programs_of = lambda problem: {"octet": Ours(library, problem, options)} | {name: Peer(function, problem) for name, (_, function) in others.items()}
+    for name, (description, _) in others.items():
+        print(f"{name}: {description}", flush=True)
+    found = check(programs_of, options)
+    rows = measure(programs_of, options)
     if not options.output:
         return
-    version = torch.backends.cudnn.version()
     result = {
         "gpu": torch.cuda.get_device_name(),
         "driver": subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.strip(),
@@ -193,9 +238,9 @@ def main():
         "octet": f"{library.octet_version().decode()} ({revision()})",
         "remedy": options.remedy,
         "dtype": str(options.dtype).removeprefix("torch."),
-        "peer": f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100} through torch {torch.__version__}",
+        "peers": {name: description for name, (description, _) in others.items()},
         "rounds": options.rounds,
-        "errors": errors,
+        "errors": found,
         "rows": rows,
     }
     options.output.write_text(json.dumps(result, indent=1) + "\n")
