@@ -42,7 +42,9 @@ constexpr Kind kKinds[] = {
     {Pass::forward, Precision::bf16, Remedy::f16_inside}, {Pass::forward, Precision::bf16, Remedy::none},
     {Pass::forward, Precision::f16, Remedy::f16_inside},  {Pass::backward, Precision::bf16, Remedy::f16_inside},
     {Pass::backward, Precision::bf16, Remedy::none},      {Pass::backward, Precision::bf16, Remedy::exact_delta},
-    {Pass::backward, Precision::f16, Remedy::f16_inside}, {Pass::backward, Precision::bf16, Remedy::f16_inside, true}};
+    {Pass::backward, Precision::f16, Remedy::f16_inside}, {Pass::backward, Precision::bf16, Remedy::f16_inside, true},
+    {Pass::forward, Precision::bf16, Remedy::beta},       {Pass::forward, Precision::f16, Remedy::beta},
+    {Pass::backward, Precision::bf16, Remedy::beta}};
 
 class GpuPasses : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
 
@@ -94,6 +96,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuPasses,
                                   name(kind.precision) +
                                   (kind.deterministic                   ? "_deterministic"
                                    : kind.remedy == Remedy::none        ? "_none"
+                                   : kind.remedy == Remedy::beta        ? "_beta"
                                    : kind.remedy == Remedy::exact_delta ? "_exact_delta"
                                                                         : "");
                          });

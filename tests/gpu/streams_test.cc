@@ -197,9 +197,6 @@ TEST(Refusals, NameWhatIsMissing) {
   Attention int8 = on_gpu(c, false);
   int8.precision = Precision::int8;
   EXPECT_NE(message(c, int8).find("sm90: it has no int8; it has: f16, bf16"), std::string::npos) << message(c, int8);
-  Attention beta = on_gpu(c, false);
-  beta.remedy = Remedy::beta;
-  EXPECT_NE(message(c, beta).find("it has no remedy beta"), std::string::npos) << message(c, beta);
   const Case& masked = named("mask_keys");
   EXPECT_NE(message(masked, on_gpu(masked, false)).find("it takes no mask tensor"), std::string::npos);
   Attention cpu = on_gpu(c, false);

@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "support/metrics.h"
-
 namespace octet::test {
 namespace {
 
@@ -50,47 +48,13 @@ std::map<std::string, Limits> every_input(double limit) {
   return out;
 }
 
+}  // namespace
+
 Outputs run_on(const Tested& tested, const Case& c, const Inputs& in, const Attention& attention, Pass pass,
-               const Outputs* saved = nullptr) {
+               const Outputs* saved) {
   const std::unique_ptr<Place> place = tested.place ? tested.place() : nullptr;
   return run(c, in, attention, pass, saved, place.get());
 }
-
-// Errors of delta = sum do o over rows and seeds, from o alone and from o + o_residual; and what they do to dq, whose
-// first channel moves by -(error of delta) * scale * (sum_j P_ij k_j minus any constant), of one sign here.
-struct Biases {
-  Bias from_o, from_unrounded_o, dq_naive, dq;
-};
-
-Biases biases_of(const Tested& tested, bool smaller_sink) {
-  const Case c = tied_case();
-  Biases bias;
-  for (const Inputs& in : tied_inputs(smaller_sink)) {
-    const Outputs want = exact(c, in, Pass::backward), forward_want = exact(c, in, Pass::forward);
-    const Outputs saved = run_on(tested, c, in, attention_of(c, Precision::bf16, tested.backend), Pass::forward);
-    const Outputs naive = compute(tested, c, in, Pass::backward, Precision::bf16, DType::bf16, Remedy::none);
-    const Outputs remedied = compute(tested, c, in, Pass::backward, Precision::bf16, DType::bf16);
-    for (int64_t h = 0; h < c.heads; ++h) {
-      double from_o = 0.0, from_unrounded = 0.0;
-      for (int64_t i = 0; i < c.dim_v; ++i) {
-        const double weight = in.do_.at(0, h, 0, i), o = saved.o.at(0, h, 0, i), truth = forward_want.o.at(0, h, 0, i);
-        from_o += weight * (o - truth);
-        from_unrounded += weight * (o + saved.o_residual.at(0, h, 0, i) - truth);
-      }
-      bias.from_o.add(from_o), bias.from_unrounded_o.add(from_unrounded);
-      bias.dq_naive.add(naive.dq.at(0, h, 0, 0) - want.dq.at(0, h, 0, 0));
-      bias.dq.add(remedied.dq.at(0, h, 0, 0) - want.dq.at(0, h, 0, 0));
-    }
-  }
-  return bias;
-}
-
-void expect_unbiased_delta(const Biases& bias) {
-  EXPECT_LE(bias.from_unrounded_o.kappa(), .1);
-  EXPECT_LE(std::fabs(bias.from_unrounded_o.t()), 4.0);
-}
-
-}  // namespace
 
 Outputs compute(const Tested& tested, Case c, const Inputs& in, Pass pass, Precision precision, DType out,
                 Remedy remedy) {
@@ -175,18 +139,6 @@ void expect_gradients_to_err_little_more_than_outputs_round(const Tested& tested
           << name << ' ' << gradient;
     }
   }
-}
-
-void expect_unbiased_delta_on_s7(const Tested& tested) { expect_unbiased_delta(biases_of(tested, false)); }
-
-void expect_unbiased_delta_on_s8(const Tested& tested) {
-  const Biases bias = biases_of(tested, true);
-  expect_unbiased_delta(bias);
-  EXPECT_GE(bias.from_o.kappa(), .5) << "without remedy: the test has no power";
-  EXPECT_GE(bias.dq_naive.kappa(), .5) << "dq without remedy: the test has no power";
-  // Of dq no bar is known: its own rounding, in no proportion to that of delta, may lean to one side. What adds up over
-  // rows is at most a tenth of the errors that the remedy is for.
-  EXPECT_LE(std::fabs(bias.dq.mean()), .1 * std::fabs(bias.dq_naive.mean()));
 }
 
 }  // namespace octet::test

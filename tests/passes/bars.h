@@ -17,6 +17,8 @@ struct Tested {
   std::function<std::unique_ptr<Place>()> place{};  // empty: the test's own memory
 };
 
+// Runs a pass on the backend that `attention` names.
+Outputs run_on(const Tested&, const Case&, const Inputs&, const Attention&, Pass, const Outputs* saved = nullptr);
 // Runs a pass; a backward pass after its own forward pass. `out`: the type of its outputs.
 Outputs compute(const Tested&, Case, const Inputs&, Pass, Precision, DType out, Remedy = Remedy::f16_inside);
 
@@ -72,10 +74,5 @@ void expect_that_without_remedy_a_common_offset_ruins_dq(const Tested&);
 // f16_inside: every gradient within 1.3 times the rounding of its own output format, with o saved in that format and
 // its residual.
 void expect_gradients_to_err_little_more_than_outputs_round(const Tested&);
-
-// delta from the un-rounded o on rows with tied maxima: kappa <= .1 and |t| <= 4. On S7 rounding o once is unbiased as
-// it is: nothing to cure, and nothing to spoil. On S8 it is biased (kappa >= .5) and ruins dq.
-void expect_unbiased_delta_on_s7(const Tested&);
-void expect_unbiased_delta_on_s8(const Tested&);
 
 }  // namespace octet::test

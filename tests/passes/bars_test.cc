@@ -1,7 +1,7 @@
 // The CPU backend against the acceptance bars of docs/numerics.md. The naive modes must fail where the remedies pass.
-#include "passes/bars.h"
-
 #include <gtest/gtest.h>
+
+#include "passes/bias.h"
 
 namespace octet::test {
 namespace {
@@ -132,8 +132,10 @@ INSTANTIATE_TEST_SUITE_P(Bars, Tangents, testing::Values(Precision::bf16, Precis
 
 // Bias ---------------------------------------------------------------------------------------------------------------
 
-TEST(DeltaBias, s7_default_remedy) { expect_unbiased_delta_on_s7(kCpu); }
-TEST(DeltaBias, s8_default_remedy) { expect_unbiased_delta_on_s8(kCpu); }
+TEST(Bias, delta_s7) { expect_unbiased_delta(kCpu, Tied::s7); }
+TEST(Bias, delta_s8) { expect_unbiased_delta(kCpu, Tied::s8); }
+TEST(Bias, dq_s8) { expect_unbiased_dq_on_s8(kCpu); }
+TEST(Bias, beta_s8) { expect_that_beta_cures_delta_on_s8(kCpu); }
 
 }  // namespace
 }  // namespace octet::test

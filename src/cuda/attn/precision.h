@@ -30,4 +30,12 @@ struct PrecisionBf16Inside {
   static constexpr int kWeightExponent = 15;
 };
 
+// A precision with remedy beta (attn/softmax.h).
+template <class Precision>
+struct WithBeta : Precision {};
+template <class Precision>
+constexpr bool kHasBeta = false;
+template <class Precision>
+constexpr bool kHasBeta<WithBeta<Precision>> = true;
+
 }  // namespace octet::cuda

@@ -37,4 +37,37 @@ struct OnlineSoftmax {
   }
 };
 
+// Remedy beta (arXiv 2510.04212, algorithm 1): where keys tie for the largest logit r of a row, the maximum moves away
+// from r, so that their weights are rounded as all others are: to beta r if r > 0, to 0 if r < 0, by at most `reach`. A
+// tie may span tiles.
+struct ShiftedSoftmax : OnlineSoftmax {
+  float beta, reach;
+  RowValues top{-INFINITY, -INFINITY};  // the largest logit so far; m may lie above it
+
+  template <int Exponent, int Columns>
+  __device__ RowValues step(Accumulator<Columns>& s) {
+    RowValues shrink;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float highest = quad_max(row_max(s, row, -INFINITY)), largest = fmaxf(highest, top[row]);
+      float ties = 0.f;
+#pragma unroll
+      for (int i = 0; i < Columns / 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) ties += s.x[4 * i + 2 * row + c] == largest ? 1.f : 0.f;
+      ties = quad_sum(ties);
+      const bool tied = ties >= 2.f || (ties == 1.f && top[row] == largest);
+      const bool shifts = tied && highest != 0.f && highest != -INFINITY;
+      const float shifted = fminf(highest > 0.f ? beta * highest : 0.f, highest + reach);
+      const float most = fmaxf(m[row], shifts ? shifted : highest);
+      shrink[row] = most == m[row] ? 1.f : ptx::exp2((m[row] - most) * scale_log2e);
+      l[row] *= shrink[row];
+      m[row] = most;
+      top[row] = largest;
+    }
+    OnlineSoftmax::step<Exponent>(s);  // no logit lies above m any more
+    return shrink;
+  }
+};
+
 }  // namespace octet::cuda

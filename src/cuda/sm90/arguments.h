@@ -17,7 +17,8 @@ struct ForwardArguments {
   int group;  // heads of q per head of k and v
   int dim_v;
   float scale_log2e;
-  const float* v_scale;  // [batch, kv_head], powers of two that v was divided by, or null
+  float beta, beta_reach;  // remedy beta
+  const float* v_scale;    // [batch, kv_head], powers of two that v was divided by, or null
   Output o, o_residual, lse;
 };
 

@@ -56,7 +56,7 @@ std::optional<std::string> backward_objection(const Problem& p) {
   if (std::max(p.dim, p.dim_v) > kMaxBackwardDim)
     return text("it has no backward pass for head dim ", std::max(p.dim, p.dim_v), "; it has: up to ", kMaxBackwardDim);
   if (p.remedy == OCTET_REMEDY_PROJECT)
-    return "its backward pass has no remedy project; it has: f16_inside, none, exact_delta";
+    return "its backward pass has no remedy project; it has: f16_inside, none, beta, exact_delta";
   if (std::max(p.tokens_q, p.tokens_k) > kMaxBackwardTokens)
     return text("its backward pass takes up to ", kMaxBackwardTokens, " tokens, found ",
                 std::max(p.tokens_q, p.tokens_k));
@@ -72,7 +72,6 @@ std::optional<std::string> objection(const Problem& p) {
   if (p.pass == OCTET_JVP) return text("it has no ", name(p.pass), " pass; it has: forward, backward");
   if (p.precision != OCTET_PRECISION_F16 && p.precision != OCTET_PRECISION_BF16)
     return text("it has no ", name(p.precision), "; it has: f16, bf16");
-  if (p.remedy == OCTET_REMEDY_BETA) return "it has no remedy beta; it has: f16_inside, none, exact_delta, project";
   if (p.mask.present()) return "it takes no mask tensor; it has causal and window masks";
   if (std::max(p.tokens_q, p.tokens_k) > kMaxTokens)
     return text(std::max(p.tokens_q, p.tokens_k), " tokens; it takes up to ", kMaxTokens);

@@ -112,6 +112,13 @@ struct Forward {
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
 
+  __device__ auto start_softmax() const {
+    if constexpr (kHasBeta<Precision>)
+      return ShiftedSoftmax{{a.scale_log2e}, a.beta, a.beta_reach};
+    else
+      return OnlineSoftmax{a.scale_log2e};
+  }
+
   // Warpgroup `warpgroup` of those that compute.
   __device__ void compute_all(int warpgroup) {
     RingPosition<1> q_at;
@@ -127,7 +134,7 @@ struct Forward {
       const int query = work.block + warpgroup * kWarpgroupRows + fragment_row();
       const KeyRange ranges[kRowsPerThread] = {a.mask.keys_of(query, work.q_tokens, work.k_tokens),
                                                a.mask.keys_of(query + 8, work.q_tokens, work.k_tokens)};
-      OnlineSoftmax softmax{a.scale_log2e};
+      auto softmax = start_softmax();
       Accumulator<kKeys> s;
       Accumulator<Dims::kDimV> o;
       Operand<typename Precision::Weight, kKeys> p;
@@ -150,7 +157,7 @@ struct Forward {
         ptx::pin(s.x);
         finish_k();
         mask(tile);
-        softmax.step<Precision::kWeightExponent>(s);
+        softmax.template step<Precision::kWeightExponent>(s);
         convert(s, p);
         if (a.schedule.cu_seqlens_q && (tile + 1) * kKeys > work.k_tokens) {
           shared.v_ring.full[v_at.stage].wait(v_at.parity);
@@ -176,7 +183,7 @@ struct Forward {
         ptx::pin(s.x);
         finish_k();
         mask(tile);
-        const RowValues shrink = softmax.step<Precision::kWeightExponent>(s);
+        const RowValues shrink = softmax.template step<Precision::kWeightExponent>(s);
         // Waiting here for the next tile splits the block of instructions: ptxas would wait for the product with v
         // first, and the exponentials would run after it instead of beside it.
         ptx::pin(s.x);

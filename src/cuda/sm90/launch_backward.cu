@@ -17,6 +17,11 @@ int dim_of(const Problem& p) { return std::max(p.dim, p.dim_v) <= 64 ? 64 : 128;
 // Operands in f16: always at precision f16, and at bf16 by the remedy.
 bool inside(const Problem& p) { return p.precision == OCTET_PRECISION_F16 || p.remedy == OCTET_REMEDY_F16_INSIDE; }
 
+// Whether delta comes from the un-rounded o.
+bool needs_exact_o(const Problem& p) {
+  return p.remedy == OCTET_REMEDY_F16_INSIDE || p.remedy == OCTET_REMEDY_EXACT_DELTA;
+}
+
 Kernel kernel_of(const Problem& p) {
   const Order order = p.deterministic ? Order::ascending : Order::any;
   return inside(p) ? backward_kernel<F16>(dim_of(p), order) : backward_kernel<Bf16>(dim_of(p), order);
@@ -70,7 +75,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                        .v = strided(p.v),
                        .do_ = strided(p.do_),
                        .o = strided(p.o),
-                       .o_residual = p.remedy == OCTET_REMEDY_NONE ? strided(View{}) : strided(p.o_residual),
+                       .o_residual = needs_exact_o(p) ? strided(p.o_residual) : strided(View{}),
                        .lse = strided(p.lse),
                        .tile_dim = dim,
                        .type = scaled ? OCTET_F16 : OCTET_BF16,

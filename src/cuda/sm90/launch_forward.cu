@@ -30,6 +30,9 @@ Shape shape_of(const Problem& p) { return p.windowed ? Shape::windowed : Shape::
 Kernel kernel_of(const Problem& p) {
   const DimsIndex dims = dims_of(p);
   if (inside(p)) return forward_kernel<PrecisionBf16Inside>(dims, shape_of(p));
+  if (p.remedy == OCTET_REMEDY_BETA)
+    return p.precision == OCTET_PRECISION_BF16 ? forward_kernel<WithBeta<PrecisionBf16>>(dims, shape_of(p))
+                                               : forward_kernel<WithBeta<PrecisionF16>>(dims, shape_of(p));
   if (p.precision == OCTET_PRECISION_BF16) return forward_kernel<PrecisionBf16>(dims, shape_of(p));
   return forward_kernel<PrecisionF16>(dims, shape_of(p));
 }
@@ -57,7 +60,8 @@ std::string forward_name(const Problem& p) {
               inside(p)                             ? "bf16 with f16 weights"
               : p.precision == OCTET_PRECISION_BF16 ? "bf16"
                                                     : "f16",
-              ", wgmma, ", kernel.rows, " x ", kernel.keys, " tiles");
+              p.remedy == OCTET_REMEDY_BETA ? " with beta" : "", ", wgmma, ", kernel.rows, " x ", kernel.keys,
+              " tiles");
 }
 
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
@@ -98,6 +102,8 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.group = static_cast<int>(p.group());
   a.dim_v = static_cast<int>(p.dim_v);
   a.scale_log2e = static_cast<float>(p.scale * 1.4426950408889634);
+  // f16 has fewer exponents for the other keys; reach is in logits before scaling.
+  a.beta = p.beta, a.beta_reach = (p.precision == OCTET_PRECISION_F16 ? 4.f : 20.f) / p.scale;
   a.v_scale = scaled ? v_scaled.scale() : nullptr;
   a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
 

@@ -14,7 +14,11 @@ Kernel describe() {
 
 template <class Precision, class Dims>
 Kernel describe(Shape shape) {
-  return shape == Shape::full ? describe<Precision, Dims, Shape::full>() : describe<Precision, Dims, Shape::windowed>();
+  if constexpr (kHasBeta<Precision>)
+    return describe<Precision, Dims, Shape::windowed>();  // any mask will do
+  else
+    return shape == Shape::full ? describe<Precision, Dims, Shape::full>()
+                                : describe<Precision, Dims, Shape::windowed>();
 }
 
 template <class Precision>

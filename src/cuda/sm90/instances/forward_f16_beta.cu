@@ -1,0 +1,7 @@
+#include "cuda/sm90/instances/forward.h"
+
+namespace octet::cuda::sm90 {
+
+template Kernel forward_kernel<WithBeta<PrecisionF16>>(DimsIndex, Shape);
+
+}  // namespace octet::cuda::sm90
