@@ -7,7 +7,7 @@ import sys
 root = pathlib.Path(sys.argv[1]).resolve()
 compiled = {pathlib.Path(entry["file"]).resolve() for entry in json.loads(pathlib.Path(sys.argv[2]).read_text())}
 # By clang, by an outside project, where there is CUDA, where there is jaxlib.
-elsewhere = ["tests/fuzz", "tests/install", "src/cuda", "tests/gpu", "src/ffi"]
+elsewhere = ["tests/fuzz", "tests/install", "src/cuda", "cli/gpu_place.cc", "tests/gpu", "src/ffi"]
 forgotten = [
     source.relative_to(root)
     for folder in ("src", "cli", "tests")

@@ -24,7 +24,7 @@ RULES["src/cuda/attn"] = [*CUDA, "cuda/ptx/", "cuda/tile/", "cuda/attn/"]
 RULES["src/cuda/quant"] = [*CUDA, "octet/", "core/", "cuda/attn/", "cuda/host/status.h", "cuda/quant/"]
 RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/attn/", "cuda/host/", "cuda/quant/"]
 RULES["src/cuda/sm90"] = [*CUDA, "octet/", "core/", "cuda/"]
-RULES["tests/gpu"] = ["octet/", "support/", "gpu/", "gtest/"]
+RULES["tests/gpu"] = ["octet/", "support/", "passes/", "gpu/", "gtest/"]
 # The kernels of the CPU know the hall and one another, but not the quantisers or the reference.
 RULES["src/cpu/kernels"] = ["octet/", "core/", "cpu/kernels/", "cpu/rows.h", "cpu/parallel.h", "cpu/elements.h", "cpu/isa.h"]
 SYSTEM = re.compile(r"[a-z_0-9]+(\.h)?|sys/[a-z_]+\.h")  # <vector>, <math.h>, <sys/mman.h>
