@@ -44,13 +44,6 @@ struct Measurement {
 
 bool is_eight_bit(Precision p) { return p > Precision::bf16; }
 
-DType natural_type(Precision p) {
-  return p == Precision::f64   ? DType::f64
-         : p == Precision::f32 ? DType::f32
-         : p == Precision::f16 ? DType::f16
-                               : DType::bf16;
-}
-
 // The workspace is made once, as a caller who cares for speed does.
 template <class Call>
 Timing time(const Attention& attention, const Call& call, const BenchOptions& options) {
