@@ -42,7 +42,7 @@ void AttentionOptions::add_to(CLI::App& app) {
   app.add_option("--remedy", remedy_,
                  "How f16 and bf16 keep rounding bias out of gradients: " + choices(kRemedies) + "  [f16_inside]")
       ->type_name("NAME");
-  app.add_option("--beta", beta_, "Factor of remedy beta, up to 8  [2]")->type_name("X");
+  app.add_option("--beta", beta_, "Factor of remedy beta, 2 to 8  [3]")->type_name("X");
   app.add_option("--hadamard", hadamard_, "Rotate q and k before int8: on, off  [the recipe's]")->type_name("SWITCH");
   app.add_option("--smooth-q", smooth_q_, "Subtract the mean of each 128 queries before int8: on, off  [the recipe's]")
       ->type_name("SWITCH");

@@ -136,6 +136,13 @@ Inputs read_inputs(const Source& source, bool backward, bool jvp, std::vector<st
   return in;
 }
 
+DType natural_type(Precision p) {
+  return p == Precision::f64   ? DType::f64
+         : p == Precision::f32 ? DType::f32
+         : p == Precision::f16 ? DType::f16
+                               : DType::bf16;
+}
+
 Inputs draw_inputs(const ProblemShape& s, DType dtype, bool backward, bool jvp) {
   Inputs in;
   in.q = Array(dtype, Shape{s.batch, s.heads, s.tokens_q, s.dim});

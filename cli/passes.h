@@ -65,6 +65,9 @@ struct ProblemShape {
 };
 ProblemShape parse_shape(const std::string& text);
 
+// The type that tensors of a model trained or run in this precision have.
+DType natural_type(Precision precision);
+
 // Inputs of these sizes drawn from N(0, 1) by fixed seeds.
 Inputs draw_inputs(const ProblemShape& shape, DType dtype, bool backward, bool jvp);
 

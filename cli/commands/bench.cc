@@ -40,13 +40,6 @@ struct Measurement {
 
 bool is_eight_bit(Precision p) { return p > Precision::bf16; }
 
-DType natural_type(Precision p) {
-  return p == Precision::f64   ? DType::f64
-         : p == Precision::f32 ? DType::f32
-         : p == Precision::f16 ? DType::f16
-                               : DType::bf16;
-}
-
 // The forward alone: q, k, v are codes already. Nothing where the recipe does not take codes, nor on a GPU.
 std::optional<double> kernel_seconds(Attention attention, const Inputs& in, const ForwardResult& result,
                                      const BenchOptions& options) {

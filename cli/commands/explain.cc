@@ -83,14 +83,6 @@ std::string explanation(const ProblemShape& s, DType dtype, Pass pass, const Att
   return {};
 }
 
-// The type that tensors of a model trained or run in this precision have.
-DType natural_type(Precision p) {
-  return p == Precision::f64   ? DType::f64
-         : p == Precision::f32 ? DType::f32
-         : p == Precision::f16 ? DType::f16
-                               : DType::bf16;
-}
-
 void explain_command(const ExplainOptions& options) {
   const ProblemShape shape = parse_shape(options.shape);
   const auto precisions = parse_precisions(options.precision);

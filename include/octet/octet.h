@@ -175,7 +175,7 @@ typedef struct octet_attention {
   int64_t window_left;    // with OCTET_MASK_WINDOW, else 0
   int64_t window_right;
   float softcap;          // refused unless 0
-  float beta;             // with OCTET_REMEDY_BETA: 2 to 8, 0: 2
+  float beta;             // with OCTET_REMEDY_BETA: 2 to 8, 0: 3
   uint32_t hadamard;      // octet_switch: random-sign Hadamard of q and k before int8
   uint32_t smooth_q;      // octet_switch: subtract the mean of each 128 queries before int8
   uint32_t deterministic; // 1: bitwise repeatable (the CPU always is)

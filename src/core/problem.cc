@@ -264,10 +264,10 @@ void validate_recipe(const octet_attention& a, Problem& p) {
   const bool sixteen = p.precision == OCTET_PRECISION_F16 || p.precision == OCTET_PRECISION_BF16;
   if (!sixteen && p.remedy != OCTET_REMEDY_F16_INSIDE)
     invalid("remedy: ", name(p.remedy), " given with precision ", name(p.precision), "; remedies are for f16 and bf16");
-  p.beta = a.beta == 0.f ? 2.f : a.beta;
+  p.beta = a.beta == 0.f ? 3.f : a.beta;
   if (a.beta != 0.f && p.remedy != OCTET_REMEDY_BETA)
     invalid("beta: ", a.beta, " given with remedy ", name(p.remedy), "; it belongs to remedy beta");
-  if (!(p.beta >= 2.f && p.beta <= 8.f)) invalid("beta: found ", a.beta, ", allowed: 2 to 8, or 0 for 2");
+  if (!(p.beta >= 2.f && p.beta <= 8.f)) invalid("beta: found ", a.beta, ", allowed: 2 to 8, or 0 for 3");
   if (a.softcap != 0.f) unsupported("softcap: found ", a.softcap, "; soft-capped logits are not supported, leave it 0");
   const bool int8_logits = p.precision == OCTET_PRECISION_INT8 || p.precision == OCTET_PRECISION_INT8_F16 ||
                            p.precision == OCTET_PRECISION_INT8_FP8;

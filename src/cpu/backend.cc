@@ -143,8 +143,8 @@ ForwardPlan sixteen_bit_plan(const Problem& p) {
   if (p.pass == OCTET_FORWARD && p.remedy == OCTET_REMEDY_F16_INSIDE && (f16 || keeps_exact_o))
     plan.p = PFormat::f16, plan.p_top = 0x1p15f;
   if (plan.p == PFormat::f16) plan.step_tiles = 2;
-  // exp(-20) is far below the smallest f16; exp(-4) leaves half of its exponents to the other keys.
-  plan.beta_reach = f16 ? 4.f : 20.f;
+  // Half of the format's range, so that the other half is left to the other keys.
+  plan.beta_reach = f16 ? 4.f : 40.f;
   return plan;
 }
 

@@ -80,5 +80,70 @@ TEST_P(Extremes, gradients_scale_with_do) {
 
 INSTANTIATE_TEST_SUITE_P(Recipes, Extremes, testing::ValuesIn(every_recipe()), label);
 
+// Kernels may keep the maximum of earlier keys and let weights exceed 1: never so far that their products with v leave
+// the range of floats. One key of each 64 has a logit above those of all keys before it, by little or by much; the rest
+// weigh nothing, so that no sum of weights exceeds 3.1.
+struct Rising {
+  Precision precision;
+  DType dtype;  // of the inputs
+  double v;     // its size
+};
+
+class RisingLogits : public testing::TestWithParam<Rising> {};
+
+TEST_P(RisingLogits, leave_huge_values_in_range) {
+  const auto [precision, dtype, size] = GetParam();
+  const Case c{.name = "rising",
+               .tokens_q = 40,
+               .tokens_k = 1024,
+               .scale = 1.f,
+               .dtype = dtype,
+               .out_dtype = dtype == DType::f16 ? DType::f32 : dtype};  // 8-bit recipes may err beyond the range of f16
+  for (const double rise : {.4, 1.0, 3.4, 8.0}) {
+    Inputs in = draw(c, 9);
+    in.q = combined(.1, in.q, 0, in.q), in.k = combined(.1, in.k, 0, in.k);
+    for (int64_t t = 0; t < c.tokens_q; ++t) in.q.at(0, 0, t, 0) = 4.0;
+    for (int64_t t = 0; t < c.tokens_k; ++t) {
+      const int64_t tile = t / 64;
+      in.k.at(0, 0, t, 0) = (rise * static_cast<double>(tile) - (t % 64 == 5 * tile % 64 ? 0.0 : 20.0)) / 4.0;
+      for (int64_t i = 0; i < c.dim_v; ++i)
+        in.v.at(0, 0, t, i) = size * std::copysign(1.0 - t % 7 * .125, in.v.at(0, 0, t, i));
+    }
+    for (Values* x : {&in.q, &in.k, &in.v}) *x = rounded(*x, dtype);
+    Outputs out[2];
+    for (const char* backend : {"cpu", "reference"}) {
+      Attention attention = attention_of(c, precision, backend);
+      attention.remedy = precision == Precision::bf16 ? Remedy::none : attention.remedy;  // p is then bf16
+      out[*backend == 'r'] = run(c, in, attention, Pass::forward);
+    }
+    const Outputs want = exact(c, in, Pass::forward);
+    SCOPED_TRACE(testing::Message() << "logits rise by " << rise << " each 64 keys, v of " << size << ", seed 9");
+    const Noise noise = f32_noise(c, in, 0.0, 5.0);
+    expect_near(out[0].o, want.o, 2 * difference(out[1].o, want.o).largest + noise.o, "o");
+    // Against an old maximum not even the largest weight is exactly 1: l errs by half a unit of bf16.
+    const double rounding = precision == Precision::bf16 ? 0x1p-8 : 0.0;
+    expect_near(out[0].lse, want.lse, 2 * difference(out[1].lse, want.lse).largest + noise.lse + rounding, "lse");
+  }
+}
+
+constexpr double kLargestBf16 = 0x1.fep127, kLargestF16 = 65504.0;
+
+std::vector<Rising> rising() {
+  std::vector<Rising> list;
+  for (const Precision precision : precisions_of(Pass::forward)) {
+    if (precision == Precision::f16 || precision == Precision::fp8_raw) continue;  // cast v to a narrower range
+    for (const double v : {1.0, 1e21}) list.push_back({precision, DType::bf16, v});
+    if (precision != Precision::bf16) list.push_back({precision, DType::bf16, kLargestBf16 / 4});
+  }
+  list.push_back({Precision::f16, DType::f16, kLargestF16 / 4});
+  list.push_back({Precision::fp8_raw, DType::bf16, 448.0 / 4});
+  return list;
+}
+
+INSTANTIATE_TEST_SUITE_P(Recipes, RisingLogits, testing::ValuesIn(rising()), [](const auto& info) {
+  const Rising& x = info.param;
+  return std::string(name(x.precision)) + (x.v == 1e21 ? "_1e21" : x.v == 1.0 ? "_1" : "_largest");
+});
+
 }  // namespace
 }  // namespace octet::test

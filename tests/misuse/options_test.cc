@@ -86,7 +86,7 @@ TEST(Options, beta_belongs_to_its_remedy_and_range) {
     Call call(OCTET_FORWARD, OCTET_PRECISION_BF16);
     call.attention.remedy = OCTET_REMEDY_BETA;
     call.attention.beta = beta;
-    expect_invalid(call, "beta: found ", {"allowed: 2 to 8, or 0 for 2"});
+    expect_invalid(call, "beta: found ", {"allowed: 2 to 8, or 0 for 3"});
   }
 }
 

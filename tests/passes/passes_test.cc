@@ -4,7 +4,8 @@
 // error is the price of the format. The fast kernel may err twice as much, plus what f32 arithmetic may add
 // (f32_noise): it rounds the same quantities, computed in another order. It must moreover agree with `plain` itself far
 // better than either agrees with float64: only where f32 arithmetic falls on the other side of a rounding boundary do
-// they part. Both are computed once for the kernels of all instruction sets.
+// they part. (Not so with bf16 weights, which a kernel may round against an older maximum: docs/numerics.md.) Both are
+// computed once for the kernels of all instruction sets.
 #include <gtest/gtest.h>
 
 #include "support/cases.h"
@@ -17,6 +18,7 @@ struct Compared {
   const char* name;
   const Values *got, *plain, *exact;
   double rms_noise, largest_noise;
+  bool same_weights;  // rounded against the same maximum
 };
 
 Values sum_of(const Values& o, const Values& residual) {
@@ -32,6 +34,7 @@ void expect_as_good(const Compared& x) {
   EXPECT_LE(got.largest, 2 * plain.largest + x.largest_noise)
       << x.name << ": largest error, plain rounding " << plain.largest << ", f32 noise " << x.largest_noise << "; "
       << text(got) << "\n";
+  if (!x.same_weights) return;
   EXPECT_LE(both.rms, plain.rms / 4 + x.rms_noise) << x.name << ": rms distance to plain rounding, whose own error is "
                                                    << plain.rms << "; worst " << text(both) << "\n";
 }
@@ -40,21 +43,40 @@ void expect_as_good(const Compared& x) {
 struct Expected {
   Outputs exact, plain;
   Noise rms, most;
+  bool same_weights = true;
 };
 
 void expect_as_good(const Outputs& got, const Expected& x, Pass pass) {
   if (pass == Pass::backward) {
-    expect_as_good({"dq", &got.dq, &x.plain.dq, &x.exact.dq, x.rms.dq, x.most.dq});
-    expect_as_good({"dk", &got.dk, &x.plain.dk, &x.exact.dk, x.rms.dk, x.most.dk});
-    expect_as_good({"dv", &got.dv, &x.plain.dv, &x.exact.dv, x.rms.dv, x.most.dv});
+    expect_as_good({"dq", &got.dq, &x.plain.dq, &x.exact.dq, x.rms.dq, x.most.dq, x.same_weights});
+    expect_as_good({"dk", &got.dk, &x.plain.dk, &x.exact.dk, x.rms.dk, x.most.dk, x.same_weights});
+    expect_as_good({"dv", &got.dv, &x.plain.dv, &x.exact.dv, x.rms.dv, x.most.dv, x.same_weights});
     return;
   }
-  expect_as_good({"o", &got.o, &x.plain.o, &x.exact.o, x.rms.o, x.most.o});
-  expect_as_good({"lse", &got.lse, &x.plain.lse, &x.exact.lse, x.rms.lse, x.most.lse});
-  if (pass == Pass::jvp) expect_as_good({"to", &got.to, &x.plain.to, &x.exact.to, x.rms.to, x.most.to});
+  expect_as_good({"o", &got.o, &x.plain.o, &x.exact.o, x.rms.o, x.most.o, x.same_weights});
+  expect_as_good({"lse", &got.lse, &x.plain.lse, &x.exact.lse, x.rms.lse, x.most.lse, x.same_weights});
+  if (pass == Pass::jvp) expect_as_good({"to", &got.to, &x.plain.to, &x.exact.to, x.rms.to, x.most.to, x.same_weights});
   if (!got.o_residual.present()) return;
   const Values got_o = sum_of(got.o, got.o_residual), plain_o = sum_of(x.plain.o, x.plain.o_residual);
-  expect_as_good({"o + o_residual", &got_o, &plain_o, &x.exact.o, x.rms.o, x.most.o});
+  expect_as_good({"o + o_residual", &got_o, &plain_o, &x.exact.o, x.rms.o, x.most.o, x.same_weights});
+}
+
+// A precision, and at 16 bits a remedy: each gives p and ds other formats, or dq and dk another product.
+struct Recipe {
+  Precision precision;
+  Remedy remedy = Remedy::f16_inside;
+};
+
+std::vector<Recipe> recipes_of(Pass pass) {
+  std::vector<Recipe> list;
+  for (Precision precision : precisions_of(pass)) list.push_back({precision});
+  if (pass == Pass::forward) list.push_back({Precision::bf16, Remedy::none});
+  if (pass == Pass::backward) list.push_back({Precision::bf16, Remedy::project});
+  return list;
+}
+
+const char* with(Remedy remedy) {
+  return remedy == Remedy::none ? ", remedy none" : remedy == Remedy::project ? ", remedy project" : "";
 }
 
 class Passes : public testing::TestWithParam<std::tuple<size_t, Pass>> {};
@@ -66,10 +88,12 @@ TEST_P(Passes, errs_at_most_twice_as_much_as_plain_rounding) {
   const Inputs in = draw(c, seed);
   const double column_sum = pass == Pass::backward ? largest_column_sum(c, in) : 0.0;
   Expected expected{exact(c, in, pass), {}, f32_noise(c, in, column_sum, 1.0), f32_noise(c, in, column_sum, 5.0)};
-  for (Precision precision : precisions_of(pass)) {
-    SCOPED_TRACE(testing::Message() << "case " << c.name << ", " << name(pass) << ' ' << name(precision) << ", seed "
-                                    << seed);
-    const Attention plain = attention_of(c, precision, "reference"), fast = attention_of(c, precision, "cpu");
+  for (const auto& [precision, remedy] : recipes_of(pass)) {
+    SCOPED_TRACE(testing::Message() << "case " << c.name << ", " << name(pass) << ' ' << name(precision) << with(remedy)
+                                    << ", seed " << seed);
+    Attention plain = attention_of(c, precision, "reference"), fast = attention_of(c, precision, "cpu");
+    plain.remedy = fast.remedy = remedy;
+    expected.same_weights = pass != Pass::forward || remedy != Remedy::none;
     Outputs saved;
     try {
       if (pass == Pass::backward) saved = run(c, in, plain, Pass::forward);

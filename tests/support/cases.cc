@@ -196,9 +196,10 @@ class Scratch {
   }
   void* data() { return memory_.data() + first_; }
   bool damaged() const {
-    for (size_t i = 0; i < memory_.size(); ++i)
-      if ((i < first_ || i >= first_ + bytes_) && memory_[i] != kPattern) return true;
-    return false;
+    const auto untouched = [](unsigned char byte) { return byte == kPattern; };
+    const auto begin = memory_.begin(), first = begin + static_cast<std::ptrdiff_t>(first_);
+    return !std::all_of(begin, first, untouched) ||
+           !std::all_of(first + static_cast<std::ptrdiff_t>(bytes_), memory_.end(), untouched);
   }
 
  private:

@@ -112,19 +112,18 @@ size_t bytes_of(DType dtype) {
   }
 }
 
-Memory::Memory(size_t bytes) : bytes_(bytes + 2 * kGuard, kPattern), claimed_(bytes, 0) {}
+Memory::Memory(size_t bytes) : bytes_(bytes + 2 * kGuard, kPattern), claimed_(bytes_.size(), 0) {}
 
 void Memory::claim(size_t offset, size_t size) {
-  std::fill_n(claimed_.begin() + static_cast<std::ptrdiff_t>(offset), size, 1);
+  std::fill_n(claimed_.data() + kGuard + offset, size, 1);
   std::fill_n(data() + offset, size, 0xff);
 }
 
 std::string Memory::damage() const {
   for (size_t i = 0; i < bytes_.size(); ++i) {
-    const bool element = i >= kGuard && i - kGuard < claimed_.size() && claimed_[i - kGuard];
-    if (element || bytes_[i] == kPattern) continue;
+    if (claimed_[i] || bytes_[i] == kPattern) continue;
     std::ostringstream out;
-    out << "byte " << static_cast<int64_t>(i) - static_cast<int64_t>(kGuard) << " of " << claimed_.size()
+    out << "byte " << static_cast<int64_t>(i) - static_cast<int64_t>(kGuard) << " of " << bytes_.size() - 2 * kGuard
         << " is no element, but was overwritten with " << static_cast<int>(bytes_[i]);
     return out.str();
   }
@@ -178,9 +177,10 @@ Buffer::Buffer(const Values& values, DType dtype, Layout layout) : Buffer(dtype,
 Buffer::Buffer(std::shared_ptr<Memory> memory, DType dtype, const Shape& shape, const Shape& stride, int64_t offset)
     : memory_(std::move(memory)), dtype_(dtype), shape_(shape), stride_(stride), offset_(offset) {
   const size_t size = bytes_of(dtype);
-  for_each(shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
-    memory_->claim(static_cast<size_t>(offset + b * stride[0] + h * stride[1] + t * stride[2] + c * stride[3]) * size,
-                   size);
+  const int64_t run = stride[3] == 1 ? std::max<int64_t>(shape[3], 1) : 1;  // elements side by side
+  for_each({shape[0], shape[1], shape[2], shape[3] / run}, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
+    const int64_t first = offset + b * stride[0] + h * stride[1] + t * stride[2] + c * stride[3];
+    memory_->claim(static_cast<size_t>(first) * size, static_cast<size_t>(run) * size);
   });
 }
 

@@ -98,16 +98,29 @@ double largest_rel_l2(const std::vector<Distance>& distances) {
   return largest;
 }
 
-const Matrix& exact_forward(Standard input, int64_t number, const Head& head) {
-  static std::mutex mutex;
-  static std::map<std::pair<Standard, int64_t>, Matrix> known;
-  {
-    const std::lock_guard lock(mutex);
-    if (const auto found = known.find({input, number}); found != known.end()) return found->second;
+// The exact answers to each head of the inputs, computed when first asked for: all recipes share them.
+template <class Answer>
+class Known {
+ public:
+  template <class Compute>
+  const Answer& get(Standard input, int64_t number, const Compute& compute) {
+    {
+      const std::lock_guard lock(mutex_);
+      if (const auto found = all_.find({input, number}); found != all_.end()) return found->second;
+    }
+    Answer answer = compute();
+    const std::lock_guard lock(mutex_);
+    return all_.emplace(std::pair{input, number}, std::move(answer)).first->second;
   }
-  Matrix o = forward(head, Recipe{}).o;
-  const std::lock_guard lock(mutex);
-  return known.emplace(std::pair{input, number}, std::move(o)).first->second;
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<Standard, int64_t>, Answer> all_;
+};
+
+const Matrix& exact_forward(Standard input, int64_t number, const Head& head) {
+  static Known<Matrix> known;
+  return known.get(input, number, [&] { return forward(head, Recipe{}).o; });
 }
 
 std::vector<Distance> forward_distances(const Recipe& recipe, const Bar& bar, octet_dtype o_format) {
@@ -255,13 +268,16 @@ struct ExactBackward {
   Gradients gradients;
 };
 
-ExactBackward exact_backward(Standard input, int64_t number) {
-  const HeadInput x = test::standard_input(input, 1024, 64, number, true);
-  Head head = head_of(x);
-  const Matrix do_ = matrix(x.tokens, x.dim, x.do_);
-  const Output out = forward(head, Recipe{});
-  Gradients g = backward(head, out.o, out.lse, do_, Recipe{});
-  return {std::move(head), do_, std::move(g)};
+const ExactBackward& exact_backward(Standard input, int64_t number) {
+  static Known<ExactBackward> known;
+  return known.get(input, number, [&] {
+    const HeadInput x = test::standard_input(input, 1024, 64, number, true);
+    Head head = head_of(x);
+    const Matrix do_ = matrix(x.tokens, x.dim, x.do_);
+    const Output out = forward(head, Recipe{});
+    Gradients g = backward(head, out.o, out.lse, do_, Recipe{});
+    return ExactBackward{std::move(head), do_, std::move(g)};
+  });
 }
 
 Gradients trained(const Recipe& recipe, octet_dtype o_format, const ExactBackward& exact) {
@@ -274,7 +290,7 @@ using GradientDistances = std::array<std::vector<Distance>, 3>;  // of dq, dk, d
 GradientDistances backward_distances(const Recipe& recipe, const BackwardBar& bar, octet_dtype o_format) {
   Pairs dq, dk, dv;
   for (int64_t number = 0; number < kHeads; ++number) {
-    const ExactBackward exact = exact_backward(bar.input, number);
+    const ExactBackward& exact = exact_backward(bar.input, number);
     const Gradients got = trained(recipe, o_format, exact), &want = exact.gradients;
     dq.add(got.dq, want.dq), dk.add(got.dk, want.dk), dv.add(got.dv, want.dv);
   }
@@ -334,7 +350,7 @@ TEST(Bars, bf16_backward_project) {
 // Every gradient, stored in bf16, within 1.3 times what storing the exact gradient in bf16 costs.
 TEST(Bars, bf16_backward_f16_inside) {
   cpu::parallel_for(2, 6, [](int64_t i, unsigned) {
-    const ExactBackward exact = exact_backward(test::kBackwardInputs[i], 0);
+    const ExactBackward& exact = exact_backward(test::kBackwardInputs[i], 0);
     const Gradients g = trained(f16_inside(OCTET_BF16), OCTET_BF16, exact);
     const auto expect_near = [i](const Matrix& got, const Matrix& want, const char* name) {
       const double cost = test::distance(rounded(want, OCTET_BF16).data, want.data).rel_l2;

@@ -78,7 +78,7 @@ void expect_biased(const Recipe& recipe, bool small_ties) {
 enum class Sum { rounded_p, exact_p };  // what l adds
 
 // FlashAttention: p v accumulated un-rounded, divided by l, rounded once. All keys in one tile.
-Recipe flash(Sum l, double beta = 0.0, double reach = 20.0) {
+Recipe flash(Sum l, double beta = 0.0, double reach = Recipe{}.beta_reach) {
   Recipe r = flash_attention(OCTET_BF16);
   r.tile = kAllTokens;
   r.sum_rounded_p = l == Sum::rounded_p;
@@ -87,7 +87,7 @@ Recipe flash(Sum l, double beta = 0.0, double reach = 20.0) {
 }
 
 // p v rounded to bf16 before it is divided by l: the failing setup of arXiv 2510.04212, there after every 512 keys.
-Recipe early(Sum l, double beta = 0.0, double reach = 20.0) {
+Recipe early(Sum l, double beta = 0.0, double reach = Recipe{}.beta_reach) {
   Recipe r = flash(l, beta, reach);
   r.acc = OCTET_BF16;
   return r;
@@ -99,11 +99,10 @@ Recipe every_512_keys(Recipe r) {
 
 // A maximum that is always m + .5: on tied rows, a shift by beta that reaches no further.
 constexpr double kBeta = 2.0, kOffset = .5;
-constexpr double kNoClamp = 80.0;
 
 TEST(Bias, s7_early_512) { expect_biased(every_512_keys(early(Sum::exact_p)), kS7); }
 TEST(Bias, s7_early_512_beta_2) { expect_unbiased(every_512_keys(early(Sum::exact_p, 2)), kS7); }
-TEST(Bias, s7_early_512_beta_7) { expect_unbiased(every_512_keys(early(Sum::exact_p, 7, kNoClamp)), kS7); }
+TEST(Bias, s7_early_512_beta_7) { expect_unbiased(every_512_keys(early(Sum::exact_p, 7)), kS7); }
 
 TEST(Bias, s7_early) { expect_biased(early(Sum::exact_p), kS7); }
 TEST(Bias, s7_early_beta_2) { expect_unbiased(early(Sum::exact_p, 2), kS7); }
@@ -130,8 +129,8 @@ TEST(Bias, s7_s8_stochastic_rounding) {
   for (bool input : {kS7, kS8}) expect_unbiased(flash_attention(OCTET_BF16), input, Stored::bf16_stochastic);
 }
 
-// Beta 7 moves most of these maxima beyond the clamp, which moves them all by the same: as biased as a fixed offset.
-TEST(Bias, s7_early_beta_7_clamped) { expect_biased(early(Sum::exact_p, 7), kS7); }
+// A reach of 20 cuts most of what beta 7 asks for, which moves all rows by the same: as biased as a fixed offset.
+TEST(Bias, s7_early_beta_7_reach_20) { expect_biased(early(Sum::exact_p, 7, 20.0), kS7); }
 
 // In tiles of 64 keys a tie often spans two tiles. The key of the first was rounded before the maximum moved, so half
 // the noise that cures is missing: beta 2 misses the bar by a little, beta 3 holds it.
@@ -143,10 +142,12 @@ TEST(Bias, s8_flash_64_beta_2) {
   EXPECT_GT(kappa, .1) << "docs/numerics.md says it misses the bar";
 }
 
-TEST(Bias, s7_s8_flash_64_beta_3) {
-  Recipe recipe = flash(Sum::exact_p, 3);
-  recipe.tile = 64;
-  for (bool input : {kS7, kS8}) expect_unbiased(recipe, input);
+TEST(Bias, s7_s8_flash_64_beta_3_and_7) {
+  for (double beta : {3.0, 7.0}) {
+    Recipe recipe = flash(Sum::exact_p, beta);
+    recipe.tile = 64;
+    for (bool input : {kS7, kS8}) expect_unbiased(recipe, input);
+  }
 }
 
 }  // namespace

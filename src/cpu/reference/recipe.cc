@@ -51,8 +51,8 @@ Recipe remedied(octet_dtype format, octet_remedy remedy, double beta) {
   if (remedy == OCTET_REMEDY_PROJECT) r.backward.project = format;
   if (remedy == OCTET_REMEDY_BETA) {
     r.beta = beta;
-    // exp(-20) is far below the smallest f16; exp(-4) leaves half of its exponents to the other keys.
-    r.beta_reach = format == OCTET_F16 ? 4.0 : 20.0;
+    // Half of the format's range, so that the other half is left to the other keys.
+    r.beta_reach = format == OCTET_F16 ? 4.0 : 40.0;
     r.sum_rounded_p = false;  // a shift cancels from p / l when both are rounded alike, and with it the remedy
   }
   return r;
