@@ -192,13 +192,19 @@ struct Forward {
       for (int64_t i = 0; i < rows; ++i)
         if (state.alpha[i] != 1.f) scale_row(scratch.o + i * columns, state.alpha[i], columns);
       const Strides strides{scratch.stride, 1};
-      const Word* v = side.v + index * side.v_stride;
-      if (v_finite(index, tiles))
-        return matmul<Pv, true>(p_words(), strides, v, columns, scratch.o, columns, rows, columns,
-                                tiles * side.v_words);
-      for (int64_t tile = 0; tile < tiles; ++tile)
-        matmul_skipping_zeros<Pv>(p_words() + tile * side.v_words, strides, v + tile * side.v_stride, columns,
-                                  scratch.o, columns, rows, columns, side.v_words);
+      const bool finite = v_finite(index, tiles);
+      constexpr int64_t kTiles = std::is_same_v<Pv, F32> ? 2 : kMaxStepKeys / kKeys;
+      for (int64_t tile = 0; tile < tiles; tile += kTiles)
+        for (int64_t c = 0; c < columns; c += side.v_panel) {
+          const int64_t width = side.panel_width(c), words = std::min(kTiles, tiles - tile) * side.v_words;
+          const Word* v = side.v_at(index + tile, c);
+          if (finite)
+            matmul<Pv, true>(p_words() + tile * side.v_words, strides, v, width, scratch.o + c, columns, rows, width,
+                             words);
+          else
+            matmul_skipping_zeros<Pv>(p_words() + tile * side.v_words, strides, v, width, scratch.o + c, columns, rows,
+                                      width, words);
+        }
     }
   }
 

@@ -86,6 +86,9 @@ constexpr int64_t padded_columns(int64_t n) { return (n + kColumnStep - 1) / kCo
 constexpr int64_t kRowStep = 16;
 constexpr int64_t padded_rows(int64_t n) { return (n + kRowStep - 1) / kRowStep * kRowStep; }
 
+// Columns of C in registers, where there are no tiles.
+constexpr int64_t kPanelColumns = (kLanes == 16 ? 4 : 2) * kLanes;
+
 struct Strides {
   int64_t row, word;
 };
@@ -239,10 +242,9 @@ inline void matmul(const void* a_words, Strides as, const void* b_words, int64_t
   if constexpr (E::kTiles)
     return tile_matmul<E, accumulate>(a, as.row, b, columns, c, ldc, padded_rows(rows), n, words);
 #endif
-  constexpr int kWide = kLanes == 16 ? 4 : 2;
   int64_t j = 0;
-  for (; j + kWide * kLanes <= n; j += kWide * kLanes)
-    column_strip<E, kWide, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words);
+  for (; j + kPanelColumns <= n; j += kPanelColumns)
+    column_strip<E, kPanelColumns / kLanes, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words);
   for (; j < n; j += kLanes) column_strip<E, 1, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words);
 }
 

@@ -146,18 +146,26 @@ struct Signs {
 
 // Everything the kernels need of k and v, in the workspace.
 struct KeySide {
-  Word *k, *v;                         // tile: [k_words][kKeys], [v_words][v_columns]
+  Word *k, *v;                         // tile: [k_words][kKeys], [v_words][v_columns] (v_panel)
   float* k_scale;                      // [tile][kKeys]; null without scales
   int32_t* k_correction;               // [tile][kKeys]: undoes the bias of signed A
   float* v_scale;                      // [tile][kKeys] with VScale::token
   bool* v_finite;                      // [tile]: v holds neither NaN nor infinity
   float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax
-  int64_t k_words, v_words, v_columns;
+  int64_t k_words, v_words, v_columns, v_panel;
   int64_t k_stride, v_stride;  // words from one tile to the next
   int64_t tiles;               // of a head, at most
 
   // Index of a tile, counted over all sequences, of a kv head: the tiles of a head lie one after the other.
   int64_t tile_index(int64_t head, int64_t tile) const { return head * tiles + tile; }
+
+  // v lies in panels of columns: the tiles of a head one after the other with the first columns of all words, then
+  // with the next. Returns the words of a tile from `column`, a multiple of v_panel, on; rows are `width` apart.
+  int64_t panel_width(int64_t column) const { return std::min(v_panel, v_columns - column); }
+  Word* v_at(int64_t index, int64_t column = 0) const {
+    const int64_t tile = index % tiles;
+    return v + (index - tile) * v_stride + tiles * v_words * column + tile * v_words * panel_width(column);
+  }
 };
 
 // With room for `parts` k and v in every tile, one below the other.
@@ -170,6 +178,7 @@ KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve,
   s.k_words = words_of<Qk>(p.dim);
   s.v_words = words_of<Pv>(kKeys);
   s.v_columns = padded_columns(p.dim_v);
+  s.v_panel = plan.p == PFormat::exact ? kPanelColumns : s.v_columns;
   s.k_stride = parts * s.k_words * kKeys;
   s.v_stride = parts * s.v_words * s.v_columns;
   s.k = carve.take<Word>(tiles * s.k_stride);
@@ -358,8 +367,9 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   }
 
   // Words of one float lie as the rows do.
-  Word* v = s.v + index * s.v_stride;
-  float* v_rows = Pv::kPerWord == 1 ? reinterpret_cast<float*>(v) : rows;
+  const bool panels = Pv::kPerWord == 1 && s.v_panel < s.v_columns;
+  Word* v = s.v_at(index);
+  float* v_rows = Pv::kPerWord == 1 && !panels ? reinterpret_cast<float*>(v) : rows;
   load_operand(p.v, plan.v_coded, seq.batch, g, seq.k_first + first, valid, kKeys, s.v_columns, v_rows);
   bool finite = true;
   for (int64_t r = 0; r < valid; ++r) finite &= row_amax(v_rows + r * s.v_columns, s.v_columns) < __builtin_inff();
@@ -386,6 +396,11 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   }
   for (int64_t w = 0; w < s.v_words && Pv::kPerWord > 1; ++w)
     interleave_rows<Pv>(v_rows + w * Pv::kPerWord * s.v_columns, s.v_columns, s.v_columns, v + w * s.v_columns);
+  for (int64_t c = 0; c < s.v_columns && panels; c += s.v_panel) {
+    const int64_t width = s.panel_width(c);
+    for (int64_t r = 0; r < kKeys; ++r)
+      std::memcpy(s.v_at(index, c) + r * width, v_rows + r * s.v_columns + c, sizeof(float) * width);
+  }
 }
 
 // Largest finite magnitude of q in `group` tokens from `token` on.
