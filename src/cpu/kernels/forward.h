@@ -118,7 +118,8 @@ struct Forward {
   void logits(int64_t index, int64_t tiles, int64_t rows) {
     for (int64_t tile = 0; tile < tiles; ++tile)
       matmul<Qk, false>(scratch.q, {side.k_words, 1}, side.k + (index + tile) * side.k_stride, kKeys,
-                        scratch.s + tile * kKeys, scratch.stride, rows, kKeys, side.k_words);
+                        scratch.s + tile * kKeys, scratch.stride, rows, kKeys, side.k_words,
+                        tile + 1 < tiles ? side.k + (index + tile + 1) * side.k_stride : side.v_at(index));
   }
 
   // From logits to P.
@@ -200,7 +201,7 @@ struct Forward {
           const Word* v = side.v_at(index + tile, c);
           if (finite)
             matmul<Pv, true>(p_words() + tile * side.v_words, strides, v, width, scratch.o + c, columns, rows, width,
-                             words);
+                             words, c + side.v_panel < columns ? side.v_at(index + tile, c + side.v_panel) : tile + kTiles < tiles ? side.v_at(index + tile + kTiles) : side.k + (index + tiles) * side.k_stride);
           else
             matmul_skipping_zeros<Pv>(p_words() + tile * side.v_words, strides, v, width, scratch.o + c, columns, rows,
                                       width, words);

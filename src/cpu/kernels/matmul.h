@@ -129,9 +129,13 @@ OCTET_INLINE void block(const Word* a, Strides as, const Word* b, int64_t column
 
 template <class E, int NR, bool accumulate>
 inline void column_strip(const Word* a, Strides as, const Word* b, int64_t columns, typename E::Sum* c, int64_t ldc,
-                         int64_t rows, int64_t words) {
+                         int64_t rows, int64_t words, const Word* next) {
   int64_t i = 0;
-  for (; i + 6 <= rows; i += 6) block<E, 6, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
+  const int64_t share = (words * NR * 6 + rows - 1) / rows;
+  for (; i + 6 <= rows; i += 6) {
+    for (int64_t line = 0; line < share; ++line, next += kLanes) __builtin_prefetch(next, 0, 2);
+    block<E, 6, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
+  }
   for (; i + 4 <= rows; i += 4) block<E, 4, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
   for (; i + 2 <= rows; i += 2) block<E, 2, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
   for (; i < rows; ++i) block<E, 1, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
@@ -235,7 +239,7 @@ inline void release_tiles() {}
 // engines with tiles are padded (padded_rows, words_of), everybody else takes any row count.
 template <class E, bool accumulate>
 inline void matmul(const void* a_words, Strides as, const void* b_words, int64_t columns, typename E::Sum* c,
-                   int64_t ldc, int64_t rows, int64_t n, int64_t words) {
+                   int64_t ldc, int64_t rows, int64_t n, int64_t words, const Word* next = nullptr) {
   const Word* a = static_cast<const Word*>(a_words);
   const Word* b = static_cast<const Word*>(b_words);
 #ifdef __AMX_TILE__
@@ -244,8 +248,8 @@ inline void matmul(const void* a_words, Strides as, const void* b_words, int64_t
 #endif
   int64_t j = 0;
   for (; j + kPanelColumns <= n; j += kPanelColumns)
-    column_strip<E, kPanelColumns / kLanes, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words);
-  for (; j < n; j += kLanes) column_strip<E, 1, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words);
+    column_strip<E, kPanelColumns / kLanes, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words, next ? next : b);
+  for (; j < n; j += kLanes) column_strip<E, 1, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words, next ? next : b);
 }
 
 // Element e of a word, as a number; float engines.
