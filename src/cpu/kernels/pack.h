@@ -108,6 +108,17 @@ inline void interleave_rows(const float* rows, int64_t stride, int64_t columns, 
   }
 }
 
+// [count][width] to [columns][count]; count is a multiple of kLanes, and so is width, which is not below columns.
+inline void transpose(const float* rows, int64_t count, int64_t width, int64_t columns, float* out) {
+  for (int64_t r = 0; r < count; r += kLanes)
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      Vf x[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) x[i] = load(rows + (r + i) * width + c);
+      transpose(x);
+      for (int64_t i = 0; i < std::min<int64_t>(kLanes, columns - c); ++i) store(out + (c + i) * count + r, x[i]);
+    }
+}
+
 OCTET_INLINE const float* parameter_at(const octet_tensor& x, int64_t b, int64_t h, int64_t group, int64_t c) {
   return static_cast<const float*>(x.data) + b * x.stride[0] + h * x.stride[1] + group * x.stride[2] + c * x.stride[3];
 }
@@ -356,7 +367,8 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   }
   if (s.k_scale) std::memcpy(s.k_scale + index * kKeys, steps, sizeof steps);
   Word* k = s.k + index * s.k_stride;
-  for (int64_t r = 0; r < kKeys; ++r) {
+  if constexpr (std::is_same_v<Qk, F32>) transpose(rows, kKeys, width, p.dim, reinterpret_cast<float*>(k));
+  for (int64_t r = 0; r < kKeys && !std::is_same_v<Qk, F32>; ++r) {
     encode_row<Qk>(rows + r * width, s.k_words * Qk::kPerWord, 0, words);
     for (int64_t w = 0; w < s.k_words; ++w) k[w * kKeys + r] = words[w];
     if constexpr (kBias<Qk> != 0) {
@@ -371,9 +383,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   Word* v = s.v_at(index);
   float* v_rows = Pv::kPerWord == 1 && !panels ? reinterpret_cast<float*>(v) : rows;
   load_operand(p.v, plan.v_coded, seq.batch, g, seq.k_first + first, valid, kKeys, s.v_columns, v_rows);
-  bool finite = true;
-  for (int64_t r = 0; r < valid; ++r) finite &= row_amax(v_rows + r * s.v_columns, s.v_columns) < __builtin_inff();
-  s.v_finite[index] = finite;
+  s.v_finite[index] = row_amax(v_rows, kKeys * s.v_columns) < __builtin_inff();
   if (plan.v_coded) {
     for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.v, seq.batch, g, seq.k_first + first + r);
   } else {
@@ -436,8 +446,9 @@ template <class Qk>
 void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token,
                   int64_t valid, int64_t count, const Signs& signs, const float* k_mean, Word* q, int64_t stride,
                   int64_t words, QueryRows& found) {
-  alignas(64) float rows[kMaxBlockRows * kMaxDim];
+  alignas(64) float buffer[kMaxBlockRows * kMaxDim];
   const int64_t width = padded<Qk>(padded_columns(p.dim));
+  float* rows = std::is_same_v<Qk, F32> && stride == width ? reinterpret_cast<float*>(q) : buffer;  // words are floats
   Step step{};
   float(&steps)[kMaxBlockRows] = found.step;
   for (int64_t r = 0; r < count; ++r) steps[r] = 1.f;
@@ -464,7 +475,8 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
     }
   }
   for (int64_t r = 0; r < valid; ++r) steps[r] = steps[r] > 0.f || steps[r] != steps[r] ? steps[r] : 1.f;
-  for (int64_t r = 0; r < count; ++r) encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * stride);
+  for (int64_t r = 0; r < count && rows == buffer; ++r)
+    encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * stride);
 }
 
 }  // namespace octet::cpu::OCTET_ISA

@@ -105,6 +105,23 @@ OCTET_INLINE Vf exchange(Vf x) {
   return exchange<distance>(x, std::make_integer_sequence<int, kLanes>());
 }
 
+// A step of transpose: two rows that lie `distance` apart exchange the halves off the diagonal.
+template <int distance, int... lane>
+OCTET_INLINE void exchange_halves(Vf& a, Vf& b, std::integer_sequence<int, lane...>) {
+  const Vf upper = __builtin_shufflevector(a, b, (lane & distance ? kLanes + (lane ^ distance) : lane)...);
+  b = __builtin_shufflevector(a, b, (lane & distance ? kLanes + lane : lane ^ distance)...);
+  a = upper;
+}
+template <int distance>
+OCTET_INLINE void transpose_steps(Vf (&x)[kLanes]) {
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & distance)) exchange_halves<distance>(x[i], x[i + distance], std::make_integer_sequence<int, kLanes>());
+  if constexpr (distance > 1) transpose_steps<distance / 2>(x);
+}
+
+// Rows become columns.
+OCTET_INLINE void transpose(Vf (&x)[kLanes]) { transpose_steps<kLanes / 2>(x); }
+
 OCTET_INLINE float reduce_max(Vf x) {
   if constexpr (kLanes > 8) x = max(exchange<8>(x), x);
   if constexpr (kLanes > 4) x = max(exchange<4>(x), x);
