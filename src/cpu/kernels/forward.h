@@ -26,6 +26,10 @@ constexpr bool through_strip(PFormat format) { return format == PFormat::u8 || f
 constexpr int64_t kStripColumns = 32;  // of the product, at a time
 constexpr int64_t kF16Part = 16;       // keys
 
+// Tiles of v that meet P at a time: two of a panel of floats fill two thirds of the first cache.
+template <class Pv>
+constexpr int64_t kTiles = std::is_same_v<Pv, F32> ? 2 : kMaxStepKeys / kKeys;
+
 // Rows of a block of queries: a multiple of the rows that the inner loops of the engines take at a time (tiles 32,
 // vectors 6), as many as keep q, s and o in the second cache. Words of f32 fill that with k and v alone, which many
 // rows read less often.
@@ -116,10 +120,16 @@ struct Forward {
 
   // q k^T.
   void logits(int64_t index, int64_t tiles, int64_t rows) {
-    for (int64_t tile = 0; tile < tiles; ++tile)
-      matmul<Qk, false>(scratch.q, {side.k_words, 1}, side.k + (index + tile) * side.k_stride, kKeys,
-                        scratch.s + tile * kKeys, scratch.stride, rows, kKeys, side.k_words,
-                        tile + 1 < tiles ? side.k + (index + tile + 1) * side.k_stride : side.v_at(index));
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const Word* k = side.k + (index + tile) * side.k_stride;
+      matmul<Qk, false>(scratch.q, {side.k_words, 1}, k, kKeys, scratch.s + tile * kKeys, scratch.stride, rows, kKeys,
+                        side.k_words, following(k, side.k_stride));
+    }
+  }
+
+  // The tiles of k, and those of a panel of v, lie in the order that they are wanted in.
+  static Ahead following(const Word* tile, int64_t words) {
+    return {tile + words, words * static_cast<int64_t>(sizeof(Word))};
   }
 
   // From logits to P.
@@ -194,17 +204,16 @@ struct Forward {
         if (state.alpha[i] != 1.f) scale_row(scratch.o + i * columns, state.alpha[i], columns);
       const Strides strides{scratch.stride, 1};
       const bool finite = v_finite(index, tiles);
-      constexpr int64_t kTiles = std::is_same_v<Pv, F32> ? 2 : kMaxStepKeys / kKeys;
-      for (int64_t tile = 0; tile < tiles; tile += kTiles)
-        for (int64_t c = 0; c < columns; c += side.v_panel) {
-          const int64_t width = side.panel_width(c), words = std::min(kTiles, tiles - tile) * side.v_words;
-          const Word* v = side.v_at(index + tile, c);
+      for (int64_t c = 0; c < columns; c += side.v_panel)
+        for (int64_t tile = 0, count; tile < tiles; tile += count) {
+          count = finite ? std::min(kTiles<Pv>, tiles - tile) : 1;
+          const int64_t width = side.panel_width(c), words = count * side.v_words;
+          const Word *own_p = p_words() + tile * side.v_words, *v = side.v_at(index + tile, c);
           if (finite)
-            matmul<Pv, true>(p_words() + tile * side.v_words, strides, v, width, scratch.o + c, columns, rows, width,
-                             words, c + side.v_panel < columns ? side.v_at(index + tile, c + side.v_panel) : tile + kTiles < tiles ? side.v_at(index + tile + kTiles) : side.k + (index + tiles) * side.k_stride);
+            matmul<Pv, true>(own_p, strides, v, width, scratch.o + c, columns, rows, width, words,
+                             following(v, words * width));
           else
-            matmul_skipping_zeros<Pv>(p_words() + tile * side.v_words, strides, v, width, scratch.o + c, columns, rows,
-                                      width, words);
+            matmul_skipping_zeros<Pv>(own_p, strides, v, width, scratch.o + c, columns, rows, width, words);
         }
     }
   }

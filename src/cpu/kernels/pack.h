@@ -108,14 +108,15 @@ inline void interleave_rows(const float* rows, int64_t stride, int64_t columns, 
   }
 }
 
-// [count][width] to [columns][count]; count is a multiple of kLanes, and so is width, which is not below columns.
+// [count][width] to [columns][count]; count and width are multiples of kLanes.
 inline void transpose(const float* rows, int64_t count, int64_t width, int64_t columns, float* out) {
   for (int64_t r = 0; r < count; r += kLanes)
     for (int64_t c = 0; c < columns; c += kLanes) {
       Vf x[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) x[i] = load(rows + (r + i) * width + c);
       transpose(x);
-      for (int64_t i = 0; i < std::min<int64_t>(kLanes, columns - c); ++i) store(out + (c + i) * count + r, x[i]);
+      for (int64_t i = 0; i < kLanes; ++i)
+        if (c + i < columns) store(out + (c + i) * count + r, x[i]);
     }
 }
 
@@ -157,25 +158,27 @@ struct Signs {
 
 // Everything the kernels need of k and v, in the workspace.
 struct KeySide {
-  Word *k, *v;                         // tile: [k_words][kKeys], [v_words][v_columns] (v_panel)
+  Word *k, *v;                         // tile: [k_words][kKeys], [v_words][v_columns], see v_at
   float* k_scale;                      // [tile][kKeys]; null without scales
   int32_t* k_correction;               // [tile][kKeys]: undoes the bias of signed A
   float* v_scale;                      // [tile][kKeys] with VScale::token
   bool* v_finite;                      // [tile]: v holds neither NaN nor infinity
   float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax
-  int64_t k_words, v_words, v_columns, v_panel;
+  int64_t k_words, v_words, v_columns;
+  int64_t v_panel;             // columns of v that lie together; v_columns: all
   int64_t k_stride, v_stride;  // words from one tile to the next
   int64_t tiles;               // of a head, at most
 
   // Index of a tile, counted over all sequences, of a kv head: the tiles of a head lie one after the other.
   int64_t tile_index(int64_t head, int64_t tile) const { return head * tiles + tile; }
 
-  // v lies in panels of columns: the tiles of a head one after the other with the first columns of all words, then
-  // with the next. Returns the words of a tile from `column`, a multiple of v_panel, on; rows are `width` apart.
+  // v lies in panels of v_panel columns (the last may have fewer): of a head, first one panel of all tiles, then the
+  // next. So what the inner loop goes through many times is contiguous, and does not compete for cache sets.
   int64_t panel_width(int64_t column) const { return std::min(v_panel, v_columns - column); }
+  // The words of a tile, panel_width apart, from `column` on, which begins a panel.
   Word* v_at(int64_t index, int64_t column = 0) const {
     const int64_t tile = index % tiles;
-    return v + (index - tile) * v_stride + tiles * v_words * column + tile * v_words * panel_width(column);
+    return v + (index - tile) * v_stride + v_stride / v_columns * (tiles * column + tile * panel_width(column));
   }
 };
 
@@ -189,7 +192,7 @@ KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve,
   s.k_words = words_of<Qk>(p.dim);
   s.v_words = words_of<Pv>(kKeys);
   s.v_columns = padded_columns(p.dim_v);
-  s.v_panel = plan.p == PFormat::exact ? kPanelColumns : s.v_columns;
+  s.v_panel = plan.p == PFormat::exact && parts == 1 ? kPanelColumns : s.v_columns;
   s.k_stride = parts * s.k_words * kKeys;
   s.v_stride = parts * s.v_words * s.v_columns;
   s.k = carve.take<Word>(tiles * s.k_stride);
@@ -367,8 +370,9 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   }
   if (s.k_scale) std::memcpy(s.k_scale + index * kKeys, steps, sizeof steps);
   Word* k = s.k + index * s.k_stride;
-  if constexpr (std::is_same_v<Qk, F32>) transpose(rows, kKeys, width, p.dim, reinterpret_cast<float*>(k));
-  for (int64_t r = 0; r < kKeys && !std::is_same_v<Qk, F32>; ++r) {
+  constexpr bool kFloats = std::is_same_v<Qk, F32>;
+  if (kFloats) transpose(rows, kKeys, width, p.dim, reinterpret_cast<float*>(k));
+  for (int64_t r = 0; r < kKeys && !kFloats; ++r) {
     encode_row<Qk>(rows + r * width, s.k_words * Qk::kPerWord, 0, words);
     for (int64_t w = 0; w < s.k_words; ++w) k[w * kKeys + r] = words[w];
     if constexpr (kBias<Qk> != 0) {
@@ -378,7 +382,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     }
   }
 
-  // Words of one float lie as the rows do.
+  // Words of one float lie as the rows do, unless in panels.
   const bool panels = Pv::kPerWord == 1 && s.v_panel < s.v_columns;
   Word* v = s.v_at(index);
   float* v_rows = Pv::kPerWord == 1 && !panels ? reinterpret_cast<float*>(v) : rows;
@@ -448,7 +452,8 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
                   int64_t words, QueryRows& found) {
   alignas(64) float buffer[kMaxBlockRows * kMaxDim];
   const int64_t width = padded<Qk>(padded_columns(p.dim));
-  float* rows = std::is_same_v<Qk, F32> && stride == width ? reinterpret_cast<float*>(q) : buffer;  // words are floats
+  const bool in_place = std::is_same_v<Qk, F32> && stride == width;  // words are floats
+  float* rows = in_place ? reinterpret_cast<float*>(q) : buffer;
   Step step{};
   float(&steps)[kMaxBlockRows] = found.step;
   for (int64_t r = 0; r < count; ++r) steps[r] = 1.f;
@@ -475,7 +480,7 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
     }
   }
   for (int64_t r = 0; r < valid; ++r) steps[r] = steps[r] > 0.f || steps[r] != steps[r] ? steps[r] : 1.f;
-  for (int64_t r = 0; r < count && rows == buffer; ++r)
+  for (int64_t r = 0; r < count && !in_place; ++r)
     encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * stride);
 }
 

@@ -114,6 +114,7 @@ OCTET_INLINE void exchange_halves(Vf& a, Vf& b, std::integer_sequence<int, lane.
 }
 template <int distance>
 OCTET_INLINE void transpose_steps(Vf (&x)[kLanes]) {
+#pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i)
     if (!(i & distance)) exchange_halves<distance>(x[i], x[i + distance], std::make_integer_sequence<int, kLanes>());
   if constexpr (distance > 1) transpose_steps<distance / 2>(x);
