@@ -164,8 +164,7 @@ ForwardPlan forward_recipe(const Problem& p) {
               .smooth_v = true,
               .p = PFormat::u8,
               .p_top = 255.f,
-              .l_from_p = false,
-              .part_tiles = 1};
+              .l_from_p = false};
     case OCTET_PRECISION_INT8_F16:
       return {.qk = OCTET_I8,
               .q_group = 1,
@@ -209,8 +208,7 @@ ForwardPlan forward_recipe(const Problem& p) {
               .v_group = 64,
               .p = PFormat::u8,
               .p_top = 127.f,
-              .l_from_p = false,
-              .part_tiles = 1};
+              .l_from_p = false};
     default:
       return {.qk = OCTET_F32, .v = OCTET_F32, .p = PFormat::exact};
   }

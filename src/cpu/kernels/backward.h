@@ -81,7 +81,7 @@ struct Backward {
     const float *q = w.q + first * kc, *k = w.k + index * kKeys * kc;
     float *dk = scratch.dk + own * kKeys * kc, *dv = scratch.dv + own * kKeys * vc, *dq = w.dq + first * kc;
     constexpr Strides rowwise{kKeys, 1}, columnwise{1, kKeys};
-    products(first, rows, index);
+    products(first, rows, index, own);
     gradient_tile(seq, block, h, token, rows, tile);
     if (plan.smooth_blocks) give_back_query_mean(first, rows, dk);
     float row_sums[kQueries];
@@ -89,7 +89,7 @@ struct Backward {
       for (int64_t i = 0; i < rows; ++i) row_sums[i] = row_sum(scratch.dp + i * kKeys);
     const float* ds_rows = round_tiles(first, rows, index);
     matmul<F32, true>(scratch.s, columnwise, w.do_dv + first * vc, vc, dv, vc, kKeys, vc, rows);
-    matmul<F32, true>(scratch.dp, columnwise, q, kc, dk, kc, kKeys, kc, rows);
+    matmul<F32, true>(scratch.dp, columnwise, q, kc, dk, kc, kKeys, kc, rows, of_next_block(w.dq, first, kc, own));
     if (plan.project) {
       matmul<F32, true>(scratch.s, columnwise, w.lambda_q + first * kc, kc, dk, kc, kKeys, kc, rows);
       for (int64_t i = 0; i < rows; ++i)
@@ -103,17 +103,24 @@ struct Backward {
     __atomic_store_n(turn, static_cast<int32_t>(tile + 1), __ATOMIC_RELEASE);
   }
 
+  // What the tile numbered `own` among the task's fetches of the rows of the next block of queries: all tiles together
+  // fetch all of it. A product reads six rows at a time, which hardware does not foresee.
+  static Ahead of_next_block(const float* rows, int64_t first, int64_t columns, int64_t own) {
+    constexpr int64_t kCount = kQueries / kTilesPerTask;
+    return {rows + (first + kQueries + own * kCount) * columns, kCount * columns * static_cast<int64_t>(sizeof(float))};
+  }
+
   // `block` is one of keys.
   int64_t tile_index(const Block& block, int64_t tile) const {
     return (block.first_tile + tile) * p.kv_heads + block.head;
   }
 
-  void products(int64_t first, int64_t rows, int64_t index) {
+  void products(int64_t first, int64_t rows, int64_t index, int64_t own = 0) {
     const int64_t kc = w.k_columns, vc = w.v_columns;
     matmul<F32, false>(w.q + first * kc, {kc, 1}, w.k_transposed + index * p.dim * kKeys, kKeys, scratch.s, kKeys, rows,
-                       kKeys, p.dim);
+                       kKeys, p.dim, of_next_block(w.q, first, kc, own));
     matmul<F32, false>(w.do_dp + first * vc, {vc, 1}, w.v_transposed + index * p.dim_v * kKeys, kKeys, scratch.dp,
-                       kKeys, rows, kKeys, p.dim_v);
+                       kKeys, rows, kKeys, p.dim_v, of_next_block(w.do_dp, first, vc, own));
     if (plan.smooth_blocks) add_means(first, rows, index);
   }
 

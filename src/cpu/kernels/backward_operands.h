@@ -82,13 +82,6 @@ inline KeyRange tiles_of(const Problem& p, const Sequence& seq, int64_t token, i
   return first < last ? KeyRange{first / kKeys, (last + kKeys - 1) / kKeys} : KeyRange{0, 0};
 }
 
-// [count][width] to [columns][count], a few cache lines of both at a time.
-inline void transpose(const float* rows, int64_t count, int64_t width, int64_t columns, float* out) {
-  for (int64_t r = 0; r < count; r += kLanes)
-    for (int64_t c = 0; c < columns; ++c)
-      for (int64_t i = 0; i < kLanes; ++i) out[c * count + r + i] = rows[(r + i) * width + c];
-}
-
 inline void multiply(float* row, float factor, int64_t n) {
   for (int64_t c = 0; c < n; ++c) row[c] *= factor;
 }

@@ -39,6 +39,18 @@ OCTET_INLINE float from_f16(uint16_t x) {
   return f;
 }
 
+OCTET_INLINE Vf load_f16(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vf x;
+  for (int i = 0; i < kLanes; ++i) x[i] = from_f16(p[i]);
+  return x;
+#endif
+}
+
 OCTET_INLINE uint16_t to_f16(float x) {
   uint32_t i;
   std::memcpy(&i, &x, 4);
@@ -105,6 +117,16 @@ OCTET_INLINE void prefetch_row(const View& t, const void* row, int64_t ahead) {
   const int64_t bytes = kBytes[t.dtype];
   const char* p = static_cast<const char*>(row) + ahead * t.stride[2] * bytes;
   for (int64_t i = 0; i < t.shape[3] * bytes; i += 64) __builtin_prefetch(p + i);
+}
+
+// Asks for rows that will be read, or written, much later.
+template <bool write>
+OCTET_INLINE void prefetch_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t count) {
+  static constexpr int64_t kBytes[] = {0, 8, 4, 2, 2, 1, 1, 1, 1, 1, 4, 1};
+  for (int64_t i = token; i < token + count; ++i) {
+    const char* p = static_cast<const char*>(row_pointer(t, b, h, i));
+    for (int64_t at = 0; at < t.shape[3] * kBytes[t.dtype]; at += 64) __builtin_prefetch(p + at, write, 2);
+  }
 }
 
 // Codes of a quantised tensor come out as numbers, in the gauge of their quantization (rotated, mean removed).

@@ -26,6 +26,10 @@ constexpr bool through_strip(PFormat format) { return format == PFormat::u8 || f
 constexpr int64_t kStripColumns = 32;  // of the product, at a time
 constexpr int64_t kF16Part = 16;       // keys
 
+// Tiles of v that meet P at a time: two of a panel of floats fill two thirds of the first cache.
+template <class Pv>
+constexpr int64_t kTiles = std::is_same_v<Pv, F32> ? 2 : kMaxStepKeys / kKeys;
+
 // Rows of a block of queries: a multiple of the rows that the inner loops of the engines take at a time (tiles 32,
 // vectors 6), as many as keep q, s and o in the second cache. Words of f32 fill that with k and v alone, which many
 // rows read less often.
@@ -51,7 +55,7 @@ struct ForwardScratch {
     t.s = carve.take<typename Qk::Sum>(kRows * t.stride);
     t.q = carve.take<Word>(kRows * side.k_words);
     t.o = carve.take<float>(kRows * side.v_columns);
-    const int64_t parts = plan.p == PFormat::u8 ? kMaxStepKeys / kKeys : 1;
+    const int64_t parts = plan.p == PFormat::u8 ? kStepTiles : 1;
     t.strip = through_strip(plan.p) ? carve.take<typename Pv::Sum>(parts * kRows * kStripColumns) : nullptr;
     return t;
   }
@@ -83,11 +87,13 @@ struct Forward {
   QueryRows queries;
   RowState<kRows> state;
 
-  void run(const Sequence& seq, const Block& block) {
+  // `next`: the block that this thread is likely to get after this one.
+  void run(const Sequence& seq, const Block& block, const Block& next) {
     const int64_t h = block.head, token = block.token, g = h / p.group();
     const int64_t rows = std::min(seq.q_tokens - token, kRows);
     const int64_t side_index = block.sequence * p.kv_heads + g;
     start(seq, h, token, rows, side_index);
+    prefetch(seq, block, rows, next);
     const KeyRange keys = p.keys_of_block(token, rows, seq.q_tokens, seq.k_tokens);
     const int64_t last = (keys.last + kKeys - 1) / kKeys;
     // Steps lie at multiples of their length, but for the first; scales of P do not depend on what else a block sees.
@@ -102,7 +108,7 @@ struct Forward {
   }
 
   void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t side_index) {
-    const float* k_mean = side.k_mean ? side.k_mean + side_index * kMaxDim : nullptr;
+    const float* k_mean = side.k_mean && p.lse.present() ? side.k_mean + side_index * kMaxDim : nullptr;
     pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, k_mean, scratch.q, side.k_words, side.k_words,
                      queries);
     for (int64_t i = 0; i < kRows; ++i) {
@@ -114,11 +120,26 @@ struct Forward {
     std::memset(scratch.o, 0, sizeof(float) * kRows * side.v_columns);
   }
 
+  // What comes from far away while the products keep this thread busy.
+  void prefetch(const Sequence& seq, const Block& block, int64_t rows, const Block& next) const {
+    prefetch_rows<true>(p.o, seq.batch, block.head, seq.q_first + block.token, rows);
+    if (next.sequence == block.sequence)
+      prefetch_rows<false>(p.q, seq.batch, next.head, seq.q_first + next.token,
+                           std::min(seq.q_tokens - next.token, kRows));
+  }
+
   // q k^T.
   void logits(int64_t index, int64_t tiles, int64_t rows) {
-    for (int64_t tile = 0; tile < tiles; ++tile)
-      matmul<Qk, false>(scratch.q, {side.k_words, 1}, side.k + (index + tile) * side.k_stride, kKeys,
-                        scratch.s + tile * kKeys, scratch.stride, rows, kKeys, side.k_words);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const Word* k = side.k + (index + tile) * side.k_stride;
+      matmul<Qk, false>(scratch.q, {side.k_words, 1}, k, kKeys, scratch.s + tile * kKeys, scratch.stride, rows, kKeys,
+                        side.k_words, following(k, side.k_stride));
+    }
+  }
+
+  // The tiles of k, and those of a panel of v, lie in the order that they are wanted in.
+  static Ahead following(const Word* tile, int64_t words) {
+    return {tile + words, words * static_cast<int64_t>(sizeof(Word))};
   }
 
   // From logits to P.
@@ -192,31 +213,34 @@ struct Forward {
       for (int64_t i = 0; i < rows; ++i)
         if (state.alpha[i] != 1.f) scale_row(scratch.o + i * columns, state.alpha[i], columns);
       const Strides strides{scratch.stride, 1};
-      const Word* v = side.v + index * side.v_stride;
-      if (v_finite(index, tiles))
-        return matmul<Pv, true>(p_words(), strides, v, columns, scratch.o, columns, rows, columns,
-                                tiles * side.v_words);
-      for (int64_t tile = 0; tile < tiles; ++tile)
-        matmul_skipping_zeros<Pv>(p_words() + tile * side.v_words, strides, v + tile * side.v_stride, columns,
-                                  scratch.o, columns, rows, columns, side.v_words);
+      const bool finite = v_finite(index, tiles);
+      for (int64_t c = 0; c < columns; c += side.v_panel)
+        for (int64_t tile = 0, count; tile < tiles; tile += count) {
+          count = finite ? std::min(kTiles<Pv>, tiles - tile) : 1;
+          const int64_t width = side.panel_width(c), words = count * side.v_words;
+          const Word *own_p = p_words() + tile * side.v_words, *v = side.v_at(index + tile, c);
+          if (finite)
+            matmul<Pv, true>(own_p, strides, v, width, scratch.o + c, columns, rows, width, words,
+                             following(v, words * width));
+          else
+            matmul_skipping_zeros<Pv>(own_p, strides, v, width, scratch.o + c, columns, rows, width, words);
+        }
     }
   }
 
-  // The same for n columns of 8-bit P: products of all parts, then their sum.
+  // The same for n columns of 8-bit P: products of all tiles, then their sum.
   void accumulate_codes(int64_t index, int64_t tiles, int64_t rows, int64_t first, int64_t n) {
-    const int64_t columns = side.v_columns, parts = (tiles + plan.part_tiles - 1) / plan.part_tiles;
-    for (int64_t part = 0; part < parts; ++part) {
-      const int64_t tile = part * plan.part_tiles, words = std::min(plan.part_tiles, tiles - tile) * side.v_words;
+    const int64_t columns = side.v_columns;
+    for (int64_t tile = 0; tile < tiles; ++tile)
       matmul<Pv, false>(p_words() + tile * side.v_words, {scratch.stride, 1},
                         side.v + (index + tile) * side.v_stride + first, columns,
-                        scratch.strip + part * kRows * kStripColumns, kStripColumns, rows, n, words);
-    }
+                        scratch.strip + tile * kRows * kStripColumns, kStripColumns, rows, n, side.v_words);
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t c = 0; c < n; c += kLanes) {
         float* o = scratch.o + i * columns + first + c;
         Vf sum = load(o) * state.alpha[i];
-        for (int64_t part = 0; part < parts; ++part)
-          sum += to_float(load(scratch.strip + (part * kRows + i) * kStripColumns + c)) * state.p_step[part][i];
+        for (int64_t tile = 0; tile < tiles; ++tile)
+          sum += to_float(load(scratch.strip + (tile * kRows + i) * kStripColumns + c)) * state.p_step[i][tile];
         store(o, sum);
       }
   }
@@ -289,19 +313,32 @@ std::size_t forward_workspace_as(const Problem& p, const ForwardPlan& plan, unsi
   return carve.used() + threads * forward_scratch_bytes<Qk, Pv, format>(plan, side);
 }
 
-// Fills the key side: statistics, then tiles.
+// Fills the key side: statistics, then tiles. With heads enough for all threads, both for one head while it is near.
 template <class Qk, class Pv>
 void pack_keys(const Job& job, const ForwardPlan& plan, const Signs& signs, const KeySide& side) {
   const Problem& p = *job.problem;
-  if (plan.smooth_k || plan.smooth_v || side.v_channel)
-    parallel_for(job.threads, job.sequence_count * p.kv_heads, [&](int64_t task, unsigned) {
-      channel_statistics(p, plan, job.sequences[task / p.kv_heads], task % p.kv_heads, task, side);
-    });
-  parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
-    const Block& block = job.key_tiles[task];
+  const int64_t sides = job.sequence_count * p.kv_heads;
+  const bool statistics = plan.smooth_k || plan.smooth_v || side.v_channel;
+  const auto summarise = [&](int64_t task) {
+    channel_statistics(p, plan, job.sequences[task / p.kv_heads], task % p.kv_heads, task, side);
+  };
+  const auto pack = [&](const Block& block) {
     const FlushDenormals flush;
     pack_key_tile<Qk, Pv>(p, plan, job.sequences[block.sequence], block, signs, side);
-  });
+  };
+  if (statistics && sides >= job.threads) {
+    parallel_for(job.threads, sides, [&](int64_t task, unsigned) {
+      const int64_t sequence = task / p.kv_heads;
+      const Block* first = std::partition_point(job.key_tiles, job.key_tiles + job.key_tile_count,
+                                                [&](const Block& block) { return block.sequence < sequence; });
+      summarise(task);
+      for (int64_t token = 0; token < job.sequences[sequence].k_tokens; token += kKeys)
+        pack({sequence, task % p.kv_heads, token, first->first_tile});
+    });
+    return;
+  }
+  if (statistics) parallel_for(job.threads, sides, [&](int64_t task, unsigned) { summarise(task); });
+  parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) { pack(job.key_tiles[task]); });
 }
 
 template <class Qk, class Pv, PFormat format>
@@ -319,7 +356,8 @@ void forward_as(const Job& job, const ForwardPlan& plan) {
     const FlushDenormals flush;
     configure_tiles();
     Forward<Qk, Pv, format> forward{p, plan, side, signs, ForwardScratch<Qk, Pv>::carve(plan, side, own), {}, {}};
-    forward.run(job.sequences[block.sequence], block);
+    const int64_t next = std::min<int64_t>(task + job.threads, job.query_block_count - 1);
+    forward.run(job.sequences[block.sequence], block, job.query_blocks[next]);
     release_tiles();
   });
 }

@@ -4,16 +4,18 @@
 
 namespace octet::cpu::OCTET_ISA {
 
+constexpr int64_t kStepTiles = kMaxStepKeys / kKeys;
+
 // Softmax state of the rows of a block.
 template <int64_t rows>
 struct alignas(64) RowState {
   float l[rows][kLanes];  // partial sums
   float m[rows];
-  float top[rows];                           // remedy beta: largest logit so far; m may lie above it
-  float unit[rows];                          // logit * log2(e) per unit of x
-  float to_logit[rows];                      // logit per unit of sum * k_scale
-  float alpha[rows];                         // of this step
-  float p_step[kMaxStepKeys / kKeys][rows];  // 8-bit P, of each part: o += p_step * product
+  float top[rows];                 // remedy beta: largest logit so far; m may lie above it
+  float unit[rows];                // logit * log2(e) per unit of x
+  float to_logit[rows];            // logit per unit of sum * k_scale
+  float alpha[rows];               // of this step
+  float p_step[rows][kStepTiles];  // 8-bit P, of each tile: o += p_step * product
 };
 
 // One row of a step: its logits in the place of the sums; returns the largest.
@@ -45,17 +47,19 @@ OCTET_INLINE void raise_maxima(const float (&tops)[kLanes], int64_t first, RowSt
   store(state.alpha + first, exp2<degree>((old - base) * load(state.unit + first)));
 }
 
-// Codes of a row of 8-bit P with its largest, p, at `top`; returns their step.
+// Codes of a row of 8-bit P, each tile with its largest, tops, at `top`, and their steps.
 template <class Pv>
-OCTET_INLINE float quantize_p(const float* p, int64_t tiles, float largest, float top, typename Pv::Element* out) {
+OCTET_INLINE void quantize_p(const float* p, int64_t tiles, Quad tops, float top, typename Pv::Element* out,
+                             float* steps) {
   constexpr float kNothing = 0x1p-110f;  // weighs nothing beside the row's largest, and its inverse may overflow
-  const float inverse = largest > kNothing ? top / largest : 0.f;
+  const auto counts = tops > kNothing;
+  const Quad inverses = counts ? top / tops : Quad{}, scaled = counts ? tops * (1.f / top) : Quad{};
+  std::memcpy(steps, &scaled, sizeof scaled);
   for (int64_t tile = 0; tile < tiles; ++tile) {
     Vf x[kVectors];
-    for (int v = 0; v < kVectors; ++v) x[v] = load(p + tile * kKeys + v * kLanes) * inverse;
+    for (int v = 0; v < kVectors; ++v) x[v] = load(p + tile * kKeys + v * kLanes) * inverses[tile];
     store_u8<Pv>(x, out + tile * kKeys);
   }
-  return largest > kNothing ? largest * (1.f / top) : 0.f;
 }
 
 // One row of a step: from logits to P.
@@ -64,34 +68,32 @@ OCTET_INLINE void weights_row(const ForwardPlan& plan, float* logits, int64_t ti
                               bool v_finite, int64_t i, RowState<rows>& state, typename Pv::Element* p_out) {
   constexpr int degree = exp2_degree(format);
   const float unit = state.unit[i], base = state.m[i] == kMinusInfinity ? 0.f : state.m[i];
-  Vf l{};
-  for (int64_t first = 0; first < tiles; first += plan.part_tiles) {
-    const int64_t last = std::min(first + plan.part_tiles, tiles);
-    Vf largest{}, poison{};
-    for (int64_t tile = first; tile < last; ++tile) {
-      float* const own = logits + tile * kKeys;
-      Vf p[kVectors];
-      for (int v = 0; v < kVectors; ++v) p[v] = exp2<degree>((load(own + v * kLanes) - base) * unit);
-      if constexpr (format == PFormat::u8) {
-        l += add_up(p);
-        for (int v = 0; v < kVectors; ++v) {
-          const Vf weighed = p[v] == Vf{} ? p[v] : p[v] * load(v_scale + tile * kKeys + v * kLanes);
-          largest = max(weighed, largest);
-          poison += weighed * 0.f;
-          store(own + v * kLanes, weighed);
-        }
-      } else {
-        if (!plan.l_from_p) l += add_up(p) * (scales_p(format) ? plan.p_top : 1.f);
-        const Vf rounded = store_p_and_add<Pv, format>(p, plan.p_top, p_out + tile * kKeys);
-        if (plan.l_from_p) l += rounded;
-      }
-    }
+  Vf l{}, tops[kStepTiles] = {}, poisons[kStepTiles] = {};
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    float* const own = logits + tile * kKeys;
+    Vf p[kVectors];
+    for (int v = 0; v < kVectors; ++v) p[v] = exp2<degree>((load(own + v * kLanes) - base) * unit);
     if constexpr (format == PFormat::u8) {
-      float& step = state.p_step[first / plan.part_tiles][i];
-      step =
-          quantize_p<Pv>(logits + first * kKeys, last - first, reduce_max(largest), plan.p_top, p_out + first * kKeys);
-      if (!v_finite) step += reduce_add(poison);
+      l += add_up(p);
+      Vf top{}, poison{};
+      for (int v = 0; v < kVectors; ++v) {
+        const Vf weighed = p[v] == Vf{} ? p[v] : p[v] * load(v_scale + tile * kKeys + v * kLanes);
+        top = max(weighed, top);
+        poison += weighed * 0.f;
+        store(own + v * kLanes, weighed);
+      }
+      tops[tile] = top;
+      poisons[tile] = poison;
+    } else {
+      if (!plan.l_from_p) l += add_up(p) * (scales_p(format) ? plan.p_top : 1.f);
+      const Vf rounded = store_p_and_add<Pv, format>(p, plan.p_top, p_out + tile * kKeys);
+      if (plan.l_from_p) l += rounded;
     }
+  }
+  if constexpr (format == PFormat::u8) {
+    quantize_p<Pv>(logits, tiles, reduce_max(tops), plan.p_top, p_out, state.p_step[i]);
+    if (!v_finite)
+      for (int64_t tile = 0; tile < tiles; ++tile) state.p_step[i][tile] += reduce_add(poisons[tile]);
   }
   store(state.l[i], load(state.l[i]) * state.alpha[i] + l);
 }
@@ -110,34 +112,29 @@ OCTET_INLINE bool weights_row_lazily(const ForwardPlan& plan, const typename Qk:
   const float unit = state.unit[i], shift = state.m[i] * unit;
   alignas(64) float weighed[kMaxStepKeys];
   alignas(64) typename Pv::Element rounded[kMaxStepKeys];
-  float largest[kMaxStepKeys / kKeys];
-  Vf l{};
-  for (int64_t first = 0; first < tiles; first += plan.part_tiles) {
-    Vf tops{};
-    for (int64_t tile = first; tile < std::min(first + plan.part_tiles, tiles); ++tile) {
-      Vf p[kVectors];
-      load_logits<false, kBias<Qk> != 0>(s + tile * kKeys, row.of_tile(tile), 1.f, p);
-      for (int v = 0; v < kVectors; ++v) p[v] = exp2<exp2_degree(format)>(p[v] * unit - shift);
-      if constexpr (format == PFormat::u8) {
-        l += add_up(p);
-        for (int v = 0; v < kVectors; ++v) {
-          const Vf y = p[v] * load(v_scale + tile * kKeys + v * kLanes);
-          tops = max(y, tops);
-          store(weighed + tile * kKeys + v * kLanes, y);
-        }
-      } else {
-        l += store_p_and_add<Pv, format>(p, 1.f, rounded + tile * kKeys);
+  Vf l{}, tops[kStepTiles] = {};
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    Vf p[kVectors];
+    load_logits<false, kBias<Qk> != 0>(s + tile * kKeys, row.of_tile(tile), 1.f, p);
+    for (int v = 0; v < kVectors; ++v) p[v] = exp2<exp2_degree(format)>(p[v] * unit - shift);
+    if constexpr (format == PFormat::u8) {
+      l += add_up(p);
+      Vf top{};
+      for (int v = 0; v < kVectors; ++v) {
+        const Vf y = p[v] * load(v_scale + tile * kKeys + v * kLanes);
+        top = max(y, top);
+        store(weighed + tile * kKeys + v * kLanes, y);
       }
+      tops[tile] = top;
+    } else {
+      l += store_p_and_add<Pv, format>(p, 1.f, rounded + tile * kKeys);
     }
-    largest[first / plan.part_tiles] = format == PFormat::u8 ? reduce_max(tops) : 0.f;
-    if (!(largest[first / plan.part_tiles] < kRange)) return false;
   }
   if (!reduce_is_below(l, kRange)) return false;
   if constexpr (format == PFormat::u8) {
-    for (int64_t first = 0; first < tiles; first += plan.part_tiles)
-      state.p_step[first / plan.part_tiles][i] =
-          quantize_p<Pv>(weighed + first * kKeys, std::min(plan.part_tiles, tiles - first),
-                         largest[first / plan.part_tiles], plan.p_top, p_out + first * kKeys);
+    const Vf all = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
+    if (!reduce_is_below(all, kRange)) return false;
+    quantize_p<Pv>(weighed, tiles, reduce_max(tops), plan.p_top, p_out, state.p_step[i]);
   } else {
     std::memcpy(p_out, rounded, sizeof *rounded * static_cast<std::size_t>(tiles * kKeys));
   }

@@ -86,6 +86,9 @@ constexpr int64_t padded_columns(int64_t n) { return (n + kColumnStep - 1) / kCo
 constexpr int64_t kRowStep = 16;
 constexpr int64_t padded_rows(int64_t n) { return (n + kRowStep - 1) / kRowStep * kRowStep; }
 
+// Columns of C in registers, where there are no tiles.
+constexpr int64_t kPanelColumns = (kLanes == 16 ? 4 : 2) * kLanes;
+
 struct Strides {
   int64_t row, word;
 };
@@ -124,11 +127,26 @@ OCTET_INLINE void block(const Word* a, Strides as, const Word* b, int64_t column
     for (int j = 0; j < NR; ++j) store(c + i * ldc + j * kLanes, sum[i][j]);
 }
 
+// Memory that is needed next, fetched into the second cache a few lines at a time while a product runs.
+struct Ahead {
+  const void* memory = nullptr;
+  int64_t bytes = 0;
+
+  // The share of rows [first, first + count) of `rows`.
+  void fetch(int64_t first, int64_t count, int64_t rows) const {
+    const char* p = static_cast<const char*>(memory);
+    for (int64_t i = bytes * first / rows; i < bytes * (first + count) / rows; i += 64) __builtin_prefetch(p + i, 0, 2);
+  }
+};
+
 template <class E, int NR, bool accumulate>
 inline void column_strip(const Word* a, Strides as, const Word* b, int64_t columns, typename E::Sum* c, int64_t ldc,
-                         int64_t rows, int64_t words) {
+                         int64_t rows, int64_t words, Ahead ahead) {
   int64_t i = 0;
-  for (; i + 6 <= rows; i += 6) block<E, 6, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
+  for (; i + 6 <= rows; i += 6) {
+    ahead.fetch(i, 6, rows / 6 * 6);
+    block<E, 6, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
+  }
   for (; i + 4 <= rows; i += 4) block<E, 4, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
   for (; i + 2 <= rows; i += 2) block<E, 2, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
   for (; i < rows; ++i) block<E, 1, NR, accumulate>(a + i * as.row, as, b, columns, c + i * ldc, ldc, words);
@@ -229,21 +247,20 @@ inline void release_tiles() {}
 #endif
 
 // C [rows][n] (+)= A [rows][words] B [words][columns]. n is a multiple of kColumnStep; rows of A, C and words of
-// engines with tiles are padded (padded_rows, words_of), everybody else takes any row count.
+// engines with tiles are padded (padded_rows, words_of), everybody else takes any row count and fetches `ahead`.
 template <class E, bool accumulate>
 inline void matmul(const void* a_words, Strides as, const void* b_words, int64_t columns, typename E::Sum* c,
-                   int64_t ldc, int64_t rows, int64_t n, int64_t words) {
+                   int64_t ldc, int64_t rows, int64_t n, int64_t words, Ahead ahead = {}) {
   const Word* a = static_cast<const Word*>(a_words);
   const Word* b = static_cast<const Word*>(b_words);
 #ifdef __AMX_TILE__
   if constexpr (E::kTiles)
     return tile_matmul<E, accumulate>(a, as.row, b, columns, c, ldc, padded_rows(rows), n, words);
 #endif
-  constexpr int kWide = kLanes == 16 ? 4 : 2;
   int64_t j = 0;
-  for (; j + kWide * kLanes <= n; j += kWide * kLanes)
-    column_strip<E, kWide, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words);
-  for (; j < n; j += kLanes) column_strip<E, 1, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words);
+  for (; j + kPanelColumns <= n; j += kPanelColumns)
+    column_strip<E, kPanelColumns / kLanes, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words, ahead);
+  for (; j < n; j += kLanes) column_strip<E, 1, accumulate>(a, as, b + j, columns, c + j, ldc, rows, words, ahead);
 }
 
 // Element e of a word, as a number; float engines.

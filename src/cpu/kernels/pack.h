@@ -2,45 +2,24 @@
 //
 // K and V are prepared once per call, tile by tile, and shared by all queries; Q once per block of queries.
 #pragma once
-#include "cpu/kernels/elements.h"
 #include "cpu/kernels/matmul.h"
 #include "cpu/kernels/plan.h"
+#include "cpu/kernels/quantize_row.h"
 
 namespace octet::cpu::OCTET_ISA {
 
-constexpr int64_t kMaxDim = 256;
-
-// octet::hadamard, vectorised: the same operations in the same order. Steps within a vector exchange lanes.
-template <int half>
-OCTET_INLINE Vf butterfly(Vf x) {
-  const Vf sign = (iota() & half) != 0 ? splat(-1.f) : splat(1.f);
-  return exchange<half>(x) + x * sign;  // exact, fused or not
-}
-
+// [padded_columns(dim)] numbers.
 inline void hadamard_row(float* x, const float* signs, int64_t dim) {
-  const int64_t block = hadamard_block(dim), padded = padded_columns(dim);
-  for (int64_t c = 0; c < padded; c += kLanes) {
-    Vf y = load(x + c) * load(signs + c);
-    if (block > 1) y = butterfly<1>(y);
-    if (block > 2) y = butterfly<2>(y);
-    if constexpr (kLanes > 4)
-      if (block > 4) y = butterfly<4>(y);
-    if constexpr (kLanes > 8)
-      if (block > 8) y = butterfly<8>(y);
-    store(x + c, y);
-  }
-  for (int64_t half = kLanes; half < block; half *= 2)
-    for (int64_t start = 0; start < dim; start += 2 * half)
-      for (int64_t c = start; c < start + half; c += kLanes) {
-        const Vf a = load(x + c), b = load(x + c + half);
-        store(x + c, a + b);
-        store(x + c + half, a - b);
-      }
-  const float norm = 1.f / __builtin_sqrtf(static_cast<float>(block));
-  for (int64_t c = 0; c < padded; c += kLanes) store(x + c, load(x + c) * norm);
+  with_vectors(dim, [&](int n) OCTET_INLINE_LAMBDA {
+    const int count = static_cast<int>(padded_columns(dim)) / kLanes;
+    RowVectors y;
+    for (int v = 0; v < n; ++v) y[v] = v < count ? load(x + v * kLanes) : Vf{};
+    hadamard(y, n, signs, dim);
+    for (int v = 0; v < count; ++v) store(x + v * kLanes, y[v]);
+  });
 }
 
-// octet::amax, vectorised: NaN lies above infinity.
+// octet::amax; n a multiple of kLanes.
 OCTET_INLINE float row_amax(const float* x, int64_t n) {
   Vi largest{};
   for (int64_t c = 0; c < n; c += kLanes) largest = max(bits(load(x + c)) & 0x7fffffff, largest);
@@ -50,33 +29,29 @@ OCTET_INLINE float row_amax(const float* x, int64_t n) {
   return amax;
 }
 
-// Rounds x to the numbers of a float format, or x / step to its codes when there is a scale.
+// Rounds x to the numbers of a float format, or x / step to its codes when there is a scale; `inverse`: 1 / step.
 static inline void round_row_to(octet_dtype dtype, float inverse, float* x, int64_t n) {
-  const Vf magic = splat(0x1.8p23f);
   for (int64_t c = 0; c < n; c += kLanes) {
-    Vf y = load(x + c) * inverse;
+    const Vf y = load(x + c);
     switch (dtype) {
       case OCTET_I8:
-        y = max(splat(-127.f), min(splat(127.f), y == y ? y : Vf{}));  // also keeps the product out of a fused add
-        y = (y + magic) - magic;
+        store(x + c, round_int8(y, inverse));
         break;
       case OCTET_E4M3:
-        y = round_e4m3(y);
+        store(x + c, round_e4m3(y * inverse));
         break;
       case OCTET_F16:
-        y = round_f16(y);
+        store(x + c, round_f16(y * inverse));
         break;
       case OCTET_BF16:
-        y = round_bf16(y);
+        store(x + c, round_bf16(y * inverse));
         break;
       default:
+        store(x + c, y * inverse);
         break;
     }
-    store(x + c, y);
   }
 }
-
-constexpr float largest_code(octet_dtype dtype) { return dtype == OCTET_I8 ? 127.f : 448.f; }
 
 // The words of one row of A (or one column of B): codes as elements of the engine, plus its bias for signed A.
 template <class E>
@@ -108,31 +83,16 @@ inline void interleave_rows(const float* rows, int64_t stride, int64_t columns, 
   }
 }
 
-OCTET_INLINE const float* parameter_at(const octet_tensor& x, int64_t b, int64_t h, int64_t group, int64_t c) {
-  return static_cast<const float*>(x.data) + b * x.stride[0] + h * x.stride[1] + group * x.stride[2] + c * x.stride[3];
-}
-
-// The group of `token` along tokens; see octet_granularity.
-OCTET_INLINE int64_t group_of(const octet_quantization& how, int64_t token) {
-  switch (how.granularity) {
-    case OCTET_PER_TOKEN:
-      return token;
-    case OCTET_PER_BLOCK:
-      return token / how.block;
-    case OCTET_PER_THREAD:
-      return how.operand == OCTET_OPERAND_Q ? token / 32 * 8 + token % 8 : token / 64 * 4 + token % 8 / 2;
-    default:
-      return 0;
-  }
-}
-
-// Scale of a token of a tensor that came as codes; 1 without a quantization.
-OCTET_INLINE float given_scale(const View& t, int64_t b, int64_t h, int64_t token) {
-  return t.quantization ? *parameter_at(*t.quantization->scale, b, h, group_of(*t.quantization, token), 0) : 1.f;
-}
-
-OCTET_INLINE float given_mean(const View& t, int64_t b, int64_t h, int64_t c) {
-  return t.quantization && t.quantization->mean ? *parameter_at(*t.quantization->mean, b, h, 0, c) : 0.f;
+// [count][width] to [columns][count]; count and width are multiples of kLanes.
+inline void transpose(const float* rows, int64_t count, int64_t width, int64_t columns, float* out) {
+  for (int64_t r = 0; r < count; r += kLanes)
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      Vf x[kLanes];
+      for (int64_t i = 0; i < kLanes; ++i) x[i] = load(rows + (r + i) * width + c);
+      transpose(x);
+      for (int64_t i = 0; i < kLanes; ++i)
+        if (c + i < columns) store(out + (c + i) * count + r, x[i]);
+    }
 }
 
 // Signs of the Hadamard rotation of q and k: those of q if it came quantised.
@@ -146,18 +106,28 @@ struct Signs {
 
 // Everything the kernels need of k and v, in the workspace.
 struct KeySide {
-  Word *k, *v;                         // tile: [k_words][kKeys], [v_words][v_columns]
+  Word *k, *v;                         // tile: [k_words][kKeys], [v_words][v_columns], see v_at
   float* k_scale;                      // [tile][kKeys]; null without scales
   int32_t* k_correction;               // [tile][kKeys]: undoes the bias of signed A
   float* v_scale;                      // [tile][kKeys] with VScale::token
   bool* v_finite;                      // [tile]: v holds neither NaN nor infinity
   float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax
   int64_t k_words, v_words, v_columns;
+  int64_t v_panel;             // columns of v that lie together; v_columns: all
   int64_t k_stride, v_stride;  // words from one tile to the next
   int64_t tiles;               // of a head, at most
 
   // Index of a tile, counted over all sequences, of a kv head: the tiles of a head lie one after the other.
   int64_t tile_index(int64_t head, int64_t tile) const { return head * tiles + tile; }
+
+  // v lies in panels of v_panel columns (the last may have fewer): of a head, first one panel of all tiles, then the
+  // next. So what the inner loop goes through many times is contiguous, and does not compete for cache sets.
+  int64_t panel_width(int64_t column) const { return std::min(v_panel, v_columns - column); }
+  // The words of a tile, panel_width apart, from `column` on, which begins a panel.
+  Word* v_at(int64_t index, int64_t column = 0) const {
+    const int64_t tile = index % tiles;
+    return v + (index - tile) * v_stride + v_stride / v_columns * (tiles * column + tile * panel_width(column));
+  }
 };
 
 // With room for `parts` k and v in every tile, one below the other.
@@ -170,6 +140,7 @@ KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve,
   s.k_words = words_of<Qk>(p.dim);
   s.v_words = words_of<Pv>(kKeys);
   s.v_columns = padded_columns(p.dim_v);
+  s.v_panel = plan.p == PFormat::exact && parts == 1 ? kPanelColumns : s.v_columns;
   s.k_stride = parts * s.k_words * kKeys;
   s.v_stride = parts * s.v_words * s.v_columns;
   s.k = carve.take<Word>(tiles * s.k_stride);
@@ -185,85 +156,35 @@ KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve,
   return s;
 }
 
-// Rows of a tile or block: [count][width] floats from `token` on, rows past `tokens` zero.
-inline void load_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width,
-                      float* rows) {
-  for (int64_t r = 0; r < count; ++r) {
-    float* row = rows + r * width;
-    if (r < valid) load_row(t, b, h, token + r, row);
-    for (int64_t c = r < valid ? t.shape[3] : 0; c < width; ++c) row[c] = 0.f;
-  }
-}
-
-// The numbers that `count` rows of codes stand for (octet_quantization): scale and zero point, rotation, mean.
-inline void dequantize_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t count, int64_t width,
-                            float* rows) {
-  const octet_quantization& how = *t.quantization;
-  const int64_t n = t.shape[3];
-  const auto parameter = [&](const octet_tensor& x, int64_t group, int64_t c) {
-    return *parameter_at(x, b, h, group, c);
-  };
-  float signs[kMaxDim];
-  for (int64_t c = 0; c < n; ++c) signs[c] = hadamard_sign(how.hadamard_seed, c);
-  for (int64_t r = 0; r < count; ++r) {
-    float* row = rows + r * width;
-    const int64_t group = group_of(how, token + r);
-    for (int64_t c = 0; c < n; ++c) {
-      const int64_t channel = how.granularity == OCTET_PER_CHANNEL ? c : 0;
-      const float scale = parameter(*how.scale, group, channel);
-      const float zero_point =
-          how.zero_point_kind == OCTET_SYMMETRIC ? 0.f : parameter(*how.zero_point, group, channel);
-      row[c] =
-          how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? scale * row[c] + zero_point : scale * (row[c] - zero_point);
-    }
-    if (how.hadamard_seed) hadamard_inverse(row, signs, n);
-    if (how.mean)
-      for (int64_t c = 0; c < n; ++c) row[c] += parameter(*how.mean, 0, c);
-  }
-}
-
-// `valid` tokens as numbers, then zeros up to `count`.
-inline void load_numbers(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count,
-                         int64_t width, float* rows) {
-  load_rows(t, b, h, token, valid, count, width, rows);
-  if (t.quantization) dequantize_rows(t, b, h, token, valid, width, rows);
-}
-
-// The type whose numbers load_numbers gives.
-inline octet_dtype numbers_of(const View& t) { return t.quantization ? OCTET_F32 : t.dtype; }
-
-// Codes as they are, or the numbers of anything else.
-inline void load_operand(const View& t, bool coded, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count,
-                         int64_t width, float* rows) {
-  if (coded)
-    load_rows(t, b, h, token, valid, count, width, rows);
-  else
-    load_numbers(t, b, h, token, valid, count, width, rows);
-}
-
 // Channel means of k, and of v with its channel amax, over the true tokens of one sequence and head; in token order,
 // in double, rounded once. Only finite numbers count: any mean is correct, and a poisoned token must not reach
 // queries that do not see it.
 inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t g, int64_t side,
                                const KeySide& s) {
-  float row[kMaxDim];
-  double sum[kMaxDim];
   const auto mean_of = [&](const View& t, bool coded, int64_t n, float* mean) {
+    std::memset(mean, 0, sizeof(float) * kMaxDim);
     if (coded) {
       for (int64_t c = 0; c < n; ++c) mean[c] = given_mean(t, seq.batch, g, c);
       return;
     }
-    for (int64_t c = 0; c < n; ++c) sum[c] = 0;
-    for (int64_t j = 0; j < seq.k_tokens; ++j) {
-      load_numbers(t, seq.batch, g, seq.k_first + j, 1, 1, n, row);
-      for (int64_t c = 0; c < n; ++c) sum[c] += __builtin_fabsf(row[c]) < __builtin_inff() ? row[c] : 0.f;
-    }
+    alignas(64) double sum[kMaxDim] = {};
+    with_vectors(n, [&](int vectors) OCTET_INLINE_LAMBDA {
+      RowVectors x;
+      for (int64_t j = 0; j < seq.k_tokens; ++j) {
+        load_numbers_row(t, seq.batch, g, seq.k_first + j, x, vectors);
+        for (int v = 0; v < vectors; ++v) {
+          const Vf size = floats(bits(x[v]) & 0x7fffffff);
+          add_in_double(sum + v * kLanes, size < splat(__builtin_inff()) ? x[v] : Vf{});
+        }
+      }
+    });
     for (int64_t c = 0; c < n; ++c) mean[c] = static_cast<float>(sum[c] / static_cast<double>(seq.k_tokens));
   };
   if (plan.smooth_k) mean_of(p.k, plan.k_coded, p.dim, s.k_mean + side * kMaxDim);
   if (plan.smooth_v) mean_of(p.v, plan.v_coded, p.dim_v, s.v_mean + side * kMaxDim);
   if (plan.v_scale == VScale::channel || plan.v_scale == VScale::head) {
     float* top = s.v_channel + side * kMaxDim;
+    float row[kMaxDim];
     for (int64_t c = 0; c < p.dim_v; ++c) top[c] = 0.f;
     for (int64_t j = 0; j < seq.k_tokens; ++j) {
       load_numbers(p.v, seq.batch, g, seq.k_first + j, 1, 1, p.dim_v, row);
@@ -329,25 +250,34 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   const int64_t side = block.sequence * p.kv_heads + g;
   const int64_t index = s.tile_index(g, block.first_tile + first / kKeys);
   alignas(64) float rows[kKeys * kMaxDim];
-  alignas(64) Word words[kMaxDim + 64];
   float steps[kKeys] = {};
   const int64_t valid = seq.k_tokens - first < kKeys ? seq.k_tokens - first : kKeys;
+  const float* k_mean = plan.smooth_k ? s.k_mean + side * kMaxDim : nullptr;
+  const float* v_mean = plan.smooth_v ? s.v_mean + side * kMaxDim : nullptr;
 
-  const int64_t width = padded<Qk>(padded_columns(p.dim));
-  load_operand(p.k, plan.k_coded, seq.batch, g, seq.k_first + first, valid, kKeys, width, rows);
-  if (plan.k_coded) {
-    for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.k, seq.batch, g, seq.k_first + first + r);
+  const int64_t width = padded<Qk>(padded_columns(p.dim)), token = seq.k_first + first;
+  if (plan.k_group == 1 && !plan.k_coded) {
+    for (int64_t r = 0; r < valid; ++r)
+      steps[r] = quantize_row(p.k, seq.batch, g, token + r, plan.qk, k_mean, plan.hadamard ? signs.sign : nullptr,
+                              width, rows + r * width);
+    std::memset(rows + valid * width, 0, sizeof(float) * static_cast<std::size_t>((kKeys - valid) * width));
   } else {
-    for (int64_t r = 0; r < valid; ++r) {
-      if (plan.smooth_k) subtract(rows + r * width, s.k_mean + side * kMaxDim, p.dim);
+    load_operand(p.k, plan.k_coded, seq.batch, g, token, valid, kKeys, width, rows);
+    for (int64_t r = 0; r < valid && !plan.k_coded; ++r) {
+      if (plan.smooth_k) subtract(rows + r * width, k_mean, p.dim);
       if (plan.hadamard) hadamard_row(rows + r * width, signs.sign, p.dim);
     }
-    quantize_rows(plan.qk, plan.smooth_k || plan.hadamard ? OCTET_F32 : numbers_of(p.k), plan.k_group, rows, valid,
-                  width, steps);
+    if (plan.k_coded)
+      for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.k, seq.batch, g, token + r);
+    else
+      quantize_rows(plan.qk, plan.smooth_k || plan.hadamard ? OCTET_F32 : numbers_of(p.k), plan.k_group, rows, valid,
+                    width, steps);
   }
-  if (s.k_scale) std::memcpy(s.k_scale + index * kKeys, steps, sizeof steps);
   Word* k = s.k + index * s.k_stride;
-  for (int64_t r = 0; r < kKeys; ++r) {
+  constexpr bool kFloats = std::is_same_v<Qk, F32>;
+  if (kFloats) transpose(rows, kKeys, width, p.dim, reinterpret_cast<float*>(k));
+  alignas(64) Word words[kMaxDim + 64];
+  for (int64_t r = 0; r < kKeys && !kFloats; ++r) {
     encode_row<Qk>(rows + r * width, s.k_words * Qk::kPerWord, 0, words);
     for (int64_t w = 0; w < s.k_words; ++w) k[w * kKeys + r] = words[w];
     if constexpr (kBias<Qk> != 0) {
@@ -356,36 +286,50 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
       s.k_correction[index * kKeys + r] = -kBias<Qk> * sum;
     }
   }
+  if (s.k_scale) std::memcpy(s.k_scale + index * kKeys, steps, sizeof steps);
 
-  // Words of one float lie as the rows do.
-  Word* v = s.v + index * s.v_stride;
-  float* v_rows = Pv::kPerWord == 1 ? reinterpret_cast<float*>(v) : rows;
-  load_operand(p.v, plan.v_coded, seq.batch, g, seq.k_first + first, valid, kKeys, s.v_columns, v_rows);
+  // Words of one float lie as the rows do, unless in panels.
+  const bool panels = Pv::kPerWord == 1 && s.v_panel < s.v_columns;
+  Word* v = s.v_at(index);
+  float* v_rows = Pv::kPerWord == 1 && !panels ? reinterpret_cast<float*>(v) : rows;
+  const int64_t columns = s.v_columns;
   bool finite = true;
-  for (int64_t r = 0; r < valid; ++r) finite &= row_amax(v_rows + r * s.v_columns, s.v_columns) < __builtin_inff();
-  s.v_finite[index] = finite;
-  if (plan.v_coded) {
-    for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.v, seq.batch, g, seq.k_first + first + r);
+  if (plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_coded) {
+    for (int64_t r = 0; r < valid; ++r) {
+      steps[r] = quantize_row(p.v, seq.batch, g, token + r, plan.v, v_mean, nullptr, columns, v_rows + r * columns);
+      finite &= steps[r] == steps[r];
+    }
+    std::memset(v_rows + valid * columns, 0, sizeof(float) * static_cast<std::size_t>((kKeys - valid) * columns));
   } else {
-    if (plan.smooth_v)
-      for (int64_t r = 0; r < valid; ++r) subtract(v_rows + r * s.v_columns, s.v_mean + side * kMaxDim, p.dim_v);
-    if (s.v_channel) {
+    load_operand(p.v, plan.v_coded, seq.batch, g, token, valid, kKeys, columns, v_rows);
+    finite = row_amax(v_rows, kKeys * columns) < __builtin_inff();
+    for (int64_t r = 0; r < valid && plan.smooth_v && !plan.v_coded; ++r)
+      subtract(v_rows + r * columns, v_mean, p.dim_v);
+    if (plan.v_coded) {
+      for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.v, seq.batch, g, token + r);
+    } else if (s.v_channel) {
       float inverse[kMaxDim] = {};
       for (int64_t c = 0; c < p.dim_v; ++c) inverse[c] = v_step(plan, s.v_channel[side * kMaxDim + c]).inverse;
       for (int64_t r = 0; r < valid; ++r)
-        for (int64_t c = 0; c < p.dim_v; ++c) v_rows[r * s.v_columns + c] *= inverse[c];
-      quantize_rows(plan.v, OCTET_F32, 0, v_rows, valid, s.v_columns, steps);
+        for (int64_t c = 0; c < p.dim_v; ++c) v_rows[r * columns + c] *= inverse[c];
+      quantize_rows(plan.v, OCTET_F32, 0, v_rows, valid, columns, steps);
     } else {
       quantize_rows(plan.v, plan.smooth_v ? OCTET_F32 : numbers_of(p.v),
-                    plan.v_scale == VScale::token ? plan.v_group : 0, v_rows, valid, s.v_columns, steps);
+                    plan.v_scale == VScale::token ? plan.v_group : 0, v_rows, valid, columns, steps);
     }
   }
+  s.v_finite[index] = finite;
+  for (int64_t w = 0; w < s.v_words && Pv::kPerWord > 1; ++w)
+    interleave_rows<Pv>(v_rows + w * Pv::kPerWord * columns, columns, columns, v + w * columns);
   if (s.v_scale) {
     for (int64_t r = valid; r < kKeys; ++r) steps[r] = 0.f;
     std::memcpy(s.v_scale + index * kKeys, steps, sizeof steps);
   }
-  for (int64_t w = 0; w < s.v_words && Pv::kPerWord > 1; ++w)
-    interleave_rows<Pv>(v_rows + w * Pv::kPerWord * s.v_columns, s.v_columns, s.v_columns, v + w * s.v_columns);
+  for (int64_t c = 0; c < columns && panels; c += s.v_panel) {
+    const int64_t width = s.panel_width(c);
+    for (int64_t r = 0; r < kKeys; ++r)
+      std::memcpy(s.v_at(index, c) + r * width, v_rows + r * columns + c, sizeof(float) * width);
+  }
 }
 
 // Largest finite magnitude of q in `group` tokens from `token` on.
@@ -409,10 +353,12 @@ inline void mean_logits(const Problem& p, const ForwardPlan& plan, const float* 
   for (int64_t r = 0; r < rows; ++r) out[r] = dot_in_double(q + r * width, mean, p.dim);
 }
 
+// A step, or 1 for that of a row of zeros: it is divided by, and multiplied with infinities.
+OCTET_INLINE float divisible(float step) { return step > 0.f || step != step ? step : 1.f; }
+
 // What pack_queries finds out about the rows of a block.
 struct QueryRows {
-  float
-      step[kMaxBlockRows];  // 1 without scales, and for rows of zeros: it is divided by and multiplied with infinities
+  float step[kMaxBlockRows];         // 1 without scales
   double mean_logit[kMaxBlockRows];  // q.mean for the mean that smoothing took from k, 0 without
 };
 
@@ -421,24 +367,35 @@ template <class Qk>
 void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token,
                   int64_t valid, int64_t count, const Signs& signs, const float* k_mean, Word* q, int64_t stride,
                   int64_t words, QueryRows& found) {
-  alignas(64) float rows[kMaxBlockRows * kMaxDim];
+  alignas(64) float buffer[kMaxBlockRows * kMaxDim];
   const int64_t width = padded<Qk>(padded_columns(p.dim));
-  Step step{};
+  const bool in_place = std::is_same_v<Qk, F32> && stride == width;  // words are floats
+  float* rows = in_place ? reinterpret_cast<float*>(q) : buffer;
   float(&steps)[kMaxBlockRows] = found.step;
   for (int64_t r = 0; r < count; ++r) steps[r] = 1.f;
-  load_operand(p.q, plan.q_coded, seq.batch, h, seq.q_first + token, valid, count, width, rows);
-  if (plan.smooth_k) mean_logits(p, plan, rows, valid, width, signs, k_mean, found.mean_logit);
-  if (plan.q_coded) {
-    for (int64_t r = 0; r < valid; ++r) {
-      steps[r] = given_scale(p.q, seq.batch, h, seq.q_first + token + r);
-      if (plan.smooth_k) found.mean_logit[r] *= steps[r];
+  if (plan.q_group == 1 && !plan.q_coded) {
+    if (k_mean) {
+      load_numbers(p.q, seq.batch, h, seq.q_first + token, valid, valid, width, rows);
+      mean_logits(p, plan, rows, valid, width, signs, k_mean, found.mean_logit);
     }
+    for (int64_t r = 0; r < valid; ++r)
+      steps[r] = quantize_row(p.q, seq.batch, h, seq.q_first + token + r, plan.qk, nullptr,
+                              plan.hadamard ? signs.sign : nullptr, width, rows + r * width);
+    std::memset(rows + valid * width, 0, sizeof(float) * static_cast<std::size_t>((count - valid) * width));
   } else {
-    if (plan.hadamard)
-      for (int64_t r = 0; r < valid; ++r) hadamard_row(rows + r * width, signs.sign, p.dim);
-    if (plan.q_group <= 1) {
-      quantize_rows(plan.qk, plan.hadamard ? OCTET_F32 : numbers_of(p.q), plan.q_group, rows, valid, width, steps);
+    load_operand(p.q, plan.q_coded, seq.batch, h, seq.q_first + token, valid, count, width, rows);
+    if (k_mean) mean_logits(p, plan, rows, valid, width, signs, k_mean, found.mean_logit);
+    for (int64_t r = 0; r < valid && plan.hadamard && !plan.q_coded; ++r)
+      hadamard_row(rows + r * width, signs.sign, p.dim);
+    if (plan.q_coded) {
+      for (int64_t r = 0; r < valid; ++r) {
+        steps[r] = given_scale(p.q, seq.batch, h, seq.q_first + token + r);
+        if (k_mean) found.mean_logit[r] *= steps[r];
+      }
+    } else if (plan.q_group == 0) {
+      quantize_rows(plan.qk, plan.hadamard ? OCTET_F32 : numbers_of(p.q), 0, rows, valid, width, steps);
     } else {
+      Step step{};
       for (int64_t r = 0; r < valid; ++r) {
         const int64_t first = (token + r) / plan.q_group * plan.q_group;
         if (r == 0 || first == token + r)
@@ -448,8 +405,9 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
       }
     }
   }
-  for (int64_t r = 0; r < valid; ++r) steps[r] = steps[r] > 0.f || steps[r] != steps[r] ? steps[r] : 1.f;
-  for (int64_t r = 0; r < count; ++r) encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * stride);
+  for (int64_t r = 0; r < valid; ++r) steps[r] = divisible(steps[r]);
+  for (int64_t r = 0; r < count && !in_place; ++r)
+    encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * stride);
 }
 
 }  // namespace octet::cpu::OCTET_ISA

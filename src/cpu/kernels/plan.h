@@ -34,7 +34,6 @@ struct ForwardPlan {
   bool beta = false;       // shifted maximum
   float beta_reach = 0.f;  // at most this far above the true one
   int64_t step_tiles = 4;  // key tiles per step of the online softmax, which share a maximum
-  int64_t part_tiles = 4;  // 8-bit P: key tiles of a step that share a scale
 };
 
 ForwardPlan forward_plan(const Problem& problem);

@@ -30,6 +30,7 @@ typedef float UnalignedVf __attribute__((vector_size(kLanes * 4), aligned(4), ma
 typedef int32_t UnalignedVi __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
 #define OCTET_INLINE static inline __attribute__((always_inline))
+#define OCTET_INLINE_LAMBDA __attribute__((always_inline))
 
 OCTET_INLINE Vf load(const float* p) { return *reinterpret_cast<const UnalignedVf*>(p); }
 OCTET_INLINE Vi load(const int32_t* p) { return *reinterpret_cast<const UnalignedVi*>(p); }
@@ -40,6 +41,17 @@ OCTET_INLINE Vf splat(float x) { return x - Vf{}; }
 OCTET_INLINE Vi splat(int32_t x) { return x - Vi{}; }
 OCTET_INLINE Vi bits(Vf x) { return reinterpret_cast<Vi>(x); }
 OCTET_INLINE Vf floats(Vi x) { return reinterpret_cast<Vf>(x); }
+
+// Numbers of 16 bits; load_f16 is in elements.h. GCC splits the conversions of whole vectors in two, hence intrinsics.
+OCTET_INLINE Vf load_bf16(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return floats((Vi)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))) << 16);
+#else
+  Vi x;
+  for (int i = 0; i < kLanes; ++i) x[i] = p[i] << 16;
+  return floats(x);
+#endif
+}
 
 // Exact for magnitudes below 2^24.
 OCTET_INLINE Vf to_float(Vf x) { return x; }
@@ -105,11 +117,36 @@ OCTET_INLINE Vf exchange(Vf x) {
   return exchange<distance>(x, std::make_integer_sequence<int, kLanes>());
 }
 
+// A step of transpose: two rows that lie `distance` apart exchange the halves off the diagonal.
+template <int distance, int... lane>
+OCTET_INLINE void exchange_halves(Vf& a, Vf& b, std::integer_sequence<int, lane...>) {
+  const Vf upper = __builtin_shufflevector(a, b, (lane & distance ? kLanes + (lane ^ distance) : lane)...);
+  b = __builtin_shufflevector(a, b, (lane & distance ? kLanes + lane : lane ^ distance)...);
+  a = upper;
+}
+template <int distance>
+OCTET_INLINE void transpose_steps(Vf (&x)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & distance)) exchange_halves<distance>(x[i], x[i + distance], std::make_integer_sequence<int, kLanes>());
+  if constexpr (distance > 1) transpose_steps<distance / 2>(x);
+}
+
+// Rows become columns.
+OCTET_INLINE void transpose(Vf (&x)[kLanes]) { transpose_steps<kLanes / 2>(x); }
+
 OCTET_INLINE float reduce_max(Vf x) {
   if constexpr (kLanes > 8) x = max(exchange<8>(x), x);
   if constexpr (kLanes > 4) x = max(exchange<4>(x), x);
   x = max(exchange<2>(x), x);
   return max(exchange<1>(x), x)[0];
+}
+
+template <int N>
+OCTET_INLINE Vf add_up(const Vf (&x)[N]) {
+  Vf sum = x[0];
+  for (int v = 1; v < N; ++v) sum += x[v];
+  return sum;
 }
 
 OCTET_INLINE Vi max(Vi a, Vi b) { return a > b ? a : b; }
@@ -119,6 +156,33 @@ OCTET_INLINE int32_t reduce_max(Vi x) {
   if constexpr (kLanes > 4) x = max(bits(exchange<4>(floats(x))), x);
   x = max(bits(exchange<2>(floats(x))), x);
   return max(bits(exchange<1>(floats(x))), x)[0];
+}
+
+// The largest lanes of four vectors.
+typedef float Quad __attribute__((vector_size(16)));
+OCTET_INLINE Quad reduce_max(const Vf (&x)[4]) {
+#if defined(__AVX512F__)
+  // Pairs, then quads of every vector side by side, then the quarters of the register.
+  const Vf ab = max((Vf)_mm512_unpacklo_ps(x[0], x[1]), (Vf)_mm512_unpackhi_ps(x[0], x[1]));
+  const Vf cd = max((Vf)_mm512_unpacklo_ps(x[2], x[3]), (Vf)_mm512_unpackhi_ps(x[2], x[3]));
+  Vf all = max((Vf)_mm512_shuffle_ps(ab, cd, 0x44), (Vf)_mm512_shuffle_ps(ab, cd, 0xee));
+  all = max(exchange<8>(all), all);
+  all = max(exchange<4>(all), all);
+  return (Quad)_mm512_castps512_ps128(all);
+#else
+  return Quad{reduce_max(x[0]), reduce_max(x[1]), reduce_max(x[2]), reduce_max(x[3])};
+#endif
+}
+
+// sum += x, each lane.
+OCTET_INLINE void add_in_double(double* sum, Vf x) {
+#if defined(__AVX512F__)
+  const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x)), high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+  _mm512_storeu_pd(sum, _mm512_loadu_pd(sum) + low);
+  _mm512_storeu_pd(sum + 8, _mm512_loadu_pd(sum + 8) + high);
+#else
+  for (int i = 0; i < kLanes; ++i) sum[i] += x[i];
+#endif
 }
 
 // sum_c a_c b_c, every product exact; n a multiple of 8.

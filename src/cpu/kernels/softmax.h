@@ -130,12 +130,6 @@ inline float shifted_maximum(const float* x, int64_t keys, float top, float earl
   return shifted < top + reach ? shifted : top + reach;
 }
 
-OCTET_INLINE Vf add_up(const Vf (&x)[kVectors]) {
-  Vf sum = x[0];
-  for (int v = 1; v < kVectors; ++v) sum += x[v];
-  return sum;
-}
-
 // Whether P is stored times plan.p_top; row sums are then in the same units.
 constexpr bool scales_p(PFormat format) { return format == PFormat::e4m3 || format == PFormat::f16; }
 

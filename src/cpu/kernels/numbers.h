@@ -1,0 +1,131 @@
+// The numbers that rows of the caller's tensors stand for: as floats in memory, or one row in vectors.
+#pragma once
+#include "cpu/kernels/elements.h"
+
+namespace octet::cpu::OCTET_ISA {
+
+constexpr int64_t kMaxDim = 256;
+
+OCTET_INLINE const float* parameter_at(const octet_tensor& x, int64_t b, int64_t h, int64_t group, int64_t c) {
+  return static_cast<const float*>(x.data) + b * x.stride[0] + h * x.stride[1] + group * x.stride[2] + c * x.stride[3];
+}
+
+// The group of `token` along tokens; see octet_granularity.
+OCTET_INLINE int64_t group_of(const octet_quantization& how, int64_t token) {
+  switch (how.granularity) {
+    case OCTET_PER_TOKEN:
+      return token;
+    case OCTET_PER_BLOCK:
+      return token / how.block;
+    case OCTET_PER_THREAD:
+      return how.operand == OCTET_OPERAND_Q ? token / 32 * 8 + token % 8 : token / 64 * 4 + token % 8 / 2;
+    default:
+      return 0;
+  }
+}
+
+// Scale of a token of a tensor that came as codes; 1 without a quantization.
+OCTET_INLINE float given_scale(const View& t, int64_t b, int64_t h, int64_t token) {
+  return t.quantization ? *parameter_at(*t.quantization->scale, b, h, group_of(*t.quantization, token), 0) : 1.f;
+}
+
+OCTET_INLINE float given_mean(const View& t, int64_t b, int64_t h, int64_t c) {
+  return t.quantization && t.quantization->mean ? *parameter_at(*t.quantization->mean, b, h, 0, c) : 0.f;
+}
+
+// Rows of a tile or block: [count][width] floats from `token` on, rows past `tokens` zero.
+inline void load_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count, int64_t width,
+                      float* rows) {
+  for (int64_t r = 0; r < count; ++r) {
+    float* row = rows + r * width;
+    if (r < valid) load_row(t, b, h, token + r, row);
+    for (int64_t c = r < valid ? t.shape[3] : 0; c < width; ++c) row[c] = 0.f;
+  }
+}
+
+// The numbers that `count` rows of codes stand for (octet_quantization): scale and zero point, rotation, mean.
+inline void dequantize_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t count, int64_t width,
+                            float* rows) {
+  const octet_quantization& how = *t.quantization;
+  const int64_t n = t.shape[3];
+  const auto parameter = [&](const octet_tensor& x, int64_t group, int64_t c) {
+    return *parameter_at(x, b, h, group, c);
+  };
+  float signs[kMaxDim];
+  for (int64_t c = 0; c < n; ++c) signs[c] = hadamard_sign(how.hadamard_seed, c);
+  for (int64_t r = 0; r < count; ++r) {
+    float* row = rows + r * width;
+    const int64_t group = group_of(how, token + r);
+    for (int64_t c = 0; c < n; ++c) {
+      const int64_t channel = how.granularity == OCTET_PER_CHANNEL ? c : 0;
+      const float scale = parameter(*how.scale, group, channel);
+      const float zero_point =
+          how.zero_point_kind == OCTET_SYMMETRIC ? 0.f : parameter(*how.zero_point, group, channel);
+      row[c] =
+          how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? scale * row[c] + zero_point : scale * (row[c] - zero_point);
+    }
+    if (how.hadamard_seed) hadamard_inverse(row, signs, n);
+    if (how.mean)
+      for (int64_t c = 0; c < n; ++c) row[c] += parameter(*how.mean, 0, c);
+  }
+}
+
+// `valid` tokens as numbers, then zeros up to `count`.
+inline void load_numbers(const View& t, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count,
+                         int64_t width, float* rows) {
+  load_rows(t, b, h, token, valid, count, width, rows);
+  if (t.quantization) dequantize_rows(t, b, h, token, valid, width, rows);
+}
+
+// A row of `dim` numbers as vectors, zero past its end. Calls body with their number: where a row may stay in
+// registers, one of few constants that loops are unrolled for.
+template <class Body>
+OCTET_INLINE void with_vectors(int64_t dim, Body&& body) {
+  if constexpr (kLanes < 16) return body(static_cast<int>((dim + kLanes - 1) / kLanes));
+  if (dim <= 64) return body(64 / kLanes);
+  if (dim <= 128) return body(128 / kLanes);
+  return body(static_cast<int>(kMaxDim) / kLanes);
+}
+typedef Vf RowVectors[kMaxDim / kLanes];
+
+// False, with nothing done, unless the row is dense, whole vectors of a 16- or 32-bit type.
+OCTET_INLINE bool load_dense_row(const View& t, int64_t b, int64_t h, int64_t token, Vf* x, int n) {
+  if (t.stride[3] != 1 || t.shape[3] != n * kLanes || t.quantization) return false;
+  const void* p = row_pointer(t, b, h, token);
+  prefetch_row(t, p, 16);
+  switch (t.dtype) {
+    case OCTET_F32:
+      for (int v = 0; v < n; ++v) x[v] = load(static_cast<const float*>(p) + v * kLanes);
+      return true;
+    case OCTET_BF16:
+      for (int v = 0; v < n; ++v) x[v] = load_bf16(static_cast<const uint16_t*>(p) + v * kLanes);
+      return true;
+    case OCTET_F16:
+      for (int v = 0; v < n; ++v) x[v] = load_f16(static_cast<const uint16_t*>(p) + v * kLanes);
+      return true;
+    default:
+      return false;
+  }
+}
+
+// A row of numbers, or of codes as they are, in vectors.
+OCTET_INLINE void load_numbers_row(const View& t, int64_t b, int64_t h, int64_t token, Vf* x, int n) {
+  if (load_dense_row(t, b, h, token, x, n)) return;
+  alignas(64) float row[kMaxDim];
+  load_numbers(t, b, h, token, 1, 1, n * kLanes, row);
+  for (int v = 0; v < n; ++v) x[v] = load(row + v * kLanes);
+}
+
+// The type whose numbers load_numbers gives.
+inline octet_dtype numbers_of(const View& t) { return t.quantization ? OCTET_F32 : t.dtype; }
+
+// Codes as they are, or the numbers of anything else.
+inline void load_operand(const View& t, bool coded, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count,
+                         int64_t width, float* rows) {
+  if (coded)
+    load_rows(t, b, h, token, valid, count, width, rows);
+  else
+    load_numbers(t, b, h, token, valid, count, width, rows);
+}
+
+}  // namespace octet::cpu::OCTET_ISA
