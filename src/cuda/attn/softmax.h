@@ -1,6 +1,9 @@
 // Online softmax over tiles of logits (FlashAttention-2, arXiv 2307.08691, algorithm 1), for the two rows of a thread:
 //   m' = max(m, max_j s_j)    p_j = exp(scale (s_j - m'))    l' = l exp(scale (m - m')) + sum_j p_j
 // The maximum is subtracted before scaling, so the largest logit gives exactly 1.
+//
+// Any m gives the same result as long as no p leaves its format. So `weigh` keeps the m that a row has, which asks
+// nothing of a tile before its exponentials; what it cannot hold, `step` does over.
 #pragma once
 #include "cuda/ptx/types.h"
 #include "cuda/tile/fragment.h"
@@ -22,18 +25,35 @@ struct OnlineSoftmax {
       const float base = most == -INFINITY ? 0.f : most;  // a row that has seen no key yet
       shrink[row] = ptx::exp2((m[row] - base) * scale_log2e);
       m[row] = most;
-      float sum[2] = {l[row] * shrink[row], 0.f};
-#pragma unroll
-      for (int i = 0; i < Columns / 8; ++i)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& x = s.x[4 * i + 2 * row + c];
-          x = ptx::exp2(__fmaf_rn(x - base, scale_log2e, float(Exponent)));
-          sum[c] += x;
-        }
-      l[row] = sum[0] + sum[1];
+      l[row] = l[row] * shrink[row] + exponentials<Exponent>(s, row, base);
     }
     return shrink;
+  }
+
+  // Turns logits into 2^Exponent p over the maximum of former tiles; returns this tile's part of l, which is not added
+  // yet. It is inf or NaN where a row has seen no key so far.
+  template <int Exponent, int Columns>
+  __device__ RowValues weigh(Accumulator<Columns>& s) const {
+    RowValues sum;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) sum[row] = exponentials<Exponent>(s, row, m[row]);
+    return sum;
+  }
+
+ private:
+  // In place; returns their sum.
+  template <int Exponent, int Columns>
+  __device__ float exponentials(Accumulator<Columns>& s, int row, float base) const {
+    float sum[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < Columns / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = s.x[4 * i + 2 * row + c];
+        x = ptx::exp2(__fmaf_rn(x - base, scale_log2e, float(Exponent)));
+        sum[c] += x;
+      }
+    return sum[0] + sum[1];
   }
 };
 

@@ -27,6 +27,12 @@ __device__ inline void pin(T (&registers)[N]) {
   }
 }
 
+// A number that the compiler does not recognise as the one it was made from.
+__device__ inline int hidden(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // stmatrix.m8n8.x4: matrix i of a warp from x[i]; lane l gives the shared address of row l mod 8 of matrix l / 8.
 __device__ inline void stmatrix(uint32_t address, const uint32_t* x) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
@@ -50,6 +56,18 @@ __device__ inline void barrier_sync(int barrier, int threads) {
 }
 __device__ inline void barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// barrier.red.and: whether a condition holds in all 128 threads of a warpgroup, on a named barrier of its own. PTX ISA,
+// 9.7.13.1.
+__device__ inline bool all_of_warpgroup(bool condition, int barrier) {
+  int all;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.and.aligned.pred q, %2, 128, p;\n"
+      "selp.b32 %0, 1, 0, q;\n}"
+      : "=r"(all)
+      : "r"(static_cast<int>(condition)), "r"(barrier)
+      : "memory");
+  return __any_sync(~0u, all);  // tells the compiler that the whole warp goes one way
 }
 
 }  // namespace octet::cuda::ptx

@@ -32,8 +32,7 @@ struct ForwardTile<Dims64, shape> {
 };
 template <Shape shape>
 struct ForwardTile<Dims128, shape> {
-  static constexpr int kWarpgroups = 2, kKeys = shape == Shape::full ? 176 : 128, kRegisters = 240,
-                       kLoaderRegisters = 24;
+  static constexpr int kWarpgroups = 2, kKeys = 128, kRegisters = 240, kLoaderRegisters = 24;
 };
 template <Shape shape>
 struct ForwardTile<Dims192x128, shape> {

@@ -1,7 +1,8 @@
 // o = softmax(scale q k^T) v and lse, for blocks of queries:
 //
 //   for each tile of keys, from the last to the first that the block sees:
-//     s = q k^T;  m, p, l by online softmax;  o = o shrink + p v
+//     s = q k^T;  p, l over the maximum m so far;  o = o + p v
+//     where such a p would be too large: s again;  m, p, l by online softmax;  o = o shrink + p v
 //   o = o / l;  lse = scale m + ln l
 //
 // One warp loads tiles through TMA. The warpgroups that compute hold 64 queries each and take turns: while one issues
@@ -42,6 +43,10 @@ struct Forward {
     Work work;
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;  // dynamic shared memory starts at any 16 bytes
+
+  // Named barriers; the first two are one for each warpgroup that computes.
+  static constexpr int kTurnBarrier = 1, kVoteBarrier = kTurnBarrier + Tile::kWarpgroups,
+                       kClearBarrier = kVoteBarrier + Tile::kWarpgroups;
 
   const ForwardArguments& a;
   Shared& shared;
@@ -123,8 +128,10 @@ struct Forward {
   __device__ void compute_all(int warpgroup) {
     RingPosition<1> q_at;
     RingPosition<kStages> k_at, v_at;
-    const auto my_turn = [&] { ptx::barrier_sync(1 + warpgroup, 2 * kWarpgroup); };
-    const auto pass_turn = [&] { ptx::barrier_arrive(1 + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup); };
+    const auto my_turn = [&] { ptx::barrier_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup); };
+    const auto pass_turn = [&] {
+      ptx::barrier_arrive(kTurnBarrier + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup);
+    };
     if (warpgroup == Tile::kWarpgroups - 1) pass_turn();
     for (;; q_at.advance()) {
       shared.q_ring.full[0].wait(q_at.parity);
@@ -140,6 +147,17 @@ struct Forward {
       Operand<typename Precision::Weight, kKeys> p;
       o.zero();
 
+      // Issued, not awaited.
+      const auto multiply_qk = [&](int rows, int stage) {
+        ptx::wgmma_fence();
+        mm_ABt(s, q(), rows * kWarpgroupRows, k(stage), false);
+        ptx::wgmma_commit();
+      };
+      const auto multiply_pv = [&] {
+        ptx::wgmma_fence();
+        mma_AB(o, p, v(v_at.stage));
+        ptx::wgmma_commit();
+      };
       const auto mask = [&](int tile) {
         const int key = tile * kKeys;
         if (key < keys.all.first || key + kKeys > keys.all.last) mask_rows(s, key, ranges);
@@ -150,9 +168,7 @@ struct Forward {
       if (keys.first < keys.last) {
         const int tile = keys.last - 1;
         shared.k_ring.full[k_at.stage].wait(k_at.parity);
-        ptx::wgmma_fence();
-        mm_ABt(s, q(), warpgroup * kWarpgroupRows, k(k_at.stage), false);
-        ptx::wgmma_commit();
+        multiply_qk(warpgroup, k_at.stage);
         ptx::wgmma_wait<0>();
         ptx::pin(s.x);
         finish_k();
@@ -162,7 +178,7 @@ struct Forward {
         if (a.schedule.cu_seqlens_q && (tile + 1) * kKeys > work.k_tokens) {
           shared.v_ring.full[v_at.stage].wait(v_at.parity);
           clear_rows(shared.v[v_at.stage], work.k_tokens - tile * kKeys);
-          ptx::barrier_sync(8, kReaders);
+          ptx::barrier_sync(kClearBarrier, kReaders);
         }
       }
       const auto await_k = [&](int tile) {
@@ -171,35 +187,53 @@ struct Forward {
       await_k(keys.last - 2);
       for (int tile = keys.last - 2; tile >= keys.first; --tile) {
         my_turn();
-        ptx::wgmma_fence();
-        mm_ABt(s, q(), warpgroup * kWarpgroupRows, k(k_at.stage), false);
-        ptx::wgmma_commit();
+        multiply_qk(warpgroup, k_at.stage);
         shared.v_ring.full[v_at.stage].wait(v_at.parity);
-        ptx::wgmma_fence();
-        mma_AB(o, p, v(v_at.stage));
-        ptx::wgmma_commit();
+        multiply_pv();
         pass_turn();
         ptx::wgmma_wait<1>();
         ptx::pin(s.x);
-        finish_k();
         mask(tile);
-        const RowValues shrink = softmax.template step<Precision::kWeightExponent>(s);
-        // Waiting here for the next tile splits the block of instructions: ptxas would wait for the product with v
-        // first, and the exponentials would run after it instead of beside it.
-        ptx::pin(s.x);
-        await_k(tile - 1);
-        ptx::wgmma_wait<0>();
-        ptx::pin(o.x);
+        if constexpr (kHasBeta<Precision>) {
+          // Ties are counted in every tile.
+          const RowValues shrink = softmax.template step<Precision::kWeightExponent>(s);
+          ptx::pin(s.x);
+          finish_k();
+          // Waiting here splits the block of instructions, as the vote below does.
+          await_k(tile - 1);
+          ptx::wgmma_wait<0>();
+          ptx::pin(o.x);
+          scale_rows(o, shrink);
+        } else {
+          // Over the maximum of former tiles; in the rare case that it is too small, the tile is done over.
+          const RowValues sum = softmax.template weigh<Precision::kWeightExponent>(s);
+          const bool fits = sum[0] <= Precision::kLargestWeight && sum[1] <= Precision::kLargestWeight;
+          ptx::pin(s.x);
+          // This split of the block of instructions keeps ptxas from waiting for the product with v before the
+          // exponentials, which would then run after it instead of beside it.
+          if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
+            softmax.l[0] += sum[0], softmax.l[1] += sum[1];
+            ptx::wgmma_wait<0>();
+            ptx::pin(o.x);
+          } else {
+            // Hidden, or the addresses would be worked out once for both products, ahead of the first.
+            multiply_qk(ptx::hidden(warpgroup), ptx::hidden(k_at.stage));
+            ptx::wgmma_wait<0>();
+            ptx::pin(o.x);
+            ptx::pin(s.x);
+            mask(tile);
+            scale_rows(o, softmax.template step<Precision::kWeightExponent>(s));
+          }
+          finish_k();
+          await_k(tile - 1);
+        }
         finish_v();
         convert(s, p);
-        scale_rows(o, shrink);
       }
       shared.q_ring.empty[0].arrive();
       if (keys.first < keys.last) {
         shared.v_ring.full[v_at.stage].wait(v_at.parity);
-        ptx::wgmma_fence();
-        mma_AB(o, p, v(v_at.stage));
-        ptx::wgmma_commit();
+        multiply_pv();
         ptx::wgmma_wait<0>();
         ptx::pin(o.x);
         finish_v();

@@ -31,19 +31,21 @@ struct SharedTile {
 
   __device__ uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(data)); }
 
-  // The wgmma descriptor (PTX ISA, 9.7.15.5.1.2) of 16-bit operands under the 128-byte swizzle. `across`: bytes from
-  // one panel to the next where the operand's columns do not run along the index of summation.
-  static __device__ uint64_t descriptor(uint32_t address, int across) {
-    return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(across >> 4) << 16 |
-           static_cast<uint64_t>(kSwizzleBytes >> 4) << 32 | uint64_t{1} << 62;
+  // The wgmma descriptor (PTX ISA, 9.7.15.5.1.2) of 16-bit operands under the 128-byte swizzle, from `offset` bytes
+  // into the tile. `across`: bytes from one panel to the next where the operand's columns do not run along the index of
+  // summation. Shared addresses are short, so sums stay within their fields.
+  __device__ uint64_t descriptor(int offset, int across) const {
+    const uint32_t low = (address() >> 4) + (static_cast<uint32_t>(across >> 4) << 16) + (offset >> 4);
+    constexpr uint32_t high = kSwizzleBytes >> 4 | 1u << 30;
+    return static_cast<uint64_t>(high) << 32 | low;
   }
   // Columns [16 step, 16 step + 16) of the rows from `row`: an operand that is summed along its columns.
   __device__ uint64_t along(int row, int step) const {
-    return descriptor(address() + (step / 4) * kPanelBytes + row * kPanelRowBytes + (step % 4) * 32, 16);
+    return descriptor((step / 4) * kPanelBytes + row * kPanelRowBytes + (step % 4) * 32, 16);
   }
   // Rows [16 step, 16 step + 16), columns from 64 `panel`: an operand that is summed along its rows.
   __device__ uint64_t across(int step, int panel = 0) const {
-    return descriptor(address() + panel * kPanelBytes + step * 16 * kPanelRowBytes, kPanelBytes);
+    return descriptor(panel * kPanelBytes + step * 16 * kPanelRowBytes, kPanelBytes);
   }
 };
 

@@ -1,0 +1,67 @@
+// The forward kernels keep an old maximum while weights over it fit; here logits rise from tile to tile, in the order
+// in which tiles come (last keys first), by little, beyond what weights hold and beyond what exp holds.
+#include <gtest/gtest.h>
+
+#include <octet/formats.hpp>
+
+#include "gpu/place.h"
+#include "support/cases.h"
+
+namespace octet::test {
+namespace {
+
+struct Rise {
+  const char* name;
+  double logits;  // from the last key to the first
+  Precision precision;
+  int64_t dim;
+  bool causal;
+};
+constexpr Rise kRises[] = {{"slowly", 4, Precision::bf16, 128, false},
+                           {"beyond_weights", 60, Precision::bf16, 128, false},
+                           {"beyond_weights_causal", 60, Precision::bf16, 64, true},
+                           {"beyond_exp", 2000, Precision::bf16, 128, true},
+                           {"beyond_exp_dim_256", 2000, Precision::bf16, 256, false},
+                           {"beyond_f16_weights", 60, Precision::f16, 64, false},
+                           {"beyond_exp_f16", 2000, Precision::f16, 128, true}};
+
+class GpuRising : public testing::TestWithParam<Rise> {};
+
+TEST_P(GpuRising, logits_give_what_float64_gives) {
+  const Rise& rise = GetParam();
+  constexpr int64_t kTokens = 700;
+  for (const DType out : {DType::bf16, DType::f32}) {  // f32: with f16 weights
+    const Case c{.name = rise.name,
+                 .heads = 2,
+                 .tokens_q = kTokens,
+                 .tokens_k = kTokens,
+                 .dim = rise.dim,
+                 .dim_v = rise.dim,
+                 .causal = rise.causal,
+                 .scale = .0625f,
+                 .dtype = DType::bf16,
+                 .out_dtype = out};
+    Inputs in = draw(c, 1);
+    // One channel of q is 16 and adds the key's rank to the logits; powers of two, so that bf16 holds the steps.
+    for (int64_t i = 0; i < 2 * kTokens; ++i) in.q.data[static_cast<size_t>(i * rise.dim)] = 16.0;
+    for (int64_t j = 0; j < kTokens; ++j)
+      in.k.data[static_cast<size_t>(j * rise.dim)] =
+          round_to(kBf16, rise.logits * static_cast<double>(kTokens - 1 - j) / kTokens);
+    const Outputs want = exact(c, in, Pass::forward);
+    const Outputs plain = run(c, in, attention_of(c, rise.precision, "reference"), Pass::forward);
+    GpuPlace place;
+    const Outputs got = run(c, in, attention_of(c, rise.precision, "sm90"), Pass::forward, nullptr, &place);
+    const Noise noise = f32_noise(c, in, 0.0, 5.0);
+    for (const auto& [name, g, p, w, f32] :
+         {std::tuple{"o", &got.o, &plain.o, &want.o, noise.o}, {"lse", &got.lse, &plain.lse, &want.lse, noise.lse}}) {
+      const double error = difference(*g, *w).largest;
+      EXPECT_LE(error, 2 * difference(*p, *w).largest + f32) << name;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Rises, GpuRising, testing::ValuesIn(kRises),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+}  // namespace
+}  // namespace octet::test
