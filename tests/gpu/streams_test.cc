@@ -87,15 +87,38 @@ const Case kLong{.name = "long",
                  .dtype = DType::bf16,
                  .out_dtype = DType::bf16};
 
+void expect_repeatable(const Case& c) {
+  SCOPED_TRACE(testing::Message() << "dim " << c.dim << ", " << c.heads << " heads of " << c.tokens_q << " x "
+                                  << c.tokens_k << " tokens, causal " << c.causal);
+  const Inputs in = draw(c, 5);
+  const Both once = run_both(c, in);
+  for (int i = 0; i < 4; ++i) expect_same(run_both(c, in), once);
+}
+
 TEST(Streams, DeterministicRunsAgreeBitByBit) {
-  const Inputs in = draw(kLong, 5);
-  const Both once = run_both(kLong, in);
-  for (int i = 0; i < 5; ++i) expect_same(run_both(kLong, in), once);
-  Case window = kLong;
-  window.causal = false;
-  window.window = {{300, 100}};
-  const Both narrow = run_both(window, in);
-  for (int i = 0; i < 5; ++i) expect_same(run_both(window, in), narrow);
+  for (const int64_t dim : {64, 128, 256}) {
+    Case c = kLong;
+    c.dim = c.dim_v = dim;
+    expect_repeatable(c);
+    c.causal = false;
+    expect_repeatable(c);
+    c.window = {{300, 100}};
+    expect_repeatable(c);
+  }
+}
+
+// Thread blocks that wait for each other's sums need not all fit on the GPU: neither the blocks of all heads, nor those
+// of one.
+TEST(Streams, DeterministicRunsEndWithMoreBlocksThanTheGpuHolds) {
+  for (const bool causal : {true, false}) {
+    Case many = kLong;
+    many.dim = many.dim_v = 64, many.heads = many.kv_heads = 12, many.causal = causal;
+    expect_repeatable(many);
+    Case wide = kLong;
+    wide.dim = wide.dim_v = 64, wide.heads = wide.kv_heads = 1, wide.tokens_q = 700, wide.tokens_k = 19000;
+    wide.causal = causal;
+    expect_repeatable(wide);
+  }
 }
 
 TEST(Streams, CapturedGraphsDoWhatCallsDo) {

@@ -4,12 +4,15 @@
 //     p = exp(scale k q^T - lse)      ds = p (v do^T - delta)      both with a key in each row
 //     dv += p do    dk += ds q    dq(tile) += ds^T k
 //
-// Transposed, p and ds stay in registers as left operands of dv and dk; only ds goes through shared memory, for dq.
-// Each of two warpgroups holds 64 keys; they share the work of dq. Sums of dq over blocks of keys happen in L2.
+// Transposed, p and ds stay in registers as left operands of dv and dk; only ds goes through shared memory, for dq,
+// which sums over the keys of both warpgroups. Each warpgroup multiplies for dq the ds of the step before, so the two
+// need not meet: while one computes exponentials, the other's products run. Sums of dq over blocks of keys happen in
+// L2.
 #pragma once
 #include <cuda/atomic>
 
 #include "cuda/sm90/backward_arguments.h"
+#include "cuda/sm90/backward_schedule.h"
 #include "cuda/sm90/config.h"
 #include "cuda/tile/fragment.h"
 #include "cuda/tile/ring.h"
@@ -19,33 +22,47 @@ namespace octet::cuda::sm90 {
 
 template <class T, int Dim, Order order>
 struct Backward {
-  static constexpr int kQueries = BackwardTile<Dim>::kQueries, kKeys = kBackwardKeys;
+  using Tile = BackwardTile<Dim>;
+  static constexpr int kQueries = Tile::kQueries, kKeys = Tile::kKeys;
   static constexpr int kWarpgroups = 2, kReaders = kWarpgroups * kWarpgroup, kThreads = kReaders + kWarpgroup;
-  // dq of a step: 64 x 64 numbers for each warpgroup, by queries or by channels.
-  static constexpr int kDqRows = kWarpgroupRows, kDqColumns = kQueries * Dim / kWarpgroups / kDqRows;
-  static constexpr int kDqFloats = kQueries * Dim / kWarpgroups;
+  static constexpr int kWarps = kBackwardWarps;
+  // Warpgroups share a block's keys, or, where it has only 64, the channels of dk, dv and dq.
+  static constexpr bool kByChannels = kKeys == kWarpgroupRows;
+  static constexpr int kChannels = kByChannels ? Dim / kWarpgroups : Dim;
+  // A warpgroup's part of dq: 64 queries, and as many channels as make half of it.
+  static constexpr bool kDqByQueries = kQueries > kWarpgroupRows;
+  static constexpr int kDqColumns = kDqByQueries ? Dim : Dim / kWarpgroups;
+  static constexpr int kDqFloats = kWarpgroupRows * kDqColumns;
 
+  // What registers are there for: p in 16 bits beside s, and dq beside p and ds.
+  static constexpr bool kEarlyP = Dim == 128;
+  static constexpr bool kDqAlone = kDqColumns > 64;
+  using Schedule = BackwardSchedule<kQueries, kKeys>;
   using TileQ = SharedTile<T, kQueries, Dim>;
   using TileK = SharedTile<T, kKeys, Dim>;
   using TileDs = SharedTile<T, kKeys, kQueries>;
 
-  struct Work {
-    int batch, kv_head, block;  // block: of the head, -1: nothing is left
-    int first_key;              // within the sequence
-    Blocks::Sequence q, k;
-    int first, last;  // tiles of queries that see the block
+  // What a step works on. dq is summed in two parts for each tile, one for each warpgroup.
+  struct Step {
+    int tile, dq_part;  // tile of queries; the first warpgroup's part of dq
+    unsigned turn;      // in fixed order: how many blocks add to this part before
   };
 
   struct alignas(kSwizzleBytes) Shared {
     unsigned char k[TileK::kBytes], k_smooth[TileK::kBytes], v[TileK::kBytes];
-    unsigned char q[kStages][TileQ::kBytes], do_[kStages][TileQ::kBytes];
-    unsigned char ds[2][TileDs::kBytes];
-    float dq[kWarpgroups][kDqFloats];
+    unsigned char q[kStages][TileQ::kBytes], do_[Tile::kDoStages][TileQ::kBytes];
+    unsigned char ds[kStages][TileDs::kBytes];
     float rows[kStages][2][kQueries];  // lse, delta
-    Ring<1> keys;
-    Ring<kStages> q_ring, do_ring;
-    Work work;
-    unsigned* turn[kWarpgroups];  // where the sum under way will be counted, or null
+    Step steps[2 * kStages];           // as read two steps later, too
+    Ring<1> k_ring, k_smooth_ring, v_ring;
+    Ring<kStages> q_ring, ds_ring;
+    Ring<Tile::kDoStages> do_ring;
+    BackwardWork work[2];  // by the parity of k_ring
+
+    __device__ void init() {
+      k_ring.init(kWarps), k_smooth_ring.init(kWarps), v_ring.init(kWarps), q_ring.init(kWarps), do_ring.init(kWarps);
+      for (int i = 0; i < kStages; ++i) ds_ring.full[i].init(kWarps), ds_ring.empty[i].init(kWarps);
+    }
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;
 
@@ -62,34 +79,7 @@ struct Backward {
 
   const BackwardArguments& a;
   Shared& shared;
-
-  // Blocks of keys in ascending order, across the kv heads of a section: under a causal mask the first is the longest.
-  __device__ Work work_at(unsigned number) const {
-    const unsigned blocks = a.k_blocks.count, all = a.batch * a.kv_heads;
-    if (number >= blocks * all) return {.block = -1};
-    const unsigned first_head = number / (blocks * a.section) * a.section;
-    const unsigned width = min(static_cast<unsigned>(a.section), all - first_head);
-    const unsigned rest = number - first_head * blocks, head = first_head + rest % width;
-    Work w{static_cast<int>(head / a.kv_heads), static_cast<int>(head % a.kv_heads), static_cast<int>(rest / width)};
-    w.k = a.k_blocks.sequence_of(w.block);
-    if (w.k.index < 0) return w;
-    w.first_key = (w.block - w.k.first_block) * kKeys;
-    w.q = a.q_blocks.cu_seqlens ? a.q_blocks.sequence(w.k.index) : a.q_blocks.sequence_of(0);
-    int first = 0, last = w.q.tokens;
-    if (a.mask.windowed) {
-      const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
-      const int last_key = min(w.first_key + kKeys, w.k.tokens) - 1;
-      first = max(w.first_key - shift - a.mask.right, 0);
-      last = min(last_key - shift + a.mask.left + 1, w.q.tokens);
-    }
-    w.first = first / kQueries;
-    w.last = max((last + kQueries - 1) / kQueries, w.first);
-    return w;
-  }
-
-  __device__ int64_t q_tile(const Work& w, int head, int tile) const {
-    return (static_cast<int64_t>(w.batch) * a.heads + head) * a.q_blocks.count + w.q.first_block + tile;
-  }
+  const Schedule schedule{a};
 
   __device__ void load_all() {
     namespace ptx = ::cuda::ptx;
@@ -97,53 +87,51 @@ struct Backward {
       ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, bytes, &full.word);
     };
     RingPosition<1> at;
-    RingPosition<kStages> stage;
     const int group = a.heads / a.kv_heads;
+    unsigned n = 0;  // steps
     for (unsigned number = blockIdx.x;; number = gridDim.x + atomicAdd(a.counter, 1u)) {
-      const Work w = work_at(number);
+      shared.k_ring.empty[0].wait(at.parity ^ 1);
+      BackwardWork& w = shared.work[at.parity];
+      w = schedule.work_at(number);
       if (w.block >= 0 && w.k.index < 0) continue;  // past the last block of packed sequences
-      shared.keys.empty[0].wait(at.parity ^ 1);
-      shared.work = w;
-      Barrier& keys = shared.keys.full[0];
       if (w.block < 0) {
-        keys.arrive();
+        shared.k_ring.full[0].arrive();
         return;
       }
       const int64_t k_tile = (static_cast<int64_t>(w.batch) * a.kv_heads + w.kv_head) * a.k_blocks.count + w.block;
-      keys.arrive_expecting(3 * TileK::kBytes);
-      fetch(shared.k, a.k + k_tile * TileK::kBytes, TileK::kBytes, keys);
-      fetch(shared.v, a.v + k_tile * TileK::kBytes, TileK::kBytes, keys);
-      fetch(shared.k_smooth, a.k_smooth + k_tile * TileK::kBytes, TileK::kBytes, keys);
+      const auto fetch_keys = [&](void* to, const unsigned char* from, Ring<1>& ring) {
+        ring.empty[0].wait(at.parity ^ 1);
+        ring.full[0].arrive_expecting(TileK::kBytes);
+        fetch(to, from + k_tile * TileK::kBytes, TileK::kBytes, ring.full[0]);
+      };
+      fetch_keys(shared.k, a.k, shared.k_ring);
+      Visit visit{w.kv_head * group, w.tiles.start};
+      bool have_keys = false;
+      for (int left = group * w.tiles.count(); left; --left, ++n, visit.advance(w.tiles)) {
+        const int64_t tile = schedule.q_tile(w, visit);
+        const int s = n % kStages, d = n % Tile::kDoStages;
+        shared.q_ring.empty[s].wait(n / kStages % 2 ^ 1);
+        Step& step = shared.steps[n % (2 * kStages)];
+        step.tile = visit.tile, step.dq_part = static_cast<int>(tile) * kWarpgroups;
+        if constexpr (order == Order::fixed) step.turn = schedule.turn_of(w, visit.tile);
+        shared.q_ring.full[s].arrive_expecting(TileQ::kBytes + sizeof shared.rows[s]);
+        fetch(shared.q[s], a.q + tile * TileQ::kBytes, TileQ::kBytes, shared.q_ring.full[s]);
+        fetch(shared.rows[s], a.rows + tile * 2 * kQueries, sizeof shared.rows[s], shared.q_ring.full[s]);
+        if (!have_keys) fetch_keys(shared.v, a.v, shared.v_ring);
+        shared.do_ring.empty[d].wait(n / Tile::kDoStages % 2 ^ 1);
+        shared.do_ring.full[d].arrive_expecting(TileQ::kBytes);
+        fetch(shared.do_[d], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_ring.full[d]);
+        if (!have_keys) fetch_keys(shared.k_smooth, a.k_smooth, shared.k_smooth_ring);
+        have_keys = true;
+      }
+      if (!have_keys)
+        fetch_keys(shared.v, a.v, shared.v_ring), fetch_keys(shared.k_smooth, a.k_smooth, shared.k_smooth_ring);
       at.advance();
-      for (int head = w.kv_head * group; head < (w.kv_head + 1) * group; ++head)
-        for (int tile = w.first; tile < w.last; ++tile, stage.advance()) {
-          const int64_t q = q_tile(w, head, tile);
-          const int s = stage.stage;
-          shared.q_ring.empty[s].wait(stage.parity ^ 1);
-          shared.q_ring.full[s].arrive_expecting(TileQ::kBytes + sizeof shared.rows[s]);
-          fetch(shared.q[s], a.q + q * TileQ::kBytes, TileQ::kBytes, shared.q_ring.full[s]);
-          fetch(shared.rows[s], a.rows + q * 2 * kQueries, sizeof shared.rows[s], shared.q_ring.full[s]);
-          shared.do_ring.empty[s].wait(stage.parity ^ 1);
-          shared.do_ring.full[s].arrive_expecting(TileQ::kBytes);
-          fetch(shared.do_[s], a.do_ + q * TileQ::kBytes, TileQ::kBytes, shared.do_ring.full[s]);
-        }
     }
   }
 
-  // Deterministic sums of dq: blocks of keys add to a tile in ascending order. A block waits only for blocks with a
-  // lower number of work, which are under way or done.
-  static __device__ void await_turn(unsigned* turn, unsigned number) {
-    ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device> count(*turn);
-    while (count.load(::cuda::memory_order_acquire) != number) __nanosleep(20);
-  }
-
-  // How many blocks of keys before this one add to a tile of queries.
-  __device__ unsigned order_of(const Work& w, int tile) const {
-    return w.first_key / kKeys - a.mask.keys_of(tile * kQueries, w.q.tokens, w.k.tokens).first / kKeys;
-  }
-
   // p of pairs that do not see each other becomes 0. Rows are keys, columns queries.
-  __device__ void mask(Accumulator<kQueries>& p, const Work& w, int key, int query) const {
+  __device__ void mask(Accumulator<kQueries>& p, const BackwardWork& w, int key, int query) const {
     const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
     const int left = a.mask.windowed ? a.mask.left : Mask::kUnbounded;
     const int right = a.mask.windowed ? a.mask.right : Mask::kUnbounded;
@@ -160,7 +148,7 @@ struct Backward {
     }
   }
 
-  __device__ bool sees_all(const Work& w, int query) const {
+  __device__ bool sees_all(const BackwardWork& w, int query) const {
     if (w.first_key + kKeys > w.k.tokens) return false;
     if (!a.mask.windowed) return true;
     const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
@@ -168,139 +156,199 @@ struct Backward {
     return least >= -a.mask.left && most <= a.mask.right;
   }
 
+  // All lanes of a warp are done with what a barrier guards.
+  static __device__ void arrive(Barrier& barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier.arrive();
+  }
+
+  // Columns [channel, channel + Columns) of a tile, a multiple of 64.
+  template <int Columns, class TileX>
+  static __device__ SharedTile<T, TileX::kRows, Columns> columns_of(const TileX& x, int channel) {
+    return {x.data + channel / kPanelColumns * TileX::kPanelBytes};
+  }
+
+  __device__ const Step& step_at(unsigned n) const { return shared.steps[n % (2 * kStages)]; }
+
+  // Adds to a part of dq, each warp its numbers. In fixed order it waits until `turn` warps have counted up.
+  __device__ void add(int part, const Accumulator<kDqColumns>& x, unsigned turn) const {
+    if constexpr (order == Order::fixed) {
+      if (threadIdx.x % 32 == 0)
+        while (count_of(part).load(::cuda::memory_order_acquire) != turn) __nanosleep(20);
+      __syncwarp();
+    }
+    auto* const to = reinterpret_cast<float4*>(a.dq) + static_cast<int64_t>(part) * (kDqFloats / 4);
+#pragma unroll
+    for (int i = 0; i < kDqColumns / 8; ++i)
+      atomicAdd(to + i * kWarpgroup + threadIdx.x % kWarpgroup,
+                make_float4(x.x[4 * i], x.x[4 * i + 1], x.x[4 * i + 2], x.x[4 * i + 3]));
+  }
+  // What a warp has added is there; the next one may add.
+  __device__ void count_up(int part) const {
+    if constexpr (order == Order::fixed) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) count_of(part).fetch_add(1u, ::cuda::memory_order_release);
+    }
+  }
+  __device__ ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device> count_of(int part) const {
+    constexpr int kWarpsOfOne = kWarpgroup / 32;
+    return ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device>(
+        a.turns[static_cast<int64_t>(part) * kWarpsOfOne + threadIdx.x % kWarpgroup / 32]);
+  }
+
+  // Warpgroups take turns from the products of ds on to those of the next step's logits, so that one computes
+  // exponentials while the other's products run. Not where they may wait for other thread blocks meanwhile.
+  static __device__ void my_turn(int warpgroup) {
+    if constexpr (order == Order::any) ptx::barrier_sync(1 + warpgroup, kReaders);
+  }
+  static __device__ void pass_turn(int warpgroup) {
+    if constexpr (order == Order::any) ptx::barrier_arrive(2 - warpgroup, kReaders);
+  }
+
   __device__ void compute_all(int warpgroup) {
-    namespace bulk = ::cuda::ptx;
     RingPosition<1> at;
-    RingPosition<kStages> stage;
-    const int group = a.heads / a.kv_heads, my_keys = warpgroup * kWarpgroupRows;
+    unsigned n = 0;  // steps before this one, of all blocks: where each ring stands
+    const int group = a.heads / a.kv_heads, warp = threadIdx.x % kWarpgroup / 32;
+    const int my_keys = kByChannels ? 0 : warpgroup * kWarpgroupRows;
+    const int my_channel = kByChannels ? warpgroup * kChannels : 0;
     const TileK k{shared.k}, k_smooth{shared.k_smooth}, v{shared.v};
-    const bool leader = threadIdx.x % kWarpgroup == 0;
+    const auto k_for_dq = columns_of<kDqColumns>(k_smooth, kDqByQueries ? 0 : warpgroup * kDqColumns);
     const float product_scale = exp2f(static_cast<float>(a.product_exponent));
-    int step = 0;
+    if (warpgroup == 1) pass_turn(warpgroup);
     for (;; at.advance()) {
-      shared.keys.full[0].wait(at.parity);
-      const Work& w = shared.work;  // there until the keys are given back
+      shared.k_ring.full[0].wait(at.parity);
+      const BackwardWork& w = shared.work[at.parity];
       if (w.block < 0) break;
       const Exponents& e = a.exponents[w.batch * a.kv_heads + w.kv_head];
       const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - e.k));
-      Accumulator<Dim> dk, dv;
+      const int steps = group * w.tiles.count();
+      Accumulator<kChannels> dk, dv;
       dk.zero(), dv.zero();
-      for (int head = w.kv_head * group; head < (w.kv_head + 1) * group; ++head)
-        for (int tile = w.first; tile < w.last; ++tile, stage.advance(), step ^= 1) {
-          const TileQ q{shared.q[stage.stage]}, do_{shared.do_[stage.stage]};
-          const TileDs ds_tile{shared.ds[step]};
-          Accumulator<kQueries> s, dp;
-          Operand<T, kQueries> p, ds;
-          shared.q_ring.full[stage.stage].wait(stage.parity);
-          ptx::wgmma_fence();
-          mm_ABt(s, k, my_keys, q, false);
-          ptx::wgmma_commit();
-          shared.do_ring.full[stage.stage].wait(stage.parity);
-          ptx::wgmma_fence();
-          mm_ABt(dp, v, my_keys, do_, false);
-          ptx::wgmma_commit();
-          ptx::wgmma_wait<1>();
-          ptx::pin(s.x);
-          ColumnValues columns(shared.rows[stage.stage][0]);
+      // dq of step n - 1.
+      const auto issue_dq = [&](Accumulator<kDqColumns>& dq) {
+        ptx::wgmma_fence();
+        mm_AtB(dq, TileDs{shared.ds[(n - 1) % kStages]}, kDqByQueries ? warpgroup : 0, k_for_dq, 0);
+        ptx::wgmma_commit();
+      };
+      const auto add_dq = [&](const Accumulator<kDqColumns>& dq) {
+        arrive(shared.ds_ring.empty[(n - 1) % kStages]);
+        const Step& step = step_at(n - 1);
+        add(step.dq_part + warpgroup, dq, step.turn);
+      };
+      shared.v_ring.full[0].wait(at.parity);
+      shared.k_smooth_ring.full[0].wait(at.parity);
+      for (int left = steps; left; --left, ++n) {
+        const int stage = n % kStages, do_stage = n % Tile::kDoStages;
+        const uint32_t parity = n / kStages % 2, do_parity = n / Tile::kDoStages % 2;
+        const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
+        Accumulator<kQueries> s, dp;
+        Operand<T, kQueries> p, ds;
+        shared.q_ring.full[stage].wait(parity);
+        ptx::wgmma_fence();
+        mm_ABt(s, k, my_keys, q, false);
+        ptx::wgmma_commit();
+        shared.do_ring.full[do_stage].wait(do_parity);
+        ptx::wgmma_fence();
+        mm_ABt(dp, v, my_keys, do_, false);
+        ptx::wgmma_commit();
+        if (left < steps) pass_turn(warpgroup);
+        if (left + 1 < steps) count_up(step_at(n - 2).dq_part + warpgroup);
+        ptx::wgmma_wait<1>();
+        ptx::pin(s.x);
+        if (left == 1) arrive(shared.k_ring.empty[0]);
+        ColumnValues columns(shared.rows[stage][0]);
 #pragma unroll
-          for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
-          if (!sees_all(w, tile * kQueries)) mask(s, w, w.first_key + my_keys + fragment_row(), tile * kQueries);
-          convert(s, p);
-          ptx::wgmma_wait<0>();
-          ptx::pin(dp.x);
-          columns.read(shared.rows[stage.stage][1]);
+        for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
+        const int query = step_at(n).tile * kQueries;
+        if (!sees_all(w, query)) mask(s, w, w.first_key + my_keys + fragment_row(), query);
+        if constexpr (kEarlyP) convert(s, p);
+        ptx::wgmma_wait<0>();
+        ptx::pin(dp.x);
+        if (left == 1) arrive(shared.v_ring.empty[0]);
+        columns.read(shared.rows[stage][1]);
 #pragma unroll
-          for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
-          convert(dp, ds);
-          store(ds, ds_tile, my_keys);
-          bulk::fence_proxy_async(bulk::space_shared);
-          ptx::wgmma_fence();
-          mma_AB(dv, p, do_);
-          ptx::wgmma_commit();
-          // Both halves of ds are there. It also means that both warpgroups are done with the ds of the step before.
-          ptx::barrier_sync(1, kReaders);
-          Accumulator<kDqColumns> dq;
-          ptx::wgmma_fence();
-          if constexpr (kQueries == kWarpgroupRows)
-            mm_AtB(dq, ds_tile, 0, k_smooth, warpgroup);
-          else
-            mm_AtB(dq, ds_tile, warpgroup, k_smooth, 0);
-          ptx::wgmma_commit();
-          mma_AB(dk, ds, q);
-          ptx::wgmma_commit();
-          ptx::wgmma_wait<1>();
-          ptx::pin(dq.x), ptx::pin(dv.x);
-          shared.do_ring.empty[stage.stage].arrive();
-          // dq to L2: its former numbers have left shared memory, then the new ones enter it.
-          if (leader) await_sum(warpgroup);
-          ptx::barrier_sync(2 + warpgroup, kWarpgroup);
-          float4* const staged = reinterpret_cast<float4*>(shared.dq[warpgroup]) + threadIdx.x % kWarpgroup;
-#pragma unroll
-          for (int i = 0; i < kDqColumns / 8; ++i)
-            staged[i * kWarpgroup] = {dq.x[4 * i], dq.x[4 * i + 1], dq.x[4 * i + 2], dq.x[4 * i + 3]};
-          bulk::fence_proxy_async(bulk::space_shared);
-          ptx::barrier_sync(2 + warpgroup, kWarpgroup);
-          if (leader) {
-            const int64_t at_tile = q_tile(w, head, tile) * kWarpgroups + warpgroup;
-            if constexpr (order == Order::ascending) {
-              shared.turn[warpgroup] = a.turns + at_tile;
-              await_turn(a.turns + at_tile, order_of(w, tile));
-            }
-            bulk::cp_reduce_async_bulk(bulk::space_global, bulk::space_shared, bulk::op_add, a.dq + at_tile * kDqFloats,
-                                       shared.dq[warpgroup], kDqFloats * sizeof(float));
-            bulk::cp_async_bulk_commit_group();
-          }
+        for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
+        if constexpr (!kEarlyP) convert(s, p);
+        convert(dp, ds);
+        shared.ds_ring.empty[stage].wait(parity ^ 1);
+        // Where both warpgroups have all of ds, each writes half of it.
+        if (!kByChannels || warp / 2 == warpgroup) store(ds, TileDs{shared.ds[stage]}, my_keys);
+        ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+        arrive(shared.ds_ring.full[stage]);
+        my_turn(warpgroup);
+        ptx::wgmma_fence();
+        mma_AB(dv, p, columns_of<kChannels>(do_, my_channel));
+        ptx::wgmma_commit();
+        // In the first step of a block there is no dq to multiply; the product is made and left.
+        Accumulator<kDqColumns> dq;
+        if (left < steps) shared.ds_ring.full[(n - 1) % kStages].wait((n - 1) / kStages % 2);
+        if constexpr (!kDqAlone) issue_dq(dq);
+        ptx::wgmma_fence();
+        mma_AB(dk, ds, columns_of<kChannels>(q, my_channel));
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<1>();
+        ptx::pin(dv.x);
+        arrive(shared.do_ring.empty[do_stage]);
+        if constexpr (kDqAlone) {
           ptx::wgmma_wait<0>();
           ptx::pin(dk.x);
-          shared.q_ring.empty[stage.stage].arrive();
+          arrive(shared.q_ring.empty[stage]);
+          issue_dq(dq);
+          ptx::wgmma_wait<0>();
         }
-      if (leader) await_sum(warpgroup);
-      write(a.dv, w, my_keys, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
-      write(a.dk, w, my_keys, dk, a.scale, -a.weight_exponent - a.product_exponent - e.do_ - e.v - e.q, a.dim);
-      shared.keys.empty[0].arrive();
-    }
-    if (leader) bulk::cp_async_bulk_wait_group(bulk::n32_t<0>());
-  }
-
-  // Until shared memory may be written again; in turns, until the sum is in dq.
-  __device__ void await_sum(int warpgroup) {
-    namespace bulk = ::cuda::ptx;
-    if constexpr (order == Order::any) {
-      bulk::cp_async_bulk_wait_group_read(bulk::n32_t<0>());
-    } else {
-      bulk::cp_async_bulk_wait_group(bulk::n32_t<0>());
-      unsigned*& turn = shared.turn[warpgroup];
-      if (turn)
-        ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device>(*turn).fetch_add(1u, ::cuda::memory_order_release);
-      turn = nullptr;
+        ptx::pin(dq.x);
+        if (left < steps) add_dq(dq);
+        if constexpr (!kDqAlone) {
+          ptx::wgmma_wait<0>();
+          ptx::pin(dk.x);
+          arrive(shared.q_ring.empty[stage]);
+        }
+      }
+      if (steps) {
+        pass_turn(warpgroup);
+        Accumulator<kDqColumns> dq;
+        shared.ds_ring.full[(n - 1) % kStages].wait((n - 1) / kStages % 2);
+        issue_dq(dq);
+        ptx::wgmma_wait<0>();
+        ptx::pin(dq.x);
+        if (steps > 1) count_up(step_at(n - 2).dq_part + warpgroup);  // before it waits for a turn
+        add_dq(dq);
+        count_up(step_at(n - 1).dq_part + warpgroup);
+      } else {
+        arrive(shared.k_ring.empty[0]), arrive(shared.v_ring.empty[0]);
+      }
+      arrive(shared.k_smooth_ring.empty[0]);
+      write(a.dv, w, my_keys, my_channel, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
+      write(a.dk, w, my_keys, my_channel, dk, a.scale, -a.weight_exponent - a.product_exponent - e.do_ - e.v - e.q,
+            a.dim);
     }
   }
 
   // x scale 2^exponent, in two steps as the power alone may not be a float.
-  __device__ void write(const Output& out, const Work& w, int my_keys, Accumulator<Dim>& x, float scale, int exponent,
-                        int columns) const {
+  __device__ void write(const Output& out, const BackwardWork& w, int my_keys, int my_channel,
+                        Accumulator<kChannels>& x, float scale, int exponent, int columns) const {
     const float first = scale * exp2f(static_cast<float>(exponent / 2)),
                 second = exp2f(static_cast<float>(exponent - exponent / 2));
 #pragma unroll
-    for (int i = 0; i < Dim / 2; ++i) x.x[i] = x.x[i] * first * second;
+    for (int i = 0; i < kChannels / 2; ++i) x.x[i] = x.x[i] * first * second;
     switch (out.element) {
       case Element::f32:
-        return write_as<float>(out, w, my_keys, x, columns);
+        return write_as<float>(out, w, my_keys, my_channel, x, columns);
       case Element::f16:
-        return write_as<F16>(out, w, my_keys, x, columns);
+        return write_as<F16>(out, w, my_keys, my_channel, x, columns);
       default:
-        return write_as<Bf16>(out, w, my_keys, x, columns);
+        return write_as<Bf16>(out, w, my_keys, my_channel, x, columns);
     }
   }
 
   template <class Type>
-  __device__ void write_as(const Output& out, const Work& w, int my_keys, const Accumulator<Dim>& x,
-                           int columns) const {
+  __device__ void write_as(const Output& out, const BackwardWork& w, int my_keys, int my_channel,
+                           const Accumulator<kChannels>& x, int columns) const {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int j = w.first_key + my_keys + fragment_row() + 8 * row;
-      store_row(out.row<Type>(w.batch, w.kv_head, static_cast<int64_t>(w.k.first) + j), j < w.k.tokens, x, row,
-                columns);
+      store_row(out.row<Type>(w.batch, w.kv_head, static_cast<int64_t>(w.k.first) + j) + my_channel, j < w.k.tokens, x,
+                row, columns - my_channel);
     }
   }
 };
@@ -314,10 +362,7 @@ __global__ void __launch_bounds__(Backward<T, Dim, order>::kThreads, 1)
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
   Kernel kernel{arguments, shared};
   if (threadIdx.x == 0) {
-    for (unsigned*& turn : shared.turn) turn = nullptr;
-    shared.keys.init(Kernel::kReaders);
-    shared.q_ring.init(Kernel::kReaders);
-    shared.do_ring.init(Kernel::kReaders);
+    shared.init();
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
   __syncthreads();

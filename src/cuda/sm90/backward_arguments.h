@@ -49,8 +49,8 @@ struct BackwardArguments {
   // [batch, head, q block][2][query of the block]: lse in base 2 less weight_exponent; delta as the products have it.
   const float* rows;
   float* dq;  // [batch, head, q block]: sums, as the warpgroups hold them
-  // [batch, head, q block][2], 0 when the kernel starts: how many blocks of keys have added to dq of a tile, for each
-  // warpgroup. Null where they may add in any order.
+  // [batch, head, q block][8], 0 when the kernel starts: how many blocks of keys have added to dq of a tile, for each
+  // warp. Null where they may add in any order.
   unsigned* turns;
   const Exponents* exponents;  // [batch, kv head]
   Blocks q_blocks, k_blocks;
@@ -58,7 +58,9 @@ struct BackwardArguments {
   int batch, heads, kv_heads;
   int dim, dim_v;
   unsigned* counter;
-  int section;           // kv heads that share L2
+  int section;  // kv heads that share L2
+  // Blocks of keys of a head that may run at once: no more than the grid has thread blocks for each head of a section.
+  int cohort;
   float scale;           // of the logits
   int weight_exponent;   // p is rounded times 2 to this power
   int product_exponent;  // do v^T is multiplied by 2 to this power before ds is rounded

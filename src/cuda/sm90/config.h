@@ -43,21 +43,26 @@ struct ForwardTile<Dims256, shape> {
   static constexpr int kWarpgroups = 2, kKeys = 80, kRegisters = 240, kLoaderRegisters = 24;
 };
 
-// Backward: `kQueries` per step, `kKeys` per thread block, half of them in each of two warpgroups. A warpgroup holds
-// s, dp (queries / 2 registers each), dk, dv (dim / 2 each) and its half of dq.
-constexpr int kBackwardKeys = 128;
-// In which order blocks of keys add to dq: any, or always the same.
-enum class Order { any, ascending };
+// Backward: `kQueries` per step, `kKeys` per thread block, `kDoStages` stages of do. Two warpgroups share the work:
+// where a thread block has 128 keys, each has 64 of them and holds s, dp (queries / 2 registers each), dk, dv (dim / 2
+// each) and half of dq; where it has 64, each has all of them but half of the channels of dk, dv and dq. In which order
+// blocks of keys add to dq: any, or always the same.
+enum class Order { any, fixed };
+constexpr int kBackwardWarps = 8;  // that compute
 constexpr int kBackwardRegisters = 232, kBackwardLoaderRegisters = 40;
 template <int Dim>
 struct BackwardTile;
 template <>
 struct BackwardTile<64> {
-  static constexpr int kQueries = 128;
+  static constexpr int kQueries = 128, kKeys = 128, kDoStages = 2;
 };
 template <>
 struct BackwardTile<128> {
-  static constexpr int kQueries = 64;
+  static constexpr int kQueries = 64, kKeys = 128, kDoStages = 2;
+};
+template <>
+struct BackwardTile<256> {
+  static constexpr int kQueries = 64, kKeys = 64, kDoStages = 1;
 };
 static_assert(2 * kBackwardRegisters + kBackwardLoaderRegisters <= 504);
 

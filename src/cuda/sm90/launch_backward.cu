@@ -12,7 +12,10 @@
 namespace octet::cuda::sm90 {
 namespace {
 
-int dim_of(const Problem& p) { return std::max(p.dim, p.dim_v) <= 64 ? 64 : 128; }
+int dim_of(const Problem& p) {
+  const int64_t dim = std::max(p.dim, p.dim_v);
+  return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
+}
 
 // Operands in f16: always at precision f16, and at bf16 by the remedy.
 bool inside(const Problem& p) { return p.precision == OCTET_PRECISION_F16 || p.remedy == OCTET_REMEDY_F16_INSIDE; }
@@ -23,7 +26,7 @@ bool needs_exact_o(const Problem& p) {
 }
 
 Kernel kernel_of(const Problem& p) {
-  const Order order = p.deterministic ? Order::ascending : Order::any;
+  const Order order = p.deterministic ? Order::fixed : Order::any;
   return inside(p) ? backward_kernel<F16>(dim_of(p), order) : backward_kernel<Bf16>(dim_of(p), order);
 }
 
@@ -103,7 +106,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   const std::size_t dq_floats = q_tiles * kernel.rows * dim;
   auto* const dq = carver.take<float>(dq_floats);
   auto* const counter = carver.take<unsigned>(1);
-  const std::size_t turns_count = p.deterministic ? 2 * q_tiles : 0;
+  const std::size_t turns_count = p.deterministic ? kBackwardWarps * q_tiles : 0;
   unsigned* const turns = p.deterministic ? carver.take<unsigned>(turns_count) : nullptr;
   const Result dk(p.dk, carver), dv(p.dv, carver);
   if (!workspace || !(p.dq.elements() || p.dk.elements())) return carver.used();
@@ -120,8 +123,14 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "cudaMemsetAsync");
   if (turns) check(cudaMemsetAsync(turns, 0, turns_count * sizeof *turns, stream), "cudaMemsetAsync");
 
+  int processors = 0;
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
+  const auto grid = static_cast<unsigned>(std::min<std::size_t>(k_tiles, processors));
   constexpr int64_t kShareOfL2 = 32 << 20;
   const int64_t head_bytes = std::max<int64_t>(p.group() * p.tokens_q * dim * (2 + 2 + 4), 1);
+  const int section =
+      p.windowed ? static_cast<int>(std::clamp<int64_t>(kShareOfL2 / head_bytes, 1, static_cast<int64_t>(kv_heads)))
+                 : 1;
   BackwardArguments a{.q = prepared.q_tiles,
                       .k = prepared.k_tiles,
                       .k_smooth = prepared.k_smooth_tiles,
@@ -140,26 +149,25 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                       .dim = static_cast<int>(p.dim),
                       .dim_v = static_cast<int>(p.dim_v),
                       .counter = counter,
-                      .section = p.windowed ? static_cast<int>(std::clamp<int64_t>(kShareOfL2 / head_bytes, 1,
-                                                                                   static_cast<int64_t>(kv_heads)))
-                                            : 1,
+                      .section = section,
+                      .cohort = std::max(static_cast<int>(grid) / section, 1),
                       .scale = p.scale,
                       .weight_exponent = weight_exponent,
                       .product_exponent = product_exponent,
                       .dk = dk.output(),
                       .dv = dv.output()};
   if (k_tiles) {
-    int processors = 0;
-    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index),
-          "cudaDeviceGetAttribute");
     check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
           "cudaFuncSetAttribute");
     void* arguments[] = {&a};
-    const auto grid = static_cast<unsigned>(std::min<std::size_t>(k_tiles, processors));
-    check(cudaLaunchKernel(kernel.function, dim3(grid), dim3(kernel.threads), arguments, kernel.shared_bytes, stream),
-          "cudaLaunchKernel");
+    // In fixed order thread blocks wait for each other: a cooperative launch has all of them on the device, or fails.
+    using Launch = cudaError_t(const void*, dim3, dim3, void**, std::size_t, cudaStream_t);
+    Launch* const launch =
+        p.deterministic ? static_cast<Launch*>(cudaLaunchCooperativeKernel) : static_cast<Launch*>(cudaLaunchKernel);
+    check(launch(kernel.function, dim3(grid), dim3(kernel.threads), arguments, kernel.shared_bytes, stream),
+          p.deterministic ? "cudaLaunchCooperativeKernel" : "cudaLaunchKernel");
   }
-  if (p.dq.elements()) gather_dq(a, strided(p.dq), stream);
+  if (p.dq.elements()) gather_dq(a, dim, strided(p.dq), stream);
   dk.deliver(stream), dv.deliver(stream);
   return carver.used();
 }

@@ -14,6 +14,5 @@ std::string forward_name(const Problem& p);
 
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string backward_name(const Problem& p);
-constexpr int kMaxBackwardDim = 128;
 
 }  // namespace octet::cuda::sm90

@@ -182,6 +182,9 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const Preparation p, int
 template <int Dim>
 __global__ void __launch_bounds__(kThreads) dq_kernel(const BackwardArguments a, const Strided dq) {
   constexpr int kQueries = BackwardTile<Dim>::kQueries, kLines = Dim / kVector;
+  // Two warpgroups share a tile: each has 64 queries, and as many channels as make half of it.
+  constexpr bool kByQueries = kQueries > kWarpgroupRows;
+  constexpr int kLinesOfOne = kByQueries ? kLines : kLines / 2;
   const int head_index = blockIdx.x, block = blockIdx.y;
   const int batch = head_index / a.heads, head = head_index % a.heads;
   const Blocks::Sequence sequence = a.q_blocks.sequence_of(block);
@@ -197,9 +200,9 @@ __global__ void __launch_bounds__(kThreads) dq_kernel(const BackwardArguments a,
 #pragma unroll 2
   for (int pair = threadIdx.x / kLines; pair < kQueries / 2; pair += kThreads / kLines) {
     const int row = pair / 8 * 16 + pair % 8, r = row % kWarpgroupRows;
-    const int warpgroup = kQueries == kWarpgroupRows ? line / 8 : row / kWarpgroupRows;
+    const int warpgroup = kByQueries ? row / kWarpgroupRows : line / kLinesOfOne;
     const float* const from =
-        tile + warpgroup * (kQueries * Dim / 2) + line % 8 * (kWarpgroup * 4) + (r / 16 * 32 + r % 8 * 4) * 4;
+        tile + warpgroup * (kQueries * Dim / 2) + line % kLinesOfOne * (kWarpgroup * 4) + (r / 16 * 32 + r % 8 * 4) * 4;
     Vector x[kRowsPerThread];
     for (int j = 0; j < 4; ++j) {
       const float4 four = reinterpret_cast<const float4*>(from)[j];
@@ -250,9 +253,9 @@ void prepare(const Preparation& p, cudaStream_t stream) {
   check(cudaGetLastError(), "prepare");
 }
 
-void gather_dq(const BackwardArguments& a, const Strided& dq, cudaStream_t stream) {
+void gather_dq(const BackwardArguments& a, int tile_dim, const Strided& dq, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(a.batch * a.heads), static_cast<unsigned>(a.q_blocks.count));
-  const auto kernel = a.q_blocks.rows == BackwardTile<64>::kQueries ? dq_kernel<64> : dq_kernel<128>;
+  const auto kernel = tile_dim == 64 ? dq_kernel<64> : tile_dim == 128 ? dq_kernel<128> : dq_kernel<256>;
   kernel<<<grid, kThreads, 0, stream>>>(a, dq);
   check(cudaGetLastError(), "gather_dq");
 }

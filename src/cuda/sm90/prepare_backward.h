@@ -32,6 +32,6 @@ struct Preparation {
 void prepare(const Preparation& p, cudaStream_t stream);
 
 // dq = scale times the sums.
-void gather_dq(const BackwardArguments& a, const Strided& dq, cudaStream_t stream);
+void gather_dq(const BackwardArguments& a, int tile_dim, const Strided& dq, cudaStream_t stream);
 
 }  // namespace octet::cuda::sm90

@@ -14,12 +14,14 @@ Kernel describe_backward() {
 
 template <class T, int Dim>
 Kernel describe_backward(Order order) {
-  return order == Order::any ? describe_backward<T, Dim, Order::any>() : describe_backward<T, Dim, Order::ascending>();
+  return order == Order::any ? describe_backward<T, Dim, Order::any>() : describe_backward<T, Dim, Order::fixed>();
 }
 
 template <class T>
 Kernel backward_kernel(int dim, Order order) {
-  return dim == 64 ? describe_backward<T, 64>(order) : describe_backward<T, 128>(order);
+  return dim == 64    ? describe_backward<T, 64>(order)
+         : dim == 128 ? describe_backward<T, 128>(order)
+                      : describe_backward<T, 256>(order);
 }
 
 }  // namespace octet::cuda::sm90
