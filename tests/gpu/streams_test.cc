@@ -165,9 +165,17 @@ TEST(Refusals, NameWhatIsMissing) {
     }
     return std::string("accepted");
   };
+  Attention sage = on_gpu(c, false);
+  sage.precision = Precision::sagebwd;
+  EXPECT_NE(message(c, sage).find("sm90: it has no sagebwd; it has: f16, bf16, int8"), std::string::npos)
+      << message(c, sage);
   Attention int8 = on_gpu(c, false);
   int8.precision = Precision::int8;
-  EXPECT_NE(message(c, int8).find("sm90: it has no int8; it has: f16, bf16"), std::string::npos) << message(c, int8);
+  EXPECT_NE(message(named("dim_160"), int8).find("sm90: it has no int8 for head dim 160; it has: up to 128"),
+            std::string::npos)
+      << message(named("dim_160"), int8);
+  int8.smooth_q = Switch::on;
+  EXPECT_NE(message(c, int8).find("sm90: smooth_q is not in its kernels"), std::string::npos) << message(c, int8);
   Attention beta = on_gpu(c, false);
   beta.remedy = Remedy::beta;
   EXPECT_NE(message(c, beta).find("it has no remedy beta"), std::string::npos) << message(c, beta);

@@ -44,6 +44,21 @@ struct ForwardTile<Dims256, shape> {
   static constexpr int kWarpgroups = 2, kKeys = 80, kRegisters = 240, kLoaderRegisters = 24;
 };
 
+// 8-bit forward. Products with v go to an accumulator of their own, as large as o, which is added to o with a scale: at
+// d = 128 and 128 keys a warpgroup holds s (64), that (68) and o (68) while the next product q k^T runs. The loader
+// brings steps too and holds more addresses than 24 registers.
+constexpr int kByteStages = 3;  // of k, and of v
+template <class Precision, class Dims>
+struct ByteForwardTile;
+template <class Precision>
+struct ByteForwardTile<Precision, Dims64> {
+  static constexpr int kWarpgroups = 3, kKeys = Precision::kPart ? 64 : 96, kRegisters = 152, kLoaderRegisters = 56;
+};
+template <class Precision>
+struct ByteForwardTile<Precision, Dims128> {
+  static constexpr int kWarpgroups = 2, kKeys = Precision::kPart ? 64 : 128, kRegisters = 232, kLoaderRegisters = 40;
+};
+
 // Backward: `kQueries` per step, `kKeys` per thread block, half of them in each of two warpgroups. A warpgroup holds
 // s, dp (queries / 2 registers each), dk, dv (dim / 2 each) and its half of dq.
 constexpr int kBackwardKeys = 128;
