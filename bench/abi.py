@@ -14,7 +14,7 @@ _spec = importlib.util.spec_from_file_location("octet_abi", ROOT / "python/octet
 abi = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(abi)
 
-DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int32: "i32"}
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int32: "i32", torch.float8_e4m3fn: "e4m3"}
 REMEDIES = abi.REMEDIES
 FORWARD, BACKWARD = abi.PASSES["forward"], abi.PASSES["backward"]
 

@@ -21,9 +21,9 @@ CUDA = ["cuda/atomic", "cuda/ptx", "cudaTypedefs.h"]  # the toolkit's own header
 RULES["src/cuda/ptx"] = [*CUDA, "cuda/ptx/"]
 RULES["src/cuda/tile"] = [*CUDA, "cuda/ptx/", "cuda/tile/"]
 RULES["src/cuda/attn"] = [*CUDA, "cuda/ptx/", "cuda/tile/", "cuda/attn/"]
-RULES["src/cuda/quant"] = [*CUDA, "octet/", "core/", "cuda/attn/", "cuda/host/status.h", "cuda/quant/"]
+RULES["src/cuda/quant"] = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/tile/", "cuda/attn/", "cuda/host/status.h", "cuda/quant/"]
 RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/attn/", "cuda/host/", "cuda/quant/"]
-RULES["src/cuda/sm90"] = [*CUDA, "octet/", "core/", "cuda/"]
+RULES["src/cuda/sm90"] = [*CUDA, "octet/", "core/", "cpu/rows.h", "cuda/"]  # the quantisers' constants are the CPU's
 RULES["tests/gpu"] = ["octet/", "support/", "passes/", "gpu/", "gtest/"]
 # The kernels of the CPU know the hall and one another, but not the quantisers or the reference.
 RULES["src/cpu/kernels"] = ["octet/", "core/", "cpu/kernels/", "cpu/rows.h", "cpu/parallel.h", "cpu/elements.h", "cpu/isa.h"]

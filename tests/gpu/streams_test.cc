@@ -217,9 +217,17 @@ TEST(Refusals, NameWhatIsMissing) {
     }
     return std::string("accepted");
   };
+  Attention sage = on_gpu(c, false);
+  sage.precision = Precision::sagebwd;
+  EXPECT_NE(message(c, sage).find("sm90: it has no sagebwd; it has: f16, bf16, int8"), std::string::npos)
+      << message(c, sage);
   Attention int8 = on_gpu(c, false);
   int8.precision = Precision::int8;
-  EXPECT_NE(message(c, int8).find("sm90: it has no int8; it has: f16, bf16"), std::string::npos) << message(c, int8);
+  EXPECT_NE(message(named("dim_160"), int8).find("sm90: it has no int8 for head dim 160; it has: up to 128"),
+            std::string::npos)
+      << message(named("dim_160"), int8);
+  int8.smooth_q = Switch::on;
+  EXPECT_NE(message(c, int8).find("sm90: smooth_q is not in its kernels"), std::string::npos) << message(c, int8);
   const Case& masked = named("mask_keys");
   EXPECT_NE(message(masked, on_gpu(masked, false)).find("it takes no mask tensor"), std::string::npos);
   Attention cpu = on_gpu(c, false);

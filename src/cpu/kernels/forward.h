@@ -157,7 +157,7 @@ struct Forward {
     const bool v_finite = this->v_finite(index, tiles);
     const bool all_seen = !p.mask.present() && p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens).first <= key &&
                           p.keys_of(token, seq.q_tokens, seq.k_tokens).last >= key + keys;
-    const bool lazy = all_seen && !plan.beta && (format != PFormat::u8 || v_finite);
+    const bool lazy = all_seen && !plan.beta && v_finite;
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t last = std::min(first + kLanes, rows);
       bool done[kLanes] = {};

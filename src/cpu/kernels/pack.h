@@ -110,7 +110,7 @@ struct KeySide {
   float* k_scale;                      // [tile][kKeys]; null without scales
   int32_t* k_correction;               // [tile][kKeys]: undoes the bias of signed A
   float* v_scale;                      // [tile][kKeys] with VScale::token
-  bool* v_finite;                      // [tile]: v holds neither NaN nor infinity
+  bool* v_finite;                      // [tile]: all of v is below 2^100: p v is a float even where p is above 1
   float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax
   int64_t k_words, v_words, v_columns;
   int64_t v_panel;             // columns of v that lie together; v_columns: all
@@ -302,7 +302,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     std::memset(v_rows + valid * columns, 0, sizeof(float) * static_cast<std::size_t>((kKeys - valid) * columns));
   } else {
     load_operand(p.v, plan.v_coded, seq.batch, g, token, valid, kKeys, columns, v_rows);
-    finite = row_amax(v_rows, kKeys * columns) < __builtin_inff();
+    finite = row_amax(v_rows, kKeys * columns) < 0x1p100f;
     for (int64_t r = 0; r < valid && plan.smooth_v && !plan.v_coded; ++r)
       subtract(v_rows + r * columns, v_mean, p.dim_v);
     if (plan.v_coded) {
@@ -369,7 +369,7 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
                   int64_t words, QueryRows& found) {
   alignas(64) float buffer[kMaxBlockRows * kMaxDim];
   const int64_t width = padded<Qk>(padded_columns(p.dim));
-  const bool in_place = std::is_same_v<Qk, F32> && stride == width;  // words are floats
+  const bool in_place = std::is_same_v<Qk, F32> && words == width && stride == width;  // words are floats
   float* rows = in_place ? reinterpret_cast<float*>(q) : buffer;
   float(&steps)[kMaxBlockRows] = found.step;
   for (int64_t r = 0; r < count; ++r) steps[r] = 1.f;

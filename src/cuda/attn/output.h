@@ -47,6 +47,25 @@ __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, i
       if (present && 8 * i < columns)
         *reinterpret_cast<float2*>(row + 8 * i + fragment_column()) = {x.x[4 * i + 2 * which],
                                                                        x.x[4 * i + 2 * which + 1]};
+  } else if constexpr (sizeof(T) == 1) {
+    // Eight blocks of 8 columns at a time: each thread writes two neighbours.
+#pragma unroll
+    for (int i = 0; i < Columns / 8; i += 8) {
+      uint32_t words[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const float* low = &x.x[4 * (i + 2 * b) + 2 * which];
+        words[b] = ptx::pack<T>(low[0], low[1], low[4], low[5]);
+      }
+      transpose_quad(words);
+      const int column = 8 * i + 16 * (threadIdx.x % 4);
+      if (present && column < columns)
+        *reinterpret_cast<uint2*>(row + column) = {__byte_perm(words[0], words[1], 0x5410),
+                                                   __byte_perm(words[2], words[3], 0x5410)};
+      if (present && column + 8 < columns)
+        *reinterpret_cast<uint2*>(row + column + 8) = {__byte_perm(words[0], words[1], 0x7632),
+                                                       __byte_perm(words[2], words[3], 0x7632)};
+    }
   } else {
     // Four blocks of 8 columns at a time, so that each thread writes 16 bytes of one block.
 #pragma unroll

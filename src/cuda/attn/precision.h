@@ -1,10 +1,18 @@
-// The 16-bit precisions: what the two products of attention multiply.
+// The precisions: what the two products of attention multiply.
 //
-// A precision is a type with
+// A 16-bit precision is a type with
 //   Operand  elements of q and k in shared memory        Logits  their product's accumulator
 //   Weight   elements of p and v                         kWeightExponent  p is rounded times 2 to this power
 //   kLargestWeight  up to where weights over an old maximum are kept, the rounded ones and their sums in a thread
-// The forward mainloop is written over it; docs/hopper.md shows how an 8-bit one fits.
+// sm90/forward.h is written over it.
+//
+// An 8-bit precision (sm90/byte_forward.h) is a type with
+//   Code     of q and k, with a step for each query and, with kKeySteps, for each key; Sum of their products
+//   Weight   codes of p        Value  codes of v
+//   kTop     what p = 1 becomes before it is rounded
+//   kPart    keys of which p times the token's step of v is rounded on the scale of its largest, for each query;
+//            0: p is rounded as it is, and v has a step for each channel
+//   kSumRounded  l adds the rounded p, else p
 #pragma once
 #include "cuda/ptx/types.h"
 #include "cuda/tile/fragment.h"
@@ -42,5 +50,45 @@ template <class Precision>
 constexpr bool kHasBeta = false;
 template <class Precision>
 constexpr bool kHasBeta<WithBeta<Precision>> = true;
+
+struct PrecisionInt8 {
+  using Code = S8;
+  using Sum = int;
+  using Weight = U8;
+  using Value = S8;
+  static constexpr float kTop = 1.f;
+  static constexpr bool kKeySteps = true, kSumRounded = false;
+  static constexpr int kPart = 64;
+};
+
+struct PrecisionInt8Fp8 {
+  using Code = S8;
+  using Sum = int;
+  using Weight = E4m3;
+  using Value = E4m3;
+  static constexpr float kTop = 448.f;
+  static constexpr bool kKeySteps = true, kSumRounded = true;
+  static constexpr int kPart = 0;
+};
+
+struct PrecisionFp8 {
+  using Code = E4m3;
+  using Sum = float;
+  using Weight = E4m3;
+  using Value = E4m3;
+  static constexpr float kTop = 448.f;
+  static constexpr bool kKeySteps = true, kSumRounded = true;
+  static constexpr int kPart = 0;
+};
+
+// Keys that came as e4m3.
+struct PrecisionFp8Given : PrecisionFp8 {
+  static constexpr bool kKeySteps = false;
+};
+
+struct PrecisionFp8Raw : PrecisionFp8Given {
+  static constexpr float kTop = 1.f;
+  static constexpr bool kSumRounded = false;
+};
 
 }  // namespace octet::cuda

@@ -7,10 +7,19 @@
 namespace octet::cuda {
 namespace {
 
-int64_t bytes(octet_dtype type) { return type == OCTET_F32 ? 4 : 2; }
+int64_t bytes(octet_dtype type) { return type == OCTET_F32 ? 4 : type == OCTET_E4M3 ? 1 : 2; }
 
 Element element(octet_dtype type) {
-  return type == OCTET_F32 ? Element::f32 : type == OCTET_F16 ? Element::f16 : Element::bf16;
+  switch (type) {
+    case OCTET_F32:
+      return Element::f32;
+    case OCTET_F16:
+      return Element::f16;
+    case OCTET_E4M3:
+      return Element::e4m3;
+    default:
+      return Element::bf16;
+  }
 }
 
 // A dense tensor of t's shape in the workspace. `broadcast`: heads and batch elements of stride 0 stay so, and take no
@@ -22,7 +31,8 @@ View dense(const View& t, octet_dtype type, bool broadcast, Carver& workspace) {
   for (int i = 3; i >= 0; --i) {
     if (broadcast && t.stride[i] == 0 && i < 2) continue;
     d.stride[i] = step;
-    step *= t.shape[i];
+    // Rows of bytes are filled up to whole 16-byte words; those of wider types are such.
+    step *= i == 3 && bytes(type) == 1 ? (t.shape[i] + 15) / 16 * 16 : t.shape[i];
   }
   d.data = workspace.take(static_cast<std::size_t>(step * bytes(type)));
   return d;

@@ -10,7 +10,14 @@ namespace octet::cuda {
 namespace {
 
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
-constexpr int kPanelColumns = 64;
+
+int64_t size_of(octet_dtype type) { return type == OCTET_I8 || type == OCTET_E4M3 ? 1 : 2; }
+
+CUtensorMapDataType type_of(octet_dtype type) {
+  return type == OCTET_F16    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+         : type == OCTET_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                              : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+}
 
 // Found at run time, so that the library loads without a driver.
 PFN_cuTensorMapEncodeTiled_v12000 encoder() {
@@ -34,14 +41,15 @@ const char* tensor_map_objection() {
 bool reads_directly(const View& t) {
   if (reinterpret_cast<uintptr_t>(t.data) % 16 || (t.shape[3] > 1 && t.stride[3] != 1)) return false;
   for (int i = 0; i < 3; ++i) {
-    const int64_t bytes = 2 * t.stride[i];
+    const int64_t bytes = size_of(t.dtype) * t.stride[i];
     if (t.shape[i] > 1 && bytes && (bytes < 0 || bytes % 16 || bytes >= kMaxStrideBytes)) return false;
     if (t.shape[i] > 1 && !bytes && i == 2) return false;  // one token for all
   }
   return true;
 }
 
-CUtensorMap tensor_map(const View& t, int rows) {
+CUtensorMap tensor_map(const View& t, int rows, int columns) {
+  const int64_t size = size_of(t.dtype);
   // Innermost first: dim, token, head, batch.
   cuuint64_t shape[4], stride[3];
   for (int i = 0; i < 4; ++i) shape[i] = static_cast<cuuint64_t>(t.shape[3 - i]);
@@ -49,14 +57,17 @@ CUtensorMap tensor_map(const View& t, int rows) {
     const int64_t step = t.stride[2 - i];
     if (step == 0) shape[i + 1] = 1;
     // The stride of a dimension with one element is never used, but has to be valid.
-    stride[i] = shape[i + 1] == 1 ? 16 * ((2 * shape[0] + 15) / 16) : static_cast<cuuint64_t>(2 * step);
+    stride[i] = shape[i + 1] == 1 ? 16 * ((size * shape[0] + 15) / 16) : static_cast<cuuint64_t>(size * step);
   }
-  const cuuint32_t box[4] = {kPanelColumns, static_cast<cuuint32_t>(rows), 1, 1}, element_stride[4] = {1, 1, 1, 1};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(rows), 1, 1},
+                   element_stride[4] = {1, 1, 1, 1};
+  const CUtensorMapSwizzle swizzle = columns * size == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : columns * size == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                            : CU_TENSOR_MAP_SWIZZLE_32B;
   CUtensorMap map;
   const CUresult result =
-      encoder()(&map, t.dtype == OCTET_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
-                t.data, shape, stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encoder()(&map, type_of(t.dtype), 4, t.data, shape, stride, box, element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw Failure(OCTET_FAILURE, text("cuTensorMapEncodeTiled: error ", static_cast<int>(result)));
   return map;

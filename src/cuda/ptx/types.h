@@ -1,7 +1,8 @@
-// The 16-bit operand types and how two float32 become one register of them.
+// The operand types of matrix instructions and how float32 become registers of them.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -9,6 +10,9 @@ namespace octet::cuda {
 
 using Bf16 = __nv_bfloat16;
 using F16 = __half;
+using E4m3 = __nv_fp8_e4m3;
+using S8 = int8_t;
+using U8 = uint8_t;
 
 }  // namespace octet::cuda
 
@@ -27,6 +31,42 @@ template <>
 __device__ inline uint32_t pack<F16>(float low, float high) {
   uint32_t d;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+// Four numbers as the bytes of one register, x0 in the lowest, to nearest, ties to even, saturating.
+template <class T>
+__device__ inline uint32_t pack(float x0, float x1, float x2, float x3);
+// cvt.rn.satfinite.e4m3x2.f32; NaN stays NaN. PTX ISA, 9.7.9.21.
+template <>
+__device__ inline uint32_t pack<E4m3>(float x0, float x1, float x2, float x3) {
+  uint32_t d;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(d)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return d;
+}
+// cvt.rni.s32.f32 and cvt.pack.sat, which ptxas makes one instruction for two numbers; NaN gives 0. PTX ISA, 9.7.9.22.
+__device__ inline int nearest(float x) {
+  int i;
+  asm("cvt.rni.s32.f32 %0, %1;" : "=r"(i) : "f"(x));
+  return i;
+}
+template <>
+__device__ inline uint32_t pack<S8>(float x0, float x1, float x2, float x3) {
+  uint32_t high, d;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(high) : "r"(nearest(x3)), "r"(nearest(x2)));
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(nearest(x1)), "r"(nearest(x0)), "r"(high));
+  return d;
+}
+template <>
+__device__ inline uint32_t pack<U8>(float x0, float x1, float x2, float x3) {
+  uint32_t high, d;
+  asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, 0;" : "=r"(high) : "r"(nearest(x3)), "r"(nearest(x2)));
+  asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(nearest(x1)), "r"(nearest(x0)), "r"(high));
   return d;
 }
 

@@ -9,11 +9,18 @@ import sys
 # Columns of the accumulator that the tiles of sm90/config.h need.
 SIZES = [64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
 TYPES = {"Bf16": "bf16", "F16": "f16"}
+# 8-bit operands: of a and b, the accumulator in C++ and in PTX, sizes.
+BYTE_TYPES = {
+    "S8, S8": ("s8", "s8", "int", "s32", [64, 96, 128, 160, 192, 256]),
+    "U8, S8": ("u8", "s8", "int", "s32", [64, 128]),
+    "E4m3, E4m3": ("e4m3", "e4m3", "float", "f32", [64, 72, 96, 128, 136, 160, 192, 256]),
+}
 
 HEAD = """// Written by src/cuda/ptx/wgmma.py; do not edit.
 //
-// d[64 x N] (+)= a[64 x 16] b[16 x N], float32 accumulators. ss: a and b in shared memory, given by descriptors; rs: a
-// in registers. TransposeA/B: 0 where the operand's rows run along the index of summation, 1 where they run across it.
+// Wgmma: d[64 x N] (+)= a[64 x 16] b[16 x N], float32 accumulators. ss: a and b in shared memory, given by descriptors;
+// rs: a in registers. TransposeA/B: 0 where the operand's rows run along the index of summation, 1 where they run
+// across it. ByteWgmma: the same with 8-bit operands, 32 deep, whose rows run along the index of summation.
 // `accumulate` false starts from zero. Asynchronous: see wgmma_commit and wgmma_wait in ptx/warpgroup.h.
 #pragma once
 #include <cstdint>
@@ -24,6 +31,8 @@ namespace octet::cuda::ptx {
 
 template <class Operand, int N>
 struct Wgmma;
+template <class A, class B, int N>
+struct ByteWgmma;
 """
 
 FUNCTIONS = """
@@ -48,6 +57,27 @@ struct Wgmma<{tag}, {n}> {{
 }};
 """
 
+BYTE_FUNCTIONS = """
+template <>
+struct ByteWgmma<{tags}, {n}> {{
+  using Sum = {sum};
+  static __device__ void ss({sum} (&d)[{count}], uint64_t a, uint64_t b, bool accumulate) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{after_ss}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k32.{type} {{{d}}}, %{a_ss}, %{b_ss}, p{signs};\\n}}\\n"
+        : {outputs}
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+  }}
+  static __device__ void rs({sum} (&d)[{count}], const uint32_t* a, uint64_t b, bool accumulate) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{after_rs}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{n}k32.{type} {{{d}}}, {{{a_rs}}}, %{b_rs}, p{signs};\\n}}\\n"
+        : {outputs}
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+  }}
+}};
+"""
+
 
 def functions(tag, type_name, n):
     count = n // 2
@@ -59,8 +89,20 @@ def functions(tag, type_name, n):
         a_rs=", ".join(f"%{count + i}" for i in range(4)), b_rs=count + 4, after_rs=count + 5, tb_rs=count + 6)
 
 
+def byte_functions(tags, a, b, sum_type, sum_name, n):
+    count = n // 2
+    return BYTE_FUNCTIONS.format(
+        tags=tags, type=f"{sum_name}.{a}.{b}", sum=sum_type, n=n, count=count,
+        signs=", 1, 1" if sum_type == "float" else "",
+        d=", ".join(f"%{i}" for i in range(count)),
+        outputs=", ".join(f'"+{"f" if sum_type == "float" else "r"}"(d[{i}])' for i in range(count)),
+        a_ss=count, b_ss=count + 1, after_ss=count + 2,
+        a_rs=", ".join(f"%{count + i}" for i in range(4)), b_rs=count + 4, after_rs=count + 5)
+
+
 def main():
     body = "".join(functions(tag, name, n) for tag, name in TYPES.items() for n in SIZES)
+    body += "".join(byte_functions(tags, *names, n) for tags, (*names, sizes) in BYTE_TYPES.items() for n in sizes)
     pathlib.Path(sys.argv[1]).write_text(HEAD + body + "\n}  // namespace octet::cuda::ptx\n")
 
 

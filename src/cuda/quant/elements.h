@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -13,14 +14,26 @@ constexpr int kVector = 8;  // head dims are multiples of it
 
 using Vector = float[kVector];
 
+// The words in which a vector of T is moved.
+template <class T>
+struct Words {
+  using Word = uint4;
+};
+template <>
+struct Words<__nv_fp8_e4m3> {
+  using Word = uint2;
+};
+
 template <class T>
 __device__ void read_as(const T* x, int64_t stride, Vector& to) {
-  if (stride == 1 && reinterpret_cast<uintptr_t>(x) % 16 == 0) {
+  using Word = typename Words<T>::Word;
+  constexpr int kWords = sizeof(T) * kVector / sizeof(Word);
+  if (stride == 1 && reinterpret_cast<uintptr_t>(x) % sizeof(Word) == 0) {
     union {
-      uint4 words[sizeof(T) * kVector / 16];
+      Word words[kWords];
       T elements[kVector];
     } line;
-    for (int i = 0; i < int(sizeof(T)) * kVector / 16; ++i) line.words[i] = reinterpret_cast<const uint4*>(x)[i];
+    for (int i = 0; i < kWords; ++i) line.words[i] = reinterpret_cast<const Word*>(x)[i];
     for (int i = 0; i < kVector; ++i) to[i] = float(line.elements[i]);
     return;
   }
@@ -29,13 +42,15 @@ __device__ void read_as(const T* x, int64_t stride, Vector& to) {
 
 template <class T>
 __device__ void write_as(T* x, int64_t stride, const Vector& from) {
-  if (stride == 1 && reinterpret_cast<uintptr_t>(x) % 16 == 0) {
+  using Word = typename Words<T>::Word;
+  constexpr int kWords = sizeof(T) * kVector / sizeof(Word);
+  if (stride == 1 && reinterpret_cast<uintptr_t>(x) % sizeof(Word) == 0) {
     union {
-      uint4 words[sizeof(T) * kVector / 16];
+      Word words[kWords];
       T elements[kVector];
     } line;
     for (int i = 0; i < kVector; ++i) line.elements[i] = T(from[i]);
-    for (int i = 0; i < int(sizeof(T)) * kVector / 16; ++i) reinterpret_cast<uint4*>(x)[i] = line.words[i];
+    for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(x)[i] = line.words[i];
     return;
   }
   for (int i = 0; i < kVector; ++i) x[i * stride] = T(from[i]);
@@ -51,6 +66,8 @@ __device__ void visit(Element element, const F& f) {
       return f(static_cast<__half*>(nullptr));
     case Element::bf16:
       return f(static_cast<__nv_bfloat16*>(nullptr));
+    case Element::e4m3:
+      return f(static_cast<__nv_fp8_e4m3*>(nullptr));
   }
 }
 

@@ -43,6 +43,21 @@ struct ForwardTile<Dims256, shape> {
   static constexpr int kWarpgroups = 2, kKeys = 80, kRegisters = 240, kLoaderRegisters = 24;
 };
 
+// 8-bit forward. Products with v go to an accumulator of their own, as large as o, which is added to o with a scale: at
+// d = 128 and 128 keys a warpgroup holds s (64), that (68) and o (68) while the next product q k^T runs. The loader
+// brings steps too and holds more addresses than 24 registers.
+constexpr int kByteStages = 3;  // of k, and of v
+template <class Precision, class Dims>
+struct ByteForwardTile;
+template <class Precision>
+struct ByteForwardTile<Precision, Dims64> {
+  static constexpr int kWarpgroups = 3, kKeys = Precision::kPart ? 64 : 96, kRegisters = 152, kLoaderRegisters = 56;
+};
+template <class Precision>
+struct ByteForwardTile<Precision, Dims128> {
+  static constexpr int kWarpgroups = 2, kKeys = Precision::kPart ? 64 : 128, kRegisters = 232, kLoaderRegisters = 40;
+};
+
 // Backward: `kQueries` per step, `kKeys` per thread block, `kDoStages` stages of do. Two warpgroups share the work:
 // where a thread block has 128 keys, each has 64 of them and holds s, dp (queries / 2 registers each), dk, dv (dim / 2
 // each) and half of dq; where it has 64, each has all of them but half of the channels of dk, dv and dq. In which order

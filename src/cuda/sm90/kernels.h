@@ -17,6 +17,10 @@ struct Kernel {
 template <class Precision>
 Kernel forward_kernel(DimsIndex dims, Shape shape);
 
+// Up to d128.
+template <class Precision>
+Kernel byte_forward_kernel(DimsIndex dims);
+
 // rows: queries of a tile.
 template <class T>
 Kernel backward_kernel(int dim, Order order);

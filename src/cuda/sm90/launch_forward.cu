@@ -6,8 +6,8 @@
 #include "cuda/host/tensor_map.h"
 #include "cuda/sm90/arguments.h"
 #include "cuda/sm90/kernels.h"
+#include "cuda/sm90/launch.h"
 #include "cuda/sm90/passes.h"
-#include "cuda/sm90/plan.h"
 
 namespace octet::cuda::sm90 {
 namespace {
@@ -37,21 +37,6 @@ Kernel kernel_of(const Problem& p) {
   return forward_kernel<PrecisionF16>(dims, shape_of(p));
 }
 
-// As many heads as have keys and values that share L2; one where all blocks of a head are alike.
-int section_of(const Problem& p) {
-  if (!p.windowed) return 1;
-  constexpr int64_t kShareOfL2 = 32 << 20;
-  const int64_t head = std::max<int64_t>(2 * p.tokens_k * (p.dim + p.dim_v), 1);
-  return static_cast<int>(std::clamp<int64_t>(kShareOfL2 / head * p.group(), 1, p.batch * p.heads));
-}
-
-int clamp_side(int64_t keys) { return static_cast<int>(std::min<int64_t>(keys, Mask::kUnbounded)); }
-
-void set_broadcast(const View& t, int (&broadcast)[2]) {
-  broadcast[0] = t.stride[1] != 0;
-  broadcast[1] = t.stride[0] != 0;
-}
-
 }  // namespace
 
 std::string forward_name(const Problem& p) {
@@ -66,10 +51,9 @@ std::string forward_name(const Problem& p) {
 
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const octet_dtype type = p.precision == OCTET_PRECISION_BF16 ? OCTET_BF16 : OCTET_F16;
-  const int sequences = p.packed() ? static_cast<int>(p.cu_seqlens_q.shape[3] - 1) : 0;
   Carver carver(workspace);
   auto* const counter = carver.take<unsigned>(1);
-  int* const blocks_before = p.packed() ? carver.take<int>(sequences + 1) : nullptr;
+  int* const blocks_before = p.packed() ? carver.take<int>(sequences_of(p) + 1) : nullptr;
   const Input q(p.q, type, carver), k(p.k, type, carver);
   const bool scaled = inside(p);
   const Input v(scaled ? View{} : p.v, type, carver);
@@ -82,23 +66,12 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   ForwardArguments a{};
   q.prepare(stream), k.prepare(stream);
   scaled ? v_scaled.prepare(stream) : v.prepare(stream);
-  check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "cudaMemsetAsync");
   const View& values = scaled ? v_scaled.view() : v.view();
   a.q = tensor_map(q.view(), kernel.rows);
   if (p.tokens_k) a.k = tensor_map(k.view(), kernel.keys), a.v = tensor_map(values, kernel.keys);
   set_broadcast(q.view(), a.q_broadcast), set_broadcast(k.view(), a.k_broadcast), set_broadcast(values, a.v_broadcast);
-  a.schedule = {.batch = static_cast<int>(p.batch),
-                .heads = static_cast<int>(p.heads),
-                .q_tokens = static_cast<int>(p.tokens_q),
-                .k_tokens = static_cast<int>(p.tokens_k),
-                .rows = kernel.rows,
-                .section = section_of(p),
-                .counter = counter,
-                .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
-                .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
-                .blocks_before = blocks_before,
-                .sequences = sequences};
-  a.mask = {p.windowed, p.bottom_right, clamp_side(p.left), clamp_side(p.right)};
+  a.schedule = schedule_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
+  a.mask = mask_of(p);
   a.group = static_cast<int>(p.group());
   a.dim_v = static_cast<int>(p.dim_v);
   a.scale_log2e = static_cast<float>(p.scale * 1.4426950408889634);
@@ -107,19 +80,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.v_scale = scaled ? v_scaled.scale() : nullptr;
   a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
 
-  int64_t blocks = (p.tokens_q + kernel.rows - 1) / kernel.rows * p.batch;
-  if (p.packed()) {
-    count_blocks(a.schedule.cu_seqlens_q, sequences, kernel.rows, blocks_before, stream);
-    blocks += sequences;
-  }
-  int processors = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
-        "cudaFuncSetAttribute");
-  void* arguments[] = {&a};
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks * p.heads, processors));
-  check(cudaLaunchKernel(kernel.function, dim3(grid), dim3(kernel.threads), arguments, kernel.shared_bytes, stream),
-        "cudaLaunchKernel");
+  launch(p, kernel, &a, stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);
   return carver.used();

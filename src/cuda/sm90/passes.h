@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <optional>
 #include <string>
 
 #include "core/problem.h"
@@ -11,6 +12,12 @@ namespace octet::cuda::sm90 {
 
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string forward_name(const Problem& p);
+
+// int8, int8_fp8, fp8 and fp8_raw.
+std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream);
+std::string byte_forward_name(const Problem& p);
+std::optional<std::string> byte_forward_objection(const Problem& p);
+constexpr int kMaxByteDim = 128;
 
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string backward_name(const Problem& p);

@@ -14,6 +14,7 @@ struct Work {
   int q_first, q_tokens;  // of the sequence, within its batch element
   int k_first, k_tokens;
   int block;  // its first query, within the sequence; -1: nothing is left
+  int sequence;
 };
 
 struct Schedule {
@@ -42,7 +43,8 @@ struct Schedule {
             q_tokens,
             0,
             k_tokens,
-            static_cast<int>(blocks - 1 - rest / width) * rows};
+            static_cast<int>(blocks - 1 - rest / width) * rows,
+            static_cast<int>(head / heads)};
   }
 
   __device__ Work packed(unsigned number) const {
@@ -61,7 +63,8 @@ struct Schedule {
             n,
             k_first,
             m,
-            (n - 1) / rows * rows - static_cast<int>(rest / heads) * rows};
+            (n - 1) / rows * rows - static_cast<int>(rest / heads) * rows,
+            low};
   }
 };
 

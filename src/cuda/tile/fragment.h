@@ -15,21 +15,21 @@ constexpr int kWarpgroup = 128;     // threads
 constexpr int kWarpgroupRows = 64;  // rows of an accumulator
 constexpr int kRowsPerThread = 2;
 
-template <int Columns>
+template <int Columns, class T = float>
 struct Accumulator {
   static constexpr int kColumns = Columns;
-  float x[Columns / 2];
+  T x[Columns / 2];
 
   __device__ void zero() {
 #pragma unroll
-    for (float& element : x) element = 0.f;
+    for (T& element : x) element = 0;
   }
 };
 
-// A fragment of 16-bit numbers that is the left operand of a product: four registers for each 16 columns.
+// A fragment that is the left operand of a product: four registers for each 16 columns of 16 bits, or 32 of 8.
 template <class T, int Columns>
 struct Operand {
-  uint32_t x[Columns / 4];
+  uint32_t x[Columns * sizeof(T) / 8];
 };
 
 // Row and first column of this thread in a fragment.
@@ -70,6 +70,40 @@ __device__ void mm_AtB(Accumulator<Columns>& d, const TileA& a, int a_panel, con
   for (int step = 0; step < TileA::kRows / 16; ++step)
     ptx::Wgmma<typename TileA::Element, Columns>::template ss<1, 1>(d.x, a.across(step, a_panel), b.across(step, panel),
                                                                     step != 0);
+}
+
+// d = a b^T of bytes: rows [row, row + 64) of a, all rows of b. Issued, not awaited.
+template <class Sum, class TileA, class TileB>
+__device__ void mm_bytes(Accumulator<TileB::kRows, Sum>& d, const TileA& a, int row, const TileB& b) {
+  static_assert(TileA::kColumns == TileB::kColumns);
+#pragma unroll
+  for (int step = 0; step < TileA::kColumns / TileA::kDepth; ++step)
+    ptx::ByteWgmma<typename TileA::Element, typename TileB::Element, TileB::kRows>::ss(d.x, a.along(row, step),
+                                                                                       b.along(0, step), step != 0);
+}
+
+// d = a b^T of bytes, a in registers: its columns [first, last) and those of b. Issued, not awaited.
+template <class Sum, class T, int Columns, class TileB>
+__device__ void mm_bytes(Accumulator<TileB::kRows, Sum>& d, const Operand<T, Columns>& a, int first, int last,
+                         const TileB& b) {
+  static_assert(TileB::kColumns == Columns);
+#pragma unroll
+  for (int step = first / TileB::kDepth; step < last / TileB::kDepth; ++step)
+    ptx::ByteWgmma<T, typename TileB::Element, TileB::kRows>::rs(d.x, &a.x[4 * step], b.along(0, step),
+                                                                 step != first / TileB::kDepth);
+}
+
+// Columns [first, last). A thread's part of an accumulator are pairs of columns, of an operand
+// of bytes fours, so columns trade places within each 16: byte_order.
+template <class T, int Columns>
+__device__ void convert_bytes(const Accumulator<Columns>& from, int first, int last, Operand<T, Columns>& to) {
+#pragma unroll
+  for (int step = first / 16; step < last / 16; ++step)
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float* x = &from.x[8 * step + 2 * row];
+      to.x[step / 2 * 4 + step % 2 * 2 + row] = ptx::pack<T>(x[0], x[1], x[4], x[5]);
+    }
 }
 
 // Writes a fragment into rows [row, row + 64) of a tile: stmatrix, four 8 x 8 matrices at a time (PTX

@@ -1,6 +1,7 @@
 // Tiles in shared memory, as TMA writes and wgmma reads them: `Columns` columns of 16 bits in panels of 64, each panel
 // `Rows` rows of 128 bytes under the 128-byte swizzle (chunk c of row r lies at c xor r mod 8). A tile starts at a
-// multiple of 1024 bytes, the period of the swizzle.
+// multiple of 1024 bytes, the period of the swizzle. Tiles of bytes have panels of 128 columns, or as many as divide
+// their columns, under the swizzle of that width.
 #pragma once
 #include <cuda.h>
 
@@ -48,6 +49,53 @@ struct SharedTile {
     return descriptor(panel * kPanelBytes + step * 16 * kPanelRowBytes, kPanelBytes);
   }
 };
+
+// Which of 16 columns of an accumulator is column i of the operand of bytes that convert_bytes makes of it: 0 1 8 9, 2
+// 3 10 11, 4 5 12 13, 6 7 14 15. What the operand is multiplied with has its columns in that order.
+__host__ __device__ constexpr int byte_order(int i) { return i / 4 * 2 + i % 2 + i / 2 % 2 * 8; }
+
+// The widest panel, in bytes, that divides a row.
+constexpr int byte_panel(int columns) { return columns % 128 == 0 ? 128 : columns % 64 == 0 ? 64 : 32; }
+
+// A tile of bytes. TMA fills the first `LoadedRows` rows.
+template <class T, int Rows_, int Columns_, int LoadedRows_ = Rows_>
+struct ByteTile {
+  using Element = T;
+  static constexpr int kRows = Rows_, kColumns = Columns_, kLoadedRows = LoadedRows_;
+  static constexpr int kPanelWidth = byte_panel(Columns_);
+  static constexpr int kPanels = Columns_ / kPanelWidth;
+  static constexpr int kPanelBytes = Rows_ * kPanelWidth;
+  static constexpr int kBytes = kPanels * kPanelBytes, kLoadedBytes = LoadedRows_ * Columns_;
+  static constexpr int kSwizzlePeriod = kSwizzleRows * kPanelWidth;  // bytes; a tile starts at a multiple of it
+  static constexpr int kDepth = 32;                                  // columns of a product
+  static_assert(sizeof(T) == 1 && Columns_ % kDepth == 0 && Rows_ % kSwizzleRows == 0);
+
+  unsigned char* data;
+
+  // Columns [32 step, 32 step + 32) of the rows from `row`; PTX ISA, 9.7.15.5.1.2.
+  __device__ uint64_t along(int row, int step) const {
+    constexpr int kSteps = kPanelWidth / kDepth;
+    constexpr uint64_t kSwizzle = kPanelWidth == 128 ? 1 : kPanelWidth == 64 ? 2 : 3;
+    const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(data));
+    const uint32_t at = start + step / kSteps * kPanelBytes + row * kPanelWidth + step % kSteps * kDepth;
+    return static_cast<uint64_t>((at & 0x3ffff) >> 4) | uint64_t{1} << 16 |
+           static_cast<uint64_t>(kSwizzlePeriod >> 4) << 32 | kSwizzle << 62;
+  }
+};
+
+// Brings columns [column, column + Columns) of rows [row, row + LoadedRows) of a [column, row, head, batch] tensor into
+// a tile.
+template <class Tile>
+__device__ void load(const Tile& tile, const CUtensorMap& map, int column, int row, int head, int batch,
+                     uint64_t* full) {
+  namespace ptx = ::cuda::ptx;
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    const int32_t at[4] = {column + panel * Tile::kPanelWidth, row, head, batch};
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, tile.data + panel * Tile::kPanelBytes, &map, at,
+                              full);
+  }
+}
 
 // Brings rows [row, row + Rows) of a [dim, token, head, batch] tensor into a tile; `full` counts its bytes. What lies
 // beyond the tensor arrives as zeros.

@@ -1,0 +1,75 @@
+// The operands of 8-bit kernels: codes with steps as the quantisers of the CPU make them (cpu/rows.h), bit by bit, with
+// keys in whole tiles and v with its keys along rows.
+//
+// x is read twice where a mean or a largest number of a channel comes first: survey, then quantise.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "cuda/attn/views.h"
+
+namespace octet::cuda {
+
+// Tiles of keys: each sequence starts a new one. In packed sequences s starts at tile first key / tile + s.
+struct KeyTiles {
+  const int* cu_seqlens;  // null: each batch element is a sequence
+  int sequences;          // of a batch element
+  int tokens;             // of a batch element
+  int tile;
+
+  __host__ __device__ int count() const { return cu_seqlens ? tokens / tile + sequences : (tokens + tile - 1) / tile; }
+};
+
+// The mean of each channel of all tokens of a sequence, and 1 / step and step of each channel of v in e4m3:
+// [sequence, head, padded dim]. Null: not wanted.
+struct Channels {
+  float *k_mean, *v_mean, *v_step, *v_inverse;
+};
+
+enum class Code { none, s8, e4m3 };
+
+// A number for each (batch, head) that codes came with; data null: 1.
+struct HeadScale {
+  const float* data;
+  int64_t batch_stride, head_stride;
+
+  __device__ float at(int64_t batch, int64_t head) const {
+    return data ? data[batch * batch_stride + head * head_stride] : 1.f;
+  }
+};
+
+// A Hadamard rotation of blocks of channels; block 0: none.
+struct Rotation {
+  unsigned negative[8];  // bit c: the sign of channel c
+  int block;
+  float norm;
+};
+
+struct CodesArguments {
+  Strided q, k, v;
+  HeadScale v_scale;
+  int dim;  // padded: 64 or 128
+  int heads, kv_heads;
+  KeyTiles keys;
+  const int* cu_seqlens_q;
+  Channels channels;
+  Rotation rotation;
+  Code q_code, k_code, v_code;  // none: stays as it is
+  void *q_codes, *k_codes;      // [batch, head, token, padded dim]; k in tiles
+  void* v_codes;                // [batch, head, padded dim, key], in tiles, each 16 keys in the order of byte_order
+  float *q_step, *k_step;       // of each token [batch, head, token]; k in tiles
+  // log2 of the steps of v and their inverses, [batch, head, tile, 2, key]; null: v is not coded by tokens. A token of
+  // zeros has a step of 2^-40 times its tile's largest, and one that is not finite the logarithm NaN and inverse 0.
+  float* v_step;
+  float* mean_logit;  // [batch, head, token]: q times the mean of its keys; null: not wanted
+};
+
+// Bytes of scratch that survey needs.
+std::size_t survey_bytes(const CodesArguments& a);
+void survey(const CodesArguments& a, void* scratch, cudaStream_t stream);
+void quantise(const CodesArguments& a, cudaStream_t stream);
+
+// steps[batch, head, token] = q's scale times that of the head of k.
+void fill_steps(const HeadScale& q, const HeadScale& k, int batch, int heads, int kv_heads, int tokens, float* steps,
+                cudaStream_t stream);
+
+}  // namespace octet::cuda

@@ -1,0 +1,28 @@
+// What the forward launches share: the schedule of a problem, its mask, the launch itself.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "core/problem.h"
+#include "cuda/attn/mask.h"
+#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/schedule.h"
+
+namespace octet::cuda::sm90 {
+
+// Packed sequences; 0 where they are not.
+int sequences_of(const Problem& p);
+
+// `element_bytes`: of k and v as the kernel reads them. `counter`: one number of scratch; `blocks_before`: [sequences +
+// 1] of them, null unless packed. Both are prepared on the stream.
+Schedule schedule_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
+                     int* blocks_before, cudaStream_t stream);
+
+Mask mask_of(const Problem& p);
+
+// 0 where all heads, all batch elements of a tensor are one, else 1.
+void set_broadcast(const View& t, int (&broadcast)[2]);
+
+// On every multiprocessor, or as many as there are blocks of queries.
+void launch(const Problem& p, const Kernel& kernel, void* arguments, cudaStream_t stream);
+
+}  // namespace octet::cuda::sm90
