@@ -28,7 +28,7 @@ constexpr int64_t kF16Part = 16;       // keys
 
 // Tiles of v that meet P at a time: two of a panel of floats fill two thirds of the first cache.
 template <class Pv>
-constexpr int64_t kTiles = std::is_same_v<Pv, F32> ? 2 : kMaxStepKeys / kKeys;
+constexpr int64_t kTilesAtOnce = std::is_same_v<Pv, F32> ? 2 : kMaxStepKeys / kKeys;
 
 // Rows of a block of queries: a multiple of the rows that the inner loops of the engines take at a time (tiles 32,
 // vectors 6), as many as keep q, s and o in the second cache. Words of f32 fill that with k and v alone, which many
@@ -216,7 +216,7 @@ struct Forward {
       const bool finite = v_finite(index, tiles);
       for (int64_t c = 0; c < columns; c += side.v_panel)
         for (int64_t tile = 0, count; tile < tiles; tile += count) {
-          count = finite ? std::min(kTiles<Pv>, tiles - tile) : 1;
+          count = finite ? std::min(kTilesAtOnce<Pv>, tiles - tile) : 1;
           const int64_t width = side.panel_width(c), words = count * side.v_words;
           const Word *own_p = p_words() + tile * side.v_words, *v = side.v_at(index + tile, c);
           if (finite)
