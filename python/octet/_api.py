@@ -14,7 +14,6 @@ from octet.errors import InvalidArgument
 if TYPE_CHECKING:
     from typing import Unpack
 
-
 def _framework_of(name: str, array: Any) -> str:
     array = array.codes if isinstance(array, QTensor) else array
     if isinstance(array, np.ndarray):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from octet import _abi, _api, _passes
-from octet._options import AttentionOptions, Options, options_of
-from octet._plan import Operand, Plan, plan_of
+from octet._options import AttentionOptions, options_of
+from octet._plan import Plan
+from octet._qtensor import QTensor
 from octet.errors import Error, look_up
 
 if TYPE_CHECKING:
@@ -26,24 +26,25 @@ class Support:
         return self.supported
 
 
-def _ask(kind: str, question: Callable[[Plan], Any], q: Any, k: Any, v: Any, mask: Any, keywords: Any) -> Any:
-    """question(plan) of the call that a pass over these arrays would make."""
-    answers: list[Any] = []
-
-    def act(kind: str, options: Options, operands: Sequence[Operand], workspace: object, stream: object) -> None:
-        answers.append(question(plan_of(kind, options, operands)))
-
+def _plan(kind: str, q: Any, k: Any, v: Any, mask: Any, keywords: Any) -> Plan:
+    """Of the call that a pass over these arrays would make."""
     look_up("kind", kind, _abi.PASSES)
     module = _api.front_of(q=q, k=k, v=v, mask=mask)
     front, options = module.front, options_of(_api.own_type(module, q), **keywords)
+    more = (mask, None, None)
     if kind == "jvp":
-        _passes.jvp(front, options, q, k, v, q, k, v, mask=mask, act=act)
+        arrays = (q, k, v, q, k, v, *more)
     elif kind == "forward":
-        _passes.forward(front, options, q, k, v, residual=False, mask=mask, act=act)
+        arrays = (q, k, v, *more)
     else:
-        o, lse, o_residual = _passes.outputs(front, options, q, v, _passes.needs_residual(front, options, q))
-        _passes.backward(front, options, o, q, k, v, o, lse, o_residual, mask=mask, act=act)
-    return answers[0]
+        residual = _passes.needs_residual(front, options, q)
+        like = q.codes if isinstance(q, QTensor) else q
+        saved = [
+            front.empty(x.shape, x.dtype, like) for x in _passes.results(front, "forward", options, q, k, v, residual)
+        ]
+        o, lse, o_residual = saved if residual else (*saved, None)
+        arrays = (o, q, k, v, o, lse, o_residual, *more)
+    return _passes.Call(front, kind, options, arrays).plan.anywhere()
 
 
 def explain(
@@ -64,7 +65,7 @@ def explain(
     Raises:
         InvalidArgument: the arguments contradict each other or themselves.
     """
-    return _ask(kind, Plan.explain, q, k, v, mask, options)
+    return _plan(kind, q, k, v, mask, options).explain()
 
 
 def supports(
@@ -83,7 +84,7 @@ def supports(
         kind: the pass.
     """
     try:
-        _ask(kind, Plan.workspace_size, q, k, v, mask, options)
+        _plan(kind, q, k, v, mask, options).workspace_size()
     except Error as refusal:
         return Support(False, str(refusal))
     return Support(True, "")

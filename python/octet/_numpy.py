@@ -1,6 +1,7 @@
 """The numpy front: arrays in host memory. bfloat16 and 8-bit floats are those of ml_dtypes."""
 
 import importlib
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,9 @@ class NumpyFront:
             )
         return View(number, array.shape, tuple([stride // item for stride in array.strides]))
 
+    def key(self, array: np.ndarray) -> Hashable:
+        return type(array), array.shape, array.strides, array.dtype
+
     def address(self, array: np.ndarray) -> int:
         return array.ctypes.data
 
@@ -78,6 +82,9 @@ class NumpyFront:
     def stream(self, like: Any) -> None:
         return None
 
+    def state(self) -> None:
+        return None
+
     def resolve(self, options: Options, like: Any) -> Options:
         return options
 
@@ -85,21 +92,26 @@ class NumpyFront:
 front = NumpyFront()
 
 
-def run_attention(options: Options, q: Any, k: Any, v: Any, **more: Any) -> tuple[Any, Any]:
+def run_attention(
+    options: Options, q: Any, k: Any, v: Any, mask: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None
+) -> tuple[Any, Any]:
     """(o, lse)"""
-    return _passes.forward(front, options, q, k, v, residual=False, **more)[:2]
+    o, lse = _passes.run(front, "forward", options, (q, k, v, mask, cu_seqlens_q, cu_seqlens_k))
+    return o, lse
 
 
-def run_vjp(options: Options, q: Any, k: Any, v: Any, do: Any, **more: Any) -> tuple:
+def run_vjp(options: Options, q: Any, k: Any, v: Any, do: Any, mask: Any = None) -> tuple[Any, Any, Any]:
     """(dq, dk, dv)"""
     residual = _passes.needs_residual(front, options, q)
-    o, lse, o_residual = _passes.forward(front, options, q, k, v, residual=residual, **more)
-    return _passes.backward(front, options, do, q, k, v, o, lse, o_residual, **more)
+    o, lse, *r = _passes.run(front, "forward", options, (q, k, v, mask, None, None), residual)
+    saved = o, lse, r[0] if r else None
+    dq, dk, dv = _passes.run(front, "backward", options, (do, q, k, v, *saved, mask, None, None))
+    return dq, dk, dv
 
 
-def run_jvp(options: Options, q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, **more: Any) -> tuple:
+def run_jvp(options: Options, q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, mask: Any = None) -> tuple[Any, Any]:
     """(o, to)"""
-    o, _, to = _passes.jvp(front, options, q, k, v, tq, tk, tv, **more)
+    o, _, to = _passes.run(front, "jvp", options, (q, k, v, tq, tk, tv, mask, None, None))
     return o, to
 
 

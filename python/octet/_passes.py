@@ -1,25 +1,36 @@
-"""The three passes for arrays of any framework: lists the operands, allocates the outputs, runs.
+"""The three passes for arrays of any framework. The first call with arrays of some shapes, strides and types describes
+them to the library and decides what outputs to make; that is kept, and later calls fill in addresses.
 
 A Front is what a framework has to offer; numpy's is in _numpy.py, torch's in torch/_front.py.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from octet import _abi, _plan
+from octet import _abi
 from octet._options import Options
-from octet._plan import Operand, View
+from octet._plan import Coding, Operand, Plan, View, contiguous_strides
 from octet._qtensor import QTensor
 from octet.errors import InvalidArgument
 
-# What to do with a call: _plan.run, or to ask about it.
-Act: TypeAlias = Callable[[str, Options, Sequence[Operand], Callable[[int], tuple[object, int]], int | None], None]
+_KEPT = 512  # calls of each thread
+
+# The inputs of each pass, in the order in which they are handed over; those that a call has not are None.
+INPUTS = {
+    "forward": ("q", "k", "v", "mask", "cu_seqlens_q", "cu_seqlens_k"),
+    "backward": ("do_", "q", "k", "v", "o", "lse", "o_residual", "mask", "cu_seqlens_q", "cu_seqlens_k"),
+    "jvp": ("q", "k", "v", "tq", "tk", "tv", "mask", "cu_seqlens_q", "cu_seqlens_k"),
+}
 
 
 class Front(Protocol):
     """Arrays of one framework. `Any` is such an array."""
 
     def view(self, name: str, array: Any) -> View: ...
+
+    def key(self, array: Any) -> Hashable:
+        """All that `view` depends on: equal keys, equal views."""
 
     def address(self, array: Any) -> int: ...
 
@@ -41,35 +52,19 @@ class Front(Protocol):
     def stream(self, like: Any) -> int | None:
         """The CUDA stream that the caller works on; None on the CPU."""
 
+    def state(self) -> Hashable:
+        """All that `resolve` depends on, but for its arguments."""
+
     def resolve(self, options: Options, like: Any) -> Options:
         """Fills in what the framework decides: threads, determinism."""
 
 
-def operands_of(front: Front, layout: str, **arrays: Any) -> list[Operand]:
-    """The operands of a call from its arrays by name; None: absent."""
-    operands: list[Operand] = []
-    for name, array in arrays.items():
-        if isinstance(array, QTensor):
-            if array.layout != layout:
-                raise InvalidArgument(f"{name}: quantised in layout {array.layout!r}, but the call's is {layout!r}")
-            view = front.view(name, array.codes)._replace(dtype=_abi.DTYPES[array.format])
-            operands.append((name, view, front.address(array.codes), array.coding))
-            for part in ("scale", "zero_point", "mean"):
-                if (values := getattr(array, part)) is not None:
-                    operands.append((f"{name}.{part}", front.view(part, values), front.address(values), None))
-        elif array is not None:
-            operands.append((name, front.view(name, array), front.address(array), None))
-    return operands
+class Result(NamedTuple):
+    """An output to be made."""
 
-
-def needs_residual(front: Front, options: Options, q: Any) -> bool:
-    """Whether a backward pass will read o_residual: these remedies take delta from the un-rounded output."""
-    sixteen = options.precision in ("f16", "bf16") and options.remedy in ("f16_inside", "exact_delta")
-    return sixteen and front.dtype_name(q.dtype, "q") in ("f16", "bf16")
-
-
-def _like(q: Any) -> Any:
-    return q.codes if isinstance(q, QTensor) else q
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
 
 
 def output_shape(q_shape: Sequence[int], v_shape: Sequence[int]) -> tuple[int, ...]:
@@ -85,64 +80,103 @@ def lse_shape(q_shape: Sequence[int], layout: str) -> tuple[int, ...]:
     return (q_shape[0], q_shape[1], q_shape[2]) if layout == "bhsd" else (q_shape[0], q_shape[2], q_shape[1])
 
 
-def outputs(front: Front, options: Options, q: Any, v: Any, residual: bool) -> tuple:
-    """New arrays for (o, lse, o_residual or None)."""
-    shape = output_shape(q.shape, v.shape)
+def needs_residual(front: Front, options: Options, q: Any) -> bool:
+    """Whether a backward pass will read o_residual: these remedies take delta from the un-rounded output."""
+    sixteen = options.precision in ("f16", "bf16") and options.remedy in ("f16_inside", "exact_delta")
+    return sixteen and front.dtype_name(q.dtype, "q") in ("f16", "bf16")
+
+
+def results(front: Front, kind: str, options: Options, q: Any, k: Any, v: Any, residual: bool = False) -> list[Result]:
+    """What a pass computes; `residual`: a forward pass, also o_residual."""
+    if kind == "backward":
+        return [Result(f"d{name}", tuple(x.shape), x.dtype) for name, x in zip("qkv", (q, k, v), strict=True)]
+    o = Result("o", output_shape(q.shape, v.shape), q.dtype)
     lse_type = front.dtype_of("f64" if options.precision == "f64" else "f32")
-    o, o_residual = (front.empty(shape, q.dtype, _like(q)) if wanted else None for wanted in (True, residual))
-    return o, front.empty(lse_shape(q.shape, options.layout), lse_type, _like(q)), o_residual
+    found = [o, Result("lse", lse_shape(q.shape, options.layout), lse_type)]
+    if kind == "jvp":
+        return [*found, o._replace(name="to")]
+    return [*found, o._replace(name="o_residual")] if residual else found
 
 
-def _call(front: Front, act: Act, kind: str, options: Options, q: Any, **arrays: Any) -> None:
-    operands = operands_of(front, options.layout, q=q, **arrays)
-    like = _like(q)
-    act(kind, front.resolve(options, like), operands, lambda size: front.workspace(size, like), front.stream(like))
+def _parts(name: str, x: QTensor) -> Iterator[tuple[str, Any]]:
+    """The arrays of a quantised operand, the codes first."""
+    yield name, x.codes
+    for part in ("scale", "zero_point", "mean"):
+        if (values := getattr(x, part)) is not None:
+            yield f"{name}.{part}", values
 
 
-def forward(
-    front: Front, options: Options, q: Any, k: Any, v: Any, *, residual: bool, act: Act = _plan.run, **more: Any
-) -> tuple:
-    """(o, lse, o_residual or None); `more`: mask, cu_seqlens_q, cu_seqlens_k."""
-    o, lse, o_residual = outputs(front, options, q, v, residual)
-    _call(front, act, "forward", options, q, k=k, v=v, o=o, lse=lse, o_residual=o_residual, **more)
-    return o, lse, o_residual
+def _arrays(arrays: Sequence[Any]) -> list[Any]:
+    """All arrays of a call that it has."""
+    if any(type(x) is QTensor for x in arrays):
+        return [y for x in arrays for _, y in (_parts("", x) if type(x) is QTensor else (("", x),)) if y is not None]
+    return [x for x in arrays if x is not None]
 
 
-def backward(
-    front: Front,
-    options: Options,
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    lse: Any,
-    o_residual: Any,
-    *,
-    act: Act = _plan.run,
-    **more: Any,
-) -> tuple:
-    """(dq, dk, dv)"""
-    dq, dk, dv = (front.empty(tuple(x.shape), x.dtype, _like(x)) for x in (q, k, v))
-    saved = {"o": o, "lse": lse, "o_residual": o_residual}
-    _call(front, act, "backward", options, q, k=k, v=v, do_=do, **saved, dq=dq, dk=dk, dv=dv, **more)
-    return dq, dk, dv
+def _key(front: Front, x: Any) -> Hashable:
+    if type(x) is QTensor:
+        return x.format, x.layout, x.dtype, x.coding, *[(name, front.key(y)) for name, y in _parts("", x)]
+    return None if x is None else front.key(x)
 
 
-def jvp(
-    front: Front,
-    options: Options,
-    q: Any,
-    k: Any,
-    v: Any,
-    tq: Any,
-    tk: Any,
-    tv: Any,
-    *,
-    act: Act = _plan.run,
-    **more: Any,
-) -> tuple:
-    """(o, lse, to)"""
-    o, lse, to = outputs(front, options, q, v, True)
-    _call(front, act, "jvp", options, q, k=k, v=v, tq=tq, tk=tk, tv=tv, o=o, lse=lse, to=to, **more)
-    return o, lse, to
+def _operands(front: Front, name: str, x: Any, layout: str) -> Iterator[Operand]:
+    if not isinstance(x, QTensor):
+        yield name, front.view(name, x), None
+        return
+    if x.layout != layout:
+        raise InvalidArgument(f"{name}: quantised in layout {x.layout!r}, but the call's is {layout!r}")
+    for part, array in _parts(name, x):
+        view = front.view(part.rpartition(".")[2], array)
+        coded: Coding | None = None
+        if part == name:
+            view, coded = view._replace(dtype=_abi.DTYPES[x.format]), x.coding
+        yield part, view, coded
+
+
+class Call:
+    """One pass over such arrays. Not to be shared between threads: addresses are written into its plan."""
+
+    def __init__(
+        self, front: Front, kind: str, options: Options, arrays: Sequence[Any], residual: bool = False
+    ) -> None:
+        given = {name: x for name, x in zip(INPUTS[kind], arrays, strict=True) if x is not None}
+        made = results(front, kind, options, given["q"], given["k"], given["v"], residual)
+        operands = [y for name, x in given.items() for y in _operands(front, name, x, options.layout)]
+        where = next(view for name, view, _ in operands if name == "q")
+        for name, shape, dtype in made:
+            number = _abi.DTYPES[front.dtype_name(dtype, name)]
+            view = View(number, shape, contiguous_strides(shape), where.device, where.device_index)
+            operands.append((name, view, None))
+        self._front = front
+        self._made = [(x.shape, x.dtype) for x in made]
+        self.plan = Plan(kind, front.resolve(options, _arrays((given["q"],))[0]), operands)
+
+    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+        """Runs the pass; the outputs, new arrays."""
+        front = self._front
+        given = _arrays(arrays)
+        like = given[0]
+        made = [front.empty(shape, dtype, like) for shape, dtype in self._made]
+        self.plan.at([front.address(x) for x in (*given, *made)])
+        self.plan.run(lambda size: front.workspace(size, like), front.stream(like))
+        return made
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.calls: dict[Hashable, Call] = {}
+
+
+_kept = _Kept()
+
+
+def run(front: Front, kind: str, options: Options, arrays: Sequence[Any], residual: bool = False) -> list[Any]:
+    """Runs a pass over INPUTS[kind], on the device of the first, and gives its `results`."""
+    calls = _kept.calls
+    key = (kind, options, residual, front.state(), *[_key(front, x) for x in arrays])
+    call = calls.get(key)
+    if call is None:
+        if len(calls) >= _KEPT:
+            calls.clear()
+        call = calls[key] = Call(front, kind, options, arrays, residual)
+    return call(arrays)

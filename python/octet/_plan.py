@@ -1,13 +1,11 @@
-"""One call of octet_run: its descriptors are built once for each set of options, shapes, strides and types, kept, and
-given this call's addresses.
+"""The descriptors of one call of octet_run: octet_attention, octet_arguments and their tensors.
 
 Arrays arrive in the caller's layout and are described to the library as [batch, head, token, dim] by their strides.
 """
 
 import ctypes
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from octet import _abi
 from octet._library import check, lib, text_of
@@ -17,7 +15,6 @@ from octet.errors import InvalidArgument
 # Arrays that follow the layout of the call, with a head dim. The others have shapes of their own.
 _IN_LAYOUT = {"q", "k", "v", "o", "o_residual", "do_", "dq", "dk", "dv", "tq", "tk", "tv", "to"}
 _AXES = {"bhsd": "[batch, head, token, dim]", "bshd": "[batch, token, head, dim]", "thd": "[token, head, dim]"}
-_KEPT = 512  # plans of each thread
 
 
 class View(NamedTuple):
@@ -40,9 +37,9 @@ class Coding(NamedTuple):
     hadamard_seed: int = 0
 
 
-# A name of octet_arguments, its array's view and address, and how it is coded, if it is: then
-# "<name>.scale", "<name>.zero_point" and "<name>.mean" are operands too.
-Operand = tuple[str, View, int, Coding | None]
+# A name of octet_arguments, its array's view, and how it is coded, if it is: then "<name>.scale", "<name>.zero_point"
+# and "<name>.mean" are operands too.
+Operand: TypeAlias = tuple[str, View, Coding | None]
 
 
 def tensor_of(view: View, dims: Sequence[int]) -> _abi.Tensor:
@@ -94,7 +91,7 @@ def _dims(name: str, view: View, layout: str) -> Sequence[int]:
 class Plan:
     """The descriptors of one call. Not to be shared between threads: addresses are written into it."""
 
-    def __init__(self, kind: str, options: Options, operands: Iterable[tuple[str, View, Coding | None]]) -> None:
+    def __init__(self, kind: str, options: Options, operands: Iterable[Operand]) -> None:
         self.attention = attention_of(options)
         self.arguments = _abi.Arguments(max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k)
         setattr(self.arguments, "pass", _abi.PASSES[kind])
@@ -120,6 +117,10 @@ class Plan:
             tensor.data = address
         return self
 
+    def anywhere(self) -> "Plan":
+        """This plan at pretended addresses, to be asked about."""
+        return self.at((i + 1) << 44 for i in range(len(self.tensors)))
+
     def workspace_size(self) -> int:
         size = ctypes.c_size_t()
         check(lib.octet_workspace_size(*self._references, ctypes.byref(size)))
@@ -141,33 +142,3 @@ class Plan:
 
     def explain(self) -> str:
         return text_of(lambda text, capacity, length: lib.octet_explain(*self._references, text, capacity, length))
-
-
-class _Kept(threading.local):
-    def __init__(self) -> None:
-        self.plans: dict[tuple, Plan] = {}
-
-
-_kept = _Kept()
-
-
-def plan_of(kind: str, options: Options, operands: Sequence[Operand]) -> Plan:
-    """The plan of a call, with its addresses; kept for the next call of its kind in this thread."""
-    key = (kind, options, tuple([(name, view, coding) for name, view, _, coding in operands]))
-    plan = _kept.plans.get(key)
-    if plan is None:
-        if len(_kept.plans) >= _KEPT:
-            _kept.plans.clear()
-        plan = _kept.plans[key] = Plan(kind, options, key[2])
-    return plan.at([address for _, _, address, _ in operands])
-
-
-def run(
-    kind: str,
-    options: Options,
-    operands: Sequence[Operand],
-    workspace: Callable[[int], tuple[object, int]],
-    stream: int | None,
-) -> None:
-    """Runs a pass; see Plan.run."""
-    plan_of(kind, options, operands).run(workspace, stream)

@@ -2,7 +2,6 @@
 #include <cstdlib>
 #include <iterator>
 #include <string_view>
-#include <vector>
 
 #include "core/backend.h"
 #include "core/error.h"
@@ -20,11 +19,6 @@ constexpr const Backend* kBackends[] = {
 #endif
     &kCpu, &kReference};
 
-struct Verdict {
-  const Backend* backend;
-  std::optional<std::string> objection;
-};
-
 std::optional<std::string> objection_of(const Backend& backend, const Problem& problem, bool named) {
   if (auto reason = backend.unavailable()) return reason;
   if (problem.device != backend.device)
@@ -35,38 +29,48 @@ std::optional<std::string> objection_of(const Backend& backend, const Problem& p
   return {};
 }
 
-// What every backend says, or only the one that is wanted.
-std::vector<Verdict> verdicts(const Problem& problem, const char* wanted) {
-  if (!wanted) wanted = std::getenv("OCTET_BACKEND");
-  if (wanted && !*wanted) wanted = nullptr;
-  std::vector<Verdict> out;
-  std::string known;
-  for (const Backend* backend : backends()) {
-    known += text(known.empty() ? "" : ", ", backend->name);
-    const bool named = wanted && std::string_view(wanted) == backend->name;
-    if (!wanted || named) out.push_back({backend, objection_of(*backend, problem, named)});
+// The backends that may run: all, or the one that the caller or else the environment names.
+struct Candidates {
+  explicit Candidates(const char* wanted) : all(backends()) {
+    if (!wanted) wanted = std::getenv("OCTET_BACKEND");
+    if (!wanted || !*wanted) return;
+    named = true;
+    std::string known;
+    for (const Backend* const& backend : backends()) {
+      if (std::string_view(wanted) == backend->name) {
+        all = {&backend, 1};
+        return;
+      }
+      known += text(known.empty() ? "" : ", ", backend->name);
+    }
+    invalid("backend: unknown name \"", wanted, "\"; known: ", known);
   }
-  if (out.empty()) invalid("backend: unknown name \"", wanted, "\"; known: ", known);
-  return out;
-}
+
+  BackendList all;
+  bool named = false;
+};
 
 }  // namespace
 
 BackendList backends() { return {kBackends, std::size(kBackends)}; }
 
 const Backend& select(const Problem& problem, const char* wanted) {
+  const Candidates candidates(wanted);
   std::string objections;
-  for (const Verdict& verdict : verdicts(problem, wanted)) {
-    if (!verdict.objection) return *verdict.backend;
-    objections += text("\n  ", verdict.backend->name, ": ", *verdict.objection);
+  for (const Backend* backend : candidates.all) {
+    const auto objection = objection_of(*backend, problem, candidates.named);
+    if (!objection) return *backend;
+    objections += text("\n  ", backend->name, ": ", *objection);
   }
   unsupported("no backend can solve this problem:", objections);
 }
 
 std::string explain(const Problem& problem, const char* wanted) {
+  const Candidates candidates(wanted);
   std::string report;
   bool chosen = false;
-  for (const auto& [backend, objection] : verdicts(problem, wanted)) {
+  for (const Backend* backend : candidates.all) {
+    const auto objection = objection_of(*backend, problem, candidates.named);
     if (objection)
       report += text(backend->name, ": no, ", *objection, '\n');
     else

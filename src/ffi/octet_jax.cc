@@ -33,15 +33,15 @@ Struct read(Bytes bytes, std::size_t index = 0) {
   return out;
 }
 
-// Tensors are the operands, then the results; offsets say where in octet_arguments each belongs.
-// `allocate(bytes)` gives the workspace, or null.
+// Tensors are the operands, then the results; offsets say where in octet_arguments each belongs. Results beyond them are
+// the caller's. `allocate(bytes)` gives the workspace, or null.
 template <class Allocate>
 ffi::Error run(octet_device device, int32_t device_index, void* stream, Allocate&& allocate,
                ffi::RemainingArgs operands, ffi::RemainingRets results, Bytes attention_bytes, Bytes arguments_bytes,
                Bytes tensor_bytes, ffi::Span<const int64_t> offsets, std::string_view backend_name) {
-  const std::size_t count = operands.size() + results.size();
+  const std::size_t count = offsets.size();
   if (attention_bytes.size() != sizeof(octet_attention) || arguments_bytes.size() != sizeof(octet_arguments) ||
-      tensor_bytes.size() != count * sizeof(octet_tensor) || offsets.size() != count)
+      tensor_bytes.size() != count * sizeof(octet_tensor) || count > operands.size() + results.size())
     return ffi::Error::InvalidArgument("octet: the Python package and liboctet_jax.so are not of one version");
 
   const std::string backend(backend_name);
@@ -71,7 +71,7 @@ ffi::Error run(octet_device device, int32_t device_index, void* stream, Allocate
   if (const octet_status status = octet_workspace_size(&attention, &arguments, &bytes); status != OCTET_OK)
     return failed(status);
   void* workspace = bytes ? allocate(bytes) : nullptr;
-  if (bytes && !workspace) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "octet: no memory for the workspace");
+  if (bytes && !workspace) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "octet: no workspace of " + std::to_string(bytes) + " bytes");
   const octet_status status = octet_run(&attention, &arguments, workspace, bytes, stream);
   return status == OCTET_OK ? ffi::Error::Success() : failed(status);
 }
@@ -87,10 +87,18 @@ ffi::Error run_cpu(ffi::RemainingArgs operands, ffi::RemainingRets results, Byte
   return run(OCTET_CPU, 0, nullptr, allocate, operands, results, attention, arguments, tensors, offsets, backend);
 }
 
-ffi::Error run_cuda(void* stream, int32_t device, ffi::ScratchAllocator scratch, ffi::RemainingArgs operands,
-                    ffi::RemainingRets results, Bytes attention, Bytes arguments, Bytes tensors,
-                    ffi::Span<const int64_t> offsets, std::string_view backend) {
-  const auto allocate = [&](std::size_t bytes) { return scratch.Allocate(bytes, kAlignment).value_or(nullptr); };
+// The last result is the workspace, in bytes: a buffer of the program, which stays its own when XLA records the call in a
+// CUDA graph; XLA's scratch memory is given back when the handler returns.
+ffi::Error run_cuda(void* stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                    Bytes attention, Bytes arguments, Bytes tensors, ffi::Span<const int64_t> offsets,
+                    std::string_view backend) {
+  auto memory = results.get<ffi::AnyBuffer>(results.size() - 1);
+  if (memory.has_error()) return memory.error();
+  const auto allocate = [&](std::size_t bytes) {
+    void* at = (*memory)->untyped_data();
+    std::size_t space = (*memory)->size_bytes();
+    return std::align(kAlignment, bytes, at, space);
+  };
   return run(OCTET_CUDA, device, stream, allocate, operands, results, attention, arguments, tensors, offsets, backend);
 }
 
@@ -111,7 +119,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(octet_jax_cuda, run_cuda,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<void*>>()
                                   .Ctx<ffi::DeviceOrdinal>()
-                                  .Ctx<ffi::ScratchAllocator>()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<Bytes>("attention")

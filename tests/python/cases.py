@@ -45,7 +45,7 @@ def lay_out(x, how):
 
 
 @st.composite
-def cases(draw, dtype=np.float64):
+def cases(draw, dtype=np.float64, masks=True):
     batch, kv_heads, group = draw(st.integers(0, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     queries, keys = draw(st.integers(0, 70)), draw(st.integers(0, 70))
     dim, dim_v = (8 * draw(st.integers(1, 4)) for _ in range(2))
@@ -72,7 +72,7 @@ def cases(draw, dtype=np.float64):
     seen = visible(queries, keys, causal, keywords.get("window"), keywords.get("alignment", "top_left"))
 
     mask, bias = None, None
-    kind = draw(st.sampled_from(["none", "none", "bool", "float"]))
+    kind = draw(st.sampled_from(["none", "none", "bool", "float"])) if masks else "none"
     if kind != "none":
         full = (batch, q[1], queries, keys)
         kept = draw(st.integers(0, 4))

@@ -1,5 +1,6 @@
 """Every program of examples/python runs; the long ones for a few steps."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -27,6 +28,8 @@ def test_it_runs(name):
         pytest.importorskip(module)
     source = FOLDER / f"{name}.py"
     steps = ["--steps", "3"] if "--steps" in source.read_text() else []
-    done = subprocess.run([sys.executable, source, *steps], capture_output=True, text=True, timeout=600)
+    command = [sys.executable, source, *steps]
+    on_cpu = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=on_cpu, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert not re.search(r"\bnan\b", done.stdout) and done.stdout.count("\n") >= 2

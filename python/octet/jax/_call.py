@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from octet import _abi, _library, _numpy, _passes, _plan
+from octet import _abi, _library, _numpy
 from octet._options import Options
 from octet._plan import Plan, View, contiguous_strides
 from octet.errors import Unsupported
 
 _HANDLERS = pathlib.Path(_library.path).parent / "liboctet_jax.so"
 _TARGET = "octet"
+_ALIGNMENT = 64  # of a workspace
 
 
 @functools.cache
@@ -34,11 +35,10 @@ def has_handlers() -> bool:
     return True
 
 
-def _judged(kind: str, options: Options, views: Sequence[tuple[str, View]]) -> Plan:
-    """The descriptors of the call; raises what the library has against it."""
-    plan = Plan(kind, options, [(name, view, None) for name, view in views])
-    plan.at((i + 1) << 44 for i in range(len(views))).workspace_size()  # addresses that are not read
-    return plan
+def _judged(kind: str, options: Options, views: Sequence[tuple[str, View]]) -> tuple[Plan, int]:
+    """The descriptors of the call and the size of its workspace; raises what the library has against it."""
+    plan = Plan(kind, options, [(name, view, None) for name, view in views]).anywhere()
+    return plan, plan.workspace_size()
 
 
 def run(
@@ -63,10 +63,13 @@ def run(
         )
         for name, x in described
     ]
-    plan = _judged(kind, options, views)
+    plan, size = _judged(kind, options, views)
     shapes = [x for _, x in results]
     if has_handlers():
-        return _by_xla(plan, options, [name for name, _ in described], arrays, shapes)
+        # On the CPU the handler allocates: how much depends on the threads that it may use.
+        memory = [jax.ShapeDtypeStruct((size + _ALIGNMENT,), np.uint8)] if platform == "cuda" else []
+        found = _by_xla(plan, options, [name for name, _ in described], arrays, shapes + memory)
+        return found[: len(shapes)]
     if platform != "cpu":
         raise Unsupported(
             f"jax on {platform} needs liboctet_jax.so beside {_library.path}; build octet where jaxlib is installed"
@@ -89,8 +92,8 @@ def _by_xla(plan: Plan, options: Options, names: Sequence[str], arrays: Any, sha
 
 def _by_python(kind: str, options: Options, names: Any, shapes: Any, *arrays: Any) -> list[np.ndarray]:
     front = _numpy.front
-    given = [np.asarray(x) for x in arrays]
     made = [np.empty(x.shape, x.dtype) for x in shapes]
-    operands = _passes.operands_of(front, options.layout, **dict(zip(names, [*given, *made], strict=True)))
-    _plan.run(kind, options, operands, lambda size: front.workspace(size, None), None)
+    operands = [np.asarray(x) for x in arrays] + made
+    plan = Plan(kind, options, [(name, front.view(name, x), None) for name, x in zip(names, operands, strict=True)])
+    plan.at(front.address(x) for x in operands).run(lambda size: front.workspace(size, None), None)
     return made

@@ -1,6 +1,6 @@
-"""What explain and supports need of jax: see _passes.Front. Arrays are abstract here, so nothing has an address."""
+"""What explain, supports and the primitives need of jax: see _passes.Front. Nothing is computed here, so arrays may be
+abstract, and the rest of a front, addresses and memory, is XLA's business."""
 
-import itertools
 from typing import Any
 
 import jax
@@ -9,14 +9,19 @@ from octet import _abi, _numpy
 from octet._options import Options
 from octet._plan import View, contiguous_strides
 
-_SPACING = 1 << 44  # bytes between pretended addresses
+
+def platform_of(x: Any) -> str:
+    """The name in _abi.DEVICES of where x lies, or where an abstract array would by default."""
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        platform = next(iter(x.devices())).platform
+    else:
+        default = jax.config.jax_default_device
+        platform = getattr(default, "platform", default) or jax.default_backend()
+    return "cpu" if platform == "cpu" else "cuda"
 
 
 class JaxFront:
     """Arrays, tracers and ShapeDtypeStructs; contiguous, on the CPU or a CUDA device."""
-
-    def __init__(self) -> None:
-        self._addresses = itertools.cycle(range(_SPACING, 1 << 50, _SPACING))
 
     def dtype_name(self, dtype: Any, what: str) -> str:
         return _numpy.dtype_name(dtype, what)
@@ -29,20 +34,10 @@ class JaxFront:
 
     def view(self, name: str, x: Any) -> View:
         number = _abi.DTYPES[self.dtype_name(x.dtype, name.rstrip("_"))]
-        device = _abi.DEVICES["cpu" if jax.default_backend() == "cpu" else "cuda"]
-        return View(number, tuple(x.shape), contiguous_strides(x.shape), device)
-
-    def address(self, x: Any) -> int:
-        return next(self._addresses)
+        return View(number, tuple(x.shape), contiguous_strides(x.shape), _abi.DEVICES[platform_of(x)])
 
     def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
-
-    def workspace(self, size: int, like: Any) -> tuple[object, int]:
-        raise AssertionError("XLA gives the workspace")
-
-    def stream(self, like: Any) -> None:
-        return None
 
     def resolve(self, options: Options, like: Any) -> Options:
         return options

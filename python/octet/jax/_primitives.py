@@ -38,10 +38,11 @@ _TANGENTS = ("tq", "tk", "tv")
 
 
 def _shapes(results: Sequence[str], of: dict[str, Any], options: Options, residual: bool) -> list[jax.ShapeDtypeStruct]:
-    o, lse, _ = _passes.outputs(front, options, of["q"], of["v"], False)
-    made = {"o": o, "to": o, "lse": lse, "o_residual": o if residual else jax.ShapeDtypeStruct((0,), o.dtype)}
-    made |= {f"d{name}": of[name] for name in "qkv"}
-    return [jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in results]
+    qkv = of["q"], of["k"], of["v"]
+    kinds = {kind: _passes.results(front, kind, options, *qkv, residual) for kind in ("forward", "backward", "jvp")}
+    made = {name: jax.ShapeDtypeStruct(shape, dtype) for kind in kinds.values() for name, shape, dtype in kind}
+    made.setdefault("o_residual", jax.ShapeDtypeStruct((0,), of["q"].dtype))
+    return [made[name] for name in results]
 
 
 def _compute(primitive: str, platform: str, *arrays: Any, names: Any, options: Options, residual: bool) -> list[Any]:

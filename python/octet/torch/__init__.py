@@ -20,19 +20,19 @@ from octet.torch._front import to_numpy as to_numpy
 __all__ = ["attention", "attention_jvp", "attention_varlen", "attention_vjp"]
 
 
-def _tensors(**tensors: torch.Tensor) -> list[torch.Tensor]:
+def _tensors(names: tuple[str, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors in the type that autocast gives them. What torch would not bring to the library is refused here."""
-    device = tensors["q"].device
-    for name, x in tensors.items():
+    device = tensors[0].device
+    for name, x in zip(names, tensors, strict=True):
         if x.layout is not torch.strided:
             raise InvalidArgument(f"{name}: layout {x.layout}, allowed: torch.strided")
         if x.device != device:
             raise InvalidArgument(
-                f"{name}: on {x.device}, but q is on {device}; all tensors of a call live on one device"
+                f"{name}: on {x.device}, but {names[0]} is on {device}; all tensors of a call live on one device"
             )
     if not torch.is_autocast_enabled(device.type if device.type in DEVICES else "cpu"):
-        return list(tensors.values())
-    return [x.to(autocast_type(x)) for x in tensors.values()]
+        return tensors
+    return tuple([x.to(autocast_type(x)) for x in tensors])
 
 
 def _expect_no_gradient(name: str, x: torch.Tensor | None) -> None:
@@ -50,26 +50,29 @@ def run_attention(
     cu_seqlens_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse)"""
-    more = {"mask": mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    more = mask, cu_seqlens_q, cu_seqlens_k
     _expect_no_gradient("mask", mask)
-    if any(isinstance(x, QTensor) for x in (q, k, v)):
-        return _quantised(options, q, k, v, **more)
-    return attend(*_tensors(q=q, k=k, v=v), *more.values(), options)[:2]
+    if isinstance(q, QTensor) or isinstance(k, QTensor) or isinstance(v, QTensor):
+        return _quantised(options, q, k, v, *more)
+    q, k, v = _tensors(("q", "k", "v"), q, k, v)
+    o, lse, _ = attend(q, k, v, *more, options)
+    return o, lse
 
 
-def _quantised(options: Options, q: Any, k: Any, v: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantised(options: Options, q: Any, k: Any, v: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes have no gradient, and no operator: torch.compile leaves them to eager code."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, QTensor):
             _expect_no_gradient(name, x)
-    return _passes.forward(front, options, q, k, v, residual=False, **more)[:2]
+    o, lse = _passes.run(front, "forward", options, (q, k, v, *more))
+    return o, lse
 
 
 def run_vjp(
     options: Options, q: Any, k: Any, v: Any, do: torch.Tensor, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), detached"""
-    q, k, v, do = _tensors(q=q, k=k, v=v, do=do)
+    q, k, v, do = _tensors(("q", "k", "v", "do"), q, k, v, do)
     with torch.no_grad():
         residual = _passes.needs_residual(front, options, q)
         o, lse, r = _ops.forward(q, k, v, mask, None, None, residual, *options)
@@ -89,7 +92,7 @@ def run_jvp(
     """(o, to); o is differentiable, `to` is detached. Where a gradient may follow, o comes from a forward pass of its
     own, which saves what the backward pass needs."""
     _expect_no_gradient("mask", mask)
-    q, k, v, tq, tk, tv = _tensors(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv)
+    q, k, v, tq, tk, tv = _tensors(("q", "k", "v", "tq", "tk", "tv"), q, k, v, tq, tk, tv)
     with torch.no_grad():
         o, _, to = _ops.jvp(q, k, v, tq, tk, tv, mask, None, None, *options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -7,7 +7,6 @@ its arguments one by one.
 """
 
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -22,31 +21,47 @@ from octet.torch._fold import Fold
 from octet.torch._front import front
 
 
-def attend(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, options: Options) -> tuple:
-    """(o, lse, o_residual), o differentiable; what a backward pass will need is saved when one may follow."""
+def attend(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, options: Options, residual: bool = False) -> tuple:
+    """(o, lse, o_residual), o differentiable; what a backward pass will need is saved when one may follow.
+
+    `residual`: make o_residual in any case.
+    """
+    compiling = torch.compiler.is_compiling()
     dual = forward_ad._current_level >= 0
     # A dual tensor does not tell whether its primal requires a gradient.
     differentiates = torch.is_grad_enabled() and (dual or q.requires_grad or k.requires_grad or v.requires_grad)
-    if differentiates and not dual and not torch.compiler.is_compiling():
-        _expect_backward(options.precision, options.remedy, options.backend, q.device)
-    if not (differentiates or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
-        return _ops.forward(q, k, v, mask, cu_q, cu_k, False, *options)  # a Function costs as much again
-    residual = differentiates and _passes.needs_residual(front, options, q)
-    if dual and torch.compiler.is_compiling():
+    if not (differentiates or compiling or torch._C._are_functorch_transforms_active()):
+        return _ops.forward(q, k, v, mask, cu_q, cu_k, residual, *options)  # a Function costs as much again
+    if dual and compiling:
         raise Unsupported(
             "forward-mode differentiation inside torch.compile, which drops the tangents of a custom function; call "
             "octet.attention_jvp there, or take the jvp outside"
         )
-    function = _DualAttention if dual else _Attention
-    return function.apply(q, k, v, mask, cu_q, cu_k, residual, options)
+    if differentiates and not dual and not compiling:
+        how = options.precision, options.remedy, options.backend
+        _expect_backward(*how, q.dtype, q.shape[-1], v.shape[-1], q.device)
+    residual = residual or (differentiates and _passes.needs_residual(front, options, q))
+    return _apply(_DualAttention if dual else _Attention, q, k, v, mask, cu_q, cu_k, residual, options)
+
+
+def _is_eager() -> bool:
+    """No torch.compile, no torch.func."""
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    """function.apply; in eager code without its search for default arguments, which takes longer than all the rest."""
+    return super(torch.autograd.Function, function).apply(*args) if _is_eager() else function.apply(*args)
 
 
 @functools.cache
-def _expect_backward(precision: str, remedy: str, backend: str, device: torch.device) -> None:
-    """Refuses a precision that has no backward pass before the forward pass whose gradient would be asked for."""
-    x = torch.zeros(1, 1, 8, 8, device=device, dtype=torch.float64 if precision == "f64" else torch.float32)
-    how = {"precision": precision, "remedy": remedy, "backend": backend}
-    if supports(x, x, x, **how) and not (found := supports(x, x, x, kind="backward", **how)):
+def _expect_backward(
+    precision: str, remedy: str, backend: str, dtype: torch.dtype, dim: int, dim_v: int, device: torch.device
+) -> None:
+    """Refuses what has no backward pass before the forward pass whose gradient would be asked for."""
+    q, v = (torch.zeros(1, 1, 8, n, device=device, dtype=dtype) for n in (dim, dim_v))
+    how: dict[str, Any] = {"precision": precision, "remedy": remedy, "backend": backend}
+    if supports(q, q, v, **how) and not (found := supports(q, q, v, kind="backward", **how)):
         raise Unsupported(f"requires_grad: found True without torch.no_grad(), but {found.reason}")
 
 
@@ -122,7 +137,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, residual: bool, options: Options) -> Any:
-        return _ops.forward(q, k, v, mask, cu_q, cu_k, residual, *options)
+        run = _ops.direct_forward if _ops.nobody_listens(q, k, v) else _ops.forward
+        return run(q, k, v, mask, cu_q, cu_k, residual, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -134,20 +150,25 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Any, _lse: Any, _r: Any) -> Any:
-        q, k, v, o, lse, r, mask, cu_q, cu_k = ctx.saved_tensors
-        dq, dk, dv = _Gradients.apply(do, q, k, v, o, lse, r, mask, cu_q, cu_k, ctx.options)
+        given = do, *ctx.saved_tensors
+        if torch.is_grad_enabled() or not _is_eager():
+            dq, dk, dv = _apply(_Gradients, *given, ctx.options)
+        else:
+            dq, dk, dv = _ops.backward(*given, *ctx.options)
         return dq, dk, dv, None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         fold = Fold(info.batch_size, args[-1].layout)
         q, k, v, mask, cu_q, cu_k = zip(args[:6], in_dims[:6], strict=True)
+        residual, options = args[6:]
         o, lse, r = attend(
             *(fold.tensor(*x) for x in (q, k, v)),
             fold.mask(*mask, like=q),
             fold.lengths(*cu_q),
             fold.lengths(*cu_k),
-            args[-1],
+            options,
+            residual,
         )
         return (fold.unfold_tensor(o), fold.unfold(lse, 0), fold.unfold_residual(r)), (0, 0, 0)
 
@@ -166,9 +187,3 @@ class _DualAttention(_Attention):
         q, k, v, mask, cu_q, cu_k = ctx.saved_tensors
         tangents = [torch.zeros_like(x) if t is None else t for x, t in ((q, tq), (k, tk), (v, tv))]
         return _Tangent.apply(q, k, v, *tangents, mask, cu_q, cu_k, ctx.options), None, None
-
-
-# torch binds the arguments of every call to the signature of forward, which Python works out anew (20 us) unless it is
-# kept.
-for _function in (_Attention, _DualAttention, _Gradients, _Tangent):
-    _function.forward.__signature__ = inspect.signature(_function.forward)

@@ -43,46 +43,41 @@ def _options(fields: tuple) -> Options:
 
 
 def _forward(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, residual: bool, *options: Any) -> tuple:
-    o, lse, r = _passes.forward(
-        front, _options(options), q, k, v, residual=residual, mask=mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k
-    )
-    return o, lse, q.new_empty(0) if r is None else r
+    made = _passes.run(front, "forward", _options(options), (q, k, v, mask, cu_q, cu_k), residual)
+    return tuple(made) if residual else (*made, q.new_empty(0))
 
 
 def _backward(
     do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, r: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any
-):
+) -> tuple:
     r = r if r.shape == o.shape else None
-    return _passes.backward(
-        front, _options(options), do, q, k, v, o, lse, r, mask=mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k
-    )
+    return tuple(_passes.run(front, "backward", _options(options), (do, q, k, v, o, lse, r, mask, cu_q, cu_k)))
 
 
 def _jvp(q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any) -> tuple:
-    return _passes.jvp(front, _options(options), q, k, v, tq, tk, tv, mask=mask, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    return tuple(_passes.run(front, "jvp", _options(options), (q, k, v, tq, tk, tv, mask, cu_q, cu_k)))
 
 
-def _fake_outputs(q: Any, v: Any, options: tuple) -> tuple:
-    made = Options(*options)
-    lse_type = torch.float64 if made.precision == "f64" else torch.float32
-    o = q.new_empty(_passes.output_shape(q.shape, v.shape))
-    return o, q.new_empty(_passes.lse_shape(q.shape, made.layout), dtype=lse_type)
+def _shapes(kind: str, options: tuple, q: Any, k: Any, v: Any, residual: bool = False) -> tuple:
+    made = _passes.results(front, kind, Options(*options), q, k, v, residual)
+    return tuple([q.new_empty(shape, dtype=dtype) for _, shape, dtype in made])
 
 
 def _forward_fake(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, residual: bool, *options: Any) -> tuple:
-    o, lse = _fake_outputs(q, v, options)
-    return o, lse, q.new_empty(o.shape if residual else 0)
+    made = _shapes("forward", options, q, k, v, residual)
+    return made if residual else (*made, q.new_empty(0))
 
 
-def _backward_fake(do: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _backward_fake(
+    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, r: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any
+) -> tuple:
+    return _shapes("backward", options, q, k, v)
 
 
 def _jvp_fake(
     q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any
 ) -> tuple:
-    o, lse = _fake_outputs(q, v, options)
-    return o, lse, q.new_empty(o.shape)
+    return _shapes("jvp", options, q, k, v)
 
 
 for _name, _kernel, _fake in (
@@ -97,6 +92,23 @@ for _name, _kernel, _fake in (
 forward = torch.ops.octet.forward.default
 backward = torch.ops.octet.backward.default
 jvp = torch.ops.octet.jvp.default
+
+
+def nobody_listens(q: Any, k: Any, v: Any) -> bool:
+    """Whether nobody would notice that no operator runs: no mode, no profiler, no torch.func, no torch.compile, no
+    subclass, no device without a kernel, no view that the dispatcher resolves."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return False
+    if torch.autograd._profiler_enabled() or not (q.is_cuda or q.is_cpu):
+        return False
+    plain = torch.Tensor, torch.nn.Parameter
+    return type(q) in plain and type(k) in plain and type(v) in plain and not (q.is_neg() or k.is_neg() or v.is_neg())
+
+
+# The operator without torch's dispatcher, which takes longer than all else here.
+direct_forward = _forward
 
 
 # FLOPs of the products alone, masks disregarded, as torch counts its own attention.

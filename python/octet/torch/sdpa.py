@@ -57,8 +57,10 @@ def sdpa(
                 f"{name}: found {found}, allowed: strided, [..., token, dim]; for packed sequences use "
                 "octet.attention_varlen"
             )
-    lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (query, key, value)))
-    q, k, v = (_four_dimensions(x if x.ndim > 2 else x[None], lead) for x in (query, key, value))
+    q, k, v, lead = query, key, value, query.shape[:1]
+    if not (q.ndim == k.ndim == v.ndim == 4 and k.shape[:1] == lead == v.shape[:1]):
+        lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+        q, k, v = (_four_dimensions(x if x.ndim > 2 else x[None], lead) for x in (q, k, v))
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads != kv_heads and kv_heads != 1 and not enable_gqa:
         raise InvalidArgument(f"enable_gqa: False, but query has {heads} heads and key {kv_heads}; set it to True")
@@ -66,6 +68,8 @@ def sdpa(
         attn_mask = _four_dimensions(attn_mask, lead)
     causal = "top_left" if is_causal else False
     o = _api.attention(q, k, v, mask=attn_mask, causal=causal, scale=scale, precision=precision)
+    if len(lead) == 1 and query.ndim > 2:
+        return o
     return o.reshape(*lead, *((heads,) if query.ndim > 2 else ()), *o.shape[2:])
 
 

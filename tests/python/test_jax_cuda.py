@@ -1,0 +1,145 @@
+"""octet on the CUDA arrays of jax: the XLA handlers, derivatives, command buffers. Skipped without a GPU."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import exact  # noqa: E402
+import numpy as np  # noqa: E402
+import octet  # noqa: E402
+import pytest  # noqa: E402
+from cases import cases  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+import octet.jax  # noqa: E402
+
+if jax.default_backend() != "gpu":
+    pytest.skip("jax has no GPU", allow_module_level=True)
+_X = jax.device_put(jnp.zeros((1, 1, 8, 64), jnp.bfloat16), jax.devices()[0])
+if not (_found := octet.supports(_X, _X, _X)):
+    pytest.skip(_found.reason, allow_module_level=True)
+
+
+def draw(*shapes, dtype=jnp.bfloat16, seed=0):
+    random = np.random.default_rng(seed)
+    return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
+
+
+def wide(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def call(q, k, v):
+    return octet.attention(q, k, v, causal=True, deterministic=True)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_every_derivative_agrees_with_the_definition(dtype):
+    @settings(max_examples=20, deadline=None)  # each compiles
+    @given(cases(np.float32, masks=False))
+    def holds(case):
+        x = {name: jnp.asarray(case.in_layout(name), dtype) for name in case.arrays}
+        a = {name: wide(y) if case.layout == "bhsd" else wide(y).transpose(0, 2, 1, 3) for name, y in x.items()}
+
+        def attend(q, k, v):
+            return octet.attention(q, k, v, layout=case.layout, **case.keywords)
+
+        o, pull = jax.vjp(jax.jit(attend), x["q"], x["k"], x["v"])
+        got = dict(zip(("dq", "dk", "dv"), pull(x["do"]), strict=True)) | {"o": o}
+        about = {"do": a["do"]} | case.exact()
+        want = exact.attention(a["q"], a["k"], a["v"], seen=case.seen, **about)
+        bound = exact.bounds(a["q"], a["k"], a["v"], **about, **exact.rounding(np.dtype(dtype)))
+        for name, found in got.items():
+            assert found.dtype == dtype
+            found = wide(found) if case.layout == "bhsd" else wide(found).transpose(0, 2, 1, 3)
+            exact.expect_close(found, want[name], bound[name], name)
+
+    holds()
+
+
+def test_vmap_jit_and_shard_map_are_the_call_itself():
+    q, k, v = draw(*[(2, 4, 100, 64)] * 3)
+    want = call(q, k, v)
+    np.testing.assert_array_equal(wide(jax.jit(call)(q, k, v)), wide(want))
+    batched = jax.vmap(call, in_axes=(0, None, None))(jnp.stack([q, 2 * q]), k, v)
+    np.testing.assert_array_equal(wide(batched[0]), wide(want))
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = jax.sharding.PartitionSpec("x")
+    shard = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=where, out_specs=where))
+    np.testing.assert_array_equal(wide(shard(q, k, v)), wide(want))
+
+
+def test_packed_sequences():
+    (q,) = draw((400, 2, 64))
+    cu = jnp.array([0, 150, 400], jnp.int32)
+    o = jax.jit(lambda q, cu: octet.attention_varlen(q, q, q, cu, cu, causal="top_left"))(q, cu)
+    for first, last in ((0, 150), (150, 400)):
+        one = wide(q[first:last]).transpose(1, 0, 2)[None]
+        want = exact.attention(one, one, one, seen=exact.visible(last - first, last - first, True))
+        bound = exact.bounds(one, one, one, **exact.rounding("bfloat16"))
+        exact.expect_close(wide(o[first:last]).transpose(1, 0, 2)[None], want["o"], bound["o"], "o")
+
+
+# Runs under XLA flags that put every custom call into a command buffer, and prints o, dq, dk, dv of several inputs.
+PROGRAM = """
+import json, jax, jax.numpy as jnp, numpy as np, octet
+call = lambda q, k, v: octet.attention(q, k, v, causal=True, deterministic=True)
+@jax.jit
+def step(q, k, v, do):
+    o, pull = jax.vjp(call, jnp.sin(q), k, v)
+    return o, *pull(do)
+found = []
+for seed in range(4):
+    random = np.random.default_rng(seed)
+    x = [jnp.asarray(random.standard_normal((2, 2, 100, 64)), jnp.bfloat16) for _ in range(4)]
+    found.append([np.asarray(y, np.float64).ravel()[::97].tolist() for y in step(*x)])
+print(json.dumps(found))
+"""
+
+
+def test_command_buffers_compute_what_plain_streams_do():
+    """A CUDA graph is recorded on the first run and replayed, with new addresses, on the others."""
+    found = []
+    for types in ("", "FUSION,CUSTOM_CALL"):
+        flags = f"--xla_gpu_enable_command_buffer={types} --xla_gpu_graph_min_graph_size=1"
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env=os.environ | {"XLA_FLAGS": flags},
+            cwd=pathlib.Path(__file__).parent,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert found[0] == found[1] and np.isfinite(found[0]).all() and found[0][0] != found[0][1]
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward", "jvp"])
+@pytest.mark.parametrize("precision", ["f32", "bf16", "int8"])
+def test_what_no_kernel_computes_is_refused_before_the_program_runs(kind, precision):
+    q = _X
+    calls = {
+        "forward": lambda q: octet.attention(q, q, q, precision=precision),
+        "backward": lambda q: octet.attention_vjp(q, q, q, q, precision=precision),
+        "jvp": lambda q: octet.attention_jvp(q, q, q, q, q, q, precision=precision),
+    }
+    lower = jax.jit(calls[kind]).lower
+    if octet.supports(q, q, q, kind=kind, precision=precision):
+        lower(q).compile()
+    else:
+        with pytest.raises(octet.Unsupported, match="sm90: "):
+            lower(q)
+
+
+def test_arrays_on_the_cpu_stay_there():
+    q = jax.device_put(jnp.ones((1, 1, 8, 64), jnp.float32), jax.devices("cpu")[0])
+    assert octet.supports(q, q, q)  # f32, which the CPU computes
+    assert next(iter(octet.attention(q, q, q).devices())).platform == "cpu"
+    with pytest.raises(ValueError, match="[Dd]evice"):
+        octet.attention(q, _X.astype(jnp.float32), q)

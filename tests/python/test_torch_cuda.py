@@ -1,0 +1,365 @@
+"""octet on CUDA tensors: against the definition and torch's own attention, on the caller's stream, in torch's memory,
+compiled, and in CUDA graphs. Skipped without a GPU that octet has kernels for."""
+
+import exact
+import numpy as np
+import octet
+import pytest
+from cases import cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+from octet._options import Options  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+from torch.nn.functional import scaled_dot_product_attention as own  # noqa: E402
+
+_X = torch.zeros(1, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+if not (_found := octet.supports(_X, _X, _X)):
+    pytest.skip(_found.reason, allow_module_level=True)
+
+DTYPES = [torch.float16, torch.bfloat16]
+LAID_OUT = ("contiguous", "transposed", "every second", "broadcast heads")
+
+
+def draw(*shapes, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes]
+
+
+def lay_out(x, how):
+    """x with other strides."""
+    if how == "transposed":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == "every second":
+        wide = torch.full((*x.shape[:2], 2 * x.shape[2], x.shape[3]), torch.nan, dtype=x.dtype, device=x.device)
+        wide[:, :, ::2] = x
+        return wide[:, :, ::2]
+    return x[:, :1].expand_as(x) if how == "broadcast heads" else x
+
+
+def wide(x):
+    return x.detach().double().cpu().numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_derivative_agrees_with_the_definition(dtype):
+    @settings(max_examples=60, deadline=None)
+    @given(cases(np.float32, masks=False), st.data())
+    def holds(case, data):
+        x = {
+            name: lay_out(torch.from_numpy(a.copy()).cuda().to(dtype), data.draw(st.sampled_from(LAID_OUT)))
+            for name, a in case.arrays.items()
+        }
+        a = {name: wide(y) for name, y in x.items()}
+        if case.layout == "bshd":
+            x = {name: y.transpose(1, 2) for name, y in x.items()}
+        leaves = [x[name].detach().requires_grad_() for name in "qkv"]
+        o, lse = octet.attention(*leaves, layout=case.layout, return_lse=True, **case.keywords)
+        assert o.is_contiguous() and o.dtype == dtype and o.device == x["q"].device and not lse.requires_grad
+        got = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, x["do"]), strict=True)) | {"o": o}
+        about = {"do": a["do"]} | case.exact()
+        want = exact.attention(a["q"], a["k"], a["v"], seen=case.seen, **about)
+        bound = exact.bounds(a["q"], a["k"], a["v"], **about, **exact.rounding(dtype))
+        for name, found in got.items():
+            found = found if case.layout == "bhsd" else found.transpose(1, 2)
+            exact.expect_close(wide(found), want[name], bound[name], name)
+        exact.expect_close(wide(lse), want["lse"], bound["lse"], "lse")
+
+    holds()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_sdpa_is_torchs_own(data):
+    """Against torch's unfused attention in float64 on the same numbers."""
+    pick = data.draw
+    lead = pick(st.sampled_from([(2,), (2, 3), (1, 2)]))
+    kv_heads, group = pick(st.integers(1, 3)), pick(st.integers(1, 3))
+    queries, keys = pick(st.integers(1, 300)), pick(st.integers(1, 300))
+    dim, dim_v = (8 * pick(st.integers(1, 16)) for _ in range(2))
+    dtype, causal = pick(st.sampled_from(DTYPES)), pick(st.booleans())
+    shapes = (kv_heads * group, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v)
+    x = [y.requires_grad_() for y in draw(*((*lead, *shape) for shape in shapes), dtype=dtype)]
+    how = {"is_causal": causal, "scale": 0.25, "enable_gqa": group > 1}
+    o = octet.sdpa(*x, **how)
+    twin = [y.detach().double().requires_grad_() for y in x]
+    want = own(*twin, **how)
+    do = torch.randn_like(o)
+    got = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, x, do), strict=True)) | {"o": o}
+    expected = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(want, twin, do.double()), strict=True)) | {"o": want}
+    numbers = [wide(y).reshape(-1, *y.shape[-3:]) for y in x]
+    bound = exact.bounds(*numbers, do=wide(do).reshape(-1, *do.shape[-3:]), scale=0.25, **exact.rounding(dtype))
+    for name in got:
+        exact.expect_close(wide(got[name]), wide(expected[name]), bound[name], name)
+
+
+def test_packed_sequences_are_separate():
+    cu = torch.tensor([0, 5, 5, 170, 400], dtype=torch.int32, device="cuda")
+    q, k, v, do = draw((400, 4, 64), (400, 2, 64), (400, 2, 64), (400, 4, 64))
+    x = [y.requires_grad_() for y in (q, k, v)]
+    o, lse = octet.attention_varlen(*x, cu, cu, causal="bottom_right", return_lse=True)
+    assert lse.shape == (4, 400)
+    got = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, x, do), strict=True)) | {"o": o}
+    for first, last in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        one = [wide(y[first:last])[None].transpose(0, 2, 1, 3) for y in (q, k, v, do)]
+        want = exact.attention(*one[:3], seen=exact.visible(last - first, last - first, "bottom_right"), do=one[3])
+        bound = exact.bounds(*one[:3], do=one[3], **exact.rounding("bfloat16"))
+        for name, found in got.items():
+            exact.expect_close(wide(found[first:last])[None].transpose(0, 2, 1, 3), want[name], bound[name], name)
+
+
+def step(q, k, v, do):
+    """o, dq, dk, dv, all repeatable."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = octet.attention(*leaves, causal=True, deterministic=True)
+    return o.detach(), *torch.autograd.grad(o, leaves, do)
+
+
+def expect_same(got, want):
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y) and x.stride() == y.stride() and x.isfinite().all()
+
+
+SHAPE = (2, 4, 300, 64)
+
+
+def test_work_goes_to_the_callers_stream_and_nothing_waits():
+    inputs = draw(*[SHAPE] * 4)
+    want = step(*inputs)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        static = [torch.zeros_like(x) for x in inputs]
+        torch.cuda._sleep(200_000_000)  # a tenth of a second: what does not wait for it sees zeros
+        for x, y in zip(static, inputs, strict=True):
+            x.copy_(y)
+        got = step(*static)
+        assert not side.query()
+    assert torch.cuda.current_stream().query()
+    side.synchronize()
+    expect_same(got, want)
+
+
+def test_memory_is_torchs_own():
+    inputs = draw(*[SHAPE] * 4)
+    step(*inputs)
+    torch.cuda.synchronize()
+
+    def outside():
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+
+    before, kept, allocated = outside(), [], []
+    for _ in range(3):
+        kept.append(step(*inputs))
+        allocated.append(torch.cuda.memory_allocated())
+    torch.cuda.synchronize()
+    assert outside() == before
+    outputs = sum(x.nbytes for x in kept[0])  # multiples of 512 bytes; no workspace is kept
+    assert [y - x for x, y in zip(allocated[:-1], allocated[1:], strict=True)] == [outputs, outputs]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_graph_replays_what_eager_code_computes(dtype):
+    static = draw(*[SHAPE] * 4, dtype=dtype)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(*static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step(*static)
+    for seed in range(1, 4):
+        inputs = draw(*[SHAPE] * 4, dtype=dtype, seed=seed)
+        for x, y in zip(static, inputs, strict=True):
+            x.copy_(y)
+        for x in found:
+            x.fill_(torch.nan)
+        graph.replay()
+        expect_same(found, step(*inputs))
+
+
+def test_a_graph_of_packed_sequences_reads_their_lengths_when_it_replays():
+    packed = draw(*[(400, 2, 64)] * 3)
+    cu = torch.tensor([0, 100, 400], dtype=torch.int32, device="cuda")
+
+    def call():
+        return octet.attention_varlen(*packed, cu, cu, causal="top_left")
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+    cu.copy_(torch.tensor([0, 250, 400], dtype=torch.int32))
+    graph.replay()
+    assert torch.equal(found, call())
+
+
+def block(q, k, v):
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    return octet.attention(q, k, v, causal=True, deterministic=True)
+
+
+@pytest.mark.parametrize("how", [{"backend": "aot_eager"}, {}, {"mode": "reduce-overhead"}], ids=str)
+def test_compiled_is_eager_bit_for_bit(how):
+    q, k, v, do = draw(*[SHAPE] * 4)
+    x = [y.requires_grad_() for y in (q, k, v)]
+
+    def both(function):
+        o = function(*x)
+        return o.detach().clone(), *[y.clone() for y in torch.autograd.grad(o, x, do)]
+
+    want = both(block)
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, **how)
+    for _ in range(3):  # the third replays a recorded graph
+        expect_same(both(compiled), want)
+
+
+@pytest.mark.parametrize("precision, layout", [("bf16", "bhsd"), ("f16", "bshd")])
+def test_opcheck(precision, layout):
+    options = Options(precision, layout=layout, causal="top_left", deterministic=True)
+    q, k, v = (x.requires_grad_() for x in draw(*[(2, 33, 33, 16)] * 3))
+    given = None, None, None
+    o, lse, r = (x.detach() for x in torch.ops.octet.forward(q, k, v, *given, True, *options))
+    torch.library.opcheck(torch.ops.octet.forward.default, (q, k, v, *given, True, *options))
+    torch.library.opcheck(torch.ops.octet.backward.default, (o, q, k, v, o, lse, r, *given, *options))
+
+
+def test_vmap_is_a_loop():
+    x = draw((3, 2, 4, 33, 16), (2, 4, 33, 16), (2, 3, 4, 33, 16))
+
+    def call(q, k, v):
+        return octet.attention(q, k, v, causal=True, deterministic=True)
+
+    def gradient(q, k, v):
+        return torch.func.grad(lambda *y: call(*y).square().sum(), argnums=(0, 1, 2))(q, k, v)
+
+    got, gradients = (torch.func.vmap(f, in_dims=(0, None, 1))(*x) for f in (call, gradient))
+    for i in range(3):
+        one = x[0][i], x[1], x[2][:, i]
+        assert torch.equal(got[i], call(*one))
+        for a, b in zip(gradients, gradient(*one), strict=True):
+            # k without a mapped dimension is smoothed for all elements of the batch alike: equal up to rounding.
+            torch.testing.assert_close(a[i], b, rtol=2**-7, atol=2**-7)
+
+
+def test_autocast_and_determinism_are_those_of_torch():
+    x = [y.requires_grad_() for y in draw(*[SHAPE] * 3, dtype=torch.float32)]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        o = octet.attention(*x)
+    assert o.dtype is torch.bfloat16 and torch.autograd.grad(o.float().sum(), x)[0].dtype is torch.float32
+    half = [y.detach().bfloat16() for y in x]
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = octet.attention_vjp(*half, half[0])
+        for _ in range(3):
+            expect_same(octet.attention_vjp(*half, half[0]), first)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_tensors_on_several_devices_are_named():
+    q = _X
+    cu = torch.tensor([0, 8], dtype=torch.int32)
+    packed = [q[0].transpose(0, 1)] * 3
+    with pytest.raises(octet.InvalidArgument, match="k: on cpu, but q is on cuda:0; all tensors of a call live on one"):
+        octet.attention(q, q.cpu(), q)
+    with pytest.raises(octet.InvalidArgument, match="do: on cpu, but q is on cuda:0"):
+        octet.attention_vjp(q, q, q, q.cpu())
+    with pytest.raises(octet.InvalidArgument, match="mask: on cpu:0, but q is on cuda:0"):
+        octet.attention(q, q, q, mask=torch.ones(8, 8, dtype=torch.bool))
+    with pytest.raises(octet.InvalidArgument, match="cu_seqlens_q: on cpu:0, but q is on cuda:0"):
+        octet.attention_varlen(*packed, cu, cu)
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward", "jvp"])
+@pytest.mark.parametrize("precision", ["f64", "f32", "f16", "bf16", "int8", "fp8", "sagebwd"])
+def test_what_no_kernel_computes_is_refused_with_the_reason(kind, precision):
+    """A call does what `supports` says. On a GPU nothing falls back to the CPU."""
+    q = draw((1, 2, 64, 64))[0].double() if precision == "f64" else draw((1, 2, 64, 64))[0]
+    calls = {
+        "forward": lambda: octet.attention(q, q, q, precision=precision),
+        "backward": lambda: octet.attention_vjp(q, q, q, q, precision=precision),
+        "jvp": lambda: octet.attention_jvp(q, q, q, q, q, q, precision=precision),
+    }
+    found = octet.supports(q, q, q, kind=kind, precision=precision)
+    if found:
+        calls[kind]()
+        return
+    assert "the tensors are on" in found.reason or "has no" in found.reason
+    with pytest.raises(octet.Unsupported):
+        calls[kind]()
+    if kind == "backward" and octet.supports(q, q, q, precision=precision):
+        with pytest.raises(octet.Unsupported, match="requires_grad: found True without torch.no_grad"):
+            octet.attention(q.requires_grad_(), q, q, precision=precision)
+
+
+def test_a_tangent_is_refused_where_no_kernel_computes_it():
+    q = _X
+    if octet.supports(q, q, q, kind="jvp"):
+        pytest.skip("there is a jvp")
+    with forward_ad.dual_level(), pytest.raises(octet.Unsupported, match="jvp"):
+        octet.attention(forward_ad.make_dual(q, q), q, q)
+    with pytest.raises(octet.Unsupported, match="jvp"):
+        torch.func.jvp(lambda x: octet.attention(x, q, q), (q,), (q,))
+
+
+def test_masks_and_codes_are_served_or_refused():
+    q = _X
+    mask = torch.ones(8, 8, dtype=torch.bool, device="cuda")
+    if octet.supports(q, q, q, mask=mask):
+        assert torch.equal(octet.attention(q, q, q, mask=mask), octet.attention(q, q, q))
+    else:
+        with pytest.raises(octet.Unsupported, match="mask"):
+            octet.attention(q, q, q, mask=mask)
+    try:
+        codes = octet.quantize(q, "k")
+    except octet.Unsupported as refusal:
+        assert "cuda" in str(refusal)
+    else:
+        assert octet.dequantize(codes).shape == q.shape
+
+
+def test_reports():
+    x = draw(*[(1, 2, 64, 64)] * 4)
+    errors = octet.check(*x[:3], do=x[3], causal=True)
+    assert set(errors) == {"o", "lse", "dq", "dk", "dv"} and 0 < errors["dq"].rel_l2 < 0.01
+    assert octet.explain(*x[:3]).startswith("sm90: chosen, forward bf16")
+    assert any(backend["name"] == "sm90" and backend.get("unavailable") is None for backend in octet.info()["backends"])
+
+
+def test_other_packages_functions():
+    from octet.compat import flash_attn
+
+    q, k, v = draw((2, 100, 4, 64), (2, 140, 2, 64), (2, 140, 2, 64))
+    o, lse, _ = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(50, 0), return_attn_probs=True)
+    numbers = [wide(x.transpose(1, 2)) for x in (q, k, v)]
+    want = exact.attention(*numbers, seen=exact.visible(100, 140, "bottom_right", (50, None), "bottom_right"))
+    bound = exact.bounds(*numbers, **exact.rounding("bfloat16"))
+    exact.expect_close(wide(o.transpose(1, 2)), want["o"], bound["o"], "o")
+    exact.expect_close(wide(lse), want["lse"], bound["lse"], "lse")
+
+
+def test_a_transformers_model():
+    transformers = pytest.importorskip("transformers")
+    from octet.integrations.transformers import register
+
+    register()
+
+    def logits(implementation, dtype):
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, attn_implementation=implementation,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config).eval().cuda().to(dtype)
+        with torch.no_grad():
+            return model(torch.arange(120, device="cuda").reshape(2, 60)).logits.double()
+
+    want = logits("sdpa", torch.float64)
+    distance = {name: (logits(name, torch.bfloat16) - want).norm() for name in ("sdpa", "octet")}
+    assert 0 < distance["octet"] < 2 * distance["sdpa"]
