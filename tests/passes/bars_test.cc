@@ -137,26 +137,5 @@ TEST(Bias, delta_s8) { expect_unbiased_delta(kCpu, Tied::s8); }
 TEST(Bias, dq_s8) { expect_unbiased_dq_on_s8(kCpu); }
 TEST(Bias, beta_s8) { expect_that_beta_cures_delta_on_s8(kCpu); }
 
-// Remedy beta as it comes, through the kernels: delta from o alone.
-TEST(DeltaBias, s7_s8_remedy_beta) {
-  for (const bool smaller_sink : {false, true}) {
-    const Case c = tied_case();
-    Bias delta;
-    for (const Inputs& in : tied_inputs(smaller_sink)) {
-      Attention attention = attention_of(c, Precision::bf16, "cpu");
-      attention.remedy = Remedy::beta;
-      const Values got = run(c, in, attention, Pass::forward).o, want = exact(c, in, Pass::forward).o;
-      for (int64_t h = 0; h < c.heads; ++h) {
-        double error = 0.0;
-        for (int64_t i = 0; i < c.dim_v; ++i)
-          error += in.do_.at(0, h, 0, i) * (got.at(0, h, 0, i) - want.at(0, h, 0, i));
-        delta.add(error);
-      }
-    }
-    EXPECT_LE(delta.kappa(), .1) << (smaller_sink ? "S8" : "S7");
-    EXPECT_LE(std::fabs(delta.t()), 4.0) << (smaller_sink ? "S8" : "S7");
-  }
-}
-
 }  // namespace
 }  // namespace octet::test

@@ -368,10 +368,10 @@ __global__ void __launch_bounds__(Backward<T, Dim, order>::kThreads, 1)
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
-    ptx::give_registers<kBackwardLoaderRegisters>();
+    ptx::give_registers<kBackwardLoaderRegisters<Dim, order>>();
     if (threadIdx.x == 0) kernel.load_all();
   } else {
-    ptx::take_registers<kBackwardRegisters>();
+    ptx::take_registers<kBackwardRegisters<Dim, order>>();
     kernel.compute_all(warpgroup - 1);
   }
 }

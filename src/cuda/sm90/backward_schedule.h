@@ -78,8 +78,8 @@ struct BackwardSchedule {
     return {first, max(first, last), first};
   }
 
-  // How many blocks add to a tile of dq before this one.
-  __device__ unsigned turn_of(const BackwardWork& w, int tile) const {
+  // How many blocks add to a tile of dq before this one. Not inlined: the loader has few registers.
+  __device__ __noinline__ unsigned turn_of(const BackwardWork& w, int tile) const {
     const Cohort cohort = cohort_of(w);
     if (!a.mask.windowed) {
       // From the block that starts at this tile, or just before, downwards and around.

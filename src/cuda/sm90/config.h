@@ -64,7 +64,11 @@ struct ByteForwardTile<Precision, Dims128> {
 // blocks of keys add to dq: any, or always the same.
 enum class Order { any, fixed };
 constexpr int kBackwardWarps = 8;  // that compute
-constexpr int kBackwardRegisters = 232, kBackwardLoaderRegisters = 40;
+// At d = 64 and in fixed order the loader, which works out turns too, needs more.
+template <int Dim, Order order>
+constexpr int kBackwardLoaderRegisters = Dim == 64 && order == Order::fixed ? 56 : 40;
+template <int Dim, Order order>
+constexpr int kBackwardRegisters = (504 - kBackwardLoaderRegisters<Dim, order>) / 2;
 template <int Dim>
 struct BackwardTile;
 template <>
@@ -79,6 +83,5 @@ template <>
 struct BackwardTile<256> {
   static constexpr int kQueries = 64, kKeys = 64, kDoStages = 1;
 };
-static_assert(2 * kBackwardRegisters + kBackwardLoaderRegisters <= 504);
 
 }  // namespace octet::cuda::sm90
