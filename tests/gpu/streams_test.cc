@@ -95,13 +95,20 @@ void expect_repeatable(const Case& c) {
   for (int i = 0; i < 4; ++i) expect_same(run_both(c, in), once);
 }
 
+// The same without a mask: there is no diagonal to align either.
+Case unmasked(Case c) {
+  c.causal = false;
+  c.alignment = Case{}.alignment;
+  return c;
+}
+
 TEST(Streams, DeterministicRunsAgreeBitByBit) {
-  for (const int64_t dim : {64, 128, 256}) {
+  for (const int64_t dim : {64, 128}) {
     Case c = kLong;
     c.dim = c.dim_v = dim;
     expect_repeatable(c);
+    expect_repeatable(unmasked(c));
     c.causal = false;
-    expect_repeatable(c);
     c.window = {{300, 100}};
     expect_repeatable(c);
   }
@@ -112,12 +119,11 @@ TEST(Streams, DeterministicRunsAgreeBitByBit) {
 TEST(Streams, DeterministicRunsEndWithMoreBlocksThanTheGpuHolds) {
   for (const bool causal : {true, false}) {
     Case many = kLong;
-    many.dim = many.dim_v = 64, many.heads = many.kv_heads = 12, many.causal = causal;
-    expect_repeatable(many);
+    many.dim = many.dim_v = 64, many.heads = many.kv_heads = 12;
+    expect_repeatable(causal ? many : unmasked(many));
     Case wide = kLong;
     wide.dim = wide.dim_v = 64, wide.heads = wide.kv_heads = 1, wide.tokens_q = 700, wide.tokens_k = 19000;
-    wide.causal = causal;
-    expect_repeatable(wide);
+    expect_repeatable(causal ? wide : unmasked(wide));
   }
 }
 

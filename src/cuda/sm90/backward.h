@@ -197,12 +197,14 @@ struct Backward {
   }
 
   // Warpgroups take turns from the products of ds on to those of the next step's logits, so that one computes
-  // exponentials while the other's products run. Not where they may wait for other thread blocks meanwhile.
+  // exponentials while the other's products run. Not where they may wait for other thread blocks meanwhile, nor where
+  // each needs what the other stores.
+  static constexpr bool kTakesTurns = order == Order::any && !kByChannels;
   static __device__ void my_turn(int warpgroup) {
-    if constexpr (order == Order::any) ptx::barrier_sync(1 + warpgroup, kReaders);
+    if constexpr (kTakesTurns) ptx::barrier_sync(1 + warpgroup, kReaders);
   }
   static __device__ void pass_turn(int warpgroup) {
-    if constexpr (order == Order::any) ptx::barrier_arrive(2 - warpgroup, kReaders);
+    if constexpr (kTakesTurns) ptx::barrier_arrive(2 - warpgroup, kReaders);
   }
 
   __device__ void compute_all(int warpgroup) {
