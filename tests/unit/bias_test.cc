@@ -142,12 +142,10 @@ TEST(Bias, s8_flash_64_beta_2) {
   EXPECT_GT(kappa, .1) << "docs/numerics.md says it misses the bar";
 }
 
-TEST(Bias, s7_s8_flash_64_beta_3_and_7) {
-  for (double beta : {3.0, 7.0}) {
-    Recipe recipe = flash(Sum::exact_p, beta);
-    recipe.tile = 64;
-    for (bool input : {kS7, kS8}) expect_unbiased(recipe, input);
-  }
+TEST(Bias, s7_s8_flash_64_beta_3) {
+  Recipe recipe = flash(Sum::exact_p, 3.0);
+  recipe.tile = 64;
+  for (bool input : {kS7, kS8}) expect_unbiased(recipe, input);
 }
 
 }  // namespace
