@@ -1,6 +1,6 @@
 // Online softmax over tiles of logits (FlashAttention-2, arXiv 2307.08691, algorithm 1), for the two rows of a thread:
 //   m' = max(m, max_j s_j)    p_j = exp(scale (s_j - m'))    l' = l exp(scale (m - m')) + sum_j p_j
-// The maximum is subtracted before scaling, so the largest logit gives exactly 1.
+// The maximum is subtracted before scaling, so keys that tie weigh alike, and exactly 1 at the m that `step` took.
 //
 // Any m gives the same result as long as no p leaves its format. So `weigh` keeps the m that a row has, which asks
 // nothing of a tile before its exponentials; what it cannot hold, `step` does over.
