@@ -63,7 +63,7 @@ struct Kind {
 };
 
 bool supported(const Case& c, const Kind& kind) {
-  const bool dims = (kind.pass == Pass::forward && kind.sixteen_bits()) || std::max(c.dim, c.dim_v) <= 128;
+  const bool dims = kind.sixteen_bits() || std::max(c.dim, c.dim_v) <= 128;
   return c.mask == MaskTensor::none && (c.dtype != DType::e4m3 || !kind.sixteen_bits()) && dims;
 }
 

@@ -58,8 +58,6 @@ std::optional<std::string> objection_to(const View& t, const char* label) {
 }
 
 std::optional<std::string> backward_objection(const Problem& p) {
-  if (std::max(p.dim, p.dim_v) > kMaxBackwardDim)
-    return text("it has no backward pass for head dim ", std::max(p.dim, p.dim_v), "; it has: up to ", kMaxBackwardDim);
   if (p.remedy == OCTET_REMEDY_PROJECT)
     return "its backward pass has no remedy project; it has: f16_inside, none, beta, exact_delta";
   if (std::max(p.tokens_q, p.tokens_k) > kMaxBackwardTokens)

@@ -12,7 +12,10 @@
 namespace octet::cuda::sm90 {
 namespace {
 
-int dim_of(const Problem& p) { return std::max(p.dim, p.dim_v) <= 64 ? 64 : 128; }
+int dim_of(const Problem& p) {
+  const int64_t dim = std::max(p.dim, p.dim_v);
+  return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
+}
 
 // Operands in f16: always at precision f16, and at bf16 by the remedy.
 bool inside(const Problem& p) { return p.precision == OCTET_PRECISION_F16 || p.remedy == OCTET_REMEDY_F16_INSIDE; }

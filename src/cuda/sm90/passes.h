@@ -21,6 +21,5 @@ constexpr int kMaxByteDim = 128;
 
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string backward_name(const Problem& p);
-constexpr int kMaxBackwardDim = 128;
 
 }  // namespace octet::cuda::sm90

@@ -19,7 +19,9 @@ Kernel describe_backward(Order order) {
 
 template <class T>
 Kernel backward_kernel(int dim, Order order) {
-  return dim == 64 ? describe_backward<T, 64>(order) : describe_backward<T, 128>(order);
+  return dim == 64    ? describe_backward<T, 64>(order)
+         : dim == 128 ? describe_backward<T, 128>(order)
+                      : describe_backward<T, 256>(order);
 }
 
 }  // namespace octet::cuda::sm90
