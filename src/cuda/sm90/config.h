@@ -21,26 +21,24 @@ using Dims128 = HeadDims<128, 128>;
 using Dims192x128 = HeadDims<192, 128>;
 using Dims256 = HeadDims<256, 256>;
 
-// Full: most tiles are seen whole. Windowed: tiles along the diagonal are seen in part, and smaller ones waste less.
-enum class Shape { full, windowed };
-
-template <class Dims, Shape>
+// kQStages: where there is room, the queries of the next block arrive while warpgroups still work on this one.
+template <class Dims>
 struct ForwardTile;
-template <Shape shape>
-struct ForwardTile<Dims64, shape> {
-  static constexpr int kWarpgroups = 3, kKeys = 128, kRegisters = 160, kLoaderRegisters = 32;
+template <>
+struct ForwardTile<Dims64> {
+  static constexpr int kWarpgroups = 3, kKeys = 128, kQStages = 2, kRegisters = 160, kLoaderRegisters = 32;
 };
-template <Shape shape>
-struct ForwardTile<Dims128, shape> {
-  static constexpr int kWarpgroups = 2, kKeys = 128, kRegisters = 240, kLoaderRegisters = 24;
+template <>
+struct ForwardTile<Dims128> {
+  static constexpr int kWarpgroups = 2, kKeys = 128, kQStages = 2, kRegisters = 240, kLoaderRegisters = 24;
 };
-template <Shape shape>
-struct ForwardTile<Dims192x128, shape> {
-  static constexpr int kWarpgroups = 2, kKeys = 128, kRegisters = 240, kLoaderRegisters = 24;
+template <>
+struct ForwardTile<Dims192x128> {
+  static constexpr int kWarpgroups = 2, kKeys = 128, kQStages = 1, kRegisters = 240, kLoaderRegisters = 24;
 };
-template <Shape shape>
-struct ForwardTile<Dims256, shape> {
-  static constexpr int kWarpgroups = 2, kKeys = 80, kRegisters = 240, kLoaderRegisters = 24;
+template <>
+struct ForwardTile<Dims256> {
+  static constexpr int kWarpgroups = 2, kKeys = 80, kQStages = 1, kRegisters = 240, kLoaderRegisters = 24;
 };
 
 // 8-bit forward. Products with v go to an accumulator of their own, as large as o, which is added to o with a scale: at

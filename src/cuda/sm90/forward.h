@@ -21,9 +21,9 @@
 
 namespace octet::cuda::sm90 {
 
-template <class Precision, class Dims, Shape shape>
+template <class Precision, class Dims>
 struct Forward {
-  using Tile = ForwardTile<Dims, shape>;
+  using Tile = ForwardTile<Dims>;
   static constexpr int kRows = Tile::kWarpgroups * kWarpgroupRows, kKeys = Tile::kKeys;
   static constexpr int kThreads = (Tile::kWarpgroups + 1) * kWarpgroup;
   static constexpr int kReaders = Tile::kWarpgroups * kWarpgroup;
@@ -35,12 +35,12 @@ struct Forward {
   using TileV = SharedTile<typename Precision::Weight, kKeys, Dims::kDimV>;
 
   struct alignas(kSwizzleBytes) Shared {
-    unsigned char q[TileQ::kBytes];
+    unsigned char q[Tile::kQStages][TileQ::kBytes];
     unsigned char k[kStages][TileK::kBytes];
     unsigned char v[kStages][TileV::kBytes];
-    Ring<1> q_ring;
+    Ring<Tile::kQStages> q_ring;
     Ring<kStages> k_ring, v_ring;
-    Work work;
+    Work work[Tile::kQStages];
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;  // dynamic shared memory starts at any 16 bytes
 
@@ -51,7 +51,7 @@ struct Forward {
   const ForwardArguments& a;
   Shared& shared;
 
-  __device__ TileQ q() const { return {shared.q}; }
+  __device__ TileQ q(int stage) const { return {shared.q[stage]}; }
   __device__ TileK k(int stage) const { return {shared.k[stage]}; }
   __device__ TileV v(int stage) const { return {shared.v[stage]}; }
 
@@ -70,15 +70,15 @@ struct Forward {
 
   // The loader: one thread.
   __device__ void load_all() {
-    RingPosition<1> q_at;
+    RingPosition<Tile::kQStages> q_at;
     RingPosition<kStages> k_at, v_at;
     unsigned number = blockIdx.x;
     while (true) {
       const Work work = a.schedule.at(number);
-      shared.q_ring.empty[0].wait(q_at.parity ^ 1);
-      shared.work = work;
+      shared.q_ring.empty[q_at.stage].wait(q_at.parity ^ 1);
+      shared.work[q_at.stage] = work;
       if (work.block < 0) {
-        shared.q_ring.full[0].arrive();
+        shared.q_ring.full[q_at.stage].arrive();
         return;
       }
       const Keys keys = keys_of(work);
@@ -88,7 +88,7 @@ struct Forward {
         full.arrive_expecting(decltype(tile)::kBytes);
         load(tile, map, row, head * broadcast[0], work.batch * broadcast[1], &full.word);
       };
-      fetch(q(), a.q, a.q_broadcast, work.q_first + work.block, work.head, shared.q_ring.full[0]);
+      fetch(q(q_at.stage), a.q, a.q_broadcast, work.q_first + work.block, work.head, shared.q_ring.full[q_at.stage]);
       q_at.advance();
       const auto fetch_k = [&](int tile) {
         shared.k_ring.empty[k_at.stage].wait(k_at.parity ^ 1);
@@ -126,7 +126,7 @@ struct Forward {
 
   // Warpgroup `warpgroup` of those that compute.
   __device__ void compute_all(int warpgroup) {
-    RingPosition<1> q_at;
+    RingPosition<Tile::kQStages> q_at;
     RingPosition<kStages> k_at, v_at;
     const auto my_turn = [&] { ptx::barrier_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup); };
     const auto pass_turn = [&] {
@@ -134,8 +134,8 @@ struct Forward {
     };
     if (warpgroup == Tile::kWarpgroups - 1) pass_turn();
     for (;; q_at.advance()) {
-      shared.q_ring.full[0].wait(q_at.parity);
-      const Work work = shared.work;
+      shared.q_ring.full[q_at.stage].wait(q_at.parity);
+      const Work work = shared.work[q_at.stage];
       if (work.block < 0) return;
       const Keys keys = keys_of(work);
       const int query = work.block + warpgroup * kWarpgroupRows + fragment_row();
@@ -150,7 +150,7 @@ struct Forward {
       // Issued, not awaited.
       const auto multiply_qk = [&](int rows, int stage) {
         ptx::wgmma_fence();
-        mm_ABt(s, q(), rows * kWarpgroupRows, k(stage), false);
+        mm_ABt(s, q(q_at.stage), rows * kWarpgroupRows, k(stage), false);
         ptx::wgmma_commit();
       };
       const auto multiply_pv = [&] {
@@ -230,7 +230,7 @@ struct Forward {
         finish_v();
         convert(s, p);
       }
-      shared.q_ring.empty[0].arrive();
+      shared.q_ring.empty[q_at.stage].arrive();
       if (keys.first < keys.last) {
         shared.v_ring.full[v_at.stage].wait(v_at.parity);
         multiply_pv();
@@ -287,10 +287,10 @@ struct Forward {
   }
 };
 
-template <class Precision, class Dims, Shape shape>
-__global__ void __launch_bounds__(Forward<Precision, Dims, shape>::kThreads, 1)
+template <class Precision, class Dims>
+__global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
     forward(const __grid_constant__ ForwardArguments arguments) {
-  using Kernel = Forward<Precision, Dims, shape>;
+  using Kernel = Forward<Precision, Dims>;
   extern __shared__ unsigned char memory[];
   const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));

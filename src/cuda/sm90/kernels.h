@@ -15,7 +15,7 @@ struct Kernel {
 };
 
 template <class Precision>
-Kernel forward_kernel(DimsIndex dims, Shape shape);
+Kernel forward_kernel(DimsIndex dims);
 
 // Up to d128.
 template <class Precision>

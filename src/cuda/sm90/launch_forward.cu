@@ -25,16 +25,14 @@ DimsIndex dims_of(const Problem& p) {
   return p.dim <= 192 && p.dim_v <= 128 ? DimsIndex::d192x128 : DimsIndex::d256;
 }
 
-Shape shape_of(const Problem& p) { return p.windowed ? Shape::windowed : Shape::full; }
-
 Kernel kernel_of(const Problem& p) {
   const DimsIndex dims = dims_of(p);
-  if (inside(p)) return forward_kernel<PrecisionBf16Inside>(dims, shape_of(p));
+  if (inside(p)) return forward_kernel<PrecisionBf16Inside>(dims);
   if (p.remedy == OCTET_REMEDY_BETA)
-    return p.precision == OCTET_PRECISION_BF16 ? forward_kernel<WithBeta<PrecisionBf16>>(dims, shape_of(p))
-                                               : forward_kernel<WithBeta<PrecisionF16>>(dims, shape_of(p));
-  if (p.precision == OCTET_PRECISION_BF16) return forward_kernel<PrecisionBf16>(dims, shape_of(p));
-  return forward_kernel<PrecisionF16>(dims, shape_of(p));
+    return p.precision == OCTET_PRECISION_BF16 ? forward_kernel<WithBeta<PrecisionBf16>>(dims)
+                                               : forward_kernel<WithBeta<PrecisionF16>>(dims);
+  if (p.precision == OCTET_PRECISION_BF16) return forward_kernel<PrecisionBf16>(dims);
+  return forward_kernel<PrecisionF16>(dims);
 }
 
 }  // namespace

@@ -2,6 +2,6 @@
 
 namespace octet::cuda::sm90 {
 
-template Kernel forward_kernel<PrecisionBf16>(DimsIndex, Shape);
+template Kernel forward_kernel<PrecisionBf16>(DimsIndex);
 
 }  // namespace octet::cuda::sm90
