@@ -1,9 +1,10 @@
 // Online softmax over tiles of logits (FlashAttention-2, arXiv 2307.08691, algorithm 1), for the two rows of a thread:
 //   m' = max(m, max_j s_j)    p_j = exp(scale (s_j - m'))    l' = l exp(scale (m - m')) + sum_j p_j
-// The maximum is subtracted before scaling, so keys that tie weigh alike, and exactly 1 at the m that `step` took.
 //
 // Any m gives the same result as long as no p leaves its format. So `weigh` keeps the m that a row has, which asks
-// nothing of a tile before its exponentials; what it cannot hold, `step` does over.
+// nothing of a tile before its exponentials; what it cannot hold, `step` does over. And so the number that is
+// subtracted, `origin`, is rounded once and used wherever m stands above: keys that tie weigh alike, and l and lse
+// measure from the same point as p.
 #pragma once
 #include "cuda/ptx/types.h"
 #include "cuda/tile/fragment.h"
@@ -15,6 +16,12 @@ struct OnlineSoftmax {
   RowValues m{-INFINITY, -INFINITY};
   RowValues l{0.f, 0.f};  // of this thread's columns; times 2^Exponent
 
+  // 2^Exponent p = 2^(scale_log2e s - origin).
+  template <int Exponent>
+  __device__ float origin(float m) const {
+    return __fmaf_rn(m, scale_log2e, -float(Exponent));
+  }
+
   // Turns logits into 2^Exponent p; returns by what sums over the former maximum must be multiplied.
   template <int Exponent, int Columns>
   __device__ RowValues step(Accumulator<Columns>& s) {
@@ -22,10 +29,10 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float most = quad_max(row_max(s, row, m[row]));
-      const float base = most == -INFINITY ? 0.f : most;  // a row that has seen no key yet
-      shrink[row] = ptx::exp2((m[row] - base) * scale_log2e);
+      const float to = origin<Exponent>(most == -INFINITY ? 0.f : most);  // a row that has seen no key yet
+      shrink[row] = ptx::exp2(origin<Exponent>(m[row]) - to);
       m[row] = most;
-      l[row] = l[row] * shrink[row] + exponentials<Exponent>(s, row, base);
+      l[row] = l[row] * shrink[row] + exponentials(s, row, to);
     }
     return shrink;
   }
@@ -36,21 +43,21 @@ struct OnlineSoftmax {
   __device__ RowValues weigh(Accumulator<Columns>& s) const {
     RowValues sum;
 #pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) sum[row] = exponentials<Exponent>(s, row, m[row]);
+    for (int row = 0; row < kRowsPerThread; ++row) sum[row] = exponentials(s, row, origin<Exponent>(m[row]));
     return sum;
   }
 
  private:
   // In place; returns their sum.
-  template <int Exponent, int Columns>
-  __device__ float exponentials(Accumulator<Columns>& s, int row, float base) const {
+  template <int Columns>
+  __device__ float exponentials(Accumulator<Columns>& s, int row, float from) const {
     float sum[2] = {0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < Columns / 8; ++i)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& x = s.x[4 * i + 2 * row + c];
-        x = ptx::exp2(__fmaf_rn(x - base, scale_log2e, float(Exponent)));
+        x = ptx::exp2(__fmaf_rn(x, scale_log2e, -from));
         sum[c] += x;
       }
     return sum[0] + sum[1];
@@ -80,7 +87,7 @@ struct ShiftedSoftmax : OnlineSoftmax {
       const bool shifts = tied && highest != 0.f && highest != -INFINITY;
       const float shifted = fminf(highest > 0.f ? beta * highest : 0.f, highest + reach);
       const float most = fmaxf(m[row], shifts ? shifted : highest);
-      shrink[row] = most == m[row] ? 1.f : ptx::exp2((m[row] - most) * scale_log2e);
+      shrink[row] = most == m[row] ? 1.f : ptx::exp2(origin<Exponent>(m[row]) - origin<Exponent>(most));
       l[row] *= shrink[row];
       m[row] = most;
       top[row] = largest;

@@ -250,8 +250,8 @@ struct Forward {
       const float l = quad_sum(softmax.l[row]);
       constexpr float kLn2 = 0.693147180559945f;
       inverse[row] = l == 0.f ? 0.f : v_scale / l;
-      lse[row] = l == 0.f ? -INFINITY
-                          : (softmax.m[row] * a.scale_log2e + (log2f(l) - float(Precision::kWeightExponent))) * kLn2;
+      const float from = softmax.template origin<Precision::kWeightExponent>(softmax.m[row]);
+      lse[row] = l == 0.f ? -INFINITY : (from + log2f(l)) * kLn2;
     }
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 2; ++i) o.x[i] *= inverse[i / 2 % 2];
