@@ -30,6 +30,9 @@ struct Forward {
   static_assert(Tile::kWarpgroups * Tile::kRegisters + Tile::kLoaderRegisters <=
                 65536 / kThreads / 8 * 8 * (Tile::kWarpgroups + 1));
 
+  // Some tiles along the diagonal are seen by none of a warpgroup's queries: it passes them over.
+  static constexpr bool kSkips = kRows - kWarpgroupRows >= kKeys;
+
   using TileQ = SharedTile<typename Precision::Operand, kRows, Dims::kDim>;
   using TileK = SharedTile<typename Precision::Operand, kKeys, Dims::kDim>;
   using TileV = SharedTile<typename Precision::Weight, kKeys, Dims::kDimV>;
@@ -55,16 +58,18 @@ struct Forward {
   __device__ TileK k(int stage) const { return {shared.k[stage]}; }
   __device__ TileV v(int stage) const { return {shared.v[stage]}; }
 
-  // Tiles [first, last) of keys that any query of the block sees, and the keys that all of them see.
+  // Tiles [first, last) of keys that any of `rows` queries from `query` on sees, and the keys that all of them see.
   struct Keys {
     int first, last;
     KeyRange all;
+
+    __device__ bool any() const { return first < last; }
   };
-  __device__ Keys keys_of(const Work& work) const {
-    const int end = min(work.block + kRows, work.q_tokens) - 1;
-    const KeyRange top = a.mask.keys_of(work.block, work.q_tokens, work.k_tokens);
+  __device__ Keys keys_of(const Work& work, int query, int rows) const {
+    const int end = min(query + rows, work.q_tokens) - 1;
+    const KeyRange top = a.mask.keys_of(query, work.q_tokens, work.k_tokens);
     const KeyRange bottom = a.mask.keys_of(end, work.q_tokens, work.k_tokens);
-    if (bottom.last <= top.first) return {0, 0, {0, 0}};
+    if (end < query || bottom.last <= top.first) return {0, 0, {0, 0}};
     return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, {bottom.first, top.last}};
   }
 
@@ -81,7 +86,7 @@ struct Forward {
         shared.q_ring.full[q_at.stage].arrive();
         return;
       }
-      const Keys keys = keys_of(work);
+      const Keys keys = keys_of(work, work.block, kRows);
       const int kv_head = work.head / a.group;
       const auto fetch = [&](auto tile, const CUtensorMap& map, const int(&broadcast)[2], int row, int head,
                              Barrier& full) {
@@ -101,9 +106,9 @@ struct Forward {
         v_at.advance();
       };
       // In the order in which they are used: k of a tile comes before v of the one before.
-      if (keys.first < keys.last) fetch_k(keys.last - 1);
+      if (keys.any()) fetch_k(keys.last - 1);
       for (int tile = keys.last - 2; tile >= keys.first; --tile) fetch_k(tile), fetch_v(tile + 1);
-      if (keys.first < keys.last) fetch_v(keys.first);
+      if (keys.any()) fetch_v(keys.first);
       number = gridDim.x + atomicAdd(a.schedule.counter, 1u);
     }
   }
@@ -137,8 +142,9 @@ struct Forward {
       shared.q_ring.full[q_at.stage].wait(q_at.parity);
       const Work work = shared.work[q_at.stage];
       if (work.block < 0) return;
-      const Keys keys = keys_of(work);
-      const int query = work.block + warpgroup * kWarpgroupRows + fragment_row();
+      const int my_first = work.block + warpgroup * kWarpgroupRows, query = my_first + fragment_row();
+      const Keys keys = keys_of(work, work.block, kRows);
+      const Keys mine = kSkips ? keys_of(work, my_first, kWarpgroupRows) : keys;
       const KeyRange ranges[kRowsPerThread] = {a.mask.keys_of(query, work.q_tokens, work.k_tokens),
                                                a.mask.keys_of(query + 8, work.q_tokens, work.k_tokens)};
       auto softmax = start_softmax();
@@ -160,35 +166,43 @@ struct Forward {
       };
       const auto mask = [&](int tile) {
         const int key = tile * kKeys;
-        if (key < keys.all.first || key + kKeys > keys.all.last) mask_rows(s, key, ranges);
+        if (key < mine.all.first || key + kKeys > mine.all.last) mask_rows(s, key, ranges);
       };
+      const auto await_k = [&] { shared.k_ring.full[k_at.stage].wait(k_at.parity); };
+      const auto await_v = [&] { shared.v_ring.full[v_at.stage].wait(v_at.parity); };
       const auto finish_k = [&] { shared.k_ring.empty[k_at.stage].arrive(), k_at.advance(); };
       const auto finish_v = [&] { shared.v_ring.empty[v_at.stage].arrive(), v_at.advance(); };
+      // What follows a packed sequence in its last tile of v.
+      const auto clear_v = [&](int tile) {
+        if (!a.schedule.cu_seqlens_q || (tile + 1) * kKeys <= work.k_tokens) return;
+        await_v();
+        clear_rows(shared.v[v_at.stage], work.k_tokens - tile * kKeys);
+        ptx::barrier_sync(kClearBarrier, kReaders);
+      };
+      // A tile of which this warpgroup sees nothing.
+      const auto skip = [&](int tile) { await_k(), finish_k(), clear_v(tile), await_v(), finish_v(); };
 
-      if (keys.first < keys.last) {
-        const int tile = keys.last - 1;
-        shared.k_ring.full[k_at.stage].wait(k_at.parity);
+      if constexpr (kSkips)
+        for (int tile = keys.last - 1; tile >= max(mine.last, keys.first); --tile) {
+          skip(tile);
+          if (tile > keys.first) my_turn(), pass_turn();
+        }
+      if (mine.any()) {
+        await_k();
         multiply_qk(warpgroup, k_at.stage);
         ptx::wgmma_wait<0>();
         ptx::pin(s.x);
         finish_k();
-        mask(tile);
+        mask(mine.last - 1);
         softmax.template step<Precision::kWeightExponent>(s);
         convert(s, p);
-        if (a.schedule.cu_seqlens_q && (tile + 1) * kKeys > work.k_tokens) {
-          shared.v_ring.full[v_at.stage].wait(v_at.parity);
-          clear_rows(shared.v[v_at.stage], work.k_tokens - tile * kKeys);
-          ptx::barrier_sync(kClearBarrier, kReaders);
-        }
+        clear_v(mine.last - 1);
+        if (mine.last - 1 > mine.first) await_k();
       }
-      const auto await_k = [&](int tile) {
-        if (tile >= keys.first) shared.k_ring.full[k_at.stage].wait(k_at.parity);
-      };
-      await_k(keys.last - 2);
-      for (int tile = keys.last - 2; tile >= keys.first; --tile) {
+      for (int tile = mine.last - 2; tile >= mine.first; --tile) {
         my_turn();
         multiply_qk(warpgroup, k_at.stage);
-        shared.v_ring.full[v_at.stage].wait(v_at.parity);
+        await_v();
         multiply_pv();
         pass_turn();
         ptx::wgmma_wait<1>();
@@ -200,7 +214,7 @@ struct Forward {
           ptx::pin(s.x);
           finish_k();
           // Waiting here splits the block of instructions, as the vote below does.
-          await_k(tile - 1);
+          if (tile > mine.first) await_k();
           ptx::wgmma_wait<0>();
           ptx::pin(o.x);
           scale_rows(o, shrink);
@@ -225,18 +239,20 @@ struct Forward {
             scale_rows(o, softmax.template step<Precision::kWeightExponent>(s));
           }
           finish_k();
-          await_k(tile - 1);
+          if (tile > mine.first) await_k();
         }
         finish_v();
         convert(s, p);
       }
       shared.q_ring.empty[q_at.stage].arrive();
-      if (keys.first < keys.last) {
-        shared.v_ring.full[v_at.stage].wait(v_at.parity);
+      if (mine.any()) {
+        await_v();
         multiply_pv();
         ptx::wgmma_wait<0>();
         ptx::pin(o.x);
         finish_v();
+        if constexpr (kSkips)
+          for (int tile = mine.first - 1; tile >= keys.first; --tile) my_turn(), pass_turn(), skip(tile);
       }
       write(work, query, softmax, o);
     }
