@@ -75,20 +75,18 @@ Input::Input(const View& from, octet_dtype type, Carver& workspace) : from_(from
 
 void Input::prepare(cudaStream_t stream) const {
   if (view_.data == from_.data) return;
-  copy(distinct(from_), distinct(view_), element(view_.dtype), nullptr, stream);
+  copy(distinct(from_), distinct(view_), element(view_.dtype), stream);
 }
 
 ScaledInput::ScaledInput(const View& from, octet_dtype through, Carver& workspace)
     : from_(from), view_(dense(from, OCTET_F16, false, workspace)), through_(through) {
   const auto heads = static_cast<std::size_t>(from.shape[0] * from.shape[1]);
   largest_ = workspace.take<unsigned>(heads);
-  exponent_ = workspace.take<int>(heads);
   scale_ = workspace.take<float>(heads);
 }
 
 void ScaledInput::prepare(cudaStream_t stream) const {
-  choose_exponents(strided(from_), largest_, exponent_, scale_, stream);
-  copy(strided(from_), strided(view_), element(through_), exponent_, stream);
+  convert_to_f16(strided(from_), strided(view_), element(through_), largest_, scale_, stream);
 }
 
 Result::Result(const View& to, Carver& workspace) : to_(to), view_(to) {
@@ -96,7 +94,7 @@ Result::Result(const View& to, Carver& workspace) : to_(to), view_(to) {
 }
 
 void Result::deliver(cudaStream_t stream) const {
-  if (view_.data != to_.data) copy(strided(view_), strided(to_), element(to_.dtype), nullptr, stream);
+  if (view_.data != to_.data) copy(strided(view_), strided(to_), element(to_.dtype), stream);
 }
 
 }  // namespace octet::cuda

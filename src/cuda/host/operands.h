@@ -39,7 +39,6 @@ class ScaledInput {
   View from_, view_;
   octet_dtype through_;
   unsigned* largest_;
-  int* exponent_;
   float* scale_;
 };
 

@@ -23,40 +23,96 @@ __device__ void for_each_line(const Strided& t, const F& f) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    copy_kernel(const Strided from, const Strided to, Element through, const int* exponent) {
-  const float scale = exponent ? ldexpf(1.f, exponent[blockIdx.x]) : 1.f;
+// A round through a type of less precision.
+__device__ void round_through(Element through, Vector& x) {
+  visit(through, [&](auto* type) {
+    for (float& element : x) element = float(static_cast<std::remove_pointer_t<decltype(type)>>(element));
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) copy_kernel(const Strided from, const Strided to, Element through) {
   for_each_line(from, [&](const Line& line) {
     Vector x;
     read(from, line, x);
-    visit(through, [&](auto* type) {
-      for (float& element : x) element = float(static_cast<std::remove_pointer_t<decltype(type)>>(element)) * scale;
-    });
+    round_through(through, x);
     write(to, line, x);
   });
 }
 
-// Magnitudes order as their bits do.
-__global__ void __launch_bounds__(kThreads) largest_kernel(const Strided x, unsigned* largest) {
+// Eight channels as they lie in memory. `In`: the type of all, whose rows are whole 16-byte words, or void for any type
+// and strides.
+template <class In>
+struct Loaded {
+  union {
+    uint4 word;
+    In elements[kVector];
+  };
+  __device__ void load(const Strided& t, const Line& line) {
+    word = *reinterpret_cast<const uint4*>(static_cast<const In*>(t.data) + line.offset(t));
+  }
+  __device__ void get(Vector& x) const {
+    for (int i = 0; i < kVector; ++i) x[i] = float(elements[i]);
+  }
+};
+template <>
+struct Loaded<void> {
+  Vector x;
+  __device__ void load(const Strided& t, const Line& line) { read(t, line, x); }
+  __device__ void get(Vector& to) const {
+    for (int i = 0; i < kVector; ++i) to[i] = x[i];
+  }
+};
+
+// to = from, and the largest magnitude of each (batch, head), as bits, which order as magnitudes do. All loads of a few
+// lines come before their stores, as the compiler cannot know that the two do not alias.
+template <class In>
+__global__ void __launch_bounds__(kThreads)
+    convert_kernel(const Strided from, const Strided to, Element through, unsigned* largest) {
+  constexpr int kAtOnce = 4;
+  const int lines = static_cast<int>(from.shape[3]) / kVector, rows = kThreads / lines, row = threadIdx.x / lines;
+  const int64_t batch = blockIdx.x / from.shape[1], head = blockIdx.x % from.shape[1];
+  const int channel = threadIdx.x % lines * kVector;
   unsigned most = 0;
-  for_each_line(x, [&](const Line& line) {
-    Vector v;
-    read(x, line, v);
-    for (const float element : v)
-      if (isfinite(element)) most = max(most, __float_as_uint(fabsf(element)));
-  });
+  if (row < rows)
+    for (int64_t token = static_cast<int64_t>(blockIdx.y) * kAtOnce * rows + row; token < from.shape[2];
+         token += static_cast<int64_t>(gridDim.y) * kAtOnce * rows) {
+      Loaded<In> loaded[kAtOnce];
+      const auto line_of = [&](int i) { return Line{batch, head, token + i * rows, channel}; };
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        if (line_of(i).token < from.shape[2]) loaded[i].load(from, line_of(i));
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (line_of(i).token >= from.shape[2]) break;
+        Vector x;
+        loaded[i].get(x);
+        round_through(through, x);
+        for (const float element : x)
+          if (isfinite(element)) most = max(most, __float_as_uint(fabsf(element)));
+        write(to, line_of(i), x);
+      }
+    }
   most = __reduce_max_sync(~0u, most);
   if (threadIdx.x % 32 == 0) atomicMax(&largest[blockIdx.x], most);
 }
 
-__global__ void exponent_kernel(const unsigned* largest, int* exponent, float* scale, int heads) {
-  const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= heads) return;
-  constexpr int kTarget = 13;
-  const float most = __uint_as_float(largest[i]);
-  const int by = most > 0.f ? min(max(kTarget - ilogbf(most), -100), 100) : 0;
-  exponent[i] = by;
-  scale[i] = ldexpf(1.f, -by);
+// Does over, times a power of two, the heads that `to` does not hold well: scale[batch, head] is what it was divided
+// by.
+__global__ void __launch_bounds__(kThreads)
+    rescale_kernel(const Strided from, const Strided to, Element through, const unsigned* largest, float* scale) {
+  const float most = __uint_as_float(largest[blockIdx.x]);
+  const bool fits = most == 0.f || (most >= 0x1p-2f && most < 0x1p15f);
+  const int exponent = fits ? 0 : min(max(13 - ilogbf(most), -100), 100);
+  if (blockIdx.y == 0 && threadIdx.x == 0) scale[blockIdx.x] = ldexpf(1.f, -exponent);
+  if (fits) return;
+  const float by = ldexpf(1.f, exponent);
+  for_each_line(from, [&](const Line& line) {
+    Vector x;
+    read(from, line, x);
+    round_through(through, x);
+    for (float& element : x) element *= by;
+    write(to, line, x);
+  });
 }
 
 // A row of blocks for each (batch, head).
@@ -66,22 +122,30 @@ dim3 grid_of(const Strided& x) {
               static_cast<unsigned>(std::clamp<int64_t>(x.shape[2] / kTokensPerBlock, 1, kMost)));
 }
 
+// Rows of whole 16-byte words.
+bool in_words(const Strided& x) {
+  constexpr int64_t kElements = 8;
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride[3] == 1 && x.stride[0] % kElements == 0 &&
+         x.stride[1] % kElements == 0 && x.stride[2] % kElements == 0;
+}
+
 }  // namespace
 
-void copy(const Strided& from, const Strided& to, Element through, const int* exponent, cudaStream_t stream) {
+void copy(const Strided& from, const Strided& to, Element through, cudaStream_t stream) {
   if (!from.shape[0] || !from.shape[1] || !from.shape[2]) return;
-  copy_kernel<<<grid_of(from), kThreads, 0, stream>>>(from, to, through, exponent);
+  copy_kernel<<<grid_of(from), kThreads, 0, stream>>>(from, to, through);
   check(cudaGetLastError(), "copy");
 }
 
-void choose_exponents(const Strided& x, unsigned* largest, int* exponent, float* scale, cudaStream_t stream) {
-  const int64_t heads = x.shape[0] * x.shape[1];
-  if (!heads) return;
+void convert_to_f16(const Strided& from, const Strided& to, Element through, unsigned* largest, float* scale,
+                    cudaStream_t stream) {
+  const int64_t heads = from.shape[0] * from.shape[1];
+  if (!heads || !from.shape[2]) return;
   check(cudaMemsetAsync(largest, 0, heads * sizeof(unsigned), stream), "cudaMemsetAsync");
-  largest_kernel<<<grid_of(x), kThreads, 0, stream>>>(x, largest);
-  exponent_kernel<<<static_cast<unsigned>(heads + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
-      largest, exponent, scale, static_cast<int>(heads));
-  check(cudaGetLastError(), "choose_exponents");
+  const auto convert = from.element == Element::bf16 && in_words(from) ? convert_kernel<__nv_bfloat16> : convert_kernel<void>;
+  convert<<<grid_of(from), kThreads, 0, stream>>>(from, to, through, largest);
+  rescale_kernel<<<grid_of(from), kThreads, 0, stream>>>(from, to, through, largest, scale);
+  check(cudaGetLastError(), "convert_to_f16");
 }
 
 }  // namespace octet::cuda

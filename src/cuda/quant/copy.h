@@ -7,12 +7,12 @@
 namespace octet::cuda {
 
 // to = from, converted: round to nearest even. `through` rounds on the way (f32 into f16 by way of bf16).
-// `exponent`: of each (batch, head) of `from`, numbers are multiplied by 2^exponent; or null.
-void copy(const Strided& from, const Strided& to, Element through, const int* exponent, cudaStream_t stream);
+void copy(const Strided& from, const Strided& to, Element through, cudaStream_t stream);
 
-// exponent[batch, head]: 2^exponent brings the largest finite magnitude into [2^13, 2^14); 0 where there is none.
-// scale[batch, head] = 2^-exponent, what products with the scaled numbers must be multiplied by.
+// to = from / scale[batch, head] in f16, a power of two. It is 1 where the head's largest finite magnitude is within
+// [2^-2, 2^15), which is most heads, so that one pass is enough for them; else it brings that into [2^13, 2^14).
 // `largest`: [batch, head] numbers of scratch.
-void choose_exponents(const Strided& x, unsigned* largest, int* exponent, float* scale, cudaStream_t stream);
+void convert_to_f16(const Strided& from, const Strided& to, Element through, unsigned* largest, float* scale,
+                    cudaStream_t stream);
 
 }  // namespace octet::cuda

@@ -1,7 +1,8 @@
-// The forward kernels keep an old maximum while weights over it fit; here logits rise from tile to tile, in the order
-// in which tiles come (last keys first), by little, beyond what weights hold and beyond what exp holds.
+// Numbers that leave the range of the formats inside the kernels.
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <iterator>
 #include <octet/formats.hpp>
 
 #include "gpu/place.h"
@@ -25,6 +26,8 @@ constexpr Rise kRises[] = {{"slowly", 4, Precision::bf16, 128, false},
                            {"beyond_f16_weights", 60, Precision::f16, 64, false},
                            {"beyond_exp_f16", 2000, Precision::f16, 128, true}};
 
+// The forward kernels keep an old maximum while weights over it fit; here logits rise from tile to tile, in the order
+// in which tiles come (last keys first), by little, beyond what weights hold and beyond what exp holds.
 class GpuRising : public testing::TestWithParam<Rise> {};
 
 TEST_P(GpuRising, logits_give_what_float64_gives) {
@@ -62,6 +65,35 @@ TEST_P(GpuRising, logits_give_what_float64_gives) {
 
 INSTANTIATE_TEST_SUITE_P(Rises, GpuRising, testing::ValuesIn(kRises),
                          [](const auto& info) { return std::string(info.param.name); });
+
+// With f16 weights v is converted to f16, which holds neither 2^-30 nor 2^20. Each head has a magnitude of its own.
+TEST(GpuMagnitudes, of_v_change_nothing_but_the_scale_of_o) {
+  constexpr int kExponents[] = {0, -30, 20, -3, 15, 90, -90};
+  const Case c{.name = "magnitudes",
+               .heads = std::size(kExponents),
+               .kv_heads = std::size(kExponents),
+               .tokens_q = 150,
+               .tokens_k = 300,
+               .dim = 72,
+               .dim_v = 72,
+               .dtype = DType::bf16,
+               .out_dtype = DType::f32};
+  Inputs in = draw(c, 5);
+  const auto times_powers = [&](Values& x, int sign) {
+    for_each(x.shape, [&](int64_t b, int64_t h, int64_t t, int64_t s) {
+      x.at(b, h, t, s) = std::ldexp(x.at(b, h, t, s), sign * kExponents[h]);
+    });
+  };
+  const Outputs want = exact(c, in, Pass::forward);
+  const Outputs plain = run(c, in, attention_of(c, Precision::bf16, "reference"), Pass::forward);
+  const Noise noise = f32_noise(c, in, 0.0, 5.0);
+  times_powers(in.v, 1);
+  GpuPlace place;
+  Outputs got = run(c, in, attention_of(c, Precision::bf16, "sm90"), Pass::forward, nullptr, &place);
+  times_powers(got.o, -1);
+  EXPECT_LE(difference(got.o, want.o).largest, 2 * difference(plain.o, want.o).largest + noise.o)
+      << text(difference(got.o, want.o));
+}
 
 }  // namespace
 }  // namespace octet::test
