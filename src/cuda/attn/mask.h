@@ -28,13 +28,19 @@ template <int Columns>
 __device__ void mask_rows(Accumulator<Columns>& s, int key, const KeyRange (&ranges)[kRowsPerThread]) {
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
-    const unsigned width = ranges[row].last - ranges[row].first;
-    const int offset = key + fragment_column() - ranges[row].first;
+    const int last = ranges[row].last - key - fragment_column(), first = ranges[row].first - key - fragment_column();
 #pragma unroll
     for (int i = 0; i < Columns / 8; ++i)
 #pragma unroll
       for (int c = 0; c < 2; ++c)
-        if (static_cast<unsigned>(offset + 8 * i + c) >= width) s.x[4 * i + 2 * row + c] = -INFINITY;
+        if (8 * i + c >= last) s.x[4 * i + 2 * row + c] = -INFINITY;
+    // Under a causal mask the first key is one before all tiles: this is for windows.
+    if (first <= 0) continue;
+#pragma unroll
+    for (int i = 0; i < Columns / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (8 * i + c < first) s.x[4 * i + 2 * row + c] = -INFINITY;
   }
 }
 
