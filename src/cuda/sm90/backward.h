@@ -9,8 +9,7 @@
 // need not meet: while one computes exponentials, the other's products run. Sums of dq over blocks of keys happen in
 // L2.
 #pragma once
-#include <cuda/atomic>
-
+#include "cuda/ptx/grid.h"
 #include "cuda/sm90/backward_arguments.h"
 #include "cuda/sm90/backward_schedule.h"
 #include "cuda/sm90/config.h"
@@ -20,7 +19,7 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Order order>
+template <class T, int Dim, Sums sums>
 struct Backward {
   using Tile = BackwardTile<Dim>;
   static constexpr int kQueries = Tile::kQueries, kKeys = Tile::kKeys;
@@ -32,7 +31,7 @@ struct Backward {
   // A warpgroup's part of dq: 64 queries, and as many channels as make half of it.
   static constexpr bool kDqByQueries = kQueries > kWarpgroupRows;
   static constexpr int kDqColumns = kDqByQueries ? Dim : Dim / kWarpgroups;
-  static constexpr int kDqFloats = kWarpgroupRows * kDqColumns;
+  static constexpr int kDqNumbers = kWarpgroupRows * kDqColumns;
 
   // What registers are there for: p in 16 bits beside s, and dq beside p and ds.
   static constexpr bool kEarlyP = Dim == 128;
@@ -42,25 +41,22 @@ struct Backward {
   using TileK = SharedTile<T, kKeys, Dim>;
   using TileDs = SharedTile<T, kKeys, kQueries>;
 
-  // What a step works on. dq is summed in two parts for each tile, one for each warpgroup.
-  struct Step {
-    int tile, dq_part;  // tile of queries; the first warpgroup's part of dq
-    unsigned turn;      // in fixed order: how many blocks add to this part before
-  };
+  using Rows = QueryRows<kQueries>;
 
   struct alignas(kSwizzleBytes) Shared {
     unsigned char k[TileK::kBytes], k_smooth[TileK::kBytes], v[TileK::kBytes];
     unsigned char q[kStages][TileQ::kBytes], do_[Tile::kDoStages][TileQ::kBytes];
     unsigned char ds[kStages][TileDs::kBytes];
-    float rows[kStages][2][kQueries];  // lse, delta
-    Step steps[2 * kStages];           // as read two steps later, too
+    Rows rows[kStages];
     Ring<1> k_ring, k_smooth_ring, v_ring;
     Ring<kStages> q_ring, ds_ring;
+    Barrier rows_empty[kStages];  // at which all threads arrive, as each reads its columns
     Ring<Tile::kDoStages> do_ring;
-    BackwardWork work[2];  // by the parity of k_ring
+    BackwardWork work[2];  // by the parity of k_ring, for whose sake all threads arrive there
 
     __device__ void init() {
-      k_ring.init(kWarps), k_smooth_ring.init(kWarps), v_ring.init(kWarps), q_ring.init(kWarps), do_ring.init(kWarps);
+      k_ring.init(kReaders), k_smooth_ring.init(kWarps), v_ring.init(kWarps), q_ring.init(kWarps), do_ring.init(kWarps);
+      for (int i = 0; i < kStages; ++i) rows_empty[i].init(kReaders);
       for (int i = 0; i < kStages; ++i) ds_ring.full[i].init(kWarps), ds_ring.empty[i].init(kWarps);
     }
   };
@@ -111,12 +107,10 @@ struct Backward {
         const int64_t tile = schedule.q_tile(w, visit);
         const int s = n % kStages, d = n % Tile::kDoStages;
         shared.q_ring.empty[s].wait(n / kStages % 2 ^ 1);
-        Step& step = shared.steps[n % (2 * kStages)];
-        step.tile = visit.tile, step.dq_part = static_cast<int>(tile) * kWarpgroups;
-        if constexpr (order == Order::fixed) step.turn = schedule.turn_of(w, visit.tile);
-        shared.q_ring.full[s].arrive_expecting(TileQ::kBytes + sizeof shared.rows[s]);
+        shared.q_ring.full[s].arrive_expecting(TileQ::kBytes + sizeof(Rows));
         fetch(shared.q[s], a.q + tile * TileQ::kBytes, TileQ::kBytes, shared.q_ring.full[s]);
-        fetch(shared.rows[s], a.rows + tile * 2 * kQueries, sizeof shared.rows[s], shared.q_ring.full[s]);
+        shared.rows_empty[s].wait(n / kStages % 2 ^ 1);
+        fetch(&shared.rows[s], a.rows + tile * sizeof(Rows), sizeof(Rows), shared.q_ring.full[s]);
         if (!have_keys) fetch_keys(shared.v, a.v, shared.v_ring);
         shared.do_ring.empty[d].wait(n / Tile::kDoStages % 2 ^ 1);
         shared.do_ring.full[d].arrive_expecting(TileQ::kBytes);
@@ -168,43 +162,47 @@ struct Backward {
     return {x.data + channel / kPanelColumns * TileX::kPanelBytes};
   }
 
-  __device__ const Step& step_at(unsigned n) const { return shared.steps[n % (2 * kStages)]; }
-
-  // Adds to a part of dq, each warp its numbers. In fixed order it waits until `turn` warps have counted up.
-  __device__ void add(int part, const Accumulator<kDqColumns>& x, unsigned turn) const {
-    if constexpr (order == Order::fixed) {
-      if (threadIdx.x % 32 == 0)
-        while (count_of(part).load(::cuda::memory_order_acquire) != turn) __nanosleep(20);
-      __syncwarp();
-    }
-    auto* const to = reinterpret_cast<float4*>(a.dq) + static_cast<int64_t>(part) * (kDqFloats / 4);
+  // Where dq of a step goes: its tile of queries, and what integers in this thread's rows are sums of.
+  struct Target {
+    int tile;
+    float units[kRowsPerThread];
+  };
+  static __device__ int dq_row(int warpgroup, int half) {
+    return (kDqByQueries ? warpgroup * kWarpgroupRows : 0) + fragment_row() + 8 * half;
+  }
+  __device__ Target target_of(const Rows& rows, int warpgroup, float sums_unit) const {
+    Target target{rows.tile};
+    if constexpr (sums == Sums::integers)
+      for (int half = 0; half < kRowsPerThread; ++half)
+        target.units[half] = unit_of_sums(rows.unit[dq_row(warpgroup, half)], sums_unit);
+    return target;
+  }
+  // Adds to this warpgroup's part of a tile.
+  __device__ void add(const Target& target, int warpgroup, const Accumulator<kDqColumns>& x) const {
+    const int64_t start = (static_cast<int64_t>(target.tile) * kWarpgroups + warpgroup) * kDqNumbers;
+    const int thread = threadIdx.x % kWarpgroup;
+    if constexpr (kSumsByFour<Dim, sums>) {
+      auto* const to = reinterpret_cast<float4*>(static_cast<float*>(a.dq) + start) + thread;
 #pragma unroll
-    for (int i = 0; i < kDqColumns / 8; ++i)
-      atomicAdd(to + i * kWarpgroup + threadIdx.x % kWarpgroup,
-                make_float4(x.x[4 * i], x.x[4 * i + 1], x.x[4 * i + 2], x.x[4 * i + 3]));
-  }
-  // What a warp has added is there; the next one may add.
-  __device__ void count_up(int part) const {
-    if constexpr (order == Order::fixed) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) count_of(part).fetch_add(1u, ::cuda::memory_order_release);
+      for (int i = 0; i < kDqColumns / 8; ++i)
+        atomicAdd(to + i * kWarpgroup, make_float4(x.x[4 * i], x.x[4 * i + 1], x.x[4 * i + 2], x.x[4 * i + 3]));
+    } else {
+#pragma unroll
+      for (int half = 0; half < kRowsPerThread; ++half) {
+        // An inf or NaN comes from ds and is in every column. It takes the unit away, and so turns the row into NaN.
+        if (sums == Sums::integers && !isfinite(x.x[2 * half]))
+          reinterpret_cast<Rows*>(a.rows)[target.tile].unit[dq_row(warpgroup, half)] = __int_as_float(0x7fffffff);
+#pragma unroll
+        for (int i = 0; i < kDqColumns / 2; ++i) {
+          if (i / 2 % 2 != half) continue;
+          const int64_t at = start + i * kWarpgroup + thread;
+          if constexpr (sums == Sums::integers)
+            atomicAdd(static_cast<int*>(a.dq) + at, __float2int_rn(x.x[i] * target.units[half]));
+          else
+            atomicAdd(static_cast<float*>(a.dq) + at, x.x[i]);
+        }
+      }
     }
-  }
-  __device__ ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device> count_of(int part) const {
-    constexpr int kWarpsOfOne = kWarpgroup / 32;
-    return ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device>(
-        a.turns[static_cast<int64_t>(part) * kWarpsOfOne + threadIdx.x % kWarpgroup / 32]);
-  }
-
-  // Warpgroups take turns from the products of ds on to those of the next step's logits, so that one computes
-  // exponentials while the other's products run. Not where they may wait for other thread blocks meanwhile, nor where
-  // each needs what the other stores.
-  static constexpr bool kTakesTurns = order == Order::any && !kByChannels;
-  static __device__ void my_turn(int warpgroup) {
-    if constexpr (kTakesTurns) ptx::barrier_sync(1 + warpgroup, kReaders);
-  }
-  static __device__ void pass_turn(int warpgroup) {
-    if constexpr (kTakesTurns) ptx::barrier_arrive(2 - warpgroup, kReaders);
   }
 
   __device__ void compute_all(int warpgroup) {
@@ -215,15 +213,15 @@ struct Backward {
     const int my_channel = kByChannels ? warpgroup * kChannels : 0;
     const TileK k{shared.k}, k_smooth{shared.k_smooth}, v{shared.v};
     const auto k_for_dq = columns_of<kDqColumns>(k_smooth, kDqByQueries ? 0 : warpgroup * kDqColumns);
-    const float product_scale = exp2f(static_cast<float>(a.product_exponent));
-    if (warpgroup == 1) pass_turn(warpgroup);
     for (;; at.advance()) {
       shared.k_ring.full[0].wait(at.parity);
       const BackwardWork& w = shared.work[at.parity];
       if (w.block < 0) break;
-      const Exponents& e = a.exponents[w.batch * a.kv_heads + w.kv_head];
+      const Powers& e = a.powers[w.batch * a.kv_heads + w.kv_head];
       const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - e.k));
+      const float product_scale = exp2f(static_cast<float>(e.product));
       const int steps = group * w.tiles.count();
+      Target target{};  // of the step before
       Accumulator<kChannels> dk, dv;
       dk.zero(), dv.zero();
       // dq of step n - 1.
@@ -234,8 +232,7 @@ struct Backward {
       };
       const auto add_dq = [&](const Accumulator<kDqColumns>& dq) {
         arrive(shared.ds_ring.empty[(n - 1) % kStages]);
-        const Step& step = step_at(n - 1);
-        add(step.dq_part + warpgroup, dq, step.turn);
+        add(target, warpgroup, dq);
       };
       shared.v_ring.full[0].wait(at.parity);
       shared.k_smooth_ring.full[0].wait(at.parity);
@@ -243,6 +240,7 @@ struct Backward {
         const int stage = n % kStages, do_stage = n % Tile::kDoStages;
         const uint32_t parity = n / kStages % 2, do_parity = n / Tile::kDoStages % 2;
         const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
+        const Rows& rows = shared.rows[stage];
         Accumulator<kQueries> s, dp;
         Operand<T, kQueries> p, ds;
         shared.q_ring.full[stage].wait(parity);
@@ -253,21 +251,21 @@ struct Backward {
         ptx::wgmma_fence();
         mm_ABt(dp, v, my_keys, do_, false);
         ptx::wgmma_commit();
-        if (left < steps) pass_turn(warpgroup);
-        if (left + 1 < steps) count_up(step_at(n - 2).dq_part + warpgroup);
         ptx::wgmma_wait<1>();
         ptx::pin(s.x);
-        if (left == 1) arrive(shared.k_ring.empty[0]);
-        ColumnValues columns(shared.rows[stage][0]);
+        if (left == 1) shared.k_ring.empty[0].arrive();
+        ColumnValues columns(rows.lse);
 #pragma unroll
         for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
-        const int query = step_at(n).tile * kQueries;
+        const int query = rows.first;
         if (!sees_all(w, query)) mask(s, w, w.first_key + my_keys + fragment_row(), query);
         if constexpr (kEarlyP) convert(s, p);
         ptx::wgmma_wait<0>();
         ptx::pin(dp.x);
         if (left == 1) arrive(shared.v_ring.empty[0]);
-        columns.read(shared.rows[stage][1]);
+        columns.read(rows.delta);
+        const Target next_target = target_of(rows, warpgroup, e.sums_unit);
+        shared.rows_empty[stage].arrive();
 #pragma unroll
         for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
         if constexpr (!kEarlyP) convert(s, p);
@@ -277,7 +275,6 @@ struct Backward {
         if (!kByChannels || warp / 2 == warpgroup) store(ds, TileDs{shared.ds[stage]}, my_keys);
         ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
         arrive(shared.ds_ring.full[stage]);
-        my_turn(warpgroup);
         ptx::wgmma_fence();
         mma_AB(dv, p, columns_of<kChannels>(do_, my_channel));
         ptx::wgmma_commit();
@@ -300,6 +297,7 @@ struct Backward {
         }
         ptx::pin(dq.x);
         if (left < steps) add_dq(dq);
+        target = next_target;
         if constexpr (!kDqAlone) {
           ptx::wgmma_wait<0>();
           ptx::pin(dk.x);
@@ -307,22 +305,18 @@ struct Backward {
         }
       }
       if (steps) {
-        pass_turn(warpgroup);
         Accumulator<kDqColumns> dq;
         shared.ds_ring.full[(n - 1) % kStages].wait((n - 1) / kStages % 2);
         issue_dq(dq);
         ptx::wgmma_wait<0>();
         ptx::pin(dq.x);
-        if (steps > 1) count_up(step_at(n - 2).dq_part + warpgroup);  // before it waits for a turn
         add_dq(dq);
-        count_up(step_at(n - 1).dq_part + warpgroup);
       } else {
-        arrive(shared.k_ring.empty[0]), arrive(shared.v_ring.empty[0]);
+        shared.k_ring.empty[0].arrive(), arrive(shared.v_ring.empty[0]);
       }
       arrive(shared.k_smooth_ring.empty[0]);
       write(a.dv, w, my_keys, my_channel, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
-      write(a.dk, w, my_keys, my_channel, dk, a.scale, -a.weight_exponent - a.product_exponent - e.do_ - e.v - e.q,
-            a.dim);
+      write(a.dk, w, my_keys, my_channel, dk, a.scale, -a.weight_exponent - e.product - e.do_ - e.v - e.q, a.dim);
     }
   }
 
@@ -355,25 +349,27 @@ struct Backward {
   }
 };
 
-template <class T, int Dim, Order order>
-__global__ void __launch_bounds__(Backward<T, Dim, order>::kThreads, 1)
+template <class T, int Dim, Sums sums>
+__global__ void __launch_bounds__(Backward<T, Dim, sums>::kThreads, 1)
     backward(const __grid_constant__ BackwardArguments arguments) {
-  using Kernel = Backward<T, Dim, order>;
+  using Kernel = Backward<T, Dim, sums>;
   extern __shared__ unsigned char memory[];
   const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
   Kernel kernel{arguments, shared};
+  ptx::next_grid_may_start();
   if (threadIdx.x == 0) {
     shared.init();
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
   __syncthreads();
+  ptx::wait_for_previous_grid();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
-    ptx::give_registers<kBackwardLoaderRegisters<Dim, order>>();
+    ptx::give_registers<kBackwardLoaderRegisters>();
     if (threadIdx.x == 0) kernel.load_all();
   } else {
-    ptx::take_registers<kBackwardRegisters<Dim, order>>();
+    ptx::take_registers<kBackwardRegisters>();
     kernel.compute_all(warpgroup - 1);
   }
 }

@@ -38,32 +38,46 @@ struct Blocks {
   }
 };
 
-// Exponents of one (batch, kv head): operands are 2^exponent times the caller's numbers.
-struct Exponents {
+// Of one (batch, kv head): operands are 2^exponent times the caller's numbers.
+struct Powers {
   int q, k, v, do_;
+  int product;      // do v^T is multiplied by 2 to this power before ds is rounded
+  float sums_unit;  // where dq is summed as integers: times QueryRows::unit, how many of them are 1
 };
+
+// What a tile of queries has beside q and do.
+template <int kQueries>
+struct QueryRows {
+  float lse[kQueries];    // in base 2 less weight_exponent
+  float delta[kQueries];  // as the products have it
+  float unit[kQueries];   // see Powers::sums_unit; NaN once a sum of the row was not finite
+  int first;              // query of the tile, within its sequence
+  int tile;               // its number among those of all heads
+  int2 padding;           // to whole words of 16 bytes
+};
+
+constexpr float kLargestUnit = 0x1p126f;
+
+// What an integer of a row's sums of dq is one of: a power of two, or NaN.
+__device__ inline float unit_of_sums(float row_unit, float sums_unit) {
+  const float unit = row_unit * sums_unit;
+  return unit > kLargestUnit ? kLargestUnit : unit;
+}
 
 struct BackwardArguments {
   // Tiles: q, do [batch, head, q block], k, k_smooth (k minus its mean), v [batch, kv head, k block].
   const unsigned char *q, *k, *k_smooth, *v, *do_;
-  // [batch, head, q block][2][query of the block]: lse in base 2 less weight_exponent; delta as the products have it.
-  const float* rows;
-  float* dq;  // [batch, head, q block]: sums, as the warpgroups hold them
-  // [batch, head, q block][8], 0 when the kernel starts: how many blocks of keys have added to dq of a tile, for each
-  // warp. Null where they may add in any order.
-  unsigned* turns;
-  const Exponents* exponents;  // [batch, kv head]
+  unsigned char* rows;   // [batch, head, q block]: QueryRows
+  void* dq;              // [batch, head, q block]: sums, float or int, as the warpgroups hold them; 0 before
+  const Powers* powers;  // [batch, kv head]
   Blocks q_blocks, k_blocks;
   Mask mask;
   int batch, heads, kv_heads;
   int dim, dim_v;
   unsigned* counter;
-  int section;  // kv heads that share L2
-  // Blocks of keys of a head that may run at once: no more than the grid has thread blocks for each head of a section.
-  int cohort;
-  float scale;           // of the logits
-  int weight_exponent;   // p is rounded times 2 to this power
-  int product_exponent;  // do v^T is multiplied by 2 to this power before ds is rounded
+  int section;          // kv heads that share L2
+  float scale;          // of the logits
+  int weight_exponent;  // p is rounded times 2 to this power
   Output dk, dv;
 };
 

@@ -1,11 +1,6 @@
 // Which block of keys a thread block takes next, the tiles of queries that the block sees, and the order in which it
-// visits them.
-//
-// Blocks of a cohort run at the same time, each at another tile: under a mask by position their first tiles differ,
-// and without one each starts at another tile and goes around. When dq is summed in a fixed order, blocks add to a tile
-// cohort by cohort, and within a cohort in the order in which they come to it, so a block hardly ever waits. It never
-// waits for ever, provided that all of a cohort run at once (BackwardArguments::cohort): of all blocks, the one that
-// has taken the fewest steps (the last of them, if several have) waits for no other.
+// visits them: blocks that run at the same time shall add to different tiles of dq. Under a mask by position their
+// first tiles differ, and without one each starts at another tile and goes around.
 #pragma once
 #include "cuda/sm90/backward_arguments.h"
 
@@ -56,44 +51,17 @@ struct BackwardSchedule {
     return w;
   }
 
-  // Blocks [first, last) of w's sequence and cohort.
-  struct Cohort {
-    int first, last;
-  };
-  __device__ Cohort cohort_of(const BackwardWork& w) const {
-    const int first = w.block / a.cohort * a.cohort, end = w.k.first_block + (w.k.tokens + kKeys - 1) / kKeys;
-    return {max(first, w.k.first_block), min(first + a.cohort, end)};
-  }
-
   __device__ Tiles tiles_of(const BackwardWork& w) const {
     const int all = (w.q.tokens + kQueries - 1) / kQueries;
     if (!a.mask.windowed) {
-      const Cohort cohort = cohort_of(w);
-      return {0, all, (w.block - cohort.first) * all / (cohort.last - cohort.first)};
+      const int blocks = (w.k.tokens + kKeys - 1) / kKeys;
+      return {0, all, static_cast<int>(static_cast<int64_t>(w.block - w.k.first_block) * all / blocks)};
     }
     const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
     const int last_key = min(w.first_key + kKeys, w.k.tokens) - 1;
     const int first = max(w.first_key - shift - a.mask.right, 0) / kQueries;
     const int last = (min(last_key - shift + a.mask.left + 1, w.q.tokens) + kQueries - 1) / kQueries;
     return {first, max(first, last), first};
-  }
-
-  // How many blocks add to a tile of dq before this one. Not inlined: the loader has few registers.
-  __device__ __noinline__ unsigned turn_of(const BackwardWork& w, int tile) const {
-    const Cohort cohort = cohort_of(w);
-    if (!a.mask.windowed) {
-      // From the block that starts at this tile, or just before, downwards and around.
-      const int size = cohort.last - cohort.first, mine = w.block - cohort.first;
-      const int starts = min(((tile + 1) * size - 1) / w.tiles.count(), size - 1);
-      return cohort.first - w.k.first_block + (starts >= mine ? starts - mine : starts - mine + size);
-    }
-    // From the last block that sees the tile downwards.
-    const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
-    const int first_key = max(tile * kQueries + shift - a.mask.left, 0);
-    const int last_key = min(tile * kQueries + kQueries - 1 + shift + a.mask.right, w.k.tokens - 1);
-    const int first = w.k.first_block + first_key / kKeys,
-              last = min(w.k.first_block + last_key / kKeys + 1, cohort.last);
-    return max(cohort.first - first, 0) + last - 1 - w.block;
   }
 
   __device__ int64_t q_tile(const BackwardWork& w, const Visit& at) const {

@@ -58,15 +58,14 @@ struct ByteForwardTile<Precision, Dims128> {
 
 // Backward: `kQueries` per step, `kKeys` per thread block, `kDoStages` stages of do. Two warpgroups share the work:
 // where a thread block has 128 keys, each has 64 of them and holds s, dp (queries / 2 registers each), dk, dv (dim / 2
-// each) and half of dq; where it has 64, each has all of them but half of the channels of dk, dv and dq. In which order
-// blocks of keys add to dq: any, or always the same.
-enum class Order { any, fixed };
+// each) and half of dq; where it has 64, each has all of them but half of the channels of dk, dv and dq.
 constexpr int kBackwardWarps = 8;  // that compute
-// At d = 64 and in fixed order the loader, which works out turns too, needs more.
-template <int Dim, Order order>
-constexpr int kBackwardLoaderRegisters = Dim == 64 && order == Order::fixed ? 56 : 40;
-template <int Dim, Order order>
-constexpr int kBackwardRegisters = (504 - kBackwardLoaderRegisters<Dim, order>) / 2;
+constexpr int kBackwardRegisters = 232, kBackwardLoaderRegisters = 40;
+// How partial sums of dq are added: floats as they come, or integers, whose sum is the same in any order.
+enum class Sums { floats, integers };
+// Floats are added four at a time, but at d = 128 one by one: 4 % faster there, 3 % slower elsewhere.
+template <int Dim, Sums sums>
+constexpr bool kSumsByFour = sums == Sums::floats&& Dim != 128;
 template <int Dim>
 struct BackwardTile;
 template <>

@@ -23,6 +23,6 @@ Kernel byte_forward_kernel(DimsIndex dims);
 
 // rows: queries of a tile.
 template <class T>
-Kernel backward_kernel(int dim, Order order);
+Kernel backward_kernel(int dim, Sums sums);
 
 }  // namespace octet::cuda::sm90

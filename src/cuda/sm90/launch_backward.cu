@@ -1,8 +1,8 @@
 // The backward pass on the host: workspace, preparation, launch, dq.
 #include <algorithm>
 
+#include "cuda/host/launch.h"
 #include "cuda/host/operands.h"
-#include "cuda/host/status.h"
 #include "cuda/sm90/backward_arguments.h"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/passes.h"
@@ -25,19 +25,16 @@ bool needs_exact_o(const Problem& p) {
   return p.remedy == OCTET_REMEDY_F16_INSIDE || p.remedy == OCTET_REMEDY_EXACT_DELTA;
 }
 
+Sums sums_of(const Problem& p) { return p.deterministic ? Sums::integers : Sums::floats; }
+
 Kernel kernel_of(const Problem& p) {
-  const Order order = p.deterministic ? Order::fixed : Order::any;
-  return inside(p) ? backward_kernel<F16>(dim_of(p), order) : backward_kernel<Bf16>(dim_of(p), order);
+  return inside(p) ? backward_kernel<F16>(dim_of(p), sums_of(p)) : backward_kernel<Bf16>(dim_of(p), sums_of(p));
 }
+
+// Of QueryRows.
+std::size_t row_bytes(int queries) { return queries == 64 ? sizeof(QueryRows<64>) : sizeof(QueryRows<128>); }
 
 int clamp_side(int64_t keys) { return static_cast<int>(std::min<int64_t>(keys, Mask::kUnbounded)); }
-
-// Smallest n with 2^n >= x.
-int log2_ceiling(int64_t x) {
-  int n = 0;
-  while (int64_t{1} << n < x) ++n;
-  return n;
-}
 
 Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, Carver& carver) {
   Blocks b{.rows = rows, .tokens = static_cast<int>(tokens), .count = static_cast<int>((tokens + rows - 1) / rows)};
@@ -54,7 +51,7 @@ Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, Carver& carve
 std::string backward_name(const Problem& p) {
   const Kernel kernel = kernel_of(p);
   return text("backward ", inside(p) ? "f16 inside" : "bf16", ", wgmma, ", kernel.rows, " x ", kernel.keys, " tiles",
-              p.deterministic ? ", dq in order" : "");
+              p.deterministic ? ", dq in integers" : "");
 }
 
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
@@ -70,9 +67,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
 
   const bool scaled = inside(p), f16 = p.precision == OCTET_PRECISION_F16;
   const octet_dtype cast = f16 ? OCTET_F16 : OCTET_BF16;
-  // p is at most 1, so 2^15 p is a number of f16. do v^T and delta are sums of dim_v products of numbers below 2^14:
-  // below 1 / 4 after this power, which bounds their difference by 1 / 2 and 2^15 ds by f16's range.
-  const int weight_exponent = scaled ? 15 : 0, product_exponent = scaled ? -30 - log2_ceiling(p.dim_v) : 0;
+  const int weight_exponent = scaled ? 15 : 0;  // p is at most 1, so 2^15 p is a number of f16
   Preparation prepared{.q = strided(p.q),
                        .k = strided(p.k),
                        .v = strided(p.v),
@@ -92,22 +87,18 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                        .k_blocks = k_blocks,
                        .group = static_cast<int>(p.group()),
                        .weight_exponent = weight_exponent,
-                       .product_exponent = product_exponent,
-                       .largest = carver.take<unsigned>(4 * kv_heads),
-                       .sums = carver.take<float>(kv_heads * kChunks * p.dim),
-                       .exponents = carver.take<Exponents>(kv_heads),
+                       .sampled = carver.take<Sizes>(kv_heads),
+                       .sizes = carver.take<Sizes>(kv_heads),
+                       .powers = carver.take<Powers>(kv_heads),
                        .mean = carver.take<float>(kv_heads * p.dim),
                        .q_tiles = carver.take<unsigned char>(q_bytes),
                        .k_tiles = carver.take<unsigned char>(k_bytes),
                        .k_smooth_tiles = carver.take<unsigned char>(k_bytes),
                        .v_tiles = carver.take<unsigned char>(k_bytes),
                        .do_tiles = carver.take<unsigned char>(q_bytes),
-                       .rows = carver.take<float>(q_tiles * kernel.rows * 2)};
-  const std::size_t dq_floats = q_tiles * kernel.rows * dim;
-  auto* const dq = carver.take<float>(dq_floats);
-  auto* const counter = carver.take<unsigned>(1);
-  const std::size_t turns_count = p.deterministic ? kBackwardWarps * q_tiles : 0;
-  unsigned* const turns = p.deterministic ? carver.take<unsigned>(turns_count) : nullptr;
+                       .rows = carver.take<unsigned char>(q_tiles * row_bytes(kernel.rows)),
+                       .dq = carver.take<float>(q_tiles * kernel.rows * dim),
+                       .counter = carver.take<unsigned>(1)};
   const Result dk(p.dk, carver), dv(p.dv, carver);
   if (!workspace || !(p.dq.elements() || p.dk.elements())) return carver.used();
 
@@ -119,10 +110,6 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                  stream);
   }
   prepare(prepared, stream);
-  check(cudaMemsetAsync(dq, 0, dq_floats * sizeof(float), stream), "cudaMemsetAsync");
-  check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "cudaMemsetAsync");
-  if (turns) check(cudaMemsetAsync(turns, 0, turns_count * sizeof *turns, stream), "cudaMemsetAsync");
-
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
   const auto grid = static_cast<unsigned>(std::min<std::size_t>(k_tiles, processors));
@@ -137,9 +124,8 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                       .v = prepared.v_tiles,
                       .do_ = prepared.do_tiles,
                       .rows = prepared.rows,
-                      .dq = dq,
-                      .turns = turns,
-                      .exponents = prepared.exponents,
+                      .dq = prepared.dq,
+                      .powers = prepared.powers,
                       .q_blocks = q_blocks,
                       .k_blocks = k_blocks,
                       .mask = {p.windowed, p.bottom_right, clamp_side(p.left), clamp_side(p.right)},
@@ -148,26 +134,19 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                       .kv_heads = static_cast<int>(p.kv_heads),
                       .dim = static_cast<int>(p.dim),
                       .dim_v = static_cast<int>(p.dim_v),
-                      .counter = counter,
+                      .counter = prepared.counter,
                       .section = section,
-                      .cohort = std::max(static_cast<int>(grid) / section, 1),
                       .scale = p.scale,
                       .weight_exponent = weight_exponent,
-                      .product_exponent = product_exponent,
                       .dk = dk.output(),
                       .dv = dv.output()};
   if (k_tiles) {
     check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
           "cudaFuncSetAttribute");
     void* arguments[] = {&a};
-    // In fixed order thread blocks wait for each other: a cooperative launch has all of them on the device, or fails.
-    using Launch = cudaError_t(const void*, dim3, dim3, void**, std::size_t, cudaStream_t);
-    Launch* const launch =
-        p.deterministic ? static_cast<Launch*>(cudaLaunchCooperativeKernel) : static_cast<Launch*>(cudaLaunchKernel);
-    check(launch(kernel.function, dim3(grid), dim3(kernel.threads), arguments, kernel.shared_bytes, stream),
-          p.deterministic ? "cudaLaunchCooperativeKernel" : "cudaLaunchKernel");
+    launch_after(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, arguments);
   }
-  if (p.dq.elements()) gather_dq(a, dim, strided(p.dq), stream);
+  if (p.dq.elements()) gather_dq(a, dim, sums_of(p), strided(p.dq), stream);
   dk.deliver(stream), dv.deliver(stream);
   return carver.used();
 }

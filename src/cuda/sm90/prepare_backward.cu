@@ -1,263 +1,335 @@
+// Operands into tiles, with delta and zeros for dq, and the powers of two that they are multiplied by.
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/host/status.h"
+#include "cuda/host/launch.h"
+#include "cuda/ptx/grid.h"
 #include "cuda/quant/elements.h"
-#include "cuda/sm90/config.h"
+#include "cuda/sm90/powers.h"
 #include "cuda/sm90/prepare_backward.h"
-#include "cuda/tile/shared.h"
+#include "cuda/tile/fragment.h"
 
 namespace octet::cuda::sm90 {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kSampled = 128;  // tokens of a (batch, kv head)
+enum class Tensor { q, k, v, do_, count };
 
-enum Tensor { kQ, kK, kV, kDo, kTensors };
-
-__device__ const Strided& tensor(const Preparation& p, int which) {
-  return which == kQ ? p.q : which == kK ? p.k : which == kV ? p.v : p.do_;
-}
-
-// Eight channels; `In`: the type of all inputs, whose rows are whole 16-byte words, or void for any type and strides.
+// Eight channels of a token as they lie in memory. `In`: the type of all inputs, whose rows are whole 16-byte words, or
+// void for any type and strides.
 template <class In>
-__device__ void read_as_known(const Strided& x, const Line& at, Vector& v) {
-  if constexpr (std::is_void_v<In>) {
-    read(x, at, v);
-  } else {
-    union {
-      uint4 word;
-      In elements[kVector];
-    } line;
-    line.word = *reinterpret_cast<const uint4*>(static_cast<const In*>(x.data) + at.offset(x));
-    for (int i = 0; i < kVector; ++i) v[i] = float(line.elements[i]);
+struct Raw {
+  union {
+    uint4 word;
+    In elements[kVector];
+  };
+  __device__ Raw() : word{} {}
+  __device__ void read(const Strided& x, const Line& at) {
+    word = *reinterpret_cast<const uint4*>(static_cast<const In*>(x.data) + at.offset(x));
   }
-}
+  __device__ void get(Vector& v, octet_dtype) const {
+    for (int i = 0; i < kVector; ++i) v[i] = float(elements[i]);
+  }
+};
+template <>
+struct Raw<void> {
+  Vector numbers{};
+  __device__ void read(const Strided& x, const Line& at) { octet::cuda::read(x, at, numbers); }
+  // Rounded to `type` first.
+  __device__ void get(Vector& v, octet_dtype type) const {
+    for (int i = 0; i < kVector; ++i)
+      v[i] = type == OCTET_BF16 ? float(Bf16(numbers[i])) : type == OCTET_F16 ? float(F16(numbers[i])) : numbers[i];
+  }
+};
 
-// The largest finite magnitude of each tensor of each (batch, kv head), and sums of k over chunks of its tokens.
+// One block for each (batch, kv head) and tensor: samples tokens evenly.
 template <class In>
-__global__ void __launch_bounds__(kThreads) survey_kernel(const Preparation p, int kv_heads) {
-  const int which = blockIdx.z, chunk = blockIdx.y, head = blockIdx.x;
-  const Strided& x = tensor(p, which);
-  const int lines = static_cast<int>(x.shape[3]) / kVector;
-  const int64_t tokens = x.shape[2], first = tokens * chunk / kChunks, last = tokens * (chunk + 1) / kChunks;
-  const int batch = head / kv_heads, group = which == kQ || which == kDo ? p.group : 1;
-  __shared__ float partial[kThreads][kVector + 1];
-  // Threads of a row of `lines`, as many rows as fit.
-  const int rows = kThreads / lines, line = threadIdx.x % lines, row = threadIdx.x / lines;
-  unsigned most = 0;
-  Vector sum{};
-  if (row < rows) {
-    for (int g = 0; g < group; ++g)
-#pragma unroll 4
-      for (int64_t token = first + row; token < last; token += rows) {
-        Vector v;
-        read_as_known<In>(x, {batch, head % kv_heads * group + g, token, line * kVector}, v);
-        for (int i = 0; i < kVector; ++i) {
-          const bool finite = isfinite(v[i]);
-          if (finite) most = max(most, __float_as_uint(fabsf(v[i])));
-          sum[i] += finite ? v[i] : 0.f;
-        }
-      }
-  }
-  most = __reduce_max_sync(~0u, most);
-  if (threadIdx.x % 32 == 0) atomicMax(&p.largest[which * gridDim.x + head], most);
-  if (which != kK) return;
-  for (int i = 0; i < kVector; ++i) partial[threadIdx.x][i] = sum[i];
+__global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant__ Preparation p) {
+  constexpr int kBatch = std::is_void_v<In> ? 1 : 8, kWarps = kThreads / 32;
+  const int kv = blockIdx.x, kv_heads = static_cast<int>(p.k.shape[1]), batch = kv / kv_heads, kv_head = kv % kv_heads;
+  const int lines = p.tile_dim / kVector, line = threadIdx.x % lines, rows = kThreads / lines;
+  const Tensor which = static_cast<Tensor>(blockIdx.y);
+  const Strided& x = which == Tensor::q ? p.q : which == Tensor::k ? p.k : which == Tensor::v ? p.v : p.do_;
+  const int group = which == Tensor::q || which == Tensor::do_ ? p.group : 1;
+  const int64_t tokens = x.shape[2], all = group * tokens;
+  const int sampled = static_cast<int>(min(all, int64_t{kSampled}));
+  __shared__ float sums[kWarps][256];
+  __shared__ float most_shared, row_shared;
+  ptx::next_grid_may_start();
+  if (threadIdx.x == 0) most_shared = row_shared = 0.f;
+  if (threadIdx.x == 0 && which == Tensor::q) p.sizes[kv] = {};
+  if (threadIdx.x == 0 && which == Tensor::q && kv == 0) *p.counter = 0;
   __syncthreads();
-  for (int c = threadIdx.x; c < lines * kVector; c += kThreads) {
-    float total = 0.f;
-    for (int r = 0; r < rows; ++r) total += partial[r * lines + c / kVector][c % kVector];
-    p.sums[(static_cast<int64_t>(head) * kChunks + chunk) * x.shape[3] + c] = total;
+  // Sample i: every token there is, or as many of each head of the group as there are samples for.
+  const auto line_of = [&](int i) -> Line {
+    const int count = static_cast<int>(tokens), of_group = i * group;
+    return all <= kSampled ? Line{batch, kv_head * group + i / count, i % count, line * kVector}
+                           : Line{batch, kv_head * group + of_group / kSampled, of_group % kSampled * tokens / kSampled,
+                                  line * kVector};
+  };
+  Vector sum{};
+  float most = 0.f, row_most = 0.f;
+  for (int first = 0; first < sampled; first += kBatch * rows) {
+    Raw<In> raw[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = first + j * rows + static_cast<int>(threadIdx.x) / lines;
+      if (i < sampled && line * kVector < x.shape[3]) raw[j].read(x, line_of(i));
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      Vector v;
+      raw[j].get(v, OCTET_F32);
+      Size size(v);
+      size.reduce(lines);
+      most = fmaxf(most, size.most), row_most = fmaxf(row_most, size.norm());
+      for (int c = 0; c < kVector; ++c) sum[c] += isfinite(v[c]) ? v[c] : 0.f;
+    }
   }
-}
-
-// One block for each (batch, kv head).
-__global__ void choose_kernel(const Preparation p) {
-  const int head = blockIdx.x, heads = gridDim.x;
+  most = warp_max(most), row_most = warp_max(row_most);
+  if (threadIdx.x % 32 == 0) raise(most_shared, most), raise(row_shared, row_most);
+  for (int c = 0; c < kVector; ++c) {
+    for (int step = lines; step < 32; step *= 2) sum[c] += __shfl_xor_sync(~0u, sum[c], step);
+    if (threadIdx.x % 32 < lines) sums[threadIdx.x / 32][line * kVector + c] = sum[c];
+  }
+  __syncthreads();
+  Sizes& found = p.sampled[kv];
   if (threadIdx.x == 0) {
-    // The largest magnitude comes to [2^13, 2^14).
-    const auto exponent = [&](int which) {
-      const float most = __uint_as_float(p.largest[which * heads + head]);
-      return p.scaled && most > 0.f ? min(max(13 - ilogbf(most), -100), 100) : 0;
-    };
-    p.exponents[head] = {exponent(kQ), exponent(kK), exponent(kV), exponent(kDo)};
+    if (which == Tensor::q) found.q = most_shared;
+    if (which == Tensor::k) found.k = most_shared, found.k_smooth = 0.f;
+    if (which == Tensor::v) found.v = most_shared, found.v_row = found.reach = row_shared;
+    if (which == Tensor::do_) found.do_ = most_shared, found.do_row = row_shared;
   }
-  const int dim = static_cast<int>(p.k.shape[3]);
-  for (int c = threadIdx.x; c < dim; c += blockDim.x) {
+  if (which != Tensor::k) return;
+  const int dim = static_cast<int>(x.shape[3]);
+  for (int c = threadIdx.x; c < dim; c += kThreads) {
     float total = 0.f;
-    for (int chunk = 0; chunk < kChunks; ++chunk)
-      total += p.sums[(static_cast<int64_t>(head) * kChunks + chunk) * dim + c];
-    p.mean[head * dim + c] = p.smooth && p.k.shape[2] ? total / static_cast<float>(p.k.shape[2]) : 0.f;
+    for (int warp = 0; warp < kWarps; ++warp) total += sums[warp][c];
+    p.mean[kv * dim + c] = p.smooth && sampled ? total / static_cast<float>(sampled) : 0.f;
   }
 }
-
-// 2^exponent, which is between -101 and 101.
-__device__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
 
 template <class T>
 __device__ void put(unsigned char* tile, int rows, int row, int line, const Vector& x, float scale) {
-  union {
-    uint4 word;
-    T elements[kVector];
-  } out;
-  for (int i = 0; i < kVector; ++i) out.elements[i] = T(x[i] * scale);
+  uint4 word;
+  uint32_t* const pairs = &word.x;
+  for (int i = 0; i < kVector / 2; ++i) pairs[i] = ptx::pack<T>(x[2 * i] * scale, x[2 * i + 1] * scale);
   const int panel = line / kSwizzleRows;
   *reinterpret_cast<uint4*>(tile + panel * rows * kPanelRowBytes + row * kPanelRowBytes +
-                            (line % kSwizzleRows ^ row % kSwizzleRows) * 16) = out.word;
+                            (line % kSwizzleRows ^ row % kSwizzleRows) * 16) = word;
 }
 
-__device__ void round_through(octet_dtype type, Vector& x) {
-  for (float& element : x) {
-    if (type == OCTET_BF16) element = float(Bf16(element));
-    if (type == OCTET_F16) element = float(F16(element));
+// Writes tiles of one (batch, kv head). A group of kLines threads takes a row, and reads all it needs before it writes.
+template <class T, class In, int Dim>
+struct TileWriter {
+  static constexpr int kQueries = BackwardTile<Dim>::kQueries, kKeys = BackwardTile<Dim>::kKeys;
+  static constexpr int kLines = Dim / kVector, kRowsAtOnce = kThreads / kLines;
+  static constexpr int kKeyBatch = std::is_void_v<In> ? 1 : 2;  // that are read before one is written
+
+  const Preparation& p;
+  int kv;
+  Powers powers;
+  int line = threadIdx.x % kLines;
+
+  __device__ void read(const Strided& x, bool present, const Line& at, Raw<In>& raw) const {
+    if (present && at.channel < x.shape[3]) raw.read(x, at);
   }
-}
 
-// One tile of one head for each block: q and do with delta and lse (blockIdx.z 0), or k and v (1). A group of threads
-// takes a row.
-template <class T, class In>
-__global__ void __launch_bounds__(kThreads) tile_kernel(const Preparation p, int heads, int kv_heads) {
-  const bool queries = blockIdx.z == 0;
-  const Blocks& blocks = queries ? p.q_blocks : p.k_blocks;
-  const int lines = p.tile_dim / kVector, line = threadIdx.x % lines;
-  const int head_index = blockIdx.x, block = blockIdx.y;
-  if (head_index >= p.q.shape[0] * (queries ? heads : kv_heads) || block >= blocks.count) return;
-  const int batch = head_index / (queries ? heads : kv_heads), head = head_index % (queries ? heads : kv_heads);
-  const int kv = batch * kv_heads + (queries ? head / p.group : head);
-  const Blocks::Sequence sequence = blocks.sequence_of(block);
-  const Exponents e = p.exponents[kv];
-  const int64_t tile = static_cast<int64_t>(head_index) * blocks.count + block;
-  const int64_t tile_start = tile * blocks.rows * p.tile_dim * static_cast<int64_t>(sizeof(T));
-  const float q_scale = power_of_two(e.q), do_scale = power_of_two(e.do_);
-  const float k_scale = power_of_two(e.k), k_smooth_scale = power_of_two(e.k - 1), v_scale = power_of_two(e.v);
-  Vector mean{};
-  if (!queries && line * kVector < p.k.shape[3])
-    for (int c = 0; c < kVector; ++c) mean[c] = p.mean[static_cast<int64_t>(kv) * p.k.shape[3] + line * kVector + c];
+  // Keeps the largest of four numbers over a warp, `first` and those that follow it in Sizes.
+  __device__ void keep(float& first, float a, float b, float c, float d) const {
+    a = warp_max(a), b = warp_max(b), c = warp_max(c), d = warp_max(d);
+    const int lane = threadIdx.x % 32;
+    if (lane < 4) raise((&first)[lane], lane == 0 ? a : lane == 1 ? b : lane == 2 ? c : d);
+  }
 
-#pragma unroll 2
-  for (int row = threadIdx.x / lines; row < blocks.rows; row += kThreads / lines) {
-    const int i = (block - sequence.first_block) * blocks.rows + row;
-    const bool present = sequence.index >= 0 && i < sequence.tokens;
-    const Line at{batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector};
-    const auto fetch = [&](const Strided& x, Vector& v) {
-      for (float& element : v) element = 0.f;
-      if (present && line * kVector < x.shape[3]) read_as_known<In>(x, at, v);
-    };
-    if (queries) {
-      Vector q, do_, o, residual;
-      fetch(p.q, q), fetch(p.do_, do_), fetch(p.o, o);
-      if (p.o_residual.data) {
-        fetch(p.o_residual, residual);
-        for (int c = 0; c < kVector; ++c) o[c] += residual[c];
-      }
-      round_through(p.round_q, q), round_through(p.round_do, do_);
-      put<T>(p.q_tiles + tile_start, blocks.rows, row, line, q, q_scale);
-      put<T>(p.do_tiles + tile_start, blocks.rows, row, line, do_, do_scale);
+  // q, do, delta and lse of a tile of queries. `first_time`: also zeros for dq, and sizes.
+  __device__ void queries(int head_index, int block, bool first_time) const {
+    const int heads = static_cast<int>(p.q.shape[1]), batch = head_index / heads, head = head_index % heads;
+    const Blocks::Sequence sequence = p.q_blocks.sequence_of(block);
+    const int64_t tile = static_cast<int64_t>(head_index) * p.q_blocks.count + block;
+    const int64_t start = tile * kQueries * Dim * static_cast<int64_t>(sizeof(T));
+    auto& rows = reinterpret_cast<QueryRows<kQueries>*>(p.rows)[tile];
+    const int first_query = (block - sequence.first_block) * kQueries;
+    const float q_scale = power_of_two(powers.q), do_scale = power_of_two(powers.do_);
+    const float delta_scale = power_of_two(powers.do_ + powers.v + powers.product);
+    float most_q = 0.f, most_do = 0.f, most_row = 0.f, reach = 0.f;
+    for (int row = threadIdx.x / kLines; row < kQueries; row += kRowsAtOnce) {
+      const int i = first_query + row;
+      const bool present = sequence.index >= 0 && i < sequence.tokens;
+      const Line at{batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector};
+      const Line token{at.batch, at.head, at.token, 0};
+      Raw<In> raw_q, raw_do, raw_o, raw_residual;
+      read(p.q, present, at, raw_q), read(p.do_, present, at, raw_do), read(p.o, present, at, raw_o);
+      if (p.o_residual.data) read(p.o_residual, present, at, raw_residual);
+      const float lse = present ? static_cast<const float*>(p.lse.data)[token.offset(p.lse)] : -INFINITY;
+      Vector x, o;
+      raw_q.get(x, p.round_q);
+      put<T>(p.q_tiles + start, kQueries, row, line, x, q_scale);
+      most_q = fmaxf(most_q, Size(x).most);
+      raw_o.get(o, OCTET_F32), raw_residual.get(x, OCTET_F32);
+      for (int c = 0; c < kVector; ++c) o[c] += x[c];
+      raw_do.get(x, p.round_do);
+      put<T>(p.do_tiles + start, kQueries, row, line, x, do_scale);
+      Size size(x);
       float delta = 0.f;
-      for (int c = 0; c < kVector; ++c) delta += do_[c] * o[c];
-      for (int step = lines / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
+      for (int c = 0; c < kVector; ++c) delta += x[c] * o[c];
+      size.reduce(kLines);
+      for (int step = kLines / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
+      const float norm = size.norm();
+      most_do = fmaxf(most_do, size.most), most_row = fmaxf(most_row, norm);
+      if (norm > 0.f && isfinite(delta)) reach = fmaxf(reach, __fdividef(fabsf(delta), norm));
       if (line == 0) {
         // Rows that see no key, and those beyond the sequence, get p = 0.
-        const float lse = present ? static_cast<const float*>(p.lse.data)[at.offset(p.lse)] : -INFINITY;
         const bool sees = lse != -INFINITY;
-        float* const of_tile = p.rows + tile * 2 * blocks.rows;
-        of_tile[row] = sees ? lse * 1.44269504f - static_cast<float>(p.weight_exponent) : INFINITY;
-        of_tile[blocks.rows + row] = sees ? ldexpf(delta, e.do_ + e.v + p.product_exponent) : 0.f;
+        rows.lse[row] = sees ? lse * 1.44269504f - static_cast<float>(p.weight_exponent) : INFINITY;
+        rows.delta[row] = sees ? delta * delta_scale : 0.f;
+        rows.unit[row] = norm > 0.f ? power_of_two(-exponent_above(norm) - powers.do_) : 1.f;
       }
-    } else {
-      Vector k, v;
-      fetch(p.k, k), fetch(p.v, v);
-      round_through(p.round_k, k), round_through(p.round_v, v);
-      put<T>(p.k_tiles + tile_start, blocks.rows, row, line, k, k_scale);
-      put<T>(p.v_tiles + tile_start, blocks.rows, row, line, v, v_scale);
-      if (present)
-        for (int c = 0; c < kVector; ++c) k[c] -= mean[c];
-      put<T>(p.k_smooth_tiles + tile_start, blocks.rows, row, line, k, k_smooth_scale);
     }
+    if (threadIdx.x == 0) rows.first = first_query, rows.tile = static_cast<int>(tile), rows.padding = {};
+    if (!first_time) return;
+    keep(p.sizes[kv].q, most_q, most_do, most_row, reach);
+    auto* const dq = static_cast<uint4*>(p.dq) + tile * (kQueries * Dim / 4);
+    for (int i = threadIdx.x; i < kQueries * Dim / 4; i += kThreads) dq[i] = {};
+  }
+
+  // k, k less its mean, and v of a tile of keys.
+  __device__ void keys(int block, bool first_time) const {
+    const int kv_heads = static_cast<int>(p.k.shape[1]), batch = kv / kv_heads, head = kv % kv_heads;
+    const Blocks::Sequence sequence = p.k_blocks.sequence_of(block);
+    const int64_t tile = static_cast<int64_t>(kv) * p.k_blocks.count + block;
+    const int64_t start = tile * kKeys * Dim * static_cast<int64_t>(sizeof(T));
+    const int first_key = (block - sequence.first_block) * kKeys;
+    const float k_scale = power_of_two(powers.k), v_scale = power_of_two(powers.v);
+    Vector mean{};
+    if (line * kVector < p.k.shape[3])
+      for (int c = 0; c < kVector; ++c) mean[c] = p.mean[static_cast<int64_t>(kv) * p.k.shape[3] + line * kVector + c];
+    float most_k = 0.f, most_smooth = 0.f, most_v = 0.f, most_row = 0.f;
+    for (int first = threadIdx.x / kLines; first < kKeys; first += kKeyBatch * kRowsAtOnce) {
+      Raw<In> raw_k[kKeyBatch], raw_v[kKeyBatch];
+      bool present[kKeyBatch];
+#pragma unroll
+      for (int j = 0; j < kKeyBatch; ++j) {
+        const int i = first_key + first + j * kRowsAtOnce;
+        present[j] = sequence.index >= 0 && i < sequence.tokens;
+        const Line at{batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector};
+        read(p.k, present[j], at, raw_k[j]), read(p.v, present[j], at, raw_v[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < kKeyBatch; ++j) {
+        const int row = first + j * kRowsAtOnce;
+        Vector x;
+        raw_k[j].get(x, p.round_k);
+        put<T>(p.k_tiles + start, kKeys, row, line, x, k_scale);
+        most_k = fmaxf(most_k, Size(x).most);
+        if (present[j])
+          for (int c = 0; c < kVector; ++c) x[c] -= mean[c];
+        put<T>(p.k_smooth_tiles + start, kKeys, row, line, x, k_scale);
+        most_smooth = fmaxf(most_smooth, Size(x).most);
+        raw_v[j].get(x, p.round_v);
+        put<T>(p.v_tiles + start, kKeys, row, line, x, v_scale);
+        Size size(x);
+        size.reduce(kLines);
+        most_v = fmaxf(most_v, size.most), most_row = fmaxf(most_row, size.norm());
+      }
+    }
+    if (first_time) keep(p.sizes[kv].k, most_k, most_smooth, most_v, most_row);
+  }
+};
+
+// One tile for each block: those of keys after those of queries, from the last on, so that the first heads, with which
+// the mainloop begins, were written last.
+template <class T, class In, int Dim>
+__global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
+    tile_kernel(const __grid_constant__ Preparation p) {
+  ptx::next_grid_may_start();
+  ptx::wait_for_previous_grid();
+  const int heads = static_cast<int>(p.q.shape[0] * p.q.shape[1]), of_queries = heads * p.q_blocks.count;
+  const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int kv = tile < of_queries ? tile / p.q_blocks.count / p.group : (tile - of_queries) / p.k_blocks.count;
+  const TileWriter<T, In, Dim> writer{p, kv, powers_for(p, p.sampled[kv], kRoomOfSample)};
+  if (tile < of_queries)
+    writer.queries(tile / p.q_blocks.count, tile % p.q_blocks.count, true);
+  else
+    writer.keys((tile - of_queries) % p.k_blocks.count, true);
+}
+
+// Settles the powers of all heads, and writes those again whose numbers the sample's powers do not fit.
+template <class T, class In, int Dim>
+__global__ void __launch_bounds__(kThreads, 2) mend_kernel(const __grid_constant__ Preparation p) {
+  __shared__ bool again[kThreads];
+  ptx::next_grid_may_start();
+  ptx::wait_for_previous_grid();
+  const int all = static_cast<int>(p.k.shape[0] * p.k.shape[1]);
+  const auto settled = [&](int kv, bool& unfit) {
+    const Sizes sizes = p.sizes[kv];
+    const Powers sample = powers_for(p, p.sampled[kv], kRoomOfSample), exact = powers_for(p, sizes, kRoom);
+    unfit = !fits(sample, exact);
+    Powers powers = unfit ? exact : sample;
+    powers.sums_unit = sums_unit(p, sizes, powers);
+    return powers;
+  };
+  for (int first = 0; first < all; first += kThreads) {
+    const int kv = first + static_cast<int>(threadIdx.x);
+    bool unfit = false;
+    if (kv < all) {
+      const Powers powers = settled(kv, unfit);
+      if (blockIdx.x == 0) p.powers[kv] = powers;
+    }
+    again[threadIdx.x] = unfit;
+    if (!__syncthreads_or(unfit)) continue;
+    for (int i = 0; i < kThreads; ++i) {
+      if (!again[i]) continue;
+      const TileWriter<T, In, Dim> writer{p, first + i, settled(first + i, unfit)};
+      for (int tile = blockIdx.x; tile < p.group * p.q_blocks.count; tile += gridDim.x)
+        writer.queries((first + i) * p.group + tile / p.q_blocks.count, tile % p.q_blocks.count, false);
+      for (int block = blockIdx.x; block < p.k_blocks.count; block += gridDim.x) writer.keys(block, false);
+    }
+    __syncthreads();
   }
 }
 
-// One tile of one head for each block. Element [row, 8 line + ...] of dq lies with the threads that summed it: two
-// numbers with each of four.
-template <int Dim>
-__global__ void __launch_bounds__(kThreads) dq_kernel(const BackwardArguments a, const Strided dq) {
-  constexpr int kQueries = BackwardTile<Dim>::kQueries, kLines = Dim / kVector;
-  // Two warpgroups share a tile: each has 64 queries, and as many channels as make half of it.
-  constexpr bool kByQueries = kQueries > kWarpgroupRows;
-  constexpr int kLinesOfOne = kByQueries ? kLines : kLines / 2;
-  const int head_index = blockIdx.x, block = blockIdx.y;
-  const int batch = head_index / a.heads, head = head_index % a.heads;
-  const Blocks::Sequence sequence = a.q_blocks.sequence_of(block);
-  if (sequence.index < 0) return;
-  const Exponents e = a.exponents[batch * a.kv_heads + head / (a.heads / a.kv_heads)];
-  // In two steps, as the power alone may not be a float.
-  const int exponent = -a.weight_exponent - a.product_exponent - e.do_ - e.v - (e.k - 1);
-  const float first = ldexpf(a.scale, exponent / 2), second = ldexpf(1.f, exponent - exponent / 2);
-  const float* const tile = a.dq + (static_cast<int64_t>(head_index) * a.q_blocks.count + block) * kQueries * Dim;
-  const int line = threadIdx.x % kLines;
-  if (line * kVector >= a.dim) return;
-    // Rows r and r + 8 lie with the same threads.
-#pragma unroll 2
-  for (int pair = threadIdx.x / kLines; pair < kQueries / 2; pair += kThreads / kLines) {
-    const int row = pair / 8 * 16 + pair % 8, r = row % kWarpgroupRows;
-    const int warpgroup = kByQueries ? row / kWarpgroupRows : line / kLinesOfOne;
-    const float* const from =
-        tile + warpgroup * (kQueries * Dim / 2) + line % kLinesOfOne * (kWarpgroup * 4) + (r / 16 * 32 + r % 8 * 4) * 4;
-    Vector x[kRowsPerThread];
-    for (int j = 0; j < 4; ++j) {
-      const float4 four = reinterpret_cast<const float4*>(from)[j];
-      x[0][2 * j] = four.x * first * second, x[0][2 * j + 1] = four.y * first * second;
-      x[1][2 * j] = four.z * first * second, x[1][2 * j + 1] = four.w * first * second;
-    }
-    for (int half = 0; half < kRowsPerThread; ++half) {
-      const int i = (block - sequence.first_block) * kQueries + row + 8 * half;
-      if (i < sequence.tokens)
-        write(dq, {batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector}, x[half]);
-    }
-  }
-}
-
-// Whether all inputs are of one 16-bit type, in rows of whole 16-byte words.
-bool direct(const Preparation& p, Element element) {
+// Whether all inputs are of one 16-bit type, in rows of whole 16-byte words, and rounded to no other.
+bool direct(const Preparation& p, Element element, octet_dtype type) {
   for (const Strided* x : {&p.q, &p.k, &p.v, &p.do_, &p.o, &p.o_residual}) {
     if (!x->data) continue;
     if (x->element != element || x->stride[3] != 1 || reinterpret_cast<uintptr_t>(x->data) % 16) return false;
     for (int i = 0; i < 3; ++i)
       if (x->shape[i] > 1 && x->stride[i] % kVector) return false;
   }
+  for (const octet_dtype round : {p.round_q, p.round_k, p.round_v, p.round_do})
+    if (round != type && round != OCTET_F32) return false;
   return true;
 }
 
-template <class In>
+template <class T, class In, int Dim>
 void prepare_as(const Preparation& p, cudaStream_t stream) {
-  const auto heads = static_cast<unsigned>(p.q.shape[1]), kv_heads = static_cast<unsigned>(p.k.shape[1]);
-  const auto batch = static_cast<unsigned>(p.q.shape[0]), all = batch * kv_heads;
-  survey_kernel<In><<<dim3(all, kChunks, kTensors), kThreads, 0, stream>>>(p, static_cast<int>(kv_heads));
-  choose_kernel<<<all, 128, 0, stream>>>(p);
-  const dim3 grid(batch * heads, static_cast<unsigned>(std::max(p.q_blocks.count, p.k_blocks.count)), 2);
-  const auto kernel = p.type == OCTET_F16 ? tile_kernel<F16, In> : tile_kernel<Bf16, In>;
-  kernel<<<grid, kThreads, 0, stream>>>(p, static_cast<int>(heads), static_cast<int>(kv_heads));
+  const auto kv_heads = static_cast<unsigned>(p.k.shape[0] * p.k.shape[1]);
+  const auto tiles = kv_heads * static_cast<unsigned>(p.group * p.q_blocks.count + p.k_blocks.count);
+  constexpr unsigned kMendingBlocks = 264;
+  survey_kernel<In><<<dim3(kv_heads, static_cast<unsigned>(Tensor::count)), kThreads, 0, stream>>>(p);
+  check(cudaGetLastError(), "survey_kernel");
+  launch_after(tile_kernel<T, In, Dim>, tiles, kThreads, 0, stream, p);
+  launch_after(mend_kernel<T, In, Dim>, std::min(tiles, kMendingBlocks), kThreads, 0, stream, p);
+}
+
+template <class T, class In>
+void prepare_as(const Preparation& p, cudaStream_t stream) {
+  const auto prepare = p.tile_dim == 64    ? prepare_as<T, In, 64>
+                       : p.tile_dim == 128 ? prepare_as<T, In, 128>
+                                           : prepare_as<T, In, 256>;
+  prepare(p, stream);
 }
 
 }  // namespace
 
 void prepare(const Preparation& p, cudaStream_t stream) {
-  const auto all = static_cast<std::size_t>(p.k.shape[0] * p.k.shape[1]);
-  check(cudaMemsetAsync(p.largest, 0, kTensors * all * sizeof(unsigned), stream), "cudaMemsetAsync");
-  if (direct(p, Element::bf16))
-    prepare_as<Bf16>(p, stream);
-  else if (direct(p, Element::f16))
-    prepare_as<F16>(p, stream);
-  else
-    prepare_as<void>(p, stream);
-  check(cudaGetLastError(), "prepare");
-}
-
-void gather_dq(const BackwardArguments& a, int tile_dim, const Strided& dq, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(a.batch * a.heads), static_cast<unsigned>(a.q_blocks.count));
-  const auto kernel = tile_dim == 64 ? dq_kernel<64> : tile_dim == 128 ? dq_kernel<128> : dq_kernel<256>;
-  kernel<<<grid, kThreads, 0, stream>>>(a, dq);
-  check(cudaGetLastError(), "gather_dq");
+  if (p.type == OCTET_BF16)
+    return (direct(p, Element::bf16, OCTET_BF16) ? prepare_as<Bf16, Bf16> : prepare_as<Bf16, void>)(p, stream);
+  if (direct(p, Element::bf16, OCTET_BF16)) return prepare_as<F16, Bf16>(p, stream);
+  if (direct(p, Element::f16, OCTET_F16)) return prepare_as<F16, F16>(p, stream);
+  prepare_as<F16, void>(p, stream);
 }
 
 }  // namespace octet::cuda::sm90

@@ -1,14 +1,25 @@
 // What surrounds the backward kernel: operands into tiles, delta, dq out of its sums. See sm90/backward_arguments.h.
+//
+// Powers of two and the mean of k are chosen by a sample of each head, before its tiles are written. While they are,
+// the true largest numbers are found; where those leave the room that the sample left, `mend` writes a head again.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <octet/octet.h>
 
 #include "cuda/attn/views.h"
 #include "cuda/sm90/backward_arguments.h"
+#include "cuda/sm90/config.h"
 
 namespace octet::cuda::sm90 {
 
-constexpr int kChunks = 32;  // parts in which a head is surveyed
+// How large the numbers of one (batch, kv head) are, those that are finite, in the caller's units.
+struct Sizes {
+  float q, do_;          // the largest
+  float do_row;          // the largest |x|_2 of a row
+  float reach;           // the largest |delta| / |do|; no larger than v_row where o and lse are of these keys
+  float k, k_smooth, v;  // the largest; k_smooth: k less its mean
+  float v_row;           // the largest |x|_2 of a row
+};
 
 struct Preparation {
   Strided q, k, v, do_, o, o_residual, lse;         // o_residual: may be absent
@@ -19,19 +30,20 @@ struct Preparation {
   bool smooth;                                      // subtract the mean of k for dq
   Blocks q_blocks, k_blocks;
   int group;
-  int weight_exponent, product_exponent;
+  int weight_exponent;
 
-  unsigned* largest;     // [4][batch, kv_head]
-  float* sums;           // [batch, kv_head][kChunks][dim]: of k
-  Exponents* exponents;  // [batch, kv_head]
-  float* mean;           // [batch, kv_head][dim]: of k
+  Sizes *sampled, *sizes;  // [batch, kv_head]: of a sample, of all numbers
+  Powers* powers;          // [batch, kv_head]
+  float* mean;             // [batch, kv_head][dim]: of k in the sample
   unsigned char *q_tiles, *k_tiles, *k_smooth_tiles, *v_tiles, *do_tiles;
-  float* rows;
+  unsigned char* rows;  // of QueryRows
+  void* dq;             // set to 0
+  unsigned* counter;    // set to 0
 };
 
 void prepare(const Preparation& p, cudaStream_t stream);
 
 // dq = scale times the sums.
-void gather_dq(const BackwardArguments& a, int tile_dim, const Strided& dq, cudaStream_t stream);
+void gather_dq(const BackwardArguments& a, int tile_dim, Sums sums, const Strided& dq, cudaStream_t stream);
 
 }  // namespace octet::cuda::sm90

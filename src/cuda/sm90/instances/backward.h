@@ -5,23 +5,23 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Order order>
+template <class T, int Dim, Sums sums>
 Kernel describe_backward() {
-  using Kind = Backward<T, Dim, order>;
-  return {reinterpret_cast<const void*>(&backward<T, Dim, order>), Kind::kQueries, Kind::kKeys, Kind::kThreads,
+  using Kind = Backward<T, Dim, sums>;
+  return {reinterpret_cast<const void*>(&backward<T, Dim, sums>), Kind::kQueries, Kind::kKeys, Kind::kThreads,
           Kind::kSharedBytes};
 }
 
 template <class T, int Dim>
-Kernel describe_backward(Order order) {
-  return order == Order::any ? describe_backward<T, Dim, Order::any>() : describe_backward<T, Dim, Order::fixed>();
+Kernel describe_backward(Sums sums) {
+  return sums == Sums::floats ? describe_backward<T, Dim, Sums::floats>() : describe_backward<T, Dim, Sums::integers>();
 }
 
 template <class T>
-Kernel backward_kernel(int dim, Order order) {
-  return dim == 64    ? describe_backward<T, 64>(order)
-         : dim == 128 ? describe_backward<T, 128>(order)
-                      : describe_backward<T, 256>(order);
+Kernel backward_kernel(int dim, Sums sums) {
+  return dim == 64    ? describe_backward<T, 64>(sums)
+         : dim == 128 ? describe_backward<T, 128>(sums)
+                      : describe_backward<T, 256>(sums);
 }
 
 }  // namespace octet::cuda::sm90

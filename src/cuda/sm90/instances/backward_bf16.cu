@@ -2,6 +2,6 @@
 
 namespace octet::cuda::sm90 {
 
-template Kernel backward_kernel<Bf16>(int, Order);
+template Kernel backward_kernel<Bf16>(int, Sums);
 
 }  // namespace octet::cuda::sm90

@@ -1,0 +1,31 @@
+// Launches in a row.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "cuda/host/status.h"
+
+namespace octet::cuda {
+
+// Launches a kernel that begins with ptx::wait_for_previous_grid: its blocks may be placed before the kernel before it
+// has ended (programmatic dependent launch).
+inline void launch_after(const void* kernel, unsigned grid, unsigned threads, std::size_t shared_bytes,
+                         cudaStream_t stream, void** arguments) {
+  cudaLaunchAttribute attribute{.id = cudaLaunchAttributeProgrammaticStreamSerialization};
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t config{.gridDim = dim3(grid),
+                                  .blockDim = dim3(threads),
+                                  .dynamicSmemBytes = shared_bytes,
+                                  .stream = stream,
+                                  .attrs = &attribute,
+                                  .numAttrs = 1};
+  check(cudaLaunchKernelExC(&config, kernel, arguments), "cudaLaunchKernelEx");
+}
+
+template <class... Parameters>
+void launch_after(void (*kernel)(Parameters...), unsigned grid, unsigned threads, std::size_t shared_bytes,
+                  cudaStream_t stream, Parameters... parameters) {
+  void* arguments[] = {&parameters...};
+  launch_after(reinterpret_cast<const void*>(kernel), grid, threads, shared_bytes, stream, arguments);
+}
+
+}  // namespace octet::cuda

@@ -1,0 +1,85 @@
+// dq out of its sums.
+#include <type_traits>
+
+#include "cuda/host/launch.h"
+#include "cuda/ptx/grid.h"
+#include "cuda/quant/elements.h"
+#include "cuda/sm90/prepare_backward.h"
+#include "cuda/tile/fragment.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+constexpr int kThreads = 256;
+
+// The sums of eight channels of rows r and r + 8, which lie with the same four threads, of one warpgroup's part:
+// [8 channels][2 rows x 2 channels][thread], or by four, [8 channels][thread][2 rows x 2 channels].
+template <class Number, bool by_four>
+__device__ void read_sums(const void* part, int line, int thread, Vector (&x)[kRowsPerThread]) {
+  struct alignas(16) Four {
+    Number numbers[4];
+  };
+  const auto* const from = static_cast<const Number*>(part) + line * (4 * kWarpgroup) + thread * (by_four ? 4 : 1);
+  for (int i = 0; i < 4; ++i) {
+    const Four four = *reinterpret_cast<const Four*>(from + i * (by_four ? 4 : kWarpgroup));
+    for (int j = 0; j < 4; ++j) {
+      const int of_thread = by_four ? j : i, threads = by_four ? i : j;
+      x[of_thread / 2][2 * threads + of_thread % 2] = static_cast<float>(four.numbers[j]);
+    }
+  }
+}
+
+// One tile of one head for each block, from the last on, whose sums may still be in L2.
+template <int Dim, Sums sums>
+__global__ void __launch_bounds__(kThreads)
+    dq_kernel(const __grid_constant__ BackwardArguments a, const __grid_constant__ Strided dq) {
+  constexpr int kQueries = BackwardTile<Dim>::kQueries, kLines = Dim / kVector;
+  // Two warpgroups share a tile: each has 64 queries, and as many channels as make half of it.
+  constexpr bool kByQueries = kQueries > kWarpgroupRows;
+  constexpr int kLinesOfOne = kByQueries ? kLines : kLines / 2;
+  ptx::wait_for_previous_grid();
+  const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int head_index = tile / a.q_blocks.count, block = tile % a.q_blocks.count;
+  const int batch = head_index / a.heads, head = head_index % a.heads;
+  const Blocks::Sequence sequence = a.q_blocks.sequence_of(block);
+  if (sequence.index < 0) return;
+  const Powers e = a.powers[batch * a.kv_heads + head / (a.heads / a.kv_heads)];
+  // In two steps, as the power alone may not be a float.
+  const int exponent = -a.weight_exponent - e.product - e.do_ - e.v - e.k;
+  const float first = ldexpf(a.scale, exponent / 2), second = ldexpf(1.f, exponent - exponent / 2);
+  const auto* const units = reinterpret_cast<const QueryRows<kQueries>*>(a.rows)[tile].unit;
+  const char* const tile_sums = static_cast<const char*>(a.dq) + static_cast<int64_t>(tile) * kQueries * Dim * 4;
+#pragma unroll 2
+  for (int i = threadIdx.x; i < kQueries / 2 * kLines; i += kThreads) {
+    const int line = i / 8 % kLines, row = i / (8 * kLines) * 16 + i % 8, r = row % kWarpgroupRows;
+    if (line * kVector >= a.dim) continue;
+    const int warpgroup = kByQueries ? row / kWarpgroupRows : line / kLinesOfOne;
+    Vector x[kRowsPerThread];
+    using Number = std::conditional_t<sums == Sums::integers, int, float>;
+    read_sums<Number, kSumsByFour<Dim, sums>>(tile_sums + warpgroup * (kQueries * Dim * 2), line % kLinesOfOne,
+                                              r / 16 * 32 + r % 8 * 4, x);
+    for (int half = 0; half < kRowsPerThread; ++half) {
+      const int query = (block - sequence.first_block) * kQueries + row + 8 * half;
+      const float unit = sums == Sums::integers ? 1.f / unit_of_sums(units[row + 8 * half], e.sums_unit) : 1.f;
+      for (float& element : x[half]) element = element * unit * first * second;
+      if (query < sequence.tokens)
+        write(dq, {batch, head, static_cast<int64_t>(sequence.first) + query, line * kVector}, x[half]);
+    }
+  }
+}
+
+template <Sums sums>
+auto dq_kernel_of(int dim) {
+  return dim == 64 ? dq_kernel<64, sums> : dim == 128 ? dq_kernel<128, sums> : dq_kernel<256, sums>;
+}
+
+}  // namespace
+
+void gather_dq(const BackwardArguments& a, int tile_dim, Sums sums, const Strided& dq, cudaStream_t stream) {
+  const auto tiles = static_cast<unsigned>(a.batch * a.heads * a.q_blocks.count);
+  const auto kernel =
+      sums == Sums::floats ? dq_kernel_of<Sums::floats>(tile_dim) : dq_kernel_of<Sums::integers>(tile_dim);
+  launch_after(kernel, tiles, kThreads, 0, stream, a, dq);
+}
+
+}  // namespace octet::cuda::sm90

@@ -1,0 +1,80 @@
+// The powers of two that operands of the backward pass are multiplied by, and what dq is summed in as integers, from
+// how large numbers are.
+#pragma once
+#include <cfloat>
+
+#include "cuda/quant/elements.h"
+#include "cuda/sm90/backward_arguments.h"
+#include "cuda/sm90/prepare_backward.h"
+
+namespace octet::cuda::sm90 {
+
+// Bits below the largest number allowed that are left free: by the sample, for tokens that it has not seen, and where
+// all are known.
+constexpr int kRoomOfSample = 4, kRoom = 1;
+
+// Of numbers that are finite: the largest magnitude and the sum of magnitudes. |x|_2^2 <= |x|_1 |x|_inf.
+struct Size {
+  float most, sum;
+  __device__ explicit Size(const Vector& x) : most(0.f), sum(0.f) {
+    for (int i = 0; i < kVector; ++i) most = fmaxf(most, fabsf(x[i])), sum += fabsf(x[i]);
+    if (isfinite(sum)) return;
+    most = sum = 0.f;
+    for (int i = 0; i < kVector; ++i)
+      if (isfinite(x[i])) most = fmaxf(most, fabsf(x[i])), sum = fminf(sum + fabsf(x[i]), FLT_MAX);
+  }
+  // Over the threads of a row.
+  __device__ void reduce(int lines) {
+    for (int step = lines / 2; step; step /= 2) {
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+      sum += __shfl_xor_sync(~0u, sum, step);
+    }
+  }
+  __device__ float norm() const {
+    const float x = fminf(sum, FLT_MAX);
+    return most > 0.f ? x * rsqrtf(x) * (most * rsqrtf(most)) : 0.f;
+  }
+};
+
+// Smallest n with x < 2^n; x > 0.
+__device__ inline int exponent_above(float x) { return ilogbf(x) + 1; }
+
+__device__ inline float power_of_two(int exponent) {
+  return __int_as_float((min(max(exponent, -126), 127) + 127) << 23);
+}
+
+// Powers that bring the largest numbers of each operand to below 2^(15 - room), and |do| (|v| + reach), which bounds
+// |dp - delta|, to below 2^-room: times 2^15 p it is ds, a number of f16.
+__device__ inline Powers powers_for(const Preparation& p, const Sizes& s, int room) {
+  Powers e{};
+  if (!p.scaled) return e;
+  const auto power = [room](float largest) {
+    return largest > 0.f ? min(max(15 - room - exponent_above(largest), -100), 100) : 0;
+  };
+  e.q = power(s.q), e.k = power(fmaxf(s.k, s.k_smooth)), e.v = power(s.v), e.do_ = power(s.do_);
+  const float row = s.do_row, reach = s.v_row + s.reach;
+  if (row > 0.f && reach > 0.f) e.product = -room - exponent_above(row) - exponent_above(reach) - e.do_ - e.v;
+  return e;
+}
+
+// Whether the sample's powers may stay: no number leaves its format, nor lies far below it.
+__device__ inline bool fits(const Powers& sample, const Powers& exact) {
+  const auto near = [](int a, int b) { return a - b < kRoom + 1 && a - b > -2 * kRoomOfSample; };
+  return near(sample.q, exact.q) && near(sample.k, exact.k) && near(sample.v, exact.v) && near(sample.do_, exact.do_) &&
+         near(sample.product + sample.v + sample.do_, exact.product + exact.v + exact.do_);
+}
+
+// What integers of dq's sums are: |dq_ic| <= sum_j p_ij |dp_ij - delta_i| |k_jc| <= |do_i| (|v| + reach) |k|, of
+// which QueryRows::unit knows |do_i|. It comes to below 2^30, a bit below what an int holds.
+__device__ inline float sums_unit(const Preparation& p, const Sizes& s, const Powers& e) {
+  const float reach = s.v_row + s.reach;
+  if (!(reach > 0.f && s.k_smooth > 0.f)) return 1.f;
+  return power_of_two(30 - p.weight_exponent - e.product - e.v - exponent_above(reach) - e.k -
+                      exponent_above(s.k_smooth));
+}
+
+// Of numbers that are at least 0, which order as their bits do.
+__device__ inline void raise(float& most, float x) { atomicMax(reinterpret_cast<int*>(&most), __float_as_int(x)); }
+__device__ inline float warp_max(float x) { return __int_as_float(__reduce_max_sync(~0u, __float_as_int(x))); }
+
+}  // namespace octet::cuda::sm90
