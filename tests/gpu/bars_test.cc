@@ -9,6 +9,7 @@ namespace octet::test {
 namespace {
 
 const Tested kGpu{"sm90", [] { return std::make_unique<GpuPlace>(); }};
+const Tested kGpuDeterministic{"sm90", kGpu.place, true};
 
 TEST(GpuBars, forward) {
   for (DType out : {DType::f32, DType::bf16}) {
@@ -26,6 +27,12 @@ TEST(GpuBars, backward) {
   }
 }
 
+TEST(GpuBars, backward_deterministic) {
+  const BackwardBar bar = bf16_backward_bar(Remedy::f16_inside);
+  SCOPED_TRACE(bar.row);
+  expect_backward_bar(kGpuDeterministic, bar);
+}
+
 TEST(GpuBars, without_remedy_a_common_offset_ruins_dq) { expect_that_without_remedy_a_common_offset_ruins_dq(kGpu); }
 
 TEST(GpuBars, gradients_err_little_more_than_outputs_round) {
@@ -33,6 +40,8 @@ TEST(GpuBars, gradients_err_little_more_than_outputs_round) {
 }
 
 TEST(GpuBars, real_activations) { expect_real_bar(kGpu, kRealBf16); }
+
+TEST(GpuBars, real_activations_deterministic) { expect_real_bar(kGpuDeterministic, kRealBf16); }
 
 TEST(GpuBars, without_remedy_real_activations_miss) { expect_that_without_remedy_real_dq_misses(kGpu); }
 

@@ -60,6 +60,7 @@ Outputs compute(const Tested& tested, Case c, const Inputs& in, Pass pass, Preci
                 Remedy remedy) {
   c.out_dtype = out;
   Attention attention = attention_of(c, precision, tested.backend);
+  attention.deterministic = tested.deterministic;
   attention.remedy = remedy;
   if (pass != Pass::backward) return run_on(tested, c, in, attention, pass);
   const Outputs saved = run_on(tested, c, in, attention, Pass::forward);

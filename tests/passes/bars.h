@@ -15,6 +15,7 @@ namespace octet::test {
 struct Tested {
   const char* backend;
   std::function<std::unique_ptr<Place>()> place{};  // empty: the test's own memory
+  bool deterministic = false;
 };
 
 // Runs a pass on the backend that `attention` names.
