@@ -11,6 +11,7 @@ from octet._api import attention, attention_jvp, attention_varlen, attention_vjp
 from octet._options import Options
 from octet._qtensor import QTensor
 from octet.errors import InvalidArgument, Unsupported
+from octet.torch import _again as _again
 from octet.torch import _ops
 from octet.torch._autograd import attend
 from octet.torch._front import autocast_type

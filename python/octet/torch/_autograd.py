@@ -154,7 +154,8 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled() or not _is_eager():
             dq, dk, dv = _apply(_Gradients, *given, ctx.options)
         else:
-            dq, dk, dv = _ops.backward(*given, *ctx.options)
+            run = _ops.direct_backward if _ops.nobody_listens(*given[:7]) else _ops.backward
+            dq, dk, dv = run(*given, *ctx.options)
         return dq, dk, dv, None, None, None, None, None
 
     @staticmethod

@@ -94,21 +94,22 @@ backward = torch.ops.octet.backward.default
 jvp = torch.ops.octet.jvp.default
 
 
-def nobody_listens(q: Any, k: Any, v: Any) -> bool:
-    """Whether nobody would notice that no operator runs: no mode, no profiler, no torch.func, no torch.compile, no
-    subclass, no device without a kernel, no view that the dispatcher resolves."""
+def nobody_listens(*tensors: Any) -> bool:
+    """Whether nobody would notice that no operator runs: no mode, no profiler, no tracing, no torch.func, no
+    torch.compile, no subclass, no device without a kernel, no view that the dispatcher resolves."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    if torch.autograd._profiler_enabled() or not (q.is_cuda or q.is_cpu):
+    if torch.autograd._profiler_enabled() or torch._C._get_tracing_state():
         return False
-    plain = torch.Tensor, torch.nn.Parameter
-    return type(q) in plain and type(k) in plain and type(v) in plain and not (q.is_neg() or k.is_neg() or v.is_neg())
+    return all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg() for x in tensors)
 
 
-# The operator without torch's dispatcher, which takes longer than all else here.
-direct_forward = _forward
+_PLAIN = torch.Tensor, torch.nn.Parameter
+
+# The operators without torch's dispatcher, which takes longer than all else here.
+direct_forward, direct_backward = _forward, _backward
 
 
 # FLOPs of the products alone, masks disregarded, as torch counts its own attention.

@@ -10,8 +10,9 @@ from typing import Literal
 import torch
 
 from octet import _api
-from octet._options import Precision
+from octet._options import AttentionOptions, Precision
 from octet.errors import Error, InvalidArgument, Unsupported, listing
+from octet.torch._again import again, keep
 
 
 def sdpa(
@@ -46,6 +47,10 @@ def sdpa(
     Raises:
         InvalidArgument, Unsupported: where octet cannot do what was asked; see `patch_sdpa` to fall back.
     """
+    how = "sdpa", is_causal, scale, enable_gqa, precision
+    made = again(how, query, key, value) if attn_mask is None and not dropout_p else None
+    if made is not None and made is not False:
+        return made
     if dropout_p:
         raise Unsupported(f"dropout_p: found {dropout_p}, allowed: 0; octet drops nothing, drop elements of the output")
     if is_causal and attn_mask is not None:
@@ -66,8 +71,14 @@ def sdpa(
         raise InvalidArgument(f"enable_gqa: False, but query has {heads} heads and key {kv_heads}; set it to True")
     if attn_mask is not None and attn_mask.ndim > 3:
         attn_mask = _four_dimensions(attn_mask, lead)
-    causal = "top_left" if is_causal else False
-    o = _api.attention(q, k, v, mask=attn_mask, causal=causal, scale=scale, precision=precision)
+    keywords: AttentionOptions = {
+        "causal": "top_left" if is_causal else False,
+        "scale": scale,
+        "precision": precision,
+    }
+    o, _ = _api.forward(q, k, v, attn_mask, keywords)
+    if made is False and q is query and k is key and v is value:
+        keep(how, q, k, v, o, keywords)
     if len(lead) == 1 and query.ndim > 2:
         return o
     return o.reshape(*lead, *((heads,) if query.ndim > 2 else ()), *o.shape[2:])

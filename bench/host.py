@@ -1,0 +1,138 @@
+"""What a call costs on the host, for a shape whose kernels are shorter than that: octet and torch's own attention, in
+the same process, in alternating rounds; the median of the rounds' means, in microseconds.
+
+    bench/host.py [--device cuda|cpu] [--rounds N] [--output FILE]     with the package importable
+
+On a GPU the calls of a round are enqueued without waiting, and the rounds are short enough that the queue does not fill.
+What a call costs inside a CUDA graph is what a recorded call adds to a replay.
+"""
+
+import argparse
+import datetime
+import json
+import pathlib
+import statistics
+import time
+
+import octet
+import torch
+from octet import _passes
+from octet._options import options_of
+from octet.torch import _ops, front
+from torch.nn.functional import scaled_dot_product_attention
+
+SHAPE = (1, 8, 512, 64)  # batch, heads, tokens, dim
+CALLS = 50  # of a round
+REPLAYS = 5  # of a round, of a graph of many calls
+RECORDED = 100  # calls in such a graph
+
+
+def medians(calls, rounds, synchronize, count=CALLS):
+    """Microseconds of host time of each call, `count` of them in a round."""
+    found = {name: [] for name in calls}
+    for _ in range(rounds + 2):
+        for name, call in calls.items():
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            found[name].append((time.perf_counter() - start) / count * 1e6)
+    synchronize()
+    return {name: statistics.median(times[2:]) for name, times in found.items()}
+
+
+def minimal_operator(device):
+    """An operator defined in Python that does nothing but return tensors of the shapes of attention's."""
+    library = torch.library.Library("octet_bench", "DEF")
+    library.define("nothing(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)")
+    library.impl("nothing", lambda q, k, v: (torch.empty_like(q), q.new_empty(q.shape[:-1])), device.upper())
+    return library, torch.ops.octet_bench.nothing.default
+
+
+def calls_of(device, dtype):
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(SHAPE, device=device).to(dtype) for _ in range(4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def backward(function):
+        torch.autograd.grad(function(*leaves), leaves, do)
+
+    library, nothing = minimal_operator(device)
+    o, lse = octet.attention(q, k, v, return_lse=True)
+    arrays = q, k, v, None, None, None
+    plan = _passes.Call(front, "forward", options_of("bf16"), arrays).plan.at([x.data_ptr() for x in (q, k, v, o, lse)])
+    memory = torch.empty(plan.workspace_size() + 64, dtype=torch.uint8, device=device)
+    address = (memory.data_ptr() + 63) // 64 * 64
+    stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else None
+    given = None, None, None, False, *options_of("bf16")
+    calls = {
+        "scaled_dot_product_attention": lambda: scaled_dot_product_attention(q, k, v),
+        "octet.attention": lambda: octet.attention(q, k, v),
+        "octet.sdpa": lambda: octet.sdpa(q, k, v),
+        "scaled_dot_product_attention, saving for backward": lambda: scaled_dot_product_attention(*leaves),
+        "octet.attention, saving for backward": lambda: octet.attention(*leaves),
+        "scaled_dot_product_attention, with backward": lambda: backward(scaled_dot_product_attention),
+        "octet.attention, with backward": lambda: backward(octet.attention),
+        "part: an operator in Python that only allocates": lambda: nothing(q, k, v),
+        "part: torch.ops.octet.forward": lambda: _ops.forward(q, k, v, *given),
+        "part: octet_run": lambda: plan.run(lambda size: (memory, address), stream),
+        "part: octet_workspace_size": lambda: plan.workspace_size(),
+    }
+    return calls, (library, memory, o, lse)
+
+
+def graph_of(call, count):
+    """A CUDA graph of `count` calls."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return graph
+
+
+def cost_in_a_graph(calls, rounds):
+    """Microseconds of host time that a recorded call adds to a replay."""
+    names = "scaled_dot_product_attention", "octet.attention"
+    graphs = {(name, count): graph_of(calls[name], count) for name in names for count in (1, 1 + RECORDED)}
+    found = medians({key: graph.replay for key, graph in graphs.items()}, rounds, torch.cuda.synchronize, REPLAYS)
+    added = {name: (found[name, 1 + RECORDED] - found[name, 1]) / RECORDED for name in names}
+    return {f"{name}, in a CUDA graph": x for name, x in added.items()} | {
+        f"replay of a CUDA graph of one {name}": found[name, 1] for name in names
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--output", type=pathlib.Path)
+    options = parser.parse_args()
+    calls, kept = calls_of(options.device, torch.bfloat16)
+    synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+    with torch.no_grad():
+        plain = {name: call for name, call in calls.items() if "backward" not in name}
+        found = medians(plain, options.rounds, synchronize)
+        if options.device == "cuda":
+            found |= cost_in_a_graph(calls, options.rounds)
+    found |= medians({name: call for name, call in calls.items() if "backward" in name}, options.rounds, synchronize)
+    del kept
+    for name, microseconds in found.items():
+        print(f"{name:62} {microseconds:8.2f} us")
+    if options.output:
+        machine = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+        result = {
+            "machine": machine,
+            "date": datetime.date.today().isoformat(),
+            "octet": octet.__version__,
+            "torch": torch.__version__,
+            "shape": SHAPE,
+            "dtype": "bfloat16",
+            "microseconds": {name: round(x, 2) for name, x in found.items()},
+        }
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+main()
