@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from octet import _abi
 from octet._options import Precision
 from octet.errors import Unsupported
+from octet.integrations import NAMES
 from octet.torch.sdpa import sdpa
 
 
@@ -23,11 +23,10 @@ def register() -> list[str]:
     """Adds octet's backends; returns their names."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-    names = {"octet": None} | {f"octet_{name}": name for name in _abi.PRECISIONS}
-    for name, precision in names.items():
+    for name, precision in NAMES.items():
         member = _member(AttentionBackendName, name)
         _AttentionBackendRegistry.register(member)(_backend(precision))
-    return list(names)
+    return list(NAMES)
 
 
 def _member(names: Any, value: str) -> Any:

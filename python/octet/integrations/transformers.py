@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from octet import _abi, _api
+from octet import _api
 from octet._options import Precision
 from octet.errors import Unsupported
+from octet.integrations import NAMES
 
 
 def register() -> list[str]:
@@ -23,11 +24,10 @@ def register() -> list[str]:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    names = {"octet": None} | {f"octet_{name}": name for name in _abi.PRECISIONS}
-    for name, precision in names.items():
+    for name, precision in NAMES.items():
         AttentionInterface.register(name, _implementation(precision))
         AttentionMaskInterface.register(name, sdpa_mask)
-    return list(names)
+    return list(NAMES)
 
 
 def _implementation(precision: Precision | None) -> Callable:

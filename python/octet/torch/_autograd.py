@@ -38,8 +38,7 @@ def attend(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, options: Opt
             "octet.attention_jvp there, or take the jvp outside"
         )
     if differentiates and not dual and not compiling:
-        how = options.precision, options.remedy, options.backend
-        _expect_backward(*how, q.dtype, q.shape[-1], v.shape[-1], q.device)
+        expect_backward(options, q, v)
     residual = residual or (differentiates and _passes.needs_residual(front, options, q))
     return _apply(_DualAttention if dual else _Attention, q, k, v, mask, cu_q, cu_k, residual, options)
 
@@ -54,11 +53,16 @@ def _apply(function: Any, *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args) if _is_eager() else function.apply(*args)
 
 
+def expect_backward(options: Options, q: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuses what has no backward pass before the forward pass whose gradient would be asked for."""
+    how = options.precision, options.remedy, options.backend
+    _expect_backward(*how, q.dtype, q.shape[-1], v.shape[-1], q.device)
+
+
 @functools.cache
 def _expect_backward(
     precision: str, remedy: str, backend: str, dtype: torch.dtype, dim: int, dim_v: int, device: torch.device
 ) -> None:
-    """Refuses what has no backward pass before the forward pass whose gradient would be asked for."""
     q, v = (torch.zeros(1, 1, 8, n, device=device, dtype=dtype) for n in (dim, dim_v))
     how: dict[str, Any] = {"precision": precision, "remedy": remedy, "backend": backend}
     if supports(q, q, v, **how) and not (found := supports(q, q, v, kind="backward", **how)):
