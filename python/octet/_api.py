@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from octet._options import AttentionOptions, Options, options_of
+from octet._options import AttentionOptions, Options, count, options_of
 from octet._qtensor import QTensor
 from octet.errors import InvalidArgument
 
@@ -61,7 +61,12 @@ def own_type(front: Any, q: Any) -> str:
 def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_k: int) -> Options:
     if layout is not None:
         raise InvalidArgument(f"layout: {layout!r} given, but packed sequences are [token, head, dim]; leave it out")
-    return options._replace(layout="thd", max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    allowed = "a bound on the lengths, or 0 if unknown"
+    return options._replace(
+        layout="thd",
+        max_seqlen_q=count("max_seqlen_q", max_seqlen_q, allowed),
+        max_seqlen_k=count("max_seqlen_k", max_seqlen_k, allowed),
+    )
 
 
 def forward(q: Any, k: Any, v: Any, mask: Any, options: AttentionOptions) -> tuple[Any, Any]:

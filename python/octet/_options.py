@@ -1,9 +1,10 @@
 """The options of a call, hashable, in the words of the user; `attention_of` puts them into octet_attention."""
 
 import math
-from typing import Literal, NamedTuple, TypeAlias, TypedDict
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from octet import _abi
+from octet._refusals import expect_known
 from octet.errors import InvalidArgument, listing, look_up
 
 Precision: TypeAlias = Literal["f64", "f32", "f16", "bf16", "int8", "int8_f16", "int8_fp8", "fp8", "fp8_raw", "sagebwd"]
@@ -68,19 +69,34 @@ def window_pair(window: Window) -> tuple[int, ...]:
     """(left, right) with -1 for all; a number is both sides; empty for no window."""
     if window is None:
         return ()
-    sides = (window, window) if isinstance(window, int) else tuple(window)
-    if len(sides) != 2:
+    sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2 or not all(side is None or hasattr(side, "__index__") for side in sides):
         raise InvalidArgument(f"window: found {window!r}, allowed: (left, right), one number for both, or None")
     return tuple(-1 if side is None else int(side) for side in sides)
+
+
+def number(name: str, value: Any, allowed: str = "a number") -> float:
+    if not hasattr(value, "__float__"):
+        raise InvalidArgument(f"{name}: found {value!r}, allowed: {allowed}")
+    return float(value)
+
+
+def count(name: str, value: Any, allowed: str) -> int:
+    """A number that is passed on as an unsigned one."""
+    if not hasattr(value, "__index__") or value < 0:
+        raise InvalidArgument(f"{name}: found {value!r}, allowed: {allowed}")
+    return value
 
 
 def scale_number(scale: float | None) -> float:
     """0 stands for the default in octet.h, so a scale of 0 cannot be passed on."""
     if scale is None:
         return 0.0
-    if scale == 0 or math.isnan(scale):
-        raise InvalidArgument(f"scale: found {scale}, allowed: positive and finite, or None for 1/sqrt(dim)")
-    return float(scale)
+    allowed = "positive and finite, or None for 1/sqrt(dim)"
+    found = number("scale", scale, allowed)
+    if found == 0 or math.isnan(found):
+        raise InvalidArgument(f"scale: found {scale}, allowed: {allowed}")
+    return found
 
 
 def attention_of(options: Options) -> _abi.Attention:
@@ -88,17 +104,17 @@ def attention_of(options: Options) -> _abi.Attention:
     alignment = options.causal if options.causal in _abi.ALIGNMENTS else options.alignment
     left, right = options.window or (0, 0)
     return _abi.Attention(
-        precision=look_up("precision", options.precision, _abi.PRECISIONS),
+        precision=_abi.PRECISIONS[options.precision],
         scale=options.scale,
         mask=mask,
-        alignment=look_up("alignment", alignment, _abi.ALIGNMENTS),
-        remedy=look_up("remedy", options.remedy, _abi.REMEDIES),
+        alignment=_abi.ALIGNMENTS[alignment],
+        remedy=_abi.REMEDIES[options.remedy],
         window_left=left,
         window_right=right,
         softcap=options.softcap,
         beta=options.beta,
-        hadamard=look_up("hadamard", options.hadamard, _abi.SWITCHES),
-        smooth_q=look_up("smooth_q", options.smooth_q, _abi.SWITCHES),
+        hadamard=_abi.SWITCHES[options.hadamard],
+        smooth_q=_abi.SWITCHES[options.smooth_q],
         deterministic=bool(options.deterministic),
         threads=options.threads,
         backend=options.backend.encode() or None,
@@ -123,6 +139,7 @@ ADVICE = {
 
 def options_of(
     type_of_q: str,
+    /,
     *,
     precision: Precision | None = None,
     causal: Causal = False,
@@ -141,9 +158,7 @@ def options_of(
     **unknown: object,
 ) -> Options:
     """Options from the keywords of `octet.attention`; `type_of_q` is a name of _abi.DTYPES."""
-    for name in unknown:
-        advice = ADVICE.get(name, f"allowed: {listing(AttentionOptions.__annotations__)}")
-        raise TypeError(f"{name}: octet has no such argument; {advice}")
+    expect_known(options_of, unknown, ADVICE)
     if precision is None and type_of_q not in ("f64", "f32", "f16", "bf16"):
         raise InvalidArgument(
             f"precision: None stands for the type of q, but several recipes take {type_of_q}; name one of "
@@ -153,6 +168,16 @@ def options_of(
         raise InvalidArgument(f"layout: found {layout!r}, allowed: 'bhsd', 'bshd'")
     if alignment is not None and isinstance(causal, str):
         raise InvalidArgument(f"alignment: {alignment!r} given, but causal={causal!r} names one; give one of them")
+    look_up("precision", precision or type_of_q, _abi.PRECISIONS)
+    look_up("remedy", remedy, _abi.REMEDIES)
+    look_up("hadamard", hadamard, _abi.SWITCHES)
+    look_up("smooth_q", smooth_q, _abi.SWITCHES)
+    if alignment not in (None, "top_left", "bottom_right"):
+        raise InvalidArgument(f"alignment: found {alignment!r}, allowed: 'top_left', 'bottom_right', None")
+    if deterministic not in (None, False, True):
+        raise InvalidArgument(f"deterministic: found {deterministic!r}, allowed: False, True, None")
+    if backend is not None and not isinstance(backend, str):
+        raise InvalidArgument(f"backend: found {backend!r}, allowed: a name of octet.info()['backends'], or None")
     return Options(
         precision=precision or type_of_q,
         layout=layout,
@@ -161,11 +186,11 @@ def options_of(
         window=window_pair(window),
         alignment=alignment or "none",
         remedy=remedy,
-        beta=beta,
+        beta=number("beta", beta),
         hadamard=hadamard,
         smooth_q=smooth_q,
-        softcap=softcap,
+        softcap=number("softcap", softcap),
         deterministic=deterministic,
-        threads=threads,
+        threads=count("threads", threads, "0 (all) to 4096"),
         backend=backend or "",
     )

@@ -5,10 +5,11 @@ from typing import Any, Literal
 
 from octet import _abi, _api
 from octet._library import check, lib
-from octet._options import LAYOUTS, Layout
+from octet._options import LAYOUTS, Layout, count
 from octet._passes import Front
 from octet._plan import Coding, quantization_of, tensor_of
 from octet._qtensor import QTensor
+from octet._refusals import expect_known
 from octet.errors import InvalidArgument, Unsupported, look_up
 
 _FORMATS = {name: _abi.DTYPES[name] for name in ("i8", "u8", "i4", "e4m3", "e5m2")}
@@ -58,6 +59,7 @@ def quantize(
     rope_offset: int = 0,
     rope_base: float = 0.0,
     layout: Layout = "bhsd",
+    **unknown: object,
 ) -> QTensor:
     """Codes and scales of x: codes = round(rotate(rope(x) - mean) / scale).
 
@@ -78,7 +80,9 @@ def quantize(
 
     Raises:
         InvalidArgument: with the choices.
+        TypeError: an unknown keyword.
     """
+    expect_known(quantize, unknown)
     front = _front_of(x)
     look_up("format", format, _FORMATS)
     look_up("layout", layout, _LAYOUTS)
@@ -87,7 +91,7 @@ def quantize(
         granularity=look_up("granularity", granularity, _abi.GRANULARITIES),
         zero_point_kind=look_up("zero_point", zero_point, _abi.ZERO_POINTS),
         block=block,
-        hadamard_seed=hadamard_seed,
+        hadamard_seed=count("hadamard_seed", hadamard_seed, "a positive seed, or 0 for no rotation"),
     )
     rotation = _abi.Rope(
         style=look_up("rope", rope, _abi.ROPE_STYLES), dim=rope_dim, offset=rope_offset, base=rope_base
@@ -117,7 +121,7 @@ def quantize(
     return out
 
 
-def dequantize(x: QTensor, dtype: Any | None = None) -> Any:
+def dequantize(x: QTensor, dtype: Any | None = None, **unknown: object) -> Any:
     """The numbers that the codes stand for: scale * codes, rotated back, plus mean. RoPE is not undone.
 
     Args:
@@ -129,7 +133,9 @@ def dequantize(x: QTensor, dtype: Any | None = None) -> Any:
 
     Raises:
         InvalidArgument: with the choices.
+        TypeError: an unknown keyword.
     """
+    expect_known(dequantize, unknown)
     front = _front_of(x)
     out = front.empty(x.shape, x.dtype if dtype is None else dtype, x.codes)
     check(lib.octet_dequantize(_coded(front, x), _described(front, "x", out, x.layout), front.stream(x.codes)))

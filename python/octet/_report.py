@@ -73,7 +73,8 @@ def check(
         {"o": Errors, "lse": Errors, "dq": ..., "dk": ..., "dv": ..., "to": ...}, those that were asked for. float64 is
         the unfused reference, on the CPU.
     """
-    module = _api.front_of(q=q, k=k, v=v, do=do, mask=mask)
+    along = dict(zip(("tq", "tk", "tv"), tangents or (None,) * 3, strict=True))
+    module = _api.front_of(q=q, k=k, v=v, do=do, mask=mask, **along)
     made = options_of(_api.own_type(module, q), **options)
     positions = {name: value for name, value in options.items() if name in _POSITIONS}
     exact = options_of("f64", precision="f64", **positions)
@@ -81,9 +82,9 @@ def check(
     def wide(x: Any) -> np.ndarray:
         return module.to_numpy(dequantize(x) if isinstance(x, QTensor) else x).astype(np.float64)
 
+    o, lse = module.run_attention(made, q, k, v, mask=mask)
     wide_mask = None if mask is None else module.to_numpy(mask)
     inputs = [wide(x) for x in (q, k, v)]
-    o, lse = module.run_attention(made, q, k, v, mask=mask)
     want_o, want_lse = _numpy.run_attention(exact, *inputs, mask=wide_mask)
     pairs = {"o": (o, want_o), "lse": (lse, want_lse)}
     if do is not None:

@@ -70,7 +70,7 @@ def test_flash_attn_is_differentiable_and_takes_a_precision():
 @pytest.mark.parametrize(
     "keywords, message",
     [({"dropout_p": 0.1}, "dropout_p: found 0.1"), ({"softcap": 20.0}, "softcap: found 20"),
-     ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: allowed: None")],
+     ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: found an array of shape")],
 )  # fmt: skip
 def test_flash_attn_refusals(keywords, message):
     q, k, v = draw()
@@ -130,7 +130,7 @@ def test_sageattention_refuses_what_it_would_ignore(name):
     known = inspect.signature(function).parameters
     if "attn_mask" not in known:
         with pytest.raises(
-            TypeError, match="attn_mask: this function has no such argument; call octet.attention with mask"
+            TypeError, match="attn_mask: octet has no such argument; call octet.attention with mask"
         ):
             function(*x, attn_mask=None)
     for keyword, value in {

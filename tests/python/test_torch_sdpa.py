@@ -35,13 +35,14 @@ def draw(*shapes):
 def test_the_signature_is_torchs_own_and_precision():
     """torch's is a builtin, whose signature stands in its docstring."""
     found = inspect.signature(octet.sdpa)
-    names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "precision"]
+    names = ["query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "precision",
+             "unknown"]  # fmt: skip
     assert list(found.parameters) == names
     stated = " ".join(own.__doc__.split())
     assert "attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False" in stated
     kinds = [p.kind for p in found.parameters.values()]
     assert kinds[:6] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 6
-    assert kinds[6:] == [inspect.Parameter.KEYWORD_ONLY] * 3
+    assert kinds[6:] == [inspect.Parameter.KEYWORD_ONLY] * 3 + [inspect.Parameter.VAR_KEYWORD]  # to be refused
     defaults = {name: p.default for name, p in found.parameters.items() if p.default is not p.empty}
     assert defaults == {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
                         "precision": None}  # fmt: skip

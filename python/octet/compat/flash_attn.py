@@ -10,7 +10,7 @@ import torch
 
 from octet import _api
 from octet._options import Precision
-from octet.errors import Unsupported
+from octet._refusals import expect, expect_absent, expect_known, expect_no_dropout
 
 
 def _keywords(
@@ -24,12 +24,9 @@ def _keywords(
     precision: Precision | None,
 ) -> dict[str, Any]:
     """The same in the keywords of octet.attention."""
-    if dropout_p:
-        raise Unsupported(f"dropout_p: found {dropout_p}, allowed: 0; octet drops nothing, drop elements of the output")
-    if alibi_slopes is not None:
-        raise Unsupported(
-            "alibi_slopes: allowed: None; add slope * distance to the logits by octet.attention(mask=...)"
-        )
+    expect_no_dropout(dropout_p)
+    expect_absent("alibi_slopes", alibi_slopes, "add slope * distance to the logits by octet.attention(mask=...)")
+    expect("softcap", softcap, (0.0,), "octet does not cap logits; use flash-attn itself for this model")
     left, right = window_size
     # A causal mask ends at the diagonal, whatever the window's right side.
     window = (left, -1 if causal else right)
@@ -39,7 +36,6 @@ def _keywords(
         "causal": "bottom_right" if causal else False,
         "window": window if windowed else None,
         "alignment": "bottom_right" if windowed and not causal else None,
-        "softcap": softcap,
         "deterministic": deterministic or None,  # False leaves it to torch, as ever
         "precision": precision,
     }
@@ -59,6 +55,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     precision: Precision | None = None,
+    **unknown: object,
 ) -> Any:
     """Attention of q [batch, queries, heads, dim] over k, v [batch, keys, kv_heads, dim].
 
@@ -67,7 +64,9 @@ def flash_attn_func(
 
     Raises:
         Unsupported: dropout_p, softcap, alibi_slopes other than their defaults.
+        TypeError: an unknown keyword.
     """
+    expect_known(flash_attn_func, unknown)
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
     o, lse = _api.attention(q, k, v, layout="bshd", return_lse=True, **keywords)
     return (o, lse, None) if return_attn_probs else o
@@ -92,6 +91,7 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     *,
     precision: Precision | None = None,
+    **unknown: object,
 ) -> Any:
     """Attention within packed sequences: q [total queries, heads, dim], k, v [total keys, kv_heads, dim].
 
@@ -100,9 +100,10 @@ def flash_attn_varlen_func(
 
     Raises:
         Unsupported: dropout_p, softcap, alibi_slopes, block_table other than their defaults.
+        TypeError: an unknown keyword.
     """
-    if block_table is not None:
-        raise Unsupported("block_table: allowed: None; octet reads no paged cache, gather the pages first")
+    expect_known(flash_attn_varlen_func, unknown)
+    expect_absent("block_table", block_table, "octet reads no paged cache; gather the pages first")
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
     o, lse = _api.attention_varlen(
         q,

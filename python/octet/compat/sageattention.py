@@ -6,27 +6,28 @@
 `pv_accum_dtype`; k is always smoothed and v never. Unlike the originals, an unknown keyword raises.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from octet import _api
 from octet._options import ADVICE, Precision
-from octet.errors import InvalidArgument, Unsupported, listing
+from octet._refusals import expect, expect_known
+from octet.errors import InvalidArgument, listing
 
 _LAYOUTS = {"HND": "bhsd", "NHD": "bshd"}
+_ADVICE = ADVICE | {"attn_mask": "call octet.attention with mask"}
+_INSTEAD = "leave it out, or call octet.attention with another precision"
+# What octet does anyway.
+_SETTINGS = {"smooth_k": (True,), "smooth_v": (False,), "qk_quant_gran": ("per_warp", "per_thread")}
 
 
-def _expect(name: str, found: object, allowed: Iterable[object]) -> None:
-    if found not in allowed:
-        raise Unsupported(f"{name}: found {found!r}, allowed: {', '.join(map(repr, allowed))}")
-
-
-def _expect_nothing(unknown: dict[str, Any]) -> None:
-    for name in unknown:
-        advice = ADVICE | {"attn_mask": "call octet.attention with mask"}
-        raise TypeError(f"{name}: this function has no such argument; {advice.get(name, 'leave it out')}")
+def _expect(function: Callable, unknown: Mapping[str, Any], **settings: Any) -> None:
+    """Refuses unknown keywords, and settings that octet would have to ignore."""
+    expect_known(function, unknown, _ADVICE)
+    for name, found in settings.items():
+        expect(name, found, _SETTINGS[name], _INSTEAD)
 
 
 def _attention(
@@ -66,7 +67,7 @@ def sageattn(
     **unknown: Any,
 ) -> Any:
     """o in the layout of q, or (o, lse), at precision "int8"."""
-    _expect_nothing(unknown)
+    _expect(sageattn, unknown)
     return _attention("int8", q, k, v, tensor_layout, is_causal, sm_scale, return_lse)
 
 
@@ -84,8 +85,7 @@ def sageattn_varlen(
     **unknown: Any,
 ) -> torch.Tensor:
     """Packed sequences [token, head, dim] at precision "int8"."""
-    _expect_nothing(unknown)
-    _expect("smooth_k", smooth_k, (True,))
+    _expect(sageattn_varlen, unknown, smooth_k=smooth_k)
     return _api.attention_varlen(
         q,
         k,
@@ -114,9 +114,8 @@ def sageattn_qk_int8_pv_fp16_triton(
     **unknown: Any,
 ) -> Any:
     """Precision "int8_f16"; attn_mask as `mask` of `octet.attention`."""
-    _expect_nothing(unknown)
-    _expect("quantization_backend", quantization_backend, ("triton", "cuda"))
-    _expect("smooth_k", smooth_k, (True,))
+    _expect(sageattn_qk_int8_pv_fp16_triton, unknown, smooth_k=smooth_k)
+    expect("quantization_backend", quantization_backend, ("triton", "cuda"), _INSTEAD)
     return _attention("int8_f16", q, k, v, tensor_layout, is_causal, sm_scale, return_lse, attn_mask)
 
 
@@ -135,11 +134,8 @@ def sageattn_qk_int8_pv_fp16_cuda(
     **unknown: Any,
 ) -> Any:
     """Precision "int8_f16"."""
-    _expect_nothing(unknown)
-    _expect("qk_quant_gran", qk_quant_gran, ("per_warp", "per_thread"))
-    _expect("pv_accum_dtype", pv_accum_dtype, ("fp16", "fp16+fp32", "fp32"))
-    _expect("smooth_k", smooth_k, (True,))
-    _expect("smooth_v", smooth_v, (False,))
+    _expect(sageattn_qk_int8_pv_fp16_cuda, unknown, qk_quant_gran=qk_quant_gran, smooth_k=smooth_k, smooth_v=smooth_v)
+    expect("pv_accum_dtype", pv_accum_dtype, ("fp16", "fp16+fp32", "fp32"), _INSTEAD)
     return _attention("int8_f16", q, k, v, tensor_layout, is_causal, sm_scale, return_lse)
 
 
@@ -158,11 +154,8 @@ def sageattn_qk_int8_pv_fp8_cuda(
     **unknown: Any,
 ) -> Any:
     """Precision "int8_fp8"."""
-    _expect_nothing(unknown)
-    _expect("qk_quant_gran", qk_quant_gran, ("per_warp", "per_thread"))
-    _expect("pv_accum_dtype", pv_accum_dtype, ("fp32", "fp32+fp32", "fp32+fp16"))
-    _expect("smooth_k", smooth_k, (True,))
-    _expect("smooth_v", smooth_v, (False,))
+    _expect(sageattn_qk_int8_pv_fp8_cuda, unknown, qk_quant_gran=qk_quant_gran, smooth_k=smooth_k, smooth_v=smooth_v)
+    expect("pv_accum_dtype", pv_accum_dtype, ("fp32", "fp32+fp32", "fp32+fp16"), _INSTEAD)
     return _attention("int8_fp8", q, k, v, tensor_layout, is_causal, sm_scale, return_lse)
 
 
@@ -180,8 +173,6 @@ def sageattn_qk_int8_pv_fp8_cuda_sm90(
     **unknown: Any,
 ) -> Any:
     """Precision "int8_fp8"."""
-    _expect_nothing(unknown)
-    _expect("qk_quant_gran", qk_quant_gran, ("per_warp", "per_thread"))
-    _expect("pv_accum_dtype", pv_accum_dtype, ("fp32", "fp32+fp32"))
-    _expect("smooth_k", smooth_k, (True,))
+    _expect(sageattn_qk_int8_pv_fp8_cuda_sm90, unknown, qk_quant_gran=qk_quant_gran, smooth_k=smooth_k)
+    expect("pv_accum_dtype", pv_accum_dtype, ("fp32", "fp32+fp32"), _INSTEAD)
     return _attention("int8_fp8", q, k, v, tensor_layout, is_causal, sm_scale, return_lse)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from octet._options import Precision
-from octet.errors import Unsupported
+from octet._refusals import expect, expect_absent
 from octet.integrations import NAMES
 from octet.torch.sdpa import sdpa
 
@@ -53,10 +53,8 @@ def _backend(precision: Precision | None) -> Callable:
         _parallel_config: Any | None = None,
     ) -> torch.Tensor:
         """o of query, key, value, all [batch, token, head, dim]; a mask [batch, keys] is one for each batch element."""
-        if return_lse:
-            raise Unsupported("return_lse: found True, allowed: False; call octet.attention with return_lse")
-        if _parallel_config is not None:
-            raise Unsupported("_parallel_config: octet is no backend for context parallelism yet; use 'native' for it")
+        expect("return_lse", return_lse, (False,), "call octet.attention with return_lse")
+        expect_absent("_parallel_config", _parallel_config, "use the backend 'native' for context parallelism")
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))

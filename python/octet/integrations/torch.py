@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from octet._options import Options, Precision, options_of
+from octet._refusals import expect, expect_absent, expect_no_dropout
 from octet.errors import Unsupported
 from octet.integrations import NAMES
 from octet.torch import _ops
@@ -75,17 +76,12 @@ def _like(x: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
     return x if x.stride() == promised.stride() else promised.copy_(x)
 
 
-def _expect_absent(dropout_p: float, return_debug_mask: bool = False, **others: Any) -> None:
-    if dropout_p:
-        raise Unsupported(f"dropout_p: found {dropout_p}, allowed: 0; octet drops nothing, drop elements of the output")
-    if return_debug_mask:
-        raise Unsupported("return_debug_mask: found True, allowed: False; octet keeps no weights")
+def _expect(dropout_p: float, return_debug_mask: bool = False, **others: Any) -> None:
+    expect_no_dropout(dropout_p)
+    own = "torch.nn.attention.restore_flash_attention_impl brings back torch's own"
+    expect("return_debug_mask", return_debug_mask, (False,), f"octet keeps no weights; {own}")
     for name, found in others.items():
-        if found is not None:
-            raise Unsupported(
-                f"{name}: allowed: None; octet has no such argument, call "
-                "torch.nn.attention.restore_flash_attention_impl for torch's own"
-            )
+        expect_absent(name, found, own)
 
 
 class _Kernels:
@@ -134,7 +130,7 @@ class _Kernels:
         *,
         scale: float | None = None,
     ) -> tuple[Any, ...]:
-        _expect_absent(dropout_p, return_debug_mask)
+        _expect(dropout_p, return_debug_mask)
         o, lse = self._dense(query, key, value, None, "top_left" if is_causal else False, scale)
         seed, offset, weights = _no_randomness(query)
         return o, lse, None, None, query.shape[2], key.shape[2], seed, offset, weights
@@ -174,7 +170,7 @@ class _Kernels:
         scale: float | None = None,
     ) -> tuple[Any, Any]:
         """lse lies in memory as [batch, token, head], as torch's own."""
-        _expect_absent(dropout_p)
+        _expect(dropout_p)
         o, lse = self._dense(query, key, value, attn_mask, "top_left" if is_causal else False, scale)
         return o, lse.transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -234,7 +230,7 @@ class _Kernels:
         **others: Any,
     ) -> tuple[Any, ...]:
         """[batch, token, head, dim], or packed [token, head, dim]. num_splits says how, not what."""
-        _expect_absent(dropout_p, return_debug_mask, **others)
+        _expect(dropout_p, return_debug_mask, **others)
         sides = window_size_left, window_size_right
         options = self._flash_options(query, cum_seq_q, max_q, max_k, is_causal, scale, sides)
         o, lse = self._forward(query, key, value, None, cum_seq_q, cum_seq_k, options)

@@ -15,7 +15,7 @@ import torch
 
 from octet import _api
 from octet._options import Precision
-from octet.errors import Unsupported
+from octet._refusals import expect, expect_absent
 from octet.integrations import NAMES
 
 
@@ -51,17 +51,12 @@ def _implementation(precision: Precision | None) -> Callable:
         `rest` holds what transformers passes to every implementation, positions and caches among it; sliding windows
         are in the mask.
         """
-        refused = {
-            "dropout": (dropout or None, "set attention_dropout=0.0 in the configuration"),
-            "position_bias": (position_bias, "use attn_implementation='sdpa' for this model"),
-            "softcap": (softcap, "use attn_implementation='eager' for this model"),
-            "s_aux": (s_aux, "octet has no attention sinks; use attn_implementation='eager' for this model"),
-            "output_attentions": (output_attentions or None, "use attn_implementation='eager' to see weights"),
-        }
-        for name, (found, advice) in refused.items():
-            if found is not None:
-                what = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else found
-                raise Unsupported(f"{name}: found {what}, allowed: none; {advice}")
+        expect("dropout", dropout or 0, (0,), "set attention_dropout=0.0 in the configuration")
+        other = "use attn_implementation='eager' for this model"
+        expect_absent("position_bias", position_bias, "use attn_implementation='sdpa' for this model")
+        expect_absent("softcap", softcap, other)
+        expect_absent("s_aux", s_aux, f"octet has no attention sinks; {other}")
+        expect("output_attentions", bool(output_attentions), (False,), f"octet keeps no weights; {other}")
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = query.shape[2] > 1 and attention_mask is None and causal
         o = _api.attention(

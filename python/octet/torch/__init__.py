@@ -27,13 +27,16 @@ def _tensors(names: tuple[str, ...], *tensors: torch.Tensor) -> tuple[torch.Tens
     for name, x in zip(names, tensors, strict=True):
         if x.layout is not torch.strided:
             raise InvalidArgument(f"{name}: layout {x.layout}, allowed: torch.strided")
-        if x.device != device:
-            raise InvalidArgument(
-                f"{name}: on {x.device}, but {names[0]} is on {device}; all tensors of a call live on one device"
-            )
+        _expect_device(name, x, device)
     if not torch.is_autocast_enabled(device.type if device.type in DEVICES else "cpu"):
         return tensors
     return tuple([x.to(autocast_type(x)) for x in tensors])
+
+
+def _expect_device(name: str, x: torch.Tensor, device: torch.device) -> None:
+    """A tensor on another device may have torch choose another kernel, on the meta device none at all."""
+    if x.device != device:
+        raise InvalidArgument(f"{name}: on {x.device}, but q is on {device}; all tensors of a call live on one device")
 
 
 def _expect_no_gradient(name: str, x: torch.Tensor | None) -> None:
@@ -53,6 +56,9 @@ def run_attention(
     """(o, lse)"""
     more = mask, cu_seqlens_q, cu_seqlens_k
     _expect_no_gradient("mask", mask)
+    for name, x in zip(("mask", "cu_seqlens_q", "cu_seqlens_k"), more, strict=True):
+        if x is not None:
+            _expect_device(name, x, (q.codes if isinstance(q, QTensor) else q).device)
     if isinstance(q, QTensor) or isinstance(k, QTensor) or isinstance(v, QTensor):
         return _quantised(options, q, k, v, *more)
     q, k, v = _tensors(("q", "k", "v"), q, k, v)
@@ -74,6 +80,8 @@ def run_vjp(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dq, dk, dv), detached"""
     q, k, v, do = _tensors(("q", "k", "v", "do"), q, k, v, do)
+    if mask is not None:
+        _expect_device("mask", mask, q.device)
     with torch.no_grad():
         residual = _passes.needs_residual(front, options, q)
         o, lse, r = _ops.forward(q, k, v, mask, None, None, residual, *options)
@@ -94,6 +102,8 @@ def run_jvp(
     own, which saves what the backward pass needs."""
     _expect_no_gradient("mask", mask)
     q, k, v, tq, tk, tv = _tensors(("q", "k", "v", "tq", "tk", "tv"), q, k, v, tq, tk, tv)
+    if mask is not None:
+        _expect_device("mask", mask, q.device)
     with torch.no_grad():
         o, _, to = _ops.jvp(q, k, v, tq, tk, tv, mask, None, None, *options)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

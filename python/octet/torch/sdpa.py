@@ -9,9 +9,10 @@ from typing import Literal
 
 import torch
 
-from octet import _api
-from octet._options import AttentionOptions, Precision
-from octet.errors import Error, InvalidArgument, Unsupported, listing
+from octet import _abi, _api
+from octet._options import AttentionOptions, Precision, count
+from octet._refusals import expect_known, expect_no_dropout
+from octet.errors import Error, InvalidArgument, listing, look_up
 from octet.torch._again import again, keep
 
 
@@ -26,6 +27,7 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
     precision: Precision | None = None,
+    **unknown: object,
 ) -> torch.Tensor:
     """Attention as scaled_dot_product_attention defines it.
 
@@ -46,13 +48,14 @@ def sdpa(
 
     Raises:
         InvalidArgument, Unsupported: where octet cannot do what was asked; see `patch_sdpa` to fall back.
+        TypeError: an unknown keyword.
     """
+    expect_known(sdpa, unknown)
     how = "sdpa", is_causal, scale, enable_gqa, precision
     made = again(how, query, key, value) if attn_mask is None and not dropout_p else None
     if made is not None and made is not False:
         return made
-    if dropout_p:
-        raise Unsupported(f"dropout_p: found {dropout_p}, allowed: 0; octet drops nothing, drop elements of the output")
+    expect_no_dropout(dropout_p)
     if is_causal and attn_mask is not None:
         raise InvalidArgument("attn_mask: given together with is_causal; put the causal mask into attn_mask")
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -110,6 +113,9 @@ def patch_sdpa(
     """
     if fallback not in ("error", "sdpa"):
         raise InvalidArgument(f"fallback: found {fallback!r}, allowed: {listing(('error', 'sdpa'))}")
+    if precision is not None:
+        look_up("precision", precision, _abi.PRECISIONS)
+    count("min_seqlen", min_seqlen, "a number of keys")
     own = torch.nn.functional.scaled_dot_product_attention
     torch.nn.functional.scaled_dot_product_attention = _patched(own, precision, min_seqlen, fallback == "sdpa")
     try:
@@ -132,12 +138,13 @@ def _patched(own: Callable, precision: Precision | None, min_seqlen: int, falls_
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        **unknown: object,
     ) -> torch.Tensor:
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         if key.shape[-2] < min_seqlen:
             return own(*given, scale=scale, enable_gqa=enable_gqa)
         try:
-            return sdpa(*given, scale=scale, enable_gqa=enable_gqa, precision=precision)
+            return sdpa(*given, scale=scale, enable_gqa=enable_gqa, precision=precision, **unknown)
         except Error as refusal:
             if not falls_back:
                 raise

@@ -1,0 +1,229 @@
+"""Every argument of every public function and every drop-in, with a value that octet does not compute: the message
+begins with the argument's name and says what to do. No argument may be left out of these tables."""
+
+import inspect
+import re
+
+import numpy as np
+import octet
+import pytest
+from octet._options import AttentionOptions
+
+torch = pytest.importorskip("torch")
+from octet.compat import flash_attn, sageattention  # noqa: E402
+
+SAYS_WHAT_TO_DO = r"allowed|expected|use |leave|pass |drop elements|add slope|those that have|needs|live on|of one kind|known: |name one"
+
+
+def refuse(name, call, kind=(octet.Error, TypeError)):
+    with pytest.raises(kind) as refusal:
+        call()
+        pytest.fail(f"{name} is not refused")
+    message = str(refusal.value)
+    assert re.match(rf"{name.replace('_', '[_ ]')}\b", message) and re.search(SAYS_WHAT_TO_DO, message), message
+
+
+def parameters(function):
+    kinds = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+    return [x.name for x in inspect.signature(function).parameters.values() if x.kind not in kinds]
+
+
+Q = torch.zeros(1, 2, 8, 16)
+PACKED = torch.zeros(8, 2, 16)
+CU = torch.tensor([0, 8], dtype=torch.int32)
+ARRAYS = {
+    octet.attention: {"q": Q, "k": Q, "v": Q},
+    octet.attention_varlen: {"q": PACKED, "k": PACKED, "v": PACKED, "cu_seqlens_q": CU, "cu_seqlens_k": CU},
+    octet.attention_vjp: {"q": Q, "k": Q, "v": Q, "do": Q},
+    octet.attention_jvp: {"q": Q, "k": Q, "v": Q, "tq": Q, "tk": Q, "tv": Q},
+    octet.check: {"q": Q, "k": Q, "v": Q},
+    octet.explain: {"q": Q, "k": Q, "v": Q},
+}
+FUNCTIONS = pytest.mark.parametrize("function", ARRAYS, ids=lambda f: f.__name__)
+
+# Values that no function takes.
+OPTIONS = {
+    "precision": "int9", "causal": "left", "scale": "wide", "window": "all", "alignment": "middle", "layout": "hsd",
+    "remedy": "salt", "beta": "large", "hadamard": True, "smooth_q": "maybe", "softcap": 5.0, "deterministic": "yes",
+    "threads": -1, "backend": 3,
+}  # fmt: skip
+MORE = {
+    octet.attention: {"mask": [1], "return_lse": None},
+    octet.attention_varlen: {"max_seqlen_q": -1, "max_seqlen_k": "long", "return_lse": None},
+    octet.attention_vjp: {"mask": [1]},
+    octet.attention_jvp: {"mask": [1]},
+    octet.check: {"mask": [1], "do": [1], "tangents": ([1], Q, Q)},
+    octet.explain: {"mask": [1], "kind": "sideways"},
+}
+NAMED_OTHERWISE = {"tangents": "tq"}  # whose parts have names
+FLAGS = {"return_lse"}  # any truth
+
+
+@FUNCTIONS
+def test_every_option(function):
+    assert set(OPTIONS) == set(AttentionOptions.__annotations__)
+    assert set(parameters(function)) == set(ARRAYS[function]) | set(MORE[function])
+    for name, value in (OPTIONS | MORE[function]).items():
+        if name not in FLAGS:
+            call = lambda name=name, value=value: function(**ARRAYS[function], **{name: value})  # noqa: E731
+            refuse(NAMED_OTHERWISE.get(name, name), call)
+    refuse("dropout_p", lambda: function(**ARRAYS[function], dropout_p=0.1), TypeError)
+    refuse("alibi_slopes", lambda: function(**ARRAYS[function], alibi_slopes=Q), TypeError)
+    refuse("anything", lambda: function(**ARRAYS[function], anything=1), TypeError)
+
+
+def test_supports_gives_the_same_reasons():
+    for name, value in OPTIONS.items():
+        found = octet.supports(Q, Q, Q, **{name: value})
+        assert not found and re.match(rf"{name}\b", found.reason)
+    refuse("dropout_p", lambda: octet.supports(Q, Q, Q, dropout_p=0.1), TypeError)
+
+
+@FUNCTIONS
+def test_every_array(function):
+    """Of no framework, of another framework, of another device, of a type or a rank that has no meaning."""
+    arrays = ARRAYS[function]
+    for name, x in arrays.items():
+        for wrong in (None if name == "q" else [1.0], "a tensor", x.to(torch.complex64), x[None, None]):
+            if wrong is not None:
+                refuse(name, lambda name=name, wrong=wrong: function(**(arrays | {name: wrong})))
+        if name != "q":
+            refuse(name, lambda name=name, x=x: function(**(arrays | {name: x.numpy()})))
+            refuse(name, lambda name=name, x=x: function(**(arrays | {name: x.to("meta")})))
+            if torch.cuda.is_available():
+                refuse(name, lambda name=name, x=x: function(**(arrays | {name: x.cuda()})))
+
+
+@FUNCTIONS
+def test_a_mask_on_another_device(function):
+    if "mask" in parameters(function):
+        mask = torch.ones(8, 8, dtype=torch.bool, device="meta")
+        refuse("mask", lambda: function(**ARRAYS[function], mask=mask))
+
+
+@pytest.mark.parametrize("precision", ["int8_f16", "int8_fp8", "fp8_raw"])
+def test_a_gradient_that_does_not_exist(precision):
+    needing = {"q": Q.clone().requires_grad_(), "k": Q, "v": Q, "precision": precision}
+    refuse("requires_grad", lambda: octet.attention(**needing), octet.Unsupported)
+    packed = ARRAYS[octet.attention_varlen] | {"v": PACKED.clone().requires_grad_(), "precision": precision}
+    refuse("requires_grad", lambda: octet.attention_varlen(**packed), octet.Unsupported)
+    with torch.no_grad():
+        octet.attention(**needing)
+    mask = torch.zeros(8, 8, requires_grad=True)
+    for function in (octet.attention, octet.attention_jvp):
+        refuse("mask", lambda function=function: function(**ARRAYS[function], mask=mask), octet.Unsupported)
+
+
+def test_quantize():
+    x, codes = Q + 1, octet.quantize(Q + 1, "k")
+    wrong = {
+        "x": [1], "operand": "o", "format": "i2", "granularity": "row", "block": -1, "zero_point": "near",
+        "smooth": None, "hadamard_seed": -1, "rope": "spiral", "rope_dim": 7, "rope_offset": None, "rope_base": -1.0,
+        "layout": "hsd",
+    }  # fmt: skip
+    assert set(wrong) == set(parameters(octet.quantize))
+    any_value = {"smooth", "rope_offset"}  # a truth; any position
+    for name in set(wrong) - any_value:
+        given = {"x": x, "operand": "k"} | ({"rope": "half"} if name.startswith("rope_") else {}) | {name: wrong[name]}
+        refuse(name, lambda given=given: octet.quantize(**given))
+    refuse("bits", lambda: octet.quantize(x, "k", bits=8), TypeError)
+    refuse("x", lambda: octet.dequantize(Q))
+    refuse("dtype", lambda: octet.dequantize(codes, torch.int64))
+    refuse("scale", lambda: octet.dequantize(codes, scale=2.0), TypeError)
+
+
+SERVED = None
+ATTENTION = {
+    "query": SERVED, "key": SERVED, "value": SERVED, "attn_mask": SERVED, "dropout_p": 0.1, "is_causal": SERVED,
+    "scale": "wide", "enable_gqa": SERVED, "precision": "int9",
+}  # fmt: skip
+FLASH = {
+    "q": SERVED, "k": SERVED, "v": SERVED, "dropout_p": 0.1, "softmax_scale": ("scale", "wide"), "causal": SERVED,
+    "window_size": ("window", (1, -2)), "softcap": 5.0, "alibi_slopes": torch.ones(2), "deterministic": SERVED,
+    "return_attn_probs": SERVED, "precision": "int9",
+}  # fmt: skip
+LENGTHS = {"cu_seqlens_q": SERVED, "cu_seqlens_k": SERVED, "max_seqlen_q": -1, "max_seqlen_k": -1}
+SAGE = {
+    "q": SERVED, "k": SERVED, "v": SERVED, "tensor_layout": "HDN", "is_causal": SERVED, "sm_scale": ("scale", "wide"),
+    "return_lse": SERVED,
+}  # fmt: skip
+SMOOTH, GRANULARITY = {"smooth_k": False}, {"qk_quant_gran": "per_head"}
+SUMS, VALUES = {"pv_accum_dtype": "bf16"}, {"smooth_v": True}
+NO_LAYOUT = {name: value for name, value in SAGE.items() if name not in ("tensor_layout", "return_lse")}
+# Of each drop-in, each argument of its host: SERVED, or a value and, where it is another's, the name that refuses it.
+HOSTS = {
+    octet.sdpa: ATTENTION,
+    flash_attn.flash_attn_func: FLASH,
+    flash_attn.flash_attn_varlen_func: FLASH | LENGTHS | {"block_table": CU},
+    sageattention.sageattn: SAGE,
+    sageattention.sageattn_varlen: NO_LAYOUT | LENGTHS | SMOOTH,
+    sageattention.sageattn_qk_int8_pv_fp16_triton: SAGE
+    | SMOOTH
+    | {"attn_mask": SERVED, "quantization_backend": "metal"},
+    sageattention.sageattn_qk_int8_pv_fp16_cuda: SAGE | SMOOTH | GRANULARITY | SUMS | VALUES,
+    sageattention.sageattn_qk_int8_pv_fp8_cuda: SAGE | SMOOTH | GRANULARITY | SUMS | VALUES,
+    sageattention.sageattn_qk_int8_pv_fp8_cuda_sm90: SAGE | SMOOTH | GRANULARITY | SUMS,
+}
+
+
+def of_transformers():
+    from octet.integrations.transformers import _implementation
+
+    served = dict.fromkeys(["module", "query", "key", "value", "attention_mask", "is_causal"], SERVED)
+    refused = {"dropout": 0.1, "scaling": ("scale", "wide"), "softcap": 30.0, "position_bias": Q, "s_aux": Q[0, :, 0, 0]}
+    return _implementation(None), served | refused | {"output_attentions": True}
+
+
+def of_diffusers():
+    from octet.integrations.diffusers import _backend
+
+    refused = {"return_lse": True, "_parallel_config": object()}
+    return _backend(None), {name: value for name, value in ATTENTION.items() if name != "precision"} | refused
+
+
+def given(function):
+    """Arguments of a call that works."""
+    names = parameters(function)
+    found = {"module": torch.nn.Module(), "attention_mask": None}
+    for name in ("q", "k", "v", "query", "key", "value"):
+        found[name] = PACKED if "cu_seqlens_q" in names else Q
+    found |= {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 8, "max_seqlen_k": 8}
+    return {name: found[name] for name in names if name in found}
+
+
+@pytest.mark.parametrize("function", [*HOSTS, of_transformers, of_diffusers], ids=lambda f: f.__name__)
+def test_every_argument_of_a_host(function):
+    table = HOSTS.get(function)
+    strict = table is not None  # transformers and diffusers hand over more than they document
+    if table is None:
+        function, table = function()
+    assert set(parameters(function)) == set(table)
+    function(**given(function))
+    for name, wrong in table.items():
+        if wrong is SERVED:
+            continue
+        named, value = wrong if isinstance(wrong, tuple) else (name, wrong)
+        refuse(named, lambda name=name, value=value: function(**(given(function) | {name: value})))
+    if strict:
+        refuse("anything", lambda: function(**given(function), anything=1), TypeError)
+
+
+def test_patch_sdpa():
+    for name, value in {"precision": "int9", "min_seqlen": "long", "fallback": "none"}.items():
+        assert name in parameters(octet.patch_sdpa)
+
+        def call(name=name, value=value):
+            with octet.patch_sdpa(**{name: value}):
+                torch.nn.functional.scaled_dot_product_attention(Q, Q, Q)
+
+        refuse(name, call)
+    with octet.patch_sdpa(fallback="sdpa"):
+        refuse("anything", lambda: torch.nn.functional.scaled_dot_product_attention(Q, Q, Q, anything=1), TypeError)
+
+
+def test_arrays_of_numpy_too():
+    q = np.zeros((1, 2, 8, 16), np.float32)
+    for function in (octet.attention, octet.attention_vjp, octet.attention_jvp):
+        arrays = dict.fromkeys(ARRAYS[function], q)
+        for name in arrays:
+            refuse(name, lambda function=function, name=name, arrays=arrays: function(**(arrays | {name: q.astype(complex)})))
