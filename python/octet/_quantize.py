@@ -136,6 +136,8 @@ def dequantize(x: QTensor, dtype: Any | None = None, **unknown: object) -> Any:
         TypeError: an unknown keyword.
     """
     expect_known(dequantize, unknown)
+    if not isinstance(x, QTensor):
+        raise InvalidArgument(f"x: found {type(x).__name__}, allowed: octet.QTensor, which octet.quantize gives")
     front = _front_of(x)
     out = front.empty(x.shape, x.dtype if dtype is None else dtype, x.codes)
     check(lib.octet_dequantize(_coded(front, x), _described(front, "x", out, x.layout), front.stream(x.codes)))

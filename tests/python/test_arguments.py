@@ -128,7 +128,7 @@ def test_quantize():
         refuse(name, lambda given=given: octet.quantize(**given))
     refuse("bits", lambda: octet.quantize(x, "k", bits=8), TypeError)
     refuse("x", lambda: octet.dequantize(Q))
-    refuse("dtype", lambda: octet.dequantize(codes, torch.int64))
+    refuse("x: dtype", lambda: octet.dequantize(codes, torch.int64))
     refuse("scale", lambda: octet.dequantize(codes, scale=2.0), TypeError)
 
 
