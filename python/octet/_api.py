@@ -45,12 +45,16 @@ def front_of(**arrays: Any) -> Any:
                 f"{name}: a {found} array, but {first} is one of {framework}; all arrays of a call are of one kind"
             )
     if framework == "torch":
-        import octet.torch as front
-    elif framework == "jax":
-        import octet.jax as front
-    else:
-        import octet._numpy as front
-    return front
+        import octet.torch
+
+        return octet.torch
+    if framework == "jax":
+        import octet.jax
+
+        return octet.jax
+    from octet import _numpy
+
+    return _numpy
 
 
 def own_type(front: Any, q: Any) -> str:

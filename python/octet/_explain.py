@@ -32,6 +32,7 @@ def _plan(kind: str, q: Any, k: Any, v: Any, mask: Any, keywords: Any) -> Plan:
     module = _api.front_of(q=q, k=k, v=v, mask=mask)
     front, options = module.front, options_of(_api.own_type(module, q), **keywords)
     more = (mask, None, None)
+    arrays: tuple[Any, ...]
     if kind == "jvp":
         arrays = (q, k, v, q, k, v, *more)
     elif kind == "forward":

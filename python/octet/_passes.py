@@ -24,7 +24,20 @@ INPUTS = {
 }
 
 
-class Front(Protocol):
+class Types(Protocol):
+    """The types of one framework's arrays."""
+
+    def dtype_name(self, dtype: Any, what: str) -> str:
+        """A name of _abi.DTYPES; refuses others, with `what` as whose dtype it is."""
+
+    def own_type(self, q: Any) -> str:
+        """The name of the type that q has when it is computed with."""
+
+    def dtype_of(self, name: str) -> Any:
+        """The framework's dtype of that name."""
+
+
+class Front(Types, Protocol):
     """Arrays of one framework. `Any` is such an array."""
 
     def view(self, name: str, array: Any) -> View: ...
@@ -36,15 +49,6 @@ class Front(Protocol):
 
     def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
         """A contiguous array on the device of `like`."""
-
-    def dtype_name(self, dtype: Any, what: str) -> str:
-        """A name of _abi.DTYPES; refuses others, with `what` as whose dtype it is."""
-
-    def own_type(self, q: Any) -> str:
-        """The name of the type that q has when it is computed with."""
-
-    def dtype_of(self, name: str) -> Any:
-        """The framework's dtype of that name."""
 
     def workspace(self, size: int, like: Any) -> tuple[object, int]:
         """`size` bytes aligned to 64 on the device of `like`, and their address."""
@@ -80,13 +84,13 @@ def lse_shape(q_shape: Sequence[int], layout: str) -> tuple[int, ...]:
     return (q_shape[0], q_shape[1], q_shape[2]) if layout == "bhsd" else (q_shape[0], q_shape[2], q_shape[1])
 
 
-def needs_residual(front: Front, options: Options, q: Any) -> bool:
+def needs_residual(front: Types, options: Options, q: Any) -> bool:
     """Whether a backward pass will read o_residual: these remedies take delta from the un-rounded output."""
     sixteen = options.precision in ("f16", "bf16") and options.remedy in ("f16_inside", "exact_delta")
     return sixteen and front.dtype_name(q.dtype, "q") in ("f16", "bf16")
 
 
-def results(front: Front, kind: str, options: Options, q: Any, k: Any, v: Any, residual: bool = False) -> list[Result]:
+def results(front: Types, kind: str, options: Options, q: Any, k: Any, v: Any, residual: bool = False) -> list[Result]:
     """What a pass computes; `residual`: a forward pass, also o_residual."""
     if kind == "backward":
         return [Result(f"d{name}", tuple(x.shape), x.dtype) for name, x in zip("qkv", (q, k, v), strict=True)]

@@ -71,6 +71,7 @@ def _dims(name: str, view: View, layout: str) -> Sequence[int]:
     """Where batch, head, token and dim of octet_arguments are in the caller's array."""
     rank = len(view.shape)
     in_layout = LAYOUTS[layout]
+    dims: tuple[int, ...]
     if name in _IN_LAYOUT:
         want, dims = 1 + max(in_layout), in_layout
     elif name == "lse":

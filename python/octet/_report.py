@@ -45,8 +45,8 @@ def _distance(got: np.ndarray, want: np.ndarray) -> Errors:
         aligned = float(got @ want / np.sqrt((got @ got) * (want @ want))) if error.any() else 1.0
         return Errors(
             cos=aligned,
-            rel_l1=ratio(np.abs(error).sum(), np.abs(finite).sum()),
-            rel_l2=ratio(np.linalg.norm(error), np.linalg.norm(finite)),
+            rel_l1=ratio(float(np.abs(error).sum()), float(np.abs(finite).sum())),
+            rel_l2=ratio(float(np.linalg.norm(error)), float(np.linalg.norm(finite))),
             max_abs=float(np.abs(error).max(initial=0.0)),
             nan=int(np.isnan(got).sum()),
         )
@@ -76,7 +76,7 @@ def check(
     along = dict(zip(("tq", "tk", "tv"), tangents or (None,) * 3, strict=True))
     module = _api.front_of(q=q, k=k, v=v, do=do, mask=mask, **along)
     made = options_of(_api.own_type(module, q), **options)
-    positions = {name: value for name, value in options.items() if name in _POSITIONS}
+    positions: Any = {name: value for name, value in options.items() if name in _POSITIONS}
     exact = options_of("f64", precision="f64", **positions)
 
     def wide(x: Any) -> np.ndarray:
@@ -84,7 +84,7 @@ def check(
 
     o, lse = module.run_attention(made, q, k, v, mask=mask)
     wide_mask = None if mask is None else module.to_numpy(mask)
-    inputs = [wide(x) for x in (q, k, v)]
+    inputs = wide(q), wide(k), wide(v)
     want_o, want_lse = _numpy.run_attention(exact, *inputs, mask=wide_mask)
     pairs = {"o": (o, want_o), "lse": (lse, want_lse)}
     if do is not None:
@@ -93,7 +93,8 @@ def check(
         pairs |= dict(zip(("dq", "dk", "dv"), zip(got, want, strict=True), strict=True))
     if tangents is not None:
         _, to = module.run_jvp(made, q, k, v, *tangents, mask=mask)
-        pairs["to"] = to, _numpy.run_jvp(exact, *inputs, *map(wide, tangents), mask=wide_mask)[1]
+        tq, tk, tv = (wide(x) for x in tangents)
+        pairs["to"] = to, _numpy.run_jvp(exact, *inputs, tq, tk, tv, mask=wide_mask)[1]
     return {name: _distance(wide(got), want) for name, (got, want) in pairs.items()}
 
 

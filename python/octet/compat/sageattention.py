@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from octet import _api
-from octet._options import ADVICE, Precision
+from octet._options import ADVICE, Layout, Precision
 from octet._refusals import expect, expect_known
 from octet.errors import InvalidArgument, listing
 
-_LAYOUTS = {"HND": "bhsd", "NHD": "bshd"}
+_LAYOUTS: dict[str, Layout] = {"HND": "bhsd", "NHD": "bshd"}
 _ADVICE = ADVICE | {"attn_mask": "call octet.attention with mask"}
 _INSTEAD = "leave it out, or call octet.attention with another precision"
 # What octet does anyway.

@@ -1,7 +1,8 @@
 """octet inside other libraries, each by one call of `register()`: torch, transformers, diffusers."""
 
-from octet import _abi
+from typing import get_args
+
 from octet._options import Precision
 
 # What the hosts call octet: "octet" is the precision of the model's own type, the others name one.
-NAMES: dict[str, Precision | None] = {"octet": None} | {f"octet_{name}": name for name in _abi.PRECISIONS}
+NAMES: dict[str, Precision | None] = {"octet": None, **{f"octet_{name}": name for name in get_args(Precision)}}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from octet._options import Options, Precision, options_of
+from octet._options import Options, Precision, Remedy, options_of
 from octet._refusals import expect, expect_absent, expect_no_dropout
 from octet.errors import Unsupported
 from octet.integrations import NAMES
@@ -92,7 +92,7 @@ class _Kernels:
 
     def _options(self, q: torch.Tensor, causal: Any, scale: float | None, layout: Any, **more: Any) -> Options:
         own = front.dtype_name(q.dtype, "query")
-        remedy = "none" if (self._precision or own) in ("f16", "bf16") else "f16_inside"
+        remedy: Remedy = "none" if (self._precision or own) in ("f16", "bf16") else "f16_inside"
         return options_of(
             own, precision=self._precision, causal=causal, scale=scale, layout=layout, remedy=remedy, **more
         )
@@ -115,7 +115,8 @@ class _Kernels:
         if q.is_contiguous() or not q.transpose(1, 2).is_contiguous():
             o, lse = self._forward(q, k, v, mask, None, None, self._options(q, causal, scale, "bhsd"))
         else:
-            o, lse = self._forward(*_swap(q, k, v), mask, None, None, self._options(q, causal, scale, "bshd"))
+            q_, k_, v_ = _swap(q, k, v)
+            o, lse = self._forward(q_, k_, v_, mask, None, None, self._options(q, causal, scale, "bshd"))
             (o,) = _swap(o)
         return _like(o, q), lse
 
@@ -190,8 +191,8 @@ class _Kernels:
     ) -> tuple[Any, ...]:
         """Gradients lie in memory as [batch, token, head, dim], as torch's own."""
         options = self._options(query, "top_left" if is_causal else False, scale, "bshd")
-        x = _swap(grad_out, query, key, value, out)
-        return _swap(*self._backward(*x, logsumexp, attn_mask, None, None, options))
+        do, q, k, v, o = _swap(grad_out, query, key, value, out)
+        return _swap(*self._backward(do, q, k, v, o, logsumexp, attn_mask, None, None, options))
 
     def _flash_options(
         self, q: torch.Tensor, cu: Any, max_q: int, max_k: int, is_causal: bool, scale: float | None, sides: Any

@@ -50,7 +50,7 @@ def run(
     platform: str,
 ) -> Sequence[jax.Array]:
     """The results, in a program for `platform`, "cpu" or "cuda"."""
-    described = [*zip(names, arrays, strict=True), *results]
+    described: list[tuple[str, Any]] = [*zip(names, arrays, strict=True), *results]
     views = [
         (
             name,

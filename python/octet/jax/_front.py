@@ -15,7 +15,7 @@ def platform_of(x: Any) -> str:
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         platform = next(iter(x.devices())).platform
     else:
-        default = jax.config.jax_default_device
+        default: Any = getattr(jax.config, "jax_default_device", None)
         platform = getattr(default, "platform", default) or jax.default_backend()
     return "cpu" if platform == "cpu" else "cuda"
 

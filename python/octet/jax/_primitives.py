@@ -60,8 +60,8 @@ def _compute(primitive: str, platform: str, *arrays: Any, names: Any, options: O
     if all(math.prod(x.shape) == 0 for _, x in made):
         found = {name: jnp.zeros(x.shape, x.dtype) for name, x in made}
     else:
-        arrays = _call.run(kind, options, tuple(operands), tuple(operands.values()), made, platform)
-        found = dict(zip((name for name, _ in made), arrays, strict=True))
+        computed = _call.run(kind, options, tuple(operands), tuple(operands.values()), made, platform)
+        found = dict(zip((name for name, _ in made), computed, strict=True))
     if not residual:
         found["o_residual"] = jnp.zeros(0, operands["q"].dtype)
     return [found[name] for name in _RESULTS[primitive]]

@@ -43,10 +43,10 @@ def _load() -> tuple[Any, Again] | None:
     if exchange is None or not _PATH.exists():
         return None
     lib = ctypes.PyDLL(str(_PATH))  # holds the GIL, as objects of Python are handed over
-    any_object = ctypes.py_object
+    any_object: Any = ctypes.py_object
     lib.octet_again_open.restype = any_object
     lib.octet_again_open.argtypes = [ctypes.c_void_p, *[any_object] * 6]
-    pointers = [ctypes.POINTER(_abi.Attention), ctypes.POINTER(_abi.Arguments), ctypes.c_size_t]
+    pointers: list[Any] = [ctypes.POINTER(_abi.Attention), ctypes.POINTER(_abi.Arguments), ctypes.c_size_t]
     lib.octet_again_keep.restype = None
     lib.octet_again_keep.argtypes = [ctypes.c_int64, *[any_object] * 3, *pointers]
     address = ctypes.pythonapi.PyCapsule_GetPointer

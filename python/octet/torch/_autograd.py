@@ -69,7 +69,7 @@ def _expect_backward(
         raise Unsupported(f"requires_grad: found True without torch.no_grad(), but {found.reason}")
 
 
-def _refuse_second_derivative(*_: Any) -> Any:
+def _refuse_second_derivative(ctx: Any, *grad_outputs: Any) -> Any:
     raise Unsupported(
         "octet computes first derivatives only; for a second one (create_graph=True, a jvp of a gradient) use "
         "torch.nn.functional.scaled_dot_product_attention"
@@ -168,7 +168,9 @@ class _Attention(torch.autograd.Function):
         q, k, v, mask, cu_q, cu_k = zip(args[:6], in_dims[:6], strict=True)
         residual, options = args[6:]
         o, lse, r = attend(
-            *(fold.tensor(*x) for x in (q, k, v)),
+            fold.tensor(*q),
+            fold.tensor(*k),
+            fold.tensor(*v),
             fold.mask(*mask, like=q),
             fold.lengths(*cu_q),
             fold.lengths(*cu_k),

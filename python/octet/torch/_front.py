@@ -54,7 +54,7 @@ class TorchFront:
     def view(self, name: str, x: torch.Tensor) -> View:
         number, where = _NUMBERS.get(x.dtype), x.device
         if number is None:
-            self.dtype_name(x.dtype, name.rstrip("_"))
+            number = _abi.DTYPES[self.dtype_name(x.dtype, name.rstrip("_"))]  # refuses
         if x.is_neg():  # a view of torch._neg_view that no operator has resolved
             raise InvalidArgument(f"{name.rstrip('_')}: a negative view; pass it through torch.resolve_neg")
         if x.layout is not torch.strided:

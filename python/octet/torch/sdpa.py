@@ -5,7 +5,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -138,9 +138,9 @@ def _patched(own: Callable, precision: Precision | None, min_seqlen: int, falls_
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
-        **unknown: object,
+        **unknown: Any,
     ) -> torch.Tensor:
-        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        given: Any = (query, key, value, attn_mask, dropout_p, is_causal)
         if key.shape[-2] < min_seqlen:
             return own(*given, scale=scale, enable_gqa=enable_gqa)
         try:
