@@ -70,12 +70,16 @@ def window_pair(window: Window) -> tuple[int, ...]:
     if window is None:
         return ()
     sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
-    if len(sides) != 2 or not all(side is None or hasattr(side, "__index__") for side in sides):
+    if len(sides) != 2 or not all(
+        side is None or isinstance(side, int) or hasattr(side, "__index__") for side in sides
+    ):
         raise InvalidArgument(f"window: found {window!r}, allowed: (left, right), one number for both, or None")
     return tuple(-1 if side is None else int(side) for side in sides)
 
 
 def number(name: str, value: Any, allowed: str = "a number") -> float:
+    if isinstance(value, (float, int)):  # also what torch.compile makes of a number
+        return value
     if not hasattr(value, "__float__"):
         raise InvalidArgument(f"{name}: found {value!r}, allowed: {allowed}")
     return float(value)
@@ -83,7 +87,7 @@ def number(name: str, value: Any, allowed: str = "a number") -> float:
 
 def count(name: str, value: Any, allowed: str) -> int:
     """A number that is passed on as an unsigned one."""
-    if not hasattr(value, "__index__") or value < 0:
+    if not (isinstance(value, int) or hasattr(value, "__index__")) or value < 0:
         raise InvalidArgument(f"{name}: found {value!r}, allowed: {allowed}")
     return value
 
@@ -96,7 +100,7 @@ def scale_number(scale: float | None) -> float:
     found = number("scale", scale, allowed)
     if found == 0 or math.isnan(found):
         raise InvalidArgument(f"scale: found {scale}, allowed: {allowed}")
-    return found
+    return float(found)
 
 
 def attention_of(options: Options) -> _abi.Attention:

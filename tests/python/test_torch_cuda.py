@@ -329,7 +329,7 @@ def test_reports():
     errors = octet.check(*x[:3], do=x[3], causal=True)
     assert set(errors) == {"o", "lse", "dq", "dk", "dv"} and 0 < errors["dq"].rel_l2 < 0.01
     assert octet.explain(*x[:3]).startswith("sm90: chosen, forward bf16")
-    assert any(backend["name"] == "sm90" and backend.get("unavailable") is None for backend in octet.info()["backends"])
+    assert any(backend["name"] == "sm90" and backend["available"] for backend in octet.info()["backends"])
 
 
 def test_other_packages_functions():

@@ -1,0 +1,108 @@
+"""The table of docs/drop-ins.md: which passes of which case of scaled_dot_product_attention each backend computes, found
+out by calling octet.sdpa. Backends that this machine has not are left out."""
+
+import pathlib
+
+import octet
+import pytest
+
+torch = pytest.importorskip("torch")
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "drop-ins.md"
+PASSES = ("forward", "backward", "jvp")
+DEVICES = {"cpu": "cpu", "reference": "cpu", "sm90": "cuda"}
+
+
+def table():
+    """{case: {backend: passes}}"""
+    lines = [x.strip().strip("|") for x in PAGE.read_text().splitlines() if x.startswith("|")]
+    rows = [[cell.strip() for cell in x.split("|")] for x in lines]
+    start = next(i for i, row in enumerate(rows) if row[0] == "case")
+    head, found = rows[start], {}
+    for row in rows[start + 2 :]:
+        if len(row) != len(head):
+            break
+        found[row[0]] = dict(zip(head[2:], row[2:], strict=True))
+    return found
+
+
+def tensors(q, k=None, v=None, dtype=torch.bfloat16):
+    k = q if k is None else k
+    return [torch.zeros(shape, dtype=dtype) + 0.25 for shape in (q, k, k if v is None else v)]
+
+
+Q = (2, 4, 8, 16)
+MASK = torch.tensor([[True] * 8] * 7 + [[False] * 8])
+NESTED = torch.nested.nested_tensor([torch.zeros(3, 16), torch.zeros(2, 16)], layout=torch.jagged)
+# A call for each case: tensors and keywords.
+CALLS = {
+    "no mask": (tensors(Q), {}),
+    "`is_causal`, equal lengths": (tensors(Q), {"is_causal": True}),
+    "`is_causal`, unequal lengths": (tensors(Q, (2, 4, 5, 16)), {"is_causal": True}),
+    "bool mask, of 2 to 4 dimensions, any of them 1": (tensors(Q), {"attn_mask": MASK[:, :1]}),
+    "float mask, likewise": (tensors(Q), {"attn_mask": torch.zeros(4, 1, 8)}),
+    "a query that sees nothing": (tensors(Q), {"attn_mask": MASK}),
+    "`enable_gqa`": (tensors(Q, (2, 2, 8, 16)), {"enable_gqa": True}),
+    "no heads dimension, several batch dimensions, batches that broadcast":
+        (tensors((3, 1, 4, 8, 16), (2, 4, 8, 16)), {}),
+    "empty batch, no queries": (tensors((0, 4, 8, 16)), {}),
+    "no keys": (tensors(Q, (2, 4, 0, 16)), {}),
+    "dims of value unlike those of query": (tensors(Q, Q, (2, 4, 8, 24)), {}),
+    "head dims up to 256": (tensors((1, 1, 8, 256)), {}),
+    "head dims that are no multiple of 8, or above 256": (tensors((1, 1, 8, 12)), {}),
+    "`scale`, positive": (tensors(Q), {"scale": 0.5}),
+    "`scale`, 0 or negative": (tensors(Q), {"scale": 0.0}),
+    "float16": (tensors(Q, dtype=torch.float16), {}),
+    "float32": (tensors(Q, dtype=torch.float32), {}),
+    "float64": (tensors(Q, dtype=torch.float64), {}),
+    "`precision=\"int8\"`": (tensors(Q), {"precision": "int8"}),
+    "`precision=\"fp8\"`": (tensors(Q), {"precision": "fp8"}),
+    "unequal heads without `enable_gqa`": (tensors(Q, (2, 2, 8, 16)), {}),
+    "`is_causal` with `attn_mask`": (tensors(Q), {"attn_mask": MASK, "is_causal": True}),
+    "`dropout_p`": (tensors(Q), {"dropout_p": 0.1}),
+    "a mask that requires a gradient": (tensors(Q), {"attn_mask": torch.zeros(8, 8, requires_grad=True)}),
+    "nested tensors": ([NESTED] * 3, {}),
+}  # fmt: skip
+
+
+def served(x, keywords, device):
+    """The passes that octet.sdpa computes."""
+    x = [y.to(device) for y in x]
+    keywords = {name: y.to(device) if isinstance(y, torch.Tensor) else y for name, y in keywords.items()}
+    if (mask := keywords.get("attn_mask")) is not None and not mask.is_leaf:
+        keywords["attn_mask"] = mask.detach().requires_grad_()
+    plain = [y.detach() for y in x]
+
+    def call(*y):
+        return octet.sdpa(*y, **keywords)
+
+    def backward():
+        leaves = [y.clone().requires_grad_() for y in plain]
+        return torch.autograd.grad(call(*leaves), leaves, torch.ones_like(call(*plain)))
+
+    found = []
+    passes = lambda: call(*plain), backward, lambda: torch.func.jvp(call, tuple(plain), tuple(plain))  # noqa: E731
+    for name, run in zip(PASSES, passes, strict=True):
+        if x[0].is_nested and name != "forward":  # torch itself has no such tangents
+            continue
+        try:
+            run()
+        except octet.Error:
+            continue
+        found.append(name)
+    return ", ".join(found) or "refused"
+
+
+def test_the_table_has_these_cases_and_backends():
+    assert list(table()) == list(CALLS)
+    assert {backend["name"] for backend in octet.info()["backends"]} <= set(DEVICES) == set(table()["no mask"])
+
+
+@pytest.mark.parametrize("backend", DEVICES)
+def test_each_cell(backend, monkeypatch):
+    known = {x["name"]: x for x in octet.info()["backends"]}
+    if backend not in known or not known[backend]["available"]:
+        pytest.skip(f"no {backend} here")
+    monkeypatch.setenv("OCTET_BACKEND", backend)
+    found = {case: served(*call, DEVICES[backend]) for case, call in CALLS.items()}
+    assert found == {case: cells[backend] for case, cells in table().items()}
