@@ -34,10 +34,12 @@ class Block(nn.Module):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", default="int8", help="as octet.attention takes it")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--device", default="cpu", help="cuda trains in f16 and bf16")
+    parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
 
     torch.manual_seed(0)
+    torch.set_default_device(options.device)
     text = torch.tensor(list(b"".join(path.read_bytes() for path in sorted(DOCS.glob("*.md")))))
     embed, place = nn.Embedding(256, WIDTH), nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
     blocks = nn.Sequential(*(Block(options.precision) for _ in range(LAYERS)), nn.LayerNorm(WIDTH))

@@ -17,7 +17,16 @@ import octet.jax  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
 from octet.jax import _call  # noqa: E402
 
-jax.config.update("jax_enable_x64", True)
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu_in_64_bits():
+    """Whatever else this machine has; test_jax_cuda.py is about GPUs."""
+    before = jax.config.jax_default_device, jax.config.jax_enable_x64
+    jax.config.update("jax_default_device", jax.devices("cpu")[0])
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_default_device", before[0])
+    jax.config.update("jax_enable_x64", before[1])
 
 
 def draw(*shapes, dtype=np.float64, seed=0):
@@ -183,7 +192,7 @@ def test_a_second_derivative_that_is_not_used_is_not_refused(transform):
 
 
 def test_shard_map_over_batch_and_heads():
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu"))
     spec = jax.sharding.PartitionSpec
     q, k, v = inputs(np.float32)
     for where in (spec("x"), spec(None, "x")):
