@@ -143,6 +143,33 @@ def test_work_goes_to_the_callers_stream_and_nothing_waits():
     expect_same(got, want)
 
 
+def test_calls_that_run_again_are_on_the_callers_stream_and_record():
+    """Those of _again.py, which pass torch's dispatcher by."""
+    inputs = draw(*[SHAPE] * 3)
+    want = octet.attention(*inputs)
+    static = [torch.zeros_like(x) for x in inputs]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        for x, y in zip(static, inputs, strict=True):
+            x.copy_(y)
+        got = octet.attention(*static)
+        assert not side.query()
+    side.synchronize()
+    assert torch.equal(got, want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = octet.attention(*static)
+    for seed in range(1, 4):
+        other = draw(*[SHAPE] * 3, seed=seed)
+        for x, y in zip(static, other, strict=True):
+            x.copy_(y)
+        found.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(found, octet.attention(*other))
+
+
 def test_memory_is_torchs_own():
     inputs = draw(*[SHAPE] * 4)
     step(*inputs)
