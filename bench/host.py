@@ -3,8 +3,8 @@ the same process, in alternating rounds; the median of the rounds' means, in mic
 
     bench/host.py [--device cuda|cpu] [--rounds N] [--output FILE]     with the package importable
 
-On a GPU the calls of a round are enqueued without waiting, and the rounds are short enough that the queue does not fill.
-What a call costs inside a CUDA graph is what a recorded call adds to a replay.
+On a GPU the calls of a round are enqueued without waiting, in rounds so short that the queue does not fill.
+A call inside a CUDA graph costs what it adds, recorded, to a replay.
 """
 
 import argparse

@@ -88,11 +88,14 @@ constexpr int kDims = 4, kStates = 2;
 // What _again.py hands over, for as long as the process lives.
 struct Framework {
   const DLExchange* api;
-  PyObject *tensor,       // the type of plain tensors
-      *listeners,         // functions; one that gives true listens to operators
-      *states,            // functions that give numbers on which a call depends
-      *is_grad_enabled, *is_neg, *empty_like, *contiguous;  // the last: keywords of empty_like
-  PyObject* requires_grad;                                  // the attribute's name
+  PyObject* tensor;           // the type of plain tensors
+  PyObject* listeners;        // functions; one that gives true listens to operators
+  PyObject* states;           // functions that give numbers on which a call depends
+  PyObject* is_grad_enabled;  // functions
+  PyObject* empty_like;
+  PyObject* is_neg;
+  PyObject* contiguous;     // keywords of empty_like
+  PyObject* requires_grad;  // the attribute's name
 } framework;
 
 // A reference that goes out of scope with its owner.
@@ -294,8 +297,8 @@ OCTET_API PyObject* octet_again_open(const void* exchange, PyObject* tensor, PyO
   PyObject* const is_neg = PyObject_GetAttrString(tensor, "is_neg");
   if (!is_neg) return nullptr;
   for (PyObject* object : {tensor, listeners, states, is_grad_enabled, empty_like, contiguous}) Py_IncRef(object);
-  framework = {api, tensor, listeners, states, is_grad_enabled, is_neg, empty_like, contiguous,
-               PyUnicode_InternFromString("requires_grad")};
+  PyObject* const requires_grad = PyUnicode_InternFromString("requires_grad");
+  framework = {api, tensor, listeners, states, is_grad_enabled, empty_like, is_neg, contiguous, requires_grad};
   return PyCFunction_NewEx(&method, nullptr, nullptr);
 }
 

@@ -12,7 +12,10 @@ from octet._options import AttentionOptions
 torch = pytest.importorskip("torch")
 from octet.compat import flash_attn, sageattention  # noqa: E402
 
-SAYS_WHAT_TO_DO = r"allowed|expected|use |leave|pass |drop elements|add slope|those that have|needs|live on|of one kind|known: |name one"
+SAYS_WHAT_TO_DO = (
+    r"allowed|expected|use |leave|pass |drop elements|add slope|those that have|needs|live on|of one kind|known: "
+    r"|name one"
+)
 
 
 def refuse(name, call, kind=(octet.Error, TypeError)):
@@ -170,7 +173,13 @@ def of_transformers():
     from octet.integrations.transformers import _implementation
 
     served = dict.fromkeys(["module", "query", "key", "value", "attention_mask", "is_causal"], SERVED)
-    refused = {"dropout": 0.1, "scaling": ("scale", "wide"), "softcap": 30.0, "position_bias": Q, "s_aux": Q[0, :, 0, 0]}
+    refused = {
+        "dropout": 0.1,
+        "scaling": ("scale", "wide"),
+        "softcap": 30.0,
+        "position_bias": Q,
+        "s_aux": Q[0, :, 0, 0],
+    }
     return _implementation(None), served | refused | {"output_attentions": True}
 
 
@@ -226,4 +235,7 @@ def test_arrays_of_numpy_too():
     for function in (octet.attention, octet.attention_vjp, octet.attention_jvp):
         arrays = dict.fromkeys(ARRAYS[function], q)
         for name in arrays:
-            refuse(name, lambda function=function, name=name, arrays=arrays: function(**(arrays | {name: q.astype(complex)})))
+            refuse(
+                name,
+                lambda function=function, name=name, arrays=arrays: function(**(arrays | {name: q.astype(complex)})),
+            )

@@ -10,6 +10,7 @@ import octet  # noqa: E402
 import pytest  # noqa: E402
 from cases import cases  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
@@ -154,16 +155,44 @@ def test_packed_sequences(way):
         jax.vmap(lambda c: octet.attention_varlen(q, q, q, c, c))(jnp.stack([cu, cu]))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-def test_it_is_jax_nn_dot_product_attention(causal, masked):
-    q, k, v = draw((2, 9, 4, 16), (2, 9, 2, 16), (2, 9, 2, 16))
-    mask = jnp.asarray(np.random.default_rng(1).random((2, 4, 9, 9)) < 0.7).at[..., 0].set(True) if masked else None
-    want = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=causal, scale=0.25)
-    got = octet.attention(q, k, v, mask=mask, causal="top_left" if causal else False, scale=0.25, layout="bshd")
-    numbers = [np.asarray(x).transpose(0, 2, 1, 3) for x in (q, k, v)]
-    bound = exact.bounds(*numbers, scale=0.25, **exact.rounding("float32"))["o"]  # jax computes logits in float32
-    exact.expect_close(got, np.asarray(want), bound, "o")
+@settings(max_examples=20, deadline=None)  # each compiles
+@given(st.data())
+def test_it_is_jax_nn_dot_product_attention(data):
+    """jax's is in float64, but for its logits in float32. Every query sees a key: jax gives others the mean."""
+    pick = data.draw
+    batch, kv_heads, group = pick(st.integers(1, 2)), pick(st.integers(1, 2)), pick(st.integers(1, 3))
+    queries, dim = pick(st.integers(1, 40)), 8 * pick(st.integers(1, 4))
+    kind = pick(st.sampled_from(["none", "bool", "float", "causal", "bool and causal", "window"]))
+    keys = queries + pick(st.integers(0, 9)) if kind == "window" else pick(st.integers(1, 40))
+    dtype = pick(st.sampled_from([np.float64, np.float32, np.float16, jnp.bfloat16]))
+    seed = pick(st.integers(0, 2**31))
+    heads = (queries, kv_heads * group), (keys, kv_heads), (keys, kv_heads)
+    q, k, v = draw(*((batch, *shape, dim) for shape in heads), dtype=dtype, seed=seed)
+    random = np.random.default_rng(seed)
+    full = (batch, kv_heads * group, queries, keys)
+    shape = tuple(n if pick(st.booleans()) else 1 for n in full)
+    ours, theirs, bias = {"layout": "bshd", "scale": 0.25}, {"scale": 0.25}, None
+    if "bool" in kind:
+        mask = random.random(shape) < 0.7
+        mask[..., 0] = True
+        ours["mask"] = theirs["mask"] = jnp.asarray(mask)
+        theirs["mask"] = jnp.broadcast_to(theirs["mask"], full)
+    if "causal" in kind:
+        ours["causal"], theirs["is_causal"] = "top_left", True
+    if kind == "float":
+        bias = random.standard_normal(shape).astype(np.float32)
+        ours["mask"], theirs["bias"] = jnp.asarray(bias), jnp.asarray(bias, np.float64)
+    if kind == "window":
+        window = pick(st.integers(0, 9)), pick(st.integers(0, 9))
+        ours |= {"window": window, "alignment": "top_left"}
+        theirs["local_window_size"] = window
+    want = jax.nn.dot_product_attention(*(x.astype(np.float64) for x in (q, k, v)), **theirs)
+    got = octet.attention(q, k, v, **ours)
+    assert got.dtype == dtype and got.shape == q.shape
+    numbers = [np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (q, k, v)]
+    units = exact.rounding(np.dtype(dtype)), exact.rounding("float32")
+    bound = sum(exact.bounds(*numbers, scale=0.25, bias=bias, **unit)["o"] for unit in units)
+    exact.expect_close(got, np.asarray(want), bound, kind)
 
 
 def test_the_pair_is_differentiable_in_o_alone():

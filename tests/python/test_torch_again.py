@@ -93,9 +93,10 @@ def test_sdpa_too(again):
     for _ in range(2):  # a refusal is not kept
         with pytest.raises(octet.InvalidArgument, match="enable_gqa: False"):
             octet.sdpa(*x)
-    # Heads and batches that broadcast are other tensors than those that were handed over.
-    q, k, v = x
-    assert torch.equal(octet.sdpa(q, k[:1], v[:1], enable_gqa=True), octet.sdpa(q, *(y[:1].expand(2, -1, -1, -1) for y in (k, v)), enable_gqa=True))  # fmt: skip
+    # Batches that broadcast are other tensors than those that were handed over.
+    q, k, v = (x[0], *(y[:1] for y in x[1:]))
+    wide = [y.expand(2, -1, -1, -1) for y in (k, v)]
+    assert torch.equal(octet.sdpa(q, k, v, enable_gqa=True), octet.sdpa(q, *wide, enable_gqa=True))
 
 
 def test_dims_and_strides_that_it_leaves_to_the_ordinary_way(again):

@@ -1,4 +1,4 @@
-"""octet as the flash attention of torch's own scaled_dot_product_attention, on the CPU and, where there is one, a GPU."""
+"""octet as the flash attention of torch's own scaled_dot_product_attention, on the CPU and on a GPU if there is one."""
 
 import octet
 import pytest

@@ -16,14 +16,16 @@ SCALE = 0.25  # the same in float32 and float64
 
 
 def agree(q, k, v, mask=None, **keywords):
-    """octet.sdpa and torch's own on the same float64 tensors; returns octet's."""
+    """octet.sdpa, and torch's own in float64, on the same tensors; returns octet's."""
     keywords = {"scale": SCALE} | keywords
-    got, want = octet.sdpa(q, k, v, mask, **keywords), own(q, k, v, mask, **keywords)
-    numbers = [x.detach().reshape(1, -1, *x.shape[-2:]).numpy() for x in (q, k, v)]
-    bias = mask.numpy() if mask is not None and mask.is_floating_point() else None
-    unit = rounding("float64") | {"scale": keywords["scale"], "bias": bias}
-    # Twice, as both sides round.
-    expect_close(got.detach().numpy(), want.detach().numpy(), 2 * bounds(*numbers, **unit)["o"], "sdpa")
+    bias = mask.double() if mask is not None and mask.is_floating_point() else mask
+    got, want = octet.sdpa(q, k, v, mask, **keywords), own(q.double(), k.double(), v.double(), bias, **keywords)
+    assert got.dtype == q.dtype
+    numbers = [x.detach().double().reshape(1, -1, *x.shape[-2:]).numpy() for x in (q, k, v)]
+    bias = bias.numpy() if mask is not None and mask.is_floating_point() else None
+    about = {"scale": keywords["scale"], "bias": bias}
+    bound = sum(bounds(*numbers, **rounding(dtype), **about)["o"] for dtype in (q.dtype, "float64"))
+    expect_close(got.detach().double().numpy(), want.detach().numpy(), bound, "sdpa")
     return got
 
 
@@ -147,9 +149,11 @@ def test_random_cases(data):
     queries, keys = draw_(st.integers(1, 40)), draw_(st.integers(1, 40))
     dim, dim_v = (8 * draw_(st.integers(1, 4)) for _ in range(2))
     torch.manual_seed(draw_(st.integers(0, 2**31)))
-    q = torch.randn(*lead, kv_heads * group, queries, dim, dtype=torch.float64)
-    k = torch.randn(*lead, kv_heads, keys, dim, dtype=torch.float64)
-    v = torch.randn(*lead, kv_heads, keys, dim_v, dtype=torch.float64)
+    dtype = draw_(st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16]))
+    heads = (kv_heads * group, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v)
+    q, k, v = (torch.randn(*lead, *shape).to(dtype) for shape in heads)
+    if draw_(st.booleans()):  # as a projection of [..., token, heads, dim] leaves them
+        q, k, v = (x.transpose(-2, -3).contiguous().transpose(-2, -3) for x in (q, k, v))
     mask, causal = None, False
     kind = draw_(st.sampled_from(["none", "causal", "bool", "float"]))
     if kind == "causal":
@@ -159,7 +163,7 @@ def test_random_cases(data):
         shape = tuple(n if draw_(st.booleans()) else 1 for n in full)[draw_(st.integers(0, len(full) - 2)) :]
         mask = torch.rand(shape) < 0.6
         if kind == "float":
-            mask = torch.randn(shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+            mask = torch.randn(shape).masked_fill(~mask, -torch.inf)
     agree(q, k, v, mask, is_causal=causal, enable_gqa=group > 1)
 
 

@@ -1,5 +1,5 @@
-"""The table of docs/drop-ins.md: which passes of which case of scaled_dot_product_attention each backend computes, found
-out by calling octet.sdpa. Backends that this machine has not are left out."""
+"""The table of docs/drop-ins.md: which passes of which case of scaled_dot_product_attention each backend computes, as
+calls of octet.sdpa show. Backends that this machine has not are left out."""
 
 import pathlib
 
