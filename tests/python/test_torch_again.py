@@ -1,5 +1,6 @@
 """Calls that are run again without torch's dispatcher: the same numbers, and only where nobody listens to operators."""
 
+import concurrent.futures
 import sys
 
 import octet
@@ -20,7 +21,7 @@ HIT, MISS, ORDINARY = "it ran again", "it may be kept", "the ordinary way"
 
 @pytest.fixture
 def again(monkeypatch):
-    """What each look for a kept call found; with tokens of this test's own."""
+    """What each look for a kept call found; other tests' calls are forgotten."""
     real, found = _again._again, []
 
     def counting(token, q, k, v):
@@ -29,21 +30,8 @@ def again(monkeypatch):
         return o
 
     monkeypatch.setattr(_again, "_again", counting)
-    monkeypatch.setattr(_again, "_tokens", _Tokens())
+    monkeypatch.setattr(_again, "_tokens", {})
     return found
-
-
-class _Tokens(dict):
-    """Numbers that no other test has used."""
-
-    next = 1 << 40
-
-    def __setitem__(self, key, _):
-        _Tokens.next += 1
-        super().__setitem__(key, _Tokens.next)
-
-    def get(self, key):
-        return super().get(key)
 
 
 class Listening(TorchDispatchMode):
@@ -188,6 +176,21 @@ def test_keywords_that_are_never_the_same_are_not_kept_for_ever(monkeypatch):
     q, k, v = inputs()
     assert torch.equal(octet.attention(q, k, v, scale=0.123), ordinary(q, k, v, scale=0.123))
     assert len(_again._tokens) == _again._MOST_TOKENS
+
+
+def test_threads_do_not_mix_their_calls():
+    q, k, v = inputs(dim=24)
+    scales = [0.1 + i / 100 for i in range(64)]
+    want = [ordinary(q, k, v, scale=scale) for scale in scales]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for _ in range(5):
+                got = list(pool.map(lambda scale: octet.attention(q, k, v, scale=scale), scales))
+                assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_tensors_die_when_they_are_forgotten(again):

@@ -7,6 +7,7 @@ ordinary way too.
 """
 
 import ctypes
+import itertools
 import pathlib
 from collections.abc import Callable, Hashable
 from typing import Any, Literal
@@ -66,6 +67,7 @@ def _load() -> tuple[Any, Again] | None:
 _loaded = _load()
 _again: Again = _loaded[1] if _loaded else lambda token, q, k, v: None
 _tokens: dict[Hashable, int] = {}
+_numbers = itertools.count()  # two threads never get the same one
 
 
 def again(key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None | Literal[False]:
@@ -79,7 +81,7 @@ def again(key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     if token is None:
         if len(_tokens) >= _MOST_TOKENS:
             return None
-        token = _tokens[key] = len(_tokens)
+        token = _tokens.setdefault(key, next(_numbers))
     return _again(token, q, k, v)
 
 
