@@ -2,9 +2,12 @@
 //
 // K and V are prepared once per call, tile by tile, and shared by all queries; Q once per block of queries.
 #pragma once
+#include <algorithm>
+#include <cmath>
+
 #include "cpu/kernels/matmul.h"
+#include "cpu/kernels/pack_int8.h"
 #include "cpu/kernels/plan.h"
-#include "cpu/kernels/quantize_row.h"
 
 namespace octet::cpu::OCTET_ISA {
 
@@ -83,18 +86,6 @@ inline void interleave_rows(const float* rows, int64_t stride, int64_t columns, 
   }
 }
 
-// [count][width] to [columns][count]; count and width are multiples of kLanes.
-inline void transpose(const float* rows, int64_t count, int64_t width, int64_t columns, float* out) {
-  for (int64_t r = 0; r < count; r += kLanes)
-    for (int64_t c = 0; c < columns; c += kLanes) {
-      Vf x[kLanes];
-      for (int64_t i = 0; i < kLanes; ++i) x[i] = load(rows + (r + i) * width + c);
-      transpose(x);
-      for (int64_t i = 0; i < kLanes; ++i)
-        if (c + i < columns) store(out + (c + i) * count + r, x[i]);
-    }
-}
-
 // Signs of the Hadamard rotation of q and k: those of q if it came quantised.
 struct Signs {
   float sign[kMaxDim];
@@ -167,16 +158,22 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
       for (int64_t c = 0; c < n; ++c) mean[c] = given_mean(t, seq.batch, g, c);
       return;
     }
-    alignas(64) double sum[kMaxDim] = {};
+    alignas(64) double sum[kMaxDim];
     with_vectors(n, [&](int vectors) OCTET_INLINE_LAMBDA {
-      RowVectors x;
-      for (int64_t j = 0; j < seq.k_tokens; ++j) {
-        load_numbers_row(t, seq.batch, g, seq.k_first + j, x, vectors);
-        for (int v = 0; v < vectors; ++v) {
-          const Vf size = floats(bits(x[v]) & 0x7fffffff);
-          add_in_double(sum + v * kLanes, size < splat(__builtin_inff()) ? x[v] : Vf{});
+      const auto add_all = [&](bool guarded) OCTET_INLINE_LAMBDA {
+        RowVectors x;
+        Doubles sums[kMaxDim / kLanes] = {};
+        for (int64_t j = 0; j < seq.k_tokens; ++j) {
+          load_numbers_row(t, seq.batch, g, seq.k_first + j, x, vectors);
+          for (int v = 0; v < vectors; ++v) {
+            const Vf size = floats(bits(x[v]) & 0x7fffffff);
+            sums[v].add(guarded ? (size < splat(__builtin_inff()) ? x[v] : Vf{}) : x[v]);
+          }
         }
-      }
+        for (int v = 0; v < vectors; ++v) sums[v].store(sum + v * kLanes);
+      };
+      add_all(false);
+      if (!std::all_of(sum, sum + vectors * kLanes, [](double x) { return std::isfinite(x); })) add_all(true);
     });
     for (int64_t c = 0; c < n; ++c) mean[c] = static_cast<float>(sum[c] / static_cast<double>(seq.k_tokens));
   };
@@ -256,34 +253,39 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   const float* v_mean = plan.smooth_v ? s.v_mean + side * kMaxDim : nullptr;
 
   const int64_t width = padded<Qk>(padded_columns(p.dim)), token = seq.k_first + first;
-  if (plan.k_group == 1 && !plan.k_coded) {
-    for (int64_t r = 0; r < valid; ++r)
-      steps[r] = quantize_row(p.k, seq.batch, g, token + r, plan.qk, k_mean, plan.hadamard ? signs.sign : nullptr,
-                              width, rows + r * width);
-    std::memset(rows + valid * width, 0, sizeof(float) * static_cast<std::size_t>((kKeys - valid) * width));
-  } else {
-    load_operand(p.k, plan.k_coded, seq.batch, g, token, valid, kKeys, width, rows);
-    for (int64_t r = 0; r < valid && !plan.k_coded; ++r) {
-      if (plan.smooth_k) subtract(rows + r * width, k_mean, p.dim);
-      if (plan.hadamard) hadamard_row(rows + r * width, signs.sign, p.dim);
-    }
-    if (plan.k_coded)
-      for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.k, seq.batch, g, token + r);
-    else
-      quantize_rows(plan.qk, plan.smooth_k || plan.hadamard ? OCTET_F32 : numbers_of(p.k), plan.k_group, rows, valid,
-                    width, steps);
-  }
   Word* k = s.k + index * s.k_stride;
-  constexpr bool kFloats = std::is_same_v<Qk, F32>;
-  if (kFloats) transpose(rows, kKeys, width, p.dim, reinterpret_cast<float*>(k));
-  alignas(64) Word words[kMaxDim + 64];
-  for (int64_t r = 0; r < kKeys && !kFloats; ++r) {
-    encode_row<Qk>(rows + r * width, s.k_words * Qk::kPerWord, 0, words);
-    for (int64_t w = 0; w < s.k_words; ++w) k[w * kKeys + r] = words[w];
-    if constexpr (kBias<Qk> != 0) {
-      int32_t sum = 0;
-      for (int64_t c = 0; c < p.dim; ++c) sum += static_cast<int32_t>(rows[r * width + c]);
-      s.k_correction[index * kKeys + r] = -kBias<Qk> * sum;
+  if (in_bytes<Qk>(plan.qk) && plan.k_group == 1 && !plan.k_coded) {
+    pack_int8_keys<Qk>(p.k, seq.batch, g, token, valid, k_mean, plan.hadamard ? signs.sign : nullptr, s.k_words, k,
+                       s.k_correction ? s.k_correction + index * kKeys : nullptr, steps);
+  } else {
+    if (plan.k_group == 1 && !plan.k_coded) {
+      for (int64_t r = 0; r < valid; ++r)
+        steps[r] = quantize_row(p.k, seq.batch, g, token + r, plan.qk, k_mean, plan.hadamard ? signs.sign : nullptr,
+                                width, rows + r * width);
+      std::memset(rows + valid * width, 0, sizeof(float) * static_cast<std::size_t>((kKeys - valid) * width));
+    } else {
+      load_operand(p.k, plan.k_coded, seq.batch, g, token, valid, kKeys, width, rows);
+      for (int64_t r = 0; r < valid && !plan.k_coded; ++r) {
+        if (plan.smooth_k) subtract(rows + r * width, k_mean, p.dim);
+        if (plan.hadamard) hadamard_row(rows + r * width, signs.sign, p.dim);
+      }
+      if (plan.k_coded)
+        for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.k, seq.batch, g, token + r);
+      else
+        quantize_rows(plan.qk, plan.smooth_k || plan.hadamard ? OCTET_F32 : numbers_of(p.k), plan.k_group, rows, valid,
+                      width, steps);
+    }
+    constexpr bool kFloats = std::is_same_v<Qk, F32>;
+    if (kFloats) transpose(rows, kKeys, width, p.dim, reinterpret_cast<float*>(k));
+    alignas(64) Word words[kMaxDim + 64];
+    for (int64_t r = 0; r < kKeys && !kFloats; ++r) {
+      encode_row<Qk>(rows + r * width, s.k_words * Qk::kPerWord, 0, words);
+      for (int64_t w = 0; w < s.k_words; ++w) k[w * kKeys + r] = words[w];
+      if constexpr (kBias<Qk> != 0) {
+        int32_t sum = 0;
+        for (int64_t c = 0; c < p.dim; ++c) sum += static_cast<int32_t>(rows[r * width + c]);
+        s.k_correction[index * kKeys + r] = -kBias<Qk> * sum;
+      }
     }
   }
   if (s.k_scale) std::memcpy(s.k_scale + index * kKeys, steps, sizeof steps);
@@ -294,7 +296,10 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   float* v_rows = Pv::kPerWord == 1 && !panels ? reinterpret_cast<float*>(v) : rows;
   const int64_t columns = s.v_columns;
   bool finite = true;
-  if (plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_coded) {
+  const bool v_bytes = in_bytes<Pv>(plan.v) && plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_coded;
+  if (v_bytes) {
+    finite = pack_int8_values(p.v, seq.batch, g, token, valid, v_mean, columns, v, steps);
+  } else if (plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_coded) {
     for (int64_t r = 0; r < valid; ++r) {
       steps[r] = quantize_row(p.v, seq.batch, g, token + r, plan.v, v_mean, nullptr, columns, v_rows + r * columns);
       finite &= steps[r] == steps[r];
@@ -319,7 +324,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     }
   }
   s.v_finite[index] = finite;
-  for (int64_t w = 0; w < s.v_words && Pv::kPerWord > 1; ++w)
+  for (int64_t w = 0; w < s.v_words && Pv::kPerWord > 1 && !v_bytes; ++w)
     interleave_rows<Pv>(v_rows + w * Pv::kPerWord * columns, columns, columns, v + w * columns);
   if (s.v_scale) {
     for (int64_t r = valid; r < kKeys; ++r) steps[r] = 0.f;
@@ -373,6 +378,16 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
   float* rows = in_place ? reinterpret_cast<float*>(q) : buffer;
   float(&steps)[kMaxBlockRows] = found.step;
   for (int64_t r = 0; r < count; ++r) steps[r] = 1.f;
+  if (in_bytes<Qk>(plan.qk) && plan.q_group == 1 && !plan.q_coded) {
+    alignas(64) double mean[kMaxDim] = {};
+    for (int64_t c = 0; c < p.dim && k_mean; ++c) mean[c] = k_mean[c];
+    for (int64_t r = 0; r < valid; ++r)
+      steps[r] = divisible(int8_row(p.q, seq.batch, h, seq.q_first + token + r, nullptr,
+                                    plan.hadamard ? signs.sign : nullptr, k_mean ? mean : nullptr, found.mean_logit + r,
+                                    kBias<Qk>, words * Qk::kPerWord, reinterpret_cast<uint8_t*>(q + r * stride)));
+    for (int64_t r = valid; r < count; ++r) std::memset(q + r * stride, kBias<Qk>, words * sizeof(Word));
+    return;
+  }
   if (plan.q_group == 1 && !plan.q_coded) {
     if (k_mean) {
       load_numbers(p.q, seq.batch, h, seq.q_first + token, valid, valid, width, rows);

@@ -30,6 +30,7 @@ typedef float UnalignedVf __attribute__((vector_size(kLanes * 4), aligned(4), ma
 typedef int32_t UnalignedVi __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
 #define OCTET_INLINE static inline __attribute__((always_inline))
+#define OCTET_INLINE_MEMBER inline __attribute__((always_inline))
 #define OCTET_INLINE_LAMBDA __attribute__((always_inline))
 
 OCTET_INLINE Vf load(const float* p) { return *reinterpret_cast<const UnalignedVf*>(p); }
@@ -56,6 +57,33 @@ OCTET_INLINE Vf load_bf16(const uint16_t* p) {
 // Exact for magnitudes below 2^24.
 OCTET_INLINE Vf to_float(Vf x) { return x; }
 OCTET_INLINE Vf to_float(Vi x) { return __builtin_convertvector(x, Vf); }
+
+// The nearest integers, ties to even; magnitudes below 2^22.
+OCTET_INLINE Vi nearest(Vf x) {
+#if defined(__AVX512F__)
+  return (Vi)_mm512_cvtps_epi32(x);
+#else
+  return bits(x + splat(0x1.8p23f)) - bits(splat(0x1.8p23f));
+#endif
+}
+
+// Numbers of 8 bits: the low byte of each lane.
+OCTET_INLINE void store_bytes(uint8_t* p, Vi x) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)x));
+#else
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint8_t>(x[i]);
+#endif
+}
+OCTET_INLINE Vi load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (Vi)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vi x;
+  for (int i = 0; i < kLanes; ++i) x[i] = p[i];
+  return x;
+#endif
+}
 
 // `b` where either is NaN.
 OCTET_INLINE Vf max(Vf a, Vf b) {
@@ -174,16 +202,22 @@ OCTET_INLINE Quad reduce_max(const Vf (&x)[4]) {
 #endif
 }
 
-// sum += x, each lane.
-OCTET_INLINE void add_in_double(double* sum, Vf x) {
+// Sums of vectors, each lane in double.
+struct Doubles {
 #if defined(__AVX512F__)
-  const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x)), high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
-  _mm512_storeu_pd(sum, _mm512_loadu_pd(sum) + low);
-  _mm512_storeu_pd(sum + 8, _mm512_loadu_pd(sum + 8) + high);
+  __m512d low, high;
+  OCTET_INLINE_MEMBER void add(Vf x) {
+    low += _mm512_cvtps_pd(_mm512_castps512_ps256(x));
+    high += _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1));
+  }
 #else
-  for (int i = 0; i < kLanes; ++i) sum[i] += x[i];
+  double lanes[kLanes];
+  OCTET_INLINE_MEMBER void add(Vf x) {
+    for (int i = 0; i < kLanes; ++i) lanes[i] += x[i];
+  }
 #endif
-}
+  OCTET_INLINE_MEMBER void store(double* sum) const { std::memcpy(sum, this, sizeof *this); }
+};
 
 // sum_c a_c b_c, every product exact; n a multiple of 8.
 OCTET_INLINE double dot_in_double(const float* a, const float* b, int64_t n) {
@@ -193,6 +227,22 @@ OCTET_INLINE double dot_in_double(const float* a, const float* b, int64_t n) {
   for (int64_t c = 0; c < n; c += 8)
     sum += __builtin_convertvector(*reinterpret_cast<const Half*>(a + c), Vd) *
            __builtin_convertvector(*reinterpret_cast<const Half*>(b + c), Vd);
+  return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
+}
+
+// The same for n vectors, and numbers in double already.
+OCTET_INLINE double dot_in_double(const Vf* a, int n, const double* b) {
+#if defined(__AVX512F__)
+  typedef double Vd __attribute__((vector_size(64)));
+  Vd sum{};
+  for (int v = 0; v < n; ++v) {
+    sum += (Vd)_mm512_cvtps_pd(_mm512_castps512_ps256(a[v])) * (Vd)_mm512_loadu_pd(b + v * kLanes);
+    sum += (Vd)_mm512_cvtps_pd(_mm512_extractf32x8_ps(a[v], 1)) * (Vd)_mm512_loadu_pd(b + v * kLanes + 8);
+  }
+#else
+  double sum[8] = {};
+  for (int c = 0; c < n * kLanes; ++c) sum[c % 8] += static_cast<double>(a[c / kLanes][c % kLanes]) * b[c];
+#endif
   return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
 }
 
