@@ -25,11 +25,13 @@ bool amx_permitted() {
   return permitted;
 }
 
+// With f16 arithmetic and permutations of bytes, which every CPU with tiles has had so far.
 bool has_amx() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
   const bool bf16 = edx >> 22 & 1, tile = edx >> 24 & 1, int8 = edx >> 25 & 1;
-  return bf16 && tile && int8 && amx_permitted();
+  const bool vbmi = ecx >> 1 & 1, f16 = edx >> 23 & 1;
+  return bf16 && tile && int8 && vbmi && f16 && amx_permitted();
 }
 
 bool detect(Isa isa) {

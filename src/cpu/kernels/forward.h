@@ -13,7 +13,8 @@
 #pragma once
 #include <cmath>
 
-#include "cpu/kernels/forward_rows.h"
+#include "cpu/kernels/accumulate_codes.h"
+#include "cpu/kernels/forward_halves.h"
 #include "cpu/parallel.h"
 
 namespace octet::cpu::OCTET_ISA {
@@ -23,8 +24,7 @@ namespace octet::cpu::OCTET_ISA {
 // weights would be lost one by one, always downwards; a few at a time they are not (coherence of the error of delta on
 // tied maxima: .91, by tiles .13, by quarters of a tile below .1).
 constexpr bool through_strip(PFormat format) { return format == PFormat::u8 || format == PFormat::f16; }
-constexpr int64_t kStripColumns = 32;  // of the product, at a time
-constexpr int64_t kF16Part = 16;       // keys
+constexpr int64_t kF16Part = 16;  // keys
 
 // Tiles of v that meet P at a time: two of a panel of floats fill two thirds of the first cache.
 template <class Pv>
@@ -38,14 +38,21 @@ constexpr int64_t kBlockRows = Qk::kTiles&& Pv::kTiles   ? 64
                                : std::is_same_v<Qk, F32> ? 192
                                                          : 96;
 
+// Whether the logits of the next step are found before P V of this one, so that tiles start once for both; P then does
+// not lie in the place of its logits.
+template <class Pv>
+constexpr bool kLogitsAhead = Pv::kTiles&& std::is_same_v<typename Pv::Element, uint8_t>;
+
 // Scratch memory of one thread. A row of P takes the place of the logits it comes from.
 template <class Qk, class Pv>
 struct ForwardScratch {
   static constexpr int64_t kRows = kBlockRows<Qk, Pv>;
+  static constexpr int64_t kPWords = kMaxStepKeys / Pv::kPerWord;
 
   int64_t stride;           // of s: rows a power of two apart would compete for cache sets
   Word* q;                  // [kRows][k_words]
   typename Qk::Sum* s;      // [kRows][stride]
+  Word* p;                  // [kRows][kPWords], where P has a place of its own
   typename Pv::Sum* strip;  // [parts][kRows][kStripColumns] of P V, if it goes that way
   float* o;                 // [kRows][v_columns]
 
@@ -55,23 +62,26 @@ struct ForwardScratch {
     t.s = carve.take<typename Qk::Sum>(kRows * t.stride);
     t.q = carve.take<Word>(kRows * side.k_words);
     t.o = carve.take<float>(kRows * side.v_columns);
+    t.p = kLogitsAhead<Pv> ? carve.take<Word>(kRows * kPWords) : nullptr;
     const int64_t parts = plan.p == PFormat::u8 ? kStepTiles : 1;
-    t.strip = through_strip(plan.p) ? carve.take<typename Pv::Sum>(parts * kRows * kStripColumns) : nullptr;
+    const bool strip = through_strip(plan.p) && !kLogitsAhead<Pv>;
+    t.strip = strip ? carve.take<typename Pv::Sum>(parts * kRows * kStripColumns) : nullptr;
     return t;
   }
 
   typename Qk::Sum* s_row(int64_t i) const { return s + i * stride; }
   float* logits_row(int64_t i) const { return reinterpret_cast<float*>(s_row(i)); }
-  typename Pv::Element* p_row(int64_t i) const { return reinterpret_cast<typename Pv::Element*>(s_row(i)); }
+  typename Pv::Element* p_row(int64_t i) const {
+    return reinterpret_cast<typename Pv::Element*>(p_words() + i * p_stride());
+  }
+  // Where P lies.
+  Word* p_words() const { return kLogitsAhead<Pv> ? p : reinterpret_cast<Word*>(s); }
+  int64_t p_stride() const { return kLogitsAhead<Pv> ? kPWords : stride; }
 };
 
 // o = alpha o + product, for one row.
 OCTET_INLINE void add_product(float* o, const float* product, float alpha, int64_t columns) {
   for (int64_t c = 0; c < columns; c += kLanes) store(o + c, load(o + c) * alpha + load(product + c));
-}
-
-OCTET_INLINE void scale_row(float* o, float alpha, int64_t columns) {
-  for (int64_t c = 0; c < columns; c += kLanes) store(o + c, load(o + c) * alpha);
 }
 
 template <class Qk, class Pv, PFormat format>
@@ -97,12 +107,18 @@ struct Forward {
     const KeyRange keys = p.keys_of_block(token, rows, seq.q_tokens, seq.k_tokens);
     const int64_t last = (keys.last + kKeys - 1) / kKeys;
     // Steps lie at multiples of their length, but for the first; scales of P do not depend on what else a block sees.
-    for (int64_t tile = keys.first / kKeys / 2 * 2, tiles; keys.first < keys.last && tile < last; tile += tiles) {
-      tiles = std::min(last - tile, plan.step_tiles - tile % plan.step_tiles);
-      const int64_t index = side.tile_index(g, block.first_tile + tile);
-      logits(index, tiles, rows);
-      softmax_rows(seq, h, token, rows, tile, tiles, index);
-      accumulate(index, tiles, rows);
+    const auto tiles_from = [&](int64_t tile) {
+      return std::min(last - tile, plan.step_tiles - tile % plan.step_tiles);
+    };
+    const int64_t first = keys.first < keys.last ? keys.first / kKeys / 2 * 2 : last;
+    const int64_t index = side.tile_index(g, block.first_tile);
+    if (kLogitsAhead<Pv> && first < last) logits(index + first, tiles_from(first), rows);
+    for (int64_t tile = first, tiles; tile < last; tile += tiles) {
+      tiles = tiles_from(tile);
+      if (!kLogitsAhead<Pv>) logits(index + tile, tiles, rows);
+      softmax_rows(seq, h, token, rows, tile, tiles, index + tile);
+      accumulate(index + tile, tiles, rows);
+      if (kLogitsAhead<Pv> && tile + tiles < last) logits(index + tile + tiles, tiles_from(tile + tiles), rows);
     }
     finish(seq, h, token, rows, side_index);
   }
@@ -158,26 +174,45 @@ struct Forward {
     const bool all_seen = !p.mask.present() && p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens).first <= key &&
                           p.keys_of(token, seq.q_tokens, seq.k_tokens).last >= key + keys;
     const bool lazy = all_seen && !plan.beta && v_finite;
+#ifdef __AVX512FP16__
+    constexpr bool kHalves = format == PFormat::u8;
+    HalfStep half;
+    if constexpr (kHalves) half = half_step(row.k_scale, v_scale, tiles);
+#else
+    constexpr bool kHalves = false;
+#endif
+    const auto row_at = [&](int64_t i) {
+      if (all_seen) return row;
+      TileRow own = row;
+      const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
+      own.first = static_cast<int>(std::max<int64_t>(seen.first - key, 0));
+      own.last = static_cast<int>(std::min(seen.last - key, keys));
+      if (p.mask.present()) own.mask = mask_row(p, seq.batch, h, token + i, key);
+      return own;
+    };
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t last = std::min(first + kLanes, rows);
       bool done[kLanes] = {};
+#ifdef __AVX512FP16__
+      if constexpr (kHalves) {
+        if (!p.mask.present())
+          weights_in_halves<Qk>(half, scratch.s_row(first), scratch.stride, row_at, all_seen, tiles, plan.p_top, first,
+                                last, state, scratch.p_row(first), done);
+      }
+#endif
       alignas(64) float tops[kLanes];
       store(tops, splat(kMinusInfinity));
       for (int64_t i = first; i < last; ++i) {
-        if (!all_seen) {
-          const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
-          row.first = static_cast<int>(std::max<int64_t>(seen.first - key, 0));
-          row.last = static_cast<int>(std::min(seen.last - key, keys));
-          if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
-        }
-        if constexpr (may_be_lazy(format)) {
+        if (done[i - first]) continue;
+        const TileRow own = row_at(i);
+        if constexpr (may_be_lazy(format) && !kHalves) {
           done[i - first] = lazy && state.m[i] != kMinusInfinity &&
-                            weights_row_lazily<Qk, Pv, format>(plan, scratch.s_row(i), row, tiles, v_scale, i, state,
+                            weights_row_lazily<Qk, Pv, format>(plan, scratch.s_row(i), own, tiles, v_scale, i, state,
                                                                scratch.p_row(i));
           if (done[i - first]) continue;
         }
         float& top = tops[i - first];
-        top = logits_row<Qk>(scratch.s_row(i), row, tiles, state.to_logit[i]);
+        top = logits_row<Qk>(scratch.s_row(i), own, tiles, state.to_logit[i]);
         if (plan.beta) top = shifted_top(i, top, keys);
       }
       raise_maxima<exp2_degree(format)>(tops, first, state);
@@ -201,14 +236,13 @@ struct Forward {
   // o = alpha o + P V.
   void accumulate(int64_t index, int64_t tiles, int64_t rows) {
     const int64_t columns = side.v_columns;
-    if constexpr (through_strip(format)) {
-      for (int64_t first = 0; first < columns; first += kStripColumns) {
-        const int64_t n = std::min(columns - first, kStripColumns);
-        if constexpr (format == PFormat::u8)
-          accumulate_codes(index, tiles, rows, first, n);
-        else
-          accumulate_f16(index, tiles, rows, first, n);
-      }
+    if constexpr (format == PFormat::u8) {
+      accumulate_codes<Pv>({scratch.p_words(), scratch.p_stride(), side.v + index * side.v_stride, side.v_stride,
+                            side.v_words, tiles, columns},
+                           rows, state.alpha, state.p_step, scratch.strip, scratch.o);
+    } else if constexpr (format == PFormat::f16) {
+      for (int64_t first = 0; first < columns; first += kStripColumns)
+        accumulate_f16(index, tiles, rows, first, std::min(columns - first, kStripColumns));
     } else {
       for (int64_t i = 0; i < rows; ++i)
         if (state.alpha[i] != 1.f) scale_row(scratch.o + i * columns, state.alpha[i], columns);
@@ -218,7 +252,7 @@ struct Forward {
         for (int64_t tile = 0, count; tile < tiles; tile += count) {
           count = finite ? std::min(kTilesAtOnce<Pv>, tiles - tile) : 1;
           const int64_t width = side.panel_width(c), words = count * side.v_words;
-          const Word *own_p = p_words() + tile * side.v_words, *v = side.v_at(index + tile, c);
+          const Word *own_p = scratch.p_words() + tile * side.v_words, *v = side.v_at(index + tile, c);
           if (finite)
             matmul<Pv, true>(own_p, strides, v, width, scratch.o + c, columns, rows, width, words,
                              following(v, words * width));
@@ -228,30 +262,13 @@ struct Forward {
     }
   }
 
-  // The same for n columns of 8-bit P: products of all tiles, then their sum.
-  void accumulate_codes(int64_t index, int64_t tiles, int64_t rows, int64_t first, int64_t n) {
-    const int64_t columns = side.v_columns;
-    for (int64_t tile = 0; tile < tiles; ++tile)
-      matmul<Pv, false>(p_words() + tile * side.v_words, {scratch.stride, 1},
-                        side.v + (index + tile) * side.v_stride + first, columns,
-                        scratch.strip + tile * kRows * kStripColumns, kStripColumns, rows, n, side.v_words);
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t c = 0; c < n; c += kLanes) {
-        float* o = scratch.o + i * columns + first + c;
-        Vf sum = load(o) * state.alpha[i];
-        for (int64_t tile = 0; tile < tiles; ++tile)
-          sum += to_float(load(scratch.strip + (tile * kRows + i) * kStripColumns + c)) * state.p_step[i][tile];
-        store(o, sum);
-      }
-  }
-
   // The same for n columns of f16 P: a few keys at a time.
   void accumulate_f16(int64_t index, int64_t tiles, int64_t rows, int64_t first, int64_t n) {
     constexpr int64_t kWords = kF16Part / Pv::kPerWord;
     const int64_t columns = side.v_columns;
     const Strides strides{scratch.stride, 1};
     for (int64_t word = 0; word < tiles * side.v_words; word += kWords) {
-      const Word *p_part = p_words() + word, *v = side.v + index * side.v_stride + word * columns + first;
+      const Word *p_part = scratch.p_words() + word, *v = side.v + index * side.v_stride + word * columns + first;
       if (side.v_finite[index + word / side.v_words]) {
         matmul<Pv, false>(p_part, strides, v, columns, scratch.strip, kStripColumns, rows, n, kWords);
       } else {
@@ -262,8 +279,6 @@ struct Forward {
         add_product(scratch.o + i * columns + first, scratch.strip + i * kStripColumns, word ? 1.f : state.alpha[i], n);
     }
   }
-
-  const Word* p_words() const { return reinterpret_cast<const Word*>(scratch.s); }
 
   void finish(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t side_index) {
     const int64_t columns = side.v_columns;

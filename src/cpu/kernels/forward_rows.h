@@ -18,6 +18,10 @@ struct alignas(64) RowState {
   float p_step[rows][kStepTiles];  // 8-bit P, of each tile: o += p_step * product
 };
 
+OCTET_INLINE void scale_row(float* o, float alpha, int64_t columns) {
+  for (int64_t c = 0; c < columns; c += kLanes) store(o + c, load(o + c) * alpha);
+}
+
 // One row of a step: its logits in the place of the sums; returns the largest.
 template <class Qk>
 OCTET_INLINE float logits_row(typename Qk::Sum* s, const TileRow& row, int64_t tiles, float to_logit) {
@@ -34,6 +38,23 @@ OCTET_INLINE float logits_row(typename Qk::Sum* s, const TileRow& row, int64_t t
       tops[v] = max(x[v], tops[v]);
       store(reinterpret_cast<float*>(s) + v * kLanes, x[v]);
     }
+  }
+  return largest_of(tops);
+}
+
+// The largest logit of a row of a step.
+template <class Qk>
+OCTET_INLINE float largest_logit(const typename Qk::Sum* s, const TileRow& row, int64_t tiles, float to_logit) {
+  Vf tops[kVectors];
+  for (Vf& top : tops) top = splat(kMinusInfinity);
+  for (int64_t tile = 0; tile < tiles; ++tile, s += kKeys) {
+    const TileRow own = row.of_tile(tile);
+    Vf x[kVectors];
+    if (own.whole())
+      load_logits<false, kBias<Qk> != 0>(s, own, to_logit, x);
+    else
+      load_logits<true, kBias<Qk> != 0>(s, own, to_logit, x);
+    for (int v = 0; v < kVectors; ++v) tops[v] = max(x[v], tops[v]);
   }
   return largest_of(tops);
 }
