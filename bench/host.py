@@ -16,6 +16,7 @@ import time
 
 import octet
 import torch
+from abi import revision
 from octet import _passes
 from octet._options import options_of
 from octet.torch import _ops, front
@@ -126,7 +127,7 @@ def main():
         result = {
             "machine": machine,
             "date": datetime.date.today().isoformat(),
-            "octet": octet.__version__,
+            "octet": f"{octet.__version__} ({revision()})",
             "torch": torch.__version__,
             "shape": SHAPE,
             "dtype": "bfloat16",
