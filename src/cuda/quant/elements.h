@@ -5,6 +5,7 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "cuda/attn/views.h"
 
@@ -85,6 +86,59 @@ __device__ inline void read(const Strided& t, const Line& line, Vector& x) {
 
 __device__ inline void write(const Strided& t, const Line& line, const Vector& x) {
   visit(t.element, [&](auto* type) { write_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
+}
+
+// How a kernel reads vectors, in two steps: `load` what lies in memory, then `convert`. From any tensor, or from
+// tensors of one type whose vectors are whole words: without a branch, so that kBatch loads can be under way at once.
+struct AnyVectors {
+  static constexpr int kBatch = 1;
+  struct Raw {
+    Vector x;
+  };
+  static __device__ Raw load(const Strided& t, const Line& line) {
+    Raw raw;
+    read(t, line, raw.x);
+    return raw;
+  }
+  static __device__ void convert(const Raw& raw, Vector& x) {
+    for (int i = 0; i < kVector; ++i) x[i] = raw.x[i];
+  }
+};
+template <class T>
+struct WholeVectors {
+  static constexpr int kBatch = 4;
+  using Raw = typename Words<T>::Word;
+  static_assert(sizeof(Raw) == sizeof(T) * kVector);
+  static __device__ Raw load(const Strided& t, const Line& line) {
+    return __ldg(reinterpret_cast<const Raw*>(static_cast<const T*>(t.data) + line.offset(t)));
+  }
+  static __device__ void convert(const Raw& raw, Vector& x) {
+    const T* elements = reinterpret_cast<const T*>(&raw);
+    for (int i = 0; i < kVector; ++i) x[i] = float(elements[i]);
+  }
+};
+
+// Whether vectors of a tensor of elements of `size` bytes are whole words.
+inline bool in_words(const Strided& t, int size) {
+  const int word = size == 1 ? 8 : 16;
+  if (reinterpret_cast<uintptr_t>(t.data) % word || (t.shape[3] > 1 && t.stride[3] != 1)) return false;
+  for (int i = 0; i < 3; ++i)
+    if (t.shape[i] > 1 && t.stride[i] * size % word) return false;
+  return true;
+}
+
+// Calls f with the fastest way to read all of the tensors.
+template <class F>
+void with_vectors(std::initializer_list<const Strided*> tensors, const F& f) {
+  const auto all = [&](Element element, int size) {
+    for (const Strided* t : tensors)
+      if (t->element != element || !in_words(*t, size)) return false;
+    return true;
+  };
+  if (all(Element::bf16, 2)) return f(WholeVectors<__nv_bfloat16>{});
+  if (all(Element::f16, 2)) return f(WholeVectors<__half>{});
+  if (all(Element::e4m3, 1)) return f(WholeVectors<__nv_fp8_e4m3>{});
+  f(AnyVectors{});
 }
 
 }  // namespace octet::cuda

@@ -13,17 +13,17 @@ namespace {
 
 constexpr int kThreads = 256, kQueries = 64;  // queries of a thread block
 
-template <int Lanes>
-struct Row {
+template <class Vectors, int Lanes>
+struct Row : Vectors {
   static constexpr int kRows = kThreads / Lanes;  // at a time
   static __device__ int lane() { return threadIdx.x % Lanes; }
   static __device__ int row() { return threadIdx.x / Lanes; }
   static __device__ int channel() { return lane() * kVector; }
 
   // Channels past the row's end are 0.
-  static __device__ void load(const Strided& t, int64_t batch, int64_t head, int64_t token, Vector& x) {
-    if (channel() < t.shape[3]) return read(t, {batch, head, token, channel()}, x);
-    for (float& element : x) element = 0.f;
+  static __device__ typename Vectors::Raw load(const Strided& t, int64_t batch, int64_t head, int64_t token) {
+    if (channel() < t.shape[3]) return Vectors::load(t, {batch, head, token, channel()});
+    return {};
   }
 
   static __device__ float sum(float x) {
@@ -82,17 +82,35 @@ struct Row {
   }
 };
 
-template <class Code, int Lanes>
+// Calls f(i, row i) for `rows` rows from a tile's first token; those past its tokens are 0.
+template <class R, class F>
+__device__ void for_batches(const Strided& t, int batch, int head, const TileOfKeys& tile, int rows, const F& f) {
+  constexpr int kBatch = R::kBatch;
+  for (int first = R::row(); first < rows; first += kBatch * R::kRows) {
+    typename R::Raw raw[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = first + j * R::kRows;
+      raw[j] = i < tile.tokens ? R::load(t, batch, head, tile.first + i) : typename R::Raw{};
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (first + j * R::kRows >= rows) break;
+      Vector x;
+      R::convert(raw[j], x);
+      f(first + j * R::kRows, x);
+    }
+  }
+}
+
+template <class Code, class Vectors, int Lanes>
 __device__ void quantise_q(const CodesArguments& a, int block) {
-  using R = Row<Lanes>;
+  using R = Row<Vectors, Lanes>;
   const int tokens = static_cast<int>(a.q.shape[2]), blocks = (tokens + kQueries - 1) / kQueries;
   const int first = block % blocks * kQueries, side = block / blocks, head = side % a.heads, batch = side / a.heads;
-#pragma unroll
-  for (int pass = 0; pass < kQueries / R::kRows; ++pass) {
-    const int token = first + pass * R::kRows + R::row();
+  for_batches<R>(a.q, batch, head, {0, first, min(tokens - first, kQueries)}, kQueries, [&](int i, Vector& x) {
+    const int token = first + i;
     const bool present = token < tokens;
-    Vector x;
-    R::load(a.q, batch, head, present ? token : 0, x);
     const int64_t at = static_cast<int64_t>(side) * tokens + token;
     if (a.mean_logit) {
       const int sequence =
@@ -101,22 +119,22 @@ __device__ void quantise_q(const CodesArguments& a, int block) {
                           (static_cast<int64_t>(sequence) * a.kv_heads + head / (a.heads / a.kv_heads)) * a.dim +
                           R::channel();
       float product = 0.f;
-      for (int i = 0; i < kVector; ++i) product = fmaf(x[i], mean[i], product);
+      for (int c = 0; c < kVector; ++c) product = fmaf(x[c], mean[c], product);
       product = R::sum(product);
       if (present && R::lane() == 0) a.mean_logit[at] = product;
     }
     if (a.rotation.block) R::rotate(a.rotation, x);
     uint2 codes;
     const float step = R::template encode<Code>(x, codes);
-    if (!present) continue;
+    if (!present) return;
     *reinterpret_cast<uint2*>(static_cast<unsigned char*>(a.q_codes) + at * a.dim + R::channel()) = codes;
     if (R::lane() == 0) a.q_step[at] = step;
-  }
+  });
 }
 
-template <class Code, int Lanes>
+template <class Code, class Vectors, int Lanes>
 __device__ void quantise_k(const CodesArguments& a, int block) {
-  using R = Row<Lanes>;
+  using R = Row<Vectors, Lanes>;
   const int tiles = a.keys.count(), side = block / tiles, head = side % a.kv_heads, batch = side / a.kv_heads;
   const TileOfKeys tile = tile_of_keys(a.keys, block % tiles);
   const int sequence = a.keys.cu_seqlens ? tile.sequence : batch;
@@ -124,20 +142,16 @@ __device__ void quantise_k(const CodesArguments& a, int block) {
   if (a.channels.k_mean)
     for (int i = 0; i < kVector; ++i)
       mean[i] = a.channels.k_mean[(static_cast<int64_t>(sequence) * a.kv_heads + head) * a.dim + R::channel() + i];
-#pragma unroll 4
-  for (int i = R::row(); i < a.keys.tile; i += R::kRows) {
-    Vector x{};
-    if (i < tile.tokens) {
-      R::load(a.k, batch, head, tile.first + i, x);
+  for_batches<R>(a.k, batch, head, tile, a.keys.tile, [&](int i, Vector& x) {
+    if (i < tile.tokens)
       for (int c = 0; c < kVector; ++c) x[c] -= mean[c];
-    }
     if (a.rotation.block) R::rotate(a.rotation, x);
     uint2 codes;
     const float step = R::template encode<Code>(x, codes);
     const int64_t at = static_cast<int64_t>(block) * a.keys.tile + i;
     *reinterpret_cast<uint2*>(static_cast<unsigned char*>(a.k_codes) + at * a.dim + R::channel()) = codes;
     if (R::lane() == 0) a.k_step[at] = step;
-  }
+  });
 }
 
 // Byte b of four words, from each.
@@ -148,9 +162,9 @@ __device__ uint32_t gather(const uint32_t (&words)[4], int b) {
 }
 
 // Through shared memory: rows of tokens become rows of channels.
-template <class Code, int Lanes>
+template <class Code, class Vectors, int Lanes>
 __device__ void quantise_v(const CodesArguments& a, int block, uint32_t* words) {
-  using R = Row<Lanes>;
+  using R = Row<Vectors, Lanes>;
   constexpr int kWords = Lanes * kVector / 4, kGroup = 16;
   auto* const steps = reinterpret_cast<float*>(words + a.keys.tile * kWords + a.keys.tile / kGroup * 4);
   const int tiles = a.keys.count(), side = block / tiles, head = side % a.kv_heads, batch = side / a.kv_heads;
@@ -165,11 +179,8 @@ __device__ void quantise_v(const CodesArguments& a, int block, uint32_t* words) 
     if (a.channels.v_mean) mean[i] = a.channels.v_mean[channels + i];
     inverse[i] = a.channels.v_inverse ? a.channels.v_inverse[channels + i] : 1.f;
   }
-#pragma unroll 4
-  for (int i = R::row(); i < a.keys.tile; i += R::kRows) {
-    Vector x{};
+  for_batches<R>(a.v, batch, head, tile, a.keys.tile, [&](int i, Vector& x) {
     if (i < tile.tokens) {
-      R::load(a.v, batch, head, tile.first + i, x);
       for (float& element : x) element = __fmul_rn(element, scale);
       for (int c = 0; c < kVector; ++c) x[c] = a.v_step ? x[c] - mean[c] : __fmul_rn(x[c], inverse[c]);
     }
@@ -182,7 +193,7 @@ __device__ void quantise_v(const CodesArguments& a, int block, uint32_t* words) 
       codes = R::template pack_codes<Code>(x);
     }
     *reinterpret_cast<uint2*>(&words[word_of(i, 2 * R::lane())]) = codes;
-  }
+  });
   __syncthreads();
   if (a.v_step) {
     float most = 0.f;
@@ -217,16 +228,16 @@ struct Blocks {
   int q, k, v;
 };
 
-template <class QCode, class VCode, int Lanes>
-__global__ void __launch_bounds__(kThreads) quantise_kernel(const CodesArguments a, const Blocks blocks) {
+template <class QCode, class VCode, class Vectors, int Lanes>
+__global__ void __launch_bounds__(kThreads, 3) quantise_kernel(const CodesArguments a, const Blocks blocks) {
   extern __shared__ uint32_t words[];
   const int block = blockIdx.x;
   if (block < blocks.q)
-    quantise_q<QCode, Lanes>(a, block);
+    quantise_q<QCode, Vectors, Lanes>(a, block);
   else if (block < blocks.q + blocks.k)
-    quantise_k<QCode, Lanes>(a, block - blocks.q);
+    quantise_k<QCode, Vectors, Lanes>(a, block - blocks.q);
   else
-    quantise_v<VCode, Lanes>(a, block - blocks.q - blocks.k, words);
+    quantise_v<VCode, Vectors, Lanes>(a, block - blocks.q - blocks.k, words);
 }
 
 template <class QCode, class VCode, int Lanes>
@@ -238,7 +249,9 @@ void launch(const CodesArguments& a, cudaStream_t stream) {
   const int all = blocks.q + blocks.k + blocks.v;
   if (!all) return;
   const int bytes = a.keys.tile * (a.dim + 1 + static_cast<int>(sizeof(float)));  // words, gaps, steps
-  quantise_kernel<QCode, VCode, Lanes><<<all, kThreads, bytes, stream>>>(a, blocks);
+  with_vectors({&a.q, &a.k, &a.v}, [&](auto vectors) {
+    quantise_kernel<QCode, VCode, decltype(vectors), Lanes><<<all, kThreads, bytes, stream>>>(a, blocks);
+  });
   check(cudaGetLastError(), "quantise");
 }
 

@@ -36,6 +36,7 @@ __device__ void combine(T (&mine)[kVector], T* rows, int dim, const F& f, T* out
   __syncthreads();
 }
 
+template <class Vectors>
 __global__ void __launch_bounds__(kThreads) survey_kernel(const CodesArguments a, const Partial partial) {
   __shared__ double rows[kThreads * kVector];
   const int lanes = a.dim / kVector, step = kThreads / lanes;
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const CodesArguments a
 #pragma unroll 4
     for (int i = threadIdx.x / lanes; i < tile.tokens; i += step) {
       Vector x;
-      read(t, {blockIdx.z, blockIdx.y, tile.first + i, channel}, x);
+      Vectors::convert(Vectors::load(t, {blockIdx.z, blockIdx.y, tile.first + i, channel}), x);
       for (float& element : x) element *= scale;
       f(x);
     }
@@ -121,7 +122,9 @@ std::size_t survey_bytes(const CodesArguments& a) {
 void survey(const CodesArguments& a, void* scratch, cudaStream_t stream) {
   const auto batch = static_cast<unsigned>(a.v.shape[0]), heads = static_cast<unsigned>(a.kv_heads);
   const Partial partial = carve(a, scratch);
-  survey_kernel<<<dim3(a.keys.count(), heads, batch), kThreads, 0, stream>>>(a, partial);
+  with_vectors({&a.k, &a.v}, [&](auto vectors) {
+    survey_kernel<decltype(vectors)><<<dim3(a.keys.count(), heads, batch), kThreads, 0, stream>>>(a, partial);
+  });
   check(cudaGetLastError(), "survey");
   const unsigned sequences = a.keys.cu_seqlens ? a.keys.sequences : batch;
   finish_kernel<<<sequences * heads, kFinishThreads, 0, stream>>>(a, partial);

@@ -75,11 +75,13 @@ struct ByteTile {
   // Columns [32 step, 32 step + 32) of the rows from `row`; PTX ISA, 9.7.15.5.1.2.
   __device__ uint64_t along(int row, int step) const {
     constexpr int kSteps = kPanelWidth / kDepth;
-    constexpr uint64_t kSwizzle = kPanelWidth == 128 ? 1 : kPanelWidth == 64 ? 2 : 3;
+    constexpr uint32_t kSwizzle = kPanelWidth == 128 ? 1 : kPanelWidth == 64 ? 2 : 3;
     const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(data));
-    const uint32_t at = start + step / kSteps * kPanelBytes + row * kPanelWidth + step % kSteps * kDepth;
-    return static_cast<uint64_t>((at & 0x3ffff) >> 4) | uint64_t{1} << 16 |
-           static_cast<uint64_t>(kSwizzlePeriod >> 4) << 32 | kSwizzle << 62;
+    const int offset = step / kSteps * kPanelBytes + row * kPanelWidth + step % kSteps * kDepth;
+    // Shared addresses are short, so the sum stays within its field.
+    const uint32_t low = (start >> 4) + (offset >> 4) + (1u << 16);
+    constexpr uint32_t high = kSwizzlePeriod >> 4 | kSwizzle << 30;
+    return static_cast<uint64_t>(high) << 32 | low;
   }
 };
 
