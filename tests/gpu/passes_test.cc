@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "gpu/place.h"
 #include "support/cases.h"
@@ -48,6 +49,19 @@ const std::vector<Case>& gpu_cases() {
     wide.name = "wide_heads_136_232_window", wide.dim = 136, wide.dim_v = 232, wide.causal = false,
     wide.window = {{70, 20}};
     list.push_back(wide);
+    // More keys than the tensor cores add up in 8 bits before sums are put aside.
+    Case long_rows{.name = "many_keys",
+                   .heads = 2,
+                   .kv_heads = 1,
+                   .tokens_q = 70,
+                   .tokens_k = 5300,
+                   .dim = 128,
+                   .dim_v = 128,
+                   .dtype = DType::bf16,
+                   .out_dtype = DType::bf16};
+    list.push_back(long_rows);
+    long_rows.name = "many_keys_64", long_rows.dim = long_rows.dim_v = 64;
+    list.push_back(long_rows);
     return list;
   }();
   return all;
@@ -65,6 +79,14 @@ struct Kind {
 bool supported(const Case& c, const Kind& kind) {
   const bool dims = kind.sixteen_bits() || std::max(c.dim, c.dim_v) <= 128;
   return c.mask == MaskTensor::none && (c.dtype != DType::e4m3 || !kind.sixteen_bits()) && dims;
+}
+
+// What tensor cores lose of a logit of e4m3 numbers, at `sigmas`. They add up 32 products and what they had by then in
+// fixed point: each of the 33 terms is cut off 13 bits below the largest one. (An integer model of this gives what they
+// give, to within 5 % of what they lose, for sums of 1024 products.)
+double e4m3_logit_noise(const Case& c, const Inputs& in, double sigmas) {
+  const double steps = std::ceil(static_cast<double>(c.dim) / 32);
+  return sigmas * c.effective_scale() * 0x1p-13 * largest(in.q) * largest(in.k) * std::sqrt(steps * 33 / 3);
 }
 
 constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, Remedy::f16_inside},
@@ -105,7 +127,12 @@ TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
   }
   const Outputs want = exact(c, in, pass);
   const double column_sum = pass == Pass::backward ? largest_column_sum(c, in) : 0.0;
-  const Noise rms = f32_noise(c, in, column_sum, 1.0), most = f32_noise(c, in, column_sum, 5.0);
+  Noise rms = f32_noise(c, in, column_sum, 1.0), most = f32_noise(c, in, column_sum, 5.0);
+  if (precision == Precision::fp8 || precision == Precision::fp8_raw)
+    for (const auto& [noise, sigmas] : {std::pair{&rms, 1.0}, {&most, 5.0}}) {
+      const double logit = e4m3_logit_noise(c, in, sigmas);
+      noise->o += 2 * logit * largest(in.v), noise->lse += logit;
+    }
   Outputs saved;
   if (pass == Pass::backward) saved = run(c, in, plain, Pass::forward);
   const Outputs expected = run(c, in, plain, pass, &saved);
@@ -141,7 +168,8 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuPasses,
 
 // Where all keys lie in one step, the GPU and the oracle round the same numbers on the same scales: what they differ by
 // are codes at the boundary between two, which float32 sums and exponentials move, far fewer than codes that are
-// rounded.
+// rounded. Sums of e4m3 products have 13 bits (e4m3_logit_noise), which at fp8 moves up to 3 in 1000 of the codes of p
+// by a whole unit: a tenth of what rounding all of them errs, in a model of the oracle with such sums.
 class GpuCodes : public testing::TestWithParam<Precision> {};
 
 TEST_P(GpuCodes, are_those_of_the_oracle) {
@@ -164,9 +192,10 @@ TEST_P(GpuCodes, are_those_of_the_oracle) {
       const Outputs got = run(c, in, attention_of(c, GetParam(), "sm90"), Pass::forward, nullptr, &place);
       const Outputs unrounded = exact(c, in, Pass::forward);
       const double apart = difference(got.o, want.o).rms, recipe = difference(want.o, unrounded.o).rms;
-      EXPECT_LE(apart, .1 * recipe) << text(difference(got.o, want.o)) << ", the recipe errs " << recipe;
+      const double share = GetParam() == Precision::fp8 ? .2 : .1;
+      EXPECT_LE(apart, share * recipe) << text(difference(got.o, want.o)) << ", the recipe errs " << recipe;
       const double lse_apart = difference(got.lse, want.lse).rms, lse_recipe = difference(want.lse, unrounded.lse).rms;
-      EXPECT_LE(lse_apart, .1 * lse_recipe)
+      EXPECT_LE(lse_apart, share * lse_recipe)
           << text(difference(got.lse, want.lse)) << ", the recipe errs " << lse_recipe;
     }
 }

@@ -24,7 +24,13 @@ constexpr Rise kRises[] = {{"slowly", 4, Precision::bf16, 128, false},
                            {"beyond_exp", 2000, Precision::bf16, 128, true},
                            {"beyond_exp_dim_256", 2000, Precision::bf16, 256, false},
                            {"beyond_f16_weights", 60, Precision::f16, 64, false},
-                           {"beyond_exp_f16", 2000, Precision::f16, 128, true}};
+                           {"beyond_exp_f16", 2000, Precision::f16, 128, true},
+                           {"slowly_fp8", 4, Precision::fp8, 128, false},
+                           {"beyond_codes_fp8", 60, Precision::fp8, 128, false},
+                           {"beyond_codes_fp8_raw", 60, Precision::fp8_raw, 64, true},
+                           {"beyond_codes_int8_fp8", 60, Precision::int8_fp8, 64, false},
+                           {"beyond_exp_int8_fp8", 2000, Precision::int8_fp8, 128, true},
+                           {"beyond_exp_int8", 2000, Precision::int8, 128, true}};
 
 // The forward kernels keep an old maximum while weights over it fit; here logits rise from tile to tile, in the order
 // in which tiles come (last keys first), by little, beyond what weights hold and beyond what exp holds.

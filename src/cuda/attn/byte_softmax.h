@@ -3,6 +3,8 @@
 //
 // Weights of 8 bits do not need the largest to be exactly 1, so scaling and subtraction are one fma.
 #pragma once
+#include <type_traits>
+
 #include "cuda/ptx/types.h"
 #include "cuda/tile/fragment.h"
 
@@ -16,6 +18,7 @@ __device__ inline float2 of_columns(const float* array, int i) {
 // x = sum times its key's step; null: 1.
 template <class Sum, int Columns>
 __device__ void dequantise(const Accumulator<Columns, Sum>& sums, const float* steps, Accumulator<Columns>& x) {
+  if (std::is_same_v<Sum, float> && !steps) return;
 #pragma unroll
   for (int i = 0; i < Columns / 8; ++i) {
     const float2 step = steps ? of_columns(steps, i) : float2{1.f, 1.f};
@@ -27,47 +30,68 @@ __device__ void dequantise(const Accumulator<Columns, Sum>& sums, const float* s
   }
 }
 
-// Weights on one scale, kTop p.
+// Weights on one scale: p = 2^(unit x + shift). Any shift gives the same result as long as no p leaves its format, so a
+// row keeps the shift of its first tile, at which its largest p was kStart, until a p reaches the format's largest
+// number.
 template <class Precision>
 struct ByteSoftmax {
   RowValues unit;
-  RowValues m{-INFINITY, -INFINITY};  // of x
-  RowValues l{0.f, 0.f};              // of this thread's columns; unused where the product with v sums rounded weights
+  RowValues shift{0.f, 0.f};
+  bool fresh[kRowsPerThread]{true, true};  // the row has seen no key
+  RowValues l{0.f, 0.f};  // of this thread's columns; unused where the product with v sums rounded weights
 
-  // The row's largest logit times log2 e.
-  __device__ float top(int row) const { return m[row] * unit[row]; }
+  // sum of exp(logit) = 2^exponent l.
+  __device__ float exponent(int row) const { return -shift[row]; }
 
-  // Turns x into kTop p; returns by what sums over the former maximum must be multiplied.
+  // Turns x into p over the shift that the rows have. Returns whether codes hold them in all rows of the warp, whose
+  // threads call it together.
   template <int Columns>
-  __device__ RowValues step(Accumulator<Columns>& x) {
+  __device__ bool weigh(Accumulator<Columns>& x, RowValues& sum) const {
+    sum = exponentials(x);
+    int most = 0;  // numbers that are not negative order as their bits do, and NaN lies above
+#pragma unroll
+    for (int i = 0; i < Columns / 2; i += 2) most = max(max(__float_as_int(x.x[i]), __float_as_int(x.x[i + 1])), most);
+    return !__any_sync(~0u, most > __float_as_int(448.f) || fresh[0] || fresh[1]);
+  }
+
+  // Turns x into p over a new shift; returns by what sums over the former one must be multiplied.
+  template <int Columns>
+  __device__ RowValues rise(Accumulator<Columns>& x, RowValues& sum) {
     RowValues shrink;
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const float most = quad_max(row_max(x, row, m[row]));
-      const float base = most == -INFINITY ? 0.f : most;  // a row that has seen no key yet
-      const float shift = log2f(Precision::kTop) - base * unit[row];
-      shrink[row] = ptx::exp2((m[row] - base) * unit[row]);
-      m[row] = most;
-      float sum[2] = {l[row] * shrink[row], 0.f};
-#pragma unroll
-      for (int i = 0; i < Columns / 8; ++i)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& p = x.x[4 * i + 2 * row + c];
-          p = ptx::exp2(__fmaf_rn(p, unit[row], shift));
-          if constexpr (!Precision::kSumRounded) sum[c] += p;
-        }
-      l[row] = sum[0] + sum[1];
+      const float most = quad_max(row_max(x, row, -INFINITY));
+      const float wanted = most == -INFINITY ? 0.f : log2f(Precision::kStart) - most * unit[row];
+      const float former = shift[row];
+      shift[row] = fresh[row] ? wanted : fminf(wanted, former);
+      shrink[row] = fresh[row] ? 1.f : ptx::exp2(shift[row] - former);
+      fresh[row] &= most == -INFINITY;
+      l[row] *= shrink[row];
     }
+    sum = exponentials(x);
     return shrink;
+  }
+
+ private:
+  // p from x in place; returns its sums.
+  template <int Columns>
+  __device__ RowValues exponentials(Accumulator<Columns>& x) const {
+    RowValues sum{0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < Columns / 2; ++i) {
+      const int row = i / 2 % 2;
+      x.x[i] = ptx::exp2(__fmaf_rn(x.x[i], unit[row], shift[row]));
+      if constexpr (!Precision::kSumRounded) sum[row] += x.x[i];
+    }
+    return sum;
   }
 };
 
-// Weights times the steps t of v, with a scale for each part of a tile: 255 stands for the part's largest p t. What is
+// Weights times the steps t of v, with a scale for each tile: 255 stands for the tile's largest p t. What is
 // compared and exponentiated are logarithms, log2(p t) = unit x + log2 t, so that neither a maximum of logits is needed
 // nor a product with t; l sums p t times 1 / t.
 //
-// Sums over all parts are in units of 2^base. The step of a part may be any float, so base stays until it is far too
+// Sums over all tiles are in units of 2^base. The step of a tile may be any float, so base stays until it is far too
 // small.
 struct ScaledSoftmax {
   static constexpr float kTop = 255.f;
@@ -76,7 +100,8 @@ struct ScaledSoftmax {
   RowValues base{-INFINITY, -INFINITY};
   RowValues l{0.f, 0.f};  // of this thread's columns
 
-  __device__ float top(int row) const { return base[row]; }
+  // sum of exp(logit) = 2^exponent l.
+  __device__ float exponent(int row) const { return base[row]; }
 
   // x = log2(p t).
   template <int Columns>
@@ -92,54 +117,30 @@ struct ScaledSoftmax {
     }
   }
 
-  // The largest number of each row in columns [first, last).
-  template <int Columns>
-  __device__ static RowValues largest(const Accumulator<Columns>& x, int first, int last) {
+  // The largest number of each row; o is scaled to a new base where one is needed. All threads of a warp call it
+  // together.
+  template <int Columns, int OColumns>
+  __device__ RowValues largest(const Accumulator<Columns>& x, Accumulator<OColumns>& o) {
     RowValues most;
 #pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      float y[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-      for (int i = first / 8; i < last / 8; ++i)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) y[c] = fmaxf(y[c], x.x[4 * i + 2 * row + c]);
-      most[row] = quad_max(fmaxf(y[0], y[1]));
-    }
+    for (int row = 0; row < kRowsPerThread; ++row) most[row] = quad_max(row_max(x, row, -INFINITY));
+    if (__any_sync(~0u, must_rise(most))) scale_rows(o, raise(most));
     return most;
   }
 
-  // Whether a part's largest number is far above base.
-  __device__ bool must_rise(const RowValues& most) const {
-    constexpr float kReach = 60.f;
-    return most[0] > base[0] + kReach || most[1] > base[1] + kReach;  // also above -inf
-  }
-
-  // Raises base to a part's largest number; returns by what sums must be multiplied.
-  __device__ RowValues raise(const RowValues& most) {
-    RowValues shrink;
-#pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      const float raised = fmaxf(base[row], most[row]);
-      shrink[row] = raised == -INFINITY ? 1.f : ptx::exp2(base[row] - raised);
-      base[row] = raised;
-      l[row] *= shrink[row];
-    }
-    return shrink;
-  }
-
-  // Turns logarithms of columns [first, last) into 0 to 255 and adds to l; returns the step of these numbers.
+  // Codes p from logarithms; returns their step. `zero` comes from what the exponentials are to wait for.
   template <int Columns>
-  __device__ RowValues step(Accumulator<Columns>& x, int first, int last, const RowValues& most,
-                            const float* v_inverse) {
+  __device__ RowValues step(Accumulator<Columns>& x, const RowValues& most, const float* v_inverse, float zero,
+                            Operand<U8, Columns>& p) {
     RowValues steps, shift, sum{0.f, 0.f};
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const bool any = most[row] != -INFINITY;
-      shift[row] = log2f(kTop) - (any ? most[row] : 0.f);
+      shift[row] = log2f(kTop) - (any ? most[row] : 0.f) + zero;
       steps[row] = any ? ptx::exp2(most[row] - base[row]) * (1.f / kTop) : 0.f;
     }
 #pragma unroll
-    for (int i = first / 8; i < last / 8; ++i) {
+    for (int i = 0; i < Columns / 8; ++i) {
       const float2 inverse = of_columns(v_inverse, i);
 #pragma unroll
       for (int row = 0; row < kRowsPerThread; ++row) {
@@ -151,7 +152,28 @@ struct ScaledSoftmax {
     }
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) l[row] = __fmaf_rn(sum[row], steps[row], l[row]);
+    convert_bytes(x, p);
     return steps;
+  }
+
+ private:
+  // Whether a tile's largest number is far above base.
+  __device__ bool must_rise(const RowValues& most) const {
+    constexpr float kReach = 60.f;
+    return most[0] > base[0] + kReach || most[1] > base[1] + kReach;  // also above -inf
+  }
+
+  // Raises base to a tile's largest number; returns by what sums must be multiplied.
+  __device__ RowValues raise(const RowValues& most) {
+    RowValues shrink;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float raised = fmaxf(base[row], most[row]);
+      shrink[row] = raised == -INFINITY ? 1.f : ptx::exp2(base[row] - raised);
+      base[row] = raised;
+      l[row] *= shrink[row];
+    }
+    return shrink;
   }
 };
 

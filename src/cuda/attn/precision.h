@@ -9,11 +9,12 @@
 // An 8-bit precision (sm90/byte_forward.h) is a type with
 //   Code     of q and k, with a step for each query and, with kKeySteps, for each key; Sum of their products
 //   Weight   codes of p        Value  codes of v
-//   kTop     what p = 1 becomes before it is rounded
-//   kPart    keys of which p times the token's step of v is rounded on the scale of its largest, for each query;
-//            0: p is rounded as it is, and v has a step for each channel
+//   kScaled  p times the token's step of v is rounded on the scale of its largest in a tile, for each query; else p is
+//            rounded as it is, kStart at the largest of a row's first tile, and v has a step for each channel
 //   kSumRounded  l adds the rounded p, else p
 #pragma once
+#include <type_traits>
+
 #include "cuda/ptx/types.h"
 #include "cuda/tile/fragment.h"
 
@@ -56,9 +57,7 @@ struct PrecisionInt8 {
   using Sum = int;
   using Weight = U8;
   using Value = S8;
-  static constexpr float kTop = 1.f;
-  static constexpr bool kKeySteps = true, kSumRounded = false;
-  static constexpr int kPart = 64;
+  static constexpr bool kScaled = true, kKeySteps = true, kSumRounded = false;
 };
 
 struct PrecisionInt8Fp8 {
@@ -66,9 +65,8 @@ struct PrecisionInt8Fp8 {
   using Sum = int;
   using Weight = E4m3;
   using Value = E4m3;
-  static constexpr float kTop = 448.f;
-  static constexpr bool kKeySteps = true, kSumRounded = true;
-  static constexpr int kPart = 0;
+  static constexpr float kStart = 448.f / 8.f;
+  static constexpr bool kScaled = false, kKeySteps = true, kSumRounded = true;
 };
 
 struct PrecisionFp8 {
@@ -76,9 +74,8 @@ struct PrecisionFp8 {
   using Sum = float;
   using Weight = E4m3;
   using Value = E4m3;
-  static constexpr float kTop = 448.f;
-  static constexpr bool kKeySteps = true, kSumRounded = true;
-  static constexpr int kPart = 0;
+  static constexpr float kStart = 448.f / 8.f;
+  static constexpr bool kScaled = false, kKeySteps = true, kSumRounded = true;
 };
 
 // Keys that came as e4m3.
@@ -87,8 +84,12 @@ struct PrecisionFp8Given : PrecisionFp8 {
 };
 
 struct PrecisionFp8Raw : PrecisionFp8Given {
-  static constexpr float kTop = 1.f;
+  static constexpr float kStart = 1.f;
   static constexpr bool kSumRounded = false;
 };
+
+// Whether q k^T of an 8-bit precision is a product of integers.
+template <class Precision>
+constexpr bool kIntegerLogits = std::is_same_v<typename Precision::Sum, int>;
 
 }  // namespace octet::cuda

@@ -1,16 +1,18 @@
 // o = softmax(scale q k^T) v and lse with operands of 8 bits, for blocks of queries:
 //
 //   for each tile of keys, from the last to the first that the block sees:
-//     s = q k^T in int32 or float32;  m, p, l by online softmax;  p to codes
-//     r = p v in an accumulator of its own;  o = o shrink + r (times the step of p)
-//   o = o / l;  lse = scale m + ln l
+//     s = q k^T in int32 or float32
+//     e4m3:  p over the scale that its row has;  o = o + p v
+//            where a p would be too large: s again;  p over a new scale;  o = o shrink + p v
+//     uint8: p on the scale of its largest in the tile;  r = p v;  o = o + r times the step of p
+//   o = o / l;  lse
 //
-// One warp loads tiles through TMA. The warpgroups that compute hold 64 queries each and take turns: while one issues
-// its products p v and the next q k^T, another computes exponentials. Products with v have their own accumulator, for
-// the tensor cores keep fewer bits of a float32 sum of e4m3 products than float32 has, and codes of p change their
-// step; adding it to o takes the place of scaling o by shrink.
+// One warp loads tiles through TMA. The warpgroups that compute hold 64 queries each. Within one, the product s of a
+// tile runs together with the product p v of the tile before.
 //
-// The sum l of rounded weights is column dim_v of o: below the channels of v lies a row of ones.
+// Tensor cores add e4m3 products in 13 bits, so every kTilesPerSum tiles o is put aside, to shared memory, and starts
+// anew. The sum l of rounded weights is column dim_v of o, where it loses what o loses: below the channels of v lies a
+// row of ones. lse takes it from seven more, each of a part of the keys.
 #pragma once
 #include <type_traits>
 
@@ -32,15 +34,18 @@ struct ByteForward {
   static constexpr int kRows = Tile::kWarpgroups * kWarpgroupRows, kKeys = Tile::kKeys;
   static constexpr int kThreads = (Tile::kWarpgroups + 1) * kWarpgroup;
   static constexpr int kReaders = Tile::kWarpgroups * kWarpgroup;
+  static constexpr int kWarps = kWarpgroup / 32;
+  static constexpr int kVoteBarrier = 1;  // the first of one for each warpgroup
   static_assert(Tile::kWarpgroups * Tile::kRegisters + Tile::kLoaderRegisters <=
                 65536 / kThreads / 8 * 8 * (Tile::kWarpgroups + 1));
 
   static constexpr int kSumRows = Precision::kSumRounded ? 8 : 0;
   static constexpr int kColumns = Dims::kDimV + kSumRows;
-  static constexpr bool kScaled = Precision::kPart != 0;  // whether codes of p have steps of their own
-  static constexpr int kPart = kScaled ? Precision::kPart : kKeys, kParts = kKeys / kPart;
+  static constexpr int kWords = kColumns / 8;  // float4 of o in a thread
+  static constexpr int kTilesPerSum = 8;
+  static constexpr bool kScaled = Precision::kScaled;  // whether codes of p have steps of their own
   using Softmax = std::conditional_t<kScaled, ScaledSoftmax, ByteSoftmax<Precision>>;
-  using Product = std::conditional_t<kScaled, int, float>;
+  using Sums = Accumulator<kKeys, typename Precision::Sum>;
   using TileQ = ByteTile<typename Precision::Code, kRows, Dims::kDim>;
   using TileK = ByteTile<typename Precision::Code, kKeys, Dims::kDim>;
   using TileV = ByteTile<typename Precision::Value, kColumns, kKeys, Dims::kDimV>;
@@ -52,6 +57,8 @@ struct ByteForward {
     alignas(16) float k_step[kByteStages][kKeys], v_step[kByteStages][2][kKeys];  // of v: logarithm, inverse
     Ring<1> q_ring;
     Ring<kByteStages> k_ring, v_ring;
+    float4 aside[kScaled ? 1 : Tile::kWarpgroups][kScaled ? 1 : kWords][kScaled ? 1 : kWarpgroup];  // of o
+    Barrier turns[Tile::kWarpgroups][kWarps];
     Work work[2];  // in turns
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;  // dynamic shared memory starts at any 16 bytes
@@ -79,15 +86,18 @@ struct ByteForward {
     return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, {bottom.first, top.last}};
   }
 
-  // The row of ones, which TMA leaves alone.
+  // The rows below v, which TMA leaves alone: ones in the first, and in each of the others at some of 16 keys, so that
+  // these have a one for every key between them. Chunks of 16 keys are alike, so the swizzle does not matter.
   __device__ void write_ones() const {
     if constexpr (Precision::kSumRounded) {
-      constexpr int kWords = kSumRows * TileV::kPanelWidth / 4, kPanels = kByteStages * TileV::kPanels;
-      const uint32_t ones = ptx::pack<typename Precision::Value>(1.f, 1.f, 1.f, 1.f);
-      for (int i = threadIdx.x; i < kPanels * kWords; i += kThreads) {
-        auto* panel = reinterpret_cast<uint32_t*>(shared.v[0] + i / kWords * TileV::kPanelBytes +
+      constexpr int kRowWords = TileV::kPanelWidth / 4, kRowsWords = kSumRows * kRowWords;
+      for (int i = threadIdx.x; i < kByteStages * TileV::kPanels * kRowsWords; i += kThreads) {
+        auto* panel = reinterpret_cast<uint32_t*>(shared.v[0] + i / kRowsWords * TileV::kPanelBytes +
                                                   Dims::kDimV * TileV::kPanelWidth);
-        panel[i % kWords] = i % kWords < TileV::kPanelWidth / 4 ? ones : 0;
+        const int row = i % kRowsWords / kRowWords, key = i % 4 * 4;
+        float ones[4];
+        for (int k = 0; k < 4; ++k) ones[k] = row == 0 || (key + k) % (kSumRows - 1) == row - 1 ? 1.f : 0.f;
+        panel[i % kRowsWords] = ptx::pack<typename Precision::Value>(ones[0], ones[1], ones[2], ones[3]);
       }
       ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     }
@@ -147,101 +157,224 @@ struct ByteForward {
     }
   }
 
-  // o = o shrink + r.
-  static __device__ void add(Accumulator<kColumns>& o, const Accumulator<kColumns>& r, const RowValues& shrink) {
-#pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) o.x[i] = fmaf(o.x[i], shrink[i / 2 % 2], r.x[i]);
-  }
   // o += r times the step of p.
   static __device__ void add(Accumulator<kColumns>& o, const Accumulator<kColumns, int>& r, const RowValues& step) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) o.x[i] = fmaf(static_cast<float>(r.x[i]), step[i / 2 % 2], o.x[i]);
   }
 
+  // What this thread has put aside of o, and its sums with o.
+  __device__ float4& aside(int warpgroup, int word) const {
+    return shared.aside[warpgroup][word][threadIdx.x % kWarpgroup];
+  }
+  __device__ float4 with_aside(int warpgroup, int word, const Accumulator<kColumns>& o, const RowValues& by) const {
+    const float4 x = aside(warpgroup, word);
+    const float* y = &o.x[4 * word];
+    return {fmaf(x.x, by[0], y[0]), fmaf(x.y, by[0], y[1]), fmaf(x.z, by[1], y[2]), fmaf(x.w, by[1], y[3])};
+  }
+  __device__ void bring_back(int warpgroup, Accumulator<kColumns>& o, const RowValues& by) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const float4 x = with_aside(warpgroup, i, o, by);
+      o.x[4 * i] = x.x, o.x[4 * i + 1] = x.y, o.x[4 * i + 2] = x.z, o.x[4 * i + 3] = x.w;
+    }
+  }
+  __device__ void put_aside(int warpgroup, const Accumulator<kColumns>& o, const RowValues& by, bool first) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      aside(warpgroup, i) =
+          first ? float4{o.x[4 * i], o.x[4 * i + 1], o.x[4 * i + 2], o.x[4 * i + 3]} : with_aside(warpgroup, i, o, by);
+  }
+
+  // Where logits go: float sums stay where they are.
+  static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys>& s, Accumulator<kKeys>&) { return s; }
+  static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys, int>&, Accumulator<kKeys>& converted) {
+    return converted;
+  }
+
+  // Until all but the latest `Pending` products have come; `d` is among those.
+  template <int Pending, class D>
+  static __device__ void await_products(D& d) {
+    ptx::wgmma_wait<Pending>();
+    ptx::pin(d.x);
+  }
+
+  // Where a warpgroup that computes stands.
+  struct Positions {
+    RingPosition<kByteStages> k, v;
+    uint32_t turn;  // parity; the first group does not wait for the first
+  };
+
   // Warpgroup `warpgroup` of those that compute.
   __device__ void compute_all(int warpgroup) {
     RingPosition<1> q_at;
-    RingPosition<kByteStages> k_at, v_at;
-    const auto my_turn = [&] { ptx::barrier_sync(1 + warpgroup, 2 * kWarpgroup); };
-    const auto pass_turn = [&] { ptx::barrier_arrive(1 + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup); };
-    if (warpgroup == Tile::kWarpgroups - 1) pass_turn();
+    Positions at;
+    at.turn = warpgroup == 0;
     for (;; q_at.advance()) {
       shared.q_ring.full[0].wait(q_at.parity);
       const Work& work = shared.work[q_at.parity];
       if (work.block < 0) return;
       const Keys keys = keys_of(work);
-      const int query = work.block + warpgroup * kWarpgroupRows + fragment_row();
-      Softmax softmax{units(work, query)};
-      Accumulator<kKeys, typename Precision::Sum> s;
+      Softmax softmax{units(work, query_of(work, warpgroup))};
       Accumulator<kColumns> o;
-      Operand<typename Precision::Weight, kKeys> p;
       o.zero();
-
-      const auto multiply_k = [&] {  // issued, not awaited
-        shared.k_ring.full[k_at.stage].wait(k_at.parity);
-        ptx::wgmma_fence();
-        mm_bytes(s, q(), warpgroup * kWarpgroupRows, k(k_at.stage));
-        ptx::wgmma_commit();
-      };
-      const auto await_products = [&](auto& d) {
-        ptx::wgmma_wait<0>();
-        ptx::pin(d.x);
-      };
-      const auto finish_v = [&] {
-        pass_turn();
-        shared.v_ring.empty[v_at.stage].arrive(), v_at.advance();
-      };
       if (keys.first < keys.last) {
-        multiply_k();
-        await_products(s);
-      }
-      for (int tile = keys.last - 1; tile >= keys.first; --tile) {
-        Accumulator<kKeys> x;
-        dequantise(s, Precision::kKeySteps ? shared.k_step[k_at.stage] : nullptr, x);
-        if constexpr (kScaled) softmax.weigh(x, shared.v_step[k_at.stage][0]);
-        const int key = tile * kKeys;
-        if (key < keys.all.first || key + kKeys > keys.all.last) {
-          const KeyRange ranges[] = {keys_of(work, query), keys_of(work, query + 8)};
-          mask_rows(x, key, ranges);
-        }
-        RowValues steps[kParts];  // by which products with v enter o; one part: by which o is multiplied before
-        if constexpr (kScaled) {
-#pragma unroll
-          for (int part = 0; part < kParts; ++part) {
-            const int first = part * kPart, last = first + kPart;
-            const RowValues most = softmax.largest(x, first, last);
-            if (__any_sync(~0u, softmax.must_rise(most))) scale_rows(o, softmax.raise(most));
-            steps[part] = softmax.step(x, first, last, most, shared.v_step[k_at.stage][1]);
-          }
-        } else {
-          steps[0] = softmax.step(x);
-        }
-        convert_bytes(x, 0, kKeys, p);
-        shared.k_ring.empty[k_at.stage].arrive(), k_at.advance();
-
-        my_turn();
-        shared.v_ring.full[v_at.stage].wait(v_at.parity);
-        Accumulator<kColumns, Product> r;
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          if (part) add(o, r, steps[part - 1]);
-          ptx::wgmma_fence();
-          mm_bytes(r, p, part * kPart, (part + 1) * kPart, v(v_at.stage));
-          ptx::wgmma_commit();
-          await_products(r);
-        }
-        if (tile == keys.first) {
-          finish_v();
-          add(o, r, steps[kParts - 1]);
-          break;
-        }
-        multiply_k();
-        finish_v();
-        add(o, r, steps[kParts - 1]);
-        await_products(s);
+        if constexpr (kScaled)
+          attend_scaled(warpgroup, work, keys, at, softmax, o);
+        else
+          attend(warpgroup, work, keys, at, softmax, o);
       }
       shared.q_ring.empty[0].arrive();
-      write(work, query, softmax, o);
+      write(work, query_of(work, warpgroup), softmax, o);
+    }
+  }
+
+  // Turns at the exponentials, from each warp to the one of the next group that has the same scheduler.
+  __device__ void pass_turn(int warpgroup) const {
+    if constexpr (Tile::kTurns) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) shared.turns[(warpgroup + 1) % Tile::kWarpgroups][threadIdx.x / 32 % kWarps].arrive();
+    }
+  }
+  // Returns a 0 that what is to wait is computed from.
+  __device__ float my_turn(int warpgroup, Positions& at) const {
+    if constexpr (Tile::kTurns) {
+      at.turn ^= 1;
+      return shared.turns[warpgroup][threadIdx.x / 32 % kWarps].wait_for_zero(at.turn ^ 1);
+    }
+    return 0.f;
+  }
+  __device__ void await_k(const Positions& at) const { shared.k_ring.full[at.k.stage].wait(at.k.parity); }
+  __device__ void await_v(const Positions& at) const { shared.v_ring.full[at.v.stage].wait(at.v.parity); }
+  __device__ void finish_k(Positions& at) const { shared.k_ring.empty[at.k.stage].arrive(), at.k.advance(); }
+  __device__ void finish_v(Positions& at) const { shared.v_ring.empty[at.v.stage].arrive(), at.v.advance(); }
+
+  // s = q k^T; issued, not awaited.
+  __device__ void multiply_k(int warpgroup, int stage, Sums& s) const {
+    ptx::wgmma_fence();
+    mm_bytes(s, q(), warpgroup * kWarpgroupRows, k(stage));
+    ptx::wgmma_commit();
+  }
+  // d (+)= p v; likewise.
+  template <class D, class P>
+  __device__ void multiply_v(const Positions& at, const P& p, D& d, bool accumulate) const {
+    ptx::wgmma_fence();
+    mm_bytes(d, p, v(at.v.stage), accumulate);
+    ptx::wgmma_commit();
+  }
+
+  // x from the product s of a tile.
+  __device__ void take_logits(int warpgroup, const Work& work, const Keys& keys, int tile, const Positions& at,
+                              const Softmax& softmax, const Sums& s, Accumulator<kKeys>& x) const {
+    dequantise(s, Precision::kKeySteps ? shared.k_step[at.k.stage] : nullptr, x);
+    if constexpr (kScaled) softmax.weigh(x, shared.v_step[at.k.stage][0]);
+    if (sees_in_part(keys, tile)) {
+      const int query = query_of(work, warpgroup);
+      const KeyRange ranges[] = {keys_of(work, query), keys_of(work, query + 8)};
+      mask_rows(x, tile * kKeys, ranges);
+    }
+  }
+  __device__ static bool sees_in_part(const Keys& keys, int tile) {
+    return tile * kKeys < keys.all.first || (tile + 1) * kKeys > keys.all.last;
+  }
+  // The first of this thread's two queries.
+  __device__ static int query_of(const Work& work, int warpgroup) {
+    return work.block + warpgroup * kWarpgroupRows + fragment_row();
+  }
+
+  // Weights on one scale. The product s of a tile runs together with the product p v of the tile before, as in
+  // forward.h.
+  __device__ void attend(int warpgroup, const Work& work, const Keys& keys, Positions& at, Softmax& softmax,
+                         Accumulator<kColumns>& o) const {
+    Sums s;
+    Accumulator<kKeys> converted;
+    Accumulator<kKeys>& x = in_place(s, converted);
+    Operand<typename Precision::Weight, kKeys> p;
+    RowValues sum;
+    RowValues shrunk{1.f, 1.f};  // by which what was put aside must be multiplied
+    // Products with v that came before that of tile `tile`.
+    const auto products_before = [&](int tile) { return keys.last - 1 - tile; };
+    const auto starts_anew = [&](int tile) { return products_before(tile) % kTilesPerSum == 0; };
+
+    await_k(at);
+    multiply_k(warpgroup, at.k.stage, s);
+    await_v(at);
+    await_products<0>(s);
+    take_logits(warpgroup, work, keys, keys.last - 1, at, softmax, s, x);
+    softmax.rise(x, softmax.l);
+    convert_bytes(x, p);
+    finish_k(at);
+    if (keys.last - 2 >= keys.first) await_k(at);
+    for (int tile = keys.last - 2; tile >= keys.first; --tile) {
+      multiply_k(warpgroup, at.k.stage, s);
+      await_v(at);
+      multiply_v(at, p, o, !starts_anew(tile + 1));
+      await_products<1>(s);
+      take_logits(warpgroup, work, keys, tile, at, softmax, s, x);
+      const bool fits = softmax.weigh(x, sum);
+      ptx::pin(x.x);
+      // This branch keeps ptxas from waiting for the product with v before the exponentials.
+      if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
+        await_products<0>(o);
+      } else {
+        // Hidden, or the addresses would be worked out once for both products, ahead of the first.
+        multiply_k(ptx::hidden(warpgroup), ptx::hidden(at.k.stage), s);
+        await_products<0>(o);
+        ptx::pin(s.x);
+        take_logits(warpgroup, work, keys, tile, at, softmax, s, x);
+        const RowValues shrink = softmax.rise(x, sum);
+        scale_rows(o, shrink);
+        shrunk[0] *= shrink[0], shrunk[1] *= shrink[1];
+      }
+      softmax.l[0] += sum[0], softmax.l[1] += sum[1];
+      finish_k(at);
+      finish_v(at);
+      convert_bytes(x, p);
+      if (starts_anew(tile)) {
+        put_aside(warpgroup, o, shrunk, products_before(tile) == kTilesPerSum);
+        shrunk = {1.f, 1.f};
+      }
+      if (tile > keys.first) await_k(at);
+    }
+    await_v(at);
+    multiply_v(at, p, o, !starts_anew(keys.first));
+    await_products<0>(o);
+    finish_v(at);
+    if (products_before(keys.first) >= kTilesPerSum) bring_back(warpgroup, o, shrunk);
+  }
+
+  // Weights whose scale changes from tile to tile: their product goes to an accumulator of its own and from there to o.
+  __device__ void attend_scaled(int warpgroup, const Work& work, const Keys& keys, Positions& at, Softmax& softmax,
+                                Accumulator<kColumns>& o) const {
+    Sums s;
+    Accumulator<kKeys> x;
+    Accumulator<kColumns, int> r;
+    Operand<typename Precision::Weight, kKeys> p;
+    await_k(at);
+    multiply_k(warpgroup, at.k.stage, s);
+    await_v(at);
+    await_products<0>(s);
+    take_logits(warpgroup, work, keys, keys.last - 1, at, softmax, s, x);
+    for (int tile = keys.last - 1; tile >= keys.first; --tile) {
+      const RowValues most = softmax.largest(x, o);
+      const RowValues step = softmax.step(x, most, shared.v_step[at.k.stage][1], my_turn(warpgroup, at), p);
+      pass_turn(warpgroup);
+      finish_k(at);
+      if (tile > keys.first) await_k(at);
+      multiply_v(at, p, r, false);
+      if (tile == keys.first) {
+        await_products<0>(r);
+        finish_v(at);
+        add(o, r, step);
+        break;
+      }
+      multiply_k(warpgroup, at.k.stage, s);
+      await_products<1>(r);
+      finish_v(at);
+      await_v(at);  // here, so that ptxas adds after it has issued the product
+      add(o, r, step);
+      await_products<0>(s);
+      take_logits(warpgroup, work, keys, tile - 1, at, softmax, s, x);
     }
   }
 
@@ -265,18 +398,21 @@ struct ByteForward {
     RowValues inverse, lse;
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      float l;
-      if constexpr (Precision::kSumRounded)
-        l = __shfl_sync(~0u, sums.x[2 * Dims::kDimV / 4 + 2 * row], threadIdx.x % 32 / 4 * 4);
-      else
-        l = quad_sum(softmax.l[row]);
+      float l, parts;  // l as o lost it, and from sums that lost less
+      if constexpr (Precision::kSumRounded) {
+        const float* columns = &sums.x[2 * Dims::kDimV / 4 + 2 * row];
+        l = __shfl_sync(~0u, columns[0], threadIdx.x % 32 / 4 * 4);
+        parts = quad_sum((threadIdx.x % 4 ? columns[0] : 0.f) + columns[1]);
+      } else {
+        l = parts = quad_sum(softmax.l[row]);
+      }
       const int i = query + 8 * row;
       const KeyRange seen = keys_of(work, i);
       if (seen.first == seen.last) l = 0.f;  // whatever its step is
       constexpr float kLn2 = 0.693147180559945f;
       const float of_mean = a.mean_logit && i < work.q_tokens ? a.scale * a.mean_logit[row_of(work) + i] : 0.f;
       inverse[row] = l == 0.f ? 0.f : 1.f / l;
-      lse[row] = l == 0.f ? -INFINITY : (softmax.top(row) + log2f(l) - log2f(Precision::kTop)) * kLn2 + of_mean;
+      lse[row] = l == 0.f ? -INFINITY : (softmax.exponent(row) + log2f(parts)) * kLn2 + of_mean;
     }
     const int64_t side = static_cast<int64_t>(work.sequence) * (a.schedule.heads / a.group) + work.head / a.group;
     Accumulator<Dims::kDimV> o;
@@ -340,6 +476,8 @@ __global__ void __launch_bounds__(ByteForward<Precision, Dims>::kThreads, 1)
     shared.q_ring.init(Kernel::kReaders);
     shared.k_ring.init(Kernel::kReaders);
     shared.v_ring.init(Kernel::kReaders);
+    for (auto& group : shared.turns)
+      for (Barrier& turn : group) turn.init(1);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
   kernel.write_ones();

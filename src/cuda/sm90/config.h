@@ -6,6 +6,7 @@
 // A thread block cannot take more registers than it was launched with: 504 for three threads, one of each warpgroup,
 // and 512 for four. Asking for more waits for ever.
 #pragma once
+#include "cuda/attn/precision.h"
 
 namespace octet::cuda::sm90 {
 
@@ -41,19 +42,24 @@ struct ForwardTile<Dims256> {
   static constexpr int kWarpgroups = 2, kKeys = 80, kQStages = 1, kRegisters = 240, kLoaderRegisters = 24;
 };
 
-// 8-bit forward. Products with v go to an accumulator of their own, as large as o, which is added to o with a scale: at
-// d = 128 and 128 keys a warpgroup holds s (64), that (68) and o (68) while the next product q k^T runs. The loader
-// brings steps too and holds more addresses than 24 registers.
+// 8-bit forward. The registers of a group hold s (keys / 2), p (keys / 8), o and the sum of rounded weights (dim_v / 2
+// + 4); where codes of p change their step, a product r as large as o and no such sum. Steps of keys take registers
+// too, in the groups and in the loader. kTurns: groups take turns at their exponentials.
 constexpr int kByteStages = 3;  // of k, and of v
 template <class Precision, class Dims>
 struct ByteForwardTile;
 template <class Precision>
 struct ByteForwardTile<Precision, Dims64> {
-  static constexpr int kWarpgroups = 3, kKeys = Precision::kPart ? 64 : 96, kRegisters = 152, kLoaderRegisters = 56;
+  static constexpr int kWarpgroups = 3, kKeys = kIntegerLogits<Precision> ? 96 : 128;
+  static constexpr int kRegisters = 152, kLoaderRegisters = 56;
+  static constexpr bool kTurns = false;
 };
 template <class Precision>
 struct ByteForwardTile<Precision, Dims128> {
-  static constexpr int kWarpgroups = 2, kKeys = Precision::kPart ? 64 : 128, kRegisters = 232, kLoaderRegisters = 40;
+  static constexpr bool kThree = !Precision::kKeySteps;
+  static constexpr int kWarpgroups = kThree ? 3 : 2, kKeys = kThree ? 96 : kIntegerLogits<Precision> ? 128 : 160;
+  static constexpr int kRegisters = kThree ? 160 : 232, kLoaderRegisters = kThree ? 32 : 40;
+  static constexpr bool kTurns = Precision::kScaled;
 };
 
 // Backward: `kQueries` per step, `kKeys` per thread block, `kDoStages` stages of do. Two warpgroups share the work:

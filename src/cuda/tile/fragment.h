@@ -82,23 +82,23 @@ __device__ void mm_bytes(Accumulator<TileB::kRows, Sum>& d, const TileA& a, int 
                                                                                        b.along(0, step), step != 0);
 }
 
-// d = a b^T of bytes, a in registers: its columns [first, last) and those of b. Issued, not awaited.
+// d (+)= a b^T of bytes, a in registers. Issued, not awaited.
 template <class Sum, class T, int Columns, class TileB>
-__device__ void mm_bytes(Accumulator<TileB::kRows, Sum>& d, const Operand<T, Columns>& a, int first, int last,
-                         const TileB& b) {
+__device__ void mm_bytes(Accumulator<TileB::kRows, Sum>& d, const Operand<T, Columns>& a, const TileB& b,
+                         bool accumulate) {
   static_assert(TileB::kColumns == Columns);
 #pragma unroll
-  for (int step = first / TileB::kDepth; step < last / TileB::kDepth; ++step)
+  for (int step = 0; step < Columns / TileB::kDepth; ++step)
     ptx::ByteWgmma<T, typename TileB::Element, TileB::kRows>::rs(d.x, &a.x[4 * step], b.along(0, step),
-                                                                 step != first / TileB::kDepth);
+                                                                 accumulate || step);
 }
 
-// Columns [first, last). A thread's part of an accumulator are pairs of columns, of an operand
-// of bytes fours, so columns trade places within each 16: byte_order.
+// A thread's part of an accumulator are pairs of columns, of an operand of bytes fours, so columns trade places within
+// each 16: byte_order.
 template <class T, int Columns>
-__device__ void convert_bytes(const Accumulator<Columns>& from, int first, int last, Operand<T, Columns>& to) {
+__device__ void convert_bytes(const Accumulator<Columns>& from, Operand<T, Columns>& to) {
 #pragma unroll
-  for (int step = first / 16; step < last / 16; ++step)
+  for (int step = 0; step < Columns / 16; ++step)
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float* x = &from.x[8 * step + 2 * row];

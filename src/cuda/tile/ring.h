@@ -20,6 +20,21 @@ struct Barrier {
     while (!::cuda::ptx::mbarrier_try_wait_parity(&word, parity)) {
     }
   }
+  // The same; returns 0. What is computed from it cannot be moved ahead of the wait, as ptxas does with arithmetic.
+  __device__ float wait_for_zero(uint32_t parity) {
+    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(&word));
+    float zero;
+    int done;
+    do {
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%2], %3;\n"
+          "selp.b32 %0, 1, 0, p;\nselp.f32 %1, 0f00000000, 0f3f800000, p;\n}"
+          : "=r"(done), "=f"(zero)
+          : "r"(address), "r"(parity)
+          : "memory");
+    } while (!done);
+    return zero;
+  }
 };
 
 // Where one side of a ring of `Stages` stages stands. The loader waits for the parity opposite to the reader's.
