@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <future>
 #include <string>
 
 #include "gpu/place.h"
@@ -150,7 +151,7 @@ class InFlight {
         dk_(c.out_dtype, c.k_shape()),
         dv_(c.out_dtype, c.v_shape()) {}
 
-  void launch(const Attention& attention) {
+  void launch(const Attention& attention, std::launch how = std::launch::deferred) {
     const auto at = [this](const Buffer& b) { return place_.tensor(b); };
     const Forward forward{
         .q = at(q_), .k = at(k_), .v = at(v_), .o = at(o_), .lse = at(lse_), .o_residual = at(o_residual_)};
@@ -166,10 +167,13 @@ class InFlight {
                             .o_residual = at(o_residual_)};
     const size_t bytes = std::max(workspace_size(attention, forward), workspace_size(attention, backward));
     void* const workspace = place_.workspace(bytes);
-    for (int repeat = 0; repeat < 10; ++repeat) {
-      octet::run(attention, forward, workspace, bytes, place_.stream());
-      octet::run(attention, backward, workspace, bytes, place_.stream());
-    }
+    const auto run_all = [&, stream = place_.stream()] {
+      for (int repeat = 0; repeat < 10; ++repeat) {
+        octet::run(attention, forward, workspace, bytes, stream);
+        octet::run(attention, backward, workspace, bytes, stream);
+      }
+    };
+    std::async(how, run_all).get();
   }
 
   Both await() {
@@ -193,6 +197,14 @@ TEST(Streams, TwoStreamsAtOnceDoNotMeet) {
   first.launch(attention), second.launch(attention);
   expect_same(first.await(), want_a);
   expect_same(second.await(), want_b);
+}
+
+TEST(Streams, AThreadThatHasNotUsedCudaMayCall) {
+  const Inputs in = draw(kLong, 7);
+  const Both want = run_both(kLong, in);
+  InFlight calls(kLong, in);
+  calls.launch(on_gpu(kLong, true), std::launch::async);
+  expect_same(calls.await(), want);
 }
 
 TEST(Streams, EveryDeviceServes) {

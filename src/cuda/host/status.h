@@ -12,12 +12,13 @@ inline void check(cudaError_t status, const char* call) {
   throw Failure(OCTET_FAILURE, text(call, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ')'));
 }
 
-// Makes a device current, and the former one again at the end.
+// Makes a device current, and the former one again at the end. A thread that has not used CUDA yet has no context,
+// which the driver's own functions need: setting the device makes its primary one current.
 class DeviceScope {
  public:
   explicit DeviceScope(int device) {
     check(cudaGetDevice(&former_), "cudaGetDevice");
-    if (device != former_) check(cudaSetDevice(device), "cudaSetDevice");
+    check(cudaSetDevice(device), "cudaSetDevice");
   }
   ~DeviceScope() { cudaSetDevice(former_); }
   DeviceScope(const DeviceScope&) = delete;

@@ -43,13 +43,13 @@ struct Forward {
     unsigned char v[kStages][TileV::kBytes];
     Ring<Tile::kQStages> q_ring;
     Ring<kStages> k_ring, v_ring;
+    Barrier cleared;
     Work work[Tile::kQStages];
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;  // dynamic shared memory starts at any 16 bytes
 
-  // Named barriers; the first two are one for each warpgroup that computes.
-  static constexpr int kTurnBarrier = 1, kVoteBarrier = kTurnBarrier + Tile::kWarpgroups,
-                       kClearBarrier = kVoteBarrier + Tile::kWarpgroups;
+  // Named barriers, the first of one for each warpgroup that computes.
+  static constexpr int kTurnBarrier = 1, kVoteBarrier = kTurnBarrier + Tile::kWarpgroups;
 
   const ForwardArguments& a;
   Shared& shared;
@@ -133,6 +133,7 @@ struct Forward {
   __device__ void compute_all(int warpgroup) {
     RingPosition<Tile::kQStages> q_at;
     RingPosition<kStages> k_at, v_at;
+    uint32_t cleared_parity = 0;
     const auto my_turn = [&] { ptx::barrier_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup); };
     const auto pass_turn = [&] {
       ptx::barrier_arrive(kTurnBarrier + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup);
@@ -177,7 +178,8 @@ struct Forward {
         if (!a.schedule.cu_seqlens_q || (tile + 1) * kKeys <= work.k_tokens) return;
         await_v();
         clear_rows(shared.v[v_at.stage], work.k_tokens - tile * kKeys);
-        ptx::barrier_sync(kClearBarrier, kReaders);
+        shared.cleared.arrive(), shared.cleared.wait(cleared_parity);
+        cleared_parity ^= 1;
       };
       // A tile of which this warpgroup sees nothing.
       const auto skip = [&](int tile) { await_k(), finish_k(), clear_v(tile), await_v(), finish_v(); };
@@ -315,6 +317,7 @@ __global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
     shared.q_ring.init(Kernel::kReaders);
     shared.k_ring.init(Kernel::kReaders);
     shared.v_ring.init(Kernel::kReaders);
+    shared.cleared.init(Kernel::kReaders);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
   __syncthreads();
