@@ -149,11 +149,14 @@ class _Attention(torch.autograd.Function):
         q, k, v, mask, cu_q, cu_k, _, options = inputs
         o, lse, r = output
         ctx.mark_non_differentiable(lse, r)
+        ctx.set_materialize_grads(False)  # else zeros would be written for lse and r
         ctx.save_for_backward(q, k, v, o, lse, r, mask, cu_q, cu_k)
         ctx.options = options
 
     @staticmethod
     def backward(ctx: Any, do: Any, _lse: Any, _r: Any) -> Any:
+        if do is None:
+            return (None,) * 8
         given = do, *ctx.saved_tensors
         if torch.is_grad_enabled() or not _is_eager():
             dq, dk, dv = _apply(_Gradients, *given, ctx.options)
