@@ -8,18 +8,15 @@ FLOPs are those of the two products forward, 4 b h n m d, halved under a causal 
 """
 
 import argparse
-import datetime
 import importlib
 import importlib.metadata
 import json
 import pathlib
-import statistics
-import subprocess
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from abi import BACKWARD, FORWARD, REMEDIES, Octet, load, revision
+from abi import BACKWARD, FORWARD, REMEDIES, Octet, load
+from peers import circumstances, cudnn, cudnn_name, medians
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOKENS, CHANNELS = 16384, 2048  # of all sequences; of all heads
@@ -99,17 +96,7 @@ class Peer:
         return [self.forward(), *(self.backward() if backward else [])]
 
 
-def cudnn(q, k, v, causal):
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-def cudnn_name():
-    version = torch.backends.cudnn.version()
-    return f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100} through torch {torch.__version__}"
-
-
-def peers():
+def others_here():
     """What can be imported here: name -> (description, function)."""
     found = {"cudnn": (cudnn_name(), cudnn)}
     try:
@@ -164,24 +151,6 @@ def check(programs_of, options):
     return worst
 
 
-def medians(calls, rounds, repeats):
-    """Median milliseconds of each call, in turns."""
-    for call in calls:
-        for _ in range(2):
-            call()
-    events = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, marks in zip(calls, events):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(repeats):
-                call()
-            end.record()
-            marks.append((begin, end))
-        torch.cuda.synchronize()
-    return [statistics.median(b.elapsed_time(e) / repeats for b, e in marks) for marks in events]
-
-
 def calls_of(which, programs):
     """What is timed of a pass: name -> call."""
     ours = programs["octet"]
@@ -223,7 +192,7 @@ def main():
     options.dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[options.dtype]
 
     library = load(options.library)
-    others = peers()
+    others = others_here()
     programs_of = lambda problem: {"octet": Ours(library, problem, options)} | {name: Peer(function, problem) for name, (_, function) in others.items()}
     for name, (description, _) in others.items():
         print(f"{name}: {description}", flush=True)
@@ -231,15 +200,10 @@ def main():
     rows = measure(programs_of, options)
     if not options.output:
         return
-    result = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-        "octet": f"{library.octet_version().decode()} ({revision()})",
+    result = circumstances(library, options.rounds) | {
         "remedy": options.remedy,
         "dtype": str(options.dtype).removeprefix("torch."),
         "peers": {name: description for name, (description, _) in others.items()},
-        "rounds": options.rounds,
         "errors": found,
         "rows": rows,
     }

@@ -1,24 +1,23 @@
 """Times octet's 8-bit forward passes on this GPU against cuDNN in bf16 through torch and, where JAX is installed, cuDNN
 in fp8: same process, same inputs, in alternating rounds, CUDA events around groups of launches, medians. Before it times,
-it prints the error of every precision against float64 attention.
+it holds every precision to float64 attention, on random inputs and on the real ones of examples/data.
 
-    bench/gpu_bytes.py [--rounds N] [--library build/release/src/liboctet.so] [--no-jax] [--output FILE]
+    bench/gpu_bytes.py [--rounds N] [--library build/release/src/liboctet.so] [--output FILE]
 
-Times are of whole calls: bf16 in, bf16 out, quantisation counted; "kernel" is the attention kernel alone, from the
-profiler. fp8 from e4m3 takes e4m3 tensors, as fp8_raw does. FLOPs are those of the two products, halved under a causal mask.
+"whole" is bf16 in, bf16 out, quantisation counted, against cuDNN in bf16; "kernel" is the attention kernel alone, from the
+profiler, against cuDNN in fp8, which takes e4m3 and gives e4m3. "fp8 from e4m3" and fp8_raw take e4m3 tensors too.
+FLOPs are those of the two products, 4 b h n m d, halved under a causal mask.
 """
 
 import argparse
-import datetime
 import json
 import pathlib
-import statistics
-import traceback
+import re
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from abi import FORWARD, Octet, load, revision
+from abi import FORWARD, Octet, load
+from peers import circumstances, cudnn, cudnn_name, cudnn_version, medians
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # batch, heads, tokens, dim
@@ -26,16 +25,12 @@ SHAPES = [(4, 16, 4096, 128), (1, 16, 16384, 128), (4, 32, 4096, 64), (1, 32, 16
 # label: precision, dtype of the inputs, dtype of o
 CALLS = {
     "int8": ("int8", torch.bfloat16, torch.bfloat16),
+    "int8_f16": ("int8_f16", torch.bfloat16, torch.bfloat16),
     "int8_fp8": ("int8_fp8", torch.bfloat16, torch.bfloat16),
     "fp8": ("fp8", torch.bfloat16, torch.bfloat16),
     "fp8 from e4m3": ("fp8", torch.float8_e4m3fn, torch.bfloat16),
     "fp8_raw": ("fp8_raw", torch.float8_e4m3fn, torch.float8_e4m3fn),
 }
-
-
-def cudnn(q, k, v, causal):
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def exact(q, k, v, causal):
@@ -51,11 +46,16 @@ def exact(q, k, v, causal):
 
 
 def prepare(library, label, q, k, v, causal, lse=False):
+    """A call, or None where the library has no such kernel."""
     precision, dtype, out = CALLS[label]
-    tensors = dict(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype), o=torch.empty(q.shape, dtype=out, device=q.device))
+    tensors = dict(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype), o=torch.full(q.shape, float("nan"), device=q.device).to(out))
     if lse:
         tensors["lse"] = torch.full(q.shape[:3], float("nan"), device=q.device)
-    return Octet(library, FORWARD, precision, causal, tensors)
+    try:
+        return Octet(library, FORWARD, precision, causal, tensors)
+    except RuntimeError as error:
+        if "no backend can solve" not in str(error):
+            raise
 
 
 def relative(got, want):
@@ -63,7 +63,7 @@ def relative(got, want):
 
 
 def errors(library):
-    """Relative L2 of o of every precision: the worst of the files of examples/data, and on normal numbers."""
+    """Relative L2 of o, and what lse is off by at most, of every precision: label -> inputs -> error."""
     from safetensors.torch import load_file
 
     sets = {}
@@ -77,48 +77,34 @@ def errors(library):
     for name, ((q, k, v), causal) in sets.items():
         for label, (_, dtype, _) in CALLS.items():
             call = prepare(library, label, q, k, v, causal, lse=True)
+            if not call:
+                continue
             call()
             want, lse = exact(*(call.tensors[x].bfloat16() for x in "qkv"), causal)
-            found.setdefault(label, {})[name] = relative(call.tensors["o"], want)
-            off = (call.tensors["lse"].double() - lse).abs().max().item()
-            print(f"{label:14} {name:16} o {found[label][name]:.4f}  lse off by at most {off:.4f}", flush=True)
+            error, off = relative(call.tensors["o"], want), (call.tensors["lse"].double() - lse).abs().max().item()
+            if not error < 0.1:
+                raise RuntimeError(f"{label}, {name}: o differs from float64 by {error:.3g} in relative L2: not the same problem")
+            found.setdefault(label, {})[name] = {"o": error, "lse": off, "real": causal}
+            print(f"{label:14} {name:16} o {error:.4f}  lse off by at most {off:.4f}", flush=True)
     return found
 
 
-def medians(calls, rounds, repeats):
-    """Median milliseconds of each call, in turns."""
-    for call in calls:
-        for _ in range(2):
-            call()
-    events = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, marks in zip(calls, events):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(repeats):
-                call()
-            end.record()
-            marks.append((begin, end))
-        torch.cuda.synchronize()
-    return [statistics.median(b.elapsed_time(e) / repeats for b, e in marks) for marks in events]
-
-
 def kernels(call):
-    """Milliseconds of each kernel of a call, by the first word of its name."""
+    """Milliseconds of each of octet's kernels in a call, by name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(5):
             call()
         torch.cuda.synchronize()
     times = {}
     for event in profile.key_averages():
-        for name in ("byte_forward", "survey", "finish", "quantise", "fill", "count_blocks"):
-            if name in event.key:
-                times[name] = times.get(name, 0) + event.device_time_total / 5000
+        name = re.search(r"octet::cuda::[\w:]*?(\w+)[<(]", event.key.replace("(anonymous namespace)::", ""))
+        if name:
+            times[name[1]] = times.get(name[1], 0) + event.device_time_total / 5000
     return times
 
 
 def cudnn_fp8(q, k, v, causal):
-    """A call of cuDNN's fp8 forward through JAX that returns milliseconds, or None."""
+    """Milliseconds of the kernel of cuDNN's fp8 forward pass, through JAX."""
     import jax
     import jax.numpy as jnp
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
@@ -133,41 +119,45 @@ def cudnn_fp8(q, k, v, causal):
         )
     )
     run(*tensors)[0].block_until_ready()
-
-    def time():
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(5):
-                out = run(*tensors)
-            out[0].block_until_ready()
-        events = [e for e in profile.key_averages() if "cudnn" in e.key or "sdpa" in e.key]
-        return sum(e.device_time_total for e in events) / 5000
-
-    return time
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(10):
+            out = run(*tensors)
+        out[0].block_until_ready()
+    return sum(e.device_time_total for e in profile.key_averages() if "cudnn" in e.key or "sdpa" in e.key) / 10000
 
 
-def measure(library, options):
+def attention_kernel(parts):
+    return next(ms for name, ms in parts.items() if name.endswith("forward"))
+
+
+def measure(library, fp8, options):
     rows = []
     for batch, heads, tokens, dim in SHAPES:
         for causal in (False, True):
             generator = torch.Generator("cuda").manual_seed(1)
             q, k, v = (torch.randn((batch, heads, tokens, dim), generator=generator, device="cuda").bfloat16() for _ in range(3))
             flops = 4 * batch * heads * tokens * tokens * dim * (0.5 if causal else 1)
-            calls = {"cudnn": lambda: cudnn(q, k, v, causal)} | {label: prepare(library, label, q, k, v, causal) for label in CALLS}
+            ours = {label: call for label in CALLS if (call := prepare(library, label, q, k, v, causal))}
+            calls = {"cudnn": lambda: cudnn(q, k, v, causal)} | ours
             times = dict(zip(calls, medians(list(calls.values()), options.rounds, max(1, int(1e12 // flops)))))
-            parts = {label: kernels(calls[label]) for label in CALLS}
-            row = {"shape": [batch, heads, tokens, dim], "causal": causal, "ms": times, "tflops": {n: flops / t / 1e9 for n, t in times.items()}, "kernels": parts}
-            if options.jax and batch * heads * dim > 1024:
-                try:
-                    row["ms"]["cudnn fp8"] = cudnn_fp8(q, k, v, causal)()
-                    row["tflops"]["cudnn fp8"] = flops / row["ms"]["cudnn fp8"] / 1e9
-                except Exception as error:
-                    print("cuDNN fp8:", traceback.format_exception_only(error)[-1][:300])
-                    options.jax = False
+            parts = {label: kernels(call) for label, call in ours.items()}
+            kernel = {label: attention_kernel(x) for label, x in parts.items()}
+            if fp8:
+                kernel["cudnn_fp8"] = cudnn_fp8(q, k, v, causal)
+            row = {"batch": batch, "heads": heads, "tokens": tokens, "dim": dim, "causal": causal, "ms": times, "kernels_ms": parts}
+            row["tflops"] = {label: flops / ms / 1e9 for label, ms in times.items()}
+            row["kernel_tflops"] = {label: flops / ms / 1e9 for label, ms in kernel.items()}
+            row["ratios"] = {label: times["cudnn"] / times[label] for label in ours}
+            row["kernel_ratios"] = {label: kernel["cudnn_fp8"] / kernel[label] for label in ours} if fp8 else {}
             rows.append(row)
-            print(f"d{dim} S {tokens} {'causal' if causal else 'full'}: " + ", ".join(f"{n} {x:.0f} ({times['cudnn'] / times[n]:.2f})" for n, x in row["tflops"].items()))
+            print(f"d{dim} S {tokens} {'causal' if causal else 'full'}: cudnn {row['tflops']['cudnn']:.0f}, fp8 {row['kernel_tflops'].get('cudnn_fp8', 0):.0f} TFLOP/s")
             for label, part in parts.items():
-                text = ", ".join(f"{n} {1000 * t:.0f}" for n, t in part.items())
-                print(f"    {label:14} us: {text}; kernel {flops / part['byte_forward'] / 1e9 if 'byte_forward' in part else 0:.0f} TFLOP/s", flush=True)
+                text = ", ".join(f"{name} {1000 * ms:.0f}" for name, ms in part.items())
+                print(
+                    f"    {label:14} {row['tflops'][label]:5.0f} ({row['ratios'][label]:.2f}x)  kernel {row['kernel_tflops'][label]:5.0f} "
+                    f"({row['kernel_ratios'].get(label, 0):.2f}x)   us: {text}",
+                    flush=True,
+                )
     return rows
 
 
@@ -175,21 +165,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--library", type=pathlib.Path, default=ROOT / "build/release/src/liboctet.so")
-    parser.add_argument("--no-jax", dest="jax", action="store_false")
     parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args()
+    try:
+        import jax
+
+        fp8 = f"{cudnn_version()} in fp8 through JAX {jax.__version__}"
+    except ImportError:
+        fp8 = None
     library = load(options.library)
     found = errors(library)
-    rows = measure(library, options)
+    rows = measure(library, fp8, options)
     if not options.output:
         return
-    version = torch.backends.cudnn.version()
-    result = {
-        "gpu": torch.cuda.get_device_name(),
-        "date": datetime.date.today().isoformat(),
-        "octet": f"{library.octet_version().decode()} ({revision()})",
-        "peer": f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100} through torch {torch.__version__}",
-        "rounds": options.rounds,
+    result = circumstances(library, options.rounds) | {
+        "peers": {"cudnn": f"{cudnn_name()} in bfloat16"} | ({"cudnn_fp8": fp8} if fp8 else {}),
         "errors": found,
         "rows": rows,
     }

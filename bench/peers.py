@@ -1,0 +1,54 @@
+"""What the benchmarks of a GPU share: cuDNN through torch, rounds of timing, and where and when they ran."""
+
+import datetime
+import statistics
+import subprocess
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from abi import revision
+
+
+def cudnn(q, k, v, causal):
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def cudnn_version():
+    version = torch.backends.cudnn.version()
+    return f"cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def cudnn_name():
+    return f"{cudnn_version()} through torch {torch.__version__}"
+
+
+def medians(calls, rounds, repeats):
+    """Median milliseconds of each call, in turns."""
+    for call in calls:
+        for _ in range(2):
+            call()
+    events = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, marks in zip(calls, events):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(repeats):
+                call()
+            end.record()
+            marks.append((begin, end))
+        torch.cuda.synchronize()
+    return [statistics.median(b.elapsed_time(e) / repeats for b, e in marks) for marks in events]
+
+
+def circumstances(library, rounds):
+    """What a stored result begins with."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
+        "date": datetime.date.today().isoformat(),
+        "octet": f"{library.octet_version().decode()} ({revision()})",
+        "rounds": rounds,
+    }
