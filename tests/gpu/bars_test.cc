@@ -19,6 +19,8 @@ TEST(GpuBars, forward) {
   }
 }
 
+TEST(GpuBars, forward_int8_f16) { expect_forward_bar(kGpu, int8_f16_forward_bar()); }
+
 TEST(GpuBars, backward) {
   for (Remedy remedy : {Remedy::none, Remedy::f16_inside}) {
     const BackwardBar bar = bf16_backward_bar(remedy);
@@ -40,6 +42,8 @@ TEST(GpuBars, gradients_err_little_more_than_outputs_round) {
 }
 
 TEST(GpuBars, real_activations) { expect_real_bar(kGpu, kRealBf16); }
+
+TEST(GpuBars, real_activations_int8_f16) { expect_real_bar(kGpu, kRealInt8F16); }
 
 TEST(GpuBars, real_activations_deterministic) { expect_real_bar(kGpuDeterministic, kRealBf16); }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "gpu/place.h"
 #include "support/cases.h"
@@ -74,10 +75,12 @@ struct Kind {
   bool deterministic = false;
 
   bool sixteen_bits() const { return precision == Precision::bf16 || precision == Precision::f16; }
+  // Weights and values of 16 bits: head dims up to 256.
+  bool wide() const { return sixteen_bits() || precision == Precision::int8_f16; }
 };
 
 bool supported(const Case& c, const Kind& kind) {
-  const bool dims = kind.sixteen_bits() || std::max(c.dim, c.dim_v) <= 128;
+  const bool dims = kind.wide() || std::max(c.dim, c.dim_v) <= 128;
   return c.mask == MaskTensor::none && (c.dtype != DType::e4m3 || !kind.sixteen_bits()) && dims;
 }
 
@@ -101,6 +104,7 @@ constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, Remedy::f16_inside},
                            {Pass::forward, Precision::f16, Remedy::beta},
                            {Pass::backward, Precision::bf16, Remedy::beta},
                            {Pass::forward, Precision::int8},
+                           {Pass::forward, Precision::int8_f16},
                            {Pass::forward, Precision::int8_fp8},
                            {Pass::forward, Precision::fp8},
                            {Pass::forward, Precision::fp8_raw}};
@@ -173,7 +177,9 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuPasses,
 class GpuCodes : public testing::TestWithParam<Precision> {};
 
 TEST_P(GpuCodes, are_those_of_the_oracle) {
-  for (const int64_t dim : {64, 128, 40, 96})
+  std::vector<int64_t> dims = {64, 128, 40, 96};
+  if (GetParam() == Precision::int8_f16) dims.insert(dims.end(), {192, 256});
+  for (const int64_t dim : dims)
     for (const DType dtype : {DType::bf16, DType::f32}) {
       const Case c{.name = "one_step",
                    .batch = 2,
@@ -201,7 +207,8 @@ TEST_P(GpuCodes, are_those_of_the_oracle) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Precisions, GpuCodes,
-                         testing::Values(Precision::int8, Precision::int8_fp8, Precision::fp8, Precision::fp8_raw),
+                         testing::Values(Precision::int8, Precision::int8_f16, Precision::int8_fp8, Precision::fp8,
+                                         Precision::fp8_raw),
                          [](const auto& info) { return std::string(name(info.param)); });
 
 }  // namespace

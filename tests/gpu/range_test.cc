@@ -30,7 +30,11 @@ constexpr Rise kRises[] = {{"slowly", 4, Precision::bf16, 128, false},
                            {"beyond_codes_fp8_raw", 60, Precision::fp8_raw, 64, true},
                            {"beyond_codes_int8_fp8", 60, Precision::int8_fp8, 64, false},
                            {"beyond_exp_int8_fp8", 2000, Precision::int8_fp8, 128, true},
-                           {"beyond_exp_int8", 2000, Precision::int8, 128, true}};
+                           {"beyond_exp_int8", 2000, Precision::int8, 128, true},
+                           {"slowly_int8_f16", 4, Precision::int8_f16, 64, false},
+                           {"beyond_weights_int8_f16", 60, Precision::int8_f16, 128, false},
+                           {"beyond_exp_int8_f16", 2000, Precision::int8_f16, 128, true},
+                           {"beyond_exp_int8_f16_dim_256", 2000, Precision::int8_f16, 256, false}};
 
 // The forward kernels keep an old maximum while weights over it fit; here logits rise from tile to tile, in the order
 // in which tiles come (last keys first), by little, beyond what weights hold and beyond what exp holds.
@@ -73,7 +77,9 @@ INSTANTIATE_TEST_SUITE_P(Rises, GpuRising, testing::ValuesIn(kRises),
                          [](const auto& info) { return std::string(info.param.name); });
 
 // With f16 weights v is converted to f16, which holds neither 2^-30 nor 2^20. Each head has a magnitude of its own.
-TEST(GpuMagnitudes, of_v_change_nothing_but_the_scale_of_o) {
+class GpuMagnitudes : public testing::TestWithParam<Precision> {};
+
+TEST_P(GpuMagnitudes, of_v_change_nothing_but_the_scale_of_o) {
   constexpr int kExponents[] = {0, -30, 20, -3, 15, 90, -90};
   const Case c{.name = "magnitudes",
                .heads = std::size(kExponents),
@@ -91,14 +97,37 @@ TEST(GpuMagnitudes, of_v_change_nothing_but_the_scale_of_o) {
     });
   };
   const Outputs want = exact(c, in, Pass::forward);
-  const Outputs plain = run(c, in, attention_of(c, Precision::bf16, "reference"), Pass::forward);
+  const Outputs plain = run(c, in, attention_of(c, GetParam(), "reference"), Pass::forward);
   const Noise noise = f32_noise(c, in, 0.0, 5.0);
   times_powers(in.v, 1);
   GpuPlace place;
-  Outputs got = run(c, in, attention_of(c, Precision::bf16, "sm90"), Pass::forward, nullptr, &place);
+  Outputs got = run(c, in, attention_of(c, GetParam(), "sm90"), Pass::forward, nullptr, &place);
   times_powers(got.o, -1);
   EXPECT_LE(difference(got.o, want.o).largest, 2 * difference(plain.o, want.o).largest + noise.o)
       << text(difference(got.o, want.o));
+}
+
+INSTANTIATE_TEST_SUITE_P(Precisions, GpuMagnitudes, testing::Values(Precision::bf16, Precision::int8_f16),
+                         [](const auto& info) { return std::string(name(info.param)); });
+
+// Numbers of v that are f16 already stay as they are, the smallest and the largest too.
+TEST(GpuF16Values, are_kept) {
+  constexpr double kMagnitudes[] = {1, 0x1p-24, 65504};
+  const Case c{.name = "f16_values",
+               .heads = std::size(kMagnitudes),
+               .kv_heads = std::size(kMagnitudes),
+               .tokens_q = 70,
+               .tokens_k = 1,
+               .dim = 64,
+               .dim_v = 64,
+               .dtype = DType::f16,
+               .out_dtype = DType::f16};
+  Inputs in = draw(c, 6);
+  for_each(in.v.shape, [&](int64_t b, int64_t h, int64_t t, int64_t s) { in.v.at(b, h, t, s) = kMagnitudes[h]; });
+  GpuPlace place;
+  const Outputs got = run(c, in, attention_of(c, Precision::int8_f16, "sm90"), Pass::forward, nullptr, &place);
+  for_each(got.o.shape,
+           [&](int64_t b, int64_t h, int64_t t, int64_t s) { ASSERT_EQ(got.o.at(b, h, t, s), kMagnitudes[h]); });
 }
 
 }  // namespace

@@ -39,8 +39,8 @@ const Case& named(const char* name) {
   throw std::runtime_error(name);
 }
 
-Attention on_gpu(const Case& c, bool deterministic) {
-  Attention a = attention_of(c, Precision::bf16, "sm90");
+Attention on_gpu(const Case& c, bool deterministic, Precision precision = Precision::bf16) {
+  Attention a = attention_of(c, precision, "sm90");
   a.deterministic = deterministic;
   return a;
 }
@@ -135,6 +135,27 @@ TEST(Streams, CapturedGraphsDoWhatCallsDo) {
     expect_same(run_both<GraphPlace>(c, in), run_both(c, in));
   }
 }
+
+// Forward passes of the precisions with codes.
+class CodedStreams : public testing::TestWithParam<Precision> {};
+
+TEST_P(CodedStreams, CapturedGraphsDoWhatCallsDo) {
+  for (const char* name : {"grouped_heads", "packed", "interleaved"}) {
+    SCOPED_TRACE(name);
+    const Case& c = named(name);
+    const Inputs in = draw(c, 6);
+    GraphPlace graph;
+    GpuPlace place;
+    const Outputs want = run(c, in, on_gpu(c, false, GetParam()), Pass::forward, nullptr, &place);
+    const Outputs got = run(c, in, on_gpu(c, false, GetParam()), Pass::forward, nullptr, &graph);
+    expect_same_bits(got.o, want.o, "o");
+    expect_same_bits(got.lse, want.lse, "lse");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Precisions, CodedStreams,
+                         testing::Values(Precision::int8, Precision::int8_f16, Precision::int8_fp8, Precision::fp8),
+                         [](const auto& info) { return std::string(name(info.param)); });
 
 // Both passes of a case on a stream of their own, again and again.
 class InFlight {
@@ -236,7 +257,8 @@ TEST(Refusals, NameWhatIsMissing) {
   };
   Attention sage = on_gpu(c, false);
   sage.precision = Precision::sagebwd;
-  EXPECT_NE(message(c, sage).find("sm90: it has no sagebwd; it has: f16, bf16, int8"), std::string::npos)
+  EXPECT_NE(message(c, sage).find("sm90: it has no sagebwd; it has: f16, bf16, int8, int8_f16, int8_fp8"),
+            std::string::npos)
       << message(c, sage);
   Attention int8 = on_gpu(c, false);
   int8.precision = Precision::int8;

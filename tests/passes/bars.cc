@@ -115,6 +115,20 @@ ForwardBar bf16_forward_bar(DType out) {
   return {wide ? "bf16" : "bf16_o_bf16", Precision::bf16, out, all_inputs({wide ? .0018 : .0026, .999997})};
 }
 
+// Without smooth_q, which the kernels lack (with it: recipe_bars_test): figures in float64 arithmetic, and a tenth. D4:
+// without rotation, for a common direction stays one when rotated.
+ForwardBar int8_f16_forward_bar() {
+  return {"int8_f16",
+          Precision::int8_f16,
+          DType::f32,
+          {{"D1", {.0106, .9999}},
+           {"D2", {.0167, .9998}},
+           {"D3", {.0076, .9999}},
+           {"D4", {.0128, .9999, Over::all_heads}},
+           {"D5", {.0003, .999999}},
+           {"D6", {.0315, .9995}}}};
+}
+
 BackwardBar bf16_backward_bar(Remedy remedy) {
   constexpr double kCosine = .999998;
   if (remedy == Remedy::none) return {"bf16_none", Precision::bf16, remedy, {{"B1", {.0020, .0020, .0020}}}, kCosine};

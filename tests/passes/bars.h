@@ -65,8 +65,9 @@ struct BackwardBar {
 void PrintTo(const BackwardBar&, std::ostream*);
 void expect_backward_bar(const Tested&, const BackwardBar&);
 
-// The rows of 16 bits.
+// The rows that CPU and GPU share.
 ForwardBar bf16_forward_bar(DType out);
+ForwardBar int8_f16_forward_bar();
 BackwardBar bf16_backward_bar(Remedy);
 
 // Without a remedy the rounding of dS meets the common offset of the keys: dq of B3 misses by far.

@@ -28,17 +28,7 @@ INSTANTIATE_TEST_SUITE_P(
                                 {"D4", {.0172, .9998, kAllHeads}},
                                 {"D5", {.0004, .999999}},
                                 {"D6", {.033, .9995}}}},
-                    // Without smooth_q, which the kernels lack (with it: recipe_bars_test): figures in float64
-                    // arithmetic, and a tenth. D4: without rotation, for a common direction stays one when rotated.
-                    ForwardBar{"int8_f16",
-                               Precision::int8_f16,
-                               DType::f32,
-                               {{"D1", {.0106, .9999}},
-                                {"D2", {.0167, .9998}},
-                                {"D3", {.0076, .9999}},
-                                {"D4", {.0128, .9999, kAllHeads}},
-                                {"D5", {.0003, .999999}},
-                                {"D6", {.0315, .9995}}}},
+                    int8_f16_forward_bar(),
                     ForwardBar{"int8_fp8",
                                Precision::int8_fp8,
                                DType::f32,

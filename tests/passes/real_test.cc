@@ -15,7 +15,7 @@ TEST_P(RealActivations, hold_their_bars) { expect_real_bar(kCpu, GetParam()); }
 INSTANTIATE_TEST_SUITE_P(Bars, RealActivations,
                          testing::Values(kRealBf16,
                                          RealBar{"int8", Precision::int8, DType::f32, .0095, .030, .026, .018},
-                                         RealBar{"int8_f16", Precision::int8_f16, DType::f32, .0090, 0, 0, 0},
+                                         kRealInt8F16,
                                          RealBar{"int8_fp8", Precision::int8_fp8, DType::f32, .029, 0, 0, 0},
                                          RealBar{"fp8", Precision::fp8, DType::f32, .040, 0, 0, 0}),
                          [](const auto& info) { return std::string(info.param.row); });

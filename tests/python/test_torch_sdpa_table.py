@@ -56,6 +56,7 @@ CALLS = {
     "float32": (tensors(Q, dtype=torch.float32), {}),
     "float64": (tensors(Q, dtype=torch.float64), {}),
     "`precision=\"int8\"`": (tensors(Q), {"precision": "int8"}),
+    "`precision=\"int8_f16\"`": (tensors(Q), {"precision": "int8_f16"}),
     "`precision=\"fp8\"`": (tensors(Q), {"precision": "fp8"}),
     "unequal heads without `enable_gqa`": (tensors(Q, (2, 2, 8, 16)), {}),
     "`is_causal` with `attn_mask`": (tensors(Q), {"attn_mask": MASK, "is_causal": True}),

@@ -1,12 +1,12 @@
 // The precisions: what the two products of attention multiply.
 //
-// A 16-bit precision is a type with
-//   Operand  elements of q and k in shared memory        Logits  their product's accumulator
+// A precision with weights of 16 bits (sm90/forward.h) is a type with
+//   Operand  elements of q and k in shared memory; int8 are codes with a step for each query and each key
+//   Sum      of their products
 //   Weight   elements of p and v                         kWeightExponent  p is rounded times 2 to this power
 //   kLargestWeight  up to where weights over an old maximum are kept, the rounded ones and their sums in a thread
-// sm90/forward.h is written over it.
 //
-// An 8-bit precision (sm90/byte_forward.h) is a type with
+// A precision with weights of 8 bits (sm90/byte_forward.h) is a type with
 //   Code     of q and k, with a step for each query and, with kKeySteps, for each key; Sum of their products
 //   Weight   codes of p        Value  codes of v
 //   kScaled  p times the token's step of v is rounded on the scale of its largest in a tile, for each query; else p is
@@ -22,6 +22,7 @@ namespace octet::cuda {
 
 struct PrecisionBf16 {
   using Operand = Bf16;
+  using Sum = float;
   using Weight = Bf16;
   static constexpr int kWeightExponent = 0;
   static constexpr float kLargestWeight = 0x1p10f;  // as o = p v must not overflow before it is divided by l
@@ -31,17 +32,21 @@ struct PrecisionBf16 {
 // within 2^-32.
 struct PrecisionF16 {
   using Operand = F16;
+  using Sum = float;
   using Weight = F16;
   static constexpr int kWeightExponent = 7;
   static constexpr float kLargestWeight = 0x1p15f;
 };
 
 // Remedy f16_inside: logits of bf16 q and k, weights and values in f16.
-struct PrecisionBf16Inside {
+struct PrecisionBf16Inside : PrecisionF16 {
   using Operand = Bf16;
-  using Weight = F16;
-  static constexpr int kWeightExponent = PrecisionF16::kWeightExponent;
-  static constexpr float kLargestWeight = PrecisionF16::kLargestWeight;
+};
+
+// Logits of int8 codes, weights and values in f16.
+struct PrecisionInt8F16 : PrecisionF16 {
+  using Operand = S8;
+  using Sum = int;
 };
 
 // A precision with remedy beta (attn/softmax.h).
@@ -88,7 +93,7 @@ struct PrecisionFp8Raw : PrecisionFp8Given {
   static constexpr bool kSumRounded = false;
 };
 
-// Whether q k^T of an 8-bit precision is a product of integers.
+// Whether q k^T is a product of integers.
 template <class Precision>
 constexpr bool kIntegerLogits = std::is_same_v<typename Precision::Sum, int>;
 

@@ -12,14 +12,14 @@
 namespace octet::cuda {
 
 struct OnlineSoftmax {
-  float scale_log2e;  // exp(scale x) = 2^(scale_log2e x)
+  RowValues unit;  // exp(scale x) = 2^(unit x)
   RowValues m{-INFINITY, -INFINITY};
   RowValues l{0.f, 0.f};  // of this thread's columns; times 2^Exponent
 
-  // 2^Exponent p = 2^(scale_log2e s - origin).
+  // 2^Exponent p = 2^(unit s - origin).
   template <int Exponent>
-  __device__ float origin(float m) const {
-    return __fmaf_rn(m, scale_log2e, -float(Exponent));
+  __device__ float origin(int row, float m) const {
+    return __fmaf_rn(m, unit[row], -float(Exponent));
   }
 
   // Turns logits into 2^Exponent p; returns by what sums over the former maximum must be multiplied.
@@ -29,8 +29,8 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float most = quad_max(row_max(s, row, m[row]));
-      const float to = origin<Exponent>(most == -INFINITY ? 0.f : most);  // a row that has seen no key yet
-      shrink[row] = ptx::exp2(origin<Exponent>(m[row]) - to);
+      const float to = origin<Exponent>(row, most == -INFINITY ? 0.f : most);  // a row that has seen no key yet
+      shrink[row] = ptx::exp2(origin<Exponent>(row, m[row]) - to);
       m[row] = most;
       l[row] = l[row] * shrink[row] + exponentials(s, row, to);
     }
@@ -43,7 +43,7 @@ struct OnlineSoftmax {
   __device__ RowValues weigh(Accumulator<Columns>& s) const {
     RowValues sum;
 #pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) sum[row] = exponentials(s, row, origin<Exponent>(m[row]));
+    for (int row = 0; row < kRowsPerThread; ++row) sum[row] = exponentials(s, row, origin<Exponent>(row, m[row]));
     return sum;
   }
 
@@ -57,7 +57,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& x = s.x[4 * i + 2 * row + c];
-        x = ptx::exp2(__fmaf_rn(x, scale_log2e, -from));
+        x = ptx::exp2(__fmaf_rn(x, unit[row], -from));
         sum[c] += x;
       }
     return sum[0] + sum[1];
@@ -87,7 +87,7 @@ struct ShiftedSoftmax : OnlineSoftmax {
       const bool shifts = tied && highest != 0.f && highest != -INFINITY;
       const float shifted = fminf(highest > 0.f ? beta * highest : 0.f, highest + reach);
       const float most = fmaxf(m[row], shifts ? shifted : highest);
-      shrink[row] = most == m[row] ? 1.f : ptx::exp2(origin<Exponent>(m[row]) - origin<Exponent>(most));
+      shrink[row] = most == m[row] ? 1.f : ptx::exp2(origin<Exponent>(row, m[row]) - origin<Exponent>(row, most));
       l[row] *= shrink[row];
       m[row] = most;
       top[row] = largest;

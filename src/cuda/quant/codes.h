@@ -47,7 +47,7 @@ struct Rotation {
 struct CodesArguments {
   Strided q, k, v;
   HeadScale v_scale;
-  int dim;  // padded: 64 or 128
+  int dim;  // padded: 64 or 128; 256 for int8 of q and k alone
   int heads, kv_heads;
   KeyTiles keys;
   const int* cu_seqlens_q;

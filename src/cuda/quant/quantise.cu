@@ -245,7 +245,8 @@ void launch(const CodesArguments& a, cudaStream_t stream) {
   const int64_t batch = a.q.shape[0], tiles = batch * a.kv_heads * a.keys.count();
   const int64_t q = batch * a.heads * ((a.q.shape[2] + kQueries - 1) / kQueries);
   const Blocks blocks{a.q_code == Code::none ? 0 : static_cast<int>(q),
-                      a.k_code == Code::none ? 0 : static_cast<int>(tiles), static_cast<int>(tiles)};
+                      a.k_code == Code::none ? 0 : static_cast<int>(tiles),
+                      a.v_code == Code::none ? 0 : static_cast<int>(tiles)};
   const int all = blocks.q + blocks.k + blocks.v;
   if (!all) return;
   const int bytes = a.keys.tile * (a.dim + 1 + static_cast<int>(sizeof(float)));  // words, gaps, steps
@@ -279,6 +280,7 @@ void fill_steps(const HeadScale& q, const HeadScale& k, int batch, int heads, in
 
 void quantise(const CodesArguments& a, cudaStream_t stream) {
   const bool integers = a.q_code == Code::s8;
+  if (a.dim == 256) return launch<S8, E4m3, 32>(a, stream);  // without v
   if (a.v_code == Code::s8)
     launch<S8, S8>(a, stream);
   else if (integers)

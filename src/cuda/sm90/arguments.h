@@ -19,6 +19,11 @@ struct ForwardArguments {
   float scale_log2e;
   float beta, beta_reach;  // remedy beta
   const float* v_scale;    // [batch, kv_head], powers of two that v was divided by, or null
+  // Where q and k are codes; those of keys lie in whole tiles, as in ByteForwardArguments.
+  int keys;  // of a head of k, in whole tiles
+  float scale;
+  const float *q_step, *k_step;  // [batch, head, token], [batch, kv_head, keys]
+  const float* mean_logit;       // [batch, head, token]: q times the mean that k lost; null: not wanted
   Output o, o_residual, lse;
 };
 

@@ -44,10 +44,14 @@ std::optional<std::string> unavailable() {
   return objection;
 }
 
+// Weights and values of 8 bits.
 bool byte_sized(const Problem& p) {
   return p.precision == OCTET_PRECISION_INT8 || p.precision == OCTET_PRECISION_INT8_FP8 ||
          p.precision == OCTET_PRECISION_FP8 || p.precision == OCTET_PRECISION_FP8_RAW;
 }
+
+// q and k of 8 bits.
+bool coded(const Problem& p) { return byte_sized(p) || p.precision == OCTET_PRECISION_INT8_F16; }
 
 std::optional<std::string> objection_to(const View& t, const char* label) {
   if (!t.present()) return {};
@@ -73,16 +77,16 @@ std::optional<std::string> backward_objection(const Problem& p) {
 std::optional<std::string> objection(const Problem& p) {
   if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability 9.0");
   if (p.pass == OCTET_JVP) return text("it has no ", name(p.pass), " pass; it has: forward, backward");
-  if (byte_sized(p) && p.pass == OCTET_BACKWARD)
+  if (coded(p) && p.pass == OCTET_BACKWARD)
     return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
-  if (p.precision != OCTET_PRECISION_F16 && p.precision != OCTET_PRECISION_BF16 && !byte_sized(p))
-    return text("it has no ", name(p.precision), "; it has: f16, bf16, int8, int8_fp8, fp8, fp8_raw");
+  if (p.precision != OCTET_PRECISION_F16 && p.precision != OCTET_PRECISION_BF16 && !coded(p))
+    return text("it has no ", name(p.precision), "; it has: f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw");
   if (p.mask.present()) return "it takes no mask tensor; it has causal and window masks";
   if (std::max(p.tokens_q, p.tokens_k) > kMaxTokens)
     return text(std::max(p.tokens_q, p.tokens_k), " tokens; it takes up to ", kMaxTokens);
   if (p.batch * p.heads > kMaxBlocks / (p.tokens_q / 64 + 1))
     return text(p.batch * p.heads, " heads of ", p.tokens_q, " queries are more blocks than it can count");
-  if (byte_sized(p)) return byte_forward_objection(p);
+  if (coded(p)) return coded_forward_objection(p);
   for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}, {&p.o, "o"}, {&p.do_, "do"}})
     if (auto found = objection_to(*t, label)) return found;
   return p.pass == OCTET_BACKWARD ? backward_objection(p) : std::nullopt;

@@ -10,8 +10,6 @@
 
 namespace octet::cuda::sm90 {
 
-constexpr int kStages = 2;  // of k, and of v
-
 // Head dims that kernels are built for; smaller ones are filled with zeros.
 template <int Dim_, int DimV_>
 struct HeadDims {
@@ -22,24 +20,61 @@ using Dims128 = HeadDims<128, 128>;
 using Dims192x128 = HeadDims<192, 128>;
 using Dims256 = HeadDims<256, 256>;
 
-// kQStages: where there is room, the queries of the next block arrive while warpgroups still work on this one.
-template <class Dims>
+// kStages: of k, and of v. kQStages: where there is room, the queries of the next block arrive while warpgroups still
+// work on this one. kTurns: warpgroups take turns at their products.
+struct TwoWarpgroups {
+  static constexpr int kWarpgroups = 2, kRegisters = 240, kLoaderRegisters = 24;
+};
+struct ThreeWarpgroups {
+  static constexpr int kWarpgroups = 3, kRegisters = 160, kLoaderRegisters = 32;
+};
+template <class Precision, class Dims>
 struct ForwardTile;
-template <>
-struct ForwardTile<Dims64> {
-  static constexpr int kWarpgroups = 3, kKeys = 128, kQStages = 2, kRegisters = 160, kLoaderRegisters = 32;
+template <class Precision>
+struct ForwardTile<Precision, Dims64> : ThreeWarpgroups {
+  static constexpr int kKeys = 128, kStages = 2, kQStages = 2;
+  static constexpr bool kTurns = true;
+};
+template <class Precision>
+struct ForwardTile<Precision, Dims128> : TwoWarpgroups {
+  static constexpr int kKeys = 128, kStages = 2, kQStages = 2;
+  static constexpr bool kTurns = true;
+};
+template <class Precision>
+struct ForwardTile<Precision, Dims192x128> : TwoWarpgroups {
+  static constexpr int kKeys = 128, kStages = 2, kQStages = 1;
+  static constexpr bool kTurns = true;
+};
+template <class Precision>
+struct ForwardTile<Precision, Dims256> : TwoWarpgroups {
+  static constexpr int kKeys = 80, kStages = 2, kQStages = 1;
+  static constexpr bool kTurns = true;
+};
+
+// Logits of codes: half the bytes of q and k, more instructions for each logit. Steps of keys take registers of the
+// loader.
+struct TwoWarpgroupsOfCodes {
+  static constexpr int kWarpgroups = 2, kRegisters = 232, kLoaderRegisters = 40;
 };
 template <>
-struct ForwardTile<Dims128> {
-  static constexpr int kWarpgroups = 2, kKeys = 128, kQStages = 2, kRegisters = 240, kLoaderRegisters = 24;
+struct ForwardTile<PrecisionInt8F16, Dims64> : ThreeWarpgroups {
+  static constexpr int kKeys = 112, kStages = 2, kQStages = 2;
+  static constexpr bool kTurns = false;
 };
 template <>
-struct ForwardTile<Dims192x128> {
-  static constexpr int kWarpgroups = 2, kKeys = 128, kQStages = 1, kRegisters = 240, kLoaderRegisters = 24;
+struct ForwardTile<PrecisionInt8F16, Dims128> : ThreeWarpgroups {
+  static constexpr int kKeys = 80, kStages = 4, kQStages = 2;
+  static constexpr bool kTurns = false;
 };
 template <>
-struct ForwardTile<Dims256> {
-  static constexpr int kWarpgroups = 2, kKeys = 80, kQStages = 1, kRegisters = 240, kLoaderRegisters = 24;
+struct ForwardTile<PrecisionInt8F16, Dims192x128> : TwoWarpgroupsOfCodes {
+  static constexpr int kKeys = 128, kStages = 2, kQStages = 1;
+  static constexpr bool kTurns = false;
+};
+template <>
+struct ForwardTile<PrecisionInt8F16, Dims256> : TwoWarpgroupsOfCodes {
+  static constexpr int kKeys = 96, kStages = 2, kQStages = 1;
+  static constexpr bool kTurns = false;
 };
 
 // 8-bit forward. The registers of a group hold s (keys / 2), p (keys / 8), o and the sum of rounded weights (dim_v / 2
@@ -65,6 +100,7 @@ struct ByteForwardTile<Precision, Dims128> {
 // Backward: `kQueries` per step, `kKeys` per thread block, `kDoStages` stages of do. Two warpgroups share the work:
 // where a thread block has 128 keys, each has 64 of them and holds s, dp (queries / 2 registers each), dk, dv (dim / 2
 // each) and half of dq; where it has 64, each has all of them but half of the channels of dk, dv and dq.
+constexpr int kStages = 2;         // of q, and of ds
 constexpr int kBackwardWarps = 8;  // that compute
 constexpr int kBackwardRegisters = 232, kBackwardLoaderRegisters = 40;
 // How partial sums of dq are added: floats as they come, or integers, whose sum is the same in any order.

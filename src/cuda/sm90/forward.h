@@ -5,10 +5,16 @@
 //     where such a p would be too large: s again;  m, p, l by online softmax;  o = o shrink + p v
 //   o = o / l;  lse = scale m + ln l
 //
-// One warp loads tiles through TMA. The warpgroups that compute hold 64 queries each and take turns: while one issues
-// its products, another computes exponentials. Within a warpgroup, the product s of a tile runs together with the
-// product p v of the tile before (FlashAttention-3, arXiv 2407.08608, algorithm 2).
+// One warp loads tiles through TMA. The warpgroups that compute hold 64 queries each and may take turns: while one
+// issues its products, another computes exponentials. Within a warpgroup, the product s of a tile runs together with
+// the product p v of the tile before (FlashAttention-3, arXiv 2407.08608, algorithm 2).
+//
+// q and k are numbers of 16 bits, or codes of 8 with a step for each query and each key: then s is a product of
+// integers, logits are s times the step of the key, and the step of the query is part of the softmax's unit.
 #pragma once
+#include <type_traits>
+
+#include "cuda/attn/byte_softmax.h"
 #include "cuda/attn/mask.h"
 #include "cuda/attn/output.h"
 #include "cuda/attn/precision.h"
@@ -23,26 +29,32 @@ namespace octet::cuda::sm90 {
 
 template <class Precision, class Dims>
 struct Forward {
-  using Tile = ForwardTile<Dims>;
+  using Tile = ForwardTile<Precision, Dims>;
   static constexpr int kRows = Tile::kWarpgroups * kWarpgroupRows, kKeys = Tile::kKeys;
   static constexpr int kThreads = (Tile::kWarpgroups + 1) * kWarpgroup;
   static constexpr int kReaders = Tile::kWarpgroups * kWarpgroup;
   static_assert(Tile::kWarpgroups * Tile::kRegisters + Tile::kLoaderRegisters <=
                 65536 / kThreads / 8 * 8 * (Tile::kWarpgroups + 1));
 
+  static constexpr bool kCodes = kIntegerLogits<Precision>;
+  template <int Rows>
+  using OperandTile = std::conditional_t<kCodes, ByteTile<typename Precision::Operand, Rows, Dims::kDim>,
+                                         SharedTile<typename Precision::Operand, Rows, Dims::kDim>>;
+
   // Some tiles along the diagonal are seen by none of a warpgroup's queries: it passes them over.
   static constexpr bool kSkips = kRows - kWarpgroupRows >= kKeys;
 
-  using TileQ = SharedTile<typename Precision::Operand, kRows, Dims::kDim>;
-  using TileK = SharedTile<typename Precision::Operand, kKeys, Dims::kDim>;
+  using TileQ = OperandTile<kRows>;
+  using TileK = OperandTile<kKeys>;
   using TileV = SharedTile<typename Precision::Weight, kKeys, Dims::kDimV>;
 
   struct alignas(kSwizzleBytes) Shared {
     unsigned char q[Tile::kQStages][TileQ::kBytes];
-    unsigned char k[kStages][TileK::kBytes];
-    unsigned char v[kStages][TileV::kBytes];
+    unsigned char k[Tile::kStages][TileK::kBytes];
+    unsigned char v[Tile::kStages][TileV::kBytes];
+    alignas(16) float k_step[Tile::kStages][kCodes ? kKeys : 1];
     Ring<Tile::kQStages> q_ring;
-    Ring<kStages> k_ring, v_ring;
+    Ring<Tile::kStages> k_ring, v_ring;
     Barrier cleared;
     Work work[Tile::kQStages];
   };
@@ -76,7 +88,7 @@ struct Forward {
   // The loader: one thread.
   __device__ void load_all() {
     RingPosition<Tile::kQStages> q_at;
-    RingPosition<kStages> k_at, v_at;
+    RingPosition<Tile::kStages> k_at, v_at;
     unsigned number = blockIdx.x;
     while (true) {
       const Work work = a.schedule.at(number);
@@ -88,16 +100,26 @@ struct Forward {
       }
       const Keys keys = keys_of(work, work.block, kRows);
       const int kv_head = work.head / a.group;
+      // Codes of keys lie in whole tiles.
+      const int k_first =
+          kCodes && a.schedule.cu_seqlens_k ? (work.k_first / kKeys + work.sequence) * kKeys : work.k_first;
+      const float* const k_step =
+          a.k_step + (static_cast<int64_t>(work.batch) * (a.schedule.heads / a.group) + kv_head) * a.keys + k_first;
       const auto fetch = [&](auto tile, const CUtensorMap& map, const int(&broadcast)[2], int row, int head,
-                             Barrier& full) {
-        full.arrive_expecting(decltype(tile)::kBytes);
+                             Barrier& full, int more_bytes = 0) {
+        full.arrive_expecting(decltype(tile)::kBytes + more_bytes);
         load(tile, map, row, head * broadcast[0], work.batch * broadcast[1], &full.word);
       };
       fetch(q(q_at.stage), a.q, a.q_broadcast, work.q_first + work.block, work.head, shared.q_ring.full[q_at.stage]);
       q_at.advance();
       const auto fetch_k = [&](int tile) {
         shared.k_ring.empty[k_at.stage].wait(k_at.parity ^ 1);
-        fetch(k(k_at.stage), a.k, a.k_broadcast, work.k_first + tile * kKeys, kv_head, shared.k_ring.full[k_at.stage]);
+        Barrier& full = shared.k_ring.full[k_at.stage];
+        auto& steps = shared.k_step[k_at.stage];
+        fetch(k(k_at.stage), a.k, a.k_broadcast, k_first + tile * kKeys, kv_head, full, kCodes ? sizeof steps : 0);
+        if constexpr (kCodes)
+          ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_global, &steps,
+                                     k_step + tile * kKeys, sizeof steps, &full.word);
         k_at.advance();
       };
       const auto fetch_v = [&](int tile) {
@@ -122,21 +144,46 @@ struct Forward {
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
 
-  __device__ auto start_softmax() const {
+  // The first query of a sequence in arrays [batch, head, token].
+  __device__ int64_t row_of(const Work& work) const {
+    return (static_cast<int64_t>(work.batch) * a.schedule.heads + work.head) * a.schedule.q_tokens + work.q_first;
+  }
+
+  // exp(logit) = 2^(unit x) for the two queries of this thread; a query of zeros counts as one with step 1.
+  __device__ RowValues units(const Work& work, int query) const {
+    RowValues unit{a.scale_log2e, a.scale_log2e};
+    if constexpr (kCodes)
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        const float step = a.q_step[row_of(work) + min(query + 8 * row, work.q_tokens - 1)];
+        if (step != 0.f) unit[row] *= step;
+      }
+    return unit;
+  }
+
+  __device__ auto start_softmax(const Work& work, int query) const {
     if constexpr (kHasBeta<Precision>)
-      return ShiftedSoftmax{{a.scale_log2e}, a.beta, a.beta_reach};
+      return ShiftedSoftmax{{units(work, query)}, a.beta, a.beta_reach};
     else
-      return OnlineSoftmax{a.scale_log2e};
+      return OnlineSoftmax{units(work, query)};
+  }
+
+  // Where logits go: float sums stay where they are.
+  static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys>& s, Accumulator<kKeys>&) { return s; }
+  static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys, int>&, Accumulator<kKeys>& converted) {
+    return converted;
   }
 
   // Warpgroup `warpgroup` of those that compute.
   __device__ void compute_all(int warpgroup) {
     RingPosition<Tile::kQStages> q_at;
-    RingPosition<kStages> k_at, v_at;
+    RingPosition<Tile::kStages> k_at, v_at;
     uint32_t cleared_parity = 0;
-    const auto my_turn = [&] { ptx::barrier_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup); };
+    const auto my_turn = [&] {
+      if (Tile::kTurns) ptx::barrier_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
+    };
     const auto pass_turn = [&] {
-      ptx::barrier_arrive(kTurnBarrier + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup);
+      if (Tile::kTurns) ptx::barrier_arrive(kTurnBarrier + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup);
     };
     if (warpgroup == Tile::kWarpgroups - 1) pass_turn();
     for (;; q_at.advance()) {
@@ -148,8 +195,10 @@ struct Forward {
       const Keys mine = kSkips ? keys_of(work, my_first, kWarpgroupRows) : keys;
       const KeyRange ranges[kRowsPerThread] = {a.mask.keys_of(query, work.q_tokens, work.k_tokens),
                                                a.mask.keys_of(query + 8, work.q_tokens, work.k_tokens)};
-      auto softmax = start_softmax();
-      Accumulator<kKeys> s;
+      auto softmax = start_softmax(work, query);
+      Accumulator<kKeys, typename Precision::Sum> s;
+      Accumulator<kKeys> converted;
+      Accumulator<kKeys>& x = in_place(s, converted);
       Accumulator<Dims::kDimV> o;
       Operand<typename Precision::Weight, kKeys> p;
       o.zero();
@@ -157,7 +206,10 @@ struct Forward {
       // Issued, not awaited.
       const auto multiply_qk = [&](int rows, int stage) {
         ptx::wgmma_fence();
-        mm_ABt(s, q(q_at.stage), rows * kWarpgroupRows, k(stage), false);
+        if constexpr (kCodes)
+          mm_bytes(s, q(q_at.stage), rows * kWarpgroupRows, k(stage));
+        else
+          mm_ABt(s, q(q_at.stage), rows * kWarpgroupRows, k(stage), false);
         ptx::wgmma_commit();
       };
       const auto multiply_pv = [&] {
@@ -165,9 +217,16 @@ struct Forward {
         mma_AB(o, p, v(v_at.stage));
         ptx::wgmma_commit();
       };
+      const auto seen_in_part = [&](int tile) {
+        return tile * kKeys < mine.all.first || (tile + 1) * kKeys > mine.all.last;
+      };
+      // Logits x from the product s of a tile.
+      const auto take_logits = [&] {
+        ptx::pin(s.x);
+        if constexpr (kCodes) dequantise(s, shared.k_step[k_at.stage], x);
+      };
       const auto mask = [&](int tile) {
-        const int key = tile * kKeys;
-        if (key < mine.all.first || key + kKeys > mine.all.last) mask_rows(s, key, ranges);
+        if (seen_in_part(tile)) mask_rows(x, tile * kKeys, ranges);
       };
       const auto await_k = [&] { shared.k_ring.full[k_at.stage].wait(k_at.parity); };
       const auto await_v = [&] { shared.v_ring.full[v_at.stage].wait(v_at.parity); };
@@ -193,11 +252,11 @@ struct Forward {
         await_k();
         multiply_qk(warpgroup, k_at.stage);
         ptx::wgmma_wait<0>();
-        ptx::pin(s.x);
+        take_logits();
         finish_k();
         mask(mine.last - 1);
-        softmax.template step<Precision::kWeightExponent>(s);
-        convert(s, p);
+        softmax.template step<Precision::kWeightExponent>(x);
+        convert(x, p);
         clear_v(mine.last - 1);
         if (mine.last - 1 > mine.first) await_k();
       }
@@ -208,12 +267,12 @@ struct Forward {
         multiply_pv();
         pass_turn();
         ptx::wgmma_wait<1>();
-        ptx::pin(s.x);
-        mask(tile);
+        take_logits();
+        if constexpr (!kCodes) mask(tile);
         if constexpr (kHasBeta<Precision>) {
           // Ties are counted in every tile.
-          const RowValues shrink = softmax.template step<Precision::kWeightExponent>(s);
-          ptx::pin(s.x);
+          const RowValues shrink = softmax.template step<Precision::kWeightExponent>(x);
+          ptx::pin(x.x);
           finish_k();
           // Waiting here splits the block of instructions, as the vote below does.
           if (tile > mine.first) await_k();
@@ -221,10 +280,12 @@ struct Forward {
           ptx::pin(o.x);
           scale_rows(o, shrink);
         } else {
-          // Over the maximum of former tiles; in the rare case that it is too small, the tile is done over.
-          const RowValues sum = softmax.template weigh<Precision::kWeightExponent>(s);
-          const bool fits = sum[0] <= Precision::kLargestWeight && sum[1] <= Precision::kLargestWeight;
-          ptx::pin(s.x);
+          // Over the maximum of former tiles; in the rare case that it is too small, the tile is done over. So are
+          // tiles of codes with a mask, whose branch would keep steps from being multiplied between exponentials.
+          const RowValues sum = softmax.template weigh<Precision::kWeightExponent>(x);
+          const bool fits = sum[0] <= Precision::kLargestWeight && sum[1] <= Precision::kLargestWeight &&
+                            !(kCodes && seen_in_part(tile));
+          ptx::pin(x.x);
           // This split of the block of instructions keeps ptxas from waiting for the product with v before the
           // exponentials, which would then run after it instead of beside it.
           if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
@@ -236,15 +297,15 @@ struct Forward {
             multiply_qk(ptx::hidden(warpgroup), ptx::hidden(k_at.stage));
             ptx::wgmma_wait<0>();
             ptx::pin(o.x);
-            ptx::pin(s.x);
+            take_logits();
             mask(tile);
-            scale_rows(o, softmax.template step<Precision::kWeightExponent>(s));
+            scale_rows(o, softmax.template step<Precision::kWeightExponent>(x));
           }
           finish_k();
           if (tile > mine.first) await_k();
         }
         finish_v();
-        convert(s, p);
+        convert(x, p);
       }
       shared.q_ring.empty[q_at.stage].arrive();
       if (mine.any()) {
@@ -265,11 +326,17 @@ struct Forward {
     RowValues inverse, lse;
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const float l = quad_sum(softmax.l[row]);
+      const int i = query + 8 * row;
+      float l = quad_sum(softmax.l[row]), of_mean = 0.f;
+      if constexpr (kCodes) {
+        const KeyRange seen = a.mask.keys_of(i, work.q_tokens, work.k_tokens);
+        if (seen.first == seen.last) l = 0.f;  // whatever its step is
+        if (a.mean_logit && i < work.q_tokens) of_mean = a.scale * a.mean_logit[row_of(work) + i];
+      }
       constexpr float kLn2 = 0.693147180559945f;
       inverse[row] = l == 0.f ? 0.f : v_scale / l;
-      const float from = softmax.template origin<Precision::kWeightExponent>(softmax.m[row]);
-      lse[row] = l == 0.f ? -INFINITY : (from + log2f(l)) * kLn2;
+      const float from = softmax.template origin<Precision::kWeightExponent>(row, softmax.m[row]);
+      lse[row] = l == 0.f ? -INFINITY : (from + log2f(l)) * kLn2 + of_mean;
     }
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 2; ++i) o.x[i] *= inverse[i / 2 % 2];
@@ -278,6 +345,9 @@ struct Forward {
         return write_as<float>(work, query, lse, o);
       case Element::f16:
         return write_as<F16>(work, query, lse, o);
+      case Element::e4m3:
+        if constexpr (kCodes) return write_as<E4m3>(work, query, lse, o);
+        break;
       default:
         return write_as<Bf16>(work, query, lse, o);
     }

@@ -1,16 +1,14 @@
 // The forward pass with operands of 8 bits on the host: codes and steps, tensor maps, schedule, launch.
 #include <algorithm>
-#include <cmath>
 #include <optional>
 
 #include "core/error.h"
 #include "core/names.h"
-#include "cpu/rows.h"
 #include "cuda/host/operands.h"
 #include "cuda/host/status.h"
 #include "cuda/host/tensor_map.h"
-#include "cuda/quant/codes.h"
 #include "cuda/sm90/arguments.h"
+#include "cuda/sm90/codes.h"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/passes.h"
@@ -48,22 +46,6 @@ HeadScale head_scale(const View& t) {
   const octet_tensor& scale = *t.quantization->scale;
   return {static_cast<const float*>(scale.data), scale.stride[0], scale.stride[1]};
 }
-
-Rotation rotation_of(int64_t dim) {
-  Rotation r{.block = static_cast<int>(hadamard_block(dim))};
-  r.norm = 1.f / std::sqrt(static_cast<float>(r.block));
-  for (int64_t c = 0; c < dim; ++c)
-    if (hadamard_sign(kHadamardSeed, c) < 0.f) r.negative[c / 32] |= 1u << c % 32;
-  return r;
-}
-
-// Dense [batch, head, row, column] bytes.
-View bytes_view(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
-  return {OCTET_I8, data, {batch, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}, nullptr};
-}
-
-// How TMA reads bytes: panels as ByteTile has them.
-int panel(int64_t columns) { return columns % 128 == 0 ? 128 : columns % 64 == 0 ? 64 : 32; }
 
 }  // namespace
 
@@ -127,10 +109,11 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   ByteForwardArguments a{};
   const View q = q_given(p) ? q_given_view.view() : bytes_view(c.q_codes, p.batch, p.heads, p.tokens_q, dim);
   const View k = k_given(p) ? k_given_view.view() : bytes_view(c.k_codes, p.batch, p.kv_heads, keys, dim);
-  a.q = tensor_map(q, kernel.rows, panel(dim));
+  a.q = tensor_map(q, kernel.rows, panel_of_bytes(dim));
   if (keys) {
-    a.k = tensor_map(k, kernel.keys, panel(dim));
-    a.v = tensor_map(bytes_view(c.v_codes, p.batch, p.kv_heads, dim, keys), static_cast<int>(dim), panel(kernel.keys));
+    a.k = tensor_map(k, kernel.keys, panel_of_bytes(dim));
+    a.v = tensor_map(bytes_view(c.v_codes, p.batch, p.kv_heads, dim, keys), static_cast<int>(dim),
+                     panel_of_bytes(kernel.keys));
   }
   set_broadcast(q, a.q_broadcast), set_broadcast(k, a.k_broadcast);
   a.k_in_tiles = !k_given(p);
@@ -151,8 +134,8 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   return carver.used();
 }
 
-std::optional<std::string> byte_forward_objection(const Problem& p) {
-  if (std::max(p.dim, p.dim_v) > kMaxByteDim)
+std::optional<std::string> coded_forward_objection(const Problem& p) {
+  if (p.precision != OCTET_PRECISION_INT8_F16 && std::max(p.dim, p.dim_v) > kMaxByteDim)
     return text("it has no ", name(p.precision), " for head dim ", std::max(p.dim, p.dim_v), "; it has: up to ",
                 kMaxByteDim);
   if (p.smooth_q) return "smooth_q is not in its kernels";

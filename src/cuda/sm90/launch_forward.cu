@@ -1,10 +1,13 @@
-// The forward pass on the host: operands, tensor maps, schedule, launch.
+// The forward pass with weights of 16 bits on the host: operands, tensor maps, schedule, launch.
 #include <algorithm>
+#include <optional>
 
+#include "core/names.h"
 #include "cuda/host/operands.h"
 #include "cuda/host/status.h"
 #include "cuda/host/tensor_map.h"
 #include "cuda/sm90/arguments.h"
+#include "cuda/sm90/codes.h"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/passes.h"
@@ -18,6 +21,13 @@ bool inside(const Problem& p) {
   return p.precision == OCTET_PRECISION_BF16 && p.remedy == OCTET_REMEDY_F16_INSIDE && keeps;
 }
 
+bool coded(const Problem& p) { return p.precision == OCTET_PRECISION_INT8_F16; }
+
+// Whether v becomes f16 times a power of two per head. An f16 v stays as it is, and f16 holds all that e4m3 does.
+bool scales_v(const Problem& p) {
+  return inside(p) || (coded(p) && (p.v.dtype == OCTET_BF16 || p.v.dtype == OCTET_F32));
+}
+
 DimsIndex dims_of(const Problem& p) {
   const int64_t most = std::max(p.dim, p.dim_v);
   if (most <= 64) return DimsIndex::d64;
@@ -25,8 +35,23 @@ DimsIndex dims_of(const Problem& p) {
   return p.dim <= 192 && p.dim_v <= 128 ? DimsIndex::d192x128 : DimsIndex::d256;
 }
 
+// Channels of q and k that a kernel multiplies.
+int64_t dim_of(DimsIndex dims) {
+  switch (dims) {
+    case DimsIndex::d64:
+      return Dims64::kDim;
+    case DimsIndex::d128:
+      return Dims128::kDim;
+    case DimsIndex::d192x128:
+      return Dims192x128::kDim;
+    default:
+      return Dims256::kDim;
+  }
+}
+
 Kernel kernel_of(const Problem& p) {
   const DimsIndex dims = dims_of(p);
+  if (coded(p)) return forward_kernel<PrecisionInt8F16>(dims);
   if (inside(p)) return forward_kernel<PrecisionBf16Inside>(dims);
   if (p.remedy == OCTET_REMEDY_BETA)
     return p.precision == OCTET_PRECISION_BF16 ? forward_kernel<WithBeta<PrecisionBf16>>(dims)
@@ -39,10 +64,7 @@ Kernel kernel_of(const Problem& p) {
 
 std::string forward_name(const Problem& p) {
   const Kernel kernel = kernel_of(p);
-  return text("forward ",
-              inside(p)                             ? "bf16 with f16 weights"
-              : p.precision == OCTET_PRECISION_BF16 ? "bf16"
-                                                    : "f16",
+  return text("forward ", name(p.precision), inside(p) ? " with f16 weights" : "",
               p.remedy == OCTET_REMEDY_BETA ? " with beta" : "", ", wgmma, ", kernel.rows, " x ", kernel.keys,
               " tiles");
 }
@@ -52,26 +74,36 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   Carver carver(workspace);
   auto* const counter = carver.take<unsigned>(1);
   int* const blocks_before = p.packed() ? carver.take<int>(sequences_of(p) + 1) : nullptr;
-  const Input q(p.q, type, carver), k(p.k, type, carver);
-  const bool scaled = inside(p);
+  const Kernel kernel = kernel_of(p);
+  const Input q(coded(p) ? View{} : p.q, type, carver), k(coded(p) ? View{} : p.k, type, carver);
+  std::optional<Int8Logits> codes;
+  if (coded(p)) codes.emplace(p, dim_of(dims_of(p)), kernel.keys, carver);
+  const bool scaled = scales_v(p);
   const Input v(scaled ? View{} : p.v, type, carver);
-  const ScaledInput v_scaled(scaled ? p.v : View{}, type, carver);
+  const ScaledInput v_scaled(scaled ? p.v : View{}, inside(p) ? type : p.v.dtype, carver);
   const Result o(p.o, carver), o_residual(p.o_residual, carver);
   if (!workspace || !p.o.elements()) return carver.used();
 
   const DeviceScope device(p.device_index);
-  const Kernel kernel = kernel_of(p);
   ForwardArguments a{};
   q.prepare(stream), k.prepare(stream);
+  if (codes) codes->prepare(stream);
   scaled ? v_scaled.prepare(stream) : v.prepare(stream);
   const View& values = scaled ? v_scaled.view() : v.view();
-  a.q = tensor_map(q.view(), kernel.rows);
-  if (p.tokens_k) a.k = tensor_map(k.view(), kernel.keys), a.v = tensor_map(values, kernel.keys);
-  set_broadcast(q.view(), a.q_broadcast), set_broadcast(k.view(), a.k_broadcast), set_broadcast(values, a.v_broadcast);
+  const View queries = codes ? codes->q() : q.view(), keys = codes ? codes->k() : k.view();
+  const int panel = codes ? panel_of_bytes(queries.shape[3]) : kPanelColumns;
+  a.q = tensor_map(queries, kernel.rows, panel);
+  if (p.tokens_k) a.k = tensor_map(keys, kernel.keys, panel), a.v = tensor_map(values, kernel.keys);
+  set_broadcast(queries, a.q_broadcast), set_broadcast(keys, a.k_broadcast), set_broadcast(values, a.v_broadcast);
+  if (codes) {
+    a.keys = codes->keys();
+    a.q_step = codes->q_step(), a.k_step = codes->k_step(), a.mean_logit = codes->mean_logit();
+  }
   a.schedule = schedule_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
   a.mask = mask_of(p);
   a.group = static_cast<int>(p.group());
   a.dim_v = static_cast<int>(p.dim_v);
+  a.scale = p.scale;
   a.scale_log2e = static_cast<float>(p.scale * 1.4426950408889634);
   // f16 has fewer exponents for the other keys; reach is in logits before scaling.
   a.beta = p.beta, a.beta_reach = (p.precision == OCTET_PRECISION_F16 ? 4.f : 20.f) / p.scale;

@@ -23,6 +23,7 @@ template <class T, int Rows_, int Columns_>
 struct SharedTile {
   using Element = T;
   static constexpr int kRows = Rows_, kColumns = Columns_;
+  static constexpr int kPanelWidth = kPanelColumns;
   static constexpr int kPanels = Columns_ / kPanelColumns;
   static constexpr int kPanelBytes = Rows_ * kPanelRowBytes;
   static constexpr int kBytes = kPanels * kPanelBytes;
@@ -103,13 +104,7 @@ __device__ void load(const Tile& tile, const CUtensorMap& map, int column, int r
 // beyond the tensor arrives as zeros.
 template <class Tile>
 __device__ void load(const Tile& tile, const CUtensorMap& map, int row, int head, int batch, uint64_t* full) {
-  namespace ptx = ::cuda::ptx;
-#pragma unroll
-  for (int panel = 0; panel < Tile::kPanels; ++panel) {
-    const int32_t at[4] = {panel * kPanelColumns, row, head, batch};
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, tile.data + panel * Tile::kPanelBytes, &map, at,
-                              full);
-  }
+  load(tile, map, 0, row, head, batch, full);
 }
 
 }  // namespace octet::cuda

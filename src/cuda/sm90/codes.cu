@@ -1,0 +1,67 @@
+#include <cmath>
+
+#include "cpu/rows.h"
+#include "cuda/host/operands.h"
+#include "cuda/sm90/codes.h"
+#include "cuda/sm90/launch.h"
+
+namespace octet::cuda::sm90 {
+
+Rotation rotation_of(int64_t dim) {
+  Rotation r{.block = static_cast<int>(hadamard_block(dim))};
+  r.norm = 1.f / std::sqrt(static_cast<float>(r.block));
+  for (int64_t c = 0; c < dim; ++c)
+    if (hadamard_sign(kHadamardSeed, c) < 0.f) r.negative[c / 32] |= 1u << c % 32;
+  return r;
+}
+
+View bytes_view(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
+  return {OCTET_I8, data, {batch, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}, nullptr};
+}
+
+int panel_of_bytes(int64_t columns) { return columns % 128 == 0 ? 128 : columns % 64 == 0 ? 64 : 32; }
+
+Int8Logits::Int8Logits(const Problem& p, int64_t dim, int tile, Carver& workspace)
+    : codes_{.q = strided(p.q),
+             .k = strided(p.k),
+             .v = strided(p.v),
+             .dim = dim <= 64    ? 64
+                    : dim <= 128 ? 128
+                                 : 256,
+             .heads = static_cast<int>(p.heads),
+             .kv_heads = static_cast<int>(p.kv_heads),
+             .keys = {static_cast<const int*>(p.cu_seqlens_k.data), sequences_of(p), static_cast<int>(p.tokens_k),
+                      tile},
+             .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
+             .q_code = Code::s8,
+             .k_code = Code::s8},
+      batch_(p.batch),
+      dim_(dim),
+      queries_(p.tokens_q),
+      keys_(static_cast<int64_t>(codes_.keys.count()) * tile) {
+  if (p.hadamard) codes_.rotation = rotation_of(p.dim);
+  const int64_t rows = p.batch * p.heads * queries_, key_rows = p.batch * p.kv_heads * keys_;
+  const int64_t sequences = p.packed() ? sequences_of(p) : p.batch;
+  codes_.channels.k_mean = workspace.take<float>(sequences * p.kv_heads * codes_.dim);
+  scratch_ = workspace.take(survey_bytes(codes_));
+  codes_.q_codes = workspace.take(rows * codes_.dim);
+  codes_.k_codes = workspace.take(key_rows * codes_.dim);
+  codes_.q_step = workspace.take<float>(rows);
+  codes_.k_step = workspace.take<float>(key_rows);
+  if (p.lse.present()) codes_.mean_logit = workspace.take<float>(rows);
+}
+
+void Int8Logits::prepare(cudaStream_t stream) const {
+  if (!keys_) return;
+  survey(codes_, scratch_, stream);
+  quantise(codes_, stream);
+}
+
+// The channels that the kernel reads, of rows that may be longer.
+View Int8Logits::view(void* data, int64_t heads, int64_t rows) const {
+  View v = bytes_view(data, batch_, heads, rows, codes_.dim);
+  v.shape[3] = dim_;
+  return v;
+}
+
+}  // namespace octet::cuda::sm90

@@ -1,0 +1,41 @@
+// What the launches with codes of 8 bits share.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "core/problem.h"
+#include "cuda/host/workspace.h"
+#include "cuda/quant/codes.h"
+
+namespace octet::cuda::sm90 {
+
+// The rotation of q and k of `dim` channels, signs from kHadamardSeed.
+Rotation rotation_of(int64_t dim);
+
+// Dense [batch, head, row, column] bytes.
+View bytes_view(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t columns);
+
+// Columns of the boxes in which TMA reads bytes: panels as ByteTile has them.
+int panel_of_bytes(int64_t columns);
+
+// q and k as int8 with a step for each token, k less its mean, keys in whole tiles of `tile`.
+class Int8Logits {
+ public:
+  // `dim`: the kernel's.
+  Int8Logits(const Problem& p, int64_t dim, int tile, Carver& workspace);
+  void prepare(cudaStream_t stream) const;
+  View q() const { return view(codes_.q_codes, codes_.heads, queries_); }  // [batch, head, token, dim]
+  View k() const { return view(codes_.k_codes, codes_.kv_heads, keys_); }  // [batch, kv_head, keys, dim]
+  int keys() const { return static_cast<int>(keys_); }
+  const float* q_step() const { return codes_.q_step; }
+  const float* k_step() const { return codes_.k_step; }
+  const float* mean_logit() const { return codes_.mean_logit; }  // null where no lse is wanted
+
+ private:
+  View view(void* data, int64_t heads, int64_t rows) const;
+
+  CodesArguments codes_;
+  int64_t batch_, dim_, queries_, keys_;
+  void* scratch_;
+};
+
+}  // namespace octet::cuda::sm90
