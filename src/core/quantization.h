@@ -4,6 +4,7 @@
 #include <octet/octet.h>
 
 #include "core/problem.h"
+#include "core/thread_groups.h"
 
 namespace octet {
 
@@ -14,11 +15,6 @@ void apply_rope(const octet_rope* rope, const octet_tensor* x, uint32_t inverse,
 int64_t scale_groups(uint32_t operand, uint32_t granularity, int64_t block, int64_t tokens);
 void logit_error(const octet_tensor* q_statistics, const octet_tensor* k_statistics, float scale, octet_tensor* error,
                  void* stream);
-
-// Thread groups are the rows that one thread holds in its mma fragments (SageAttention 2, arXiv 2411.10958,
-// section 3.2): of each 32 queries those with equal row mod 8; of each 64 keys those with equal (row mod 8) div 2.
-constexpr int64_t kThreadTileQ = 32, kThreadGroupsQ = 8;
-constexpr int64_t kThreadTileK = 64, kThreadGroupsK = 4;
 
 // octet_quantization after it has been judged. Absent tensors are not present().
 struct Quantization {
@@ -39,8 +35,7 @@ struct Quantization {
       case OCTET_PER_BLOCK:
         return token / block;
       case OCTET_PER_THREAD:
-        return operand == OCTET_OPERAND_Q ? token / kThreadTileQ * kThreadGroupsQ + token % 8
-                                          : token / kThreadTileK * kThreadGroupsK + token % 8 / 2;
+        return operand == OCTET_OPERAND_Q ? thread_group_q(token) : thread_group_k(token);
       default:
         return 0;
     }

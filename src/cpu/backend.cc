@@ -178,7 +178,7 @@ ForwardPlan forward_recipe(const Problem& p) {
     case OCTET_PRECISION_INT8_FP8:
       return {.qk = OCTET_I8,
               .q_group = 1,
-              .k_group = 1,
+              .k_group = kThreadGroups,
               .smooth_k = true,
               .hadamard = p.hadamard,
               .v = OCTET_E4M3,

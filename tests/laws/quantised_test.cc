@@ -40,22 +40,24 @@ TEST_P(InputTypes, that_hold_the_same_subnormals_give_the_same_bits) {
 
 INSTANTIATE_TEST_SUITE_P(Recipes, InputTypes, testing::ValuesIn(every_recipe()), label);
 
-// int8 codes per token with their scales and, if smoothed, the channel means taken off before.
+// int8 codes with their scales, per token or as said, and, if smoothed, the channel means taken off before.
 struct Codes {
   Buffer codes, scale, mean;
   Tensor scale_view, mean_view;
   octet_quantization quantization = OCTET_QUANTIZATION_INIT;
   Tensor view;
 
-  Codes(const Buffer& x, octet_operand operand, bool smooth) {
+  Codes(const Buffer& x, octet_operand operand, bool smooth, octet_granularity granularity = OCTET_PER_TOKEN) {
     const Tensor of = x.view();
     const Shape shape{of.shape[0], of.shape[1], of.shape[2], of.shape[3]};
+    int64_t groups = 0;
+    check(octet_scale_groups(operand, granularity, 0, shape[2], &groups));
     codes = Buffer(DType::i8, shape);
-    scale = Buffer(DType::f32, {shape[0], shape[1], shape[2], 1});
+    scale = Buffer(DType::f32, {shape[0], shape[1], groups, 1});
     if (smooth) mean = Buffer(DType::f32, {shape[0], shape[1], 1, shape[3]});
     scale_view = scale.view(), mean_view = mean.view();
     quantization.operand = operand;
-    quantization.granularity = OCTET_PER_TOKEN;
+    quantization.granularity = granularity;
     quantization.scale = &scale_view;
     quantization.mean = smooth ? &mean_view : nullptr;
     view = codes.view();
@@ -86,6 +88,20 @@ TEST(Codes, from_octet_quantize_give_the_same_bits) {
     bound = std::max(bound, c.effective_scale() * largest(steps) / 2 * magnitude);
   });
   expect_near(lse8.values(), lse.values(), bound * (1 + 0x1p-10), "lse");
+}
+
+// int8_fp8 quantises k as octet_quantize does per thread.
+TEST(Codes, of_k_per_thread_give_the_same_bits_at_int8_fp8) {
+  const Case c{
+      .name = "codes", .batch = 2, .heads = 4, .kv_heads = 2, .tokens_q = 100, .tokens_k = 200, .dtype = DType::bf16};
+  const Inputs in = draw(c, 4);
+  const Buffer q(in.q, DType::bf16), k(in.k, DType::bf16), v(in.v, DType::bf16);
+  const Codes q8(q, OCTET_OPERAND_Q, false), k8(k, OCTET_OPERAND_K, true, OCTET_PER_THREAD);
+  const Buffer o(DType::f32, c.o_shape()), o8(DType::f32, c.o_shape());
+  const Attention attention{.precision = Precision::int8_fp8, .hadamard = Switch::off, .backend = "cpu"};
+  run(attention, Forward{.q = q.view(), .k = k.view(), .v = v.view(), .o = o.view()});
+  run(attention, Forward{.q = q8.view, .k = k8.view, .v = v.view(), .o = o8.view()});
+  expect_same_bits(o8.values(), o.values(), "o");
 }
 
 // A token of k that is not finite reaches the queries that see it, and no other, in codes as in quantising inside.

@@ -1,5 +1,6 @@
 // The numbers that rows of the caller's tensors stand for: as floats in memory, or one row in vectors.
 #pragma once
+#include "core/thread_groups.h"
 #include "cpu/kernels/elements.h"
 
 namespace octet::cpu::OCTET_ISA {
@@ -18,7 +19,7 @@ OCTET_INLINE int64_t group_of(const octet_quantization& how, int64_t token) {
     case OCTET_PER_BLOCK:
       return token / how.block;
     case OCTET_PER_THREAD:
-      return how.operand == OCTET_OPERAND_Q ? token / 32 * 8 + token % 8 : token / 64 * 4 + token % 8 / 2;
+      return how.operand == OCTET_OPERAND_Q ? thread_group_q(token) : thread_group_k(token);
     default:
       return 0;
   }

@@ -204,8 +204,9 @@ inline void subtract(float* row, const float* mean, int64_t n) {
   for (int64_t c = 0; c < n; ++c) row[c] -= mean[c];
 }
 
-// Rounds `valid` rows to `dtype`, one scale for each `group` of them (0: no scale), steps into `steps`. A row that is
-// not finite gets the step NaN and does not count for its group. `came`: the type that the numbers have already.
+// Rounds `valid` rows of a tile to `dtype`, one scale for each `group` of them (0: no scale; or kThreadGroups), steps
+// into `steps`. A row that is not finite gets the step NaN and does not count for its group. `came`: the type that the
+// numbers have already.
 inline void quantize_rows(octet_dtype dtype, octet_dtype came, int64_t group, float* rows, int64_t valid, int64_t width,
                           float* steps) {
   if (!group) {
@@ -213,20 +214,17 @@ inline void quantize_rows(octet_dtype dtype, octet_dtype came, int64_t group, fl
     for (int64_t r = 0; r < valid; ++r) round_row_to(dtype, 1.f, rows + r * width, width);
     return;
   }
-  const float top = largest_code(dtype);
-  for (int64_t first = 0; first < valid; first += group) {
-    const int64_t last = first + group < valid ? first + group : valid;
-    float largest = 0.f;
-    for (int64_t r = first; r < last; ++r) {
-      const float a = row_amax(rows + r * width, width);
-      steps[r] = a;
-      largest = a > largest && a < __builtin_inff() ? a : largest;
-    }
-    const Step step = step_of(largest, top);
-    for (int64_t r = first; r < last; ++r) {
-      round_row_to(dtype, step.inverse, rows + r * width, width);
-      steps[r] = steps[r] < __builtin_inff() ? step.step : __builtin_nanf("");
-    }
+  const auto group_of = [&](int64_t r) { return group == kThreadGroups ? thread_group_k(r) : r / group; };
+  float largest[kKeys] = {};
+  for (int64_t r = 0; r < valid; ++r) {
+    steps[r] = row_amax(rows + r * width, width);
+    float& of_group = largest[group_of(r)];
+    of_group = steps[r] > of_group && steps[r] < __builtin_inff() ? steps[r] : of_group;
+  }
+  for (int64_t r = 0; r < valid; ++r) {
+    const Step step = step_of(largest[group_of(r)], largest_code(dtype));
+    round_row_to(dtype, step.inverse, rows + r * width, width);
+    steps[r] = steps[r] < __builtin_inff() ? step.step : __builtin_nanf("");
   }
 }
 

@@ -16,12 +16,14 @@ enum class PFormat {
 
 enum class VScale { none, token, channel, head };
 
+constexpr int64_t kThreadGroups = -1;  // instead of tokens per scale: those of core/thread_groups.h
+
 // A precision's forward recipe; docs/numerics.md.
 struct ForwardPlan {
   bool q_coded = false, k_coded = false, v_coded = false;  // came as codes that the kernel takes as they are
   octet_dtype qk;                                          // q and k are rounded to it: f32, f16, bf16, e4m3, i8
   int64_t q_group = 0;                                     // tokens per scale of q and k; 0: no scale
-  int64_t k_group = 0;
+  int64_t k_group = 0;                                     // or kThreadGroups
   bool smooth_k = false;
   bool hadamard = false;
   octet_dtype v;

@@ -14,6 +14,7 @@ constexpr int64_t kStep = 128;  // keys per step of forward passes whose p has a
 
 constexpr Quantizer per_token(octet_dtype code) { return {code, Group::token}; }
 constexpr Quantizer per_block(octet_dtype code, int64_t tokens) { return {code, Group::block, tokens}; }
+constexpr Quantizer keys_of_a_thread(octet_dtype code) { return {code, Group::thread_k}; }
 constexpr Quantizer per_channel(octet_dtype code) { return {code, Group::channel}; }
 constexpr Quantizer per_tensor(octet_dtype code) { return {code, Group::tensor}; }
 constexpr Quantizer cast(octet_dtype code) { return {code}; }
@@ -171,6 +172,7 @@ Recipe octet_int8_fp8(bool hadamard, bool smooth_q) {
   Recipe r;
   r.tile = kStep;
   r.logits = int8_logits(hadamard, smooth_q);
+  r.logits.k = keys_of_a_thread(OCTET_I8);
   r.p = fixed(OCTET_E4M3, 448.0);
   r.sum_rounded_p = true;
   r.v = per_channel(OCTET_E4M3);
