@@ -16,7 +16,7 @@ INSTANTIATE_TEST_SUITE_P(Bars, RealActivations,
                          testing::Values(kRealBf16,
                                          RealBar{"int8", Precision::int8, DType::f32, .0095, .030, .026, .018},
                                          kRealInt8F16,
-                                         RealBar{"int8_fp8", Precision::int8_fp8, DType::f32, .029, 0, 0, 0},
+                                         RealBar{"int8_fp8", Precision::int8_fp8, DType::f32, .028, 0, 0, 0},
                                          RealBar{"fp8", Precision::fp8, DType::f32, .040, 0, 0, 0}),
                          [](const auto& info) { return std::string(info.param.row); });
 
