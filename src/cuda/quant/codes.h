@@ -1,7 +1,7 @@
 // The operands of 8-bit kernels: codes with steps as the quantisers of the CPU make them (cpu/rows.h), bit by bit, with
 // keys in whole tiles and v with its keys along rows.
 //
-// x is read twice where a mean or a largest number of a channel comes first: survey, then quantise.
+// k and v are read twice where means or largest numbers of channels come first.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -56,17 +56,21 @@ struct CodesArguments {
   Code q_code, k_code, v_code;  // none: stays as it is
   void *q_codes, *k_codes;      // [batch, head, token, padded dim]; k in tiles
   void* v_codes;                // [batch, head, padded dim, key], in tiles, each 16 keys in the order of byte_order
-  float *q_step, *k_step;       // of each token [batch, head, token]; k in tiles
+  float* q_step;                // of each token [batch, head, token]
+  // Of each token [batch, head, token] in tiles or, with k_groups, of each thread group of 16 keys [batch, head, token
+  // / 64, 4] (SageAttention 2, arXiv 2411.10958, section 3.2): of 64 keys of a tile those with equal (key mod 8) div 2.
+  float* k_step;
+  bool k_groups;
   // log2 of the steps of v and their inverses, [batch, head, tile, 2, key]; null: v is not coded by tokens. A token of
   // zeros has a step of 2^-40 times its tile's largest, and one that is not finite the logarithm NaN and inverse 0.
   float* v_step;
   float* mean_logit;  // [batch, head, token]: q times the mean of its keys; null: not wanted
 };
 
-// Bytes of scratch that survey needs.
-std::size_t survey_bytes(const CodesArguments& a);
-void survey(const CodesArguments& a, void* scratch, cudaStream_t stream);
-void quantise(const CodesArguments& a, cudaStream_t stream);
+// Bytes of scratch that `prepare` needs, at a multiple of 256.
+std::size_t preparation_bytes(const CodesArguments& a);
+// All of the above, in one launch.
+void prepare(const CodesArguments& a, void* scratch, cudaStream_t stream);
 
 // steps[batch, head, token] = q's scale times that of the head of k.
 void fill_steps(const HeadScale& q, const HeadScale& k, int batch, int heads, int kv_heads, int tokens, float* steps,

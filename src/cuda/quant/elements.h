@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <type_traits>
 
 #include "cuda/attn/views.h"
 
@@ -88,33 +89,77 @@ __device__ inline void write(const Strided& t, const Line& line, const Vector& x
   visit(t.element, [&](auto* type) { write_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
 }
 
-// How a kernel reads vectors, in two steps: `load` what lies in memory, then `convert`. From any tensor, or from
-// tensors of one type whose vectors are whole words: without a branch, so that kBatch loads can be under way at once.
-struct AnyVectors {
-  static constexpr int kBatch = 1;
-  struct Raw {
-    Vector x;
-  };
-  static __device__ Raw load(const Strided& t, const Line& line) {
-    Raw raw;
-    read(t, line, raw.x);
-    return raw;
-  }
-  static __device__ void convert(const Raw& raw, Vector& x) {
-    for (int i = 0; i < kVector; ++i) x[i] = raw.x[i];
-  }
+// The rows of a (batch, head).
+struct Head {
+  const void* data;
+  Element element;
+  int dim;
+  int64_t token, channel;  // strides
 };
+__device__ inline Head head_of(const Strided& t, int batch, int head) {
+  Head h{nullptr, t.element, static_cast<int>(t.shape[3]), t.stride[2], t.stride[3]};
+  visit(t.element, [&](auto* type) {
+    h.data = static_cast<decltype(type)>(t.data) + Line{batch, head, 0, 0}.offset(t);
+  });
+  return h;
+}
+
+// How a kernel reads vectors, in two steps: `load` what lies in memory, then `convert`, or `pair` elements 2 i and 2 i
+// + 1. From tensors of one type whose vectors are whole words, without a branch, so that many loads can be under way at
+// once; or from any tensor, where load only says where the vector lies.
 template <class T>
 struct WholeVectors {
-  static constexpr int kBatch = 4;
+  using Element = T;
+  static constexpr bool kWhole = true;
   using Raw = typename Words<T>::Word;
   static_assert(sizeof(Raw) == sizeof(T) * kVector);
-  static __device__ Raw load(const Strided& t, const Line& line) {
-    return __ldg(reinterpret_cast<const Raw*>(static_cast<const T*>(t.data) + line.offset(t)));
+  static __device__ const T* at(const Head& h, int token, int channel) {
+    return static_cast<const T*>(h.data) + token * h.token + channel;
+  }
+  static __device__ Raw load(const Head& h, int token, int channel) {
+    return __ldg(reinterpret_cast<const Raw*>(at(h, token, channel)));
+  }
+  static __device__ float2 pair(const Raw& raw, int i) {
+    const T* elements = reinterpret_cast<const T*>(&raw);
+    return {float(elements[2 * i]), float(elements[2 * i + 1])};
   }
   static __device__ void convert(const Raw& raw, Vector& x) {
-    const T* elements = reinterpret_cast<const T*>(&raw);
-    for (int i = 0; i < kVector; ++i) x[i] = float(elements[i]);
+#pragma unroll
+    for (int i = 0; i < kVector / 2; ++i) {
+      const float2 two = pair(raw, i);
+      x[2 * i] = two.x, x[2 * i + 1] = two.y;
+    }
+  }
+};
+struct AnyVectors {
+  static constexpr bool kWhole = false;
+  struct Raw {
+    const void* data;  // null: zeros
+    octet::cuda::Element element;
+    int64_t stride;
+  };
+  static __device__ Raw load(const Head& h, int token, int channel) {
+    Raw raw{};
+    visit(h.element, [&](auto* type) {
+      raw = {static_cast<const std::remove_pointer_t<decltype(type)>*>(h.data) + token * h.token + channel * h.channel,
+             h.element, h.channel};
+    });
+    return raw;
+  }
+  static __device__ float2 pair(const Raw& raw, int i) {
+    float2 two{};
+    if (raw.data)
+      visit(raw.element, [&](auto* type) {
+        const auto* x = static_cast<const std::remove_pointer_t<decltype(type)>*>(raw.data) + 2 * i * raw.stride;
+        two = {float(x[0]), float(x[raw.stride])};
+      });
+    return two;
+  }
+  static __device__ void convert(const Raw& raw, Vector& x) {
+    for (int i = 0; i < kVector / 2; ++i) {
+      const float2 two = pair(raw, i);
+      x[2 * i] = two.x, x[2 * i + 1] = two.y;
+    }
   }
 };
 

@@ -43,7 +43,7 @@ Int8Logits::Int8Logits(const Problem& p, int64_t dim, int tile, Carver& workspac
   const int64_t rows = p.batch * p.heads * queries_, key_rows = p.batch * p.kv_heads * keys_;
   const int64_t sequences = p.packed() ? sequences_of(p) : p.batch;
   codes_.channels.k_mean = workspace.take<float>(sequences * p.kv_heads * codes_.dim);
-  scratch_ = workspace.take(survey_bytes(codes_));
+  scratch_ = workspace.take(preparation_bytes(codes_));
   codes_.q_codes = workspace.take(rows * codes_.dim);
   codes_.k_codes = workspace.take(key_rows * codes_.dim);
   codes_.q_step = workspace.take<float>(rows);
@@ -52,9 +52,7 @@ Int8Logits::Int8Logits(const Problem& p, int64_t dim, int tile, Carver& workspac
 }
 
 void Int8Logits::prepare(cudaStream_t stream) const {
-  if (!keys_) return;
-  survey(codes_, scratch_, stream);
-  quantise(codes_, stream);
+  if (keys_) octet::cuda::prepare(codes_, scratch_, stream);
 }
 
 // The channels that the kernel reads, of rows that may be longer.

@@ -81,8 +81,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   int* const blocks_before = p.packed() ? carver.take<int>(sequences_of(p) + 1) : nullptr;
   const auto channels = [&](bool wanted) { return wanted ? carver.take<float>(sequence_sides * dim) : nullptr; };
   c.channels = {channels(smooths_k(p)), channels(dynamic), channels(v_by_channel(p)), channels(v_by_channel(p))};
-  const bool surveyed = smooths_k(p) || dynamic || v_by_channel(p);
-  void* const scratch = surveyed ? carver.take(survey_bytes(c)) : nullptr;
+  void* const scratch = carver.take(preparation_bytes(c));
   const Input q_given_view(q_given(p) ? p.q : View{}, OCTET_E4M3, carver);
   const Input k_given_view(k_given(p) ? p.k : View{}, OCTET_E4M3, carver);
   const int64_t queries = p.batch * p.heads * p.tokens_q;
@@ -101,10 +100,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   if (given_steps)
     fill_steps(head_scale(p.q), head_scale(p.k), static_cast<int>(p.batch), c.heads, c.kv_heads,
                static_cast<int>(p.tokens_q), c.q_step, stream);
-  if (keys) {
-    if (surveyed) survey(c, scratch, stream);
-    quantise(c, stream);
-  }
+  if (keys) prepare(c, scratch, stream);
 
   ByteForwardArguments a{};
   const View q = q_given(p) ? q_given_view.view() : bytes_view(c.q_codes, p.batch, p.heads, p.tokens_q, dim);

@@ -1,0 +1,159 @@
+// The first look at k and v: means and largest numbers of channels over the tokens of a sequence. Numbers that are not
+// finite count as 0.
+#pragma once
+#include "cuda/quant/elements.h"
+#include "cuda/quant/preparation.h"
+
+namespace octet::cuda {
+
+template <int Dim>
+struct SurveyShared {
+  double found[kPrepareThreads * kVector];
+  bool last;
+};
+
+template <class Vectors, int Dim>
+struct Surveyor {
+  static constexpr int kLanes = Dim / kVector, kRows = kPrepareThreads / kLanes;
+  static constexpr int kBatch = Vectors::kWhole ? 8 : 1;  // loads under way
+
+  const Preparation& p;
+  SurveyShared<Dim>& shared;
+
+  static __device__ int lane() { return threadIdx.x % kLanes; }
+
+  // Calls f with this thread's vectors of a chunk.
+  template <class F>
+  __device__ void for_each(const Strided& t, int side, const TileOfKeys& chunk, const F& f) const {
+    const Head rows = head_of(t, side / p.codes.kv_heads, side % p.codes.kv_heads);
+    const int channel = lane() * kVector;
+    if (channel >= rows.dim) return;
+    const auto use = [&](const typename Vectors::Raw& raw) {
+      Vector x;
+      Vectors::convert(raw, x);
+      f(x);
+    };
+    int i = threadIdx.x / kLanes;
+    for (; i + (kBatch - 1) * kRows < chunk.tokens; i += kBatch * kRows) {
+      typename Vectors::Raw raw[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) raw[j] = Vectors::load(rows, chunk.first + i + j * kRows, channel);
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) use(raw[j]);
+    }
+#pragma unroll 1
+    for (; i < chunk.tokens; i += kRows) use(Vectors::load(rows, chunk.first + i, channel));
+  }
+
+  // Writes what f makes of all threads' numbers of a channel.
+  template <class T, class F>
+  __device__ void combine(const T (&mine)[kVector], const F& f, T* to) const {
+    auto* const rows = reinterpret_cast<T*>(shared.found);
+    for (int i = 0; i < kVector; ++i) rows[threadIdx.x / kLanes * Dim + lane() * kVector + i] = mine[i];
+    __syncthreads();
+    for (int c = threadIdx.x; c < Dim; c += kPrepareThreads) {
+      T all = rows[c];
+      for (int r = 1; r < kRows; ++r) all = f(all, rows[r * Dim + c]);
+      to[c] = all;
+    }
+  }
+
+  __device__ void sum(const Strided& t, int side, const TileOfKeys& chunk, double* to) const {
+    double sums[kVector] = {};
+    for_each(t, side, chunk, [&](const Vector& x) {
+      for (int i = 0; i < kVector; ++i) sums[i] += x[i];
+    });
+    bool finite = true;
+    for (const double s : sums) finite &= isfinite(s);
+    if (!finite) {
+      for (double& s : sums) s = 0.0;
+      for_each(t, side, chunk, [&](const Vector& x) {
+        for (int i = 0; i < kVector; ++i) sums[i] += isfinite(x[i]) ? x[i] : 0.f;
+      });
+    }
+    combine(
+        sums, [](double x, double y) { return x + y; }, to);
+  }
+
+  __device__ void largest(const Strided& t, float scale, int side, const TileOfKeys& chunk, float* to) const {
+    float most[kVector] = {};
+    for_each(t, side, chunk, [&](const Vector& x) {
+      for (int i = 0; i < kVector; ++i) most[i] = fmaxf(most[i], fabsf(x[i]));
+    });
+    bool finite = true;
+    for (float& m : most) m = fabsf(m * scale), finite &= isfinite(m);
+    if (!finite) {
+      for (float& m : most) m = 0.f;
+      for_each(t, side, chunk, [&](const Vector& x) {
+        for (int i = 0; i < kVector; ++i) {
+          const float m = fabsf(x[i] * scale);
+          most[i] = fmaxf(most[i], isfinite(m) ? m : 0.f);
+        }
+      });
+    }
+    combine(
+        most, [](float x, float y) { return fmaxf(x, y); }, to);
+  }
+
+  // f of each channel over all chunks; then calls write(channel, that).
+  template <class T, class F, class Write>
+  __device__ void over_chunks(const T* x, int chunks, const F& f, const Write& write) const {
+    auto* const found = reinterpret_cast<T*>(shared.found);
+    constexpr int kChannels = Dim < kPrepareThreads ? Dim : kPrepareThreads, kSlices = kPrepareThreads / kChannels;
+    for (int first = 0; first < Dim; first += kChannels) {
+      const int channel = first + threadIdx.x % kChannels;
+      T all{};
+#pragma unroll 16
+      for (int i = threadIdx.x / kChannels; i < chunks; i += kSlices)
+        all = f(all, __ldcg(x + static_cast<int64_t>(i) * Dim + channel));
+      if constexpr (kSlices > 1) {
+        found[threadIdx.x] = all;
+        __syncthreads();
+        if (threadIdx.x < kChannels)
+          for (int slice = 1; slice < kSlices; ++slice) all = f(all, found[slice * kChannels + threadIdx.x]);
+      }
+      if (threadIdx.x < kChannels) write(channel, all);
+    }
+  }
+
+  // One chunk of k or v of a (batch, head). Who comes last to a sequence has its result to make.
+  __device__ void look(Survey survey, int side, int number) const {
+    const CodesArguments& a = p.codes;
+    const TileOfKeys chunk = tile_of_keys(p.chunks, number);
+    const int64_t at = (static_cast<int64_t>(side) * p.chunks.count() + number) * Dim;
+    const Strided& t = survey == Survey::k ? a.k : a.v;
+    const int which = static_cast<int>(survey), sequence_side = p.sequence_side(side, chunk.sequence);
+    const bool of_sums = survey == Survey::k || a.channels.v_mean;
+    of_sums ? sum(t, side, chunk, p.scratch.sum[which] + at)
+            : largest(t, a.v_scale.at(side / a.kv_heads, side % a.kv_heads), side, chunk, p.scratch.most + at);
+
+    const int first = p.chunks.cu_seqlens ? first_tile(p.chunks, chunk.sequence) : 0;
+    const int tokens = tokens_of(p.chunks, chunk.sequence),
+              chunks = max((tokens + p.chunks.tile - 1) / p.chunks.tile, 1);
+    if (number - first >= chunks) return;  // between two sequences
+    __syncthreads();
+    if (threadIdx.x == 0)
+      shared.last = ptx::count(p.scratch.arrived[which * p.sequence_sides + sequence_side]) + 1 == chunks;
+    __syncthreads();
+    if (!shared.last) return;
+    const int64_t from = at - static_cast<int64_t>(number - first) * Dim;
+    const int64_t to = static_cast<int64_t>(sequence_side) * Dim;
+    if (of_sums) {
+      float* const mean = survey == Survey::k ? a.channels.k_mean : a.channels.v_mean;
+      over_chunks(
+          p.scratch.sum[which] + from, chunks, [](double x, double y) { return x + y; },
+          [&](int channel, double all) { mean[to + channel] = tokens ? static_cast<float>(all / tokens) : 0.f; });
+    } else {
+      over_chunks(
+          p.scratch.most + from, chunks, [](float x, float y) { return fmaxf(x, y); },
+          [&](int channel, float all) {
+            const Step step = step_of(all, 448.f);
+            a.channels.v_step[to + channel] = step.step, a.channels.v_inverse[to + channel] = step.inverse;
+          });
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::set(p.scratch.ready[which * p.sequence_sides + sequence_side]);
+  }
+};
+
+}  // namespace octet::cuda

@@ -1,0 +1,171 @@
+// v to codes with its keys along rows, each 16 of them in the order of byte_order.
+#pragma once
+#include "cuda/quant/rows.h"
+#include "cuda/tile/shared.h"
+
+namespace octet::cuda {
+
+// A step for each channel, or none: a thread takes 16 keys of 8 channels, and 8 neighbours 64 channels; 4 such groups
+// of 64 keys write whole 64-byte rows.
+template <class Code, class Vectors, int Dim>
+struct ChannelValues {
+  static constexpr int kGroup = 16, kHalves = Dim / 64;
+  static constexpr bool kScaled = !Vectors::kWhole || sizeof(typename Vectors::Raw) == kVector;  // 16 bits never are
+
+  const Preparation& p;
+  float* inverse;  // [Dim] in shared memory: 1 / step
+
+  __device__ void values(int side, int first_tile, int tiles) const {
+    const CodesArguments& a = p.codes;
+    const int batch = side / a.kv_heads, head = side % a.kv_heads, groups = a.keys.tile / kGroup;
+    const Head rows = head_of(a.v, batch, head);
+    const int64_t row = static_cast<int64_t>(a.keys.count()) * a.keys.tile;
+    const float scale = kScaled ? a.v_scale.at(batch, head) : 1.f;
+    const int items = (groups * tiles + 3) / 4 * 32 * kHalves;
+    for (int first = 0; first < items; first += kPrepareThreads) {
+      const int item = first + threadIdx.x;
+      const int channel = (item / 32 % kHalves * 8 + item % 8) * kVector;
+      const int group = item / (32 * kHalves) * 4 + item % 32 / 8;
+      typename Vectors::Raw raw[kGroup];
+      load(rows, tile_of_keys(a.keys, first_tile + group / groups), group % groups * kGroup, channel, raw);
+      if (!first) fetch_inverse(p.sequence_side(side, tile_of_keys(a.keys, first_tile).sequence));
+      if (group >= groups * tiles) continue;
+      auto* const to = static_cast<unsigned char*>(a.v_codes) + (static_cast<int64_t>(side) * Dim + channel) * row +
+                       static_cast<int64_t>(first_tile) * a.keys.tile + group * kGroup;
+#pragma unroll
+      for (int c = 0; c < kVector; c += 2) {
+        const float2 factor = *reinterpret_cast<const float2*>(inverse + channel + c);
+        // What is infinite becomes NaN instead of the largest code.
+        const auto scaled = [&](float x, float by) {
+          if constexpr (kScaled) x = __fmul_rn(x, scale);
+          return fmaf(x, 0.f, __fmul_rn(x, by));
+        };
+        uint32_t words[2][kGroup / 4];
+#pragma unroll
+        for (int w = 0; w < kGroup / 4; ++w) {
+          float y[2][4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float2 two = Vectors::pair(raw[byte_order(4 * w + i)], c / 2);
+            y[0][i] = scaled(two.x, factor.x), y[1][i] = scaled(two.y, factor.y);
+          }
+          for (int j = 0; j < 2; ++j) words[j][w] = ptx::pack<Code>(y[j][0], y[j][1], y[j][2], y[j][3]);
+        }
+        for (int j = 0; j < 2; ++j)
+          *reinterpret_cast<uint4*>(to + (c + j) * row) = {words[j][0], words[j][1], words[j][2], words[j][3]};
+      }
+    }
+  }
+
+  // 16 keys from `key` of a tile on.
+  __device__ static void load(const Head& rows, const TileOfKeys& tile, int key, int channel,
+                              typename Vectors::Raw (&raw)[kGroup]) {
+    if (key + kGroup <= tile.tokens && channel < rows.dim) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) raw[i] = Vectors::load(rows, tile.first + key + i, channel);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      raw[i] = {};
+      if (key + i < tile.tokens && channel < rows.dim) raw[i] = Vectors::load(rows, tile.first + key + i, channel);
+    }
+  }
+
+  __device__ void fetch_inverse(int sequence_side) const {
+    const float* const from = p.codes.channels.v_inverse;
+    if (from) p.wait(Survey::v, sequence_side);
+    for (int c = threadIdx.x; c < Dim; c += kPrepareThreads)
+      inverse[c] = from ? __ldcg(from + static_cast<int64_t>(sequence_side) * Dim + c) : 1.f;
+    __syncthreads();
+  }
+};
+
+// A step for each token: rows of codes, turned in shared memory.
+template <class Code, class Vectors, int Dim>
+struct TokenValues : Rows<Code, Vectors, Dim> {
+  using Base = Rows<Code, Vectors, Dim>;
+  using Base::half, Base::row, Base::kHalf, Base::p;
+  static constexpr int kGroup = 16, kWords = Dim / 4;
+
+  uint32_t* words;  // [key][kWords] with gaps, then the keys' steps
+
+  __device__ TokenValues(const Preparation& p, RowsShared<Dim>& shared, uint32_t* words)
+      : Base(p, shared, nullptr), words(words) {}
+
+  static int bytes(int tile) { return tile * (Dim + 1 + static_cast<int>(sizeof(float))); }
+
+  // Groups of 16 keys lie four words apart, so that threads read them from different banks.
+  static __device__ int word_of(int key, int word) { return key * kWords + key / kGroup * 4 + word; }
+
+  __device__ void values(int side, int tile_number) const {
+    const CodesArguments& a = p.codes;
+    const int keys = a.keys.tile;
+    const Head rows = head_of(a.v, side / a.kv_heads, side % a.kv_heads);
+    const TileOfKeys tile = tile_of_keys(a.keys, tile_number);
+    const int sequence_side = p.sequence_side(side, tile.sequence);
+    auto* const steps = reinterpret_cast<float*>(words + keys * kWords + keys / kGroup * 4);
+    const auto token_of = [&](int strip, int r) {
+      const int key = strip * kStrip + r;
+      return key < tile.tokens ? tile.first + key : -1;
+    };
+    Base::for_strips(
+        keys / kStrip,
+        [&](int strip, int stage) { Base::fetch(rows, stage, [&](int r) { return token_of(strip, r); }); },
+        [&] {
+          p.wait(Survey::v, sequence_side);
+          Base::set_offsets(a.channels.v_mean + static_cast<int64_t>(sequence_side) * Dim, false);
+        },
+        [&](int strip, int stage) {
+          const int token = token_of(strip, row());
+          float x[kHalf];
+          Base::read(rows, stage, token, x);
+          Base::template smooth<false, true>(x);
+          Base::clear_absent(token, x);
+          const Step step = Base::template step<Code>(false, 1.f, x);
+          const int key = strip * kStrip + row();
+          if (half() == 0) steps[key] = step.step;
+          Base::write(reinterpret_cast<unsigned char*>(words + word_of(key, 0)), x, 1.f, step.inverse);
+        });
+    __syncthreads();
+    write_steps(steps, (static_cast<int64_t>(side) * a.keys.count() + tile_number) * keys);
+    const int groups = keys / kGroup;
+    const int64_t row_bytes = static_cast<int64_t>(a.keys.count()) * keys;
+    auto* const to = static_cast<unsigned char*>(a.v_codes) + static_cast<int64_t>(side) * Dim * row_bytes +
+                     static_cast<int64_t>(tile_number) * keys;
+    for (int item = threadIdx.x; item < groups * kWords; item += kPrepareThreads) {
+      const int group = item % groups, word = item / groups;
+      uint32_t tokens[4][4];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) tokens[i / 4][i % 4] = words[word_of(group * kGroup + byte_order(i), word)];
+#pragma unroll
+      for (int b = 0; b < 4; ++b)
+        *reinterpret_cast<uint4*>(to + (4 * word + b) * row_bytes + group * kGroup) = {
+            gather(tokens[0], b), gather(tokens[1], b), gather(tokens[2], b), gather(tokens[3], b)};
+    }
+  }
+
+  // Logarithms of steps and their inverses; `at`: the tile's first key. A step of 0 becomes one small beside the
+  // others.
+  __device__ void write_steps(const float* steps, int64_t at) const {
+    const int keys = p.codes.keys.tile;
+    float most = 0.f;
+    for (int i = 0; i < keys; ++i) most = fmaxf(most, steps[i]);
+    const float least = most == 0.f ? 1.f : most * 0x1p-40f;
+    for (int i = threadIdx.x; i < keys; i += kPrepareThreads) {
+      const float step = steps[i] == 0.f ? least : steps[i];
+      float* const to = p.codes.v_step + 2 * at + i;
+      to[0] = log2f(step);
+      to[keys] = isnan(step) ? 0.f : __frcp_rn(step);
+    }
+  }
+
+  // Byte b of four words, from each.
+  static __device__ uint32_t gather(const uint32_t (&words)[4], int b) {
+    const uint32_t low = __byte_perm(words[0], words[1], b | (b + 4) << 4);
+    const uint32_t high = __byte_perm(words[2], words[3], b | (b + 4) << 4);
+    return __byte_perm(low, high, 0x5410);
+  }
+};
+
+}  // namespace octet::cuda
