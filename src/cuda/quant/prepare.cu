@@ -193,7 +193,8 @@ void prepare(const CodesArguments& a, void* scratch, cudaStream_t stream) {
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaMemsetAsync(scratch, 0, p.scratch.zeros, stream), "cudaMemsetAsync");
-  with_vectors({&a.q, &a.k, &a.v}, [&](auto vectors) {
+  const Strided& v = a.v_code == Code::none ? a.k : a.v;
+  with_vectors({&a.q, &a.k, &v}, [&](auto vectors) {
     using Vectors = decltype(vectors);
     const auto with_dim = [&](auto q_code, auto v_code) {
       using QCode = decltype(q_code);
