@@ -106,6 +106,8 @@ __global__ void __launch_bounds__(kPrepareThreads, (kBlocks<VCode, Vectors, Dim>
   }
 }
 
+// How many of a size hold all.
+int parts(int64_t all, int64_t size) { return static_cast<int>((all + size - 1) / size); }
 std::size_t aligned(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 Preparation preparation_of(const CodesArguments& a) {
@@ -113,7 +115,7 @@ Preparation preparation_of(const CodesArguments& a) {
   p.chunks.tile = kUnitBytes / a.dim;
   const int64_t batch = a.v.shape[0];
   p.sequence_sides = static_cast<int>((a.keys.cu_seqlens ? a.keys.sequences : batch) * a.kv_heads);
-  p.tiles = a.keys.cu_seqlens || a.v_code == Code::s8 ? 1 : std::max(kUnitBytes / (a.dim * a.keys.tile), 1);
+  p.tiles = a.keys.cu_seqlens || a.v_code == Code::s8 ? 1 : parts(kUnitBytes / a.dim, a.keys.tile);
   p.surveys_k = a.channels.k_mean;
   p.surveys_v = a.channels.v_mean || a.channels.v_step;
   return p;
@@ -179,7 +181,6 @@ std::size_t preparation_bytes(const CodesArguments& a) {
 void prepare(const CodesArguments& a, void* scratch, cudaStream_t stream) {
   Preparation p = preparation_of(a);
   carve(p, scratch);
-  const auto parts = [](int64_t all, int64_t size) { return static_cast<int>((all + size - 1) / size); };
   const int sides = static_cast<int>(a.v.shape[0]) * a.kv_heads, tiles = parts(a.keys.count(), p.tiles);
   Order order{.sides = sides,
               .group = a.heads / a.kv_heads,
