@@ -1,10 +1,11 @@
 // Online softmax with weights of 8 bits, for the two rows of a thread. x is a logit but for its query's step and the
-// scale: exp(scale s) = 2^(unit x).
+// scale, and where keys have steps by groups but for that of its key: exp(scale s) = 2^(unit step x).
 //
 // Weights of 8 bits do not need the largest to be exactly 1, so scaling and subtraction are one fma.
 #pragma once
 #include <type_traits>
 
+#include "cuda/attn/precision.h"
 #include "cuda/ptx/types.h"
 #include "cuda/tile/fragment.h"
 
@@ -30,14 +31,49 @@ __device__ void dequantise(const Accumulator<Columns, Sum>& sums, const float* s
   }
 }
 
-// Weights on one scale: p = 2^(unit x + shift). Any shift gives the same result as long as no p leaves its format, so a
-// row keeps the shift of its first tile, at which its largest p was kStart, until a p reaches the format's largest
-// number.
+// Steps of this thread's columns in an accumulator: `Count` of them, each for as many columns.
+template <int Count>
+struct ColumnSteps {
+  float x[Count];
+  template <int Columns>
+  __device__ float of(int i) const {  // the step of its element i
+    return x[i / (Columns / 2 / Count)];
+  }
+};
+
+// How many steps of groups (precision.h) a tile of keys meets: four for each block of 64 tokens.
+template <int Keys>
+constexpr int kGroupSteps = (Keys + kGroupedTokens - 1) / kGroupedTokens* kStepGroups;
+
+// The steps of this thread's columns in tile `tile` of `Keys` keys, from those of the blocks that it meets, [block,
+// group]. A tile of an odd number of half blocks starts in the middle of one where its number is odd. A group of zeros
+// counts as one with step 1.
+template <int Keys>
+__device__ auto steps_of_groups(const float* steps, int tile) {
+  constexpr bool kHalves = Keys % kGroupedTokens != 0;
+  constexpr int kColumns = kHalves ? kGroupedTokens / 2 : kGroupedTokens;  // that share a step
+  constexpr int kBlocks = kGroupSteps<Keys> / kStepGroups;
+  static_assert(Keys % kColumns == 0);
+  float of_block[kBlocks];
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+    const float step = steps[i * kStepGroups + threadIdx.x % kStepGroups];
+    of_block[i] = step == 0.f ? 1.f : step;
+  }
+  ColumnSteps<Keys / kColumns> columns;
+#pragma unroll
+  for (int i = 0; i < Keys / kColumns; ++i)
+    columns.x[i] = kHalves && tile % 2 ? of_block[(i + 1) / 2] : of_block[kHalves ? i / 2 : i];
+  return columns;
+}
+
+// Weights on one scale: p = 2^(unit step x + shift), with one product unit step for all logits that share it. Any shift
+// gives the same result as long as no p leaves its format, so a row keeps the shift of its first tile, at which its
+// largest p was kStart, until a p reaches the format's largest number.
 template <class Precision>
 struct ByteSoftmax {
   RowValues unit;
-  RowValues shift{0.f, 0.f};
-  bool fresh[kRowsPerThread]{true, true};  // the row has seen no key
+  RowValues shift{INFINITY, INFINITY};  // of a row that has seen no key: no p fits
   RowValues l{0.f, 0.f};  // of this thread's columns; unused where the product with v sums rounded weights
 
   // sum of exp(logit) = 2^exponent l.
@@ -45,42 +81,49 @@ struct ByteSoftmax {
 
   // Turns x into p over the shift that the rows have. Returns whether codes hold them in all rows of the warp, whose
   // threads call it together.
-  template <int Columns>
-  __device__ bool weigh(Accumulator<Columns>& x, RowValues& sum) const {
-    sum = exponentials(x);
+  template <int Columns, int Steps>
+  __device__ bool weigh(Accumulator<Columns>& x, const ColumnSteps<Steps>& steps, RowValues& sum) const {
+    sum = exponentials(x, steps);
     int most = 0;  // numbers that are not negative order as their bits do, and NaN lies above
 #pragma unroll
     for (int i = 0; i < Columns / 2; i += 2) most = max(max(__float_as_int(x.x[i]), __float_as_int(x.x[i + 1])), most);
-    return !__any_sync(~0u, most > __float_as_int(448.f) || fresh[0] || fresh[1]);
+    return !__any_sync(~0u, most > __float_as_int(448.f));
   }
 
   // Turns x into p over a new shift; returns by what sums over the former one must be multiplied.
-  template <int Columns>
-  __device__ RowValues rise(Accumulator<Columns>& x, RowValues& sum) {
-    RowValues shrink;
+  template <int Columns, int Steps>
+  __device__ RowValues rise(Accumulator<Columns>& x, const ColumnSteps<Steps>& steps, RowValues& sum) {
+    RowValues largest{-INFINITY, -INFINITY}, shrink;
+#pragma unroll
+    for (int i = 0; i < Columns / 2; ++i)
+      largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], x.x[i] * steps.template of<Columns>(i));
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const float most = quad_max(row_max(x, row, -INFINITY));
-      const float wanted = most == -INFINITY ? 0.f : log2f(Precision::kStart) - most * unit[row];
+      const float most = quad_max(largest[row]);
       const float former = shift[row];
-      shift[row] = fresh[row] ? wanted : fminf(wanted, former);
-      shrink[row] = fresh[row] ? 1.f : ptx::exp2(shift[row] - former);
-      fresh[row] &= most == -INFINITY;
+      if (most != -INFINITY) shift[row] = fminf(former, log2f(Precision::kStart) - most * unit[row]);
+      shrink[row] = former == INFINITY ? 1.f : ptx::exp2(shift[row] - former);
       l[row] *= shrink[row];
     }
-    sum = exponentials(x);
+    // A row that still has seen no key has weights 2^-inf.
+    const RowValues shifts = shift;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row)
+      if (shift[row] == INFINITY) shift[row] = 0.f;
+    sum = exponentials(x, steps);
+    shift = shifts;
     return shrink;
   }
 
  private:
   // p from x in place; returns its sums.
-  template <int Columns>
-  __device__ RowValues exponentials(Accumulator<Columns>& x) const {
+  template <int Columns, int Steps>
+  __device__ RowValues exponentials(Accumulator<Columns>& x, const ColumnSteps<Steps>& steps) const {
     RowValues sum{0.f, 0.f};
 #pragma unroll
     for (int i = 0; i < Columns / 2; ++i) {
       const int row = i / 2 % 2;
-      x.x[i] = ptx::exp2(__fmaf_rn(x.x[i], unit[row], shift[row]));
+      x.x[i] = ptx::exp2(__fmaf_rn(x.x[i], unit[row] * steps.template of<Columns>(i), shift[row]));
       if constexpr (!Precision::kSumRounded) sum[row] += x.x[i];
     }
     return sum;

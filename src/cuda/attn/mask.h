@@ -23,9 +23,11 @@ struct Mask {
   }
 };
 
-// Logits of keys out of the ranges of this thread's two rows become -inf. `key`: the key of the fragment's column 0.
+// What stands for keys out of the ranges of this thread's two rows becomes `masked`: logits -inf, weights 0. `key`: the
+// key of the fragment's column 0.
 template <int Columns>
-__device__ void mask_rows(Accumulator<Columns>& s, int key, const KeyRange (&ranges)[kRowsPerThread]) {
+__device__ void mask_rows(Accumulator<Columns>& s, int key, const KeyRange (&ranges)[kRowsPerThread],
+                          float masked = -INFINITY) {
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     const int last = ranges[row].last - key - fragment_column(), first = ranges[row].first - key - fragment_column();
@@ -33,14 +35,14 @@ __device__ void mask_rows(Accumulator<Columns>& s, int key, const KeyRange (&ran
     for (int i = 0; i < Columns / 8; ++i)
 #pragma unroll
       for (int c = 0; c < 2; ++c)
-        if (8 * i + c >= last) s.x[4 * i + 2 * row + c] = -INFINITY;
+        if (8 * i + c >= last) s.x[4 * i + 2 * row + c] = masked;
     // Under a causal mask the first key is one before all tiles: this is for windows.
     if (first <= 0) continue;
 #pragma unroll
     for (int i = 0; i < Columns / 8; ++i)
 #pragma unroll
       for (int c = 0; c < 2; ++c)
-        if (8 * i + c < first) s.x[4 * i + 2 * row + c] = -INFINITY;
+        if (8 * i + c < first) s.x[4 * i + 2 * row + c] = masked;
   }
 }
 

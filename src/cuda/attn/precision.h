@@ -7,7 +7,8 @@
 //   kLargestWeight  up to where weights over an old maximum are kept, the rounded ones and their sums in a thread
 //
 // A precision with weights of 8 bits (sm90/byte_forward.h) is a type with
-//   Code     of q and k, with a step for each query and, with kKeySteps, for each key; Sum of their products
+//   Code     of q and k, with a step for each query; Sum of their products
+//   kKeySteps  the steps of keys: none, one for each token, or one for each group of tokens
 //   Weight   codes of p        Value  codes of v
 //   kScaled  p times the token's step of v is rounded on the scale of its largest in a tile, for each query; else p is
 //            rounded as it is, kStart at the largest of a row's first tile, and v has a step for each channel
@@ -57,12 +58,18 @@ constexpr bool kHasBeta = false;
 template <class Precision>
 constexpr bool kHasBeta<WithBeta<Precision>> = true;
 
+// Groups of tokens of a key sequence (SageAttention 2, arXiv 2411.10958, 3.2): of each 64, counted from its first,
+// group c has those that the threads c of a quad hold in an accumulator, 8 i + 2 c and the next.
+constexpr int kGroupedTokens = 64, kStepGroups = 4;
+enum class KeySteps { none, tokens, groups };
+
 struct PrecisionInt8 {
   using Code = S8;
   using Sum = int;
   using Weight = U8;
   using Value = S8;
-  static constexpr bool kScaled = true, kKeySteps = true, kSumRounded = false;
+  static constexpr bool kScaled = true, kSumRounded = false;
+  static constexpr KeySteps kKeySteps = KeySteps::tokens;
 };
 
 struct PrecisionInt8Fp8 {
@@ -71,7 +78,8 @@ struct PrecisionInt8Fp8 {
   using Weight = E4m3;
   using Value = E4m3;
   static constexpr float kStart = 448.f / 8.f;
-  static constexpr bool kScaled = false, kKeySteps = true, kSumRounded = true;
+  static constexpr bool kScaled = false, kSumRounded = true;
+  static constexpr KeySteps kKeySteps = KeySteps::tokens;
 };
 
 struct PrecisionFp8 {
@@ -80,12 +88,13 @@ struct PrecisionFp8 {
   using Weight = E4m3;
   using Value = E4m3;
   static constexpr float kStart = 448.f / 8.f;
-  static constexpr bool kScaled = false, kKeySteps = true, kSumRounded = true;
+  static constexpr bool kScaled = false, kSumRounded = true;
+  static constexpr KeySteps kKeySteps = KeySteps::tokens;
 };
 
 // Keys that came as e4m3.
 struct PrecisionFp8Given : PrecisionFp8 {
-  static constexpr bool kKeySteps = false;
+  static constexpr KeySteps kKeySteps = KeySteps::none;
 };
 
 struct PrecisionFp8Raw : PrecisionFp8Given {

@@ -27,8 +27,8 @@ struct ForwardArguments {
   Output o, o_residual, lse;
 };
 
-// Keys of 8-bit operands lie in whole tiles: each sequence starts a new one. In packed sequences s starts at tile
-// first key / kKeys + s.
+// Keys of 8-bit operands lie in whole multiples of n = kLaidOutKeys: each sequence starts a new one. In packed
+// sequences s starts at (first key / n + s) n.
 struct ByteForwardArguments {
   CUtensorMap q, k;                    // codes [dim, token, head, batch]
   CUtensorMap v;                       // codes [key, channel, head, batch], each 16 keys in the order of byte_order
@@ -41,7 +41,7 @@ struct ByteForwardArguments {
   int dim_v;
   float scale, scale_log2e;
   const float* q_step;              // [batch, head, token], or null: 1
-  const float* k_step;              // [batch, kv_head, keys], or null
+  const float* k_step;              // [batch, kv_head, keys], or [.., keys / 64, group], or null
   const float* v_step;              // [batch, kv_head, tile, 2, key]: log2 and inverse of the steps, or null
   const float *v_channel, *v_mean;  // [sequence, kv_head, kernel's dim_v]: the step of each channel, the mean; or null
   const float* mean_logit;          // [batch, head, token]: q times the mean that k lost, or null

@@ -44,6 +44,7 @@ struct ByteForward {
   static constexpr int kWords = kColumns / 8;  // float4 of o in a thread
   static constexpr int kTilesPerSum = 8;
   static constexpr bool kScaled = Precision::kScaled;  // whether codes of p have steps of their own
+  static constexpr KeySteps kKeySteps = Precision::kKeySteps;
   using Softmax = std::conditional_t<kScaled, ScaledSoftmax, ByteSoftmax<Precision>>;
   using Sums = Accumulator<kKeys, typename Precision::Sum>;
   using TileQ = ByteTile<typename Precision::Code, kRows, Dims::kDim>;
@@ -51,15 +52,16 @@ struct ByteForward {
   using TileV = ByteTile<typename Precision::Value, kColumns, kKeys, Dims::kDimV>;
 
   struct alignas(kSwizzleBytes) Shared {
-    alignas(kSwizzleBytes) unsigned char q[TileQ::kBytes];
+    alignas(kSwizzleBytes) unsigned char q[Tile::kQStages][TileQ::kBytes];
     alignas(kSwizzleBytes) unsigned char k[kByteStages][TileK::kBytes];
     alignas(kSwizzleBytes) unsigned char v[kByteStages][TileV::kBytes];
-    alignas(16) float k_step[kByteStages][kKeys], v_step[kByteStages][2][kKeys];  // of v: logarithm, inverse
-    Ring<1> q_ring;
+    alignas(16) float k_step[kByteStages][kKeySteps == KeySteps::groups ? kGroupSteps<kKeys> : kKeys];
+    alignas(16) float v_step[kByteStages][2][kScaled ? kKeys : 4];  // logarithm, inverse
+    Ring<Tile::kQStages> q_ring;
     Ring<kByteStages> k_ring, v_ring;
     float4 aside[kScaled ? 1 : Tile::kWarpgroups][kScaled ? 1 : kWords][kScaled ? 1 : kWarpgroup];  // of o
     Barrier turns[Tile::kWarpgroups][kWarps];
-    Work work[2];  // in turns
+    Work work[Tile::kQStages + 1];  // in turns: one is read until o is written
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;  // dynamic shared memory starts at any 16 bytes
   static_assert(TileK::kBytes % TileK::kSwizzlePeriod == 0 && TileV::kBytes % TileV::kSwizzlePeriod == 0);
@@ -67,24 +69,28 @@ struct ByteForward {
   const ByteForwardArguments& a;
   Shared& shared;
 
-  __device__ TileQ q() const { return {shared.q}; }
+  __device__ TileQ q(int stage) const { return {shared.q[stage]}; }
   __device__ TileK k(int stage) const { return {shared.k[stage]}; }
   __device__ TileV v(int stage) const { return {shared.v[stage]}; }
 
-  // Tiles [first, last) of keys that any query of the block sees, and the keys that all of them see.
+  // Tiles [first, last) of keys that any of `rows` queries from `query` on sees, and the keys that all of them see.
   struct Keys {
     int first, last;
     KeyRange all;
+
+    __device__ bool any() const { return first < last; }
   };
   __device__ KeyRange keys_of(const Work& work, int query) const {
     return a.mask.keys_of(query, work.q_tokens, work.k_tokens);
   }
-  __device__ Keys keys_of(const Work& work) const {
-    const KeyRange top = keys_of(work, work.block);
-    const KeyRange bottom = keys_of(work, min(work.block + kRows, work.q_tokens) - 1);
-    if (bottom.last <= top.first) return {0, 0, {0, 0}};
+  __device__ Keys keys_of(const Work& work, int query, int rows) const {
+    const int end = min(query + rows, end_of(work)) - 1;
+    const KeyRange top = keys_of(work, query), bottom = keys_of(work, end);
+    if (end < query || bottom.last <= top.first) return {0, 0, {0, 0}};
     return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, {bottom.first, top.last}};
   }
+  // The first query after a block.
+  __device__ static int end_of(const Work& work) { return min(work.block + work.rows, work.q_tokens); }
 
   // The rows below v, which TMA leaves alone: ones in the first, and in each of the others at some of 16 keys, so that
   // these have a one for every key between them. Chunks of 16 keys are alike, so the swizzle does not matter.
@@ -106,39 +112,45 @@ struct ByteForward {
   // The loader: one thread.
   __device__ void load_all() {
     namespace ptx = ::cuda::ptx;
-    RingPosition<1> q_at;
+    RingPosition<Tile::kQStages> q_at;
+    RingPosition<Tile::kQStages + 1> work_at;
     RingPosition<kByteStages> k_at, v_at;
     unsigned number = blockIdx.x;
     while (true) {
       const Work work = a.schedule.at(number);
-      shared.q_ring.empty[0].wait(q_at.parity ^ 1);
-      shared.work[q_at.parity] = work;
+      shared.q_ring.empty[q_at.stage].wait(q_at.parity ^ 1);
+      shared.work[work_at.stage] = work;
+      work_at.advance();
+      Barrier& q_full = shared.q_ring.full[q_at.stage];
       if (work.block < 0) {
-        shared.q_ring.full[0].arrive();
+        q_full.arrive();
         return;
       }
-      const Keys keys = keys_of(work);
+      const Keys keys = keys_of(work, work.block, kRows);
       const int kv_head = work.head / a.group;
-      const int first_key = a.schedule.cu_seqlens_k ? (work.k_first / kKeys + work.sequence) * kKeys : 0;
+      constexpr int kUnit = kLaidOutKeys<Precision, Dims>;
+      const int first_key = a.schedule.cu_seqlens_k ? (work.k_first / kUnit + work.sequence) * kUnit : 0;
       const int64_t steps =
           (static_cast<int64_t>(work.batch) * (a.schedule.heads / a.group) + kv_head) * a.keys + first_key;
-      Barrier& q_full = shared.q_ring.full[0];
       q_full.arrive_expecting(TileQ::kLoadedBytes);
-      load(q(), a.q, 0, work.q_first + work.block, work.head * a.q_broadcast[0], work.batch * a.q_broadcast[1],
-           &q_full.word);
+      load(q(q_at.stage), a.q, 0, work.q_first + work.block, work.head * a.q_broadcast[0],
+           work.batch * a.q_broadcast[1], &q_full.word);
       q_at.advance();
       const auto fetch_k = [&](int tile) {
         shared.k_ring.empty[k_at.stage].wait(k_at.parity ^ 1);
         Barrier& full = shared.k_ring.full[k_at.stage];
-        constexpr int kArrays = Precision::kKeySteps + 2 * kScaled;
-        full.arrive_expecting(TileK::kLoadedBytes + kArrays * sizeof shared.k_step[0]);
+        constexpr int kSteps =
+            (kKeySteps == KeySteps::none ? 0 : sizeof shared.k_step[0]) + (kScaled ? sizeof shared.v_step[0] : 0);
+        full.arrive_expecting(TileK::kLoadedBytes + kSteps);
         load(k(k_at.stage), a.k, 0, (a.k_in_tiles ? first_key : work.k_first) + tile * kKeys,
              kv_head * a.k_broadcast[0], work.batch * a.k_broadcast[1], &full.word);
         const auto fetch_steps = [&](auto& to, const float* from) {
           ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, &to, from, sizeof to, &full.word);
         };
         const int64_t at = steps + tile * kKeys;
-        if constexpr (Precision::kKeySteps) fetch_steps(shared.k_step[k_at.stage], a.k_step + at);
+        if constexpr (kKeySteps == KeySteps::tokens) fetch_steps(shared.k_step[k_at.stage], a.k_step + at);
+        if constexpr (kKeySteps == KeySteps::groups)
+          fetch_steps(shared.k_step[k_at.stage], a.k_step + at / kGroupedTokens * kStepGroups);
         if constexpr (kScaled) fetch_steps(shared.v_step[k_at.stage], a.v_step + 2 * at);
         k_at.advance();
       };
@@ -150,9 +162,9 @@ struct ByteForward {
         v_at.advance();
       };
       // In the order in which they are used: k of a tile comes before v of the one before.
-      if (keys.first < keys.last) fetch_k(keys.last - 1);
+      if (keys.any()) fetch_k(keys.last - 1);
       for (int tile = keys.last - 2; tile >= keys.first; --tile) fetch_k(tile), fetch_v(tile + 1);
-      if (keys.first < keys.last) fetch_v(keys.first);
+      if (keys.any()) fetch_v(keys.first);
       number = gridDim.x + atomicAdd(a.schedule.counter, 1u);
     }
   }
@@ -201,31 +213,37 @@ struct ByteForward {
 
   // Where a warpgroup that computes stands.
   struct Positions {
-    RingPosition<kByteStages> k, v;
+    std::conditional_t<Tile::kCountsStages, RingCount<kByteStages>, RingPosition<kByteStages>> k, v;
+    int q;          // stage of the queries
     uint32_t turn;  // parity; the first group does not wait for the first
   };
 
   // Warpgroup `warpgroup` of those that compute.
   __device__ void compute_all(int warpgroup) {
-    RingPosition<1> q_at;
     Positions at;
     at.turn = warpgroup == 0;
-    for (;; q_at.advance()) {
-      shared.q_ring.full[0].wait(q_at.parity);
-      const Work& work = shared.work[q_at.parity];
+    for (unsigned block = 0;; ++block) {
+      at.q = block % Tile::kQStages;
+      shared.q_ring.full[at.q].wait(block / Tile::kQStages % 2);
+      const Work& work = shared.work[block % (Tile::kQStages + 1)];
       if (work.block < 0) return;
-      const Keys keys = keys_of(work);
+      const Keys keys = keys_of(work, work.block, kRows);
+      const Keys mine = Tile::kSkips ? keys_of(work, work.block + warpgroup * kWarpgroupRows, kWarpgroupRows) : keys;
       Softmax softmax{units(work, query_of(work, warpgroup))};
       Accumulator<kColumns> o;
       o.zero();
-      if (keys.first < keys.last) {
+      if constexpr (Tile::kSkips)
+        for (int tile = keys.last - 1; tile >= max(mine.last, keys.first); --tile) skip(at);
+      if (mine.any()) {
         if constexpr (kScaled)
-          attend_scaled(warpgroup, work, keys, at, softmax, o);
+          attend_scaled(warpgroup, work, mine, at, softmax, o);
         else
-          attend(warpgroup, work, keys, at, softmax, o);
+          attend(warpgroup, work, mine, at, softmax, o);
       }
-      shared.q_ring.empty[0].arrive();
-      write(work, query_of(work, warpgroup), softmax, o);
+      shared.q_ring.empty[at.q].arrive();
+      if constexpr (Tile::kSkips)
+        for (int tile = mine.first - 1; tile >= keys.first; --tile) skip(at);
+      if (work.block + warpgroup * kWarpgroupRows < end_of(work)) write(work, query_of(work, warpgroup), softmax, o);
     }
   }
 
@@ -244,34 +262,50 @@ struct ByteForward {
     }
     return 0.f;
   }
-  __device__ void await_k(const Positions& at) const { shared.k_ring.full[at.k.stage].wait(at.k.parity); }
-  __device__ void await_v(const Positions& at) const { shared.v_ring.full[at.v.stage].wait(at.v.parity); }
-  __device__ void finish_k(Positions& at) const { shared.k_ring.empty[at.k.stage].arrive(), at.k.advance(); }
-  __device__ void finish_v(Positions& at) const { shared.v_ring.empty[at.v.stage].arrive(), at.v.advance(); }
+  __device__ void await_k(const Positions& at) const { shared.k_ring.full[stage_of(at.k)].wait(parity_of(at.k)); }
+  __device__ void await_v(const Positions& at) const { shared.v_ring.full[stage_of(at.v)].wait(parity_of(at.v)); }
+  __device__ void finish_k(Positions& at) const { shared.k_ring.empty[stage_of(at.k)].arrive(), at.k.advance(); }
+  __device__ void finish_v(Positions& at) const { shared.v_ring.empty[stage_of(at.v)].arrive(), at.v.advance(); }
+
+  // A tile of which this warpgroup sees nothing.
+  __device__ void skip(Positions& at) const { await_k(at), finish_k(at), await_v(at), finish_v(at); }
 
   // s = q k^T; issued, not awaited.
-  __device__ void multiply_k(int warpgroup, int stage, Sums& s) const {
+  __device__ void multiply_k(int warpgroup, const Positions& at, int stage, Sums& s) const {
     ptx::wgmma_fence();
-    mm_bytes(s, q(), warpgroup * kWarpgroupRows, k(stage));
+    mm_bytes(s, q(at.q), warpgroup * kWarpgroupRows, k(stage));
     ptx::wgmma_commit();
   }
   // d (+)= p v; likewise.
   template <class D, class P>
   __device__ void multiply_v(const Positions& at, const P& p, D& d, bool accumulate) const {
     ptx::wgmma_fence();
-    mm_bytes(d, p, v(at.v.stage), accumulate);
+    mm_bytes(d, p, v(stage_of(at.v)), accumulate);
     ptx::wgmma_commit();
   }
 
+  // The steps that groups of this thread's keys in a tile have; else 1.
+  __device__ auto group_steps(const Positions& at, int tile) const {
+    if constexpr (kKeySteps == KeySteps::groups)
+      return steps_of_groups<kKeys>(shared.k_step[stage_of(at.k)], tile);
+    else
+      return ColumnSteps<1>{{1.f}};
+  }
+
   // x from the product s of a tile.
-  __device__ void take_logits(int warpgroup, const Work& work, const Keys& keys, int tile, const Positions& at,
-                              const Softmax& softmax, const Sums& s, Accumulator<kKeys>& x) const {
-    dequantise(s, Precision::kKeySteps ? shared.k_step[at.k.stage] : nullptr, x);
-    if constexpr (kScaled) softmax.weigh(x, shared.v_step[at.k.stage][0]);
+  __device__ void take_logits(const Positions& at, const Softmax& softmax, const Sums& s, Accumulator<kKeys>& x) const {
+    dequantise(s, kKeySteps == KeySteps::tokens ? shared.k_step[stage_of(at.k)] : nullptr, x);
+    if constexpr (kScaled) softmax.weigh(x, shared.v_step[stage_of(at.k)][0]);
+  }
+  // Of keys that a query does not see, logits become -inf or weights 0. Weights do where keys have steps, as the step
+  // of a group that it sees in part may be NaN; logits where they have none, for what it saves (2 %).
+  static constexpr bool kHidesWeights = kKeySteps != KeySteps::none;
+  __device__ void hide(int warpgroup, const Work& work, const Keys& keys, int tile, Accumulator<kKeys>& x,
+                       float hidden = -INFINITY) const {
     if (sees_in_part(keys, tile)) {
       const int query = query_of(work, warpgroup);
       const KeyRange ranges[] = {keys_of(work, query), keys_of(work, query + 8)};
-      mask_rows(x, tile * kKeys, ranges);
+      mask_rows(x, tile * kKeys, ranges, hidden);
     }
   }
   __device__ static bool sees_in_part(const Keys& keys, int tile) {
@@ -296,33 +330,43 @@ struct ByteForward {
     const auto products_before = [&](int tile) { return keys.last - 1 - tile; };
     const auto starts_anew = [&](int tile) { return products_before(tile) % kTilesPerSum == 0; };
 
+    const auto hide = [&](int tile, float hidden) { this->hide(warpgroup, work, keys, tile, x, hidden); };
+    // Weights over a new scale from the product s of a tile; returns by what sums must be multiplied.
+    const auto rise = [&](int tile, RowValues& sum) {
+      take_logits(at, softmax, s, x);
+      hide(tile, -INFINITY);
+      const RowValues shrink = softmax.rise(x, group_steps(at, tile), sum);
+      if constexpr (kHidesWeights) hide(tile, 0.f);
+      return shrink;
+    };
+
     await_k(at);
-    multiply_k(warpgroup, at.k.stage, s);
+    multiply_k(warpgroup, at, stage_of(at.k), s);
     await_v(at);
     await_products<0>(s);
-    take_logits(warpgroup, work, keys, keys.last - 1, at, softmax, s, x);
-    softmax.rise(x, softmax.l);
+    rise(keys.last - 1, softmax.l);
     convert_bytes(x, p);
     finish_k(at);
     if (keys.last - 2 >= keys.first) await_k(at);
     for (int tile = keys.last - 2; tile >= keys.first; --tile) {
-      multiply_k(warpgroup, at.k.stage, s);
+      multiply_k(warpgroup, at, stage_of(at.k), s);
       await_v(at);
       multiply_v(at, p, o, !starts_anew(tile + 1));
       await_products<1>(s);
-      take_logits(warpgroup, work, keys, tile, at, softmax, s, x);
-      const bool fits = softmax.weigh(x, sum);
+      take_logits(at, softmax, s, x);
+      if constexpr (!kHidesWeights) hide(tile, -INFINITY);
+      const bool fits = softmax.weigh(x, group_steps(at, tile), sum);
       ptx::pin(x.x);
       // This branch keeps ptxas from waiting for the product with v before the exponentials.
       if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
+        if constexpr (kHidesWeights) hide(tile, 0.f);
         await_products<0>(o);
       } else {
         // Hidden, or the addresses would be worked out once for both products, ahead of the first.
-        multiply_k(ptx::hidden(warpgroup), ptx::hidden(at.k.stage), s);
+        multiply_k(ptx::hidden(warpgroup), at, ptx::hidden(stage_of(at.k)), s);
         await_products<0>(o);
         ptx::pin(s.x);
-        take_logits(warpgroup, work, keys, tile, at, softmax, s, x);
-        const RowValues shrink = softmax.rise(x, sum);
+        const RowValues shrink = rise(tile, sum);
         scale_rows(o, shrink);
         shrunk[0] *= shrink[0], shrunk[1] *= shrink[1];
       }
@@ -351,13 +395,14 @@ struct ByteForward {
     Accumulator<kColumns, int> r;
     Operand<typename Precision::Weight, kKeys> p;
     await_k(at);
-    multiply_k(warpgroup, at.k.stage, s);
+    multiply_k(warpgroup, at, stage_of(at.k), s);
     await_v(at);
     await_products<0>(s);
-    take_logits(warpgroup, work, keys, keys.last - 1, at, softmax, s, x);
+    take_logits(at, softmax, s, x);
+    hide(warpgroup, work, keys, keys.last - 1, x);
     for (int tile = keys.last - 1; tile >= keys.first; --tile) {
       const RowValues most = softmax.largest(x, o);
-      const RowValues step = softmax.step(x, most, shared.v_step[at.k.stage][1], my_turn(warpgroup, at), p);
+      const RowValues step = softmax.step(x, most, shared.v_step[stage_of(at.k)][1], my_turn(warpgroup, at), p);
       pass_turn(warpgroup);
       finish_k(at);
       if (tile > keys.first) await_k(at);
@@ -368,13 +413,14 @@ struct ByteForward {
         add(o, r, step);
         break;
       }
-      multiply_k(warpgroup, at.k.stage, s);
+      multiply_k(warpgroup, at, stage_of(at.k), s);
       await_products<1>(r);
       finish_v(at);
       await_v(at);  // here, so that ptxas adds after it has issued the product
       add(o, r, step);
       await_products<0>(s);
-      take_logits(warpgroup, work, keys, tile - 1, at, softmax, s, x);
+      take_logits(at, softmax, s, x);
+      hide(warpgroup, work, keys, tile - 1, x);
     }
   }
 

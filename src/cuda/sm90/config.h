@@ -6,6 +6,8 @@
 // A thread block cannot take more registers than it was launched with: 504 for three threads, one of each warpgroup,
 // and 512 for four. Asking for more waits for ever.
 #pragma once
+#include <numeric>
+
 #include "cuda/attn/precision.h"
 
 namespace octet::cuda::sm90 {
@@ -79,23 +81,33 @@ struct ForwardTile<PrecisionInt8F16, Dims256> : TwoWarpgroupsOfCodes {
 
 // 8-bit forward. The registers of a group hold s (keys / 2), p (keys / 8), o and the sum of rounded weights (dim_v / 2
 // + 4); where codes of p change their step, a product r as large as o and no such sum. Steps of keys take registers
-// too, in the groups and in the loader. kTurns: groups take turns at their exponentials.
+// too, in the groups and in the loader.
+//   kTurns         groups take turns at their exponentials
+//   kSkips         a group passes over tiles of which its queries see nothing
+//   kCountsStages  a position in a ring takes one register, not two
 constexpr int kByteStages = 3;  // of k, and of v
 template <class Precision, class Dims>
 struct ByteForwardTile;
 template <class Precision>
 struct ByteForwardTile<Precision, Dims64> {
-  static constexpr int kWarpgroups = 3, kKeys = kIntegerLogits<Precision> ? 96 : 128;
+  static constexpr bool kChanges = Precision::kScaled;
+  static constexpr int kWarpgroups = 3, kKeys = kChanges ? 96 : 128, kQStages = kChanges ? 1 : 2;
   static constexpr int kRegisters = 152, kLoaderRegisters = 56;
-  static constexpr bool kTurns = false;
+  static constexpr bool kTurns = false, kSkips = !kChanges, kCountsStages = false;
 };
 template <class Precision>
 struct ByteForwardTile<Precision, Dims128> {
-  static constexpr bool kThree = !Precision::kKeySteps;
-  static constexpr int kWarpgroups = kThree ? 3 : 2, kKeys = kThree ? 96 : kIntegerLogits<Precision> ? 128 : 160;
+  static constexpr bool kTokens = Precision::kKeySteps == KeySteps::tokens;
+  static constexpr bool kThree = !Precision::kScaled && !(kTokens && kIntegerLogits<Precision>);
+  static constexpr int kWarpgroups = kThree ? 3 : 2, kKeys = kThree ? 96 : 128, kQStages = 1;
   static constexpr int kRegisters = kThree ? 160 : 232, kLoaderRegisters = kThree ? 32 : 40;
-  static constexpr bool kTurns = Precision::kScaled;
+  static constexpr bool kTurns = Precision::kScaled, kSkips = kThree, kCountsStages = kThree && kTokens;
 };
+
+// The keys of a sequence lie in whole multiples of this many: tiles, and blocks of tokens whose groups have steps.
+template <class Precision, class Dims>
+constexpr int kLaidOutKeys = std::lcm(ByteForwardTile<Precision, Dims>::kKeys,
+                                      Precision::kKeySteps == KeySteps::groups ? kGroupedTokens : 1);
 
 // Backward: `kQueries` per step, `kKeys` per thread block, `kDoStages` stages of do. Two warpgroups share the work:
 // where a thread block has 128 keys, each has 64 of them and holds s, dp (queries / 2 registers each), dk, dv (dim / 2

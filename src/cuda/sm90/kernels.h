@@ -12,6 +12,8 @@ struct Kernel {
   const void* function;
   int rows, keys;  // of a tile
   int threads, shared_bytes;
+  int laid_out_keys = 0;  // keys lie in whole multiples of this many; 8 bits
+  bool skips = false;     // its warpgroups pass over what lies after a block
 };
 
 template <class Precision>

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 
 #include "cuda/host/status.h"
 #include "cuda/sm90/launch.h"
@@ -15,6 +16,26 @@ int section_of(const Problem& p, int64_t element_bytes) {
   return static_cast<int>(std::clamp<int64_t>(kShareOfL2 / head * p.group(), 1, p.batch * p.heads));
 }
 
+int processors_of(const Problem& p) {
+  int processors = 0;
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
+  return processors;
+}
+
+// When the last of `processors` ends with `whole` blocks of time 1 and then `small` ones of time `time`.
+double end_of(int64_t whole, int64_t small, double time, int64_t processors) {
+  const int64_t late = whole % processors, early = processors - late;
+  double early_end = static_cast<double>(whole / processors), late_end = early_end + 1,
+         end = late ? late_end : early_end;
+  while (small > 0) {
+    const bool first = !late || early_end <= late_end;
+    double& next = first ? early_end : late_end;
+    next += time, end = std::max(end, next);
+    small -= first ? early : late;
+  }
+  return end;
+}
+
 int clamp_side(int64_t keys) { return static_cast<int>(std::min<int64_t>(keys, Mask::kUnbounded)); }
 
 }  // namespace
@@ -28,6 +49,7 @@ Schedule schedule_of(const Problem& p, const Kernel& kernel, int64_t element_byt
                           .q_tokens = static_cast<int>(p.tokens_q),
                           .k_tokens = static_cast<int>(p.tokens_k),
                           .rows = kernel.rows,
+                          .whole_blocks = static_cast<int>((p.tokens_q + kernel.rows - 1) / kernel.rows),
                           .section = section_of(p, element_bytes),
                           .counter = counter,
                           .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
@@ -46,10 +68,25 @@ void set_broadcast(const View& t, int (&broadcast)[2]) {
   broadcast[1] = t.stride[0] != 0;
 }
 
-void launch(const Problem& p, const Kernel& kernel, void* arguments, cudaStream_t stream) {
-  const int64_t blocks = (p.tokens_q + kernel.rows - 1) / kernel.rows * p.batch + sequences_of(p);
-  int processors = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
+void shorten_tail(const Problem& p, Schedule& schedule) {
+  if (p.packed() || p.windowed) return;
+  const int64_t processors = processors_of(p), sides = p.batch * p.heads;
+  const int most = schedule.whole_blocks;
+  double best = end_of(most * sides, 0, 0, processors);
+  for (int whole = most - 1; whole >= 0 && (most - whole - 1) * sides <= 2 * processors; --whole)
+    for (const auto& [rows, time] : {std::pair{128, .85}, {64, .6}}) {
+      const int64_t rest = p.tokens_q - static_cast<int64_t>(whole) * schedule.rows, small = (rest + rows - 1) / rows;
+      const double end = end_of(whole * sides, small * sides, time, processors);
+      if (end >= best - .02) continue;
+      best = end;
+      schedule.whole_blocks = whole, schedule.short_blocks = static_cast<int>(small), schedule.short_rows = rows;
+    }
+}
+
+void launch(const Problem& p, const Kernel& kernel, const Schedule& schedule, void* arguments, cudaStream_t stream) {
+  const int64_t unpacked = static_cast<int64_t>(schedule.whole_blocks + schedule.short_blocks) * p.batch;
+  const int64_t blocks = p.packed() ? (p.tokens_q + kernel.rows - 1) / kernel.rows + sequences_of(p) : unpacked;
+  const int processors = processors_of(p);
   check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
         "cudaFuncSetAttribute");
   void* all[] = {arguments};

@@ -22,7 +22,11 @@ Mask mask_of(const Problem& p);
 // 0 where all heads, all batch elements of a tensor are one, else 1.
 void set_broadcast(const View& t, int (&broadcast)[2]);
 
+// Where the last round of blocks would leave multiprocessors idle: shorter blocks at the end of each head. The kernel
+// is one whose warpgroups pass over what lies after a block.
+void shorten_tail(const Problem& p, Schedule& schedule);
+
 // On every multiprocessor, or as many as there are blocks of queries.
-void launch(const Problem& p, const Kernel& kernel, void* arguments, cudaStream_t stream);
+void launch(const Problem& p, const Kernel& kernel, const Schedule& schedule, void* arguments, cudaStream_t stream);
 
 }  // namespace octet::cuda::sm90

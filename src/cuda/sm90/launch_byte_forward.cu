@@ -66,7 +66,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
                    .heads = static_cast<int>(p.heads),
                    .kv_heads = static_cast<int>(p.kv_heads),
                    .keys = {static_cast<const int*>(p.cu_seqlens_k.data), sequences_of(p), static_cast<int>(p.tokens_k),
-                            kernel.keys},
+                            kernel.laid_out_keys},
                    .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data)};
   if (p.hadamard) c.rotation = rotation_of(p.dim);
   const Code code = integers(p) ? Code::s8 : Code::e4m3;
@@ -75,7 +75,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   c.v_code = dynamic ? Code::s8 : Code::e4m3;
 
   Carver carver(workspace);
-  const int64_t keys = static_cast<int64_t>(c.keys.count()) * kernel.keys, sides = p.batch * p.kv_heads;
+  const int64_t keys = static_cast<int64_t>(c.keys.count()) * kernel.laid_out_keys, sides = p.batch * p.kv_heads;
   const int64_t sequence_sides = (p.packed() ? sequences_of(p) : p.batch) * p.kv_heads;
   auto* const counter = carver.take<unsigned>(1);
   int* const blocks_before = p.packed() ? carver.take<int>(sequences_of(p) + 1) : nullptr;
@@ -115,6 +115,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   a.k_in_tiles = !k_given(p);
   a.keys = static_cast<int>(keys);
   a.schedule = schedule_of(p, kernel, 1, counter, blocks_before, stream);
+  if (kernel.skips) shorten_tail(p, a.schedule);
   a.mask = mask_of(p);
   a.group = static_cast<int>(p.group());
   a.dim_v = static_cast<int>(p.dim_v);
@@ -124,7 +125,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   a.v_channel = c.channels.v_step, a.v_mean = c.channels.v_mean;
   a.mean_logit = c.mean_logit;
   a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
-  launch(p, kernel, &a, stream);
+  launch(p, kernel, a.schedule, &a, stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);
   return carver.used();

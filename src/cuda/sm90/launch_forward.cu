@@ -110,7 +110,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.v_scale = scaled ? v_scaled.scale() : nullptr;
   a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
 
-  launch(p, kernel, &a, stream);
+  launch(p, kernel, a.schedule, &a, stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);
   return carver.used();

@@ -3,6 +3,8 @@
 // Thread blocks stay on their multiprocessor and draw numbers from a counter, so that long blocks of a causal mask
 // balance short ones. Numbers count down from the last block of queries, which a causal mask makes the longest, across
 // the heads of a section: as many as have keys and values that fit in L2 together.
+//
+// Where all blocks are alike, the last ones may be shorter, so that the multiprocessors end together.
 #pragma once
 #include <cstdint>
 
@@ -15,14 +17,17 @@ struct Work {
   int k_first, k_tokens;
   int block;  // its first query, within the sequence; -1: nothing is left
   int sequence;
+  int rows;  // that the block has at most
 };
 
 struct Schedule {
   int batch, heads;
   int q_tokens, k_tokens;  // of each batch element; packed: of all sequences together
   int rows;                // queries per block
-  int section;             // heads per section
-  unsigned* counter;       // 0 when the kernel starts
+  int whole_blocks;        // of a head: they come first, those of the next fields after them; packed: unused
+  int short_blocks, short_rows;
+  int section;        // heads per section
+  unsigned* counter;  // 0 when the kernel starts
 
   // Packed sequences, or null: first tokens, and for each sequence the number of blocks before it.
   const int *cu_seqlens_q, *cu_seqlens_k, *blocks_before;
@@ -31,8 +36,12 @@ struct Schedule {
   __device__ Work at(unsigned number) const { return cu_seqlens_q ? packed(number) : unpacked(number); }
 
   __device__ Work unpacked(unsigned number) const {
-    const unsigned blocks = (q_tokens + rows - 1) / rows, all_heads = batch * heads;
+    const unsigned all_heads = batch * heads, all_whole = whole_blocks * all_heads;
+    const bool whole = number < all_whole;
+    if (!whole) number -= all_whole;
+    const unsigned blocks = whole ? whole_blocks : short_blocks;
     if (number >= blocks * all_heads) return {.block = -1};
+    const int queries = whole ? rows : short_rows;
     const unsigned first_head = number / (blocks * section) * section;
     const unsigned width = min(static_cast<unsigned>(section), all_heads - first_head);
     const unsigned rest = number - first_head * blocks;
@@ -43,8 +52,9 @@ struct Schedule {
             q_tokens,
             0,
             k_tokens,
-            static_cast<int>(blocks - 1 - rest / width) * rows,
-            static_cast<int>(head / heads)};
+            (whole ? 0 : whole_blocks * rows) + static_cast<int>(blocks - 1 - rest / width) * queries,
+            static_cast<int>(head / heads),
+            queries};
   }
 
   __device__ Work packed(unsigned number) const {
@@ -64,7 +74,8 @@ struct Schedule {
             k_first,
             m,
             (n - 1) / rows * rows - static_cast<int>(rest / heads) * rows,
-            low};
+            low,
+            rows};
   }
 };
 

@@ -8,8 +8,13 @@ namespace octet::cuda::sm90 {
 template <class Precision, class Dims>
 Kernel describe_byte_forward() {
   using Kind = ByteForward<Precision, Dims>;
-  return {reinterpret_cast<const void*>(&byte_forward<Precision, Dims>), Kind::kRows, Kind::kKeys, Kind::kThreads,
-          Kind::kSharedBytes};
+  return {reinterpret_cast<const void*>(&byte_forward<Precision, Dims>),
+          Kind::kRows,
+          Kind::kKeys,
+          Kind::kThreads,
+          Kind::kSharedBytes,
+          kLaidOutKeys<Precision, Dims>,
+          Kind::Tile::kSkips};
 }
 
 template <class Precision>
