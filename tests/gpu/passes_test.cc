@@ -63,6 +63,9 @@ const std::vector<Case>& gpu_cases() {
     list.push_back(long_rows);
     long_rows.name = "many_keys_64", long_rows.dim = long_rows.dim_v = 64;
     list.push_back(long_rows);
+    // 33 x 4 blocks of 192 queries for 132 multiprocessors, and then shorter ones in 8 bits.
+    long_rows.name = "many_queries", long_rows.heads = 33, long_rows.tokens_q = 896, long_rows.tokens_k = 40;
+    list.push_back(long_rows);
     return list;
   }();
   return all;

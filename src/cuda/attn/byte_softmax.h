@@ -43,15 +43,15 @@ struct ColumnSteps {
 
 // How many steps of groups (precision.h) a tile of keys meets: four for each block of 64 tokens.
 template <int Keys>
-constexpr int kGroupSteps = (Keys + kGroupedTokens - 1) / kGroupedTokens* kStepGroups;
+constexpr int kGroupSteps = (Keys + kGroupBlock - 1) / kGroupBlock* kStepGroups;
 
 // The steps of this thread's columns in tile `tile` of `Keys` keys, from those of the blocks that it meets, [block,
 // group]. A tile of an odd number of half blocks starts in the middle of one where its number is odd. A group of zeros
 // counts as one with step 1.
 template <int Keys>
 __device__ auto steps_of_groups(const float* steps, int tile) {
-  constexpr bool kHalves = Keys % kGroupedTokens != 0;
-  constexpr int kColumns = kHalves ? kGroupedTokens / 2 : kGroupedTokens;  // that share a step
+  constexpr bool kHalves = Keys % kGroupBlock != 0;
+  constexpr int kColumns = kHalves ? kGroupBlock / 2 : kGroupBlock;  // that share a step
   constexpr int kBlocks = kGroupSteps<Keys> / kStepGroups;
   static_assert(Keys % kColumns == 0);
   float of_block[kBlocks];

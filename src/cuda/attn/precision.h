@@ -58,9 +58,9 @@ constexpr bool kHasBeta = false;
 template <class Precision>
 constexpr bool kHasBeta<WithBeta<Precision>> = true;
 
-// Groups of tokens of a key sequence (SageAttention 2, arXiv 2411.10958, 3.2): of each 64, counted from its first,
-// group c has those that the threads c of a quad hold in an accumulator, 8 i + 2 c and the next.
-constexpr int kGroupedTokens = 64, kStepGroups = 4;
+// Thread groups of tokens of a key sequence (SageAttention 2, arXiv 2411.10958, 3.2): of each block of 64, counted from
+// its first, group c has those that the threads c of a quad hold in an accumulator, 8 i + 2 c and the next.
+constexpr int kGroupBlock = 64, kStepGroups = 4, kGroupTokens = kGroupBlock / kStepGroups;
 enum class KeySteps { none, tokens, groups };
 
 struct PrecisionInt8 {
@@ -79,7 +79,7 @@ struct PrecisionInt8Fp8 {
   using Value = E4m3;
   static constexpr float kStart = 448.f / 8.f;
   static constexpr bool kScaled = false, kSumRounded = true;
-  static constexpr KeySteps kKeySteps = KeySteps::tokens;
+  static constexpr KeySteps kKeySteps = KeySteps::groups;
 };
 
 struct PrecisionFp8 {

@@ -150,7 +150,7 @@ struct ByteForward {
         const int64_t at = steps + tile * kKeys;
         if constexpr (kKeySteps == KeySteps::tokens) fetch_steps(shared.k_step[k_at.stage], a.k_step + at);
         if constexpr (kKeySteps == KeySteps::groups)
-          fetch_steps(shared.k_step[k_at.stage], a.k_step + at / kGroupedTokens * kStepGroups);
+          fetch_steps(shared.k_step[k_at.stage], a.k_step + at / kGroupBlock * kStepGroups);
         if constexpr (kScaled) fetch_steps(shared.v_step[k_at.stage], a.v_step + 2 * at);
         k_at.advance();
       };

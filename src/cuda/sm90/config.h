@@ -97,17 +97,17 @@ struct ByteForwardTile<Precision, Dims64> {
 };
 template <class Precision>
 struct ByteForwardTile<Precision, Dims128> {
-  static constexpr bool kTokens = Precision::kKeySteps == KeySteps::tokens;
-  static constexpr bool kThree = !Precision::kScaled && !(kTokens && kIntegerLogits<Precision>);
-  static constexpr int kWarpgroups = kThree ? 3 : 2, kKeys = kThree ? 96 : 128, kQStages = 1;
-  static constexpr int kRegisters = kThree ? 160 : 232, kLoaderRegisters = kThree ? 32 : 40;
-  static constexpr bool kTurns = Precision::kScaled, kSkips = kThree, kCountsStages = kThree && kTokens;
+  static constexpr bool kChanges = Precision::kScaled;
+  static constexpr int kWarpgroups = kChanges ? 2 : 3, kKeys = kChanges ? 128 : 96, kQStages = 1;
+  static constexpr int kRegisters = kChanges ? 232 : 160, kLoaderRegisters = kChanges ? 40 : 32;
+  static constexpr bool kTurns = kChanges, kSkips = !kChanges;
+  static constexpr bool kCountsStages = Precision::kKeySteps == KeySteps::tokens && !kChanges;
 };
 
 // The keys of a sequence lie in whole multiples of this many: tiles, and blocks of tokens whose groups have steps.
 template <class Precision, class Dims>
 constexpr int kLaidOutKeys = std::lcm(ByteForwardTile<Precision, Dims>::kKeys,
-                                      Precision::kKeySteps == KeySteps::groups ? kGroupedTokens : 1);
+                                      Precision::kKeySteps == KeySteps::groups ? kGroupBlock : 1);
 
 // Backward: `kQueries` per step, `kKeys` per thread block, `kDoStages` stages of do. Two warpgroups share the work:
 // where a thread block has 128 keys, each has 64 of them and holds s, dp (queries / 2 registers each), dk, dv (dim / 2

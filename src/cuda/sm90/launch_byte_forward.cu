@@ -4,6 +4,7 @@
 
 #include "core/error.h"
 #include "core/names.h"
+#include "cuda/attn/precision.h"
 #include "cuda/host/operands.h"
 #include "cuda/host/status.h"
 #include "cuda/host/tensor_map.h"
@@ -73,6 +74,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   c.q_code = q_given(p) ? Code::none : code;
   c.k_code = k_given(p) ? Code::none : code;
   c.v_code = dynamic ? Code::s8 : Code::e4m3;
+  c.k_groups = p.precision == OCTET_PRECISION_INT8_FP8;
 
   Carver carver(workspace);
   const int64_t keys = static_cast<int64_t>(c.keys.count()) * kernel.laid_out_keys, sides = p.batch * p.kv_heads;
@@ -89,7 +91,9 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   c.q_step = !q_given(p) || given_steps ? carver.take<float>(queries) : nullptr;
   c.mean_logit = smooths_k(p) && p.lse.present() ? carver.take<float>(queries) : nullptr;
   if (!q_given(p)) c.q_codes = carver.take(queries * dim);
-  if (!k_given(p)) c.k_codes = carver.take(sides * keys * dim), c.k_step = carver.take<float>(sides * keys);
+  if (!k_given(p))
+    c.k_codes = carver.take(sides * keys * dim),
+    c.k_step = carver.take<float>(sides * keys / (c.k_groups ? kGroupTokens : 1));
   c.v_codes = carver.take(sides * keys * dim);
   c.v_step = dynamic ? carver.take<float>(2 * sides * keys) : nullptr;
   const Result o(p.o, carver), o_residual(p.o_residual, carver);
