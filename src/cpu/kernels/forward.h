@@ -34,9 +34,9 @@ constexpr int64_t kTilesAtOnce = std::is_same_v<Pv, F32> ? 2 : kMaxStepKeys / kK
 // vectors 6), as many as keep q, s and o in the second cache. Words of f32 fill that with k and v alone, which many
 // rows read less often.
 template <class Qk, class Pv>
-constexpr int64_t kBlockRows = Qk::kTiles&& Pv::kTiles   ? 64
-                               : std::is_same_v<Qk, F32> ? 192
-                                                         : 96;
+constexpr int64_t kBlockRows = std::is_same_v<Qk, F32> || kSplits<Qk> ? 192
+                               : Qk::kTiles&& Pv::kTiles              ? 64
+                                                                      : 96;
 
 // Whether the logits of the next step are found before P V of this one, so that tiles start once for both; P then does
 // not lie in the place of its logits.
@@ -47,10 +47,11 @@ constexpr bool kLogitsAhead = Pv::kTiles&& std::is_same_v<typename Pv::Element, 
 template <class Qk, class Pv>
 struct ForwardScratch {
   static constexpr int64_t kRows = kBlockRows<Qk, Pv>;
-  static constexpr int64_t kPWords = kMaxStepKeys / Pv::kPerWord;
+  static constexpr int64_t kQPad = kSplits<Qk> ? 16 : 0;  // words: rows a power of two apart share cache sets
+  static constexpr int64_t kPWords = kSplits<Pv> ? words_of<Pv>(kMaxStepKeys) + 16 : kMaxStepKeys / Pv::kPerWord;
 
   int64_t stride;           // of s: rows a power of two apart would compete for cache sets
-  Word* q;                  // [kRows][k_words]
+  Word* q;                  // [kRows][k_words + kQPad]
   typename Qk::Sum* s;      // [kRows][stride]
   Word* p;                  // [kRows][kPWords], where P has a place of its own
   typename Pv::Sum* strip;  // [parts][kRows][kStripColumns] of P V, if it goes that way
@@ -60,9 +61,9 @@ struct ForwardScratch {
     ForwardScratch t;
     t.stride = plan.step_tiles * kKeys + 16;
     t.s = carve.take<typename Qk::Sum>(kRows * t.stride);
-    t.q = carve.take<Word>(kRows * side.k_words);
+    t.q = carve.take<Word>(kRows * (side.k_words + kQPad));
     t.o = carve.take<float>(kRows * side.v_columns);
-    t.p = kLogitsAhead<Pv> ? carve.take<Word>(kRows * kPWords) : nullptr;
+    t.p = kLogitsAhead<Pv> || kSplits<Pv> ? carve.take<Word>(kRows * kPWords) : nullptr;
     const int64_t parts = plan.p == PFormat::u8 ? kStepTiles : 1;
     const bool strip = through_strip(plan.p) && !kLogitsAhead<Pv>;
     t.strip = strip ? carve.take<typename Pv::Sum>(parts * kRows * kStripColumns) : nullptr;
@@ -118,6 +119,10 @@ struct Forward {
       if (!kLogitsAhead<Pv>) logits(index + tile, tiles, rows);
       softmax_rows(seq, h, token, rows, tile, tiles, index + tile);
       accumulate(index + tile, tiles, rows);
+#ifdef __AMX_BF16__
+      if constexpr (kSplits<Pv>)
+        if (!v_finite(index + tile, tiles)) add_what_does_not_split(seq, g, tile * kKeys, tiles * kKeys, rows);
+#endif
       if (kLogitsAhead<Pv> && tile + tiles < last) logits(index + tile + tiles, tiles_from(tile + tiles), rows);
     }
     finish(seq, h, token, rows, side_index);
@@ -125,8 +130,8 @@ struct Forward {
 
   void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t side_index) {
     const float* k_mean = side.k_mean && p.lse.present() ? side.k_mean + side_index * kMaxDim : nullptr;
-    pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, k_mean, scratch.q, side.k_words, side.k_words,
-                     queries);
+    pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, k_mean, scratch.q, side.k_words + Scratch::kQPad,
+                     side.k_words, queries);
     for (int64_t i = 0; i < kRows; ++i) {
       state.m[i] = state.top[i] = kMinusInfinity;
       state.to_logit[i] = queries.step[i] * p.scale;
@@ -148,6 +153,14 @@ struct Forward {
   void logits(int64_t index, int64_t tiles, int64_t rows) {
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const Word* k = side.k + (index + tile) * side.k_stride;
+#ifdef __AMX_BF16__
+      if constexpr (kSplits<Qk>) {
+        const int64_t words = side.k_words / kParts;
+        const SplitShape shape{.words = words, .a_row = side.k_words + Scratch::kQPad, .a_part = words};
+        split_matmul<false>(shape, scratch.q, k, scratch.s + tile * kKeys, scratch.stride, rows, kKeys);
+        continue;
+      }
+#endif
       matmul<Qk, false>(scratch.q, {side.k_words, 1}, k, kKeys, scratch.s + tile * kKeys, scratch.stride, rows, kKeys,
                         side.k_words, following(k, side.k_stride));
     }
@@ -236,6 +249,9 @@ struct Forward {
   // o = alpha o + P V.
   void accumulate(int64_t index, int64_t tiles, int64_t rows) {
     const int64_t columns = side.v_columns;
+#ifdef __AMX_BF16__
+    if constexpr (kSplits<Pv>) return accumulate_split(index, tiles, rows);
+#endif
     if constexpr (format == PFormat::u8) {
       accumulate_codes<Pv>({scratch.p_words(), scratch.p_stride(), side.v + index * side.v_stride, side.v_stride,
                             side.v_words, tiles, columns},
@@ -261,6 +277,37 @@ struct Forward {
         }
     }
   }
+
+#ifdef __AMX_BF16__
+  // The same for float32 in tiles.
+  void accumulate_split(int64_t index, int64_t tiles, int64_t rows) {
+    const int64_t columns = side.v_columns, words = part_words(kKeys);
+    for (int64_t i = 0; i < rows; ++i) {
+      split_row(scratch.logits_row(i), tiles * kKeys, tiles * words, scratch.p + i * Scratch::kPWords);
+      if (state.alpha[i] != 1.f) scale_row(scratch.o + i * columns, state.alpha[i], columns);
+    }
+    constexpr int64_t kPieces = 2;  // of a panel of v, in the first cache
+    SplitShape shape{
+        .words = words, .a_row = Scratch::kPWords, .a_part = tiles * words, .a_piece = words, .b_piece = side.v_stride};
+    for (int64_t first = 0; first < tiles; first += kPieces) {
+      shape.pieces = std::min(kPieces, tiles - first);
+      const Word* v = side.v + (index + first) * side.v_stride;
+      split_matmul<true>(shape, scratch.p + first * words, v, scratch.o, columns, rows, columns);
+    }
+  }
+
+  // Products with numbers of v that are too large for bf16 or not finite, which zeros of P skip.
+  void add_what_does_not_split(const Sequence& seq, int64_t g, int64_t key, int64_t keys, int64_t rows) {
+    alignas(64) float v[kMaxDim];
+    for (int64_t j = 0; j < std::min(keys, seq.k_tokens - key); ++j) {
+      load_numbers(p.v, seq.batch, g, seq.k_first + key + j, 1, 1, side.v_columns, v);
+      for (int64_t c = 0; c < p.dim_v; ++c)
+        for (int64_t i = 0; i < rows && !splits(v[c]); ++i)
+          if (const float weight = scratch.logits_row(i)[j]; weight != 0.f)
+            scratch.o[i * side.v_columns + c] += weight * v[c];
+    }
+  }
+#endif
 
   // The same for n columns of f16 P: a few keys at a time.
   void accumulate_f16(int64_t index, int64_t tiles, int64_t rows, int64_t first, int64_t n) {
@@ -394,7 +441,7 @@ auto with_engines(const ForwardPlan& plan, Body&& body) {
       return plan.qk == OCTET_BF16 ? body.template operator()<Bf16, F32, PFormat::f16>()
                                    : body.template operator()<F32, F32, PFormat::f16>();
     default:
-      return body.template operator()<F32, F32, PFormat::exact>();
+      return body.template operator()<Split, Split, PFormat::exact>();
   }
 }
 

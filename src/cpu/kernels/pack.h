@@ -8,6 +8,7 @@
 #include "cpu/kernels/matmul.h"
 #include "cpu/kernels/pack_int8.h"
 #include "cpu/kernels/plan.h"
+#include "cpu/kernels/split.h"
 
 namespace octet::cpu::OCTET_ISA {
 
@@ -131,7 +132,7 @@ KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve,
   s.k_words = words_of<Qk>(p.dim);
   s.v_words = words_of<Pv>(kKeys);
   s.v_columns = padded_columns(p.dim_v);
-  s.v_panel = plan.p == PFormat::exact && parts == 1 ? kPanelColumns : s.v_columns;
+  s.v_panel = plan.p == PFormat::exact && parts == 1 && !kSplits<Pv> ? kPanelColumns : s.v_columns;
   s.k_stride = parts * s.k_words * kKeys;
   s.v_stride = parts * s.v_words * s.v_columns;
   s.k = carve.take<Word>(tiles * s.k_stride);
@@ -273,8 +274,15 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
         quantize_rows(plan.qk, plan.smooth_k || plan.hadamard ? OCTET_F32 : numbers_of(p.k), plan.k_group, rows, valid,
                       width, steps);
     }
-    constexpr bool kFloats = std::is_same_v<Qk, F32>;
-    if (kFloats) transpose(rows, kKeys, width, p.dim, reinterpret_cast<float*>(k));
+    constexpr bool kFloats = std::is_same_v<Qk, F32> || kSplits<Qk>;
+#ifdef __AMX_BF16__
+    if constexpr (kSplits<Qk>) {
+      alignas(64) float columns[kMaxDim * kKeys];
+      transpose(rows, kKeys, width, p.dim, columns);
+      split_columns(columns, p.dim, kKeys, k);
+    }
+#endif
+    if (std::is_same_v<Qk, F32>) transpose(rows, kKeys, width, p.dim, reinterpret_cast<float*>(k));
     alignas(64) Word words[kMaxDim + 64];
     for (int64_t r = 0; r < kKeys && !kFloats; ++r) {
       encode_row<Qk>(rows + r * width, s.k_words * Qk::kPerWord, 0, words);
@@ -289,7 +297,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   if (s.k_scale) std::memcpy(s.k_scale + index * kKeys, steps, sizeof steps);
 
   // Words of one float lie as the rows do, unless in panels.
-  const bool panels = Pv::kPerWord == 1 && s.v_panel < s.v_columns;
+  const bool panels = Pv::kPerWord == 1 && (kSplits<Pv> || s.v_panel < s.v_columns);
   Word* v = s.v_at(index);
   float* v_rows = Pv::kPerWord == 1 && !panels ? reinterpret_cast<float*>(v) : rows;
   const int64_t columns = s.v_columns;
@@ -328,6 +336,13 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     for (int64_t r = valid; r < kKeys; ++r) steps[r] = 0.f;
     std::memcpy(s.v_scale + index * kKeys, steps, sizeof steps);
   }
+#ifdef __AMX_BF16__
+  if constexpr (kSplits<Pv>) {
+    if (!finite)
+      for (int64_t i = 0; i < kKeys * columns; ++i) rows[i] = splits(rows[i]) ? rows[i] : 0.f;
+    return split_columns(rows, kKeys, columns, v);
+  }
+#endif
   for (int64_t c = 0; c < columns && panels; c += s.v_panel) {
     const int64_t width = s.panel_width(c);
     for (int64_t r = 0; r < kKeys; ++r)
@@ -419,6 +434,12 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
     }
   }
   for (int64_t r = 0; r < valid; ++r) steps[r] = divisible(steps[r]);
+#ifdef __AMX_BF16__
+  if constexpr (kSplits<Qk>) {
+    for (int64_t r = 0; r < count; ++r) split_row(rows + r * width, width, width / 2, q + r * stride);
+    return;
+  }
+#endif
   for (int64_t r = 0; r < count && !in_place; ++r)
     encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * stride);
 }
