@@ -26,13 +26,26 @@ constexpr int64_t kTilesPerTask = 4;
 struct BackwardScratch {
   float *s, *dp;   // [kQueries][kKeys]; become p and ds
   float* ds_rows;  // [kQueries][kKeys], migrated only: ds as the operand of dq
-  float *dk, *dv;  // [kTilesPerTask * kKeys][columns]
+  // Where products run in tiles.
+  Word *p_t, *ds_t, *ds;       // [kKeys][split_stride(kQueries)]: A of p^T do, ds^T q and ds k
+  Word *q, *do_;               // [kQueries][split_stride]: A of q k^T and do v^T
+  Word *q_by_row, *do_by_row;  // [words_of<Split>(kQueries)][columns]: B of ds^T q and p^T do
+  float* product;              // [kQueries][k_columns], of a block of fewer rows than tiles have
+  float *dk, *dv;              // [kTilesPerTask * kKeys][columns]
 
   static BackwardScratch carve(const GradientOperands& w, Carver& carve) {
     BackwardScratch t;
     t.s = carve.take<float>(kQueries * kKeys);
     t.dp = carve.take<float>(kQueries * kKeys);
     t.ds_rows = carve.take<float>(kQueries * kKeys);
+    if (kSplits<Split>) {
+      for (Word** x : {&t.p_t, &t.ds_t, &t.ds}) *x = carve.take<Word>(kKeys * split_stride(kQueries));
+      t.q = carve.take<Word>(kQueries * split_stride(w.k_columns));
+      t.do_ = carve.take<Word>(kQueries * split_stride(w.v_columns));
+      t.q_by_row = carve.take<Word>(words_of<Split>(kQueries) * w.k_columns);
+      t.do_by_row = carve.take<Word>(words_of<Split>(kQueries) * w.v_columns);
+      t.product = carve.take<float>(kQueries * w.k_columns);
+    }
     t.dk = carve.take<float>(kTilesPerTask * kKeys * w.k_columns);
     t.dv = carve.take<float>(kTilesPerTask * kKeys * w.v_columns);
     return t;
@@ -66,6 +79,7 @@ struct Backward {
       for (int64_t token = 0; token < seq.q_tokens; token += kQueries) {
         const int64_t rows = std::min(seq.q_tokens - token, kQueries);
         const KeyRange seen = tiles_of(p, seq, token, rows);
+        if (first_tile < seen.last && seen.first < last_tile) split_queries(row_index(p, seq, h, token), rows);
         for (int64_t tile = std::max(first_tile, seen.first); tile < std::min(last_tile, seen.last); ++tile)
           visit(seq, block, h, token, rows, tile, tile - first_tile);
       }
@@ -77,10 +91,8 @@ struct Backward {
              int64_t own) {
     const int64_t first = row_index(p, seq, h, token), index = tile_index(block, tile), kc = w.k_columns,
                   vc = w.v_columns;
-    const int64_t keys = std::min(seq.k_tokens - tile * kKeys, kKeys);
-    const float *q = w.q + first * kc, *k = w.k + index * kKeys * kc;
     float *dk = scratch.dk + own * kKeys * kc, *dv = scratch.dv + own * kKeys * vc, *dq = w.dq + first * kc;
-    constexpr Strides rowwise{kKeys, 1}, columnwise{1, kKeys};
+    [[maybe_unused]] constexpr Strides columnwise{1, kKeys};
     products(first, rows, index, own);
     gradient_tile(seq, block, h, token, rows, tile);
     if (plan.smooth_blocks) give_back_query_mean(first, rows, dk);
@@ -88,16 +100,34 @@ struct Backward {
     if (plan.smooth_blocks)
       for (int64_t i = 0; i < rows; ++i) row_sums[i] = row_sum(scratch.dp + i * kKeys);
     const float* ds_rows = round_tiles(first, rows, index);
+#ifdef __AMX_BF16__
+    split_transposed(scratch.s, rows, scratch.p_t);
+    split_transposed(scratch.dp, rows, scratch.ds_t);
+#else
     matmul<F32, true>(scratch.s, columnwise, w.do_dv + first * vc, vc, dv, vc, kKeys, vc, rows);
-    matmul<F32, true>(scratch.dp, columnwise, q, kc, dk, kc, kKeys, kc, rows, of_next_block(w.dq, first, kc, own));
+    matmul<F32, true>(scratch.dp, columnwise, w.q + first * kc, kc, dk, kc, kKeys, kc, rows,
+                      of_next_block(w.dq, first, kc, own));
+#endif
     if (plan.project) {
       matmul<F32, true>(scratch.s, columnwise, w.lambda_q + first * kc, kc, dk, kc, kKeys, kc, rows);
       for (int64_t i = 0; i < rows; ++i)
         for (int64_t j = 0; j < kKeys; ++j) scratch.dp[i * kKeys + j] -= w.lambda[first + i] * scratch.s[i * kKeys + j];
     }
+#ifdef __AMX_BF16__
+    for (int64_t i = 0; i < rows; ++i)
+      split_row(ds_rows + i * kKeys, kKeys, kTile.a_part, scratch.ds + i * kTile.a_row);
+    fetch_next_block(w.dq, first, kc, own);
+    split_matmul<true>(kTile, scratch.p_t, scratch.do_by_row, dv, vc, kKeys, vc);
+    split_matmul<true>(kTile, scratch.ds_t, scratch.q_by_row, dk, kc, kKeys, kc);
+#endif
     int32_t* turn = w.turn + first;
     wait_for_turn(turn, static_cast<int32_t>(tile));
-    matmul<F32, true>(ds_rows, rowwise, k, kc, dq, kc, rows, kc, keys);
+#ifdef __AMX_BF16__
+    add_ds_k(rows, w.k_by_row + index * words_of<Split>(kKeys) * kc, dq);
+#else
+    const int64_t keys = std::min(seq.k_tokens - tile * kKeys, kKeys);
+    matmul<F32, true>(ds_rows, Strides{kKeys, 1}, w.k + index * kKeys * kc, kc, dq, kc, rows, kc, keys);
+#endif
     if (plan.smooth_blocks)
       for (int64_t i = 0; i < rows; ++i) add_scaled(dq + i * kc, row_sums[i], w.tile_offset + index * kc);
     __atomic_store_n(turn, static_cast<int32_t>(tile + 1), __ATOMIC_RELEASE);
@@ -110,6 +140,57 @@ struct Backward {
     return {rows + (first + kQueries + own * kCount) * columns, kCount * columns * static_cast<int64_t>(sizeof(float))};
   }
 
+#ifdef __AMX_BF16__
+  static_assert(kQueries == kKeys);
+  static constexpr SplitShape kTile{
+      .words = part_words(kKeys), .a_row = split_stride(kKeys), .a_part = part_words(kKeys)};
+
+  static void fetch_next_block(const float* rows, int64_t first, int64_t columns, int64_t own) {
+    of_next_block(rows, first, columns, own).fetch(0, 1, 1);
+  }
+
+  // The operands made of a block of q and do.
+  void split_queries(int64_t first, int64_t rows) {
+    const int64_t kc = w.k_columns, vc = w.v_columns;
+    split_rows(w.q + first * kc, rows, kc, scratch.q);
+    split_rows(w.do_dp + first * vc, rows, vc, scratch.do_);
+    split_block_of_rows(w.q + first * kc, rows, kc, scratch.q_by_row);
+    split_block_of_rows(w.do_dv + first * vc, rows, vc, scratch.do_by_row);
+  }
+  static void split_rows(const float* rows, int64_t count, int64_t columns, Word* out) {
+    alignas(64) float row[kMaxDim] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      std::memcpy(row, rows + i * columns, sizeof(float) * columns);
+      split_row(row, padded<Split>(columns), part_words(columns), out + i * split_stride(columns));
+    }
+  }
+  static void split_block_of_rows(const float* rows, int64_t count, int64_t columns, Word* out) {
+    if (count == kQueries) return split_columns(rows, kQueries, columns, out);
+    alignas(64) float block[kQueries * kMaxDim] = {};
+    std::memcpy(block, rows, sizeof(float) * count * columns);
+    split_columns(block, kQueries, columns, out);
+  }
+
+  // x^T as A, for x [kQueries][kKeys] whose first `rows` rows count.
+  static void split_transposed(float* x, int64_t rows, Word* out) {
+    alignas(64) float columns[kKeys * kQueries];
+    zero(x + rows * kKeys, (kQueries - rows) * kKeys);
+    transpose(x, kQueries, kKeys, kKeys, columns);
+    for (int64_t j = 0; j < kKeys; ++j)
+      split_row(columns + j * kQueries, kQueries, kTile.a_part, out + j * kTile.a_row);
+  }
+
+  // dq += ds k
+  void add_ds_k(int64_t rows, const Word* k, float* dq) {
+    const int64_t kc = w.k_columns;
+    if (rows == kQueries) return split_matmul<true>(kTile, scratch.ds, k, dq, kc, rows, kc);
+    split_matmul<false>(kTile, scratch.ds, k, scratch.product, kc, rows, kc);
+    for (int64_t i = 0; i < rows * kc; i += kLanes) store(dq + i, load(dq + i) + load(scratch.product + i));
+  }
+#else
+  void split_queries(int64_t, int64_t) {}
+#endif
+
   // `block` is one of keys.
   int64_t tile_index(const Block& block, int64_t tile) const {
     return (block.first_tile + tile) * p.kv_heads + block.head;
@@ -117,10 +198,22 @@ struct Backward {
 
   void products(int64_t first, int64_t rows, int64_t index, int64_t own = 0) {
     const int64_t kc = w.k_columns, vc = w.v_columns;
-    matmul<F32, false>(w.q + first * kc, {kc, 1}, w.k_transposed + index * p.dim * kKeys, kKeys, scratch.s, kKeys, rows,
-                       kKeys, p.dim, of_next_block(w.q, first, kc, own));
-    matmul<F32, false>(w.do_dp + first * vc, {vc, 1}, w.v_transposed + index * p.dim_v * kKeys, kKeys, scratch.dp,
-                       kKeys, rows, kKeys, p.dim_v, of_next_block(w.do_dp, first, vc, own));
+    const Word *k = w.k_transposed + index * words_of<Split>(p.dim) * kKeys,
+               *v = w.v_transposed + index * words_of<Split>(p.dim_v) * kKeys;
+#ifdef __AMX_BF16__
+    const auto multiply = [&](const Word* a, const Word* b, int64_t dim, float* out) {
+      split_matmul<false>({part_words(dim), split_stride(dim), part_words(dim)}, a, b, out, kKeys, rows, kKeys);
+    };
+    fetch_next_block(w.q, first, kc, own);
+    multiply(scratch.q, k, kc, scratch.s);
+    fetch_next_block(w.do_dp, first, vc, own);
+    multiply(scratch.do_, v, vc, scratch.dp);
+#else
+    matmul<F32, false>(w.q + first * kc, {kc, 1}, k, kKeys, scratch.s, kKeys, rows, kKeys, p.dim,
+                       of_next_block(w.q, first, kc, own));
+    matmul<F32, false>(w.do_dp + first * vc, {vc, 1}, v, kKeys, scratch.dp, kKeys, rows, kKeys, p.dim_v,
+                       of_next_block(w.do_dp, first, vc, own));
+#endif
     if (plan.smooth_blocks) add_means(first, rows, index);
   }
 
@@ -221,6 +314,7 @@ struct Backward {
     const Block keys{block.sequence, h / p.group(), 0, block.first_tile};
     const KeyRange tiles = tiles_of(p, seq, token, rows);
     RowSums sums[kQueries];
+    split_queries(first, rows);
     for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
       products(first, rows, tile_index(keys, tile));
       if (plan.project) {
@@ -346,13 +440,17 @@ void backward_as(const Job& job, const BackwardPlan& plan) {
   prepare_operands(job, plan, w);
   if (plan.delta == Delta::from_p || plan.project)
     parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
+      configure_tiles();
       worker(thread).sweep(job.sequences[job.query_blocks[task].sequence], job.query_blocks[task]);
+      release_tiles();
     });
   const int64_t tiles_per_task = std::clamp<int64_t>(job.key_tile_count / (8 * job.threads), 1, kTilesPerTask);
   parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned thread) {
     const Block& block = job.key_tiles[task];
-    if (block.token / kKeys % tiles_per_task == 0)
-      worker(thread).run(job.sequences[block.sequence], block, tiles_per_task);
+    if (block.token / kKeys % tiles_per_task != 0) return;
+    configure_tiles();
+    worker(thread).run(job.sequences[block.sequence], block, tiles_per_task);
+    release_tiles();
   });
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned) {
     store_dq(p, plan, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);

@@ -17,12 +17,15 @@ struct HeadStatistics {
   float value_largest, value_norm;  // magnitude and norm of a row in do, or in v
 };
 
+constexpr int64_t split_stride(int64_t n) { return words_of<Split>(n) + 16; }  // rows a power of two apart share sets
+
 // In the workspace. Row r is token t of head h of batch element b: r = (b * heads + h) * tokens_q + t. Tiles are
 // counted as in KeySide, heads by sequence first.
 struct GradientOperands {
-  float *k_transposed, *k, *v_transposed;  // [tile][dim][kKeys], [tile][kKeys][k_columns], [tile][dim_v][kKeys]
-  float* k_amax;                           // [tile][kKeys]
-  float* k_mean;                           // [kv head][kMaxDim]
+  float* k;                           // [tile][kKeys][k_columns]
+  Word *k_transposed, *v_transposed;  // [tile][words_of<Split>(dim)][kKeys]: B of q k^T and do v^T
+  float* k_amax;                      // [tile][kKeys]
+  float* k_mean;                      // [kv head][kMaxDim]
   float *k_smooth, *q_raw;  // with smooth_blocks: k minus tile means [tile][kKeys][k_columns], q [row][k_columns]
   float *tile_mean,
       *tile_offset;  // with smooth_blocks: [tile][k_columns], mean of the tile's k; minus that of all means
@@ -36,6 +39,7 @@ struct GradientOperands {
   float* dq;                 // [row][k_columns]
   int32_t* turn;             // [row]; at the first row of a block: the tile that adds to dq next
   int64_t k_columns, v_columns;
+  Word* k_by_row;  // [tile][words_of<Split>(kKeys)][k_columns]: B of ds k, where products run in tiles
 };
 
 inline GradientOperands carve_gradient_operands(const Problem& p, const BackwardPlan& plan, Carver& carve) {
@@ -45,9 +49,9 @@ inline GradientOperands carve_gradient_operands(const Problem& p, const Backward
   const int64_t rows = p.batch * p.heads * p.tokens_q;
   w.k_columns = padded_columns(p.dim);
   w.v_columns = padded_columns(p.dim_v);
-  w.k_transposed = carve.take<float>(tiles * p.dim * kKeys);
+  w.k_transposed = carve.take<Word>(tiles * words_of<Split>(p.dim) * kKeys);
   w.k = carve.take<float>(tiles * kKeys * w.k_columns);
-  w.v_transposed = carve.take<float>(tiles * p.dim_v * kKeys);
+  w.v_transposed = carve.take<Word>(tiles * words_of<Split>(p.dim_v) * kKeys);
   w.k_amax = carve.take<float>(tiles * kKeys);
   w.k_mean = carve.take<float>(sequences * p.kv_heads * kMaxDim);
   w.query_heads = carve.take<HeadStatistics>(sequences * p.heads);
@@ -55,6 +59,7 @@ inline GradientOperands carve_gradient_operands(const Problem& p, const Backward
   w.q = carve.take<float>(rows * w.k_columns);
   w.do_dp = carve.take<float>(rows * w.v_columns);
   w.do_dv = plan.do_dv == plan.do_dp ? w.do_dp : carve.take<float>(rows * w.v_columns);
+  w.k_by_row = kSplits<Split> ? carve.take<Word>(tiles * words_of<Split>(kKeys) * w.k_columns) : nullptr;
   w.q_amax = carve.take<float>(rows);
   w.do_amax = carve.take<float>(rows);
   w.lse = carve.take<float>(rows);
@@ -221,6 +226,15 @@ inline void offset_tiles(const Sequence& seq, int64_t first_tile, int64_t g, int
   }
 }
 
+// [dim][kKeys] numbers as B of q k^T and do v^T.
+inline void store_columns(const float* columns, int64_t dim, Word* out) {
+#ifdef __AMX_BF16__
+  split_columns(columns, dim, kKeys, out);
+#else
+  std::memcpy(out, columns, sizeof(float) * dim * kKeys);
+#endif
+}
+
 // One tile of k and v.
 inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block,
                          const GradientOperands& w) {
@@ -246,20 +260,25 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
   }
   round_rows(plan.k, plan.k.group == kWholeHead ? head.largest : -1.f, k, valid, kc);
   for (int64_t r = 0; r < kKeys; ++r) w.k_amax[index * kKeys + r] = finite_amax(k + r * kc, kc);
-  float* k_transposed = w.k_transposed + index * p.dim * kKeys;
-  transpose(k, kKeys, kc, p.dim, k_transposed);
+  alignas(64) float transposed[kMaxDim * kKeys];
+  transpose(k, kKeys, kc, p.dim, transposed);
   for (int64_t r = 0; r < valid; ++r)
     if (!finite[r])
-      for (int64_t c = 0; c < p.dim; ++c) k_transposed[c * kKeys + r] = __builtin_nanf("");
+      for (int64_t c = 0; c < p.dim; ++c) transposed[c * kKeys + r] = __builtin_nanf("");
+  store_columns(transposed, p.dim, w.k_transposed + index * words_of<Split>(p.dim) * kKeys);
   if (plan.smooth_k_dq) {
     for (int64_t r = 0; r < valid; ++r) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
     round_rows({OCTET_F16, kWholeHead}, head.largest, k, valid, kc);
   }
+#ifdef __AMX_BF16__
+  split_columns(k, kKeys, kc, w.k_by_row + index * words_of<Split>(kKeys) * kc);
+#endif
 
   alignas(64) float v[kKeys * kMaxDim];
   load_numbers(p.v, seq.batch, g, seq.k_first + first, valid, kKeys, vc, v);
   round_rows(plan.v, plan.v.group == kWholeHead ? head.value_largest : -1.f, v, valid, vc);
-  transpose(v, kKeys, vc, p.dim_v, w.v_transposed + index * p.dim_v * kKeys);
+  transpose(v, kKeys, vc, p.dim_v, transposed);
+  store_columns(transposed, p.dim_v, w.v_transposed + index * words_of<Split>(p.dim_v) * kKeys);
 }
 
 // delta = do . o, in double: the sum is small where its terms are not.
