@@ -25,6 +25,7 @@ struct Backward {
   static constexpr int kQueries = Tile::kQueries, kKeys = Tile::kKeys;
   static constexpr int kWarpgroups = 2, kReaders = kWarpgroups * kWarpgroup, kThreads = kReaders + kWarpgroup;
   static constexpr int kWarps = kBackwardWarps;
+  static constexpr int kStages = Tile::kStages, kDsStages = 2;
   // Warpgroups share a block's keys, or, where it has only 64, the channels of dk, dv and dq.
   static constexpr bool kByChannels = kKeys == kWarpgroupRows;
   static constexpr int kChannels = kByChannels ? Dim / kWarpgroups : Dim;
@@ -44,20 +45,23 @@ struct Backward {
   using Rows = QueryRows<kQueries>;
 
   struct alignas(kSwizzleBytes) Shared {
-    unsigned char k[TileK::kBytes], k_smooth[TileK::kBytes], v[TileK::kBytes];
-    unsigned char q[kStages][TileQ::kBytes], do_[Tile::kDoStages][TileQ::kBytes];
-    unsigned char ds[kStages][TileDs::kBytes];
+    unsigned char k[TileK::kBytes], v[TileK::kBytes];
+    unsigned char q[kStages][TileQ::kBytes], do_[kStages][TileQ::kBytes];
+    unsigned char ds[kDsStages][TileDs::kBytes];
     Rows rows[kStages];
-    Ring<1> k_ring, k_smooth_ring, v_ring;
-    Ring<kStages> q_ring, ds_ring;
+    Ring<1> k_ring, v_ring;
+    Ring<kStages> q_ring, do_ring;
     Barrier rows_empty[kStages];  // at which all threads arrive, as each reads its columns
-    Ring<Tile::kDoStages> do_ring;
-    BackwardWork work[2];  // by the parity of k_ring, for whose sake all threads arrive there
+    Ring<kDsStages> ds_ring;
+    // In turn. The loader writes the next before k of the last was given back, by all threads, but after that of the
+    // one before, which shows that nobody reads the third last.
+    static constexpr int kWorks = 3;
+    BackwardWork work[kWorks];
 
     __device__ void init() {
-      k_ring.init(kReaders), k_smooth_ring.init(kWarps), v_ring.init(kWarps), q_ring.init(kWarps), do_ring.init(kWarps);
-      for (int i = 0; i < kStages; ++i) rows_empty[i].init(kReaders);
-      for (int i = 0; i < kStages; ++i) ds_ring.full[i].init(kWarps), ds_ring.empty[i].init(kWarps);
+      k_ring.init(kReaders), v_ring.init(kWarps), q_ring.init(kWarps), do_ring.init(kWarps);
+      for (Barrier& empty : rows_empty) empty.init(kReaders);
+      for (int i = 0; i < kDsStages; ++i) ds_ring.full[i].init(kWarps), ds_ring.empty[i].init(kWarps);
     }
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;
@@ -82,45 +86,43 @@ struct Backward {
     const auto fetch = [](void* to, const void* from, uint32_t bytes, Barrier& full) {
       ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, bytes, &full.word);
     };
-    RingPosition<1> at;
     const int group = a.heads / a.kv_heads;
-    unsigned n = 0;  // steps
+    unsigned n = 0, works = 0;  // steps, blocks of keys
     for (unsigned number = blockIdx.x;; number = gridDim.x + atomicAdd(a.counter, 1u)) {
-      shared.k_ring.empty[0].wait(at.parity ^ 1);
-      BackwardWork& w = shared.work[at.parity];
+      BackwardWork& w = shared.work[works % Shared::kWorks];
       w = schedule.work_at(number);
       if (w.block >= 0 && w.k.index < 0) continue;  // past the last block of packed sequences
+      const uint32_t parity = works % 2;
       if (w.block < 0) {
+        shared.k_ring.empty[0].wait(parity ^ 1);
         shared.k_ring.full[0].arrive();
         return;
       }
       const int64_t k_tile = (static_cast<int64_t>(w.batch) * a.kv_heads + w.kv_head) * a.k_blocks.count + w.block;
       const auto fetch_keys = [&](void* to, const unsigned char* from, Ring<1>& ring) {
-        ring.empty[0].wait(at.parity ^ 1);
+        ring.empty[0].wait(parity ^ 1);
         ring.full[0].arrive_expecting(TileK::kBytes);
         fetch(to, from + k_tile * TileK::kBytes, TileK::kBytes, ring.full[0]);
       };
-      fetch_keys(shared.k, a.k, shared.k_ring);
+      // k is given back last, so q, do and v of the first step come before it.
       Visit visit{w.kv_head * group, w.tiles.start};
-      bool have_keys = false;
-      for (int left = group * w.tiles.count(); left; --left, ++n, visit.advance(w.tiles)) {
+      const int steps = group * w.tiles.count();
+      for (int left = steps; left; --left, ++n, visit.advance(w.tiles)) {
         const int64_t tile = schedule.q_tile(w, visit);
-        const int s = n % kStages, d = n % Tile::kDoStages;
-        shared.q_ring.empty[s].wait(n / kStages % 2 ^ 1);
+        const int s = n % kStages;
+        const uint32_t empty = n / kStages % 2 ^ 1;
+        shared.q_ring.empty[s].wait(empty);
         shared.q_ring.full[s].arrive_expecting(TileQ::kBytes + sizeof(Rows));
         fetch(shared.q[s], a.q + tile * TileQ::kBytes, TileQ::kBytes, shared.q_ring.full[s]);
-        shared.rows_empty[s].wait(n / kStages % 2 ^ 1);
+        shared.rows_empty[s].wait(empty);
         fetch(&shared.rows[s], a.rows + tile * sizeof(Rows), sizeof(Rows), shared.q_ring.full[s]);
-        if (!have_keys) fetch_keys(shared.v, a.v, shared.v_ring);
-        shared.do_ring.empty[d].wait(n / Tile::kDoStages % 2 ^ 1);
-        shared.do_ring.full[d].arrive_expecting(TileQ::kBytes);
-        fetch(shared.do_[d], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_ring.full[d]);
-        if (!have_keys) fetch_keys(shared.k_smooth, a.k_smooth, shared.k_smooth_ring);
-        have_keys = true;
+        shared.do_ring.empty[s].wait(empty);
+        shared.do_ring.full[s].arrive_expecting(TileQ::kBytes);
+        fetch(shared.do_[s], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_ring.full[s]);
+        if (left == steps) fetch_keys(shared.v, a.v, shared.v_ring), fetch_keys(shared.k, a.k, shared.k_ring);
       }
-      if (!have_keys)
-        fetch_keys(shared.v, a.v, shared.v_ring), fetch_keys(shared.k_smooth, a.k_smooth, shared.k_smooth_ring);
-      at.advance();
+      if (!steps) fetch_keys(shared.v, a.v, shared.v_ring), fetch_keys(shared.k, a.k, shared.k_ring);
+      ++works;
     }
   }
 
@@ -206,16 +208,15 @@ struct Backward {
   }
 
   __device__ void compute_all(int warpgroup) {
-    RingPosition<1> at;
     unsigned n = 0;  // steps before this one, of all blocks: where each ring stands
     const int group = a.heads / a.kv_heads, warp = threadIdx.x % kWarpgroup / 32;
     const int my_keys = kByChannels ? 0 : warpgroup * kWarpgroupRows;
     const int my_channel = kByChannels ? warpgroup * kChannels : 0;
-    const TileK k{shared.k}, k_smooth{shared.k_smooth}, v{shared.v};
-    const auto k_for_dq = columns_of<kDqColumns>(k_smooth, kDqByQueries ? 0 : warpgroup * kDqColumns);
-    for (;; at.advance()) {
-      shared.k_ring.full[0].wait(at.parity);
-      const BackwardWork& w = shared.work[at.parity];
+    const TileK k{shared.k}, v{shared.v};
+    const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
+    for (unsigned works = 0;; ++works) {
+      shared.k_ring.full[0].wait(works % 2);
+      const BackwardWork& w = shared.work[works % Shared::kWorks];
       if (w.block < 0) break;
       const Powers& e = a.powers[w.batch * a.kv_heads + w.kv_head];
       const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - e.k));
@@ -227,19 +228,18 @@ struct Backward {
       // dq of step n - 1.
       const auto issue_dq = [&](Accumulator<kDqColumns>& dq) {
         ptx::wgmma_fence();
-        mm_AtB(dq, TileDs{shared.ds[(n - 1) % kStages]}, kDqByQueries ? warpgroup : 0, k_for_dq, 0);
+        mm_AtB(dq, TileDs{shared.ds[(n - 1) % kDsStages]}, kDqByQueries ? warpgroup : 0, k_for_dq, 0);
         ptx::wgmma_commit();
       };
       const auto add_dq = [&](const Accumulator<kDqColumns>& dq) {
-        arrive(shared.ds_ring.empty[(n - 1) % kStages]);
+        arrive(shared.ds_ring.empty[(n - 1) % kDsStages]);
         add(target, warpgroup, dq);
       };
-      shared.v_ring.full[0].wait(at.parity);
-      shared.k_smooth_ring.full[0].wait(at.parity);
+      shared.v_ring.full[0].wait(works % 2);
       for (int left = steps; left; --left, ++n) {
-        const int stage = n % kStages, do_stage = n % Tile::kDoStages;
-        const uint32_t parity = n / kStages % 2, do_parity = n / Tile::kDoStages % 2;
-        const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
+        const int stage = n % kStages, ds_stage = n % kDsStages;
+        const uint32_t parity = n / kStages % 2;
+        const TileQ q{shared.q[stage]}, do_{shared.do_[stage]};
         const Rows& rows = shared.rows[stage];
         Accumulator<kQueries> s, dp;
         Operand<T, kQueries> p, ds;
@@ -247,13 +247,12 @@ struct Backward {
         ptx::wgmma_fence();
         mm_ABt(s, k, my_keys, q, false);
         ptx::wgmma_commit();
-        shared.do_ring.full[do_stage].wait(do_parity);
+        shared.do_ring.full[stage].wait(parity);
         ptx::wgmma_fence();
         mm_ABt(dp, v, my_keys, do_, false);
         ptx::wgmma_commit();
         ptx::wgmma_wait<1>();
         ptx::pin(s.x);
-        if (left == 1) shared.k_ring.empty[0].arrive();
         ColumnValues columns(rows.lse);
 #pragma unroll
         for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
@@ -270,24 +269,24 @@ struct Backward {
         for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
         if constexpr (!kEarlyP) convert(s, p);
         convert(dp, ds);
-        shared.ds_ring.empty[stage].wait(parity ^ 1);
+        shared.ds_ring.empty[ds_stage].wait(n / kDsStages % 2 ^ 1);
         // Where both warpgroups have all of ds, each writes half of it.
-        if (!kByChannels || warp / 2 == warpgroup) store(ds, TileDs{shared.ds[stage]}, my_keys);
+        if (!kByChannels || warp / 2 == warpgroup) store(ds, TileDs{shared.ds[ds_stage]}, my_keys);
         ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-        arrive(shared.ds_ring.full[stage]);
+        arrive(shared.ds_ring.full[ds_stage]);
         ptx::wgmma_fence();
         mma_AB(dv, p, columns_of<kChannels>(do_, my_channel));
         ptx::wgmma_commit();
         // In the first step of a block there is no dq to multiply; the product is made and left.
         Accumulator<kDqColumns> dq;
-        if (left < steps) shared.ds_ring.full[(n - 1) % kStages].wait((n - 1) / kStages % 2);
+        if (left < steps) shared.ds_ring.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);
         if constexpr (!kDqAlone) issue_dq(dq);
         ptx::wgmma_fence();
         mma_AB(dk, ds, columns_of<kChannels>(q, my_channel));
         ptx::wgmma_commit();
         ptx::wgmma_wait<1>();
         ptx::pin(dv.x);
-        arrive(shared.do_ring.empty[do_stage]);
+        arrive(shared.do_ring.empty[stage]);
         if constexpr (kDqAlone) {
           ptx::wgmma_wait<0>();
           ptx::pin(dk.x);
@@ -306,15 +305,15 @@ struct Backward {
       }
       if (steps) {
         Accumulator<kDqColumns> dq;
-        shared.ds_ring.full[(n - 1) % kStages].wait((n - 1) / kStages % 2);
+        shared.ds_ring.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);
         issue_dq(dq);
         ptx::wgmma_wait<0>();
         ptx::pin(dq.x);
+        shared.k_ring.empty[0].arrive();
         add_dq(dq);
       } else {
         shared.k_ring.empty[0].arrive(), arrive(shared.v_ring.empty[0]);
       }
-      arrive(shared.k_smooth_ring.empty[0]);
       write(a.dv, w, my_keys, my_channel, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
       write(a.dk, w, my_keys, my_channel, dk, a.scale, -a.weight_exponent - e.product - e.do_ - e.v - e.q, a.dim);
     }

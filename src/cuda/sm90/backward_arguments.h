@@ -48,7 +48,7 @@ struct Powers {
 // What a tile of queries has beside q and do.
 template <int kQueries>
 struct QueryRows {
-  float lse[kQueries];    // in base 2 less weight_exponent
+  float lse[kQueries];    // in base 2 less weight_exponent, and less what k's mean adds to the row's logits
   float delta[kQueries];  // as the products have it
   float unit[kQueries];   // see Powers::sums_unit; NaN once a sum of the row was not finite
   int first;              // query of the tile, within its sequence
@@ -65,8 +65,8 @@ __device__ inline float unit_of_sums(float row_unit, float sums_unit) {
 }
 
 struct BackwardArguments {
-  // Tiles: q, do [batch, head, q block], k, k_smooth (k minus its mean), v [batch, kv head, k block].
-  const unsigned char *q, *k, *k_smooth, *v, *do_;
+  // Tiles: q, do [batch, head, q block], k (less its mean), v [batch, kv head, k block].
+  const unsigned char *q, *k, *v, *do_;
   unsigned char* rows;   // [batch, head, q block]: QueryRows
   void* dq;              // [batch, head, q block]: sums, float or int, as the warpgroups hold them; 0 before
   const Powers* powers;  // [batch, kv head]

@@ -109,10 +109,9 @@ template <class Precision, class Dims>
 constexpr int kLaidOutKeys = std::lcm(ByteForwardTile<Precision, Dims>::kKeys,
                                       Precision::kKeySteps == KeySteps::groups ? kGroupBlock : 1);
 
-// Backward: `kQueries` per step, `kKeys` per thread block, `kDoStages` stages of do. Two warpgroups share the work:
+// Backward: `kQueries` per step, `kKeys` per thread block, `kStages` stages of q and do. Two warpgroups share the work:
 // where a thread block has 128 keys, each has 64 of them and holds s, dp (queries / 2 registers each), dk, dv (dim / 2
 // each) and half of dq; where it has 64, each has all of them but half of the channels of dk, dv and dq.
-constexpr int kStages = 2;         // of q, and of ds
 constexpr int kBackwardWarps = 8;  // that compute
 constexpr int kBackwardRegisters = 232, kBackwardLoaderRegisters = 40;
 // How partial sums of dq are added: floats as they come, or integers, whose sum is the same in any order.
@@ -124,15 +123,15 @@ template <int Dim>
 struct BackwardTile;
 template <>
 struct BackwardTile<64> {
-  static constexpr int kQueries = 128, kKeys = 128, kDoStages = 2;
+  static constexpr int kQueries = 128, kKeys = 128, kStages = 3;
 };
 template <>
 struct BackwardTile<128> {
-  static constexpr int kQueries = 64, kKeys = 128, kDoStages = 2;
+  static constexpr int kQueries = 64, kKeys = 128, kStages = 2;
 };
 template <>
 struct BackwardTile<256> {
-  static constexpr int kQueries = 64, kKeys = 64, kDoStages = 1;
+  static constexpr int kQueries = 64, kKeys = 64, kStages = 2;
 };
 
 }  // namespace octet::cuda::sm90

@@ -43,6 +43,14 @@ struct Raw<void> {
   }
 };
 
+// A mean of numbers of at most `largest` that can be subtracted from all of them in f16: rounded so that both, and so
+// the difference, are multiples of 2^-10 times the power of two above twice `largest`. Only numbers of bf16 with less
+// than a sixteenth of the mean have digits below, and are then rounded as any are.
+__device__ inline float on_grid_of(float largest, float mean) {
+  const int exponent = exponent_above(largest) - 9;
+  return ldexpf(rintf(ldexpf(mean, -exponent)), exponent);
+}
+
 // One block for each (batch, kv head) and tensor: samples tokens evenly.
 template <class In>
 __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant__ Preparation p) {
@@ -54,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
   const int group = which == Tensor::q || which == Tensor::do_ ? p.group : 1;
   const int64_t tokens = x.shape[2], all = group * tokens;
   const int sampled = static_cast<int>(min(all, int64_t{kSampled}));
-  __shared__ float sums[kWarps][256];
+  __shared__ float sums[kWarps][256], largest[kWarps][256];
   __shared__ float most_shared, row_shared;
   ptx::next_grid_may_start();
   if (threadIdx.x == 0) most_shared = row_shared = 0.f;
@@ -68,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
                            : Line{batch, kv_head * group + of_group / kSampled, of_group % kSampled * tokens / kSampled,
                                   line * kVector};
   };
-  Vector sum{};
+  Vector sum{}, column_most{};
   float most = 0.f, row_most = 0.f;
   for (int first = 0; first < sampled; first += kBatch * rows) {
     Raw<In> raw[kBatch];
@@ -84,14 +92,22 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
       Size size(v);
       size.reduce(lines);
       most = fmaxf(most, size.most), row_most = fmaxf(row_most, size.norm());
-      for (int c = 0; c < kVector; ++c) sum[c] += isfinite(v[c]) ? v[c] : 0.f;
+      for (int c = 0; c < kVector; ++c) {
+        if (!isfinite(v[c])) continue;
+        sum[c] += v[c], column_most[c] = fmaxf(column_most[c], fabsf(v[c]));
+      }
     }
   }
   most = warp_max(most), row_most = warp_max(row_most);
   if (threadIdx.x % 32 == 0) raise(most_shared, most), raise(row_shared, row_most);
   for (int c = 0; c < kVector; ++c) {
-    for (int step = lines; step < 32; step *= 2) sum[c] += __shfl_xor_sync(~0u, sum[c], step);
-    if (threadIdx.x % 32 < lines) sums[threadIdx.x / 32][line * kVector + c] = sum[c];
+    for (int step = lines; step < 32; step *= 2) {
+      sum[c] += __shfl_xor_sync(~0u, sum[c], step);
+      column_most[c] = fmaxf(column_most[c], __shfl_xor_sync(~0u, column_most[c], step));
+    }
+    if (threadIdx.x % 32 >= lines) continue;
+    sums[threadIdx.x / 32][line * kVector + c] = sum[c];
+    largest[threadIdx.x / 32][line * kVector + c] = column_most[c];
   }
   __syncthreads();
   Sizes& found = p.sampled[kv];
@@ -104,9 +120,11 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
   if (which != Tensor::k) return;
   const int dim = static_cast<int>(x.shape[3]);
   for (int c = threadIdx.x; c < dim; c += kThreads) {
-    float total = 0.f;
-    for (int warp = 0; warp < kWarps; ++warp) total += sums[warp][c];
-    p.mean[kv * dim + c] = p.smooth && sampled ? total / static_cast<float>(sampled) : 0.f;
+    float total = 0.f, column_largest = 0.f;
+    for (int warp = 0; warp < kWarps; ++warp)
+      total += sums[warp][c], column_largest = fmaxf(column_largest, largest[warp][c]);
+    p.mean[kv * dim + c] =
+        p.smooth && column_largest > 0.f ? on_grid_of(column_largest, total / static_cast<float>(sampled)) : 0.f;
   }
 }
 
@@ -143,6 +161,16 @@ struct TileWriter {
     if (lane < 4) raise((&first)[lane], lane == 0 ? a : lane == 1 ? b : lane == 2 ? c : d);
   }
 
+  // Eight channels of the mean of k.
+  __device__ void read_mean(Vector& mean) const {
+    float4 words[2]{};
+    if (p.smooth && line * kVector < p.k.shape[3]) {
+      const auto* from = reinterpret_cast<const float4*>(p.mean + kv * p.k.shape[3] + line * kVector);
+      words[0] = from[0], words[1] = from[1];
+    }
+    for (int c = 0; c < kVector; ++c) mean[c] = (&words[c / 4].x)[c % 4];
+  }
+
   // q, do, delta and lse of a tile of queries. `first_time`: also zeros for dq, and sizes.
   __device__ void queries(int head_index, int block, bool first_time) const {
     const int heads = static_cast<int>(p.q.shape[1]), batch = head_index / heads, head = head_index % heads;
@@ -153,6 +181,7 @@ struct TileWriter {
     const int first_query = (block - sequence.first_block) * kQueries;
     const float q_scale = power_of_two(powers.q), do_scale = power_of_two(powers.do_);
     const float delta_scale = power_of_two(powers.do_ + powers.v + powers.product);
+    const float scale_log2e = p.scale * 1.44269504f;
     float most_q = 0.f, most_do = 0.f, most_row = 0.f, reach = 0.f;
     for (int row = threadIdx.x / kLines; row < kQueries; row += kRowsAtOnce) {
       const int i = first_query + row;
@@ -167,6 +196,10 @@ struct TileWriter {
       raw_q.get(x, p.round_q);
       put<T>(p.q_tiles + start, kQueries, row, line, x, q_scale);
       most_q = fmaxf(most_q, Size(x).most);
+      Vector mean;  // read for each row, as registers are short
+      read_mean(mean);
+      float q_mean = 0.f;  // q k^T less q (k - mean)^T
+      for (int c = 0; c < kVector; ++c) q_mean += x[c] * mean[c];
       raw_o.get(o, OCTET_F32), raw_residual.get(x, OCTET_F32);
       for (int c = 0; c < kVector; ++c) o[c] += x[c];
       raw_do.get(x, p.round_do);
@@ -175,14 +208,18 @@ struct TileWriter {
       float delta = 0.f;
       for (int c = 0; c < kVector; ++c) delta += x[c] * o[c];
       size.reduce(kLines);
-      for (int step = kLines / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
+      for (int step = kLines / 2; step; step /= 2) {
+        delta += __shfl_xor_sync(~0u, delta, step);
+        if (p.smooth) q_mean += __shfl_xor_sync(~0u, q_mean, step);
+      }
       const float norm = size.norm();
       most_do = fmaxf(most_do, size.most), most_row = fmaxf(most_row, norm);
       if (norm > 0.f && isfinite(delta)) reach = fmaxf(reach, __fdividef(fabsf(delta), norm));
       if (line == 0) {
         // Rows that see no key, and those beyond the sequence, get p = 0.
         const bool sees = lse != -INFINITY;
-        rows.lse[row] = sees ? lse * 1.44269504f - static_cast<float>(p.weight_exponent) : INFINITY;
+        const float less = fmaf(scale_log2e, q_mean, static_cast<float>(p.weight_exponent));
+        rows.lse[row] = sees ? fmaf(lse, 1.44269504f, -less) : INFINITY;
         rows.delta[row] = sees ? delta * delta_scale : 0.f;
         rows.unit[row] = norm > 0.f ? power_of_two(-exponent_above(norm) - powers.do_) : 1.f;
       }
@@ -194,7 +231,7 @@ struct TileWriter {
     for (int i = threadIdx.x; i < kQueries * Dim / 4; i += kThreads) dq[i] = {};
   }
 
-  // k, k less its mean, and v of a tile of keys.
+  // k less its mean, and v of a tile of keys.
   __device__ void keys(int block, bool first_time) const {
     const int kv_heads = static_cast<int>(p.k.shape[1]), batch = kv / kv_heads, head = kv % kv_heads;
     const Blocks::Sequence sequence = p.k_blocks.sequence_of(block);
@@ -202,9 +239,8 @@ struct TileWriter {
     const int64_t start = tile * kKeys * Dim * static_cast<int64_t>(sizeof(T));
     const int first_key = (block - sequence.first_block) * kKeys;
     const float k_scale = power_of_two(powers.k), v_scale = power_of_two(powers.v);
-    Vector mean{};
-    if (line * kVector < p.k.shape[3])
-      for (int c = 0; c < kVector; ++c) mean[c] = p.mean[static_cast<int64_t>(kv) * p.k.shape[3] + line * kVector + c];
+    Vector mean;
+    read_mean(mean);
     float most_k = 0.f, most_smooth = 0.f, most_v = 0.f, most_row = 0.f;
     for (int first = threadIdx.x / kLines; first < kKeys; first += kKeyBatch * kRowsAtOnce) {
       Raw<In> raw_k[kKeyBatch], raw_v[kKeyBatch];
@@ -221,11 +257,10 @@ struct TileWriter {
         const int row = first + j * kRowsAtOnce;
         Vector x;
         raw_k[j].get(x, p.round_k);
-        put<T>(p.k_tiles + start, kKeys, row, line, x, k_scale);
         most_k = fmaxf(most_k, Size(x).most);
         if (present[j])
           for (int c = 0; c < kVector; ++c) x[c] -= mean[c];
-        put<T>(p.k_smooth_tiles + start, kKeys, row, line, x, k_scale);
+        put<T>(p.k_tiles + start, kKeys, row, line, x, k_scale);
         most_smooth = fmaxf(most_smooth, Size(x).most);
         raw_v[j].get(x, p.round_v);
         put<T>(p.v_tiles + start, kKeys, row, line, x, v_scale);

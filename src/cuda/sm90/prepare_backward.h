@@ -27,15 +27,16 @@ struct Preparation {
   octet_dtype type;                                 // of tiles: f16 or bf16
   octet_dtype round_do, round_q, round_k, round_v;  // first
   bool scaled;                                      // by powers of two
-  bool smooth;                                      // subtract the mean of k for dq
+  bool smooth;                                      // subtract the mean of k
   Blocks q_blocks, k_blocks;
   int group;
   int weight_exponent;
+  float scale;  // of the logits
 
   Sizes *sampled, *sizes;  // [batch, kv_head]: of a sample, of all numbers
   Powers* powers;          // [batch, kv_head]
-  float* mean;             // [batch, kv_head][dim]: of k in the sample
-  unsigned char *q_tiles, *k_tiles, *k_smooth_tiles, *v_tiles, *do_tiles;
+  float* mean;             // [batch, kv_head][dim]: of k in the sample, rounded
+  unsigned char *q_tiles, *k_tiles, *v_tiles, *do_tiles;
   unsigned char* rows;  // of QueryRows
   void* dq;             // set to 0
   unsigned* counter;    // set to 0
