@@ -152,23 +152,10 @@ struct Backward {
   // The operands made of a block of q and do.
   void split_queries(int64_t first, int64_t rows) {
     const int64_t kc = w.k_columns, vc = w.v_columns;
-    split_rows(w.q + first * kc, rows, kc, scratch.q);
-    split_rows(w.do_dp + first * vc, rows, vc, scratch.do_);
-    split_block_of_rows(w.q + first * kc, rows, kc, scratch.q_by_row);
-    split_block_of_rows(w.do_dv + first * vc, rows, vc, scratch.do_by_row);
-  }
-  static void split_rows(const float* rows, int64_t count, int64_t columns, Word* out) {
-    alignas(64) float row[kMaxDim] = {};
-    for (int64_t i = 0; i < count; ++i) {
-      std::memcpy(row, rows + i * columns, sizeof(float) * columns);
-      split_row(row, padded<Split>(columns), part_words(columns), out + i * split_stride(columns));
-    }
-  }
-  static void split_block_of_rows(const float* rows, int64_t count, int64_t columns, Word* out) {
-    if (count == kQueries) return split_columns(rows, kQueries, columns, out);
-    alignas(64) float block[kQueries * kMaxDim] = {};
-    std::memcpy(block, rows, sizeof(float) * count * columns);
-    split_columns(block, kQueries, columns, out);
+    split_rows(w.q + first * kc, rows, kc, split_stride(kc), scratch.q);
+    split_rows(w.do_dp + first * vc, rows, vc, split_stride(vc), scratch.do_);
+    split_columns(w.q + first * kc, rows, kQueries, kc, scratch.q_by_row);
+    split_columns(w.do_dv + first * vc, rows, kQueries, vc, scratch.do_by_row);
   }
 
   // x^T as A, for x [kQueries][kKeys] whose first `rows` rows count.

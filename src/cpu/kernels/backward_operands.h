@@ -229,7 +229,7 @@ inline void offset_tiles(const Sequence& seq, int64_t first_tile, int64_t g, int
 // [dim][kKeys] numbers as B of q k^T and do v^T.
 inline void store_columns(const float* columns, int64_t dim, Word* out) {
 #ifdef __AMX_BF16__
-  split_columns(columns, dim, kKeys, out);
+  split_columns(columns, dim, dim, kKeys, out);
 #else
   std::memcpy(out, columns, sizeof(float) * dim * kKeys);
 #endif
@@ -271,7 +271,7 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
     round_rows({OCTET_F16, kWholeHead}, head.largest, k, valid, kc);
   }
 #ifdef __AMX_BF16__
-  split_columns(k, kKeys, kc, w.k_by_row + index * words_of<Split>(kKeys) * kc);
+  split_columns(k, kKeys, kKeys, kc, w.k_by_row + index * words_of<Split>(kKeys) * kc);
 #endif
 
   alignas(64) float v[kKeys * kMaxDim];

@@ -279,7 +279,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     if constexpr (kSplits<Qk>) {
       alignas(64) float columns[kMaxDim * kKeys];
       transpose(rows, kKeys, width, p.dim, columns);
-      split_columns(columns, p.dim, kKeys, k);
+      split_columns(columns, p.dim, p.dim, kKeys, k);
     }
 #endif
     if (std::is_same_v<Qk, F32>) transpose(rows, kKeys, width, p.dim, reinterpret_cast<float*>(k));
@@ -340,7 +340,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   if constexpr (kSplits<Pv>) {
     if (!finite)
       for (int64_t i = 0; i < kKeys * columns; ++i) rows[i] = splits(rows[i]) ? rows[i] : 0.f;
-    return split_columns(rows, kKeys, columns, v);
+    return split_columns(rows, kKeys, kKeys, columns, v);
   }
 #endif
   for (int64_t c = 0; c < columns && panels; c += s.v_panel) {

@@ -2,10 +2,11 @@
 //
 // x = x1 + x2 + x3 with bf16 parts of 8 bits each, exact: every part is what the ones before it leave, rounded. Of the
 // nine products of parts of x y, six reach float32: x1 y1, x1 y2, x2 y1, x2 y2, x1 y3, x3 y1; the other three stay
-// below 2^-25 of it. Tiles multiply bf16 more than six times as fast as vectors do floats. Numbers that bf16 rounds to
+// below 2^-25 of it. A tile unit forms sixteen times as many products a cycle as vectors do. Numbers that bf16 rounds to
 // infinity count as NaN; parts below 2^-126 are zero.
 #pragma once
 #include "cpu/kernels/matmul.h"
+#include "cpu/kernels/numbers.h"
 
 namespace octet::cpu::OCTET_ISA {
 
@@ -41,12 +42,21 @@ inline void split_row(const float* x, int64_t n, int64_t part, Word* out) {
   }
 }
 
+// `count` rows of up to kMaxDim numbers to rows of A, `stride` words apart, padded with zeros to whole tiles.
+inline void split_rows(const float* rows, int64_t count, int64_t columns, int64_t stride, Word* out) {
+  alignas(64) float row[kMaxDim] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(row, rows + i * columns, sizeof(float) * columns);
+    split_row(row, padded<Split>(columns), part_words(columns), out + i * stride);
+  }
+}
+
 // Columns of B that lie together: what the inner loop goes through many times is contiguous.
 constexpr int64_t kSplitPanel = 32;
 
-// [rows][columns] numbers to B; rows are padded with zeros to whole tiles.
-inline void split_columns(const float* x, int64_t rows, int64_t columns, Word* out) {
-  const int64_t words = part_words(rows);
+// [rows][columns] numbers to B, as if zeros followed up to `count` rows and whole tiles.
+inline void split_columns(const float* x, int64_t rows, int64_t count, int64_t columns, Word* out) {
+  const int64_t words = part_words(count);
   for (int64_t panel = 0; panel < columns; panel += kSplitPanel) {
     const int64_t width = std::min(kSplitPanel, columns - panel);
     for (int64_t w = 0; w < words; ++w)
