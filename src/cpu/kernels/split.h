@@ -2,8 +2,8 @@
 //
 // x = x1 + x2 + x3 with bf16 parts of 8 bits each, exact: every part is what the ones before it leave, rounded. Of the
 // nine products of parts of x y, six reach float32: x1 y1, x1 y2, x2 y1, x2 y2, x1 y3, x3 y1; the other three stay
-// below 2^-25 of it. A tile unit forms sixteen times as many products a cycle as vectors do. Numbers that bf16 rounds to
-// infinity count as NaN; parts below 2^-126 are zero.
+// below 2^-25 of it. A tile unit forms sixteen times as many products a cycle as vectors do. Numbers that bf16 rounds
+// to infinity count as NaN; parts below 2^-126 are zero.
 #pragma once
 #include "cpu/kernels/matmul.h"
 #include "cpu/kernels/numbers.h"
