@@ -54,6 +54,9 @@ inline void split_rows(const float* rows, int64_t count, int64_t columns, int64_
 // Columns of B that lie together: what the inner loop goes through many times is contiguous.
 constexpr int64_t kSplitPanel = 32;
 
+// The nearest bf16, as an integer.
+OCTET_INLINE Vi nearest_bf16(Vf x) { return (Vi)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+
 // [rows][columns] numbers to B, as if zeros followed up to `count` rows and whole tiles.
 inline void split_columns(const float* x, int64_t rows, int64_t count, int64_t columns, Word* out) {
   const int64_t words = part_words(count);
@@ -64,11 +67,10 @@ inline void split_columns(const float* x, int64_t rows, int64_t count, int64_t c
         const float* at = x + 2 * w * columns + panel + c;
         Vf even = 2 * w < rows ? load(at) : Vf{}, odd = 2 * w + 1 < rows ? load(at + columns) : Vf{};
         for (int64_t i = 0; i < kParts; ++i) {
-          const Vf first = round_bf16(even), second = round_bf16(odd);
-          const Vi word = (bits(first) >> 16 & 0xffff) | (bits(second) & static_cast<int32_t>(0xffff0000));
-          store(reinterpret_cast<int32_t*>(out + (i * words + w) * width + c), word);
-          even -= first;
-          odd -= second;
+          const Vi low = nearest_bf16(even), high = nearest_bf16(odd) << 16;
+          store(reinterpret_cast<int32_t*>(out + (i * words + w) * width + c), low | high);
+          even -= floats(low << 16);
+          odd -= floats(high);
         }
       }
     out += kParts * words * width;
