@@ -25,6 +25,7 @@ RULES["src/cuda/quant"] = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/tile/", 
 RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/attn/", "cuda/host/", "cuda/quant/"]
 RULES["src/cuda/sm90"] = [*CUDA, "octet/", "core/", "cpu/rows.h", "cuda/"]  # the quantisers' constants are the CPU's
 RULES["tests/gpu"] = ["octet/", "support/", "passes/", "gpu/", "gtest/"]
+RULES["tests/gpu/inside"] = ["octet/", "core/", "cpu/rows.h", "cuda/", "gtest/"]
 # The kernels of the CPU know the hall and one another, but not the quantisers or the reference.
 RULES["src/cpu/kernels"] = ["octet/", "core/", "cpu/kernels/", "cpu/rows.h", "cpu/parallel.h", "cpu/elements.h", "cpu/isa.h"]
 SYSTEM = re.compile(r"[a-z_0-9]+(\.h)?|sys/[a-z_]+\.h")  # <vector>, <math.h>, <sys/mman.h>
