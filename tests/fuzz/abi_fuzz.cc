@@ -224,7 +224,9 @@ bool worth_running(const Call& call, const unsigned char* arena) {
   if (!extent(call.scale, arena).inside() || call.attention.threads > 8) return false;
   const int64_t *q = call.arguments.q->shape, *v = call.arguments.v->shape;
   __int128 work = 1;
-  for (const int64_t n : {q[0], q[1], q[2], v[2], q[3] + v[3]}) work *= std::max<int64_t>(n, 1);
+  // An empty tensor's other sizes may be any.
+  for (const __int128 n : {__int128{q[0]}, __int128{q[1]}, __int128{q[2]}, __int128{v[2]}, __int128{q[3]} + v[3]})
+    work = std::min<__int128>(work, kMostWork + 1) * std::max<__int128>(n, 1);
   return work <= kMostWork;
 }
 
