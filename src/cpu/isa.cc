@@ -34,6 +34,14 @@ bool has_amx() {
   return bf16 && tile && int8 && vbmi && f16 && amx_permitted();
 }
 
+// Whether a bf16 dot product takes so long that two FMA are faster. Intel's CPUs since Sapphire Rapids, known by f16
+// arithmetic, start one every two cycles and two FMA in each; virtual machines may hide their tiles.
+bool slow_bf16_dot_products() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  __builtin_cpu_init();
+  return __builtin_cpu_is("intel") && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx >> 23 & 1;
+}
+
 bool detect(Isa isa) {
   __builtin_cpu_init();
   switch (isa) {
@@ -55,6 +63,7 @@ bool detect(Isa isa) {
 
 #else
 
+bool slow_bf16_dot_products() { return false; }
 bool detect(Isa isa) { return isa == Isa::portable; }
 
 #endif
@@ -83,7 +92,7 @@ Isa chosen() {
   for (int i = 0; i < kIsaCount; ++i) {
     const Isa isa = static_cast<Isa>(i);
     if (!supported(isa)) continue;
-    best = isa;
+    if (isa != Isa::avx512_bf16 || !slow_bf16_dot_products()) best = isa;
     choices += text(choices.empty() ? "" : ", ", name(isa));
     if (wanted && std::string_view(wanted) == name(isa)) return isa;
   }

@@ -3,7 +3,7 @@
 
 namespace octet::cpu {
 
-// Best last. Each includes what the ones before it have.
+// Best last, but for avx512_bf16 where its dot products are slow. Each includes what the ones before it have.
 enum class Isa {
   portable,     // the compiler's baseline
   avx2,         // AVX2, FMA, F16C
@@ -18,7 +18,7 @@ const char* name(Isa);
 // Whether this build has it and this machine runs it.
 bool supported(Isa);
 
-// The best supported one, or the one named by the environment variable OCTET_CPU. Throws Failure naming the choices
+// The fastest supported one, or the one named by the environment variable OCTET_CPU. Throws Failure naming the choices
 // if that is unknown or unsupported.
 Isa chosen();
 

@@ -119,9 +119,11 @@ OCTET_INLINE void weights_row(const ForwardPlan& plan, float* logits, int64_t ti
   store(state.l[i], load(state.l[i]) * state.alpha[i] + l);
 }
 
-// Whether P may be larger than 1: it is a bfloat, or has a scale of its own in every part. The maximum then only has to
-// keep p times v in the range of floats, so that of earlier steps will do, mostly.
-constexpr bool may_be_lazy(PFormat format) { return format == PFormat::u8 || format == PFormat::bf16; }
+// Whether P may be larger than 1: it is a float, a bfloat, or has a scale of its own in every part. The maximum then
+// only has to keep p times v in the range of floats, so that of earlier steps will do, mostly.
+constexpr bool may_be_lazy(PFormat format) {
+  return format == PFormat::exact || format == PFormat::bf16 || format == PFormat::u8;
+}
 
 // Logits and weights at once for a step that all of the row sees, with the maximum of earlier steps. False, with
 // nothing changed, if that is too small.
@@ -130,14 +132,17 @@ OCTET_INLINE bool weights_row_lazily(const ForwardPlan& plan, const typename Qk:
                                      int64_t tiles, const float* v_scale, int64_t i, RowState<rows>& state,
                                      typename Pv::Element* p_out) {
   constexpr float kRange = format == PFormat::u8 ? 0x1p60f : 0x1p10f;  // 8-bit P has the scale of v in it
-  const float unit = state.unit[i], shift = state.m[i] * unit;
+  const float unit = state.unit[i], base = state.m[i], shift = base * unit;
   alignas(64) float weighed[kMaxStepKeys];
   alignas(64) typename Pv::Element rounded[kMaxStepKeys];
   Vf l{}, tops[kStepTiles] = {};
   for (int64_t tile = 0; tile < tiles; ++tile) {
     Vf p[kVectors];
     load_logits<false, kBias<Qk> != 0>(s + tile * kKeys, row.of_tile(tile), 1.f, p);
-    for (int v = 0; v < kVectors; ++v) p[v] = exp2<exp2_degree(format)>(p[v] * unit - shift);
+    for (int v = 0; v < kVectors; ++v) {
+      const Vf x = format == PFormat::exact ? (p[v] - base) * unit : p[v] * unit - shift;
+      p[v] = exp2<exp2_degree(format)>(x);
+    }
     if constexpr (format == PFormat::u8) {
       l += add_up(p);
       Vf top{};
