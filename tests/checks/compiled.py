@@ -2,10 +2,14 @@
 
 import json
 import pathlib
+import re
 import sys
 
 root = pathlib.Path(sys.argv[1]).resolve()
 compiled = {pathlib.Path(entry["file"]).resolve() for entry in json.loads(pathlib.Path(sys.argv[2]).read_text())}
+# CMake's files of several sources include them.
+for source in [source for source in compiled if source.name.startswith("unity_")]:
+    compiled.update(pathlib.Path(name).resolve() for name in re.findall(r'#include "(.*)"', source.read_text()))
 # By clang, by an outside project, where there is CUDA, where there is jaxlib.
 elsewhere = ["tests/fuzz", "tests/install", "src/cuda", "cli/gpu_place.cc", "tests/gpu", "src/ffi"]
 forgotten = [

@@ -122,11 +122,15 @@ struct Backward {
 #endif
     int32_t* turn = w.turn + first;
     wait_for_turn(turn, static_cast<int32_t>(tile));
+    const Word* k = w.k_by_row + index * words_of<Split>(kKeys) * kc;
 #ifdef __AMX_BF16__
-    add_ds_k(rows, w.k_by_row + index * words_of<Split>(kKeys) * kc, dq);
+    add_ds_k(rows, k, dq);
 #else
     const int64_t keys = std::min(seq.k_tokens - tile * kKeys, kKeys);
-    matmul<F32, true>(ds_rows, Strides{kKeys, 1}, w.k + index * kKeys * kc, kc, dq, kc, rows, kc, keys);
+    for (int64_t c = 0, width; c < kc; c += width) {
+      width = std::min(kPanelColumns, kc - c);
+      matmul<F32, true>(ds_rows, Strides{kKeys, 1}, k + kKeys * c, width, dq + c, kc, rows, width, keys);
+    }
 #endif
     if (plan.smooth_blocks)
       for (int64_t i = 0; i < rows; ++i) add_scaled(dq + i * kc, row_sums[i], w.tile_offset + index * kc);

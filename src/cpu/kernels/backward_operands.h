@@ -22,7 +22,6 @@ constexpr int64_t split_stride(int64_t n) { return words_of<Split>(n) + 16; }  /
 // In the workspace. Row r is token t of head h of batch element b: r = (b * heads + h) * tokens_q + t. Tiles are
 // counted as in KeySide, heads by sequence first.
 struct GradientOperands {
-  float* k;                           // [tile][kKeys][k_columns]
   Word *k_transposed, *v_transposed;  // [tile][words_of<Split>(dim)][kKeys]: B of q k^T and do v^T
   float* k_amax;                      // [tile][kKeys]
   float* k_mean;                      // [kv head][kMaxDim]
@@ -39,7 +38,7 @@ struct GradientOperands {
   float* dq;                 // [row][k_columns]
   int32_t* turn;             // [row]; at the first row of a block: the tile that adds to dq next
   int64_t k_columns, v_columns;
-  Word* k_by_row;  // [tile][words_of<Split>(kKeys)][k_columns]: B of ds k, where products run in tiles
+  Word* k_by_row;  // [tile][words_of<Split>(kKeys)][k_columns]: B of ds k; without tiles in panels of kPanelColumns
 };
 
 inline GradientOperands carve_gradient_operands(const Problem& p, const BackwardPlan& plan, Carver& carve) {
@@ -50,7 +49,6 @@ inline GradientOperands carve_gradient_operands(const Problem& p, const Backward
   w.k_columns = padded_columns(p.dim);
   w.v_columns = padded_columns(p.dim_v);
   w.k_transposed = carve.take<Word>(tiles * words_of<Split>(p.dim) * kKeys);
-  w.k = carve.take<float>(tiles * kKeys * w.k_columns);
   w.v_transposed = carve.take<Word>(tiles * words_of<Split>(p.dim_v) * kKeys);
   w.k_amax = carve.take<float>(tiles * kKeys);
   w.k_mean = carve.take<float>(sequences * p.kv_heads * kMaxDim);
@@ -59,7 +57,7 @@ inline GradientOperands carve_gradient_operands(const Problem& p, const Backward
   w.q = carve.take<float>(rows * w.k_columns);
   w.do_dp = carve.take<float>(rows * w.v_columns);
   w.do_dv = plan.do_dv == plan.do_dp ? w.do_dp : carve.take<float>(rows * w.v_columns);
-  w.k_by_row = kSplits<Split> ? carve.take<Word>(tiles * words_of<Split>(kKeys) * w.k_columns) : nullptr;
+  w.k_by_row = carve.take<Word>(tiles * words_of<Split>(kKeys) * w.k_columns);
   w.q_amax = carve.take<float>(rows);
   w.do_amax = carve.take<float>(rows);
   w.lse = carve.take<float>(rows);
@@ -226,6 +224,19 @@ inline void offset_tiles(const Sequence& seq, int64_t first_tile, int64_t g, int
   }
 }
 
+// [kKeys][columns] numbers as B of ds k.
+inline void store_rows(const float* rows, int64_t columns, Word* out) {
+#ifdef __AMX_BF16__
+  split_columns(rows, kKeys, kKeys, columns, out);
+#else
+  for (int64_t c = 0, width; c < columns; c += width) {
+    width = std::min(kPanelColumns, columns - c);
+    for (int64_t r = 0; r < kKeys; ++r)
+      std::memcpy(out + c * kKeys + r * width, rows + r * columns + c, sizeof(float) * width);
+  }
+#endif
+}
+
 // [dim][kKeys] numbers as B of q k^T and do v^T.
 inline void store_columns(const float* columns, int64_t dim, Word* out) {
 #ifdef __AMX_BF16__
@@ -243,7 +254,7 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
   const int64_t index = (block.first_tile + first / kKeys) * p.kv_heads + g;
   const int64_t valid = std::min(seq.k_tokens - first, kKeys);
   const HeadStatistics& head = w.key_heads[side];
-  float* k = w.k + index * kKeys * kc;
+  alignas(64) float k[kKeys * kMaxDim];
   bool finite[kKeys];
   load_numbers(p.k, seq.batch, g, seq.k_first + first, valid, kKeys, kc, k);
   for (int64_t r = 0; r < valid; ++r) {
@@ -270,9 +281,7 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
     for (int64_t r = 0; r < valid; ++r) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
     round_rows({OCTET_F16, kWholeHead}, head.largest, k, valid, kc);
   }
-#ifdef __AMX_BF16__
-  split_columns(k, kKeys, kKeys, kc, w.k_by_row + index * words_of<Split>(kKeys) * kc);
-#endif
+  store_rows(k, kc, w.k_by_row + index * words_of<Split>(kKeys) * kc);
 
   alignas(64) float v[kKeys * kMaxDim];
   load_numbers(p.v, seq.batch, g, seq.k_first + first, valid, kKeys, vc, v);
