@@ -32,6 +32,10 @@ __device__ inline int hidden(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ inline float hidden(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
 
 // stmatrix.m8n8.x4: matrix i of a warp from x[i]; lane l gives the shared address of row l mod 8 of matrix l / 8.
 __device__ inline void stmatrix(uint32_t address, const uint32_t* x) {

@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "cuda/host/status.h"
+#include "cuda/ptx/warpgroup.h"
 #include "cuda/quant/copy.h"
 #include "cuda/quant/elements.h"
 
@@ -23,11 +24,13 @@ __device__ void for_each_line(const Strided& t, const F& f) {
   }
 }
 
-// A round through a type of less precision.
+// A round through a type of less precision. What comes out is hidden from the compiler, which else makes code of its own
+// for each pair of that type and the type written, in half a minute.
 __device__ void round_through(Element through, Vector& x) {
   visit(through, [&](auto* type) {
     for (float& element : x) element = float(static_cast<std::remove_pointer_t<decltype(type)>>(element));
   });
+  for (float& element : x) element = ptx::hidden(element);
 }
 
 __global__ void __launch_bounds__(kThreads) copy_kernel(const Strided from, const Strided to, Element through) {
