@@ -10,12 +10,7 @@
 // L2.
 #pragma once
 #include "cuda/ptx/grid.h"
-#include "cuda/sm90/backward_arguments.h"
-#include "cuda/sm90/backward_schedule.h"
-#include "cuda/sm90/config.h"
-#include "cuda/tile/fragment.h"
-#include "cuda/tile/ring.h"
-#include "cuda/tile/shared.h"
+#include "cuda/sm90/backward_parts.h"
 
 namespace octet::cuda::sm90 {
 
@@ -26,17 +21,13 @@ struct Backward {
   static constexpr int kWarpgroups = 2, kReaders = kWarpgroups * kWarpgroup, kThreads = kReaders + kWarpgroup;
   static constexpr int kWarps = kBackwardWarps;
   static constexpr int kStages = Tile::kStages, kDsStages = 2;
-  // Warpgroups share a block's keys, or, where it has only 64, the channels of dk, dv and dq.
-  static constexpr bool kByChannels = kKeys == kWarpgroupRows;
-  static constexpr int kChannels = kByChannels ? Dim / kWarpgroups : Dim;
   // A warpgroup's part of dq: 64 queries, and as many channels as make half of it.
   static constexpr bool kDqByQueries = kQueries > kWarpgroupRows;
   static constexpr int kDqColumns = kDqByQueries ? Dim : Dim / kWarpgroups;
   static constexpr int kDqNumbers = kWarpgroupRows * kDqColumns;
 
-  // What registers are there for: p in 16 bits beside s, and dq beside p and ds.
+  // What registers are there for: p in 16 bits beside s.
   static constexpr bool kEarlyP = Dim == 128;
-  static constexpr bool kDqAlone = kDqColumns > 64;
   using Schedule = BackwardSchedule<kQueries, kKeys>;
   using TileQ = SharedTile<T, kQueries, Dim>;
   using TileK = SharedTile<T, kKeys, Dim>;
@@ -66,17 +57,6 @@ struct Backward {
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;
 
-  // One number for each column of a fragment that a thread holds.
-  struct ColumnValues {
-    float2 x[kQueries / 8];
-    __device__ explicit ColumnValues(const float* from) { read(from); }
-    __device__ void read(const float* from) {
-#pragma unroll
-      for (int i = 0; i < kQueries / 8; ++i) x[i] = *reinterpret_cast<const float2*>(from + 8 * i + fragment_column());
-    }
-    __device__ float of(int element) const { return element % 2 ? x[element / 4].y : x[element / 4].x; }
-  };
-
   const BackwardArguments& a;
   Shared& shared;
   const Schedule schedule{a};
@@ -90,7 +70,7 @@ struct Backward {
     unsigned n = 0, works = 0;  // steps, blocks of keys
     for (unsigned number = blockIdx.x;; number = gridDim.x + atomicAdd(a.counter, 1u)) {
       BackwardWork& w = shared.work[works % Shared::kWorks];
-      w = schedule.work_at(number);
+      schedule.find(number, w);
       if (w.block >= 0 && w.k.index < 0) continue;  // past the last block of packed sequences
       const uint32_t parity = works % 2;
       if (w.block < 0) {
@@ -126,92 +106,17 @@ struct Backward {
     }
   }
 
-  // p of pairs that do not see each other becomes 0. Rows are keys, columns queries.
-  __device__ void mask(Accumulator<kQueries>& p, const BackwardWork& w, int key, int query) const {
-    const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
-    const int left = a.mask.windowed ? a.mask.left : Mask::kUnbounded;
-    const int right = a.mask.windowed ? a.mask.right : Mask::kUnbounded;
-#pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      const int j = key + 8 * row;
-      const int distance = j - shift - query - fragment_column() + left;  // of the fragment's column 0
-#pragma unroll
-      for (int i = 0; i < kQueries / 8; ++i)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          if (j >= w.k.tokens || static_cast<unsigned>(distance - 8 * i - c) > static_cast<unsigned>(left + right))
-            p.x[4 * i + 2 * row + c] = 0.f;
-    }
-  }
-
-  __device__ bool sees_all(const BackwardWork& w, int query) const {
-    if (w.first_key + kKeys > w.k.tokens) return false;
-    if (!a.mask.windowed) return true;
-    const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
-    const int least = w.first_key - shift - (query + kQueries - 1), most = w.first_key + kKeys - 1 - shift - query;
-    return least >= -a.mask.left && most <= a.mask.right;
-  }
-
-  // All lanes of a warp are done with what a barrier guards.
-  static __device__ void arrive(Barrier& barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier.arrive();
-  }
-
-  // Columns [channel, channel + Columns) of a tile, a multiple of 64.
-  template <int Columns, class TileX>
-  static __device__ SharedTile<T, TileX::kRows, Columns> columns_of(const TileX& x, int channel) {
-    return {x.data + channel / kPanelColumns * TileX::kPanelBytes};
-  }
-
-  // Where dq of a step goes: its tile of queries, and what integers in this thread's rows are sums of.
-  struct Target {
-    int tile;
-    float units[kRowsPerThread];
-  };
-  static __device__ int dq_row(int warpgroup, int half) {
-    return (kDqByQueries ? warpgroup * kWarpgroupRows : 0) + fragment_row() + 8 * half;
-  }
-  __device__ Target target_of(const Rows& rows, int warpgroup, float sums_unit) const {
-    Target target{rows.tile};
-    if constexpr (sums == Sums::integers)
-      for (int half = 0; half < kRowsPerThread; ++half)
-        target.units[half] = unit_of_sums(rows.unit[dq_row(warpgroup, half)], sums_unit);
-    return target;
-  }
-  // Adds to this warpgroup's part of a tile.
+  // The query that a warpgroup's part of a tile of dq begins with.
+  static __device__ int dq_row(int warpgroup) { return kDqByQueries ? warpgroup * kWarpgroupRows : 0; }
+  // Adds to that part.
   __device__ void add(const Target& target, int warpgroup, const Accumulator<kDqColumns>& x) const {
     const int64_t start = (static_cast<int64_t>(target.tile) * kWarpgroups + warpgroup) * kDqNumbers;
-    const int thread = threadIdx.x % kWarpgroup;
-    if constexpr (kSumsByFour<Dim, sums>) {
-      auto* const to = reinterpret_cast<float4*>(static_cast<float*>(a.dq) + start) + thread;
-#pragma unroll
-      for (int i = 0; i < kDqColumns / 8; ++i)
-        atomicAdd(to + i * kWarpgroup, make_float4(x.x[4 * i], x.x[4 * i + 1], x.x[4 * i + 2], x.x[4 * i + 3]));
-    } else {
-#pragma unroll
-      for (int half = 0; half < kRowsPerThread; ++half) {
-        // An inf or NaN comes from ds and is in every column. It takes the unit away, and so turns the row into NaN.
-        if (sums == Sums::integers && !isfinite(x.x[2 * half]))
-          reinterpret_cast<Rows*>(a.rows)[target.tile].unit[dq_row(warpgroup, half)] = __int_as_float(0x7fffffff);
-#pragma unroll
-        for (int i = 0; i < kDqColumns / 2; ++i) {
-          if (i / 2 % 2 != half) continue;
-          const int64_t at = start + i * kWarpgroup + thread;
-          if constexpr (sums == Sums::integers)
-            atomicAdd(static_cast<int*>(a.dq) + at, __float2int_rn(x.x[i] * target.units[half]));
-          else
-            atomicAdd(static_cast<float*>(a.dq) + at, x.x[i]);
-        }
-      }
-    }
+    add_to_sums<Rows, sums, kSumsByFour<Dim, sums>>(a, target, start, dq_row(warpgroup), x);
   }
 
   __device__ void compute_all(int warpgroup) {
     unsigned n = 0;  // steps before this one, of all blocks: where each ring stands
-    const int group = a.heads / a.kv_heads, warp = threadIdx.x % kWarpgroup / 32;
-    const int my_keys = kByChannels ? 0 : warpgroup * kWarpgroupRows;
-    const int my_channel = kByChannels ? warpgroup * kChannels : 0;
+    const int group = a.heads / a.kv_heads, my_keys = warpgroup * kWarpgroupRows;
     const TileK k{shared.k}, v{shared.v};
     const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
     for (unsigned works = 0;; ++works) {
@@ -223,7 +128,7 @@ struct Backward {
       const float product_scale = exp2f(static_cast<float>(e.product));
       const int steps = group * w.tiles.count();
       Target target{};  // of the step before
-      Accumulator<kChannels> dk, dv;
+      Accumulator<Dim> dk, dv;
       dk.zero(), dv.zero();
       // dq of step n - 1.
       const auto issue_dq = [&](Accumulator<kDqColumns>& dq) {
@@ -232,7 +137,7 @@ struct Backward {
         ptx::wgmma_commit();
       };
       const auto add_dq = [&](const Accumulator<kDqColumns>& dq) {
-        arrive(shared.ds_ring.empty[(n - 1) % kDsStages]);
+        arrive_as_warp(shared.ds_ring.empty[(n - 1) % kDsStages]);
         add(target, warpgroup, dq);
       };
       shared.v_ring.full[0].wait(works % 2);
@@ -253,55 +158,45 @@ struct Backward {
         ptx::wgmma_commit();
         ptx::wgmma_wait<1>();
         ptx::pin(s.x);
-        ColumnValues columns(rows.lse);
+        ColumnValues<kQueries> columns(rows.lse);
 #pragma unroll
         for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
         const int query = rows.first;
-        if (!sees_all(w, query)) mask(s, w, w.first_key + my_keys + fragment_row(), query);
+        if (!sees_all(a, w, w.first_key, kKeys, query, kQueries)) mask_weights(a, s, w, w.first_key + my_keys, query);
         if constexpr (kEarlyP) convert(s, p);
         ptx::wgmma_wait<0>();
         ptx::pin(dp.x);
-        if (left == 1) arrive(shared.v_ring.empty[0]);
+        if (left == 1) arrive_as_warp(shared.v_ring.empty[0]);
         columns.read(rows.delta);
-        const Target next_target = target_of(rows, warpgroup, e.sums_unit);
+        const Target next_target = target_of<sums>(rows, dq_row(warpgroup), e.sums_unit);
         shared.rows_empty[stage].arrive();
 #pragma unroll
         for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
         if constexpr (!kEarlyP) convert(s, p);
         convert(dp, ds);
         shared.ds_ring.empty[ds_stage].wait(n / kDsStages % 2 ^ 1);
-        // Where both warpgroups have all of ds, each writes half of it.
-        if (!kByChannels || warp / 2 == warpgroup) store(ds, TileDs{shared.ds[ds_stage]}, my_keys);
+        store(ds, TileDs{shared.ds[ds_stage]}, my_keys);
         ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-        arrive(shared.ds_ring.full[ds_stage]);
+        arrive_as_warp(shared.ds_ring.full[ds_stage]);
         ptx::wgmma_fence();
-        mma_AB(dv, p, columns_of<kChannels>(do_, my_channel));
+        mma_AB(dv, p, do_);
         ptx::wgmma_commit();
         // In the first step of a block there is no dq to multiply; the product is made and left.
         Accumulator<kDqColumns> dq;
         if (left < steps) shared.ds_ring.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);
-        if constexpr (!kDqAlone) issue_dq(dq);
+        issue_dq(dq);
         ptx::wgmma_fence();
-        mma_AB(dk, ds, columns_of<kChannels>(q, my_channel));
+        mma_AB(dk, ds, q);
         ptx::wgmma_commit();
         ptx::wgmma_wait<1>();
         ptx::pin(dv.x);
-        arrive(shared.do_ring.empty[stage]);
-        if constexpr (kDqAlone) {
-          ptx::wgmma_wait<0>();
-          ptx::pin(dk.x);
-          arrive(shared.q_ring.empty[stage]);
-          issue_dq(dq);
-          ptx::wgmma_wait<0>();
-        }
+        arrive_as_warp(shared.do_ring.empty[stage]);
         ptx::pin(dq.x);
         if (left < steps) add_dq(dq);
         target = next_target;
-        if constexpr (!kDqAlone) {
-          ptx::wgmma_wait<0>();
-          ptx::pin(dk.x);
-          arrive(shared.q_ring.empty[stage]);
-        }
+        ptx::wgmma_wait<0>();
+        ptx::pin(dk.x);
+        arrive_as_warp(shared.q_ring.empty[stage]);
       }
       if (steps) {
         Accumulator<kDqColumns> dq;
@@ -312,38 +207,11 @@ struct Backward {
         shared.k_ring.empty[0].arrive();
         add_dq(dq);
       } else {
-        shared.k_ring.empty[0].arrive(), arrive(shared.v_ring.empty[0]);
+        shared.k_ring.empty[0].arrive(), arrive_as_warp(shared.v_ring.empty[0]);
       }
-      write(a.dv, w, my_keys, my_channel, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
-      write(a.dk, w, my_keys, my_channel, dk, a.scale, -a.weight_exponent - e.product - e.do_ - e.v - e.q, a.dim);
-    }
-  }
-
-  // x scale 2^exponent, in two steps as the power alone may not be a float.
-  __device__ void write(const Output& out, const BackwardWork& w, int my_keys, int my_channel,
-                        Accumulator<kChannels>& x, float scale, int exponent, int columns) const {
-    const float first = scale * exp2f(static_cast<float>(exponent / 2)),
-                second = exp2f(static_cast<float>(exponent - exponent / 2));
-#pragma unroll
-    for (int i = 0; i < kChannels / 2; ++i) x.x[i] = x.x[i] * first * second;
-    switch (out.element) {
-      case Element::f32:
-        return write_as<float>(out, w, my_keys, my_channel, x, columns);
-      case Element::f16:
-        return write_as<F16>(out, w, my_keys, my_channel, x, columns);
-      default:
-        return write_as<Bf16>(out, w, my_keys, my_channel, x, columns);
-    }
-  }
-
-  template <class Type>
-  __device__ void write_as(const Output& out, const BackwardWork& w, int my_keys, int my_channel,
-                           const Accumulator<kChannels>& x, int columns) const {
-#pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      const int j = w.first_key + my_keys + fragment_row() + 8 * row;
-      store_row(out.row<Type>(w.batch, w.kv_head, static_cast<int64_t>(w.k.first) + j) + my_channel, j < w.k.tokens, x,
-                row, columns - my_channel);
+      const int key = w.first_key + my_keys;
+      write_keys(a.dv, w, key, 0, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
+      write_keys(a.dk, w, key, 0, dk, a.scale, -a.weight_exponent - e.product - e.do_ - e.v - e.q, a.dim);
     }
   }
 };

@@ -35,27 +35,29 @@ struct BackwardSchedule {
   const BackwardArguments& a;
 
   // Blocks of keys in ascending order, across the kv heads of a section: under a causal mask the first is the longest.
-  __device__ BackwardWork work_at(unsigned number) const {
+  // Fills `w` in place: it lies in shared memory, and the loader's registers are few.
+  __device__ void find(unsigned number, BackwardWork& w) const {
     const unsigned blocks = a.k_blocks.count, all = a.batch * a.kv_heads;
-    if (number >= blocks * all) return {.block = -1};
+    w.block = -1;
+    if (number >= blocks * all) return;
     const unsigned first_head = number / (blocks * a.section) * a.section;
     const unsigned width = min(static_cast<unsigned>(a.section), all - first_head);
     const unsigned rest = number - first_head * blocks, head = first_head + rest % width;
-    BackwardWork w{static_cast<int>(head / a.kv_heads), static_cast<int>(head % a.kv_heads),
-                   static_cast<int>(rest / width)};
+    w.batch = static_cast<int>(head / a.kv_heads), w.kv_head = static_cast<int>(head % a.kv_heads);
+    w.block = static_cast<int>(rest / width);
     w.k = a.k_blocks.sequence_of(w.block);
-    if (w.k.index < 0) return w;
+    if (w.k.index < 0) return;
     w.first_key = (w.block - w.k.first_block) * kKeys;
     w.q = a.q_blocks.cu_seqlens ? a.q_blocks.sequence(w.k.index) : a.q_blocks.sequence_of(0);
     w.tiles = tiles_of(w);
-    return w;
   }
 
   __device__ Tiles tiles_of(const BackwardWork& w) const {
     const int all = (w.q.tokens + kQueries - 1) / kQueries;
     if (!a.mask.windowed) {
       const int blocks = (w.k.tokens + kKeys - 1) / kKeys;
-      return {0, all, static_cast<int>(static_cast<int64_t>(w.block - w.k.first_block) * all / blocks)};
+      const float part = static_cast<float>(w.block - w.k.first_block) / static_cast<float>(blocks);
+      return {0, all, min(static_cast<int>(part * static_cast<float>(all)), all - 1)};
     }
     const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
     const int last_key = min(w.first_key + kKeys, w.k.tokens) - 1;

@@ -110,15 +110,16 @@ constexpr int kLaidOutKeys = std::lcm(ByteForwardTile<Precision, Dims>::kKeys,
                                       Precision::kKeySteps == KeySteps::groups ? kGroupBlock : 1);
 
 // Backward: `kQueries` per step, `kKeys` per thread block, `kStages` stages of q and do. Two warpgroups share the work:
-// where a thread block has 128 keys, each has 64 of them and holds s, dp (queries / 2 registers each), dk, dv (dim / 2
-// each) and half of dq; where it has 64, each has all of them but half of the channels of dk, dv and dq.
+// each has 64 keys and holds s, dp (queries / 2 registers each), dk, dv (dim / 2 each) and half of dq. At d = 256 a
+// pair of thread blocks has the keys: one warpgroup of each holds s and dp of 64 keys, two dk and dv of 64 keys and a
+// quarter of dq, for half of the channels.
 constexpr int kBackwardWarps = 8;  // that compute
 constexpr int kBackwardRegisters = 232, kBackwardLoaderRegisters = 40;
 // How partial sums of dq are added: floats as they come, or integers, whose sum is the same in any order.
 enum class Sums { floats, integers };
-// Floats are added four at a time, but at d = 128 one by one: 4 % faster there, 3 % slower elsewhere.
+// Floats are added one by one, but at d = 64 four at a time: 3 % faster there, 1 to 4 % slower elsewhere.
 template <int Dim, Sums sums>
-constexpr bool kSumsByFour = sums == Sums::floats&& Dim != 128;
+constexpr bool kSumsByFour = sums == Sums::floats&& Dim == 64;
 template <int Dim>
 struct BackwardTile;
 template <>
@@ -131,7 +132,8 @@ struct BackwardTile<128> {
 };
 template <>
 struct BackwardTile<256> {
-  static constexpr int kQueries = 64, kKeys = 64, kStages = 2;
+  static constexpr int kQueries = 64, kKeys = 128, kStages = 2;
 };
+constexpr int kPairLoaderRegisters = 32, kPairWeightsRegisters = 96, kPairSumsRegisters = 192;
 
 }  // namespace octet::cuda::sm90

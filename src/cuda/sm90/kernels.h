@@ -14,6 +14,7 @@ struct Kernel {
   int threads, shared_bytes;
   int laid_out_keys = 0;  // keys lie in whole multiples of this many; 8 bits
   bool skips = false;     // its warpgroups pass over what lies after a block
+  int cluster = 1;        // thread blocks that share a tile
 };
 
 template <class Precision>

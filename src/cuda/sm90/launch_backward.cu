@@ -112,7 +112,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   prepare(prepared, stream);
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
-  const auto grid = static_cast<unsigned>(std::min<std::size_t>(k_tiles, processors));
+  const auto grid = static_cast<unsigned>(std::min<std::size_t>(k_tiles, processors / kernel.cluster) * kernel.cluster);
   constexpr int64_t kShareOfL2 = 32 << 20;
   const int64_t head_bytes = std::max<int64_t>(p.group() * p.tokens_q * dim * (2 + 2 + 4), 1);
   const int section =

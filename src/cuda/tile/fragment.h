@@ -61,15 +61,26 @@ __device__ void mma_AB(Accumulator<TileB::kColumns>& d, const Operand<T, Columns
     ptx::Wgmma<T, TileB::kColumns>::template rs<1>(d.x, &a.x[4 * step], b.across(step), true);
 }
 
-// d += a b over the rows of both tiles, b's columns from 64 `panel`: a^T's rows are 64 columns of `a`, in its panel
+// d += a b: the 64 rows of a, b's rows are the index of summation. Issued, not awaited.
+template <class TileA, class TileB>
+__device__ void mma_AB(Accumulator<TileB::kColumns>& d, const TileA& a, const TileB& b) {
+  static_assert(TileA::kColumns == TileB::kRows && TileA::kRows == kWarpgroupRows);
+#pragma unroll
+  for (int step = 0; step < TileA::kColumns / 16; ++step)
+    ptx::Wgmma<typename TileA::Element, TileB::kColumns>::template ss<0, 1>(d.x, a.along(0, step), b.across(step),
+                                                                            true);
+}
+
+// d (+)= a b over the rows of both tiles, b's columns from 64 `panel`: a^T's rows are 64 columns of `a`, in its panel
 // `a_panel`. Issued, not awaited.
 template <int Columns, class TileA, class TileB>
-__device__ void mm_AtB(Accumulator<Columns>& d, const TileA& a, int a_panel, const TileB& b, int panel) {
+__device__ void mm_AtB(Accumulator<Columns>& d, const TileA& a, int a_panel, const TileB& b, int panel,
+                       bool accumulate = false) {
   static_assert(TileA::kRows == TileB::kRows);
 #pragma unroll
   for (int step = 0; step < TileA::kRows / 16; ++step)
     ptx::Wgmma<typename TileA::Element, Columns>::template ss<1, 1>(d.x, a.across(step, a_panel), b.across(step, panel),
-                                                                    step != 0);
+                                                                    accumulate || step);
 }
 
 // d = a b^T of bytes: rows [row, row + 64) of a, all rows of b. Issued, not awaited.

@@ -20,7 +20,14 @@ struct Barrier {
     while (!::cuda::ptx::mbarrier_try_wait_parity(&word, parity)) {
     }
   }
-  // The same; returns 0. What is computed from it cannot be moved ahead of the wait, as ptxas does with arithmetic.
+  // The same, where other thread blocks of the cluster arrive.
+  __device__ void wait_for_cluster(uint32_t parity) {
+    namespace ptx = ::cuda::ptx;
+    while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cluster, &word, parity)) {
+    }
+  }
+  // The same as wait; returns 0. What is computed from it cannot be moved ahead of the wait, as ptxas does with
+  // arithmetic.
   __device__ float wait_for_zero(uint32_t parity) {
     const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(&word));
     float zero;

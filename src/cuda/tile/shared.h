@@ -19,9 +19,11 @@ constexpr int kPanelRowBytes = 128;
 constexpr int kSwizzleRows = 8;
 constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
 
-template <class T, int Rows_, int Columns_>
+// `InCluster`: of a thread block that is one of several in a cluster.
+template <class T, int Rows_, int Columns_, bool InCluster = false>
 struct SharedTile {
   using Element = T;
+  static constexpr bool kInCluster = InCluster;
   static constexpr int kRows = Rows_, kColumns = Columns_;
   static constexpr int kPanelWidth = kPanelColumns;
   static constexpr int kPanels = Columns_ / kPanelColumns;
@@ -35,9 +37,11 @@ struct SharedTile {
 
   // The wgmma descriptor (PTX ISA, 9.7.15.5.1.2) of 16-bit operands under the 128-byte swizzle, from `offset` bytes
   // into the tile. `across`: bytes from one panel to the next where the operand's columns do not run along the index of
-  // summation. Shared addresses are short, so sums stay within their fields.
+  // summation. Shared addresses are short, so sums stay within their fields, once the rank in a cluster is off.
   __device__ uint64_t descriptor(int offset, int across) const {
-    const uint32_t low = (address() >> 4) + (static_cast<uint32_t>(across >> 4) << 16) + (offset >> 4);
+    constexpr uint32_t kWindow = (1 << 18) - 1;
+    const uint32_t start = kInCluster ? address() & kWindow : address();
+    const uint32_t low = (start >> 4) + (static_cast<uint32_t>(across >> 4) << 16) + (offset >> 4);
     constexpr uint32_t high = kSwizzleBytes >> 4 | 1u << 30;
     return static_cast<uint64_t>(high) << 32 | low;
   }

@@ -2,14 +2,25 @@
 #pragma once
 #include "cuda/sm90/backward.h"
 #include "cuda/sm90/kernels.h"
+#include "cuda/sm90/pair_backward.h"
 
 namespace octet::cuda::sm90 {
 
 template <class T, int Dim, Sums sums>
 Kernel describe_backward() {
-  using Kind = Backward<T, Dim, sums>;
-  return {reinterpret_cast<const void*>(&backward<T, Dim, sums>), Kind::kQueries, Kind::kKeys, Kind::kThreads,
-          Kind::kSharedBytes};
+  if constexpr (Dim == 256) {
+    using Kind = PairBackward<T, Dim, sums>;
+    return {.function = reinterpret_cast<const void*>(&pair_backward<T, Dim, sums>),
+            .rows = Kind::kQueries,
+            .keys = Kind::kPairKeys,
+            .threads = Kind::kThreads,
+            .shared_bytes = Kind::kSharedBytes,
+            .cluster = Kind::kBlocks};
+  } else {
+    using Kind = Backward<T, Dim, sums>;
+    return {reinterpret_cast<const void*>(&backward<T, Dim, sums>), Kind::kQueries, Kind::kKeys, Kind::kThreads,
+            Kind::kSharedBytes};
+  }
 }
 
 template <class T, int Dim>

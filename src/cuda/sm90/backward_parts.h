@@ -1,0 +1,142 @@
+// What the backward kernels share: weights of pairs that see each other, sums of dq, dk and dv on their way out.
+#pragma once
+#include "cuda/sm90/backward_arguments.h"
+#include "cuda/sm90/backward_schedule.h"
+#include "cuda/sm90/config.h"
+#include "cuda/tile/fragment.h"
+#include "cuda/tile/ring.h"
+#include "cuda/tile/shared.h"
+
+namespace octet::cuda::sm90 {
+
+// One number for each column of a fragment that a thread holds.
+template <int Columns>
+struct ColumnValues {
+  float2 x[Columns / 8];
+  __device__ explicit ColumnValues(const float* from) { read(from); }
+  __device__ void read(const float* from) {
+#pragma unroll
+    for (int i = 0; i < Columns / 8; ++i) x[i] = *reinterpret_cast<const float2*>(from + 8 * i + fragment_column());
+  }
+  __device__ float of(int element) const { return element % 2 ? x[element / 4].y : x[element / 4].x; }
+};
+
+// All lanes of a warp are done with what a barrier guards.
+__device__ inline void arrive_as_warp(Barrier& barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) barrier.arrive();
+}
+
+// Columns [channel, channel + Columns) of a tile, a multiple of 64.
+template <int Columns, class TileX>
+__device__ SharedTile<typename TileX::Element, TileX::kRows, Columns, TileX::kInCluster> columns_of(const TileX& x,
+                                                                                                    int channel) {
+  return {x.data + channel / kPanelColumns * TileX::kPanelBytes};
+}
+
+// Whether all of `queries` from `query` see all of `keys` from `key`.
+__device__ inline bool sees_all(const BackwardArguments& a, const BackwardWork& w, int key, int keys, int query,
+                                int queries) {
+  if (key + keys > w.k.tokens) return false;
+  if (!a.mask.windowed) return true;
+  const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
+  const int least = key - shift - (query + queries - 1), most = key + keys - 1 - shift - query;
+  return least >= -a.mask.left && most <= a.mask.right;
+}
+
+// p of pairs that do not see each other becomes 0. Rows are keys from `key`, columns queries from `query`.
+template <int Columns>
+__device__ void mask_weights(const BackwardArguments& a, Accumulator<Columns>& p, const BackwardWork& w, int key,
+                             int query) {
+  const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
+  const int left = a.mask.windowed ? a.mask.left : Mask::kUnbounded;
+  const int right = a.mask.windowed ? a.mask.right : Mask::kUnbounded;
+#pragma unroll
+  for (int row = 0; row < kRowsPerThread; ++row) {
+    const int j = key + fragment_row() + 8 * row;
+    const int distance = j - shift - query - fragment_column() + left;  // of the fragment's column 0
+#pragma unroll
+    for (int i = 0; i < Columns / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (j >= w.k.tokens || static_cast<unsigned>(distance - 8 * i - c) > static_cast<unsigned>(left + right))
+          p.x[4 * i + 2 * row + c] = 0.f;
+  }
+}
+
+// Where dq of a step goes: its tile of queries, and what integers in this thread's rows are sums of.
+struct Target {
+  int tile;
+  float units[kRowsPerThread];
+};
+
+// `first`: the query of the fragment's first row within the tile.
+template <Sums sums, class Rows>
+__device__ Target target_of(const Rows& rows, int first, float sums_unit) {
+  Target target{rows.tile};
+  if constexpr (sums == Sums::integers)
+    for (int half = 0; half < kRowsPerThread; ++half)
+      target.units[half] = unit_of_sums(rows.unit[first + fragment_row() + 8 * half], sums_unit);
+  return target;
+}
+
+// Adds a fragment to the sums of dq, of which it is numbers from `start`; its first row is query `first` of the tile.
+template <class Rows, Sums sums, bool by_four, int Columns>
+__device__ void add_to_sums(const BackwardArguments& a, const Target& target, int64_t start, int first,
+                            const Accumulator<Columns>& x) {
+  const int thread = threadIdx.x % kWarpgroup;
+  if constexpr (by_four) {
+    auto* const to = reinterpret_cast<float4*>(static_cast<float*>(a.dq) + start) + thread;
+#pragma unroll
+    for (int i = 0; i < Columns / 8; ++i)
+      atomicAdd(to + i * kWarpgroup, make_float4(x.x[4 * i], x.x[4 * i + 1], x.x[4 * i + 2], x.x[4 * i + 3]));
+  } else {
+#pragma unroll
+    for (int half = 0; half < kRowsPerThread; ++half) {
+      // An inf or NaN comes from ds and is in every column. It takes the unit away, and so turns the row into NaN.
+      if (sums == Sums::integers && !isfinite(x.x[2 * half]))
+        reinterpret_cast<Rows*>(a.rows)[target.tile].unit[first + fragment_row() + 8 * half] =
+            __int_as_float(0x7fffffff);
+#pragma unroll
+      for (int i = 0; i < Columns / 2; ++i) {
+        if (i / 2 % 2 != half) continue;
+        const int64_t at = start + i * kWarpgroup + thread;
+        if constexpr (sums == Sums::integers)
+          atomicAdd(static_cast<int*>(a.dq) + at, __float2int_rn(x.x[i] * target.units[half]));
+        else
+          atomicAdd(static_cast<float*>(a.dq) + at, x.x[i]);
+      }
+    }
+  }
+}
+
+template <class Type, int Columns>
+__device__ void write_keys_as(const Output& out, const BackwardWork& w, int key, int channel,
+                              const Accumulator<Columns>& x, int columns) {
+#pragma unroll
+  for (int row = 0; row < kRowsPerThread; ++row) {
+    const int j = key + fragment_row() + 8 * row;
+    store_row(out.row<Type>(w.batch, w.kv_head, static_cast<int64_t>(w.k.first) + j) + channel, j < w.k.tokens, x, row,
+              columns - channel);
+  }
+}
+
+// x scale 2^exponent, in two steps as the power alone may not be a float, to rows from `key`, columns from `channel`.
+template <int Columns>
+__device__ void write_keys(const Output& out, const BackwardWork& w, int key, int channel, Accumulator<Columns>& x,
+                           float scale, int exponent, int columns) {
+  const float first = scale * exp2f(static_cast<float>(exponent / 2)),
+              second = exp2f(static_cast<float>(exponent - exponent / 2));
+#pragma unroll
+  for (int i = 0; i < Columns / 2; ++i) x.x[i] = x.x[i] * first * second;
+  switch (out.element) {
+    case Element::f32:
+      return write_keys_as<float>(out, w, key, channel, x, columns);
+    case Element::f16:
+      return write_keys_as<F16>(out, w, key, channel, x, columns);
+    default:
+      return write_keys_as<Bf16>(out, w, key, channel, x, columns);
+  }
+}
+
+}  // namespace octet::cuda::sm90

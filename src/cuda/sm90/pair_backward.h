@@ -1,0 +1,336 @@
+// dq, dk, dv at head dim 256: a pair of thread blocks, a cluster, has 128 keys. The loop of sm90/backward.h, its
+// products divided:
+//
+//   of each thread block, for 64 keys and all channels
+//     one warpgroup         s = k q^T    p = exp(scale s - lse)    dp = v do^T    ds = p (dp - delta)
+//   of each thread block, for all 128 keys and half of the channels
+//     two, for 64 keys each        dv += p do    dk += ds q
+//     and half of these channels   dq(tile) += ds^T k
+//
+// p and ds are left in the shared memory of both. So what is added to dq in L2, the most that goes there, are sums over
+// 128 keys. The first warpgroup is a step ahead of the others, so none waits for the products of another.
+#pragma once
+#include "cuda/ptx/cluster.h"
+#include "cuda/ptx/grid.h"
+#include "cuda/sm90/backward_parts.h"
+
+namespace octet::cuda::sm90 {
+
+template <class T, int Dim, Sums sums>
+struct PairBackward {
+  using Tile = BackwardTile<Dim>;
+  static constexpr int kBlocks = 2;  // of a cluster
+  static constexpr int kQueries = Tile::kQueries, kPairKeys = Tile::kKeys, kKeys = kPairKeys / kBlocks;
+  static constexpr int kChannels = Dim / kBlocks;
+  static constexpr int kReaders = 3 * kWarpgroup, kThreads = kReaders + kWarpgroup;
+  static constexpr int kWarps = kWarpgroup / 32;
+  static constexpr int kStages = Tile::kStages, kPStages = 1, kDsStages = 2;
+  static constexpr int kDqColumns = kChannels / 2, kDqNumbers = kQueries * kDqColumns;  // of a warpgroup
+  using Schedule = BackwardSchedule<kQueries, kPairKeys>;
+  using TileQ = SharedTile<T, kQueries, Dim, true>;
+  using TileK = SharedTile<T, kKeys, Dim, true>;
+  using TilePair = SharedTile<T, kPairKeys, Dim, true>;   // keys of both thread blocks, as prepared
+  using Half = SharedTile<T, kQueries, kChannels, true>;  // of TileQ, or of TileK
+  using TileP = SharedTile<T, kKeys, kQueries, true>;
+  using Rows = QueryRows<kQueries>;
+  static_assert(kKeys == kWarpgroupRows && kQueries == kWarpgroupRows);
+
+  // Near: of this thread block's channels. Far: of the other's.
+  struct alignas(kSwizzleBytes) Shared {
+    unsigned char k[TileK::kBytes], v[TileK::kBytes];
+    unsigned char other_k[Half::kBytes];  // near channels of the other thread block's keys
+    unsigned char q_near[kStages][Half::kBytes], do_near[kStages][Half::kBytes];
+    unsigned char q_far[Half::kBytes], do_far[Half::kBytes];
+    unsigned char p[kPStages][kBlocks][TileP::kBytes], ds[kDsStages][kBlocks][TileP::kBytes];
+    Rows rows[kStages];
+    Ring<1> k_ring, v_ring, q_far_ring, do_far_ring;
+    Ring<kStages> q_ring, do_ring;  // near; given back by the two warpgroups, as ds shows that the first has read them
+    Barrier rows_empty[kStages];
+    Ring<kPStages> p_ring;  // what both thread blocks leave, and have taken
+    Ring<kDsStages> ds_ring;
+    Ring<1> work_ring;  // between the threads that load
+    Ring<1> number_ring;
+    uint32_t number;                  // of a block of keys, from the thread block that draws them
+    static constexpr int kWorks = 3;  // as in sm90/backward.h
+    BackwardWork work[kWorks];
+
+    __device__ void init() {
+      k_ring.init(kReaders), v_ring.init(kWarps), q_far_ring.init(kWarps), do_far_ring.init(kWarps);
+      q_ring.init(2 * kWarps), do_ring.init(2 * kWarps), work_ring.init(1), number_ring.init(1);
+      for (Barrier& empty : rows_empty) empty.init(kReaders);
+      init(p_ring), init(ds_ring);
+    }
+    template <int Stages>
+    __device__ void init(Ring<Stages>& ring) {
+      for (int i = 0; i < Stages; ++i) ring.full[i].init(kWarps), ring.empty[i].init(kBlocks * 2 * kWarps);
+    }
+  };
+  static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;
+  static_assert(kSharedBytes <= 227 * 1024);
+
+  const BackwardArguments& a;
+  Shared& shared;
+  const Schedule schedule{a};
+
+  static __device__ int rank() { return static_cast<int>(ptx::cluster_rank()); }
+  static __device__ int other() { return rank() ^ 1; }
+
+  // The next block of keys: the first thread block draws it and tells the other.
+  __device__ unsigned next_number(unsigned draw) {
+    if (rank() == 0) {
+      const unsigned number = gridDim.x / kBlocks + atomicAdd(a.counter, 1u);
+      shared.number_ring.empty[0].wait(draw % 2 ^ 1);
+      ptx::store_at(ptx::at_rank(&shared.number, 1), number, ptx::at_rank(&shared.number_ring.full[0], 1));
+      return number;
+    }
+    shared.number_ring.full[0].arrive_expecting(sizeof(shared.number));
+    shared.number_ring.full[0].wait(draw % 2);
+    const unsigned number = *static_cast<volatile uint32_t*>(&shared.number);
+    ptx::arrive_at(ptx::at_rank(&shared.number_ring.empty[0], 0));
+    return number;
+  }
+
+  static __device__ void fetch(void* to, const void* from, uint32_t bytes, Barrier& full) {
+    namespace ptx = ::cuda::ptx;
+    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, bytes, &full.word);
+  }
+
+  // Draws blocks of keys, and fetches k and v.
+  __device__ void load_keys() {
+    unsigned works = 0, draws = 0;
+    for (unsigned number = blockIdx.x / kBlocks;; number = next_number(draws++)) {
+      BackwardWork& w = shared.work[works % Shared::kWorks];
+      schedule.find(number, w);
+      if (w.block >= 0 && w.k.index < 0) continue;  // past the last block of packed sequences
+      const uint32_t empty = works % 2 ^ 1;
+      shared.work_ring.full[0].arrive();
+      if (w.block < 0) {
+        shared.k_ring.empty[0].wait(empty);
+        shared.k_ring.full[0].arrive();
+        return;
+      }
+      const int64_t tile = (static_cast<int64_t>(w.batch) * a.kv_heads + w.kv_head) * a.k_blocks.count + w.block;
+      const auto fetch_panels = [&](unsigned char* to, const unsigned char* tiles, int of_rank, int first, int panels,
+                                    Ring<1>& ring) {
+        const unsigned char* const from = tiles + tile * TilePair::kBytes + of_rank * TileK::kPanelBytes;
+        for (int panel = 0; panel < panels; ++panel)
+          fetch(to + panel * TileK::kPanelBytes, from + (first + panel) * TilePair::kPanelBytes, TileK::kPanelBytes,
+                ring.full[0]);
+      };
+      shared.v_ring.empty[0].wait(empty);
+      shared.v_ring.full[0].arrive_expecting(TileK::kBytes);
+      fetch_panels(shared.v, a.v, rank(), 0, TileK::kPanels, shared.v_ring);
+      shared.k_ring.empty[0].wait(empty);
+      shared.k_ring.full[0].arrive_expecting(TileK::kBytes + Half::kBytes);
+      fetch_panels(shared.k, a.k, rank(), 0, TileK::kPanels, shared.k_ring);
+      fetch_panels(shared.other_k, a.k, other(), rank() * Half::kPanels, Half::kPanels, shared.k_ring);
+      // A block is drawn late, once all tiles of the last are fetched, so that all blocks end together.
+      shared.work_ring.empty[0].wait(works % 2);
+      ++works;
+    }
+  }
+
+  // Fetches q and do, those of a block's first step before k of the last was given back; in the order in which their
+  // places become free.
+  __device__ void load_queries() {
+    const int group = a.heads / a.kv_heads;
+    unsigned n = 0;  // steps
+    for (unsigned works = 0;; ++works) {
+      shared.work_ring.full[0].wait(works % 2);
+      const BackwardWork& w = shared.work[works % Shared::kWorks];
+      if (w.block < 0) return;
+      Visit visit{w.kv_head * group, w.tiles.start};
+      for (int left = group * w.tiles.count(); left; --left, ++n, visit.advance(w.tiles)) {
+        const int64_t tile = schedule.q_tile(w, visit);
+        const auto fetch_half = [&](unsigned char* to, const unsigned char* tiles, int half, Barrier& full,
+                                    uint32_t more = 0) {
+          full.arrive_expecting(Half::kBytes + more);
+          fetch(to, tiles + tile * TileQ::kBytes + half * Half::kBytes, Half::kBytes, full);
+        };
+        const int s = n % kStages;
+        const uint32_t empty = n / kStages % 2 ^ 1;
+        shared.q_ring.empty[s].wait(empty);
+        shared.rows_empty[s].wait(empty);
+        fetch_half(shared.q_near[s], a.q, rank(), shared.q_ring.full[s], sizeof(Rows));
+        fetch(&shared.rows[s], a.rows + tile * sizeof(Rows), sizeof(Rows), shared.q_ring.full[s]);
+        shared.q_far_ring.empty[0].wait(n % 2 ^ 1);
+        fetch_half(shared.q_far, a.q, other(), shared.q_far_ring.full[0]);
+        shared.do_ring.empty[s].wait(empty);
+        fetch_half(shared.do_near[s], a.do_, rank(), shared.do_ring.full[s]);
+        shared.do_far_ring.empty[0].wait(n % 2 ^ 1);
+        fetch_half(shared.do_far, a.do_, other(), shared.do_far_ring.full[0]);
+      }
+      shared.work_ring.empty[0].arrive();
+    }
+  }
+
+  // Leaves p or ds in both thread blocks.
+  template <int Stages>
+  __device__ void leave(const Operand<T, kQueries>& x, unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
+                        Ring<Stages>& ring, unsigned n, int me) {
+    const int stage = n % Stages;
+    unsigned char* const tile = tiles[stage][me];
+    ring.empty[stage].wait_for_cluster(n / Stages % 2 ^ 1);
+    store(x, TileP{tile}, 0);
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+      constexpr uint32_t kBytes = TileP::kBytes / kWarps;  // this warp's rows
+      unsigned char* const mine = tile + threadIdx.x % kWarpgroup / 32 * kBytes;
+      ring.full[stage].arrive_expecting(kBytes);  // from the other
+      ptx::copy_to(ptx::at_rank(mine, me ^ 1), mine, kBytes, ptx::at_rank(&ring.full[stage], me ^ 1));
+    }
+  }
+  // All lanes of a warp are done with what both thread blocks left.
+  static __device__ void take(Barrier& empty) {
+    __syncwarp();
+    if (threadIdx.x % 32 < kBlocks) ptx::arrive_at(ptx::at_rank(&empty, threadIdx.x % 32));
+  }
+
+  // p and ds.
+  __device__ void weigh_all() {
+    unsigned n = 0;  // steps before this one, of all blocks: where each ring stands
+    const int group = a.heads / a.kv_heads;
+    const TileK k{shared.k}, v{shared.v};
+    const int me = rank(), near = me * kChannels, far = (me ^ 1) * kChannels;
+    for (unsigned works = 0;; ++works) {
+      shared.k_ring.full[0].wait(works % 2);
+      const BackwardWork& w = shared.work[works % Shared::kWorks];
+      if (w.block < 0) break;
+      const Powers& e = a.powers[w.batch * a.kv_heads + w.kv_head];
+      const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - e.k));
+      const float product_scale = exp2f(static_cast<float>(e.product));
+      const int steps = group * w.tiles.count(), key = w.first_key + me * kKeys;
+      shared.v_ring.full[0].wait(works % 2);
+      for (int left = steps; left; --left, ++n) {
+        const int stage = n % kStages;
+        const uint32_t parity = n / kStages % 2;
+        const Rows& rows = shared.rows[stage];
+        Accumulator<kQueries> s, dp;
+        Operand<T, kQueries> x;
+        shared.q_far_ring.full[0].wait(n % 2);
+        shared.q_ring.full[stage].wait(parity);
+        ptx::wgmma_fence();
+        mm_ABt(s, columns_of<kChannels>(k, far), 0, Half{shared.q_far}, false);
+        mm_ABt(s, columns_of<kChannels>(k, near), 0, Half{shared.q_near[stage]}, true);
+        ptx::wgmma_commit();
+        shared.do_far_ring.full[0].wait(n % 2);
+        shared.do_ring.full[stage].wait(parity);
+        ptx::wgmma_fence();
+        mm_ABt(dp, columns_of<kChannels>(v, far), 0, Half{shared.do_far}, false);
+        mm_ABt(dp, columns_of<kChannels>(v, near), 0, Half{shared.do_near[stage]}, true);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<1>();
+        ptx::pin(s.x);
+        arrive_as_warp(shared.q_far_ring.empty[0]);
+        ColumnValues<kQueries> columns(rows.lse);
+#pragma unroll
+        for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
+        const int query = rows.first;
+        if (!sees_all(a, w, key, kKeys, query, kQueries)) mask_weights(a, s, w, key, query);
+        convert(s, x);
+        leave(x, shared.p, shared.p_ring, n, me);
+        ptx::wgmma_wait<0>();
+        ptx::pin(dp.x);
+        arrive_as_warp(shared.do_far_ring.empty[0]);
+        if (left == 1) arrive_as_warp(shared.v_ring.empty[0]);
+        columns.read(rows.delta);
+        shared.rows_empty[stage].arrive();
+#pragma unroll
+        for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
+        convert(dp, x);
+        leave(x, shared.ds, shared.ds_ring, n, me);
+      }
+      if (!steps) arrive_as_warp(shared.v_ring.empty[0]);
+      shared.k_ring.empty[0].arrive();
+    }
+  }
+
+  // dv and dk of 64 keys, dq of 64 channels.
+  __device__ void sum_all(int half) {
+    unsigned n = 0;
+    const int group = a.heads / a.kv_heads, channel = rank() * kChannels;
+    const auto k = columns_of<kDqColumns>(TileK{shared.k}, channel + half * kDqColumns);
+    const auto other_k = columns_of<kDqColumns>(Half{shared.other_k}, half * kDqColumns);
+    for (unsigned works = 0;; ++works) {
+      shared.k_ring.full[0].wait(works % 2);
+      const BackwardWork& w = shared.work[works % Shared::kWorks];
+      if (w.block < 0) break;
+      const Powers& e = a.powers[w.batch * a.kv_heads + w.kv_head];
+      const int steps = group * w.tiles.count();
+      Accumulator<kChannels> dk, dv;
+      dk.zero(), dv.zero();
+      for (int left = steps; left; --left, ++n) {
+        const int stage = n % kStages, p_stage = n % kPStages, ds_stage = n % kDsStages;
+        const uint32_t parity = n / kStages % 2;
+        auto& ds = shared.ds[ds_stage];
+        Accumulator<kDqColumns> dq;
+        shared.do_ring.full[stage].wait(parity);
+        shared.p_ring.full[p_stage].wait(n / kPStages % 2);
+        ptx::wgmma_fence();
+        mma_AB(dv, TileP{shared.p[p_stage][half]}, Half{shared.do_near[stage]});
+        ptx::wgmma_commit();
+        shared.q_ring.full[stage].wait(parity);
+        const Target target = target_of<sums>(shared.rows[stage], 0, e.sums_unit);
+        shared.rows_empty[stage].arrive();
+        shared.ds_ring.full[ds_stage].wait(n / kDsStages % 2);
+        ptx::wgmma_fence();
+        mm_AtB(dq, TileP{ds[rank()]}, 0, k, 0);
+        mm_AtB(dq, TileP{ds[other()]}, 0, other_k, 0, true);
+        ptx::wgmma_commit();
+        ptx::wgmma_fence();
+        mma_AB(dk, TileP{ds[half]}, Half{shared.q_near[stage]});
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<2>();
+        ptx::pin(dv.x);
+        arrive_as_warp(shared.do_ring.empty[stage]);
+        take(shared.p_ring.empty[p_stage]);
+        ptx::wgmma_wait<1>();
+        ptx::pin(dq.x);
+        const int64_t start = ((static_cast<int64_t>(target.tile) * kBlocks + rank()) * 2 + half) * kDqNumbers;
+        add_to_sums<Rows, sums, kSumsByFour<Dim, sums>>(a, target, start, 0, dq);
+        ptx::wgmma_wait<0>();
+        ptx::pin(dk.x);
+        take(shared.ds_ring.empty[ds_stage]);
+        arrive_as_warp(shared.q_ring.empty[stage]);
+      }
+      shared.k_ring.empty[0].arrive();
+      const int key = w.first_key + half * kKeys;
+      write_keys(a.dv, w, key, channel, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
+      write_keys(a.dk, w, key, channel, dk, a.scale, -a.weight_exponent - e.product - e.do_ - e.v - e.q, a.dim);
+    }
+  }
+};
+
+template <class T, int Dim, Sums sums>
+__global__ void __cluster_dims__(PairBackward<T, Dim, sums>::kBlocks)
+    __launch_bounds__(PairBackward<T, Dim, sums>::kThreads, 1)
+        pair_backward(const __grid_constant__ BackwardArguments arguments) {
+  using Kernel = PairBackward<T, Dim, sums>;
+  extern __shared__ unsigned char memory[];
+  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
+  Kernel kernel{arguments, shared};
+  ptx::next_grid_may_start();
+  if (threadIdx.x == 0) {
+    shared.init();
+    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+  }
+  ptx::cluster_sync();
+  ptx::wait_for_previous_grid();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    ptx::give_registers<kPairLoaderRegisters>();
+    if (threadIdx.x == 0) kernel.load_keys();
+    if (threadIdx.x == 32) kernel.load_queries();
+  } else if (warpgroup == 1) {
+    ptx::give_registers<kPairWeightsRegisters>();
+    kernel.weigh_all();
+  } else {
+    ptx::take_registers<kPairSumsRegisters>();
+    kernel.sum_all(warpgroup - 2);
+  }
+  ptx::cluster_sync();  // nobody leaves while the other may still arrive here
+}
+
+}  // namespace octet::cuda::sm90
