@@ -16,18 +16,22 @@ __device__ inline float2 of_columns(const float* array, int i) {
   return *reinterpret_cast<const float2*>(array + 8 * i + fragment_column());
 }
 
-// x = sum times its key's step; null: 1.
+// x = sum. Float sums are x already.
 template <class Sum, int Columns>
-__device__ void dequantise(const Accumulator<Columns, Sum>& sums, const float* steps, Accumulator<Columns>& x) {
-  if (std::is_same_v<Sum, float> && !steps) return;
+__device__ void to_floats(const Accumulator<Columns, Sum>& sums, Accumulator<Columns>& x) {
+  if constexpr (!std::is_same_v<Sum, float>)
+#pragma unroll
+    for (int i = 0; i < Columns / 2; ++i) x.x[i] = static_cast<float>(sums.x[i]);
+}
+
+// x times the step of each key.
+template <int Columns>
+__device__ void scale_columns(Accumulator<Columns>& x, const float* steps) {
 #pragma unroll
   for (int i = 0; i < Columns / 8; ++i) {
-    const float2 step = steps ? of_columns(steps, i) : float2{1.f, 1.f};
+    const float2 step = of_columns(steps, i);
 #pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      x.x[4 * i + 2 * row] = static_cast<float>(sums.x[4 * i + 2 * row]) * step.x;
-      x.x[4 * i + 2 * row + 1] = static_cast<float>(sums.x[4 * i + 2 * row + 1]) * step.y;
-    }
+    for (int row = 0; row < kRowsPerThread; ++row) x.x[4 * i + 2 * row] *= step.x, x.x[4 * i + 2 * row + 1] *= step.y;
   }
 }
 
@@ -40,14 +44,14 @@ struct ColumnSteps {
     return x[i / (Columns / 2 / Count)];
   }
 };
+__device__ inline ColumnSteps<1> no_steps() { return {{1.f}}; }
 
 // How many steps of groups (precision.h) a tile of keys meets: four for each block of 64 tokens.
 template <int Keys>
 constexpr int kGroupSteps = (Keys + kGroupBlock - 1) / kGroupBlock* kStepGroups;
 
 // The steps of this thread's columns in tile `tile` of `Keys` keys, from those of the blocks that it meets, [block,
-// group]. A tile of an odd number of half blocks starts in the middle of one where its number is odd. A group of zeros
-// counts as one with step 1.
+// group]. A tile of an odd number of half blocks starts in the middle of one where its number is odd.
 template <int Keys>
 __device__ auto steps_of_groups(const float* steps, int tile) {
   constexpr bool kHalves = Keys % kGroupBlock != 0;
@@ -56,10 +60,7 @@ __device__ auto steps_of_groups(const float* steps, int tile) {
   static_assert(Keys % kColumns == 0);
   float of_block[kBlocks];
 #pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    const float step = steps[i * kStepGroups + threadIdx.x % kStepGroups];
-    of_block[i] = step == 0.f ? 1.f : step;
-  }
+  for (int i = 0; i < kBlocks; ++i) of_block[i] = steps[i * kStepGroups + threadIdx.x % kStepGroups];
   ColumnSteps<Keys / kColumns> columns;
 #pragma unroll
   for (int i = 0; i < Keys / kColumns; ++i)
@@ -90,9 +91,12 @@ struct ByteSoftmax {
     return !__any_sync(~0u, most > __float_as_int(448.f));
   }
 
-  // Turns x into p over a new shift; returns by what sums over the former one must be multiplied.
+  // Turns x into p over a new shift; returns by what sums over the former one must be multiplied. x may be -inf, so a
+  // group of zeros counts as one with step 1.
   template <int Columns, int Steps>
-  __device__ RowValues rise(Accumulator<Columns>& x, const ColumnSteps<Steps>& steps, RowValues& sum) {
+  __device__ RowValues rise(Accumulator<Columns>& x, ColumnSteps<Steps> steps, RowValues& sum) {
+#pragma unroll
+    for (float& step : steps.x) step = step == 0.f ? 1.f : step;
     RowValues largest{-INFINITY, -INFINITY}, shrink;
 #pragma unroll
     for (int i = 0; i < Columns / 2; ++i)

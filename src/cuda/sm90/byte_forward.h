@@ -58,7 +58,7 @@ struct ByteForward {
     alignas(16) float k_step[kByteStages][kKeySteps == KeySteps::groups ? kGroupSteps<kKeys> : kKeys];
     alignas(16) float v_step[kByteStages][2][kScaled ? kKeys : 4];  // logarithm, inverse
     Ring<Tile::kQStages> q_ring;
-    Ring<kByteStages> k_ring, v_ring;
+    Ring<kByteStages> kv_ring;  // a tile of k, and of v the one before
     float4 aside[kScaled ? 1 : Tile::kWarpgroups][kScaled ? 1 : kWords][kScaled ? 1 : kWarpgroup];  // of o
     Barrier turns[Tile::kWarpgroups][kWarps];
     Work work[Tile::kQStages + 1];  // in turns: one is read until o is written
@@ -73,10 +73,10 @@ struct ByteForward {
   __device__ TileK k(int stage) const { return {shared.k[stage]}; }
   __device__ TileV v(int stage) const { return {shared.v[stage]}; }
 
-  // Tiles [first, last) of keys that any of `rows` queries from `query` on sees, and the keys that all of them see.
+  // Tiles [first, last) of keys that any of `rows` queries from `query` on sees, and those that all of them see whole.
   struct Keys {
     int first, last;
-    KeyRange all;
+    int whole_first, whole_last;
 
     __device__ bool any() const { return first < last; }
   };
@@ -86,8 +86,8 @@ struct ByteForward {
   __device__ Keys keys_of(const Work& work, int query, int rows) const {
     const int end = min(query + rows, end_of(work)) - 1;
     const KeyRange top = keys_of(work, query), bottom = keys_of(work, end);
-    if (end < query || bottom.last <= top.first) return {0, 0, {0, 0}};
-    return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, {bottom.first, top.last}};
+    if (end < query || bottom.last <= top.first) return {};
+    return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, (bottom.first + kKeys - 1) / kKeys, top.last / kKeys};
   }
   // The first query after a block.
   __device__ static int end_of(const Work& work) { return min(work.block + work.rows, work.q_tokens); }
@@ -114,7 +114,7 @@ struct ByteForward {
     namespace ptx = ::cuda::ptx;
     RingPosition<Tile::kQStages> q_at;
     RingPosition<Tile::kQStages + 1> work_at;
-    RingPosition<kByteStages> k_at, v_at;
+    RingPosition<kByteStages> kv_at;
     unsigned number = blockIdx.x;
     while (true) {
       const Work work = a.schedule.at(number);
@@ -136,35 +136,32 @@ struct ByteForward {
       load(q(q_at.stage), a.q, 0, work.q_first + work.block, work.head * a.q_broadcast[0],
            work.batch * a.q_broadcast[1], &q_full.word);
       q_at.advance();
-      const auto fetch_k = [&](int tile) {
-        shared.k_ring.empty[k_at.stage].wait(k_at.parity ^ 1);
-        Barrier& full = shared.k_ring.full[k_at.stage];
+      const auto fetch = [&](bool with_k, bool with_v, int tile) {
+        const int stage = kv_at.stage;
+        shared.kv_ring.empty[stage].wait(kv_at.parity ^ 1);
+        Barrier& full = shared.kv_ring.full[stage];
         constexpr int kSteps =
             (kKeySteps == KeySteps::none ? 0 : sizeof shared.k_step[0]) + (kScaled ? sizeof shared.v_step[0] : 0);
-        full.arrive_expecting(TileK::kLoadedBytes + kSteps);
-        load(k(k_at.stage), a.k, 0, (a.k_in_tiles ? first_key : work.k_first) + tile * kKeys,
-             kv_head * a.k_broadcast[0], work.batch * a.k_broadcast[1], &full.word);
-        const auto fetch_steps = [&](auto& to, const float* from) {
-          ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, &to, from, sizeof to, &full.word);
-        };
-        const int64_t at = steps + tile * kKeys;
-        if constexpr (kKeySteps == KeySteps::tokens) fetch_steps(shared.k_step[k_at.stage], a.k_step + at);
-        if constexpr (kKeySteps == KeySteps::groups)
-          fetch_steps(shared.k_step[k_at.stage], a.k_step + at / kGroupBlock * kStepGroups);
-        if constexpr (kScaled) fetch_steps(shared.v_step[k_at.stage], a.v_step + 2 * at);
-        k_at.advance();
+        full.arrive_expecting((with_k ? TileK::kLoadedBytes + kSteps : 0) + (with_v ? TileV::kLoadedBytes : 0));
+        if (with_k) {
+          load(k(stage), a.k, 0, (a.k_in_tiles ? first_key : work.k_first) + tile * kKeys, kv_head * a.k_broadcast[0],
+               work.batch * a.k_broadcast[1], &full.word);
+          const auto fetch_steps = [&](auto& to, const float* from) {
+            ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, &to, from, sizeof to, &full.word);
+          };
+          const int64_t at = steps + tile * kKeys;
+          if constexpr (kKeySteps == KeySteps::tokens) fetch_steps(shared.k_step[stage], a.k_step + at);
+          if constexpr (kKeySteps == KeySteps::groups)
+            fetch_steps(shared.k_step[stage], a.k_step + at / kGroupBlock * kStepGroups);
+          if constexpr (kScaled) fetch_steps(shared.v_step[stage], a.v_step + 2 * at);
+        }
+        if (with_v) load(v(stage), a.v, first_key + (tile + 1) * kKeys, 0, kv_head, work.batch, &full.word);
+        kv_at.advance();
       };
-      const auto fetch_v = [&](int tile) {
-        shared.v_ring.empty[v_at.stage].wait(v_at.parity ^ 1);
-        Barrier& full = shared.v_ring.full[v_at.stage];
-        full.arrive_expecting(TileV::kLoadedBytes);
-        load(v(v_at.stage), a.v, first_key + tile * kKeys, 0, kv_head, work.batch, &full.word);
-        v_at.advance();
-      };
-      // In the order in which they are used: k of a tile comes before v of the one before.
-      if (keys.any()) fetch_k(keys.last - 1);
-      for (int tile = keys.last - 2; tile >= keys.first; --tile) fetch_k(tile), fetch_v(tile + 1);
-      if (keys.any()) fetch_v(keys.first);
+      // Products with k of a tile and with v of the one before are issued together, so they share a stage.
+      if (keys.any())
+        for (int tile = keys.last - 1; tile >= keys.first - 1; --tile)
+          fetch(tile >= keys.first, tile < keys.last - 1, tile);
       number = gridDim.x + atomicAdd(a.schedule.counter, 1u);
     }
   }
@@ -213,7 +210,7 @@ struct ByteForward {
 
   // Where a warpgroup that computes stands.
   struct Positions {
-    std::conditional_t<Tile::kCountsStages, RingCount<kByteStages>, RingPosition<kByteStages>> k, v;
+    RingPosition<kByteStages> kv;
     int q;          // stage of the queries
     uint32_t turn;  // parity; the first group does not wait for the first
   };
@@ -232,8 +229,10 @@ struct ByteForward {
       Softmax softmax{units(work, query_of(work, warpgroup))};
       Accumulator<kColumns> o;
       o.zero();
+      // A block has a stage more than tiles.
       if constexpr (Tile::kSkips)
-        for (int tile = keys.last - 1; tile >= max(mine.last, keys.first); --tile) skip(at);
+        for (int i = mine.any() ? keys.last - mine.last : keys.any() ? keys.last - keys.first + 1 : 0; i > 0; --i)
+          skip(at);
       if (mine.any()) {
         if constexpr (kScaled)
           attend_scaled(warpgroup, work, mine, at, softmax, o);
@@ -242,7 +241,7 @@ struct ByteForward {
       }
       shared.q_ring.empty[at.q].arrive();
       if constexpr (Tile::kSkips)
-        for (int tile = mine.first - 1; tile >= keys.first; --tile) skip(at);
+        for (int i = mine.any() ? mine.first - keys.first : 0; i > 0; --i) skip(at);
       if (work.block + warpgroup * kWarpgroupRows < end_of(work)) write(work, query_of(work, warpgroup), softmax, o);
     }
   }
@@ -262,13 +261,11 @@ struct ByteForward {
     }
     return 0.f;
   }
-  __device__ void await_k(const Positions& at) const { shared.k_ring.full[stage_of(at.k)].wait(parity_of(at.k)); }
-  __device__ void await_v(const Positions& at) const { shared.v_ring.full[stage_of(at.v)].wait(parity_of(at.v)); }
-  __device__ void finish_k(Positions& at) const { shared.k_ring.empty[stage_of(at.k)].arrive(), at.k.advance(); }
-  __device__ void finish_v(Positions& at) const { shared.v_ring.empty[stage_of(at.v)].arrive(), at.v.advance(); }
+  __device__ void await_kv(const Positions& at) const { shared.kv_ring.full[at.kv.stage].wait(at.kv.parity); }
+  __device__ void finish_kv(Positions& at) const { shared.kv_ring.empty[at.kv.stage].arrive(), at.kv.advance(); }
 
-  // A tile of which this warpgroup sees nothing.
-  __device__ void skip(Positions& at) const { await_k(at), finish_k(at), await_v(at), finish_v(at); }
+  // A stage of which this warpgroup needs nothing.
+  __device__ void skip(Positions& at) const { await_kv(at), finish_kv(at); }
 
   // s = q k^T; issued, not awaited.
   __device__ void multiply_k(int warpgroup, const Positions& at, int stage, Sums& s) const {
@@ -280,25 +277,26 @@ struct ByteForward {
   template <class D, class P>
   __device__ void multiply_v(const Positions& at, const P& p, D& d, bool accumulate) const {
     ptx::wgmma_fence();
-    mm_bytes(d, p, v(stage_of(at.v)), accumulate);
+    mm_bytes(d, p, v(at.kv.stage), accumulate);
     ptx::wgmma_commit();
   }
 
   // The steps that groups of this thread's keys in a tile have; else 1.
   __device__ auto group_steps(const Positions& at, int tile) const {
     if constexpr (kKeySteps == KeySteps::groups)
-      return steps_of_groups<kKeys>(shared.k_step[stage_of(at.k)], tile);
+      return steps_of_groups<kKeys>(shared.k_step[at.kv.stage], tile);
     else
-      return ColumnSteps<1>{{1.f}};
+      return no_steps();
   }
 
   // x from the product s of a tile.
   __device__ void take_logits(const Positions& at, const Softmax& softmax, const Sums& s, Accumulator<kKeys>& x) const {
-    dequantise(s, kKeySteps == KeySteps::tokens ? shared.k_step[stage_of(at.k)] : nullptr, x);
-    if constexpr (kScaled) softmax.weigh(x, shared.v_step[stage_of(at.k)][0]);
+    to_floats(s, x);
+    if constexpr (kKeySteps == KeySteps::tokens) scale_columns(x, shared.k_step[at.kv.stage]);
+    if constexpr (kScaled) softmax.weigh(x, shared.v_step[at.kv.stage][0]);
   }
-  // Of keys that a query does not see, logits become -inf or weights 0. Weights do where keys have steps, as the step
-  // of a group that it sees in part may be NaN; logits where they have none, for what it saves (2 %).
+  // Of keys that a query does not see, logits become -inf; weights 0 where keys have steps, as the step of a group that
+  // it sees in part may be NaN.
   static constexpr bool kHidesWeights = kKeySteps != KeySteps::none;
   __device__ void hide(int warpgroup, const Work& work, const Keys& keys, int tile, Accumulator<kKeys>& x,
                        float hidden = -INFINITY) const {
@@ -309,7 +307,7 @@ struct ByteForward {
     }
   }
   __device__ static bool sees_in_part(const Keys& keys, int tile) {
-    return tile * kKeys < keys.all.first || (tile + 1) * kKeys > keys.all.last;
+    return tile < keys.whole_first || tile >= keys.whole_last;
   }
   // The first of this thread's two queries.
   __device__ static int query_of(const Work& work, int warpgroup) {
@@ -340,30 +338,27 @@ struct ByteForward {
       return shrink;
     };
 
-    await_k(at);
-    multiply_k(warpgroup, at, stage_of(at.k), s);
-    await_v(at);
+    await_kv(at);
+    multiply_k(warpgroup, at, at.kv.stage, s);
     await_products<0>(s);
     rise(keys.last - 1, softmax.l);
     convert_bytes(x, p);
-    finish_k(at);
-    if (keys.last - 2 >= keys.first) await_k(at);
+    finish_kv(at);
+    if (keys.last - 2 >= keys.first) await_kv(at);
     for (int tile = keys.last - 2; tile >= keys.first; --tile) {
-      multiply_k(warpgroup, at, stage_of(at.k), s);
-      await_v(at);
+      multiply_k(warpgroup, at, at.kv.stage, s);
       multiply_v(at, p, o, !starts_anew(tile + 1));
       await_products<1>(s);
       take_logits(at, softmax, s, x);
-      if constexpr (!kHidesWeights) hide(tile, -INFINITY);
-      const bool fits = softmax.weigh(x, group_steps(at, tile), sum);
+      // What does not fit is done over from its product, and so are tiles with a mask, which are few.
+      const bool fits = softmax.weigh(x, group_steps(at, tile), sum) && !sees_in_part(keys, tile);
       ptx::pin(x.x);
       // This branch keeps ptxas from waiting for the product with v before the exponentials.
       if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
-        if constexpr (kHidesWeights) hide(tile, 0.f);
         await_products<0>(o);
       } else {
         // Hidden, or the addresses would be worked out once for both products, ahead of the first.
-        multiply_k(ptx::hidden(warpgroup), at, ptx::hidden(stage_of(at.k)), s);
+        multiply_k(ptx::hidden(warpgroup), at, ptx::hidden(at.kv.stage), s);
         await_products<0>(o);
         ptx::pin(s.x);
         const RowValues shrink = rise(tile, sum);
@@ -371,19 +366,18 @@ struct ByteForward {
         shrunk[0] *= shrink[0], shrunk[1] *= shrink[1];
       }
       softmax.l[0] += sum[0], softmax.l[1] += sum[1];
-      finish_k(at);
-      finish_v(at);
+      finish_kv(at);
       convert_bytes(x, p);
       if (starts_anew(tile)) {
         put_aside(warpgroup, o, shrunk, products_before(tile) == kTilesPerSum);
         shrunk = {1.f, 1.f};
       }
-      if (tile > keys.first) await_k(at);
+      if (tile > keys.first) await_kv(at);
     }
-    await_v(at);
+    await_kv(at);
     multiply_v(at, p, o, !starts_anew(keys.first));
     await_products<0>(o);
-    finish_v(at);
+    finish_kv(at);
     if (products_before(keys.first) >= kTilesPerSum) bring_back(warpgroup, o, shrunk);
   }
 
@@ -394,29 +388,26 @@ struct ByteForward {
     Accumulator<kKeys> x;
     Accumulator<kColumns, int> r;
     Operand<typename Precision::Weight, kKeys> p;
-    await_k(at);
-    multiply_k(warpgroup, at, stage_of(at.k), s);
-    await_v(at);
+    await_kv(at);
+    multiply_k(warpgroup, at, at.kv.stage, s);
     await_products<0>(s);
     take_logits(at, softmax, s, x);
     hide(warpgroup, work, keys, keys.last - 1, x);
     for (int tile = keys.last - 1; tile >= keys.first; --tile) {
       const RowValues most = softmax.largest(x, o);
-      const RowValues step = softmax.step(x, most, shared.v_step[stage_of(at.k)][1], my_turn(warpgroup, at), p);
+      const RowValues step = softmax.step(x, most, shared.v_step[at.kv.stage][1], my_turn(warpgroup, at), p);
       pass_turn(warpgroup);
-      finish_k(at);
-      if (tile > keys.first) await_k(at);
+      finish_kv(at);
+      await_kv(at);
       multiply_v(at, p, r, false);
       if (tile == keys.first) {
         await_products<0>(r);
-        finish_v(at);
+        finish_kv(at);
         add(o, r, step);
         break;
       }
-      multiply_k(warpgroup, at, stage_of(at.k), s);
+      multiply_k(warpgroup, at, at.kv.stage, s);
       await_products<1>(r);
-      finish_v(at);
-      await_v(at);  // here, so that ptxas adds after it has issued the product
       add(o, r, step);
       await_products<0>(s);
       take_logits(at, softmax, s, x);
@@ -520,8 +511,7 @@ __global__ void __launch_bounds__(ByteForward<Precision, Dims>::kThreads, 1)
   Kernel kernel{arguments, shared};
   if (threadIdx.x == 0) {
     shared.q_ring.init(Kernel::kReaders);
-    shared.k_ring.init(Kernel::kReaders);
-    shared.v_ring.init(Kernel::kReaders);
+    shared.kv_ring.init(Kernel::kReaders);
     for (auto& group : shared.turns)
       for (Barrier& turn : group) turn.init(1);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);

@@ -84,16 +84,15 @@ struct ForwardTile<PrecisionInt8F16, Dims256> : TwoWarpgroupsOfCodes {
 // too, in the groups and in the loader.
 //   kTurns         groups take turns at their exponentials
 //   kSkips         a group passes over tiles of which its queries see nothing
-//   kCountsStages  a position in a ring takes one register, not two
-constexpr int kByteStages = 3;  // of k, and of v
+constexpr int kByteStages = 3;  // of k and v
 template <class Precision, class Dims>
 struct ByteForwardTile;
 template <class Precision>
 struct ByteForwardTile<Precision, Dims64> {
   static constexpr bool kChanges = Precision::kScaled;
   static constexpr int kWarpgroups = 3, kKeys = kChanges ? 96 : 128, kQStages = kChanges ? 1 : 2;
-  static constexpr int kRegisters = 152, kLoaderRegisters = 56;
-  static constexpr bool kTurns = false, kSkips = !kChanges, kCountsStages = false;
+  static constexpr int kRegisters = 160, kLoaderRegisters = 32;
+  static constexpr bool kTurns = false, kSkips = !kChanges;
 };
 template <class Precision>
 struct ByteForwardTile<Precision, Dims128> {
@@ -101,7 +100,6 @@ struct ByteForwardTile<Precision, Dims128> {
   static constexpr int kWarpgroups = kChanges ? 2 : 3, kKeys = kChanges ? 128 : 96, kQStages = 1;
   static constexpr int kRegisters = kChanges ? 232 : 160, kLoaderRegisters = kChanges ? 40 : 32;
   static constexpr bool kTurns = kChanges, kSkips = !kChanges;
-  static constexpr bool kCountsStages = Precision::kKeySteps == KeySteps::tokens && !kChanges;
 };
 
 // The keys of a sequence lie in whole multiples of this many: tiles, and blocks of tokens whose groups have steps.

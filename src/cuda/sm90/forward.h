@@ -223,7 +223,7 @@ struct Forward {
       // Logits x from the product s of a tile.
       const auto take_logits = [&] {
         ptx::pin(s.x);
-        if constexpr (kCodes) dequantise(s, shared.k_step[k_at.stage], x);
+        if constexpr (kCodes) to_floats(s, x), scale_columns(x, shared.k_step[k_at.stage]);
       };
       const auto mask = [&](int tile) {
         if (seen_in_part(tile)) mask_rows(x, tile * kKeys, ranges);

@@ -54,30 +54,6 @@ struct RingPosition {
   }
 };
 
-// The same in one register, where two are too many.
-template <int Stages>
-struct RingCount {
-  int count = 0;  // modulo two rounds
-  __device__ void advance() { count = count == 2 * Stages - 1 ? 0 : count + 1; }
-};
-
-template <int Stages>
-__device__ int stage_of(const RingPosition<Stages>& at) {
-  return at.stage;
-}
-template <int Stages>
-__device__ int stage_of(const RingCount<Stages>& at) {
-  return at.count < Stages ? at.count : at.count - Stages;
-}
-template <int Stages>
-__device__ uint32_t parity_of(const RingPosition<Stages>& at) {
-  return at.parity;
-}
-template <int Stages>
-__device__ uint32_t parity_of(const RingCount<Stages>& at) {
-  return at.count >= Stages;
-}
-
 // `full`: the bytes of a stage have come. `empty`: all readers are done with it.
 template <int Stages>
 struct Ring {
