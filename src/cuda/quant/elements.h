@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "cuda/attn/views.h"
+#include "cuda/ptx/types.h"
 
 namespace octet::cuda {
 
@@ -106,11 +107,12 @@ __device__ inline Head head_of(const Strided& t, int batch, int head) {
 
 // How a kernel reads vectors, in two steps: `load` what lies in memory, then `convert`, or `pair` elements 2 i and 2 i
 // + 1. From tensors of one type whose vectors are whole words, without a branch, so that many loads can be under way at
-// once; or from any tensor, where load only says where the vector lies.
+// once; or from any tensor, where load only says where the vector lies. A Column loads vectors of tokens that are
+// `step` apart.
 template <class T>
 struct WholeVectors {
   using Element = T;
-  static constexpr bool kWhole = true;
+  static constexpr bool kWhole = true, kPairs = sizeof(T) == 2;  // kPairs: words hold two elements of 16 bits
   using Raw = typename Words<T>::Word;
   static_assert(sizeof(Raw) == sizeof(T) * kVector);
   static __device__ const T* at(const Head& h, int token, int channel) {
@@ -119,7 +121,15 @@ struct WholeVectors {
   static __device__ Raw load(const Head& h, int token, int channel) {
     return __ldg(reinterpret_cast<const Raw*>(at(h, token, channel)));
   }
+  struct Column {
+    const T* first;
+    int64_t step;
+    __device__ Column(const Head& h, int token, int channel, int step)
+        : first(at(h, token, channel)), step(step * h.token) {}
+    __device__ Raw operator[](int i) const { return __ldg(reinterpret_cast<const Raw*>(first + i * step)); }
+  };
   static __device__ float2 pair(const Raw& raw, int i) {
+    if constexpr (kPairs) return ptx::unpack<T>(reinterpret_cast<const uint32_t*>(&raw)[i]);
     const T* elements = reinterpret_cast<const T*>(&raw);
     return {float(elements[2 * i]), float(elements[2 * i + 1])};
   }
@@ -130,9 +140,17 @@ struct WholeVectors {
       x[2 * i] = two.x, x[2 * i + 1] = two.y;
     }
   }
+  // `most` becomes, element by element, the larger of it and the magnitude of raw; NaN does not count.
+  static __device__ void raise(Raw& most, const Raw& raw) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    auto* const to = reinterpret_cast<Pair*>(&most);
+    const auto* const from = reinterpret_cast<const Pair*>(&raw);
+#pragma unroll
+    for (int i = 0; i < kVector / 2; ++i) to[i] = __hmax2(to[i], __habs2(from[i]));
+  }
 };
 struct AnyVectors {
-  static constexpr bool kWhole = false;
+  static constexpr bool kWhole = false, kPairs = false;
   struct Raw {
     const void* data;  // null: zeros
     octet::cuda::Element element;
@@ -146,6 +164,13 @@ struct AnyVectors {
     });
     return raw;
   }
+  struct Column {
+    Head head;
+    int token, channel, step;
+    __device__ Column(const Head& h, int token, int channel, int step)
+        : head(h), token(token), channel(channel), step(step) {}
+    __device__ Raw operator[](int i) const { return load(head, token + i * step, channel); }
+  };
   static __device__ float2 pair(const Raw& raw, int i) {
     float2 two{};
     if (raw.data)

@@ -24,16 +24,17 @@ __device__ int last_at_most(int x, int count, const F& f) {
   return low;
 }
 
-// Of a batch element: a tile's first token and how many tokens it holds, 0 for one between two sequences.
+// Of a batch element: the first token of a tile, or of `tiles` of one sequence, and how many tokens they hold, 0 for
+// one between two sequences.
 struct TileOfKeys {
   int sequence;  // packed ones; else 0
   int first, tokens;
 };
-__device__ inline TileOfKeys tile_of_keys(const KeyTiles& k, int tile) {
-  if (!k.cu_seqlens) return {0, tile * k.tile, min(k.tile, k.tokens - tile * k.tile)};
+__device__ inline TileOfKeys tile_of_keys(const KeyTiles& k, int tile, int tiles = 1) {
+  if (!k.cu_seqlens) return {0, tile * k.tile, min(tiles * k.tile, k.tokens - tile * k.tile)};
   const int sequence = last_at_most(tile, k.sequences, [&](int s) { return first_tile(k, s); });
   const int within = (tile - first_tile(k, sequence)) * k.tile;
-  return {sequence, k.cu_seqlens[sequence] + within, min(k.tile, max(tokens_of(k, sequence) - within, 0))};
+  return {sequence, k.cu_seqlens[sequence] + within, min(tiles * k.tile, max(tokens_of(k, sequence) - within, 0))};
 }
 
 // octet::step_of (cpu/rows.h) of a finite largest number.

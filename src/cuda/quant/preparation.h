@@ -13,8 +13,8 @@ enum class Survey : int { k, v, count };
 
 struct Scratch {
   // Zero when the kernel starts: how many units have been drawn, and of each survey [survey, sequence, head] how many
-  // thread blocks have added to it, and whether its result is there.
-  unsigned *drawn, *arrived, *ready;
+  // thread blocks have added to it, and whether its result is there; whether any v is infinite.
+  unsigned *drawn, *arrived, *ready, *infinite;
   std::size_t zeros;  // bytes
   // Sums of k and of v, largest numbers of v: of the channels of each chunk, [batch, head, chunk, dim].
   double* sum[static_cast<int>(Survey::count)];
@@ -26,7 +26,8 @@ struct Preparation {
   Scratch scratch;
   KeyTiles chunks;     // of a survey
   int sequence_sides;  // sequences times heads
-  int tiles;           // of keys in a unit
+  // Of a unit of codes: tiles of k and of v, rows of q.
+  int key_tiles, value_tiles, queries;
   bool surveys_k, surveys_v;
 
   // A sequence and head, as in Channels.
@@ -35,6 +36,11 @@ struct Preparation {
   }
   __device__ void wait(Survey survey, int sequence_side) const {
     ptx::wait_until_set(scratch.ready[static_cast<int>(survey) * sequence_sides + sequence_side]);
+  }
+  // The same for all threads of a block: one looks.
+  __device__ void wait_together(Survey survey, int sequence_side) const {
+    if (threadIdx.x == 0) wait(survey, sequence_side);
+    __syncthreads();
   }
 };
 

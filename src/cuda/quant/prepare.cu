@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/host/status.h"
+#include "cuda/ptx/grid.h"
 #include "cuda/quant/survey.h"
 #include "cuda/quant/values.h"
 
@@ -12,9 +13,9 @@ namespace {
 constexpr int kUnitBytes = 1 << 14;  // of codes
 // Thread blocks on a multiprocessor: as many as there are registers for.
 template <class VCode, class Vectors, int Dim>
-constexpr int kBlocks = !Vectors::kWhole || Dim == 256            ? 2
-                        : std::is_same_v<VCode, S8> && Dim == 128 ? 3
-                                                                  : 4;
+constexpr int kBlocks = !Vectors::kWhole || Dim == 256                                  ? 2
+                        : !Vectors::kPairs || (std::is_same_v<VCode, S8> && Dim == 128) ? 3
+                                                                                        : 4;
 
 enum class Task : int { survey_k, survey_v, queries, keys, values, none };
 struct Unit {
@@ -23,29 +24,37 @@ struct Unit {
   int number;
 };
 
-// The units of each (batch, kv head). First come the surveys of all, then, from the last head back, as its k and v may
-// still be in L2, queries, keys and values.
+// The units of each (batch, kv head): surveys of all, with queries of the heads `lag` before; the last queries, while
+// surveys end; then, from the last head back, as its k and v may still be in L2, keys and values.
 struct Order {
-  int sides, group;           // group: heads of q for each of k
+  int sides, group, lag;      // group: heads of q for each of k
   int chunks, surveys;        // of each k and v; how many of both are surveyed
   int queries, keys, values;  // queries: of a head of q
   bool k_surveyed;
 
   __host__ __device__ int survey_units() const { return chunks * surveys; }
-  __host__ __device__ int code_units() const { return group * queries + keys + values; }
+  __host__ __device__ int query_units() const { return group * queries; }
+  __host__ __device__ int units() const { return survey_units() + query_units() + keys + values; }
+
+  __device__ Unit survey(int side, int i) const {
+    const bool of_k = k_surveyed && i < chunks;
+    return {of_k ? Task::survey_k : Task::survey_v, side, i < chunks ? i : i - chunks};
+  }
+  __device__ Unit query(int side, int i) const { return {Task::queries, side * group + i / queries, i % queries}; }
 
   __device__ Unit at(unsigned number) const {
-    const unsigned surveyed = survey_units(), coded = code_units(), first = sides * surveyed;
-    if (number < first) {
-      const int side = number / surveyed, i = number % surveyed;
-      const bool of_k = k_surveyed && i < chunks;
-      return {of_k ? Task::survey_k : Task::survey_v, side, i < chunks ? i : i - chunks};
+    const unsigned surveyed = survey_units(), asked = query_units(), coded = keys + values;
+    if (number < lag * surveyed) return survey(number / surveyed, number % surveyed);
+    number -= lag * surveyed;
+    if (number < (sides - lag) * (surveyed + asked)) {
+      const unsigned side = number / (surveyed + asked), i = number % (surveyed + asked);
+      return i < surveyed ? survey(side + lag, i) : query(side, i - surveyed);
     }
-    const int side = sides - 1 - static_cast<int>((number - first) / coded);
-    int i = (number - first) % coded;
-    if (side < 0) return {Task::none};
-    if (i < group * queries) return {Task::queries, side * group + i / queries, i % queries};
-    i -= group * queries;
+    number -= (sides - lag) * (surveyed + asked);
+    if (number < lag * asked) return query(sides - lag + number / asked, number % asked);
+    number -= lag * asked;
+    if (number >= sides * coded) return {Task::none};
+    const int side = sides - 1 - static_cast<int>(number / coded), i = number % coded;
     return i < keys ? Unit{Task::keys, side, i} : Unit{Task::values, side, i - keys};
   }
 };
@@ -56,31 +65,39 @@ struct Shared {
     RowsShared<Dim> rows;
     SurveyShared<Dim> survey;
   };
-  alignas(16) float signs[Dim];  // of the rotation
-  Unit unit;
+  uint4 signs[Dim / 4];  // as in RowReader
+  Unit unit, next;
+  unsigned number;
 };
 
 template <class QCode, class VCode, class Vectors, int Dim>
 __global__ void __launch_bounds__(kPrepareThreads, (kBlocks<VCode, Vectors, Dim>))
     prepare_kernel(const __grid_constant__ Preparation p, const __grid_constant__ Order order) {
-  extern __shared__ uint4 bytes[];
+  extern __shared__ __align__(128) uint4 bytes[];
   auto& shared = *reinterpret_cast<Shared<Dim>*>(bytes);
   auto* const words = reinterpret_cast<uint32_t*>(&shared + 1);
   const Rows<QCode, Vectors, Dim> rows(p, shared.rows, shared.signs);
-  constexpr int kUnitRows = kUnitBytes / Dim;
   const CodesArguments& a = p.codes;
-  for (int c = threadIdx.x; c < Dim; c += kPrepareThreads)
-    shared.signs[c] = a.rotation.negative[c / 32] >> c % 32 & 1 ? -1.f : 1.f;
-  unsigned next = 0;
-  if (threadIdx.x == 0) next = atomicAdd(p.scratch.drawn, 1u);
+  for (int c = threadIdx.x; c < Dim; c += kPrepareThreads) {
+    const bool negative = a.rotation.negative[c / 32] >> c % 32 & 1;
+    if constexpr (Vectors::kPairs)
+      reinterpret_cast<uint16_t*>(shared.signs)[c] = negative ? 0x8000 : 0;
+    else
+      reinterpret_cast<float*>(shared.signs)[c] = negative ? -1.f : 1.f;
+  }
+  ptx::next_grid_may_start();
+  // Thread 0 draws: a number two units ahead, which becomes the unit after this one. In shared memory, as rows need all
+  // registers. Within each unit threads meet.
+  const auto draw = [&] { shared.number = atomicAdd(p.scratch.drawn, 1u); };
+  if (threadIdx.x == 0) draw(), shared.unit = order.at(shared.number), draw();
   while (true) {
-    if (threadIdx.x == 0) {
-      shared.unit = order.at(next);
-      next = atomicAdd(p.scratch.drawn, 1u);
-    }
     __syncthreads();
     const Unit unit = shared.unit;
-    const int first = unit.number * p.tiles, tiles = min(p.tiles, a.keys.count() - first);
+    if (threadIdx.x == 0) shared.next = order.at(shared.number), draw();
+    const auto tiles = [&](int of_unit, const auto& code) {
+      const int first = unit.number * of_unit;
+      code(unit.side, first, min(of_unit, a.keys.count() - first));
+    };
     switch (unit.task) {
       case Task::survey_k:
       case Task::survey_v:
@@ -88,21 +105,23 @@ __global__ void __launch_bounds__(kPrepareThreads, (kBlocks<VCode, Vectors, Dim>
                                                       unit.number);
         break;
       case Task::queries:
-        rows.queries(unit.side, unit.number * kUnitRows, kUnitRows);
+        rows.queries(unit.side, unit.number * p.queries, p.queries);
         break;
       case Task::keys:
-        rows.keys(unit.side, first, tiles);
+        tiles(p.key_tiles, [&](int side, int first, int count) { rows.keys(side, first, count); });
         break;
       case Task::values:
         if constexpr (std::is_same_v<VCode, S8>)
           TokenValues<VCode, Vectors, Dim>(p, shared.rows, words).values(unit.side, unit.number);
         else
-          ChannelValues<VCode, Vectors, Dim>{p, shared.rows.offset}.values(unit.side, first, tiles);
+          tiles(p.value_tiles, [&](int side, int first, int count) {
+            ChannelValues<VCode, Vectors, Dim>{p, shared.rows.offset}.values(side, first, count);
+          });
         break;
       case Task::none:
         return;
     }
-    __syncthreads();
+    if (threadIdx.x == 0) shared.unit = shared.next;
   }
 }
 
@@ -110,12 +129,23 @@ __global__ void __launch_bounds__(kPrepareThreads, (kBlocks<VCode, Vectors, Dim>
 int parts(int64_t all, int64_t size) { return static_cast<int>((all + size - 1) / size); }
 std::size_t aligned(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 
+// Tokens of a survey: more where there are many, as each survey costs some more at its end.
+int chunk_of(int least, int64_t tokens) {
+  constexpr int kSurveys = 1024, kMost = 2;
+  int chunk = least;
+  while (chunk < kMost * least && tokens >= int64_t{2} * kSurveys * chunk) chunk *= 2;
+  return chunk;
+}
+
 Preparation preparation_of(const CodesArguments& a) {
   Preparation p{.codes = a, .chunks = a.keys};
-  p.chunks.tile = kUnitBytes / a.dim;
   const int64_t batch = a.v.shape[0];
   p.sequence_sides = static_cast<int>((a.keys.cu_seqlens ? a.keys.sequences : batch) * a.kv_heads);
-  p.tiles = a.keys.cu_seqlens || a.v_code == Code::s8 ? 1 : parts(kUnitBytes / a.dim, a.keys.tile);
+  const bool packed = a.keys.cu_seqlens;
+  p.queries = kUnitBytes / a.dim;
+  p.key_tiles = packed ? 1 : parts(p.queries, a.keys.tile);
+  p.value_tiles = packed || a.v_code == Code::s8 ? 1 : 2 * p.key_tiles;
+  p.chunks.tile = packed ? p.queries : chunk_of(p.queries, batch * a.kv_heads * a.keys.tokens);
   p.surveys_k = a.channels.k_mean;
   p.surveys_v = a.channels.v_mean || a.channels.v_step;
   return p;
@@ -128,7 +158,8 @@ std::size_t carve(Preparation& p, void* scratch) {
   auto* const numbers = reinterpret_cast<unsigned*>(base);
   p.scratch.drawn = numbers;
   p.scratch.arrived = numbers + 1, p.scratch.ready = p.scratch.arrived + kSurveys * p.sequence_sides;
-  p.scratch.zeros = (1 + 2 * kSurveys * static_cast<std::size_t>(p.sequence_sides)) * sizeof(unsigned);
+  p.scratch.infinite = p.scratch.ready + kSurveys * p.sequence_sides;
+  p.scratch.zeros = (2 + 2 * kSurveys * static_cast<std::size_t>(p.sequence_sides)) * sizeof(unsigned);
   const CodesArguments& a = p.codes;
   const auto count = static_cast<std::size_t>(a.v.shape[0] * a.kv_heads * p.chunks.count() * a.dim);
   std::size_t used = aligned(p.scratch.zeros);
@@ -150,7 +181,7 @@ void launch(const Preparation& p, const Order& order, int device, cudaStream_t s
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
-  const int64_t units = static_cast<int64_t>(order.sides) * (order.survey_units() + order.code_units());
+  const int64_t units = static_cast<int64_t>(order.sides) * order.units();
   const auto grid = static_cast<unsigned>(std::min<int64_t>(units, processors * kBlocks<VCode, Vectors, Dim>));
   kernel<<<grid, kPrepareThreads, bytes, stream>>>(p, order);
   check(cudaGetLastError(), "prepare");
@@ -181,16 +212,17 @@ std::size_t preparation_bytes(const CodesArguments& a) {
 void prepare(const CodesArguments& a, void* scratch, cudaStream_t stream) {
   Preparation p = preparation_of(a);
   carve(p, scratch);
-  const int sides = static_cast<int>(a.v.shape[0]) * a.kv_heads, tiles = parts(a.keys.count(), p.tiles);
+  const int sides = static_cast<int>(a.v.shape[0]) * a.kv_heads;
   Order order{.sides = sides,
               .group = a.heads / a.kv_heads,
+              .lag = parts(sides, 2),
               .chunks = p.chunks.count(),
               .surveys = p.surveys_k + p.surveys_v,
-              .queries = a.q_code == Code::none ? 0 : parts(a.q.shape[2], kUnitBytes / a.dim),
-              .keys = a.k_code == Code::none ? 0 : tiles,
-              .values = a.v_code == Code::none ? 0 : tiles,
+              .queries = a.q_code == Code::none ? 0 : parts(a.q.shape[2], p.queries),
+              .keys = a.k_code == Code::none ? 0 : parts(a.keys.count(), p.key_tiles),
+              .values = a.v_code == Code::none ? 0 : parts(a.keys.count(), p.value_tiles),
               .k_surveyed = p.surveys_k};
-  if (!sides || !order.code_units()) return;
+  if (!sides || !(order.query_units() + order.keys + order.values)) return;
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaMemsetAsync(scratch, 0, p.scratch.zeros, stream), "cudaMemsetAsync");

@@ -3,6 +3,7 @@
 // the first 16 and the other the rest. So the butterflies exchange between lanes once, and codes are written in 16-byte
 // words.
 #pragma once
+#include <climits>
 #include <type_traits>
 
 #include "cuda/ptx/types.h"
@@ -15,16 +16,25 @@ constexpr int kStrip = 16;      // rows
 constexpr int kGroupTile = 64;  // keys among which thread groups are formed
 constexpr int kGroups = kGroupTile / kStrip;
 
-// Row j of a strip of keys, within its tile.
-__device__ inline int key_of(bool groups, int strip, int j) {
-  if (!groups) return strip * kStrip + j;
-  return strip / kGroups * kGroupTile + j / 2 * 8 + strip % kGroups * 2 + j % 2;
-}
+// Rows [first, end), as they lie in memory, that a thread block codes, each of its warps a strip of every 64. With
+// groups, a strip is a thread group of keys: those with equal (key mod 8) div 2.
+struct Strips {
+  static constexpr int kRows = kPrepareWarps * kStrip;  // from one strip of a warp to its next
+  static_assert(kRows == kGroupTile);
+
+  Head rows;
+  int first, end;
+  bool groups;
+
+  // Row j of this warp's first strip, from `first` on: `pair` rows from one two to the next.
+  __device__ int pair() const { return groups ? 8 : 2; }
+  __device__ int row(int j) const { return (groups ? 2 : kStrip) * (threadIdx.x / 32) + j / 2 * pair() + j % 2; }
+};
 
 template <int Dim>
 struct RowsShared {
   static constexpr int kStages = 2, kWords = Dim / kVector;  // 16-byte words of a row
-  uint4 staged[kPrepareWarps][kStages][kStrip * kWords];
+  alignas(128) uint4 staged[kPrepareWarps][kStages][kStrip * kWords];
   alignas(16) float offset[Dim];
 };
 
@@ -36,34 +46,68 @@ struct RowReader {
   using Shared = RowsShared<Dim>;
 
   Shared& shared;
-  const float* signs;  // [Dim], in shared memory
+  // In shared memory, of each channel: where vectors are pairs, 16 bits, of which the highest is set where it is
+  // negative, else 1 or -1 in float32.
+  const uint4* signs;
 
   static __device__ int warp() { return threadIdx.x / 32; }
   static __device__ int row() { return threadIdx.x % 32 / 2; }
   static __device__ int half() { return threadIdx.x % 2; }
-  // The first channel of vector v of this lane.
-  static __device__ int channel(int v) { return v / 2 * 32 + half() * 16 + v % 2 * kVector; }
+  // Vector v of this lane among those of its row.
+  static __device__ int word(int v) { return v / 2 * 4 + half() * 2 + v % 2; }
 
-  // Where word w of a row lies among its words: such that lanes read from different banks.
-  static __device__ int swizzled(int row, int w) { return row * kWords + (w ^ ((row & 1) | (row & 2) << 1)); }
+  // Word w of a row lies at w ^ swizzle(row) among its words, so that lanes read from different banks.
+  static __device__ constexpr int swizzle(int row) { return (row & 1) | (row & 2) << 1; }
+  static __device__ int swizzled(int v) { return ((half() * 2 + v % 2 + v / 2 % 2 * 4) ^ swizzle(row())) + v / 4 * 8; }
 
-  // Starts to read a strip into a stage. token_of: of a row, negative where there is none.
-  template <class F>
-  __device__ void fetch(const Head& rows, int stage, const F& token_of) const {
-    if constexpr (kStaged) {
-#pragma unroll
-      for (int i = 0; i < kStrip * kWords / 32; ++i) {
-        const int word = i * 32 + threadIdx.x % 32, r = word / kWords, w = word % kWords;
-        const int token = token_of(r), channel = w * kVector;
-        const bool present = token >= 0 && channel < rows.dim;
-        const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(&shared.staged[warp()][stage][swizzled(r, w)]));
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to),
-                     "l"(present ? Vectors::at(rows, token, channel) : rows.data), "r"(present ? 16 : 0)
-                     : "memory");
+  // Brings one strip of the warp after the other into the stages. Rows that are not there become zeros.
+  struct Loader {
+    static constexpr int kRows = 32 / kWords;  // that the warp reads at once
+
+    const unsigned char* from;
+    int64_t two;  // bytes from two rows to the next two
+    uint32_t to;
+    int left;      // rows from this lane's first on; none beyond the tensor's channels
+    int log_pair;  // of the rows from two to the next two
+
+    __device__ Loader(const Strips& s, Shared& shared) {
+      if constexpr (kStaged) {
+        const int r = threadIdx.x % 32 / kWords, w = threadIdx.x % kWords, row = s.first + s.row(r);
+        from = reinterpret_cast<const unsigned char*>(Vectors::at(s.rows, row, w * kVector));
+        log_pair = s.groups ? 3 : 1;
+        two = s.rows.token * static_cast<int64_t>(sizeof(typename Vectors::Element)) << log_pair;
+        left = w * kVector < s.rows.dim ? s.end - row : INT_MIN / 2;
+        to = static_cast<uint32_t>(__cvta_generic_to_shared(shared.staged[warp()][0] + r * kWords + (w ^ swizzle(r))));
       }
     }
-    fetch_nothing();
-  }
+
+    // Of the lane's row i of a strip, from its first: rows and bytes.
+    __device__ int row(int i) const { return (i * kRows / 2 << log_pair) + i * kRows % 2; }
+    __device__ int64_t distance(int i) const {
+      return i * kRows / 2 * two + (i * kRows % 2 ? two >> log_pair : int64_t{0});
+    }
+
+    __device__ void fetch(int stage) {
+      if constexpr (kStaged) {
+        const auto copy = [&](int i, int bytes) {
+          // w ^ swizzle(i kRows + r) is w ^ swizzle(r) ^ swizzle(i kRows).
+          const uint32_t there = (to ^ swizzle(i * kRows) * 16) + (stage * kStrip * kWords + i * 32) * 16;
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(there), "l"(from + distance(i)), "r"(bytes)
+                       : "memory");
+        };
+        constexpr int kTimes = kStrip / kRows;
+        if (__all_sync(~0u, row(kTimes - 1) < left)) {
+#pragma unroll
+          for (int i = 0; i < kTimes; ++i) copy(i, 16);
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < kTimes; ++i) copy(i, row(i) < left ? 16 : 0);
+        }
+        from += two << (log_pair == 3 ? 3 : 5), left -= Strips::kRows;
+      }
+      fetch_nothing();
+    }
+  };
   static __device__ void fetch_nothing() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
   // Until all but the last strip has arrived.
@@ -72,15 +116,23 @@ struct RowReader {
     __syncwarp();
   }
 
-  // This lane's channels of its row; 0 where there is none.
-  __device__ void read(const Head& rows, int stage, int token, float (&x)[kHalf]) const {
+  // Vector v of this lane's row `token`; zeros where there is none.
+  __device__ typename Vectors::Raw vector(const Strips& s, int token, int stage, int v) const {
+    if constexpr (kStaged) return (shared.staged[warp()][stage] + row() * kWords)[swizzled(v)];
+    if (token < s.end && word(v) * kVector < s.rows.dim) return Vectors::load(s.rows, token, word(v) * kVector);
+    return {};
+  }
+
+  // This lane's channels of its row; with Signed, of either sign where vectors are pairs.
+  template <bool Signed>
+  __device__ void read(const Strips& s, int token, int stage, float (&x)[kHalf]) const {
 #pragma unroll
     for (int v = 0; v < kHalf / kVector; ++v) {
-      typename Vectors::Raw raw{};
-      if constexpr (kStaged)
-        raw = shared.staged[warp()][stage][swizzled(row(), channel(v) / kVector)];
-      else if (token >= 0 && channel(v) < rows.dim)
-        raw = Vectors::load(rows, token, channel(v));
+      typename Vectors::Raw raw = vector(s, token, stage, v);
+      if constexpr (Signed && Vectors::kPairs) {
+        const uint4 sign = signs[word(v)];
+        raw = {raw.x ^ sign.x, raw.y ^ sign.y, raw.z ^ sign.z, raw.w ^ sign.w};
+      }
       Vector eight;
       Vectors::convert(raw, eight);
 #pragma unroll
@@ -95,23 +147,25 @@ struct RowReader {
     for (int i = 0; i < kHalf; i += 4) f(i / 16 * 32 + half() * 16 + i % 16, i);
   }
 
-  // x becomes sign x + offset, of which those not wanted count as 1 and 0. The product is exact.
-  template <bool Sign, bool Offset>
-  __device__ void smooth(float (&x)[kHalf]) const {
+  // x becomes sign x + offset, of those wanted, where there is a row; the product is exact. Pairs have their signs.
+  template <bool Signed, bool Offset>
+  __device__ void smooth(bool present, float (&x)[kHalf]) const {
+    constexpr bool kSigned = Signed && !Vectors::kPairs;
     for_fours([&](int c, int i) {
       float4 s{1.f, 1.f, 1.f, 1.f}, o{};
-      if constexpr (Sign) s = *reinterpret_cast<const float4*>(signs + c);
+      if constexpr (kSigned) s = reinterpret_cast<const float4*>(signs)[c / 4];
       if constexpr (Offset) o = *reinterpret_cast<const float4*>(&shared.offset[c]);
-      const auto apply = [](float y, float sign, float offset) { return Offset ? fmaf(y, sign, offset) : y * sign; };
+      const auto apply = [](float y, float sign, float offset) {
+        if constexpr (kSigned && Offset) return fmaf(y, sign, offset);
+        return kSigned ? y * sign : Offset ? y + offset : y;
+      };
       x[i] = apply(x[i], s.x, o.x), x[i + 1] = apply(x[i + 1], s.y, o.y);
       x[i + 2] = apply(x[i + 2], s.z, o.z), x[i + 3] = apply(x[i + 3], s.w, o.w);
     });
-  }
-
-  // Rows that are not there, which have lost a mean all the same. In most strips there is none.
-  static __device__ void clear_absent(int token, float (&x)[kHalf]) {
-    if (__all_sync(~0u, token >= 0)) return;
-    for (float& y : x) y = token < 0 ? 0.f : y;
+    if constexpr (Offset) {
+      if (__all_sync(~0u, present)) return;
+      for (float& y : x) y = present ? y : 0.f;
+    }
   }
 
   template <int Distance>
@@ -126,18 +180,27 @@ struct RowReader {
 
   // octet::hadamard without its signs and norm: stages at distance 1, 2, 4, ... Distance 16 is the other lane.
   static __device__ void rotate(int block, float (&x)[kHalf]) {
+    if constexpr (kStaged)
+      if (block == Dim) return rotate_whole(x);
+    if (block == 0) return;
     butterflies<1>(x), butterflies<2>(x), butterflies<4>(x);
     if (block > 8) butterflies<8>(x);
-    if (block > 16) {
-      const float sign = half() ? -1.f : 1.f;
-#pragma unroll
-      for (float& y : x) y = fmaf(y, sign, __shfl_xor_sync(~0u, y, 1));
-    }
+    if (block > 16) exchange(x);
     if (block > 32) butterflies<16>(x);
     if constexpr (kHalf > 32)
       if (block > 64) butterflies<32>(x);
     if constexpr (kHalf > 64)
       if (block > 128) butterflies<64>(x);
+  }
+  static __device__ void rotate_whole(float (&x)[kHalf]) {
+    butterflies<1>(x), butterflies<2>(x), butterflies<4>(x), butterflies<8>(x), exchange(x), butterflies<16>(x);
+    if constexpr (kHalf > 32) butterflies<32>(x);
+    if constexpr (kHalf > 64) butterflies<64>(x);
+  }
+  static __device__ void exchange(float (&x)[kHalf]) {
+    const float sign = half() ? -1.f : 1.f;
+#pragma unroll
+    for (float& y : x) y = fmaf(y, sign, __shfl_xor_sync(~0u, y, 1));
   }
 
   // octet::amax of a row times norm.
@@ -160,15 +223,7 @@ struct RowReader {
       float y[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[i] = __fmul_rn(__fmul_rn(x[first + 4 * w + i], norm), inverse);
-      if constexpr (std::is_same_v<Code, S8>) {
-        // |y| <= 127: the magic number's lowest byte is the nearest integer, ties to even.
-        uint32_t b[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) b[i] = __float_as_uint(__fadd_rn(y[i], 0x1.8p23f));
-        words[w] = __byte_perm(__byte_perm(b[0], b[1], 0x0040), __byte_perm(b[2], b[3], 0x0040), 0x5410);
-      } else {
-        words[w] = ptx::pack<Code>(y[0], y[1], y[2], y[3]);
-      }
+      words[w] = ptx::pack<Code>(y[0], y[1], y[2], y[3]);
     }
     return {words[0], words[1], words[2], words[3]};
   }
@@ -200,78 +255,104 @@ struct Rows : RowReader<Vectors, Dim> {
 
   const Preparation& p;
 
-  __device__ Rows(const Preparation& p, RowsShared<Dim>& shared, const float* signs) : Base{shared, signs}, p(p) {}
+  __device__ Rows(const Preparation& p, RowsShared<Dim>& shared, const uint4* signs) : Base{shared, signs}, p(p) {}
 
-  // Calls f(strip, its stage) for the warp's strips among `strips`, while the next one is being read. fetch(strip,
-  // stage) starts that; all threads call begin() when the first is on its way.
-  template <class Fetch, class Begin, class F>
-  __device__ void for_strips(int strips, const Fetch& fetch, const Begin& begin, const F& f) const {
-    int stage = 0;
-    if (warp() < strips) fetch(warp(), stage);
+  // Calls f(row, from the first on, its stage) for this lane's row of each of the warp's strips among `count` rows,
+  // while the next strip is being read. All threads call begin() when the first is on its way.
+  template <class Begin, class F>
+  __device__ void for_strips(const Strips& s, int count, const Begin& begin, const F& f) const {
+    typename Base::Loader loader(s, shared);
+    const auto fetch = [&](int strip, int stage) { strip < count ? loader.fetch(stage) : Base::fetch_nothing(); };
+    // The warp's strips: from the first row of each, where it lies without groups.
+    const int first = warp() * kStrip;
+    int stage = 0, mine = s.row(row());
+    fetch(first, stage);
     begin();
-    for (int strip = warp(); strip < strips; strip += kPrepareWarps) {
+    for (int strip = first; strip < count; strip += Strips::kRows) {
       __syncwarp();
-      if (strip + kPrepareWarps < strips)
-        fetch(strip + kPrepareWarps, stage ^ 1);
-      else
-        Base::fetch_nothing();
+      fetch(strip + Strips::kRows, stage ^ 1);
       Base::await();
-      f(strip, stage);
-      stage ^= 1;
+      f(mine, stage);
+      mine += Strips::kRows, stage ^= 1;
     }
   }
 
-  __device__ void set_offsets(const float* mean, bool signed_) const {
-    for (int c = threadIdx.x; c < Dim; c += kPrepareThreads)
-      shared.offset[c] = (mean ? -__ldcg(mean + c) : 0.f) * (signed_ ? this->signs[c] : 1.f);
+  // What rows lose; with Signed, of either sign.
+  template <bool Signed>
+  __device__ void set_offsets(const float* mean) const {
+#pragma unroll 1
+    for (int c = threadIdx.x; c < Dim; c += kPrepareThreads) {
+      const float offset = mean ? -__ldcg(mean + c) : 0.f;
+      bool negative = false;
+      if constexpr (Signed && Vectors::kPairs)
+        negative = reinterpret_cast<const uint16_t*>(this->signs)[c];
+      else if constexpr (Signed)
+        negative = reinterpret_cast<const float*>(this->signs)[c] < 0.f;
+      shared.offset[c] = negative ? -offset : offset;
+    }
     __syncthreads();
   }
 
   __device__ void queries(int head_index, int first, int count) const {
     const CodesArguments& a = p.codes;
     const int tokens = static_cast<int>(a.q.shape[2]), batch = head_index / a.heads, head = head_index % a.heads;
-    const Head rows = head_of(a.q, batch, head);
-    const auto token_of = [&](int strip, int r) {
-      const int token = first + strip * kStrip + r;
-      return token < tokens ? token : -1;
-    };
+    const Strips strips{head_of(a.q, batch, head), first, min(first + count, tokens), false};
+    const int64_t rows = static_cast<int64_t>(head_index) * tokens + first;
+    const int kv_head = head / (a.heads / a.kv_heads);
     const float norm = a.rotation.block ? a.rotation.norm : 1.f;
     for_strips(
-        count / kStrip,
-        [&](int strip, int stage) { Base::fetch(rows, stage, [&](int r) { return token_of(strip, r); }); }, [] {},
-        [&](int strip, int stage) {
-          const int token = token_of(strip, row());
+        strips, strips.end - first,
+        [&] {
+          if (!a.mean_logit || a.cu_seqlens_q) return __syncthreads();
+          const int side = batch * a.kv_heads + kv_head;
+          p.wait_together(Survey::k, side);
+          set_offsets<true>(a.channels.k_mean + static_cast<int64_t>(side) * Dim);
+        },
+        [&](int row, int stage) {
+          const bool present = first + row < strips.end;
           float x[kHalf];
-          Base::read(rows, stage, token, x);
-          const int64_t at = static_cast<int64_t>(head_index) * tokens + token;
+          Base::template read<true>(strips, first + row, stage, x);
+          Base::template smooth<true, false>(present, x);
           if (a.mean_logit) {
-            const float product = times_mean(batch, head, max(token, 0), x);
-            if (token >= 0 && half() == 0) a.mean_logit[at] = product;
+            const float product =
+                a.cu_seqlens_q ? times_mean(strips, present ? first + row : first, stage, kv_head) : times_offset(x);
+            if (present && half() == 0) a.mean_logit[rows + row] = product;
           }
-          if (a.rotation.block) {
-            Base::template smooth<true, false>(x);
-            Base::rotate(a.rotation.block, x);
-          }
+          Base::rotate(a.rotation.block, x);
           const Step step = Base::template step<Code>(false, norm, x);
-          if (token < 0) return;
-          if (half() == 0) a.q_step[at] = step.step;
-          write(static_cast<unsigned char*>(a.q_codes) + at * Dim, x, norm, step.inverse);
+          if (!present) return;
+          if (half() == 0) a.q_step[rows + row] = step.step;
+          write(static_cast<unsigned char*>(a.q_codes) + (rows + row) * Dim, x, norm, step.inverse);
         });
   }
 
-  // A row of q times the mean of its keys.
-  __device__ float times_mean(int batch, int head, int token, const float (&x)[kHalf]) const {
-    const CodesArguments& a = p.codes;
-    const int sequence =
-        a.cu_seqlens_q ? last_at_most(token, a.keys.sequences, [&](int s) { return a.cu_seqlens_q[s]; }) : batch;
-    const int side = sequence * a.kv_heads + head / (a.heads / a.kv_heads);
-    p.wait(Survey::k, side);
-    const float* mean = a.channels.k_mean + static_cast<int64_t>(side) * Dim;
-    float product = 0.f;
+  // A row of q times the mean of its keys: of those that lost the offsets, or those of its packed sequence.
+  __device__ float times_offset(const float (&x)[kHalf]) const {
+    float product[4] = {};
     Base::for_fours([&](int c, int i) {
-      const float4 m = fetch_channels(mean + c);
-      product = fmaf(x[i], m.x, fmaf(x[i + 1], m.y, fmaf(x[i + 2], m.z, fmaf(x[i + 3], m.w, product))));
+      const float4 o = *reinterpret_cast<const float4*>(&shared.offset[c]);
+      product[0] = fmaf(x[i], o.x, product[0]), product[1] = fmaf(x[i + 1], o.y, product[1]);
+      product[2] = fmaf(x[i + 2], o.z, product[2]), product[3] = fmaf(x[i + 3], o.w, product[3]);
     });
+    const float sum = product[0] + product[1] + (product[2] + product[3]);
+    return -(sum + __shfl_xor_sync(~0u, sum, 1));
+  }
+  __device__ float times_mean(const Strips& s, int token, int stage, int kv_head) const {
+    const CodesArguments& a = p.codes;
+    const int sequence = last_at_most(token, a.keys.sequences, [&](int s) { return a.cu_seqlens_q[s]; });
+    const int side = sequence * a.kv_heads + kv_head;
+    p.wait(Survey::k, side);
+    float product = 0.f;
+#pragma unroll 1
+    for (int v = 0; v < kHalf / kVector; ++v) {
+      const float* const mean = a.channels.k_mean + static_cast<int64_t>(side) * Dim + Base::word(v) * kVector;
+      Vector x;
+      Vectors::convert(Base::vector(s, token, stage, v), x);
+      for (int i = 0; i < kVector; i += 4) {
+        const float4 m = fetch_channels(mean + i);
+        product = fmaf(x[i], m.x, fmaf(x[i + 1], m.y, fmaf(x[i + 2], m.z, fmaf(x[i + 3], m.w, product))));
+      }
+    }
     __syncwarp();
     return product + __shfl_xor_sync(~0u, product, 1);
   }
@@ -282,47 +363,35 @@ struct Rows : RowReader<Vectors, Dim> {
       *reinterpret_cast<uint4*>(to + 32 * w + 16 * half()) = Base::template encode<Code>(x, 16 * w, norm, inverse);
   }
 
-  // `tiles` tiles of k of a (batch, kv head).
+  // `tiles` tiles of k of a (batch, kv head), of one sequence.
   __device__ void keys(int side, int first_tile, int tiles) const {
     const CodesArguments& a = p.codes;
-    const int strips = a.keys.tile / kStrip;
-    const Head rows = head_of(a.k, side / a.kv_heads, side % a.kv_heads);
-    const auto tile_of = [&](int strip) { return tile_of_keys(a.keys, first_tile + strip / strips); };
-    const auto token_of = [&](const TileOfKeys& tile, int strip, int r) {
-      const int key = key_of(a.k_groups, strip % strips, r);
-      return key < tile.tokens ? tile.first + key : -1;
-    };
-    const int sequence_side = p.sequence_side(side, tile_of(0).sequence);
+    const TileOfKeys run = tile_of_keys(a.keys, first_tile, tiles);
+    const Strips strips{head_of(a.k, side / a.kv_heads, side % a.kv_heads), run.first, run.first + run.tokens,
+                        a.k_groups};
+    const int64_t rows = (static_cast<int64_t>(side) * a.keys.count() + first_tile) * a.keys.tile;
+    const int sequence_side = p.sequence_side(side, run.sequence);
     const float norm = a.rotation.block ? a.rotation.norm : 1.f;
-    const float* mean = a.channels.k_mean ? a.channels.k_mean + static_cast<int64_t>(sequence_side) * Dim : nullptr;
     for_strips(
-        strips * tiles,
-        [&](int strip, int stage) {
-          const TileOfKeys tile = tile_of(strip);
-          Base::fetch(rows, stage, [&](int r) { return token_of(tile, strip, r); });
-        },
+        strips, a.keys.tile * tiles,
         [&] {
-          if (mean) p.wait(Survey::k, sequence_side);
-          set_offsets(mean, true);
+          const float* const mean = a.channels.k_mean;
+          if (mean) p.wait_together(Survey::k, sequence_side);
+          set_offsets<true>(mean ? mean + static_cast<int64_t>(sequence_side) * Dim : nullptr);
         },
-        [&](int strip, int stage) {
-          const TileOfKeys tile = tile_of(strip);
-          const int token = token_of(tile, strip, row());
+        [&](int row, int stage) {
+          const int token = run.first + row;
           float x[kHalf];
-          Base::read(rows, stage, token, x);
-          Base::template smooth<true, true>(x);
-          Base::clear_absent(token, x);
-          if (a.rotation.block) Base::rotate(a.rotation.block, x);
+          Base::template read<true>(strips, token, stage, x);
+          Base::template smooth<true, true>(token < strips.end, x);
+          Base::rotate(a.rotation.block, x);
           const Step step = Base::template step<Code>(a.k_groups, norm, x);
-          const int64_t tile_at =
-              (static_cast<int64_t>(side) * a.keys.count() + first_tile + strip / strips) * a.keys.tile;
-          const int64_t at = tile_at + key_of(a.k_groups, strip % strips, row());
           if (a.k_groups) {
-            if (threadIdx.x % 32 == 0) a.k_step[tile_at / kStrip + strip % strips] = step.step;
+            if (threadIdx.x % 32 == 0) a.k_step[rows / kStrip + row / kGroupTile * kGroups + warp()] = step.step;
           } else if (half() == 0) {
-            a.k_step[at] = step.step;
+            a.k_step[rows + row] = step.step;
           }
-          write(static_cast<unsigned char*>(a.k_codes) + at * Dim, x, norm, step.inverse);
+          write(static_cast<unsigned char*>(a.k_codes) + (rows + row) * Dim, x, norm, step.inverse);
         });
   }
 };

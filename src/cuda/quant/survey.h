@@ -22,27 +22,56 @@ struct Surveyor {
 
   static __device__ int lane() { return threadIdx.x % kLanes; }
 
-  // Calls f with this thread's vectors of a chunk.
+  // Calls f with this thread's vectors of a chunk, while the next ones are under way.
   template <class F>
-  __device__ void for_each(const Strided& t, int side, const TileOfKeys& chunk, const F& f) const {
+  __device__ void for_each_raw(const Strided& t, int side, const TileOfKeys& chunk, const F& f) const {
     const Head rows = head_of(t, side / p.codes.kv_heads, side % p.codes.kv_heads);
     const int channel = lane() * kVector;
     if (channel >= rows.dim) return;
-    const auto use = [&](const typename Vectors::Raw& raw) {
+    constexpr int kStep = kBatch * kRows;
+    int i = threadIdx.x / kLanes;
+    if (chunk.tokens >= kStep) {
+      typename Vectors::Raw raw[kBatch];
+      const typename Vectors::Column first(rows, chunk.first + i, channel, kRows);
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) raw[j] = first[j];
+#pragma unroll 1
+      for (i += kStep; i - threadIdx.x / kLanes + kStep <= chunk.tokens; i += kStep) {
+        const typename Vectors::Column next(rows, chunk.first + i, channel, kRows);
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const typename Vectors::Raw now = raw[j];
+          raw[j] = next[j];
+          f(now);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) f(raw[j]);
+    }
+#pragma unroll 1
+    for (; i < chunk.tokens; i += kRows) f(Vectors::load(rows, chunk.first + i, channel));
+  }
+  // The same with numbers, one vector after the other.
+  template <class F>
+  __device__ void for_each_once(const Strided& t, int side, const TileOfKeys& chunk, const F& f) const {
+    const Head rows = head_of(t, side / p.codes.kv_heads, side % p.codes.kv_heads);
+    const int channel = lane() * kVector;
+    if (channel >= rows.dim) return;
+#pragma unroll 1
+    for (int i = threadIdx.x / kLanes; i < chunk.tokens; i += kRows) {
+      Vector x;
+      Vectors::convert(Vectors::load(rows, chunk.first + i, channel), x);
+      f(x);
+    }
+  }
+  // Calls f with numbers.
+  template <class F>
+  __device__ void for_each(const Strided& t, int side, const TileOfKeys& chunk, const F& f) const {
+    for_each_raw(t, side, chunk, [&](const typename Vectors::Raw& raw) {
       Vector x;
       Vectors::convert(raw, x);
       f(x);
-    };
-    int i = threadIdx.x / kLanes;
-    for (; i + (kBatch - 1) * kRows < chunk.tokens; i += kBatch * kRows) {
-      typename Vectors::Raw raw[kBatch];
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) raw[j] = Vectors::load(rows, chunk.first + i + j * kRows, channel);
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) use(raw[j]);
-    }
-#pragma unroll 1
-    for (; i < chunk.tokens; i += kRows) use(Vectors::load(rows, chunk.first + i, channel));
+    });
   }
 
   // Writes what f makes of all threads' numbers of a channel.
@@ -67,7 +96,7 @@ struct Surveyor {
     for (const double s : sums) finite &= isfinite(s);
     if (!finite) {
       for (double& s : sums) s = 0.0;
-      for_each(t, side, chunk, [&](const Vector& x) {
+      for_each_once(t, side, chunk, [&](const Vector& x) {
         for (int i = 0; i < kVector; ++i) sums[i] += isfinite(x[i]) ? x[i] : 0.f;
       });
     }
@@ -77,14 +106,21 @@ struct Surveyor {
 
   __device__ void largest(const Strided& t, float scale, int side, const TileOfKeys& chunk, float* to) const {
     float most[kVector] = {};
-    for_each(t, side, chunk, [&](const Vector& x) {
-      for (int i = 0; i < kVector; ++i) most[i] = fmaxf(most[i], fabsf(x[i]));
-    });
+    if constexpr (Vectors::kPairs) {
+      typename Vectors::Raw largest{};
+      for_each_raw(t, side, chunk, [&](const typename Vectors::Raw& raw) { Vectors::raise(largest, raw); });
+      Vectors::convert(largest, most);
+    } else {
+      for_each(t, side, chunk, [&](const Vector& x) {
+        for (int i = 0; i < kVector; ++i) most[i] = fmaxf(most[i], fabsf(x[i]));
+      });
+    }
     bool finite = true;
     for (float& m : most) m = fabsf(m * scale), finite &= isfinite(m);
     if (!finite) {
+      *p.scratch.infinite = 1;
       for (float& m : most) m = 0.f;
-      for_each(t, side, chunk, [&](const Vector& x) {
+      for_each_once(t, side, chunk, [&](const Vector& x) {
         for (int i = 0; i < kVector; ++i) {
           const float m = fabsf(x[i] * scale);
           most[i] = fmaxf(most[i], isfinite(m) ? m : 0.f);

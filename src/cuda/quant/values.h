@@ -17,67 +17,80 @@ struct ChannelValues {
 
   __device__ void values(int side, int first_tile, int tiles) const {
     const CodesArguments& a = p.codes;
-    const int batch = side / a.kv_heads, head = side % a.kv_heads, groups = a.keys.tile / kGroup;
+    const int batch = side / a.kv_heads, head = side % a.kv_heads, groups = a.keys.tile / kGroup * tiles;
     const Head rows = head_of(a.v, batch, head);
+    const TileOfKeys run = tile_of_keys(a.keys, first_tile, tiles);
+    const int channel = (threadIdx.x / 32 % kHalves * 8 + threadIdx.x % 8) * kVector;
     const int64_t row = static_cast<int64_t>(a.keys.count()) * a.keys.tile;
+    auto* const to = static_cast<unsigned char*>(a.v_codes) + (static_cast<int64_t>(side) * Dim + channel) * row +
+                     static_cast<int64_t>(first_tile) * a.keys.tile;
     const float scale = kScaled ? a.v_scale.at(batch, head) : 1.f;
-    const int items = (groups * tiles + 3) / 4 * 32 * kHalves;
-    for (int first = 0; first < items; first += kPrepareThreads) {
-      const int item = first + threadIdx.x;
-      const int channel = (item / 32 % kHalves * 8 + item % 8) * kVector;
-      const int group = item / (32 * kHalves) * 4 + item % 32 / 8;
-      typename Vectors::Raw raw[kGroup];
-      load(rows, tile_of_keys(a.keys, first_tile + group / groups), group % groups * kGroup, channel, raw);
-      if (!first) fetch_inverse(p.sequence_side(side, tile_of_keys(a.keys, first_tile).sequence));
-      if (group >= groups * tiles) continue;
-      auto* const to = static_cast<unsigned char*>(a.v_codes) + (static_cast<int64_t>(side) * Dim + channel) * row +
-                       static_cast<int64_t>(first_tile) * a.keys.tile + group * kGroup;
-#pragma unroll
-      for (int c = 0; c < kVector; c += 2) {
-        const float2 factor = *reinterpret_cast<const float2*>(inverse + channel + c);
-        // What is infinite becomes NaN instead of the largest code.
-        const auto scaled = [&](float x, float by) {
-          if constexpr (kScaled) x = __fmul_rn(x, scale);
-          return fmaf(x, 0.f, __fmul_rn(x, by));
-        };
-        uint32_t words[2][kGroup / 4];
-#pragma unroll
-        for (int w = 0; w < kGroup / 4; ++w) {
-          float y[2][4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float2 two = Vectors::pair(raw[byte_order(4 * w + i)], c / 2);
-            y[0][i] = scaled(two.x, factor.x), y[1][i] = scaled(two.y, factor.y);
-          }
-          for (int j = 0; j < 2; ++j) words[j][w] = ptx::pack<Code>(y[j][0], y[j][1], y[j][2], y[j][3]);
-        }
-        for (int j = 0; j < 2; ++j)
-          *reinterpret_cast<uint4*>(to + (c + j) * row) = {words[j][0], words[j][1], words[j][2], words[j][3]};
-      }
+    int group = threadIdx.x / (32 * kHalves) * 4 + threadIdx.x % 32 / 8;
+    typename Vectors::Raw raw[kGroup];
+    load(rows, run, group * kGroup, channel, raw);
+    const bool may_be_infinite = fetch_inverse(p.sequence_side(side, run.sequence));
+    while (group < groups) {
+      may_be_infinite ? write<true>(raw, scale, channel, row, to + group * kGroup)
+                      : write<false>(raw, scale, channel, row, to + group * kGroup);
+      group += kPrepareThreads / 8 / kHalves;
+      if (group < groups) load(rows, run, group * kGroup, channel, raw);
     }
   }
 
-  // 16 keys from `key` of a tile on.
-  __device__ static void load(const Head& rows, const TileOfKeys& tile, int key, int channel,
-                              typename Vectors::Raw (&raw)[kGroup]) {
-    if (key + kGroup <= tile.tokens && channel < rows.dim) {
+  // Codes of 16 keys, of 8 channels that lie `row` bytes apart. What is infinite becomes NaN instead of the largest
+  // code.
+  template <bool MayBeInfinite>
+  __device__ void write(const typename Vectors::Raw (&raw)[kGroup], float scale, int channel, int64_t row,
+                        unsigned char* to) const {
 #pragma unroll
-      for (int i = 0; i < kGroup; ++i) raw[i] = Vectors::load(rows, tile.first + key + i, channel);
+    for (int c = 0; c < kVector; c += 2) {
+      const float2 factor = *reinterpret_cast<const float2*>(inverse + channel + c);
+      const auto scaled = [&](float x, float by) {
+        if constexpr (kScaled) x = __fmul_rn(x, scale);
+        return MayBeInfinite ? fmaf(x, 0.f, __fmul_rn(x, by)) : __fmul_rn(x, by);
+      };
+      uint32_t words[2][kGroup / 4];
+#pragma unroll
+      for (int w = 0; w < kGroup / 4; ++w) {
+        float y[2][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 two = Vectors::pair(raw[byte_order(4 * w + i)], c / 2);
+          y[0][i] = scaled(two.x, factor.x), y[1][i] = scaled(two.y, factor.y);
+        }
+        for (int j = 0; j < 2; ++j) words[j][w] = ptx::pack<Code>(y[j][0], y[j][1], y[j][2], y[j][3]);
+      }
+      for (int j = 0; j < 2; ++j, to += row)
+        *reinterpret_cast<uint4*>(to) = {words[j][0], words[j][1], words[j][2], words[j][3]};
+    }
+  }
+
+  // 16 keys from `key` of a run on.
+  __device__ static void load(const Head& rows, const TileOfKeys& run, int key, int channel,
+                              typename Vectors::Raw (&raw)[kGroup]) {
+    if (key + kGroup <= run.tokens && channel < rows.dim) {
+      const typename Vectors::Column column(rows, run.first + key, channel, 1);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) raw[i] = column[i];
       return;
     }
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       raw[i] = {};
-      if (key + i < tile.tokens && channel < rows.dim) raw[i] = Vectors::load(rows, tile.first + key + i, channel);
+      if (key + i < run.tokens && channel < rows.dim) raw[i] = Vectors::load(rows, run.first + key + i, channel);
     }
   }
 
-  __device__ void fetch_inverse(int sequence_side) const {
+  // Returns whether v may hold infinities.
+  __device__ bool fetch_inverse(int sequence_side) const {
     const float* const from = p.codes.channels.v_inverse;
-    if (from) p.wait(Survey::v, sequence_side);
+    if (from) p.wait_together(Survey::v, sequence_side);
+#pragma unroll 1
     for (int c = threadIdx.x; c < Dim; c += kPrepareThreads)
       inverse[c] = from ? __ldcg(from + static_cast<int64_t>(sequence_side) * Dim + c) : 1.f;
+    const bool may = !from || __ldcg(p.scratch.infinite);
     __syncthreads();
+    return may;
   }
 };
 
@@ -105,25 +118,18 @@ struct TokenValues : Rows<Code, Vectors, Dim> {
     const TileOfKeys tile = tile_of_keys(a.keys, tile_number);
     const int sequence_side = p.sequence_side(side, tile.sequence);
     auto* const steps = reinterpret_cast<float*>(words + keys * kWords + keys / kGroup * 4);
-    const auto token_of = [&](int strip, int r) {
-      const int key = strip * kStrip + r;
-      return key < tile.tokens ? tile.first + key : -1;
-    };
+    const Strips strips{rows, tile.first, tile.first + tile.tokens, false};
     Base::for_strips(
-        keys / kStrip,
-        [&](int strip, int stage) { Base::fetch(rows, stage, [&](int r) { return token_of(strip, r); }); },
+        strips, keys,
         [&] {
-          p.wait(Survey::v, sequence_side);
-          Base::set_offsets(a.channels.v_mean + static_cast<int64_t>(sequence_side) * Dim, false);
+          p.wait_together(Survey::v, sequence_side);
+          Base::template set_offsets<false>(a.channels.v_mean + static_cast<int64_t>(sequence_side) * Dim);
         },
-        [&](int strip, int stage) {
-          const int token = token_of(strip, row());
+        [&](int key, int stage) {
           float x[kHalf];
-          Base::read(rows, stage, token, x);
-          Base::template smooth<false, true>(x);
-          Base::clear_absent(token, x);
+          Base::template read<false>(strips, tile.first + key, stage, x);
+          Base::template smooth<false, true>(key < tile.tokens, x);
           const Step step = Base::template step<Code>(false, 1.f, x);
-          const int key = strip * kStrip + row();
           if (half() == 0) steps[key] = step.step;
           Base::write(reinterpret_cast<unsigned char*>(words + word_of(key, 0)), x, 1.f, step.inverse);
         });
