@@ -19,6 +19,7 @@
 #include "cuda/attn/output.h"
 #include "cuda/attn/precision.h"
 #include "cuda/attn/softmax.h"
+#include "cuda/ptx/grid.h"
 #include "cuda/sm90/arguments.h"
 #include "cuda/sm90/config.h"
 #include "cuda/tile/fragment.h"
@@ -390,6 +391,7 @@ __global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
     shared.cleared.init(Kernel::kReaders);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
+  if constexpr (Kernel::kCodes) ptx::wait_for_previous_grid();
   __syncthreads();
   // The compiler knows that a whole warpgroup takes one side.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);

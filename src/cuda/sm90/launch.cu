@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "cuda/host/launch.h"
 #include "cuda/host/status.h"
 #include "cuda/sm90/launch.h"
 #include "cuda/sm90/plan.h"
@@ -83,7 +84,8 @@ void shorten_tail(const Problem& p, Schedule& schedule) {
     }
 }
 
-void launch(const Problem& p, const Kernel& kernel, const Schedule& schedule, void* arguments, cudaStream_t stream) {
+void launch(const Problem& p, const Kernel& kernel, const Schedule& schedule, void* arguments, bool waits,
+            cudaStream_t stream) {
   const int64_t unpacked = static_cast<int64_t>(schedule.whole_blocks + schedule.short_blocks) * p.batch;
   const int64_t blocks = p.packed() ? (p.tokens_q + kernel.rows - 1) / kernel.rows + sequences_of(p) : unpacked;
   const int processors = processors_of(p);
@@ -91,6 +93,7 @@ void launch(const Problem& p, const Kernel& kernel, const Schedule& schedule, vo
         "cudaFuncSetAttribute");
   void* all[] = {arguments};
   const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks * p.heads, processors));
+  if (waits) return launch_after(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, all);
   check(cudaLaunchKernel(kernel.function, dim3(grid), dim3(kernel.threads), all, kernel.shared_bytes, stream),
         "cudaLaunchKernel");
 }

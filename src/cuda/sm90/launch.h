@@ -26,7 +26,9 @@ void set_broadcast(const View& t, int (&broadcast)[2]);
 // is one whose warpgroups pass over what lies after a block.
 void shorten_tail(const Problem& p, Schedule& schedule);
 
-// On every multiprocessor, or as many as there are blocks of queries.
-void launch(const Problem& p, const Kernel& kernel, const Schedule& schedule, void* arguments, cudaStream_t stream);
+// On every multiprocessor, or as many as there are blocks of queries. `waits`: the kernel begins with
+// ptx::wait_for_previous_grid.
+void launch(const Problem& p, const Kernel& kernel, const Schedule& schedule, void* arguments, bool waits,
+            cudaStream_t stream);
 
 }  // namespace octet::cuda::sm90

@@ -100,13 +100,16 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   if (!workspace || !p.o.elements()) return carver.used();
 
   const DeviceScope device(p.device_index);
+  ByteForwardArguments a{};
+  a.schedule = schedule_of(p, kernel, 1, counter, blocks_before, stream);
+  if (kernel.skips) shorten_tail(p, a.schedule);
   q_given_view.prepare(stream), k_given_view.prepare(stream);
   if (given_steps)
     fill_steps(head_scale(p.q), head_scale(p.k), static_cast<int>(p.batch), c.heads, c.kv_heads,
                static_cast<int>(p.tokens_q), c.q_step, stream);
+  // Right before the kernel, which takes its place while this one drains.
   if (keys) prepare(c, scratch, stream);
 
-  ByteForwardArguments a{};
   const View q = q_given(p) ? q_given_view.view() : bytes_view(c.q_codes, p.batch, p.heads, p.tokens_q, dim);
   const View k = k_given(p) ? k_given_view.view() : bytes_view(c.k_codes, p.batch, p.kv_heads, keys, dim);
   a.q = tensor_map(q, kernel.rows, panel_of_bytes(dim));
@@ -118,8 +121,6 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   set_broadcast(q, a.q_broadcast), set_broadcast(k, a.k_broadcast);
   a.k_in_tiles = !k_given(p);
   a.keys = static_cast<int>(keys);
-  a.schedule = schedule_of(p, kernel, 1, counter, blocks_before, stream);
-  if (kernel.skips) shorten_tail(p, a.schedule);
   a.mask = mask_of(p);
   a.group = static_cast<int>(p.group());
   a.dim_v = static_cast<int>(p.dim_v);
@@ -129,7 +130,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   a.v_channel = c.channels.v_step, a.v_mean = c.channels.v_mean;
   a.mean_logit = c.mean_logit;
   a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
-  launch(p, kernel, a.schedule, &a, stream);
+  launch(p, kernel, a.schedule, &a, true, stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);
   return carver.used();

@@ -86,9 +86,11 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
 
   const DeviceScope device(p.device_index);
   ForwardArguments a{};
+  a.schedule = schedule_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
   q.prepare(stream), k.prepare(stream);
-  if (codes) codes->prepare(stream);
   scaled ? v_scaled.prepare(stream) : v.prepare(stream);
+  // Right before the kernel, which takes its place while this one drains.
+  if (codes) codes->prepare(stream);
   const View& values = scaled ? v_scaled.view() : v.view();
   const View queries = codes ? codes->q() : q.view(), keys = codes ? codes->k() : k.view();
   const int panel = codes ? panel_of_bytes(queries.shape[3]) : kPanelColumns;
@@ -99,7 +101,6 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
     a.keys = codes->keys();
     a.q_step = codes->q_step(), a.k_step = codes->k_step(), a.mean_logit = codes->mean_logit();
   }
-  a.schedule = schedule_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
   a.mask = mask_of(p);
   a.group = static_cast<int>(p.group());
   a.dim_v = static_cast<int>(p.dim_v);
@@ -110,7 +111,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.v_scale = scaled ? v_scaled.scale() : nullptr;
   a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
 
-  launch(p, kernel, a.schedule, &a, stream);
+  launch(p, kernel, a.schedule, &a, coded(p), stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);
   return carver.used();
