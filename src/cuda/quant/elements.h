@@ -149,6 +149,7 @@ struct WholeVectors {
     for (int i = 0; i < kVector / 2; ++i) to[i] = __hmax2(to[i], __habs2(from[i]));
   }
 };
+// Functions of its own, as copies of their branches take the compiler a minute.
 struct AnyVectors {
   static constexpr bool kWhole = false, kPairs = false;
   struct Raw {
@@ -156,7 +157,7 @@ struct AnyVectors {
     octet::cuda::Element element;
     int64_t stride;
   };
-  static __device__ Raw load(const Head& h, int token, int channel) {
+  static __device__ __noinline__ Raw load(const Head& h, int token, int channel) {
     Raw raw{};
     visit(h.element, [&](auto* type) {
       raw = {static_cast<const std::remove_pointer_t<decltype(type)>*>(h.data) + token * h.token + channel * h.channel,
@@ -171,7 +172,7 @@ struct AnyVectors {
         : head(h), token(token), channel(channel), step(step) {}
     __device__ Raw operator[](int i) const { return load(head, token + i * step, channel); }
   };
-  static __device__ float2 pair(const Raw& raw, int i) {
+  static __device__ __noinline__ float2 pair(const Raw& raw, int i) {
     float2 two{};
     if (raw.data)
       visit(raw.element, [&](auto* type) {

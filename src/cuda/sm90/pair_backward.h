@@ -169,7 +169,7 @@ struct PairBackward {
   __device__ void leave(const Operand<T, kQueries>& x, unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
                         Ring<Stages>& ring, unsigned n, int me) {
     const int stage = n % Stages;
-    unsigned char* const tile = tiles[stage][me];
+    unsigned char* const tile = tiles[stage][ptx::hidden(me)];  // in no register between steps
     ring.empty[stage].wait_for_cluster(n / Stages % 2 ^ 1);
     store(x, TileP{tile}, 0);
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
@@ -220,21 +220,21 @@ struct PairBackward {
         mm_ABt(dp, columns_of<kChannels>(v, far), 0, Half{shared.do_far}, false);
         mm_ABt(dp, columns_of<kChannels>(v, near), 0, Half{shared.do_near[stage]}, true);
         ptx::wgmma_commit();
+        ColumnValues<kQueries> columns(rows.lse);
         ptx::wgmma_wait<1>();
         ptx::pin(s.x);
         arrive_as_warp(shared.q_far_ring.empty[0]);
-        ColumnValues<kQueries> columns(rows.lse);
 #pragma unroll
         for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
         const int query = rows.first;
         if (!sees_all(a, w, key, kKeys, query, kQueries)) mask_weights(a, s, w, key, query);
         convert(s, x);
         leave(x, shared.p, shared.p_ring, n, me);
+        columns.read(rows.delta);
         ptx::wgmma_wait<0>();
         ptx::pin(dp.x);
         arrive_as_warp(shared.do_far_ring.empty[0]);
         if (left == 1) arrive_as_warp(shared.v_ring.empty[0]);
-        columns.read(rows.delta);
         shared.rows_empty[stage].arrive();
 #pragma unroll
         for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
