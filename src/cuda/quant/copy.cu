@@ -24,8 +24,8 @@ __device__ void for_each_line(const Strided& t, const F& f) {
   }
 }
 
-// A round through a type of less precision. What comes out is hidden from the compiler, which else makes code of its own
-// for each pair of that type and the type written, in half a minute.
+// A round through a type of less precision. What comes out is hidden from the compiler, which else makes code of its
+// own for each pair of that type and the type written, in half a minute.
 __device__ void round_through(Element through, Vector& x) {
   visit(through, [&](auto* type) {
     for (float& element : x) element = float(static_cast<std::remove_pointer_t<decltype(type)>>(element));
@@ -145,7 +145,8 @@ void convert_to_f16(const Strided& from, const Strided& to, Element through, uns
   const int64_t heads = from.shape[0] * from.shape[1];
   if (!heads || !from.shape[2]) return;
   check(cudaMemsetAsync(largest, 0, heads * sizeof(unsigned), stream), "cudaMemsetAsync");
-  const auto convert = from.element == Element::bf16 && in_words(from) ? convert_kernel<__nv_bfloat16> : convert_kernel<void>;
+  const auto convert =
+      from.element == Element::bf16 && in_words(from) ? convert_kernel<__nv_bfloat16> : convert_kernel<void>;
   convert<<<grid_of(from), kThreads, 0, stream>>>(from, to, through, largest);
   rescale_kernel<<<grid_of(from), kThreads, 0, stream>>>(from, to, through, largest, scale);
   check(cudaGetLastError(), "convert_to_f16");
