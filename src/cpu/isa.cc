@@ -86,18 +86,25 @@ bool supported(Isa isa) {
 }
 
 Isa chosen() {
+  // Asked once: in a virtual machine cpuid takes as long as a small call.
+  static const Isa fastest = [] {
+    Isa best = Isa::portable;
+    for (int i = 0; i < kIsaCount; ++i) {
+      const Isa isa = static_cast<Isa>(i);
+      if (supported(isa) && (isa != Isa::avx512_bf16 || !slow_bf16_dot_products())) best = isa;
+    }
+    return best;
+  }();
   const char* wanted = std::getenv("OCTET_CPU");
+  if (!wanted || !*wanted) return fastest;
   std::string choices;
-  Isa best = Isa::portable;
   for (int i = 0; i < kIsaCount; ++i) {
     const Isa isa = static_cast<Isa>(i);
     if (!supported(isa)) continue;
-    if (isa != Isa::avx512_bf16 || !slow_bf16_dot_products()) best = isa;
+    if (std::string_view(wanted) == name(isa)) return isa;
     choices += text(choices.empty() ? "" : ", ", name(isa));
-    if (wanted && std::string_view(wanted) == name(isa)) return isa;
   }
-  if (wanted && *wanted) invalid("OCTET_CPU: found \"", wanted, "\", this machine and build run: ", choices);
-  return best;
+  invalid("OCTET_CPU: found \"", wanted, "\", this machine and build run: ", choices);
 }
 
 }  // namespace octet::cpu
