@@ -20,7 +20,7 @@ struct Backward {
   static constexpr int kQueries = Tile::kQueries, kKeys = Tile::kKeys;
   static constexpr int kWarpgroups = 2, kReaders = kWarpgroups * kWarpgroup, kThreads = kReaders + kWarpgroup;
   static constexpr int kWarps = kBackwardWarps;
-  static constexpr int kStages = Tile::kStages, kDsStages = 2;
+  static constexpr int kStages = Tile::kStages, kKeyStages = Tile::kKeyStages, kDsStages = 2;
   // A warpgroup's part of dq: 64 queries, and as many channels as make half of it.
   static constexpr bool kDqByQueries = kQueries > kWarpgroupRows;
   static constexpr int kDqColumns = kDqByQueries ? Dim : Dim / kWarpgroups;
@@ -36,16 +36,17 @@ struct Backward {
   using Rows = QueryRows<kQueries>;
 
   struct alignas(kSwizzleBytes) Shared {
-    unsigned char k[TileK::kBytes], v[TileK::kBytes];
+    unsigned char k[kKeyStages][TileK::kBytes], v[TileK::kBytes];
     unsigned char q[kStages][TileQ::kBytes], do_[kStages][TileQ::kBytes];
     unsigned char ds[kDsStages][TileDs::kBytes];
     Rows rows[kStages];
-    Ring<1> k_ring, v_ring;
+    Ring<kKeyStages> k_ring;
+    Ring<1> v_ring;
     Ring<kStages> q_ring, do_ring;
     Barrier rows_empty[kStages];  // at which all threads arrive, as each reads its columns
     Ring<kDsStages> ds_ring;
-    // In turn. The loader writes the next before k of the last was given back, by all threads, but after that of the
-    // one before, which shows that nobody reads the third last.
+    // In turn. The loader writes the next once v of the one before the last was given back, in the last step of that
+    // block, so that nobody reads the third last.
     static constexpr int kWorks = 3;
     BackwardWork work[kWorks];
 
@@ -72,19 +73,23 @@ struct Backward {
       BackwardWork& w = shared.work[works % Shared::kWorks];
       schedule.find(number, w);
       if (w.block >= 0 && w.k.index < 0) continue;  // past the last block of packed sequences
-      const uint32_t parity = works % 2;
+      const int k_stage = works % kKeyStages;
+      const auto await_k = [&] { shared.k_ring.empty[k_stage].wait(works / kKeyStages % 2 ^ 1); };
       if (w.block < 0) {
-        shared.k_ring.empty[0].wait(parity ^ 1);
-        shared.k_ring.full[0].arrive();
+        await_k();
+        shared.k_ring.full[k_stage].arrive();
         return;
       }
       const int64_t k_tile = (static_cast<int64_t>(w.batch) * a.kv_heads + w.kv_head) * a.k_blocks.count + w.block;
-      const auto fetch_keys = [&](void* to, const unsigned char* from, Ring<1>& ring) {
-        ring.empty[0].wait(parity ^ 1);
-        ring.full[0].arrive_expecting(TileK::kBytes);
-        fetch(to, from + k_tile * TileK::kBytes, TileK::kBytes, ring.full[0]);
+      const auto fetch_keys = [&] {
+        shared.v_ring.empty[0].wait(works % 2 ^ 1);
+        shared.v_ring.full[0].arrive_expecting(TileK::kBytes);
+        fetch(shared.v, a.v + k_tile * TileK::kBytes, TileK::kBytes, shared.v_ring.full[0]);
+        await_k();
+        shared.k_ring.full[k_stage].arrive_expecting(TileK::kBytes);
+        fetch(shared.k[k_stage], a.k + k_tile * TileK::kBytes, TileK::kBytes, shared.k_ring.full[k_stage]);
       };
-      // k is given back last, so q, do and v of the first step come before it.
+      // k is given back last, where it has one stage, so q, do and v of the first step come before it.
       Visit visit{w.kv_head * group, w.tiles.start};
       const int steps = group * w.tiles.count();
       for (int left = steps; left; --left, ++n, visit.advance(w.tiles)) {
@@ -99,9 +104,9 @@ struct Backward {
         shared.do_ring.empty[s].wait(empty);
         shared.do_ring.full[s].arrive_expecting(TileQ::kBytes);
         fetch(shared.do_[s], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_ring.full[s]);
-        if (left == steps) fetch_keys(shared.v, a.v, shared.v_ring), fetch_keys(shared.k, a.k, shared.k_ring);
+        if (left == steps) fetch_keys();
       }
-      if (!steps) fetch_keys(shared.v, a.v, shared.v_ring), fetch_keys(shared.k, a.k, shared.k_ring);
+      if (!steps) fetch_keys();
       ++works;
     }
   }
@@ -117,10 +122,12 @@ struct Backward {
   __device__ void compute_all(int warpgroup) {
     unsigned n = 0;  // steps before this one, of all blocks: where each ring stands
     const int group = a.heads / a.kv_heads, my_keys = warpgroup * kWarpgroupRows;
-    const TileK k{shared.k}, v{shared.v};
-    const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
+    const TileK v{shared.v};
     for (unsigned works = 0;; ++works) {
-      shared.k_ring.full[0].wait(works % 2);
+      const int k_stage = works % kKeyStages;
+      const TileK k{shared.k[k_stage]};
+      const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
+      shared.k_ring.full[k_stage].wait(works / kKeyStages % 2);
       const BackwardWork& w = shared.work[works % Shared::kWorks];
       if (w.block < 0) break;
       const Powers& e = a.powers[w.batch * a.kv_heads + w.kv_head];
@@ -204,10 +211,10 @@ struct Backward {
         issue_dq(dq);
         ptx::wgmma_wait<0>();
         ptx::pin(dq.x);
-        shared.k_ring.empty[0].arrive();
+        shared.k_ring.empty[k_stage].arrive();
         add_dq(dq);
       } else {
-        shared.k_ring.empty[0].arrive(), arrive_as_warp(shared.v_ring.empty[0]);
+        shared.k_ring.empty[k_stage].arrive(), arrive_as_warp(shared.v_ring.empty[0]);
       }
       const int key = w.first_key + my_keys;
       write_keys(a.dv, w, key, 0, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);

@@ -107,10 +107,10 @@ template <class Precision, class Dims>
 constexpr int kLaidOutKeys = std::lcm(ByteForwardTile<Precision, Dims>::kKeys,
                                       Precision::kKeySteps == KeySteps::groups ? kGroupBlock : 1);
 
-// Backward: `kQueries` per step, `kKeys` per thread block, `kStages` stages of q and do. Two warpgroups share the work:
-// each has 64 keys and holds s, dp (queries / 2 registers each), dk, dv (dim / 2 each) and half of dq. At d = 256 a
-// pair of thread blocks has the keys: one warpgroup of each holds s and dp of 64 keys, two dk and dv of 64 keys and a
-// quarter of dq, for half of the channels.
+// Backward: `kQueries` per step, `kKeys` per thread block, `kStages` stages of q and do, `kKeyStages` of k. Two
+// warpgroups share the work: each has 64 keys and holds s, dp (queries / 2 registers each), dk, dv (dim / 2 each) and
+// half of dq. At d = 256 a pair of thread blocks has the keys: one warpgroup of each holds s and dp of 64 keys, two dk
+// and dv of 64 keys and a quarter of dq, for half of the channels.
 constexpr int kBackwardWarps = 8;  // that compute
 constexpr int kBackwardRegisters = 232, kBackwardLoaderRegisters = 40;
 // How partial sums of dq are added: floats as they come, or integers, whose sum is the same in any order.
@@ -122,11 +122,11 @@ template <int Dim>
 struct BackwardTile;
 template <>
 struct BackwardTile<64> {
-  static constexpr int kQueries = 128, kKeys = 128, kStages = 3;
+  static constexpr int kQueries = 128, kKeys = 128, kStages = 3, kKeyStages = 1;
 };
 template <>
 struct BackwardTile<128> {
-  static constexpr int kQueries = 64, kKeys = 128, kStages = 2;
+  static constexpr int kQueries = 64, kKeys = 128, kStages = 2, kKeyStages = 2;
 };
 template <>
 struct BackwardTile<256> {
