@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <octet/formats.hpp>
 #include <vector>
 
 #include "gpu/place.h"
@@ -76,6 +77,7 @@ struct Kind {
   Precision precision;
   Remedy remedy = Remedy::f16_inside;
   bool deterministic = false;
+  bool offset = false;  // v has one in each channel
 
   bool sixteen_bits() const { return precision == Precision::bf16 || precision == Precision::f16; }
   // Weights and values of 16 bits: head dims up to 256.
@@ -96,6 +98,7 @@ double e4m3_logit_noise(const Case& c, const Inputs& in, double sigmas) {
 }
 
 constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, Remedy::f16_inside},
+                           {Pass::forward, Precision::bf16, Remedy::f16_inside, false, true},
                            {Pass::forward, Precision::bf16, Remedy::none},
                            {Pass::forward, Precision::f16, Remedy::f16_inside},
                            {Pass::backward, Precision::bf16, Remedy::f16_inside},
@@ -118,11 +121,16 @@ TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
   const auto [index, which] = GetParam();
   const Case& c = gpu_cases()[index];
   const Kind& kind = kKinds[which];
-  const auto [pass, precision, remedy, deterministic] = kind;
+  const auto [pass, precision, remedy, deterministic, offset] = kind;
   const uint64_t seed = index + 1;
   SCOPED_TRACE(testing::Message() << "case " << c.name << ", " << name(pass) << ' ' << name(precision) << ", seed "
                                   << seed);
-  const Inputs in = draw(c, seed);
+  Inputs in = draw(c, seed);
+  if (offset)
+    for_each(c.v_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t channel) {
+      double& x = in.v.at(b, h, t, channel);
+      x = round_to(kBf16, x + (channel % 3 - 1) * 8.0 * static_cast<double>(1 + h));
+    });
   Attention plain = attention_of(c, precision, "reference"), gpu = attention_of(c, precision, "sm90");
   if (kind.sixteen_bits()) plain.remedy = gpu.remedy = remedy;
   gpu.deterministic = deterministic;
@@ -167,6 +175,7 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuPasses,
                            return std::string(gpu_cases()[std::get<0>(info.param)].name) + '_' + name(kind.pass) + '_' +
                                   name(kind.precision) +
                                   (kind.deterministic                   ? "_deterministic"
+                                   : kind.offset                        ? "_offset"
                                    : kind.remedy == Remedy::none        ? "_none"
                                    : kind.remedy == Remedy::beta        ? "_beta"
                                    : kind.remedy == Remedy::exact_delta ? "_exact_delta"

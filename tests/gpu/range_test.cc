@@ -91,6 +91,10 @@ TEST_P(GpuMagnitudes, of_v_change_nothing_but_the_scale_of_o) {
                .dtype = DType::bf16,
                .out_dtype = DType::f32};
   Inputs in = draw(c, 5);
+  for_each(in.v.shape, [&](int64_t b, int64_t h, int64_t t, int64_t channel) {  // half of the channels with an offset
+    double& x = in.v.at(b, h, t, channel);
+    x = round_to(kBf16, x + channel % 2 * 4.0);
+  });
   const auto times_powers = [&](Values& x, int sign) {
     for_each(x.shape, [&](int64_t b, int64_t h, int64_t t, int64_t s) {
       x.at(b, h, t, s) = std::ldexp(x.at(b, h, t, s), sign * kExponents[h]);
@@ -109,6 +113,62 @@ TEST_P(GpuMagnitudes, of_v_change_nothing_but_the_scale_of_o) {
 
 INSTANTIATE_TEST_SUITE_P(Precisions, GpuMagnitudes, testing::Values(Precision::bf16, Precision::int8_f16),
                          [](const auto& info) { return std::string(name(info.param)); });
+
+// With f16 weights v comes less a vector, which o gets back.
+const Case kCentered{.name = "centered",
+                     .heads = 4,
+                     .kv_heads = 2,
+                     .tokens_q = 800,
+                     .tokens_k = 700,
+                     .causal = true,
+                     .alignment = Alignment::bottom_right,
+                     .dtype = DType::bf16,
+                     .out_dtype = DType::bf16};
+
+// What all tokens share comes back exactly, and queries that see no key get 0.
+TEST(GpuCenteredValues, that_are_all_the_same_come_back) {
+  for (const auto& [dim, dim_v] : {std::pair{16, 16}, {64, 64}, {72, 128}, {192, 128}, {256, 256}}) {
+    SCOPED_TRACE(dim);
+    Case c = kCentered;
+    c.dim = dim, c.dim_v = dim_v;
+    Inputs in = draw(c, 8);
+    for_each(c.v_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t channel) {
+      in.v.at(b, h, t, channel) = in.v.at(b, h, 0, channel);
+    });
+    GpuPlace place;
+    const Outputs got = run(c, in, attention_of(c, Precision::bf16, "sm90"), Pass::forward, nullptr, &place);
+    for_each(c.o_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t channel) {
+      ASSERT_EQ(got.o.at(b, h, t, channel), t < 100 ? 0.0 : in.v.at(b, h / 2, 0, channel));
+      ASSERT_EQ(got.o_residual.at(b, h, t, channel), 0.0);
+    });
+  }
+}
+
+// A number that is not finite reaches the queries that see its tile of keys, and no other.
+TEST(GpuCenteredValues, keep_what_is_not_finite) {
+  constexpr int64_t kBad = 656;  // one of the tokens that the vector is made of
+  for (const int64_t dim : {64, 128, 256})
+    for (const double bad : {std::nan(""), double(INFINITY), -double(INFINITY)}) {
+      SCOPED_TRACE(testing::Message() << dim << ' ' << bad);
+      Case c = kCentered;
+      c.dim = c.dim_v = dim;
+      Inputs in = draw(c, 9);
+      for (double& x : in.v.data) x = round_to(kBf16, x + 8.0);
+      const Outputs want = run(c, in, attention_of(c, Precision::bf16, "reference"), Pass::forward);
+      in.v.at(0, 1, kBad, 5) = bad;
+      GpuPlace place;
+      const Outputs got = run(c, in, attention_of(c, Precision::bf16, "sm90"), Pass::forward, nullptr, &place);
+      for_each(c.o_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t channel) {
+        const double x = got.o.at(b, h, t, channel), y = want.o.at(b, h, t, channel);
+        const bool spoiled = h / 2 == 1 && channel == 5;
+        if (spoiled && t >= kBad + 100) {
+          ASSERT_FALSE(std::isfinite(x)) << h << ' ' << t;
+        } else if (!spoiled || t < 512) {
+          ASSERT_NEAR(x, y, 0x1p-6 * std::fabs(y)) << h << ' ' << t << ' ' << channel;
+        }
+      });
+    }
+}
 
 // Numbers of v that are f16 already stay as they are, the smallest and the largest too.
 TEST(GpuF16Values, are_kept) {

@@ -10,11 +10,6 @@ enum class Tied { s7, s8 };
 // nothing to spoil. On S8 it is biased, kappa >= .5.
 void expect_unbiased_delta(const Tested&, Tied);
 
-// Where sums are truncated, not rounded: from the un-rounded o, no row errs by more than the rounding of f16 weights, a
-// unit in the last place of a float32 sum for each key and the rounding of the residual, in parts of sum |do o|; the
-// mean over rows by no more than the latter two. From o alone rows do.
-void expect_delta_as_near_as_truncated_sums(const Tested&, Tied);
-
 // What the bias does to dq on S8: without remedy its errors have one sign, kappa >= .5; with it a tenth of them is
 // left.
 void expect_unbiased_dq_on_s8(const Tested&);

@@ -44,6 +44,12 @@ struct PrecisionBf16Inside : PrecisionF16 {
   using Operand = Bf16;
 };
 
+// Tensor cores truncate sums, towards 0. Where o is kept for a backward pass, what that takes from it must not lean to
+// one side, or errors of delta would add up: values come less a vector near them, and half way through its keys o is
+// reflected, where shared memory has room (sm90/forward.h).
+template <class Precision>
+constexpr bool kBalanced = std::is_same_v<Precision, PrecisionBf16Inside>;
+
 // Logits of int8 codes, weights and values in f16.
 struct PrecisionInt8F16 : PrecisionF16 {
   using Operand = S8;

@@ -8,11 +8,11 @@ namespace octet::cuda {
 
 // Launches a kernel that begins with ptx::wait_for_previous_grid: its blocks may be placed before the kernel before it
 // has ended (programmatic dependent launch).
-inline void launch_after(const void* kernel, unsigned grid, unsigned threads, std::size_t shared_bytes,
-                         cudaStream_t stream, void** arguments) {
+inline void launch_after(const void* kernel, dim3 grid, unsigned threads, std::size_t shared_bytes, cudaStream_t stream,
+                         void** arguments) {
   cudaLaunchAttribute attribute{.id = cudaLaunchAttributeProgrammaticStreamSerialization};
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  const cudaLaunchConfig_t config{.gridDim = dim3(grid),
+  const cudaLaunchConfig_t config{.gridDim = grid,
                                   .blockDim = dim3(threads),
                                   .dynamicSmemBytes = shared_bytes,
                                   .stream = stream,
@@ -22,7 +22,7 @@ inline void launch_after(const void* kernel, unsigned grid, unsigned threads, st
 }
 
 template <class... Parameters>
-void launch_after(void (*kernel)(Parameters...), unsigned grid, unsigned threads, std::size_t shared_bytes,
+void launch_after(void (*kernel)(Parameters...), dim3 grid, unsigned threads, std::size_t shared_bytes,
                   cudaStream_t stream, Parameters... parameters) {
   void* arguments[] = {&parameters...};
   launch_after(reinterpret_cast<const void*>(kernel), grid, threads, shared_bytes, stream, arguments);

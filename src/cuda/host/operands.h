@@ -26,20 +26,23 @@ class Input {
   View from_, view_;
 };
 
-// An f16 input times a power of two per (batch, head), for bf16 numbers that f16 might not hold.
+// An f16 input times a power of two per (batch, head), for bf16 numbers that f16 might not hold; with `center_columns`
+// less a vector near all tokens (quant/copy.h) with that many channels.
 class ScaledInput {
  public:
   // `through`: rounded to this type first.
-  ScaledInput(const View& from, octet_dtype through, Carver& workspace);
+  ScaledInput(const View& from, octet_dtype through, int center_columns, Carver& workspace);
   void prepare(cudaStream_t stream) const;
   const View& view() const { return view_; }
-  const float* scale() const { return scale_; }  // [batch, head], what products must be multiplied by
+  const float* scale() const { return scale_; }         // [batch, head], what products must be multiplied by
+  const float* center() const { return center_.data; }  // [batch, head, center_columns]
 
  private:
   View from_, view_;
   octet_dtype through_;
   unsigned* largest_;
   float* scale_;
+  Center center_;
 };
 
 // An output and where the kernel writes it.

@@ -1,7 +1,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/host/status.h"
+#include "cuda/host/launch.h"
+#include "cuda/ptx/grid.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/quant/copy.h"
 #include "cuda/quant/elements.h"
@@ -66,15 +67,71 @@ struct Loaded<void> {
   }
 };
 
-// to = from, and the largest magnitude of each (batch, head), as bits, which order as magnitudes do. All loads of a few
-// lines come before their stores, as the compiler cannot know that the two do not alias.
+// The center of head blockIdx.x. What is not finite does not count. Sets `largest` to 0.
 template <class In>
 __global__ void __launch_bounds__(kThreads)
-    convert_kernel(const Strided from, const Strided to, Element through, unsigned* largest) {
+    center_kernel(const Strided from, Element through, const Center center, unsigned* largest) {
+  constexpr int kRows = 8, kOfRow = 8, kSampled = kRows * kOfRow, kMostLines = kThreads / kRows;
+  constexpr float kTooLarge = 0x1p100f;  // for sums and differences
+  __shared__ float sums[kRows][kMostLines * kVector], tops[kRows][kMostLines * kVector];
+  const int dim = static_cast<int>(from.shape[3]), lines = dim / kVector, tokens = static_cast<int>(from.shape[2]);
+  const int row = threadIdx.x / lines, channel = threadIdx.x % lines * kVector, sampled = min(tokens, kSampled);
+  const int64_t batch = blockIdx.x / from.shape[1], head = blockIdx.x % from.shape[1];
+  const auto line_of = [&](int i) { return Line{batch, head, (row * kOfRow + i) * (tokens / sampled), channel}; };
+  ptx::next_grid_may_start();
+  if (threadIdx.x == 0) largest[blockIdx.x] = 0;
+  if (row < kRows) {
+    const int count = min(sampled - row * kOfRow, kOfRow);  // of this row of threads
+    Loaded<In> loaded[kOfRow];
+#pragma unroll
+    for (int i = 0; i < kOfRow; ++i)
+      if (i < count) loaded[i].load(from, line_of(i));
+    Vector sum{}, top{};
+#pragma unroll
+    for (int i = 0; i < kOfRow; ++i) {
+      if (i >= count) break;
+      Vector x;
+      loaded[i].get(x);
+      round_through(through, x);
+      for (int c = 0; c < kVector; ++c)
+        if (isfinite(x[c])) sum[c] += x[c], top[c] = fmaxf(top[c], fabsf(x[c]));
+    }
+    for (int c = 0; c < kVector; ++c) sums[row][channel + c] = sum[c], tops[row][channel + c] = top[c];
+  }
+  __syncthreads();
+  for (int c = threadIdx.x; c < center.columns; c += kThreads) {
+    float sum = 0.f, top = 0.f;
+    if (c < dim)
+      for (int r = 0; r < kRows; ++r) sum += sums[r][c], top = fmaxf(top, tops[r][c]);
+    const float mean = sum / static_cast<float>(sampled);
+    center.data[static_cast<int64_t>(blockIdx.x) * center.columns + c] =
+        top < kTooLarge && 4.f * fabsf(mean) >= top ? float(Bf16(mean)) : 0.f;
+  }
+}
+
+// Eight channels of a head's center.
+__device__ void read_center(const Center& center, int channel, Vector& x) {
+  float4 words[2]{};
+  if (center.data) {
+    const auto* from = reinterpret_cast<const float4*>(center.data + int64_t{blockIdx.x} * center.columns + channel);
+    words[0] = from[0], words[1] = from[1];
+  }
+  for (int c = 0; c < kVector; ++c) x[c] = (&words[c / 4].x)[c % 4];
+}
+
+// to = from less its center, and the largest magnitude of each (batch, head), as bits, which order as magnitudes do.
+// All loads of a few lines come before their stores, as the compiler cannot know that the two do not alias; the first
+// ones come before the center, too.
+template <class In>
+__global__ void __launch_bounds__(kThreads)
+    convert_kernel(const Strided from, const Strided to, Element through, const Center center, unsigned* largest) {
   constexpr int kAtOnce = 4;
+  ptx::next_grid_may_start();
   const int lines = static_cast<int>(from.shape[3]) / kVector, rows = kThreads / lines, row = threadIdx.x / lines;
   const int64_t batch = blockIdx.x / from.shape[1], head = blockIdx.x % from.shape[1];
   const int channel = threadIdx.x % lines * kVector;
+  Vector less;
+  bool waited = false;
   unsigned most = 0;
   if (row < rows)
     for (int64_t token = static_cast<int64_t>(blockIdx.y) * kAtOnce * rows + row; token < from.shape[2];
@@ -84,25 +141,30 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
         if (line_of(i).token < from.shape[2]) loaded[i].load(from, line_of(i));
+      if (!waited) ptx::wait_for_previous_grid(), read_center(center, channel, less), waited = true;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (line_of(i).token >= from.shape[2]) break;
         Vector x;
         loaded[i].get(x);
         round_through(through, x);
+        for (int c = 0; c < kVector; ++c) x[c] -= less[c];
         for (const float element : x)
           if (isfinite(element)) most = max(most, __float_as_uint(fabsf(element)));
         write(to, line_of(i), x);
       }
     }
+  if (!waited) ptx::wait_for_previous_grid();
   most = __reduce_max_sync(~0u, most);
   if (threadIdx.x % 32 == 0) atomicMax(&largest[blockIdx.x], most);
 }
 
 // Does over, times a power of two, the heads that `to` does not hold well: scale[batch, head] is what it was divided
 // by.
-__global__ void __launch_bounds__(kThreads)
-    rescale_kernel(const Strided from, const Strided to, Element through, const unsigned* largest, float* scale) {
+__global__ void __launch_bounds__(kThreads) rescale_kernel(const Strided from, const Strided to, Element through,
+                                                           const Center center, const unsigned* largest, float* scale) {
+  ptx::next_grid_may_start();
+  ptx::wait_for_previous_grid();
   const float most = __uint_as_float(largest[blockIdx.x]);
   const bool fits = most == 0.f || (most >= 0x1p-2f && most < 0x1p15f);
   const int exponent = fits ? 0 : min(max(13 - ilogbf(most), -100), 100);
@@ -113,7 +175,9 @@ __global__ void __launch_bounds__(kThreads)
     Vector x;
     read(from, line, x);
     round_through(through, x);
-    for (float& element : x) element *= by;
+    Vector less;
+    read_center(center, static_cast<int>(line.channel), less);
+    for (int c = 0; c < kVector; ++c) x[c] = (x[c] - less[c]) * by;
     write(to, line, x);
   });
 }
@@ -123,6 +187,13 @@ dim3 grid_of(const Strided& x) {
   constexpr int64_t kMost = 1024, kTokensPerBlock = 64;
   return dim3(static_cast<unsigned>(x.shape[0] * x.shape[1]),
               static_cast<unsigned>(std::clamp<int64_t>(x.shape[2] / kTokensPerBlock, 1, kMost)));
+}
+
+// Some blocks for each (batch, head), as many as the GPU works on at a time.
+dim3 few_of(const Strided& x) {
+  constexpr int64_t kBlocks = 640;
+  const dim3 grid = grid_of(x);
+  return dim3(grid.x, std::min(grid.y, static_cast<unsigned>(kBlocks / grid.x + 1)));
 }
 
 // Rows of whole 16-byte words.
@@ -140,16 +211,22 @@ void copy(const Strided& from, const Strided& to, Element through, cudaStream_t 
   check(cudaGetLastError(), "copy");
 }
 
-void convert_to_f16(const Strided& from, const Strided& to, Element through, unsigned* largest, float* scale,
-                    cudaStream_t stream) {
+void convert_to_f16(const Strided& from, const Strided& to, Element through, const Center& center, unsigned* largest,
+                    float* scale, cudaStream_t stream) {
   const int64_t heads = from.shape[0] * from.shape[1];
   if (!heads || !from.shape[2]) return;
-  check(cudaMemsetAsync(largest, 0, heads * sizeof(unsigned), stream), "cudaMemsetAsync");
-  const auto convert =
-      from.element == Element::bf16 && in_words(from) ? convert_kernel<__nv_bfloat16> : convert_kernel<void>;
-  convert<<<grid_of(from), kThreads, 0, stream>>>(from, to, through, largest);
-  rescale_kernel<<<grid_of(from), kThreads, 0, stream>>>(from, to, through, largest, scale);
-  check(cudaGetLastError(), "convert_to_f16");
+  const bool words = from.element == Element::bf16 && in_words(from);
+  if (center.data) {
+    const auto find = words ? center_kernel<Bf16> : center_kernel<void>;
+    find<<<static_cast<unsigned>(heads), kThreads, 0, stream>>>(from, through, center, largest);
+    check(cudaGetLastError(), "center_kernel");
+  } else {
+    check(cudaMemsetAsync(largest, 0, heads * sizeof(unsigned), stream), "cudaMemsetAsync");
+  }
+  const auto convert = words ? convert_kernel<Bf16> : convert_kernel<void>;
+  launch_after(convert, grid_of(from), kThreads, 0, stream, from, to, through, center, largest);
+  const unsigned* found = largest;
+  launch_after(rescale_kernel, few_of(from), kThreads, 0, stream, from, to, through, center, found, scale);
 }
 
 }  // namespace octet::cuda

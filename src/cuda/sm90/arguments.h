@@ -25,6 +25,7 @@ struct ForwardArguments {
   const float *q_step, *k_step;  // [batch, head, token], [batch, kv_head, keys]
   const float* mean_logit;       // [batch, head, token]: q times the mean that k lost; null: not wanted
   Output o, o_residual, lse;
+  const float* v_center;  // [batch, kv_head, kernel's dim_v] that v was reduced by; of kBalanced precisions
 };
 
 // Keys of 8-bit operands lie in whole multiples of n = kLaidOutKeys: each sequence starts a new one. In packed

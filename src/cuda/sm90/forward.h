@@ -11,6 +11,10 @@
 //
 // q and k are numbers of 16 bits, or codes of 8 with a step for each query and each key: then s is a product of
 // integers, logits are s times the step of the key, and the step of the query is part of the softmax's unit.
+//
+// Where o is balanced (attn/precision.h), v comes less a vector, which o gets back. With each 16 keys tensor cores
+// truncate o towards 0; so half way through the tiles of a block o is reflected: it becomes o - 2 a, a near o, and 2 a
+// come back in the end. What is truncated in the second half has the other sign.
 #pragma once
 #include <type_traits>
 
@@ -49,6 +53,12 @@ struct Forward {
   using TileK = OperandTile<kKeys>;
   using TileV = SharedTile<typename Precision::Weight, kKeys, Dims::kDimV>;
 
+  // A balanced o is reflected where shared memory has room for what is put aside, 16 bits of each number.
+  static constexpr int kAsideWords = Dims::kDimV / 16, kAsideBytes = kReaders * kAsideWords * sizeof(uint4);
+  static constexpr int kTileBytes = Tile::kQStages * TileQ::kBytes + Tile::kStages * (TileK::kBytes + TileV::kBytes);
+  static constexpr bool kReflects =
+      kBalanced<Precision> && kTileBytes + kAsideBytes + 2 * kSwizzleBytes <= kMostSharedBytes;
+
   struct alignas(kSwizzleBytes) Shared {
     unsigned char q[Tile::kQStages][TileQ::kBytes];
     unsigned char k[Tile::kStages][TileK::kBytes];
@@ -58,6 +68,7 @@ struct Forward {
     Ring<Tile::kStages> k_ring, v_ring;
     Barrier cleared;
     Work work[Tile::kQStages];
+    uint4 aside[kReflects ? kAsideBytes / sizeof(uint4) : 1];
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;  // dynamic shared memory starts at any 16 bytes
 
@@ -169,6 +180,57 @@ struct Forward {
       return OnlineSoftmax{units(work, query)};
   }
 
+  // Two numbers from the upper halves of two: the lower half of the second are bits of the first.
+  static __device__ float2 two_near(uint32_t word) { return {__uint_as_float(word << 16), __uint_as_float(word)}; }
+  // o - 2 a, exact but where it grows into the next binade.
+  __device__ void reflect(int warpgroup, Accumulator<Dims::kDimV>& o) const {
+    uint4* const aside = shared.aside + warpgroup * kAsideWords * kWarpgroup + threadIdx.x % kWarpgroup;
+#pragma unroll
+    for (int i = 0; i < kAsideWords; ++i) {
+      uint32_t words[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        float* const x = &o.x[8 * i + 2 * w];
+        words[w] = __byte_perm(__float_as_uint(x[0]), __float_as_uint(x[1]), 0x7632);
+        const float2 a = two_near(words[w]);
+        x[0] = __fmaf_rn(a.x, -2.f, x[0]), x[1] = __fmaf_rn(a.y, -2.f, x[1]);
+      }
+      aside[i * kWarpgroup] = {words[0], words[1], words[2], words[3]};
+    }
+  }
+  // o + `by` a.
+  __device__ void reflect_back(int warpgroup, const RowValues& by, Accumulator<Dims::kDimV>& o) const {
+    const uint4* const aside = shared.aside + warpgroup * kAsideWords * kWarpgroup + threadIdx.x % kWarpgroup;
+#pragma unroll
+    for (int i = 0; i < kAsideWords; ++i) {
+      const uint4 word = aside[i * kWarpgroup];
+      const uint32_t words[] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float2 a = two_near(words[w]);
+        float* const x = &o.x[8 * i + 2 * w];
+        x[0] = __fmaf_rn(a.x, by[w % 2], x[0]), x[1] = __fmaf_rn(a.y, by[w % 2], x[1]);
+      }
+    }
+  }
+
+  // What v was reduced by, in the columns of this thread.
+  struct SomeCenter {
+    float2 x[Dims::kDimV / 8];
+  };
+  struct NoCenter {};
+  using Center = std::conditional_t<kBalanced<Precision>, SomeCenter, NoCenter>;
+  __device__ Center center_of(const Work& work) const {
+    Center center;
+    if constexpr (kBalanced<Precision>) {
+      const int64_t kv = work.batch * (a.schedule.heads / a.group) + work.head / a.group;
+#pragma unroll
+      for (int i = 0; i < Dims::kDimV / 8; ++i)
+        center.x[i] = *reinterpret_cast<const float2*>(a.v_center + kv * Dims::kDimV + 8 * i + fragment_column());
+    }
+    return center;
+  }
+
   // Where logits go: float sums stay where they are.
   static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys>& s, Accumulator<kKeys>&) { return s; }
   static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys, int>&, Accumulator<kKeys>& converted) {
@@ -197,6 +259,10 @@ struct Forward {
       const KeyRange ranges[kRowsPerThread] = {a.mask.keys_of(query, work.q_tokens, work.k_tokens),
                                                a.mask.keys_of(query + 8, work.q_tokens, work.k_tokens)};
       auto softmax = start_softmax(work, query);
+      // Down to tile `halfway`, then o is reflected. `twice`: 2, as sums are scaled.
+      const bool reflects = kReflects && mine.last - mine.first > 1;
+      const int halfway = mine.last - 1 - (mine.last - mine.first) / 2;
+      RowValues twice{2.f, 2.f};
       Accumulator<kKeys, typename Precision::Sum> s;
       Accumulator<kKeys> converted;
       Accumulator<kKeys>& x = in_place(s, converted);
@@ -261,54 +327,63 @@ struct Forward {
         clear_v(mine.last - 1);
         if (mine.last - 1 > mine.first) await_k();
       }
-      for (int tile = mine.last - 2; tile >= mine.first; --tile) {
-        my_turn();
-        multiply_qk(warpgroup, k_at.stage);
-        await_v();
-        multiply_pv();
-        pass_turn();
-        ptx::wgmma_wait<1>();
-        take_logits();
-        if constexpr (!kCodes) mask(tile);
-        if constexpr (kHasBeta<Precision>) {
-          // Ties are counted in every tile.
-          const RowValues shrink = softmax.template step<Precision::kWeightExponent>(x);
-          ptx::pin(x.x);
-          finish_k();
-          // Waiting here splits the block of instructions, as the vote below does.
-          if (tile > mine.first) await_k();
-          ptx::wgmma_wait<0>();
-          ptx::pin(o.x);
-          scale_rows(o, shrink);
-        } else {
-          // Over the maximum of former tiles; in the rare case that it is too small, the tile is done over. So are
-          // tiles of codes with a mask, whose branch would keep steps from being multiplied between exponentials.
-          const RowValues sum = softmax.template weigh<Precision::kWeightExponent>(x);
-          const bool fits = sum[0] <= Precision::kLargestWeight && sum[1] <= Precision::kLargestWeight &&
-                            !(kCodes && seen_in_part(tile));
-          ptx::pin(x.x);
-          // This split of the block of instructions keeps ptxas from waiting for the product with v before the
-          // exponentials, which would then run after it instead of beside it.
-          if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
-            softmax.l[0] += sum[0], softmax.l[1] += sum[1];
+      int tile = mine.last - 2;
+      // Two loops where o is reflected between: a branch within the loop over tiles would cost 2 %.
+#pragma unroll 1
+      for (int half = kReflects ? 0 : 1; half < 2; ++half) {
+        for (const int first = half ? mine.first : halfway; tile >= first; --tile) {
+          my_turn();
+          multiply_qk(warpgroup, k_at.stage);
+          await_v();
+          multiply_pv();
+          pass_turn();
+          ptx::wgmma_wait<1>();
+          take_logits();
+          if constexpr (!kCodes) mask(tile);
+          if constexpr (kHasBeta<Precision>) {
+            // Ties are counted in every tile.
+            const RowValues shrink = softmax.template step<Precision::kWeightExponent>(x);
+            ptx::pin(x.x);
+            finish_k();
+            // Waiting here splits the block of instructions, as the vote below does.
+            if (tile > mine.first) await_k();
             ptx::wgmma_wait<0>();
             ptx::pin(o.x);
+            scale_rows(o, shrink);
           } else {
-            // Hidden, or the addresses would be worked out once for both products, ahead of the first.
-            multiply_qk(ptx::hidden(warpgroup), ptx::hidden(k_at.stage));
-            ptx::wgmma_wait<0>();
-            ptx::pin(o.x);
-            take_logits();
-            mask(tile);
-            scale_rows(o, softmax.template step<Precision::kWeightExponent>(x));
+            // Over the maximum of former tiles; in the rare case that it is too small, the tile is done over. So are
+            // tiles of codes with a mask, whose branch would keep steps from being multiplied between exponentials.
+            const RowValues sum = softmax.template weigh<Precision::kWeightExponent>(x);
+            const bool fits = sum[0] <= Precision::kLargestWeight && sum[1] <= Precision::kLargestWeight &&
+                              !(kCodes && seen_in_part(tile));
+            ptx::pin(x.x);
+            // This split of the block of instructions keeps ptxas from waiting for the product with v before the
+            // exponentials, which would then run after it instead of beside it.
+            if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
+              softmax.l[0] += sum[0], softmax.l[1] += sum[1];
+              ptx::wgmma_wait<0>();
+              ptx::pin(o.x);
+            } else {
+              // Hidden, or the addresses would be worked out once for both products, ahead of the first.
+              multiply_qk(ptx::hidden(warpgroup), ptx::hidden(k_at.stage));
+              ptx::wgmma_wait<0>();
+              ptx::pin(o.x);
+              take_logits();
+              mask(tile);
+              const RowValues shrink = softmax.template step<Precision::kWeightExponent>(x);
+              scale_rows(o, shrink);
+              twice[0] *= shrink[0], twice[1] *= shrink[1];
+            }
+            finish_k();
+            if (tile > mine.first) await_k();
           }
-          finish_k();
-          if (tile > mine.first) await_k();
+          finish_v();
+          convert(x, p);
         }
-        finish_v();
-        convert(x, p);
+        if (kReflects && !half && reflects) reflect(warpgroup, o), twice = {2.f, 2.f};
       }
       shared.q_ring.empty[q_at.stage].arrive();
+      const Center center = center_of(work);  // on its way during the last product
       if (mine.any()) {
         await_v();
         multiply_pv();
@@ -316,13 +391,16 @@ struct Forward {
         ptx::pin(o.x);
         finish_v();
         if constexpr (kSkips)
-          for (int tile = mine.first - 1; tile >= keys.first; --tile) my_turn(), pass_turn(), skip(tile);
+          for (int left = mine.first - 1; left >= keys.first; --left) my_turn(), pass_turn(), skip(left);
       }
-      write(work, query, softmax, o);
+      if constexpr (kReflects)
+        if (reflects) reflect_back(warpgroup, twice, o);
+      write(work, query, softmax, center, o);
     }
   }
 
-  __device__ void write(const Work& work, int query, const OnlineSoftmax& softmax, Accumulator<Dims::kDimV>& o) const {
+  __device__ void write(const Work& work, int query, const OnlineSoftmax& softmax, const Center& center,
+                        Accumulator<Dims::kDimV>& o) const {
     const float v_scale = a.v_scale ? a.v_scale[work.batch * (a.schedule.heads / a.group) + work.head / a.group] : 1.f;
     RowValues inverse, lse;
 #pragma unroll
@@ -340,7 +418,18 @@ struct Forward {
       lse[row] = l == 0.f ? -INFINITY : (from + log2f(l)) * kLn2 + of_mean;
     }
 #pragma unroll
-    for (int i = 0; i < Dims::kDimV / 2; ++i) o.x[i] *= inverse[i / 2 % 2];
+    for (int i = 0; i < Dims::kDimV / 2; ++i) {
+      if constexpr (kBalanced<Precision>)
+        o.x[i] = __fmaf_rn(o.x[i], inverse[i / 2 % 2], i % 2 ? center.x[i / 4].y : center.x[i / 4].x);
+      else
+        o.x[i] *= inverse[i / 2 % 2];
+    }
+    if constexpr (kBalanced<Precision>)
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row)
+        if (inverse[row] == 0.f)
+#pragma unroll
+          for (int i = 0; i < Dims::kDimV / 8; ++i) o.x[4 * i + 2 * row] = o.x[4 * i + 2 * row + 1] = 0.f;
     switch (a.o.element) {
       case Element::f32:
         return write_as<float>(work, query, lse, o);
@@ -391,7 +480,7 @@ __global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
     shared.cleared.init(Kernel::kReaders);
     ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
   }
-  if constexpr (Kernel::kCodes) ptx::wait_for_previous_grid();
+  if constexpr (Kernel::kCodes || kBalanced<Precision>) ptx::wait_for_previous_grid();
   __syncthreads();
   // The compiler knows that a whole warpgroup takes one side.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);

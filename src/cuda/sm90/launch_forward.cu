@@ -35,6 +35,11 @@ DimsIndex dims_of(const Problem& p) {
   return p.dim <= 192 && p.dim_v <= 128 ? DimsIndex::d192x128 : DimsIndex::d256;
 }
 
+// Channels of v that a kernel multiplies.
+int dim_v_of(DimsIndex dims) {
+  return dims == DimsIndex::d64 ? Dims64::kDimV : dims == DimsIndex::d256 ? Dims256::kDimV : Dims128::kDimV;
+}
+
 // Channels of q and k that a kernel multiplies.
 int64_t dim_of(DimsIndex dims) {
   switch (dims) {
@@ -80,7 +85,8 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   if (coded(p)) codes.emplace(p, dim_of(dims_of(p)), kernel.keys, carver);
   const bool scaled = scales_v(p);
   const Input v(scaled ? View{} : p.v, type, carver);
-  const ScaledInput v_scaled(scaled ? p.v : View{}, inside(p) ? type : p.v.dtype, carver);
+  const ScaledInput v_scaled(scaled ? p.v : View{}, inside(p) ? type : p.v.dtype, inside(p) ? dim_v_of(dims_of(p)) : 0,
+                             carver);
   const Result o(p.o, carver), o_residual(p.o_residual, carver);
   if (!workspace || !p.o.elements()) return carver.used();
 
@@ -109,9 +115,10 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   // f16 has fewer exponents for the other keys; reach is in logits before scaling.
   a.beta = p.beta, a.beta_reach = (p.precision == OCTET_PRECISION_F16 ? 4.f : 20.f) / p.scale;
   a.v_scale = scaled ? v_scaled.scale() : nullptr;
+  a.v_center = v_scaled.center();
   a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
 
-  launch(p, kernel, a.schedule, &a, coded(p), stream);
+  launch(p, kernel, a.schedule, &a, coded(p) || inside(p), stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);
   return carver.used();

@@ -66,7 +66,7 @@ struct PairBackward {
     }
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;
-  static_assert(kSharedBytes <= 227 * 1024);
+  static_assert(kSharedBytes <= kMostSharedBytes);
 
   const BackwardArguments& a;
   Shared& shared;

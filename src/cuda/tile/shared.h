@@ -19,6 +19,8 @@ constexpr int kPanelRowBytes = 128;
 constexpr int kSwizzleRows = 8;
 constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
 
+constexpr int kMostSharedBytes = 227 * 1024;  // of a thread block
+
 // `InCluster`: of a thread block that is one of several in a cluster.
 template <class T, int Rows_, int Columns_, bool InCluster = false>
 struct SharedTile {
