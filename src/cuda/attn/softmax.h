@@ -19,7 +19,11 @@ struct OnlineSoftmax {
   // 2^Exponent p = 2^(unit s - origin).
   template <int Exponent>
   __device__ float origin(int row, float m) const {
-    return __fmaf_rn(m, unit[row], -float(Exponent));
+    return origin<Exponent>(unit[row], m);
+  }
+  template <int Exponent>
+  __device__ static float origin(float unit, float m) {
+    return __fmaf_rn(m, unit, -float(Exponent));
   }
 
   // Turns logits into 2^Exponent p; returns by what sums over the former maximum must be multiplied.

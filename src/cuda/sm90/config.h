@@ -1,7 +1,7 @@
 // Every tile size, stage count and register count of this generation.
 //
 // A warpgroup that computes holds 64 rows. Its registers hold s (keys / 2 of them per thread), p (keys / 4) and o
-// (dim_v / 2); 240 are left to each of two such warpgroups beside a loader with 24, 160 to each of three.
+// (dim_v / 2); 232 are left to each of two such warpgroups beside a loader with 40, 160 to each of three.
 //
 // A thread block cannot take more registers than it was launched with: 504 for three threads, one of each warpgroup,
 // and 512 for four. Asking for more waits for ever.
@@ -25,7 +25,7 @@ using Dims256 = HeadDims<256, 256>;
 // kStages: of k, and of v. kQStages: where there is room, the queries of the next block arrive while warpgroups still
 // work on this one. kTurns: warpgroups take turns at their products.
 struct TwoWarpgroups {
-  static constexpr int kWarpgroups = 2, kRegisters = 240, kLoaderRegisters = 24;
+  static constexpr int kWarpgroups = 2, kRegisters = 232, kLoaderRegisters = 40;
 };
 struct ThreeWarpgroups {
   static constexpr int kWarpgroups = 3, kRegisters = 160, kLoaderRegisters = 32;
@@ -53,11 +53,7 @@ struct ForwardTile<Precision, Dims256> : TwoWarpgroups {
   static constexpr bool kTurns = true;
 };
 
-// Logits of codes: half the bytes of q and k, more instructions for each logit. Steps of keys take registers of the
-// loader.
-struct TwoWarpgroupsOfCodes {
-  static constexpr int kWarpgroups = 2, kRegisters = 232, kLoaderRegisters = 40;
-};
+// Logits of codes: half the bytes of q and k, more instructions for each logit.
 template <>
 struct ForwardTile<PrecisionInt8F16, Dims64> : ThreeWarpgroups {
   static constexpr int kKeys = 112, kStages = 2, kQStages = 2;
@@ -69,12 +65,12 @@ struct ForwardTile<PrecisionInt8F16, Dims128> : ThreeWarpgroups {
   static constexpr bool kTurns = false;
 };
 template <>
-struct ForwardTile<PrecisionInt8F16, Dims192x128> : TwoWarpgroupsOfCodes {
+struct ForwardTile<PrecisionInt8F16, Dims192x128> : TwoWarpgroups {
   static constexpr int kKeys = 128, kStages = 2, kQStages = 1;
   static constexpr bool kTurns = false;
 };
 template <>
-struct ForwardTile<PrecisionInt8F16, Dims256> : TwoWarpgroupsOfCodes {
+struct ForwardTile<PrecisionInt8F16, Dims256> : TwoWarpgroups {
   static constexpr int kKeys = 96, kStages = 2, kQStages = 1;
   static constexpr bool kTurns = false;
 };

@@ -49,6 +49,13 @@ struct Forward {
   // Some tiles along the diagonal are seen by none of a warpgroup's queries: it passes them over.
   static constexpr bool kSkips = kRows - kWarpgroupRows >= kKeys;
 
+  // Of others it sees only the first half: then that is all that it computes. Where both kinds of tiles come in every
+  // block, as at d = 128, twice the instructions cost what this gains.
+  static constexpr bool kHalves = kSkips && !kCodes;
+
+  // o of 16 bits leaves through the place that q had, where the next block's q has another.
+  static constexpr bool kThroughQ = !kCodes && Tile::kQStages > 1;
+
   using TileQ = OperandTile<kRows>;
   using TileK = OperandTile<kKeys>;
   using TileV = SharedTile<typename Precision::Weight, kKeys, Dims::kDimV>;
@@ -59,6 +66,20 @@ struct Forward {
   static constexpr bool kReflects =
       kBalanced<Precision> && kTileBytes + kAsideBytes + 2 * kSwizzleBytes <= kMostSharedBytes;
 
+  // Tiles [first, last) of keys that any of some queries sees, the end of these keys, and those that all of them see.
+  struct Keys {
+    int first, last, end;
+    KeyRange all;
+
+    __device__ bool any() const { return first < last; }
+  };
+
+  // What the loader says about a block of queries.
+  struct Block {
+    Work work;
+    Keys keys, of_warpgroup[Tile::kWarpgroups];
+  };
+
   struct alignas(kSwizzleBytes) Shared {
     unsigned char q[Tile::kQStages][TileQ::kBytes];
     unsigned char k[Tile::kStages][TileK::kBytes];
@@ -67,7 +88,7 @@ struct Forward {
     Ring<Tile::kQStages> q_ring;
     Ring<Tile::kStages> k_ring, v_ring;
     Barrier cleared;
-    Work work[Tile::kQStages];
+    Block block[Tile::kQStages];
     uint4 aside[kReflects ? kAsideBytes / sizeof(uint4) : 1];
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;  // dynamic shared memory starts at any 16 bytes
@@ -82,68 +103,72 @@ struct Forward {
   __device__ TileK k(int stage) const { return {shared.k[stage]}; }
   __device__ TileV v(int stage) const { return {shared.v[stage]}; }
 
-  // Tiles [first, last) of keys that any of `rows` queries from `query` on sees, and the keys that all of them see.
-  struct Keys {
-    int first, last;
-    KeyRange all;
-
-    __device__ bool any() const { return first < last; }
-  };
+  // Of `rows` queries from `query` on.
   __device__ Keys keys_of(const Work& work, int query, int rows) const {
     const int end = min(query + rows, work.q_tokens) - 1;
     const KeyRange top = a.mask.keys_of(query, work.q_tokens, work.k_tokens);
     const KeyRange bottom = a.mask.keys_of(end, work.q_tokens, work.k_tokens);
-    if (end < query || bottom.last <= top.first) return {0, 0, {0, 0}};
-    return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, {bottom.first, top.last}};
+    if (end < query || bottom.last <= top.first) return {0, 0, 0, {0, 0}};
+    return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, bottom.last, {bottom.first, top.last}};
   }
 
   // The loader: one thread.
   __device__ void load_all() {
     RingPosition<Tile::kQStages> q_at;
     RingPosition<Tile::kStages> k_at, v_at;
-    unsigned number = blockIdx.x;
+    Work next = a.schedule.at(blockIdx.x);
     while (true) {
-      const Work work = a.schedule.at(number);
       shared.q_ring.empty[q_at.stage].wait(q_at.parity ^ 1);
-      shared.work[q_at.stage] = work;
-      if (work.block < 0) {
-        shared.q_ring.full[q_at.stage].arrive();
+      Block& block = shared.block[q_at.stage];
+      Barrier& ready = shared.q_ring.full[q_at.stage];
+      block.work = next;
+      if (next.block < 0) {
+        ready.arrive();
         return;
       }
-      const Keys keys = keys_of(work, work.block, kRows);
+      const Work& work = block.work;
       const int kv_head = work.head / a.group;
       // Codes of keys lie in whole tiles.
       const int k_first =
           kCodes && a.schedule.cu_seqlens_k ? (work.k_first / kKeys + work.sequence) * kKeys : work.k_first;
-      const float* const k_step =
-          a.k_step + (static_cast<int64_t>(work.batch) * (a.schedule.heads / a.group) + kv_head) * a.keys + k_first;
+      const int k_row = work.batch * (a.schedule.heads / a.group) + kv_head;
       const auto fetch = [&](auto tile, const CUtensorMap& map, const int(&broadcast)[2], int row, int head,
-                             Barrier& full, int more_bytes = 0) {
-        full.arrive_expecting(decltype(tile)::kBytes + more_bytes);
+                             Barrier& full) {
         load(tile, map, row, head * broadcast[0], work.batch * broadcast[1], &full.word);
       };
-      fetch(q(q_at.stage), a.q, a.q_broadcast, work.q_first + work.block, work.head, shared.q_ring.full[q_at.stage]);
+      // q is on its way while the loader works out the keys; then it arrives itself.
+      ready.expect(TileQ::kBytes);
+      fetch(q(q_at.stage), a.q, a.q_broadcast, work.q_first + work.block, work.head, ready);
       q_at.advance();
       const auto fetch_k = [&](int tile) {
         shared.k_ring.empty[k_at.stage].wait(k_at.parity ^ 1);
         Barrier& full = shared.k_ring.full[k_at.stage];
         auto& steps = shared.k_step[k_at.stage];
-        fetch(k(k_at.stage), a.k, a.k_broadcast, k_first + tile * kKeys, kv_head, full, kCodes ? sizeof steps : 0);
+        full.arrive_expecting(TileK::kBytes + (kCodes ? sizeof steps : 0));
+        fetch(k(k_at.stage), a.k, a.k_broadcast, k_first + tile * kKeys, kv_head, full);
         if constexpr (kCodes)
           ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_global, &steps,
-                                     k_step + tile * kKeys, sizeof steps, &full.word);
+                                     a.k_step + static_cast<int64_t>(k_row) * a.keys + k_first + tile * kKeys,
+                                     sizeof steps, &full.word);
         k_at.advance();
       };
       const auto fetch_v = [&](int tile) {
         shared.v_ring.empty[v_at.stage].wait(v_at.parity ^ 1);
-        fetch(v(v_at.stage), a.v, a.v_broadcast, work.k_first + tile * kKeys, kv_head, shared.v_ring.full[v_at.stage]);
+        Barrier& full = shared.v_ring.full[v_at.stage];
+        full.arrive_expecting(TileV::kBytes);
+        fetch(v(v_at.stage), a.v, a.v_broadcast, work.k_first + tile * kKeys, kv_head, full);
         v_at.advance();
       };
       // In the order in which they are used: k of a tile comes before v of the one before.
+      const Keys keys = block.keys = keys_of(work, work.block, kRows);
       if (keys.any()) fetch_k(keys.last - 1);
+      for (int i = 0; kSkips && i < Tile::kWarpgroups; ++i)
+        block.of_warpgroup[i] = keys_of(work, work.block + i * kWarpgroupRows, kWarpgroupRows);
+      ready.arrive();
       for (int tile = keys.last - 2; tile >= keys.first; --tile) fetch_k(tile), fetch_v(tile + 1);
+      // Drawn before there is a place for the last v.
+      next = a.schedule.at(gridDim.x + atomicAdd(a.schedule.counter, 1u));
       if (keys.any()) fetch_v(keys.first);
-      number = gridDim.x + atomicAdd(a.schedule.counter, 1u);
     }
   }
 
@@ -220,6 +245,7 @@ struct Forward {
   };
   struct NoCenter {};
   using Center = std::conditional_t<kBalanced<Precision>, SomeCenter, NoCenter>;
+  static constexpr bool kCenterEarly = Dims::kDimV <= 128;  // or no registers are left for it
   __device__ Center center_of(const Work& work) const {
     Center center;
     if constexpr (kBalanced<Precision>) {
@@ -251,13 +277,13 @@ struct Forward {
     if (warpgroup == Tile::kWarpgroups - 1) pass_turn();
     for (;; q_at.advance()) {
       shared.q_ring.full[q_at.stage].wait(q_at.parity);
-      const Work work = shared.work[q_at.stage];
+      const Block& block = shared.block[q_at.stage];
+      const Work work = block.work;
       if (work.block < 0) return;
-      const int my_first = work.block + warpgroup * kWarpgroupRows, query = my_first + fragment_row();
-      const Keys keys = keys_of(work, work.block, kRows);
-      const Keys mine = kSkips ? keys_of(work, my_first, kWarpgroupRows) : keys;
-      const KeyRange ranges[kRowsPerThread] = {a.mask.keys_of(query, work.q_tokens, work.k_tokens),
-                                               a.mask.keys_of(query + 8, work.q_tokens, work.k_tokens)};
+      const Keys keys = block.keys, mine = kSkips ? block.of_warpgroup[warpgroup] : keys;
+      // Hidden, or a part of it would be kept from block to block, for which int8_f16 has no register at d = 256.
+      const int query = work.block + ptx::hidden(warpgroup) * kWarpgroupRows + fragment_row();
+      KeyRange ranges[kRowsPerThread];
       auto softmax = start_softmax(work, query);
       // Down to tile `halfway`, then o is reflected. `twice`: 2, as sums are scaled.
       const bool reflects = kReflects && mine.last - mine.first > 1;
@@ -268,10 +294,9 @@ struct Forward {
       Accumulator<kKeys>& x = in_place(s, converted);
       Accumulator<Dims::kDimV> o;
       Operand<typename Precision::Weight, kKeys> p;
-      o.zero();
 
       // Issued, not awaited.
-      const auto multiply_qk = [&](int rows, int stage) {
+      const auto multiply_qk = [&](auto& s, int rows, int stage) {
         ptx::wgmma_fence();
         if constexpr (kCodes)
           mm_bytes(s, q(q_at.stage), rows * kWarpgroupRows, k(stage));
@@ -288,11 +313,11 @@ struct Forward {
         return tile * kKeys < mine.all.first || (tile + 1) * kKeys > mine.all.last;
       };
       // Logits x from the product s of a tile.
-      const auto take_logits = [&] {
+      const auto take_logits = [&](auto& s, auto& x) {
         ptx::pin(s.x);
         if constexpr (kCodes) to_floats(s, x), scale_columns(x, shared.k_step[k_at.stage]);
       };
-      const auto mask = [&](int tile) {
+      const auto mask = [&](auto& x, int tile) {
         if (seen_in_part(tile)) mask_rows(x, tile * kKeys, ranges);
       };
       const auto await_k = [&] { shared.k_ring.full[k_at.stage].wait(k_at.parity); };
@@ -315,15 +340,30 @@ struct Forward {
           skip(tile);
           if (tile > keys.first) my_turn(), pass_turn();
         }
-      if (mine.any()) {
-        await_k();
-        multiply_qk(warpgroup, k_at.stage);
+      // The first tile, or half of it.
+      const auto begin = [&](auto& s, auto& x) {
+        multiply_qk(s, warpgroup, k_at.stage);
+        // While the product is under way.
+        o.zero();
+        ptx::pin(o.x);
+#pragma unroll
+        for (int row = 0; row < kRowsPerThread; ++row)
+          ranges[row] = a.mask.keys_of(query + 8 * row, work.q_tokens, work.k_tokens);
         ptx::wgmma_wait<0>();
-        take_logits();
+        take_logits(s, x);
         finish_k();
-        mask(mine.last - 1);
+        mask(x, mine.last - 1);
         softmax.template step<Precision::kWeightExponent>(x);
         convert(x, p);
+      };
+      if (mine.any()) {
+        await_k();
+        if constexpr (kHalves) {
+          Accumulator<kKeys / 2> half;
+          mine.end <= mine.last* kKeys - kKeys / 2 ? begin(half, half) : begin(s, x);
+        } else {
+          begin(s, x);
+        }
         clear_v(mine.last - 1);
         if (mine.last - 1 > mine.first) await_k();
       }
@@ -333,13 +373,13 @@ struct Forward {
       for (int half = kReflects ? 0 : 1; half < 2; ++half) {
         for (const int first = half ? mine.first : halfway; tile >= first; --tile) {
           my_turn();
-          multiply_qk(warpgroup, k_at.stage);
+          multiply_qk(s, warpgroup, k_at.stage);
           await_v();
           multiply_pv();
           pass_turn();
           ptx::wgmma_wait<1>();
-          take_logits();
-          if constexpr (!kCodes) mask(tile);
+          take_logits(s, x);
+          if constexpr (!kCodes) mask(x, tile);
           if constexpr (kHasBeta<Precision>) {
             // Ties are counted in every tile.
             const RowValues shrink = softmax.template step<Precision::kWeightExponent>(x);
@@ -365,11 +405,11 @@ struct Forward {
               ptx::pin(o.x);
             } else {
               // Hidden, or the addresses would be worked out once for both products, ahead of the first.
-              multiply_qk(ptx::hidden(warpgroup), ptx::hidden(k_at.stage));
+              multiply_qk(s, ptx::hidden(warpgroup), ptx::hidden(k_at.stage));
               ptx::wgmma_wait<0>();
               ptx::pin(o.x);
-              take_logits();
-              mask(tile);
+              take_logits(s, x);
+              mask(x, tile);
               const RowValues shrink = softmax.template step<Precision::kWeightExponent>(x);
               scale_rows(o, shrink);
               twice[0] *= shrink[0], twice[1] *= shrink[1];
@@ -382,8 +422,9 @@ struct Forward {
         }
         if (kReflects && !half && reflects) reflect(warpgroup, o), twice = {2.f, 2.f};
       }
-      shared.q_ring.empty[q_at.stage].arrive();
-      const Center center = center_of(work);  // on its way during the last product
+      if constexpr (!kThroughQ) shared.q_ring.empty[q_at.stage].arrive();
+      Center center;
+      if constexpr (kCenterEarly) center = center_of(work);  // on its way during the last product
       if (mine.any()) {
         await_v();
         multiply_pv();
@@ -392,31 +433,35 @@ struct Forward {
         finish_v();
         if constexpr (kSkips)
           for (int left = mine.first - 1; left >= keys.first; --left) my_turn(), pass_turn(), skip(left);
+      } else {
+        o.zero();
+        ptx::pin(o.x);  // or, at d = 256, zeros would pass through local memory
       }
       if constexpr (kReflects)
         if (reflects) reflect_back(warpgroup, twice, o);
-      write(work, query, softmax, center, o);
+      write(work, query, softmax, center, o, shared.q[q_at.stage], warpgroup);
+      if constexpr (kThroughQ) {
+        ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+        shared.q_ring.empty[q_at.stage].arrive();
+      }
     }
   }
 
-  __device__ void write(const Work& work, int query, const OnlineSoftmax& softmax, const Center& center,
-                        Accumulator<Dims::kDimV>& o) const {
+  __device__ void write(const Work& work, int query, const OnlineSoftmax& softmax, Center& center,
+                        Accumulator<Dims::kDimV>& o, unsigned char* q, int warpgroup) const {
     const float v_scale = a.v_scale ? a.v_scale[work.batch * (a.schedule.heads / a.group) + work.head / a.group] : 1.f;
-    RowValues inverse, lse;
+    RowValues l, inverse;
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const int i = query + 8 * row;
-      float l = quad_sum(softmax.l[row]), of_mean = 0.f;
+      l[row] = quad_sum(softmax.l[row]);
       if constexpr (kCodes) {
-        const KeyRange seen = a.mask.keys_of(i, work.q_tokens, work.k_tokens);
-        if (seen.first == seen.last) l = 0.f;  // whatever its step is
-        if (a.mean_logit && i < work.q_tokens) of_mean = a.scale * a.mean_logit[row_of(work) + i];
+        const KeyRange seen = a.mask.keys_of(query + 8 * row, work.q_tokens, work.k_tokens);
+        if (seen.first == seen.last) l[row] = 0.f;  // whatever its step is
       }
-      constexpr float kLn2 = 0.693147180559945f;
-      inverse[row] = l == 0.f ? 0.f : v_scale / l;
-      const float from = softmax.template origin<Precision::kWeightExponent>(row, softmax.m[row]);
-      lse[row] = l == 0.f ? -INFINITY : (from + log2f(l)) * kLn2 + of_mean;
+      inverse[row] = l[row] == 0.f ? 0.f : v_scale / l[row];
     }
+    write_lse(work, query, softmax, l);
+    if constexpr (!kCenterEarly) center = center_of(work);
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 2; ++i) {
       if constexpr (kBalanced<Precision>)
@@ -432,35 +477,57 @@ struct Forward {
           for (int i = 0; i < Dims::kDimV / 8; ++i) o.x[4 * i + 2 * row] = o.x[4 * i + 2 * row + 1] = 0.f;
     switch (a.o.element) {
       case Element::f32:
-        return write_as<float>(work, query, lse, o);
+        return write_as<float>(work, query, o, q, warpgroup);
       case Element::f16:
-        return write_as<F16>(work, query, lse, o);
+        return write_as<F16>(work, query, o, q, warpgroup);
       case Element::e4m3:
-        if constexpr (kCodes) return write_as<E4m3>(work, query, lse, o);
+        if constexpr (kCodes) return write_as<E4m3>(work, query, o, q, warpgroup);
         break;
       default:
-        return write_as<Bf16>(work, query, lse, o);
+        return write_as<Bf16>(work, query, o, q, warpgroup);
     }
   }
 
+  // Of the four threads that share two rows, two write one each, as a logarithm is 25 instructions.
+  __device__ void write_lse(const Work& work, int query, const OnlineSoftmax& softmax, const RowValues& l) const {
+    const int row = threadIdx.x % 2, i = query + 8 * row;
+    if (!a.lse.data || i >= work.q_tokens || threadIdx.x % 4 >= kRowsPerThread) return;
+    const auto mine = [&](const RowValues& x) { return row ? x[1] : x[0]; };
+    const float sum = mine(l),
+                from = OnlineSoftmax::origin<Precision::kWeightExponent>(mine(softmax.unit), mine(softmax.m));
+    constexpr float kLn2 = 0.693147180559945f;
+    float lse = sum == 0.f ? -INFINITY : (from + log2f(sum)) * kLn2;
+    if constexpr (kCodes)
+      if (a.mean_logit && sum != 0.f) lse += a.scale * a.mean_logit[row_of(work) + i];
+    *a.lse.row<float>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i) = lse;
+  }
+
   template <class T>
-  __device__ void write_as(const Work& work, int query, const RowValues& lse, Accumulator<Dims::kDimV>& o) const {
-#pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      const int i = query + 8 * row;
-      const bool present = i < work.q_tokens;
-      const int64_t token = static_cast<int64_t>(work.q_first) + i;
-      store_row(a.o.row<T>(work.batch, work.head, token), present, o, row, a.dim_v);
-      if (a.lse.data && present && threadIdx.x % 4 == 0) *a.lse.row<float>(work.batch, work.head, token) = lse[row];
-    }
+  __device__ void write_as(const Work& work, int query, Accumulator<Dims::kDimV>& o, unsigned char* q,
+                           int warpgroup) const {
+    write_to<T>(a.o, work, query, o, q, warpgroup);
     if (!a.o_residual.data) return;
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 2; ++i) o.x[i] -= float(T(o.x[i]));
+    write_to<T>(a.o_residual, work, query, o, q, warpgroup);
+  }
+
+  template <class T>
+  __device__ void write_to(const Output& to, const Work& work, int query, const Accumulator<Dims::kDimV>& o,
+                           unsigned char* q, int warpgroup) const {
+    if constexpr (kThroughQ && sizeof(T) == 2) {
+      ptx::barrier_sync(kVoteBarrier + warpgroup, kWarpgroup);  // all of q and of what was here before has been read
+      const SharedTile<T, kRows, Dims::kDimV> tile{q + warpgroup * kWarpgroupRows * kPanelRowBytes};
+      const int first = query - fragment_row();
+      store_rows(to.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + first), to.stride[2],
+                 work.q_tokens - first, o, tile, a.dim_v);
+    } else {
 #pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      const int i = query + 8 * row;
-      store_row(a.o_residual.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i), i < work.q_tokens,
-                o, row, a.dim_v);
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        const int i = query + 8 * row;
+        store_row(to.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i), i < work.q_tokens, o, row,
+                  a.dim_v);
+      }
     }
   }
 };

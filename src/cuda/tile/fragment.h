@@ -36,20 +36,21 @@ struct Operand {
 __device__ inline int fragment_row() { return threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4; }
 __device__ inline int fragment_column() { return threadIdx.x % 4 * 2; }
 
-template <class T, int Columns>
-__device__ void convert(const Accumulator<Columns>& from, Operand<T, Columns>& to) {
+// What `from` has no columns for becomes 0.
+template <class T, int Columns, int From>
+__device__ void convert(const Accumulator<From>& from, Operand<T, Columns>& to) {
 #pragma unroll
-  for (int i = 0; i < Columns / 4; ++i) to.x[i] = ptx::pack<T>(from.x[2 * i], from.x[2 * i + 1]);
+  for (int i = 0; i < Columns / 4; ++i) to.x[i] = i < From / 4 ? ptx::pack<T>(from.x[2 * i], from.x[2 * i + 1]) : 0;
 }
 
-// d (+)= a b^T: rows [row, row + 64) of a, all rows of b. Issued, not awaited.
-template <class TileA, class TileB>
-__device__ void mm_ABt(Accumulator<TileB::kRows>& d, const TileA& a, int row, const TileB& b, bool accumulate) {
-  static_assert(TileA::kColumns == TileB::kColumns);
+// d (+)= a b^T: rows [row, row + 64) of a, the first rows of b, as many as d has columns. Issued, not awaited.
+template <int Columns, class TileA, class TileB>
+__device__ void mm_ABt(Accumulator<Columns>& d, const TileA& a, int row, const TileB& b, bool accumulate) {
+  static_assert(TileA::kColumns == TileB::kColumns && Columns <= TileB::kRows);
 #pragma unroll
   for (int step = 0; step < TileA::kColumns / 16; ++step)
-    ptx::Wgmma<typename TileA::Element, TileB::kRows>::template ss<0, 0>(d.x, a.along(row, step), b.along(0, step),
-                                                                         accumulate || step);
+    ptx::Wgmma<typename TileA::Element, Columns>::template ss<0, 0>(d.x, a.along(row, step), b.along(0, step),
+                                                                    accumulate || step);
 }
 
 // d += a b: a in registers, b's rows are the index of summation. Issued, not awaited.

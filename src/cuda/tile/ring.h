@@ -15,6 +15,11 @@ struct Barrier {
     namespace ptx = ::cuda::ptx;
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &word, bytes);
   }
+  // Announces bytes; an arrival is still to come.
+  __device__ void expect(uint32_t bytes) {
+    namespace ptx = ::cuda::ptx;
+    ptx::mbarrier_expect_tx(ptx::sem_relaxed, ptx::scope_cta, ptx::space_shared, &word, bytes);
+  }
   // Until the phase of this parity has ended; the phase before the first counts as ended with parity 1.
   __device__ void wait(uint32_t parity) {
     while (!::cuda::ptx::mbarrier_try_wait_parity(&word, parity)) {

@@ -36,6 +36,10 @@ struct SharedTile {
   unsigned char* data;
 
   __device__ uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(data)); }
+  // Columns [8 chunk, 8 chunk + 8) of a row.
+  __device__ unsigned char* at(int row, int chunk) const {
+    return data + chunk / 8 * kPanelBytes + row * kPanelRowBytes + (chunk % 8 ^ row % kSwizzleRows) * 16;
+  }
 
   // The wgmma descriptor (PTX ISA, 9.7.15.5.1.2) of 16-bit operands under the 128-byte swizzle, from `offset` bytes
   // into the tile. `across`: bytes from one panel to the next where the operand's columns do not run along the index of
