@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(Backward<T, Dim, sums>::kThreads, 1)
   ptx::next_grid_may_start();
   if (threadIdx.x == 0) {
     shared.init();
-    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    publish_barriers();
   }
   __syncthreads();
   ptx::wait_for_previous_grid();

@@ -515,7 +515,7 @@ __global__ void __launch_bounds__(ByteForward<Precision, Dims>::kThreads, 1)
     shared.kv_ring.init(Kernel::kReaders);
     for (auto& group : shared.turns)
       for (Barrier& turn : group) turn.init(1);
-    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    publish_barriers();
   }
   kernel.write_ones();
   ptx::wait_for_previous_grid();

@@ -545,7 +545,7 @@ __global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
     shared.k_ring.init(Kernel::kReaders);
     shared.v_ring.init(Kernel::kReaders);
     shared.cleared.init(Kernel::kReaders);
-    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    publish_barriers();
   }
   if constexpr (Kernel::kCodes || kBalanced<Precision>) ptx::wait_for_previous_grid();
   __syncthreads();

@@ -314,7 +314,7 @@ __global__ void __cluster_dims__(PairBackward<T, Dim, sums>::kBlocks)
   ptx::next_grid_may_start();
   if (threadIdx.x == 0) {
     shared.init();
-    ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+    publish_barriers();
   }
   ptx::cluster_sync();
   ptx::wait_for_previous_grid();

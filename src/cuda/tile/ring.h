@@ -49,6 +49,11 @@ struct Barrier {
   }
 };
 
+// By the thread that initialised barriers: TMA and other thread blocks of the cluster find them so.
+__device__ inline void publish_barriers() {
+  ::cuda::ptx::fence_mbarrier_init(::cuda::ptx::sem_release, ::cuda::ptx::scope_cluster);
+}
+
 // Where one side of a ring of `Stages` stages stands. The loader waits for the parity opposite to the reader's.
 template <int Stages>
 struct RingPosition {
