@@ -156,10 +156,10 @@ std::size_t carve(Preparation& p, void* scratch) {
   auto* const base = static_cast<unsigned char*>(scratch);
   constexpr int kSurveys = static_cast<int>(Survey::count);
   auto* const numbers = reinterpret_cast<unsigned*>(base);
-  p.scratch.drawn = numbers;
-  p.scratch.arrived = numbers + 1, p.scratch.ready = p.scratch.arrived + kSurveys * p.sequence_sides;
+  p.scratch.drawn = numbers + 1;
+  p.scratch.arrived = numbers + 2, p.scratch.ready = p.scratch.arrived + kSurveys * p.sequence_sides;
   p.scratch.infinite = p.scratch.ready + kSurveys * p.sequence_sides;
-  p.scratch.zeros = (2 + 2 * kSurveys * static_cast<std::size_t>(p.sequence_sides)) * sizeof(unsigned);
+  p.scratch.zeros = (3 + 2 * kSurveys * static_cast<std::size_t>(p.sequence_sides)) * sizeof(unsigned);
   const CodesArguments& a = p.codes;
   const auto count = static_cast<std::size_t>(a.v.shape[0] * a.kv_heads * p.chunks.count() * a.dim);
   std::size_t used = aligned(p.scratch.zeros);
@@ -222,10 +222,10 @@ void prepare(const CodesArguments& a, void* scratch, cudaStream_t stream) {
               .keys = a.k_code == Code::none ? 0 : parts(a.keys.count(), p.key_tiles),
               .values = a.v_code == Code::none ? 0 : parts(a.keys.count(), p.value_tiles),
               .k_surveyed = p.surveys_k};
+  check(cudaMemsetAsync(scratch, 0, p.scratch.zeros, stream), "cudaMemsetAsync");
   if (!sides || !(order.query_units() + order.keys + order.values)) return;
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaMemsetAsync(scratch, 0, p.scratch.zeros, stream), "cudaMemsetAsync");
   const Strided& v = a.v_code == Code::none ? a.k : a.v;
   with_vectors({&a.q, &a.k, &v}, [&](auto vectors) {
     using Vectors = decltype(vectors);

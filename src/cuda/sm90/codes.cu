@@ -52,7 +52,7 @@ Int8Logits::Int8Logits(const Problem& p, int64_t dim, int tile, Carver& workspac
 }
 
 void Int8Logits::prepare(cudaStream_t stream) const {
-  if (keys_) octet::cuda::prepare(codes_, scratch_, stream);
+  keys_ ? octet::cuda::prepare(codes_, scratch_, stream) : clear(counter(), stream);
 }
 
 // The channels that the kernel reads, of rows that may be longer.

@@ -43,6 +43,10 @@ int clamp_side(int64_t keys) { return static_cast<int>(std::min<int64_t>(keys, M
 
 int sequences_of(const Problem& p) { return p.packed() ? static_cast<int>(p.cu_seqlens_q.shape[3] - 1) : 0; }
 
+void clear(unsigned* counter, cudaStream_t stream) {
+  check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "cudaMemsetAsync");
+}
+
 Schedule schedule_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
                      int* blocks_before, cudaStream_t stream) {
   const Schedule schedule{.batch = static_cast<int>(p.batch),
@@ -57,7 +61,6 @@ Schedule schedule_of(const Problem& p, const Kernel& kernel, int64_t element_byt
                           .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
                           .blocks_before = blocks_before,
                           .sequences = sequences_of(p)};
-  check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "cudaMemsetAsync");
   if (p.packed()) count_blocks(schedule.cu_seqlens_q, schedule.sequences, kernel.rows, blocks_before, stream);
   return schedule;
 }

@@ -12,10 +12,13 @@ namespace octet::cuda::sm90 {
 // Packed sequences; 0 where they are not.
 int sequences_of(const Problem& p);
 
-// `element_bytes`: of k and v as the kernel reads them. `counter`: one number of scratch; `blocks_before`: [sequences +
-// 1] of them, null unless packed. Both are prepared on the stream.
+// `element_bytes`: of k and v as the kernel reads them. `counter`: one number of scratch, 0 when the kernel starts.
+// `blocks_before`: [sequences + 1] of them, null unless packed, prepared on the stream.
 Schedule schedule_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
                      int* blocks_before, cudaStream_t stream);
+
+// Sets it to 0, where nothing else does.
+void clear(unsigned* counter, cudaStream_t stream);
 
 Mask mask_of(const Problem& p);
 

@@ -79,11 +79,11 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   Carver carver(workspace);
   const int64_t keys = static_cast<int64_t>(c.keys.count()) * kernel.laid_out_keys, sides = p.batch * p.kv_heads;
   const int64_t sequence_sides = (p.packed() ? sequences_of(p) : p.batch) * p.kv_heads;
-  auto* const counter = carver.take<unsigned>(1);
   int* const blocks_before = p.packed() ? carver.take<int>(sequences_of(p) + 1) : nullptr;
   const auto channels = [&](bool wanted) { return wanted ? carver.take<float>(sequence_sides * dim) : nullptr; };
   c.channels = {channels(smooths_k(p)), channels(dynamic), channels(v_by_channel(p)), channels(v_by_channel(p))};
   void* const scratch = carver.take(preparation_bytes(c));
+  auto* const counter = static_cast<unsigned*>(scratch);
   const Input q_given_view(q_given(p) ? p.q : View{}, OCTET_E4M3, carver);
   const Input k_given_view(k_given(p) ? p.k : View{}, OCTET_E4M3, carver);
   const int64_t queries = p.batch * p.heads * p.tokens_q;
@@ -108,7 +108,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
     fill_steps(head_scale(p.q), head_scale(p.k), static_cast<int>(p.batch), c.heads, c.kv_heads,
                static_cast<int>(p.tokens_q), c.q_step, stream);
   // Right before the kernel, which takes its place while this one drains.
-  if (keys) prepare(c, scratch, stream);
+  keys ? prepare(c, scratch, stream) : clear(counter, stream);
 
   const View q = q_given(p) ? q_given_view.view() : bytes_view(c.q_codes, p.batch, p.heads, p.tokens_q, dim);
   const View k = k_given(p) ? k_given_view.view() : bytes_view(c.k_codes, p.batch, p.kv_heads, keys, dim);

@@ -77,11 +77,11 @@ std::string forward_name(const Problem& p) {
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const octet_dtype type = p.precision == OCTET_PRECISION_BF16 ? OCTET_BF16 : OCTET_F16;
   Carver carver(workspace);
-  auto* const counter = carver.take<unsigned>(1);
   int* const blocks_before = p.packed() ? carver.take<int>(sequences_of(p) + 1) : nullptr;
   const Kernel kernel = kernel_of(p);
   const Input q(coded(p) ? View{} : p.q, type, carver), k(coded(p) ? View{} : p.k, type, carver);
   std::optional<Int8Logits> codes;
+  unsigned* const own_counter = coded(p) ? nullptr : carver.take<unsigned>(1);
   if (coded(p)) codes.emplace(p, dim_of(dims_of(p)), kernel.keys, carver);
   const bool scaled = scales_v(p);
   const Input v(scaled ? View{} : p.v, type, carver);
@@ -92,6 +92,8 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
 
   const DeviceScope device(p.device_index);
   ForwardArguments a{};
+  unsigned* const counter = codes ? codes->counter() : own_counter;
+  if (!codes) clear(counter, stream);
   a.schedule = schedule_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
   q.prepare(stream), k.prepare(stream);
   scaled ? v_scaled.prepare(stream) : v.prepare(stream);
