@@ -18,6 +18,7 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/attn/balance.h"
 #include "cuda/attn/byte_softmax.h"
 #include "cuda/attn/mask.h"
 #include "cuda/attn/output.h"
@@ -61,7 +62,7 @@ struct Forward {
   using TileV = SharedTile<typename Precision::Weight, kKeys, Dims::kDimV>;
 
   // A balanced o is reflected where shared memory has room for what is put aside, 16 bits of each number.
-  static constexpr int kAsideWords = Dims::kDimV / 16, kAsideBytes = kReaders * kAsideWords * sizeof(uint4);
+  static constexpr int kAsideWords = kWordsAside<Dims::kDimV>, kAsideBytes = kReaders * kAsideWords * sizeof(uint4);
   static constexpr int kTileBytes = Tile::kQStages * TileQ::kBytes + Tile::kStages * (TileK::kBytes + TileV::kBytes);
   static constexpr bool kReflects =
       kBalanced<Precision> && kTileBytes + kAsideBytes + 2 * kSwizzleBytes <= kMostSharedBytes;
@@ -205,38 +206,9 @@ struct Forward {
       return OnlineSoftmax{units(work, query)};
   }
 
-  // Two numbers from the upper halves of two: the lower half of the second are bits of the first.
-  static __device__ float2 two_near(uint32_t word) { return {__uint_as_float(word << 16), __uint_as_float(word)}; }
-  // o - 2 a, exact but where it grows into the next binade.
-  __device__ void reflect(int warpgroup, Accumulator<Dims::kDimV>& o) const {
-    uint4* const aside = shared.aside + warpgroup * kAsideWords * kWarpgroup + threadIdx.x % kWarpgroup;
-#pragma unroll
-    for (int i = 0; i < kAsideWords; ++i) {
-      uint32_t words[4];
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        float* const x = &o.x[8 * i + 2 * w];
-        words[w] = __byte_perm(__float_as_uint(x[0]), __float_as_uint(x[1]), 0x7632);
-        const float2 a = two_near(words[w]);
-        x[0] = __fmaf_rn(a.x, -2.f, x[0]), x[1] = __fmaf_rn(a.y, -2.f, x[1]);
-      }
-      aside[i * kWarpgroup] = {words[0], words[1], words[2], words[3]};
-    }
-  }
-  // o + `by` a.
-  __device__ void reflect_back(int warpgroup, const RowValues& by, Accumulator<Dims::kDimV>& o) const {
-    const uint4* const aside = shared.aside + warpgroup * kAsideWords * kWarpgroup + threadIdx.x % kWarpgroup;
-#pragma unroll
-    for (int i = 0; i < kAsideWords; ++i) {
-      const uint4 word = aside[i * kWarpgroup];
-      const uint32_t words[] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const float2 a = two_near(words[w]);
-        float* const x = &o.x[8 * i + 2 * w];
-        x[0] = __fmaf_rn(a.x, by[w % 2], x[0]), x[1] = __fmaf_rn(a.y, by[w % 2], x[1]);
-      }
-    }
+  // Where a thread puts words of o aside, kWarpgroup from one to the next.
+  __device__ uint4* aside(int warpgroup) const {
+    return shared.aside + warpgroup * kAsideWords * kWarpgroup + threadIdx.x % kWarpgroup;
   }
 
   // What v was reduced by, in the columns of this thread.
@@ -420,7 +392,7 @@ struct Forward {
           finish_v();
           convert(x, p);
         }
-        if (kReflects && !half && reflects) reflect(warpgroup, o), twice = {2.f, 2.f};
+        if (kReflects && !half && reflects) reflect(o, aside(warpgroup)), twice = {2.f, 2.f};
       }
       if constexpr (!kThroughQ) shared.q_ring.empty[q_at.stage].arrive();
       Center center;
@@ -438,7 +410,7 @@ struct Forward {
         ptx::pin(o.x);  // or, at d = 256, zeros would pass through local memory
       }
       if constexpr (kReflects)
-        if (reflects) reflect_back(warpgroup, twice, o);
+        if (reflects) reflect_back(o, aside(warpgroup), twice);
       write(work, query, softmax, center, o, shared.q[q_at.stage], warpgroup);
       if constexpr (kThroughQ) {
         ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
