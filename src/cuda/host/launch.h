@@ -6,8 +6,8 @@
 
 namespace octet::cuda {
 
-// Launches a kernel that begins with ptx::wait_for_previous_grid: its blocks may be placed before the kernel before it
-// has ended (programmatic dependent launch).
+// Launches a kernel whose blocks may be placed before the kernel before it has ended (programmatic dependent launch):
+// it calls ptx::wait_for_previous_grid before it reads what that one writes, and before it writes.
 inline void launch_after(const void* kernel, dim3 grid, unsigned threads, std::size_t shared_bytes, cudaStream_t stream,
                          void** arguments) {
   cudaLaunchAttribute attribute{.id = cudaLaunchAttributeProgrammaticStreamSerialization};

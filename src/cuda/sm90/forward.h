@@ -332,7 +332,7 @@ struct Forward {
         await_k();
         if constexpr (kHalves) {
           Accumulator<kKeys / 2> half;
-          mine.end <= mine.last* kKeys - kKeys / 2 ? begin(half, half) : begin(s, x);
+          mine.end <= (mine.last - 1) * kKeys + kKeys / 2 ? begin(half, half) : begin(s, x);
         } else {
           begin(s, x);
         }

@@ -81,8 +81,8 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const Kernel kernel = kernel_of(p);
   const Input q(coded(p) ? View{} : p.q, type, carver), k(coded(p) ? View{} : p.k, type, carver);
   std::optional<Int8Logits> codes;
-  unsigned* const own_counter = coded(p) ? nullptr : carver.take<unsigned>(1);
   if (coded(p)) codes.emplace(p, dim_of(dims_of(p)), kernel.keys, carver);
+  unsigned* const counter = codes ? codes->counter() : carver.take<unsigned>(1);
   const bool scaled = scales_v(p);
   const Input v(scaled ? View{} : p.v, type, carver);
   const ScaledInput v_scaled(scaled ? p.v : View{}, inside(p) ? type : p.v.dtype, inside(p) ? dim_v_of(dims_of(p)) : 0,
@@ -92,7 +92,6 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
 
   const DeviceScope device(p.device_index);
   ForwardArguments a{};
-  unsigned* const counter = codes ? codes->counter() : own_counter;
   if (!codes) clear(counter, stream);
   a.schedule = schedule_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
   q.prepare(stream), k.prepare(stream);
