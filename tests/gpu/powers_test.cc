@@ -13,14 +13,14 @@ namespace octet::test {
 namespace {
 
 // Many more tokens than a sample takes, so that most lie between those it takes.
-Case many_tokens(float scale) {
+Case many_tokens(float scale, int64_t dim = 64) {
   return {.name = "many_tokens",
           .heads = 2,
           .kv_heads = 1,
           .tokens_q = 700,
           .tokens_k = 900,
-          .dim = 64,
-          .dim_v = 64,
+          .dim = dim,
+          .dim_v = dim,
           .scale = scale,
           .dtype = DType::bf16,
           .out_dtype = DType::bf16};
@@ -37,11 +37,16 @@ struct Hidden {
   Values Inputs::*tensor;
   double at_token_1, elsewhere;  // its numbers are multiplied by
   float scale;
+  int64_t dim = 64;
 };
 constexpr Hidden kHidden[] = {{"large_q", &Inputs::q, 0x1p12, 1, .125f * 0x1p-12f},
                               {"large_k", &Inputs::k, 0x1p12, 1, .125f * 0x1p-12f},
                               {"large_v", &Inputs::v, 0x1p12, 1, .125f},
                               {"large_do", &Inputs::do_, 0x1p12, 1, .125f},
+                              {"huge_k", &Inputs::k, 0x1p40, 1, .125f * 0x1p-40f, 128},
+                              {"huge_v", &Inputs::v, 0x1p30, 1, .125f, 128},
+                              {"tiny_k", &Inputs::k, 0x1p-80, 0x1p-80, .125f * 0x1p80f},
+                              {"tiny_k_but_one", &Inputs::k, 1, 0x1p-80, .125f, 128},
                               {"tiny_do_alone", &Inputs::do_, 0x1p-40, 0, .125f},
                               {"large_v_alone", &Inputs::v, 0x1p20, 0, .125f}};
 
@@ -49,7 +54,7 @@ class GpuHidden : public testing::TestWithParam<Hidden> {};
 
 TEST_P(GpuHidden, numbers_are_found) {
   const Hidden& hidden = GetParam();
-  const Case c = many_tokens(hidden.scale);
+  const Case c = many_tokens(hidden.scale, hidden.dim);
   Inputs in = draw(c, 3);
   Values& x = in.*hidden.tensor;
   for_each(x.shape, [&](int64_t b, int64_t h, int64_t t, int64_t channel) {

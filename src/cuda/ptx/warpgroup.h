@@ -61,17 +61,19 @@ __device__ inline void barrier_sync(int barrier, int threads) {
 __device__ inline void barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// barrier.red.and: whether a condition holds in all 128 threads of a warpgroup, on a named barrier of its own. PTX ISA,
-// 9.7.13.1.
-__device__ inline bool all_of_warpgroup(bool condition, int barrier) {
+// barrier.red.and: whether a condition holds in all of so many threads, whole warps, on a named barrier of their own.
+// PTX ISA, 9.7.13.1.
+template <int Threads>
+__device__ inline bool all_of(bool condition, int barrier) {
   int all;
   asm volatile(
-      "{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.and.aligned.pred q, %2, 128, p;\n"
+      "{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.and.aligned.pred q, %2, %3, p;\n"
       "selp.b32 %0, 1, 0, q;\n}"
       : "=r"(all)
-      : "r"(static_cast<int>(condition)), "r"(barrier)
+      : "r"(static_cast<int>(condition)), "r"(barrier), "n"(Threads)
       : "memory");
   return __any_sync(~0u, all);  // tells the compiler that the whole warp goes one way
 }
+__device__ inline bool all_of_warpgroup(bool condition, int barrier) { return all_of<128>(condition, barrier); }
 
 }  // namespace octet::cuda::ptx

@@ -7,9 +7,10 @@
 // Transposed, p and ds stay in registers as left operands of dv and dk; only ds goes through shared memory, for dq,
 // which sums over the keys of both warpgroups. Each warpgroup multiplies for dq the ds of the step before, so the two
 // need not meet: while one computes exponentials, the other's products run. Sums of dq over blocks of keys happen in
-// L2.
+// L2. Of the warpgroup that loads, one thread fetches all operands, and three warps convert k and v of the next block.
 #pragma once
 #include "cuda/ptx/grid.h"
+#include "cuda/sm90/backward_keys.h"
 #include "cuda/sm90/backward_parts.h"
 
 namespace octet::cuda::sm90 {
@@ -20,7 +21,10 @@ struct Backward {
   static constexpr int kQueries = Tile::kQueries, kKeys = Tile::kKeys;
   static constexpr int kWarpgroups = 2, kReaders = kWarpgroups * kWarpgroup, kThreads = kReaders + kWarpgroup;
   static constexpr int kWarps = kBackwardWarps;
-  static constexpr int kStages = Tile::kStages, kKeyStages = Tile::kKeyStages, kDsStages = 2;
+  static constexpr int kStages = Tile::kStages, kDoStages = Tile::kDoStages, kDsStages = 2;
+  // The next block is drawn when so many steps are left to fetch: early enough to make its k and v ready, and late
+  // enough for all thread blocks to end together.
+  static constexpr int kLead = 6, kKeyStages = 2;
   // A warpgroup's part of dq: 64 queries, and as many channels as make half of it.
   static constexpr bool kDqByQueries = kQueries > kWarpgroupRows;
   static constexpr int kDqColumns = kDqByQueries ? Dim : Dim / kWarpgroups;
@@ -31,84 +35,168 @@ struct Backward {
   using Schedule = BackwardSchedule<kQueries, kKeys>;
   using TileQ = SharedTile<T, kQueries, Dim>;
   using TileK = SharedTile<T, kKeys, Dim>;
+  using Converter = KeyConverter<T, kKeys, Dim>;
   using TileDs = SharedTile<T, kKeys, kQueries>;
 
   using Rows = QueryRows<kQueries>;
 
   struct alignas(kSwizzleBytes) Shared {
-    unsigned char k[kKeyStages][TileK::kBytes], v[TileK::kBytes];
-    unsigned char q[kStages][TileQ::kBytes], do_[kStages][TileQ::kBytes];
+    unsigned char k[kKeyStages][TileK::kBytes], v[kKeyStages][TileK::kBytes];
+    unsigned char q[kStages][TileQ::kBytes], do_[kDoStages][TileQ::kBytes];
     unsigned char ds[kDsStages][TileDs::kBytes];
     Rows rows[kStages];
-    Ring<kKeyStages> k_ring;
-    Ring<1> v_ring;
-    Ring<kStages> q_ring, do_ring;
+    Ring<kKeyStages> k_ring, v_ring;
+    Barrier k_rows_full[kKeyStages], v_rows_full[kKeyStages];  // k and v as they lie have come
+    Ring<kStages> q_ring;
+    Ring<kDoStages> do_ring;
     Barrier rows_empty[kStages];  // at which all threads arrive, as each reads its columns
     Ring<kDsStages> ds_ring;
-    // In turn. The loader writes the next once v of the one before the last was given back, in the last step of that
-    // block, so that nobody reads the third last.
     static constexpr int kWorks = 3;
+    Ring<kWorks> work_ring;
     BackwardWork work[kWorks];
 
-    __device__ void init() {
+    // `readers`: threads that read work.
+    __device__ void init(int readers) {
       k_ring.init(kReaders), v_ring.init(kWarps), q_ring.init(kWarps), do_ring.init(kWarps);
+      for (int i = 0; i < kKeyStages; ++i) k_rows_full[i].init(1), v_rows_full[i].init(1);
+      work_ring.init(readers);
       for (Barrier& empty : rows_empty) empty.init(kReaders);
       for (int i = 0; i < kDsStages; ++i) ds_ring.full[i].init(kWarps), ds_ring.empty[i].init(kWarps);
     }
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;
+  static_assert(kSharedBytes <= kMostSharedBytes);
 
   const BackwardArguments& a;
   Shared& shared;
   const Schedule schedule{a};
 
-  __device__ void load_all() {
+  static __device__ void fetch(void* to, const void* from, uint32_t bytes, Barrier& full) {
     namespace ptx = ::cuda::ptx;
-    const auto fetch = [](void* to, const void* from, uint32_t bytes, Barrier& full) {
-      ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, bytes, &full.word);
-    };
-    const int group = a.heads / a.kv_heads;
-    unsigned n = 0, works = 0;  // steps, blocks of keys
-    for (unsigned number = blockIdx.x;; number = gridDim.x + atomicAdd(a.counter, 1u)) {
+    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, bytes, &full.word);
+  }
+
+  // Converts k and v of a block of keys while the one before is worked on, unless they come as tiles.
+  __device__ void convert_keys(int thread) {
+    if (a.k) return;
+    uint32_t parities = 0;  // of the barriers of k and v, in each stage
+    for (unsigned works = 0;; ++works) {
+      const int stage = works % kKeyStages;
       BackwardWork& w = shared.work[works % Shared::kWorks];
-      schedule.find(number, w);
-      if (w.block >= 0 && w.k.index < 0) continue;  // past the last block of packed sequences
-      const int k_stage = works % kKeyStages;
-      const auto await_k = [&] { shared.k_ring.empty[k_stage].wait(works / kKeyStages % 2 ^ 1); };
-      if (w.block < 0) {
-        await_k();
-        shared.k_ring.full[k_stage].arrive();
-        return;
-      }
-      const int64_t k_tile = (static_cast<int64_t>(w.batch) * a.kv_heads + w.kv_head) * a.k_blocks.count + w.block;
-      const auto fetch_keys = [&] {
-        shared.v_ring.empty[0].wait(works % 2 ^ 1);
-        shared.v_ring.full[0].arrive_expecting(TileK::kBytes);
-        fetch(shared.v, a.v + k_tile * TileK::kBytes, TileK::kBytes, shared.v_ring.full[0]);
-        await_k();
-        shared.k_ring.full[k_stage].arrive_expecting(TileK::kBytes);
-        fetch(shared.k[k_stage], a.k + k_tile * TileK::kBytes, TileK::kBytes, shared.k_ring.full[k_stage]);
-      };
-      // k is given back last, where it has one stage, so q, do and v of the first step come before it.
+      // One thread looks at the barrier from time to time, as looking takes the others' time.
+      if (thread == 0) shared.k_rows_full[stage].wait_asleep(parities >> rows_bit(true, stage) & 1);
+      __syncwarp();
+      ptx::barrier_sync(Converter::kBarrier, Converter::kThreads);
+      if (w.block < 0) return;
+      convert_rows(thread, true, w, stage, parities), convert_rows(thread, false, w, stage, parities);
+      shared.work_ring.empty[works % Shared::kWorks].arrive();
+    }
+  }
+
+  __device__ void fetch_tiles(BackwardWork& w, int stage) const {
+    const int head = w.batch * a.kv_heads + w.kv_head;
+    const int64_t tile = (static_cast<int64_t>(head) * a.k_blocks.count + w.block) * TileK::kBytes;
+    w.powers = {a.powers[head].k, a.powers[head].v, 0};
+    shared.k_ring.full[stage].arrive_expecting(TileK::kBytes);
+    fetch(shared.k[stage], a.k + tile, TileK::kBytes, shared.k_ring.full[stage]);
+    shared.v_ring.full[stage].arrive_expecting(TileK::kBytes);
+    fetch(shared.v[stage], a.v + tile, TileK::kBytes, shared.v_ring.full[stage]);
+  }
+
+  __device__ Barrier& rows_full(bool is_k, int stage) const {
+    return (is_k ? shared.k_rows_full : shared.v_rows_full)[stage];
+  }
+  static __device__ int rows_bit(bool is_k, int stage) { return 2 * stage + is_k; }
+
+  __device__ void fetch_rows(bool is_k, const BackwardWork& w, int stage) const {
+    Barrier& full = rows_full(is_k, stage);
+    full.arrive_expecting(TileK::kBytes);
+    load(TileK{is_k ? shared.k[stage] : shared.v[stage]}, is_k ? a.k_rows : a.v_rows, w.k.first + w.first_key,
+         w.kv_head, w.batch, &full.word);
+  }
+
+  // Converts k or v once it has come.
+  __device__ void convert_rows(int thread, bool is_k, BackwardWork& w, int stage, uint32_t& parities) const {
+    const auto await = [&] {
+      const int bit = rows_bit(is_k, stage);
+      rows_full(is_k, stage).wait(parities >> bit & 1);
+      parities ^= 1u << bit;
+    };
+    const auto fetch_again = [&] {
+      if (thread == 0) fetch_rows(is_k, w, stage);
+      __syncwarp();
+      await();
+    };
+    const int head = w.batch * a.kv_heads + w.kv_head, channel = Converter::channel(thread);
+    const Converter converter{.thread = static_cast<unsigned>(thread),
+                              .tile = {is_k ? shared.k[stage] : shared.v[stage]},
+                              .rows = min(w.k.tokens - w.first_key, kKeys),
+                              .bf16 = a.rows_are_bf16,
+                              .mean = is_k && channel < a.dim ? a.k_mean + head * a.dim + channel : nullptr};
+    const Powers& e = a.powers[head];
+    await();
+    const auto fitted = is_k ? converter.fit(e.k, Converter::kLargest, e.k == kLargestKeyPower, fetch_again)
+                             : converter.fit(e.v, fminf(e.largest_v, Converter::kLargest), false, fetch_again);
+    if (thread > 0) return;
+    if (is_k)
+      w.powers.k = fitted.power;
+    else
+      w.powers.v = fitted.power, w.powers.ds = fitted.largest > Converter::kNone
+                                                   ? max(fitted.largest + e.v + 1 - exponent_above(e.largest_v), 0)
+                                                   : 0;
+    (is_k ? shared.k_ring : shared.v_ring).full[stage].arrive();
+  }
+
+  // Fetches q and do, and blocks of keys ahead of their first step.
+  __device__ void load_all() {
+    const int group = a.heads / a.kv_heads;
+    unsigned n = 0;  // steps
+    draw(blockIdx.x, 0);
+    for (unsigned works = 0;; ++works) {
+      const int slot = works % Shared::kWorks;
+      const BackwardWork& w = shared.work[slot];
+      if (w.block < 0) return;
+      const int steps = group * w.tiles.count(), lead = min(steps, kLead);
+      if (!steps) draw(gridDim.x + atomicAdd(a.counter, 1u), works + 1);
       Visit visit{w.kv_head * group, w.tiles.start};
-      const int steps = group * w.tiles.count();
       for (int left = steps; left; --left, ++n, visit.advance(w.tiles)) {
         const int64_t tile = schedule.q_tile(w, visit);
-        const int s = n % kStages;
+        const int s = n % kStages, do_stage = n % kDoStages;
         const uint32_t empty = n / kStages % 2 ^ 1;
         shared.q_ring.empty[s].wait(empty);
         shared.q_ring.full[s].arrive_expecting(TileQ::kBytes + sizeof(Rows));
         fetch(shared.q[s], a.q + tile * TileQ::kBytes, TileQ::kBytes, shared.q_ring.full[s]);
         shared.rows_empty[s].wait(empty);
         fetch(&shared.rows[s], a.rows + tile * sizeof(Rows), sizeof(Rows), shared.q_ring.full[s]);
-        shared.do_ring.empty[s].wait(empty);
-        shared.do_ring.full[s].arrive_expecting(TileQ::kBytes);
-        fetch(shared.do_[s], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_ring.full[s]);
-        if (left == steps) fetch_keys();
+        shared.do_ring.empty[do_stage].wait(n / kDoStages % 2 ^ 1);
+        shared.do_ring.full[do_stage].arrive_expecting(TileQ::kBytes);
+        fetch(shared.do_[do_stage], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_ring.full[do_stage]);
+        if (left == lead) draw(gridDim.x + atomicAdd(a.counter, 1u), works + 1);
       }
-      if (!steps) fetch_keys();
-      ++works;
+      shared.work_ring.empty[slot].arrive();
     }
+  }
+
+  // Draws a block of keys and fetches its k and v.
+  __device__ void draw(unsigned number, unsigned works) {
+    const int slot = works % Shared::kWorks, stage = works % kKeyStages;
+    BackwardWork& w = shared.work[slot];
+    shared.work_ring.empty[slot].wait(works / Shared::kWorks % 2 ^ 1);
+    for (;; number = gridDim.x + atomicAdd(a.counter, 1u)) {
+      schedule.find(number, w);
+      if (w.block < 0 || w.k.index >= 0) break;  // not past the last block of packed sequences
+    }
+    shared.work_ring.full[slot].arrive();
+    if (w.block < 0) {
+      shared.k_rows_full[stage].arrive();
+      return;
+    }
+    const uint32_t empty = works / kKeyStages % 2 ^ 1;
+    shared.k_ring.empty[stage].wait(empty), shared.v_ring.empty[stage].wait(empty);
+    if (a.k)
+      fetch_tiles(w, stage);
+    else
+      fetch_rows(true, w, stage), fetch_rows(false, w, stage);
   }
 
   // The query that a warpgroup's part of a tile of dq begins with.
@@ -121,105 +209,122 @@ struct Backward {
 
   __device__ void compute_all(int warpgroup) {
     unsigned n = 0;  // steps before this one, of all blocks: where each ring stands
-    const int group = a.heads / a.kv_heads, my_keys = warpgroup * kWarpgroupRows;
-    const TileK v{shared.v};
     for (unsigned works = 0;; ++works) {
-      const int k_stage = works % kKeyStages;
-      const TileK k{shared.k[k_stage]};
-      const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
-      shared.k_ring.full[k_stage].wait(works / kKeyStages % 2);
-      const BackwardWork& w = shared.work[works % Shared::kWorks];
+      const int slot = works % Shared::kWorks, key_stage = works % kKeyStages;
+      const uint32_t key_parity = works / kKeyStages % 2;
+      shared.work_ring.full[slot].wait(works / Shared::kWorks % 2);
+      const BackwardWork& w = shared.work[slot];
       if (w.block < 0) break;
+      shared.k_ring.full[key_stage].wait(key_parity);
+      shared.v_ring.full[key_stage].wait(key_parity);
       const Powers& e = a.powers[w.batch * a.kv_heads + w.kv_head];
-      const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - e.k));
-      const float product_scale = exp2f(static_cast<float>(e.product));
-      const int steps = group * w.tiles.count();
-      Target target{};  // of the step before
-      Accumulator<Dim> dk, dv;
-      dk.zero(), dv.zero();
-      // dq of step n - 1.
-      const auto issue_dq = [&](Accumulator<kDqColumns>& dq) {
-        ptx::wgmma_fence();
-        mm_AtB(dq, TileDs{shared.ds[(n - 1) % kDsStages]}, kDqByQueries ? warpgroup : 0, k_for_dq, 0);
-        ptx::wgmma_commit();
-      };
-      const auto add_dq = [&](const Accumulator<kDqColumns>& dq) {
-        arrive_as_warp(shared.ds_ring.empty[(n - 1) % kDsStages]);
-        add(target, warpgroup, dq);
-      };
-      shared.v_ring.full[0].wait(works % 2);
-      for (int left = steps; left; --left, ++n) {
-        const int stage = n % kStages, ds_stage = n % kDsStages;
-        const uint32_t parity = n / kStages % 2;
-        const TileQ q{shared.q[stage]}, do_{shared.do_[stage]};
-        const Rows& rows = shared.rows[stage];
-        Accumulator<kQueries> s, dp;
-        Operand<T, kQueries> p, ds;
-        shared.q_ring.full[stage].wait(parity);
-        ptx::wgmma_fence();
-        mm_ABt(s, k, my_keys, q, false);
-        ptx::wgmma_commit();
-        shared.do_ring.full[stage].wait(parity);
-        ptx::wgmma_fence();
-        mm_ABt(dp, v, my_keys, do_, false);
-        ptx::wgmma_commit();
-        ptx::wgmma_wait<1>();
-        ptx::pin(s.x);
-        ColumnValues<kQueries> columns(rows.lse);
-#pragma unroll
-        for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
-        const int query = rows.first;
-        if (!sees_all(a, w, w.first_key, kKeys, query, kQueries)) mask_weights(a, s, w, w.first_key + my_keys, query);
-        if constexpr (kEarlyP) convert(s, p);
-        ptx::wgmma_wait<0>();
-        ptx::pin(dp.x);
-        if (left == 1) arrive_as_warp(shared.v_ring.empty[0]);
-        columns.read(rows.delta);
-        const Target next_target = target_of<sums>(rows, dq_row(warpgroup), e.sums_unit);
-        shared.rows_empty[stage].arrive();
-#pragma unroll
-        for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
-        if constexpr (!kEarlyP) convert(s, p);
-        convert(dp, ds);
-        shared.ds_ring.empty[ds_stage].wait(n / kDsStages % 2 ^ 1);
-        store(ds, TileDs{shared.ds[ds_stage]}, my_keys);
-        ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-        arrive_as_warp(shared.ds_ring.full[ds_stage]);
-        ptx::wgmma_fence();
-        mma_AB(dv, p, do_);
-        ptx::wgmma_commit();
-        // In the first step of a block there is no dq to multiply; the product is made and left.
-        Accumulator<kDqColumns> dq;
-        if (left < steps) shared.ds_ring.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);
-        issue_dq(dq);
-        ptx::wgmma_fence();
-        mma_AB(dk, ds, q);
-        ptx::wgmma_commit();
-        ptx::wgmma_wait<1>();
-        ptx::pin(dv.x);
-        arrive_as_warp(shared.do_ring.empty[stage]);
-        ptx::pin(dq.x);
-        if (left < steps) add_dq(dq);
-        target = next_target;
-        ptx::wgmma_wait<0>();
-        ptx::pin(dk.x);
-        arrive_as_warp(shared.q_ring.empty[stage]);
-      }
-      if (steps) {
-        Accumulator<kDqColumns> dq;
-        shared.ds_ring.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);
-        issue_dq(dq);
-        ptx::wgmma_wait<0>();
-        ptx::pin(dq.x);
-        shared.k_ring.empty[k_stage].arrive();
-        add_dq(dq);
-      } else {
-        shared.k_ring.empty[k_stage].arrive(), arrive_as_warp(shared.v_ring.empty[0]);
-      }
-      const int key = w.first_key + my_keys;
-      write_keys(a.dv, w, key, 0, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
-      write_keys(a.dk, w, key, 0, dk, a.scale, -a.weight_exponent - e.product - e.do_ - e.v - e.q, a.dim);
+      if (sums == Sums::integers || (w.powers.k == e.k && w.powers.ds == 0))
+        compute<true>(warpgroup, w, e, key_stage, n);
+      else
+        compute<false>(warpgroup, w, e, key_stage, n);
+      shared.work_ring.empty[slot].arrive();
     }
+  }
+
+  // A block. `kUsual`: its ds and dq have the powers of the head.
+  template <bool kUsual>
+  __device__ void compute(int warpgroup, const BackwardWork& w, const Powers& e, int key_stage, unsigned& n) {
+    const int group = a.heads / a.kv_heads, my_keys = warpgroup * kWarpgroupRows;
+    const TileK k{shared.k[key_stage]}, v{shared.v[key_stage]};
+    const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
+    const KeyPowers mine = w.powers;
+    const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - mine.k));
+    const float product_scale = exp2f(static_cast<float>(e.product + e.v - mine.v));
+    const int steps = group * w.tiles.count();
+    const Seeing seeing(a, w, w.first_key, kKeys, kQueries);
+    const float ds_scale = exp2f(static_cast<float>(-mine.ds)),
+                dq_scale = exp2f(static_cast<float>(mine.ds + e.k - mine.k));
+    Target target{};  // of the step before
+    Accumulator<Dim> dk, dv;
+    dk.zero(), dv.zero();
+    // dq of step n - 1.
+    const auto issue_dq = [&](Accumulator<kDqColumns>& dq) {
+      ptx::wgmma_fence();
+      mm_AtB(dq, TileDs{shared.ds[(n - 1) % kDsStages]}, kDqByQueries ? warpgroup : 0, k_for_dq, 0);
+      ptx::wgmma_commit();
+    };
+    const auto add_dq = [&](Accumulator<kDqColumns>& dq) {
+      arrive_as_warp(shared.ds_ring.empty[(n - 1) % kDsStages]);
+      if (!kUsual) dq.scale(dq_scale);
+      add(target, warpgroup, dq);
+    };
+    for (int left = steps; left; --left, ++n) {
+      const int stage = n % kStages, do_stage = n % kDoStages, ds_stage = n % kDsStages;
+      const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
+      const Rows& rows = shared.rows[stage];
+      Accumulator<kQueries> s, dp;
+      Operand<T, kQueries> p, ds;
+      shared.q_ring.full[stage].wait(n / kStages % 2);
+      ptx::wgmma_fence();
+      mm_ABt(s, k, my_keys, q, false);
+      ptx::wgmma_commit();
+      shared.do_ring.full[do_stage].wait(n / kDoStages % 2);
+      ptx::wgmma_fence();
+      mm_ABt(dp, v, my_keys, do_, false);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();
+      ptx::pin(s.x);
+      ColumnValues<kQueries> columns(rows.lse);
+#pragma unroll
+      for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
+      const int query = rows.first;
+      if (!seeing.has(query)) mask_weights(a, s, w, w.first_key + my_keys, query);
+      if constexpr (kEarlyP) convert(s, p);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dp.x);
+      if (left == 1) arrive_as_warp(shared.v_ring.empty[key_stage]);
+      columns.read(rows.delta);
+      const Target next_target = target_of<sums>(rows, dq_row(warpgroup), e.sums_unit);
+      shared.rows_empty[stage].arrive();
+#pragma unroll
+      for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
+      if (!kUsual) dp.scale(ds_scale);
+      if constexpr (!kEarlyP) convert(s, p);
+      convert(dp, ds);
+      shared.ds_ring.empty[ds_stage].wait(n / kDsStages % 2 ^ 1);
+      store(ds, TileDs{shared.ds[ds_stage]}, my_keys);
+      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+      arrive_as_warp(shared.ds_ring.full[ds_stage]);
+      ptx::wgmma_fence();
+      mma_AB(dv, p, do_);
+      ptx::wgmma_commit();
+      // In the first step of a block there is no dq to multiply; the product is made and left.
+      Accumulator<kDqColumns> dq;
+      if (left < steps) shared.ds_ring.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);
+      issue_dq(dq);
+      ptx::wgmma_fence();
+      mma_AB(dk, ds, q);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<1>();
+      ptx::pin(dv.x);
+      arrive_as_warp(shared.do_ring.empty[do_stage]);
+      ptx::pin(dq.x);
+      if (left < steps) add_dq(dq);
+      target = next_target;
+      ptx::wgmma_wait<0>();
+      ptx::pin(dk.x);
+      arrive_as_warp(shared.q_ring.empty[stage]);
+    }
+    if (steps) {
+      Accumulator<kDqColumns> dq;
+      shared.ds_ring.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);
+      issue_dq(dq);
+      ptx::wgmma_wait<0>();
+      ptx::pin(dq.x);
+      shared.k_ring.empty[key_stage].arrive();
+      add_dq(dq);
+    } else {
+      shared.k_ring.empty[key_stage].arrive(), arrive_as_warp(shared.v_ring.empty[key_stage]);
+    }
+    const int key = w.first_key + my_keys;
+    write_keys(a.dv, w, key, 0, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
+    write_keys(a.dk, w, key, 0, dk, a.scale, (kUsual ? 0 : mine.ds) - a.weight_exponent - e.product - e.do_ - e.v - e.q,
+               a.dim);
   }
 };
 
@@ -233,7 +338,7 @@ __global__ void __launch_bounds__(Backward<T, Dim, sums>::kThreads, 1)
   Kernel kernel{arguments, shared};
   ptx::next_grid_may_start();
   if (threadIdx.x == 0) {
-    shared.init();
+    shared.init(Kernel::kReaders + 1 + (arguments.k ? 0 : Kernel::Converter::kThreads));
     publish_barriers();
   }
   __syncthreads();
@@ -242,6 +347,7 @@ __global__ void __launch_bounds__(Backward<T, Dim, sums>::kThreads, 1)
   if (warpgroup == 0) {
     ptx::give_registers<kBackwardLoaderRegisters>();
     if (threadIdx.x == 0) kernel.load_all();
+    if (threadIdx.x >= 32) kernel.convert_keys(threadIdx.x - 32);
   } else {
     ptx::take_registers<kBackwardRegisters>();
     kernel.compute_all(warpgroup - 1);

@@ -2,8 +2,11 @@
 //
 // Operands are prepared as tiles: for each head, blocks of rows as shared memory will hold them (tile/shared.h), padded
 // with zeros, so that a tile is one contiguous copy. Each is a power of two times the caller's numbers, one exponent
-// for each (batch, kv head) and tensor.
+// for each (batch, kv head) and tensor. k and v, which are read once for each block of keys, need not be prepared where
+// they are rows that TMA reads (sm90/backward_keys.h).
 #pragma once
+#include <cuda.h>
+
 #include <cstdint>
 
 #include "cuda/attn/mask.h"
@@ -43,6 +46,15 @@ struct Powers {
   int q, k, v, do_;
   int product;      // do v^T is multiplied by 2 to this power before ds is rounded
   float sums_unit;  // where dq is summed as integers: times QueryRows::unit, how many of them are 1
+  float largest_v;  // of operand v, for which ds stays within f16
+};
+// Where the kernel converts k, its power is at most this, so that dq of a block whose k is larger than the sample's by
+// as many powers of two is a float; a block of a head with this power takes one that suits its k.
+constexpr int kLargestKeyPower = 40;
+// Of a block of keys.
+struct KeyPowers {
+  int k, v;
+  int ds;  // ds is 2^-ds of what the head's powers make it
 };
 
 // What a tile of queries has beside q and do.
@@ -65,8 +77,12 @@ __device__ inline float unit_of_sums(float row_unit, float sums_unit) {
 }
 
 struct BackwardArguments {
-  // Tiles: q, do [batch, head, q block], k (less its mean), v [batch, kv head, k block].
+  // Tiles: q, do [batch, head, q block], k (less its mean), v [batch, kv head, k block]. k and v are null where the
+  // kernel converts k_rows and v_rows.
   const unsigned char *q, *k, *v, *do_;
+  CUtensorMap k_rows, v_rows;  // [dim, token, kv head, batch], 64 channels of a block of keys
+  bool rows_are_bf16;
+  const float* k_mean;   // [batch, kv head][dim]
   unsigned char* rows;   // [batch, head, q block]: QueryRows
   void* dq;              // [batch, head, q block]: sums, float or int, as the warpgroups hold them; 0 before
   const Powers* powers;  // [batch, kv head]

@@ -34,15 +34,18 @@ __device__ SharedTile<typename TileX::Element, TileX::kRows, Columns, TileX::kIn
   return {x.data + channel / kPanelColumns * TileX::kPanelBytes};
 }
 
-// Whether all of `queries` from `query` see all of `keys` from `key`.
-__device__ inline bool sees_all(const BackwardArguments& a, const BackwardWork& w, int key, int keys, int query,
-                                int queries) {
-  if (key + keys > w.k.tokens) return false;
-  if (!a.mask.windowed) return true;
-  const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
-  const int least = key - shift - (query + queries - 1), most = key + keys - 1 - shift - query;
-  return least >= -a.mask.left && most <= a.mask.right;
-}
+// The tiles of so many queries, by their first, all of which see all of `keys` from `key`.
+struct Seeing {
+  int first, last;
+  __device__ Seeing(const BackwardArguments& a, const BackwardWork& w, int key, int keys, int queries)
+      : first(0), last(Mask::kUnbounded) {
+    const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
+    if (a.mask.windowed)
+      first = key + keys - 1 - shift - a.mask.right, last = key - shift + a.mask.left - (queries - 1);
+    if (key + keys > w.k.tokens) last = first - 1;
+  }
+  __device__ bool has(int query) const { return first <= query && query <= last; }
+};
 
 // p of pairs that do not see each other becomes 0. Rows are keys from `key`, columns queries from `query`.
 template <int Columns>

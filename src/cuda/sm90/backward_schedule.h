@@ -18,6 +18,7 @@ struct BackwardWork {
   int first_key;              // within the sequence
   Blocks::Sequence q, k;
   Tiles tiles;
+  KeyPowers powers;
 };
 
 // A head of the group and a tile of queries.

@@ -103,7 +103,7 @@ template <class Precision, class Dims>
 constexpr int kLaidOutKeys = std::lcm(ByteForwardTile<Precision, Dims>::kKeys,
                                       Precision::kKeySteps == KeySteps::groups ? kGroupBlock : 1);
 
-// Backward: `kQueries` per step, `kKeys` per thread block, `kStages` stages of q and do, `kKeyStages` of k. Two
+// Backward: `kQueries` per step, `kKeys` per thread block, `kStages` stages of q, `kDoStages` of do. Two
 // warpgroups share the work: each has 64 keys and holds s, dp (queries / 2 registers each), dk, dv (dim / 2 each) and
 // half of dq. At d = 256 a pair of thread blocks has the keys: one warpgroup of each holds s and dp of 64 keys, two dk
 // and dv of 64 keys and a quarter of dq, for half of the channels.
@@ -118,11 +118,11 @@ template <int Dim>
 struct BackwardTile;
 template <>
 struct BackwardTile<64> {
-  static constexpr int kQueries = 128, kKeys = 128, kStages = 3, kKeyStages = 1;
+  static constexpr int kQueries = 128, kKeys = 128, kStages = 3, kDoStages = 2;
 };
 template <>
 struct BackwardTile<128> {
-  static constexpr int kQueries = 64, kKeys = 128, kStages = 2, kKeyStages = 2;
+  static constexpr int kQueries = 64, kKeys = 128, kStages = 2, kDoStages = 2;
 };
 template <>
 struct BackwardTile<256> {

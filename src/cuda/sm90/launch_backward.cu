@@ -3,6 +3,7 @@
 
 #include "cuda/host/launch.h"
 #include "cuda/host/operands.h"
+#include "cuda/host/tensor_map.h"
 #include "cuda/sm90/backward_arguments.h"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/passes.h"
@@ -29,6 +30,16 @@ Sums sums_of(const Problem& p) { return p.deterministic ? Sums::integers : Sums:
 
 Kernel kernel_of(const Problem& p) {
   return inside(p) ? backward_kernel<F16>(dim_of(p), sums_of(p)) : backward_kernel<Bf16>(dim_of(p), sums_of(p));
+}
+
+// Whether the kernel can convert k and v as they lie: of one 16-bit type, and rounded to no other first.
+bool converts_keys(const Problem& p) {
+  const octet_dtype type = p.k.dtype;
+  if (p.v.dtype != type || (type != OCTET_BF16 && (type != OCTET_F16 || p.precision != OCTET_PRECISION_F16)))
+    return false;
+  for (const View* x : {&p.k, &p.v})
+    if (!reads_directly(*x) || (x->shape[0] > 1 && !x->stride[0]) || (x->shape[1] > 1 && !x->stride[1])) return false;
+  return true;
 }
 
 // Of QueryRows.
@@ -93,12 +104,15 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                        .powers = carver.take<Powers>(kv_heads),
                        .mean = carver.take<float>(kv_heads * p.dim),
                        .q_tiles = carver.take<unsigned char>(q_bytes),
-                       .k_tiles = carver.take<unsigned char>(k_bytes),
-                       .v_tiles = carver.take<unsigned char>(k_bytes),
                        .do_tiles = carver.take<unsigned char>(q_bytes),
                        .rows = carver.take<unsigned char>(q_tiles * row_bytes(kernel.rows)),
                        .dq = carver.take<float>(q_tiles * kernel.rows * dim),
                        .counter = carver.take<unsigned>(1)};
+  // Sums in integers need to know the largest k and v of a head, and pairs of thread blocks have no warps to spare.
+  if (p.deterministic || kernel.cluster > 1 || !converts_keys(p)) {
+    prepared.k_tiles = carver.take<unsigned char>(k_bytes);
+    prepared.v_tiles = carver.take<unsigned char>(k_bytes);
+  }
   const Result dk(p.dk, carver), dv(p.dv, carver);
   if (!workspace || !(p.dq.elements() || p.dk.elements())) return carver.used();
 
@@ -122,6 +136,10 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                       .k = prepared.k_tiles,
                       .v = prepared.v_tiles,
                       .do_ = prepared.do_tiles,
+                      .k_rows = {},
+                      .v_rows = {},
+                      .rows_are_bf16 = p.k.dtype == OCTET_BF16,
+                      .k_mean = prepared.mean,
                       .rows = prepared.rows,
                       .dq = prepared.dq,
                       .powers = prepared.powers,
@@ -140,6 +158,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                       .dk = dk.output(),
                       .dv = dv.output()};
   if (k_tiles) {
+    if (!a.k) a.k_rows = tensor_map(p.k, kernel.keys), a.v_rows = tensor_map(p.v, kernel.keys);
     check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
           "cudaFuncSetAttribute");
     void* arguments[] = {&a};

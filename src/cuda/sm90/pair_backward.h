@@ -50,8 +50,10 @@ struct PairBackward {
     Ring<kDsStages> ds_ring;
     Ring<1> work_ring;  // between the threads that load
     Ring<1> number_ring;
-    uint32_t number;                  // of a block of keys, from the thread block that draws them
-    static constexpr int kWorks = 3;  // as in sm90/backward.h
+    uint32_t number;  // of a block of keys, from the thread block that draws them
+    // In turn. The next is written once v of the one before the last was given back, in the last step of that block, so
+    // that nobody reads the third last.
+    static constexpr int kWorks = 3;
     BackwardWork work[kWorks];
 
     __device__ void init() {
@@ -227,7 +229,7 @@ struct PairBackward {
 #pragma unroll
         for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
         const int query = rows.first;
-        if (!sees_all(a, w, key, kKeys, query, kQueries)) mask_weights(a, s, w, key, query);
+        if (!Seeing(a, w, key, kKeys, kQueries).has(query)) mask_weights(a, s, w, key, query);
         convert(s, x);
         leave(x, shared.p, shared.p_ring, n, me);
         columns.read(rows.delta);

@@ -12,6 +12,7 @@ namespace octet::cuda::sm90 {
 // Bits below the largest number allowed that are left free: by the sample, for tokens that it has not seen, and where
 // all are known.
 constexpr int kRoomOfSample = 4, kRoom = 1;
+constexpr int kLargestPower = 100;
 
 // Of numbers that are finite: the largest magnitude and the sum of magnitudes. |x|_2^2 <= |x|_1 |x|_inf.
 struct Size {
@@ -49,9 +50,10 @@ __device__ inline Powers powers_for(const Preparation& p, const Sizes& s, int ro
   Powers e{};
   if (!p.scaled) return e;
   const auto power = [room](float largest) {
-    return largest > 0.f ? min(max(15 - room - exponent_above(largest), -100), 100) : 0;
+    return largest > 0.f ? min(max(15 - room - exponent_above(largest), -kLargestPower), kLargestPower) : 0;
   };
   e.q = power(s.q), e.k = power(fmaxf(s.k, s.k_smooth)), e.v = power(s.v), e.do_ = power(s.do_);
+  if (!p.k_tiles) e.k = min(e.k, kLargestKeyPower);
   const float row = s.do_row, reach = s.v_row + s.reach;
   if (row > 0.f && reach > 0.f) e.product = -room - exponent_above(row) - exponent_above(reach) - e.do_ - e.v;
   return e;
@@ -71,6 +73,14 @@ __device__ inline float sums_unit(const Preparation& p, const Sizes& s, const Po
   if (!(reach > 0.f && s.k_smooth > 0.f)) return 1.f;
   return power_of_two(30 - p.weight_exponent - e.product - e.v - exponent_above(reach) - e.k -
                       exponent_above(s.k_smooth));
+}
+
+// The largest number of v, as operand, for which |do| (|v| + reach) is at most 1, as powers_for asks; |v|_2 is at most
+// sqrt(dim) |v|_inf.
+__device__ inline float largest_v(const Preparation& p, const Sizes& s, const Powers& e) {
+  if (!p.scaled || !(s.do_row > 0.f)) return FLT_MAX;
+  const float row = ldexpf(1.f / s.do_row, -e.product - e.do_ - e.v) - s.reach;
+  return fminf(ldexpf(row, e.v) * rsqrtf(static_cast<float>(p.v.shape[3])), FLT_MAX);
 }
 
 // Of numbers that are at least 0, which order as their bits do.

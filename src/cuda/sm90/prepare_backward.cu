@@ -114,7 +114,10 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
   if (threadIdx.x == 0) {
     if (which == Tensor::q) found.q = most_shared;
     if (which == Tensor::k) found.k = most_shared, found.k_smooth = 0.f;
-    if (which == Tensor::v) found.v = most_shared, found.v_row = found.reach = row_shared;
+    if (which == Tensor::v) {
+      found.v = most_shared, found.reach = row_shared;
+      found.v_row = p.k_tiles ? row_shared : most_shared * sqrtf(static_cast<float>(p.v.shape[3]));
+    }
     if (which == Tensor::do_) found.do_ = most_shared, found.do_row = row_shared;
   }
   if (which != Tensor::k) return;
@@ -298,11 +301,14 @@ __global__ void __launch_bounds__(kThreads, 2) mend_kernel(const __grid_constant
   ptx::wait_for_previous_grid();
   const int all = static_cast<int>(p.k.shape[0] * p.k.shape[1]);
   const auto settled = [&](int kv, bool& unfit) {
-    const Sizes sizes = p.sizes[kv];
-    const Powers sample = powers_for(p, p.sampled[kv], kRoomOfSample), exact = powers_for(p, sizes, kRoom);
+    const Sizes sampled = p.sampled[kv];
+    Sizes sizes = p.sizes[kv];
+    if (!p.k_tiles) sizes.k = sampled.k, sizes.v = sampled.v, sizes.v_row = sampled.v_row;  // as far as they are known
+    const Powers sample = powers_for(p, sampled, kRoomOfSample), exact = powers_for(p, sizes, kRoom);
     unfit = !fits(sample, exact);
     Powers powers = unfit ? exact : sample;
     powers.sums_unit = sums_unit(p, sizes, powers);
+    powers.largest_v = largest_v(p, sizes, powers);
     return powers;
   };
   for (int first = 0; first < all; first += kThreads) {
@@ -319,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, 2) mend_kernel(const __grid_constant
       const TileWriter<T, In, Dim> writer{p, first + i, settled(first + i, unfit)};
       for (int tile = blockIdx.x; tile < p.group * p.q_blocks.count; tile += gridDim.x)
         writer.queries((first + i) * p.group + tile / p.q_blocks.count, tile % p.q_blocks.count, false);
-      for (int block = blockIdx.x; block < p.k_blocks.count; block += gridDim.x) writer.keys(block, false);
+      for (int block = blockIdx.x; p.k_tiles && block < p.k_blocks.count; block += gridDim.x) writer.keys(block, false);
     }
     __syncthreads();
   }
@@ -341,7 +347,7 @@ bool direct(const Preparation& p, Element element, octet_dtype type) {
 template <class T, class In, int Dim>
 void prepare_as(const Preparation& p, cudaStream_t stream) {
   const auto kv_heads = static_cast<unsigned>(p.k.shape[0] * p.k.shape[1]);
-  const auto tiles = kv_heads * static_cast<unsigned>(p.group * p.q_blocks.count + p.k_blocks.count);
+  const auto tiles = kv_heads * static_cast<unsigned>(p.group * p.q_blocks.count + (p.k_tiles ? p.k_blocks.count : 0));
   constexpr unsigned kMendingBlocks = 264;
   survey_kernel<In><<<dim3(kv_heads, static_cast<unsigned>(Tensor::count)), kThreads, 0, stream>>>(p);
   check(cudaGetLastError(), "survey_kernel");

@@ -1,7 +1,8 @@
 // What surrounds the backward kernel: operands into tiles, delta, dq out of its sums. See sm90/backward_arguments.h.
 //
 // Powers of two and the mean of k are chosen by a sample of each head, before its tiles are written. While they are,
-// the true largest numbers are found; where those leave the room that the sample left, `mend` writes a head again.
+// the true largest numbers are found; where those leave the room that the sample left, `mend` writes a head again. Of k
+// and v that the kernel converts itself the sample is all that is known.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <octet/octet.h>
@@ -33,13 +34,13 @@ struct Preparation {
   int weight_exponent;
   float scale;  // of the logits
 
-  Sizes *sampled, *sizes;  // [batch, kv_head]: of a sample, of all numbers
-  Powers* powers;          // [batch, kv_head]
-  float* mean;             // [batch, kv_head][dim]: of k in the sample, rounded
-  unsigned char *q_tiles, *k_tiles, *v_tiles, *do_tiles;
-  unsigned char* rows;  // of QueryRows
-  void* dq;             // set to 0
-  unsigned* counter;    // set to 0
+  Sizes *sampled, *sizes;                                 // [batch, kv_head]: of a sample, of all numbers
+  Powers* powers;                                         // [batch, kv_head]
+  float* mean;                                            // [batch, kv_head][dim]: of k in the sample, rounded
+  unsigned char *q_tiles, *k_tiles, *v_tiles, *do_tiles;  // no k_tiles: the kernel converts k and v itself
+  unsigned char* rows;                                    // of QueryRows
+  void* dq;                                               // set to 0
+  unsigned* counter;                                      // set to 0
 };
 
 void prepare(const Preparation& p, cudaStream_t stream);

@@ -24,6 +24,10 @@ struct Accumulator {
 #pragma unroll
     for (T& element : x) element = 0;
   }
+  __device__ void scale(float by) {
+#pragma unroll
+    for (T& element : x) element *= by;
+  }
 };
 
 // A fragment that is the left operand of a product: four registers for each 16 columns of 16 bits, or 32 of 8.

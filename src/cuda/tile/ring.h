@@ -25,6 +25,10 @@ struct Barrier {
     while (!::cuda::ptx::mbarrier_try_wait_parity(&word, parity)) {
     }
   }
+  // The same for long waits, by a thread that nobody waits for.
+  __device__ void wait_asleep(uint32_t parity) {
+    while (!::cuda::ptx::mbarrier_test_wait_parity(&word, parity)) __nanosleep(500);
+  }
   // The same, where other thread blocks of the cluster arrive.
   __device__ void wait_for_cluster(uint32_t parity) {
     namespace ptx = ::cuda::ptx;

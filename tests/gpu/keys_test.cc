@@ -1,0 +1,95 @@
+// k and v of the backward pass: the kernel itself converts rows of 16 bits, and takes others as tiles that a pass
+// before it writes. Both are the same numbers times powers of two, so gradients err alike.
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <string>
+
+#include "gpu/place.h"
+#include "support/cases.h"
+
+namespace octet::test {
+namespace {
+
+// More blocks than the GPU runs at once, of one step each: sequences of 0 to 6 tokens.
+Case many_sequences(int64_t dim, bool causal) {
+  constexpr int kSequences = 300;
+  std::vector<int32_t> tokens(kSequences + 1), first(kSequences + 1);
+  for (int i = 0; i < kSequences; ++i) tokens[static_cast<size_t>(i) + 1] = i % 7;
+  std::partial_sum(tokens.begin(), tokens.end(), first.begin());
+  return {.name = causal ? "many_sequences_causal" : "many_sequences",
+          .heads = 6,
+          .kv_heads = 3,
+          .tokens_q = first.back(),
+          .tokens_k = first.back(),
+          .dim = dim,
+          .dim_v = dim,
+          .causal = causal,
+          .alignment = causal ? Alignment::top_left : Alignment::unspecified,
+          .cu_seqlens_q = first,
+          .cu_seqlens_k = first};
+}
+
+std::vector<Case> key_cases() {
+  const Case ragged{.name = "ragged",
+                    .batch = 2,
+                    .heads = 4,
+                    .kv_heads = 2,
+                    .tokens_q = 150,
+                    .tokens_k = 333,
+                    .dim = 40,
+                    .dim_v = 64,
+                    .window = {{70, 20}},
+                    .alignment = Alignment::bottom_right};
+  Case wide = ragged;
+  wide.name = "ragged_wide", wide.dim = 72, wide.dim_v = 120;
+  return {many_sequences(64, false),
+          many_sequences(128, true),
+          ragged,
+          wide,
+          {.name = "many_blocks",
+           .heads = 12,
+           .kv_heads = 12,
+           .tokens_q = 130,
+           .tokens_k = 2100,
+           .dim = 128,
+           .dim_v = 128,
+           .causal = true,
+           .alignment = Alignment::bottom_right}};
+}
+
+class GpuKeys : public testing::TestWithParam<std::tuple<size_t, DType>> {};
+
+TEST_P(GpuKeys, of_16_bits_give_what_prepared_tiles_give) {
+  const auto [index, type] = GetParam();
+  const Precision precision = type == DType::f16 ? Precision::f16 : Precision::bf16;
+  Case rows = key_cases()[index];
+  rows.dtype = type;
+  Case tiles = rows;
+  tiles.dtype = DType::f32;
+  const Inputs in = draw(rows, 11);
+  const Outputs want = exact(rows, in, Pass::backward);
+  const Outputs saved = run(rows, in, attention_of(rows, precision, "reference"), Pass::forward);
+  const Attention gpu = attention_of(rows, precision, "sm90");
+  GpuPlace place;
+  const Outputs prepared = run(tiles, in, gpu, Pass::backward, &saved, &place);
+  for (int i = 0; i < 3; ++i) {  // as which blocks run together differs
+    GpuPlace again;
+    const Outputs got = run(rows, in, gpu, Pass::backward, &saved, &again);
+    for (const auto& [name, g, p, w] : {std::tuple{"dq", &got.dq, &prepared.dq, &want.dq},
+                                        {"dk", &got.dk, &prepared.dk, &want.dk},
+                                        {"dv", &got.dv, &prepared.dv, &want.dv}})
+      EXPECT_LE(difference(*g, *w).rms, 1.1 * difference(*p, *w).rms) << name << ": " << text(difference(*g, *w));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Cases, GpuKeys,
+                         testing::Combine(testing::Range<size_t>(0, key_cases().size()),
+                                          testing::Values(DType::bf16, DType::f16)),
+                         [](const auto& info) {
+                           return std::string(key_cases()[std::get<0>(info.param)].name) +
+                                  (std::get<1>(info.param) == DType::f16 ? "_f16" : "_bf16");
+                         });
+
+}  // namespace
+}  // namespace octet::test
