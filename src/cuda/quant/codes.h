@@ -67,8 +67,8 @@ struct CodesArguments {
   float* mean_logit;  // [batch, head, token]: q times the mean of its keys; null: not wanted
 };
 
-// Bytes of scratch that `prepare` needs, at a multiple of 256. Its first word is not for `prepare`, which only sets it to
-// 0: the counter of the kernel that follows.
+// Bytes of scratch that `prepare` needs, at a multiple of 256. Its first word is not for `prepare`, which only sets it
+// to 0: the counter of the kernel that follows.
 std::size_t preparation_bytes(const CodesArguments& a);
 // All of the above, in one launch.
 void prepare(const CodesArguments& a, void* scratch, cudaStream_t stream);
