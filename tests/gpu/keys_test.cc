@@ -55,7 +55,9 @@ std::vector<Case> key_cases() {
            .dim = 128,
            .dim_v = 128,
            .causal = true,
-           .alignment = Alignment::bottom_right}};
+           .alignment = Alignment::bottom_right},
+          {.name = "no_queries", .tokens_q = 0, .tokens_k = 70},
+          {.name = "no_keys", .tokens_q = 70, .tokens_k = 0}};
 }
 
 class GpuKeys : public testing::TestWithParam<std::tuple<size_t, DType>> {};

@@ -9,6 +9,7 @@ namespace octet::cuda {
 // Throws unless a call of the runtime succeeded.
 inline void check(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // not to be found by the next call
   throw Failure(OCTET_FAILURE, text(call, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ')'));
 }
 

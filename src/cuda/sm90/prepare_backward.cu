@@ -351,8 +351,8 @@ void prepare_as(const Preparation& p, cudaStream_t stream) {
   constexpr unsigned kMendingBlocks = 264;
   survey_kernel<In><<<dim3(kv_heads, static_cast<unsigned>(Tensor::count)), kThreads, 0, stream>>>(p);
   check(cudaGetLastError(), "survey_kernel");
-  launch_after(tile_kernel<T, In, Dim>, tiles, kThreads, 0, stream, p);
-  launch_after(mend_kernel<T, In, Dim>, std::min(tiles, kMendingBlocks), kThreads, 0, stream, p);
+  if (tiles) launch_after(tile_kernel<T, In, Dim>, tiles, kThreads, 0, stream, p);
+  launch_after(mend_kernel<T, In, Dim>, std::clamp(tiles, 1u, kMendingBlocks), kThreads, 0, stream, p);
 }
 
 template <class T, class In>
