@@ -169,9 +169,9 @@ struct PairBackward {
   // Leaves p or ds in both thread blocks.
   template <int Stages>
   __device__ void leave(const Operand<T, kQueries>& x, unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
-                        Ring<Stages>& ring, unsigned n, int me) {
-    const int stage = n % Stages;
-    unsigned char* const tile = tiles[stage][ptx::hidden(me)];  // in no register between steps
+                        Ring<Stages>& ring, unsigned n) {
+    const int stage = n % Stages, me = rank();  // in no register between steps
+    unsigned char* const tile = tiles[stage][ptx::hidden(me)];
     ring.empty[stage].wait_for_cluster(n / Stages % 2 ^ 1);
     store(x, TileP{tile}, 0);
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
@@ -202,7 +202,8 @@ struct PairBackward {
       const Powers& e = a.powers[w.batch * a.kv_heads + w.kv_head];
       const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - e.k));
       const float product_scale = exp2f(static_cast<float>(e.product));
-      const int steps = group * w.tiles.count(), key = w.first_key + me * kKeys;
+      const int steps = group * w.tiles.count();
+      const Seeing seeing(a, w, w.first_key + me * kKeys, kKeys, kQueries);
       shared.v_ring.full[0].wait(works % 2);
       for (int left = steps; left; --left, ++n) {
         const int stage = n % kStages;
@@ -229,9 +230,9 @@ struct PairBackward {
 #pragma unroll
         for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
         const int query = rows.first;
-        if (!Seeing(a, w, key, kKeys, kQueries).has(query)) mask_weights(a, s, w, key, query);
+        if (!seeing.has(query)) mask_weights(a, s, w, w.first_key + rank() * kKeys, query);
         convert(s, x);
-        leave(x, shared.p, shared.p_ring, n, me);
+        leave(x, shared.p, shared.p_ring, n);
         columns.read(rows.delta);
         ptx::wgmma_wait<0>();
         ptx::pin(dp.x);
@@ -241,7 +242,7 @@ struct PairBackward {
 #pragma unroll
         for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
         convert(dp, x);
-        leave(x, shared.ds, shared.ds_ring, n, me);
+        leave(x, shared.ds, shared.ds_ring, n);
       }
       if (!steps) arrive_as_warp(shared.v_ring.empty[0]);
       shared.k_ring.empty[0].arrive();
