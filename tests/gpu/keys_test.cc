@@ -80,8 +80,10 @@ TEST_P(GpuKeys, of_16_bits_give_what_prepared_tiles_give) {
     const Outputs got = run(rows, in, gpu, Pass::backward, &saved, &again);
     for (const auto& [name, g, p, w] : {std::tuple{"dq", &got.dq, &prepared.dq, &want.dq},
                                         {"dk", &got.dk, &prepared.dk, &want.dk},
-                                        {"dv", &got.dv, &prepared.dv, &want.dv}})
+                                        {"dv", &got.dv, &prepared.dv, &want.dv}}) {
+      if (w->data.empty()) continue;
       EXPECT_LE(difference(*g, *w).rms, 1.1 * difference(*p, *w).rms) << name << ": " << text(difference(*g, *w));
+    }
   }
 }
 

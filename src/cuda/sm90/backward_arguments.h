@@ -48,8 +48,8 @@ struct Powers {
   float sums_unit;  // where dq is summed as integers: times QueryRows::unit, how many of them are 1
   float largest_v;  // of operand v, for which ds stays within f16
 };
-// Where the kernel converts k, its power is at most this, so that dq of a block whose k is larger than the sample's by
-// as many powers of two is a float; a block of a head with this power takes one that suits its k.
+// What a head's power of k is at most where the kernel converts k: a block with larger k adds to dq its sums times the
+// power of two that it takes less, which shall be floats. A block of a head with this power takes what suits its own k.
 constexpr int kLargestKeyPower = 40;
 // Of a block of keys.
 struct KeyPowers {
