@@ -71,11 +71,6 @@ struct Backward {
   Shared& shared;
   const Schedule schedule{a};
 
-  static __device__ void fetch(void* to, const void* from, uint32_t bytes, Barrier& full) {
-    namespace ptx = ::cuda::ptx;
-    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, bytes, &full.word);
-  }
-
   // Converts k and v of a block of keys while the one before is worked on, unless they come as tiles.
   __device__ void convert_keys(int thread) {
     if (a.k) return;
@@ -157,7 +152,7 @@ struct Backward {
       const BackwardWork& w = shared.work[slot];
       if (w.block < 0) return;
       const int steps = group * w.tiles.count(), lead = min(steps, kLead);
-      if (!steps) draw(gridDim.x + atomicAdd(a.counter, 1u), works + 1);
+      if (!steps) draw(next_number(), works + 1);
       Visit visit{w.kv_head * group, w.tiles.start};
       for (int left = steps; left; --left, ++n, visit.advance(w.tiles)) {
         const int64_t tile = schedule.q_tile(w, visit);
@@ -171,18 +166,20 @@ struct Backward {
         shared.do_ring.empty[do_stage].wait(n / kDoStages % 2 ^ 1);
         shared.do_ring.full[do_stage].arrive_expecting(TileQ::kBytes);
         fetch(shared.do_[do_stage], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_ring.full[do_stage]);
-        if (left == lead) draw(gridDim.x + atomicAdd(a.counter, 1u), works + 1);
+        if (left == lead) draw(next_number(), works + 1);
       }
       shared.work_ring.empty[slot].arrive();
     }
   }
 
-  // Draws a block of keys and fetches its k and v.
+  __device__ unsigned next_number() const { return gridDim.x + atomicAdd(a.counter, 1u); }
+
+  // Takes a block of keys, by its number, or the next one that is there, and fetches its k and v.
   __device__ void draw(unsigned number, unsigned works) {
     const int slot = works % Shared::kWorks, stage = works % kKeyStages;
     BackwardWork& w = shared.work[slot];
     shared.work_ring.empty[slot].wait(works / Shared::kWorks % 2 ^ 1);
-    for (;; number = gridDim.x + atomicAdd(a.counter, 1u)) {
+    for (;; number = next_number()) {
       schedule.find(number, w);
       if (w.block < 0 || w.k.index >= 0) break;  // not past the last block of packed sequences
     }

@@ -21,6 +21,12 @@ struct ColumnValues {
   __device__ float of(int element) const { return element % 2 ? x[element / 4].y : x[element / 4].x; }
 };
 
+// Starts to copy a prepared tile, or a part of it, to shared memory; `full` counts its bytes.
+__device__ inline void fetch(void* to, const void* from, uint32_t bytes, Barrier& full) {
+  namespace ptx = ::cuda::ptx;
+  ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, bytes, &full.word);
+}
+
 // All lanes of a warp are done with what a barrier guards.
 __device__ inline void arrive_as_warp(Barrier& barrier) {
   __syncwarp();

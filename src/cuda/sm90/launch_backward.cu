@@ -108,7 +108,8 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                        .rows = carver.take<unsigned char>(q_tiles * row_bytes(kernel.rows)),
                        .dq = carver.take<float>(q_tiles * kernel.rows * dim),
                        .counter = carver.take<unsigned>(1)};
-  // Sums in integers need to know the largest k and v of a head, and pairs of thread blocks have no warps to spare.
+  // Sums in integers need to know the largest k and v of a head, and pairs of thread blocks have no room for a second
+  // stage of k and v.
   if (p.deterministic || kernel.cluster > 1 || !converts_keys(p)) {
     prepared.k_tiles = carver.take<unsigned char>(k_bytes);
     prepared.v_tiles = carver.take<unsigned char>(k_bytes);

@@ -92,11 +92,6 @@ struct PairBackward {
     return number;
   }
 
-  static __device__ void fetch(void* to, const void* from, uint32_t bytes, Barrier& full) {
-    namespace ptx = ::cuda::ptx;
-    ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, bytes, &full.word);
-  }
-
   // Draws blocks of keys, and fetches k and v.
   __device__ void load_keys() {
     unsigned works = 0, draws = 0;

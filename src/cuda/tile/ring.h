@@ -25,7 +25,7 @@ struct Barrier {
     while (!::cuda::ptx::mbarrier_try_wait_parity(&word, parity)) {
     }
   }
-  // The same for long waits, by a thread that nobody waits for.
+  // The same, looking about twice a microsecond: for waits so long that looking would take the others' time.
   __device__ void wait_asleep(uint32_t parity) {
     while (!::cuda::ptx::mbarrier_test_wait_parity(&word, parity)) __nanosleep(500);
   }
