@@ -6,8 +6,9 @@
 //
 // Transposed, p and ds stay in registers as left operands of dv and dk; only ds goes through shared memory, for dq,
 // which sums over the keys of both warpgroups. Each warpgroup multiplies for dq the ds of the step before, so the two
-// need not meet: while one computes exponentials, the other's products run. Sums of dq over blocks of keys happen in
-// L2. Of the warpgroup that loads, one thread fetches all operands, and three warps convert k and v of the next block.
+// need not meet. They take turns, from the products of p and ds on to those of the next step's logits: while one
+// computes exponentials, the other's products run. Sums of dq over blocks of keys happen in L2. Of the warpgroup that
+// loads, one thread fetches all operands, and three warps convert k and v of the next block.
 #pragma once
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/backward_keys.h"
@@ -25,6 +26,7 @@ struct Backward {
   // The next block is drawn when so many steps are left to fetch: early enough to make its k and v ready, and late
   // enough for all thread blocks to end together.
   static constexpr int kLead = 6, kKeyStages = 2;
+  static constexpr int kTurnBarrier = 2;  // and the next, one for each warpgroup; see Converter::kBarrier
   // A warpgroup's part of dq: 64 queries, and as many channels as make half of it.
   static constexpr bool kDqByQueries = kQueries > kWarpgroupRows;
   static constexpr int kDqColumns = kDqByQueries ? Dim : Dim / kWarpgroups;
@@ -32,6 +34,8 @@ struct Backward {
 
   // What registers are there for: p in 16 bits beside s.
   static constexpr bool kEarlyP = Dim == 128;
+  // Whether a step waits for the next one's q before it adds to dq, as reductions delay what follows them.
+  static constexpr bool kAwaitsNext = Dim == 128;
   using Schedule = BackwardSchedule<kQueries, kKeys>;
   using TileQ = SharedTile<T, kQueries, Dim>;
   using TileK = SharedTile<T, kKeys, Dim>;
@@ -153,9 +157,9 @@ struct Backward {
       if (w.block < 0) return;
       const int steps = group * w.tiles.count(), lead = min(steps, kLead);
       if (!steps) draw(next_number(), works + 1);
-      Visit visit{w.kv_head * group, w.tiles.start};
-      for (int left = steps; left; --left, ++n, visit.advance(w.tiles)) {
-        const int64_t tile = schedule.q_tile(w, visit);
+      Visit visit{w.tiles.start, 0};
+      for (int left = steps; left; --left, ++n, visit.advance(w.tiles, group)) {
+        const int64_t tile = schedule.q_tile(w, visit, group);
         const int s = n % kStages, do_stage = n % kDoStages;
         const uint32_t empty = n / kStages % 2 ^ 1;
         shared.q_ring.empty[s].wait(empty);
@@ -199,13 +203,17 @@ struct Backward {
   // The query that a warpgroup's part of a tile of dq begins with.
   static __device__ int dq_row(int warpgroup) { return kDqByQueries ? warpgroup * kWarpgroupRows : 0; }
   // Adds to that part.
-  __device__ void add(const Target& target, int warpgroup, const Accumulator<kDqColumns>& x) const {
+  __device__ void add(const Target& target, int warpgroup, const Accumulator<kDqColumns>& x, int thread) const {
     const int64_t start = (static_cast<int64_t>(target.tile) * kWarpgroups + warpgroup) * kDqNumbers;
-    add_to_sums<Rows, sums, kSumsByFour<Dim, sums>>(a, target, start, dq_row(warpgroup), x);
+    add_to_sums<Rows, sums, kSumsAtOnce<Dim, sums>>(a, target, start, dq_row(warpgroup), x, thread);
   }
 
+  static __device__ void await_turn(int warpgroup) { ptx::barrier_sync(kTurnBarrier + warpgroup, kReaders); }
+  static __device__ void pass_turn(int warpgroup) { ptx::barrier_arrive(kTurnBarrier + 1 - warpgroup, kReaders); }
+
   __device__ void compute_all(int warpgroup) {
-    unsigned n = 0;  // steps before this one, of all blocks: where each ring stands
+    unsigned n = 0;                            // steps before this one, of all blocks: where each ring stands
+    if (warpgroup == 1) pass_turn(warpgroup);  // the first turn is the other's
     for (unsigned works = 0;; ++works) {
       const int slot = works % Shared::kWorks, key_stage = works % kKeyStages;
       const uint32_t key_parity = works / kKeyStages % 2;
@@ -233,9 +241,11 @@ struct Backward {
     const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - mine.k));
     const float product_scale = exp2f(static_cast<float>(e.product + e.v - mine.v));
     const int steps = group * w.tiles.count();
-    const Seeing seeing(a, w, w.first_key, kKeys, kQueries);
+    const Seeing seeing(a, w, w.first_key, kKeys, kQueries, group);
     const float ds_scale = exp2f(static_cast<float>(-mine.ds)),
                 dq_scale = exp2f(static_cast<float>(mine.ds + e.k - mine.k));
+    // Kept in registers: the steps would work them out again between their products.
+    const int thread = ptx::hidden(static_cast<int>(threadIdx.x % kWarpgroup)), ds_offset = ptx::hidden(store_offset());
     Target target{};  // of the step before
     Accumulator<Dim> dk, dv;
     dk.zero(), dv.zero();
@@ -248,15 +258,17 @@ struct Backward {
     const auto add_dq = [&](Accumulator<kDqColumns>& dq) {
       arrive_as_warp(shared.ds_ring.empty[(n - 1) % kDsStages]);
       if (!kUsual) dq.scale(dq_scale);
-      add(target, warpgroup, dq);
+      add(target, warpgroup, dq, thread);
     };
+    const auto await_q = [&](unsigned step) { shared.q_ring.full[step % kStages].wait(step / kStages % 2); };
+    if (kAwaitsNext && steps) await_q(n);
     for (int left = steps; left; --left, ++n) {
       const int stage = n % kStages, do_stage = n % kDoStages, ds_stage = n % kDsStages;
       const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
       const Rows& rows = shared.rows[stage];
       Accumulator<kQueries> s, dp;
       Operand<T, kQueries> p, ds;
-      shared.q_ring.full[stage].wait(n / kStages % 2);
+      if (!kAwaitsNext) await_q(n);
       ptx::wgmma_fence();
       mm_ABt(s, k, my_keys, q, false);
       ptx::wgmma_commit();
@@ -264,13 +276,13 @@ struct Backward {
       ptx::wgmma_fence();
       mm_ABt(dp, v, my_keys, do_, false);
       ptx::wgmma_commit();
+      if (left < steps) pass_turn(warpgroup);
       ptx::wgmma_wait<1>();
       ptx::pin(s.x);
       ColumnValues<kQueries> columns(rows.lse);
 #pragma unroll
       for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
-      const int query = rows.first;
-      if (!seeing.has(query)) mask_weights(a, s, w, w.first_key + my_keys, query);
+      if (!seeing.has(left)) mask_weights(a, s, w, w.first_key + my_keys, rows.first);
       if constexpr (kEarlyP) convert(s, p);
       ptx::wgmma_wait<0>();
       ptx::pin(dp.x);
@@ -284,9 +296,10 @@ struct Backward {
       if constexpr (!kEarlyP) convert(s, p);
       convert(dp, ds);
       shared.ds_ring.empty[ds_stage].wait(n / kDsStages % 2 ^ 1);
-      store(ds, TileDs{shared.ds[ds_stage]}, my_keys);
+      store(ds, TileDs{shared.ds[ds_stage]}, my_keys, ds_offset);
       ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
       arrive_as_warp(shared.ds_ring.full[ds_stage]);
+      await_turn(warpgroup);
       ptx::wgmma_fence();
       mma_AB(dv, p, do_);
       ptx::wgmma_commit();
@@ -301,6 +314,7 @@ struct Backward {
       ptx::pin(dv.x);
       arrive_as_warp(shared.do_ring.empty[do_stage]);
       ptx::pin(dq.x);
+      if (kAwaitsNext && left > 1) await_q(n + 1);
       if (left < steps) add_dq(dq);
       target = next_target;
       ptx::wgmma_wait<0>();
@@ -308,6 +322,7 @@ struct Backward {
       arrive_as_warp(shared.q_ring.empty[stage]);
     }
     if (steps) {
+      pass_turn(warpgroup);
       Accumulator<kDqColumns> dq;
       shared.ds_ring.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);
       issue_dq(dq);

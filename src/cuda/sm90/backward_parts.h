@@ -1,5 +1,8 @@
 // What the backward kernels share: weights of pairs that see each other, sums of dq, dk and dv on their way out.
 #pragma once
+#include <cstring>
+#include <type_traits>
+
 #include "cuda/sm90/backward_arguments.h"
 #include "cuda/sm90/backward_schedule.h"
 #include "cuda/sm90/config.h"
@@ -40,17 +43,22 @@ __device__ SharedTile<typename TileX::Element, TileX::kRows, Columns, TileX::kIn
   return {x.data + channel / kPanelColumns * TileX::kPanelBytes};
 }
 
-// The tiles of so many queries, by their first, all of which see all of `keys` from `key`.
+// The steps of a block in which all of so many queries see all of `keys` from `key`, by how many are left. Only tiles
+// of a mask by position are visited from the first on; without one all tiles see the same keys.
 struct Seeing {
-  int first, last;
-  __device__ Seeing(const BackwardArguments& a, const BackwardWork& w, int key, int keys, int queries)
-      : first(0), last(Mask::kUnbounded) {
-    const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
-    if (a.mask.windowed)
-      first = key + keys - 1 - shift - a.mask.right, last = key - shift + a.mask.left - (queries - 1);
-    if (key + keys > w.k.tokens) last = first - 1;
+  int most, least;
+  __device__ Seeing(const BackwardArguments& a, const BackwardWork& w, int key, int keys, int queries, int group)
+      : most(w.tiles.count() * group), least(0) {
+    if (a.mask.windowed) {
+      const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
+      const int first = (max(key + keys - 1 - shift - a.mask.right, 0) + queries - 1) / queries;
+      const int last = (key - shift + a.mask.left + 1) / queries;
+      most = (w.tiles.last - max(first, w.tiles.first)) * group,
+      least = (w.tiles.last - min(last, w.tiles.last)) * group;
+    }
+    if (key + keys > w.k.tokens) least = most;
   }
-  __device__ bool has(int query) const { return first <= query && query <= last; }
+  __device__ bool has(int left) const { return least < left && left <= most; }
 };
 
 // p of pairs that do not see each other becomes 0. Rows are keys from `key`, columns queries from `query`.
@@ -90,31 +98,32 @@ __device__ Target target_of(const Rows& rows, int first, float sums_unit) {
 }
 
 // Adds a fragment to the sums of dq, of which it is numbers from `start`; its first row is query `first` of the tile.
-template <class Rows, Sums sums, bool by_four, int Columns>
+// Numbers that a thread adds at once lie together, then those of the next of the warpgroup's threads.
+template <class Rows, Sums sums, int at_once, int Columns>
 __device__ void add_to_sums(const BackwardArguments& a, const Target& target, int64_t start, int first,
-                            const Accumulator<Columns>& x) {
-  const int thread = threadIdx.x % kWarpgroup;
-  if constexpr (by_four) {
-    auto* const to = reinterpret_cast<float4*>(static_cast<float*>(a.dq) + start) + thread;
+                            const Accumulator<Columns>& x, int thread) {
+  if constexpr (sums == Sums::floats) {
+    using Numbers = std::conditional_t<at_once == 4, float4, std::conditional_t<at_once == 2, float2, float>>;
+    auto* const to = reinterpret_cast<Numbers*>(static_cast<float*>(a.dq) + start) + thread;
 #pragma unroll
-    for (int i = 0; i < Columns / 8; ++i)
-      atomicAdd(to + i * kWarpgroup, make_float4(x.x[4 * i], x.x[4 * i + 1], x.x[4 * i + 2], x.x[4 * i + 3]));
+    for (int i = 0; i < Columns / 2; i += at_once) {
+      Numbers numbers;
+      memcpy(&numbers, &x.x[i], sizeof(numbers));
+      atomicAdd(to + i / at_once * kWarpgroup, numbers);
+    }
   } else {
+    static_assert(at_once == 1);
 #pragma unroll
     for (int half = 0; half < kRowsPerThread; ++half) {
       // An inf or NaN comes from ds and is in every column. It takes the unit away, and so turns the row into NaN.
-      if (sums == Sums::integers && !isfinite(x.x[2 * half]))
+      if (!isfinite(x.x[2 * half]))
         reinterpret_cast<Rows*>(a.rows)[target.tile].unit[first + fragment_row() + 8 * half] =
             __int_as_float(0x7fffffff);
 #pragma unroll
-      for (int i = 0; i < Columns / 2; ++i) {
-        if (i / 2 % 2 != half) continue;
-        const int64_t at = start + i * kWarpgroup + thread;
-        if constexpr (sums == Sums::integers)
-          atomicAdd(static_cast<int*>(a.dq) + at, __float2int_rn(x.x[i] * target.units[half]));
-        else
-          atomicAdd(static_cast<float*>(a.dq) + at, x.x[i]);
-      }
+      for (int i = 0; i < Columns / 2; ++i)
+        if (i / 2 % 2 == half)
+          atomicAdd(static_cast<int*>(a.dq) + start + i * kWarpgroup + thread,
+                    __float2int_rn(x.x[i] * target.units[half]));
     }
   }
 }

@@ -21,13 +21,14 @@ struct BackwardWork {
   KeyPowers powers;
 };
 
-// A head of the group and a tile of queries.
+// A tile of queries and a head of the group: all heads of a tile, then the next tile.
 struct Visit {
-  int head, tile;
+  int tile, head;
 
-  __device__ void advance(const Tiles& tiles) {
+  __device__ void advance(const Tiles& tiles, int group) {
+    if (++head < group) return;
+    head = 0;
     if (++tile == tiles.last) tile = tiles.first;
-    if (tile == tiles.start) ++head;
   }
 };
 
@@ -67,8 +68,9 @@ struct BackwardSchedule {
     return {first, max(first, last), first};
   }
 
-  __device__ int64_t q_tile(const BackwardWork& w, const Visit& at) const {
-    return (static_cast<int64_t>(w.batch) * a.heads + at.head) * a.q_blocks.count + w.q.first_block + at.tile;
+  __device__ int64_t q_tile(const BackwardWork& w, const Visit& at, int group) const {
+    const int64_t head = static_cast<int64_t>(w.batch * a.kv_heads + w.kv_head) * group + at.head;
+    return head * a.q_blocks.count + w.q.first_block + at.tile;
   }
 };
 

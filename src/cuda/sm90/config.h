@@ -111,9 +111,12 @@ constexpr int kBackwardWarps = 8;  // that compute
 constexpr int kBackwardRegisters = 232, kBackwardLoaderRegisters = 40;
 // How partial sums of dq are added: floats as they come, or integers, whose sum is the same in any order.
 enum class Sums { floats, integers };
-// Floats are added one by one, but at d = 64 four at a time: 3 % faster there, 1 to 4 % slower elsewhere.
+// How many numbers a thread adds to the sums of dq at a time.
 template <int Dim, Sums sums>
-constexpr bool kSumsByFour = sums == Sums::floats&& Dim == 64;
+constexpr int kSumsAtOnce = sums == Sums::integers ? 1
+                            : Dim == 64            ? 4
+                            : Dim == 128           ? 2
+                                                   : 1;
 template <int Dim>
 struct BackwardTile;
 template <>

@@ -13,17 +13,19 @@ namespace {
 constexpr int kThreads = 256;
 
 // The sums of eight channels of rows r and r + 8, which lie with the same four threads, of one warpgroup's part:
-// [8 channels][2 rows x 2 channels][thread], or by four, [8 channels][thread][2 rows x 2 channels].
-template <class Number, bool by_four>
+// [8 channels][a thread's 4 numbers / at_once][thread][at_once].
+template <class Number, int at_once>
 __device__ void read_sums(const void* part, int line, int thread, Vector (&x)[kRowsPerThread]) {
   struct alignas(16) Four {
     Number numbers[4];
   };
-  const auto* const from = static_cast<const Number*>(part) + line * (4 * kWarpgroup) + thread * (by_four ? 4 : 1);
-  for (int i = 0; i < 4; ++i) {
-    const Four four = *reinterpret_cast<const Four*>(from + i * (by_four ? 4 : kWarpgroup));
+  constexpr int kTogether = 4 * at_once;  // of the four threads, next to each other
+  const auto* const from = static_cast<const Number*>(part) + line * (4 * kWarpgroup) + thread * at_once;
+  for (int first = 0; first < 16; first += 4) {
+    const int number = first / kTogether * at_once;  // of each thread's four
+    const Four four = *reinterpret_cast<const Four*>(from + number * kWarpgroup + first % kTogether);
     for (int j = 0; j < 4; ++j) {
-      const int of_thread = by_four ? j : i, threads = by_four ? i : j;
+      const int of_thread = number + j % at_once, threads = (first + j) % kTogether / at_once;
       x[of_thread / 2][2 * threads + of_thread % 2] = static_cast<float>(four.numbers[j]);
     }
   }
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
     const int warpgroup = kByQueries ? row / kWarpgroupRows : line / kLinesOfOne;
     Vector x[kRowsPerThread];
     using Number = std::conditional_t<sums == Sums::integers, int, float>;
-    read_sums<Number, kSumsByFour<Dim, sums>>(tile_sums + warpgroup * (kQueries * Dim * 2), line % kLinesOfOne,
+    read_sums<Number, kSumsAtOnce<Dim, sums>>(tile_sums + warpgroup * (kQueries * Dim * 2), line % kLinesOfOne,
                                               r / 16 * 32 + r % 8 * 4, x);
     for (int half = 0; half < kRowsPerThread; ++half) {
       const int query = (block - sequence.first_block) * kQueries + row + 8 * half;

@@ -128,11 +128,11 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
   const auto grid = static_cast<unsigned>(std::min<std::size_t>(k_tiles, processors / kernel.cluster) * kernel.cluster);
-  constexpr int64_t kShareOfL2 = 32 << 20;
+  // Long and short blocks even out where at least two heads are in a section.
+  constexpr int64_t kShareOfL2 = 16 << 20;
   const int64_t head_bytes = std::max<int64_t>(p.group() * p.tokens_q * dim * (2 + 2 + 4), 1);
-  const int section =
-      p.windowed ? static_cast<int>(std::clamp<int64_t>(kShareOfL2 / head_bytes, 1, static_cast<int64_t>(kv_heads)))
-                 : 1;
+  const auto section = static_cast<int>(
+      p.windowed ? std::min<int64_t>(std::max<int64_t>(kShareOfL2 / head_bytes, 2), static_cast<int64_t>(kv_heads)) : 1);
   BackwardArguments a{.q = prepared.q_tiles,
                       .k = prepared.k_tiles,
                       .v = prepared.v_tiles,

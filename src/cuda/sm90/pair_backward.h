@@ -136,9 +136,9 @@ struct PairBackward {
       shared.work_ring.full[0].wait(works % 2);
       const BackwardWork& w = shared.work[works % Shared::kWorks];
       if (w.block < 0) return;
-      Visit visit{w.kv_head * group, w.tiles.start};
-      for (int left = group * w.tiles.count(); left; --left, ++n, visit.advance(w.tiles)) {
-        const int64_t tile = schedule.q_tile(w, visit);
+      Visit visit{w.tiles.start, 0};
+      for (int left = group * w.tiles.count(); left; --left, ++n, visit.advance(w.tiles, group)) {
+        const int64_t tile = schedule.q_tile(w, visit, group);
         const auto fetch_half = [&](unsigned char* to, const unsigned char* tiles, int half, Barrier& full,
                                     uint32_t more = 0) {
           full.arrive_expecting(Half::kBytes + more);
@@ -198,7 +198,7 @@ struct PairBackward {
       const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - e.k));
       const float product_scale = exp2f(static_cast<float>(e.product));
       const int steps = group * w.tiles.count();
-      const Seeing seeing(a, w, w.first_key + me * kKeys, kKeys, kQueries);
+      const Seeing seeing(a, w, w.first_key + me * kKeys, kKeys, kQueries, group);
       shared.v_ring.full[0].wait(works % 2);
       for (int left = steps; left; --left, ++n) {
         const int stage = n % kStages;
@@ -224,8 +224,7 @@ struct PairBackward {
         arrive_as_warp(shared.q_far_ring.empty[0]);
 #pragma unroll
         for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
-        const int query = rows.first;
-        if (!seeing.has(query)) mask_weights(a, s, w, w.first_key + rank() * kKeys, query);
+        if (!seeing.has(left)) mask_weights(a, s, w, w.first_key + rank() * kKeys, rows.first);
         convert(s, x);
         leave(x, shared.p, shared.p_ring, n);
         columns.read(rows.delta);
@@ -286,7 +285,7 @@ struct PairBackward {
         ptx::wgmma_wait<1>();
         ptx::pin(dq.x);
         const int64_t start = ((static_cast<int64_t>(target.tile) * kBlocks + rank()) * 2 + half) * kDqNumbers;
-        add_to_sums<Rows, sums, kSumsByFour<Dim, sums>>(a, target, start, 0, dq);
+        add_to_sums<Rows, sums, kSumsAtOnce<Dim, sums>>(a, target, start, 0, dq, threadIdx.x % kWarpgroup);
         ptx::wgmma_wait<0>();
         ptx::pin(dk.x);
         take(shared.ds_ring.empty[ds_stage]);

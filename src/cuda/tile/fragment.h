@@ -122,18 +122,20 @@ __device__ void convert_bytes(const Accumulator<Columns>& from, Operand<T, Colum
     }
 }
 
+// Where in 64 rows of a tile this thread's first address for stmatrix lies.
+__device__ inline int store_offset() {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+  return row * kPanelRowBytes + (lane / 16 ^ row % kSwizzleRows) * 16;
+}
+
 // Writes a fragment into rows [row, row + 64) of a tile: stmatrix, four 8 x 8 matrices at a time (PTX
-// ISA, 9.7.14.5.16).
+// ISA, 9.7.14.5.16). Where a loop stores, `offset` may be worked out before.
 template <class T, int Columns, class Tile>
-__device__ void store(const Operand<T, Columns>& x, const Tile& tile, int row) {
+__device__ void store(const Operand<T, Columns>& x, const Tile& tile, int row, int offset = store_offset()) {
   static_assert(Tile::kColumns == Columns);
-  const int lane = threadIdx.x % 32, r = row + threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+  const uint32_t first = tile.address() + row * kPanelRowBytes + offset;
 #pragma unroll
-  for (int i = 0; i < Columns / 16; ++i) {
-    const int chunk = 2 * (i % 4) + lane / 16;
-    ptx::stmatrix(tile.address() + i / 4 * Tile::kPanelBytes + r * kPanelRowBytes + (chunk ^ r % kSwizzleRows) * 16,
-                  &x.x[4 * i]);
-  }
+  for (int i = 0; i < Columns / 16; ++i) ptx::stmatrix((first ^ i % 4 * 32) + i / 4 * Tile::kPanelBytes, &x.x[4 * i]);
 }
 
 // One number for each row of a thread.
