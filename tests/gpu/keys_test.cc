@@ -1,6 +1,7 @@
 // k and v of the backward pass: the kernel itself converts rows of 16 bits, and takes others as tiles that a pass
 // before it writes. Both are the same numbers times powers of two, so gradients err alike, but for what of ds lies
-// below the normal numbers of f16: little of an error, for which these tests allow a tenth.
+// below the normal numbers of f16: little of an error, for which these tests allow a tenth. Of more heads than are
+// worked on at once, the kernel also clears what dq is summed in, but where it takes tiles up to head dim 128.
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -11,6 +12,18 @@
 
 namespace octet::test {
 namespace {
+
+// More heads, of one block of keys each, than the GPU works on at once.
+Case many_heads(int64_t dim) {
+  return {.name = dim > 128 ? "many_heads_of_256" : "many_heads",
+          .batch = 3,
+          .heads = 128,
+          .kv_heads = 64,
+          .tokens_q = 70,
+          .tokens_k = 100,
+          .dim = dim,
+          .dim_v = dim};
+}
 
 // More blocks than the GPU runs at once, of one step each: sequences of 0 to 6 tokens.
 Case many_sequences(int64_t dim, bool causal) {
@@ -55,6 +68,17 @@ std::vector<Case> key_cases() {
            .tokens_k = 2100,
            .dim = 128,
            .dim_v = 128,
+           .causal = true,
+           .alignment = Alignment::bottom_right},
+          many_heads(128),
+          many_heads(256),
+          {.name = "many_heads_causal",
+           .heads = 96,
+           .kv_heads = 96,
+           .tokens_q = 1000,
+           .tokens_k = 200,
+           .dim = 72,
+           .dim_v = 72,
            .causal = true,
            .alignment = Alignment::bottom_right},
           {.name = "no_queries", .tokens_q = 0, .tokens_k = 70},

@@ -8,7 +8,8 @@
 // which sums over the keys of both warpgroups. Each warpgroup multiplies for dq the ds of the step before, so the two
 // need not meet. They take turns, from the products of p and ds on to those of the next step's logits: while one
 // computes exponentials, the other's products run. Sums of dq over blocks of keys happen in L2. Of the warpgroup that
-// loads, one thread fetches all operands, and three warps convert k and v of the next block.
+// loads, one thread fetches all operands, and three warps convert k and v of the next block and clear sums of a later
+// head.
 #pragma once
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/backward_keys.h"
@@ -87,7 +88,10 @@ struct Backward {
       __syncwarp();
       ptx::barrier_sync(Converter::kBarrier, Converter::kThreads);
       if (w.block < 0) return;
-      convert_rows(thread, true, w, stage, parities), convert_rows(thread, false, w, stage, parities);
+      convert_rows(thread, true, w, stage, parities);
+      if (thread == 0) await_zeros(a, w, a.k_blocks.count);
+      convert_rows(thread, false, w, stage, parities);
+      clear_ahead<kQueries * Dim, Converter::kThreads>(a, w, w.block, a.k_blocks.count, thread, Converter::kBarrier);
       shared.work_ring.empty[works % Shared::kWorks].arrive();
     }
   }
@@ -150,13 +154,13 @@ struct Backward {
   __device__ void load_all() {
     const int group = a.heads / a.kv_heads;
     unsigned n = 0;  // steps
-    draw(blockIdx.x, 0);
+    draw(0);
     for (unsigned works = 0;; ++works) {
       const int slot = works % Shared::kWorks;
       const BackwardWork& w = shared.work[slot];
       if (w.block < 0) return;
       const int steps = group * w.tiles.count(), lead = min(steps, kLead);
-      if (!steps) draw(next_number(), works + 1);
+      if (!steps) draw(works + 1);
       Visit visit{w.tiles.start, 0};
       for (int left = steps; left; --left, ++n, visit.advance(w.tiles, group)) {
         const int64_t tile = schedule.q_tile(w, visit, group);
@@ -170,21 +174,19 @@ struct Backward {
         shared.do_ring.empty[do_stage].wait(n / kDoStages % 2 ^ 1);
         shared.do_ring.full[do_stage].arrive_expecting(TileQ::kBytes);
         fetch(shared.do_[do_stage], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_ring.full[do_stage]);
-        if (left == lead) draw(next_number(), works + 1);
+        if (left == lead) draw(works + 1);
       }
       shared.work_ring.empty[slot].arrive();
     }
   }
 
-  __device__ unsigned next_number() const { return gridDim.x + atomicAdd(a.counter, 1u); }
-
-  // Takes a block of keys, by its number, or the next one that is there, and fetches its k and v.
-  __device__ void draw(unsigned number, unsigned works) {
+  // Draws the next block of keys and fetches its k and v.
+  __device__ void draw(unsigned works) {
     const int slot = works % Shared::kWorks, stage = works % kKeyStages;
     BackwardWork& w = shared.work[slot];
     shared.work_ring.empty[slot].wait(works / Shared::kWorks % 2 ^ 1);
-    for (;; number = next_number()) {
-      schedule.find(number, w);
+    for (;;) {
+      schedule.find(atomicAdd(a.counter, 1u), w);
       if (w.block < 0 || w.k.index >= 0) break;  // not past the last block of packed sequences
     }
     shared.work_ring.full[slot].arrive();

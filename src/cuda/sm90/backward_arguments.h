@@ -82,9 +82,11 @@ struct BackwardArguments {
   const unsigned char *q, *k, *v, *do_;
   CUtensorMap k_rows, v_rows;  // [dim, token, kv head, batch], 64 channels of a block of keys
   bool rows_are_bf16;
-  const float* k_mean;   // [batch, kv head][dim]
-  unsigned char* rows;   // [batch, head, q block]: QueryRows
-  void* dq;              // [batch, head, q block]: sums, float or int, as the warpgroups hold them; 0 before
+  const float* k_mean;  // [batch, kv head][dim]
+  unsigned char* rows;  // [batch, head, q block]: QueryRows
+  void* dq;             // [batch, head, q block]: sums, float or int, as the warpgroups hold them
+  int zeroed_heads;  // so many of the first (batch, kv head) have sums of 0 from the start; the kernel clears others'
+  unsigned* zeroed;  // [batch, kv head]: how many parts of their sums it has cleared
   const Powers* powers;  // [batch, kv head]
   Blocks q_blocks, k_blocks;
   Mask mask;

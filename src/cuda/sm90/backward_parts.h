@@ -1,6 +1,7 @@
 // What the backward kernels share: weights of pairs that see each other, sums of dq, dk and dv on their way out.
 #pragma once
 #include <cstring>
+#include <cuda/atomic>
 #include <type_traits>
 
 #include "cuda/sm90/backward_arguments.h"
@@ -95,6 +96,32 @@ __device__ Target target_of(const Rows& rows, int first, float sums_unit) {
     for (int half = 0; half < kRowsPerThread; ++half)
       target.units[half] = unit_of_sums(rows.unit[first + fragment_row() + 8 * half], sums_unit);
   return target;
+}
+
+// Sums of dq that are not 0 from the start are cleared by idle warps, so that they are in L2 when they are added to:
+// with each block of keys a part of those of a later head, `parts` for each head. Until all of this block's head are 0;
+// what clears them are blocks drawn before this one.
+__device__ inline void await_zeros(const BackwardArguments& a, const BackwardWork& w, int parts) {
+  const int head = w.batch * a.kv_heads + w.kv_head;
+  if (head < a.zeroed_heads) return;
+  const ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device> zeroed(a.zeroed[head]);
+  while (zeroed.load(::cuda::memory_order_acquire) < parts) __nanosleep(100);
+}
+// Clears this block's part, numbers of four bytes, of which a tile of queries has `of_tile`.
+template <int of_tile, int threads>
+__device__ void clear_ahead(const BackwardArguments& a, const BackwardWork& w, int part, int parts, int thread,
+                            int barrier) {
+  const int head = w.batch * a.kv_heads + w.kv_head + a.zeroed_heads;
+  if (head >= a.batch * a.kv_heads) return;
+  const int64_t words = static_cast<int64_t>(a.heads / a.kv_heads) * a.q_blocks.count * (of_tile / 4);  // of a head
+  const int64_t share = (words + parts - 1) / parts;
+  uint4* at = static_cast<uint4*>(a.dq) + head * words + part * share;
+  const uint4* const end = at + min(words - part * share, share);
+  for (at += thread; at < end; at += threads) *at = {};
+  ptx::barrier_sync(barrier, threads);
+  if (thread > 0) return;
+  const ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device> zeroed(a.zeroed[head]);
+  zeroed.fetch_add(1, ::cuda::memory_order_release);
 }
 
 // Adds a fragment to the sums of dq, of which it is numbers from `start`; its first row is query `first` of the tile.

@@ -107,6 +107,8 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                        .do_tiles = carver.take<unsigned char>(q_bytes),
                        .rows = carver.take<unsigned char>(q_tiles * row_bytes(kernel.rows)),
                        .dq = carver.take<float>(q_tiles * kernel.rows * dim),
+                       .zeroed_heads = static_cast<int>(kv_heads),
+                       .zeroed = carver.take<unsigned>(kv_heads),
                        .counter = carver.take<unsigned>(1)};
   // Sums in integers need to know the largest k and v of a head, and pairs of thread blocks have no room for a second
   // stage of k and v.
@@ -124,7 +126,6 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
     count_blocks(k_blocks.cu_seqlens, k_blocks.sequences, k_blocks.rows, const_cast<int*>(k_blocks.blocks_before),
                  stream);
   }
-  prepare(prepared, stream);
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
   const auto grid = static_cast<unsigned>(std::min<std::size_t>(k_tiles, processors / kernel.cluster) * kernel.cluster);
@@ -132,7 +133,18 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   constexpr int64_t kShareOfL2 = 16 << 20;
   const int64_t head_bytes = std::max<int64_t>(p.group() * p.tokens_q * dim * (2 + 2 + 4), 1);
   const auto section = static_cast<int>(
-      p.windowed ? std::min<int64_t>(std::max<int64_t>(kShareOfL2 / head_bytes, 2), static_cast<int64_t>(kv_heads)) : 1);
+      p.windowed ? std::min<int64_t>(std::max<int64_t>(kShareOfL2 / head_bytes, 2), static_cast<int64_t>(kv_heads))
+                 : 1);
+  // Idle warps of the kernel clear the sums of a head while it works on one so far before that all of that one's blocks
+  // are drawn earlier, and have mostly done so by then. At d = 64 that costs the kernel more than it saves; packed
+  // sequences leave blocks out.
+  const bool idle_warps = kernel.cluster > 1 || (!prepared.k_tiles && dim == 128);
+  if (idle_warps && !p.packed() && k_tiles) {
+    const int in_flight = static_cast<int>(grid) / kernel.cluster;
+    prepared.zeroed_heads =
+        std::min(prepared.zeroed_heads, section + (in_flight + k_blocks.count - 1) / k_blocks.count);
+  }
+  prepare(prepared, stream);
   BackwardArguments a{.q = prepared.q_tiles,
                       .k = prepared.k_tiles,
                       .v = prepared.v_tiles,
@@ -143,6 +155,8 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                       .k_mean = prepared.mean,
                       .rows = prepared.rows,
                       .dq = prepared.dq,
+                      .zeroed_heads = prepared.zeroed_heads,
+                      .zeroed = prepared.zeroed,
                       .powers = prepared.powers,
                       .q_blocks = q_blocks,
                       .k_blocks = k_blocks,

@@ -8,7 +8,8 @@
 //     and half of these channels   dq(tile) += ds^T k
 //
 // p and ds are left in the shared memory of both. So what is added to dq in L2, the most that goes there, are sums over
-// 128 keys. The first warpgroup is a step ahead of the others, so none waits for the products of another.
+// 128 keys. The first warpgroup is a step ahead of the others, so none waits for the products of another. Two warps of
+// the warpgroup that loads clear sums of a later head.
 #pragma once
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/grid.h"
@@ -24,6 +25,7 @@ struct PairBackward {
   static constexpr int kChannels = Dim / kBlocks;
   static constexpr int kReaders = 3 * kWarpgroup, kThreads = kReaders + kWarpgroup;
   static constexpr int kWarps = kWarpgroup / 32;
+  static constexpr int kClearing = 64, kBarrier = 1;  // threads that clear sums of dq, and their named barrier
   static constexpr int kStages = Tile::kStages, kPStages = 1, kDsStages = 2;
   static constexpr int kDqColumns = kChannels / 2, kDqNumbers = kQueries * kDqColumns;  // of a warpgroup
   using Schedule = BackwardSchedule<kQueries, kPairKeys>;
@@ -57,7 +59,7 @@ struct PairBackward {
     BackwardWork work[kWorks];
 
     __device__ void init() {
-      k_ring.init(kReaders), v_ring.init(kWarps), q_far_ring.init(kWarps), do_far_ring.init(kWarps);
+      k_ring.init(kReaders + kClearing), v_ring.init(kWarps), q_far_ring.init(kWarps), do_far_ring.init(kWarps);
       q_ring.init(2 * kWarps), do_ring.init(2 * kWarps), work_ring.init(1), number_ring.init(1);
       for (Barrier& empty : rows_empty) empty.init(kReaders);
       init(p_ring), init(ds_ring);
@@ -80,7 +82,7 @@ struct PairBackward {
   // The next block of keys: the first thread block draws it and tells the other.
   __device__ unsigned next_number(unsigned draw) {
     if (rank() == 0) {
-      const unsigned number = gridDim.x / kBlocks + atomicAdd(a.counter, 1u);
+      const unsigned number = atomicAdd(a.counter, 1u);
       shared.number_ring.empty[0].wait(draw % 2 ^ 1);
       ptx::store_at(ptx::at_rank(&shared.number, 1), number, ptx::at_rank(&shared.number_ring.full[0], 1));
       return number;
@@ -95,7 +97,8 @@ struct PairBackward {
   // Draws blocks of keys, and fetches k and v.
   __device__ void load_keys() {
     unsigned works = 0, draws = 0;
-    for (unsigned number = blockIdx.x / kBlocks;; number = next_number(draws++)) {
+    for (;;) {
+      const unsigned number = next_number(draws++);
       BackwardWork& w = shared.work[works % Shared::kWorks];
       schedule.find(number, w);
       if (w.block >= 0 && w.k.index < 0) continue;  // past the last block of packed sequences
@@ -117,6 +120,7 @@ struct PairBackward {
       shared.v_ring.empty[0].wait(empty);
       shared.v_ring.full[0].arrive_expecting(TileK::kBytes);
       fetch_panels(shared.v, a.v, rank(), 0, TileK::kPanels, shared.v_ring);
+      await_zeros(a, w, kBlocks * a.k_blocks.count);
       shared.k_ring.empty[0].wait(empty);
       shared.k_ring.full[0].arrive_expecting(TileK::kBytes + Half::kBytes);
       fetch_panels(shared.k, a.k, rank(), 0, TileK::kPanels, shared.k_ring);
@@ -124,6 +128,18 @@ struct PairBackward {
       // A block is drawn late, once all tiles of the last are fetched, so that all blocks end together.
       shared.work_ring.empty[0].wait(works % 2);
       ++works;
+    }
+  }
+
+  // Clears sums of dq of later heads, a part with each block of keys.
+  __device__ void clear_all(int thread) {
+    for (unsigned works = 0;; ++works) {
+      shared.k_ring.full[0].wait_asleep(works % 2);
+      const BackwardWork& w = shared.work[works % Shared::kWorks];
+      if (w.block < 0) return;
+      const int part = kBlocks * w.block + rank();
+      clear_ahead<kQueries * Dim, kClearing>(a, w, part, kBlocks * a.k_blocks.count, thread, kBarrier);
+      shared.k_ring.empty[0].arrive();
     }
   }
 
@@ -320,6 +336,7 @@ __global__ void __cluster_dims__(PairBackward<T, Dim, sums>::kBlocks)
     ptx::give_registers<kPairLoaderRegisters>();
     if (threadIdx.x == 0) kernel.load_keys();
     if (threadIdx.x == 32) kernel.load_queries();
+    if (threadIdx.x >= 64) kernel.clear_all(threadIdx.x - 64);
   } else if (warpgroup == 1) {
     ptx::give_registers<kPairWeightsRegisters>();
     kernel.weigh_all();

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
   __shared__ float most_shared, row_shared;
   ptx::next_grid_may_start();
   if (threadIdx.x == 0) most_shared = row_shared = 0.f;
-  if (threadIdx.x == 0 && which == Tensor::q) p.sizes[kv] = {};
+  if (threadIdx.x == 0 && which == Tensor::q) p.sizes[kv] = {}, p.zeroed[kv] = 0;
   if (threadIdx.x == 0 && which == Tensor::q && kv == 0) *p.counter = 0;
   __syncthreads();
   // Sample i: every token there is, or as many of each head of the group as there are samples for.
@@ -230,6 +230,7 @@ struct TileWriter {
     if (threadIdx.x == 0) rows.first = first_query, rows.tile = static_cast<int>(tile), rows.padding = {};
     if (!first_time) return;
     keep(p.sizes[kv].q, most_q, most_do, most_row, reach);
+    if (kv >= p.zeroed_heads) return;
     auto* const dq = static_cast<uint4*>(p.dq) + tile * (kQueries * Dim / 4);
     for (int i = threadIdx.x; i < kQueries * Dim / 4; i += kThreads) dq[i] = {};
   }

@@ -39,8 +39,10 @@ struct Preparation {
   float* mean;                                            // [batch, kv_head][dim]: of k in the sample, rounded
   unsigned char *q_tiles, *k_tiles, *v_tiles, *do_tiles;  // no k_tiles: the kernel converts k and v itself
   unsigned char* rows;                                    // of QueryRows
-  void* dq;                                               // set to 0
-  unsigned* counter;                                      // set to 0
+  void* dq;                                               // set to 0 for the first `zeroed_heads` (batch, kv head)
+  int zeroed_heads;
+  unsigned* zeroed;   // [batch, kv_head]: set to 0
+  unsigned* counter;  // set to 0
 };
 
 void prepare(const Preparation& p, cudaStream_t stream);
