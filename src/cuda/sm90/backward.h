@@ -278,7 +278,7 @@ struct Backward {
       ptx::wgmma_fence();
       mm_ABt(dp, v, my_keys, do_, false);
       ptx::wgmma_commit();
-      if (left < steps) pass_turn(warpgroup);
+      if (left < steps) pass_turn(warpgroup);  // taken in the step before
       ptx::wgmma_wait<1>();
       ptx::pin(s.x);
       ColumnValues<kQueries> columns(rows.lse);
