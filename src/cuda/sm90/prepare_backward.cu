@@ -43,6 +43,36 @@ struct Raw<void> {
   }
 };
 
+// Eight channels of one token, then of later ones. Those that the tensor does not have are zeros.
+template <class In>
+struct Column {
+  const In* at;
+  int64_t step;
+  bool there;
+  __device__ Column(const Strided& x, const Line& first)
+      : at(static_cast<const In*>(x.data) + first.offset(x)),
+        step(x.stride[2]),
+        there(x.data && first.channel < x.shape[3]) {}
+  __device__ Raw<In> read(bool present) const {
+    Raw<In> raw;
+    if (present && there) raw.word = *reinterpret_cast<const uint4*>(at);
+    return raw;
+  }
+  __device__ void advance(int tokens) { at += tokens * step; }
+};
+template <>
+struct Column<void> {
+  const Strided& x;
+  Line line;
+  __device__ Column(const Strided& x, const Line& first) : x(x), line(first) {}
+  __device__ Raw<void> read(bool present) const {
+    Raw<void> raw;
+    if (present && x.data && line.channel < x.shape[3]) raw.read(x, line);
+    return raw;
+  }
+  __device__ void advance(int tokens) { line.token += tokens; }
+};
+
 // A mean of numbers of at most `largest` that can be subtracted from all of them in f16: rounded so that both, and so
 // the difference, are multiples of 2^-10 times the power of two above twice `largest`. Only numbers of bf16 with less
 // than a sixteenth of the mean have digits below, and are then rounded as any are.
@@ -141,7 +171,8 @@ __device__ void put(unsigned char* tile, int rows, int row, int line, const Vect
                             (line % kSwizzleRows ^ row % kSwizzleRows) * 16) = word;
 }
 
-// Writes tiles of one (batch, kv head). A group of kLines threads takes a row, and reads all it needs before it writes.
+// Writes tiles of one (batch, kv head). A group of kLines threads takes a row, and reads all it needs before it writes;
+// the first row before the powers (`powers_of`), which take as long to come.
 template <class T, class In, int Dim>
 struct TileWriter {
   static constexpr int kQueries = BackwardTile<Dim>::kQueries, kKeys = BackwardTile<Dim>::kKeys;
@@ -150,12 +181,7 @@ struct TileWriter {
 
   const Preparation& p;
   int kv;
-  Powers powers;
   int line = threadIdx.x % kLines;
-
-  __device__ void read(const Strided& x, bool present, const Line& at, Raw<In>& raw) const {
-    if (present && at.channel < x.shape[3]) raw.read(x, at);
-  }
 
   // Keeps the largest of four numbers over a warp, `first` and those that follow it in Sizes.
   __device__ void keep(float& first, float a, float b, float c, float d) const {
@@ -175,54 +201,66 @@ struct TileWriter {
   }
 
   // q, do, delta and lse of a tile of queries. `first_time`: also zeros for dq, and sizes.
-  __device__ void queries(int head_index, int block, bool first_time) const {
+  template <class PowersOf>
+  __device__ void queries(int head_index, int block, bool first_time, const PowersOf& powers_of) const {
     const int heads = static_cast<int>(p.q.shape[1]), batch = head_index / heads, head = head_index % heads;
     const Blocks::Sequence sequence = p.q_blocks.sequence_of(block);
     const int64_t tile = static_cast<int64_t>(head_index) * p.q_blocks.count + block;
     const int64_t start = tile * kQueries * Dim * static_cast<int64_t>(sizeof(T));
     auto& rows = reinterpret_cast<QueryRows<kQueries>*>(p.rows)[tile];
     const int first_query = (block - sequence.first_block) * kQueries;
+    int row = threadIdx.x / kLines;
+    const int64_t first_token = static_cast<int64_t>(sequence.first) + first_query + row;
+    const Line first{batch, head, first_token, line * kVector};
+    Column<In> q(p.q, first), do_(p.do_, first), o(p.o, first), residual(p.o_residual, first);
+    const float* lse = static_cast<const float*>(p.lse.data) + Line{batch, head, first_token, 0}.offset(p.lse);
+    struct Row {
+      Raw<In> q, do_, o, residual;
+      float lse;
+    };
+    const auto read_row = [&] {
+      const bool present = row < kQueries && sequence.index >= 0 && first_query + row < sequence.tokens;
+      const Row read{q.read(present), do_.read(present), o.read(present), residual.read(present),
+                     present ? *lse : -INFINITY};
+      q.advance(kRowsAtOnce), do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
+      lse += kRowsAtOnce * p.lse.stride[2];
+      return read;
+    };
+    Row raw = read_row();
+    const Powers powers = powers_of();
     const float q_scale = power_of_two(powers.q), do_scale = power_of_two(powers.do_);
     const float delta_scale = power_of_two(powers.do_ + powers.v + powers.product);
     const float scale_log2e = p.scale * 1.44269504f;
+    Vector mean;
+    read_mean(mean);
     float most_q = 0.f, most_do = 0.f, most_row = 0.f, reach = 0.f;
-    for (int row = threadIdx.x / kLines; row < kQueries; row += kRowsAtOnce) {
-      const int i = first_query + row;
-      const bool present = sequence.index >= 0 && i < sequence.tokens;
-      const Line at{batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector};
-      const Line token{at.batch, at.head, at.token, 0};
-      Raw<In> raw_q, raw_do, raw_o, raw_residual;
-      read(p.q, present, at, raw_q), read(p.do_, present, at, raw_do), read(p.o, present, at, raw_o);
-      if (p.o_residual.data) read(p.o_residual, present, at, raw_residual);
-      const float lse = present ? static_cast<const float*>(p.lse.data)[token.offset(p.lse)] : -INFINITY;
-      Vector x, o;
-      raw_q.get(x, p.round_q);
+    for (; row < kQueries; row += kRowsAtOnce, raw = read_row()) {
+      Vector x, sum;
+      raw.q.get(x, p.round_q);
       put<T>(p.q_tiles + start, kQueries, row, line, x, q_scale);
       most_q = fmaxf(most_q, Size(x).most);
-      Vector mean;  // read for each row, as registers are short
-      read_mean(mean);
       float q_mean = 0.f;  // q k^T less q (k - mean)^T
       for (int c = 0; c < kVector; ++c) q_mean += x[c] * mean[c];
-      raw_o.get(o, OCTET_F32), raw_residual.get(x, OCTET_F32);
-      for (int c = 0; c < kVector; ++c) o[c] += x[c];
-      raw_do.get(x, p.round_do);
+      raw.o.get(sum, OCTET_F32), raw.residual.get(x, OCTET_F32);
+      for (int c = 0; c < kVector; ++c) sum[c] += x[c];
+      raw.do_.get(x, p.round_do);
       put<T>(p.do_tiles + start, kQueries, row, line, x, do_scale);
       Size size(x);
       float delta = 0.f;
-      for (int c = 0; c < kVector; ++c) delta += x[c] * o[c];
+      for (int c = 0; c < kVector; ++c) delta += x[c] * sum[c];
       size.reduce(kLines);
       for (int step = kLines / 2; step; step /= 2) {
         delta += __shfl_xor_sync(~0u, delta, step);
-        if (p.smooth) q_mean += __shfl_xor_sync(~0u, q_mean, step);
+        q_mean += __shfl_xor_sync(~0u, q_mean, step);
       }
       const float norm = size.norm();
       most_do = fmaxf(most_do, size.most), most_row = fmaxf(most_row, norm);
       if (norm > 0.f && isfinite(delta)) reach = fmaxf(reach, __fdividef(fabsf(delta), norm));
       if (line == 0) {
         // Rows that see no key, and those beyond the sequence, get p = 0.
-        const bool sees = lse != -INFINITY;
-        const float less = fmaf(scale_log2e, q_mean, static_cast<float>(p.weight_exponent));
-        rows.lse[row] = sees ? fmaf(lse, 1.44269504f, -less) : INFINITY;
+        const bool sees = raw.lse != -INFINITY;
+        const float less = fmaf(scale_log2e, p.smooth ? q_mean : 0.f, static_cast<float>(p.weight_exponent));
+        rows.lse[row] = sees ? fmaf(raw.lse, 1.44269504f, -less) : INFINITY;
         rows.delta[row] = sees ? delta * delta_scale : 0.f;
         rows.unit[row] = norm > 0.f ? power_of_two(-exponent_above(norm) - powers.do_) : 1.f;
       }
@@ -236,38 +274,46 @@ struct TileWriter {
   }
 
   // k less its mean, and v of a tile of keys.
-  __device__ void keys(int block, bool first_time) const {
+  template <class PowersOf>
+  __device__ void keys(int block, bool first_time, const PowersOf& powers_of) const {
     const int kv_heads = static_cast<int>(p.k.shape[1]), batch = kv / kv_heads, head = kv % kv_heads;
     const Blocks::Sequence sequence = p.k_blocks.sequence_of(block);
     const int64_t tile = static_cast<int64_t>(kv) * p.k_blocks.count + block;
     const int64_t start = tile * kKeys * Dim * static_cast<int64_t>(sizeof(T));
     const int first_key = (block - sequence.first_block) * kKeys;
+    int row = threadIdx.x / kLines;
+    const Line first{batch, head, static_cast<int64_t>(sequence.first) + first_key + row, line * kVector};
+    Column<In> k(p.k, first), v(p.v, first);
+    Raw<In> raw_k[kKeyBatch], raw_v[kKeyBatch];
+    bool present[kKeyBatch];
+    const auto read_rows = [&] {
+#pragma unroll
+      for (int j = 0; j < kKeyBatch; ++j) {
+        const int i = row + j * kRowsAtOnce;
+        present[j] = i < kKeys && sequence.index >= 0 && first_key + i < sequence.tokens;
+        raw_k[j] = k.read(present[j]), raw_v[j] = v.read(present[j]);
+        k.advance(kRowsAtOnce), v.advance(kRowsAtOnce);
+      }
+    };
+    read_rows();
+    const Powers powers = powers_of();
     const float k_scale = power_of_two(powers.k), v_scale = power_of_two(powers.v);
     Vector mean;
     read_mean(mean);
     float most_k = 0.f, most_smooth = 0.f, most_v = 0.f, most_row = 0.f;
-    for (int first = threadIdx.x / kLines; first < kKeys; first += kKeyBatch * kRowsAtOnce) {
-      Raw<In> raw_k[kKeyBatch], raw_v[kKeyBatch];
-      bool present[kKeyBatch];
+    for (; row < kKeys; row += kKeyBatch * kRowsAtOnce, read_rows()) {
 #pragma unroll
       for (int j = 0; j < kKeyBatch; ++j) {
-        const int i = first_key + first + j * kRowsAtOnce;
-        present[j] = sequence.index >= 0 && i < sequence.tokens;
-        const Line at{batch, head, static_cast<int64_t>(sequence.first) + i, line * kVector};
-        read(p.k, present[j], at, raw_k[j]), read(p.v, present[j], at, raw_v[j]);
-      }
-#pragma unroll
-      for (int j = 0; j < kKeyBatch; ++j) {
-        const int row = first + j * kRowsAtOnce;
+        const int to = row + j * kRowsAtOnce;
         Vector x;
         raw_k[j].get(x, p.round_k);
         most_k = fmaxf(most_k, Size(x).most);
         if (present[j])
           for (int c = 0; c < kVector; ++c) x[c] -= mean[c];
-        put<T>(p.k_tiles + start, kKeys, row, line, x, k_scale);
+        put<T>(p.k_tiles + start, kKeys, to, line, x, k_scale);
         most_smooth = fmaxf(most_smooth, Size(x).most);
         raw_v[j].get(x, p.round_v);
-        put<T>(p.v_tiles + start, kKeys, row, line, x, v_scale);
+        put<T>(p.v_tiles + start, kKeys, to, line, x, v_scale);
         Size size(x);
         size.reduce(kLines);
         most_v = fmaxf(most_v, size.most), most_row = fmaxf(most_row, size.norm());
@@ -287,11 +333,12 @@ __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
   const int heads = static_cast<int>(p.q.shape[0] * p.q.shape[1]), of_queries = heads * p.q_blocks.count;
   const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x);
   const int kv = tile < of_queries ? tile / p.q_blocks.count / p.group : (tile - of_queries) / p.k_blocks.count;
-  const TileWriter<T, In, Dim> writer{p, kv, powers_for(p, p.sampled[kv], kRoomOfSample)};
+  const TileWriter<T, In, Dim> writer{p, kv};
+  const auto powers_of = [&] { return powers_for(p, p.sampled[kv], kRoomOfSample); };
   if (tile < of_queries)
-    writer.queries(tile / p.q_blocks.count, tile % p.q_blocks.count, true);
+    writer.queries(tile / p.q_blocks.count, tile % p.q_blocks.count, true, powers_of);
   else
-    writer.keys((tile - of_queries) % p.k_blocks.count, true);
+    writer.keys((tile - of_queries) % p.k_blocks.count, true, powers_of);
 }
 
 // Settles the powers of all heads, and writes those again whose numbers the sample's powers do not fit.
@@ -323,10 +370,11 @@ __global__ void __launch_bounds__(kThreads, 2) mend_kernel(const __grid_constant
     if (!__syncthreads_or(unfit)) continue;
     for (int i = 0; i < kThreads; ++i) {
       if (!again[i]) continue;
-      const TileWriter<T, In, Dim> writer{p, first + i, settled(first + i, unfit)};
+      const TileWriter<T, In, Dim> writer{p, first + i};
+      const auto powers_of = [&] { return settled(first + i, unfit); };
       for (int tile = blockIdx.x; tile < p.group * p.q_blocks.count; tile += gridDim.x)
-        writer.queries((first + i) * p.group + tile / p.q_blocks.count, tile % p.q_blocks.count, false);
-      for (int block = blockIdx.x; p.k_tiles && block < p.k_blocks.count; block += gridDim.x) writer.keys(block, false);
+        writer.queries((first + i) * p.group + tile / p.q_blocks.count, tile % p.q_blocks.count, false, powers_of);
+      for (int block = blockIdx.x; p.k_tiles && block < p.k_blocks.count; block += gridDim.x) writer.keys(block, false, powers_of);
     }
     __syncthreads();
   }
