@@ -271,6 +271,9 @@ struct PairBackward {
       if (w.block < 0) break;
       const Powers& e = a.powers[w.batch * a.kv_heads + w.kv_head];
       const int steps = group * w.tiles.count();
+      // Known before the first product: what is read after the last is waited for.
+      const int dv_exponent = ptx::hidden(-a.weight_exponent - e.do_);
+      const int dk_exponent = ptx::hidden(dv_exponent - e.product - e.v - e.q);
       Accumulator<kChannels> dk, dv;
       dk.zero(), dv.zero();
       for (int left = steps; left; --left, ++n) {
@@ -309,8 +312,8 @@ struct PairBackward {
       }
       shared.k_ring.empty[0].arrive();
       const int key = w.first_key + half * kKeys;
-      write_keys(a.dv, w, key, channel, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
-      write_keys(a.dk, w, key, channel, dk, a.scale, -a.weight_exponent - e.product - e.do_ - e.v - e.q, a.dim);
+      write_keys(a.dv, w, key, channel, dv, 1.f, dv_exponent, a.dim_v);
+      write_keys(a.dk, w, key, channel, dk, a.scale, dk_exponent, a.dim);
     }
   }
 };
