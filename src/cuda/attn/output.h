@@ -37,16 +37,27 @@ __device__ inline void transpose_quad(uint32_t (&w)[4]) {
   }
 }
 
+// How stored words stand in L2: as any do, or as the first to leave it, for outputs that would drive out what the
+// kernel reads again.
+enum class Keep { usual, briefly };
+
+template <Keep keep, class Word>
+__device__ void store_word(void* to, const Word& word) {
+  if constexpr (keep == Keep::briefly)
+    __stcs(static_cast<Word*>(to), word);
+  else
+    *static_cast<Word*>(to) = word;
+}
+
 // Stores this thread's part of one row of x, `columns` of it; `present`: whether the row exists. All threads of the
 // warp call it together.
-template <class T, int Columns>
+template <class T, Keep keep = Keep::usual, int Columns>
 __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, int which, int columns) {
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
     for (int i = 0; i < Columns / 8; ++i)
       if (present && 8 * i < columns)
-        *reinterpret_cast<float2*>(row + 8 * i + fragment_column()) = {x.x[4 * i + 2 * which],
-                                                                       x.x[4 * i + 2 * which + 1]};
+        store_word<keep>(row + 8 * i + fragment_column(), float2{x.x[4 * i + 2 * which], x.x[4 * i + 2 * which + 1]});
   } else if constexpr (sizeof(T) == 1) {
     // Eight blocks of 8 columns at a time: each thread writes two neighbours.
 #pragma unroll
@@ -60,11 +71,11 @@ __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, i
       transpose_quad(words);
       const int column = 8 * i + 16 * (threadIdx.x % 4);
       if (present && column < columns)
-        *reinterpret_cast<uint2*>(row + column) = {__byte_perm(words[0], words[1], 0x5410),
-                                                   __byte_perm(words[2], words[3], 0x5410)};
+        store_word<keep>(row + column,
+                         uint2{__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410)});
       if (present && column + 8 < columns)
-        *reinterpret_cast<uint2*>(row + column + 8) = {__byte_perm(words[0], words[1], 0x7632),
-                                                       __byte_perm(words[2], words[3], 0x7632)};
+        store_word<keep>(row + column + 8,
+                         uint2{__byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632)});
     }
   } else {
     // Four blocks of 8 columns at a time, so that each thread writes 16 bytes of one block.
@@ -76,8 +87,7 @@ __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, i
         words[b] = ptx::pack<T>(x.x[4 * (i + b) + 2 * which], x.x[4 * (i + b) + 2 * which + 1]);
       transpose_quad(words);
       const int column = 8 * (i + threadIdx.x % 4);
-      if (present && column < columns)
-        *reinterpret_cast<uint4*>(row + column) = {words[0], words[1], words[2], words[3]};
+      if (present && column < columns) store_word<keep>(row + column, uint4{words[0], words[1], words[2], words[3]});
     }
   }
 }

@@ -161,8 +161,8 @@ __device__ void write_keys_as(const Output& out, const BackwardWork& w, int key,
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     const int j = key + fragment_row() + 8 * row;
-    store_row(out.row<Type>(w.batch, w.kv_head, static_cast<int64_t>(w.k.first) + j) + channel, j < w.k.tokens, x, row,
-              columns - channel);
+    store_row<Type, Keep::briefly>(out.row<Type>(w.batch, w.kv_head, static_cast<int64_t>(w.k.first) + j) + channel,
+                                   j < w.k.tokens, x, row, columns - channel);
   }
 }
 

@@ -374,7 +374,8 @@ __global__ void __launch_bounds__(kThreads, 2) mend_kernel(const __grid_constant
       const auto powers_of = [&] { return settled(first + i, unfit); };
       for (int tile = blockIdx.x; tile < p.group * p.q_blocks.count; tile += gridDim.x)
         writer.queries((first + i) * p.group + tile / p.q_blocks.count, tile % p.q_blocks.count, false, powers_of);
-      for (int block = blockIdx.x; p.k_tiles && block < p.k_blocks.count; block += gridDim.x) writer.keys(block, false, powers_of);
+      for (int block = blockIdx.x; p.k_tiles && block < p.k_blocks.count; block += gridDim.x)
+        writer.keys(block, false, powers_of);
     }
     __syncthreads();
   }
