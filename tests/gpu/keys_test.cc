@@ -25,6 +25,19 @@ Case many_heads(int64_t dim) {
           .dim_v = dim};
 }
 
+// Causal, with heads for three sections of the schedule, and more than it has zeros for at the start.
+Case many_sections(int64_t dim) {
+  const int64_t heads = dim > 128 ? 60 : 120;
+  return {.name = dim > 128 ? "many_sections_of_256" : "many_sections",
+          .heads = heads,
+          .kv_heads = heads,
+          .tokens_q = 500,
+          .tokens_k = 500,
+          .dim = dim,
+          .dim_v = dim,
+          .causal = true};
+}
+
 // More blocks than the GPU runs at once, of one step each: sequences of 0 to 6 tokens.
 Case many_sequences(int64_t dim, bool causal) {
   constexpr int kSequences = 300;
@@ -72,6 +85,8 @@ std::vector<Case> key_cases() {
            .alignment = Alignment::bottom_right},
           many_heads(128),
           many_heads(256),
+          many_sections(72),
+          many_sections(160),
           {.name = "many_heads_causal",
            .heads = 96,
            .kv_heads = 96,

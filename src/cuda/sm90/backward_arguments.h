@@ -11,6 +11,7 @@
 
 #include "cuda/attn/mask.h"
 #include "cuda/attn/output.h"
+#include "cuda/sm90/sections.h"
 
 namespace octet::cuda::sm90 {
 
@@ -93,7 +94,7 @@ struct BackwardArguments {
   int batch, heads, kv_heads;
   int dim, dim_v;
   unsigned* counter;
-  int section;          // kv heads that share L2
+  Sections sections;    // of kv heads
   float scale;          // of the logits
   int weight_exponent;  // p is rounded times 2 to this power
   Output dk, dv;

@@ -36,17 +36,15 @@ template <int kQueries, int kKeys>
 struct BackwardSchedule {
   const BackwardArguments& a;
 
-  // Blocks of keys in ascending order, across the kv heads of a section: under a causal mask the first is the longest.
+  // Blocks of keys in ascending order: under a causal mask the first is the longest.
   // Fills `w` in place: it lies in shared memory, and the loader's registers are few.
   __device__ void find(unsigned number, BackwardWork& w) const {
     const unsigned blocks = a.k_blocks.count, all = a.batch * a.kv_heads;
     w.block = -1;
     if (number >= blocks * all) return;
-    const unsigned first_head = number / (blocks * a.section) * a.section;
-    const unsigned width = min(static_cast<unsigned>(a.section), all - first_head);
-    const unsigned rest = number - first_head * blocks, head = first_head + rest % width;
+    const auto [head, block] = a.sections.place_of(number, blocks, all);
     w.batch = static_cast<int>(head / a.kv_heads), w.kv_head = static_cast<int>(head % a.kv_heads);
-    w.block = static_cast<int>(rest / width);
+    w.block = static_cast<int>(block);
     w.k = a.k_blocks.sequence_of(w.block);
     if (w.k.index < 0) return;
     w.first_key = (w.block - w.k.first_block) * kKeys;

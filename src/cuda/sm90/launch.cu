@@ -9,18 +9,19 @@
 namespace octet::cuda::sm90 {
 namespace {
 
-// As many heads as have keys and values that share L2; one where all blocks of a head are alike.
-int section_of(const Problem& p, int64_t element_bytes) {
-  if (!p.windowed) return 1;
-  constexpr int64_t kShareOfL2 = 32 << 20;
-  const int64_t head = std::max<int64_t>(element_bytes * p.tokens_k * (p.dim + p.dim_v), 1);
-  return static_cast<int>(std::clamp<int64_t>(kShareOfL2 / head * p.group(), 1, p.batch * p.heads));
-}
-
 int processors_of(const Problem& p) {
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
   return processors;
+}
+
+// Of heads whose keys and values share L2.
+Sections sections_by_keys(const Problem& p, int64_t blocks, int64_t element_bytes) {
+  const int64_t all = p.batch * p.heads;
+  if (!p.windowed) return one_by_one(all);
+  constexpr int64_t kShareOfL2 = 32 << 20;
+  const int64_t head_bytes = std::max<int64_t>(element_bytes * p.tokens_k * (p.dim + p.dim_v), 1);
+  return sections_of(all, blocks, kShareOfL2 / head_bytes * p.group(), processors_of(p));
 }
 
 // When the last of `processors` ends with `whole` blocks of time 1 and then `small` ones of time `time`.
@@ -49,13 +50,14 @@ void clear(unsigned* counter, cudaStream_t stream) {
 
 Schedule schedule_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
                      int* blocks_before, cudaStream_t stream) {
+  const int64_t blocks = (p.tokens_q + kernel.rows - 1) / kernel.rows;
   const Schedule schedule{.batch = static_cast<int>(p.batch),
                           .heads = static_cast<int>(p.heads),
                           .q_tokens = static_cast<int>(p.tokens_q),
                           .k_tokens = static_cast<int>(p.tokens_k),
                           .rows = kernel.rows,
-                          .whole_blocks = static_cast<int>((p.tokens_q + kernel.rows - 1) / kernel.rows),
-                          .section = section_of(p, element_bytes),
+                          .whole_blocks = static_cast<int>(blocks),
+                          .sections = sections_by_keys(p, blocks, element_bytes),
                           .counter = counter,
                           .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
                           .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),

@@ -128,21 +128,20 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   }
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
-  const auto grid = static_cast<unsigned>(std::min<std::size_t>(k_tiles, processors / kernel.cluster) * kernel.cluster);
-  // Long and short blocks even out where at least two heads are in a section.
+  const int in_flight = static_cast<int>(std::min<std::size_t>(k_tiles, processors / kernel.cluster));
+  const auto grid = static_cast<unsigned>(in_flight * kernel.cluster);
   constexpr int64_t kShareOfL2 = 16 << 20;
   const int64_t head_bytes = std::max<int64_t>(p.group() * p.tokens_q * dim * (2 + 2 + 4), 1);
-  const auto section = static_cast<int>(
-      p.windowed ? std::min<int64_t>(std::max<int64_t>(kShareOfL2 / head_bytes, 2), static_cast<int64_t>(kv_heads))
-                 : 1);
+  const auto all = static_cast<int>(kv_heads);
+  const Sections sections =
+      p.windowed ? sections_of(all, k_blocks.count, kShareOfL2 / head_bytes, in_flight) : one_by_one(all);
   // Idle warps of the kernel clear the sums of a head while it works on one so far before that all of that one's blocks
   // are drawn earlier, and have mostly done so by then. At d = 64 that costs the kernel more than it saves; packed
   // sequences leave blocks out.
   const bool idle_warps = kernel.cluster > 1 || (!prepared.k_tiles && dim == 128);
   if (idle_warps && !p.packed() && k_tiles) {
-    const int in_flight = static_cast<int>(grid) / kernel.cluster;
-    prepared.zeroed_heads =
-        std::min(prepared.zeroed_heads, section + (in_flight + k_blocks.count - 1) / k_blocks.count);
+    const int widest = std::max(sections.heads, all - sections.count * sections.heads);
+    prepared.zeroed_heads = std::min(all, widest + (in_flight + k_blocks.count - 1) / k_blocks.count);
   }
   prepare(prepared, stream);
   BackwardArguments a{.q = prepared.q_tiles,
@@ -167,7 +166,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                       .dim = static_cast<int>(p.dim),
                       .dim_v = static_cast<int>(p.dim_v),
                       .counter = prepared.counter,
-                      .section = section,
+                      .sections = sections,
                       .scale = p.scale,
                       .weight_exponent = weight_exponent,
                       .dk = dk.output(),

@@ -1,12 +1,13 @@
 // Which block of queries a thread block works on next.
 //
 // Thread blocks stay on their multiprocessor and draw numbers from a counter, so that long blocks of a causal mask
-// balance short ones. Numbers count down from the last block of queries, which a causal mask makes the longest, across
-// the heads of a section: as many as have keys and values that fit in L2 together.
+// balance short ones. Numbers count down from the last block of queries, which a causal mask makes the longest.
 //
 // Where all blocks are alike, the last ones may be shorter, so that the multiprocessors end together.
 #pragma once
 #include <cstdint>
+
+#include "cuda/sm90/sections.h"
 
 namespace octet::cuda::sm90 {
 
@@ -26,7 +27,7 @@ struct Schedule {
   int rows;                // queries per block
   int whole_blocks;        // of a head: they come first, those of the next fields after them; packed: unused
   int short_blocks, short_rows;
-  int section;        // heads per section
+  Sections sections;
   unsigned* counter;  // 0 when the kernel starts
 
   // Packed sequences, or null: first tokens, and for each sequence the number of blocks before it.
@@ -42,17 +43,14 @@ struct Schedule {
     const unsigned blocks = whole ? whole_blocks : short_blocks;
     if (number >= blocks * all_heads) return {.block = -1};
     const int queries = whole ? rows : short_rows;
-    const unsigned first_head = number / (blocks * section) * section;
-    const unsigned width = min(static_cast<unsigned>(section), all_heads - first_head);
-    const unsigned rest = number - first_head * blocks;
-    const unsigned head = first_head + rest % width;
+    const auto [head, block] = sections.place_of(number, blocks, all_heads);
     return {static_cast<int>(head / heads),
             static_cast<int>(head % heads),
             0,
             q_tokens,
             0,
             k_tokens,
-            (whole ? 0 : whole_blocks * rows) + static_cast<int>(blocks - 1 - rest / width) * queries,
+            (whole ? 0 : whole_blocks * rows) + static_cast<int>(blocks - 1 - block) * queries,
             static_cast<int>(head / heads),
             queries};
   }
