@@ -226,7 +226,8 @@ OCTET_API octet_status octet_workspace_size(const octet_attention* attention, co
                                             size_t* bytes);
 
 // Runs one pass. `workspace` is aligned to 64 bytes, its content is of no value before or after. `stream` is a
-// cudaStream_t for CUDA tensors and NULL for CPU tensors.
+// cudaStream_t for CUDA tensors and NULL for CPU tensors. CUDA memory and streams are those of the device's primary
+// context, which the CUDA runtime uses.
 // A row that sees no key gives o = 0, lse = -inf and zero gradients.
 OCTET_API octet_status octet_run(const octet_attention* attention, const octet_arguments* arguments,
                                  void* workspace, size_t bytes, void* stream);
