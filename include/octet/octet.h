@@ -194,6 +194,10 @@ typedef struct octet_attention {
 // q [b h n d], k [b g m d], v [b g m e], o [b h n e], lse [b h n 1]; a gradient or tangent has the shape of
 // its primal. Head dims d and e: multiples of 8 up to 256.
 //
+// Sinks [1 h 1 1] or [b h 1 1] (f32; at precision f64 also f64) are one more logit of every query of a head, whose
+// value is 0: they enter the sum of the weights, and so lse, and nothing else. The gradient of lse, where a loss reads
+// it, is dlse; one that is NULL is 0.
+//
 // Packed sequences: b = 1, and cu_seqlens_q, cu_seqlens_k (i32, shape [1 1 1 s+1], contiguous) hold the
 // first token of each of s sequences and the total at the end.
 typedef struct octet_arguments {
@@ -202,7 +206,7 @@ typedef struct octet_arguments {
   const octet_tensor *q, *k, *v;      // in
   const octet_tensor* mask;           // in, optional: bool (1: seen) or f32/f16/bf16 (at precision f64 also
                                       //   f64) added to the logits, [b h n m], a dimension of 1 broadcasts
-  const octet_tensor* sinks;          // refused
+  const octet_tensor* sinks;          // in, optional
   const octet_tensor* cu_seqlens_q;   // in, optional, both or none
   const octet_tensor* cu_seqlens_k;
   int64_t max_seqlen_q;               // with cu_seqlens: bounds on the lengths; else 0
@@ -214,11 +218,15 @@ typedef struct octet_arguments {
   octet_tensor *dq, *dk, *dv;       // backward: out
   const octet_tensor *tq, *tk, *tv; // jvp: in, tangents
   octet_tensor* to;                 // jvp: out
+  const octet_tensor* dlse;         // backward: in, optional: the gradient of lse, of its shape and types
+  octet_tensor* dsinks;             // backward: out, optional, with sinks; of their shape and types
+  const octet_tensor* tsinks;       // jvp: in, optional, with sinks; NULL: 0
+  octet_tensor* tlse;               // jvp: out, optional: the tangent of lse, of its shape and types
 } octet_arguments;
 
 #define OCTET_ARGUMENTS_INIT \
   {sizeof(octet_arguments), OCTET_FORWARD, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, NULL, NULL, NULL, \
-   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
 
 // Bytes of scratch memory that octet_run needs for these arguments, on the device of the tensors.
 // Data pointers are not read.
@@ -228,7 +236,7 @@ OCTET_API octet_status octet_workspace_size(const octet_attention* attention, co
 // Runs one pass. `workspace` is aligned to 64 bytes, its content is of no value before or after. `stream` is a
 // cudaStream_t for CUDA tensors and NULL for CPU tensors. CUDA memory and streams are those of the device's primary
 // context, which the CUDA runtime uses.
-// A row that sees no key gives o = 0, lse = -inf and zero gradients.
+// A row that sees no key gives o = 0, lse = -inf (with a sink: the sink) and zero gradients of q, k and v.
 OCTET_API octet_status octet_run(const octet_attention* attention, const octet_arguments* arguments,
                                  void* workspace, size_t bytes, void* stream);
 

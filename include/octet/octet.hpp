@@ -160,6 +160,7 @@ struct Attention {
 // Optional inputs of every pass; see octet_arguments.
 struct Extras {
   Tensor mask{};
+  Tensor sinks{};
   Tensor cu_seqlens_q{}, cu_seqlens_k{};
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
 };
@@ -178,6 +179,8 @@ struct Backward {
   Tensor q, k, v, o, lse, do_;  // in
   Tensor dq, dk, dv;            // out
   Tensor o_residual{};          // in, optional
+  Tensor dlse{};                // in, optional
+  Tensor dsinks{};              // out, optional
   Extras extras{};
 };
 
@@ -186,6 +189,8 @@ struct Jvp {
   Tensor q, k, v, tq, tk, tv;  // in
   Tensor o, to;                // out
   Tensor lse{};                // out, optional
+  Tensor tsinks{};             // in, optional
+  Tensor tlse{};               // out, optional
   Extras extras{};
 };
 
@@ -198,7 +203,7 @@ class Arguments {
   explicit Arguments(const Call& call) : call_(call) {
     auto& c = call_;
     args_.q = pointer(c.q), args_.k = pointer(c.k), args_.v = pointer(c.v);
-    args_.mask = pointer(c.extras.mask);
+    args_.mask = pointer(c.extras.mask), args_.sinks = pointer(c.extras.sinks);
     args_.cu_seqlens_q = pointer(c.extras.cu_seqlens_q), args_.cu_seqlens_k = pointer(c.extras.cu_seqlens_k);
     args_.max_seqlen_q = c.extras.max_seqlen_q, args_.max_seqlen_k = c.extras.max_seqlen_k;
     args_.o = pointer(c.o), args_.lse = pointer(c.lse);
@@ -209,9 +214,11 @@ class Arguments {
       args_.pass = OCTET_BACKWARD;
       args_.o_residual = pointer(c.o_residual);
       args_.do_ = pointer(c.do_), args_.dq = pointer(c.dq), args_.dk = pointer(c.dk), args_.dv = pointer(c.dv);
+      args_.dlse = pointer(c.dlse), args_.dsinks = pointer(c.dsinks);
     } else {
       args_.pass = OCTET_JVP;
       args_.tq = pointer(c.tq), args_.tk = pointer(c.tk), args_.tv = pointer(c.tv), args_.to = pointer(c.to);
+      args_.tsinks = pointer(c.tsinks), args_.tlse = pointer(c.tlse);
     }
   }
   Arguments(const Arguments&) = delete;

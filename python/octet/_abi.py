@@ -118,6 +118,10 @@ class Arguments(Struct):
         ("tk", POINTER(Tensor)),
         ("tv", POINTER(Tensor)),
         ("to", POINTER(Tensor)),
+        ("dlse", POINTER(Tensor)),
+        ("dsinks", POINTER(Tensor)),
+        ("tsinks", POINTER(Tensor)),
+        ("tlse", POINTER(Tensor)),
     ]
 
 

@@ -33,6 +33,7 @@ constexpr Operand kOperands[] = {
     {"k", &Problem::k, in, in, in},
     {"v", &Problem::v, in, in, in},
     {"mask", &Problem::mask, optional_in, optional_in, optional_in},
+    {"sinks", &Problem::sinks, optional_in, optional_in, optional_in},
     {"cu_seqlens_q", &Problem::cu_seqlens_q, optional_in, optional_in, optional_in},
     {"cu_seqlens_k", &Problem::cu_seqlens_k, optional_in, optional_in, optional_in},
     {"o", &Problem::o, out, in, out},
@@ -46,13 +47,17 @@ constexpr Operand kOperands[] = {
     {"tk", &Problem::tk, absent, absent, in},
     {"tv", &Problem::tv, absent, absent, in},
     {"to", &Problem::to, absent, absent, out},
+    {"dlse", &Problem::dlse, absent, optional_in, absent},
+    {"dsinks", &Problem::dsinks, absent, optional_out, absent},
+    {"tsinks", &Problem::tsinks, absent, absent, optional_in},
+    {"tlse", &Problem::tlse, absent, absent, optional_out},
 };
 
 // Presence, each tensor by itself, and one device for all.
 void validate_operands(const octet_arguments& a, Problem& p) {
   const octet_tensor* const tensors[std::size(kOperands)] = {
-      a.q,   a.k,  a.v,  a.mask, a.cu_seqlens_q, a.cu_seqlens_k, a.o,  a.o_residual, a.lse,
-      a.do_, a.dq, a.dk, a.dv,   a.tq,           a.tk,           a.tv, a.to};
+      a.q,  a.k,  a.v,  a.mask, a.sinks, a.cu_seqlens_q, a.cu_seqlens_k, a.o,    a.o_residual, a.lse,    a.do_,
+      a.dq, a.dk, a.dv, a.tq,   a.tk,    a.tv,           a.to,           a.dlse, a.dsinks,     a.tsinks, a.tlse};
   for (std::size_t i = 0; i < std::size(kOperands); ++i) {
     const Operand& x = kOperands[i];
     const octet_tensor* t = tensors[i];
@@ -110,6 +115,21 @@ void validate_shapes(Problem& p) {
   expect_like(p.tk, "tk", k, "shape of k");
   expect_like(p.tv, "tv", v, "shape of v");
   expect_like(p.to, "to", o, "shape of o");
+  expect_like(p.dlse, "dlse", lse, "shape of lse");
+  expect_like(p.tlse, "tlse", lse, "shape of lse");
+}
+
+void validate_sinks(Problem& p) {
+  for (const auto& [t, label] : {std::pair{&p.dsinks, "dsinks"}, {&p.tsinks, "tsinks"}})
+    if (t->present() && !p.sinks.present()) invalid(label, ": given without sinks, to which it belongs");
+  if (!p.sinks.present()) return;
+  const bool shared = p.sinks.shape[0] == 1;
+  const int64_t sinks[4] = {shared ? 1 : p.batch, p.heads, 1, 1};
+  expect_shape(p.sinks, "sinks", sinks, "1 or the batch of q, heads of q, 1, 1");
+  for (const auto& [t, label] : {std::pair{&p.dsinks, "dsinks"}, {&p.tsinks, "tsinks"}})
+    if (t->present()) expect_shape(*t, label, sinks, "shape of sinks");
+  if (!shared) return;
+  p.sinks.stride[0] = p.tsinks.stride[0] = 0;
 }
 
 // q, k or v: as they are, or codes with a quantization of their own operand.
@@ -150,7 +170,10 @@ void validate_dtypes(const octet_arguments& args, const Problem& p) {
     const bool judged_elsewhere =
         t == &p.q || t == &p.k || t == &p.v || t == &p.mask || t == &p.cu_seqlens_q || t == &p.cu_seqlens_k;
     if (!t->present() || judged_elsewhere) continue;
-    if (t == &p.lse) {
+    const bool of_rows = t == &p.lse || t == &p.dlse || t == &p.tlse;
+    const bool of_sinks = t == &p.sinks || t == &p.dsinks || t == &p.tsinks;
+    if (of_rows || of_sinks) {
+      if (t->quantization) invalid(x.label, ": has a quantization, which only q, k and v may have; leave it NULL");
       if (p.precision == OCTET_PRECISION_F64)
         expect_dtype(*t, x.label, {OCTET_F32, OCTET_F64});
       else
@@ -316,8 +339,8 @@ Problem validate(const octet_attention* a, const octet_arguments* args) {
   p.pass = checked(args->pass, OCTET_FORWARD, OCTET_JVP, "pass");
   p.precision = checked(a->precision, OCTET_PRECISION_F64, OCTET_PRECISION_SAGEBWD, "precision");
   validate_operands(*args, p);
-  if (args->sinks) unsupported("sinks: learnable sinks are not supported; append a key with a zero value instead");
   validate_shapes(p);
+  validate_sinks(p);
   validate_dtypes(*args, p);
   validate_mask_tensor(p);
   validate_packing(*args, p);

@@ -40,8 +40,8 @@ struct Problem {
   octet_device device;
   int32_t device_index;
 
-  View q, k, v, mask, cu_seqlens_q, cu_seqlens_k;
-  View o, o_residual, lse, do_, dq, dk, dv, tq, tk, tv, to;
+  View q, k, v, mask, sinks, cu_seqlens_q, cu_seqlens_k;  // sinks: stride 0 where they are shared
+  View o, o_residual, lse, do_, dlse, dq, dk, dv, dsinks, tq, tk, tv, tsinks, to, tlse;
   int64_t max_seqlen_q, max_seqlen_k;
 
   bool windowed;  // the three below hold

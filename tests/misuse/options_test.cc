@@ -18,12 +18,10 @@ TEST(Options, scale_is_positive_and_finite) {
   }
 }
 
-TEST(Options, softcap_and_sinks_are_refused_by_name) {
-  Call softcap(OCTET_FORWARD), sinks(OCTET_FORWARD);
+TEST(Options, softcap_is_refused_by_name) {
+  Call softcap(OCTET_FORWARD);
   softcap.attention.softcap = 30.f;
   expect_unsupported(softcap, "softcap: found 30; soft-capped logits are not supported, leave it 0");
-  sinks.arguments.sinks = &sinks.mask;
-  expect_unsupported(sinks, "sinks: learnable sinks are not supported");
 }
 
 TEST(Options, different_lengths_need_an_alignment) {
