@@ -74,8 +74,10 @@ def _dims(name: str, view: View, layout: str) -> Sequence[int]:
     dims: tuple[int, ...]
     if name in _IN_LAYOUT:
         want, dims = 1 + max(in_layout), in_layout
-    elif name == "lse":
+    elif name in ("lse", "dlse", "tlse"):
         want, dims = 2 + (layout != "thd"), (0, 1, 2, -1) if layout != "thd" else (-1, 0, 1, -1)
+    elif name in ("sinks", "dsinks", "tsinks"):  # [heads], or [batch, heads]
+        want, dims = (2, (0, 1, -1, -1)) if rank == 2 else (1, (-1, 0, -1, -1))
     elif name.startswith("cu_seqlens"):
         want, dims = 1, (-1, -1, -1, 0)
     elif name == "mask":
@@ -84,7 +86,7 @@ def _dims(name: str, view: View, layout: str) -> Sequence[int]:
         want, dims = 4, (0, 1, 2, 3)
     if rank != want:
         at_most = "at most " if name == "mask" else ""
-        expected = _AXES[layout] if name in _IN_LAYOUT else f"{at_most}{want} dimensions"
+        expected = _AXES[layout] if name in _IN_LAYOUT else f"{at_most}{want} dimension{'s' * (want > 1)}"
         raise InvalidArgument(f"{name.rstrip('_')}: shape {list(view.shape)}, expected {expected}")
     return dims
 
