@@ -142,10 +142,12 @@ ATTENTION = {
 }  # fmt: skip
 FLASH = {
     "q": SERVED, "k": SERVED, "v": SERVED, "dropout_p": 0.1, "softmax_scale": ("scale", "wide"), "causal": SERVED,
-    "window_size": ("window", (1, -2)), "softcap": 5.0, "alibi_slopes": torch.ones(2), "deterministic": SERVED,
+    "window_size": [1, 2, 3], "softcap": 5.0, "alibi_slopes": torch.ones(2), "deterministic": SERVED,
     "return_attn_probs": SERVED, "precision": "int9",
 }  # fmt: skip
 LENGTHS = {"cu_seqlens_q": SERVED, "cu_seqlens_k": SERVED, "max_seqlen_q": -1, "max_seqlen_k": -1}
+KV_STACKED = {name: value for name, value in FLASH.items() if name not in "kv"} | {"kv": Q}
+QKV_STACKED = {name: value for name, value in KV_STACKED.items() if name not in ("q", "kv")} | {"qkv": Q}
 SAGE = {
     "q": SERVED, "k": SERVED, "v": SERVED, "tensor_layout": "HDN", "is_causal": SERVED, "sm_scale": ("scale", "wide"),
     "return_lse": SERVED,
@@ -157,7 +159,11 @@ NO_LAYOUT = {name: value for name, value in SAGE.items() if name not in ("tensor
 HOSTS = {
     octet.sdpa: ATTENTION,
     flash_attn.flash_attn_func: FLASH,
+    flash_attn.flash_attn_kvpacked_func: KV_STACKED,
+    flash_attn.flash_attn_qkvpacked_func: QKV_STACKED,
     flash_attn.flash_attn_varlen_func: FLASH | LENGTHS | {"block_table": CU},
+    flash_attn.flash_attn_varlen_kvpacked_func: KV_STACKED | LENGTHS,
+    flash_attn.flash_attn_varlen_qkvpacked_func: QKV_STACKED | {"cu_seqlens": SERVED, "max_seqlen": ("max_seqlen_q", -1)},
     sageattention.sageattn: SAGE,
     sageattention.sageattn_varlen: NO_LAYOUT | LENGTHS | SMOOTH,
     sageattention.sageattn_qk_int8_pv_fp16_triton: SAGE
@@ -195,8 +201,11 @@ def given(function):
     names = parameters(function)
     found = {"module": torch.nn.Module(), "attention_mask": None}
     for name in ("q", "k", "v", "query", "key", "value"):
-        found[name] = PACKED if "cu_seqlens_q" in names else Q
-    found |= {"cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 8, "max_seqlen_k": 8}
+        found[name] = PACKED if "cu_seqlens_q" in names or "cu_seqlens" in names else Q
+    x = found["q"]
+    found |= {"kv": torch.stack([x, x], -3), "qkv": torch.stack([x, x, x], -3)}
+    found |= {"cu_seqlens": CU, "cu_seqlens_q": CU, "cu_seqlens_k": CU}
+    found |= {"max_seqlen": 8, "max_seqlen_q": 8, "max_seqlen_k": 8}
     return {name: found[name] for name in names if name in found}
 
 

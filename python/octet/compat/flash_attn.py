@@ -1,16 +1,22 @@
-"""The functions of flash-attn 2, computed by octet. Tensors are [batch, token, head, dim] or packed [token, head, dim];
-causal masks and windows are aligned bottom-right; lse is natural, [batch, head, token] or [head, token].
+"""The functions of flash-attn 2, computed by octet, with the signatures of its versions 2.6 to 2.8.
 
+Tensors are [batch, token, head, dim] or packed sequences [token, head, dim]; causal masks and windows are aligned
+bottom-right; lse is natural, [batch, head, token] or [head, token], and differentiable. `qkv` and `kv` stack q, k, v or
+k, v before the head dimension; their gradients are one tensor each.
+
+Where flash-attn returns S_dmask, which is an empty tensor unless something is dropped, the functions here return None.
 `precision` is octet's own keyword, as in `octet.attention`.
 """
 
-from typing import Any
+import operator
+from typing import Any, NoReturn
 
 import torch
 
 from octet import _api
 from octet._options import Precision
 from octet._refusals import expect, expect_absent, expect_known, expect_no_dropout
+from octet.errors import InvalidArgument, Unsupported
 
 
 def _keywords(
@@ -27,7 +33,11 @@ def _keywords(
     expect_no_dropout(dropout_p)
     expect_absent("alibi_slopes", alibi_slopes, "add slope * distance to the logits by octet.attention(mask=...)")
     expect("softcap", softcap, (0.0,), "octet does not cap logits; use flash-attn itself for this model")
-    left, right = window_size
+    try:
+        left, right = (operator.index(side) for side in window_size)
+    except (TypeError, ValueError):
+        allowed = "(left, right), whole numbers of keys, -1: all of a side"
+        raise InvalidArgument(f"window_size: found {window_size!r}, allowed: {allowed}") from None
     # A causal mask ends at the diagonal, whatever the window's right side.
     window = (left, -1 if causal else right)
     windowed = window != (-1, -1)
@@ -39,6 +49,28 @@ def _keywords(
         "deterministic": deterministic or None,  # False leaves it to torch, as ever
         "precision": precision,
     }
+
+
+def _unstacked(name: str, x: torch.Tensor, count: int, shape: str) -> tuple[torch.Tensor, ...]:
+    """The `count` tensors that x stacks before its last two dimensions, as views."""
+    if not isinstance(x, torch.Tensor):
+        raise InvalidArgument(f"{name}: found {type(x).__name__}, allowed: torch.Tensor")
+    if x.ndim != shape.count(",") + 1 or x.shape[-3] != count:
+        raise InvalidArgument(f"{name}: shape {list(x.shape)}, expected {shape}")
+    return x.unbind(-3)
+
+
+def _attend(q: Any, k: Any, v: Any, return_attn_probs: bool, keywords: dict[str, Any]) -> Any:
+    made = _api.attention(q, k, v, layout="bshd", return_lse=return_attn_probs, **keywords)
+    return (*made, None) if return_attn_probs else made
+
+
+def _attend_varlen(q: Any, k: Any, v: Any, lengths: tuple, return_attn_probs: bool, keywords: dict[str, Any]) -> Any:
+    cu_q, cu_k, max_q, max_k = lengths
+    made = _api.attention_varlen(
+        q, k, v, cu_q, cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, return_lse=return_attn_probs, **keywords
+    )
+    return (*made, None) if return_attn_probs else made
 
 
 def flash_attn_func(
@@ -60,16 +92,65 @@ def flash_attn_func(
     """Attention of q [batch, queries, heads, dim] over k, v [batch, keys, kv_heads, dim].
 
     Returns:
-        o [batch, queries, heads, dim]; with return_attn_probs (o, lse, None), as nothing is dropped.
+        o [batch, queries, heads, dim]; with return_attn_probs (o, lse, None), lse float32 [batch, heads, queries].
 
     Raises:
         Unsupported: dropout_p, softcap, alibi_slopes other than their defaults.
+        InvalidArgument: shapes and types as `octet.attention` refuses them.
         TypeError: an unknown keyword.
     """
     expect_known(flash_attn_func, unknown)
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
-    o, lse = _api.attention(q, k, v, layout="bshd", return_lse=True, **keywords)
-    return (o, lse, None) if return_attn_probs else o
+    return _attend(q, k, v, return_attn_probs, keywords)
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    precision: Precision | None = None,
+    **unknown: object,
+) -> Any:
+    """`flash_attn_func` of q [batch, queries, heads, dim] and kv [batch, keys, 2, kv_heads, dim], k before v.
+
+    Returns and raises what `flash_attn_func` does. The gradient of kv is one tensor of its shape.
+    """
+    expect_known(flash_attn_kvpacked_func, unknown)
+    keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
+    k, v = _unstacked("kv", kv, 2, "[batch, token, 2, head, dim]")
+    return _attend(q, k, v, return_attn_probs, keywords)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    precision: Precision | None = None,
+    **unknown: object,
+) -> Any:
+    """`flash_attn_func` of qkv [batch, tokens, 3, heads, dim], q, k, v in this order.
+
+    Returns and raises what `flash_attn_func` does. The gradient of qkv is one tensor of its shape.
+    """
+    expect_known(flash_attn_qkvpacked_func, unknown)
+    keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
+    q, k, v = _unstacked("qkv", qkv, 3, "[batch, token, 3, head, dim]")
+    return _attend(q, k, v, return_attn_probs, keywords)
 
 
 def flash_attn_varlen_func(
@@ -95,25 +176,88 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention within packed sequences: q [total queries, heads, dim], k, v [total keys, kv_heads, dim].
 
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each sequence begins, and the total.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths.
+
     Returns:
-        o [total queries, heads, dim]; with return_attn_probs (o, lse, None).
+        o [total queries, heads, dim]; with return_attn_probs (o, lse, None), lse float32 [heads, total queries].
 
     Raises:
         Unsupported: dropout_p, softcap, alibi_slopes, block_table other than their defaults.
+        InvalidArgument: shapes and types as `octet.attention_varlen` refuses them.
         TypeError: an unknown keyword.
     """
     expect_known(flash_attn_varlen_func, unknown)
     expect_absent("block_table", block_table, "octet reads no paged cache; gather the pages first")
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
-    o, lse = _api.attention_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        return_lse=True,
-        **keywords,
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _attend_varlen(q, k, v, lengths, return_attn_probs, keywords)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    precision: Precision | None = None,
+    **unknown: object,
+) -> Any:
+    """`flash_attn_varlen_func` of q [total queries, heads, dim] and kv [total keys, 2, kv_heads, dim], k before v.
+
+    Returns and raises what `flash_attn_varlen_func` does. The gradient of kv is one tensor of its shape.
+    """
+    expect_known(flash_attn_varlen_kvpacked_func, unknown)
+    keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
+    k, v = _unstacked("kv", kv, 2, "[token, 2, head, dim]")
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return _attend_varlen(q, k, v, lengths, return_attn_probs, keywords)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    precision: Precision | None = None,
+    **unknown: object,
+) -> Any:
+    """`flash_attn_varlen_func` of qkv [total tokens, 3, heads, dim], q, k, v in this order.
+
+    Returns and raises what `flash_attn_varlen_func` does. The gradient of qkv is one tensor of its shape.
+    """
+    expect_known(flash_attn_varlen_qkvpacked_func, unknown)
+    keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
+    q, k, v = _unstacked("qkv", qkv, 3, "[token, 3, head, dim]")
+    return _attend_varlen(q, k, v, (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), return_attn_probs, keywords)
+
+
+def flash_attn_with_kvcache(*args: object, **kwargs: object) -> NoReturn:
+    """Refused: octet neither writes caches nor reads paged ones.
+
+    Raises:
+        Unsupported: always.
+    """
+    raise Unsupported(
+        "flash_attn_with_kvcache: octet neither writes caches nor reads paged ones; append the new keys and values, "
+        "gather the pages, and call flash_attn_func or, for caches of unequal lengths, flash_attn_varlen_func"
     )
-    return (o, lse, None) if return_attn_probs else o

@@ -1,0 +1,294 @@
+"""The functions of flash-attn 2 as their own tests use them: separate and stacked, padded and packed, all head dims,
+grouped heads, causal masks and windows, gradients, on the CPU and on a GPU. An error may be twice that of the same
+attention in torch's operators in the same type."""
+
+import itertools
+
+import octet
+import pytest
+from exact import visible
+
+torch = pytest.importorskip("torch")
+from octet.compat import flash_attn  # noqa: E402
+
+ON_GPU = torch.cuda.is_available() and any(b["device"] == "cuda" and b["available"] for b in octet.info()["backends"])
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not ON_GPU, reason="no GPU that octet computes on"))]
+DIMS = [32, 40, 64, 80, 96, 128, 160, 192, 224, 256]
+# Queries and keys.
+SIZES = {
+    "cpu": [(33, 33), (17, 70), (70, 17), (1, 40), (64, 64)],
+    "cuda": [(113, 203), (128, 217), (108, 256), (512, 256), (1024, 1024), (1023, 1024), (1, 339), (3, 799)],
+}
+MASKS = [(False, (-1, -1)), (True, (-1, -1)), (False, (5, 9)), (True, (11, 0)), (False, (-1, 4)), (False, (7, -1))]
+HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
+
+by_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def in_operators(q, k, v, causal, window, scale=None):
+    """Attention of [batch, token, head, dim] in torch's operators, each rounding to the type of q."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    s = torch.einsum("bqhd,bkhd->bhqk", q * (q.shape[-1] ** -0.5 if scale is None else scale), k)
+    side = [n if n >= 0 else None for n in window]
+    seen = visible(q.shape[1], k.shape[1], "bottom_right" if causal else False, side, "bottom_right")
+    seen = torch.from_numpy(seen).to(q.device)
+    s = s.masked_fill(~seen, float("-inf"))
+    p = s.softmax(-1).masked_fill(~seen, 0)  # a query that sees nothing gives 0
+    return torch.einsum("bhqk,bkhd->bqhd", p, v)
+
+
+def results(attend, inputs, do):
+    """o and the gradients of the inputs."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    o = attend(*inputs)
+    return [o.detach(), *torch.autograd.grad(o, inputs, do.to(o.dtype))]
+
+
+def expect_twice_the_error(attend, reference, inputs, names):
+    """`attend` errs at most twice as much as `reference` in the type of the inputs, both against float64."""
+    torch.manual_seed(1)
+    do = torch.randn_like(attend(*inputs))
+    got, same = results(attend, inputs, do), results(reference, inputs, do)
+    exact = results(reference, [x.double() for x in inputs], do)
+    for name, x, y, want in zip(("o", *names), got, same, exact, strict=True):
+        assert x.shape == want.shape and x.dtype is do.dtype, name
+        error, allowed = ((z.double() - want).abs().max().item() for z in (x, y))
+        assert error <= 2 * allowed + 1e-5, f"{name}: largest error {error:.3g}, torch's {allowed:.3g}"
+
+
+def draw(*shape, device, dtype):
+    return torch.randn(*shape, device=device).to(dtype)
+
+
+
+
+@by_device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim, case", list(zip(DIMS * 2, range(2 * len(DIMS)), strict=True)))
+def test_separate_and_kvpacked(device, dtype, dim, case):
+    torch.manual_seed(case)
+    (queries, keys), (causal, window) = SIZES[device][case % len(SIZES[device])], MASKS[case % len(MASKS)]
+    for mha, deterministic in ((list(HEADS)[case % 3], False), (list(HEADS)[(case + 1) % 3], True)):
+        heads, kv_heads = HEADS[mha]
+        q = draw(2, queries, heads, dim, device=device, dtype=dtype)
+        kv = draw(2, keys, 2, kv_heads, dim, device=device, dtype=dtype)
+        how = {"causal": causal, "window_size": window, "deterministic": deterministic}
+        expect_twice_the_error(
+            lambda q, k, v, how=how: flash_attn.flash_attn_func(q, k, v, **how),
+            lambda q, k, v: in_operators(q, k, v, causal, window),
+            (q, kv[:, :, 0], kv[:, :, 1]),
+            ("dq", "dk", "dv"),
+        )
+        expect_twice_the_error(
+            lambda q, kv, how=how: flash_attn.flash_attn_kvpacked_func(q, kv, **how),
+            lambda q, kv: in_operators(q, *kv.unbind(2), causal, window),
+            (q, kv),
+            ("dq", "dkv"),
+        )
+
+
+@by_device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim, case", list(zip(DIMS, range(len(DIMS)), strict=True)))
+def test_qkvpacked(device, dtype, dim, case):
+    torch.manual_seed(case)
+    tokens, (causal, window) = SIZES[device][case % len(SIZES[device])][0], MASKS[case % len(MASKS)]
+    qkv = draw(2, tokens, 3, 3, dim, device=device, dtype=dtype)
+    how = {"causal": causal, "window_size": window, "softmax_scale": 0.1 if case % 2 else None}
+    expect_twice_the_error(
+        lambda qkv: flash_attn.flash_attn_qkvpacked_func(qkv, **how),
+        lambda qkv: in_operators(*qkv.unbind(2), causal, window, how["softmax_scale"]),
+        (qkv,),
+        ("dqkv",),
+    )
+
+
+def starts(lengths, device):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def in_turn(attend, cu_q, cu_k):
+    """Attention of packed sequences, one after the other; the inputs are q, k, v or what stacks them."""
+
+    def packed(*inputs):
+        cu = [cu_q, cu_k] if len(inputs) > 1 else [cu_q]
+        cu += [cu_k] * (len(inputs) - len(cu))
+        made = []
+        for i in range(len(cu_q) - 1):
+            made.append(attend(*(x[None, c[i] : c[i + 1]] for x, c in zip(inputs, cu, strict=True)))[0])
+        return torch.cat(made)
+
+    return packed
+
+
+@by_device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim, case", list(zip(DIMS, range(len(DIMS)), strict=True)))
+def test_packed_sequences(device, dtype, dim, case):
+    torch.manual_seed(case)
+    times = 1 if device == "cpu" else 12
+    causal, window = MASKS[case % len(MASKS)]
+    heads, kv_heads = HEADS[list(HEADS)[case % 3]]
+    lengths_q, lengths_k = [13 * times, 1, 31 * times, 8], [17 * times, 20, 31 * times, 5]
+    cu_q, cu_k = starts(lengths_q, device), starts(lengths_k, device)
+    q = draw(sum(lengths_q), heads, dim, device=device, dtype=dtype)
+    kv = draw(sum(lengths_k), 2, kv_heads, dim, device=device, dtype=dtype)
+    qkv = draw(sum(lengths_q), 3, heads, dim, device=device, dtype=dtype)
+    how = {"causal": causal, "window_size": window}
+    lengths = cu_q, cu_k, max(lengths_q), max(lengths_k)
+    expect_twice_the_error(
+        lambda q, k, v: flash_attn.flash_attn_varlen_func(q, k, v, *lengths, **how),
+        in_turn(lambda q, k, v: in_operators(q, k, v, causal, window), cu_q, cu_k),
+        (q, kv[:, 0], kv[:, 1]),
+        ("dq", "dk", "dv"),
+    )
+    expect_twice_the_error(
+        lambda q, kv: flash_attn.flash_attn_varlen_kvpacked_func(q, kv, *lengths, **how),
+        in_turn(lambda q, kv: in_operators(q, *kv.unbind(2), causal, window), cu_q, cu_k),
+        (q, kv),
+        ("dq", "dkv"),
+    )
+    expect_twice_the_error(
+        lambda qkv: flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu_q, max(lengths_q), **how),
+        in_turn(lambda qkv: in_operators(*qkv.unbind(2), causal, window), cu_q, cu_q),
+        (qkv,),
+        ("dqkv",),
+    )
+
+
+@by_device
+@pytest.mark.parametrize("dim", [16, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 17, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_logits_leave_gradients_finite_and_right(device, dim, tokens, causal):
+    torch.manual_seed(0)
+    q, k, v = (x * draw(2, tokens, 5, dim, device=device, dtype=torch.float16) for x in (5, 3, 3))
+    inputs, do = (q, k, v), torch.randn_like(q)
+    none = (-1, -1)
+    got = results(lambda q, k, v: flash_attn.flash_attn_func(q, k, v, causal=causal), inputs, do)
+    same = results(lambda q, k, v: in_operators(q, k, v, causal, none), inputs, do)
+    exact = results(lambda q, k, v: in_operators(q, k, v, causal, none), [x.double() for x in inputs], do)
+    for name, x, y, want in zip(("o", "dq", "dk", "dv"), got, same, exact, strict=True):
+        error, allowed = ((z.double() - want).abs().max().item() for z in (x, y))
+        assert error <= 2 * allowed + 1e-3, f"{name}: {error}, torch's {allowed}"
+
+
+@by_device
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_gradient_of_o_that_is_no_dense_tensor(device, dim):
+    """As an einsum hands it over: its last dimension is not the one with stride 1."""
+    torch.manual_seed(0)
+    q, k, v = (draw(3, 97, 2, dim, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    o = flash_attn.flash_attn_func(q, k, v, causal=True)
+    do = draw(3, 2, dim, 97, device=device, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    assert do.stride(-1) != 1
+    for x, y in zip(
+        torch.autograd.grad(o, (q, k, v), do, retain_graph=True),
+        torch.autograd.grad(o, (q, k, v), do.contiguous()),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
+
+
+@by_device
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("causal, window", [(False, (-1, -1)), (True, (-1, -1)), (False, (20, 9))])
+def test_deterministic_calls_repeat_every_bit(device, packed, dim, causal, window):
+    torch.manual_seed(0)
+    how = {"causal": causal, "window_size": window, "deterministic": True}
+    q = draw(200, 4, dim, device=device, dtype=torch.bfloat16).requires_grad_()
+    kv = draw(239, 2, 2, dim, device=device, dtype=torch.bfloat16).requires_grad_()
+    cu_q, cu_k = starts([70, 130], device), starts([9, 230], device)
+
+    def attend():
+        if packed:
+            return flash_attn.flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 130, 230, **how)
+        return flash_attn.flash_attn_kvpacked_func(q[None], kv[None], **how)
+
+    o = attend()
+    do = torch.randn_like(o)
+    first = torch.autograd.grad(o, (q, kv), do)
+    for _ in range(3):
+        again = attend()
+        assert torch.equal(again, o)
+        assert all(torch.equal(x, y) for x, y in zip(torch.autograd.grad(again, (q, kv), do), first, strict=True))
+
+
+@by_device
+@pytest.mark.parametrize("dim", [64])
+def test_lse_of_every_form(device, dim):
+    torch.manual_seed(0)
+    tokens, heads = 40, 3
+    qkv = draw(2, tokens, 3, heads, dim, device=device, dtype=torch.bfloat16)
+    q, k, v = qkv.unbind(2)
+    s = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * dim**-0.5
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
+    want = s.masked_fill(hidden, float("-inf")).logsumexp(-1)
+    how = {"causal": True, "return_attn_probs": True}
+    o, lse, dropped = flash_attn.flash_attn_qkvpacked_func(qkv, **how)
+    assert dropped is None and lse.shape == (2, heads, tokens) and lse.dtype is torch.float32
+    assert (lse - want).abs().max() < 2e-3
+    for other in (flash_attn.flash_attn_kvpacked_func(q, qkv[:, :, 1:], **how), flash_attn.flash_attn_func(q, k, v, **how)):
+        assert torch.equal(other[0], o) and torch.equal(other[1], lse) and other[2] is None
+    cu = starts([tokens, tokens], device)
+    flat = qkv.reshape(2 * tokens, 3, heads, dim)
+    q, k, v = flat.unbind(1)
+    for other in (
+        flash_attn.flash_attn_varlen_qkvpacked_func(flat, cu, tokens, **how),
+        flash_attn.flash_attn_varlen_kvpacked_func(q, flat[:, 1:], cu, cu, tokens, tokens, **how),
+        flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, tokens, tokens, **how),
+    ):
+        assert other[2] is None and other[1].shape == (heads, 2 * tokens)
+        assert (other[0].view_as(o).double() - o.double()).abs().max() < 2e-2
+        assert (other[1].view(heads, 2, tokens).transpose(0, 1) - want).abs().max() < 2e-3
+
+
+REFUSED = {
+    "dropout_p": (0.17, "dropout_p: found 0.17, allowed: 0"),
+    "softcap": (50.0, "softcap: found 50"),
+    "alibi_slopes": (torch.ones(2), "alibi_slopes: found an array of shape"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_octet_does_not_do_is_refused_by_every_form(name):
+    value, message = REFUSED[name]
+    q, kv, qkv = torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 2, 16), torch.randn(1, 8, 3, 2, 16)
+    cu = starts([8], "cpu")
+    for call in (
+        lambda **how: flash_attn.flash_attn_func(q, q, q, **how),
+        lambda **how: flash_attn.flash_attn_kvpacked_func(q, kv, **how),
+        lambda **how: flash_attn.flash_attn_qkvpacked_func(qkv, **how),
+        lambda **how: flash_attn.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 8, 8, **how),
+        lambda **how: flash_attn.flash_attn_varlen_kvpacked_func(q[0], kv[0], cu, cu, 8, 8, **how),
+        lambda **how: flash_attn.flash_attn_varlen_qkvpacked_func(qkv[0], cu, 8, **how),
+    ):
+        call()
+        with pytest.raises(octet.Unsupported, match=message):
+            call(**{name: value})
+        with pytest.raises(octet.InvalidArgument, match=r"window_size: found \(1, 2, 3\), allowed: \(left, right\)"):
+            call(window_size=(1, 2, 3))
+        with pytest.raises(octet.InvalidArgument, match=r"window_size: found \(1.5, 2\)"):
+            call(window_size=(1.5, 2))
+
+
+def test_caches_are_refused():
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(octet.Unsupported, match="flash_attn_with_kvcache: octet neither writes caches"):
+        flash_attn.flash_attn_with_kvcache(q, q, q, cache_seqlens=8)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 4, 2, 16), (8, 4, 2, 16), (8, 2, 16), (16,)])
+def test_a_tensor_that_stacks_something_else(shape):
+    x, q, cu = torch.randn(shape), torch.randn(1, 8, 2, 16), starts([8], "cpu")
+    for call, message in (
+        (lambda: flash_attn.flash_attn_qkvpacked_func(x), r"qkv: .* \[batch, token, 3, head, dim\]"),
+        (lambda: flash_attn.flash_attn_kvpacked_func(q, x), r"kv: .* \[batch, token, 2, head, dim\]"),
+        (lambda: flash_attn.flash_attn_varlen_qkvpacked_func(x, cu, 8), r"qkv: .* \[token, 3, head, dim\]"),
+        (lambda: flash_attn.flash_attn_varlen_kvpacked_func(q[0], x, cu, cu, 8, 8), r"kv: .* \[token, 2, head, dim\]"),
+        (lambda: flash_attn.flash_attn_kvpacked_func(q, [q, q]), "kv: found list, allowed: torch.Tensor"),
+    ):
+        with pytest.raises(octet.InvalidArgument, match=message):
+            call()
