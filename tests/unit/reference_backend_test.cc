@@ -235,6 +235,48 @@ TEST(ReferenceBackend, codes_stand_for_numbers) {
   for (std::size_t i = 0; i < want.size(); ++i) EXPECT_NEAR(x.o[i], want[i], 1e-5);
 }
 
+// Sums over queries, sequences and, with sinks for all of it, the batch; zeros where there is nothing to sum.
+TEST(ReferenceBackend, dsinks_are_complete_sums) {
+  const auto backward = [](Tensors& x, std::vector<float>& sinks, std::vector<float>& dsinks,
+                           std::vector<float>& dlse) {
+    Forward f = x.forward();
+    f.extras.sinks = Tensor(sinks.data(), Shape{1, x.heads, 1, 1});
+    run(attention(Precision::f64), f);
+    Backward b = x.backward();
+    b.extras = f.extras;
+    b.dlse = Tensor(dlse.data(), Shape{1, x.heads, x.n, 1});
+    b.dsinks = Tensor(dsinks.data(), Shape{1, x.heads, 1, 1});
+    return b;
+  };
+  std::vector<float> sinks = {.5f, -1.f, -INFINITY, 2.f}, dsinks(4, NAN), dlse(4 * 30);
+  for (std::size_t i = 0; i < dlse.size(); ++i) dlse[i] = .01f * static_cast<float>(i % 17);
+  Tensors x(4, 2, 30, 20, 8, 16);
+  Backward whole = backward(x, sinks, dsinks, dlse);
+  run(attention(Precision::f64), whole);
+  EXPECT_EQ(dsinks[2], 0.f);
+
+  std::vector<float> packed(4, NAN);  // the same queries, with the same keys each time, as two sequences
+  std::vector<int32_t> q_starts = {0, 11, 30}, k_starts = {0, 20, 40};
+  Tensors twice(4, 2, 30, 40, 8, 16);
+  twice.q = x.q, twice.do_ = x.do_;
+  for (const auto& [from, to, width] : {std::tuple{&x.k, &twice.k, 8}, {&x.v, &twice.v, 16}})
+    for (int64_t h = 0; h < 2; ++h)
+      for (int64_t copy = 0; copy < 2; ++copy)
+        std::copy_n(from->begin() + h * 20 * width, 20 * width, to->begin() + (2 * h + copy) * 20 * width);
+  twice.o = x.o, twice.lse = x.lse;
+  Backward b = twice.backward();
+  b.extras = whole.extras, b.dlse = whole.dlse, b.dsinks = Tensor(packed.data(), Shape{1, 4, 1, 1});
+  b.extras.cu_seqlens_q = Tensor(q_starts.data(), Shape{1, 1, 1, 3});
+  b.extras.cu_seqlens_k = Tensor(k_starts.data(), Shape{1, 1, 1, 3});
+  run(attention(Precision::f64), b);
+  for (std::size_t h = 0; h < 4; ++h) EXPECT_NEAR(packed[h], dsinks[h], 1e-5);
+
+  Tensors none(4, 2, 0, 0, 8, 16);
+  std::fill(dsinks.begin(), dsinks.end(), NAN);
+  run(attention(Precision::f64), backward(none, sinks, dsinks, dlse));
+  EXPECT_THAT(dsinks, testing::Each(0.f));
+}
+
 std::string refusal(const std::function<void()>& call) {
   try {
     call();

@@ -1,9 +1,14 @@
 // Unfused attention of one head in float64, with a recipe's roundings. With Recipe{} it is exact:
-//   s = scale q k^T + bias     lse_i = log sum_j exp(s_ij)     p = exp(s - lse)     o = p v
-//   dp = do v^T   delta_i = sum_j p_ij dp_ij   ds = p (dp - delta)   dq = scale ds k   dk = scale ds^T q   dv = p^T do
-//   ts = scale (tq k^T + q tk^T)   to_i = sum_j p_ij (ts_ij - sum_l p_il ts_il) v_j + sum_j p_ij tv_j
+//   s = scale q k^T + bias     lse_i = log (sum_j exp(s_ij) + exp(sink))     p = exp(s - lse)     o = p v
+//   dp = do v^T   delta_i = sum_j p_ij dp_ij   ds = p (dp - delta + dlse)
+//   dq = scale ds k   dk = scale ds^T q   dv = p^T do   dsink = sum_i exp(sink - lse_i) (dlse_i - delta_i)
+//   ts = scale (tq k^T + q tk^T)   tlse_i = sum_j p_ij ts_ij + exp(sink - lse_i) tsink
+//   to_i = sum_j p_ij (ts_ij - tlse_i) v_j + sum_j p_ij tv_j
 // Sums over keys run over those that a query sees, by index; the others are never touched.
 #pragma once
+#include <cmath>
+#include <limits>
+
 #include "cpu/reference/matrix.h"
 #include "cpu/reference/recipe.h"
 
@@ -13,9 +18,10 @@ namespace octet::reference {
 struct Head {
   Matrix q, k, v;  // [n d] [m d] [m e]
   double scale = 1.0;
-  std::vector<KeyRange> keys{};  // of each query
-  std::vector<bool> hidden{};    // [n m] keys within the range that are not seen; empty: none
-  Matrix bias{};                 // [n m] added to the logits; empty: none
+  std::vector<KeyRange> keys{};                            // of each query
+  std::vector<bool> hidden{};                              // [n m] keys within the range that are not seen; empty: none
+  Matrix bias{};                                           // [n m] added to the logits; empty: none
+  double sink = -std::numeric_limits<double>::infinity();  // a logit of every query whose value is 0; -inf: none
 
   bool sees(int64_t i, int64_t j) const {
     const KeyRange& range = keys[static_cast<std::size_t>(i)];
@@ -23,26 +29,44 @@ struct Head {
   }
 };
 
+// log(exp(lse) + exp(sink)). A sink that is NaN or +inf makes it NaN, as such a logit would.
+inline double with_sink(double lse, double sink) {
+  if (!(sink < std::numeric_limits<double>::infinity())) return std::numeric_limits<double>::quiet_NaN();
+  const double low = std::fmin(lse, sink), high = std::fmax(lse, sink);
+  return std::isnan(lse)                                   ? lse
+         : low == -std::numeric_limits<double>::infinity() ? high
+                                                           : high + std::log1p(std::exp(low - high));
+}
+
+// exp(x - lse), the weight of a logit; 0 where the logit is -inf, whatever lse is.
+inline double weight_of(double x, double lse) {
+  return x == -std::numeric_limits<double>::infinity() ? 0.0 : std::exp(x - lse);
+}
+
 struct Output {
   Matrix o;                 // [n e], rounded only if the recipe has a point for it
-  std::vector<double> lse;  // [n], natural, of the logits as the recipe rounds them; -inf: no key seen
+  std::vector<double> lse;  // [n], natural, of the logits as the recipe rounds them; -inf: no key seen and no sink
   Matrix o_exact;           // o before its rounding point
 };
 Output forward(const Head& head, const Recipe& recipe);
 
 struct Gradients {
   Matrix dq, dk, dv;
+  double dsink = 0.0;
 };
-// `o`, `lse`: what the forward pass left, o with or without the residual as recipe.backward.exact_o says.
+// `o`, `lse`: what the forward pass left, o with or without the residual as recipe.backward.exact_o says. `dlse`: [n],
+// empty: 0.
 Gradients backward(const Head& head, const Matrix& o, const std::vector<double>& lse, const Matrix& do_,
-                   const Recipe& recipe);
+                   const Recipe& recipe, const std::vector<double>& dlse = {});
 
 struct Tangents {
   Matrix q, k, v;
+  double sink = 0.0;
 };
 struct JvpOutput {
   Output primal;
   Matrix to;
+  std::vector<double> tlse;  // [n]
 };
 JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe);
 

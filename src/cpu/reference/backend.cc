@@ -101,6 +101,7 @@ Head load_head(const Problem& problem, const Sequence& at, int64_t h, const Head
   Head head = kv;
   head.q = load_operand(problem.q, at.batch, h, at.q_first, at.q_tokens);
   head.scale = problem.scale;
+  if (problem.sinks.present()) head.sink = element(problem.sinks, at.batch, h, 0, 0);
   for (int64_t i = 0; i < at.q_tokens; ++i) head.keys.push_back(problem.keys_of(i, at.q_tokens, at.k_tokens));
   load_mask(problem, at.batch, h, head);
   return head;
@@ -134,16 +135,19 @@ void run_jvp(const Problem& problem, const Recipe& recipe, const Sequence& at, i
              const Head& kv) {
   const Tangents tangents{load_tokens(problem.tq, at.batch, h, at.q_first, at.q_tokens),
                           load_tokens(problem.tk, at.batch, kv_head, at.k_first, at.k_tokens),
-                          load_tokens(problem.tv, at.batch, kv_head, at.k_first, at.k_tokens)};
+                          load_tokens(problem.tv, at.batch, kv_head, at.k_first, at.k_tokens),
+                          problem.tsinks.present() ? element(problem.tsinks, at.batch, h, 0, 0) : 0.0};
   const JvpOutput out = jvp(load_head(problem, at, h, kv), tangents, recipe);
   store_tokens(problem.o, at.batch, h, at.q_first, out.primal.o);
   store_column(problem.lse, at.batch, h, at.q_first, out.primal.lse);
   store_tokens(problem.to, at.batch, h, at.q_first, out.to);
+  store_column(problem.tlse, at.batch, h, at.q_first, out.tlse);
 }
 
-// Adds head h's share to dk and dv, which the heads of a group have in common.
-void run_backward(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t h, const Head& kv,
-                  Matrix& dk, Matrix& dv) {
+// Adds head h's share to dk and dv, which the heads of a group have in common. Returns what the sequence adds to the
+// gradient of the head's sink.
+double run_backward(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t h, const Head& kv,
+                    Matrix& dk, Matrix& dv) {
   Matrix o = load_tokens(problem.o, at.batch, h, at.q_first, at.q_tokens);
   if (recipe.backward.exact_o && problem.o_residual.present()) {
     const Matrix residual = load_tokens(problem.o_residual, at.batch, h, at.q_first, at.q_tokens);
@@ -151,14 +155,18 @@ void run_backward(const Problem& problem, const Recipe& recipe, const Sequence& 
   }
   const Matrix lse = load_tokens(problem.lse, at.batch, h, at.q_first, at.q_tokens);
   const Matrix do_ = load_tokens(problem.do_, at.batch, h, at.q_first, at.q_tokens);
-  const Gradients g = backward(load_head(problem, at, h, kv), o, lse.data, do_, recipe);
+  Matrix dlse;
+  if (problem.dlse.present()) dlse = load_tokens(problem.dlse, at.batch, h, at.q_first, at.q_tokens);
+  const Gradients g = backward(load_head(problem, at, h, kv), o, lse.data, do_, recipe, dlse.data);
   store_tokens(problem.dq, at.batch, h, at.q_first, g.dq);
   for (std::size_t z = 0; z < dk.data.size(); ++z) dk.data[z] += g.dk.data[z];
   for (std::size_t z = 0; z < dv.data.size(); ++z) dv.data[z] += g.dv.data[z];
+  return g.dsink;
 }
 
 // All heads of q that share one head of k and v, one after the other, so that dk and dv have one order of summation.
-void run_group(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t kv_head) {
+// `dsinks`: of this sequence, by head of q.
+void run_group(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t kv_head, double* dsinks) {
   Head kv;
   kv.k = load_operand(problem.k, at.batch, kv_head, at.k_first, at.k_tokens);
   kv.v = load_operand(problem.v, at.batch, kv_head, at.k_first, at.k_tokens);
@@ -166,20 +174,38 @@ void run_group(const Problem& problem, const Recipe& recipe, const Sequence& at,
   for (int64_t h = kv_head * problem.group(); h < (kv_head + 1) * problem.group(); ++h) {
     if (problem.pass == OCTET_FORWARD) run_forward(problem, recipe, at, h, kv);
     if (problem.pass == OCTET_JVP) run_jvp(problem, recipe, at, h, kv_head, kv);
-    if (problem.pass == OCTET_BACKWARD) run_backward(problem, recipe, at, h, kv, dk, dv);
+    if (problem.pass == OCTET_BACKWARD) dsinks[h] = run_backward(problem, recipe, at, h, kv, dk, dv);
   }
   if (problem.pass != OCTET_BACKWARD) return;
   store_tokens(problem.dk, at.batch, kv_head, at.k_first, dk);
   store_tokens(problem.dv, at.batch, kv_head, at.k_first, dv);
 }
 
+// Sums over sequences, and over the batch where it shares its sinks; 0 where there are none. `parts`: [sequence, head].
+void store_dsinks(const Problem& problem, const std::vector<Sequence>& all, const std::vector<double>& parts) {
+  const View& out = problem.dsinks;
+  if (!out.present()) return;
+  for (int64_t b = 0; b < out.shape[0]; ++b)
+    for (int64_t h = 0; h < problem.heads; ++h) {
+      double sum = 0.0;
+      for (std::size_t n = 0; n < all.size(); ++n)
+        if (out.shape[0] == 1 || all[n].batch == b)
+          sum += parts[n * static_cast<std::size_t>(problem.heads) + static_cast<std::size_t>(h)];
+      store(out.dtype, out.data, out.offset(b, h, 0), sum);
+    }
+}
+
 void run(const Problem& problem, Bytes, void*) {
   const Recipe recipe = recipe_for(problem);
   const std::vector<Sequence> all = sequences(problem);
   const int64_t tasks = static_cast<int64_t>(all.size()) * problem.kv_heads;
+  std::vector<double> dsinks(all.size() * static_cast<std::size_t>(problem.heads), 0.0);
   cpu::parallel_for(cpu::thread_count(problem.threads, tasks), tasks, [&](int64_t task, unsigned) {
-    run_group(problem, recipe, all[static_cast<std::size_t>(task / problem.kv_heads)], task % problem.kv_heads);
+    const int64_t n = task / problem.kv_heads;
+    run_group(problem, recipe, all[static_cast<std::size_t>(n)], task % problem.kv_heads,
+              dsinks.data() + n * problem.heads);
   });
+  store_dsinks(problem, all, dsinks);
 }
 
 std::string kernel(const Problem& problem) {

@@ -24,8 +24,8 @@ void for_seen(const Head& head, int64_t i, const Body& body) {
     if (head.sees(i, j)) body(j);
 }
 
-// [n m], 0 where not seen: p = exp(s - lse), with the caller's lse or the rows' own.
-Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logits, const std::vector<double>& lse) {
+// [n m], 0 where not seen: p = exp(s - lse), with the caller's lse or the rows' own, which takes its place.
+Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logits, std::vector<double>& lse) {
   Matrix p(head.q.rows, head.k.rows);
   std::vector<double> s(index(head.k.rows));
   const double unit = recipe.scale_first ? 1.0 : head.scale;
@@ -36,8 +36,8 @@ Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logit
       s[index(j)] = unit * round_to(recipe.s, s[index(j)]), top = std::max(top, s[index(j)]);
     });
     for_seen(head, i, [&](int64_t j) { sum += std::exp(s[index(j)] - top); });
-    const double own = recipe.backward.recompute ? top + std::log(sum) : lse[index(i)];
-    for_seen(head, i, [&](int64_t j) { p[i][j] = std::exp(s[index(j)] - own); });
+    if (recipe.backward.recompute) lse[index(i)] = with_sink(top == -kInf ? top : top + std::log(sum), head.sink);
+    for_seen(head, i, [&](int64_t j) { p[i][j] = weight_of(s[index(j)], lse[index(i)]); });
   }
   return p;
 }
@@ -55,9 +55,9 @@ Matrix product_with_values(const Head& head, const Matrix& do_, const Matrix& v)
   return dp;
 }
 
-double delta_of(const BackwardRecipe& recipe, const Matrix& p, const Matrix& dp, const Matrix& o, const Matrix& do_,
-                int64_t i) {
-  double sum = 0.0, weight = 0.0;
+double delta_of(const BackwardRecipe& recipe, const Matrix& p, double p_sink, const Matrix& dp, const Matrix& o,
+                const Matrix& do_, int64_t i) {
+  double sum = 0.0, weight = p_sink;  // dp of the sink is 0
   if (recipe.delta == OCTET_DELTA_FROM_O) {
     for (int64_t c = 0; c < o.cols; ++c) sum += do_[i][c] * round_to(recipe.o_saved, o[i][c]);
     return sum;
@@ -98,23 +98,32 @@ double largest_norm(const Matrix& x) {
   return largest;
 }
 
-// A power of two that f16 can hold every ds times: |ds| <= p (1 - p) max |dp - dp'| <= max |do| max |v| / 2, which it
-// brings to at most 2^13.
-double power_of_two_for_ds(const Matrix& do_, const Matrix& v) {
-  const double bound = largest_norm(do_) * largest_norm(v);
+// A power of two that f16 can hold every ds times: |ds| <= p (1 - p) max |dp - dp'| + p |dlse| <= max |do| max |v| / 2
+// + max |dlse|, which it brings to at most 2^13.
+double power_of_two_for_ds(const Matrix& do_, const Matrix& v, const std::vector<double>& dlse) {
+  double bound = largest_norm(do_) * largest_norm(v), largest_dlse = 0.0;
+  for (double x : dlse)
+    if (std::isfinite(x)) largest_dlse = std::max(largest_dlse, std::fabs(x));
+  bound += 2.0 * largest_dlse;
   return bound > 0.0 && std::isfinite(bound) ? std::ldexp(1.0, 13 - std::ilogb(bound)) : 1.0;
 }
 
-// Takes from dq and dk what rounding ds to a row sum other than 0 put there: lambda_i = sum ds / sum p,
-// dq -= lambda p k, dk -= p^T (lambda q)  (GProj, arXiv 2609.34272).
-void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix& ds, const Logits& logits,
-             Gradients& g) {
+// What a row gives to the sink: its weight and its gradient, un-rounded.
+struct SinkRow {
+  double p = 0.0, ds = 0.0;
+};
+
+// Takes from dq and dk what rounding ds to a row sum other than dlse put there: lambda_i = (sum ds - dlse) / sum p,
+// dq -= lambda p k, dk -= p^T (lambda q)  (GProj, arXiv 2609.34272). Both sums count the sink as one more key.
+void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix& ds, const std::vector<double>& dlse,
+             std::vector<SinkRow>& sink, const Logits& logits, Gradients& g) {
   std::vector<double> lambda_q(index(head.q.cols));
   for (int64_t i = 0; i < p.rows; ++i) {
-    double sum_ds = 0.0, sum_p = 0.0;
+    double sum_ds = sink[index(i)].ds - dlse[index(i)], sum_p = sink[index(i)].p;
     for_seen(head, i, [&](int64_t j) { sum_ds += ds[i][j], sum_p += round_to(format, p[i][j]); });
     if (sum_p == 0.0) continue;
     const double lambda = sum_ds / sum_p;
+    sink[index(i)].ds -= lambda * sink[index(i)].p;
     for (int64_t c = 0; c < head.q.cols; ++c) lambda_q[index(c)] = round_to(format, lambda * logits.q()[i][c]);
     for_seen(head, i, [&](int64_t j) {
       const double weight = round_to(format, p[i][j]);
@@ -124,36 +133,48 @@ void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix
   }
 }
 
-// What smoothing took from the operands of dq = ds k and dk = ds^T q, times the un-rounded ds. The rows of ds sum to 0
-// but for rounding, so the mean of all keys is left out: it would only multiply the rounding errors.
-void add_means(const Head& head, const Logits& logits, const Matrix& ds, Gradients& g) {
+// What smoothing took from the operands of dq = ds k and dk = ds^T q, times the un-rounded ds. The mean of all keys
+// meets the sum of a row of ds, `row_sums`. That of attention alone is 0 but for rounding, and exactly 0 here, so that
+// the mean does not multiply the rounding errors.
+void add_means(const Head& head, const Logits& logits, const Matrix& k_dq_means, const Matrix& ds,
+               const std::vector<double>& row_sums, Gradients& g) {
   const Smoothed &q = logits.smooth_q(), &k = logits.smooth_k();
-  const Matrix offsets = Smoothed(k.means, k.means.rows > 1 ? kAllTokens : 0).x;
-  for (int64_t i = 0; i < ds.rows; ++i)
+  const Smoothed of_all(k_dq_means.rows ? k_dq_means : k.means, kAllTokens);
+  for (int64_t i = 0; i < ds.rows; ++i) {
+    if (of_all.means.rows && row_sums[index(i)] != 0.0)
+      add_scaled(g.dq[i], row_sums[index(i)], of_all.means[0], head.q.cols);
     for_seen(head, i, [&](int64_t j) {
-      if (k.means.rows > 1) add_scaled(g.dq[i], ds[i][j], offsets[j / k.block], head.q.cols);
+      if (k.means.rows > 1) add_scaled(g.dq[i], ds[i][j], of_all.x[j / k.block], head.q.cols);
       if (q.means.rows) add_scaled(g.dk[j], ds[i][j], q.mean_of(i), head.q.cols);
     });
+  }
 }
 
 }  // namespace
 
-Gradients backward(const Head& head, const Matrix& o, const std::vector<double>& lse, const Matrix& do_,
-                   const Recipe& recipe) {
+Gradients backward(const Head& head, const Matrix& o, const std::vector<double>& saved_lse, const Matrix& do_,
+                   const Recipe& recipe, const std::vector<double>& given_dlse) {
   const BackwardRecipe& how = recipe.backward;
   const int64_t n = head.q.rows, m = head.k.rows, d = head.q.cols, e = head.v.cols;
   const Logits logits(head, how.logits);
   const Matrix do_dp = quantized(do_, how.do_dp), do_dv = quantized(do_, how.do_dv), v = quantized(head.v, how.v);
 
+  std::vector<double> lse = saved_lse, dlse = given_dlse, row_sums(index(n));
+  dlse.resize(index(n), 0.0);
   const Matrix p = probabilities(head, recipe, logits, lse);
   const Matrix dp = product_with_values(head, do_dp, v);
   Matrix ds(n, m);
+  std::vector<SinkRow> sink(index(n));
   for (int64_t i = 0; i < n; ++i) {
-    const double delta = delta_of(how, p, dp, o, do_dp, i);
-    for_seen(head, i, [&](int64_t j) { ds[i][j] = p[i][j] * (dp[i][j] - delta); });
+    const double p_sink = weight_of(head.sink, lse[index(i)]);
+    const double delta = delta_of(how, p, p_sink, dp, o, do_dp, i);
+    for_seen(head, i, [&](int64_t j) { ds[i][j] = p[i][j] * (dp[i][j] - delta + dlse[index(i)]); });
+    if (p_sink != 0.0) sink[index(i)] = {p_sink, p_sink * (dlse[index(i)] - delta)};
+    // As p sums to 1 with the sink: sum ds = sum p (dp - delta + dlse) = p_sink delta + (1 - p_sink) dlse.
+    if (lse[index(i)] != -kInf) row_sums[index(i)] = dlse[index(i)] - sink[index(i)].ds;
   }
 
-  const double power = power_of_two_for_ds(do_dp, v);
+  const double power = power_of_two_for_ds(do_dp, v, dlse);
   const std::vector<double> k_amax = token_amax(logits.k()), q_amax = token_amax(logits.q()),
                             do_amax = token_amax(do_dv);
   const auto fold = [](const TileRecipe& tiles, const std::vector<double>& amax, bool by_key) {
@@ -164,7 +185,8 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
   const Matrix ds_k = rounded_tiles(ds, how.ds_k, power, fold(how.ds_k, q_amax, false));
   const Matrix p_dv = rounded_tiles(p, how.p, 1.0, fold(how.p, do_amax, false));
 
-  const Matrix k_dq = how.smooth_dq ? quantized(Smoothed(logits.k(), kAllTokens).x, *how.smooth_dq) : logits.k();
+  const Smoothed smooth_dq(logits.k(), how.smooth_dq ? kAllTokens : 0);
+  const Matrix k_dq = how.smooth_dq ? quantized(smooth_dq.x, *how.smooth_dq) : logits.k();
   Gradients g{Matrix(n, d), Matrix(m, d), Matrix(m, e)};
   for (int64_t i = 0; i < n; ++i)
     for_seen(head, i, [&](int64_t j) {
@@ -172,12 +194,13 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
       add_scaled(g.dk[j], ds_k[i][j], logits.q()[i], d);
       add_scaled(g.dv[j], p_dv[i][j], do_dv[i], e);
     });
-  if (how.project != OCTET_F64) project(head, how.project, p, ds_q, logits, g);
+  if (how.project != OCTET_F64) project(head, how.project, p, ds_q, dlse, sink, logits, g);
   if (how.logits.hadamard)
     for (Matrix* x : {&g.dq, &g.dk}) *x = rotated_back(std::move(*x), kHadamardSeed);
-  add_means(head, logits, ds, g);
+  add_means(head, logits, smooth_dq.means, ds, row_sums, g);
   for (Matrix* x : {&g.dq, &g.dk})
     for (double& value : x->data) value *= head.scale;
+  for (const SinkRow& row : sink) g.dsink += row.ds;
   return g;
 }
 

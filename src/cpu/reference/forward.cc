@@ -101,13 +101,18 @@ Output forward(const Head& head, const Recipe& recipe) {
     Row row{.acc = std::vector<double>(static_cast<std::size_t>(e), 0.0)};
     for (int64_t first = range.first / tile * tile; first < range.last; first += tile)
       add_tile(head, recipe, values, s.data(), i, first, std::min(first + tile, m), row);
-    if (row.m == -kInf && row.l == 0.0) continue;  // sees nothing: o = 0, lse = -inf
+    // The sink joins after the last tile, so that no weight is rounded against it.
+    const bool blind = row.m == -kInf && row.l == 0.0;  // sees nothing: o = 0, lse = -inf or the sink
+    const double of_keys = blind ? -kInf : (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l);
+    const double lse = out.lse[static_cast<std::size_t>(i)] = with_sink(of_keys, head.sink);
+    const double share = weight_of(of_keys, lse);  // of the keys, next to the sink
     for (int64_t c = 0; c < e; ++c) {
-      out.o_exact[i][c] = row.acc[static_cast<std::size_t>(c)] / row.l +
-                          (recipe.smooth_v ? values.mean[static_cast<std::size_t>(c)] : 0.0);
+      const double o = blind ? 0.0
+                             : row.acc[static_cast<std::size_t>(c)] / row.l +
+                                   (recipe.smooth_v ? values.mean[static_cast<std::size_t>(c)] : 0.0);
+      out.o_exact[i][c] = share * o;
       out.o[i][c] = round_to(recipe.o, out.o_exact[i][c]);
     }
-    out.lse[static_cast<std::size_t>(i)] = (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l);
   }
   return out;
 }

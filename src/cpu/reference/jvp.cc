@@ -1,7 +1,10 @@
-// o, lse and the derivative of o along tangents, in one sweep over tiles of keys. With h = p (ts - c):
-//   o~ += p v     t~ += p tv + h v     r += sum h     l += sum p     o = o~ / l     to = (t~ - r o) / l
-// Adding a constant to a row of ts changes nothing, so c, the p-weighted mean of ts in the first tile, is free to keep
-// h small; r and l sum the rounded h and p, so that their roundings cancel against those in t~ and o~.
+// o, lse and their derivatives along tangents, in one sweep over tiles of keys. With h = p (ts - c):
+//   o~ += p v     t~ += p tv + h v     r += sum h     l += sum p
+//   o = o~ / l     to = (t~ - r o) / l     lse = m + log l     tlse = c + r / l
+// Adding a constant to a row of ts changes nothing in to, so c, the p-weighted mean of ts in the first tile, is free to
+// keep h small; r and l sum the rounded h and p, so that their roundings cancel against those in t~ and o~.
+// A sink leaves the keys the share w = exp(lse of the keys - lse) of the weights:
+//   o = w o     to = w (to + (1 - w) (tlse - tsink) o)     tlse = w tlse + (1 - w) tsink
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -78,7 +81,7 @@ JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe) 
                    quantized(tangents.k, cast),
                    quantized(tangents.v, cast)};
   const auto rows = static_cast<std::size_t>(n);
-  JvpOutput out{{Matrix(n, e), std::vector<double>(rows, -kInf), {}}, Matrix(n, e)};
+  JvpOutput out{{Matrix(n, e), std::vector<double>(rows, -kInf), {}}, Matrix(n, e), std::vector<double>(rows, 0.0)};
   std::vector<double> s(static_cast<std::size_t>(m));
   for (int64_t i = 0; i < n; ++i) {
     const KeyRange range = head.keys[static_cast<std::size_t>(i)];
@@ -91,13 +94,19 @@ JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe) 
         if (head.sees(i, j)) seen.push_back(j);
       if (!seen.empty()) add_tile(x, s.data(), i, seen, row);
     }
-    if (row.m == -kInf && row.l == 0.0) continue;
+    const bool blind = row.m == -kInf && row.l == 0.0;
+    const double of_keys = blind ? -kInf : row.m + std::log(row.l), lse = with_sink(of_keys, head.sink);
+    const double share = weight_of(of_keys, lse), of_sink = weight_of(head.sink, lse);
+    const double mean = blind ? 0.0 : row.centre + row.r / row.l;
+    out.primal.lse[static_cast<std::size_t>(i)] = lse;
+    out.tlse[static_cast<std::size_t>(i)] = share * mean + of_sink * tangents.sink;
+    if (blind) continue;
     for (int64_t c = 0; c < e; ++c) {
       const auto z = static_cast<std::size_t>(c);
-      out.primal.o[i][c] = row.o[z] / row.l;
-      out.to[i][c] = (row.t[z] - row.r * out.primal.o[i][c]) / row.l;
+      const double o = row.o[z] / row.l, to = (row.t[z] - row.r * o) / row.l;
+      out.primal.o[i][c] = share * o;
+      out.to[i][c] = share * (to + of_sink * (mean - tangents.sink) * o);
     }
-    out.primal.lse[static_cast<std::size_t>(i)] = row.m + std::log(row.l);
   }
   out.primal.o_exact = out.primal.o;
   return out;

@@ -290,8 +290,6 @@ Recipe recipe_of(const Problem& problem) {
 }
 
 std::optional<std::string> recipe_objection(const Problem& problem) {
-  if (problem.sinks.present() || problem.dlse.present() || problem.tlse.present())
-    return text("it has no sinks and no derivative of lse");
   const octet_precision precision = problem.precision;
   const bool sixteen = precision == OCTET_PRECISION_F16 || precision == OCTET_PRECISION_BF16;
   const bool wide = precision == OCTET_PRECISION_F64 || precision == OCTET_PRECISION_F32;
