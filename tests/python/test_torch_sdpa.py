@@ -1,7 +1,12 @@
 """octet.sdpa against torch's own scaled_dot_product_attention in float64, case by case and at random."""
 
+import concurrent.futures
+import contextlib
 import inspect
+import itertools
+import threading
 import warnings
+from unittest import mock
 
 import octet
 import pytest
@@ -10,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
+import torch.nn.attention.bias  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as own  # noqa: E402
+from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 SCALE = 0.25  # the same in float32 and float64
 
@@ -224,11 +232,227 @@ def test_a_model_trains_under_patch_sdpa():
         return [p.grad.clone() for p in layer.parameters()]
 
     want = gradients()
-    calls = []
     with octet.patch_sdpa("f32"):
-        patched = torch.nn.functional.scaled_dot_product_attention
-        torch.nn.functional.scaled_dot_product_attention = lambda *a, **k: calls.append(1) or patched(*a, **k)
-        got = gradients()
-    assert calls
+        functional, name = torch.nn.functional, "scaled_dot_product_attention"
+        with mock.patch.object(functional, name, side_effect=getattr(functional, name)) as patched:
+            got = gradients()
+    assert patched.called
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "q, k, v",
+    [((5, 16), (1, 7, 16), (1, 7, 16)), ((5, 16), (7, 16), (1, 7, 16)), ((1, 5, 16), (7, 16), (7, 16)),
+     ((5, 16), (3, 7, 16), (3, 7, 16)), ((5, 16), (2, 3, 7, 16), (7, 16))],
+)  # fmt: skip
+def test_the_result_has_the_dimensions_of_the_widest(q, k, v):
+    x = draw(q, k, v)
+    assert agree(*x).shape == own(*x).shape
+
+
+@pytest.mark.parametrize("enable_gqa", [False, True])
+@pytest.mark.parametrize("heads", [*itertools.product([1, 2, 4, 8], repeat=3)], ids=str)
+def test_heads_broadcast_where_torch_has_them_broadcast(heads, enable_gqa):
+    """All that torch computes, with its gradients; all that it refuses."""
+    q, k, v = (x.requires_grad_() for x in draw(*[(2, h, n, 16) for h, n in zip(heads, (5, 7, 7), strict=True)]))
+    try:
+        want = own(q, k, v, scale=SCALE, enable_gqa=enable_gqa)
+    except RuntimeError:
+        with pytest.raises(octet.InvalidArgument, match="heads"):
+            octet.sdpa(q, k, v, enable_gqa=enable_gqa)
+        return
+    got = agree(q, k, v, enable_gqa=enable_gqa)
+    do = torch.randn_like(want)
+    for x, y in zip(*(torch.autograd.grad(o, (q, k, v), do) for o in (got, want)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_masks_of_broadcast_heads():
+    q, k, v = draw((2, 1, 5, 16), (2, 4, 7, 16), (2, 1, 7, 16))
+    for shape in ((5, 7), (4, 5, 7), (2, 1, 5, 7), (2, 4, 1, 7)):
+        agree(q, k, v, torch.rand(shape) < 0.6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_position_bias_for_each_head(dtype, batch):
+    """As T5 gives it: an expanded view of [queries, keys, heads] in the type of q, the padding at the type's lowest
+    number, no scale."""
+    q, k, v = (x.to(dtype) for x in draw((2, 3, 5, 16), (2, 3, 7, 16), (2, 3, 7, 16)))
+    bias = torch.randn(5, 7, 3).permute(2, 0, 1)[None].expand(batch, -1, -1, -1).to(dtype)
+    padding = torch.zeros(batch, 1, 1, 7, dtype=dtype)
+    padding[-1, ..., 5:] = torch.finfo(dtype).min
+    for mask in (bias, bias + padding):
+        agree(q, k, v, mask, scale=1.0)
+
+
+BIASES = [("causal_upper_left", "top_left"), ("causal_lower_right", "bottom_right")]
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("queries, keys", [(7, 7), (5, 9), (9, 5)])
+@pytest.mark.parametrize("name, alignment", BIASES)
+def test_causal_biases_are_obeyed(name, alignment, queries, keys, patched):
+    """The memory of a CausalBias is never written; torch materialises the mask."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own gives NaN to queries that see nothing
+        bias = getattr(torch.nn.attention.bias, name)(queries, keys)
+    q, k, v = (x.requires_grad_() for x in draw((2, 3, queries, 16), (2, 3, keys, 16), (2, 3, keys, 16)))
+    with octet.patch_sdpa() if patched else contextlib.nullcontext():
+        attend = torch.nn.functional.scaled_dot_product_attention if patched else octet.sdpa
+        got = attend(q, k, v, bias)
+        with pytest.raises(octet.InvalidArgument, match="attn_mask: given together with is_causal"):
+            attend(q, k, v, bias, is_causal=True)
+        with pytest.raises(octet.InvalidArgument, match=f"a CausalBias of {queries} queries and {keys} keys, but .* 1"):
+            attend(q[:, :, :1], k, v, bias)
+    assert torch.equal(got, octet.attention(q, k, v, causal=alignment))
+    want = octet.attention(q, k, v, mask=bias._materialize())
+    do = torch.randn_like(want)
+    for x, y in zip(*(torch.autograd.grad(o, (q, k, v), do) for o in (got, want)), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+class Listening(torch.Tensor):
+    """A subclass that answers for scaled_dot_product_attention."""
+
+    heard: list = []
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in (octet.sdpa, torch.nn.functional.scaled_dot_product_attention):
+            cls.heard.append((func, args, kwargs))
+            return "its own"
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_subclass_with_a_torch_function_is_asked(patched, which):
+    given = [*draw((2, 3, 5, 16), (2, 3, 5, 16), (2, 3, 5, 16)), torch.zeros(5, 5)]
+    given[which] = given[which].as_subclass(Listening)
+    Listening.heard.clear()
+    with octet.patch_sdpa() if patched else contextlib.nullcontext():
+        attend = torch.nn.functional.scaled_dot_product_attention if patched else octet.sdpa
+        assert attend(*given, scale=0.5) == "its own"
+    ((function, args, kwargs),) = Listening.heard
+    assert function is attend and all(x is y for x, y in zip(args, given, strict=False)) and kwargs["scale"] == 0.5
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_modes_of_functions_are_asked(patched):
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            heard.append(func)
+            return func(*args, **(kwargs or {}))
+
+    heard = []
+    x = [y.float() for y in draw(*[(2, 3, 5, 16)] * 3)]
+    with octet.patch_sdpa("int8") if patched else contextlib.nullcontext():
+        attend = torch.nn.functional.scaled_dot_product_attention if patched else octet.sdpa
+        for _ in range(2):
+            with Counting():
+                o = attend(*x)
+            assert heard.count(attend) == 1 and torch.equal(o, attend(*x))
+            heard.clear()
+        with torch.device("cpu"):  # a mode too, as torch.set_default_device is
+            assert torch.equal(attend(*x), o)
+
+
+def test_modes_of_operators_hear_octets():
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            heard.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    heard = []
+    q = torch.randn(1, 2, 64, 16)
+    with octet.patch_sdpa("int8"):
+        for _ in range(2):
+            want = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        with Counting():
+            got = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    assert torch.equal(got, want)
+    assert heard == ["octet.forward.default"]
+
+
+def test_contexts_of_patch_sdpa_may_end_in_any_order():
+    q = torch.randn(1, 2, 64, 16)
+    functional = torch.nn.functional
+
+    def precision_now():
+        o = functional.scaled_dot_product_attention(q, q, q)
+        same = [p for p in ("f32", "int8") if torch.equal(o, octet.attention(q, q, q, precision=p))]
+        return same[0] if same else "own" if torch.equal(o, own(q, q, q)) else None
+
+    for order in itertools.permutations(range(3)):
+        last = ["f32", "int8", "f32"]
+        contexts = [octet.patch_sdpa(precision) for precision in last]
+        for context in contexts:
+            context.__enter__()
+        taken = functional.scaled_dot_product_attention
+        for i in order:
+            contexts[i].__exit__(None, None, None)
+            last[i] = None
+            assert precision_now() == next((p for p in reversed(last) if p), "own")
+        assert functional.scaled_dot_product_attention is own
+        assert torch.equal(taken(q, q, q), own(q, q, q))  # a function that outlives its context
+
+
+def test_threads_may_leave_patch_sdpa_crosswise():
+    first_is_in, second_is_in, first_is_out = (threading.Event() for _ in range(3))
+
+    def first():
+        with octet.patch_sdpa("int8"):
+            first_is_in.set()
+            assert second_is_in.wait(30)
+        first_is_out.set()
+
+    def second():
+        assert first_is_in.wait(30)
+        with octet.patch_sdpa("f32"):
+            second_is_in.set()
+            assert first_is_out.wait(30)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(first), pool.submit(second)]:
+            done.result()
+    assert torch.nn.functional.scaled_dot_product_attention is own
+
+
+def test_another_patch_over_this_one_stays():
+    q = torch.randn(1, 2, 64, 16)
+    functional, calls = torch.nn.functional, []
+    context = octet.patch_sdpa("int8")
+    context.__enter__()
+    below = functional.scaled_dot_product_attention
+    with mock.patch.object(functional, "scaled_dot_product_attention", lambda *x: calls.append(1) or below(*x)):
+        context.__exit__(None, None, None)
+        assert torch.equal(functional.scaled_dot_product_attention(q, q, q), own(q, q, q)) and calls
+    functional.scaled_dot_product_attention = own
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_fall_back(layout):
+    nested = torch.nested.nested_tensor([torch.randn(2, n, 16) for n in (3, 5)])
+    if layout is torch.jagged:
+        parts = [x.transpose(0, 1) for x in nested.unbind()]
+        nested = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+    want = own(nested, nested, nested)
+    with octet.patch_sdpa(min_seqlen=4), pytest.raises(octet.InvalidArgument, match="query: found nested"):
+        torch.nn.functional.scaled_dot_product_attention(nested, nested, nested)
+    with octet.patch_sdpa(min_seqlen=4, fallback="sdpa"), pytest.warns(UserWarning, match="query: found nested"):
+        got = torch.nn.functional.scaled_dot_product_attention(nested, nested, nested)
+    for x, y in zip(got.unbind(), want.unbind(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_compiled_under_patch_sdpa():
+    """With a CausalBias too: what a call is about is known when it is compiled."""
+    x = [y.float() for y in draw(*[(1, 2, 64, 16)] * 3)]
+    bias = torch.nn.attention.bias.causal_lower_right(64, 64)
+    with octet.patch_sdpa("int8"):
+        call = lambda *x: torch.nn.functional.scaled_dot_product_attention(*x) + 1  # noqa: E731
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for mask in (None, bias):
+            assert torch.equal(compiled(*x, mask), call(*x, mask))

@@ -7,6 +7,7 @@ import octet
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "drop-ins.md"
 PASSES = ("forward", "backward", "jvp")
@@ -41,8 +42,11 @@ CALLS = {
     "`is_causal`, unequal lengths": (tensors(Q, (2, 4, 5, 16)), {"is_causal": True}),
     "bool mask, of 2 to 4 dimensions, any of them 1": (tensors(Q), {"attn_mask": MASK[:, :1]}),
     "float mask, likewise": (tensors(Q), {"attn_mask": torch.zeros(4, 1, 8)}),
+    "`CausalBias` of torch.nn.attention.bias": (tensors(Q, (2, 4, 9, 16)), {"attn_mask": causal_lower_right(8, 9)}),
     "a query that sees nothing": (tensors(Q), {"attn_mask": MASK}),
     "`enable_gqa`": (tensors(Q, (2, 2, 8, 16)), {"enable_gqa": True}),
+    "single heads of query, key or value beside more of the others":
+        (tensors((2, 1, 8, 16), Q, (2, 1, 8, 16)), {}),
     "no heads dimension, several batch dimensions, batches that broadcast":
         (tensors((3, 1, 4, 8, 16), (2, 4, 8, 16)), {}),
     "empty batch, no queries": (tensors((0, 4, 8, 16)), {}),
@@ -69,7 +73,7 @@ CALLS = {
 def served(x, keywords, device):
     """The passes that octet.sdpa computes."""
     x = [y.to(device) for y in x]
-    keywords = {name: y.to(device) if isinstance(y, torch.Tensor) else y for name, y in keywords.items()}
+    keywords = {name: y.to(device) if type(y) is torch.Tensor else y for name, y in keywords.items()}
     if (mask := keywords.get("attn_mask")) is not None and not mask.is_leaf:
         keywords["attn_mask"] = mask.detach().requires_grad_()
     plain = [y.detach() for y in x]

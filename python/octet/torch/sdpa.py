@@ -3,14 +3,17 @@
 import contextlib
 import functools
 import math
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from octet import _abi, _api
-from octet._options import AttentionOptions, Precision, count
+from octet._options import AttentionOptions, Causal, Precision, count
 from octet._refusals import expect_known, expect_no_dropout
 from octet.errors import Error, InvalidArgument, listing, look_up
 from octet.torch._again import again, keep
@@ -33,14 +36,14 @@ def sdpa(
 
     Args:
         query: [..., heads, queries, dim], or [queries, dim].
-        key: [..., kv_heads, keys, dim]; its leading dimensions broadcast with those of query.
+        key: [..., kv_heads, keys, dim]; its leading dimensions broadcast with those of query and value, heads too.
         value: [..., kv_heads, keys, dim_v].
         attn_mask: bool (True: takes part) or float (added to the scaled logits), broadcast to [..., heads, queries,
-            keys]. Not together with is_causal. No gradient is computed for it.
+            keys], or a torch.nn.attention.bias.CausalBias. Not together with is_causal. No gradient is computed for it.
         dropout_p: 0; anything else is refused.
         is_causal: query i sees keys up to i, also where the lengths differ.
         scale: None: 1 / sqrt(dim).
-        enable_gqa: allows kv_heads to divide heads.
+        enable_gqa: allows the heads of key and of value to divide those of query.
         precision: as in `octet.attention`.
 
     Returns:
@@ -49,12 +52,19 @@ def sdpa(
     Raises:
         InvalidArgument, Unsupported: where octet cannot do what was asked; see `patch_sdpa` to fall back.
         TypeError: an unknown keyword.
+
+    A subclass of Tensor with a __torch_function__ of its own and a TorchFunctionMode are called with this function.
     """
     expect_known(sdpa, unknown)
     how = "sdpa", is_causal, scale, enable_gqa, precision
     made = again(how, query, key, value) if attn_mask is None and not dropout_p else None
     if made is not None and made is not False:
         return made
+    tensors = _overriding(query, key, value, attn_mask)
+    if has_torch_function(tensors):
+        given: Any = (query, key, value, attn_mask, dropout_p, is_causal)
+        keywords_given: Any = {"scale": scale, "enable_gqa": enable_gqa, "precision": precision}
+        return handle_torch_function(sdpa, tensors, *given, **keywords_given)
     expect_no_dropout(dropout_p)
     if is_causal and attn_mask is not None:
         raise InvalidArgument("attn_mask: given together with is_causal; put the causal mask into attn_mask")
@@ -65,32 +75,80 @@ def sdpa(
                 f"{name}: found {found}, allowed: strided, [..., token, dim]; for packed sequences use "
                 "octet.attention_varlen"
             )
+    causal: Causal = "top_left" if is_causal else False
+    if _is_causal_bias(attn_mask):
+        causal, attn_mask = _causal_of(attn_mask, query.shape[-2], key.shape[-2]), None
     q, k, v, lead = query, key, value, query.shape[:1]
     if not (q.ndim == k.ndim == v.ndim == 4 and k.shape[:1] == lead == v.shape[:1]):
         lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
         q, k, v = (_four_dimensions(x if x.ndim > 2 else x[None], lead) for x in (q, k, v))
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads != kv_heads and kv_heads != 1 and not enable_gqa:
-        raise InvalidArgument(f"enable_gqa: False, but query has {heads} heads and key {kv_heads}; set it to True")
+    if not q.shape[1] == k.shape[1] == v.shape[1]:
+        q, k, v = _match_heads(q, k, v, enable_gqa)
     if attn_mask is not None and attn_mask.ndim > 3:
         attn_mask = _four_dimensions(attn_mask, lead)
-    keywords: AttentionOptions = {
-        "causal": "top_left" if is_causal else False,
-        "scale": scale,
-        "precision": precision,
-    }
+    keywords: AttentionOptions = {"causal": causal, "scale": scale, "precision": precision}
     o, _ = _api.forward(q, k, v, attn_mask, keywords)
     if made is False and q is query and k is key and v is value:
         keep(how, q, k, v, o, keywords)
-    if len(lead) == 1 and query.ndim > 2:
+    has_heads = max(query.ndim, key.ndim, value.ndim) > 2
+    if len(lead) == 1 and has_heads:
         return o
-    return o.reshape(*lead, *((heads,) if query.ndim > 2 else ()), *o.shape[2:])
+    return o.reshape(*lead, *o.shape[1:] if has_heads else o.shape[2:])
+
+
+def _overriding(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The tensors whose __torch_function__ decides about a call; None stands for those that octet judges itself:
+    CausalBias, which it obeys, and nested tensors, which it refuses."""
+    return tuple([None if x is None or x.is_nested or _is_causal_bias(x) else x for x in tensors])
+
+
+def _is_causal_bias(mask: torch.Tensor | None) -> bool:
+    if mask is None or type(mask) is torch.Tensor:
+        return False
+    module = sys.modules.get("torch.nn.attention.bias")  # importing it takes a second, which only its users pay
+    return module is not None and isinstance(mask, module.CausalBias)
+
+
+def _causal_of(bias: Any, queries: int, keys: int) -> Causal:
+    """A CausalBias has no numbers: its memory is never written."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (queries, keys):
+        raise InvalidArgument(
+            f"attn_mask: a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys, but query has {queries} "
+            f"and key {keys}"
+        )
+    return "top_left" if bias.variant.name == "UPPER_LEFT" else "bottom_right"
 
 
 def _four_dimensions(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:
     """Leading dimensions broadcast to `lead` and made one; a single one stays a view."""
     x = x.expand(*lead, *x.shape[-3:])
     return x if len(lead) == 1 else x.reshape(math.prod(lead), *x.shape[-3:])
+
+
+def _match_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same attention with as many heads in v as in k, and a multiple of them in q, where torch allows the call:
+    single heads broadcast; with enable_gqa the heads of k and of v divide those of q. Else the library refuses."""
+    heads, kv_heads = q.shape[1], math.lcm(k.shape[1], v.shape[1])
+    if enable_gqa:
+        divides = kv_heads and heads % kv_heads == 0
+        return (q, _repeat_heads(k, kv_heads), _repeat_heads(v, kv_heads)) if divides else (q, k, v)
+    for name, x in (("key", k), ("value", v)):
+        if heads != 1 != x.shape[1] != heads:
+            raise InvalidArgument(
+                f"enable_gqa: False, but query has {heads} heads and {name} {x.shape[1]}; set it to True"
+            )
+    if 1 != k.shape[1] != v.shape[1] != 1:
+        raise InvalidArgument(f"value: {v.shape[1]} heads, but key has {k.shape[1]}, allowed: as many, or 1")
+    return _repeat_heads(q, max(heads, kv_heads)), _repeat_heads(k, kv_heads), _repeat_heads(v, kv_heads)
+
+
+def _repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """A view where x has one head."""
+    if x.shape[1] == heads:
+        return x
+    return x.expand(-1, heads, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 @contextlib.contextmanager
@@ -108,49 +166,89 @@ def patch_sdpa(
         fallback: what to do with a call that octet refuses: "error" raises, "sdpa" warns once per reason and calls
             torch's own.
 
-    A function that was imported by name before (from torch.nn.functional import scaled_dot_product_attention) keeps
-    torch's own.
+    It lasts for all threads. Contexts may end in any order; a function that was taken from torch.nn.functional while
+    one lasted calls torch's own when it has ended. A function that was imported by name before (from
+    torch.nn.functional import scaled_dot_product_attention) keeps torch's own.
+
+    Subclasses of Tensor with a __torch_function__ of their own and TorchFunctionModes get the calls first, as they get
+    those of torch's own, with the patched function as `func`.
     """
     if fallback not in ("error", "sdpa"):
         raise InvalidArgument(f"fallback: found {fallback!r}, allowed: {listing(('error', 'sdpa'))}")
     if precision is not None:
         look_up("precision", precision, _abi.PRECISIONS)
     count("min_seqlen", min_seqlen, "a number of keys")
-    own = torch.nn.functional.scaled_dot_product_attention
-    torch.nn.functional.scaled_dot_product_attention = _patched(own, precision, min_seqlen, fallback == "sdpa")
+    patch = _Patch(precision, min_seqlen, fallback == "sdpa")
+    patch.enter()
     try:
         yield
     finally:
-        torch.nn.functional.scaled_dot_product_attention = own
+        patch.leave()
 
 
-def _patched(own: Callable, precision: Precision | None, min_seqlen: int, falls_back: bool) -> Callable:
-    warned: set[str] = set()
+class _Patch:
+    """torch.nn.functional.scaled_dot_product_attention as octet.sdpa, between `enter` and `leave`."""
 
-    @functools.wraps(sdpa)
-    def scaled_dot_product_attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-        **unknown: Any,
-    ) -> torch.Tensor:
-        given: Any = (query, key, value, attn_mask, dropout_p, is_causal)
-        if key.shape[-2] < min_seqlen:
-            return own(*given, scale=scale, enable_gqa=enable_gqa)
-        try:
-            return sdpa(*given, scale=scale, enable_gqa=enable_gqa, precision=precision, **unknown)
-        except Error as refusal:
-            if not falls_back:
-                raise
-            if str(refusal) not in warned:
-                warned.add(str(refusal))
-                warnings.warn(f"octet leaves this call to torch: {refusal}", stacklevel=2)
-        return own(*given, scale=scale, enable_gqa=enable_gqa)
+    _lock = threading.Lock()
+    _entered: "list[_Patch]" = []
 
-    return scaled_dot_product_attention
+    def __init__(self, precision: Precision | None, min_seqlen: int, falls_back: bool) -> None:
+        self._precision = precision
+        self._min_seqlen = min_seqlen
+        self._falls_back = falls_back
+        self._lasts = True
+        self._own: Callable = torch.nn.functional.scaled_dot_product_attention  # what it stands in place of
+        self._warned: set[str] = set()
+        self._function = self._make()
+
+    def enter(self) -> None:
+        with self._lock:
+            self._own = torch.nn.functional.scaled_dot_product_attention
+            torch.nn.functional.scaled_dot_product_attention = self._function
+            self._entered.append(self)
+
+    def leave(self) -> None:
+        """What was patched over this one stays, and comes to what this one stood in place of."""
+        with self._lock:
+            self._lasts = False
+            self._entered.remove(self)
+            if torch.nn.functional.scaled_dot_product_attention is self._function:
+                torch.nn.functional.scaled_dot_product_attention = self._own
+            for other in self._entered:
+                if other._own is self._function:
+                    other._own = self._own
+
+    def _make(self) -> Callable:
+        @functools.wraps(sdpa)
+        def scaled_dot_product_attention(
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            attn_mask: torch.Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            *,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+            **unknown: Any,
+        ) -> torch.Tensor:
+            given: Any = (query, key, value, attn_mask, dropout_p, is_causal)
+            own: Any = {"scale": scale, "enable_gqa": enable_gqa, **unknown}
+            if not self._lasts:
+                return self._own(*given, **own)
+            tensors = _overriding(query, key, value, attn_mask)
+            if has_torch_function(tensors):
+                return handle_torch_function(scaled_dot_product_attention, tensors, *given, **own)
+            if not key.is_nested and key.ndim > 1 and key.shape[-2] < self._min_seqlen:
+                return self._own(*given, **own)
+            try:
+                return sdpa(*given, precision=self._precision, **own)
+            except Error as refusal:
+                if not self._falls_back:
+                    raise
+                if str(refusal) not in self._warned:
+                    self._warned.add(str(refusal))
+                    warnings.warn(f"octet leaves this call to torch: {refusal}", stacklevel=2)
+            return self._own(*given, **own)
+
+        return scaled_dot_product_attention
