@@ -108,7 +108,7 @@ def attention(
         scale: None: 1 / sqrt(dim). Positive.
         window: (left, right): keys that a query sees left and right of the diagonal; None or -1 for all of a side.
         alignment: "top_left" or "bottom_right", the diagonal that a window without `causal` is about.
-        layout: of q, k, v, o and their derivatives, "bhsd" or "bshd".
+        layout: of q, k, v, o and their derivatives, "bhsd" or "bshd": what the dimensions mean, not where they lie.
         remedy: how 16-bit training keeps rounding bias out of its gradients (docs/numerics.md), "f16_inside" (default),
             "none", "beta", "exact_delta" or "project". With "beta", `beta` is 2 to 8 or 0 for 3.
         hadamard, smooth_q: "auto", "on" or "off": rotate q and k, subtract the mean of each 128 queries, before int8.
@@ -118,9 +118,14 @@ def attention(
         backend: by name, as in `octet.info()["backends"]`; None: the best that can.
 
     Returns:
-        o, [batch, heads, queries, dim_v] in q's type, contiguous in `layout`; with return_lse (o, lse), lse natural,
-        float32 (float64 at precision "f64"), [batch, heads, queries] whatever the layout. A query that sees no key
-        gives o = 0, lse = -inf. Torch and jax differentiate o, backwards and forwards; lse carries no gradient.
+        o, [batch, heads, queries, dim_v] in q's type and memory order; with return_lse (o, lse), lse natural, float32
+        (float64 at precision "f64"), [batch, heads, queries] whatever the layout. A query that sees no key gives
+        o = 0, lse = -inf. Torch and jax differentiate o, backwards and forwards; lse carries no gradient. Gradients
+        have the memory order of q, k and v.
+
+        Memory order, in numpy and torch: a result is dense, and its axes lie in memory as those of its operand do, as
+        in torch.empty_like; an axis of stride 0 keeps its place. So views [batch, heads, tokens, dim] of memory
+        [batch, tokens, heads, dim] give such o, dq, dk and dv, and nothing is copied.
 
     Raises:
         InvalidArgument: an argument has a value that is not allowed; the message says which are.
@@ -178,7 +183,7 @@ def attention_vjp(
         do: of the shape of o.
 
     Returns:
-        (dq, dk, dv), of the shapes and types of q, k and v.
+        (dq, dk, dv), of the shapes, types and memory orders of q, k and v.
 
     Raises:
         As `octet.attention`; Unsupported for precisions without a backward pass.

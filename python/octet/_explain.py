@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from octet import _abi, _api, _passes
 from octet._options import AttentionOptions, options_of
-from octet._plan import Plan
+from octet._plan import Plan, dense_strides
 from octet._qtensor import QTensor
 from octet.errors import Error, look_up
 
@@ -40,9 +40,8 @@ def _plan(kind: str, q: Any, k: Any, v: Any, mask: Any, keywords: Any) -> Plan:
     else:
         residual = _passes.needs_residual(front, options, q)
         like = q.codes if isinstance(q, QTensor) else q
-        saved = [
-            front.empty(x.shape, x.dtype, like) for x in _passes.results(front, "forward", options, q, k, v, residual)
-        ]
+        made = _passes.results(front, "forward", options, q, k, v, residual)
+        saved = [front.empty(x.shape, dense_strides(x.shape, x.order), x.dtype, like) for x in made]
         o, lse, o_residual = saved if residual else (*saved, None)
         arrays = (o, q, k, v, o, lse, o_residual, *more)
     return _passes.Call(front, kind, options, arrays).plan.anywhere()

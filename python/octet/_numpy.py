@@ -8,7 +8,7 @@ import numpy as np
 
 from octet import _abi, _passes
 from octet._options import Options
-from octet._plan import View
+from octet._plan import View, memory_order
 from octet.errors import InvalidArgument, listing
 
 _DTYPES = {
@@ -65,8 +65,12 @@ class NumpyFront:
     def address(self, array: np.ndarray) -> int:
         return array.ctypes.data
 
-    def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> np.ndarray:
-        return np.empty(shape, dtype)
+    def order(self, array: np.ndarray) -> tuple[int, ...]:
+        return memory_order(array.shape, array.strides)
+
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, like: Any) -> np.ndarray:
+        size = np.dtype(dtype).itemsize
+        return np.ndarray(shape, dtype, strides=[size * stride for stride in strides])
 
     dtype_name = staticmethod(dtype_name)
 

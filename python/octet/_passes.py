@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from octet import _abi
 from octet._options import Options
-from octet._plan import Coding, Operand, Plan, View, contiguous_strides
+from octet._plan import Coding, Operand, Plan, View, dense_strides
 from octet._qtensor import QTensor
 from octet.errors import InvalidArgument
 
@@ -36,6 +36,9 @@ class Types(Protocol):
     def dtype_of(self, name: str) -> Any:
         """The framework's dtype of that name."""
 
+    def order(self, array: Any) -> tuple[int, ...]:
+        """Its axes as they lie in memory, the outermost first: see _plan.memory_order."""
+
 
 class Front(Types, Protocol):
     """Arrays of one framework. `Any` is such an array."""
@@ -47,8 +50,8 @@ class Front(Types, Protocol):
 
     def address(self, array: Any) -> int: ...
 
-    def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
-        """A contiguous array on the device of `like`."""
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, like: Any) -> Any:
+        """A dense array on the device of `like`; strides count elements."""
 
     def workspace(self, size: int, like: Any) -> tuple[object, int]:
         """`size` bytes aligned to 64 on the device of `like`, and their address."""
@@ -69,10 +72,13 @@ class Result(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dtype: Any
+    order: tuple[int, ...]  # of its axes in memory, the outermost first
 
 
 def output_shape(q_shape: Sequence[int], v_shape: Sequence[int]) -> tuple[int, ...]:
-    return (*q_shape[:-1], *v_shape[-1:])
+    if not q_shape or not v_shape:
+        return tuple(q_shape)  # the call will be refused for it
+    return (*q_shape[:-1], v_shape[-1])
 
 
 def lse_shape(q_shape: Sequence[int], layout: str) -> tuple[int, ...]:
@@ -91,12 +97,19 @@ def needs_residual(front: Types, options: Options, q: Any) -> bool:
 
 
 def results(front: Types, kind: str, options: Options, q: Any, k: Any, v: Any, residual: bool = False) -> list[Result]:
-    """What a pass computes; `residual`: a forward pass, also o_residual."""
+    """What a pass computes; `residual`: a forward pass, also o_residual.
+
+    Results lie in memory as what they belong to does: o and its like as q, gradients as their operands.
+    """
+
+    def order(x: Any) -> tuple[int, ...]:
+        return front.order(x.codes if isinstance(x, QTensor) else x)
+
     if kind == "backward":
-        return [Result(f"d{name}", tuple(x.shape), x.dtype) for name, x in zip("qkv", (q, k, v), strict=True)]
-    o = Result("o", output_shape(q.shape, v.shape), q.dtype)
-    lse_type = front.dtype_of("f64" if options.precision == "f64" else "f32")
-    found = [o, Result("lse", lse_shape(q.shape, options.layout), lse_type)]
+        return [Result(f"d{name}", tuple(x.shape), x.dtype, order(x)) for name, x in zip("qkv", (q, k, v), strict=True)]
+    o = Result("o", output_shape(q.shape, v.shape), q.dtype, order(q))
+    lse_type, shape = front.dtype_of("f64" if options.precision == "f64" else "f32"), lse_shape(q.shape, options.layout)
+    found = [o, Result("lse", shape, lse_type, tuple(range(len(shape))))]
     if kind == "jvp":
         return [*found, o._replace(name="to")]
     return [*found, o._replace(name="o_residual")] if residual else found
@@ -147,12 +160,11 @@ class Call:
         made = results(front, kind, options, given["q"], given["k"], given["v"], residual)
         operands = [y for name, x in given.items() for y in _operands(front, name, x, options.layout)]
         where = next(view for name, view, _ in operands if name == "q")
-        for name, shape, dtype in made:
-            number = _abi.DTYPES[front.dtype_name(dtype, name)]
-            view = View(number, shape, contiguous_strides(shape), where.device, where.device_index)
-            operands.append((name, view, None))
         self._front = front
-        self._made = [(x.shape, x.dtype) for x in made]
+        self._made = [(x.shape, dense_strides(x.shape, x.order), x.dtype) for x in made]
+        for x, (shape, strides, dtype) in zip(made, self._made, strict=True):
+            number = _abi.DTYPES[front.dtype_name(dtype, x.name)]
+            operands.append((x.name, View(number, shape, strides, where.device, where.device_index), None))
         self.plan = Plan(kind, front.resolve(options, _arrays((given["q"],))[0]), operands)
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
@@ -160,7 +172,7 @@ class Call:
         front = self._front
         given = _arrays(arrays)
         like = given[0]
-        made = [front.empty(shape, dtype, like) for shape, dtype in self._made]
+        made = [front.empty(*how, like) for how in self._made]
         self.plan.at([front.address(x) for x in (*given, *made)])
         self.plan.run(lambda size: front.workspace(size, like), front.stream(like))
         return made

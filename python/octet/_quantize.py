@@ -7,7 +7,7 @@ from octet import _abi, _api
 from octet._library import check, lib
 from octet._options import LAYOUTS, Layout, count
 from octet._passes import Front
-from octet._plan import Coding, quantization_of, tensor_of
+from octet._plan import Coding, contiguous_strides, dense_strides, quantization_of, tensor_of
 from octet._qtensor import QTensor
 from octet._refusals import expect_known
 from octet.errors import InvalidArgument, Unsupported, look_up
@@ -30,6 +30,11 @@ def _described(front: Front, name: str, array: Any, layout: str = "bhsd") -> _ab
     tensor = tensor_of(view, LAYOUTS[layout])
     tensor.data = front.address(array)
     return tensor
+
+
+def _empty_like(front: Front, x: Any, dtype: Any) -> Any:
+    shape = tuple(x.shape)
+    return front.empty(shape, dense_strides(shape, front.order(x)), dtype, x)
 
 
 def _coded(front: Front, x: QTensor) -> _abi.Tensor:
@@ -76,7 +81,7 @@ def quantize(
             base rope_base (0: 10000).
 
     Returns:
-        A QTensor, with statistics.
+        A QTensor, with statistics. Its codes are dense and lie in memory as x does.
 
     Raises:
         InvalidArgument: with the choices.
@@ -102,11 +107,12 @@ def quantize(
     check(lib.octet_scale_groups(coding.operand, coding.granularity, block, tokens, ctypes.byref(groups)))
 
     def parameter(*shape: int) -> Any:
-        return front.empty((batch, heads, *shape), front.dtype_of("f32"), x)
+        full = (batch, heads, *shape)
+        return front.empty(full, contiguous_strides(full), front.dtype_of("f32"), x)
 
     scales = (1, dim) if granularity == "channel" else (groups.value, 1)
     out = QTensor(
-        codes=front.empty(tuple(x.shape), front.dtype_of("i8" if format == "i4" else format), x),
+        codes=_empty_like(front, x, front.dtype_of("i8" if format == "i4" else format)),
         scale=parameter(*scales),
         zero_point=None if zero_point == "symmetric" else parameter(*scales),
         mean=parameter(1, dim) if smooth else None,
@@ -129,7 +135,7 @@ def dequantize(x: QTensor, dtype: Any | None = None, **unknown: object) -> Any:
         dtype: of the result, a float type of the framework; None: that of what was quantised.
 
     Returns:
-        An array of the shape and layout of x.codes.
+        An array of the shape, layout and memory order of x.codes.
 
     Raises:
         InvalidArgument: with the choices.
@@ -139,6 +145,6 @@ def dequantize(x: QTensor, dtype: Any | None = None, **unknown: object) -> Any:
     if not isinstance(x, QTensor):
         raise InvalidArgument(f"x: found {type(x).__name__}, allowed: octet.QTensor, which octet.quantize gives")
     front = _front_of(x)
-    out = front.empty(x.shape, x.dtype if dtype is None else dtype, x.codes)
+    out = _empty_like(front, x.codes, x.dtype if dtype is None else dtype)
     check(lib.octet_dequantize(_coded(front, x), _described(front, "x", out, x.layout), front.stream(x.codes)))
     return out

@@ -27,7 +27,7 @@ def test_every_pass_agrees_with_the_definition(dtype):
             a["q"], a["k"], a["v"], do=a["do"], tangents=tangents, **case.exact(), **exact.rounding(np.dtype(dtype))
         )
         o, lse = octet.attention(x["q"], x["k"], x["v"], return_lse=True, **keywords)
-        assert o.flags.c_contiguous and o.dtype == dtype and lse.dtype == dtype
+        assert o.dtype == dtype and lse.dtype == dtype
         got = {"o": back(o, case.layout), "lse": lse}
         gradients = octet.attention_vjp(x["q"], x["k"], x["v"], x["do"], **keywords)
         got |= {name: back(g, case.layout) for name, g in zip(("dq", "dk", "dv"), gradients, strict=True)}

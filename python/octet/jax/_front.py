@@ -36,7 +36,10 @@ class JaxFront:
         number = _abi.DTYPES[self.dtype_name(x.dtype, name.rstrip("_"))]
         return View(number, tuple(x.shape), contiguous_strides(x.shape), _abi.DEVICES[platform_of(x)])
 
-    def empty(self, shape: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
+    def order(self, x: Any) -> tuple[int, ...]:
+        return tuple(range(x.ndim))
+
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def resolve(self, options: Options, like: Any) -> Options:

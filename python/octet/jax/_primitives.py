@@ -40,7 +40,7 @@ _TANGENTS = ("tq", "tk", "tv")
 def _shapes(results: Sequence[str], of: dict[str, Any], options: Options, residual: bool) -> list[jax.ShapeDtypeStruct]:
     qkv = of["q"], of["k"], of["v"]
     kinds = {kind: _passes.results(front, kind, options, *qkv, residual) for kind in ("forward", "backward", "jvp")}
-    made = {name: jax.ShapeDtypeStruct(shape, dtype) for kind in kinds.values() for name, shape, dtype in kind}
+    made = {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for kind in kinds.values() for x in kind}
     made.setdefault("o_residual", jax.ShapeDtypeStruct((0,), of["q"].dtype))
     return [made[name] for name in results]
 

@@ -59,7 +59,7 @@ def _load() -> tuple[Any, Again] | None:
         _STATES,
         torch.is_grad_enabled,
         torch.empty_like,
-        {"memory_format": torch.contiguous_format},
+        {"memory_format": torch.preserve_format},
     )
     return (lib, again) if again else None
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from octet._plan import memory_order
 from octet.errors import Unsupported
 
 
@@ -52,5 +53,11 @@ class Fold:
         return self.unfold_tensor(x) if x.ndim > 1 else x.expand(self._size, 0)
 
     def _merge(self, x: torch.Tensor, dim: int | None, at: int) -> torch.Tensor:
+        """The mapped dimension becomes part of axis `at`. Where that takes a copy, the copy keeps the memory order."""
         x = x.expand(self._size, *x.shape) if dim is None else x.movedim(dim, 0)
-        return x.movedim(0, at).flatten(at, at + 1)
+        x = x.movedim(0, at)
+        order = [axis for axis in memory_order(x.shape, x.stride()) if axis != at]
+        place = order.index(at + 1)
+        merged = x.permute(*order[:place], at, *order[place:]).flatten(place, place + 1)
+        order = [axis - (axis > at) for axis in order]
+        return merged.permute([order.index(axis) for axis in range(len(order))])

@@ -7,7 +7,7 @@ import torch
 
 from octet import _abi
 from octet._options import Options
-from octet._plan import View
+from octet._plan import View, memory_order
 from octet.errors import InvalidArgument, listing
 
 _NAMES = {
@@ -70,8 +70,13 @@ class TorchFront:
     def address(self, x: torch.Tensor) -> int:
         return x.data_ptr()
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=like.device)
+    def order(self, x: torch.Tensor) -> tuple[int, ...]:
+        return memory_order(x.shape, x.stride())
+
+    def empty(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
 
     def workspace(self, size: int, like: torch.Tensor) -> tuple[object, int]:
         memory = torch.empty(size, dtype=torch.uint8, device=like.device)  # torch aligns to 64 bytes or more

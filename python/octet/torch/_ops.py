@@ -1,7 +1,7 @@
 """The passes as operators of torch: octet::forward, octet::backward, octet::jvp.
 
 They are opaque to autograd (_autograd.py differentiates them), have fake implementations for torch.compile, and FLOP
-formulas for torch.utils.flop_counter. Outputs are contiguous in the caller's layout.
+formulas for torch.utils.flop_counter. Results are dense and lie in memory as what they belong to.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ def _jvp(q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, mask: Any, cu_q: Any
 
 def _shapes(kind: str, options: tuple, q: Any, k: Any, v: Any, residual: bool = False) -> tuple:
     made = _passes.results(front, kind, Options(*options), q, k, v, residual)
-    return tuple([q.new_empty(shape, dtype=dtype) for _, shape, dtype in made])
+    return tuple([torch.empty_permuted(x.shape, x.order, dtype=x.dtype, device=q.device) for x in made])
 
 
 def _forward_fake(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, residual: bool, *options: Any) -> tuple:

@@ -47,7 +47,8 @@ def sdpa(
         precision: as in `octet.attention`.
 
     Returns:
-        [..., heads, queries, dim_v] in query's type, contiguous. A query that sees no key gives 0.
+        [..., heads, queries, dim_v] in query's type; given four dimensions, in its memory order. A query that sees no
+        key gives 0.
 
     Raises:
         InvalidArgument, Unsupported: where octet cannot do what was asked; see `patch_sdpa` to fall back.
