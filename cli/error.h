@@ -1,4 +1,5 @@
-// How the command says no: one line that names the value found and the values allowed. main prints it and exits 2.
+// How the command says no: one line that names the value found and the values allowed. main prints it and exits 2, or 1
+// where the command worked but the answer is no.
 #pragma once
 #include <fmt/format.h>
 
@@ -9,6 +10,10 @@
 namespace octet::cli {
 
 class Refusal : public std::runtime_error {
+  using runtime_error::runtime_error;
+};
+
+class Failed : public std::runtime_error {
   using runtime_error::runtime_error;
 };
 

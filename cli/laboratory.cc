@@ -52,9 +52,9 @@ void set_point(octet_rounding& r, const std::string& key, const std::string& val
   else if (key == "delta")
     r.delta = parse(kDeltas, "--round delta", value);
   else if (key == "beta")
-    r.beta = static_cast<float>(parse_number("--round beta", value));
+    r.beta = parse_float("--round beta", value);
   else if (key == "tie_epsilon")
-    r.tie_epsilon = static_cast<float>(parse_number("--round tie_epsilon", value));
+    r.tie_epsilon = parse_float("--round tie_epsilon", value);
   else if (key == "tile") {
     const int64_t tile = parse_integer("--round tile", value);
     if (tile < 0 || tile > 1 << 30) refuse("--round tile: found {}, allowed: keys per tile, or 0 for all in one", tile);

@@ -1,20 +1,23 @@
 // octet: the command line of the library. It uses nothing but the public headers. Whatever goes wrong is one line on
-// standard error and exit status 2.
+// standard error and exit status 2; 1 says that octet check found an error above --fail-above.
+#include <fcntl.h>
+
 #include <CLI/CLI.hpp>
-#include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <exception>
 #include <new>
 #include <octet/octet.hpp>
+#include <sstream>
 #include <string>
 
 #include "commands/commands.h"
 #include "error.h"
+#include "io/interrupt.h"
+#include "terminal.h"
 
 namespace {
 
-constexpr int kError = 2;
+constexpr int kFailed = 1, kError = 2;
 
 // The library's messages may list the objections of backends, a line each.
 std::string one_line(const std::string& text) {
@@ -30,10 +33,17 @@ std::string one_line(const std::string& text) {
   return out;
 }
 
-int fail(const std::string& message) {
+int fail(const std::string& message, int status = kError) {
   std::fflush(stdout);
-  fmt::print(stderr, "octet: {}\n", one_line(message));
-  return kError;
+  std::fputs(fmt::format("octet: {}\n", one_line(message)).c_str(), stderr);
+  return status;
+}
+
+// Files that are opened later must not become a closed standard stream. Reading is no way to write there, so that
+// printing to one fails as it should.
+void occupy_standard_streams() {
+  for (int descriptor = 0; descriptor <= 2; ++descriptor)
+    if (::fcntl(descriptor, F_GETFD) < 0) ::open("/dev/null", O_RDONLY);
 }
 
 int run(int argc, char** argv) {
@@ -54,18 +64,28 @@ int run(int argc, char** argv) {
     return fail(remaining.empty() ? std::string(error.what()) + " (octet --help, octet COMMAND --help)"
                                   : "unknown command \"" + remaining.front() + "\" (octet --help lists them)");
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
+    if (error.get_exit_code() == 0) {  // --help, --version
+      std::ostringstream text;
+      app.exit(error, text, text);
+      fmt::print("{}", text.str());
+      octet::cli::flush_output();
+      return 0;
+    }
     return fail(std::string(error.what()) + " (octet --help, octet COMMAND --help)");
   }
-  if (std::fflush(stdout) != 0) octet::cli::refuse("standard output: cannot write: {}", std::strerror(errno));
+  octet::cli::flush_output();
   return 0;
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
+  occupy_standard_streams();
+  octet::cli::remove_unfinished_on_signals();
   try {
     return run(argc, argv);
+  } catch (const octet::cli::Failed& failed) {
+    return fail(failed.what(), kFailed);
   } catch (const std::bad_alloc&) {
     return fail("out of memory");
   } catch (const std::exception& error) {

@@ -76,11 +76,17 @@ inline const char* name(DType v) { return name_of(kDTypes, v); }
 inline const char* name(Precision v) { return name_of(kPrecisions, v); }
 inline const char* name(Pass v) { return name_of(kPasses, v); }
 
+// A type of tensors for `precision`: f64 belongs to precision f64, and `e4m3` says whether e4m3 is a choice.
+DType parse_tensor_type(std::string_view option, std::string_view text, Precision precision, bool e4m3);
+
 // The parts of "a,b,c"; empty parts are kept, so that the parser of each can refuse them.
 std::vector<std::string> split(std::string_view text, char separator);
 
 // A whole number or a decimal number and nothing else, or a refusal that names the option.
 int64_t parse_integer(std::string_view option, std::string_view text);
 double parse_number(std::string_view option, std::string_view text);
+
+// A number for the library, which holds it as float32: refuses those that would become 0 or infinite.
+float parse_float(std::string_view option, std::string_view text);
 
 }  // namespace octet::cli

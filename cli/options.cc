@@ -60,10 +60,10 @@ Attention AttentionOptions::attention(Precision precision) const {
     a.causal = true;
     if (causal_ != "true") a.alignment = parse(kAlignments, "--causal", causal_);
   }
-  if (!scale_.empty()) a.scale = static_cast<float>(parse_number("--scale", scale_));
+  if (!scale_.empty()) a.scale = parse_float("--scale", scale_);
   if (!window_.empty()) a.window = parse_window(window_);
   if (!remedy_.empty()) a.remedy = parse(kRemedies, "--remedy", remedy_);
-  if (!beta_.empty()) a.beta = static_cast<float>(parse_number("--beta", beta_));
+  if (!beta_.empty()) a.beta = parse_float("--beta", beta_);
   if (!hadamard_.empty()) a.hadamard = parse(kSwitches, "--hadamard", hadamard_);
   if (!smooth_q_.empty()) a.smooth_q = parse(kSwitches, "--smooth-q", smooth_q_);
   if (!backend_.empty()) a.backend = backend_.c_str();

@@ -34,17 +34,25 @@ void read_companion(const Source& source, const Companion& c) {
   c.array->shape4(c.label);
 }
 
-// do and tangents have no 8-bit types.
-DType drawn_type(DType primal) {
-  return primal == DType::f64 || primal == DType::f32 || primal == DType::f16 ? primal : DType::bf16;
-}
-
 void draw_companion(const Inputs& in, const Companion& c) {
-  *c.array = Array(drawn_type(c.primal->dtype), c.array == &in.do_ ? output_shape(in) : c.primal->shape4());
+  *c.array = Array(companion_type(c.primal->dtype), c.array == &in.do_ ? output_shape(in) : c.primal->shape4());
   fill_normal(*c.array, c.seed);
 }
 
 }  // namespace
+
+DType output_type(DType input, Precision precision) {
+  return input == DType::e4m3 && precision != Precision::fp8_raw ? DType::bf16 : input;
+}
+
+DType parse_output_type(const std::string& text, Precision precision) {
+  const bool e4m3 = precision == Precision::fp8_raw || precision == Precision::f64;
+  return parse_tensor_type("--out-dtype", text, precision, e4m3);
+}
+
+DType companion_type(DType primal) {
+  return primal == DType::f64 || primal == DType::f32 || primal == DType::f16 ? primal : DType::bf16;
+}
 
 Shape output_shape(const Inputs& in) {
   const Shape q = in.q.shape4("q"), v = in.v.shape4("v");

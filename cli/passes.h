@@ -31,12 +31,19 @@ struct JvpResult {
   Array o, lse, to;
 };
 
+// The type of an output beside an input of this type: the same, but bf16 beside e4m3, which fp8_raw alone writes.
+DType output_type(DType input, Precision precision);
+
+// The types that a precision can write, by name.
+DType parse_output_type(const std::string& text, Precision precision);
+
 // The types of outputs: those of the inputs, or one for all of them but lse.
 struct OutputTypes {
   DType o = DType::none, dq = DType::none, dk = DType::none, dv = DType::none, lse = DType::f32;
 
-  static OutputTypes like(const Inputs& inputs) {
-    return {inputs.q.dtype, inputs.q.dtype, inputs.k.dtype, inputs.v.dtype};
+  static OutputTypes like(const Inputs& inputs, Precision precision) {
+    const DType q = output_type(inputs.q.dtype, precision);
+    return {q, q, output_type(inputs.k.dtype, precision), output_type(inputs.v.dtype, precision)};
   }
   static OutputTypes all(DType dtype, DType lse = DType::f32) { return {dtype, dtype, dtype, dtype, lse}; }
 };
@@ -64,6 +71,9 @@ struct ProblemShape {
   int64_t batch, heads, kv_heads, tokens_q, tokens_k, dim;
 };
 ProblemShape parse_shape(const std::string& text);
+
+// The type of a do or a tangent beside a primal of this type: they have no 8-bit types.
+DType companion_type(DType primal);
 
 // The type that tensors of a model trained or run in this precision have.
 DType natural_type(Precision precision);

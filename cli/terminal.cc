@@ -5,9 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+
+#include "error.h"
 
 namespace octet::cli {
 namespace {
@@ -63,6 +67,34 @@ void print_json(const std::vector<nlohmann::ordered_json>& objects) {
   fmt::print("[{}\n]\n", out);
 }
 
+void flush_output() {
+  errno = 0;
+  const bool flushed = std::fflush(stdout) == 0;
+  if (flushed && !std::ferror(stdout)) return;  // an earlier flush may have failed
+  refuse("standard output: cannot write: {}", errno ? std::strerror(errno) : "an earlier write failed");
+}
+
+std::string utf8(const std::string& text) {
+  const auto byte = [&](std::size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u; };
+  // How many bytes the character at i takes, 0 if there is none.
+  const auto length = [&](std::size_t i) -> std::size_t {
+    const unsigned lead = byte(i), second = byte(i + 1);
+    const std::size_t n = lead < 0x80 ? 1 : lead < 0xc2 ? 0 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : lead < 0xf5 ? 4 : 0;
+    for (std::size_t k = 1; k < n; ++k)
+      if ((byte(i + k) & 0xc0) != 0x80) return 0;
+    const bool overlong = (lead == 0xe0 && second < 0xa0) || (lead == 0xf0 && second < 0x90);
+    const bool surrogate = lead == 0xed && second >= 0xa0, beyond = lead == 0xf4 && second >= 0x90;
+    return overlong || surrogate || beyond ? 0 : n;
+  };
+  std::string out;
+  for (std::size_t i = 0; i < text.size();) {
+    const std::size_t n = length(i);
+    out += n ? text.substr(i, n) : fmt::format("\\x{:02x}", byte(i));
+    i += std::max<std::size_t>(n, 1);
+  }
+  return out;
+}
+
 std::string seconds_text(double seconds) {
   if (seconds < 1e-3) return fmt::format("{:.1f} us", seconds * 1e6);
   if (seconds < 1) return fmt::format("{:.2f} ms", seconds * 1e3);
@@ -71,9 +103,13 @@ std::string seconds_text(double seconds) {
 
 std::string error_text(double error) {
   if (error == 0) return "0";
-  if (!std::isfinite(error)) return fmt::format("{}", error);
+  if (!std::isfinite(error)) return number_text("{}", error);
   return std::fabs(error) < 1e-4 || std::fabs(error) >= 1e4 ? fmt::format("{:.1e}", error)
                                                             : fmt::format("{:.5f}", error);
+}
+
+std::string number_text(fmt::format_string<double&> format, double number) {
+  return std::isnan(number) ? "nan" : fmt::format(format, number);
 }
 
 }  // namespace octet::cli

@@ -1,5 +1,7 @@
 // What a person sees: tables on standard output, progress on standard error. Colours and progress only on a terminal.
 #pragma once
+#include <fmt/format.h>
+
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -45,7 +47,16 @@ class Progress {
 // A JSON array on standard output, an object per line.
 void print_json(const std::vector<nlohmann::ordered_json>& objects);
 
+// Refuses if standard output did not take all that was printed to it.
+void flush_output();
+
+// The text with \xNN in place of bytes that are no UTF-8, as JSON wants strings.
+std::string utf8(const std::string& text);
+
 std::string seconds_text(double seconds);  // "1.23 ms"
-std::string error_text(double error);      // ".00163", "3.1e-06"
+std::string error_text(double error);      // "0.00163", "3.1e-06", "nan"
+
+// A number in `format`; NaN of either sign is "nan".
+std::string number_text(fmt::format_string<double&> format, double number);
 
 }  // namespace octet::cli

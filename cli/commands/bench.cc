@@ -66,7 +66,7 @@ double flops(const Inputs& in, const Attention& attention, Pass pass) {
 Measurement measure(const Inputs& in, Precision precision, Pass pass, const BenchOptions& options) {
   const Attention attention = options.attention.attention_among(precision);
   const DeviceName device = options.attention.device();
-  const OutputTypes types = OutputTypes::like(in);
+  const OutputTypes types = OutputTypes::like(in, precision);
   const Shape q = in.q.shape4(), k = in.k.shape4();
   Measurement m{{q[0], q[1], k[1], q[2], k[2], q[3]}, precision,   pass, options.attention.causal(), {}, {}, {},
                 flops(in, attention, pass),           options.runs};

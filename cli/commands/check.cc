@@ -1,10 +1,12 @@
 // octet check: each pass of each precision against float64, on the tensors of files. The float64 results come from the
 // unfused oracle (precision f64) through the same door.
+#include <cmath>
 #include <filesystem>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <octet/octet.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,7 +23,7 @@ namespace {
 
 struct CheckOptions {
   std::vector<std::string> files;
-  std::string precisions = "all", passes = "fwd", out_dtype;
+  std::string precisions = "all", passes = "fwd", out_dtype, fail_above;
   bool json = false;
   AttentionOptions attention;
 };
@@ -72,7 +74,7 @@ class Oracle {
 
 // Outputs in the inputs' type where the recipe can write it; fp8_raw writes e4m3, as its original does.
 OutputTypes types_of(const CheckOptions& options, const Inputs& in, Precision precision) {
-  if (!options.out_dtype.empty()) return OutputTypes::all(parse(kDTypes, "--out-dtype", options.out_dtype));
+  if (!options.out_dtype.empty()) return OutputTypes::all(parse_output_type(options.out_dtype, precision));
   if (precision == Precision::fp8_raw) return OutputTypes::all(DType::e4m3);
   const DType type = in.q.dtype;
   return OutputTypes::all(type == DType::f32 || type == DType::f16 || type == DType::bf16 ? type : DType::f32);
@@ -165,7 +167,7 @@ void print_findings(const std::vector<Finding>& findings) {
     if (last && new_pass) table.gap();
     const Errors& e = f.errors;
     table.row({new_pass ? name(f.pass) : "", new_recipe ? name(f.precision) : "", f.tensor,
-               fmt::format("{:.6f}", e.cos), error_text(e.rel_l1), error_text(e.rel_l2),
+               number_text("{:.6f}", e.cos), error_text(e.rel_l1), error_text(e.rel_l2),
                error_text(e.worst_head_rel_l2), error_text(e.max_abs), std::to_string(e.nan),
                std::to_string(e.saturated), new_recipe ? seconds_text(f.seconds) : "", new_recipe ? f.backend : ""});
     last = &f;
@@ -202,7 +204,7 @@ void print_worst(const std::vector<Finding>& findings, std::size_t files) {
     const bool new_pass = !last || last->pass != f->pass, new_recipe = new_pass || last->precision != f->precision;
     if (last && new_pass) table.gap();
     table.row({new_pass ? name(f->pass) : "", new_recipe ? name(f->precision) : "", f->tensor,
-               error_text(f->errors.rel_l2), fmt::format("{:.6f}", f->errors.cos),
+               error_text(f->errors.rel_l2), number_text("{:.6f}", f->errors.cos),
                error_text(f->errors.worst_head_rel_l2), std::filesystem::path(f->file).filename().string()});
     last = f;
   }
@@ -211,7 +213,7 @@ void print_worst(const std::vector<Finding>& findings, std::size_t files) {
 
 nlohmann::ordered_json to_json(const Finding& f) {
   const Errors& e = f.errors;
-  return {{"file", f.file},
+  return {{"file", utf8(f.file)},
           {"precision", name(f.precision)},
           {"pass", name(f.pass)},
           {"tensor", f.tensor},
@@ -225,6 +227,20 @@ nlohmann::ordered_json to_json(const Finding& f) {
           {"backend", f.backend}};
 }
 
+// Which results are worse than --fail-above allows. NaN is never good enough, whatever float64 has in its place.
+void judge(const std::vector<Finding>& findings, double most) {
+  std::vector<std::string> failed;
+  for (const Finding& f : findings) {
+    const Errors& e = f.errors;
+    if (e.nan == 0 && e.rel_l2 <= most) continue;
+    failed.push_back(fmt::format("{}: {} {} {}: {}", f.file, name(f.pass), name(f.precision), f.tensor,
+                                 e.nan ? fmt::format("{} NaN", e.nan) : "rel L2 " + error_text(e.rel_l2)));
+  }
+  if (failed.empty()) return;
+  flush_output();
+  throw Failed(fmt::format("--fail-above {}: {}", error_text(most), fmt::join(failed, "; ")));
+}
+
 void check_command(const CheckOptions& options) {
   const auto precisions = parse_precisions(options.precisions);
   const auto passes = parse_passes(options.passes);
@@ -232,6 +248,10 @@ void check_command(const CheckOptions& options) {
   expect_usable(options.attention.device());
   const auto wanted = [&](Pass pass) { return std::find(passes.begin(), passes.end(), pass) != passes.end(); };
   const bool all = options.precisions == "all";
+  std::optional<double> most;
+  if (!options.fail_above.empty()) most = parse_number("--fail-above", options.fail_above);
+  if (most && !(*most >= 0 && std::isfinite(*most)))
+    refuse("--fail-above: found {}, allowed: a relative L2 error, 0 or more", options.fail_above);
   std::FILE* notes = options.json ? stderr : stdout;
 
   std::vector<Finding> findings;
@@ -264,7 +284,7 @@ void check_command(const CheckOptions& options) {
       }
       if (!drawn.empty())
         fmt::print(notes, "{}: has no {}; drawn from N(0, 1) with a fixed seed\n", file, fmt::join(drawn, ", "));
-      std::fflush(stdout);
+      flush_output();
     }
   }
   if (options.json) {
@@ -274,6 +294,7 @@ void check_command(const CheckOptions& options) {
   } else if (options.files.size() > 1) {
     print_worst(findings, options.files.size());
   }
+  if (most) judge(findings, *most);
 }
 
 }  // namespace
@@ -288,8 +309,16 @@ void add_check(CLI::App& app) {
   command->add_option("--precision", options->precisions, "P,P,... or all, of " + choices(kPrecisions) + "  [all]")
       ->type_name("P");
   command->add_option("--pass", options->passes, "Passes, of " + choices(kPasses) + "  [fwd]")->type_name("PASS");
-  command->add_option("--out-dtype", options->out_dtype, "Type of outputs  [the inputs', e4m3 for fp8_raw]")
+  command
+      ->add_option(
+          "--out-dtype", options->out_dtype,
+          "Type of outputs: f32, f16, bf16; f64 with precision f64; e4m3 with fp8_raw and f64  [the inputs', f32 for "
+          "f64 and e4m3; e4m3 with fp8_raw]")
       ->type_name("T");
+  command
+      ->add_option("--fail-above", options->fail_above,
+                   "Exit with status 1 if the relative L2 error of a tensor is larger, or if there is a NaN")
+      ->type_name("REL");
   command->add_flag(
       "--json", options->json,
       "Print an array of {file, precision, pass, tensor, cos, rel_l1, rel_l2, max_abs, "

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <octet/octet.hpp>
 #include <string>
 #include <vector>
@@ -12,12 +13,14 @@
 #include "options.h"
 #include "passes.h"
 #include "place.h"
+#include "terminal.h"
 
 namespace octet::cli {
 namespace {
 
 struct ExplainOptions {
   std::string shape, precision = "bf16", passes = "fwd", dtype;
+  bool json = false;
   AttentionOptions attention;
 };
 
@@ -61,42 +64,85 @@ std::string explanation(const ProblemShape& s, DType dtype, Pass pass, const Att
   const Shape q_shape{s.batch, s.heads, s.tokens_q, s.dim}, k_shape{s.batch, s.kv_heads, s.tokens_k, s.dim};
   const auto q = [&] { return tensors.make(dtype, q_shape); };
   const auto k = [&] { return tensors.make(dtype, k_shape); };
+  const auto o = [&] { return tensors.make(output_type(dtype, attention.precision), q_shape); };
+  const auto like_q = [&] { return tensors.make(companion_type(dtype), q_shape); };  // do, tangents, gradients
+  const auto like_k = [&] { return tensors.make(companion_type(dtype), k_shape); };
   const auto lse = [&] { return tensors.make(DType::f32, {s.batch, s.heads, s.tokens_q, 1}); };
   switch (pass) {
     case Pass::forward:
-      return answer(Forward{.q = q(), .k = k(), .v = k(), .o = q(), .lse = lse()});
+      return answer(Forward{.q = q(), .k = k(), .v = k(), .o = o(), .lse = lse()});
     case Pass::backward:
       return answer(Backward{.q = q(),
                              .k = k(),
                              .v = k(),
-                             .o = q(),
+                             .o = o(),
                              .lse = lse(),
-                             .do_ = q(),
-                             .dq = q(),
-                             .dk = k(),
-                             .dv = k(),
-                             .o_residual = reads_residual(attention) ? q() : Tensor{}});
+                             .do_ = like_q(),
+                             .dq = like_q(),
+                             .dk = like_k(),
+                             .dv = like_k(),
+                             .o_residual = reads_residual(attention) ? o() : Tensor{}});
     case Pass::jvp:
-      return answer(
-          Jvp{.q = q(), .k = k(), .v = k(), .tq = q(), .tk = k(), .tv = k(), .o = q(), .to = q(), .lse = lse()});
+      return answer(Jvp{.q = q(),
+                        .k = k(),
+                        .v = k(),
+                        .tq = like_q(),
+                        .tk = like_k(),
+                        .tv = like_k(),
+                        .o = o(),
+                        .to = o(),
+                        .lse = lse()});
   }
   return {};
+}
+
+// "cpu: no, the tensors are on cuda" as its parts.
+nlohmann::ordered_json answer_of(const std::string& line) {
+  const std::size_t colon = line.find(": "), comma = line.find(", ", colon);
+  return {{"backend", line.substr(0, colon)},
+          {"answer", line.substr(colon + 2, comma - colon - 2)},
+          {"detail", line.substr(comma + 2)}};
+}
+
+nlohmann::ordered_json to_json(const ProblemShape& s, DType dtype, Pass pass, Precision precision,
+                               const std::string& text) {
+  const Choice choice = chosen(text);
+  nlohmann::ordered_json answers = nlohmann::ordered_json::array();
+  for (const std::string& line : split(text, '\n'))
+    if (!line.empty()) answers.push_back(answer_of(line));
+  const auto or_null = [&](const std::string& found) {
+    return choice.backend.empty() ? nlohmann::ordered_json() : nlohmann::ordered_json(found);
+  };
+  return {{"shape", {s.batch, s.heads, s.kv_heads, s.tokens_q, s.tokens_k, s.dim}},
+          {"precision", name(precision)},
+          {"pass", name(pass)},
+          {"dtype", name(dtype)},
+          {"backend", or_null(choice.backend)},
+          {"kernel", or_null(choice.kernel)},
+          {"answers", answers}};
 }
 
 void explain_command(const ExplainOptions& options) {
   const ProblemShape shape = parse_shape(options.shape);
   const auto precisions = parse_precisions(options.precision);
   options.attention.expect_used(precisions);
+  std::vector<nlohmann::ordered_json> objects;
   for (Precision precision : precisions)
     for (Pass pass : parse_passes(options.passes)) {
-      const DType dtype = options.dtype.empty() ? natural_type(precision) : parse(kDTypes, "--dtype", options.dtype);
+      const DType dtype = options.dtype.empty() ? natural_type(precision)
+                                                : parse_tensor_type("--dtype", options.dtype, precision, true);
       const Attention attention = precisions.size() == 1 ? options.attention.attention(precision)
                                                          : options.attention.attention_among(precision);
       const std::string text = explanation(shape, dtype, pass, attention, options.attention.device());
+      if (options.json) {
+        objects.push_back(to_json(shape, dtype, pass, precision, text));
+        continue;
+      }
       fmt::print("{} {} {}, shape {}\n", name(pass), name(precision), name(dtype), options.shape);
       for (const std::string& line : split(text, '\n'))
         if (!line.empty()) fmt::print("  {}\n", line);
     }
+  if (options.json) print_json(objects);
 }
 
 }  // namespace
@@ -111,8 +157,13 @@ void add_explain(CLI::App& app) {
   command->add_option("--precision", options->precision, "P,P,... or all, of " + choices(kPrecisions) + "  [bf16]")
       ->type_name("P");
   command->add_option("--pass", options->passes, "Passes, of " + choices(kPasses) + "  [fwd]")->type_name("PASS");
-  command->add_option("--dtype", options->dtype, "Type of the tensors: " + choices(kDTypes) + "  [the precision's]")
+  command
+      ->add_option("--dtype", options->dtype,
+                   "Type of q, k, v: f32, f16, bf16, e4m3; f64 with precision f64  [the precision's]")
       ->type_name("T");
+  command->add_flag("--json", options->json,
+                    "Print an array of {shape, precision, pass, dtype, backend, kernel, answers}; answers: an array of "
+                    "{backend, answer, detail}, answer: chosen, could or no");
   options->attention.add_to(*command);
   command->callback([options] { explain_command(*options); });
 }

@@ -1,4 +1,7 @@
 // octet info: the build, the machine and what can run here.
+#include <dlfcn.h>
+
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <octet/octet.hpp>
@@ -33,9 +36,35 @@ void print_backend(const json& backend) {
              state);
 }
 
+// Whether jax finds the handlers that XLA calls, beside the library.
+bool has_xla_handlers() {
+  Dl_info library{};
+  if (!dladdr(reinterpret_cast<const void*>(&octet_version), &library) || !library.dli_fname) return false;
+  std::error_code ignored;
+  return std::filesystem::exists(std::filesystem::path(library.dli_fname).parent_path() / "liboctet_jax.so", ignored);
+}
+
+// What will run here and what is lacking, in one line.
+std::string summary(const json& info) {
+  std::string gpus, reasons;
+  for (const json& backend : info.at("backends")) {
+    if (backend.at("device") != "cuda") continue;
+    const bool available = backend.at("available");
+    std::string& list = available ? gpus : reasons;
+    list +=
+        (list.empty() ? "" : "; ") + plain(backend.at("name")) + (available ? "" : ": " + plain(backend.at("reason")));
+  }
+  const std::string gpu = !gpus.empty()      ? "GPU kernels " + gpus
+                          : !reasons.empty() ? "no GPU kernels (" + reasons + ")"
+                                             : "no GPU kernels (" + plain(info.at("cuda")) + ")";
+  return fmt::format("CPU kernels {}; {}; {}", plain(info.at("cpu").at("instruction_set")), gpu,
+                     has_xla_handlers() ? "XLA handlers for jax" : "no XLA handlers, jax calls Python");
+}
+
 void print(const json& info) {
+  fmt::print("This machine: {}\n", plain(info.at("summary")));
   for (const auto& [name, value] : info.items()) {
-    if (name == "backends") continue;
+    if (name == "backends" || name == "summary") continue;
     if (!value.is_object()) {
       print_field(name, value);
       continue;
@@ -54,7 +83,8 @@ void add_info(CLI::App& app) {
   const auto as_json = std::make_shared<bool>(false);
   command->add_flag("--json", *as_json, "Print JSON");
   command->callback([as_json] {
-    const json info = json::parse(octet::info());
+    json info = json::parse(octet::info());
+    info["summary"] = summary(info);
     if (*as_json)
       fmt::print("{}\n", info.dump(2));
     else

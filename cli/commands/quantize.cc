@@ -116,9 +116,9 @@ void quantize_command(const QuantizeOptions& options) {
                 {"hadamard_seed", std::to_string(how.hadamard_seed)},
                 {"rope", options.rope.empty() ? "none" : options.rope}});
 
-  fmt::print("{} {} {}: {} per {}, relative L2 {}, cos {:.6f}, largest error {}\n", options.operand,
-             shape_text(x.shape), name(x.dtype), options.format, options.granularity, error_text(errors.rel_l2),
-             errors.cos, error_text(errors.max_abs));
+  fmt::print("{} {} {}: {} per {}, relative L2 {}, cos {}, largest error {}\n", options.operand, shape_text(x.shape),
+             name(x.dtype), options.format, options.granularity, error_text(errors.rel_l2),
+             number_text("{:.6f}", errors.cos), error_text(errors.max_abs));
   print_statistics(quantized, predicted);
 }
 

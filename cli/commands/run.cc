@@ -2,6 +2,7 @@
 #include <memory>
 #include <octet/octet.hpp>
 #include <string>
+#include <vector>
 
 #include "commands/commands.h"
 #include "io/sink.h"
@@ -15,7 +16,7 @@ namespace {
 
 struct RunOptions {
   std::string in, out, precision, out_dtype;
-  bool backward = false, jvp = false;
+  bool backward = false, jvp = false, quiet = false;
   AttentionOptions attention;
 };
 
@@ -33,7 +34,7 @@ Precision precision_of(DType dtype) {
     case DType::e4m3:
       return Precision::fp8;
     default:
-      refuse("q: dtype {}, which no precision is made for; name one with --precision", name(dtype));
+      refuse("q: dtype {}, allowed: f64, f32, f16, bf16, e4m3", name(dtype));
   }
 }
 
@@ -64,32 +65,44 @@ void run_command(const RunOptions& options) {
       options.precision.empty() ? precision_of(in.q.dtype) : parse(kPrecisions, "--precision", options.precision);
   const Attention attention = options.attention.attention(precision);
   const OutputTypes types = options.out_dtype.empty()
-                                ? OutputTypes::like(in)
-                                : OutputTypes::all(parse(kDTypes, "--out-dtype", options.out_dtype));
+                                ? OutputTypes::like(in, precision)
+                                : OutputTypes::all(parse_output_type(options.out_dtype, precision));
   const DeviceName device = options.attention.device();
   expect_writable(options.out, {options.in});
 
   Results results(in.q.shape.size() == 4);
+  std::vector<std::string> kernels;
+  const auto compute = [&](Pass pass, const auto& call) {
+    Job(device, attention, call).run();
+    const Choice choice = chosen(explain(attention, supposed_on(device, call)));
+    kernels.push_back(fmt::format("{} by {} ({})", name(pass), choice.backend, choice.kernel));
+  };
   ForwardResult forward;
   BackwardResult backward;
   JvpResult jvp;
   if (options.jvp) {
     jvp = make_jvp(in, types);
-    Job(device, attention, jvp_call(in, jvp)).run();
+    compute(Pass::jvp, jvp_call(in, jvp));
   }
   if (options.backward || !options.jvp) {
     forward = make_forward(in, types, options.backward && reads_residual(attention));
-    Job(device, attention, forward_call(in, forward)).run();
+    compute(Pass::forward, forward_call(in, forward));
   }
   if (options.backward) {
     backward = make_backward(in, types);
-    Job(device, attention, backward_call(in, forward, backward)).run();
+    compute(Pass::backward, backward_call(in, forward, backward));
   }
   results.add("o", forward.o.present() ? forward.o : jvp.o);
   results.add_lse(forward.o.present() ? forward.lse : jvp.lse);
   if (options.backward) results.add("dq", backward.dq), results.add("dk", backward.dk), results.add("dv", backward.dv);
   if (options.jvp) results.add("to", jvp.to);
   write_arrays(options.out, results.arrays());
+  if (options.quiet) return;
+  std::vector<std::string> written;
+  for (const auto& [label, array] : results.arrays())
+    written.push_back(fmt::format("{} {}", label, name(array->dtype)));
+  fmt::print("{}: {}; precision {}, {}\n", options.out, fmt::join(written, ", "), name(precision),
+             fmt::join(kernels, ", "));
 }
 
 }  // namespace
@@ -113,8 +126,10 @@ void add_run(CLI::App& app) {
   command->add_flag("--jvp", options->jvp, "The tangent to too, from tq, tk, tv");
   command
       ->add_option("--out-dtype", options->out_dtype,
-                   "Type of all outputs but lse, which is f32: " + choices(kDTypes) + "  [the inputs']")
+                   "Type of all outputs but lse, which is f32: f32, f16, bf16; f64 with precision f64; e4m3 with "
+                   "fp8_raw and f64  [the inputs'; bf16 for e4m3, but e4m3 with fp8_raw]")
       ->type_name("T");
+  command->add_flag("--quiet", options->quiet, "Do not tell what was written and which kernels ran");
   options->attention.add_to(*command);
   command->callback([options] { run_command(*options); });
 }

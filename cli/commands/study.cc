@@ -71,10 +71,10 @@ void print(const std::vector<Row>& rows, const StudyOptions& options) {
                                       given ? "as given" : row.lifted};
     for (const auto& [tensor, error] : row.effect.rel_l2) cells.push_back(error_text(error));
     const Bias& bias = row.effect.bias;
-    cells.insert(cells.end(), {fmt::format("{:+.4f}", bias.outward_ulps()), fmt::format("{:+.1f}", bias.t()),
-                               row.effect.has_delta ? fmt::format("{:+.1e}", bias.delta_mean()) : "-",
-                               row.effect.has_delta ? fmt::format("{:.3f}", bias.kappa()) : "-"});
-    if (options.sweep) cells.push_back(given ? "" : fmt::format("{:+.1f} %", 100 * row.cost));
+    cells.insert(cells.end(), {number_text("{:+.4f}", bias.outward_ulps()), number_text("{:+.1f}", bias.t()),
+                               row.effect.has_delta ? number_text("{:+.1e}", bias.delta_mean()) : "-",
+                               row.effect.has_delta ? number_text("{:.3f}", bias.kappa()) : "-"});
+    if (options.sweep) cells.push_back(given ? "" : number_text("{:+.1f} %", 100 * row.cost));
     table.row(cells);
   }
   fmt::print("rounding {}\n", rounding_text(rows[0].rounding));
@@ -87,7 +87,7 @@ nlohmann::ordered_json to_json(const Row& row, bool sweep) {
   const auto or_null = [](bool present, const nlohmann::ordered_json& value) {
     return present ? value : nlohmann::ordered_json();
   };
-  return {{"input", row.input},
+  return {{"input", utf8(row.input)},
           {"rounding", rounding_text(row.rounding)},
           {"lifted", or_null(!row.lifted.empty(), row.lifted)},
           {"rel_l2", errors},

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "error.h"
+#include "io/interrupt.h"
 
 namespace octet::cli {
 namespace {
@@ -31,7 +32,11 @@ AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), descriptor_(-
   const std::filesystem::path target(path_);
   if (!target.has_filename()) refuse("{}: cannot write: no file name", path_);
   temporary_ = (target.parent_path() / fmt::format(".{}.XXXXXX", target.filename().string())).string();
-  descriptor_ = ::mkostemp(temporary_.data(), O_CLOEXEC);
+  {
+    const auto held = hold_signals();
+    descriptor_ = ::mkostemp(temporary_.data(), O_CLOEXEC);
+    if (descriptor_ >= 0) note_unfinished(temporary_);
+  }
   if (descriptor_ < 0) {
     temporary_.clear();
     refuse("{}: cannot write: {}", path_, std::strerror(errno));
@@ -46,7 +51,10 @@ AtomicFile::AtomicFile(AtomicFile&& other) noexcept
 
 AtomicFile::~AtomicFile() {
   if (descriptor_ >= 0) ::close(descriptor_);
-  if (!temporary_.empty()) ::unlink(temporary_.c_str());
+  if (temporary_.empty()) return;
+  const auto held = hold_signals();
+  ::unlink(temporary_.c_str());
+  forget_unfinished(temporary_);
 }
 
 void AtomicFile::write(const void* from, std::size_t bytes) {
@@ -66,7 +74,7 @@ void AtomicFile::flush() {
 
 void AtomicFile::commit() {
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) refuse("{}: cannot write: {}", path_, std::strerror(errno));
-  temporary_.clear();
+  forget_unfinished(std::exchange(temporary_, {}));
   // The name itself lasts only once its directory is on the disk; file systems that cannot do this are let be.
   const std::string directory = std::filesystem::path(path_).parent_path().string();
   const int descriptor = ::open(directory.empty() ? "." : directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);

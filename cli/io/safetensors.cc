@@ -28,18 +28,12 @@ constexpr FileType kFileTypes[] = {
     {"F8_E4M3", DType::e4m3, 1}, {"F8_E5M2", DType::e5m2, 1}, {"I8", DType::i8, 1},    {"U8", DType::u8, 1},
     {"I32", DType::i32, 4},      {"BOOL", DType::boolean, 1}, {"I64", DType::none, 8}, {"U64", DType::none, 8},
     {"U32", DType::none, 4},     {"I16", DType::none, 2},     {"U16", DType::none, 2}};
+constexpr const char* kReadTypes = "F64, F32, F16, BF16, F8_E4M3";  // those that tensors of attention may have
 
 const FileType* file_type(std::string_view text) {
   const auto* found =
       std::find_if(std::begin(kFileTypes), std::end(kFileTypes), [&](const FileType& t) { return text == t.text; });
   return found == std::end(kFileTypes) ? nullptr : found;
-}
-
-std::string file_type_choices() {
-  std::string out;
-  for (const FileType& t : kFileTypes)
-    if (t.dtype != DType::none) out += (out.empty() ? "" : ", ") + std::string(t.text);
-  return out;
 }
 
 const char* file_type_of(DType dtype) {
@@ -88,7 +82,7 @@ class HeaderParser : public nlohmann::json_sax<json> {
     if (at_ != At::dtype) wrong("a string");
     if (!file_type(text))
       refuse("header: tensor \"{}\" has the unknown dtype \"{}\", allowed: {}", printable(name_), printable(text),
-             file_type_choices());
+             kReadTypes);
     header_[name_].dtype = text;
     return go(At::fields);
   }
@@ -260,7 +254,7 @@ Array Safetensors::read(const std::string& name) const {
   const SafetensorsEntry& entry = found->second;
   const FileType* type = file_type(entry.dtype);
   if (type->dtype == DType::none)
-    refuse("{}: tensor \"{}\" has dtype {}, allowed: {}", file_.label(), name, entry.dtype, file_type_choices());
+    refuse("{}: tensor \"{}\" has dtype {}, allowed: {}", file_.label(), name, entry.dtype, kReadTypes);
   Array array(type->dtype, entry.shape);
   file_.read(data_ + entry.first, array.bytes.data(), array.bytes.size());
   return array;

@@ -2,9 +2,11 @@
 #include "io/sink.h"
 
 #include <filesystem>
+#include <utility>
 
 #include "error.h"
 #include "io/atomic_file.h"
+#include "io/interrupt.h"
 #include "io/npy.h"
 
 namespace octet::cli {
@@ -22,19 +24,27 @@ class Directory {
     if (fs::is_directory(path, error)) return;
     if (fs::exists(path, error))
       refuse("{}: cannot write: neither a .safetensors file nor a directory of .npy files", path.string());
+    const auto held = hold_signals();
     made_ = fs::create_directory(path, error);
+    if (made_) note_unfinished(path_.string());
     if (error) refuse("{}: cannot write: {}", path.string(), error.message());
   }
   ~Directory() {
+    if (!made_) return;
+    const auto held = hold_signals();
     std::error_code ignored;
-    if (made_ && !kept_) fs::remove(path_, ignored);
+    fs::remove(path_, ignored);
+    forget_unfinished(path_.string());
   }
   Directory(const Directory&) = delete;
-  void keep() { kept_ = true; }
+  // Under hold_signals().
+  void keep() {
+    if (std::exchange(made_, false)) forget_unfinished(path_.string());
+  }
 
  private:
   fs::path path_;
-  bool made_ = false, kept_ = false;
+  bool made_ = false;  // and not kept
 };
 
 }  // namespace
@@ -59,6 +69,7 @@ void write_arrays(const std::string& path, const std::vector<NamedArray>& arrays
     AtomicFile file(path);
     write_safetensors(file, arrays, metadata);
     file.flush();
+    const auto held = hold_signals();
     file.commit();
     return;
   }
@@ -70,6 +81,7 @@ void write_arrays(const std::string& path, const std::vector<NamedArray>& arrays
     write_npy(file, *array);
     file.flush();
   }
+  const auto held = hold_signals();  // all get their names, or none
   for (AtomicFile& file : files) file.commit();
   directory.keep();
 }

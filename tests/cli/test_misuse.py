@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
+import subprocess
 
 import numpy as np
 import pytest
-from conftest import draw, header_bytes, octet, run_ok, write_safetensors
+from conftest import draw, header_bytes, octet, read_safetensors, run_ok, write_safetensors
 
 QKV = {n: {"dtype": "F32", "shape": [1, 1, 2, 8], "data_offsets": [64 * i, 64 * i + 64]} for i, n in enumerate("qkv")}
 
@@ -39,7 +41,8 @@ FILES = {
     "shapes that disagree": (with_q(shape=[1, 1, 1, 16]), "k: shape [1, 1, 2, 8], expected [1, 1, 2, 16]"),
     "two dimensions": (with_q(shape=[2, 8]), "q: shape [2, 8], expected [batch, head, token, dim]"),
     "a head dim of 4": (with_q(shape=[1, 1, 4, 4]), "q: head dim 4"),
-    "integers": (with_q(dtype="I32"), "q: dtype int32"),
+    "integers": (with_q(dtype="I32"), "q: dtype int32, allowed: f64, f32, f16, bf16, e4m3"),
+    "a dtype that is not read": (with_q(dtype="U32"), 'tensor "q" has dtype U32, allowed: F64, F32, F16, BF16, F8_E4M3'),
 }
 
 
@@ -50,7 +53,7 @@ def test_bad_files(tmp_path, name, command):
     source = tmp_path / "in.safetensors"
     source.write_bytes(content)
     if command == "check" and name == "integers":
-        message = "q: dtype i32"
+        message = "q: dtype i32, allowed: f32, f16, bf16, e4m3"
     refused(octet(command, source, *([tmp_path / "out.safetensors"] if command == "run" else [])), message)
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 
@@ -66,8 +69,14 @@ ARGUMENTS = {
     "unknown backend": (["--backend", "abacus"], f'unknown name "abacus"; known: {BACKENDS}'),
     "unknown remedy": (["--precision", "bf16", "--remedy", "hope"], '--remedy: found "hope", allowed: f16_inside, none, beta'),
     "a remedy for f32": (["--remedy", "beta"], "remedies are for f16 and bf16"),
-    "unknown output type": (["--out-dtype", "f128"], '--out-dtype: found "f128", allowed: f64'),
-    "an output type without room": (["--out-dtype", "int8"], "o: dtype i8, allowed"),
+    "unknown output type": (["--out-dtype", "f128"], '--out-dtype: found "f128", allowed with precision f32: f32, f16, bf16'),
+    "an output type without room": (["--out-dtype", "int8"], '--out-dtype: found "int8", allowed with precision f32: f32, f16, bf16'),
+    "an output type of fp8_raw": (["--out-dtype", "e4m3"], '--out-dtype: found "e4m3", allowed with precision f32: f32, f16, bf16'),
+    "an output type of f64": (["--out-dtype", "f64"], '--out-dtype: found "f64", allowed with precision f32: f32, f16, bf16'),
+    "an output type of none": (["--precision", "fp8_raw", "--out-dtype", "e5m2"], 'allowed with precision fp8_raw: f32, f16, bf16, e4m3'),
+    "a scale below float32": (["--scale", "1e-46"], "--scale: found 1e-46, beyond float32; allowed: sizes from 1.2e-38 to 3.4e38"),
+    "a scale above float32": (["--scale", "1e39"], "--scale: found 1e39, beyond float32"),
+    "a beta below float32": (["--precision", "bf16", "--remedy", "beta", "--beta", "1e-46"], "--beta: found 1e-46, beyond float32"),
     "half a window": (["--window", "3"], '--window: found "3", expected LEFT,RIGHT'),
     "a window below -1": (["--window", "-2,0"], "window: found -2, 0"),
     "an unknown option": (["--fast"], "--fast"),
@@ -154,7 +163,6 @@ def test_an_unwritable_output(tmp_path, small, out):
 
 def test_a_full_disk_leaves_nothing(tmp_path, small):
     limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 1; exec "$@"', "-", os.environ["OCTET"], "run", str(small), str(tmp_path / "out.safetensors")]
-    import subprocess
     refused(subprocess.run(limited, capture_output=True, text=True), "cannot write: File too large")
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 
@@ -190,6 +198,9 @@ def test_fortran_order_is_refused_with_the_cure(tmp_path):
     (["study", "--bias", "--round", "x=bf16"], 'unknown point "x"'), (["study", "--bias", "--round", "p=bf17"], '--round p: found "bf17"'),
     (["bench", "--shape", "1,2,3"], "expected b,hq,hkv,sq,sk,d"), (["bench", "--runs", "0"], "at least 1 run"),
     (["explain", "--shape", "1,8,8,9223372036854775807,64,64"], "memory can hold"), (["explain"], "--shape"),
+    (["explain", "--shape", "1,2,2,64,64,64", "--dtype", "int8"], '--dtype: found "int8", allowed with precision bf16: f32, f16, bf16, e4m3'),
+    (["check", "x", "--fail-above", "nan"], "--fail-above: found nan, allowed: a relative L2 error, 0 or more"),
+    (["check", "x", "--fail-above", "-1"], "--fail-above: found -1"), (["check", "x", "--fail-above", "small"], '--fail-above: found "small", expected a number'),
     (["check", "x", "--pass", "sideways"], '--pass: found "sideways", allowed: fwd, bwd, jvp'),
 ])
 def test_bad_commands(arguments, message):
@@ -198,3 +209,76 @@ def test_bad_commands(arguments, message):
 
 def test_check_prints_no_half_of_a_json_answer(tmp_path, small):
     refused(octet("check", small, tmp_path / "none.safetensors", "--json", "--precision", "f32"), "cannot open")
+
+
+COMMANDS = {
+    "help": ["--help"], "version": ["--version"], "info": ["info"], "info --json": ["info", "--json"], "run": ["run", "IN", "OUT"],
+    "check": ["check", "IN", "--precision", "f32"], "check --json": ["check", "IN", "--precision", "f32", "--json"],
+    "bench": ["bench", "--shape", "1,1,1,16,16,16", "--precision", "f32", "--runs", "1"], "study": ["study", "IN"],
+    "explain": ["explain", "--shape", "1,1,1,16,16,16"], "quantize": ["quantize", "IN", "OUT", "--operand", "k"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("stdout", [">/dev/full", ">&-"])
+def test_an_answer_that_cannot_be_printed(tmp_path, small, command, stdout):
+    places = {"IN": str(small), "OUT": str(tmp_path / "out.safetensors")}
+    arguments = [os.environ["OCTET"], *(places.get(x, x) for x in COMMANDS[command])]
+    done = subprocess.run(["bash", "-c", f'"$@" {stdout}', "-", *arguments], capture_output=True, text=True)
+    reason = "No space left on device" if "full" in stdout else "Bad file descriptor"
+    assert (done.returncode, done.stderr) == (2, f"octet: standard output: cannot write: {reason}\n")
+    if (tmp_path / "out.safetensors").exists():
+        read_safetensors(tmp_path / "out.safetensors")  # nothing was printed into it
+
+
+def test_closed_streams_do_not_become_files(tmp_path, small):
+    out = tmp_path / "out.safetensors"
+    done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "-", os.environ["OCTET"], "run", str(small), str(out), "--quiet"])
+    assert done.returncode == 0 and sorted(read_safetensors(out)) == ["lse", "o"]
+
+
+def interrupted(folder, out, signal_number, **how):
+    """The command, stopped by a signal while it writes its output."""
+    random = np.random.default_rng(0)
+    large = {"q": (1, 4096, 16, 256), "k": (1, 1, 8, 256), "v": (1, 1, 8, 256)}
+    source = folder / "large.safetensors"
+    if not source.exists():
+        write_safetensors(source, {name: random.standard_normal(shape, np.float32) for name, shape in large.items()})
+    for _ in range(20):
+        process = subprocess.Popen([os.environ["OCTET"], "run", source, out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+        while process.poll() is None:
+            try:
+                unfinished = [p for p in folder.rglob(".*") if p.stat().st_size > 0]
+            except OSError:  # gone meanwhile
+                continue
+            if unfinished:
+                process.send_signal(signal.SIGSTOP)
+                if all(p.exists() for p in unfinished):
+                    process.send_signal(signal_number)
+                    process.send_signal(signal.SIGCONT)
+                    return process.communicate(timeout=60), process.returncode
+                process.send_signal(signal.SIGCONT)
+        process.communicate()
+        assert process.returncode == 0
+    pytest.fail("the command was never seen to write")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("out", ["out.safetensors", "out"])
+def test_a_signal_leaves_nothing_behind(tmp_path, out, number):
+    _, status = interrupted(tmp_path, tmp_path / out, number)
+    assert status == -number  # of which a shell makes 128 + number
+    assert [p.name for p in tmp_path.iterdir()] == ["large.safetensors"]
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path):
+    """As nohup has it."""
+    _, status = interrupted(tmp_path, tmp_path / "out.safetensors", signal.SIGHUP, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert status == 0 and sorted(p.name for p in tmp_path.iterdir()) == ["large.safetensors", "out.safetensors"]
+
+
+def test_a_shell_sees_128_and_the_signal(tmp_path):
+    script = '"$@" & sleep 0.3; kill -TERM $!; wait $!; echo $?'
+    bench = [os.environ["OCTET"], "bench", "--shape", "8,16,16,4096,4096,128", "--precision", "f32", "--backend", "reference"]
+    done = subprocess.run(["bash", "-c", script, "-", *bench], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "143\n"

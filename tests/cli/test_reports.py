@@ -1,10 +1,12 @@
 """The answers of check, bench, study, explain, info and quantize: their keys, and figures that NumPy can verify."""
 
 import json
+import os
+import subprocess
 
 import numpy as np
 import pytest
-from conftest import attention, causal, draw, from_bf16, octet, read_safetensors, rel_l2, run_ok, to_bf16, write_safetensors
+from conftest import OCTET, attention, causal, draw, from_bf16, octet, read_safetensors, rel_l2, run_ok, to_bf16, write_safetensors
 
 CHECK_KEYS = ["file", "precision", "pass", "tensor", "cos", "rel_l1", "rel_l2", "max_abs", "worst_head_rel_l2", "nan", "seconds", "backend"]
 BENCH_KEYS = ["shape", "precision", "pass", "causal", "backend", "median_seconds", "min_seconds", "kernel_seconds", "tflops", "runs"]
@@ -54,6 +56,49 @@ def test_check_counts_nan(tmp_path):
     t["q"][0, 0, 5, 0] = np.nan
     rows = json.loads(run_ok("check", write_safetensors(tmp_path / "in.safetensors", t), "--json", "--precision", "f32"))
     assert rows[0]["nan"] == 16 and rows[0]["rel_l2"] < 1e-5  # float64 has the same row of NaN
+
+
+@pytest.mark.parametrize("command", ["check", "study"])
+def test_a_file_name_that_is_no_utf8(tmp_path, command):
+    """In JSON its bytes are escaped, in text they stay."""
+    write_safetensors(tmp_path / "in.safetensors", draw(14))
+    source = os.fsencode(tmp_path) + b"/caf\xe9 \xe2\x82\xac.safetensors"
+    os.rename(tmp_path / "in.safetensors", source)
+    arguments = [OCTET, command, source, *(["--precision", "f32"] if command == "check" else [])]
+    rows = json.loads(subprocess.run([*arguments, "--json"], capture_output=True, check=True).stdout.decode())
+    assert rows[0]["file" if command == "check" else "input"] == f"{tmp_path}/caf\\xe9 \u20ac.safetensors"
+    assert b"caf\xe9 \xe2\x82\xac.safetensors" in subprocess.run(arguments, capture_output=True, check=True).stdout
+
+
+def test_tables_print_nan_without_a_sign(tmp_path):
+    t = draw(13, companions=False)
+    t["k"][0, 0, 5, 0] = 3e38
+    text = run_ok("check", write_safetensors(tmp_path / "in.safetensors", t), "--precision", "all", "--pass", "fwd,bwd,jvp")
+    assert " nan " in text and "-nan" not in text and "+nan" not in text
+
+
+def test_check_fails_above_a_bound(tmp_path, small):
+    """Status 1, with the answer as ever, and what failed."""
+    arguments = ["check", small, "--precision", "f32,bf16", "--pass", "fwd,bwd"]
+    table = run_ok(*arguments)
+    rows = json.loads(run_ok(*arguments, "--json"))
+    largest = {(r["pass"], r["precision"], r["tensor"]): r["rel_l2"] for r in rows}
+    assert run_ok(*arguments, "--fail-above", 1.01 * max(largest.values())).count("\n") == table.count("\n")
+    bound = sorted(largest.values())[-3]
+    for form in ([], ["--json"]):
+        done = octet(*arguments, *form, "--fail-above", bound)
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and done.stdout
+        failed = sorted(largest, key=largest.get)[-2:]
+        for key, error in largest.items():
+            assert (f"{small}: {' '.join(key)}: rel L2 {error:.5f}" in done.stderr) == (key in failed)
+    assert octet(*arguments, "--fail-above", 0).returncode == 1
+
+
+def test_check_fails_on_nan_whatever_the_bound(tmp_path):
+    t = draw(13, companions=False)
+    t["q"][0, 0, 5, 0] = np.nan
+    done = octet("check", write_safetensors(tmp_path / "in.safetensors", t), "--precision", "f32", "--fail-above", 100)
+    assert done.returncode == 1 and "fwd f32 o: 16 NaN; " in done.stderr and "fwd f32 lse: 1 NaN" in done.stderr
 
 
 def test_check_table_ends_with_the_worst_of_several_files(tmp_path, small):
@@ -111,6 +156,39 @@ def test_study_of_exact_arithmetic_finds_nothing(small):
 def test_explain_names_the_backend_that_runs():
     assert "cpu: chosen" in run_ok("explain", "--shape", "1,8,2,1000,2000,64", "--precision", "bf16")
     assert "reference: chosen" in run_ok("explain", "--shape", "1,8,2,1000,2000,64", "--precision", "f64", "--pass", "bwd")
+
+
+def test_explain_as_json():
+    (row,) = json.loads(run_ok("explain", "--shape", "1,8,2,1000,2000,64", "--precision", "int8", "--backend", "cpu", "--json"))
+    kernel = run_ok("explain", "--shape", "1,8,2,1000,2000,64", "--precision", "int8", "--backend", "cpu").split("chosen, ")[1].strip()
+    assert row == {"shape": [1, 8, 2, 1000, 2000, 64], "precision": "int8", "pass": "fwd", "dtype": "bf16", "backend": "cpu", "kernel": kernel,
+                   "answers": [{"backend": "cpu", "answer": "chosen", "detail": kernel}]}
+    rows = json.loads(run_ok("explain", "--shape", "1,2,2,64,64,64", "--precision", "bf16,fp8_raw", "--pass", "fwd,bwd", "--backend", "cpu", "--json"))
+    assert [(r["precision"], r["pass"], r["backend"]) for r in rows] == [("bf16", "fwd", "cpu"), ("bf16", "bwd", "cpu"), ("fp8_raw", "fwd", "cpu"), ("fp8_raw", "bwd", None)]
+    assert rows[3]["kernel"] is None and rows[3]["answers"][0]["answer"] == "no"
+    assert rows[3]["answers"][0]["detail"].startswith("precision fp8_raw has no backward pass; those that have: f64, f32")
+
+
+@pytest.mark.parametrize("precision, dtypes", [("bf16", ["f32", "f16", "bf16", "e4m3"]), ("fp8", ["f32", "f16", "bf16", "e4m3"]), ("f64", ["f64", "f32", "f16", "bf16", "e4m3"])])
+@pytest.mark.parametrize("passes", ["fwd", "bwd"])
+def test_every_type_that_explain_names_is_taken(precision, dtypes, passes):
+    for dtype in dtypes:
+        assert ": chosen, " in run_ok("explain", "--shape", "1,2,2,64,64,64", "--precision", precision, "--dtype", dtype, "--pass", passes)
+    done = octet("explain", "--shape", "1,2,2,64,64,64", "--precision", precision, "--dtype", "f128")
+    assert f"allowed with precision {precision}: {', '.join(dtypes)}" in done.stderr
+
+
+def test_info_says_in_one_line_what_will_run():
+    info = json.loads(run_ok("info", "--json"))
+    first = run_ok("info").splitlines()[0]
+    assert first == f"This machine: {info['summary']}"
+    assert info["summary"].startswith(f"CPU kernels {info['cpu']['instruction_set']}; ")
+    gpu = [b for b in info["backends"] if b["device"] == "cuda"]
+    if any(b["available"] for b in gpu):
+        assert "; GPU kernels sm90; " in info["summary"]
+    else:
+        assert f"; no GPU kernels ({gpu[0]['name'] + ': ' + gpu[0]['reason'] if gpu else info['cuda']}); " in info["summary"]
+    assert info["summary"].endswith(("; XLA handlers for jax", "; no XLA handlers, jax calls Python"))
 
 
 def test_info():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import attention, causal, draw, read_header, read_safetensors, rel_l2, run_ok, window, write_safetensors
+from conftest import attention, causal, draw, header_bytes, read_header, read_safetensors, rel_l2, run_ok, window, write_safetensors
 
 # What float32 arithmetic over sums of a few dozen terms loses, with an order of magnitude to spare.
 F32 = 2e-6
@@ -79,6 +79,37 @@ def test_every_precision_runs_and_is_near(tmp_path, precision):
     out = tmp_path / "out.safetensors"
     run_ok("run", write_safetensors(tmp_path / "in.safetensors", t), out, "--precision", precision)
     assert rel_l2(read_safetensors(out)["o"], attention(t)["o"]) < 0.1
+
+
+def test_run_tells_what_it_wrote_and_which_kernels_ran(tmp_path, small):
+    out = tmp_path / "out.safetensors"
+    kernel = run_ok("explain", "--shape", "2,4,2,33,33,16", "--precision", "bf16").split("cpu: chosen, ")[1].splitlines()[0]
+    told = run_ok("run", small, out, "--precision", "bf16", "--out-dtype", "f16")
+    assert told == f"{out}: o f16, lse f32; precision bf16, fwd by cpu ({kernel})\n"
+    told = run_ok("run", small, out, "--backward", "--jvp")
+    assert told.startswith(f"{out}: o f32, lse f32, dq f32, dk f32, dv f32, to f32; precision f32, jvp by cpu (") and "), bwd by cpu (" in told
+    assert run_ok("run", small, out, "--quiet") == ""
+
+
+@pytest.mark.parametrize("precision, out_type", [([], "BF16"), (["--precision", "bf16"], "BF16"), (["--precision", "fp8_raw"], "F8_E4M3"), (["--out-dtype", "f32"], "F32")])
+def test_e4m3_in_needs_no_output_type(tmp_path, precision, out_type):
+    t = draw(17, sq=64, sk=64, companions=False)
+    codes, values = np.arange(0x7F, dtype=np.uint8), []
+    for code in codes:  # sign, 4 bits of exponent, 3 of mantissa
+        exponent, mantissa = code >> 3, (code & 7) / 8
+        values.append(mantissa * 2.0**-6 if exponent == 0 else (1 + mantissa) * 2.0 ** (int(exponent) - 7))
+    header, data = {}, b""
+    for name, x in t.items():
+        nearest = np.abs(np.abs(x)[..., None] - values).argmin(-1).astype(np.uint8)
+        t[name] = np.copysign(np.array(values)[nearest], x).astype(np.float32)
+        header[name] = {"dtype": "F8_E4M3", "shape": list(x.shape), "data_offsets": [len(data), len(data) + x.size]}
+        data += (nearest | (np.signbit(x).astype(np.uint8) << 7)).tobytes()
+    source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    source.write_bytes(header_bytes(header) + data)
+    run_ok("run", source, out, *precision)
+    assert read_header(out)["o"]["dtype"] == out_type
+    if out_type != "F8_E4M3":
+        assert rel_l2(read_safetensors(out)["o"], attention(t)["o"]) < 0.1
 
 
 def test_the_output_is_readable_by_others_as_the_umask_says(tmp_path, small):

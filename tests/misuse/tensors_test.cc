@@ -82,16 +82,19 @@ TEST(Tensors, memory_must_be_there_and_aligned) {
 }
 
 TEST(Tensors, dtypes_are_refused_with_the_choices) {
-  const auto with = [](octet_pass pass, octet_tensor Call::*tensor, uint32_t dtype) {
-    auto call = std::make_unique<Call>(pass);
+  const auto with = [](octet_pass pass, octet_tensor Call::*tensor, uint32_t dtype,
+                       octet_precision precision = OCTET_PRECISION_F32) {
+    auto call = std::make_unique<Call>(pass, precision);
     (*call.*tensor).dtype = dtype;
     return call;
   };
   expect_invalid(*with(OCTET_FORWARD, &Call::q, 0), "q: dtype: found 0, allowed: 1 (f64)", {"11 (bool)"});
   expect_invalid(*with(OCTET_FORWARD, &Call::q, 12), "q: dtype: found 12, allowed: 1 (f64)");
-  expect_invalid(*with(OCTET_FORWARD, &Call::q, OCTET_I32), "q: dtype i32, allowed: f64, f32, f16, bf16, e4m3, i8");
-  expect_invalid(*with(OCTET_FORWARD, &Call::k, OCTET_BOOL), "k: dtype bool, allowed: f64, f32, f16, bf16, e4m3, i8");
-  expect_invalid(*with(OCTET_FORWARD, &Call::v, OCTET_E5M2), "v: dtype e5m2, allowed: f64, f32, f16, bf16, e4m3, i8");
+  expect_invalid(*with(OCTET_FORWARD, &Call::q, OCTET_I32), "q: dtype i32, allowed: f32, f16, bf16, e4m3");
+  expect_invalid(*with(OCTET_FORWARD, &Call::q, OCTET_I32, OCTET_PRECISION_F64),
+                 "q: dtype i32, allowed: f64, f32, f16, bf16, e4m3");
+  expect_invalid(*with(OCTET_FORWARD, &Call::k, OCTET_BOOL), "k: dtype bool, allowed: f32, f16, bf16, e4m3");
+  expect_invalid(*with(OCTET_FORWARD, &Call::v, OCTET_E5M2), "v: dtype e5m2, allowed: f32, f16, bf16, e4m3");
   expect_invalid(*with(OCTET_FORWARD, &Call::o, OCTET_I8), "o: dtype i8, allowed: f32, f16, bf16");
   expect_invalid(*with(OCTET_FORWARD, &Call::o, OCTET_E4M3), "o: dtype e4m3, allowed: f32, f16, bf16");
   expect_invalid(*with(OCTET_FORWARD, &Call::lse, OCTET_BF16), "lse: dtype bf16, allowed: f32");
