@@ -5,17 +5,22 @@
     torch.nn.attention.activate_flash_attention_impl("octet_bf16")
 
 torch decides which calls of scaled_dot_product_attention are for flash attention (on a GPU those without a mask, in
-f16 and bf16); they, torch.nn.attention.varlen and ring attention then run octet's kernels. There is no place for the
-un-rounded output between torch's forward and backward pass, so 16-bit gradients are those of remedy "none";
-`octet.patch_sdpa` has the others, forward-mode derivatives and a fall-back.
+f16 and bf16); they, torch.nn.attention.varlen and ring attention then run octet's kernels. `octet.patch_sdpa` has
+forward-mode derivatives and a fall-back besides.
+
+torch's operators hand o and lse from the forward to the backward pass, but 16-bit gradients without rounding bias also
+need o_residual. It travels on the storage of lse (`_keep`) and lives as long as that. Where the backward pass does not
+find it, it computes the forward pass again (`_recompute`).
 """
 
 import functools
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from octet._options import Options, Precision, Remedy, options_of
+from octet import _passes
+from octet._options import Options, Precision, options_of
 from octet._refusals import expect, expect_absent, expect_no_dropout
 from octet.errors import Unsupported
 from octet.integrations import NAMES
@@ -63,17 +68,48 @@ class _Active:
         self._library._destroy()
 
 
-def _swap(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """[batch, head, token, dim] and [batch, token, head, dim], one for the other."""
-    return tuple([x.transpose(1, 2) for x in tensors])
+class _Kept:
+    """What a forward pass knows beside o and lse: o_residual, or None, and which storage is that of o."""
+
+    def __init__(self, o: torch.Tensor, r: torch.Tensor | None) -> None:
+        self.r = r
+        self._o = StorageWeakRef(o.untyped_storage())  # while it is held, no other storage gets the same identity
+
+    def belongs_to(self, o: torch.Tensor) -> bool:
+        return o.untyped_storage()._cdata == self._o.cdata
 
 
-def _like(x: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """x with the strides that torch promises: those of empty_like(model)."""
-    if x.stride() == model.stride():
-        return x
-    promised = torch.empty_like(model)
-    return x if x.stride() == promised.stride() else promised.copy_(x)
+def _keep(o: torch.Tensor, lse: torch.Tensor, r: torch.Tensor | None) -> None:
+    """torch keeps the Python object of a storage, with its attributes, as long as the storage: whoever has lse finds r
+    there, and with the last tensor over lse's memory r is freed too."""
+    lse.untyped_storage()._octet_kept = _Kept(o, r)  # type: ignore[attr-defined]
+
+
+def _kept(o: torch.Tensor, lse: torch.Tensor) -> _Kept | None:
+    """What was kept, if o and lse are what the forward pass made: not copies, as hooks of saved tensors make them, not
+    merged with those of other keys, as in ring attention, and not written since."""
+    kept = getattr(lse.untyped_storage(), "_octet_kept", None)
+    return kept if kept and kept.belongs_to(o) and o._version == lse._version == 0 else None
+
+
+def _recompute(
+    q: Any, k: Any, v: Any, o: Any, lse: Any, mask: Any, cu_q: Any, cu_k: Any, options: Options
+) -> tuple[torch.Tensor, Options]:
+    """o_residual, and how the backward pass goes on with it.
+
+    In rows whose lse is not that of the forward pass, o and lse are merged from several passes, as in ring attention:
+    their residual is 0. There, rows of ds do not sum to 0, so that no mean may be subtracted from k: exact_delta.
+    """
+    _, lse_again, r = _ops.direct_forward(q, k, v, mask, cu_q, cu_k, True, *options)
+    same = lse_again == lse
+    rows = (same if options.layout == "bhsd" else same.transpose(-1, -2)).unsqueeze(-1)
+    return torch.where(rows, r, 0), options._replace(remedy="exact_delta")
+
+
+def _in_order(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """x, its axes in memory in `order`."""
+    y = x.permute(order)
+    return x if y.is_contiguous() else torch.empty_permuted(x.shape, order, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _expect(dropout_p: float, return_debug_mask: bool = False, **others: Any) -> None:
@@ -92,33 +128,56 @@ class _Kernels:
 
     def _options(self, q: torch.Tensor, causal: Any, scale: float | None, layout: Any, **more: Any) -> Options:
         own = front.dtype_name(q.dtype, "query")
-        remedy: Remedy = "none" if (self._precision or own) in ("f16", "bf16") else "f16_inside"
-        return options_of(
-            own, precision=self._precision, causal=causal, scale=scale, layout=layout, remedy=remedy, **more
-        )
+        return options_of(own, precision=self._precision, causal=causal, scale=scale, layout=layout, **more)
 
-    def _forward(self, q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, options: Options) -> tuple[Any, Any]:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            expect_backward(options, q, v)
-        o, lse, _ = _ops.direct_forward(q, k, v, mask, cu_q, cu_k, False, *options)
+    def _forward(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        mask: Any,
+        cu_q: Any,
+        cu_k: Any,
+        options: Options,
+        lse_order: tuple[int, ...] | None = None,
+    ) -> tuple[Any, Any]:
+        """(o, lse), o in q's memory order; with what the backward pass needs, where one may follow. Compiled code and
+        checkpoints run their forward passes without gradients."""
+        if torch.is_grad_enabled():
+            trains = q.requires_grad or k.requires_grad or v.requires_grad
+            if trains:
+                expect_backward(options, q, v)
+        else:
+            trains = not torch.is_inference_mode_enabled()
+        residual = trains and _passes.needs_residual(front, options, q)
+        o, lse, r = _ops.direct_forward(q, k, v, mask, cu_q, cu_k, residual, *options)
+        if lse_order:
+            lse = _in_order(lse, lse_order)
+        if trains:
+            _keep(o, lse, r if residual else None)
         return o, lse
 
     def _backward(
         self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, mask: Any, cu_q: Any, cu_k: Any, options: Options
     ) -> tuple[Any, Any, Any]:
-        none = q.new_empty(0)
-        dq, dk, dv = _ops.direct_backward(do, q, k, v, o, lse.contiguous(), none, mask, cu_q, cu_k, *options)
+        """Gradients in the memory orders of q, k and v."""
+        r = q.new_empty(0)
+        with torch.no_grad():
+            kept = _kept(o, lse)
+            if kept is None and options.precision in ("int8", "fp8"):
+                raise Unsupported(
+                    f"logsumexp: not of this forward pass, from which precision {options.precision!r} takes its "
+                    "gradients, but a copy or merged from several passes (hooks of saved tensors, ring attention, "
+                    "CUDA graphs of torch.compile), allowed there: 'octet_f32', 'octet_f16', 'octet_bf16', "
+                    "'octet_sagebwd'"
+                )
+            if _passes.needs_residual(front, options, q):
+                if kept is None or kept.r is None:
+                    r, options = _recompute(q, k, v, o, lse, mask, cu_q, cu_k, options)
+                else:
+                    r = kept.r
+            dq, dk, dv = _ops.direct_backward(do, q, k, v, o, lse.contiguous(), r, mask, cu_q, cu_k, *options)
         return dq, dk, dv
-
-    def _dense(self, q: Any, k: Any, v: Any, mask: Any, causal: Any, scale: float | None) -> tuple[Any, Any]:
-        """(o, lse) of [batch, head, token, dim]; o in the layout of q."""
-        if q.is_contiguous() or not q.transpose(1, 2).is_contiguous():
-            o, lse = self._forward(q, k, v, mask, None, None, self._options(q, causal, scale, "bhsd"))
-        else:
-            q_, k_, v_ = _swap(q, k, v)
-            o, lse = self._forward(q_, k_, v_, mask, None, None, self._options(q, causal, scale, "bshd"))
-            (o,) = _swap(o)
-        return _like(o, q), lse
 
     def sdpa(
         self,
@@ -131,8 +190,11 @@ class _Kernels:
         *,
         scale: float | None = None,
     ) -> tuple[Any, ...]:
+        """Causal masks are aligned bottom-right, as flash attention's are: scaled_dot_product_attention comes here with
+        as many queries as keys, a CausalBias with any number."""
         _expect(dropout_p, return_debug_mask)
-        o, lse = self._dense(query, key, value, None, "top_left" if is_causal else False, scale)
+        options = self._options(query, "bottom_right" if is_causal else False, scale, "bhsd")
+        o, lse = self._forward(query, key, value, None, None, None, options)
         seed, offset, weights = _no_randomness(query)
         return o, lse, None, None, query.shape[2], key.shape[2], seed, offset, weights
 
@@ -155,9 +217,8 @@ class _Kernels:
         *,
         scale: float | None = None,
     ) -> tuple[Any, ...]:
-        options = self._options(query, "top_left" if is_causal else False, scale, "bhsd")
-        found = self._backward(grad_out, query, key, value, out, logsumexp, None, None, None, options)
-        return tuple([_like(x, y) for x, y in zip(found, (query, key, value), strict=True)])
+        options = self._options(query, "bottom_right" if is_causal else False, scale, "bhsd")
+        return self._backward(grad_out, query, key, value, out, logsumexp, None, None, None, options)
 
     def cpu(
         self,
@@ -172,8 +233,8 @@ class _Kernels:
     ) -> tuple[Any, Any]:
         """lse lies in memory as [batch, token, head], as torch's own."""
         _expect(dropout_p)
-        o, lse = self._dense(query, key, value, attn_mask, "top_left" if is_causal else False, scale)
-        return o, lse.transpose(1, 2).contiguous().transpose(1, 2)
+        options = self._options(query, "top_left" if is_causal else False, scale, "bhsd")
+        return self._forward(query, key, value, attn_mask, None, None, options, lse_order=(0, 2, 1))
 
     def cpu_backward(
         self,
@@ -190,9 +251,9 @@ class _Kernels:
         scale: float | None = None,
     ) -> tuple[Any, ...]:
         """Gradients lie in memory as [batch, token, head, dim], as torch's own."""
-        options = self._options(query, "top_left" if is_causal else False, scale, "bshd")
-        do, q, k, v, o = _swap(grad_out, query, key, value, out)
-        return _swap(*self._backward(do, q, k, v, o, logsumexp, attn_mask, None, None, options))
+        options = self._options(query, "top_left" if is_causal else False, scale, "bhsd")
+        x = grad_out, query, key, value, out, logsumexp, attn_mask
+        return tuple([_in_order(dx, (0, 2, 1, 3)) for dx in self._backward(*x, None, None, options)])
 
     def _flash_options(
         self, q: torch.Tensor, cu: Any, max_q: int, max_k: int, is_causal: bool, scale: float | None, sides: Any
@@ -235,7 +296,7 @@ class _Kernels:
         sides = window_size_left, window_size_right
         options = self._flash_options(query, cum_seq_q, max_q, max_k, is_causal, scale, sides)
         o, lse = self._forward(query, key, value, None, cum_seq_q, cum_seq_k, options)
-        return _like(o, query), lse, *_no_randomness(query)
+        return o, lse, *_no_randomness(query)
 
     def flash_backward(
         self,
@@ -261,8 +322,7 @@ class _Kernels:
         sides = window_size_left, window_size_right
         options = self._flash_options(query, cum_seq_q, max_q, max_k, is_causal, scale, sides)
         x = grad_out, query, key, value, out, logsumexp
-        found = self._backward(*x, None, cum_seq_q, cum_seq_k, options)
-        return tuple([_like(x, y) for x, y in zip(found, (query, key, value), strict=True)])
+        return self._backward(*x, None, cum_seq_q, cum_seq_k, options)
 
 
 def _no_randomness(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
