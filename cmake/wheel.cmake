@@ -7,3 +7,8 @@ foreach(target octet octet_dlpack octet_jax)
     install(TARGETS ${target} LIBRARY DESTINATION octet)
   endif()
 endforeach()
+# octet/_command.py runs the command.
+if(TARGET octet_cli)
+  set_target_properties(octet_cli PROPERTIES INSTALL_RPATH "\$ORIGIN/..")
+  install(TARGETS octet_cli RUNTIME DESTINATION octet/bin)
+endif()
