@@ -68,6 +68,8 @@ Output output(const View& t) {
   return {t.data, {t.stride[0], t.stride[1], t.stride[2]}, t.present() ? element(t.dtype) : Element::f32};
 }
 
+Sinks sinks(const View& t) { return {static_cast<const float*>(t.data), t.stride[0], t.stride[1]}; }
+
 Input::Input(const View& from, octet_dtype type, Carver& workspace) : from_(from), view_(from) {
   if (from.elements() && (from.dtype != type || !reads_directly(from))) view_ = dense(from, type, true, workspace);
   view_.dtype = type;

@@ -5,6 +5,7 @@
 
 #include "core/tensor.h"
 #include "cuda/attn/output.h"
+#include "cuda/attn/sinks.h"
 #include "cuda/host/workspace.h"
 #include "cuda/quant/copy.h"
 
@@ -12,6 +13,7 @@ namespace octet::cuda {
 
 Strided strided(const View& t);
 Output output(const View& t);
+Sinks sinks(const View& t);
 
 // An input and where the kernel finds it.
 class Input {

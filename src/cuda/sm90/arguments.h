@@ -5,6 +5,7 @@
 #include "cuda/attn/mask.h"
 #include "cuda/attn/output.h"
 #include "cuda/attn/precision.h"
+#include "cuda/attn/sinks.h"
 #include "cuda/sm90/schedule.h"
 
 namespace octet::cuda::sm90 {
@@ -26,6 +27,7 @@ struct ForwardArguments {
   const float* mean_logit;       // [batch, head, token]: q times the mean that k lost; null: not wanted
   Output o, o_residual, lse;
   const float* v_center;  // [batch, kv_head, kernel's dim_v] that v was reduced by; of kBalanced precisions
+  Sinks sinks;
 };
 
 // Keys of 8-bit operands lie in whole multiples of n = kLaidOutKeys: each sequence starts a new one. In packed
@@ -47,6 +49,7 @@ struct ByteForwardArguments {
   const float *v_channel, *v_mean;  // [sequence, kv_head, kernel's dim_v]: the step of each channel, the mean; or null
   const float* mean_logit;          // [batch, head, token]: q times the mean that k lost, or null
   Output o, o_residual, lse;
+  Sinks sinks;
 };
 
 }  // namespace octet::cuda::sm90

@@ -75,7 +75,6 @@ std::optional<std::string> backward_objection(const Problem& p) {
 }
 
 std::optional<std::string> objection(const Problem& p) {
-  if (p.sinks.present() || p.dlse.present() || p.tlse.present()) return text("it has no sinks and no derivative of lse");
   if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability 9.0");
   if (p.pass == OCTET_JVP) return text("it has no ", name(p.pass), " pass; it has: forward, backward");
   if (coded(p) && p.pass == OCTET_BACKWARD)

@@ -98,6 +98,9 @@ struct BackwardArguments {
   float scale;          // of the logits
   int weight_exponent;  // p is rounded times 2 to this power
   Output dk, dv;
+  // [batch, head, q block, query]: sum_j ds_ij, which times k's mean belongs to dq. Null where it is 0, as without
+  // sinks and a gradient of lse, or where k has lost no mean.
+  const float* row_sums;
 };
 
 }  // namespace octet::cuda::sm90

@@ -20,6 +20,7 @@
 #include "cuda/attn/mask.h"
 #include "cuda/attn/output.h"
 #include "cuda/attn/precision.h"
+#include "cuda/attn/sinks.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/arguments.h"
 #include "cuda/sm90/config.h"
@@ -433,7 +434,8 @@ struct ByteForward {
   }
 
   __device__ void write(const Work& work, int query, const Softmax& softmax, const Accumulator<kColumns>& sums) const {
-    RowValues inverse, lse;
+    RowValues inverse, lse, share{1.f, 1.f};
+    const float sink = a.sinks.at(work.batch, work.head);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       float l, parts;  // l as o lost it, and from sums that lost less
@@ -448,9 +450,15 @@ struct ByteForward {
       const KeyRange seen = keys_of(work, i);
       if (seen.first == seen.last) l = 0.f;  // whatever its step is
       constexpr float kLn2 = 0.693147180559945f;
-      const float of_mean = a.mean_logit && i < work.q_tokens ? a.scale * a.mean_logit[row_of(work) + i] : 0.f;
+      float of_mean = a.mean_logit && i < work.q_tokens ? a.scale * a.mean_logit[row_of(work) + i] : 0.f;
       inverse[row] = l == 0.f ? 0.f : 1.f / l;
-      lse[row] = l == 0.f ? -INFINITY : (softmax.exponent(row) + log2f(parts)) * kLn2 + of_mean;
+      float total = l == 0.f ? -INFINITY : softmax.exponent(row) + log2f(parts);
+      if (l == 0.f) of_mean = 0.f;
+      if (a.sinks.data) {
+        const RowWithSink all = with_sink(total, (sink - of_mean) * 1.44269504f);
+        total = all.total, share[row] = all.share;
+      }
+      lse[row] = total * kLn2 + of_mean;
     }
     const int64_t side = static_cast<int64_t>(work.sequence) * (a.schedule.heads / a.group) + work.head / a.group;
     Accumulator<Dims::kDimV> o;
@@ -468,6 +476,7 @@ struct ByteForward {
         o.x[at + 1] = seen ? sums.x[at + 1] * inverse[row] * step.y + mean.y : 0.f;
       }
     }
+    if (a.sinks.data) scale_rows(o, share);
     switch (a.o.element) {
       case Element::f32:
         return write_as<float>(work, query, lse, o);

@@ -15,6 +15,8 @@ Rotation rotation_of(int64_t dim) {
   return r;
 }
 
+bool wants_mean_logit(const Problem& p) { return p.lse.present() || p.sinks.present(); }
+
 View bytes_view(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
   return {OCTET_I8, data, {batch, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}, nullptr};
 }
@@ -48,7 +50,7 @@ Int8Logits::Int8Logits(const Problem& p, int64_t dim, int tile, Carver& workspac
   codes_.k_codes = workspace.take(key_rows * codes_.dim);
   codes_.q_step = workspace.take<float>(rows);
   codes_.k_step = workspace.take<float>(key_rows);
-  if (p.lse.present()) codes_.mean_logit = workspace.take<float>(rows);
+  if (wants_mean_logit(p)) codes_.mean_logit = workspace.take<float>(rows);
 }
 
 void Int8Logits::prepare(cudaStream_t stream) const {

@@ -11,6 +11,9 @@ namespace octet::cuda::sm90 {
 // The rotation of q and k of `dim` channels, signs from kHadamardSeed.
 Rotation rotation_of(int64_t dim);
 
+// Whether it matters what k's mean adds to all logits of a row.
+bool wants_mean_logit(const Problem& p);
+
 // Dense [batch, head, row, column] bytes.
 View bytes_view(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t columns);
 
@@ -29,7 +32,7 @@ class Int8Logits {
   int keys() const { return static_cast<int>(keys_); }
   const float* q_step() const { return codes_.q_step; }
   const float* k_step() const { return codes_.k_step; }
-  const float* mean_logit() const { return codes_.mean_logit; }  // null where no lse is wanted
+  const float* mean_logit() const { return codes_.mean_logit; }  // null where nothing wants it
 
  private:
   View view(void* data, int64_t heads, int64_t rows) const;

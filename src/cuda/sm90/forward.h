@@ -23,6 +23,7 @@
 #include "cuda/attn/mask.h"
 #include "cuda/attn/output.h"
 #include "cuda/attn/precision.h"
+#include "cuda/attn/sinks.h"
 #include "cuda/attn/softmax.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/arguments.h"
@@ -422,17 +423,34 @@ struct Forward {
   __device__ void write(const Work& work, int query, const OnlineSoftmax& softmax, Center& center,
                         Accumulator<Dims::kDimV>& o, unsigned char* q, int warpgroup) const {
     const float v_scale = a.v_scale ? a.v_scale[work.batch * (a.schedule.heads / a.group) + work.head / a.group] : 1.f;
-    RowValues l, inverse;
+    RowValues l, inverse, share{1.f, 1.f};
+    RowValues from;               // sum of exp(logit) = 2^from l, but for what k's mean adds,
+    RowValues of_mean{0.f, 0.f};  // to the logit
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       l[row] = quad_sum(softmax.l[row]);
+      from[row] = softmax.template origin<Precision::kWeightExponent>(row, softmax.m[row]);
       if constexpr (kCodes) {
         const KeyRange seen = a.mask.keys_of(query + 8 * row, work.q_tokens, work.k_tokens);
         if (seen.first == seen.last) l[row] = 0.f;  // whatever its step is
       }
       inverse[row] = l[row] == 0.f ? 0.f : v_scale / l[row];
     }
-    write_lse(work, query, softmax, l);
+    if constexpr (kCodes)
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row)
+        if (a.mean_logit && l[row] != 0.f && query + 8 * row < work.q_tokens)
+          of_mean[row] = a.scale * a.mean_logit[row_of(work) + query + 8 * row];
+    if (a.sinks.data) {
+      const float sink = a.sinks.at(work.batch, work.head);
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        const RowWithSink all =
+            with_sink(l[row] == 0.f ? -INFINITY : from[row] + log2f(l[row]), (sink - of_mean[row]) * 1.44269504f);
+        share[row] = all.share, from[row] = all.total, l[row] = 1.f;
+      }
+    }
+    write_lse(work, query, from, l, of_mean);
     if constexpr (!kCenterEarly) center = center_of(work);
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 2; ++i) {
@@ -447,6 +465,7 @@ struct Forward {
         if (inverse[row] == 0.f)
 #pragma unroll
           for (int i = 0; i < Dims::kDimV / 8; ++i) o.x[4 * i + 2 * row] = o.x[4 * i + 2 * row + 1] = 0.f;
+    if (a.sinks.data) scale_rows(o, share);
     switch (a.o.element) {
       case Element::f32:
         return write_as<float>(work, query, o, q, warpgroup);
@@ -461,16 +480,14 @@ struct Forward {
   }
 
   // Of the four threads that share two rows, two write one each, as a logarithm is 25 instructions.
-  __device__ void write_lse(const Work& work, int query, const OnlineSoftmax& softmax, const RowValues& l) const {
+  __device__ void write_lse(const Work& work, int query, const RowValues& from, const RowValues& l,
+                            const RowValues& of_mean) const {
     const int row = threadIdx.x % 2, i = query + 8 * row;
     if (!a.lse.data || i >= work.q_tokens || threadIdx.x % 4 >= kRowsPerThread) return;
     const auto mine = [&](const RowValues& x) { return row ? x[1] : x[0]; };
-    const float sum = mine(l),
-                from = OnlineSoftmax::origin<Precision::kWeightExponent>(mine(softmax.unit), mine(softmax.m));
     constexpr float kLn2 = 0.693147180559945f;
-    float lse = sum == 0.f ? -INFINITY : (from + log2f(sum)) * kLn2;
-    if constexpr (kCodes)
-      if (a.mean_logit && sum != 0.f) lse += a.scale * a.mean_logit[row_of(work) + i];
+    float lse = mine(l) == 0.f ? -INFINITY : (mine(from) + log2f(mine(l))) * kLn2;
+    if constexpr (kCodes) lse += mine(of_mean);
     *a.lse.row<float>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i) = lse;
   }
 

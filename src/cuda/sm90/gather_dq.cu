@@ -31,8 +31,9 @@ __device__ void read_sums(const void* part, int line, int thread, Vector (&x)[kR
   }
 }
 
-// One tile of one head for each block, from the last on, whose sums may still be in L2.
-template <int Dim, Sums sums>
+// One tile of one head for each block, from the last on, whose sums may still be in L2. `of_mean`: rows of ds have
+// sums.
+template <int Dim, Sums sums, bool of_mean>
 __global__ void __launch_bounds__(kThreads)
     dq_kernel(const __grid_constant__ BackwardArguments a, const __grid_constant__ Strided dq) {
   constexpr int kQueries = BackwardTile<Dim>::kQueries, kLines = Dim / kVector;
@@ -45,7 +46,8 @@ __global__ void __launch_bounds__(kThreads)
   const int batch = head_index / a.heads, head = head_index % a.heads;
   const Blocks::Sequence sequence = a.q_blocks.sequence_of(block);
   if (sequence.index < 0) return;
-  const Powers e = a.powers[batch * a.kv_heads + head / (a.heads / a.kv_heads)];
+  const int kv_head = batch * a.kv_heads + head / (a.heads / a.kv_heads);
+  const Powers e = a.powers[kv_head];
   // In two steps, as the power alone may not be a float.
   const int exponent = -a.weight_exponent - e.product - e.do_ - e.v - e.k;
   const float first = ldexpf(a.scale, exponent / 2), second = ldexpf(1.f, exponent - exponent / 2);
@@ -64,23 +66,35 @@ __global__ void __launch_bounds__(kThreads)
       const int query = (block - sequence.first_block) * kQueries + row + 8 * half;
       const float unit = sums == Sums::integers ? 1.f / unit_of_sums(units[row + 8 * half], e.sums_unit) : 1.f;
       for (float& element : x[half]) element = element * unit * first * second;
+      if constexpr (of_mean) {
+        const float by = a.scale * a.row_sums[static_cast<int64_t>(tile) * kQueries + row + 8 * half];
+        const float* const mean = a.k_mean + static_cast<int64_t>(kv_head) * a.dim + line * kVector;
+        for (int c = 0; c < kVector; ++c) x[half][c] = fmaf(by, mean[c], x[half][c]);
+      }
       if (query < sequence.tokens)
         write(dq, {batch, head, static_cast<int64_t>(sequence.first) + query, line * kVector}, x[half]);
     }
   }
 }
 
-template <Sums sums>
+template <Sums sums, bool of_mean>
 auto dq_kernel_of(int dim) {
-  return dim == 64 ? dq_kernel<64, sums> : dim == 128 ? dq_kernel<128, sums> : dq_kernel<256, sums>;
+  return dim == 64    ? dq_kernel<64, sums, of_mean>
+         : dim == 128 ? dq_kernel<128, sums, of_mean>
+                      : dq_kernel<256, sums, of_mean>;
+}
+template <Sums sums>
+auto dq_kernel_of(int dim, bool of_mean) {
+  return of_mean ? dq_kernel_of<sums, true>(dim) : dq_kernel_of<sums, false>(dim);
 }
 
 }  // namespace
 
 void gather_dq(const BackwardArguments& a, int tile_dim, Sums sums, const Strided& dq, cudaStream_t stream) {
   const auto tiles = static_cast<unsigned>(a.batch * a.heads * a.q_blocks.count);
-  const auto kernel =
-      sums == Sums::floats ? dq_kernel_of<Sums::floats>(tile_dim) : dq_kernel_of<Sums::integers>(tile_dim);
+  const bool of_mean = a.row_sums;
+  const auto kernel = sums == Sums::floats ? dq_kernel_of<Sums::floats>(tile_dim, of_mean)
+                                           : dq_kernel_of<Sums::integers>(tile_dim, of_mean);
   launch_after(kernel, tiles, kThreads, 0, stream, a, dq);
 }
 

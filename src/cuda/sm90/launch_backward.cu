@@ -26,6 +26,12 @@ bool needs_exact_o(const Problem& p) {
   return p.remedy == OCTET_REMEDY_F16_INSIDE || p.remedy == OCTET_REMEDY_EXACT_DELTA;
 }
 
+// Whether k loses its mean.
+bool smooths(const Problem& p) { return p.remedy == OCTET_REMEDY_F16_INSIDE; }
+
+// Whether rows of ds have sums other than 0 that meet this mean.
+bool sums_rows(const Problem& p) { return smooths(p) && (p.sinks.present() || p.dlse.present()); }
+
 Sums sums_of(const Problem& p) { return p.deterministic ? Sums::integers : Sums::floats; }
 
 Kernel kernel_of(const Problem& p) {
@@ -86,6 +92,8 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                        .o = strided(p.o),
                        .o_residual = needs_exact_o(p) ? strided(p.o_residual) : strided(View{}),
                        .lse = strided(p.lse),
+                       .dlse = strided(p.dlse),
+                       .sinks = sinks(p.sinks),
                        .tile_dim = dim,
                        .type = scaled ? OCTET_F16 : OCTET_BF16,
                        .round_do = f16 ? OCTET_F32 : OCTET_BF16,
@@ -93,7 +101,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                        .round_k = cast,
                        .round_v = cast,
                        .scaled = scaled,
-                       .smooth = p.remedy == OCTET_REMEDY_F16_INSIDE,
+                       .smooth = smooths(p),
                        .q_blocks = q_blocks,
                        .k_blocks = k_blocks,
                        .group = static_cast<int>(p.group()),
@@ -106,6 +114,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                        .q_tiles = carver.take<unsigned char>(q_bytes),
                        .do_tiles = carver.take<unsigned char>(q_bytes),
                        .rows = carver.take<unsigned char>(q_tiles * row_bytes(kernel.rows)),
+                       .row_sums = sums_rows(p) ? carver.take<float>(q_tiles * kernel.rows) : nullptr,
                        .dq = carver.take<float>(q_tiles * kernel.rows * dim),
                        .zeroed_heads = static_cast<int>(kv_heads),
                        .zeroed = carver.take<unsigned>(kv_heads),
@@ -117,9 +126,14 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
     prepared.v_tiles = carver.take<unsigned char>(k_bytes);
   }
   const Result dk(p.dk, carver), dv(p.dv, carver);
-  if (!workspace || !(p.dq.elements() || p.dk.elements())) return carver.used();
+  if (!workspace) return carver.used();
 
   const DeviceScope device(p.device_index);
+  if (!(p.dq.elements() || p.dk.elements())) {
+    prepared.q_blocks.count = 0;
+    if (p.dsinks.elements()) sum_dsinks(prepared, strided(p.dsinks), stream);
+    return carver.used();
+  }
   if (p.packed()) {
     count_blocks(q_blocks.cu_seqlens, q_blocks.sequences, q_blocks.rows, const_cast<int*>(q_blocks.blocks_before),
                  stream);
@@ -170,7 +184,8 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                       .scale = p.scale,
                       .weight_exponent = weight_exponent,
                       .dk = dk.output(),
-                      .dv = dv.output()};
+                      .dv = dv.output(),
+                      .row_sums = prepared.row_sums};
   if (k_tiles) {
     if (!a.k) a.k_rows = tensor_map(p.k, kernel.keys), a.v_rows = tensor_map(p.v, kernel.keys);
     check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
@@ -179,6 +194,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
     launch_after(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, arguments);
   }
   if (p.dq.elements()) gather_dq(a, dim, sums_of(p), strided(p.dq), stream);
+  if (p.dsinks.elements()) sum_dsinks(prepared, strided(p.dsinks), stream);
   dk.deliver(stream), dv.deliver(stream);
   return carver.used();
 }

@@ -89,7 +89,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   const int64_t queries = p.batch * p.heads * p.tokens_q;
   const bool given_steps = q_given(p) && (p.q.quantization || p.k.quantization);
   c.q_step = !q_given(p) || given_steps ? carver.take<float>(queries) : nullptr;
-  c.mean_logit = smooths_k(p) && p.lse.present() ? carver.take<float>(queries) : nullptr;
+  c.mean_logit = smooths_k(p) && wants_mean_logit(p) ? carver.take<float>(queries) : nullptr;
   if (!q_given(p)) c.q_codes = carver.take(queries * dim);
   if (!k_given(p))
     c.k_codes = carver.take(sides * keys * dim),
@@ -130,6 +130,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   a.v_channel = c.channels.v_step, a.v_mean = c.channels.v_mean;
   a.mean_logit = c.mean_logit;
   a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
+  a.sinks = sinks(p.sinks);
   launch(p, kernel, a.schedule, &a, true, stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);

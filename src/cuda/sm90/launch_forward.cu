@@ -118,6 +118,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.v_scale = scaled ? v_scaled.scale() : nullptr;
   a.v_center = v_scaled.center();
   a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
+  a.sinks = sinks(p.sinks);
 
   launch(p, kernel, a.schedule, &a, coded(p) || inside(p), stream);
   o.deliver(stream);

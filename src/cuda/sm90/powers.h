@@ -44,8 +44,8 @@ __device__ inline float power_of_two(int exponent) {
   return __int_as_float((min(max(exponent, -126), 127) + 127) << 23);
 }
 
-// Powers that bring the largest numbers of each operand to below 2^(15 - room), and |do| (|v| + reach), which bounds
-// |dp - delta|, to below 2^-room: times 2^15 p it is ds, a number of f16.
+// Powers that bring the largest numbers of each operand to below 2^(15 - room), and |do| (|v| + reach) + |dlse|, which
+// bounds |dp - delta + dlse|, to below 2^-room: times 2^15 p it is ds, a number of f16.
 __device__ inline Powers powers_for(const Preparation& p, const Sizes& s, int room) {
   Powers e{};
   if (!p.scaled) return e;
@@ -55,7 +55,10 @@ __device__ inline Powers powers_for(const Preparation& p, const Sizes& s, int ro
   e.q = power(s.q), e.k = power(fmaxf(s.k, s.k_smooth)), e.v = power(s.v), e.do_ = power(s.do_);
   if (!p.k_tiles) e.k = min(e.k, kLargestKeyPower);
   const float row = s.do_row, reach = s.v_row + s.reach;
-  if (row > 0.f && reach > 0.f) e.product = -room - exponent_above(row) - exponent_above(reach) - e.do_ - e.v;
+  const bool any = row > 0.f && reach > 0.f;
+  int bound = any ? exponent_above(row) + exponent_above(reach) : -2 * kLargestPower;
+  if (s.dlse > 0.f) bound = max(bound, exponent_above(s.dlse)) + 1;
+  if (any || s.dlse > 0.f) e.product = -room - bound - e.do_ - e.v;
   return e;
 }
 
@@ -66,20 +69,30 @@ __device__ inline bool fits(const Powers& sample, const Powers& exact) {
          near(sample.product + sample.v + sample.do_, exact.product + exact.v + exact.do_);
 }
 
-// What integers of dq's sums are: |dq_ic| <= sum_j p_ij |dp_ij - delta_i| |k_jc| <= |do_i| (|v| + reach) |k|, of
-// which QueryRows::unit knows |do_i|. It comes to below 2^30, a bit below what an int holds.
-__device__ inline float sums_unit(const Preparation& p, const Sizes& s, const Powers& e) {
-  const float reach = s.v_row + s.reach;
+// What |dlse| of a row is divided by when it is added to |do|: about the largest |v| + reach, by the sample, which is
+// known when rows are written.
+__device__ inline float per_dlse(const Sizes& sampled) {
+  const float reach = sampled.v_row + sampled.reach;
+  return reach > 0.f ? reach : 1.f;
+}
+
+// What integers of dq's sums are:
+//   |dq_ic| <= sum_j p_ij |dp_ij - delta_i + dlse_i| |k_jc| <= (|do_i| + |dlse_i| / per_dlse) max(|v| + reach,
+//   per_dlse) |k|
+// of which QueryRows::unit knows the first factor. It comes to below 2^30, a bit below what an int holds.
+__device__ inline float sums_unit(const Preparation& p, const Sizes& sampled, const Sizes& s, const Powers& e) {
+  const float reach = s.dlse > 0.f ? fmaxf(s.v_row + s.reach, per_dlse(sampled)) : s.v_row + s.reach;
   if (!(reach > 0.f && s.k_smooth > 0.f)) return 1.f;
   return power_of_two(30 - p.weight_exponent - e.product - e.v - exponent_above(reach) - e.k -
                       exponent_above(s.k_smooth));
 }
 
-// The largest number of v, as operand, for which |do| (|v| + reach) is at most 1, as powers_for asks; |v|_2 is at most
-// sqrt(dim) |v|_inf.
+// The largest number of v, as operand, for which |do| (|v| + reach) + |dlse| is at most 1, as powers_for asks; |v|_2 is
+// at most sqrt(dim) |v|_inf.
 __device__ inline float largest_v(const Preparation& p, const Sizes& s, const Powers& e) {
   if (!p.scaled || !(s.do_row > 0.f)) return FLT_MAX;
-  const float row = ldexpf(1.f / s.do_row, -e.product - e.do_ - e.v) - s.reach;
+  const double all = ldexp(1.0, -e.product - e.do_ - e.v) - s.dlse;  // of |do| (|v| + reach)
+  const float row = static_cast<float>(all / s.do_row) - s.reach;
   return fminf(ldexpf(row, e.v) * rsqrtf(static_cast<float>(p.v.shape[3])), FLT_MAX);
 }
 

@@ -141,6 +141,19 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
   }
   __syncthreads();
   Sizes& found = p.sampled[kv];
+  if (which == Tensor::do_) {
+    __shared__ float dlse_shared;
+    if (threadIdx.x == 0) dlse_shared = 0.f;
+    __syncthreads();
+    for (int i = threadIdx.x; p.dlse.data && i < sampled; i += kThreads) {
+      Line at = line_of(i);
+      at.channel = 0;
+      const float dlse = fabsf(static_cast<const float*>(p.dlse.data)[at.offset(p.dlse)]);
+      if (isfinite(dlse)) raise(dlse_shared, dlse);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) found.dlse = dlse_shared;
+  }
   if (threadIdx.x == 0) {
     if (which == Tensor::q) found.q = most_shared;
     if (which == Tensor::k) found.k = most_shared, found.k_smooth = 0.f;
@@ -227,6 +240,11 @@ struct TileWriter {
       return read;
     };
     Row raw = read_row();
+    __shared__ float most_dlse;
+    if (first_time && p.dlse.data) {
+      if (threadIdx.x == 0) most_dlse = 0.f;
+      __syncthreads();
+    }
     const Powers powers = powers_of();
     const float q_scale = power_of_two(powers.q), do_scale = power_of_two(powers.do_);
     const float delta_scale = power_of_two(powers.do_ + powers.v + powers.product);
@@ -261,13 +279,30 @@ struct TileWriter {
         const bool sees = raw.lse != -INFINITY;
         const float less = fmaf(scale_log2e, p.smooth ? q_mean : 0.f, static_cast<float>(p.weight_exponent));
         rows.lse[row] = sees ? fmaf(raw.lse, 1.44269504f, -less) : INFINITY;
-        rows.delta[row] = sees ? delta * delta_scale : 0.f;
-        rows.unit[row] = norm > 0.f ? power_of_two(-exponent_above(norm) - powers.do_) : 1.f;
+        // Read here, as rows ahead have no registers left for it.
+        const Line at{batch, head, static_cast<int64_t>(sequence.first) + first_query + row, 0};
+        float dlse = 0.f, bound = norm;
+        if (p.dlse.data && sees) {
+          dlse = static_cast<const float*>(p.dlse.data)[at.offset(p.dlse)];
+          const float most = isfinite(dlse) ? fabsf(dlse) : 0.f;
+          bound += most / per_dlse(p.sampled[kv]);
+          if (first_time) raise(most_dlse, most);
+        }
+        // sum_j p_ij is 1 - exp(sink - lse), and sum_j p_ij dp_ij is delta.
+        if (p.row_sums && first_time)
+          p.row_sums[tile * kQueries + row] =
+              sees ? fmaf(expf(p.sinks.at(batch, head) - raw.lse), delta - dlse, dlse) : 0.f;
+        rows.delta[row] = sees ? (delta - dlse) * delta_scale : 0.f;
+        rows.unit[row] = bound > 0.f ? power_of_two(-exponent_above(bound) - powers.do_) : 1.f;
       }
     }
     if (threadIdx.x == 0) rows.first = first_query, rows.tile = static_cast<int>(tile), rows.padding = {};
     if (!first_time) return;
     keep(p.sizes[kv].q, most_q, most_do, most_row, reach);
+    if (p.dlse.data) {
+      __syncthreads();
+      if (threadIdx.x == 0) raise(p.sizes[kv].dlse, most_dlse);
+    }
     if (kv >= p.zeroed_heads) return;
     auto* const dq = static_cast<uint4*>(p.dq) + tile * (kQueries * Dim / 4);
     for (int i = threadIdx.x; i < kQueries * Dim / 4; i += kThreads) dq[i] = {};
@@ -355,7 +390,7 @@ __global__ void __launch_bounds__(kThreads, 2) mend_kernel(const __grid_constant
     const Powers sample = powers_for(p, sampled, kRoomOfSample), exact = powers_for(p, sizes, kRoom);
     unfit = !fits(sample, exact);
     Powers powers = unfit ? exact : sample;
-    powers.sums_unit = sums_unit(p, sizes, powers);
+    powers.sums_unit = sums_unit(p, sampled, sizes, powers);
     powers.largest_v = largest_v(p, sizes, powers);
     return powers;
   };

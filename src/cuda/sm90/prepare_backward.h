@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 #include <octet/octet.h>
 
+#include "cuda/attn/sinks.h"
 #include "cuda/attn/views.h"
 #include "cuda/sm90/backward_arguments.h"
 #include "cuda/sm90/config.h"
@@ -20,10 +21,13 @@ struct Sizes {
   float reach;           // the largest |delta| / |do|; no larger than v_row where o and lse are of these keys
   float k, k_smooth, v;  // the largest; k_smooth: k less its mean
   float v_row;           // the largest |x|_2 of a row
+  float dlse;            // the largest
 };
 
 struct Preparation {
-  Strided q, k, v, do_, o, o_residual, lse;         // o_residual: may be absent
+  Strided q, k, v, do_, o, o_residual, lse;  // o_residual: may be absent
+  Strided dlse;                              // may be absent
+  Sinks sinks;
   int tile_dim;                                     // of q, k, v and do in tiles
   octet_dtype type;                                 // of tiles: f16 or bf16
   octet_dtype round_do, round_q, round_k, round_v;  // first
@@ -39,6 +43,7 @@ struct Preparation {
   float* mean;                                            // [batch, kv_head][dim]: of k in the sample, rounded
   unsigned char *q_tiles, *k_tiles, *v_tiles, *do_tiles;  // no k_tiles: the kernel converts k and v itself
   unsigned char* rows;                                    // of QueryRows
+  float* row_sums;                                        // see BackwardArguments
   void* dq;                                               // set to 0 for the first `zeroed_heads` (batch, kv head)
   int zeroed_heads;
   unsigned* zeroed;   // [batch, kv_head]: set to 0
@@ -46,6 +51,9 @@ struct Preparation {
 };
 
 void prepare(const Preparation& p, cudaStream_t stream);
+
+// dsinks, of whatever has been prepared, all of them.
+void sum_dsinks(const Preparation& p, const Strided& dsinks, cudaStream_t stream);
 
 // dq = scale times the sums.
 void gather_dq(const BackwardArguments& a, int tile_dim, Sums sums, const Strided& dq, cudaStream_t stream);
