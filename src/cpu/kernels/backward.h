@@ -93,9 +93,9 @@ struct Backward {
                   vc = w.v_columns;
     float *dk = scratch.dk + own * kKeys * kc, *dv = scratch.dv + own * kKeys * vc, *dq = w.dq + first * kc;
     [[maybe_unused]] constexpr Strides columnwise{1, kKeys};
-    products(first, rows, index, own);
+    products(first, rows, index, own, query_mean(seq, block, h, token));
     gradient_tile(seq, block, h, token, rows, tile);
-    if (plan.smooth_blocks) give_back_query_mean(first, rows, dk);
+    if (plan.smooth_blocks) give_back_query_mean(query_mean(seq, block, h, token), rows, dk);
     float row_sums[kQueries];
     if (plan.smooth_blocks)
       for (int64_t i = 0; i < rows; ++i) row_sums[i] = row_sum(scratch.dp + i * kKeys);
@@ -187,7 +187,12 @@ struct Backward {
     return (block.first_tile + tile) * p.kv_heads + block.head;
   }
 
-  void products(int64_t first, int64_t rows, int64_t index, int64_t own = 0) {
+  // With smooth_blocks, the mean of a block of queries.
+  const float* query_mean(const Sequence& seq, const Block& block, int64_t h, int64_t token) const {
+    return plan.smooth_blocks ? block_mean(p, seq, block.sequence, h, token, w) : nullptr;
+  }
+
+  void products(int64_t first, int64_t rows, int64_t index, int64_t own, const float* mean) {
     const int64_t kc = w.k_columns, vc = w.v_columns;
     const Word *k = w.k_transposed + index * words_of<Split>(p.dim) * kKeys,
                *v = w.v_transposed + index * words_of<Split>(p.dim_v) * kKeys;
@@ -205,14 +210,13 @@ struct Backward {
     matmul<F32, false>(w.do_dp + first * vc, {vc, 1}, v, kKeys, scratch.dp, kKeys, rows, kKeys, p.dim_v,
                        of_next_block(w.do_dp, first, vc, own));
 #endif
-    if (plan.smooth_blocks) add_means(first, rows, index);
+    if (plan.smooth_blocks) add_means(first, rows, index, mean);
   }
 
   // What rounding left out of the logits: q.k = q'.k' + q.(tile mean) + (block mean).k'.
-  void add_means(int64_t first, int64_t rows, int64_t index) {
+  void add_means(int64_t first, int64_t rows, int64_t index, const float* mean) {
     const int64_t kc = w.k_columns;
-    alignas(64) float mean[kMaxDim], by_key[kKeys];
-    mean_of_queries(w, first, rows, mean);
+    alignas(64) float by_key[kKeys];
     for (int64_t j = 0; j < kKeys; ++j) by_key[j] = dot(mean, w.k_smooth + (index * kKeys + j) * kc);
     for (int64_t i = 0; i < rows; ++i) {
       const float by_row = dot(w.q_raw + (first + i) * kc, w.tile_mean + index * kc);
@@ -222,9 +226,8 @@ struct Backward {
   }
 
   // dk += (column sums of ds) (mean of the block's q)^T
-  void give_back_query_mean(int64_t first, int64_t rows, float* dk) {
-    alignas(64) float mean[kMaxDim], sums[kKeys] = {};
-    mean_of_queries(w, first, rows, mean);
+  void give_back_query_mean(const float* mean, int64_t rows, float* dk) {
+    alignas(64) float sums[kKeys] = {};
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < kKeys; ++j) sums[j] += scratch.dp[i * kKeys + j];
     for (int64_t j = 0; j < kKeys; ++j) add_scaled(dk + j * w.k_columns, sums[j], mean);
@@ -307,7 +310,7 @@ struct Backward {
     RowSums sums[kQueries];
     split_queries(first, rows);
     for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
-      products(first, rows, tile_index(keys, tile));
+      products(first, rows, tile_index(keys, tile), 0, query_mean(seq, keys, h, token));
       if (plan.project) {
         gradient_tile(seq, keys, h, token, rows, tile);
         for (int64_t i = 0; i < rows; ++i) sums[i].add(scratch.s + i * kKeys, scratch.dp + i * kKeys);
@@ -393,25 +396,31 @@ inline void prepare_operands(const Job& job, const BackwardPlan& plan, const Gra
   parallel_for(job.threads, job.sequence_count * p.kv_heads, [&](int64_t side, unsigned) {
     const Sequence& seq = job.sequences[side / p.kv_heads];
     float* mean = w.k_mean + side * kMaxDim;
+    const int64_t g = side % p.kv_heads;
+    const int64_t first_tile = seq.k_tokens ? first_tile_of(job, side / p.kv_heads) : 0;
+    if (w.seen_keys) list_seen_keys(p, seq, g, listed_keys(w, g, first_tile));
+    const SeenTokens seen = seen_keys(p, seq, g, first_tile, w);
     const bool smooth = plan.smooth_k || plan.smooth_k_dq;
-    if (smooth) mean_of_keys(p, seq, side % p.kv_heads, mean);
+    if (smooth || plan.smooth_blocks) mean_of_keys(p, seq, g, seen, mean);
     if (whole_heads)
-      w.key_heads[side] =
-          head_statistics(p.k, p.v, seq.batch, side % p.kv_heads, seq.k_first, seq.k_tokens, smooth ? mean : nullptr);
+      w.key_heads[side] = head_statistics(
+          p.k, p.v, seq.batch, g, seq.k_first, seq.k_tokens, [&](int64_t j) { return seen[j]; },
+          smooth ? mean : nullptr);
   });
-  if (whole_heads)
+  if (whole_heads || w.seen_queries)
     parallel_for(job.threads, job.sequence_count * p.heads, [&](int64_t side, unsigned) {
       const Sequence& seq = job.sequences[side / p.heads];
-      w.query_heads[side] = head_statistics(p.q, p.do_, seq.batch, side % p.heads, seq.q_first, seq.q_tokens, nullptr);
+      const int64_t h = side % p.heads;
+      for (int64_t i = 0; i < seq.q_tokens && w.seen_queries; ++i)
+        w.seen_queries[row_index(p, seq, h, i)] = sees_a_key(p, seq, h, i);
+      if (whole_heads)
+        w.query_heads[side] = head_statistics(
+            p.q, p.do_, seq.batch, h, seq.q_first, seq.q_tokens, [&](int64_t i) { return seen_query(p, seq, h, i, w); },
+            nullptr);
     });
   parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
     prepare_keys(p, plan, job.sequences[job.key_tiles[task].sequence], job.key_tiles[task], w);
   });
-  if (plan.smooth_blocks)
-    parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
-      const Block& block = job.key_tiles[task];
-      if (block.token == 0) offset_tiles(job.sequences[block.sequence], block.first_tile, block.head, p.kv_heads, w);
-    });
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned) {
     prepare_queries(p, plan, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
   });

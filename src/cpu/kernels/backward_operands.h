@@ -11,7 +11,7 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Of all tokens of one head of q and do, or of k and v; only finite numbers count.
+// Of all seen tokens of one head of q and do, or of k and v; only finite numbers count.
 struct HeadStatistics {
   float largest;                    // magnitude in q, or in k after smoothing
   float value_largest, value_norm;  // magnitude and norm of a row in do, or in v
@@ -26,24 +26,35 @@ struct GradientOperands {
   float* k_amax;                      // [tile][kKeys]
   float* k_mean;                      // [kv head][kMaxDim]
   float *k_smooth, *q_raw;  // with smooth_blocks: k minus tile means [tile][kKeys][k_columns], q [row][k_columns]
+  float* q_mean;            // with smooth_blocks: [block of queries][k_columns], see block_mean
   float *tile_mean,
-      *tile_offset;  // with smooth_blocks: [tile][k_columns], mean of the tile's k; minus that of all means
+      *tile_offset;  // with smooth_blocks: [tile][k_columns], mean of the tile's k; minus that of all k
   HeadStatistics *query_heads, *key_heads;
-  float *q, *do_dp, *do_dv;  // [row][columns]
-  float *q_amax, *do_amax;   // [row]
-  float* lse;                // [row], times log2(e), in the gauge of k; +inf: the row sees nothing
-  float* delta;              // [row]
-  float* lambda;             // [row], with project
-  float* lambda_q;           // [row][k_columns], with project: -lambda q
-  float* dq;                 // [row][k_columns]
-  int32_t* turn;             // [row]; at the first row of a block: the tile that adds to dq next
+  bool *seen_keys, *seen_queries;  // with a mask tensor and scales: [kv head][tiles * kKeys], [row]
+  int64_t tiles;                   // of a head of k and v, at most
+  float *q, *do_dp, *do_dv;        // [row][columns]
+  float *q_amax, *do_amax;         // [row]
+  float* lse;                      // [row], times log2(e), in the gauge of k; +inf: the row sees nothing
+  float* delta;                    // [row]
+  float* lambda;                   // [row], with project
+  float* lambda_q;                 // [row][k_columns], with project: -lambda q
+  float* dq;                       // [row][k_columns]
+  int32_t* turn;                   // [row]; at the first row of a block: the tile that adds to dq next
   int64_t k_columns, v_columns;
   Word* k_by_row;  // [tile][words_of<Split>(kKeys)][k_columns]: B of ds k; without tiles in panels of kPanelColumns
 };
 
+// Whether tokens have scales or means, so that some could reach others.
+inline bool has_scales(const BackwardPlan& plan) {
+  for (const Rounding& r : {plan.q, plan.k, plan.v, plan.do_dp, plan.do_dv})
+    if (r.group) return true;
+  return plan.smooth_k || plan.smooth_k_dq || plan.smooth_blocks;
+}
+
 inline GradientOperands carve_gradient_operands(const Problem& p, const BackwardPlan& plan, Carver& carve) {
   GradientOperands w{};
-  const int64_t tiles = tiles_bound(p, p.tokens_k, kKeys) * p.kv_heads;
+  w.tiles = tiles_bound(p, p.tokens_k, kKeys);
+  const int64_t tiles = w.tiles * p.kv_heads;
   const int64_t sequences = p.packed() ? p.cu_seqlens_q.shape[3] - 1 : p.batch;
   const int64_t rows = p.batch * p.heads * p.tokens_q;
   w.k_columns = padded_columns(p.dim);
@@ -64,8 +75,13 @@ inline GradientOperands carve_gradient_operands(const Problem& p, const Backward
   w.delta = carve.take<float>(rows);
   w.k_smooth = plan.smooth_blocks ? carve.take<float>(tiles * kKeys * w.k_columns) : nullptr;
   w.q_raw = plan.smooth_blocks ? carve.take<float>(rows * w.k_columns) : nullptr;
+  w.q_mean =
+      plan.smooth_blocks ? carve.take<float>(tiles_bound(p, p.tokens_q, kQueries) * p.heads * w.k_columns) : nullptr;
   w.tile_mean = plan.smooth_blocks ? carve.take<float>(tiles * w.k_columns) : nullptr;
   w.tile_offset = plan.smooth_blocks ? carve.take<float>(tiles * w.k_columns) : nullptr;
+  const bool lists = p.mask.present() && has_scales(plan);
+  w.seen_keys = lists ? carve.take<bool>(tiles * kKeys) : nullptr;
+  w.seen_queries = lists ? carve.take<bool>(rows) : nullptr;
   w.lambda = plan.project ? carve.take<float>(rows) : nullptr;
   w.lambda_q = plan.project ? carve.take<float>(rows * w.k_columns) : nullptr;
   w.dq = carve.take<float>(rows * w.k_columns);
@@ -75,6 +91,26 @@ inline GradientOperands carve_gradient_operands(const Problem& p, const Backward
 
 inline int64_t row_index(const Problem& p, const Sequence& seq, int64_t h, int64_t token) {
   return (seq.batch * p.heads + h) * p.tokens_q + seq.q_first + token;
+}
+
+// `first_tile`: of the sequence.
+inline bool* listed_keys(const GradientOperands& w, int64_t g, int64_t first_tile) {
+  return w.seen_keys ? w.seen_keys + (g * w.tiles + first_tile) * kKeys : nullptr;
+}
+inline SeenTokens seen_keys(const Problem& p, const Sequence& seq, int64_t g, int64_t first_tile,
+                            const GradientOperands& w) {
+  return {keys_in_reach(p, seq), listed_keys(w, g, first_tile)};
+}
+inline bool seen_query(const Problem& p, const Sequence& seq, int64_t h, int64_t i, const GradientOperands& w) {
+  return w.seen_queries ? w.seen_queries[row_index(p, seq, h, i)] : sees_a_key(p, seq, h, i);
+}
+
+// Where the mean of the block of queries at `token` lies: each sequence begins a block.
+inline float* block_mean(const Problem& p, const Sequence& seq, int64_t sequence, int64_t h, int64_t token,
+                         const GradientOperands& w) {
+  const int64_t of_head = tiles_bound(p, p.tokens_q, kQueries) / (p.packed() ? 1 : p.batch);
+  const int64_t block = (seq.q_first + token) / kQueries + (p.packed() ? sequence : 0);
+  return w.q_mean + ((seq.batch * p.heads + h) * of_head + block) * w.k_columns;
 }
 
 // The key tiles that a block of queries sees.
@@ -138,14 +174,15 @@ inline void round_rows(const Rounding& how, float shared, float* rows, int64_t c
 }
 
 // `shared` of round_rows for a block of queries from `token` on.
-inline float shared_amax(const Rounding& how, const View& t, const Sequence& seq, int64_t h, int64_t token,
-                         float head) {
+inline float shared_amax(const Problem& p, const Rounding& how, const View& t, const Sequence& seq, int64_t h,
+                         int64_t token, float head, const GradientOperands& w) {
   if (how.group == kWholeHead) return head;
   if (how.group <= kQueries) return -1.f;
   alignas(64) float row[kMaxDim];
   float largest = 0.f;
   const int64_t first = token / how.group * how.group, width = padded_columns(t.shape[3]);
   for (int64_t i = first; i < std::min(first + how.group, seq.q_tokens); ++i) {
+    if (!seen_query(p, seq, h, i, w)) continue;
     load_numbers(t, seq.batch, h, seq.q_first + i, 1, 1, width, row);
     largest = std::max(largest, finite_row(row, width) ? finite_amax(row, width) : 0.f);
   }
@@ -158,14 +195,16 @@ inline double squared_norm(const float* x, int64_t n) {
   return sum;
 }
 
-// One pass over the tokens of a head of x (q or k, minus `mean` if there is one) and y (do or v).
-inline HeadStatistics head_statistics(const View& x, const View& y, int64_t b, int64_t h, int64_t first, int64_t tokens,
-                                      const float* mean) {
+// One pass over the seen tokens of a head of x (q or k, minus `mean` if there is one) and y (do or v).
+template <class Seen>
+HeadStatistics head_statistics(const View& x, const View& y, int64_t b, int64_t h, int64_t first, int64_t tokens,
+                               const Seen& seen, const float* mean) {
   alignas(64) float row[kMaxDim];
   HeadStatistics s{};
   double norm = 0;
   const int64_t x_width = padded_columns(x.shape[3]), y_width = padded_columns(y.shape[3]);
   for (int64_t t = first; t < first + tokens; ++t) {
+    if (!seen(t - first)) continue;
     load_numbers(x, b, h, t, 1, 1, x_width, row);
     if (!finite_row(row, x_width)) zero(row, x_width);
     if (mean) subtract(row, mean, x.shape[3]);
@@ -179,25 +218,32 @@ inline HeadStatistics head_statistics(const View& x, const View& y, int64_t b, i
   return s;
 }
 
-// Mean of k over the tokens of a head, in token order, in double, rounded once.
-inline void mean_of_keys(const Problem& p, const Sequence& seq, int64_t g, float* mean) {
+// Mean of k over the seen tokens of a head, in token order, in double, rounded once.
+inline void mean_of_keys(const Problem& p, const Sequence& seq, int64_t g, const SeenTokens& seen, float* mean) {
   alignas(64) float row[kMaxDim];
   double sum[kMaxDim] = {};
-  for (int64_t j = 0; j < seq.k_tokens; ++j) {
+  for (int64_t j = seen.range.first; j < seen.range.last; ++j) {
+    if (!seen[j]) continue;
     load_numbers(p.k, seq.batch, g, seq.k_first + j, 1, 1, p.dim, row);
     for (int64_t c = 0; c < p.dim; ++c)
       if (__builtin_fabsf(row[c]) < __builtin_inff()) sum[c] += row[c];
   }
   for (int64_t c = 0; c < p.dim; ++c)
-    mean[c] = static_cast<float>(sum[c] / static_cast<double>(std::max<int64_t>(seq.k_tokens, 1)));
+    mean[c] = static_cast<float>(sum[c] / static_cast<double>(std::max<int64_t>(seen.count(), 1)));
 }
 
-// In double, rounded once.
-inline void mean_of_rows(const float* rows, int64_t count, int64_t width, float* mean) {
+// Of the seen ones, in double, rounded once.
+template <class Seen>
+void mean_of_rows(const float* rows, int64_t count, int64_t width, const Seen& seen, float* mean) {
   double sum[kMaxDim] = {};
-  for (int64_t r = 0; r < count; ++r)
+  int64_t tokens = 0;
+  for (int64_t r = 0; r < count; ++r) {
+    if (!seen(r)) continue;
+    ++tokens;
     for (int64_t c = 0; c < width; ++c) sum[c] += rows[r * width + c];
-  for (int64_t c = 0; c < width; ++c) mean[c] = static_cast<float>(sum[c] / static_cast<double>(count));
+  }
+  for (int64_t c = 0; c < width; ++c)
+    mean[c] = static_cast<float>(sum[c] / static_cast<double>(std::max<int64_t>(tokens, 1)));
 }
 
 inline void rotate_rows(float* rows, int64_t count, int64_t width, int64_t dim) {
@@ -208,20 +254,6 @@ inline void rotate_rows(float* rows, int64_t count, int64_t width, int64_t dim) 
 inline void rotate_back(float* row, int64_t dim) {
   const Signs signs(kHadamardSeed, dim);
   hadamard_inverse(row, signs.sign, dim);
-}
-
-// The offsets of the tiles' means from their own mean, for one head: what dq = ds k is given back. The mean of all
-// means would only multiply the rounding errors of ds, whose rows sum to 0.
-inline void offset_tiles(const Sequence& seq, int64_t first_tile, int64_t g, int64_t kv_heads,
-                         const GradientOperands& w) {
-  const int64_t tiles = (seq.k_tokens + kKeys - 1) / kKeys, kc = w.k_columns;
-  const auto row = [&](float* base, int64_t tile) { return base + ((first_tile + tile) * kv_heads + g) * kc; };
-  for (int64_t c = 0; c < kc; ++c) {
-    double sum = 0;
-    for (int64_t tile = 0; tile < tiles; ++tile) sum += row(w.tile_mean, tile)[c];
-    for (int64_t tile = 0; tile < tiles; ++tile)
-      row(w.tile_offset, tile)[c] = static_cast<float>(row(w.tile_mean, tile)[c] - sum / static_cast<double>(tiles));
-  }
 }
 
 // [kKeys][columns] numbers as B of ds k.
@@ -254,20 +286,31 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
   const int64_t index = (block.first_tile + first / kKeys) * p.kv_heads + g;
   const int64_t valid = std::min(seq.k_tokens - first, kKeys);
   const HeadStatistics& head = w.key_heads[side];
+  // Keys that no query sees become zeros.
+  const SeenTokens all_seen = seen_keys(p, seq, g, block.first_tile, w);
+  const auto seen = [&](int64_t r) { return !has_scales(plan) || all_seen[first + r]; };
   alignas(64) float k[kKeys * kMaxDim];
   bool finite[kKeys];
   load_numbers(p.k, seq.batch, g, seq.k_first + first, valid, kKeys, kc, k);
   for (int64_t r = 0; r < valid; ++r) {
+    if (!seen(r)) zero(k + r * kc, kc);
     finite[r] = finite_row(k + r * kc, kc);
     if (!finite[r]) zero(k + r * kc, kc);
-    if (plan.smooth_k) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
+    if (plan.smooth_k && seen(r)) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
   }
   if (plan.hadamard) rotate_rows(k, valid, kc, p.dim);
   if (plan.smooth_blocks) {
-    float* mean = w.tile_mean + index * kc;
-    mean_of_rows(k, valid, kc, mean);
-    for (int64_t r = 0; r < valid; ++r) subtract(k + r * kc, mean, kc);
+    float *mean = w.tile_mean + index * kc, *offset = w.tile_offset + index * kc;
+    mean_of_rows(k, valid, kc, seen, mean);
+    for (int64_t r = 0; r < valid; ++r)
+      if (seen(r)) subtract(k + r * kc, mean, kc);
     std::memcpy(w.k_smooth + index * kKeys * kc, k, sizeof(float) * kKeys * kc);
+    // dq = ds k is given back the mean of the tile less that of all keys, which would only multiply the rounding errors
+    // of ds, whose rows sum to 0.
+    alignas(64) float all[kMaxDim] = {};
+    std::memcpy(all, w.k_mean + side * kMaxDim, sizeof(float) * p.dim);
+    if (plan.hadamard) rotate_rows(all, 1, kc, p.dim);
+    for (int64_t c = 0; c < kc; ++c) offset[c] = mean[c] - all[c];
   }
   round_rows(plan.k, plan.k.group == kWholeHead ? head.largest : -1.f, k, valid, kc);
   for (int64_t r = 0; r < kKeys; ++r) w.k_amax[index * kKeys + r] = finite_amax(k + r * kc, kc);
@@ -278,13 +321,16 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
       for (int64_t c = 0; c < p.dim; ++c) transposed[c * kKeys + r] = __builtin_nanf("");
   store_columns(transposed, p.dim, w.k_transposed + index * words_of<Split>(p.dim) * kKeys);
   if (plan.smooth_k_dq) {
-    for (int64_t r = 0; r < valid; ++r) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
+    for (int64_t r = 0; r < valid; ++r)
+      if (seen(r)) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
     round_rows({OCTET_F16, kWholeHead}, head.largest, k, valid, kc);
   }
   store_rows(k, kc, w.k_by_row + index * words_of<Split>(kKeys) * kc);
 
   alignas(64) float v[kKeys * kMaxDim];
   load_numbers(p.v, seq.batch, g, seq.k_first + first, valid, kKeys, vc, v);
+  for (int64_t r = 0; r < valid; ++r)
+    if (!seen(r)) zero(v + r * vc, vc);
   round_rows(plan.v, plan.v.group == kWholeHead ? head.value_largest : -1.f, v, valid, vc);
   transpose(v, kKeys, vc, p.dim_v, transposed);
   store_columns(transposed, p.dim_v, w.v_transposed + index * words_of<Split>(p.dim_v) * kKeys);
@@ -305,11 +351,6 @@ inline float delta_of(const Problem& p, const BackwardPlan& plan, const Sequence
   return static_cast<float>(((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7])));
 }
 
-// Mean of q over a block, with smooth_blocks.
-inline void mean_of_queries(const GradientOperands& w, int64_t first, int64_t rows, float* mean) {
-  mean_of_rows(w.q_raw + first * w.k_columns, rows, w.k_columns, mean);
-}
-
 // One block of queries: rows, lse, delta; clears dq and gives the first tile its turn.
 inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block,
                             const GradientOperands& w) {
@@ -320,7 +361,10 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
   float *q = w.q + first * kc, *do_dp = w.do_dp + first * vc, *do_dv = w.do_dv + first * vc;
   load_numbers(p.q, seq.batch, h, seq.q_first + token, rows, rows, kc, q);
   load_numbers(p.do_, seq.batch, h, seq.q_first + token, rows, rows, vc, do_dp);
+  // Queries that see no key become zeros.
+  const auto seen = [&](int64_t i) { return !has_scales(plan) || seen_query(p, seq, h, token + i, w); };
   for (int64_t i = 0; i < rows; ++i) {
+    if (!seen(i)) zero(q + i * kc, kc), zero(do_dp + i * vc, vc);
     double lse = *p.lse.at<float>(seq.batch, h, seq.q_first + token + i);
     if (lse == kMinusInfinity) lse = __builtin_inf();
     if (plan.smooth_k)
@@ -334,17 +378,18 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
   }
   if (do_dv != do_dp) {
     std::memcpy(do_dv, do_dp, sizeof(float) * rows * vc);
-    round_rows(plan.do_dv, shared_amax(plan.do_dv, p.do_, seq, h, token, head.value_largest), do_dv, rows, vc);
+    round_rows(plan.do_dv, shared_amax(p, plan.do_dv, p.do_, seq, h, token, head.value_largest, w), do_dv, rows, vc);
   }
   if (plan.hadamard) rotate_rows(q, rows, kc, p.dim);
   if (plan.smooth_blocks) {
     std::memcpy(w.q_raw + first * kc, q, sizeof(float) * rows * kc);
-    alignas(64) float mean_q[kMaxDim];
-    mean_of_queries(w, first, rows, mean_q);
-    for (int64_t i = 0; i < rows; ++i) subtract(q + i * kc, mean_q, kc);
+    float* mean_q = block_mean(p, seq, block.sequence, h, token, w);
+    mean_of_rows(q, rows, kc, seen, mean_q);
+    for (int64_t i = 0; i < rows; ++i)
+      if (seen(i)) subtract(q + i * kc, mean_q, kc);
   }
-  round_rows(plan.q, shared_amax(plan.q, p.q, seq, h, token, head.largest), q, rows, kc);
-  round_rows(plan.do_dp, shared_amax(plan.do_dp, p.do_, seq, h, token, head.value_largest), do_dp, rows, vc);
+  round_rows(plan.q, shared_amax(p, plan.q, p.q, seq, h, token, head.largest, w), q, rows, kc);
+  round_rows(plan.do_dp, shared_amax(p, plan.do_dp, p.do_, seq, h, token, head.value_largest, w), do_dp, rows, vc);
   for (int64_t i = 0; i < rows; ++i) {
     const bool seen = w.lse[first + i] != __builtin_inff();
     w.delta[first + i] = seen ? delta_of(p, plan, seq, h, seq.q_first + token + i, do_dp + i * vc) : 0.f;

@@ -133,6 +133,8 @@ struct Forward {
     pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, k_mean, scratch.q, side.k_words + Scratch::kQPad,
                      side.k_words, queries);
     for (int64_t i = 0; i < kRows; ++i) {
+      const float step = queries.step[i];
+      if (step != step && !sees_a_key(p, seq, h, token + i)) queries.step[i] = 1.f;  // NaN would reach its row
       state.m[i] = state.top[i] = kMinusInfinity;
       state.to_logit[i] = queries.step[i] * p.scale;
       state.unit[i] = p.mask.present() ? kLog2e : state.to_logit[i] * kLog2e;
@@ -380,9 +382,13 @@ template <class Qk, class Pv>
 void pack_keys(const Job& job, const ForwardPlan& plan, const Signs& signs, const KeySide& side) {
   const Problem& p = *job.problem;
   const int64_t sides = job.sequence_count * p.kv_heads;
-  const bool statistics = plan.smooth_k || plan.smooth_v || side.v_channel;
+  const bool statistics = plan.smooth_k || plan.smooth_v || side.v_channel || side.seen;
   const auto summarise = [&](int64_t task) {
-    channel_statistics(p, plan, job.sequences[task / p.kv_heads], task % p.kv_heads, task, side);
+    const int64_t sequence = task / p.kv_heads, g = task % p.kv_heads;
+    const Sequence& seq = job.sequences[sequence];
+    const int64_t first_tile = seq.k_tokens ? first_tile_of(job, sequence) : 0;
+    if (side.seen) list_seen_keys(p, seq, g, side.seen + side.tile_index(g, first_tile) * kKeys);
+    channel_statistics(p, plan, seq, g, task, side.seen_keys(p, seq, g, first_tile), side);
   };
   const auto pack = [&](const Block& block) {
     const FlushDenormals flush;
@@ -391,11 +397,9 @@ void pack_keys(const Job& job, const ForwardPlan& plan, const Signs& signs, cons
   if (statistics && sides >= job.threads) {
     parallel_for(job.threads, sides, [&](int64_t task, unsigned) {
       const int64_t sequence = task / p.kv_heads;
-      const Block* first = std::partition_point(job.key_tiles, job.key_tiles + job.key_tile_count,
-                                                [&](const Block& block) { return block.sequence < sequence; });
       summarise(task);
       for (int64_t token = 0; token < job.sequences[sequence].k_tokens; token += kKeys)
-        pack({sequence, task % p.kv_heads, token, first->first_tile});
+        pack({sequence, task % p.kv_heads, token, first_tile_of(job, sequence)});
     });
     return;
   }

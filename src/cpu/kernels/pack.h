@@ -8,6 +8,7 @@
 #include "cpu/kernels/matmul.h"
 #include "cpu/kernels/pack_int8.h"
 #include "cpu/kernels/plan.h"
+#include "cpu/kernels/seen.h"
 #include "cpu/kernels/split.h"
 
 namespace octet::cpu::OCTET_ISA {
@@ -103,6 +104,7 @@ struct KeySide {
   int32_t* k_correction;               // [tile][kKeys]: undoes the bias of signed A
   float* v_scale;                      // [tile][kKeys] with VScale::token
   bool* v_finite;                      // [tile]: all of v is below 2^100: p v is a float even where p is above 1
+  bool* seen;                          // [tile][kKeys], with a mask tensor and scales
   float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax
   int64_t k_words, v_words, v_columns;
   int64_t v_panel;             // columns of v that lie together; v_columns: all
@@ -111,6 +113,11 @@ struct KeySide {
 
   // Index of a tile, counted over all sequences, of a kv head: the tiles of a head lie one after the other.
   int64_t tile_index(int64_t head, int64_t tile) const { return head * tiles + tile; }
+
+  // `first_tile`: of the sequence.
+  SeenTokens seen_keys(const Problem& p, const Sequence& seq, int64_t g, int64_t first_tile) const {
+    return {keys_in_reach(p, seq), seen ? seen + tile_index(g, first_tile) * kKeys : nullptr};
+  }
 
   // v lies in panels of v_panel columns (the last may have fewer): of a head, first one panel of all tiles, then the
   // next. So what the inner loop goes through many times is contiguous, and does not compete for cache sets.
@@ -121,6 +128,11 @@ struct KeySide {
     return v + (index - tile) * v_stride + v_stride / v_columns * (tiles * column + tile * panel_width(column));
   }
 };
+
+// Whether tokens have scales or means, so that some could reach others.
+inline bool has_scales(const ForwardPlan& plan) {
+  return plan.k_group || plan.v_scale != VScale::none || plan.smooth_k || plan.smooth_v;
+}
 
 // With room for `parts` k and v in every tile, one below the other.
 template <class Qk, class Pv>
@@ -138,6 +150,7 @@ KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve,
   s.k = carve.take<Word>(tiles * s.k_stride);
   s.v = carve.take<Word>(tiles * s.v_stride);
   s.v_finite = carve.take<bool>(tiles);
+  s.seen = p.mask.present() && has_scales(plan) ? carve.take<bool>(tiles * kKeys) : nullptr;
   s.k_scale = plan.k_group ? carve.take<float>(tiles * kKeys) : nullptr;
   s.k_correction = kBias<Qk> ? carve.take<int32_t>(tiles * kKeys) : nullptr;
   s.v_scale = plan.v_scale == VScale::token ? carve.take<float>(tiles * kKeys) : nullptr;
@@ -148,11 +161,16 @@ KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve,
   return s;
 }
 
-// Channel means of k, and of v with its channel amax, over the true tokens of one sequence and head; in token order,
-// in double, rounded once. Only finite numbers count: any mean is correct, and a poisoned token must not reach
-// queries that do not see it.
+// Channel means of k, and of v with its channel amax, over the seen tokens of one sequence and head; in token order, in
+// double, rounded once. Only finite numbers count: any mean is correct, and a poisoned token must not reach queries
+// that do not see it.
 inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t g, int64_t side,
-                               const KeySide& s) {
+                               const SeenTokens& seen, const KeySide& s) {
+  const auto tokens = static_cast<double>(std::max<int64_t>(seen.count(), 1));
+  const auto for_seen = [&](auto&& body) OCTET_INLINE_LAMBDA {
+    for (int64_t j = seen.range.first; j < seen.range.last; ++j)
+      if (seen[j]) body(seq.k_first + j);
+  };
   const auto mean_of = [&](const View& t, bool coded, int64_t n, float* mean) {
     std::memset(mean, 0, sizeof(float) * kMaxDim);
     if (coded) {
@@ -164,19 +182,19 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
       const auto add_all = [&](bool guarded) OCTET_INLINE_LAMBDA {
         RowVectors x;
         Doubles sums[kMaxDim / kLanes] = {};
-        for (int64_t j = 0; j < seq.k_tokens; ++j) {
-          load_numbers_row(t, seq.batch, g, seq.k_first + j, x, vectors);
+        for_seen([&](int64_t token) OCTET_INLINE_LAMBDA {
+          load_numbers_row(t, seq.batch, g, token, x, vectors);
           for (int v = 0; v < vectors; ++v) {
             const Vf size = floats(bits(x[v]) & 0x7fffffff);
             sums[v].add(guarded ? (size < splat(__builtin_inff()) ? x[v] : Vf{}) : x[v]);
           }
-        }
+        });
         for (int v = 0; v < vectors; ++v) sums[v].store(sum + v * kLanes);
       };
       add_all(false);
       if (!std::all_of(sum, sum + vectors * kLanes, [](double x) { return std::isfinite(x); })) add_all(true);
     });
-    for (int64_t c = 0; c < n; ++c) mean[c] = static_cast<float>(sum[c] / static_cast<double>(seq.k_tokens));
+    for (int64_t c = 0; c < n; ++c) mean[c] = static_cast<float>(sum[c] / tokens);
   };
   if (plan.smooth_k) mean_of(p.k, plan.k_coded, p.dim, s.k_mean + side * kMaxDim);
   if (plan.smooth_v) mean_of(p.v, plan.v_coded, p.dim_v, s.v_mean + side * kMaxDim);
@@ -184,15 +202,15 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
     float* top = s.v_channel + side * kMaxDim;
     float row[kMaxDim];
     for (int64_t c = 0; c < p.dim_v; ++c) top[c] = 0.f;
-    for (int64_t j = 0; j < seq.k_tokens; ++j) {
-      load_numbers(p.v, seq.batch, g, seq.k_first + j, 1, 1, p.dim_v, row);
+    for_seen([&](int64_t token) {
+      load_numbers(p.v, seq.batch, g, token, 1, 1, p.dim_v, row);
       if (plan.smooth_v)
         for (int64_t c = 0; c < p.dim_v; ++c) row[c] -= s.v_mean[side * kMaxDim + c];
       for (int64_t c = 0; c < p.dim_v; ++c) {
         const float a = __builtin_fabsf(row[c]);
         top[c] = a > top[c] && a < __builtin_inff() ? a : top[c];
       }
-    }
+    });
     if (plan.v_scale == VScale::head) {
       float largest = 0.f;
       for (int64_t c = 0; c < p.dim_v; ++c) largest = top[c] > largest ? top[c] : largest;
@@ -250,6 +268,17 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   const int64_t valid = seq.k_tokens - first < kKeys ? seq.k_tokens - first : kKeys;
   const float* k_mean = plan.smooth_k ? s.k_mean + side * kMaxDim : nullptr;
   const float* v_mean = plan.smooth_v ? s.v_mean + side * kMaxDim : nullptr;
+  // Keys that no query sees become zeros with a step of 0.
+  const SeenTokens all_seen = s.seen_keys(p, seq, g, block.first_tile);
+  bool seen[kKeys];
+  for (int64_t r = 0; r < valid; ++r) seen[r] = !has_scales(plan) || all_seen[first + r];
+  const auto zero_unseen = [&](float* rows, int64_t width) {
+    for (int64_t r = 0; r < valid; ++r)
+      if (!seen[r]) std::memset(rows + r * width, 0, sizeof(float) * static_cast<std::size_t>(width));
+  };
+  const auto clear_steps = [&] {
+    for (int64_t r = 0; r < valid; ++r) steps[r] = seen[r] ? steps[r] : 0.f;
+  };
 
   const int64_t width = padded<Qk>(padded_columns(p.dim)), token = seq.k_first + first;
   Word* k = s.k + index * s.k_stride;
@@ -268,6 +297,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
         if (plan.smooth_k) subtract(rows + r * width, k_mean, p.dim);
         if (plan.hadamard) hadamard_row(rows + r * width, signs.sign, p.dim);
       }
+      zero_unseen(rows, width);
       if (plan.k_coded)
         for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.k, seq.batch, g, token + r);
       else
@@ -294,6 +324,7 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
       }
     }
   }
+  clear_steps();
   if (s.k_scale) std::memcpy(s.k_scale + index * kKeys, steps, sizeof steps);
 
   // Words of one float lie as the rows do, unless in panels.
@@ -304,18 +335,17 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   bool finite = true;
   const bool v_bytes = in_bytes<Pv>(plan.v) && plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_coded;
   if (v_bytes) {
-    finite = pack_int8_values(p.v, seq.batch, g, token, valid, v_mean, columns, v, steps);
+    pack_int8_values(p.v, seq.batch, g, token, valid, v_mean, columns, v, steps);
   } else if (plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_coded) {
-    for (int64_t r = 0; r < valid; ++r) {
+    for (int64_t r = 0; r < valid; ++r)
       steps[r] = quantize_row(p.v, seq.batch, g, token + r, plan.v, v_mean, nullptr, columns, v_rows + r * columns);
-      finite &= steps[r] == steps[r];
-    }
     std::memset(v_rows + valid * columns, 0, sizeof(float) * static_cast<std::size_t>((kKeys - valid) * columns));
   } else {
     load_operand(p.v, plan.v_coded, seq.batch, g, token, valid, kKeys, columns, v_rows);
+    zero_unseen(v_rows, columns);
     finite = row_amax(v_rows, kKeys * columns) < 0x1p100f;
     for (int64_t r = 0; r < valid && plan.smooth_v && !plan.v_coded; ++r)
-      subtract(v_rows + r * columns, v_mean, p.dim_v);
+      if (seen[r]) subtract(v_rows + r * columns, v_mean, p.dim_v);
     if (plan.v_coded) {
       for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.v, seq.batch, g, token + r);
     } else if (s.v_channel) {
@@ -327,7 +357,13 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
     } else {
       quantize_rows(plan.v, plan.smooth_v ? OCTET_F32 : numbers_of(p.v),
                     plan.v_scale == VScale::token ? plan.v_group : 0, v_rows, valid, columns, steps);
+      // f16 has infinities of its own.
+      if (plan.v == OCTET_F16) finite = row_amax(v_rows, kKeys * columns) < 0x1p100f;
     }
+  }
+  if (s.v_scale) {
+    clear_steps();
+    for (int64_t r = 0; r < valid; ++r) finite &= steps[r] == steps[r];
   }
   s.v_finite[index] = finite;
   for (int64_t w = 0; w < s.v_words && Pv::kPerWord > 1 && !v_bytes; ++w)
@@ -355,6 +391,7 @@ inline float group_amax(const Problem& p, const Sequence& seq, int64_t h, int64_
   alignas(64) float row[kMaxDim];
   float largest = 0.f;
   for (int64_t i = token; i < token + group && i < seq.q_tokens; ++i) {
+    if (!sees_a_key(p, seq, h, i)) continue;
     load_numbers(p.q, seq.batch, h, seq.q_first + i, 1, 1, padded_columns(p.dim), row);
     const float a = row_amax(row, padded_columns(p.dim));
     largest = a > largest && a < __builtin_inff() ? a : largest;

@@ -63,22 +63,18 @@ void pack_int8_keys(const View& t, int64_t b, int64_t g, int64_t token, int64_t 
   transpose(reinterpret_cast<const float*>(codes), kKeys, k_words, k_words, reinterpret_cast<float*>(k));
 }
 
-// A tile of v: [kKeys / 4][columns]. False if a row is not finite.
-inline bool pack_int8_values(const View& t, int64_t b, int64_t g, int64_t token, int64_t valid, const float* mean,
+// A tile of v: [kKeys / 4][columns].
+inline void pack_int8_values(const View& t, int64_t b, int64_t g, int64_t token, int64_t valid, const float* mean,
                              int64_t columns, Word* v, float* steps) {
   alignas(64) uint8_t codes[kKeys * kMaxDim];
-  bool finite = true;
-  for (int64_t r = 0; r < valid; ++r) {
+  for (int64_t r = 0; r < valid; ++r)
     steps[r] = int8_row(t, b, g, token + r, mean, nullptr, nullptr, nullptr, 0, columns, codes + r * columns);
-    finite &= steps[r] == steps[r];
-  }
   std::memset(codes + valid * columns, 0, static_cast<std::size_t>((kKeys - valid) * columns));
   for (int64_t r = 0; r < kKeys; r += 4)
     for (int64_t c = 0; c < columns; c += kLanes) {
       const auto row = [&](int64_t i) OCTET_INLINE_LAMBDA { return load_bytes(codes + (r + i) * columns + c); };
       store(reinterpret_cast<int32_t*>(v + r / 4 * columns + c), row(0) | row(1) << 8 | row(2) << 16 | row(3) << 24);
     }
-  return finite;
 }
 
 }  // namespace octet::cpu::OCTET_ISA

@@ -1,6 +1,8 @@
 // What the kernels of every instruction set are asked to do: a problem, its recipe in the kernels' terms, and where
 // in the workspace everything lies. No vector code here.
 #pragma once
+#include <algorithm>
+
 #include "core/problem.h"
 
 namespace octet::cpu {
@@ -109,6 +111,13 @@ struct Job {
   unsigned threads;
   void* workspace;
 };
+
+// The first of the tiles of a sequence that has some, counting those of all sequences before it.
+inline int64_t first_tile_of(const Job& job, int64_t sequence) {
+  return std::partition_point(job.key_tiles, job.key_tiles + job.key_tile_count,
+                              [&](const Block& block) { return block.sequence < sequence; })
+      ->first_tile;
+}
 
 // Hands out 64-byte aligned pieces of the workspace; with null memory it only adds up sizes.
 class Carver {

@@ -31,18 +31,11 @@ struct TileRow {
     if (mask) t.mask = static_cast<const char*>(mask) + key * mask_stride * mask_bytes(mask_dtype);
     return t;
   }
-
-  static int64_t mask_bytes(octet_dtype dtype) { return dtype == OCTET_BOOL ? 1 : dtype == OCTET_F32 ? 4 : 2; }
 };
 
 constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 constexpr float kMinusInfinity = -__builtin_inff();
-
-// Row i of the mask tensor at `key`.
-OCTET_INLINE const void* mask_row(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t key) {
-  return static_cast<const char*>(p.mask.data) + p.mask.offset(b, h, i, key) * TileRow::mask_bytes(p.mask.dtype);
-}
 
 // What a mask tensor adds to the logits of one row: 0 or -inf for bool, the numbers themselves else.
 inline void load_mask(const TileRow& row, float* out) {

@@ -14,6 +14,13 @@
 
 namespace octet::reference {
 
+// Which tokens take part in statistics (means, largest magnitudes): the keys that some query sees, the queries that see
+// some key. Empty: all.
+using Seen = std::vector<bool>;
+inline bool sees_token(const Seen& seen, int64_t token) {
+  return seen.empty() || seen[static_cast<std::size_t>(token)];
+}
+
 // One head of one sequence: n queries, m keys.
 struct Head {
   Matrix q, k, v;  // [n d] [m d] [m e]
@@ -22,6 +29,7 @@ struct Head {
   std::vector<bool> hidden{};                              // [n m] keys within the range that are not seen; empty: none
   Matrix bias{};                                           // [n m] added to the logits; empty: none
   double sink = -std::numeric_limits<double>::infinity();  // a logit of every query whose value is 0; -inf: none
+  Seen seen_q{}, seen_k{};  // [n] [m]; a key counts as seen if any head that shares it sees it
 
   bool sees(int64_t i, int64_t j) const {
     const KeyRange& range = keys[static_cast<std::size_t>(i)];

@@ -79,6 +79,11 @@ void store_column(const View& x, int64_t b, int64_t h, int64_t first, const std:
     store(x.dtype, x.data, x.offset(b, h, first + static_cast<int64_t>(t), 0), values[t]);
 }
 
+// Whether the mask tensor hides key j from query i.
+bool hides(const View& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
+  return mask.present() && element(mask, b, h, i, j) == (mask.dtype == OCTET_BOOL ? 0.0 : -kInf);
+}
+
 void load_mask(const Problem& problem, int64_t b, int64_t h, Head& head) {
   const View& mask = problem.mask;
   const int64_t n = head.q.rows, m = head.k.rows;
@@ -87,16 +92,26 @@ void load_mask(const Problem& problem, int64_t b, int64_t h, Head& head) {
   if (mask.dtype != OCTET_BOOL) head.bias = Matrix(n, m);
   for (int64_t i = 0; i < n; ++i)
     for (int64_t j = 0; j < m; ++j) {
-      const double value = element(mask, b, h, i, j);
-      const bool hides = mask.dtype == OCTET_BOOL ? value == 0.0 : value == -kInf;
-      if (hides)
+      if (hides(mask, b, h, i, j))
         head.hidden[static_cast<std::size_t>(i * m + j)] = true;
       else if (mask.dtype != OCTET_BOOL)
-        head.bias[i][j] = value;
+        head.bias[i][j] = element(mask, b, h, i, j);
     }
 }
 
-// Head h of a sequence; `kv` holds k and v already.
+// The queries of head h that see a key, and in `keys` those that they see.
+Seen seen_queries(const Problem& problem, const Sequence& at, int64_t h, Seen& keys) {
+  Seen queries(static_cast<std::size_t>(at.q_tokens), false);
+  for (int64_t i = 0; i < at.q_tokens; ++i) {
+    const KeyRange range = problem.keys_of(i, at.q_tokens, at.k_tokens);
+    for (int64_t j = range.first; j < range.last; ++j)
+      if (!hides(problem.mask, at.batch, h, i, j))
+        queries[static_cast<std::size_t>(i)] = keys[static_cast<std::size_t>(j)] = true;
+  }
+  return queries;
+}
+
+// Head h of a sequence; `kv` holds k and v already, and which of their tokens are seen.
 Head load_head(const Problem& problem, const Sequence& at, int64_t h, const Head& kv) {
   Head head = kv;
   head.q = load_operand(problem.q, at.batch, h, at.q_first, at.q_tokens);
@@ -104,6 +119,7 @@ Head load_head(const Problem& problem, const Sequence& at, int64_t h, const Head
   if (problem.sinks.present()) head.sink = element(problem.sinks, at.batch, h, 0, 0);
   for (int64_t i = 0; i < at.q_tokens; ++i) head.keys.push_back(problem.keys_of(i, at.q_tokens, at.k_tokens));
   load_mask(problem, at.batch, h, head);
+  head.seen_q = seen_queries(problem, at, h, head.seen_k);
   return head;
 }
 
@@ -170,6 +186,9 @@ void run_group(const Problem& problem, const Recipe& recipe, const Sequence& at,
   Head kv;
   kv.k = load_operand(problem.k, at.batch, kv_head, at.k_first, at.k_tokens);
   kv.v = load_operand(problem.v, at.batch, kv_head, at.k_first, at.k_tokens);
+  kv.seen_k.assign(static_cast<std::size_t>(at.k_tokens), false);
+  for (int64_t h = kv_head * problem.group(); h < (kv_head + 1) * problem.group(); ++h)
+    seen_queries(problem, at, h, kv.seen_k);
   Matrix dk(at.k_tokens, problem.dim), dv(at.k_tokens, problem.dim_v);
   for (int64_t h = kv_head * problem.group(); h < (kv_head + 1) * problem.group(); ++h) {
     if (problem.pass == OCTET_FORWARD) run_forward(problem, recipe, at, h, kv);

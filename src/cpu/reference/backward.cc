@@ -133,18 +133,19 @@ void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix
   }
 }
 
-// What smoothing took from the operands of dq = ds k and dk = ds^T q, times the un-rounded ds. The mean of all keys
-// meets the sum of a row of ds, `row_sums`. That of attention alone is 0 but for rounding, and exactly 0 here, so that
-// the mean does not multiply the rounding errors.
-void add_means(const Head& head, const Logits& logits, const Matrix& k_dq_means, const Matrix& ds,
+// What smoothing took from the operands of dq = ds k and dk = ds^T q, times the un-rounded ds. The mean of all keys,
+// `centre`, meets the sum of a row of ds, `row_sums`. That of attention alone is 0 but for rounding, and exactly 0 here,
+// so that the mean does not multiply the rounding errors.
+void add_means(const Head& head, const Logits& logits, const std::vector<double>& centre, const Matrix& ds,
                const std::vector<double>& row_sums, Gradients& g) {
   const Smoothed &q = logits.smooth_q(), &k = logits.smooth_k();
-  const Smoothed of_all(k_dq_means.rows ? k_dq_means : k.means, kAllTokens);
+  Matrix offsets = k.means.rows > 1 ? k.means : Matrix();
+  for (int64_t b = 0; b < offsets.rows; ++b) add_scaled(offsets[b], -1.0, centre.data(), offsets.cols);
   for (int64_t i = 0; i < ds.rows; ++i) {
-    if (of_all.means.rows && row_sums[index(i)] != 0.0)
-      add_scaled(g.dq[i], row_sums[index(i)], of_all.means[0], head.q.cols);
+    if (!centre.empty() && row_sums[index(i)] != 0.0)
+      add_scaled(g.dq[i], row_sums[index(i)], centre.data(), head.q.cols);
     for_seen(head, i, [&](int64_t j) {
-      if (k.means.rows > 1) add_scaled(g.dq[i], ds[i][j], of_all.x[j / k.block], head.q.cols);
+      if (offsets.rows) add_scaled(g.dq[i], ds[i][j], offsets[j / k.block], head.q.cols);
       if (q.means.rows) add_scaled(g.dk[j], ds[i][j], q.mean_of(i), head.q.cols);
     });
   }
@@ -157,7 +158,8 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
   const BackwardRecipe& how = recipe.backward;
   const int64_t n = head.q.rows, m = head.k.rows, d = head.q.cols, e = head.v.cols;
   const Logits logits(head, how.logits);
-  const Matrix do_dp = quantized(do_, how.do_dp), do_dv = quantized(do_, how.do_dv), v = quantized(head.v, how.v);
+  const Matrix do_dp = quantized(do_, how.do_dp, head.seen_q), do_dv = quantized(do_, how.do_dv, head.seen_q),
+               v = quantized(head.v, how.v, head.seen_k);
 
   std::vector<double> lse = saved_lse, dlse = given_dlse, row_sums(index(n));
   dlse.resize(index(n), 0.0);
@@ -185,8 +187,14 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
   const Matrix ds_k = rounded_tiles(ds, how.ds_k, power, fold(how.ds_k, q_amax, false));
   const Matrix p_dv = rounded_tiles(p, how.p, 1.0, fold(how.p, do_amax, false));
 
-  const Smoothed smooth_dq(logits.k(), how.smooth_dq ? kAllTokens : 0);
-  const Matrix k_dq = how.smooth_dq ? quantized(smooth_dq.x, *how.smooth_dq) : logits.k();
+  std::vector<double> centre;  // what the k of dq lacks
+  if (how.smooth_dq || how.logits.smooth_k)
+    centre = channel_means(how.smooth_dq ? logits.k() : head.k, head.seen_k, 0, m);
+  Matrix k_dq = logits.k();
+  if (how.smooth_dq) {
+    subtract(k_dq, centre, head.seen_k, 0, m);
+    k_dq = quantized(k_dq, *how.smooth_dq, head.seen_k);
+  }
   Gradients g{Matrix(n, d), Matrix(m, d), Matrix(m, e)};
   for (int64_t i = 0; i < n; ++i)
     for_seen(head, i, [&](int64_t j) {
@@ -197,7 +205,7 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
   if (how.project != OCTET_F64) project(head, how.project, p, ds_q, dlse, sink, logits, g);
   if (how.logits.hadamard)
     for (Matrix* x : {&g.dq, &g.dk}) *x = rotated_back(std::move(*x), kHadamardSeed);
-  add_means(head, logits, smooth_dq.means, ds, row_sums, g);
+  add_means(head, logits, centre, ds, row_sums, g);
   for (Matrix* x : {&g.dq, &g.dk})
     for (double& value : x->data) value *= head.scale;
   for (const SinkRow& row : sink) g.dsink += row.ds;

@@ -89,7 +89,7 @@ void add_tile(const Head& head, const Recipe& recipe, const Values& values, cons
 Output forward(const Head& head, const Recipe& recipe) {
   const int64_t n = head.q.rows, m = head.k.rows, e = head.v.cols;
   const Logits logits(head, recipe.logits);
-  const Values values(head.v, recipe);
+  const Values values(head.v, recipe, head.seen_k);
   const int64_t tile = std::min(recipe.tile, std::max<int64_t>(m, 1));
   Output out{Matrix(n, e), std::vector<double>(static_cast<std::size_t>(n), -kInf), Matrix(n, e)};
   std::vector<double> s(static_cast<std::size_t>(m));

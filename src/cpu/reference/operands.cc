@@ -69,10 +69,6 @@ void hadamard_stages(double* x, int64_t dim) {
   for (int64_t c = 0; c < dim; ++c) x[c] /= std::sqrt(static_cast<double>(block));
 }
 
-void subtract(Matrix& x, const std::vector<double>& mean, int64_t first, int64_t last) {
-  for (int64_t t = first; t < last; ++t) add_scaled(x[t], -1.0, mean.data(), x.cols);
-}
-
 }  // namespace
 
 double largest_code(octet_dtype code) {
@@ -113,8 +109,10 @@ void round_nvfp4(double* p, int64_t n, int64_t stride, double unit) {
   }
 }
 
-Matrix quantized(const Matrix& x, const Quantizer& quantizer) {
+Matrix quantized(const Matrix& x, const Quantizer& quantizer, const Seen& seen) {
   Matrix y = x;
+  for (int64_t t = 0; t < y.rows; ++t)
+    if (!sees_token(seen, t)) std::fill_n(y[t], y.cols, 0.0);
   if (quantizer.exact()) return y;
   if (quantizer.group == Group::cast)
     for (double& value : y.data) value = rounded_code(quantizer.code, value);
@@ -127,14 +125,22 @@ Matrix quantized(const Matrix& x, const Quantizer& quantizer) {
   return y;
 }
 
-std::vector<double> channel_means(const Matrix& x, int64_t first_token, int64_t last_token) {
+std::vector<double> channel_means(const Matrix& x, const Seen& seen, int64_t first_token, int64_t last_token) {
   std::vector<double> mean(index(x.cols), 0.0);
-  for (int64_t c = 0; c < x.cols; ++c) {
-    for (int64_t t = first_token; t < last_token; ++t)
+  int64_t tokens = 0;
+  for (int64_t t = first_token; t < last_token; ++t) {
+    if (!sees_token(seen, t)) continue;
+    ++tokens;
+    for (int64_t c = 0; c < x.cols; ++c)
       if (std::isfinite(x[t][c])) mean[index(c)] += x[t][c];
-    if (last_token > first_token) mean[index(c)] /= static_cast<double>(last_token - first_token);
   }
+  for (double& sum : mean) sum /= static_cast<double>(std::max<int64_t>(tokens, 1));
   return mean;
+}
+
+void subtract(Matrix& x, const std::vector<double>& mean, const Seen& seen, int64_t first, int64_t last) {
+  for (int64_t t = first; t < last; ++t)
+    if (sees_token(seen, t)) add_scaled(x[t], -1.0, mean.data(), x.cols);
 }
 
 std::vector<double> token_amax(const Matrix& x) {
@@ -160,25 +166,25 @@ Matrix rotated_back(Matrix x, uint64_t seed) {
   return x;
 }
 
-Smoothed::Smoothed(const Matrix& from, int64_t tokens)
+Smoothed::Smoothed(const Matrix& from, int64_t tokens, const Seen& seen)
     : x(from), block(std::min(tokens, std::max<int64_t>(from.rows, 1))) {
   if (!tokens) return;
   means = Matrix((x.rows + block - 1) / block, x.cols);
   for (int64_t b = 0; b < means.rows; ++b) {
     const int64_t first = b * block, last = std::min(x.rows, first + block);
-    const std::vector<double> mean = channel_means(x, first, last);
+    const std::vector<double> mean = channel_means(x, seen, first, last);
     std::copy(mean.begin(), mean.end(), means[b]);
-    subtract(x, mean, first, last);
+    subtract(x, mean, seen, first, last);
   }
 }
 
 Logits::Logits(const Head& head, const LogitRecipe& recipe)
-    : head_(head), smooth_q_(head.q, recipe.smooth_q), smooth_k_(head.k, recipe.smooth_k) {
-  const auto rounded = [&](const Matrix& x, const Quantizer& quantizer) {
-    return quantized(recipe.hadamard ? rotated(x, kHadamardSeed) : x, quantizer);
+    : head_(head), smooth_q_(head.q, recipe.smooth_q, head.seen_q), smooth_k_(head.k, recipe.smooth_k, head.seen_k) {
+  const auto rounded = [&](const Matrix& x, const Quantizer& quantizer, const Seen& seen) {
+    return quantized(recipe.hadamard ? rotated(x, kHadamardSeed) : x, quantizer, seen);
   };
-  q_rounded_ = rounded(smooth_q_.x, recipe.q);
-  k_rounded_ = rounded(smooth_k_.x, recipe.k);
+  q_rounded_ = rounded(smooth_q_.x, recipe.q, head.seen_q);
+  k_rounded_ = rounded(smooth_k_.x, recipe.k, head.seen_k);
   k_rounded_transposed_ = transposed(k_rounded_);
   if (recipe.smooth_q) k_smoothed_transposed_ = transposed(smooth_k_.x);
 }
@@ -200,12 +206,12 @@ void Logits::row(int64_t i, bool scale_first, double* s) const {
     add_scaled(s + range.first, scale_first ? 1.0 : 1.0 / head_.scale, head_.bias[i] + range.first, count);
 }
 
-Values::Values(const Matrix& x, const Recipe& recipe) : v(x) {
+Values::Values(const Matrix& x, const Recipe& recipe, const Seen& seen) : v(x) {
   if (recipe.smooth_v) {
-    mean = channel_means(v, 0, v.rows);
-    subtract(v, mean, 0, v.rows);
+    mean = channel_means(v, seen, 0, v.rows);
+    subtract(v, mean, seen, 0, v.rows);
   }
-  v = quantized(v, recipe.v);
+  v = quantized(v, recipe.v, seen);
   if (!recipe.fold_v) return;
   token_scale = token_amax(v);
   for (int64_t t = 0; t < v.rows; ++t) {

@@ -19,11 +19,14 @@ double rounded_on(octet_dtype code, double x, double largest);
 void round_nvfp4(double* p, int64_t n, int64_t stride, double unit);
 
 // x as its quantiser keeps it. A number that is not finite becomes NaN in formats with a scale and has no part in it,
-// so that it stays in its token.
-Matrix quantized(const Matrix& x, const Quantizer& quantizer);
+// so that it stays in its token. Tokens that are not seen have no part in anything and become 0.
+Matrix quantized(const Matrix& x, const Quantizer& quantizer, const Seen& seen = {});
 
-// Mean over tokens of each channel; numbers that are not finite count as 0.
-std::vector<double> channel_means(const Matrix& x, int64_t first_token, int64_t last_token);
+// The mean over the seen tokens of [first_token, last_token) of each channel; numbers that are not finite count as 0.
+std::vector<double> channel_means(const Matrix& x, const Seen& seen, int64_t first_token, int64_t last_token);
+
+// x minus a mean, for the seen tokens of [first, last).
+void subtract(Matrix& x, const std::vector<double>& mean, const Seen& seen, int64_t first, int64_t last);
 
 // Largest finite magnitude of each token.
 std::vector<double> token_amax(const Matrix& x);
@@ -32,9 +35,10 @@ std::vector<double> token_amax(const Matrix& x);
 Matrix rotated(Matrix x, uint64_t seed);
 Matrix rotated_back(Matrix x, uint64_t seed);
 
-// Means over each `block` consecutive tokens, and x minus them; block 0: x itself.
+// Means over the seen ones of each `block` consecutive tokens, and x minus them; block 0: x itself. Tokens that are not
+// seen stay as they are.
 struct Smoothed {
-  Smoothed(const Matrix& x, int64_t block);
+  Smoothed(const Matrix& x, int64_t block, const Seen& seen);
 
   Matrix x;
   Matrix means;  // [blocks d]; no rows if not smoothed
@@ -67,7 +71,7 @@ class Logits {
 
 // The operand v of o = p v.
 struct Values {
-  Values(const Matrix& v, const Recipe& recipe);
+  Values(const Matrix& v, const Recipe& recipe, const Seen& seen);
 
   Matrix v;                         // rounded; integer codes if folded
   std::vector<double> token_scale;  // folded: the scale of each token's codes

@@ -1,0 +1,106 @@
+// Which tokens take part in a call: keys that some query sees, queries that see some key. What the others hold must not
+// reach anything, so they count neither in means nor in scales.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+
+#include "cpu/kernels/numbers.h"
+#include "cpu/kernels/plan.h"
+
+namespace octet::cpu::OCTET_ISA {
+
+// Of one sequence: an interval, and within it those that a mask tensor leaves.
+struct SeenTokens {
+  KeyRange range;
+  const bool* listed = nullptr;  // [range.last]; null: all of the range
+
+  bool operator[](int64_t token) const {
+    return token >= range.first && token < range.last && (!listed || listed[token]);
+  }
+  int64_t count() const {
+    return listed ? std::count(listed + range.first, listed + range.last, true) : range.last - range.first;
+  }
+};
+
+// The keys that positional masks leave to any query of a sequence: an interval, as each query's begins and ends no
+// earlier than the one before.
+inline KeyRange keys_in_reach(const Problem& p, const Sequence& seq) {
+  if (!seq.q_tokens) return {0, 0};
+  return p.keys_of_block(0, seq.q_tokens, seq.q_tokens, seq.k_tokens);
+}
+
+// Whether an element of a mask tensor, as its bits, hides its key.
+struct HidesBool {
+  using Element = uint8_t;
+  OCTET_INLINE bool hides(Element x) { return !x; }
+};
+template <class T, T minus_infinity>
+struct HidesFloat {
+  using Element = T;
+  OCTET_INLINE bool hides(Element x) { return x == minus_infinity; }
+};
+
+// Calls body with what hides keys in a mask of a dtype.
+template <class Body>
+OCTET_INLINE auto with_mask(octet_dtype dtype, Body&& body) {
+  switch (dtype) {
+    case OCTET_BOOL:
+      return body(HidesBool());
+    case OCTET_F32:
+      return body(HidesFloat<uint32_t, 0xff800000u>());
+    case OCTET_F16:
+      return body(HidesFloat<uint16_t, 0xfc00>());
+    default:
+      return body(HidesFloat<uint16_t, 0xff80>());
+  }
+}
+
+inline int64_t mask_bytes(octet_dtype dtype) { return dtype == OCTET_BOOL ? 1 : dtype == OCTET_F32 ? 4 : 2; }
+
+// Row i of the mask tensor at `key`.
+OCTET_INLINE const void* mask_row(const Problem& p, int64_t b, int64_t h, int64_t i, int64_t key) {
+  return static_cast<const char*>(p.mask.data) + p.mask.offset(b, h, i, key) * mask_bytes(p.mask.dtype);
+}
+
+// Whether query i of head h sees a key.
+inline bool sees_a_key(const Problem& p, const Sequence& seq, int64_t h, int64_t i) {
+  const KeyRange keys = p.keys_of(i, seq.q_tokens, seq.k_tokens);
+  if (!p.mask.present()) return keys.first < keys.last;
+  return with_mask(p.mask.dtype, [&](auto mask) {
+    const auto* row = static_cast<const typename decltype(mask)::Element*>(mask_row(p, seq.batch, h, i, 0));
+    for (int64_t j = keys.first; j < keys.last; ++j)
+      if (!mask.hides(row[j * p.mask.stride[3]])) return true;
+    return false;
+  });
+}
+
+// With a mask tensor: which of the keys of a sequence any query of the heads of kv head g sees, [seq.k_tokens].
+inline void list_seen_keys(const Problem& p, const Sequence& seq, int64_t g, bool* seen) {
+  constexpr int64_t kAtOnce = 16;  // queries
+  std::fill(seen, seen + seq.k_tokens, false);
+  const KeyRange reach = keys_in_reach(p, seq);
+  const int64_t heads = p.mask.stride[1] ? p.group() : 1;
+  const int64_t queries = p.windowed || p.mask.stride[2] ? seq.q_tokens : std::min<int64_t>(seq.q_tokens, 1);
+  with_mask(p.mask.dtype, [&](auto mask) {
+    const auto look = [&](int64_t h, int64_t i, int64_t first, int64_t last, const auto& step) {
+      const KeyRange keys = p.keys_of(i, seq.q_tokens, seq.k_tokens);
+      const auto* row = static_cast<const typename decltype(mask)::Element*>(mask_row(p, seq.batch, h, i, 0));
+      for (int64_t j = std::max(first, keys.first); j < std::min(last, keys.last); ++j)
+        seen[j] |= !mask.hides(row[j * step]);
+    };
+    for (int64_t first = reach.first; first < reach.last; first += kKeys) {
+      const int64_t last = std::min(first + kKeys, reach.last);
+      const auto done = [&] { return std::all_of(seen + first, seen + last, [](bool x) { return x; }); };
+      // The last queries first: under a causal mask they see most.
+      for (int64_t h = g * p.group(); h < g * p.group() + heads; ++h)
+        for (int64_t i = queries; i > 0 && !done(); i -= kAtOnce)
+          for (int64_t own = std::max<int64_t>(i - kAtOnce, 0); own < i; ++own)
+            if (p.mask.stride[3] == 1)
+              look(h, own, first, last, std::integral_constant<int64_t, 1>());
+            else
+              look(h, own, first, last, p.mask.stride[3]);
+    }
+  });
+}
+
+}  // namespace octet::cpu::OCTET_ISA
