@@ -1,6 +1,5 @@
 """The options of a call, hashable, in the words of the user; `attention_of` puts them into octet_attention."""
 
-import math
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from octet import _abi
@@ -96,9 +95,9 @@ def scale_number(scale: float | None) -> float:
     """0 stands for the default in octet.h, so a scale of 0 cannot be passed on."""
     if scale is None:
         return 0.0
-    allowed = "positive and finite, or None for 1/sqrt(dim)"
+    allowed = "positive and finite, 1.17549e-38 to 3.40282e+38, or None for 1/sqrt(dim)"
     found = number("scale", scale, allowed)
-    if found == 0 or math.isnan(found):
+    if not 2.0**-126 <= found < 2.0**128 - 2.0**103:  # the normal numbers of float32, to which it is rounded
         raise InvalidArgument(f"scale: found {scale}, allowed: {allowed}")
     return float(found)
 
