@@ -10,7 +10,7 @@ import numpy as np
 
 from octet._options import AttentionOptions, Options, count, options_of
 from octet._qtensor import QTensor
-from octet.errors import InvalidArgument
+from octet.errors import InvalidArgument, refuse_dtype
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -59,7 +59,12 @@ def front_of(**arrays: Any) -> Any:
 
 def own_type(front: Any, q: Any) -> str:
     """The type that precision None stands for."""
-    return q.format if isinstance(q, QTensor) else front.front.own_type(q)
+    if isinstance(q, QTensor):
+        return q.format
+    found = front.front.own_type(q)
+    if found not in ("f64", "f32", "f16", "bf16", "e4m3"):
+        refuse_dtype("q", str(q.dtype).removeprefix("torch."), "; codes come as the QTensor of octet.quantize")
+    return found
 
 
 def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_k: int) -> Options:

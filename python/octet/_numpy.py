@@ -9,7 +9,7 @@ import numpy as np
 from octet import _abi, _passes
 from octet._options import Options
 from octet._plan import View, memory_order
-from octet.errors import InvalidArgument, listing
+from octet.errors import InvalidArgument, refuse_dtype
 
 _DTYPES = {
     "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3",
@@ -22,11 +22,10 @@ def dtype_name(dtype: Any, what: str) -> str:
     """The name in _abi.DTYPES of a numpy dtype; `what` is whose dtype it is."""
     found = np.dtype(dtype)
     if found.name not in _DTYPES or not found.isnative:
-        shown = found.name if found.isnative else found.str
-        hint = "; bfloat16 arrays have the dtype ml_dtypes.bfloat16" if shown == "uint16" else ""
-        raise InvalidArgument(
-            f"{what}: dtype {shown}, allowed: {listing(_DTYPES)} in the byte order of this machine{hint}"
-        )
+        if not found.isnative:
+            refuse_dtype(what, found.str, " in the byte order of this machine")
+        hint = "; bfloat16 arrays have the dtype ml_dtypes.bfloat16" if found.name == "uint16" else ""
+        refuse_dtype(what, found.name, hint)
     return _DTYPES[found.name]
 
 

@@ -146,8 +146,8 @@ FLASH = {
     "return_attn_probs": SERVED, "precision": "int9",
 }  # fmt: skip
 LENGTHS = {"cu_seqlens_q": SERVED, "cu_seqlens_k": SERVED, "max_seqlen_q": -1, "max_seqlen_k": -1}
-KV_STACKED = {name: value for name, value in FLASH.items() if name not in "kv"} | {"kv": Q}
-QKV_STACKED = {name: value for name, value in KV_STACKED.items() if name not in ("q", "kv")} | {"qkv": Q}
+KV_STACKED = {name: value for name, value in FLASH.items() if name not in "kv"} | {"kv": Q[0]}
+QKV_STACKED = {name: value for name, value in KV_STACKED.items() if name not in ("q", "kv")} | {"qkv": Q[0]}
 SAGE = {
     "q": SERVED, "k": SERVED, "v": SERVED, "tensor_layout": "HDN", "is_causal": SERVED, "sm_scale": ("scale", "wide"),
     "return_lse": SERVED,
@@ -248,3 +248,46 @@ def test_arrays_of_numpy_too():
                 name,
                 lambda function=function, name=name, arrays=arrays: function(**(arrays | {name: q.astype(complex)})),
             )
+
+
+FLOATS = ["float64", "float32", "float16", "bfloat16"]
+TYPES = {
+    "q": [*FLOATS, "float8_e4m3fn"], "k": [*FLOATS, "float8_e4m3fn"], "v": [*FLOATS, "float8_e4m3fn"], "do": FLOATS,
+    "tq": FLOATS, "tk": FLOATS, "tv": FLOATS, "mask": ["bool", *FLOATS], "cu_seqlens_q": ["int32"],
+    "cu_seqlens_k": ["int32"], "x": [*FLOATS, "float8_e4m3fn"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_refused_type_is_answered_with_those_that_are_taken(name):
+    """No type is named that is refused next; and types that only the library refuses are so with its own list."""
+    makes = {"do": octet.attention_vjp, "x": octet.quantize, "mask": octet.attention}
+    makes |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), octet.attention_varlen)
+    makes |= dict.fromkeys(("tq", "tk", "tv"), octet.attention_jvp)
+    function = makes.get(name, octet.attention)
+    arrays = ARRAYS.get(function, {"x": Q, "operand": "k"}) | ({"mask": torch.zeros(8, 8)} if name == "mask" else {})
+
+    def call(dtype):
+        exact = {"precision": "f64"} if dtype is torch.float64 and name != "x" else {}
+        return function(**(arrays | {name: arrays[name].to(dtype)}), **exact)
+
+    with pytest.raises(octet.InvalidArgument, match=f"^{name}: dtype complex64, allowed: ") as refusal:
+        call(torch.complex64)
+    listed = re.findall(r"'(\w+)'(?! *\))", str(refusal.value))
+    assert listed == TYPES[name]
+    if name == "x":
+        assert "at precision" not in str(refusal.value)
+    for dtype in listed:
+        if (name, dtype) == ("q", "float8_e4m3fn"):
+            continue  # of several precisions, one is to be named
+        call(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8, torch.bool])
+def test_integers_are_no_q(dtype):
+    for precision in (None, "bf16"):
+        refuse("q: dtype", lambda precision=precision: octet.attention(Q.to(dtype), Q, Q, precision=precision))
+    with pytest.raises(octet.InvalidArgument, match="^k: dtype .*(allowed: f32, f16, bf16, e4m3|give f32, f16 or bf16)$"):
+        octet.attention(Q, Q.to(dtype), Q)
+    with pytest.raises(octet.InvalidArgument, match="codes come as the QTensor of octet.quantize"):
+        octet.attention(Q.to(dtype), Q, Q)

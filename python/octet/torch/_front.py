@@ -8,7 +8,7 @@ import torch
 from octet import _abi
 from octet._options import Options
 from octet._plan import View, memory_order
-from octet.errors import InvalidArgument, listing
+from octet.errors import InvalidArgument, listing, refuse_dtype
 
 _NAMES = {
     torch.float64: "f64",
@@ -41,8 +41,7 @@ class TorchFront:
 
     def dtype_name(self, dtype: torch.dtype, what: str) -> str:
         if dtype not in _NAMES:
-            allowed = listing(str(x).removeprefix("torch.") for x in _NAMES)
-            raise InvalidArgument(f"{what}: dtype {str(dtype).removeprefix('torch.')}, allowed: {allowed}")
+            refuse_dtype(what, str(dtype).removeprefix("torch."))
         return _NAMES[dtype]
 
     def own_type(self, q: torch.Tensor) -> str:
