@@ -178,22 +178,26 @@ HOSTS = {
 def of_transformers():
     from octet.integrations.transformers import _implementation
 
-    served = dict.fromkeys(["module", "query", "key", "value", "attention_mask", "is_causal"], SERVED)
+    lengths = ["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"]
+    served = ["module", "query", "key", "value", "attention_mask", "is_causal", "position_ids", "position_bias"]
     refused = {
         "dropout": 0.1,
         "scaling": ("scale", "wide"),
+        "sliding_window": 0,
         "softcap": 30.0,
-        "position_bias": Q,
         "s_aux": Q[0, :, 0, 0],
+        "seq_idx": CU,
+        "deterministic": "yes",
+        "output_attentions": True,
     }
-    return _implementation(None), served | refused | {"output_attentions": True}
+    return _implementation(None), dict.fromkeys(served + lengths, SERVED) | refused
 
 
 def of_diffusers():
     from octet.integrations.diffusers import _backend
 
-    refused = {"return_lse": True, "_parallel_config": object()}
-    return _backend(None), {name: value for name, value in ATTENTION.items() if name != "precision"} | refused
+    served = dict.fromkeys(["return_lse", "_parallel_config"], SERVED)
+    return _backend(None), {name: value for name, value in ATTENTION.items() if name != "precision"} | served
 
 
 def given(function):

@@ -4,30 +4,117 @@
     transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="octet_int8")
 
-"octet" is the precision of the model's own type; "octet_bf16", "octet_int8" and so on are precisions of octet. Masks
-are those of "sdpa": True where a key is seen.
+"octet" is the precision of the model's own type; "octet_bf16", "octet_int8" and so on are precisions of octet. Padded
+and packed batches go through octet.attention_varlen; docs/drop-ins.md says what happens to every mask and keyword.
 """
 
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.utils.weak
 
 from octet import _api
-from octet._options import Precision
+from octet._options import AttentionOptions, Precision
 from octet._refusals import expect, expect_absent
+from octet.errors import Unsupported
 from octet.integrations import NAMES
+from octet.integrations._masks import Mask, Plan, mask_function, packed_plan
+
+# Keywords that transformers passes to every attention implementation and that change nothing here, and why.
+HARMLESS = {
+    "logits_to_keep": "of the head of the model",
+    "num_items_in_batch": "of the loss",
+    "output_hidden_states": "of the model's outputs",
+    "output_router_logits": "of the model's outputs",
+    "past_key_values": "the module has put its keys and values into key and value",
+    "position_embeddings": "the module has rotated query and key",
+    "return_dict": "of the model's outputs",
+    "use_cache": "the module keeps the cache",
+}
+
+# Others that are refused, and what to do; keywords in neither are refused too.
+_ADVICE = {
+    "cache": "octet reads no paged cache; use generate instead of continuous batching",
+    "indices": "octet has no sparse attention",
+    "block_indices": "octet has no sparse attention",
+    "sinks": "octet takes one sink for each head, as s_aux",
+}
 
 
 def register() -> list[str]:
-    """Adds octet's implementations and their mask functions; returns the names."""
+    """Adds octet's implementations and their mask functions; returns the names.
+
+    From then on a model that does not compute its attention through transformers' AttentionInterface refuses these
+    names when it is made and in set_attn_implementation: transformers checks that for its own implementations only.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     for name, precision in NAMES.items():
         AttentionInterface.register(name, _implementation(precision))
-        AttentionMaskInterface.register(name, sdpa_mask)
+        AttentionMaskInterface.register(name, mask_function)
+    _check_models()
     return list(NAMES)
+
+
+def _check_models() -> None:
+    """Has transformers ask `_expect_interface` wherever it decides on the implementation of a model."""
+    from transformers import PreTrainedModel
+
+    chosen, changed = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation
+    if hasattr(chosen, "__wrapped__"):
+        return
+
+    @functools.wraps(chosen)
+    def get_correct_attn_implementation(self: Any, requested_attention: Any, *args: Any, **keywords: Any) -> Any:
+        _expect_interface(type(self), requested_attention)
+        return chosen(self, requested_attention, *args, **keywords)
+
+    @functools.wraps(changed)
+    def set_attn_implementation(self: Any, attn_implementation: Any, *args: Any, **keywords: Any) -> None:
+        requested = dict(_requested(self.config, attn_implementation))
+        for model in self.modules():
+            if isinstance(model, PreTrainedModel):
+                _expect_interface(type(model), requested.get(id(model.config)))
+        changed(self, attn_implementation, *args, **keywords)
+
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    PreTrainedModel.set_attn_implementation = set_attn_implementation
+
+
+def _requested(config: Any, implementation: Any) -> Iterator[tuple[int, Any]]:
+    """The implementation that is asked for each configuration, by its id. A dict names those of the parts, "" the
+    whole's."""
+    named = isinstance(implementation, dict)
+    yield id(config), implementation.get("") if named else implementation
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            yield from _requested(part, implementation.get(name) if named else implementation)
+
+
+def _expect_interface(model: Any, implementation: Any) -> None:
+    """Refuses models that would pass over octet and, with it, over the masks made for it."""
+    if implementation not in NAMES:
+        return
+    found = f"attn_implementation: found {implementation!r}, but {model.__name__}"
+    own = "'eager' or 'sdpa'" if model._supports_sdpa else "'eager'"
+    if not model._can_set_attn_implementation():
+        raise Unsupported(
+            f"{found} computes attention by itself, not through transformers' AttentionInterface; allowed: {own} (of a "
+            "model with several parts, name those that use octet by a dict)"
+        )
+    if not (model._supports_sdpa or model._supports_attention_backend or _has_no_attention(model)):
+        raise Unsupported(
+            f"{found} declares neither _supports_sdpa nor _supports_attention_backend: not all of its attention goes "
+            f"through transformers' AttentionInterface; allowed: {own}"
+        )
+
+
+def _has_no_attention(model: Any) -> bool:
+    """Of models such as ResNet, and of those that are made of other models."""
+    return not any("attention" in name.lower() for name in vars(sys.modules[model.__module__]))
 
 
 def _implementation(precision: Precision | None) -> Callable:
@@ -40,33 +127,193 @@ def _implementation(precision: Precision | None) -> Callable:
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
+        sliding_window: int | None = None,
         position_bias: torch.Tensor | None = None,
         softcap: float | None = None,
         s_aux: torch.Tensor | None = None,
         output_attentions: bool | None = None,
+        position_ids: torch.Tensor | None = None,
+        cu_seq_lens_q: torch.Tensor | None = None,
+        cu_seq_lens_k: torch.Tensor | None = None,
+        max_length_q: int | torch.Tensor | None = None,
+        max_length_k: int | torch.Tensor | None = None,
+        seq_idx: torch.Tensor | None = None,
+        deterministic: bool | None = None,
         **rest: Any,
     ) -> tuple[torch.Tensor, None]:
         """(o [batch, token, head, dim], no weights) of query, key, value [batch, head, token, dim].
 
-        `rest` holds what transformers passes to every implementation, positions and caches among it; sliding windows
-        are in the mask.
+        `rest` may hold the keywords of HARMLESS. Any other that is not None is refused.
         """
-        expect("dropout", dropout or 0, (0,), "set attention_dropout=0.0 in the configuration")
         other = "use attn_implementation='eager' for this model"
-        expect_absent("position_bias", position_bias, "use attn_implementation='sdpa' for this model")
+        expect("dropout", dropout or 0, (0,), "set attention_dropout=0.0 in the configuration")
         expect_absent("softcap", softcap, other)
-        expect_absent("s_aux", s_aux, f"octet has no attention sinks; {other}")
         expect("output_attentions", bool(output_attentions), (False,), f"octet keeps no weights; {other}")
+        for name, x in rest.items():
+            if name not in HARMLESS:
+                expect_absent(name, x, f"{_ADVICE.get(name, 'octet does not know this keyword')}; {other}")
+        expect_absent("s_aux", s_aux, f"octet has no attention sinks; {other}")
+        options: AttentionOptions = {"scale": scaling, "precision": precision, "deterministic": deterministic}
+        dense: AttentionOptions = {**options, "layout": "bshd"}
+
+        if isinstance(attention_mask, Mask) and attention_mask.viewed:
+            attention_mask = attention_mask.dense()
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = query.shape[2] > 1 and attention_mask is None and causal
-        o = _api.attention(
-            *(x.transpose(1, 2) for x in (query, key, value)),
-            mask=attention_mask,
-            causal="top_left" if causal else False,
-            scale=scaling,
-            precision=precision,
-            layout="bshd",
-        )
-        return o, None
+        plan = _plan(attention_mask, causal, query, key, position_ids)
+        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            plan = _packed(plan, cu_seq_lens_q, cu_seq_lens_k, query, key)
+        if plan is not None and sliding_window is not None:
+            plan = _within(plan, sliding_window, query, key)
+        if seq_idx is not None and (plan is None or plan.cu_seqlens_q is None):
+            expect_absent("seq_idx", seq_idx, "a packed batch also needs cu_seq_lens_q and cu_seq_lens_k")
+        if position_bias is not None:
+            attention_mask, plan = _with_bias(position_bias, attention_mask, plan, query, key), None
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        if plan is None:
+            o = _api.attention(q, k, v, mask=attention_mask, **dense)
+        elif plan.cu_seqlens_q is not None:
+            bounds = [n if isinstance(n, int) else 0 for n in (max_length_q, max_length_k)]
+            o = _varlen(q, k, v, plan, bounds, options)
+        else:
+            o = _api.attention(q, k[:, : plan.keys], v[:, : plan.keys], **_positions(plan, dense))
+        return o.contiguous(), None
 
     return octet_attention_forward
+
+
+def _plan(
+    mask: torch.Tensor | None,
+    causal: bool,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    position_ids: torch.Tensor | None,
+) -> Plan | None:
+    """How to run attention; None: with the mask as a tensor."""
+    queries, keys = query.shape[2], key.shape[2]
+    if isinstance(mask, Mask):
+        if mask.shape[-1] != keys:
+            raise Unsupported(f"attention_mask: found {mask.shape[-1]} keys, allowed: the {keys} of key")
+        plan = mask.plan
+    elif mask is not None:
+        return None
+    elif queries > 1 and causal:  # what transformers means by it: a query sees keys by their number from the first
+        if keys < queries:
+            raise Unsupported(
+                f"attention_mask: found None with {queries} queries and {keys} keys of a causal module, allowed: at "
+                "least as many keys; pass is_causal=False"
+            )
+        plan = Plan(True, None, queries)
+    else:
+        plan = Plan(False, None, keys)
+    if plan.causal and plan.cu_seqlens_q is None and plan.keys == queries == keys and position_ids is not None:
+        plan = _by_positions(plan, position_ids, query) or plan
+    return plan
+
+
+# Of position ids: their version, the batch they were used for and the plan, None where they do not restart.
+_seen: Any = torch.utils.weak.WeakIdKeyDictionary()
+
+
+def _by_positions(plan: Plan, position_ids: torch.Tensor, query: torch.Tensor) -> Plan | None:
+    """The plan of a packed batch whose only sign is that positions begin again.
+
+    transformers looks for that when it makes the mask, but not where there is a cache, as there is by default outside
+    of training. All layers have the same position ids, which are looked at once.
+    """
+    batch, _, queries, _ = query.shape
+    if torch.compiler.is_compiling() or position_ids.ndim != 2 or position_ids.shape[1] != queries:
+        return None
+    version = 0 if position_ids.is_inference() else position_ids._version
+    found = _seen.get(position_ids)
+    if found is None or found[:2] != (version, batch):
+        begins = (position_ids[:, 1:] == position_ids[:, :1]).expand(batch, -1)
+        packed = packed_plan(begins, True, None) if bool(begins.any()) else None
+        found = _seen[position_ids] = (version, batch, packed)
+    packed = found[2]
+    return packed and packed._replace(window=plan.window)
+
+
+def _packed(plan: Plan | None, cu_q: Any, cu_k: Any, query: torch.Tensor, key: torch.Tensor) -> Plan:
+    """The plan of sequences whose lengths the caller names, in a batch that is one long row of tokens."""
+    for name, x in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
+        if x is None:
+            raise Unsupported(f"{name}: found None, allowed: with the other of cu_seq_lens_q and cu_seq_lens_k, a tensor")
+    if plan is None or plan.cu_seqlens_q is not plan.cu_seqlens_k:
+        raise Unsupported(
+            "cu_seq_lens_q: found together with an attention_mask that hides tokens, allowed: one of the two; the "
+            "tokens of a packed batch have no padding"
+        )
+    cu_q, cu_k = (x.to(query.device, torch.int32) for x in (cu_q, cu_k))
+    return Plan(plan.causal, plan.window, key.shape[2], cu_q, cu_k)
+
+
+def _within(plan: Plan, sliding_window: int, query: torch.Tensor, key: torch.Tensor) -> Plan:
+    """The plan with the module's window, which the mask of the model usually has too."""
+    if sliding_window < 1:
+        raise Unsupported(f"sliding_window: found {sliding_window}, allowed: at least 1, or None")
+    window = sliding_window - 1 if plan.window is None else min(plan.window, sliding_window - 1)
+    if window >= key.shape[2] - 1 or window == plan.window:
+        return plan
+    if plan.index_k is not None and query.shape[2] > 1:
+        raise Unsupported(
+            f"sliding_window: found {sliding_window} with a mask that has no window and hides tokens between others, "
+            "allowed: None; pad on one side only"
+        )
+    return plan._replace(window=window)
+
+
+def _with_bias(
+    bias: torch.Tensor, mask: torch.Tensor | None, plan: Plan | None, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """The float mask that adds a bias [batch or 1, heads or 1, queries, keys] to the logits, under the other mask."""
+    queries, keys = query.shape[2], key.shape[2]
+    if bias.requires_grad and torch.is_grad_enabled():
+        raise Unsupported(
+            "position_bias: requires a gradient, which octet does not compute for it; call the model under "
+            "torch.no_grad(), or use attn_implementation='sdpa' to train it"
+        )
+    if plan is not None and (plan.window is not None or (plan.cu_seqlens_q is not None and not isinstance(mask, Mask))):
+        raise Unsupported(
+            "position_bias: found together with a window or packed sequences, allowed: None there; use "
+            "attn_implementation='sdpa' for this model"
+        )
+    bias = bias[..., :keys]
+    if isinstance(mask, Mask):
+        mask = mask.dense()
+    elif mask is None and plan is not None and plan.causal:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def _positions(plan: Plan, options: AttentionOptions) -> AttentionOptions:
+    """The options with those of the plan; the last query is aligned with the last key."""
+    if plan.causal:
+        return {**options, "causal": "bottom_right", "window": None if plan.window is None else (plan.window, 0)}
+    if plan.window is None:
+        return options
+    return {**options, "window": (plan.window, plan.window), "alignment": "bottom_right"}
+
+
+def _varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, bounds: list[int], options: AttentionOptions
+) -> torch.Tensor:
+    """o [batch, token, head, dim] of tensors likewise, zero for queries that the plan leaves out."""
+
+    def tokens(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+        return x.flatten(0, 1) if index is None else x.flatten(0, 1).index_select(0, index)
+
+    o = _api.attention_varlen(
+        tokens(q, plan.index_q),
+        tokens(k, plan.index_k),
+        tokens(v, plan.index_k),
+        plan.cu_seqlens_q,
+        plan.cu_seqlens_k,
+        max_seqlen_q=bounds[0],
+        max_seqlen_k=bounds[1],
+        **_positions(plan, options),
+    )
+    if plan.index_q is not None:
+        o = o.new_zeros(q.shape[0] * q.shape[1], *o.shape[1:]).index_copy(0, plan.index_q, o)
+    return o.unflatten(0, q.shape[:2])

@@ -1,0 +1,445 @@
+"""octet inside transformers: models of random weights against their own attention, on the CPU and, where there is one,
+on a GPU."""
+
+import ast
+import pathlib
+
+import octet
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from octet.integrations import _masks  # noqa: E402
+from octet.integrations import transformers as integration  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+VOCABULARY = 128
+# float32 sums of at most 64 terms, one after the other in two layers; measured between two of torch's own backends: 5e-7.
+EXACT = 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def names():
+    found = integration.register()
+    assert {"octet", "octet_bf16", "octet_int8"} <= set(found) and found == integration.register()
+    return found
+
+
+def relative(got, want):
+    return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+BART = {
+    "vocab_size": VOCABULARY, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64,
+    "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+}  # fmt: skip
+# Class, configuration, the attention to compare with.
+MODELS = {
+    "llama": ("LlamaForCausalLM", SIZES, "sdpa"),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        SIZES | {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 1},
+        "sdpa",
+    ),
+    "bert": ("BertForMaskedLM", SIZES | NO_DROPOUT, "sdpa"),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        SIZES | {"local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0},
+        "sdpa",
+    ),
+    "bart": ("BartForConditionalGeneration", BART, "sdpa"),
+}
+CAUSAL = ["llama", "qwen2"]
+
+
+def build(kind, implementation, device="cpu", dtype=None):
+    """The same weights for each implementation."""
+    name, sizes, own = MODELS[kind]
+    torch.manual_seed(0)
+    model = getattr(transformers, name)
+    made = model._from_config(model.config_class(**sizes), attn_implementation=implementation or own)
+    return made.eval().to(device, dtype or (torch.float32 if device == "cpu" else torch.bfloat16))
+
+
+def batch_of(padding):
+    """Tokens and mask of sequences of 20, 13, 1 and 0 tokens; "both": with padding on both sides."""
+    torch.manual_seed(1)
+    tokens = torch.randint(3, VOCABULARY, (4, 20))
+    mask = torch.zeros(4, 20, dtype=torch.long)
+    for row, length in enumerate((20, 13, 1, 0)):
+        first = {"right": 0, "left": 20 - length, "both": (20 - length) // 2}[padding]
+        mask[row, first : first + length] = 1
+    return tokens, mask
+
+
+def logits_and_gradients(model, tokens, mask):
+    """Logits at the tokens, and the gradient of a loss that leaves the padding out."""
+    device = next(model.parameters()).device
+    tokens, mask = tokens.to(device), mask.to(device)
+    labels = torch.where(mask.bool(), tokens, -100)
+    how = {}
+    if model.config.is_encoder_decoder:  # fewer tokens of the decoder: keys and queries differ in number
+        how = {"decoder_input_ids": tokens[:, :14], "decoder_attention_mask": mask[:, :14]}
+        labels, mask_of_logits = labels[:, :14].contiguous(), mask[:, :14]
+    else:
+        mask_of_logits = mask
+    made = model(tokens, attention_mask=mask, labels=labels, **how)
+    assert made.logits.isfinite().all()
+    made.loss.backward()
+    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return made.logits[mask_of_logits.bool()].detach().cpu(), gradients.cpu()
+
+
+def expect_parity(kind, device, run):
+    """`run` of a model, a tuple of tensors: with octet as with the model's own attention. On a GPU in bf16, where octet
+    may err twice as much against float32 as the own attention does."""
+    want = run(build(kind, None))
+    if device == "cpu":
+        for got, expected in zip(run(build(kind, "octet")), want, strict=True):
+            assert relative(got, expected) < EXACT
+        return
+    own, found = run(build(kind, None, device)), run(build(kind, "octet", device))
+    for got, other, expected in zip(found, own, want, strict=True):
+        assert relative(got, expected) < 2 * relative(other, expected)
+
+
+@pytest.fixture
+def no_mask_tensors(monkeypatch):
+    """What a GPU without mask tensors wants: octet never sees one."""
+    own = integration._api.attention
+
+    def attention(*args, mask=None, **options):
+        assert mask is None
+        return own(*args, **options)
+
+    monkeypatch.setattr(integration._api, "attention", attention)
+    monkeypatch.setattr(_masks.Mask, "dense", lambda self: pytest.fail("a mask was built"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("padding", ["left", "right", "both"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_padded_batches(kind, padding, device, no_mask_tensors):
+    expect_parity(kind, device, lambda model: logits_and_gradients(model, *batch_of(padding)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_mask_that_hides_nothing(kind, device, no_mask_tensors):
+    tokens, _ = batch_of("right")
+    expect_parity(kind, device, lambda model: logits_and_gradients(model, tokens, torch.ones_like(tokens)))
+
+
+def in_bf16(query, key, value, attn_mask=None, own=torch.nn.functional.scaled_dot_product_attention, **how):
+    """torch's own attention in bf16 for float32 tensors."""
+    return own(query.bfloat16(), key.bfloat16(), value.bfloat16(), attn_mask, **how).float()
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_precisions(kind, monkeypatch):
+    """The bound on octet_bf16 is twice the error of the same float32 model whose sdpa is computed in bf16. int8's bar is
+    that of docs/numerics.md."""
+    run = lambda name: logits_and_gradients(build(kind, name), *batch_of("left"))  # noqa: E731
+    want, want_gradient = run("sdpa")
+    coarse, coarse_gradient = run("octet_int8")
+    assert 0 < relative(coarse, want) < 0.03 and 0 < relative(coarse_gradient, want_gradient) < 0.03
+    found = run("octet_bf16")[0]
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", in_bf16)
+    assert 0 < relative(found, want) < 2 * relative(run("sdpa")[0], want)
+
+
+# Packed batches
+
+
+LENGTHS = (7, 1, 12, 5)
+
+
+def packed_batch(form):
+    """Arguments of a model for LENGTHS sequences one after the other in one row, and the sequences."""
+    torch.manual_seed(2)
+    sequences = [torch.randint(3, VOCABULARY, (1, n)) for n in LENGTHS]
+    how = {"use_cache": form.endswith("a cache")}
+    if "positions" in form:
+        how["position_ids"] = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    if "lengths" in form:
+        cu = torch.tensor((0, *LENGTHS)).cumsum(0).int()
+        longest = {"max_length_q": max(LENGTHS), "max_length_k": max(LENGTHS)}
+        how |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu} | longest
+    return torch.cat(sequences, 1), how, sequences
+
+
+def to(device, how):
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in how.items()}
+
+
+FORMS = ["lengths", "lengths and positions", "positions", "positions and a cache"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_packed_batches(kind, form, device, no_mask_tensors):
+    """Logits and gradients are those of the sequences one by one."""
+    tokens, how, sequences = packed_batch(form)
+
+    def run(model):
+        device = next(model.parameters()).device
+        if model.config._attn_implementation == "octet":
+            logits = model(tokens.to(device), **to(device, how)).logits
+        else:
+            logits = torch.cat([model(x.to(device), use_cache=False).logits for x in sequences], 1)
+        weights = torch.linspace(-1, 1, logits.numel(), device=device).reshape(logits.shape)
+        (logits.float() * weights).sum().backward()
+        return logits.detach().cpu(), torch.cat([p.grad.flatten() for p in model.parameters()]).cpu()
+
+    expect_parity(kind, device, run)
+
+
+def test_packed_rows():
+    """Several rows, packed differently."""
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5, 0, 1]])
+    tokens = torch.randint(3, VOCABULARY, positions.shape)
+    with torch.no_grad():
+        for kind in CAUSAL:
+            want = build(kind, "sdpa")(tokens, position_ids=positions, use_cache=False).logits
+            for cached in (False, True):
+                got = build(kind, "octet")(tokens, position_ids=positions, use_cache=cached).logits
+                assert relative(got, want) < EXACT
+
+
+def test_refusals_of_packed_batches():
+    tokens, how, _ = packed_batch("lengths")
+    model = build("llama", "octet")
+    with pytest.raises(octet.Unsupported, match="cu_seq_lens_k: found None, allowed: with the other"):
+        model(tokens, **how | {"cu_seq_lens_k": None})
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    with pytest.raises(octet.Unsupported, match="cu_seq_lens_q: found together with an attention_mask"):
+        model(tokens, attention_mask=mask, **how)
+    wrong = torch.tensor([0, 7, 12], dtype=torch.int32)
+    with pytest.raises(octet.Error, match="cu_seqlens_q: runs from 0 to 12, expected 0 to the 25"):
+        model(tokens, **how | {"cu_seq_lens_q": wrong, "cu_seq_lens_k": wrong})
+    with pytest.raises(octet.Unsupported, match="seq_idx: found an array .* also needs cu_seq_lens_q"):
+        model(tokens, seq_idx=torch.zeros_like(tokens))
+    model(tokens, seq_idx=torch.zeros_like(tokens), **how)
+
+
+# Generation
+
+
+def generated(model, padding, **how):
+    rows = {
+        "left": [[0, 0, 5, 17, 9], [3, 4, 5, 6, 7], [0, 0, 0, 0, 8]],
+        "between": [[5, 17, 0, 0, 9], [3, 4, 5, 6, 7], [8, 0, 4, 0, 2]],
+    }
+    tokens = torch.tensor(rows[padding])
+    tokens = tokens.to(next(model.parameters()).device)
+    how = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0} | how
+    with torch.no_grad():
+        return model.generate(tokens, attention_mask=(tokens > 0).long(), **how)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 2}], ids=str)
+@pytest.mark.parametrize("padding", ["left", "between"])
+@pytest.mark.parametrize("kind", CAUSAL)
+def test_greedy_generation(kind, padding, how, device, request):
+    """With caches; longer than the window. Only a mask tensor can say a window over padding between tokens."""
+    if padding == "left" or kind == "llama":
+        request.getfixturevalue("no_mask_tensors")
+    elif device != "cpu":
+        pytest.skip("masks with a window and padding between tokens are mask tensors")
+    want = generated(build(kind, "sdpa"), padding, **how)
+    got = generated(build(kind, "octet", device), padding, **how).cpu()
+    if device == "cpu":
+        assert torch.equal(got, want)
+        return
+    # In bf16: tokens whose float32 logits are the largest, up to the error of torch's own attention in bf16.
+    mask = torch.cat([got[:, :5] > 0, torch.ones(3, 10, dtype=torch.bool)], 1).long()
+    with torch.no_grad():
+        exact = build(kind, "sdpa")(got, attention_mask=mask).logits[:, 4:-1]
+        own = build(kind, "sdpa", device)(got.to(device), attention_mask=mask.to(device)).logits[:, 4:-1].float().cpu()
+    chosen = exact.gather(2, got[:, 5:, None])[..., 0]
+    assert (exact.amax(-1) - chosen).max() <= 4 * (own - exact).abs().max()
+
+
+def test_generation_in_8_bits():
+    assert generated(build("llama", "octet_int8"), "left").shape == (3, 15)
+
+
+# Masks that are tensors, and biases
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_of_four_dimensions(kind):
+    torch.manual_seed(3)
+    tokens = torch.randint(3, VOCABULARY, (2, 9))
+    mask = (torch.rand(2, 1, 9, 9) < 0.7) | torch.eye(9, dtype=torch.bool)
+    if kind == "float":
+        mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        got, want = (build("llama", name)(tokens, attention_mask=mask).logits for name in ("octet", "sdpa"))
+    assert relative(got, want) < EXACT
+
+
+T5 = {
+    "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0,
+    "pad_token_id": 0, "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def test_position_bias():
+    """T5's, which is learned: a float mask without a gradient."""
+    torch.manual_seed(4)
+    tokens, mask = batch_of("right")
+    mask[3, 0] = 1  # transformers lets a query without keys attend to all of them, octet to none
+    how = {"attention_mask": mask, "decoder_input_ids": tokens[:, :7]}
+    models = {}
+    for name in ("sdpa", "octet"):
+        torch.manual_seed(0)
+        config = transformers.T5Config(**T5)
+        models[name] = transformers.T5ForConditionalGeneration._from_config(config, attn_implementation=name).eval()
+    with torch.no_grad():
+        want, got = (models[name](tokens, **how).logits for name in ("sdpa", "octet"))
+        assert relative(got, want) < EXACT
+        want, got = (models[name].generate(tokens, attention_mask=mask, max_new_tokens=5) for name in ("sdpa", "octet"))
+        assert torch.equal(got, want)
+    with pytest.raises(octet.Unsupported, match="position_bias: requires a gradient.*attn_implementation='sdpa'"):
+        models["octet"](tokens, **how)
+
+
+# Keywords
+
+
+FORWARD = integration._implementation(None)
+Q = torch.zeros(1, 2, 4, 8)
+REFUSED = {
+    "softcap": 30.0, "cache": object(), "indices": torch.zeros(1, 4, 2), "block_indices": torch.zeros(1, 4, 2),
+    "sinks": torch.zeros(1, 2, 4, 1), "attention_bias": Q, "head_mask": torch.ones(2), "anything": True,
+    "output_attentions": True, "dropout": 0.1, "sliding_window": 0,
+}  # fmt: skip
+
+
+def served():
+    code = FORWARD.__code__
+    return set(code.co_varnames[: code.co_argcount])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_keyword_that_is_refused(name):
+    with pytest.raises(octet.Unsupported, match=f"^{name}: found .*allowed: "):
+        FORWARD(torch.nn.Module(), Q, Q, Q, None, **{name: REFUSED[name]})
+    FORWARD(torch.nn.Module(), Q, Q, Q, None, **{name: None})
+
+
+def test_keywords_that_are_harmless():
+    FORWARD(torch.nn.Module(), Q, Q, Q, None, **dict.fromkeys(integration.HARMLESS, True))
+    assert all(integration.HARMLESS.values()) and not served() & set(integration.HARMLESS)
+
+
+def test_every_keyword_of_the_installed_version():
+    """Each keyword that some model of transformers passes to its attention function is served, harmless or refused."""
+    known = served() | set(integration.HARMLESS) | set(integration._ADVICE)
+    folder = pathlib.Path(transformers.__file__).parent / "models"
+    found = {}
+    for path in folder.glob("*/modeling_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "attention_interface":
+                for keyword in node.keywords:
+                    found.setdefault(keyword.arg, set()).add(path.name)
+    assert len(found) > 15 and {"scaling", "cu_seq_lens_q", "indices"} <= set(found)
+    from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
+    from transformers.utils import TransformersKwargs
+
+    found |= dict.fromkeys((*TransformersKwargs.__annotations__, *FlashAttentionKwargs.__annotations__), {"kwargs"})
+    unknown = {name: sorted(files) for name, files in found.items() if name is not None and name not in known}
+    assert not unknown
+
+
+def test_a_sparse_model():
+    sizes = SIZES | {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 2,
+        "index_head_dim": 16, "index_topk": 2, "n_group": 1, "topk_group": 1,
+    }  # fmt: skip
+    config = transformers.DeepseekV32Config(**sizes)
+    model = transformers.DeepseekV32ForCausalLM._from_config(config, attn_implementation="octet").eval()
+    with pytest.raises(octet.Unsupported, match="^indices: found an array .*octet has no sparse attention"):
+        model(torch.randint(3, VOCABULARY, (1, 9)))
+
+
+def test_refusals_of_the_configuration():
+    model = transformers.BertForMaskedLM._from_config(
+        transformers.BertConfig(**SIZES), attn_implementation="octet"
+    ).train()  # attention_probs_dropout_prob is 0.1
+    with pytest.raises(octet.Unsupported, match="dropout: found 0.1, .*attention_dropout=0.0"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    config = transformers.Gemma2Config(**SIZES, head_dim=8)
+    model = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="octet")
+    with pytest.raises(octet.Unsupported, match="softcap: found 50.0, allowed: None; use attn_implementation='eager'"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+
+
+# Models
+
+
+OWN_ATTENTION = [
+    "BloomForCausalLM", "CodeGenForCausalLM", "GPTNeoXJapaneseForCausalLM", "XGLMForCausalLM", "TrOCRForCausalLM",
+    "RemBertForCausalLM", "MegatronBertForMaskedLM", "LongformerForMaskedLM", "MPNetForMaskedLM", "RoFormerForMaskedLM",
+    "ConvBertForMaskedLM", "BlipTextModel", "LayoutLMv3Model", "GPTJForCausalLM", "GPTNeoForCausalLM",
+    "FalconForCausalLM",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_ATTENTION)
+def test_a_model_with_its_own_attention(name):
+    """Its mask would be lost, or octet never called."""
+    model = getattr(transformers, name)
+    refused = pytest.raises(octet.Unsupported, match=f"attn_implementation: found 'octet_int8', but {name} .*allowed: 'ea")
+    with refused:
+        model._from_config(model.config_class(), attn_implementation="octet_int8")
+
+
+def test_setting_the_implementation():
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "n_layer": 1, "n_head": 2}
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
+    with pytest.raises(octet.Unsupported, match="found 'octet', but BloomForCausalLM computes attention by itself"):
+        bloom.set_attn_implementation("octet")
+    assert bloom.config._attn_implementation == "eager"
+    bloom.set_attn_implementation("eager")
+    llama = build("llama", "sdpa")
+    tokens = torch.randint(3, VOCABULARY, (1, 9))
+    want = llama(tokens).logits
+    llama.set_attn_implementation("octet_int8")
+    assert 0 < relative(llama(tokens).logits, want) < 0.03
+
+
+def test_setting_the_implementation_of_a_part():
+    """Of models of several parts, each is asked for its own."""
+    tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(text_config=tiny, vision_config=tiny | {"image_size": 8, "patch_size": 4})
+    clip = transformers.CLIPModel(config)
+    clip.set_attn_implementation({"text_config": "octet"})
+    found = clip.config.text_config._attn_implementation, clip.config.vision_config._attn_implementation
+    assert found == ("octet", "sdpa")
+    both = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.ViTConfig(**tiny, image_size=8, patch_size=4),
+        transformers.TrOCRConfig(vocab_size=99, d_model=16, decoder_layers=1, decoder_attention_heads=2),
+    )
+    model = transformers.VisionEncoderDecoderModel(both)
+    with pytest.raises(octet.Unsupported, match="found 'octet', but TrOCRForCausalLM computes"):
+        model.set_attn_implementation({"encoder": "sdpa", "decoder": "octet"})
+
+
+def test_what_is_relied_on():
+    """register() wraps these two methods; transformers calls the first whenever it makes a model."""
+    model = transformers.PreTrainedModel
+    for method in (model.get_correct_attn_implementation, model.set_attn_implementation):
+        assert not hasattr(method.__wrapped__, "__wrapped__")
+    assert transformers.LlamaForCausalLM._can_set_attn_implementation()
