@@ -4,7 +4,8 @@ the same process, in alternating rounds; the median of the rounds' means, in mic
     bench/host.py [--device cuda|cpu] [--rounds N] [--output FILE]     with the package importable
 
 On a GPU the calls of a round are enqueued without waiting, in rounds so short that the queue does not fill.
-A call inside a CUDA graph costs what it adds, recorded, to a replay.
+A call inside a CUDA graph costs what it adds, recorded, to a replay. On a CPU the kernels run on the host too: the shape
+is so small that they take little, and the parts say how much.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from octet._options import options_of
 from octet.torch import _ops, front
 from torch.nn.functional import scaled_dot_product_attention
 
-SHAPE = (1, 8, 512, 64)  # batch, heads, tokens, dim
+SHAPES = {"cuda": (1, 8, 512, 64), "cpu": (1, 1, 8, 64)}  # batch, heads, tokens, dim
 CALLS = 50  # of a round
 REPLAYS = 5  # of a round, of a graph of many calls
 RECORDED = 100  # calls in such a graph
@@ -50,9 +51,24 @@ def minimal_operator(device):
     return library, torch.ops.octet_bench.nothing.default
 
 
+class Nothing(torch.autograd.Function):
+    """What a Function in Python costs that saves and makes tensors of the shapes of attention's."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        o, r = torch.empty_like(q), torch.empty_like(q)
+        lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        ctx.save_for_backward(q, k, v, o, lse, r)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
 def calls_of(device, dtype):
     torch.manual_seed(0)
-    q, k, v, do = (torch.randn(SHAPE, device=device).to(dtype) for _ in range(4))
+    q, k, v, do = (torch.randn(SHAPES[device], device=device).to(dtype) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 
     def backward(function):
@@ -61,8 +77,13 @@ def calls_of(device, dtype):
     library, nothing = minimal_operator(device)
     o, lse = octet.attention(q, k, v, return_lse=True)
     arrays = q, k, v, None, None, None
+    _, _, r = _ops.forward(q, k, v, None, None, None, True, *options_of("bf16"))
     plan = _passes.Call(front, "forward", options_of("bf16"), arrays).plan.at([x.data_ptr() for x in (q, k, v, o, lse)])
-    memory = torch.empty(plan.workspace_size() + 64, dtype=torch.uint8, device=device)
+    saved = do, q, k, v, o, lse, r
+    back = _passes.Call(front, "backward", options_of("bf16"), (*saved, None, None, None)).plan
+    made = [torch.empty_like(x) for x in (q, k, v)]
+    back.at([x.data_ptr() for x in (*saved, *made)])
+    memory = torch.empty(max(plan.workspace_size(), back.workspace_size()) + 64, dtype=torch.uint8, device=device)
     address = (memory.data_ptr() + 63) // 64 * 64
     stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else None
     given = None, None, None, False, *options_of("bf16")
@@ -74,12 +95,15 @@ def calls_of(device, dtype):
         "octet.attention, saving for backward": lambda: octet.attention(*leaves),
         "scaled_dot_product_attention, with backward": lambda: backward(scaled_dot_product_attention),
         "octet.attention, with backward": lambda: backward(octet.attention),
+        "octet.sdpa, with backward": lambda: backward(octet.sdpa),
+        "part, with backward: a Function in Python that only allocates": lambda: backward(Nothing.apply),
         "part: an operator in Python that only allocates": lambda: nothing(q, k, v),
         "part: torch.ops.octet.forward": lambda: _ops.forward(q, k, v, *given),
         "part: octet_run": lambda: plan.run(lambda size: (memory, address), stream),
+        "part: octet_run of the backward pass": lambda: back.run(lambda size: (memory, address), stream),
         "part: octet_workspace_size": lambda: plan.workspace_size(),
     }
-    return calls, (library, memory, o, lse)
+    return calls, (library, memory, saved, made)
 
 
 def graph_of(call, count):
@@ -111,17 +135,23 @@ def main():
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--output", type=pathlib.Path)
     options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)  # else waking others takes longer than the rest
     calls, kept = calls_of(options.device, torch.bfloat16)
     synchronize = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+    trains = {name: call for name, call in calls.items() if "for backward" in name or "with backward" in name}
     with torch.no_grad():
-        plain = {name: call for name, call in calls.items() if "backward" not in name}
+        plain = {name: call for name, call in calls.items() if name not in trains}
         found = medians(plain, options.rounds, synchronize)
         if options.device == "cuda":
             found |= cost_in_a_graph(calls, options.rounds)
-    found |= medians({name: call for name, call in calls.items() if "backward" in name}, options.rounds, synchronize)
+    found |= medians(trains, options.rounds, synchronize)
     del kept
+    pair = "{}, with backward".format
+    ratio = found[pair("octet.attention")] / found[pair("scaled_dot_product_attention")]
     for name, microseconds in found.items():
         print(f"{name:62} {microseconds:8.2f} us")
+    print(f"{'forward and backward, times scaled_dot_product_attention':62} {ratio:8.2f}")
     if options.output:
         machine = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
         result = {
@@ -129,8 +159,9 @@ def main():
             "date": datetime.date.today().isoformat(),
             "octet": f"{octet.__version__} ({revision()})",
             "torch": torch.__version__,
-            "shape": SHAPE,
+            "shape": SHAPES[options.device],
             "dtype": "bfloat16",
+            "forward and backward, times scaled_dot_product_attention": round(ratio, 2),
             "microseconds": {name: round(x, 2) for name, x in found.items()},
         }
         options.output.write_text(json.dumps(result, indent=1) + "\n")

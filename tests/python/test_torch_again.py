@@ -1,13 +1,16 @@
 """Calls that are run again without torch's dispatcher: the same numbers, and only where nobody listens to operators."""
 
 import concurrent.futures
+import contextlib
 import sys
+import weakref
 
 import octet
 import pytest
 
 torch = pytest.importorskip("torch")
 import octet.torch  # noqa: E402
+import torch.utils.checkpoint  # noqa: E402
 from octet.torch import _again  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -17,6 +20,7 @@ if _again._loaded is None:
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIT, MISS, ORDINARY = "it ran again", "it may be kept", "the ordinary way"
+TRAINED = "it ran again, and a gradient may follow"
 
 
 @pytest.fixture
@@ -26,7 +30,7 @@ def again(monkeypatch):
 
     def counting(token, q, k, v):
         o = real(token, q, k, v)
-        found.append(ORDINARY if o is None else MISS if o is False else HIT)
+        found.append(ORDINARY if o is None else MISS if o is False else TRAINED if o is True else HIT)
         return o
 
     monkeypatch.setattr(_again, "_again", counting)
@@ -205,3 +209,272 @@ def test_tensors_die_when_they_are_forgotten(again):
         for _ in range(1000):
             octet.attention(q, k, v)
         assert abs(sys.getrefcount(constant) - before) < 500
+
+
+# With a backward pass.
+
+
+@pytest.fixture
+def backwards(monkeypatch):
+    """What each look for a kept backward pass found."""
+    real, found = _again._backward, []
+
+    def counting(*x):
+        made = real(*x)
+        found.append(ORDINARY if made is None else MISS if made is False else HIT)
+        return made
+
+    monkeypatch.setattr(_again, "_backward", counting)
+    return found
+
+
+def leaves(x, needs=(True, True, True)):
+    return [y.detach().requires_grad_(need) for y, need in zip(x, needs, strict=True)]
+
+
+def gradients(call, x, **keywords):
+    o = call(*x, **keywords)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o)
+    return o, *torch.autograd.grad(o, [y for y in x if y.requires_grad], do)
+
+
+def ordinary_gradients(x, call=octet.attention, **keywords):
+    """The same by operators."""
+    with Listening() as mode:
+        made = gradients(call, x, **keywords)
+    assert {"octet.forward.default", "octet.backward.default"} <= set(mode.heard)
+    return made
+
+
+def expect_same(got, want):
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y) and x.stride() == y.stride()
+
+
+@pytest.mark.parametrize("keywords", [*KEYWORDS[:3], {"precision": "int8", "causal": "top_left"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_gradients_are_the_same_bits(again, backwards, keywords, dtype):
+    for shape in ((20, 30, 16), (7, 9, 24)):
+        for order in ("bhsd", "bshd"):
+            for seed in range(3):
+                x = [y + seed for y in inputs(*shape, dtype, DEVICE)]
+                if (order == "bshd") != (keywords.get("layout") == "bshd"):
+                    x = [y.transpose(1, 2).contiguous().transpose(1, 2) for y in x]
+                x = leaves(y.transpose(1, 2) if keywords.get("layout") == "bshd" else y for y in x)
+                if not octet.supports(*x, kind="backward", **keywords):
+                    pytest.skip("not on this machine")
+                expect_same(gradients(octet.attention, x, **keywords), ordinary_gradients(x, **keywords))
+    assert again == [MISS, ORDINARY, TRAINED, ORDINARY, TRAINED, ORDINARY] * 4
+    assert backwards == [MISS, HIT] * 4
+
+
+def test_gradients_of_sdpa_too(again, backwards):
+    x = leaves(inputs())
+    how = {"enable_gqa": True, "is_causal": True}
+    for _ in range(3):
+        expect_same(gradients(octet.sdpa, x, **how), ordinary_gradients(x, octet.sdpa, **how))
+    assert again == [MISS, ORDINARY, TRAINED, ORDINARY, TRAINED, ORDINARY] and backwards == [MISS, HIT]
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
+def test_gradients_of_some(again, needs):
+    for _ in range(3):
+        x = leaves(inputs(), needs)
+        expect_same(gradients(octet.attention, x), ordinary_gradients(x))
+    assert again[-2] == TRAINED
+
+
+def test_training_under_autocast(again):
+    """Tensors that have autocast's type already are left as they are; others are cast, by the operator."""
+    x = leaves(inputs())
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        for _ in range(2):
+            got = gradients(octet.attention, x)
+        assert again == [MISS, TRAINED] and got[0].dtype is torch.bfloat16
+        assert octet.attention(x[0].float(), *x[1:]).dtype is torch.bfloat16 and again[-1] == ORDINARY
+    expect_same(got, ordinary_gradients(x))
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        assert octet.attention(*x).dtype is torch.float16 and again[-1] == ORDINARY
+
+
+def test_whoever_listens_to_a_backward_pass_hears_it(again, backwards):
+    x = leaves(inputs())
+    for _ in range(3):
+        want = gradients(octet.attention, x)
+    do = torch.ones_like(want[0])
+
+    def graph():
+        o = octet.attention(*x)
+        assert again[-1] == TRAINED
+        return o
+
+    o = graph()
+    with Listening() as mode:
+        torch.autograd.grad(o, x, do)
+    assert "octet.backward.default" in mode.heard and backwards[-1] == ORDINARY
+    o = graph()
+    with torch.profiler.profile() as profile:
+        torch.autograd.grad(o, x, do)
+    assert "octet::backward" in {event.key for event in profile.key_averages()}
+    o = graph()
+    negative = torch._neg_view(do)
+    expect_same(torch.autograd.grad(o, x, negative, retain_graph=True), torch.autograd.grad(o, x, -do))
+    # A vmap that no flag of torch shows.
+    many = torch.stack([do, 2 * do])
+    got = torch.autograd.grad(graph(), x, many, is_grads_batched=True)
+    expect_same([y[1] for y in got], torch.autograd.grad(graph(), x, 2 * do))
+    o = graph()
+    got = torch.func.vmap(lambda y: torch.autograd.grad(o, x, y, retain_graph=True))(many)
+    expect_same([y[1] for y in got], torch.autograd.grad(o, x, 2 * do))
+    dq = torch.autograd.grad(graph(), x, do, create_graph=True)[0]
+    with pytest.raises(octet.Unsupported, match="first derivatives only"):
+        torch.autograd.grad(dq.sum(), x)
+    heard = []
+    o = octet.attention(*(y * 1 for y in x))
+    assert again[-1] == TRAINED
+    o.register_hook(lambda y: heard.append(y.shape))
+    o.backward(do)
+    assert heard == [do.shape] and backwards[-1] == HIT
+    with torch.autograd.detect_anomaly(check_nan=False):
+        expect_same(torch.autograd.grad(graph(), x, do), torch.autograd.grad(graph(), x, do))
+
+
+def test_functional_transforms_go_the_ordinary_way(again):
+    x = leaves(inputs())
+    for _ in range(2):
+        want = gradients(octet.attention, x)
+    got = torch.func.vjp(octet.attention, *x)[1](torch.ones_like(want[0]))
+    expect_same(got, torch.autograd.grad(octet.attention(*x), x, torch.ones_like(want[0])))
+    if DEVICE == "cpu":
+        with forward_ad.dual_level():
+            o = octet.attention(forward_ad.make_dual(x[0], x[0]), *x[1:])
+            assert forward_ad.unpack_dual(o).tangent is not None
+    count = len(again)
+    torch._dynamo.reset()
+    compiled = torch.compile(octet.attention, fullgraph=True, backend="aot_eager")
+    expect_same(gradients(compiled, x), want)
+    assert len(again) == count
+
+
+def test_a_gradient_of_a_compiled_backward_pass(again):
+    x = leaves(inputs())
+    for _ in range(2):
+        want = gradients(octet.attention, x)[1:]
+    o = octet.attention(*x)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        o.backward(do)
+    expect_same([y.grad for y in x], want)
+
+
+def test_what_is_saved_may_be_packed_and_changed(again, backwards):
+    x = leaves(inputs())
+    for _ in range(3):
+        want = gradients(octet.attention, x)
+    packed = []
+
+    def pack(y):
+        packed.append(y)
+        return y.cpu(), y.device
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y[0].to(y[1]).contiguous()):
+        expect_same(gradients(octet.attention, x), want)
+    assert again[-1] == TRAINED and backwards[-1] == HIT
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: y, lambda y: y.clone() if y.ndim < 4 else swap(y)):
+        got = gradients(octet.attention, x)
+    assert backwards[-1] == MISS  # other strides
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    y = x[0] * 1
+    o = octet.attention(y, *x[1:])
+    y += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def swap(y):
+    return y.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints(again, use_reentrant, dtype):
+    """A pass that is computed again may find what the first one kept, or that somebody listens now."""
+    if not octet.supports(*inputs(dtype=dtype), kind="backward"):
+        pytest.skip("not on this machine")
+
+    def call(*x):
+        return torch.utils.checkpoint.checkpoint(octet.attention, *x, use_reentrant=use_reentrant)
+
+    for listens in (False, False, True):
+        x, y = leaves(inputs(dtype=dtype)), leaves(inputs(dtype=dtype))
+        o = call(*x)
+        with torch.profiler.profile() if listens else contextlib.nullcontext():
+            o.sum().backward()
+        octet.attention(*y).sum().backward()
+        expect_same([z.grad for z in x], [z.grad for z in y])
+    assert TRAINED in again
+
+
+def test_a_graph_may_be_used_twice(again, backwards):
+    x = leaves(inputs())
+    for _ in range(2):
+        want = gradients(octet.attention, x)
+    o = octet.attention(*x)
+    do = torch.randn(o.shape, generator=torch.Generator().manual_seed(1)).to(o)
+    for _ in range(2):
+        expect_same(torch.autograd.grad(o, x, do, retain_graph=True), want[1:])
+    assert backwards[-2:] == [HIT] * 2
+    torch.autograd.grad(o, x, do)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(o, x, do)
+
+
+def test_gradients_that_nobody_made_a_tensor_of(again):
+    """An expanded gradient, as of a sum, has strides of its own."""
+    for _ in range(3):
+        x, y = leaves(inputs()), leaves(inputs())
+        octet.attention(*x).sum().backward()
+        with Listening():
+            octet.attention(*y).sum().backward()
+        expect_same([z.grad for z in x], [z.grad for z in y])
+
+
+def test_threads_do_not_mix_their_backward_passes():
+    scales = [0.1 + i / 100 for i in range(32)]
+    x = inputs(dim=24)
+    want = [ordinary_gradients(leaves(x), scale=scale) for scale in scales]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for _ in range(4):
+                got = pool.map(lambda scale: gradients(octet.attention, leaves(x), scale=scale), scales)
+                for a, b in zip(got, want, strict=True):
+                    expect_same(a[1:], b[1:])
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_kept_calls_are_forgotten_with_what_they_hold(again):
+    """More shapes than are kept; what is saved dies with its graph."""
+    for queries in range(1, 300):
+        x = leaves(inputs(queries=queries % 150 + 1, keys=8, dim=8))
+        octet.attention(*x).sum().backward()
+    x = leaves(inputs())
+    for _ in range(3):
+        o = octet.attention(*x)
+        o.sum().backward()
+    assert again[-1] == TRAINED
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: saved.append(weakref.ref(y)) or y, lambda y: y):
+        o = octet.attention(*x)
+    counts = [sys.getrefcount(y) for y in x]
+    for _ in range(100):
+        octet.attention(*x).sum().backward()
+    assert [sys.getrefcount(y) for y in x] == counts
+    lse = saved[4]
+    assert lse() is not None
+    o.sum().backward()
+    del o
+    assert lse() is None

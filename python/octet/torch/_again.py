@@ -1,24 +1,26 @@
-"""Eager forward passes that need no gradient, run again by liboctet_dlpack.so without Python, torch's dispatcher or
-autograd between: those cost the host more than the kernel takes on short sequences (docs/torch.md).
+"""Eager passes run again by liboctet_dlpack.so without Python, torch's dispatcher or operators between: those cost the
+host more than the kernel takes on short sequences (docs/torch.md).
 
 The first call with tensors of some shapes, strides and types goes the ordinary way and is kept. Whatever listens to
-torch's operators (modes, the profiler, torch.func, torch.compile, tracing, autocast, subclasses of Tensor) gets the
-ordinary way too.
+torch's operators (modes, the profiler, torch.func, torch.compile, tracing, autocast that would cast, subclasses of
+Tensor) gets the ordinary way too. Where a gradient may follow, a Function saves the same tensors as the ordinary one, so
+that a checkpoint may go one way first and the other when it computes again.
 """
 
 import ctypes
 import itertools
 import pathlib
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, Literal
 
 import torch
 from torch.autograd import forward_ad
 
-from octet import _abi, _api, _library
-from octet._options import AttentionOptions, options_of
+from octet import _abi, _api, _library, _passes
+from octet._options import AttentionOptions, Options, options_of
 from octet._plan import Plan
-from octet.torch._front import front
+from octet.torch import _autograd, _ops
+from octet.torch._front import autocast_type, front
 
 _PATH = pathlib.Path(_library.path).parent / "liboctet_dlpack.so"
 _MOST_TOKENS = 512  # different keywords that are remembered
@@ -28,46 +30,96 @@ _LISTENERS = (
     torch._C._are_functorch_transforms_active,
     torch._C._len_torch_dispatch_stack,
     torch._C._len_torch_function_stack,
-    torch._C._is_any_autocast_enabled,
     torch._C._get_tracing_state,
     torch.autograd._profiler_enabled,
 )
 # What TorchFront.state is made of.
 _STATES = torch._C._get_deterministic_algorithms, torch.get_num_threads
+_KINDS = {"forward": 0, "training": 1, "backward": 2}  # as in octet_dlpack.cc
 
-Again = Callable[[int, Any, Any, Any], Any]
+
+def _casts(*tensors: torch.Tensor) -> bool:
+    """Whether autocast gives the operator other tensors."""
+    return any([autocast_type(x) is not x.dtype for x in tensors])
 
 
-def _load() -> tuple[Any, Again] | None:
-    """The library and its function, where it and torch's exchange API are there."""
+def _load() -> tuple[Any, ...] | None:
+    """The library and its functions, where it and torch's exchange API are there."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is None or not _PATH.exists():
         return None
     lib = ctypes.PyDLL(str(_PATH))  # holds the GIL, as objects of Python are handed over
+    if not hasattr(lib, "octet_fast_open"):  # an older one
+        return None
     any_object: Any = ctypes.py_object
-    lib.octet_again_open.restype = any_object
-    lib.octet_again_open.argtypes = [ctypes.c_void_p, *[any_object] * 6]
+    lib.octet_fast_open.restype = any_object
+    lib.octet_fast_open.argtypes = [ctypes.c_void_p, any_object]
     pointers: list[Any] = [ctypes.POINTER(_abi.Attention), ctypes.POINTER(_abi.Arguments), ctypes.c_size_t]
-    lib.octet_again_keep.restype = None
-    lib.octet_again_keep.argtypes = [ctypes.c_int64, *[any_object] * 3, *pointers]
+    lib.octet_fast_keep.restype = None
+    lib.octet_fast_keep.argtypes = [ctypes.c_int64, ctypes.c_int64, *[any_object] * 3, *pointers]
     address = ctypes.pythonapi.PyCapsule_GetPointer
     address.restype, address.argtypes = ctypes.c_void_p, [any_object, ctypes.c_char_p]
-    again = lib.octet_again_open(
+    functions = lib.octet_fast_open(
         address(exchange, b"dlpack_exchange_api"),
-        torch.Tensor,
-        _LISTENERS,
-        _STATES,
-        torch.is_grad_enabled,
-        torch.empty_like,
-        {"memory_format": torch.preserve_format},
+        (
+            torch.Tensor,
+            _LISTENERS,
+            _casts,
+            torch._C._is_any_autocast_enabled,
+            _STATES,
+            torch.is_grad_enabled,
+            torch._C._functorch.is_legacy_batchedtensor,  # is_grads_batched maps so
+            torch.empty_like,
+            torch.empty,
+        ),
     )
-    return (lib, again) if again else None
+    return (lib, *functions) if functions else None
 
 
 _loaded = _load()
-_again: Again = _loaded[1] if _loaded else lambda token, q, k, v: None
+_again, _training, _backward = _loaded[1:] if _loaded else [lambda *x: None] * 3
 _tokens: dict[Hashable, int] = {}
+_keywords: dict[int, AttentionOptions] = {}  # of each token whose call has been kept
 _numbers = itertools.count()  # two threads never get the same one
+
+
+class _Attention(torch.autograd.Function):
+    """o of a kept forward pass, saving what _autograd._Attention saves."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: int) -> torch.Tensor:
+        o, lse, r = _training(token, q, k, v) or _ordinary_forward(token, q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse, r)
+        ctx.token = token
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> Any:
+        saved = ctx.saved_tensors
+        found = None if torch.compiler.is_compiling() else _backward(ctx.token, do, *saved)
+        return found or _ordinary_backward(ctx.token, found is False, do, *saved)
+
+
+_apply = super(torch.autograd.Function, _Attention).apply  # without a search for default arguments, and for torch.func
+
+
+def _options(token: int, q: torch.Tensor) -> Options:
+    return options_of(front.own_type(q), **_keywords[token])
+
+
+def _ordinary_forward(token: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    options = _options(token, q)
+    return _ops.forward(q, k, v, None, None, None, _passes.needs_residual(front, options, q), *options)
+
+
+def _ordinary_backward(token: int, may_be_kept: bool, *given: torch.Tensor) -> Any:
+    options = _options(token, given[1])
+    gradients = _autograd.gradients((*given, None, None, None), options)
+    if may_be_kept:
+        do, q, k, v, o, lse, r = given
+        made = [torch.empty_like(x) for x in (q, k, v)]
+        _keep("backward", token, options, given, made)
+    return *gradients, None
 
 
 def again(key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None | Literal[False]:
@@ -82,7 +134,8 @@ def again(key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
         if len(_tokens) >= _MOST_TOKENS:
             return None
         token = _tokens.setdefault(key, next(_numbers))
-    return _again(token, q, k, v)
+    o = _again(token, q, k, v)
+    return _apply(q, k, v, token) if o is True else o
 
 
 def keep(
@@ -90,12 +143,37 @@ def keep(
 ) -> None:
     """Keeps under `key` that `octet.attention` with these keywords gives tensors like o. lse is left out: who asks for
     it goes the ordinary way."""
-    arrays = {"q": q, "k": k, "v": v, "o": o}
-    options = front.resolve(options_of(front.own_type(q), **keywords), q)
-    plan = Plan("forward", options, [(name, front.view(name, x), None) for name, x in arrays.items()])
-    size = plan.at([x.data_ptr() for x in arrays.values()]).workspace_size()
+    token = _tokens[key]
+    _keywords[token] = keywords
+    options = _options(token, q)
+    if not o.requires_grad:
+        _keep("forward", token, options, (q, k, v), [o])
+        return
+    made = [torch.empty_like(q)]
+    for name, shape, dtype, _ in _passes.results(front, "forward", options, q, k, v)[1:]:
+        made.append(torch.empty(shape, dtype=dtype, device=q.device))
+    residual = _passes.needs_residual(front, options, q)
+    made.append(torch.empty_like(q) if residual else q.new_empty(0))
+    _keep("training", token, options, (q, k, v), made)
+
+
+_NAMES = {
+    "forward": ("q", "k", "v", "o"),
+    "training": ("q", "k", "v", "o", "lse", "o_residual"),
+    "backward": ("do_", "q", "k", "v", "o", "lse", "o_residual", "dq", "dk", "dv"),
+}
+
+
+def _keep(kind: str, token: int, options: Options, inputs: tuple[torch.Tensor, ...], made: list[torch.Tensor]) -> None:
+    """Keeps a pass over tensors like `inputs`, which makes tensors like `made`."""
+    q = inputs[1] if kind == "backward" else inputs[0]
+    given = {name: x for name, x in zip(_NAMES[kind], (*inputs, *made), strict=True) if x.shape != (0,)}
+    operands = [(name, front.view(name, x), None) for name, x in given.items()]
+    plan = Plan("backward" if kind == "backward" else "forward", front.resolve(options, q), operands)
+    size = plan.at([x.data_ptr() for x in given.values()]).workspace_size()
+    lse = ((tuple(made[1].shape),), {"dtype": made[1].dtype, "device": q.device}) if kind == "training" else None
     assert _loaded
-    _loaded[0].octet_again_keep(_tokens[key], q, k, v, plan.attention, plan.arguments, size)
+    _loaded[0].octet_fast_keep(_KINDS[kind], token, inputs, tuple(made), lse, plan.attention, plan.arguments, size)
 
 
 def attention(q: Any, k: Any, v: Any, keywords: AttentionOptions) -> torch.Tensor:

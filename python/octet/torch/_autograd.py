@@ -107,6 +107,14 @@ class _Gradients(torch.autograd.Function):
         return tuple(fold.unfold_tensor(x) for x in found), (0, 0, 0)
 
 
+def gradients(given: tuple, options: Options) -> tuple:
+    """(dq, dk, dv) of do and what a forward pass saved."""
+    if torch.is_grad_enabled() or not _is_eager():
+        return _apply(_Gradients, *given, options)
+    # By the operator: is_grads_batched maps it by a vmap that nobody_listens does not see.
+    return _ops.backward(*given, *options)
+
+
 class _Tangent(torch.autograd.Function):
     """to"""
 
@@ -157,13 +165,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Any, _lse: Any, _r: Any) -> Any:
         if do is None:
             return (None,) * 8
-        given = do, *ctx.saved_tensors
-        if torch.is_grad_enabled() or not _is_eager():
-            dq, dk, dv = _apply(_Gradients, *given, ctx.options)
-        else:
-            # By the operator: is_grads_batched maps it by a vmap that nobody_listens does not see.
-            dq, dk, dv = _ops.backward(*given, *ctx.options)
-        return dq, dk, dv, None, None, None, None, None
+        return *gradients((do, *ctx.saved_tensors), ctx.options), None, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
