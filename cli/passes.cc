@@ -7,10 +7,31 @@
 namespace octet::cli {
 namespace {
 
-Inputs read_primals(const Source& source) {
+// Sinks of [head] or [batch, head].
+void read_sinks(const Source& source, Inputs& in) {
+  in.sinks = source.read("sinks");
+  std::vector<int64_t>& shape = in.sinks.shape;
+  if (shape.size() == 1) shape.insert(shape.begin(), 1);
+  if (shape.size() != 2) refuse("sinks: shape {}, expected [head] or [batch, head]", shape_text(in.sinks.shape));
+  shape.insert(shape.end(), {1, 1});
+}
+
+// As lse is written: [batch, head, token], or without a batch as q is.
+void read_dlse(const Source& source, Inputs& in) {
+  in.dlse = source.read("dlse");
+  std::vector<int64_t>& shape = in.dlse.shape;
+  if (shape.size() + 1 != in.q.shape.size())
+    refuse("dlse: shape {}, expected the dimensions of q, shape {}, but the last", shape_text(shape),
+           shape_text(in.q.shape));
+  shape.push_back(1);
+}
+
+Inputs read_primals(const Source& source, bool backward) {
   Inputs in;
   in.q = source.read("q"), in.k = source.read("k"), in.v = source.read("v");
   for (const auto& [array, label] : {std::pair{&in.q, "q"}, {&in.k, "k"}, {&in.v, "v"}}) array->shape4(label);
+  if (source.has("sinks")) read_sinks(source, in);
+  if (backward && source.has("dlse")) read_dlse(source, in);
   return in;
 }
 
@@ -71,7 +92,10 @@ ForwardResult make_forward(const Inputs& in, const OutputTypes& types, bool resi
 }
 
 BackwardResult make_backward(const Inputs& in, const OutputTypes& types) {
-  return {Array(types.dq, in.q.shape4()), Array(types.dk, in.k.shape4()), Array(types.dv, in.v.shape4())};
+  BackwardResult result{
+      Array(types.dq, in.q.shape4()), Array(types.dk, in.k.shape4()), Array(types.dv, in.v.shape4()), {}};
+  if (in.sinks.present()) result.dsinks = Array(types.lse, in.sinks.shape4());
+  return result;
 }
 
 JvpResult make_jvp(const Inputs& in, const OutputTypes& types) {
@@ -84,7 +108,8 @@ Forward forward_call(const Inputs& in, const ForwardResult& r) {
           .v = in.v.view(),
           .o = r.o.view(),
           .lse = r.lse.view(),
-          .o_residual = r.o_residual.view()};
+          .o_residual = r.o_residual.view(),
+          .extras = {.sinks = in.sinks.view()}};
 }
 
 Backward backward_call(const Inputs& in, const ForwardResult& f, const BackwardResult& r) {
@@ -97,7 +122,10 @@ Backward backward_call(const Inputs& in, const ForwardResult& f, const BackwardR
           .dq = r.dq.view(),
           .dk = r.dk.view(),
           .dv = r.dv.view(),
-          .o_residual = f.o_residual.view()};
+          .o_residual = f.o_residual.view(),
+          .dlse = in.dlse.view(),
+          .dsinks = r.dsinks.view(),
+          .extras = {.sinks = in.sinks.view()}};
 }
 
 Jvp jvp_call(const Inputs& in, const JvpResult& r) {
@@ -109,7 +137,8 @@ Jvp jvp_call(const Inputs& in, const JvpResult& r) {
           .tv = in.tv.view(),
           .o = r.o.view(),
           .to = r.to.view(),
-          .lse = r.lse.view()};
+          .lse = r.lse.view(),
+          .extras = {.sinks = in.sinks.view()}};
 }
 
 bool reads_residual(const Attention& attention) {
@@ -126,13 +155,13 @@ bool reads_residual(const Attention& attention) {
 }
 
 Inputs read_inputs(const Source& source, bool backward, bool jvp) {
-  Inputs in = read_primals(source);
+  Inputs in = read_primals(source, backward);
   for (const Companion& c : companions(in, backward, jvp)) read_companion(source, c);
   return in;
 }
 
 Inputs read_inputs(const Source& source, bool backward, bool jvp, std::vector<std::string>& drawn) {
-  Inputs in = read_primals(source);
+  Inputs in = read_primals(source, backward);
   for (const Companion& c : companions(in, backward, jvp)) {
     if (source.has(c.label)) {
       read_companion(source, c);

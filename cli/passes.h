@@ -15,6 +15,8 @@ struct Inputs {
   Array q, k, v;
   Array do_;         // backward
   Array tq, tk, tv;  // jvp
+  Array sinks;       // optional: [1 or batch, head, 1, 1]
+  Array dlse;        // backward, optional
 };
 
 // Shape [b, hq, n, e] of o and [b, hq, n, 1] of lse.
@@ -26,6 +28,7 @@ struct ForwardResult {
 };
 struct BackwardResult {
   Array dq, dk, dv;
+  Array dsinks;  // with sinks
 };
 struct JvpResult {
   Array o, lse, to;
@@ -62,7 +65,8 @@ Jvp jvp_call(const Inputs& inputs, const JvpResult& result);
 bool reads_residual(const Attention& attention);
 
 // q, k, v of a file, and for a backward do, for a jvp the tangents. What is absent is refused, or with `draw` drawn
-// from N(0, 1) by a fixed seed in the type of its primal; `drawn` then receives its name.
+// from N(0, 1) by a fixed seed in the type of its primal; `drawn` then receives its name. Sinks and, for a backward,
+// dlse are read where the file has them.
 Inputs read_inputs(const Source& source, bool backward, bool jvp);
 Inputs read_inputs(const Source& source, bool backward, bool jvp, std::vector<std::string>& drawn);
 

@@ -107,8 +107,9 @@ class Checker {
       Job(device_, attention, forward_call(in_, forward)).run();
       const double seconds = timed(attention, call);
       const BackwardResult& want = oracle_.backward();
-      note(pass, attention, call, seconds,
-           {{"dq", &result.dq, &want.dq}, {"dk", &result.dk, &want.dk}, {"dv", &result.dv, &want.dv}});
+      std::vector<Pair> pairs{{"dq", &result.dq, &want.dq}, {"dk", &result.dk, &want.dk}, {"dv", &result.dv, &want.dv}};
+      if (result.dsinks.present()) pairs.push_back({"dsinks", &result.dsinks, &want.dsinks});
+      note(pass, attention, call, seconds, pairs);
     } else {
       JvpResult result = make_jvp(in_, types);
       const Jvp call = jvp_call(in_, result);

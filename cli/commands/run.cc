@@ -47,6 +47,11 @@ class Results {
     if (!has_batch_) array.shape.erase(array.shape.begin());
     arrays_.push_back({name, &array});
   }
+  void add_dsinks(Array& dsinks) {
+    dsinks.shape.resize(2);  // [batch, head]
+    if (dsinks.shape[0] == 1) dsinks.shape.erase(dsinks.shape.begin());
+    arrays_.push_back({"dsinks", &dsinks});
+  }
   void add_lse(Array& lse) {
     lse.shape.pop_back();  // [batch, head, token]
     add("lse", lse);
@@ -95,6 +100,7 @@ void run_command(const RunOptions& options) {
   results.add("o", forward.o.present() ? forward.o : jvp.o);
   results.add_lse(forward.o.present() ? forward.lse : jvp.lse);
   if (options.backward) results.add("dq", backward.dq), results.add("dk", backward.dk), results.add("dv", backward.dv);
+  if (backward.dsinks.present()) results.add_dsinks(backward.dsinks);
   if (options.jvp) results.add("to", jvp.to);
   write_arrays(options.out, results.arrays());
   if (options.quiet) return;
@@ -113,21 +119,23 @@ void add_run(CLI::App& app) {
   command
       ->add_option("IN", options->in,
                    "Tensors q, k, v (do with --backward; tq, tk, tv with --jvp), [batch, head, token, dim] or [head, "
-                   "token, dim]: a "
-                   ".safetensors file, or a directory with q.npy, k.npy, ...")
+                   "token, dim]; if there, sinks [head] or [batch, head], and with --backward dlse, shaped as lse is "
+                   "written: a .safetensors file, or a directory with q.npy, k.npy, ...")
       ->required();
   command
-      ->add_option("OUT", options->out,
-                   "o, lse; dq, dk, dv; to: a .safetensors file, or else a directory of .npy files")
+      ->add_option(
+          "OUT", options->out,
+          "o, lse; dq, dk, dv, and dsinks with sinks; to: a .safetensors file, or else a directory of .npy files")
       ->required();
   command->add_option("--precision", options->precision, choices(kPrecisions) + "  [the type of q; fp8 for e4m3]")
       ->type_name("P");
   command->add_flag("--backward", options->backward, "Gradients dq, dk, dv too, from do");
   command->add_flag("--jvp", options->jvp, "The tangent to too, from tq, tk, tv");
   command
-      ->add_option("--out-dtype", options->out_dtype,
-                   "Type of all outputs but lse, which is f32: f32, f16, bf16; f64 with precision f64; e4m3 with "
-                   "fp8_raw and f64  [the inputs'; bf16 for e4m3, but e4m3 with fp8_raw]")
+      ->add_option(
+          "--out-dtype", options->out_dtype,
+          "Type of all outputs but lse and dsinks, which are f32: f32, f16, bf16; f64 with precision f64; e4m3 with "
+          "fp8_raw and f64  [the inputs'; bf16 for e4m3, but e4m3 with fp8_raw]")
       ->type_name("T");
   command->add_flag("--quiet", options->quiet, "Do not tell what was written and which kernels ran");
   options->attention.add_to(*command);

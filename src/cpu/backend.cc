@@ -94,8 +94,6 @@ std::optional<std::string> jvp_objection(const Problem& p) {
 }
 
 std::optional<std::string> objection(const Problem& p) {
-  if (p.sinks.present() || p.dlse.present() || p.tlse.present())
-    return text("it has no sinks and no derivative of lse");
   if (p.precision == OCTET_PRECISION_F64) return text("precision f64 is the reference backend's");
   if (p.pass == OCTET_BACKWARD) return backward_objection(p);
   if (p.smooth_q) return text("smooth_q is not in its kernels; the reference backend has it");

@@ -15,6 +15,20 @@ namespace octet {
 // Seed of the random signs that attention uses when it rotates q and k itself.
 constexpr uint64_t kHadamardSeed = 0x6f63746574;  // "octet"
 
+// log(exp(lse) + exp(sink)): what a sink makes of the lse of a row's keys. A sink that is NaN or +inf makes it NaN, as
+// such a logit would; one of -inf is none.
+static inline double with_sink(double lse, double sink) {
+  if (!(sink < std::numeric_limits<double>::infinity())) return std::numeric_limits<double>::quiet_NaN();
+  if (lse != lse) return lse;
+  const double low = std::fmin(lse, sink), high = std::fmax(lse, sink);
+  return low == -std::numeric_limits<double>::infinity() ? high : high + std::log1p(std::exp(low - high));
+}
+
+// exp(x - lse), the weight of a logit; 0 where the logit is -inf, whatever lse is.
+static inline double weight_of(double x, double lse) {
+  return x == -std::numeric_limits<double>::infinity() ? 0.0 : std::exp(x - lse);
+}
+
 // Size of the Hadamard blocks along a row: the largest power of two that divides dim.
 static constexpr int64_t hadamard_block(int64_t dim) { return dim & -dim; }
 

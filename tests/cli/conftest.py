@@ -78,7 +78,8 @@ def draw(seed, b=2, hq=4, hkv=2, sq=33, sk=33, d=16, e=16, dtype=np.float32, com
 
 
 def attention(t, seen=None, scale=None):
-    """o, lse and, where do or tangents are there, dq, dk, dv, to; seen[i, j]: query i sees key j."""
+    """o, lse and, where do or tangents are there, dq, dk, dv, dsinks, to; seen[i, j]: query i sees key j. With sinks,
+    [head] or [batch, head], and dlse, [batch, head, token], if they are there."""
     q, k, v = (t[n].astype(np.float64) for n in "qkv")
     group = q.shape[1] // k.shape[1]
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else scale
@@ -88,22 +89,27 @@ def attention(t, seen=None, scale=None):
     s = scale * q @ K.swapaxes(-1, -2)
     if seen is not None:
         s = np.where(seen, s, -np.inf)
-    top = s.max(-1, keepdims=True)
+    sinks = np.reshape(t["sinks"].astype(np.float64), (-1, q.shape[1], 1, 1)) if "sinks" in t else -np.inf
+    top = np.maximum(s.max(-1, keepdims=True), sinks)
     top = np.where(np.isfinite(top), top, 0)
     w = np.exp(s - top)
-    total = w.sum(-1, keepdims=True)
+    total = w.sum(-1, keepdims=True) + np.exp(sinks - top)
     p = w / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
         out = {"o": p @ V, "lse": (top + np.log(total))[..., 0]}
     if "do" in t:
         do = t["do"].astype(np.float64)
         dp = do @ V.swapaxes(-1, -2)
-        ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
+        minus_delta = (t["dlse"].astype(np.float64)[..., None] if "dlse" in t else 0) - (p * dp).sum(-1, keepdims=True)
+        ds = scale * p * (dp + minus_delta)
         out |= {"dq": ds @ K, "dk": gather(ds.swapaxes(-1, -2) @ q), "dv": gather(p.swapaxes(-1, -2) @ do)}
+        if "sinks" in t:
+            per_head = (np.exp(sinks - top) / total * minus_delta).sum((2, 3))
+            out["dsinks"] = per_head.sum(0) if t["sinks"].ndim == 1 else per_head
     if "tq" in t:
         tq, tk, tv = (t[n].astype(np.float64) for n in ("tq", "tk", "tv"))
         ts = scale * (tq @ K.swapaxes(-1, -2) + q @ spread(tk).swapaxes(-1, -2))
-        tp = p * (ts - (p * ts).sum(-1, keepdims=True))
+        tp = p * (ts - (p * ts).sum(-1, keepdims=True))  # of a sink that stays as it is
         out["to"] = tp @ V + p @ spread(tv)
     return out
 

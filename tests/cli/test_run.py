@@ -1,8 +1,10 @@
 """octet run against NumPy."""
 
+import json
+
 import numpy as np
 import pytest
-from conftest import attention, causal, draw, header_bytes, read_header, read_safetensors, rel_l2, run_ok, window, write_safetensors
+from conftest import attention, causal, draw, header_bytes, octet, read_header, read_safetensors, rel_l2, run_ok, window, write_safetensors
 
 # What float32 arithmetic over sums of a few dozen terms loses, with an order of magnitude to spare.
 F32 = 2e-6
@@ -22,6 +24,34 @@ def test_passes_in_f32_agree_with_numpy(tmp_path, small, options, names, backend
     out = tmp_path / "out.safetensors"
     run_ok("run", small, out, "--precision", "f32", "--backend", backend, *options)
     check(read_safetensors(out), attention(draw(7)), names)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+def test_sinks_and_dlse_are_read_where_they_are(tmp_path, shape, backend):
+    t, random = draw(8, sq=40, sk=57), np.random.default_rng(9)
+    t |= {"sinks": (4 + random.standard_normal(shape)).astype(np.float32), "dlse": random.standard_normal((2, 4, 40)).astype(np.float32)}
+    out = tmp_path / "out.safetensors"
+    run_ok("run", write_safetensors(tmp_path / "in.safetensors", t), out, "--backward", "--jvp", "--backend", backend)
+    check(read_safetensors(out), attention(t), ["o", "lse", "dq", "dk", "dv", "dsinks", "to"])
+
+
+@pytest.mark.parametrize("name, shape, message", [
+    ("sinks", (3,), "sinks: shape [1, 3, 1, 1], expected [1, 4, 1, 1]"),
+    ("sinks", (1, 4, 1, 1), "sinks: shape [1, 4, 1, 1], expected [head] or [batch, head]"),
+    ("dlse", (2, 4, 33, 1), "dlse: shape [2, 4, 33, 1], expected the dimensions of q, shape [2, 4, 33, 16], but the last"),
+    ("dlse", (2, 4, 32), "dlse: shape [2, 4, 32, 1], expected [2, 4, 33, 1]"),
+])
+def test_sinks_and_dlse_of_another_shape_are_refused(tmp_path, name, shape, message):
+    file = write_safetensors(tmp_path / "in.safetensors", draw(8) | {name: np.zeros(shape, np.float32)})
+    done = octet("run", file, tmp_path / "out.safetensors", "--backward")
+    assert done.returncode != 0 and message in done.stderr
+
+
+def test_check_compares_dsinks(tmp_path):
+    t = draw(8) | {"sinks": np.full(4, 3, np.float32)}
+    rows = json.loads(run_ok("check", write_safetensors(tmp_path / "in.safetensors", t), "--precision", "f32", "--pass", "bwd", "--json"))
+    assert [row["rel_l2"] < F32 for row in rows if row["tensor"] == "dsinks"] == [True]
 
 
 @pytest.mark.parametrize("option, sq, sk, seen", [

@@ -14,7 +14,7 @@
 namespace {
 
 constexpr size_t kArena = 1 << 14;
-constexpr int kTensors = 17;
+constexpr int kTensors = 22;
 constexpr int64_t kMostWork = 1 << 20;  // multiplications of a call that is run
 
 struct Call {
@@ -76,6 +76,10 @@ void draw(FuzzedDataProvider& in, unsigned char* arena, Call& call) {
   t[10] = place(out, b, h, n, d), t[11] = place(out, b, g, m, d), t[12] = place(out, b, g, m, e);
   t[13] = place(out, b, h, n, d), t[14] = place(out, b, g, m, d), t[15] = place(out, b, g, m, e),
   t[16] = place(out, b, h, n, e);
+  const int64_t of_batch = in.ConsumeBool() ? b : 1;
+  t[17] = place(OCTET_F32, of_batch, h, 1, 1), t[18] = place(OCTET_F32, of_batch, h, 1, 1);
+  t[19] = place(OCTET_F32, of_batch, h, 1, 1);
+  t[20] = place(OCTET_F32, b, h, n, 1), t[21] = place(OCTET_F32, b, h, n, 1);
   call.scale = place(OCTET_F32, b, h, n, 1);
   call.quantization.scale = &call.scale;
 
@@ -85,6 +89,13 @@ void draw(FuzzedDataProvider& in, unsigned char* arena, Call& call) {
   if (args.pass != OCTET_JVP && in.ConsumeBool()) args.o_residual = &t[7];
   if (args.pass == OCTET_BACKWARD) args.do_ = &t[9], args.dq = &t[10], args.dk = &t[11], args.dv = &t[12];
   if (args.pass == OCTET_JVP) args.tq = &t[13], args.tk = &t[14], args.tv = &t[15], args.to = &t[16];
+  if (in.ConsumeBool()) {
+    args.sinks = &t[17];
+    if (args.pass == OCTET_BACKWARD) args.dsinks = &t[18];
+    if (args.pass == OCTET_JVP && in.ConsumeBool()) args.tsinks = &t[19];
+  }
+  if (args.pass == OCTET_BACKWARD && in.ConsumeBool()) args.dlse = &t[20];
+  if (args.pass == OCTET_JVP && in.ConsumeBool()) args.tlse = &t[21];
   if (in.ConsumeIntegralInRange(0, 7) == 0) a.precision = OCTET_PRECISION_F64, a.rounding = &call.rounding;
   if (in.ConsumeIntegralInRange(0, 7) == 0) t[0].dtype = OCTET_I8, t[0].quantization = &call.quantization;
 }
@@ -212,7 +223,7 @@ Extent extent(const octet_tensor& t, const unsigned char* arena) {
 }
 
 std::vector<const octet_tensor*> outputs_of(const octet_arguments& a) {
-  std::vector<const octet_tensor*> out{a.dq, a.dk, a.dv, a.to};
+  std::vector<const octet_tensor*> out{a.dq, a.dk, a.dv, a.dsinks, a.to, a.tlse};
   if (a.pass != OCTET_BACKWARD) out.insert(out.end(), {a.o, a.o_residual, a.lse});
   std::erase(out, nullptr);
   return out;

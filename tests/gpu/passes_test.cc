@@ -86,7 +86,8 @@ struct Kind {
 
 bool supported(const Case& c, const Kind& kind) {
   const bool dims = kind.wide() || std::max(c.dim, c.dim_v) <= 128;
-  return c.mask == MaskTensor::none && (c.dtype != DType::e4m3 || !kind.sixteen_bits()) && dims;
+  const bool lse_alone = c.sinks == Sinks::none && !(c.dlse && kind.pass == Pass::backward);
+  return c.mask == MaskTensor::none && lse_alone && (c.dtype != DType::e4m3 || !kind.sixteen_bits()) && dims;
 }
 
 // What tensor cores lose of a logit of e4m3 numbers, at `sigmas`. They add up 32 products and what they had by then in

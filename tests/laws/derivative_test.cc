@@ -20,29 +20,50 @@ const Case kCases[] = {
      .alignment = Alignment::bottom_right},
     {.name = "window", .tokens_q = 100, .tokens_k = 100, .dim = 32, .dim_v = 32, .window = {{20, 3}}},
     {.name = "mask", .heads = 2, .tokens_q = 66, .tokens_k = 70, .mask = MaskTensor::blind},
+    {.name = "dlse", .heads = 4, .kv_heads = 2, .tokens_q = 70, .tokens_k = 90, .dim_v = 40, .dlse = true},
+    {.name = "sinks",
+     .batch = 2,
+     .heads = 2,
+     .tokens_q = 90,
+     .tokens_k = 80,
+     .causal = true,
+     .alignment = Alignment::bottom_right,
+     .sinks = Sinks::shared,
+     .dlse = true},
 };
 
 Noise noise_of(const Case& c, const Inputs& in) { return f32_noise(c, in, largest_column_sum(c, in), 5.0); }
 
-// <to, do> = <tq, dq> + <tk, dk> + <tv, dv>, with do = to, so that the left side is a sum of squares.
+// <to, do> + <tlse, dlse> = <tq, dq> + <tk, dk> + <tv, dv> + <tsinks, dsinks>, with do = to and dlse = tlse, so that
+// the left side is a sum of squares.
 TEST(Derivatives, of_both_directions_are_adjoint) {
   for (const Case& c : kCases) {
     Inputs in = draw(c, 1);
-    const Values to = in.do_ = compute(c, in, kJvp).to;
+    const Outputs tangent = compute(c, in, kJvp);
+    in.do_ = tangent.to, in.dlse = tangent.tlse;
     const Outputs gradient = compute(c, in, kBackward);
-    const double forwards = inner(to, to);
+    const double forwards = inner(in.do_, in.do_) + inner(in.dlse, in.dlse);
     const double parts[] = {inner(in.tq, gradient.dq), inner(in.tk, gradient.dk), inner(in.tv, gradient.dv)};
+    const double of_sinks = inner(in.tsinks, gradient.dsinks);
     const Noise noise = noise_of(c, in);
     // Errors of single elements are independent: that of a weighted sum is the root of the sum of squares.
     const auto part = [](double error, const Values& weight) { return error * std::sqrt(inner(weight, weight)); };
-    const double bound = part(noise.to, in.do_) + part(noise.dq, in.tq) + part(noise.dk, in.tk) + part(noise.dv, in.tv);
-    EXPECT_NEAR(forwards, parts[0] + parts[1] + parts[2], bound) << c.name << ", seed 1";
+    const double bound = part(noise.to, in.do_) + part(noise.dq, in.tq) + part(noise.dk, in.tk) +
+                         part(noise.dv, in.tv) + part(noise.tlse, in.dlse) + part(noise.dsinks, in.tsinks);
+    EXPECT_NEAR(forwards, parts[0] + parts[1] + parts[2] + of_sinks, bound) << c.name << ", seed 1";
+    if (in.tsinks.present()) {
+      EXPECT_LT(bound, .2 * std::fabs(of_sinks)) << c.name << ": sinks without a gradient would pass";
+    }
     for (double x : parts) EXPECT_LT(bound, .1 * x) << c.name << ": a gradient that is off by a tenth would pass";
   }
 }
 
 // (o(x + h t) - o(x - h t)) / 2h = to + O(h^2), h = 2^-7: f32 rounding of o over h and Richardson's estimate of the
 // remainder, |difference(2h) - difference(h)|, bound the distance.
+struct Quotients {
+  Values o, lse;
+};
+
 TEST(Derivatives, follow_differences_of_the_forward_pass) {
   for (const Case& c : kCases) {
     const Inputs in = draw(c, 2);
@@ -54,23 +75,32 @@ TEST(Derivatives, follow_differences_of_the_forward_pass) {
         moved.q = rounded(combined(1, in.q, step, in.tq), DType::f32);
         moved.k = rounded(combined(1, in.k, step, in.tk), DType::f32);
         moved.v = rounded(combined(1, in.v, step, in.tv), DType::f32);
+        moved.sinks = rounded(combined(1, in.sinks, step, in.tsinks), DType::f32);
         at[side] = compute(c, moved, {Pass::forward, Precision::f32});
       }
-      return combined(.5 / h, at[1].o, -.5 / h, at[0].o);
+      return Quotients{combined(.5 / h, at[1].o, -.5 / h, at[0].o),
+                       c.dlse ? combined(.5 / h, at[1].lse, -.5 / h, at[0].lse) : Values()};
     };
     const double h = 0x1p-7;
-    const Values fine = difference_quotient(h), coarse = difference_quotient(2 * h);
-    const double remainder = difference(fine, coarse).largest;
+    const Quotients fine = difference_quotient(h), coarse = difference_quotient(2 * h);
+    const double remainder = difference(fine.o, coarse.o).largest;
     const Noise noise = noise_of(c, in);
-    const Values to = compute(c, in, kJvp).to;
+    const Outputs tangent = compute(c, in, kJvp);
     const double bound = remainder + noise.o / h + noise.to;
-    expect_near(to, fine, bound, std::string(c.name) + ": to, seed 2");
-    EXPECT_LT(bound, .2 * largest(to)) << c.name << ": the bound has no power";
+    expect_near(tangent.to, fine.o, bound, std::string(c.name) + ": to, seed 2");
+    EXPECT_LT(bound, .2 * largest(tangent.to)) << c.name << ": the bound has no power";
     // The same quotient, weighted by do, is what the gradients say.
     const Outputs gradient = compute(c, in, kBackward);
-    const double forwards = inner(fine, in.do_);
-    const double backwards = inner(in.tq, gradient.dq) + inner(in.tk, gradient.dk) + inner(in.tv, gradient.dv);
-    EXPECT_NEAR(forwards, backwards, bound * std::sqrt(inner(in.do_, in.do_))) << c.name;
+    double forwards = inner(fine.o, in.do_), all = bound * std::sqrt(inner(in.do_, in.do_));
+    if (c.dlse) {
+      const double lse_bound = difference(fine.lse, coarse.lse).largest + noise.lse / h + noise.tlse;
+      expect_near(tangent.tlse, fine.lse, lse_bound, std::string(c.name) + ": tlse, seed 2");
+      EXPECT_LT(lse_bound, .2 * largest(tangent.tlse)) << c.name << ": the bound has no power";
+      forwards += inner(fine.lse, in.dlse), all += lse_bound * std::sqrt(inner(in.dlse, in.dlse));
+    }
+    const double backwards = inner(in.tq, gradient.dq) + inner(in.tk, gradient.dk) + inner(in.tv, gradient.dv) +
+                             inner(in.tsinks, gradient.dsinks);
+    EXPECT_NEAR(forwards, backwards, all) << c.name;
   }
 }
 
@@ -83,32 +113,40 @@ TEST(Derivatives, are_linear_in_the_tangent) {
     sum.tq = rounded(combined(a, x.tq, b, y.tq), DType::f32);
     sum.tk = rounded(combined(a, x.tk, b, y.tk), DType::f32);
     sum.tv = rounded(combined(a, x.tv, b, y.tv), DType::f32);
-    const Values want = combined(a, compute(c, x, kJvp).to, b, compute(c, y, kJvp).to);
-    const double bound = a * noise_of(c, x).to - b * noise_of(c, y).to + noise_of(c, sum).to;
-    expect_near(compute(c, sum, kJvp).to, want, bound, std::string(c.name) + ": to, seeds 3 and 4");
+    y.tsinks = other.tsinks, sum.tsinks = rounded(combined(a, x.tsinks, b, y.tsinks), DType::f32);
+    const Outputs of_x = compute(c, x, kJvp), of_y = compute(c, y, kJvp), of_sum = compute(c, sum, kJvp);
+    const Noise at_x = noise_of(c, x), at_y = noise_of(c, y), at_sum = noise_of(c, sum);
+    expect_near(of_sum.to, combined(a, of_x.to, b, of_y.to), a * at_x.to - b * at_y.to + at_sum.to,
+                std::string(c.name) + ": to, seeds 3 and 4");
+    expect_near(of_sum.tlse, combined(a, of_x.tlse, b, of_y.tlse), a * at_x.tlse - b * at_y.tlse + at_sum.tlse,
+                std::string(c.name) + ": tlse, seeds 3 and 4");
   }
 }
 
 class Tangents : public testing::TestWithParam<Precision> {};
 
-// Rows of P sum to 1: tv = 1 alone gives to = 1 where a key is seen.
+// Rows of P sum to 1 with the sink: tv = 1 alone gives to = 1 - exp(sink - lse) where a key is seen.
 TEST_P(Tangents, of_v_equal_one_give_one) {
   for (const Case& c : kCases) {
     Inputs in = draw(c, 5);
     in.tq = Values(in.tq.shape), in.tk = Values(in.tk.shape), in.tv = Values(in.tv.shape, 1.0);
+    in.tsinks = Values(in.tsinks.shape);
     const Recipe recipe{Pass::jvp, GetParam()};
     const Outputs got = compute(c, in, recipe);
     Values want(got.to.shape);
     for_each(want.shape, [&](int64_t b, int64_t h, int64_t t, int64_t i) {
-      want.at(b, h, t, i) = std::isinf(got.lse.at(b, h, t, 0)) ? 0.0 : 1.0;
+      const double lse = got.lse.at(b, h, t, 0);
+      const double of_sink = in.sinks.present() ? std::exp(in.sinks.at(0, h, 0, 0) - lse) : 0.0;
+      want.at(b, h, t, i) = std::isinf(lse) ? 0.0 : 1.0 - of_sink;
     });
     expect_near(got.to, want, allowed(c, in, recipe, &Outputs::to), c.name);
   }
 }
 
-// tk = 1 u^T moves all logits of a row alike: to = 0.
+// tk = 1 u^T moves all logits of a row alike, but not a sink: to = 0 without one.
 TEST_P(Tangents, of_k_equal_in_all_keys_give_zero) {
   for (const Case& c : kCases) {
+    if (c.sinks != Sinks::none) continue;
     Inputs in = draw(c, 6);
     in.tq = Values(in.tq.shape), in.tv = Values(in.tv.shape);
     for_each(in.tk.shape,

@@ -65,17 +65,27 @@ TEST_P(Extremes, equal_keys_average_the_values) {
   expect_finite(got, GetParam().pass, "equal keys, seed 3");
 }
 
-// Real gradients are 1e-6 and smaller: dq, dk, dv scale with do, bit for bit where the scale is a power of two.
-TEST_P(Extremes, gradients_scale_with_do) {
+// Real gradients are 1e-6 and smaller: those of the inputs scale with do and dlse, bit for bit where the scale is a
+// power of two, also where only one of the two is there.
+TEST_P(Extremes, gradients_scale_with_do_and_dlse) {
   if (GetParam().pass != Pass::backward) return;
-  Inputs in = draw(kCase, 4);
-  const Outputs large = compute(kCase, in, GetParam());
-  const double factor = 0x1p-20;
-  in.do_ = combined(factor, in.do_, 0, in.do_);
-  const Outputs small = compute(kCase, in, GetParam());
-  for (Values Outputs::*gradient : {&Outputs::dq, &Outputs::dk, &Outputs::dv})
-    expect_same_bits(small.*gradient, combined(factor, large.*gradient, 0, large.*gradient),
-                     "gradient of do times 2^-20");
+  Case with_sinks = kCase;
+  with_sinks.sinks = Sinks::shared, with_sinks.dlse = true;
+  for (const Case& c : {kCase, with_sinks})
+    for (const bool zero_do : {false, true}) {
+      if (zero_do && !c.dlse) continue;
+      Inputs in = draw(c, 4);
+      if (zero_do) in.do_ = Values(in.do_.shape);
+      const Outputs large = compute(c, in, GetParam());
+      for (const double factor : {0x1p-20, 0x1p20}) {
+        Inputs scaled = in;
+        scaled.do_ = combined(factor, in.do_, 0, in.do_), scaled.dlse = combined(factor, in.dlse, 0, in.dlse);
+        const Outputs small = compute(c, scaled, GetParam());
+        for (Values Outputs::*gradient : {&Outputs::dq, &Outputs::dk, &Outputs::dv, &Outputs::dsinks})
+          expect_same_bits(small.*gradient, combined(factor, large.*gradient, 0, large.*gradient),
+                           testing::PrintToString(factor) + " times do and dlse");
+      }
+    }
 }
 
 INSTANTIATE_TEST_SUITE_P(Recipes, Extremes, testing::ValuesIn(every_recipe()), label);

@@ -15,7 +15,9 @@ constexpr Case kCase{.name = "independence",
                      .tokens_k = 150,
                      .causal = true,
                      .alignment = Alignment::bottom_right,
-                     .dtype = DType::bf16};
+                     .dtype = DType::bf16,
+                     .sinks = Sinks::of_batch,
+                     .dlse = true};
 
 // The inputs of one batch element, or of one head of k with its group of heads of q.
 Inputs part_of(const Inputs& in, int dimension, int64_t index, int64_t group) {
@@ -23,6 +25,7 @@ Inputs part_of(const Inputs& in, int dimension, int64_t index, int64_t group) {
   const auto of_k = [&](const Values& x) { return slice(x, dimension, index, index + 1); };
   Inputs out = in;
   out.q = of_q(in.q), out.do_ = of_q(in.do_), out.tq = of_q(in.tq);
+  out.sinks = of_q(in.sinks), out.tsinks = of_q(in.tsinks), out.dlse = of_q(in.dlse);
   out.k = of_k(in.k), out.v = of_k(in.v), out.tk = of_k(in.tk), out.tv = of_k(in.tv);
   return out;
 }
@@ -35,6 +38,7 @@ Outputs part_of(const Outputs& x, int dimension, int64_t index, int64_t group) {
   const auto of_k = [&](const Values& y) { return y.present() ? slice(y, dimension, index, index + 1) : y; };
   Outputs out;
   out.o = of_q(x.o), out.lse = of_q(x.lse), out.dq = of_q(x.dq), out.to = of_q(x.to);
+  out.dsinks = of_q(x.dsinks), out.tlse = of_q(x.tlse);
   out.dk = of_k(x.dk), out.dv = of_k(x.dv);
   return out;
 }
@@ -96,7 +100,10 @@ TEST_P(Independence, of_repeating_k_and_v_for_grouped_heads) {
   expect_same_bits(got.o, grouped.o, "o");
   expect_same_bits(got.lse, grouped.lse, "lse");
   if (GetParam().pass == Pass::jvp) expect_same_bits(got.to, grouped.to, "to");
-  if (GetParam().pass == Pass::backward) expect_same_bits(got.dq, grouped.dq, "dq");
+  if (GetParam().pass == Pass::backward) {
+    expect_same_bits(got.dq, grouped.dq, "dq");
+    expect_same_bits(got.dsinks, grouped.dsinks, "dsinks");
+  }
 }
 
 // The gradients of k and v add up over the group: in f32 to rounding, shown by do that is zero for all but one head.
@@ -107,7 +114,7 @@ TEST(Independence, gradients_of_grouped_heads_add_up) {
   for (int64_t h = 0; h < 2; ++h) {
     Inputs one = in;
     for_each(one.do_.shape, [&](int64_t b, int64_t head, int64_t t, int64_t c) {
-      if (head % 2 != h) one.do_.at(b, head, t, c) = 0.0;
+      if (head % 2 != h) one.do_.at(b, head, t, c) = one.dlse.at(b, head, t, 0) = 0.0;
     });
     const Outputs part = compute(kCase, one, {Pass::backward, Precision::f32});
     dk = combined(1, dk, 1, part.dk), dv = combined(1, dv, 1, part.dv);
@@ -128,7 +135,9 @@ TEST_P(Independence, of_other_packed_sequences) {
                     .alignment = Alignment::bottom_right,
                     .cu_seqlens_q = q,
                     .cu_seqlens_k = k,
-                    .dtype = DType::bf16};
+                    .dtype = DType::bf16,
+                    .sinks = Sinks::shared,
+                    .dlse = true};
   const Inputs in = draw(packed, 8);
   const Outputs all = compute(packed, in, GetParam());
   for (size_t s = 0; s + 1 < q.size(); ++s) {
@@ -138,10 +147,12 @@ TEST_P(Independence, of_other_packed_sequences) {
     const auto of_q = [&](const Values& x) { return x.present() ? slice(x, 2, q[s], q[s + 1]) : x; };
     const auto of_k = [&](const Values& x) { return x.present() ? slice(x, 2, k[s], k[s + 1]) : x; };
     Inputs part;
-    part.q = of_q(in.q), part.do_ = of_q(in.do_), part.tq = of_q(in.tq);
+    part.q = of_q(in.q), part.do_ = of_q(in.do_), part.tq = of_q(in.tq), part.dlse = of_q(in.dlse);
+    part.sinks = in.sinks, part.tsinks = in.tsinks;
     part.k = of_k(in.k), part.v = of_k(in.v), part.tk = of_k(in.tk), part.tv = of_k(in.tv);
     Outputs want;
     want.o = of_q(all.o), want.lse = of_q(all.lse), want.dq = of_q(all.dq), want.to = of_q(all.to);
+    want.tlse = of_q(all.tlse);
     want.dk = of_k(all.dk), want.dv = of_k(all.dv);
     expect_same_bits(compute(alone, part, GetParam()), want, GetParam().pass,
                      "sequence " + std::to_string(s) + " alone");

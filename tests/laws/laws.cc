@@ -34,6 +34,8 @@ std::vector<NamedValues> outputs_of(const Outputs& x, Pass pass) {
   std::vector<NamedValues> list = {{"o", &x.o}, {"lse", &x.lse}};
   if (pass == Pass::backward) list.insert(list.end(), {{"dq", &x.dq}, {"dk", &x.dk}, {"dv", &x.dv}});
   if (pass == Pass::jvp) list.push_back({"to", &x.to});
+  if (x.dsinks.present()) list.push_back({"dsinks", &x.dsinks});
+  if (x.tlse.present()) list.push_back({"tlse", &x.tlse});
   return list;
 }
 
@@ -69,12 +71,14 @@ double allowed(const Case& c, const Inputs& in, const Recipe& recipe, Values Out
   const Outputs want = exact(c, in, recipe.pass), plain = compute(c, in, recipe, 0, "reference");
   const double column_sum = recipe.pass == Pass::backward ? largest_column_sum(c, in) : 0.0;
   const Noise noise = f32_noise(c, in, column_sum, 5.0);
-  const double f32 = output == &Outputs::o     ? noise.o
-                     : output == &Outputs::lse ? noise.lse
-                     : output == &Outputs::dq  ? noise.dq
-                     : output == &Outputs::dk  ? noise.dk
-                     : output == &Outputs::dv  ? noise.dv
-                                               : noise.to;
+  const double f32 = output == &Outputs::o        ? noise.o
+                     : output == &Outputs::lse    ? noise.lse
+                     : output == &Outputs::dq     ? noise.dq
+                     : output == &Outputs::dk     ? noise.dk
+                     : output == &Outputs::dv     ? noise.dv
+                     : output == &Outputs::dsinks ? noise.dsinks
+                     : output == &Outputs::tlse   ? noise.tlse
+                                                  : noise.to;
   return 2 * difference(plain.*output, want.*output).largest + f32;
 }
 

@@ -51,32 +51,49 @@ void expect_as_good(const Outputs& got, const Expected& x, Pass pass) {
     expect_as_good({"dq", &got.dq, &x.plain.dq, &x.exact.dq, x.rms.dq, x.most.dq, x.same_weights});
     expect_as_good({"dk", &got.dk, &x.plain.dk, &x.exact.dk, x.rms.dk, x.most.dk, x.same_weights});
     expect_as_good({"dv", &got.dv, &x.plain.dv, &x.exact.dv, x.rms.dv, x.most.dv, x.same_weights});
+    expect_as_good(
+        {"dsinks", &got.dsinks, &x.plain.dsinks, &x.exact.dsinks, x.rms.dsinks, x.most.dsinks, x.same_weights});
     return;
   }
   expect_as_good({"o", &got.o, &x.plain.o, &x.exact.o, x.rms.o, x.most.o, x.same_weights});
   expect_as_good({"lse", &got.lse, &x.plain.lse, &x.exact.lse, x.rms.lse, x.most.lse, x.same_weights});
-  if (pass == Pass::jvp) expect_as_good({"to", &got.to, &x.plain.to, &x.exact.to, x.rms.to, x.most.to, x.same_weights});
+  if (pass == Pass::jvp) {
+    expect_as_good({"to", &got.to, &x.plain.to, &x.exact.to, x.rms.to, x.most.to, x.same_weights});
+    expect_as_good({"tlse", &got.tlse, &x.plain.tlse, &x.exact.tlse, x.rms.tlse, x.most.tlse, x.same_weights});
+  }
   if (!got.o_residual.present()) return;
   const Values got_o = sum_of(got.o, got.o_residual), plain_o = sum_of(x.plain.o, x.plain.o_residual);
   expect_as_good({"o + o_residual", &got_o, &plain_o, &x.exact.o, x.rms.o, x.most.o, x.same_weights});
 }
 
-// A precision, and at 16 bits a remedy: each gives p and ds other formats, or dq and dk another product.
+// A precision, and at 16 bits a remedy: each gives p and ds other formats, or dq and dk another product. With sinks or
+// dlse all of them: each has a delta, row sums of ds and a range of its own.
 struct Recipe {
   Precision precision;
   Remedy remedy = Remedy::f16_inside;
 };
 
-std::vector<Recipe> recipes_of(Pass pass) {
+std::vector<Recipe> recipes_of(Pass pass, const Case& c) {
   std::vector<Recipe> list;
   for (Precision precision : precisions_of(pass)) list.push_back({precision});
   if (pass == Pass::forward) list.push_back({Precision::bf16, Remedy::none});
   if (pass == Pass::backward) list.push_back({Precision::bf16, Remedy::project});
+  if (c.sinks == Sinks::none && !c.dlse) return list;
+  for (const Precision precision : {Precision::f16, Precision::bf16}) {
+    if (pass == Pass::forward) list.push_back({precision, Remedy::beta});
+    if (pass == Pass::backward)
+      list.push_back({precision, Remedy::none}), list.push_back({precision, Remedy::exact_delta});
+  }
+  if (pass == Pass::backward) list.push_back({Precision::f16, Remedy::project});
   return list;
 }
 
 const char* with(Remedy remedy) {
-  return remedy == Remedy::none ? ", remedy none" : remedy == Remedy::project ? ", remedy project" : "";
+  return remedy == Remedy::none          ? ", remedy none"
+         : remedy == Remedy::beta        ? ", remedy beta"
+         : remedy == Remedy::exact_delta ? ", remedy exact_delta"
+         : remedy == Remedy::project     ? ", remedy project"
+                                         : "";
 }
 
 class Passes : public testing::TestWithParam<std::tuple<size_t, Pass>> {};
@@ -88,12 +105,12 @@ TEST_P(Passes, errs_at_most_twice_as_much_as_plain_rounding) {
   const Inputs in = draw(c, seed);
   const double column_sum = pass == Pass::backward ? largest_column_sum(c, in) : 0.0;
   Expected expected{exact(c, in, pass), {}, f32_noise(c, in, column_sum, 1.0), f32_noise(c, in, column_sum, 5.0)};
-  for (const auto& [precision, remedy] : recipes_of(pass)) {
+  for (const auto& [precision, remedy] : recipes_of(pass, c)) {
     SCOPED_TRACE(testing::Message() << "case " << c.name << ", " << name(pass) << ' ' << name(precision) << with(remedy)
                                     << ", seed " << seed);
     Attention plain = attention_of(c, precision, "reference"), fast = attention_of(c, precision, "cpu");
     plain.remedy = fast.remedy = remedy;
-    expected.same_weights = pass != Pass::forward || remedy != Remedy::none;
+    expected.same_weights = pass != Pass::forward || remedy == Remedy::f16_inside;
     Outputs saved;
     try {
       if (pass == Pass::backward) saved = run(c, in, plain, Pass::forward);

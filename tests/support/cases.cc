@@ -91,6 +91,15 @@ Inputs draw(const Case& c, uint64_t seed) {
                                                     : DType::boolean;
   in.mask = draw_mask(c, 100 * seed + 8);
   if (added) in.mask = rounded(in.mask, in.mask_dtype);
+  if (c.sinks != Sinks::none) {
+    // About as large as the lse of the keys.
+    in.sinks =
+        rounded(normal(c.sinks_shape(), 100 * seed + 9, std::log1p(static_cast<double>(c.tokens_k)), 2.0), DType::f32);
+    in.tsinks = rounded(normal(c.sinks_shape(), 100 * seed + 10), DType::f32);
+    if (c.sinks == Sinks::shared && c.heads > 2)
+      in.sinks.at(0, c.heads - 1, 0, 0) = -std::numeric_limits<double>::infinity();
+  }
+  if (c.dlse) in.dlse = rounded(normal(c.lse_shape(), 100 * seed + 11), DType::f32);
   return in;
 }
 
@@ -109,8 +118,8 @@ namespace {
 
 // The tensors of one call in their layouts.
 struct Buffers {
-  Buffer q, k, v, mask, cu_seqlens_q, cu_seqlens_k, do_, tq, tk, tv;  // in
-  Buffer o, lse, o_residual, dq, dk, dv, to;
+  Buffer q, k, v, mask, sinks, cu_seqlens_q, cu_seqlens_k, do_, dlse, tq, tk, tv, tsinks;  // in
+  Buffer o, lse, o_residual, dq, dk, dv, dsinks, to, tlse;
 
   struct Named {
     const char* name;
@@ -121,18 +130,21 @@ struct Buffers {
                                {"k", &k},
                                {"v", &v},
                                {"mask", &mask},
+                               {"sinks", &sinks},
                                {"do", &do_},
+                               {"dlse", &dlse},
                                {"tq", &tq},
                                {"tk", &tk},
                                {"tv", &tv},
+                               {"tsinks", &tsinks},
                                {"cu_seqlens_q", &cu_seqlens_q},
                                {"cu_seqlens_k", &cu_seqlens_k}};
     if (pass == Pass::backward) list.insert(list.end(), {{"o", &o}, {"lse", &lse}, {"o_residual", &o_residual}});
     return list;
   }
   std::vector<Named> outputs(Pass pass) const {
-    if (pass == Pass::backward) return {{"dq", &dq}, {"dk", &dk}, {"dv", &dv}};
-    if (pass == Pass::jvp) return {{"o", &o}, {"lse", &lse}, {"to", &to}};
+    if (pass == Pass::backward) return {{"dq", &dq}, {"dk", &dk}, {"dv", &dv}, {"dsinks", &dsinks}};
+    if (pass == Pass::jvp) return {{"o", &o}, {"lse", &lse}, {"to", &to}, {"tlse", &tlse}};
     return {{"o", &o}, {"lse", &lse}, {"o_residual", &o_residual}};
   }
 };
@@ -154,6 +166,7 @@ Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass,
     x.q = Buffer(in.q, dtype, layout), x.k = Buffer(in.k, dtype, kv), x.v = Buffer(in.v, dtype, kv);
   }
   if (in.mask.present()) x.mask = Buffer(in.mask, in.mask_dtype);
+  if (in.sinks.present()) x.sinks = Buffer(in.sinks, lse, layout);
   const auto cu = [](const std::vector<int32_t>& first) {
     Values values({1, 1, 1, static_cast<int64_t>(first.size())});
     std::copy(first.begin(), first.end(), values.data.begin());
@@ -170,6 +183,8 @@ Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass,
       x.o.set(saved->o), x.lse.set(saved->lse);
       if (residual) x.o_residual = Buffer(saved->o_residual, out, layout);
       x.do_ = Buffer(in.do_, gradient, layout);
+      if (in.dlse.present()) x.dlse = Buffer(in.dlse, lse, layout);
+      if (in.sinks.present()) x.dsinks = Buffer(lse, c.sinks_shape(), layout);
       if (c.interleaved && !oracle) {
         const auto [dq, dk, dv] = interleaved(out, c.q_shape());
         x.dq = dq, x.dk = dk, x.dv = dv;
@@ -181,6 +196,8 @@ Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass,
     case Pass::jvp:
       x.tq = Buffer(in.tq, gradient, layout), x.tk = Buffer(in.tk, gradient, kv), x.tv = Buffer(in.tv, gradient, kv);
       x.to = Buffer(out, c.o_shape(), layout);
+      if (in.sinks.present()) x.tsinks = Buffer(in.tsinks, lse, layout);
+      if (in.dlse.present()) x.tlse = Buffer(lse, c.lse_shape(), layout);
       break;
   }
   return x;
@@ -226,7 +243,8 @@ void call(const Attention& attention, const Call& arguments, Place* place) {
 
 void call(const Attention& attention, Pass pass, const Buffers& x, Place* place) {
   const auto at = [&](const Buffer& b) { return place && b.present() ? place->tensor(b) : b.view(); };
-  const Extras extras{.mask = at(x.mask), .cu_seqlens_q = at(x.cu_seqlens_q), .cu_seqlens_k = at(x.cu_seqlens_k)};
+  const Extras extras{
+      .mask = at(x.mask), .sinks = at(x.sinks), .cu_seqlens_q = at(x.cu_seqlens_q), .cu_seqlens_k = at(x.cu_seqlens_k)};
   switch (pass) {
     case Pass::forward:
       return call(attention,
@@ -250,6 +268,8 @@ void call(const Attention& attention, Pass pass, const Buffers& x, Place* place)
                            .dk = at(x.dk),
                            .dv = at(x.dv),
                            .o_residual = at(x.o_residual),
+                           .dlse = at(x.dlse),
+                           .dsinks = at(x.dsinks),
                            .extras = extras},
                   place);
     case Pass::jvp:
@@ -263,6 +283,8 @@ void call(const Attention& attention, Pass pass, const Buffers& x, Place* place)
                       .o = at(x.o),
                       .to = at(x.to),
                       .lse = at(x.lse),
+                      .tsinks = at(x.tsinks),
+                      .tlse = at(x.tlse),
                       .extras = extras},
                   place);
   }
@@ -285,7 +307,8 @@ Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pa
   for (const auto& output : x.outputs(pass)) EXPECT_EQ(output.buffer->damage(), "") << output.name;
   Outputs out;
   out.o = x.o.values(), out.lse = x.lse.values(), out.o_residual = x.o_residual.values();
-  out.dq = x.dq.values(), out.dk = x.dk.values(), out.dv = x.dv.values(), out.to = x.to.values();
+  out.dq = x.dq.values(), out.dk = x.dk.values(), out.dv = x.dv.values(), out.dsinks = x.dsinks.values();
+  out.to = x.to.values(), out.tlse = x.tlse.values();
   return out;
 }
 
@@ -310,26 +333,44 @@ Outputs exact(const Case& c, const Inputs& in, Pass pass) {
 //               scale max q C (e_ds + 2 G s sqrt(n) u);  max do C (e_p + s sqrt(n) u)
 //   tS          e_t = s sqrt(2 d) u T, T = scale (|tq| |k| + |q| |tk|), at most T; minus its mean at most 2 T
 //   to          max v (2 T e_p + 2 e_t + 4 T s sqrt(m) u) + max tv (e_p + s sqrt(m) u)
+//
+// A sink counts in B as a logit. It multiplies o and to by the keys' share of the weights, exp(lse of the keys - lse),
+// which errs by as much as lse does; its own weight errs by e_p. With D the largest |dlse| and |tsink| in T:
+//
+//   dS          P times e_ds = (2 G + D) (e_p + u) + 2 s sqrt(e) u G; where a mean was taken from k, a row's sum of dS,
+//               at most G + D, meets max k once more, and errs by e_ds
+//   dsinks      sum over N queries (of the whole batch where it shares its sinks) of weights of at most 1 times e_ds
+//   tlse        2 T e_p + e_t + 2 T s sqrt(m) u, and in to once more times max v
 Noise f32_noise(const Case& c, const Inputs& in, double column_sum, double sigmas) {
   const double u = 0x1p-24;
   const auto sum_of = [&](int64_t n) { return sigmas * std::sqrt(static_cast<double>(std::max<int64_t>(n, 1))) * u; };
   const double scale = c.effective_scale(), m = sum_of(c.tokens_k), n = sum_of(c.tokens_q * c.heads / c.kv_heads);
-  double bias = 0.0;
-  for (double x : in.mask.data) bias = std::max(bias, std::isfinite(x) ? std::fabs(x) : 0.0);
+  const auto largest_finite = [](const Values& values) {
+    double largest = 0.0;
+    for (double x : values.data) largest = std::max(largest, std::isfinite(x) ? std::fabs(x) : 0.0);
+    return largest;
+  };
+  const bool sinks = in.sinks.present(), unbalanced = sinks || in.dlse.present();
+  const double bias = std::max(largest_finite(in.mask), largest_finite(in.sinks));
   const double logit = scale * largest_row(in.q) * largest_row(in.k);
   const double e_s = sum_of(c.dim) * logit;
   const double e_p = 2 * e_s + 2 * u * (logit + bias) + 4 * u;
   Noise noise;
   noise.o = largest(in.v) * (e_p + 2 * m);
   noise.lse = e_s + m + u * (logit + bias + std::log1p(static_cast<double>(c.tokens_k)));
-  const double g = largest_row(in.do_) * largest_row(in.v);
-  const double e_ds = 2 * g * e_p + 2 * sum_of(c.dim_v) * g;
-  noise.dq = scale * largest(in.k) * (e_ds + 2 * g * m);
-  noise.dk = scale * largest(in.q) * column_sum * (e_ds + 2 * g * n);
+  if (sinks) noise.o += largest(in.v) * noise.lse;
+  const double g = largest_row(in.do_) * largest_row(in.v), dlse = largest(in.dlse);
+  const double e_ds = 2 * g * e_p + dlse * (e_p + u) + 2 * sum_of(c.dim_v) * g;
+  noise.dq = scale * largest(in.k) * ((unbalanced ? 2 : 1) * e_ds + (2 * g + dlse) * m);
+  noise.dk = scale * largest(in.q) * column_sum * (e_ds + (2 * g + dlse) * n);
+  noise.dsinks = static_cast<double>(c.tokens_q * (c.sinks == Sinks::shared ? c.batch : 1)) * e_ds;
   noise.dv = largest(in.do_) * column_sum * (e_p + n);
-  const double t = scale * (largest_row(in.tq) * largest_row(in.k) + largest_row(in.q) * largest_row(in.tk));
+  const double t = std::max(largest(in.tsinks),
+                            scale * (largest_row(in.tq) * largest_row(in.k) + largest_row(in.q) * largest_row(in.tk)));
   const double e_t = sum_of(2 * c.dim) * t;
   noise.to = largest(in.v) * (2 * t * e_p + 2 * e_t + 4 * t * m) + largest(in.tv) * (e_p + m);
+  noise.tlse = 2 * t * e_p + e_t + 2 * t * m;
+  if (sinks) noise.to += largest(in.v) * (noise.tlse + 2 * t * (e_p + noise.lse)) + largest(in.tv) * noise.lse;
   return noise;
 }
 

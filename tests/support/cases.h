@@ -25,6 +25,12 @@ enum class MaskTensor {
   bias_bf16  // bf16 [b 1 n m]
 };
 
+enum class Sinks {
+  none,
+  shared,    // [1 h 1 1]; the last of three or more heads has -inf, which is none
+  of_batch,  // [b h 1 1]
+};
+
 struct Case {
   const char* name;
   int64_t batch = 1, heads = 1, kv_heads = 1, tokens_q = 64, tokens_k = 64, dim = 64, dim_v = 64;
@@ -39,12 +45,15 @@ struct Case {
   Layout layout = Layout::bhtd;  // of all but k and v
   Layout kv_layout = Layout::bhtd;
   bool interleaved = false;  // q, k, v in one buffer; dq, dk, dv in another
+  Sinks sinks = Sinks::none;
+  bool dlse = false;  // backward passes get dlse, jvps give tlse
 
   Shape q_shape() const { return {batch, heads, tokens_q, dim}; }
   Shape k_shape() const { return {batch, kv_heads, tokens_k, dim}; }
   Shape v_shape() const { return {batch, kv_heads, tokens_k, dim_v}; }
   Shape o_shape() const { return {batch, heads, tokens_q, dim_v}; }
   Shape lse_shape() const { return {batch, heads, tokens_q, 1}; }
+  Shape sinks_shape() const { return {sinks == Sinks::of_batch ? batch : 1, heads, 1, 1}; }
   double effective_scale() const;
 };
 const std::vector<Case>& cases();
@@ -52,14 +61,15 @@ const std::vector<Case>& cases();
 // Numbers that the case's input type can hold.
 struct Inputs {
   Values q, k, v, do_, tq, tk, tv;
-  Values mask;  // absent: none
+  Values mask;                 // absent: none
+  Values sinks, tsinks, dlse;  // f32; absent: none
   DType mask_dtype = DType::none;
 };
 Inputs draw(const Case&, uint64_t seed);
 
 // What a pass wrote; o_residual is absent where o is not 16 bits wide.
 struct Outputs {
-  Values o, lse, o_residual, dq, dk, dv, to;
+  Values o, lse, o_residual, dq, dk, dv, dsinks, to, tlse;
 };
 
 // Where the tensors of a call lie while it runs, if not in the test's own memory: a GPU.
@@ -87,7 +97,7 @@ Outputs exact(const Case&, const Inputs&, Pass);
 
 // How far f32 arithmetic may carry a pass from exact arithmetic; derived at the definition of f32_noise.
 struct Noise {
-  double o = 0.0, lse = 0.0, dq = 0.0, dk = 0.0, dv = 0.0, to = 0.0;
+  double o = 0.0, lse = 0.0, dq = 0.0, dk = 0.0, dv = 0.0, dsinks = 0.0, to = 0.0, tlse = 0.0;
 };
 
 // Sums of n products in f32 err by at most sigmas * sqrt(n) * 2^-24 times the sum of their magnitudes (Higham and Mary,

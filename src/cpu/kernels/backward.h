@@ -6,9 +6,10 @@
 //   p = exp(s - lse),  ds = p (dp - delta), both rounded
 //   dv += p^T do,  dk += ds^T q      into the task's own memory
 //   dq += ds k                       shared by all tiles of a head
-// and at the end dk *= scale; after all tasks dq *= scale. The tiles add to dq in ascending order: each block of
-// queries has a number in memory that says whose turn it is, so the bits of dq do not depend on the number of threads.
-// Tasks start in ascending order of tiles, so a task only ever waits for tasks that have started.
+// and at the end dk *= scale; after all tasks dq *= scale. `delta` is that of attention minus dlse, and lse has the
+// sink in it, so that neither is seen here. The tiles add to dq in ascending order: each block of queries has a number
+// in memory that says whose turn it is, so the bits of dq do not depend on the number of threads. Tasks start in
+// ascending order of tiles, so a task only ever waits for tasks that have started.
 //
 // All arithmetic is in f32; formats are imposed on the operands, which keeps every product of two of them exact.
 #pragma once
@@ -267,11 +268,12 @@ struct Backward {
     });
   }
 
-  // |ds| <= p (1 - p) max |dp - dp'| <= max |do| max |v| / 2, which f16 holds at 2^13.
+  // |ds| <= p (1 - p) max |dp - dp'| + p |dlse| <= max |do| max |v| / 2 + max |dlse|, which f16 holds at 2^13.
   Step ds_power(const Block& block, int64_t h) const {
     if (!plan.smooth_k_dq) return {1.f, 1.f};
-    const float norm = w.query_heads[block.sequence * p.heads + h].value_norm;
-    return step_for(OCTET_F16, norm * w.key_heads[block.sequence * p.kv_heads + h / p.group()].value_norm);
+    const HeadStatistics &queries = w.query_heads[block.sequence * p.heads + h],
+                         &keys = w.key_heads[block.sequence * p.kv_heads + h / p.group()];
+    return step_for(OCTET_F16, queries.value_norm * keys.value_norm + 2.f * queries.dlse);
   }
 
   // Rounding that needs a whole tile. Returns ds as the operand of dq.
@@ -308,6 +310,7 @@ struct Backward {
     const Block keys{block.sequence, h / p.group(), 0, block.first_tile};
     const KeyRange tiles = tiles_of(p, seq, token, rows);
     RowSums sums[kQueries];
+    for (int64_t i = 0; i < rows; ++i) sums[i] = sums_before_keys(seq, h, token + i);
     split_queries(first, rows);
     for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
       products(first, rows, tile_index(keys, tile), 0, query_mean(seq, keys, h, token));
@@ -326,7 +329,7 @@ struct Backward {
   // Of one row.
   struct RowSums {
     float m = kMinusInfinity;
-    double p = 0, weighted = 0;  // sum p, and of ds or of p dp
+    double p = 0, weighted = 0;  // sum p, and of ds minus what it should be or of p dp
 
     void add(const float* p_row, const float* ds_row) {
       for (int64_t j = 0; j < kKeys; ++j) p += p_row[j], weighted += ds_row[j];
@@ -350,6 +353,14 @@ struct Backward {
     }
   };
 
+  // The sink counts as one more key.
+  RowSums sums_before_keys(const Sequence& seq, int64_t h, int64_t token) const {
+    const int64_t r = row_index(p, seq, h, token);
+    if (plan.project) return {kMinusInfinity, w.sink ? w.sink[r] : 0.0, -row_sum_of_ds(p, w, seq, h, token)};
+    if (!w.sink || w.sink[r] == kMinusInfinity) return {};
+    return {w.sink[r], 1.0, 0.0};
+  }
+
   void finish_row(const RowSums& sums, int64_t r) {
     const double ratio = sums.p != 0 ? sums.weighted / sums.p : 0.0;
     if (plan.project) {
@@ -358,18 +369,46 @@ struct Backward {
       round_row_to(plan.project, 1.f, w.lambda_q + r * w.k_columns, w.k_columns);
     } else if (w.lse[r] == w.lse[r]) {
       w.lse[r] = sums.p != 0 ? static_cast<float>(sums.m + std::log2(sums.p)) : __builtin_inff();
-      w.delta[r] = static_cast<float>(ratio);
+      w.delta[r] += static_cast<float>(ratio);
     }
+    if (w.sink && !plan.project) w.sink[r] = w.sink[r] == kMinusInfinity ? 0.f : std::exp2(w.sink[r] - w.lse[r]);
   }
 };
+
+// What the mean that was taken from k adds to a row of dq.
+inline void add_row_sum(float sum, const float* mean, int64_t n, float* dq) {
+  if (sum == 0.f) return;
+  for (int64_t c = 0; c < n; ++c) dq[c] += sum * mean[c];
+}
+
+// Sums over queries, and over the batch where it shares its sinks, in their order; 0 where there are none.
+inline void store_dsinks(const Job& job, const GradientOperands& w) {
+  const Problem& p = *job.problem;
+  if (!p.dsinks.present()) return;
+  parallel_for(job.threads, p.dsinks.shape[0] * p.heads, [&](int64_t task, unsigned) {
+    const int64_t b = task / p.heads, h = task % p.heads;
+    double sum = 0;
+    for (int64_t n = 0; n < job.sequence_count; ++n) {
+      const Sequence& seq = job.sequences[n];
+      if (p.dsinks.shape[0] > 1 && seq.batch != b) continue;
+      const int64_t first = row_index(p, seq, h, 0);
+      for (int64_t r = first; r < first + seq.q_tokens; ++r)
+        if (w.sink[r] != 0.f) sum -= w.sink[r] * (static_cast<double>(w.delta[r]) + (w.lambda ? w.lambda[r] : 0.f));
+    }
+    *p.dsinks.at<float>(b, h, 0) = static_cast<float>(sum);
+  });
+}
 
 inline void store_dq(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block,
                      const GradientOperands& w) {
   const int64_t rows = std::min(seq.q_tokens - block.token, kQueries),
                 first = row_index(p, seq, block.head, block.token);
+  const bool centred = plan.smooth_k || plan.smooth_k_dq || plan.smooth_blocks;
+  const float* mean = w.k_mean + (block.sequence * p.kv_heads + block.head / p.group()) * kMaxDim;
   for (int64_t i = 0; i < rows; ++i) {
     float* dq = w.dq + (first + i) * w.k_columns;
     if (plan.hadamard) rotate_back(dq, p.dim);
+    if (centred) add_row_sum(row_sum_of_ds(p, w, seq, block.head, block.token + i), mean, p.dim, dq);
     multiply(dq, p.scale, p.dim);
     store_row(p.dq, seq.batch, block.head, seq.q_first + block.token + i, dq);
   }
@@ -417,6 +456,7 @@ inline void prepare_operands(const Job& job, const BackwardPlan& plan, const Gra
         w.query_heads[side] = head_statistics(
             p.q, p.do_, seq.batch, h, seq.q_first, seq.q_tokens, [&](int64_t i) { return seen_query(p, seq, h, i, w); },
             nullptr);
+      w.query_heads[side].dlse = largest_dlse(p, seq, h, w);
     });
   parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
     prepare_keys(p, plan, job.sequences[job.key_tiles[task].sequence], job.key_tiles[task], w);
@@ -455,6 +495,7 @@ void backward_as(const Job& job, const BackwardPlan& plan) {
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned) {
     store_dq(p, plan, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
   });
+  store_dsinks(job, w);
 }
 
 inline void backward(const Job& job) {

@@ -15,6 +15,7 @@ namespace octet::cpu::OCTET_ISA {
 struct HeadStatistics {
   float largest;                    // magnitude in q, or in k after smoothing
   float value_largest, value_norm;  // magnitude and norm of a row in do, or in v
+  float dlse;                       // magnitude
 };
 
 constexpr int64_t split_stride(int64_t n) { return words_of<Split>(n) + 16; }  // rows a power of two apart share sets
@@ -34,12 +35,13 @@ struct GradientOperands {
   int64_t tiles;                   // of a head of k and v, at most
   float *q, *do_dp, *do_dv;        // [row][columns]
   float *q_amax, *do_amax;         // [row]
-  float* lse;                      // [row], times log2(e), in the gauge of k; +inf: the row sees nothing
-  float* delta;                    // [row]
-  float* lambda;                   // [row], with project
-  float* lambda_q;                 // [row][k_columns], with project: -lambda q
-  float* dq;                       // [row][k_columns]
-  int32_t* turn;                   // [row]; at the first row of a block: the tile that adds to dq next
+  float* lse;       // [row], times log2(e), in the gauge of k; +inf: the row sees nothing, not even a sink
+  float* delta;     // [row], minus dlse
+  float* sink;      // [row], with sinks: the sink's weight, with Delta::from_p until then its logit, as lse
+  float* lambda;    // [row], with project
+  float* lambda_q;  // [row][k_columns], with project: -lambda q
+  float* dq;        // [row][k_columns]
+  int32_t* turn;    // [row]; at the first row of a block: the tile that adds to dq next
   int64_t k_columns, v_columns;
   Word* k_by_row;  // [tile][words_of<Split>(kKeys)][k_columns]: B of ds k; without tiles in panels of kPanelColumns
 };
@@ -73,6 +75,7 @@ inline GradientOperands carve_gradient_operands(const Problem& p, const Backward
   w.do_amax = carve.take<float>(rows);
   w.lse = carve.take<float>(rows);
   w.delta = carve.take<float>(rows);
+  w.sink = p.sinks.present() ? carve.take<float>(rows) : nullptr;
   w.k_smooth = plan.smooth_blocks ? carve.take<float>(tiles * kKeys * w.k_columns) : nullptr;
   w.q_raw = plan.smooth_blocks ? carve.take<float>(rows * w.k_columns) : nullptr;
   w.q_mean =
@@ -305,8 +308,7 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
     for (int64_t r = 0; r < valid; ++r)
       if (seen(r)) subtract(k + r * kc, mean, kc);
     std::memcpy(w.k_smooth + index * kKeys * kc, k, sizeof(float) * kKeys * kc);
-    // dq = ds k is given back the mean of the tile less that of all keys, which would only multiply the rounding errors
-    // of ds, whose rows sum to 0.
+    // dq = ds k is given back the mean of the tile minus that of all keys; store_dq sees to the latter.
     alignas(64) float all[kMaxDim] = {};
     std::memcpy(all, w.k_mean + side * kMaxDim, sizeof(float) * p.dim);
     if (plan.hadamard) rotate_rows(all, 1, kc, p.dim);
@@ -351,6 +353,29 @@ inline float delta_of(const Problem& p, const BackwardPlan& plan, const Sequence
   return static_cast<float>(((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7])));
 }
 
+// The gradient of a row's lse; `token`: of the sequence.
+inline float dlse_of(const Problem& p, const Sequence& seq, int64_t h, int64_t token) {
+  return p.dlse.present() ? *p.dlse.at<float>(seq.batch, h, seq.q_first + token) : 0.f;
+}
+
+inline float largest_dlse(const Problem& p, const Sequence& seq, int64_t h, const GradientOperands& w) {
+  float largest = 0.f;
+  for (int64_t i = 0; i < seq.q_tokens && p.dlse.present(); ++i) {
+    const float x = __builtin_fabsf(dlse_of(p, seq, h, i));
+    if (x < __builtin_inff() && seen_query(p, seq, h, i, w)) largest = std::max(largest, x);
+  }
+  return largest;
+}
+
+// The sum of a row of ds: as p sums to 1 with the sink, sum p (dp - delta + dlse) = dlse - p_sink (dlse - delta).
+// Without sink and dlse it is exactly 0, so that a mean that was taken from k multiplies no rounding errors.
+inline float row_sum_of_ds(const Problem& p, const GradientOperands& w, const Sequence& seq, int64_t h, int64_t token) {
+  const int64_t r = row_index(p, seq, h, token);
+  if (w.lse[r] == __builtin_inff()) return 0.f;
+  const float of_sink = w.sink && w.sink[r] != 0.f ? w.sink[r] * w.delta[r] : 0.f;
+  return dlse_of(p, seq, h, token) + of_sink;
+}
+
 // One block of queries: rows, lse, delta; clears dq and gives the first tile its turn.
 inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block,
                             const GradientOperands& w) {
@@ -363,13 +388,20 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
   load_numbers(p.do_, seq.batch, h, seq.q_first + token, rows, rows, vc, do_dp);
   // Queries that see no key become zeros.
   const auto seen = [&](int64_t i) { return !has_scales(plan) || seen_query(p, seq, h, token + i, w); };
+  const double sink = sink_of(p, seq.batch, h);
+  bool do_finite[kQueries];
   for (int64_t i = 0; i < rows; ++i) {
     if (!seen(i)) zero(q + i * kc, kc), zero(do_dp + i * vc, vc);
-    double lse = *p.lse.at<float>(seq.batch, h, seq.q_first + token + i);
-    if (lse == kMinusInfinity) lse = __builtin_inf();
+    const float saved = *p.lse.at<float>(seq.batch, h, seq.q_first + token + i);
+    double lse = saved == kMinusInfinity ? __builtin_inf() : saved, moved = 0;
     if (plan.smooth_k)
-      for (int64_t c = 0; c < p.dim; ++c) lse -= static_cast<double>(p.scale) * q[i * kc + c] * mean[c];
-    if (!finite_row(q + i * kc, kc) || !finite_row(do_dp + i * vc, vc)) {
+      for (int64_t c = 0; c < p.dim; ++c) moved += static_cast<double>(p.scale) * q[i * kc + c] * mean[c];
+    lse -= moved;
+    if (w.sink)
+      w.sink[first + i] = static_cast<float>(plan.delta == Delta::from_p ? (sink - moved) * 1.44269504088896340736
+                                                                         : weight_of(sink, saved));
+    do_finite[i] = finite_row(do_dp + i * vc, vc);
+    if (!finite_row(q + i * kc, kc) || !do_finite[i]) {
       zero(q + i * kc, kc);
       zero(do_dp + i * vc, vc);
       lse = __builtin_nan("");
@@ -391,8 +423,10 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
   round_rows(plan.q, shared_amax(p, plan.q, p.q, seq, h, token, head.largest, w), q, rows, kc);
   round_rows(plan.do_dp, shared_amax(p, plan.do_dp, p.do_, seq, h, token, head.value_largest, w), do_dp, rows, vc);
   for (int64_t i = 0; i < rows; ++i) {
-    const bool seen = w.lse[first + i] != __builtin_inff();
-    w.delta[first + i] = seen ? delta_of(p, plan, seq, h, seq.q_first + token + i, do_dp + i * vc) : 0.f;
+    float& delta = w.delta[first + i] = do_finite[i] ? 0.f : __builtin_nanf("");
+    if (w.lse[first + i] != __builtin_inff() && plan.delta != Delta::from_p)
+      delta += delta_of(p, plan, seq, h, seq.q_first + token + i, do_dp + i * vc);
+    delta -= dlse_of(p, seq, h, token + i);
     if (plan.format == GradientFormat::migrated) {
       w.q_amax[first + i] = finite_amax(q + i * kc, kc);
       w.do_amax[first + i] = finite_amax(do_dv + i * vc, vc);

@@ -129,7 +129,8 @@ struct Forward {
   }
 
   void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t side_index) {
-    const float* k_mean = side.k_mean && p.lse.present() ? side.k_mean + side_index * kMaxDim : nullptr;
+    const float* k_mean =
+        side.k_mean && (p.lse.present() || p.sinks.present()) ? side.k_mean + side_index * kMaxDim : nullptr;
     pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, k_mean, scratch.q, side.k_words + Scratch::kQPad,
                      side.k_words, queries);
     for (int64_t i = 0; i < kRows; ++i) {
@@ -332,6 +333,7 @@ struct Forward {
   void finish(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t side_index) {
     const int64_t columns = side.v_columns;
     float residual[kMaxDim];
+    const float sink = sink_of(p, seq.batch, h);
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t at = seq.q_first + token + i;
       float* o = scratch.o + i * columns;
@@ -343,6 +345,11 @@ struct Forward {
         for (int64_t c = 0; c < p.dim_v; ++c) o[c] *= v_step(plan, side.v_channel[side_index * kMaxDim + c]).step;
       if (plan.smooth_v && seen)
         for (int64_t c = 0; c < p.dim_v; ++c) o[c] += side.v_mean[side_index * kMaxDim + c];
+      if (p.lse.present() || sink != kMinusInfinity) {
+        const double of_keys = seen ? lse_of_keys(i, l) : kMinusInfinity, lse = with_sink(of_keys, sink);
+        if (sink != kMinusInfinity) scale_row(o, static_cast<float>(weight_of(of_keys, lse)), columns);
+        if (p.lse.present()) *p.lse.at<float>(seq.batch, h, at) = static_cast<float>(lse);
+      }
       store_row(p.o, seq.batch, h, at, o);
       if (p.o_residual.present()) {
         std::memcpy(residual, o, sizeof(float) * p.dim_v);
@@ -350,15 +357,14 @@ struct Forward {
         for (int64_t c = 0; c < p.dim_v; ++c) residual[c] = o[c] - residual[c];
         store_row(p.o_residual, seq.batch, h, at, residual);
       }
-      if (p.lse.present()) *p.lse.at<float>(seq.batch, h, at) = seen ? lse(i, l) : kMinusInfinity;
     }
   }
 
-  // In the gauge of the caller's k: smoothing moved every logit of the row by scale q.mean.
-  float lse(int64_t i, float l) const {
+  // Of the keys alone, in the gauge of the caller's k: smoothing moved every logit of the row by scale q.mean.
+  double lse_of_keys(int64_t i, float l) const {
     const double unit = static_cast<double>(state.unit[i]) / 1.44269504088896340736;
     const double value = state.m[i] * unit + std::log(static_cast<double>(l) / (scales_p(format) ? plan.p_top : 1.f));
-    return static_cast<float>(plan.smooth_k ? value + p.scale * queries.mean_logit[i] : value);
+    return plan.smooth_k ? value + p.scale * queries.mean_logit[i] : value;
   }
 };
 

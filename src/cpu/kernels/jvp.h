@@ -190,7 +190,11 @@ struct Jvp {
     }
   }
 
+  // A sink leaves the keys the share w = exp(lse of the keys - lse) of the weights, and takes of_sink = 1 - w:
+  //   o = w o     to = w (to + of_sink (tlse - tsink) o)     tlse = w tlse + of_sink tsink
   void finish(const Sequence& seq, int64_t h, int64_t token, int64_t rows) {
+    const float sink = sink_of(p, seq.batch, h),
+                tsink = p.tsinks.present() ? *p.tsinks.at<float>(seq.batch, h, 0) : 0.f;
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t at = seq.q_first + token + i;
       float *o = scratch.o + i * side.primal.v_columns, *to = scratch.t + i * side.primal.v_columns;
@@ -201,12 +205,20 @@ struct Jvp {
         o[c] = seen ? o[c] * inverse : 0.f;
         to[c] = seen ? (to[c] - r * o[c]) * inverse : 0.f;
       }
+      const double m = static_cast<double>(state.m[i]) * logit_unit() / 1.44269504088896340736;
+      const double of_keys = seen ? m + std::log(static_cast<double>(l)) : kMinusInfinity;
+      const double lse = with_sink(of_keys, sink);
+      const float w = static_cast<float>(weight_of(of_keys, lse)), of_sink = static_cast<float>(weight_of(sink, lse));
+      const float mean = seen ? state.centre[i] + r * inverse : 0.f;
+      if (sink != kMinusInfinity)
+        for (int64_t c = 0; c < p.dim_v; ++c) {
+          to[c] = w * (to[c] + of_sink * (mean - tsink) * o[c]);
+          o[c] *= w;
+        }
       store_row(p.o, seq.batch, h, at, o);
       store_row(p.to, seq.batch, h, at, to);
-      if (!p.lse.present()) continue;
-      const double m = static_cast<double>(state.m[i]) * logit_unit() / 1.44269504088896340736;
-      const double lse = m + std::log(static_cast<double>(l));
-      *p.lse.at<float>(seq.batch, h, at) = seen ? static_cast<float>(lse) : kMinusInfinity;
+      if (p.lse.present()) *p.lse.at<float>(seq.batch, h, at) = static_cast<float>(lse);
+      if (p.tlse.present()) *p.tlse.at<float>(seq.batch, h, at) = w * mean + of_sink * tsink;
     }
   }
 };

@@ -37,6 +37,11 @@ constexpr float kLog2e = 1.44269504088896340736f;
 constexpr float kLn2 = 0.69314718055994530942f;
 constexpr float kMinusInfinity = -__builtin_inff();
 
+// The sink of a head; -inf: none.
+inline float sink_of(const Problem& p, int64_t b, int64_t h) {
+  return p.sinks.present() ? *p.sinks.at<float>(b, h, 0) : kMinusInfinity;
+}
+
 // What a mask tensor adds to the logits of one row: 0 or -inf for bool, the numbers themselves else.
 inline void load_mask(const TileRow& row, float* out) {
   for (int j = row.first; j < row.last; ++j) {

@@ -6,7 +6,6 @@
 //   to_i = sum_j p_ij (ts_ij - tlse_i) v_j + sum_j p_ij tv_j
 // Sums over keys run over those that a query sees, by index; the others are never touched.
 #pragma once
-#include <cmath>
 #include <limits>
 
 #include "cpu/reference/matrix.h"
@@ -36,20 +35,6 @@ struct Head {
     return j >= range.first && j < range.last && (hidden.empty() || !hidden[static_cast<std::size_t>(i * k.rows + j)]);
   }
 };
-
-// log(exp(lse) + exp(sink)). A sink that is NaN or +inf makes it NaN, as such a logit would.
-inline double with_sink(double lse, double sink) {
-  if (!(sink < std::numeric_limits<double>::infinity())) return std::numeric_limits<double>::quiet_NaN();
-  const double low = std::fmin(lse, sink), high = std::fmax(lse, sink);
-  return std::isnan(lse)                                   ? lse
-         : low == -std::numeric_limits<double>::infinity() ? high
-                                                           : high + std::log1p(std::exp(low - high));
-}
-
-// exp(x - lse), the weight of a logit; 0 where the logit is -inf, whatever lse is.
-inline double weight_of(double x, double lse) {
-  return x == -std::numeric_limits<double>::infinity() ? 0.0 : std::exp(x - lse);
-}
 
 struct Output {
   Matrix o;                 // [n e], rounded only if the recipe has a point for it

@@ -100,10 +100,11 @@ double largest_norm(const Matrix& x) {
 
 // A power of two that f16 can hold every ds times: |ds| <= p (1 - p) max |dp - dp'| + p |dlse| <= max |do| max |v| / 2
 // + max |dlse|, which it brings to at most 2^13.
-double power_of_two_for_ds(const Matrix& do_, const Matrix& v, const std::vector<double>& dlse) {
+double power_of_two_for_ds(const Matrix& do_, const Matrix& v, const std::vector<double>& dlse, const Seen& seen) {
   double bound = largest_norm(do_) * largest_norm(v), largest_dlse = 0.0;
-  for (double x : dlse)
-    if (std::isfinite(x)) largest_dlse = std::max(largest_dlse, std::fabs(x));
+  for (int64_t i = 0; i < do_.rows; ++i)
+    if (const double x = std::fabs(dlse[index(i)]); std::isfinite(x) && sees_token(seen, i))
+      largest_dlse = std::max(largest_dlse, x);
   bound += 2.0 * largest_dlse;
   return bound > 0.0 && std::isfinite(bound) ? std::ldexp(1.0, 13 - std::ilogb(bound)) : 1.0;
 }
@@ -134,8 +135,8 @@ void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix
 }
 
 // What smoothing took from the operands of dq = ds k and dk = ds^T q, times the un-rounded ds. The mean of all keys,
-// `centre`, meets the sum of a row of ds, `row_sums`. That of attention alone is 0 but for rounding, and exactly 0 here,
-// so that the mean does not multiply the rounding errors.
+// `centre`, meets the sum of a row of ds, `row_sums`. That of attention alone is 0 but for rounding, and exactly 0
+// here, so that the mean does not multiply the rounding errors.
 void add_means(const Head& head, const Logits& logits, const std::vector<double>& centre, const Matrix& ds,
                const std::vector<double>& row_sums, Gradients& g) {
   const Smoothed &q = logits.smooth_q(), &k = logits.smooth_k();
@@ -176,7 +177,7 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
     if (lse[index(i)] != -kInf) row_sums[index(i)] = dlse[index(i)] - sink[index(i)].ds;
   }
 
-  const double power = power_of_two_for_ds(do_dp, v, dlse);
+  const double power = power_of_two_for_ds(do_dp, v, dlse, head.seen_q);
   const std::vector<double> k_amax = token_amax(logits.k()), q_amax = token_amax(logits.q()),
                             do_amax = token_amax(do_dv);
   const auto fold = [](const TileRecipe& tiles, const std::vector<double>& amax, bool by_key) {

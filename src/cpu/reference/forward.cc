@@ -7,6 +7,7 @@
 
 #include "cpu/reference/attention.h"
 #include "cpu/reference/operands.h"
+#include "cpu/rows.h"
 
 namespace octet::reference {
 namespace {
