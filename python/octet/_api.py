@@ -15,7 +15,8 @@ from octet.errors import InvalidArgument, refuse_dtype
 if TYPE_CHECKING:
     from typing import Unpack
 
-# Of a type of arrays: what gives o of `attention` without a mask faster than `forward` does, from q, k, v and keywords.
+# Of a type of arrays: what gives o of `attention` without a mask and sinks faster than `forward` does, from q, k, v and
+# keywords.
 shortcuts: dict[type, Callable[[Any, Any, Any, AttentionOptions], Any]] = {}
 
 
@@ -78,10 +79,10 @@ def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_
     )
 
 
-def forward(q: Any, k: Any, v: Any, mask: Any, options: AttentionOptions) -> tuple[Any, Any]:
-    """(o, lse) of `attention`."""
-    front = front_of(q=q, k=k, v=v, mask=mask)
-    return front.run_attention(options_of(own_type(front, q), **options), q, k, v, mask=mask)
+def forward(q: Any, k: Any, v: Any, mask: Any, options: AttentionOptions, **more: Any) -> tuple[Any, Any]:
+    """(o, lse) of `attention`; `more`: sinks, return_lse."""
+    front = front_of(q=q, k=k, v=v, mask=mask, sinks=more.get("sinks"))
+    return front.run_attention(options_of(own_type(front, q), **options), q, k, v, mask=mask, **more)
 
 
 def attention(
@@ -90,6 +91,7 @@ def attention(
     v: Any,
     *,
     mask: Any | None = None,
+    sinks: Any | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
@@ -103,7 +105,9 @@ def attention(
         v: [batch, kv_heads, keys, dim_v].
         mask: bool (True: seen) or float32, float16, bfloat16, at precision "f64" float64 (added to the logits; -inf
             hides), broadcast to [batch, heads, queries, keys] whatever the layout. It gets no gradient.
-        return_lse: also return the log-sum-exp of the logits.
+        sinks: [heads], a float type: one more logit of every query of a head, whose value is 0. It enters the sum of
+            the weights, and so lse, and nothing else. Computed in float32 (float64 at precision "f64").
+        return_lse: also return the log-sum-exp of the logits, the sink's among them.
 
     Keywords:
         precision: the recipe (docs/numerics.md), "f64", "f32", "f16", "bf16", "int8", "int8_f16", "int8_fp8", "fp8",
@@ -125,8 +129,8 @@ def attention(
     Returns:
         o, [batch, heads, queries, dim_v] in q's type and memory order; with return_lse (o, lse), lse natural, float32
         (float64 at precision "f64"), [batch, heads, queries] whatever the layout. A query that sees no key gives
-        o = 0, lse = -inf. Torch and jax differentiate o, backwards and forwards; lse carries no gradient. Gradients
-        have the memory order of q, k and v.
+        o = 0, lse = -inf (with a sink: the sink). Torch and jax differentiate o and lse by q, k, v and sinks, backwards
+        and forwards. Gradients have the memory order of q, k and v.
 
         Memory order, in numpy and torch: a result is dense, and its axes lie in memory as those of its operand do, as
         in torch.empty_like; an axis of stride 0 keeps its place. So views [batch, heads, tokens, dim] of memory
@@ -137,9 +141,9 @@ def attention(
         Unsupported: no backend computes it; the message gives each backend's reason.
         TypeError: an unknown keyword; the message says what to use instead.
     """
-    if mask is None and not return_lse and (shortcut := shortcuts.get(type(q))):
+    if mask is None and sinks is None and not return_lse and (shortcut := shortcuts.get(type(q))):
         return shortcut(q, k, v, options)
-    o, lse = forward(q, k, v, mask, options)
+    o, lse = forward(q, k, v, mask, options, sinks=sinks, return_lse=return_lse)
     return (o, lse) if return_lse else o
 
 
@@ -152,6 +156,7 @@ def attention_varlen(
     *,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
+    sinks: Any | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
@@ -163,6 +168,7 @@ def attention_varlen(
         cu_seqlens_q: int32 [sequences + 1]: the first token of each sequence, and the total.
         cu_seqlens_k: the same for k and v.
         max_seqlen_q, max_seqlen_k: bounds on the lengths, 0: unknown.
+        sinks: [heads], as in `octet.attention`.
         return_lse: also return lse, [heads, total queries].
         options: the keywords of `octet.attention`, but for `layout`. A causal mask or a window needs an alignment.
 
@@ -172,29 +178,42 @@ def attention_varlen(
     Raises:
         As `octet.attention`.
     """
-    front = front_of(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    more = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "sinks": sinks}
+    front = front_of(q=q, k=k, v=v, **more)
     made = _packed(options_of(own_type(front, q), **options), options.get("layout"), max_seqlen_q, max_seqlen_k)
-    o, lse = front.run_attention(made, q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    o, lse = front.run_attention(made, q, k, v, **more, return_lse=return_lse)
     return (o, lse) if return_lse else o
 
 
 def attention_vjp(
-    q: Any, k: Any, v: Any, do: Any, *, mask: Any | None = None, **options: Unpack[AttentionOptions]
-) -> tuple[Any, Any, Any]:
-    """The gradients of sum(attention(q, k, v) * do), for arrays that no framework differentiates.
+    q: Any,
+    k: Any,
+    v: Any,
+    do: Any,
+    *,
+    mask: Any | None = None,
+    sinks: Any | None = None,
+    dlse: Any | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Any, ...]:
+    """The gradients of sum(o * do) + sum(lse * dlse) for (o, lse) = attention(q, k, v), for arrays that no framework
+    differentiates.
 
     Args:
-        q, k, v, mask, options: as in `octet.attention`.
+        q, k, v, mask, sinks, options: as in `octet.attention`.
         do: of the shape of o.
+        dlse: of the shape and type of lse; None: 0.
 
     Returns:
-        (dq, dk, dv), of the shapes, types and memory orders of q, k and v.
+        (dq, dk, dv), of the shapes, types and memory orders of q, k and v; with sinks (dq, dk, dv, dsinks), dsinks of
+        the shape and type of sinks.
 
     Raises:
         As `octet.attention`; Unsupported for precisions without a backward pass.
     """
-    front = front_of(q=q, k=k, v=v, do=do, mask=mask)
-    return front.run_vjp(options_of(own_type(front, q), **options), q, k, v, do, mask=mask)
+    more = {"mask": mask, "sinks": sinks, "dlse": dlse}
+    front = front_of(q=q, k=k, v=v, do=do, **more)
+    return front.run_vjp(options_of(own_type(front, q), **options), q, k, v, do, **more)
 
 
 def attention_jvp(
@@ -206,20 +225,28 @@ def attention_jvp(
     tv: Any,
     *,
     mask: Any | None = None,
+    sinks: Any | None = None,
+    tsinks: Any | None = None,
+    return_lse: bool = False,
     **options: Unpack[AttentionOptions],
-) -> tuple[Any, Any]:
+) -> tuple[Any, ...]:
     """Attention and its derivative along (tq, tk, tv), in one pass over the keys.
 
     Args:
-        q, k, v, mask, options: as in `octet.attention`.
+        q, k, v, mask, sinks, options: as in `octet.attention`.
         tq, tk, tv: tangents, of the shapes of q, k and v.
+        tsinks: the tangent of sinks, of their shape; None: 0.
+        return_lse: also return lse and its tangent.
 
     Returns:
-        (o, to): to = d/de attention(q + e tq, k + e tk, v + e tv) at e = 0. In torch and jax, o is differentiable and
-        `to` is detached, as training by MeanFlow or consistency targets wants it.
+        (o, to): to = d/de attention(q + e tq, k + e tk, v + e tv) at e = 0; with return_lse (o, to, lse, tlse). In
+        torch and jax, o and lse are differentiable and their tangents are detached, as training by MeanFlow or
+        consistency targets wants it.
 
     Raises:
         As `octet.attention`; Unsupported for precisions without a jvp.
     """
-    front = front_of(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv, mask=mask)
-    return front.run_jvp(options_of(own_type(front, q), **options), q, k, v, tq, tk, tv, mask=mask)
+    more = {"mask": mask, "sinks": sinks, "tsinks": tsinks}
+    front = front_of(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv, **more)
+    how = options_of(own_type(front, q), **options)
+    return front.run_jvp(how, q, k, v, tq, tk, tv, **more, return_lse=return_lse)

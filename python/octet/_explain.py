@@ -26,15 +26,15 @@ class Support:
         return self.supported
 
 
-def _plan(kind: str, q: Any, k: Any, v: Any, mask: Any, keywords: Any) -> Plan:
+def _plan(kind: str, q: Any, k: Any, v: Any, mask: Any, sinks: Any, keywords: Any) -> Plan:
     """Of the call that a pass over these arrays would make."""
     look_up("kind", kind, _abi.PASSES)
-    module = _api.front_of(q=q, k=k, v=v, mask=mask)
+    module = _api.front_of(q=q, k=k, v=v, mask=mask, sinks=sinks)
     front, options = module.front, options_of(_api.own_type(module, q), **keywords)
-    more = (mask, None, None)
+    more = (mask, None, None, None if sinks is None else module.sinks_of("sinks", sinks, options))
     arrays: tuple[Any, ...]
     if kind == "jvp":
-        arrays = (q, k, v, q, k, v, *more)
+        arrays = (q, k, v, q, k, v, *more, None)
     elif kind == "forward":
         arrays = (q, k, v, *more)
     else:
@@ -43,7 +43,7 @@ def _plan(kind: str, q: Any, k: Any, v: Any, mask: Any, keywords: Any) -> Plan:
         made = _passes.results(front, "forward", options, q, k, v, residual)
         saved = [front.empty(x.shape, dense_strides(x.shape, x.order), x.dtype, like) for x in made]
         o, lse, o_residual = saved if residual else (*saved, None)
-        arrays = (o, q, k, v, o, lse, o_residual, *more)
+        arrays = (o, q, k, v, o, lse, o_residual, *more, None)
     return _passes.Call(front, kind, options, arrays).plan.anywhere()
 
 
@@ -54,18 +54,19 @@ def explain(
     *,
     kind: Literal["forward", "backward", "jvp"] = "forward",
     mask: Any | None = None,
+    sinks: Any | None = None,
     **options: Unpack[AttentionOptions],
 ) -> str:
     """Which backend and kernel would run, and why each better one would not, a line each.
 
     Args:
-        q, k, v, mask, options: as in `octet.attention`.
+        q, k, v, mask, sinks, options: as in `octet.attention`.
         kind: the pass.
 
     Raises:
         InvalidArgument: the arguments contradict each other or themselves.
     """
-    return _plan(kind, q, k, v, mask, options).explain()
+    return _plan(kind, q, k, v, mask, sinks, options).explain()
 
 
 def supports(
@@ -75,16 +76,17 @@ def supports(
     *,
     kind: Literal["forward", "backward", "jvp"] = "forward",
     mask: Any | None = None,
+    sinks: Any | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Support:
     """Whether `octet.attention` would compute this, or the reason why not. Nothing is computed.
 
     Args:
-        q, k, v, mask, options: as in `octet.attention`.
+        q, k, v, mask, sinks, options: as in `octet.attention`.
         kind: the pass.
     """
     try:
-        _plan(kind, q, k, v, mask, options).workspace_size()
+        _plan(kind, q, k, v, mask, sinks, options).workspace_size()
     except Error as refusal:
         return Support(False, str(refusal))
     return Support(True, "")

@@ -95,27 +95,60 @@ class NumpyFront:
 front = NumpyFront()
 
 
+def sinks_of(name: str, x: Any, options: Options) -> Any:
+    """Sinks or their tangent in the type that the library takes."""
+    if x is None:
+        return None
+    _passes.expect_sinks(name, x, _DTYPES.get(x.dtype.name) in ("f64", "f32", "f16", "bf16"))
+    return x.astype(_passes.lse_type(front, options), copy=False)
+
+
 def run_attention(
-    options: Options, q: Any, k: Any, v: Any, mask: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None
+    options: Options,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    sinks: Any = None,
+    return_lse: bool = False,
 ) -> tuple[Any, Any]:
     """(o, lse)"""
-    o, lse = _passes.run(front, "forward", options, (q, k, v, mask, cu_seqlens_q, cu_seqlens_k))
+    more = mask, cu_seqlens_q, cu_seqlens_k, sinks_of("sinks", sinks, options)
+    o, lse = _passes.run(front, "forward", options, (q, k, v, *more))
     return o, lse
 
 
-def run_vjp(options: Options, q: Any, k: Any, v: Any, do: Any, mask: Any = None) -> tuple[Any, Any, Any]:
-    """(dq, dk, dv)"""
+def run_vjp(
+    options: Options, q: Any, k: Any, v: Any, do: Any, mask: Any = None, sinks: Any = None, dlse: Any = None
+) -> tuple[Any, ...]:
+    """(dq, dk, dv), and dsinks where there are sinks"""
     residual = _passes.needs_residual(front, options, q)
-    o, lse, *r = _passes.run(front, "forward", options, (q, k, v, mask, None, None), residual)
+    more = mask, None, None, sinks_of("sinks", sinks, options)
+    o, lse, *r = _passes.run(front, "forward", options, (q, k, v, *more), residual)
     saved = o, lse, r[0] if r else None
-    dq, dk, dv = _passes.run(front, "backward", options, (do, q, k, v, *saved, mask, None, None))
-    return dq, dk, dv
+    dq, dk, dv, *dsinks = _passes.run(front, "backward", options, (do, q, k, v, *saved, *more, dlse))
+    return dq, dk, dv, *(x.astype(sinks.dtype, copy=False) for x in dsinks)
 
 
-def run_jvp(options: Options, q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, mask: Any = None) -> tuple[Any, Any]:
-    """(o, to)"""
-    o, _, to = _passes.run(front, "jvp", options, (q, k, v, tq, tk, tv, mask, None, None))
-    return o, to
+def run_jvp(
+    options: Options,
+    q: Any,
+    k: Any,
+    v: Any,
+    tq: Any,
+    tk: Any,
+    tv: Any,
+    mask: Any = None,
+    sinks: Any = None,
+    tsinks: Any = None,
+    return_lse: bool = False,
+) -> tuple[Any, ...]:
+    """(o, to), with return_lse (o, to, lse, tlse)"""
+    more = mask, None, None, sinks_of("sinks", sinks, options), sinks_of("tsinks", tsinks, options)
+    o, lse, to, *tlse = _passes.run(front, "jvp", options, (q, k, v, tq, tk, tv, *more), return_lse)
+    return (o, to, lse, *tlse) if return_lse else (o, to)
 
 
 def to_numpy(array: np.ndarray) -> np.ndarray:

@@ -16,11 +16,13 @@ from octet.errors import InvalidArgument
 
 _KEPT = 512  # calls of each thread
 
+# What a call may have besides q, k, v.
+_MORE = ("mask", "cu_seqlens_q", "cu_seqlens_k", "sinks")
 # The inputs of each pass, in the order in which they are handed over; those that a call has not are None.
 INPUTS = {
-    "forward": ("q", "k", "v", "mask", "cu_seqlens_q", "cu_seqlens_k"),
-    "backward": ("do_", "q", "k", "v", "o", "lse", "o_residual", "mask", "cu_seqlens_q", "cu_seqlens_k"),
-    "jvp": ("q", "k", "v", "tq", "tk", "tv", "mask", "cu_seqlens_q", "cu_seqlens_k"),
+    "forward": ("q", "k", "v", *_MORE),
+    "backward": ("do_", "q", "k", "v", "o", "lse", "o_residual", *_MORE, "dlse"),
+    "jvp": ("q", "k", "v", "tq", "tk", "tv", *_MORE, "tsinks"),
 }
 
 
@@ -96,8 +98,23 @@ def needs_residual(front: Types, options: Options, q: Any) -> bool:
     return sixteen and front.dtype_name(q.dtype, "q") in ("f16", "bf16")
 
 
-def results(front: Types, kind: str, options: Options, q: Any, k: Any, v: Any, residual: bool = False) -> list[Result]:
-    """What a pass computes; `residual`: a forward pass, also o_residual.
+def expect_sinks(name: str, x: Any, floats: bool) -> None:
+    """Refuses what cannot be sinks: one float of each head. `floats`: whether x is of a float type."""
+    if not floats:
+        raise InvalidArgument(f"{name}: dtype {x.dtype}, allowed: a float type")
+    if x.ndim != 1:
+        raise InvalidArgument(f"{name}: shape {list(x.shape)}, expected [heads], those of q")
+
+
+def lse_type(front: Types, options: Options) -> Any:
+    """The dtype of lse, and of sinks as the library takes them."""
+    return front.dtype_of("f64" if options.precision == "f64" else "f32")
+
+
+def results(
+    front: Types, kind: str, options: Options, q: Any, k: Any, v: Any, extra: bool = False, sinks: Any = None
+) -> list[Result]:
+    """What a pass computes; `extra`: also what not every caller needs, o_residual of a forward pass, tlse of a jvp.
 
     Results lie in memory as what they belong to does: o and its like as q, gradients as their operands.
     """
@@ -106,13 +123,14 @@ def results(front: Types, kind: str, options: Options, q: Any, k: Any, v: Any, r
         return front.order(x.codes if isinstance(x, QTensor) else x)
 
     if kind == "backward":
-        return [Result(f"d{name}", tuple(x.shape), x.dtype, order(x)) for name, x in zip("qkv", (q, k, v), strict=True)]
+        of = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
+        return [Result(name, tuple(x.shape), x.dtype, order(x)) for name, x in of.items()]
     o = Result("o", output_shape(q.shape, v.shape), q.dtype, order(q))
-    lse_type, shape = front.dtype_of("f64" if options.precision == "f64" else "f32"), lse_shape(q.shape, options.layout)
-    found = [o, Result("lse", shape, lse_type, tuple(range(len(shape))))]
+    shape = lse_shape(q.shape, options.layout)
+    lse = Result("lse", shape, lse_type(front, options), tuple(range(len(shape))))
     if kind == "jvp":
-        return [*found, o._replace(name="to")]
-    return [*found, o._replace(name="o_residual")] if residual else found
+        return [o, lse, o._replace(name="to"), *([lse._replace(name="tlse")] if extra else [])]
+    return [o, lse, *([o._replace(name="o_residual")] if extra else [])]
 
 
 def _parts(name: str, x: QTensor) -> Iterator[tuple[str, Any]]:
@@ -154,10 +172,10 @@ class Call:
     """One pass over such arrays. Not to be shared between threads: addresses are written into its plan."""
 
     def __init__(
-        self, front: Front, kind: str, options: Options, arrays: Sequence[Any], residual: bool = False
+        self, front: Front, kind: str, options: Options, arrays: Sequence[Any], extra: bool = False
     ) -> None:
         given = {name: x for name, x in zip(INPUTS[kind], arrays, strict=True) if x is not None}
-        made = results(front, kind, options, given["q"], given["k"], given["v"], residual)
+        made = results(front, kind, options, given["q"], given["k"], given["v"], extra, given.get("sinks"))
         operands = [y for name, x in given.items() for y in _operands(front, name, x, options.layout)]
         where = next(view for name, view, _ in operands if name == "q")
         self._front = front
@@ -186,13 +204,13 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-def run(front: Front, kind: str, options: Options, arrays: Sequence[Any], residual: bool = False) -> list[Any]:
+def run(front: Front, kind: str, options: Options, arrays: Sequence[Any], extra: bool = False) -> list[Any]:
     """Runs a pass over INPUTS[kind], on the device of the first, and gives its `results`."""
     calls = _kept.calls
-    key = (kind, options, residual, front.state(), *[_key(front, x) for x in arrays])
+    key = (kind, options, extra, front.state(), *[_key(front, x) for x in arrays])
     call = calls.get(key)
     if call is None:
         if len(calls) >= _KEPT:
             calls.clear()
-        call = calls[key] = Call(front, kind, options, arrays, residual)
+        call = calls[key] = Call(front, kind, options, arrays, extra)
     return call(arrays)

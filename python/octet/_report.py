@@ -60,21 +60,22 @@ def check(
     do: Any | None = None,
     tangents: tuple[Any, Any, Any] | None = None,
     mask: Any | None = None,
+    sinks: Any | None = None,
     **options: Unpack[AttentionOptions],
 ) -> dict[str, Errors]:
     """How far each result lies from attention in float64 on the same data.
 
     Args:
-        q, k, v, mask, options: as in `octet.attention`.
-        do: also check the gradients dq, dk, dv.
+        q, k, v, mask, sinks, options: as in `octet.attention`.
+        do: also check the gradients dq, dk, dv and, with sinks, dsinks.
         tangents: (tq, tk, tv); also check the tangent `to`.
 
     Returns:
-        {"o": Errors, "lse": Errors, "dq": ..., "dk": ..., "dv": ..., "to": ...}, those that were asked for. float64 is
-        the unfused reference, on the CPU.
+        {"o": Errors, "lse": Errors, "dq": ..., "dk": ..., "dv": ..., "dsinks": ..., "to": ...}, those that were asked
+        for. float64 is the unfused reference, on the CPU.
     """
     along = dict(zip(("tq", "tk", "tv"), tangents or (None,) * 3, strict=True))
-    module = _api.front_of(q=q, k=k, v=v, do=do, mask=mask, **along)
+    module = _api.front_of(q=q, k=k, v=v, do=do, mask=mask, sinks=sinks, **along)
     made = options_of(_api.own_type(module, q), **options)
     positions: Any = {name: value for name, value in options.items() if name in _POSITIONS}
     exact = options_of("f64", precision="f64", **positions)
@@ -82,19 +83,26 @@ def check(
     def wide(x: Any) -> np.ndarray:
         return module.to_numpy(dequantize(x) if isinstance(x, QTensor) else x).astype(np.float64)
 
-    o, lse = module.run_attention(made, q, k, v, mask=mask)
-    wide_mask = None if mask is None else module.to_numpy(mask)
+    more: Any = {"mask": mask, "sinks": sinks}
     inputs = wide(q), wide(k), wide(v)
-    want_o, want_lse = _numpy.run_attention(exact, *inputs, mask=wide_mask)
-    pairs = {"o": (o, want_o), "lse": (lse, want_lse)}
+    wide_more: Any = {
+        "mask": None if mask is None else module.to_numpy(mask),
+        "sinks": None if sinks is None else wide(sinks),
+    }
+    pairs: dict[str, tuple[Any, np.ndarray]] = {}
+
+    def compare(names: tuple[str, ...], got: Any, want: Any) -> None:
+        pairs.update(zip(names, zip(got, want, strict=True), strict=False))
+
+    want: tuple[Any, ...] = _numpy.run_attention(exact, *inputs, **wide_more)
+    compare(("o", "lse"), module.run_attention(made, q, k, v, **more), want)
     if do is not None:
-        got = module.run_vjp(made, q, k, v, do, mask=mask)
-        want = _numpy.run_vjp(exact, *inputs, wide(do), mask=wide_mask)
-        pairs |= dict(zip(("dq", "dk", "dv"), zip(got, want, strict=True), strict=True))
+        want = _numpy.run_vjp(exact, *inputs, wide(do), **wide_more)
+        compare(("dq", "dk", "dv", "dsinks"), module.run_vjp(made, q, k, v, do, **more), want)
     if tangents is not None:
-        _, to = module.run_jvp(made, q, k, v, *tangents, mask=mask)
-        tq, tk, tv = (wide(x) for x in tangents)
-        pairs["to"] = to, _numpy.run_jvp(exact, *inputs, tq, tk, tv, mask=wide_mask)[1]
+        tq, tk, tv = map(wide, tangents)
+        want = _numpy.run_jvp(exact, *inputs, tq, tk, tv, **wide_more)
+        compare(("to",), module.run_jvp(made, q, k, v, *tangents, **more)[1:], want[1:])
     return {name: _distance(wide(got), want) for name, (got, want) in pairs.items()}
 
 

@@ -22,8 +22,13 @@ def default_scale(dim):
     return float(np.float32(1 / np.sqrt(dim)))
 
 
-def attention(q, k, v, *, seen=None, bias=None, scale=None, do=None, tangents=None):
-    """{o, lse}, and {dq, dk, dv} with do, {to} with tangents; arrays are [batch, head, token, dim]."""
+def attention(
+    q, k, v, *, seen=None, bias=None, scale=None, sinks=None, do=None, dlse=None, tangents=None, tsinks=None
+):
+    """{o, lse}, and {dq, dk, dv, dsinks} with do, {to, tlse} with tangents; arrays are [batch, head, token, dim].
+
+    sinks [head]: a logit more of each query, whose value is 0. dlse [batch, head, token]: the gradient of lse.
+    """
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     batch, heads, queries, dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
@@ -41,29 +46,38 @@ def attention(q, k, v, *, seen=None, bias=None, scale=None, do=None, tangents=No
         s = s + bias.astype(np.float64)
     if seen is not None:
         s = np.where(seen, s, -np.inf)
-    top = s.max(-1, keepdims=True, initial=-np.inf)
+    sink = np.full(heads, -np.inf) if sinks is None else np.asarray(sinks).astype(np.float64)
+    sink = np.broadcast_to(sink[:, None, None], (batch, heads, queries, 1))
+    top = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
     top = np.where(np.isfinite(top), top, 0.0)
-    p = np.exp(s - top)
-    total = p.sum(-1, keepdims=True)
-    p = p / np.where(total == 0, 1.0, total)
+    p, p_sink = np.exp(s - top), np.exp(sink - top)
+    total = p.sum(-1, keepdims=True) + p_sink
+    p, p_sink = (x / np.where(total == 0, 1.0, total) for x in (p, p_sink))
     with np.errstate(divide="ignore"):
         out = {"o": p @ wide_v, "lse": (top + np.log(total))[..., 0]}
     if do is not None:
         do = do.astype(np.float64)
         dp = do @ wide_v.swapaxes(-1, -2)
-        ds = scale * p * (dp - (p * dp).sum(-1, keepdims=True))
+        of_row = (p * dp).sum(-1, keepdims=True) - (0.0 if dlse is None else dlse.astype(np.float64)[..., None])
+        ds = scale * p * (dp - of_row)
+        out["dsinks"] = -(p_sink * of_row).sum((0, 2, 3))
         out["dq"] = ds @ wide_k
         out["dk"] = gather(ds.swapaxes(-1, -2) @ q)
         out["dv"] = gather(p.swapaxes(-1, -2) @ do)
     if tangents is not None:
         tq, tk, tv = tangents
         ts = scale * (tq.astype(np.float64) @ wide_k.swapaxes(-1, -2) + q @ spread(tk).swapaxes(-1, -2))
-        tp = p * (ts - (p * ts).sum(-1, keepdims=True))
+        moved = 0.0 if tsinks is None else np.asarray(tsinks).astype(np.float64)[:, None, None]
+        of_row = (p * ts).sum(-1, keepdims=True) + p_sink * moved
+        out["tlse"] = of_row[..., 0]
+        tp = p * (ts - of_row)
         out["to"] = tp @ wide_v + p @ spread(tv)
     return out
 
 
-def bounds(q, k, v, *, unit, format=0.0, scale=None, bias=None, do=None, tangents=None):
+def bounds(
+    q, k, v, *, unit, format=0.0, scale=None, bias=None, sinks=None, do=None, dlse=None, tangents=None, tsinks=None
+):
     """First-order bounds on the error of each output: sums in arithmetic of rounding `unit`, while the weights p, the
     derivatives ds and the results are rounded to `format` (0: as exact as the sums).
 
@@ -83,18 +97,21 @@ def bounds(q, k, v, *, unit, format=0.0, scale=None, bias=None, do=None, tangent
     keys, kv_heads, dim_v = k.shape[2], k.shape[1], v.shape[3]
     scale = default_scale(dim) if scale is None else scale
     logits = scale * product(q, k) + (0.0 if bias is None else largest(bias[np.isfinite(bias)]))
+    logits = max(logits, 0.0 if sinks is None else largest(sinks))
     p = 2 * (dim + 3) * unit * (logits + 1) + (keys + 8) * unit + format
     out = {"o": (p + format + unit) * largest(v), "lse": p + (dim + 8) * unit * (logits + np.log(keys + 1))}
     users = queries * heads / max(kv_heads, 1)  # queries that share a key
     if do is not None:
-        dp = product(do, v)
+        dp = product(do, v) + (0.0 if dlse is None else largest(dlse))
         ds = 2 * scale * dp * (2 * p + (dim_v + 2 * keys + 16) * unit + 3 * format)
         out["dq"] = ds * largest(k)
         out["dk"] = (ds + 2 * scale * dp * (users + 8) * unit) * users * largest(q)
         out["dv"] = (2 * p + format + (users + 8) * unit) * users * largest(do)
+        out["dsinks"] = (ds / scale + 2 * dp * (batch * queries + 8) * unit) * batch * queries
     if tangents is not None:
         tq, tk, tv = tangents
-        ts = scale * (product(tq, k) + product(q, tk))
+        ts = scale * (product(tq, k) + product(q, tk)) + (0.0 if tsinks is None else largest(tsinks))
+        out["tlse"] = ts * (2 * p + (dim + 2 * keys + 16) * unit + 2 * format)
         out["to"] = 2 * ts * (2 * p + (dim + 2 * keys + 16) * unit + 2 * format) * largest(v)
         out["to"] += (2 * p + format + unit) * largest(tv)
     return out

@@ -51,12 +51,12 @@ OPTIONS = {
     "threads": -1, "backend": 3,
 }  # fmt: skip
 MORE = {
-    octet.attention: {"mask": [1], "return_lse": None},
-    octet.attention_varlen: {"max_seqlen_q": -1, "max_seqlen_k": "long", "return_lse": None},
-    octet.attention_vjp: {"mask": [1]},
-    octet.attention_jvp: {"mask": [1]},
-    octet.check: {"mask": [1], "do": [1], "tangents": ([1], Q, Q)},
-    octet.explain: {"mask": [1], "kind": "sideways"},
+    octet.attention: {"mask": [1], "sinks": Q, "return_lse": None},
+    octet.attention_varlen: {"max_seqlen_q": -1, "max_seqlen_k": "long", "sinks": CU, "return_lse": None},
+    octet.attention_vjp: {"mask": [1], "sinks": [1], "dlse": Q},
+    octet.attention_jvp: {"mask": [1], "sinks": Q, "tsinks": torch.zeros(2), "return_lse": None},
+    octet.check: {"mask": [1], "sinks": Q, "do": [1], "tangents": ([1], Q, Q)},
+    octet.explain: {"mask": [1], "sinks": Q, "kind": "sideways"},
 }
 NAMED_OTHERWISE = {"tangents": "tq"}  # whose parts have names
 FLAGS = {"return_lse"}  # any truth

@@ -7,6 +7,7 @@ import octet
 import pytest
 from cases import cases
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 def back(x, layout):
@@ -38,6 +39,54 @@ def test_every_pass_agrees_with_the_definition(dtype):
         exact.expect_close(back(o, case.layout), want["o"], bound["o"], "o of the jvp")
 
     holds()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_sinks_and_derivatives_of_lse_agree_with_the_definition(dtype):
+    @settings(max_examples=60, deadline=None)
+    @given(cases(dtype), st.booleans())
+    def holds(case, has_sinks):
+        x = {name: case.in_layout(name) for name in case.arrays}
+        a = case.arrays
+        batch, heads, queries, _ = a["q"].shape
+        random = np.random.default_rng(queries)
+        dlse = random.standard_normal((batch, heads, queries)).astype(dtype)
+        sinks, tsinks = (random.standard_normal((2, heads)).astype(dtype)) if has_sinks else (None, None)
+        about = {"do": a["do"], "dlse": dlse, "tangents": (a["tq"], a["tk"], a["tv"]), "sinks": sinks, "tsinks": tsinks}
+        want = exact.attention(a["q"], a["k"], a["v"], seen=case.seen, **about, **case.exact())
+        bound = exact.bounds(a["q"], a["k"], a["v"], **about, **case.exact(), **exact.rounding(np.dtype(dtype)))
+        keywords = case.keywords | {"mask": case.mask, "layout": case.layout, "sinks": sinks}
+        o, lse = octet.attention(x["q"], x["k"], x["v"], return_lse=True, **keywords)
+        got = {"o": back(o, case.layout), "lse": lse}
+        gradients = octet.attention_vjp(x["q"], x["k"], x["v"], x["do"], dlse=dlse, **keywords)
+        assert len(gradients) == 3 + has_sinks
+        got |= dict(zip(("dq", "dk", "dv"), (back(g, case.layout) for g in gradients[:3]), strict=True))
+        got |= {"dsinks": gradients[3]} if has_sinks else {}
+        tangents = x["tq"], x["tk"], x["tv"]
+        o, to, lse, tlse = octet.attention_jvp(
+            x["q"], x["k"], x["v"], *tangents, tsinks=tsinks, return_lse=True, **keywords
+        )
+        got |= {"to": back(to, case.layout), "tlse": tlse}
+        for name in got:
+            exact.expect_close(got[name], want[name], bound[name], name)
+        exact.expect_close(lse, want["lse"], bound["lse"], "lse of the jvp")
+
+    holds()
+
+
+def test_sinks_of_any_float_type():
+    random = np.random.default_rng(0)
+    q, k, v, do = (random.standard_normal((1, 4, 9, 8)).astype(np.float32) for _ in range(4))
+    sinks = random.standard_normal(4).astype(ml_dtypes.bfloat16)
+    wide = sinks.astype(np.float32)
+    np.testing.assert_array_equal(octet.attention(q, k, v, sinks=sinks), octet.attention(q, k, v, sinks=wide))
+    *_, narrow = octet.attention_vjp(q, k, v, do, sinks=sinks)
+    assert narrow.dtype == sinks.dtype and octet.attention_vjp(q, k, v, do, sinks=wide)[3].dtype == np.float32
+    for wrong, words in ((wide.astype(int), "sinks: dtype int64, allowed: a float type"),
+                         (wide[None], r"sinks: shape \[1, 4\], expected \[heads\]"),
+                         (wide[:3], r"sinks: shape \[1, 3, 1, 1\], expected \[1, 4, 1, 1\]")):  # fmt: skip
+        with pytest.raises(octet.InvalidArgument, match=words):
+            octet.attention(q, k, v, sinks=wrong)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

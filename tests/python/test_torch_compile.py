@@ -2,6 +2,7 @@
 
 import octet
 import pytest
+from torch_front import compiled
 
 torch = pytest.importorskip("torch")
 import octet.torch  # noqa: E402  # registers the operators
@@ -23,29 +24,24 @@ def test_opcheck(options):
     mask = torch.rand(33, 33) < 0.8
     q, k, v = ((x.bfloat16() if options.precision == "bf16" else x).detach().requires_grad_() for x in (q, k, v))
     residual = options.precision == "bf16"
-    given = (mask, None, None)
+    given = (mask, None, None, None)
     o, lse, r = (x.detach() for x in torch.ops.octet.forward(q, k, v, *given, residual, *options))
     torch.library.opcheck(torch.ops.octet.forward.default, (q, k, v, *given, residual, *options))
-    torch.library.opcheck(torch.ops.octet.backward.default, (o, q, k, v, o, lse, r, *given, *options))
+    torch.library.opcheck(torch.ops.octet.backward.default, (o, q, k, v, o, lse, r, *given, None, *options))
     if options.precision != "int8":
-        torch.library.opcheck(torch.ops.octet.jvp.default, (q, k, v, q, k, v, *given, *options))
+        torch.library.opcheck(torch.ops.octet.jvp.default, (q, k, v, q, k, v, *given, None, True, *options))
 
 
 def test_opcheck_of_packed_sequences():
     cu = torch.tensor([0, 5, 12], dtype=torch.int32)
     q = torch.randn(12, 2, 8, requires_grad=True)
     options = Options("f32", layout="thd", causal="top_left", window=(3, -1))
-    torch.library.opcheck(torch.ops.octet.forward.default, (q, q, q, None, cu, cu, False, *options))
+    torch.library.opcheck(torch.ops.octet.forward.default, (q, q, q, None, cu, cu, None, False, *options))
 
 
 def with_gradients(function, *x):
     o = function(*x)
     return o.detach(), *torch.autograd.grad(o.sum(), x)
-
-
-def compiled(function, **how):
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, **({"backend": "aot_eager"} | how))
 
 
 @pytest.mark.parametrize(

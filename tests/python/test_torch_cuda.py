@@ -254,9 +254,9 @@ def test_opcheck(precision, layout):
     options = Options(precision, layout=layout, causal="top_left", deterministic=True)
     q, k, v = (x.requires_grad_() for x in draw(*[(2, 33, 33, 16)] * 3))
     given = None, None, None
-    o, lse, r = (x.detach() for x in torch.ops.octet.forward(q, k, v, *given, True, *options))
-    torch.library.opcheck(torch.ops.octet.forward.default, (q, k, v, *given, True, *options))
-    torch.library.opcheck(torch.ops.octet.backward.default, (o, q, k, v, o, lse, r, *given, *options))
+    o, lse, r = (x.detach() for x in torch.ops.octet.forward(q, k, v, *given, None, True, *options))
+    torch.library.opcheck(torch.ops.octet.forward.default, (q, k, v, *given, None, True, *options))
+    torch.library.opcheck(torch.ops.octet.backward.default, (o, q, k, v, o, lse, r, *given, None, None, *options))
 
 
 def test_vmap_is_a_loop():

@@ -7,6 +7,7 @@ import octet
 import pytest
 from octet._plan import dense_strides, memory_order
 from test_memory_order import BATCH, DIM, DIM_V, HEADS, KEYS, ORDERS, QUERIES, along, inputs
+from torch_front import compiled
 
 torch = pytest.importorskip("torch")
 
@@ -92,7 +93,7 @@ def test_the_residual_lies_as_o():
     from octet._options import Options
 
     q, k, v = (x.detach() for x in fused_projection())
-    o, lse, r = torch.ops.octet.forward(q, k, v, None, None, None, True, *Options("bf16"))
+    o, lse, r = torch.ops.octet.forward(q, k, v, None, None, None, None, True, *Options("bf16"))
     assert r.stride() == o.stride() == dense_strides(o.shape, (0, 2, 1, 3)) and lse.is_contiguous()
 
 
@@ -113,11 +114,6 @@ def test_packed_sequences_of_torch():
         q, k, v = tensors([order] * 3, "thd")
         for x in derived(call, q, k, v, torch.ones(QUERIES, HEADS, DIM_V)):
             assert x.stride() == dense_strides(x.shape, order)
-
-
-def compiled(function, **how):
-    torch._dynamo.reset()
-    return torch.compile(function, fullgraph=True, backend="aot_eager", **how)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (3, 2, 1, 0)], ids=str)

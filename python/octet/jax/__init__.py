@@ -27,7 +27,9 @@ def _operands(q: Any, k: Any, v: Any, more: dict[str, Any]) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v} | {name: x for name, x in more.items() if x is not None}
 
 
-def run_attention(options: Options, q: Any, k: Any, v: Any, **more: Any) -> tuple[Any, Any]:
+def run_attention(
+    options: Options, q: Any, k: Any, v: Any, *, return_lse: bool = False, **more: Any
+) -> tuple[Any, Any]:
     """(o, lse)"""
     operands = _operands(q, k, v, more)
     o, lse, _ = forward_p.bind(*operands.values(), names=tuple(operands), options=options, residual=False)
@@ -43,7 +45,9 @@ def run_vjp(options: Options, q: Any, k: Any, v: Any, do: Any, **more: Any) -> t
     return tuple(backward_p.bind(*operands.values(), names=tuple(operands), **how))
 
 
-def run_jvp(options: Options, q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, **more: Any) -> tuple[Any, Any]:
+def run_jvp(
+    options: Options, q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, *, return_lse: bool = False, **more: Any
+) -> tuple[Any, Any]:
     """(o, to); o is differentiable, `to` is not"""
     operands = _operands(q, k, v, more) | {"tq": tq, "tk": tk, "tv": tv}
     return tuple(pair_p.bind(*operands.values(), names=tuple(operands), options=options, residual=False))

@@ -39,6 +39,20 @@ def _expect_device(name: str, x: torch.Tensor, device: torch.device) -> None:
         raise InvalidArgument(f"{name}: on {x.device}, but q is on {device}; all tensors of a call live on one device")
 
 
+def _expect_devices(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None:
+            _expect_device(name, x, device)
+
+
+def sinks_of(name: str, x: torch.Tensor | None, options: Options) -> torch.Tensor | None:
+    """Sinks or their tangent in the type that the library takes."""
+    if x is None:
+        return None
+    _passes.expect_sinks(name, x, x.is_floating_point())
+    return x.to(_passes.lse_type(front, options))
+
+
 def _expect_no_gradient(name: str, x: torch.Tensor | None) -> None:
     if x is not None and x.requires_grad and torch.is_grad_enabled():
         raise Unsupported(f"{name}: requires a gradient, which octet does not compute for it; pass {name}.detach()")
@@ -52,23 +66,24 @@ def run_attention(
     mask: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, lse)"""
-    more = mask, cu_seqlens_q, cu_seqlens_k
+    """(o, lse); without return_lse o alone is differentiable"""
     _expect_no_gradient("mask", mask)
-    for name, x in zip(("mask", "cu_seqlens_q", "cu_seqlens_k"), more, strict=True):
-        if x is not None:
-            _expect_device(name, x, (q.codes if isinstance(q, QTensor) else q).device)
+    device = (q.codes if isinstance(q, QTensor) else q).device
+    _expect_devices(device, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sinks=sinks)
+    more = mask, cu_seqlens_q, cu_seqlens_k, sinks_of("sinks", sinks, options)
     if isinstance(q, QTensor) or isinstance(k, QTensor) or isinstance(v, QTensor):
         return _quantised(options, q, k, v, *more)
     q, k, v = _tensors(("q", "k", "v"), q, k, v)
-    o, lse, _ = attend(q, k, v, *more, options)
+    o, lse, _ = attend(q, k, v, *more, options, of_lse=return_lse)
     return o, lse
 
 
 def _quantised(options: Options, q: Any, k: Any, v: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes have no gradient, and no operator: torch.compile leaves them to eager code."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", more[-1])):
         if not isinstance(x, QTensor):
             _expect_no_gradient(name, x)
     o, lse = _passes.run(front, "forward", options, (q, k, v, *more))
@@ -76,16 +91,24 @@ def _quantised(options: Options, q: Any, k: Any, v: Any, *more: Any) -> tuple[to
 
 
 def run_vjp(
-    options: Options, q: Any, k: Any, v: Any, do: torch.Tensor, mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dq, dk, dv), detached"""
+    options: Options,
+    q: Any,
+    k: Any,
+    v: Any,
+    do: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv), and dsinks where there are sinks, detached"""
     q, k, v, do = _tensors(("q", "k", "v", "do"), q, k, v, do)
-    if mask is not None:
-        _expect_device("mask", mask, q.device)
+    _expect_devices(q.device, mask=mask, sinks=sinks, dlse=dlse)
     with torch.no_grad():
         residual = _passes.needs_residual(front, options, q)
-        o, lse, r = _ops.forward(q, k, v, mask, None, None, residual, *options)
-        return _ops.backward(do, q, k, v, o, lse, r, mask, None, None, *options)
+        more = mask, None, None, sinks_of("sinks", sinks, options)
+        saved = _ops.forward(q, k, v, *more, residual, *options)
+        *gradients, dsinks = _ops.backward(do, q, k, v, *saved, *more, dlse, *options)
+    return tuple(gradients) if sinks is None else (*gradients, dsinks.to(sinks.dtype))
 
 
 def run_jvp(
@@ -97,15 +120,20 @@ def run_jvp(
     tk: torch.Tensor,
     tv: torch.Tensor,
     mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(o, to); o is differentiable, `to` is detached. Where a gradient may follow, o comes from a forward pass of its
-    own, which saves what the backward pass needs."""
+    sinks: torch.Tensor | None = None,
+    tsinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """(o, to), with return_lse (o, to, lse, tlse); o and lse are differentiable, their tangents detached. Where a
+    gradient may follow, o and lse come from a forward pass of their own, which saves what the backward pass needs."""
     _expect_no_gradient("mask", mask)
     q, k, v, tq, tk, tv = _tensors(("q", "k", "v", "tq", "tk", "tv"), q, k, v, tq, tk, tv)
-    if mask is not None:
-        _expect_device("mask", mask, q.device)
+    _expect_devices(q.device, mask=mask, sinks=sinks, tsinks=tsinks)
+    more = mask, None, None, sinks_of("sinks", sinks, options)
+    along = sinks_of("tsinks", tsinks, options)
     with torch.no_grad():
-        o, _, to = _ops.jvp(q, k, v, tq, tk, tv, mask, None, None, *options)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        o = attend(q, k, v, mask, None, None, options)[0]
-    return o, to
+        o, lse, to, tlse = _ops.jvp(q, k, v, tq, tk, tv, *more, along, return_lse, *options)
+    needing = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    if torch.is_grad_enabled() and needing:
+        o, lse, _ = attend(q, k, v, *more, options, of_lse=return_lse)
+    return (o, to, lse, tlse) if return_lse else (o, to)

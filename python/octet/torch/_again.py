@@ -109,12 +109,12 @@ def _options(token: int, q: torch.Tensor) -> Options:
 
 def _ordinary_forward(token: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
     options = _options(token, q)
-    return _ops.forward(q, k, v, None, None, None, _passes.needs_residual(front, options, q), *options)
+    return _ops.forward(q, k, v, None, None, None, None, _passes.needs_residual(front, options, q), *options)
 
 
 def _ordinary_backward(token: int, may_be_kept: bool, *given: torch.Tensor) -> Any:
     options = _options(token, given[1])
-    gradients = _autograd.gradients((*given, None, None, None), options)
+    gradients = _autograd.gradients((*given, *[None] * 5), options)[:3]
     if may_be_kept:
         do, q, k, v, o, lse, r = given
         made = [torch.empty_like(x) for x in (q, k, v)]

@@ -21,26 +21,41 @@ from octet.torch._fold import Fold
 from octet.torch._front import front
 
 
-def attend(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, options: Options, residual: bool = False) -> tuple:
-    """(o, lse, o_residual), o differentiable; what a backward pass will need is saved when one may follow.
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    cu_q: Any,
+    cu_k: Any,
+    sinks: Any,
+    options: Options,
+    *,
+    of_lse: bool,
+    residual: bool = False,
+) -> tuple:
+    """(o, lse, o_residual); what a backward pass will need is saved when one may follow.
 
-    `residual`: make o_residual in any case.
+    `of_lse`: lse is differentiable, not o alone. `residual`: make o_residual in any case.
     """
     compiling = torch.compiler.is_compiling()
     dual = forward_ad._current_level >= 0
     # A dual tensor does not tell whether its primal requires a gradient.
-    differentiates = torch.is_grad_enabled() and (dual or q.requires_grad or k.requires_grad or v.requires_grad)
+    needing = dual or q.requires_grad or k.requires_grad or v.requires_grad
+    needing = needing or (sinks is not None and sinks.requires_grad)
+    differentiates = torch.is_grad_enabled() and needing
+    given = q, k, v, mask, cu_q, cu_k, sinks
     if not (differentiates or compiling or torch._C._are_functorch_transforms_active()):
-        return _ops.forward(q, k, v, mask, cu_q, cu_k, residual, *options)  # a Function costs as much again
+        return _ops.forward(*given, residual, *options)  # a Function costs as much again
     if dual and compiling:
         raise Unsupported(
             "forward-mode differentiation inside torch.compile, which drops the tangents of a custom function; call "
             "octet.attention_jvp there, or take the jvp outside"
         )
     if differentiates and not dual and not compiling:
-        expect_backward(options, q, v)
+        expect_backward(options, q, v, sinks)
     residual = residual or (differentiates and _passes.needs_residual(front, options, q))
-    return _apply(_DualAttention if dual else _Attention, q, k, v, mask, cu_q, cu_k, residual, options)
+    return _apply(_DualAttention if dual else _Attention, *given, residual, of_lse, options)
 
 
 def _is_eager() -> bool:
@@ -53,18 +68,26 @@ def _apply(function: Any, *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args) if _is_eager() else function.apply(*args)
 
 
-def expect_backward(options: Options, q: torch.Tensor, v: torch.Tensor) -> None:
+def expect_backward(options: Options, q: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
     """Refuses what has no backward pass before the forward pass whose gradient would be asked for."""
     how = options.precision, options.remedy, options.backend
-    _expect_backward(*how, q.dtype, q.shape[-1], v.shape[-1], q.device)
+    _expect_backward(*how, q.dtype, q.shape[-1], v.shape[-1], q.device, sinks is not None)
 
 
 @functools.cache
 def _expect_backward(
-    precision: str, remedy: str, backend: str, dtype: torch.dtype, dim: int, dim_v: int, device: torch.device
+    precision: str,
+    remedy: str,
+    backend: str,
+    dtype: torch.dtype,
+    dim: int,
+    dim_v: int,
+    device: torch.device,
+    has_sinks: bool,
 ) -> None:
     q, v = (torch.zeros(1, 1, 8, n, device=device, dtype=dtype) for n in (dim, dim_v))
     how: dict[str, Any] = {"precision": precision, "remedy": remedy, "backend": backend}
+    how["sinks"] = torch.zeros(1, device=device) if has_sinks else None
     if supports(q, q, v, **how) and not (found := supports(q, q, v, kind="backward", **how)):
         raise Unsupported(f"requires_grad: found True without torch.no_grad(), but {found.reason}")
 
@@ -77,13 +100,25 @@ def _refuse_second_derivative(ctx: Any, *grad_outputs: Any) -> Any:
 
 
 class _Gradients(torch.autograd.Function):
-    """(dq, dk, dv)"""
+    """(dq, dk, dv, dsinks)"""
 
     @staticmethod
     def forward(
-        do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, r: Any, mask: Any, cu_q: Any, cu_k: Any, options: Options
+        do: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        o: Any,
+        lse: Any,
+        r: Any,
+        mask: Any,
+        cu_q: Any,
+        cu_k: Any,
+        sinks: Any,
+        dlse: Any,
+        options: Options,
     ) -> Any:
-        return _ops.backward(do, q, k, v, o, lse, r, mask, cu_q, cu_k, *options)
+        return _ops.backward(do, q, k, v, o, lse, r, mask, cu_q, cu_k, sinks, dlse, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -94,84 +129,128 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         fold = Fold(info.batch_size, args[-1].layout)
-        do, q, k, v, o, lse, r, mask, cu_q, cu_k = zip(args[:-1], in_dims[:-1], strict=True)
-        found = _Gradients.apply(
+        do, q, k, v, o, lse, r, mask, cu_q, cu_k, sinks, dlse = zip(args[:-1], in_dims[:-1], strict=True)
+        *gradients, dsinks = _gradients(
             *(fold.tensor(*x) for x in (do, q, k, v, o)),
             fold.lse(*lse),
             fold.residual(*r),
             fold.mask(*mask, like=q),
             fold.lengths(*cu_q),
             fold.lengths(*cu_k),
+            fold.sinks(*sinks, like=q),
+            fold.lse(*dlse),
             args[-1],
         )
-        return tuple(fold.unfold_tensor(x) for x in found), (0, 0, 0)
+        return (*map(fold.unfold_tensor, gradients), fold.unfold_sinks(dsinks, *sinks)), (0, 0, 0, 0)
+
+
+class _DualGradients(_Gradients):
+    """The same where forward-mode derivatives are taken, to refuse them; torch.compile takes no Function with a jvp."""
+
+    jvp = staticmethod(_refuse_second_derivative)
+
+
+def _gradients(*args: Any) -> Any:
+    return _apply(_DualGradients if forward_ad._current_level >= 0 else _Gradients, *args)
 
 
 def gradients(given: tuple, options: Options) -> tuple:
-    """(dq, dk, dv) of do and what a forward pass saved."""
+    """(dq, dk, dv, dsinks) of do, what a forward pass saved, and dlse."""
     if torch.is_grad_enabled() or not _is_eager():
-        return _apply(_Gradients, *given, options)
+        return _gradients(*given, options)
     # By the operator: is_grads_batched maps it by a vmap that nobody_listens does not see.
     return _ops.backward(*given, *options)
 
 
 class _Tangent(torch.autograd.Function):
-    """to"""
+    """(to, tlse), without `of_lse` an empty tensor for tlse"""
 
     @staticmethod
     def forward(
-        q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, mask: Any, cu_q: Any, cu_k: Any, options: Options
+        q: Any,
+        k: Any,
+        v: Any,
+        tq: Any,
+        tk: Any,
+        tv: Any,
+        mask: Any,
+        cu_q: Any,
+        cu_k: Any,
+        sinks: Any,
+        tsinks: Any,
+        of_lse: bool,
+        options: Options,
     ) -> Any:
-        return _ops.jvp(q, k, v, tq, tk, tv, mask, cu_q, cu_k, *options)[2]
+        return _ops.jvp(q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks, of_lse, *options)[2:]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
-    backward = staticmethod(_refuse_second_derivative)
+    backward = jvp = staticmethod(_refuse_second_derivative)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        fold = Fold(info.batch_size, args[-1].layout)
-        *tensors, mask, cu_q, cu_k = zip(args[:-1], in_dims[:-1], strict=True)
-        to = _Tangent.apply(
+        of_lse, options = args[-2:]
+        fold = Fold(info.batch_size, options.layout)
+        *tensors, mask, cu_q, cu_k, sinks, tsinks = zip(args[:-2], in_dims[:-2], strict=True)
+        to, tlse = _Tangent.apply(
             *(fold.tensor(*x) for x in tensors),
             fold.mask(*mask, like=tensors[0]),
             fold.lengths(*cu_q),
             fold.lengths(*cu_k),
-            args[-1],
+            *(fold.sinks(*x, like=tensors[0]) for x in (sinks, tsinks)),
+            of_lse,
+            options,
         )
-        return fold.unfold_tensor(to), 0
+        return (fold.unfold_tensor(to), fold.unfold(tlse, 0) if of_lse else fold.unfold_none(tlse)), (0, 0)
 
 
 class _Attention(torch.autograd.Function):
     """(o, lse, o_residual)"""
 
     @staticmethod
-    def forward(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, residual: bool, options: Options) -> Any:
-        run = _ops.direct_forward if _ops.nobody_listens(q, k, v) else _ops.forward
-        return run(q, k, v, mask, cu_q, cu_k, residual, *options)
+    def forward(
+        q: Any,
+        k: Any,
+        v: Any,
+        mask: Any,
+        cu_q: Any,
+        cu_k: Any,
+        sinks: Any,
+        residual: bool,
+        of_lse: bool,
+        options: Options,
+    ) -> Any:
+        run = _ops.direct_forward if _ops.nobody_listens(q, k, v, mask, sinks) else _ops.forward
+        return run(q, k, v, mask, cu_q, cu_k, sinks, residual, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, mask, cu_q, cu_k, _, options = inputs
+        q, k, v, mask, cu_q, cu_k, sinks, _, of_lse, options = inputs
         o, lse, r = output
-        ctx.mark_non_differentiable(lse, r)
-        ctx.set_materialize_grads(False)  # else zeros would be written for lse and r
-        ctx.save_for_backward(q, k, v, o, lse, r, mask, cu_q, cu_k)
-        ctx.options = options
+        ctx.mark_non_differentiable(*(() if of_lse else (lse,)), r)
+        ctx.set_materialize_grads(False)  # else zeros would be written for a result that no loss reads
+        ctx.save_for_backward(q, k, v, o, lse, r, mask, cu_q, cu_k, sinks)
+        ctx.of_lse, ctx.options = of_lse, options
 
     @staticmethod
-    def backward(ctx: Any, do: Any, _lse: Any, _r: Any) -> Any:
+    def backward(ctx: Any, do: Any, dlse: Any, _r: Any) -> Any:
+        dlse = dlse if ctx.of_lse else None  # compiled code has zeros for it
+        if do is None and dlse is None:
+            return (None,) * 10
+        saved = ctx.saved_tensors
+        sinks = saved[-1]
         if do is None:
-            return (None,) * 8
-        return *gradients((do, *ctx.saved_tensors), ctx.options), None, None, None, None, None
+            do = torch.zeros_like(saved[3][..., :1]).expand_as(saved[3])
+        dq, dk, dv, dsinks = gradients((do, *saved, dlse), ctx.options)
+        return dq, dk, dv, None, None, None, None if sinks is None else dsinks, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         fold = Fold(info.batch_size, args[-1].layout)
-        q, k, v, mask, cu_q, cu_k = zip(args[:6], in_dims[:6], strict=True)
-        residual, options = args[6:]
+        q, k, v, mask, cu_q, cu_k, sinks = zip(args[:7], in_dims[:7], strict=True)
+        residual, of_lse, options = args[7:]
         o, lse, r = attend(
             fold.tensor(*q),
             fold.tensor(*k),
@@ -179,8 +258,10 @@ class _Attention(torch.autograd.Function):
             fold.mask(*mask, like=q),
             fold.lengths(*cu_q),
             fold.lengths(*cu_k),
+            fold.sinks(*sinks, like=q),
             options,
-            residual,
+            of_lse=of_lse,
+            residual=residual,
         )
         return (fold.unfold_tensor(o), fold.unfold(lse, 0), fold.unfold_residual(r)), (0, 0, 0)
 
@@ -191,11 +272,12 @@ class _DualAttention(_Attention):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         _Attention.setup_context(ctx, inputs, output)
-        q, k, v, mask, cu_q, cu_k, _, _ = inputs
-        ctx.save_for_forward(q, k, v, mask, cu_q, cu_k)
+        q, k, v, mask, cu_q, cu_k, sinks, _, _, _ = inputs
+        ctx.save_for_forward(q, k, v, mask, cu_q, cu_k, sinks)
 
     @staticmethod
-    def jvp(ctx: Any, tq: Any, tk: Any, tv: Any, *_: Any) -> Any:
-        q, k, v, mask, cu_q, cu_k = ctx.saved_tensors
+    def jvp(ctx: Any, tq: Any, tk: Any, tv: Any, _mask: Any, _cu_q: Any, _cu_k: Any, tsinks: Any, *_: Any) -> Any:
+        q, k, v, mask, cu_q, cu_k, sinks = ctx.saved_tensors
         tangents = [torch.zeros_like(x) if t is None else t for x, t in ((q, tq), (k, tk), (v, tv))]
-        return _Tangent.apply(q, k, v, *tangents, mask, cu_q, cu_k, ctx.options), None, None
+        to, tlse = _Tangent.apply(q, k, v, *tangents, mask, cu_q, cu_k, sinks, tsinks, ctx.of_lse, ctx.options)
+        return to, tlse if ctx.of_lse else None, None

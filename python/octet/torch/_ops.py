@@ -4,6 +4,7 @@ They are opaque to autograd (_autograd.py differentiates them), have fake implem
 formulas for torch.utils.flop_counter. Results are dense and lie in memory as what they belong to.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from octet import _passes
 from octet._options import LAYOUTS, Options
 from octet.torch._front import front
 
-_COMMON = "Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k"
+_COMMON = "Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? sinks"
 # The fields of Options, in their order.
 _OPTIONS = (
     "str precision, str layout, str causal, float scale, int[] window, str alignment, SymInt max_seqlen_q, "
@@ -26,13 +27,13 @@ _library.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
-    f"backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor r, {_COMMON}, {_OPTIONS}) "
-    "-> (Tensor dq, Tensor dk, Tensor dv)",
+    f"backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor r, {_COMMON}, Tensor? dlse, "
+    f"{_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
-    f"jvp(Tensor q, Tensor k, Tensor v, Tensor tq, Tensor tk, Tensor tv, {_COMMON}, {_OPTIONS}) "
-    "-> (Tensor o, Tensor lse, Tensor to)",
+    f"jvp(Tensor q, Tensor k, Tensor v, Tensor tq, Tensor tk, Tensor tv, {_COMMON}, Tensor? tsinks, "
+    f"bool extra, {_OPTIONS}) -> (Tensor o, Tensor lse, Tensor to, Tensor tlse)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -42,42 +43,75 @@ def _options(fields: tuple) -> Options:
     return options._replace(window=tuple(options.window))
 
 
-def _forward(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, residual: bool, *options: Any) -> tuple:
-    made = _passes.run(front, "forward", _options(options), (q, k, v, mask, cu_q, cu_k), residual)
-    return tuple(made) if residual else (*made, q.new_empty(0))
+def _with_rest(made: Sequence[Any], count: int) -> tuple:
+    """An empty tensor stands for a result that was not asked for."""
+    return tuple(made) if len(made) == count else (*made, made[0].new_empty(0))
+
+
+def _forward(
+    q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, sinks: Any, residual: bool, *options: Any
+) -> tuple:
+    arrays = q, k, v, mask, cu_q, cu_k, sinks
+    return _with_rest(_passes.run(front, "forward", _options(options), arrays, residual), 3)
 
 
 def _backward(
-    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, r: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    r: Any,
+    mask: Any,
+    cu_q: Any,
+    cu_k: Any,
+    sinks: Any,
+    dlse: Any,
+    *options: Any,
 ) -> tuple:
-    r = r if r.shape == o.shape else None
-    return tuple(_passes.run(front, "backward", _options(options), (do, q, k, v, o, lse, r, mask, cu_q, cu_k)))
+    arrays = do, q, k, v, o, lse, r if r.shape == o.shape else None, mask, cu_q, cu_k, sinks, dlse
+    return _with_rest(_passes.run(front, "backward", _options(options), arrays), 4)
 
 
-def _jvp(q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any) -> tuple:
-    return tuple(_passes.run(front, "jvp", _options(options), (q, k, v, tq, tk, tv, mask, cu_q, cu_k)))
-
-
-def _shapes(kind: str, options: tuple, q: Any, k: Any, v: Any, residual: bool = False) -> tuple:
-    made = _passes.results(front, kind, Options(*options), q, k, v, residual)
-    return tuple([torch.empty_permuted(x.shape, x.order, dtype=x.dtype, device=q.device) for x in made])
-
-
-def _forward_fake(q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, residual: bool, *options: Any) -> tuple:
-    made = _shapes("forward", options, q, k, v, residual)
-    return made if residual else (*made, q.new_empty(0))
-
-
-def _backward_fake(
-    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, r: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any
+def _jvp(
+    q: Any,
+    k: Any,
+    v: Any,
+    tq: Any,
+    tk: Any,
+    tv: Any,
+    mask: Any,
+    cu_q: Any,
+    cu_k: Any,
+    sinks: Any,
+    tsinks: Any,
+    extra: bool,
+    *options: Any,
 ) -> tuple:
-    return _shapes("backward", options, q, k, v)
+    arrays = q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks
+    return _with_rest(_passes.run(front, "jvp", _options(options), arrays, extra), 4)
 
 
-def _jvp_fake(
-    q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any
-) -> tuple:
-    return _shapes("jvp", options, q, k, v)
+def _shapes(kind: str, options: Sequence[Any], q: Any, k: Any, v: Any, extra: bool = False, sinks: Any = None) -> tuple:
+    found = _passes.results(front, kind, Options(*options), q, k, v, extra, sinks)
+    made = [torch.empty_permuted(x.shape, x.order, dtype=x.dtype, device=q.device) for x in found]
+    return _with_rest(made, 3 if kind == "forward" else 4)
+
+
+def _forward_fake(q: Any, k: Any, v: Any, *rest: Any) -> tuple:
+    _, _, _, sinks, residual, *options = rest
+    return _shapes("forward", options, q, k, v, residual, sinks)
+
+
+def _backward_fake(do: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple:
+    _, _, _, _, _, _, sinks, _, *options = rest
+    return _shapes("backward", options, q, k, v, sinks=sinks)
+
+
+def _jvp_fake(q: Any, k: Any, v: Any, *rest: Any) -> tuple:
+    _, _, _, _, _, _, sinks, _, extra, *options = rest
+    return _shapes("jvp", options, q, k, v, extra, sinks)
 
 
 for _name, _kernel, _fake in (
@@ -103,7 +137,7 @@ def nobody_listens(*tensors: Any) -> bool:
         return False
     if torch.autograd._profiler_enabled() or torch._C._get_tracing_state():
         return False
-    return all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg() for x in tensors)
+    return all(x is None or (type(x) in _PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg()) for x in tensors)
 
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
@@ -126,20 +160,18 @@ def _pairs(q: Any, k: Any, cu_q: Any, cu_k: Any, layout: str) -> int:
 
 @register_flop_formula(torch.ops.octet.forward, get_raw=True)
 def _forward_flop(
-    q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, residual: Any, *options: Any, **_: Any
+    q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, sinks: Any, residual: Any, *options: Any, **_: Any
 ) -> int:
     return 2 * _pairs(q, k, cu_q, cu_k, Options(*options).layout) * (q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula(torch.ops.octet.backward, get_raw=True)
-def _backward_flop(
-    do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, r: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any, **_: Any
-) -> int:
+def _backward_flop(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, r: Any, *rest: Any, **_: Any) -> int:
+    _, cu_q, cu_k, _, _, *options = rest
     return 2 * _pairs(q, k, cu_q, cu_k, Options(*options).layout) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 @register_flop_formula(torch.ops.octet.jvp, get_raw=True)
-def _jvp_flop(
-    q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, mask: Any, cu_q: Any, cu_k: Any, *options: Any, **_: Any
-) -> int:
+def _jvp_flop(q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, *rest: Any, **_: Any) -> int:
+    _, cu_q, cu_k, _, _, _, *options = rest
     return 2 * _pairs(q, k, cu_q, cu_k, Options(*options).layout) * 3 * (q.shape[-1] + v.shape[-1])

@@ -1,0 +1,11 @@
+"""What tests of the torch front share."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+def compiled(function, **how):
+    """With torch's own kernels (aot_eager): nothing but octet's plumbing differs from eager code."""
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, **({"backend": "aot_eager"} | how))
