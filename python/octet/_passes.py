@@ -4,17 +4,20 @@ them to the library and decides what outputs to make; that is kept, and later ca
 A Front is what a framework has to offer; numpy's is in _numpy.py, torch's in torch/_front.py.
 """
 
+import math
 import threading
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from octet import _abi
 from octet._options import Options
-from octet._plan import Coding, Operand, Plan, View, dense_strides
+from octet._plan import IN_LAYOUT, Coding, Operand, Plan, View, dense_strides, memory_order
 from octet._qtensor import QTensor
 from octet.errors import InvalidArgument
 
 _KEPT = 512  # calls of each thread
+_MULTIPLE, _LARGEST_DIM = 8, 256  # of head dims in the library
+_OF_V = {"v", "o", "o_residual", "do_", "dv", "tv", "to"}  # have the head dim of v, all others of IN_LAYOUT that of q
 
 # What a call may have besides q, k, v.
 _MORE = ("mask", "cu_seqlens_q", "cu_seqlens_k", "sinks")
@@ -168,6 +171,32 @@ def _operands(front: Front, name: str, x: Any, layout: str) -> Iterator[Operand]
         yield part, view, coded
 
 
+def _filled(operands: Sequence[Operand], options: Options) -> tuple[list[Operand], Options]:
+    """What the library is asked: head dims that are no multiple of 8 are filled with zeros, which add nothing to any sum.
+    The scale stays that of q's own head dim."""
+    dims = {name: view.shape[-1] for name, view, _ in operands if name in IN_LAYOUT and view.shape}
+    if not {"q", "v"} <= dims.keys():
+        return list(operands), options  # the call will be refused for their ranks
+    for name, dim in dims.items():
+        owner = "v" if name in _OF_V else "q"
+        if not 1 <= dim <= _LARGEST_DIM:
+            raise InvalidArgument(f"{name.rstrip('_')}: head dim {dim}, allowed: 1 to {_LARGEST_DIM}")
+        if (dim % _MULTIPLE or dims[owner] % _MULTIPLE) and dim != dims[owner]:
+            raise InvalidArgument(f"{name.rstrip('_')}: head dim {dim}, expected {dims[owner]}, that of {owner}")
+
+    def fill(operand: Operand) -> Operand:
+        name, view, coding = operand
+        if coding or not dims.get(name, 0) % _MULTIPLE:
+            return operand
+        shape = *view.shape[:-1], dims[name] + -dims[name] % _MULTIPLE
+        strides = dense_strides(shape, memory_order(view.shape, view.strides))
+        return name, view._replace(shape=shape, strides=strides), None
+
+    if dims["q"] % _MULTIPLE:
+        options = options._replace(scale=options.scale or 1 / math.sqrt(dims["q"]))
+    return [fill(x) for x in operands], options
+
+
 class Call:
     """One pass over such arrays. Not to be shared between threads: addresses are written into its plan."""
 
@@ -180,10 +209,17 @@ class Call:
         where = next(view for name, view, _ in operands if name == "q")
         self._front = front
         self._made = [(x.shape, dense_strides(x.shape, x.order), x.dtype) for x in made]
+        self._inputs = len(operands)
         for x, (shape, strides, dtype) in zip(made, self._made, strict=True):
             number = _abi.DTYPES[front.dtype_name(dtype, x.name)]
             operands.append((x.name, View(number, shape, strides, where.device, where.device_index), None))
-        self.plan = Plan(kind, front.resolve(options, _arrays((given["q"],))[0]), operands)
+        asked, options = _filled(operands, options)
+        self._wide = {
+            i: (wide.shape, wide.strides)
+            for i, ((_, view, _), (_, wide, _)) in enumerate(zip(operands, asked, strict=True))
+            if wide.shape != view.shape
+        }
+        self.plan = Plan(kind, front.resolve(options, _arrays((given["q"],))[0]), asked)
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         """Runs the pass; the outputs, new arrays."""
@@ -191,8 +227,18 @@ class Call:
         given = _arrays(arrays)
         like = given[0]
         made = [front.empty(*how, like) for how in self._made]
-        self.plan.at([front.address(x) for x in (*given, *made)])
+        used = [*given, *made]
+        for i, (shape, strides) in self._wide.items():
+            x, used[i] = used[i], front.empty(shape, strides, used[i].dtype, like)
+            if i < self._inputs:
+                used[i][..., : x.shape[-1]] = x
+                used[i][..., x.shape[-1] :] = 0
+        self.plan.at([front.address(x) for x in used])
         self.plan.run(lambda size: front.workspace(size, like), front.stream(like))
+        for i in self._wide:
+            if i >= self._inputs:
+                x = made[i - self._inputs]
+                x[...] = used[i][..., : x.shape[-1]]
         return made
 
 

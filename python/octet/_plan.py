@@ -13,7 +13,7 @@ from octet._options import LAYOUTS, Options, attention_of
 from octet.errors import InvalidArgument
 
 # Arrays that follow the layout of the call, with a head dim. The others have shapes of their own.
-_IN_LAYOUT = {"q", "k", "v", "o", "o_residual", "do_", "dq", "dk", "dv", "tq", "tk", "tv", "to"}
+IN_LAYOUT = {"q", "k", "v", "o", "o_residual", "do_", "dq", "dk", "dv", "tq", "tk", "tv", "to"}
 _AXES = {"bhsd": "[batch, head, token, dim]", "bshd": "[batch, token, head, dim]", "thd": "[token, head, dim]"}
 
 
@@ -90,7 +90,7 @@ def _dims(name: str, view: View, layout: str) -> Sequence[int]:
     rank = len(view.shape)
     in_layout = LAYOUTS[layout]
     dims: tuple[int, ...]
-    if name in _IN_LAYOUT:
+    if name in IN_LAYOUT:
         want, dims = 1 + max(in_layout), in_layout
     elif name in ("lse", "dlse", "tlse"):
         want, dims = 2 + (layout != "thd"), (0, 1, 2, -1) if layout != "thd" else (-1, 0, 1, -1)
@@ -104,7 +104,7 @@ def _dims(name: str, view: View, layout: str) -> Sequence[int]:
         want, dims = 4, (0, 1, 2, 3)
     if rank != want:
         at_most = "at most " if name == "mask" else ""
-        expected = _AXES[layout] if name in _IN_LAYOUT else f"{at_most}{want} dimension{'s' * (want > 1)}"
+        expected = _AXES[layout] if name in IN_LAYOUT else f"{at_most}{want} dimension{'s' * (want > 1)}"
         raise InvalidArgument(f"{name.rstrip('_')}: shape {list(view.shape)}, expected {expected}")
     return dims
 

@@ -84,6 +84,7 @@ def check(
         return module.to_numpy(dequantize(x) if isinstance(x, QTensor) else x).astype(np.float64)
 
     more: Any = {"mask": mask, "sinks": sinks}
+    got: tuple[Any, ...] = module.run_attention(made, q, k, v, **more)
     inputs = wide(q), wide(k), wide(v)
     wide_more: Any = {
         "mask": None if mask is None else module.to_numpy(mask),
@@ -94,15 +95,14 @@ def check(
     def compare(names: tuple[str, ...], got: Any, want: Any) -> None:
         pairs.update(zip(names, zip(got, want, strict=True), strict=False))
 
-    want: tuple[Any, ...] = _numpy.run_attention(exact, *inputs, **wide_more)
-    compare(("o", "lse"), module.run_attention(made, q, k, v, **more), want)
+    compare(("o", "lse"), got, _numpy.run_attention(exact, *inputs, **wide_more))
     if do is not None:
-        want = _numpy.run_vjp(exact, *inputs, wide(do), **wide_more)
-        compare(("dq", "dk", "dv", "dsinks"), module.run_vjp(made, q, k, v, do, **more), want)
+        got = module.run_vjp(made, q, k, v, do, **more)
+        compare(("dq", "dk", "dv", "dsinks"), got, _numpy.run_vjp(exact, *inputs, wide(do), **wide_more))
     if tangents is not None:
+        got = module.run_jvp(made, q, k, v, *tangents, **more)
         tq, tk, tv = map(wide, tangents)
-        want = _numpy.run_jvp(exact, *inputs, tq, tk, tv, **wide_more)
-        compare(("to",), module.run_jvp(made, q, k, v, *tangents, **more)[1:], want[1:])
+        compare(("to",), got[1:], _numpy.run_jvp(exact, *inputs, tq, tk, tv, **wide_more)[1:])
     return {name: _distance(wide(got), want) for name, (got, want) in pairs.items()}
 
 

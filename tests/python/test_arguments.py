@@ -14,7 +14,7 @@ from octet.compat import flash_attn, sageattention  # noqa: E402
 
 SAYS_WHAT_TO_DO = (
     r"allowed|expected|use |leave|pass |drop elements|add slope|those that have|needs|live on|of one kind|known: "
-    r"|name one"
+    r"|name one|belongs"
 )
 
 

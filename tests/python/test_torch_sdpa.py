@@ -186,8 +186,8 @@ def test_what_octet_does_not_do_is_refused():
     with pytest.raises(octet.InvalidArgument, match="query: found nested"):
         nested = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(2, 16)], layout=torch.jagged)
         octet.sdpa(nested, nested, nested)
-    with pytest.raises(octet.InvalidArgument, match="head dim 12, allowed: a multiple of 8"):
-        octet.sdpa(*[torch.randn(1, 2, 5, 12)] * 3)
+    with pytest.raises(octet.InvalidArgument, match="head dim 257, allowed: 1 to 256"):
+        octet.sdpa(*[torch.randn(1, 2, 5, 257)] * 3)
     with pytest.raises(octet.InvalidArgument, match="key: found 1 dimensions"):
         octet.sdpa(q, q[0, 0, 0], q)
 
@@ -204,7 +204,7 @@ def test_patch_sdpa_lasts_as_long_as_its_context():
 
 
 def test_patch_sdpa_falls_back_only_when_told_and_warns_once_per_reason():
-    q, odd = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 12)
+    q, odd = torch.randn(1, 2, 64, 16), torch.randn(1, 2, 64, 264)
     attend = torch.nn.functional
     with octet.patch_sdpa(), pytest.raises(octet.Unsupported, match="dropout_p"):
         attend.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
@@ -213,7 +213,7 @@ def test_patch_sdpa_falls_back_only_when_told_and_warns_once_per_reason():
         for _ in range(3):
             assert torch.equal(attend.scaled_dot_product_attention(odd, odd, odd), own(odd, odd, odd))
             attend.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
-    assert len(caught) == 2 and "octet leaves this call to torch: q: head dim 12" in str(caught[0].message)
+    assert len(caught) == 2 and "octet leaves this call to torch: q: head dim 264" in str(caught[0].message)
     with octet.patch_sdpa("int8", min_seqlen=65):
         assert torch.equal(attend.scaled_dot_product_attention(q, q, q), own(q, q, q))
     with pytest.raises(octet.InvalidArgument, match="fallback: found 'none', allowed: 'error', 'sdpa'"):

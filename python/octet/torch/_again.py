@@ -142,7 +142,9 @@ def keep(
     key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, keywords: AttentionOptions
 ) -> None:
     """Keeps under `key` that `octet.attention` with these keywords gives tensors like o. lse is left out: who asks for
-    it goes the ordinary way."""
+    it goes the ordinary way; so do head dims that are filled with zeros."""
+    if q.shape[-1] % 8 or v.shape[-1] % 8:
+        return
     token = _tokens[key]
     _keywords[token] = keywords
     options = _options(token, q)
