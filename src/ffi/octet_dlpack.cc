@@ -440,8 +440,4 @@ OCTET_API void octet_fast_keep(int64_t kind_number, int64_t token, PyObject* inp
   kept[key].swap(one);
 }
 
-// What _again.py called before: it then goes the ordinary way.
-OCTET_API PyObject* octet_again_open() { return none(); }
-OCTET_API void octet_again_keep() {}
-
 }  // extern "C"

@@ -339,6 +339,18 @@ def test_whoever_listens_to_a_backward_pass_hears_it(again, backwards):
         expect_same(torch.autograd.grad(graph(), x, do), torch.autograd.grad(graph(), x, do))
 
 
+def test_a_tangent_of_a_gradient_is_refused(backwards):
+    x = leaves(inputs())
+    for _ in range(3):
+        do = gradients(octet.attention, x)[0].detach()
+    o = octet.attention(*x)
+    with forward_ad.dual_level(), pytest.raises(octet.Unsupported, match="first derivatives only"):
+        torch.autograd.grad(o, x, forward_ad.make_dual(do, do))
+    with Listening(), forward_ad.dual_level(), pytest.raises(octet.Unsupported, match="first derivatives only"):
+        torch.autograd.grad(octet.attention(*x), x, forward_ad.make_dual(do, do))
+    assert len(backwards) == 2
+
+
 def test_functional_transforms_go_the_ordinary_way(again):
     x = leaves(inputs())
     for _ in range(2):

@@ -313,6 +313,19 @@ def test_causal_biases_are_obeyed(name, alignment, queries, keys, patched):
         torch.testing.assert_close(x, y)
 
 
+def test_other_functions_refuse_a_causal_bias():
+    q = torch.randn(1, 2, 7, 16).requires_grad_()
+    bias, x = torch.nn.attention.bias.causal_lower_right(7, 7), [q.detach()] * 3
+    for call in (
+        lambda: octet.attention(q, q, q, mask=bias),
+        lambda: octet.attention(*x, mask=bias),
+        lambda: octet.attention_vjp(*x, x[0], mask=bias),
+        lambda: octet.attention_jvp(*x, *x, mask=bias),
+    ):
+        with pytest.raises(octet.InvalidArgument, match="mask: a CausalBias, which has no numbers; use causal="):
+            call()
+
+
 class Listening(torch.Tensor):
     """A subclass that answers for scaled_dot_product_attention."""
 

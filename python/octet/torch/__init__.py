@@ -14,7 +14,7 @@ from octet.errors import InvalidArgument, Unsupported
 from octet.torch import _again as _again
 from octet.torch import _ops
 from octet.torch._autograd import attend
-from octet.torch._front import autocast_type
+from octet.torch._front import autocast_type, is_causal_bias
 from octet.torch._front import front as front
 from octet.torch._front import to_numpy as to_numpy
 
@@ -45,6 +45,13 @@ def _expect_devices(device: torch.device, **tensors: torch.Tensor | None) -> Non
             _expect_device(name, x, device)
 
 
+def _expect_numbers(mask: torch.Tensor | None) -> None:
+    if is_causal_bias(mask):
+        raise InvalidArgument(
+            "mask: a CausalBias, which has no numbers; use causal='top_left' (upper left) or 'bottom_right' (lower right)"
+        )
+
+
 def sinks_of(name: str, x: torch.Tensor | None, options: Options) -> torch.Tensor | None:
     """Sinks or their tangent in the type that the library takes."""
     if x is None:
@@ -70,6 +77,7 @@ def run_attention(
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse); without return_lse o alone is differentiable"""
+    _expect_numbers(mask)
     _expect_no_gradient("mask", mask)
     device = (q.codes if isinstance(q, QTensor) else q).device
     _expect_devices(device, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sinks=sinks)
@@ -101,6 +109,7 @@ def run_vjp(
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv), and dsinks where there are sinks, detached"""
+    _expect_numbers(mask)
     q, k, v, do = _tensors(("q", "k", "v", "do"), q, k, v, do)
     _expect_devices(q.device, mask=mask, sinks=sinks, dlse=dlse)
     with torch.no_grad():
@@ -126,6 +135,7 @@ def run_jvp(
 ) -> tuple[torch.Tensor, ...]:
     """(o, to), with return_lse (o, to, lse, tlse); o and lse are differentiable, their tangents detached. Where a
     gradient may follow, o and lse come from a forward pass of their own, which saves what the backward pass needs."""
+    _expect_numbers(mask)
     _expect_no_gradient("mask", mask)
     q, k, v, tq, tk, tv = _tensors(("q", "k", "v", "tq", "tk", "tv"), q, k, v, tq, tk, tv)
     _expect_devices(q.device, mask=mask, sinks=sinks, tsinks=tsinks)

@@ -96,7 +96,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor) -> Any:
         saved = ctx.saved_tensors
-        found = None if torch.compiler.is_compiling() else _backward(ctx.token, do, *saved)
+        ordinary = torch.compiler.is_compiling() or forward_ad._current_level >= 0
+        found = None if ordinary else _backward(ctx.token, do, *saved)
         return found or _ordinary_backward(ctx.token, found is False, do, *saved)
 
 

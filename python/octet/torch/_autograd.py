@@ -156,7 +156,7 @@ def _gradients(*args: Any) -> Any:
 
 def gradients(given: tuple, options: Options) -> tuple:
     """(dq, dk, dv, dsinks) of do, what a forward pass saved, and dlse."""
-    if torch.is_grad_enabled() or not _is_eager():
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0 or not _is_eager():
         return _gradients(*given, options)
     # By the operator: is_grads_batched maps it by a vmap that nobody_listens does not see.
     return _ops.backward(*given, *options)

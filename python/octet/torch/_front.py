@@ -1,5 +1,6 @@
 """What the passes need of torch: see _passes.Front."""
 
+import sys
 from collections.abc import Hashable
 from typing import Any
 
@@ -24,6 +25,14 @@ _NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _NUMBERS = {dtype: _abi.DTYPES[name] for dtype, name in _NAMES.items()}
+
+
+def is_causal_bias(mask: torch.Tensor | None) -> bool:
+    """A torch.nn.attention.bias.CausalBias is a tensor whose memory is never written."""
+    if mask is None or type(mask) is torch.Tensor:
+        return False
+    module = sys.modules.get("torch.nn.attention.bias")  # importing it takes a second, which only its users pay
+    return module is not None and isinstance(mask, module.CausalBias)
 
 
 def autocast_type(x: torch.Tensor) -> torch.dtype:

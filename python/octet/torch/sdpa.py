@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import math
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from octet._options import AttentionOptions, Causal, Precision, count
 from octet._refusals import expect_known, expect_no_dropout
 from octet.errors import Error, InvalidArgument, listing, look_up
 from octet.torch._again import again, keep
+from octet.torch._front import is_causal_bias
 
 
 def sdpa(
@@ -77,7 +77,7 @@ def sdpa(
                 "octet.attention_varlen"
             )
     causal: Causal = "top_left" if is_causal else False
-    if _is_causal_bias(attn_mask):
+    if is_causal_bias(attn_mask):
         causal, attn_mask = _causal_of(attn_mask, query.shape[-2], key.shape[-2]), None
     q, k, v, lead = query, key, value, query.shape[:1]
     if not (q.ndim == k.ndim == v.ndim == 4 and k.shape[:1] == lead == v.shape[:1]):
@@ -100,14 +100,7 @@ def sdpa(
 def _overriding(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors whose __torch_function__ decides about a call; None stands for those that octet judges itself:
     CausalBias, which it obeys, and nested tensors, which it refuses."""
-    return tuple([None if x is None or x.is_nested or _is_causal_bias(x) else x for x in tensors])
-
-
-def _is_causal_bias(mask: torch.Tensor | None) -> bool:
-    if mask is None or type(mask) is torch.Tensor:
-        return False
-    module = sys.modules.get("torch.nn.attention.bias")  # importing it takes a second, which only its users pay
-    return module is not None and isinstance(mask, module.CausalBias)
+    return tuple([None if x is None or x.is_nested or is_causal_bias(x) else x for x in tensors])
 
 
 def _causal_of(bias: Any, queries: int, keys: int) -> Causal:
