@@ -36,6 +36,12 @@ lib, path = _load()
 version: str = lib.octet_version().decode()
 
 
+def beside(name: str) -> pathlib.Path | None:
+    """The file of that name beside the library, if there is one; None where the system's loader found the library."""
+    found = pathlib.Path(path).parent / name
+    return found if os.sep in path and found.exists() else None
+
+
 def check(status: int) -> None:
     """Raises what `status` stands for, with the library's message, unless it is OK."""
     if status != _abi.STATUS_OK:

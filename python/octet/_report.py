@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
-import pathlib
 import platform
 from typing import TYPE_CHECKING, Any
 
@@ -106,14 +106,30 @@ def check(
     return {name: _distance(wide(got), want) for name, (got, want) in pairs.items()}
 
 
+def _way_of_jax() -> tuple[str, str | None]:
+    """What jax programs call, in words, and where its handlers lie."""
+    if importlib.util.find_spec("jax") is None:
+        return "not installed", None
+    try:
+        import jax
+        from octet.jax import _call
+    except Exception as error:  # a version that octet does not know
+        return f"cannot be used: {type(error).__name__}: {error}", None
+    if reason := _call.why_no_handlers():
+        return f"{jax.__version__}, callbacks into Python on one CPU device: {reason}", None
+    return f"{jax.__version__}, XLA handlers", str(_library.beside("liboctet_jax.so"))
+
+
 def info() -> dict[str, Any]:
     """The machine and the build: version, compiler, cuda, cpu, gpus, backends (each with its reason if unavailable),
-    where the library lies, and the handlers that jax calls (None: callbacks on the CPU)."""
+    where the library lies, jax (whether its programs call XLA handlers, on any devices, or come back into Python, on one
+    CPU device, and why), and xla_handlers, where those lie (None: callbacks). Imports jax."""
     found = json.loads(_library.text_of(_library.lib.octet_info))
-    handlers = pathlib.Path(_library.path).parent / "liboctet_jax.so"
+    jax, handlers = _way_of_jax()
     return found | {
         "library": _library.path,
-        "xla_handlers": str(handlers) if handlers.exists() else None,
+        "jax": jax,
+        "xla_handlers": handlers,
         "python": platform.python_version(),
         "numpy": np.__version__,
     }

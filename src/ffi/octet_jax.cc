@@ -23,7 +23,7 @@ ffi::Error failed(octet_status status) {
   const ffi::ErrorCode code = status == OCTET_INVALID_ARGUMENT ? ffi::ErrorCode::kInvalidArgument
                               : status == OCTET_UNSUPPORTED    ? ffi::ErrorCode::kUnimplemented
                                                                : ffi::ErrorCode::kInternal;
-  return ffi::Error(code, octet_message());
+  return ffi::Error(code, std::string("octet: ") + octet_message());
 }
 
 template <class Struct>
@@ -103,6 +103,9 @@ ffi::Error run_cuda(void* stream, int32_t device, ffi::RemainingArgs operands, f
 }
 
 }  // namespace
+
+// The version of XLA's interface that the handlers need; XLA takes those of its own version and of earlier ones.
+extern "C" const int32_t octet_jax_interface[2] = {XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(octet_jax_cpu, run_cpu,
                               ffi::Ffi::Bind()

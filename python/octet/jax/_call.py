@@ -1,13 +1,14 @@
 """A call of octet_run from a jax program.
 
-Where liboctet_jax.so lies beside the library, XLA calls its handlers, on the stream that XLA works on. Otherwise XLA
-calls back into Python, on the CPU alone. The call is judged when the program is lowered, so refusals come before it
-runs.
+Where liboctet_jax.so lies beside the library and was built for an interface that jax has, XLA calls its handlers, on
+the stream that XLA works on. Otherwise XLA calls back into Python, on one CPU device alone. The call is judged when the
+program is lowered, so refusals come before it runs.
 """
 
 import ctypes
 import functools
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,20 +20,47 @@ from octet._options import Options
 from octet._plan import Plan, View, contiguous_strides
 from octet.errors import Unsupported
 
-_HANDLERS = pathlib.Path(_library.path).parent / "liboctet_jax.so"
 _TARGET = "octet"
 _ALIGNMENT = 64  # of a workspace
 
 
+def _interface_of_jax() -> tuple[int, int] | None:
+    """The version of XLA's interface that this jax has, as its header says; None if it has no such header."""
+    header = pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
+    if not header.exists():
+        return None
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text()))
+    return int(found["MAJOR"]), int(found["MINOR"])
+
+
 @functools.cache
-def has_handlers() -> bool:
-    """Registers the XLA handlers, if they were built."""
-    if not _HANDLERS.exists():
-        return False
-    handlers = ctypes.CDLL(str(_HANDLERS))
+def why_no_handlers() -> str:
+    """Registers the XLA handlers; the reason where they cannot be, "" where they are.
+
+    jax would find handlers of a later interface than its own only when it starts a device, and then fail to start it.
+    """
+    path = _library.beside("liboctet_jax.so")
+    if path is None:
+        return f"there is no liboctet_jax.so beside {_library.path}: it was built without the headers of jaxlib"
+    try:
+        handlers = ctypes.CDLL(str(path))
+        major, minor = (ctypes.c_int32 * 2).in_dll(handlers, "octet_jax_interface")
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be loaded: {error}"
+    offered = _interface_of_jax()
+    if offered is None or offered[0] != major or offered[1] < minor:
+        shown = "unknown" if offered is None else f"{offered[0]}.{offered[1]}"
+        return (
+            f"{path} was built for version {major}.{minor} of XLA's interface, which jax {jax.__version__} does not "
+            f"have: its version is {shown}; build octet with the headers of an older jaxlib, or take a newer jax"
+        )
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handlers.octet_jax_cpu), platform="cpu")
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handlers.octet_jax_cuda), platform="CUDA")
-    return True
+    return ""
+
+
+def has_handlers() -> bool:
+    return not why_no_handlers()
 
 
 def _judged(kind: str, options: Options, views: Sequence[tuple[str, View]]) -> tuple[Plan, int]:
@@ -71,15 +99,21 @@ def run(
         found = _by_xla(plan, options, [name for name, _ in described], arrays, shapes + memory)
         return found[: len(shapes)]
     if platform != "cpu":
+        raise Unsupported(f"jax on {platform} needs XLA handlers of octet, but {why_no_handlers()}")
+    if jax.sharding.get_abstract_mesh().size > 1:
         raise Unsupported(
-            f"jax on {platform} needs liboctet_jax.so beside {_library.path}; build octet where jaxlib is installed"
+            f"several devices of the CPU need XLA handlers of octet, but {why_no_handlers()}; callbacks into Python, "
+            "which serve one device, could wait for each other forever"
         )
     callback = functools.partial(_by_python, kind, options, tuple(name for name, _ in described), tuple(shapes))
     return jax.pure_callback(callback, shapes, *arrays)
 
 
 def _by_xla(plan: Plan, options: Options, names: Sequence[str], arrays: Any, shapes: Any) -> Sequence[jax.Array]:
-    plan.attention.backend = None  # travels by its name
+    # Addresses of this process stay out of the program, which may be kept or exported; the backend travels by its name.
+    plan.attention.backend = None
+    for name in names:
+        setattr(plan.arguments, name, None)
     return jax.ffi.ffi_call(_TARGET, shapes)(
         *arrays,
         attention=np.frombuffer(bytes(plan.attention), np.uint8),
