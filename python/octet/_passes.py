@@ -171,7 +171,7 @@ def _operands(front: Front, name: str, x: Any, layout: str) -> Iterator[Operand]
         yield part, view, coded
 
 
-def _filled(operands: Sequence[Operand], options: Options) -> tuple[list[Operand], Options]:
+def filled(operands: Sequence[Operand], options: Options) -> tuple[list[Operand], Options]:
     """What the library is asked: head dims that are no multiple of 8 are filled with zeros, which add nothing to any sum.
     The scale stays that of q's own head dim."""
     dims = {name: view.shape[-1] for name, view, _ in operands if name in IN_LAYOUT and view.shape}
@@ -213,7 +213,7 @@ class Call:
         for x, (shape, strides, dtype) in zip(made, self._made, strict=True):
             number = _abi.DTYPES[front.dtype_name(dtype, x.name)]
             operands.append((x.name, View(number, shape, strides, where.device, where.device_index), None))
-        asked, options = _filled(operands, options)
+        asked, options = filled(operands, options)
         self._wide = {
             i: (wide.shape, wide.strides)
             for i, ((_, view, _), (_, wide, _)) in enumerate(zip(operands, asked, strict=True))

@@ -1,38 +1,22 @@
 """octet.attention on jax arrays: derivatives, transformations, and both ways of calling the library."""
 
-import os
+import pathlib
+import re
+import subprocess
+import sys
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import exact
+import numpy as np
+import octet
+import pytest
+from cases import cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from on_jax import draw, jax, jnp, on_the_cpu_in_64_bits, way  # noqa: F401
 
-import exact  # noqa: E402
-import numpy as np  # noqa: E402
-import octet  # noqa: E402
-import pytest  # noqa: E402
-from cases import cases  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-jax = pytest.importorskip("jax")
-import jax.numpy as jnp  # noqa: E402
-import octet.jax  # noqa: E402
-from jax.test_util import check_grads  # noqa: E402
-from octet.jax import _call  # noqa: E402
-
-
-@pytest.fixture(autouse=True, scope="module")
-def on_the_cpu_in_64_bits():
-    """Whatever else this machine has; test_jax_cuda.py is about GPUs."""
-    before = jax.config.jax_default_device, jax.config.jax_enable_x64
-    jax.config.update("jax_default_device", jax.devices("cpu")[0])
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_default_device", before[0])
-    jax.config.update("jax_enable_x64", before[1])
-
-
-def draw(*shapes, dtype=np.float64, seed=0):
-    random = np.random.default_rng(seed)
-    return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
+from jax.test_util import check_grads  # isort: skip
+import octet.jax  # isort: skip
+from octet.jax import _call  # isort: skip
 
 
 def inputs(dtype=np.float64):
@@ -41,17 +25,6 @@ def inputs(dtype=np.float64):
 
 def call(q, k, v):
     return octet.jax.attention(q, k, v, causal="bottom_right")
-
-
-@pytest.fixture(params=["handlers", "callback"])
-def way(request, monkeypatch):
-    """Both ways into the library."""
-    if request.param == "handlers" and not _call.has_handlers():
-        pytest.skip("built without jaxlib's headers")
-    monkeypatch.setattr(_call, "has_handlers", lambda: request.param == "handlers")
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -220,17 +193,148 @@ def test_a_second_derivative_that_is_not_used_is_not_refused(transform):
     np.testing.assert_allclose(transform(jax.grad(loss))(q), want, rtol=1e-12, atol=1e-13)
 
 
-def test_shard_map_over_batch_and_heads():
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu"))
-    spec = jax.sharding.PartitionSpec
-    q, k, v = inputs(np.float32)
-    for where in (spec("x"), spec(None, "x")):
-        shard = jax.jit(jax.shard_map(octet.attention, mesh=mesh, in_specs=where, out_specs=where))
-        np.testing.assert_array_equal(shard(q, k, v), octet.attention(q, k, v))
-        got = jax.grad(lambda *x: (shard(*x) ** 2).sum(), argnums=(0, 1, 2))(q, k, v)  # noqa: B023
-        want = jax.grad(lambda *x: (octet.attention(*x) ** 2).sum(), argnums=(0, 1, 2))(q, k, v)
-        for a, b in zip(got, want, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (0, None, None), (None, 0, 0)])
+def test_vmap_over_nothing_gives_nothing(in_axes):
+    shapes = (2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)
+    x = draw(*(s if d is None else (0, *s) for s, d in zip(shapes, in_axes, strict=True)))
+
+    def everything(q, k, v):
+        (o, lse), pull = jax.vjp(lambda *y: octet.attention(*y, return_lse=True), q, k, v)
+        return o, lse, *pull((o, lse)), *octet.attention_jvp(q, k, v, q, k, v)
+
+    got = jax.vmap(everything, in_axes)(*x)
+    o, lse = (2, 4, 5, 8), (2, 4, 5)
+    assert [y.shape for y in got] == [(0, *shape) for shape in (o, lse, *shapes, o, o)]
+    cu = jnp.array([0, 2, 5], jnp.int32)
+    packed = jax.vmap(lambda q: octet.attention_varlen(q, q, q, cu, cu, return_lse=True))(jnp.zeros((0, 5, 2, 8)))
+    assert [y.shape for y in packed] == [(0, 5, 2, 8), (0, 2, 5)]
+
+
+@pytest.mark.parametrize(
+    "cu, longest, message",
+    [
+        ([0, 5, 11], 0, "cu_seqlens_q: runs from 0 to 11, expected 0 to the 12 tokens of q"),
+        ([0, 13, 12], 0, "cu_seqlens_q: falls from 13 to 12 at sequence 1; must ascend"),
+        ([0, 3, 12], 8, "max_seqlen_q: 8, but sequence 1 has 9 tokens"),
+    ],
+)
+def test_wrong_lengths_are_named(cu, longest, message, way):
+    """When the call is made, where they are known; else in the error of the program."""
+    q, cu = draw((12, 2, 8))[0], jnp.array(cu, jnp.int32)
+    right = jnp.array([0, 5, 12], jnp.int32)
+
+    def call(q, cu):
+        return octet.attention_varlen(q, q, q, cu, right, max_seqlen_q=longest, causal="top_left")
+
+    for known in (call, jax.jit(lambda q, _: call(q, cu)), jax.grad(lambda q, cu: call(q, cu).sum())):
+        with pytest.raises(octet.InvalidArgument, match=message):
+            known(q, cu)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.jit(call)(q, cu).block_until_ready()
+
+
+@pytest.mark.parametrize("dim, dim_v", [(1, 3), (7, 8), (8, 13), (59, 111), (255, 256)])
+def test_head_dims_that_are_no_multiple_of_8(dim, dim_v):
+    shapes = (2, 4, 5, dim), (2, 2, 7, dim), (2, 2, 7, dim_v)
+    x, t = draw(*shapes), draw(*shapes, seed=1)
+    do, dlse = draw((2, 4, 5, dim_v), (2, 4, 5), seed=2)
+    arrays = [np.asarray(y) for y in x]
+    about = {"do": np.asarray(do), "dlse": np.asarray(dlse), "tangents": [np.asarray(y) for y in t]}
+    want = exact.attention(*arrays, **about)
+    bound = exact.bounds(*arrays, **about, **exact.rounding("float64"))
+
+    def both(q, k, v):
+        return octet.attention(q, k, v, return_lse=True)
+
+    (o, lse), pull = jax.vjp(jax.jit(both), *x)
+    to, tlse = jax.jvp(both, x, t)[1]
+    got = dict(zip(("dq", "dk", "dv"), pull((do, dlse)), strict=True)) | {"o": o, "lse": lse, "to": to, "tlse": tlse}
+    for name, found in got.items():
+        exact.expect_close(found, want[name], bound[name], name)
+    explicit = octet.attention_vjp(*x, do, dlse=dlse)
+    for name, found in zip(("dq", "dk", "dv"), explicit, strict=True):
+        np.testing.assert_array_equal(found, got[name])
+    np.testing.assert_array_equal(octet.attention_jvp(*x, *t)[1], to)
+
+
+def test_head_dims_that_are_filled_count_in_the_scale_as_they_are():
+    """And at every precision zeros are zeros."""
+    q, k, v = draw(*[(1, 2, 40, 20)] * 3, dtype=np.float32)
+    filled = [jnp.pad(x, [(0, 0)] * 3 + [(0, 4)]) for x in (q, k, v)]
+    for precision in ("f32", "bf16", "int8", "fp8", "sagebwd"):
+        want = octet.attention(*filled, precision=precision, scale=20**-0.5)[..., :20]
+        np.testing.assert_array_equal(octet.attention(q, k, v, precision=precision), want)
+
+
+@pytest.mark.parametrize("name, dims", [("q", (257, 257, 8)), ("v", (8, 8, 264)), ("q", (0, 0, 8))])
+def test_head_dims_that_no_kernel_has(name, dims):
+    x = [jnp.zeros((1, 2, 5, dim)) for dim in dims]
+    with pytest.raises(octet.InvalidArgument, match=f"{name}: head dim {dims['qkv'.index(name)]}, allowed: 1 to 256"):
+        octet.attention(*x)
+
+
+def test_head_dims_that_differ_are_not_filled_to_the_same():
+    with pytest.raises(octet.InvalidArgument, match="k: head dim 6, expected 7, that of q"):
+        octet.attention(*(jnp.zeros((1, 2, 5, dim)) for dim in (7, 6, 7)))
+    q = jnp.zeros((1, 2, 5, 7))
+    with pytest.raises(octet.InvalidArgument, match="do: head dim 6, expected 7, that of v"):
+        octet.attention_vjp(q, q, q, q[..., :6])
+
+
+def test_nothing_is_transposed_or_copied_between_projections_and_the_call():
+    """Arrays of XLA lie row-major, so [batch, token, head, dim] of a projection is what layout "bshd" computes on."""
+    x, w = draw((2, 16, 32), (32, 96), dtype=np.float32)
+
+    def loss(x, w):
+        q, k, v = (y.reshape(2, 16, 4, 8) for y in jnp.split(x @ w, 3, axis=-1))
+        return (octet.attention(q, k, v, causal=True, layout="bshd").reshape(2, 16, 32) ** 2).sum()
+
+    text = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(x, w).compile().as_text()
+    assert text.count('custom_call_target="octet"') == 2
+    moved = [line for line in text.splitlines() if re.search(r"= f32\[2,16,4,8\]\S* (copy|transpose)\(", line)]
+    assert not moved, moved
+    assert not re.search(r"f32\[2,4,16,8\]", text)
+    assert set(re.findall(r"f32\[2,16,4,8\](\{[\d,]*)", text)) == {"{3,2,1,0"}
+
+
+def test_programs_on_four_devices_and_in_other_processes():
+    if not _call.has_handlers():
+        pytest.skip("built without jaxlib's headers")
+    pytest.importorskip("flatbuffers")
+    program = pathlib.Path(__file__).parent / "jax_programs.py"
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+
+
+def test_callbacks_are_refused_on_several_devices(monkeypatch):
+    """Where they waited for each other forever."""
+    if len(jax.devices("cpu")) < 2:
+        pytest.skip("the CPU is one device: jax was started before this module")
+    monkeypatch.setattr(_call, "has_handlers", lambda: False)
+    jax.clear_caches()
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    where = jax.sharding.PartitionSpec("x")
+    shard = jax.jit(jax.shard_map(octet.attention, mesh=mesh, in_specs=where, out_specs=where))
+    with pytest.raises(octet.Unsupported, match="several devices of the CPU need XLA handlers of octet"):
+        shard(*inputs())
+    jax.clear_caches()
+
+
+def test_handlers_for_another_interface_are_not_taken(monkeypatch):
+    """jax would take them at first, and then fail to start its devices."""
+    if not _call.has_handlers():
+        pytest.skip("built without jaxlib's headers")
+    monkeypatch.setattr(_call, "why_no_handlers", _call.why_no_handlers.__wrapped__)
+    for offered, shown in (((0, 1), "its version is 0.1"), ((1, 9), "its version is 1.9"), (None, "unknown")):
+        monkeypatch.setattr(_call, "_interface_of_jax", lambda: offered)  # noqa: B023
+        reason = _call.why_no_handlers()
+        assert "was built for version 0." in reason and shown in reason
+        assert not _call.has_handlers()
+        assert octet.info()["xla_handlers"] is None
+        assert octet.info()["jax"] == f"{jax.__version__}, callbacks into Python on one CPU device: {reason}"
+    monkeypatch.undo()
+    assert octet.info()["jax"] == f"{jax.__version__}, XLA handlers"
+    assert octet.info()["xla_handlers"].endswith("liboctet_jax.so")
 
 
 def test_explain_supports_and_check_take_jax_arrays():

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -84,6 +85,83 @@ def test_packed_sequences():
         want = exact.attention(one, one, one, seen=exact.visible(last - first, last - first, True))
         bound = exact.bounds(one, one, one, **exact.rounding("bfloat16"))
         exact.expect_close(wide(o[first:last]).transpose(1, 0, 2)[None], want["o"], bound["o"], "o")
+
+
+def test_gradients_of_lse_and_sinks():
+    """Against the definition; a loss that reads o and lse, of q, k, v and sinks, also within a shard."""
+    shapes = (2, 4, 100, 64), (2, 2, 130, 64), (2, 2, 130, 64)
+    q, k, v, do = draw(*shapes, shapes[0])
+    sinks, dlse = draw((4,), shapes[0][:3], dtype=jnp.float32, seed=1)
+    arrays = [wide(x) for x in (q, k, v)]
+    about = {"do": wide(do), "dlse": wide(dlse), "sinks": wide(sinks)}
+    seen = exact.visible(100, 130, "bottom_right")
+    want = exact.attention(*arrays, seen=seen, **about)
+    bound = exact.bounds(*arrays, **about, **exact.rounding("bfloat16"))
+    names = "o", "lse", "dq", "dk", "dv", "dsinks"
+
+    def both(q, k, v, sinks):
+        return octet.attention(q, k, v, sinks=sinks, causal="bottom_right", return_lse=True)
+
+    def everything(call):
+        results, pull = jax.vjp(jax.jit(call), q, k, v, sinks)
+        return *results, *pull((do, dlse))
+
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    shard = jax.shard_map(both, mesh=mesh, in_specs=(spec("x"), spec("x"), spec("x"), spec()), out_specs=spec("x"))
+    for call in (both, shard):
+        for name, found in zip(names, everything(call), strict=True):
+            exact.expect_close(wide(found), want[name], bound[name], name)
+    alone = jax.grad(lambda *x: both(*x)[1].sum(), argnums=range(4))(q, k, v, sinks)
+    about |= {"do": np.zeros(shapes[0]), "dlse": np.ones(shapes[0][:3])}
+    want = exact.attention(*arrays, seen=seen, **about)
+    bound = exact.bounds(*arrays, **about, **exact.rounding("bfloat16"))
+    for name, found in zip(names[2:], alone, strict=True):
+        exact.expect_close(wide(found), want[name], bound[name], name)
+
+
+def test_what_varies_less_is_shared_by_the_shards():
+    """k and v for all shards of q: their gradients are sums over the mesh."""
+    q, k, v = draw((1, 4, 100, 64), (1, 1, 100, 64), (1, 1, 100, 64))
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    heads = spec(None, "x")
+    shard = jax.shard_map(call, mesh=mesh, in_specs=(heads, spec(), spec()), out_specs=heads)
+
+    def gradients(f):
+        return jax.jit(jax.grad(lambda *x: (f(*x).astype(jnp.float32) ** 2).sum(), argnums=range(3)))(q, k, v)
+
+    for a, b in zip(gradients(shard), gradients(call), strict=True):
+        np.testing.assert_array_equal(wide(a), wide(b))
+    with pytest.raises(ValueError, match="out_specs which require replication"):
+        jax.shard_map(call, mesh=mesh, in_specs=(spec(), spec("x"), spec("x")), out_specs=spec())(q, k, v)
+
+
+@pytest.mark.parametrize("dim", [59, 111, 200])
+def test_head_dims_that_are_no_multiple_of_8(dim):
+    q, k, v, do = draw(*[(1, 2, 100, dim)] * 4)
+    arrays = [wide(x) for x in (q, k, v)]
+    want = exact.attention(*arrays, do=wide(do))
+    bound = exact.bounds(*arrays, do=wide(do), **exact.rounding("bfloat16"))
+    o, pull = jax.vjp(jax.jit(octet.attention), q, k, v)
+    for name, found in zip(("o", "dq", "dk", "dv"), (o, *pull(do)), strict=True):
+        exact.expect_close(wide(found), want[name], bound[name], name)
+
+
+def test_nothing_is_transposed_or_copied_between_projections_and_the_call():
+    """XLA may choose the order of its own products; those of q, k and v of "bshd" are row-major as they come."""
+    x, w = draw((2, 256, 256), (256, 768))
+
+    def loss(x, w):
+        q, k, v = (y.reshape(2, 256, 4, 64) for y in jnp.split(x @ w, 3, axis=-1))
+        o = octet.attention(q, k, v, causal=True, layout="bshd").reshape(2, 256, 256)
+        return (o.astype(jnp.float32) ** 2).sum()
+
+    text = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(x, w).compile().as_text()
+    orders = {y for y in re.findall(r"bf16\[2,256,4,64\]\{([\d,]*)", text)}
+    assert orders == {"3,2,1,0"}, orders
+    moved = [y for y in text.splitlines() if re.search(r"= bf16\[2,256,4,64\]\S* (copy|transpose)\(", y)]
+    assert not moved and "bf16[2,4,256,64]" not in text, moved
 
 
 # Runs under XLA flags that put every custom call into a command buffer, and prints o, dq, dk, dv of several inputs.

@@ -1,12 +1,15 @@
 """The primitives of octet in jax, and how they are lowered, batched and differentiated.
 
 forward   (q, k, v, ...) -> (o, lse, o_residual)
-tangent   (q, k, v, o, lse, o_residual, ..., tq, tk, tv) -> to, linear in the last three: the derivative of forward
-backward  (do, q, k, v, o, lse, o_residual, ...) -> (dq, dk, dv), its transpose
-pair      (q, k, v, ..., tq, tk, tv) -> (o, to) in one pass
+tangent   (q, k, v, o, lse, o_residual, ..., tq, tk, tv[, tsinks]) -> (to, tlse), linear in the tangents: the
+          derivative of forward
+backward  (do[, dlse], q, k, v, o, lse, o_residual, ...) -> (dq, dk, dv[, dsinks]), its transpose
+pair      (q, k, v, ..., tq, tk, tv[, tsinks]) -> (o, to, lse, tlse) in one pass
 
 Parameters of each: `names` of its operands, which are those of octet_arguments, `options`, and `residual`, whether
-o_residual is made or just an empty array. o alone is differentiable, and once.
+o_residual is made or just an empty array. o and lse are differentiable, and once.
+
+All operands of a primitive vary over the same axes of a mesh, as those of jax's own primitives do: `bind` sees to it.
 """
 
 import functools
@@ -21,35 +24,42 @@ from jax.interpreters import ad, batching, mlir, xla
 
 from octet import _passes
 from octet._options import LAYOUTS, Options
-from octet.errors import Unsupported
+from octet.errors import InvalidArgument, Unsupported
 from octet.jax import _call
 from octet.jax._fold import Fold
 from octet.jax._front import front
 
 KINDS = {"forward": "forward", "tangent": "jvp", "backward": "backward", "pair": "jvp"}
-_RESULTS = {
-    "forward": ("o", "lse", "o_residual"),
-    "tangent": ("to",),
-    "backward": ("dq", "dk", "dv"),
-    "pair": ("o", "to"),
-}
 _SAVED = ("o", "lse", "o_residual")
-_TANGENTS = ("tq", "tk", "tv")
+
+
+def _results(primitive: str, names: Sequence[str]) -> tuple[str, ...]:
+    if primitive == "backward":
+        return ("dq", "dk", "dv", "dsinks") if "sinks" in names else ("dq", "dk", "dv")
+    return {"forward": _SAVED, "tangent": ("to", "tlse"), "pair": ("o", "to", "lse", "tlse")}[primitive]
+
+
+def _tangents(names: Sequence[str]) -> tuple[str, ...]:
+    """The tangents that a call with these operands has, which come last."""
+    return ("tq", "tk", "tv", "tsinks") if "sinks" in names else ("tq", "tk", "tv")
 
 
 def _shapes(results: Sequence[str], of: dict[str, Any], options: Options, residual: bool) -> list[jax.ShapeDtypeStruct]:
-    qkv = of["q"], of["k"], of["v"]
-    kinds = {kind: _passes.results(front, kind, options, *qkv, residual) for kind in ("forward", "backward", "jvp")}
-    made = {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for kind in kinds.values() for x in kind}
-    made.setdefault("o_residual", jax.ShapeDtypeStruct((0,), of["q"].dtype))
-    return [made[name] for name in results]
+    q, k, v = of["q"], of["k"], of["v"]
+    o = jax.ShapeDtypeStruct(_passes.output_shape(q.shape, v.shape), q.dtype)
+    lse = jax.ShapeDtypeStruct(_passes.lse_shape(q.shape, options.layout), _passes.lse_type(front, options))
+    none = jax.ShapeDtypeStruct((0,), q.dtype)
+    made = {"o": o, "to": o, "o_residual": o if residual else none, "lse": lse, "tlse": lse}
+    made |= {"dq": q, "dk": k, "dv": v, "dsinks": of.get("sinks")}
+    return [jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in results]
 
 
 def _compute(primitive: str, platform: str, *arrays: Any, names: Any, options: Options, residual: bool) -> list[Any]:
     """The program of a primitive: one call of octet_run."""
     kind = KINDS[primitive]
+    wanted = _results(primitive, names)
     # A pass writes o whether or not the primitive gives it; an empty o_residual is none.
-    results = ("o", "to") if kind == "jvp" else _RESULTS[primitive]
+    results = ("o", *wanted) if primitive == "tangent" else wanted
     operands = dict(zip(names, arrays, strict=True))
     shapes = _shapes(results, operands, options, residual)
     made = [pair for pair in zip(results, shapes, strict=True) if residual or pair[0] != "o_residual"]
@@ -64,22 +74,52 @@ def _compute(primitive: str, platform: str, *arrays: Any, names: Any, options: O
         found = dict(zip((name for name, _ in made), computed, strict=True))
     if not residual:
         found["o_residual"] = jnp.zeros(0, operands["q"].dtype)
-    return [found[name] for name in _RESULTS[primitive]]
+    return [found[name] for name in wanted]
+
+
+def _varying(x: Any) -> frozenset[Any]:
+    """The axes of a mesh over which x varies, within shard_map."""
+    return jax.typeof(x).mat.varying
+
+
+def bind(primitive: Primitive, *arrays: Any, **how: Any) -> list[Any]:
+    """The results of a primitive. What varies over fewer axes than another operand is made to vary over all of theirs;
+    the transpose of that sums its gradient over the axes that it does not vary over. What explicit axes of a mesh shard is
+    gathered, as XLA gathers what others shard."""
+    axes = frozenset().union(*map(_varying, arrays))
+    same = [jax.lax.pcast(x, tuple(axes - _varying(x)), to="varying") for x in arrays]
+    return primitive.bind(*map(_gathered, same), **how)
+
+
+def _gathered(x: Any) -> Any:
+    return jax.sharding.reshard(x, _whole(x.ndim)) if any(jax.typeof(x).sharding.spec) else x
+
+
+def _result(operand: Any, x: Any) -> Any:
+    """The abstract value of a result of x's shape and type."""
+    whole = jax.sharding.NamedSharding(operand.sharding.mesh, _whole(len(x.shape)))
+    return operand.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=whole)
+
+
+def _whole(dimensions: int) -> jax.sharding.PartitionSpec:
+    return jax.sharding.PartitionSpec(*[None] * dimensions)
 
 
 def _batch(
-    primitive: Primitive, kind: str, arrays: Any, dims: Any, *, names: Any, options: Options, **rest: Any
+    primitive: Primitive, kind: str, arrays: Any, dims: Any, *, names: Any, options: Options, residual: bool
 ) -> Any:
     size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
-    q, q_dim = next((x, d) for name, x, d in zip(names, arrays, dims, strict=True) if name == "q")
+    one = {
+        name: jax.ShapeDtypeStruct([n for i, n in enumerate(x.shape) if i != d], x.dtype)
+        for name, x, d in zip(names, arrays, dims, strict=True)
+    }
     at = LAYOUTS[options.layout][0]
-    shape = [n for i, n in enumerate(q.shape) if i != q_dim]
-    fold = Fold(size, options.layout)
-    batch = 1 if at < 0 else shape[at]
-    folded = [fold.operand(name, x, d, batch) for name, x, d in zip(names, arrays, dims, strict=True)]
-    found = primitive.bind(*folded, names=names, options=options, **rest)
-    results = _RESULTS[kind]
-    return [fold.result(name, x) for name, x in zip(results, found, strict=True)], [0] * len(results)
+    fold = Fold(size, options.layout, 1 if at < 0 else one["q"].shape[at])
+    folded = [fold.operand(name, x, d) for name, x, d in zip(names, arrays, dims, strict=True)]
+    found = bind(primitive, *folded, names=names, options=options, residual=residual)
+    results = _results(kind, names)
+    shapes = [x.shape for x in _shapes(results, one, options, residual)]
+    return list(map(fold.result, results, found, shapes)), [0] * len(results)
 
 
 def _primitive(kind: str) -> Primitive:
@@ -88,8 +128,11 @@ def _primitive(kind: str) -> Primitive:
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
     def abstract(*arrays: Any, names: Any, options: Options, residual: bool) -> list[Any]:
-        shapes = _shapes(_RESULTS[kind], dict(zip(names, arrays, strict=True)), options, residual)
-        return [arrays[0].update(shape=x.shape, dtype=x.dtype, weak_type=False) for x in shapes]
+        if len({x.mat.varying for x in arrays}) > 1:
+            axes = {name: set(x.mat.varying) for name, x in zip(names, arrays, strict=True)}
+            raise InvalidArgument(f"octet_{kind}: operands vary over different axes of a mesh, {axes}")
+        shapes = _shapes(_results(kind, names), dict(zip(names, arrays, strict=True)), options, residual)
+        return [_result(arrays[0], x) for x in shapes]
 
     primitive.def_abstract_eval(abstract)
     for platform in ("cpu", "cuda"):
@@ -127,7 +170,7 @@ def _refuse(*_: Any, **__: Any) -> Any:
 refused_p = Primitive("octet_refused")
 refused_p.multiple_results = True
 refused_p.def_impl(_refuse)
-refused_p.def_abstract_eval(lambda *tangents, like: [tangents[0].update(shape=x.shape, dtype=x.dtype) for x in like])
+refused_p.def_abstract_eval(lambda *tangents, like: [_result(tangents[0], x) for x in like])
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(refused_p, _refuse, platform=_platform)
 batching.primitive_batchers[refused_p] = _refuse
@@ -140,65 +183,70 @@ def _refused(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     moving = [t for t in tangents if not _is_constant(t)]
     if not moving:
         return [_zero(x) for x in results]
-    return refused_p.bind(*moving, like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results))
+    return bind(refused_p, *moving, like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results))
 
 
 def _differentiate(primals: Any, tangents: Any, names: Any, options: Options) -> tuple[list[Any], Any]:
-    """forward's results with what a backward pass needs, and the tangent of o, of operands q, k, v, ..."""
-    for name, t in zip(names[3:], tangents[3:], strict=True):
+    """forward's results with what a backward pass needs, and the tangents of o and lse, of operands q, k, v, ..."""
+    along = dict(zip(names, tangents, strict=True))
+    linear = [along.pop(name[1:]) for name in _tangents(names)]
+    for name, t in along.items():
         if not _is_constant(t):
             raise Unsupported(f"{name}: differentiated, but octet gives it no gradient; use jax.lax.stop_gradient")
     residual = _passes.needs_residual(front, options, primals[0])
-    saved = forward_p.bind(*primals, names=names, options=options, residual=residual)
-    if all(map(_is_zero, tangents[:3])):
-        return saved, _zero(saved[0])
-    (to,) = tangent_p.bind(
+    saved = bind(forward_p, *primals, names=names, options=options, residual=residual)
+    if all(map(_is_zero, linear)):
+        return saved, [_zero(x) for x in saved[:2]]
+    moved = bind(
+        tangent_p,
         *primals[:3],
         *saved,
         *primals[3:],
-        *map(ad.instantiate_zeros, tangents[:3]),
-        names=(*names[:3], *_SAVED, *names[3:], *_TANGENTS),
+        *map(ad.instantiate_zeros, linear),
+        names=(*names[:3], *_SAVED, *names[3:], *_tangents(names)),
         options=options,
         residual=residual,
     )
-    return saved, to
+    return saved, moved
 
 
 def _forward_jvp(primals: Any, tangents: Any, *, names: Any, options: Options, residual: bool) -> Any:
-    (o, lse, r), to = _differentiate(primals, tangents, names, options)
+    (o, lse, r), moved = _differentiate(primals, tangents, names, options)
     r = r if residual else jnp.zeros(0, o.dtype)
-    return [o, lse, r], [to, _zero(lse), _zero(r)]
+    return [o, lse, r], [*moved, _zero(r)]
 
 
 def _pair_jvp(primals: Any, tangents: Any, *, names: Any, options: Options, residual: bool) -> Any:
-    """`to` is detached: no derivative of it, and none by tq, tk, tv."""
-    _, to = pair_p.bind(*primals, names=names, options=options, residual=residual)
-    (o, _, _), tangent = _differentiate(primals[:-3], tangents[:-3], names[:-3], options)
-    return [o, to], [tangent, _zero(to)]
+    """`to` and `tlse` are detached: no derivative of them, and none by the tangents."""
+    _, to, _, tlse = bind(pair_p, *primals, names=names, options=options, residual=residual)
+    n = len(names) - len(_tangents(names))
+    (o, lse, _), (moved_o, moved_lse) = _differentiate(primals[:n], tangents[:n], names[:n], options)
+    return [o, to, lse, tlse], [moved_o, _zero(to), moved_lse, _zero(tlse)]
 
 
 def _tangent_jvp(primals: Any, tangents: Any, *, names: Any, **how: Any) -> Any:
-    (to,) = tangent_p.bind(*primals, names=names, **how)
-    (moved,) = _refused([to], tangents[:-3])
-    if not all(map(_is_zero, tangents[-3:])):
-        linear = map(ad.instantiate_zeros, tangents[-3:])
-        (along,) = tangent_p.bind(*primals[:-3], *linear, names=names, **how)
-        moved = along if _is_zero(moved) else along + moved
-    return [to], [moved]
+    n = len(names) - len(_tangents(names))
+    results = bind(tangent_p, *primals, names=names, **how)
+    moved = _refused(results, tangents[:n])
+    if not all(map(_is_zero, tangents[n:])):
+        along = bind(tangent_p, *primals[:n], *map(ad.instantiate_zeros, tangents[n:]), names=names, **how)
+        moved = [a if _is_zero(b) else a + b for a, b in zip(along, moved, strict=True)]
+    return results, moved
 
 
 def _tangent_transpose(cotangents: Any, *operands: Any, names: Any, **how: Any) -> Any:
-    (do,) = cotangents
-    if _is_zero(do):
-        gradients = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands[-3:]]
-    else:
-        found = backward_p.bind(do, *operands[:-3], names=("do_", *names[:-3]), **how)
-        gradients = [g if ad.is_undefined_primal(x) else None for g, x in zip(found, operands[-3:], strict=True)]
-    return [None] * (len(operands) - 3) + gradients
+    do, dlse = cotangents
+    n = len(names) - len(_tangents(names))
+    linear = operands[n:]
+    if _is_zero(do) and _is_zero(dlse):
+        return [None] * n + [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in linear]
+    given = {"do_": ad.instantiate_zeros(do)} | ({} if _is_zero(dlse) else {"dlse": dlse})
+    found = bind(backward_p, *given.values(), *operands[:n], names=(*given, *names[:n]), **how)
+    return [None] * n + [g if ad.is_undefined_primal(x) else None for g, x in zip(found, linear, strict=True)]
 
 
 def _backward_jvp(primals: Any, tangents: Any, *, names: Any, **how: Any) -> Any:
-    found = backward_p.bind(*primals, names=names, **how)
+    found = bind(backward_p, *primals, names=names, **how)
     return found, _refused(found, tangents)
 
 

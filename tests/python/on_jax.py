@@ -1,0 +1,39 @@
+"""What the tests of jax on the CPU share: four devices, 64 bits, and both ways into the library."""
+
+import os
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402
+from octet.jax import _call  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_the_cpu_in_64_bits():
+    """Whatever else this machine has; test_jax_cuda.py is about GPUs."""
+    before = jax.config.jax_default_device, jax.config.jax_enable_x64
+    jax.config.update("jax_default_device", jax.devices("cpu")[0])
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_default_device", before[0])
+    jax.config.update("jax_enable_x64", before[1])
+
+
+@pytest.fixture(params=["handlers", "callback"])
+def way(request, monkeypatch):
+    """Both ways into the library."""
+    if request.param == "handlers" and not _call.has_handlers():
+        pytest.skip("built without jaxlib's headers")
+    monkeypatch.setattr(_call, "has_handlers", lambda: request.param == "handlers")
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def draw(*shapes, dtype=np.float64, seed=0):
+    random = np.random.default_rng(seed)
+    return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
