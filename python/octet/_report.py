@@ -122,8 +122,8 @@ def _way_of_jax() -> tuple[str, str | None]:
 
 def info() -> dict[str, Any]:
     """The machine and the build: version, compiler, cuda, cpu, gpus, backends (each with its reason if unavailable),
-    where the library lies, jax (whether its programs call XLA handlers, on any devices, or come back into Python, on one
-    CPU device, and why), and xla_handlers, where those lie (None: callbacks). Imports jax."""
+    where the library lies, jax (whether its programs call XLA handlers, on any devices, or come back into Python, on
+    one CPU device, and why), and xla_handlers, where those lie (None: callbacks). Imports jax."""
     found = json.loads(_library.text_of(_library.lib.octet_info))
     jax, handlers = _way_of_jax()
     return found | {

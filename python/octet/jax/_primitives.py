@@ -84,8 +84,8 @@ def _varying(x: Any) -> frozenset[Any]:
 
 def bind(primitive: Primitive, *arrays: Any, **how: Any) -> list[Any]:
     """The results of a primitive. What varies over fewer axes than another operand is made to vary over all of theirs;
-    the transpose of that sums its gradient over the axes that it does not vary over. What explicit axes of a mesh shard is
-    gathered, as XLA gathers what others shard."""
+    the transpose of that sums its gradient over the axes that it does not vary over. What explicit axes of a mesh shard
+    is gathered, as XLA gathers what others shard."""
     axes = frozenset().union(*map(_varying, arrays))
     same = [jax.lax.pcast(x, tuple(axes - _varying(x)), to="varying") for x in arrays]
     return primitive.bind(*map(_gathered, same), **how)
