@@ -128,9 +128,9 @@ def attention(
         backend: by name, as in `octet.info()["backends"]`; None: the best that can.
 
     Returns:
-        o, [batch, heads, queries, dim_v] in q's type and memory order; with return_lse (o, lse), lse natural, float32
-        (float64 at precision "f64"), [batch, heads, queries] whatever the layout. A query that sees no key gives
-        o = 0, lse = -inf (with a sink: the sink). Torch and jax differentiate o and lse by q, k, v and sinks, backwards
+        o, [batch, heads, queries, dim_v] in q's type (of e4m3: bfloat16, in fp8_raw e4m3) and memory order; with
+        return_lse (o, lse), lse natural, float32 (float64 at precision "f64"), [batch, heads, queries] whatever the
+        layout. A query that sees no key gives o = 0, lse = -inf (with a sink: the sink). Torch and jax differentiate o and lse by q, k, v and sinks, backwards
         and forwards. Gradients have the memory order of q, k and v.
 
         Memory order, in numpy and torch: a result is dense, and its axes lie in memory as those of its operand do, as

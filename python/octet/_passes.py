@@ -98,7 +98,7 @@ def lse_shape(q_shape: Sequence[int], layout: str) -> tuple[int, ...]:
 def needs_residual(front: Types, options: Options, q: Any) -> bool:
     """Whether a backward pass will read o_residual: these remedies take delta from the un-rounded output."""
     sixteen = options.precision in ("f16", "bf16") and options.remedy in ("f16_inside", "exact_delta")
-    return sixteen and front.dtype_name(q.dtype, "q") in ("f16", "bf16")
+    return sixteen and front.dtype_name(q.dtype, "q") in ("f16", "bf16", "e4m3")
 
 
 def expect_sinks(name: str, x: Any, floats: bool) -> None:
@@ -119,16 +119,21 @@ def results(
 ) -> list[Result]:
     """What a pass computes; `extra`: also what not every caller needs, o_residual of a forward pass, tlse of a jvp.
 
-    Results lie in memory as what they belong to does: o and its like as q, gradients as their operands.
+    Results lie in memory as what they belong to does: o and its like as q, gradients as their operands. They have its
+    type too, but bfloat16 beside e4m3, which fp8_raw alone writes.
     """
+
+    def type_beside(x: Any) -> Any:
+        keeps = options.precision == "fp8_raw" or front.dtype_name(x.dtype, "q") != "e4m3"
+        return x.dtype if keeps else front.dtype_of("bf16")
 
     def order(x: Any) -> tuple[int, ...]:
         return front.order(x.codes if isinstance(x, QTensor) else x)
 
     if kind == "backward":
         of = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
-        return [Result(name, tuple(x.shape), x.dtype, order(x)) for name, x in of.items()]
-    o = Result("o", output_shape(q.shape, v.shape), q.dtype, order(q))
+        return [Result(name, tuple(x.shape), type_beside(x), order(x)) for name, x in of.items()]
+    o = Result("o", output_shape(q.shape, v.shape), type_beside(q), order(q))
     shape = lse_shape(q.shape, options.layout)
     lse = Result("lse", shape, lse_type(front, options), tuple(range(len(shape))))
     if kind == "jvp":
@@ -201,14 +206,23 @@ class Call:
     """One pass over such arrays. Not to be shared between threads: addresses are written into its plan."""
 
     def __init__(
-        self, front: Front, kind: str, options: Options, arrays: Sequence[Any], extra: bool = False
+        self,
+        front: Front,
+        kind: str,
+        options: Options,
+        arrays: Sequence[Any],
+        extra: bool = False,
+        into: Sequence[Any] | None = None,
     ) -> None:
         given = {name: x for name, x in zip(INPUTS[kind], arrays, strict=True) if x is not None}
         made = results(front, kind, options, given["q"], given["k"], given["v"], extra, given.get("sinks"))
         operands = [y for name, x in given.items() for y in _operands(front, name, x, options.layout)]
         where = next(view for name, view, _ in operands if name == "q")
         self._front = front
-        self._made = [(x.shape, dense_strides(x.shape, x.order), x.dtype) for x in made]
+        all_strides = [dense_strides(x.shape, x.order) for x in made]
+        if into:
+            all_strides = [front.view(x.name, y).strides for x, y in zip(made, into, strict=True)]
+        self._made = [(x.shape, y, x.dtype) for x, y in zip(made, all_strides, strict=True)]
         self._inputs = len(operands)
         for x, (shape, strides, dtype) in zip(made, self._made, strict=True):
             number = _abi.DTYPES[front.dtype_name(dtype, x.name)]
@@ -221,12 +235,12 @@ class Call:
         }
         self.plan = Plan(kind, front.resolve(options, _arrays((given["q"],))[0]), asked)
 
-    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
-        """Runs the pass; the outputs, new arrays."""
+    def __call__(self, arrays: Sequence[Any], into: Sequence[Any] | None = None) -> Sequence[Any]:
+        """Runs the pass; the outputs, new arrays unless they are given."""
         front = self._front
         given = _arrays(arrays)
         like = given[0]
-        made = [front.empty(*how, like) for how in self._made]
+        made = into or [front.empty(*how, like) for how in self._made]
         used = [*given, *made]
         for i, (shape, strides) in self._wide.items():
             x, used[i] = used[i], front.empty(shape, strides, used[i].dtype, like)
@@ -250,13 +264,23 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-def run(front: Front, kind: str, options: Options, arrays: Sequence[Any], extra: bool = False) -> list[Any]:
-    """Runs a pass over INPUTS[kind], on the device of the first, and gives its `results`."""
+def run(
+    front: Front,
+    kind: str,
+    options: Options,
+    arrays: Sequence[Any],
+    extra: bool = False,
+    into: Sequence[Any] | None = None,
+) -> Sequence[Any]:
+    """Runs a pass over INPUTS[kind], on the device of the first, and gives its `results`: new arrays, or `into`, which
+    have their shapes and types and any strides."""
     calls = _kept.calls
     key = (kind, options, extra, front.state(), *[_key(front, x) for x in arrays])
+    if into:
+        key += tuple([front.key(x) for x in into])
     call = calls.get(key)
     if call is None:
         if len(calls) >= _KEPT:
             calls.clear()
-        call = calls[key] = Call(front, kind, options, arrays, extra)
-    return call(arrays)
+        call = calls[key] = Call(front, kind, options, arrays, extra, into)
+    return call(arrays, into)

@@ -194,3 +194,21 @@ def test_refusals():
         octet.attention(q.clone().requires_grad_(), q, q, precision="int8_fp8")
     with pytest.raises(octet.Unsupported, match="mask: requires a gradient"):
         octet.attention(q, q, q, mask=torch.zeros(8, 8, requires_grad=True))
+
+
+@pytest.mark.parametrize("precision", ["fp8", "bf16", "int8", "fp8_raw"])
+def test_e4m3_tensors_give_bfloat16_but_in_fp8_raw(precision):
+    """The type of q is no type that o can have there."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 64, 32).to(torch.float8_e4m3fn) for _ in range(3))
+    o, lse = octet.attention(q, k, v, precision=precision, causal=True, return_lse=True)
+    assert o.dtype is (torch.float8_e4m3fn if precision == "fp8_raw" else torch.bfloat16)
+    want = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    assert (o.double() - want).norm() < 0.1 * want.norm()
+    if precision != "fp8_raw":
+        do = torch.randn(1, 2, 64, 32).bfloat16()
+        leaves = [x.double().requires_grad_() for x in (q, k, v)]
+        exact = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        exact = torch.autograd.grad(exact, leaves, do.double())
+        for x, y in zip(octet.attention_vjp(q, k, v, do, precision=precision, causal=True), exact, strict=True):
+            assert x.dtype is torch.bfloat16 and (x.double() - y).norm() < 0.15 * y.norm()

@@ -16,6 +16,7 @@ import torch
 from octet import _api
 from octet._options import Precision
 from octet._refusals import expect, expect_absent, expect_known, expect_no_dropout
+from octet.compat import _stacked
 from octet.errors import InvalidArgument, Unsupported
 
 
@@ -60,17 +61,26 @@ def _unstacked(name: str, x: torch.Tensor, count: int, shape: str) -> tuple[torc
     return x.unbind(-3)
 
 
-def _attend(q: Any, k: Any, v: Any, return_attn_probs: bool, keywords: dict[str, Any]) -> Any:
-    made = _api.attention(q, k, v, layout="bshd", return_lse=return_attn_probs, **keywords)
-    return (*made, None) if return_attn_probs else made
+def _attend(q: Any, k: Any, v: Any, lse: bool, keywords: dict[str, Any], stacked: Any = None) -> Any:
+    """`stacked`: the tensor that k and v, or q, k and v, are views of."""
+    if stacked is not None and _stacked.writes_one_gradient(stacked, q):
+        made = _stacked.attend(stacked, q, None, lse, keywords)
+    else:
+        made = _api.attention(q, k, v, layout="bshd", return_lse=lse, **keywords)
+    return (*made, None) if lse else made
 
 
-def _attend_varlen(q: Any, k: Any, v: Any, lengths: tuple, return_attn_probs: bool, keywords: dict[str, Any]) -> Any:
-    cu_q, cu_k, max_q, max_k = lengths
-    made = _api.attention_varlen(
-        q, k, v, cu_q, cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, return_lse=return_attn_probs, **keywords
-    )
-    return (*made, None) if return_attn_probs else made
+def _attend_varlen(
+    q: Any, k: Any, v: Any, lengths: tuple, lse: bool, keywords: dict[str, Any], stacked: Any = None
+) -> Any:
+    if stacked is not None and _stacked.writes_one_gradient(stacked, q):
+        made = _stacked.attend(stacked, q, lengths, lse, keywords)
+    else:
+        cu_q, cu_k, max_q, max_k = lengths
+        made = _api.attention_varlen(
+            q, k, v, cu_q, cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, return_lse=lse, **keywords
+        )
+    return (*made, None) if lse else made
 
 
 def flash_attn_func(
@@ -126,7 +136,7 @@ def flash_attn_kvpacked_func(
     expect_known(flash_attn_kvpacked_func, unknown)
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
     k, v = _unstacked("kv", kv, 2, "[batch, token, 2, head, dim]")
-    return _attend(q, k, v, return_attn_probs, keywords)
+    return _attend(q, k, v, return_attn_probs, keywords, kv)
 
 
 def flash_attn_qkvpacked_func(
@@ -150,7 +160,7 @@ def flash_attn_qkvpacked_func(
     expect_known(flash_attn_qkvpacked_func, unknown)
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
     q, k, v = _unstacked("qkv", qkv, 3, "[batch, token, 3, head, dim]")
-    return _attend(q, k, v, return_attn_probs, keywords)
+    return _attend(q, k, v, return_attn_probs, keywords, qkv)
 
 
 def flash_attn_varlen_func(
@@ -222,7 +232,7 @@ def flash_attn_varlen_kvpacked_func(
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
     k, v = _unstacked("kv", kv, 2, "[token, 2, head, dim]")
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _attend_varlen(q, k, v, lengths, return_attn_probs, keywords)
+    return _attend_varlen(q, k, v, lengths, return_attn_probs, keywords, kv)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -248,7 +258,8 @@ def flash_attn_varlen_qkvpacked_func(
     expect_known(flash_attn_varlen_qkvpacked_func, unknown)
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
     q, k, v = _unstacked("qkv", qkv, 3, "[token, 3, head, dim]")
-    return _attend_varlen(q, k, v, (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), return_attn_probs, keywords)
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    return _attend_varlen(q, k, v, lengths, return_attn_probs, keywords, qkv)
 
 
 def flash_attn_with_kvcache(*args: object, **kwargs: object) -> NoReturn:

@@ -129,13 +129,18 @@ jvp = torch.ops.octet.jvp.default
 
 
 def nobody_listens(*tensors: Any) -> bool:
-    """Whether nobody would notice that no operator runs: no mode, no profiler, no tracing, no torch.func, no
-    torch.compile, no subclass, no device without a kernel, no view that the dispatcher resolves."""
+    """Whether nobody would notice that no operator runs: no profiler, and what `nobody_intervenes` says."""
+    return nobody_intervenes(*tensors) and not torch.autograd._profiler_enabled()
+
+
+def nobody_intervenes(*tensors: Any) -> bool:
+    """Whether an operator would do what is done without it: no mode, no tracing, no torch.func, no torch.compile, no
+    subclass, no device without a kernel, no view that the dispatcher resolves."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return False
-    if torch.autograd._profiler_enabled() or torch._C._get_tracing_state():
+    if torch._C._get_tracing_state():
         return False
     return all(x is None or (type(x) in _PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg()) for x in tensors)
 
