@@ -191,6 +191,32 @@ def test_memory_is_torchs_own():
     assert [y - x for x, y in zip(allocated[:-1], allocated[1:], strict=True)] == [outputs, outputs]
 
 
+@pytest.mark.parametrize("sliced", [False, True], ids=["separate", "slices of one tensor"])
+def test_a_training_step_copies_nothing(sliced):
+    """q, k and v are [batch, token, head, dim] in memory, or slices of [batch, token, 3, head, dim]: no kernel of
+    torch's or octet's copies them, o or a gradient."""
+    b, s, h, d = 2, 256, 4, 64
+    whole, weight = draw((b, s, 3, h, d), (b, s, h * d))
+    parts = whole.unbind(2) if sliced else [x.contiguous() for x in whole.unbind(2)]
+    leaves = [x.detach().requires_grad_() for x in parts]
+
+    def step():
+        o = octet.attention(*(x.transpose(1, 2) for x in leaves), causal=True)
+        loss = o.transpose(1, 2).reshape(b, s, h * d).mul(weight).sum()
+        return torch.autograd.grad(loss, leaves)
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        gradients = step()
+        torch.cuda.synchronize()
+    kernels = [event.key for event in profile.key_averages() if event.self_device_time_total > 0]
+    assert any("octet" in name for name in kernels), kernels
+    assert not [name for name in kernels if "copy" in name.lower() or "memcpy" in name.lower()], kernels
+    assert all(x.is_contiguous() for x in gradients)  # as [batch, token, head, dim]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_graph_replays_what_eager_code_computes(dtype):
     static = draw(*[SHAPE] * 4, dtype=dtype)
