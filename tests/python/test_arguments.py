@@ -185,7 +185,7 @@ def of_transformers():
         "scaling": ("scale", "wide"),
         "sliding_window": 0,
         "softcap": 30.0,
-        "s_aux": Q[0, :, 0, 0],
+        "s_aux": Q[0, :1, 0, 0],
         "seq_idx": CU,
         "deterministic": "yes",
         "output_attentions": True,

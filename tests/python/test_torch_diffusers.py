@@ -152,7 +152,7 @@ def test_refusals():
 
 
 @pytest.mark.parametrize("bits", [32, 16, 8])
-@pytest.mark.parametrize("degree", ["ulysses_degree"])
+@pytest.mark.parametrize("degree", ["ulysses_degree", "ring_degree"])
 def test_two_processes(degree, bits):
     """Each computes its half of the tokens; results and gradients are those of one process."""
     if not torch.distributed.is_available():

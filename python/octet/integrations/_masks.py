@@ -116,8 +116,13 @@ def mask_function(
         "attention_mask": attention_mask, "device": device, **more,
     }  # fmt: skip
     if is_tracing(attention_mask):  # values cannot be looked at
-        allowed = allow_is_causal_skip, allow_is_bidirectional_skip
-        return sdpa_mask(**given, allow_is_causal_skip=allowed[0], allow_is_bidirectional_skip=allowed[1])
+        allowed = {
+            "allow_is_causal_skip": allow_is_causal_skip,
+            "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
+        }
+        if torch.compiler.is_compiling() and not takes_mask_tensors(torch.device(device)):
+            return _outside_the_graph(**given, **allowed)
+        return sdpa_mask(**given, **allowed)
 
     def build() -> torch.Tensor:
         made = sdpa_mask(**given, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -135,6 +140,16 @@ def mask_function(
     if skips and plan == Plan(plan.causal, None, kv_length) and (not plan.causal or q_length == kv_length):
         return None
     return Mask((batch_size, 1, q_length, kv_length), torch.device(device), plan, build)
+
+
+_outside_the_graph = torch.compiler.disable(
+    mask_function, reason="octet reads the mask, as the kernels of this device take no mask tensors"
+)
+
+
+def takes_mask_tensors(device: torch.device) -> bool:
+    """Whether some backend does; torch.compile leaves its graph to make a mask where none does."""
+    return device.type == "cpu"
 
 
 def _of_keys(attention_mask: torch.Tensor, kv_length: int, kv_offset: int) -> torch.Tensor:
@@ -226,10 +241,11 @@ def plan_of(
     causal, window, sequences = pattern
     if window is not None and window >= keys - 1:
         window = None
-    if sequences is not None:
+    begins = None if sequences is None else sequences.diff(dim=-1) != 0
+    if begins is not None and bool(begins.any()):  # always there in compiled code, also where there is one sequence
         if padding is not None or start or queries != keys:
             return None
-        return packed_plan(sequences.diff(dim=-1) != 0, causal, window)
+        return packed_plan(begins, causal, window)
     end = min(keys, start + queries) if causal else keys  # later keys are seen by none
     if (causal and end < start + queries) or (window is not None and not causal and (start or queries != keys)):
         return None

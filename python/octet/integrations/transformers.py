@@ -152,9 +152,11 @@ def _implementation(precision: Precision | None) -> Callable:
         for name, x in rest.items():
             if name not in HARMLESS:
                 expect_absent(name, x, f"{_ADVICE.get(name, 'octet does not know this keyword')}; {other}")
-        expect_absent("s_aux", s_aux, f"octet has no attention sinks; {other}")
         options: AttentionOptions = {"scale": scaling, "precision": precision, "deterministic": deterministic}
         dense: AttentionOptions = {**options, "layout": "bshd"}
+        if s_aux is not None and s_aux.shape != query.shape[1:2]:
+            shape = list(s_aux.shape)
+            raise Unsupported(f"s_aux: found an array of shape {shape}, allowed: [{query.shape[1]}], one sink for each head")
 
         if isinstance(attention_mask, Mask) and attention_mask.viewed:
             attention_mask = attention_mask.dense()
@@ -170,12 +172,13 @@ def _implementation(precision: Precision | None) -> Callable:
             attention_mask, plan = _with_bias(position_bias, attention_mask, plan, query, key), None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if plan is None:
-            o = _api.attention(q, k, v, mask=attention_mask, **dense)
+            o = _api.attention(q, k, v, mask=attention_mask, sinks=s_aux, **dense)
         elif plan.cu_seqlens_q is not None:
             bounds = [n if isinstance(n, int) else 0 for n in (max_length_q, max_length_k)]
-            o = _varlen(q, k, v, plan, bounds, options)
+            o = _varlen(q, k, v, s_aux, plan, bounds, options)
         else:
-            o = _api.attention(q, k[:, : plan.keys], v[:, : plan.keys], **_positions(plan, dense))
+            k, v = k[:, : plan.keys], v[:, : plan.keys]
+            o = _api.attention(q, k, v, sinks=s_aux, **_positions(plan, dense))
         return o.contiguous(), None
 
     return octet_attention_forward
@@ -297,19 +300,29 @@ def _positions(plan: Plan, options: AttentionOptions) -> AttentionOptions:
 
 
 def _varlen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, bounds: list[int], options: AttentionOptions
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    plan: Plan,
+    bounds: list[int],
+    options: AttentionOptions,
 ) -> torch.Tensor:
     """o [batch, token, head, dim] of tensors likewise, zero for queries that the plan leaves out."""
 
     def tokens(x: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
         return x.flatten(0, 1) if index is None else x.flatten(0, 1).index_select(0, index)
 
+    cu_q, cu_k = plan.cu_seqlens_q, plan.cu_seqlens_k
+    if cu_k is not None and cu_k is cu_q:
+        cu_k = cu_k[:]  # torch.compile breaks its graph at a function that is given a tensor twice
     o = _api.attention_varlen(
         tokens(q, plan.index_q),
         tokens(k, plan.index_k),
         tokens(v, plan.index_k),
-        plan.cu_seqlens_q,
-        plan.cu_seqlens_k,
+        cu_q,
+        cu_k,
+        sinks=sinks,
         max_seqlen_q=bounds[0],
         max_seqlen_k=bounds[1],
         **_positions(plan, options),
