@@ -7,7 +7,7 @@ import re
 import subprocess
 
 import pytest
-from octet import _abi
+from octet import _abi, _library
 
 INCLUDE = pathlib.Path(__file__).resolve().parents[2] / "include"
 STRUCTS = {
@@ -85,3 +85,14 @@ def test_no_enumerator_of_the_header_is_missing():
     declared = set(re.findall(r"\b(OCTET_\w+)\s*=", enums))
     mirrored = {prefix + name.upper() for prefix, names in ENUMS.items() for name in names}
     assert len(declared) > 60 and declared - NOT_MIRRORED == mirrored & declared
+
+
+def test_no_library_is_loaded_from_the_working_directory(monkeypatch, tmp_path):
+    """Where the system's loader found liboctet.so, its name has no folder."""
+    (tmp_path / "liboctet_jax.so").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_library, "path", "liboctet.so.0")
+    assert _library.beside("liboctet_jax.so") is None
+    monkeypatch.setattr(_library, "path", str(tmp_path / "liboctet.so"))
+    assert _library.beside("liboctet_jax.so") == tmp_path / "liboctet_jax.so"
+    assert _library.beside("liboctet_dlpack.so") is None

@@ -9,7 +9,6 @@ that a checkpoint may go one way first and the other when it computes again.
 
 import ctypes
 import itertools
-import pathlib
 from collections.abc import Hashable
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from octet._plan import Plan
 from octet.torch import _autograd, _ops
 from octet.torch._front import autocast_type, front
 
-_PATH = pathlib.Path(_library.path).parent / "liboctet_dlpack.so"
+_PATH = _library.beside("liboctet_dlpack.so")
 _MOST_TOKENS = 512  # different keywords that are remembered
 
 # True: somebody would miss the operator.
@@ -46,7 +45,7 @@ def _casts(*tensors: torch.Tensor) -> bool:
 def _load() -> tuple[Any, ...] | None:
     """The library and its functions, where it and torch's exchange API are there."""
     exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is None or not _PATH.exists():
+    if exchange is None or _PATH is None:
         return None
     lib = ctypes.PyDLL(str(_PATH))  # holds the GIL, as objects of Python are handed over
     if not hasattr(lib, "octet_fast_open"):  # an older one
