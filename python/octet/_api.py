@@ -10,7 +10,7 @@ import numpy as np
 
 from octet._options import AttentionOptions, Options, count, options_of
 from octet._qtensor import QTensor
-from octet.errors import InvalidArgument, refuse_dtype
+from octet.errors import InvalidArgument, Unsupported, refuse_dtype
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -68,6 +68,13 @@ def own_type(front: Any, q: Any) -> str:
     return found
 
 
+def _options(front: Any, q: Any, options: AttentionOptions) -> Options:
+    made = options_of(own_type(front, q), **options)
+    if made.out_dtype and front.__name__ == "octet.jax":
+        raise Unsupported("out_dtype: given with jax arrays, allowed: None; use o.astype")
+    return made
+
+
 def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_k: int) -> Options:
     if layout is not None:
         raise InvalidArgument(f"layout: {layout!r} given, but packed sequences are [token, head, dim]; leave it out")
@@ -82,7 +89,7 @@ def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_
 def forward(q: Any, k: Any, v: Any, mask: Any, options: AttentionOptions, **more: Any) -> tuple[Any, Any]:
     """(o, lse) of `attention`; `more`: sinks, return_lse."""
     front = front_of(q=q, k=k, v=v, mask=mask, sinks=more.get("sinks"))
-    return front.run_attention(options_of(own_type(front, q), **options), q, k, v, mask=mask, **more)
+    return front.run_attention(_options(front, q, options), q, k, v, mask=mask, **more)
 
 
 def attention(
@@ -99,8 +106,8 @@ def attention(
 
     Args:
         q: [batch, heads, queries, dim], or with layout "bshd" [batch, queries, heads, dim]: a numpy, torch or jax array
-            of float32, float16, bfloat16 or float64, or a `QTensor`; any strides. dim is 1 to 256; one that
-            is no multiple of 8 costs a copy, filled with zeros, as does such a dim_v.
+            of float32, float16, bfloat16 or float64, or a `QTensor`; any strides. dim is 1 to 256; one that is no
+            multiple of 8 costs a copy, filled with zeros, as does such a dim_v.
         k: [batch, kv_heads, keys, dim]; heads is a multiple of kv_heads, and head h of q meets head
             h // (heads / kv_heads) of k and v.
         v: [batch, kv_heads, keys, dim_v].
@@ -126,12 +133,15 @@ def attention(
         deterministic: bitwise repeatable; None: as torch.use_deterministic_algorithms says, False elsewhere.
         threads: of the CPU; 0: torch.get_num_threads() in torch, all elsewhere.
         backend: by name, as in `octet.info()["backends"]`; None: the best that can.
+        out_dtype: of o, a dtype or its name, "float32", "float16", "bfloat16", "float64" (at precision "f64") or
+            "float8_e4m3fn" (at "fp8_raw"); None: see below. numpy and torch.
 
     Returns:
-        o, [batch, heads, queries, dim_v] in q's type (of e4m3: bfloat16, in fp8_raw e4m3) and memory order; with
-        return_lse (o, lse), lse natural, float32 (float64 at precision "f64"), [batch, heads, queries] whatever the
-        layout. A query that sees no key gives o = 0, lse = -inf (with a sink: the sink). Torch and jax differentiate o and lse by q, k, v and sinks, backwards
-        and forwards. Gradients have the memory order of q, k and v.
+        o, [batch, heads, queries, dim_v] in q's memory order and in out_dtype, without it q's type (of e4m3: bfloat16,
+        in fp8_raw e4m3); with return_lse (o, lse), lse natural, float32 (float64 at precision "f64"), [batch, heads,
+        queries] whatever the layout. A query that sees no key gives o = 0, lse = -inf (with a sink: the sink). Torch
+        and jax differentiate o and lse by q, k, v and sinks, backwards and forwards. Gradients have the memory order
+        of q, k and v.
 
         Memory order, in numpy and torch: a result is dense, and its axes lie in memory as those of its operand do, as
         in torch.empty_like; an axis of stride 0 keeps its place. So views [batch, heads, tokens, dim] of memory
@@ -181,7 +191,7 @@ def attention_varlen(
     """
     more = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "sinks": sinks}
     front = front_of(q=q, k=k, v=v, **more)
-    made = _packed(options_of(own_type(front, q), **options), options.get("layout"), max_seqlen_q, max_seqlen_k)
+    made = _packed(_options(front, q, options), options.get("layout"), max_seqlen_q, max_seqlen_k)
     o, lse = front.run_attention(made, q, k, v, **more, return_lse=return_lse)
     return (o, lse) if return_lse else o
 
@@ -214,7 +224,7 @@ def attention_vjp(
     """
     more = {"mask": mask, "sinks": sinks, "dlse": dlse}
     front = front_of(q=q, k=k, v=v, do=do, **more)
-    return front.run_vjp(options_of(own_type(front, q), **options), q, k, v, do, **more)
+    return front.run_vjp(_options(front, q, options), q, k, v, do, **more)
 
 
 def attention_jvp(
@@ -249,5 +259,5 @@ def attention_jvp(
     """
     more = {"mask": mask, "sinks": sinks, "tsinks": tsinks}
     front = front_of(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv, **more)
-    how = options_of(own_type(front, q), **options)
+    how = _options(front, q, options)
     return front.run_jvp(how, q, k, v, tq, tk, tv, **more, return_lse=return_lse)

@@ -42,10 +42,31 @@ def beside(name: str) -> pathlib.Path | None:
     return found if os.sep in path and found.exists() else None
 
 
+# What the library calls things, and what they are called here.
+_WORDS = {
+    "name the diagonal of the mask: top-left (query i sees key i) or bottom-right (the last query sees the last key)":
+        'use causal="top_left" (query i sees keys up to i) or "bottom_right" (the last query sees all keys), with a '
+        'window alone alignment="top_left" or "bottom_right"',
+    "top-left": '"top_left"',
+    "bottom-right": '"bottom_right"',
+    " heads of k and v": " heads of k and v; use q.expand, or octet.sdpa, where single heads broadcast",
+    "octet_quantize": "octet.quantize",
+    "leave it NULL": "leave it out",
+    "pass NULL": "leave it out",
+}  # fmt: skip
+
+
+def _message() -> str:
+    text = lib.octet_message().decode()
+    for theirs, ours in _WORDS.items():
+        text = text.replace(theirs, ours)
+    return text
+
+
 def check(status: int) -> None:
     """Raises what `status` stands for, with the library's message, unless it is OK."""
     if status != _abi.STATUS_OK:
-        raise _EXCEPTIONS.get(status, Failure)(lib.octet_message().decode())
+        raise _EXCEPTIONS.get(status, Failure)(_message())
 
 
 def text_of(write: Callable[[ctypes.Array | None, int, object], int]) -> str:

@@ -1,6 +1,9 @@
 """The options of a call, hashable, in the words of the user; `attention_of` puts them into octet_attention."""
 
+import sys
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
+
+import numpy as np
 
 from octet import _abi
 from octet._refusals import expect_known
@@ -35,6 +38,7 @@ class AttentionOptions(TypedDict, total=False):
     deterministic: bool | None
     threads: int
     backend: str | None
+    out_dtype: Any
 
 
 class Options(NamedTuple):
@@ -56,6 +60,7 @@ class Options(NamedTuple):
     deterministic: bool | None = None  # None: as the framework says
     threads: int = 0  # 0: as the framework says, else all
     backend: str = ""  # "": the best that can
+    out_dtype: str = ""  # of o; "": that of q
 
 
 def causal_name(causal: Causal) -> str:
@@ -69,26 +74,56 @@ def window_pair(window: Window) -> tuple[int, ...]:
     if window is None:
         return ()
     sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
-    if len(sides) != 2 or not all(
-        side is None or isinstance(side, int) or hasattr(side, "__index__") for side in sides
-    ):
+    if len(sides) != 2 or not all(side is None or _is_index(side) for side in sides):
         raise InvalidArgument(f"window: found {window!r}, allowed: (left, right), one number for both, or None")
-    return tuple(-1 if side is None else int(side) for side in sides)
+    found = tuple(-1 if side is None else int(side) for side in sides)
+    if not all(-1 <= side <= _MOST for side in found):
+        raise InvalidArgument(f"window: found {window!r}, allowed: 0 to {_MOST} keys, -1 or None for all")
+    return found
 
 
 def number(name: str, value: Any, allowed: str = "a number") -> float:
     if isinstance(value, (float, int)):  # also what torch.compile makes of a number
         return value
-    if not hasattr(value, "__float__"):
-        raise InvalidArgument(f"{name}: found {value!r}, allowed: {allowed}")
-    return float(value)
+    if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
+        from octet.torch import expect_constant
+
+        expect_constant(name, value)
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidArgument(f"{name}: found {value!r}, allowed: {allowed}") from None
 
 
-def count(name: str, value: Any, allowed: str) -> int:
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) or hasattr(value, "__index__")
+
+
+_MOST = 2**63 - 1  # of the integers that the library takes
+
+
+def count(name: str, value: Any, allowed: str, most: int = _MOST) -> int:
     """A number that is passed on as an unsigned one."""
-    if not (isinstance(value, int) or hasattr(value, "__index__")) or value < 0:
+    if not _is_index(value) or not 0 <= value <= most:
         raise InvalidArgument(f"{name}: found {value!r}, allowed: {allowed}")
     return value
+
+
+_TYPES = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
+
+
+def type_name(dtype: Any) -> str:
+    """The name in _abi.DTYPES of a float type of any framework, or of its name; "" for None."""
+    if dtype is None:
+        return ""
+    try:
+        name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+        name = name if name in _TYPES else np.dtype(dtype).name
+    except TypeError:
+        pass
+    if name not in _TYPES:
+        raise InvalidArgument(f"out_dtype: found {dtype!r}, allowed: {listing(_TYPES)}, None for that of q")
+    return _TYPES[name]
 
 
 def scale_number(scale: float | None) -> float:
@@ -158,6 +193,7 @@ def options_of(
     deterministic: bool | None = None,
     threads: int = 0,
     backend: str | None = None,
+    out_dtype: Any = None,
     **unknown: object,
 ) -> Options:
     """Options from the keywords of `octet.attention`; `type_of_q` is a name of _abi.DTYPES."""
@@ -194,6 +230,7 @@ def options_of(
         smooth_q=smooth_q,
         softcap=number("softcap", softcap),
         deterministic=deterministic,
-        threads=count("threads", threads, "0 (all) to 4096"),
+        threads=count("threads", threads, "0 (all) to 4096", most=4096),
         backend=backend or "",
+        out_dtype=type_name(out_dtype),
     )

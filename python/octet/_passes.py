@@ -98,7 +98,7 @@ def lse_shape(q_shape: Sequence[int], layout: str) -> tuple[int, ...]:
 def needs_residual(front: Types, options: Options, q: Any) -> bool:
     """Whether a backward pass will read o_residual: these remedies take delta from the un-rounded output."""
     sixteen = options.precision in ("f16", "bf16") and options.remedy in ("f16_inside", "exact_delta")
-    return sixteen and front.dtype_name(q.dtype, "q") in ("f16", "bf16", "e4m3")
+    return sixteen and (options.out_dtype or front.dtype_name(q.dtype, "q")) in ("f16", "bf16", "e4m3")
 
 
 def expect_sinks(name: str, x: Any, floats: bool) -> None:
@@ -133,7 +133,8 @@ def results(
     if kind == "backward":
         of = {"dq": q, "dk": k, "dv": v} | ({} if sinks is None else {"dsinks": sinks})
         return [Result(name, tuple(x.shape), type_beside(x), order(x)) for name, x in of.items()]
-    o = Result("o", output_shape(q.shape, v.shape), type_beside(q), order(q))
+    dtype = front.dtype_of(options.out_dtype) if options.out_dtype else type_beside(q)
+    o = Result("o", output_shape(q.shape, v.shape), dtype, order(q))
     shape = lse_shape(q.shape, options.layout)
     lse = Result("lse", shape, lse_type(front, options), tuple(range(len(shape))))
     if kind == "jvp":
@@ -177,8 +178,8 @@ def _operands(front: Front, name: str, x: Any, layout: str) -> Iterator[Operand]
 
 
 def filled(operands: Sequence[Operand], options: Options) -> tuple[list[Operand], Options]:
-    """What the library is asked: head dims that are no multiple of 8 are filled with zeros, which add nothing to any sum.
-    The scale stays that of q's own head dim."""
+    """What the library is asked: head dims that are no multiple of 8 are filled with zeros, which add nothing to any
+    sum. The scale stays that of q's own head dim."""
     dims = {name: view.shape[-1] for name, view, _ in operands if name in IN_LAYOUT and view.shape}
     if not {"q", "v"} <= dims.keys():
         return list(operands), options  # the call will be refused for their ranks

@@ -20,6 +20,8 @@ def _front_of(x: Any) -> Front:
     module = _api.front_of(x=x)
     if module.__name__ == "octet.jax":
         raise Unsupported("x: a jax array; quantise numpy.asarray(x), as jax programs take no codes")
+    if module.__name__ == "octet.torch" and not isinstance(x, QTensor):
+        module.expect_constant("x", x)
     return module.front
 
 
@@ -95,11 +97,16 @@ def quantize(
         operand=look_up("operand", operand, _abi.OPERANDS),
         granularity=look_up("granularity", granularity, _abi.GRANULARITIES),
         zero_point_kind=look_up("zero_point", zero_point, _abi.ZERO_POINTS),
-        block=block,
-        hadamard_seed=count("hadamard_seed", hadamard_seed, "a positive seed, or 0 for no rotation"),
+        block=count("block", block, "a number of tokens"),
+        hadamard_seed=count("hadamard_seed", hadamard_seed, "1 to 2**64 - 1, or 0 for no rotation", most=2**64 - 1),
     )
+    if not -(2**63) <= rope_offset < 2**63:
+        raise InvalidArgument(f"rope_offset: found {rope_offset}, allowed: -2**63 to 2**63 - 1")
     rotation = _abi.Rope(
-        style=look_up("rope", rope, _abi.ROPE_STYLES), dim=rope_dim, offset=rope_offset, base=rope_base
+        style=look_up("rope", rope, _abi.ROPE_STYLES),
+        dim=count("rope_dim", rope_dim, "an even number of channels, or 0 for all"),
+        offset=rope_offset,
+        base=rope_base,
     )
     source = _described(front, "x", x, layout)
     batch, heads, tokens, dim = source.shape

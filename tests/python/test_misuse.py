@@ -43,8 +43,8 @@ def test_values_are_named_with_the_choices():
 
 def test_unequal_lengths_need_an_alignment():
     k = np.zeros((1, 2, 9, 8), np.float32)
-    refused(octet.InvalidArgument, "6 queries meet 9 keys; name the diagonal", Q, k, k, causal=True)
-    refused(octet.InvalidArgument, "name the diagonal", Q, k, k, window=(1, 1))
+    refused(octet.InvalidArgument, "6 queries meet 9 keys; use causal=\"top_left\"", Q, k, k, causal=True)
+    refused(octet.InvalidArgument, "alignment=\"top_left\"", Q, k, k, window=(1, 1))
 
 
 def test_arrays_are_judged():
@@ -70,7 +70,7 @@ def test_packed_sequences_take_no_layout_or_mask():
     varlen = octet.attention_varlen
     refused(octet.InvalidArgument, "layout: 'bhsd' given", *packed, call=varlen, layout="bhsd")
     refused(TypeError, "mask: octet has no such argument", *packed, call=varlen, mask=None)
-    refused(octet.InvalidArgument, "name the diagonal", *packed, call=varlen, causal=True)
+    refused(octet.InvalidArgument, "use causal=\"top_left\"", *packed, call=varlen, causal=True)
     refused(octet.InvalidArgument, "expected 0 to the 6 tokens of q", *packed[:3], cu - 1, cu, call=varlen)
 
 
@@ -84,3 +84,33 @@ def test_errors_are_of_the_kinds_that_callers_catch():
 def test_an_absent_backward_is_refused_with_those_that_have_one():
     refused(octet.Unsupported, "has no backward pass", *[Q] * 4, call=octet.attention_vjp, precision="fp8_raw")
     refused(octet.Unsupported, "has no jvp", *[Q] * 6, call=octet.attention_jvp, precision="int8")
+
+
+@pytest.mark.parametrize(
+    "keyword, value, allowed",
+    [("window", 2**64 + 3, "0 to 9223372036854775807 keys, -1 or None"), ("window", (0, -(2**64) + 3), "0 to"),
+     ("window", -2, "0 to"), ("threads", 2**32, "0 (all) to 4096"), ("threads", 4097, "0 (all) to 4096")],
+)  # fmt: skip
+def test_numbers_that_would_wrap_around(keyword, value, allowed):
+    """window=2**64 + 3 was 3, threads=2**32 was 0."""
+    refused(octet.InvalidArgument, f"{keyword}: found {value}, allowed: {allowed}", Q, Q, Q, **{keyword: value})
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"block": 2**64 + 8, "granularity": "block"}, {"hadamard_seed": 2**64 + 1},
+     {"rope_dim": 2**64 + 8, "rope": "half"}, {"rope_offset": 2**64 + 8, "rope": "half"}],
+    ids=str,
+)  # fmt: skip
+def test_numbers_of_quantize_that_would_wrap_around(keywords):
+    name = next(iter(keywords))
+    with pytest.raises(octet.InvalidArgument, match=f"{name}: found {keywords[name]}, allowed: "):
+        octet.quantize(Q, "q", **keywords)
+
+
+def test_out_dtype_of_numpy():
+    q = np.ones((1, 2, 8, 16), np.float16)
+    for given in (np.float32, np.dtype(np.float32), "float32"):
+        assert octet.attention(q, q, q, out_dtype=given).dtype == np.float32
+    with pytest.raises(octet.InvalidArgument, match="out_dtype: found <class 'int'>, allowed: 'float64', 'float32'"):
+        octet.attention(q, q, q, out_dtype=int)

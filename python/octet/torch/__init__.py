@@ -4,6 +4,7 @@ here with tensors."""
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from octet import _passes
 from octet._abi import DEVICES
@@ -14,7 +15,7 @@ from octet.errors import InvalidArgument, Unsupported
 from octet.torch import _again as _again
 from octet.torch import _ops
 from octet.torch._autograd import attend
-from octet.torch._front import autocast_type, is_causal_bias
+from octet.torch._front import autocast_type, expect_plain
 from octet.torch._front import front as front
 from octet.torch._front import to_numpy as to_numpy
 
@@ -43,13 +44,7 @@ def _expect_devices(device: torch.device, **tensors: torch.Tensor | None) -> Non
     for name, x in tensors.items():
         if x is not None:
             _expect_device(name, x, device)
-
-
-def _expect_numbers(mask: torch.Tensor | None) -> None:
-    if is_causal_bias(mask):
-        raise InvalidArgument(
-            "mask: a CausalBias, which has no numbers; use causal='top_left' (upper left) or 'bottom_right' (lower right)"
-        )
+            expect_plain(name, x)
 
 
 def sinks_of(name: str, x: torch.Tensor | None, options: Options) -> torch.Tensor | None:
@@ -60,8 +55,12 @@ def sinks_of(name: str, x: torch.Tensor | None, options: Options) -> torch.Tenso
     return x.to(_passes.lse_type(front, options))
 
 
-def _expect_no_gradient(name: str, x: torch.Tensor | None) -> None:
-    if x is not None and x.requires_grad and torch.is_grad_enabled():
+def expect_constant(name: str, x: torch.Tensor | None) -> None:
+    """Refuses what a derivative is asked for, which octet does not compute."""
+    if x is None:
+        return
+    is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    if is_dual or (x.requires_grad and torch.is_grad_enabled()):
         raise Unsupported(f"{name}: requires a gradient, which octet does not compute for it; pass {name}.detach()")
 
 
@@ -77,8 +76,7 @@ def run_attention(
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse); without return_lse o alone is differentiable"""
-    _expect_numbers(mask)
-    _expect_no_gradient("mask", mask)
+    expect_constant("mask", mask)
     device = (q.codes if isinstance(q, QTensor) else q).device
     _expect_devices(device, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sinks=sinks)
     more = mask, cu_seqlens_q, cu_seqlens_k, sinks_of("sinks", sinks, options)
@@ -93,7 +91,7 @@ def _quantised(options: Options, q: Any, k: Any, v: Any, *more: Any) -> tuple[to
     """Codes have no gradient, and no operator: torch.compile leaves them to eager code."""
     for name, x in (("q", q), ("k", k), ("v", v), ("sinks", more[-1])):
         if not isinstance(x, QTensor):
-            _expect_no_gradient(name, x)
+            expect_constant(name, x)
     o, lse = _passes.run(front, "forward", options, (q, k, v, *more))
     return o, lse
 
@@ -109,7 +107,6 @@ def run_vjp(
     dlse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv), and dsinks where there are sinks, detached"""
-    _expect_numbers(mask)
     q, k, v, do = _tensors(("q", "k", "v", "do"), q, k, v, do)
     _expect_devices(q.device, mask=mask, sinks=sinks, dlse=dlse)
     with torch.no_grad():
@@ -135,8 +132,7 @@ def run_jvp(
 ) -> tuple[torch.Tensor, ...]:
     """(o, to), with return_lse (o, to, lse, tlse); o and lse are differentiable, their tangents detached. Where a
     gradient may follow, o and lse come from a forward pass of their own, which saves what the backward pass needs."""
-    _expect_numbers(mask)
-    _expect_no_gradient("mask", mask)
+    expect_constant("mask", mask)
     q, k, v, tq, tk, tv = _tensors(("q", "k", "v", "tq", "tk", "tv"), q, k, v, tq, tk, tv)
     _expect_devices(q.device, mask=mask, sinks=sinks, tsinks=tsinks)
     more = mask, None, None, sinks_of("sinks", sinks, options)

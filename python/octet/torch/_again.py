@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Hashable
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.autograd import forward_ad
 
@@ -122,6 +123,14 @@ def _ordinary_backward(token: int, may_be_kept: bool, *given: torch.Tensor) -> A
     return *gradients, None
 
 
+_LASTING = bool, int, float, str, type(None), type, np.generic
+
+
+def _lasts(value: Any) -> bool:
+    """Whether what is equal to `value` once will be later: a tensor may be written."""
+    return all(map(_lasts, value)) if isinstance(value, tuple) else isinstance(value, _LASTING)
+
+
 def again(key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None | Literal[False]:
     """o, where a forward pass over such tensors has been kept under `key`; False: it may be; None: it may not."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
@@ -131,7 +140,7 @@ def again(key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     except TypeError:  # a list among the keywords, say
         return None
     if token is None:
-        if len(_tokens) >= _MOST_TOKENS:
+        if not _lasts(key) or len(_tokens) >= _MOST_TOKENS:
             return None
         token = _tokens.setdefault(key, next(_numbers))
     o = _again(token, q, k, v)
@@ -142,8 +151,8 @@ def keep(
     key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, keywords: AttentionOptions
 ) -> None:
     """Keeps under `key` that `octet.attention` with these keywords gives tensors like o. lse is left out: who asks for
-    it goes the ordinary way; so do head dims that are filled with zeros."""
-    if q.shape[-1] % 8 or v.shape[-1] % 8:
+    it goes the ordinary way; so do head dims that are filled with zeros and an o that is not of q's type."""
+    if q.shape[-1] % 8 or v.shape[-1] % 8 or o.dtype is not q.dtype:
         return
     token = _tokens[key]
     _keywords[token] = keywords

@@ -5,6 +5,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch.overrides import has_torch_function
 
 from octet import _abi
 from octet._options import Options
@@ -45,6 +46,23 @@ def autocast_type(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if cast else x.dtype
 
 
+def expect_plain(name: str, x: torch.Tensor) -> None:
+    """Refuses tensors whose numbers are not what they stand for: subclasses with a __torch_function__ of their own."""
+    if type(x) is torch.Tensor or not has_torch_function((x,)):
+        return
+    if is_causal_bias(x):
+        raise InvalidArgument(
+            f"{name}: a CausalBias, which has no numbers; use causal='top_left' (upper left) or 'bottom_right' (lower "
+            "right)"
+        )
+    own = getattr(type(x).__torch_function__, "__func__", None)
+    if own is not torch.Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
+        raise InvalidArgument(
+            f"{name}: found a {type(x).__module__}.{type(x).__name__}, allowed: torch.Tensor; octet.sdpa calls its "
+            "__torch_function__"
+        )
+
+
 class TorchFront:
     """Strided tensors on the CPU or a CUDA device, on the caller's stream."""
 
@@ -60,6 +78,8 @@ class TorchFront:
         return _DTYPES[name]
 
     def view(self, name: str, x: torch.Tensor) -> View:
+        if name == "mask":
+            expect_plain(name, x)
         number, where = _NUMBERS.get(x.dtype), x.device
         if number is None:
             number = _abi.DTYPES[self.dtype_name(x.dtype, name.rstrip("_"))]  # refuses

@@ -19,7 +19,7 @@ _COMMON = "Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? sin
 _OPTIONS = (
     "str precision, str layout, str causal, float scale, int[] window, str alignment, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, str remedy, float beta, str hadamard, str smooth_q, float softcap, bool? deterministic, "
-    "int threads, str backend"
+    "int threads, str backend, str out_dtype"
 )
 _library = torch.library.Library("octet", "DEF")
 _library.define(
