@@ -368,3 +368,9 @@ def test_refusals_come_before_the_program_runs(way):
         octet.jax.run_attention(None, octet.quantize(np.asarray(q), "q"), k, v)
     with pytest.raises(octet.InvalidArgument, match="k: a numpy array, but q is one of jax"):
         octet.attention(q, np.asarray(k), v)
+
+
+def test_the_type_of_o_is_that_of_q():
+    q = jnp.zeros((1, 2, 8, 8), jnp.bfloat16)
+    with pytest.raises(octet.Unsupported, match="out_dtype: given with jax arrays, allowed: None; use o.astype"):
+        octet.attention(q, q, q, out_dtype=jnp.float32)

@@ -419,3 +419,27 @@ def test_a_transformers_model():
     want = logits("sdpa", torch.float64)
     distance = {name: (logits(name, torch.bfloat16) - want).norm() for name in ("sdpa", "octet")}
     assert 0 < distance["octet"] < 2 * distance["sdpa"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (59, 111)], ids=str)
+def test_gradients_of_lse_and_sinks_of_a_projection(dtype, has_sinks, dims):
+    """q, k, v and do are [batch, head, token, dim] views of [batch, token, head, dim] memory, and so are the results."""
+    dim, dim_v = dims
+    shapes = (2, 200, 4, dim), (2, 200, 2, dim), (2, 200, 2, dim_v), (2, 200, 4, dim_v)
+    q, k, v, do = (x.transpose(1, 2) for x in draw(*shapes, dtype=dtype))
+    sinks, dlse = draw((4,), (2, 4, 200), dtype=torch.float32, seed=1)
+    leaves = [x.detach().requires_grad_() for x in ((q, k, v, sinks) if has_sinks else (q, k, v))]
+    if not (found := octet.supports(*leaves[:3], sinks=leaves[3] if has_sinks else None, kind="backward", causal=True)):
+        pytest.skip(found.reason)
+    o, lse = octet.attention(*leaves[:3], sinks=leaves[3] if has_sinks else None, causal=True, return_lse=True)
+    got = {"o": o, "lse": lse}
+    got |= dict(zip(("dq", "dk", "dv", "dsinks"), torch.autograd.grad((o, lse), leaves, (do, dlse)), strict=False))
+    numbers = [wide(x) for x in (q, k, v)]
+    about = {"do": wide(do), "dlse": wide(dlse), "sinks": wide(sinks) if has_sinks else None}
+    want = exact.attention(*numbers, seen=exact.visible(200, 200, True), **about)
+    bound = exact.bounds(*numbers, **about, **exact.rounding(dtype))
+    for name, x in got.items():
+        exact.expect_close(wide(x), want[name], bound[name], name)
+        assert x.ndim < 4 or x.transpose(1, 2).is_contiguous()
