@@ -105,8 +105,8 @@ def test_a_model_that_would_pass_over_it(model):
             "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
         },
         "SD3Transformer2DModel": {
-            "sample_size": 8, "num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2, "caption_projection_dim": 16,
-            "joint_attention_dim": 8, "pooled_projection_dim": 8,
+            "sample_size": 8, "num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2,
+            "caption_projection_dim": 16, "joint_attention_dim": 8, "pooled_projection_dim": 8,
         },
     }  # fmt: skip
     made = getattr(diffusers, model)(**sizes[model])

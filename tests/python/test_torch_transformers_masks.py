@@ -53,7 +53,8 @@ def mask_of(make, problem, padding, skips):
         )
     return make(
         batch_size=batch, q_length=queries, kv_length=keys, q_offset=past, kv_offset=gone, mask_function=function,
-        attention_mask=padding, local_size=window, allow_is_causal_skip=skips and causal, allow_is_bidirectional_skip=skips and not causal,
+        attention_mask=padding, local_size=window, allow_is_causal_skip=skips and causal,
+        allow_is_bidirectional_skip=skips and not causal,
         use_vmap=False, dtype=torch.float32, config=None,
         device="cpu" if padding is None else padding.device,
     )  # fmt: skip
@@ -143,9 +144,10 @@ def test_a_mask_that_is_changed():
     torch.testing.assert_close(o, octet.sdpa(q, k, v, built).transpose(1, 2))
 
 
+BLOCKS = torch.tensor([[-1, 0, 0, -1, 1]] * 2)
 OTHERS = {
     "chunked": utils.chunked_causal_mask_function(3, torch.zeros(2, dtype=torch.long)),
-    "blocks": utils.or_masks(utils.causal_mask_function, utils.blockwise_overlay(torch.tensor([[-1, 0, 0, -1, 1]] * 2))),
+    "blocks": utils.or_masks(utils.causal_mask_function, utils.blockwise_overlay(BLOCKS)),
     "of the user": lambda batch, head, q, k: (k <= q) & (k != 1),
     "of both": utils.and_masks(utils.causal_mask_function, lambda batch, head, q, k: k != 1),
     "a window of two sides in a causal mask": utils.and_masks(

@@ -94,7 +94,7 @@ def _backend(precision: Precision | None) -> Callable:
         return_lse: bool = False,
         _parallel_config: Any | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """o of query, key, value, all [batch, token, head, dim]; with return_lse (o, lse [batch, token, head], float32).
+        """o of query, key, value, all [batch, token, head, dim]; with return_lse (o, lse [batch, token, head]).
 
         A mask [batch, keys] is one for each batch element. With _parallel_config the tokens are spread over the
         processes of its mesh, as diffusers' context parallelism does it; lse then has no gradient.

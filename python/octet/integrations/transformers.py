@@ -155,8 +155,9 @@ def _implementation(precision: Precision | None) -> Callable:
         options: AttentionOptions = {"scale": scaling, "precision": precision, "deterministic": deterministic}
         dense: AttentionOptions = {**options, "layout": "bshd"}
         if s_aux is not None and s_aux.shape != query.shape[1:2]:
-            shape = list(s_aux.shape)
-            raise Unsupported(f"s_aux: found an array of shape {shape}, allowed: [{query.shape[1]}], one sink for each head")
+            raise Unsupported(
+                f"s_aux: found an array of shape {list(s_aux.shape)}, allowed: [{query.shape[1]}], one sink for each head"
+            )
 
         if isinstance(attention_mask, Mask) and attention_mask.viewed:
             attention_mask = attention_mask.dense()
@@ -240,7 +241,9 @@ def _packed(plan: Plan | None, cu_q: Any, cu_k: Any, query: torch.Tensor, key: t
     """The plan of sequences whose lengths the caller names, in a batch that is one long row of tokens."""
     for name, x in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
         if x is None:
-            raise Unsupported(f"{name}: found None, allowed: with the other of cu_seq_lens_q and cu_seq_lens_k, a tensor")
+            raise Unsupported(
+                f"{name}: found None, allowed: with the other of cu_seq_lens_q and cu_seq_lens_k, a tensor"
+            )
     if plan is None or plan.cu_seqlens_q is not plan.cu_seqlens_k:
         raise Unsupported(
             "cu_seq_lens_q: found together with an attention_mask that hides tokens, allowed: one of the two; the "
