@@ -114,3 +114,11 @@ def test_out_dtype_of_numpy():
         assert octet.attention(q, q, q, out_dtype=given).dtype == np.float32
     with pytest.raises(octet.InvalidArgument, match="out_dtype: found <class 'int'>, allowed: 'float64', 'float32'"):
         octet.attention(q, q, q, out_dtype=int)
+
+
+def test_a_package_without_the_command_says_why(monkeypatch, tmp_path):
+    from octet import _command
+
+    monkeypatch.setattr(_command, "__file__", str(tmp_path / "_command.py"))
+    with pytest.raises(SystemExit, match="octet: no command in .*bin: .*CMake did not find CLI11, nlohmann_json and fmt"):
+        _command.main()
