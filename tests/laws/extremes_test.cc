@@ -1,5 +1,7 @@
 // Inputs at the edge: huge logits, zeros where a scale is computed, rows that are all equal, tiny gradients. Nothing
 // may turn into NaN, and what has a closed form must have it.
+#include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "laws/laws.h"
@@ -86,6 +88,32 @@ TEST_P(Extremes, gradients_scale_with_do_and_dlse) {
                            testing::PrintToString(factor) + " times do and dlse");
       }
     }
+}
+
+// ds is as large as dlse, where that is large, and no smaller than what do gives it, where that is tiny: neither leaves
+// the range of its format.
+TEST_P(Extremes, gradients_of_huge_and_tiny_dlse_are_precise) {
+  if (GetParam().pass != Pass::backward) return;
+  Case c = kCase;
+  c.sinks = Sinks::shared, c.dlse = true;
+  const Inputs in = draw(c, 10);
+  const auto errors = [&](double of_do, double of_dlse) {
+    Inputs x = in;
+    x.do_ = combined(of_do, in.do_, 0, in.do_), x.dlse = combined(of_dlse, in.dlse, 0, in.dlse);
+    const Outputs got = compute(c, x, GetParam()), want = exact(c, x, Pass::backward);
+    return std::array{difference(got.dq, want.dq).relative(), difference(got.dk, want.dk).relative(),
+                      difference(got.dsinks, want.dsinks).relative()};
+  };
+  const auto both = errors(1, 1), only_do = errors(1, 0), only_dlse = errors(0, 1);
+  const double tiny = 0x1p-100, huge = 0x1p100;
+  const std::pair<double, double> scales[] = {{1, 0x1p20}, {1, huge},    {1, 0x1p-20}, {1, tiny},
+                                              {tiny, 1},   {tiny, tiny}, {0, tiny},    {0, huge}};
+  for (const auto& [of_do, of_dlse] : scales) {
+    const auto got = errors(of_do, of_dlse);
+    for (size_t i = 0; i < got.size(); ++i)
+      EXPECT_LE(got[i], 1.25 * std::max({both[i], only_do[i], only_dlse[i]}) + 1e-6)
+          << "tensor " << i << ", do times " << of_do << ", dlse times " << of_dlse << ", seed 10";
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Recipes, Extremes, testing::ValuesIn(every_recipe()), label);

@@ -192,6 +192,24 @@ TEST(Dsinks, of_a_shared_sink_sum_over_the_batch) {
   }
 }
 
+// The projection takes a wrong delta, here from an o that is a quarter too large, out of the gradients of the sinks
+// too.
+TEST(Dsinks, are_projected) {
+  const Inputs in = draw(kCase, 10);
+  for (const Remedy remedy : {Remedy::none, Remedy::project}) {
+    Attention attention = attention_of(kCase, Precision::bf16, "cpu");
+    attention.remedy = remedy;
+    Outputs saved = run(kCase, in, attention, Pass::forward);
+    const Values want = run(kCase, in, attention, Pass::backward, &saved).dsinks;
+    saved.o = combined(1.25, saved.o, 0, saved.o);
+    const double moved = difference(run(kCase, in, attention, Pass::backward, &saved).dsinks, want).relative();
+    if (remedy == Remedy::project)
+      EXPECT_LT(moved, 0x1p-8);
+    else
+      EXPECT_GT(moved, 0x1p-4);
+  }
+}
+
 // A row that sees nothing but a sink gives it its dlse, and nothing to q, k and v.
 TEST(Dsinks, of_blind_rows_are_dlse) {
   Case c = kCase;
