@@ -138,7 +138,9 @@ struct Attention {
   octet_attention c() const {
     octet_attention a = OCTET_ATTENTION_INIT;
     if (scale && *scale == 0.f)
-      throw Error(OCTET_INVALID_ARGUMENT, "scale: found 0, allowed: positive and finite, or nothing for 1/sqrt(dim)");
+      throw Error(
+          OCTET_INVALID_ARGUMENT,
+          "scale: found 0, allowed: positive and finite, 1.17549e-38 to 3.40282e+38, or nothing for 1/sqrt(dim)");
     a.precision = static_cast<uint32_t>(precision);
     a.scale = scale.value_or(0.f);
     a.mask = (causal ? OCTET_MASK_CAUSAL : 0) | (window ? OCTET_MASK_WINDOW : 0);

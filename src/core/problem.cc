@@ -203,8 +203,8 @@ void validate_mask_tensor(Problem& p) {
 
 float effective_scale(float scale, int64_t dim) {
   if (scale == 0.f) return static_cast<float>(1.0 / std::sqrt(static_cast<double>(dim)));
-  if (!std::isfinite(scale) || scale < 0.f)
-    invalid("scale: found ", scale, ", allowed: positive and finite, or 0 for 1/sqrt(dim)");
+  if (!std::isnormal(scale) || scale < 0.f)
+    invalid("scale: found ", scale, ", allowed: positive and finite, 1.17549e-38 to 3.40282e+38, or 0 for 1/sqrt(dim)");
   return scale;
 }
 

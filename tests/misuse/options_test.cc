@@ -10,11 +10,12 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInfinity = std:
 
 TEST(Options, scale_is_positive_and_finite) {
   const std::pair<float, const char*> scales[] = {
-      {kNan, "nan"}, {kInfinity, "inf"}, {-kInfinity, "-inf"}, {-0.125f, "-0.125"}};
+      {kNan, "nan"}, {kInfinity, "inf"}, {-kInfinity, "-inf"}, {-0.125f, "-0.125"}, {0x1p-127f, "5.87747e-39"}};
   for (const auto& [scale, text] : scales) {
     Call call(OCTET_FORWARD);
     call.attention.scale = scale;
-    expect_invalid(call, std::string("scale: found ") + text + ", allowed: positive and finite, or 0 for 1/sqrt(dim)");
+    expect_invalid(call, std::string("scale: found ") + text +
+                             ", allowed: positive and finite, 1.17549e-38 to 3.40282e+38, or 0 for 1/sqrt(dim)");
   }
 }
 
