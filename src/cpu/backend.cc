@@ -172,7 +172,7 @@ ForwardPlan forward_recipe(const Problem& p) {
               .smooth_k = true,
               .hadamard = p.hadamard,
               .v = OCTET_F16,
-              .v_scale = VScale::head,
+              .v_scale = VScale::power,
               .p = PFormat::f16,
               .step_tiles = 2};
     case OCTET_PRECISION_INT8_FP8:
@@ -246,7 +246,7 @@ namespace {
 BackwardPlan sixteen_bits(octet_dtype format, octet_remedy remedy) {
   const Rounding cast{format};
   // Gradients may be too small for f16 as they are.
-  const Rounding incoming = format == OCTET_F16 ? Rounding{OCTET_F16, kWholeHead} : cast;
+  const Rounding incoming = format == OCTET_F16 ? Rounding{OCTET_F16, 1} : cast;
   if (remedy == OCTET_REMEDY_F16_INSIDE)
     return {.q = cast,
             .k = cast,
@@ -293,8 +293,8 @@ BackwardPlan recipe(const Problem& p) {
       return {.q = {OCTET_I8, 128},
               .k = {OCTET_I8, 64},
               .smooth_k = true,
-              .v = {OCTET_F16, kWholeHead},
-              .do_dp = {OCTET_F16, kWholeHead},
+              .v = {OCTET_F16, 1},
+              .do_dp = {OCTET_F16, 1},
               .do_dv = {OCTET_I8, 64},
               .format = GradientFormat::int8};
     default:

@@ -5,6 +5,7 @@
 // Every function is `static`: kernels are compiled once per instruction set, and a shared inline function would
 // leave the linker free to keep the AVX-512 copy for everybody.
 #pragma once
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -110,6 +111,20 @@ static inline float amax(const float* x, int64_t n) {
     top = magnitude > top ? magnitude : top;
   }
   return std::bit_cast<float>(top);
+}
+
+// Numbers far beyond the others would spoil a mean for all its tokens. In means of k and v, and of q in blocks, numbers
+// of this size and above count as 0, as those that are not finite do: 2^(E + 4), with E the lower quartile of the
+// exponents of the largest finite magnitudes of a sample of tokens; tokens of zeros are left out. `largest`: those
+// magnitudes, which lose their order; no token: 0.
+constexpr int64_t kSampledTokens = 64;  // at most; of n tokens the (i n / sampled)-th
+static inline float mean_limit(float* largest, int64_t tokens) {
+  float* const last = std::remove(largest, largest + tokens, 0.f);
+  if (last == largest) return 0.f;
+  float* const quartile = largest + (last - largest - 1) / 4;
+  std::nth_element(largest, quartile, last);
+  const uint32_t exponent = std::bit_cast<uint32_t>(*quartile) >> 23;
+  return std::bit_cast<float>(std::min((exponent > 1 ? exponent : 1) + 4, 255u) << 23);
 }
 
 // A symmetric scale and its inverse for codes up to `top`: x ~ step * code, step = amax / top.

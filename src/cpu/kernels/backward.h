@@ -95,7 +95,7 @@ struct Backward {
     float *dk = scratch.dk + own * kKeys * kc, *dv = scratch.dv + own * kKeys * vc, *dq = w.dq + first * kc;
     [[maybe_unused]] constexpr Strides columnwise{1, kKeys};
     products(first, rows, index, own, query_mean(seq, block, h, token));
-    gradient_tile(seq, block, h, token, rows, tile);
+    gradient_tile(seq, h, token, rows, tile);
     if (plan.smooth_blocks) give_back_query_mean(query_mean(seq, block, h, token), rows, dk);
     float row_sums[kQueries];
     if (plan.smooth_blocks)
@@ -252,28 +252,18 @@ struct Backward {
 
   float unit() const { return p.mask.present() ? kLog2e : p.scale * kLog2e; }
 
-  void gradient_tile(const Sequence& seq, const Block& block, int64_t h, int64_t token, int64_t rows, int64_t tile) {
+  void gradient_tile(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t tile) {
     const int64_t first = row_index(p, seq, h, token);
-    const Step power = ds_power(block, h);
-    for_rows(p, seq, h, token, rows, tile * kKeys, [&](int64_t i, const TileRow& keys, auto partial) {
+    for_rows(p, seq, h, token, rows, tile * kKeys, gauges(first), [&](int64_t i, const TileRow& keys, auto partial) {
       const GradientRow row{keys,
                             p.scale,
                             unit(),
                             w.lse[first + i],
                             w.delta[first + i],
-                            power.inverse,
-                            power.step,
-                            plan.smooth_k_dq ? 0x1p15f : 1.f};
+                            plan.smooth_k_dq ? 0x1p15f : 1.f,
+                            plan.smooth_k_dq};
       gradient_row<format, partial>(row, scratch.s + i * kKeys, scratch.dp + i * kKeys);
     });
-  }
-
-  // |ds| <= p (1 - p) max |dp - dp'| + p |dlse| <= max |do| max |v| / 2 + max |dlse|, which f16 holds at 2^13.
-  Step ds_power(const Block& block, int64_t h) const {
-    if (!plan.smooth_k_dq) return {1.f, 1.f};
-    const HeadStatistics &queries = w.query_heads[block.sequence * p.heads + h],
-                         &keys = w.key_heads[block.sequence * p.kv_heads + h / p.group()];
-    return step_for(OCTET_F16, queries.value_norm * keys.value_norm + 2.f * queries.dlse);
   }
 
   // Rounding that needs a whole tile. Returns ds as the operand of dq.
@@ -302,6 +292,35 @@ struct Backward {
     }
   }
 
+  const float* gauges(int64_t first) const { return w.gauge ? w.gauge + first : nullptr; }
+
+  // Beside a large gauge lse has lost the bits of the logits: such rows get their own.
+  void renew_lse(const Sequence& seq, const Block& block) {
+    constexpr float kLarge = 16.f;
+    const int64_t h = block.head, token = block.token, first = row_index(p, seq, h, token);
+    const int64_t rows = std::min(seq.q_tokens - token, kQueries);
+    const auto large = [&](int64_t i) { return __builtin_fabsf(w.gauge[first + i]) >= kLarge; };
+    bool any = false;
+    for (int64_t i = 0; i < rows; ++i) any |= large(i);
+    if (!any) return;
+    const Block keys{block.sequence, h / p.group(), 0, block.first_tile};
+    const KeyRange tiles = tiles_of(p, seq, token, rows);
+    RowSums sums[kQueries];
+    split_queries(first, rows);
+    for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
+      products(first, rows, tile_index(keys, tile), 0, query_mean(seq, keys, h, token));
+      for_rows(p, seq, h, token, rows, tile * kKeys, gauges(first), [&](int64_t i, const TileRow& row, auto partial) {
+        sums[i].template add_logits<partial>(row, p.scale, unit(), scratch.s + i * kKeys, scratch.dp + i * kKeys);
+      });
+    }
+    for (int64_t i = 0; i < rows; ++i) {
+      float& lse = w.lse[first + i];
+      if (!large(i) || lse != lse || lse == __builtin_inff()) continue;
+      const double of_keys = w.sink ? 1.0 - w.sink[first + i] : 1.0;
+      lse = static_cast<float>(sums[i].m + std::log2(sums[i].p) - std::log2(of_keys));
+    }
+  }
+
   // What a block of queries must know of its whole rows before any tile: with Delta::from_p their sums, with `project`
   // the projection.
   void sweep(const Sequence& seq, const Block& block) {
@@ -315,10 +334,10 @@ struct Backward {
     for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
       products(first, rows, tile_index(keys, tile), 0, query_mean(seq, keys, h, token));
       if (plan.project) {
-        gradient_tile(seq, keys, h, token, rows, tile);
+        gradient_tile(seq, h, token, rows, tile);
         for (int64_t i = 0; i < rows; ++i) sums[i].add(scratch.s + i * kKeys, scratch.dp + i * kKeys);
       } else {
-        for_rows(p, seq, h, token, rows, tile * kKeys, [&](int64_t i, const TileRow& row, auto partial) {
+        for_rows(p, seq, h, token, rows, tile * kKeys, gauges(first), [&](int64_t i, const TileRow& row, auto partial) {
           sums[i].template add_logits<partial>(row, p.scale, unit(), scratch.s + i * kKeys, scratch.dp + i * kKeys);
         });
       }
@@ -456,7 +475,6 @@ inline void prepare_operands(const Job& job, const BackwardPlan& plan, const Gra
         w.query_heads[side] = head_statistics(
             p.q, p.do_, seq.batch, h, seq.q_first, seq.q_tokens, [&](int64_t i) { return seen_query(p, seq, h, i, w); },
             nullptr);
-      w.query_heads[side].dlse = largest_dlse(p, seq, h, w);
     });
   parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
     prepare_keys(p, plan, job.sequences[job.key_tiles[task].sequence], job.key_tiles[task], w);
@@ -478,6 +496,12 @@ void backward_as(const Job& job, const BackwardPlan& plan) {
     return Backward<format>{p, plan, w, BackwardScratch::carve(w, own)};
   };
   prepare_operands(job, plan, w);
+  if (w.gauge && plan.delta != Delta::from_p)
+    parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
+      configure_tiles();
+      worker(thread).renew_lse(job.sequences[job.query_blocks[task].sequence], job.query_blocks[task]);
+      release_tiles();
+    });
   if (plan.delta == Delta::from_p || plan.project)
     parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
       configure_tiles();

@@ -13,9 +13,8 @@ namespace octet::cpu::OCTET_ISA {
 
 // Of all seen tokens of one head of q and do, or of k and v; only finite numbers count.
 struct HeadStatistics {
-  float largest;                    // magnitude in q, or in k after smoothing
-  float value_largest, value_norm;  // magnitude and norm of a row in do, or in v
-  float dlse;                       // magnitude
+  float largest;        // magnitude in q, or in k after smoothing
+  float value_largest;  // in do, or in v
 };
 
 constexpr int64_t split_stride(int64_t n) { return words_of<Split>(n) + 16; }  // rows a power of two apart share sets
@@ -35,9 +34,10 @@ struct GradientOperands {
   int64_t tiles;                   // of a head of k and v, at most
   float *q, *do_dp, *do_dv;        // [row][columns]
   float *q_amax, *do_amax;         // [row]
-  float* lse;       // [row], times log2(e), in the gauge of k; +inf: the row sees nothing, not even a sink
-  float* delta;     // [row], minus dlse
-  float* sink;      // [row], with sinks: the sink's weight, with Delta::from_p until then its logit, as lse
+  float* lse;    // [row], times log2(e), less `gauge`, for k less its mean; +inf: the row sees nothing, not even a sink
+  float* delta;  // [row], minus dlse
+  float* sink;   // [row], with sinks: the sink's weight, with Delta::from_p until then its logit, as lse
+  float* gauge;  // [row], with a float mask: mask_gauge, which logits go without
   float* lambda;    // [row], with project
   float* lambda_q;  // [row][k_columns], with project: -lambda q
   float* dq;        // [row][k_columns]
@@ -76,6 +76,7 @@ inline GradientOperands carve_gradient_operands(const Problem& p, const Backward
   w.lse = carve.take<float>(rows);
   w.delta = carve.take<float>(rows);
   w.sink = p.sinks.present() ? carve.take<float>(rows) : nullptr;
+  w.gauge = p.mask.present() && p.mask.dtype != OCTET_BOOL ? carve.take<float>(rows) : nullptr;
   w.k_smooth = plan.smooth_blocks ? carve.take<float>(tiles * kKeys * w.k_columns) : nullptr;
   w.q_raw = plan.smooth_blocks ? carve.take<float>(rows * w.k_columns) : nullptr;
   w.q_mean =
@@ -134,31 +135,16 @@ inline bool finite_row(const float* row, int64_t n) {
   return reduce_add(poison) == 0.f;
 }
 
-OCTET_INLINE Vf finite_magnitude(Vf x) {
-  const Vf a = floats(bits(x) & 0x7fffffff);
-  return a < splat(__builtin_inff()) ? a : Vf{};
-}
-
-inline float finite_amax(const float* x, int64_t n) {
-  Vf largest{};
-  for (int64_t c = 0; c < n; c += kLanes) largest = max(finite_magnitude(load(x + c)), largest);
-  return reduce_max(largest);
-}
-
 inline void zero(float* x, int64_t n) { std::memset(x, 0, sizeof(float) * n); }
-
-// The scale of a group whose largest magnitude is known.
-inline Step step_for(octet_dtype dtype, float largest) {
-  if (dtype != OCTET_F16) return step_of(largest, largest_code(dtype));
-  if (!(largest > 0.f)) return {1.f, 1.f};
-  const int power = std::clamp(13 - std::ilogb(largest), -126, 126);  // near 2^13: far from overflow, sums of a few too
-  return {std::ldexp(1.f, -power), std::ldexp(1.f, power)};
-}
 
 // Rounds rows to numbers of a format. `shared`: the largest magnitude of their group if it reaches beyond them, else
 // negative.
 inline void round_rows(const Rounding& how, float shared, float* rows, int64_t count, int64_t width) {
   if (how.dtype == OCTET_F32) return;
+  if (how.dtype == OCTET_F16 && how.group) {
+    for (int64_t i = 0; i < count * width; i += kLanes) store(rows + i, round_11_bits(load(rows + i)));
+    return;
+  }
   const int64_t group = how.group && shared < 0.f ? how.group : count;
   for (int64_t first = 0; first < count; first += group) {
     const int64_t last = std::min(first + group, count);
@@ -167,7 +153,7 @@ inline void round_rows(const Rounding& how, float shared, float* rows, int64_t c
       float largest = shared;
       if (shared < 0.f)
         for (int64_t r = first; r < last; ++r) largest = std::max(largest, finite_amax(rows + r * width, width));
-      step = step_for(how.dtype, largest);
+      step = step_of(largest, largest_code(how.dtype));
     }
     for (int64_t r = first; r < last; ++r) {
       round_row_to(how.dtype, step.inverse, rows + r * width, width);
@@ -192,19 +178,12 @@ inline float shared_amax(const Problem& p, const Rounding& how, const View& t, c
   return largest;
 }
 
-inline double squared_norm(const float* x, int64_t n) {
-  double sum = 0;
-  for (int64_t c = 0; c < n; ++c) sum += static_cast<double>(x[c]) * x[c];
-  return sum;
-}
-
 // One pass over the seen tokens of a head of x (q or k, minus `mean` if there is one) and y (do or v).
 template <class Seen>
 HeadStatistics head_statistics(const View& x, const View& y, int64_t b, int64_t h, int64_t first, int64_t tokens,
                                const Seen& seen, const float* mean) {
   alignas(64) float row[kMaxDim];
   HeadStatistics s{};
-  double norm = 0;
   const int64_t x_width = padded_columns(x.shape[3]), y_width = padded_columns(y.shape[3]);
   for (int64_t t = first; t < first + tokens; ++t) {
     if (!seen(t - first)) continue;
@@ -215,9 +194,7 @@ HeadStatistics head_statistics(const View& x, const View& y, int64_t b, int64_t 
     load_numbers(y, b, h, t, 1, 1, y_width, row);
     if (!finite_row(row, y_width)) continue;
     s.value_largest = std::max(s.value_largest, finite_amax(row, y_width));
-    norm = std::max(norm, squared_norm(row, y_width));
   }
-  s.value_norm = static_cast<float>(std::sqrt(norm));
   return s;
 }
 
@@ -225,26 +202,29 @@ HeadStatistics head_statistics(const View& x, const View& y, int64_t b, int64_t 
 inline void mean_of_keys(const Problem& p, const Sequence& seq, int64_t g, const SeenTokens& seen, float* mean) {
   alignas(64) float row[kMaxDim];
   double sum[kMaxDim] = {};
+  const float limit = limit_of(p.k, seq, g, seen);
   for (int64_t j = seen.range.first; j < seen.range.last; ++j) {
     if (!seen[j]) continue;
     load_numbers(p.k, seq.batch, g, seq.k_first + j, 1, 1, p.dim, row);
     for (int64_t c = 0; c < p.dim; ++c)
-      if (__builtin_fabsf(row[c]) < __builtin_inff()) sum[c] += row[c];
+      if (__builtin_fabsf(row[c]) < limit) sum[c] += row[c];
   }
   for (int64_t c = 0; c < p.dim; ++c)
     mean[c] = static_cast<float>(sum[c] / static_cast<double>(std::max<int64_t>(seen.count(), 1)));
 }
 
-// Of the seen ones, in double, rounded once.
+// Of the seen ones among at most kSampledTokens, in double, rounded once.
 template <class Seen>
 void mean_of_rows(const float* rows, int64_t count, int64_t width, const Seen& seen, float* mean) {
   double sum[kMaxDim] = {};
+  float largest[kSampledTokens];
   int64_t tokens = 0;
-  for (int64_t r = 0; r < count; ++r) {
-    if (!seen(r)) continue;
-    ++tokens;
-    for (int64_t c = 0; c < width; ++c) sum[c] += rows[r * width + c];
-  }
+  for (int64_t r = 0; r < count; ++r)
+    if (seen(r)) largest[tokens++] = finite_amax(rows + r * width, width);
+  const float limit = mean_limit(largest, tokens);
+  for (int64_t r = 0; r < count; ++r)
+    for (int64_t c = 0; c < width && seen(r); ++c)
+      if (const float x = rows[r * width + c]; __builtin_fabsf(x) < limit) sum[c] += x;
   for (int64_t c = 0; c < width; ++c)
     mean[c] = static_cast<float>(sum[c] / static_cast<double>(std::max<int64_t>(tokens, 1)));
 }
@@ -301,10 +281,13 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
     if (!finite[r]) zero(k + r * kc, kc);
     if (plan.smooth_k && seen(r)) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
   }
+  float* mean = plan.smooth_blocks ? w.tile_mean + index * kc : nullptr;
+  if (plan.smooth_blocks) {
+    mean_of_rows(k, valid, kc, seen, mean);
+    if (plan.hadamard) rotate_rows(mean, 1, kc, p.dim);
+  }
   if (plan.hadamard) rotate_rows(k, valid, kc, p.dim);
   if (plan.smooth_blocks) {
-    float *mean = w.tile_mean + index * kc, *offset = w.tile_offset + index * kc;
-    mean_of_rows(k, valid, kc, seen, mean);
     for (int64_t r = 0; r < valid; ++r)
       if (seen(r)) subtract(k + r * kc, mean, kc);
     std::memcpy(w.k_smooth + index * kKeys * kc, k, sizeof(float) * kKeys * kc);
@@ -312,9 +295,11 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
     alignas(64) float all[kMaxDim] = {};
     std::memcpy(all, w.k_mean + side * kMaxDim, sizeof(float) * p.dim);
     if (plan.hadamard) rotate_rows(all, 1, kc, p.dim);
-    for (int64_t c = 0; c < kc; ++c) offset[c] = mean[c] - all[c];
+    for (int64_t c = 0; c < kc; ++c) w.tile_offset[index * kc + c] = mean[c] - all[c];
   }
   round_rows(plan.k, plan.k.group == kWholeHead ? head.largest : -1.f, k, valid, kc);
+  for (int64_t r = 0; r < valid; ++r)  // beyond the range of 16 bits
+    if (!finite_row(k + r * kc, kc)) finite[r] = false, zero(k + r * kc, kc);
   for (int64_t r = 0; r < kKeys; ++r) w.k_amax[index * kKeys + r] = finite_amax(k + r * kc, kc);
   alignas(64) float transposed[kMaxDim * kKeys];
   transpose(k, kKeys, kc, p.dim, transposed);
@@ -325,7 +310,7 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
   if (plan.smooth_k_dq) {
     for (int64_t r = 0; r < valid; ++r)
       if (seen(r)) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
-    round_rows({OCTET_F16, kWholeHead}, head.largest, k, valid, kc);
+    round_rows({OCTET_F16, 1}, -1.f, k, valid, kc);
   }
   store_rows(k, kc, w.k_by_row + index * words_of<Split>(kKeys) * kc);
 
@@ -358,15 +343,6 @@ inline float dlse_of(const Problem& p, const Sequence& seq, int64_t h, int64_t t
   return p.dlse.present() ? *p.dlse.at<float>(seq.batch, h, seq.q_first + token) : 0.f;
 }
 
-inline float largest_dlse(const Problem& p, const Sequence& seq, int64_t h, const GradientOperands& w) {
-  float largest = 0.f;
-  for (int64_t i = 0; i < seq.q_tokens && p.dlse.present(); ++i) {
-    const float x = __builtin_fabsf(dlse_of(p, seq, h, i));
-    if (x < __builtin_inff() && seen_query(p, seq, h, i, w)) largest = std::max(largest, x);
-  }
-  return largest;
-}
-
 // The sum of a row of ds: as p sums to 1 with the sink, sum p (dp - delta + dlse) = dlse - p_sink (dlse - delta).
 // Without sink and dlse it is exactly 0, so that a mean that was taken from k multiplies no rounding errors.
 inline float row_sum_of_ds(const Problem& p, const GradientOperands& w, const Sequence& seq, int64_t h, int64_t token) {
@@ -394,12 +370,14 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
     if (!seen(i)) zero(q + i * kc, kc), zero(do_dp + i * vc, vc);
     const float saved = *p.lse.at<float>(seq.batch, h, seq.q_first + token + i);
     double lse = saved == kMinusInfinity ? __builtin_inf() : saved, moved = 0;
+    if (w.gauge) moved = w.gauge[first + i] = mask_gauge(p, seq, h, token + i);
     if (plan.smooth_k)
       for (int64_t c = 0; c < p.dim; ++c) moved += static_cast<double>(p.scale) * q[i * kc + c] * mean[c];
     lse -= moved;
     if (w.sink)
-      w.sink[first + i] = static_cast<float>(plan.delta == Delta::from_p ? (sink - moved) * 1.44269504088896340736
-                                                                         : weight_of(sink, saved));
+      w.sink[first + i] =
+          static_cast<float>(plan.delta == Delta::from_p ? std::min((sink - moved) * 1.44269504088896340736, 0x1p100)
+                                                         : weight_of(sink, saved));
     do_finite[i] = finite_row(do_dp + i * vc, vc);
     if (!finite_row(q + i * kc, kc) || !do_finite[i]) {
       zero(q + i * kc, kc);
@@ -412,16 +390,26 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
     std::memcpy(do_dv, do_dp, sizeof(float) * rows * vc);
     round_rows(plan.do_dv, shared_amax(p, plan.do_dv, p.do_, seq, h, token, head.value_largest, w), do_dv, rows, vc);
   }
+  float* mean_q = plan.smooth_blocks ? block_mean(p, seq, block.sequence, h, token, w) : nullptr;
+  if (plan.smooth_blocks) {
+    mean_of_rows(q, rows, kc, seen, mean_q);
+    if (plan.hadamard) rotate_rows(mean_q, 1, kc, p.dim);
+  }
   if (plan.hadamard) rotate_rows(q, rows, kc, p.dim);
   if (plan.smooth_blocks) {
     std::memcpy(w.q_raw + first * kc, q, sizeof(float) * rows * kc);
-    float* mean_q = block_mean(p, seq, block.sequence, h, token, w);
-    mean_of_rows(q, rows, kc, seen, mean_q);
     for (int64_t i = 0; i < rows; ++i)
       if (seen(i)) subtract(q + i * kc, mean_q, kc);
   }
   round_rows(plan.q, shared_amax(p, plan.q, p.q, seq, h, token, head.largest, w), q, rows, kc);
   round_rows(plan.do_dp, shared_amax(p, plan.do_dp, p.do_, seq, h, token, head.value_largest, w), do_dp, rows, vc);
+  for (int64_t i = 0; i < rows; ++i)  // beyond the range of 16 bits
+    if (!finite_row(q + i * kc, kc) || !finite_row(do_dp + i * vc, vc)) {
+      zero(q + i * kc, kc);
+      zero(do_dp + i * vc, vc);
+      zero(do_dv + i * vc, vc);
+      w.lse[first + i] = __builtin_nanf("");
+    }
   for (int64_t i = 0; i < rows; ++i) {
     float& delta = w.delta[first + i] = do_finite[i] ? 0.f : __builtin_nanf("");
     if (w.lse[first + i] != __builtin_inff() && plan.delta != Delta::from_p)

@@ -13,10 +13,11 @@ OCTET_INLINE Vf round_p(Vf p, float up) {
   return p;
 }
 
+// `any_range`: not that of f16, which do of very different rows would leave.
 template <GradientFormat format>
-OCTET_INLINE Vf round_ds(Vf ds, float up, float down) {
+OCTET_INLINE Vf round_ds(Vf ds, bool any_range) {
   if constexpr (format == GradientFormat::bf16) return round_bf16(ds);
-  if constexpr (format == GradientFormat::f16) return round_f16(ds * up) * down;
+  if constexpr (format == GradientFormat::f16) return any_range ? round_11_bits(ds) : round_f16(ds);
   return ds;
 }
 
@@ -25,8 +26,8 @@ struct GradientRow {
   TileRow keys;
   float to_logit, unit;  // load_logits
   float lse, delta;
-  float up, down;  // powers of two around the rounding of ds to f16
-  float p_up;      // and of p
+  float p_up;      // a power of two around the rounding of p to f16
+  bool any_range;  // round_ds
 };
 
 // s becomes p, dp becomes ds. Keys that the row does not see give exact zeros, whatever they hold.
@@ -42,20 +43,21 @@ OCTET_INLINE void gradient_row(const GradientRow& row, float* s, float* dp) {
       ds = x[v] == kMinusInfinity ? Vf{} : ds;
     }
     store(s + v * kLanes, round_p<format>(p, row.p_up));
-    store(dp + v * kLanes, round_ds<format>(ds, row.up, row.down));
+    store(dp + v * kLanes, round_ds<format>(ds, row.any_range));
   }
 }
 
-// Calls body(row, partial) for the rows of a tile: partial is a compile-time constant.
+// Calls body(row, partial) for the rows of a tile: partial is a compile-time constant. `gauge`: of these rows, or null.
 template <class Body>
 OCTET_INLINE void for_rows(const Problem& p, const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t key,
-                           const Body& body) {
-  TileRow row{nullptr, nullptr, 0, 0, nullptr, p.mask.dtype, p.mask.stride[3]};
+                           const float* gauge, const Body& body) {
+  TileRow row{nullptr, nullptr, 0, 0, nullptr, p.mask.dtype, p.mask.stride[3], 0.f};
   for (int64_t i = 0; i < rows; ++i) {
     const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
     row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
     row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
     if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
+    if (gauge) row.gauge = gauge[i];
     if (row.first > 0 || row.last < kKeys || row.mask)
       body(i, row, std::true_type());
     else

@@ -137,8 +137,10 @@ struct Forward {
       const float step = queries.step[i];
       if (step != step && !sees_a_key(p, seq, h, token + i)) queries.step[i] = 1.f;  // NaN would reach its row
       state.m[i] = state.top[i] = kMinusInfinity;
-      state.to_logit[i] = queries.step[i] * p.scale;
-      state.unit[i] = p.mask.present() ? kLog2e : state.to_logit[i] * kLog2e;
+      state.to_logit[i] = kept_from_zero(static_cast<double>(queries.step[i]) * p.scale);
+      state.unit[i] =
+          p.mask.present() ? kLog2e : kept_from_zero(static_cast<double>(queries.step[i]) * p.scale * kLog2e);
+      state.gauge[i] = i >= rows ? 0.f : i > 0 && one_mask_row(p) ? state.gauge[0] : mask_gauge(p, seq, h, token + i);
     }
     std::memset(state.l, 0, sizeof state.l);
     std::memset(scratch.o, 0, sizeof(float) * kRows * side.v_columns);
@@ -184,7 +186,8 @@ struct Forward {
                 static_cast<int>(keys),
                 nullptr,
                 p.mask.dtype,
-                p.mask.stride[3]};
+                p.mask.stride[3],
+                0.f};
     const float* v_scale = side.v_scale ? side.v_scale + index * kKeys : nullptr;
     const bool v_finite = this->v_finite(index, tiles);
     const bool all_seen = !p.mask.present() && p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens).first <= key &&
@@ -203,7 +206,7 @@ struct Forward {
       const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
       own.first = static_cast<int>(std::max<int64_t>(seen.first - key, 0));
       own.last = static_cast<int>(std::min(seen.last - key, keys));
-      if (p.mask.present()) own.mask = mask_row(p, seq.batch, h, token + i, key);
+      if (p.mask.present()) own.mask = mask_row(p, seq.batch, h, token + i, key), own.gauge = state.gauge[i];
       return own;
     };
     for (int64_t first = 0; first < rows; first += kLanes) {
@@ -342,7 +345,10 @@ struct Forward {
       const float inverse = seen ? 1.f / l : 0.f;
       for (int64_t c = 0; c < columns; ++c) o[c] = seen ? o[c] * inverse : 0.f;
       if (side.v_channel)
-        for (int64_t c = 0; c < p.dim_v; ++c) o[c] *= v_step(plan, side.v_channel[side_index * kMaxDim + c]).step;
+        for (int64_t c = 0; c < p.dim_v; ++c)
+          o[c] *= step_of(side.v_channel[side_index * kMaxDim + c], largest_code(plan.v)).step;
+      if (const float unit = side.v_unit ? side.v_unit[side_index] : 1.f; unit != 1.f)
+        for (int64_t c = 0; c < p.dim_v; ++c) o[c] *= unit;
       if (plan.smooth_v && seen)
         for (int64_t c = 0; c < p.dim_v; ++c) o[c] += side.v_mean[side_index * kMaxDim + c];
       if (p.lse.present() || sink != kMinusInfinity) {
@@ -364,7 +370,7 @@ struct Forward {
   double lse_of_keys(int64_t i, float l) const {
     const double unit = static_cast<double>(state.unit[i]) / 1.44269504088896340736;
     const double value = state.m[i] * unit + std::log(static_cast<double>(l) / (scales_p(format) ? plan.p_top : 1.f));
-    return plan.smooth_k ? value + p.scale * queries.mean_logit[i] : value;
+    return state.gauge[i] + (plan.smooth_k ? value + p.scale * queries.mean_logit[i] : value);
   }
 };
 
@@ -388,7 +394,7 @@ template <class Qk, class Pv>
 void pack_keys(const Job& job, const ForwardPlan& plan, const Signs& signs, const KeySide& side) {
   const Problem& p = *job.problem;
   const int64_t sides = job.sequence_count * p.kv_heads;
-  const bool statistics = plan.smooth_k || plan.smooth_v || side.v_channel || side.seen;
+  const bool statistics = plan.smooth_k || plan.smooth_v || side.v_unit || side.seen;
   const auto summarise = [&](int64_t task) {
     const int64_t sequence = task / p.kv_heads, g = task % p.kv_heads;
     const Sequence& seq = job.sequences[sequence];

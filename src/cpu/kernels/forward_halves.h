@@ -21,6 +21,7 @@ struct HalfStep {
   __m512h v_scale[kHalfVectors];   // in units of v_unit, 0 where not finite, in packed order
   __mmask32 poison[kHalfVectors];  // keys with a scale that is not finite, in packed order
   float v_unit, k_top;             // at least the largest scale
+  bool even;                       // no scale but 0 is so small beside the largest that it would lose bits
 };
 
 // The keys of 32 as _mm512_packus_epi32 leaves them: it packs the quarters of two vectors in turns.
@@ -46,12 +47,15 @@ OCTET_INLINE __m512h pack_halves(Vf low, Vf high) {
 inline HalfStep half_step(const float* k_scale, const float* v_scale, int64_t tiles) {
   HalfStep step;
   const auto finite = [](Vf x) OCTET_INLINE_LAMBDA { return x * 0.f == Vf{} ? x : Vf{}; };
-  Vf v_top = splat(0x1p-120f), k_top{};
+  Vf v_top = splat(0x1p-120f), v_low = splat(0x1p126f), k_top{};
   for (int64_t j = 0; j < tiles * kKeys; j += kLanes) {
-    v_top = max(finite(load(v_scale + j)), v_top);
+    const Vf v = finite(load(v_scale + j));
+    v_top = max(v, v_top);
+    v_low = min(v > Vf{} ? v : splat(0x1p126f), v_low);
     k_top = max(floats(bits(finite(load(k_scale + j))) & 0x7fffffff), k_top);
   }
   step.k_top = reduce_max(k_top);
+  step.even = reduce_max(v_top) <= -reduce_max(-v_low) * 0x1p12f;
   // A power of two, so that keys that a row does not see leave it its bits.
   const int exponent = std::min(__builtin_ilogbf(reduce_max(v_top)), 125);
   step.v_unit = __builtin_ldexpf(1.f, exponent + 1);
@@ -190,7 +194,8 @@ template <class Qk, int64_t rows, class RowAt>
 inline void weights_in_halves(const HalfStep& step, const int32_t* s, int64_t stride, RowAt&& row_at, bool all_seen,
                               int64_t tiles, float p_top, int64_t first, int64_t last, RowState<rows>& state,
                               uint8_t* p, bool (&done)[kLanes]) {
-  if (step.v_unit > 0x1p93f) return;  // weights above 1 could take their sum with v out of range
+  // Weights above 1 could take their sum with v out of range; a row that does not see the largest v needs the others.
+  if (step.v_unit > 0x1p93f || !step.even) return;
   // Only a row's first step asks for its maximum.
   alignas(64) float tops[kLanes];
   store(tops, splat(kMinusInfinity));

@@ -14,6 +14,7 @@ struct alignas(64) RowState {
   float top[rows];                 // remedy beta: largest logit so far; m may lie above it
   float unit[rows];                // logit * log2(e) per unit of x
   float to_logit[rows];            // logit per unit of sum * k_scale
+  float gauge[rows];               // mask_gauge: what logits lack
   float alpha[rows];               // of this step
   float p_step[rows][kStepTiles];  // 8-bit P, of each tile: o += p_step * product
 };

@@ -64,6 +64,7 @@ struct JvpState {
   float m[kQueries];
   float centre[kQueries];  // c
   float alpha[kQueries];
+  float gauge[kQueries];  // mask_gauge
 };
 
 // The mean of x weighted by p; keys of weight 0 may hold anything.
@@ -130,6 +131,7 @@ struct Jvp {
     pack_queries<E>(tangents, plan, seq, h, token, rows, kRows, signs, nullptr, scratch.q, 2 * words, words, queries);
     pack_queries<E>(p, plan, seq, h, token, rows, kRows, signs, nullptr, scratch.q + words, 2 * words, words, queries);
     for (int64_t i = 0; i < kRows; ++i) {
+      state.gauge[i] = i < rows ? mask_gauge(p, seq, h, token + i) : 0.f;
       state.m[i] = kMinusInfinity;
       state.centre[i] = 0.f;
     }
@@ -149,7 +151,7 @@ struct Jvp {
   }
 
   void softmax_tile(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t key) {
-    TileRow row{nullptr, nullptr, 0, 0, nullptr, p.mask.dtype, p.mask.stride[3]};
+    TileRow row{nullptr, nullptr, 0, 0, nullptr, p.mask.dtype, p.mask.stride[3], 0.f};
     const float unit = logit_unit();
     for (int64_t i = 0; i < rows; ++i) {
       const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
@@ -158,7 +160,7 @@ struct Jvp {
       const float *s = scratch.s + i * kKeys, *ts = scratch.ts + i * kKeys;
       auto* p_out = scratch.ph + i * 2 * scratch.p_stride;
       auto* h_out = p_out + scratch.p_stride;
-      if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
+      if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key), row.gauge = state.gauge[i];
       if (row.first > 0 || row.last < kKeys || row.mask)
         jvp_row<E, format, true>(s, ts, row, p.scale, unit, i, state, p_out, h_out);
       else
@@ -206,7 +208,7 @@ struct Jvp {
         to[c] = seen ? (to[c] - r * o[c]) * inverse : 0.f;
       }
       const double m = static_cast<double>(state.m[i]) * logit_unit() / 1.44269504088896340736;
-      const double of_keys = seen ? m + std::log(static_cast<double>(l)) : kMinusInfinity;
+      const double of_keys = seen ? m + std::log(static_cast<double>(l)) + state.gauge[i] : kMinusInfinity;
       const double lse = with_sink(of_keys, sink);
       const float w = static_cast<float>(weight_of(of_keys, lse)), of_sink = static_cast<float>(weight_of(sink, lse));
       const float mean = seen ? state.centre[i] + r * inverse : 0.f;

@@ -105,7 +105,8 @@ struct KeySide {
   float* v_scale;                      // [tile][kKeys] with VScale::token
   bool* v_finite;                      // [tile]: all of v is below 2^100: p v is a float even where p is above 1
   bool* seen;                          // [tile][kKeys], with a mask tensor and scales
-  float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax
+  float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax, in units of v_unit
+  float* v_unit;                       // [sequence * kv_heads], with scales of v; see size_of_unit
   int64_t k_words, v_words, v_columns;
   int64_t v_panel;             // columns of v that lie together; v_columns: all
   int64_t k_stride, v_stride;  // words from one tile to the next
@@ -128,6 +129,30 @@ struct KeySide {
     return v + (index - tile) * v_stride + v_stride / v_columns * (tiles * column + tile * panel_width(column));
   }
 };
+
+OCTET_INLINE Vf finite_magnitude(Vf x) {
+  const Vf a = floats(bits(x) & 0x7fffffff);
+  return a < splat(__builtin_inff()) ? a : Vf{};
+}
+
+inline float finite_amax(const float* x, int64_t n) {
+  Vf largest{};
+  for (int64_t c = 0; c < n; c += kLanes) largest = max(finite_magnitude(load(x + c)), largest);
+  return reduce_max(largest);
+}
+
+// mean_limit of a sample of the seen tokens of a head of k or v.
+inline float limit_of(const View& t, const Sequence& seq, int64_t g, const SeenTokens& seen) {
+  alignas(64) float row[kMaxDim];
+  float largest[kSampledTokens];
+  int64_t sampled = 0;
+  const int64_t width = padded_columns(t.shape[3]);
+  seen.for_sample([&](int64_t token) {
+    load_numbers(t, seq.batch, g, seq.k_first + token, 1, 1, width, row);
+    largest[sampled++] = finite_amax(row, width);
+  });
+  return mean_limit(largest, sampled);
+}
 
 // Whether tokens have scales or means, so that some could reach others.
 inline bool has_scales(const ForwardPlan& plan) {
@@ -156,14 +181,21 @@ KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve,
   s.v_scale = plan.v_scale == VScale::token ? carve.take<float>(tiles * kKeys) : nullptr;
   s.k_mean = plan.smooth_k ? carve.take<float>(sides * kMaxDim) : nullptr;
   s.v_mean = plan.smooth_v ? carve.take<float>(sides * kMaxDim) : nullptr;
-  s.v_channel =
-      plan.v_scale == VScale::channel || plan.v_scale == VScale::head ? carve.take<float>(sides * kMaxDim) : nullptr;
+  s.v_channel = plan.v_scale == VScale::channel ? carve.take<float>(sides * kMaxDim) : nullptr;
+  s.v_unit = plan.v_scale != VScale::none ? carve.take<float>(sides) : nullptr;
   return s;
 }
 
+// Steps below 2^-110 have no inverse, and products of large steps no room. Values that are all small or all large, as
+// the exponent of `limit` says (mean_limit), are divided by a power of two, which o gets back; others by 1.
+inline float size_of_unit(float limit) {
+  if (limit == 0.f) return 1.f;
+  const int exponent = limit < __builtin_inff() ? std::ilogb(limit) : 128;
+  return std::abs(exponent) < 64 ? 1.f : std::ldexp(1.f, std::clamp(exponent, -126, 126));
+}
+
 // Channel means of k, and of v with its channel amax, over the seen tokens of one sequence and head; in token order, in
-// double, rounded once. Only finite numbers count: any mean is correct, and a poisoned token must not reach queries
-// that do not see it.
+// double, rounded once. Any mean is correct, and a token must not reach queries that do not see it: mean_limit.
 inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t g, int64_t side,
                                const SeenTokens& seen, const KeySide& s) {
   const auto tokens = static_cast<double>(std::max<int64_t>(seen.count(), 1));
@@ -178,44 +210,33 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
       return;
     }
     alignas(64) double sum[kMaxDim];
+    const float limit = limit_of(t, seq, g, seen);
     with_vectors(n, [&](int vectors) OCTET_INLINE_LAMBDA {
-      const auto add_all = [&](bool guarded) OCTET_INLINE_LAMBDA {
-        RowVectors x;
-        Doubles sums[kMaxDim / kLanes] = {};
-        for_seen([&](int64_t token) OCTET_INLINE_LAMBDA {
-          load_numbers_row(t, seq.batch, g, token, x, vectors);
-          for (int v = 0; v < vectors; ++v) {
-            const Vf size = floats(bits(x[v]) & 0x7fffffff);
-            sums[v].add(guarded ? (size < splat(__builtin_inff()) ? x[v] : Vf{}) : x[v]);
-          }
-        });
-        for (int v = 0; v < vectors; ++v) sums[v].store(sum + v * kLanes);
-      };
-      add_all(false);
-      if (!std::all_of(sum, sum + vectors * kLanes, [](double x) { return std::isfinite(x); })) add_all(true);
+      RowVectors x;
+      Doubles sums[kMaxDim / kLanes] = {};
+      for_seen([&](int64_t token) OCTET_INLINE_LAMBDA {
+        load_numbers_row(t, seq.batch, g, token, x, vectors);
+        for (int v = 0; v < vectors; ++v) sums[v].add(floats(bits(x[v]) & 0x7fffffff) < splat(limit) ? x[v] : Vf{});
+      });
+      for (int v = 0; v < vectors; ++v) sums[v].store(sum + v * kLanes);
     });
     for (int64_t c = 0; c < n; ++c) mean[c] = static_cast<float>(sum[c] / tokens);
   };
   if (plan.smooth_k) mean_of(p.k, plan.k_coded, p.dim, s.k_mean + side * kMaxDim);
   if (plan.smooth_v) mean_of(p.v, plan.v_coded, p.dim_v, s.v_mean + side * kMaxDim);
-  if (plan.v_scale == VScale::channel || plan.v_scale == VScale::head) {
+  if (s.v_unit) s.v_unit[side] = plan.v_coded ? 1.f : size_of_unit(limit_of(p.v, seq, g, seen));
+  if (plan.v_scale == VScale::channel) {
     float* top = s.v_channel + side * kMaxDim;
     float row[kMaxDim];
     for (int64_t c = 0; c < p.dim_v; ++c) top[c] = 0.f;
     for_seen([&](int64_t token) {
       load_numbers(p.v, seq.batch, g, token, 1, 1, p.dim_v, row);
-      if (plan.smooth_v)
-        for (int64_t c = 0; c < p.dim_v; ++c) row[c] -= s.v_mean[side * kMaxDim + c];
       for (int64_t c = 0; c < p.dim_v; ++c) {
         const float a = __builtin_fabsf(row[c]);
         top[c] = a > top[c] && a < __builtin_inff() ? a : top[c];
       }
     });
-    if (plan.v_scale == VScale::head) {
-      float largest = 0.f;
-      for (int64_t c = 0; c < p.dim_v; ++c) largest = top[c] > largest ? top[c] : largest;
-      for (int64_t c = 0; c < p.dim_v; ++c) top[c] = largest;
-    }
+    for (int64_t c = 0; c < p.dim_v; ++c) top[c] *= 1.f / s.v_unit[side];
   }
 }
 
@@ -245,15 +266,6 @@ inline void quantize_rows(octet_dtype dtype, octet_dtype came, int64_t group, fl
     round_row_to(dtype, step.inverse, rows + r * width, width);
     steps[r] = steps[r] < __builtin_inff() ? step.step : __builtin_nanf("");
   }
-}
-
-// Scale of the channels of v with an amax of `amax`: to the largest code of e4m3; for f16 the power of two that puts it
-// in [2^8, 2^9), exact on the way in and out.
-inline Step v_step(const ForwardPlan& plan, float amax) {
-  if (plan.v != OCTET_F16) return step_of(amax, largest_code(plan.v));
-  if (amax == 0.f) return {0.f, 0.f};
-  const int exponent = 8 - __builtin_ilogbf(amax);
-  return {__builtin_ldexpf(1.f, -exponent), __builtin_ldexpf(1.f, exponent)};
 }
 
 // Prepares one key tile.
@@ -333,27 +345,45 @@ void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& se
   float* v_rows = Pv::kPerWord == 1 && !panels ? reinterpret_cast<float*>(v) : rows;
   const int64_t columns = s.v_columns;
   bool finite = true;
-  const bool v_bytes = in_bytes<Pv>(plan.v) && plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_coded;
+  const float v_unit = s.v_unit ? s.v_unit[side] : 1.f;
+  const bool by_token = plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_coded && v_unit == 1.f;
+  const bool v_bytes = in_bytes<Pv>(plan.v) && by_token;
   if (v_bytes) {
     pack_int8_values(p.v, seq.batch, g, token, valid, v_mean, columns, v, steps);
-  } else if (plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_coded) {
+  } else if (by_token) {
     for (int64_t r = 0; r < valid; ++r)
       steps[r] = quantize_row(p.v, seq.batch, g, token + r, plan.v, v_mean, nullptr, columns, v_rows + r * columns);
     std::memset(v_rows + valid * columns, 0, sizeof(float) * static_cast<std::size_t>((kKeys - valid) * columns));
   } else {
     load_operand(p.v, plan.v_coded, seq.batch, g, token, valid, kKeys, columns, v_rows);
     zero_unseen(v_rows, columns);
+    const auto divide = [&](float* x, int64_t n) {
+      for (int64_t i = 0; i < n && v_unit != 1.f; ++i) x[i] *= 1.f / v_unit;
+    };
+    divide(v_rows, valid * columns);
     finite = row_amax(v_rows, kKeys * columns) < 0x1p100f;
-    for (int64_t r = 0; r < valid && plan.smooth_v && !plan.v_coded; ++r)
-      if (seen[r]) subtract(v_rows + r * columns, v_mean, p.dim_v);
+    if (plan.smooth_v && !plan.v_coded) {
+      alignas(64) float mean[kMaxDim];
+      std::copy(v_mean, v_mean + p.dim_v, mean);
+      divide(mean, p.dim_v);
+      for (int64_t r = 0; r < valid; ++r)
+        if (seen[r]) subtract(v_rows + r * columns, mean, p.dim_v);
+    }
     if (plan.v_coded) {
       for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.v, seq.batch, g, token + r);
     } else if (s.v_channel) {
       float inverse[kMaxDim] = {};
-      for (int64_t c = 0; c < p.dim_v; ++c) inverse[c] = v_step(plan, s.v_channel[side * kMaxDim + c]).inverse;
+      for (int64_t c = 0; c < p.dim_v; ++c)
+        inverse[c] = step_of(s.v_channel[side * kMaxDim + c], largest_code(plan.v)).inverse;
       for (int64_t r = 0; r < valid; ++r)
-        for (int64_t c = 0; c < p.dim_v; ++c) v_rows[r * columns + c] *= inverse[c];
+        for (int64_t c = 0; c < p.dim_v; ++c) {
+          float& x = v_rows[r * columns + c];
+          x *= inverse[c];
+          x += x - x;  // infinity becomes NaN: e4m3 has no other name for it
+        }
       quantize_rows(plan.v, OCTET_F32, 0, v_rows, valid, columns, steps);
+    } else if (plan.v_scale == VScale::power) {
+      for (int64_t i = 0; i < valid * columns; i += kLanes) store(v_rows + i, round_11_bits(load(v_rows + i)));
     } else {
       quantize_rows(plan.v, plan.smooth_v ? OCTET_F32 : numbers_of(p.v),
                     plan.v_scale == VScale::token ? plan.v_group : 0, v_rows, valid, columns, steps);

@@ -16,7 +16,7 @@ enum class PFormat {
   u8     // dynamic: of p_j t_j with the largest of a (row, key tile) at p_top; t_j: token scale of V
 };
 
-enum class VScale { none, token, channel, head };
+enum class VScale { none, token, channel, power };  // power: of two, of each number, with f16
 
 constexpr int64_t kThreadGroups = -1;  // instead of tokens per scale: those of core/thread_groups.h
 
@@ -43,7 +43,7 @@ struct ForwardPlan {
 ForwardPlan forward_plan(const Problem& problem);
 
 // How the rows of an operand of the backward pass are rounded: each number to a format, or codes with a scale that
-// `group` tokens share. The scale of f16 is a power of two, which buys range alone.
+// `group` tokens share. f16 with a group: every number has a power of two of its own, which buys range alone.
 struct Rounding {
   octet_dtype dtype = OCTET_F32;
   int64_t group = 0;  // 0: no scale
@@ -55,7 +55,7 @@ constexpr int64_t kWholeHead = Problem::kUnbounded;  // a group: all tokens of a
 // What p and ds are rounded to before the products dv = p^T do, dq = ds k and dk = ds^T q.
 enum class GradientFormat {
   exact,
-  f16,      // each number; under f16_inside both times powers of two
+  f16,      // each number; under f16_inside p times a power of two, ds with 11 bits and the range of a float
   bf16,     // each number
   e4m3,     // p times 256; ds: codes with a scale for each tile
   int8,     // codes with a scale for each tile
@@ -74,7 +74,7 @@ enum class Delta {
 struct BackwardPlan {
   Rounding q{}, k{};
   bool smooth_k = false;       // all of k's uses are of k minus its mean
-  bool smooth_k_dq = false;    // only dq = ds k is, with k minus its mean in f16; ds times a power of two for each head
+  bool smooth_k_dq = false;    // only dq = ds k is, with k minus its mean in f16; ds in f16 of any range
   bool smooth_blocks = false;  // q and k minus the means of their blocks and tiles are rounded, the means are not
   bool hadamard = false;
   Rounding v{}, do_dp{};  // operands of dp = do v^T

@@ -20,6 +20,18 @@ struct SeenTokens {
   int64_t count() const {
     return listed ? std::count(listed + range.first, listed + range.last, true) : range.last - range.first;
   }
+  // Calls body(token) for up to kSampledTokens of them, evenly spread.
+  template <class Body>
+  OCTET_INLINE_MEMBER void for_sample(Body&& body) const {
+    const int64_t tokens = count(), sampled = std::min(tokens, kSampledTokens);
+    int64_t token = range.first, number = 0;
+    for (int64_t i = 0; i < sampled; ++i, ++token, ++number) {
+      const int64_t wanted = i * tokens / sampled;
+      if (!listed) token += wanted - number, number = wanted;
+      while (listed && (!listed[token] || number < wanted)) number += listed[token++];
+      body(token);
+    }
+  }
 };
 
 // The keys that positional masks leave to any query of a sequence: an interval, as each query's begins and ends no

@@ -333,6 +333,13 @@ OCTET_INLINE Vf round_narrow(Vf x) {
   return magnitude < splat(min_exponent == -6 ? 0x1p-6f : 0x1p-14f) ? subnormal : x == x ? normal : x;
 }
 
+// Nearest number of f16 times a power of two of its own, ties to even: 11 bits and the range of a float. NaN stays NaN.
+OCTET_INLINE Vf round_11_bits(Vf x) {
+  const Vi i = bits(x);
+  const Vf rounded = floats((i + 0xfff + (i >> 13 & 1)) & ~0x1fff);
+  return x == x ? rounded : x;
+}
+
 OCTET_INLINE Vf round_f16(Vf x) {
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
@@ -345,7 +352,7 @@ OCTET_INLINE Vf round_f16(Vf x) {
 #endif
 }
 
-// Saturates at 448; NaN stays NaN.
+// Saturates at 448, infinities too; NaN stays NaN.
 OCTET_INLINE Vf round_e4m3(Vf x) { return round_narrow<3, -6>(max(splat(-448.f), min(splat(448.f), x))); }
 
 }  // namespace octet::cpu::OCTET_ISA

@@ -16,6 +16,7 @@ struct TileRow {
   const void* mask;           // this row of the mask tensor at the first key; null: none
   octet_dtype mask_dtype;
   int64_t mask_stride;
+  float gauge;  // subtracted from the mask: mask_gauge
 
   // Whether every key of the tile is visible and has no mask.
   bool whole() const { return !mask && first <= 0 && last >= kKeys; }
@@ -42,7 +43,57 @@ inline float sink_of(const Problem& p, int64_t b, int64_t h) {
   return p.sinks.present() ? *p.sinks.at<float>(b, h, 0) : kMinusInfinity;
 }
 
-// What a mask tensor adds to the logits of one row: 0 or -inf for bool, the numbers themselves else.
+// Whether all queries of a head have one row of a mask tensor, and see the same keys of it.
+inline bool one_mask_row(const Problem& p) { return !p.windowed && !p.mask.stride[2]; }
+
+// The largest number that a mask tensor adds to a logit of query i of head h. A number common to a row changes nothing
+// but lse; a large one, like the lowest of a type in a row that is masked as a whole, would take the bits of the
+// logits. So they go without it. 0 for bool masks and none.
+inline float mask_gauge(const Problem& p, const Sequence& seq, int64_t h, int64_t i) {
+  if (!p.mask.present() || p.mask.dtype == OCTET_BOOL) return 0.f;
+  const KeyRange keys = p.keys_of(i, seq.q_tokens, seq.k_tokens);
+  const void* row = mask_row(p, seq.batch, h, i, 0);
+  const int64_t stride = p.mask.stride[3];
+  Vf tops[4];
+  for (Vf& top : tops) top = splat(kMinusInfinity);
+  int64_t j = keys.first;
+  const auto largest = [&](const auto* x, const auto& load_some, const auto& number) {
+    for (; stride == 1 && j + 4 * kLanes <= keys.last; j += 4 * kLanes)
+      for (int v = 0; v < 4; ++v) tops[v] = max(load_some(x + j + v * kLanes), tops[v]);
+    for (; j < keys.last; ++j)
+      if (const float y = number(x[j * stride]); y > tops[0][0]) tops[0][0] = y;
+  };
+  switch (p.mask.dtype) {
+    case OCTET_F32:
+      largest(
+          static_cast<const float*>(row), [](const float* x) OCTET_INLINE_LAMBDA { return load(x); },
+          [](float x) { return x; });
+      break;
+    case OCTET_F16:
+      largest(
+          static_cast<const uint16_t*>(row), [](const uint16_t* x) OCTET_INLINE_LAMBDA { return load_f16(x); },
+          [](uint16_t x) { return from_f16(x); });
+      break;
+    default:
+      largest(
+          static_cast<const uint16_t*>(row), [](const uint16_t* x) OCTET_INLINE_LAMBDA { return load_bf16(x); },
+          [](uint16_t x) { return from_bf16(x); });
+      break;
+  }
+  const float top = reduce_max(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
+  return __builtin_fabsf(top) < __builtin_inff() ? top : 0.f;
+}
+
+// A positive factor as a float: one below the normal numbers as a subnormal one, which flushing would make 0.
+inline float kept_from_zero(double x) {
+  if (!(x < 0x1p-126)) return static_cast<float>(x);
+  const auto units = static_cast<uint32_t>(std::max(x * 0x1p149, 1.0));
+  float y;
+  std::memcpy(&y, &units, sizeof y);
+  return y;
+}
+
+// What a mask tensor adds to the logits of one row: 0 or -inf for bool, the numbers less the row's gauge else.
 inline void load_mask(const TileRow& row, float* out) {
   for (int j = row.first; j < row.last; ++j) {
     const int64_t at = j * row.mask_stride;
@@ -51,13 +102,13 @@ inline void load_mask(const TileRow& row, float* out) {
         out[j] = static_cast<const uint8_t*>(row.mask)[at] ? 0.f : kMinusInfinity;
         break;
       case OCTET_F32:
-        out[j] = static_cast<const float*>(row.mask)[at];
+        out[j] = static_cast<const float*>(row.mask)[at] - row.gauge;
         break;
       case OCTET_F16:
-        out[j] = from_f16(static_cast<const uint16_t*>(row.mask)[at]);
+        out[j] = from_f16(static_cast<const uint16_t*>(row.mask)[at]) - row.gauge;
         break;
       default:
-        out[j] = from_bf16(static_cast<const uint16_t*>(row.mask)[at]);
+        out[j] = from_bf16(static_cast<const uint16_t*>(row.mask)[at]) - row.gauge;
         break;
     }
   }

@@ -89,14 +89,21 @@ void load_mask(const Problem& problem, int64_t b, int64_t h, Head& head) {
   const int64_t n = head.q.rows, m = head.k.rows;
   if (!mask.present()) return;
   head.hidden.assign(static_cast<std::size_t>(n * m), false);
-  if (mask.dtype != OCTET_BOOL) head.bias = Matrix(n, m);
-  for (int64_t i = 0; i < n; ++i)
+  if (mask.dtype != OCTET_BOOL) head.bias = Matrix(n, m), head.gauge.assign(static_cast<std::size_t>(n), 0.0);
+  for (int64_t i = 0; i < n; ++i) {
+    double top = -kInf;
     for (int64_t j = 0; j < m; ++j) {
       if (hides(mask, b, h, i, j))
         head.hidden[static_cast<std::size_t>(i * m + j)] = true;
       else if (mask.dtype != OCTET_BOOL)
         head.bias[i][j] = element(mask, b, h, i, j);
+      if (head.sees(i, j) && head.bias.rows) top = std::max(top, head.bias[i][j]);
     }
+    // A number common to a row changes nothing but lse; a large one would take the bits of the logits.
+    if (!std::isfinite(top) || problem.rounding) continue;
+    head.gauge[static_cast<std::size_t>(i)] = top;
+    for (int64_t j = 0; j < m; ++j) head.bias[i][j] -= top;
+  }
 }
 
 // The queries of head h that see a key, and in `keys` those that they see.

@@ -24,7 +24,8 @@ void for_seen(const Head& head, int64_t i, const Body& body) {
     if (head.sees(i, j)) body(j);
 }
 
-// [n m], 0 where not seen: p = exp(s - lse), with the caller's lse or the rows' own, which takes its place.
+// [n m], 0 where not seen: p = exp(s - lse), with the caller's lse or the rows' own; less the gauge, it takes its
+// place.
 Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logits, std::vector<double>& lse) {
   Matrix p(head.q.rows, head.k.rows);
   std::vector<double> s(index(head.k.rows));
@@ -36,7 +37,12 @@ Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logit
       s[index(j)] = unit * round_to(recipe.s, s[index(j)]), top = std::max(top, s[index(j)]);
     });
     for_seen(head, i, [&](int64_t j) { sum += std::exp(s[index(j)] - top); });
-    if (recipe.backward.recompute) lse[index(i)] = with_sink(top == -kInf ? top : top + std::log(sum), head.sink);
+    // Beside a large gauge a saved lse has lost the bits of the logits.
+    const double gauge = head.gauge_of(i);
+    if (recipe.backward.recompute || (std::fabs(gauge) >= 16.0 && lse[index(i)] != -kInf))
+      lse[index(i)] = with_sink(top == -kInf ? top : top + std::log(sum), head.sink - gauge);
+    else
+      lse[index(i)] -= gauge;
     for_seen(head, i, [&](int64_t j) { p[i][j] = weight_of(s[index(j)], lse[index(i)]); });
   }
   return p;
@@ -68,11 +74,11 @@ double delta_of(const BackwardRecipe& recipe, const Matrix& p, double p_sink, co
 }
 
 // x rounded over tiles. `fold`: what the operand on the other side of the product multiplies each row (or column) by.
-Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, double power,
-                     const std::function<double(int64_t, int64_t)>& fold) {
+Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, const std::function<double(int64_t, int64_t)>& fold) {
   if (!recipe.rows) {
-    const double factor = recipe.power_of_two ? power : recipe.factor;
-    for (double& value : x.data) value = rounded_code(recipe.code, factor * value) / factor;
+    for (double& value : x.data)
+      value = recipe.power_of_two ? rounded_in_any_range(recipe.code, value)
+                                  : rounded_code(recipe.code, recipe.factor * value) / recipe.factor;
     return x;
   }
   for (int64_t top = 0; top < x.rows; top += recipe.rows)
@@ -89,24 +95,6 @@ Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, double power,
             x[i][j] = rounded_on(recipe.code, x[i][j] * scale, largest) / scale;
     }
   return x;
-}
-
-double largest_norm(const Matrix& x) {
-  double largest = 0.0;
-  for (int64_t t = 0; t < x.rows; ++t)
-    if (const double norm = std::sqrt(dot(x[t], x[t], x.cols)); std::isfinite(norm)) largest = std::max(largest, norm);
-  return largest;
-}
-
-// A power of two that f16 can hold every ds times: |ds| <= p (1 - p) max |dp - dp'| + p |dlse| <= max |do| max |v| / 2
-// + max |dlse|, which it brings to at most 2^13.
-double power_of_two_for_ds(const Matrix& do_, const Matrix& v, const std::vector<double>& dlse, const Seen& seen) {
-  double bound = largest_norm(do_) * largest_norm(v), largest_dlse = 0.0;
-  for (int64_t i = 0; i < do_.rows; ++i)
-    if (const double x = std::fabs(dlse[index(i)]); std::isfinite(x) && sees_token(seen, i))
-      largest_dlse = std::max(largest_dlse, x);
-  bound += 2.0 * largest_dlse;
-  return bound > 0.0 && std::isfinite(bound) ? std::ldexp(1.0, 13 - std::ilogb(bound)) : 1.0;
 }
 
 // What a row gives to the sink: its weight and its gradient, un-rounded.
@@ -169,7 +157,7 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
   Matrix ds(n, m);
   std::vector<SinkRow> sink(index(n));
   for (int64_t i = 0; i < n; ++i) {
-    const double p_sink = weight_of(head.sink, lse[index(i)]);
+    const double p_sink = weight_of(head.sink - head.gauge_of(i), lse[index(i)]);
     const double delta = delta_of(how, p, p_sink, dp, o, do_dp, i);
     for_seen(head, i, [&](int64_t j) { ds[i][j] = p[i][j] * (dp[i][j] - delta + dlse[index(i)]); });
     if (p_sink != 0.0) sink[index(i)] = {p_sink, p_sink * (dlse[index(i)] - delta)};
@@ -177,16 +165,15 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
     if (lse[index(i)] != -kInf) row_sums[index(i)] = dlse[index(i)] - sink[index(i)].ds;
   }
 
-  const double power = power_of_two_for_ds(do_dp, v, dlse, head.seen_q);
   const std::vector<double> k_amax = token_amax(logits.k()), q_amax = token_amax(logits.q()),
                             do_amax = token_amax(do_dv);
   const auto fold = [](const TileRecipe& tiles, const std::vector<double>& amax, bool by_key) {
     return
         [&amax, by_key, folds = tiles.fold](int64_t i, int64_t j) { return folds ? amax[index(by_key ? j : i)] : 1.0; };
   };
-  const Matrix ds_q = rounded_tiles(ds, how.ds_q, power, fold(how.ds_q, k_amax, true));
-  const Matrix ds_k = rounded_tiles(ds, how.ds_k, power, fold(how.ds_k, q_amax, false));
-  const Matrix p_dv = rounded_tiles(p, how.p, 1.0, fold(how.p, do_amax, false));
+  const Matrix ds_q = rounded_tiles(ds, how.ds_q, fold(how.ds_q, k_amax, true));
+  const Matrix ds_k = rounded_tiles(ds, how.ds_k, fold(how.ds_k, q_amax, false));
+  const Matrix p_dv = rounded_tiles(p, how.p, fold(how.p, do_amax, false));
 
   std::vector<double> centre;  // what the k of dq lacks
   if (how.smooth_dq || how.logits.smooth_k)

@@ -104,7 +104,8 @@ Output forward(const Head& head, const Recipe& recipe) {
       add_tile(head, recipe, values, s.data(), i, first, std::min(first + tile, m), row);
     // The sink joins after the last tile, so that no weight is rounded against it.
     const bool blind = row.m == -kInf && row.l == 0.0;  // sees nothing: o = 0, lse = -inf or the sink
-    const double of_keys = blind ? -kInf : (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l);
+    const double of_keys =
+        blind ? -kInf : (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l) + head.gauge_of(i);
     const double lse = out.lse[static_cast<std::size_t>(i)] = with_sink(of_keys, head.sink);
     const double share = weight_of(of_keys, lse);  // of the keys, next to the sink
     for (int64_t c = 0; c < e; ++c) {

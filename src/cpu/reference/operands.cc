@@ -37,10 +37,6 @@ int64_t group_of(const Quantizer& quantizer, int64_t token, int64_t channel) {
   }
 }
 
-// The power of two that brings amax into [2^13, 2^14): far from the largest f16 number, 2^16, so that sums of a few
-// stay finite, and 2^27 above its smallest normal one.
-double power_of_two(double amax) { return amax > 0.0 ? std::ldexp(1.0, 13 - std::ilogb(amax)) : 1.0; }
-
 void round_group_scaled(Matrix& x, const Quantizer& quantizer) {
   std::vector<double> amax(index(std::max(x.rows + 128, x.cols)), 0.0);
   for (int64_t t = 0; t < x.rows; ++t)
@@ -52,7 +48,7 @@ void round_group_scaled(Matrix& x, const Quantizer& quantizer) {
       if (!std::isfinite(value))
         value = kNaN;
       else if (quantizer.group == Group::power_of_two)
-        value = round_to(quantizer.code, value * power_of_two(largest)) / power_of_two(largest);
+        value = rounded_in_any_range(quantizer.code, value);
       else
         value = rounded_on(quantizer.code, value, largest);
     }
@@ -89,6 +85,12 @@ double largest_code(octet_dtype code) {
 }
 
 double rounded_code(octet_dtype code, double x) { return std::isnan(x) ? x : round_to(code, x); }
+
+double rounded_in_any_range(octet_dtype format, double x) {
+  if (x == 0.0 || !std::isfinite(x)) return x;
+  const int exponent = std::ilogb(x);
+  return std::ldexp(round_to(format, std::ldexp(x, -exponent)), exponent);
+}
 
 double rounded_on(octet_dtype code, double x, double largest) {
   if (largest == 0.0) return std::isnan(x) ? x : 0.0;
@@ -127,14 +129,21 @@ Matrix quantized(const Matrix& x, const Quantizer& quantizer, const Seen& seen) 
 
 std::vector<double> channel_means(const Matrix& x, const Seen& seen, int64_t first_token, int64_t last_token) {
   std::vector<double> mean(index(x.cols), 0.0);
-  int64_t tokens = 0;
-  for (int64_t t = first_token; t < last_token; ++t) {
-    if (!sees_token(seen, t)) continue;
-    ++tokens;
-    for (int64_t c = 0; c < x.cols; ++c)
-      if (std::isfinite(x[t][c])) mean[index(c)] += x[t][c];
+  std::vector<int64_t> tokens;
+  for (int64_t t = first_token; t < last_token; ++t)
+    if (sees_token(seen, t)) tokens.push_back(t);
+  const auto count = static_cast<int64_t>(tokens.size()), sampled = std::min(count, kSampledTokens);
+  std::vector<float> largest;
+  for (int64_t i = 0; i < sampled; ++i) {
+    double amax = 0.0;
+    for (int64_t c = 0; c < x.cols; ++c) keep_larger(amax, x[tokens[index(i * count / sampled)]][c]);
+    largest.push_back(static_cast<float>(amax));
   }
-  for (double& sum : mean) sum /= static_cast<double>(std::max<int64_t>(tokens, 1));
+  const double limit = mean_limit(largest.data(), sampled);
+  for (int64_t t : tokens)
+    for (int64_t c = 0; c < x.cols; ++c)
+      if (std::fabs(x[t][c]) < limit) mean[index(c)] += x[t][c];
+  for (double& sum : mean) sum /= static_cast<double>(std::max<int64_t>(count, 1));
   return mean;
 }
 

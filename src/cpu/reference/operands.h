@@ -12,6 +12,9 @@ double largest_code(octet_dtype code);
 // The code nearest to x; NaN stays NaN in every format.
 double rounded_code(octet_dtype code, double x);
 
+// The nearest number with the format's bits, in any range: each number has a power of two of its own.
+double rounded_in_any_range(octet_dtype format, double x);
+
 // code * step of the code nearest to x / step, where `largest` is what the largest code stands for.
 double rounded_on(octet_dtype code, double x, double largest);
 
@@ -22,7 +25,8 @@ void round_nvfp4(double* p, int64_t n, int64_t stride, double unit);
 // so that it stays in its token. Tokens that are not seen have no part in anything and become 0.
 Matrix quantized(const Matrix& x, const Quantizer& quantizer, const Seen& seen = {});
 
-// The mean over the seen tokens of [first_token, last_token) of each channel; numbers that are not finite count as 0.
+// The mean over the seen tokens of [first_token, last_token) of each channel; numbers of mean_limit (cpu/rows.h) and
+// above, and those that are not finite, count as 0.
 std::vector<double> channel_means(const Matrix& x, const Seen& seen, int64_t first_token, int64_t last_token);
 
 // x minus a mean, for the seen tokens of [first, last).

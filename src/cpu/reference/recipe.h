@@ -17,7 +17,7 @@ enum class Group {
   channel,
   thread_q,      // of each 32 queries those with equal row mod 8 (SageAttention 2, arXiv 2411.10958, section 3.2)
   thread_k,      // of each 64 keys those with equal (row mod 8) div 2
-  power_of_two,  // all tokens; the scale is a power of two, so that only range is bought, not another rounding
+  power_of_two,  // nothing: each number has a power of two, so that range is bought, not another rounding
   nvfp4_dim,     // 16 consecutive channels; e2m1 codes, which octet_dtype lacks, and an e4m3 scale
   nvfp4_token    // 16 consecutive tokens, likewise
 };
@@ -59,7 +59,7 @@ struct TileRecipe {
   int64_t rows = 0, cols = 0;
   double factor = 1.0;        // cast only: codes of factor * x
   bool fold = false;          // x times the other operand's token amax is what the codes stand for
-  bool power_of_two = false;  // cast only: codes of x times a power of two that brings any |ds| to at most 2^13
+  bool power_of_two = false;  // cast only: each number has a power of two, so that the format's range does not matter
 };
 
 struct BackwardRecipe {
