@@ -162,7 +162,7 @@ struct Attention {
 // Optional inputs of every pass; see octet_arguments.
 struct Extras {
   Tensor mask{};
-  Tensor sinks{};
+  Tensor sinks{};  // [1 h 1 1] or [b h 1 1]
   Tensor cu_seqlens_q{}, cu_seqlens_k{};
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
 };
