@@ -9,11 +9,15 @@ std::vector<Recipe> every_recipe() {
   std::vector<Recipe> list;
   for (Pass pass : {Pass::forward, Pass::backward, Pass::jvp})
     for (Precision precision : precisions_of(pass)) list.push_back({pass, precision});
+  for (Remedy remedy : {Remedy::none, Remedy::beta, Remedy::exact_delta, Remedy::project})
+    list.push_back({Pass::backward, Precision::bf16, remedy});
   return list;
 }
 
 std::string label(const testing::TestParamInfo<Recipe>& info) {
-  return std::string(name(info.param.pass)) + '_' + name(info.param.precision);
+  static const char* const kRemedies[] = {"", "_none", "_beta", "_exact_delta", "_project"};  // in octet.h's order
+  const Recipe& recipe = info.param;
+  return std::string(name(recipe.pass)) + '_' + name(recipe.precision) + kRemedies[static_cast<int>(recipe.remedy)];
 }
 
 void PrintTo(const Recipe& recipe, std::ostream* out) { *out << name(recipe.pass) << ' ' << name(recipe.precision); }
@@ -21,6 +25,7 @@ void PrintTo(const Recipe& recipe, std::ostream* out) { *out << name(recipe.pass
 Outputs compute(const Case& c, const Inputs& in, const Recipe& recipe, unsigned threads, const char* backend) {
   Attention attention = attention_of(c, recipe.precision, backend);
   attention.threads = threads;
+  attention.remedy = recipe.remedy;
   if (recipe.pass != Pass::backward) return run(c, in, attention, recipe.pass);
   const Outputs saved = run(c, in, attention, Pass::forward);
   return run(c, in, attention, Pass::backward, &saved);

@@ -13,6 +13,7 @@ namespace octet::test {
 struct Recipe {
   Pass pass;
   Precision precision;
+  Remedy remedy = Remedy::f16_inside;
 };
 std::vector<Recipe> every_recipe();
 std::string label(const testing::TestParamInfo<Recipe>&);

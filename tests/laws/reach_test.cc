@@ -99,6 +99,24 @@ TEST_P(Reach, of_infinity_is_not_lost) {
   }
 }
 
+// A query that is not finite reaches the keys that it sees: under a causal mask those up to its own.
+TEST_P(Reach, of_a_query_are_keys_that_it_sees) {
+  const Recipe recipe = GetParam();
+  if (recipe.pass != Pass::backward) return;
+  constexpr int64_t kQuery = 100;
+  for (const char* backend : {"cpu", "reference"})
+    for (const double x : {double(INFINITY), double(NAN)}) {
+      Inputs in = draw(kCase, 1);
+      for (int64_t c = 0; c < 64; ++c) in.q.at(0, 1, kQuery, c) = x;
+      const Outputs got = compute(kCase, in, recipe, 0, backend);
+      for (int64_t t = kQuery + 1; t < kCase.tokens_k; ++t)
+        for (int64_t c = 0; c < 64; ++c) {
+          EXPECT_TRUE(std::isfinite(got.dk.at(0, 1, t, c))) << backend << ": dk of key " << t << ", q " << x;
+          EXPECT_TRUE(std::isfinite(got.dv.at(0, 1, t, c))) << backend << ": dv of key " << t << ", q " << x;
+        }
+    }
+}
+
 // Gradients that come in may differ by as much: rows of dq do not share their do.
 TEST_P(Reach, of_a_row_of_do_is_its_row_of_dq) {
   const Recipe recipe = GetParam();

@@ -384,7 +384,10 @@ struct Backward {
     const double ratio = sums.p != 0 ? sums.weighted / sums.p : 0.0;
     if (plan.project) {
       const float lambda = w.lambda[r] = static_cast<float>(ratio);
-      for (int64_t c = 0; c < w.k_columns; ++c) w.lambda_q[r * w.k_columns + c] = -lambda * w.q[r * w.k_columns + c];
+      // A row whose lambda is NaN has a ds of NaN for each key that it sees; keys that it does not see meet 0 here.
+      const float factor = std::isnan(lambda) ? 0.f : -lambda;
+      for (int64_t c = 0; c < w.k_columns; ++c)
+        w.lambda_q[r * w.k_columns + c] = factor == 0.f ? 0.f : factor * w.q[r * w.k_columns + c];
       round_row_to(plan.project, 1.f, w.lambda_q + r * w.k_columns, w.k_columns);
     } else if (w.lse[r] == w.lse[r]) {
       w.lse[r] = sums.p != 0 ? static_cast<float>(sums.m + std::log2(sums.p)) : __builtin_inff();
