@@ -89,6 +89,24 @@ def test_dynamic_shapes_compile_once():
     assert len(graphs) == 1
 
 
+def test_one_tensor_in_two_places_compiles():
+    """Self-attention hands over the same cu_seqlens twice; keys may also be the values."""
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
+    q, k, v = (torch.randn(12, 2, 8, requires_grad=True) for _ in range(3))
+
+    def packed(q, k, v):
+        return octet.attention_varlen(q, k, v, cu, cu, causal="top_left")
+
+    def shared(q, k):
+        return octet.attention(q[None], k, k)
+
+    for call, leaves in ((packed, (q, k, v)), (shared, (q, k[None].detach().requires_grad_()))):
+        for x, y in zip(with_gradients(compiled(call), *leaves), with_gradients(call, *leaves), strict=True):
+            assert torch.equal(x, y)
+        inference = [x.detach() for x in leaves]
+        assert torch.equal(compiled(call)(*inference), call(*inference))
+
+
 def test_pairs_packed_sequences_sdpa_and_autocast_compile():
     q, k, v = (x.detach() for x in inputs())
     pair = compiled(lambda q, k, v: octet.attention_jvp(q, k, v, q, k, v))

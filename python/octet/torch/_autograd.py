@@ -55,7 +55,17 @@ def attend(
     if differentiates and not dual and not compiling:
         expect_backward(options, q, v, sinks)
     residual = residual or (differentiates and _passes.needs_residual(front, options, q))
-    return _apply(_DualAttention if dual else _Attention, *given, residual, of_lse, options)
+    operands: tuple[Any, ...] = _distinct(given) if compiling else given
+    return _apply(_DualAttention if dual else _Attention, *operands, residual, of_lse, options)
+
+
+def _distinct(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The tensors, with a view in place of one that occurs a second time: torch.compile breaks the graph where a
+    Function gets the same tensor twice, as cu_seqlens of self-attention are."""
+    found: list[Any] = []
+    for x in tensors:
+        found.append(x.view_as(x) if x is not None and any(x is y for y in found) else x)
+    return tuple(found)
 
 
 def _is_eager() -> bool:
