@@ -201,7 +201,9 @@ typedef struct octet_attention {
 // where a loss reads it, is dlse; one that is NULL is 0.
 //
 // Packed sequences: b = 1, and cu_seqlens_q, cu_seqlens_k (i32, shape [1 1 1 s+1], contiguous) hold the
-// first token of each of s sequences and the total at the end.
+// first token of each of s sequences and the total at the end. On the CPU, octet_run refuses offsets that do not start
+// at 0, that fall, or that do not end at the number of tokens, and lengths above max_seqlen. On a GPU it cannot: reading
+// them on the host would wait for the stream. There such offsets make the kernels read and write outside of the tensors.
 typedef struct octet_arguments {
   uint32_t size;
   uint32_t pass;                      // octet_pass

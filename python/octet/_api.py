@@ -176,9 +176,11 @@ def attention_varlen(
     Args:
         q: [total queries, heads, dim].
         k, v: [total keys, kv_heads, dim or dim_v].
-        cu_seqlens_q: int32 [sequences + 1]: the first token of each sequence, and the total.
+        cu_seqlens_q: int32 [sequences + 1]: the first token of each sequence, and the total. It starts at 0, never
+            falls, and ends at the number of queries. The CPU refuses other values. On a GPU nobody checks them, because
+            reading them would wait for the GPU: with other values the kernels read and write outside of the tensors.
         cu_seqlens_k: the same for k and v.
-        max_seqlen_q, max_seqlen_k: bounds on the lengths, 0: unknown.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths, 0: unknown. The CPU refuses longer sequences.
         sinks: [heads], as in `octet.attention`.
         return_lse: also return lse, [heads, total queries].
         options: the keywords of `octet.attention`, but for `layout`. A causal mask or a window needs an alignment.

@@ -90,6 +90,25 @@ def test_single_heads_do_not_broadcast(heads, words):
         octet.attention(*(torch.zeros(1, n, 8, 16) for n in heads))
 
 
+@pytest.mark.parametrize(
+    "cu, message",
+    [
+        ([0, 5, 13], "runs from 0 to 13, expected 0 to the 12 tokens of {}"),
+        ([1, 5, 12], "runs from 1 to 12, expected 0 to the 12 tokens of {}"),
+        ([0, 13, 12], "falls from 13 to 12 at sequence 1; must ascend"),
+    ],
+)
+def test_wrong_lengths_are_named(cu, message):
+    """Eager code and compiled code, in inference and where a gradient may follow."""
+    x = torch.randn(12, 2, 8)
+    wrong, right = (torch.tensor(y, dtype=torch.int32) for y in (cu, [0, 5, 12]))
+    for side, lengths in (("q", (wrong, right)), ("k", (right, wrong))):
+        for call in (octet.attention_varlen, compiled(octet.attention_varlen)):
+            for q in (x, x.clone().requires_grad_()):
+                with pytest.raises(octet.InvalidArgument, match=f"cu_seqlens_{side}: {message.format(side)}"):
+                    call(q, x, x, *lengths)
+
+
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
 def test_out_dtype(name):
     dtype = getattr(torch, name)

@@ -187,7 +187,8 @@ def flash_attn_varlen_func(
     """Attention within packed sequences: q [total queries, heads, dim], k, v [total keys, kv_heads, dim].
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each sequence begins, and the total.
+        cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each sequence begins, and the total. Their values are
+            checked on the CPU, and on a GPU not: see `octet.attention_varlen`.
         max_seqlen_q, max_seqlen_k: bounds on the lengths.
 
     Returns:
