@@ -241,7 +241,8 @@ def test_a_residual_is_not_taken_for_that_of_another_output(flash):
     o = sum(x.detach().double() * (y.detach() - lse).exp().unsqueeze(-1) for x, y in ((o1, lse1), (o2, lse2)))
     o = o.to(q.dtype)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    want = torch.autograd.grad(sdpa(*exact), exact, do.double())
+    with attention.sdpa_kernel(attention.SDPBackend.MATH):
+        want = torch.autograd.grad(sdpa(*exact), exact, do.double())
     for merge_in_place in (False, True):
         parts = []
         for half, first, first_lse in ((halves[0], o1, lse1), (halves[1], o2, lse2)):
@@ -308,6 +309,8 @@ def test_causal_biases(device, queries, keys):
     attention.activate_flash_attention_impl("octet")
     q, k, v = draw(device, (1, 2, queries, 64), (1, 2, keys, 64), (1, 2, keys, 64))
     for make, causal in ((bias.causal_upper_left, "top_left"), (bias.causal_lower_right, "bottom_right")):
+        if device == "cuda" and causal == "top_left" and queries != keys:
+            continue  # torch has no flash attention for these on a GPU, whoever implements it
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's own gives NaN to queries that see nothing
             mask = make(queries, keys)

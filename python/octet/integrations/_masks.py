@@ -110,9 +110,11 @@ def mask_function(
     from transformers.masking_utils import causal_mask_function, sdpa_mask
     from transformers.utils.import_utils import is_tracing
 
+    if mask_function is None:  # as an expression, `or` is a branch on a function, which torch 2.11 does not trace
+        mask_function = causal_mask_function
     given: dict[str, Any] = {
         "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset,
-        "kv_offset": kv_offset, "mask_function": mask_function or causal_mask_function,
+        "kv_offset": kv_offset, "mask_function": mask_function,
         "attention_mask": attention_mask, "device": device, **more,
     }  # fmt: skip
     if is_tracing(attention_mask):  # values cannot be looked at

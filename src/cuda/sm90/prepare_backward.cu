@@ -75,8 +75,10 @@ struct Column<void> {
 
 // A mean of numbers of at most `largest` that can be subtracted from all of them in f16: rounded so that both, and so
 // the difference, are multiples of 2^-10 times the power of two above twice `largest`. Only numbers of bf16 with less
-// than a sixteenth of the mean have digits below, and are then rounded as any are.
-__device__ inline float on_grid_of(float largest, float mean) {
+// than a sixteenth of the mean have digits below, and are then rounded as any are. Numbers of f16 have three bits more:
+// where their mean is not most of them, the difference would lose some, logits with them, and the mean is taken as 0.
+__device__ inline float on_grid_of(float largest, float mean, bool of_f16) {
+  if (!(largest > 0.f) || (of_f16 && 2.f * fabsf(mean) < largest)) return 0.f;
   const int exponent = exponent_above(largest) - 9;
   return ldexpf(rintf(ldexpf(mean, -exponent)), exponent);
 }
@@ -165,12 +167,12 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
   }
   if (which != Tensor::k) return;
   const int dim = static_cast<int>(x.shape[3]);
+  const bool of_f16 = x.element == Element::f16 || p.round_k == OCTET_F16;
   for (int c = threadIdx.x; c < dim; c += kThreads) {
     float total = 0.f, column_largest = 0.f;
     for (int warp = 0; warp < kWarps; ++warp)
       total += sums[warp][c], column_largest = fmaxf(column_largest, largest[warp][c]);
-    p.mean[kv * dim + c] =
-        p.smooth && column_largest > 0.f ? on_grid_of(column_largest, total / static_cast<float>(sampled)) : 0.f;
+    p.mean[kv * dim + c] = p.smooth ? on_grid_of(column_largest, total / static_cast<float>(sampled), of_f16) : 0.f;
   }
 }
 
