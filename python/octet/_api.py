@@ -15,9 +15,9 @@ from octet.errors import InvalidArgument, Unsupported, refuse_dtype
 if TYPE_CHECKING:
     from typing import Unpack
 
-# Of a type of arrays: what gives o of `attention` without a mask and sinks faster than `forward` does, from q, k, v and
-# keywords.
-shortcuts: dict[type, Callable[[Any, Any, Any, AttentionOptions], Any]] = {}
+# Functions of q, k, v and keywords that give o of `attention` without a mask and sinks faster than `forward` does, by the
+# name of q's type: torch.compile cannot guard a dictionary whose keys are types.
+shortcuts: dict[str, Callable[[Any, Any, Any, AttentionOptions], Any]] = {}
 
 
 def _framework_of(name: str, array: Any) -> str:
@@ -152,7 +152,7 @@ def attention(
         Unsupported: no backend computes it; the message gives each backend's reason.
         TypeError: an unknown keyword; the message says what to use instead.
     """
-    if mask is None and sinks is None and not return_lse and (shortcut := shortcuts.get(type(q))):
+    if mask is None and sinks is None and not return_lse and (shortcut := shortcuts.get(type(q).__name__)):
         return shortcut(q, k, v, options)
     o, lse = forward(q, k, v, mask, options, sinks=sinks, return_lse=return_lse)
     return (o, lse) if return_lse else o

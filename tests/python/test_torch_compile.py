@@ -1,5 +1,8 @@
 """The operators of octet in torch: opcheck, torch.compile, FLOPs."""
 
+import subprocess
+import sys
+
 import octet
 import pytest
 from torch_front import compiled
@@ -58,6 +61,19 @@ def test_compiled_is_eager_bit_for_bit(dtype, precision):
 
     for x, y in zip(with_gradients(compiled(block), q, k, v), with_gradients(block, q, k, v), strict=True):
         assert torch.equal(x, y) and x.stride() == y.stride()
+
+
+@pytest.mark.parametrize("imports", ["import torch, octet", "import octet, torch"])
+def test_the_first_call_of_a_process_compiles(imports):
+    """Nothing of octet's torch front is imported yet when torch.compile traces the call."""
+    program = f"""{imports}
+q = torch.randn(1, 2, 16, 64, requires_grad=True)
+attend = torch.compile(lambda q: octet.attention(q, q, q, causal="top_left"), backend="aot_eager", fullgraph=True)
+torch._dynamo.config.error_on_recompile = True
+for _ in range(2):
+    attend(q).sum().backward()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_inductor():

@@ -199,4 +199,4 @@ def attention(q: Any, k: Any, v: Any, keywords: AttentionOptions) -> torch.Tenso
     return o
 
 
-_api.shortcuts[torch.Tensor] = attention
+_api.shortcuts[torch.Tensor.__name__] = attention

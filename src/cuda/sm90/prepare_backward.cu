@@ -76,9 +76,10 @@ struct Column<void> {
 // A mean of numbers of at most `largest` that can be subtracted from all of them in f16: rounded so that both, and so
 // the difference, are multiples of 2^-10 times the power of two above twice `largest`. Only numbers of bf16 with less
 // than a sixteenth of the mean have digits below, and are then rounded as any are. Numbers of f16 have three bits more:
-// where their mean is not most of them, the difference would lose some, logits with them, and the mean is taken as 0.
+// unless all lie near their mean, within a factor of two, the difference would lose some, and logits with it; then the
+// mean counts as 0.
 __device__ inline float on_grid_of(float largest, float mean, bool of_f16) {
-  if (!(largest > 0.f) || (of_f16 && 2.f * fabsf(mean) < largest)) return 0.f;
+  if (!(largest > 0.f) || (of_f16 && 4.f * fabsf(mean) < 3.f * largest)) return 0.f;
   const int exponent = exponent_above(largest) - 9;
   return ldexpf(rintf(ldexpf(mean, -exponent)), exponent);
 }
