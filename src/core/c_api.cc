@@ -8,6 +8,7 @@
 
 #include "core/backend.h"
 #include "core/error.h"
+#include "core/float_environment.h"
 #include "core/info.h"
 #include "core/names.h"
 #include "core/quantization.h"
@@ -28,6 +29,7 @@ void remember(const char* message) noexcept {
 
 template <class Body>
 octet_status guarded(Body&& body) noexcept {
+  const DefaultFloatEnvironment defaults;
   try {
     body();
     return OCTET_OK;

@@ -1,5 +1,9 @@
 // Types of inputs and outputs: numbers that several types hold give the same result in each; int8 codes from
 // octet_quantize give what quantising inside gives; fp8_raw writes e4m3.
+#ifdef __x86_64__
+#include <xmmintrin.h>
+#endif
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -37,6 +41,26 @@ TEST_P(InputTypes, that_hold_the_same_subnormals_give_the_same_bits) {
     EXPECT_GT(largest(want.o), 0.0);
   }
 }
+
+#ifdef __x86_64__
+// XLA calls so, and torch after torch.set_flush_denormal(True).
+TEST_P(InputTypes, keep_subnormals_where_the_caller_reads_them_as_0) {
+  Case c{.name = "flushing", .heads = 2, .kv_heads = 2, .tokens_q = 40, .tokens_k = 70};
+  for (const auto& [dtype, factor] : {std::pair{DType::f16, 0x1p-18}, {DType::e4m3, 0x1p-6}}) {
+    c.dtype = dtype;
+    Inputs in = draw(c, 3);
+    for (Values* x : {&in.v, &in.do_, &in.tv}) *x = rounded(combined(factor, *x, 0, *x), c.dtype);
+    const Outputs want = compute(c, in, GetParam());
+    const unsigned saved = _mm_getcsr(), flushing = saved | 0x8040;  // results and operands
+    _mm_setcsr(flushing);
+    const Outputs got = compute(c, in, GetParam());
+    const unsigned after = _mm_getcsr();
+    _mm_setcsr(saved);
+    EXPECT_EQ(after & 0xffc0, flushing & 0xffc0) << "the caller's own are back";
+    expect_same_bits(got, want, GetParam().pass, "inputs of dtype " + std::to_string(static_cast<int>(dtype)));
+  }
+}
+#endif
 
 INSTANTIATE_TEST_SUITE_P(Recipes, InputTypes, testing::ValuesIn(every_recipe()), label);
 
