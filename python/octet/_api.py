@@ -10,7 +10,7 @@ import numpy as np
 
 from octet._options import AttentionOptions, Options, count, options_of
 from octet._qtensor import QTensor
-from octet.errors import InvalidArgument, Unsupported, refuse_dtype
+from octet.errors import InvalidArgument, refuse_dtype
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -69,10 +69,7 @@ def own_type(front: Any, q: Any) -> str:
 
 
 def _options(front: Any, q: Any, options: AttentionOptions) -> Options:
-    made = options_of(own_type(front, q), **options)
-    if made.out_dtype and front.__name__ == "octet.jax":
-        raise Unsupported("out_dtype: given with jax arrays, allowed: None; use o.astype")
-    return made
+    return options_of(own_type(front, q), **options)
 
 
 def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_k: int) -> Options:
@@ -134,7 +131,7 @@ def attention(
         threads: of the CPU; 0: torch.get_num_threads() in torch, all elsewhere.
         backend: by name, as in `octet.info()["backends"]`; None: the best that can.
         out_dtype: of o, a dtype or its name, "float32", "float16", "bfloat16", "float64" (at precision "f64") or
-            "float8_e4m3fn" (at "fp8_raw"); None: see below. numpy and torch.
+            "float8_e4m3fn" (at "fp8_raw"); None: see below.
 
     Returns:
         o, [batch, heads, queries, dim_v] in q's memory order and in out_dtype, without it q's type (of e4m3: bfloat16,

@@ -370,7 +370,68 @@ def test_refusals_come_before_the_program_runs(way):
         octet.attention(q, np.asarray(k), v)
 
 
-def test_the_type_of_o_is_that_of_q():
-    q = jnp.zeros((1, 2, 8, 8), jnp.bfloat16)
-    with pytest.raises(octet.Unsupported, match="out_dtype: given with jax arrays, allowed: None; use o.astype"):
-        octet.attention(q, q, q, out_dtype=jnp.float32)
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "of_q, precision", [("bfloat16", "f32"), ("float8_e4m3fn", "fp8"), ("float8_e4m3fn", "fp8_raw")]
+)
+def test_out_dtype(of_q, precision, name, way):
+    """Results equal those of numpy arrays: eager, compiled, dense, packed and mapped; head dim 12 is padded to 16."""
+    q, k, v = (x.astype(of_q) for x in draw(*[(1, 2, 12, 12)] * 3))
+    packed, cu = [x[0].transpose(1, 0, 2) for x in (q, k, v)], jnp.array([0, 5, 12], jnp.int32)
+    for given in (name, jnp.dtype(name)):
+        how = {"precision": precision, "out_dtype": given}
+        want = octet.attention(*map(np.asarray, (q, k, v)), **how)
+        for run in (jax.jit, jax.vmap, lambda f: f):
+            x = [y[None] for y in (q, k, v)] if run is jax.vmap else (q, k, v)
+            o = run(lambda *y: octet.attention(*y, **how))(*x)
+            assert o.dtype == name
+            np.testing.assert_array_equal(o.reshape(want.shape), want)
+        want = octet.attention_varlen(*map(np.asarray, (*packed, cu, cu)), **how)
+        for run in (jax.jit, lambda f: f):
+            np.testing.assert_array_equal(run(lambda *y: octet.attention_varlen(*y, cu, cu, **how))(*packed), want)
+
+
+def test_derivatives_through_out_dtype(way):
+    q, k, v, do = draw(*[(1, 2, 12, 16)] * 4, dtype=jnp.bfloat16)
+    how = {"precision": "f32", "out_dtype": "float32"}
+    do = do.astype(jnp.float32)
+    o, pull = jax.vjp(jax.jit(lambda *x: octet.attention(*x, **how)), q, k, v)
+    arrays = [np.asarray(x) for x in (q, k, v, do)]
+    assert o.dtype == jnp.float32
+    for got in (pull(do), octet.attention_vjp(q, k, v, do, **how)):
+        for x, y in zip(got, octet.attention_vjp(*arrays, **how), strict=True):
+            np.testing.assert_array_equal(x, y)
+    to = jax.jvp(lambda *x: octet.attention(*x, **how), (q, k, v), (q, k, v))[1]
+    for got, want in zip((o, to), octet.attention_jvp(*arrays[:3], *arrays[:3], **how), strict=True):
+        assert got.dtype == jnp.float32
+        np.testing.assert_array_equal(got, want)
+
+
+def test_eight_bit_floats_have_results_of_bfloat16_and_no_gradient_in_programs(way):
+    """Results equal those of numpy arrays. Gradients are refused, because jax would round them to 8 bits."""
+    q, k, v, do = (x.astype(jnp.float8_e4m3fn) for x in draw(*[(1, 2, 12, 16)] * 4))
+    do = do.astype(jnp.bfloat16)
+    arrays = [np.asarray(x) for x in (q, k, v, do)]
+    o, want = (octet.attention(*x, precision="fp8") for x in ((q, k, v), arrays[:3]))
+    assert o.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(o, want)
+    gradients = octet.attention_vjp(q, k, v, do, precision="fp8")
+    for x, y in zip(gradients, octet.attention_vjp(*arrays, precision="fp8"), strict=True):
+        assert x.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(x, y)
+    for name, index in (("q", 0), ("v", 2)):
+        with pytest.raises(octet.Unsupported, match=f"{name}: a float8_e4m3fn array is differentiated"):
+            jax.jit(jax.grad(lambda *x: octet.attention(*x, precision="fp8").sum(), index))(q, k, v)
+    with pytest.raises(octet.InvalidArgument, match="o: dtype e4m3, allowed: f32, f16, bf16"):
+        octet.attention(q, k, v, precision="fp8", out_dtype="float8_e4m3fn")
+    gradient = jax.grad(lambda x: octet.attention(x, k, v, precision="fp8").sum())(q.astype(jnp.bfloat16))
+    assert gradient.dtype == jnp.bfloat16 and jnp.isfinite(gradient).all() and gradient.any()
+
+
+def test_subnormal_numbers_count(way):
+    """XLA has its threads read subnormal floats as 0, through which f16 numbers below 6e-5 are read."""
+    q, k, v = draw(*[(1, 2, 12, 16)] * 3, dtype=np.float32)
+    x = [y.astype(jnp.float16) for y in (q, k, v * 1e-6)]
+    want = octet.attention(*map(np.asarray, x), precision="f32")
+    assert want.any()
+    np.testing.assert_array_equal(octet.attention(*x, precision="f32"), want)

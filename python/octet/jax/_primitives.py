@@ -45,13 +45,12 @@ def _tangents(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _shapes(results: Sequence[str], of: dict[str, Any], options: Options, residual: bool) -> list[jax.ShapeDtypeStruct]:
-    q, k, v = of["q"], of["k"], of["v"]
-    o = jax.ShapeDtypeStruct(_passes.output_shape(q.shape, v.shape), q.dtype)
-    lse = jax.ShapeDtypeStruct(_passes.lse_shape(q.shape, options.layout), _passes.lse_type(front, options))
-    none = jax.ShapeDtypeStruct((0,), q.dtype)
-    made = {"o": o, "to": o, "o_residual": o if residual else none, "lse": lse, "tlse": lse}
-    made |= {"dq": q, "dk": k, "dv": v, "dsinks": of.get("sinks")}
-    return [jax.ShapeDtypeStruct(made[name].shape, made[name].dtype) for name in results]
+    q, k, v, sinks = of["q"], of["k"], of["v"], of.get("sinks")
+    passes = [_passes.results(front, kind, options, q, k, v, True, sinks) for kind in _passes.INPUTS]
+    made = {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for found in passes for x in found}
+    if not residual:
+        made["o_residual"] = jax.ShapeDtypeStruct((0,), made["o"].dtype)
+    return [made[name] for name in results]
 
 
 def _compute(primitive: str, platform: str, *arrays: Any, names: Any, options: Options, residual: bool) -> list[Any]:
@@ -61,8 +60,8 @@ def _compute(primitive: str, platform: str, *arrays: Any, names: Any, options: O
     # A pass writes o whether or not the primitive gives it; an empty o_residual is none.
     results = ("o", *wanted) if primitive == "tangent" else wanted
     operands = dict(zip(names, arrays, strict=True))
-    shapes = _shapes(results, operands, options, residual)
-    made = [pair for pair in zip(results, shapes, strict=True) if residual or pair[0] != "o_residual"]
+    shapes = dict(zip(results, _shapes(results, operands, options, residual), strict=True))
+    made = [(name, x) for name, x in shapes.items() if residual or name != "o_residual"]
     if kind == "jvp":
         operands = {name: x for name, x in operands.items() if name not in _SAVED}
     if not residual:
@@ -72,8 +71,8 @@ def _compute(primitive: str, platform: str, *arrays: Any, names: Any, options: O
     else:
         computed = _call.run(kind, options, tuple(operands), tuple(operands.values()), made, platform)
         found = dict(zip((name for name, _ in made), computed, strict=True))
-    if not residual:
-        found["o_residual"] = jnp.zeros(0, operands["q"].dtype)
+    if not residual and "o_residual" in shapes:
+        found["o_residual"] = jnp.zeros(0, shapes["o_residual"].dtype)
     return [found[name] for name in wanted]
 
 
@@ -193,6 +192,12 @@ def _differentiate(primals: Any, tangents: Any, names: Any, options: Options) ->
     for name, t in along.items():
         if not _is_constant(t):
             raise Unsupported(f"{name}: differentiated, but octet gives it no gradient; use jax.lax.stop_gradient")
+    for name, x, t in zip(names, primals, linear, strict=False):
+        if not _is_constant(t) and front.dtype_name(x.dtype, name) == "e4m3":
+            raise Unsupported(
+                f"{name}: a {x.dtype} array is differentiated, but jax would round its gradient to that type; use "
+                "octet.attention_vjp, which gives bfloat16, or jax.lax.stop_gradient"
+            )
     residual = _passes.needs_residual(front, options, primals[0])
     saved = bind(forward_p, *primals, names=names, options=options, residual=residual)
     if all(map(_is_zero, linear)):
