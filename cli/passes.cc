@@ -7,16 +7,17 @@
 namespace octet::cli {
 namespace {
 
-// Sinks of [head] or [batch, head].
-void read_sinks(const Source& source, Inputs& in) {
-  in.sinks = source.read("sinks");
-  std::vector<int64_t>& shape = in.sinks.shape;
+// Sinks or their tangent, which have the shape [head] or [batch, head].
+Array read_sinks(const Source& source, const char* label) {
+  Array sinks = source.read(label);
+  std::vector<int64_t>& shape = sinks.shape;
   if (shape.size() == 1) shape.insert(shape.begin(), 1);
-  if (shape.size() != 2) refuse("sinks: shape {}, expected [head] or [batch, head]", shape_text(in.sinks.shape));
+  if (shape.size() != 2) refuse("{}: shape {}, expected [head] or [batch, head]", label, shape_text(shape));
   shape.insert(shape.end(), {1, 1});
+  return sinks;
 }
 
-// As lse is written: [batch, head, token], or without a batch as q is.
+// dlse has the shape that lse is written in: [batch, head, token], or [head, token] where q has no batch.
 void read_dlse(const Source& source, Inputs& in) {
   in.dlse = source.read("dlse");
   std::vector<int64_t>& shape = in.dlse.shape;
@@ -26,11 +27,12 @@ void read_dlse(const Source& source, Inputs& in) {
   shape.push_back(1);
 }
 
-Inputs read_primals(const Source& source, bool backward) {
+Inputs read_primals(const Source& source, bool backward, bool jvp) {
   Inputs in;
   in.q = source.read("q"), in.k = source.read("k"), in.v = source.read("v");
   for (const auto& [array, label] : {std::pair{&in.q, "q"}, {&in.k, "k"}, {&in.v, "v"}}) array->shape4(label);
-  if (source.has("sinks")) read_sinks(source, in);
+  if (source.has("sinks")) in.sinks = read_sinks(source, "sinks");
+  if (jvp && source.has("tsinks")) in.tsinks = read_sinks(source, "tsinks");
   if (backward && source.has("dlse")) read_dlse(source, in);
   return in;
 }
@@ -98,8 +100,11 @@ BackwardResult make_backward(const Inputs& in, const OutputTypes& types) {
   return result;
 }
 
-JvpResult make_jvp(const Inputs& in, const OutputTypes& types) {
-  return {Array(types.o, output_shape(in)), Array(types.lse, lse_shape(in)), Array(types.o, output_shape(in))};
+JvpResult make_jvp(const Inputs& in, const OutputTypes& types, bool tlse) {
+  JvpResult result{
+      Array(types.o, output_shape(in)), Array(types.lse, lse_shape(in)), Array(types.o, output_shape(in)), {}};
+  if (tlse) result.tlse = Array(types.lse, lse_shape(in));
+  return result;
 }
 
 Forward forward_call(const Inputs& in, const ForwardResult& r) {
@@ -138,6 +143,8 @@ Jvp jvp_call(const Inputs& in, const JvpResult& r) {
           .o = r.o.view(),
           .to = r.to.view(),
           .lse = r.lse.view(),
+          .tsinks = in.tsinks.view(),
+          .tlse = r.tlse.view(),
           .extras = {.sinks = in.sinks.view()}};
 }
 
@@ -155,13 +162,13 @@ bool reads_residual(const Attention& attention) {
 }
 
 Inputs read_inputs(const Source& source, bool backward, bool jvp) {
-  Inputs in = read_primals(source, backward);
+  Inputs in = read_primals(source, backward, jvp);
   for (const Companion& c : companions(in, backward, jvp)) read_companion(source, c);
   return in;
 }
 
 Inputs read_inputs(const Source& source, bool backward, bool jvp, std::vector<std::string>& drawn) {
-  Inputs in = read_primals(source, backward);
+  Inputs in = read_primals(source, backward, jvp);
   for (const Companion& c : companions(in, backward, jvp)) {
     if (source.has(c.label)) {
       read_companion(source, c);

@@ -16,6 +16,7 @@ struct Inputs {
   Array do_;         // backward
   Array tq, tk, tv;  // jvp
   Array sinks;       // optional: [1 or batch, head, 1, 1]
+  Array tsinks;      // jvp, optional: as sinks
   Array dlse;        // backward, optional
 };
 
@@ -32,6 +33,7 @@ struct BackwardResult {
 };
 struct JvpResult {
   Array o, lse, to;
+  Array tlse;  // where asked for
 };
 
 // The type of an output beside an input of this type: the same, but bf16 beside e4m3, which fp8_raw alone writes.
@@ -54,7 +56,7 @@ struct OutputTypes {
 // Outputs of the right shapes, full of zeros.
 ForwardResult make_forward(const Inputs& inputs, const OutputTypes& types, bool residual);
 BackwardResult make_backward(const Inputs& inputs, const OutputTypes& types);
-JvpResult make_jvp(const Inputs& inputs, const OutputTypes& types);
+JvpResult make_jvp(const Inputs& inputs, const OutputTypes& types, bool tlse);
 
 // Views of them; the arrays must outlive the call.
 Forward forward_call(const Inputs& inputs, const ForwardResult& result);
@@ -66,7 +68,7 @@ bool reads_residual(const Attention& attention);
 
 // q, k, v of a file, and for a backward do, for a jvp the tangents. What is absent is refused, or with `draw` drawn
 // from N(0, 1) by a fixed seed in the type of its primal; `drawn` then receives its name. Sinks and, for a backward,
-// dlse are read where the file has them.
+// dlse, for a jvp tsinks are read where the file has them.
 Inputs read_inputs(const Source& source, bool backward, bool jvp);
 Inputs read_inputs(const Source& source, bool backward, bool jvp, std::vector<std::string>& drawn);
 

@@ -51,8 +51,8 @@ void for_each_tensor(Backward& c, const F& f) {
 }
 template <class F>
 void for_each_tensor(Jvp& c, const F& f) {
-  for (Tensor* t : {&c.q, &c.k, &c.v, &c.tq, &c.tk, &c.tv, &c.extras.sinks}) f(*t, false);
-  for (Tensor* t : {&c.o, &c.to, &c.lse}) f(*t, true);
+  for (Tensor* t : {&c.q, &c.k, &c.v, &c.tq, &c.tk, &c.tv, &c.tsinks, &c.extras.sinks}) f(*t, false);
+  for (Tensor* t : {&c.o, &c.to, &c.lse, &c.tlse}) f(*t, true);
 }
 
 // The call as it would be on `device`, for questions that read no data: workspace_size, explain.

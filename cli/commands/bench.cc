@@ -85,7 +85,7 @@ Measurement measure(const Inputs& in, Precision precision, Pass pass, const Benc
     Job(device, attention, forward_call(in, forward)).run();
     timed(call);
   } else {
-    JvpResult result = make_jvp(in, types);
+    JvpResult result = make_jvp(in, types, false);
     timed(jvp_call(in, result));
   }
   if (pass != Pass::forward && !is_eight_bit(precision)) m.kernel = m.whole.median;

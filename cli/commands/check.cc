@@ -59,7 +59,7 @@ class Oracle {
     return backward_;
   }
   const JvpResult& jvp() {
-    if (!jvp_.o.present()) jvp_ = make_jvp(in_, kTypes), run(attention_, jvp_call(in_, jvp_));
+    if (!jvp_.o.present()) jvp_ = make_jvp(in_, kTypes, false), run(attention_, jvp_call(in_, jvp_));
     return jvp_;
   }
 
@@ -111,7 +111,7 @@ class Checker {
       if (result.dsinks.present()) pairs.push_back({"dsinks", &result.dsinks, &want.dsinks});
       note(pass, attention, call, seconds, pairs);
     } else {
-      JvpResult result = make_jvp(in_, types);
+      JvpResult result = make_jvp(in_, types, false);
       const Jvp call = jvp_call(in_, result);
       const double seconds = timed(attention, call);
       const JvpResult& want = oracle_.jvp();

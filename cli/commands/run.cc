@@ -52,9 +52,10 @@ class Results {
     if (dsinks.shape[0] == 1) dsinks.shape.erase(dsinks.shape.begin());
     arrays_.push_back({"dsinks", &dsinks});
   }
-  void add_lse(Array& lse) {
+  // lse or its tangent.
+  void add_lse(const char* name, Array& lse) {
     lse.shape.pop_back();  // [batch, head, token]
-    add("lse", lse);
+    add(name, lse);
   }
   const std::vector<NamedArray>& arrays() const { return arrays_; }
 
@@ -86,7 +87,7 @@ void run_command(const RunOptions& options) {
   BackwardResult backward;
   JvpResult jvp;
   if (options.jvp) {
-    jvp = make_jvp(in, types);
+    jvp = make_jvp(in, types, true);
     compute(Pass::jvp, jvp_call(in, jvp));
   }
   if (options.backward || !options.jvp) {
@@ -98,10 +99,10 @@ void run_command(const RunOptions& options) {
     compute(Pass::backward, backward_call(in, forward, backward));
   }
   results.add("o", forward.o.present() ? forward.o : jvp.o);
-  results.add_lse(forward.o.present() ? forward.lse : jvp.lse);
+  results.add_lse("lse", forward.o.present() ? forward.lse : jvp.lse);
   if (options.backward) results.add("dq", backward.dq), results.add("dk", backward.dk), results.add("dv", backward.dv);
   if (backward.dsinks.present()) results.add_dsinks(backward.dsinks);
-  if (options.jvp) results.add("to", jvp.to);
+  if (options.jvp) results.add("to", jvp.to), results.add_lse("tlse", jvp.tlse);
   write_arrays(options.out, results.arrays());
   if (options.quiet) return;
   std::vector<std::string> written;
@@ -119,23 +120,23 @@ void add_run(CLI::App& app) {
   command
       ->add_option("IN", options->in,
                    "Tensors q, k, v (do with --backward; tq, tk, tv with --jvp), [batch, head, token, dim] or [head, "
-                   "token, dim]; if there, sinks [head] or [batch, head], and with --backward dlse, shaped as lse is "
-                   "written: a .safetensors file, or a directory with q.npy, k.npy, ...")
+                   "token, dim]; if there, sinks [head] or [batch, head], with --jvp tsinks, shaped as sinks, and with "
+                   "--backward dlse, shaped as lse: a .safetensors file, or a directory with q.npy, k.npy, ...")
       ->required();
   command
       ->add_option(
           "OUT", options->out,
-          "o, lse; dq, dk, dv, and dsinks with sinks; to: a .safetensors file, or else a directory of .npy files")
+          "o, lse; dq, dk, dv, and dsinks with sinks; to, tlse: a .safetensors file, or else a directory of .npy files")
       ->required();
   command->add_option("--precision", options->precision, choices(kPrecisions) + "  [the type of q; fp8 for e4m3]")
       ->type_name("P");
   command->add_flag("--backward", options->backward, "Gradients dq, dk, dv too, from do");
-  command->add_flag("--jvp", options->jvp, "The tangent to too, from tq, tk, tv");
+  command->add_flag("--jvp", options->jvp, "The tangents to and tlse too, from tq, tk, tv");
   command
       ->add_option(
           "--out-dtype", options->out_dtype,
-          "Type of all outputs but lse and dsinks, which are f32: f32, f16, bf16; f64 with precision f64; e4m3 with "
-          "fp8_raw and f64  [the inputs'; bf16 for e4m3, but e4m3 with fp8_raw]")
+          "Type of all outputs but lse, tlse and dsinks, which are f32: f32, f16, bf16; f64 with precision f64; e4m3 "
+          "with fp8_raw and f64  [the inputs'; bf16 for e4m3, but e4m3 with fp8_raw]")
       ->type_name("T");
   command->add_flag("--quiet", options->quiet, "Do not tell what was written and which kernels ran");
   options->attention.add_to(*command);

@@ -78,8 +78,8 @@ def draw(seed, b=2, hq=4, hkv=2, sq=33, sk=33, d=16, e=16, dtype=np.float32, com
 
 
 def attention(t, seen=None, scale=None):
-    """o, lse and, where do or tangents are there, dq, dk, dv, dsinks, to; seen[i, j]: query i sees key j. With sinks,
-    [head] or [batch, head], and dlse, [batch, head, token], if they are there."""
+    """o, lse and, where do or tangents are there, dq, dk, dv, dsinks, to, tlse; seen[i, j]: query i sees key j. With
+    sinks and tsinks, [head] or [batch, head], and dlse, [batch, head, token], if they are there."""
     q, k, v = (t[n].astype(np.float64) for n in "qkv")
     group = q.shape[1] // k.shape[1]
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else scale
@@ -109,8 +109,10 @@ def attention(t, seen=None, scale=None):
     if "tq" in t:
         tq, tk, tv = (t[n].astype(np.float64) for n in ("tq", "tk", "tv"))
         ts = scale * (tq @ K.swapaxes(-1, -2) + q @ spread(tk).swapaxes(-1, -2))
-        tp = p * (ts - (p * ts).sum(-1, keepdims=True))  # of a sink that stays as it is
-        out["to"] = tp @ V + p @ spread(tv)
+        tlse = (p * ts).sum(-1, keepdims=True)
+        if "tsinks" in t:
+            tlse = tlse + np.exp(sinks - top) / total * t["tsinks"].astype(np.float64).reshape(-1, q.shape[1], 1, 1)
+        out |= {"to": p * (ts - tlse) @ V + p @ spread(tv), "tlse": tlse[..., 0]}
     return out
 
 

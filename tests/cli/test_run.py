@@ -18,8 +18,8 @@ def check(outputs, want, names):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("options, names", [([], ["o", "lse"]), (["--backward"], ["o", "lse", "dq", "dk", "dv"]), (["--jvp"], ["o", "lse", "to"]),
-                                            (["--backward", "--jvp"], ["o", "lse", "dq", "dk", "dv", "to"])])
+@pytest.mark.parametrize("options, names", [([], ["o", "lse"]), (["--backward"], ["o", "lse", "dq", "dk", "dv"]), (["--jvp"], ["o", "lse", "to", "tlse"]),
+                                            (["--backward", "--jvp"], ["o", "lse", "dq", "dk", "dv", "to", "tlse"])])
 def test_passes_in_f32_agree_with_numpy(tmp_path, small, options, names, backend):
     out = tmp_path / "out.safetensors"
     run_ok("run", small, out, "--precision", "f32", "--backend", backend, *options)
@@ -28,23 +28,31 @@ def test_passes_in_f32_agree_with_numpy(tmp_path, small, options, names, backend
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("shape", [(4,), (2, 4)])
-def test_sinks_and_dlse_are_read_where_they_are(tmp_path, shape, backend):
+@pytest.mark.parametrize("moved", [False, True])
+def test_sinks_their_tangents_and_dlse_are_read_where_they_are(tmp_path, shape, backend, moved):
     t, random = draw(8, sq=40, sk=57), np.random.default_rng(9)
     t |= {"sinks": (4 + random.standard_normal(shape)).astype(np.float32), "dlse": random.standard_normal((2, 4, 40)).astype(np.float32)}
+    t |= {"tsinks": random.standard_normal(shape).astype(np.float32)} if moved else {}
     out = tmp_path / "out.safetensors"
     run_ok("run", write_safetensors(tmp_path / "in.safetensors", t), out, "--backward", "--jvp", "--backend", backend)
-    check(read_safetensors(out), attention(t), ["o", "lse", "dq", "dk", "dv", "dsinks", "to"])
+    check(read_safetensors(out), attention(t), ["o", "lse", "dq", "dk", "dv", "dsinks", "to", "tlse"])
 
 
 @pytest.mark.parametrize("name, shape, message", [
     ("sinks", (3,), "sinks: shape [1, 3, 1, 1], expected [1, 4, 1, 1]"),
     ("sinks", (1, 4, 1, 1), "sinks: shape [1, 4, 1, 1], expected [head] or [batch, head]"),
+    ("tsinks", (3,), "tsinks: shape [1, 3, 1, 1], expected"),
+    ("tsinks", (1, 4, 1, 1), "tsinks: shape [1, 4, 1, 1], expected [head] or [batch, head]"),
+    ("tsinks", (4,), "tsinks: given without sinks"),
     ("dlse", (2, 4, 33, 1), "dlse: shape [2, 4, 33, 1], expected the dimensions of q, shape [2, 4, 33, 16], but the last"),
     ("dlse", (2, 4, 32), "dlse: shape [2, 4, 32, 1], expected [2, 4, 33, 1]"),
 ])
-def test_sinks_and_dlse_of_another_shape_are_refused(tmp_path, name, shape, message):
-    file = write_safetensors(tmp_path / "in.safetensors", draw(8) | {name: np.zeros(shape, np.float32)})
-    done = octet("run", file, tmp_path / "out.safetensors", "--backward")
+def test_sinks_their_tangents_and_dlse_of_another_shape_are_refused(tmp_path, name, shape, message):
+    t = draw(8) | {name: np.zeros(shape, np.float32)}
+    if name == "tsinks" and "without" not in message:
+        t["sinks"] = np.zeros(4, np.float32)
+    file = write_safetensors(tmp_path / "in.safetensors", t)
+    done = octet("run", file, tmp_path / "out.safetensors", "--backward", "--jvp")
     assert done.returncode != 0 and message in done.stderr
 
 
@@ -64,7 +72,7 @@ def test_masks_agree_with_numpy(tmp_path, option, sq, sk, seen):
     t = draw(3, sq=sq, sk=sk)
     out = tmp_path / "out.safetensors"
     run_ok("run", write_safetensors(tmp_path / "in.safetensors", t), out, "--backward", "--jvp", *option)
-    check(read_safetensors(out), attention(t, seen), ["o", "lse", "dq", "dk", "dv", "to"])
+    check(read_safetensors(out), attention(t, seen), ["o", "lse", "dq", "dk", "dv", "to", "tlse"])
 
 
 def test_scale_and_a_head_dim_of_v_that_differs(tmp_path):
@@ -88,7 +96,7 @@ def test_npy_in_and_out(tmp_path):
     for name, x in t.items():
         np.save(tmp_path / "in" / f"{name}.npy", x)
     run_ok("run", tmp_path / "in", tmp_path / "out", "--backward", "--jvp")
-    names = ["o", "lse", "dq", "dk", "dv", "to"]
+    names = ["o", "lse", "dq", "dk", "dv", "to", "tlse"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(f"{n}.npy" for n in names)
     check({n: np.load(tmp_path / "out" / f"{n}.npy") for n in names}, attention(t), names)
 
@@ -117,7 +125,7 @@ def test_run_tells_what_it_wrote_and_which_kernels_ran(tmp_path, small):
     told = run_ok("run", small, out, "--precision", "bf16", "--out-dtype", "f16")
     assert told == f"{out}: o f16, lse f32; precision bf16, fwd by cpu ({kernel})\n"
     told = run_ok("run", small, out, "--backward", "--jvp")
-    assert told.startswith(f"{out}: o f32, lse f32, dq f32, dk f32, dv f32, to f32; precision f32, jvp by cpu (") and "), bwd by cpu (" in told
+    assert told.startswith(f"{out}: o f32, lse f32, dq f32, dk f32, dv f32, to f32, tlse f32; precision f32, jvp by cpu (") and "), bwd by cpu (" in told
     assert run_ok("run", small, out, "--quiet") == ""
 
 
