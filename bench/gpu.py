@@ -97,7 +97,7 @@ class Peer:
 
 
 def others_here():
-    """What can be imported here: name -> (description, function)."""
+    """Returns the other programs that can be imported here: name -> (description, function)."""
     found = {"cudnn": (cudnn_name(), cudnn)}
     try:
         module = importlib.import_module("flash_attn_interface")
@@ -152,7 +152,7 @@ def check(programs_of, options):
 
 
 def calls_of(which, programs):
-    """What is timed of a pass: name -> call."""
+    """Returns the calls that are timed for one pass: name -> call."""
     ours = programs["octet"]
     mine = {"octet": ours.forward, "octet_training": ours.training} if which == "forward" else {"octet": ours.backward, "octet_deterministic": ours.deterministic}
     theirs = {name: getattr(x, which) for name, x in programs.items() if name != "octet"}

@@ -1,5 +1,5 @@
-"""What a call costs on the host, for a shape whose kernels are shorter than that: octet and torch's own attention, in
-the same process, in alternating rounds; the median of the rounds' means, in microseconds.
+"""Measures what a call costs the host, with a shape whose kernels take less time than that. octet and torch's own
+attention run in one process, in alternating rounds; the result is the median of the rounds' means, in microseconds.
 
     bench/host.py [--device cuda|cpu] [--rounds N] [--output FILE]     with the package importable
 
@@ -52,7 +52,7 @@ def minimal_operator(device):
 
 
 class Nothing(torch.autograd.Function):
-    """What a Function in Python costs that saves and makes tensors of the shapes of attention's."""
+    """A Function in Python that only saves and makes tensors of the shapes of attention's, whose cost is measured."""
 
     @staticmethod
     def forward(ctx, q, k, v):

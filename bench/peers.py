@@ -1,4 +1,4 @@
-"""What the benchmarks of a GPU share: cuDNN through torch, rounds of timing, and where and when they ran."""
+"""The benchmarks of a GPU share this: cuDNN through torch, rounds of timing, and records of where and when they ran."""
 
 import datetime
 import statistics
@@ -43,7 +43,7 @@ def medians(calls, rounds, repeats):
 
 
 def circumstances(library, rounds):
-    """What a stored result begins with."""
+    """Returns the fields that every stored result begins with: the GPU, its driver, the date, octet's version."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     return {
         "gpu": torch.cuda.get_device_name(),

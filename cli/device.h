@@ -13,7 +13,7 @@ struct DeviceName {
 // "cpu", "cuda" or "cuda:1".
 DeviceName parse_device(const std::string& text);
 
-// Where a backend's tensors lie; the CPU where no backend has this name, for the library refuses it better.
+// Returns the device of a backend's tensors, and the CPU for a name of no backend, which the library refuses better.
 DeviceName device_of_backend(const std::string& name);
 
 // Refuses, with the reason, a device on which no backend of this build and machine can compute.

@@ -129,7 +129,7 @@ Inputs bias_inputs(BiasInput input, int seed) {
       for (int64_t c = 0; c < kDimV; ++c)
         in.v.set(at * kDimV + c, -(2 + 1.99 * uniform()) / (tied && input == BiasInput::s8 ? 2 : 1));
     }
-    // As in training, do has the sign of the error in half of the channels.
+    // In half of the channels do has the sign of the error, as it does in training.
     for (int64_t c = 0; c < kDimV / 2; ++c) in.do_.set(row * kDimV + c, -std::fabs(in.do_[row * kDimV + c]));
   }
   return in;

@@ -24,7 +24,7 @@ class AttentionOptions {
   // Refuses options that belong to none of `precisions`.
   void expect_used(const std::vector<Precision>& precisions) const;
 
-  // Where the tensors lie: --device, else where the backend asked for computes, else the CPU.
+  // The tensors lie on --device, else where the backend asked for computes, else on the CPU.
   DeviceName device() const;
 
   bool causal() const { return !causal_.empty(); }

@@ -63,7 +63,7 @@ Forward forward_call(const Inputs& inputs, const ForwardResult& result);
 Backward backward_call(const Inputs& inputs, const ForwardResult& forward, const BackwardResult& result);
 Jvp jvp_call(const Inputs& inputs, const JvpResult& result);
 
-// Whether a backward in this recipe reads the residual of o, which its forward then writes.
+// Returns whether a backward pass in this recipe reads the residual of o, which its forward pass then writes.
 bool reads_residual(const Attention& attention);
 
 // q, k, v of a file, and for a backward do, for a jvp the tangents. What is absent is refused, or with `draw` drawn

@@ -1,5 +1,5 @@
-// Where a pass runs. Commands hold tensors in host memory; for a call on a GPU they are copied there, and its outputs
-// back.
+// A place is the device that a pass runs on. Commands hold tensors in host memory; for a call on a GPU they are copied
+// there, and its outputs back.
 #pragma once
 #include <cstddef>
 #include <functional>

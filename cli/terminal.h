@@ -1,4 +1,4 @@
-// What a person sees: tables on standard output, progress on standard error. Colours and progress only on a terminal.
+// Output for people: tables go to standard output, progress to standard error. Colours and progress need a terminal.
 #pragma once
 #include <fmt/format.h>
 

@@ -1,5 +1,4 @@
-# What an installed octet is: the library, three headers, the command, and the files by which CMake and pkg-config
-# find it.
+# Installs the library, three headers, the command, and the files by which CMake and pkg-config find it.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 

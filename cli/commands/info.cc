@@ -36,7 +36,7 @@ void print_backend(const json& backend) {
              state);
 }
 
-// Whether jax finds the handlers that XLA calls, beside the library.
+// Returns whether liboctet_jax.so, whose handlers XLA calls, lies beside the library, where jax looks for it.
 bool has_xla_handlers() {
   Dl_info library{};
   if (!dladdr(reinterpret_cast<const void*>(&octet_version), &library) || !library.dli_fname) return false;
@@ -44,7 +44,7 @@ bool has_xla_handlers() {
   return std::filesystem::exists(std::filesystem::path(library.dli_fname).parent_path() / "liboctet_jax.so", ignored);
 }
 
-// What will run here and what is lacking, in one line.
+// Returns one line that names the backends which run on this machine, and what the others lack.
 std::string summary(const json& info) {
   std::string gpus, reasons;
   for (const json& backend : info.at("backends")) {

@@ -44,7 +44,7 @@ QuantizerOptions parse_options(const QuantizeOptions& o) {
   return q;
 }
 
-// What codes stand for: x after RoPE.
+// Returns x after RoPE, which is the tensor that codes are compared with.
 Array rotated(const Array& x, octet_rope rope) {
   Array y(DType::f64, x.shape4());
   for (int64_t i = 0; i < x.size(); ++i) y.set(i, x[i]);

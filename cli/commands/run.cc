@@ -38,7 +38,7 @@ Precision precision_of(DType dtype) {
   }
 }
 
-// What is written beside o and its kin: q's rank, so that [head, token, dim] in gives [head, token, dim] out.
+// The arrays to be written. They have as many dimensions as q: from [head, token, dim] comes [head, token, dim].
 class Results {
  public:
   explicit Results(bool has_batch) : has_batch_(has_batch) {}

@@ -33,8 +33,9 @@ struct Row {
 
 double part_gone(double before, double after) { return before == 0 ? 0 : 1 - after / before; }
 
-// What lifting a point wins. On a file: the part of the relative L2 error that goes, the mean over tensors. On bias
-// inputs: the part of delta's mean error that goes (kappa alone would call tiny errors coherent).
+// Returns what lifting a rounding point gains. On a file it is the part of the relative L2 error that goes, the mean
+// over tensors. On bias inputs it is the part of delta's mean error that goes (kappa alone would call tiny errors
+// coherent).
 double cost_of(const Effect& given, const Effect& lifted, bool bias) {
   if (bias) return part_gone(std::fabs(given.bias.delta_mean()), std::fabs(lifted.bias.delta_mean()));
   double sum = 0;

@@ -1,4 +1,4 @@
-// What a signal that ends the command leaves behind: nothing. SIGINT, SIGTERM and SIGHUP remove the files and
+// A signal that ends the command leaves no unfinished file behind. SIGINT, SIGTERM and SIGHUP remove the files and
 // directories that are noted as unfinished, then end the process as they would have, so that a shell reports 128 + the
 // signal.
 #pragma once

@@ -1,5 +1,5 @@
-// Where results go: one .safetensors file, or for any other path a directory with NAME.npy for each tensor. All
-// files are whole on the disk before the first gets its name.
+// A sink writes results to one .safetensors file, or for any other path to a directory with NAME.npy for each tensor.
+// All files are whole on the disk before the first gets its name.
 #pragma once
 #include <map>
 #include <string>

@@ -1,4 +1,4 @@
-// Where tensors come from: a .safetensors file, a directory with NAME.npy for each tensor, or a single .npy file,
+// A source reads tensors from a .safetensors file, a directory with NAME.npy for each tensor, or a single .npy file,
 // which holds one tensor of whatever name.
 #pragma once
 #include <optional>

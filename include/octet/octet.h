@@ -37,7 +37,7 @@ typedef enum octet_status {
   OCTET_FAILURE = 4             // the system failed us: no memory, no thread, a CUDA error
 } octet_status;
 
-// What went wrong in this thread's last call that failed: one or more lines of text, valid until the next
+// Returns what went wrong in this thread's last call that failed: one or more lines of text, valid until the next
 // failing call of the same thread. Empty if none has failed.
 OCTET_API const char* octet_message(void);
 
@@ -129,7 +129,7 @@ typedef enum octet_remedy {
 
 typedef enum octet_switch { OCTET_AUTO = 0, OCTET_ON = 1, OCTET_OFF = 2 } octet_switch;
 
-// Where delta = rowsum(dO * O) comes from.
+// The source of delta = rowsum(dO * O).
 typedef enum octet_delta {
   OCTET_DELTA_FROM_O = 0,  // the saved output
   OCTET_DELTA_FROM_P = 1   // sum_j P_ij dP_ij: consistent with the P of the backward
@@ -164,7 +164,7 @@ typedef struct octet_rounding {
   {sizeof(octet_rounding), OCTET_F64, OCTET_F64, OCTET_F64, 0, OCTET_F64, OCTET_F64, OCTET_F64, 1, \
    OCTET_F64, OCTET_F64, OCTET_F64, OCTET_F64, OCTET_DELTA_FROM_O, OCTET_F64, OCTET_F64, 0.f, 0.f, 64}
 
-// What to compute, apart from the data.
+// The options of a call, apart from its data.
 typedef struct octet_attention {
   uint32_t size;
   uint32_t precision;     // octet_precision
@@ -202,8 +202,8 @@ typedef struct octet_attention {
 //
 // Packed sequences: b = 1, and cu_seqlens_q, cu_seqlens_k (i32, shape [1 1 1 s+1], contiguous) hold the
 // first token of each of s sequences and the total at the end. On the CPU, octet_run refuses offsets that do not start
-// at 0, that fall, or that do not end at the number of tokens, and lengths above max_seqlen. On a GPU it cannot: reading
-// them on the host would wait for the stream. There such offsets make the kernels read and write outside of the tensors.
+// at 0, fall, or do not end at the number of tokens, and lengths above max_seqlen. On a GPU it cannot: reading them on
+// the host would wait for the stream. There such offsets make the kernels read and write outside of the tensors.
 typedef struct octet_arguments {
   uint32_t size;
   uint32_t pass;                      // octet_pass

@@ -118,7 +118,7 @@ struct Tensor : octet_tensor {
   bool present() const { return dtype != OCTET_DTYPE_NONE; }
 };
 
-// What to compute, apart from the data; see octet_attention.
+// The options of a call, apart from its data; see octet_attention.
 struct Attention {
   Precision precision = Precision::none;
   std::optional<float> scale{};  // empty: 1 / sqrt(dim)

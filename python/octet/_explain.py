@@ -27,7 +27,7 @@ class Support:
 
 
 def _plan(kind: str, q: Any, k: Any, v: Any, mask: Any, sinks: Any, keywords: Any) -> Plan:
-    """Of the call that a pass over these arrays would make."""
+    """Returns the plan of the call that a pass over these arrays would make."""
     look_up("kind", kind, _abi.PASSES)
     module = _api.front_of(q=q, k=k, v=v, mask=mask, sinks=sinks)
     front, options = module.front, options_of(_api.own_type(module, q), **keywords)

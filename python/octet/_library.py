@@ -42,7 +42,7 @@ def beside(name: str) -> pathlib.Path | None:
     return found if os.sep in path and found.exists() else None
 
 
-# What the library calls things, and what they are called here.
+# The words of the library's messages, each with the words that stand for it in Python.
 _WORDS = {
     "name the diagonal of the mask: top-left (query i sees key i) or bottom-right (the last query sees the last key)":
         'use causal="top_left" (query i sees keys up to i) or "bottom_right" (the last query sees all keys), with a '

@@ -16,7 +16,7 @@ Window: TypeAlias = tuple[int | None, int | None] | int | None
 Remedy: TypeAlias = Literal["f16_inside", "none", "beta", "exact_delta", "project"]
 Switch: TypeAlias = Literal["auto", "on", "off"]
 
-# Of each layout, the dimension of the caller's array that is batch, head, token, dim; -1: none, 1 in its place.
+# For each layout, the dimensions of the caller's array that are batch, head, token, dim. -1: it has none, 1 is taken.
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "thd": (-1, 1, 0, 2)}
 _CAUSAL = {False: "no", True: "unaligned", "top_left": "top_left", "bottom_right": "bottom_right"}
 
@@ -42,7 +42,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class Options(NamedTuple):
-    """What to compute, apart from the data. Only types that torch's operator schemas have."""
+    """The options of a call, apart from its data. All fields have types that torch's operator schemas know."""
 
     precision: str
     layout: str = "bhsd"  # or "bshd", or "thd" for packed sequences
@@ -159,7 +159,7 @@ def attention_of(options: Options) -> _abi.Attention:
     )
 
 
-# What other attention functions call things, and what to do here.
+# The keywords of other attention functions, each with advice on what to pass here.
 ADVICE = {
     "is_causal": "use causal='top_left' (scaled_dot_product_attention) or 'bottom_right' (flash-attn)",
     "attn_mask": "use mask",

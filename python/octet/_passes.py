@@ -19,7 +19,7 @@ _KEPT = 512  # calls of each thread
 _MULTIPLE, _LARGEST_DIM = 8, 256  # of head dims in the library
 _OF_V = {"v", "o", "o_residual", "do_", "dv", "tv", "to"}  # have the head dim of v, all others of IN_LAYOUT that of q
 
-# What a call may have besides q, k, v.
+# The optional inputs that every pass has besides q, k, v.
 _MORE = ("mask", "cu_seqlens_q", "cu_seqlens_k", "sinks")
 # The inputs of each pass, in the order in which they are handed over; those that a call has not are None.
 INPUTS = {
@@ -96,7 +96,7 @@ def lse_shape(q_shape: Sequence[int], layout: str) -> tuple[int, ...]:
 
 
 def needs_residual(front: Types, options: Options, q: Any) -> bool:
-    """Whether a backward pass will read o_residual: these remedies take delta from the un-rounded output."""
+    """Returns whether a backward pass will read o_residual: some remedies take delta from the un-rounded output."""
     sixteen = options.precision in ("f16", "bf16") and options.remedy in ("f16_inside", "exact_delta")
     return sixteen and (options.out_dtype or front.dtype_name(q.dtype, "q")) in ("f16", "bf16", "e4m3")
 
@@ -117,7 +117,7 @@ def lse_type(front: Types, options: Options) -> Any:
 def results(
     front: Types, kind: str, options: Options, q: Any, k: Any, v: Any, extra: bool = False, sinks: Any = None
 ) -> list[Result]:
-    """What a pass computes; `extra`: also what not every caller needs, o_residual of a forward pass, tlse of a jvp.
+    """Returns the results of a pass. `extra` adds what few callers need: o_residual of a forward pass, tlse of a jvp.
 
     Results lie in memory as what they belong to does: o and its like as q, gradients as their operands. They have its
     type too, but bfloat16 beside e4m3, which fp8_raw alone writes.
@@ -178,8 +178,8 @@ def _operands(front: Front, name: str, x: Any, layout: str) -> Iterator[Operand]
 
 
 def filled(operands: Sequence[Operand], options: Options) -> tuple[list[Operand], Options]:
-    """What the library is asked: head dims that are no multiple of 8 are filled with zeros, which add nothing to any
-    sum. The scale stays that of q's own head dim."""
+    """Returns what the library is asked. Head dims that are no multiple of 8 are filled with zeros, which add nothing
+    to any sum. The scale stays that of q's own head dim."""
     dims = {name: view.shape[-1] for name, view, _ in operands if name in IN_LAYOUT and view.shape}
     if not {"q", "v"} <= dims.keys():
         return list(operands), options  # the call will be refused for their ranks

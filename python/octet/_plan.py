@@ -86,7 +86,7 @@ def quantization_of(coding: Coding) -> _abi.Quantization:
 
 
 def _dims(name: str, view: View, layout: str) -> Sequence[int]:
-    """Where batch, head, token and dim of octet_arguments are in the caller's array."""
+    """Returns which dimensions of the caller's array are batch, head, token and dim of octet_arguments; -1: none is."""
     rank = len(view.shape)
     in_layout = LAYOUTS[layout]
     dims: tuple[int, ...]

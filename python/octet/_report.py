@@ -107,7 +107,7 @@ def check(
 
 
 def _way_of_jax() -> tuple[str, str | None]:
-    """What jax programs call, in words, and where its handlers lie."""
+    """Describes what jax programs call, and returns the path of its handlers, or None where there are none."""
     if importlib.util.find_spec("jax") is None:
         return "not installed", None
     try:

@@ -29,7 +29,7 @@ void remember(const char* message) noexcept {
 
 template <class Body>
 octet_status guarded(Body&& body) noexcept {
-  const DefaultFloatEnvironment defaults;
+  [[maybe_unused]] const DefaultFloatEnvironment defaults;
   try {
     body();
     return OCTET_OK;

@@ -1,4 +1,4 @@
-// What octet_info reports.
+// The report that octet_info gives.
 #pragma once
 #include <string>
 #include <string_view>

@@ -32,8 +32,8 @@ Extent extent(const View& t) {
   return {base + static_cast<uintptr_t>(low * size), base + static_cast<uintptr_t>((high + 1) * size)};
 }
 
-// Whether each dimension steps over all that the dimensions of smaller stride reach, so that no two elements
-// of the view are one.
+// Returns whether each dimension steps over all that the dimensions of smaller stride reach, so that no two elements of
+// the view are one.
 bool strides_nest(const View& t) {
   std::array<int, 4> order{0, 1, 2, 3};
   std::sort(order.begin(), order.end(), [&](int a, int b) { return magnitude(t.stride[a]) < magnitude(t.stride[b]); });
@@ -52,9 +52,9 @@ struct Difference {
   int64_t step, low, high;
 };
 
-// Whether distance = sum over dimensions of step * d for some d within their bounds. Steps descend. Where both
-// views nest, the smaller steps reach less than twice the largest, and a few values of d are to be tried; where
-// they reach further the answer is a cautious yes.
+// Returns whether distance = sum over dimensions of step * d for some d within their bounds. Steps descend. Where both
+// views nest, the smaller steps reach less than twice the largest, and a few values of d are to be tried; where they
+// reach further the answer is a cautious yes.
 bool reachable(const Difference* first, const Difference* last, int64_t distance) {
   if (first == last) return distance == 0;
   int64_t low = 0, high = 0;  // of the smaller steps
@@ -68,7 +68,7 @@ bool reachable(const Difference* first, const Difference* last, int64_t distance
   return false;
 }
 
-// Whether two views may share an element: exact if they step alike, else true when their extents meet.
+// Returns whether two views may share an element: exact if they step alike, else true when their extents meet.
 bool share_memory(const View& out, const View& other) {
   const Extent a = extent(out), b = extent(other);
   if (!a.meets(b)) return false;

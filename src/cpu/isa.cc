@@ -34,7 +34,7 @@ bool has_amx() {
   return bf16 && tile && int8 && vbmi && f16 && amx_permitted();
 }
 
-// Whether a bf16 dot product takes so long that two FMA are faster. Intel's CPUs since Sapphire Rapids, known by f16
+// Returns whether two FMA are faster than a bf16 dot product. Intel's CPUs since Sapphire Rapids, known by f16
 // arithmetic, start one every two cycles and two FMA in each; virtual machines may hide their tiles.
 bool slow_bf16_dot_products() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;

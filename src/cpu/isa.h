@@ -15,7 +15,7 @@ constexpr int kIsaCount = 5;
 
 const char* name(Isa);
 
-// Whether this build has it and this machine runs it.
+// Returns whether this build has the instruction set and this machine runs it.
 bool supported(Isa);
 
 // The fastest supported one, or the one named by the environment variable OCTET_CPU. Throws Failure naming the choices

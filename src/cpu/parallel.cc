@@ -14,8 +14,8 @@ namespace octet::cpu {
 
 namespace {
 
-// Where the threads of a call begin. Left alone, a new thread waits behind its parent until the scheduler balances: 3
-// ms of an 8 ms call were lost to that.
+// The CPUs on which the threads of a call begin. Left alone, a new thread waits behind its parent until the scheduler
+// balances: 3 ms of an 8 ms call were lost to that.
 class Places {
  public:
 #ifdef __linux__

@@ -61,7 +61,7 @@ int32_t order_of(float x) {
 }
 float of_order(int32_t order) { return std::bit_cast<float>(order ^ (order >> 31 & 0x7fffffff)); }
 
-// What a group holds: amax without zero points, else the extremes.
+// The extremes of a group: amax where there are no zero points, else the lowest and the highest.
 struct Extremes {
   int32_t low = std::numeric_limits<int32_t>::max(), high = std::numeric_limits<int32_t>::min();  // as order_of
 

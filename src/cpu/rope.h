@@ -13,7 +13,7 @@
 
 namespace octet::cpu {
 
-// What all threads of a call share.
+// The table of angles that all threads of a call share.
 class RopeTable {
  public:
   static constexpr int64_t kSpan = 64;

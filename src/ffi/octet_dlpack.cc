@@ -131,7 +131,7 @@ using Objects = PyObject* const*;
 bool is_true(PyObject* function) { return truth(PyObject_CallNoArgs(function)); }
 bool is_true(PyObject* function, PyObject* x) { return truth(PyObject_CallFunctionObjArgs(function, x, nullptr)); }
 
-// Whether nobody would notice that no operator runs on these objects.
+// Returns whether nobody would notice that no operator runs on these objects.
 bool plain(Objects inputs, int count) {
   for (int i = 0; i < count; ++i)
     if (Reference(PyObject_Type(inputs[i])).object != framework.tensor) return false;
@@ -142,7 +142,7 @@ bool plain(Objects inputs, int count) {
   return true;
 }
 
-// Whether autocast would give the operator other tensors.
+// Returns whether autocast would hand tensors of another type to the operator.
 bool cast(Objects qkv) {
   return is_true(framework.is_autocast) &&
          truth(PyObject_CallFunctionObjArgs(framework.casts, qkv[0], qkv[1], qkv[2], nullptr));
@@ -208,7 +208,7 @@ bool look(Kind kind, int64_t token, Objects inputs, Views& views, Key& key) {
   return true;
 }
 
-// Whether o has q's shape, and the library takes these tensors as they are.
+// Returns whether o has q's shape and the library takes these tensors as they are.
 bool is_like_q(const Views& qkv) {
   const DLTensor &q = qkv[0], &k = qkv[1], &v = qkv[2];
   if (q.dims != kDims || k.dims != kDims || v.dims != kDims) return false;

@@ -272,7 +272,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path, out, number):
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path):
-    """As nohup has it."""
+    """nohup has a process ignore SIGHUP, and then the command finishes."""
     _, status = interrupted(tmp_path, tmp_path / "out.safetensors", signal.SIGHUP, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     assert status == 0 and sorted(p.name for p in tmp_path.iterdir()) == ["large.safetensors", "out.safetensors"]
 

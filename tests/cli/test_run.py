@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import attention, causal, draw, header_bytes, octet, read_header, read_safetensors, rel_l2, run_ok, window, write_safetensors
 
-# What float32 arithmetic over sums of a few dozen terms loses, with an order of magnitude to spare.
+# The error that float32 sums of a few dozen terms make, with an order of magnitude to spare.
 F32 = 2e-6
 
 

@@ -12,7 +12,7 @@ class BiasRows : public EveryRecipe {};
 
 constexpr Case kCase{.name = "bias rows", .heads = 2, .tokens_q = 100, .tokens_k = 150, .mask = MaskTensor::bias_f32};
 
-// What row i has on top of an ordinary bias: nothing in every sixth row.
+// Returns what is added to row i of an ordinary bias: 0 in every sixth row.
 double offset(int64_t i, double lowest) {
   const double offsets[] = {0.0, lowest, -1e9, -1e4, -300.0, 3e4};
   return i % 6 == 1 ? lowest : std::fmax(offsets[i % 6], lowest);

@@ -1,5 +1,5 @@
-// What a result may not depend on, bit for bit: the run, the number of threads, the other batch elements, heads and
-// packed sequences, the way k and v are repeated for grouped heads, and the layout.
+// A result does not depend, bit for bit, on the run, the number of threads, the other batch elements, heads and packed
+// sequences, the way k and v are repeated for grouped heads, and the layout.
 #include "laws/laws.h"
 
 namespace octet::test {

@@ -1,4 +1,4 @@
-// What the tests of laws share: running every pass of every precision on the CPU backend, and comparing.
+// The tests of laws share this: running every pass of every precision on the CPU backend, and comparing.
 #pragma once
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// What is masked does not exist: NaN and infinity in keys and values that no query sees change nothing, in a query they
+// Masked keys and values have no effect: NaN and infinity in those that no query sees change nothing, in a query they
 // stay in its row, and a query that sees no key gives o = 0, lse = -inf and zero derivatives.
 #include <cmath>
 #include <limits>

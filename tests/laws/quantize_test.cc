@@ -110,8 +110,8 @@ double dot(const Quantized& q, int64_t h, int64_t i, const Quantized& k, int64_t
   return sum;
 }
 
-// What is predicted from the statistics of q (two heads) and k (one) and what is measured, as {predicted, measured} of
-// the second head.
+// Returns {predicted, measured} errors of the second head's logits, predicted from the statistics of q (two heads) and
+// k (one).
 std::pair<double, double> logit_errors(const Array& x, const Array& y, Recipe q_recipe, const Recipe& k_recipe) {
   q_recipe.operand = OCTET_OPERAND_Q;
   const int64_t tokens = x.shape()[2], dim = x.shape()[3];

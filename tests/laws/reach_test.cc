@@ -1,6 +1,6 @@
-// What one token holds reaches the rows that meet it, and no other beyond the error of the precision: not through means
-// and scales that tokens share, nor as 0 inf. A last key far from all others under a causal mask, a row of do far
-// larger than the others.
+// The numbers of one token reach the rows that meet it, and others by no more than the error of the precision: not
+// through means and scales that tokens share, nor as 0 inf. Cases: a last key far from all others under a causal mask,
+// a row of do far larger than the others.
 #include <cmath>
 #include <limits>
 

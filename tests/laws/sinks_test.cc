@@ -1,4 +1,4 @@
-// What a sink does and what the gradient of lse does, told by other calls.
+// Sinks and the gradient of lse agree with other calls that have the same results.
 #include <algorithm>
 #include <cmath>
 #include <limits>

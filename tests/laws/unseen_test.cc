@@ -1,5 +1,5 @@
-// What nobody sees does not exist: keys and values that no query sees, and queries that see no key, may hold anything.
-// Whatever it is, it changes no bit of any result; not by means or scales that tokens share, and not as 0 inf.
+// Keys and values that no query sees, and queries that see no key, may hold anything. Whatever it is, it changes no bit
+// of any result; not by means or scales that tokens share, and not as 0 inf.
 #include <cmath>
 #include <limits>
 

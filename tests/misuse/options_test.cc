@@ -152,7 +152,7 @@ TEST(Packing, its_shape_is_checked) {
   expect_invalid(negative, "max_seqlen: found 0, -1, allowed: a bound on the lengths, or 0 if unknown");
 }
 
-// What stands in the boundaries is read by octet_run alone.
+// Expects a refusal by octet_run alone, which reads the offsets of packed sequences; octet_workspace_size does not.
 void expect_refused_by_run(Call& call, const std::string& message) {
   size_t bytes = 0;
   EXPECT_EQ(octet_workspace_size(&call.attention, &call.arguments, &bytes), OCTET_OK) << octet_message();

@@ -23,8 +23,8 @@ Outputs run_on(const Tested&, const Case&, const Inputs&, const Attention&, Pass
 // Runs a pass; a backward pass after its own forward pass. `out`: the type of its outputs.
 Outputs compute(const Tested&, Case, const Inputs&, Pass, Precision, DType out, Remedy = Remedy::f16_inside);
 
-// What a bar is held to: the worst head, or, where heads of one input differ by as much as recipes do (a direction or a
-// few rows decide), all of them together, as the best figures were measured.
+// The errors that a bar bounds: those of the worst head, or, where heads of one input differ by as much as recipes do
+// (a direction or a few rows decide), of all of them together, as the best figures were measured.
 enum class Over { worst_head, all_heads };
 
 struct Bar {

@@ -20,7 +20,7 @@ double delta_error(const Inputs& in, const Values& o, const Values& exact_o, int
   return error;
 }
 
-// What the forward pass of the default remedy leaves, and float64's o.
+// The results of a forward pass with the default remedy, and float64's o.
 struct Kept {
   Values o, unrounded_o, exact_o;
 };
@@ -56,8 +56,8 @@ void expect_unbiased_delta(const Tested& tested, Tied tied) {
 }
 
 // The first channel of dq moves by -(error of delta) * scale * (sum_j P_ij k_j minus any constant), of one sign here.
-// Of dq no bar is known: its own rounding, in no proportion to that of delta, may lean to one side. What adds up over
-// rows is at most a tenth of the errors that the remedy is for.
+// For dq no bar is known: its own rounding, in no proportion to that of delta, may lean to one side. The errors that
+// add up over rows are at most a tenth of those that the remedy is for.
 void expect_unbiased_dq_on_s8(const Tested& tested) {
   const Case c = tied_case();
   Bias naive, remedied;

@@ -39,7 +39,7 @@ void expect_as_good(const Compared& x) {
                                                    << plain.rms << "; worst " << text(both) << "\n";
 }
 
-// What a case's pass is compared with.
+// The results that a case's pass is compared with.
 struct Expected {
   Outputs exact, plain;
   Noise rms, most;

@@ -20,7 +20,7 @@ INSTANTIATE_TEST_SUITE_P(Bars, RealActivations,
                                          RealBar{"fp8", Precision::fp8, DType::f32, .040, 0, 0, 0}),
                          [](const auto& info) { return std::string(info.param.row); });
 
-// Where no bar is set, gradients are within a tenth of what the same rounding points cost in float64.
+// Gradients for which no bar is set are within a tenth of what the same rounding points cost in float64.
 class RealGradients : public testing::TestWithParam<Precision> {};
 
 TEST_P(RealGradients, err_as_the_rounding_points_cost) {

@@ -1,4 +1,4 @@
-"""What the tests of jax on the CPU share: four devices, 64 bits, and both ways into the library."""
+"""The tests of jax on the CPU share this: four devices, 64 bits, and both ways into the library."""
 
 import os
 

@@ -49,7 +49,7 @@ NOT_MIRRORED = {
 
 @pytest.fixture(scope="module")
 def header(tmp_path_factory):
-    """What a C compiler says of every expression below."""
+    """Sizes and offsets here are those that a C compiler finds."""
     expressions = [f"sizeof({struct})" for struct in STRUCTS]
     for struct, mirror in STRUCTS.items():
         for field, _ in mirror._fields_:
@@ -88,7 +88,7 @@ def test_no_enumerator_of_the_header_is_missing():
 
 
 def test_no_library_is_loaded_from_the_working_directory(monkeypatch, tmp_path):
-    """Where the system's loader found liboctet.so, its name has no folder."""
+    """The name of a library that the system's loader found has no folder, and nothing is looked for beside it."""
     (tmp_path / "liboctet_jax.so").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_library, "path", "liboctet.so.0")

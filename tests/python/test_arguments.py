@@ -84,7 +84,7 @@ def test_supports_gives_the_same_reasons():
 
 @FUNCTIONS
 def test_every_array(function):
-    """Of no framework, of another framework, of another device, of a type or a rank that has no meaning."""
+    """An argument may be of no framework, of another, of another device, of a type or a rank that has no meaning."""
     arrays = ARRAYS[function]
     for name, x in arrays.items():
         for wrong in (None if name == "q" else [1.0], "a tensor", x.to(torch.complex64), x[None, None]):
@@ -155,7 +155,7 @@ SAGE = {
 SMOOTH, GRANULARITY = {"smooth_k": False}, {"qk_quant_gran": "per_head"}
 SUMS, VALUES = {"pv_accum_dtype": "bf16"}, {"smooth_v": True}
 NO_LAYOUT = {name: value for name, value in SAGE.items() if name not in ("tensor_layout", "return_lse")}
-# Of each drop-in, each argument of its host: SERVED, or a value and, where it is another's, the name that refuses it.
+# For each drop-in, each argument of its host: SERVED, or a value and, if another argument's name refuses it, that.
 HOSTS = {
     octet.sdpa: ATTENTION,
     flash_attn.flash_attn_func: FLASH,

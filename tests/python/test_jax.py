@@ -307,7 +307,7 @@ def test_programs_on_four_devices_and_in_other_processes():
 
 
 def test_callbacks_are_refused_on_several_devices(monkeypatch):
-    """Where they waited for each other forever."""
+    """Callbacks of several devices once waited for each other forever."""
     if len(jax.devices("cpu")) < 2:
         pytest.skip("the CPU is one device: jax was started before this module")
     monkeypatch.setattr(_call, "has_handlers", lambda: False)

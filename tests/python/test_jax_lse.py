@@ -29,7 +29,7 @@ def both(q, k, v, sinks=None):
 
 
 def definition(x, **about):
-    """Of q, k, v and, if there are more, sinks: exact results and bounds on the error in the arithmetic of x."""
+    """Returns exact results for x (q, k, v and perhaps sinks) and bounds on the error in the arithmetic of x."""
     arrays = [np.asarray(y, np.float64) for y in x[:3]]
     about |= {"sinks": np.asarray(x[3]) if len(x) > 3 else None}
     unit = exact.rounding(np.dtype(x[0].dtype))

@@ -142,7 +142,7 @@ def test_vmap_inside_and_outside_of_a_shard(mesh):
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("of_q", [P("x"), P(None, "x"), P(None, None, "x"), P(None, None, None, "x")])
 def test_explicit_axes_are_gathered(of_q, transform):
-    """As those are that XLA shards by itself; shard_map divides the work."""
+    """Arrays sharded over explicit axes are gathered, as those are that XLA shards; only shard_map divides the work."""
     devices = jax.devices("cpu")
     if len(devices) < 4:
         pytest.skip("the CPU is not four devices: jax was started before this module")

@@ -1,4 +1,4 @@
-"""What the front refuses by itself, and that the library's own refusals come through with their message."""
+"""Tests what the front refuses by itself, and that the library's own refusals come through with their message."""
 
 import numpy as np
 import octet

@@ -25,7 +25,7 @@ TRAINED = "it ran again, and a gradient may follow"
 
 @pytest.fixture
 def again(monkeypatch):
-    """What each look for a kept call found; other tests' calls are forgotten."""
+    """A list that receives what each look for a kept call finds. Calls of other tests are forgotten."""
     real, found = _again._again, []
 
     def counting(token, q, k, v):
@@ -216,7 +216,7 @@ def test_tensors_die_when_they_are_forgotten(again):
 
 @pytest.fixture
 def backwards(monkeypatch):
-    """What each look for a kept backward pass found."""
+    """A list that receives what each look for a kept backward pass finds."""
     real, found = _again._backward, []
 
     def counting(*x):

@@ -148,7 +148,7 @@ def test_gradients_through_out_dtype():
 
 
 def test_messages_use_the_words_of_python():
-    """What a message says to pass is what the function takes."""
+    """The function takes what a message says to pass."""
     words = 'use causal="top_left" .*"bottom_right" .*alignment="top_left"'
     for keywords in ({"causal": True}, {"window": 3}):
         with pytest.raises(octet.InvalidArgument, match=words):

@@ -177,7 +177,7 @@ def test_large_logits_leave_gradients_finite_and_right(device, dim, tokens, caus
 @by_device
 @pytest.mark.parametrize("dim", [64, 111, 128])
 def test_a_gradient_of_o_that_is_no_dense_tensor(device, dim):
-    """As an einsum hands it over: its last dimension is not the one with stride 1."""
+    """An einsum hands over a do whose last dimension is not the one with stride 1."""
     torch.manual_seed(0)
     q, k, v = (draw(3, 97, 2, dim, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     o = flash_attn.flash_attn_func(q, k, v, causal=True)
@@ -298,7 +298,7 @@ def test_a_tensor_that_stacks_something_else(shape):
 
 
 def stacked_calls(device="cpu", dtype=torch.bfloat16, dim=16):
-    """Of each stacked form, the call and its inputs; the first input is the stacked one."""
+    """Returns the call of each stacked form and its inputs, of which the first is the stacked one."""
     torch.manual_seed(0)
 
     def leaf(*shape):

@@ -116,7 +116,7 @@ def expect_parity(kind, device, run):
 
 @pytest.fixture
 def no_mask_tensors(monkeypatch):
-    """What a GPU without mask tensors wants: octet never sees one."""
+    """octet never gets a mask tensor, as a GPU that takes none wants it."""
     own = integration._api.attention
 
     def attention(*args, mask=None, **options):
@@ -429,7 +429,7 @@ def test_setting_the_implementation():
 
 
 def test_setting_the_implementation_of_a_part():
-    """Of models of several parts, each is asked for its own."""
+    """Each part of a model of several parts is asked for its own attention."""
     tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.CLIPConfig(text_config=tiny, vision_config=tiny | {"image_size": 8, "patch_size": 4})
     clip = transformers.CLIPModel(config)

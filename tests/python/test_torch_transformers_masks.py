@@ -91,7 +91,7 @@ def test_a_plan_is_its_mask(device, problem):
         counts = torch.nn.functional.pad(counts, (0, queries - counts.shape[1]))
     do = do * counts[..., None, None]
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    # As flash attention means it: of a causal module as many keys, of others as many on both sides and the token.
+    # Flash attention counts so: a causal module sees that many keys, others that many on both sides and the token.
     width = window if causal or window is None else window + 1
     o, _ = FORWARD(module, *leaves, mask, scaling=0.25, sliding_window=width)
     gradients = torch.autograd.grad(o, leaves, do)

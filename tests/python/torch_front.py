@@ -1,4 +1,4 @@
-"""What tests of the torch front share."""
+"""The tests of the torch front share this."""
 
 import pytest
 

@@ -9,8 +9,8 @@ from octet.integrations.diffusers import register
 from torch.distributed.device_mesh import init_device_mesh
 
 BATCH, TOKENS, HEADS, DIM = 2, 24, 4, 16
-# Of each width: the type, the backend, and what the parts may differ from the whole by, relative: float32 sums; twice what
-# rounding to bf16 costs (2**-9), once in the parts and once where they are put together; the bar of int8.
+# For each width: the type, the backend, and how far the parts may differ from the whole, relative: for float32 sums;
+# twice what rounding to bf16 costs (2**-9), once in the parts and once where they are put together; the bar of int8.
 CASES = {
     32: (torch.float32, "octet", 1e-5),
     16: (torch.bfloat16, "octet", 4 * 2.0**-9),

@@ -67,12 +67,12 @@ struct Inputs {
 };
 Inputs draw(const Case&, uint64_t seed);
 
-// What a pass wrote; o_residual is absent where o is not 16 bits wide.
+// The outputs that a pass wrote; o_residual is absent where o is not 16 bits wide.
 struct Outputs {
   Values o, lse, o_residual, dq, dk, dv, dsinks, to, tlse;
 };
 
-// Where the tensors of a call lie while it runs, if not in the test's own memory: a GPU.
+// A place that the tensors of a call lie in while it runs, if it is not the test's own memory: a GPU.
 class Place {
  public:
   virtual ~Place() = default;

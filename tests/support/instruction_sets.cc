@@ -11,7 +11,7 @@ std::string named() {
   return name ? name : "";
 }
 
-// Whether a call with the kernels of the instruction set that OCTET_CPU names is accepted.
+// Returns whether a call with the kernels of the instruction set that OCTET_CPU names is accepted.
 bool runs() {
   float one[8] = {1.f}, o[8];
   const Shape shape{1, 1, 1, 8};

@@ -77,7 +77,7 @@ class Array {
     return *this;
   }
 
-  // Whether only elements have been written.
+  // Returns whether only elements have been written.
   bool intact() const {
     std::vector<bool> element(bytes_.size(), false);
     each([&](int64_t b, int64_t h, int64_t t, int64_t c) {

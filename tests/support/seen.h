@@ -6,7 +6,7 @@
 
 namespace octet::test {
 
-// Whether query i of head h in batch element b sees key j.
+// Returns whether query i of head h in batch element b sees key j.
 bool sees(const Case&, const Inputs&, int64_t b, int64_t h, int64_t i, int64_t j);
 
 // By (batch, head of k and v, token) and (batch, head of q, token): whether any query of any head that shares it sees

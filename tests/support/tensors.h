@@ -104,7 +104,7 @@ std::array<Buffer, 3> interleaved(DType dtype, const Shape& shape);
 
 size_t bytes_of(DType dtype);
 
-// What two tensors differ by. Infinite values count as equal to themselves; NaN equals nothing.
+// The difference between two tensors. Infinite values count as equal to themselves; NaN equals nothing.
 struct Difference {
   double rms = 0.0;      // root mean square
   double largest = 0.0;  // of the magnitudes

@@ -59,8 +59,8 @@ Matrix saved(const Output& out, const Recipe& recipe, octet_dtype format) {
 // ---------------------------------------------------------------------------------------------
 // Forward: 2048 tokens, dim 128, no mask.
 
-// What a bar is held to: each head, or, where heads of one input differ by as much as recipes do (a direction or a few
-// rows decide), all of them together, as the best figures were measured.
+// The errors that a bar bounds: those of each head, or, where heads of one input differ by as much as recipes do (a
+// direction or a few rows decide), of all of them together, as the best figures were measured.
 enum class Over { each_head, all_heads };
 
 struct Bar {

@@ -1,5 +1,4 @@
-// What the oracle does with tensors, through the door: poison, groups, packed sequences, residuals, rounding points,
-// codes.
+// Tests the oracle on tensors, through the C ABI: poison, groups, packed sequences, residuals, rounding points, codes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

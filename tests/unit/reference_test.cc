@@ -279,7 +279,7 @@ TEST(Reference, recipes_without_their_rounding_are_exact) {
   }
 }
 
-// What a wrong delta puts into every logit's gradient, the projection takes out again, the sink's included.
+// The projection takes out again what a wrong delta puts into every logit's gradient, the sink's included.
 TEST(Reference, projection_corrects_delta_with_a_sink_and_dlse) {
   Head head = masked_head();
   head.sink = .7;

@@ -19,7 +19,7 @@ from octet.errors import InvalidArgument, listing
 _LAYOUTS: dict[str, Layout] = {"HND": "bhsd", "NHD": "bshd"}
 _ADVICE = ADVICE | {"attn_mask": "call octet.attention with mask"}
 _INSTEAD = "leave it out, or call octet.attention with another precision"
-# What octet does anyway.
+# The settings that octet computes with in any case, and therefore accepts.
 _SETTINGS = {"smooth_k": (True,), "smooth_v": (False,), "qk_quant_gran": ("per_warp", "per_thread")}
 
 

@@ -17,7 +17,7 @@ from octet.errors import Unsupported
 
 
 class Pattern(NamedTuple):
-    """What a mask function hides, the padding apart."""
+    """The keys that a mask function hides, apart from padding."""
 
     causal: bool
     window: int | None  # a query sees keys at most so far from it, on both sides unless causal
@@ -150,7 +150,7 @@ _outside_the_graph = torch.compiler.disable(
 
 
 def takes_mask_tensors(device: torch.device) -> bool:
-    """Whether some backend does; torch.compile leaves its graph to make a mask where none does."""
+    """Returns whether a backend takes masks on this device; else torch.compile breaks its graph to make one."""
     return device.type == "cpu"
 
 
@@ -161,7 +161,7 @@ def _of_keys(attention_mask: torch.Tensor, kv_length: int, kv_offset: int) -> to
 
 
 def _variables(function: Any) -> dict[str, Any]:
-    """What a nested function has from the function around it."""
+    """Returns the variables that a nested function has from the function around it, by name."""
     return {
         name: cell.cell_contents
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
@@ -169,7 +169,7 @@ def _variables(function: Any) -> dict[str, Any]:
 
 
 def pattern_of(function: Callable) -> Pattern | None:
-    """What a mask function of transformers hides, or None if it is not made of the functions known here.
+    """Returns what a mask function of transformers hides, or None if it is not made of the functions known here.
 
     Such functions are recognised by their code: those of transformers.masking_utils return nested functions, each
     always of the same code.

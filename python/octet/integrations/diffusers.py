@@ -182,8 +182,8 @@ def _forward_op(
     _save_ctx: bool = True,
     _parallel_config: Any | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """What diffusers' templates call in the forward pass of theirs: octet's graph is kept for the backward pass, but of
-    ring attention, which asks again for each part of the keys, only the operands."""
+    """The forward pass that diffusers' templates call. It keeps octet's graph for the backward pass, but in ring
+    attention, which asks again for each part of the keys, only the operands."""
     how = attn_mask, dropout_p, is_causal, scale, enable_gqa
     ring = _parallel_config is not None and _parallel_config.context_parallel_config.ring_degree > 1
     differentiates = _save_ctx and any(ctx.needs_input_grad)

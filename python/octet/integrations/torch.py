@@ -69,7 +69,7 @@ class _Active:
 
 
 class _Kept:
-    """What a forward pass knows beside o and lse: o_residual, or None, and which storage is that of o."""
+    """The results of a forward pass beside o and lse: o_residual, or None, and the storage that o has."""
 
     def __init__(self, o: torch.Tensor, r: torch.Tensor | None) -> None:
         self.r = r
@@ -86,8 +86,8 @@ def _keep(o: torch.Tensor, lse: torch.Tensor, r: torch.Tensor | None) -> None:
 
 
 def _kept(o: torch.Tensor, lse: torch.Tensor) -> _Kept | None:
-    """What was kept, if o and lse are what the forward pass made: not copies, as hooks of saved tensors make them, not
-    merged with those of other keys, as in ring attention, and not written since."""
+    """Returns what was kept with o and lse if they are those that the forward pass made: not copies, as hooks of saved
+    tensors make them, not merged with those of other keys, as in ring attention, and not written since."""
     kept = getattr(lse.untyped_storage(), "_octet_kept", None)
     return kept if kept and kept.belongs_to(o) and o._version == lse._version == 0 else None
 
@@ -327,6 +327,6 @@ class _Kernels:
 
 
 def _no_randomness(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What torch wants to know of dropout: a seed, an offset, the weights."""
+    """Returns what torch's operators return about dropout, which octet has not: a seed, an offset, the weights."""
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
     return seed, offset, q.new_empty(0)

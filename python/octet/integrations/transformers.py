@@ -113,7 +113,7 @@ def _expect_interface(model: Any, implementation: Any) -> None:
 
 
 def _has_no_attention(model: Any) -> bool:
-    """Of models such as ResNet, and of those that are made of other models."""
+    """Returns whether a model has no attention of its own, like ResNet and models that are made of other models."""
     return not any("attention" in name.lower() for name in vars(sys.modules[model.__module__]))
 
 
@@ -214,7 +214,7 @@ def _plan(
     return plan
 
 
-# Of position ids: their version, the batch they were used for and the plan, None where they do not restart.
+# For each tensor of position ids: its version, the batch it was used for, and the plan (None: they do not restart).
 _seen: Any = torch.utils.weak.WeakIdKeyDictionary()
 
 

@@ -44,7 +44,7 @@ class Fold:
         return jnp.moveaxis(x.reshape(*shape[:at], self._size, *shape[at:]), at, 0)
 
     def _at(self, name: str) -> int:
-        """Where the mapped dimension goes among those of one element."""
+        """Returns the place that the mapped dimension gets among the dimensions of one element."""
         heads_first = "lse" in name or "sinks" in name
         return 1 if self._packed and not heads_first else 0
 

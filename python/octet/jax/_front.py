@@ -1,4 +1,4 @@
-"""What explain, supports and the primitives need of jax: see _passes.Front. Nothing is computed here, so arrays may be
+"""The part of _passes.Front that explain, supports and the primitives need. Nothing is computed here, so arrays may be
 abstract, and the rest of a front, addresses and memory, is XLA's business."""
 
 from typing import Any

@@ -39,7 +39,7 @@ _KINDS = {"forward": 0, "training": 1, "backward": 2}  # as in octet_dlpack.cc
 
 
 def _casts(*tensors: torch.Tensor) -> bool:
-    """Whether autocast gives the operator other tensors."""
+    """Returns whether autocast would hand tensors of another type to the operator."""
     return any([autocast_type(x) is not x.dtype for x in tensors])
 
 
@@ -127,7 +127,7 @@ _LASTING = bool, int, float, str, type(None), type, np.generic
 
 
 def _lasts(value: Any) -> bool:
-    """Whether what is equal to `value` once will be later: a tensor may be written."""
+    """Returns whether `value` cannot change, so that what equals it now will equal it later. Tensors may be written."""
     return all(map(_lasts, value)) if isinstance(value, tuple) else isinstance(value, _LASTING)
 
 

@@ -1,4 +1,4 @@
-"""What the passes need of torch: see _passes.Front."""
+"""The front of torch: what the three passes need of its tensors, as _passes.Front says."""
 
 import sys
 from collections.abc import Hashable

@@ -129,13 +129,13 @@ jvp = torch.ops.octet.jvp.default
 
 
 def nobody_listens(*tensors: Any) -> bool:
-    """Whether nobody would notice that no operator runs: no profiler, and what `nobody_intervenes` says."""
+    """Returns whether nobody would notice that no operator runs: `nobody_intervenes`, and no profiler records."""
     return nobody_intervenes(*tensors) and not torch.autograd._profiler_enabled()
 
 
 def nobody_intervenes(*tensors: Any) -> bool:
-    """Whether an operator would do what is done without it: no mode, no tracing, no torch.func, no torch.compile, no
-    subclass, no device without a kernel, no view that the dispatcher resolves."""
+    """Returns whether an operator would do just what its kernel does: there is no mode, no tracing, no torch.func, no
+    torch.compile, no subclass, no device without a kernel, and no view that the dispatcher resolves."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():

@@ -202,7 +202,7 @@ class _Patch:
             self._entered.append(self)
 
     def leave(self) -> None:
-        """What was patched over this one stays, and comes to what this one stood in place of."""
+        """Ends this patch. Patches that were put over it stay, and then call what this one had replaced."""
         with self._lock:
             self._lasts = False
             self._entered.remove(self)

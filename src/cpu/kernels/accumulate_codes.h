@@ -7,7 +7,7 @@ namespace octet::cpu::OCTET_ISA {
 
 constexpr int64_t kStripColumns = 32;  // of a product, at a time
 
-// What one step adds to o: P V of `tiles` key tiles. A tile of v is v_stride words after the one before.
+// The product P V of `tiles` key tiles that one step adds to o. A tile of v is v_stride words after the one before.
 struct CodeProduct {
   const Word* p;
   int64_t p_stride;  // words of a row

@@ -27,7 +27,7 @@ constexpr int64_t kTilesPerTask = 4;
 struct BackwardScratch {
   float *s, *dp;   // [kQueries][kKeys]; become p and ds
   float* ds_rows;  // [kQueries][kKeys], migrated only: ds as the operand of dq
-  // Where products run in tiles.
+  // These are used where products run in tiles.
   Word *p_t, *ds_t, *ds;       // [kKeys][split_stride(kQueries)]: A of p^T do, ds^T q and ds k
   Word *q, *do_;               // [kQueries][split_stride]: A of q k^T and do v^T
   Word *q_by_row, *do_by_row;  // [words_of<Split>(kQueries)][columns]: B of ds^T q and p^T do
@@ -138,8 +138,8 @@ struct Backward {
     __atomic_store_n(turn, static_cast<int32_t>(tile + 1), __ATOMIC_RELEASE);
   }
 
-  // What the tile numbered `own` among the task's fetches of the rows of the next block of queries: all tiles together
-  // fetch all of it. A product reads six rows at a time, which hardware does not foresee.
+  // Returns the rows of the next block of queries that the task's tile numbered `own` fetches: all tiles together fetch
+  // all of it. A product reads six rows at a time, which hardware does not foresee.
   static Ahead of_next_block(const float* rows, int64_t first, int64_t columns, int64_t own) {
     constexpr int64_t kCount = kQueries / kTilesPerTask;
     return {rows + (first + kQueries + own * kCount) * columns, kCount * columns * static_cast<int64_t>(sizeof(float))};
@@ -214,7 +214,7 @@ struct Backward {
     if (plan.smooth_blocks) add_means(first, rows, index, mean);
   }
 
-  // What rounding left out of the logits: q.k = q'.k' + q.(tile mean) + (block mean).k'.
+  // Adds to the logits what rounding left out of them: q.k = q'.k' + q.(tile mean) + (block mean).k'.
   void add_means(int64_t first, int64_t rows, int64_t index, const float* mean) {
     const int64_t kc = w.k_columns;
     alignas(64) float by_key[kKeys];
@@ -321,8 +321,8 @@ struct Backward {
     }
   }
 
-  // What a block of queries must know of its whole rows before any tile: with Delta::from_p their sums, with `project`
-  // the projection.
+  // Computes what a block of queries must know of its whole rows before any tile: with Delta::from_p their sums, with
+  // `project` the projection.
   void sweep(const Sequence& seq, const Block& block) {
     const int64_t h = block.head, token = block.token, first = row_index(p, seq, h, token);
     const int64_t rows = std::min(seq.q_tokens - token, kQueries);
@@ -345,7 +345,7 @@ struct Backward {
     for (int64_t i = 0; i < rows; ++i) finish_row(sums[i], first + i);
   }
 
-  // Of one row.
+  // The sums of one row.
   struct RowSums {
     float m = kMinusInfinity;
     double p = 0, weighted = 0;  // sum p, and of ds minus what it should be or of p dp
@@ -397,7 +397,7 @@ struct Backward {
   }
 };
 
-// What the mean that was taken from k adds to a row of dq.
+// Adds to a row of dq what the mean that was taken from k contributes to it.
 inline void add_row_sum(float sum, const float* mean, int64_t n, float* dq) {
   if (sum == 0.f) return;
   for (int64_t c = 0; c < n; ++c) dq[c] += sum * mean[c];

@@ -11,7 +11,7 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Of all seen tokens of one head of q and do, or of k and v; only finite numbers count.
+// Statistics of all seen tokens of one head, of q and do, or of k and v; only finite numbers count.
 struct HeadStatistics {
   float largest;        // magnitude in q, or in k after smoothing
   float value_largest;  // in do, or in v
@@ -46,7 +46,7 @@ struct GradientOperands {
   Word* k_by_row;  // [tile][words_of<Split>(kKeys)][k_columns]: B of ds k; without tiles in panels of kPanelColumns
 };
 
-// Whether tokens have scales or means, so that some could reach others.
+// Returns whether tokens have scales or means, so that some could reach others.
 inline bool has_scales(const BackwardPlan& plan) {
   for (const Rounding& r : {plan.q, plan.k, plan.v, plan.do_dp, plan.do_dv})
     if (r.group) return true;
@@ -109,7 +109,7 @@ inline bool seen_query(const Problem& p, const Sequence& seq, int64_t h, int64_t
   return w.seen_queries ? w.seen_queries[row_index(p, seq, h, i)] : sees_a_key(p, seq, h, i);
 }
 
-// Where the mean of the block of queries at `token` lies: each sequence begins a block.
+// Returns the place of the mean of the block of queries that `token` is in. Each sequence begins a block.
 inline float* block_mean(const Problem& p, const Sequence& seq, int64_t sequence, int64_t h, int64_t token,
                          const GradientOperands& w) {
   const int64_t of_head = tiles_bound(p, p.tokens_q, kQueries) / (p.packed() ? 1 : p.batch);
@@ -213,7 +213,7 @@ inline void mean_of_keys(const Problem& p, const Sequence& seq, int64_t g, const
     mean[c] = static_cast<float>(sum[c] / static_cast<double>(std::max<int64_t>(seen.count(), 1)));
 }
 
-// Of the seen ones among at most kSampledTokens, in double, rounded once.
+// Writes the mean of the seen rows among at most kSampledTokens, summed in double and rounded once.
 template <class Seen>
 void mean_of_rows(const float* rows, int64_t count, int64_t width, const Seen& seen, float* mean) {
   double sum[kMaxDim] = {};

@@ -115,7 +115,7 @@ OCTET_INLINE const void* row_pointer(const View& t, int64_t b, int64_t h, int64_
 OCTET_INLINE void prefetch_row(const View& t, const void* row, int64_t ahead) {
   static constexpr int64_t kBytes[] = {0, 8, 4, 2, 2, 1, 1, 1, 1, 1, 4, 1};
   const int64_t bytes = kBytes[t.dtype];
-  // As integers: where there are no such tokens, strides may be anything, and no pointer goes that far.
+  // Addresses are computed as integers: where there are no such tokens, no pointer goes as far as the strides may.
   const uint64_t at = reinterpret_cast<uintptr_t>(row) + static_cast<uint64_t>(ahead * bytes) * t.stride[2];
   for (int64_t i = 0; i < t.shape[3] * bytes; i += 64) __builtin_prefetch(reinterpret_cast<const char*>(at + i));
 }

@@ -19,10 +19,10 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Whether the product of P with V is formed apart, for a part of a step at a time, and then added to o. 8-bit P: it is
-// an integer, and a part has a scale of its own. f16 P, the one that gradients build on: next to a large sum small
+// True where the product of P with V is formed apart, for a part of a step at a time, and then added to o. 8-bit P is
+// an integer, and each part has a scale of its own. f16 P is the one that gradients build on: next to a large sum small
 // weights would be lost one by one, always downwards; a few at a time they are not (coherence of the error of delta on
-// tied maxima: .91, by tiles .13, by quarters of a tile below .1).
+// tied maxima: 0.91, by tiles 0.13, by quarters of a tile below 0.1).
 constexpr bool through_strip(PFormat format) { return format == PFormat::u8 || format == PFormat::f16; }
 constexpr int64_t kF16Part = 16;  // keys
 
@@ -38,8 +38,8 @@ constexpr int64_t kBlockRows = std::is_same_v<Qk, F32> || kSplits<Qk> ? 192
                                : Qk::kTiles&& Pv::kTiles              ? 64
                                                                       : 96;
 
-// Whether the logits of the next step are found before P V of this one, so that tiles start once for both; P then does
-// not lie in the place of its logits.
+// True where the logits of the next step are found before P V of this one, so that tiles start once for both; P then
+// does not lie in the place of its logits.
 template <class Pv>
 constexpr bool kLogitsAhead = Pv::kTiles&& std::is_same_v<typename Pv::Element, uint8_t>;
 
@@ -146,7 +146,7 @@ struct Forward {
     std::memset(scratch.o, 0, sizeof(float) * kRows * side.v_columns);
   }
 
-  // What comes from far away while the products keep this thread busy.
+  // Fetches the rows of o, and of q for the next block, while the products keep this thread busy.
   void prefetch(const Sequence& seq, const Block& block, int64_t rows, const Block& next) const {
     prefetch_rows<true>(p.o, seq.batch, block.head, seq.q_first + block.token, rows);
     if (next.sequence == block.sequence)
@@ -366,7 +366,7 @@ struct Forward {
     }
   }
 
-  // Of the keys alone, in the gauge of the caller's k: smoothing moved every logit of the row by scale q.mean.
+  // Returns lse of the keys alone, for the caller's k: smoothing moved every logit of the row by scale q.mean.
   double lse_of_keys(int64_t i, float l) const {
     const double unit = static_cast<double>(state.unit[i]) / 1.44269504088896340736;
     const double value = state.m[i] * unit + std::log(static_cast<double>(l) / (scales_p(format) ? plan.p_top : 1.f));

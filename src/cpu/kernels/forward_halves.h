@@ -16,7 +16,7 @@ constexpr int64_t kHalfVectors = kMaxStepKeys / kHalfLanes;
 constexpr int kOneInHalves = 11;
 constexpr float kOfHalves = 1.f / (1 << kOneInHalves);
 
-// What all rows of a step share.
+// The scales and the poisoned keys that all rows of a step share.
 struct HalfStep {
   __m512h v_scale[kHalfVectors];   // in units of v_unit, 0 where not finite, in packed order
   __mmask32 poison[kHalfVectors];  // keys with a scale that is not finite, in packed order
@@ -131,7 +131,7 @@ OCTET_INLINE bool weigh_in_halves(const HalfStep& step, const int32_t* s, const 
       const int64_t j = v * kHalfLanes;
       const Vf low = to_float(load(s + j)) * load(row.k_scale + j),
                high = to_float(load(s + j + kLanes)) * load(row.k_scale + j + kLanes);
-      // What is far below the maximum saturates at 0.
+      // Weights far below the maximum saturate at 0.
       __m512i bits =
           _mm512_packus_epi32(_mm512_cvtps_epi32(low * unit + shift), _mm512_cvtps_epi32(high * unit + shift));
       const __mmask32 seen = partial ? seen_of_packed(row.first - j, row.last - j) : ~__mmask32{};

@@ -154,7 +154,7 @@ inline float limit_of(const View& t, const Sequence& seq, int64_t g, const SeenT
   return mean_limit(largest, sampled);
 }
 
-// Whether tokens have scales or means, so that some could reach others.
+// Returns whether tokens have scales or means, so that some could reach others.
 inline bool has_scales(const ForwardPlan& plan) {
   return plan.k_group || plan.v_scale != VScale::none || plan.smooth_k || plan.smooth_v;
 }
@@ -441,7 +441,7 @@ inline void mean_logits(const Problem& p, const ForwardPlan& plan, const float* 
 // A step, or 1 for that of a row of zeros: it is divided by, and multiplied with infinities.
 OCTET_INLINE float divisible(float step) { return step > 0.f || step != step ? step : 1.f; }
 
-// What pack_queries finds out about the rows of a block.
+// The facts about the rows of a block that pack_queries finds out.
 struct QueryRows {
   float step[kMaxBlockRows];         // 1 without scales
   double mean_logit[kMaxBlockRows];  // q.mean for the mean that smoothing took from k, 0 without

@@ -7,7 +7,7 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Whether an operand of engine E goes that way.
+// True where an operand of engine E is packed from int8 codes in bytes all the way, as this file does.
 template <class E>
 constexpr bool in_bytes(octet_dtype dtype) {
   return std::is_same_v<typename E::Element, uint8_t> && dtype == OCTET_I8;

@@ -1,5 +1,5 @@
-// What the kernels of every instruction set are asked to do: a problem, its recipe in the kernels' terms, and where
-// in the workspace everything lies. No vector code here.
+// A plan tells the kernels of any instruction set what to do: it holds a problem, its recipe in the kernels' terms, and
+// where in the workspace everything lies. There is no vector code here.
 #pragma once
 #include <algorithm>
 
@@ -52,7 +52,7 @@ struct Rounding {
 };
 constexpr int64_t kWholeHead = Problem::kUnbounded;  // a group: all tokens of a head
 
-// What p and ds are rounded to before the products dv = p^T do, dq = ds k and dk = ds^T q.
+// The format that p and ds are rounded to before the products dv = p^T do, dq = ds k and dk = ds^T q.
 enum class GradientFormat {
   exact,
   f16,      // each number; under f16_inside p times a power of two, ds with 11 bits and the range of a float
@@ -63,7 +63,7 @@ enum class GradientFormat {
             // the operand on the other side are multiplied in first. p: u8
 };
 
-// Where delta = rowsum(do o) comes from.
+// The source of delta = rowsum(do o).
 enum class Delta {
   from_o,
   from_exact_o,  // o + o_residual

@@ -9,7 +9,7 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Of one sequence: an interval, and within it those that a mask tensor leaves.
+// The tokens of one sequence that are seen: an interval, and within it those that a mask tensor leaves.
 struct SeenTokens {
   KeyRange range;
   const bool* listed = nullptr;  // [range.last]; null: all of the range
@@ -41,7 +41,7 @@ inline KeyRange keys_in_reach(const Problem& p, const Sequence& seq) {
   return p.keys_of_block(0, seq.q_tokens, seq.q_tokens, seq.k_tokens);
 }
 
-// Whether an element of a mask tensor, as its bits, hides its key.
+// Tells from the bits of an element of a mask tensor whether it hides its key.
 struct HidesBool {
   using Element = uint8_t;
   OCTET_INLINE bool hides(Element x) { return !x; }
@@ -74,7 +74,7 @@ OCTET_INLINE const void* mask_row(const Problem& p, int64_t b, int64_t h, int64_
   return static_cast<const char*>(p.mask.data) + p.mask.offset(b, h, i, key) * mask_bytes(p.mask.dtype);
 }
 
-// Whether query i of head h sees a key.
+// Returns whether query i of head h sees a key.
 inline bool sees_a_key(const Problem& p, const Sequence& seq, int64_t h, int64_t i) {
   const KeyRange keys = p.keys_of(i, seq.q_tokens, seq.k_tokens);
   if (!p.mask.present()) return keys.first < keys.last;

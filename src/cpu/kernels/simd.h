@@ -109,7 +109,7 @@ OCTET_INLINE Vf min(Vf a, Vf b) {
 #endif
 }
 
-// Whether every lane is below y; NaN is not.
+// Returns whether every lane is below y; NaN is not.
 OCTET_INLINE bool reduce_is_below(Vf x, float y) {
 #if defined(__AVX512F__)
   return _mm512_cmp_ps_mask(x, splat(y), _CMP_LT_OQ) == 0xffff;

@@ -18,10 +18,10 @@ struct TileRow {
   int64_t mask_stride;
   float gauge;  // subtracted from the mask: mask_gauge
 
-  // Whether every key of the tile is visible and has no mask.
+  // Returns whether every key of the tile is visible and has no mask.
   bool whole() const { return !mask && first <= 0 && last >= kKeys; }
 
-  // Of several tiles, one.
+  // Returns the row of one tile, where this is a row of several.
   TileRow of_tile(int64_t tile) const {
     const int64_t key = tile * kKeys;
     TileRow t = *this;
@@ -43,7 +43,7 @@ inline float sink_of(const Problem& p, int64_t b, int64_t h) {
   return p.sinks.present() ? *p.sinks.at<float>(b, h, 0) : kMinusInfinity;
 }
 
-// Whether all queries of a head have one row of a mask tensor, and see the same keys of it.
+// Returns whether all queries of a head have one row of a mask tensor, and see the same keys of it.
 inline bool one_mask_row(const Problem& p) { return !p.windowed && !p.mask.stride[2]; }
 
 // The largest number that a mask tensor adds to a logit of query i of head h. A number common to a row changes nothing
@@ -93,7 +93,7 @@ inline float kept_from_zero(double x) {
   return y;
 }
 
-// What a mask tensor adds to the logits of one row: 0 or -inf for bool, the numbers less the row's gauge else.
+// Loads what a mask tensor adds to the logits of one row: 0 or -inf for bool, else its numbers minus the row's gauge.
 inline void load_mask(const TileRow& row, float* out) {
   for (int j = row.first; j < row.last; ++j) {
     const int64_t at = j * row.mask_stride;
@@ -153,7 +153,7 @@ OCTET_INLINE float scalar_exp2(float x) {
   return exp2<degree>(splat(x))[0];
 }
 
-// As precise as P is going to be.
+// Returns the degree of the polynomial for exp2, which makes it as precise as P is going to be.
 constexpr int exp2_degree(PFormat format) {
   switch (format) {
     case PFormat::u8:

@@ -77,7 +77,7 @@ inline void split_columns(const float* x, int64_t rows, int64_t count, int64_t c
   }
 }
 
-// Where the operands of a product lie, in words: rows of A of `pieces` that each have three parts of `words`, and
+// The layout of the operands of a product, in words: rows of A of `pieces` that each have three parts of `words`, and
 // pieces of B.
 struct SplitShape {
   int64_t words, a_row, a_part;
@@ -156,7 +156,7 @@ inline void split_matmul(const SplitShape& x, const Word* a, const Word* b, floa
     }
 }
 
-// Whether bf16 does not round x to infinity: the others are NaN in a product.
+// Returns whether bf16 does not round x to infinity. Numbers that it does are NaN in a product.
 OCTET_INLINE bool splits(float x) { return __builtin_fabsf(x) < 0x1.ffp127f; }
 
 #else

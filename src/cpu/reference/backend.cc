@@ -79,7 +79,7 @@ void store_column(const View& x, int64_t b, int64_t h, int64_t first, const std:
     store(x.dtype, x.data, x.offset(b, h, first + static_cast<int64_t>(t), 0), values[t]);
 }
 
-// Whether the mask tensor hides key j from query i.
+// Returns whether the mask tensor hides key j from query i.
 bool hides(const View& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
   return mask.present() && element(mask, b, h, i, j) == (mask.dtype == OCTET_BOOL ? 0.0 : -kInf);
 }

@@ -97,7 +97,7 @@ Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, const std::function<dou
   return x;
 }
 
-// What a row gives to the sink: its weight and its gradient, un-rounded.
+// The weight that a row gives to the sink, and its gradient, both un-rounded.
 struct SinkRow {
   double p = 0.0, ds = 0.0;
 };
@@ -122,9 +122,9 @@ void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix
   }
 }
 
-// What smoothing took from the operands of dq = ds k and dk = ds^T q, times the un-rounded ds. The mean of all keys,
-// `centre`, meets the sum of a row of ds, `row_sums`. That of attention alone is 0 but for rounding, and exactly 0
-// here, so that the mean does not multiply the rounding errors.
+// Adds what smoothing took from the operands of dq = ds k and dk = ds^T q, times the un-rounded ds. The mean of all
+// keys, `centre`, meets the sum of a row of ds, `row_sums`. In attention alone that sum is 0 but for rounding, and
+// exactly 0 here, so that the mean does not multiply the rounding errors.
 void add_means(const Head& head, const Logits& logits, const std::vector<double>& centre, const Matrix& ds,
                const std::vector<double>& row_sums, Gradients& g) {
   const Smoothed &q = logits.smooth_q(), &k = logits.smooth_k();
@@ -161,7 +161,7 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
     const double delta = delta_of(how, p, p_sink, dp, o, do_dp, i);
     for_seen(head, i, [&](int64_t j) { ds[i][j] = p[i][j] * (dp[i][j] - delta + dlse[index(i)]); });
     if (p_sink != 0.0) sink[index(i)] = {p_sink, p_sink * (dlse[index(i)] - delta)};
-    // As p sums to 1 with the sink: sum ds = sum p (dp - delta + dlse) = p_sink delta + (1 - p_sink) dlse.
+    // p sums to 1 with the sink, so sum ds = sum p (dp - delta + dlse) = p_sink delta + (1 - p_sink) dlse.
     if (lse[index(i)] != -kInf) row_sums[index(i)] = dlse[index(i)] - sink[index(i)].ds;
   }
 

@@ -14,7 +14,7 @@ namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
 
-// What one query has summed so far.
+// The sums of one query so far.
 struct Row {
   double m = -kInf, l = 0.0;
   double top = -kInf;  // largest logit, where m may have been moved away from it

@@ -59,7 +59,7 @@ Recipe remedied(octet_dtype format, octet_remedy remedy, double beta) {
   return r;
 }
 
-// Whether the un-rounded output is kept. If not, bf16 weights err less than the output's own rounding.
+// Returns whether the un-rounded output is kept. If not, bf16 weights err less than the output's own rounding.
 bool keeps_exact_o(const Problem& p) {
   return p.o_residual.present() || p.o.dtype == OCTET_F32 || p.o.dtype == OCTET_F64;
 }

@@ -8,7 +8,7 @@
 
 namespace octet::reference {
 
-// What shares the scale of a quantised operand.
+// The elements that share a scale of a quantised operand.
 enum class Group {
   cast,    // nothing: the numbers are rounded as they are
   tensor,  // all tokens of the (batch, head)
