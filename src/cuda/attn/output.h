@@ -93,10 +93,11 @@ __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, i
 }
 
 // Stores 64 rows, `columns` of each, to rows `stride` apart, of which the first `rows` exist. They pass through `tile`,
-// where each warp has the place of its rows, so that neighbouring threads write neighbouring words.
+// where each warp has the place of its rows, so that neighbouring threads write neighbouring words. Returns this
+// thread's first word; those of a warp are whole rows.
 template <class T, int Columns, class Tile>
-__device__ void store_rows(T* to, int64_t stride, int rows, const Accumulator<Columns>& x, const Tile& tile,
-                           int columns) {
+__device__ uint4 store_rows(T* to, int64_t stride, int rows, const Accumulator<Columns>& x, const Tile& tile,
+                            int columns) {
   Operand<T, Columns> words;
   convert(x, words);
   store(words, tile, 0);
@@ -106,11 +107,14 @@ __device__ void store_rows(T* to, int64_t stride, int rows, const Accumulator<Co
   const int first = threadIdx.x % kWarpgroup / 32 * 16 + lane / kChunks;
   const int last = 8 * chunk < columns ? rows : 0;
   to += first * stride + 8 * chunk;
+  uint4 first_word;
 #pragma unroll
   for (int row = first; row < first + 16; row += kRowsAtOnce, to += kRowsAtOnce * stride) {
     const uint4 word = *reinterpret_cast<const uint4*>(tile.at(row, chunk));
     if (row < last) *reinterpret_cast<uint4*>(to) = word;
+    if (row == first) first_word = word;
   }
+  return first_word;
 }
 
 }  // namespace octet::cuda

@@ -28,6 +28,8 @@ struct ForwardArguments {
   Output o, o_residual, lse;
   const float* v_center;  // [batch, kv_head, kernel's dim_v] that v was reduced by; of kBalanced precisions
   Sinks sinks;
+  Output q_rows, k_rows, v_rows;  // what the tensor maps read, of `dim` and dim_v channels; the type is the kernel's
+  int dim;
 };
 
 // Keys of 8-bit operands lie in whole multiples of n = kLaidOutKeys: each sequence starts a new one. In packed
@@ -50,6 +52,9 @@ struct ByteForwardArguments {
   const float* mean_logit;          // [batch, head, token]: q times the mean that k lost, or null
   Output o, o_residual, lse;
   Sinks sinks;
+  Output q_rows, k_rows;  // what the tensor maps read, of `dim` channels; the type is the kernel's
+  const unsigned char* v_codes;
+  int dim;
 };
 
 }  // namespace octet::cuda::sm90

@@ -20,6 +20,7 @@
 #include "cuda/attn/mask.h"
 #include "cuda/attn/output.h"
 #include "cuda/attn/precision.h"
+#include "cuda/attn/seen_row.h"
 #include "cuda/attn/sinks.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/arguments.h"
@@ -111,6 +112,12 @@ struct ByteForward {
     }
   }
 
+  // Of a sequence, among codes in whole tiles.
+  __device__ int first_key_of(const Work& work) const {
+    constexpr int kUnit = kLaidOutKeys<Precision, Dims>;
+    return a.schedule.cu_seqlens_k ? (work.k_first / kUnit + work.sequence) * kUnit : 0;
+  }
+
   // The loader: one thread.
   __device__ void load_all() {
     namespace ptx = ::cuda::ptx;
@@ -130,8 +137,7 @@ struct ByteForward {
       }
       const Keys keys = keys_of(work, work.block, kRows);
       const int kv_head = work.head / a.group;
-      constexpr int kUnit = kLaidOutKeys<Precision, Dims>;
-      const int first_key = a.schedule.cu_seqlens_k ? (work.k_first / kUnit + work.sequence) * kUnit : 0;
+      const int first_key = first_key_of(work);
       const int64_t steps =
           (static_cast<int64_t>(work.batch) * (a.schedule.heads / a.group) + kv_head) * a.keys + first_key;
       q_full.arrive_expecting(TileQ::kLoadedBytes);
@@ -477,6 +483,14 @@ struct ByteForward {
       }
     }
     if (a.sinks.data) scale_rows(o, share);
+    write(work, query, lse, o);
+    // Values of e4m3 that are not finite are NaN; at int8 they have steps that are, and weights that are hidden do not
+    // meet these.
+    if constexpr (!kScaled)
+      if (a.mask.windowed && __any_sync(~0u, has_infinite<Dims::kDimV>(sums))) attend_again(work, ptx::hidden(query));
+  }
+
+  __device__ void write(const Work& work, int query, const RowValues& lse, Accumulator<Dims::kDimV>& o) const {
     switch (a.o.element) {
       case Element::f32:
         return write_as<float>(work, query, lse, o);
@@ -508,6 +522,47 @@ struct ByteForward {
       store_row(a.o_residual.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i), i < work.q_tokens,
                 o, row, a.dim_v);
     }
+  }
+
+  // The rows of this warp that are not finite, from what they see. `query`: the first of this thread's two.
+  __device__ void attend_again(const Work& work, int query) const {
+    using Code = typename Precision::Code;
+    const int kv_heads = a.schedule.heads / a.group, kv_head = work.head / a.group;
+    const int code_first = first_key_of(work), k_first = a.k_in_tiles ? code_first : work.k_first;
+    const int64_t kv = static_cast<int64_t>(work.batch) * kv_heads + kv_head;
+    const int64_t channels = (static_cast<int64_t>(work.sequence) * kv_heads + kv_head) * Dims::kDimV;
+    const auto step_of = [&](int64_t code) {
+      if constexpr (kKeySteps == KeySteps::none)
+        return 1.f;
+      else if constexpr (kKeySteps == KeySteps::tokens)
+        return a.k_step[code];
+      else
+        return a.k_step[code / kGroupBlock * kStepGroups + code % 8 / 2];
+    };
+    const auto value = [&](int key, int channel) {
+      const int at = code_first + key, place = at % 8 / 2 * 4 + at / 8 % 2 * 2 + at % 2;  // see byte_order
+      const auto* const codes = reinterpret_cast<const E4m3*>(a.v_codes) + (kv * Dims::kDimV + channel) * a.keys;
+      return float(codes[at / 16 * 16 + place]);
+    };
+    const auto row_of = [&](int query) {
+      const auto* const q = a.q_rows.row<Code>(work.batch, work.head, int64_t{work.q_first} + query);
+      const float unit = units(work, query)[0];
+      const auto logit = [&](int key) {
+        return unit * step_of(kv * a.keys + code_first + key) *
+               dot(q, a.k_rows.row<Code>(work.batch, kv_head, int64_t{k_first} + key), a.dim);
+      };
+      SeenRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(work, query), a.dim_v, logit, value);
+      const float of_mean = a.mean_logit ? a.scale * a.mean_logit[this->row_of(work) + query] : 0.f;
+      const float share = with_sink(row.total, (a.sinks.at(work.batch, work.head) - of_mean) * 1.44269504f).share;
+#pragma unroll
+      for (int i = 0; i < Dims::kDimV / 32; ++i) {
+        const int64_t channel = channels + cold_lane() + 32 * i;
+        row.o[i] *= (a.v_channel ? a.v_channel[channel] : 1.f) * share;
+      }
+      return row;
+    };
+    write_again<Dims::kDimV>(a.o, a.o_residual, work.batch, work.head, work.q_first, query - threadIdx.x % 32 / 4,
+                             work.q_tokens, a.dim_v, row_of);
   }
 };
 

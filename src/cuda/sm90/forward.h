@@ -23,6 +23,7 @@
 #include "cuda/attn/mask.h"
 #include "cuda/attn/output.h"
 #include "cuda/attn/precision.h"
+#include "cuda/attn/seen_row.h"
 #include "cuda/attn/sinks.h"
 #include "cuda/attn/softmax.h"
 #include "cuda/ptx/grid.h"
@@ -40,6 +41,7 @@ struct Forward {
   static constexpr int kRows = Tile::kWarpgroups * kWarpgroupRows, kKeys = Tile::kKeys;
   static constexpr int kThreads = (Tile::kWarpgroups + 1) * kWarpgroup;
   static constexpr int kReaders = Tile::kWarpgroups * kWarpgroup;
+  static constexpr int kWarps = kWarpgroup / 32;
   static_assert(Tile::kWarpgroups * Tile::kRegisters + Tile::kLoaderRegisters <=
                 65536 / kThreads / 8 * 8 * (Tile::kWarpgroups + 1));
 
@@ -91,6 +93,7 @@ struct Forward {
     Ring<Tile::kStages> k_ring, v_ring;
     Barrier cleared;
     Block block[Tile::kQStages];
+    Work kept[Tile::kWarpgroups][kWarps];
     uint4 aside[kReflects ? kAsideBytes / sizeof(uint4) : 1];
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;  // dynamic shared memory starts at any 16 bytes
@@ -104,6 +107,11 @@ struct Forward {
   __device__ TileQ q(int stage) const { return {shared.q[stage]}; }
   __device__ TileK k(int stage) const { return {shared.k[stage]}; }
   __device__ TileV v(int stage) const { return {shared.v[stage]}; }
+
+  // Of a sequence, among those of k: codes lie in whole tiles.
+  __device__ int first_key_of(const Work& work) const {
+    return kCodes && a.schedule.cu_seqlens_k ? (work.k_first / kKeys + work.sequence) * kKeys : work.k_first;
+  }
 
   // Of `rows` queries from `query` on.
   __device__ Keys keys_of(const Work& work, int query, int rows) const {
@@ -130,9 +138,7 @@ struct Forward {
       }
       const Work& work = block.work;
       const int kv_head = work.head / a.group;
-      // Codes of keys lie in whole tiles.
-      const int k_first =
-          kCodes && a.schedule.cu_seqlens_k ? (work.k_first / kKeys + work.sequence) * kKeys : work.k_first;
+      const int k_first = first_key_of(work);
       const int k_row = work.batch * (a.schedule.heads / a.group) + kv_head;
       const auto fetch = [&](auto tile, const CUtensorMap& map, const int(&broadcast)[2], int row, int head,
                              Barrier& full) {
@@ -205,6 +211,13 @@ struct Forward {
       return ShiftedSoftmax{{units(work, query)}, a.beta, a.beta_reach};
     else
       return OnlineSoftmax{units(work, query)};
+  }
+
+  // What the loader says about this block, kept by each warp for the time when its place may be another's.
+  __device__ Work& kept(int warpgroup) const { return shared.kept[warpgroup][threadIdx.x / 32 % kWarps]; }
+  __device__ void keep_work(const Block& block, int warpgroup) const {
+    const int word = min(threadIdx.x % 32, static_cast<unsigned>(sizeof(Work) / sizeof(int)) - 1);
+    reinterpret_cast<int*>(&kept(warpgroup))[word] = reinterpret_cast<const int*>(&block.work)[word];
   }
 
   // Where a thread puts words of o aside, kWarpgroup from one to the next.
@@ -395,7 +408,7 @@ struct Forward {
         }
         if (kReflects && !half && reflects) reflect(o, aside(warpgroup)), twice = {2.f, 2.f};
       }
-      if constexpr (!kThroughQ) shared.q_ring.empty[q_at.stage].arrive();
+      if constexpr (!kThroughQ) keep_work(block, warpgroup), shared.q_ring.empty[q_at.stage].arrive();
       Center center;
       if constexpr (kCenterEarly) center = center_of(work);  // on its way during the last product
       if (mine.any()) {
@@ -412,7 +425,14 @@ struct Forward {
       }
       if constexpr (kReflects)
         if (reflects) reflect_back(o, aside(warpgroup), twice);
-      write(work, query, softmax, center, o, shared.q[q_at.stage], warpgroup);
+      bool spoiled = write(work, query, softmax, center, o, shared.q[q_at.stage], warpgroup);
+      if constexpr (kBalanced<Precision>) {  // rows without keys are set to 0, and tell nothing
+        const KeyRange seen = a.mask.keys_of(query, work.q_tokens, work.k_tokens);
+        spoiled |= seen.first == seen.last;
+      }
+      if (a.mask.windowed && __any_sync(~0u, spoiled))
+        attend_again(kThroughQ ? shared.block[ptx::hidden(q_at.stage)].work : kept(ptx::hidden(warpgroup)),
+                     ptx::hidden(warpgroup));
       if constexpr (kThroughQ) {
         ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
         shared.q_ring.empty[q_at.stage].arrive();
@@ -420,7 +440,8 @@ struct Forward {
     }
   }
 
-  __device__ void write(const Work& work, int query, const OnlineSoftmax& softmax, Center& center,
+  // Returns whether a number of v that is not finite has met this thread's rows; any row of a warp tells.
+  __device__ bool write(const Work& work, int query, const OnlineSoftmax& softmax, Center& center,
                         Accumulator<Dims::kDimV>& o, unsigned char* q, int warpgroup) const {
     const float v_scale = a.v_scale ? a.v_scale[work.batch * (a.schedule.heads / a.group) + work.head / a.group] : 1.f;
     RowValues l, inverse, share{1.f, 1.f};
@@ -477,6 +498,7 @@ struct Forward {
       default:
         return write_as<Bf16>(work, query, o, q, warpgroup);
     }
+    return false;
   }
 
   // Of the four threads that share two rows, two write one each, as a logarithm is 25 instructions.
@@ -492,24 +514,26 @@ struct Forward {
   }
 
   template <class T>
-  __device__ void write_as(const Work& work, int query, Accumulator<Dims::kDimV>& o, unsigned char* q,
+  __device__ bool write_as(const Work& work, int query, Accumulator<Dims::kDimV>& o, unsigned char* q,
                            int warpgroup) const {
-    write_to<T>(a.o, work, query, o, q, warpgroup);
-    if (!a.o_residual.data) return;
+    const bool spoiled = write_to<T>(a.o, work, query, o, q, warpgroup);
+    if (!a.o_residual.data) return spoiled;
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 2; ++i) o.x[i] -= float(T(o.x[i]));
     write_to<T>(a.o_residual, work, query, o, q, warpgroup);
+    return spoiled;
   }
 
   template <class T>
-  __device__ void write_to(const Output& to, const Work& work, int query, const Accumulator<Dims::kDimV>& o,
+  __device__ bool write_to(const Output& to, const Work& work, int query, const Accumulator<Dims::kDimV>& o,
                            unsigned char* q, int warpgroup) const {
     if constexpr (kThroughQ && sizeof(T) == 2) {
       ptx::barrier_sync(kVoteBarrier + warpgroup, kWarpgroup);  // all of q and of what was here before has been read
       const SharedTile<T, kRows, Dims::kDimV> tile{q + warpgroup * kWarpgroupRows * kPanelRowBytes};
       const int first = query - fragment_row();
-      store_rows(to.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + first), to.stride[2],
-                 work.q_tokens - first, o, tile, a.dim_v);
+      const uint4 word = store_rows(to.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + first),
+                                    to.stride[2], work.q_tokens - first, o, tile, a.dim_v);
+      return has_infinite<T>(word);
     } else {
 #pragma unroll
       for (int row = 0; row < kRowsPerThread; ++row) {
@@ -517,7 +541,44 @@ struct Forward {
         store_row(to.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i), i < work.q_tokens, o, row,
                   a.dim_v);
       }
+      return has_infinite<Dims::kDimV>(o);
     }
+  }
+
+  // The rows of this warp that are not finite, from what they see.
+  __device__ void attend_again(const Work& work, int warpgroup) const {
+    using Operand = typename Precision::Operand;
+    const int kv_head = work.head / a.group, kv = work.batch * (a.schedule.heads / a.group) + kv_head;
+    const int k_first = first_key_of(work), warp = static_cast<int>(threadIdx.x % kWarpgroup / 32);
+    const int first = work.block + warpgroup * kWarpgroupRows + warp * kWarpRows;
+    const auto keys_of = [&](int query) { return a.mask.keys_of(query, work.q_tokens, work.k_tokens); };
+    const auto value = [&](int key, int channel) {
+      return float(a.v_rows.row<typename Precision::Weight>(work.batch, kv_head, int64_t{work.k_first} + key)[channel]);
+    };
+    const KeyRange seen = keys_of(first + cold_lane() % kWarpRows);
+    if (kBalanced<Precision> && __all_sync(~0u, seen.first == seen.last)) return;  // they are 0 already
+    const auto row_of = [&](int query) {
+      const auto* const q = a.q_rows.row<Operand>(work.batch, work.head, int64_t{work.q_first} + query);
+      const float unit = units(work, query)[0];
+      const auto logit = [&](int key) {
+        const float step = kCodes ? a.k_step[static_cast<int64_t>(kv) * a.keys + k_first + key] : 1.f;
+        return unit * step * dot(q, a.k_rows.row<Operand>(work.batch, kv_head, int64_t{k_first} + key), a.dim);
+      };
+      SeenRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(query), a.dim_v, logit, value);
+      const float of_mean = kCodes && a.mean_logit ? a.scale * a.mean_logit[this->row_of(work) + query] : 0.f;
+      const float share = with_sink(row.total, (a.sinks.at(work.batch, work.head) - of_mean) * 1.44269504f).share;
+      const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
+#pragma unroll
+      for (int i = 0; i < Dims::kDimV / 32; ++i) {
+        float center = 0.f;
+        if (kBalanced<Precision> && row.total != -INFINITY)
+          center = a.v_center[kv * Dims::kDimV + cold_lane() + 32 * i];
+        row.o[i] = fmaf(row.o[i], scale, center) * share;
+      }
+      return row;
+    };
+    write_again<Dims::kDimV>(a.o, a.o_residual, work.batch, work.head, work.q_first, first, work.q_tokens, a.dim_v,
+                             row_of);
   }
 };
 

@@ -131,6 +131,8 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   a.mean_logit = c.mean_logit;
   a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
   a.sinks = sinks(p.sinks);
+  a.q_rows = output(q), a.k_rows = output(k), a.v_codes = static_cast<const unsigned char*>(c.v_codes);
+  a.dim = static_cast<int>(q.shape[3]);
   launch(p, kernel, a.schedule, &a, true, stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);

@@ -119,6 +119,8 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.v_center = v_scaled.center();
   a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
   a.sinks = sinks(p.sinks);
+  a.q_rows = output(queries), a.k_rows = output(keys), a.v_rows = output(values);
+  a.dim = static_cast<int>(queries.shape[3]);
 
   launch(p, kernel, a.schedule, &a, coded(p) || inside(p), stream);
   o.deliver(stream);

@@ -1,0 +1,279 @@
+// A number that is not finite reaches the rows that see it on the GPU, and no other: not as 0 inf of a pair that a mask
+// hides within a tile.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "gpu/place.h"
+#include "support/cases.h"
+#include "support/seen.h"
+
+namespace octet::test {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity(), kNaN = std::numeric_limits<double>::quiet_NaN();
+
+struct Shapes {
+  const char* name;
+  Case c;
+  std::vector<int64_t> bad;  // tokens
+};
+std::vector<Shapes> shapes() {
+  const Case plain{.name = "",
+                   .heads = 4,
+                   .kv_heads = 2,
+                   .tokens_q = 330,
+                   .tokens_k = 330,
+                   .causal = true,
+                   .alignment = Alignment::top_left,
+                   .dtype = DType::bf16,
+                   .out_dtype = DType::bf16};
+  std::vector<Shapes> list = {{"top_left", plain, {329}},
+                              {"in_the_middle", plain, {97, 200}},
+                              {"bottom_right", plain, {150}},
+                              {"window", plain, {5, 180, 329}},
+                              {"few_keys_in_sight", plain, {10}},
+                              {"packed", plain, {40, 200, 279}},
+                              {"d128", plain, {200}},
+                              {"d128_window_bottom_right", plain, {130, 131}},
+                              {"small_heads", plain, {64}},
+                              {"d192_128", plain, {250}},
+                              {"d256", plain, {163}},
+                              {"d256_packed", plain, {40, 200, 279}}};
+  const auto at = [&](const std::string& name) -> Case& {
+    for (Shapes& x : list)
+      if (x.name == name) return x.c;
+    throw std::logic_error(name);
+  };
+  at("bottom_right").tokens_q = 250, at("bottom_right").alignment = Alignment::bottom_right;
+  at("bottom_right").batch = 2, at("bottom_right").layout = Layout::bthd;
+  at("window").causal = false, at("window").window = {{40, 10}};
+  // Queries in the middle of a warp's rows see keys, those before and after none.
+  Case& few = at("few_keys_in_sight");
+  few.causal = false, few.window = {{1, 2}}, few.tokens_k = 12, few.alignment = Alignment::bottom_right;
+  for (const char* name : {"packed", "d256_packed"}) {
+    at(name).alignment = Alignment::bottom_right;
+    at(name).cu_seqlens_q = {0, 70, 71, 71, 330}, at(name).cu_seqlens_k = {0, 60, 90, 130, 330};
+  }
+  for (const char* name : {"d128", "d128_window_bottom_right"}) at(name).dim = at(name).dim_v = 128;
+  at("d128_window_bottom_right").window = {{70, 0}};
+  at("d128_window_bottom_right").alignment = Alignment::bottom_right;
+  at("d128_window_bottom_right").tokens_q = 280;
+  at("small_heads").dim = 40, at("small_heads").dim_v = 72;
+  at("d192_128").dim = 192, at("d192_128").dim_v = 128;
+  for (const char* name : {"d256", "d256_packed"}) at(name).dim = at(name).dim_v = 256;
+  return list;
+}
+
+struct Kind {
+  Precision precision;
+  Remedy remedy = Remedy::f16_inside;
+  bool deterministic = false;
+  DType out = DType::bf16;  // f32 or of 16 bits, as the inputs are
+};
+std::string name_of(const Kind& kind) {
+  static const char* const kRemedies[] = {"", "_none", "_beta", "_exact_delta", "_project"};  // in octet.h's order
+  return name(kind.precision) + std::string(kRemedies[static_cast<int>(kind.remedy)]) +
+         (kind.deterministic ? "_deterministic" : "") + (kind.out == DType::f32 ? "_f32" : "");
+}
+Case case_of(Case c, const Kind& kind) {
+  const DType type = kind.precision == Precision::f16 ? DType::f16 : DType::bf16;
+  c.dtype = type, c.out_dtype = kind.out == DType::f32 ? DType::f32 : type;
+  return c;
+}
+Attention attention_for(const Case& c, const Kind& kind) {
+  Attention a = attention_of(c, kind.precision, "sm90");
+  if (kind.precision == Precision::bf16 || kind.precision == Precision::f16) a.remedy = kind.remedy;
+  a.deterministic = kind.deterministic;
+  return a;
+}
+bool has_dims(const Case& c, Precision precision) {
+  const bool wide = precision == Precision::bf16 || precision == Precision::f16 || precision == Precision::int8_f16;
+  return wide || std::max(c.dim, c.dim_v) <= 128;
+}
+
+// Heads that share the last head of k and v, the one that is spoiled.
+int64_t kv_of(const Case& c, int64_t h) { return h / (c.heads / c.kv_heads); }
+
+// The rows of `got`, [batch, head, token, channel], that `spoiled` tells of are not finite in channel 0; of the others
+// all numbers are, and they are as near to `want` as `clean` is.
+template <class Spoiled>
+void expect_reach(const Values& got, const Values& clean, const Values& want, const Spoiled& spoiled, bool shows,
+                  const std::string& what) {
+  double sum = 0.0, clean_sum = 0.0;
+  int64_t count = 0;
+  std::string first;
+  for_each(want.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
+    const double x = got.at(b, h, t, c), y = want.at(b, h, t, c);
+    if (spoiled(b, h, t)) {
+      if (c == 0 && shows && std::isfinite(x) && first.empty())
+        first = "row " + std::to_string(h) + ' ' + std::to_string(t) + " is finite";
+      return;
+    }
+    if (!std::isfinite(x)) {
+      if (first.empty())
+        first =
+            "row " + std::to_string(h) + ' ' + std::to_string(t) + ' ' + std::to_string(c) + " is " + std::to_string(x);
+      return;
+    }
+    const double z = clean.at(b, h, t, c);
+    sum += (x - y) * (x - y), clean_sum += (z - y) * (z - y), ++count;
+  });
+  EXPECT_EQ(first, "") << what;
+  if (!count) return;
+  const double error = std::sqrt(sum / static_cast<double>(count)),
+               plain = std::sqrt(clean_sum / static_cast<double>(count));
+  EXPECT_LE(error, 1.5 * plain + 1e-7) << what;
+}
+
+Outputs forward(const Case& c, const Inputs& in, const Kind& kind) {
+  GpuPlace place;
+  return run(c, in, attention_for(c, kind), Pass::forward, nullptr, &place);
+}
+
+// Whether query t of head h sees one of the tokens.
+bool sees_one(const Case& c, const Inputs& in, const std::vector<int64_t>& tokens, int64_t b, int64_t h, int64_t t) {
+  for (const int64_t j : tokens)
+    if (kv_of(c, h) == c.kv_heads - 1 && sees(c, in, b, h, t, j)) return true;
+  return false;
+}
+
+class GpuReach : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
+const Kind kForward[] = {{Precision::bf16},
+                         {Precision::bf16, Remedy::f16_inside, false, DType::f32},
+                         {Precision::bf16, Remedy::none},
+                         {Precision::bf16, Remedy::beta},
+                         {Precision::f16},
+                         {Precision::f16, Remedy::beta, false, DType::f32},
+                         {Precision::int8_f16},
+                         {Precision::int8},
+                         {Precision::int8_fp8},
+                         {Precision::fp8},
+                         {Precision::fp8_raw, Remedy::f16_inside, false, DType::f32}};
+
+// Some channels of v that are not finite, at tokens that some queries see.
+TEST_P(GpuReach, of_v_are_rows_that_see_it) {
+  const auto [index, which] = GetParam();
+  const Shapes shape = shapes()[index];
+  const Kind& kind = kForward[which];
+  if (!has_dims(shape.c, kind.precision)) return;
+  const Case c = case_of(shape.c, kind);
+  const Inputs in = draw(c, index + 1);
+  const Outputs want = exact(c, in, Pass::forward), clean = forward(c, in, kind);
+  for (const double bad : {kInfinity, -kInfinity, kNaN}) {
+    Inputs other = in;
+    for (int64_t b = 0; b < c.batch; ++b)
+      for (const int64_t j : shape.bad)
+        for (const int64_t channel : {int64_t{0}, int64_t{9}, c.dim_v - 1})
+          other.v.at(b, c.kv_heads - 1, j, channel) = bad;
+    const Outputs got = forward(c, other, kind);
+    const auto spoiled = [&](int64_t b, int64_t h, int64_t t) { return sees_one(c, in, shape.bad, b, h, t); };
+    // A raw cast to e4m3 saturates.
+    const bool shows = kind.precision != Precision::fp8_raw || std::isnan(bad);
+    const std::string what = std::to_string(bad);
+    expect_reach(got.o, clean.o, want.o, spoiled, shows, what + ", o");
+    EXPECT_EQ(got.lse.data, clean.lse.data) << what;
+    if (!got.o_residual.present() || kind.precision != Precision::bf16) continue;
+    // o and what rounding took from it.
+    const auto whole = [](const Outputs& x) {
+      Values sum = x.o;
+      for (size_t i = 0; i < sum.data.size(); ++i) sum.data[i] += x.o_residual.data[i];
+      return sum;
+    };
+    expect_reach(whole(got), whole(clean), want.o, spoiled, shows, what + ", o + o_residual");
+  }
+}
+
+// Channels of such rows that hold finite values stay as good.
+TEST_P(GpuReach, of_a_channel_of_v_is_that_channel) {
+  const auto [index, which] = GetParam();
+  const Shapes shape = shapes()[index];
+  const Kind& kind = kForward[which];
+  if (!has_dims(shape.c, kind.precision) || kind.precision == Precision::int8) return;  // int8: v by token
+  const Case c = case_of(shape.c, kind);
+  const Inputs in = draw(c, index + 1);
+  const Outputs want = exact(c, in, Pass::forward), clean = forward(c, in, kind);
+  Inputs other = in;
+  for (int64_t b = 0; b < c.batch; ++b)
+    for (const int64_t j : shape.bad) other.v.at(b, c.kv_heads - 1, j, 9) = kNaN;
+  Outputs got = forward(c, other, kind);
+  for_each(c.o_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t channel) {
+    if (channel == 9 && sees_one(c, in, shape.bad, b, h, t)) got.o.at(b, h, t, channel) = want.o.at(b, h, t, channel);
+  });
+  expect_reach(
+      got.o, clean.o, want.o, [](int64_t, int64_t, int64_t) { return false; }, false, "o");
+}
+
+// Keys that are not finite.
+TEST_P(GpuReach, of_k_are_rows_that_see_it) {
+  const auto [index, which] = GetParam();
+  const Shapes shape = shapes()[index];
+  const Kind& kind = kForward[which];
+  // int8_fp8: a step for a thread group of keys, which such a key takes along.
+  if (!has_dims(shape.c, kind.precision) || kind.precision == Precision::int8_fp8) return;
+  const Case c = case_of(shape.c, kind);
+  const Inputs in = draw(c, index + 1);
+  const Outputs want = exact(c, in, Pass::forward), clean = forward(c, in, kind);
+  for (const double bad : {kInfinity, kNaN}) {
+    if (kind.precision == Precision::fp8_raw && !std::isnan(bad)) continue;
+    Inputs other = in;
+    for (int64_t b = 0; b < c.batch; ++b)
+      for (const int64_t j : shape.bad)
+        for (int64_t channel = 0; channel < c.dim; ++channel) other.k.at(b, c.kv_heads - 1, j, channel) = bad;
+    expect_reach(
+        forward(c, other, kind).o, clean.o, want.o,
+        [&](int64_t b, int64_t h, int64_t t) { return sees_one(c, in, shape.bad, b, h, t); }, std::isnan(bad),
+        std::to_string(bad));
+  }
+}
+
+// v that its type holds and that of the weights does not.
+TEST(GpuReachOfF16, of_a_value_beyond_it_are_rows_that_see_it) {
+  for (const int64_t dim : {64, 128, 256}) {
+    SCOPED_TRACE(dim);
+    Case c = shapes()[0].c;
+    c.dim = c.dim_v = dim, c.dtype = DType::f32, c.out_dtype = DType::f32;
+    const Inputs in = draw(c, 1);
+    const Kind kind{Precision::f16};
+    Inputs other = in;
+    other.v.at(0, 1, 329, 0) = 7e4;
+    const Outputs want = exact(c, in, Pass::forward);
+    GpuPlace of_clean, of_other;
+    const Attention attention = attention_for(c, kind);
+    const Outputs clean = run(c, in, attention, Pass::forward, nullptr, &of_clean),
+                  got = run(c, other, attention, Pass::forward, nullptr, &of_other);
+    expect_reach(
+        got.o, clean.o, want.o, [&](int64_t b, int64_t h, int64_t t) { return sees_one(c, in, {329}, b, h, t); }, true,
+        "o");
+  }
+}
+
+// With sinks, whose share the rows have that are written again.
+TEST(GpuReachWithSinks, of_v_are_rows_that_see_it) {
+  for (const Kind& kind : kForward) {
+    SCOPED_TRACE(name_of(kind));
+    Case c = case_of(shapes()[0].c, kind);
+    c.sinks = Sinks::of_batch;
+    const Inputs in = draw(c, 3);
+    const Outputs want = exact(c, in, Pass::forward), clean = forward(c, in, kind);
+    Inputs other = in;
+    other.v.at(0, 1, 300, 0) = kNaN;
+    expect_reach(
+        forward(c, other, kind).o, clean.o, want.o,
+        [&](int64_t b, int64_t h, int64_t t) { return sees_one(c, in, {300}, b, h, t); }, true, "o");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, GpuReach,
+                         testing::Combine(testing::Range<size_t>(0, shapes().size()),
+                                          testing::Range<size_t>(0, std::size(kForward))),
+                         [](const auto& info) {
+                           return std::string(shapes()[std::get<0>(info.param)].name) + '_' +
+                                  name_of(kForward[std::get<1>(info.param)]);
+                         });
+
+}  // namespace
+}  // namespace octet::test
