@@ -4,7 +4,7 @@ import exact
 import numpy as np
 import octet
 import pytest
-from on_jax import draw, jax, jnp, on_the_cpu_in_64_bits, way  # noqa: F401
+from on_jax import draw, expect_vmap_is_a_loop, jax, jnp, on_the_cpu_in_64_bits, way  # noqa: F401
 
 from jax.test_util import check_grads  # isort: skip
 
@@ -159,11 +159,7 @@ def test_vmap_is_a_loop(in_axes):
         return jax.grad(lambda q, s: (jax.vmap(one)(q, k, v, s) ** 2).sum(), argnums=(0, 1))(q, each)
 
     for function in (both, gradients, tangents, nested):
-        got = jax.vmap(function, in_axes=in_axes)(*x)
-        for i in range(3):
-            one = function(*(y if d is None else jnp.take(y, i, d) for y, d in zip(x, in_axes, strict=True)))
-            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(one), strict=True):
-                np.testing.assert_allclose(a[i], b, rtol=1e-12, atol=1e-13)
+        expect_vmap_is_a_loop(function, in_axes, x)
 
 
 def test_shard_map():
