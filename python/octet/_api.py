@@ -176,6 +176,7 @@ def attention_varlen(
         cu_seqlens_q: int32 [sequences + 1]: the first token of each sequence, and the total. It starts at 0, never
             falls, and ends at the number of queries. The CPU refuses other values. On a GPU nobody checks them, because
             reading them would wait for the GPU: with other values the kernels read and write outside of the tensors.
+            Only jax arrays that are known when the call is made are checked there too, and waited for.
         cu_seqlens_k: the same for k and v.
         max_seqlen_q, max_seqlen_k: bounds on the lengths, 0: unknown. The CPU refuses longer sequences.
         sinks: [heads], as in `octet.attention`.
