@@ -75,5 +75,5 @@ def revision():
     """The commit that is measured, "-dirty" if anything but results differs from it."""
     git = ["git", "-C", str(ROOT)]
     run = lambda *arguments: subprocess.run(git + list(arguments), capture_output=True, text=True).stdout.strip()
-    changed = run("status", "--porcelain", "--", ".", ":!bench/results", ":!README.md")
+    changed = run("status", "--porcelain", "--", ".", ":!bench/results", ":!README.md", ":!docs/benchmarks.md", ":!docs/speed.svg")
     return run("describe", "--always") + ("-dirty" if changed else "")
