@@ -105,6 +105,19 @@ __device__ SeenRow<Columns> attend_row(const KeyRange& keys, int columns, const 
   return row;
 }
 
+// Whether a value of keys of `tiles` that are not among `seen` is inf or NaN. What is not finite otherwise is so by
+// what all rows see, and stays.
+template <class Value>
+__device__ bool hides_infinite(const KeyRange& tiles, const KeyRange& seen, int columns, const Value& value) {
+  float sum = 0.f;
+#pragma unroll 1
+  for (int key = uniform(tiles.first), last = uniform(tiles.last); key < last; ++key)
+    if (key < seen.first || key >= seen.last)
+#pragma unroll 1
+      for (int c = cold_lane(); c < columns; c += 32) sum = fmaf(value(key, c), 0.f, sum);
+  return __any_sync(~0u, sum != 0.f);
+}
+
 // Numbers of an output, of any type.
 __device__ inline float number_at(const Output& t, int64_t i) {
   switch (t.element) {

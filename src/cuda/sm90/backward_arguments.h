@@ -66,7 +66,8 @@ struct QueryRows {
   float unit[kQueries];   // see Powers::sums_unit; NaN once a sum of the row was not finite
   int first;              // query of the tile, within its sequence
   int tile;               // its number among those of all heads
-  int2 padding;           // to whole words of 16 bytes
+  int spoiled;            // whether dq has a number that is not finite
+  int padding;            // to whole words of 16 bytes
 };
 
 constexpr float kLargestUnit = 0x1p126f;

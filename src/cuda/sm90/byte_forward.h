@@ -544,6 +544,11 @@ struct ByteForward {
       const auto* const codes = reinterpret_cast<const E4m3*>(a.v_codes) + (kv * Dims::kDimV + channel) * a.keys;
       return float(codes[at / 16 * 16 + place]);
     };
+    const int first = query - static_cast<int>(threadIdx.x % 32 / 4);
+    const Keys tiles = keys_of(work, work.block, kRows);
+    const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, work.k_tokens)};
+    const KeyRange of_all{keys_of(work, min(first + kWarpRows, work.q_tokens) - 1).first, keys_of(work, first).last};
+    if (!hides_infinite(keys, of_all, a.dim_v, value)) return;
     const auto row_of = [&](int query) {
       const auto* const q = a.q_rows.row<Code>(work.batch, work.head, int64_t{work.q_first} + query);
       const float unit = units(work, query)[0];
@@ -561,8 +566,8 @@ struct ByteForward {
       }
       return row;
     };
-    write_again<Dims::kDimV>(a.o, a.o_residual, work.batch, work.head, work.q_first, query - threadIdx.x % 32 / 4,
-                             work.q_tokens, a.dim_v, row_of);
+    write_again<Dims::kDimV>(a.o, a.o_residual, work.batch, work.head, work.q_first, first, work.q_tokens, a.dim_v,
+                             row_of);
   }
 };
 

@@ -555,8 +555,10 @@ struct Forward {
     const auto value = [&](int key, int channel) {
       return float(a.v_rows.row<typename Precision::Weight>(work.batch, kv_head, int64_t{work.k_first} + key)[channel]);
     };
-    const KeyRange seen = keys_of(first + cold_lane() % kWarpRows);
-    if (kBalanced<Precision> && __all_sync(~0u, seen.first == seen.last)) return;  // they are 0 already
+    const Keys tiles = this->keys_of(work, work.block, kRows);
+    const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, work.k_tokens)};
+    const KeyRange of_all{keys_of(min(first + kWarpRows, work.q_tokens) - 1).first, keys_of(first).last};
+    if (!hides_infinite(keys, of_all, a.dim_v, value)) return;
     const auto row_of = [&](int query) {
       const auto* const q = a.q_rows.row<Operand>(work.batch, work.head, int64_t{work.q_first} + query);
       const float unit = units(work, query)[0];

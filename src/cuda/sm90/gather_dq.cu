@@ -34,7 +34,7 @@ __device__ void read_sums(const void* part, int line, int thread, Vector (&x)[kR
 // One tile of one head for each block, from the last on, whose sums may still be in L2. `of_mean`: rows of ds have
 // sums.
 template <int Dim, Sums sums, bool of_mean>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, of_mean ? 5 : 6)
     dq_kernel(const __grid_constant__ BackwardArguments a, const __grid_constant__ Strided dq) {
   constexpr int kQueries = BackwardTile<Dim>::kQueries, kLines = Dim / kVector;
   // Two warpgroups share a tile: each has 64 queries, and as many channels as make half of it.
@@ -51,8 +51,10 @@ __global__ void __launch_bounds__(kThreads)
   // In two steps, as the power alone may not be a float.
   const int exponent = -a.weight_exponent - e.product - e.do_ - e.v - e.k;
   const float first = ldexpf(a.scale, exponent / 2), second = ldexpf(1.f, exponent - exponent / 2);
-  const auto* const units = reinterpret_cast<const QueryRows<kQueries>*>(a.rows)[tile].unit;
+  auto& rows = reinterpret_cast<QueryRows<kQueries>*>(a.rows)[tile];
+  const auto* const units = rows.unit;
   const char* const tile_sums = static_cast<const char*>(a.dq) + static_cast<int64_t>(tile) * kQueries * Dim * 4;
+  float spoiled = 0.f;  // 0 times all numbers
 #pragma unroll 2
   for (int i = threadIdx.x; i < kQueries / 2 * kLines; i += kThreads) {
     const int line = i / 8 % kLines, row = i / (8 * kLines) * 16 + i % 8, r = row % kWarpgroupRows;
@@ -71,10 +73,12 @@ __global__ void __launch_bounds__(kThreads)
         const float* const mean = a.k_mean + static_cast<int64_t>(kv_head) * a.dim + line * kVector;
         for (int c = 0; c < kVector; ++c) x[half][c] = fmaf(by, mean[c], x[half][c]);
       }
+      for (const float element : x[half]) spoiled = fmaf(element, 0.f, spoiled);
       if (query < sequence.tokens)
         write(dq, {batch, head, static_cast<int64_t>(sequence.first) + query, line * kVector}, x[half]);
     }
   }
+  if (spoiled != 0.f) rows.spoiled = 1;
 }
 
 template <Sums sums, bool of_mean>

@@ -299,7 +299,7 @@ struct TileWriter {
         rows.unit[row] = bound > 0.f ? power_of_two(-exponent_above(bound) - powers.do_) : 1.f;
       }
     }
-    if (threadIdx.x == 0) rows.first = first_query, rows.tile = static_cast<int>(tile), rows.padding = {};
+    if (threadIdx.x == 0) rows.first = first_query, rows.tile = static_cast<int>(tile), rows.spoiled = rows.padding = 0;
     if (!first_time) return;
     keep(p.sizes[kv].q, most_q, most_do, most_row, reach);
     if (p.dlse.data) {

@@ -58,4 +58,7 @@ void sum_dsinks(const Preparation& p, const Strided& dsinks, cudaStream_t stream
 // dq = scale times the sums.
 void gather_dq(const BackwardArguments& a, int tile_dim, Sums sums, const Strided& dq, cudaStream_t stream);
 
+// Rows of dq, dk and dv again that are not finite because of what a mask hides from them.
+void mend_hidden(const Preparation& p, const BackwardArguments& a, const Strided& dq, cudaStream_t stream);
+
 }  // namespace octet::cuda::sm90
