@@ -11,6 +11,9 @@
 
 namespace octet::cuda {
 
+// In the place of a unit that is too small for a float: 0 times a logit of -inf would be NaN.
+constexpr float kLeastUnit = 0x1p-149f;
+
 // The numbers of this thread's columns 8 i + fragment_column() and the next in an array of shared memory.
 __device__ inline float2 of_columns(const float* array, int i) {
   return *reinterpret_cast<const float2*>(array + 8 * i + fragment_column());

@@ -1,26 +1,58 @@
 // Positional masks: the keys that a query sees are an interval, as Problem::keys_of has it.
 #pragma once
+#include "cuda/attn/key_range.h"
 #include "cuda/tile/fragment.h"
 
 namespace octet::cuda {
 
-struct KeyRange {
-  int first, last;  // [first, last)
-};
+__device__ inline KeyRange Mask::keys_of(int i, int n, int m) const {
+  if (!windowed) return {0, m};
+  const int diagonal = i + (bottom_right ? m - n : 0);
+  const int first = min(max(diagonal - left, 0), m), last = min(max(diagonal + right + 1, 0), m);
+  return {first, max(first, last)};
+}
 
-// Which keys query i of n sees among m.
-struct Mask {
-  bool windowed, bottom_right;
-  int left, right;  // keys seen left and right of the diagonal; at most kUnbounded
+// Both ends of a range grow with the query.
+__device__ inline KeyRange Mask::seen(int n, int m) const {
+  if (n == 0) return {0, 0};
+  const int first = keys_of(0, n, m).first;
+  return {first, max(keys_of(n - 1, n, m).last, first)};
+}
 
-  static constexpr int kUnbounded = 1 << 29;  // sums with token counts stay in an int
+__device__ inline KeyRange Mask::seeing(int n, int m) const {
+  if (m == 0) return {0, 0};
+  if (!windowed) return {0, n};
+  const int shift = bottom_right ? m - n : 0;
+  const int first = min(max(-shift - right, 0), n);
+  return {first, max(first, min(m + left - shift, n))};
+}
 
-  __device__ KeyRange keys_of(int i, int n, int m) const {
-    if (!windowed) return {0, m};
-    const int diagonal = i + (bottom_right ? m - n : 0);
-    const int first = min(max(diagonal - left, 0), m), last = min(max(diagonal + right + 1, 0), m);
-    return {first, max(first, last)};
+// Whether keys are seen, for tokens that mostly belong to the same sequence.
+class SeenTokens {
+ public:
+  __device__ explicit SeenTokens(const SeenKeys& keys)
+      : keys_(keys), begin_(0), end_(keys.cu_seqlens_k ? 0 : 1 << 30), seen_{keys.first, keys.last} {}
+  __device__ bool operator()(int token) {
+    if (keys_.all) return true;
+    if (token < begin_ || token >= end_) find(token);
+    return seen_.first <= token && token < seen_.last;
   }
+
+ private:
+  __device__ void find(int token) {
+    int low = 0, high = keys_.sequences;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (keys_.cu_seqlens_k[middle] <= token ? low : high) = middle;
+    }
+    begin_ = keys_.cu_seqlens_k[low], end_ = keys_.cu_seqlens_k[low + 1];
+    const KeyRange seen = keys_.mask.seen(keys_.cu_seqlens_q[low + 1] - keys_.cu_seqlens_q[low], end_ - begin_);
+    seen_ = {begin_ + seen.first, begin_ + seen.last};
+  }
+
+  const SeenKeys& keys_;
+  int begin_, end_;  // of the sequence that `seen_` belongs to
+  KeyRange seen_;
 };
 
 // What stands for keys out of the ranges of this thread's two rows becomes `masked`: logits -inf, weights 0. `key`: the

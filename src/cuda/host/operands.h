@@ -34,7 +34,7 @@ class ScaledInput {
  public:
   // `through`: rounded to this type first.
   ScaledInput(const View& from, octet_dtype through, int center_columns, Carver& workspace);
-  void prepare(cudaStream_t stream) const;
+  void prepare(const SeenKeys& seen, cudaStream_t stream) const;
   const View& view() const { return view_; }
   const float* scale() const { return scale_; }         // [batch, head], what products must be multiplied by
   const float* center() const { return center_.data; }  // [batch, head, center_columns]

@@ -5,6 +5,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include "cuda/attn/key_range.h"
 #include "cuda/attn/views.h"
 
 namespace octet::cuda {
@@ -15,6 +16,10 @@ struct KeyTiles {
   int sequences;          // of a batch element
   int tokens;             // of a batch element
   int tile;
+  // Who sees them: what no query sees counts as zeros that are not there.
+  Mask mask;
+  int queries;  // of a batch element
+  const int* cu_seqlens_q;
 
   __host__ __device__ int count() const { return cu_seqlens ? tokens / tile + sequences : (tokens + tile - 1) / tile; }
 };

@@ -1,11 +1,13 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/attn/mask.h"
 #include "cuda/host/launch.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/quant/copy.h"
 #include "cuda/quant/elements.h"
+#include "cuda/quant/limits.h"
 
 namespace octet::cuda {
 namespace {
@@ -67,34 +69,52 @@ struct Loaded<void> {
   }
 };
 
-// The center of head blockIdx.x. What is not finite does not count. Sets `largest` to 0.
+// The limit of head blockIdx.x (limits.h) and, where it is wanted, its center, from an even sample of the tokens that
+// are seen. Sets `largest` to 0.
 template <class In>
-__global__ void __launch_bounds__(kThreads)
-    center_kernel(const Strided from, Element through, const Center center, unsigned* largest) {
+__global__ void __launch_bounds__(kThreads) center_kernel(const Strided from, Element through, const Center center,
+                                                          const SeenKeys seen, unsigned* largest, float* limits) {
   constexpr int kRows = 8, kOfRow = 8, kSampled = kRows * kOfRow, kMostLines = kThreads / kRows;
   constexpr float kTooLarge = 0x1p100f;  // for sums and differences
   __shared__ float sums[kRows][kMostLines * kVector], tops[kRows][kMostLines * kVector];
-  const int dim = static_cast<int>(from.shape[3]), lines = dim / kVector, tokens = static_cast<int>(from.shape[2]);
+  __shared__ float of_token[kSampled], limit_shared;
+  const int dim = static_cast<int>(from.shape[3]), lines = dim / kVector, tokens = seen.last - seen.first;
   const int row = threadIdx.x / lines, channel = threadIdx.x % lines * kVector, sampled = min(tokens, kSampled);
   const int64_t batch = blockIdx.x / from.shape[1], head = blockIdx.x % from.shape[1];
-  const auto line_of = [&](int i) { return Line{batch, head, (row * kOfRow + i) * (tokens / sampled), channel}; };
+  const auto line_of = [&](int i) {
+    return Line{batch, head, seen.first + (row * kOfRow + i) * (tokens / sampled), channel};
+  };
+  SeenTokens sees(seen);
   ptx::next_grid_may_start();
   if (threadIdx.x == 0) largest[blockIdx.x] = 0;
-  if (row < kRows) {
-    const int count = min(sampled - row * kOfRow, kOfRow);  // of this row of threads
-    Loaded<In> loaded[kOfRow];
+  if (threadIdx.x < kSampled) of_token[threadIdx.x] = 0.f;
+  __syncthreads();
+  const int count = row < kRows ? min(sampled - row * kOfRow, kOfRow) : 0;  // of this row of threads
+  Loaded<In> loaded[kOfRow]{};
 #pragma unroll
-    for (int i = 0; i < kOfRow; ++i)
-      if (i < count) loaded[i].load(from, line_of(i));
+  for (int i = 0; i < kOfRow; ++i)
+    if (i < count && sees(static_cast<int>(line_of(i).token))) loaded[i].load(from, line_of(i));
+  const auto number = [&](int i, Vector& x) { loaded[i].get(x), round_through(through, x); };
+#pragma unroll
+  for (int i = 0; i < kOfRow; ++i) {
+    if (i >= count) break;
+    Vector x;
+    number(i, x);
+    // Magnitudes order as their bits do.
+    atomicMax(reinterpret_cast<int*>(&of_token[row * kOfRow + i]), __float_as_int(largest_finite(x)));
+  }
+  const float limit = mean_limit(of_token, limit_shared);
+  if (threadIdx.x == 0) limits[blockIdx.x] = limit;
+  if (!center.data) return;
+  if (row < kRows) {
     Vector sum{}, top{};
 #pragma unroll
     for (int i = 0; i < kOfRow; ++i) {
       if (i >= count) break;
       Vector x;
-      loaded[i].get(x);
-      round_through(through, x);
+      number(i, x);
       for (int c = 0; c < kVector; ++c)
-        if (isfinite(x[c])) sum[c] += x[c], top[c] = fmaxf(top[c], fabsf(x[c]));
+        if (fabsf(x[c]) < limit) sum[c] += x[c], top[c] = fmaxf(top[c], fabsf(x[c]));
     }
     for (int c = 0; c < kVector; ++c) sums[row][channel + c] = sum[c], tops[row][channel + c] = top[c];
   }
@@ -103,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
     float sum = 0.f, top = 0.f;
     if (c < dim)
       for (int r = 0; r < kRows; ++r) sum += sums[r][c], top = fmaxf(top, tops[r][c]);
-    const float mean = sum / static_cast<float>(sampled);
+    const float mean = sum / static_cast<float>(max(sampled, 1));
     center.data[static_cast<int64_t>(blockIdx.x) * center.columns + c] =
         top < kTooLarge && 4.f * fabsf(mean) >= top ? float(Bf16(mean)) : 0.f;
   }
@@ -124,23 +144,26 @@ __device__ void read_center(const Center& center, int channel, Vector& x) {
 // ones come before the center, too.
 template <class In>
 __global__ void __launch_bounds__(kThreads)
-    convert_kernel(const Strided from, const Strided to, Element through, const Center center, unsigned* largest) {
+    convert_kernel(const Strided from, const Strided to, Element through, const Center center, const SeenKeys seen,
+                   unsigned* largest) {
   constexpr int kAtOnce = 4;
   ptx::next_grid_may_start();
   const int lines = static_cast<int>(from.shape[3]) / kVector, rows = kThreads / lines, row = threadIdx.x / lines;
   const int64_t batch = blockIdx.x / from.shape[1], head = blockIdx.x % from.shape[1];
   const int channel = threadIdx.x % lines * kVector;
   Vector less;
+  SeenTokens sees(seen);
   bool waited = false;
   unsigned most = 0;
   if (row < rows)
     for (int64_t token = static_cast<int64_t>(blockIdx.y) * kAtOnce * rows + row; token < from.shape[2];
          token += static_cast<int64_t>(gridDim.y) * kAtOnce * rows) {
-      Loaded<In> loaded[kAtOnce];
+      Loaded<In> loaded[kAtOnce]{};
       const auto line_of = [&](int i) { return Line{batch, head, token + i * rows, channel}; };
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
-        if (line_of(i).token < from.shape[2]) loaded[i].load(from, line_of(i));
+        if (line_of(i).token < from.shape[2] && sees(static_cast<int>(line_of(i).token)))
+          loaded[i].load(from, line_of(i));
       if (!waited) ptx::wait_for_previous_grid(), read_center(center, channel, less), waited = true;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
@@ -161,19 +184,30 @@ __global__ void __launch_bounds__(kThreads)
 
 // Does over, times a power of two, the heads that `to` does not hold well: scale[batch, head] is what it was divided
 // by.
-__global__ void __launch_bounds__(kThreads) rescale_kernel(const Strided from, const Strided to, Element through,
-                                                           const Center center, const unsigned* largest, float* scale) {
+__global__ void __launch_bounds__(kThreads)
+    rescale_kernel(const Strided from, const Strided to, Element through, const Center center, const SeenKeys seen,
+                   const unsigned* largest, const float* limits, float* scale) {
+  // Typical numbers, a sixteenth of the limit, shall not lie below 2^-11, as those of f16 lose bits from 2^-14 on.
+  constexpr float kLeast = 0x1p-7f;
+  constexpr int kLeastExponent = -7;
   ptx::next_grid_may_start();
   ptx::wait_for_previous_grid();
-  const float most = __uint_as_float(largest[blockIdx.x]);
-  const bool fits = most == 0.f || (most >= 0x1p-2f && most < 0x1p15f);
-  const int exponent = fits ? 0 : min(max(13 - ilogbf(most), -100), 100);
+  const float most = __uint_as_float(largest[blockIdx.x]), limit = limits[blockIdx.x];
+  const bool typical = limit > 0.f && limit < INFINITY;
+  const bool fits = most == 0.f || (most >= 0x1p-2f && most < 0x1p15f && !(typical && limit < kLeast));
+  int exponent = 0;
+  if (!fits) {
+    exponent = 13 - ilogbf(most);
+    if (typical) exponent = max(exponent, kLeastExponent - ilogbf(limit));
+    exponent = min(max(exponent, -114), 112);  // all of float32's normal numbers become f16's, and o gets floats back
+  }
   if (blockIdx.y == 0 && threadIdx.x == 0) scale[blockIdx.x] = ldexpf(1.f, -exponent);
   if (fits) return;
   const float by = ldexpf(1.f, exponent);
+  SeenTokens sees(seen);
   for_each_line(from, [&](const Line& line) {
-    Vector x;
-    read(from, line, x);
+    Vector x{};
+    if (sees(static_cast<int>(line.token))) read(from, line, x);
     round_through(through, x);
     Vector less;
     read_center(center, static_cast<int>(line.channel), less);
@@ -211,22 +245,21 @@ void copy(const Strided& from, const Strided& to, Element through, cudaStream_t 
   check(cudaGetLastError(), "copy");
 }
 
-void convert_to_f16(const Strided& from, const Strided& to, Element through, const Center& center, unsigned* largest,
-                    float* scale, cudaStream_t stream) {
+void convert_to_f16(const Strided& from, const Strided& to, Element through, const Center& center, const SeenKeys& seen,
+                    unsigned* largest, float* scale, cudaStream_t stream) {
   const int64_t heads = from.shape[0] * from.shape[1];
   if (!heads || !from.shape[2]) return;
   const bool words = from.element == Element::bf16 && in_words(from);
-  if (center.data) {
-    const auto find = words ? center_kernel<Bf16> : center_kernel<void>;
-    find<<<static_cast<unsigned>(heads), kThreads, 0, stream>>>(from, through, center, largest);
-    check(cudaGetLastError(), "center_kernel");
-  } else {
-    check(cudaMemsetAsync(largest, 0, heads * sizeof(unsigned), stream), "cudaMemsetAsync");
-  }
+  auto* const limits = reinterpret_cast<float*>(largest + heads);
+  const auto find = words ? center_kernel<Bf16> : center_kernel<void>;
+  find<<<static_cast<unsigned>(heads), kThreads, 0, stream>>>(from, through, center, seen, largest, limits);
+  check(cudaGetLastError(), "center_kernel");
   const auto convert = words ? convert_kernel<Bf16> : convert_kernel<void>;
-  launch_after(convert, grid_of(from), kThreads, 0, stream, from, to, through, center, largest);
+  launch_after(convert, grid_of(from), kThreads, 0, stream, from, to, through, center, seen, largest);
   const unsigned* found = largest;
-  launch_after(rescale_kernel, few_of(from), kThreads, 0, stream, from, to, through, center, found, scale);
+  const float* of_heads = limits;
+  launch_after(rescale_kernel, few_of(from), kThreads, 0, stream, from, to, through, center, seen, found, of_heads,
+               scale);
 }
 
 }  // namespace octet::cuda

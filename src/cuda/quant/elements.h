@@ -114,6 +114,7 @@ struct WholeVectors {
   using Element = T;
   static constexpr bool kWhole = true, kPairs = sizeof(T) == 2;  // kPairs: words hold two elements of 16 bits
   using Raw = typename Words<T>::Word;
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
   static_assert(sizeof(Raw) == sizeof(T) * kVector);
   static __device__ const T* at(const Head& h, int token, int channel) {
     return static_cast<const T*>(h.data) + token * h.token + channel;
@@ -142,11 +143,18 @@ struct WholeVectors {
   }
   // `most` becomes, element by element, the larger of it and the magnitude of raw; NaN does not count.
   static __device__ void raise(Raw& most, const Raw& raw) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
     auto* const to = reinterpret_cast<Pair*>(&most);
     const auto* const from = reinterpret_cast<const Pair*>(&raw);
 #pragma unroll
     for (int i = 0; i < kVector / 2; ++i) to[i] = __hmax2(to[i], __habs2(from[i]));
+  }
+  // Numbers from `limit`, a power of two or infinity, on become 0, and so do NaNs.
+  static __device__ void cut(Raw& raw, float limit) {
+    auto* const words = reinterpret_cast<uint32_t*>(&raw);
+    const Pair below{T(limit), T(limit)};
+#pragma unroll
+    for (int i = 0; i < kVector / 2; ++i)
+      words[i] &= __hlt2_mask(__habs2(reinterpret_cast<const Pair*>(words)[i]), below);
   }
 };
 // Functions of its own, as copies of their branches take the compiler a minute.

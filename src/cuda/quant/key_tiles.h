@@ -3,6 +3,7 @@
 #include <cfloat>
 #include <cmath>
 
+#include "cuda/attn/mask.h"
 #include "cuda/quant/codes.h"
 
 namespace octet::cuda {
@@ -24,17 +25,35 @@ __device__ int last_at_most(int x, int count, const F& f) {
   return low;
 }
 
-// Of a batch element: the first token of a tile, or of `tiles` of one sequence, and how many tokens they hold, 0 for
-// one between two sequences.
+// The keys of a sequence that some query sees.
+__device__ inline KeyRange seen_of(const KeyTiles& k, int sequence) {
+  const int queries = k.cu_seqlens_q ? k.cu_seqlens_q[sequence + 1] - k.cu_seqlens_q[sequence] : k.queries;
+  return k.mask.seen(queries, tokens_of(k, sequence));
+}
+
+// Of a batch element: the first token of a tile, or of `tiles` of one sequence, and which of those that follow it, up
+// to the last that is seen, are seen: none for a tile between two sequences. In one word, as kernels are short of
+// registers.
 struct TileOfKeys {
   int sequence;  // packed ones; else 0
-  int first, tokens;
+  int first;
+  unsigned range;  // first_seen * 2^16 + tokens
+
+  // Tokens, the first of which are not seen.
+  __device__ int tokens() const { return range & 0xffff; }
+  __device__ int first_seen() const { return range >> 16; }
+  __device__ bool sees(int i) const {
+    return static_cast<unsigned>(i - first_seen()) < static_cast<unsigned>(tokens() - first_seen());
+  }
 };
 __device__ inline TileOfKeys tile_of_keys(const KeyTiles& k, int tile, int tiles = 1) {
-  if (!k.cu_seqlens) return {0, tile * k.tile, min(tiles * k.tile, k.tokens - tile * k.tile)};
-  const int sequence = last_at_most(tile, k.sequences, [&](int s) { return first_tile(k, s); });
-  const int within = (tile - first_tile(k, sequence)) * k.tile;
-  return {sequence, k.cu_seqlens[sequence] + within, min(tiles * k.tile, max(tokens_of(k, sequence) - within, 0))};
+  const bool packed = k.cu_seqlens;
+  const int sequence = packed ? last_at_most(tile, k.sequences, [&](int s) { return first_tile(k, s); }) : 0;
+  const int within = (packed ? tile - first_tile(k, sequence) : tile) * k.tile;
+  const KeyRange seen = seen_of(k, sequence);
+  const int tokens = min(max(seen.last - within, 0), tiles * k.tile);
+  const int first_seen = min(max(seen.first - within, 0), tokens);
+  return {sequence, (packed ? k.cu_seqlens[sequence] : 0) + within, static_cast<unsigned>(first_seen << 16 | tokens)};
 }
 
 // octet::step_of (cpu/rows.h) of a finite largest number.

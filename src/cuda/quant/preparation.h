@@ -19,6 +19,7 @@ struct Scratch {
   // Sums of k and of v, largest numbers of v: of the channels of each chunk, [batch, head, chunk, dim].
   double* sum[static_cast<int>(Survey::count)];
   float* most;
+  float* limit[static_cast<int>(Survey::count)];  // [sequence, head] of k and of v: see limits.h
 };
 
 struct Preparation {
@@ -43,6 +44,10 @@ struct Preparation {
     __syncthreads();
   }
 };
+
+// Clears the counters, and finds the limits of the means that are wanted; the kernel after it may be one that waits
+// (ptx/grid.h).
+void find_limits(const Preparation& p, void* scratch, cudaStream_t stream);
 
 // A number of channels that another thread block of this kernel has written.
 __device__ inline float4 fetch_channels(const float* x) { return __ldcg(reinterpret_cast<const float4*>(x)); }

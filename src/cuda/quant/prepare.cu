@@ -2,7 +2,7 @@
 // waits for them later, so that nobody waits for a unit that nobody works on.
 #include <algorithm>
 
-#include "cuda/host/status.h"
+#include "cuda/host/launch.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/quant/survey.h"
 #include "cuda/quant/values.h"
@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(kPrepareThreads, (kBlocks<VCode, Vectors, Dim>
       reinterpret_cast<float*>(shared.signs)[c] = negative ? -1.f : 1.f;
   }
   ptx::next_grid_may_start();
+  ptx::wait_for_previous_grid();
   // Thread 0 draws: a number two units ahead, which becomes the unit after this one. In shared memory, as rows need all
   // registers. Within each unit threads meet.
   const auto draw = [&] { shared.number = atomicAdd(p.scratch.drawn, 1u); };
@@ -170,6 +171,8 @@ std::size_t carve(Preparation& p, void* scratch) {
   };
   for (double*& sum : p.scratch.sum) sum = reinterpret_cast<double*>(take(count * sizeof(double)));
   p.scratch.most = reinterpret_cast<float*>(take(count * sizeof(float)));
+  for (float*& limit : p.scratch.limit)
+    limit = reinterpret_cast<float*>(take(static_cast<std::size_t>(p.sequence_sides) * sizeof(float)));
   return used;
 }
 
@@ -183,8 +186,7 @@ void launch(const Preparation& p, const Order& order, int device, cudaStream_t s
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
   const int64_t units = static_cast<int64_t>(order.sides) * order.units();
   const auto grid = static_cast<unsigned>(std::min<int64_t>(units, processors * kBlocks<VCode, Vectors, Dim>));
-  kernel<<<grid, kPrepareThreads, bytes, stream>>>(p, order);
-  check(cudaGetLastError(), "prepare");
+  launch_after(kernel, grid, kPrepareThreads, bytes, stream, p, order);
 }
 
 __global__ void fill_kernel(const HeadScale q, const HeadScale k, int heads, int group, int tokens, float* steps) {
@@ -222,7 +224,7 @@ void prepare(const CodesArguments& a, void* scratch, cudaStream_t stream) {
               .keys = a.k_code == Code::none ? 0 : parts(a.keys.count(), p.key_tiles),
               .values = a.v_code == Code::none ? 0 : parts(a.keys.count(), p.value_tiles),
               .k_surveyed = p.surveys_k};
-  check(cudaMemsetAsync(scratch, 0, p.scratch.zeros, stream), "cudaMemsetAsync");
+  find_limits(p, scratch, stream);
   if (!sides || !(order.query_units() + order.keys + order.values)) return;
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");

@@ -367,7 +367,7 @@ struct Rows : RowReader<Vectors, Dim> {
   __device__ void keys(int side, int first_tile, int tiles) const {
     const CodesArguments& a = p.codes;
     const TileOfKeys run = tile_of_keys(a.keys, first_tile, tiles);
-    const Strips strips{head_of(a.k, side / a.kv_heads, side % a.kv_heads), run.first, run.first + run.tokens,
+    const Strips strips{head_of(a.k, side / a.kv_heads, side % a.kv_heads), run.first, run.first + run.tokens(),
                         a.k_groups};
     const int64_t rows = (static_cast<int64_t>(side) * a.keys.count() + first_tile) * a.keys.tile;
     const int sequence_side = p.sequence_side(side, run.sequence);
@@ -380,10 +380,9 @@ struct Rows : RowReader<Vectors, Dim> {
           set_offsets<true>(mean ? mean + static_cast<int64_t>(sequence_side) * Dim : nullptr);
         },
         [&](int row, int stage) {
-          const int token = run.first + row;
           float x[kHalf];
-          Base::template read<true>(strips, token, stage, x);
-          Base::template smooth<true, true>(token < strips.end, x);
+          Base::template read<true>(strips, run.first + row, stage, x);
+          Base::template smooth<true, true>(run.sees(row), x);
           Base::rotate(a.rotation.block, x);
           const Step step = Base::template step<Code>(a.k_groups, norm, x);
           if (a.k_groups) {

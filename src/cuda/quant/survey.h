@@ -1,5 +1,5 @@
-// The first look at k and v: means and largest numbers of channels over the tokens of a sequence. Numbers that are not
-// finite count as 0.
+// The first look at k and v: means and largest numbers of channels over the tokens of a sequence that are seen. Numbers
+// that are not finite count as 0, and in means so do those far beyond typical ones (limits.h).
 #pragma once
 #include "cuda/quant/elements.h"
 #include "cuda/quant/preparation.h"
@@ -30,13 +30,13 @@ struct Surveyor {
     if (channel >= rows.dim) return;
     constexpr int kStep = kBatch * kRows;
     int i = threadIdx.x / kLanes;
-    if (chunk.tokens >= kStep) {
+    if (chunk.tokens() >= kStep) {
       typename Vectors::Raw raw[kBatch];
       const typename Vectors::Column first(rows, chunk.first + i, channel, kRows);
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) raw[j] = first[j];
 #pragma unroll 1
-      for (i += kStep; i - threadIdx.x / kLanes + kStep <= chunk.tokens; i += kStep) {
+      for (i += kStep; i - threadIdx.x / kLanes + kStep <= chunk.tokens(); i += kStep) {
         const typename Vectors::Column next(rows, chunk.first + i, channel, kRows);
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
@@ -49,7 +49,7 @@ struct Surveyor {
       for (int j = 0; j < kBatch; ++j) f(raw[j]);
     }
 #pragma unroll 1
-    for (; i < chunk.tokens; i += kRows) f(Vectors::load(rows, chunk.first + i, channel));
+    for (; i < chunk.tokens(); i += kRows) f(Vectors::load(rows, chunk.first + i, channel));
   }
   // The same with numbers, one vector after the other.
   template <class F>
@@ -58,7 +58,7 @@ struct Surveyor {
     const int channel = lane() * kVector;
     if (channel >= rows.dim) return;
 #pragma unroll 1
-    for (int i = threadIdx.x / kLanes; i < chunk.tokens; i += kRows) {
+    for (int i = threadIdx.x / kLanes; i < chunk.tokens(); i += kRows) {
       Vector x;
       Vectors::convert(Vectors::load(rows, chunk.first + i, channel), x);
       f(x);
@@ -87,19 +87,15 @@ struct Surveyor {
     }
   }
 
-  __device__ void sum(const Strided& t, int side, const TileOfKeys& chunk, double* to) const {
+  // Numbers from `limit` on count as 0, and so do NaNs.
+  __device__ void sum(const Strided& t, float limit, int side, const TileOfKeys& chunk, double* to) const {
     double sums[kVector] = {};
-    for_each(t, side, chunk, [&](const Vector& x) {
-      for (int i = 0; i < kVector; ++i) sums[i] += x[i];
+    for_each_raw(t, side, chunk, [&](typename Vectors::Raw raw) {
+      if constexpr (Vectors::kPairs) Vectors::cut(raw, limit);
+      Vector x;
+      Vectors::convert(raw, x);
+      for (int i = 0; i < kVector; ++i) sums[i] += Vectors::kPairs || fabsf(x[i]) < limit ? x[i] : 0.f;
     });
-    bool finite = true;
-    for (const double s : sums) finite &= isfinite(s);
-    if (!finite) {
-      for (double& s : sums) s = 0.0;
-      for_each_once(t, side, chunk, [&](const Vector& x) {
-        for (int i = 0; i < kVector; ++i) sums[i] += isfinite(x[i]) ? x[i] : 0.f;
-      });
-    }
     combine(
         sums, [](double x, double y) { return x + y; }, to);
   }
@@ -155,12 +151,13 @@ struct Surveyor {
   // One chunk of k or v of a (batch, head). Who comes last to a sequence has its result to make.
   __device__ void look(Survey survey, int side, int number) const {
     const CodesArguments& a = p.codes;
-    const TileOfKeys chunk = tile_of_keys(p.chunks, number);
+    TileOfKeys chunk = tile_of_keys(p.chunks, number);
+    chunk.first += chunk.first_seen(), chunk.range = chunk.tokens() - chunk.first_seen();
     const int64_t at = (static_cast<int64_t>(side) * p.chunks.count() + number) * Dim;
     const Strided& t = survey == Survey::k ? a.k : a.v;
     const int which = static_cast<int>(survey), sequence_side = p.sequence_side(side, chunk.sequence);
     const bool of_sums = survey == Survey::k || a.channels.v_mean;
-    of_sums ? sum(t, side, chunk, p.scratch.sum[which] + at)
+    of_sums ? sum(t, __ldcg(p.scratch.limit[which] + sequence_side), side, chunk, p.scratch.sum[which] + at)
             : largest(t, a.v_scale.at(side / a.kv_heads, side % a.kv_heads), side, chunk, p.scratch.most + at);
 
     const int first = p.chunks.cu_seqlens ? first_tile(p.chunks, chunk.sequence) : 0;
@@ -175,10 +172,12 @@ struct Surveyor {
     const int64_t from = at - static_cast<int64_t>(number - first) * Dim;
     const int64_t to = static_cast<int64_t>(sequence_side) * Dim;
     if (of_sums) {
+      const KeyRange range = seen_of(p.chunks, chunk.sequence);
+      const int seen = range.last - range.first;
       float* const mean = survey == Survey::k ? a.channels.k_mean : a.channels.v_mean;
       over_chunks(
           p.scratch.sum[which] + from, chunks, [](double x, double y) { return x + y; },
-          [&](int channel, double all) { mean[to + channel] = tokens ? static_cast<float>(all / tokens) : 0.f; });
+          [&](int channel, double all) { mean[to + channel] = seen ? static_cast<float>(all / seen) : 0.f; });
     } else {
       over_chunks(
           p.scratch.most + from, chunks, [](float x, float y) { return fmaxf(x, y); },

@@ -68,7 +68,7 @@ struct ChannelValues {
   // 16 keys from `key` of a run on.
   __device__ static void load(const Head& rows, const TileOfKeys& run, int key, int channel,
                               typename Vectors::Raw (&raw)[kGroup]) {
-    if (key + kGroup <= run.tokens && channel < rows.dim) {
+    if (run.sees(key) && run.sees(key + kGroup - 1) && channel < rows.dim) {
       const typename Vectors::Column column(rows, run.first + key, channel, 1);
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) raw[i] = column[i];
@@ -77,7 +77,7 @@ struct ChannelValues {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       raw[i] = {};
-      if (key + i < run.tokens && channel < rows.dim) raw[i] = Vectors::load(rows, run.first + key + i, channel);
+      if (run.sees(key + i) && channel < rows.dim) raw[i] = Vectors::load(rows, run.first + key + i, channel);
     }
   }
 
@@ -118,7 +118,7 @@ struct TokenValues : Rows<Code, Vectors, Dim> {
     const TileOfKeys tile = tile_of_keys(a.keys, tile_number);
     const int sequence_side = p.sequence_side(side, tile.sequence);
     auto* const steps = reinterpret_cast<float*>(words + keys * kWords + keys / kGroup * 4);
-    const Strips strips{rows, tile.first, tile.first + tile.tokens, false};
+    const Strips strips{rows, tile.first, tile.first + tile.tokens(), false};
     Base::for_strips(
         strips, keys,
         [&] {
@@ -128,7 +128,7 @@ struct TokenValues : Rows<Code, Vectors, Dim> {
         [&](int key, int stage) {
           float x[kHalf];
           Base::template read<false>(strips, tile.first + key, stage, x);
-          Base::template smooth<false, true>(key < tile.tokens, x);
+          Base::template smooth<false, true>(tile.sees(key), x);
           const Step step = Base::template step<Code>(false, 1.f, x);
           if (half() == 0) steps[key] = step.step;
           Base::write(reinterpret_cast<unsigned char*>(words + word_of(key, 0)), x, 1.f, step.inverse);
@@ -157,7 +157,7 @@ struct TokenValues : Rows<Code, Vectors, Dim> {
     const int keys = p.codes.keys.tile;
     float most = 0.f;
     for (int i = 0; i < keys; ++i) most = fmaxf(most, steps[i]);
-    const float least = most == 0.f ? 1.f : most * 0x1p-40f;
+    const float least = most == 0.f ? 1.f : fmaxf(most * 0x1p-40f, FLT_MIN);  // its inverse is a float
     for (int i = threadIdx.x; i < keys; i += kPrepareThreads) {
       const float step = steps[i] == 0.f ? least : steps[i];
       float* const to = p.codes.v_step + 2 * at + i;

@@ -131,9 +131,12 @@ struct Backward {
       await();
     };
     const int head = w.batch * a.kv_heads + w.kv_head, channel = Converter::channel(thread);
+    const KeyRange seen = a.mask.seen(w.q.tokens, w.k.tokens);
+    const int first_row = max(seen.first - w.first_key, 0);
     const Converter converter{.thread = static_cast<unsigned>(thread),
                               .tile = {is_k ? shared.k[stage] : shared.v[stage]},
-                              .rows = min(w.k.tokens - w.first_key, kKeys),
+                              .first_row = static_cast<unsigned>(first_row),
+                              .rows = static_cast<unsigned>(max(min(seen.last - w.first_key, kKeys) - first_row, 0)),
                               .bf16 = a.rows_are_bf16,
                               .mean = is_k && channel < a.dim ? a.k_mean + head * a.dim + channel : nullptr};
     const Powers& e = a.powers[head];

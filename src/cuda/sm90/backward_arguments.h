@@ -29,6 +29,16 @@ struct Blocks {
   __device__ Sequence sequence(int s) const {
     return {s, cu_seqlens[s], cu_seqlens[s + 1] - cu_seqlens[s], blocks_before[s]};
   }
+  __device__ int tokens_of(int s) const { return cu_seqlens ? cu_seqlens[s + 1] - cu_seqlens[s] : tokens; }
+  // The packed sequence that a token belongs to.
+  __device__ int sequence_at(int token) const {
+    int low = 0, high = sequences;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (token >= cu_seqlens[middle] ? low : high) = middle;
+    }
+    return low;
+  }
   // The sequence that a block belongs to; index -1: none.
   __device__ Sequence sequence_of(int block) const {
     if (!cu_seqlens) return {0, 0, tokens, 0};

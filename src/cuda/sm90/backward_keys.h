@@ -24,7 +24,7 @@ struct KeyConverter {
 
   unsigned thread;
   TileK tile;
-  int rows;  // all others become 0
+  unsigned first_row, rows;  // of those that count; all others become 0
   bool bf16;
   const float* mean;  // of this thread's channels, or null
 
@@ -78,7 +78,7 @@ struct KeyConverter {
           pairs[i].x = ptx::pack<T>(__fmaf_rn(low.x, scale, offset.x), __fmaf_rn(low.y, scale, offset.y));
           pairs[i].y = ptx::pack<T>(__fmaf_rn(high.x, scale, offset.z), __fmaf_rn(high.y, scale, offset.w));
         }
-        if (row >= rows) pairs[i] = {};
+        if (row - first_row >= rows) pairs[i] = {};
         if constexpr (kConverts)
           largest = __vmaxu2(largest, __vmaxu2(pairs[i].x & 0x7fff7fffu, pairs[i].y & 0x7fff7fffu));
         if (row < kKeys) at(row) = pairs[i];
@@ -93,7 +93,8 @@ struct KeyConverter {
     const float4 less = mean_or_zeros();
     float most = 0.f;
 #pragma unroll 1
-    for (unsigned row = thread / kColumns; row < rows; row += kRowsAtOnce) {
+    for (unsigned row = thread / kColumns; row < kKeys; row += kRowsAtOnce) {
+      if (row - first_row >= rows) continue;
       const uint2 pairs = at(row);
       const float2 low = unpack(pairs.x), high = unpack(pairs.y);
       for (const float x : {low.x - less.x, low.y - less.y, high.x - less.z, high.y - less.w})

@@ -431,6 +431,7 @@ struct ByteForward {
       const int i = min(query + 8 * row, work.q_tokens - 1);
       const float step = a.q_step ? a.q_step[row_of(work) + i] : 1.f;
       unit[row] = a.scale_log2e * (step == 0.f ? 1.f : step);
+      if (unit[row] == 0.f) unit[row] = kLeastUnit;
     }
     return unit;
   }
@@ -457,7 +458,7 @@ struct ByteForward {
       if (seen.first == seen.last) l = 0.f;  // whatever its step is
       constexpr float kLn2 = 0.693147180559945f;
       float of_mean = a.mean_logit && i < work.q_tokens ? a.scale * a.mean_logit[row_of(work) + i] : 0.f;
-      inverse[row] = l == 0.f ? 0.f : 1.f / l;
+      inverse[row] = l == 0.f ? 0.f : l < INFINITY ? 1.f / l : NAN;
       float total = l == 0.f ? -INFINITY : softmax.exponent(row) + log2f(parts);
       if (l == 0.f) of_mean = 0.f;
       if (a.sinks.data) {

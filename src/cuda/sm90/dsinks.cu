@@ -32,10 +32,16 @@ __global__ void __launch_bounds__(kThreads)
       const int first = (block - sequence.first_block) * kQueries;
       const int64_t tile = (static_cast<int64_t>(batch) * heads + head) * p.q_blocks.count + block;
       const auto& rows = reinterpret_cast<const QueryRows<kQueries>*>(p.rows)[tile];
+      if (sequence.index < 0) continue;
+      const KeyRange seeing = p.mask.seeing(p.q_blocks.tokens_of(sequence.index), p.k_blocks.tokens_of(sequence.index));
       for (int row = lane; row < kQueries && first + row < sequence.tokens; row += 32) {
         const Line line{batch, head, static_cast<int64_t>(sequence.first) + first + row, 0};
         const float lse = static_cast<const float*>(p.lse.data)[line.offset(p.lse)];
-        if (lse != -INFINITY) sum -= static_cast<double>(expf(sink - lse)) * (rows.delta[row] / delta_scale);
+        if (lse == -INFINITY) continue;
+        // Of rows that see no key only what lse brings; nothing is prepared for them.
+        const bool sees = seeing.first <= first + row && first + row < seeing.last;
+        const float dlse = p.dlse.data ? static_cast<const float*>(p.dlse.data)[line.offset(p.dlse)] : 0.f;
+        sum -= static_cast<double>(expf(sink - lse)) * (sees ? rows.delta[row] / delta_scale : -dlse);
       }
     }
   }

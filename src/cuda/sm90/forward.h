@@ -180,10 +180,10 @@ struct Forward {
     }
   }
 
-  // Packed sequences: rows of v that belong to the next sequence, which may hold inf or NaN, become zeros.
-  __device__ void clear_rows(unsigned char* tile, int from) const {
-    for (int i = from * (kPanelRowBytes / 16) + threadIdx.x % kWarpgroup; i < kKeys * (kPanelRowBytes / 16);
-         i += kWarpgroup)
+  // Rows of v that no query sees, or that belong to the next packed sequence, may hold inf or NaN: they become zeros.
+  __device__ void clear_rows(unsigned char* tile, int from, int to) const {
+    constexpr int kWords = kPanelRowBytes / 16;
+    for (int i = from * kWords + threadIdx.x % kWarpgroup; i < to * kWords; i += kWarpgroup)
       for (int panel = 0; panel < TileV::kPanels; ++panel)
         reinterpret_cast<uint4*>(tile + panel * TileV::kPanelBytes)[i] = {0, 0, 0, 0};
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
@@ -194,14 +194,17 @@ struct Forward {
     return (static_cast<int64_t>(work.batch) * a.schedule.heads + work.head) * a.schedule.q_tokens + work.q_first;
   }
 
-  // exp(logit) = 2^(unit x) for the two queries of this thread; a query of zeros counts as one with step 1.
+  // exp(logit) = 2^(unit x) for the two queries of this thread; one of zeros, or that sees no key, counts as one with
+  // step 1.
   __device__ RowValues units(const Work& work, int query) const {
     RowValues unit{a.scale_log2e, a.scale_log2e};
     if constexpr (kCodes)
 #pragma unroll
       for (int row = 0; row < kRowsPerThread; ++row) {
         const float step = a.q_step[row_of(work) + min(query + 8 * row, work.q_tokens - 1)];
-        if (step != 0.f) unit[row] *= step;
+        const KeyRange seen = a.mask.keys_of(query + 8 * row, work.q_tokens, work.k_tokens);
+        if (step != 0.f && seen.first < seen.last) unit[row] *= step;
+        if (unit[row] == 0.f) unit[row] = kLeastUnit;
       }
     return unit;
   }
@@ -310,11 +313,22 @@ struct Forward {
       const auto await_v = [&] { shared.v_ring.full[v_at.stage].wait(v_at.parity); };
       const auto finish_k = [&] { shared.k_ring.empty[k_at.stage].arrive(), k_at.advance(); };
       const auto finish_v = [&] { shared.v_ring.empty[v_at.stage].arrive(), v_at.advance(); };
-      // What follows a packed sequence in its last tile of v.
+      // What lies before the first and after the last key that is seen, in their tiles of v; where v is a copy, it has
+      // zeros there, but for the next packed sequence. Every warpgroup comes here once with each of the two.
       const auto clear_v = [&](int tile) {
-        if (!a.schedule.cu_seqlens_q || (tile + 1) * kKeys <= work.k_tokens) return;
-        await_v();
-        clear_rows(shared.v[v_at.stage], work.k_tokens - tile * kKeys);
+        if constexpr (kBalanced<Precision>) {
+          if (!a.schedule.cu_seqlens_q || (tile + 1) * kKeys <= work.k_tokens) return;
+          await_v();
+          clear_rows(shared.v[v_at.stage], work.k_tokens - tile * kKeys, kKeys);
+        } else {
+          if (!a.clears) return;
+          const KeyRange seen = a.mask.seen(work.q_tokens, work.k_tokens);
+          const int before = seen.first - tile * kKeys, end = seen.last - tile * kKeys;
+          if (before <= 0 && end >= kKeys) return;
+          await_v();
+          clear_rows(shared.v[v_at.stage], 0, before);
+          clear_rows(shared.v[v_at.stage], end, kKeys);
+        }
         shared.cleared.arrive(), shared.cleared.wait(cleared_parity);
         cleared_parity ^= 1;
       };
@@ -412,6 +426,7 @@ struct Forward {
       Center center;
       if constexpr (kCenterEarly) center = center_of(work);  // on its way during the last product
       if (mine.any()) {
+        if (!kBalanced<Precision> && mine.first < mine.last - 1) clear_v(mine.first);
         await_v();
         multiply_pv();
         ptx::wgmma_wait<0>();

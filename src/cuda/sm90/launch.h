@@ -22,6 +22,8 @@ void clear(unsigned* counter, cudaStream_t stream);
 
 Mask mask_of(const Problem& p);
 
+SeenKeys seen_keys(const Problem& p);
+
 // 0 where all heads, all batch elements of a tensor are one, else 1.
 void set_broadcast(const View& t, int (&broadcast)[2]);
 

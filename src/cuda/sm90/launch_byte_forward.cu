@@ -67,7 +67,8 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
                    .heads = static_cast<int>(p.heads),
                    .kv_heads = static_cast<int>(p.kv_heads),
                    .keys = {static_cast<const int*>(p.cu_seqlens_k.data), sequences_of(p), static_cast<int>(p.tokens_k),
-                            kernel.laid_out_keys},
+                            kernel.laid_out_keys, mask_of(p), static_cast<int>(p.tokens_q),
+                            static_cast<const int*>(p.cu_seqlens_q.data)},
                    .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data)};
   if (p.hadamard) c.rotation = rotation_of(p.dim);
   const Code code = integers(p) ? Code::s8 : Code::e4m3;

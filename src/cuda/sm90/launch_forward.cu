@@ -95,7 +95,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   if (!codes) clear(counter, stream);
   a.schedule = schedule_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
   q.prepare(stream), k.prepare(stream);
-  scaled ? v_scaled.prepare(stream) : v.prepare(stream);
+  scaled ? v_scaled.prepare(seen_keys(p), stream) : v.prepare(stream);
   // Right before the kernel, which takes its place while this one drains.
   if (codes) codes->prepare(stream);
   const View& values = scaled ? v_scaled.view() : v.view();
@@ -109,6 +109,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
     a.q_step = codes->q_step(), a.k_step = codes->k_step(), a.mean_logit = codes->mean_logit();
   }
   a.mask = mask_of(p);
+  a.clears = !seen_keys(p).all;
   a.group = static_cast<int>(p.group());
   a.dim_v = static_cast<int>(p.dim_v);
   a.scale = p.scale;

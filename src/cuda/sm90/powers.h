@@ -12,7 +12,7 @@ namespace octet::cuda::sm90 {
 // Bits below the largest number allowed that are left free: by the sample, for tokens that it has not seen, and where
 // all are known.
 constexpr int kRoomOfSample = 4, kRoom = 1;
-constexpr int kLargestPower = 100;
+constexpr int kLargestPower = 126;
 
 // Of numbers that are finite: the largest magnitude and the sum of magnitudes. |x|_2^2 <= |x|_1 |x|_inf.
 struct Size {

@@ -5,6 +5,7 @@
 #include "cuda/host/launch.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/quant/elements.h"
+#include "cuda/quant/limits.h"
 #include "cuda/sm90/powers.h"
 #include "cuda/sm90/prepare_backward.h"
 #include "cuda/tile/fragment.h"
@@ -84,63 +85,89 @@ __device__ inline float on_grid_of(float largest, float mean, bool of_f16) {
   return ldexpf(rintf(ldexpf(mean, -exponent)), exponent);
 }
 
+// The tokens of a sequence that count: keys that some query sees, queries that see some key. Others may hold anything.
+__device__ inline KeyRange counted(const Preparation& p, bool queries, int sequence) {
+  const int n = p.q_blocks.tokens_of(sequence), m = p.k_blocks.tokens_of(sequence);
+  return queries ? p.mask.seeing(n, m) : p.mask.seen(n, m);
+}
+// Whether a token of packed sequences counts.
+__device__ inline bool counts(const Preparation& p, bool queries, int token) {
+  const Blocks& blocks = queries ? p.q_blocks : p.k_blocks;
+  const int sequence = blocks.sequence_at(token), i = token - blocks.cu_seqlens[sequence];
+  const KeyRange range = counted(p, queries, sequence);
+  return range.first <= i && i < range.last;
+}
+
 // One block for each (batch, kv head) and tensor: samples tokens evenly.
 template <class In>
 __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant__ Preparation p) {
-  constexpr int kBatch = std::is_void_v<In> ? 1 : 8, kWarps = kThreads / 32;
+  constexpr bool kAllAtOnce = !std::is_void_v<In>;
+  constexpr int kBatch = kAllAtOnce ? kSampled / (kThreads / (256 / kVector)) : 1, kWarps = kThreads / 32;
   const int kv = blockIdx.x, kv_heads = static_cast<int>(p.k.shape[1]), batch = kv / kv_heads, kv_head = kv % kv_heads;
   const int lines = p.tile_dim / kVector, line = threadIdx.x % lines, rows = kThreads / lines;
   const Tensor which = static_cast<Tensor>(blockIdx.y);
   const Strided& x = which == Tensor::q ? p.q : which == Tensor::k ? p.k : which == Tensor::v ? p.v : p.do_;
   const int group = which == Tensor::q || which == Tensor::do_ ? p.group : 1;
-  const int64_t tokens = x.shape[2], all = group * tokens;
+  const bool of_queries = which == Tensor::q || which == Tensor::do_, packed = p.k_blocks.cu_seqlens;
+  const KeyRange range = packed ? KeyRange{0, static_cast<int>(x.shape[2])} : counted(p, of_queries, 0);
+  const int64_t tokens = range.last - range.first, all = group * tokens;
   const int sampled = static_cast<int>(min(all, int64_t{kSampled}));
   __shared__ float sums[kWarps][256], largest[kWarps][256];
-  __shared__ float most_shared, row_shared;
+  __shared__ float most_shared, row_shared, of_sample[kSampled], norms[kSampled], limit_shared;
+  __shared__ int counted_shared;  // samples
   ptx::next_grid_may_start();
-  if (threadIdx.x == 0) most_shared = row_shared = 0.f;
+  if (threadIdx.x == 0) most_shared = row_shared = 0.f, counted_shared = 0;
   if (threadIdx.x == 0 && which == Tensor::q) p.sizes[kv] = {}, p.zeroed[kv] = 0;
   if (threadIdx.x == 0 && which == Tensor::q && kv == 0) *p.counter = 0;
-  __syncthreads();
   // Sample i: every token there is, or as many of each head of the group as there are samples for.
   const auto line_of = [&](int i) -> Line {
     const int count = static_cast<int>(tokens), of_group = i * group;
-    return all <= kSampled ? Line{batch, kv_head * group + i / count, i % count, line * kVector}
-                           : Line{batch, kv_head * group + of_group / kSampled, of_group % kSampled * tokens / kSampled,
-                                  line * kVector};
+    return all <= kSampled ? Line{batch, kv_head * group + i / count, range.first + i % count, line * kVector}
+                           : Line{batch, kv_head * group + of_group / kSampled,
+                                  range.first + of_group % kSampled * tokens / kSampled, line * kVector};
   };
-  Vector sum{}, column_most{};
-  float most = 0.f, row_most = 0.f;
-  for (int first = 0; first < sampled; first += kBatch * rows) {
-    Raw<In> raw[kBatch];
+  // Those of packed sequences that do not count are left out.
+  const auto is_sampled = [&](int i) {
+    return i < sampled && (!packed || counts(p, of_queries, static_cast<int>(line_of(i).token)));
+  };
+  // Calls f(i, numbers) for each sample; of those that do not count numbers are 0. Where `again` says so, the numbers
+  // are still there from the time before.
+  Raw<In> raw[kBatch];
+  const auto for_samples = [&](bool again, const auto& f) {
+#pragma unroll 1
+    for (int first = 0; first < sampled; first += kBatch * rows) {
+      const auto sample = [&](int j) { return first + j * rows + static_cast<int>(threadIdx.x) / lines; };
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int i = first + j * rows + static_cast<int>(threadIdx.x) / lines;
-      if (i < sampled && line * kVector < x.shape[3]) raw[j].read(x, line_of(i));
-    }
+      for (int j = 0; j < kBatch; ++j) {
+        if (kAllAtOnce && again) break;
+        raw[j] = {};
+        if (line * kVector < x.shape[3] && is_sampled(sample(j))) raw[j].read(x, line_of(sample(j)));
+      }
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      Vector v;
-      raw[j].get(v, OCTET_F32);
-      Size size(v);
-      size.reduce(lines);
-      most = fmaxf(most, size.most), row_most = fmaxf(row_most, size.norm());
-      for (int c = 0; c < kVector; ++c) {
-        if (!isfinite(v[c])) continue;
-        sum[c] += v[c], column_most[c] = fmaxf(column_most[c], fabsf(v[c]));
+      for (int j = 0; j < kBatch; ++j) {
+        if (first + j * rows >= sampled) break;
+        Vector v;
+        raw[j].get(v, OCTET_F32);
+        f(sample(j), v);
       }
     }
-  }
-  most = warp_max(most), row_most = warp_max(row_most);
-  if (threadIdx.x % 32 == 0) raise(most_shared, most), raise(row_shared, row_most);
-  for (int c = 0; c < kVector; ++c) {
-    for (int step = lines; step < 32; step *= 2) {
-      sum[c] += __shfl_xor_sync(~0u, sum[c], step);
-      column_most[c] = fmaxf(column_most[c], __shfl_xor_sync(~0u, column_most[c], step));
-    }
-    if (threadIdx.x % 32 >= lines) continue;
-    sums[threadIdx.x / 32][line * kVector + c] = sum[c];
-    largest[threadIdx.x / 32][line * kVector + c] = column_most[c];
+  };
+  if (threadIdx.x < kSampled) of_sample[threadIdx.x] = norms[threadIdx.x] = 0.f;
+  __syncthreads();
+  for_samples(false, [&](int i, const Vector& v) {
+    Size size(v);
+    size.reduce(lines);
+    if (line == 0 && i < sampled) of_sample[i] = size.most, norms[i] = size.norm();
+  });
+  __syncthreads();
+  // Keys far beyond typical ones are left to their blocks, so that they do not take the bits of all others.
+  constexpr float kFar = 64.f;
+  const float limit = of_queries ? INFINITY : mean_limit(of_sample, limit_shared);
+  if (threadIdx.x < kSampled) {
+    const bool near = of_sample[threadIdx.x] < kFar * limit;
+    const float most = warp_max(near ? of_sample[threadIdx.x] : 0.f),
+                row_most = warp_max(near ? norms[threadIdx.x] : 0.f);
+    if (threadIdx.x % 32 == 0) raise(most_shared, most), raise(row_shared, row_most);
   }
   __syncthreads();
   Sizes& found = p.sampled[kv];
@@ -149,6 +176,7 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
     if (threadIdx.x == 0) dlse_shared = 0.f;
     __syncthreads();
     for (int i = threadIdx.x; p.dlse.data && i < sampled; i += kThreads) {
+      if (!is_sampled(i)) continue;
       Line at = line_of(i);
       at.channel = 0;
       const float dlse = fabsf(static_cast<const float*>(p.dlse.data)[at.offset(p.dlse)]);
@@ -167,13 +195,31 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
     if (which == Tensor::do_) found.do_ = most_shared, found.do_row = row_shared;
   }
   if (which != Tensor::k) return;
+  Vector sum{}, column_most{};
+  for_samples(true, [&](int, const Vector& v) {
+    for (int c = 0; c < kVector; ++c)
+      if (fabsf(v[c]) < limit) sum[c] += v[c], column_most[c] = fmaxf(column_most[c], fabsf(v[c]));
+  });
+  for (int c = 0; c < kVector; ++c) {
+    for (int step = lines; step < 32; step *= 2) {
+      sum[c] += __shfl_xor_sync(~0u, sum[c], step);
+      column_most[c] = fmaxf(column_most[c], __shfl_xor_sync(~0u, column_most[c], step));
+    }
+    if (threadIdx.x % 32 >= lines) continue;
+    sums[threadIdx.x / 32][line * kVector + c] = sum[c];
+    largest[threadIdx.x / 32][line * kVector + c] = column_most[c];
+  }
+  for (int i = threadIdx.x; i < sampled; i += kThreads)
+    if (is_sampled(i)) atomicAdd(&counted_shared, 1);
+  __syncthreads();
   const int dim = static_cast<int>(x.shape[3]);
   const bool of_f16 = x.element == Element::f16 || p.round_k == OCTET_F16;
   for (int c = threadIdx.x; c < dim; c += kThreads) {
     float total = 0.f, column_largest = 0.f;
     for (int warp = 0; warp < kWarps; ++warp)
       total += sums[warp][c], column_largest = fmaxf(column_largest, largest[warp][c]);
-    p.mean[kv * dim + c] = p.smooth ? on_grid_of(column_largest, total / static_cast<float>(sampled), of_f16) : 0.f;
+    p.mean[kv * dim + c] =
+        p.smooth ? on_grid_of(column_largest, total / static_cast<float>(counted_shared), of_f16) : 0.f;
   }
 }
 
@@ -225,6 +271,7 @@ struct TileWriter {
     const int64_t start = tile * kQueries * Dim * static_cast<int64_t>(sizeof(T));
     auto& rows = reinterpret_cast<QueryRows<kQueries>*>(p.rows)[tile];
     const int first_query = (block - sequence.first_block) * kQueries;
+    const KeyRange range = sequence.index < 0 ? KeyRange{0, 0} : counted(p, true, sequence.index);
     int row = threadIdx.x / kLines;
     const int64_t first_token = static_cast<int64_t>(sequence.first) + first_query + row;
     const Line first{batch, head, first_token, line * kVector};
@@ -235,7 +282,7 @@ struct TileWriter {
       float lse;
     };
     const auto read_row = [&] {
-      const bool present = row < kQueries && sequence.index >= 0 && first_query + row < sequence.tokens;
+      const bool present = row < kQueries && range.first <= first_query + row && first_query + row < range.last;
       const Row read{q.read(present), do_.read(present), o.read(present), residual.read(present),
                      present ? *lse : -INFINITY};
       q.advance(kRowsAtOnce), do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
@@ -319,6 +366,7 @@ struct TileWriter {
     const int64_t tile = static_cast<int64_t>(kv) * p.k_blocks.count + block;
     const int64_t start = tile * kKeys * Dim * static_cast<int64_t>(sizeof(T));
     const int first_key = (block - sequence.first_block) * kKeys;
+    const KeyRange range = sequence.index < 0 ? KeyRange{0, 0} : counted(p, false, sequence.index);
     int row = threadIdx.x / kLines;
     const Line first{batch, head, static_cast<int64_t>(sequence.first) + first_key + row, line * kVector};
     Column<In> k(p.k, first), v(p.v, first);
@@ -328,7 +376,7 @@ struct TileWriter {
 #pragma unroll
       for (int j = 0; j < kKeyBatch; ++j) {
         const int i = row + j * kRowsAtOnce;
-        present[j] = i < kKeys && sequence.index >= 0 && first_key + i < sequence.tokens;
+        present[j] = i < kKeys && range.first <= first_key + i && first_key + i < range.last;
         raw_k[j] = k.read(present[j]), raw_v[j] = v.read(present[j]);
         k.advance(kRowsAtOnce), v.advance(kRowsAtOnce);
       }

@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 #include <octet/octet.h>
 
+#include "cuda/attn/mask.h"
 #include "cuda/attn/sinks.h"
 #include "cuda/attn/views.h"
 #include "cuda/sm90/backward_arguments.h"
@@ -34,6 +35,7 @@ struct Preparation {
   bool scaled;                                      // by powers of two
   bool smooth;                                      // subtract the mean of k
   Blocks q_blocks, k_blocks;
+  Mask mask;
   int group;
   int weight_exponent;
   float scale;  // of the logits

@@ -13,6 +13,7 @@
 #include <random>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cpu/rows.h"
@@ -67,6 +68,19 @@ struct Layout {
   int batch, queries, keys;
   bool gaps;      // rows of odd length
   bool poisoned;  // an infinity in one token, NaN in another
+  Mask mask{};    // what it hides from all queries is NaN
+  bool far{};     // a key is 2^10 times the others
+
+  int first(int sequence) const { return cu_seqlens.empty() ? 0 : cu_seqlens[sequence]; }
+  int tokens(int sequence) const { return cu_seqlens.empty() ? keys : cu_seqlens[sequence + 1] - cu_seqlens[sequence]; }
+  // The keys of a sequence, [first, second), that some query sees.
+  std::pair<int, int> seen(int sequence) const {
+    const int m = tokens(sequence), n = cu_seqlens.empty() ? queries : m;
+    if (!mask.windowed) return {0, n ? m : 0};
+    const int shift = mask.bottom_right ? m - n : 0;
+    const int first = std::clamp(shift - mask.left, 0, m);
+    return {first, std::clamp(n + shift + mask.right, first, m)};
+  }
 };
 
 struct Recipe {
@@ -75,19 +89,29 @@ struct Recipe {
   bool groups, rotated;
 };
 
+// Whether some query sees a token of k and v.
+bool is_seen(const Layout& layout, int token) {
+  int sequence = 0;
+  while (!layout.cu_seqlens.empty() && layout.cu_seqlens[sequence + 1] <= token) ++sequence;
+  const auto [first, last] = layout.seen(sequence);
+  const int i = token - layout.first(sequence);
+  return first <= i && i < last;
+}
+
 struct Drawn {
   Strided view;
   std::vector<float> numbers;
   Array<unsigned char> memory;
 
-  Drawn(Element e, int64_t batch, int64_t heads, int64_t tokens, int64_t dim, bool offset, const Layout& layout,
+  // `of_keys`: with offsets by channel, and with NaN in tokens that no query sees.
+  Drawn(Element e, int64_t batch, int64_t heads, int64_t tokens, int64_t dim, bool of_keys, const Layout& layout,
         std::mt19937& random)
       : numbers(batch * heads * tokens * dim), memory(batch * heads * tokens * (dim + 3) * size_of(e)) {
     const int64_t row = layout.gaps ? dim + 3 : dim;
     view = {memory.data, {batch, heads, tokens, dim}, {heads * tokens * row, tokens * row, row, 1}, e};
     std::normal_distribution<float> normal;
     std::vector<float> offsets(heads * dim);
-    for (float& x : offsets) x = offset ? 3 * normal(random) : 0.f;
+    for (float& x : offsets) x = of_keys ? 3 * normal(random) : 0.f;
     std::vector<unsigned char> bytes(memory.count, 0xff);
     for (int64_t i = 0; i < batch * heads * tokens; ++i)
       for (int64_t c = 0; c < dim; ++c) {
@@ -95,6 +119,8 @@ struct Drawn {
         if (i % 97 == 5) x = 0.f;
         if (layout.poisoned && i % tokens == 37 && c == 3) x = INFINITY;
         if (layout.poisoned && i % tokens == 70) x = NAN;
+        if (of_keys && layout.far && i % tokens == 90) x *= 0x1p10f;
+        if (of_keys && !is_seen(layout, static_cast<int>(i % tokens))) x = NAN;
         numbers[i * dim + c] = store(e, &bytes[(i * row + c) * size_of(e)], x);
       }
     must(cudaMemcpy(memory.data, bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
@@ -139,7 +165,8 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
   CodesArguments a{};
   a.q = q.view, a.k = k.view, a.v = v.view;
   a.dim = padded, a.heads = kHeads, a.kv_heads = kKvHeads;
-  a.keys = {packed ? cu_seqlens.data : nullptr, packed ? sequences : 0, layout.keys, tile};
+  const int* const first = packed ? cu_seqlens.data : nullptr;
+  a.keys = {first, packed ? sequences : 0, layout.keys, tile, layout.mask, layout.queries, first};
   a.cu_seqlens_q = a.keys.cu_seqlens;
   if (recipe.rotated) {
     a.rotation.block = static_cast<int>(hadamard_block(dim));
@@ -175,12 +202,26 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
   std::vector<std::vector<float>> means(sequences * kKvHeads);
   for (int64_t side = 0; side < sequences * kKvHeads; ++side) {
     const int64_t s = side / kKvHeads, memory_side = packed ? side % kKvHeads : side;
-    const int64_t first = packed ? layout.cu_seqlens[s] : 0;
-    const int64_t tokens = packed ? layout.cu_seqlens[s + 1] - first : layout.keys;
+    const int of_layout = packed ? static_cast<int>(s) : 0;
+    const int64_t first = layout.first(of_layout), tokens = layout.tokens(of_layout);
+    const auto [first_seen, last_seen] = layout.seen(of_layout);
+    const auto is_seen = [&, from = first_seen, to = last_seen](int64_t t) { return from <= t && t < to; };
+    const int64_t seen = last_seen - first_seen;
     const int64_t at = memory_side * keys + (packed ? (first / tile + s) * tile : 0);
     const auto element_of = [&](const Drawn& x, int64_t t, int64_t c) {
-      return c < dim && t < tokens ? x.numbers[(memory_side * layout.keys + first + t) * dim + c] : 0.f;
+      return c < dim && is_seen(t) ? x.numbers[(memory_side * layout.keys + first + t) * dim + c] : 0.f;
     };
+    const auto limit_of = [&, from = first_seen](const Drawn& x) {
+      const int64_t sampled = std::min(seen, kSampledTokens);
+      std::vector<float> largest(sampled);
+      for (int64_t i = 0; i < sampled; ++i)
+        for (int c = 0; c < dim; ++c) {
+          const float y = std::fabs(element_of(x, from + i * seen / sampled, c));
+          if (std::isfinite(y)) largest[i] = std::max(largest[i], y);
+        }
+      return mean_limit(largest.data(), sampled);
+    };
+    const float k_limit = limit_of(k), v_limit = limit_of(v);
     std::vector<float> k_channel(padded), v_channel_mean(padded);
     std::vector<Step> v_channel_step(padded);
     for (int c = 0; c < padded; ++c) {
@@ -188,11 +229,12 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
       float most = 0.f;
       for (int64_t t = 0; t < tokens; ++t) {
         const float x = element_of(k, t, c), y = element_of(v, t, c);
-        if (std::isfinite(x)) k_sum += x;
-        if (std::isfinite(y)) v_sum += y, most = std::max(most, std::fabs(y));
+        if (std::fabs(x) < k_limit) k_sum += x;
+        if (std::fabs(y) < v_limit) v_sum += y;
+        if (std::isfinite(y)) most = std::max(most, std::fabs(y));
       }
-      k_channel[c] = tokens && !given ? static_cast<float>(k_sum / static_cast<double>(tokens)) : 0.f;
-      v_channel_mean[c] = tokens ? static_cast<float>(v_sum / static_cast<double>(tokens)) : 0.f;
+      k_channel[c] = seen && !given ? static_cast<float>(k_sum / static_cast<double>(seen)) : 0.f;
+      v_channel_mean[c] = seen ? static_cast<float>(v_sum / static_cast<double>(seen)) : 0.f;
       v_channel_step[c] = step_of(most, 448.f);
       if (!given) found.means += !same(got_k_mean[side * padded + c], k_channel[c]);
       if (recipe.v == Code::s8)
@@ -210,7 +252,7 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
       float of_group[4] = {};
       bool lost[4] = {};
       for (int64_t r = 0; r < rows; ++r) {
-        for (int c = 0; c < dim && block + r < tokens; ++c) x[r][c] = element_of(k, block + r, c) - k_channel[c];
+        for (int c = 0; c < dim && is_seen(block + r); ++c) x[r][c] = element_of(k, block + r, c) - k_channel[c];
         if (recipe.rotated) hadamard(x[r].data(), signs.data(), dim);
         largest[r] = amax(x[r].data(), padded);
         if (std::isfinite(largest[r]))
@@ -237,7 +279,7 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
       std::vector<Step> steps(tile);
       for (int j = 0; j < tile; ++j) {
         std::vector<float> row(padded);
-        for (int c = 0; c < dim && first_key + j < tokens; ++c)
+        for (int c = 0; c < dim && is_seen(first_key + j); ++c)
           row[c] = element_of(v, first_key + j, c) - (recipe.v == Code::s8 ? v_channel_mean[c] : 0.f);
         steps[j] = step_of(amax(row.data(), padded), 127.f);
         most = std::fmax(most, steps[j].step);
@@ -312,7 +354,19 @@ INSTANTIATE_TEST_SUITE_P(
                                      Layout{"one_key", {}, 2, 70, 1, false, false},
                                      Layout{"packed", {0, 0, 100, 101, 101, 333}, 1, 333, 333, false, false},
                                      Layout{"gaps_poisoned", {}, 1, 1300, 1300, true, true},
-                                     Layout{"poisoned", {}, 1, 1300, 1300, false, true})),
+                                     Layout{"poisoned", {}, 1, 1300, 1300, false, true},
+                                     Layout{"far", {}, 1, 1300, 1300, false, false, {}, true},
+                                     Layout{"window", {}, 2, 150, 333, false, false, {true, true, 20, 0}, true},
+                                     Layout{"causal_window", {}, 2, 150, 633, false, true, {true, false, 60, 0}},
+                                     Layout{"packed_window",
+                                            {0, 0, 100, 101, 101, 333},
+                                            1,
+                                            333,
+                                            333,
+                                            false,
+                                            false,
+                                            {true, false, 1 << 20, 0},
+                                            true})),
     name_of);
 
 }  // namespace
