@@ -1,5 +1,7 @@
 // The casting laboratory: what a description of roundings (octet_rounding) does to attention, against float64.
 #pragma once
+#include <octet/octet_study.h>
+
 #include <octet/octet.hpp>
 #include <optional>
 #include <string>

@@ -1,10 +1,10 @@
-# Installs the library, three headers, the command, and the files by which CMake and pkg-config find it.
+# Installs the library, the headers, the command, and the files by which CMake and pkg-config find it.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/octet)
 install(TARGETS octet EXPORT octetTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
-install(FILES include/octet/octet.h include/octet/octet.hpp include/octet/formats.hpp
+install(FILES include/octet/octet.h include/octet/octet_study.h include/octet/octet.hpp include/octet/formats.hpp
         DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/octet)
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(EXPORT octetTargets NAMESPACE octet:: FILE octetConfig.cmake DESTINATION ${package_dir})

@@ -3,7 +3,10 @@
 // This header is the whole interface of liboctet in C11; octet.hpp wraps it for C++.
 //
 // Rules that hold everywhere:
-//  - Every struct is passed by pointer and starts with its own size; the *_INIT macros set it.
+//  - Every struct is passed by pointer and starts with its own size; the *_INIT macros set it. New fields come at the
+//    end. Programs compiled with an older octet.h, 0.1.0 or later, pass smaller structs: the missing fields count as
+//    zero. Those of a newer one pass larger structs: they are refused unless all bytes that this library does not know
+//    are zero. Sizes are multiples of the struct's alignment, at most 4096.
 //  - Tensors are views of the caller's memory. The library allocates nothing on a device, keeps no
 //    state between calls, never prints, never synchronises a stream.
 //  - Every function returns a status. On failure nothing has been written or launched, and
@@ -22,7 +25,7 @@
 #endif
 
 #define OCTET_VERSION_MAJOR 0
-#define OCTET_VERSION_MINOR 1
+#define OCTET_VERSION_MINOR 2
 #define OCTET_VERSION_PATCH 0
 
 #ifdef __cplusplus
@@ -41,7 +44,7 @@ typedef enum octet_status {
 // failing call of the same thread. Empty if none has failed.
 OCTET_API const char* octet_message(void);
 
-// "0.1.0"
+// "0.2.0"
 OCTET_API const char* octet_version(void);
 
 // ---------------------------------------------------------------------------------------------
@@ -129,40 +132,7 @@ typedef enum octet_remedy {
 
 typedef enum octet_switch { OCTET_AUTO = 0, OCTET_ON = 1, OCTET_OFF = 2 } octet_switch;
 
-// The source of delta = rowsum(dO * O).
-typedef enum octet_delta {
-  OCTET_DELTA_FROM_O = 0,  // the saved output
-  OCTET_DELTA_FROM_P = 1   // sum_j P_ij dP_ij: consistent with the P of the backward
-} octet_delta;
-
-// The casting laboratory: a format for each rounding point of attention (OCTET_F64: not rounded).
-// Formats are those of octet_dtype: f64, f32, f16, bf16, e4m3, e5m2. Honoured by the reference
-// backend at precision f64 only, refused elsewhere.
-typedef struct octet_rounding {
-  uint32_t size;
-  uint32_t qk;          // inputs q and k
-  uint32_t v;           // input v
-  uint32_t s;           // logits
-  uint32_t s_scaled;    // 1: s is rounded after multiplication by the scale, 0: before
-  uint32_t m;           // running maximum, in units of the rounded s
-  uint32_t arg;         // (s - m) * scale
-  uint32_t p;           // operand of P V
-  uint32_t l_from_p;    // 1: the row sum adds the rounded P, 0: the un-rounded
-  uint32_t alpha;       // rescaling factor between tiles
-  uint32_t acc;         // accumulator of o, after each tile
-  uint32_t o;           // output
-  uint32_t o_saved;     // the output that delta reads
-  uint32_t delta;       // octet_delta
-  uint32_t ds;          // operand of dQ and dK
-  uint32_t p_backward;  // operand of dV
-  float beta;           // shifted maximum on ties; 0: off
-  float tie_epsilon;    // scaled logits within this of the maximum count as ties
-  uint32_t tile;        // keys per tile; 0: all keys in one tile
-} octet_rounding;
-
-#define OCTET_ROUNDING_INIT \
-  {sizeof(octet_rounding), OCTET_F64, OCTET_F64, OCTET_F64, 0, OCTET_F64, OCTET_F64, OCTET_F64, 1, \
-   OCTET_F64, OCTET_F64, OCTET_F64, OCTET_F64, OCTET_DELTA_FROM_O, OCTET_F64, OCTET_F64, 0.f, 0.f, 64}
+struct octet_rounding;  // octet_study.h
 
 // The options of a call, apart from its data.
 typedef struct octet_attention {
@@ -181,7 +151,7 @@ typedef struct octet_attention {
   uint32_t deterministic; // 1: bitwise repeatable (the CPU always is)
   uint32_t threads;       // CPU threads; 0: all
   const char* backend;    // name of a backend, NULL: the best that can
-  const octet_rounding* rounding;  // NULL: the precision's own
+  const struct octet_rounding* rounding;  // NULL: the precision's own; octet_study.h describes others
 } octet_attention;
 
 #define OCTET_ATTENTION_INIT \

@@ -1,6 +1,7 @@
 // The names of the enums of octet.h, as the command line and every message spell them.
 #pragma once
 #include <octet/octet.h>
+#include <octet/octet_study.h>
 
 #include <string>
 

@@ -9,6 +9,7 @@
 #include "core/error.h"
 #include "core/names.h"
 #include "core/quantization.h"
+#include "core/structs.h"
 
 namespace octet {
 namespace {
@@ -265,7 +266,7 @@ void validate_packing(const octet_arguments& args, Problem& p) {
 }
 
 void validate_rounding(const octet_rounding& r) {
-  if (r.size != sizeof(octet_rounding)) invalid("octet_rounding: size ", r.size, ", expected ", sizeof(octet_rounding));
+  expect_size(r, "octet_rounding");
   const std::pair<uint32_t, const char*> formats[] = {{r.qk, "qk"},       {r.v, "v"},
                                                       {r.s, "s"},         {r.m, "m"},
                                                       {r.arg, "arg"},     {r.p, "p"},
@@ -328,25 +329,23 @@ KeyRange Problem::keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) c
   return {keys_of(i, n, m).first, keys_of(i + rows - 1, n, m).last};
 }
 
-Problem validate(const octet_attention* a, const octet_arguments* args) {
-  if (!a) invalid("attention: NULL");
-  if (!args) invalid("arguments: NULL");
-  if (a->size != sizeof(octet_attention))
-    invalid("octet_attention: size ", a->size, ", expected ", sizeof(octet_attention));
-  if (args->size != sizeof(octet_arguments))
-    invalid("octet_arguments: size ", args->size, ", expected ", sizeof(octet_arguments));
+Problem validate(const octet_attention* given_attention, const octet_arguments* given_arguments) {
+  if (!given_attention) invalid("attention: NULL");
+  if (!given_arguments) invalid("arguments: NULL");
+  const octet_attention a = whole(*given_attention, "octet_attention");
+  const octet_arguments args = whole(*given_arguments, "octet_arguments");
   Problem p{};
-  p.pass = checked(args->pass, OCTET_FORWARD, OCTET_JVP, "pass");
-  p.precision = checked(a->precision, OCTET_PRECISION_F64, OCTET_PRECISION_SAGEBWD, "precision");
-  validate_operands(*args, p);
+  p.pass = checked(args.pass, OCTET_FORWARD, OCTET_JVP, "pass");
+  p.precision = checked(a.precision, OCTET_PRECISION_F64, OCTET_PRECISION_SAGEBWD, "precision");
+  validate_operands(args, p);
   validate_shapes(p);
   validate_sinks(p);
-  validate_dtypes(*args, p);
+  validate_dtypes(args, p);
   validate_mask_tensor(p);
-  validate_packing(*args, p);
-  validate_mask(*a, p);
-  validate_recipe(*a, p);
-  p.scale = effective_scale(a->scale, p.dim);
+  validate_packing(args, p);
+  validate_mask(a, p);
+  validate_recipe(a, p);
+  p.scale = effective_scale(a.scale, p.dim);
   validate_memory(p);
   return p;
 }

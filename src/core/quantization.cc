@@ -9,6 +9,7 @@
 
 #include "core/error.h"
 #include "core/names.h"
+#include "core/structs.h"
 
 namespace octet {
 namespace {
@@ -38,7 +39,7 @@ void expect_no_stream(const void* stream) {
 }
 
 Rope validate_rope(const octet_rope& r, const View& x) {
-  if (r.size != sizeof(octet_rope)) invalid("octet_rope: size ", r.size, ", expected ", sizeof(octet_rope));
+  expect_size(r, "octet_rope");
   Rope rope;
   rope.style = checked(r.style, OCTET_ROPE_NONE, OCTET_ROPE_INTERLEAVED, "rope style");
   if (rope.style == OCTET_ROPE_NONE) {
@@ -127,8 +128,7 @@ View validate_statistics(const octet_tensor* t, const char* label, bool output) 
 Quantization validate_quantization(const octet_tensor& codes, const char* label, bool output) {
   const octet_quantization* q = codes.quantization;
   if (!q) invalid(label, ": no quantization; it says how the codes stand for numbers");
-  if (q->size != sizeof(octet_quantization))
-    invalid("octet_quantization: size ", q->size, ", expected ", sizeof(octet_quantization));
+  expect_size(*q, label, ": octet_quantization");
   const auto dtype = static_cast<octet_dtype>(codes.dtype);
   const int64_t batch = codes.shape[0], heads = codes.shape[1], tokens = codes.shape[2], dim = codes.shape[3];
   Quantization how{};

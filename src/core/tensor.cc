@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "core/names.h"
+#include "core/structs.h"
 
 namespace octet {
 namespace {
@@ -111,8 +112,7 @@ void validate_memory(const View& t, const char* label) {
 }  // namespace
 
 View validate_tensor(const octet_tensor* t, const char* label) {
-  if (t->size != sizeof(octet_tensor))
-    invalid(label, ": octet_tensor of size ", t->size, ", expected ", sizeof(octet_tensor));
+  expect_size(*t, label, ": octet_tensor");
   View view;
   view.dtype = checked(t->dtype, OCTET_F64, OCTET_BOOL, label, ": dtype");
   checked(t->device, OCTET_CPU, OCTET_CUDA, label, ": device");

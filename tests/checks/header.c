@@ -1,5 +1,6 @@
-/* octet.h is C11: every struct can be made from its macro, as a C program would. */
+/* octet.h and octet_study.h are C11: every struct can be made from its macro, as a C program would. */
 #include <octet/octet.h>
+#include <octet/octet_study.h>
 
 int main(void) {
   octet_tensor tensor = OCTET_TENSOR_INIT;

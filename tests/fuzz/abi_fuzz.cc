@@ -4,6 +4,7 @@
 // when it refuses.
 #include <fuzzer/FuzzedDataProvider.h>
 #include <octet/octet.h>
+#include <octet/octet_study.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -23,6 +24,7 @@ struct Call {
   octet_rounding rounding = OCTET_ROUNDING_INIT;
   octet_tensor tensors[kTensors], scale;
   octet_quantization quantization = OCTET_QUANTIZATION_INIT;
+  unsigned char behind[4096] = {};  // the fields of a newer quantization; those of other structs are the structs behind
 };
 
 size_t bytes_of(uint32_t dtype) {
@@ -182,7 +184,7 @@ void spoil(FuzzedDataProvider& in, unsigned char* arena, Call& call) {
       spoil_attention(in, call.attention);
       break;
     case 1:
-      call.arguments.pass = field<uint32_t>(in);
+      (in.ConsumeBool() ? call.arguments.pass : call.arguments.size) = field<uint32_t>(in);
       break;
     case 2:
       (in.ConsumeBool() ? call.arguments.max_seqlen_q : call.arguments.max_seqlen_k) = field<int64_t>(in);

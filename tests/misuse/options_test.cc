@@ -1,4 +1,6 @@
 // Options that contradict each other, the tensors or the precision; masks, packing, workspaces, streams.
+#include <octet/octet_study.h>
+
 #include <limits>
 
 #include "misuse/calls.h"
@@ -107,7 +109,7 @@ TEST(Options, rounding_is_for_f64_and_well_formed) {
   f32.attention.rounding = &good;
   expect_invalid(f32, "rounding: given with precision f32; it belongs to precision f64");
   const std::pair<const octet_rounding*, const char*> wrongs[] = {
-      {&size, "octet_rounding: size 4, expected "},
+      {&size, "octet_rounding: size 4, allowed: a multiple of 4 from 76 (octet 0.1.0) to 4096; octet "},
       {&format, "rounding: p: found 7, allowed: 1 (f64), 2 (f32), 3 (f16), 4 (bf16), 5 (e4m3), 6 (e5m2)"},
       {&flag, "rounding: l_from_p: found 2, allowed: 0, 1"},
       {&epsilon, "rounding: tie_epsilon: found nan, allowed: finite, at least 0"},

@@ -30,7 +30,7 @@ struct Misuse {
 };
 
 const Misuse kMisuses[] = {
-    {[](Call& c) { c.x.size = 3; }, "x: octet_tensor of size 3"},
+    {[](Call& c) { c.x.size = 3; }, "x: octet_tensor: size 3, allowed: a multiple of 8 from 96"},
     {[](Call& c) { c.x.dtype = OCTET_I32; }, "x: dtype i32, allowed: f64, f32, f16, bf16, e4m3"},
     {[](Call& c) { c.x.data = nullptr; }, "x: null data"},
     {[](Call& c) { c.x.data = static_cast<char*>(c.x.data) + 1; }, "x: data is not aligned to its elements of 2 bytes"},
@@ -47,7 +47,7 @@ const Misuse kMisuses[] = {
     {[](Call& c) { c.codes.data = c.x.data; }, "codes: its memory overlaps that of x"},
     {[](Call& c) { c.scale.data = c.mean.data; }, "scale: its memory overlaps that of mean"},
     {[](Call& c) { c.statistics.data = c.x.data; }, "statistics: its memory overlaps that of x"},
-    {[](Call& c) { c.quantization.size = 8; }, "octet_quantization: size 8"},
+    {[](Call& c) { c.quantization.size = 8; }, "codes: octet_quantization: size 8"},
     {[](Call& c) { c.quantization.operand = 3; }, "operand: found 3, allowed: 0 (q), 1 (k), 2 (v)"},
     {[](Call& c) { c.quantization.granularity = 5; }, "granularity: found 5, allowed: 0 (tensor), 1 (token)"},
     {[](Call& c) { c.quantization.granularity = OCTET_PER_CHANNEL; },

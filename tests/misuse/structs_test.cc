@@ -1,10 +1,18 @@
 // Sizes, null pointers, enums and messages: what can be wrong before any tensor is looked at.
+#include <algorithm>
+#include <cstddef>
 #include <thread>
 
 #include "misuse/calls.h"
 
 namespace octet::test {
 namespace {
+
+// Returns whether no byte of an output has been written.
+bool untouched(const octet_tensor& t) {
+  const auto* bytes = static_cast<const unsigned char*>(t.data);
+  return std::all_of(bytes, bytes + kSlot, [](unsigned char b) { return b == Memory::kPoison; });
+}
 
 constexpr octet_pass kPasses[] = {OCTET_FORWARD, OCTET_BACKWARD, OCTET_JVP};
 
@@ -46,19 +54,79 @@ TEST(Structs, text_functions_check_their_buffer) {
   EXPECT_EQ(text[4], 'x') << "wrote beyond the capacity";
 }
 
-TEST(Structs, wrong_size_fields_are_refused) {
-  const std::string attention = std::to_string(sizeof(octet_attention)),
-                    arguments = std::to_string(sizeof(octet_arguments));
-  const std::string tensor = std::to_string(sizeof(octet_tensor));
-  for (const uint32_t wrong : {0u, 1u, 1000u}) {
-    Call a(OCTET_FORWARD), b(OCTET_FORWARD), c(OCTET_FORWARD);
+// The sizes that the structs had in octet.h 0.1.0, the first: the smallest.
+constexpr uint32_t kAttention = 80, kArguments = 168, kTensor = 96, kQuantization = 56;
+
+std::string sizes(uint32_t found, uint32_t first, size_t known) {
+  return "size " + std::to_string(found) + ", allowed: a multiple of 8 from " + std::to_string(first) +
+         " (octet 0.1.0) to 4096; octet " + octet_version() + " has " + std::to_string(known);
+}
+
+TEST(Structs, sizes_that_no_header_has_are_refused) {
+  for (const uint32_t wrong : {0u, 1u, 48u, 164u, 201u, 4104u, ~0u}) {
+    Call a(OCTET_FORWARD), b(OCTET_FORWARD), c(OCTET_FORWARD), d(OCTET_FORWARD, OCTET_PRECISION_INT8);
     a.attention.size = wrong;
-    expect_invalid(a, "octet_attention: size " + std::to_string(wrong) + ", expected " + attention);
+    expect_invalid(a, "octet_attention: " + sizes(wrong, kAttention, sizeof(octet_attention)));
     b.arguments.size = wrong;
-    expect_invalid(b, "octet_arguments: size " + std::to_string(wrong) + ", expected " + arguments);
+    expect_invalid(b, "octet_arguments: " + sizes(wrong, kArguments, sizeof(octet_arguments)));
     c.v.size = wrong;
-    expect_invalid(c, "v: octet_tensor of size " + std::to_string(wrong) + ", expected " + tensor);
+    expect_invalid(c, "v: octet_tensor: " + sizes(wrong, kTensor, sizeof(octet_tensor)));
+    octet_quantization how = OCTET_QUANTIZATION_INIT;
+    d.q.dtype = OCTET_I8, d.q.quantization = &how, how.size = wrong;
+    expect_invalid(d, "q: octet_quantization: " + sizes(wrong, kQuantization, sizeof(octet_quantization)));
   }
+}
+
+TEST(Structs, of_a_smaller_struct_the_missing_fields_are_zero) {
+  Call whole(OCTET_BACKWARD), cut(OCTET_BACKWARD), gone(OCTET_BACKWARD);
+  for (Call* c : {&whole, &cut, &gone}) c->arguments.sinks = &c->sinks, c->arguments.dsinks = &c->dsinks;
+  expect_accepted(whole);
+  EXPECT_FALSE(untouched(whole.dsinks));
+  // Up to dlse: dsinks lies behind, whatever the memory there holds.
+  cut.arguments.size = offsetof(octet_arguments, dsinks);
+  expect_accepted(cut);
+  EXPECT_TRUE(untouched(cut.dsinks));
+  gone.arguments.size = kArguments;
+  std::memset(reinterpret_cast<char*>(&gone.arguments) + kArguments, 0xff, sizeof(octet_arguments) - kArguments);
+  expect_accepted(gone);
+}
+
+// A struct of octet.h that a newer one has given more fields.
+template <class Struct>
+struct Newer {
+  Struct known;
+  unsigned char more[24] = {};
+
+  explicit Newer(const Struct& s) : known(s) { known.size = sizeof *this; }
+};
+
+TEST(Structs, larger_ones_are_accepted_where_the_rest_is_zero) {
+  Call call(OCTET_FORWARD);
+  Newer attention(call.attention);
+  Newer q(call.q);
+  call.arguments.q = &q.known;
+  Newer arguments(call.arguments);
+  const auto run = [&] {
+    return octet_run(&attention.known, &arguments.known, call.workspace.data(), call.workspace.size(), nullptr);
+  };
+  const auto refusal = [](const char* label, size_t known, int byte) {
+    return label + (": size " + std::to_string(known + 24)) + ", but octet " + octet_version() + " knows " +
+           std::to_string(known) + " bytes of it, and byte " + std::to_string(byte) + " is 1; allowed: size " +
+           std::to_string(known) + ", or zeros in all other bytes";
+  };
+  attention.more[0] = 1;
+  EXPECT_EQ(run(), OCTET_INVALID_ARGUMENT);
+  EXPECT_EQ(octet_message(), refusal("octet_attention", sizeof(octet_attention), sizeof(octet_attention)));
+  attention.more[0] = 0, arguments.more[23] = 1;
+  EXPECT_EQ(run(), OCTET_INVALID_ARGUMENT);
+  EXPECT_EQ(octet_message(), refusal("octet_arguments", sizeof(octet_arguments), sizeof(octet_arguments) + 23));
+  arguments.more[23] = 0, q.more[8] = 1;
+  EXPECT_EQ(run(), OCTET_INVALID_ARGUMENT);
+  EXPECT_EQ(octet_message(), refusal("q: octet_tensor", sizeof(octet_tensor), sizeof(octet_tensor) + 8));
+  EXPECT_TRUE(call.outputs.untouched());
+  q.more[8] = 0;
+  EXPECT_EQ(run(), OCTET_OK) << octet_message();
+  EXPECT_FALSE(call.outputs.untouched());
 }
 
 TEST(Structs, missing_tensors_are_named) {

@@ -1,6 +1,7 @@
 // Tests the oracle on tensors, through the C ABI: poison, groups, packed sequences, residuals, rounding points, codes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <octet/octet_study.h>
 
 #include <functional>
 #include <octet/formats.hpp>

@@ -1,6 +1,8 @@
 // A recipe: every rounding of one precision, as a value. Whatever is left at its default is exact float64, so that
 // Recipe{} is attention itself.
 #pragma once
+#include <octet/octet_study.h>
+
 #include <optional>
 #include <string>
 

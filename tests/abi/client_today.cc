@@ -1,0 +1,3 @@
+#include <octet/octet_study.h>
+#define CLIENT client_today
+#include "client.h"

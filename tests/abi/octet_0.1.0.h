@@ -1,0 +1,332 @@
+// octet: attention in 16 and 8 bits, to train with and to trust.
+//
+// This header is the whole interface of liboctet in C11; octet.hpp wraps it for C++.
+//
+// Rules that hold everywhere:
+//  - Every struct is passed by pointer and starts with its own size; the *_INIT macros set it.
+//  - Tensors are views of the caller's memory. The library allocates nothing on a device, keeps no
+//    state between calls, never prints, never synchronises a stream.
+//  - Every function returns a status. On failure nothing has been written or launched, and
+//    octet_message() tells the value found and the values allowed.
+//  - Nothing is ignored: an argument that a call cannot honour is refused.
+#ifndef OCTET_OCTET_H
+#define OCTET_OCTET_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define OCTET_API
+#else
+#define OCTET_API __attribute__((visibility("default")))
+#endif
+
+#define OCTET_VERSION_MAJOR 0
+#define OCTET_VERSION_MINOR 1
+#define OCTET_VERSION_PATCH 0
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum octet_status {
+  OCTET_OK = 0,
+  OCTET_INVALID_ARGUMENT = 1,   // the arguments contradict each other or themselves
+  OCTET_UNSUPPORTED = 2,        // meaningful, but no backend on this machine does it
+  OCTET_WORKSPACE_TOO_SMALL = 3,
+  OCTET_FAILURE = 4             // the system failed us: no memory, no thread, a CUDA error
+} octet_status;
+
+// What went wrong in this thread's last call that failed: one or more lines of text, valid until the next
+// failing call of the same thread. Empty if none has failed.
+OCTET_API const char* octet_message(void);
+
+// "0.1.0"
+OCTET_API const char* octet_version(void);
+
+// ---------------------------------------------------------------------------------------------
+// Tensors
+
+// The type of a tensor's elements. Values are part of the ABI.
+typedef enum octet_dtype {
+  OCTET_DTYPE_NONE = 0,
+  OCTET_F64 = 1,
+  OCTET_F32 = 2,
+  OCTET_F16 = 3,
+  OCTET_BF16 = 4,
+  OCTET_E4M3 = 5,  // float8_e4m3fn: largest 448, no infinity, saturating conversion
+  OCTET_E5M2 = 6,  // float8_e5m2: largest finite 57344, saturating conversion
+  OCTET_I8 = 7,
+  OCTET_U8 = 8,
+  OCTET_I4 = 9,    // a code in [-7, 7], one per byte
+  OCTET_I32 = 10,
+  OCTET_BOOL = 11  // one byte, 0 or 1
+} octet_dtype;
+
+typedef enum octet_device { OCTET_CPU = 0, OCTET_CUDA = 1 } octet_device;
+
+struct octet_quantization;
+
+// A view of four-dimensional data [batch, head, token, dim] owned by the caller. Strides count
+// elements, so [batch, token, head, dim] or a transposed V differ only in `stride`. A stride of 0
+// broadcasts (inputs only). An empty tensor may have null data.
+typedef struct octet_tensor {
+  uint32_t size;
+  uint32_t dtype;  // octet_dtype
+  void* data;
+  int64_t shape[4];
+  int64_t stride[4];
+  uint32_t device;  // octet_device
+  int32_t device_index;
+  // How integer or fp8 codes stand for numbers (octet_quantize fills it in); NULL: as they are.
+  const struct octet_quantization* quantization;
+} octet_tensor;
+
+#define OCTET_TENSOR_INIT {sizeof(octet_tensor), OCTET_DTYPE_NONE, NULL, {0}, {0}, OCTET_CPU, 0, NULL}
+
+// ---------------------------------------------------------------------------------------------
+// Attention
+
+// The recipe: operand formats, scales and rounding points. docs/numerics.md describes each.
+typedef enum octet_precision {
+  OCTET_PRECISION_NONE = 0,
+  OCTET_PRECISION_F64 = 1,       // unfused float64: the oracle
+  OCTET_PRECISION_F32 = 2,
+  OCTET_PRECISION_F16 = 3,
+  OCTET_PRECISION_BF16 = 4,
+  OCTET_PRECISION_INT8 = 5,      // int8 q k, uint8 P, int8 V with its token scale folded into P
+  OCTET_PRECISION_INT8_F16 = 6,  // int8 q k, f16 P V (SageAttention, arXiv 2410.02367)
+  OCTET_PRECISION_INT8_FP8 = 7,  // int8 q k, e4m3 P V (SageAttention 2, arXiv 2411.10958)
+  OCTET_PRECISION_FP8 = 8,       // e4m3 with a scale per token, smoothed K
+  OCTET_PRECISION_FP8_RAW = 9,   // e4m3 as cast, un-scaled P
+  OCTET_PRECISION_SAGEBWD = 10   // SageBwd (arXiv 2505.11594): int8 forward and backward per block
+} octet_precision;
+
+typedef enum octet_pass { OCTET_FORWARD = 0, OCTET_BACKWARD = 1, OCTET_JVP = 2 } octet_pass;
+
+// Which keys a query sees, by position. The diagonal is query i = key i (top-left) or
+// query i = key i + tokens_k - tokens_q (bottom-right).
+typedef enum octet_mask {
+  OCTET_MASK_NONE = 0,
+  OCTET_MASK_CAUSAL = 1,  // nothing right of the diagonal
+  OCTET_MASK_WINDOW = 2   // window_left keys left and window_right keys right of it, -1: all
+} octet_mask;
+
+typedef enum octet_alignment {
+  OCTET_ALIGNMENT_NONE = 0,  // allowed where both lengths are equal or no diagonal is needed
+  OCTET_ALIGNMENT_TOP_LEFT = 1,
+  OCTET_ALIGNMENT_BOTTOM_RIGHT = 2
+} octet_alignment;
+
+// How 16-bit training keeps the rounding bias out of its gradients (docs/numerics.md).
+typedef enum octet_remedy {
+  OCTET_REMEDY_F16_INSIDE = 0,   // f16 operands, smoothed K, delta from the un-rounded o
+  OCTET_REMEDY_NONE = 1,         // as FlashAttention does it, for comparison
+  OCTET_REMEDY_BETA = 2,         // shifted maximum of arXiv 2510.04212, clamped
+  OCTET_REMEDY_EXACT_DELTA = 3,  // delta from the un-rounded o
+  OCTET_REMEDY_PROJECT = 4       // GProj, arXiv 2609.34272
+} octet_remedy;
+
+typedef enum octet_switch { OCTET_AUTO = 0, OCTET_ON = 1, OCTET_OFF = 2 } octet_switch;
+
+// Where delta = rowsum(dO * O) comes from.
+typedef enum octet_delta {
+  OCTET_DELTA_FROM_O = 0,  // the saved output
+  OCTET_DELTA_FROM_P = 1   // sum_j P_ij dP_ij: consistent with the P of the backward
+} octet_delta;
+
+// The casting laboratory: a format for each rounding point of attention (OCTET_F64: not rounded).
+// Formats are those of octet_dtype: f64, f32, f16, bf16, e4m3, e5m2. Honoured by the reference
+// backend at precision f64 only, refused elsewhere.
+typedef struct octet_rounding {
+  uint32_t size;
+  uint32_t qk;          // inputs q and k
+  uint32_t v;           // input v
+  uint32_t s;           // logits
+  uint32_t s_scaled;    // 1: s is rounded after multiplication by the scale, 0: before
+  uint32_t m;           // running maximum, in units of the rounded s
+  uint32_t arg;         // (s - m) * scale
+  uint32_t p;           // operand of P V
+  uint32_t l_from_p;    // 1: the row sum adds the rounded P, 0: the un-rounded
+  uint32_t alpha;       // rescaling factor between tiles
+  uint32_t acc;         // accumulator of o, after each tile
+  uint32_t o;           // output
+  uint32_t o_saved;     // the output that delta reads
+  uint32_t delta;       // octet_delta
+  uint32_t ds;          // operand of dQ and dK
+  uint32_t p_backward;  // operand of dV
+  float beta;           // shifted maximum on ties; 0: off
+  float tie_epsilon;    // scaled logits within this of the maximum count as ties
+  uint32_t tile;        // keys per tile; 0: all keys in one tile
+} octet_rounding;
+
+#define OCTET_ROUNDING_INIT \
+  {sizeof(octet_rounding), OCTET_F64, OCTET_F64, OCTET_F64, 0, OCTET_F64, OCTET_F64, OCTET_F64, 1, \
+   OCTET_F64, OCTET_F64, OCTET_F64, OCTET_F64, OCTET_DELTA_FROM_O, OCTET_F64, OCTET_F64, 0.f, 0.f, 64}
+
+// What to compute, apart from the data.
+typedef struct octet_attention {
+  uint32_t size;
+  uint32_t precision;     // octet_precision
+  float scale;            // logits are scale * q.k; 0: 1 / sqrt(dim)
+  uint32_t mask;          // octet_mask flags
+  uint32_t alignment;     // octet_alignment
+  uint32_t remedy;        // octet_remedy; precisions f16 and bf16, pass backward (and forward for beta)
+  int64_t window_left;    // with OCTET_MASK_WINDOW, else 0
+  int64_t window_right;
+  float softcap;          // refused unless 0
+  float beta;             // with OCTET_REMEDY_BETA: 2 to 8, 0: 2
+  uint32_t hadamard;      // octet_switch: random-sign Hadamard of q and k before int8
+  uint32_t smooth_q;      // octet_switch: subtract the mean of each 128 queries before int8
+  uint32_t deterministic; // 1: bitwise repeatable (the CPU always is)
+  uint32_t threads;       // CPU threads; 0: all
+  const char* backend;    // name of a backend, NULL: the best that can
+  const octet_rounding* rounding;  // NULL: the precision's own
+} octet_attention;
+
+#define OCTET_ATTENTION_INIT \
+  {sizeof(octet_attention), OCTET_PRECISION_NONE, 0.f, OCTET_MASK_NONE, OCTET_ALIGNMENT_NONE, \
+   OCTET_REMEDY_F16_INSIDE, 0, 0, 0.f, 0.f, OCTET_AUTO, OCTET_AUTO, 0, 0, NULL, NULL}
+
+// The tensors of one call; those that the pass has no use for stay NULL.
+//
+// Shapes (b batch, h heads of q, g heads of k and v with h a multiple of g, n queries, m keys):
+// q [b h n d], k [b g m d], v [b g m e], o [b h n e], lse [b h n 1]; a gradient or tangent has the shape of
+// its primal. Head dims d and e: multiples of 8 up to 256.
+//
+// Packed sequences: b = 1, and cu_seqlens_q, cu_seqlens_k (i32, shape [1 1 1 s+1], contiguous) hold the
+// first token of each of s sequences and the total at the end.
+typedef struct octet_arguments {
+  uint32_t size;
+  uint32_t pass;                      // octet_pass
+  const octet_tensor *q, *k, *v;      // in
+  const octet_tensor* mask;           // in, optional: bool (1: seen) or f32/f16/bf16 added to the logits,
+                                      //   [b h n m], a dimension of 1 broadcasts
+  const octet_tensor* sinks;          // refused
+  const octet_tensor* cu_seqlens_q;   // in, optional, both or none
+  const octet_tensor* cu_seqlens_k;
+  int64_t max_seqlen_q;               // with cu_seqlens: bounds on the lengths; else 0
+  int64_t max_seqlen_k;
+  octet_tensor* o;           // forward, jvp: out; backward: in
+  octet_tensor* o_residual;  // un-rounded o minus o, in o's type; forward: out, optional; backward: in, optional
+  octet_tensor* lse;         // forward, jvp: out, optional; backward: in. f32, natural log
+  const octet_tensor* do_;   // backward: in
+  octet_tensor *dq, *dk, *dv;       // backward: out
+  const octet_tensor *tq, *tk, *tv; // jvp: in, tangents
+  octet_tensor* to;                 // jvp: out
+} octet_arguments;
+
+#define OCTET_ARGUMENTS_INIT \
+  {sizeof(octet_arguments), OCTET_FORWARD, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, NULL, NULL, NULL, \
+   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+
+// Bytes of scratch memory that octet_run needs for these arguments, on the device of the tensors.
+// Data pointers are not read.
+OCTET_API octet_status octet_workspace_size(const octet_attention* attention, const octet_arguments* arguments,
+                                            size_t* bytes);
+
+// Runs one pass. `workspace` is aligned to 64 bytes, its content is of no value before or after. `stream` is a
+// cudaStream_t for CUDA tensors and NULL for CPU tensors.
+// A row that sees no key gives o = 0, lse = -inf and zero gradients.
+OCTET_API octet_status octet_run(const octet_attention* attention, const octet_arguments* arguments,
+                                 void* workspace, size_t bytes, void* stream);
+
+// Which backend and kernel would run, and why each better one would not: a line each, as octet_info.
+// Writes at most `capacity` bytes with the terminating zero; *length receives the full length without it.
+OCTET_API octet_status octet_explain(const octet_attention* attention, const octet_arguments* arguments,
+                                     char* text, size_t capacity, size_t* length);
+
+// The machine and the build as JSON: {version, compiler, cuda, cpu: {...}, gpus: [...], backends: [...]}.
+OCTET_API octet_status octet_info(char* text, size_t capacity, size_t* length);
+
+// ---------------------------------------------------------------------------------------------
+// Quantisation
+
+typedef enum octet_granularity {
+  OCTET_PER_TENSOR = 0,   // a scale per (batch, head)
+  OCTET_PER_TOKEN = 1,
+  OCTET_PER_CHANNEL = 2,  // refused for q and k: dim is the index of summation of q k^T
+  OCTET_PER_BLOCK = 3,    // `block` consecutive tokens
+  OCTET_PER_THREAD = 4    // the rows of one thread's mma fragments (SageAttention 2, section 3.2)
+} octet_granularity;
+
+// Which operand of attention a tensor is; granularities and thread groups depend on it.
+typedef enum octet_operand { OCTET_OPERAND_Q = 0, OCTET_OPERAND_K = 1, OCTET_OPERAND_V = 2 } octet_operand;
+
+typedef enum octet_zero_point {
+  OCTET_SYMMETRIC = 0,           // x = scale * code
+  OCTET_ZERO_POINT_INTEGER = 1,  // x = scale * (code - zero_point), zero_point an integer
+  OCTET_ZERO_POINT_FLOAT = 2     // x = scale * code + zero_point
+} octet_zero_point;
+
+// How codes stand for numbers. Groups run along tokens: the scale of (b, h, token, c) is
+// scale[b, h, group(token), 0], or scale[b, h, 0, c] per channel.
+typedef struct octet_quantization {
+  uint32_t size;
+  uint32_t operand;      // octet_operand
+  uint32_t granularity;  // octet_granularity
+  uint32_t zero_point_kind;  // octet_zero_point
+  int64_t block;         // tokens per group with OCTET_PER_BLOCK, else 0
+  uint64_t hadamard_seed;    // random signs of the Hadamard rotation of each row; 0: no rotation
+  octet_tensor* scale;       // f32 [batch, head, groups, 1] or [batch, head, 1, dim]
+  octet_tensor* zero_point;  // f32, shape of scale; NULL when symmetric
+  octet_tensor* mean;        // f32 [batch, head, 1, dim], subtracted before rotation and scaling; NULL: none
+} octet_quantization;
+
+#define OCTET_QUANTIZATION_INIT \
+  {sizeof(octet_quantization), OCTET_OPERAND_Q, OCTET_PER_TOKEN, OCTET_SYMMETRIC, 0, 0, NULL, NULL, NULL}
+
+typedef enum octet_rope_style {
+  OCTET_ROPE_NONE = 0,
+  OCTET_ROPE_HALF = 1,        // pairs (c, c + dim/2), GPT-NeoX
+  OCTET_ROPE_INTERLEAVED = 2  // pairs (2c, 2c + 1), GPT-J
+} octet_rope_style;
+
+// Rotary position embedding of the first `dim` channels, position = token + offset.
+typedef struct octet_rope {
+  uint32_t size;
+  uint32_t style;  // octet_rope_style
+  int64_t dim;     // channels rotated, even; 0: all
+  int64_t offset;  // position of token 0
+  double base;     // 0: 10000
+} octet_rope;
+
+#define OCTET_ROPE_INIT {sizeof(octet_rope), OCTET_ROPE_NONE, 0, 0, 0.0}
+
+// Per (batch, head) statistics of a quantisation, for octet_logit_error and for choosing a recipe.
+enum {
+  OCTET_STATISTIC_STEP = 0,     // rms over tokens of scale / sqrt(12): the rounding error of one code
+  OCTET_STATISTIC_NORM = 1,     // rms over tokens of the euclidean norm of the (smoothed) row
+  OCTET_STATISTIC_BIAS = 2,     // norm of the channel means / rms of x minus its mean
+  OCTET_STATISTIC_OUTLIER = 3,  // largest channel amax / median channel amax, after smoothing
+  OCTET_STATISTICS = 4
+};
+
+// codes = round(rotate(rope(x) - mean) / scale); RoPE, then mean, then Hadamard, then amax.
+// Fills codes, its quantization's scale, zero_point and mean, and statistics.
+// codes->dtype chooses the format: I8, U8 (needs a zero point unless x >= 0), I4, E4M3, E5M2.
+// mean non-NULL asks for smoothing. statistics: f32 [batch, head, 1, OCTET_STATISTICS] or NULL.
+OCTET_API octet_status octet_quantize(const octet_tensor* x, const octet_rope* rope, octet_tensor* codes,
+                                      octet_tensor* statistics, void* stream);
+
+// x = scale * codes, rotated back, plus mean (RoPE is not undone). x: f32, f16, bf16 or f64.
+OCTET_API octet_status octet_dequantize(const octet_tensor* codes, octet_tensor* x, void* stream);
+
+// Rotates x into y by `rope`; inverse: by the opposite angle (its gradient). x may be y.
+OCTET_API octet_status octet_apply_rope(const octet_rope* rope, const octet_tensor* x, uint32_t inverse,
+                                        octet_tensor* y, void* stream);
+
+// Number of groups (scale rows) of a granularity for an operand of `tokens` tokens.
+OCTET_API octet_status octet_scale_groups(uint32_t operand, uint32_t granularity, int64_t block, int64_t tokens,
+                                          int64_t* groups);
+
+// Predicted rms absolute error of the logits scale * q.k from the statistics of both quantisations:
+// error [batch, head of q, 1, 1], f32. Above .03, int8 logits are visible in the output (docs/numerics.md).
+OCTET_API octet_status octet_logit_error(const octet_tensor* q_statistics, const octet_tensor* k_statistics,
+                                         float scale, octet_tensor* error, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
