@@ -77,7 +77,7 @@ def calls_of(device, dtype):
     library, nothing = minimal_operator(device)
     o, lse = octet.attention(q, k, v, return_lse=True)
     arrays = q, k, v, None, None, None, None
-    _, _, r = _ops.forward(q, k, v, None, None, None, None, True, *options_of("bf16"))
+    _, _, r = _ops.forward(q, k, v, None, None, None, None, True, options_of("bf16"))
     plan = _passes.Call(front, "forward", options_of("bf16"), arrays).plan.at([x.data_ptr() for x in (q, k, v, o, lse)])
     saved = do, q, k, v, o, lse, r
     back = _passes.Call(front, "backward", options_of("bf16"), (*saved, *[None] * 5)).plan
@@ -86,7 +86,7 @@ def calls_of(device, dtype):
     memory = torch.empty(max(plan.workspace_size(), back.workspace_size()) + 64, dtype=torch.uint8, device=device)
     address = (memory.data_ptr() + 63) // 64 * 64
     stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else None
-    given = None, None, None, None, False, *options_of("bf16")
+    given = None, None, None, None, False, options_of("bf16")
     calls = {
         "scaled_dot_product_attention": lambda: scaled_dot_product_attention(q, k, v),
         "octet.attention": lambda: octet.attention(q, k, v),

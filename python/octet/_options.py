@@ -42,7 +42,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class Options(NamedTuple):
-    """The options of a call, apart from its data. All fields have types that torch's operator schemas know."""
+    """The options of a call, apart from its data. Each field that is no word has a place in `octet.torch._text` too."""
 
     precision: str
     layout: str = "bhsd"  # or "bshd", or "thd" for packed sequences

@@ -234,6 +234,7 @@ class Call:
             for i, ((_, view, _), (_, wide, _)) in enumerate(zip(operands, asked, strict=True))
             if wide.shape != view.shape
         }
+        self.fills = bool(self._wide)  # what the plan describes are not the caller's arrays
         self.plan = Plan(kind, front.resolve(options, _arrays((given["q"],))[0]), asked)
 
     def __call__(self, arrays: Sequence[Any], into: Sequence[Any] | None = None) -> Sequence[Any]:
@@ -265,6 +266,28 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
+def find(
+    front: Front,
+    kind: str,
+    options: Options,
+    arrays: Sequence[Any],
+    extra: bool = False,
+    into: Sequence[Any] | None = None,
+) -> tuple[Call, bool]:
+    """The call of `run`, and whether it was there already."""
+    calls = _kept.calls
+    key = (kind, options, extra, front.state(), *[_key(front, x) for x in arrays])
+    if into:
+        key += tuple([front.key(x) for x in into])
+    call = calls.get(key)
+    if call is not None:
+        return call, True
+    if len(calls) >= _KEPT:
+        calls.clear()
+    call = calls[key] = Call(front, kind, options, arrays, extra, into)
+    return call, False
+
+
 def run(
     front: Front,
     kind: str,
@@ -275,13 +298,4 @@ def run(
 ) -> Sequence[Any]:
     """Runs a pass over INPUTS[kind], on the device of the first, and gives its `results`: new arrays, or `into`, which
     have their shapes and types and any strides."""
-    calls = _kept.calls
-    key = (kind, options, extra, front.state(), *[_key(front, x) for x in arrays])
-    if into:
-        key += tuple([front.key(x) for x in into])
-    call = calls.get(key)
-    if call is None:
-        if len(calls) >= _KEPT:
-            calls.clear()
-        call = calls[key] = Call(front, kind, options, arrays, extra, into)
-    return call(arrays, into)
+    return find(front, kind, options, arrays, extra, into)[0](arrays, into)

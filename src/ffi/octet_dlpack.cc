@@ -1,6 +1,6 @@
 // octet as a call on tensors of a framework that has DLPack's exchange API (torch since 2.11): a pass that was
 // described before runs again on other tensors of the same kind, without an interpreter between. Compiled against no
-// framework and no Python; python/octet/torch/_again.py opens it.
+// framework and no Python; python/octet/torch/_replay.py opens it.
 #include <octet/octet.h>
 
 #include <array>
@@ -85,7 +85,7 @@ constexpr int64_t kAlignment = 64;  // of a workspace
 constexpr std::size_t kKept = 512;
 constexpr int kDims = 4, kStates = 2, kMostInputs = 7, kMostOutputs = 3;
 
-// What _again.py hands over, for as long as the process lives.
+// What _replay.py hands over, for as long as the process lives.
 struct Framework {
   const DLExchange* api;
   PyObject* tensor;           // the type of plain tensors
@@ -131,10 +131,16 @@ using Objects = PyObject* const*;
 bool is_true(PyObject* function) { return truth(PyObject_CallNoArgs(function)); }
 bool is_true(PyObject* function, PyObject* x) { return truth(PyObject_CallFunctionObjArgs(function, x, nullptr)); }
 
-// Returns whether nobody would notice that no operator runs on these objects.
-bool plain(Objects inputs, int count) {
+// Returns whether all objects are plain tensors.
+bool are_tensors(Objects inputs, int count) {
   for (int i = 0; i < count; ++i)
     if (Reference(PyObject_Type(inputs[i])).object != framework.tensor) return false;
+  return true;
+}
+
+// Returns whether nobody would notice that no operator runs on these objects.
+bool plain(Objects inputs, int count) {
+  if (!are_tensors(inputs, count)) return false;
   for (std::ptrdiff_t i = 0, n = PyTuple_Size(framework.listeners); i < n; ++i)
     if (is_true(PyTuple_GetItem(framework.listeners, i))) return false;
   for (int i = 0; i < count; ++i)
@@ -349,26 +355,27 @@ PyObject* again(PyObject*, Objects arguments, std::ptrdiff_t count) {
   return run(*call, kind, inputs, views, &o) ? o : none();
 }
 
-// (token, q, k, v) -> (o, lse, o_residual), or None: the call has to go the ordinary way. `again` has looked who
-// listens.
+// (token, q, k, v) -> (o, lse, o_residual), or None or False as `again`. Who listens has been looked for or, in an
+// operator, has heard of it.
 PyObject* training(PyObject*, Objects arguments, std::ptrdiff_t count) {
   const Objects inputs = arguments + 1;
+  if (count != 4 || !are_tensors(inputs, 3)) return none();
   Views views;
   Key key;
-  if (count != 4 || !look(kTraining, PyLong_AsLong(arguments[0]), inputs, views, key)) return none();
+  if (!look(kTraining, PyLong_AsLong(arguments[0]), inputs, views, key) || !is_like_q(views)) return none();
   const auto call = find(key);
+  if (!call) return PyBool_FromLong(0);
   PyObject* made[kMostOutputs];
-  if (!call || !run(*call, kTraining, inputs, views, made)) return none();
+  if (!run(*call, kTraining, inputs, views, made)) return none();
   const Reference o(made[0]), lse(made[1]), r(made[2]);
   return PyTuple_Pack(3, o.object, lse.object, r.object);
 }
 
-// (token, do, q, k, v, o, lse, o_residual) -> (dq, dk, dv, None), or None: the call has to go the ordinary way, or
-// False: it may be kept when it has gone there.
-PyObject* backward(PyObject*, Objects arguments, std::ptrdiff_t count) {
+// (token, do, q, k, v, o, lse, o_residual) -> (dq, dk, dv, None), or None or False as `again`. Nobody is looked for, as
+// in `training`.
+PyObject* gradients(PyObject*, Objects arguments, std::ptrdiff_t count) {
   const Objects inputs = arguments + 1;
-  if (count != 8 || !plain(inputs, 7) || is_true(framework.is_grad_enabled) || is_true(framework.is_mapped, inputs[0]))
-    return none();
+  if (count != 8 || !are_tensors(inputs, 7)) return none();
   Views views;
   Key key;
   if (!look(kBackward, PyLong_AsLong(arguments[0]), inputs, views, key)) return none();
@@ -380,16 +387,25 @@ PyObject* backward(PyObject*, Objects arguments, std::ptrdiff_t count) {
   return PyTuple_Pack(4, dq.object, dk.object, dv.object, &_Py_NoneStruct);
 }
 
+// The same, or None where somebody listens.
+PyObject* backward(PyObject* self, Objects arguments, std::ptrdiff_t count) {
+  const Objects inputs = arguments + 1;
+  if (count != 8 || !plain(inputs, 7) || is_true(framework.is_grad_enabled) || is_true(framework.is_mapped, inputs[0]))
+    return none();
+  return gradients(self, arguments, count);
+}
+
 PyMethodDef methods[] = {{"again", again, kFastCall, nullptr},
                          {"training", training, kFastCall, nullptr},
+                         {"gradients", gradients, kFastCall, nullptr},
                          {"backward", backward, kFastCall, nullptr}};
 
 }  // namespace
 
 extern "C" {
 
-// (again, training, backward). `exchange`: what __dlpack_c_exchange_api__ holds; `objects`: those of Framework, from
-// `tensor` to `empty`. None where the version of the API is unknown.
+// (again, training, gradients, backward). `exchange`: what __dlpack_c_exchange_api__ holds; `objects`: those of
+// Framework, from `tensor` to `empty`. None where the version of the API is unknown.
 OCTET_API PyObject* octet_fast_open(const void* exchange, PyObject* objects) {
   const auto* api = static_cast<const DLExchange*>(exchange);
   if (!api || api->major != 1 || !api->view || PyTuple_Size(objects) != 9) return none();
@@ -402,8 +418,9 @@ OCTET_API PyObject* octet_fast_open(const void* exchange, PyObject* objects) {
   if (PyTuple_Size(framework.states) != kStates) return none();
   const Reference functions[] = {Reference(PyCFunction_NewEx(&methods[0], nullptr, nullptr)),
                                  Reference(PyCFunction_NewEx(&methods[1], nullptr, nullptr)),
-                                 Reference(PyCFunction_NewEx(&methods[2], nullptr, nullptr))};
-  return PyTuple_Pack(3, functions[0].object, functions[1].object, functions[2].object);
+                                 Reference(PyCFunction_NewEx(&methods[2], nullptr, nullptr)),
+                                 Reference(PyCFunction_NewEx(&methods[3], nullptr, nullptr))};
+  return PyTuple_Pack(4, functions[0].object, functions[1].object, functions[2].object, functions[3].object);
 }
 
 // Keeps a pass. `inputs`, `outputs`: tuples of such tensors. `lse`: None, or (arguments, keywords) of `empty` for it.

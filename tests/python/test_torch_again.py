@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import sys
+import unittest.mock
 import weakref
 
 import octet
@@ -11,11 +12,12 @@ import pytest
 torch = pytest.importorskip("torch")
 import octet.torch  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402
-from octet.torch import _again  # noqa: E402
+from octet import _passes  # noqa: E402
+from octet.torch import _again, _ops, _replay  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-if _again._loaded is None:
+if _replay.loaded is None:
     pytest.skip("torch has no DLPack exchange API, or liboctet_dlpack.so is missing", allow_module_level=True)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,14 +28,14 @@ TRAINED = "it ran again, and a gradient may follow"
 @pytest.fixture
 def again(monkeypatch):
     """A list that receives what each look for a kept call finds. Calls of other tests are forgotten."""
-    real, found = _again._again, []
+    real, found = _replay.again, []
 
     def counting(token, q, k, v):
         o = real(token, q, k, v)
         found.append(ORDINARY if o is None else MISS if o is False else TRAINED if o is True else HIT)
         return o
 
-    monkeypatch.setattr(_again, "_again", counting)
+    monkeypatch.setattr(_replay, "again", counting)
     monkeypatch.setattr(_again, "_tokens", {})
     return found
 
@@ -44,9 +46,14 @@ class Listening(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def without_c():
+    """Operators do not run again from C."""
+    return unittest.mock.patch.object(_ops, "_number", lambda *x: None)
+
+
 def ordinary(*x, call=octet.attention, **keywords):
     """The same by the operator."""
-    with Listening() as mode:
+    with Listening() as mode, without_c():
         o = call(*x, **keywords)
     assert "octet.forward.default" in mode.heard
     return o
@@ -176,10 +183,10 @@ def test_threads_and_determinism_may_change_between_calls(again):
 
 
 def test_keywords_that_are_never_the_same_are_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr(_again, "_tokens", dict.fromkeys(range(_again._MOST_TOKENS), 0))
+    monkeypatch.setattr(_again, "_tokens", dict.fromkeys(range(_replay.MOST_TOKENS), 0))
     q, k, v = inputs()
     assert torch.equal(octet.attention(q, k, v, scale=0.123), ordinary(q, k, v, scale=0.123))
-    assert len(_again._tokens) == _again._MOST_TOKENS
+    assert len(_again._tokens) == _replay.MOST_TOKENS
 
 
 def test_threads_do_not_mix_their_calls():
@@ -217,14 +224,14 @@ def test_tensors_die_when_they_are_forgotten(again):
 @pytest.fixture
 def backwards(monkeypatch):
     """A list that receives what each look for a kept backward pass finds."""
-    real, found = _again._backward, []
+    real, found = _replay.backward, []
 
     def counting(*x):
         made = real(*x)
         found.append(ORDINARY if made is None else MISS if made is False else HIT)
         return made
 
-    monkeypatch.setattr(_again, "_backward", counting)
+    monkeypatch.setattr(_replay, "backward", counting)
     return found
 
 
@@ -240,7 +247,7 @@ def gradients(call, x, **keywords):
 
 def ordinary_gradients(x, call=octet.attention, **keywords):
     """The same by operators."""
-    with Listening() as mode:
+    with Listening() as mode, without_c():
         made = gradients(call, x, **keywords)
     assert {"octet.forward.default", "octet.backward.default"} <= set(mode.heard)
     return made
@@ -490,3 +497,160 @@ def test_kept_calls_are_forgotten_with_what_they_hold(again):
     o.sum().backward()
     del o
     assert lse() is None
+
+
+# Operators, as compiled code calls them.
+
+
+@pytest.fixture
+def ordinary_passes(monkeypatch):
+    """The passes that go the ordinary way; other tests' are forgotten."""
+    real, found = _passes.find, []
+
+    def counting(front, kind, *rest):
+        found.append(kind)
+        return real(front, kind, *rest)
+
+    monkeypatch.setattr(_passes, "find", counting)
+    monkeypatch.setattr(_passes, "_kept", type(_passes._kept)())
+    monkeypatch.setattr(_ops, "_numbers", {})
+    return found
+
+
+OPERATOR_KEYWORDS = [{}, {"causal": "top_left", "scale": 0.1, "window": (3, None)}, {"layout": "bshd"},
+                     {"precision": "int8", "causal": "top_left"}]  # fmt: skip
+
+
+@pytest.mark.parametrize("keywords", OPERATOR_KEYWORDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_passes_run_again(ordinary_passes, keywords, dtype, backend):
+    """The first time they are described, the second time kept, then run from C: the same bits and the same strides."""
+    x = [y.transpose(1, 2) if keywords.get("layout") == "bshd" else y for y in inputs(dtype=dtype)]
+    if not octet.supports(*x, kind="backward", **keywords):
+        pytest.skip("not on this machine")
+    torch._dynamo.reset()
+    function = torch.compile(octet.attention, fullgraph=True, backend=backend)
+    given = [leaves(z + seed for z in x) for seed in range(5)]
+    got = [gradients(function, y, **keywords) for y in given]
+    assert ordinary_passes == ["forward", "backward"] * 2
+    with torch.no_grad():
+        inferred = [function(*y, **keywords) for y in given]
+    assert ordinary_passes[4:] in ([], ["forward"] * 2)  # another pass where training makes a residual
+    for y, o, made in zip(given, inferred, got, strict=True):
+        expect_same(made, ordinary_gradients(y, **keywords))
+        with torch.no_grad():
+            expect_same([o], [ordinary(*y, **keywords)])
+
+
+def operator(x, text="precision=bf16", residual=True):
+    return torch.ops.octet.forward(*x, residual, text)
+
+
+def test_operators_are_heard_when_they_run_again(ordinary_passes):
+    x = inputs()
+    want = [operator(x) for _ in range(3)][0]
+    assert ordinary_passes == ["forward"] * 2
+    with Listening() as mode:
+        made = operator(x)
+    assert mode.heard == ["octet.forward.default"]
+    expect_same(made, want)
+    with torch.profiler.profile() as profile:
+        made = operator(x)
+    expect_same(made, want)
+    assert "octet::forward" in {event.key for event in profile.key_averages()}
+    many = torch.func.vmap(lambda *y: operator(y))(*(torch.stack([y, y + 1]) for y in x))
+    expect_same([y[0] for y in many], want)
+    expect_same(operator([torch._neg_view(-x[0]), *x[1:]]), want)
+    assert ordinary_passes == ["forward"] * 2
+
+
+def test_operators_keep_what_differs_apart(ordinary_passes):
+    """Texts, residual or not, types, strides, threads, determinism; and what is not kept stays so."""
+    q, k, v = inputs()
+    swapped = [swap(y) for y in (q, k, v)]
+    before = torch.get_num_threads()
+    calls = {
+        "plain": lambda: operator((q, k, v)),
+        "without a residual": lambda: operator((q, k, v), residual=False),
+        "scaled": lambda: operator((q, k, v), "precision=bf16 scale=0.1"),
+        "scaled otherwise": lambda: operator((q, k, v), "precision=bf16 scale=0.10000000000000002"),
+        "another type": lambda: operator([y.half() for y in (q, k, v)], "precision=f16"),
+        "another order": lambda: operator(swapped),
+        "a type of o": lambda: operator((q, k, v), "precision=bf16 out_dtype=f32"),
+        "a dim of v": lambda: operator((q, k, v[..., :8])),
+        "a filled dim": lambda: operator([y[..., :12] for y in (q, k, v)]),
+        "a mask": lambda: torch.ops.octet.forward(q, k, v, True, "precision=bf16", k[0, 0, :, 0] > 0),
+        "packed": lambda: torch.ops.octet.forward(
+            q[0].transpose(0, 1), q[0].transpose(0, 1), q[0].transpose(0, 1), True, "precision=bf16 layout=thd",
+            None, *[torch.tensor([0, 20], dtype=torch.int32, device=DEVICE)] * 2, None, 20, 20
+        ),
+    }  # fmt: skip
+    if DEVICE == "cuda":
+        del calls["a mask"]
+    kept = ["plain", "without a residual", "scaled", "scaled otherwise", "another type", "another order"]
+    want = {name: call() for name, call in calls.items()}
+    for threads in (before, 1, before):
+        torch.set_num_threads(threads)
+        try:
+            for _ in range(3):
+                for name, call in calls.items():
+                    expect_same(call(), want[name])
+        finally:
+            torch.set_num_threads(before)
+    del ordinary_passes[:]
+    for name, call in calls.items():
+        expect_same(call(), want[name])
+        assert (ordinary_passes == []) == (name in kept), name
+        del ordinary_passes[:]
+    assert not torch.equal(want["plain"][0], want["scaled"][0])
+    torch.use_deterministic_algorithms(True)
+    try:
+        expect_same(calls["plain"](), want["plain"])
+        assert ordinary_passes == ["forward"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert want["without a residual"][2].shape == (0,) and want["plain"][2].shape == q.shape
+    one, two = (calls["without a residual"]()[2] for _ in range(2))
+    assert one is not two and one._cdata != two._cdata
+
+
+def test_results_of_subclasses_are_plain(ordinary_passes):
+    class Mine(torch.Tensor):
+        pass
+
+    x = inputs()
+    want = [operator(x) for _ in range(3)][0]
+    mine = [y.as_subclass(Mine) for y in x]
+    with torch._C.DisableTorchFunctionSubclass():
+        made = operator(mine)
+    assert [type(y) for y in made] == [torch.Tensor] * 3
+    expect_same(made, want)
+
+
+def test_strides_that_stand_for_nothing_do_not_come_back(ordinary_passes):
+    """Of a dim of size 1, where torch.empty_like would keep them."""
+    q, k, v = (y[:, :1] for y in inputs())
+    q = q[:1].as_strided((1, 1, 20, 16), (99999, 7777, 16, 1))
+    k, v = k[:1], v[:1]
+    want = [operator((q, k, v)) for _ in range(4)]
+    assert {y[0].stride() for y in want} == {(320, 320, 16, 1)}
+
+
+def test_numbers_of_passes_are_not_kept_for_ever(ordinary_passes, monkeypatch):
+    x = inputs()
+    monkeypatch.setattr(_ops, "_numbers", dict.fromkeys(range(_replay.MOST_TOKENS), 0))
+    for _ in range(4):
+        made = operator(x, "precision=bf16 scale=0.123")
+    expect_same(made, operator(x, "precision=bf16 scale=0.123"))
+    assert len(_ops._numbers) == _replay.MOST_TOKENS and ordinary_passes == ["forward"] * 5
+
+
+def test_threads_do_not_mix_their_operators():
+    x = inputs(dim=24)
+    texts = [f"precision=bf16 scale={0.1 + i / 100}" for i in range(64)]
+    want = [operator(x, text) for text in texts]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            for a, b in zip(pool.map(lambda text: operator(x, text), texts), want, strict=True):
+                expect_same(a, b)

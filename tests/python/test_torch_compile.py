@@ -1,15 +1,18 @@
-"""The operators of octet in torch: opcheck, torch.compile, FLOPs."""
+"""The operators of octet in torch: opcheck, torch.compile, torch.export, the text of their options, FLOPs."""
 
 import subprocess
 import sys
 
 import octet
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch_front import compiled
 
 torch = pytest.importorskip("torch")
 import octet.torch  # noqa: E402  # registers the operators
 from octet._options import Options  # noqa: E402
+from octet.torch._text import options_from, text_of  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 
@@ -27,19 +30,19 @@ def test_opcheck(options):
     mask = torch.rand(33, 33) < 0.8
     q, k, v = ((x.bfloat16() if options.precision == "bf16" else x).detach().requires_grad_() for x in (q, k, v))
     residual = options.precision == "bf16"
-    given = (mask, None, None, None)
-    o, lse, r = (x.detach() for x in torch.ops.octet.forward(q, k, v, *given, residual, *options))
-    torch.library.opcheck(torch.ops.octet.forward.default, (q, k, v, *given, residual, *options))
-    torch.library.opcheck(torch.ops.octet.backward.default, (o, q, k, v, o, lse, r, *given, None, *options))
+    given, how = (mask, None, None, None), text_of(options)
+    o, lse, r = (x.detach() for x in torch.ops.octet.forward(q, k, v, residual, how, *given))
+    torch.library.opcheck(torch.ops.octet.forward.default, (q, k, v, residual, how, *given))
+    torch.library.opcheck(torch.ops.octet.backward.default, (o, q, k, v, o, lse, r, how, *given))
     if options.precision != "int8":
-        torch.library.opcheck(torch.ops.octet.jvp.default, (q, k, v, q, k, v, *given, None, True, *options))
+        torch.library.opcheck(torch.ops.octet.jvp.default, (q, k, v, q, k, v, True, how, *given))
 
 
 def test_opcheck_of_packed_sequences():
     cu = torch.tensor([0, 5, 12], dtype=torch.int32)
     q = torch.randn(12, 2, 8, requires_grad=True)
     options = Options("f32", layout="thd", causal="top_left", window=(3, -1))
-    torch.library.opcheck(torch.ops.octet.forward.default, (q, q, q, None, cu, cu, None, False, *options))
+    torch.library.opcheck(torch.ops.octet.forward.default, (q, q, q, False, text_of(options), None, cu, cu))
 
 
 def with_gradients(function, *x):
@@ -181,3 +184,136 @@ def test_flops_are_those_of_the_products():
     with FlopCounterMode(display=False) as counter:
         octet.attention_varlen(packed, packed, packed, cu, cu)
     assert counter.get_total_flops() == 2 * 2 * (5 * 5 + 7 * 7) * (8 + 8)
+
+
+# The text of options.
+
+FULL = Options(
+    "bf16", "bshd", "no", 0.1, (3, -1), "top_left", 0, 0, "beta", 2.5, "on", "off", 0.0, False, 4, "my cpu", "f32"
+)
+TEXTS = {
+    "precision=f32": Options("f32"),
+    "precision=bf16 causal=top_left scale=0.1 window=3,-1 deterministic=yes": Options(
+        "bf16", causal="top_left", scale=0.1, window=(3, -1), deterministic=True
+    ),
+    "precision=bf16 layout=bshd scale=0.1 window=3,-1 alignment=top_left remedy=beta beta=2.5 hadamard=on smooth_q=off "
+    "deterministic=no threads=4 out_dtype=f32 backend=my cpu": FULL,
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_text_of_options_stays(text):
+    """Graphs are saved with it."""
+    assert text_of(TEXTS[text]) == text and options_from(text) == TEXTS[text]
+
+
+def test_each_option_has_a_text():
+    for name, value in FULL._asdict().items():
+        if name.startswith("max_seqlen"):
+            continue
+        value = 7.5 if name == "softcap" else value
+        options = Options("f32")._replace(**{name: value})
+        assert options_from(text_of(options)) == options and (name == "causal" or options != Options("f32"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.floats(2.0**-126, 2.0**127),
+    st.floats(allow_nan=False),
+    st.lists(st.integers(-1, 2**63 - 1), min_size=2, max_size=2) | st.just([]),
+    st.text(st.characters(codec="utf-8")),
+)
+def test_numbers_and_names_survive_as_text(scale, beta, window, backend):
+    options = Options("bf16", scale=scale, beta=beta, window=tuple(window), backend=backend)
+    assert options_from(text_of(options)) == options
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "f32", "scale=0.1", "precision=f32 scale", "precision=f32 scale=a", "precision=f32 window=3",
+     "precision=f32  ", "precision=f32 max_seqlen_q=3", "precision=f32 deterministic=True", "precision=f32 drop=0.1"],
+)  # fmt: skip
+def test_what_is_no_text_of_options_is_refused(text):
+    q = torch.randn(1, 1, 8, 8)
+    with pytest.raises(octet.InvalidArgument) as error:
+        torch.ops.octet.forward(q, q, q, False, text)
+    assert f"options: found {text!r}, allowed: precision=... layout=..." in str(error.value)
+
+
+NUMBERS = {
+    "scale": lambda i: {"scale": 0.1 + i / 3},
+    "beta": lambda i: {"beta": 2.1 + i / 3, "remedy": "beta", "precision": "bf16"},
+    "an integer for beta": lambda i: {"beta": 2 + i, "remedy": "beta", "precision": "bf16"},
+    "window": lambda i: {"window": (3 + i, None), "alignment": "bottom_right"},
+    "one number for window": lambda i: {"window": i + 1, "alignment": "top_left"},
+    "threads": lambda i: {"threads": 1 + i, "deterministic": True},
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("dynamic", [None, True, False])
+def test_options_reach_compiled_operators_as_they_are(name, dynamic):
+    """Also those that torch.compile has symbols for, when it meets the second number."""
+    seen = []
+
+    def backend(graph, _):
+        def run(*x):
+            seen.extend(node.args[4] for node in graph.graph.nodes if node.target is torch.ops.octet.forward.default)
+            return graph(*x)
+
+        return run
+
+    def call(q, keywords):
+        return octet.attention(q, q, q, **keywords)
+
+    function, q = compiled(call, backend=backend, dynamic=dynamic), torch.randn(2, 2, 24, 16)
+    for i in (0, 1, 2, 1):
+        keywords = NUMBERS[name](i)
+        assert torch.equal(function(q, keywords), call(q, keywords))
+        assert seen.pop() == text_of(octet._options.options_of("f32", **keywords)) and not seen
+
+
+def test_numbers_of_shapes_reach_compiled_operators():
+    def call(q, k):
+        return octet.attention(q, k, k, scale=1 / q.shape[2], window=(k.shape[2] // 2, 0), alignment="bottom_right")
+
+    function = compiled(call, dynamic=True)
+    for n in (9, 17, 33):
+        q, k, _ = (x.detach() for x in inputs(queries=n, keys=n + 2))
+        assert torch.equal(function(q, k), call(q, k))
+
+
+class Attend(torch.nn.Module):
+    def forward(self, q, k, v):
+        return octet.attention(q, k, v, causal="bottom_right", scale=0.1, window=(7, None))
+
+
+class AttendPacked(torch.nn.Module):
+    def forward(self, q, k, v, cu):
+        n = q.shape[0]
+        return octet.attention_varlen(q, k, v, cu, cu, causal="top_left", max_seqlen_q=n, max_seqlen_k=n, scale=0.1)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_run_in_other_processes(strict, tmp_path):
+    tokens = torch.export.Dim("tokens", min=8, max=1024)
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
+    dense = [x.detach() for x in inputs(keys=33)]
+    packed = [torch.randn(12, 2, 8) for _ in range(3)]
+    for name, module, x, shapes in (
+        ("dense", Attend(), dense, [{2: tokens}] * 3),
+        ("packed", AttendPacked(), [*packed, cu], [*[{0: tokens}] * 3, {}]),
+    ):
+        program = torch.export.export(module, tuple(x), dynamic_shapes=tuple(shapes), strict=strict)
+        (call,) = (node for node in program.graph.nodes if node.target is torch.ops.octet.forward.default)
+        assert call.args[4].startswith("precision=f32 ") and "scale=0.1" in call.args[4]
+        torch.export.save(program, tmp_path / f"{name}.pt2")
+        torch.save((x, module(*x)), tmp_path / f"{name}.pt")
+    other = [x[:, :, :20].contiguous() for x in dense]
+    torch.save((other, Attend()(*other)), tmp_path / "other.pt")
+    program = f"""import torch, octet.torch
+for name, data in (("dense", "dense"), ("packed", "packed"), ("dense", "other")):
+    x, want = torch.load("{tmp_path}/" + data + ".pt")
+    assert torch.equal(torch.export.load("{tmp_path}/" + name + ".pt2").module()(*x), want)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 from octet._options import Options  # noqa: E402
 from octet._plan import dense_strides, memory_order  # noqa: E402
+from octet.torch._text import text_of  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as own  # noqa: E402
 
@@ -279,10 +280,10 @@ def test_compiled_is_eager_bit_for_bit(how):
 def test_opcheck(precision, layout):
     options = Options(precision, layout=layout, causal="top_left", deterministic=True)
     q, k, v = (x.requires_grad_() for x in draw(*[(2, 33, 33, 16)] * 3))
-    given = None, None, None
-    o, lse, r = (x.detach() for x in torch.ops.octet.forward(q, k, v, *given, None, True, *options))
-    torch.library.opcheck(torch.ops.octet.forward.default, (q, k, v, *given, None, True, *options))
-    torch.library.opcheck(torch.ops.octet.backward.default, (o, q, k, v, o, lse, r, *given, None, None, *options))
+    how = text_of(options)
+    o, lse, r = (x.detach() for x in torch.ops.octet.forward(q, k, v, True, how))
+    torch.library.opcheck(torch.ops.octet.forward.default, (q, k, v, True, how))
+    torch.library.opcheck(torch.ops.octet.backward.default, (o, q, k, v, o, lse, r, how))
 
 
 def test_vmap_is_a_loop():

@@ -142,10 +142,10 @@ class Flash:
         if recomputed:
             how = options_of(front.own_type(x[0]), causal="top_left", deterministic=True)
             plain = [y.detach() for y in x]
-            made = _ops.forward(*plain, None, None, None, None, True, *how)
+            made = _ops.forward(*plain, None, None, None, None, True, how)
             do = draw(self.device, SHAPE, dtype=x[0].dtype)[0].detach()
             how = how._replace(remedy="exact_delta")
-            want = made[0], *_ops.backward(do, *plain, *made, *[None] * 5, *how)[:3]
+            want = made[0], *_ops.backward(do, *plain, *made, *[None] * 5, how)[:3]
         expect_same(got, want)
         biased = with_gradients(lambda *x: octet.attention(*x, causal="top_left", remedy="none"), *x)
         assert not any(torch.equal(a, b) for a, b in zip(got[1:3], biased[1:3], strict=True))

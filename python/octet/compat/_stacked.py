@@ -49,8 +49,8 @@ class _Stacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stacked: Any, q: Any, cu_q: Any, cu_k: Any, options: Options, of_lse: bool) -> Any:
         residual = _passes.needs_residual(front, options, stacked)
-        given: Any = *_parts(stacked, q), None, cu_q, cu_k, None, residual
-        made = _ops.direct_forward(*given, *options)
+        given: Any = *_parts(stacked, q), None, cu_q, cu_k, None, residual, options
+        made = _ops.direct_forward(*given)
         ctx.save_for_backward(stacked, q, *made, cu_q, cu_k)
         ctx.of_lse, ctx.options = of_lse, options
         ctx.set_materialize_grads(False)

@@ -100,7 +100,7 @@ def _recompute(
     In rows whose lse is not that of the forward pass, o and lse are merged from several passes, as in ring attention:
     their residual is 0. There, rows of ds do not sum to 0, so that no mean may be subtracted from k: exact_delta.
     """
-    _, lse_again, r = _ops.direct_forward(q, k, v, mask, cu_q, cu_k, None, True, *options)
+    _, lse_again, r = _ops.direct_forward(q, k, v, mask, cu_q, cu_k, None, True, options)
     same = lse_again == lse
     rows = (same if options.layout == "bhsd" else same.transpose(-1, -2)).unsqueeze(-1)
     return torch.where(rows, r, 0), options._replace(remedy="exact_delta")
@@ -150,7 +150,7 @@ class _Kernels:
         else:
             trains = not torch.is_inference_mode_enabled()
         residual = trains and _passes.needs_residual(front, options, q)
-        o, lse, r = _ops.direct_forward(q, k, v, mask, cu_q, cu_k, None, residual, *options)
+        o, lse, r = _ops.direct_forward(q, k, v, mask, cu_q, cu_k, None, residual, options)
         if lse_order:
             lse = _in_order(lse, lse_order)
         if trains:
@@ -177,7 +177,7 @@ class _Kernels:
                 else:
                     r = kept.r
             given = do, q, k, v, o, lse.contiguous(), r, mask, cu_q, cu_k, None, None
-            dq, dk, dv, _ = _ops.direct_backward(*given, *options)
+            dq, dk, dv, _ = _ops.direct_backward(*given, options)
         return dq, dk, dv
 
     def sdpa(

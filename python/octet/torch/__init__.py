@@ -112,8 +112,8 @@ def run_vjp(
     with torch.no_grad():
         residual = _passes.needs_residual(front, options, q)
         more = mask, None, None, sinks_of("sinks", sinks, options)
-        saved = _ops.forward(q, k, v, *more, residual, *options)
-        *gradients, dsinks = _ops.backward(do, q, k, v, *saved, *more, dlse, *options)
+        o, lse, r = _ops.forward(q, k, v, *more, residual, options)
+        *gradients, dsinks = _ops.backward(do, q, k, v, o, lse, r, *more, dlse, options)
     return tuple(gradients) if sinks is None else (*gradients, dsinks.to(sinks.dtype))
 
 
@@ -138,7 +138,7 @@ def run_jvp(
     more = mask, None, None, sinks_of("sinks", sinks, options)
     along = sinks_of("tsinks", tsinks, options)
     with torch.no_grad():
-        o, lse, to, tlse = _ops.jvp(q, k, v, tq, tk, tv, *more, along, return_lse, *options)
+        o, lse, to, tlse = _ops.jvp(q, k, v, tq, tk, tv, *more, along, return_lse, options)
     needing = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     if torch.is_grad_enabled() and needing:
         o, lse, _ = attend(q, k, v, *more, options, of_lse=return_lse)

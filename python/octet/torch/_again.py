@@ -7,8 +7,6 @@ Tensor) gets the ordinary way too. Where a gradient may follow, a Function saves
 that a checkpoint may go one way first and the other when it computes again.
 """
 
-import ctypes
-import itertools
 from collections.abc import Hashable
 from typing import Any, Literal
 
@@ -16,71 +14,14 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from octet import _abi, _api, _library, _passes
+from octet import _api, _passes
 from octet._options import AttentionOptions, Options, options_of
 from octet._plan import Plan
-from octet.torch import _autograd, _ops
-from octet.torch._front import autocast_type, front
+from octet.torch import _autograd, _ops, _replay
+from octet.torch._front import front
 
-_PATH = _library.beside("liboctet_dlpack.so")
-_MOST_TOKENS = 512  # different keywords that are remembered
-
-# True: somebody would miss the operator.
-_LISTENERS = (
-    torch._C._are_functorch_transforms_active,
-    torch._C._len_torch_dispatch_stack,
-    torch._C._len_torch_function_stack,
-    torch._C._get_tracing_state,
-    torch.autograd._profiler_enabled,
-)
-# What TorchFront.state is made of.
-_STATES = torch._C._get_deterministic_algorithms, torch.get_num_threads
-_KINDS = {"forward": 0, "training": 1, "backward": 2}  # as in octet_dlpack.cc
-
-
-def _casts(*tensors: torch.Tensor) -> bool:
-    """Returns whether autocast would hand tensors of another type to the operator."""
-    return any([autocast_type(x) is not x.dtype for x in tensors])
-
-
-def _load() -> tuple[Any, ...] | None:
-    """The library and its functions, where it and torch's exchange API are there."""
-    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if exchange is None or _PATH is None:
-        return None
-    lib = ctypes.PyDLL(str(_PATH))  # holds the GIL, as objects of Python are handed over
-    if not hasattr(lib, "octet_fast_open"):  # an older one
-        return None
-    any_object: Any = ctypes.py_object
-    lib.octet_fast_open.restype = any_object
-    lib.octet_fast_open.argtypes = [ctypes.c_void_p, any_object]
-    pointers: list[Any] = [ctypes.POINTER(_abi.Attention), ctypes.POINTER(_abi.Arguments), ctypes.c_size_t]
-    lib.octet_fast_keep.restype = None
-    lib.octet_fast_keep.argtypes = [ctypes.c_int64, ctypes.c_int64, *[any_object] * 3, *pointers]
-    address = ctypes.pythonapi.PyCapsule_GetPointer
-    address.restype, address.argtypes = ctypes.c_void_p, [any_object, ctypes.c_char_p]
-    functions = lib.octet_fast_open(
-        address(exchange, b"dlpack_exchange_api"),
-        (
-            torch.Tensor,
-            _LISTENERS,
-            _casts,
-            torch._C._is_any_autocast_enabled,
-            _STATES,
-            torch.is_grad_enabled,
-            torch._C._functorch.is_legacy_batchedtensor,  # is_grads_batched maps so
-            torch.empty_like,
-            torch.empty,
-        ),
-    )
-    return (lib, *functions) if functions else None
-
-
-_loaded = _load()
-_again, _training, _backward = _loaded[1:] if _loaded else [lambda *x: None] * 3
 _tokens: dict[Hashable, int] = {}
 _keywords: dict[int, AttentionOptions] = {}  # of each token whose call has been kept
-_numbers = itertools.count()  # two threads never get the same one
 
 
 class _Attention(torch.autograd.Function):
@@ -88,7 +29,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: int) -> torch.Tensor:
-        o, lse, r = _training(token, q, k, v) or _ordinary_forward(token, q, k, v)
+        o, lse, r = _replay.training(token, q, k, v) or _ordinary_forward(token, q, k, v)
         ctx.save_for_backward(q, k, v, o, lse, r)
         ctx.token = token
         return o
@@ -97,7 +38,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor) -> Any:
         saved = ctx.saved_tensors
         ordinary = torch.compiler.is_compiling() or forward_ad._current_level >= 0
-        found = None if ordinary else _backward(ctx.token, do, *saved)
+        found = None if ordinary else _replay.backward(ctx.token, do, *saved)
         return found or _ordinary_backward(ctx.token, found is False, do, *saved)
 
 
@@ -110,7 +51,7 @@ def _options(token: int, q: torch.Tensor) -> Options:
 
 def _ordinary_forward(token: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
     options = _options(token, q)
-    return _ops.forward(q, k, v, None, None, None, None, _passes.needs_residual(front, options, q), *options)
+    return _ops.forward(q, k, v, None, None, None, None, _passes.needs_residual(front, options, q), options)
 
 
 def _ordinary_backward(token: int, may_be_kept: bool, *given: torch.Tensor) -> Any:
@@ -140,10 +81,10 @@ def again(key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
     except TypeError:  # a list among the keywords, say
         return None
     if token is None:
-        if not _lasts(key) or len(_tokens) >= _MOST_TOKENS:
+        if not _lasts(key) or len(_tokens) >= _replay.MOST_TOKENS:
             return None
-        token = _tokens.setdefault(key, next(_numbers))
-    o = _again(token, q, k, v)
+        token = _tokens.setdefault(key, next(_replay.numbers))
+    o = _replay.again(token, q, k, v)
     return _apply(q, k, v, token) if o is True else o
 
 
@@ -182,9 +123,7 @@ def _keep(kind: str, token: int, options: Options, inputs: tuple[torch.Tensor, .
     operands = [(name, front.view(name, x), None) for name, x in given.items()]
     plan = Plan("backward" if kind == "backward" else "forward", front.resolve(options, q), operands)
     size = plan.at([x.data_ptr() for x in given.values()]).workspace_size()
-    lse = ((tuple(made[1].shape),), {"dtype": made[1].dtype, "device": q.device}) if kind == "training" else None
-    assert _loaded
-    _loaded[0].octet_fast_keep(_KINDS[kind], token, inputs, tuple(made), lse, plan.attention, plan.arguments, size)
+    _replay.keep(kind, token, inputs, tuple(made), plan, size)
 
 
 def attention(q: Any, k: Any, v: Any, keywords: AttentionOptions) -> torch.Tensor:

@@ -46,7 +46,7 @@ def attend(
     differentiates = torch.is_grad_enabled() and needing
     given = q, k, v, mask, cu_q, cu_k, sinks
     if not (differentiates or compiling or torch._C._are_functorch_transforms_active()):
-        return _ops.forward(*given, residual, *options)  # a Function costs as much again
+        return _ops.forward(*given, residual, options)  # a Function costs as much again
     if dual and compiling:
         raise Unsupported(
             "forward-mode differentiation inside torch.compile, which drops the tangents of a custom function; call "
@@ -130,7 +130,7 @@ class _Gradients(torch.autograd.Function):
         dlse: Any,
         options: Options,
     ) -> Any:
-        return _ops.backward(do, q, k, v, o, lse, r, mask, cu_q, cu_k, sinks, dlse, *options)
+        return _ops.backward(do, q, k, v, o, lse, r, mask, cu_q, cu_k, sinks, dlse, options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -171,7 +171,8 @@ def gradients(given: tuple, options: Options) -> tuple:
     if torch.is_grad_enabled() or forward_ad._current_level >= 0 or not _is_eager():
         return _gradients(*given, options)
     # By the operator: is_grads_batched maps it by a vmap that nobody_listens does not see.
-    return _ops.backward(*given, *options)
+    arguments: Any = *given, options
+    return _ops.backward(*arguments)
 
 
 class _Tangent(torch.autograd.Function):
@@ -193,7 +194,7 @@ class _Tangent(torch.autograd.Function):
         of_lse: bool,
         options: Options,
     ) -> Any:
-        return _ops.jvp(q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks, of_lse, *options)[2:]
+        return _ops.jvp(q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks, of_lse, options)[2:]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -235,7 +236,7 @@ class _Attention(torch.autograd.Function):
         options: Options,
     ) -> Any:
         run = _ops.direct_forward if _ops.nobody_listens(q, k, v, mask, sinks) else _ops.forward
-        return run(q, k, v, mask, cu_q, cu_k, sinks, residual, *options)
+        return run(q, k, v, mask, cu_q, cu_k, sinks, residual, options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

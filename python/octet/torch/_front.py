@@ -55,7 +55,10 @@ def expect_plain(name: str, x: torch.Tensor) -> None:
             f"{name}: a CausalBias, which has no numbers; use causal='top_left' (upper left) or 'bottom_right' (lower "
             "right)"
         )
-    own = getattr(type(x).__torch_function__, "__func__", None)
+    function = type(x).__torch_function__
+    if function is torch._C._disabled_torch_function_impl:  # a mode made has_torch_function say so
+        return
+    own = getattr(function, "__func__", None)
     if own is not torch.Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
         raise InvalidArgument(
             f"{name}: found a {type(x).__module__}.{type(x).__name__}, allowed: torch.Tensor; octet.sdpa calls its "

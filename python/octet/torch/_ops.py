@@ -2,8 +2,13 @@
 
 They are opaque to autograd (_autograd.py differentiates them), have fake implementations for torch.compile, and FLOP
 formulas for torch.utils.flop_counter. Results are dense and lie in memory as what they belong to.
+
+What an operator costs the host grows with its arguments: the options are one of them, a string, and those that most
+calls leave out come last. Passes without these are run again by liboctet_dlpack.so (_replay.py), once whoever listens
+has heard of the operator.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,35 +17,28 @@ from torch.utils.flop_counter import register_flop_formula
 
 from octet import _passes
 from octet._options import LAYOUTS, Options
+from octet.torch import _replay
 from octet.torch._front import front
+from octet.torch._text import options_from, text_of
 
-_COMMON = "Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? sinks"
-# The fields of Options, in their order.
-_OPTIONS = (
-    "str precision, str layout, str causal, float scale, int[] window, str alignment, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, str remedy, float beta, str hadamard, str smooth_q, float softcap, bool? deterministic, "
-    "int threads, str backend, str out_dtype"
-)
+_MORE = "Tensor? mask=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? sinks=None"
+_LENGTHS = "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0"
 _library = torch.library.Library("octet", "DEF")
 _library.define(
-    f"forward(Tensor q, Tensor k, Tensor v, {_COMMON}, bool residual, {_OPTIONS}) -> (Tensor o, Tensor lse, Tensor r)",
+    f"forward(Tensor q, Tensor k, Tensor v, bool residual, str options, {_MORE}, {_LENGTHS}) "
+    "-> (Tensor o, Tensor lse, Tensor r)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
-    f"backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor r, {_COMMON}, Tensor? dlse, "
-    f"{_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    "backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor r, str options, "
+    f"{_MORE}, Tensor? dlse=None, {_LENGTHS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
-    f"jvp(Tensor q, Tensor k, Tensor v, Tensor tq, Tensor tk, Tensor tv, {_COMMON}, Tensor? tsinks, "
-    f"bool extra, {_OPTIONS}) -> (Tensor o, Tensor lse, Tensor to, Tensor tlse)",
+    "jvp(Tensor q, Tensor k, Tensor v, Tensor tq, Tensor tk, Tensor tv, bool extra, str options, "
+    f"{_MORE}, Tensor? tsinks=None, {_LENGTHS}) -> (Tensor o, Tensor lse, Tensor to, Tensor tlse)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-
-
-def _options(fields: tuple) -> Options:
-    options = Options(*fields)
-    return options._replace(window=tuple(options.window))
 
 
 def _with_rest(made: Sequence[Any], count: int) -> tuple:
@@ -48,14 +46,22 @@ def _with_rest(made: Sequence[Any], count: int) -> tuple:
     return tuple(made) if len(made) == count else (*made, made[0].new_empty(0))
 
 
-def _forward(
-    q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, sinks: Any, residual: bool, *options: Any
+def _residual(r: Any, o: Any) -> Any:
+    """Returns r, or None where an empty tensor stands for it."""
+    return r if r.shape == o.shape else None
+
+
+# The passes without torch's dispatcher, which takes longer than all else here.
+
+
+def direct_forward(
+    q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, sinks: Any, residual: bool, options: Options
 ) -> tuple:
     arrays = q, k, v, mask, cu_q, cu_k, sinks
-    return _with_rest(_passes.run(front, "forward", _options(options), arrays, residual), 3)
+    return _with_rest(_passes.run(front, "forward", options, arrays, residual), 3)
 
 
-def _backward(
+def direct_backward(
     do: Any,
     q: Any,
     k: Any,
@@ -68,13 +74,198 @@ def _backward(
     cu_k: Any,
     sinks: Any,
     dlse: Any,
-    *options: Any,
+    options: Options,
 ) -> tuple:
-    arrays = do, q, k, v, o, lse, r if r.shape == o.shape else None, mask, cu_q, cu_k, sinks, dlse
-    return _with_rest(_passes.run(front, "backward", _options(options), arrays), 4)
+    arrays = do, q, k, v, o, lse, _residual(r, o), mask, cu_q, cu_k, sinks, dlse
+    return _with_rest(_passes.run(front, "backward", options, arrays), 4)
+
+
+# The operators' kernels.
+
+_numbers: dict[tuple[str, bool], int] = {}  # under which passes are kept, of options and whether o_residual is made
+
+
+def _number(text: str, residual: bool) -> int | None:
+    """Returns the number of such passes, or None where there are too many others."""
+    number = _numbers.get((text, residual))
+    if number is None and len(_numbers) < _replay.MOST_TOKENS:
+        number = _numbers.setdefault((text, residual), next(_replay.numbers))
+    return number
+
+
+def _options(text: str, max_q: int, max_k: int) -> Options:
+    options = options_from(text)
+    return options._replace(max_seqlen_q=max_q, max_seqlen_k=max_k) if max_q or max_k else options
+
+
+def _are_alike(call: _passes.Call, made: tuple, of: tuple) -> bool:
+    """Returns whether torch.empty_like makes such tensors as the call: it makes them when a pass runs again."""
+
+    def kind(x: Any) -> tuple:
+        return x.shape, x.stride(), x.dtype
+
+    return not call.fills and all([kind(x) == kind(torch.empty_like(y)) for x, y in zip(made, of, strict=False)])
+
+
+def _forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    residual: bool,
+    text: str,
+    mask: Any = None,
+    cu_q: Any = None,
+    cu_k: Any = None,
+    sinks: Any = None,
+    max_q: int = 0,
+    max_k: int = 0,
+) -> tuple:
+    number, made = None, None
+    if mask is None and cu_q is None and cu_k is None and sinks is None and not (max_q or max_k):
+        number = _number(text, residual)
+        made = None if number is None else _replay.training(number, q, k, v)
+    if made:
+        o, lse, r = made
+        return o, lse, r if residual else q.new_empty(0)
+    arrays = q, k, v, mask, cu_q, cu_k, sinks
+    call, is_known = _passes.find(front, "forward", _options(text, max_q, max_k), arrays, residual)
+    o, lse, r = _with_rest(call(arrays), 3)
+    if number is not None and made is False and is_known and _are_alike(call, (o, r) if residual else (o,), (q, q)):
+        made = o, lse, r if residual else q.new_empty(0)
+        _replay.keep("training", number, (q, k, v), made, call.plan, call.plan.workspace_size())
+    return o, lse, r
+
+
+def _backward(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    r: Any,
+    text: str,
+    mask: Any = None,
+    cu_q: Any = None,
+    cu_k: Any = None,
+    sinks: Any = None,
+    dlse: Any = None,
+    max_q: int = 0,
+    max_k: int = 0,
+) -> tuple:
+    number, made, given = None, None, (do, q, k, v, o, lse, r)
+    if mask is None and cu_q is None and cu_k is None and sinks is None and dlse is None and not (max_q or max_k):
+        number = _number(text, False)
+        made = None if number is None else _replay.gradients(number, *given)
+    if made:
+        dq, dk, dv, _ = made
+        return dq, dk, dv, dq.new_empty(0)
+    arrays = *given[:-1], _residual(r, o), mask, cu_q, cu_k, sinks, dlse
+    call, is_known = _passes.find(front, "backward", _options(text, max_q, max_k), arrays)
+    gradients = _with_rest(call(arrays), 4)
+    if number is not None and made is False and is_known and _are_alike(call, gradients[:3], (q, k, v)):
+        _replay.keep("backward", number, given, gradients[:3], call.plan, call.plan.workspace_size())
+    return gradients
 
 
 def _jvp(
+    q: Any,
+    k: Any,
+    v: Any,
+    tq: Any,
+    tk: Any,
+    tv: Any,
+    extra: bool,
+    text: str,
+    mask: Any = None,
+    cu_q: Any = None,
+    cu_k: Any = None,
+    sinks: Any = None,
+    tsinks: Any = None,
+    max_q: int = 0,
+    max_k: int = 0,
+) -> tuple:
+    arrays = q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks
+    return _with_rest(_passes.run(front, "jvp", _options(text, max_q, max_k), arrays, extra), 4)
+
+
+def _shapes(kind: str, text: str, q: Any, k: Any, v: Any, extra: bool = False, sinks: Any = None) -> tuple:
+    found = _passes.results(front, kind, options_from(text), q, k, v, extra, sinks)
+    made = [torch.empty_permuted(x.shape, x.order, dtype=x.dtype, device=q.device) for x in found]
+    return _with_rest(made, 3 if kind == "forward" else 4)
+
+
+def _sinks(_mask: Any = None, _cu_q: Any = None, _cu_k: Any = None, sinks: Any = None, *_: Any) -> Any:
+    return sinks
+
+
+def _forward_fake(q: Any, k: Any, v: Any, residual: bool, text: str, *more: Any) -> tuple:
+    return _shapes("forward", text, q, k, v, residual)
+
+
+def _backward_fake(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, r: Any, text: str, *more: Any) -> tuple:
+    return _shapes("backward", text, q, k, v, sinks=_sinks(*more))
+
+
+def _jvp_fake(q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, extra: bool, text: str, *more: Any) -> tuple:
+    return _shapes("jvp", text, q, k, v, extra)
+
+
+for _name, _kernel, _fake in (
+    ("forward", _forward, _forward_fake),
+    ("backward", _backward, _backward_fake),
+    ("jvp", _jvp, _jvp_fake),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _kernel, _key)
+    torch.library.register_fake(f"octet::{_name}", _fake, lib=_library)
+
+
+# The operators, of Options.
+
+_FORWARD = torch.ops.octet.forward.default
+_BACKWARD = torch.ops.octet.backward.default
+_JVP = torch.ops.octet.jvp.default
+_remembered = functools.lru_cache(4096)(text_of)
+
+
+def _arguments(options: Options, *more: Any) -> tuple:
+    """Returns the last arguments of an operator, from `options` on."""
+    lengths = options.max_seqlen_q, options.max_seqlen_k
+    if torch.compiler.is_compiling():
+        return text_of(options), *more, *lengths
+    if options.layout == "thd":  # its lengths are no part of the text, and may be symbols
+        options = options._replace(max_seqlen_q=0, max_seqlen_k=0)
+    return _remembered(options), *more, *lengths
+
+
+def forward(
+    q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, sinks: Any, residual: bool, options: Options
+) -> tuple:
+    more = _arguments(options, mask, cu_q, cu_k, sinks)
+    return _FORWARD(q, k, v, residual, *more)
+
+
+def backward(
+    do: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    r: Any,
+    mask: Any,
+    cu_q: Any,
+    cu_k: Any,
+    sinks: Any,
+    dlse: Any,
+    options: Options,
+) -> tuple:
+    more = _arguments(options, mask, cu_q, cu_k, sinks, dlse)
+    return _BACKWARD(do, q, k, v, o, lse, r, *more)
+
+
+def jvp(
     q: Any,
     k: Any,
     v: Any,
@@ -87,45 +278,10 @@ def _jvp(
     sinks: Any,
     tsinks: Any,
     extra: bool,
-    *options: Any,
+    options: Options,
 ) -> tuple:
-    arrays = q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks
-    return _with_rest(_passes.run(front, "jvp", _options(options), arrays, extra), 4)
-
-
-def _shapes(kind: str, options: Sequence[Any], q: Any, k: Any, v: Any, extra: bool = False, sinks: Any = None) -> tuple:
-    found = _passes.results(front, kind, Options(*options), q, k, v, extra, sinks)
-    made = [torch.empty_permuted(x.shape, x.order, dtype=x.dtype, device=q.device) for x in found]
-    return _with_rest(made, 3 if kind == "forward" else 4)
-
-
-def _forward_fake(q: Any, k: Any, v: Any, *rest: Any) -> tuple:
-    _, _, _, sinks, residual, *options = rest
-    return _shapes("forward", options, q, k, v, residual, sinks)
-
-
-def _backward_fake(do: Any, q: Any, k: Any, v: Any, *rest: Any) -> tuple:
-    _, _, _, _, _, _, sinks, _, *options = rest
-    return _shapes("backward", options, q, k, v, sinks=sinks)
-
-
-def _jvp_fake(q: Any, k: Any, v: Any, *rest: Any) -> tuple:
-    _, _, _, _, _, _, sinks, _, extra, *options = rest
-    return _shapes("jvp", options, q, k, v, extra, sinks)
-
-
-for _name, _kernel, _fake in (
-    ("forward", _forward, _forward_fake),
-    ("backward", _backward, _backward_fake),
-    ("jvp", _jvp, _jvp_fake),
-):
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _kernel, _key)
-    torch.library.register_fake(f"octet::{_name}", _fake, lib=_library)
-
-forward = torch.ops.octet.forward.default
-backward = torch.ops.octet.backward.default
-jvp = torch.ops.octet.jvp.default
+    more = _arguments(options, mask, cu_q, cu_k, sinks, tsinks)
+    return _JVP(q, k, v, tq, tk, tv, extra, *more)
 
 
 def nobody_listens(*tensors: Any) -> bool:
@@ -147,36 +303,29 @@ def nobody_intervenes(*tensors: Any) -> bool:
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 
-# The operators without torch's dispatcher, which takes longer than all else here.
-direct_forward, direct_backward = _forward, _backward
-
-
 # FLOPs of the products alone, masks disregarded, as torch counts its own attention.
 
 
-def _pairs(q: Any, k: Any, cu_q: Any, cu_k: Any, layout: str) -> int:
+def _pairs(q: Any, k: Any, text: str, _mask: Any = None, cu_q: Any = None, cu_k: Any = None, *rest: Any) -> int:
     """Pairs of a query and a key, over all batches and heads."""
-    batch, heads, queries, _ = (1 if d < 0 else q.shape[d] for d in LAYOUTS[layout])
+    layout = LAYOUTS[options_from(text).layout]
+    batch, heads, queries, _ = (1 if d < 0 else q.shape[d] for d in layout)
     if cu_q is None:
-        return batch * heads * queries * k.shape[LAYOUTS[layout][2]]
+        return batch * heads * queries * k.shape[layout[2]]
     lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), strict=True)
     return heads * sum(n * m for n, m in lengths)
 
 
 @register_flop_formula(torch.ops.octet.forward, get_raw=True)
-def _forward_flop(
-    q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, sinks: Any, residual: Any, *options: Any, **_: Any
-) -> int:
-    return 2 * _pairs(q, k, cu_q, cu_k, Options(*options).layout) * (q.shape[-1] + v.shape[-1])
+def _forward_flop(q: Any, k: Any, v: Any, residual: Any, *options: Any, **_: Any) -> int:
+    return 2 * _pairs(q, k, *options) * (q.shape[-1] + v.shape[-1])
 
 
 @register_flop_formula(torch.ops.octet.backward, get_raw=True)
-def _backward_flop(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, r: Any, *rest: Any, **_: Any) -> int:
-    _, cu_q, cu_k, _, _, *options = rest
-    return 2 * _pairs(q, k, cu_q, cu_k, Options(*options).layout) * (3 * q.shape[-1] + 2 * v.shape[-1])
+def _backward_flop(do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, r: Any, *options: Any, **_: Any) -> int:
+    return 2 * _pairs(q, k, *options) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 @register_flop_formula(torch.ops.octet.jvp, get_raw=True)
-def _jvp_flop(q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, *rest: Any, **_: Any) -> int:
-    _, cu_q, cu_k, _, _, _, *options = rest
-    return 2 * _pairs(q, k, cu_q, cu_k, Options(*options).layout) * 3 * (q.shape[-1] + v.shape[-1])
+def _jvp_flop(q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, extra: Any, *options: Any, **_: Any) -> int:
+    return 2 * _pairs(q, k, *options) * 3 * (q.shape[-1] + v.shape[-1])
