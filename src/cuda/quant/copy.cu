@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(kThreads) center_kernel(const Strided from, El
                                                           const SeenKeys seen, unsigned* largest, float* limits) {
   constexpr int kRows = 8, kOfRow = 8, kSampled = kRows * kOfRow, kMostLines = kThreads / kRows;
   constexpr float kTooLarge = 0x1p100f;  // for sums and differences
+  constexpr int kAtOnceSummed = 16;      // keys, by a tensor core: sums of so few gain nothing, and v would lose digits
   __shared__ float sums[kRows][kMostLines * kVector], tops[kRows][kMostLines * kVector];
   __shared__ float of_token[kSampled], limit_shared;
   const int dim = static_cast<int>(from.shape[3]), lines = dim / kVector, tokens = seen.last - seen.first;
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) center_kernel(const Strided from, El
       for (int r = 0; r < kRows; ++r) sum += sums[r][c], top = fmaxf(top, tops[r][c]);
     const float mean = sum / static_cast<float>(max(sampled, 1));
     center.data[static_cast<int64_t>(blockIdx.x) * center.columns + c] =
-        top < kTooLarge && 4.f * fabsf(mean) >= top ? float(Bf16(mean)) : 0.f;
+        top < kTooLarge && tokens > kAtOnceSummed && 4.f * fabsf(mean) >= top ? float(Bf16(mean)) : 0.f;
   }
 }
 
