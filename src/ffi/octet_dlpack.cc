@@ -406,7 +406,7 @@ extern "C" {
 
 // (again, training, gradients, backward). `exchange`: what __dlpack_c_exchange_api__ holds; `objects`: those of
 // Framework, from `tensor` to `empty`. None where the version of the API is unknown.
-OCTET_API PyObject* octet_fast_open(const void* exchange, PyObject* objects) {
+OCTET_API PyObject* octet_fast_functions(const void* exchange, PyObject* objects) {
   const auto* api = static_cast<const DLExchange*>(exchange);
   if (!api || api->major != 1 || !api->view || PyTuple_Size(objects) != 9) return none();
   const auto object = [&](int i) { return PyTuple_GetItem(objects, i); };

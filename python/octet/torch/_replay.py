@@ -41,17 +41,17 @@ def _load() -> tuple[Any, ...] | None:
     if exchange is None or _PATH is None:
         return None
     lib = ctypes.PyDLL(str(_PATH))  # holds the GIL, as objects of Python are handed over
-    if not hasattr(lib, "octet_fast_open"):  # an older one
+    if not hasattr(lib, "octet_fast_functions"):  # an older one
         return None
     any_object: Any = ctypes.py_object
-    lib.octet_fast_open.restype = any_object
-    lib.octet_fast_open.argtypes = [ctypes.c_void_p, any_object]
+    lib.octet_fast_functions.restype = any_object
+    lib.octet_fast_functions.argtypes = [ctypes.c_void_p, any_object]
     pointers: list[Any] = [ctypes.POINTER(_abi.Attention), ctypes.POINTER(_abi.Arguments), ctypes.c_size_t]
     lib.octet_fast_keep.restype = None
     lib.octet_fast_keep.argtypes = [ctypes.c_int64, ctypes.c_int64, *[any_object] * 3, *pointers]
     address = ctypes.pythonapi.PyCapsule_GetPointer
     address.restype, address.argtypes = ctypes.c_void_p, [any_object, ctypes.c_char_p]
-    functions = lib.octet_fast_open(
+    functions = lib.octet_fast_functions(
         address(exchange, b"dlpack_exchange_api"),
         (
             torch.Tensor,
@@ -65,7 +65,7 @@ def _load() -> tuple[Any, ...] | None:
             torch.empty,
         ),
     )
-    return (lib, *functions) if functions and len(functions) == 4 else None
+    return (lib, *functions) if functions else None
 
 
 loaded = _load()
