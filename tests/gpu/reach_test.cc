@@ -176,9 +176,12 @@ TEST_P(GpuReach, of_v_are_rows_that_see_it) {
     const std::string what = std::to_string(bad);
     expect_reach(got.o, clean.o, want.o, spoiled, shows, what + ", o");
     for_each(c.lse_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t) {
-      if (!spoiled(b, h, t)) {
-        ASSERT_EQ(got.lse.at(b, h, t, 0), clean.lse.at(b, h, t, 0)) << what << ", lse of " << h << ' ' << t;
-      }
+      if (spoiled(b, h, t)) return;
+      const double found = got.lse.at(b, h, t, 0), expected = clean.lse.at(b, h, t, 0);
+      // At int8 the scales of v tell when the float sums of a row are scaled, which rounds them.
+      const double apart = kind.precision == Precision::int8 && std::isfinite(expected) ? 0x1p-20 : 0.0;
+      ASSERT_TRUE(found == expected || std::abs(found - expected) <= apart)
+          << what << ", lse of " << h << ' ' << t << ": " << found << " instead of " << expected;
     });
     if (!got.o_residual.present() || kind.precision != Precision::bf16) continue;
     // o and what rounding took from it.

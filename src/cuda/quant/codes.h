@@ -10,6 +10,10 @@
 
 namespace octet::cuda {
 
+// Inverses of the steps of v come times this, so that sums of them are finite for the smallest steps.
+constexpr int kInverseUnitLog2 = -16;
+constexpr float kInverseUnit = 0x1p-16f;
+
 // Tiles of keys: each sequence starts a new one. In packed sequences s starts at tile first key / tile + s.
 struct KeyTiles {
   const int* cu_seqlens;  // null: each batch element is a sequence
@@ -66,8 +70,9 @@ struct CodesArguments {
   // / 64, 4] (SageAttention 2, arXiv 2411.10958, section 3.2): of 64 keys of a tile those with equal (key mod 8) div 2.
   float* k_step;
   bool k_groups;
-  // log2 of the steps of v and their inverses, [batch, head, tile, 2, key]; null: v is not coded by tokens. A token of
-  // zeros has a step of 2^-40 times its tile's largest, and one that is not finite the logarithm NaN and inverse 0.
+  // log2 of the steps of v and kInverseUnit times their inverses, [batch, head, tile, 2, key]; null: v is not coded by
+  // tokens. A token of zeros has a step of 2^-40 times its tile's largest, and one that is not finite the logarithm NaN
+  // and inverse 0.
   float* v_step;
   float* mean_logit;  // [batch, head, token]: q times the mean of its keys; null: not wanted
 };

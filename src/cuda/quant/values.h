@@ -162,7 +162,7 @@ struct TokenValues : Rows<Code, Vectors, Dim> {
       const float step = steps[i] == 0.f ? least : steps[i];
       float* const to = p.codes.v_step + 2 * at + i;
       to[0] = log2f(step);
-      to[keys] = isnan(step) ? 0.f : __frcp_rn(step);
+      to[keys] = isnan(step) ? 0.f : __frcp_rn(step) * kInverseUnit;
     }
   }
 

@@ -48,7 +48,7 @@ struct ByteForwardArguments {
   float scale, scale_log2e;
   const float* q_step;              // [batch, head, token], or null: 1
   const float* k_step;              // [batch, kv_head, keys], or [.., keys / 64, group], or null
-  const float* v_step;              // [batch, kv_head, tile, 2, key]: log2 and inverse of the steps, or null
+  const float* v_step;              // [batch, kv_head, tile, 2, key]: log2 of the steps, their inverses; or null
   const float *v_channel, *v_mean;  // [sequence, kv_head, kernel's dim_v]: the step of each channel, the mean; or null
   const float* mean_logit;          // [batch, head, token]: q times the mean that k lost, or null
   Output o, o_residual, lse;

@@ -23,6 +23,7 @@
 #include "cuda/attn/seen_row.h"
 #include "cuda/attn/sinks.h"
 #include "cuda/ptx/grid.h"
+#include "cuda/quant/codes.h"
 #include "cuda/sm90/arguments.h"
 #include "cuda/sm90/config.h"
 #include "cuda/tile/fragment.h"
@@ -458,8 +459,9 @@ struct ByteForward {
       if (seen.first == seen.last) l = 0.f;  // whatever its step is
       constexpr float kLn2 = 0.693147180559945f;
       float of_mean = a.mean_logit && i < work.q_tokens ? a.scale * a.mean_logit[row_of(work) + i] : 0.f;
-      inverse[row] = l == 0.f ? 0.f : l < INFINITY ? 1.f / l : NAN;
-      float total = l == 0.f ? -INFINITY : softmax.exponent(row) + log2f(parts);
+      constexpr float kUnit = kScaled ? kInverseUnit : 1.f, kUnitLog2 = kScaled ? kInverseUnitLog2 : 0.f;  // of l
+      inverse[row] = l == 0.f ? 0.f : l < INFINITY ? kUnit / l : NAN;
+      float total = l == 0.f ? -INFINITY : softmax.exponent(row) + log2f(parts) - kUnitLog2;
       if (l == 0.f) of_mean = 0.f;
       if (a.sinks.data) {
         const RowWithSink all = with_sink(total, (sink - of_mean) * 1.44269504f);

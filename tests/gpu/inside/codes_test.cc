@@ -296,8 +296,9 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
         const float step = steps[j].step == 0.f ? (most == 0.f ? 1.f : most * 0x1p-40f) : steps[j].step;
         const float logarithm = got_v_step[2 * (at + first_key) + j],
                     inverse = got_v_step[2 * (at + first_key) + tile + j];
-        const bool right = std::isnan(step) ? std::isnan(logarithm) && inverse == 0.f
-                                            : std::fabs(logarithm - std::log2(step)) < 1e-5 && inverse == 1.f / step;
+        const bool right = std::isnan(step)
+                               ? std::isnan(logarithm) && inverse == 0.f
+                               : std::fabs(logarithm - std::log2(step)) < 1e-5 && inverse == 1.f / step * kInverseUnit;
         found.v_steps += !right;
       }
     }
