@@ -34,10 +34,10 @@ extern "C" {
 
 typedef enum octet_status {
   OCTET_OK = 0,
-  OCTET_INVALID_ARGUMENT = 1,   // the arguments contradict each other or themselves
-  OCTET_UNSUPPORTED = 2,        // meaningful, but no backend on this machine does it
+  OCTET_INVALID_ARGUMENT = 1,  // the arguments contradict each other or themselves
+  OCTET_UNSUPPORTED = 2,       // meaningful, but no backend on this machine does it
   OCTET_WORKSPACE_TOO_SMALL = 3,
-  OCTET_FAILURE = 4             // the system failed us: no memory, no thread, a CUDA error
+  OCTET_FAILURE = 4  // the system failed us: no memory, no thread, a CUDA error
 } octet_status;
 
 // Returns what went wrong in this thread's last call that failed: one or more lines of text, valid until the next
@@ -61,7 +61,7 @@ typedef enum octet_dtype {
   OCTET_E5M2 = 6,  // float8_e5m2: largest finite 57344, saturating conversion
   OCTET_I8 = 7,
   OCTET_U8 = 8,
-  OCTET_I4 = 9,    // a code in [-7, 7], one per byte
+  OCTET_I4 = 9,  // a code in [-7, 7], one per byte
   OCTET_I32 = 10,
   OCTET_BOOL = 11  // one byte, 0 or 1
 } octet_dtype;
@@ -85,7 +85,8 @@ typedef struct octet_tensor {
   const struct octet_quantization* quantization;
 } octet_tensor;
 
-#define OCTET_TENSOR_INIT {sizeof(octet_tensor), OCTET_DTYPE_NONE, NULL, {0}, {0}, OCTET_CPU, 0, NULL}
+#define OCTET_TENSOR_INIT \
+  { sizeof(octet_tensor), OCTET_DTYPE_NONE, NULL, {0}, {0}, OCTET_CPU, 0, NULL }
 
 // ---------------------------------------------------------------------------------------------
 // Attention
@@ -93,7 +94,7 @@ typedef struct octet_tensor {
 // The recipe: operand formats, scales and rounding points. docs/numerics.md describes each.
 typedef enum octet_precision {
   OCTET_PRECISION_NONE = 0,
-  OCTET_PRECISION_F64 = 1,       // unfused float64: the oracle
+  OCTET_PRECISION_F64 = 1,  // unfused float64: the oracle
   OCTET_PRECISION_F32 = 2,
   OCTET_PRECISION_F16 = 3,
   OCTET_PRECISION_BF16 = 4,
@@ -137,26 +138,28 @@ struct octet_rounding;  // octet_study.h
 // The options of a call, apart from its data.
 typedef struct octet_attention {
   uint32_t size;
-  uint32_t precision;     // octet_precision
-  float scale;            // logits are scale * q.k; 0: 1 / sqrt(dim)
-  uint32_t mask;          // octet_mask flags
-  uint32_t alignment;     // octet_alignment
-  uint32_t remedy;        // octet_remedy; precisions f16 and bf16; beta and f16_inside shape the forward pass too
-  int64_t window_left;    // with OCTET_MASK_WINDOW, else 0
+  uint32_t precision;   // octet_precision
+  float scale;          // logits are scale * q.k; 0: 1 / sqrt(dim)
+  uint32_t mask;        // octet_mask flags
+  uint32_t alignment;   // octet_alignment
+  uint32_t remedy;      // octet_remedy; precisions f16 and bf16; beta and f16_inside shape the forward pass too
+  int64_t window_left;  // with OCTET_MASK_WINDOW, else 0
   int64_t window_right;
-  float softcap;          // refused unless 0
-  float beta;             // with OCTET_REMEDY_BETA: 2 to 8, 0: 3
-  uint32_t hadamard;      // octet_switch: random-sign Hadamard of q and k before int8
-  uint32_t smooth_q;      // octet_switch: subtract the mean of each 128 queries before int8
-  uint32_t deterministic; // 1: bitwise repeatable (the CPU always is)
-  uint32_t threads;       // CPU threads; 0: all
-  const char* backend;    // name of a backend, NULL: the best that can
+  float softcap;                          // refused unless 0
+  float beta;                             // with OCTET_REMEDY_BETA: 2 to 8, 0: 3
+  uint32_t hadamard;                      // octet_switch: random-sign Hadamard of q and k before int8
+  uint32_t smooth_q;                      // octet_switch: subtract the mean of each 128 queries before int8
+  uint32_t deterministic;                 // 1: bitwise repeatable (the CPU always is)
+  uint32_t threads;                       // CPU threads; 0: all
+  const char* backend;                    // name of a backend, NULL: the best that can
   const struct octet_rounding* rounding;  // NULL: the precision's own; octet_study.h describes others
 } octet_attention;
 
-#define OCTET_ATTENTION_INIT \
-  {sizeof(octet_attention), OCTET_PRECISION_NONE, 0.f, OCTET_MASK_NONE, OCTET_ALIGNMENT_NONE, \
-   OCTET_REMEDY_F16_INSIDE, 0, 0, 0.f, 0.f, OCTET_AUTO, OCTET_AUTO, 0, 0, NULL, NULL}
+#define OCTET_ATTENTION_INIT                                                                   \
+  {                                                                                            \
+    sizeof(octet_attention), OCTET_PRECISION_NONE, 0.f, OCTET_MASK_NONE, OCTET_ALIGNMENT_NONE, \
+        OCTET_REMEDY_F16_INSIDE, 0, 0, 0.f, 0.f, OCTET_AUTO, OCTET_AUTO, 0, 0, NULL, NULL      \
+  }
 
 // The tensors of one call; those that the pass has no use for stay NULL.
 //
@@ -176,31 +179,33 @@ typedef struct octet_attention {
 // the host would wait for the stream. There such offsets make the kernels read and write outside of the tensors.
 typedef struct octet_arguments {
   uint32_t size;
-  uint32_t pass;                      // octet_pass
-  const octet_tensor *q, *k, *v;      // in
-  const octet_tensor* mask;           // in, optional: bool (1: seen) or f32/f16/bf16 (at precision f64 also
-                                      //   f64) added to the logits, [b h n m], a dimension of 1 broadcasts
-  const octet_tensor* sinks;          // in, optional
-  const octet_tensor* cu_seqlens_q;   // in, optional, both or none
+  uint32_t pass;                     // octet_pass
+  const octet_tensor *q, *k, *v;     // in
+  const octet_tensor* mask;          // in, optional: bool (1: seen) or f32/f16/bf16 (at precision f64 also
+                                     //   f64) added to the logits, [b h n m], a dimension of 1 broadcasts
+  const octet_tensor* sinks;         // in, optional
+  const octet_tensor* cu_seqlens_q;  // in, optional, both or none
   const octet_tensor* cu_seqlens_k;
-  int64_t max_seqlen_q;               // with cu_seqlens: bounds on the lengths; else 0
+  int64_t max_seqlen_q;  // with cu_seqlens: bounds on the lengths; else 0
   int64_t max_seqlen_k;
-  octet_tensor* o;           // forward, jvp: out; backward: in
-  octet_tensor* o_residual;  // un-rounded o minus o, in o's type; forward: out, optional; backward: in, optional
-  octet_tensor* lse;         // forward, jvp: out, optional; backward: in. f32, natural log
-  const octet_tensor* do_;   // backward: in
-  octet_tensor *dq, *dk, *dv;       // backward: out
-  const octet_tensor *tq, *tk, *tv; // jvp: in, tangents
-  octet_tensor* to;                 // jvp: out
-  const octet_tensor* dlse;         // backward: in, optional: the gradient of lse, of its shape and types
-  octet_tensor* dsinks;             // backward: out, optional, with sinks; of their shape and types
-  const octet_tensor* tsinks;       // jvp: in, optional, with sinks; NULL: 0
-  octet_tensor* tlse;               // jvp: out, optional: the tangent of lse, of its shape and types
+  octet_tensor* o;             // forward, jvp: out; backward: in
+  octet_tensor* o_residual;    // un-rounded o minus o, in o's type; forward: out, optional; backward: in, optional
+  octet_tensor* lse;           // forward, jvp: out, optional; backward: in. f32, natural log
+  const octet_tensor* do_;     // backward: in
+  octet_tensor *dq, *dk, *dv;  // backward: out
+  const octet_tensor *tq, *tk, *tv;  // jvp: in, tangents
+  octet_tensor* to;                  // jvp: out
+  const octet_tensor* dlse;          // backward: in, optional: the gradient of lse, of its shape and types
+  octet_tensor* dsinks;              // backward: out, optional, with sinks; of their shape and types
+  const octet_tensor* tsinks;        // jvp: in, optional, with sinks; NULL: 0
+  octet_tensor* tlse;                // jvp: out, optional: the tangent of lse, of its shape and types
 } octet_arguments;
 
-#define OCTET_ARGUMENTS_INIT \
-  {sizeof(octet_arguments), OCTET_FORWARD, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, NULL, NULL, NULL, \
-   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL}
+#define OCTET_ARGUMENTS_INIT                                                                                        \
+  {                                                                                                                 \
+    sizeof(octet_arguments), OCTET_FORWARD, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, \
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL                                            \
+  }
 
 // Bytes of scratch memory that octet_run needs for these arguments, on the device of the tensors.
 // Data pointers are not read.
@@ -211,13 +216,13 @@ OCTET_API octet_status octet_workspace_size(const octet_attention* attention, co
 // cudaStream_t for CUDA tensors and NULL for CPU tensors. CUDA memory and streams are those of the device's primary
 // context, which the CUDA runtime uses.
 // A row that sees no key gives o = 0, lse = -inf (with a sink: the sink) and zero gradients of q, k and v.
-OCTET_API octet_status octet_run(const octet_attention* attention, const octet_arguments* arguments,
-                                 void* workspace, size_t bytes, void* stream);
+OCTET_API octet_status octet_run(const octet_attention* attention, const octet_arguments* arguments, void* workspace,
+                                 size_t bytes, void* stream);
 
 // Which backend and kernel would run, and why each better one would not: a line each, as octet_info.
 // Writes at most `capacity` bytes with the terminating zero; *length receives the full length without it.
-OCTET_API octet_status octet_explain(const octet_attention* attention, const octet_arguments* arguments,
-                                     char* text, size_t capacity, size_t* length);
+OCTET_API octet_status octet_explain(const octet_attention* attention, const octet_arguments* arguments, char* text,
+                                     size_t capacity, size_t* length);
 
 // The machine and the build as JSON: {version, compiler, cuda, cpu: {...}, gpus: [...], backends: [...]}.
 OCTET_API octet_status octet_info(char* text, size_t capacity, size_t* length);
@@ -226,7 +231,7 @@ OCTET_API octet_status octet_info(char* text, size_t capacity, size_t* length);
 // Quantisation
 
 typedef enum octet_granularity {
-  OCTET_PER_TENSOR = 0,   // a scale per (batch, head)
+  OCTET_PER_TENSOR = 0,  // a scale per (batch, head)
   OCTET_PER_TOKEN = 1,
   OCTET_PER_CHANNEL = 2,  // refused for q and k: dim is the index of summation of q k^T
   OCTET_PER_BLOCK = 3,    // `block` consecutive tokens
@@ -246,10 +251,10 @@ typedef enum octet_zero_point {
 // scale[b, h, group(token), 0], or scale[b, h, 0, c] per channel.
 typedef struct octet_quantization {
   uint32_t size;
-  uint32_t operand;      // octet_operand
-  uint32_t granularity;  // octet_granularity
+  uint32_t operand;          // octet_operand
+  uint32_t granularity;      // octet_granularity
   uint32_t zero_point_kind;  // octet_zero_point
-  int64_t block;         // tokens per group with OCTET_PER_BLOCK, else 0
+  int64_t block;             // tokens per group with OCTET_PER_BLOCK, else 0
   uint64_t hadamard_seed;    // random signs of the Hadamard rotation of each row; 0: no rotation
   octet_tensor* scale;       // f32 [batch, head, groups, 1] or [batch, head, 1, dim]
   octet_tensor* zero_point;  // f32, shape of scale; NULL when symmetric
@@ -257,7 +262,7 @@ typedef struct octet_quantization {
 } octet_quantization;
 
 #define OCTET_QUANTIZATION_INIT \
-  {sizeof(octet_quantization), OCTET_OPERAND_Q, OCTET_PER_TOKEN, OCTET_SYMMETRIC, 0, 0, NULL, NULL, NULL}
+  { sizeof(octet_quantization), OCTET_OPERAND_Q, OCTET_PER_TOKEN, OCTET_SYMMETRIC, 0, 0, NULL, NULL, NULL }
 
 typedef enum octet_rope_style {
   OCTET_ROPE_NONE = 0,
@@ -274,7 +279,8 @@ typedef struct octet_rope {
   double base;     // 0: 10000
 } octet_rope;
 
-#define OCTET_ROPE_INIT {sizeof(octet_rope), OCTET_ROPE_NONE, 0, 0, 0.0}
+#define OCTET_ROPE_INIT \
+  { sizeof(octet_rope), OCTET_ROPE_NONE, 0, 0, 0.0 }
 
 // Per (batch, head) statistics of a quantisation, for octet_logit_error and for choosing a recipe.
 enum {

@@ -40,9 +40,11 @@ typedef struct octet_rounding {
   uint32_t tile;        // keys per tile; 0: all keys in one tile
 } octet_rounding;
 
-#define OCTET_ROUNDING_INIT \
-  {sizeof(octet_rounding), OCTET_F64, OCTET_F64, OCTET_F64, 0, OCTET_F64, OCTET_F64, OCTET_F64, 1, \
-   OCTET_F64, OCTET_F64, OCTET_F64, OCTET_F64, OCTET_DELTA_FROM_O, OCTET_F64, OCTET_F64, 0.f, 0.f, 64}
+#define OCTET_ROUNDING_INIT                                                                                    \
+  {                                                                                                            \
+    sizeof(octet_rounding), OCTET_F64, OCTET_F64, OCTET_F64, 0, OCTET_F64, OCTET_F64, OCTET_F64, 1, OCTET_F64, \
+        OCTET_F64, OCTET_F64, OCTET_F64, OCTET_DELTA_FROM_O, OCTET_F64, OCTET_F64, 0.f, 0.f, 64                \
+  }
 
 #ifdef __cplusplus
 }

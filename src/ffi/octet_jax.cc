@@ -33,8 +33,8 @@ Struct read(Bytes bytes, std::size_t index = 0) {
   return out;
 }
 
-// Tensors are the operands, then the results; offsets say where in octet_arguments each belongs. Results beyond them are
-// the caller's. `allocate(bytes)` gives the workspace, or null.
+// Tensors are the operands, then the results; offsets say where in octet_arguments each belongs. Results beyond them
+// are the caller's. `allocate(bytes)` gives the workspace, or null.
 template <class Allocate>
 ffi::Error run(octet_device device, int32_t device_index, void* stream, Allocate&& allocate,
                ffi::RemainingArgs operands, ffi::RemainingRets results, Bytes attention_bytes, Bytes arguments_bytes,
@@ -71,7 +71,8 @@ ffi::Error run(octet_device device, int32_t device_index, void* stream, Allocate
   if (const octet_status status = octet_workspace_size(&attention, &arguments, &bytes); status != OCTET_OK)
     return failed(status);
   void* workspace = bytes ? allocate(bytes) : nullptr;
-  if (bytes && !workspace) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "octet: no workspace of " + std::to_string(bytes) + " bytes");
+  if (bytes && !workspace)
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "octet: no workspace of " + std::to_string(bytes) + " bytes");
   const octet_status status = octet_run(&attention, &arguments, workspace, bytes, stream);
   return status == OCTET_OK ? ffi::Error::Success() : failed(status);
 }
@@ -87,8 +88,8 @@ ffi::Error run_cpu(ffi::RemainingArgs operands, ffi::RemainingRets results, Byte
   return run(OCTET_CPU, 0, nullptr, allocate, operands, results, attention, arguments, tensors, offsets, backend);
 }
 
-// The last result is the workspace, in bytes: a buffer of the program, which stays its own when XLA records the call in a
-// CUDA graph; XLA's scratch memory is given back when the handler returns.
+// The last result is the workspace, in bytes: a buffer of the program, which stays its own when XLA records the call in
+// a CUDA graph; XLA's scratch memory is given back when the handler returns.
 ffi::Error run_cuda(void* stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets results,
                     Bytes attention, Bytes arguments, Bytes tensors, ffi::Span<const int64_t> offsets,
                     std::string_view backend) {

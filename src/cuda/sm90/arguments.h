@@ -28,7 +28,7 @@ struct ForwardArguments {
   Output o, o_residual, lse;
   const float* v_center;  // [batch, kv_head, kernel's dim_v] that v was reduced by; of kBalanced precisions
   Sinks sinks;
-  bool clears;  // rows of v: packed sequences, or keys that no query sees
+  bool clears;                    // rows of v: packed sequences, or keys that no query sees
   Output q_rows, k_rows, v_rows;  // what the tensor maps read, of `dim` and dim_v channels; the type is the kernel's
   int dim;
 };
