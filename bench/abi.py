@@ -14,7 +14,13 @@ _spec = importlib.util.spec_from_file_location("octet_abi", ROOT / "python/octet
 abi = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(abi)
 
-DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int32: "i32", torch.float8_e4m3fn: "e4m3"}
+DTYPES = {
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.float8_e4m3fn: "e4m3",
+}
 REMEDIES = abi.REMEDIES
 FORWARD, BACKWARD = abi.PASSES["forward"], abi.PASSES["backward"]
 
@@ -30,7 +36,11 @@ class Octet:
         pointers = {name: ctypes.pointer(view) for name, view in self.views.items()}
         self.arguments = abi.Arguments(**{"pass": which}, **pointers)
         bytes_needed = ctypes.c_size_t()
-        self.check(library.octet_workspace_size(ctypes.byref(self.attention), ctypes.byref(self.arguments), ctypes.byref(bytes_needed)))
+        self.check(
+            library.octet_workspace_size(
+                ctypes.byref(self.attention), ctypes.byref(self.arguments), ctypes.byref(bytes_needed)
+            )
+        )
         self.bytes = bytes_needed.value
         self.device = tensors["q"].device
         self.memory = torch.empty(self.bytes + 64, dtype=torch.uint8, device=self.device)
@@ -59,7 +69,11 @@ class Octet:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream) if self.device.type == "cuda" else None
         self.check(
             self.library.octet_run(
-                ctypes.byref(self.attention), ctypes.byref(self.arguments), ctypes.c_void_p(self.workspace), ctypes.c_size_t(self.bytes), stream
+                ctypes.byref(self.attention),
+                ctypes.byref(self.arguments),
+                ctypes.c_void_p(self.workspace),
+                ctypes.c_size_t(self.bytes),
+                stream,
             )
         )
 
@@ -75,5 +89,7 @@ def revision():
     """The commit that is measured, "-dirty" if anything but results differs from it."""
     git = ["git", "-C", str(ROOT)]
     run = lambda *arguments: subprocess.run(git + list(arguments), capture_output=True, text=True).stdout.strip()
-    changed = run("status", "--porcelain", "--", ".", ":!bench/results", ":!README.md", ":!docs/benchmarks.md", ":!docs/speed.svg")
+    changed = run(
+        "status", "--porcelain", "--", ".", ":!bench/results", ":!README.md", ":!docs/benchmarks.md", ":!docs/speed.svg"
+    )
     return run("describe", "--always") + ("-dirty" if changed else "")

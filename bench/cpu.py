@@ -17,7 +17,6 @@ import statistics
 import time
 
 import torch
-
 from abi import BACKWARD, FORWARD, Octet, load, revision
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -45,13 +44,15 @@ def prepare(library, which, precision, dtype, causal, dim, threads):
     if which == "forward":
         return lambda: attention(q, k, v, is_causal=causal), run
 
-    grads = {f"d{name}": torch.empty_like(x) for name, x in zip("qkv", (q, k, v))}
-    backward = Octet(library, BACKWARD, precision, causal, dict(q=q, k=k, v=v, o=o, lse=lse, do=do, **grads), threads=threads)
+    grads = {f"d{name}": torch.empty_like(x) for name, x in zip("qkv", (q, k, v), strict=True)}
+    backward = Octet(
+        library, BACKWARD, precision, causal, dict(q=q, k=k, v=v, o=o, lse=lse, do=do, **grads), threads=threads
+    )
     backward()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out = attention(*leaves, is_causal=causal)
     reference = lambda: torch.autograd.grad(out, leaves, do, retain_graph=True)
-    for (name, got), expected in zip(grads.items(), reference()):
+    for (name, got), expected in zip(grads.items(), reference(), strict=True):
         expect_close(name, got, expected)
     return reference, backward
 
@@ -71,7 +72,7 @@ def medians(calls, rounds):
         call()
     seconds = [[] for _ in calls]
     for _ in range(rounds):
-        for call, samples in zip(calls, seconds):
+        for call, samples in zip(calls, seconds, strict=True):
             time.sleep(PAUSE)
             start = time.perf_counter()
             call()
@@ -101,7 +102,16 @@ def main():
             for which, precision, dtype, asked in CASES:
                 calls = prepare(library, which, precision, dtype, causal, dim, options.threads)
                 torch_seconds, octet_seconds = medians(calls, options.rounds)
-                flops = 4 * BATCH * HEADS * TOKENS * TOKENS * dim * (0.5 if causal else 1) * (2.5 if which == "backward" else 1)
+                flops = (
+                    4
+                    * BATCH
+                    * HEADS
+                    * TOKENS
+                    * TOKENS
+                    * dim
+                    * (0.5 if causal else 1)
+                    * (2.5 if which == "backward" else 1)
+                )
                 rows.append(
                     {
                         "pass": which,
@@ -119,8 +129,9 @@ def main():
                 )
                 r = rows[-1]
                 print(
-                    f"d{dim:<4} {'causal' if causal else 'full':6} {which:8} {precision:5} octet {r['octet_gflops']:7.1f} GFLOP/s, "
-                    f"torch {r['torch_dtype']:8} {r['torch_gflops']:7.1f}, ratio {r['ratio']:.2f} (asked {asked})",
+                    f"d{dim:<4} {'causal' if causal else 'full':6} {which:8} {precision:5} "
+                    f"octet {r['octet_gflops']:7.1f} GFLOP/s, torch {r['torch_dtype']:8} {r['torch_gflops']:7.1f}, "
+                    f"ratio {r['ratio']:.2f} (asked {asked})",
                     flush=True,
                 )
 

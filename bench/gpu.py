@@ -1,6 +1,6 @@
-"""Times octet on this GPU against cuDNN through torch and, where `flash_attn_interface` can be imported, FlashAttention-3:
-same process, same inputs, in alternating rounds, CUDA events around groups of launches, medians. Before it times, it
-holds all of them to float64 attention, on random inputs and on the real ones of examples/data.
+"""Times octet on this GPU against cuDNN through torch and, where `flash_attn_interface` can be imported, against
+FlashAttention-3: same process, same inputs, in alternating rounds, CUDA events around groups of launches, medians.
+Before it times, it holds all of them to float64 attention, on random inputs and on the real ones of examples/data.
 
     bench/gpu.py [--pass forward,backward] [--rounds N] [--library build/release/src/liboctet.so] [--output FILE]
 
@@ -14,7 +14,6 @@ import json
 import pathlib
 
 import torch
-
 from abi import BACKWARD, FORWARD, REMEDIES, Octet, load
 from peers import circumstances, cudnn, cudnn_name, medians
 
@@ -48,8 +47,8 @@ class Problem:
 
 
 class Ours:
-    """octet's calls: `forward` as for inference, `training` keeps what a backward pass needs, `backward`, and `deterministic`
-    where dq is summed in order. None where it has no such kernel."""
+    """octet's calls: `forward` as for inference, `training` keeps what a backward pass needs, `backward`, and
+    `deterministic` where dq is summed in order. None where it has no such kernel."""
 
     def __init__(self, library, problem, options):
         p = problem
@@ -60,13 +59,21 @@ class Ours:
 
         def call(which, tensors, **more):
             try:
-                return Octet(library, which, precision, p.causal, dict(q=p.q, k=p.k, v=p.v, o=self.o, lse=lse) | tensors, remedy=REMEDIES[options.remedy], **more)
+                return Octet(
+                    library,
+                    which,
+                    precision,
+                    p.causal,
+                    dict(q=p.q, k=p.k, v=p.v, o=self.o, lse=lse) | tensors,
+                    remedy=REMEDIES[options.remedy],
+                    **more,
+                )
             except RuntimeError as error:
                 if "no backend can solve" not in str(error):
                     raise
 
         residual = {} if options.remedy == "none" else dict(o_residual=o_residual)
-        kept = dict(zip(("dq", "dk", "dv"), self.gradients)) | dict(do=p.do) | residual
+        kept = dict(zip(("dq", "dk", "dv"), self.gradients, strict=True)) | dict(do=p.do) | residual
         self.forward = call(FORWARD, {})
         self.training = call(FORWARD, residual)
         self.backward = call(BACKWARD, kept)
@@ -110,7 +117,9 @@ def others_here():
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     packages = importlib.metadata.packages_distributions().get("flash_attn_interface", [])
-    version = importlib.metadata.version(packages[0]) if packages else getattr(module, "__version__", "of unknown version")
+    version = (
+        importlib.metadata.version(packages[0]) if packages else getattr(module, "__version__", "of unknown version")
+    )
     return found | {"fa3": (f"FlashAttention-3 {version}", fa3)}
 
 
@@ -119,16 +128,21 @@ def errors(problem, programs, backward):
     want = problem.exact()
     found = {}
     for program, results in ((name, x.results(backward)) for name, x in programs.items()):
-        for tensor, got, exact in zip(TENSORS, results, want):
+        for tensor, got, exact in zip(TENSORS, results, want, strict=False):
             error = ((got.double() - exact).norm() / exact.norm()).item()
             if not error < 0.05:
-                raise RuntimeError(f"{program}: {tensor} differs from float64 by {error:.3g} in relative L2: not the same problem")
+                raise RuntimeError(
+                    f"{program}: {tensor} differs from float64 by {error:.3g} in relative L2: not the same problem"
+                )
             found.setdefault(tensor, {})[program] = error
     return found
 
 
 def text_of(found):
-    return "   ".join(f"{tensor} " + " ".join(f"{program} {error:.5f}" for program, error in programs.items()) for tensor, programs in found.items())
+    return "   ".join(
+        f"{tensor} " + " ".join(f"{program} {error:.5f}" for program, error in programs.items())
+        for tensor, programs in found.items()
+    )
 
 
 def check(programs_of, options):
@@ -139,7 +153,8 @@ def check(programs_of, options):
     for dim in (64, 128, 256):
         for causal in (False, True):
             problem = Problem.draw((2, 3, 1500, dim), options.dtype, causal, seed=dim)
-            print(f"random d{dim:<4} {'causal' if causal else 'full':6} {text_of(errors(problem, programs_of(problem), backward))}", flush=True)
+            found = text_of(errors(problem, programs_of(problem), backward))
+            print(f"random d{dim:<4} {'causal' if causal else 'full':6} {found}", flush=True)
     worst = {}
     for path in sorted(ROOT.glob("examples/data/*.safetensors")):
         data = load_file(path)
@@ -154,7 +169,11 @@ def check(programs_of, options):
 def calls_of(which, programs):
     """Returns the calls that are timed for one pass: name -> call."""
     ours = programs["octet"]
-    mine = {"octet": ours.forward, "octet_training": ours.training} if which == "forward" else {"octet": ours.backward, "octet_deterministic": ours.deterministic}
+    mine = (
+        {"octet": ours.forward, "octet_training": ours.training}
+        if which == "forward"
+        else {"octet": ours.backward, "octet_deterministic": ours.deterministic}
+    )
     theirs = {name: getattr(x, which) for name, x in programs.items() if name != "octet"}
     return {name: call for name, call in (theirs | mine).items() if call}
 
@@ -171,12 +190,32 @@ def measure(programs_of, options):
                 calls = calls_of(which, programs)
                 if "octet" not in calls:
                     continue
-                times = dict(zip(calls, medians(list(calls.values()), options.rounds, max(1, int(2e12 // products)))))
+                times = dict(
+                    zip(
+                        calls, medians(list(calls.values()), options.rounds, max(1, int(2e12 // products))), strict=True
+                    )
+                )
                 rate = {name: products * (2.5 if which == "backward" else 1) / ms / 1e9 for name, ms in times.items()}
                 ratios = {name: times[name] / times["octet"] for name in times if not name.startswith("octet")}
-                rows.append({"pass": which, "dim": dim, "tokens": tokens, "causal": causal, "ms": times, "tflops": rate, "ratios": ratios})
-                text = "  ".join(f"{name} {x:6.1f}" for name, x in rate.items()) + "  times faster than " + ", ".join(f"{name} {x:.3f}" for name, x in ratios.items())
-                print(f"{which:8} d{dim:<4} S {tokens:<6} {'causal' if causal else 'full':6}  TFLOP/s  {text}", flush=True)
+                rows.append(
+                    {
+                        "pass": which,
+                        "dim": dim,
+                        "tokens": tokens,
+                        "causal": causal,
+                        "ms": times,
+                        "tflops": rate,
+                        "ratios": ratios,
+                    }
+                )
+                text = (
+                    "  ".join(f"{name} {x:6.1f}" for name, x in rate.items())
+                    + "  times faster than "
+                    + ", ".join(f"{name} {x:.3f}" for name, x in ratios.items())
+                )
+                print(
+                    f"{which:8} d{dim:<4} S {tokens:<6} {'causal' if causal else 'full':6}  TFLOP/s  {text}", flush=True
+                )
     return rows
 
 
@@ -193,7 +232,10 @@ def main():
 
     library = load(options.library)
     others = others_here()
-    programs_of = lambda problem: {"octet": Ours(library, problem, options)} | {name: Peer(function, problem) for name, (_, function) in others.items()}
+    programs_of = lambda problem: (
+        {"octet": Ours(library, problem, options)}
+        | {name: Peer(function, problem) for name, (_, function) in others.items()}
+    )
     for name, (description, _) in others.items():
         print(f"{name}: {description}", flush=True)
     found = check(programs_of, options)

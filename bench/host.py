@@ -4,8 +4,8 @@ attention run in one process, in alternating rounds; the result is the median of
     bench/host.py [--device cuda|cpu] [--rounds N] [--output FILE]     with the package importable
 
 On a GPU the calls of a round are enqueued without waiting, in rounds so short that the queue does not fill.
-A call inside a CUDA graph costs what it adds, recorded, to a replay. On a CPU the kernels run on the host too: the shape
-is so small that they take little, and the parts say how much.
+A call inside a CUDA graph costs what it adds, recorded, to a replay. On a CPU the kernels run on the host too: the
+shape is so small that they take little, and the parts say how much.
 """
 
 import argparse

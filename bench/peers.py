@@ -5,9 +5,8 @@ import statistics
 import subprocess
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
 from abi import revision
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def cudnn(q, k, v, causal):
@@ -31,7 +30,7 @@ def medians(calls, rounds, repeats):
             call()
     events = [[] for _ in calls]
     for _ in range(rounds):
-        for call, marks in zip(calls, events):
+        for call, marks in zip(calls, events, strict=True):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(repeats):

@@ -15,8 +15,8 @@ from octet.errors import InvalidArgument, refuse_dtype
 if TYPE_CHECKING:
     from typing import Unpack
 
-# Functions of q, k, v and keywords that give o of `attention` without a mask and sinks faster than `forward` does, by the
-# name of q's type: torch.compile cannot guard a dictionary whose keys are types.
+# Functions of q, k, v and keywords that give o of `attention` without a mask and sinks faster than `forward` does, by
+# the name of q's type: torch.compile cannot guard a dictionary whose keys are types.
 shortcuts: dict[str, Callable[[Any, Any, Any, AttentionOptions], Any]] = {}
 
 

@@ -112,6 +112,7 @@ def _way_of_jax() -> tuple[str, str | None]:
         return "not installed", None
     try:
         import jax
+
         from octet.jax import _call
     except Exception as error:  # a version that octet does not know
         return f"cannot be used: {type(error).__name__}: {error}", None

@@ -90,7 +90,9 @@ def main():
     counts = len(old.functions), len(old.structs), len(old.fields), len(old.enumerators)
     if counts != COUNTS:
         wrong.append(f"{OLD}: found {counts} functions, structs, fields, enumerators, expected {COUNTS}")
-    print("\n".join(wrong) or "%d functions, %d structs, %d fields and %d enumerators are those of 0.1.0" % counts)
+    print(
+        "\n".join(wrong) or "{} functions, {} structs, {} fields and {} enumerators are those of 0.1.0".format(*counts)
+    )
     sys.exit(bool(wrong))
 
 

@@ -21,13 +21,31 @@ CUDA = ["cuda/atomic", "cuda/ptx", "cudaTypedefs.h"]  # the toolkit's own header
 RULES["src/cuda/ptx"] = [*CUDA, "cuda/ptx/"]
 RULES["src/cuda/tile"] = [*CUDA, "cuda/ptx/", "cuda/tile/"]
 RULES["src/cuda/attn"] = [*CUDA, "cuda/ptx/", "cuda/tile/", "cuda/attn/"]
-RULES["src/cuda/quant"] = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/tile/", "cuda/attn/", "cuda/host/status.h", "cuda/host/launch.h", "cuda/quant/"]
+RULES["src/cuda/quant"] = [
+    *CUDA,
+    "octet/",
+    "core/",
+    "cuda/ptx/",
+    "cuda/tile/",
+    "cuda/attn/",
+    "cuda/host/status.h",
+    "cuda/host/launch.h",
+    "cuda/quant/",
+]
 RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/attn/", "cuda/host/", "cuda/quant/"]
 RULES["src/cuda/sm90"] = [*CUDA, "octet/", "core/", "cpu/rows.h", "cuda/"]  # the quantisers' constants are the CPU's
 RULES["tests/gpu"] = ["octet/", "support/", "passes/", "gpu/", "gtest/"]
 RULES["tests/gpu/inside"] = ["octet/", "core/", "cpu/rows.h", "cuda/", "gtest/"]
 # The kernels of the CPU know the hall and one another, but not the quantisers or the reference.
-RULES["src/cpu/kernels"] = ["octet/", "core/", "cpu/kernels/", "cpu/rows.h", "cpu/parallel.h", "cpu/elements.h", "cpu/isa.h"]
+RULES["src/cpu/kernels"] = [
+    "octet/",
+    "core/",
+    "cpu/kernels/",
+    "cpu/rows.h",
+    "cpu/parallel.h",
+    "cpu/elements.h",
+    "cpu/isa.h",
+]
 SYSTEM = re.compile(r"[a-z_0-9]+(\.h)?|sys/[a-z_]+\.h")  # <vector>, <math.h>, <sys/mman.h>
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
 

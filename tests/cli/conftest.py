@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 
 OCTET = os.environ["OCTET"]
-TYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "I8": np.int8, "U8": np.uint8, "I32": np.int32, "BF16": np.uint16,
-         "F8_E4M3": np.uint8}
+TYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "I32": np.int32,
+    "BF16": np.uint16,
+    "F8_E4M3": np.uint8,
+}
 
 
 def octet(*arguments, env=None):

@@ -3,7 +3,19 @@
 import json
 
 import pytest
-from conftest import attention, causal, draw, from_bf16, octet, read_header, read_safetensors, rel_l2, run_ok, to_bf16, write_safetensors
+from conftest import (
+    attention,
+    causal,
+    draw,
+    from_bf16,
+    octet,
+    read_header,
+    read_safetensors,
+    rel_l2,
+    run_ok,
+    to_bf16,
+    write_safetensors,
+)
 
 GPU = [b["name"] for b in json.loads(run_ok("info", "--json"))["backends"] if b["device"] == "cuda" and b["available"]]
 pytestmark = pytest.mark.skipif(not GPU, reason="no GPU that octet computes on")
@@ -18,13 +30,17 @@ def bf16_file(tmp_path):
     return write_safetensors(tmp_path / "in.safetensors", t, bf16=True), t
 
 
-@pytest.mark.parametrize("where", [["--backend", "sm90"], ["--device", "cuda"], ["--device", "cuda:0", "--deterministic"]])
+@pytest.mark.parametrize(
+    "where", [["--backend", "sm90"], ["--device", "cuda"], ["--device", "cuda:0", "--deterministic"]]
+)
 def test_run_agrees_with_numpy(tmp_path, bf16_file, where):
     source, t = bf16_file
     run_ok("run", source, tmp_path / "out.safetensors", "--causal", "--backward", *where)
     got, want = read_safetensors(tmp_path / "out.safetensors"), attention(t, causal(200, 200))
     assert sorted(got) == ["dk", "dq", "dv", "lse", "o"]
-    assert {entry["dtype"] for name, entry in read_header(tmp_path / "out.safetensors").items() if name != "lse"} == {"BF16"}
+    assert {entry["dtype"] for name, entry in read_header(tmp_path / "out.safetensors").items() if name != "lse"} == {
+        "BF16"
+    }
     for name, x in got.items():
         assert rel_l2(x, want[name]) < BF16, name
 
@@ -33,7 +49,7 @@ def test_check_finds_the_same_errors_as_on_the_cpu(bf16_file):
     arguments = ["check", bf16_file[0], "--json", "--causal", "--precision", "bf16,f16", "--pass", "fwd,bwd"]
     on_gpu, on_cpu = (json.loads(run_ok(*arguments, *where)) for where in (["--backend", "sm90"], []))
     assert [r["backend"] for r in on_gpu] == ["sm90"] * 10 and [r["backend"] for r in on_cpu] == ["cpu"] * 10
-    for a, b in zip(on_gpu, on_cpu):
+    for a, b in zip(on_gpu, on_cpu, strict=True):
         assert (a["pass"], a["precision"], a["tensor"]) == (b["pass"], b["precision"], b["tensor"])
         if a["tensor"] != "lse":  # f32 on both: as near as its sums
             assert a["rel_l2"] < 1.5 * b["rel_l2"], a
@@ -42,16 +58,20 @@ def test_check_finds_the_same_errors_as_on_the_cpu(bf16_file):
 
 def test_bench_times_more_work_as_longer(tmp_path):
     shapes = [option for tokens in (1024, 8192) for option in ("--shape", f"1,8,8,{tokens},{tokens},128")]
-    rows = json.loads(run_ok("bench", *shapes, "--backend", "sm90", "--precision", "bf16", "--pass", "fwd,bwd", "--json"))
+    rows = json.loads(
+        run_ok("bench", *shapes, "--backend", "sm90", "--precision", "bf16", "--pass", "fwd,bwd", "--json")
+    )
     assert [r["backend"] for r in rows] == ["sm90"] * 4 and all(r["min_seconds"] <= r["median_seconds"] for r in rows)
     small, large = rows[:2], rows[2:]
-    for a, b in zip(small, large):
+    for a, b in zip(small, large, strict=True):
         assert a["pass"] == b["pass"] and 4 * a["median_seconds"] < b["median_seconds"] < 1e-2
         assert 1 < b["tflops"] < 2000
 
 
 def test_bench_of_all_precisions_leaves_out_what_the_gpu_has_not():
-    found = {r["precision"] for r in json.loads(run_ok("bench", "--shape", "1,2,2,256,256,64", "--device", "cuda", "--json"))}
+    found = {
+        r["precision"] for r in json.loads(run_ok("bench", "--shape", "1,2,2,256,256,64", "--device", "cuda", "--json"))
+    }
     assert {"f16", "bf16"} <= found and "f32" not in found
 
 
@@ -61,8 +81,12 @@ def test_explain_chooses_the_gpu_for_tensors_there():
 
 
 def test_what_the_gpu_cannot_do_is_refused_in_one_line(tmp_path, bf16_file):
-    for arguments, message in [(["--precision", "f32"], "sm90: it has no f32"), (["--device", "cuda:200"], "cuda:200: invalid device ordinal"),
-                               (["--device", "cpu"], "the tensors are on cpu; it works on cuda tensors"), (["--jvp"], "sm90: it has no jvp pass")]:
+    for arguments, message in [
+        (["--precision", "f32"], "sm90: it has no f32"),
+        (["--device", "cuda:200"], "cuda:200: invalid device ordinal"),
+        (["--device", "cpu"], "the tensors are on cpu; it works on cuda tensors"),
+        (["--jvp"], "sm90: it has no jvp pass"),
+    ]:
         done = octet("run", bf16_file[0], tmp_path / "out.safetensors", "--backend", "sm90", *arguments)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and message in done.stderr, done.stderr
     assert not (tmp_path / "out.safetensors").exists()

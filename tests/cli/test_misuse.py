@@ -32,7 +32,10 @@ FILES = {
     "a header of 2^60 bytes": ((1 << 60).to_bytes(8, "little") + b"{}", "header of 1152921504606846976 bytes"),
     "deeply nested JSON": (header_bytes(b'{"q":' + b"[" * 500000), 'found an array in "q"'),
     "nested metadata": (header_bytes(b'{"__metadata__":{"a":' + b'{"a":' * 500000), "found an object"),
-    "overlapping offsets": (header_bytes(QKV | {"k": QKV["k"] | {"data_offsets": [32, 96]}}) + bytes(192), "inside another tensor"),
+    "overlapping offsets": (
+        header_bytes(QKV | {"k": QKV["k"] | {"data_offsets": [32, 96]}}) + bytes(192),
+        "inside another tensor",
+    ),
     "negative offsets": (with_q(data_offsets=[-64, 0]), "negative offset -64"),
     "offsets beyond the end": (header_bytes(QKV) + bytes(191), "ends at byte 192, but the file holds 191"),
     "a shape whose product overflows": (with_q(shape=[1 << 32, 1 << 32, 2, 8]), "more elements than memory can hold"),
@@ -42,7 +45,10 @@ FILES = {
     "two dimensions": (with_q(shape=[2, 8]), "q: shape [2, 8], expected [batch, head, token, dim]"),
     "a head dim of 4": (with_q(shape=[1, 1, 4, 4]), "q: head dim 4"),
     "integers": (with_q(dtype="I32"), "q: dtype int32, allowed: f64, f32, f16, bf16, e4m3"),
-    "a dtype that is not read": (with_q(dtype="U32"), 'tensor "q" has dtype U32, allowed: F64, F32, F16, BF16, F8_E4M3'),
+    "a dtype that is not read": (
+        with_q(dtype="U32"),
+        'tensor "q" has dtype U32, allowed: F64, F32, F16, BF16, F8_E4M3',
+    ),
 }
 
 
@@ -67,16 +73,40 @@ ARGUMENTS = {
     "a list of precisions": (["--precision", "f32,bf16"], '--precision: found "f32,bf16"'),
     "unknown alignment": (["--causal=left"], '--causal: found "left", allowed: top-left, bottom-right'),
     "unknown backend": (["--backend", "abacus"], f'unknown name "abacus"; known: {BACKENDS}'),
-    "unknown remedy": (["--precision", "bf16", "--remedy", "hope"], '--remedy: found "hope", allowed: f16_inside, none, beta'),
+    "unknown remedy": (
+        ["--precision", "bf16", "--remedy", "hope"],
+        '--remedy: found "hope", allowed: f16_inside, none, beta',
+    ),
     "a remedy for f32": (["--remedy", "beta"], "remedies are for f16 and bf16"),
-    "unknown output type": (["--out-dtype", "f128"], '--out-dtype: found "f128", allowed with precision f32: f32, f16, bf16'),
-    "an output type without room": (["--out-dtype", "int8"], '--out-dtype: found "int8", allowed with precision f32: f32, f16, bf16'),
-    "an output type of fp8_raw": (["--out-dtype", "e4m3"], '--out-dtype: found "e4m3", allowed with precision f32: f32, f16, bf16'),
-    "an output type of f64": (["--out-dtype", "f64"], '--out-dtype: found "f64", allowed with precision f32: f32, f16, bf16'),
-    "an output type of none": (["--precision", "fp8_raw", "--out-dtype", "e5m2"], 'allowed with precision fp8_raw: f32, f16, bf16, e4m3'),
-    "a scale below float32": (["--scale", "1e-46"], "--scale: found 1e-46, beyond float32; allowed: sizes from 1.2e-38 to 3.4e38"),
+    "unknown output type": (
+        ["--out-dtype", "f128"],
+        '--out-dtype: found "f128", allowed with precision f32: f32, f16, bf16',
+    ),
+    "an output type without room": (
+        ["--out-dtype", "int8"],
+        '--out-dtype: found "int8", allowed with precision f32: f32, f16, bf16',
+    ),
+    "an output type of fp8_raw": (
+        ["--out-dtype", "e4m3"],
+        '--out-dtype: found "e4m3", allowed with precision f32: f32, f16, bf16',
+    ),
+    "an output type of f64": (
+        ["--out-dtype", "f64"],
+        '--out-dtype: found "f64", allowed with precision f32: f32, f16, bf16',
+    ),
+    "an output type of none": (
+        ["--precision", "fp8_raw", "--out-dtype", "e5m2"],
+        "allowed with precision fp8_raw: f32, f16, bf16, e4m3",
+    ),
+    "a scale below float32": (
+        ["--scale", "1e-46"],
+        "--scale: found 1e-46, beyond float32; allowed: sizes from 1.2e-38 to 3.4e38",
+    ),
     "a scale above float32": (["--scale", "1e39"], "--scale: found 1e39, beyond float32"),
-    "a beta below float32": (["--precision", "bf16", "--remedy", "beta", "--beta", "1e-46"], "--beta: found 1e-46, beyond float32"),
+    "a beta below float32": (
+        ["--precision", "bf16", "--remedy", "beta", "--beta", "1e-46"],
+        "--beta: found 1e-46, beyond float32",
+    ),
     "half a window": (["--window", "3"], '--window: found "3", expected LEFT,RIGHT'),
     "a window below -1": (["--window", "-2,0"], "window: found -2, 0"),
     "an unknown option": (["--fast"], "--fast"),
@@ -120,8 +150,17 @@ def test_explain_and_info_without_a_gpu():
     assert info["gpus"] == [] and all(b["available"] == (b["device"] == "cpu") for b in info["backends"])
 
 
-@pytest.mark.parametrize("device, message", [("tpu", 'found "tpu", allowed: cpu, cuda'), ("cuda:", 'found "", expected a whole number'), ("cuda:x", 'found "x"'),
-                                             ("cuda:-1", "expected cuda:0 to cuda:255"), ("cpu:1", "expected cpu, cuda or cuda:N"), ("cuda:1:2", "expected cpu, cuda")])
+@pytest.mark.parametrize(
+    "device, message",
+    [
+        ("tpu", 'found "tpu", allowed: cpu, cuda'),
+        ("cuda:", 'found "", expected a whole number'),
+        ("cuda:x", 'found "x"'),
+        ("cuda:-1", "expected cuda:0 to cuda:255"),
+        ("cpu:1", "expected cpu, cuda or cuda:N"),
+        ("cuda:1:2", "expected cpu, cuda"),
+    ],
+)
 @pytest.mark.parametrize("command", ["run", "explain"])
 def test_bad_devices(tmp_path, small, command, device, message):
     arguments = [small, tmp_path / "out.safetensors"] if command == "run" else ["--shape", "1,2,2,64,64,64"]
@@ -129,13 +168,19 @@ def test_bad_devices(tmp_path, small, command, device, message):
 
 
 def test_a_missing_file(tmp_path):
-    refused(octet("run", tmp_path / "none.safetensors", tmp_path / "out.safetensors"), "none.safetensors: cannot open: No such file or directory")
+    refused(
+        octet("run", tmp_path / "none.safetensors", tmp_path / "out.safetensors"),
+        "none.safetensors: cannot open: No such file or directory",
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_head_count_that_does_not_divide(tmp_path):
     source = write_safetensors(tmp_path / "in.safetensors", draw(1, hq=3, hkv=2))
-    refused(octet("run", source, tmp_path / "out.safetensors"), "q: 3 heads, which is not a multiple of the 2 heads of k and v")
+    refused(
+        octet("run", source, tmp_path / "out.safetensors"),
+        "q: 3 heads, which is not a multiple of the 2 heads of k and v",
+    )
 
 
 def test_causal_with_lengths_that_differ_asks_for_the_diagonal(tmp_path):
@@ -151,7 +196,10 @@ def test_companions_that_run_needs(tmp_path):
     refused(octet("run", source, tmp_path / "out.safetensors", "--jvp"), 'no tensor "tq"')
 
 
-@pytest.mark.parametrize("out", ["none/out.safetensors", "none/out", "folder.safetensors", "in.safetensors", "/proc/out.safetensors", "out.npy"])
+@pytest.mark.parametrize(
+    "out",
+    ["none/out.safetensors", "none/out", "folder.safetensors", "in.safetensors", "/proc/out.safetensors", "out.npy"],
+)
 def test_an_unwritable_output(tmp_path, small, out):
     (tmp_path / "folder.safetensors").mkdir()
     before = small.read_bytes()
@@ -162,21 +210,46 @@ def test_an_unwritable_output(tmp_path, small, out):
 
 
 def test_a_full_disk_leaves_nothing(tmp_path, small):
-    limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 1; exec "$@"', "-", os.environ["OCTET"], "run", str(small), str(tmp_path / "out.safetensors")]
+    limited = [
+        "bash",
+        "-c",
+        'trap "" XFSZ; ulimit -f 1; exec "$@"',
+        "-",
+        os.environ["OCTET"],
+        "run",
+        str(small),
+        str(tmp_path / "out.safetensors"),
+    ]
     refused(subprocess.run(limited, capture_output=True, text=True), "cannot write: File too large")
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 
 
 @pytest.mark.parametrize("operand", ["q", "k"])
 def test_quantising_per_channel_what_is_summed_over_channels(tmp_path, small, operand):
-    done = octet("quantize", small, tmp_path / "out.safetensors", "--operand", operand, "--format", "int8", "--granularity", "channel")
+    done = octet(
+        "quantize",
+        small,
+        tmp_path / "out.safetensors",
+        "--operand",
+        operand,
+        "--format",
+        "int8",
+        "--granularity",
+        "channel",
+    )
     refused(done, "granularity: channel")
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 
 
-@pytest.mark.parametrize("content, message", [
-    (b"", "too few"), (b"\x93NUMPY\x01\x00\xff\xff{", "too few"), (b"\x93NUMPY\x09\x00\x02\x00{}", "version 9.0"), (b"hello hello", "not a .npy file"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", "too few"),
+        (b"\x93NUMPY\x01\x00\xff\xff{", "too few"),
+        (b"\x93NUMPY\x09\x00\x02\x00{}", "version 9.0"),
+        (b"hello hello", "not a .npy file"),
+    ],
+)
 def test_bad_npy(tmp_path, content, message):
     folder = tmp_path / "in"
     folder.mkdir()
@@ -193,16 +266,29 @@ def test_fortran_order_is_refused_with_the_cure(tmp_path):
     refused(octet("run", tmp_path, tmp_path / "out"), "ascontiguousarray")
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ([], "subcommand"), (["dance"], "dance"), (["check"], "FILE"), (["study"], "give a file or --bias"),
-    (["study", "--bias", "--round", "x=bf16"], 'unknown point "x"'), (["study", "--bias", "--round", "p=bf17"], '--round p: found "bf17"'),
-    (["bench", "--shape", "1,2,3"], "expected b,hq,hkv,sq,sk,d"), (["bench", "--runs", "0"], "at least 1 run"),
-    (["explain", "--shape", "1,8,8,9223372036854775807,64,64"], "memory can hold"), (["explain"], "--shape"),
-    (["explain", "--shape", "1,2,2,64,64,64", "--dtype", "int8"], '--dtype: found "int8", allowed with precision bf16: f32, f16, bf16, e4m3'),
-    (["check", "x", "--fail-above", "nan"], "--fail-above: found nan, allowed: a relative L2 error, 0 or more"),
-    (["check", "x", "--fail-above", "-1"], "--fail-above: found -1"), (["check", "x", "--fail-above", "small"], '--fail-above: found "small", expected a number'),
-    (["check", "x", "--pass", "sideways"], '--pass: found "sideways", allowed: fwd, bwd, jvp'),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ([], "subcommand"),
+        (["dance"], "dance"),
+        (["check"], "FILE"),
+        (["study"], "give a file or --bias"),
+        (["study", "--bias", "--round", "x=bf16"], 'unknown point "x"'),
+        (["study", "--bias", "--round", "p=bf17"], '--round p: found "bf17"'),
+        (["bench", "--shape", "1,2,3"], "expected b,hq,hkv,sq,sk,d"),
+        (["bench", "--runs", "0"], "at least 1 run"),
+        (["explain", "--shape", "1,8,8,9223372036854775807,64,64"], "memory can hold"),
+        (["explain"], "--shape"),
+        (
+            ["explain", "--shape", "1,2,2,64,64,64", "--dtype", "int8"],
+            '--dtype: found "int8", allowed with precision bf16: f32, f16, bf16, e4m3',
+        ),
+        (["check", "x", "--fail-above", "nan"], "--fail-above: found nan, allowed: a relative L2 error, 0 or more"),
+        (["check", "x", "--fail-above", "-1"], "--fail-above: found -1"),
+        (["check", "x", "--fail-above", "small"], '--fail-above: found "small", expected a number'),
+        (["check", "x", "--pass", "sideways"], '--pass: found "sideways", allowed: fwd, bwd, jvp'),
+    ],
+)
 def test_bad_commands(arguments, message):
     refused(octet(*arguments), message)
 
@@ -212,10 +298,17 @@ def test_check_prints_no_half_of_a_json_answer(tmp_path, small):
 
 
 COMMANDS = {
-    "help": ["--help"], "version": ["--version"], "info": ["info"], "info --json": ["info", "--json"], "run": ["run", "IN", "OUT"],
-    "check": ["check", "IN", "--precision", "f32"], "check --json": ["check", "IN", "--precision", "f32", "--json"],
-    "bench": ["bench", "--shape", "1,1,1,16,16,16", "--precision", "f32", "--runs", "1"], "study": ["study", "IN"],
-    "explain": ["explain", "--shape", "1,1,1,16,16,16"], "quantize": ["quantize", "IN", "OUT", "--operand", "k"],
+    "help": ["--help"],
+    "version": ["--version"],
+    "info": ["info"],
+    "info --json": ["info", "--json"],
+    "run": ["run", "IN", "OUT"],
+    "check": ["check", "IN", "--precision", "f32"],
+    "check --json": ["check", "IN", "--precision", "f32", "--json"],
+    "bench": ["bench", "--shape", "1,1,1,16,16,16", "--precision", "f32", "--runs", "1"],
+    "study": ["study", "IN"],
+    "explain": ["explain", "--shape", "1,1,1,16,16,16"],
+    "quantize": ["quantize", "IN", "OUT", "--operand", "k"],
 }
 
 
@@ -233,7 +326,9 @@ def test_an_answer_that_cannot_be_printed(tmp_path, small, command, stdout):
 
 def test_closed_streams_do_not_become_files(tmp_path, small):
     out = tmp_path / "out.safetensors"
-    done = subprocess.run(["bash", "-c", '"$@" <&- >&- 2>&-', "-", os.environ["OCTET"], "run", str(small), str(out), "--quiet"])
+    done = subprocess.run(
+        ["bash", "-c", '"$@" <&- >&- 2>&-', "-", os.environ["OCTET"], "run", str(small), str(out), "--quiet"]
+    )
     assert done.returncode == 0 and sorted(read_safetensors(out)) == ["lse", "o"]
 
 
@@ -245,7 +340,9 @@ def interrupted(folder, out, signal_number, **how):
     if not source.exists():
         write_safetensors(source, {name: random.standard_normal(shape, np.float32) for name, shape in large.items()})
     for _ in range(20):
-        process = subprocess.Popen([os.environ["OCTET"], "run", source, out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how)
+        process = subprocess.Popen(
+            [os.environ["OCTET"], "run", source, out], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how
+        )
         while process.poll() is None:
             try:
                 unfinished = [p for p in folder.rglob(".*") if p.stat().st_size > 0]
@@ -273,12 +370,26 @@ def test_a_signal_leaves_nothing_behind(tmp_path, out, number):
 
 def test_an_ignored_signal_stays_ignored(tmp_path):
     """nohup has a process ignore SIGHUP, and then the command finishes."""
-    _, status = interrupted(tmp_path, tmp_path / "out.safetensors", signal.SIGHUP, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    _, status = interrupted(
+        tmp_path,
+        tmp_path / "out.safetensors",
+        signal.SIGHUP,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
     assert status == 0 and sorted(p.name for p in tmp_path.iterdir()) == ["large.safetensors", "out.safetensors"]
 
 
 def test_a_shell_sees_128_and_the_signal(tmp_path):
     script = '"$@" & sleep 0.3; kill -TERM $!; wait $!; echo $?'
-    bench = [os.environ["OCTET"], "bench", "--shape", "8,16,16,4096,4096,128", "--precision", "f32", "--backend", "reference"]
+    bench = [
+        os.environ["OCTET"],
+        "bench",
+        "--shape",
+        "8,16,16,4096,4096,128",
+        "--precision",
+        "f32",
+        "--backend",
+        "reference",
+    ]
     done = subprocess.run(["bash", "-c", script, "-", *bench], capture_output=True, text=True, timeout=60)
     assert done.stdout == "143\n"

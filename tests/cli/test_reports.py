@@ -6,36 +6,88 @@ import subprocess
 
 import numpy as np
 import pytest
-from conftest import OCTET, attention, causal, draw, from_bf16, octet, read_safetensors, rel_l2, run_ok, to_bf16, write_safetensors
+from conftest import (
+    OCTET,
+    attention,
+    causal,
+    draw,
+    from_bf16,
+    octet,
+    read_safetensors,
+    rel_l2,
+    run_ok,
+    to_bf16,
+    write_safetensors,
+)
 
-CHECK_KEYS = ["file", "precision", "pass", "tensor", "cos", "rel_l1", "rel_l2", "max_abs", "worst_head_rel_l2", "nan", "seconds", "backend"]
-BENCH_KEYS = ["shape", "precision", "pass", "causal", "backend", "median_seconds", "min_seconds", "kernel_seconds", "tflops", "runs"]
+CHECK_KEYS = [
+    "file",
+    "precision",
+    "pass",
+    "tensor",
+    "cos",
+    "rel_l1",
+    "rel_l2",
+    "max_abs",
+    "worst_head_rel_l2",
+    "nan",
+    "seconds",
+    "backend",
+]
+BENCH_KEYS = [
+    "shape",
+    "precision",
+    "pass",
+    "causal",
+    "backend",
+    "median_seconds",
+    "min_seconds",
+    "kernel_seconds",
+    "tflops",
+    "runs",
+]
 
 
 def test_check_reports_the_figures_that_numpy_finds(tmp_path):
     t = {name: from_bf16(to_bf16(x)) for name, x in draw(11, sq=64, sk=64).items()}
     source = write_safetensors(tmp_path / "in.safetensors", t, bf16=True)
     want, got = attention(t, causal(64, 64)), {}
-    for option in (["--backward"], []):  # last the forward alone: one that saves the residual of o for a backward may round otherwise
+    for option in (
+        ["--backward"],
+        [],
+    ):  # last the forward alone: one that saves the residual of o for a backward may round otherwise
         run_ok("run", source, tmp_path / "out.safetensors", "--precision", "bf16", "--causal", *option)
         got |= read_safetensors(tmp_path / "out.safetensors")
     rows = json.loads(run_ok("check", source, "--json", "--causal", "--precision", "bf16", "--pass", "fwd,bwd"))
-    assert [(r["pass"], r["tensor"]) for r in rows] == [("fwd", "o"), ("fwd", "lse"), ("bwd", "dq"), ("bwd", "dk"), ("bwd", "dv")]
+    assert [(r["pass"], r["tensor"]) for r in rows] == [
+        ("fwd", "o"),
+        ("fwd", "lse"),
+        ("bwd", "dq"),
+        ("bwd", "dk"),
+        ("bwd", "dv"),
+    ]
     for row in rows:
         assert list(row) == CHECK_KEYS
         a, b = got[row["tensor"]].astype(np.float64), want[row["tensor"]]
         if row["tensor"] == "lse":
             a, b = a[..., None], b[..., None]
         heads = np.sqrt(((a - b) ** 2).sum((2, 3)) / (b**2).sum((2, 3)))
-        figures = {"cos": (a * b).sum() / np.sqrt((a**2).sum() * (b**2).sum()), "rel_l1": np.abs(a - b).sum() / np.abs(b).sum(),
-                   "rel_l2": rel_l2(a, b), "max_abs": np.abs(a - b).max(), "worst_head_rel_l2": heads.max()}
+        figures = {
+            "cos": (a * b).sum() / np.sqrt((a**2).sum() * (b**2).sum()),
+            "rel_l1": np.abs(a - b).sum() / np.abs(b).sum(),
+            "rel_l2": rel_l2(a, b),
+            "max_abs": np.abs(a - b).max(),
+            "worst_head_rel_l2": heads.max(),
+        }
         for key, figure in figures.items():
             assert row[key] == pytest.approx(figure, rel=1e-6), (row["tensor"], key)
         assert row["nan"] == 0 and row["backend"] == "cpu" and row["file"] == str(source) and row["seconds"] > 0
 
 
 def test_check_of_all_precisions_leaves_out_passes_that_do_not_exist(tmp_path, small):
-    rows = json.loads(run_ok("check", small, "--json", "--precision", "all", "--pass", "fwd,bwd,jvp", "--backend", "reference"))
+    rows = json.loads(
+        run_ok("check", small, "--json", "--precision", "all", "--pass", "fwd,bwd,jvp", "--backend", "reference")
+    )
     found = {p: sorted({r["precision"] for r in rows if r["pass"] == p}) for p in ("fwd", "bwd", "jvp")}
     assert found["fwd"] == sorted(["f32", "f16", "bf16", "int8", "int8_f16", "int8_fp8", "fp8", "fp8_raw", "sagebwd"])
     assert found["bwd"] == sorted(["f32", "f16", "bf16", "int8", "fp8", "sagebwd"])
@@ -54,7 +106,9 @@ def test_check_draws_what_is_absent_repeatably_and_says_so(tmp_path):
 def test_check_counts_nan(tmp_path):
     t = draw(13, companions=False)
     t["q"][0, 0, 5, 0] = np.nan
-    rows = json.loads(run_ok("check", write_safetensors(tmp_path / "in.safetensors", t), "--json", "--precision", "f32"))
+    rows = json.loads(
+        run_ok("check", write_safetensors(tmp_path / "in.safetensors", t), "--json", "--precision", "f32")
+    )
     assert rows[0]["nan"] == 16 and rows[0]["rel_l2"] < 1e-5  # float64 has the same row of NaN
 
 
@@ -73,7 +127,9 @@ def test_a_file_name_that_is_no_utf8(tmp_path, command):
 def test_tables_print_nan_without_a_sign(tmp_path):
     t = draw(13, companions=False)
     t["k"][0, 0, 5, 0] = 3e38
-    text = run_ok("check", write_safetensors(tmp_path / "in.safetensors", t), "--precision", "all", "--pass", "fwd,bwd,jvp")
+    text = run_ok(
+        "check", write_safetensors(tmp_path / "in.safetensors", t), "--precision", "all", "--pass", "fwd,bwd,jvp"
+    )
     assert " nan " in text and "-nan" not in text and "+nan" not in text
 
 
@@ -107,12 +163,34 @@ def test_check_table_ends_with_the_worst_of_several_files(tmp_path, small):
     assert "worst of 2 files" in text and "\033" not in text
 
 
-@pytest.mark.parametrize("mask, pairs", [([], 64 * 80), (["--causal=top-left"], 64 * 65 / 2), (["--causal=bottom-right"], 64 * 65 / 2 + 64 * 16)])
+@pytest.mark.parametrize(
+    "mask, pairs",
+    [([], 64 * 80), (["--causal=top-left"], 64 * 65 / 2), (["--causal=bottom-right"], 64 * 65 / 2 + 64 * 16)],
+)
 def test_bench_counts_what_the_mask_leaves(mask, pairs):
-    rows = json.loads(run_ok("bench", "--shape", "2,4,2,64,80,16", "--json", "--precision", "f32,int8", "--runs", "3", "--warmup", "0", *mask))
+    rows = json.loads(
+        run_ok(
+            "bench",
+            "--shape",
+            "2,4,2,64,80,16",
+            "--json",
+            "--precision",
+            "f32,int8",
+            "--runs",
+            "3",
+            "--warmup",
+            "0",
+            *mask,
+        )
+    )
     for row in rows:
         assert list(row) == BENCH_KEYS
-        assert row["shape"] == [2, 4, 2, 64, 80, 16] and row["runs"] == 3 and row["causal"] == bool(mask) and row["pass"] == "fwd"
+        assert (
+            row["shape"] == [2, 4, 2, 64, 80, 16]
+            and row["runs"] == 3
+            and row["causal"] == bool(mask)
+            and row["pass"] == "fwd"
+        )
         assert 0 < row["min_seconds"] <= row["median_seconds"]
         assert row["tflops"] * row["median_seconds"] * 1e12 == pytest.approx(4 * 8 * pairs * 16)
     assert rows[0]["kernel_seconds"] == rows[0]["median_seconds"]
@@ -120,7 +198,22 @@ def test_bench_counts_what_the_mask_leaves(mask, pairs):
 
 
 def test_bench_of_a_file(small):
-    rows = json.loads(run_ok("bench", "--file", small, "--json", "--precision", "f32", "--pass", "fwd,bwd,jvp", "--runs", "1", "--backend", "reference"))
+    rows = json.loads(
+        run_ok(
+            "bench",
+            "--file",
+            small,
+            "--json",
+            "--precision",
+            "f32",
+            "--pass",
+            "fwd,bwd,jvp",
+            "--runs",
+            "1",
+            "--backend",
+            "reference",
+        )
+    )
     assert [(r["pass"], r["shape"]) for r in rows] == [(p, [2, 4, 2, 33, 33, 16]) for p in ("fwd", "bwd", "jvp")]
     flops = [r["tflops"] * r["median_seconds"] for r in rows]
     assert flops[1] / flops[0] == pytest.approx(2.5) and flops[2] / flops[0] == pytest.approx(3)
@@ -132,7 +225,9 @@ def bias(*arguments):
 
 def test_study_shows_the_bias_of_bf16_and_its_cure():
     flash = bias()
-    assert flash["S8"]["kappa"] > 0.5 and flash["S8"]["t"] > 50  # tied keys smaller than the rest: FlashAttention is biased
+    assert (
+        flash["S8"]["kappa"] > 0.5 and flash["S8"]["t"] > 50
+    )  # tied keys smaller than the rest: FlashAttention is biased
     assert flash["S7"]["kappa"] < 0.1 and abs(flash["S7"]["t"]) < 4
     coarse = bias("--round", "flash,acc=bf16,tile=0")  # the accumulator rounded before the division
     assert coarse["S7"]["kappa"] > 0.5 and coarse["S7"]["t"] > 50
@@ -155,25 +250,69 @@ def test_study_of_exact_arithmetic_finds_nothing(small):
 
 def test_explain_names_the_backend_that_runs():
     assert "cpu: chosen" in run_ok("explain", "--shape", "1,8,2,1000,2000,64", "--precision", "bf16")
-    assert "reference: chosen" in run_ok("explain", "--shape", "1,8,2,1000,2000,64", "--precision", "f64", "--pass", "bwd")
+    assert "reference: chosen" in run_ok(
+        "explain", "--shape", "1,8,2,1000,2000,64", "--precision", "f64", "--pass", "bwd"
+    )
 
 
 def test_explain_as_json():
-    (row,) = json.loads(run_ok("explain", "--shape", "1,8,2,1000,2000,64", "--precision", "int8", "--backend", "cpu", "--json"))
-    kernel = run_ok("explain", "--shape", "1,8,2,1000,2000,64", "--precision", "int8", "--backend", "cpu").split("chosen, ")[1].strip()
-    assert row == {"shape": [1, 8, 2, 1000, 2000, 64], "precision": "int8", "pass": "fwd", "dtype": "bf16", "backend": "cpu", "kernel": kernel,
-                   "answers": [{"backend": "cpu", "answer": "chosen", "detail": kernel}]}
-    rows = json.loads(run_ok("explain", "--shape", "1,2,2,64,64,64", "--precision", "bf16,fp8_raw", "--pass", "fwd,bwd", "--backend", "cpu", "--json"))
-    assert [(r["precision"], r["pass"], r["backend"]) for r in rows] == [("bf16", "fwd", "cpu"), ("bf16", "bwd", "cpu"), ("fp8_raw", "fwd", "cpu"), ("fp8_raw", "bwd", None)]
+    (row,) = json.loads(
+        run_ok("explain", "--shape", "1,8,2,1000,2000,64", "--precision", "int8", "--backend", "cpu", "--json")
+    )
+    kernel = (
+        run_ok("explain", "--shape", "1,8,2,1000,2000,64", "--precision", "int8", "--backend", "cpu")
+        .split("chosen, ")[1]
+        .strip()
+    )
+    assert row == {
+        "shape": [1, 8, 2, 1000, 2000, 64],
+        "precision": "int8",
+        "pass": "fwd",
+        "dtype": "bf16",
+        "backend": "cpu",
+        "kernel": kernel,
+        "answers": [{"backend": "cpu", "answer": "chosen", "detail": kernel}],
+    }
+    rows = json.loads(
+        run_ok(
+            "explain",
+            "--shape",
+            "1,2,2,64,64,64",
+            "--precision",
+            "bf16,fp8_raw",
+            "--pass",
+            "fwd,bwd",
+            "--backend",
+            "cpu",
+            "--json",
+        )
+    )
+    assert [(r["precision"], r["pass"], r["backend"]) for r in rows] == [
+        ("bf16", "fwd", "cpu"),
+        ("bf16", "bwd", "cpu"),
+        ("fp8_raw", "fwd", "cpu"),
+        ("fp8_raw", "bwd", None),
+    ]
     assert rows[3]["kernel"] is None and rows[3]["answers"][0]["answer"] == "no"
-    assert rows[3]["answers"][0]["detail"].startswith("precision fp8_raw has no backward pass; those that have: f64, f32")
+    assert rows[3]["answers"][0]["detail"].startswith(
+        "precision fp8_raw has no backward pass; those that have: f64, f32"
+    )
 
 
-@pytest.mark.parametrize("precision, dtypes", [("bf16", ["f32", "f16", "bf16", "e4m3"]), ("fp8", ["f32", "f16", "bf16", "e4m3"]), ("f64", ["f64", "f32", "f16", "bf16", "e4m3"])])
+@pytest.mark.parametrize(
+    "precision, dtypes",
+    [
+        ("bf16", ["f32", "f16", "bf16", "e4m3"]),
+        ("fp8", ["f32", "f16", "bf16", "e4m3"]),
+        ("f64", ["f64", "f32", "f16", "bf16", "e4m3"]),
+    ],
+)
 @pytest.mark.parametrize("passes", ["fwd", "bwd"])
 def test_every_type_that_explain_names_is_taken(precision, dtypes, passes):
     for dtype in dtypes:
-        assert ": chosen, " in run_ok("explain", "--shape", "1,2,2,64,64,64", "--precision", precision, "--dtype", dtype, "--pass", passes)
+        assert ": chosen, " in run_ok(
+            "explain", "--shape", "1,2,2,64,64,64", "--precision", precision, "--dtype", dtype, "--pass", passes
+        )
     done = octet("explain", "--shape", "1,2,2,64,64,64", "--precision", precision, "--dtype", "f128")
     assert f"allowed with precision {precision}: {', '.join(dtypes)}" in done.stderr
 
@@ -187,7 +326,10 @@ def test_info_says_in_one_line_what_will_run():
     if any(b["available"] for b in gpu):
         assert "; GPU kernels sm90; " in info["summary"]
     else:
-        assert f"; no GPU kernels ({gpu[0]['name'] + ': ' + gpu[0]['reason'] if gpu else info['cuda']}); " in info["summary"]
+        assert (
+            f"; no GPU kernels ({gpu[0]['name'] + ': ' + gpu[0]['reason'] if gpu else info['cuda']}); "
+            in info["summary"]
+        )
     assert info["summary"].endswith(("; XLA handlers for jax", "; no XLA handlers, jax calls Python"))
 
 
@@ -201,7 +343,9 @@ def test_info():
     assert octet("--version").stdout.strip() == info["version"]
 
 
-@pytest.mark.parametrize("options", [[], ["--smooth"], ["--granularity", "block", "--block", "16"], ["--granularity", "tensor"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--smooth"], ["--granularity", "block", "--block", "16"], ["--granularity", "tensor"]]
+)
 def test_quantize_writes_codes_that_numpy_can_decode(tmp_path, options):
     t = draw(15, sq=64, sk=64)
     out = tmp_path / "out.safetensors"
@@ -217,7 +361,19 @@ def test_quantize_writes_codes_that_numpy_can_decode(tmp_path, options):
 
 def test_quantize_of_a_single_npy(tmp_path):
     np.save(tmp_path / "x.npy", draw(16)["v"])
-    run_ok("quantize", tmp_path / "x.npy", tmp_path / "out", "--operand", "v", "--format", "uint8", "--zero-point", "float", "--granularity", "channel")
+    run_ok(
+        "quantize",
+        tmp_path / "x.npy",
+        tmp_path / "out",
+        "--operand",
+        "v",
+        "--format",
+        "uint8",
+        "--zero-point",
+        "float",
+        "--granularity",
+        "channel",
+    )
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["v.npy", "v_scale.npy", "v_zero_point.npy"]
     codes, scale, zero = (np.load(tmp_path / "out" / f"v{s}.npy") for s in ("", "_scale", "_zero_point"))
     assert rel_l2(codes * scale + zero, draw(16)["v"]) < 0.01

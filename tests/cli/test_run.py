@@ -4,7 +4,19 @@ import json
 
 import numpy as np
 import pytest
-from conftest import attention, causal, draw, header_bytes, octet, read_header, read_safetensors, rel_l2, run_ok, window, write_safetensors
+from conftest import (
+    attention,
+    causal,
+    draw,
+    header_bytes,
+    octet,
+    read_header,
+    read_safetensors,
+    rel_l2,
+    run_ok,
+    window,
+    write_safetensors,
+)
 
 # The error that float32 sums of a few dozen terms make, with an order of magnitude to spare.
 F32 = 2e-6
@@ -18,8 +30,15 @@ def check(outputs, want, names):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("options, names", [([], ["o", "lse"]), (["--backward"], ["o", "lse", "dq", "dk", "dv"]), (["--jvp"], ["o", "lse", "to", "tlse"]),
-                                            (["--backward", "--jvp"], ["o", "lse", "dq", "dk", "dv", "to", "tlse"])])
+@pytest.mark.parametrize(
+    "options, names",
+    [
+        ([], ["o", "lse"]),
+        (["--backward"], ["o", "lse", "dq", "dk", "dv"]),
+        (["--jvp"], ["o", "lse", "to", "tlse"]),
+        (["--backward", "--jvp"], ["o", "lse", "dq", "dk", "dv", "to", "tlse"]),
+    ],
+)
 def test_passes_in_f32_agree_with_numpy(tmp_path, small, options, names, backend):
     out = tmp_path / "out.safetensors"
     run_ok("run", small, out, "--precision", "f32", "--backend", backend, *options)
@@ -31,22 +50,32 @@ def test_passes_in_f32_agree_with_numpy(tmp_path, small, options, names, backend
 @pytest.mark.parametrize("moved", [False, True])
 def test_sinks_their_tangents_and_dlse_are_read_where_they_are(tmp_path, shape, backend, moved):
     t, random = draw(8, sq=40, sk=57), np.random.default_rng(9)
-    t |= {"sinks": (4 + random.standard_normal(shape)).astype(np.float32), "dlse": random.standard_normal((2, 4, 40)).astype(np.float32)}
+    t |= {
+        "sinks": (4 + random.standard_normal(shape)).astype(np.float32),
+        "dlse": random.standard_normal((2, 4, 40)).astype(np.float32),
+    }
     t |= {"tsinks": random.standard_normal(shape).astype(np.float32)} if moved else {}
     out = tmp_path / "out.safetensors"
     run_ok("run", write_safetensors(tmp_path / "in.safetensors", t), out, "--backward", "--jvp", "--backend", backend)
     check(read_safetensors(out), attention(t), ["o", "lse", "dq", "dk", "dv", "dsinks", "to", "tlse"])
 
 
-@pytest.mark.parametrize("name, shape, message", [
-    ("sinks", (3,), "sinks: shape [1, 3, 1, 1], expected [1, 4, 1, 1]"),
-    ("sinks", (1, 4, 1, 1), "sinks: shape [1, 4, 1, 1], expected [head] or [batch, head]"),
-    ("tsinks", (3,), "tsinks: shape [1, 3, 1, 1], expected"),
-    ("tsinks", (1, 4, 1, 1), "tsinks: shape [1, 4, 1, 1], expected [head] or [batch, head]"),
-    ("tsinks", (4,), "tsinks: given without sinks"),
-    ("dlse", (2, 4, 33, 1), "dlse: shape [2, 4, 33, 1], expected the dimensions of q, shape [2, 4, 33, 16], but the last"),
-    ("dlse", (2, 4, 32), "dlse: shape [2, 4, 32, 1], expected [2, 4, 33, 1]"),
-])
+@pytest.mark.parametrize(
+    "name, shape, message",
+    [
+        ("sinks", (3,), "sinks: shape [1, 3, 1, 1], expected [1, 4, 1, 1]"),
+        ("sinks", (1, 4, 1, 1), "sinks: shape [1, 4, 1, 1], expected [head] or [batch, head]"),
+        ("tsinks", (3,), "tsinks: shape [1, 3, 1, 1], expected"),
+        ("tsinks", (1, 4, 1, 1), "tsinks: shape [1, 4, 1, 1], expected [head] or [batch, head]"),
+        ("tsinks", (4,), "tsinks: given without sinks"),
+        (
+            "dlse",
+            (2, 4, 33, 1),
+            "dlse: shape [2, 4, 33, 1], expected the dimensions of q, shape [2, 4, 33, 16], but the last",
+        ),
+        ("dlse", (2, 4, 32), "dlse: shape [2, 4, 32, 1], expected [2, 4, 33, 1]"),
+    ],
+)
 def test_sinks_their_tangents_and_dlse_of_another_shape_are_refused(tmp_path, name, shape, message):
     t = draw(8) | {name: np.zeros(shape, np.float32)}
     if name == "tsinks" and "without" not in message:
@@ -58,16 +87,23 @@ def test_sinks_their_tangents_and_dlse_of_another_shape_are_refused(tmp_path, na
 
 def test_check_compares_dsinks(tmp_path):
     t = draw(8) | {"sinks": np.full(4, 3, np.float32)}
-    rows = json.loads(run_ok("check", write_safetensors(tmp_path / "in.safetensors", t), "--precision", "f32", "--pass", "bwd", "--json"))
+    rows = json.loads(
+        run_ok(
+            "check", write_safetensors(tmp_path / "in.safetensors", t), "--precision", "f32", "--pass", "bwd", "--json"
+        )
+    )
     assert [row["rel_l2"] < F32 for row in rows if row["tensor"] == "dsinks"] == [True]
 
 
-@pytest.mark.parametrize("option, sq, sk, seen", [
-    (["--causal"], 40, 40, causal(40, 40)),
-    (["--causal=top-left"], 40, 57, causal(40, 57)),
-    (["--causal=bottom-right"], 40, 57, causal(40, 57, True)),
-    (["--window", "5,2"], 40, 40, window(40, 5, 2)),
-])
+@pytest.mark.parametrize(
+    "option, sq, sk, seen",
+    [
+        (["--causal"], 40, 40, causal(40, 40)),
+        (["--causal=top-left"], 40, 57, causal(40, 57)),
+        (["--causal=bottom-right"], 40, 57, causal(40, 57, True)),
+        (["--window", "5,2"], 40, 40, window(40, 5, 2)),
+    ],
+)
 def test_masks_agree_with_numpy(tmp_path, option, sq, sk, seen):
     t = draw(3, sq=sq, sk=sk)
     out = tmp_path / "out.safetensors"
@@ -101,14 +137,29 @@ def test_npy_in_and_out(tmp_path):
     check({n: np.load(tmp_path / "out" / f"{n}.npy") for n in names}, attention(t), names)
 
 
-@pytest.mark.parametrize("in_type, option, out_type", [("f32", [], "F32"), ("f16", [], "F16"), ("bf16", [], "BF16"), ("f32", ["--out-dtype", "bf16"], "BF16"),
-                                                       ("bf16", ["--out-dtype", "f32"], "F32"), ("f64", [], "F64")])
+@pytest.mark.parametrize(
+    "in_type, option, out_type",
+    [
+        ("f32", [], "F32"),
+        ("f16", [], "F16"),
+        ("bf16", [], "BF16"),
+        ("f32", ["--out-dtype", "bf16"], "BF16"),
+        ("bf16", ["--out-dtype", "f32"], "F32"),
+        ("f64", [], "F64"),
+    ],
+)
 def test_outputs_have_the_type_of_inputs_unless_asked_otherwise(tmp_path, in_type, option, out_type):
     t = draw(8, dtype={"f16": np.float16, "f64": np.float64}.get(in_type, np.float32))
     source = write_safetensors(tmp_path / "in.safetensors", t, bf16=in_type == "bf16")
     out = tmp_path / "out.safetensors"
     run_ok("run", source, out, "--backward", *option)
-    assert {name: entry["dtype"] for name, entry in read_header(out).items()} == {"o": out_type, "dq": out_type, "dk": out_type, "dv": out_type, "lse": "F32"}
+    assert {name: entry["dtype"] for name, entry in read_header(out).items()} == {
+        "o": out_type,
+        "dq": out_type,
+        "dk": out_type,
+        "dv": out_type,
+        "lse": "F32",
+    }
 
 
 @pytest.mark.parametrize("precision", ["f16", "bf16", "int8", "int8_f16", "int8_fp8", "fp8", "sagebwd"])
@@ -121,15 +172,28 @@ def test_every_precision_runs_and_is_near(tmp_path, precision):
 
 def test_run_tells_what_it_wrote_and_which_kernels_ran(tmp_path, small):
     out = tmp_path / "out.safetensors"
-    kernel = run_ok("explain", "--shape", "2,4,2,33,33,16", "--precision", "bf16").split("cpu: chosen, ")[1].splitlines()[0]
+    kernel = (
+        run_ok("explain", "--shape", "2,4,2,33,33,16", "--precision", "bf16").split("cpu: chosen, ")[1].splitlines()[0]
+    )
     told = run_ok("run", small, out, "--precision", "bf16", "--out-dtype", "f16")
     assert told == f"{out}: o f16, lse f32; precision bf16, fwd by cpu ({kernel})\n"
     told = run_ok("run", small, out, "--backward", "--jvp")
-    assert told.startswith(f"{out}: o f32, lse f32, dq f32, dk f32, dv f32, to f32, tlse f32; precision f32, jvp by cpu (") and "), bwd by cpu (" in told
+    assert (
+        told.startswith(f"{out}: o f32, lse f32, dq f32, dk f32, dv f32, to f32, tlse f32; precision f32, jvp by cpu (")
+        and "), bwd by cpu (" in told
+    )
     assert run_ok("run", small, out, "--quiet") == ""
 
 
-@pytest.mark.parametrize("precision, out_type", [([], "BF16"), (["--precision", "bf16"], "BF16"), (["--precision", "fp8_raw"], "F8_E4M3"), (["--out-dtype", "f32"], "F32")])
+@pytest.mark.parametrize(
+    "precision, out_type",
+    [
+        ([], "BF16"),
+        (["--precision", "bf16"], "BF16"),
+        (["--precision", "fp8_raw"], "F8_E4M3"),
+        (["--out-dtype", "f32"], "F32"),
+    ],
+)
 def test_e4m3_in_needs_no_output_type(tmp_path, precision, out_type):
     t = draw(17, sq=64, sk=64, companions=False)
     codes, values = np.arange(0x7F, dtype=np.uint8), []

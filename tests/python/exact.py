@@ -22,9 +22,7 @@ def default_scale(dim):
     return float(np.float32(1 / np.sqrt(dim)))
 
 
-def attention(
-    q, k, v, *, seen=None, bias=None, scale=None, sinks=None, do=None, dlse=None, tangents=None, tsinks=None
-):
+def attention(q, k, v, *, seen=None, bias=None, scale=None, sinks=None, do=None, dlse=None, tangents=None, tsinks=None):
     """{o, lse}, and {dq, dk, dv, dsinks} with do, {to, tlse} with tangents; arrays are [batch, head, token, dim].
 
     sinks [head]: a logit more of each query, whose value is 0. dlse [batch, head, token]: the gradient of lse.

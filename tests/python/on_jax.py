@@ -4,8 +4,8 @@ import os
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+import numpy as np
+import pytest
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402

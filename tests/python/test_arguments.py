@@ -68,7 +68,7 @@ def test_every_option(function):
     assert set(parameters(function)) == set(ARRAYS[function]) | set(MORE[function])
     for name, value in (OPTIONS | MORE[function]).items():
         if name not in FLAGS:
-            call = lambda name=name, value=value: function(**ARRAYS[function], **{name: value})  # noqa: E731
+            call = lambda name=name, value=value: function(**ARRAYS[function], **{name: value})
             refuse(NAMED_OTHERWISE.get(name, name), call)
     refuse("dropout_p", lambda: function(**ARRAYS[function], dropout_p=0.1), TypeError)
     refuse("alibi_slopes", lambda: function(**ARRAYS[function], alibi_slopes=Q), TypeError)
@@ -163,7 +163,8 @@ HOSTS = {
     flash_attn.flash_attn_qkvpacked_func: QKV_STACKED,
     flash_attn.flash_attn_varlen_func: FLASH | LENGTHS | {"block_table": CU},
     flash_attn.flash_attn_varlen_kvpacked_func: KV_STACKED | LENGTHS,
-    flash_attn.flash_attn_varlen_qkvpacked_func: QKV_STACKED | {"cu_seqlens": SERVED, "max_seqlen": ("max_seqlen_q", -1)},
+    flash_attn.flash_attn_varlen_qkvpacked_func: QKV_STACKED
+    | {"cu_seqlens": SERVED, "max_seqlen": ("max_seqlen_q", -1)},
     sageattention.sageattn: SAGE,
     sageattention.sageattn_varlen: NO_LAYOUT | LENGTHS | SMOOTH,
     sageattention.sageattn_qk_int8_pv_fp16_triton: SAGE
@@ -291,7 +292,9 @@ def test_a_refused_type_is_answered_with_those_that_are_taken(name):
 def test_integers_are_no_q(dtype):
     for precision in (None, "bf16"):
         refuse("q: dtype", lambda precision=precision: octet.attention(Q.to(dtype), Q, Q, precision=precision))
-    with pytest.raises(octet.InvalidArgument, match="^k: dtype .*(allowed: f32, f16, bf16, e4m3|give f32, f16 or bf16)$"):
+    with pytest.raises(
+        octet.InvalidArgument, match="^k: dtype .*(allowed: f32, f16, bf16, e4m3|give f32, f16 or bf16)$"
+    ):
         octet.attention(Q, Q.to(dtype), Q)
     with pytest.raises(octet.InvalidArgument, match="codes come as the QTensor of octet.quantize"):
         octet.attention(Q.to(dtype), Q, Q)

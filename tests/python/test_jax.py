@@ -1,5 +1,6 @@
 """octet.attention on jax arrays: derivatives, transformations, and both ways of calling the library."""
 
+import functools
 import pathlib
 import re
 import subprocess
@@ -374,17 +375,18 @@ def test_out_dtype(of_q, precision, name, way):
     """Results equal those of numpy arrays: eager, compiled, dense, packed and mapped; head dim 12 is padded to 16."""
     q, k, v = (x.astype(of_q) for x in draw(*[(1, 2, 12, 12)] * 3))
     packed, cu = [x[0].transpose(1, 0, 2) for x in (q, k, v)], jnp.array([0, 5, 12], jnp.int32)
-    for given in (name, jnp.dtype(name)):
-        how = {"precision": precision, "out_dtype": given}
+    for out_dtype in (name, jnp.dtype(name)):
+        how = {"precision": precision, "out_dtype": out_dtype}
         want = octet.attention(*map(np.asarray, (q, k, v)), **how)
         for run in (jax.jit, jax.vmap, lambda f: f):
             x = [y[None] for y in (q, k, v)] if run is jax.vmap else (q, k, v)
-            o = run(lambda *y: octet.attention(*y, **how))(*x)
+            o = run(functools.partial(octet.attention, **how))(*x)
             assert o.dtype == name
             np.testing.assert_array_equal(o.reshape(want.shape), want)
         want = octet.attention_varlen(*map(np.asarray, (*packed, cu, cu)), **how)
         for run in (jax.jit, lambda f: f):
-            np.testing.assert_array_equal(run(lambda *y: octet.attention_varlen(*y, cu, cu, **how))(*packed), want)
+            varlen = functools.partial(octet.attention_varlen, cu_seqlens_q=cu, cu_seqlens_k=cu, **how)
+            np.testing.assert_array_equal(run(varlen)(*packed), want)
 
 
 def test_derivatives_through_out_dtype(way):

@@ -9,12 +9,12 @@ import sys
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import exact  # noqa: E402
-import numpy as np  # noqa: E402
-import octet  # noqa: E402
-import pytest  # noqa: E402
-from cases import cases  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
+import exact
+import numpy as np
+import octet
+import pytest
+from cases import cases
+from hypothesis import given, settings
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402

@@ -47,7 +47,7 @@ GRADIENTS = "dq", "dk", "dv", "dsinks"
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("operands", [3, 4], ids=["without sinks", "with sinks"])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_values_gradients_and_tangents_are_those_of_the_definition(dtype, operands, transform, way):  # noqa: F811
+def test_values_gradients_and_tangents_are_those_of_the_definition(dtype, operands, transform, way):
     x, (do, dlse) = inputs(dtype)[:operands], cotangents(dtype)
     t = inputs(dtype, seed=2)[:operands]
     about = {"do": np.asarray(do), "tangents": [np.asarray(y) for y in t[:3]]}
@@ -107,7 +107,7 @@ def test_the_explicit_functions():
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_check_grads_both_ways(dtype, way):  # noqa: F811
+def test_check_grads_both_ways(dtype, way):
     for call in (both, jax.jit(both)):
         check_grads(call, inputs(dtype), order=1, modes=["fwd", "rev"])
         check_grads(call, inputs(dtype)[:3], order=1, modes=["fwd", "rev"])
@@ -154,7 +154,7 @@ def test_vmap_is_a_loop(in_axes):
     def nested(*x):
         """Each element is a loop over its batch, whose sinks differ."""
         q, k, v, sinks = x
-        one = lambda q, k, v, s: both(q[None], k[None], v[None], s)[1]  # noqa: E731
+        one = lambda q, k, v, s: both(q[None], k[None], v[None], s)[1]
         each = jnp.stack([sinks, -sinks])
         return jax.grad(lambda q, s: (jax.vmap(one)(q, k, v, s) ** 2).sum(), argnums=(0, 1))(q, each)
 

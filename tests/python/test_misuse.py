@@ -43,8 +43,8 @@ def test_values_are_named_with_the_choices():
 
 def test_unequal_lengths_need_an_alignment():
     k = np.zeros((1, 2, 9, 8), np.float32)
-    refused(octet.InvalidArgument, "6 queries meet 9 keys; use causal=\"top_left\"", Q, k, k, causal=True)
-    refused(octet.InvalidArgument, "alignment=\"top_left\"", Q, k, k, window=(1, 1))
+    refused(octet.InvalidArgument, '6 queries meet 9 keys; use causal="top_left"', Q, k, k, causal=True)
+    refused(octet.InvalidArgument, 'alignment="top_left"', Q, k, k, window=(1, 1))
 
 
 def test_arrays_are_judged():
@@ -70,7 +70,7 @@ def test_packed_sequences_take_no_layout_or_mask():
     varlen = octet.attention_varlen
     refused(octet.InvalidArgument, "layout: 'bhsd' given", *packed, call=varlen, layout="bhsd")
     refused(TypeError, "mask: octet has no such argument", *packed, call=varlen, mask=None)
-    refused(octet.InvalidArgument, "use causal=\"top_left\"", *packed, call=varlen, causal=True)
+    refused(octet.InvalidArgument, 'use causal="top_left"', *packed, call=varlen, causal=True)
     refused(octet.InvalidArgument, "expected 0 to the 6 tokens of q", *packed[:3], cu - 1, cu, call=varlen)
 
 
@@ -120,5 +120,7 @@ def test_a_package_without_the_command_says_why(monkeypatch, tmp_path):
     from octet import _command
 
     monkeypatch.setattr(_command, "__file__", str(tmp_path / "_command.py"))
-    with pytest.raises(SystemExit, match="octet: no command in .*bin: .*CMake did not find CLI11, nlohmann_json and fmt"):
+    with pytest.raises(
+        SystemExit, match="octet: no command in .*bin: .*CMake did not find CLI11, nlohmann_json and fmt"
+    ):
         _command.main()

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import octet.torch  # noqa: E402
-import torch.utils.checkpoint  # noqa: E402
+import torch.utils.checkpoint  # noqa: E402, F811
 from octet import _passes  # noqa: E402
 from octet.torch import _again, _ops, _replay  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402

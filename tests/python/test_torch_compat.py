@@ -129,9 +129,7 @@ def test_sageattention_refuses_what_it_would_ignore(name):
     )
     known = inspect.signature(function).parameters
     if "attn_mask" not in known:
-        with pytest.raises(
-            TypeError, match="attn_mask: octet has no such argument; call octet.attention with mask"
-        ):
+        with pytest.raises(TypeError, match="attn_mask: octet has no such argument; call octet.attention with mask"):
             function(*x, attn_mask=None)
     for keyword, value in {
         "smooth_k": False,

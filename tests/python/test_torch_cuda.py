@@ -426,7 +426,7 @@ def test_a_transformers_model():
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (59, 111)], ids=str)
 def test_gradients_of_lse_and_sinks_of_a_projection(dtype, has_sinks, dims):
-    """q, k, v and do are [batch, head, token, dim] views of [batch, token, head, dim] memory, and so are the results."""
+    """q, k, v, do and the results are [batch, head, token, dim] views of [batch, token, head, dim] memory."""
     dim, dim_v = dims
     shapes = (2, 200, 4, dim), (2, 200, 2, dim), (2, 200, 2, dim_v), (2, 200, 4, dim_v)
     q, k, v, do = (x.transpose(1, 2) for x in draw(*shapes, dtype=dtype))

@@ -61,8 +61,6 @@ def draw(*shape, device, dtype):
     return torch.randn(*shape, device=device).to(dtype)
 
 
-
-
 @by_device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dim, case", list(zip(DIMS, range(len(DIMS)), strict=True)))

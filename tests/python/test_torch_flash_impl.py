@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 attention = pytest.importorskip("torch.nn.attention")
 if not hasattr(attention, "register_flash_attention_impl"):
     pytest.skip("this torch has no register_flash_attention_impl", allow_module_level=True)
-import torch.utils.checkpoint  # noqa: E402
+import torch.utils.checkpoint  # noqa: E402, F811
 from octet._options import options_of  # noqa: E402
 from octet.integrations import torch as in_torch  # noqa: E402
 from octet.torch import _ops, front  # noqa: E402
@@ -136,8 +136,8 @@ class Flash:
         return sdpa(q, k, v, is_causal=True)
 
     def expect_gradients(self, call, x, recomputed):
-        """Those of octet.attention, bit for bit, where dq and dk of remedy "none" are others. Recomputed ones are those of
-        exact_delta, from the same forward pass."""
+        """Those of octet.attention, bit for bit, where dq and dk of remedy "none" are others. Recomputed ones are those
+        of exact_delta, from the same forward pass."""
         got, want = with_gradients(call, *x), with_gradients(self.octet, *x)
         if recomputed:
             how = options_of(front.own_type(x[0]), causal="top_left", deterministic=True)
@@ -217,7 +217,10 @@ def test_the_correction_is_on_in_a_second_backward_pass_and_without_gradients_of
 def operators(device):
     aten = torch.ops.aten
     if device == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return (
+            aten._scaled_dot_product_flash_attention_for_cpu,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        )
     return aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
 
 
@@ -293,7 +296,9 @@ def test_the_residual_dies_with_the_graph(flash, monkeypatch):
 
 @pytest.mark.parametrize("shape", [SHAPE, (1, 1, 40, 64)], ids=str)
 def test_gradients_lie_in_memory_as_torch_promises(device, shape):
-    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in draw(device, *[shape] * 3))
+    q, k, v = (
+        x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in draw(device, *[shape] * 3)
+    )
     attention.activate_flash_attention_impl("octet")
     for x in ((q, k, v), [y.detach().contiguous().requires_grad_() for y in (q, k, v)]):
         got = with_gradients(sdpa, *x)

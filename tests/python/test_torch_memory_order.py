@@ -89,7 +89,6 @@ def test_a_projection_is_taken_as_it_comes():
 
 
 def test_the_residual_lies_as_o():
-    import octet.torch
     from octet._options import Options
     from octet.torch._text import text_of
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
-import torch.nn.attention.bias  # noqa: E402
+import torch.nn.attention.bias  # noqa: E402, F811
 from torch.nn.functional import scaled_dot_product_attention as own  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -465,7 +465,7 @@ def test_compiled_under_patch_sdpa():
     x = [y.float() for y in draw(*[(1, 2, 64, 16)] * 3)]
     bias = torch.nn.attention.bias.causal_lower_right(64, 64)
     with octet.patch_sdpa("int8"):
-        call = lambda *x: torch.nn.functional.scaled_dot_product_attention(*x) + 1  # noqa: E731
+        call = lambda *x: torch.nn.functional.scaled_dot_product_attention(*x) + 1
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
         for mask in (None, bias):
             assert torch.equal(compiled(*x, mask), call(*x, mask))

@@ -87,7 +87,7 @@ def served(x, keywords, device):
         return torch.autograd.grad(call(*leaves), leaves, torch.ones_like(call(*plain)))
 
     found = []
-    passes = lambda: call(*plain), backward, lambda: torch.func.jvp(call, tuple(plain), tuple(plain))  # noqa: E731
+    passes = lambda: call(*plain), backward, lambda: torch.func.jvp(call, tuple(plain), tuple(plain))
     for name, run in zip(PASSES, passes, strict=True):
         if x[0].is_nested and name != "forward":  # torch itself has no such tangents
             continue

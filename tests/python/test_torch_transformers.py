@@ -148,9 +148,9 @@ def in_bf16(query, key, value, attn_mask=None, own=torch.nn.functional.scaled_do
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
 def test_precisions(kind, monkeypatch):
-    """The bound on octet_bf16 is twice the error of the same float32 model whose sdpa is computed in bf16. The bar of int8
-    is that of docs/numerics.md."""
-    run = lambda name: logits_and_gradients(build(kind, name), *batch_of("left"))  # noqa: E731
+    """The bound on octet_bf16 is twice the error of the same float32 model whose sdpa is computed in bf16. The bar of
+    int8 is that of docs/numerics.md."""
+    run = lambda name: logits_and_gradients(build(kind, name), *batch_of("left"))
     want, want_gradient = run("sdpa")
     coarse, coarse_gradient = run("octet_int8")
     assert 0 < relative(coarse, want) < 0.03 and 0 < relative(coarse_gradient, want_gradient) < 0.03

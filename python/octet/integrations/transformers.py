@@ -156,7 +156,8 @@ def _implementation(precision: Precision | None) -> Callable:
         dense: AttentionOptions = {**options, "layout": "bshd"}
         if s_aux is not None and s_aux.shape != query.shape[1:2]:
             raise Unsupported(
-                f"s_aux: found an array of shape {list(s_aux.shape)}, allowed: [{query.shape[1]}], one sink for each head"
+                f"s_aux: found an array of shape {list(s_aux.shape)}, "
+                f"allowed: [{query.shape[1]}], one sink for each head"
             )
 
         if isinstance(attention_mask, Mask) and attention_mask.viewed:

@@ -3,8 +3,8 @@ host more than the kernel takes on short sequences (docs/torch.md).
 
 The first call with tensors of some shapes, strides and types goes the ordinary way and is kept. Whatever listens to
 torch's operators (modes, the profiler, torch.func, torch.compile, tracing, autocast that would cast, subclasses of
-Tensor) gets the ordinary way too. Where a gradient may follow, a Function saves the same tensors as the ordinary one, so
-that a checkpoint may go one way first and the other when it computes again.
+Tensor) gets the ordinary way too. Where a gradient may follow, a Function saves the same tensors as the ordinary one,
+so that a checkpoint may go one way first and the other when it computes again.
 """
 
 from collections.abc import Hashable
@@ -102,7 +102,7 @@ def keep(
         _keep("forward", token, options, (q, k, v), [o])
         return
     made = [torch.empty_like(q)]
-    for name, shape, dtype, _ in _passes.results(front, "forward", options, q, k, v)[1:]:
+    for _, shape, dtype, _ in _passes.results(front, "forward", options, q, k, v)[1:]:
         made.append(torch.empty(shape, dtype=dtype, device=q.device))
     residual = _passes.needs_residual(front, options, q)
     made.append(torch.empty_like(q) if residual else q.new_empty(0))
