@@ -1,4 +1,4 @@
-// The words of the command line for the door's enums, in both directions.
+// The words of the command line for the enums of the C ABI, in both directions.
 #pragma once
 #include <octet/octet.hpp>
 #include <span>

@@ -1,5 +1,5 @@
 // octet check: each pass of each precision against float64, on the tensors of files. The float64 results come from the
-// unfused oracle (precision f64) through the same door.
+// unfused oracle (precision f64) through the same C ABI.
 #include <cmath>
 #include <filesystem>
 #include <map>

@@ -11,8 +11,8 @@
 
 #include "commands/commands.h"
 #include "io/source.h"
-#include "laboratory.h"
 #include "options.h"
+#include "rounding_study.h"
 #include "terminal.h"
 
 namespace octet::cli {
@@ -134,7 +134,7 @@ void study_command(const StudyOptions& options) {
 
 void add_study(CLI::App& app) {
   CLI::App* command =
-      app.add_subcommand("study", "The casting laboratory: error and bias of any description of roundings");
+      app.add_subcommand("study", "A study of roundings: error and bias of any description of roundings");
   const auto options = std::make_shared<StudyOptions>();
   command->add_option("FILE", options->file, "q, k, v and, for gradients, do, as octet run reads them");
   command->add_flag("--bias", options->bias, "Instead of a file: inputs S7 and S8, on which rounding is biased");

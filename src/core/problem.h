@@ -1,4 +1,4 @@
-// A problem: the arguments of one call after they have been judged. Everything behind the door works on
+// A problem: the arguments of one call after they have been validated. Everything behind the C ABI works on
 // this and trusts it.
 #pragma once
 #include <octet/octet.h>

@@ -36,7 +36,7 @@ RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/attn/", "cuda/host/", 
 RULES["src/cuda/sm90"] = [*CUDA, "octet/", "core/", "cpu/rows.h", "cuda/"]  # the quantisers' constants are the CPU's
 RULES["tests/gpu"] = ["octet/", "support/", "passes/", "gpu/", "gtest/"]
 RULES["tests/gpu/inside"] = ["octet/", "core/", "cpu/rows.h", "cuda/", "gtest/"]
-# The kernels of the CPU know the hall and one another, but not the quantisers or the reference.
+# The kernels of the CPU include core and one another, but neither the quantisers nor the reference.
 RULES["src/cpu/kernels"] = [
     "octet/",
     "core/",

@@ -1,4 +1,4 @@
-// The cases of attention that every backend is held to, and how tests run one through the door.
+// The cases of attention that every backend is held to, and how tests run one through the C ABI.
 #pragma once
 #include <octet/octet.hpp>
 #include <optional>

@@ -1,4 +1,4 @@
-// Tensors with guard bytes and the quantisers on them, for tests that go through the door.
+// Tensors with guard bytes and the quantisers on them, for tests of the C ABI.
 #pragma once
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // The oracle itself: against a formula of its own kind in long double, against finite differences, and against the laws
 // that attention obeys. What it does with tensors (strides, masks, groups, packed sequences) is tested through the
-// door.
+// C ABI.
 #include <gtest/gtest.h>
 
 #include <cmath>

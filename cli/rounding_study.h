@@ -1,4 +1,4 @@
-// The casting laboratory: what a description of roundings (octet_rounding) does to attention, against float64.
+// A study of roundings: what a description of roundings (octet_rounding) does to attention, against float64.
 #pragma once
 #include <octet/octet_study.h>
 

@@ -1,5 +1,5 @@
 // Roundings by name, and what they do.
-#include "laboratory.h"
+#include "rounding_study.h"
 
 #include <algorithm>
 #include <octet/formats.hpp>
