@@ -18,7 +18,7 @@ class AttentionOptions {
   // For one precision, chosen by name: every option is passed on, so that the library refuses what does not belong.
   Attention attention(Precision precision) const;
 
-  // For one of several precisions: options that belong to others are left out; expect_used has judged them.
+  // For one of several precisions: options that belong to others are left out; expect_used has validated them.
   Attention attention_among(Precision precision) const;
 
   // Refuses options that belong to none of `precisions`.

@@ -80,7 +80,7 @@ OutputTypes types_of(const CheckOptions& options, const Inputs& in, Precision pr
   return OutputTypes::all(type == DType::f32 || type == DType::f16 || type == DType::bf16 ? type : DType::f32);
 }
 
-// Judges one file; findings are appended.
+// Checks one file; findings are appended.
 class Checker {
  public:
   Checker(const CheckOptions& options, const std::string& file, const Inputs& in, std::vector<Finding>& findings)
@@ -229,7 +229,7 @@ nlohmann::ordered_json to_json(const Finding& f) {
 }
 
 // Which results are worse than --fail-above allows. NaN is never good enough, whatever float64 has in its place.
-void judge(const std::vector<Finding>& findings, double most) {
+void expect_at_most(const std::vector<Finding>& findings, double most) {
   std::vector<std::string> failed;
   for (const Finding& f : findings) {
     const Errors& e = f.errors;
@@ -295,7 +295,7 @@ void check_command(const CheckOptions& options) {
   } else if (options.files.size() > 1) {
     print_worst(findings, options.files.size());
   }
-  if (most) judge(findings, *most);
+  if (most) expect_at_most(findings, *most);
 }
 
 }  // namespace

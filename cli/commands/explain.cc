@@ -24,7 +24,7 @@ struct ExplainOptions {
   AttentionOptions attention;
 };
 
-// Addresses without memory behind them: explaining reads no data, but judges where tensors lie.
+// Addresses without memory behind them: explaining reads no data, but checks where tensors lie.
 class AddressSpace {
  public:
   explicit AddressSpace(std::size_t bytes) : bytes_(bytes) {

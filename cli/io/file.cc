@@ -16,10 +16,10 @@ namespace octet::cli {
 File::File(const std::string& path)
     : descriptor_(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)), label_(path) {  // a FIFO must not block
   if (descriptor_ < 0) refuse("{}: cannot open: {}", label_, std::strerror(errno));
-  judge();
+  validate();
 }
 
-File::File(int descriptor, std::string label) : descriptor_(descriptor), label_(std::move(label)) { judge(); }
+File::File(int descriptor, std::string label) : descriptor_(descriptor), label_(std::move(label)) { validate(); }
 
 File::File(File&& other) noexcept
     : descriptor_(std::exchange(other.descriptor_, -1)), label_(std::move(other.label_)), size_(other.size_) {}
@@ -28,7 +28,7 @@ File::~File() {
   if (descriptor_ >= 0) ::close(descriptor_);
 }
 
-void File::judge() {
+void File::validate() {
   struct stat status {};
   const bool regular = ::fstat(descriptor_, &status) == 0 && S_ISREG(status.st_mode);
   if (!regular) {

@@ -19,7 +19,7 @@ class File {
   void read(uint64_t offset, void* to, std::size_t bytes) const;
 
  private:
-  void judge();
+  void validate();
 
   int descriptor_;
   std::string label_;

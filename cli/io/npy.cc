@@ -140,10 +140,10 @@ NpyHeader parse_npy_header(std::string_view text) {
 
 Array read_npy(const File& file) {
   unsigned char prefix[12];
-  const auto judged_size = [&](uint64_t wanted) {
+  const auto validated_size = [&](uint64_t wanted) {
     if (file.size() < wanted) refuse("{}: truncated: {} bytes, too few for a .npy header", file.label(), file.size());
   };
-  judged_size(10);
+  validated_size(10);
   file.read(0, prefix, 10);
   if (std::memcmp(prefix, kMagic, sizeof kMagic) != 0) refuse("{}: not a .npy file", file.label());
   const int version = prefix[6];
@@ -151,13 +151,13 @@ Array read_npy(const File& file) {
     refuse("{}: .npy version {}.{}, allowed: 1.0, 2.0, 3.0", file.label(), version, prefix[7]);
   std::size_t length = prefix[8] | prefix[9] << 8, begin = 10;
   if (version > 1) {
-    judged_size(12);
+    validated_size(12);
     file.read(0, prefix, 12);
     length |= static_cast<std::size_t>(prefix[10]) << 16 | static_cast<std::size_t>(prefix[11]) << 24;
     begin = 12;
   }
   if (length > kMaxHeader) refuse("{}: header of {} bytes, allowed: up to {}", file.label(), length, kMaxHeader);
-  judged_size(begin + length);
+  validated_size(begin + length);
   std::string text(length, '\0');
   file.read(begin, text.data(), length);
   const NpyHeader header = [&] {

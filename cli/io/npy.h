@@ -17,7 +17,7 @@ struct NpyHeader {
   std::vector<int64_t> shape;
 };
 
-// Judges the dictionary literal.
+// Validates the dictionary literal.
 NpyHeader parse_npy_header(std::string_view text);
 
 Array read_npy(const File& file);

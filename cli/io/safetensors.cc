@@ -193,7 +193,7 @@ class HeaderParser : public nlohmann::json_sax<json> {
 };
 
 // Every byte belongs to one tensor: sorted by offset, each begins where the one before ends.
-void judge_layout(const SafetensorsHeader& header, uint64_t data_bytes) {
+void validate_layout(const SafetensorsHeader& header, uint64_t data_bytes) {
   std::vector<const SafetensorsHeader::value_type*> entries;
   for (const auto& entry : header) entries.push_back(&entry);
   std::sort(entries.begin(), entries.end(), [](const auto* a, const auto* b) {
@@ -225,7 +225,7 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, uint64_t data_
   HeaderParser parser;
   json::sax_parse(text, &parser);
   SafetensorsHeader header = parser.take();
-  judge_layout(header, data_bytes);
+  validate_layout(header, data_bytes);
   return header;
 }
 

@@ -20,7 +20,7 @@ struct SafetensorsEntry {
 };
 using SafetensorsHeader = std::map<std::string, SafetensorsEntry>;
 
-// Judges the JSON text of a header against the number of bytes that follow it.
+// Validates the JSON text of a header against the number of bytes that follow it.
 SafetensorsHeader parse_safetensors_header(std::string_view json, uint64_t data_bytes);
 
 class Safetensors {

@@ -168,9 +168,9 @@ void validate_dtypes(const octet_arguments& args, const Problem& p) {
   validate_input(*args.v, p.v, "v", OCTET_OPERAND_V, p.precision);
   for (const Operand& x : kOperands) {
     const View* t = &(p.*x.view);
-    const bool judged_elsewhere =
+    const bool validated_elsewhere =
         t == &p.q || t == &p.k || t == &p.v || t == &p.mask || t == &p.cu_seqlens_q || t == &p.cu_seqlens_k;
-    if (!t->present() || judged_elsewhere) continue;
+    if (!t->present() || validated_elsewhere) continue;
     const bool of_rows = t == &p.lse || t == &p.dlse || t == &p.tlse;
     const bool of_sinks = t == &p.sinks || t == &p.dsinks || t == &p.tsinks;
     if (of_rows || of_sinks) {

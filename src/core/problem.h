@@ -59,7 +59,7 @@ struct Problem {
   KeyRange keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) const;
 };
 
-// Judges the arguments. Throws Failure naming the value found and the values allowed.
+// Validates the arguments. Throws Failure naming the value found and the values allowed.
 Problem validate(const octet_attention* attention, const octet_arguments* arguments);
 
 // Refuses a workspace that lies in the memory of a tensor of the call.

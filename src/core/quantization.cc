@@ -1,4 +1,4 @@
-// Judges the arguments of the quantisers: formats, granularities, zero points, RoPE, shapes, memory. What passes
+// Validates the arguments of the quantisers: formats, granularities, zero points, RoPE, shapes, memory. What passes
 // here is trusted by src/cpu.
 #include "core/quantization.h"
 
@@ -82,7 +82,7 @@ octet_granularity granularity_of(uint32_t value) {
 
 octet_operand operand_of(uint32_t value) { return checked(value, OCTET_OPERAND_Q, OCTET_OPERAND_V, "operand"); }
 
-// Number of scale rows; the arguments have been judged.
+// Number of scale rows; the arguments have been validated.
 int64_t groups_of(octet_operand operand, octet_granularity granularity, int64_t block, int64_t tokens) {
   switch (granularity) {
     case OCTET_PER_TOKEN:

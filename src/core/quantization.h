@@ -1,4 +1,4 @@
-// The quantisers behind octet.h: judge the arguments, then hand them to the CPU. Each throws Failure, and has
+// The quantisers behind octet.h: validate the arguments, then hand them to the CPU. Each throws Failure, and has
 // written nothing if it does.
 #pragma once
 #include <octet/octet.h>
@@ -16,7 +16,7 @@ int64_t scale_groups(uint32_t operand, uint32_t granularity, int64_t block, int6
 void logit_error(const octet_tensor* q_statistics, const octet_tensor* k_statistics, float scale, octet_tensor* error,
                  void* stream);
 
-// octet_quantization after it has been judged. Absent tensors are not present().
+// octet_quantization after it has been validated. Absent tensors are not present().
 struct Quantization {
   octet_operand operand;
   octet_granularity granularity;
@@ -42,10 +42,10 @@ struct Quantization {
   }
 };
 
-// Judges codes->quantization; `output`: its scale, zero_point and mean are to be filled.
+// Validates codes->quantization; `output`: its scale, zero_point and mean are to be filled.
 Quantization validate_quantization(const octet_tensor& codes, const char* label, bool output);
 
-// octet_rope after it has been judged.
+// octet_rope after it has been validated.
 struct Rope {
   octet_rope_style style = OCTET_ROPE_NONE;
   int64_t dim = 0;  // channels rotated, even
@@ -53,7 +53,7 @@ struct Rope {
   double base = 0;
 };
 
-// The work, on judged arguments in host memory; src/cpu/quantize.cc and src/cpu/dequantize.cc. `statistics` may be
+// The work, on validated arguments in host memory; src/cpu/quantize.cc and src/cpu/dequantize.cc. `statistics` may be
 // absent.
 namespace cpu {
 void quantize(const View& x, const Rope& rope, const View& codes, const Quantization& how, const View& statistics);

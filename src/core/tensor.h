@@ -1,4 +1,4 @@
-// One tensor judged on its own, and pairs of tensors that must not share memory. Used for every call of octet.h.
+// One tensor validated on its own, and pairs of tensors that must not share memory. Used for every call of octet.h.
 #pragma once
 #include <octet/octet.h>
 

@@ -52,7 +52,7 @@ def sinks_of(name: str, x: Any, options: Options) -> Any:
 
 
 def _expect_lengths(options: Options, given: dict[str, Any]) -> None:
-    """Has the library judge sequence lengths that are known now; on the CPU it judges others when the program runs."""
+    """Has the library check sequence lengths that are known now; on the CPU it checks others when the program runs."""
     lengths = [given["cu_seqlens_q"], given["cu_seqlens_k"]]
     known = all(not isinstance(x, jax.core.Tracer) and x.is_fully_addressable for x in lengths)
     if not known or given["q"].ndim != 3 or given["k"].ndim != 3:

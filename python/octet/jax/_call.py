@@ -1,8 +1,8 @@
 """A call of octet_run from a jax program.
 
 Where liboctet_jax.so lies beside the library and was built for an interface that jax has, XLA calls its handlers, on
-the stream that XLA works on. Otherwise XLA calls back into Python, on one CPU device alone. The call is judged when the
-program is lowered, so refusals come before it runs.
+the stream that XLA works on. Otherwise XLA calls back into Python, on one CPU device alone. The call is checked when
+the program is lowered, so refusals come before it runs.
 """
 
 import ctypes

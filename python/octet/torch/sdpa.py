@@ -98,7 +98,7 @@ def sdpa(
 
 
 def _overriding(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors whose __torch_function__ decides about a call; None stands for those that octet judges itself:
+    """The tensors whose __torch_function__ decides about a call; None stands for those that octet checks itself:
     CausalBias, which it obeys, and nested tensors, which it refuses."""
     return tuple([None if x is None or x.is_nested or is_causal_bias(x) else x for x in tensors])
 

@@ -1,4 +1,4 @@
-// Shared memory is judged as counting addresses would judge it.
+// Shared memory is found as counting addresses would find it.
 #include "core/tensor.h"
 
 #include <gtest/gtest.h>
