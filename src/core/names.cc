@@ -19,12 +19,6 @@ const char* name(octet_dtype v) {
   return lookup(names, v);
 }
 
-const char* name(octet_precision v) {
-  static const char* const names[] = {"none",     "f64",      "f32", "f16",     "bf16",   "int8",
-                                      "int8_f16", "int8_fp8", "fp8", "fp8_raw", "sagebwd"};
-  return lookup(names, v);
-}
-
 const char* name(octet_pass v) {
   static const char* const names[] = {"forward", "backward", "jvp"};
   return lookup(names, v);

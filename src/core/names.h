@@ -10,7 +10,7 @@
 namespace octet {
 
 const char* name(octet_dtype);
-const char* name(octet_precision);
+const char* name(octet_precision);  // recipe.cc
 const char* name(octet_pass);
 const char* name(octet_alignment);
 const char* name(octet_remedy);

@@ -9,6 +9,7 @@
 #include "core/error.h"
 #include "core/names.h"
 #include "core/quantization.h"
+#include "core/recipe.h"
 #include "core/structs.h"
 
 namespace octet {
@@ -157,7 +158,7 @@ void validate_plain_dtype(const View& t, const char* label, octet_precision prec
     return expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
   if (precision == OCTET_PRECISION_F64) return expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16});
   if (t.dtype == OCTET_F64) invalid(label, ": dtype f64 needs precision f64, found ", name(precision));
-  if (precision == OCTET_PRECISION_FP8_RAW && output)
+  if (output && precisions_with_e4m3_outputs().has(precision))
     return expect_dtype(t, label, {OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
   expect_dtype(t, label, {OCTET_F32, OCTET_F16, OCTET_BF16});
 }
@@ -285,21 +286,21 @@ void validate_rounding(const octet_rounding& r) {
 
 void validate_recipe(const octet_attention& a, Problem& p) {
   p.remedy = checked(a.remedy, OCTET_REMEDY_F16_INSIDE, OCTET_REMEDY_PROJECT, "remedy");
-  const bool sixteen = p.precision == OCTET_PRECISION_F16 || p.precision == OCTET_PRECISION_BF16;
-  if (!sixteen && p.remedy != OCTET_REMEDY_F16_INSIDE)
-    invalid("remedy: ", name(p.remedy), " given with precision ", name(p.precision), "; remedies are for f16 and bf16");
+  const PrecisionSet with_remedies = precisions_with_remedies(), with_int8_options = precisions_with_int8_options();
+  if (!with_remedies.has(p.precision) && p.remedy != OCTET_REMEDY_F16_INSIDE)
+    invalid("remedy: ", name(p.remedy), " given with precision ", name(p.precision), "; remedies are for ",
+            with_remedies.names(" and "));
   p.beta = a.beta == 0.f ? 3.f : a.beta;
   if (a.beta != 0.f && p.remedy != OCTET_REMEDY_BETA)
     invalid("beta: ", a.beta, " given with remedy ", name(p.remedy), "; it belongs to remedy beta");
   if (!(p.beta >= 2.f && p.beta <= 8.f)) invalid("beta: found ", a.beta, ", allowed: 2 to 8, or 0 for 3");
   if (a.softcap != 0.f) unsupported("softcap: found ", a.softcap, "; soft-capped logits are not supported, leave it 0");
-  const bool int8_logits = p.precision == OCTET_PRECISION_INT8 || p.precision == OCTET_PRECISION_INT8_F16 ||
-                           p.precision == OCTET_PRECISION_INT8_FP8;
+  const bool int8_logits = with_int8_options.has(p.precision);
   const auto hadamard = checked(a.hadamard, OCTET_AUTO, OCTET_OFF, "hadamard");
   const auto smooth_q = checked(a.smooth_q, OCTET_AUTO, OCTET_OFF, "smooth_q");
   if (!int8_logits && (hadamard != OCTET_AUTO || smooth_q != OCTET_AUTO))
     invalid(hadamard != OCTET_AUTO ? "hadamard" : "smooth_q", ": given with precision ", name(p.precision),
-            "; it belongs to int8, int8_f16 and int8_fp8");
+            "; it belongs to ", with_int8_options.names(" and "));
   p.hadamard = int8_logits && hadamard != OCTET_OFF;
   p.smooth_q = smooth_q == OCTET_ON;
   if (a.deterministic > 1) invalid("deterministic: found ", a.deterministic, ", allowed: 0, 1");
@@ -336,7 +337,7 @@ Problem validate(const octet_attention* given_attention, const octet_arguments* 
   const octet_arguments args = whole(*given_arguments, "octet_arguments");
   Problem p{};
   p.pass = checked(args.pass, OCTET_FORWARD, OCTET_JVP, "pass");
-  p.precision = checked(a.precision, OCTET_PRECISION_F64, OCTET_PRECISION_SAGEBWD, "precision");
+  p.precision = checked(a.precision, OCTET_PRECISION_F64, kLastPrecision, "precision");
   validate_operands(args, p);
   validate_shapes(p);
   validate_sinks(p);

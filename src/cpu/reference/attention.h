@@ -8,8 +8,8 @@
 #pragma once
 #include <limits>
 
+#include "core/recipe.h"
 #include "cpu/reference/matrix.h"
-#include "cpu/reference/recipe.h"
 
 namespace octet::reference {
 

@@ -1,8 +1,8 @@
 // Operands: smoothing, rotation and rounding of whole matrices of one head, and the logits they make.
 #pragma once
+#include "core/recipe.h"
 #include "cpu/reference/attention.h"
 #include "cpu/reference/matrix.h"
-#include "cpu/reference/recipe.h"
 
 namespace octet::reference {
 

@@ -8,6 +8,7 @@
 
 #include "core/error.h"
 #include "core/names.h"
+#include "core/recipe.h"
 #include "cuda/host/tensor_map.h"
 #include "cuda/sm90/passes.h"
 
@@ -44,14 +45,12 @@ std::optional<std::string> unavailable() {
   return objection;
 }
 
-// Weights and values of 8 bits.
-bool byte_sized(const Problem& p) {
-  return p.precision == OCTET_PRECISION_INT8 || p.precision == OCTET_PRECISION_INT8_FP8 ||
-         p.precision == OCTET_PRECISION_FP8 || p.precision == OCTET_PRECISION_FP8_RAW;
-}
+// The precisions of the backward pass. In the forward pass, all others have q and k of 8 bits.
+constexpr PrecisionSet kSixteenBits = {OCTET_PRECISION_F16, OCTET_PRECISION_BF16};
+bool coded(const Problem& p) { return !kSixteenBits.has(p.precision); }
 
-// q and k of 8 bits.
-bool coded(const Problem& p) { return byte_sized(p) || p.precision == OCTET_PRECISION_INT8_F16; }
+// P and v of 8 bits.
+bool byte_sized(const Problem& p) { return byte_forward_precisions().has(p.precision); }
 
 std::optional<std::string> objection_to(const View& t, const char* label) {
   if (!t.present()) return {};
@@ -67,20 +66,16 @@ std::optional<std::string> backward_objection(const Problem& p) {
   if (std::max(p.tokens_q, p.tokens_k) > kMaxBackwardTokens)
     return text("its backward pass takes up to ", kMaxBackwardTokens, " tokens, found ",
                 std::max(p.tokens_q, p.tokens_k));
-  const bool exact_o = p.remedy == OCTET_REMEDY_F16_INSIDE || p.remedy == OCTET_REMEDY_EXACT_DELTA;
-  if (exact_o && p.o.dtype != OCTET_F32 && !p.o_residual.present())
-    return text("remedy ", name(p.remedy), " needs the un-rounded output, but o is ", name(p.o.dtype),
-                " and o_residual is NULL; pass o_residual (the forward pass writes it), or keep o in f32");
-  return {};
+  return missing_exact_output(p);
 }
 
 std::optional<std::string> objection(const Problem& p) {
   if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability 9.0");
   if (p.pass == OCTET_JVP) return text("it has no ", name(p.pass), " pass; it has: forward, backward");
+  const PrecisionSet all = forward_precisions() | byte_forward_precisions();
+  if (!all.has(p.precision)) return text("it has no ", name(p.precision), "; it has: ", all.names());
   if (coded(p) && p.pass == OCTET_BACKWARD)
     return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
-  if (p.precision != OCTET_PRECISION_F16 && p.precision != OCTET_PRECISION_BF16 && !coded(p))
-    return text("it has no ", name(p.precision), "; it has: f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw");
   if (p.mask.present()) return "it takes no mask tensor; it has causal and window masks";
   if (std::max(p.tokens_q, p.tokens_k) > kMaxTokens)
     return text(std::max(p.tokens_q, p.tokens_k), " tokens; it takes up to ", kMaxTokens);

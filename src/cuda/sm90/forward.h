@@ -270,7 +270,7 @@ struct Forward {
       const Work work = block.work;
       if (work.block < 0) return;
       const Keys keys = block.keys, mine = kSkips ? block.of_warpgroup[warpgroup] : keys;
-      // Hidden, or a part of it would be kept from block to block, for which int8_f16 has no register at d = 256.
+      // Hidden, or a part of it would be kept from block to block, for which S8 operands leave no register at d = 256.
       const int query = work.block + ptx::hidden(warpgroup) * kWarpgroupRows + fragment_row();
       KeyRange ranges[kRowsPerThread];
       auto softmax = start_softmax(work, query);

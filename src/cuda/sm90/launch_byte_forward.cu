@@ -50,6 +50,10 @@ HeadScale head_scale(const View& t) {
 
 }  // namespace
 
+PrecisionSet byte_forward_precisions() {
+  return {OCTET_PRECISION_INT8, OCTET_PRECISION_INT8_FP8, OCTET_PRECISION_FP8, OCTET_PRECISION_FP8_RAW};
+}
+
 std::string byte_forward_name(const Problem& p) {
   const Kernel kernel = kernel_of(p);
   return text("forward ", name(p.precision), ", wgmma, ", kernel.rows, " x ", kernel.keys, " tiles");
@@ -141,7 +145,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
 }
 
 std::optional<std::string> coded_forward_objection(const Problem& p) {
-  if (p.precision != OCTET_PRECISION_INT8_F16 && std::max(p.dim, p.dim_v) > kMaxByteDim)
+  if (byte_forward_precisions().has(p.precision) && std::max(p.dim, p.dim_v) > kMaxByteDim)
     return text("it has no ", name(p.precision), " for head dim ", std::max(p.dim, p.dim_v), "; it has: up to ",
                 kMaxByteDim);
   if (p.smooth_q) return "smooth_q is not in its kernels";

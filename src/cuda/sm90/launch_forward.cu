@@ -17,8 +17,7 @@ namespace {
 
 // Weights and values in f16 although the operands are bf16: asked for by keeping the un-rounded o.
 bool inside(const Problem& p) {
-  const bool keeps = p.o_residual.present() || p.o.dtype == OCTET_F32;
-  return p.precision == OCTET_PRECISION_BF16 && p.remedy == OCTET_REMEDY_F16_INSIDE && keeps;
+  return p.precision == OCTET_PRECISION_BF16 && p.remedy == OCTET_REMEDY_F16_INSIDE && keeps_exact_o(p);
 }
 
 bool coded(const Problem& p) { return p.precision == OCTET_PRECISION_INT8_F16; }
@@ -66,6 +65,8 @@ Kernel kernel_of(const Problem& p) {
 }
 
 }  // namespace
+
+PrecisionSet forward_precisions() { return {OCTET_PRECISION_F16, OCTET_PRECISION_BF16, OCTET_PRECISION_INT8_F16}; }
 
 std::string forward_name(const Problem& p) {
   const Kernel kernel = kernel_of(p);

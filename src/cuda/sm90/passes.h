@@ -7,14 +7,17 @@
 #include <string>
 
 #include "core/problem.h"
+#include "core/recipe.h"
 
 namespace octet::cuda::sm90 {
 
-// bf16, f16 and int8_f16, whose weights have 16 bits.
+// The forward pass of precisions whose P has 16 bits.
+PrecisionSet forward_precisions();
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string forward_name(const Problem& p);
 
-// int8, int8_fp8, fp8 and fp8_raw.
+// The forward pass of precisions whose P has 8 bits.
+PrecisionSet byte_forward_precisions();
 std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string byte_forward_name(const Problem& p);
 constexpr int kMaxByteDim = 128;

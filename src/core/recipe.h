@@ -1,14 +1,51 @@
-// A recipe: every rounding of one precision, as a value. Whatever is left at its default is exact float64, so that
-// Recipe{} is attention itself.
+// What a precision is, said once for the CPU's kernels, the reference and the GPU: its passes and options, and its
+// recipe, which is every rounding of it as a value. Whatever is left at its default is exact float64, so that Recipe{}
+// is attention itself.
 #pragma once
 #include <octet/octet_study.h>
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 
 #include "core/problem.h"
 
-namespace octet::reference {
+namespace octet {
+
+class PrecisionSet {
+ public:
+  constexpr PrecisionSet() = default;
+  constexpr PrecisionSet(std::initializer_list<octet_precision> list) {
+    for (const octet_precision p : list) bits_ |= 1u << p;
+  }
+  constexpr bool has(octet_precision p) const { return bits_ >> p & 1; }
+  friend constexpr PrecisionSet operator|(PrecisionSet a, PrecisionSet b) {
+    a.bits_ |= b.bits_;
+    return a;
+  }
+
+  // "f64, f32, bf16" in the order of octet.h; with `last` " and ": "f64, f32 and bf16".
+  std::string names(const char* last = ", ") const;
+
+ private:
+  unsigned bits_ = 0;
+};
+
+constexpr octet_precision kLastPrecision = OCTET_PRECISION_SAGEBWD;
+
+bool supports(octet_precision precision, octet_pass pass);
+PrecisionSet precisions_with_remedies();      // and beta
+PrecisionSet precisions_with_int8_options();  // hadamard, smooth_q
+PrecisionSet precisions_with_e4m3_outputs();  // beside f64
+
+// Why no backend can solve a problem, as its recipe lacks the pass or the call what that needs, or nothing.
+std::optional<std::string> unsupported_reason(const Problem& problem);
+
+// Returns whether the un-rounded output is kept. If not, bf16 weights err less than the output's own rounding.
+bool keeps_exact_o(const Problem& problem);
+
+// Why a backward pass lacks the un-rounded output that its remedy reads, or nothing.
+std::optional<std::string> missing_exact_output(const Problem& problem);
 
 // The elements that share a scale of a quantised operand.
 enum class Group {
@@ -42,6 +79,7 @@ struct LogitRecipe {
 };
 constexpr int64_t kAllTokens = Problem::kUnbounded;
 constexpr int64_t kQueryBlock = 128;  // queries that share a mean
+constexpr int64_t kStep = 128;        // keys per step of forward passes whose p has a limited range
 
 // Rounds the un-normalised p = exp(s - m) of one query and one tile of keys, in [0, 1].
 struct WeightRecipe {
@@ -99,9 +137,6 @@ struct Recipe {
 // The recipe of a problem's precision, remedy, switches and rounding description.
 Recipe recipe_of(const Problem& problem);
 
-// Why precision and pass, remedy and tensors of a problem do not go together, or nothing.
-std::optional<std::string> recipe_objection(const Problem& problem);
-
 // Recipes by name: this project's, and those of the implementations it is compared with.
 Recipe flash_attention(octet_dtype format);  // FlashAttention 2: p, ds, o in a 16-bit format
 Recipe f16_inside(octet_dtype format);       // operands in `format`, everything made of them in f16
@@ -117,4 +152,4 @@ Recipe sage2_int4();             // its int4 variant with smoothed q
 Recipe sage3();                  // arXiv 2505.11594: nvfp4 everywhere, two-level p
 Recipe flash_attention_3_fp8();  // arXiv 2407.08608, section 3.3: blocks and Hadamard
 
-}  // namespace octet::reference
+}  // namespace octet

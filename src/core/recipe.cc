@@ -1,16 +1,60 @@
-// The recipes. docs/numerics.md states each in formulas, with its sources and what it costs in accuracy.
-#include "cpu/reference/recipe.h"
+// The precisions and their recipes. docs/numerics.md states each recipe in formulas, with its sources and what it costs
+// in accuracy.
+#include "core/recipe.h"
 
 #include <cmath>
+#include <iterator>
 
 #include "core/error.h"
 #include "core/names.h"
 
-namespace octet::reference {
+namespace octet {
 namespace {
 
-constexpr int64_t kTile = 64;   // queries or keys that a tile of p or ds shares scales over
-constexpr int64_t kStep = 128;  // keys per step of forward passes whose p has a limited range
+// What calls may ask of a precision, beside its forward pass.
+struct Row {
+  octet_precision precision;
+  const char* name;
+  bool backward, jvp;
+  bool remedies;      // takes remedies: how gradients keep rounding bias out
+  bool int8_options;  // takes hadamard and smooth_q
+  bool e4m3_outputs;  // writes e4m3
+};
+constexpr bool yes = true, no = false;
+constexpr Row kRows[] = {
+    {OCTET_PRECISION_NONE, "none", no, no, no, no, no},
+    //                           backward  jvp  remedies  int8  e4m3
+    {OCTET_PRECISION_F64, "f64", yes, yes, no, no, yes},
+    {OCTET_PRECISION_F32, "f32", yes, yes, no, no, no},
+    {OCTET_PRECISION_F16, "f16", yes, yes, yes, no, no},
+    {OCTET_PRECISION_BF16, "bf16", yes, yes, yes, no, no},
+    {OCTET_PRECISION_INT8, "int8", yes, no, no, yes, no},
+    {OCTET_PRECISION_INT8_F16, "int8_f16", no, no, no, yes, no},
+    {OCTET_PRECISION_INT8_FP8, "int8_fp8", no, no, no, yes, no},
+    {OCTET_PRECISION_FP8, "fp8", yes, no, no, no, no},
+    {OCTET_PRECISION_FP8_RAW, "fp8_raw", no, no, no, no, yes},
+    {OCTET_PRECISION_SAGEBWD, "sagebwd", yes, no, no, no, no},
+};
+static_assert([] {
+  for (std::size_t i = 0; i < std::size(kRows); ++i)
+    if (kRows[i].precision != i) return false;
+  return std::size(kRows) == kLastPrecision + 1;
+}());
+
+template <class Has>
+PrecisionSet precisions_where(Has&& has) {
+  PrecisionSet set;
+  for (const Row& row : kRows)
+    if (row.precision != OCTET_PRECISION_NONE && has(row)) set = set | PrecisionSet{row.precision};
+  return set;
+}
+
+PrecisionSet precisions_with(octet_pass pass) {
+  return precisions_where(
+      [&](const Row& row) { return pass == OCTET_FORWARD || (pass == OCTET_BACKWARD ? row.backward : row.jvp); });
+}
+
+constexpr int64_t kTile = 64;  // queries or keys that a tile of p or ds shares scales over
 
 constexpr Quantizer per_token(octet_dtype code) { return {code, Group::token}; }
 constexpr Quantizer per_block(octet_dtype code, int64_t tokens) { return {code, Group::block, tokens}; }
@@ -59,11 +103,6 @@ Recipe remedied(octet_dtype format, octet_remedy remedy, double beta) {
   return r;
 }
 
-// Returns whether the un-rounded output is kept. If not, bf16 weights err less than the output's own rounding.
-bool keeps_exact_o(const Problem& p) {
-  return p.o_residual.present() || p.o.dtype == OCTET_F32 || p.o.dtype == OCTET_F64;
-}
-
 Recipe sixteen_bits(const Problem& p) {
   const octet_dtype format = p.precision == OCTET_PRECISION_F16 ? OCTET_F16 : OCTET_BF16;
   if (p.remedy != OCTET_REMEDY_F16_INSIDE) return remedied(format, p.remedy, p.beta);
@@ -94,7 +133,7 @@ Recipe rounded(const octet_rounding& points) {
   return r;
 }
 
-std::optional<std::string> rounding_objection(const octet_rounding& points, octet_pass pass) {
+std::optional<std::string> rounding_reason(const octet_rounding& points, octet_pass pass) {
   if (pass == OCTET_JVP) return "rounding: octet_rounding has no points for the jvp; it describes forward and backward";
   const std::pair<const char*, uint32_t> formats[] = {{"qk", points.qk},       {"v", points.v},
                                                       {"s", points.s},         {"m", points.m},
@@ -289,24 +328,48 @@ Recipe recipe_of(const Problem& problem) {
   }
 }
 
-std::optional<std::string> recipe_objection(const Problem& problem) {
-  const octet_precision precision = problem.precision;
-  const bool sixteen = precision == OCTET_PRECISION_F16 || precision == OCTET_PRECISION_BF16;
-  const bool wide = precision == OCTET_PRECISION_F64 || precision == OCTET_PRECISION_F32;
-  const bool trains =
-      precision == OCTET_PRECISION_INT8 || precision == OCTET_PRECISION_FP8 || precision == OCTET_PRECISION_SAGEBWD;
-  if (problem.pass == OCTET_BACKWARD && !(wide || sixteen || trains))
-    return text("precision ", name(precision),
-                " has no backward pass; those that have: f64, f32, f16, bf16, int8, fp8, sagebwd");
-  if (problem.pass == OCTET_JVP && !(wide || sixteen))
-    return text("precision ", name(precision), " has no jvp; those that have: f64, f32, f16, bf16");
-  const bool exact_o = problem.remedy == OCTET_REMEDY_F16_INSIDE || problem.remedy == OCTET_REMEDY_EXACT_DELTA;
+bool keeps_exact_o(const Problem& p) {
+  return p.o_residual.present() || p.o.dtype == OCTET_F32 || p.o.dtype == OCTET_F64;
+}
 
-  if (problem.pass == OCTET_BACKWARD && sixteen && exact_o && !keeps_exact_o(problem))
-    return text("remedy ", name(problem.remedy), " needs the un-rounded output, but o is ", name(problem.o.dtype),
-                " and o_residual is NULL; pass o_residual (the forward pass writes it), or keep o in f32");
-  if (problem.rounding) return rounding_objection(*problem.rounding, problem.pass);
+const char* name(octet_precision v) { return v <= kLastPrecision ? kRows[v].name : "unknown"; }
+
+std::string PrecisionSet::names(const char* last) const {
+  std::string out;
+  for (const Row& row : kRows) {
+    if (!has(row.precision)) continue;
+    const bool more = bits_ >> row.precision >> 1;
+    out += text(out.empty() ? "" : more ? ", " : last, row.name);
+  }
+  return out;
+}
+
+bool supports(octet_precision precision, octet_pass pass) { return precisions_with(pass).has(precision); }
+PrecisionSet precisions_with_remedies() {
+  return precisions_where([](const Row& row) { return row.remedies; });
+}
+PrecisionSet precisions_with_int8_options() {
+  return precisions_where([](const Row& row) { return row.int8_options; });
+}
+PrecisionSet precisions_with_e4m3_outputs() {
+  return precisions_where([](const Row& row) { return row.e4m3_outputs; });
+}
+
+std::optional<std::string> missing_exact_output(const Problem& problem) {
+  const bool reads = problem.pass == OCTET_BACKWARD && precisions_with_remedies().has(problem.precision) &&
+                     (problem.remedy == OCTET_REMEDY_F16_INSIDE || problem.remedy == OCTET_REMEDY_EXACT_DELTA);
+  if (!reads || keeps_exact_o(problem)) return std::nullopt;
+  return text("remedy ", name(problem.remedy), " needs the un-rounded output, but o is ", name(problem.o.dtype),
+              " and o_residual is NULL; pass o_residual (the forward pass writes it), or keep o in f32");
+}
+
+std::optional<std::string> unsupported_reason(const Problem& problem) {
+  if (!supports(problem.precision, problem.pass))
+    return text("precision ", name(problem.precision), " has no ", name(problem.pass),
+                problem.pass == OCTET_JVP ? "" : " pass", "; those that have: ", precisions_with(problem.pass).names());
+  if (auto reason = missing_exact_output(problem)) return reason;
+  if (problem.rounding) return rounding_reason(*problem.rounding, problem.pass);
   return std::nullopt;
 }
 
-}  // namespace octet::reference
+}  // namespace octet

@@ -1,0 +1,159 @@
+// The recipe of a problem (core/recipe.h) in the terms of the kernels.
+#include "cpu/kernels/plan.h"
+
+#include "core/recipe.h"
+
+namespace octet::cpu {
+namespace {
+
+// What is not rounded is a float in the kernels.
+octet_dtype element_type(octet_dtype code) { return code == OCTET_F64 ? OCTET_F32 : code; }
+
+PFormat p_format(octet_dtype code) {
+  switch (code) {
+    case OCTET_F16:
+      return PFormat::f16;
+    case OCTET_BF16:
+      return PFormat::bf16;
+    case OCTET_E4M3:
+      return PFormat::e4m3;
+    case OCTET_U8:
+    case OCTET_I8:  // p is not negative
+      return PFormat::u8;
+    default:
+      return PFormat::exact;
+  }
+}
+
+// Tokens that share a scale.
+int64_t tokens_of(const Quantizer& q) {
+  switch (q.group) {
+    case Group::token:
+    case Group::power_of_two:
+      return 1;
+    case Group::block:
+      return q.block;
+    case Group::tensor:
+      return kWholeHead;
+    case Group::thread_k:
+      return kThreadGroups;
+    default:
+      return 0;
+  }
+}
+
+VScale v_scale(Group group) {
+  switch (group) {
+    case Group::token:
+    case Group::block:
+      return VScale::token;
+    case Group::channel:
+      return VScale::channel;
+    case Group::power_of_two:
+      return VScale::power;
+    default:
+      return VScale::none;
+  }
+}
+
+ForwardPlan forward_recipe(const Problem& p) {
+  const Recipe r = recipe_of(p);
+  ForwardPlan plan{.qk = element_type(r.logits.q.code),
+                   .q_group = tokens_of(r.logits.q),
+                   .k_group = tokens_of(r.logits.k),
+                   .smooth_k = r.logits.smooth_k > 0,
+                   .hadamard = r.logits.hadamard,
+                   .v = element_type(r.v.code),
+                   .v_scale = v_scale(r.v.group),
+                   .smooth_v = r.smooth_v,
+                   .p = p_format(p.pass == OCTET_JVP ? r.tangent : r.p.code),
+                   .l_from_p = r.sum_rounded_p,
+                   .beta = r.beta != 0.0,
+                   .beta_reach = static_cast<float>(r.beta_reach)};
+  if (plan.v_scale == VScale::token) plan.v_group = tokens_of(r.v);
+  if (p.pass == OCTET_FORWARD)
+    plan.p_top = r.p.scale != WeightRecipe::Scale::largest ? static_cast<float>(r.p.factor)
+                 : r.p.code == OCTET_U8                    ? 255.f
+                                                           : 127.f;
+  // A maximum that many keys share saves time, where p has the range for it.
+  if (r.tile == kStep) plan.step_tiles = kStep / kKeys;
+  return plan;
+}
+
+// Codes of `format` with a scale for each token, block or head and nothing else.
+bool plain_codes(const View& t, octet_dtype format) {
+  if (t.dtype != format || (format != OCTET_I8 && format != OCTET_E4M3)) return false;
+  return !t.quantization ||
+         (t.quantization->zero_point_kind == OCTET_SYMMETRIC && t.quantization->granularity != OCTET_PER_CHANNEL);
+}
+
+uint64_t rotation_of(const View& t) { return t.quantization ? t.quantization->hadamard_seed : 0; }
+
+}  // namespace
+
+// Operands that come in the recipe's own form are not smoothed, rotated or rounded again.
+ForwardPlan forward_plan(const Problem& p) {
+  ForwardPlan plan = forward_recipe(p);
+  const bool q = plain_codes(p.q, plan.qk) && !(p.q.quantization && p.q.quantization->mean),
+             k = plain_codes(p.k, plan.qk);
+  const bool one_frame =
+      q && k ? rotation_of(p.q) == rotation_of(p.k) : plan.qk == OCTET_E4M3 && !rotation_of(p.q) && !rotation_of(p.k);
+  plan.q_coded = q && one_frame && plan.q_group;
+  plan.k_coded = k && one_frame && plan.k_group;
+  if (plan.k_coded) plan.smooth_k = p.k.quantization && p.k.quantization->mean;
+  const bool v_mean = p.v.quantization && p.v.quantization->mean;
+  plan.v_coded = plan.v_scale == VScale::token && plain_codes(p.v, plan.v) && !rotation_of(p.v);
+  if (plan.v_coded) plan.smooth_v = v_mean;
+  return plan;
+}
+
+namespace {
+
+Rounding rounding_of(const Quantizer& q) { return {element_type(q.code), tokens_of(q)}; }
+
+GradientFormat gradient_format(const TileRecipe& ds) {
+  switch (ds.code) {
+    case OCTET_F16:
+      return GradientFormat::f16;
+    case OCTET_BF16:
+      return GradientFormat::bf16;
+    case OCTET_E4M3:
+      return GradientFormat::e4m3;
+    case OCTET_I8:
+      return ds.fold ? GradientFormat::migrated : GradientFormat::int8;
+    default:
+      return GradientFormat::exact;
+  }
+}
+
+Delta delta_of(const BackwardRecipe& r) {
+  if (r.delta == OCTET_DELTA_FROM_P) return Delta::from_p;
+  return r.exact_o ? Delta::from_exact_o : Delta::from_o;
+}
+
+}  // namespace
+
+BackwardPlan backward_plan(const Problem& p) {
+  const BackwardRecipe r = recipe_of(p).backward;
+  BackwardPlan plan{.q = rounding_of(r.logits.q),
+                    .k = rounding_of(r.logits.k),
+                    .smooth_k = r.logits.smooth_k == kAllTokens,
+                    .smooth_k_dq = r.smooth_dq.has_value(),
+                    .smooth_blocks = r.logits.smooth_q > 0,
+                    .hadamard = r.logits.hadamard,
+                    .v = rounding_of(r.v),
+                    .do_dp = rounding_of(r.do_dp),
+                    .do_dv = rounding_of(r.do_dv),
+                    .format = gradient_format(r.ds_q),
+                    .delta = delta_of(r),
+                    .project = r.project == OCTET_F64 ? OCTET_DTYPE_NONE : r.project};
+  // 8-bit codes are not coded again.
+  const auto coded = [](const View& x, const Rounding& r) {
+    return r.group && r.dtype == x.dtype && x.dtype != OCTET_F16;
+  };
+  if (coded(p.q, plan.q)) plan.q = {};
+  if (coded(p.k, plan.k)) plan.k = {}, plan.smooth_k = false;
+  return plan;
+}
+
+}  // namespace octet::cpu
