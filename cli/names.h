@@ -12,21 +12,10 @@ namespace octet::cli {
 
 enum class Pass { forward, backward, jvp };
 
-template <class Value>
-struct Name {
-  const char* text;
-  Value value;
-};
-
 inline constexpr Name<DType> kDTypes[] = {{"f64", DType::f64},   {"f32", DType::f32},     {"f16", DType::f16},
                                           {"bf16", DType::bf16}, {"e4m3", DType::e4m3},   {"e5m2", DType::e5m2},
                                           {"int8", DType::i8},   {"uint8", DType::u8},    {"int4", DType::i4},
                                           {"int32", DType::i32}, {"bool", DType::boolean}};
-inline constexpr Name<Precision> kPrecisions[] = {{"f64", Precision::f64},           {"f32", Precision::f32},
-                                                  {"f16", Precision::f16},           {"bf16", Precision::bf16},
-                                                  {"int8", Precision::int8},         {"int8_f16", Precision::int8_f16},
-                                                  {"int8_fp8", Precision::int8_fp8}, {"fp8", Precision::fp8},
-                                                  {"fp8_raw", Precision::fp8_raw},   {"sagebwd", Precision::sagebwd}};
 inline constexpr Name<Pass> kPasses[] = {{"fwd", Pass::forward}, {"bwd", Pass::backward}, {"jvp", Pass::jvp}};
 inline constexpr Name<Remedy> kRemedies[] = {{"f16_inside", Remedy::f16_inside},
                                              {"none", Remedy::none},

@@ -6,10 +6,30 @@
 namespace octet::cli {
 namespace {
 
-bool is_sixteen_bit(Precision p) { return p == Precision::f16 || p == Precision::bf16; }
+// Asks the library whether an option belongs to a precision: a call without tokens tells.
+bool takes(const Attention& attention) {
+  const Tensor empty(nullptr, DType::f32, {1, 1, 0, 8});
+  try {
+    workspace_size(attention, Forward{.q = empty, .k = empty, .v = empty, .o = empty});
+    return true;
+  } catch (const Error& error) {
+    return error.status() != OCTET_INVALID_ARGUMENT;
+  }
+}
 
-bool has_int8_logits(Precision p) {
-  return p == Precision::int8 || p == Precision::int8_f16 || p == Precision::int8_fp8;
+bool takes_remedies(Precision p) { return takes({.precision = p, .remedy = Remedy::none, .backend = "reference"}); }
+bool takes_int8_options(Precision p) { return takes({.precision = p, .hadamard = Switch::on, .backend = "reference"}); }
+
+// "f16 and bf16": the precisions that take an option.
+template <class Takes>
+std::string those(Takes&& takes) {
+  std::vector<std::string> names;
+  for (const auto& [text, precision] : kPrecisions)
+    if (takes(precision)) names.emplace_back(text);
+  std::string out;
+  for (std::size_t i = 0; i < names.size(); ++i)
+    out += (i == 0 ? "" : i + 1 < names.size() ? ", " : " and ") + names[i];
+  return out;
 }
 
 std::array<int64_t, 2> parse_window(const std::string& text) {
@@ -74,18 +94,19 @@ Attention AttentionOptions::attention(Precision precision) const {
 
 Attention AttentionOptions::attention_among(Precision precision) const {
   Attention a = attention(precision);
-  if (!is_sixteen_bit(precision)) a.remedy = Remedy::f16_inside, a.beta = 0;
-  if (!has_int8_logits(precision)) a.hadamard = a.smooth_q = Switch::automatic;
+  if (!takes_remedies(precision)) a.remedy = Remedy::f16_inside, a.beta = 0;
+  if (!takes_int8_options(precision)) a.hadamard = a.smooth_q = Switch::automatic;
   return a;
 }
 
 void AttentionOptions::expect_used(const std::vector<Precision>& precisions) const {
   const auto none = [&](auto&& takes) { return std::none_of(precisions.begin(), precisions.end(), takes); };
-  if (!(remedy_.empty() && beta_.empty()) && none(is_sixteen_bit))
-    refuse("{}: belongs to precisions f16 and bf16, and neither is asked for", remedy_.empty() ? "--beta" : "--remedy");
-  if (!(hadamard_.empty() && smooth_q_.empty()) && none(has_int8_logits))
-    refuse("{}: belongs to precisions int8, int8_f16 and int8_fp8, and none is asked for",
-           hadamard_.empty() ? "--smooth-q" : "--hadamard");
+  if (!(remedy_.empty() && beta_.empty()) && none(takes_remedies))
+    refuse("{}: belongs to precisions {}, and neither is asked for", remedy_.empty() ? "--beta" : "--remedy",
+           those(takes_remedies));
+  if (!(hadamard_.empty() && smooth_q_.empty()) && none(takes_int8_options))
+    refuse("{}: belongs to precisions {}, and none is asked for", hadamard_.empty() ? "--smooth-q" : "--hadamard",
+           those(takes_int8_options));
 }
 
 DeviceName AttentionOptions::device() const {

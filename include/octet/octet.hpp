@@ -59,6 +59,19 @@ enum class Precision : uint32_t {
   fp8_raw = OCTET_PRECISION_FP8_RAW,
   sagebwd = OCTET_PRECISION_SAGEBWD
 };
+
+// A name, as messages, the command and Python spell it.
+template <class Value>
+struct Name {
+  const char* text;
+  Value value;
+};
+inline constexpr Name<Precision> kPrecisions[] = {{"f64", Precision::f64},           {"f32", Precision::f32},
+                                                  {"f16", Precision::f16},           {"bf16", Precision::bf16},
+                                                  {"int8", Precision::int8},         {"int8_f16", Precision::int8_f16},
+                                                  {"int8_fp8", Precision::int8_fp8}, {"fp8", Precision::fp8},
+                                                  {"fp8_raw", Precision::fp8_raw},   {"sagebwd", Precision::sagebwd}};
+
 enum class Alignment : uint32_t {
   unspecified = OCTET_ALIGNMENT_NONE,
   top_left = OCTET_ALIGNMENT_TOP_LEFT,

@@ -125,6 +125,19 @@ def test_bad_arguments(tmp_path, small, name):
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.parametrize(
+    "precisions, option, value, message",
+    [
+        ("f32,int8", "--remedy", "none", "belongs to precisions f16 and bf16, and neither is asked for"),
+        ("f32", "--beta", "3", "belongs to precisions f16 and bf16, and neither is asked for"),
+        ("bf16,fp8", "--hadamard", "off", "belongs to precisions int8, int8_f16 and int8_fp8, and none is asked for"),
+        ("sagebwd", "--smooth-q", "on", "belongs to precisions int8, int8_f16 and int8_fp8, and none is asked for"),
+    ],
+)
+def test_an_option_for_none_of_the_precisions(small, precisions, option, value, message):
+    refused(octet("check", small, "--precision", precisions, option, value), f"{option}: {message}")
+
+
 @pytest.mark.parametrize("where", [["--backend", "sm90"], ["--device", "cuda"], ["--device", "cuda:1"]])
 @pytest.mark.parametrize("command", ["run", "check", "bench"])
 @pytest.mark.parametrize("options", [[], ["backward"]])
