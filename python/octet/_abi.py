@@ -6,6 +6,7 @@ names that the library itself uses in its messages.
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Literal, TypeAlias, get_args
 
 STATUS_OK, STATUS_INVALID_ARGUMENT, STATUS_UNSUPPORTED, STATUS_WORKSPACE_TOO_SMALL, STATUS_FAILURE = range(5)
 
@@ -14,10 +15,8 @@ DTYPES = {
     "bool": 11,
 }  # fmt: skip
 DEVICES = {"cpu": 0, "cuda": 1}
-PRECISIONS = {
-    "f64": 1, "f32": 2, "f16": 3, "bf16": 4, "int8": 5, "int8_f16": 6, "int8_fp8": 7, "fp8": 8, "fp8_raw": 9,
-    "sagebwd": 10,
-}  # fmt: skip
+Precision: TypeAlias = Literal["f64", "f32", "f16", "bf16", "int8", "int8_f16", "int8_fp8", "fp8", "fp8_raw", "sagebwd"]
+PRECISIONS: dict[str, int] = {name: number for number, name in enumerate(get_args(Precision), start=1)}
 PASSES = {"forward": 0, "backward": 1, "jvp": 2}
 MASK_CAUSAL, MASK_WINDOW = 1, 2
 ALIGNMENTS = {"none": 0, "top_left": 1, "bottom_right": 2}

@@ -6,10 +6,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 import numpy as np
 
 from octet import _abi
+from octet._abi import Precision as Precision
 from octet._refusals import expect_known
 from octet.errors import InvalidArgument, listing, look_up
 
-Precision: TypeAlias = Literal["f64", "f32", "f16", "bf16", "int8", "int8_f16", "int8_fp8", "fp8", "fp8_raw", "sagebwd"]
 Layout: TypeAlias = Literal["bhsd", "bshd"]
 Causal: TypeAlias = bool | Literal["top_left", "bottom_right"]
 Window: TypeAlias = tuple[int | None, int | None] | int | None

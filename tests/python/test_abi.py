@@ -5,9 +5,10 @@ import os
 import pathlib
 import re
 import subprocess
+from typing import get_args
 
 import pytest
-from octet import _abi, _library
+from octet import _abi, _library, _options
 
 INCLUDE = pathlib.Path(__file__).resolve().parents[2] / "include"
 STRUCTS = {
@@ -75,6 +76,13 @@ def test_fields_lie_where_the_header_puts_them(struct, header):
 @pytest.mark.parametrize("prefix", ENUMS)
 def test_names_have_the_numbers_of_the_header(prefix, header):
     assert {name: header[prefix + name.upper()] for name in ENUMS[prefix]} == ENUMS[prefix]
+
+
+@pytest.mark.parametrize(
+    "words, table", [(_options.Remedy, _abi.REMEDIES), (_options.Switch, _abi.SWITCHES)], ids=["remedy", "switch"]
+)
+def test_types_of_keywords_have_all_names(words, table):
+    assert get_args(words) == tuple(table)
 
 
 def test_no_enumerator_of_the_header_is_missing():
