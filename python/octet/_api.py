@@ -16,8 +16,15 @@ if TYPE_CHECKING:
     from typing import Unpack
 
 # Functions of q, k, v and keywords that give o of `attention` without a mask and sinks faster than `forward` does, by
-# the name of q's type: torch.compile cannot guard a dictionary whose keys are types.
-shortcuts: dict[str, Callable[[Any, Any, Any, AttentionOptions], Any]] = {}
+# the type of q.
+shortcuts: dict[type, Callable[[Any, Any, Any, AttentionOptions], Any]] = {}
+
+
+def _is_traced() -> bool:
+    """Whether torch.compile traces the call. It guards what a call reads, and so must not read shortcuts: tracing may
+    import octet's torch front, which enters one."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling()
 
 
 def _framework_of(name: str, array: Any) -> str:
@@ -149,7 +156,7 @@ def attention(
         Unsupported: no backend computes it; the message gives each backend's reason.
         TypeError: an unknown keyword; the message says what to use instead.
     """
-    if mask is None and sinks is None and not return_lse and (shortcut := shortcuts.get(type(q).__name__)):
+    if mask is None and sinks is None and not return_lse and not _is_traced() and (shortcut := shortcuts.get(type(q))):
         return shortcut(q, k, v, options)
     o, lse = forward(q, k, v, mask, options, sinks=sinks, return_lse=return_lse)
     return (o, lse) if return_lse else o

@@ -138,4 +138,4 @@ def attention(q: Any, k: Any, v: Any, keywords: AttentionOptions) -> torch.Tenso
     return o
 
 
-_api.shortcuts[torch.Tensor.__name__] = attention
+_api.shortcuts[torch.Tensor] = attention
