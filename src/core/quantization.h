@@ -4,7 +4,7 @@
 #include <octet/octet.h>
 
 #include "core/problem.h"
-#include "core/thread_groups.h"
+#include "core/quant/thread_groups.h"
 
 namespace octet {
 
@@ -53,8 +53,7 @@ struct Rope {
   double base = 0;
 };
 
-// The work, on validated arguments in host memory; src/cpu/quantize.cc and src/cpu/dequantize.cc. `statistics` may be
-// absent.
+// The work, on validated arguments in host memory; src/cpu/quantize. `statistics` may be absent.
 namespace cpu {
 void quantize(const View& x, const Rope& rope, const View& codes, const Quantization& how, const View& statistics);
 void dequantize(const View& codes, const Quantization& how, const View& x);

@@ -7,8 +7,8 @@
 #include "core/error.h"
 #include "core/names.h"
 #include "core/recipe.h"
+#include "cpu/attention/plan.h"
 #include "cpu/isa.h"
-#include "cpu/kernels/plan.h"
 #include "cpu/parallel.h"
 
 namespace octet::cpu {

@@ -7,10 +7,11 @@
 #include <set>
 #include <vector>
 
+#include "core/quant/hadamard.h"
+#include "core/quant/scale.h"
 #include "core/quantization.h"
-#include "cpu/elements.h"
-#include "cpu/rope.h"
-#include "cpu/rows.h"
+#include "cpu/quantize/elements.h"
+#include "cpu/quantize/rope.h"
 
 namespace octet {
 namespace {

@@ -9,7 +9,7 @@
 #include <random>
 
 #include "core/names.h"
-#include "cpu/rows.h"
+#include "core/quant/hadamard.h"
 
 namespace octet::reference {
 namespace {

@@ -5,9 +5,10 @@
 #include <limits>
 #include <octet/formats.hpp>
 
+#include "core/quant/hadamard.h"
 #include "cpu/reference/attention.h"
 #include "cpu/reference/operands.h"
-#include "cpu/rows.h"
+#include "cpu/sinks.h"
 
 namespace octet::reference {
 namespace {

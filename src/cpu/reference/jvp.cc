@@ -12,7 +12,7 @@
 
 #include "cpu/reference/attention.h"
 #include "cpu/reference/operands.h"
-#include "cpu/rows.h"
+#include "cpu/sinks.h"
 
 namespace octet::reference {
 namespace {

@@ -6,7 +6,8 @@
 #include <limits>
 #include <octet/formats.hpp>
 
-#include "cpu/rows.h"
+#include "core/quant/hadamard.h"
+#include "core/quant/scale.h"
 
 namespace octet::reference {
 namespace {

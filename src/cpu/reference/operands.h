@@ -25,8 +25,8 @@ void round_nvfp4(double* p, int64_t n, int64_t stride, double unit);
 // so that it stays in its token. Tokens that are not seen have no part in anything and become 0.
 Matrix quantized(const Matrix& x, const Quantizer& quantizer, const Seen& seen = {});
 
-// The mean over the seen tokens of [first_token, last_token) of each channel; numbers of mean_limit (cpu/rows.h) and
-// above, and those that are not finite, count as 0.
+// The mean over the seen tokens of [first_token, last_token) of each channel; numbers of mean_limit
+// (core/quant/scale.h) and above, and those that are not finite, count as 0.
 std::vector<double> channel_means(const Matrix& x, const Seen& seen, int64_t first_token, int64_t last_token);
 
 // x minus a mean, for the seen tokens of [first, last).
@@ -35,7 +35,7 @@ void subtract(Matrix& x, const std::vector<double>& mean, const Seen& seen, int6
 // Largest finite magnitude of each token.
 std::vector<double> token_amax(const Matrix& x);
 
-// Rotates each token by the random-sign Hadamard matrix of a seed (cpu/rows.h), or back.
+// Rotates each token by the random-sign Hadamard matrix of a seed (core/quant/hadamard.h), or back.
 Matrix rotated(Matrix x, uint64_t seed);
 Matrix rotated_back(Matrix x, uint64_t seed);
 

@@ -1,4 +1,4 @@
-// The operands of 8-bit kernels: codes with steps as the quantisers of the CPU make them (cpu/rows.h), bit by bit, with
+// The operands of 8-bit kernels: codes with steps as the quantisers of the CPU make them (core/quant), bit by bit, with
 // keys in whole tiles and v with its keys along rows.
 //
 // k and v are read twice where means or largest numbers of channels come first.

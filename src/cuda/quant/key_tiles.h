@@ -56,7 +56,7 @@ __device__ inline TileOfKeys tile_of_keys(const KeyTiles& k, int tile, int tiles
   return {sequence, (packed ? k.cu_seqlens[sequence] : 0) + within, static_cast<unsigned>(first_seen << 16 | tokens)};
 }
 
-// octet::step_of (cpu/rows.h) of a finite largest number.
+// octet::step_of (core/quant/scale.h) of a finite largest number.
 struct Step {
   float step, inverse;
 };

@@ -1,5 +1,5 @@
 // Means without numbers far beyond typical ones, so that a token moves them by little, whatever it holds, as
-// octet::mean_limit (cpu/rows.h) has it.
+// octet::mean_limit (core/quant/scale.h) has it.
 #pragma once
 #include "cuda/quant/elements.h"
 

@@ -1,5 +1,5 @@
 // Rows of q and k, and of v where its codes have a step per token: smoothed, rotated, scaled, rounded, in the CPU's
-// order of operations (cpu/rows.h). A warp takes a strip of 16 rows; two lanes share a row, of each 32 channels one has
+// order of operations (core/quant). A warp takes a strip of 16 rows; two lanes share a row, of each 32 channels one has
 // the first 16 and the other the rest. So the butterflies exchange between lanes once, and codes are written in 16-byte
 // words.
 #pragma once

@@ -1,6 +1,6 @@
 #include <cmath>
 
-#include "cpu/rows.h"
+#include "core/quant/hadamard.h"
 #include "cuda/host/operands.h"
 #include "cuda/sm90/codes.h"
 #include "cuda/sm90/launch.h"

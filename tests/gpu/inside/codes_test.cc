@@ -1,4 +1,4 @@
-// The codes that the GPU makes are the CPU's, bit by bit: k, q and v are coded here by the arithmetic of cpu/rows.h.
+// The codes that the GPU makes are the CPU's, bit by bit: k, q and v are coded here by the arithmetic of core/quant.
 #include "cuda/quant/codes.h"
 
 #include <cuda_bf16.h>
@@ -16,7 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/rows.h"
+#include "core/quant/hadamard.h"
+#include "core/quant/scale.h"
 
 namespace octet::cuda {
 namespace {

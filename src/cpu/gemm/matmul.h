@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cpu/kernels/simd.h"
+#include "cpu/gemm/simd.h"
 
 namespace octet::cpu::OCTET_ISA {
 

@@ -1,8 +1,9 @@
 // Rows of tensors in the caller's memory to and from floats.
 #pragma once
 #include "core/problem.h"
-#include "cpu/kernels/simd.h"
-#include "cpu/rows.h"
+#include "core/quant/hadamard.h"
+#include "core/quant/scale.h"
+#include "cpu/gemm/simd.h"
 
 namespace octet::cpu::OCTET_ISA {
 

@@ -1,9 +1,9 @@
 // Rows of the caller's tensors to words of int8 codes with a scale for each, in bytes all the way: for engines that
 // take four codes in a word.
 #pragma once
-#include "cpu/kernels/matmul.h"
-#include "cpu/kernels/plan.h"
-#include "cpu/kernels/quantize_row.h"
+#include "cpu/attention/pack/quantize_row.h"
+#include "cpu/attention/plan.h"
+#include "cpu/gemm/matmul.h"
 
 namespace octet::cpu::OCTET_ISA {
 

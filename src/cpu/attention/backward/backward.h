@@ -15,7 +15,7 @@
 #pragma once
 #include <thread>
 
-#include "cpu/kernels/backward_tile.h"
+#include "cpu/attention/backward/tile.h"
 #include "cpu/parallel.h"
 
 namespace octet::cpu::OCTET_ISA {
@@ -52,6 +52,18 @@ struct BackwardScratch {
     return t;
   }
 };
+
+#ifdef __AMX_BF16__
+// `count` rows of up to kMaxDim numbers to rows of A, `stride` words apart, padded with zeros to whole tiles.
+inline void split_rows(const float* rows, int64_t count, int64_t columns, int64_t stride, Word* out) {
+  alignas(64) float row[kMaxDim] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(row, rows + i * columns, sizeof(float) * columns);
+    split_row(row, padded<Split>(columns), part_words(columns), out + i * stride);
+  }
+}
+
+#endif
 
 inline void wait_for_turn(const int32_t* turn, int32_t tile) {
   for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != tile; ++spins) {

@@ -1,8 +1,8 @@
 // The CPU kernels of one instruction set: compiled once for each, in a namespace of its own so that no function
 // compiled for one can stand in for another's.
-#include "cpu/kernels/backward.h"
-#include "cpu/kernels/forward.h"
-#include "cpu/kernels/jvp.h"
+#include "cpu/attention/backward/backward.h"
+#include "cpu/attention/forward/forward.h"
+#include "cpu/attention/jvp/jvp.h"
 
 namespace octet::cpu {
 

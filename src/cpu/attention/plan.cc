@@ -1,5 +1,5 @@
 // The recipe of a problem (core/recipe.h) in the terms of the kernels.
-#include "cpu/kernels/plan.h"
+#include "cpu/attention/plan.h"
 
 #include "core/recipe.h"
 

@@ -1,6 +1,6 @@
 // The softmax of the forward pass: one row of a step, from logits to P.
 #pragma once
-#include "cpu/kernels/softmax.h"
+#include "cpu/attention/softmax/softmax.h"
 
 namespace octet::cpu::OCTET_ISA {
 

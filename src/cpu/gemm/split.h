@@ -5,8 +5,7 @@
 // below 2^-25 of it. A tile unit forms sixteen times as many products a cycle as vectors do. Numbers that bf16 rounds
 // to infinity count as NaN; parts below 2^-126 are zero.
 #pragma once
-#include "cpu/kernels/matmul.h"
-#include "cpu/kernels/numbers.h"
+#include "cpu/gemm/matmul.h"
 
 namespace octet::cpu::OCTET_ISA {
 
@@ -39,15 +38,6 @@ inline void split_row(const float* x, int64_t n, int64_t part, Word* out) {
       low -= floats((Vi)_mm512_cvtepu16_epi32(_mm512_castsi512_si256(pair)) << 16);
       high -= floats((Vi)_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(pair, 1)) << 16);
     }
-  }
-}
-
-// `count` rows of up to kMaxDim numbers to rows of A, `stride` words apart, padded with zeros to whole tiles.
-inline void split_rows(const float* rows, int64_t count, int64_t columns, int64_t stride, Word* out) {
-  alignas(64) float row[kMaxDim] = {};
-  for (int64_t i = 0; i < count; ++i) {
-    std::memcpy(row, rows + i * columns, sizeof(float) * columns);
-    split_row(row, padded<Split>(columns), part_words(columns), out + i * stride);
   }
 }
 

@@ -9,9 +9,30 @@
 #include <vector>
 
 #include "core/quantization.h"
-#include "cpu/rows.h"
 
 namespace octet::cpu {
+
+// Rotates the pairs (c, c + pairs) of a row by the angles whose cosines and sines are given. Products are taken in
+// double: those of two floats are exact there.
+template <class T>
+static inline void rope_half(T* x, const T* cosine, const T* sine, int64_t pairs) {
+  T* y = x + pairs;
+  for (int64_t c = 0; c < pairs; ++c) {
+    const double a = x[c], b = y[c], p = cosine[c], q = sine[c];
+    x[c] = static_cast<T>(a * p - b * q);
+    y[c] = static_cast<T>(a * q + b * p);
+  }
+}
+
+// The same for the pairs (2c, 2c + 1).
+template <class T>
+static inline void rope_interleaved(T* x, const T* cosine, const T* sine, int64_t pairs) {
+  for (int64_t c = 0; c < pairs; ++c) {
+    const double a = x[2 * c], b = x[2 * c + 1], p = cosine[c], q = sine[c];
+    x[2 * c] = static_cast<T>(a * p - b * q);
+    x[2 * c + 1] = static_cast<T>(a * q + b * p);
+  }
+}
 
 // The table of angles that all threads of a call share.
 class RopeTable {

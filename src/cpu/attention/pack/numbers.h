@@ -1,7 +1,7 @@
 // The numbers that rows of the caller's tensors stand for: as floats in memory, or one row in vectors.
 #pragma once
-#include "core/thread_groups.h"
-#include "cpu/kernels/elements.h"
+#include "core/quant/thread_groups.h"
+#include "cpu/attention/pack/elements.h"
 
 namespace octet::cpu::OCTET_ISA {
 

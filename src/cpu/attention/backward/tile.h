@@ -1,6 +1,6 @@
 // One tile of p and ds: from logits to rounded operands.
 #pragma once
-#include "cpu/kernels/backward_operands.h"
+#include "cpu/attention/backward/operands.h"
 
 namespace octet::cpu::OCTET_ISA {
 

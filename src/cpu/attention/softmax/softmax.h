@@ -2,7 +2,7 @@
 #pragma once
 #include <algorithm>
 
-#include "cpu/kernels/pack.h"
+#include "cpu/attention/pack/pack.h"
 
 namespace octet::cpu::OCTET_ISA {
 

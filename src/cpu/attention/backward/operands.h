@@ -7,7 +7,8 @@
 #pragma once
 #include <cmath>
 
-#include "cpu/kernels/softmax.h"
+#include "cpu/attention/softmax/softmax.h"
+#include "cpu/sinks.h"
 
 namespace octet::cpu::OCTET_ISA {
 

@@ -2,11 +2,11 @@
 #include <cmath>
 #include <vector>
 
+#include "core/quant/hadamard.h"
 #include "core/quantization.h"
-#include "cpu/elements.h"
 #include "cpu/parallel.h"
-#include "cpu/rope.h"
-#include "cpu/rows.h"
+#include "cpu/quantize/elements.h"
+#include "cpu/quantize/rope.h"
 
 namespace octet::cpu {
 namespace {

@@ -13,12 +13,13 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/quant/hadamard.h"
+#include "core/quant/scale.h"
 #include "core/quantization.h"
-#include "cpu/elements.h"
 #include "cpu/parallel.h"
-#include "cpu/rope.h"
-#include "cpu/rows.h"
-#include "cpu/survey.h"
+#include "cpu/quantize/elements.h"
+#include "cpu/quantize/rope.h"
+#include "cpu/quantize/survey.h"
 
 namespace octet::cpu {
 namespace {

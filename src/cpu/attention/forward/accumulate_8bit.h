@@ -1,7 +1,7 @@
 // o = alpha o + P V for 8-bit P: the products of a key tile are integers with a scale for each row, formed apart and
 // then added to o.
 #pragma once
-#include "cpu/kernels/forward_rows.h"
+#include "cpu/attention/forward/rows.h"
 
 namespace octet::cpu::OCTET_ISA {
 

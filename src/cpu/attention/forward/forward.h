@@ -13,9 +13,10 @@
 #pragma once
 #include <cmath>
 
-#include "cpu/kernels/accumulate_codes.h"
-#include "cpu/kernels/forward_halves.h"
+#include "cpu/attention/forward/accumulate_8bit.h"
+#include "cpu/attention/forward/halves.h"
 #include "cpu/parallel.h"
+#include "cpu/sinks.h"
 
 namespace octet::cpu::OCTET_ISA {
 

@@ -1,7 +1,7 @@
 // One row of q, k or v from the caller's tensor to codes with a scale of its own, in registers from end to end. The
-// operations and their order are those of the public quantisers (cpu/quantize.cc): the same bits.
+// operations and their order are those of the public quantisers (cpu/quantize/quantize.cc): the same bits.
 #pragma once
-#include "cpu/kernels/numbers.h"
+#include "cpu/attention/pack/numbers.h"
 
 namespace octet::cpu::OCTET_ISA {
 

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cpu/kernels/matmul.h"
-#include "cpu/kernels/pack_int8.h"
-#include "cpu/kernels/plan.h"
-#include "cpu/kernels/seen.h"
-#include "cpu/kernels/split.h"
+#include "cpu/attention/pack/pack_int8.h"
+#include "cpu/attention/pack/seen.h"
+#include "cpu/attention/plan.h"
+#include "cpu/gemm/matmul.h"
+#include "cpu/gemm/split.h"
 
 namespace octet::cpu::OCTET_ISA {
 

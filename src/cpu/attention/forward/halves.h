@@ -2,7 +2,7 @@
 // no more, and the weights of a step stay in registers until their scales are known. Rows that f16 does not hold are
 // left to forward_rows.h.
 #pragma once
-#include "cpu/kernels/forward_rows.h"
+#include "cpu/attention/forward/rows.h"
 
 #ifdef __AVX512FP16__
 
