@@ -120,9 +120,9 @@ inline int64_t first_tile_of(const Job& job, int64_t sequence) {
 }
 
 // Hands out 64-byte aligned pieces of the workspace; with null memory it only adds up sizes.
-class Carver {
+class WorkspaceAllocator {
  public:
-  explicit Carver(void* memory) : memory_(static_cast<char*>(memory)) {}
+  explicit WorkspaceAllocator(void* memory) : memory_(static_cast<char*>(memory)) {}
   template <class T>
   T* take(int64_t count) {
     char* piece = memory_ ? memory_ + used_ : nullptr;

@@ -24,7 +24,7 @@ Element element(octet_dtype type) {
 
 // A dense tensor of t's shape in the workspace. `broadcast`: heads and batch elements of stride 0 stay so, and take no
 // memory.
-View dense(const View& t, octet_dtype type, bool broadcast, Carver& workspace) {
+View dense(const View& t, octet_dtype type, bool broadcast, WorkspaceAllocator& workspace) {
   View d = t;
   d.dtype = type;
   int64_t step = 1;
@@ -70,7 +70,7 @@ Output output(const View& t) {
 
 Sinks sinks(const View& t) { return {static_cast<const float*>(t.data), t.stride[0], t.stride[1]}; }
 
-Input::Input(const View& from, octet_dtype type, Carver& workspace) : from_(from), view_(from) {
+Input::Input(const View& from, octet_dtype type, WorkspaceAllocator& workspace) : from_(from), view_(from) {
   if (from.elements() && (from.dtype != type || !reads_directly(from))) view_ = dense(from, type, true, workspace);
   view_.dtype = type;
 }
@@ -80,7 +80,7 @@ void Input::prepare(cudaStream_t stream) const {
   copy(distinct(from_), distinct(view_), element(view_.dtype), stream);
 }
 
-ScaledInput::ScaledInput(const View& from, octet_dtype through, int center_columns, Carver& workspace)
+ScaledInput::ScaledInput(const View& from, octet_dtype through, int center_columns, WorkspaceAllocator& workspace)
     : from_(from), view_(dense(from, OCTET_F16, false, workspace)), through_(through) {
   const auto heads = static_cast<std::size_t>(from.shape[0] * from.shape[1]);
   largest_ = workspace.take<unsigned>(2 * heads);
@@ -93,7 +93,7 @@ void ScaledInput::prepare(const SeenKeys& seen, cudaStream_t stream) const {
   convert_to_f16(strided(from_), strided(view_), element(through_), center_, seen, largest_, scale_, stream);
 }
 
-Result::Result(const View& to, Carver& workspace) : to_(to), view_(to) {
+Result::Result(const View& to, WorkspaceAllocator& workspace) : to_(to), view_(to) {
   if (to.present() && to.elements() && !writes_directly(to)) view_ = dense(to, to.dtype, false, workspace);
 }
 

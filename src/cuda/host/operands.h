@@ -19,7 +19,7 @@ Sinks sinks(const View& t);
 class Input {
  public:
   // `type`: what the kernel multiplies.
-  Input(const View& from, octet_dtype type, Carver& workspace);
+  Input(const View& from, octet_dtype type, WorkspaceAllocator& workspace);
   // Copies, if it must.
   void prepare(cudaStream_t stream) const;
   const View& view() const { return view_; }
@@ -33,7 +33,7 @@ class Input {
 class ScaledInput {
  public:
   // `through`: rounded to this type first.
-  ScaledInput(const View& from, octet_dtype through, int center_columns, Carver& workspace);
+  ScaledInput(const View& from, octet_dtype through, int center_columns, WorkspaceAllocator& workspace);
   void prepare(const SeenKeys& seen, cudaStream_t stream) const;
   const View& view() const { return view_; }
   const float* scale() const { return scale_; }         // [batch, head], what products must be multiplied by
@@ -50,7 +50,7 @@ class ScaledInput {
 // An output and where the kernel writes it.
 class Result {
  public:
-  Result(const View& to, Carver& workspace);
+  Result(const View& to, WorkspaceAllocator& workspace);
   // Copies what the kernel wrote to the caller, if it must.
   void deliver(cudaStream_t stream) const;
   Output output() const { return cuda::output(view_); }

@@ -4,9 +4,9 @@
 
 namespace octet::cuda {
 
-class Carver {
+class WorkspaceAllocator {
  public:
-  explicit Carver(void* workspace) : base_(static_cast<unsigned char*>(workspace)) {}
+  explicit WorkspaceAllocator(void* workspace) : base_(static_cast<unsigned char*>(workspace)) {}
 
   // `bytes` bytes at a multiple of 256 (of the workspace's start, which is a multiple of 64).
   void* take(std::size_t bytes) {

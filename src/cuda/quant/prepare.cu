@@ -153,7 +153,7 @@ Preparation preparation_of(const CodesArguments& a) {
 }
 
 // Returns the bytes used.
-std::size_t carve(Preparation& p, void* scratch) {
+std::size_t allocate_scratch(Preparation& p, void* scratch) {
   auto* const base = static_cast<unsigned char*>(scratch);
   constexpr int kSurveys = static_cast<int>(Survey::count);
   auto* const numbers = reinterpret_cast<unsigned*>(base);
@@ -208,12 +208,12 @@ void fill_steps(const HeadScale& q, const HeadScale& k, int batch, int heads, in
 
 std::size_t preparation_bytes(const CodesArguments& a) {
   Preparation p = preparation_of(a);
-  return carve(p, nullptr);
+  return allocate_scratch(p, nullptr);
 }
 
 void prepare(const CodesArguments& a, void* scratch, cudaStream_t stream) {
   Preparation p = preparation_of(a);
-  carve(p, scratch);
+  allocate_scratch(p, scratch);
   const int sides = static_cast<int>(a.v.shape[0]) * a.kv_heads;
   Order order{.sides = sides,
               .group = a.heads / a.kv_heads,

@@ -23,7 +23,7 @@ View bytes_view(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t 
 
 int panel_of_bytes(int64_t columns) { return columns % 128 == 0 ? 128 : columns % 64 == 0 ? 64 : 32; }
 
-Int8Logits::Int8Logits(const Problem& p, int64_t dim, int tile, Carver& workspace)
+Int8Logits::Int8Logits(const Problem& p, int64_t dim, int tile, WorkspaceAllocator& workspace)
     : codes_{.q = strided(p.q),
              .k = strided(p.k),
              .v = strided(p.v),

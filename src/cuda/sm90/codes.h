@@ -24,7 +24,7 @@ int panel_of_bytes(int64_t columns);
 class Int8Logits {
  public:
   // `dim`: the kernel's.
-  Int8Logits(const Problem& p, int64_t dim, int tile, Carver& workspace);
+  Int8Logits(const Problem& p, int64_t dim, int tile, WorkspaceAllocator& workspace);
   void prepare(cudaStream_t stream) const;
   unsigned* counter() const { return static_cast<unsigned*>(scratch_); }   // 0 after `prepare`
   View q() const { return view(codes_.q_codes, codes_.heads, queries_); }  // [batch, head, token, dim]

@@ -53,13 +53,13 @@ std::size_t row_bytes(int queries) { return queries == 64 ? sizeof(QueryRows<64>
 
 int clamp_side(int64_t keys) { return static_cast<int>(std::min<int64_t>(keys, Mask::kUnbounded)); }
 
-Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, Carver& carver) {
+Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, WorkspaceAllocator& allocator) {
   Blocks b{.rows = rows, .tokens = static_cast<int>(tokens), .count = static_cast<int>((tokens + rows - 1) / rows)};
   if (!cu_seqlens.present()) return b;
   b.sequences = static_cast<int>(cu_seqlens.shape[3] - 1);
   b.count += b.sequences;
   b.cu_seqlens = static_cast<const int*>(cu_seqlens.data);
-  b.blocks_before = carver.take<int>(b.sequences + 1);
+  b.blocks_before = allocator.take<int>(b.sequences + 1);
   return b;
 }
 
@@ -74,9 +74,9 @@ std::string backward_name(const Problem& p) {
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   const Kernel kernel = kernel_of(p);
   const int dim = dim_of(p);
-  Carver carver(workspace);
-  Blocks q_blocks = blocks_of(kernel.rows, p.tokens_q, p.cu_seqlens_q, carver);
-  Blocks k_blocks = blocks_of(kernel.keys, p.tokens_k, p.cu_seqlens_k, carver);
+  WorkspaceAllocator allocator(workspace);
+  Blocks q_blocks = blocks_of(kernel.rows, p.tokens_q, p.cu_seqlens_q, allocator);
+  Blocks k_blocks = blocks_of(kernel.keys, p.tokens_k, p.cu_seqlens_k, allocator);
   const auto q_tiles = static_cast<std::size_t>(p.batch * p.heads * q_blocks.count);
   const auto k_tiles = static_cast<std::size_t>(p.batch * p.kv_heads * k_blocks.count);
   const auto kv_heads = static_cast<std::size_t>(p.batch * p.kv_heads);
@@ -108,32 +108,32 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                        .group = static_cast<int>(p.group()),
                        .weight_exponent = weight_exponent,
                        .scale = p.scale,
-                       .sampled = carver.take<Sizes>(kv_heads),
-                       .sizes = carver.take<Sizes>(kv_heads),
-                       .powers = carver.take<Powers>(kv_heads),
-                       .mean = carver.take<float>(kv_heads * p.dim),
-                       .q_tiles = carver.take<unsigned char>(q_bytes),
-                       .do_tiles = carver.take<unsigned char>(q_bytes),
-                       .rows = carver.take<unsigned char>(q_tiles * row_bytes(kernel.rows)),
-                       .row_sums = sums_rows(p) ? carver.take<float>(q_tiles * kernel.rows) : nullptr,
-                       .dq = carver.take<float>(q_tiles * kernel.rows * dim),
+                       .sampled = allocator.take<Sizes>(kv_heads),
+                       .sizes = allocator.take<Sizes>(kv_heads),
+                       .powers = allocator.take<Powers>(kv_heads),
+                       .mean = allocator.take<float>(kv_heads * p.dim),
+                       .q_tiles = allocator.take<unsigned char>(q_bytes),
+                       .do_tiles = allocator.take<unsigned char>(q_bytes),
+                       .rows = allocator.take<unsigned char>(q_tiles * row_bytes(kernel.rows)),
+                       .row_sums = sums_rows(p) ? allocator.take<float>(q_tiles * kernel.rows) : nullptr,
+                       .dq = allocator.take<float>(q_tiles * kernel.rows * dim),
                        .zeroed_heads = static_cast<int>(kv_heads),
-                       .zeroed = carver.take<unsigned>(kv_heads),
-                       .counter = carver.take<unsigned>(1)};
+                       .zeroed = allocator.take<unsigned>(kv_heads),
+                       .counter = allocator.take<unsigned>(1)};
   // Sums in integers need to know the largest k and v of a head, and pairs of thread blocks have no room for a second
   // stage of k and v.
   if (p.deterministic || kernel.cluster > 1 || !converts_keys(p)) {
-    prepared.k_tiles = carver.take<unsigned char>(k_bytes);
-    prepared.v_tiles = carver.take<unsigned char>(k_bytes);
+    prepared.k_tiles = allocator.take<unsigned char>(k_bytes);
+    prepared.v_tiles = allocator.take<unsigned char>(k_bytes);
   }
-  const Result dk(p.dk, carver), dv(p.dv, carver);
-  if (!workspace) return carver.used();
+  const Result dk(p.dk, allocator), dv(p.dv, allocator);
+  if (!workspace) return allocator.used();
 
   const DeviceScope device(p.device_index);
   if (!(p.dq.elements() || p.dk.elements())) {
     prepared.q_blocks.count = 0;
     if (p.dsinks.elements()) sum_dsinks(prepared, strided(p.dsinks), stream);
-    return carver.used();
+    return allocator.used();
   }
   if (p.packed()) {
     count_blocks(q_blocks.cu_seqlens, q_blocks.sequences, q_blocks.rows, const_cast<int*>(q_blocks.blocks_before),
@@ -198,7 +198,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   if (p.dq.elements() && k_tiles && p.windowed) mend_hidden(prepared, a, strided(p.dq), stream);
   if (p.dsinks.elements()) sum_dsinks(prepared, strided(p.dsinks), stream);
   dk.deliver(stream), dv.deliver(stream);
-  return carver.used();
+  return allocator.used();
 }
 
 }  // namespace octet::cuda::sm90

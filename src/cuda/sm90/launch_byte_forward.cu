@@ -81,28 +81,28 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   c.v_code = dynamic ? Code::s8 : Code::e4m3;
   c.k_groups = p.precision == OCTET_PRECISION_INT8_FP8;
 
-  Carver carver(workspace);
+  WorkspaceAllocator allocator(workspace);
   const int64_t keys = static_cast<int64_t>(c.keys.count()) * kernel.laid_out_keys, sides = p.batch * p.kv_heads;
   const int64_t sequence_sides = (p.packed() ? sequences_of(p) : p.batch) * p.kv_heads;
-  int* const blocks_before = p.packed() ? carver.take<int>(sequences_of(p) + 1) : nullptr;
-  const auto channels = [&](bool wanted) { return wanted ? carver.take<float>(sequence_sides * dim) : nullptr; };
+  int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
+  const auto channels = [&](bool wanted) { return wanted ? allocator.take<float>(sequence_sides * dim) : nullptr; };
   c.channels = {channels(smooths_k(p)), channels(dynamic), channels(v_by_channel(p)), channels(v_by_channel(p))};
-  void* const scratch = carver.take(preparation_bytes(c));
+  void* const scratch = allocator.take(preparation_bytes(c));
   auto* const counter = static_cast<unsigned*>(scratch);
-  const Input q_given_view(q_given(p) ? p.q : View{}, OCTET_E4M3, carver);
-  const Input k_given_view(k_given(p) ? p.k : View{}, OCTET_E4M3, carver);
+  const Input q_given_view(q_given(p) ? p.q : View{}, OCTET_E4M3, allocator);
+  const Input k_given_view(k_given(p) ? p.k : View{}, OCTET_E4M3, allocator);
   const int64_t queries = p.batch * p.heads * p.tokens_q;
   const bool given_steps = q_given(p) && (p.q.quantization || p.k.quantization);
-  c.q_step = !q_given(p) || given_steps ? carver.take<float>(queries) : nullptr;
-  c.mean_logit = smooths_k(p) && wants_mean_logit(p) ? carver.take<float>(queries) : nullptr;
-  if (!q_given(p)) c.q_codes = carver.take(queries * dim);
+  c.q_step = !q_given(p) || given_steps ? allocator.take<float>(queries) : nullptr;
+  c.mean_logit = smooths_k(p) && wants_mean_logit(p) ? allocator.take<float>(queries) : nullptr;
+  if (!q_given(p)) c.q_codes = allocator.take(queries * dim);
   if (!k_given(p))
-    c.k_codes = carver.take(sides * keys * dim),
-    c.k_step = carver.take<float>(sides * keys / (c.k_groups ? kGroupTokens : 1));
-  c.v_codes = carver.take(sides * keys * dim);
-  c.v_step = dynamic ? carver.take<float>(2 * sides * keys) : nullptr;
-  const Result o(p.o, carver), o_residual(p.o_residual, carver);
-  if (!workspace || !p.o.elements()) return carver.used();
+    c.k_codes = allocator.take(sides * keys * dim),
+    c.k_step = allocator.take<float>(sides * keys / (c.k_groups ? kGroupTokens : 1));
+  c.v_codes = allocator.take(sides * keys * dim);
+  c.v_step = dynamic ? allocator.take<float>(2 * sides * keys) : nullptr;
+  const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
+  if (!workspace || !p.o.elements()) return allocator.used();
 
   const DeviceScope device(p.device_index);
   ByteForwardArguments a{};
@@ -141,7 +141,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   launch(p, kernel, a.schedule, &a, true, stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);
-  return carver.used();
+  return allocator.used();
 }
 
 std::optional<std::string> coded_forward_objection(const Problem& p) {

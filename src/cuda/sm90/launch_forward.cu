@@ -77,19 +77,19 @@ std::string forward_name(const Problem& p) {
 
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const octet_dtype type = p.precision == OCTET_PRECISION_BF16 ? OCTET_BF16 : OCTET_F16;
-  Carver carver(workspace);
-  int* const blocks_before = p.packed() ? carver.take<int>(sequences_of(p) + 1) : nullptr;
+  WorkspaceAllocator allocator(workspace);
+  int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
   const Kernel kernel = kernel_of(p);
-  const Input q(coded(p) ? View{} : p.q, type, carver), k(coded(p) ? View{} : p.k, type, carver);
+  const Input q(coded(p) ? View{} : p.q, type, allocator), k(coded(p) ? View{} : p.k, type, allocator);
   std::optional<Int8Logits> codes;
-  if (coded(p)) codes.emplace(p, dim_of(dims_of(p)), kernel.keys, carver);
-  unsigned* const counter = codes ? codes->counter() : carver.take<unsigned>(1);
+  if (coded(p)) codes.emplace(p, dim_of(dims_of(p)), kernel.keys, allocator);
+  unsigned* const counter = codes ? codes->counter() : allocator.take<unsigned>(1);
   const bool scaled = scales_v(p);
-  const Input v(scaled ? View{} : p.v, type, carver);
+  const Input v(scaled ? View{} : p.v, type, allocator);
   const ScaledInput v_scaled(scaled ? p.v : View{}, inside(p) ? type : p.v.dtype, inside(p) ? dim_v_of(dims_of(p)) : 0,
-                             carver);
-  const Result o(p.o, carver), o_residual(p.o_residual, carver);
-  if (!workspace || !p.o.elements()) return carver.used();
+                             allocator);
+  const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
+  if (!workspace || !p.o.elements()) return allocator.used();
 
   const DeviceScope device(p.device_index);
   ForwardArguments a{};
@@ -127,7 +127,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   launch(p, kernel, a.schedule, &a, coded(p) || inside(p), stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);
-  return carver.used();
+  return allocator.used();
 }
 
 }  // namespace octet::cuda::sm90

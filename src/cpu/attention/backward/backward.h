@@ -34,21 +34,21 @@ struct BackwardScratch {
   float* product;              // [kQueries][k_columns], of a block of fewer rows than tiles have
   float *dk, *dv;              // [kTilesPerTask * kKeys][columns]
 
-  static BackwardScratch carve(const GradientOperands& w, Carver& carve) {
+  static BackwardScratch allocate(const GradientOperands& w, WorkspaceAllocator& workspace) {
     BackwardScratch t;
-    t.s = carve.take<float>(kQueries * kKeys);
-    t.dp = carve.take<float>(kQueries * kKeys);
-    t.ds_rows = carve.take<float>(kQueries * kKeys);
+    t.s = workspace.take<float>(kQueries * kKeys);
+    t.dp = workspace.take<float>(kQueries * kKeys);
+    t.ds_rows = workspace.take<float>(kQueries * kKeys);
     if (kSplits<Split>) {
-      for (Word** x : {&t.p_t, &t.ds_t, &t.ds}) *x = carve.take<Word>(kKeys * split_stride(kQueries));
-      t.q = carve.take<Word>(kQueries * split_stride(w.k_columns));
-      t.do_ = carve.take<Word>(kQueries * split_stride(w.v_columns));
-      t.q_by_row = carve.take<Word>(words_of<Split>(kQueries) * w.k_columns);
-      t.do_by_row = carve.take<Word>(words_of<Split>(kQueries) * w.v_columns);
-      t.product = carve.take<float>(kQueries * w.k_columns);
+      for (Word** x : {&t.p_t, &t.ds_t, &t.ds}) *x = workspace.take<Word>(kKeys * split_stride(kQueries));
+      t.q = workspace.take<Word>(kQueries * split_stride(w.k_columns));
+      t.do_ = workspace.take<Word>(kQueries * split_stride(w.v_columns));
+      t.q_by_row = workspace.take<Word>(words_of<Split>(kQueries) * w.k_columns);
+      t.do_by_row = workspace.take<Word>(words_of<Split>(kQueries) * w.v_columns);
+      t.product = workspace.take<float>(kQueries * w.k_columns);
     }
-    t.dk = carve.take<float>(kTilesPerTask * kKeys * w.k_columns);
-    t.dv = carve.take<float>(kTilesPerTask * kKeys * w.v_columns);
+    t.dk = workspace.take<float>(kTilesPerTask * kKeys * w.k_columns);
+    t.dv = workspace.take<float>(kTilesPerTask * kKeys * w.v_columns);
     return t;
   }
 };
@@ -449,15 +449,15 @@ inline void store_dq(const Problem& p, const BackwardPlan& plan, const Sequence&
 }
 
 inline std::size_t backward_scratch_bytes(const GradientOperands& w) {
-  Carver carve(nullptr);
-  BackwardScratch::carve(w, carve);
-  return carve.used();
+  WorkspaceAllocator workspace(nullptr);
+  BackwardScratch::allocate(w, workspace);
+  return workspace.used();
 }
 
 inline std::size_t backward_workspace(const Problem& p, unsigned threads) {
-  Carver carve(nullptr);
-  const GradientOperands w = carve_gradient_operands(p, backward_plan(p), carve);
-  return carve.used() + threads * backward_scratch_bytes(w);
+  WorkspaceAllocator workspace(nullptr);
+  const GradientOperands w = allocate_gradient_operands(p, backward_plan(p), workspace);
+  return workspace.used() + threads * backward_scratch_bytes(w);
 }
 
 // Everything that the tasks share.
@@ -502,13 +502,13 @@ inline void prepare_operands(const Job& job, const BackwardPlan& plan, const Gra
 template <GradientFormat format>
 void backward_as(const Job& job, const BackwardPlan& plan) {
   const Problem& p = *job.problem;
-  Carver carve(job.workspace);
-  const GradientOperands w = carve_gradient_operands(p, plan, carve);
+  WorkspaceAllocator workspace(job.workspace);
+  const GradientOperands w = allocate_gradient_operands(p, plan, workspace);
   const std::size_t scratch_bytes = backward_scratch_bytes(w);
-  char* scratch = carve.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
+  char* scratch = workspace.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
   const auto worker = [&](unsigned thread) {
-    Carver own(scratch + thread * scratch_bytes);
-    return Backward<format>{p, plan, w, BackwardScratch::carve(w, own)};
+    WorkspaceAllocator own(scratch + thread * scratch_bytes);
+    return Backward<format>{p, plan, w, BackwardScratch::allocate(w, own)};
   };
   prepare_operands(job, plan, w);
   if (w.gauge && plan.delta != Delta::from_p)

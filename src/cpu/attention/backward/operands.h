@@ -54,7 +54,8 @@ inline bool has_scales(const BackwardPlan& plan) {
   return plan.smooth_k || plan.smooth_k_dq || plan.smooth_blocks;
 }
 
-inline GradientOperands carve_gradient_operands(const Problem& p, const BackwardPlan& plan, Carver& carve) {
+inline GradientOperands allocate_gradient_operands(const Problem& p, const BackwardPlan& plan,
+                                                   WorkspaceAllocator& workspace) {
   GradientOperands w{};
   w.tiles = tiles_bound(p, p.tokens_k, kKeys);
   const int64_t tiles = w.tiles * p.kv_heads;
@@ -62,35 +63,35 @@ inline GradientOperands carve_gradient_operands(const Problem& p, const Backward
   const int64_t rows = p.batch * p.heads * p.tokens_q;
   w.k_columns = padded_columns(p.dim);
   w.v_columns = padded_columns(p.dim_v);
-  w.k_transposed = carve.take<Word>(tiles * words_of<Split>(p.dim) * kKeys);
-  w.v_transposed = carve.take<Word>(tiles * words_of<Split>(p.dim_v) * kKeys);
-  w.k_amax = carve.take<float>(tiles * kKeys);
-  w.k_mean = carve.take<float>(sequences * p.kv_heads * kMaxDim);
-  w.query_heads = carve.take<HeadStatistics>(sequences * p.heads);
-  w.key_heads = carve.take<HeadStatistics>(sequences * p.kv_heads);
-  w.q = carve.take<float>(rows * w.k_columns);
-  w.do_dp = carve.take<float>(rows * w.v_columns);
-  w.do_dv = plan.do_dv == plan.do_dp ? w.do_dp : carve.take<float>(rows * w.v_columns);
-  w.k_by_row = carve.take<Word>(tiles * words_of<Split>(kKeys) * w.k_columns);
-  w.q_amax = carve.take<float>(rows);
-  w.do_amax = carve.take<float>(rows);
-  w.lse = carve.take<float>(rows);
-  w.delta = carve.take<float>(rows);
-  w.sink = p.sinks.present() ? carve.take<float>(rows) : nullptr;
-  w.gauge = p.mask.present() && p.mask.dtype != OCTET_BOOL ? carve.take<float>(rows) : nullptr;
-  w.k_smooth = plan.smooth_blocks ? carve.take<float>(tiles * kKeys * w.k_columns) : nullptr;
-  w.q_raw = plan.smooth_blocks ? carve.take<float>(rows * w.k_columns) : nullptr;
-  w.q_mean =
-      plan.smooth_blocks ? carve.take<float>(tiles_bound(p, p.tokens_q, kQueries) * p.heads * w.k_columns) : nullptr;
-  w.tile_mean = plan.smooth_blocks ? carve.take<float>(tiles * w.k_columns) : nullptr;
-  w.tile_offset = plan.smooth_blocks ? carve.take<float>(tiles * w.k_columns) : nullptr;
+  w.k_transposed = workspace.take<Word>(tiles * words_of<Split>(p.dim) * kKeys);
+  w.v_transposed = workspace.take<Word>(tiles * words_of<Split>(p.dim_v) * kKeys);
+  w.k_amax = workspace.take<float>(tiles * kKeys);
+  w.k_mean = workspace.take<float>(sequences * p.kv_heads * kMaxDim);
+  w.query_heads = workspace.take<HeadStatistics>(sequences * p.heads);
+  w.key_heads = workspace.take<HeadStatistics>(sequences * p.kv_heads);
+  w.q = workspace.take<float>(rows * w.k_columns);
+  w.do_dp = workspace.take<float>(rows * w.v_columns);
+  w.do_dv = plan.do_dv == plan.do_dp ? w.do_dp : workspace.take<float>(rows * w.v_columns);
+  w.k_by_row = workspace.take<Word>(tiles * words_of<Split>(kKeys) * w.k_columns);
+  w.q_amax = workspace.take<float>(rows);
+  w.do_amax = workspace.take<float>(rows);
+  w.lse = workspace.take<float>(rows);
+  w.delta = workspace.take<float>(rows);
+  w.sink = p.sinks.present() ? workspace.take<float>(rows) : nullptr;
+  w.gauge = p.mask.present() && p.mask.dtype != OCTET_BOOL ? workspace.take<float>(rows) : nullptr;
+  w.k_smooth = plan.smooth_blocks ? workspace.take<float>(tiles * kKeys * w.k_columns) : nullptr;
+  w.q_raw = plan.smooth_blocks ? workspace.take<float>(rows * w.k_columns) : nullptr;
+  w.q_mean = plan.smooth_blocks ? workspace.take<float>(tiles_bound(p, p.tokens_q, kQueries) * p.heads * w.k_columns)
+                                : nullptr;
+  w.tile_mean = plan.smooth_blocks ? workspace.take<float>(tiles * w.k_columns) : nullptr;
+  w.tile_offset = plan.smooth_blocks ? workspace.take<float>(tiles * w.k_columns) : nullptr;
   const bool lists = p.mask.present() && has_scales(plan);
-  w.seen_keys = lists ? carve.take<bool>(tiles * kKeys) : nullptr;
-  w.seen_queries = lists ? carve.take<bool>(rows) : nullptr;
-  w.lambda = plan.project ? carve.take<float>(rows) : nullptr;
-  w.lambda_q = plan.project ? carve.take<float>(rows * w.k_columns) : nullptr;
-  w.dq = carve.take<float>(rows * w.k_columns);
-  w.turn = carve.take<int32_t>(rows);
+  w.seen_keys = lists ? workspace.take<bool>(tiles * kKeys) : nullptr;
+  w.seen_queries = lists ? workspace.take<bool>(rows) : nullptr;
+  w.lambda = plan.project ? workspace.take<float>(rows) : nullptr;
+  w.lambda_q = plan.project ? workspace.take<float>(rows * w.k_columns) : nullptr;
+  w.dq = workspace.take<float>(rows * w.k_columns);
+  w.turn = workspace.take<int32_t>(rows);
   return w;
 }
 

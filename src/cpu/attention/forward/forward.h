@@ -58,16 +58,16 @@ struct ForwardScratch {
   typename Pv::Sum* strip;  // [parts][kRows][kStripColumns] of P V, if it goes that way
   float* o;                 // [kRows][v_columns]
 
-  static ForwardScratch carve(const ForwardPlan& plan, const KeySide& side, Carver& carve) {
+  static ForwardScratch allocate(const ForwardPlan& plan, const KeySide& side, WorkspaceAllocator& workspace) {
     ForwardScratch t;
     t.stride = plan.step_tiles * kKeys + 16;
-    t.s = carve.take<typename Qk::Sum>(kRows * t.stride);
-    t.q = carve.take<Word>(kRows * (side.k_words + kQPad));
-    t.o = carve.take<float>(kRows * side.v_columns);
-    t.p = kLogitsAhead<Pv> || kSplits<Pv> ? carve.take<Word>(kRows * kPWords) : nullptr;
+    t.s = workspace.take<typename Qk::Sum>(kRows * t.stride);
+    t.q = workspace.take<Word>(kRows * (side.k_words + kQPad));
+    t.o = workspace.take<float>(kRows * side.v_columns);
+    t.p = kLogitsAhead<Pv> || kSplits<Pv> ? workspace.take<Word>(kRows * kPWords) : nullptr;
     const int64_t parts = plan.p == PFormat::u8 ? kStepTiles : 1;
     const bool strip = through_strip(plan.p) && !kLogitsAhead<Pv>;
-    t.strip = strip ? carve.take<typename Pv::Sum>(parts * kRows * kStripColumns) : nullptr;
+    t.strip = strip ? workspace.take<typename Pv::Sum>(parts * kRows * kStripColumns) : nullptr;
     return t;
   }
 
@@ -378,16 +378,16 @@ struct Forward {
 // Bytes of scratch memory of one thread.
 template <class Qk, class Pv, PFormat format>
 std::size_t forward_scratch_bytes(const ForwardPlan& plan, const KeySide& side) {
-  Carver carve(nullptr);
-  ForwardScratch<Qk, Pv>::carve(plan, side, carve);
-  return carve.used();
+  WorkspaceAllocator workspace(nullptr);
+  ForwardScratch<Qk, Pv>::allocate(plan, side, workspace);
+  return workspace.used();
 }
 
 template <class Qk, class Pv, PFormat format>
 std::size_t forward_workspace_as(const Problem& p, const ForwardPlan& plan, unsigned threads) {
-  Carver carve(nullptr);
-  const KeySide side = carve_key_side<Qk, Pv>(p, plan, carve);
-  return carve.used() + threads * forward_scratch_bytes<Qk, Pv, format>(plan, side);
+  WorkspaceAllocator workspace(nullptr);
+  const KeySide side = allocate_key_side<Qk, Pv>(p, plan, workspace);
+  return workspace.used() + threads * forward_scratch_bytes<Qk, Pv, format>(plan, side);
 }
 
 // Fills the key side: statistics, then tiles. With heads enough for all threads, both for one head while it is near.
@@ -423,18 +423,18 @@ void pack_keys(const Job& job, const ForwardPlan& plan, const Signs& signs, cons
 template <class Qk, class Pv, PFormat format>
 void forward_as(const Job& job, const ForwardPlan& plan) {
   const Problem& p = *job.problem;
-  Carver carve(job.workspace);
-  const KeySide side = carve_key_side<Qk, Pv>(p, plan, carve);
+  WorkspaceAllocator workspace(job.workspace);
+  const KeySide side = allocate_key_side<Qk, Pv>(p, plan, workspace);
   const std::size_t scratch_bytes = forward_scratch_bytes<Qk, Pv, format>(plan, side);
-  char* scratch = carve.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
+  char* scratch = workspace.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
   const Signs signs(p.q, p.dim);
   pack_keys<Qk, Pv>(job, plan, signs, side);
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
     const Block& block = job.query_blocks[task];
-    Carver own(scratch + thread * scratch_bytes);
+    WorkspaceAllocator own(scratch + thread * scratch_bytes);
     const FlushDenormals flush;
     configure_tiles();
-    Forward<Qk, Pv, format> forward{p, plan, side, signs, ForwardScratch<Qk, Pv>::carve(plan, side, own), {}, {}};
+    Forward<Qk, Pv, format> forward{p, plan, side, signs, ForwardScratch<Qk, Pv>::allocate(plan, side, own), {}, {}};
     const int64_t next = std::min<int64_t>(task + job.threads, job.query_block_count - 1);
     forward.run(job.sequences[block.sequence], block, job.query_blocks[next]);
     release_tiles();

@@ -23,14 +23,14 @@ struct JvpSide {
   KeySide primal, tangent;
 
   template <class E>
-  static JvpSide carve(const Problem& p, const ForwardPlan& plan, Carver& carve) {
+  static JvpSide allocate(const Problem& p, const ForwardPlan& plan, WorkspaceAllocator& workspace) {
     JvpSide s;
-    s.primal = s.tangent = carve_key_side<E, E>(p, plan, carve, 2);
+    s.primal = s.tangent = allocate_key_side<E, E>(p, plan, workspace, 2);
     if (s.primal.k) {  // null while sizes are measured
       s.tangent.k += s.primal.k_words * kKeys;
       s.primal.v += s.primal.v_words * s.primal.v_columns;
     }
-    s.tangent.v_finite = carve.take<bool>(tiles_bound(p, p.tokens_k, kKeys) * p.kv_heads);
+    s.tangent.v_finite = workspace.take<bool>(tiles_bound(p, p.tokens_k, kKeys) * p.kv_heads);
     return s;
   }
 };
@@ -46,15 +46,15 @@ struct JvpScratch {
   float *o, *t;             // [kRows][columns]
   int64_t p_stride;
 
-  static JvpScratch carve(const KeySide& side, Carver& carve) {
+  static JvpScratch allocate(const KeySide& side, WorkspaceAllocator& workspace) {
     JvpScratch x;
     x.p_stride = padded<E>(kKeys);
-    x.q = carve.take<Word>(kRows * 2 * side.k_words);
-    x.s = carve.take<float>(kRows * kKeys);
-    x.ts = carve.take<float>(kRows * kKeys);
-    x.ph = carve.take<typename E::Element>(kRows * 2 * x.p_stride);
-    x.o = carve.take<float>(kRows * side.v_columns);
-    x.t = carve.take<float>(kRows * side.v_columns);
+    x.q = workspace.take<Word>(kRows * 2 * side.k_words);
+    x.s = workspace.take<float>(kRows * kKeys);
+    x.ts = workspace.take<float>(kRows * kKeys);
+    x.ph = workspace.take<typename E::Element>(kRows * 2 * x.p_stride);
+    x.o = workspace.take<float>(kRows * side.v_columns);
+    x.t = workspace.take<float>(kRows * side.v_columns);
     return x;
   }
 };
@@ -228,16 +228,16 @@ struct Jvp {
 
 template <class E>
 std::size_t jvp_scratch_bytes(const KeySide& side) {
-  Carver carve(nullptr);
-  JvpScratch<E>::carve(side, carve);
-  return carve.used();
+  WorkspaceAllocator workspace(nullptr);
+  JvpScratch<E>::allocate(side, workspace);
+  return workspace.used();
 }
 
 template <class E>
 std::size_t jvp_workspace_as(const Problem& p, const ForwardPlan& plan, unsigned threads) {
-  Carver carve(nullptr);
-  const JvpSide side = JvpSide::carve<E>(p, plan, carve);
-  return carve.used() + threads * jvp_scratch_bytes<E>(side.primal);
+  WorkspaceAllocator workspace(nullptr);
+  const JvpSide side = JvpSide::allocate<E>(p, plan, workspace);
+  return workspace.used() + threads * jvp_scratch_bytes<E>(side.primal);
 }
 
 template <class E, PFormat format>
@@ -247,10 +247,10 @@ void jvp_as(const Job& job, const ForwardPlan& plan) {
   tangents.q = p.tq;
   tangents.k = p.tk;
   tangents.v = p.tv;
-  Carver carve(job.workspace);
-  const JvpSide side = JvpSide::carve<E>(p, plan, carve);
+  WorkspaceAllocator workspace(job.workspace);
+  const JvpSide side = JvpSide::allocate<E>(p, plan, workspace);
   const std::size_t scratch_bytes = jvp_scratch_bytes<E>(side.primal);
-  char* scratch = carve.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
+  char* scratch = workspace.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
   const Signs signs(p.q, p.dim);
   parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
     const Block& block = job.key_tiles[task];
@@ -260,9 +260,9 @@ void jvp_as(const Job& job, const ForwardPlan& plan) {
   });
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
     const Block& block = job.query_blocks[task];
-    Carver own(scratch + thread * scratch_bytes);
+    WorkspaceAllocator own(scratch + thread * scratch_bytes);
     configure_tiles();
-    Jvp<E, format> jvp{p, tangents, plan, side, signs, JvpScratch<E>::carve(side.primal, own), {}};
+    Jvp<E, format> jvp{p, tangents, plan, side, signs, JvpScratch<E>::allocate(side.primal, own), {}};
     jvp.run(job.sequences[block.sequence], block);
     release_tiles();
   });

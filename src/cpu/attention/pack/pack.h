@@ -161,7 +161,7 @@ inline bool has_scales(const ForwardPlan& plan) {
 
 // With room for `parts` k and v in every tile, one below the other.
 template <class Qk, class Pv>
-KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve, int64_t parts = 1) {
+KeySide allocate_key_side(const Problem& p, const ForwardPlan& plan, WorkspaceAllocator& workspace, int64_t parts = 1) {
   KeySide s;
   s.tiles = tiles_bound(p, p.tokens_k, kKeys);
   const int64_t tiles = s.tiles * p.kv_heads;
@@ -172,17 +172,17 @@ KeySide carve_key_side(const Problem& p, const ForwardPlan& plan, Carver& carve,
   s.v_panel = plan.p == PFormat::exact && parts == 1 && !kSplits<Pv> ? kPanelColumns : s.v_columns;
   s.k_stride = parts * s.k_words * kKeys;
   s.v_stride = parts * s.v_words * s.v_columns;
-  s.k = carve.take<Word>(tiles * s.k_stride);
-  s.v = carve.take<Word>(tiles * s.v_stride);
-  s.v_finite = carve.take<bool>(tiles);
-  s.seen = p.mask.present() && has_scales(plan) ? carve.take<bool>(tiles * kKeys) : nullptr;
-  s.k_scale = plan.k_group ? carve.take<float>(tiles * kKeys) : nullptr;
-  s.k_correction = kBias<Qk> ? carve.take<int32_t>(tiles * kKeys) : nullptr;
-  s.v_scale = plan.v_scale == VScale::token ? carve.take<float>(tiles * kKeys) : nullptr;
-  s.k_mean = plan.smooth_k ? carve.take<float>(sides * kMaxDim) : nullptr;
-  s.v_mean = plan.smooth_v ? carve.take<float>(sides * kMaxDim) : nullptr;
-  s.v_channel = plan.v_scale == VScale::channel ? carve.take<float>(sides * kMaxDim) : nullptr;
-  s.v_unit = plan.v_scale != VScale::none ? carve.take<float>(sides) : nullptr;
+  s.k = workspace.take<Word>(tiles * s.k_stride);
+  s.v = workspace.take<Word>(tiles * s.v_stride);
+  s.v_finite = workspace.take<bool>(tiles);
+  s.seen = p.mask.present() && has_scales(plan) ? workspace.take<bool>(tiles * kKeys) : nullptr;
+  s.k_scale = plan.k_group ? workspace.take<float>(tiles * kKeys) : nullptr;
+  s.k_correction = kBias<Qk> ? workspace.take<int32_t>(tiles * kKeys) : nullptr;
+  s.v_scale = plan.v_scale == VScale::token ? workspace.take<float>(tiles * kKeys) : nullptr;
+  s.k_mean = plan.smooth_k ? workspace.take<float>(sides * kMaxDim) : nullptr;
+  s.v_mean = plan.smooth_v ? workspace.take<float>(sides * kMaxDim) : nullptr;
+  s.v_channel = plan.v_scale == VScale::channel ? workspace.take<float>(sides * kMaxDim) : nullptr;
+  s.v_unit = plan.v_scale != VScale::none ? workspace.take<float>(sides) : nullptr;
   return s;
 }
 
