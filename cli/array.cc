@@ -42,7 +42,7 @@ Array::Array(DType type, std::vector<int64_t> extents) : dtype(type), shape(std:
   const auto elements = elements_of(shape);
   std::size_t size = 0;
   if (!elements || __builtin_mul_overflow(static_cast<std::size_t>(*elements), bytes_of(dtype), &size))
-    refuse("shape {}: more elements than memory can hold", shape_text(shape));
+    reject("shape {}: more elements than memory can hold", shape_text(shape));
   bytes.resize(size);
 }
 
@@ -53,7 +53,7 @@ void Array::set(int64_t index, double value) { store(static_cast<octet_dtype>(dt
 Shape Array::shape4(const std::string& label) const {
   if (shape.size() == 4) return {shape[0], shape[1], shape[2], shape[3]};
   if (shape.size() == 3) return {1, shape[0], shape[1], shape[2]};
-  refuse("{}: shape {}, expected [batch, head, token, dim] or [head, token, dim]", label, shape_text(shape));
+  reject("{}: shape {}, expected [batch, head, token, dim] or [head, token, dim]", label, shape_text(shape));
 }
 
 Tensor Array::view() const {

@@ -31,7 +31,7 @@ struct Array {
   double operator[](int64_t index) const;
   void set(int64_t index, double value);  // rounded to dtype
 
-  // [batch, head, token, dim]; three dimensions are one batch. Refuses other ranks, calling the array `label`.
+  // [batch, head, token, dim]; three dimensions are one batch. Rejects other ranks, calling the array `label`.
   Shape shape4(const std::string& label = "array") const;
 
   // For the library, which writes through views of outputs only. Absent arrays give absent tensors.

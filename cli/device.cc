@@ -16,9 +16,9 @@ DeviceName parse_device(const std::string& text) {
   DeviceName device{parse(kDevices, "--device", parts[0])};
   if (parts.size() == 1) return device;
   if (parts.size() > 2 || device.kind == Device::cpu)
-    refuse("--device: found \"{}\", expected cpu, cuda or cuda:N", text);
+    reject("--device: found \"{}\", expected cpu, cuda or cuda:N", text);
   const int64_t index = parse_integer("--device", parts[1]);
-  if (index < 0 || index > 255) refuse("--device: found \"{}\", expected cuda:0 to cuda:255", text);
+  if (index < 0 || index > 255) reject("--device: found \"{}\", expected cuda:0 to cuda:255", text);
   device.index = static_cast<int32_t>(index);
   return device;
 }
@@ -39,7 +39,7 @@ void expect_usable(const DeviceName& device) {
                            backend.at("reason").get<std::string>());
   }
   if (reasons.empty()) reasons = nlohmann::json::parse(info()).at("cuda");  // "CPU only: ..."
-  refuse("no backend can compute on cuda tensors here: {}", reasons);
+  reject("no backend can compute on cuda tensors here: {}", reasons);
 }
 
 }  // namespace octet::cli

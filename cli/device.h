@@ -13,10 +13,10 @@ struct DeviceName {
 // "cpu", "cuda" or "cuda:1".
 DeviceName parse_device(const std::string& text);
 
-// Returns the device of a backend's tensors, and the CPU for a name of no backend, which the library refuses better.
+// Returns the device of a backend's tensors, and the CPU for a name of no backend, which the library rejects better.
 DeviceName device_of_backend(const std::string& name);
 
-// Refuses, with the reason, a device on which no backend of this build and machine can compute.
+// Rejects, with the reason, a device on which no backend of this build and machine can compute.
 void expect_usable(const DeviceName& device);
 
 }  // namespace octet::cli

@@ -9,7 +9,7 @@
 
 namespace octet::cli {
 
-class Refusal : public std::runtime_error {
+class Rejection : public std::runtime_error {
   using runtime_error::runtime_error;
 };
 
@@ -18,8 +18,8 @@ class Failed : public std::runtime_error {
 };
 
 template <class... Args>
-[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
-  throw Refusal(fmt::format(format, std::forward<Args>(args)...));
+[[noreturn]] void reject(fmt::format_string<Args...> format, Args&&... args) {
+  throw Rejection(fmt::format(format, std::forward<Args>(args)...));
 }
 
 }  // namespace octet::cli

@@ -11,7 +11,7 @@ namespace octet::cli {
 namespace {
 
 void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) refuse("{}: {} ({})", what, cudaGetErrorString(status), cudaGetErrorName(status));
+  if (status != cudaSuccess) reject("{}: {} ({})", what, cudaGetErrorString(status), cudaGetErrorName(status));
 }
 
 class Event {

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kFailed = 1, kError = 2;
 
-// The library's messages may list the objections of backends, a line each.
+// The library's messages may list the reasons of backends, a line each.
 std::string one_line(const std::string& text) {
   std::string out;
   for (std::size_t i = 0; i < text.size(); ++i) {

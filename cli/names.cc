@@ -17,7 +17,7 @@ DType parse_tensor_type(std::string_view option, std::string_view text, Precisio
     if (text == word) return type;
     allowed += (allowed.empty() ? "" : ", ") + std::string(word);
   }
-  refuse("{}: found \"{}\", allowed with precision {}: {}", option, text, name(precision), allowed);
+  reject("{}: found \"{}\", allowed with precision {}: {}", option, text, name(precision), allowed);
 }
 
 std::vector<std::string> split(std::string_view text, char separator) {
@@ -34,7 +34,7 @@ int64_t parse_integer(std::string_view option, std::string_view text) {
   int64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size())
-    refuse("{}: found \"{}\", expected a whole number", option, text);
+    reject("{}: found \"{}\", expected a whole number", option, text);
   return value;
 }
 
@@ -42,7 +42,7 @@ double parse_number(std::string_view option, std::string_view text) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size())
-    refuse("{}: found \"{}\", expected a number", option, text);
+    reject("{}: found \"{}\", expected a number", option, text);
   return value;
 }
 
@@ -50,7 +50,7 @@ float parse_float(std::string_view option, std::string_view text) {
   const double wide = parse_number(option, text);
   const auto value = static_cast<float>(wide);
   if ((value == 0) != (wide == 0) || std::isinf(value) != std::isinf(wide))
-    refuse("{}: found {}, beyond float32; allowed: sizes from 1.2e-38 to 3.4e38", option, text);
+    reject("{}: found {}, beyond float32; allowed: sizes from 1.2e-38 to 3.4e38", option, text);
   return value;
 }
 

@@ -51,7 +51,7 @@ template <class Value, std::size_t N>
 Value parse(const Name<Value> (&names)[N], std::string_view option, std::string_view text) {
   for (const auto& name : names)
     if (text == name.text) return name.value;
-  refuse("{}: found \"{}\", allowed: {}", option, text, choices(names));
+  reject("{}: found \"{}\", allowed: {}", option, text, choices(names));
 }
 
 template <class Value, std::size_t N>
@@ -68,14 +68,14 @@ inline const char* name(Pass v) { return name_of(kPasses, v); }
 // A type of tensors for `precision`: f64 belongs to precision f64, and `e4m3` says whether e4m3 is a choice.
 DType parse_tensor_type(std::string_view option, std::string_view text, Precision precision, bool e4m3);
 
-// The parts of "a,b,c"; empty parts are kept, so that the parser of each can refuse them.
+// The parts of "a,b,c"; empty parts are kept, so that the parser of each can reject them.
 std::vector<std::string> split(std::string_view text, char separator);
 
-// A whole number or a decimal number and nothing else, or a refusal that names the option.
+// A whole number or a decimal number and nothing else, or a rejection that names the option.
 int64_t parse_integer(std::string_view option, std::string_view text);
 double parse_number(std::string_view option, std::string_view text);
 
-// A number for the library, which holds it as float32: refuses those that would become 0 or infinite.
+// A number for the library, which holds it as float32: rejects those that would become 0 or infinite.
 float parse_float(std::string_view option, std::string_view text);
 
 }  // namespace octet::cli

@@ -34,7 +34,7 @@ std::string those(Takes&& takes) {
 
 std::array<int64_t, 2> parse_window(const std::string& text) {
   const auto parts = split(text, ',');
-  if (parts.size() != 2) refuse("--window: found \"{}\", expected LEFT,RIGHT", text);
+  if (parts.size() != 2) reject("--window: found \"{}\", expected LEFT,RIGHT", text);
   return {parse_integer("--window", parts[0]), parse_integer("--window", parts[1])};
 }
 
@@ -102,10 +102,10 @@ Attention AttentionOptions::attention_among(Precision precision) const {
 void AttentionOptions::expect_used(const std::vector<Precision>& precisions) const {
   const auto none = [&](auto&& takes) { return std::none_of(precisions.begin(), precisions.end(), takes); };
   if (!(remedy_.empty() && beta_.empty()) && none(takes_remedies))
-    refuse("{}: belongs to precisions {}, and neither is asked for", remedy_.empty() ? "--beta" : "--remedy",
+    reject("{}: belongs to precisions {}, and neither is asked for", remedy_.empty() ? "--beta" : "--remedy",
            those(takes_remedies));
   if (!(hadamard_.empty() && smooth_q_.empty()) && none(takes_int8_options))
-    refuse("{}: belongs to precisions {}, and none is asked for", hadamard_.empty() ? "--smooth-q" : "--hadamard",
+    reject("{}: belongs to precisions {}, and none is asked for", hadamard_.empty() ? "--smooth-q" : "--hadamard",
            those(takes_int8_options));
 }
 
@@ -121,7 +121,7 @@ std::vector<Pass> parse_passes(const std::string& text) {
 std::vector<Precision> parse_precisions(const std::string& text) {
   if (text != "all")
     return parse_list<Precision>(text, [](const std::string& part) {
-      if (part == "all") refuse("--precision: \"all\" stands alone");
+      if (part == "all") reject("--precision: \"all\" stands alone");
       return parse(kPrecisions, "--precision", part);
     });
   std::vector<Precision> out;

@@ -15,13 +15,13 @@ class AttentionOptions {
   void add_to(CLI::App& app);
   void add_mask_to(CLI::App& app);  // the mask and the scale alone
 
-  // For one precision, chosen by name: every option is passed on, so that the library refuses what does not belong.
+  // For one precision, chosen by name: every option is passed on, so that the library rejects what does not belong.
   Attention attention(Precision precision) const;
 
   // For one of several precisions: options that belong to others are left out; expect_used has validated them.
   Attention attention_among(Precision precision) const;
 
-  // Refuses options that belong to none of `precisions`.
+  // Rejects options that belong to none of `precisions`.
   void expect_used(const std::vector<Precision>& precisions) const;
 
   // The tensors lie on --device, else where the backend asked for computes, else on the CPU.

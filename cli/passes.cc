@@ -12,7 +12,7 @@ Array read_sinks(const Source& source, const char* label) {
   Array sinks = source.read(label);
   std::vector<int64_t>& shape = sinks.shape;
   if (shape.size() == 1) shape.insert(shape.begin(), 1);
-  if (shape.size() != 2) refuse("{}: shape {}, expected [head] or [batch, head]", label, shape_text(shape));
+  if (shape.size() != 2) reject("{}: shape {}, expected [head] or [batch, head]", label, shape_text(shape));
   shape.insert(shape.end(), {1, 1});
   return sinks;
 }
@@ -22,7 +22,7 @@ void read_dlse(const Source& source, Inputs& in) {
   in.dlse = source.read("dlse");
   std::vector<int64_t>& shape = in.dlse.shape;
   if (shape.size() + 1 != in.q.shape.size())
-    refuse("dlse: shape {}, expected the dimensions of q, shape {}, but the last", shape_text(shape),
+    reject("dlse: shape {}, expected the dimensions of q, shape {}, but the last", shape_text(shape),
            shape_text(in.q.shape));
   shape.push_back(1);
 }
@@ -199,11 +199,11 @@ Inputs draw_inputs(const ProblemShape& s, DType dtype, bool backward, bool jvp) 
 
 ProblemShape parse_shape(const std::string& text) {
   const auto parts = split(text, ',');
-  if (parts.size() != 6) refuse("--shape: found \"{}\", expected b,hq,hkv,sq,sk,d", text);
+  if (parts.size() != 6) reject("--shape: found \"{}\", expected b,hq,hkv,sq,sk,d", text);
   int64_t n[6];
   for (int i = 0; i < 6; ++i)
     if ((n[i] = parse_integer("--shape", parts[i])) < 0)
-      refuse("--shape: found \"{}\", allowed: no negative numbers", text);
+      reject("--shape: found \"{}\", allowed: no negative numbers", text);
   return {n[0], n[1], n[2], n[3], n[4], n[5]};
 }
 

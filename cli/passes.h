@@ -66,7 +66,7 @@ Jvp jvp_call(const Inputs& inputs, const JvpResult& result);
 // Returns whether a backward pass in this recipe reads the residual of o, which its forward pass then writes.
 bool reads_residual(const Attention& attention);
 
-// q, k, v of a file, and for a backward do, for a jvp the tangents. What is absent is refused, or with `draw` drawn
+// q, k, v of a file, and for a backward do, for a jvp the tangents. What is absent is rejected, or with `draw` drawn
 // from N(0, 1) by a fixed seed in the type of its primal; `drawn` then receives its name. Sinks and, for a backward,
 // dlse, for a jvp tsinks are read where the file has them.
 Inputs read_inputs(const Source& source, bool backward, bool jvp);

@@ -32,7 +32,7 @@ class Place {
   virtual std::vector<double> seconds(const std::function<void()>& call, int warmup, int runs) = 0;
 };
 
-// Refuses a device that cannot be used.
+// Rejects a device that cannot be used.
 std::unique_ptr<Place> make_place(const DeviceName& device);
 std::unique_ptr<Place> make_gpu_place(int device);  // where CUDA was built in
 

@@ -57,12 +57,12 @@ void set_point(octet_rounding& r, const std::string& key, const std::string& val
     r.tie_epsilon = parse_float("--round tie_epsilon", value);
   else if (key == "tile") {
     const int64_t tile = parse_integer("--round tile", value);
-    if (tile < 0 || tile > 1 << 30) refuse("--round tile: found {}, allowed: keys per tile, or 0 for all in one", tile);
+    if (tile < 0 || tile > 1 << 30) reject("--round tile: found {}, allowed: keys per tile, or 0 for all in one", tile);
     r.tile = static_cast<uint32_t>(tile);
   } else {
     std::string names;
     for (const Point& point : kPoints) names += std::string(point.name) + ", ";
-    refuse("--round: unknown point \"{}\", allowed: {}l, scaled, delta, beta, tie_epsilon, tile", key, names);
+    reject("--round: unknown point \"{}\", allowed: {}l, scaled, delta, beta, tie_epsilon, tile", key, names);
   }
 }
 
@@ -154,7 +154,7 @@ octet_rounding parse_rounding(const std::string& text) {
     if (i == 0 && items[i] == "flash")
       r = flash_rounding();
     else if (equals == std::string::npos)
-      refuse("--round: found \"{}\", expected point=type", items[i]);
+      reject("--round: found \"{}\", expected point=type", items[i]);
     else
       set_point(r, items[i].substr(0, equals), items[i].substr(equals + 1));
   }

@@ -71,7 +71,7 @@ void flush_output() {
   errno = 0;
   const bool flushed = std::fflush(stdout) == 0;
   if (flushed && !std::ferror(stdout)) return;  // an earlier flush may have failed
-  refuse("standard output: cannot write: {}", errno ? std::strerror(errno) : "an earlier write failed");
+  reject("standard output: cannot write: {}", errno ? std::strerror(errno) : "an earlier write failed");
 }
 
 std::string utf8(const std::string& text) {

@@ -47,7 +47,7 @@ class Progress {
 // A JSON array on standard output, an object per line.
 void print_json(const std::vector<nlohmann::ordered_json>& objects);
 
-// Refuses if standard output did not take all that was printed to it.
+// Rejects if standard output did not take all that was printed to it.
 void flush_output();
 
 // The text with \xNN in place of bytes that are no UTF-8, as JSON wants strings.

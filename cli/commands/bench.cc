@@ -81,7 +81,7 @@ Measurement measure(const Inputs& in, Precision precision, Pass pass, const Benc
   } else if (pass == Pass::backward) {
     BackwardResult result = make_backward(in, types);
     const Backward call = backward_call(in, forward, result);
-    workspace_size(attention, supposed_on(device, call));  // refuses before the forward has cost anything
+    workspace_size(attention, supposed_on(device, call));  // rejects before the forward has cost anything
     Job(device, attention, forward_call(in, forward)).run();
     timed(call);
   } else {
@@ -132,9 +132,9 @@ void bench_command(BenchOptions options) {
   options.attention.expect_used(precisions);
   expect_usable(options.attention.device());
   if (options.runs < 1 || options.warmup < 0)
-    refuse("--runs, --warmup: found {}, {}, allowed: at least 1 run and 0 to warm up", options.runs, options.warmup);
+    reject("--runs, --warmup: found {}, {}, allowed: at least 1 run and 0 to warm up", options.runs, options.warmup);
   if (!options.file.empty() && (options.random || !options.shapes.empty()))
-    refuse("--file: gives shape and data; leave out --random and --shape");
+    reject("--file: gives shape and data; leave out --random and --shape");
   const auto wanted = [&](Pass pass) { return std::find(passes.begin(), passes.end(), pass) != passes.end(); };
   if (options.file.empty() && options.shapes.empty()) options.shapes = {"1,8,8,2048,2048,128", "1,8,8,2048,2048,64"};
   if (!options.file.empty()) options.shapes = {""};
@@ -157,7 +157,7 @@ void bench_command(BenchOptions options) {
         }
       }
   progress.clear();
-  if (measurements.empty()) refuse("--pass {}: no precision has it", options.passes);
+  if (measurements.empty()) reject("--pass {}: no precision has it", options.passes);
   if (!options.json) return print(measurements);
   std::vector<nlohmann::ordered_json> objects;
   for (const Measurement& m : measurements) objects.push_back(to_json(m));

@@ -103,7 +103,7 @@ class Checker {
     } else if (pass == Pass::backward) {
       BackwardResult result = make_backward(in_, types);
       const Backward call = backward_call(in_, forward, result);
-      workspace_size(attention, supposed_on(device_, call));  // refuses before the forward has cost anything
+      workspace_size(attention, supposed_on(device_, call));  // rejects before the forward has cost anything
       Job(device_, attention, forward_call(in_, forward)).run();
       const double seconds = timed(attention, call);
       const BackwardResult& want = oracle_.backward();
@@ -252,7 +252,7 @@ void check_command(const CheckOptions& options) {
   std::optional<double> most;
   if (!options.fail_above.empty()) most = parse_number("--fail-above", options.fail_above);
   if (most && !(*most >= 0 && std::isfinite(*most)))
-    refuse("--fail-above: found {}, allowed: a relative L2 error, 0 or more", options.fail_above);
+    reject("--fail-above: found {}, allowed: a relative L2 error, 0 or more", options.fail_above);
   std::FILE* notes = options.json ? stderr : stdout;
 
   std::vector<Finding> findings;
@@ -275,7 +275,7 @@ void check_command(const CheckOptions& options) {
             left_out += fmt::format("{}{} {}", left_out.empty() ? "" : ", ", name(pass), name(precision));
           }
         }
-      if (findings.size() == first) refuse("{}: no precision has a pass asked for", file);
+      if (findings.size() == first) reject("{}: no precision has a pass asked for", file);
       progress.clear();
       if (!options.json) {
         fmt::print("{}{}  q {} {}, k {}, v {}\n", first ? "\n" : "", bold(file), shape_text(in.q.shape),

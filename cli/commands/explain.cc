@@ -30,7 +30,7 @@ class AddressSpace {
   explicit AddressSpace(std::size_t bytes) : bytes_(bytes) {
     if (!bytes) return;
     data_ = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (data_ == MAP_FAILED) refuse("--shape: {} bytes for a tensor: {}", bytes, std::strerror(errno));
+    if (data_ == MAP_FAILED) reject("--shape: {} bytes for a tensor: {}", bytes, std::strerror(errno));
   }
   AddressSpace(AddressSpace&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
   ~AddressSpace() {
@@ -49,7 +49,7 @@ class Tensors {
     const auto elements = elements_of({shape.begin(), shape.end()});
     std::size_t bytes = 0;
     if (!elements || __builtin_mul_overflow(static_cast<std::size_t>(*elements), bytes_of(dtype), &bytes))
-      refuse("--shape: more elements than memory can hold");
+      reject("--shape: more elements than memory can hold");
     return {spaces_.emplace_back(bytes).data(), dtype, shape};
   }
 

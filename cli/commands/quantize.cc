@@ -40,7 +40,7 @@ QuantizerOptions parse_options(const QuantizeOptions& o) {
   if (!o.rope.empty()) q.rope.style = parse(kRopeStyles, "--rope", o.rope);
   q.rope.dim = o.rope_dim, q.rope.offset = o.rope_offset, q.rope.base = o.rope_base;
   if (o.rope.empty() && (o.rope_dim || o.rope_offset || o.rope_base != 0))
-    refuse("--rope-dim, --rope-offset, --rope-base: given without --rope");
+    reject("--rope-dim, --rope-offset, --rope-base: given without --rope");
   return q;
 }
 

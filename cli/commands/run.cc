@@ -34,7 +34,7 @@ Precision precision_of(DType dtype) {
     case DType::e4m3:
       return Precision::fp8;
     default:
-      refuse("q: dtype {}, allowed: f64, f32, f16, bf16, e4m3", name(dtype));
+      reject("q: dtype {}, allowed: f64, f32, f16, bf16, e4m3", name(dtype));
   }
 }
 

@@ -101,9 +101,9 @@ nlohmann::ordered_json to_json(const Row& row, bool sweep) {
 
 void study_command(const StudyOptions& options) {
   if (options.file.empty() != options.bias)
-    refuse("study: {}", options.bias ? "give a file or --bias, not both" : "give a file or --bias");
+    reject("study: {}", options.bias ? "give a file or --bias, not both" : "give a file or --bias");
   if (options.bias && options.attention.given())
-    refuse("--causal, --scale, --window: belong to a file; --bias has its own inputs");
+    reject("--causal, --scale, --window: belong to a file; --bias has its own inputs");
   const octet_rounding rounding = parse_rounding(options.round);
   const std::size_t inputs = options.bias ? 2 : 1;
   Progress progress(inputs * (options.sweep ? 1 + lifted(rounding).size() : 1));

@@ -28,9 +28,9 @@ mode_t process_umask() {
 AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), descriptor_(-1) {
   struct stat status {};
   if (::stat(path_.c_str(), &status) == 0 && !S_ISREG(status.st_mode))
-    refuse("{}: cannot write: not a regular file", path_);
+    reject("{}: cannot write: not a regular file", path_);
   const std::filesystem::path target(path_);
-  if (!target.has_filename()) refuse("{}: cannot write: no file name", path_);
+  if (!target.has_filename()) reject("{}: cannot write: no file name", path_);
   temporary_ = (target.parent_path() / fmt::format(".{}.XXXXXX", target.filename().string())).string();
   {
     const auto held = hold_signals();
@@ -39,7 +39,7 @@ AtomicFile::AtomicFile(std::string path) : path_(std::move(path)), descriptor_(-
   }
   if (descriptor_ < 0) {
     temporary_.clear();
-    refuse("{}: cannot write: {}", path_, std::strerror(errno));
+    reject("{}: cannot write: {}", path_, std::strerror(errno));
   }
   ::fchmod(descriptor_, 0666 & ~process_umask());  // mkostemp lets only the owner read
 }
@@ -62,18 +62,18 @@ void AtomicFile::write(const void* from, std::size_t bytes) {
   while (bytes) {
     const ssize_t put = ::write(descriptor_, source, bytes);
     if (put < 0 && errno == EINTR) continue;
-    if (put < 0) refuse("{}: cannot write: {}", path_, std::strerror(errno));
+    if (put < 0) reject("{}: cannot write: {}", path_, std::strerror(errno));
     source += put, bytes -= static_cast<std::size_t>(put);
   }
 }
 
 void AtomicFile::flush() {
-  if (::fsync(descriptor_) != 0) refuse("{}: cannot write: {}", path_, std::strerror(errno));
-  if (::close(std::exchange(descriptor_, -1)) != 0) refuse("{}: cannot write: {}", path_, std::strerror(errno));
+  if (::fsync(descriptor_) != 0) reject("{}: cannot write: {}", path_, std::strerror(errno));
+  if (::close(std::exchange(descriptor_, -1)) != 0) reject("{}: cannot write: {}", path_, std::strerror(errno));
 }
 
 void AtomicFile::commit() {
-  if (::rename(temporary_.c_str(), path_.c_str()) != 0) refuse("{}: cannot write: {}", path_, std::strerror(errno));
+  if (::rename(temporary_.c_str(), path_.c_str()) != 0) reject("{}: cannot write: {}", path_, std::strerror(errno));
   forget_unfinished(std::exchange(temporary_, {}));
   // The name itself lasts only once its directory is on the disk; file systems that cannot do this are let be.
   const std::string directory = std::filesystem::path(path_).parent_path().string();

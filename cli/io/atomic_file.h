@@ -8,7 +8,7 @@ namespace octet::cli {
 
 class AtomicFile {
  public:
-  explicit AtomicFile(std::string path);  // refuses paths that cannot be written
+  explicit AtomicFile(std::string path);  // rejects paths that cannot be written
   AtomicFile(AtomicFile&& other) noexcept;
   ~AtomicFile();
 

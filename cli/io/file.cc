@@ -15,7 +15,7 @@ namespace octet::cli {
 
 File::File(const std::string& path)
     : descriptor_(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)), label_(path) {  // a FIFO must not block
-  if (descriptor_ < 0) refuse("{}: cannot open: {}", label_, std::strerror(errno));
+  if (descriptor_ < 0) reject("{}: cannot open: {}", label_, std::strerror(errno));
   validate();
 }
 
@@ -33,20 +33,20 @@ void File::validate() {
   const bool regular = ::fstat(descriptor_, &status) == 0 && S_ISREG(status.st_mode);
   if (!regular) {
     ::close(std::exchange(descriptor_, -1));
-    refuse("{}: not a regular file", label_);
+    reject("{}: not a regular file", label_);
   }
   size_ = static_cast<uint64_t>(status.st_size);
 }
 
 void File::read(uint64_t offset, void* to, std::size_t bytes) const {
   if (offset > size_ || bytes > size_ - offset)
-    refuse("{}: truncated: {} bytes wanted at offset {}, but the file has {}", label_, bytes, offset, size_);
+    reject("{}: truncated: {} bytes wanted at offset {}, but the file has {}", label_, bytes, offset, size_);
   auto* target = static_cast<char*>(to);
   while (bytes) {
     const ssize_t got = ::pread(descriptor_, target, bytes, static_cast<off_t>(offset));
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) refuse("{}: cannot read: {}", label_, std::strerror(errno));
-    if (got == 0) refuse("{}: truncated while it was read", label_);
+    if (got < 0) reject("{}: cannot read: {}", label_, std::strerror(errno));
+    if (got == 0) reject("{}: truncated while it was read", label_);
     target += got, offset += static_cast<uint64_t>(got), bytes -= static_cast<std::size_t>(got);
   }
 }

@@ -1,5 +1,5 @@
 // A regular file opened for reading at any offset. What its content claims about sizes is never trusted: reads beyond
-// the end are refused.
+// the end are rejected.
 #pragma once
 #include <cstddef>
 #include <cstdint>

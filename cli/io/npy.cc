@@ -31,8 +31,8 @@ const char* descriptor_of(DType dtype) {
 DType dtype_of(const std::string& text) {
   for (const Descriptor& d : kDescriptors)
     if (text == d.text) return d.dtype;
-  // Codes are written, and read only to be refused as tensors of attention.
-  refuse("header: unknown dtype '{}', allowed: <f8, <f4, <f2, <V2 (bf16)", text);
+  // Codes are written, and read only to be rejected as tensors of attention.
+  reject("header: unknown dtype '{}', allowed: <f8, <f4, <f2, <V2 (bf16)", text);
 }
 
 // A reader of the one kind of Python literal that a header holds:
@@ -75,7 +75,7 @@ class Literal {
     std::vector<int64_t> out;
     expect('(');
     while (!take(')')) {
-      if (out.size() == kMaxRank) refuse("header: more than {} dimensions", kMaxRank);
+      if (out.size() == kMaxRank) reject("header: more than {} dimensions", kMaxRank);
       out.push_back(dimension());
       if (!take(',')) {
         expect(')');
@@ -99,12 +99,12 @@ class Literal {
     int64_t value = 0;
     for (; at_ < text_.size() && std::isdigit(static_cast<unsigned char>(text_[at_])); ++at_)
       if (__builtin_mul_overflow(value, 10, &value) || __builtin_add_overflow(value, text_[at_] - '0', &value))
-        refuse("header: a dimension beyond 2^63");
+        reject("header: a dimension beyond 2^63");
     if (at_ == first) wrong("a dimension of 0 or more");
     return value;
   }
   [[noreturn]] void wrong(const std::string& expected) const {
-    refuse("header: expected {} at byte {}", expected, at_);
+    reject("header: expected {} at byte {}", expected, at_);
   }
 
   std::string_view text_;
@@ -121,34 +121,34 @@ NpyHeader parse_npy_header(std::string_view text) {
   while (!literal.take('}')) {
     const std::string key = literal.string();
     bool* seen = key == "descr" ? &descr : key == "fortran_order" ? &order : key == "shape" ? &shape : nullptr;
-    if (!seen) refuse("header: unknown key '{}', allowed: descr, fortran_order, shape", key);
-    if (*seen) refuse("header: '{}' occurs twice", key);
+    if (!seen) reject("header: unknown key '{}', allowed: descr, fortran_order, shape", key);
+    if (*seen) reject("header: '{}' occurs twice", key);
     *seen = true;
     literal.expect(':');
     if (seen == &descr) header.dtype = dtype_of(literal.string());
     if (seen == &shape) header.shape = literal.shape();
-    if (seen == &order && literal.boolean()) refuse("Fortran order; save it with numpy.ascontiguousarray");
+    if (seen == &order && literal.boolean()) reject("Fortran order; save it with numpy.ascontiguousarray");
     if (!literal.take(',')) {
       literal.expect('}');
       break;
     }
   }
   literal.expect_end();
-  if (!descr || !order || !shape) refuse("header: no {}", !descr ? "descr" : !order ? "fortran_order" : "shape");
+  if (!descr || !order || !shape) reject("header: no {}", !descr ? "descr" : !order ? "fortran_order" : "shape");
   return header;
 }
 
 Array read_npy(const File& file) {
   unsigned char prefix[12];
   const auto validated_size = [&](uint64_t wanted) {
-    if (file.size() < wanted) refuse("{}: truncated: {} bytes, too few for a .npy header", file.label(), file.size());
+    if (file.size() < wanted) reject("{}: truncated: {} bytes, too few for a .npy header", file.label(), file.size());
   };
   validated_size(10);
   file.read(0, prefix, 10);
-  if (std::memcmp(prefix, kMagic, sizeof kMagic) != 0) refuse("{}: not a .npy file", file.label());
+  if (std::memcmp(prefix, kMagic, sizeof kMagic) != 0) reject("{}: not a .npy file", file.label());
   const int version = prefix[6];
   if (version < 1 || version > 3 || prefix[7] != 0)
-    refuse("{}: .npy version {}.{}, allowed: 1.0, 2.0, 3.0", file.label(), version, prefix[7]);
+    reject("{}: .npy version {}.{}, allowed: 1.0, 2.0, 3.0", file.label(), version, prefix[7]);
   std::size_t length = prefix[8] | prefix[9] << 8, begin = 10;
   if (version > 1) {
     validated_size(12);
@@ -156,24 +156,24 @@ Array read_npy(const File& file) {
     length |= static_cast<std::size_t>(prefix[10]) << 16 | static_cast<std::size_t>(prefix[11]) << 24;
     begin = 12;
   }
-  if (length > kMaxHeader) refuse("{}: header of {} bytes, allowed: up to {}", file.label(), length, kMaxHeader);
+  if (length > kMaxHeader) reject("{}: header of {} bytes, allowed: up to {}", file.label(), length, kMaxHeader);
   validated_size(begin + length);
   std::string text(length, '\0');
   file.read(begin, text.data(), length);
   const NpyHeader header = [&] {
     try {
       return parse_npy_header(text);
-    } catch (const Refusal& refusal) {
-      refuse("{}: {}", file.label(), refusal.what());
+    } catch (const Rejection& rejection) {
+      reject("{}: {}", file.label(), rejection.what());
     }
   }();
   const uint64_t data = file.size() - begin - length;
   const auto elements = elements_of(header.shape);
   uint64_t bytes = 0;
   if (!elements || __builtin_mul_overflow(static_cast<uint64_t>(*elements), bytes_of(header.dtype), &bytes))
-    refuse("{}: shape {}, more elements than memory can hold", file.label(), shape_text(header.shape));
+    reject("{}: shape {}, more elements than memory can hold", file.label(), shape_text(header.shape));
   if (bytes != data)
-    refuse("{}: {}: shape {} needs {} bytes, but {} follow the header", file.label(),
+    reject("{}: {}: shape {} needs {} bytes, but {} follow the header", file.label(),
            bytes > data ? "truncated" : "too long", shape_text(header.shape), bytes, data);
   Array array(header.dtype, header.shape);
   file.read(begin + length, array.bytes.data(), array.bytes.size());
@@ -182,7 +182,7 @@ Array read_npy(const File& file) {
 
 void expect_npy_dtype(const std::string& name, DType dtype) {
   if (!descriptor_of(dtype))
-    refuse("{}: .npy has no type for 8-bit floats; write a .safetensors file, or choose another --out-dtype", name);
+    reject("{}: .npy has no type for 8-bit floats; write a .safetensors file, or choose another --out-dtype", name);
 }
 
 void write_npy(AtomicFile& file, const Array& array) {

@@ -1,5 +1,5 @@
 // Reading and writing safetensors. The header is parsed as a stream of events, so that hostile JSON (deep nesting,
-// millions of values) is refused at its first wrong token and never built in memory.
+// millions of values) is rejected at its first wrong token and never built in memory.
 #include "io/safetensors.h"
 
 #include <algorithm>
@@ -63,25 +63,25 @@ class HeaderParser : public nlohmann::json_sax<json> {
   }
   bool key(string_t& text) override {
     if (at_ == At::names) {
-      if (!names_.insert(text).second) refuse("header: \"{}\" occurs twice", printable(text));
+      if (!names_.insert(text).second) reject("header: \"{}\" occurs twice", printable(text));
       name_ = text;
       fields_.clear();
       return go(At::name);
     }
     if (!fields_.insert(text).second)
-      refuse("header: \"{}\" occurs twice in \"{}\"", printable(text), printable(name_));
+      reject("header: \"{}\" occurs twice in \"{}\"", printable(text), printable(name_));
     if (at_ == At::metadata) return go(At::metadata_value);
     if (text == "dtype") return go(At::dtype);
     if (text == "shape") return go(At::shape);
     if (text == "data_offsets") return go(At::offsets);
-    refuse("header: tensor \"{}\" has a field \"{}\", allowed: dtype, shape, data_offsets", printable(name_),
+    reject("header: tensor \"{}\" has a field \"{}\", allowed: dtype, shape, data_offsets", printable(name_),
            printable(text));
   }
   bool string(string_t& text) override {
     if (at_ == At::metadata_value) return go(At::metadata);
     if (at_ != At::dtype) wrong("a string");
     if (!file_type(text))
-      refuse("header: tensor \"{}\" has the unknown dtype \"{}\", allowed: {}", printable(name_), printable(text),
+      reject("header: tensor \"{}\" has the unknown dtype \"{}\", allowed: {}", printable(name_), printable(text),
              kReadTypes);
     header_[name_].dtype = text;
     return go(At::fields);
@@ -93,18 +93,18 @@ class HeaderParser : public nlohmann::json_sax<json> {
   }
   bool end_array() override {
     if (at_ == At::offset_value && offsets_.size() != 2)
-      refuse("header: tensor \"{}\" has {} data_offsets, expected 2", printable(name_), offsets_.size());
+      reject("header: tensor \"{}\" has {} data_offsets, expected 2", printable(name_), offsets_.size());
     return go(At::fields);
   }
   bool number_unsigned(number_unsigned_t value) override {
     if (at_ == At::shape_value) {
       auto& shape = header_[name_].shape;
       if (shape.size() == kMaxRank)
-        refuse("header: tensor \"{}\" has more than {} dimensions", printable(name_), kMaxRank);
-      if (value > INT64_MAX) refuse("header: tensor \"{}\" has a dimension of {}", printable(name_), value);
+        reject("header: tensor \"{}\" has more than {} dimensions", printable(name_), kMaxRank);
+      if (value > INT64_MAX) reject("header: tensor \"{}\" has a dimension of {}", printable(name_), value);
       shape.push_back(static_cast<int64_t>(value));
     } else if (at_ == At::offset_value) {
-      if (offsets_.size() == 2) refuse("header: tensor \"{}\" has more than 2 data_offsets", printable(name_));
+      if (offsets_.size() == 2) reject("header: tensor \"{}\" has more than 2 data_offsets", printable(name_));
       offsets_.push_back(value);
     } else {
       wrong("a number");
@@ -113,18 +113,18 @@ class HeaderParser : public nlohmann::json_sax<json> {
   }
   bool number_integer(number_integer_t value) override {
     if (at_ == At::shape_value || at_ == At::offset_value)
-      refuse("header: tensor \"{}\" has the negative {} {}", printable(name_),
+      reject("header: tensor \"{}\" has the negative {} {}", printable(name_),
              at_ == At::shape_value ? "dimension" : "offset", value);
     wrong("a number");
   }
   bool number_float(number_float_t, const string_t& text) override {
-    refuse("header: found the number {}, expected a whole number below 2^64", printable(text));
+    reject("header: found the number {}, expected a whole number below 2^64", printable(text));
   }
   bool null() override { wrong("null"); }
   bool boolean(bool) override { wrong("true or false"); }
   bool binary(binary_t&) override { wrong("binary data"); }
   bool parse_error(std::size_t position, const std::string&, const nlohmann::detail::exception&) override {
-    refuse("header: not JSON: error at byte {}", position);
+    reject("header: not JSON: error at byte {}", position);
   }
 
  private:
@@ -163,25 +163,25 @@ class HeaderParser : public nlohmann::json_sax<json> {
         "a key",     "a string",        "dtype, shape or data_offsets",
         "a string",  "an array",        "a whole number",
         "an array",  "a whole number",  "the end"};
-    refuse("header: found {}{}, expected {}", found, name_.empty() ? "" : fmt::format(" in \"{}\"", printable(name_)),
+    reject("header: found {}{}, expected {}", found, name_.empty() ? "" : fmt::format(" in \"{}\"", printable(name_)),
            kExpected[static_cast<int>(at_)]);
   }
 
   void finish_tensor() {
     for (const char* field : {"dtype", "shape", "data_offsets"})
-      if (!fields_.count(field)) refuse("header: tensor \"{}\" has no {}", printable(name_), field);
+      if (!fields_.count(field)) reject("header: tensor \"{}\" has no {}", printable(name_), field);
     SafetensorsEntry& entry = header_[name_];
     entry.first = offsets_[0], entry.last = offsets_[1];
     if (entry.first > entry.last)
-      refuse("header: tensor \"{}\" ends at byte {}, before its begin at {}", printable(name_), entry.last,
+      reject("header: tensor \"{}\" ends at byte {}, before its begin at {}", printable(name_), entry.last,
              entry.first);
     const auto elements = elements_of(entry.shape);
     uint64_t bytes = 0;
     if (!elements || __builtin_mul_overflow(static_cast<uint64_t>(*elements), file_type(entry.dtype)->bytes, &bytes))
-      refuse("header: tensor \"{}\" has shape {}, more elements than memory can hold", printable(name_),
+      reject("header: tensor \"{}\" has shape {}, more elements than memory can hold", printable(name_),
              shape_text(entry.shape));
     if (bytes != entry.last - entry.first)
-      refuse("header: tensor \"{}\" of shape {} and dtype {} needs {} bytes, but its data_offsets hold {}",
+      reject("header: tensor \"{}\" of shape {} and dtype {} needs {} bytes, but its data_offsets hold {}",
              printable(name_), shape_text(entry.shape), entry.dtype, bytes, entry.last - entry.first);
   }
 
@@ -203,13 +203,13 @@ void validate_layout(const SafetensorsHeader& header, uint64_t data_bytes) {
   for (const auto* entry : entries) {
     const auto& [name, e] = *entry;
     if (e.last > data_bytes)
-      refuse("tensor \"{}\" ends at byte {}, but the file holds {} bytes of data", name, e.last, data_bytes);
+      reject("tensor \"{}\" ends at byte {}, but the file holds {} bytes of data", name, e.last, data_bytes);
     if (e.first < end)
-      refuse("tensor \"{}\" begins at byte {}, inside another tensor that ends at {}", name, e.first, end);
-    if (e.first > end) refuse("bytes {} to {} belong to no tensor", end, e.first);
+      reject("tensor \"{}\" begins at byte {}, inside another tensor that ends at {}", name, e.first, end);
+    if (e.first > end) reject("bytes {} to {} belong to no tensor", end, e.first);
     end = e.last;
   }
-  if (end != data_bytes) refuse("bytes {} to {} belong to no tensor", end, data_bytes);
+  if (end != data_bytes) reject("bytes {} to {} belong to no tensor", end, data_bytes);
 }
 
 uint64_t little_endian(const unsigned char (&bytes)[8]) {
@@ -221,7 +221,7 @@ uint64_t little_endian(const unsigned char (&bytes)[8]) {
 }  // namespace
 
 SafetensorsHeader parse_safetensors_header(std::string_view text, uint64_t data_bytes) {
-  if (text.empty() || text.front() != '{') refuse("header: does not begin with {{");
+  if (text.empty() || text.front() != '{') reject("header: does not begin with {{");
   HeaderParser parser;
   json::sax_parse(text, &parser);
   SafetensorsHeader header = parser.take();
@@ -231,30 +231,30 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, uint64_t data_
 
 Safetensors::Safetensors(File file) : file_(std::move(file)) {
   if (file_.size() < 8)
-    refuse("{}: truncated: {} bytes, too few for a safetensors header", file_.label(), file_.size());
+    reject("{}: truncated: {} bytes, too few for a safetensors header", file_.label(), file_.size());
   unsigned char prefix[8];
   file_.read(0, prefix, sizeof prefix);
   const uint64_t length = little_endian(prefix);
-  if (length > kMaxHeader) refuse("{}: header of {} bytes, allowed: up to {}", file_.label(), length, kMaxHeader);
+  if (length > kMaxHeader) reject("{}: header of {} bytes, allowed: up to {}", file_.label(), length, kMaxHeader);
   if (length > file_.size() - 8)
-    refuse("{}: truncated: header of {} bytes, but the file has {}", file_.label(), length, file_.size());
+    reject("{}: truncated: header of {} bytes, but the file has {}", file_.label(), length, file_.size());
   std::string text(length, '\0');
   file_.read(8, text.data(), text.size());
   data_ = 8 + length;
   try {
     header_ = parse_safetensors_header(text, file_.size() - data_);
-  } catch (const Refusal& refusal) {
-    refuse("{}: {}", file_.label(), refusal.what());
+  } catch (const Rejection& rejection) {
+    reject("{}: {}", file_.label(), rejection.what());
   }
 }
 
 Array Safetensors::read(const std::string& name) const {
   const auto found = header_.find(name);
-  if (found == header_.end()) refuse("{}: no tensor \"{}\"", file_.label(), name);
+  if (found == header_.end()) reject("{}: no tensor \"{}\"", file_.label(), name);
   const SafetensorsEntry& entry = found->second;
   const FileType* type = file_type(entry.dtype);
   if (type->dtype == DType::none)
-    refuse("{}: tensor \"{}\" has dtype {}, allowed: {}", file_.label(), name, entry.dtype, kReadTypes);
+    reject("{}: tensor \"{}\" has dtype {}, allowed: {}", file_.label(), name, entry.dtype, kReadTypes);
   Array array(type->dtype, entry.shape);
   file_.read(data_ + entry.first, array.bytes.data(), array.bytes.size());
   return array;

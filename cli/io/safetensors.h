@@ -28,7 +28,7 @@ class Safetensors {
   explicit Safetensors(File file);
 
   const SafetensorsHeader& header() const { return header_; }
-  Array read(const std::string& name) const;  // refuses absent names and dtypes unknown to the library
+  Array read(const std::string& name) const;  // rejects absent names and dtypes unknown to the library
 
  private:
   File file_;

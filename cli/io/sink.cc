@@ -23,11 +23,11 @@ class Directory {
     std::error_code error;
     if (fs::is_directory(path, error)) return;
     if (fs::exists(path, error))
-      refuse("{}: cannot write: neither a .safetensors file nor a directory of .npy files", path.string());
+      reject("{}: cannot write: neither a .safetensors file nor a directory of .npy files", path.string());
     const auto held = hold_signals();
     made_ = fs::create_directory(path, error);
     if (made_) note_unfinished(path_.string());
-    if (error) refuse("{}: cannot write: {}", path.string(), error.message());
+    if (error) reject("{}: cannot write: {}", path.string(), error.message());
   }
   ~Directory() {
     if (!made_) return;
@@ -52,9 +52,9 @@ class Directory {
 void expect_writable(const std::string& path, const std::vector<std::string>& inputs) {
   std::error_code ignored;
   for (const std::string& input : inputs)
-    if (fs::equivalent(path, input, ignored)) refuse("{}: is an input; name another output", path);
+    if (fs::equivalent(path, input, ignored)) reject("{}: is an input; name another output", path);
   if (fs::path(path).extension() == ".npy")
-    refuse("{}: a .npy file holds one tensor; name a .safetensors file, or a directory for .npy files", path);
+    reject("{}: a .npy file holds one tensor; name a .safetensors file, or a directory for .npy files", path);
   if (is_safetensors(path)) {
     AtomicFile probe(path);
   } else {

@@ -9,7 +9,7 @@
 
 namespace octet::cli {
 
-// Refuses at once, before any work, a path that write_arrays could not write or that is one of the inputs.
+// Rejects at once, before any work, a path that write_arrays could not write or that is one of the inputs.
 void expect_writable(const std::string& path, const std::vector<std::string>& inputs);
 
 // Metadata is kept in .safetensors only.

@@ -31,7 +31,7 @@ Source::Source(const std::string& path) : path_(path) {
   directory_ = fs::is_directory(path, ignored);
   single_ = !directory_ && fs::path(path).extension() == ".npy";
   if (single_)
-    File file(path);  // refuses what cannot be opened
+    File file(path);  // rejects what cannot be opened
   else if (!directory_)
     safetensors_.emplace(File(path));
 }
@@ -54,10 +54,10 @@ Array Source::read(const std::string& name) const {
     std::error_code ignored;
     for (const auto& entry : fs::directory_iterator(path_, ignored))
       if (entry.path().extension() == ".npy") names.push_back(entry.path().filename().string());
-    refuse("{}: no {}.npy; found: {}", path_, name, listed(names));
+    reject("{}: no {}.npy; found: {}", path_, name, listed(names));
   }
   for (const auto& [found, entry] : safetensors_->header()) names.push_back(found);
-  refuse("{}: no tensor \"{}\"; found: {}", path_, name, listed(names));
+  reject("{}: no tensor \"{}\"; found: {}", path_, name, listed(names));
 }
 
 }  // namespace octet::cli

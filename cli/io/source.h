@@ -15,7 +15,7 @@ class Source {
 
   bool has(const std::string& name) const;
   bool single() const { return single_; }     // a .npy file, which has one tensor under every name
-  Array read(const std::string& name) const;  // refuses what is absent, naming what is there
+  Array read(const std::string& name) const;  // rejects what is absent, naming what is there
 
  private:
   std::string path_;

@@ -5,13 +5,13 @@
 // Rules that hold everywhere:
 //  - Every struct is passed by pointer and starts with its own size; the *_INIT macros set it. New fields come at the
 //    end. Programs compiled with an older octet.h, 0.1.0 or later, pass smaller structs: the missing fields count as
-//    zero. Those of a newer one pass larger structs: they are refused unless all bytes that this library does not know
+//    zero. Those of a newer one pass larger structs: they are rejected unless all bytes that this library does not know
 //    are zero. Sizes are multiples of the struct's alignment, at most 4096.
 //  - Tensors are views of the caller's memory. The library allocates nothing on a device, keeps no
 //    state between calls, never prints, never synchronises a stream.
 //  - Every function returns a status. On failure nothing has been written or launched, and
 //    octet_message() tells the value found and the values allowed.
-//  - Nothing is ignored: an argument that a call cannot honour is refused.
+//  - Nothing is ignored: an argument that a call cannot honour is rejected.
 #ifndef OCTET_OCTET_H
 #define OCTET_OCTET_H
 
@@ -145,7 +145,7 @@ typedef struct octet_attention {
   uint32_t remedy;      // octet_remedy; precisions f16 and bf16; beta and f16_inside shape the forward pass too
   int64_t window_left;  // with OCTET_MASK_WINDOW, else 0
   int64_t window_right;
-  float softcap;                          // refused unless 0
+  float softcap;                          // rejected unless 0
   float beta;                             // with OCTET_REMEDY_BETA: 2 to 8, 0: 3
   uint32_t hadamard;                      // octet_switch: random-sign Hadamard of q and k before int8
   uint32_t smooth_q;                      // octet_switch: subtract the mean of each 128 queries before int8
@@ -174,7 +174,7 @@ typedef struct octet_attention {
 // where a loss reads it, is dlse; one that is NULL is 0.
 //
 // Packed sequences: b = 1, and cu_seqlens_q, cu_seqlens_k (i32, shape [1 1 1 s+1], contiguous) hold the
-// first token of each of s sequences and the total at the end. On the CPU, octet_run refuses offsets that do not start
+// first token of each of s sequences and the total at the end. On the CPU, octet_run rejects offsets that do not start
 // at 0, fall, or do not end at the number of tokens, and lengths above max_seqlen. On a GPU it cannot: reading them on
 // the host would wait for the stream. There such offsets make the kernels read and write outside of the tensors.
 typedef struct octet_arguments {
@@ -233,7 +233,7 @@ OCTET_API octet_status octet_info(char* text, size_t capacity, size_t* length);
 typedef enum octet_granularity {
   OCTET_PER_TENSOR = 0,  // a scale per (batch, head)
   OCTET_PER_TOKEN = 1,
-  OCTET_PER_CHANNEL = 2,  // refused for q and k: dim is the index of summation of q k^T
+  OCTET_PER_CHANNEL = 2,  // rejected for q and k: dim is the index of summation of q k^T
   OCTET_PER_BLOCK = 3,    // `block` consecutive tokens
   OCTET_PER_THREAD = 4    // the rows of one thread's mma fragments (SageAttention 2, section 3.2)
 } octet_granularity;

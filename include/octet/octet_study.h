@@ -17,7 +17,7 @@ typedef enum octet_delta {
 
 // A format for each rounding point of attention (OCTET_F64: not rounded).
 // Formats are those of octet_dtype: f64, f32, f16, bf16, e4m3, e5m2. Honoured by the reference
-// backend at precision f64 only, refused elsewhere.
+// backend at precision f64 only, rejected elsewhere.
 typedef struct octet_rounding {
   uint32_t size;
   uint32_t qk;          // inputs q and k

@@ -22,7 +22,7 @@ struct Backend {
   // Why this backend cannot run at all on this machine, or nothing.
   std::optional<std::string> (*unavailable)();
   // Why this backend cannot solve this problem, whose tensors are on its kind of device, or nothing.
-  std::optional<std::string> (*objection)(const Problem&);
+  std::optional<std::string> (*unsupported_reason)(const Problem&);
   // The kernel it would run: "forward bf16 amx, 64 x 64 tiles".
   std::string (*kernel)(const Problem&);
   std::size_t (*workspace_size)(const Problem&);
@@ -38,11 +38,11 @@ struct BackendList {
 };
 BackendList backends();
 
-// The first backend without an objection, or the one asked for by `wanted` (null: OCTET_BACKEND from the
-// environment, else any). Throws Failure with every backend's objection if none is left.
+// The first backend that supports the problem, or the one asked for by `wanted` (null: OCTET_BACKEND from the
+// environment, else any). Throws Failure with every backend's reason if none is left.
 const Backend& select(const Problem& problem, const char* wanted);
 
-// A line per backend considered: chosen, could or no, with its kernel or its objection.
+// A line per backend considered: chosen, could or no, with its kernel or the reason.
 std::string explain(const Problem& problem, const char* wanted);
 
 }  // namespace octet

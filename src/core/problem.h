@@ -62,7 +62,7 @@ struct Problem {
 // Validates the arguments. Throws Failure naming the value found and the values allowed.
 Problem validate(const octet_attention* attention, const octet_arguments* arguments);
 
-// Refuses a workspace that lies in the memory of a tensor of the call.
+// Rejects a workspace that lies in the memory of a tensor of the call.
 void expect_workspace_apart(const Problem& problem, const void* workspace, std::size_t bytes);
 
 // The sequences of a problem on the CPU; reads cu_seqlens. Throws Failure if they are not ascending or do not

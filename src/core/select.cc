@@ -19,11 +19,12 @@ constexpr const Backend* kBackends[] = {
 #endif
     &kCpu, &kReference};
 
-std::optional<std::string> objection_of(const Backend& backend, const Problem& problem, bool named) {
+// Why a backend cannot run a problem, or nothing; `named`: the caller asks for it by name.
+std::optional<std::string> reason_against(const Backend& backend, const Problem& problem, bool named) {
   if (auto reason = backend.unavailable()) return reason;
   if (problem.device != backend.device)
     return text("the tensors are on ", name(problem.device), "; it works on ", name(backend.device), " tensors");
-  if (auto reason = backend.objection(problem)) return reason;
+  if (auto reason = backend.unsupported_reason(problem)) return reason;
   if (!backend.automatic && !named && problem.precision != OCTET_PRECISION_F64)
     return text("it could, but runs only when asked for by name (or at precision f64)");
   return {};
@@ -56,13 +57,13 @@ BackendList backends() { return {kBackends, std::size(kBackends)}; }
 
 const Backend& select(const Problem& problem, const char* wanted) {
   const Candidates candidates(wanted);
-  std::string objections;
+  std::string reasons;
   for (const Backend* backend : candidates.all) {
-    const auto objection = objection_of(*backend, problem, candidates.named);
-    if (!objection) return *backend;
-    objections += text("\n  ", backend->name, ": ", *objection);
+    const auto reason = reason_against(*backend, problem, candidates.named);
+    if (!reason) return *backend;
+    reasons += text("\n  ", backend->name, ": ", *reason);
   }
-  unsupported("no backend can solve this problem:", objections);
+  unsupported("no backend can solve this problem:", reasons);
 }
 
 std::string explain(const Problem& problem, const char* wanted) {
@@ -70,12 +71,12 @@ std::string explain(const Problem& problem, const char* wanted) {
   std::string report;
   bool chosen = false;
   for (const Backend* backend : candidates.all) {
-    const auto objection = objection_of(*backend, problem, candidates.named);
-    if (objection)
-      report += text(backend->name, ": no, ", *objection, '\n');
+    const auto reason = reason_against(*backend, problem, candidates.named);
+    if (reason)
+      report += text(backend->name, ": no, ", *reason, '\n');
     else
       report += text(backend->name, chosen ? ": could, " : ": chosen, ", backend->kernel(problem), '\n');
-    chosen |= !objection;
+    chosen |= !reason;
   }
   return report;
 }

@@ -20,7 +20,7 @@ void expect_size(const void* given, std::size_t size, std::size_t first, std::si
                  const char* label, const char* field);
 }
 
-// Refuses a size that no octet.h has, and fields of a newer octet.h that are not zero. `label` and `field` name the
+// Rejects a size that no octet.h has, and fields of a newer octet.h that are not zero. `label` and `field` name the
 // struct.
 template <class Struct>
 void expect_size(const Struct& given, const char* label, const char* field = "") {

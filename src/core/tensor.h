@@ -32,11 +32,11 @@ View validate_tensor(const octet_tensor* tensor, const char* label);
 void expect_dtype(const View& t, const char* label, std::initializer_list<octet_dtype> allowed);
 void expect_shape(const View& t, const char* label, const int64_t (&want)[4], const char* why);
 
-// Refuses an output two elements of which may be one: strides have to nest, as those of every permuted, padded or
+// Rejects an output two elements of which may be one: strides have to nest, as those of every permuted, padded or
 // interleaved layout do.
 void expect_distinct_elements(const View& out, const char* label);
 
-// Refuses an output that shares an element with another tensor of the call. Tensors interleaved in one buffer, as
+// Rejects an output that shares an element with another tensor of the call. Tensors interleaved in one buffer, as
 // q, k and v in a packed projection, share none. Where two tensors interleave with different strides, sharing is
 // assumed.
 void expect_no_overlap(const View& out, const char* out_label, const View& other, const char* other_label);

@@ -73,7 +73,7 @@ unsigned threads_of(const Problem& p) {
 
 std::optional<std::string> unavailable() { return std::nullopt; }
 
-std::optional<std::string> objection(const Problem& p) {
+std::optional<std::string> why_unsupported(const Problem& p) {
   if (p.precision == OCTET_PRECISION_F64) return text("precision f64 is the reference backend's");
   if (auto reason = unsupported_reason(p)) return reason;
   if (p.pass != OCTET_BACKWARD && p.smooth_q)
@@ -123,7 +123,7 @@ const Backend kCpu = {"cpu",
                       OCTET_CPU,
                       true,
                       cpu::unavailable,
-                      cpu::objection,
+                      cpu::why_unsupported,
                       cpu::kernel,
                       cpu::workspace_size,
                       cpu::run};

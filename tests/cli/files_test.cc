@@ -1,4 +1,4 @@
-// The readers of files: what they accept they read exactly, what is malformed they refuse by name, and files are
+// The readers of files: what they accept they read exactly, what is malformed they reject by name, and files are
 // written whole or not at all.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -43,13 +43,13 @@ class Files : public testing::Test {
   fs::path folder_;
 };
 
-std::string refusal(auto&& action) {
+std::string rejection(auto&& action) {
   try {
     action();
-  } catch (const Refusal& refusal) {
-    return refusal.what();
+  } catch (const Rejection& rejection) {
+    return rejection.what();
   }
-  return "nothing refused";
+  return "nothing rejected";
 }
 
 constexpr const char* kGood =
@@ -93,7 +93,7 @@ TEST_F(Files, safetensors_that_is_good_is_read) {
   EXPECT_EQ(file.read("q").size(), 2);
 }
 
-TEST_F(Files, safetensors_headers_that_are_not_right_are_refused_by_name) {
+TEST_F(Files, safetensors_headers_that_are_not_right_are_rejected_by_name) {
   struct Case {
     const char* header;
     std::size_t data_bytes;
@@ -141,24 +141,24 @@ TEST_F(Files, safetensors_headers_that_are_not_right_are_refused_by_name) {
   };
   for (const Case& c : cases) {
     const std::string name = safetensors(c.header, c.data_bytes);
-    const std::string message = refusal([&] { Safetensors{File(name)}; });
+    const std::string message = rejection([&] { Safetensors{File(name)}; });
     EXPECT_THAT(message, HasSubstr(c.message)) << c.header;
     EXPECT_THAT(message, HasSubstr(name));
     EXPECT_EQ(message.find('\n'), std::string::npos);
   }
 }
 
-TEST_F(Files, a_million_brackets_are_refused_at_the_first_wrong_one) {
-  EXPECT_THAT(refusal([&] { Safetensors{File(safetensors("{\"q\":" + std::string(1'000'000, '['), 0))}; }),
+TEST_F(Files, a_million_brackets_are_rejected_at_the_first_wrong_one) {
+  EXPECT_THAT(rejection([&] { Safetensors{File(safetensors("{\"q\":" + std::string(1'000'000, '['), 0))}; }),
               HasSubstr("found an array in \"q\""));
 }
 
-TEST_F(Files, safetensors_shorter_than_they_claim_are_refused) {
-  EXPECT_THAT(refusal([&] { Safetensors{File(write("a", "1234567"))}; }),
+TEST_F(Files, safetensors_shorter_than_they_claim_are_rejected) {
+  EXPECT_THAT(rejection([&] { Safetensors{File(write("a", "1234567"))}; }),
               HasSubstr("too few for a safetensors header"));
-  EXPECT_THAT(refusal([&] { Safetensors{File(write("a", std::string("\x10\0\0\0\0\0\0\0{}", 10)))}; }),
+  EXPECT_THAT(rejection([&] { Safetensors{File(write("a", std::string("\x10\0\0\0\0\0\0\0{}", 10)))}; }),
               HasSubstr("truncated: header of 16 bytes"));
-  EXPECT_THAT(refusal([&] { Safetensors{File(write("a", std::string("\0\0\0\0\0\0\0\x10{}", 10)))}; }),
+  EXPECT_THAT(rejection([&] { Safetensors{File(write("a", std::string("\0\0\0\0\0\0\0\x10{}", 10)))}; }),
               HasSubstr("header of 1152921504606846976 bytes"));
 }
 
@@ -167,10 +167,10 @@ TEST_F(Files, dtypes_of_the_format_that_the_library_lacks_hinder_only_who_asks_f
       R"({"ids":{"dtype":"I64","shape":[1],"data_offsets":[0,8]},"q":{"dtype":"U8","shape":[1],"data_offsets":[8,9]}})",
       9))};
   EXPECT_EQ(file.read("q").size(), 1);
-  EXPECT_THAT(refusal([&] { file.read("ids"); }), HasSubstr("dtype I64, allowed: F64, F32"));
+  EXPECT_THAT(rejection([&] { file.read("ids"); }), HasSubstr("dtype I64, allowed: F64, F32"));
 }
 
-TEST_F(Files, npy_headers_that_are_not_right_are_refused_by_name) {
+TEST_F(Files, npy_headers_that_are_not_right_are_rejected_by_name) {
   struct Case {
     const char* header;
     const char* message;
@@ -190,7 +190,7 @@ TEST_F(Files, npy_headers_that_are_not_right_are_refused_by_name) {
       {"", "expected '{'"},
   };
   for (const Case& c : cases)
-    EXPECT_THAT(refusal([&] { parse_npy_header(c.header); }), HasSubstr(c.message)) << c.header;
+    EXPECT_THAT(rejection([&] { parse_npy_header(c.header); }), HasSubstr(c.message)) << c.header;
 }
 
 TEST_F(Files, npy_data_must_fill_the_shape_exactly) {
@@ -203,9 +203,9 @@ TEST_F(Files, npy_data_must_fill_the_shape_exactly) {
                                        {std::uintmax_t{9}, "too few"},
                                        {std::uintmax_t{20}, "too few"}}) {
     fs::resize_file(name, bytes);
-    EXPECT_THAT(refusal([&] { read_npy(File(name)); }), HasSubstr(message));
+    EXPECT_THAT(rejection([&] { read_npy(File(name)); }), HasSubstr(message));
   }
-  EXPECT_THAT(refusal([&] { read_npy(File(write("text.npy", "hello, world"))); }), HasSubstr("not a .npy file"));
+  EXPECT_THAT(rejection([&] { read_npy(File(write("text.npy", "hello, world"))); }), HasSubstr("not a .npy file"));
 }
 
 TEST_F(Files, a_file_not_committed_leaves_nothing) {
@@ -228,30 +228,30 @@ TEST_F(Files, a_committed_file_replaces_the_old_one_whole) {
   EXPECT_EQ(entries(), 1u);
 }
 
-TEST_F(Files, outputs_that_cannot_be_written_are_refused_before_work_and_leave_nothing) {
+TEST_F(Files, outputs_that_cannot_be_written_are_rejected_before_work_and_leave_nothing) {
   write("in.safetensors", "");
-  EXPECT_THAT(refusal([&] { expect_writable(path("none/out.safetensors"), {}); }),
+  EXPECT_THAT(rejection([&] { expect_writable(path("none/out.safetensors"), {}); }),
               HasSubstr("No such file or directory"));
-  EXPECT_THAT(refusal([&] { expect_writable(path("none/out"), {}); }), HasSubstr("No such file or directory"));
-  EXPECT_THAT(refusal([&] { expect_writable(path("out.npy"), {}); }), HasSubstr("one tensor"));
-  EXPECT_THAT(refusal([&] { expect_writable(path("in.safetensors"), {path("in.safetensors")}); }),
+  EXPECT_THAT(rejection([&] { expect_writable(path("none/out"), {}); }), HasSubstr("No such file or directory"));
+  EXPECT_THAT(rejection([&] { expect_writable(path("out.npy"), {}); }), HasSubstr("one tensor"));
+  EXPECT_THAT(rejection([&] { expect_writable(path("in.safetensors"), {path("in.safetensors")}); }),
               HasSubstr("is an input"));
-  EXPECT_THAT(refusal([&] { expect_writable("/dev/null", {}); }), HasSubstr("cannot write"));
+  EXPECT_THAT(rejection([&] { expect_writable("/dev/null", {}); }), HasSubstr("cannot write"));
   expect_writable(path("out"), {});
   EXPECT_EQ(entries(), 1u);
 }
 
 TEST_F(Files, npy_has_no_eight_bit_floats_and_says_so_before_writing) {
   Array array(DType::e4m3, Shape{1, 1, 1, 8});
-  EXPECT_THAT(refusal([&] { write_arrays(path("d"), {{"o", &array}}); }), HasSubstr("no type for 8-bit floats"));
+  EXPECT_THAT(rejection([&] { write_arrays(path("d"), {{"o", &array}}); }), HasSubstr("no type for 8-bit floats"));
   EXPECT_EQ(entries(), 0u);
 }
 
-TEST_F(Files, what_is_absent_is_refused_with_what_is_there) {
-  EXPECT_THAT(refusal([&] { Source(safetensors(kGood, 8)).read("k"); }), HasSubstr("no tensor \"k\"; found: q"));
-  EXPECT_THAT(refusal([&] { Source(path("")).read("k"); }), HasSubstr("no k.npy; found: nothing"));
-  EXPECT_THAT(refusal([&] { Source(path("none")); }), HasSubstr("cannot open: No such file"));
-  EXPECT_THAT(refusal([&] { Source("/dev/zero"); }), HasSubstr("not a regular file"));
+TEST_F(Files, what_is_absent_is_rejected_with_what_is_there) {
+  EXPECT_THAT(rejection([&] { Source(safetensors(kGood, 8)).read("k"); }), HasSubstr("no tensor \"k\"; found: q"));
+  EXPECT_THAT(rejection([&] { Source(path("")).read("k"); }), HasSubstr("no k.npy; found: nothing"));
+  EXPECT_THAT(rejection([&] { Source(path("none")); }), HasSubstr("cannot open: No such file"));
+  EXPECT_THAT(rejection([&] { Source("/dev/zero"); }), HasSubstr("not a regular file"));
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ def with_q(**changes):
     return header_bytes(QKV | {"q": QKV["q"] | changes}) + bytes(192)
 
 
-def refused(done, message):
+def rejected(done, message):
     assert done.returncode == 2, done
     assert done.stdout == ""
     lines = done.stderr.splitlines()
@@ -60,7 +60,7 @@ def test_bad_files(tmp_path, name, command):
     source.write_bytes(content)
     if command == "check" and name == "integers":
         message = "q: dtype i32, allowed: f32, f16, bf16, e4m3"
-    refused(octet(command, source, *([tmp_path / "out.safetensors"] if command == "run" else [])), message)
+    rejected(octet(command, source, *([tmp_path / "out.safetensors"] if command == "run" else [])), message)
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 
 
@@ -118,7 +118,7 @@ ARGUMENTS = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_bad_arguments(tmp_path, small, name):
     arguments, message = ARGUMENTS[name]
-    refused(octet("run", small, tmp_path / "out.safetensors", *arguments), message)
+    rejected(octet("run", small, tmp_path / "out.safetensors", *arguments), message)
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 
 
@@ -135,7 +135,7 @@ NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     ],
 )
 def test_an_option_for_none_of_the_precisions(small, precisions, option, value, message):
-    refused(octet("check", small, "--precision", precisions, option, value), f"{option}: {message}")
+    rejected(octet("check", small, "--precision", precisions, option, value), f"{option}: {message}")
 
 
 @pytest.mark.parametrize("where", [["--backend", "sm90"], ["--device", "cuda"], ["--device", "cuda:1"]])
@@ -147,11 +147,11 @@ def test_a_gpu_that_is_not_there(tmp_path, small, command, where, options):
     backward = ["--backward"] if command == "run" else ["--pass", "bwd"]
     done = octet(command, *arguments, *where, *(backward if options else []), env=NO_GPU)
     if "sm90" in BACKENDS:
-        refused(done, "no backend can compute on cuda tensors here: sm90: no usable GPU: ")
+        rejected(done, "no backend can compute on cuda tensors here: sm90: no usable GPU: ")
     elif "sm90" in where:
-        refused(done, f'unknown name "sm90"; known: {BACKENDS}')
+        rejected(done, f'unknown name "sm90"; known: {BACKENDS}')
     else:
-        refused(done, "no backend can compute on cuda tensors here: CPU only: ")
+        rejected(done, "no backend can compute on cuda tensors here: CPU only: ")
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 
 
@@ -177,11 +177,11 @@ def test_explain_and_info_without_a_gpu():
 @pytest.mark.parametrize("command", ["run", "explain"])
 def test_bad_devices(tmp_path, small, command, device, message):
     arguments = [small, tmp_path / "out.safetensors"] if command == "run" else ["--shape", "1,2,2,64,64,64"]
-    refused(octet(command, *arguments, "--device", device), message)
+    rejected(octet(command, *arguments, "--device", device), message)
 
 
 def test_a_missing_file(tmp_path):
-    refused(
+    rejected(
         octet("run", tmp_path / "none.safetensors", tmp_path / "out.safetensors"),
         "none.safetensors: cannot open: No such file or directory",
     )
@@ -190,7 +190,7 @@ def test_a_missing_file(tmp_path):
 
 def test_a_head_count_that_does_not_divide(tmp_path):
     source = write_safetensors(tmp_path / "in.safetensors", draw(1, hq=3, hkv=2))
-    refused(
+    rejected(
         octet("run", source, tmp_path / "out.safetensors"),
         "q: 3 heads, which is not a multiple of the 2 heads of k and v",
     )
@@ -199,14 +199,14 @@ def test_a_head_count_that_does_not_divide(tmp_path):
 def test_causal_with_lengths_that_differ_asks_for_the_diagonal(tmp_path):
     source = write_safetensors(tmp_path / "in.safetensors", draw(1, sq=8, sk=9))
     done = octet("run", source, tmp_path / "out.safetensors", "--causal")
-    refused(done, "top-left")
-    refused(done, "bottom-right")
+    rejected(done, "top-left")
+    rejected(done, "bottom-right")
 
 
 def test_companions_that_run_needs(tmp_path):
     source = write_safetensors(tmp_path / "in.safetensors", draw(1, companions=False))
-    refused(octet("run", source, tmp_path / "out.safetensors", "--backward"), 'no tensor "do"')
-    refused(octet("run", source, tmp_path / "out.safetensors", "--jvp"), 'no tensor "tq"')
+    rejected(octet("run", source, tmp_path / "out.safetensors", "--backward"), 'no tensor "do"')
+    rejected(octet("run", source, tmp_path / "out.safetensors", "--jvp"), 'no tensor "tq"')
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_an_unwritable_output(tmp_path, small, out):
     (tmp_path / "folder.safetensors").mkdir()
     before = small.read_bytes()
     done = octet("run", small, tmp_path / out)
-    refused(done, out)
+    rejected(done, out)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["folder.safetensors", "in.safetensors"]
     assert small.read_bytes() == before
 
@@ -233,7 +233,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, small):
         str(small),
         str(tmp_path / "out.safetensors"),
     ]
-    refused(subprocess.run(limited, capture_output=True, text=True), "cannot write: File too large")
+    rejected(subprocess.run(limited, capture_output=True, text=True), "cannot write: File too large")
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 
 
@@ -250,7 +250,7 @@ def test_quantising_per_channel_what_is_summed_over_channels(tmp_path, small, op
         "--granularity",
         "channel",
     )
-    refused(done, "granularity: channel")
+    rejected(done, "granularity: channel")
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 
 
@@ -269,14 +269,14 @@ def test_bad_npy(tmp_path, content, message):
     for name, x in draw(2, companions=False).items():
         np.save(folder / f"{name}.npy", x)
     (folder / "k.npy").write_bytes(content)
-    refused(octet("run", folder, tmp_path / "out"), message)
+    rejected(octet("run", folder, tmp_path / "out"), message)
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_fortran_order_is_refused_with_the_cure(tmp_path):
+def test_fortran_order_is_rejected_with_the_cure(tmp_path):
     for name, x in draw(2, companions=False).items():
         np.save(tmp_path / f"{name}.npy", np.asfortranarray(x))
-    refused(octet("run", tmp_path, tmp_path / "out"), "ascontiguousarray")
+    rejected(octet("run", tmp_path, tmp_path / "out"), "ascontiguousarray")
 
 
 @pytest.mark.parametrize(
@@ -303,11 +303,11 @@ def test_fortran_order_is_refused_with_the_cure(tmp_path):
     ],
 )
 def test_bad_commands(arguments, message):
-    refused(octet(*arguments), message)
+    rejected(octet(*arguments), message)
 
 
 def test_check_prints_no_half_of_a_json_answer(tmp_path, small):
-    refused(octet("check", small, tmp_path / "none.safetensors", "--json", "--precision", "f32"), "cannot open")
+    rejected(octet("check", small, tmp_path / "none.safetensors", "--json", "--precision", "f32"), "cannot open")
 
 
 COMMANDS = {

@@ -1,7 +1,7 @@
 // The structs of octet.h with arbitrary fields. A small valid call is drawn, then some of its fields are overwritten.
 // octet_workspace_size and octet_explain must survive every call, as they read no data. octet_run is called when all
 // that the tensors describe lies inside the arena, as computed here; it may write outputs alone, and nothing at all
-// when it refuses.
+// when it rejects.
 #include <fuzzer/FuzzedDataProvider.h>
 #include <octet/octet.h>
 #include <octet/octet_study.h>
@@ -260,7 +260,7 @@ void run(const Call& call, unsigned char* arena, size_t bytes) {
                   static_cast<size_t>(x.last - x.first));
     }
   if (std::memcmp(arena, before.data(), kArena) != 0)
-    report(status == OCTET_OK ? "memory outside of the outputs was written" : "a refused call has written");
+    report(status == OCTET_OK ? "memory outside of the outputs was written" : "a rejected call has written");
 }
 
 }  // namespace
@@ -284,8 +284,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   char text[512];
   const octet_status status = octet_workspace_size(&call.attention, &call.arguments, &bytes);
   const octet_status explained = octet_explain(&call.attention, &call.arguments, text, sizeof text, &length);
-  if (status != OCTET_OK && !*octet_message()) report("a refusal without a message");
-  if (status == OCTET_OK && explained != OCTET_OK) report("octet_explain refuses what octet_workspace_size accepts");
+  if (status != OCTET_OK && !*octet_message()) report("a rejection without a message");
+  if (status == OCTET_OK && explained != OCTET_OK) report("octet_explain rejects what octet_workspace_size accepts");
   if (worth_running(call, arena) && bytes <= size_t{1} << 26) run(call, arena, bytes);
   return 0;
 }

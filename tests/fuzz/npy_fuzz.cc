@@ -1,4 +1,4 @@
-// Any bytes as a .npy file: refused in one line, or read with as many elements as its shape says.
+// Any bytes as a .npy file: rejected in one line, or read with as many elements as its shape says.
 #include <string_view>
 
 #include "error.h"
@@ -12,8 +12,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
     const Array array = read_npy(memory_file(data, size));
     require(array.size() == *elements_of(array.shape));
     require(array.bytes.size() < size);
-  } catch (const Refusal& refusal) {
-    require(std::string_view(refusal.what()).find('\n') == std::string_view::npos);
+  } catch (const Rejection& rejection) {
+    require(std::string_view(rejection.what()).find('\n') == std::string_view::npos);
   }
   return 0;
 }

@@ -1,4 +1,4 @@
-// Any bytes as a .safetensors file: refused in one line, or read with every byte of data in exactly one tensor.
+// Any bytes as a .safetensors file: rejected in one line, or read with every byte of data in exactly one tensor.
 #include <cstring>
 #include <string_view>
 
@@ -20,7 +20,7 @@ void read_all(const uint8_t* data, std::size_t size) {
       const Array array = file.read(name);
       require(array.bytes.size() == entry.last - entry.first);
       require(array.size() == *elements_of(entry.shape));
-    } catch (const Refusal&) {  // a dtype that only the format knows
+    } catch (const Rejection&) {  // a dtype that only the format knows
     }
   }
   require(total == size - 8 - length);
@@ -31,8 +31,8 @@ void read_all(const uint8_t* data, std::size_t size) {
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
   try {
     read_all(data, size);
-  } catch (const Refusal& refusal) {
-    require(std::string_view(refusal.what()).find('\n') == std::string_view::npos);
+  } catch (const Rejection& rejection) {
+    require(std::string_view(rejection.what()).find('\n') == std::string_view::npos);
   }
   return 0;
 }

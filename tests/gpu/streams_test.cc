@@ -243,7 +243,7 @@ TEST(Streams, EveryDeviceServes) {
   }
 }
 
-TEST(Refusals, NameWhatIsMissing) {
+TEST(Rejections, NameWhatIsMissing) {
   const Case& c = named("grouped_heads");
   const Inputs in = draw(c, 10);
   const auto message = [&](const Case& which, Attention a) {

@@ -19,7 +19,7 @@ constexpr Case kCase{.name = "sinks",
                      .sinks = Sinks::shared,
                      .dlse = true};
 
-// kCase's inputs without what a pass would refuse.
+// kCase's inputs without what a pass would reject.
 Inputs without_sinks(Inputs in) {
   in.sinks = in.tsinks = Values();
   return in;

@@ -101,10 +101,10 @@ struct Call {
   }
 };
 
-// The call is refused by octet_workspace_size, octet_explain and octet_run alike, with a message that starts as
+// The call is rejected by octet_workspace_size, octet_explain and octet_run alike, with a message that starts as
 // given and contains the rest, and nothing is written.
-inline void expect_refused(Call& call, octet_status status, const std::string& start,
-                           const std::vector<std::string>& parts = {}) {
+inline void expect_rejected(Call& call, octet_status status, const std::string& start,
+                            const std::vector<std::string>& parts = {}) {
   using testing::HasSubstr;
   using testing::StartsWith;
   size_t bytes = 0, length = 0;
@@ -127,13 +127,13 @@ inline void expect_refused(Call& call, octet_status status, const std::string& s
 }
 
 inline void expect_invalid(Call& call, const std::string& start, const std::vector<std::string>& parts = {}) {
-  expect_refused(call, OCTET_INVALID_ARGUMENT, start, parts);
+  expect_rejected(call, OCTET_INVALID_ARGUMENT, start, parts);
 }
 inline void expect_unsupported(Call& call, const std::string& start, const std::vector<std::string>& parts = {}) {
-  expect_refused(call, OCTET_UNSUPPORTED, start, parts);
+  expect_rejected(call, OCTET_UNSUPPORTED, start, parts);
 }
 
-// The call's own memory is valid: what a test spoils is what is refused.
+// The call's own memory is valid: what a test spoils is what is rejected.
 inline void expect_accepted(Call& call) { EXPECT_EQ(call.run(), OCTET_OK) << octet_message(); }
 
 }  // namespace octet::test

@@ -21,7 +21,7 @@ TEST(Options, scale_is_positive_and_finite) {
   }
 }
 
-TEST(Options, softcap_is_refused_by_name) {
+TEST(Options, softcap_is_rejected_by_name) {
   Call softcap(OCTET_FORWARD);
   softcap.attention.softcap = 30.f;
   expect_unsupported(softcap, "softcap: found 30; soft-capped logits are not supported, leave it 0");
@@ -59,7 +59,7 @@ TEST(Options, windows_need_their_flag_and_sane_sides) {
   expect_accepted(huge);
 }
 
-TEST(Options, mask_tensors_broadcast_or_are_refused) {
+TEST(Options, mask_tensors_broadcast_or_are_rejected) {
   Call shape(OCTET_FORWARD), dtype(OCTET_FORWARD), good(OCTET_FORWARD);
   for (Call* c : {&shape, &dtype, &good}) c->arguments.mask = &c->mask;
   shape.mask.shape[3] = 6;
@@ -154,8 +154,8 @@ TEST(Packing, its_shape_is_checked) {
   expect_invalid(negative, "max_seqlen: found 0, -1, allowed: a bound on the lengths, or 0 if unknown");
 }
 
-// Expects a refusal by octet_run alone, which reads the offsets of packed sequences; octet_workspace_size does not.
-void expect_refused_by_run(Call& call, const std::string& message) {
+// Expects a rejection by octet_run alone, which reads the offsets of packed sequences; octet_workspace_size does not.
+void expect_rejected_by_run(Call& call, const std::string& message) {
   size_t bytes = 0;
   EXPECT_EQ(octet_workspace_size(&call.attention, &call.arguments, &bytes), OCTET_OK) << octet_message();
   EXPECT_EQ(call.run(), OCTET_INVALID_ARGUMENT);
@@ -166,16 +166,16 @@ void expect_refused_by_run(Call& call, const std::string& message) {
 TEST(Packing, the_boundaries_ascend_from_0_to_the_total) {
   Call start(OCTET_FORWARD), end(OCTET_FORWARD), falls(OCTET_FORWARD), wild(OCTET_FORWARD), longest(OCTET_FORWARD);
   start.pack({1, 2, 5}, {0, 3, 7});
-  expect_refused_by_run(start, "cu_seqlens_q: runs from 1 to 5, expected 0 to the 5 tokens of q");
+  expect_rejected_by_run(start, "cu_seqlens_q: runs from 1 to 5, expected 0 to the 5 tokens of q");
   end.pack({0, 2, 5}, {0, 3, 6});
-  expect_refused_by_run(end, "cu_seqlens_k: runs from 0 to 6, expected 0 to the 7 tokens of k");
+  expect_rejected_by_run(end, "cu_seqlens_k: runs from 0 to 6, expected 0 to the 7 tokens of k");
   falls.pack({0, 4, 3, 5}, {0, 3, 5, 7});
-  expect_refused_by_run(falls, "cu_seqlens_q: falls from 4 to 3 at sequence 1; must ascend");
+  expect_rejected_by_run(falls, "cu_seqlens_q: falls from 4 to 3 at sequence 1; must ascend");
   wild.pack({0, INT32_MIN, 5}, {0, 3, 7});
-  expect_refused_by_run(wild, "cu_seqlens_q: falls from 0 to -2147483648 at sequence 0; must ascend");
+  expect_rejected_by_run(wild, "cu_seqlens_q: falls from 0 to -2147483648 at sequence 0; must ascend");
   longest.pack({0, 2, 5}, {0, 3, 7});
   longest.arguments.max_seqlen_q = 2, longest.arguments.max_seqlen_k = 7;
-  expect_refused_by_run(longest, "max_seqlen_q: 2, but sequence 1 has 3 tokens");
+  expect_rejected_by_run(longest, "max_seqlen_q: 2, but sequence 1 has 3 tokens");
 }
 
 TEST(Workspace, size_address_and_memory_are_checked) {

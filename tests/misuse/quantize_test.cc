@@ -1,5 +1,5 @@
-// Everything about quantisers that a caller could get wrong is refused with the value found and the values allowed, and
-// with nothing written.
+// Everything about quantisers that a caller could get wrong is rejected with the value found and the values allowed,
+// and with nothing written.
 #include "support/quantizing.h"
 
 namespace octet::quantizing {
@@ -98,7 +98,7 @@ const Misuse kMisuses[] = {
     {[](Call& c) { c.rope.base = NAN; }, "rope base: found nan"},
 };
 
-TEST(QuantizeMisuse, IsRefusedByNameWithNothingWritten) {
+TEST(QuantizeMisuse, IsRejectedByNameWithNothingWritten) {
   EXPECT_EQ(Call().quantize(), OCTET_OK) << octet_message();
   for (const Misuse& misuse : kMisuses) {
     Call call;
@@ -128,7 +128,7 @@ TEST(QuantizeMisuse, MissingTensors) {
   EXPECT_EQ(octet_scale_groups(0, 0, 0, 1, nullptr), OCTET_INVALID_ARGUMENT);
 }
 
-void expect_refused(const char* message, octet_status status) {
+void expect_rejected(const char* message, octet_status status) {
   EXPECT_EQ(status, OCTET_INVALID_ARGUMENT) << message;
   EXPECT_NE(std::string(octet_message()).find(message), std::string::npos)
       << "expected: " << message << "\nfound: " << octet_message();
@@ -139,16 +139,16 @@ TEST(QuantizeMisuse, Dequantize) {
   Array out(DType::f32, {2, 4, 10, 16});
   Tensor y = out.tensor();
   ASSERT_EQ(octet_dequantize(&c.codes, &y, nullptr), OCTET_OK) << octet_message();
-  expect_refused("codes: dtype bf16, allowed: i8, u8, i4, e4m3, e5m2", octet_dequantize(&c.x, &y, nullptr));
+  expect_rejected("codes: dtype bf16, allowed: i8, u8, i4, e4m3, e5m2", octet_dequantize(&c.x, &y, nullptr));
   Tensor bad = y;
   bad.dtype = OCTET_I8;
-  expect_refused("x: dtype i8, allowed: f64, f32, f16, bf16", octet_dequantize(&c.codes, &bad, nullptr));
+  expect_rejected("x: dtype i8, allowed: f64, f32, f16, bf16", octet_dequantize(&c.codes, &bad, nullptr));
   bad = y;
   bad.shape[1] = 3;
-  expect_refused("x: shape [2, 3, 10, 16], expected [2, 4, 10, 16] (shape of codes)",
-                 octet_dequantize(&c.codes, &bad, nullptr));
+  expect_rejected("x: shape [2, 3, 10, 16], expected [2, 4, 10, 16] (shape of codes)",
+                  octet_dequantize(&c.codes, &bad, nullptr));
   c.scale.data = out.data();
-  expect_refused("x: its memory overlaps that of scale", octet_dequantize(&c.codes, &y, nullptr));
+  expect_rejected("x: its memory overlaps that of scale", octet_dequantize(&c.codes, &y, nullptr));
 }
 
 TEST(QuantizeMisuse, ApplyRope) {
@@ -157,35 +157,35 @@ TEST(QuantizeMisuse, ApplyRope) {
   half_overlap.shape[2] = 9, half_overlap.data = static_cast<char*>(half_overlap.data) + 2;
   Tensor x = c.x;
   x.shape[2] = 9;
-  expect_refused("y: its memory overlaps that of x", octet_apply_rope(&c.rope, &x, 0, &half_overlap, nullptr));
-  expect_refused("inverse: found 2, allowed: 0, 1", octet_apply_rope(&c.rope, &c.x, 2, &c.x, nullptr));
+  expect_rejected("y: its memory overlaps that of x", octet_apply_rope(&c.rope, &x, 0, &half_overlap, nullptr));
+  expect_rejected("inverse: found 2, allowed: 0, 1", octet_apply_rope(&c.rope, &c.x, 2, &c.x, nullptr));
   c.rope.style = OCTET_ROPE_NONE;
-  expect_refused("rope style: found 0 (none), allowed: 1 (half), 2 (interleaved)",
-                 octet_apply_rope(&c.rope, &c.x, 0, &c.x, nullptr));
+  expect_rejected("rope style: found 0 (none), allowed: 1 (half), 2 (interleaved)",
+                  octet_apply_rope(&c.rope, &c.x, 0, &c.x, nullptr));
   c.rope.style = OCTET_ROPE_HALF;
   Array odd(DType::f32, {1, 1, 4, 7});
   const Tensor in = odd.tensor();
   Tensor out = odd.tensor();
-  expect_refused("rope dim: found 0 (all 7), allowed: even", octet_apply_rope(&c.rope, &in, 0, &out, nullptr));
+  expect_rejected("rope dim: found 0 (all 7), allowed: even", octet_apply_rope(&c.rope, &in, 0, &out, nullptr));
 }
 
 TEST(QuantizeMisuse, GroupsAndLogitErrors) {
   int64_t groups = 0;
-  expect_refused("tokens: found -1", octet_scale_groups(OCTET_OPERAND_K, OCTET_PER_TOKEN, 0, -1, &groups));
-  expect_refused("block: found -3", octet_scale_groups(OCTET_OPERAND_K, OCTET_PER_BLOCK, -3, 5, &groups));
+  expect_rejected("tokens: found -1", octet_scale_groups(OCTET_OPERAND_K, OCTET_PER_TOKEN, 0, -1, &groups));
+  expect_rejected("block: found -3", octet_scale_groups(OCTET_OPERAND_K, OCTET_PER_BLOCK, -3, 5, &groups));
   Array q_data = Array(DType::f32, {1, 6, 1, 4}).random(1), k_data = Array(DType::f32, {1, 2, 1, 4}).random(2);
   Array out(DType::f32, {1, 6, 1, 1});
   Tensor q = q_data.tensor(), k = k_data.tensor(), error = out.tensor();
   ASSERT_EQ(octet_logit_error(&q, &k, 1, &error, nullptr), OCTET_OK) << octet_message();
   EXPECT_TRUE(out.intact());
   for (const float scale : {0.f, -1.f, NAN, INFINITY})
-    expect_refused("allowed: positive and finite", octet_logit_error(&q, &k, scale, &error, nullptr));
-  expect_refused("k_statistics: 6 heads, but q_statistics has 2", octet_logit_error(&k, &q, 1, &error, nullptr));
+    expect_rejected("allowed: positive and finite", octet_logit_error(&q, &k, scale, &error, nullptr));
+  expect_rejected("k_statistics: 6 heads, but q_statistics has 2", octet_logit_error(&k, &q, 1, &error, nullptr));
   k.shape[1] = 1;
-  expect_refused("error: its memory overlaps that of k_statistics",
-                 (error.data = k.data, octet_logit_error(&q, &k, 1, &error, nullptr)));
+  expect_rejected("error: its memory overlaps that of k_statistics",
+                  (error.data = k.data, octet_logit_error(&q, &k, 1, &error, nullptr)));
   error.shape[1] = 2;
-  expect_refused("error: shape [1, 2, 1, 1], expected [1, 6, 1, 1]", octet_logit_error(&q, &k, 1, &error, nullptr));
+  expect_rejected("error: shape [1, 2, 1, 1], expected [1, 6, 1, 1]", octet_logit_error(&q, &k, 1, &error, nullptr));
 }
 
 }  // namespace

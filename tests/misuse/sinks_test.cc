@@ -87,7 +87,7 @@ TEST(Sinks, derivatives_need_sinks) {
 }
 
 TEST(Sinks, belong_to_their_passes) {
-  const auto refused = [](octet_pass pass, auto set, const char* label, const char* pass_name) {
+  const auto rejected = [](octet_pass pass, auto set, const char* label, const char* pass_name) {
     auto call = complete(pass);
     set(*call);
     expect_invalid(*call,
@@ -97,14 +97,14 @@ TEST(Sinks, belong_to_their_passes) {
   const auto dsinks = [](Call& c) { c.arguments.dsinks = &c.dsinks; };
   const auto tsinks = [](Call& c) { c.arguments.tsinks = &c.tsinks; };
   const auto tlse = [](Call& c) { c.arguments.tlse = &c.tlse; };
-  refused(OCTET_FORWARD, dlse, "dlse", "forward");
-  refused(OCTET_FORWARD, dsinks, "dsinks", "forward");
-  refused(OCTET_FORWARD, tsinks, "tsinks", "forward");
-  refused(OCTET_FORWARD, tlse, "tlse", "forward");
-  refused(OCTET_BACKWARD, tsinks, "tsinks", "backward");
-  refused(OCTET_BACKWARD, tlse, "tlse", "backward");
-  refused(OCTET_JVP, dlse, "dlse", "jvp");
-  refused(OCTET_JVP, dsinks, "dsinks", "jvp");
+  rejected(OCTET_FORWARD, dlse, "dlse", "forward");
+  rejected(OCTET_FORWARD, dsinks, "dsinks", "forward");
+  rejected(OCTET_FORWARD, tsinks, "tsinks", "forward");
+  rejected(OCTET_FORWARD, tlse, "tlse", "forward");
+  rejected(OCTET_BACKWARD, tsinks, "tsinks", "backward");
+  rejected(OCTET_BACKWARD, tlse, "tlse", "backward");
+  rejected(OCTET_JVP, dlse, "dlse", "jvp");
+  rejected(OCTET_JVP, dsinks, "dsinks", "jvp");
 }
 
 TEST(Sinks, outputs_have_memory_of_their_own) {

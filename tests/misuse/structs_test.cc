@@ -23,7 +23,7 @@ TEST(Structs, the_unspoilt_calls_are_accepted) {
   }
 }
 
-TEST(Structs, null_pointers_are_refused) {
+TEST(Structs, null_pointers_are_rejected) {
   Call call(OCTET_FORWARD);
   size_t bytes = 0;
   EXPECT_EQ(octet_workspace_size(nullptr, &call.arguments, &bytes), OCTET_INVALID_ARGUMENT);
@@ -62,7 +62,7 @@ std::string sizes(uint32_t found, uint32_t first, size_t known) {
          " (octet 0.1.0) to 4096; octet " + octet_version() + " has " + std::to_string(known);
 }
 
-TEST(Structs, sizes_that_no_header_has_are_refused) {
+TEST(Structs, sizes_that_no_header_has_are_rejected) {
   for (const uint32_t wrong : {0u, 1u, 48u, 164u, 201u, 4104u, ~0u}) {
     Call a(OCTET_FORWARD), b(OCTET_FORWARD), c(OCTET_FORWARD), d(OCTET_FORWARD, OCTET_PRECISION_INT8);
     a.attention.size = wrong;
@@ -109,20 +109,20 @@ TEST(Structs, larger_ones_are_accepted_where_the_rest_is_zero) {
   const auto run = [&] {
     return octet_run(&attention.known, &arguments.known, call.workspace.data(), call.workspace.size(), nullptr);
   };
-  const auto refusal = [](const char* label, size_t known, int byte) {
+  const auto rejection = [](const char* label, size_t known, int byte) {
     return label + (": size " + std::to_string(known + 24)) + ", but octet " + octet_version() + " knows " +
            std::to_string(known) + " bytes of it, and byte " + std::to_string(byte) + " is 1; allowed: size " +
            std::to_string(known) + ", or zeros in all other bytes";
   };
   attention.more[0] = 1;
   EXPECT_EQ(run(), OCTET_INVALID_ARGUMENT);
-  EXPECT_EQ(octet_message(), refusal("octet_attention", sizeof(octet_attention), sizeof(octet_attention)));
+  EXPECT_EQ(octet_message(), rejection("octet_attention", sizeof(octet_attention), sizeof(octet_attention)));
   attention.more[0] = 0, arguments.more[23] = 1;
   EXPECT_EQ(run(), OCTET_INVALID_ARGUMENT);
-  EXPECT_EQ(octet_message(), refusal("octet_arguments", sizeof(octet_arguments), sizeof(octet_arguments) + 23));
+  EXPECT_EQ(octet_message(), rejection("octet_arguments", sizeof(octet_arguments), sizeof(octet_arguments) + 23));
   arguments.more[23] = 0, q.more[8] = 1;
   EXPECT_EQ(run(), OCTET_INVALID_ARGUMENT);
-  EXPECT_EQ(octet_message(), refusal("q: octet_tensor", sizeof(octet_tensor), sizeof(octet_tensor) + 8));
+  EXPECT_EQ(octet_message(), rejection("q: octet_tensor", sizeof(octet_tensor), sizeof(octet_tensor) + 8));
   EXPECT_TRUE(call.outputs.untouched());
   q.more[8] = 0;
   EXPECT_EQ(run(), OCTET_OK) << octet_message();
@@ -152,7 +152,7 @@ TEST(Structs, missing_tensors_are_named) {
   without(OCTET_JVP, "to", &octet_arguments::to);
 }
 
-TEST(Structs, tensors_without_use_are_refused) {
+TEST(Structs, tensors_without_use_are_rejected) {
   const auto with = [](octet_pass pass, const char* label, auto member, octet_tensor Call::*tensor) {
     Call call(pass);
     call.arguments.*member = &(call.*tensor);
@@ -168,7 +168,7 @@ TEST(Structs, tensors_without_use_are_refused) {
   with(OCTET_JVP, "o_residual", &octet_arguments::o_residual, &Call::o_residual);
 }
 
-TEST(Structs, unknown_enums_are_refused_with_the_choices) {
+TEST(Structs, unknown_enums_are_rejected_with_the_choices) {
   struct Field {
     uint32_t octet_attention::*field;
     uint32_t value;
@@ -197,7 +197,7 @@ TEST(Structs, unknown_enums_are_refused_with_the_choices) {
   expect_invalid(pass, "pass: found 3, allowed: 0 (forward), 1 (backward), 2 (jvp)");
 }
 
-TEST(Structs, unknown_backends_are_refused_with_the_known) {
+TEST(Structs, unknown_backends_are_rejected_with_the_known) {
   Call call(OCTET_FORWARD);
   call.attention.backend = "tpu";
   const std::string start = "backend: unknown name \"tpu\"; known: ";

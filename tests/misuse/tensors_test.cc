@@ -1,10 +1,10 @@
-// Shapes, strides, types, devices and memory that a call must refuse, and layouts that only look wrong.
+// Shapes, strides, types, devices and memory that a call must reject, and layouts that only look wrong.
 #include "misuse/calls.h"
 
 namespace octet::test {
 namespace {
 
-TEST(Tensors, shapes_that_disagree_are_refused_with_both) {
+TEST(Tensors, shapes_that_disagree_are_rejected_with_both) {
   struct Wrong {
     octet_pass pass;
     octet_tensor Call::*tensor;
@@ -58,7 +58,7 @@ TEST(Tensors, query_heads_are_a_multiple_of_key_heads) {
   expect_invalid(none, "q: 4 heads, which is not a multiple of the 0 heads of k and v");
 }
 
-TEST(Tensors, absurd_shapes_and_strides_are_refused) {
+TEST(Tensors, absurd_shapes_and_strides_are_rejected) {
   Call negative(OCTET_FORWARD), overflow(OCTET_FORWARD), hidden(OCTET_FORWARD), far(OCTET_FORWARD),
       below(OCTET_FORWARD);
   negative.q.shape[2] = -1;
@@ -81,7 +81,7 @@ TEST(Tensors, memory_must_be_there_and_aligned) {
   expect_invalid(odd, "q: data is not aligned to its elements of 4 bytes (dtype f32)");
 }
 
-TEST(Tensors, dtypes_are_refused_with_the_choices) {
+TEST(Tensors, dtypes_are_rejected_with_the_choices) {
   const auto with = [](octet_pass pass, octet_tensor Call::*tensor, uint32_t dtype,
                        octet_precision precision = OCTET_PRECISION_F32) {
     auto call = std::make_unique<Call>(pass, precision);
@@ -200,7 +200,7 @@ TEST(Tensors, interleaved_outputs_share_a_buffer_but_no_element) {
   expect_accepted(call);
 }
 
-TEST(Tensors, interleaved_outputs_that_touch_are_refused) {
+TEST(Tensors, interleaved_outputs_that_touch_are_rejected) {
   Call left(OCTET_BACKWARD), right(OCTET_BACKWARD);
   interleave(left, -1);
   expect_invalid(left, "dq: its memory overlaps that of dk");

@@ -116,7 +116,7 @@ TEST_P(Passes, errs_at_most_twice_as_much_as_plain_rounding) {
       if (pass == Pass::backward) saved = run(c, in, plain, Pass::forward);
       expected.plain = run(c, in, plain, pass, &saved);
     } catch (const Error& error) {
-      ADD_FAILURE() << "reference refuses: " << error.what();
+      ADD_FAILURE() << "reference rejects: " << error.what();
       continue;
     }
     for (const std::string& isa : instruction_sets()) {
@@ -125,7 +125,7 @@ TEST_P(Passes, errs_at_most_twice_as_much_as_plain_rounding) {
       try {
         expect_as_good(run(c, in, fast, pass, &saved), expected, pass);
       } catch (const Error& error) {
-        ADD_FAILURE() << "cpu refuses: " << error.what();
+        ADD_FAILURE() << "cpu rejects: " << error.what();
       }
     }
   }

@@ -277,7 +277,7 @@ TEST(ReferenceBackend, dsinks_are_complete_sums) {
   EXPECT_THAT(dsinks, testing::Each(0.f));
 }
 
-std::string refusal(const std::function<void()>& call) {
+std::string rejection(const std::function<void()>& call) {
   try {
     call();
   } catch (const Error& e) {
@@ -286,10 +286,10 @@ std::string refusal(const std::function<void()>& call) {
   return "accepted";
 }
 
-TEST(ReferenceBackend, refusals_name_the_choices) {
+TEST(ReferenceBackend, rejections_name_the_choices) {
   Tensors x(1, 1, 8, 8, 8, 8);
   for (Precision precision : {Precision::int8_f16, Precision::int8_fp8, Precision::fp8_raw})
-    EXPECT_NE(refusal([&] {
+    EXPECT_NE(rejection([&] {
                 run(attention(precision), x.backward());
               }).find("has no backward pass; those that have: f64, f32, f16, bf16, int8, fp8, sagebwd"),
               std::string::npos);
@@ -301,21 +301,21 @@ TEST(ReferenceBackend, refusals_name_the_choices) {
           .tv = x.of_v(x.v),
           .o = x.of_o(x.o),
           .to = x.of_o(x.residual)};
-  EXPECT_NE(refusal([&] {
+  EXPECT_NE(rejection([&] {
               run(attention(Precision::int8), jvp);
             }).find("precision int8 has no jvp; those that have: f64, f32, f16, bf16"),
             std::string::npos);
   std::vector<uint16_t> o(64);
   Backward b = x.backward();
   b.o = Tensor(o.data(), DType::bf16, Shape{1, 1, 8, 8});
-  const std::string message = refusal([&] { run(attention(Precision::bf16), b); });
+  const std::string message = rejection([&] { run(attention(Precision::bf16), b); });
   EXPECT_NE(message.find("pass o_residual"), std::string::npos) << message;
   EXPECT_NE(message.find("keep o in f32"), std::string::npos) << message;
   octet_rounding rounding = OCTET_ROUNDING_INIT;
   rounding.p = OCTET_I8;
   Attention a = attention(Precision::f64);
   a.rounding = &rounding;
-  EXPECT_THAT(refusal([&] { run(a, x.forward()); }), testing::HasSubstr("rounding: p: found 7"));
+  EXPECT_THAT(rejection([&] { run(a, x.forward()); }), testing::HasSubstr("rounding: p: found 7"));
 }
 
 }  // namespace

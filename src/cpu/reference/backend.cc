@@ -248,7 +248,7 @@ const Backend kReference{
     .device = OCTET_CPU,
     .automatic = false,
     .unavailable = [] { return std::optional<std::string>(); },
-    .objection = unsupported_reason,
+    .unsupported_reason = unsupported_reason,
     .kernel = reference::kernel,
     .workspace_size = [](const Problem&) { return std::size_t{0}; },
     .run = reference::run,

@@ -89,16 +89,16 @@ TEST(Tensor, views_that_step_differently_never_share_an_accepted_address) {
 TEST(Tensor, nesting_strides_have_distinct_elements) {
   Random random(3);
   std::vector<float> memory(1 << 16);
-  int refused = 0;
+  int rejected = 0;
   for (int trial = 0; trial < 5000; ++trial) {
     View t = nested_view(random, memory.data() + memory.size() / 2);
     ASSERT_NO_THROW(expect_distinct_elements(t, "t"));
     t.stride[between(random, 0, 3)] = between(random, -9, 9);
     if (distinct(addresses(t))) continue;
-    ++refused;
+    ++rejected;
     ASSERT_THROW(expect_distinct_elements(t, "t"), Failure) << "trial " << trial;
   }
-  EXPECT_GT(refused, 500);
+  EXPECT_GT(rejected, 500);
 }
 
 }  // namespace
