@@ -21,7 +21,7 @@ DTYPES = {
     torch.int32: "i32",
     torch.float8_e4m3fn: "e4m3",
 }
-REMEDIES = abi.REMEDIES
+BIAS_CORRECTIONS = abi.BIAS_CORRECTIONS
 FORWARD, BACKWARD = abi.PASSES["forward"], abi.PASSES["backward"]
 
 

@@ -14,7 +14,7 @@ import json
 import pathlib
 
 import torch
-from abi import BACKWARD, FORWARD, REMEDIES, Octet, load
+from abi import BACKWARD, BIAS_CORRECTIONS, FORWARD, Octet, load
 from peers import circumstances, cudnn, cudnn_name, medians
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -65,14 +65,14 @@ class Ours:
                     precision,
                     p.causal,
                     dict(q=p.q, k=p.k, v=p.v, o=self.o, lse=lse) | tensors,
-                    remedy=REMEDIES[options.remedy],
+                    bias_correction=BIAS_CORRECTIONS[options.bias_correction],
                     **more,
                 )
             except RuntimeError as error:
                 if "no backend can solve" not in str(error):
                     raise
 
-        residual = {} if options.remedy == "none" else dict(o_residual=o_residual)
+        residual = {} if options.bias_correction == "none" else dict(o_residual=o_residual)
         kept = dict(zip(("dq", "dk", "dv"), self.gradients, strict=True)) | dict(do=p.do) | residual
         self.forward = call(FORWARD, {})
         self.training = call(FORWARD, residual)
@@ -223,7 +223,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pass", dest="passes", default="forward,backward", type=lambda x: x.split(","))
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "f16"])
-    parser.add_argument("--remedy", default="f16_inside", choices=REMEDIES)
+    parser.add_argument("--bias-correction", default="f16", choices=BIAS_CORRECTIONS)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--library", type=pathlib.Path, default=ROOT / "build/release/src/liboctet.so")
     parser.add_argument("--output", type=pathlib.Path)
@@ -243,7 +243,7 @@ def main():
     if not options.output:
         return
     result = circumstances(library, options.rounds) | {
-        "remedy": options.remedy,
+        "bias_correction": options.bias_correction,
         "dtype": str(options.dtype).removeprefix("torch."),
         "peers": {name: description for name, (description, _) in others.items()},
         "errors": found,

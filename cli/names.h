@@ -17,11 +17,11 @@ inline constexpr Name<DType> kDTypes[] = {{"f64", DType::f64},   {"f32", DType::
                                           {"int8", DType::i8},   {"uint8", DType::u8},    {"int4", DType::i4},
                                           {"int32", DType::i32}, {"bool", DType::boolean}};
 inline constexpr Name<Pass> kPasses[] = {{"fwd", Pass::forward}, {"bwd", Pass::backward}, {"jvp", Pass::jvp}};
-inline constexpr Name<Remedy> kRemedies[] = {{"f16_inside", Remedy::f16_inside},
-                                             {"none", Remedy::none},
-                                             {"beta", Remedy::beta},
-                                             {"exact_delta", Remedy::exact_delta},
-                                             {"project", Remedy::project}};
+inline constexpr Name<BiasCorrection> kBiasCorrections[] = {{"f16", BiasCorrection::f16},
+                                                            {"none", BiasCorrection::none},
+                                                            {"beta", BiasCorrection::beta},
+                                                            {"exact_delta", BiasCorrection::exact_delta},
+                                                            {"gproj", BiasCorrection::gproj}};
 inline constexpr Name<Device> kDevices[] = {{"cpu", Device::cpu}, {"cuda", Device::cuda}};
 inline constexpr Name<Alignment> kAlignments[] = {{"top-left", Alignment::top_left},
                                                   {"bottom-right", Alignment::bottom_right}};

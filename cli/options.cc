@@ -17,7 +17,9 @@ bool takes(const Attention& attention) {
   }
 }
 
-bool takes_remedies(Precision p) { return takes({.precision = p, .remedy = Remedy::none, .backend = "reference"}); }
+bool takes_bias_correction(Precision p) {
+  return takes({.precision = p, .bias_correction = BiasCorrection::none, .backend = "reference"});
+}
 bool takes_int8_options(Precision p) { return takes({.precision = p, .hadamard = Switch::on, .backend = "reference"}); }
 
 // "f16 and bf16": the precisions that take an option.
@@ -59,10 +61,14 @@ void AttentionOptions::add_mask_to(CLI::App& app) {
 
 void AttentionOptions::add_to(CLI::App& app) {
   add_mask_to(app);
-  app.add_option("--remedy", remedy_,
-                 "How f16 and bf16 keep rounding bias out of gradients: " + choices(kRemedies) + "  [f16_inside]")
+  app.add_option("--bias-correction", bias_correction_,
+                 "How f16 and bf16 keep rounding bias out of gradients: " + choices(kBiasCorrections) + "  [f16]")
       ->type_name("NAME");
-  app.add_option("--beta", beta_, "Factor of remedy beta, 2 to 8  [3]")->type_name("X");
+  const auto reject_name_of_0_1 = [](const std::string&) {
+    reject("--remedy: octet has no such option; use --bias-correction, whose f16 was f16_inside, and gproj project");
+  };
+  app.add_option_function<std::string>("--remedy", reject_name_of_0_1)->group("");  // not in the help
+  app.add_option("--beta", beta_, "Factor of bias correction beta, 2 to 8  [3]")->type_name("X");
   app.add_option("--hadamard", hadamard_, "Rotate q and k before int8: on, off  [the recipe's]")->type_name("SWITCH");
   app.add_option("--smooth-q", smooth_q_, "Subtract the mean of each 128 queries before int8: on, off  [the recipe's]")
       ->type_name("SWITCH");
@@ -82,7 +88,7 @@ Attention AttentionOptions::attention(Precision precision) const {
   }
   if (!scale_.empty()) a.scale = parse_float("--scale", scale_);
   if (!window_.empty()) a.window = parse_window(window_);
-  if (!remedy_.empty()) a.remedy = parse(kRemedies, "--remedy", remedy_);
+  if (!bias_correction_.empty()) a.bias_correction = parse(kBiasCorrections, "--bias-correction", bias_correction_);
   if (!beta_.empty()) a.beta = parse_float("--beta", beta_);
   if (!hadamard_.empty()) a.hadamard = parse(kSwitches, "--hadamard", hadamard_);
   if (!smooth_q_.empty()) a.smooth_q = parse(kSwitches, "--smooth-q", smooth_q_);
@@ -94,16 +100,16 @@ Attention AttentionOptions::attention(Precision precision) const {
 
 Attention AttentionOptions::attention_among(Precision precision) const {
   Attention a = attention(precision);
-  if (!takes_remedies(precision)) a.remedy = Remedy::f16_inside, a.beta = 0;
+  if (!takes_bias_correction(precision)) a.bias_correction = BiasCorrection::f16, a.beta = 0;
   if (!takes_int8_options(precision)) a.hadamard = a.smooth_q = Switch::automatic;
   return a;
 }
 
 void AttentionOptions::expect_used(const std::vector<Precision>& precisions) const {
   const auto none = [&](auto&& takes) { return std::none_of(precisions.begin(), precisions.end(), takes); };
-  if (!(remedy_.empty() && beta_.empty()) && none(takes_remedies))
-    reject("{}: belongs to precisions {}, and neither is asked for", remedy_.empty() ? "--beta" : "--remedy",
-           those(takes_remedies));
+  if (!(bias_correction_.empty() && beta_.empty()) && none(takes_bias_correction))
+    reject("{}: belongs to precisions {}, and neither is asked for",
+           bias_correction_.empty() ? "--beta" : "--bias-correction", those(takes_bias_correction));
   if (!(hadamard_.empty() && smooth_q_.empty()) && none(takes_int8_options))
     reject("{}: belongs to precisions {}, and none is asked for", hadamard_.empty() ? "--smooth-q" : "--hadamard",
            those(takes_int8_options));

@@ -155,7 +155,8 @@ bool reads_residual(const Attention& attention) {
       return true;
     case Precision::f16:
     case Precision::bf16:
-      return attention.remedy == Remedy::f16_inside || attention.remedy == Remedy::exact_delta;
+      return attention.bias_correction == BiasCorrection::f16 ||
+             attention.bias_correction == BiasCorrection::exact_delta;
     default:
       return false;
   }

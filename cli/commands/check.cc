@@ -45,7 +45,7 @@ class Oracle {
   Oracle(const Inputs& in, const Attention& attention) : in_(in), attention_(attention) {
     attention_.precision = Precision::f64;
     attention_.backend = nullptr;
-    attention_.remedy = Remedy::f16_inside, attention_.beta = 0;
+    attention_.bias_correction = BiasCorrection::f16, attention_.beta = 0;
     attention_.hadamard = attention_.smooth_q = Switch::automatic;
   }
   const ForwardResult& forward() {

@@ -123,13 +123,13 @@ typedef enum octet_alignment {
 } octet_alignment;
 
 // How 16-bit training keeps the rounding bias out of its gradients (docs/numerics.md).
-typedef enum octet_remedy {
-  OCTET_REMEDY_F16_INSIDE = 0,   // f16 operands, smoothed K, delta from the un-rounded o
-  OCTET_REMEDY_NONE = 1,         // as FlashAttention does it, for comparison
-  OCTET_REMEDY_BETA = 2,         // shifted maximum of arXiv 2510.04212, clamped
-  OCTET_REMEDY_EXACT_DELTA = 3,  // delta from the un-rounded o
-  OCTET_REMEDY_PROJECT = 4       // GProj, arXiv 2609.34272
-} octet_remedy;
+typedef enum octet_bias_correction {
+  OCTET_BIAS_CORRECTION_F16 = 0,          // f16 operands, smoothed K, delta from the un-rounded o
+  OCTET_BIAS_CORRECTION_NONE = 1,         // as FlashAttention does it, for comparison
+  OCTET_BIAS_CORRECTION_BETA = 2,         // shifted maximum of arXiv 2510.04212, clamped
+  OCTET_BIAS_CORRECTION_EXACT_DELTA = 3,  // delta from the un-rounded o
+  OCTET_BIAS_CORRECTION_GPROJ = 4         // GProj, arXiv 2609.34272
+} octet_bias_correction;
 
 typedef enum octet_switch { OCTET_AUTO = 0, OCTET_ON = 1, OCTET_OFF = 2 } octet_switch;
 
@@ -138,15 +138,15 @@ struct octet_rounding;  // octet_study.h
 // The options of a call, apart from its data.
 typedef struct octet_attention {
   uint32_t size;
-  uint32_t precision;   // octet_precision
-  float scale;          // logits are scale * q.k; 0: 1 / sqrt(dim)
-  uint32_t mask;        // octet_mask flags
-  uint32_t alignment;   // octet_alignment
-  uint32_t remedy;      // octet_remedy; precisions f16 and bf16; beta and f16_inside shape the forward pass too
-  int64_t window_left;  // with OCTET_MASK_WINDOW, else 0
+  uint32_t precision;        // octet_precision
+  float scale;               // logits are scale * q.k; 0: 1 / sqrt(dim)
+  uint32_t mask;             // octet_mask flags
+  uint32_t alignment;        // octet_alignment
+  uint32_t bias_correction;  // octet_bias_correction; precisions f16 and bf16; beta and f16 shape the forward pass too
+  int64_t window_left;       // with OCTET_MASK_WINDOW, else 0
   int64_t window_right;
   float softcap;                          // rejected unless 0
-  float beta;                             // with OCTET_REMEDY_BETA: 2 to 8, 0: 3
+  float beta;                             // with OCTET_BIAS_CORRECTION_BETA: 2 to 8, 0: 3
   uint32_t hadamard;                      // octet_switch: random-sign Hadamard of q and k before int8
   uint32_t smooth_q;                      // octet_switch: subtract the mean of each 128 queries before int8
   uint32_t deterministic;                 // 1: bitwise repeatable (the CPU always is)
@@ -158,7 +158,7 @@ typedef struct octet_attention {
 #define OCTET_ATTENTION_INIT                                                                   \
   {                                                                                            \
     sizeof(octet_attention), OCTET_PRECISION_NONE, 0.f, OCTET_MASK_NONE, OCTET_ALIGNMENT_NONE, \
-        OCTET_REMEDY_F16_INSIDE, 0, 0, 0.f, 0.f, OCTET_AUTO, OCTET_AUTO, 0, 0, NULL, NULL      \
+        OCTET_BIAS_CORRECTION_F16, 0, 0, 0.f, 0.f, OCTET_AUTO, OCTET_AUTO, 0, 0, NULL, NULL    \
   }
 
 // The tensors of one call; those that the pass has no use for stay NULL.

@@ -77,12 +77,12 @@ enum class Alignment : uint32_t {
   top_left = OCTET_ALIGNMENT_TOP_LEFT,
   bottom_right = OCTET_ALIGNMENT_BOTTOM_RIGHT
 };
-enum class Remedy : uint32_t {
-  f16_inside = OCTET_REMEDY_F16_INSIDE,
-  none = OCTET_REMEDY_NONE,
-  beta = OCTET_REMEDY_BETA,
-  exact_delta = OCTET_REMEDY_EXACT_DELTA,
-  project = OCTET_REMEDY_PROJECT
+enum class BiasCorrection : uint32_t {
+  f16 = OCTET_BIAS_CORRECTION_F16,
+  none = OCTET_BIAS_CORRECTION_NONE,
+  beta = OCTET_BIAS_CORRECTION_BETA,
+  exact_delta = OCTET_BIAS_CORRECTION_EXACT_DELTA,
+  gproj = OCTET_BIAS_CORRECTION_GPROJ
 };
 enum class Switch : uint32_t { automatic = OCTET_AUTO, on = OCTET_ON, off = OCTET_OFF };
 
@@ -138,7 +138,7 @@ struct Attention {
   bool causal = false;
   Alignment alignment = Alignment::unspecified;
   std::optional<std::array<int64_t, 2>> window{};  // keys left and right of the diagonal, -1: all
-  Remedy remedy = Remedy::f16_inside;
+  BiasCorrection bias_correction = BiasCorrection::f16;
   float beta = 0;
   float softcap = 0;
   Switch hadamard = Switch::automatic;
@@ -159,7 +159,7 @@ struct Attention {
     a.mask = (causal ? OCTET_MASK_CAUSAL : 0) | (window ? OCTET_MASK_WINDOW : 0);
     a.alignment = static_cast<uint32_t>(alignment);
     if (window) a.window_left = (*window)[0], a.window_right = (*window)[1];
-    a.remedy = static_cast<uint32_t>(remedy);
+    a.bias_correction = static_cast<uint32_t>(bias_correction);
     a.beta = beta;
     a.softcap = softcap;
     a.hadamard = static_cast<uint32_t>(hadamard);

@@ -20,7 +20,7 @@ PRECISIONS: dict[str, int] = {name: number for number, name in enumerate(get_arg
 PASSES = {"forward": 0, "backward": 1, "jvp": 2}
 MASK_CAUSAL, MASK_WINDOW = 1, 2
 ALIGNMENTS = {"none": 0, "top_left": 1, "bottom_right": 2}
-REMEDIES = {"f16_inside": 0, "none": 1, "beta": 2, "exact_delta": 3, "project": 4}
+BIAS_CORRECTIONS = {"f16": 0, "none": 1, "beta": 2, "exact_delta": 3, "gproj": 4}
 SWITCHES = {"auto": 0, "on": 1, "off": 2}
 GRANULARITIES = {"tensor": 0, "token": 1, "channel": 2, "block": 3, "thread": 4}
 OPERANDS = {"q": 0, "k": 1, "v": 2}
@@ -77,7 +77,7 @@ class Attention(Struct):
         ("scale", c_float),
         ("mask", c_uint32),
         ("alignment", c_uint32),
-        ("remedy", c_uint32),
+        ("bias_correction", c_uint32),
         ("window_left", c_int64),
         ("window_right", c_int64),
         ("softcap", c_float),

@@ -130,8 +130,8 @@ def attention(
         window: (left, right): keys that a query sees left and right of the diagonal; None or -1 for all of a side.
         alignment: "top_left" or "bottom_right", the diagonal that a window without `causal` is about.
         layout: of q, k, v, o and their derivatives, "bhsd" or "bshd": what the dimensions mean, not where they lie.
-        remedy: how 16-bit training keeps rounding bias out of its gradients (docs/numerics.md), "f16_inside" (default),
-            "none", "beta", "exact_delta" or "project". With "beta", `beta` is 2 to 8 or 0 for 3.
+        bias_correction: how 16-bit training keeps rounding bias out of its gradients (docs/numerics.md), "f16"
+            (default), "none", "beta", "exact_delta" or "gproj". With "beta", `beta` is 2 to 8 or 0 for 3.
         hadamard, smooth_q: "auto", "on" or "off": rotate q and k, subtract the mean of each 128 queries, before int8.
         softcap: refused unless 0.
         deterministic: bitwise repeatable; None: as torch.use_deterministic_algorithms says, False elsewhere.

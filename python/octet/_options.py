@@ -13,7 +13,7 @@ from octet.errors import InvalidArgument, listing, look_up
 Layout: TypeAlias = Literal["bhsd", "bshd"]
 Causal: TypeAlias = bool | Literal["top_left", "bottom_right"]
 Window: TypeAlias = tuple[int | None, int | None] | int | None
-Remedy: TypeAlias = Literal["f16_inside", "none", "beta", "exact_delta", "project"]
+BiasCorrection: TypeAlias = Literal["f16", "none", "beta", "exact_delta", "gproj"]
 Switch: TypeAlias = Literal["auto", "on", "off"]
 
 # For each layout, the dimensions of the caller's array that are batch, head, token, dim. -1: it has none, 1 is taken.
@@ -30,7 +30,7 @@ class AttentionOptions(TypedDict, total=False):
     window: Window
     alignment: Literal["top_left", "bottom_right"] | None
     layout: Layout
-    remedy: Remedy
+    bias_correction: BiasCorrection
     beta: float
     hadamard: Switch
     smooth_q: Switch
@@ -52,7 +52,7 @@ class Options(NamedTuple):
     alignment: str = "none"  # of a window without a causal mask
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    remedy: str = "f16_inside"
+    bias_correction: str = "f16"
     beta: float = 0.0
     hadamard: str = "auto"
     smooth_q: str = "auto"
@@ -146,7 +146,7 @@ def attention_of(options: Options) -> _abi.Attention:
         scale=options.scale,
         mask=mask,
         alignment=_abi.ALIGNMENTS[alignment],
-        remedy=_abi.REMEDIES[options.remedy],
+        bias_correction=_abi.BIAS_CORRECTIONS[options.bias_correction],
         window_left=left,
         window_right=right,
         softcap=options.softcap,
@@ -172,6 +172,7 @@ ADVICE = {
     "alibi_slopes": "add slope * distance to the logits by a float mask",
     "enable_gqa": "leave it out: grouped heads follow from the shapes",
     "tensor_layout": "use layout='bhsd' (HND) or 'bshd' (NHD)",
+    "remedy": "use bias_correction, whose 'f16' was 'f16_inside', and whose 'gproj' was 'project'",
 }
 
 
@@ -185,7 +186,7 @@ def options_of(
     window: Window = None,
     alignment: Literal["top_left", "bottom_right"] | None = None,
     layout: Layout = "bhsd",
-    remedy: Remedy = "f16_inside",
+    bias_correction: BiasCorrection = "f16",
     beta: float = 0.0,
     hadamard: Switch = "auto",
     smooth_q: Switch = "auto",
@@ -208,7 +209,7 @@ def options_of(
     if alignment is not None and isinstance(causal, str):
         raise InvalidArgument(f"alignment: {alignment!r} given, but causal={causal!r} names one; give one of them")
     look_up("precision", precision or type_of_q, _abi.PRECISIONS)
-    look_up("remedy", remedy, _abi.REMEDIES)
+    look_up("bias_correction", bias_correction, _abi.BIAS_CORRECTIONS)
     look_up("hadamard", hadamard, _abi.SWITCHES)
     look_up("smooth_q", smooth_q, _abi.SWITCHES)
     if alignment not in (None, "top_left", "bottom_right"):
@@ -224,7 +225,7 @@ def options_of(
         scale=scale_number(scale),
         window=window_pair(window),
         alignment=alignment or "none",
-        remedy=remedy,
+        bias_correction=bias_correction,
         beta=number("beta", beta),
         hadamard=hadamard,
         smooth_q=smooth_q,

@@ -96,8 +96,8 @@ def lse_shape(q_shape: Sequence[int], layout: str) -> tuple[int, ...]:
 
 
 def needs_residual(front: Types, options: Options, q: Any) -> bool:
-    """Returns whether a backward pass will read o_residual: some remedies take delta from the un-rounded output."""
-    sixteen = options.precision in ("f16", "bf16") and options.remedy in ("f16_inside", "exact_delta")
+    """Returns whether a backward pass will read o_residual: some bias corrections take delta from the un-rounded o."""
+    sixteen = options.precision in ("f16", "bf16") and options.bias_correction in ("f16", "exact_delta")
     return sixteen and (options.out_dtype or front.dtype_name(q.dtype, "q")) in ("f16", "bf16", "e4m3")
 
 

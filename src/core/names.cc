@@ -29,8 +29,8 @@ const char* name(octet_alignment v) {
   return lookup(names, v);
 }
 
-const char* name(octet_remedy v) {
-  static const char* const names[] = {"f16_inside", "none", "beta", "exact_delta", "project"};
+const char* name(octet_bias_correction v) {
+  static const char* const names[] = {"f16", "none", "beta", "exact_delta", "gproj"};
   return lookup(names, v);
 }
 

@@ -13,7 +13,7 @@ const char* name(octet_dtype);
 const char* name(octet_precision);  // recipe.cc
 const char* name(octet_pass);
 const char* name(octet_alignment);
-const char* name(octet_remedy);
+const char* name(octet_bias_correction);
 const char* name(octet_switch);
 const char* name(octet_delta);
 const char* name(octet_granularity);

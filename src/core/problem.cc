@@ -285,14 +285,17 @@ void validate_rounding(const octet_rounding& r) {
 }
 
 void validate_recipe(const octet_attention& a, Problem& p) {
-  p.remedy = checked(a.remedy, OCTET_REMEDY_F16_INSIDE, OCTET_REMEDY_PROJECT, "remedy");
-  const PrecisionSet with_remedies = precisions_with_remedies(), with_int8_options = precisions_with_int8_options();
-  if (!with_remedies.has(p.precision) && p.remedy != OCTET_REMEDY_F16_INSIDE)
-    invalid("remedy: ", name(p.remedy), " given with precision ", name(p.precision), "; remedies are for ",
-            with_remedies.names(" and "));
+  p.bias_correction =
+      checked(a.bias_correction, OCTET_BIAS_CORRECTION_F16, OCTET_BIAS_CORRECTION_GPROJ, "bias_correction");
+  const PrecisionSet with_bias_correction = precisions_with_bias_correction(),
+                     with_int8_options = precisions_with_int8_options();
+  if (!with_bias_correction.has(p.precision) && p.bias_correction != OCTET_BIAS_CORRECTION_F16)
+    invalid("bias_correction: ", name(p.bias_correction), " given with precision ", name(p.precision),
+            "; bias corrections are for ", with_bias_correction.names(" and "));
   p.beta = a.beta == 0.f ? 3.f : a.beta;
-  if (a.beta != 0.f && p.remedy != OCTET_REMEDY_BETA)
-    invalid("beta: ", a.beta, " given with remedy ", name(p.remedy), "; it belongs to remedy beta");
+  if (a.beta != 0.f && p.bias_correction != OCTET_BIAS_CORRECTION_BETA)
+    invalid("beta: ", a.beta, " given with bias_correction ", name(p.bias_correction),
+            "; it belongs to bias_correction beta");
   if (!(p.beta >= 2.f && p.beta <= 8.f)) invalid("beta: found ", a.beta, ", allowed: 2 to 8, or 0 for 3");
   if (a.softcap != 0.f) unsupported("softcap: found ", a.softcap, "; soft-capped logits are not supported, leave it 0");
   const bool int8_logits = with_int8_options.has(p.precision);

@@ -26,7 +26,7 @@ struct Sequence {
 struct Problem {
   octet_pass pass;
   octet_precision precision;
-  octet_remedy remedy;
+  octet_bias_correction bias_correction;
   float beta;
   float scale;  // never 0
   bool hadamard, smooth_q;

@@ -16,14 +16,14 @@ struct Row {
   octet_precision precision;
   const char* name;
   bool backward, jvp;
-  bool remedies;      // takes remedies: how gradients keep rounding bias out
-  bool int8_options;  // takes hadamard and smooth_q
-  bool e4m3_outputs;  // writes e4m3
+  bool bias_correction;  // takes bias corrections and beta
+  bool int8_options;     // takes hadamard and smooth_q
+  bool e4m3_outputs;     // writes e4m3
 };
 constexpr bool yes = true, no = false;
 constexpr Row kRows[] = {
     {OCTET_PRECISION_NONE, "none", no, no, no, no, no},
-    //                           backward  jvp  remedies  int8  e4m3
+    //                           backward  jvp  bias correction  int8  e4m3
     {OCTET_PRECISION_F64, "f64", yes, yes, no, no, yes},
     {OCTET_PRECISION_F32, "f32", yes, yes, no, no, no},
     {OCTET_PRECISION_F16, "f16", yes, yes, yes, no, no},
@@ -90,23 +90,24 @@ Recipe format_only(octet_dtype format) {
   return r;
 }
 
-Recipe remedied(octet_dtype format, octet_remedy remedy, double beta) {
+Recipe corrected(octet_dtype format, octet_bias_correction bias_correction, double beta) {
   Recipe r = flash_attention(format);
-  r.backward.exact_o = remedy == OCTET_REMEDY_EXACT_DELTA;
-  if (remedy == OCTET_REMEDY_PROJECT) r.backward.project = format;
-  if (remedy == OCTET_REMEDY_BETA) {
+  r.backward.exact_o = bias_correction == OCTET_BIAS_CORRECTION_EXACT_DELTA;
+  if (bias_correction == OCTET_BIAS_CORRECTION_GPROJ) r.backward.gproj = format;
+  if (bias_correction == OCTET_BIAS_CORRECTION_BETA) {
     r.beta = beta;
     // Half of the format's range, so that the other half is left to the other keys.
     r.beta_reach = format == OCTET_F16 ? 4.0 : 40.0;
-    r.sum_rounded_p = false;  // a shift cancels from p / l when both are rounded alike, and with it the remedy
+    // When both are rounded alike, a shift cancels from p / l, and with it the bias correction.
+    r.sum_rounded_p = false;
   }
   return r;
 }
 
 Recipe sixteen_bits(const Problem& p) {
   const octet_dtype format = p.precision == OCTET_PRECISION_F16 ? OCTET_F16 : OCTET_BF16;
-  if (p.remedy != OCTET_REMEDY_F16_INSIDE) return remedied(format, p.remedy, p.beta);
-  return p.pass != OCTET_FORWARD || format == OCTET_F16 || keeps_exact_o(p) ? f16_inside(format)
+  if (p.bias_correction != OCTET_BIAS_CORRECTION_F16) return corrected(format, p.bias_correction, p.beta);
+  return p.pass != OCTET_FORWARD || format == OCTET_F16 || keeps_exact_o(p) ? f16_compute(format)
                                                                             : flash_attention(format);
 }
 
@@ -167,7 +168,7 @@ Recipe flash_attention(octet_dtype format) {
   return r;
 }
 
-Recipe f16_inside(octet_dtype format) {
+Recipe f16_compute(octet_dtype format) {
   constexpr double kFactor = 0x1p15;  // p = 1 becomes half the largest f16, so that p down to 2^-29 keeps its 11 bits
   Recipe r = format_only(format);
   r.tile = kStep;
@@ -345,8 +346,8 @@ std::string PrecisionSet::names(const char* last) const {
 }
 
 bool supports(octet_precision precision, octet_pass pass) { return precisions_with(pass).has(precision); }
-PrecisionSet precisions_with_remedies() {
-  return precisions_where([](const Row& row) { return row.remedies; });
+PrecisionSet precisions_with_bias_correction() {
+  return precisions_where([](const Row& row) { return row.bias_correction; });
 }
 PrecisionSet precisions_with_int8_options() {
   return precisions_where([](const Row& row) { return row.int8_options; });
@@ -356,10 +357,12 @@ PrecisionSet precisions_with_e4m3_outputs() {
 }
 
 std::optional<std::string> missing_exact_output(const Problem& problem) {
-  const bool reads = problem.pass == OCTET_BACKWARD && precisions_with_remedies().has(problem.precision) &&
-                     (problem.remedy == OCTET_REMEDY_F16_INSIDE || problem.remedy == OCTET_REMEDY_EXACT_DELTA);
+  const bool reads = problem.pass == OCTET_BACKWARD && precisions_with_bias_correction().has(problem.precision) &&
+                     (problem.bias_correction == OCTET_BIAS_CORRECTION_F16 ||
+                      problem.bias_correction == OCTET_BIAS_CORRECTION_EXACT_DELTA);
   if (!reads || keeps_exact_o(problem)) return std::nullopt;
-  return text("remedy ", name(problem.remedy), " needs the un-rounded output, but o is ", name(problem.o.dtype),
+  return text("bias_correction ", name(problem.bias_correction), " needs the un-rounded output, but o is ",
+              name(problem.o.dtype),
               " and o_residual is NULL; pass o_residual (the forward pass writes it), or keep o in f32");
 }
 

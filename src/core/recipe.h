@@ -34,9 +34,9 @@ class PrecisionSet {
 constexpr octet_precision kLastPrecision = OCTET_PRECISION_SAGEBWD;
 
 bool supports(octet_precision precision, octet_pass pass);
-PrecisionSet precisions_with_remedies();      // and beta
-PrecisionSet precisions_with_int8_options();  // hadamard, smooth_q
-PrecisionSet precisions_with_e4m3_outputs();  // beside f64
+PrecisionSet precisions_with_bias_correction();  // and beta
+PrecisionSet precisions_with_int8_options();     // hadamard, smooth_q
+PrecisionSet precisions_with_e4m3_outputs();     // beside f64
 
 // Why no backend can solve a problem, as its recipe lacks the pass or the call what that needs, or nothing.
 std::optional<std::string> unsupported_reason(const Problem& problem);
@@ -44,7 +44,7 @@ std::optional<std::string> unsupported_reason(const Problem& problem);
 // Returns whether the un-rounded output is kept. If not, bf16 weights err less than the output's own rounding.
 bool keeps_exact_o(const Problem& problem);
 
-// Why a backward pass lacks the un-rounded output that its remedy reads, or nothing.
+// Why a backward pass lacks the un-rounded output that its bias correction reads, or nothing.
 std::optional<std::string> missing_exact_output(const Problem& problem);
 
 // The elements that share a scale of a quantised operand.
@@ -114,7 +114,7 @@ struct BackwardRecipe {
   TileRecipe ds_q{}, ds_k{};        // of dq = ds k, of dk = ds^T q
   TileRecipe p{};                   // of dv = p^T do
   Quantizer do_dv{};
-  octet_dtype project = OCTET_F64;  // GProj with p and lambda q in this format; f64: none
+  octet_dtype gproj = OCTET_F64;  // GProj with p and lambda q in this format; f64: none
 };
 
 struct Recipe {
@@ -134,12 +134,12 @@ struct Recipe {
   BackwardRecipe backward;
 };
 
-// The recipe of a problem's precision, remedy, switches and rounding description.
+// The recipe of a problem's precision, bias correction, switches and rounding description.
 Recipe recipe_of(const Problem& problem);
 
 // Recipes by name: this project's, and those of the implementations it is compared with.
 Recipe flash_attention(octet_dtype format);  // FlashAttention 2: p, ds, o in a 16-bit format
-Recipe f16_inside(octet_dtype format);       // operands in `format`, everything made of them in f16
+Recipe f16_compute(octet_dtype format);      // operands in `format`, everything made of them in f16
 Recipe octet_int8(bool hadamard, bool smooth_q);
 Recipe octet_int8_f16(bool hadamard, bool smooth_q);
 Recipe octet_int8_fp8(bool hadamard, bool smooth_q);

@@ -15,7 +15,15 @@ import tempfile
 
 OLD, NEW = "tests/abi/octet_0.1.0.h", ["include/octet/octet.h", "include/octet/octet_study.h"]
 COUNTS = 11, 6, 79, 68  # functions, structs, fields and enumerators of 0.1.0: what the expressions below have to find
-RENAMED = {}  # from a name of 0.1.0, "OCTET_X" or "octet_struct.field", to today's: a new name for the same thing
+# From a name of 0.1.0, "OCTET_X" or "octet_struct.field", to today's: a new name for the same thing.
+RENAMED = {
+    "octet_attention.remedy": "octet_attention.bias_correction",
+    "OCTET_REMEDY_F16_INSIDE": "OCTET_BIAS_CORRECTION_F16",
+    "OCTET_REMEDY_NONE": "OCTET_BIAS_CORRECTION_NONE",
+    "OCTET_REMEDY_BETA": "OCTET_BIAS_CORRECTION_BETA",
+    "OCTET_REMEDY_EXACT_DELTA": "OCTET_BIAS_CORRECTION_EXACT_DELTA",
+    "OCTET_REMEDY_PROJECT": "OCTET_BIAS_CORRECTION_GPROJ",
+}
 
 
 class Header:

@@ -54,7 +54,7 @@ Words expected(Words words, const std::map<std::string, std::string>& renamed) {
 
 TEST(Names, are_those_of_octet_h) {
   EXPECT_EQ(table(kPrecisions), expected(declared("octet_precision", "OCTET_PRECISION_"), {{"none", ""}}));
-  EXPECT_EQ(table(kRemedies), declared("octet_remedy", "OCTET_REMEDY_"));
+  EXPECT_EQ(table(kBiasCorrections), declared("octet_bias_correction", "OCTET_BIAS_CORRECTION_"));
   EXPECT_EQ(table(kDTypes),
             expected(declared("octet_dtype", "OCTET_"),
                      {{"dtype_none", ""}, {"i8", "int8"}, {"u8", "uint8"}, {"i4", "int4"}, {"i32", "int32"}}));

@@ -73,11 +73,19 @@ ARGUMENTS = {
     "a list of precisions": (["--precision", "f32,bf16"], '--precision: found "f32,bf16"'),
     "unknown alignment": (["--causal=left"], '--causal: found "left", allowed: top-left, bottom-right'),
     "unknown backend": (["--backend", "abacus"], f'unknown name "abacus"; known: {BACKENDS}'),
-    "unknown remedy": (
-        ["--precision", "bf16", "--remedy", "hope"],
-        '--remedy: found "hope", allowed: f16_inside, none, beta',
+    "unknown bias correction": (
+        ["--precision", "bf16", "--bias-correction", "hope"],
+        '--bias-correction: found "hope", allowed: f16, none, beta',
     ),
-    "a remedy for f32": (["--remedy", "beta"], "remedies are for f16 and bf16"),
+    "the bias correction's name of 0.1.0": (
+        ["--precision", "bf16", "--remedy", "none"],
+        "--remedy: octet has no such option; use --bias-correction, whose f16 was f16_inside",
+    ),
+    "a bias correction's value of 0.1.0": (
+        ["--precision", "bf16", "--bias-correction", "f16_inside"],
+        '--bias-correction: found "f16_inside", allowed: f16, none, beta, exact_delta, gproj',
+    ),
+    "a bias correction for f32": (["--bias-correction", "beta"], "bias corrections are for f16 and bf16"),
     "unknown output type": (
         ["--out-dtype", "f128"],
         '--out-dtype: found "f128", allowed with precision f32: f32, f16, bf16',
@@ -104,7 +112,7 @@ ARGUMENTS = {
     ),
     "a scale above float32": (["--scale", "1e39"], "--scale: found 1e39, beyond float32"),
     "a beta below float32": (
-        ["--precision", "bf16", "--remedy", "beta", "--beta", "1e-46"],
+        ["--precision", "bf16", "--bias-correction", "beta", "--beta", "1e-46"],
         "--beta: found 1e-46, beyond float32",
     ),
     "half a window": (["--window", "3"], '--window: found "3", expected LEFT,RIGHT'),
@@ -128,7 +136,7 @@ NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 @pytest.mark.parametrize(
     "precisions, option, value, message",
     [
-        ("f32,int8", "--remedy", "none", "belongs to precisions f16 and bf16, and neither is asked for"),
+        ("f32,int8", "--bias-correction", "none", "belongs to precisions f16 and bf16, and neither is asked for"),
         ("f32", "--beta", "3", "belongs to precisions f16 and bf16, and neither is asked for"),
         ("bf16,fp8", "--hadamard", "off", "belongs to precisions int8, int8_f16 and int8_fp8, and none is asked for"),
         ("sagebwd", "--smooth-q", "on", "belongs to precisions int8, int8_f16 and int8_fp8, and none is asked for"),

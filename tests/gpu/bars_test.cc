@@ -22,20 +22,22 @@ TEST(GpuBars, forward) {
 TEST(GpuBars, forward_int8_f16) { expect_forward_bar(kGpu, int8_f16_forward_bar()); }
 
 TEST(GpuBars, backward) {
-  for (Remedy remedy : {Remedy::none, Remedy::f16_inside}) {
-    const BackwardBar bar = bf16_backward_bar(remedy);
+  for (BiasCorrection bias_correction : {BiasCorrection::none, BiasCorrection::f16}) {
+    const BackwardBar bar = bf16_backward_bar(bias_correction);
     SCOPED_TRACE(bar.row);
     expect_backward_bar(kGpu, bar);
   }
 }
 
 TEST(GpuBars, backward_deterministic) {
-  const BackwardBar bar = bf16_backward_bar(Remedy::f16_inside);
+  const BackwardBar bar = bf16_backward_bar(BiasCorrection::f16);
   SCOPED_TRACE(bar.row);
   expect_backward_bar(kGpuDeterministic, bar);
 }
 
-TEST(GpuBars, without_remedy_a_common_offset_ruins_dq) { expect_that_without_remedy_a_common_offset_ruins_dq(kGpu); }
+TEST(GpuBars, without_bias_correction_a_common_offset_ruins_dq) {
+  expect_that_without_bias_correction_a_common_offset_ruins_dq(kGpu);
+}
 
 TEST(GpuBars, gradients_err_little_more_than_outputs_round) {
   expect_gradients_to_err_little_more_than_outputs_round(kGpu);
@@ -47,7 +49,9 @@ TEST(GpuBars, real_activations_int8_f16) { expect_real_bar(kGpu, kRealInt8F16); 
 
 TEST(GpuBars, real_activations_deterministic) { expect_real_bar(kGpuDeterministic, kRealBf16); }
 
-TEST(GpuBars, without_remedy_real_activations_miss) { expect_that_without_remedy_real_dq_misses(kGpu); }
+TEST(GpuBars, without_bias_correction_real_activations_miss) {
+  expect_that_without_bias_correction_real_dq_misses(kGpu);
+}
 
 TEST(GpuBars, delta_s7) { expect_unbiased_delta(kGpu, Tied::s7); }
 

@@ -75,7 +75,7 @@ const std::vector<Case>& gpu_cases() {
 struct Kind {
   Pass pass;
   Precision precision;
-  Remedy remedy = Remedy::f16_inside;
+  BiasCorrection bias_correction = BiasCorrection::f16;
   bool deterministic = false;
   bool offset = false;  // v has one in each channel
 
@@ -97,18 +97,18 @@ double e4m3_logit_noise(const Case& c, const Inputs& in, double sigmas) {
   return sigmas * c.effective_scale() * 0x1p-13 * largest(in.q) * largest(in.k) * std::sqrt(steps * 33 / 3);
 }
 
-constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, Remedy::f16_inside},
-                           {Pass::forward, Precision::bf16, Remedy::f16_inside, false, true},
-                           {Pass::forward, Precision::bf16, Remedy::none},
-                           {Pass::forward, Precision::f16, Remedy::f16_inside},
-                           {Pass::backward, Precision::bf16, Remedy::f16_inside},
-                           {Pass::backward, Precision::bf16, Remedy::none},
-                           {Pass::backward, Precision::bf16, Remedy::exact_delta},
-                           {Pass::backward, Precision::f16, Remedy::f16_inside},
-                           {Pass::backward, Precision::bf16, Remedy::f16_inside, true},
-                           {Pass::forward, Precision::bf16, Remedy::beta},
-                           {Pass::forward, Precision::f16, Remedy::beta},
-                           {Pass::backward, Precision::bf16, Remedy::beta},
+constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, BiasCorrection::f16},
+                           {Pass::forward, Precision::bf16, BiasCorrection::f16, false, true},
+                           {Pass::forward, Precision::bf16, BiasCorrection::none},
+                           {Pass::forward, Precision::f16, BiasCorrection::f16},
+                           {Pass::backward, Precision::bf16, BiasCorrection::f16},
+                           {Pass::backward, Precision::bf16, BiasCorrection::none},
+                           {Pass::backward, Precision::bf16, BiasCorrection::exact_delta},
+                           {Pass::backward, Precision::f16, BiasCorrection::f16},
+                           {Pass::backward, Precision::bf16, BiasCorrection::f16, true},
+                           {Pass::forward, Precision::bf16, BiasCorrection::beta},
+                           {Pass::forward, Precision::f16, BiasCorrection::beta},
+                           {Pass::backward, Precision::bf16, BiasCorrection::beta},
                            {Pass::forward, Precision::int8},
                            {Pass::forward, Precision::int8_f16},
                            {Pass::forward, Precision::int8_fp8},
@@ -121,7 +121,7 @@ TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
   const auto [index, which] = GetParam();
   const Case& c = gpu_cases()[index];
   const Kind& kind = kKinds[which];
-  const auto [pass, precision, remedy, deterministic, offset] = kind;
+  const auto [pass, precision, bias_correction, deterministic, offset] = kind;
   const uint64_t seed = index + 1;
   SCOPED_TRACE(testing::Message() << "case " << c.name << ", " << name(pass) << ' ' << name(precision) << ", seed "
                                   << seed);
@@ -132,7 +132,7 @@ TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
       x = round_to(kBf16, x + (channel % 3 - 1) * 8.0 * static_cast<double>(1 + h));
     });
   Attention plain = attention_of(c, precision, "reference"), gpu = attention_of(c, precision, "sm90");
-  if (kind.sixteen_bits()) plain.remedy = gpu.remedy = remedy;
+  if (kind.sixteen_bits()) plain.bias_correction = gpu.bias_correction = bias_correction;
   gpu.deterministic = deterministic;
   if (!supported(c, kind)) {
     const Outputs nothing = exact(c, in, Pass::forward);
@@ -176,12 +176,12 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuPasses,
                            const Kind& kind = kKinds[std::get<1>(info.param)];
                            return std::string(gpu_cases()[std::get<0>(info.param)].name) + '_' + name(kind.pass) + '_' +
                                   name(kind.precision) +
-                                  (kind.deterministic                   ? "_deterministic"
-                                   : kind.offset                        ? "_offset"
-                                   : kind.remedy == Remedy::none        ? "_none"
-                                   : kind.remedy == Remedy::beta        ? "_beta"
-                                   : kind.remedy == Remedy::exact_delta ? "_exact_delta"
-                                                                        : "");
+                                  (kind.deterministic                                    ? "_deterministic"
+                                   : kind.offset                                         ? "_offset"
+                                   : kind.bias_correction == BiasCorrection::none        ? "_none"
+                                   : kind.bias_correction == BiasCorrection::beta        ? "_beta"
+                                   : kind.bias_correction == BiasCorrection::exact_delta ? "_exact_delta"
+                                                                                         : "");
                          });
 
 // Where all keys lie in one step, the GPU and the oracle round the same numbers on the same scales: what they differ by

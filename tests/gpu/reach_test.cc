@@ -70,13 +70,13 @@ std::vector<Shapes> shapes() {
 
 struct Kind {
   Precision precision;
-  Remedy remedy = Remedy::f16_inside;
+  BiasCorrection bias_correction = BiasCorrection::f16;
   bool deterministic = false;
   DType out = DType::bf16;  // f32 or of 16 bits, as the inputs are
 };
 std::string name_of(const Kind& kind) {
-  static const char* const kRemedies[] = {"", "_none", "_beta", "_exact_delta", "_project"};  // in octet.h's order
-  return name(kind.precision) + std::string(kRemedies[static_cast<int>(kind.remedy)]) +
+  static const char* const kBiasCorrections[] = {"", "_none", "_beta", "_exact_delta", "_gproj"};  // in octet.h's order
+  return name(kind.precision) + std::string(kBiasCorrections[static_cast<int>(kind.bias_correction)]) +
          (kind.deterministic ? "_deterministic" : "") + (kind.out == DType::f32 ? "_f32" : "");
 }
 Case case_of(Case c, const Kind& kind) {
@@ -86,7 +86,7 @@ Case case_of(Case c, const Kind& kind) {
 }
 Attention attention_for(const Case& c, const Kind& kind) {
   Attention a = attention_of(c, kind.precision, "sm90");
-  if (kind.precision == Precision::bf16 || kind.precision == Precision::f16) a.remedy = kind.remedy;
+  if (kind.precision == Precision::bf16 || kind.precision == Precision::f16) a.bias_correction = kind.bias_correction;
   a.deterministic = kind.deterministic;
   return a;
 }
@@ -143,16 +143,16 @@ bool sees_one(const Case& c, const Inputs& in, const std::vector<int64_t>& token
 
 class GpuReach : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
 const Kind kForward[] = {{Precision::bf16},
-                         {Precision::bf16, Remedy::f16_inside, false, DType::f32},
-                         {Precision::bf16, Remedy::none},
-                         {Precision::bf16, Remedy::beta},
+                         {Precision::bf16, BiasCorrection::f16, false, DType::f32},
+                         {Precision::bf16, BiasCorrection::none},
+                         {Precision::bf16, BiasCorrection::beta},
                          {Precision::f16},
-                         {Precision::f16, Remedy::beta, false, DType::f32},
+                         {Precision::f16, BiasCorrection::beta, false, DType::f32},
                          {Precision::int8_f16},
                          {Precision::int8},
                          {Precision::int8_fp8},
                          {Precision::fp8},
-                         {Precision::fp8_raw, Remedy::f16_inside, false, DType::f32}};
+                         {Precision::fp8_raw, BiasCorrection::f16, false, DType::f32}};
 
 // Some channels of v that are not finite, at tokens that some queries see.
 TEST_P(GpuReach, of_v_are_rows_that_see_it) {
@@ -276,12 +276,12 @@ TEST(GpuReachWithSinks, of_v_are_rows_that_see_it) {
 
 class GpuReachBackward : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
 const Kind kBackward[] = {{Precision::bf16},
-                          {Precision::bf16, Remedy::f16_inside, true},
-                          {Precision::bf16, Remedy::none},
-                          {Precision::bf16, Remedy::none, true},
-                          {Precision::bf16, Remedy::exact_delta},
+                          {Precision::bf16, BiasCorrection::f16, true},
+                          {Precision::bf16, BiasCorrection::none},
+                          {Precision::bf16, BiasCorrection::none, true},
+                          {Precision::bf16, BiasCorrection::exact_delta},
                           {Precision::f16},
-                          {Precision::f16, Remedy::f16_inside, true}};
+                          {Precision::f16, BiasCorrection::f16, true}};
 
 // Backward passes from the o and lse that the oracle saves, so that only what this pass does shows.
 struct Passes {
@@ -296,7 +296,7 @@ struct Passes {
   }
   Outputs of(const Inputs& inputs) const {
     Attention plain = attention_of(c, kind.precision, "reference");
-    plain.remedy = kind.remedy;
+    plain.bias_correction = kind.bias_correction;
     const Outputs saved = run(c, inputs, plain, Pass::forward);
     GpuPlace place;
     return run(c, inputs, attention_for(c, kind), Pass::backward, &saved, &place);

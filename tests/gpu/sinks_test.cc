@@ -226,19 +226,19 @@ std::vector<Shapes> shapes() {
 
 struct Kind {
   Precision precision;
-  Remedy remedy = Remedy::f16_inside;
+  BiasCorrection bias_correction = BiasCorrection::f16;
   bool deterministic = false;
 };
 std::string name_of(const Kind& kind) {
-  const std::string remedy = kind.remedy == Remedy::none          ? "_none"
-                             : kind.remedy == Remedy::beta        ? "_beta"
-                             : kind.remedy == Remedy::exact_delta ? "_exact_delta"
-                                                                  : "";
-  return name(kind.precision) + remedy + (kind.deterministic ? "_deterministic" : "");
+  const std::string bias_correction = kind.bias_correction == BiasCorrection::none          ? "_none"
+                                      : kind.bias_correction == BiasCorrection::beta        ? "_beta"
+                                      : kind.bias_correction == BiasCorrection::exact_delta ? "_exact_delta"
+                                                                                            : "";
+  return name(kind.precision) + bias_correction + (kind.deterministic ? "_deterministic" : "");
 }
 Attention attention_for(const Case& c, const Kind& kind) {
   Attention a = attention_of(c, kind.precision, "sm90");
-  if (kind.precision == Precision::bf16 || kind.precision == Precision::f16) a.remedy = kind.remedy;
+  if (kind.precision == Precision::bf16 || kind.precision == Precision::f16) a.bias_correction = kind.bias_correction;
   a.deterministic = kind.deterministic;
   return a;
 }
@@ -250,9 +250,15 @@ bool fits(const Case& c, Precision precision) {
 // A sink takes its share of every row, whatever the kernel: o is that without it times exp(lse - lse'), where lse' is
 // the log of the sum of both. It may be far above and below the logits.
 class GpuSinks : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
-constexpr Kind kForward[] = {{Precision::bf16},     {Precision::bf16, Remedy::none}, {Precision::bf16, Remedy::beta},
-                             {Precision::f16},      {Precision::f16, Remedy::beta},  {Precision::int8},
-                             {Precision::int8_f16}, {Precision::int8_fp8},           {Precision::fp8},
+constexpr Kind kForward[] = {{Precision::bf16},
+                             {Precision::bf16, BiasCorrection::none},
+                             {Precision::bf16, BiasCorrection::beta},
+                             {Precision::f16},
+                             {Precision::f16, BiasCorrection::beta},
+                             {Precision::int8},
+                             {Precision::int8_f16},
+                             {Precision::int8_fp8},
+                             {Precision::fp8},
                              {Precision::fp8_raw}};
 
 TEST_P(GpuSinks, take_their_share) {
@@ -309,7 +315,7 @@ struct Bars {
 };
 Bars bars_of(const Case& c, const Inputs& in, const Kind& kind) {
   Attention plain = attention_of(c, kind.precision, "reference");
-  plain.remedy = kind.remedy;
+  plain.bias_correction = kind.bias_correction;
   const Outputs want = exact(c, in, Pass::backward), saved = run(c, in, plain, Pass::forward);
   const Outputs got = run(c, in, plain, Pass::backward, &saved);
   return {2 * difference(got.dq, want.dq).relative(), 2 * difference(got.dk, want.dk).relative(),
@@ -323,13 +329,13 @@ void expect_within(const char* label, const Values& got, const Values& want, dou
 
 class GpuLseGradient : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
 constexpr Kind kBackward[] = {{Precision::bf16},
-                              {Precision::bf16, Remedy::f16_inside, true},
-                              {Precision::bf16, Remedy::none},
-                              {Precision::bf16, Remedy::none, true},
-                              {Precision::bf16, Remedy::exact_delta},
-                              {Precision::bf16, Remedy::beta},
+                              {Precision::bf16, BiasCorrection::f16, true},
+                              {Precision::bf16, BiasCorrection::none},
+                              {Precision::bf16, BiasCorrection::none, true},
+                              {Precision::bf16, BiasCorrection::exact_delta},
+                              {Precision::bf16, BiasCorrection::beta},
                               {Precision::f16},
-                              {Precision::f16, Remedy::none}};
+                              {Precision::f16, BiasCorrection::none}};
 
 TEST_P(GpuLseGradient, and_those_of_sinks_are_those_of_the_definition) {
   const auto [index, which] = GetParam();
@@ -401,7 +407,7 @@ TEST(GpuLseGradientMagnitudes, leave_no_format) {
         });
         const Exact want = definition(c, in, {}, dlse);
         const Gradients got =
-            backward(c, in, attention_for(c, {Precision::bf16, Remedy::f16_inside, deterministic}), want, {}, dlse);
+            backward(c, in, attention_for(c, {Precision::bf16, BiasCorrection::f16, deterministic}), want, {}, dlse);
         expect_within("dq", got.dq, want.dq, bars.dq);
         expect_within("dk", got.dk, want.dk, bars.dk);
         if (of_do != 0) expect_within("dv", got.dv, want.dv, bars.dv);

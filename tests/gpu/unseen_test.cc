@@ -18,19 +18,20 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity(), kNaN = std
 
 struct Kind {
   Precision precision;
-  Remedy remedy = Remedy::f16_inside;
+  BiasCorrection bias_correction = BiasCorrection::f16;
 };
-constexpr Kind kKinds[] = {
-    {Precision::bf16},     {Precision::bf16, Remedy::none}, {Precision::f16}, {Precision::int8},
-    {Precision::int8_f16}, {Precision::int8_fp8},           {Precision::fp8}, {Precision::fp8_raw}};
+constexpr Kind kKinds[] = {{Precision::bf16},     {Precision::bf16, BiasCorrection::none},
+                           {Precision::f16},      {Precision::int8},
+                           {Precision::int8_f16}, {Precision::int8_fp8},
+                           {Precision::fp8},      {Precision::fp8_raw}};
 
 std::string label(const testing::TestParamInfo<Kind>& info) {
-  return std::string(name(info.param.precision)) + (info.param.remedy == Remedy::none ? "_none" : "");
+  return std::string(name(info.param.precision)) + (info.param.bias_correction == BiasCorrection::none ? "_none" : "");
 }
 
 Attention on_gpu(const Case& c, const Kind& kind) {
   Attention a = attention_of(c, kind.precision, "sm90");
-  if (kind.precision == Precision::bf16) a.remedy = kind.remedy;
+  if (kind.precision == Precision::bf16) a.bias_correction = kind.bias_correction;
   return a;
 }
 Outputs run_on_gpu(const Case& c, const Inputs& in, const Attention& attention, Pass pass,
@@ -174,7 +175,7 @@ TEST_P(GpuFarKeys, of_the_last_key_are_rows_that_see_it) {
         const Outputs got = run_on_gpu(c, other, gpu, Pass::forward);
         // Where v becomes f16, what f16 does not hold is infinite.
         const bool f16 = kind.precision == Precision::f16 || kind.precision == Precision::int8_f16 ||
-                         (kind.precision == Precision::bf16 && kind.remedy == Remedy::f16_inside);
+                         (kind.precision == Precision::bf16 && kind.bias_correction == BiasCorrection::f16);
         const bool leaves_f16 = of_v && f16 && x > (kind.precision == Precision::f16 ? 6e4 : 1e7);
         const int64_t rows = !of_v && k_shares ? kTileBefore : kLast;
         expect_as_good(got.o, clean.o, want.o, rows, "o, " + what);

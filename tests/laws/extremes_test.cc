@@ -62,7 +62,7 @@ TEST_P(Extremes, equal_keys_average_the_values) {
       want.at(b, h, t, c) += in.v.at(b, 0, s, c) / static_cast<double>(kCase.tokens_k);
   });
   const Outputs got = compute(kCase, in, GetParam());
-  const Recipe forward{Pass::forward, GetParam().precision, GetParam().remedy};
+  const Recipe forward{Pass::forward, GetParam().precision, GetParam().bias_correction};
   expect_near(got.o, want, allowed(kCase, in, forward, &Outputs::o), "o");
   expect_finite(got, GetParam().pass, "equal keys, seed 3");
 }
@@ -151,7 +151,8 @@ TEST_P(RisingLogits, leave_huge_values_in_range) {
     Outputs out[2];
     for (const char* backend : {"cpu", "reference"}) {
       Attention attention = attention_of(c, precision, backend);
-      attention.remedy = precision == Precision::bf16 ? Remedy::none : attention.remedy;  // p is then bf16
+      attention.bias_correction =
+          precision == Precision::bf16 ? BiasCorrection::none : attention.bias_correction;  // p is then bf16
       out[*backend == 'r'] = run(c, in, attention, Pass::forward);
     }
     const Outputs want = exact(c, in, Pass::forward);

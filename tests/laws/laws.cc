@@ -9,15 +9,17 @@ std::vector<Recipe> every_recipe() {
   std::vector<Recipe> list;
   for (Pass pass : {Pass::forward, Pass::backward, Pass::jvp})
     for (Precision precision : precisions_of(pass)) list.push_back({pass, precision});
-  for (Remedy remedy : {Remedy::none, Remedy::beta, Remedy::exact_delta, Remedy::project})
-    list.push_back({Pass::backward, Precision::bf16, remedy});
+  for (BiasCorrection bias_correction :
+       {BiasCorrection::none, BiasCorrection::beta, BiasCorrection::exact_delta, BiasCorrection::gproj})
+    list.push_back({Pass::backward, Precision::bf16, bias_correction});
   return list;
 }
 
 std::string label(const testing::TestParamInfo<Recipe>& info) {
-  static const char* const kRemedies[] = {"", "_none", "_beta", "_exact_delta", "_project"};  // in octet.h's order
+  static const char* const kBiasCorrections[] = {"", "_none", "_beta", "_exact_delta", "_gproj"};  // in octet.h's order
   const Recipe& recipe = info.param;
-  return std::string(name(recipe.pass)) + '_' + name(recipe.precision) + kRemedies[static_cast<int>(recipe.remedy)];
+  return std::string(name(recipe.pass)) + '_' + name(recipe.precision) +
+         kBiasCorrections[static_cast<int>(recipe.bias_correction)];
 }
 
 void PrintTo(const Recipe& recipe, std::ostream* out) { *out << name(recipe.pass) << ' ' << name(recipe.precision); }
@@ -25,7 +27,7 @@ void PrintTo(const Recipe& recipe, std::ostream* out) { *out << name(recipe.pass
 Outputs compute(const Case& c, const Inputs& in, const Recipe& recipe, unsigned threads, const char* backend) {
   Attention attention = attention_of(c, recipe.precision, backend);
   attention.threads = threads;
-  attention.remedy = recipe.remedy;
+  attention.bias_correction = recipe.bias_correction;
   if (recipe.pass != Pass::backward) return run(c, in, attention, recipe.pass);
   const Outputs saved = run(c, in, attention, Pass::forward);
   return run(c, in, attention, Pass::backward, &saved);

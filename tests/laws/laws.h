@@ -13,7 +13,7 @@ namespace octet::test {
 struct Recipe {
   Pass pass;
   Precision precision;
-  Remedy remedy = Remedy::f16_inside;
+  BiasCorrection bias_correction = BiasCorrection::f16;
 };
 std::vector<Recipe> every_recipe();
 std::string label(const testing::TestParamInfo<Recipe>&);

@@ -28,7 +28,8 @@ Inputs without_sinks(Inputs in) {
 class SinksForward : public EveryForward {};
 
 // Nothing is rounded against a sink: it multiplies o by e^(lse of the keys - lse), and lse is log(e^lse + e^sink), to
-// the rounding of float32, whatever the precision. Each second query has all its logits alike, for remedy beta.
+// the rounding of float32, whatever the precision. Each second query has all its logits alike, for bias correction
+// beta.
 TEST_P(SinksForward, multiply_o_by_the_share_of_the_keys) {
   Inputs in = draw(kCase, 1);
   for_each(in.q.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
@@ -37,11 +38,11 @@ TEST_P(SinksForward, multiply_o_by_the_share_of_the_keys) {
   const Inputs plain = without_sinks(in);
   const bool sixteen = GetParam() == Precision::f16 || GetParam() == Precision::bf16;
   for (const char* backend : {"cpu", "reference"})
-    for (const Remedy remedy : {Remedy::f16_inside, Remedy::beta}) {
-      if (remedy == Remedy::beta && !sixteen) continue;
-      SCOPED_TRACE(testing::Message() << backend << (remedy == Remedy::beta ? ", beta" : ""));
+    for (const BiasCorrection bias_correction : {BiasCorrection::f16, BiasCorrection::beta}) {
+      if (bias_correction == BiasCorrection::beta && !sixteen) continue;
+      SCOPED_TRACE(testing::Message() << backend << (bias_correction == BiasCorrection::beta ? ", beta" : ""));
       Attention attention = attention_of(kCase, GetParam(), backend);
-      attention.remedy = remedy;
+      attention.bias_correction = bias_correction;
       const Outputs alone = run(kCase, plain, attention, Pass::forward), got = run(kCase, in, attention, Pass::forward);
       Values o(alone.o.shape), lse(alone.lse.shape);
       for_each(o.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) {
@@ -196,14 +197,14 @@ TEST(Dsinks, of_a_shared_sink_sum_over_the_batch) {
 // too.
 TEST(Dsinks, are_projected) {
   const Inputs in = draw(kCase, 10);
-  for (const Remedy remedy : {Remedy::none, Remedy::project}) {
+  for (const BiasCorrection bias_correction : {BiasCorrection::none, BiasCorrection::gproj}) {
     Attention attention = attention_of(kCase, Precision::bf16, "cpu");
-    attention.remedy = remedy;
+    attention.bias_correction = bias_correction;
     Outputs saved = run(kCase, in, attention, Pass::forward);
     const Values want = run(kCase, in, attention, Pass::backward, &saved).dsinks;
     saved.o = combined(1.25, saved.o, 0, saved.o);
     const double moved = difference(run(kCase, in, attention, Pass::backward, &saved).dsinks, want).relative();
-    if (remedy == Remedy::project)
+    if (bias_correction == BiasCorrection::gproj)
       EXPECT_LT(moved, 0x1p-8);
     else
       EXPECT_GT(moved, 0x1p-4);

@@ -70,22 +70,22 @@ TEST(Options, mask_tensors_broadcast_or_are_rejected) {
   expect_accepted(good);
 }
 
-TEST(Options, remedies_belong_to_16_bits) {
+TEST(Options, bias_corrections_belong_to_16_bits) {
   for (const octet_precision precision :
        {OCTET_PRECISION_F32, OCTET_PRECISION_INT8, OCTET_PRECISION_FP8, OCTET_PRECISION_F64}) {
     Call call(OCTET_BACKWARD, precision);
-    call.attention.remedy = OCTET_REMEDY_PROJECT;
-    expect_invalid(call, "remedy: project given with precision ", {"remedies are for f16 and bf16"});
+    call.attention.bias_correction = OCTET_BIAS_CORRECTION_GPROJ;
+    expect_invalid(call, "bias_correction: gproj given with precision ", {"bias corrections are for f16 and bf16"});
   }
 }
 
-TEST(Options, beta_belongs_to_its_remedy_and_range) {
+TEST(Options, beta_belongs_to_its_bias_correction_and_range) {
   Call alone(OCTET_FORWARD, OCTET_PRECISION_BF16);
   alone.attention.beta = 4.f;
-  expect_invalid(alone, "beta: 4 given with remedy f16_inside; it belongs to remedy beta");
+  expect_invalid(alone, "beta: 4 given with bias_correction f16; it belongs to bias_correction beta");
   for (const float beta : {1.f, 1.5f, 8.5f, -2.f, kInfinity, kNan}) {
     Call call(OCTET_FORWARD, OCTET_PRECISION_BF16);
-    call.attention.remedy = OCTET_REMEDY_BETA;
+    call.attention.bias_correction = OCTET_BIAS_CORRECTION_BETA;
     call.attention.beta = beta;
     expect_invalid(call, "beta: found ", {"allowed: 2 to 8, or 0 for 3"});
   }

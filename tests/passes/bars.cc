@@ -57,11 +57,11 @@ Outputs run_on(const Tested& tested, const Case& c, const Inputs& in, const Atte
 }
 
 Outputs compute(const Tested& tested, Case c, const Inputs& in, Pass pass, Precision precision, DType out,
-                Remedy remedy) {
+                BiasCorrection bias_correction) {
   c.out_dtype = out;
   Attention attention = attention_of(c, precision, tested.backend);
   attention.deterministic = tested.deterministic;
-  attention.remedy = remedy;
+  attention.bias_correction = bias_correction;
   if (pass != Pass::backward) return run_on(tested, c, in, attention, pass);
   const Outputs saved = run_on(tested, c, in, attention, Pass::forward);
   return run_on(tested, c, in, attention, Pass::backward, &saved);
@@ -103,7 +103,7 @@ void expect_forward_bar(const Tested& tested, const ForwardBar& row) {
 void expect_backward_bar(const Tested& tested, const BackwardBar& bar) {
   for (const auto& [name, limit] : bar.inputs) {
     const Known& x = known(name, Pass::backward);
-    const Outputs got = compute(tested, x.c, x.in, Pass::backward, bar.precision, DType::f32, bar.remedy);
+    const Outputs got = compute(tested, x.c, x.in, Pass::backward, bar.precision, DType::f32, bar.bias_correction);
     expect_bar(got.dq, x.want.dq, {limit.dq, bar.cosine, limit.over}, name + " dq");
     expect_bar(got.dk, x.want.dk, {limit.dk, bar.cosine, limit.over}, name + " dk");
     expect_bar(got.dv, x.want.dv, {limit.dv, bar.cosine, limit.over}, name + " dv");
@@ -129,15 +129,17 @@ ForwardBar int8_f16_forward_bar() {
            {"D6", {.0315, .9995}}}};
 }
 
-BackwardBar bf16_backward_bar(Remedy remedy) {
+BackwardBar bf16_backward_bar(BiasCorrection bias_correction) {
   constexpr double kCosine = .999998;
-  if (remedy == Remedy::none) return {"bf16_none", Precision::bf16, remedy, {{"B1", {.0020, .0020, .0020}}}, kCosine};
-  return {remedy == Remedy::project ? "bf16_project" : "bf16", Precision::bf16, remedy, every_input(.0020), kCosine};
+  if (bias_correction == BiasCorrection::none)
+    return {"bf16_none", Precision::bf16, bias_correction, {{"B1", {.0020, .0020, .0020}}}, kCosine};
+  return {bias_correction == BiasCorrection::gproj ? "bf16_gproj" : "bf16", Precision::bf16, bias_correction,
+          every_input(.0020), kCosine};
 }
 
-void expect_that_without_remedy_a_common_offset_ruins_dq(const Tested& tested) {
+void expect_that_without_bias_correction_a_common_offset_ruins_dq(const Tested& tested) {
   const Known& x = known("B3", Pass::backward);
-  const Values dq = compute(tested, x.c, x.in, Pass::backward, Precision::bf16, DType::f32, Remedy::none).dq;
+  const Values dq = compute(tested, x.c, x.in, Pass::backward, Precision::bf16, DType::f32, BiasCorrection::none).dq;
   EXPECT_GE(fit(dq, x.want.dq, Over::worst_head).relative_l2, .1);
 }
 

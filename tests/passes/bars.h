@@ -21,7 +21,7 @@ struct Tested {
 // Runs a pass on the backend that `attention` names.
 Outputs run_on(const Tested&, const Case&, const Inputs&, const Attention&, Pass, const Outputs* saved = nullptr);
 // Runs a pass; a backward pass after its own forward pass. `out`: the type of its outputs.
-Outputs compute(const Tested&, Case, const Inputs&, Pass, Precision, DType out, Remedy = Remedy::f16_inside);
+Outputs compute(const Tested&, Case, const Inputs&, Pass, Precision, DType out, BiasCorrection = BiasCorrection::f16);
 
 // The errors that a bar bounds: those of the worst head, or, where heads of one input differ by as much as recipes do
 // (a direction or a few rows decide), of all of them together, as the best figures were measured.
@@ -58,7 +58,7 @@ struct Limits {
 struct BackwardBar {
   const char* row;
   Precision precision;
-  Remedy remedy;
+  BiasCorrection bias_correction;
   std::map<std::string, Limits> inputs;  // relative L2
   double cosine;
 };
@@ -68,13 +68,13 @@ void expect_backward_bar(const Tested&, const BackwardBar&);
 // The rows that CPU and GPU share.
 ForwardBar bf16_forward_bar(DType out);
 ForwardBar int8_f16_forward_bar();
-BackwardBar bf16_backward_bar(Remedy);
+BackwardBar bf16_backward_bar(BiasCorrection);
 
-// Without a remedy the rounding of dS meets the common offset of the keys: dq of B3 misses by far.
-void expect_that_without_remedy_a_common_offset_ruins_dq(const Tested&);
+// Without a bias correction the rounding of dS meets the common offset of the keys: dq of B3 misses by far.
+void expect_that_without_bias_correction_a_common_offset_ruins_dq(const Tested&);
 
-// f16_inside: every gradient within 1.3 times the rounding of its own output format, with o saved in that format and
-// its residual.
+// Bias correction f16: every gradient within 1.3 times the rounding of its own output format, with o saved in that
+// format and its residual.
 void expect_gradients_to_err_little_more_than_outputs_round(const Tested&);
 
 }  // namespace octet::test

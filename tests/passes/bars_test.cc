@@ -1,4 +1,5 @@
-// The CPU backend against the acceptance bars of docs/numerics.md. The naive modes must fail where the remedies pass.
+// The CPU backend against the acceptance bars of docs/numerics.md. The naive modes must fail where the bias corrections
+// pass.
 #include <gtest/gtest.h>
 
 #include "passes/bias.h"
@@ -63,11 +64,11 @@ TEST_P(Backwards, hold_their_bars) { expect_backward_bar(kCpu, GetParam()); }
 
 INSTANTIATE_TEST_SUITE_P(
     Bars, Backwards,
-    testing::Values(bf16_backward_bar(Remedy::none), bf16_backward_bar(Remedy::project),
-                    bf16_backward_bar(Remedy::f16_inside),
+    testing::Values(bf16_backward_bar(BiasCorrection::none), bf16_backward_bar(BiasCorrection::gproj),
+                    bf16_backward_bar(BiasCorrection::f16),
                     BackwardBar{"int8",
                                 Precision::int8,
-                                Remedy::f16_inside,
+                                BiasCorrection::f16,
                                 {{"B1", {.020, .020, .018}},
                                  {"B2", {.027, .027, .022}},
                                  {"B3", {.020, .020, .018}},
@@ -77,7 +78,7 @@ INSTANTIATE_TEST_SUITE_P(
                                 .9997},
                     BackwardBar{"fp8",
                                 Precision::fp8,
-                                Remedy::f16_inside,
+                                BiasCorrection::f16,
                                 {{"B1", {.061, .061, .061}},
                                  {"B2", {.098, .098, .098}},
                                  {"B3", {.060, .060, .060}},
@@ -88,7 +89,7 @@ INSTANTIATE_TEST_SUITE_P(
                     // dq; dk and dv: their figures in float64 arithmetic, and a tenth.
                     BackwardBar{"sagebwd",
                                 Precision::sagebwd,
-                                Remedy::f16_inside,
+                                BiasCorrection::f16,
                                 {{"B1", {.052, .052, .0461}},
                                  {"B2", {.052, .060, .0534, kAllHeads}},
                                  {"B3", {.055, .0537, .0452}},
@@ -97,9 +98,11 @@ INSTANTIATE_TEST_SUITE_P(
                                 .9987}),
     [](const auto& info) { return std::string(info.param.row); });
 
-TEST(Backwards, without_remedy_fail_on_a_common_offset) { expect_that_without_remedy_a_common_offset_ruins_dq(kCpu); }
+TEST(Backwards, without_bias_correction_fail_on_a_common_offset) {
+  expect_that_without_bias_correction_a_common_offset_ruins_dq(kCpu);
+}
 
-TEST(Backwards, of_f16_inside_err_little_more_than_their_outputs_round) {
+TEST(Backwards, of_bias_correction_f16_err_little_more_than_their_outputs_round) {
   expect_gradients_to_err_little_more_than_outputs_round(kCpu);
 }
 

@@ -20,7 +20,7 @@ double delta_error(const Inputs& in, const Values& o, const Values& exact_o, int
   return error;
 }
 
-// The results of a forward pass with the default remedy, and float64's o.
+// The results of a forward pass with the default bias correction, and float64's o.
 struct Kept {
   Values o, unrounded_o, exact_o;
 };
@@ -51,26 +51,26 @@ void expect_unbiased_delta(const Tested& tested, Tied tied) {
               from_unrounded_o.t(), from_o.kappa());
   expect_unbiased(from_unrounded_o);
   if (tied == Tied::s8) {
-    EXPECT_GE(from_o.kappa(), .5) << "without remedy: the test has no power";
+    EXPECT_GE(from_o.kappa(), .5) << "without a bias correction: the test has no power";
   }
 }
 
 // The first channel of dq moves by -(error of delta) * scale * (sum_j P_ij k_j minus any constant), of one sign here.
 // For dq no bar is known: its own rounding, in no proportion to that of delta, may lean to one side. The errors that
-// add up over rows are at most a tenth of those that the remedy is for.
+// add up over rows are at most a tenth of those that the bias correction is for.
 void expect_unbiased_dq_on_s8(const Tested& tested) {
   const Case c = tied_case();
-  Bias naive, remedied;
+  Bias naive, corrected;
   for (const Inputs& in : inputs(Tied::s8)) {
     const Values want = exact(c, in, Pass::backward).dq;
-    const auto add = [&](Bias& bias, Remedy remedy) {
-      const Values dq = compute(tested, c, in, Pass::backward, Precision::bf16, DType::bf16, remedy).dq;
+    const auto add = [&](Bias& bias, BiasCorrection bias_correction) {
+      const Values dq = compute(tested, c, in, Pass::backward, Precision::bf16, DType::bf16, bias_correction).dq;
       for (int64_t h = 0; h < c.heads; ++h) bias.add(dq.at(0, h, 0, 0) - want.at(0, h, 0, 0));
     };
-    add(naive, Remedy::none), add(remedied, Remedy::f16_inside);
+    add(naive, BiasCorrection::none), add(corrected, BiasCorrection::f16);
   }
-  EXPECT_GE(naive.kappa(), .5) << "without remedy: the test has no power";
-  EXPECT_LE(std::fabs(remedied.mean()), .1 * std::fabs(naive.mean()));
+  EXPECT_GE(naive.kappa(), .5) << "without a bias correction: the test has no power";
+  EXPECT_LE(std::fabs(corrected.mean()), .1 * std::fabs(naive.mean()));
 }
 
 void expect_that_beta_cures_delta_on_s8(const Tested& tested) {
@@ -78,15 +78,15 @@ void expect_that_beta_cures_delta_on_s8(const Tested& tested) {
   Bias naive, cured;
   for (const Inputs& in : inputs(Tied::s8)) {
     const Values want = exact(c, in, Pass::forward).o;
-    const auto add = [&](Bias& bias, Remedy remedy, float beta) {
+    const auto add = [&](Bias& bias, BiasCorrection bias_correction, float beta) {
       Attention attention = attention_of(c, Precision::bf16, tested.backend);
-      attention.remedy = remedy, attention.beta = beta;
+      attention.bias_correction = bias_correction, attention.beta = beta;
       const Values o = run_on(tested, c, in, attention, Pass::forward).o;
       for (int64_t h = 0; h < c.heads; ++h) bias.add(delta_error(in, o, want, h));
     };
-    add(naive, Remedy::none, 0.f), add(cured, Remedy::beta, 3.f);
+    add(naive, BiasCorrection::none, 0.f), add(cured, BiasCorrection::beta, 3.f);
   }
-  EXPECT_GE(naive.kappa(), .5) << "without remedy: the test has no power";
+  EXPECT_GE(naive.kappa(), .5) << "without a bias correction: the test has no power";
   expect_unbiased(cured);
 }
 

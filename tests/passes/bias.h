@@ -10,11 +10,11 @@ enum class Tied { s7, s8 };
 // nothing to spoil. On S8 it is biased, kappa >= .5.
 void expect_unbiased_delta(const Tested&, Tied);
 
-// Expects that the remedy takes the bias from dq on S8: without it its errors have one sign, kappa >= 0.5; with it a
-// tenth of them is left.
+// Expects that the bias correction takes the bias from dq on S8: without it its errors have one sign, kappa >= 0.5;
+// with it a tenth of them is left.
 void expect_unbiased_dq_on_s8(const Tested&);
 
-// Remedy beta with a factor of 3: from o as it is stored, on S8, kappa <= .1 and |t| <= 4.
+// Bias correction beta with a factor of 3: from o as it is stored, on S8, kappa <= .1 and |t| <= 4.
 void expect_that_beta_cures_delta_on_s8(const Tested&);
 
 }  // namespace octet::test

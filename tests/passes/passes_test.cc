@@ -66,34 +66,34 @@ void expect_as_good(const Outputs& got, const Expected& x, Pass pass) {
   expect_as_good({"o + o_residual", &got_o, &plain_o, &x.exact.o, x.rms.o, x.most.o, x.same_weights});
 }
 
-// A precision, and at 16 bits a remedy: each gives p and ds other formats, or dq and dk another product. With sinks or
-// dlse all of them: each has a delta, row sums of ds and a range of its own.
+// A precision, and at 16 bits a bias correction: each gives p and ds other formats, or dq and dk another product. With
+// sinks or dlse all of them: each has a delta, row sums of ds and a range of its own.
 struct Recipe {
   Precision precision;
-  Remedy remedy = Remedy::f16_inside;
+  BiasCorrection bias_correction = BiasCorrection::f16;
 };
 
 std::vector<Recipe> recipes_of(Pass pass, const Case& c) {
   std::vector<Recipe> list;
   for (Precision precision : precisions_of(pass)) list.push_back({precision});
-  if (pass == Pass::forward) list.push_back({Precision::bf16, Remedy::none});
-  if (pass == Pass::backward) list.push_back({Precision::bf16, Remedy::project});
+  if (pass == Pass::forward) list.push_back({Precision::bf16, BiasCorrection::none});
+  if (pass == Pass::backward) list.push_back({Precision::bf16, BiasCorrection::gproj});
   if (c.sinks == Sinks::none && !c.dlse) return list;
   for (const Precision precision : {Precision::f16, Precision::bf16}) {
-    if (pass == Pass::forward) list.push_back({precision, Remedy::beta});
+    if (pass == Pass::forward) list.push_back({precision, BiasCorrection::beta});
     if (pass == Pass::backward)
-      list.push_back({precision, Remedy::none}), list.push_back({precision, Remedy::exact_delta});
+      list.push_back({precision, BiasCorrection::none}), list.push_back({precision, BiasCorrection::exact_delta});
   }
-  if (pass == Pass::backward) list.push_back({Precision::f16, Remedy::project});
+  if (pass == Pass::backward) list.push_back({Precision::f16, BiasCorrection::gproj});
   return list;
 }
 
-const char* with(Remedy remedy) {
-  return remedy == Remedy::none          ? ", remedy none"
-         : remedy == Remedy::beta        ? ", remedy beta"
-         : remedy == Remedy::exact_delta ? ", remedy exact_delta"
-         : remedy == Remedy::project     ? ", remedy project"
-                                         : "";
+const char* with(BiasCorrection bias_correction) {
+  return bias_correction == BiasCorrection::none          ? ", none"
+         : bias_correction == BiasCorrection::beta        ? ", beta"
+         : bias_correction == BiasCorrection::exact_delta ? ", exact_delta"
+         : bias_correction == BiasCorrection::gproj       ? ", gproj"
+                                                          : "";
 }
 
 class Passes : public testing::TestWithParam<std::tuple<size_t, Pass>> {};
@@ -105,12 +105,12 @@ TEST_P(Passes, errs_at_most_twice_as_much_as_plain_rounding) {
   const Inputs in = draw(c, seed);
   const double column_sum = pass == Pass::backward ? largest_column_sum(c, in) : 0.0;
   Expected expected{exact(c, in, pass), {}, f32_noise(c, in, column_sum, 1.0), f32_noise(c, in, column_sum, 5.0)};
-  for (const auto& [precision, remedy] : recipes_of(pass, c)) {
-    SCOPED_TRACE(testing::Message() << "case " << c.name << ", " << name(pass) << ' ' << name(precision) << with(remedy)
-                                    << ", seed " << seed);
+  for (const auto& [precision, bias_correction] : recipes_of(pass, c)) {
+    SCOPED_TRACE(testing::Message() << "case " << c.name << ", " << name(pass) << ' ' << name(precision)
+                                    << with(bias_correction) << ", seed " << seed);
     Attention plain = attention_of(c, precision, "reference"), fast = attention_of(c, precision, "cpu");
-    plain.remedy = fast.remedy = remedy;
-    expected.same_weights = pass != Pass::forward || remedy == Remedy::f16_inside;
+    plain.bias_correction = fast.bias_correction = bias_correction;
+    expected.same_weights = pass != Pass::forward || bias_correction == BiasCorrection::f16;
     Outputs saved;
     try {
       if (pass == Pass::backward) saved = run(c, in, plain, Pass::forward);

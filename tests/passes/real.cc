@@ -68,9 +68,9 @@ void expect_real_bar(const Tested& tested, const RealBar& bar) {
   }
 }
 
-void expect_that_without_remedy_real_dq_misses(const Tested& tested) {
+void expect_that_without_bias_correction_real_dq_misses(const Tested& tested) {
   const Known& x = real("rope128_layer1");
-  const Values dq = compute(tested, x.c, x.in, Pass::backward, Precision::bf16, DType::bf16, Remedy::none).dq;
+  const Values dq = compute(tested, x.c, x.in, Pass::backward, Precision::bf16, DType::bf16, BiasCorrection::none).dq;
   EXPECT_GE(difference(dq, x.want.dq).relative(), .005);
 }
 

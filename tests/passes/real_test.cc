@@ -40,7 +40,9 @@ TEST_P(RealGradients, err_as_the_rounding_points_cost) {
 INSTANTIATE_TEST_SUITE_P(Bars, RealGradients, testing::Values(Precision::fp8, Precision::sagebwd),
                          [](const auto& info) { return std::string(name(info.param)); });
 
-TEST(RealActivations, without_remedy_miss_the_bar) { expect_that_without_remedy_real_dq_misses(kCpu); }
+TEST(RealActivations, without_bias_correction_miss_the_bar) {
+  expect_that_without_bias_correction_real_dq_misses(kCpu);
+}
 
 }  // namespace
 }  // namespace octet::test

@@ -22,7 +22,7 @@ STRUCTS = {
 ENUMS = {
     "OCTET_PRECISION_": _abi.PRECISIONS,
     "OCTET_ALIGNMENT_": _abi.ALIGNMENTS,
-    "OCTET_REMEDY_": _abi.REMEDIES,
+    "OCTET_BIAS_CORRECTION_": _abi.BIAS_CORRECTIONS,
     "OCTET_PER_": _abi.GRANULARITIES,
     "OCTET_OPERAND_": _abi.OPERANDS,
     "OCTET_ROPE_": _abi.ROPE_STYLES,
@@ -79,7 +79,9 @@ def test_names_have_the_numbers_of_the_header(prefix, header):
 
 
 @pytest.mark.parametrize(
-    "words, table", [(_options.Remedy, _abi.REMEDIES), (_options.Switch, _abi.SWITCHES)], ids=["remedy", "switch"]
+    "words, table",
+    [(_options.BiasCorrection, _abi.BIAS_CORRECTIONS), (_options.Switch, _abi.SWITCHES)],
+    ids=["bias_correction", "switch"],
 )
 def test_types_of_keywords_have_all_names(words, table):
     assert get_args(words) == tuple(table)

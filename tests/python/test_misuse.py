@@ -17,7 +17,8 @@ def refused(kind, message, *arrays, call=octet.attention, **keywords):
     "name, advice",
     [("dropout_p", "no dropout"), ("alibi_slopes", "float mask"), ("is_causal", "causal='top_left'"),
      ("attn_mask", "use mask"), ("softmax_scale", "use scale"), ("enable_gqa", "leave it out"),
-     ("window_size", "use window"), ("tensor_layout", "bshd"), ("anything", "allowed: 'precision'")],
+     ("window_size", "use window"), ("tensor_layout", "bshd"),
+     ("remedy", "use bias_correction, whose 'f16' was 'f16_inside'"), ("anything", "allowed: 'precision'")],
 )  # fmt: skip
 def test_unknown_keywords_are_named_with_what_to_use(name, advice):
     refused(TypeError, f"{name}: octet has no such argument", **{name: 0})
@@ -32,7 +33,10 @@ def test_values_are_named_with_the_choices():
     refused(invalid, "scale: found 0, allowed: positive", scale=0)
     refused(invalid, "scale: found -1, allowed: positive", scale=-1)
     refused(invalid, "window: found (1, 2, 3), allowed: (left, right)", window=(1, 2, 3))
-    refused(invalid, "remedy: found 'salt', allowed: 'f16_inside'", remedy="salt")
+    refused(invalid, "bias_correction: found 'salt', allowed: 'f16'", bias_correction="salt")
+    choices = "allowed: 'f16', 'none', 'beta', 'exact_delta', 'gproj'"
+    for name in ("f16_inside", "project"):  # of 0.1.0
+        refused(invalid, f"bias_correction: found {name!r}, {choices}", bias_correction=name)
     refused(
         invalid, "alignment: 'top_left' given, but causal='bottom_right'", causal="bottom_right", alignment="top_left"
     )

@@ -174,15 +174,15 @@ def test_explain_and_supports_agree_with_the_call():
 
 @pytest.mark.parametrize(
     "precision, option, changes",
-    [("bf16", {"remedy": "none"}, "dq"), ("bf16", {"remedy": "exact_delta"}, "dq"),
-     ("bf16", {"remedy": "project"}, "dq"), ("int8", {"hadamard": "off"}, "o"),
+    [("bf16", {"bias_correction": "none"}, "dq"), ("bf16", {"bias_correction": "exact_delta"}, "dq"),
+     ("bf16", {"bias_correction": "gproj"}, "dq"), ("int8", {"hadamard": "off"}, "o"),
      ("int8", {"backend": "reference", "smooth_q": "on"}, "o")],
 )  # fmt: skip
 def test_options_of_the_recipe_reach_the_library(precision, option, changes):
     random = np.random.default_rng(5)
     q, k, v, do = (random.standard_normal((1, 2, 64, 32)).astype(ml_dtypes.bfloat16) for _ in range(4))
     with_it = {"precision": precision} | option
-    without = {name: x for name, x in with_it.items() if name not in ("remedy", "hadamard", "smooth_q")}
+    without = {name: x for name, x in with_it.items() if name not in ("bias_correction", "hadamard", "smooth_q")}
     call = octet.attention if changes == "o" else lambda *x, **y: octet.attention_vjp(*x, do, **y)[0]
     assert (call(q, k, v, **with_it) != call(q, k, v, **without)).any()
 
@@ -190,6 +190,6 @@ def test_options_of_the_recipe_reach_the_library(precision, option, changes):
 def test_beta_threads_and_backend_reach_the_library():
     q = np.zeros((2, 2, 256, 8), np.float32)
     with pytest.raises(octet.InvalidArgument, match="beta: found 9, allowed: 2 to 8"):
-        octet.attention(q, q, q, precision="bf16", remedy="beta", beta=9)
+        octet.attention(q, q, q, precision="bf16", bias_correction="beta", beta=9)
     assert ", 1 threads" in octet.explain(q, q, q, threads=1)
     assert "unfused float64" in octet.explain(q, q, q, backend="reference")

@@ -83,7 +83,7 @@ def test_what_the_backward_pass_needs_is_saved_when_a_gradient_may_follow():
     random = np.random.default_rng(3)
     q, k, v, do = (torch.from_numpy(random.standard_normal((1, 2, 64, 32))).bfloat16() for _ in range(4))
     want = octet.attention_vjp(q, k, v, do, causal=True)
-    plain = octet.attention_vjp(q, k, v, do, causal=True, remedy="none")
+    plain = octet.attention_vjp(q, k, v, do, causal=True, bias_correction="none")
 
     def gradients(q, k, v):
         return torch.autograd.grad(octet.attention(q, k, v, causal=True), (q, k, v), do)

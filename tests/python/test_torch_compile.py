@@ -196,8 +196,8 @@ TEXTS = {
     "precision=bf16 causal=top_left scale=0.1 window=3,-1 deterministic=yes": Options(
         "bf16", causal="top_left", scale=0.1, window=(3, -1), deterministic=True
     ),
-    "precision=bf16 layout=bshd scale=0.1 window=3,-1 alignment=top_left remedy=beta beta=2.5 hadamard=on smooth_q=off "
-    "deterministic=no threads=4 out_dtype=f32 backend=my cpu": FULL,
+    "precision=bf16 layout=bshd scale=0.1 window=3,-1 alignment=top_left bias_correction=beta beta=2.5 hadamard=on "
+    "smooth_q=off deterministic=no threads=4 out_dtype=f32 backend=my cpu": FULL,
 }
 
 
@@ -242,8 +242,8 @@ def test_what_is_no_text_of_options_is_refused(text):
 
 NUMBERS = {
     "scale": lambda i: {"scale": 0.1 + i / 3},
-    "beta": lambda i: {"beta": 2.1 + i / 3, "remedy": "beta", "precision": "bf16"},
-    "an integer for beta": lambda i: {"beta": 2 + i, "remedy": "beta", "precision": "bf16"},
+    "beta": lambda i: {"beta": 2.1 + i / 3, "bias_correction": "beta", "precision": "bf16"},
+    "an integer for beta": lambda i: {"beta": 2 + i, "bias_correction": "beta", "precision": "bf16"},
     "window": lambda i: {"window": (3 + i, None), "alignment": "bottom_right"},
     "one number for window": lambda i: {"window": i + 1, "alignment": "top_left"},
     "threads": lambda i: {"threads": 1 + i, "deterministic": True},

@@ -136,18 +136,18 @@ class Flash:
         return sdpa(q, k, v, is_causal=True)
 
     def expect_gradients(self, call, x, recomputed):
-        """Those of octet.attention, bit for bit, where dq and dk of remedy "none" are others. Recomputed ones are those
-        of exact_delta, from the same forward pass."""
+        """Those of octet.attention, bit for bit, where dq and dk of bias_correction "none" are others. Recomputed ones
+        are those of exact_delta, from the same forward pass."""
         got, want = with_gradients(call, *x), with_gradients(self.octet, *x)
         if recomputed:
             how = options_of(front.own_type(x[0]), causal="top_left", deterministic=True)
             plain = [y.detach() for y in x]
             made = _ops.forward(*plain, None, None, None, None, True, how)
             do = draw(self.device, SHAPE, dtype=x[0].dtype)[0].detach()
-            how = how._replace(remedy="exact_delta")
+            how = how._replace(bias_correction="exact_delta")
             want = made[0], *_ops.backward(do, *plain, *made, *[None] * 5, how)[:3]
         expect_same(got, want)
-        biased = with_gradients(lambda *x: octet.attention(*x, causal="top_left", remedy="none"), *x)
+        biased = with_gradients(lambda *x: octet.attention(*x, causal="top_left", bias_correction="none"), *x)
         assert not any(torch.equal(a, b) for a, b in zip(got[1:3], biased[1:3], strict=True))
         assert self.recomputed == recomputed
 

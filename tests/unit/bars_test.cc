@@ -178,7 +178,7 @@ TEST(Bars, bf16_forward_bf16_output) {
   const std::vector<Bar> bars = {{kD1, .0026, kCos}, {kD2, .0026, kCos}, {kD3, .0026, kCos},
                                  {kD4, .0026, kCos}, {kD5, .0026, kCos}, {kD6, .0026, kCos}};
   expect_forward(flash_attention(OCTET_BF16), bars, OCTET_BF16);
-  expect_forward(f16_inside(OCTET_BF16), bars, OCTET_BF16);
+  expect_forward(f16_compute(OCTET_BF16), bars, OCTET_BF16);
 }
 
 TEST(Bars, int8_forward_sage1_compat) {
@@ -335,23 +335,23 @@ std::vector<BackwardBar> same_bars(double bar, double cos) {
   return bars;
 }
 
-TEST(Bars, bf16_backward_without_remedy) {
+TEST(Bars, bf16_backward_without_bias_correction) {
   expect_backward(flash_attention(OCTET_BF16), {{kB1, .0020, .0020, .0020, .999998}});
   expect_dq_misses(flash_attention(OCTET_BF16),
                    {{kB2, .0020, kAny, kAny, 0}, {kB3, .0020, kAny, kAny, 0}, {kB4, .0020, kAny, kAny, 0}});
 }
 
-TEST(Bars, bf16_backward_project) {
+TEST(Bars, bf16_backward_gproj) {
   Recipe recipe = flash_attention(OCTET_BF16);
-  recipe.backward.project = OCTET_BF16;
+  recipe.backward.gproj = OCTET_BF16;
   expect_backward(recipe, same_bars(.0020, .999998));
 }
 
 // Every gradient, stored in bf16, within 1.3 times what storing the exact gradient in bf16 costs.
-TEST(Bars, bf16_backward_f16_inside) {
+TEST(Bars, bf16_backward_f16_compute) {
   cpu::parallel_for(2, 6, [](int64_t i, unsigned) {
     const ExactBackward& exact = exact_backward(test::kBackwardInputs[i], 0);
-    const Gradients g = trained(f16_inside(OCTET_BF16), OCTET_BF16, exact);
+    const Gradients g = trained(f16_compute(OCTET_BF16), OCTET_BF16, exact);
     const auto expect_near = [i](const Matrix& got, const Matrix& want, const char* name) {
       const double cost = test::distance(rounded(want, OCTET_BF16).data, want.data).rel_l2;
       const double found = test::distance(rounded(got, OCTET_BF16).data, want.data).rel_l2;

@@ -1,7 +1,7 @@
 // Bias of recipes: the error of delta = sum do o over rows built so that rounding o to bf16 always errs the same way
 // (S7, S8). Unbiased: kappa <= .1 and |t| <= 4 over 24 seeds of 64 rows; biased: kappa >= .5. Tests are named after the
-// input, where p v is rounded (early: before it is divided by l; flash: once, after) and the remedy, as the rows of
-// docs/numerics.md.
+// input, where p v is rounded (early: before it is divided by l; flash: once, after) and the bias correction, as the
+// rows of docs/numerics.md.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -121,8 +121,8 @@ TEST(Bias, s7_s8_exact_delta) {
   for (bool input : {kS7, kS8}) expect_unbiased(flash_attention(OCTET_BF16), input, Stored::bf16_and_residual);
 }
 
-TEST(Bias, s7_s8_f16_inside) {
-  for (bool input : {kS7, kS8}) expect_unbiased(f16_inside(OCTET_BF16), input, Stored::bf16_and_residual);
+TEST(Bias, s7_s8_f16_compute) {
+  for (bool input : {kS7, kS8}) expect_unbiased(f16_compute(OCTET_BF16), input, Stored::bf16_and_residual);
 }
 
 TEST(Bias, s7_s8_stochastic_rounding) {

@@ -230,7 +230,7 @@ TEST(Reference, scaled_ds_follows_dlse) {
     for (double& x : dlse) x *= size;
     const Matrix none(7, 16);
     const Gradients want = backward(head, out.o, out.lse, none, Recipe{}, dlse);
-    const Gradients got = backward(head, out.o, out.lse, none, f16_inside(OCTET_F16), dlse);
+    const Gradients got = backward(head, out.o, out.lse, none, f16_compute(OCTET_F16), dlse);
     for (const auto& [g, w] : {std::pair{&got.dq, &want.dq}, {&got.dk, &want.dk}}) {
       const double norm = std::sqrt(inner(*w, *w));
       Matrix error = *g;
@@ -274,7 +274,7 @@ TEST(Reference, recipes_without_their_rounding_are_exact) {
     smooth_dq.backward.smooth_dq = Quantizer{};
     expect_exact(smooth_dq, want, 1e-13);
     Recipe projected;  // by sums of p that are rounded to f32, and ds that is not
-    projected.backward.project = OCTET_F32;
+    projected.backward.gproj = OCTET_F32;
     expect_exact(projected, want, 1e-6);
   }
 }
@@ -291,7 +291,7 @@ TEST(Reference, projection_corrects_delta_with_a_sink_and_dlse) {
   for (double& x : o.data) x *= 1.25;
   Recipe r;
   EXPECT_GT(std::fabs(backward(head, o, out.lse, do_, r, dlse).dsink - exact.dsink), .01);
-  r.backward.project = OCTET_F32;
+  r.backward.gproj = OCTET_F32;
   const Gradients g = backward(head, o, out.lse, do_, r, dlse);
   EXPECT_LT(largest_difference(g.dq, exact.dq), 1e-6);
   EXPECT_LT(largest_difference(g.dk, exact.dk), 1e-6);

@@ -103,7 +103,7 @@ def _recompute(
     _, lse_again, r = _ops.direct_forward(q, k, v, mask, cu_q, cu_k, None, True, options)
     same = lse_again == lse
     rows = (same if options.layout == "bhsd" else same.transpose(-1, -2)).unsqueeze(-1)
-    return torch.where(rows, r, 0), options._replace(remedy="exact_delta")
+    return torch.where(rows, r, 0), options._replace(bias_correction="exact_delta")
 
 
 def _in_order(x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

@@ -80,14 +80,14 @@ def _apply(function: Any, *args: Any) -> Any:
 
 def expect_backward(options: Options, q: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
     """Refuses what has no backward pass before the forward pass whose gradient would be asked for."""
-    how = options.precision, options.remedy, options.backend, options.out_dtype
+    how = options.precision, options.bias_correction, options.backend, options.out_dtype
     _expect_backward(*how, q.dtype, q.shape[-1], v.shape[-1], q.device, sinks is not None)
 
 
 @functools.cache
 def _expect_backward(
     precision: str,
-    remedy: str,
+    bias_correction: str,
     backend: str,
     out_dtype: str,
     dtype: torch.dtype,
@@ -97,7 +97,7 @@ def _expect_backward(
     has_sinks: bool,
 ) -> None:
     q, v = (torch.zeros(1, 1, 8, n, device=device, dtype=dtype) for n in (dim, dim_v))
-    how: dict[str, Any] = {"precision": precision, "remedy": remedy, "backend": backend}
+    how: dict[str, Any] = {"precision": precision, "bias_correction": bias_correction, "backend": backend}
     how["out_dtype"] = front.dtype_of(out_dtype) if out_dtype else None
     how["sinks"] = torch.zeros(1, device=device) if has_sinks else None
     if supports(q, q, v, **how) and not (found := supports(q, q, v, kind="backward", **how)):

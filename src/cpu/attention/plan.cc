@@ -146,7 +146,7 @@ BackwardPlan backward_plan(const Problem& p) {
                     .do_dv = rounding_of(r.do_dv),
                     .format = gradient_format(r.ds_q),
                     .delta = delta_of(r),
-                    .project = r.project == OCTET_F64 ? OCTET_DTYPE_NONE : r.project};
+                    .gproj = r.gproj == OCTET_F64 ? OCTET_DTYPE_NONE : r.gproj};
   // 8-bit codes are not coded again.
   const auto coded = [](const View& x, const Rounding& r) {
     return r.group && r.dtype == x.dtype && x.dtype != OCTET_F16;

@@ -55,7 +55,7 @@ constexpr int64_t kWholeHead = Problem::kUnbounded;  // a group: all tokens of a
 // The format that p and ds are rounded to before the products dv = p^T do, dq = ds k and dk = ds^T q.
 enum class GradientFormat {
   exact,
-  f16,      // each number; under f16_inside p times a power of two, ds with 11 bits and the range of a float
+  f16,      // each number; with bias correction f16, p times a power of two, ds with 11 bits and the range of a float
   bf16,     // each number
   e4m3,     // p times 256; ds: codes with a scale for each tile
   int8,     // codes with a scale for each tile
@@ -81,7 +81,7 @@ struct BackwardPlan {
   Rounding do_dv{};       // operand of dv = p^T do
   GradientFormat format = GradientFormat::exact;
   Delta delta = Delta::from_o;
-  octet_dtype project = OCTET_DTYPE_NONE;  // GProj: the format of p and lambda q; none: off
+  octet_dtype gproj = OCTET_DTYPE_NONE;  // GProj: the format of p and lambda q; none: off
 };
 
 BackwardPlan backward_plan(const Problem& problem);

@@ -191,7 +191,7 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
       add_scaled(g.dk[j], ds_k[i][j], logits.q()[i], d);
       add_scaled(g.dv[j], p_dv[i][j], do_dv[i], e);
     });
-  if (how.project != OCTET_F64) project(head, how.project, p, ds_q, dlse, sink, logits, g);
+  if (how.gproj != OCTET_F64) project(head, how.gproj, p, ds_q, dlse, sink, logits, g);
   if (how.logits.hadamard)
     for (Matrix* x : {&g.dq, &g.dk}) *x = rotated_back(std::move(*x), kHadamardSeed);
   add_means(head, logits, centre, ds, row_sums, g);

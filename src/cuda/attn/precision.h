@@ -39,7 +39,7 @@ struct PrecisionF16 {
   static constexpr float kLargestWeight = 0x1p15f;
 };
 
-// Remedy f16_inside: logits of bf16 q and k, weights and values in f16.
+// Bias correction f16: logits of bf16 q and k, weights and values in f16.
 struct PrecisionBf16Inside : PrecisionF16 {
   using Operand = Bf16;
 };
@@ -56,7 +56,7 @@ struct PrecisionInt8F16 : PrecisionF16 {
   using Sum = int;
 };
 
-// A precision with remedy beta (attn/softmax.h).
+// A precision with bias correction beta (attn/softmax.h).
 template <class Precision>
 struct WithBeta : Precision {};
 template <class Precision>

@@ -68,9 +68,9 @@ struct OnlineSoftmax {
   }
 };
 
-// Remedy beta (arXiv 2510.04212, algorithm 1): where keys tie for the largest logit r of a row, the maximum moves away
-// from r, so that their weights are rounded as all others are: to beta r if r > 0, to 0 if r < 0, by at most `reach`. A
-// tie may span tiles.
+// Bias correction beta (arXiv 2510.04212, algorithm 1): where keys tie for the largest logit r of a row, the maximum
+// moves away from r, so that their weights are rounded as all others are: to beta r if r > 0, to 0 if r < 0, by at most
+// `reach`. A tie may span tiles.
 struct ShiftedSoftmax : OnlineSoftmax {
   float beta, reach;
   RowValues top{-INFINITY, -INFINITY};  // the largest logit so far; m may lie above it

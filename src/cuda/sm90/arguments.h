@@ -18,7 +18,7 @@ struct ForwardArguments {
   int group;  // heads of q per head of k and v
   int dim_v;
   float scale_log2e;
-  float beta, beta_reach;  // remedy beta
+  float beta, beta_reach;  // bias correction beta
   const float* v_scale;    // [batch, kv_head], powers of two that v was divided by, or null
   // Where q and k are codes; those of keys lie in whole tiles, as in ByteForwardArguments.
   int keys;  // of a head of k, in whole tiles

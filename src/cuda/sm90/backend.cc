@@ -61,8 +61,8 @@ std::optional<std::string> objection_to(const View& t, const char* label) {
 }
 
 std::optional<std::string> backward_objection(const Problem& p) {
-  if (p.remedy == OCTET_REMEDY_PROJECT)
-    return "its backward pass has no remedy project; it has: f16_inside, none, beta, exact_delta";
+  if (p.bias_correction == OCTET_BIAS_CORRECTION_GPROJ)
+    return "its backward pass has no bias_correction gproj; it has: f16, none, beta, exact_delta";
   if (std::max(p.tokens_q, p.tokens_k) > kMaxBackwardTokens)
     return text("its backward pass takes up to ", kMaxBackwardTokens, " tokens, found ",
                 std::max(p.tokens_q, p.tokens_k));

@@ -18,16 +18,18 @@ int dim_of(const Problem& p) {
   return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
 }
 
-// Operands in f16: always at precision f16, and at bf16 by the remedy.
-bool inside(const Problem& p) { return p.precision == OCTET_PRECISION_F16 || p.remedy == OCTET_REMEDY_F16_INSIDE; }
+// Operands in f16: always at precision f16, and at bf16 by the bias correction.
+bool inside(const Problem& p) {
+  return p.precision == OCTET_PRECISION_F16 || p.bias_correction == OCTET_BIAS_CORRECTION_F16;
+}
 
 // Whether delta comes from the un-rounded o.
 bool needs_exact_o(const Problem& p) {
-  return p.remedy == OCTET_REMEDY_F16_INSIDE || p.remedy == OCTET_REMEDY_EXACT_DELTA;
+  return p.bias_correction == OCTET_BIAS_CORRECTION_F16 || p.bias_correction == OCTET_BIAS_CORRECTION_EXACT_DELTA;
 }
 
 // Whether k loses its mean.
-bool smooths(const Problem& p) { return p.remedy == OCTET_REMEDY_F16_INSIDE; }
+bool smooths(const Problem& p) { return p.bias_correction == OCTET_BIAS_CORRECTION_F16; }
 
 // Whether rows of ds have sums other than 0 that meet this mean.
 bool sums_rows(const Problem& p) { return smooths(p) && (p.sinks.present() || p.dlse.present()); }

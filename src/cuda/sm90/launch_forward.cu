@@ -17,7 +17,7 @@ namespace {
 
 // Weights and values in f16 although the operands are bf16: asked for by keeping the un-rounded o.
 bool inside(const Problem& p) {
-  return p.precision == OCTET_PRECISION_BF16 && p.remedy == OCTET_REMEDY_F16_INSIDE && keeps_exact_o(p);
+  return p.precision == OCTET_PRECISION_BF16 && p.bias_correction == OCTET_BIAS_CORRECTION_F16 && keeps_exact_o(p);
 }
 
 bool coded(const Problem& p) { return p.precision == OCTET_PRECISION_INT8_F16; }
@@ -57,7 +57,7 @@ Kernel kernel_of(const Problem& p) {
   const DimsIndex dims = dims_of(p);
   if (coded(p)) return forward_kernel<PrecisionInt8F16>(dims);
   if (inside(p)) return forward_kernel<PrecisionBf16Inside>(dims);
-  if (p.remedy == OCTET_REMEDY_BETA)
+  if (p.bias_correction == OCTET_BIAS_CORRECTION_BETA)
     return p.precision == OCTET_PRECISION_BF16 ? forward_kernel<WithBeta<PrecisionBf16>>(dims)
                                                : forward_kernel<WithBeta<PrecisionF16>>(dims);
   if (p.precision == OCTET_PRECISION_BF16) return forward_kernel<PrecisionBf16>(dims);
@@ -71,8 +71,8 @@ PrecisionSet forward_precisions() { return {OCTET_PRECISION_F16, OCTET_PRECISION
 std::string forward_name(const Problem& p) {
   const Kernel kernel = kernel_of(p);
   return text("forward ", name(p.precision), inside(p) ? " with f16 weights" : "",
-              p.remedy == OCTET_REMEDY_BETA ? " with beta" : "", ", wgmma, ", kernel.rows, " x ", kernel.keys,
-              " tiles");
+              p.bias_correction == OCTET_BIAS_CORRECTION_BETA ? " with beta" : "", ", wgmma, ", kernel.rows, " x ",
+              kernel.keys, " tiles");
 }
 
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {

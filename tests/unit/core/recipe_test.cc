@@ -30,7 +30,7 @@ const Backend& backend(const std::string& wanted) {
 TEST(Precisions, their_sets_are_listed_in_the_order_of_octet_h) {
   EXPECT_EQ(PrecisionSet{}.names(), "");
   EXPECT_EQ((PrecisionSet{OCTET_PRECISION_BF16, OCTET_PRECISION_F64}).names(), "f64, bf16");
-  EXPECT_EQ(precisions_with_remedies().names(" and "), "f16 and bf16");
+  EXPECT_EQ(precisions_with_bias_correction().names(" and "), "f16 and bf16");
   EXPECT_EQ(precisions_with_int8_options().names(" and "), "int8, int8_f16 and int8_fp8");
   EXPECT_EQ(precisions_with_e4m3_outputs().names(), "f64, fp8_raw");
   const PrecisionSet both = PrecisionSet{OCTET_PRECISION_F32} | PrecisionSet{OCTET_PRECISION_SAGEBWD};
@@ -56,15 +56,17 @@ TEST(Precisions, both_backends_of_the_cpu_have_what_the_recipes_have) {
   EXPECT_EQ(without, 3 + 6) << "three precisions have no backward pass, six no jvp";
 }
 
-TEST(Precisions, remedies_that_read_the_exact_output_ask_for_it) {
+TEST(Precisions, bias_corrections_that_read_the_exact_output_ask_for_it) {
   for (int n = OCTET_PRECISION_F32; n <= kLastPrecision; ++n)
-    for (int remedy = OCTET_REMEDY_F16_INSIDE; remedy <= OCTET_REMEDY_PROJECT; ++remedy) {
+    for (int bias_correction = OCTET_BIAS_CORRECTION_F16; bias_correction <= OCTET_BIAS_CORRECTION_GPROJ;
+         ++bias_correction) {
       Problem p = problem_of(static_cast<octet_precision>(n), OCTET_BACKWARD);
       if (!supports(p.precision, p.pass)) continue;
-      p.remedy = static_cast<octet_remedy>(remedy), p.o.dtype = OCTET_BF16;
-      const bool reads = (n == OCTET_PRECISION_F16 || n == OCTET_PRECISION_BF16) &&
-                         (remedy == OCTET_REMEDY_F16_INSIDE || remedy == OCTET_REMEDY_EXACT_DELTA);
-      EXPECT_EQ(missing_exact_output(p).has_value(), reads) << name(p.precision) << ' ' << name(p.remedy);
+      p.bias_correction = static_cast<octet_bias_correction>(bias_correction), p.o.dtype = OCTET_BF16;
+      const bool reads =
+          (n == OCTET_PRECISION_F16 || n == OCTET_PRECISION_BF16) &&
+          (bias_correction == OCTET_BIAS_CORRECTION_F16 || bias_correction == OCTET_BIAS_CORRECTION_EXACT_DELTA);
+      EXPECT_EQ(missing_exact_output(p).has_value(), reads) << name(p.precision) << ' ' << name(p.bias_correction);
       p.o_residual.dtype = OCTET_BF16;
       EXPECT_EQ(missing_exact_output(p), std::nullopt);
     }

@@ -121,7 +121,7 @@ struct Backward {
     matmul<F32, true>(scratch.dp, columnwise, w.q + first * kc, kc, dk, kc, kKeys, kc, rows,
                       of_next_block(w.dq, first, kc, own));
 #endif
-    if (plan.project) {
+    if (plan.gproj) {
       matmul<F32, true>(scratch.s, columnwise, w.lambda_q + first * kc, kc, dk, kc, kKeys, kc, rows);
       for (int64_t i = 0; i < rows; ++i)
         for (int64_t j = 0; j < kKeys; ++j) scratch.dp[i * kKeys + j] -= w.lambda[first + i] * scratch.s[i * kKeys + j];
@@ -334,7 +334,7 @@ struct Backward {
   }
 
   // Computes what a block of queries must know of its whole rows before any tile: with Delta::from_p their sums, with
-  // `project` the projection.
+  // `gproj` the projection.
   void sweep(const Sequence& seq, const Block& block) {
     const int64_t h = block.head, token = block.token, first = row_index(p, seq, h, token);
     const int64_t rows = std::min(seq.q_tokens - token, kQueries);
@@ -345,7 +345,7 @@ struct Backward {
     split_queries(first, rows);
     for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
       products(first, rows, tile_index(keys, tile), 0, query_mean(seq, keys, h, token));
-      if (plan.project) {
+      if (plan.gproj) {
         gradient_tile(seq, h, token, rows, tile);
         for (int64_t i = 0; i < rows; ++i) sums[i].add(scratch.s + i * kKeys, scratch.dp + i * kKeys);
       } else {
@@ -387,25 +387,25 @@ struct Backward {
   // The sink counts as one more key.
   RowSums sums_before_keys(const Sequence& seq, int64_t h, int64_t token) const {
     const int64_t r = row_index(p, seq, h, token);
-    if (plan.project) return {kMinusInfinity, w.sink ? w.sink[r] : 0.0, -row_sum_of_ds(p, w, seq, h, token)};
+    if (plan.gproj) return {kMinusInfinity, w.sink ? w.sink[r] : 0.0, -row_sum_of_ds(p, w, seq, h, token)};
     if (!w.sink || w.sink[r] == kMinusInfinity) return {};
     return {w.sink[r], 1.0, 0.0};
   }
 
   void finish_row(const RowSums& sums, int64_t r) {
     const double ratio = sums.p != 0 ? sums.weighted / sums.p : 0.0;
-    if (plan.project) {
+    if (plan.gproj) {
       const float lambda = w.lambda[r] = static_cast<float>(ratio);
       // A row whose lambda is NaN has a ds of NaN for each key that it sees; keys that it does not see meet 0 here.
       const float factor = std::isnan(lambda) ? 0.f : -lambda;
       for (int64_t c = 0; c < w.k_columns; ++c)
         w.lambda_q[r * w.k_columns + c] = factor == 0.f ? 0.f : factor * w.q[r * w.k_columns + c];
-      round_row_to(plan.project, 1.f, w.lambda_q + r * w.k_columns, w.k_columns);
+      round_row_to(plan.gproj, 1.f, w.lambda_q + r * w.k_columns, w.k_columns);
     } else if (w.lse[r] == w.lse[r]) {
       w.lse[r] = sums.p != 0 ? static_cast<float>(sums.m + std::log2(sums.p)) : __builtin_inff();
       w.delta[r] += static_cast<float>(ratio);
     }
-    if (w.sink && !plan.project) w.sink[r] = w.sink[r] == kMinusInfinity ? 0.f : std::exp2(w.sink[r] - w.lse[r]);
+    if (w.sink && !plan.gproj) w.sink[r] = w.sink[r] == kMinusInfinity ? 0.f : std::exp2(w.sink[r] - w.lse[r]);
   }
 };
 
@@ -517,7 +517,7 @@ void backward_as(const Job& job, const BackwardPlan& plan) {
       worker(thread).renew_lse(job.sequences[job.query_blocks[task].sequence], job.query_blocks[task]);
       release_tiles();
     });
-  if (plan.delta == Delta::from_p || plan.project)
+  if (plan.delta == Delta::from_p || plan.gproj)
     parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
       configure_tiles();
       worker(thread).sweep(job.sequences[job.query_blocks[task].sequence], job.query_blocks[task]);

@@ -39,8 +39,8 @@ struct GradientOperands {
   float* delta;  // [row], minus dlse
   float* sink;   // [row], with sinks: the sink's weight, with Delta::from_p until then its logit, as lse
   float* gauge;  // [row], with a float mask: mask_gauge, which logits go without
-  float* lambda;    // [row], with project
-  float* lambda_q;  // [row][k_columns], with project: -lambda q
+  float* lambda;    // [row], with gproj
+  float* lambda_q;  // [row][k_columns], with gproj: -lambda q
   float* dq;        // [row][k_columns]
   int32_t* turn;    // [row]; at the first row of a block: the tile that adds to dq next
   int64_t k_columns, v_columns;
@@ -88,8 +88,8 @@ inline GradientOperands allocate_gradient_operands(const Problem& p, const Backw
   const bool lists = p.mask.present() && has_scales(plan);
   w.seen_keys = lists ? workspace.take<bool>(tiles * kKeys) : nullptr;
   w.seen_queries = lists ? workspace.take<bool>(rows) : nullptr;
-  w.lambda = plan.project ? workspace.take<float>(rows) : nullptr;
-  w.lambda_q = plan.project ? workspace.take<float>(rows * w.k_columns) : nullptr;
+  w.lambda = plan.gproj ? workspace.take<float>(rows) : nullptr;
+  w.lambda_q = plan.gproj ? workspace.take<float>(rows * w.k_columns) : nullptr;
   w.dq = workspace.take<float>(rows * w.k_columns);
   w.turn = workspace.take<int32_t>(rows);
   return w;

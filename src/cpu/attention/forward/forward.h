@@ -242,7 +242,7 @@ struct Forward {
     }
   }
 
-  // Remedy beta.
+  // Bias correction beta.
   float shifted_top(int64_t i, float top, int64_t keys) {
     const float earlier = state.top[i];
     state.top[i] = std::max(top, earlier);

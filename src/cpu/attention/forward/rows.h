@@ -11,7 +11,7 @@ template <int64_t rows>
 struct alignas(64) RowState {
   float l[rows][kLanes];  // partial sums
   float m[rows];
-  float top[rows];                 // remedy beta: largest logit so far; m may lie above it
+  float top[rows];                 // bias correction beta: largest logit so far; m may lie above it
   float unit[rows];                // logit * log2(e) per unit of x
   float to_logit[rows];            // logit per unit of sum * k_scale
   float gauge[rows];               // mask_gauge: what logits lack
