@@ -1,7 +1,7 @@
 // The CPU kernels of one instruction set: compiled once for each, in a namespace of its own so that no function
 // compiled for one can stand in for another's.
-#include "cpu/attention/backward/backward.h"
-#include "cpu/attention/forward/forward.h"
+#include "cpu/attention/backward/launch.h"
+#include "cpu/attention/forward/launch.h"
 #include "cpu/attention/jvp/jvp.h"
 
 namespace octet::cpu {

@@ -1,6 +1,7 @@
 // One tile of p and ds: from logits to rounded operands.
 #pragma once
-#include "cpu/attention/backward/operands.h"
+#include "cpu/attention/backward/rounding.h"
+#include "cpu/attention/softmax/softmax.h"
 
 namespace octet::cpu::OCTET_ISA {
 

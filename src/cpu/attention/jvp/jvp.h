@@ -12,6 +12,8 @@
 #pragma once
 #include <cmath>
 
+#include "cpu/attention/pack/keys.h"
+#include "cpu/attention/pack/queries.h"
 #include "cpu/attention/softmax/softmax.h"
 #include "cpu/parallel.h"
 #include "cpu/sinks.h"

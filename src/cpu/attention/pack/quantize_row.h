@@ -2,6 +2,7 @@
 // operations and their order are those of the public quantisers (cpu/quantize/quantize.cc): the same bits.
 #pragma once
 #include "cpu/attention/pack/numbers.h"
+#include "cpu/attention/pack/round.h"
 
 namespace octet::cpu::OCTET_ISA {
 

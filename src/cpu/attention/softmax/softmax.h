@@ -2,7 +2,10 @@
 #pragma once
 #include <algorithm>
 
-#include "cpu/attention/pack/pack.h"
+#include "cpu/attention/pack/round.h"
+#include "cpu/attention/pack/seen.h"
+#include "cpu/attention/softmax/exp2.h"
+#include "cpu/gemm/matmul.h"
 
 namespace octet::cpu::OCTET_ISA {
 

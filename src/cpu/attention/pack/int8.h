@@ -2,6 +2,7 @@
 // take four codes in a word.
 #pragma once
 #include "cpu/attention/pack/quantize_row.h"
+#include "cpu/attention/pack/rows.h"
 #include "cpu/attention/plan.h"
 #include "cpu/gemm/matmul.h"
 
@@ -11,18 +12,6 @@ namespace octet::cpu::OCTET_ISA {
 template <class E>
 constexpr bool in_bytes(octet_dtype dtype) {
   return std::is_same_v<typename E::Element, uint8_t> && dtype == OCTET_I8;
-}
-
-// [count][width] to [columns][count]; count and width are multiples of kLanes.
-inline void transpose(const float* rows, int64_t count, int64_t width, int64_t columns, float* out) {
-  for (int64_t r = 0; r < count; r += kLanes)
-    for (int64_t c = 0; c < columns; c += kLanes) {
-      Vf x[kLanes];
-      for (int64_t i = 0; i < kLanes; ++i) x[i] = load(rows + (r + i) * width + c);
-      transpose(x);
-      for (int64_t i = 0; i < kLanes; ++i)
-        if (c + i < columns) store(out + (c + i) * count + r, x[i]);
-    }
 }
 
 // quantize_row to int8 codes plus `bias`, as bytes. With `against`, [kMaxDim] or null: the row as it came times that.

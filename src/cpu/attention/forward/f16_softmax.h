@@ -1,6 +1,6 @@
 // The softmax of 8-bit P in f16 arithmetic, 32 keys at a time, for instruction sets that have it: codes of 8 bits need
 // no more, and the weights of a step stay in registers until their scales are known. Rows that f16 does not hold are
-// left to forward_rows.h.
+// left to rows.h.
 #pragma once
 #include "cpu/attention/forward/rows.h"
 

@@ -1,0 +1,105 @@
+// One block of queries: rows rotated, scaled, rounded, and laid out in words, as often as there are blocks.
+#pragma once
+#include "cpu/attention/pack/int8.h"
+#include "cpu/attention/pack/seen.h"
+#include "cpu/attention/pack/words.h"
+#include "cpu/gemm/split.h"
+
+namespace octet::cpu::OCTET_ISA {
+
+// Largest finite magnitude of q in `group` tokens from `token` on.
+inline float group_amax(const Problem& p, const Sequence& seq, int64_t h, int64_t token, int64_t group) {
+  alignas(64) float row[kMaxDim];
+  float largest = 0.f;
+  for (int64_t i = token; i < token + group && i < seq.q_tokens; ++i) {
+    if (!sees_a_key(p, seq, h, i)) continue;
+    load_numbers(p.q, seq.batch, h, seq.q_first + i, 1, 1, padded_columns(p.dim), row);
+    const float a = row_amax(row, padded_columns(p.dim));
+    largest = a > largest && a < __builtin_inff() ? a : largest;
+  }
+  return largest;
+}
+
+// q.mean for each row of q and the mean that smoothing took from k.
+inline void mean_logits(const Problem& p, const ForwardPlan& plan, const float* q, int64_t rows, int64_t width,
+                        const Signs& signs, const float* k_mean, double* out) {
+  alignas(64) float mean[kMaxDim] = {};
+  std::memcpy(mean, k_mean, sizeof(float) * static_cast<std::size_t>(p.dim));
+  if (plan.q_coded && p.q.quantization && p.q.quantization->hadamard_seed) hadamard_row(mean, signs.sign, p.dim);
+  for (int64_t r = 0; r < rows; ++r) out[r] = dot_in_double(q + r * width, mean, p.dim);
+}
+
+// A step, or 1 for that of a row of zeros: it is divided by, and multiplied with infinities.
+OCTET_INLINE float divisible(float step) { return step > 0.f || step != step ? step : 1.f; }
+
+// The facts about the rows of a block that pack_queries finds out.
+struct QueryRows {
+  float step[kMaxBlockRows];         // 1 without scales
+  double mean_logit[kMaxBlockRows];  // q.mean for the mean that smoothing took from k, 0 without
+};
+
+// Prepares `count` rows of q from `token` on, `valid` of them in the sequence: A words, `stride` apart.
+template <class Qk>
+void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token,
+                  int64_t valid, int64_t count, const Signs& signs, const float* k_mean, Word* q, int64_t stride,
+                  int64_t words, QueryRows& found) {
+  alignas(64) float buffer[kMaxBlockRows * kMaxDim];
+  const int64_t width = padded<Qk>(padded_columns(p.dim));
+  const bool in_place = std::is_same_v<Qk, F32> && words == width && stride == width;  // words are floats
+  float* rows = in_place ? reinterpret_cast<float*>(q) : buffer;
+  float(&steps)[kMaxBlockRows] = found.step;
+  for (int64_t r = 0; r < count; ++r) steps[r] = 1.f;
+  if (in_bytes<Qk>(plan.qk) && plan.q_group == 1 && !plan.q_coded) {
+    alignas(64) double mean[kMaxDim] = {};
+    for (int64_t c = 0; c < p.dim && k_mean; ++c) mean[c] = k_mean[c];
+    for (int64_t r = 0; r < valid; ++r)
+      steps[r] = divisible(int8_row(p.q, seq.batch, h, seq.q_first + token + r, nullptr,
+                                    plan.hadamard ? signs.sign : nullptr, k_mean ? mean : nullptr, found.mean_logit + r,
+                                    kBias<Qk>, words * Qk::kPerWord, reinterpret_cast<uint8_t*>(q + r * stride)));
+    for (int64_t r = valid; r < count; ++r) std::memset(q + r * stride, kBias<Qk>, words * sizeof(Word));
+    return;
+  }
+  if (plan.q_group == 1 && !plan.q_coded) {
+    if (k_mean) {
+      load_numbers(p.q, seq.batch, h, seq.q_first + token, valid, valid, width, rows);
+      mean_logits(p, plan, rows, valid, width, signs, k_mean, found.mean_logit);
+    }
+    for (int64_t r = 0; r < valid; ++r)
+      steps[r] = quantize_row(p.q, seq.batch, h, seq.q_first + token + r, plan.qk, nullptr,
+                              plan.hadamard ? signs.sign : nullptr, width, rows + r * width);
+    std::memset(rows + valid * width, 0, sizeof(float) * static_cast<std::size_t>((count - valid) * width));
+  } else {
+    load_operand(p.q, plan.q_coded, seq.batch, h, seq.q_first + token, valid, count, width, rows);
+    if (k_mean) mean_logits(p, plan, rows, valid, width, signs, k_mean, found.mean_logit);
+    for (int64_t r = 0; r < valid && plan.hadamard && !plan.q_coded; ++r)
+      hadamard_row(rows + r * width, signs.sign, p.dim);
+    if (plan.q_coded) {
+      for (int64_t r = 0; r < valid; ++r) {
+        steps[r] = given_scale(p.q, seq.batch, h, seq.q_first + token + r);
+        if (k_mean) found.mean_logit[r] *= steps[r];
+      }
+    } else if (plan.q_group == 0) {
+      quantize_rows(plan.qk, plan.hadamard ? OCTET_F32 : numbers_of(p.q), 0, rows, valid, width, steps);
+    } else {
+      Step step{};
+      for (int64_t r = 0; r < valid; ++r) {
+        const int64_t first = (token + r) / plan.q_group * plan.q_group;
+        if (r == 0 || first == token + r)
+          step = step_of(group_amax(p, seq, h, first, plan.q_group), largest_code(plan.qk));
+        steps[r] = row_amax(rows + r * width, width) < __builtin_inff() ? step.step : __builtin_nanf("");
+        round_row_to(plan.qk, step.inverse, rows + r * width, width);
+      }
+    }
+  }
+  for (int64_t r = 0; r < valid; ++r) steps[r] = divisible(steps[r]);
+#ifdef __AMX_BF16__
+  if constexpr (kSplits<Qk>) {
+    for (int64_t r = 0; r < count; ++r) split_row(rows + r * width, width, width / 2, q + r * stride);
+    return;
+  }
+#endif
+  for (int64_t r = 0; r < count && !in_place; ++r)
+    encode_row<Qk>(rows + r * width, words * Qk::kPerWord, kBias<Qk>, q + r * stride);
+}
+
+}  // namespace octet::cpu::OCTET_ISA
