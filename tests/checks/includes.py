@@ -33,6 +33,7 @@ RULES = {
     "tests/support": CABI_TESTS,
     "tests/unit": UNIT_TESTS,
     "tests/unit/core": UNIT_TESTS,
+    "tests/unit/cpu": UNIT_TESTS,
 }
 # Each folder of the CPU's kernels knows those before it.
 GEMM = ["cpu/gemm/"]
