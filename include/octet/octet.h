@@ -168,7 +168,7 @@ typedef struct octet_attention {
 // its primal. Head dims d and e: multiples of 8 up to 256.
 //
 // Sinks [1 h 1 1] or [b h 1 1] (f32; at precision f64 also f64) are one more logit of every query of a head, whose
-// value is 0: they enter the sum of the weights, and so lse, and nothing else. A sink of -inf is none; one of +inf or
+// value is 0: they enter the sum of exponentials, and so lse, and nothing else. A sink of -inf is none; one of +inf or
 // NaN makes lse of its head NaN, and with it o, gradients and tangents. dsinks is summed over the queries, and over the
 // batch if it shares its sinks, in a fixed order, and written where there are no queries, too. The gradient of lse,
 // where a loss reads it, is dlse; one that is NULL is 0.

@@ -64,10 +64,8 @@ constexpr Quantizer per_tensor(octet_dtype code) { return {code, Group::tensor};
 constexpr Quantizer cast(octet_dtype code) { return {code}; }
 constexpr Quantizer scaled_f16() { return {OCTET_F16, Group::power_of_two}; }
 
-constexpr WeightRecipe fixed(octet_dtype code, double factor = 1.0) {
-  return {code, WeightRecipe::Scale::fixed, factor};
-}
-constexpr WeightRecipe largest(octet_dtype code) { return {code, WeightRecipe::Scale::largest}; }
+constexpr PRecipe fixed(octet_dtype code, double factor = 1.0) { return {code, PRecipe::Scale::fixed, factor}; }
+constexpr PRecipe largest(octet_dtype code) { return {code, PRecipe::Scale::largest}; }
 
 constexpr TileRecipe tile(octet_dtype code, int64_t rows, int64_t cols) { return {code, rows, cols}; }
 constexpr TileRecipe folded(octet_dtype code, int64_t rows, int64_t cols) { return {code, rows, cols, 1.0, true}; }
@@ -291,7 +289,7 @@ Recipe sage3() {
               .k = {.group = Group::nvfp4_dim},
               .smooth_k = kAllTokens,
               .smooth_q = kQueryBlock};
-  r.p = {.scale = WeightRecipe::Scale::nvfp4};
+  r.p = {.scale = PRecipe::Scale::nvfp4};
   r.v = {.group = Group::nvfp4_token};
   r.tile = 128;
   return r;

@@ -41,7 +41,7 @@ PrecisionSet precisions_with_e4m3_outputs();     // beside f64
 // Why no backend can solve a problem, as its recipe lacks the pass or the call what that needs, or nothing.
 std::optional<std::string> unsupported_reason(const Problem& problem);
 
-// Returns whether the un-rounded output is kept. If not, bf16 weights err less than the output's own rounding.
+// Returns whether the un-rounded output is kept. If not, bf16 P errs less than the output's own rounding.
 bool keeps_exact_o(const Problem& problem);
 
 // Why a backward pass lacks the un-rounded output that its bias correction reads, or nothing.
@@ -82,7 +82,7 @@ constexpr int64_t kQueryBlock = 128;  // queries that share a mean
 constexpr int64_t kStep = 128;        // keys per step of forward passes whose p has a limited range
 
 // Rounds the un-normalised p = exp(s - m) of one query and one tile of keys, in [0, 1].
-struct WeightRecipe {
+struct PRecipe {
   enum class Scale {
     fixed,    // codes of factor * p
     largest,  // the tile's largest p gets the largest code
@@ -125,7 +125,7 @@ struct Recipe {
   double beta = 0.0;         // shifted maximum on ties; 0: off
   double beta_reach = 40.0;  // by at most this much
   double tie_epsilon = 0.0;
-  WeightRecipe p;
+  PRecipe p;
   bool sum_rounded_p = false;  // l adds the rounded p
   Quantizer v;
   bool smooth_v = false;            // v minus its mean over tokens, which o gets back

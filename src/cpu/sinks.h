@@ -16,8 +16,8 @@ static inline double with_sink(double lse, double sink) {
   return low == -std::numeric_limits<double>::infinity() ? high : high + std::log1p(std::exp(low - high));
 }
 
-// exp(x - lse), the weight of a logit; 0 where the logit is -inf, whatever lse is.
-static inline double weight_of(double x, double lse) {
+// exp(x - lse), the probability of a logit; 0 where the logit is -inf, whatever lse is.
+static inline double probability_of(double x, double lse) {
   return x == -std::numeric_limits<double>::infinity() ? 0.0 : std::exp(x - lse);
 }
 

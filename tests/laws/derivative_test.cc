@@ -47,7 +47,7 @@ TEST(Derivatives, of_both_directions_are_adjoint) {
     const double of_sinks = inner(in.tsinks, gradient.dsinks);
     const Noise noise = noise_of(c, in);
     // Errors of single elements are independent: that of a weighted sum is the root of the sum of squares.
-    const auto part = [](double error, const Values& weight) { return error * std::sqrt(inner(weight, weight)); };
+    const auto part = [](double error, const Values& factor) { return error * std::sqrt(inner(factor, factor)); };
     const double bound = part(noise.to, in.do_) + part(noise.dq, in.tq) + part(noise.dk, in.tk) +
                          part(noise.dv, in.tv) + part(noise.tlse, in.dlse) + part(noise.dsinks, in.tsinks);
     EXPECT_NEAR(forwards, parts[0] + parts[1] + parts[2] + of_sinks, bound) << c.name << ", seed 1";

@@ -52,7 +52,7 @@ TEST_P(Extremes, zeros_stay_finite) {
   check("everything zero", zeroed([](bool, bool, bool, int64_t, int64_t) { return true; }));
 }
 
-// Equal keys share their weight: o is the mean of v, lse = s + ln m with s the common logit.
+// Equal keys share their probability: o is the mean of v, lse = s + ln m with s the common logit.
 TEST_P(Extremes, equal_keys_average_the_values) {
   Inputs in = draw(kCase, 3);
   for_each(in.k.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) { in.k.at(b, h, t, c) = in.k.at(b, h, 0, c); });
@@ -118,9 +118,9 @@ TEST_P(Extremes, gradients_of_huge_and_tiny_dlse_are_precise) {
 
 INSTANTIATE_TEST_SUITE_P(Recipes, Extremes, testing::ValuesIn(every_recipe()), label);
 
-// Kernels may keep the maximum of earlier keys and let weights exceed 1: never so far that their products with v leave
+// Kernels may keep the maximum of earlier keys and let p exceed 1: never so far that its products with v leave
 // the range of floats. One key of each 64 has a logit above those of all keys before it, by little or by much; the rest
-// weigh nothing, so that no sum of weights exceeds 3.1.
+// count nothing, so that no sum of p exceeds 3.1.
 struct Rising {
   Precision precision;
   DType dtype;  // of the inputs
@@ -159,7 +159,7 @@ TEST_P(RisingLogits, leave_huge_values_in_range) {
     SCOPED_TRACE(testing::Message() << "logits rise by " << rise << " each 64 keys, v of " << size << ", seed 9");
     const Noise noise = f32_noise(c, in, 0.0, 5.0);
     expect_near(out[0].o, want.o, 2 * difference(out[1].o, want.o).largest + noise.o, "o");
-    // Against an old maximum not even the largest weight is exactly 1: l errs by half a unit of bf16.
+    // Against an old maximum not even the largest p is exactly 1: l errs by half a unit of bf16.
     const double rounding = precision == Precision::bf16 ? 0x1p-8 : 0.0;
     expect_near(out[0].lse, want.lse, 2 * difference(out[1].lse, want.lse).largest + noise.lse + rounding, "lse");
   }

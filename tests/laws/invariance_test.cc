@@ -76,7 +76,7 @@ TEST_P(Invariance, of_the_whole_to_merging_two_halves) {
     Inputs part = in;
     part.k = slice(in.k, 2, cut[i], cut[i + 1]), part.v = slice(in.v, 2, cut[i], cut[i + 1]);
     half[i] = forward(c, part, GetParam());
-    // The weights of the halves sum to 1 and move by at most the error of an lse, times the spread of the values.
+    // The shares of the halves sum to 1 and move by at most the error of an lse, times the spread of the values.
     const double lse_error = allowed(c, part, {Pass::forward, GetParam()}, &Outputs::lse);
     o_bound += allowed(c, part, {Pass::forward, GetParam()}, &Outputs::o) + lse_error * largest(in.v);
     lse_bound += lse_error;

@@ -150,7 +150,7 @@ TEST(Dlse, shifts_dp) {
 
 // The gradient of lse alone is p: dq = scale dlse p k, dk = scale p^T (dlse q), dv = 0, dsinks = sum dlse exp(sink -
 // lse).
-TEST(Dlse, alone_gives_the_weights) {
+TEST(Dlse, alone_gives_the_probabilities) {
   Inputs in = draw(kCase, 6);
   in.do_ = Values(in.do_.shape);
   const Outputs got = compute(kCase, in, kBackward);

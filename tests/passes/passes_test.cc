@@ -4,7 +4,7 @@
 // error is the price of the format. The fast kernel may err twice as much, plus what f32 arithmetic may add
 // (f32_noise): it rounds the same quantities, computed in another order. It must moreover agree with `plain` itself far
 // better than either agrees with float64: only where f32 arithmetic falls on the other side of a rounding boundary do
-// they part. (Not so with bf16 weights, which a kernel may round against an older maximum: docs/numerics.md.) Both are
+// they part. (Not so with bf16 P, which a kernel may round against an older maximum: docs/numerics.md.) Both are
 // computed once for the kernels of all instruction sets.
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@ struct Compared {
   const char* name;
   const Values *got, *plain, *exact;
   double rms_noise, largest_noise;
-  bool same_weights;  // rounded against the same maximum
+  bool same_p;  // rounded against the same maximum
 };
 
 Values sum_of(const Values& o, const Values& residual) {
@@ -34,7 +34,7 @@ void expect_as_good(const Compared& x) {
   EXPECT_LE(got.largest, 2 * plain.largest + x.largest_noise)
       << x.name << ": largest error, plain rounding " << plain.largest << ", f32 noise " << x.largest_noise << "; "
       << text(got) << "\n";
-  if (!x.same_weights) return;
+  if (!x.same_p) return;
   EXPECT_LE(both.rms, plain.rms / 4 + x.rms_noise) << x.name << ": rms distance to plain rounding, whose own error is "
                                                    << plain.rms << "; worst " << text(both) << "\n";
 }
@@ -43,27 +43,26 @@ void expect_as_good(const Compared& x) {
 struct Expected {
   Outputs exact, plain;
   Noise rms, most;
-  bool same_weights = true;
+  bool same_p = true;
 };
 
 void expect_as_good(const Outputs& got, const Expected& x, Pass pass) {
   if (pass == Pass::backward) {
-    expect_as_good({"dq", &got.dq, &x.plain.dq, &x.exact.dq, x.rms.dq, x.most.dq, x.same_weights});
-    expect_as_good({"dk", &got.dk, &x.plain.dk, &x.exact.dk, x.rms.dk, x.most.dk, x.same_weights});
-    expect_as_good({"dv", &got.dv, &x.plain.dv, &x.exact.dv, x.rms.dv, x.most.dv, x.same_weights});
-    expect_as_good(
-        {"dsinks", &got.dsinks, &x.plain.dsinks, &x.exact.dsinks, x.rms.dsinks, x.most.dsinks, x.same_weights});
+    expect_as_good({"dq", &got.dq, &x.plain.dq, &x.exact.dq, x.rms.dq, x.most.dq, x.same_p});
+    expect_as_good({"dk", &got.dk, &x.plain.dk, &x.exact.dk, x.rms.dk, x.most.dk, x.same_p});
+    expect_as_good({"dv", &got.dv, &x.plain.dv, &x.exact.dv, x.rms.dv, x.most.dv, x.same_p});
+    expect_as_good({"dsinks", &got.dsinks, &x.plain.dsinks, &x.exact.dsinks, x.rms.dsinks, x.most.dsinks, x.same_p});
     return;
   }
-  expect_as_good({"o", &got.o, &x.plain.o, &x.exact.o, x.rms.o, x.most.o, x.same_weights});
-  expect_as_good({"lse", &got.lse, &x.plain.lse, &x.exact.lse, x.rms.lse, x.most.lse, x.same_weights});
+  expect_as_good({"o", &got.o, &x.plain.o, &x.exact.o, x.rms.o, x.most.o, x.same_p});
+  expect_as_good({"lse", &got.lse, &x.plain.lse, &x.exact.lse, x.rms.lse, x.most.lse, x.same_p});
   if (pass == Pass::jvp) {
-    expect_as_good({"to", &got.to, &x.plain.to, &x.exact.to, x.rms.to, x.most.to, x.same_weights});
-    expect_as_good({"tlse", &got.tlse, &x.plain.tlse, &x.exact.tlse, x.rms.tlse, x.most.tlse, x.same_weights});
+    expect_as_good({"to", &got.to, &x.plain.to, &x.exact.to, x.rms.to, x.most.to, x.same_p});
+    expect_as_good({"tlse", &got.tlse, &x.plain.tlse, &x.exact.tlse, x.rms.tlse, x.most.tlse, x.same_p});
   }
   if (!got.o_residual.present()) return;
   const Values got_o = sum_of(got.o, got.o_residual), plain_o = sum_of(x.plain.o, x.plain.o_residual);
-  expect_as_good({"o + o_residual", &got_o, &plain_o, &x.exact.o, x.rms.o, x.most.o, x.same_weights});
+  expect_as_good({"o + o_residual", &got_o, &plain_o, &x.exact.o, x.rms.o, x.most.o, x.same_p});
 }
 
 // A precision, and at 16 bits a bias correction: each gives p and ds other formats, or dq and dk another product. With
@@ -110,7 +109,7 @@ TEST_P(Passes, errs_at_most_twice_as_much_as_plain_rounding) {
                                     << with(bias_correction) << ", seed " << seed);
     Attention plain = attention_of(c, precision, "reference"), fast = attention_of(c, precision, "cpu");
     plain.bias_correction = fast.bias_correction = bias_correction;
-    expected.same_weights = pass != Pass::forward || bias_correction == BiasCorrection::f16;
+    expected.same_p = pass != Pass::forward || bias_correction == BiasCorrection::f16;
     Outputs saved;
     try {
       if (pass == Pass::backward) saved = run(c, in, plain, Pass::forward);

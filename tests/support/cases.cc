@@ -334,13 +334,13 @@ Outputs exact(const Case& c, const Inputs& in, Pass pass) {
 //   tS          e_t = s sqrt(2 d) u T, T = scale (|tq| |k| + |q| |tk|), at most T; minus its mean at most 2 T
 //   to          max v (2 T e_p + 2 e_t + 4 T s sqrt(m) u) + max tv (e_p + s sqrt(m) u)
 //
-// A sink counts in B as a logit. It multiplies o and to by the keys' share of the weights, exp(lse of the keys - lse),
-// which errs by as much as lse does; its own weight errs by e_p. With D the largest |dlse| and |tsink| in T:
+// A sink counts in B as a logit. It multiplies o and to by the keys' share of the probabilities, exp(lse of the keys -
+// lse), which errs by as much as lse does; its own probability errs by e_p. With D the largest |dlse| and |tsink| in T:
 //
 //   dS          P times e_ds = (2 G + D) (e_p + u) + 2 s sqrt(e) u G; where a mean was taken from k, a row's sum of dS,
 //               at most G + D, meets max k once more, and errs by e_ds
-//   dsinks      sum over N queries (of the whole batch where it shares its sinks) of weights of at most 1 times e_ds
-//   tlse        2 T e_p + e_t + 2 T s sqrt(m) u, and in to once more times max v
+//   dsinks      sum over N queries (of the whole batch where it shares its sinks) of probabilities of at most 1 times
+//   e_ds tlse        2 T e_p + e_t + 2 T s sqrt(m) u, and in to once more times max v
 Noise f32_noise(const Case& c, const Inputs& in, double column_sum, double sigmas) {
   const double u = 0x1p-24;
   const auto sum_of = [&](int64_t n) { return sigmas * std::sqrt(static_cast<double>(std::max<int64_t>(n, 1))) * u; };

@@ -106,14 +106,14 @@ TEST(Reference, gradients_are_finite_differences) {
   for (double sink : kSinks) {
     Head head = masked_head();
     head.sink = sink;
-    const Matrix weights = random_matrix(7, 16, 9);
-    const std::vector<double> lse_weights = normals(7, 12);
+    const Matrix factors = random_matrix(7, 16, 9);
+    const std::vector<double> lse_factors = normals(7, 12);
     const auto loss = [&] {
       const Output out = forward(head, Recipe{});
-      return inner(out.o, weights) + inner(out.lse, lse_weights);
+      return inner(out.o, factors) + inner(out.lse, lse_factors);
     };
     const Output out = forward(head, Recipe{});
-    const Gradients g = backward(head, out.o, out.lse, weights, Recipe{}, lse_weights);
+    const Gradients g = backward(head, out.o, out.lse, factors, Recipe{}, lse_factors);
     const auto expect_derivative = [&](double& x, double dx) {
       constexpr double kStep = 1e-5;
       const double at = x;

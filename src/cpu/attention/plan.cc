@@ -72,9 +72,9 @@ ForwardPlan forward_recipe(const Problem& p) {
                    .beta_reach = static_cast<float>(r.beta_reach)};
   if (plan.v_scale == VScale::token) plan.v_group = tokens_of(r.v);
   if (p.pass == OCTET_FORWARD)
-    plan.p_top = r.p.scale != WeightRecipe::Scale::largest ? static_cast<float>(r.p.factor)
-                 : r.p.code == OCTET_U8                    ? 255.f
-                                                           : 127.f;
+    plan.p_top = r.p.scale != PRecipe::Scale::largest ? static_cast<float>(r.p.factor)
+                 : r.p.code == OCTET_U8               ? 255.f
+                                                      : 127.f;
   // A maximum that many keys share saves time, where p has the range for it.
   if (r.tile == kStep) plan.step_tiles = kStep / kKeys;
   return plan;

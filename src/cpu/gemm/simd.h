@@ -247,7 +247,7 @@ OCTET_INLINE double dot_in_double(const Vf* a, int n, const double* b) {
 }
 
 // While it lives, results of this thread below 2^-126 become zero, as those of the GPU's exponential do: probabilities
-// that small weigh nothing, but would take a hundred times longer to multiply. Subnormal operands keep their value.
+// that small add nothing, but would take a hundred times longer to multiply. Subnormal operands keep their value.
 class FlushDenormals {
  public:
 #ifdef __x86_64__

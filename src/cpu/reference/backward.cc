@@ -44,7 +44,7 @@ Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logit
       lse[index(i)] = with_sink(top == -kInf ? top : top + std::log(sum), head.sink - gauge);
     else
       lse[index(i)] -= gauge;
-    for_seen(head, i, [&](int64_t j) { p[i][j] = weight_of(s[index(j)], lse[index(i)]); });
+    for_seen(head, i, [&](int64_t j) { p[i][j] = probability_of(s[index(j)], lse[index(i)]); });
   }
   return p;
 }
@@ -64,14 +64,14 @@ Matrix product_with_values(const Head& head, const Matrix& do_, const Matrix& v)
 
 double delta_of(const BackwardRecipe& recipe, const Matrix& p, double p_sink, const Matrix& dp, const Matrix& o,
                 const Matrix& do_, int64_t i) {
-  double sum = 0.0, weight = p_sink;  // dp of the sink is 0
+  double sum = 0.0, sum_p = p_sink;  // dp of the sink is 0
   if (recipe.delta == OCTET_DELTA_FROM_O) {
     for (int64_t c = 0; c < o.cols; ++c) sum += do_[i][c] * round_to(recipe.o_saved, o[i][c]);
     return sum;
   }
   for (int64_t j = 0; j < p.cols; ++j)
-    if (p[i][j] != 0.0) sum += p[i][j] * dp[i][j], weight += p[i][j];
-  return weight == 0.0 ? 0.0 : sum / weight;
+    if (p[i][j] != 0.0) sum += p[i][j] * dp[i][j], sum_p += p[i][j];
+  return sum_p == 0.0 ? 0.0 : sum / sum_p;
 }
 
 // x rounded over tiles. `fold`: what the operand on the other side of the product multiplies each row (or column) by.
@@ -98,7 +98,7 @@ Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, const std::function<dou
   return x;
 }
 
-// The weight that a row gives to the sink, and its gradient, both un-rounded.
+// The probability that a row gives to the sink, and its gradient, both un-rounded.
 struct SinkRow {
   double p = 0.0, ds = 0.0;
 };
@@ -116,9 +116,9 @@ void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix
     sink[index(i)].ds -= lambda * sink[index(i)].p;
     for (int64_t c = 0; c < head.q.cols; ++c) lambda_q[index(c)] = round_to(format, lambda * logits.q()[i][c]);
     for_seen(head, i, [&](int64_t j) {
-      const double weight = round_to(format, p[i][j]);
-      add_scaled(g.dq[i], -lambda * weight, logits.k()[j], head.q.cols);
-      add_scaled(g.dk[j], -weight, lambda_q.data(), head.q.cols);
+      const double rounded_p = round_to(format, p[i][j]);
+      add_scaled(g.dq[i], -lambda * rounded_p, logits.k()[j], head.q.cols);
+      add_scaled(g.dk[j], -rounded_p, lambda_q.data(), head.q.cols);
     });
   }
 }
@@ -158,7 +158,7 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
   Matrix ds(n, m);
   std::vector<SinkRow> sink(index(n));
   for (int64_t i = 0; i < n; ++i) {
-    const double p_sink = weight_of(head.sink - head.gauge_of(i), lse[index(i)]);
+    const double p_sink = probability_of(head.sink - head.gauge_of(i), lse[index(i)]);
     const double delta = delta_of(how, p, p_sink, dp, o, do_dp, i);
     for_seen(head, i, [&](int64_t j) { ds[i][j] = p[i][j] * (dp[i][j] - delta + dlse[index(i)]); });
     if (p_sink != 0.0) sink[index(i)] = {p_sink, p_sink * (dlse[index(i)] - delta)};

@@ -37,16 +37,16 @@ double proposed_maximum(const Recipe& recipe, const std::vector<int64_t>& seen, 
 }
 
 // Rounds a tile of p in place; unseen keys are 0.
-void round_weights(const WeightRecipe& recipe, std::vector<double>& p) {
+void round_p(const PRecipe& recipe, std::vector<double>& p) {
   const double largest = *std::max_element(p.begin(), p.end());
   switch (recipe.scale) {
-    case WeightRecipe::Scale::fixed:
+    case PRecipe::Scale::fixed:
       for (double& x : p) x = rounded_code(recipe.code, recipe.factor * x) / recipe.factor;
       break;
-    case WeightRecipe::Scale::largest:
+    case PRecipe::Scale::largest:
       for (double& x : p) x = rounded_on(recipe.code, x, largest);
       break;
-    case WeightRecipe::Scale::nvfp4:
+    case PRecipe::Scale::nvfp4:
       round_nvfp4(p.data(), static_cast<int64_t>(p.size()), 1, 1.0 / (448.0 * 6.0));
       break;
   }
@@ -71,7 +71,7 @@ void add_tile(const Head& head, const Recipe& recipe, const Values& values, cons
     sum += p[static_cast<std::size_t>(j - first)] = std::exp(round_to(recipe.arg, unit * (s[j] - origin)));
   if (recipe.fold_v)
     for (int64_t j : seen) p[static_cast<std::size_t>(j - first)] *= values.token_scale[static_cast<std::size_t>(j)];
-  round_weights(recipe.p, p);
+  round_p(recipe.p, p);
   if (recipe.sum_rounded_p) {
     sum = 0.0;
     for (double x : p) sum += x;
@@ -102,12 +102,12 @@ Output forward(const Head& head, const Recipe& recipe) {
     Row row{.acc = std::vector<double>(static_cast<std::size_t>(e), 0.0)};
     for (int64_t first = range.first / tile * tile; first < range.last; first += tile)
       add_tile(head, recipe, values, s.data(), i, first, std::min(first + tile, m), row);
-    // The sink joins after the last tile, so that no weight is rounded against it.
+    // The sink joins after the last tile, so that no p is rounded against it.
     const bool blind = row.m == -kInf && row.l == 0.0;  // sees nothing: o = 0, lse = -inf or the sink
     const double of_keys =
         blind ? -kInf : (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l) + head.gauge_of(i);
     const double lse = out.lse[static_cast<std::size_t>(i)] = with_sink(of_keys, head.sink);
-    const double share = weight_of(of_keys, lse);  // of the keys, next to the sink
+    const double share = probability_of(of_keys, lse);  // of the keys, next to the sink
     for (int64_t c = 0; c < e; ++c) {
       const double o = blind ? 0.0
                              : row.acc[static_cast<std::size_t>(c)] / row.l +

@@ -3,7 +3,7 @@
 //   o = o~ / l     to = (t~ - r o) / l     lse = m + log l     tlse = c + r / l
 // Adding a constant to a row of ts changes nothing in to, so c, the p-weighted mean of ts in the first tile, is free to
 // keep h small; r and l sum the rounded h and p, so that their roundings cancel against those in t~ and o~.
-// A sink leaves the keys the share w = exp(lse of the keys - lse) of the weights:
+// A sink leaves the keys the share w = exp(lse of the keys - lse) of all probabilities:
 //   o = w o     to = w (to + (1 - w) (tlse - tsink) o)     tlse = w tlse + (1 - w) tsink
 #include <algorithm>
 #include <cmath>
@@ -98,7 +98,7 @@ JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe) 
     const bool blind = row.m == -kInf && row.l == 0.0;
     const double of_keys = blind ? -kInf : row.m + std::log(row.l) + head.gauge_of(i),
                  lse = with_sink(of_keys, head.sink);
-    const double share = weight_of(of_keys, lse), of_sink = weight_of(head.sink, lse);
+    const double share = probability_of(of_keys, lse), of_sink = probability_of(head.sink, lse);
     const double mean = blind ? 0.0 : row.centre + row.r / row.l;
     out.primal.lse[static_cast<std::size_t>(i)] = lse;
     out.tlse[static_cast<std::size_t>(i)] = share * mean + of_sink * tangents.sink;

@@ -276,24 +276,24 @@ inline void softmax_row_as(SoftmaxRow& x) {
     const bool whole = row.first == 0 && row.last == tiles * kKeys;
     state.alpha[0] = 1.f;
     bool done = false;
-    if constexpr (may_be_lazy(format))
-      done = x.lazy && whole && state.m[0] != kMinusInfinity &&
-             weights_row_lazily<F32, Pv, format>(plan, s, row, tiles, v_scale, 0, state, p);
+    if constexpr (may_keep_stale_max(format))
+      done = x.stale_max && whole && state.m[0] != kMinusInfinity &&
+             p_of_row_stale_max<F32, Pv, format>(plan, s, row, tiles, v_scale, 0, state, p);
     if (!done) {
       alignas(64) float tops[kLanes];
       store(tops, splat(kMinusInfinity));
       tops[0] = logits_row<F32>(s, row, tiles, 1.f);
-      raise_maxima<exp2_degree(format)>(tops, 0, state);
-      weights_row<Pv, format>(plan, s, tiles, v_scale, true, 0, state, p);
+      update_max<exp2_degree(format)>(tops, 0, state);
+      p_of_row<Pv, format>(plan, s, tiles, v_scale, true, 0, state, p);
     }
     for (int64_t j = 0; j < key; ++j) x.p[j] *= state.alpha[0];
     for (int64_t j = 0; j < count; ++j) {
-      double weight;
+      double own_p;
       if constexpr (sizeof(typename Pv::Element) == 2)
-        weight = from_bf16(p[j]);
+        own_p = from_bf16(p[j]);
       else
-        weight = p[j];
-      x.p[key + j] = format == PFormat::u8 ? weight * state.p_step[0][j / kKeys] : weight;
+        own_p = p[j];
+      x.p[key + j] = format == PFormat::u8 ? own_p * state.p_step[0][j / kKeys] : own_p;
     }
   }
   const float l = reduce_add(load(state.l[0]));

@@ -32,14 +32,14 @@ struct PackedKeys {
   float *k_mean, *v_mean;    // [kv head][kMaxDim]
 };
 
-// One row of a forward pass, [keys], from logits to P in steps of 256 keys. `lazy`: with the maximum of
-// earlier steps where that will do. p: probabilities as the kernel would weigh v with them; l, m as it keeps them.
+// One row of a forward pass, [keys], from logits to P in steps of 256 keys. `stale_max`: with the maximum
+// of earlier steps where that does. p: the probabilities that the kernel multiplies v by; l, m as it keeps them.
 struct SoftmaxRow {
   PFormat format;
   const float* logits;
   int64_t keys;
   int64_t first, last;  // the keys that the row sees
-  bool lazy;
+  bool stale_max;
   double* p;
   double lse = 0;
 };

@@ -71,11 +71,11 @@ void expect_softmax(const std::vector<float>& logits, int64_t first, int64_t las
   for (int64_t j = first; j < last && m > -kInf; ++j) l += want[j] = std::exp(logits[j] - m);
   for (double& p : want) p = l > 0 ? p / l : 0;
   for (const Format& f : kFormats)
-    for (const bool lazy : {false, true}) {
-      SCOPED_TRACE(what + ", " + f.name + (lazy ? ", lazy" : "") + ", keys [" + std::to_string(first) + ", " +
-                   std::to_string(last) + ") of " + std::to_string(keys));
+    for (const bool stale_max : {false, true}) {
+      SCOPED_TRACE(what + ", " + f.name + (stale_max ? ", stale maximum" : "") + ", keys [" + std::to_string(first) +
+                   ", " + std::to_string(last) + ") of " + std::to_string(keys));
       std::vector<double> p(keys, -1.0);
-      SoftmaxRow row{f.format, logits.data(), keys, first, last, lazy, p.data()};
+      SoftmaxRow row{f.format, logits.data(), keys, first, last, stale_max, p.data()};
       primitives().softmax_row(row);
       double sum_error = 0;  // relative, of the row sum
       std::vector<double> bound(keys, f.absolute / std::max(l, 1.0));
@@ -152,11 +152,11 @@ TEST(Softmax, a_logit_that_is_no_number_makes_its_row_one) {
   for (const float bad : {kNaN, kInf})
     for (const int64_t at : {0, 64, 300})
       for (const Format& f : kFormats)
-        for (const bool lazy : {false, true}) {
+        for (const bool stale_max : {false, true}) {
           std::vector<float> x = normal(400, 1.f);
           x[at] = bad;
           std::vector<double> p(400);
-          SoftmaxRow row{f.format, x.data(), 400, 0, 400, lazy, p.data()};
+          SoftmaxRow row{f.format, x.data(), 400, 0, 400, stale_max, p.data()};
           primitives().softmax_row(row);
           EXPECT_TRUE(std::isnan(row.lse)) << f.name << ", " << bad << " at " << at;
         }

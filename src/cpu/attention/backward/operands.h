@@ -35,7 +35,7 @@ struct GradientOperands {
   float *q_amax, *do_amax;         // [row]
   float* lse;    // [row], times log2(e), less `gauge`, for k less its mean; +inf: the row sees nothing, not even a sink
   float* delta;  // [row], minus dlse
-  float* sink;   // [row], with sinks: the sink's weight, with Delta::from_p until then its logit, as lse
+  float* sink;   // [row], with sinks: the sink's probability, with Delta::from_p until then its logit, as lse
   float* gauge;  // [row], with a float mask: mask_gauge, which logits go without
   float* lambda;    // [row], with gproj
   float* lambda_q;  // [row][k_columns], with gproj: -lambda q

@@ -110,7 +110,7 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
     if (w.sink)
       w.sink[first + i] =
           static_cast<float>(plan.delta == Delta::from_p ? std::min((sink - moved) * 1.44269504088896340736, 0x1p100)
-                                                         : weight_of(sink, saved));
+                                                         : probability_of(sink, saved));
     do_finite[i] = finite_row(do_dp + i * vc, vc);
     if (!finite_row(q + i * kc, kc) || !do_finite[i]) {
       zero(q + i * kc, kc);

@@ -71,8 +71,8 @@ inline void add_what_does_not_split(const Problem& p, const ForwardScratch<Qk, P
     load_numbers(p.v, seq.batch, g, seq.k_first + key + j, 1, 1, side.v_columns, v);
     for (int64_t c = 0; c < p.dim_v; ++c)
       for (int64_t i = 0; i < rows && !splits(v[c]); ++i)
-        if (const float weight = scratch.logits_row(i)[j]; weight != 0.f)
-          scratch.o[i * side.v_columns + c] += weight * v[c];
+        if (const float own_p = scratch.logits_row(i)[j]; own_p != 0.f)
+          scratch.o[i * side.v_columns + c] += own_p * v[c];
   }
 }
 

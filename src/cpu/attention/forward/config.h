@@ -7,8 +7,8 @@ namespace octet::cpu::OCTET_ISA {
 
 // True where the product of P with V is formed apart, for a part of a step at a time, and then added to o. 8-bit P is
 // an integer, and each part has a scale of its own. f16 P is the one that gradients build on: next to a large sum small
-// weights would be lost one by one, always downwards; a few at a time they are not (coherence of the error of delta on
-// tied maxima: 0.91, by tiles 0.13, by quarters of a tile below 0.1).
+// probabilities would be lost one by one, always downwards; a few at a time they are not (coherence of the error of
+// delta on tied maxima: 0.91, by tiles 0.13, by quarters of a tile below 0.1).
 constexpr bool through_strip(PFormat format) { return format == PFormat::u8 || format == PFormat::f16; }
 constexpr int64_t kF16Part = 16;  // keys
 

@@ -43,7 +43,7 @@ inline void store_rows(const Problem& p, const ForwardPlan& plan, const KeySide&
     if (p.lse.present() || sink != kMinusInfinity) {
       const double of_keys = seen ? lse_of_keys<format>(p, plan, queries, state, i, l) : kMinusInfinity,
                    lse = with_sink(of_keys, sink);
-      if (sink != kMinusInfinity) scale_row(o, static_cast<float>(weight_of(of_keys, lse)), columns);
+      if (sink != kMinusInfinity) scale_row(o, static_cast<float>(probability_of(of_keys, lse)), columns);
       if (p.lse.present()) *p.lse.at<float>(seq.batch, h, at) = static_cast<float>(lse);
     }
     store_row(p.o, seq.batch, h, at, o);

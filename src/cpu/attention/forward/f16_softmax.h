@@ -1,5 +1,5 @@
 // The softmax of 8-bit P in f16 arithmetic, 32 keys at a time, for instruction sets that have it: codes of 8 bits need
-// no more, and the weights of a step stay in registers until their scales are known. Rows that f16 does not hold are
+// no more, and P of a step stays in registers until their scales are known. Rows that f16 does not hold are
 // left to rows.h.
 #pragma once
 #include "cpu/attention/forward/rows.h"
@@ -8,20 +8,20 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-constexpr int kHalfLanes = 32;
-constexpr int64_t kHalfVectors = kMaxStepKeys / kHalfLanes;
+constexpr int kF16Lanes = 32;
+constexpr int64_t kF16Vectors = kMaxStepKeys / kF16Lanes;
 
-// A weight of 1 is 2^11: 24 octaves down to where weights fade to 0, and some four up, by which logits may exceed the
+// P = 1 is 2^11: there are 24 octaves down to where P fades to 0, and some four up, by which logits may exceed the
 // maximum of earlier steps.
-constexpr int kOneInHalves = 11;
-constexpr float kOfHalves = 1.f / (1 << kOneInHalves);
+constexpr int kOneInF16 = 11;
+constexpr float kFromF16 = 1.f / (1 << kOneInF16);
 
 // The scales and the poisoned keys that all rows of a step share.
-struct HalfStep {
-  __m512h v_scale[kHalfVectors];   // in units of v_unit, 0 where not finite, in packed order
-  __mmask32 poison[kHalfVectors];  // keys with a scale that is not finite, in packed order
-  float v_unit, k_top;             // at least the largest scale
-  bool even;                       // no scale but 0 is so small beside the largest that it would lose bits
+struct F16Step {
+  __m512h v_scale[kF16Vectors];   // in units of v_unit, 0 where not finite, in packed order
+  __mmask32 poison[kF16Vectors];  // keys with a scale that is not finite, in packed order
+  float v_unit, k_top;            // at least the largest scale
+  bool even;                      // no scale but 0 is so small beside the largest that it would lose bits
 };
 
 // The keys of 32 as _mm512_packus_epi32 leaves them: it packs the quarters of two vectors in turns.
@@ -33,19 +33,19 @@ inline __m512i packed_order() {
 // Which of them lie in [first, last).
 OCTET_INLINE __mmask32 seen_of_packed(int64_t first, int64_t last) {
   const auto bound = [](int64_t j) OCTET_INLINE_LAMBDA {
-    return _mm512_set1_epi16(static_cast<int16_t>(std::clamp<int64_t>(j, 0, kHalfLanes)));
+    return _mm512_set1_epi16(static_cast<int16_t>(std::clamp<int64_t>(j, 0, kF16Lanes)));
   };
   return _mm512_cmpge_epi16_mask(packed_order(), bound(first)) & _mm512_cmplt_epi16_mask(packed_order(), bound(last));
 }
 
-OCTET_INLINE __m512h pack_halves(Vf low, Vf high) {
+OCTET_INLINE __m512h pack_f16(Vf low, Vf high) {
   const __m512i both =
       _mm512_inserti64x4(_mm512_castsi256_si512((__m256i)_mm512_cvtxps_ph(low)), (__m256i)_mm512_cvtxps_ph(high), 1);
   return (__m512h)_mm512_permutexvar_epi16(packed_order(), both);
 }
 
-inline HalfStep half_step(const float* k_scale, const float* v_scale, int64_t tiles) {
-  HalfStep step;
+inline F16Step f16_step(const float* k_scale, const float* v_scale, int64_t tiles) {
+  F16Step step;
   const auto finite = [](Vf x) OCTET_INLINE_LAMBDA { return x * 0.f == Vf{} ? x : Vf{}; };
   Vf v_top = splat(0x1p-120f), v_low = splat(0x1p126f), k_top{};
   for (int64_t j = 0; j < tiles * kKeys; j += kLanes) {
@@ -60,16 +60,16 @@ inline HalfStep half_step(const float* k_scale, const float* v_scale, int64_t ti
   const int exponent = std::min(__builtin_ilogbf(reduce_max(v_top)), 125);
   step.v_unit = __builtin_ldexpf(1.f, exponent + 1);
   const float inverse = __builtin_ldexpf(1.f, -exponent - 1);
-  for (int64_t v = 0; v < tiles * kKeys / kHalfLanes; ++v) {
+  for (int64_t v = 0; v < tiles * kKeys / kF16Lanes; ++v) {
     Vf scale[2], poison[2];
     for (int half = 0; half < 2; ++half) {
-      const int64_t j = v * kHalfLanes + half * kLanes;
+      const int64_t j = v * kF16Lanes + half * kLanes;
       const Vf both = (load(v_scale + j) * 0.f) + (load(k_scale + j) * 0.f);
       scale[half] = finite(load(v_scale + j)) * inverse;
       poison[half] = both == Vf{} ? Vf{} : splat(1.f);
     }
-    step.v_scale[v] = pack_halves(scale[0], scale[1]);
-    step.poison[v] = _mm512_cmp_ph_mask(pack_halves(poison[0], poison[1]), __m512h{}, _CMP_NEQ_OQ);
+    step.v_scale[v] = pack_f16(scale[0], scale[1]);
+    step.poison[v] = _mm512_cmp_ph_mask(pack_f16(poison[0], poison[1]), __m512h{}, _CMP_NEQ_OQ);
   }
   return step;
 }
@@ -107,19 +107,19 @@ OCTET_INLINE __m512h largest_groups(const __m512i* x) {
 }
 
 // Scratch memory of a group of kLanes rows.
-struct HalfRows {
-  __m512h p[kLanes][kHalfVectors];  // weights times the scales of v
+struct F16Rows {
+  __m512h p[kLanes][kF16Vectors];  // P times the scales of v
   __m512i tops[kLanes];
   alignas(64) uint16_t inverse[kLanes][kStepTiles];
 };
 
-// One row from logits to weights, and its l. False, with l unchanged, if f16 does not hold them.
+// One row from logits to P, and its l. Returns false, with l unchanged, if f16 does not hold them.
 template <bool partial, int64_t rows>
-OCTET_INLINE bool weigh_in_halves(const HalfStep& step, const int32_t* s, const TileRow& row, int64_t tiles, int64_t i,
-                                  RowState<rows>& state, __m512h* p, __m512i& top) {
+OCTET_INLINE bool p_of_row_f16(const F16Step& step, const int32_t* s, const TileRow& row, int64_t tiles, int64_t i,
+                               RowState<rows>& state, __m512h* p, __m512i& top) {
   constexpr float kOctave = 1024.f;
-  const float unit = state.unit[i] * kOctave, shift = (kOneInHalves + 14) * kOctave - state.m[i] * unit;
-  // Sums stay below 2^22: no weight is beyond the integers, and none is NaN.
+  const float unit = state.unit[i] * kOctave, shift = (kOneInF16 + 14) * kOctave - state.m[i] * unit;
+  // Sums stay below 2^22: no P is beyond the integers, and none is NaN.
   if (!(step.k_top * unit < 0x1p8f && __builtin_fabsf(shift) < 0x1p30f)) return false;
   __m512h l{};
   __m512i tops[kStepTiles] = {}, all_bits{};
@@ -128,19 +128,19 @@ OCTET_INLINE bool weigh_in_halves(const HalfStep& step, const int32_t* s, const 
   for (int64_t tile = 0; tile < kStepTiles; ++tile) {
     if (tile == tiles) break;
     for (int64_t v = 2 * tile; v < 2 * tile + 2; ++v) {
-      const int64_t j = v * kHalfLanes;
+      const int64_t j = v * kF16Lanes;
       const Vf low = to_float(load(s + j)) * load(row.k_scale + j),
                high = to_float(load(s + j + kLanes)) * load(row.k_scale + j + kLanes);
-      // Weights far below the maximum saturate at 0.
+      // P far below the maximum saturates at 0.
       __m512i bits =
           _mm512_packus_epi32(_mm512_cvtps_epi32(low * unit + shift), _mm512_cvtps_epi32(high * unit + shift));
       const __mmask32 seen = partial ? seen_of_packed(row.first - j, row.last - j) : ~__mmask32{};
       if constexpr (partial) bits = _mm512_maskz_mov_epi16(seen, bits);
       poison |= seen & step.poison[v];
       all_bits |= bits;
-      const __m512h weight = exp2_of_bits(bits);
-      l += weight;
-      p[v] = weight * step.v_scale[v];
+      const __m512h x = exp2_of_bits(bits);
+      l += x;
+      p[v] = x * step.v_scale[v];
       tops[tile] = v % 2 ? larger(tops[tile], (__m512i)p[v]) : (__m512i)p[v];
     }
   }
@@ -149,28 +149,28 @@ OCTET_INLINE bool weigh_in_halves(const HalfStep& step, const int32_t* s, const 
                  (Vf)_mm512_cvtxph_ps((__m256h)_mm512_extracti64x4_epi64((__m512i)l, 1));
   // Bits from 0x7c00 on are no number, from 0x8000 on they have a sign.
   if (poison || _mm512_movepi16_mask(all_bits) || !reduce_is_below(sum, __builtin_inff())) return false;
-  store(state.l[i], load(state.l[i]) + sum * kOfHalves);
+  store(state.l[i], load(state.l[i]) + sum * kFromF16);
   return true;
 }
 
 // The steps of P of kLanes rows, and their inverses.
 template <int64_t rows>
-OCTET_INLINE void scale_halves(float p_top, float v_unit, int64_t first, RowState<rows>& state, HalfRows& group) {
+OCTET_INLINE void scale_f16(float p_top, float v_unit, int64_t first, RowState<rows>& state, F16Rows& group) {
   for (int row = 0; row < kLanes; row += 8) {
     const __m512i largest = (__m512i)largest_groups(group.tops + row);
     const __m256i four_rows[] = {_mm512_castsi512_si256(largest), _mm512_extracti64x4_epi64(largest, 1)};
     for (int half = 0; half < 2; ++half) {
-      // At most 2^15, within f16: so small a part of P weighs nothing beside the row's largest.
+      // At most 2^15, within f16: so small a part of P adds nothing beside the row's largest.
       const __m256h inverse =
           _mm512_cvtxps_ph(min(splat(0x1p15f), p_top / (Vf)_mm512_cvtxph_ps((__m256h)four_rows[half])));
       _mm256_store_si256(reinterpret_cast<__m256i*>(group.inverse[row + 4 * half]), (__m256i)inverse);
-      store(state.p_step[first + row + 4 * half], v_unit * kOfHalves / (Vf)_mm512_cvtxph_ps(inverse));
+      store(state.p_step[first + row + 4 * half], v_unit * kFromF16 / (Vf)_mm512_cvtxph_ps(inverse));
     }
   }
 }
 
 // The codes of a row.
-OCTET_INLINE void codes_of_halves(const __m512h* p, const uint16_t* inverse, int64_t tiles, uint8_t* out) {
+OCTET_INLINE void quantize_f16(const __m512h* p, const uint16_t* inverse, int64_t tiles, uint8_t* out) {
   // Undoes packed_order; even bytes are the first 32 keys of a tile, odd ones the others.
   const __m512i order =
       _mm512_set_epi8(63, 61, 59, 57, 47, 45, 43, 41, 31, 29, 27, 25, 15, 13, 11, 9, 55, 53, 51, 49, 39, 37, 35, 33, 23,
@@ -191,10 +191,10 @@ OCTET_INLINE void codes_of_halves(const __m512h* p, const uint16_t* inverse, int
 // Rows [first, last), at most kLanes, from logits to P: s and p are those of the first. `row_at` gives a row's keys;
 // all_seen: it sees them all. Sets done where that went well.
 template <class Qk, int64_t rows, class RowAt>
-inline void weights_in_halves(const HalfStep& step, const int32_t* s, int64_t stride, RowAt&& row_at, bool all_seen,
-                              int64_t tiles, float p_top, int64_t first, int64_t last, RowState<rows>& state,
-                              uint8_t* p, bool (&done)[kLanes]) {
-  // Weights above 1 could take their sum with v out of range; a row that does not see the largest v needs the others.
+inline void softmax_f16(const F16Step& step, const int32_t* s, int64_t stride, RowAt&& row_at, bool all_seen,
+                        int64_t tiles, float p_top, int64_t first, int64_t last, RowState<rows>& state, uint8_t* p,
+                        bool (&done)[kLanes]) {
+  // P above 1 could take its sum with v out of range; a row that does not see the largest v needs the others.
   if (step.v_unit > 0x1p93f || !step.even) return;
   // Only a row's first step asks for its maximum.
   alignas(64) float tops[kLanes];
@@ -205,17 +205,17 @@ inline void weights_in_halves(const HalfStep& step, const int32_t* s, int64_t st
       fresh = true;
       tops[i - first] = largest_logit<Qk>(s + (i - first) * stride, row_at(i), tiles, state.to_logit[i]);
     }
-  if (fresh) raise_maxima<kExp2For8Bits>(tops, first, state);
-  HalfRows group;
+  if (fresh) update_max<kExp2For8Bits>(tops, first, state);
+  F16Rows group;
   for (int64_t i = first; i < last; ++i) {
     const int64_t r = i - first;
     done[r] = all_seen
-                  ? weigh_in_halves<false>(step, s + r * stride, row_at(i), tiles, i, state, group.p[r], group.tops[r])
-                  : weigh_in_halves<true>(step, s + r * stride, row_at(i), tiles, i, state, group.p[r], group.tops[r]);
+                  ? p_of_row_f16<false>(step, s + r * stride, row_at(i), tiles, i, state, group.p[r], group.tops[r])
+                  : p_of_row_f16<true>(step, s + r * stride, row_at(i), tiles, i, state, group.p[r], group.tops[r]);
   }
-  scale_halves(p_top, step.v_unit, first, state, group);
+  scale_f16(p_top, step.v_unit, first, state, group);
   for (int64_t r = 0; r < last - first; ++r)
-    if (done[r]) codes_of_halves(group.p[r], group.inverse[r], tiles, p + r * kMaxStepKeys);
+    if (done[r]) quantize_f16(group.p[r], group.inverse[r], tiles, p + r * kMaxStepKeys);
 }
 
 }  // namespace octet::cpu::OCTET_ISA

@@ -120,13 +120,13 @@ struct Forward {
     const bool v_finite = OCTET_ISA::v_finite(side, index, tiles);
     const bool all_seen = !p.mask.present() && p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens).first <= key &&
                           p.keys_of(token, seq.q_tokens, seq.k_tokens).last >= key + keys;
-    const bool lazy = all_seen && !plan.beta && v_finite;
+    const bool stale_max = all_seen && !plan.beta && v_finite;
 #ifdef __AVX512FP16__
-    constexpr bool kHalves = format == PFormat::u8;
-    HalfStep half;
-    if constexpr (kHalves) half = half_step(row.k_scale, v_scale, tiles);
+    constexpr bool kF16Softmax = format == PFormat::u8;
+    F16Step f16;
+    if constexpr (kF16Softmax) f16 = f16_step(row.k_scale, v_scale, tiles);
 #else
-    constexpr bool kHalves = false;
+    constexpr bool kF16Softmax = false;
 #endif
     const auto row_at = [&](int64_t i) {
       if (all_seen) return row;
@@ -141,10 +141,10 @@ struct Forward {
       const int64_t last = std::min(first + kLanes, rows);
       bool done[kLanes] = {};
 #ifdef __AVX512FP16__
-      if constexpr (kHalves) {
+      if constexpr (kF16Softmax) {
         if (!p.mask.present())
-          weights_in_halves<Qk>(half, scratch.s_row(first), scratch.stride, row_at, all_seen, tiles, plan.p_top, first,
-                                last, state, scratch.p_row(first), done);
+          softmax_f16<Qk>(f16, scratch.s_row(first), scratch.stride, row_at, all_seen, tiles, plan.p_top, first, last,
+                          state, scratch.p_row(first), done);
       }
 #endif
       alignas(64) float tops[kLanes];
@@ -152,9 +152,9 @@ struct Forward {
       for (int64_t i = first; i < last; ++i) {
         if (done[i - first]) continue;
         const TileRow own = row_at(i);
-        if constexpr (may_be_lazy(format) && !kHalves) {
-          done[i - first] = lazy && state.m[i] != kMinusInfinity &&
-                            weights_row_lazily<Qk, Pv, format>(plan, scratch.s_row(i), own, tiles, v_scale, i, state,
+        if constexpr (may_keep_stale_max(format) && !kF16Softmax) {
+          done[i - first] = stale_max && state.m[i] != kMinusInfinity &&
+                            p_of_row_stale_max<Qk, Pv, format>(plan, scratch.s_row(i), own, tiles, v_scale, i, state,
                                                                scratch.p_row(i));
           if (done[i - first]) continue;
         }
@@ -162,10 +162,10 @@ struct Forward {
         top = logits_row<Qk>(scratch.s_row(i), own, tiles, state.to_logit[i]);
         if (plan.beta) top = shifted_top(i, top, keys);
       }
-      raise_maxima<exp2_degree(format)>(tops, first, state);
+      update_max<exp2_degree(format)>(tops, first, state);
       for (int64_t i = first; i < last; ++i)
         if (!done[i - first])
-          weights_row<Pv, format>(plan, scratch.logits_row(i), tiles, v_scale, v_finite, i, state, scratch.p_row(i));
+          p_of_row<Pv, format>(plan, scratch.logits_row(i), tiles, v_scale, v_finite, i, state, scratch.p_row(i));
     }
   }
 

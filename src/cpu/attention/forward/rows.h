@@ -60,9 +60,9 @@ OCTET_INLINE float largest_logit(const typename Qk::Sum* s, const TileRow& row, 
   return largest_of(tops);
 }
 
-// The maxima of kLanes rows from `first` on meet those of a step, and what it takes to go from the old to the new.
+// Updates the maxima of kLanes rows from `first` on with those of a step, and finds the rescale factors alpha.
 template <int degree, int64_t rows>
-OCTET_INLINE void raise_maxima(const float (&tops)[kLanes], int64_t first, RowState<rows>& state) {
+OCTET_INLINE void update_max(const float (&tops)[kLanes], int64_t first, RowState<rows>& state) {
   const Vf old = load(state.m + first), m = max(load(tops), old);
   const Vf base = m == kMinusInfinity ? Vf{} : m;
   store(state.m + first, m);
@@ -73,7 +73,7 @@ OCTET_INLINE void raise_maxima(const float (&tops)[kLanes], int64_t first, RowSt
 template <class Pv>
 OCTET_INLINE void quantize_p(const float* p, int64_t tiles, Quad tops, float top, typename Pv::Element* out,
                              float* steps) {
-  constexpr float kNothing = 0x1p-110f;  // weighs nothing beside the row's largest, and its inverse may overflow
+  constexpr float kNothing = 0x1p-110f;  // adds nothing beside the row's largest, and its inverse may overflow
   const auto counts = tops > kNothing;
   const Quad inverses = counts ? top / tops : Quad{}, scaled = counts ? tops * (1.f / top) : Quad{};
   std::memcpy(steps, &scaled, sizeof scaled);
@@ -86,8 +86,8 @@ OCTET_INLINE void quantize_p(const float* p, int64_t tiles, Quad tops, float top
 
 // One row of a step: from logits to P.
 template <class Pv, PFormat format, int64_t rows>
-OCTET_INLINE void weights_row(const ForwardPlan& plan, float* logits, int64_t tiles, const float* v_scale,
-                              bool v_finite, int64_t i, RowState<rows>& state, typename Pv::Element* p_out) {
+OCTET_INLINE void p_of_row(const ForwardPlan& plan, float* logits, int64_t tiles, const float* v_scale, bool v_finite,
+                           int64_t i, RowState<rows>& state, typename Pv::Element* p_out) {
   constexpr int degree = exp2_degree(format);
   const float unit = state.unit[i], base = state.m[i] == kMinusInfinity ? 0.f : state.m[i];
   Vf l{}, tops[kStepTiles] = {}, poisons[kStepTiles] = {};
@@ -99,10 +99,10 @@ OCTET_INLINE void weights_row(const ForwardPlan& plan, float* logits, int64_t ti
       l += add_up(p);
       Vf top{}, poison{};
       for (int v = 0; v < kVectors; ++v) {
-        const Vf weighed = p[v] == Vf{} ? p[v] : p[v] * load(v_scale + tile * kKeys + v * kLanes);
-        top = max(weighed, top);
-        poison += weighed * 0.f;
-        store(own + v * kLanes, weighed);
+        const Vf scaled_p = p[v] == Vf{} ? p[v] : p[v] * load(v_scale + tile * kKeys + v * kLanes);
+        top = max(scaled_p, top);
+        poison += scaled_p * 0.f;
+        store(own + v * kLanes, scaled_p);
       }
       tops[tile] = top;
       poisons[tile] = poison;
@@ -120,21 +120,21 @@ OCTET_INLINE void weights_row(const ForwardPlan& plan, float* logits, int64_t ti
   store(state.l[i], load(state.l[i]) * state.alpha[i] + l);
 }
 
-// Whether P may be larger than 1: it is a float, a bfloat, or has a scale of its own in every part. The maximum then
-// only has to keep p times v in the range of floats, so that of earlier steps will do, mostly.
-constexpr bool may_be_lazy(PFormat format) {
+// Returns whether P may be larger than 1: it is a float, a bfloat, or has a scale of its own in every part. The maximum
+// then only has to keep p times v in the range of floats, so the stale one of earlier steps mostly does.
+constexpr bool may_keep_stale_max(PFormat format) {
   return format == PFormat::exact || format == PFormat::bf16 || format == PFormat::u8;
 }
 
-// Logits and weights at once for a step that all of the row sees, with the maximum of earlier steps. False, with
+// Logits and P at once for a step that all of the row sees, with the maximum of earlier steps. Returns false, with
 // nothing changed, if that is too small.
 template <class Qk, class Pv, PFormat format, int64_t rows>
-OCTET_INLINE bool weights_row_lazily(const ForwardPlan& plan, const typename Qk::Sum* s, const TileRow& row,
+OCTET_INLINE bool p_of_row_stale_max(const ForwardPlan& plan, const typename Qk::Sum* s, const TileRow& row,
                                      int64_t tiles, const float* v_scale, int64_t i, RowState<rows>& state,
                                      typename Pv::Element* p_out) {
   constexpr float kRange = format == PFormat::u8 ? 0x1p60f : 0x1p10f;  // 8-bit P has the scale of v in it
   const float unit = state.unit[i], base = state.m[i], shift = base * unit;
-  alignas(64) float weighed[kMaxStepKeys];
+  alignas(64) float scaled_p[kMaxStepKeys];
   alignas(64) typename Pv::Element rounded[kMaxStepKeys];
   Vf l{}, tops[kStepTiles] = {};
   for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -150,7 +150,7 @@ OCTET_INLINE bool weights_row_lazily(const ForwardPlan& plan, const typename Qk:
       for (int v = 0; v < kVectors; ++v) {
         const Vf y = p[v] * load(v_scale + tile * kKeys + v * kLanes);
         top = max(y, top);
-        store(weighed + tile * kKeys + v * kLanes, y);
+        store(scaled_p + tile * kKeys + v * kLanes, y);
       }
       tops[tile] = top;
     } else {
@@ -161,7 +161,7 @@ OCTET_INLINE bool weights_row_lazily(const ForwardPlan& plan, const typename Qk:
   if constexpr (format == PFormat::u8) {
     const Vf all = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
     if (!reduce_is_below(all, kRange)) return false;
-    quantize_p<Pv>(weighed, tiles, reduce_max(tops), plan.p_top, p_out, state.p_step[i]);
+    quantize_p<Pv>(scaled_p, tiles, reduce_max(tops), plan.p_top, p_out, state.p_step[i]);
   } else {
     std::memcpy(p_out, rounded, sizeof *rounded * static_cast<std::size_t>(tiles * kKeys));
   }

@@ -6,7 +6,7 @@
 //   o = alpha o + p v,  t = alpha t + [p, h] [tv; v]      the second as one product of twice the depth
 // and at the end o / l, to = (t - r o / l) / l, lse = m + ln l.
 //
-// A constant added to a row of ts cancels between t and r o. So c, the mean of ts that p weighs in the first tile that
+// A constant added to a row of ts cancels between t and r o. So c, the mean of ts weighted by p in the first tile that
 // the row sees, only keeps h small, and with it the error of rounding h. l and r sum the rounded p and h, so that their
 // roundings cancel against those in o and t.
 #pragma once
@@ -70,7 +70,7 @@ struct JvpState {
   float gauge[kQueries];  // mask_gauge
 };
 
-// The mean of x weighted by p; keys of weight 0 may hold anything.
+// The mean of x weighted by p; keys whose p is 0 may hold anything.
 OCTET_INLINE float weighted_mean(const Vf (&p)[kVectors], const Vf (&x)[kVectors]) {
   Vf product[kVectors];
   for (int v = 0; v < kVectors; ++v) product[v] = p[v] == Vf{} ? Vf{} : p[v] * x[v];
@@ -195,7 +195,7 @@ struct Jvp {
     }
   }
 
-  // A sink leaves the keys the share w = exp(lse of the keys - lse) of the weights, and takes of_sink = 1 - w:
+  // A sink leaves the keys the share w = exp(lse of the keys - lse) of all probabilities, and takes of_sink = 1 - w:
   //   o = w o     to = w (to + of_sink (tlse - tsink) o)     tlse = w tlse + of_sink tsink
   void finish(const Sequence& seq, int64_t h, int64_t token, int64_t rows) {
     const float sink = sink_of(p, seq.batch, h),
@@ -213,7 +213,8 @@ struct Jvp {
       const double m = static_cast<double>(state.m[i]) * logit_unit() / 1.44269504088896340736;
       const double of_keys = seen ? m + std::log(static_cast<double>(l)) + state.gauge[i] : kMinusInfinity;
       const double lse = with_sink(of_keys, sink);
-      const float w = static_cast<float>(weight_of(of_keys, lse)), of_sink = static_cast<float>(weight_of(sink, lse));
+      const float w = static_cast<float>(probability_of(of_keys, lse)),
+                  of_sink = static_cast<float>(probability_of(sink, lse));
       const float mean = seen ? state.centre[i] + r * inverse : 0.f;
       if (sink != kMinusInfinity)
         for (int64_t c = 0; c < p.dim_v; ++c) {
