@@ -25,16 +25,21 @@ BIAS_CORRECTIONS = abi.BIAS_CORRECTIONS
 FORWARD, BACKWARD = abi.PASSES["forward"], abi.PASSES["backward"]
 
 
+def struct(kind, **fields):
+    """A struct of octet.h, whose first field is its size."""
+    return kind(ctypes.sizeof(kind), **fields)
+
+
 class Octet:
     """One prepared call of liboctet. `options` are fields of octet_attention."""
 
     def __init__(self, library, which, precision, causal, tensors, **options):
         self.library, self.tensors = library, tensors
         mask = abi.MASK_CAUSAL if causal else 0
-        self.attention = abi.Attention(precision=abi.PRECISIONS[precision], mask=mask, **options)
+        self.attention = struct(abi.Attention, precision=abi.PRECISIONS[precision], mask=mask, **options)
         self.views = {"do_" if name == "do" else name: self.view(x) for name, x in tensors.items()}
         pointers = {name: ctypes.pointer(view) for name, view in self.views.items()}
-        self.arguments = abi.Arguments(**{"pass": which}, **pointers)
+        self.arguments = struct(abi.Arguments, **{"pass": which}, **pointers)
         bytes_needed = ctypes.c_size_t()
         self.check(
             library.octet_workspace_size(
@@ -52,7 +57,8 @@ class Octet:
         stride = list(x.stride()) + [1] * (4 - x.dim())
         array = ctypes.c_int64 * 4
         on_gpu = x.device.type == "cuda"
-        return abi.Tensor(
+        return struct(
+            abi.Tensor,
             dtype=abi.DTYPES[DTYPES[x.dtype]],
             data=x.data_ptr(),
             shape=array(*shape),

@@ -18,9 +18,9 @@ import time
 import octet
 import torch
 from abi import revision
-from octet import _passes
+from octet import _plan
 from octet._options import options_of
-from octet.torch import _ops, front
+from octet.torch import _ops, adapter
 from torch.nn.functional import scaled_dot_product_attention
 
 SHAPES = {"cuda": (1, 8, 512, 64), "cpu": (1, 1, 8, 64)}  # batch, heads, tokens, dim
@@ -78,9 +78,9 @@ def calls_of(device, dtype):
     o, lse = octet.attention(q, k, v, return_lse=True)
     arrays = q, k, v, None, None, None, None
     _, _, r = _ops.forward(q, k, v, None, None, None, None, True, options_of("bf16"))
-    plan = _passes.Call(front, "forward", options_of("bf16"), arrays).plan.at([x.data_ptr() for x in (q, k, v, o, lse)])
+    plan = _plan.Call(adapter, "forward", options_of("bf16"), arrays).plan.at([x.data_ptr() for x in (q, k, v, o, lse)])
     saved = do, q, k, v, o, lse, r
-    back = _passes.Call(front, "backward", options_of("bf16"), (*saved, *[None] * 5)).plan
+    back = _plan.Call(adapter, "backward", options_of("bf16"), (*saved, *[None] * 5)).plan
     made = [torch.empty_like(x) for x in (q, k, v)]
     back.at([x.data_ptr() for x in (*saved, *made)])
     memory = torch.empty(max(plan.workspace_size(), back.workspace_size()) + 64, dtype=torch.uint8, device=device)

@@ -9,6 +9,7 @@ found and the values allowed.
 
 from typing import TYPE_CHECKING, Any
 
+from octet import _api
 from octet._api import attention, attention_jvp, attention_varlen, attention_vjp
 from octet._explain import Support, explain, supports
 from octet._library import version as __version__
@@ -25,9 +26,7 @@ def __getattr__(name: str) -> Any:
     """sdpa and patch_sdpa, which import torch when first asked for."""
     if name not in ("sdpa", "patch_sdpa"):
         raise AttributeError(f"module 'octet' has no attribute {name!r}")
-    from octet.torch import sdpa
-
-    return getattr(sdpa, name)
+    return getattr(_api.load("torch").sdpa, name)
 
 
 __all__ = [

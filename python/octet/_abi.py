@@ -1,7 +1,7 @@
 """include/octet/octet.h in ctypes: the same structs, field by field, and the same numbers for every name.
 
 A test compiles a C program that prints the offset of every field and compares. Enumerators are dictionaries from the
-names that the library itself uses in its messages.
+names that the library itself uses in its messages. The first field of a struct is its size.
 """
 
 import ctypes
@@ -29,18 +29,11 @@ ROPE_STYLES = {"none": 0, "half": 1, "interleaved": 2}
 STATISTICS = ("step", "norm", "bias", "outlier")
 
 
-class Struct(ctypes.Structure):
-    """A struct of octet.h: its first field is its size."""
-
-    def __init__(self, **fields: object) -> None:
-        super().__init__(size=ctypes.sizeof(type(self)), **fields)
-
-
-class Tensor(Struct):
+class Tensor(ctypes.Structure):
     """octet_tensor"""
 
 
-class Quantization(Struct):
+class Quantization(ctypes.Structure):
     """octet_quantization"""
 
     _fields_ = [
@@ -68,7 +61,7 @@ Tensor._fields_ = [
 ]
 
 
-class Attention(Struct):
+class Attention(ctypes.Structure):
     """octet_attention"""
 
     _fields_ = [
@@ -91,7 +84,7 @@ class Attention(Struct):
     ]
 
 
-class Arguments(Struct):
+class Arguments(ctypes.Structure):
     """octet_arguments"""
 
     _fields_ = [
@@ -124,7 +117,7 @@ class Arguments(Struct):
     ]
 
 
-class Rope(Struct):
+class Rope(ctypes.Structure):
     """octet_rope"""
 
     _fields_ = [

@@ -1,4 +1,7 @@
-"""The public functions of attention: each works out what was asked for and hands it to the framework of the arrays."""
+"""The public functions of attention: each works out what was asked for and hands it to the framework of the arrays.
+
+This is the one place where calls are dispatched by the kind of their arrays, and where torch and jax are imported.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from octet import _numpy
 from octet._options import AttentionOptions, Options, count, options_of
+from octet._plan import own_type
 from octet._qtensor import QTensor
-from octet.errors import InvalidArgument, refuse_dtype
+from octet.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from typing import Unpack
 
 # Functions of q, k, v and keywords that give o of `attention` without a mask and sinks faster than `forward` does, by
-# the type of q.
+# the type of q; None: the call has to go by `forward`.
 shortcuts: dict[type, Callable[[Any, Any, Any, AttentionOptions], Any]] = {}
 
 
 def _is_traced() -> bool:
     """Whether torch.compile traces the call. It guards what a call reads, and so must not read shortcuts: tracing may
-    import octet's torch front, which enters one."""
+    import octet.torch, which enters one."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
 
 
-def _framework_of(name: str, array: Any) -> str:
+def _kind_of(name: str, array: Any) -> str:
     array = array.codes if isinstance(array, QTensor) else array
     if isinstance(array, np.ndarray):
         return "numpy"
@@ -40,43 +45,38 @@ def _framework_of(name: str, array: Any) -> str:
     )
 
 
-def front_of(**arrays: Any) -> Any:
-    """The front of the framework that all the arrays belong to; None: absent."""
-    first, framework = "", ""
-    for name, array in arrays.items():
-        if array is None:
-            continue
-        found = _framework_of(name, array)
-        first, framework = (name, found) if not first else (first, framework)
-        if found != framework:
-            raise InvalidArgument(
-                f"{name}: a {found} array, but {first} is one of {framework}; all arrays of a call are of one kind"
-            )
-    if framework == "torch":
+def load(kind: str) -> Any:
+    """The module that computes with arrays of a kind. It has run_attention, run_vjp, run_jvp, sinks_of, to_numpy and
+    the adapter of _plan.py. Those of torch and jax, which may be missing, are imported here when they are needed, and
+    nowhere else."""
+    if kind == "torch":
         import octet.torch
 
         return octet.torch
-    if framework == "jax":
+    if kind == "jax":
         import octet.jax
 
         return octet.jax
-    from octet import _numpy
-
     return _numpy
 
 
-def own_type(front: Any, q: Any) -> str:
-    """The type that precision None stands for."""
-    if isinstance(q, QTensor):
-        return q.format
-    found = front.front.own_type(q)
-    if found not in ("f64", "f32", "f16", "bf16", "e4m3"):
-        refuse_dtype("q", str(q.dtype).removeprefix("torch."), "; codes come as the QTensor of octet.quantize")
-    return found
+def framework_of(**arrays: Any) -> Any:
+    """The module that computes with all the arrays, which are of one kind; None: absent."""
+    first, kind = "", ""
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        found = _kind_of(name, array)
+        first, kind = (name, found) if not first else (first, kind)
+        if found != kind:
+            raise InvalidArgument(
+                f"{name}: a {found} array, but {first} is one of {kind}; all arrays of a call are of one kind"
+            )
+    return load(kind)
 
 
-def _options(front: Any, q: Any, options: AttentionOptions) -> Options:
-    return options_of(own_type(front, q), **options)
+def _options(framework: Any, q: Any, options: AttentionOptions) -> Options:
+    return options_of(own_type(framework.adapter, q), **options)
 
 
 def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_k: int) -> Options:
@@ -92,8 +92,8 @@ def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_
 
 def forward(q: Any, k: Any, v: Any, mask: Any, options: AttentionOptions, **more: Any) -> tuple[Any, Any]:
     """(o, lse) of `attention`; `more`: sinks, return_lse."""
-    front = front_of(q=q, k=k, v=v, mask=mask, sinks=more.get("sinks"))
-    return front.run_attention(_options(front, q, options), q, k, v, mask=mask, **more)
+    framework = framework_of(q=q, k=k, v=v, mask=mask, sinks=more.get("sinks"))
+    return framework.run_attention(_options(framework, q, options), q, k, v, mask=mask, **more)
 
 
 def attention(
@@ -157,7 +157,9 @@ def attention(
         TypeError: an unknown keyword; the message says what to use instead.
     """
     if mask is None and sinks is None and not return_lse and not _is_traced() and (shortcut := shortcuts.get(type(q))):
-        return shortcut(q, k, v, options)
+        o = shortcut(q, k, v, options)
+        if o is not None:
+            return o
     o, lse = forward(q, k, v, mask, options, sinks=sinks, return_lse=return_lse)
     return (o, lse) if return_lse else o
 
@@ -197,9 +199,9 @@ def attention_varlen(
         As `octet.attention`.
     """
     more = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "sinks": sinks}
-    front = front_of(q=q, k=k, v=v, **more)
-    made = _packed(_options(front, q, options), options.get("layout"), max_seqlen_q, max_seqlen_k)
-    o, lse = front.run_attention(made, q, k, v, **more, return_lse=return_lse)
+    framework = framework_of(q=q, k=k, v=v, **more)
+    made = _packed(_options(framework, q, options), options.get("layout"), max_seqlen_q, max_seqlen_k)
+    o, lse = framework.run_attention(made, q, k, v, **more, return_lse=return_lse)
     return (o, lse) if return_lse else o
 
 
@@ -230,8 +232,8 @@ def attention_vjp(
         As `octet.attention`; Unsupported for precisions without a backward pass.
     """
     more = {"mask": mask, "sinks": sinks, "dlse": dlse}
-    front = front_of(q=q, k=k, v=v, do=do, **more)
-    return front.run_vjp(_options(front, q, options), q, k, v, do, **more)
+    framework = framework_of(q=q, k=k, v=v, do=do, **more)
+    return framework.run_vjp(_options(framework, q, options), q, k, v, do, **more)
 
 
 def attention_jvp(
@@ -265,6 +267,6 @@ def attention_jvp(
         As `octet.attention`; Unsupported for precisions without a jvp.
     """
     more = {"mask": mask, "sinks": sinks, "tsinks": tsinks}
-    front = front_of(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv, **more)
-    how = _options(front, q, options)
-    return front.run_jvp(how, q, k, v, tq, tk, tv, **more, return_lse=return_lse)
+    framework = framework_of(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv, **more)
+    how = _options(framework, q, options)
+    return framework.run_jvp(how, q, k, v, tq, tk, tv, **more, return_lse=return_lse)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
-from octet import _abi, _api, _passes
-from octet._options import AttentionOptions, options_of
-from octet._plan import Plan, dense_strides
-from octet._qtensor import QTensor
-from octet.errors import Error, look_up
+from octet import _abi, _api
+from octet._options import AttentionOptions, look_up, options_of
+from octet._plan import Plan, own_type, planned
+from octet.errors import Error
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -29,22 +28,10 @@ class Support:
 def _plan(kind: str, q: Any, k: Any, v: Any, mask: Any, sinks: Any, keywords: Any) -> Plan:
     """Returns the plan of the call that a pass over these arrays would make."""
     look_up("kind", kind, _abi.PASSES)
-    module = _api.front_of(q=q, k=k, v=v, mask=mask, sinks=sinks)
-    front, options = module.front, options_of(_api.own_type(module, q), **keywords)
-    more = (mask, None, None, None if sinks is None else module.sinks_of("sinks", sinks, options))
-    arrays: tuple[Any, ...]
-    if kind == "jvp":
-        arrays = (q, k, v, q, k, v, *more, None)
-    elif kind == "forward":
-        arrays = (q, k, v, *more)
-    else:
-        residual = _passes.needs_residual(front, options, q)
-        like = q.codes if isinstance(q, QTensor) else q
-        made = _passes.results(front, "forward", options, q, k, v, residual)
-        saved = [front.empty(x.shape, dense_strides(x.shape, x.order), x.dtype, like) for x in made]
-        o, lse, o_residual = saved if residual else (*saved, None)
-        arrays = (o, q, k, v, o, lse, o_residual, *more, None)
-    return _passes.Call(front, kind, options, arrays).plan.anywhere()
+    framework = _api.framework_of(q=q, k=k, v=v, mask=mask, sinks=sinks)
+    options = options_of(own_type(framework.adapter, q), **keywords)
+    sinks = None if sinks is None else framework.sinks_of("sinks", sinks, options)
+    return planned(framework.adapter, kind, options, q, k, v, mask, sinks)
 
 
 def explain(

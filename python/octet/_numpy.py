@@ -1,48 +1,20 @@
-"""The numpy front: arrays in host memory. bfloat16 and 8-bit floats are those of ml_dtypes."""
+"""Attention of numpy's arrays, which lie in host memory. bfloat16 and 8-bit floats are those of ml_dtypes."""
 
-import importlib
 from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 
-from octet import _abi, _passes
-from octet._options import Options
+from octet import _abi, _plan
+from octet._options import Options, dtype_name, dtype_of
 from octet._plan import View, memory_order
-from octet.errors import InvalidArgument, refuse_dtype
+from octet.errors import InvalidArgument
 
-_DTYPES = {
-    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2", "int8": "i8", "uint8": "u8", "int4": "i4", "int32": "i32", "bool": "bool",
-}  # fmt: skip
 _ALIGNMENT = 64
 
 
-def dtype_name(dtype: Any, what: str) -> str:
-    """The name in _abi.DTYPES of a numpy dtype; `what` is whose dtype it is."""
-    found = np.dtype(dtype)
-    if found.name not in _DTYPES or not found.isnative:
-        if not found.isnative:
-            refuse_dtype(what, found.str, " in the byte order of this machine")
-        hint = "; bfloat16 arrays have the dtype ml_dtypes.bfloat16" if found.name == "uint16" else ""
-        refuse_dtype(what, found.name, hint)
-    return _DTYPES[found.name]
-
-
-def dtype_of(name: str) -> np.dtype:
-    """The numpy dtype of a name in _abi.DTYPES."""
-    (np_name,) = [key for key, value in _DTYPES.items() if value == name]
-    try:
-        return np.dtype(np_name)
-    except TypeError:
-        try:
-            return np.dtype(getattr(importlib.import_module("ml_dtypes"), np_name))
-        except ImportError as error:
-            raise InvalidArgument(f"dtype {name} needs ml_dtypes in numpy: pip install ml_dtypes") from error
-
-
-class NumpyFront:
-    """See _passes.Front."""
+class NumpyAdapter:
+    """See _plan.Adapter."""
 
     def view(self, name: str, array: np.ndarray) -> View:
         label, item = name.rstrip("_"), array.dtype.itemsize
@@ -92,15 +64,15 @@ class NumpyFront:
         return options
 
 
-front = NumpyFront()
+adapter = NumpyAdapter()
 
 
 def sinks_of(name: str, x: Any, options: Options) -> Any:
     """Sinks or their tangent in the type that the library takes."""
     if x is None:
         return None
-    _passes.expect_sinks(name, x, _DTYPES.get(x.dtype.name) in ("f64", "f32", "f16", "bf16"))
-    return x.astype(_passes.lse_type(front, options), copy=False)
+    _plan.expect_sinks(name, x, x.dtype.name in ("float64", "float32", "float16", "bfloat16"))
+    return x.astype(_plan.lse_type(adapter, options), copy=False)
 
 
 def run_attention(
@@ -116,7 +88,7 @@ def run_attention(
 ) -> tuple[Any, Any]:
     """(o, lse)"""
     more = mask, cu_seqlens_q, cu_seqlens_k, sinks_of("sinks", sinks, options)
-    o, lse = _passes.run(front, "forward", options, (q, k, v, *more))
+    o, lse = _plan.run(adapter, "forward", options, (q, k, v, *more))
     return o, lse
 
 
@@ -124,11 +96,11 @@ def run_vjp(
     options: Options, q: Any, k: Any, v: Any, do: Any, mask: Any = None, sinks: Any = None, dlse: Any = None
 ) -> tuple[Any, ...]:
     """(dq, dk, dv), and dsinks where there are sinks"""
-    residual = _passes.needs_residual(front, options, q)
+    residual = _plan.needs_residual(adapter, options, q)
     more = mask, None, None, sinks_of("sinks", sinks, options)
-    o, lse, *r = _passes.run(front, "forward", options, (q, k, v, *more), residual)
+    o, lse, *r = _plan.run(adapter, "forward", options, (q, k, v, *more), residual)
     saved = o, lse, r[0] if r else None
-    dq, dk, dv, *dsinks = _passes.run(front, "backward", options, (do, q, k, v, *saved, *more, dlse))
+    dq, dk, dv, *dsinks = _plan.run(adapter, "backward", options, (do, q, k, v, *saved, *more, dlse))
     return dq, dk, dv, *(x.astype(sinks.dtype, copy=False) for x in dsinks)
 
 
@@ -147,7 +119,7 @@ def run_jvp(
 ) -> tuple[Any, ...]:
     """(o, to), with return_lse (o, to, lse, tlse)"""
     more = mask, None, None, sinks_of("sinks", sinks, options), sinks_of("tsinks", tsinks, options)
-    o, lse, to, *tlse = _passes.run(front, "jvp", options, (q, k, v, tq, tk, tv, *more), return_lse)
+    o, lse, to, *tlse = _plan.run(adapter, "jvp", options, (q, k, v, tq, tk, tv, *more), return_lse)
     return (o, to, lse, *tlse) if return_lse else (o, to)
 
 

@@ -1,5 +1,6 @@
-"""The options of a call, hashable, in the words of the user; `attention_of` puts them into octet_attention."""
+"""The options of a call, hashable, in the words of the user; `_plan.attention_of` puts them into octet_attention."""
 
+import importlib
 import sys
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
@@ -8,7 +9,7 @@ import numpy as np
 from octet import _abi
 from octet._abi import Precision as Precision
 from octet._refusals import expect_known
-from octet.errors import InvalidArgument, listing, look_up
+from octet.errors import InvalidArgument, Unsupported, listing, refuse_dtype
 
 Layout: TypeAlias = Literal["bhsd", "bshd"]
 Causal: TypeAlias = bool | Literal["top_left", "bottom_right"]
@@ -82,12 +83,28 @@ def window_pair(window: Window) -> tuple[int, ...]:
     return found
 
 
+def look_up(what: str, found: object, allowed: dict[str, int]) -> int:
+    """allowed[found], or InvalidArgument that names the choices."""
+    if isinstance(found, str) and found in allowed:
+        return allowed[found]
+    raise InvalidArgument(f"{what}: found {found!r}, allowed: {listing(allowed)}")
+
+
+def expect_constant(name: str, x: Any) -> None:
+    """Refuses a tensor of torch that a derivative is asked for, which octet does not compute; x may be None."""
+    if x is None:
+        return
+    torch = sys.modules["torch"]
+    forward_ad = torch.autograd.forward_ad
+    is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    if is_dual or (x.requires_grad and torch.is_grad_enabled()):
+        raise Unsupported(f"{name}: requires a gradient, which octet does not compute for it; pass {name}.detach()")
+
+
 def number(name: str, value: Any, allowed: str = "a number") -> float:
     if isinstance(value, (float, int)):  # also what torch.compile makes of a number
         return value
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
-        from octet.torch import expect_constant
-
         expect_constant(name, value)
     try:
         return float(value)
@@ -109,7 +126,35 @@ def count(name: str, value: Any, allowed: str, most: int = _MOST) -> int:
     return value
 
 
-_TYPES = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
+# The names of numpy's dtypes, and of the float types of every framework.
+_DTYPES = {
+    "float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2", "int8": "i8", "uint8": "u8", "int4": "i4", "int32": "i32", "bool": "bool",
+}  # fmt: skip
+_OF_O = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn")  # what o may be
+
+
+def dtype_name(dtype: Any, what: str) -> str:
+    """The name in _abi.DTYPES of a numpy dtype; `what` is whose dtype it is."""
+    found = np.dtype(dtype)
+    if found.name not in _DTYPES or not found.isnative:
+        if not found.isnative:
+            refuse_dtype(what, found.str, " in the byte order of this machine")
+        hint = "; bfloat16 arrays have the dtype ml_dtypes.bfloat16" if found.name == "uint16" else ""
+        refuse_dtype(what, found.name, hint)
+    return _DTYPES[found.name]
+
+
+def dtype_of(name: str) -> np.dtype:
+    """The numpy dtype of a name in _abi.DTYPES."""
+    (np_name,) = [key for key, value in _DTYPES.items() if value == name]
+    try:
+        return np.dtype(np_name)
+    except TypeError:
+        try:
+            return np.dtype(getattr(importlib.import_module("ml_dtypes"), np_name))
+        except ImportError as error:
+            raise InvalidArgument(f"dtype {name} needs ml_dtypes in numpy: pip install ml_dtypes") from error
 
 
 def type_name(dtype: Any) -> str:
@@ -118,12 +163,12 @@ def type_name(dtype: Any) -> str:
         return ""
     try:
         name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-        name = name if name in _TYPES else np.dtype(dtype).name
+        name = name if name in _OF_O else np.dtype(dtype).name
     except TypeError:
         pass
-    if name not in _TYPES:
-        raise InvalidArgument(f"out_dtype: found {dtype!r}, allowed: {listing(_TYPES)}, None for that of q")
-    return _TYPES[name]
+    if name not in _OF_O:
+        raise InvalidArgument(f"out_dtype: found {dtype!r}, allowed: {listing(_OF_O)}, None for that of q")
+    return _DTYPES[name]
 
 
 def scale_number(scale: float | None) -> float:
@@ -135,28 +180,6 @@ def scale_number(scale: float | None) -> float:
     if not 2.0**-126 <= found < 2.0**128 - 2.0**103:  # the normal numbers of float32, to which it is rounded
         raise InvalidArgument(f"scale: found {scale}, allowed: {allowed}")
     return float(found)
-
-
-def attention_of(options: Options) -> _abi.Attention:
-    mask = (_abi.MASK_CAUSAL if options.causal != "no" else 0) | (_abi.MASK_WINDOW if options.window else 0)
-    alignment = options.causal if options.causal in _abi.ALIGNMENTS else options.alignment
-    left, right = options.window or (0, 0)
-    return _abi.Attention(
-        precision=_abi.PRECISIONS[options.precision],
-        scale=options.scale,
-        mask=mask,
-        alignment=_abi.ALIGNMENTS[alignment],
-        bias_correction=_abi.BIAS_CORRECTIONS[options.bias_correction],
-        window_left=left,
-        window_right=right,
-        softcap=options.softcap,
-        beta=options.beta,
-        hadamard=_abi.SWITCHES[options.hadamard],
-        smooth_q=_abi.SWITCHES[options.smooth_q],
-        deterministic=bool(options.deterministic),
-        threads=options.threads,
-        backend=options.backend.encode() or None,
-    )
 
 
 # The keywords of other attention functions, each with advice on what to pass here.
@@ -198,7 +221,8 @@ def options_of(
     **unknown: object,
 ) -> Options:
     """Options from the keywords of `octet.attention`; `type_of_q` is a name of _abi.DTYPES."""
-    expect_known(options_of, unknown, ADVICE)
+    if unknown:
+        expect_known(options_of, unknown, ADVICE)
     if precision is None and type_of_q not in ("f64", "f32", "f16", "bf16"):
         raise InvalidArgument(
             f"precision: None stands for the type of q, but several recipes take {type_of_q}; name one of "

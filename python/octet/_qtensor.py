@@ -1,9 +1,17 @@
 """A quantised array: codes and what they stand for."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
-from octet._plan import Coding
+
+class Coding(NamedTuple):
+    """How the codes of an operand stand for numbers: octet_quantization without its arrays."""
+
+    operand: int
+    granularity: int
+    zero_point_kind: int = 0
+    block: int = 0
+    hadamard_seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

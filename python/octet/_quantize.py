@@ -5,47 +5,46 @@ from typing import Any, Literal
 
 from octet import _abi, _api
 from octet._library import check, lib
-from octet._options import LAYOUTS, Layout, count
-from octet._passes import Front
-from octet._plan import Coding, contiguous_strides, dense_strides, quantization_of, tensor_of
-from octet._qtensor import QTensor
+from octet._options import LAYOUTS, Layout, count, expect_constant, look_up
+from octet._plan import Adapter, contiguous_strides, dense_strides, quantization_of, struct, tensor_of
+from octet._qtensor import Coding, QTensor
 from octet._refusals import expect_known
-from octet.errors import InvalidArgument, Unsupported, look_up
+from octet.errors import InvalidArgument, Unsupported
 
 _FORMATS = {name: _abi.DTYPES[name] for name in ("i8", "u8", "i4", "e4m3", "e5m2")}
 _LAYOUTS = {"bhsd": 0, "bshd": 1}
 
 
-def _front_of(x: Any) -> Front:
-    module = _api.front_of(x=x)
-    if module.__name__ == "octet.jax":
+def _adapter_of(x: Any) -> Adapter:
+    framework = _api.framework_of(x=x)
+    if framework.__name__ == "octet.jax":
         raise Unsupported("x: a jax array; quantise numpy.asarray(x), as jax programs take no codes")
-    if module.__name__ == "octet.torch" and not isinstance(x, QTensor):
-        module.expect_constant("x", x)
-    return module.front
+    if framework.__name__ == "octet.torch" and not isinstance(x, QTensor):
+        expect_constant("x", x)
+    return framework.adapter
 
 
-def _described(front: Front, name: str, array: Any, layout: str = "bhsd") -> _abi.Tensor:
-    view = front.view(name, array)
+def _described(adapter: Adapter, name: str, array: Any, layout: str = "bhsd") -> _abi.Tensor:
+    view = adapter.view(name, array)
     if len(view.shape) != 4:
         raise InvalidArgument(f"{name}: shape {list(view.shape)}, expected 4 dimensions, layout {layout!r}")
     tensor = tensor_of(view, LAYOUTS[layout])
-    tensor.data = front.address(array)
+    tensor.data = adapter.address(array)
     return tensor
 
 
-def _empty_like(front: Front, x: Any, dtype: Any) -> Any:
+def _empty_like(adapter: Adapter, x: Any, dtype: Any) -> Any:
     shape = tuple(x.shape)
-    return front.empty(shape, dense_strides(shape, front.order(x)), dtype, x)
+    return adapter.empty(shape, dense_strides(shape, adapter.order(x)), dtype, x)
 
 
-def _coded(front: Front, x: QTensor) -> _abi.Tensor:
+def _coded(adapter: Adapter, x: QTensor) -> _abi.Tensor:
     """The codes of x with their quantization."""
     how = quantization_of(x.coding)
     for part in ("scale", "zero_point", "mean"):
         if (values := getattr(x, part)) is not None:
-            setattr(how, part, ctypes.pointer(_described(front, part, values)))
-    tensor = _described(front, "codes", x.codes, x.layout)
+            setattr(how, part, ctypes.pointer(_described(adapter, part, values)))
+    tensor = _described(adapter, "codes", x.codes, x.layout)
     tensor.dtype = _abi.DTYPES[x.format]
     tensor.quantization = ctypes.pointer(how)
     return tensor
@@ -90,7 +89,7 @@ def quantize(
         TypeError: an unknown keyword.
     """
     expect_known(quantize, unknown)
-    front = _front_of(x)
+    adapter = _adapter_of(x)
     look_up("format", format, _FORMATS)
     look_up("layout", layout, _LAYOUTS)
     coding = Coding(
@@ -102,24 +101,25 @@ def quantize(
     )
     if not -(2**63) <= rope_offset < 2**63:
         raise InvalidArgument(f"rope_offset: found {rope_offset}, allowed: -2**63 to 2**63 - 1")
-    rotation = _abi.Rope(
+    rotation = struct(
+        _abi.Rope,
         style=look_up("rope", rope, _abi.ROPE_STYLES),
         dim=count("rope_dim", rope_dim, "an even number of channels, or 0 for all"),
         offset=rope_offset,
         base=rope_base,
     )
-    source = _described(front, "x", x, layout)
+    source = _described(adapter, "x", x, layout)
     batch, heads, tokens, dim = source.shape
     groups = ctypes.c_int64()
     check(lib.octet_scale_groups(coding.operand, coding.granularity, block, tokens, ctypes.byref(groups)))
 
     def parameter(*shape: int) -> Any:
         full = (batch, heads, *shape)
-        return front.empty(full, contiguous_strides(full), front.dtype_of("f32"), x)
+        return adapter.empty(full, contiguous_strides(full), adapter.dtype_of("f32"), x)
 
     scales = (1, dim) if granularity == "channel" else (groups.value, 1)
     out = QTensor(
-        codes=_empty_like(front, x, front.dtype_of("i8" if format == "i4" else format)),
+        codes=_empty_like(adapter, x, adapter.dtype_of("i8" if format == "i4" else format)),
         scale=parameter(*scales),
         zero_point=None if zero_point == "symmetric" else parameter(*scales),
         mean=parameter(1, dim) if smooth else None,
@@ -129,8 +129,8 @@ def quantize(
         dtype=x.dtype,
         statistics=parameter(1, len(_abi.STATISTICS)),
     )
-    statistics = _described(front, "statistics", out.statistics)
-    check(lib.octet_quantize(source, rotation, _coded(front, out), statistics, front.stream(x)))
+    statistics = _described(adapter, "statistics", out.statistics)
+    check(lib.octet_quantize(source, rotation, _coded(adapter, out), statistics, adapter.stream(x)))
     return out
 
 
@@ -151,7 +151,7 @@ def dequantize(x: QTensor, dtype: Any | None = None, **unknown: object) -> Any:
     expect_known(dequantize, unknown)
     if not isinstance(x, QTensor):
         raise InvalidArgument(f"x: found {type(x).__name__}, allowed: octet.QTensor, which octet.quantize gives")
-    front = _front_of(x)
-    out = _empty_like(front, x.codes, x.dtype if dtype is None else dtype)
-    check(lib.octet_dequantize(_coded(front, x), _described(front, "x", out, x.layout), front.stream(x.codes)))
+    adapter = _adapter_of(x)
+    out = _empty_like(adapter, x.codes, x.dtype if dtype is None else dtype)
+    check(lib.octet_dequantize(_coded(adapter, x), _described(adapter, "x", out, x.layout), adapter.stream(x.codes)))
     return out

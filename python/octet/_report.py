@@ -6,12 +6,14 @@ import dataclasses
 import importlib.util
 import json
 import platform
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from octet import _api, _library, _numpy
 from octet._options import AttentionOptions, options_of
+from octet._plan import own_type
 from octet._qtensor import QTensor
 from octet._quantize import dequantize
 
@@ -75,19 +77,19 @@ def check(
         for. float64 is the unfused reference, on the CPU.
     """
     along = dict(zip(("tq", "tk", "tv"), tangents or (None,) * 3, strict=True))
-    module = _api.front_of(q=q, k=k, v=v, do=do, mask=mask, sinks=sinks, **along)
-    made = options_of(_api.own_type(module, q), **options)
+    framework = _api.framework_of(q=q, k=k, v=v, do=do, mask=mask, sinks=sinks, **along)
+    made = options_of(own_type(framework.adapter, q), **options)
     positions: Any = {name: value for name, value in options.items() if name in _POSITIONS}
     exact = options_of("f64", precision="f64", **positions)
 
     def wide(x: Any) -> np.ndarray:
-        return module.to_numpy(dequantize(x) if isinstance(x, QTensor) else x).astype(np.float64)
+        return framework.to_numpy(dequantize(x) if isinstance(x, QTensor) else x).astype(np.float64)
 
     more: Any = {"mask": mask, "sinks": sinks}
-    got: tuple[Any, ...] = module.run_attention(made, q, k, v, **more)
+    got: tuple[Any, ...] = framework.run_attention(made, q, k, v, **more)
     inputs = wide(q), wide(k), wide(v)
     wide_more: Any = {
-        "mask": None if mask is None else module.to_numpy(mask),
+        "mask": None if mask is None else framework.to_numpy(mask),
         "sinks": None if sinks is None else wide(sinks),
     }
     pairs: dict[str, tuple[Any, np.ndarray]] = {}
@@ -97,10 +99,10 @@ def check(
 
     compare(("o", "lse"), got, _numpy.run_attention(exact, *inputs, **wide_more))
     if do is not None:
-        got = module.run_vjp(made, q, k, v, do, **more)
+        got = framework.run_vjp(made, q, k, v, do, **more)
         compare(("dq", "dk", "dv", "dsinks"), got, _numpy.run_vjp(exact, *inputs, wide(do), **wide_more))
     if tangents is not None:
-        got = module.run_jvp(made, q, k, v, *tangents, **more)
+        got = framework.run_jvp(made, q, k, v, *tangents, **more)
         tq, tk, tv = map(wide, tangents)
         compare(("to",), got[1:], _numpy.run_jvp(exact, *inputs, tq, tk, tv, **wide_more)[1:])
     return {name: _distance(wide(got), want) for name, (got, want) in pairs.items()}
@@ -111,14 +113,13 @@ def _way_of_jax() -> tuple[str, str | None]:
     if importlib.util.find_spec("jax") is None:
         return "not installed", None
     try:
-        import jax
-
-        from octet.jax import _call
+        found = _api.load("jax")
     except Exception as error:  # a version that octet does not know
         return f"cannot be used: {type(error).__name__}: {error}", None
-    if reason := _call.why_no_handlers():
-        return f"{jax.__version__}, callbacks into Python on one CPU device: {reason}", None
-    return f"{jax.__version__}, XLA handlers", str(_library.beside("liboctet_jax.so"))
+    version = sys.modules["jax"].__version__
+    if reason := found._adapter.why_no_handlers():
+        return f"{version}, callbacks into Python on one CPU device: {reason}", None
+    return f"{version}, XLA handlers", str(_library.beside("liboctet_jax.so"))
 
 
 def info() -> dict[str, Any]:

@@ -20,13 +20,6 @@ class Failure(Error, RuntimeError):
     """The system failed: no memory, no thread, a CUDA error."""
 
 
-def look_up(what: str, found: object, allowed: dict[str, int]) -> int:
-    """allowed[found], or InvalidArgument that names the choices."""
-    if isinstance(found, str) and found in allowed:
-        return allowed[found]
-    raise InvalidArgument(f"{what}: found {found!r}, allowed: {listing(allowed)}")
-
-
 def listing(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
 

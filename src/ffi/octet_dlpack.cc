@@ -1,6 +1,6 @@
 // octet as a call on tensors of a framework that has DLPack's exchange API (torch since 2.11): a pass that was
 // described before runs again on other tensors of the same kind, without an interpreter between. Compiled against no
-// framework and no Python; python/octet/torch/_replay.py opens it.
+// framework and no Python; python/octet/torch/_passes.py opens it.
 #include <octet/octet.h>
 
 #include <array>
@@ -85,7 +85,7 @@ constexpr int64_t kAlignment = 64;  // of a workspace
 constexpr std::size_t kKept = 512;
 constexpr int kDims = 4, kStates = 2, kMostInputs = 7, kMostOutputs = 3;
 
-// What _replay.py hands over, for as long as the process lives.
+// What _passes.py hands over, for as long as the process lives.
 struct Framework {
   const DLExchange* api;
   PyObject* tensor;           // the type of plain tensors
@@ -341,8 +341,8 @@ bool run(const Call& call, Kind kind, Objects inputs, Views& views, PyObject** o
 }
 
 // (token, q, k, v) -> o, or None: the call has to go the ordinary way, or False: it may be kept when it has gone there,
-// or True: `training` runs it, and a gradient may follow.
-PyObject* again(PyObject*, Objects arguments, std::ptrdiff_t count) {
+// or True: `fast_training` runs it, and a gradient may follow.
+PyObject* fast_forward(PyObject*, Objects arguments, std::ptrdiff_t count) {
   const Objects inputs = arguments + 1;
   if (count != 4 || !plain(inputs, 3) || cast(inputs)) return none();
   const Kind kind = wants_gradient(inputs) ? kTraining : kForward;
@@ -355,9 +355,9 @@ PyObject* again(PyObject*, Objects arguments, std::ptrdiff_t count) {
   return run(*call, kind, inputs, views, &o) ? o : none();
 }
 
-// (token, q, k, v) -> (o, lse, o_residual), or None or False as `again`. Who listens has been looked for or, in an
-// operator, has heard of it.
-PyObject* training(PyObject*, Objects arguments, std::ptrdiff_t count) {
+// (token, q, k, v) -> (o, lse, o_residual), or None or False as `fast_forward`. Who listens has been looked for or, in
+// an operator, has heard of it.
+PyObject* fast_training(PyObject*, Objects arguments, std::ptrdiff_t count) {
   const Objects inputs = arguments + 1;
   if (count != 4 || !are_tensors(inputs, 3)) return none();
   Views views;
@@ -371,9 +371,9 @@ PyObject* training(PyObject*, Objects arguments, std::ptrdiff_t count) {
   return PyTuple_Pack(3, o.object, lse.object, r.object);
 }
 
-// (token, do, q, k, v, o, lse, o_residual) -> (dq, dk, dv, None), or None or False as `again`. Nobody is looked for, as
-// in `training`.
-PyObject* gradients(PyObject*, Objects arguments, std::ptrdiff_t count) {
+// (token, do, q, k, v, o, lse, o_residual) -> (dq, dk, dv, None), or None or False as `fast_forward`. Nobody is looked
+// for, as in `fast_training`.
+PyObject* fast_gradients(PyObject*, Objects arguments, std::ptrdiff_t count) {
   const Objects inputs = arguments + 1;
   if (count != 8 || !are_tensors(inputs, 7)) return none();
   Views views;
@@ -388,24 +388,24 @@ PyObject* gradients(PyObject*, Objects arguments, std::ptrdiff_t count) {
 }
 
 // The same, or None where somebody listens.
-PyObject* backward(PyObject* self, Objects arguments, std::ptrdiff_t count) {
+PyObject* fast_backward(PyObject* self, Objects arguments, std::ptrdiff_t count) {
   const Objects inputs = arguments + 1;
   if (count != 8 || !plain(inputs, 7) || is_true(framework.is_grad_enabled) || is_true(framework.is_mapped, inputs[0]))
     return none();
-  return gradients(self, arguments, count);
+  return fast_gradients(self, arguments, count);
 }
 
-PyMethodDef methods[] = {{"again", again, kFastCall, nullptr},
-                         {"training", training, kFastCall, nullptr},
-                         {"gradients", gradients, kFastCall, nullptr},
-                         {"backward", backward, kFastCall, nullptr}};
+PyMethodDef methods[] = {{"fast_forward", fast_forward, kFastCall, nullptr},
+                         {"fast_training", fast_training, kFastCall, nullptr},
+                         {"fast_gradients", fast_gradients, kFastCall, nullptr},
+                         {"fast_backward", fast_backward, kFastCall, nullptr}};
 
 }  // namespace
 
 extern "C" {
 
-// (again, training, gradients, backward). `exchange`: what __dlpack_c_exchange_api__ holds; `objects`: those of
-// Framework, from `tensor` to `empty`. None where the version of the API is unknown.
+// (fast_forward, fast_training, fast_gradients, fast_backward). `exchange`: what __dlpack_c_exchange_api__ holds;
+// `objects`: those of Framework, from `tensor` to `empty`. None where the version of the API is unknown.
 OCTET_API PyObject* octet_fast_functions(const void* exchange, PyObject* objects) {
   const auto* api = static_cast<const DLExchange*>(exchange);
   if (!api || api->major != 1 || !api->view || PyTuple_Size(objects) != 9) return none();

@@ -1,4 +1,4 @@
-// octet as a call of XLA: the front describes a call of octet_run in octet.h's own structs (python/octet/jax/_call.py),
+// octet as a call of XLA: Python describes a call of octet_run in octet.h's own structs (python/octet/jax/_adapter.py),
 // all but the addresses, the device and the workspace, which are known when XLA runs it, here.
 #include <octet/octet.h>
 #include <xla/ffi/api/ffi.h>

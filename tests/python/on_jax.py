@@ -9,7 +9,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
-from octet.jax import _call  # noqa: E402
+from octet.jax import _adapter  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,9 +26,9 @@ def on_the_cpu_in_64_bits():
 @pytest.fixture(params=["handlers", "callback"])
 def way(request, monkeypatch):
     """Both ways into the library."""
-    if request.param == "handlers" and not _call.has_handlers():
+    if request.param == "handlers" and not _adapter.has_handlers():
         pytest.skip("built without jaxlib's headers")
-    monkeypatch.setattr(_call, "has_handlers", lambda: request.param == "handlers")
+    monkeypatch.setattr(_adapter, "has_handlers", lambda: request.param == "handlers")
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -1,4 +1,4 @@
-"""Head dims that are no multiple of 8, which the fronts fill with zeros: every pass, precision and memory order."""
+"""Head dims that are no multiple of 8, which Python fills with zeros: every pass, precision and memory order."""
 
 import exact
 import ml_dtypes

@@ -17,7 +17,7 @@ from on_jax import draw, expect_vmap_is_a_loop, jax, jnp, on_the_cpu_in_64_bits,
 
 from jax.test_util import check_grads  # isort: skip
 import octet.jax  # isort: skip
-from octet.jax import _call  # isort: skip
+from octet.jax import _adapter  # isort: skip
 
 
 def inputs(dtype=np.float64):
@@ -295,7 +295,7 @@ def test_nothing_is_transposed_or_copied_between_projections_and_the_call():
 
 
 def test_programs_on_four_devices_and_in_other_processes():
-    if not _call.has_handlers():
+    if not _adapter.has_handlers():
         pytest.skip("built without jaxlib's headers")
     pytest.importorskip("flatbuffers")
     program = pathlib.Path(__file__).parent / "jax_programs.py"
@@ -307,7 +307,7 @@ def test_callbacks_are_refused_on_several_devices(monkeypatch):
     """Callbacks of several devices once waited for each other forever."""
     if len(jax.devices("cpu")) < 2:
         pytest.skip("the CPU is one device: jax was started before this module")
-    monkeypatch.setattr(_call, "has_handlers", lambda: False)
+    monkeypatch.setattr(_adapter, "has_handlers", lambda: False)
     jax.clear_caches()
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
     where = jax.sharding.PartitionSpec("x")
@@ -319,14 +319,14 @@ def test_callbacks_are_refused_on_several_devices(monkeypatch):
 
 def test_handlers_for_another_interface_are_not_taken(monkeypatch):
     """jax would take them at first, and then fail to start its devices."""
-    if not _call.has_handlers():
+    if not _adapter.has_handlers():
         pytest.skip("built without jaxlib's headers")
-    monkeypatch.setattr(_call, "why_no_handlers", _call.why_no_handlers.__wrapped__)
+    monkeypatch.setattr(_adapter, "why_no_handlers", _adapter.why_no_handlers.__wrapped__)
     for offered, shown in (((0, 1), "its version is 0.1"), ((1, 9), "its version is 1.9"), (None, "unknown")):
-        monkeypatch.setattr(_call, "_interface_of_jax", lambda: offered)  # noqa: B023
-        reason = _call.why_no_handlers()
+        monkeypatch.setattr(_adapter, "_interface_of_jax", lambda: offered)  # noqa: B023
+        reason = _adapter.why_no_handlers()
         assert "was built for version 0." in reason and shown in reason
-        assert not _call.has_handlers()
+        assert not _adapter.has_handlers()
         assert octet.info()["xla_handlers"] is None
         assert octet.info()["jax"] == f"{jax.__version__}, callbacks into Python on one CPU device: {reason}"
     monkeypatch.undo()

@@ -31,7 +31,7 @@ def strides(x):
 
 
 def call_all(q, k, v, do, layout="bhsd"):
-    """Every result of the numpy front with what it belongs to, and the numbers that it should be."""
+    """Every result of the numpy with what it belongs to, and the numbers that it should be."""
     tangents = [x + 1 for x in (q, k, v)]
     o, to = octet.attention_jvp(q, k, v, *tangents, layout=layout)
     gradients = octet.attention_vjp(q, k, v, do, layout=layout)

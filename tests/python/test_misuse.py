@@ -1,4 +1,4 @@
-"""Tests what the front refuses by itself, and that the library's own refusals come through with their message."""
+"""Tests what Python refuses by itself, and that the library's own refusals come through with their message."""
 
 import numpy as np
 import octet
@@ -51,7 +51,7 @@ def test_unequal_lengths_need_an_alignment():
     refused(octet.InvalidArgument, 'alignment="top_left"', Q, k, k, window=(1, 1))
 
 
-def test_arrays_are_judged():
+def test_arrays_are_validated():
     invalid = octet.InvalidArgument
     refused(invalid, "v: found list, allowed: numpy.ndarray", Q, Q, [1])
     refused(invalid, "q: shape [2, 6, 8], expected [batch, head, token, dim]", Q[0], Q, Q)

@@ -1,4 +1,4 @@
-"""The numpy front against the definition: shapes, strides, layouts, masks, every pass."""
+"""Attention of numpy arrays against the definition: shapes, strides, layouts, masks, every pass."""
 
 import exact
 import ml_dtypes

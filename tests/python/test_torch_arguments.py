@@ -2,7 +2,7 @@
 
 import octet
 import pytest
-from torch_front import compiled
+from torch_shared import compiled
 
 torch = pytest.importorskip("torch")
 from torch.autograd import forward_ad  # noqa: E402

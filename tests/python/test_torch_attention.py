@@ -156,15 +156,15 @@ def test_autocast_casts_as_it_does_for_sdpa():
 
 def test_threads_and_determinism_are_those_of_torch():
     from octet._options import Options
-    from octet.torch import front
+    from octet.torch import adapter
 
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
-        found = front.resolve(Options("f32"), torch.zeros(1))
+        found = adapter.resolve(Options("f32"), torch.zeros(1))
         assert found.threads == 1 and found.deterministic is True
-        found = front.resolve(Options("f32", threads=3, deterministic=False), torch.zeros(1))
+        found = adapter.resolve(Options("f32", threads=3, deterministic=False), torch.zeros(1))
         assert found.threads == 3 and found.deterministic is False
         assert ", 1 threads" in octet.explain(*[torch.zeros(2, 2, 256, 8)] * 3)
     finally:

@@ -7,7 +7,7 @@ import octet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_front import compiled
+from torch_shared import compiled
 
 torch = pytest.importorskip("torch")
 import octet.torch  # noqa: E402  # registers the operators
@@ -68,7 +68,7 @@ def test_compiled_is_eager_bit_for_bit(dtype, precision):
 
 @pytest.mark.parametrize("imports", ["import torch, octet", "import octet, torch"])
 def test_the_first_call_of_a_process_compiles(imports):
-    """Nothing of octet's torch front is imported yet when torch.compile traces the call."""
+    """Nothing of octet.torch is imported yet when torch.compile traces the call."""
     program = f"""{imports}
 q = torch.randn(1, 2, 16, 64, requires_grad=True)
 attend = torch.compile(lambda q: octet.attention(q, q, q, causal="top_left"), backend="aot_eager", fullgraph=True)

@@ -147,8 +147,8 @@ def test_work_goes_to_the_callers_stream_and_nothing_waits():
     expect_same(got, want)
 
 
-def test_calls_that_run_again_are_on_the_callers_stream_and_record():
-    """Those of _again.py, which pass torch's dispatcher by."""
+def test_calls_from_c_are_on_the_callers_stream_and_record():
+    """Those of _fast_path.py, which pass torch's dispatcher by."""
     inputs = draw(*[SHAPE] * 3)
     want = octet.attention(*inputs)
     static = [torch.zeros_like(x) for x in inputs]

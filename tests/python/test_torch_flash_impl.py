@@ -13,7 +13,7 @@ if not hasattr(attention, "register_flash_attention_impl"):
 import torch.utils.checkpoint  # noqa: E402, F811
 from octet._options import options_of  # noqa: E402
 from octet.integrations import torch as in_torch  # noqa: E402
-from octet.torch import _ops, front  # noqa: E402
+from octet.torch import _ops, adapter  # noqa: E402
 from torch.nn.attention import bias  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
@@ -140,7 +140,7 @@ class Flash:
         are those of exact_delta, from the same forward pass."""
         got, want = with_gradients(call, *x), with_gradients(self.octet, *x)
         if recomputed:
-            how = options_of(front.own_type(x[0]), causal="top_left", deterministic=True)
+            how = options_of(adapter.own_type(x[0]), causal="top_left", deterministic=True)
             plain = [y.detach() for y in x]
             made = _ops.forward(*plain, None, None, None, None, True, how)
             do = draw(self.device, SHAPE, dtype=x[0].dtype)[0].detach()

@@ -4,7 +4,7 @@ import numpy as np
 import octet
 import pytest
 from test_head_dims import arrays
-from torch_front import compiled
+from torch_shared import compiled
 
 torch = pytest.importorskip("torch")
 from torch.autograd import gradcheck  # noqa: E402

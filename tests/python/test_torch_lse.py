@@ -7,7 +7,7 @@ import pytest
 from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_front import compiled
+from torch_shared import compiled
 
 torch = pytest.importorskip("torch")
 import octet.torch  # noqa: E402  # registers the operators

@@ -7,7 +7,7 @@ import octet
 import pytest
 from octet._plan import dense_strides, memory_order
 from test_memory_order import BATCH, DIM, DIM_V, HEADS, KEYS, ORDERS, QUERIES, along, inputs
-from torch_front import compiled
+from torch_shared import compiled
 
 torch = pytest.importorskip("torch")
 

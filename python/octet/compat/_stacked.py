@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-import octet.torch
-from octet import _api, _passes
+from octet import _api, _plan
 from octet._options import Options, options_of
-from octet.torch import _autograd, _ops
-from octet.torch._front import front
+from octet._plan import own_type
+from octet.torch import _attention, _passes
+from octet.torch._adapter import adapter, expect_backward
 
 # A tensor of the vmap behind is_grads_batched, which no other test sees.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -28,16 +28,16 @@ def writes_one_gradient(stacked: torch.Tensor, q: torch.Tensor) -> bool:
     """Whether `attend` serves the call: a gradient may follow, and views could do no more."""
     if not (torch.is_grad_enabled() and (stacked.requires_grad or q.requires_grad)):
         return False
-    if forward_ad._current_level >= 0 or not _ops.nobody_intervenes(stacked, q):
+    if forward_ad._current_level >= 0 or not _passes.nobody_intervenes(stacked, q):
         return False
     return not torch.is_autocast_enabled(stacked.device.type) and stacked.shape[-1] % 8 == 0
 
 
 def attend(stacked: torch.Tensor, q: torch.Tensor, lengths: Any, return_lse: bool, keywords: dict[str, Any]) -> Any:
     """o, or (o, lse). q is a view of `stacked` if that has three parts; lengths: of packed sequences, else None."""
-    options = options_of(_api.own_type(octet.torch, q), **keywords)
+    options = options_of(own_type(adapter, q), **keywords)
     options = _api._packed(options, None, *lengths[2:]) if lengths else options._replace(layout="bshd")
-    _autograd.expect_backward(options, q, stacked.select(-3, -1))
+    expect_backward(options, q, stacked.select(-3, -1))
     cu = lengths[:2] if lengths else (None, None)
     o, lse = _Stacked.apply(stacked, None if stacked.shape[-3] == 3 else q, *cu, options, return_lse)
     return (o, lse) if return_lse else o
@@ -48,9 +48,9 @@ class _Stacked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stacked: Any, q: Any, cu_q: Any, cu_k: Any, options: Options, of_lse: bool) -> Any:
-        residual = _passes.needs_residual(front, options, stacked)
+        residual = _plan.needs_residual(adapter, options, stacked)
         given: Any = *_parts(stacked, q), None, cu_q, cu_k, None, residual, options
-        made = _ops.direct_forward(*given)
+        made = _passes.forward(*given)
         ctx.save_for_backward(stacked, q, *made, cu_q, cu_k)
         ctx.of_lse, ctx.options = of_lse, options
         ctx.set_materialize_grads(False)
@@ -65,15 +65,15 @@ class _Stacked(torch.autograd.Function):
             return (None,) * 6
         stacked, q, o, lse, r, cu_q, cu_k = ctx.saved_tensors
         inputs, given = _parts(stacked, q), [x for x in (do, dlse) if x is not None]
-        if torch.is_grad_enabled() or not _ops.nobody_intervenes(*given) or any(map(_is_batched, given)):
+        if torch.is_grad_enabled() or not _passes.nobody_intervenes(*given) or any(map(_is_batched, given)):
             saved = *inputs, o, lse, r, None, cu_q, cu_k, None
             like = types.SimpleNamespace(saved_tensors=saved, of_lse=ctx.of_lse, options=ctx.options)
-            dq, dk, dv = _autograd._Attention.backward(like, do, dlse, None)[:3]
+            dq, dk, dv = _attention._Attention.backward(like, do, dlse, None)[:3]
             dstacked = torch.stack((dq, dk, dv) if q is None else (dk, dv), -3)
             dq = None if q is None else dq
         else:
             dstacked, dq = torch.empty_like(stacked), None if q is None else torch.empty_like(q)
             do = torch.zeros_like(o[..., :1]).expand_as(o) if do is None else do
             arrays = do, *inputs, o, lse, r if r.shape == o.shape else None, None, cu_q, cu_k, None, dlse
-            _passes.run(front, "backward", ctx.options, arrays, False, _parts(dstacked, dq))
+            _plan.run(adapter, "backward", ctx.options, arrays, False, _parts(dstacked, dq))
         return dstacked, dq, None, None, None, None

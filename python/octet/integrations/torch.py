@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from octet import _passes
+from octet import _plan
 from octet._options import Options, Precision, options_of
 from octet._refusals import expect, expect_absent, expect_no_dropout
 from octet.errors import Unsupported
 from octet.integrations import NAMES
-from octet.torch import _ops
-from octet.torch._autograd import expect_backward
-from octet.torch._front import front
+from octet.torch import _passes
+from octet.torch._adapter import adapter, expect_backward
 
 
 def register() -> list[str]:
@@ -100,7 +99,7 @@ def _recompute(
     In rows whose lse is not that of the forward pass, o and lse are merged from several passes, as in ring attention:
     their residual is 0. There, rows of ds do not sum to 0, so that no mean may be subtracted from k: exact_delta.
     """
-    _, lse_again, r = _ops.direct_forward(q, k, v, mask, cu_q, cu_k, None, True, options)
+    _, lse_again, r = _passes.forward(q, k, v, mask, cu_q, cu_k, None, True, options)
     same = lse_again == lse
     rows = (same if options.layout == "bhsd" else same.transpose(-1, -2)).unsqueeze(-1)
     return torch.where(rows, r, 0), options._replace(bias_correction="exact_delta")
@@ -127,7 +126,7 @@ class _Kernels:
         self._precision = precision
 
     def _options(self, q: torch.Tensor, causal: Any, scale: float | None, layout: Any, **more: Any) -> Options:
-        own = front.dtype_name(q.dtype, "query")
+        own = adapter.dtype_name(q.dtype, "query")
         return options_of(own, precision=self._precision, causal=causal, scale=scale, layout=layout, **more)
 
     def _forward(
@@ -149,8 +148,8 @@ class _Kernels:
                 expect_backward(options, q, v)
         else:
             trains = not torch.is_inference_mode_enabled()
-        residual = trains and _passes.needs_residual(front, options, q)
-        o, lse, r = _ops.direct_forward(q, k, v, mask, cu_q, cu_k, None, residual, options)
+        residual = trains and _plan.needs_residual(adapter, options, q)
+        o, lse, r = _passes.forward(q, k, v, mask, cu_q, cu_k, None, residual, options)
         if lse_order:
             lse = _in_order(lse, lse_order)
         if trains:
@@ -171,13 +170,13 @@ class _Kernels:
                     "CUDA graphs of torch.compile), allowed there: 'octet_f32', 'octet_f16', 'octet_bf16', "
                     "'octet_sagebwd'"
                 )
-            if _passes.needs_residual(front, options, q):
+            if _plan.needs_residual(adapter, options, q):
                 if kept is None or kept.r is None:
                     r, options = _recompute(q, k, v, o, lse, mask, cu_q, cu_k, options)
                 else:
                     r = kept.r
             given = do, q, k, v, o, lse.contiguous(), r, mask, cu_q, cu_k, None, None
-            dq, dk, dv, _ = _ops.direct_backward(*given, options)
+            dq, dk, dv, _ = _passes.backward(*given, options)
         return dq, dk, dv
 
     def sdpa(

@@ -22,12 +22,11 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from octet import _passes
+from octet import _plan
 from octet._options import LAYOUTS, Options
 from octet.errors import InvalidArgument, Unsupported
-from octet.jax import _call
+from octet.jax._adapter import adapter, run
 from octet.jax._fold import Fold
-from octet.jax._front import front
 
 KINDS = {"forward": "forward", "tangent": "jvp", "backward": "backward", "pair": "jvp"}
 _SAVED = ("o", "lse", "o_residual")
@@ -46,7 +45,7 @@ def _tangents(names: Sequence[str]) -> tuple[str, ...]:
 
 def _shapes(results: Sequence[str], of: dict[str, Any], options: Options, residual: bool) -> list[jax.ShapeDtypeStruct]:
     q, k, v, sinks = of["q"], of["k"], of["v"], of.get("sinks")
-    passes = [_passes.results(front, kind, options, q, k, v, True, sinks) for kind in _passes.INPUTS]
+    passes = [_plan.results(adapter, kind, options, q, k, v, True, sinks) for kind in _plan.INPUTS]
     made = {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for found in passes for x in found}
     if not residual:
         made["o_residual"] = jax.ShapeDtypeStruct((0,), made["o"].dtype)
@@ -69,7 +68,7 @@ def _compute(primitive: str, platform: str, *arrays: Any, names: Any, options: O
     if all(math.prod(x.shape) == 0 for _, x in made):
         found = {name: jnp.zeros(x.shape, x.dtype) for name, x in made}
     else:
-        computed = _call.run(kind, options, tuple(operands), tuple(operands.values()), made, platform)
+        computed = run(kind, options, tuple(operands), tuple(operands.values()), made, platform)
         found = dict(zip((name for name, _ in made), computed, strict=True))
     if not residual and "o_residual" in shapes:
         found["o_residual"] = jnp.zeros(0, shapes["o_residual"].dtype)
@@ -193,12 +192,12 @@ def _differentiate(primals: Any, tangents: Any, names: Any, options: Options) ->
         if not _is_constant(t):
             raise Unsupported(f"{name}: differentiated, but octet gives it no gradient; use jax.lax.stop_gradient")
     for name, x, t in zip(names, primals, linear, strict=False):
-        if not _is_constant(t) and front.dtype_name(x.dtype, name) == "e4m3":
+        if not _is_constant(t) and adapter.dtype_name(x.dtype, name) == "e4m3":
             raise Unsupported(
                 f"{name}: a {x.dtype} array is differentiated, but jax would round its gradient to that type; use "
                 "octet.attention_vjp, which gives bfloat16, or jax.lax.stop_gradient"
             )
-    residual = _passes.needs_residual(front, options, primals[0])
+    residual = _plan.needs_residual(adapter, options, primals[0])
     saved = bind(forward_p, *primals, names=names, options=options, residual=residual)
     if all(map(_is_zero, linear)):
         return saved, [_zero(x) for x in saved[:2]]

@@ -1,24 +1,22 @@
 """The passes as operators of torch: octet::forward, octet::backward, octet::jvp.
 
-They are opaque to autograd (_autograd.py differentiates them), have fake implementations for torch.compile, and FLOP
+They are opaque to autograd (_attention.py differentiates them), have fake implementations for torch.compile, and FLOP
 formulas for torch.utils.flop_counter. Results are dense and lie in memory as what they belong to.
 
 What an operator costs the host grows with its arguments: the options are one of them, a string, and those that most
-calls leave out come last. Passes without these are run again by liboctet_dlpack.so (_replay.py), once whoever listens
-has heard of the operator.
+calls leave out come last. Their kernels run the passes of _passes.py, once whoever listens has heard of the operator.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from octet import _passes
+from octet import _plan
 from octet._options import LAYOUTS, Options
-from octet.torch import _replay
-from octet.torch._front import front
+from octet.torch import _passes
+from octet.torch._adapter import adapter
 from octet.torch._text import options_from, text_of
 
 _MORE = "Tensor? mask=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? sinks=None"
@@ -40,71 +38,12 @@ _library.define(
     tags=torch.Tag.pt2_compliant_tag,
 )
 
-
-def _with_rest(made: Sequence[Any], count: int) -> tuple:
-    """An empty tensor stands for a result that was not asked for."""
-    return tuple(made) if len(made) == count else (*made, made[0].new_empty(0))
-
-
-def _residual(r: Any, o: Any) -> Any:
-    """Returns r, or None where an empty tensor stands for it."""
-    return r if r.shape == o.shape else None
-
-
-# The passes without torch's dispatcher, which takes longer than all else here.
-
-
-def direct_forward(
-    q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, sinks: Any, residual: bool, options: Options
-) -> tuple:
-    arrays = q, k, v, mask, cu_q, cu_k, sinks
-    return _with_rest(_passes.run(front, "forward", options, arrays, residual), 3)
-
-
-def direct_backward(
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    lse: Any,
-    r: Any,
-    mask: Any,
-    cu_q: Any,
-    cu_k: Any,
-    sinks: Any,
-    dlse: Any,
-    options: Options,
-) -> tuple:
-    arrays = do, q, k, v, o, lse, _residual(r, o), mask, cu_q, cu_k, sinks, dlse
-    return _with_rest(_passes.run(front, "backward", options, arrays), 4)
-
-
 # The operators' kernels.
-
-_numbers: dict[tuple[str, bool], int] = {}  # under which passes are kept, of options and whether o_residual is made
-
-
-def _number(text: str, residual: bool) -> int | None:
-    """Returns the number of such passes, or None where there are too many others."""
-    number = _numbers.get((text, residual))
-    if number is None and len(_numbers) < _replay.MOST_TOKENS:
-        number = _numbers.setdefault((text, residual), next(_replay.numbers))
-    return number
 
 
 def _options(text: str, max_q: int, max_k: int) -> Options:
     options = options_from(text)
     return options._replace(max_seqlen_q=max_q, max_seqlen_k=max_k) if max_q or max_k else options
-
-
-def _are_alike(call: _passes.Call, made: tuple, of: tuple) -> bool:
-    """Returns whether torch.empty_like makes such tensors as the call: it makes them when a pass runs again."""
-
-    def kind(x: Any) -> tuple:
-        return x.shape, x.stride(), x.dtype
-
-    return not call.fills and all([kind(x) == kind(torch.empty_like(y)) for x, y in zip(made, of, strict=False)])
 
 
 def _forward(
@@ -120,20 +59,8 @@ def _forward(
     max_q: int = 0,
     max_k: int = 0,
 ) -> tuple:
-    number, made = None, None
-    if mask is None and cu_q is None and cu_k is None and sinks is None and not (max_q or max_k):
-        number = _number(text, residual)
-        made = None if number is None else _replay.training(number, q, k, v)
-    if made:
-        o, lse, r = made
-        return o, lse, r if residual else q.new_empty(0)
-    arrays = q, k, v, mask, cu_q, cu_k, sinks
-    call, is_known = _passes.find(front, "forward", _options(text, max_q, max_k), arrays, residual)
-    o, lse, r = _with_rest(call(arrays), 3)
-    if number is not None and made is False and is_known and _are_alike(call, (o, r) if residual else (o,), (q, q)):
-        made = o, lse, r if residual else q.new_empty(0)
-        _replay.keep("training", number, (q, k, v), made, call.plan, call.plan.workspace_size())
-    return o, lse, r
+    options = _options(text, max_q, max_k)
+    return _passes.forward(q, k, v, mask, cu_q, cu_k, sinks, residual, options, (text, residual))
 
 
 def _backward(
@@ -153,19 +80,8 @@ def _backward(
     max_q: int = 0,
     max_k: int = 0,
 ) -> tuple:
-    number, made, given = None, None, (do, q, k, v, o, lse, r)
-    if mask is None and cu_q is None and cu_k is None and sinks is None and dlse is None and not (max_q or max_k):
-        number = _number(text, False)
-        made = None if number is None else _replay.gradients(number, *given)
-    if made:
-        dq, dk, dv, _ = made
-        return dq, dk, dv, dq.new_empty(0)
-    arrays = *given[:-1], _residual(r, o), mask, cu_q, cu_k, sinks, dlse
-    call, is_known = _passes.find(front, "backward", _options(text, max_q, max_k), arrays)
-    gradients = _with_rest(call(arrays), 4)
-    if number is not None and made is False and is_known and _are_alike(call, gradients[:3], (q, k, v)):
-        _replay.keep("backward", number, given, gradients[:3], call.plan, call.plan.workspace_size())
-    return gradients
+    options = _options(text, max_q, max_k)
+    return _passes.backward(do, q, k, v, o, lse, r, mask, cu_q, cu_k, sinks, dlse, options, (text, False))
 
 
 def _jvp(
@@ -185,14 +101,14 @@ def _jvp(
     max_q: int = 0,
     max_k: int = 0,
 ) -> tuple:
-    arrays = q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks
-    return _with_rest(_passes.run(front, "jvp", _options(text, max_q, max_k), arrays, extra), 4)
+    options = _options(text, max_q, max_k)
+    return _passes.jvp(q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks, extra, options)
 
 
 def _shapes(kind: str, text: str, q: Any, k: Any, v: Any, extra: bool = False, sinks: Any = None) -> tuple:
-    found = _passes.results(front, kind, options_from(text), q, k, v, extra, sinks)
+    found = _plan.results(adapter, kind, options_from(text), q, k, v, extra, sinks)
     made = [torch.empty_permuted(x.shape, x.order, dtype=x.dtype, device=q.device) for x in found]
-    return _with_rest(made, 3 if kind == "forward" else 4)
+    return _passes.with_rest(made, 3 if kind == "forward" else 4)
 
 
 def _sinks(_mask: Any = None, _cu_q: Any = None, _cu_k: Any = None, sinks: Any = None, *_: Any) -> Any:
@@ -283,25 +199,6 @@ def jvp(
     more = _arguments(options, mask, cu_q, cu_k, sinks, tsinks)
     return _JVP(q, k, v, tq, tk, tv, extra, *more)
 
-
-def nobody_listens(*tensors: Any) -> bool:
-    """Returns whether nobody would notice that no operator runs: `nobody_intervenes`, and no profiler records."""
-    return nobody_intervenes(*tensors) and not torch.autograd._profiler_enabled()
-
-
-def nobody_intervenes(*tensors: Any) -> bool:
-    """Returns whether an operator would do just what its kernel does: there is no mode, no tracing, no torch.func, no
-    torch.compile, no subclass, no device without a kernel, and no view that the dispatcher resolves."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return False
-    if torch._C._get_tracing_state():
-        return False
-    return all(x is None or (type(x) in _PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg()) for x in tensors)
-
-
-_PLAIN = torch.Tensor, torch.nn.Parameter
 
 # FLOPs of the products alone, masks disregarded, as torch counts its own attention.
 

@@ -12,11 +12,11 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from octet import _abi, _api
-from octet._options import AttentionOptions, Causal, Precision, count
+from octet._options import AttentionOptions, Causal, Precision, count, look_up
 from octet._refusals import expect_known, expect_no_dropout
-from octet.errors import Error, InvalidArgument, listing, look_up
-from octet.torch._again import again, keep
-from octet.torch._front import is_causal_bias
+from octet.errors import Error, InvalidArgument, listing
+from octet.torch import _fast_path
+from octet.torch._adapter import is_causal_bias
 
 
 def sdpa(
@@ -58,7 +58,7 @@ def sdpa(
     """
     expect_known(sdpa, unknown)
     how = "sdpa", is_causal, scale, enable_gqa, precision
-    made = again(how, query, key, value) if attn_mask is None and not dropout_p else None
+    made = _fast_path.find(how, query, key, value) if attn_mask is None and not dropout_p else None
     if made is not None and made is not False:
         return made
     tensors = _overriding(query, key, value, attn_mask)
@@ -88,9 +88,11 @@ def sdpa(
     if attn_mask is not None and attn_mask.ndim > 3:
         attn_mask = _four_dimensions(attn_mask, lead)
     keywords: AttentionOptions = {"causal": causal, "scale": scale, "precision": precision}
-    o, _ = _api.forward(q, k, v, attn_mask, keywords)
+    o = None
     if made is False and q is query and k is key and v is value:
-        keep(how, q, k, v, o, keywords)
+        o = _fast_path.first(how, q, k, v, keywords)
+    if o is None:
+        o, _ = _api.forward(q, k, v, attn_mask, keywords)
     has_heads = max(query.ndim, key.ndim, value.ndim) > 2
     if len(lead) == 1 and has_heads:
         return o

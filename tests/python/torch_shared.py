@@ -1,4 +1,4 @@
-"""The tests of the torch front share this."""
+"""The tests of octet with torch share this."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Derivatives of attention in torch: backwards, forwards, and under vmap.
+"""Attention of tensors, and its derivatives: backwards, forwards, and under vmap.
 
 Two Functions, because torch.compile takes none that declares a jvp: `_Attention` serves compiled code and plain
 autograd, `_DualAttention` eager forward-mode differentiation. Gradients and tangents are Functions of their own, so
@@ -6,19 +6,107 @@ that asking for a second derivative is refused instead of answered with zero. to
 its arguments one by one.
 """
 
-import functools
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from octet import _passes
-from octet._explain import supports
-from octet._options import Options
+from octet import _plan
+from octet._options import Options, expect_constant
+from octet._qtensor import QTensor
 from octet.errors import Unsupported
-from octet.torch import _ops
+from octet.torch import _ops, _passes
+from octet.torch._adapter import adapter, cast_tensors, expect_backward, expect_devices
 from octet.torch._fold import Fold
-from octet.torch._front import front
+
+
+def sinks_of(name: str, x: torch.Tensor | None, options: Options) -> torch.Tensor | None:
+    """Sinks or their tangent in the type that the library takes."""
+    if x is None:
+        return None
+    _plan.expect_sinks(name, x, x.is_floating_point())
+    return x.to(_plan.lse_type(adapter, options))
+
+
+def run_attention(
+    options: Options,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse); without return_lse o alone is differentiable"""
+    expect_constant("mask", mask)
+    device = (q.codes if isinstance(q, QTensor) else q).device
+    expect_devices(device, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sinks=sinks)
+    more = mask, cu_seqlens_q, cu_seqlens_k, sinks_of("sinks", sinks, options)
+    if isinstance(q, QTensor) or isinstance(k, QTensor) or isinstance(v, QTensor):
+        return _quantised(options, q, k, v, *more)
+    q, k, v = cast_tensors(("q", "k", "v"), q, k, v)
+    o, lse, _ = attend(q, k, v, *more, options, of_lse=return_lse)
+    return o, lse
+
+
+def _quantised(options: Options, q: Any, k: Any, v: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes have no gradient, and no operator: torch.compile leaves them to eager code."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", more[-1])):
+        if not isinstance(x, QTensor):
+            expect_constant(name, x)
+    o, lse = _plan.run(adapter, "forward", options, (q, k, v, *more))
+    return o, lse
+
+
+def run_vjp(
+    options: Options,
+    q: Any,
+    k: Any,
+    v: Any,
+    do: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv), and dsinks where there are sinks, detached"""
+    q, k, v, do = cast_tensors(("q", "k", "v", "do"), q, k, v, do)
+    expect_devices(q.device, mask=mask, sinks=sinks, dlse=dlse)
+    with torch.no_grad():
+        residual = _plan.needs_residual(adapter, options, q)
+        more = mask, None, None, sinks_of("sinks", sinks, options)
+        o, lse, r = _ops.forward(q, k, v, *more, residual, options)
+        *gradients, dsinks = _ops.backward(do, q, k, v, o, lse, r, *more, dlse, options)
+    return tuple(gradients) if sinks is None else (*gradients, dsinks.to(sinks.dtype))
+
+
+def run_jvp(
+    options: Options,
+    q: Any,
+    k: Any,
+    v: Any,
+    tq: torch.Tensor,
+    tk: torch.Tensor,
+    tv: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    tsinks: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> tuple[torch.Tensor, ...]:
+    """(o, to), with return_lse (o, to, lse, tlse); o and lse are differentiable, their tangents detached. Where a
+    gradient may follow, o and lse come from a forward pass of their own, which saves what the backward pass needs."""
+    expect_constant("mask", mask)
+    q, k, v, tq, tk, tv = cast_tensors(("q", "k", "v", "tq", "tk", "tv"), q, k, v, tq, tk, tv)
+    expect_devices(q.device, mask=mask, sinks=sinks, tsinks=tsinks)
+    more = mask, None, None, sinks_of("sinks", sinks, options)
+    along = sinks_of("tsinks", tsinks, options)
+    with torch.no_grad():
+        o, lse, to, tlse = _ops.jvp(q, k, v, tq, tk, tv, *more, along, return_lse, options)
+    needing = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    if torch.is_grad_enabled() and needing:
+        o, lse, _ = attend(q, k, v, *more, options, of_lse=return_lse)
+    return (o, to, lse, tlse) if return_lse else (o, to)
 
 
 def attend(
@@ -46,7 +134,9 @@ def attend(
     differentiates = torch.is_grad_enabled() and needing
     given = q, k, v, mask, cu_q, cu_k, sinks
     if not (differentiates or compiling or torch._C._are_functorch_transforms_active()):
-        return _ops.forward(*given, residual, options)  # a Function costs as much again
+        # A Function costs as much again, and so does an operator.
+        run = _passes.forward if _passes.nobody_listens(q, k, v, mask, sinks) else _ops.forward
+        return run(*given, residual, options)
     if dual and compiling:
         raise Unsupported(
             "forward-mode differentiation inside torch.compile, which drops the tangents of a custom function; call "
@@ -54,7 +144,7 @@ def attend(
         )
     if differentiates and not dual and not compiling:
         expect_backward(options, q, v, sinks)
-    residual = residual or (differentiates and _passes.needs_residual(front, options, q))
+    residual = residual or (differentiates and _plan.needs_residual(adapter, options, q))
     operands: tuple[Any, ...] = _distinct(given) if compiling else given
     return _apply(_DualAttention if dual else _Attention, *operands, residual, of_lse, options)
 
@@ -76,32 +166,6 @@ def _is_eager() -> bool:
 def _apply(function: Any, *args: Any) -> Any:
     """function.apply; in eager code without its search for default arguments, which takes longer than all the rest."""
     return super(torch.autograd.Function, function).apply(*args) if _is_eager() else function.apply(*args)
-
-
-def expect_backward(options: Options, q: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
-    """Refuses what has no backward pass before the forward pass whose gradient would be asked for."""
-    how = options.precision, options.bias_correction, options.backend, options.out_dtype
-    _expect_backward(*how, q.dtype, q.shape[-1], v.shape[-1], q.device, sinks is not None)
-
-
-@functools.cache
-def _expect_backward(
-    precision: str,
-    bias_correction: str,
-    backend: str,
-    out_dtype: str,
-    dtype: torch.dtype,
-    dim: int,
-    dim_v: int,
-    device: torch.device,
-    has_sinks: bool,
-) -> None:
-    q, v = (torch.zeros(1, 1, 8, n, device=device, dtype=dtype) for n in (dim, dim_v))
-    how: dict[str, Any] = {"precision": precision, "bias_correction": bias_correction, "backend": backend}
-    how["out_dtype"] = front.dtype_of(out_dtype) if out_dtype else None
-    how["sinks"] = torch.zeros(1, device=device) if has_sinks else None
-    if supports(q, q, v, **how) and not (found := supports(q, q, v, kind="backward", **how)):
-        raise Unsupported(f"requires_grad: found True without torch.no_grad(), but {found.reason}")
 
 
 def _refuse_second_derivative(ctx: Any, *grad_outputs: Any) -> Any:
@@ -235,7 +299,7 @@ class _Attention(torch.autograd.Function):
         of_lse: bool,
         options: Options,
     ) -> Any:
-        run = _ops.direct_forward if _ops.nobody_listens(q, k, v, mask, sinks) else _ops.forward
+        run = _passes.forward if _passes.nobody_listens(q, k, v, mask, sinks) else _ops.forward
         return run(q, k, v, mask, cu_q, cu_k, sinks, residual, options)
 
     @staticmethod

@@ -1,4 +1,7 @@
-"""A call of octet_run from a jax program.
+"""jax's arrays as the library sees them, and a call of octet_run from a jax program.
+
+The adapter is the part of _plan.Adapter that explain, supports and the primitives need. Nothing is computed by it, so
+arrays may be abstract, and the rest of an adapter, addresses and memory, is XLA's business.
 
 Where liboctet_jax.so lies beside the library and was built for an interface that jax has, XLA calls its handlers, on
 the stream that XLA works on. Otherwise XLA calls back into Python, on one CPU device alone. The call is checked when
@@ -16,12 +19,51 @@ import jax
 import numpy as np
 
 from octet import _abi, _library, _numpy
-from octet._options import Options
+from octet._options import Options, dtype_name, dtype_of
 from octet._plan import Plan, View, contiguous_strides
 from octet.errors import Unsupported
 
 _TARGET = "octet"
 _ALIGNMENT = 64  # of a workspace
+
+
+def platform_of(x: Any) -> str:
+    """The name in _abi.DEVICES of where x lies, or where an abstract array would by default."""
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        platform = next(iter(x.devices())).platform
+    else:
+        default: Any = getattr(jax.config, "jax_default_device", None)
+        platform = getattr(default, "platform", default) or jax.default_backend()
+    return "cpu" if platform == "cpu" else "cuda"
+
+
+class JaxAdapter:
+    """Arrays, tracers and ShapeDtypeStructs; contiguous, on the CPU or a CUDA device."""
+
+    def dtype_name(self, dtype: Any, what: str) -> str:
+        return dtype_name(dtype, what)
+
+    def own_type(self, q: Any) -> str:
+        return self.dtype_name(q.dtype, "q")
+
+    def dtype_of(self, name: str) -> Any:
+        return dtype_of(name)
+
+    def view(self, name: str, x: Any) -> View:
+        number = _abi.DTYPES[self.dtype_name(x.dtype, name.rstrip("_"))]
+        return View(number, tuple(x.shape), contiguous_strides(x.shape), _abi.DEVICES[platform_of(x)])
+
+    def order(self, x: Any) -> tuple[int, ...]:
+        return tuple(range(x.ndim))
+
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def resolve(self, options: Options, like: Any) -> Options:
+        return options
+
+
+adapter = JaxAdapter()
 
 
 def _interface_of_jax() -> tuple[int, int] | None:
@@ -63,7 +105,7 @@ def has_handlers() -> bool:
     return not why_no_handlers()
 
 
-def _judged(kind: str, options: Options, views: Sequence[tuple[str, View]]) -> tuple[Plan, int]:
+def _planned(kind: str, options: Options, views: Sequence[tuple[str, View]]) -> tuple[Plan, int]:
     """The descriptors of the call and the size of its workspace; raises what the library has against it."""
     plan = Plan(kind, options, [(name, view, None) for name, view in views]).anywhere()
     return plan, plan.workspace_size()
@@ -83,7 +125,7 @@ def run(
         (
             name,
             View(
-                _abi.DTYPES[_numpy.dtype_name(x.dtype, name)],
+                _abi.DTYPES[dtype_name(x.dtype, name)],
                 x.shape,
                 contiguous_strides(x.shape),
                 _abi.DEVICES[platform],
@@ -91,7 +133,7 @@ def run(
         )
         for name, x in described
     ]
-    plan, size = _judged(kind, options, views)
+    plan, size = _planned(kind, options, views)
     shapes = [x for _, x in results]
     if has_handlers():
         # On the CPU the handler allocates: how much depends on the threads that it may use.
@@ -125,9 +167,9 @@ def _by_xla(plan: Plan, options: Options, names: Sequence[str], arrays: Any, sha
 
 
 def _by_python(kind: str, options: Options, names: Any, shapes: Any, *arrays: Any) -> list[np.ndarray]:
-    front = _numpy.front
+    numpy = _numpy.adapter
     made = [np.empty(x.shape, x.dtype) for x in shapes]
     operands = [np.asarray(x) for x in arrays] + made
-    plan = Plan(kind, options, [(name, front.view(name, x), None) for name, x in zip(names, operands, strict=True)])
-    plan.at(front.address(x) for x in operands).run(lambda size: front.workspace(size, None), None)
+    plan = Plan(kind, options, [(name, numpy.view(name, x), None) for name, x in zip(names, operands, strict=True)])
+    plan.at(numpy.address(x) for x in operands).run(lambda size: numpy.workspace(size, None), None)
     return made

@@ -1,4 +1,4 @@
-"""Calls that are run again without torch's dispatcher: the same numbers, and only where nobody listens to operators."""
+"""Calls that run from C, without torch's dispatcher: the same numbers, and only where nobody listens to operators."""
 
 import concurrent.futures
 import contextlib
@@ -12,31 +12,31 @@ import pytest
 torch = pytest.importorskip("torch")
 import octet.torch  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402, F811
-from octet import _passes  # noqa: E402
-from octet.torch import _again, _ops, _replay  # noqa: E402
+from octet import _plan  # noqa: E402
+from octet.torch import _passes  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-if _replay.loaded is None:
+if _passes.loaded is None:
     pytest.skip("torch has no DLPack exchange API, or liboctet_dlpack.so is missing", allow_module_level=True)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HIT, MISS, ORDINARY = "it ran again", "it may be kept", "the ordinary way"
-TRAINED = "it ran again, and a gradient may follow"
+HIT, MISS, ORDINARY = "it ran from C", "it may be kept", "the ordinary way"
+TRAINED = "it ran from C, and a gradient may follow"
 
 
 @pytest.fixture
-def again(monkeypatch):
+def looks(monkeypatch):
     """A list that receives what each look for a kept call finds. Calls of other tests are forgotten."""
-    real, found = _replay.again, []
+    real, found = _passes.fast_forward, []
 
     def counting(token, q, k, v):
         o = real(token, q, k, v)
         found.append(ORDINARY if o is None else MISS if o is False else TRAINED if o is True else HIT)
         return o
 
-    monkeypatch.setattr(_replay, "again", counting)
-    monkeypatch.setattr(_again, "_tokens", {})
+    monkeypatch.setattr(_passes, "fast_forward", counting)
+    monkeypatch.setattr(_passes, "tokens", {})
     return found
 
 
@@ -47,8 +47,9 @@ class Listening(TorchDispatchMode):
 
 
 def without_c():
-    """Operators do not run again from C."""
-    return unittest.mock.patch.object(_ops, "_number", lambda *x: None)
+    """Operators do not run from C."""
+    nothing = lambda *x: None
+    return unittest.mock.patch.multiple(_passes, fast_training=nothing, fast_gradients=nothing)
 
 
 def ordinary(*x, call=octet.attention, **keywords):
@@ -69,7 +70,7 @@ KEYWORDS = [{}, {"causal": "top_left", "scale": 0.5}, {"layout": "bshd"}, {"prec
 
 
 @pytest.mark.parametrize("keywords", KEYWORDS, ids=str)
-def test_it_gives_the_same_bits(again, keywords):
+def test_it_gives_the_same_bits(looks, keywords):
     """Other numbers, other addresses, the same call; then other strides, types and shapes, which are other calls."""
     for dtype in (torch.float16, torch.bfloat16):
         for shape in ((20, 30, 16), (7, 9, 24)):
@@ -80,15 +81,15 @@ def test_it_gives_the_same_bits(again, keywords):
                 got, want = (f(*x, **keywords) for f in (octet.attention, ordinary))
                 assert torch.equal(got, want) and got.stride() == want.stride() == x[0].stride()
     # `ordinary` finds that somebody listens.
-    assert again == [MISS, ORDINARY, HIT, ORDINARY, HIT, ORDINARY] * 4
+    assert looks == [MISS, ORDINARY, HIT, ORDINARY, HIT, ORDINARY] * 4
 
 
-def test_sdpa_too(again):
+def test_sdpa_too(looks):
     x = inputs()
     for how in ({"enable_gqa": True}, {"enable_gqa": True, "is_causal": True, "scale": 0.5}):
         for _ in range(2):
             assert torch.equal(octet.sdpa(*x, **how), ordinary(*x, call=octet.sdpa, **how))
-    assert again == [MISS, ORDINARY, HIT, ORDINARY] * 2
+    assert looks == [MISS, ORDINARY, HIT, ORDINARY] * 2
     for _ in range(2):  # a refusal is not kept
         with pytest.raises(octet.InvalidArgument, match="enable_gqa: False"):
             octet.sdpa(*x)
@@ -98,45 +99,45 @@ def test_sdpa_too(again):
     assert torch.equal(octet.sdpa(q, k, v, enable_gqa=True), octet.sdpa(q, *wide, enable_gqa=True))
 
 
-def test_dims_and_strides_that_it_leaves_to_the_ordinary_way(again):
+def test_dims_and_strides_that_it_leaves_to_the_ordinary_way(looks):
     q, k, v = inputs()
     for _ in range(2):
         assert octet.attention(q, k, v[..., :8]).shape == (2, 4, 20, 8)  # o is not like q
         assert octet.attention(q, k, v, return_lse=True)[1].shape == (2, 4, 20)
-    assert again == [ORDINARY] * 2
+    assert looks == [ORDINARY] * 2
     with pytest.raises(octet.InvalidArgument, match="expected .batch, head, token, dim"):
         octet.attention(q[0], k[0], v[0])
     wide = torch.randn(2, 20, 4, 16, device=DEVICE).bfloat16().transpose(1, 2)
     first, second = octet.attention(wide, k, v), octet.attention(wide, k, v)
-    assert torch.equal(first, second) and first.stride() == second.stride() == wide.stride() and again[-1] == HIT
+    assert torch.equal(first, second) and first.stride() == second.stride() == wide.stride() and looks[-1] == HIT
 
 
-def test_values_that_are_equal_but_not_alike_are_judged_each(again):
+def test_values_that_are_equal_but_not_alike_are_validated_each(looks):
     q, _, _ = inputs()
     for _ in range(2):
         octet.attention(q, q, q, causal=True)
     with pytest.raises(octet.InvalidArgument, match="causal: found 1, allowed"):
         octet.attention(q, q, q, causal=1)
-    assert again == [MISS, HIT, MISS]
+    assert looks == [MISS, HIT, MISS]
     octet.attention(q, q, q, causal="top_left", window=[3, 0])  # a list cannot be looked up
     octet.attention(q, q, q, causal="top_left", window=[3, 0])
-    assert len(again) == 3
+    assert len(looks) == 3
 
 
-def test_a_refusal_is_a_refusal_each_time(again):
+def test_a_refusal_is_a_refusal_each_time(looks):
     q, k, v = inputs()
     octet.attention(q, k, v)
     for _ in range(2):
         with pytest.raises(octet.InvalidArgument, match="v: shape"):
             octet.attention(q, k, v[:, :, :5])
-    assert again == [MISS] * 3
+    assert looks == [MISS] * 3
 
 
-def test_whoever_listens_to_operators_hears_them(again):
+def test_whoever_listens_to_operators_hears_them(looks):
     q, k, v = inputs()
     for _ in range(2):
         octet.attention(q, k, v)
-    assert again == [MISS, HIT]
+    assert looks == [MISS, HIT]
     ordinary(q, k, v)
     with torch.profiler.profile() as profile:
         octet.attention(q, k, v)
@@ -151,23 +152,23 @@ def test_whoever_listens_to_operators_hears_them(again):
     assert type(octet.attention(torch.nn.Parameter(k), k, v)) is torch.Tensor
     assert type(octet.attention(q, torch.nn.Parameter(k), v)) is torch.Tensor
     assert torch.equal(torch.func.vmap(octet.attention)(q[None], k[None], v[None])[0], octet.attention(q, k, v))
-    assert again[2:].count(HIT) == 1  # the last of all
+    assert looks[2:].count(HIT) == 1  # the last of all
     with torch.no_grad():
         assert not octet.attention(q.requires_grad_(), k, v).requires_grad
-    assert again[-1] == HIT
+    assert looks[-1] == HIT
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="no tangents on a GPU")
-def test_a_tangent_is_no_ordinary_number(again):
+def test_a_tangent_is_no_ordinary_number(looks):
     q, k, v = inputs()
     octet.attention(q, k, v)
     with forward_ad.dual_level():
         o = octet.attention(forward_ad.make_dual(q, q), k, v)
         assert forward_ad.unpack_dual(o).tangent is not None
-    assert again == [MISS]
+    assert looks == [MISS]
 
 
-def test_threads_and_determinism_may_change_between_calls(again):
+def test_threads_and_determinism_may_change_between_calls(looks):
     q, k, v = inputs()
     before = torch.get_num_threads()
     try:
@@ -179,14 +180,14 @@ def test_threads_and_determinism_may_change_between_calls(again):
     finally:
         torch.set_num_threads(before)
         torch.use_deterministic_algorithms(False)
-    assert again == [MISS, MISS, HIT, MISS]
+    assert looks == [MISS, MISS, HIT, MISS]
 
 
 def test_keywords_that_are_never_the_same_are_not_kept_for_ever(monkeypatch):
-    monkeypatch.setattr(_again, "_tokens", dict.fromkeys(range(_replay.MOST_TOKENS), 0))
+    monkeypatch.setattr(_passes, "tokens", dict.fromkeys(range(_passes.MOST_TOKENS), 0))
     q, k, v = inputs()
     assert torch.equal(octet.attention(q, k, v, scale=0.123), ordinary(q, k, v, scale=0.123))
-    assert len(_again._tokens) == _replay.MOST_TOKENS
+    assert len(_passes.tokens) == _passes.MOST_TOKENS
 
 
 def test_threads_do_not_mix_their_calls():
@@ -204,7 +205,7 @@ def test_threads_do_not_mix_their_calls():
         sys.setswitchinterval(before)
 
 
-def test_tensors_die_when_they_are_forgotten(again):
+def test_tensors_die_when_they_are_forgotten(looks):
     """Counted references: nothing keeps an output or an input alive."""
     q, k, v = inputs()
     octet.attention(q, k, v)
@@ -224,14 +225,14 @@ def test_tensors_die_when_they_are_forgotten(again):
 @pytest.fixture
 def backwards(monkeypatch):
     """A list that receives what each look for a kept backward pass finds."""
-    real, found = _replay.backward, []
+    real, found = _passes.fast_backward, []
 
     def counting(*x):
         made = real(*x)
         found.append(ORDINARY if made is None else MISS if made is False else HIT)
         return made
 
-    monkeypatch.setattr(_replay, "backward", counting)
+    monkeypatch.setattr(_passes, "fast_backward", counting)
     return found
 
 
@@ -260,7 +261,7 @@ def expect_same(got, want):
 
 @pytest.mark.parametrize("keywords", [*KEYWORDS[:3], {"precision": "int8", "causal": "top_left"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_gradients_are_the_same_bits(again, backwards, keywords, dtype):
+def test_gradients_are_the_same_bits(looks, backwards, keywords, dtype):
     for shape in ((20, 30, 16), (7, 9, 24)):
         for order in ("bhsd", "bshd"):
             for seed in range(3):
@@ -271,40 +272,40 @@ def test_gradients_are_the_same_bits(again, backwards, keywords, dtype):
                 if not octet.supports(*x, kind="backward", **keywords):
                     pytest.skip("not on this machine")
                 expect_same(gradients(octet.attention, x, **keywords), ordinary_gradients(x, **keywords))
-    assert again == [MISS, ORDINARY, TRAINED, ORDINARY, TRAINED, ORDINARY] * 4
-    assert backwards == [MISS, HIT] * 4
+    assert looks == [MISS, ORDINARY, TRAINED, ORDINARY, TRAINED, ORDINARY] * 4
+    assert backwards == [MISS, HIT, HIT] * 4
 
 
-def test_gradients_of_sdpa_too(again, backwards):
+def test_gradients_of_sdpa_too(looks, backwards):
     x = leaves(inputs())
     how = {"enable_gqa": True, "is_causal": True}
     for _ in range(3):
         expect_same(gradients(octet.sdpa, x, **how), ordinary_gradients(x, octet.sdpa, **how))
-    assert again == [MISS, ORDINARY, TRAINED, ORDINARY, TRAINED, ORDINARY] and backwards == [MISS, HIT]
+    assert looks == [MISS, ORDINARY, TRAINED, ORDINARY, TRAINED, ORDINARY] and backwards == [MISS, HIT, HIT]
 
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
-def test_gradients_of_some(again, needs):
+def test_gradients_of_some(looks, needs):
     for _ in range(3):
         x = leaves(inputs(), needs)
         expect_same(gradients(octet.attention, x), ordinary_gradients(x))
-    assert again[-2] == TRAINED
+    assert looks[-2] == TRAINED
 
 
-def test_training_under_autocast(again):
+def test_training_under_autocast(looks):
     """Tensors that have autocast's type already are left as they are; others are cast, by the operator."""
     x = leaves(inputs())
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         for _ in range(2):
             got = gradients(octet.attention, x)
-        assert again == [MISS, TRAINED] and got[0].dtype is torch.bfloat16
-        assert octet.attention(x[0].float(), *x[1:]).dtype is torch.bfloat16 and again[-1] == ORDINARY
+        assert looks == [MISS, TRAINED] and got[0].dtype is torch.bfloat16
+        assert octet.attention(x[0].float(), *x[1:]).dtype is torch.bfloat16 and looks[-1] == ORDINARY
     expect_same(got, ordinary_gradients(x))
     with torch.autocast(DEVICE, dtype=torch.float16):
-        assert octet.attention(*x).dtype is torch.float16 and again[-1] == ORDINARY
+        assert octet.attention(*x).dtype is torch.float16 and looks[-1] == ORDINARY
 
 
-def test_whoever_listens_to_a_backward_pass_hears_it(again, backwards):
+def test_whoever_listens_to_a_backward_pass_hears_it(looks, backwards):
     x = leaves(inputs())
     for _ in range(3):
         want = gradients(octet.attention, x)
@@ -312,7 +313,7 @@ def test_whoever_listens_to_a_backward_pass_hears_it(again, backwards):
 
     def graph():
         o = octet.attention(*x)
-        assert again[-1] == TRAINED
+        assert looks[-1] == TRAINED
         return o
 
     o = graph()
@@ -338,7 +339,7 @@ def test_whoever_listens_to_a_backward_pass_hears_it(again, backwards):
         torch.autograd.grad(dq.sum(), x)
     heard = []
     o = octet.attention(*(y * 1 for y in x))
-    assert again[-1] == TRAINED
+    assert looks[-1] == TRAINED
     o.register_hook(lambda y: heard.append(y.shape))
     o.backward(do)
     assert heard == [do.shape] and backwards[-1] == HIT
@@ -355,10 +356,10 @@ def test_a_tangent_of_a_gradient_is_refused(backwards):
         torch.autograd.grad(o, x, forward_ad.make_dual(do, do))
     with Listening(), forward_ad.dual_level(), pytest.raises(octet.Unsupported, match="first derivatives only"):
         torch.autograd.grad(octet.attention(*x), x, forward_ad.make_dual(do, do))
-    assert len(backwards) == 2
+    assert len(backwards) == 3
 
 
-def test_functional_transforms_go_the_ordinary_way(again):
+def test_functional_transforms_go_the_ordinary_way(looks):
     x = leaves(inputs())
     for _ in range(2):
         want = gradients(octet.attention, x)
@@ -368,14 +369,14 @@ def test_functional_transforms_go_the_ordinary_way(again):
         with forward_ad.dual_level():
             o = octet.attention(forward_ad.make_dual(x[0], x[0]), *x[1:])
             assert forward_ad.unpack_dual(o).tangent is not None
-    count = len(again)
+    count = len(looks)
     torch._dynamo.reset()
     compiled = torch.compile(octet.attention, fullgraph=True, backend="aot_eager")
     expect_same(gradients(compiled, x), want)
-    assert len(again) == count
+    assert len(looks) == count
 
 
-def test_a_gradient_of_a_compiled_backward_pass(again):
+def test_a_gradient_of_a_compiled_backward_pass(looks):
     x = leaves(inputs())
     for _ in range(2):
         want = gradients(octet.attention, x)[1:]
@@ -386,7 +387,7 @@ def test_a_gradient_of_a_compiled_backward_pass(again):
     expect_same([y.grad for y in x], want)
 
 
-def test_what_is_saved_may_be_packed_and_changed(again, backwards):
+def test_what_is_saved_may_be_packed_and_changed(looks, backwards):
     x = leaves(inputs())
     for _ in range(3):
         want = gradients(octet.attention, x)
@@ -398,7 +399,7 @@ def test_what_is_saved_may_be_packed_and_changed(again, backwards):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda y: y[0].to(y[1]).contiguous()):
         expect_same(gradients(octet.attention, x), want)
-    assert again[-1] == TRAINED and backwards[-1] == HIT
+    assert looks[-1] == TRAINED and backwards[-1] == HIT
     with torch.autograd.graph.saved_tensors_hooks(lambda y: y, lambda y: y.clone() if y.ndim < 4 else swap(y)):
         got = gradients(octet.attention, x)
     assert backwards[-1] == MISS  # other strides
@@ -417,7 +418,7 @@ def swap(y):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints(again, use_reentrant, dtype):
+def test_checkpoints(looks, use_reentrant, dtype):
     """A pass that is computed again may find what the first one kept, or that somebody listens now."""
     if not octet.supports(*inputs(dtype=dtype), kind="backward"):
         pytest.skip("not on this machine")
@@ -432,10 +433,10 @@ def test_checkpoints(again, use_reentrant, dtype):
             o.sum().backward()
         octet.attention(*y).sum().backward()
         expect_same([z.grad for z in x], [z.grad for z in y])
-    assert TRAINED in again
+    assert TRAINED in looks
 
 
-def test_a_graph_may_be_used_twice(again, backwards):
+def test_a_graph_may_be_used_twice(looks, backwards):
     x = leaves(inputs())
     for _ in range(2):
         want = gradients(octet.attention, x)
@@ -449,7 +450,7 @@ def test_a_graph_may_be_used_twice(again, backwards):
         torch.autograd.grad(o, x, do)
 
 
-def test_gradients_that_nobody_made_a_tensor_of(again):
+def test_gradients_that_nobody_made_a_tensor_of(looks):
     """An expanded gradient, as of a sum, has strides of its own."""
     for _ in range(3):
         x, y = leaves(inputs()), leaves(inputs())
@@ -475,7 +476,7 @@ def test_threads_do_not_mix_their_backward_passes():
         sys.setswitchinterval(before)
 
 
-def test_kept_calls_are_forgotten_with_what_they_hold(again):
+def test_kept_calls_are_forgotten_with_what_they_hold(looks):
     """More shapes than are kept; what is saved dies with its graph."""
     for queries in range(1, 300):
         x = leaves(inputs(queries=queries % 150 + 1, keys=8, dim=8))
@@ -484,7 +485,7 @@ def test_kept_calls_are_forgotten_with_what_they_hold(again):
     for _ in range(3):
         o = octet.attention(*x)
         o.sum().backward()
-    assert again[-1] == TRAINED
+    assert looks[-1] == TRAINED
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda y: saved.append(weakref.ref(y)) or y, lambda y: y):
         o = octet.attention(*x)
@@ -505,15 +506,15 @@ def test_kept_calls_are_forgotten_with_what_they_hold(again):
 @pytest.fixture
 def ordinary_passes(monkeypatch):
     """The passes that go the ordinary way; other tests' are forgotten."""
-    real, found = _passes.find, []
+    real, found = _plan.find, []
 
-    def counting(front, kind, *rest):
+    def counting(adapter, kind, *rest):
         found.append(kind)
-        return real(front, kind, *rest)
+        return real(adapter, kind, *rest)
 
-    monkeypatch.setattr(_passes, "find", counting)
-    monkeypatch.setattr(_passes, "_kept", type(_passes._kept)())
-    monkeypatch.setattr(_ops, "_numbers", {})
+    monkeypatch.setattr(_plan, "find", counting)
+    monkeypatch.setattr(_plan, "_kept", type(_plan._kept)())
+    monkeypatch.setattr(_passes, "tokens", {})
     return found
 
 
@@ -524,7 +525,7 @@ OPERATOR_KEYWORDS = [{}, {"causal": "top_left", "scale": 0.1, "window": (3, None
 @pytest.mark.parametrize("keywords", OPERATOR_KEYWORDS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_passes_run_again(ordinary_passes, keywords, dtype, backend):
+def test_compiled_passes_run_from_c(ordinary_passes, keywords, dtype, backend):
     """The first time they are described, the second time kept, then run from C: the same bits and the same strides."""
     x = [y.transpose(1, 2) if keywords.get("layout") == "bshd" else y for y in inputs(dtype=dtype)]
     if not octet.supports(*x, kind="backward", **keywords):
@@ -547,7 +548,7 @@ def operator(x, text="precision=bf16", residual=True):
     return torch.ops.octet.forward(*x, residual, text)
 
 
-def test_operators_are_heard_when_they_run_again(ordinary_passes):
+def test_operators_are_heard_when_they_run_from_c(ordinary_passes):
     x = inputs()
     want = [operator(x) for _ in range(3)][0]
     assert ordinary_passes == ["forward"] * 2
@@ -639,11 +640,11 @@ def test_strides_that_stand_for_nothing_do_not_come_back(ordinary_passes):
 
 def test_numbers_of_passes_are_not_kept_for_ever(ordinary_passes, monkeypatch):
     x = inputs()
-    monkeypatch.setattr(_ops, "_numbers", dict.fromkeys(range(_replay.MOST_TOKENS), 0))
+    monkeypatch.setattr(_passes, "tokens", dict.fromkeys(range(_passes.MOST_TOKENS), 0))
     for _ in range(4):
         made = operator(x, "precision=bf16 scale=0.123")
     expect_same(made, operator(x, "precision=bf16 scale=0.123"))
-    assert len(_ops._numbers) == _replay.MOST_TOKENS and ordinary_passes == ["forward"] * 5
+    assert len(_passes.tokens) == _passes.MOST_TOKENS and ordinary_passes == ["forward"] * 5
 
 
 def test_threads_do_not_mix_their_operators():

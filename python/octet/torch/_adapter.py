@@ -1,5 +1,6 @@
-"""The front of torch: what the three passes need of its tensors, as _passes.Front says."""
+"""torch's tensors as the library sees them, and what of them is refused."""
 
+import functools
 import sys
 from collections.abc import Hashable
 from typing import Any
@@ -9,8 +10,8 @@ from torch.overrides import has_torch_function
 
 from octet import _abi
 from octet._options import Options
-from octet._plan import View, memory_order
-from octet.errors import InvalidArgument, listing, refuse_dtype
+from octet._plan import View, lse_type, memory_order, unsupported_reason
+from octet.errors import InvalidArgument, Unsupported, listing, refuse_dtype
 
 _NAMES = {
     torch.float64: "f64",
@@ -66,8 +67,8 @@ def expect_plain(name: str, x: torch.Tensor) -> None:
         )
 
 
-class TorchFront:
-    """Strided tensors on the CPU or a CUDA device, on the caller's stream."""
+class TorchAdapter:
+    """See _plan.Adapter. Strided tensors on the CPU or a CUDA device, on the caller's stream."""
 
     def dtype_name(self, dtype: torch.dtype, what: str) -> str:
         if dtype not in _NAMES:
@@ -129,7 +130,60 @@ class TorchFront:
         return options
 
 
-front = TorchFront()
+adapter = TorchAdapter()
+
+
+def cast_tensors(names: tuple[str, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The tensors in the type that autocast gives them. What torch would not bring to the library is refused here."""
+    device = tensors[0].device
+    for name, x in zip(names, tensors, strict=True):
+        if x.layout is not torch.strided:
+            raise InvalidArgument(f"{name}: layout {x.layout}, allowed: torch.strided")
+        _expect_device(name, x, device)
+    if not torch.is_autocast_enabled(device.type if device.type in _abi.DEVICES else "cpu"):
+        return tensors
+    return tuple([x.to(autocast_type(x)) for x in tensors])
+
+
+def _expect_device(name: str, x: torch.Tensor, device: torch.device) -> None:
+    """A tensor on another device may have torch choose another kernel, on the meta device none at all."""
+    if x.device != device:
+        raise InvalidArgument(f"{name}: on {x.device}, but q is on {device}; all tensors of a call live on one device")
+
+
+def expect_devices(device: torch.device, **tensors: torch.Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None:
+            _expect_device(name, x, device)
+            expect_plain(name, x)
+
+
+def expect_backward(options: Options, q: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+    """Refuses what has no backward pass before the forward pass whose gradient would be asked for."""
+    how = options.precision, options.bias_correction, options.backend, options.out_dtype
+    _expect_backward(*how, q.dtype, q.shape[-1], v.shape[-1], q.device, sinks is not None)
+
+
+@functools.cache
+def _expect_backward(
+    precision: str,
+    bias_correction: str,
+    backend: str,
+    out_dtype: str,
+    dtype: torch.dtype,
+    dim: int,
+    dim_v: int,
+    device: torch.device,
+    has_sinks: bool,
+) -> None:
+    q, v = (torch.zeros(1, 1, 8, n, device=device, dtype=dtype) for n in (dim, dim_v))
+    options = Options(precision, bias_correction=bias_correction, backend=backend, out_dtype=out_dtype)
+    sinks = torch.zeros(1, device=device, dtype=lse_type(adapter, options)) if has_sinks else None
+    given = q, q, v, None, sinks
+    if unsupported_reason(adapter, "forward", options, *given):
+        return  # the forward pass will say so
+    if reason := unsupported_reason(adapter, "backward", options, *given):
+        raise Unsupported(f"requires_grad: found True without torch.no_grad(), but {reason}")
 
 
 def to_numpy(x: torch.Tensor) -> Any:

@@ -1,0 +1,142 @@
+"""The fast path: eager passes that run from C, without Python, torch's dispatcher or operators between. Those cost the
+host more than the kernel takes on short sequences (docs/torch.md).
+
+The first call with tensors of some shapes, strides and types runs by its plan, which is kept. Whatever listens to
+torch's operators (modes, the profiler, torch.func, torch.compile, tracing, autocast that would cast, subclasses of
+Tensor) gets the ordinary way. Where a gradient may follow, a Function saves the same tensors as the ordinary one, so
+that a checkpoint may go one way first and the other when it computes again.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.autograd import forward_ad
+
+from octet import _plan
+from octet._options import AttentionOptions, Options, options_of
+from octet._plan import Plan, own_type
+from octet.torch import _attention, _passes
+from octet.torch._adapter import adapter, expect_backward, expect_devices
+
+_keywords: dict[int, AttentionOptions] = {}  # of each token whose call has been valid
+
+
+class _Attention(torch.autograd.Function):
+    """o of a forward pass from C, saving what _attention._Attention saves."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, token: int) -> torch.Tensor:
+        o, lse, r = _passes.fast_training(token, q, k, v) or _planned_forward(token, q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse, r)
+        ctx.token = token
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> Any:
+        saved = ctx.saved_tensors
+        ordinary = torch.compiler.is_compiling() or forward_ad._current_level >= 0
+        found = None if ordinary else _passes.fast_backward(ctx.token, do, *saved)
+        return found or _ordinary_backward(ctx.token, found is False, do, *saved)
+
+
+_apply = super(torch.autograd.Function, _Attention).apply  # without a search for default arguments, and for torch.func
+
+
+def _options(token: int, q: torch.Tensor) -> Options:
+    return options_of(own_type(adapter, q), **_keywords[token])
+
+
+def _planned_forward(token: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    options = _options(token, q)
+    residual = _plan.needs_residual(adapter, options, q)
+    made = _passes.by_plan("forward", options, (q, k, v, *[None] * 4), residual)
+    o, lse, r = torch.empty_like(q), made[1], torch.empty_like(q) if residual else made[2]  # as C makes them
+    _keep("training", token, options, (q, k, v), [o, lse, r])
+    return made
+
+
+def _ordinary_backward(token: int, may_be_kept: bool, *given: torch.Tensor) -> Any:
+    options = _options(token, given[1])
+    gradients = _attention.gradients((*given, *[None] * 5), options)[:3]
+    if may_be_kept:
+        do, q, k, v, o, lse, r = given
+        made = [torch.empty_like(x) for x in (q, k, v)]
+        _keep("backward", token, options, given, made)
+    return *gradients, None
+
+
+_LASTING = bool, int, float, str, type(None), type, np.generic
+
+
+def _lasts(value: Any) -> bool:
+    """Returns whether `value` cannot change, so that what equals it now will equal it later. Tensors may be written."""
+    return all(map(_lasts, value)) if isinstance(value, tuple) else isinstance(value, _LASTING)
+
+
+def find(key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None | Literal[False]:
+    """o, where a forward pass over such tensors has been kept under `key`; False: it may be, by `first`; None: it may
+    not."""
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        return None
+    try:
+        token = _passes.tokens.get(key)
+    except TypeError:  # a list among the keywords, say
+        return None
+    if token is None:
+        token = _passes.token_of(key) if _lasts(key) else None
+        if token is None:
+            return None
+    o = _passes.fast_forward(token, q, k, v)
+    return _apply(q, k, v, token) if o is True else o
+
+
+def first(
+    key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: AttentionOptions
+) -> torch.Tensor | None:
+    """o of `octet.attention` with these keywords, whose pass is kept under `key`, after `find` gave False; None where
+    it cannot be: head dims that are filled with zeros, and an o that is not of q's type."""
+    options = options_of(own_type(adapter, q), **keywords)
+    if (
+        q.shape[-1] % 8
+        or v.shape[-1] % 8
+        or _plan.results(adapter, "forward", options, q, k, v)[0].dtype is not q.dtype
+    ):
+        return None
+    expect_devices(q.device, k=k, v=v)
+    token = _passes.tokens[key]
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        expect_backward(options, q, v)
+        _keywords[token] = keywords
+        return _apply(q, k, v, token)
+    o, _, _ = _passes.by_plan("forward", options, (q, k, v, *[None] * 4))
+    _keywords[token] = keywords
+    _keep("forward", token, options, (q, k, v), [o])
+    return o
+
+
+_NAMES = {
+    "forward": ("q", "k", "v", "o"),
+    "training": ("q", "k", "v", "o", "lse", "o_residual"),
+    "backward": ("do_", "q", "k", "v", "o", "lse", "o_residual", "dq", "dk", "dv"),
+}
+
+
+def _keep(
+    kind: str, token: int, options: Options, inputs: tuple[torch.Tensor, ...], made: Sequence[torch.Tensor]
+) -> None:
+    """Keeps a pass over tensors like `inputs`, which makes tensors like `made`."""
+    q = inputs[1] if kind == "backward" else inputs[0]
+    given = {name: x for name, x in zip(_NAMES[kind], (*inputs, *made), strict=True) if x.shape != (0,)}
+    operands = [(name, adapter.view(name, x), None) for name, x in given.items()]
+    plan = Plan("backward" if kind == "backward" else "forward", adapter.resolve(options, q), operands)
+    size = plan.at([x.data_ptr() for x in given.values()]).workspace_size()
+    _passes.keep(kind, token, inputs, tuple(made), plan, size)
+
+
+def attention(q: Any, k: Any, v: Any, keywords: AttentionOptions) -> torch.Tensor | None:
+    """`octet.attention` without a mask and without lse; None: the call has to go the ordinary way."""
+    key = (*keywords.items(), *map(type, keywords.values())) if keywords else ()
+    o = find(key, q, k, v)
+    return first(key, q, k, v, keywords) if o is False else o
