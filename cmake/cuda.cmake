@@ -1,4 +1,4 @@
-# Decides whether the CUDA backends are built, and says so: here, in octet_info, and wherever a CUDA tensor is refused.
+# Decides whether the CUDA backends are built, and says so: here, in octet_info, and wherever a CUDA tensor is rejected.
 # Sets OCTET_CUDA_BUILT and OCTET_CUDA_SUMMARY.
 if(NOT OCTET_CUDA MATCHES "^(AUTO|ON|OFF)$")
   message(FATAL_ERROR "OCTET_CUDA is ${OCTET_CUDA}; allowed: AUTO, ON, OFF")

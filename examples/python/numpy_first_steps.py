@@ -21,5 +21,5 @@ for precision in ("bf16", "int8", "fp8"):
 print(octet.explain(q, k, v, precision="int8", causal=True))
 try:
     octet.attention(q, k[:, :, :500], v[:, :, :500], causal=True)
-except octet.InvalidArgument as refusal:
-    print("refused:", refusal)
+except octet.InvalidArgument as rejection:
+    print("rejected:", rejection)

@@ -3,7 +3,7 @@
     import octet
     o = octet.attention(q, k, v, precision="int8", causal=True)
 
-q, k and v are numpy, torch or jax arrays, and o is what they are. A call is either right or refused, with the value
+q, k and v are numpy, torch or jax arrays, and o is what they are. A call is either right or rejected, with the value
 found and the values allowed.
 """
 

@@ -124,7 +124,7 @@ def attention(
     Keywords:
         precision: the recipe (docs/numerics.md), "f64", "f32", "f16", "bf16", "int8", "int8_f16", "int8_fp8", "fp8",
             "fp8_raw" or "sagebwd"; None: that of q's own type.
-        causal: True: query i sees keys up to i, refused unless there are as many queries as keys. "top_left" says that
+        causal: True: query i sees keys up to i, rejected unless there are as many queries as keys. "top_left" says that
             for any lengths; "bottom_right": the last query sees all keys.
         scale: None: 1 / sqrt(dim). Positive.
         window: (left, right): keys that a query sees left and right of the diagonal; None or -1 for all of a side.
@@ -133,7 +133,7 @@ def attention(
         bias_correction: how 16-bit training keeps rounding bias out of its gradients (docs/numerics.md), "f16"
             (default), "none", "beta", "exact_delta" or "gproj". With "beta", `beta` is 2 to 8 or 0 for 3.
         hadamard, smooth_q: "auto", "on" or "off": rotate q and k, subtract the mean of each 128 queries, before int8.
-        softcap: refused unless 0.
+        softcap: rejected unless 0.
         deterministic: bitwise repeatable; None: as torch.use_deterministic_algorithms says, False elsewhere.
         threads: of the CPU; 0: torch.get_num_threads() in torch, all elsewhere.
         backend: by name, as in `octet.info()["backends"]`; None: the best that can.
@@ -183,11 +183,11 @@ def attention_varlen(
         q: [total queries, heads, dim].
         k, v: [total keys, kv_heads, dim or dim_v].
         cu_seqlens_q: int32 [sequences + 1]: the first token of each sequence, and the total. It starts at 0, never
-            falls, and ends at the number of queries. The CPU refuses other values. On a GPU nobody checks them, because
+            falls, and ends at the number of queries. The CPU rejects other values. On a GPU nobody checks them, because
             reading them would wait for the GPU: with other values the kernels read and write outside of the tensors.
             Only jax arrays that are known when the call is made are checked there too, and waited for.
         cu_seqlens_k: the same for k and v.
-        max_seqlen_q, max_seqlen_k: bounds on the lengths, 0: unknown. The CPU refuses longer sequences.
+        max_seqlen_q, max_seqlen_k: bounds on the lengths, 0: unknown. The CPU rejects longer sequences.
         sinks: [heads], as in `octet.attention`.
         return_lse: also return lse, [heads, total queries].
         options: the keywords of `octet.attention`, but for `layout`. A causal mask or a window needs an alignment.

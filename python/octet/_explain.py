@@ -19,7 +19,7 @@ class Support:
     """The answer of `octet.supports`; true or false by itself."""
 
     supported: bool
-    reason: str  # the message of the refusal, "" if supported
+    reason: str  # the message of the rejection, "" if supported
 
     def __bool__(self) -> bool:
         return self.supported
@@ -74,6 +74,6 @@ def supports(
     """
     try:
         _plan(kind, q, k, v, mask, sinks, options).workspace_size()
-    except Error as refusal:
-        return Support(False, str(refusal))
+    except Error as rejection:
+        return Support(False, str(rejection))
     return Support(True, "")

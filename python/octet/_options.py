@@ -8,8 +8,8 @@ import numpy as np
 
 from octet import _abi
 from octet._abi import Precision as Precision
-from octet._refusals import expect_known
-from octet.errors import InvalidArgument, Unsupported, listing, refuse_dtype
+from octet._rejections import expect_known
+from octet.errors import InvalidArgument, Unsupported, listing, reject_dtype
 
 Layout: TypeAlias = Literal["bhsd", "bshd"]
 Causal: TypeAlias = bool | Literal["top_left", "bottom_right"]
@@ -91,7 +91,7 @@ def look_up(what: str, found: object, allowed: dict[str, int]) -> int:
 
 
 def expect_constant(name: str, x: Any) -> None:
-    """Refuses a tensor of torch that a derivative is asked for, which octet does not compute; x may be None."""
+    """Rejects a tensor of torch that a derivative is asked for, which octet does not compute; x may be None."""
     if x is None:
         return
     torch = sys.modules["torch"]
@@ -139,9 +139,9 @@ def dtype_name(dtype: Any, what: str) -> str:
     found = np.dtype(dtype)
     if found.name not in _DTYPES or not found.isnative:
         if not found.isnative:
-            refuse_dtype(what, found.str, " in the byte order of this machine")
+            reject_dtype(what, found.str, " in the byte order of this machine")
         hint = "; bfloat16 arrays have the dtype ml_dtypes.bfloat16" if found.name == "uint16" else ""
-        refuse_dtype(what, found.name, hint)
+        reject_dtype(what, found.name, hint)
     return _DTYPES[found.name]
 
 

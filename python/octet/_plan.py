@@ -15,7 +15,7 @@ from octet import _abi
 from octet._library import check, lib, text_of
 from octet._options import LAYOUTS, Options
 from octet._qtensor import Coding, QTensor
-from octet.errors import Error, InvalidArgument, refuse_dtype
+from octet.errors import Error, InvalidArgument, reject_dtype
 
 _KEPT = 512  # calls of each thread
 _MULTIPLE, _LARGEST_DIM = 8, 256  # of head dims in the library
@@ -211,7 +211,7 @@ class Types(Protocol):
     """The types of one framework's arrays."""
 
     def dtype_name(self, dtype: Any, what: str) -> str:
-        """A name of _abi.DTYPES; refuses others, with `what` as whose dtype it is."""
+        """A name of _abi.DTYPES; rejects others, with `what` as whose dtype it is."""
 
     def own_type(self, q: Any) -> str:
         """The name of the type that q has when it is computed with."""
@@ -260,14 +260,14 @@ class Result(NamedTuple):
 
 def output_shape(q_shape: Sequence[int], v_shape: Sequence[int]) -> tuple[int, ...]:
     if not q_shape or not v_shape:
-        return tuple(q_shape)  # the call will be refused for it
+        return tuple(q_shape)  # the call will be rejected for it
     return (*q_shape[:-1], v_shape[-1])
 
 
 def lse_shape(q_shape: Sequence[int], layout: str) -> tuple[int, ...]:
     """[batch, head, token], or [head, token] of packed sequences."""
     if len(q_shape) != (3 if layout == "thd" else 4):
-        return tuple(q_shape)  # the call will be refused for it
+        return tuple(q_shape)  # the call will be rejected for it
     if layout == "thd":
         return q_shape[1], q_shape[0]
     return (q_shape[0], q_shape[1], q_shape[2]) if layout == "bhsd" else (q_shape[0], q_shape[2], q_shape[1])
@@ -279,7 +279,7 @@ def own_type(adapter: Types, q: Any) -> str:
         return q.format
     found = adapter.own_type(q)
     if found not in ("f64", "f32", "f16", "bf16", "e4m3"):
-        refuse_dtype("q", str(q.dtype).removeprefix("torch."), "; codes come as the QTensor of octet.quantize")
+        reject_dtype("q", str(q.dtype).removeprefix("torch."), "; codes come as the QTensor of octet.quantize")
     return found
 
 
@@ -290,7 +290,7 @@ def needs_residual(adapter: Types, options: Options, q: Any) -> bool:
 
 
 def expect_sinks(name: str, x: Any, floats: bool) -> None:
-    """Refuses what cannot be sinks: one float of each head. `floats`: whether x is of a float type."""
+    """Rejects what cannot be sinks: one float of each head. `floats`: whether x is of a float type."""
     if not floats:
         raise InvalidArgument(f"{name}: dtype {x.dtype}, allowed: a float type")
     if x.ndim != 1:
@@ -370,7 +370,7 @@ def filled(operands: Sequence[Operand], options: Options) -> tuple[list[Operand]
     to any sum. The scale stays that of q's own head dim."""
     dims = {name: view.shape[-1] for name, view, _ in operands if name in IN_LAYOUT and view.shape}
     if not {"q", "v"} <= dims.keys():
-        return list(operands), options  # the call will be refused for their ranks
+        return list(operands), options  # the call will be rejected for their ranks
     for name, dim in dims.items():
         owner = "v" if name in _OF_V else "q"
         if not 1 <= dim <= _LARGEST_DIM:
@@ -513,6 +513,6 @@ def unsupported_reason(adapter: Adapter, kind: str, options: Options, *arrays: A
     """Returns why no backend computes the pass of `planned`, or what is wrong with its arguments, or ""."""
     try:
         planned(adapter, kind, options, *arrays).workspace_size()
-    except Error as refusal:
-        return str(refusal)
+    except Error as rejection:
+        return str(rejection)
     return ""

@@ -8,7 +8,7 @@ from octet._library import check, lib
 from octet._options import LAYOUTS, Layout, count, expect_constant, look_up
 from octet._plan import Adapter, contiguous_strides, dense_strides, quantization_of, struct, tensor_of
 from octet._qtensor import Coding, QTensor
-from octet._refusals import expect_known
+from octet._rejections import expect_known
 from octet.errors import InvalidArgument, Unsupported
 
 _FORMATS = {name: _abi.DTYPES[name] for name in ("i8", "u8", "i4", "e4m3", "e5m2")}

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 
 class Error(Exception):
-    """Anything that octet refuses or fails at."""
+    """Anything that octet rejects or fails at."""
 
 
 class InvalidArgument(Error, ValueError):
@@ -27,7 +27,7 @@ def listing(names: Iterable[str]) -> str:
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
-def refuse_dtype(what: str, found: str, hint: str = "") -> NoReturn:
+def reject_dtype(what: str, found: str, hint: str = "") -> NoReturn:
     """Raises InvalidArgument: the array `what` of a call is of no type that it may have."""
     if what == "mask":
         allowed: tuple[str, ...] = ("bool", *_FLOATS)

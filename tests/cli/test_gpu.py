@@ -80,7 +80,7 @@ def test_explain_chooses_the_gpu_for_tensors_there():
     assert "sm90: chosen" in text and "cpu: no, the tensors are on cuda" in text
 
 
-def test_what_the_gpu_cannot_do_is_refused_in_one_line(tmp_path, bf16_file):
+def test_what_the_gpu_cannot_do_is_rejected_in_one_line(tmp_path, bf16_file):
     for arguments, message in [
         (["--precision", "f32"], "sm90: it has no f32"),
         (["--device", "cuda:200"], "cuda:200: invalid device ordinal"),

@@ -76,7 +76,7 @@ def test_sinks_their_tangents_and_dlse_are_read_where_they_are(tmp_path, shape, 
         ("dlse", (2, 4, 32), "dlse: shape [2, 4, 32, 1], expected [2, 4, 33, 1]"),
     ],
 )
-def test_sinks_their_tangents_and_dlse_of_another_shape_are_refused(tmp_path, name, shape, message):
+def test_sinks_their_tangents_and_dlse_of_another_shape_are_rejected(tmp_path, name, shape, message):
     t = draw(8) | {name: np.zeros(shape, np.float32)}
     if name == "tsinks" and "without" not in message:
         t["sinks"] = np.zeros(4, np.float32)

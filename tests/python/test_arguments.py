@@ -18,11 +18,11 @@ SAYS_WHAT_TO_DO = (
 )
 
 
-def refuse(name, call, kind=(octet.Error, TypeError)):
-    with pytest.raises(kind) as refusal:
+def reject(name, call, kind=(octet.Error, TypeError)):
+    with pytest.raises(kind) as rejection:
         call()
-        pytest.fail(f"{name} is not refused")
-    message = str(refusal.value)
+        pytest.fail(f"{name} is not rejected")
+    message = str(rejection.value)
     assert re.match(rf"{name.replace('_', '[_ ]')}\b", message) and re.search(SAYS_WHAT_TO_DO, message), message
 
 
@@ -69,17 +69,17 @@ def test_every_option(function):
     for name, value in (OPTIONS | MORE[function]).items():
         if name not in FLAGS:
             call = lambda name=name, value=value: function(**ARRAYS[function], **{name: value})
-            refuse(NAMED_OTHERWISE.get(name, name), call)
-    refuse("dropout_p", lambda: function(**ARRAYS[function], dropout_p=0.1), TypeError)
-    refuse("alibi_slopes", lambda: function(**ARRAYS[function], alibi_slopes=Q), TypeError)
-    refuse("anything", lambda: function(**ARRAYS[function], anything=1), TypeError)
+            reject(NAMED_OTHERWISE.get(name, name), call)
+    reject("dropout_p", lambda: function(**ARRAYS[function], dropout_p=0.1), TypeError)
+    reject("alibi_slopes", lambda: function(**ARRAYS[function], alibi_slopes=Q), TypeError)
+    reject("anything", lambda: function(**ARRAYS[function], anything=1), TypeError)
 
 
 def test_supports_gives_the_same_reasons():
     for name, value in OPTIONS.items():
         found = octet.supports(Q, Q, Q, **{name: value})
         assert not found and re.match(rf"{name}\b", found.reason)
-    refuse("dropout_p", lambda: octet.supports(Q, Q, Q, dropout_p=0.1), TypeError)
+    reject("dropout_p", lambda: octet.supports(Q, Q, Q, dropout_p=0.1), TypeError)
 
 
 @FUNCTIONS
@@ -89,32 +89,32 @@ def test_every_array(function):
     for name, x in arrays.items():
         for wrong in (None if name == "q" else [1.0], "a tensor", x.to(torch.complex64), x[None, None]):
             if wrong is not None:
-                refuse(name, lambda name=name, wrong=wrong: function(**(arrays | {name: wrong})))
+                reject(name, lambda name=name, wrong=wrong: function(**(arrays | {name: wrong})))
         if name != "q":
-            refuse(name, lambda name=name, x=x: function(**(arrays | {name: x.numpy()})))
-            refuse(name, lambda name=name, x=x: function(**(arrays | {name: x.to("meta")})))
+            reject(name, lambda name=name, x=x: function(**(arrays | {name: x.numpy()})))
+            reject(name, lambda name=name, x=x: function(**(arrays | {name: x.to("meta")})))
             if torch.cuda.is_available():
-                refuse(name, lambda name=name, x=x: function(**(arrays | {name: x.cuda()})))
+                reject(name, lambda name=name, x=x: function(**(arrays | {name: x.cuda()})))
 
 
 @FUNCTIONS
 def test_a_mask_on_another_device(function):
     if "mask" in parameters(function):
         mask = torch.ones(8, 8, dtype=torch.bool, device="meta")
-        refuse("mask", lambda: function(**ARRAYS[function], mask=mask))
+        reject("mask", lambda: function(**ARRAYS[function], mask=mask))
 
 
 @pytest.mark.parametrize("precision", ["int8_f16", "int8_fp8", "fp8_raw"])
 def test_a_gradient_that_does_not_exist(precision):
     needing = {"q": Q.clone().requires_grad_(), "k": Q, "v": Q, "precision": precision}
-    refuse("requires_grad", lambda: octet.attention(**needing), octet.Unsupported)
+    reject("requires_grad", lambda: octet.attention(**needing), octet.Unsupported)
     packed = ARRAYS[octet.attention_varlen] | {"v": PACKED.clone().requires_grad_(), "precision": precision}
-    refuse("requires_grad", lambda: octet.attention_varlen(**packed), octet.Unsupported)
+    reject("requires_grad", lambda: octet.attention_varlen(**packed), octet.Unsupported)
     with torch.no_grad():
         octet.attention(**needing)
     mask = torch.zeros(8, 8, requires_grad=True)
     for function in (octet.attention, octet.attention_jvp):
-        refuse("mask", lambda function=function: function(**ARRAYS[function], mask=mask), octet.Unsupported)
+        reject("mask", lambda function=function: function(**ARRAYS[function], mask=mask), octet.Unsupported)
 
 
 def test_quantize():
@@ -128,11 +128,11 @@ def test_quantize():
     any_value = {"smooth", "rope_offset"}  # a truth; any position
     for name in set(wrong) - any_value:
         given = {"x": x, "operand": "k"} | ({"rope": "half"} if name.startswith("rope_") else {}) | {name: wrong[name]}
-        refuse(name, lambda given=given: octet.quantize(**given))
-    refuse("bits", lambda: octet.quantize(x, "k", bits=8), TypeError)
-    refuse("x", lambda: octet.dequantize(Q))
-    refuse("x: dtype", lambda: octet.dequantize(codes, torch.int64))
-    refuse("scale", lambda: octet.dequantize(codes, scale=2.0), TypeError)
+        reject(name, lambda given=given: octet.quantize(**given))
+    reject("bits", lambda: octet.quantize(x, "k", bits=8), TypeError)
+    reject("x", lambda: octet.dequantize(Q))
+    reject("x: dtype", lambda: octet.dequantize(codes, torch.int64))
+    reject("scale", lambda: octet.dequantize(codes, scale=2.0), TypeError)
 
 
 SERVED = None
@@ -155,7 +155,7 @@ SAGE = {
 SMOOTH, GRANULARITY = {"smooth_k": False}, {"qk_quant_gran": "per_head"}
 SUMS, VALUES = {"pv_accum_dtype": "bf16"}, {"smooth_v": True}
 NO_LAYOUT = {name: value for name, value in SAGE.items() if name not in ("tensor_layout", "return_lse")}
-# For each drop-in, each argument of its host: SERVED, or a value and, if another argument's name refuses it, that.
+# For each drop-in, each argument of its host: SERVED, or a value and, if another argument's name rejects it, that.
 HOSTS = {
     octet.sdpa: ATTENTION,
     flash_attn.flash_attn_func: FLASH,
@@ -181,7 +181,7 @@ def of_transformers():
 
     lengths = ["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"]
     served = ["module", "query", "key", "value", "attention_mask", "is_causal", "position_ids", "position_bias"]
-    refused = {
+    rejected = {
         "dropout": 0.1,
         "scaling": ("scale", "wide"),
         "sliding_window": 0,
@@ -191,7 +191,7 @@ def of_transformers():
         "deterministic": "yes",
         "output_attentions": True,
     }
-    return _implementation(None), dict.fromkeys(served + lengths, SERVED) | refused
+    return _implementation(None), dict.fromkeys(served + lengths, SERVED) | rejected
 
 
 def of_diffusers():
@@ -226,9 +226,9 @@ def test_every_argument_of_a_host(function):
         if wrong is SERVED:
             continue
         named, value = wrong if isinstance(wrong, tuple) else (name, wrong)
-        refuse(named, lambda name=name, value=value: function(**(given(function) | {name: value})))
+        reject(named, lambda name=name, value=value: function(**(given(function) | {name: value})))
     if strict:
-        refuse("anything", lambda: function(**given(function), anything=1), TypeError)
+        reject("anything", lambda: function(**given(function), anything=1), TypeError)
 
 
 def test_patch_sdpa():
@@ -239,9 +239,9 @@ def test_patch_sdpa():
             with octet.patch_sdpa(**{name: value}):
                 torch.nn.functional.scaled_dot_product_attention(Q, Q, Q)
 
-        refuse(name, call)
+        reject(name, call)
     with octet.patch_sdpa(fallback="sdpa"):
-        refuse("anything", lambda: torch.nn.functional.scaled_dot_product_attention(Q, Q, Q, anything=1), TypeError)
+        reject("anything", lambda: torch.nn.functional.scaled_dot_product_attention(Q, Q, Q, anything=1), TypeError)
 
 
 def test_arrays_of_numpy_too():
@@ -249,7 +249,7 @@ def test_arrays_of_numpy_too():
     for function in (octet.attention, octet.attention_vjp, octet.attention_jvp):
         arrays = dict.fromkeys(ARRAYS[function], q)
         for name in arrays:
-            refuse(
+            reject(
                 name,
                 lambda function=function, name=name, arrays=arrays: function(**(arrays | {name: q.astype(complex)})),
             )
@@ -264,8 +264,8 @@ TYPES = {
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_a_refused_type_is_answered_with_those_that_are_taken(name):
-    """No type is named that is refused next; and types that only the library refuses are so with its own list."""
+def test_a_rejected_type_is_answered_with_those_that_are_taken(name):
+    """No type is named that is rejected next; and types that only the library rejects are so with its own list."""
     makes = {"do": octet.attention_vjp, "x": octet.quantize, "mask": octet.attention}
     makes |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), octet.attention_varlen)
     makes |= dict.fromkeys(("tq", "tk", "tv"), octet.attention_jvp)
@@ -276,12 +276,12 @@ def test_a_refused_type_is_answered_with_those_that_are_taken(name):
         exact = {"precision": "f64"} if dtype is torch.float64 and name != "x" else {}
         return function(**(arrays | {name: arrays[name].to(dtype)}), **exact)
 
-    with pytest.raises(octet.InvalidArgument, match=f"^{name}: dtype complex64, allowed: ") as refusal:
+    with pytest.raises(octet.InvalidArgument, match=f"^{name}: dtype complex64, allowed: ") as rejection:
         call(torch.complex64)
-    listed = re.findall(r"'(\w+)'(?! *\))", str(refusal.value))
+    listed = re.findall(r"'(\w+)'(?! *\))", str(rejection.value))
     assert listed == TYPES[name]
     if name == "x":
-        assert "at precision" not in str(refusal.value)
+        assert "at precision" not in str(rejection.value)
     for dtype in listed:
         if (name, dtype) == ("q", "float8_e4m3fn"):
             continue  # of several precisions, one is to be named
@@ -291,7 +291,7 @@ def test_a_refused_type_is_answered_with_those_that_are_taken(name):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8, torch.bool])
 def test_integers_are_no_q(dtype):
     for precision in (None, "bf16"):
-        refuse("q: dtype", lambda precision=precision: octet.attention(Q.to(dtype), Q, Q, precision=precision))
+        reject("q: dtype", lambda precision=precision: octet.attention(Q.to(dtype), Q, Q, precision=precision))
     with pytest.raises(
         octet.InvalidArgument, match="^k: dtype .*(allowed: f32, f16, bf16, e4m3|give f32, f16 or bf16)$"
     ):

@@ -77,7 +77,7 @@ def test_explain_and_supports_take_them():
     assert octet.supports(q, k, v, kind="backward") and "forward f32" in octet.explain(q, k, v)
 
 
-def test_refusals():
+def test_rejections():
     """Filled tensors could not tell that their dims differ."""
     q, k, v, do, *_ = arrays(59, 43)
     with pytest.raises(octet.InvalidArgument, match="k: head dim 60, expected 59, that of q"):

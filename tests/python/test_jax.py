@@ -177,7 +177,7 @@ def test_the_pair_is_differentiable_in_o_alone():
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
-def test_a_second_derivative_that_is_not_used_is_not_refused(transform):
+def test_a_second_derivative_that_is_not_used_is_not_rejected(transform):
     """The loss of MeanFlow: a target made of a tangent, under stop_gradient."""
     q, k, v = inputs()
 
@@ -303,7 +303,7 @@ def test_programs_on_four_devices_and_in_other_processes():
     assert done.returncode == 0, done.stderr
 
 
-def test_callbacks_are_refused_on_several_devices(monkeypatch):
+def test_callbacks_are_rejected_on_several_devices(monkeypatch):
     """Callbacks of several devices once waited for each other forever."""
     if len(jax.devices("cpu")) < 2:
         pytest.skip("the CPU is one device: jax was started before this module")
@@ -342,7 +342,7 @@ def test_explain_supports_and_check_take_jax_arrays():
     assert 0 < octet.check(x, x, x)["o"].rel_l2 < 0.01
 
 
-def test_refusals_come_before_the_program_runs(way):
+def test_rejections_come_before_the_program_runs(way):
     q, k, v = inputs()
     with pytest.raises(octet.InvalidArgument, match="alignment: unspecified"):
         jax.jit(lambda *x: octet.attention(*x, causal=True)).lower(q, k, v)
@@ -406,7 +406,7 @@ def test_derivatives_through_out_dtype(way):
 
 
 def test_eight_bit_floats_have_results_of_bfloat16_and_no_gradient_in_programs(way):
-    """Results equal those of numpy arrays. Gradients are refused, because jax would round them to 8 bits."""
+    """Results equal those of numpy arrays. Gradients are rejected, because jax would round them to 8 bits."""
     q, k, v, do = (x.astype(jnp.float8_e4m3fn) for x in draw(*[(1, 2, 12, 16)] * 4))
     do = do.astype(jnp.bfloat16)
     arrays = [np.asarray(x) for x in (q, k, v, do)]

@@ -200,7 +200,7 @@ def test_command_buffers_compute_what_plain_streams_do():
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "jvp"])
 @pytest.mark.parametrize("precision", ["f32", "bf16", "int8"])
-def test_what_no_kernel_computes_is_refused_before_the_program_runs(kind, precision):
+def test_what_no_kernel_computes_is_rejected_before_the_program_runs(kind, precision):
     q = _X
     calls = {
         "forward": lambda q: octet.attention(q, q, q, precision=precision),

@@ -194,7 +194,7 @@ def test_a_loss_that_does_not_read_lse_asks_for_no_gradient_of_it():
     assert "octet_backward" in text and "dlse" in text
 
 
-def test_what_cannot_be_is_refused_by_name():
+def test_what_cannot_be_is_rejected_by_name():
     q, k, v, sinks = inputs()
     keywords = {"causal": "bottom_right"}
     with pytest.raises(octet.InvalidArgument, match="sinks: dtype int32, allowed: a float type"):

@@ -1,4 +1,4 @@
-"""Tests what Python refuses by itself, and that the library's own refusals come through with their message."""
+"""Tests what Python rejects by itself, and that the library's own rejections come through with their message."""
 
 import numpy as np
 import octet
@@ -7,7 +7,7 @@ import pytest
 Q = np.zeros((1, 2, 6, 8), np.float32)
 
 
-def refused(kind, message, *arrays, call=octet.attention, **keywords):
+def rejected(kind, message, *arrays, call=octet.attention, **keywords):
     with pytest.raises(kind) as raised:
         call(*(arrays or (Q, Q, Q)), **keywords)
     assert message in str(raised.value), str(raised.value)
@@ -21,61 +21,61 @@ def refused(kind, message, *arrays, call=octet.attention, **keywords):
      ("remedy", "use bias_correction, whose 'f16' was 'f16_inside'"), ("anything", "allowed: 'precision'")],
 )  # fmt: skip
 def test_unknown_keywords_are_named_with_what_to_use(name, advice):
-    refused(TypeError, f"{name}: octet has no such argument", **{name: 0})
-    refused(TypeError, advice, **{name: 0})
+    rejected(TypeError, f"{name}: octet has no such argument", **{name: 0})
+    rejected(TypeError, advice, **{name: 0})
 
 
 def test_values_are_named_with_the_choices():
     invalid = octet.InvalidArgument
-    refused(invalid, "precision: found 'int9', allowed: 'f64'", precision="int9")
-    refused(invalid, "causal: found 'left', allowed: False, True, 'top_left', 'bottom_right'", causal="left")
-    refused(invalid, "layout: found 'hsd', allowed: 'bhsd', 'bshd'", layout="hsd")
-    refused(invalid, "scale: found 0, allowed: positive", scale=0)
-    refused(invalid, "scale: found -1, allowed: positive", scale=-1)
-    refused(invalid, "window: found (1, 2, 3), allowed: (left, right)", window=(1, 2, 3))
-    refused(invalid, "bias_correction: found 'salt', allowed: 'f16'", bias_correction="salt")
+    rejected(invalid, "precision: found 'int9', allowed: 'f64'", precision="int9")
+    rejected(invalid, "causal: found 'left', allowed: False, True, 'top_left', 'bottom_right'", causal="left")
+    rejected(invalid, "layout: found 'hsd', allowed: 'bhsd', 'bshd'", layout="hsd")
+    rejected(invalid, "scale: found 0, allowed: positive", scale=0)
+    rejected(invalid, "scale: found -1, allowed: positive", scale=-1)
+    rejected(invalid, "window: found (1, 2, 3), allowed: (left, right)", window=(1, 2, 3))
+    rejected(invalid, "bias_correction: found 'salt', allowed: 'f16'", bias_correction="salt")
     choices = "allowed: 'f16', 'none', 'beta', 'exact_delta', 'gproj'"
     for name in ("f16_inside", "project"):  # of 0.1.0
-        refused(invalid, f"bias_correction: found {name!r}, {choices}", bias_correction=name)
-    refused(
+        rejected(invalid, f"bias_correction: found {name!r}, {choices}", bias_correction=name)
+    rejected(
         invalid, "alignment: 'top_left' given, but causal='bottom_right'", causal="bottom_right", alignment="top_left"
     )
-    refused(invalid, "hadamard: found True, allowed: 'auto', 'on', 'off'", hadamard=True)
-    refused(invalid, 'backend: unknown name "abacus"; known: ', backend="abacus")
-    refused(octet.Unsupported, "softcap: found 5", softcap=5.0)
+    rejected(invalid, "hadamard: found True, allowed: 'auto', 'on', 'off'", hadamard=True)
+    rejected(invalid, 'backend: unknown name "abacus"; known: ', backend="abacus")
+    rejected(octet.Unsupported, "softcap: found 5", softcap=5.0)
 
 
 def test_unequal_lengths_need_an_alignment():
     k = np.zeros((1, 2, 9, 8), np.float32)
-    refused(octet.InvalidArgument, '6 queries meet 9 keys; use causal="top_left"', Q, k, k, causal=True)
-    refused(octet.InvalidArgument, 'alignment="top_left"', Q, k, k, window=(1, 1))
+    rejected(octet.InvalidArgument, '6 queries meet 9 keys; use causal="top_left"', Q, k, k, causal=True)
+    rejected(octet.InvalidArgument, 'alignment="top_left"', Q, k, k, window=(1, 1))
 
 
 def test_arrays_are_validated():
     invalid = octet.InvalidArgument
-    refused(invalid, "v: found list, allowed: numpy.ndarray", Q, Q, [1])
-    refused(invalid, "q: shape [2, 6, 8], expected [batch, head, token, dim]", Q[0], Q, Q)
-    refused(invalid, "k: shape [1, 2, 6, 16]", Q, np.zeros((1, 2, 6, 16), np.float32), Q)
-    refused(invalid, "uint16, allowed:", Q.astype(np.uint16), Q, Q)
-    refused(invalid, "ml_dtypes.bfloat16", Q.astype(np.uint16), Q, Q)
-    refused(invalid, "q: dtype >f4", Q.astype(">f4"), Q, Q)
-    refused(invalid, "q: dtype complex64", Q.astype(np.complex64), Q, Q)
-    refused(invalid, "mask: shape [1, 1, 6, 7] does not broadcast to [1, 2, 6, 6]", mask=np.ones((6, 7), bool))
-    refused(invalid, "mask: shape [1, 1, 1, 6, 6], expected at most 4", mask=np.ones((1, 1, 1, 6, 6), bool))
-    refused(invalid, "mask: dtype f64, allowed: bool, f32", mask=np.zeros((6, 6)), precision="f32")
-    refused(invalid, "v: a masked array", Q, Q, np.ma.masked_array(Q, Q == 0))
+    rejected(invalid, "v: found list, allowed: numpy.ndarray", Q, Q, [1])
+    rejected(invalid, "q: shape [2, 6, 8], expected [batch, head, token, dim]", Q[0], Q, Q)
+    rejected(invalid, "k: shape [1, 2, 6, 16]", Q, np.zeros((1, 2, 6, 16), np.float32), Q)
+    rejected(invalid, "uint16, allowed:", Q.astype(np.uint16), Q, Q)
+    rejected(invalid, "ml_dtypes.bfloat16", Q.astype(np.uint16), Q, Q)
+    rejected(invalid, "q: dtype >f4", Q.astype(">f4"), Q, Q)
+    rejected(invalid, "q: dtype complex64", Q.astype(np.complex64), Q, Q)
+    rejected(invalid, "mask: shape [1, 1, 6, 7] does not broadcast to [1, 2, 6, 6]", mask=np.ones((6, 7), bool))
+    rejected(invalid, "mask: shape [1, 1, 1, 6, 6], expected at most 4", mask=np.ones((1, 1, 1, 6, 6), bool))
+    rejected(invalid, "mask: dtype f64, allowed: bool, f32", mask=np.zeros((6, 6)), precision="f32")
+    rejected(invalid, "v: a masked array", Q, Q, np.ma.masked_array(Q, Q == 0))
     packed = np.zeros((1, 2, 6, 8), [("x", np.float32), ("y", np.uint8)])["x"]
-    refused(invalid, "copy it with numpy.ascontiguousarray", packed, Q, Q)
+    rejected(invalid, "copy it with numpy.ascontiguousarray", packed, Q, Q)
 
 
 def test_packed_sequences_take_no_layout_or_mask():
     cu = np.array([0, 6], np.int32)
     packed = [np.zeros((6, 2, 8), np.float32)] * 3 + [cu, cu]
     varlen = octet.attention_varlen
-    refused(octet.InvalidArgument, "layout: 'bhsd' given", *packed, call=varlen, layout="bhsd")
-    refused(TypeError, "mask: octet has no such argument", *packed, call=varlen, mask=None)
-    refused(octet.InvalidArgument, 'use causal="top_left"', *packed, call=varlen, causal=True)
-    refused(octet.InvalidArgument, "expected 0 to the 6 tokens of q", *packed[:3], cu - 1, cu, call=varlen)
+    rejected(octet.InvalidArgument, "layout: 'bhsd' given", *packed, call=varlen, layout="bhsd")
+    rejected(TypeError, "mask: octet has no such argument", *packed, call=varlen, mask=None)
+    rejected(octet.InvalidArgument, 'use causal="top_left"', *packed, call=varlen, causal=True)
+    rejected(octet.InvalidArgument, "expected 0 to the 6 tokens of q", *packed[:3], cu - 1, cu, call=varlen)
 
 
 def test_errors_are_of_the_kinds_that_callers_catch():
@@ -85,9 +85,9 @@ def test_errors_are_of_the_kinds_that_callers_catch():
         assert issubclass(kind, octet.Error)
 
 
-def test_an_absent_backward_is_refused_with_those_that_have_one():
-    refused(octet.Unsupported, "has no backward pass", *[Q] * 4, call=octet.attention_vjp, precision="fp8_raw")
-    refused(octet.Unsupported, "has no jvp", *[Q] * 6, call=octet.attention_jvp, precision="int8")
+def test_an_absent_backward_is_rejected_with_those_that_have_one():
+    rejected(octet.Unsupported, "has no backward pass", *[Q] * 4, call=octet.attention_vjp, precision="fp8_raw")
+    rejected(octet.Unsupported, "has no jvp", *[Q] * 6, call=octet.attention_jvp, precision="int8")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_an_absent_backward_is_refused_with_those_that_have_one():
 )  # fmt: skip
 def test_numbers_that_would_wrap_around(keyword, value, allowed):
     """window=2**64 + 3 was 3, threads=2**32 was 0."""
-    refused(octet.InvalidArgument, f"{keyword}: found {value}, allowed: {allowed}", Q, Q, Q, **{keyword: value})
+    rejected(octet.InvalidArgument, f"{keyword}: found {value}, allowed: {allowed}", Q, Q, Q, **{keyword: value})
 
 
 @pytest.mark.parametrize(

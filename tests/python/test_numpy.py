@@ -165,10 +165,10 @@ def test_explain_and_supports_agree_with_the_call():
     for kind in ("forward", "backward", "jvp"):
         assert octet.supports(q, q, q, kind=kind)
         assert octet.supports(q.astype(ml_dtypes.bfloat16), *2 * [q.astype(ml_dtypes.bfloat16)], kind=kind)
-    refused = octet.supports(q, q, q, kind="jvp", precision="int8")
+    rejected = octet.supports(q, q, q, kind="jvp", precision="int8")
     with pytest.raises(octet.Unsupported) as raised:
         octet.attention_jvp(q, q, q, q, q, q, precision="int8")
-    assert not refused and refused.reason == str(raised.value)
+    assert not rejected and rejected.reason == str(raised.value)
     assert not octet.supports(q, q[:, :, :9], q[:, :, :9], causal=True)
 
 

@@ -88,7 +88,7 @@ def test_codes_are_operands_of_attention(x, layout):
     exact.expect_close(got, want["o"], exact.bounds(*numbers, **exact.rounding("float32"))["o"], "o")
 
 
-def test_refusals(x):
+def test_rejections(x):
     with pytest.raises(octet.InvalidArgument, match="granularity: channel.*for v"):
         octet.quantize(x, "k", granularity="channel")
     with pytest.raises(octet.InvalidArgument, match="operand: found 'o', allowed: 'q', 'k', 'v'"):

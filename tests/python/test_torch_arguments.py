@@ -26,7 +26,7 @@ def test_a_number_that_is_a_tensor_is_read_in_each_call(keyword, values):
                 assert torch.equal(got, octet.attention(Q, Q, Q, **{keyword: plain}, **how))
 
 
-def test_a_scale_that_requires_a_gradient_is_refused():
+def test_a_scale_that_requires_a_gradient_is_rejected():
     scale = torch.tensor(0.5, requires_grad=True)
     for call in (octet.attention, octet.sdpa):
         with pytest.raises(octet.Unsupported, match=r"scale: requires a gradient.*; pass scale.detach\(\)"):
@@ -52,7 +52,7 @@ class Subclass(torch.Tensor):
 
 
 @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right], ids=lambda f: f.__name__)
-def test_a_causal_bias_is_refused_by_name(make):
+def test_a_causal_bias_is_rejected_by_name(make):
     """Its memory was read as a mask, which nothing has written."""
     for function in (octet.attention, octet.explain, octet.check):
         with pytest.raises(octet.InvalidArgument, match="mask: a CausalBias, .*; use causal='top_left'"):
@@ -70,7 +70,7 @@ def test_masks_of_other_subclasses():
     assert torch.equal(octet.attention(Q, K, K, mask=mask.as_subclass(Subclass)), octet.attention(Q, K, K, mask=mask))
 
 
-def test_quantize_refuses_what_requires_a_gradient():
+def test_quantize_rejects_what_requires_a_gradient():
     x = Q.clone().requires_grad_()
     with pytest.raises(octet.Unsupported, match=r"x: requires a gradient.*pass x.detach\(\)"):
         octet.quantize(x, "q")

@@ -172,7 +172,7 @@ def test_threads_and_determinism_are_those_of_torch():
         torch.use_deterministic_algorithms(False)
 
 
-def test_refusals():
+def test_rejections():
     q = torch.zeros(1, 2, 8, 8)
     with pytest.raises(octet.InvalidArgument, match="k: a numpy array, but q is one of torch"):
         octet.attention(q, q.numpy(), q)

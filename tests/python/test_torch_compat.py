@@ -1,4 +1,4 @@
-"""The functions of flash-attn and SageAttention under their own names: alignment, layouts, what is refused."""
+"""The functions of flash-attn and SageAttention under their own names: alignment, layouts, what is rejected."""
 
 import inspect
 
@@ -72,7 +72,7 @@ def test_flash_attn_is_differentiable_and_takes_a_precision():
     [({"dropout_p": 0.1}, "dropout_p: found 0.1"), ({"softcap": 20.0}, "softcap: found 20"),
      ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: found an array of shape")],
 )  # fmt: skip
-def test_flash_attn_refusals(keywords, message):
+def test_flash_attn_rejections(keywords, message):
     q, k, v = draw()
     with pytest.raises(octet.Unsupported, match=message):
         flash_attn.flash_attn_func(q, k, v, **keywords)
@@ -118,7 +118,7 @@ def test_sageattention_masks_and_packed_sequences():
 
 
 @pytest.mark.parametrize("name", [*NAMED, "sageattn_varlen"])
-def test_sageattention_refuses_what_it_would_ignore(name):
+def test_sageattention_rejects_what_it_would_ignore(name):
     function = getattr(sageattention, name)
     q = torch.randn(1, 2, 20, 16)
     cu = torch.tensor([0, 20], dtype=torch.int32)

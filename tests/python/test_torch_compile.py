@@ -149,7 +149,7 @@ def test_pairs_packed_sequences_sdpa_and_autocast_compile():
         assert torch.equal(attend(q), octet.attention(q, q, q, precision="int8"))
 
 
-def test_a_compiled_jvp_is_refused_or_right_but_never_zero():
+def test_a_compiled_jvp_is_rejected_or_right_but_never_zero():
     """torch.compile drops the tangents of a custom Function; octet notices while it traces."""
     q, k, v = (x.detach() for x in inputs())
 
@@ -233,7 +233,7 @@ def test_numbers_and_names_survive_as_text(scale, beta, window, backend):
     ["", "f32", "scale=0.1", "precision=f32 scale", "precision=f32 scale=a", "precision=f32 window=3",
      "precision=f32  ", "precision=f32 max_seqlen_q=3", "precision=f32 deterministic=True", "precision=f32 drop=0.1"],
 )  # fmt: skip
-def test_what_is_no_text_of_options_is_refused(text):
+def test_what_is_no_text_of_options_is_rejected(text):
     q = torch.randn(1, 1, 8, 8)
     with pytest.raises(octet.InvalidArgument) as error:
         torch.ops.octet.forward(q, q, q, False, text)

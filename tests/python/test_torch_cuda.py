@@ -335,7 +335,7 @@ def test_tensors_on_several_devices_are_named():
 
 @pytest.mark.parametrize("kind", ["forward", "backward", "jvp"])
 @pytest.mark.parametrize("precision", ["f64", "f32", "f16", "bf16", "int8", "fp8", "sagebwd"])
-def test_what_no_kernel_computes_is_refused_with_the_reason(kind, precision):
+def test_what_no_kernel_computes_is_rejected_with_the_reason(kind, precision):
     """A call does what `supports` says. On a GPU nothing falls back to the CPU."""
     q = draw((1, 2, 64, 64))[0].double() if precision == "f64" else draw((1, 2, 64, 64))[0]
     calls = {
@@ -355,7 +355,7 @@ def test_what_no_kernel_computes_is_refused_with_the_reason(kind, precision):
             octet.attention(q.requires_grad_(), q, q, precision=precision)
 
 
-def test_a_tangent_is_refused_where_no_kernel_computes_it():
+def test_a_tangent_is_rejected_where_no_kernel_computes_it():
     q = _X
     if octet.supports(q, q, q, kind="jvp"):
         pytest.skip("there is a jvp")
@@ -365,7 +365,7 @@ def test_a_tangent_is_refused_where_no_kernel_computes_it():
         torch.func.jvp(lambda x: octet.attention(x, q, q), (q,), (q,))
 
 
-def test_masks_and_codes_are_served_or_refused():
+def test_masks_and_codes_are_served_or_rejected():
     q = _X
     mask = torch.ones(8, 8, dtype=torch.bool, device="cuda")
     if octet.supports(q, q, q, mask=mask):
@@ -375,8 +375,8 @@ def test_masks_and_codes_are_served_or_refused():
             octet.attention(q, q, q, mask=mask)
     try:
         codes = octet.quantize(q, "k")
-    except octet.Unsupported as refusal:
-        assert "cuda" in str(refusal)
+    except octet.Unsupported as rejection:
+        assert "cuda" in str(rejection)
     else:
         assert octet.dequantize(codes).shape == q.shape
 

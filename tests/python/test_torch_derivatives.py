@@ -1,4 +1,4 @@
-"""torch's own checks of derivatives: gradcheck backwards, forwards, batched; functional transforms; refusals."""
+"""torch's own checks of derivatives: gradcheck backwards, forwards, batched; functional transforms; rejections."""
 
 import octet
 import pytest
@@ -138,7 +138,7 @@ def test_a_primal_under_jvp_has_its_gradient(dtype):
     assert torch.equal(got, want) and (got != 0).any()
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_is_rejected():
     q, k, v = inputs()
     (gradient,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(octet.Unsupported, match="first derivatives only"):

@@ -133,7 +133,7 @@ class Config:
         self.context_parallel_config = ContextParallelConfig(**degrees)
 
 
-def test_refusals():
+def test_rejections():
     q, k, v = tensors(5, 5, 5)
     attend = dispatch.dispatch_attention_fn
     with_lse = {"attention_kwargs": {"return_lse": True}}

@@ -90,7 +90,7 @@ def test_sdpa_too(looks):
         for _ in range(2):
             assert torch.equal(octet.sdpa(*x, **how), ordinary(*x, call=octet.sdpa, **how))
     assert looks == [MISS, ORDINARY, HIT, ORDINARY] * 2
-    for _ in range(2):  # a refusal is not kept
+    for _ in range(2):  # a rejection is not kept
         with pytest.raises(octet.InvalidArgument, match="enable_gqa: False"):
             octet.sdpa(*x)
     # Batches that broadcast are other tensors than those that were handed over.
@@ -124,7 +124,7 @@ def test_values_that_are_equal_but_not_alike_are_validated_each(looks):
     assert len(looks) == 3
 
 
-def test_a_refusal_is_a_refusal_each_time(looks):
+def test_a_rejection_is_a_rejection_each_time(looks):
     q, k, v = inputs()
     octet.attention(q, k, v)
     for _ in range(2):
@@ -347,7 +347,7 @@ def test_whoever_listens_to_a_backward_pass_hears_it(looks, backwards):
         expect_same(torch.autograd.grad(graph(), x, do), torch.autograd.grad(graph(), x, do))
 
 
-def test_a_tangent_of_a_gradient_is_refused(backwards):
+def test_a_tangent_of_a_gradient_is_rejected(backwards):
     x = leaves(inputs())
     for _ in range(3):
         do = gradients(octet.attention, x)[0].detach()

@@ -246,16 +246,16 @@ def test_lse_of_every_form(device, dim):
         assert (other[1].view(heads, 2, tokens).transpose(0, 1) - want).abs().max() < 2e-3
 
 
-REFUSED = {
+REJECTED = {
     "dropout_p": (0.17, "dropout_p: found 0.17, allowed: 0"),
     "softcap": (50.0, "softcap: found 50"),
     "alibi_slopes": (torch.ones(2), "alibi_slopes: found an array of shape"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_octet_does_not_do_is_refused_by_every_form(name):
-    value, message = REFUSED[name]
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_octet_does_not_do_is_rejected_by_every_form(name):
+    value, message = REJECTED[name]
     q, kv, qkv = torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 2, 16), torch.randn(1, 8, 3, 2, 16)
     cu = starts([8], "cpu")
     for call in (
@@ -275,7 +275,7 @@ def test_what_octet_does_not_do_is_refused_by_every_form(name):
             call(window_size=(1.5, 2))
 
 
-def test_caches_are_refused():
+def test_caches_are_rejected():
     q = torch.randn(1, 8, 2, 16)
     with pytest.raises(octet.Unsupported, match="flash_attn_with_kvcache: octet neither writes caches"):
         flash_attn.flash_attn_with_kvcache(q, q, q, cache_seqlens=8)
@@ -401,7 +401,7 @@ def test_stacked_forms_under_torchs_transformations(form):
     assert torch.autograd.grad(mixed, inputs, do.bfloat16())[0].dtype is torch.float32
 
 
-def test_precisions_without_a_backward_pass_are_refused_before_the_forward_pass():
+def test_precisions_without_a_backward_pass_are_rejected_before_the_forward_pass():
     qkv = torch.randn(1, 8, 3, 2, 16, requires_grad=True)
     with pytest.raises(octet.Unsupported, match="requires_grad: found True (.|\n)*no backward pass"):
         flash_attn.flash_attn_qkvpacked_func(qkv, precision="int8_fp8")

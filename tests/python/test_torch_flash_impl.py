@@ -97,7 +97,7 @@ def test_grouped_heads_dims_that_torch_pads_and_scales(device):
     q, k, v = draw(device, (2, 4, 40, 64), (2, 2, 40, 64), (2, 2, 40, 64))
     want = octet.attention(q, k, v, scale=0.25)
     assert torch.equal(sdpa(q, k, v, scale=0.25, enable_gqa=True), want)
-    if device == "cuda":  # on the CPU torch pads nothing, and octet refuses
+    if device == "cuda":  # on the CPU torch pads nothing, and octet rejects
         x = draw(device, *[(2, 4, 40, 12)] * 3)
         padded = [torch.nn.functional.pad(y, (0, 4)) for y in x]
         want = octet.attention(*padded, scale=12**-0.5)[..., :12]
@@ -262,7 +262,7 @@ def test_a_residual_is_not_taken_for_that_of_another_output(flash):
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_precisions_that_take_gradients_from_their_own_softmax_refuse_others(device, precision):
+def test_precisions_that_take_gradients_from_their_own_softmax_reject_others(device, precision):
     attention.activate_flash_attention_impl(f"octet_{precision}")
     q, k, v = draw(device, *[SHAPE] * 3)
     if not (found := octet.supports(q, k, v, precision=precision, kind="backward")):
@@ -356,7 +356,7 @@ def test_packed_sequences():
         torch.use_deterministic_algorithms(False)
 
 
-def test_refusals(device):
+def test_rejections(device):
     q, k, v = draw(device, *[SHAPE] * 3)
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     flash = flash if device == "cuda" else torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -351,7 +351,7 @@ def test_jacobians_both_ways_agree():
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-def test_second_derivatives_are_refused_in_octets_words():
+def test_second_derivatives_are_rejected_in_octets_words():
     q, k, v, sinks = inputs()
 
     def call(q, sinks):
@@ -374,7 +374,7 @@ def test_second_derivatives_are_refused_in_octets_words():
         torch.func.hessian(of_q)(x)
 
 
-def test_refusals():
+def test_rejections():
     q, k, v, sinks = (x.detach() for x in inputs())
     cases = [
         (sinks.long(), "sinks: dtype torch.int64, allowed: a float type"),

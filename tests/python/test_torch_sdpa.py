@@ -52,7 +52,7 @@ def test_the_signature_is_torchs_own_and_precision():
     assert "attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False" in stated
     kinds = [p.kind for p in found.parameters.values()]
     assert kinds[:6] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 6
-    assert kinds[6:] == [inspect.Parameter.KEYWORD_ONLY] * 3 + [inspect.Parameter.VAR_KEYWORD]  # to be refused
+    assert kinds[6:] == [inspect.Parameter.KEYWORD_ONLY] * 3 + [inspect.Parameter.VAR_KEYWORD]  # to be rejected
     defaults = {name: p.default for name, p in found.parameters.items() if p.default is not p.empty}
     assert defaults == {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False,
                         "precision": None}  # fmt: skip
@@ -175,7 +175,7 @@ def test_random_cases(data):
     agree(q, k, v, mask, is_causal=causal, enable_gqa=group > 1)
 
 
-def test_what_octet_does_not_do_is_refused():
+def test_what_octet_does_not_do_is_rejected():
     q = torch.randn(1, 2, 5, 16)
     with pytest.raises(octet.Unsupported, match="dropout_p: found 0.1, allowed: 0"):
         octet.sdpa(q, q, q, dropout_p=0.1)
@@ -254,7 +254,7 @@ def test_the_result_has_the_dimensions_of_the_widest(q, k, v):
 @pytest.mark.parametrize("enable_gqa", [False, True])
 @pytest.mark.parametrize("heads", [*itertools.product([1, 2, 4, 8], repeat=3)], ids=str)
 def test_heads_broadcast_where_torch_has_them_broadcast(heads, enable_gqa):
-    """All that torch computes, with its gradients; all that it refuses."""
+    """All that torch computes, with its gradients; all that it rejects."""
     q, k, v = (x.requires_grad_() for x in draw(*[(2, h, n, 16) for h, n in zip(heads, (5, 7, 7), strict=True)]))
     try:
         want = own(q, k, v, scale=SCALE, enable_gqa=enable_gqa)
@@ -313,7 +313,7 @@ def test_causal_biases_are_obeyed(name, alignment, queries, keys, patched):
         torch.testing.assert_close(x, y)
 
 
-def test_other_functions_refuse_a_causal_bias():
+def test_other_functions_reject_a_causal_bias():
     q = torch.randn(1, 2, 7, 16).requires_grad_()
     bias, x = torch.nn.attention.bias.causal_lower_right(7, 7), [q.detach()] * 3
     for call in (

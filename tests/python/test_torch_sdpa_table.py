@@ -96,7 +96,7 @@ def served(x, keywords, device):
         except octet.Error:
             continue
         found.append(name)
-    return ", ".join(found) or "refused"
+    return ", ".join(found) or "rejected"
 
 
 def test_the_table_has_these_cases_and_backends():

@@ -221,7 +221,7 @@ def test_packed_rows(kind, cached):
             assert relative(got[row : row + 1, begin:end], want) < EXACT
 
 
-def test_refusals_of_packed_batches():
+def test_rejections_of_packed_batches():
     tokens, how, _ = packed_batch("lengths")
     model = build("llama", "octet")
     with pytest.raises(octet.Unsupported, match="cu_seq_lens_k: found None, allowed: with the other"):
@@ -327,7 +327,7 @@ def test_position_bias():
 
 FORWARD = integration._implementation(None)
 Q = torch.zeros(1, 2, 4, 8)
-REFUSED = {
+REJECTED = {
     "softcap": 30.0, "cache": object(), "indices": torch.zeros(1, 4, 2), "block_indices": torch.zeros(1, 4, 2),
     "sinks": torch.zeros(1, 2, 4, 1), "attention_bias": Q, "head_mask": torch.ones(2), "anything": True,
     "output_attentions": True, "dropout": 0.1, "sliding_window": 0,
@@ -339,10 +339,10 @@ def served():
     return set(code.co_varnames[: code.co_argcount])
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_keyword_that_is_refused(name):
+@pytest.mark.parametrize("name", REJECTED)
+def test_a_keyword_that_is_rejected(name):
     with pytest.raises(octet.Unsupported, match=f"^{name}: found .*allowed: "):
-        FORWARD(torch.nn.Module(), Q, Q, Q, None, **{name: REFUSED[name]})
+        FORWARD(torch.nn.Module(), Q, Q, Q, None, **{name: REJECTED[name]})
     FORWARD(torch.nn.Module(), Q, Q, Q, None, **{name: None})
 
 
@@ -352,7 +352,7 @@ def test_keywords_that_are_harmless():
 
 
 def test_every_keyword_of_the_installed_version():
-    """Each keyword that some model of transformers passes to its attention function is served, harmless or refused."""
+    """Each keyword that some model of transformers passes to its attention function is served, harmless or rejected."""
     known = served() | set(integration.HARMLESS) | set(integration._ADVICE)
     folder = pathlib.Path(transformers.__file__).parent / "models"
     found = {}
@@ -382,7 +382,7 @@ def test_a_sparse_model():
         model(torch.randint(3, VOCABULARY, (1, 9)))
 
 
-def test_refusals_of_the_configuration():
+def test_rejections_of_the_configuration():
     model = transformers.BertForMaskedLM._from_config(
         transformers.BertConfig(**SIZES), attn_implementation="octet"
     ).train()  # attention_probs_dropout_prob is 0.1

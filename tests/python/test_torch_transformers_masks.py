@@ -132,7 +132,7 @@ def test_a_mask_is_built_when_somebody_computes_with_it():
 
 
 def test_a_mask_that_is_changed():
-    """In place it is refused; through a view it is the mask that counts."""
+    """In place it is rejected; through a view it is the mask that counts."""
     mask, built = left_padded()
     with pytest.raises(octet.Unsupported, match="attention_mask: changed in place by .*attn_implementation='sdpa'"):
         mask &= torch.ones(5, 5, dtype=torch.bool)

@@ -48,8 +48,8 @@ def main(degree, bits, port, rank):
     assert ((without - found[0]).float().norm() / found[0].float().norm()).item() <= bar
     try:
         found[1].sum().backward()
-    except NotImplementedError as refusal:
-        assert "drops the gradient of lse" in str(refusal)
+    except NotImplementedError as rejection:
+        assert "drops the gradient of lse" in str(rejection)
     else:
         raise AssertionError("the gradient of lse is dropped in silence")
     torch.distributed.destroy_process_group()

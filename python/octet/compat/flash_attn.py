@@ -15,7 +15,7 @@ import torch
 
 from octet import _api
 from octet._options import Precision
-from octet._refusals import expect, expect_absent, expect_known, expect_no_dropout
+from octet._rejections import expect, expect_absent, expect_known, expect_no_dropout
 from octet.compat import _stacked
 from octet.errors import InvalidArgument, Unsupported
 
@@ -106,7 +106,7 @@ def flash_attn_func(
 
     Raises:
         Unsupported: dropout_p, softcap, alibi_slopes other than their defaults.
-        InvalidArgument: shapes and types as `octet.attention` refuses them.
+        InvalidArgument: shapes and types as `octet.attention` rejects them.
         TypeError: an unknown keyword.
     """
     expect_known(flash_attn_func, unknown)
@@ -196,7 +196,7 @@ def flash_attn_varlen_func(
 
     Raises:
         Unsupported: dropout_p, softcap, alibi_slopes, block_table other than their defaults.
-        InvalidArgument: shapes and types as `octet.attention_varlen` refuses them.
+        InvalidArgument: shapes and types as `octet.attention_varlen` rejects them.
         TypeError: an unknown keyword.
     """
     expect_known(flash_attn_varlen_func, unknown)
@@ -264,7 +264,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_with_kvcache(*args: object, **kwargs: object) -> NoReturn:
-    """Refused: octet neither writes caches nor reads paged ones.
+    """Rejected: octet neither writes caches nor reads paged ones.
 
     Raises:
         Unsupported: always.

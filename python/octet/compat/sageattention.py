@@ -13,7 +13,7 @@ import torch
 
 from octet import _api
 from octet._options import ADVICE, Layout, Precision
-from octet._refusals import expect, expect_known
+from octet._rejections import expect, expect_known
 from octet.errors import InvalidArgument, listing
 
 _LAYOUTS: dict[str, Layout] = {"HND": "bhsd", "NHD": "bshd"}
@@ -24,7 +24,7 @@ _SETTINGS = {"smooth_k": (True,), "smooth_v": (False,), "qk_quant_gran": ("per_w
 
 
 def _expect(function: Callable, unknown: Mapping[str, Any], **settings: Any) -> None:
-    """Refuses unknown keywords, and settings that octet would have to ignore."""
+    """Rejects unknown keywords, and settings that octet would have to ignore."""
     expect_known(function, unknown, _ADVICE)
     for name, found in settings.items():
         expect(name, found, _SETTINGS[name], _INSTEAD)

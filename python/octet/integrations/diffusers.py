@@ -17,7 +17,7 @@ import torch
 
 from octet import _api
 from octet._options import AttentionOptions, Precision
-from octet._refusals import expect_no_dropout
+from octet._rejections import expect_no_dropout
 from octet.errors import InvalidArgument, Unsupported, listing
 from octet.integrations import NAMES
 from octet.torch.sdpa import sdpa
@@ -26,7 +26,7 @@ from octet.torch.sdpa import sdpa
 def register() -> list[str]:
     """Adds octet's backends; returns their names.
 
-    From then on `set_attention_backend` of a model refuses these names where none of the model's attention asks for
+    From then on `set_attention_backend` of a model rejects these names where none of the model's attention asks for
     its backend, and warns where only a part does.
     """
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
@@ -158,11 +158,11 @@ def _in_parallel(precision: Precision | None, given: tuple, config: Any) -> Any:
         _parallel_config=config,
     )
     if return_lse and found[1].requires_grad:
-        found[1].register_hook(_refuse_gradient_of_lse)
+        found[1].register_hook(_reject_gradient_of_lse)
     return found
 
 
-def _refuse_gradient_of_lse(gradient: torch.Tensor | None) -> None:
+def _reject_gradient_of_lse(gradient: torch.Tensor | None) -> None:
     if gradient is not None and bool(gradient.any()):
         raise Unsupported("return_lse: diffusers' context parallelism drops the gradient of lse; detach lse")
 

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from octet import _plan
 from octet._options import Options, Precision, options_of
-from octet._refusals import expect, expect_absent, expect_no_dropout
+from octet._rejections import expect, expect_absent, expect_no_dropout
 from octet.errors import Unsupported
 from octet.integrations import NAMES
 from octet.torch import _passes

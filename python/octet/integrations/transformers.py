@@ -18,7 +18,7 @@ import torch.utils.weak
 
 from octet import _api
 from octet._options import AttentionOptions, Precision
-from octet._refusals import expect, expect_absent
+from octet._rejections import expect, expect_absent
 from octet.errors import Unsupported
 from octet.integrations import NAMES
 from octet.integrations._masks import Mask, Plan, mask_function, packed_plan
@@ -35,7 +35,7 @@ HARMLESS = {
     "use_cache": "the module keeps the cache",
 }
 
-# Others that are refused, and what to do; keywords in neither are refused too.
+# Others that are rejected, and what to do; keywords in neither are rejected too.
 _ADVICE = {
     "cache": "octet reads no paged cache; use generate instead of continuous batching",
     "indices": "octet has no sparse attention",
@@ -47,7 +47,7 @@ _ADVICE = {
 def register() -> list[str]:
     """Adds octet's implementations and their mask functions; returns the names.
 
-    From then on a model that does not compute its attention through transformers' AttentionInterface refuses these
+    From then on a model that does not compute its attention through transformers' AttentionInterface rejects these
     names when it is made and in set_attn_implementation: transformers checks that for its own implementations only.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -95,7 +95,7 @@ def _requested(config: Any, implementation: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _expect_interface(model: Any, implementation: Any) -> None:
-    """Refuses models that would pass over octet and, with it, over the masks made for it."""
+    """Rejects models that would pass over octet and, with it, over the masks made for it."""
     if implementation not in NAMES:
         return
     found = f"attn_implementation: found {implementation!r}, but {model.__name__}"
@@ -143,7 +143,7 @@ def _implementation(precision: Precision | None) -> Callable:
     ) -> tuple[torch.Tensor, None]:
         """(o [batch, token, head, dim], no weights) of query, key, value [batch, head, token, dim].
 
-        `rest` may hold the keywords of HARMLESS. Any other that is not None is refused.
+        `rest` may hold the keywords of HARMLESS. Any other that is not None is rejected.
         """
         other = "use attn_implementation='eager' for this model"
         expect("dropout", dropout or 0, (0,), "set attention_dropout=0.0 in the configuration")

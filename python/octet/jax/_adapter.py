@@ -5,7 +5,7 @@ arrays may be abstract, and the rest of an adapter, addresses and memory, is XLA
 
 Where liboctet_jax.so lies beside the library and was built for an interface that jax has, XLA calls its handlers, on
 the stream that XLA works on. Otherwise XLA calls back into Python, on one CPU device alone. The call is checked when
-the program is lowered, so refusals come before it runs.
+the program is lowered, so rejections come before it runs.
 """
 
 import ctypes

@@ -156,7 +156,7 @@ def _is_constant(t: Any) -> bool:
     return _is_zero(t) or t.dtype == jax.dtypes.float0
 
 
-def _refuse(*_: Any, **__: Any) -> Any:
+def _reject(*_: Any, **__: Any) -> Any:
     raise Unsupported(
         "octet computes first derivatives only; for a second one use jax.nn.dot_product_attention, or "
         "jax.lax.stop_gradient where none is wanted"
@@ -165,23 +165,23 @@ def _refuse(*_: Any, **__: Any) -> Any:
 
 # Stands for a derivative that octet has not, in programs that may not need it: a target under stop_gradient is
 # differentiated, and the result thrown away. It raises when it is computed, linearly transposed or lowered.
-refused_p = Primitive("octet_refused")
-refused_p.multiple_results = True
-refused_p.def_impl(_refuse)
-refused_p.def_abstract_eval(lambda *tangents, like: [_result(tangents[0], x) for x in like])
+rejected_p = Primitive("octet_rejected")
+rejected_p.multiple_results = True
+rejected_p.def_impl(_reject)
+rejected_p.def_abstract_eval(lambda *tangents, like: [_result(tangents[0], x) for x in like])
 for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(refused_p, _refuse, platform=_platform)
-batching.primitive_batchers[refused_p] = _refuse
-ad.primitive_jvps[refused_p] = _refuse
-ad.primitive_transposes[refused_p] = _refuse
+    mlir.register_lowering(rejected_p, _reject, platform=_platform)
+batching.primitive_batchers[rejected_p] = _reject
+ad.primitive_jvps[rejected_p] = _reject
+ad.primitive_transposes[rejected_p] = _reject
 
 
-def _refused(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+def _rejected(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """Tangents of the results by operands that octet differentiates no further."""
     moving = [t for t in tangents if not _is_constant(t)]
     if not moving:
         return [_zero(x) for x in results]
-    return bind(refused_p, *moving, like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results))
+    return bind(rejected_p, *moving, like=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results))
 
 
 def _differentiate(primals: Any, tangents: Any, names: Any, options: Options) -> tuple[list[Any], Any]:
@@ -231,7 +231,7 @@ def _pair_jvp(primals: Any, tangents: Any, *, names: Any, options: Options, resi
 def _tangent_jvp(primals: Any, tangents: Any, *, names: Any, **how: Any) -> Any:
     n = len(names) - len(_tangents(names))
     results = bind(tangent_p, *primals, names=names, **how)
-    moved = _refused(results, tangents[:n])
+    moved = _rejected(results, tangents[:n])
     if not all(map(_is_zero, tangents[n:])):
         along = bind(tangent_p, *primals[:n], *map(ad.instantiate_zeros, tangents[n:]), names=names, **how)
         moved = [a if _is_zero(b) else a + b for a, b in zip(along, moved, strict=True)]
@@ -251,7 +251,7 @@ def _tangent_transpose(cotangents: Any, *operands: Any, names: Any, **how: Any) 
 
 def _backward_jvp(primals: Any, tangents: Any, *, names: Any, **how: Any) -> Any:
     found = bind(backward_p, *primals, names=names, **how)
-    return found, _refused(found, tangents)
+    return found, _rejected(found, tangents)
 
 
 ad.primitive_jvps[forward_p] = _forward_jvp

@@ -1,4 +1,4 @@
-"""torch's tensors as the library sees them, and what of them is refused."""
+"""torch's tensors as the library sees them, and what of them is rejected."""
 
 import functools
 import sys
@@ -11,7 +11,7 @@ from torch.overrides import has_torch_function
 from octet import _abi
 from octet._options import Options
 from octet._plan import View, lse_type, memory_order, unsupported_reason
-from octet.errors import InvalidArgument, Unsupported, listing, refuse_dtype
+from octet.errors import InvalidArgument, Unsupported, listing, reject_dtype
 
 _NAMES = {
     torch.float64: "f64",
@@ -48,7 +48,7 @@ def autocast_type(x: torch.Tensor) -> torch.dtype:
 
 
 def expect_plain(name: str, x: torch.Tensor) -> None:
-    """Refuses tensors whose numbers are not what they stand for: subclasses with a __torch_function__ of their own."""
+    """Rejects tensors whose numbers are not what they stand for: subclasses with a __torch_function__ of their own."""
     if type(x) is torch.Tensor or not has_torch_function((x,)):
         return
     if is_causal_bias(x):
@@ -72,7 +72,7 @@ class TorchAdapter:
 
     def dtype_name(self, dtype: torch.dtype, what: str) -> str:
         if dtype not in _NAMES:
-            refuse_dtype(what, str(dtype).removeprefix("torch."))
+            reject_dtype(what, str(dtype).removeprefix("torch."))
         return _NAMES[dtype]
 
     def own_type(self, q: torch.Tensor) -> str:
@@ -86,7 +86,7 @@ class TorchAdapter:
             expect_plain(name, x)
         number, where = _NUMBERS.get(x.dtype), x.device
         if number is None:
-            number = _abi.DTYPES[self.dtype_name(x.dtype, name.rstrip("_"))]  # refuses
+            number = _abi.DTYPES[self.dtype_name(x.dtype, name.rstrip("_"))]  # rejects
         if x.is_neg():  # a view of torch._neg_view that no operator has resolved
             raise InvalidArgument(f"{name.rstrip('_')}: a negative view; pass it through torch.resolve_neg")
         if x.layout is not torch.strided:
@@ -134,7 +134,7 @@ adapter = TorchAdapter()
 
 
 def cast_tensors(names: tuple[str, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in the type that autocast gives them. What torch would not bring to the library is refused here."""
+    """The tensors in the type that autocast gives them. What torch would not bring to the library is rejected here."""
     device = tensors[0].device
     for name, x in zip(names, tensors, strict=True):
         if x.layout is not torch.strided:
@@ -159,7 +159,7 @@ def expect_devices(device: torch.device, **tensors: torch.Tensor | None) -> None
 
 
 def expect_backward(options: Options, q: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
-    """Refuses what has no backward pass before the forward pass whose gradient would be asked for."""
+    """Rejects what has no backward pass before the forward pass whose gradient would be asked for."""
     how = options.precision, options.bias_correction, options.backend, options.out_dtype
     _expect_backward(*how, q.dtype, q.shape[-1], v.shape[-1], q.device, sinks is not None)
 

@@ -2,7 +2,7 @@
 
 Two Functions, because torch.compile takes none that declares a jvp: `_Attention` serves compiled code and plain
 autograd, `_DualAttention` eager forward-mode differentiation. Gradients and tangents are Functions of their own, so
-that asking for a second derivative is refused instead of answered with zero. torch.compile wants `forward` to name
+that asking for a second derivative is rejected instead of answered with zero. torch.compile wants `forward` to name
 its arguments one by one.
 """
 
@@ -168,7 +168,7 @@ def _apply(function: Any, *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args) if _is_eager() else function.apply(*args)
 
 
-def _refuse_second_derivative(ctx: Any, *grad_outputs: Any) -> Any:
+def _reject_second_derivative(ctx: Any, *grad_outputs: Any) -> Any:
     raise Unsupported(
         "octet computes first derivatives only; for a second one (create_graph=True, a jvp of a gradient) use "
         "torch.nn.functional.scaled_dot_product_attention"
@@ -200,7 +200,7 @@ class _Gradients(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
-    backward = staticmethod(_refuse_second_derivative)
+    backward = staticmethod(_reject_second_derivative)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -221,9 +221,9 @@ class _Gradients(torch.autograd.Function):
 
 
 class _DualGradients(_Gradients):
-    """The same where forward-mode derivatives are taken, to refuse them; torch.compile takes no Function with a jvp."""
+    """The same where forward-mode derivatives are taken, to reject them; torch.compile takes no Function with a jvp."""
 
-    jvp = staticmethod(_refuse_second_derivative)
+    jvp = staticmethod(_reject_second_derivative)
 
 
 def _gradients(*args: Any) -> Any:
@@ -264,7 +264,7 @@ class _Tangent(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
-    backward = jvp = staticmethod(_refuse_second_derivative)
+    backward = jvp = staticmethod(_reject_second_derivative)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:

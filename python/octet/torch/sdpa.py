@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from octet import _abi, _api
 from octet._options import AttentionOptions, Causal, Precision, count, look_up
-from octet._refusals import expect_known, expect_no_dropout
+from octet._rejections import expect_known, expect_no_dropout
 from octet.errors import Error, InvalidArgument, listing
 from octet.torch import _fast_path
 from octet.torch._adapter import is_causal_bias
@@ -40,7 +40,7 @@ def sdpa(
         value: [..., kv_heads, keys, dim_v].
         attn_mask: bool (True: takes part) or float (added to the scaled logits), broadcast to [..., heads, queries,
             keys], or a torch.nn.attention.bias.CausalBias. Not together with is_causal. No gradient is computed for it.
-        dropout_p: 0; anything else is refused.
+        dropout_p: 0; anything else is rejected.
         is_causal: query i sees keys up to i, also where the lengths differ.
         scale: None: 1 / sqrt(dim).
         enable_gqa: allows the heads of key and of value to divide those of query.
@@ -101,7 +101,7 @@ def sdpa(
 
 def _overriding(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors whose __torch_function__ decides about a call; None stands for those that octet checks itself:
-    CausalBias, which it obeys, and nested tensors, which it refuses."""
+    CausalBias, which it obeys, and nested tensors, which it rejects."""
     return tuple([None if x is None or x.is_nested or is_causal_bias(x) else x for x in tensors])
 
 
@@ -125,7 +125,7 @@ def _match_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, enable_gqa: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same attention with as many heads in v as in k, and a multiple of them in q, where torch allows the call:
-    single heads broadcast; with enable_gqa the heads of k and of v divide those of q. Else the library refuses."""
+    single heads broadcast; with enable_gqa the heads of k and of v divide those of q. Else the library rejects."""
     heads, kv_heads = q.shape[1], math.lcm(k.shape[1], v.shape[1])
     if enable_gqa:
         divides = kv_heads and heads % kv_heads == 0
@@ -159,7 +159,7 @@ def patch_sdpa(
     Args:
         precision: as in `octet.attention`.
         min_seqlen: calls with fewer keys go to torch's own.
-        fallback: what to do with a call that octet refuses: "error" raises, "sdpa" warns once per reason and calls
+        fallback: what to do with a call that octet rejects: "error" raises, "sdpa" warns once per reason and calls
             torch's own.
 
     It lasts for all threads. Contexts may end in any order; a function that was taken from torch.nn.functional while
@@ -239,12 +239,12 @@ class _Patch:
                 return self._own(*given, **own)
             try:
                 return sdpa(*given, precision=self._precision, **own)
-            except Error as refusal:
+            except Error as rejection:
                 if not self._falls_back:
                     raise
-                if str(refusal) not in self._warned:
-                    self._warned.add(str(refusal))
-                    warnings.warn(f"octet leaves this call to torch: {refusal}", stacklevel=2)
+                if str(rejection) not in self._warned:
+                    self._warned.add(str(rejection))
+                    warnings.warn(f"octet leaves this call to torch: {rejection}", stacklevel=2)
             return self._own(*given, **own)
 
         return scaled_dot_product_attention

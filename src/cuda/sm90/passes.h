@@ -22,7 +22,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
 std::string byte_forward_name(const Problem& p);
 constexpr int kMaxByteDim = 128;
 
-// What forward passes with operands of 8 bits refuse.
+// What forward passes with operands of 8 bits reject.
 std::optional<std::string> coded_forward_objection(const Problem& p);
 
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);

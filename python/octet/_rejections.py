@@ -1,4 +1,4 @@
-"""How arguments of other packages that octet has no counterpart for are refused: the name of the argument, what was
+"""How arguments of other packages that octet has no counterpart for are rejected: the name of the argument, what was
 found, what is allowed, and what to use instead."""
 
 import inspect
@@ -10,13 +10,13 @@ from octet.errors import Unsupported, listing
 
 
 def expect(name: str, found: object, allowed: Collection[object], instead: str) -> None:
-    """Refuses values of an argument other than those that octet computes."""
+    """Rejects values of an argument other than those that octet computes."""
     if found not in allowed:
         raise Unsupported(f"{name}: found {found!r}, allowed: {', '.join(map(repr, allowed))}; {instead}")
 
 
 def expect_absent(name: str, found: Any, instead: str) -> None:
-    """Refuses an argument that is given at all."""
+    """Rejects an argument that is given at all."""
     if found is not None:
         what = f"an array of shape {list(found.shape)}" if hasattr(found, "shape") else repr(found)
         raise Unsupported(f"{name}: found {what}, allowed: None; {instead}")
@@ -30,7 +30,7 @@ def expect_no_dropout(probability: float) -> None:
 
 
 def expect_known(function: Callable, unknown: Iterable[str], advice: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Refuses keywords that a function does not have."""
+    """Rejects keywords that a function does not have."""
     for name in unknown:
         no_names = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_KEYWORD
         own = [x.name for x in inspect.signature(function).parameters.values() if x.kind not in no_names]
