@@ -134,7 +134,7 @@ void validate_sinks(Problem& p) {
   p.sinks.stride[0] = p.tsinks.stride[0] = 0;
 }
 
-// q, k or v: as they are, or codes with a quantization of their own operand.
+// q, k or v: as they are, or quantized as their own operand.
 void validate_input(const octet_tensor& tensor, const View& t, const char* label, octet_operand operand,
                     octet_precision precision) {
   if (t.quantization && t.dtype != OCTET_I8 && t.dtype != OCTET_E4M3)
@@ -151,7 +151,7 @@ void validate_input(const octet_tensor& tensor, const View& t, const char* label
             "; granularities and thread groups depend on it");
 }
 
-// Everything but q, k, v: no codes; f64 with precision f64 only, e4m3 only from the precisions that end in it.
+// Everything but q, k, v: not quantized; f64 with precision f64 only, e4m3 only from the precisions that end in it.
 void validate_plain_dtype(const View& t, const char* label, octet_precision precision, bool output) {
   if (t.quantization) invalid(label, ": has a quantization, which only q, k and v may have; leave it NULL");
   if (precision == OCTET_PRECISION_F64 && output)

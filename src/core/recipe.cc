@@ -56,19 +56,19 @@ PrecisionSet precisions_with(octet_pass pass) {
 
 constexpr int64_t kTile = 64;  // queries or keys that a tile of p or ds shares scales over
 
-constexpr Quantizer per_token(octet_dtype code) { return {code, Group::token}; }
-constexpr Quantizer per_block(octet_dtype code, int64_t tokens) { return {code, Group::block, tokens}; }
-constexpr Quantizer keys_of_a_thread(octet_dtype code) { return {code, Group::thread_k}; }
-constexpr Quantizer per_channel(octet_dtype code) { return {code, Group::channel}; }
-constexpr Quantizer per_tensor(octet_dtype code) { return {code, Group::tensor}; }
-constexpr Quantizer cast(octet_dtype code) { return {code}; }
+constexpr Quantizer per_token(octet_dtype format) { return {format, Group::token}; }
+constexpr Quantizer per_block(octet_dtype format, int64_t tokens) { return {format, Group::block, tokens}; }
+constexpr Quantizer keys_of_a_thread(octet_dtype format) { return {format, Group::thread_k}; }
+constexpr Quantizer per_channel(octet_dtype format) { return {format, Group::channel}; }
+constexpr Quantizer per_tensor(octet_dtype format) { return {format, Group::tensor}; }
+constexpr Quantizer cast(octet_dtype format) { return {format}; }
 constexpr Quantizer scaled_f16() { return {OCTET_F16, Group::power_of_two}; }
 
-constexpr PRecipe fixed(octet_dtype code, double factor = 1.0) { return {code, PRecipe::Scale::fixed, factor}; }
-constexpr PRecipe largest(octet_dtype code) { return {code, PRecipe::Scale::largest}; }
+constexpr PRecipe fixed(octet_dtype format, double factor = 1.0) { return {format, PRecipe::Scale::fixed, factor}; }
+constexpr PRecipe largest(octet_dtype format) { return {format, PRecipe::Scale::largest}; }
 
-constexpr TileRecipe tile(octet_dtype code, int64_t rows, int64_t cols) { return {code, rows, cols}; }
-constexpr TileRecipe folded(octet_dtype code, int64_t rows, int64_t cols) { return {code, rows, cols, 1.0, true}; }
+constexpr TileRecipe tile(octet_dtype format, int64_t rows, int64_t cols) { return {format, rows, cols}; }
+constexpr TileRecipe folded(octet_dtype format, int64_t rows, int64_t cols) { return {format, rows, cols, 1.0, true}; }
 
 LogitRecipe int8_logits(bool hadamard, bool smooth_q) {
   return {.q = per_token(OCTET_I8),
@@ -175,8 +175,8 @@ Recipe f16_compute(octet_dtype format) {
   if (format == OCTET_F16)
     r.backward.do_dp = r.backward.do_dv = scaled_f16();  // gradients may be too small for f16 as they are
   r.backward.smooth_dq = scaled_f16();
-  r.backward.ds_q = r.backward.ds_k = {.code = OCTET_F16, .power_of_two = true};
-  r.backward.p = {.code = OCTET_F16, .factor = kFactor};
+  r.backward.ds_q = r.backward.ds_k = {.format = OCTET_F16, .power_of_two = true};
+  r.backward.p = {.format = OCTET_F16, .factor = kFactor};
   return r;
 }
 
@@ -231,7 +231,7 @@ Recipe octet_fp8() {
                 .do_dp = cast(OCTET_BF16),
                 .ds_q = tile(OCTET_E4M3, kTile, kTile),
                 .ds_k = tile(OCTET_E4M3, kTile, kTile),
-                .p = {.code = OCTET_E4M3, .factor = 256.0},
+                .p = {.format = OCTET_E4M3, .factor = 256.0},
                 .do_dv = per_tensor(OCTET_E4M3)};
   return r;
 }
@@ -278,7 +278,7 @@ Recipe sage2() {
 
 Recipe sage2_int4() {
   Recipe r = sage2();
-  r.logits.q.code = r.logits.k.code = OCTET_I4;
+  r.logits.q.format = r.logits.k.format = OCTET_I4;
   r.logits.smooth_q = kQueryBlock;
   return r;
 }

@@ -57,17 +57,17 @@ enum class Group {
   thread_q,      // of each 32 queries those with equal row mod 8 (SageAttention 2, arXiv 2411.10958, section 3.2)
   thread_k,      // of each 64 keys those with equal (row mod 8) div 2
   power_of_two,  // nothing: each number has a power of two, so that range is bought, not another rounding
-  nvfp4_dim,     // 16 consecutive channels; e2m1 codes, which octet_dtype lacks, and an e4m3 scale
+  nvfp4_dim,     // 16 consecutive channels; e2m1, which octet_dtype lacks, and an e4m3 scale
   nvfp4_token    // 16 consecutive tokens, likewise
 };
 
-// Rounds an operand: x ~ scale * code.
+// Rounds an operand: x ~ scale * value, the value a number of the format.
 struct Quantizer {
-  octet_dtype code = OCTET_F64;
+  octet_dtype format = OCTET_F64;
   Group group = Group::cast;
   int64_t block = 0;
 
-  bool exact() const { return code == OCTET_F64 && group == Group::cast; }
+  bool exact() const { return format == OCTET_F64 && group == Group::cast; }
 };
 
 // Operands of s = scale q k^T. Smoothing takes the mean of so many consecutive tokens from each of them before they are
@@ -84,21 +84,21 @@ constexpr int64_t kStep = 128;        // keys per step of forward passes whose p
 // Rounds the un-normalised p = exp(s - m) of one query and one tile of keys, in [0, 1].
 struct PRecipe {
   enum class Scale {
-    fixed,    // codes of factor * p
-    largest,  // the tile's largest p gets the largest code
-    nvfp4     // e2m1 codes; 16 keys share an e4m3 scale on top of 1 / (448 * 6)
+    fixed,    // p times factor is rounded
+    largest,  // the largest p of the tile becomes the largest number of the format
+    nvfp4     // e2m1; 16 keys share an e4m3 scale on top of 1 / (448 * 6)
   };
-  octet_dtype code = OCTET_F64;
+  octet_dtype format = OCTET_F64;
   Scale scale = Scale::fixed;
   double factor = 1.0;
 };
 
 // Rounds p or ds of the backward pass, over tiles of `rows` queries and `cols` keys that share a scale; 0: cast.
 struct TileRecipe {
-  octet_dtype code = OCTET_F64;
+  octet_dtype format = OCTET_F64;
   int64_t rows = 0, cols = 0;
-  double factor = 1.0;        // cast only: codes of factor * x
-  bool fold = false;          // x times the other operand's token amax is what the codes stand for
+  double factor = 1.0;        // cast only: x times factor is rounded
+  bool fold = false;          // x times the other operand's token amax is rounded
   bool power_of_two = false;  // cast only: each number has a power of two, so that the format's range does not matter
 };
 

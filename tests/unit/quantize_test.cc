@@ -57,8 +57,8 @@ TEST(Elements, Fp8AndIntegerCodesRoundAsTheFormatsSay) {
     const float value = std::isnan(x) ? 0.f : x;
     store(OCTET_E4M3, &e4m3, 0, value), store(OCTET_E5M2, &e5m2, 0, value), store(OCTET_I8, &i8, 0, value),
         store(OCTET_U8, &u8, 0, value);
-    e4m3_codes(&x, 1, &got[0]), e5m2_codes(&x, 1, &got[1]);
-    integer_codes(&x, 1, -127.f, 127.f, &got[2]), integer_codes(&x, 1, 0.f, 255.f, &got[3]);
+    encode_e4m3(&x, 1, &got[0]), encode_e5m2(&x, 1, &got[1]);
+    encode_integers(&x, 1, -127.f, 127.f, &got[2]), encode_integers(&x, 1, 0.f, 255.f, &got[3]);
     ASSERT_EQ(got[0], e4m3) << x;
     ASSERT_EQ(got[1], e5m2) << x;
     ASSERT_EQ(got[2], i8) << x;
@@ -78,18 +78,18 @@ TEST(Rows, AmaxKeepsNaNAndInfinity) {
 }
 
 TEST(Rows, StepsOfEveryAmax) {
-  EXPECT_EQ(step_of(0.f, 127.f).step, 0.f);
-  EXPECT_EQ(step_of(0.f, 127.f).inverse, 0.f);
-  EXPECT_EQ(step_of(3.f, 127.f).step, 3.f / 127.f);
-  EXPECT_EQ(step_of(3.f, 127.f).inverse, 127.f / 3.f);
+  EXPECT_EQ(scale_of(0.f, 127.f).scale, 0.f);
+  EXPECT_EQ(scale_of(0.f, 127.f).inverse, 0.f);
+  EXPECT_EQ(scale_of(3.f, 127.f).scale, 3.f / 127.f);
+  EXPECT_EQ(scale_of(3.f, 127.f).inverse, 127.f / 3.f);
   for (const float bad : {NAN, INFINITY}) {
-    EXPECT_TRUE(std::isnan(step_of(bad, 127.f).step));
-    EXPECT_EQ(step_of(bad, 127.f).inverse, 0.f);
+    EXPECT_TRUE(std::isnan(scale_of(bad, 127.f).scale));
+    EXPECT_EQ(scale_of(bad, 127.f).inverse, 0.f);
   }
   for (const float top : {7.f, 127.f, 255.f, 448.f, 57344.f})
     for (const float amax : {0x1p-149f, 0x1p-126f, 0x1p-110f, 1.f, 0x1.fffffep127f}) {
-      const Step s = step_of(amax, top);
-      EXPECT_TRUE(std::isnormal(s.step) && std::isnormal(s.inverse)) << amax << ' ' << top;
+      const Scale s = scale_of(amax, top);
+      EXPECT_TRUE(std::isnormal(s.scale) && std::isnormal(s.inverse)) << amax << ' ' << top;
       EXPECT_LE(amax * s.inverse, top * (1 + 0x1p-23f));
     }
 }

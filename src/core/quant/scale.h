@@ -38,14 +38,14 @@ static inline float mean_limit(float* largest, int64_t tokens) {
   return std::bit_cast<float>(std::min((exponent > 1 ? exponent : 1) + 4, 255u) << 23);
 }
 
-// A symmetric scale and its inverse for codes up to `top`: x ~ step * code, step = amax / top.
-//  - amax 0: 0 and 0, all codes are 0.
+// A symmetric scale and its inverse for quantized values up to `top`: x ~ scale * value, scale = amax / top.
+//  - amax 0: 0 and 0, all values are 0.
 //  - amax inf or NaN: NaN and 0, so that every number of the group comes back as NaN instead of as a wrong one.
-//  - amax below 2^-110 counts as 2^-110, so that neither the step is subnormal nor its inverse infinite.
-struct Step {
-  float step, inverse;
+//  - amax below 2^-110 counts as 2^-110, so that neither the scale is subnormal nor its inverse infinite.
+struct Scale {
+  float scale, inverse;
 };
-static inline Step step_of(float amax, float top) {
+static inline Scale scale_of(float amax, float top) {
   constexpr float kSmallest = 0x1p-110f;
   if (amax == 0.f) return {0.f, 0.f};
   if (!(amax <= std::numeric_limits<float>::max())) return {std::numeric_limits<float>::quiet_NaN(), 0.f};
@@ -58,13 +58,13 @@ static inline Step step_of(float amax, float top) {
 constexpr float kRoundingMagic = 0x1.8p23f;
 static inline float nearest_even(float x) { return (x + kRoundingMagic) - kRoundingMagic; }
 
-// codes[c] = the integer nearest to x[c] within [low, high], ties to even, modulo 256; NaN gives 0.
-static inline void integer_codes(const float* x, int64_t n, float low, float high, uint8_t* codes) {
+// out[c] = the integer nearest to x[c] within [low, high], ties to even, modulo 256; NaN gives 0.
+static inline void encode_integers(const float* x, int64_t n, float low, float high, uint8_t* out) {
   for (int64_t c = 0; c < n; ++c) {
     float r = x[c] == x[c] ? x[c] : 0.f;
     r = r > low ? r : low;
     r = r < high ? r : high;
-    codes[c] = static_cast<uint8_t>(std::bit_cast<uint32_t>(r + kRoundingMagic));
+    out[c] = static_cast<uint8_t>(std::bit_cast<uint32_t>(r + kRoundingMagic));
   }
 }
 

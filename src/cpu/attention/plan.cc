@@ -7,10 +7,10 @@ namespace octet::cpu {
 namespace {
 
 // What is not rounded is a float in the kernels.
-octet_dtype element_type(octet_dtype code) { return code == OCTET_F64 ? OCTET_F32 : code; }
+octet_dtype element_type(octet_dtype format) { return format == OCTET_F64 ? OCTET_F32 : format; }
 
-PFormat p_format(octet_dtype code) {
-  switch (code) {
+PFormat p_format(octet_dtype format) {
+  switch (format) {
     case OCTET_F16:
       return PFormat::f16;
     case OCTET_BF16:
@@ -58,30 +58,30 @@ VScale v_scale(Group group) {
 
 ForwardPlan forward_recipe(const Problem& p) {
   const Recipe r = recipe_of(p);
-  ForwardPlan plan{.qk = element_type(r.logits.q.code),
+  ForwardPlan plan{.qk = element_type(r.logits.q.format),
                    .q_group = tokens_of(r.logits.q),
                    .k_group = tokens_of(r.logits.k),
                    .smooth_k = r.logits.smooth_k > 0,
                    .hadamard = r.logits.hadamard,
-                   .v = element_type(r.v.code),
+                   .v = element_type(r.v.format),
                    .v_scale = v_scale(r.v.group),
                    .smooth_v = r.smooth_v,
-                   .p = p_format(p.pass == OCTET_JVP ? r.tangent : r.p.code),
+                   .p = p_format(p.pass == OCTET_JVP ? r.tangent : r.p.format),
                    .l_from_p = r.sum_rounded_p,
                    .beta = r.beta != 0.0,
                    .beta_reach = static_cast<float>(r.beta_reach)};
   if (plan.v_scale == VScale::token) plan.v_group = tokens_of(r.v);
   if (p.pass == OCTET_FORWARD)
     plan.p_top = r.p.scale != PRecipe::Scale::largest ? static_cast<float>(r.p.factor)
-                 : r.p.code == OCTET_U8               ? 255.f
+                 : r.p.format == OCTET_U8             ? 255.f
                                                       : 127.f;
   // A maximum that many keys share saves time, where p has the range for it.
   if (r.tile == kStep) plan.step_tiles = kStep / kKeys;
   return plan;
 }
 
-// Codes of `format` with a scale for each token, block or head and nothing else.
-bool plain_codes(const View& t, octet_dtype format) {
+// Returns whether a tensor came in `format` with a scale for each token, block or head and nothing else.
+bool plain_quantized(const View& t, octet_dtype format) {
   if (t.dtype != format || (format != OCTET_I8 && format != OCTET_E4M3)) return false;
   return !t.quantization ||
          (t.quantization->zero_point_kind == OCTET_SYMMETRIC && t.quantization->granularity != OCTET_PER_CHANNEL);
@@ -94,25 +94,25 @@ uint64_t rotation_of(const View& t) { return t.quantization ? t.quantization->ha
 // Operands that come in the recipe's own form are not smoothed, rotated or rounded again.
 ForwardPlan forward_plan(const Problem& p) {
   ForwardPlan plan = forward_recipe(p);
-  const bool q = plain_codes(p.q, plan.qk) && !(p.q.quantization && p.q.quantization->mean),
-             k = plain_codes(p.k, plan.qk);
+  const bool q = plain_quantized(p.q, plan.qk) && !(p.q.quantization && p.q.quantization->mean),
+             k = plain_quantized(p.k, plan.qk);
   const bool one_frame =
       q && k ? rotation_of(p.q) == rotation_of(p.k) : plan.qk == OCTET_E4M3 && !rotation_of(p.q) && !rotation_of(p.k);
-  plan.q_coded = q && one_frame && plan.q_group;
-  plan.k_coded = k && one_frame && plan.k_group;
-  if (plan.k_coded) plan.smooth_k = p.k.quantization && p.k.quantization->mean;
+  plan.q_prequantized = q && one_frame && plan.q_group;
+  plan.k_prequantized = k && one_frame && plan.k_group;
+  if (plan.k_prequantized) plan.smooth_k = p.k.quantization && p.k.quantization->mean;
   const bool v_mean = p.v.quantization && p.v.quantization->mean;
-  plan.v_coded = plan.v_scale == VScale::token && plain_codes(p.v, plan.v) && !rotation_of(p.v);
-  if (plan.v_coded) plan.smooth_v = v_mean;
+  plan.v_prequantized = plan.v_scale == VScale::token && plain_quantized(p.v, plan.v) && !rotation_of(p.v);
+  if (plan.v_prequantized) plan.smooth_v = v_mean;
   return plan;
 }
 
 namespace {
 
-Rounding rounding_of(const Quantizer& q) { return {element_type(q.code), tokens_of(q)}; }
+Rounding rounding_of(const Quantizer& q) { return {element_type(q.format), tokens_of(q)}; }
 
 GradientFormat gradient_format(const TileRecipe& ds) {
-  switch (ds.code) {
+  switch (ds.format) {
     case OCTET_F16:
       return GradientFormat::f16;
     case OCTET_BF16:
@@ -147,12 +147,12 @@ BackwardPlan backward_plan(const Problem& p) {
                     .format = gradient_format(r.ds_q),
                     .delta = delta_of(r),
                     .gproj = r.gproj == OCTET_F64 ? OCTET_DTYPE_NONE : r.gproj};
-  // 8-bit codes are not coded again.
-  const auto coded = [](const View& x, const Rounding& r) {
+  // What came in 8 bits is not quantized again.
+  const auto prequantized = [](const View& x, const Rounding& r) {
     return r.group && r.dtype == x.dtype && x.dtype != OCTET_F16;
   };
-  if (coded(p.q, plan.q)) plan.q = {};
-  if (coded(p.k, plan.k)) plan.k = {}, plan.smooth_k = false;
+  if (prequantized(p.q, plan.q)) plan.q = {};
+  if (prequantized(p.k, plan.k)) plan.k = {}, plan.smooth_k = false;
   return plan;
 }
 

@@ -22,10 +22,10 @@ constexpr int64_t kThreadGroups = -1;  // instead of tokens per scale: those of 
 
 // A precision's forward recipe; docs/numerics.md.
 struct ForwardPlan {
-  bool q_coded = false, k_coded = false, v_coded = false;  // came as codes that the kernel takes as they are
-  octet_dtype qk;                                          // q and k are rounded to it: f32, f16, bf16, e4m3, i8
-  int64_t q_group = 0;                                     // tokens per scale of q and k; 0: no scale
-  int64_t k_group = 0;                                     // or kThreadGroups
+  bool q_prequantized = false, k_prequantized = false, v_prequantized = false;  // the kernel takes them as they came
+  octet_dtype qk;       // q and k are rounded to it: f32, f16, bf16, e4m3, i8
+  int64_t q_group = 0;  // tokens per scale of q and k; 0: no scale
+  int64_t k_group = 0;  // or kThreadGroups
   bool smooth_k = false;
   bool hadamard = false;
   octet_dtype v;
@@ -42,7 +42,7 @@ struct ForwardPlan {
 
 ForwardPlan forward_plan(const Problem& problem);
 
-// How the rows of an operand of the backward pass are rounded: each number to a format, or codes with a scale that
+// How the rows of an operand of the backward pass are rounded: each number to a format, or quantized with a scale that
 // `group` tokens share. f16 with a group: every number has a power of two of its own, which buys range alone.
 struct Rounding {
   octet_dtype dtype = OCTET_F32;
@@ -57,9 +57,9 @@ enum class GradientFormat {
   exact,
   f16,      // each number; with bias correction f16, p times a power of two, ds with 11 bits and the range of a float
   bf16,     // each number
-  e4m3,     // p times 256; ds: codes with a scale for each tile
-  int8,     // codes with a scale for each tile
-  migrated  // codes with a scale for each row or column of a tile, whichever is not summed over; the token scales of
+  e4m3,     // p times 256; ds: with a scale for each tile
+  int8,     // with a scale for each tile
+  migrated  // int8 with a scale for each row or column of a tile, whichever is not summed over; the token scales of
             // the operand on the other side are multiplied in first. p: u8
 };
 

@@ -50,7 +50,7 @@ void turn(const RopeTable& table, const View& x, const View& y) {
 
 void dequantize(const View& codes, const Quantization& how, const View& x) {
   const int64_t dim = x.shape[3];
-  const std::array<float, 256> values = code_values(codes.dtype);
+  const std::array<float, 256> values = decode_table(codes.dtype);
   std::vector<float> signs;
   if (how.hadamard_seed)
     for (int64_t c = 0; c < dim; ++c) signs.push_back(hadamard_sign(how.hadamard_seed, c));
@@ -62,11 +62,11 @@ void dequantize(const View& codes, const Quantization& how, const View& x) {
           const int64_t channel = how.per_channel() ? c : 0;
           const float scale = *how.scale.at<float>(b, h, group, channel);
           const float zero = how.zero_point.present() ? *how.zero_point.at<float>(b, h, group, channel) : 0.f;
-          const float code = values[*codes.at<uint8_t>(b, h, t, c)];
+          const float value = values[*codes.at<uint8_t>(b, h, t, c)];
           // The product of two floats is exact in double: fused or not, one rounding.
-          const double exact = static_cast<double>(scale) * code;
+          const double exact = static_cast<double>(scale) * value;
           row[c] =
-              how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? static_cast<float>(exact + zero) : scale * (code - zero);
+              how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? static_cast<float>(exact + zero) : scale * (value - zero);
         }
         if (how.hadamard_seed) hadamard_inverse(row.data(), signs.data(), dim);
         if (how.mean.present())

@@ -46,19 +46,19 @@ static inline uint16_t f16_bits(float x) {
 
 // e4m3 and e5m2 saturate. NaN, which the quantisers never keep, gives 0.
 template <int kMantissa, int kMinExponent>
-static inline void fp8_codes(const float* x, int64_t n, float largest, uint8_t* codes) {
+static inline void encode_fp8(const float* x, int64_t n, float largest, uint8_t* out) {
   for (int64_t c = 0; c < n; ++c) {
     const float value = x[c] == x[c] ? x[c] : 0.f;
     const uint32_t sign = std::bit_cast<uint32_t>(value) >> 24 & 0x80;
     const float a = std::fabs(value);
-    codes[c] = static_cast<uint8_t>(sign | small_float_magnitude<kMantissa, kMinExponent>(a < largest ? a : largest));
+    out[c] = static_cast<uint8_t>(sign | small_float_magnitude<kMantissa, kMinExponent>(a < largest ? a : largest));
   }
 }
-static inline void e4m3_codes(const float* x, int64_t n, uint8_t* codes) { fp8_codes<3, -6>(x, n, 448.f, codes); }
-static inline void e5m2_codes(const float* x, int64_t n, uint8_t* codes) { fp8_codes<2, -14>(x, n, 57344.f, codes); }
+static inline void encode_e4m3(const float* x, int64_t n, uint8_t* out) { encode_fp8<3, -6>(x, n, 448.f, out); }
+static inline void encode_e5m2(const float* x, int64_t n, uint8_t* out) { encode_fp8<2, -14>(x, n, 57344.f, out); }
 
-// The numbers of all 256 codes of an 8-bit dtype.
-static inline std::array<float, 256> code_values(octet_dtype dtype) {
+// The numbers that the 256 bytes of an 8-bit dtype stand for.
+static inline std::array<float, 256> decode_table(octet_dtype dtype) {
   const auto value = [dtype](uint8_t byte) -> double {
     switch (dtype) {
       case OCTET_E4M3:
@@ -106,7 +106,7 @@ static inline void load_row(const View& x, int64_t b, int64_t h, int64_t t, T* r
     case OCTET_BF16:
       return from(static_cast<const uint16_t*>(x.data), [](uint16_t v) { return static_cast<T>(bf16_value(v)); });
     default: {
-      static const std::array<float, 256> values = code_values(OCTET_E4M3);
+      static const std::array<float, 256> values = decode_table(OCTET_E4M3);
       return from(static_cast<const uint8_t*>(x.data), [](uint8_t v) { return static_cast<T>(values[v]); });
     }
   }

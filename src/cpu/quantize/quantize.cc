@@ -1,9 +1,9 @@
-// octet_quantize on the CPU. Every row goes through the same steps, in float: load, RoPE, minus mean, Hadamard; then
-// amax (or the extremes) of its group gives a step, and codes = round(row / step).
+// octet_quantize on the CPU. Every row goes through the same operations, in float: load, RoPE, minus mean, Hadamard;
+// then amax (or the extremes) of its group gives a scale, and the quantized values are round(row / scale).
 //
 // Two passes over each (batch, head):
 //  1. survey: the channel means and statistics, if either is asked for;
-//  2. units of whole groups of tokens: their rows, the steps of their groups, their codes.
+//  2. units of whole groups of tokens: their rows, the scales of their groups, their quantized values.
 // Means are summed in double in the order of tokens, and units do not depend on the number of threads: results are
 // bitwise repeatable.
 #include <algorithm>
@@ -25,7 +25,7 @@ namespace octet::cpu {
 namespace {
 
 constexpr int64_t kUnitTokens = 64;     // tokens per unit, where groups are smaller
-constexpr int64_t kBufferedRows = 256;  // rows of a unit kept between finding its steps and coding
+constexpr int64_t kBufferedRows = 256;  // rows of a unit kept between finding its scales and rounding
 constexpr int64_t kElementsPerThread = 1 << 15;
 
 unsigned threads_for(const View& x, int64_t tasks) {
@@ -33,12 +33,12 @@ unsigned threads_for(const View& x, int64_t tasks) {
   return thread_count(0, std::min(tasks, 1 + elements / kElementsPerThread));
 }
 
-// Codes of a format: x / step lies in [low, high].
-struct CodeRange {
+// The range of a format: x / scale lies in [low, high].
+struct Range {
   float low, high;
 };
 
-CodeRange code_range(octet_dtype dtype) {
+Range range_of(octet_dtype dtype) {
   switch (dtype) {
     case OCTET_I8:
       return {-127.f, 127.f};
@@ -88,34 +88,35 @@ Extremes extremes_of(const float* row, int64_t n, bool symmetric) {
   return e;
 }
 
-// x ~ step * (code - zero) + shift, and code = round((x - shift) * inverse) + zero.
-struct Codec {
-  float step = 0.f, inverse = 0.f, zero = 0.f, shift = 0.f;
+// x ~ scale * (value - zero) + shift, and value = round((x - shift) * inverse) + zero.
+struct AffineScale {
+  float scale = 0.f, inverse = 0.f, zero = 0.f, shift = 0.f;
 };
 
-Codec codec_of(const Extremes& extremes, octet_zero_point kind, CodeRange codes) {
+AffineScale affine_scale_of(const Extremes& extremes, octet_zero_point kind, Range range) {
   if (extremes.empty()) return {};
   float low = of_order(extremes.low), high = of_order(extremes.high);
   if (kind == OCTET_SYMMETRIC) {
-    const Step s = step_of(high, codes.high);
-    return {s.step, s.inverse};
+    const Scale s = scale_of(high, range.high);
+    return {s.scale, s.inverse};
   }
-  Codec codec;
-  if (kind == OCTET_ZERO_POINT_INTEGER) {  // the range always holds 0, so that the zero point is itself a code
+  AffineScale scale;
+  if (kind ==
+      OCTET_ZERO_POINT_INTEGER) {  // the range always holds 0, so that the zero point is itself a quantized value
     low = std::min(low, 0.f), high = std::max(high, 0.f);
-    const Step s = step_of(high - low, codes.high - codes.low);
-    codec = {s.step, s.inverse};
-    if (s.step > 0.f) codec.zero = std::nearbyint(codes.low - low * s.inverse);
-  } else {  // the range is centred on its middle, or starts at its lower end where codes start at 0
-    const float shift = codes.low < 0.f ? 0.5f * low + 0.5f * high : low;
-    const Step s = step_of(std::max(high - shift, shift - low), codes.high);
-    codec = {s.step, s.inverse};
-    if (std::isfinite(shift)) codec.shift = shift;
+    const Scale s = scale_of(high - low, range.high - range.low);
+    scale = {s.scale, s.inverse};
+    if (s.scale > 0.f) scale.zero = std::nearbyint(range.low - low * s.inverse);
+  } else {  // the range is centred on its middle, or starts at its lower end where quantized values do at 0
+    const float shift = range.low < 0.f ? 0.5f * low + 0.5f * high : low;
+    const Scale s = scale_of(std::max(high - shift, shift - low), range.high);
+    scale = {s.scale, s.inverse};
+    if (std::isfinite(shift)) scale.shift = shift;
   }
-  return codec;
+  return scale;
 }
 
-// Rows of x as they are coded. One per thread.
+// Rows of x as they are rounded. One per thread.
 class Rows {
  public:
   Rows(const View& x, const RopeTable& rope, const float* signs) : x_(x), rope_(rope), signs_(signs) {}
@@ -146,15 +147,15 @@ struct Call {
   const View& codes;
   const Quantization& how;
   bool with_statistics;
-  CodeRange range;
-  std::array<float, 256> values;  // of fp8 codes
+  Range range;
+  std::array<float, 256> values;  // of fp8 numbers
   bool symmetric() const { return how.zero_point_kind == OCTET_SYMMETRIC; }
 };
 
-// Codes one unit of tokens after the other. One per thread.
-class Coder {
+// Quantizes one unit of tokens after the other. One per thread.
+class TokenQuantizer {
  public:
-  Coder(const Call& call, Rows rows, int64_t unit)
+  TokenQuantizer(const Call& call, Rows rows, int64_t unit)
       : call_(call),
         rows_(std::move(rows)),
         dim_(call.x.shape[3]),
@@ -163,15 +164,15 @@ class Coder {
         scaled_(dim_),
         bytes_(dim_) {}
 
-  // Codes the tokens [first, last), whole groups, and writes their scales. Returns the sum over tokens of the mean
+  // Quantizes the tokens [first, last), whole groups, and writes their scales. Returns the sum over tokens of the mean
   // squared rounding error of a row, if statistics are asked for.
   double unit(int64_t b, int64_t h, int64_t first, int64_t last, const float* mean) {
     find_extremes(b, h, first, last, mean);
-    write_codecs(b, h, first);
+    write_scales(b, h, first);
     double error = 0;
     for (int64_t t = first; t < last; ++t) {
       if (!buffered_) rows_.prepared(b, h, t, mean, buffer_.data());
-      error += code(b, h, t, &codecs_[group(t, first)], row(t - first));
+      error += quantize(b, h, t, &scales_[group(t, first)], row(t - first));
     }
     return error;
   }
@@ -204,27 +205,27 @@ class Coder {
     }
   }
 
-  void write_codecs(int64_t b, int64_t h, int64_t first) {
+  void write_scales(int64_t b, int64_t h, int64_t first) {
     const Quantization& how = call_.how;
-    codecs_.resize(extremes_.size());
-    for (std::size_t i = 0; i < codecs_.size(); ++i) {
-      codecs_[i] = codec_of(extremes_[i], how.zero_point_kind, call_.range);
+    scales_.resize(extremes_.size());
+    for (std::size_t i = 0; i < scales_.size(); ++i) {
+      scales_[i] = affine_scale_of(extremes_[i], how.zero_point_kind, call_.range);
       const auto index = static_cast<int64_t>(i);
       const int64_t g = how.per_channel() ? 0 : how.group_of(first) + index, c = how.per_channel() ? index : 0;
-      *how.scale.at<float>(b, h, g, c) = codecs_[i].step;
+      *how.scale.at<float>(b, h, g, c) = scales_[i].scale;
       if (!call_.symmetric())
         *how.zero_point.at<float>(b, h, g, c) =
-            how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? codecs_[i].shift : codecs_[i].zero;
+            how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? scales_[i].shift : scales_[i].zero;
     }
   }
 
-  // `codec`: of the row, or per channel.
-  double code(int64_t b, int64_t h, int64_t t, const Codec* codec, const float* x) {
+  // `scale`: of the row, or per channel.
+  double quantize(int64_t b, int64_t h, int64_t t, const AffineScale* scale, const float* x) {
     float* r = scaled_.data();
     if (call_.how.per_channel()) {
-      for (int64_t c = 0; c < dim_; ++c) r[c] = scaled(x[c], codec[c]);
+      for (int64_t c = 0; c < dim_; ++c) r[c] = scaled(x[c], scale[c]);
     } else {
-      const Codec all = *codec;
+      const AffineScale all = *scale;
       if (call_.how.zero_point_kind == OCTET_ZERO_POINT_INTEGER)
         for (int64_t c = 0; c < dim_; ++c) r[c] = scaled(x[c], all);
       else
@@ -232,38 +233,39 @@ class Coder {
     }
     switch (call_.codes.dtype) {
       case OCTET_E4M3:
-        e4m3_codes(r, dim_, bytes_.data());
+        encode_e4m3(r, dim_, bytes_.data());
         break;
       case OCTET_E5M2:
-        e5m2_codes(r, dim_, bytes_.data());
+        encode_e5m2(r, dim_, bytes_.data());
         break;
       default:
-        integer_codes(r, dim_, call_.range.low, call_.range.high, bytes_.data());
+        encode_integers(r, dim_, call_.range.low, call_.range.high, bytes_.data());
     }
     detail::convert_row(bytes_.data(), 1, call_.codes.at<uint8_t>(b, h, t), call_.codes.stride[3], dim_,
                         [](uint8_t v) { return v; });
-    return call_.with_statistics ? mean_squared_error(codec, x) : 0.0;
+    return call_.with_statistics ? mean_squared_error(scale, x) : 0.0;
   }
 
-  // (x - shift) / step + zero; what is added to the zero point is an integer, for zero points to be exact.
-  static float scaled(float x, const Codec& codec) {
-    float r = (x - codec.shift) * codec.inverse;
+  // (x - shift) / scale + zero; what is added to the zero point is an integer, for zero points to be exact.
+  static float scaled(float x, const AffineScale& scale) {
+    float r = (x - scale.shift) * scale.inverse;
     r = r == r ? r : 0.f;
-    if (codec.zero == 0.f) return r;
+    if (scale.zero == 0.f) return r;
     r = r > -512.f ? r : -512.f;
     r = r < 512.f ? r : 512.f;
-    return nearest_even(r) + codec.zero;
+    return nearest_even(r) + scale.zero;
   }
 
-  // Codes at equal distances err uniformly within half a step: step^2 / 12. The distances of fp8 codes vary: measured.
-  double mean_squared_error(const Codec* codec, const float* x) const {
+  // Values at equal distances err uniformly within half a scale: scale^2 / 12. The distances of fp8 numbers vary, so
+  // their error is measured.
+  double mean_squared_error(const AffineScale* scale, const float* x) const {
     if (is_integer(call_.codes.dtype) && !call_.how.per_channel())
-      return codec->step * static_cast<double>(codec->step) / 12;
+      return scale->scale * static_cast<double>(scale->scale) / 12;
     double sum = 0;
     for (int64_t c = 0; c < dim_; ++c) {
-      const double step = codec[call_.how.per_channel() ? c : 0].step;
+      const double distance = scale[call_.how.per_channel() ? c : 0].scale;
       const double error =
-          is_integer(call_.codes.dtype) ? step / std::sqrt(12.0) : x[c] - step * call_.values[bytes_[c]];
+          is_integer(call_.codes.dtype) ? distance / std::sqrt(12.0) : x[c] - distance * call_.values[bytes_[c]];
       sum += error * error;
     }
     return sum / static_cast<double>(std::max<int64_t>(1, dim_));
@@ -276,7 +278,7 @@ class Coder {
   std::vector<float> buffer_, scaled_;
   std::vector<uint8_t> bytes_;
   std::vector<Extremes> extremes_;
-  std::vector<Codec> codecs_;
+  std::vector<AffineScale> scales_;
 };
 
 // Tokens per unit: whole groups.
@@ -337,17 +339,17 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
       if (with_statistics) survey.statistics(mean_of(i), &surveyed[i * OCTET_STATISTICS]);
     });
 
-  const Call call{x, codes, how, with_statistics, code_range(codes.dtype), code_values(codes.dtype)};
+  const Call call{x, codes, how, with_statistics, range_of(codes.dtype), decode_table(codes.dtype)};
   const int64_t unit = unit_tokens(how, tokens);
   // Without tokens there still is a scale per tensor or channel to write.
   const bool one_unit = how.granularity == OCTET_PER_TENSOR || how.per_channel();
   const int64_t units = one_unit ? 1 : tokens / unit + (tokens % unit != 0), tasks = all_heads * units;
   std::vector<double> errors(tasks);
   const unsigned threads = threads_for(x, tasks);
-  std::vector<Coder> coders(threads, Coder(call, rows, unit));
+  std::vector<TokenQuantizer> quantizers(threads, TokenQuantizer(call, rows, unit));
   parallel_for(threads, tasks, [&](int64_t task, unsigned thread) {
     const int64_t i = task / units, first = task % units * unit;
-    errors[task] = coders[thread].unit(i / heads, i % heads, first, std::min(tokens, first + unit), mean_of(i));
+    errors[task] = quantizers[thread].unit(i / heads, i % heads, first, std::min(tokens, first + unit), mean_of(i));
   });
 
   for (int64_t i = 0; i < all_heads && with_statistics; ++i) {

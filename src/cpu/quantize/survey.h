@@ -1,4 +1,4 @@
-// The first look at the tokens of one (batch, head): channel means, and the statistics that need no codes.
+// The first look at the tokens of one (batch, head): channel means, and the statistics that need no quantized values.
 #pragma once
 #include <octet/octet.h>
 
@@ -33,7 +33,7 @@ class Survey {
     for (int64_t c = 0; c < dim_; ++c) out[c] = tokens_ ? static_cast<float>(sum_[c] / tokens_) : 0.f;
   }
 
-  // The statistics but the step; `mean`: what is subtracted from the rows, null: nothing.
+  // The statistics but the error of rounding; `mean`: what is subtracted from the rows, null: nothing.
   void statistics(const float* mean, float* out) const {
     double variance = 0, bias = 0, norm = 0;
     std::vector<float> top(dim_);

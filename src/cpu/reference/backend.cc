@@ -49,7 +49,7 @@ double parameter(const octet_tensor& x, int64_t b, int64_t h, int64_t t, int64_t
   return static_cast<const float*>(x.data)[b * x.stride[0] + h * x.stride[1] + t * x.stride[2] + c * x.stride[3]];
 }
 
-// Codes to numbers: times scale, about the zero point, rotated back, plus mean (octet_quantization).
+// Quantized values to numbers: times scale, about the zero point, rotated back, plus mean (octet_quantization).
 Matrix load_operand(const View& x, int64_t b, int64_t h, int64_t first, int64_t count) {
   Matrix out = load_tokens(x, b, h, first, count);
   if (!x.quantization) return out;
@@ -130,17 +130,20 @@ Head load_head(const Problem& problem, const Sequence& at, int64_t h, const Head
   return head;
 }
 
-// Codes are not coded again: an operand that came in the recipe's own format keeps its numbers, un-smoothed.
+// What came quantized is not quantized again: an operand that came in the recipe's own format keeps its numbers,
+// un-smoothed.
 Recipe recipe_for(const Problem& problem) {
   Recipe recipe = recipe_of(problem);
-  const auto coded = [](const View& x, const Quantizer& q) { return q.group != Group::cast && x.dtype == q.code; };
+  const auto prequantized = [](const View& x, const Quantizer& q) {
+    return q.group != Group::cast && x.dtype == q.format;
+  };
   for (LogitRecipe* logits : {&recipe.logits, &recipe.backward.logits}) {
-    const bool q = coded(problem.q, logits->q), k = coded(problem.k, logits->k);
+    const bool q = prequantized(problem.q, logits->q), k = prequantized(problem.k, logits->k);
     if (q || k) logits->hadamard = logits->hadamard && !q && !k;
     if (q) logits->q = {}, logits->smooth_q = 0;
     if (k) logits->k = {}, logits->smooth_k = 0;
   }
-  if (coded(problem.v, recipe.v)) recipe.smooth_v = false;
+  if (prequantized(problem.v, recipe.v)) recipe.smooth_v = false;
   return recipe;
 }
 

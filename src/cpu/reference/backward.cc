@@ -78,8 +78,8 @@ double delta_of(const BackwardRecipe& recipe, const Matrix& p, double p_sink, co
 Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, const std::function<double(int64_t, int64_t)>& fold) {
   if (!recipe.rows) {
     for (double& value : x.data)
-      value = recipe.power_of_two ? rounded_in_any_range(recipe.code, value)
-                                  : rounded_code(recipe.code, recipe.factor * value) / recipe.factor;
+      value = recipe.power_of_two ? rounded_in_any_range(recipe.format, value)
+                                  : rounded_to(recipe.format, recipe.factor * value) / recipe.factor;
     return x;
   }
   for (int64_t top = 0; top < x.rows; top += recipe.rows)
@@ -93,7 +93,7 @@ Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, const std::function<dou
       for (int64_t i = top; i < bottom; ++i)
         for (int64_t j = left; j < right; ++j)
           if (const double scale = fold(i, j); scale > 0.0)
-            x[i][j] = rounded_on(recipe.code, x[i][j] * scale, largest) / scale;
+            x[i][j] = rounded_on(recipe.format, x[i][j] * scale, largest) / scale;
     }
   return x;
 }

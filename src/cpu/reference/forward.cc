@@ -41,10 +41,10 @@ void round_p(const PRecipe& recipe, std::vector<double>& p) {
   const double largest = *std::max_element(p.begin(), p.end());
   switch (recipe.scale) {
     case PRecipe::Scale::fixed:
-      for (double& x : p) x = rounded_code(recipe.code, recipe.factor * x) / recipe.factor;
+      for (double& x : p) x = rounded_to(recipe.format, recipe.factor * x) / recipe.factor;
       break;
     case PRecipe::Scale::largest:
-      for (double& x : p) x = rounded_on(recipe.code, x, largest);
+      for (double& x : p) x = rounded_on(recipe.format, x, largest);
       break;
     case PRecipe::Scale::nvfp4:
       round_nvfp4(p.data(), static_cast<int64_t>(p.size()), 1, 1.0 / (448.0 * 6.0));

@@ -1,4 +1,4 @@
-// Groups share the scale amax / largest code; codes are rounded to nearest, ties to even.
+// Groups share the scale amax / largest quantized value; values are rounded to nearest, ties to even.
 #include "cpu/reference/operands.h"
 
 #include <algorithm>
@@ -49,9 +49,9 @@ void round_group_scaled(Matrix& x, const Quantizer& quantizer) {
       if (!std::isfinite(value))
         value = kNaN;
       else if (quantizer.group == Group::power_of_two)
-        value = rounded_in_any_range(quantizer.code, value);
+        value = rounded_in_any_range(quantizer.format, value);
       else
-        value = rounded_on(quantizer.code, value, largest);
+        value = rounded_on(quantizer.format, value, largest);
     }
 }
 
@@ -68,8 +68,8 @@ void hadamard_stages(double* x, int64_t dim) {
 
 }  // namespace
 
-double largest_code(octet_dtype code) {
-  switch (code) {
+double largest_quantized(octet_dtype format) {
+  switch (format) {
     case OCTET_I8:
       return 127.0;
     case OCTET_U8:
@@ -85,7 +85,7 @@ double largest_code(octet_dtype code) {
   }
 }
 
-double rounded_code(octet_dtype code, double x) { return std::isnan(x) ? x : round_to(code, x); }
+double rounded_to(octet_dtype format, double x) { return std::isnan(x) ? x : round_to(format, x); }
 
 double rounded_in_any_range(octet_dtype format, double x) {
   if (x == 0.0 || !std::isfinite(x)) return x;
@@ -93,10 +93,10 @@ double rounded_in_any_range(octet_dtype format, double x) {
   return std::ldexp(round_to(format, std::ldexp(x, -exponent)), exponent);
 }
 
-double rounded_on(octet_dtype code, double x, double largest) {
+double rounded_on(octet_dtype format, double x, double largest) {
   if (largest == 0.0) return std::isnan(x) ? x : 0.0;
-  const double step = largest / largest_code(code);
-  return rounded_code(code, x / step) * step;
+  const double scale = largest / largest_quantized(format);
+  return rounded_to(format, x / scale) * scale;
 }
 
 void round_nvfp4(double* p, int64_t n, int64_t stride, double unit) {
@@ -118,7 +118,7 @@ Matrix quantized(const Matrix& x, const Quantizer& quantizer, const Seen& seen) 
     if (!sees_token(seen, t)) std::fill_n(y[t], y.cols, 0.0);
   if (quantizer.exact()) return y;
   if (quantizer.group == Group::cast)
-    for (double& value : y.data) value = rounded_code(quantizer.code, value);
+    for (double& value : y.data) value = rounded_to(quantizer.format, value);
   else if (quantizer.group == Group::nvfp4_dim)
     for (int64_t t = 0; t < y.rows; ++t) round_nvfp4(y[t], y.cols, 1, 1.0);
   else if (quantizer.group == Group::nvfp4_token)
@@ -225,7 +225,7 @@ Values::Values(const Matrix& x, const Recipe& recipe, const Seen& seen) : v(x) {
   if (!recipe.fold_v) return;
   token_scale = token_amax(v);
   for (int64_t t = 0; t < v.rows; ++t) {
-    token_scale[index(t)] /= largest_code(recipe.v.code);
+    token_scale[index(t)] /= largest_quantized(recipe.v.format);
     if (token_scale[index(t)] > 0.0)
       for (int64_t c = 0; c < v.cols; ++c) v[t][c] /= token_scale[index(t)];
   }

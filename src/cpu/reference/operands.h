@@ -6,17 +6,17 @@
 
 namespace octet::reference {
 
-// The largest code of a format: what a group's largest magnitude is scaled to.
-double largest_code(octet_dtype code);
+// The largest quantized value of a format: what a group's largest magnitude is scaled to.
+double largest_quantized(octet_dtype format);
 
-// The code nearest to x; NaN stays NaN in every format.
-double rounded_code(octet_dtype code, double x);
+// The number of a format nearest to x; NaN stays NaN in every format.
+double rounded_to(octet_dtype format, double x);
 
 // The nearest number with the format's bits, in any range: each number has a power of two of its own.
 double rounded_in_any_range(octet_dtype format, double x);
 
-// code * step of the code nearest to x / step, where `largest` is what the largest code stands for.
-double rounded_on(octet_dtype code, double x, double largest);
+// x rounded to a quantized value times its scale, where `largest` is what the largest quantized value stands for.
+double rounded_on(octet_dtype format, double x, double largest);
 
 // Rounds the n values of p in place to nvfp4: groups of 16, values e2m1 * e4m3 * unit.
 void round_nvfp4(double* p, int64_t n, int64_t stride, double unit);
@@ -77,8 +77,8 @@ class Logits {
 struct Values {
   Values(const Matrix& v, const Recipe& recipe, const Seen& seen);
 
-  Matrix v;                         // rounded; integer codes if folded
-  std::vector<double> token_scale;  // folded: the scale of each token's codes
+  Matrix v;                         // rounded; integers without their scales if folded
+  std::vector<double> token_scale;  // folded: the scale of each token
   std::vector<double> mean;         // smoothed: what o gets back
 };
 

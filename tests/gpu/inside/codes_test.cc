@@ -224,7 +224,7 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
     };
     const float k_limit = limit_of(k), v_limit = limit_of(v);
     std::vector<float> k_channel(padded), v_channel_mean(padded);
-    std::vector<Step> v_channel_step(padded);
+    std::vector<Scale> v_channel_step(padded);
     for (int c = 0; c < padded; ++c) {
       double k_sum = 0.0, v_sum = 0.0;
       float most = 0.f;
@@ -236,12 +236,12 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
       }
       k_channel[c] = seen && !given ? static_cast<float>(k_sum / static_cast<double>(seen)) : 0.f;
       v_channel_mean[c] = seen ? static_cast<float>(v_sum / static_cast<double>(seen)) : 0.f;
-      v_channel_step[c] = step_of(most, 448.f);
+      v_channel_step[c] = scale_of(most, 448.f);
       if (!given) found.means += !same(got_k_mean[side * padded + c], k_channel[c]);
       if (recipe.v == Code::s8)
         found.means += !same(got_v_mean[side * padded + c], v_channel_mean[c]);
       else if (recipe.v == Code::e4m3)
-        found.channel_steps += !same(got_channel[side * padded + c], v_channel_step[c].step);
+        found.channel_steps += !same(got_channel[side * padded + c], v_channel_step[c].scale);
     }
     means[side] = k_channel;
 
@@ -264,9 +264,9 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t row = at + block + r, group = r % 8 / 2;
         const bool finite = std::isfinite(largest[r]);
-        Step step = step_of(recipe.groups ? of_group[group] : largest[r], top);
+        Scale step = scale_of(recipe.groups ? of_group[group] : largest[r], top);
         // Integers have no code for NaN: all of the group is lost.
-        const float want = recipe.groups && lost[group] && recipe.qk == Code::s8 ? NAN : step.step;
+        const float want = recipe.groups && lost[group] && recipe.qk == Code::s8 ? NAN : step.scale;
         found.k_steps += !same(got_k_step[recipe.groups ? (row - r) / 16 + group : row], want);
         for (int c = 0; c < padded; ++c) {
           const float y = finite ? x[r][c] * step.inverse : recipe.groups && recipe.qk == Code::e4m3 ? NAN : 0.f;
@@ -277,24 +277,24 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
 
     for (int64_t first_key = 0; first_key < laid_out && recipe.v != Code::none; first_key += tile) {
       float most = 0.f;
-      std::vector<Step> steps(tile);
+      std::vector<Scale> steps(tile);
       for (int j = 0; j < tile; ++j) {
         std::vector<float> row(padded);
         for (int c = 0; c < dim && is_seen(first_key + j); ++c)
           row[c] = element_of(v, first_key + j, c) - (recipe.v == Code::s8 ? v_channel_mean[c] : 0.f);
-        steps[j] = step_of(amax(row.data(), padded), 127.f);
-        most = std::fmax(most, steps[j].step);
+        steps[j] = scale_of(amax(row.data(), padded), 127.f);
+        most = std::fmax(most, steps[j].scale);
         constexpr int kOrder[] = {0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15};  // where key j mod 16 lies
         const int64_t lies = at + first_key + j / 16 * 16 + kOrder[j % 16];
         for (int c = 0; c < padded; ++c) {
-          const float y = recipe.v == Code::s8 ? (std::isnan(steps[j].step) ? 0.f : row[c] * steps[j].inverse)
+          const float y = recipe.v == Code::s8 ? (std::isnan(steps[j].scale) ? 0.f : row[c] * steps[j].inverse)
                                                : row[c] * v_channel_step[c].inverse;
           const int64_t of_channel = memory_side * padded * keys + c * keys + lies - memory_side * keys;
           found.v += unique(recipe.v, code_of(recipe.v, y)) != unique(recipe.v, got_v[of_channel]);
         }
       }
       for (int j = 0; j < tile && recipe.v == Code::s8; ++j) {
-        const float step = steps[j].step == 0.f ? (most == 0.f ? 1.f : most * 0x1p-40f) : steps[j].step;
+        const float step = steps[j].scale == 0.f ? (most == 0.f ? 1.f : most * 0x1p-40f) : steps[j].scale;
         const float logarithm = got_v_step[2 * (at + first_key) + j],
                     inverse = got_v_step[2 * (at + first_key) + tile + j];
         const bool right = std::isnan(step)
@@ -318,8 +318,8 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
     if (std::isfinite(logit)) found.mean_logits += !(std::fabs(got_logit[row] - logit) < 1e-4 * (1 + std::fabs(logit)));
     if (recipe.rotated) hadamard(x.data(), signs.data(), dim);
     const float largest = amax(x.data(), padded);
-    const Step step = step_of(largest, top);
-    found.q_steps += !same(got_q_step[row], step.step);
+    const Scale step = scale_of(largest, top);
+    found.q_steps += !same(got_q_step[row], step.scale);
     for (int c = 0; c < padded; ++c) {
       const float y = std::isfinite(largest) ? x[c] * step.inverse : 0.f;
       found.q += unique(recipe.qk, code_of(recipe.qk, y)) != unique(recipe.qk, got_q[row * padded + c]);

@@ -193,7 +193,7 @@ inline void packed_keys_as(const Problem& p, const ForwardPlan& plan, void* memo
         const Word* v = s.v_at(index, first);
         double x = kSplits<Pv> ? split_element(v, kKeys, s.v_columns, r, c)
                                : element_of<Pv>(v, s.panel_width(first), c - first, r);
-        if (s.v_channel) x *= step_of(s.v_channel[g * kMaxDim + c], largest_code(plan.v)).step;
+        if (s.v_channel) x *= scale_of(s.v_channel[g * kMaxDim + c], largest_quantized(plan.v)).scale;
         out.v[at * p.dim_v + c] = x * v_scale * v_unit;
       }
     }
@@ -211,7 +211,7 @@ inline void packed_queries_as(const Problem& p, const ForwardPlan& plan, int64_t
   const Signs signs(p.q, p.dim);
   pack_queries<Qk>(p, plan, seq, 0, token, rows, count, signs, nullptr, out, stride, words, found);
   for (int64_t i = 0; i < rows; ++i) {
-    scale[i] = found.step[i];
+    scale[i] = found.scale[i];
     for (int64_t c = 0; c < p.dim; ++c) {
       double x = 0;
       const Word* row = out + i * stride;
@@ -224,7 +224,7 @@ inline void packed_queries_as(const Problem& p, const ForwardPlan& plan, int64_t
       } else {
         x = element<Qk>(row[c / Qk::kPerWord], static_cast<int>(c % Qk::kPerWord));
       }
-      q[i * p.dim + c] = x * found.step[i];
+      q[i * p.dim + c] = x * found.scale[i];
     }
   }
 }
@@ -293,7 +293,7 @@ inline void softmax_row_as(SoftmaxRow& x) {
         own_p = from_bf16(p[j]);
       else
         own_p = p[j];
-      x.p[key + j] = format == PFormat::u8 ? own_p * state.p_step[0][j / kKeys] : own_p;
+      x.p[key + j] = format == PFormat::u8 ? own_p * state.p_scale[0][j / kKeys] : own_p;
     }
   }
   const float l = reduce_add(load(state.l[0]));

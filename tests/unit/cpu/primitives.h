@@ -32,8 +32,8 @@ struct PackedKeys {
   float *k_mean, *v_mean;    // [kv head][kMaxDim]
 };
 
-// One row of a forward pass, [keys], from logits to P in steps of 256 keys. `stale_max`: with the maximum
-// of earlier steps where that does. p: the probabilities that the kernel multiplies v by; l, m as it keeps them.
+// One row of a forward pass, [keys], from logits to P in scales of 256 keys. `stale_max`: with the maximum
+// of earlier scales where that does. p: the probabilities that the kernel multiplies v by; l, m as it keeps them.
 struct SoftmaxRow {
   PFormat format;
   const float* logits;

@@ -15,16 +15,16 @@ inline void round_rows(const Rounding& how, float shared, float* rows, int64_t c
   const int64_t group = how.group && shared < 0.f ? how.group : count;
   for (int64_t first = 0; first < count; first += group) {
     const int64_t last = std::min(first + group, count);
-    Step step{1.f, 1.f};
+    Scale scale{1.f, 1.f};
     if (how.group) {
       float largest = shared;
       if (shared < 0.f)
         for (int64_t r = first; r < last; ++r) largest = std::max(largest, finite_amax(rows + r * width, width));
-      step = step_of(largest, largest_code(how.dtype));
+      scale = scale_of(largest, largest_quantized(how.dtype));
     }
     for (int64_t r = first; r < last; ++r) {
-      round_row_to(how.dtype, step.inverse, rows + r * width, width);
-      if (how.group) multiply(rows + r * width, step.step, width);
+      round_row_to(how.dtype, scale.inverse, rows + r * width, width);
+      if (how.group) multiply(rows + r * width, scale.scale, width);
     }
   }
 }

@@ -66,20 +66,20 @@ OCTET_INLINE void for_rows(const Problem& p, const Sequence& seq, int64_t h, int
   }
 }
 
-// Codes of x / step, as numbers.
-template <octet_dtype code>
-OCTET_INLINE Vf on_step(Vf x, Vf step, Vf inverse) {
-  if constexpr (code == OCTET_E4M3) return round_e4m3(x * inverse) * step;
-  return ((x * inverse + 0x1.8p23f) - 0x1.8p23f) * step;
+// x rounded to a quantized value times its scale; `inverse`: 1 / scale.
+template <octet_dtype dtype>
+OCTET_INLINE Vf rounded_on(Vf x, Vf scale, Vf inverse) {
+  if constexpr (dtype == OCTET_E4M3) return round_e4m3(x * inverse) * scale;
+  return ((x * inverse + 0x1.8p23f) - 0x1.8p23f) * scale;
 }
 
 // [rows][kKeys], one scale.
-template <octet_dtype code>
+template <octet_dtype dtype>
 inline void round_tile(float* x, int64_t rows) {
   const float largest = finite_amax(x, rows * kKeys);
-  const Step step = step_of(largest, largest_code(code));
+  const Scale scale = scale_of(largest, largest_quantized(dtype));
   for (int64_t i = 0; i < rows * kKeys; i += kLanes)
-    store(x + i, on_step<code>(load(x + i), splat(step.step), splat(step.inverse)));
+    store(x + i, rounded_on<dtype>(load(x + i), splat(scale.scale), splat(scale.inverse)));
 }
 
 // a / x, finite, 0 for x = 0.
@@ -95,10 +95,10 @@ inline void round_rows_of_tile(const float* x, int64_t rows, const float* fold, 
       y[v] = load(x + i * kKeys + v * kLanes) * load(fold + v * kLanes);
       largest = max(finite_magnitude(y[v]), largest);
     }
-    const Step step = step_of(reduce_max(largest), 127.f);
+    const Scale scale = scale_of(reduce_max(largest), 127.f);
     for (int v = 0; v < kVectors; ++v)
       store(out + i * kKeys + v * kLanes,
-            on_step<OCTET_I8>(y[v], splat(step.step), splat(step.inverse)) * inverse_fold[v]);
+            rounded_on<OCTET_I8>(y[v], splat(scale.scale), splat(scale.inverse)) * inverse_fold[v]);
   }
 }
 
@@ -108,10 +108,10 @@ inline void round_columns_of_tile(float* x, int64_t rows, const float* fold, flo
     Vf largest{};
     for (int64_t i = 0; i < rows; ++i)
       largest = max(finite_magnitude(load(x + i * kKeys + v * kLanes) * fold[i]), largest);
-    const Vf inverse = inverse_of(top, largest), step = largest / top;
+    const Vf inverse = inverse_of(top, largest), scale = largest / top;
     for (int64_t i = 0; i < rows; ++i) {
       float* at = x + i * kKeys + v * kLanes;
-      store(at, on_step<OCTET_I8>(load(at) * fold[i], step, inverse) * inverse_of(1.f, splat(fold[i])));
+      store(at, rounded_on<OCTET_I8>(load(at) * fold[i], scale, inverse) * inverse_of(1.f, splat(fold[i])));
     }
   }
 }

@@ -86,9 +86,9 @@ inline void accumulate(const ForwardScratch<Qk, Pv>& scratch, const KeySide& sid
   if constexpr (kSplits<Pv>) return accumulate_split(scratch, side, state, index, tiles, rows);
 #endif
   if constexpr (format == PFormat::u8) {
-    accumulate_codes<Pv>({scratch.p_words(), scratch.p_stride(), side.v + index * side.v_stride, side.v_stride,
-                          side.v_words, tiles, columns},
-                         rows, state.alpha, state.p_step, scratch.strip, scratch.o);
+    accumulate_8bit<Pv>({scratch.p_words(), scratch.p_stride(), side.v + index * side.v_stride, side.v_stride,
+                         side.v_words, tiles, columns},
+                        rows, state.alpha, state.p_scale, scratch.strip, scratch.o);
   } else if constexpr (format == PFormat::f16) {
     for (int64_t first = 0; first < columns; first += kStripColumns)
       accumulate_f16(scratch, side, state, index, tiles, rows, first, std::min(columns - first, kStripColumns));

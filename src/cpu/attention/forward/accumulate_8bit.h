@@ -8,7 +8,7 @@ namespace octet::cpu::OCTET_ISA {
 constexpr int64_t kStripColumns = 32;  // of a product, at a time
 
 // The product P V of `tiles` key tiles that one step adds to o. A tile of v is v_stride words after the one before.
-struct CodeProduct {
+struct Product8Bit {
   const Word* p;
   int64_t p_stride;  // words of a row
   const Word* v;
@@ -16,16 +16,16 @@ struct CodeProduct {
   int64_t tiles, columns;
 };
 
-// Rows of o += rows of products, [tile][tile_stride] with rows `stride` apart, times their steps.
+// Rows of o += rows of products, [tile][tile_stride] with rows `stride` apart, times their scales.
 template <class Sum>
 OCTET_INLINE void add_products(const Sum* products, int64_t tile_stride, int64_t stride, int64_t tiles, int64_t rows,
-                               int64_t n, const float (*steps)[kStepTiles], float* o, int64_t columns) {
+                               int64_t n, const float (*scales)[kStepTiles], float* o, int64_t columns) {
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t c = 0; c < n; c += kLanes) {
       float* own = o + i * columns + c;
       Vf sum = load(own);
       for (int64_t tile = 0; tile < tiles; ++tile)
-        sum += to_float(load(products + tile * tile_stride + i * stride + c)) * steps[i][tile];
+        sum += to_float(load(products + tile * tile_stride + i * stride + c)) * scales[i][tile];
       store(own, sum);
     }
 }
@@ -65,7 +65,7 @@ inline void tile_product(const Word* p, int64_t p_stride, const Word* v, int64_t
 }
 
 template <bool two>
-inline void accumulate_block(const CodeProduct& x, const Word* p, const Word* v, const float (*steps)[kStepTiles],
+inline void accumulate_block(const Product8Bit& x, const Word* p, const Word* v, const float (*scales)[kStepTiles],
                              float* o) {
   constexpr int64_t kProduct = 16 * kStripColumns, n = two ? 32 : 16;
   alignas(64) int32_t products[kStepTiles * kProduct];
@@ -75,17 +75,17 @@ inline void accumulate_block(const CodeProduct& x, const Word* p, const Word* v,
                                                                     products + tile * kProduct);
   // A constant number of tiles, mostly: the loop is unrolled.
   if (x.tiles == kStepTiles)
-    add_products(products, kProduct, kStripColumns, kStepTiles, 16, n, steps, o, x.columns);
+    add_products(products, kProduct, kStripColumns, kStepTiles, 16, n, scales, o, x.columns);
   else
-    add_products(products, kProduct, kStripColumns, x.tiles, 16, n, steps, o, x.columns);
+    add_products(products, kProduct, kStripColumns, x.tiles, 16, n, scales, o, x.columns);
 }
 
 #endif
 
 // `strip`: [kStepTiles][rows][kStripColumns], of engines without tiles.
 template <class Pv>
-inline void accumulate_codes(const CodeProduct& x, int64_t rows, const float* alpha, const float (*steps)[kStepTiles],
-                             typename Pv::Sum* strip, float* o) {
+inline void accumulate_8bit(const Product8Bit& x, int64_t rows, const float* alpha, const float (*scales)[kStepTiles],
+                            typename Pv::Sum* strip, float* o) {
   for (int64_t i = 0; i < rows; ++i)
     if (alpha[i] != 1.f) scale_row(o + i * x.columns, alpha[i], x.columns);
 #ifdef __AMX_TILE__
@@ -94,7 +94,7 @@ inline void accumulate_codes(const CodeProduct& x, int64_t rows, const float* al
     for (int64_t c = 0; c < x.columns; c += 32)
       for (int64_t i = 0; i < rows; i += 16)
         (c + 16 < x.columns ? accumulate_block<true> : accumulate_block<false>)(x, x.p + i * x.p_stride, x.v + c,
-                                                                                steps + i, o + i * x.columns + c);
+                                                                                scales + i, o + i * x.columns + c);
     return;
   }
 #endif
@@ -103,7 +103,7 @@ inline void accumulate_codes(const CodeProduct& x, int64_t rows, const float* al
     for (int64_t tile = 0; tile < x.tiles; ++tile)
       matmul<Pv, false>(x.p + tile * x.v_words, {x.p_stride, 1}, x.v + tile * x.v_stride + c, x.columns,
                         strip + tile * tile_stride, kStripColumns, rows, n, x.v_words);
-    add_products(strip, tile_stride, kStripColumns, x.tiles, rows, n, steps, o + c, x.columns);
+    add_products(strip, tile_stride, kStripColumns, x.tiles, rows, n, scales, o + c, x.columns);
   }
 }
 

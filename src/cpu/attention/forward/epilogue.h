@@ -35,7 +35,7 @@ inline void store_rows(const Problem& p, const ForwardPlan& plan, const KeySide&
     for (int64_t c = 0; c < columns; ++c) o[c] = seen ? o[c] * inverse : 0.f;
     if (side.v_channel)
       for (int64_t c = 0; c < p.dim_v; ++c)
-        o[c] *= step_of(side.v_channel[side_index * kMaxDim + c], largest_code(plan.v)).step;
+        o[c] *= scale_of(side.v_channel[side_index * kMaxDim + c], largest_quantized(plan.v)).scale;
     if (const float unit = side.v_unit ? side.v_unit[side_index] : 1.f; unit != 1.f)
       for (int64_t c = 0; c < p.dim_v; ++c) o[c] *= unit;
     if (plan.smooth_v && seen)

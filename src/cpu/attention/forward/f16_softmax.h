@@ -1,5 +1,5 @@
-// The softmax of 8-bit P in f16 arithmetic, 32 keys at a time, for instruction sets that have it: codes of 8 bits need
-// no more, and P of a step stays in registers until their scales are known. Rows that f16 does not hold are
+// The softmax of 8-bit P in f16 arithmetic, 32 keys at a time, for instruction sets that have it: 8 bits need no more,
+// and P of a step stays in registers until their scales are known. Rows that f16 does not hold are
 // left to rows.h.
 #pragma once
 #include "cpu/attention/forward/rows.h"
@@ -153,7 +153,7 @@ OCTET_INLINE bool p_of_row_f16(const F16Step& step, const int32_t* s, const Tile
   return true;
 }
 
-// The steps of P of kLanes rows, and their inverses.
+// The scales of P of kLanes rows, and their inverses.
 template <int64_t rows>
 OCTET_INLINE void scale_f16(float p_top, float v_unit, int64_t first, RowState<rows>& state, F16Rows& group) {
   for (int row = 0; row < kLanes; row += 8) {
@@ -164,12 +164,12 @@ OCTET_INLINE void scale_f16(float p_top, float v_unit, int64_t first, RowState<r
       const __m256h inverse =
           _mm512_cvtxps_ph(min(splat(0x1p15f), p_top / (Vf)_mm512_cvtxph_ps((__m256h)four_rows[half])));
       _mm256_store_si256(reinterpret_cast<__m256i*>(group.inverse[row + 4 * half]), (__m256i)inverse);
-      store(state.p_step[first + row + 4 * half], v_unit * kFromF16 / (Vf)_mm512_cvtxph_ps(inverse));
+      store(state.p_scale[first + row + 4 * half], v_unit * kFromF16 / (Vf)_mm512_cvtxph_ps(inverse));
     }
   }
 }
 
-// The codes of a row.
+// The quantized values of a row.
 OCTET_INLINE void quantize_f16(const __m512h* p, const uint16_t* inverse, int64_t tiles, uint8_t* out) {
   // Undoes packed_order; even bytes are the first 32 keys of a tile, odd ones the others.
   const __m512i order =

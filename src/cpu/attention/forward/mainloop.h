@@ -67,12 +67,12 @@ struct Forward {
     pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, k_mean, scratch.q, side.k_words + Scratch::kQPad,
                      side.k_words, queries);
     for (int64_t i = 0; i < kRows; ++i) {
-      const float step = queries.step[i];
-      if (step != step && !sees_a_key(p, seq, h, token + i)) queries.step[i] = 1.f;  // NaN would reach its row
+      const float scale = queries.scale[i];
+      if (scale != scale && !sees_a_key(p, seq, h, token + i)) queries.scale[i] = 1.f;  // NaN would reach its row
       state.m[i] = state.top[i] = kMinusInfinity;
-      state.to_logit[i] = kept_from_zero(static_cast<double>(queries.step[i]) * p.scale);
+      state.to_logit[i] = kept_from_zero(static_cast<double>(queries.scale[i]) * p.scale);
       state.unit[i] =
-          p.mask.present() ? kLog2e : kept_from_zero(static_cast<double>(queries.step[i]) * p.scale * kLog2e);
+          p.mask.present() ? kLog2e : kept_from_zero(static_cast<double>(queries.scale[i]) * p.scale * kLog2e);
       state.gauge[i] = i >= rows ? 0.f : i > 0 && one_mask_row(p) ? state.gauge[0] : mask_gauge(p, seq, h, token + i);
     }
     std::memset(state.l, 0, sizeof state.l);

@@ -11,12 +11,12 @@ template <int64_t rows>
 struct alignas(64) RowState {
   float l[rows][kLanes];  // partial sums
   float m[rows];
-  float top[rows];                 // bias correction beta: largest logit so far; m may lie above it
-  float unit[rows];                // logit * log2(e) per unit of x
-  float to_logit[rows];            // logit per unit of sum * k_scale
-  float gauge[rows];               // mask_gauge: what logits lack
-  float alpha[rows];               // of this step
-  float p_step[rows][kStepTiles];  // 8-bit P, of each tile: o += p_step * product
+  float top[rows];                  // bias correction beta: largest logit so far; m may lie above it
+  float unit[rows];                 // logit * log2(e) per unit of x
+  float to_logit[rows];             // logit per unit of sum * k_scale
+  float gauge[rows];                // mask_gauge: what logits lack
+  float alpha[rows];                // of this step
+  float p_scale[rows][kStepTiles];  // 8-bit P, of each tile: o += p_scale * product
 };
 
 OCTET_INLINE void scale_row(float* o, float alpha, int64_t columns) {
@@ -69,14 +69,14 @@ OCTET_INLINE void update_max(const float (&tops)[kLanes], int64_t first, RowStat
   store(state.alpha + first, exp2<degree>((old - base) * load(state.unit + first)));
 }
 
-// Codes of a row of 8-bit P, each tile with its largest, tops, at `top`, and their steps.
+// Quantizes a row of 8-bit P: the largest of each tile, in tops, becomes `top`. Writes the scale of each tile.
 template <class Pv>
 OCTET_INLINE void quantize_p(const float* p, int64_t tiles, Quad tops, float top, typename Pv::Element* out,
-                             float* steps) {
+                             float* scales) {
   constexpr float kNothing = 0x1p-110f;  // adds nothing beside the row's largest, and its inverse may overflow
   const auto counts = tops > kNothing;
   const Quad inverses = counts ? top / tops : Quad{}, scaled = counts ? tops * (1.f / top) : Quad{};
-  std::memcpy(steps, &scaled, sizeof scaled);
+  std::memcpy(scales, &scaled, sizeof scaled);
   for (int64_t tile = 0; tile < tiles; ++tile) {
     Vf x[kVectors];
     for (int v = 0; v < kVectors; ++v) x[v] = load(p + tile * kKeys + v * kLanes) * inverses[tile];
@@ -113,9 +113,9 @@ OCTET_INLINE void p_of_row(const ForwardPlan& plan, float* logits, int64_t tiles
     }
   }
   if constexpr (format == PFormat::u8) {
-    quantize_p<Pv>(logits, tiles, reduce_max(tops), plan.p_top, p_out, state.p_step[i]);
+    quantize_p<Pv>(logits, tiles, reduce_max(tops), plan.p_top, p_out, state.p_scale[i]);
     if (!v_finite)
-      for (int64_t tile = 0; tile < tiles; ++tile) state.p_step[i][tile] += reduce_add(poisons[tile]);
+      for (int64_t tile = 0; tile < tiles; ++tile) state.p_scale[i][tile] += reduce_add(poisons[tile]);
   }
   store(state.l[i], load(state.l[i]) * state.alpha[i] + l);
 }
@@ -161,7 +161,7 @@ OCTET_INLINE bool p_of_row_stale_max(const ForwardPlan& plan, const typename Qk:
   if constexpr (format == PFormat::u8) {
     const Vf all = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
     if (!reduce_is_below(all, kRange)) return false;
-    quantize_p<Pv>(scaled_p, tiles, reduce_max(tops), plan.p_top, p_out, state.p_step[i]);
+    quantize_p<Pv>(scaled_p, tiles, reduce_max(tops), plan.p_top, p_out, state.p_scale[i]);
   } else {
     std::memcpy(p_out, rounded, sizeof *rounded * static_cast<std::size_t>(tiles * kKeys));
   }

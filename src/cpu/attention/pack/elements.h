@@ -131,7 +131,7 @@ OCTET_INLINE void prefetch_rows(const View& t, int64_t b, int64_t h, int64_t tok
   }
 }
 
-// Codes of a quantised tensor come out as numbers, in the gauge of their quantization (rotated, mean removed).
+// Quantized values come out as numbers, in the frame of their quantization (rotated, mean removed).
 static inline void load_row(const View& t, int64_t b, int64_t h, int64_t token, float* out) {
   const void* p = row_pointer(t, b, h, token);
   const int64_t n = t.shape[3], stride = t.stride[3];

@@ -29,33 +29,33 @@ struct KeyTile {
     for (int64_t r = 0; r < valid; ++r)
       if (!seen[r]) std::memset(rows + r * width, 0, sizeof(float) * static_cast<std::size_t>(width));
   }
-  void clear_unseen(float* steps) const {
-    for (int64_t r = 0; r < valid; ++r) steps[r] = seen[r] ? steps[r] : 0.f;
+  void clear_unseen(float* scales) const {
+    for (int64_t r = 0; r < valid; ++r) scales[r] = seen[r] ? scales[r] : 0.f;
   }
 };
 
-// Rows of k, kKeys of `width` floats, as the numbers of the recipe's format, and their steps.
+// Rows of k, kKeys of `width` floats, as the numbers of the recipe's format, and their scales.
 inline void round_keys(const Problem& p, const ForwardPlan& plan, const KeyTile& tile, const Signs& signs,
-                       const float* mean, int64_t width, float* rows, float* steps) {
+                       const float* mean, int64_t width, float* rows, float* scales) {
   const int64_t valid = tile.valid;
-  if (plan.k_group == 1 && !plan.k_coded) {
+  if (plan.k_group == 1 && !plan.k_prequantized) {
     for (int64_t r = 0; r < valid; ++r)
-      steps[r] = quantize_row(p.k, tile.seq.batch, tile.g, tile.token + r, plan.qk, mean,
-                              plan.hadamard ? signs.sign : nullptr, width, rows + r * width);
+      scales[r] = quantize_row(p.k, tile.seq.batch, tile.g, tile.token + r, plan.qk, mean,
+                               plan.hadamard ? signs.sign : nullptr, width, rows + r * width);
     std::memset(rows + valid * width, 0, sizeof(float) * static_cast<std::size_t>((kKeys - valid) * width));
     return;
   }
-  load_operand(p.k, plan.k_coded, tile.seq.batch, tile.g, tile.token, valid, kKeys, width, rows);
-  for (int64_t r = 0; r < valid && !plan.k_coded; ++r) {
+  load_operand(p.k, plan.k_prequantized, tile.seq.batch, tile.g, tile.token, valid, kKeys, width, rows);
+  for (int64_t r = 0; r < valid && !plan.k_prequantized; ++r) {
     if (plan.smooth_k) subtract(rows + r * width, mean, p.dim);
     if (plan.hadamard) hadamard_row(rows + r * width, signs.sign, p.dim);
   }
   tile.zero_unseen(rows, width);
-  if (plan.k_coded)
-    for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.k, tile.seq.batch, tile.g, tile.token + r);
+  if (plan.k_prequantized)
+    for (int64_t r = 0; r < valid; ++r) scales[r] = prequantized_scale(p.k, tile.seq.batch, tile.g, tile.token + r);
   else
     quantize_rows(plan.qk, plan.smooth_k || plan.hadamard ? OCTET_F32 : numbers_of(p.k), plan.k_group, rows, valid,
-                  width, steps);
+                  width, scales);
 }
 
 // Rows of k to [k_words][kKeys].
@@ -84,28 +84,28 @@ void store_keys(const Problem& p, const KeySide& s, const float* rows, int64_t w
 template <class Qk>
 void pack_k_tile(const Problem& p, const ForwardPlan& plan, const KeyTile& tile, const Signs& signs, const KeySide& s,
                  float* rows) {
-  float steps[kKeys] = {};
+  float scales[kKeys] = {};
   const int64_t width = padded<Qk>(padded_columns(p.dim));
   const float* mean = plan.smooth_k ? s.k_mean + tile.side * kMaxDim : nullptr;
   Word* k = s.k + tile.index * s.k_stride;
   int32_t* correction = s.k_correction ? s.k_correction + tile.index * kKeys : nullptr;
-  if (in_bytes<Qk>(plan.qk) && plan.k_group == 1 && !plan.k_coded) {
+  if (in_bytes<Qk>(plan.qk) && plan.k_group == 1 && !plan.k_prequantized) {
     pack_int8_keys<Qk>(p.k, tile.seq.batch, tile.g, tile.token, tile.valid, mean, plan.hadamard ? signs.sign : nullptr,
-                       s.k_words, k, correction, steps);
+                       s.k_words, k, correction, scales);
   } else {
-    round_keys(p, plan, tile, signs, mean, width, rows, steps);
+    round_keys(p, plan, tile, signs, mean, width, rows, scales);
     store_keys<Qk>(p, s, rows, width, k, correction);
   }
-  tile.clear_unseen(steps);
-  if (s.k_scale) std::memcpy(s.k_scale + tile.index * kKeys, steps, sizeof steps);
+  tile.clear_unseen(scales);
+  if (s.k_scale) std::memcpy(s.k_scale + tile.index * kKeys, scales, sizeof scales);
 }
 
-// Rows of v, kKeys of v_columns floats, as the numbers of the recipe's format, and their steps, where they do not come
+// Rows of v, kKeys of v_columns floats, as the numbers of the recipe's format, and their scales, where they do not come
 // from single tokens. Returns whether p v is a float for all of them.
 inline bool round_values(const Problem& p, const ForwardPlan& plan, const KeyTile& tile, const KeySide& s,
-                         const float* v_mean, float v_unit, float* rows, float* steps) {
+                         const float* v_mean, float v_unit, float* rows, float* scales) {
   const int64_t columns = s.v_columns, valid = tile.valid;
-  load_operand(p.v, plan.v_coded, tile.seq.batch, tile.g, tile.token, valid, kKeys, columns, rows);
+  load_operand(p.v, plan.v_prequantized, tile.seq.batch, tile.g, tile.token, valid, kKeys, columns, rows);
   tile.zero_unseen(rows, columns);
   const auto divide = [&](float* x, int64_t n) {
     for (int64_t i = 0; i < n && v_unit != 1.f; ++i) x[i] *= 1.f / v_unit;
@@ -113,31 +113,31 @@ inline bool round_values(const Problem& p, const ForwardPlan& plan, const KeyTil
   const auto products_are_finite = [&] { return row_amax(rows, kKeys * columns) < 0x1p100f; };
   divide(rows, valid * columns);
   const bool finite = products_are_finite();
-  if (plan.smooth_v && !plan.v_coded) {
+  if (plan.smooth_v && !plan.v_prequantized) {
     alignas(64) float mean[kMaxDim];
     std::copy(v_mean, v_mean + p.dim_v, mean);
     divide(mean, p.dim_v);
     for (int64_t r = 0; r < valid; ++r)
       if (tile.seen[r]) subtract(rows + r * columns, mean, p.dim_v);
   }
-  if (plan.v_coded) {
-    for (int64_t r = 0; r < valid; ++r) steps[r] = given_scale(p.v, tile.seq.batch, tile.g, tile.token + r);
+  if (plan.v_prequantized) {
+    for (int64_t r = 0; r < valid; ++r) scales[r] = prequantized_scale(p.v, tile.seq.batch, tile.g, tile.token + r);
   } else if (s.v_channel) {
     float inverse[kMaxDim] = {};
     for (int64_t c = 0; c < p.dim_v; ++c)
-      inverse[c] = step_of(s.v_channel[tile.side * kMaxDim + c], largest_code(plan.v)).inverse;
+      inverse[c] = scale_of(s.v_channel[tile.side * kMaxDim + c], largest_quantized(plan.v)).inverse;
     for (int64_t r = 0; r < valid; ++r)
       for (int64_t c = 0; c < p.dim_v; ++c) {
         float& x = rows[r * columns + c];
         x *= inverse[c];
         x += x - x;  // infinity becomes NaN: e4m3 has no other name for it
       }
-    quantize_rows(plan.v, OCTET_F32, 0, rows, valid, columns, steps);
+    quantize_rows(plan.v, OCTET_F32, 0, rows, valid, columns, scales);
   } else if (plan.v_scale == VScale::power) {
     for (int64_t i = 0; i < valid * columns; i += kLanes) store(rows + i, round_11_bits(load(rows + i)));
   } else {
     quantize_rows(plan.v, plan.smooth_v ? OCTET_F32 : numbers_of(p.v), plan.v_scale == VScale::token ? plan.v_group : 0,
-                  rows, valid, columns, steps);
+                  rows, valid, columns, scales);
     if (plan.v == OCTET_F16) return products_are_finite();  // f16 has infinities of its own
   }
   return finite;
@@ -168,31 +168,31 @@ void store_values(const KeySide& s, int64_t index, [[maybe_unused]] bool finite,
 
 template <class Pv>
 void pack_v_tile(const Problem& p, const ForwardPlan& plan, const KeyTile& tile, const KeySide& s, float* buffer) {
-  float steps[kKeys] = {};
+  float scales[kKeys] = {};
   const int64_t columns = s.v_columns, valid = tile.valid;
   const float* mean = plan.smooth_v ? s.v_mean + tile.side * kMaxDim : nullptr;
   const float v_unit = s.v_unit ? s.v_unit[tile.side] : 1.f;
-  const bool by_token = plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_coded && v_unit == 1.f;
+  const bool by_token = plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_prequantized && v_unit == 1.f;
   const bool bytes = in_bytes<Pv>(plan.v) && by_token;
   // Words of one float lie as the rows do, unless in panels.
   const bool in_place = Pv::kPerWord == 1 && !kSplits<Pv> && s.v_panel == columns;
   float* rows = in_place ? reinterpret_cast<float*>(s.v_at(tile.index)) : buffer;
   bool finite = true;
   if (bytes) {
-    pack_int8_values(p.v, tile.seq.batch, tile.g, tile.token, valid, mean, columns, s.v_at(tile.index), steps);
+    pack_int8_values(p.v, tile.seq.batch, tile.g, tile.token, valid, mean, columns, s.v_at(tile.index), scales);
   } else if (by_token) {
     for (int64_t r = 0; r < valid; ++r)
-      steps[r] =
+      scales[r] =
           quantize_row(p.v, tile.seq.batch, tile.g, tile.token + r, plan.v, mean, nullptr, columns, rows + r * columns);
     std::memset(rows + valid * columns, 0, sizeof(float) * static_cast<std::size_t>((kKeys - valid) * columns));
   } else {
-    finite = round_values(p, plan, tile, s, mean, v_unit, rows, steps);
+    finite = round_values(p, plan, tile, s, mean, v_unit, rows, scales);
   }
   if (s.v_scale) {
-    tile.clear_unseen(steps);
-    for (int64_t r = 0; r < valid; ++r) finite &= steps[r] == steps[r];
-    for (int64_t r = valid; r < kKeys; ++r) steps[r] = 0.f;
-    std::memcpy(s.v_scale + tile.index * kKeys, steps, sizeof steps);
+    tile.clear_unseen(scales);
+    for (int64_t r = 0; r < valid; ++r) finite &= scales[r] == scales[r];
+    for (int64_t r = valid; r < kKeys; ++r) scales[r] = 0.f;
+    std::memcpy(s.v_scale + tile.index * kKeys, scales, sizeof scales);
   }
   s.v_finite[tile.index] = finite;
   if (!bytes) store_values<Pv>(s, tile.index, finite, in_place, rows);

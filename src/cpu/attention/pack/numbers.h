@@ -25,12 +25,12 @@ OCTET_INLINE int64_t group_of(const octet_quantization& how, int64_t token) {
   }
 }
 
-// Scale of a token of a tensor that came as codes; 1 without a quantization.
-OCTET_INLINE float given_scale(const View& t, int64_t b, int64_t h, int64_t token) {
+// Scale of a token of a tensor that came quantized; 1 without a quantization.
+OCTET_INLINE float prequantized_scale(const View& t, int64_t b, int64_t h, int64_t token) {
   return t.quantization ? *parameter_at(*t.quantization->scale, b, h, group_of(*t.quantization, token), 0) : 1.f;
 }
 
-OCTET_INLINE float given_mean(const View& t, int64_t b, int64_t h, int64_t c) {
+OCTET_INLINE float prequantized_mean(const View& t, int64_t b, int64_t h, int64_t c) {
   return t.quantization && t.quantization->mean ? *parameter_at(*t.quantization->mean, b, h, 0, c) : 0.f;
 }
 
@@ -44,7 +44,8 @@ inline void load_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_
   }
 }
 
-// The numbers that `count` rows of codes stand for (octet_quantization): scale and zero point, rotation, mean.
+// The numbers that `count` rows of quantized values stand for (octet_quantization): scale and zero point, rotation,
+// mean.
 inline void dequantize_rows(const View& t, int64_t b, int64_t h, int64_t token, int64_t count, int64_t width,
                             float* rows) {
   const octet_quantization& how = *t.quantization;
@@ -109,7 +110,7 @@ OCTET_INLINE bool load_dense_row(const View& t, int64_t b, int64_t h, int64_t to
   }
 }
 
-// A row of numbers, or of codes as they are, in vectors.
+// A row of numbers, or of quantized values as they are, in vectors.
 OCTET_INLINE void load_numbers_row(const View& t, int64_t b, int64_t h, int64_t token, Vf* x, int n) {
   if (load_dense_row(t, b, h, token, x, n)) return;
   alignas(64) float row[kMaxDim];
@@ -121,9 +122,9 @@ OCTET_INLINE void load_numbers_row(const View& t, int64_t b, int64_t h, int64_t 
 inline octet_dtype numbers_of(const View& t) { return t.quantization ? OCTET_F32 : t.dtype; }
 
 // Codes as they are, or the numbers of anything else.
-inline void load_operand(const View& t, bool coded, int64_t b, int64_t h, int64_t token, int64_t valid, int64_t count,
-                         int64_t width, float* rows) {
-  if (coded)
+inline void load_operand(const View& t, bool prequantized, int64_t b, int64_t h, int64_t token, int64_t valid,
+                         int64_t count, int64_t width, float* rows) {
+  if (prequantized)
     load_rows(t, b, h, token, valid, count, width, rows);
   else
     load_numbers(t, b, h, token, valid, count, width, rows);

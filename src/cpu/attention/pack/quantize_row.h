@@ -1,5 +1,5 @@
-// One row of q, k or v from the caller's tensor to codes with a scale of its own, in registers from end to end. The
-// operations and their order are those of the public quantisers (cpu/quantize/quantize.cc): the same bits.
+// One row of q, k or v from the caller's tensor to quantized values with a scale of its own, in registers from end to
+// end. The operations and their order are those of the public quantisers (cpu/quantize/quantize.cc): the same bits.
 #pragma once
 #include "cpu/attention/pack/numbers.h"
 #include "cpu/attention/pack/round.h"
@@ -57,9 +57,9 @@ OCTET_INLINE float amax(const Vf* x, int n) {
   return amax;
 }
 
-constexpr float largest_code(octet_dtype dtype) { return dtype == OCTET_I8 ? 127.f : 448.f; }
+constexpr float largest_quantized(octet_dtype dtype) { return dtype == OCTET_I8 ? 127.f : 448.f; }
 
-// The integer code, nearest even, of x / step; `inverse`: 1 / step. 0 for NaN.
+// The integer nearest to x / scale, ties to even; `inverse`: 1 / scale. 0 for NaN.
 OCTET_INLINE Vf round_int8(Vf x, float inverse) {
   const Vf magic = splat(0x1.8p23f), y = x * inverse;
   // The bounds also keep the product out of a fused add.
@@ -67,38 +67,38 @@ OCTET_INLINE Vf round_int8(Vf x, float inverse) {
   return (bounded + magic) - magic;
 }
 
-// Rounds a row to codes; returns their step. A row that is not finite becomes zeros with the step NaN.
+// Rounds a row to quantized values; returns their scale. A row that is not finite becomes zeros with the scale NaN.
 OCTET_INLINE float quantize(octet_dtype dtype, Vf* x, int n) {
   const float largest = amax(x, n);
   if (!(largest < __builtin_inff())) {
     for (int v = 0; v < n; ++v) x[v] = Vf{};
     return __builtin_nanf("");
   }
-  const Step step = step_of(largest, largest_code(dtype));
+  const Scale scale = scale_of(largest, largest_quantized(dtype));
   if (dtype == OCTET_I8) {
-    for (int v = 0; v < n; ++v) x[v] = round_int8(x[v], step.inverse);
+    for (int v = 0; v < n; ++v) x[v] = round_int8(x[v], scale.inverse);
   } else {
-    for (int v = 0; v < n; ++v) x[v] = round_e4m3(x[v] * step.inverse);
+    for (int v = 0; v < n; ++v) x[v] = round_e4m3(x[v] * scale.inverse);
   }
-  return step.step;
+  return scale.scale;
 }
 
-// Loads a row, removes `mean` and rotates with `signs` unless they are null, and rounds it to codes, as numbers, in
-// out; returns their step. `width`: of out, a multiple of kLanes.
+// Loads a row, removes `mean` and rotates with `signs` unless they are null, and rounds it to quantized
+// values, as floats, in out; returns their scale. `width`: of out, a multiple of kLanes.
 inline float quantize_row(const View& t, int64_t b, int64_t h, int64_t token, octet_dtype dtype, const float* mean,
                           const float* signs, int64_t width, float* out) {
-  float step = 0.f;
+  float scale = 0.f;
   with_vectors(t.shape[3], [&](int n) OCTET_INLINE_LAMBDA {
     RowVectors x;
     load_numbers_row(t, b, h, token, x, n);
     if (mean) subtract(x, n, mean);
     if (signs) hadamard(x, n, signs, t.shape[3]);
-    step = quantize(dtype, x, n);
+    scale = quantize(dtype, x, n);
     for (int v = 0; v < n; ++v)
       if (v * kLanes < width) store(out + v * kLanes, x[v]);
     for (int64_t c = n * kLanes; c < width; c += kLanes) store(out + c, Vf{});
   });
-  return step;
+  return scale;
 }
 
 }  // namespace octet::cpu::OCTET_ISA

@@ -25,16 +25,16 @@ inline void mean_logits(const Problem& p, const ForwardPlan& plan, const float* 
                         const Signs& signs, const float* k_mean, double* out) {
   alignas(64) float mean[kMaxDim] = {};
   std::memcpy(mean, k_mean, sizeof(float) * static_cast<std::size_t>(p.dim));
-  if (plan.q_coded && p.q.quantization && p.q.quantization->hadamard_seed) hadamard_row(mean, signs.sign, p.dim);
+  if (plan.q_prequantized && p.q.quantization && p.q.quantization->hadamard_seed) hadamard_row(mean, signs.sign, p.dim);
   for (int64_t r = 0; r < rows; ++r) out[r] = dot_in_double(q + r * width, mean, p.dim);
 }
 
-// A step, or 1 for that of a row of zeros: it is divided by, and multiplied with infinities.
-OCTET_INLINE float divisible(float step) { return step > 0.f || step != step ? step : 1.f; }
+// A scale, or 1 for that of a row of zeros: scales are divided by, and multiplied with infinities.
+OCTET_INLINE float divisible(float scale) { return scale > 0.f || scale != scale ? scale : 1.f; }
 
 // The facts about the rows of a block that pack_queries finds out.
 struct QueryRows {
-  float step[kMaxBlockRows];         // 1 without scales
+  float scale[kMaxBlockRows];        // 1 without scales
   double mean_logit[kMaxBlockRows];  // q.mean for the mean that smoothing took from k, 0 without
 };
 
@@ -47,51 +47,52 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
   const int64_t width = padded<Qk>(padded_columns(p.dim));
   const bool in_place = std::is_same_v<Qk, F32> && words == width && stride == width;  // words are floats
   float* rows = in_place ? reinterpret_cast<float*>(q) : buffer;
-  float(&steps)[kMaxBlockRows] = found.step;
-  for (int64_t r = 0; r < count; ++r) steps[r] = 1.f;
-  if (in_bytes<Qk>(plan.qk) && plan.q_group == 1 && !plan.q_coded) {
+  float(&scales)[kMaxBlockRows] = found.scale;
+  for (int64_t r = 0; r < count; ++r) scales[r] = 1.f;
+  if (in_bytes<Qk>(plan.qk) && plan.q_group == 1 && !plan.q_prequantized) {
     alignas(64) double mean[kMaxDim] = {};
     for (int64_t c = 0; c < p.dim && k_mean; ++c) mean[c] = k_mean[c];
     for (int64_t r = 0; r < valid; ++r)
-      steps[r] = divisible(int8_row(p.q, seq.batch, h, seq.q_first + token + r, nullptr,
-                                    plan.hadamard ? signs.sign : nullptr, k_mean ? mean : nullptr, found.mean_logit + r,
-                                    kBias<Qk>, words * Qk::kPerWord, reinterpret_cast<uint8_t*>(q + r * stride)));
+      scales[r] =
+          divisible(int8_row(p.q, seq.batch, h, seq.q_first + token + r, nullptr, plan.hadamard ? signs.sign : nullptr,
+                             k_mean ? mean : nullptr, found.mean_logit + r, kBias<Qk>, words * Qk::kPerWord,
+                             reinterpret_cast<uint8_t*>(q + r * stride)));
     for (int64_t r = valid; r < count; ++r) std::memset(q + r * stride, kBias<Qk>, words * sizeof(Word));
     return;
   }
-  if (plan.q_group == 1 && !plan.q_coded) {
+  if (plan.q_group == 1 && !plan.q_prequantized) {
     if (k_mean) {
       load_numbers(p.q, seq.batch, h, seq.q_first + token, valid, valid, width, rows);
       mean_logits(p, plan, rows, valid, width, signs, k_mean, found.mean_logit);
     }
     for (int64_t r = 0; r < valid; ++r)
-      steps[r] = quantize_row(p.q, seq.batch, h, seq.q_first + token + r, plan.qk, nullptr,
-                              plan.hadamard ? signs.sign : nullptr, width, rows + r * width);
+      scales[r] = quantize_row(p.q, seq.batch, h, seq.q_first + token + r, plan.qk, nullptr,
+                               plan.hadamard ? signs.sign : nullptr, width, rows + r * width);
     std::memset(rows + valid * width, 0, sizeof(float) * static_cast<std::size_t>((count - valid) * width));
   } else {
-    load_operand(p.q, plan.q_coded, seq.batch, h, seq.q_first + token, valid, count, width, rows);
+    load_operand(p.q, plan.q_prequantized, seq.batch, h, seq.q_first + token, valid, count, width, rows);
     if (k_mean) mean_logits(p, plan, rows, valid, width, signs, k_mean, found.mean_logit);
-    for (int64_t r = 0; r < valid && plan.hadamard && !plan.q_coded; ++r)
+    for (int64_t r = 0; r < valid && plan.hadamard && !plan.q_prequantized; ++r)
       hadamard_row(rows + r * width, signs.sign, p.dim);
-    if (plan.q_coded) {
+    if (plan.q_prequantized) {
       for (int64_t r = 0; r < valid; ++r) {
-        steps[r] = given_scale(p.q, seq.batch, h, seq.q_first + token + r);
-        if (k_mean) found.mean_logit[r] *= steps[r];
+        scales[r] = prequantized_scale(p.q, seq.batch, h, seq.q_first + token + r);
+        if (k_mean) found.mean_logit[r] *= scales[r];
       }
     } else if (plan.q_group == 0) {
-      quantize_rows(plan.qk, plan.hadamard ? OCTET_F32 : numbers_of(p.q), 0, rows, valid, width, steps);
+      quantize_rows(plan.qk, plan.hadamard ? OCTET_F32 : numbers_of(p.q), 0, rows, valid, width, scales);
     } else {
-      Step step{};
+      Scale scale{};
       for (int64_t r = 0; r < valid; ++r) {
         const int64_t first = (token + r) / plan.q_group * plan.q_group;
         if (r == 0 || first == token + r)
-          step = step_of(group_amax(p, seq, h, first, plan.q_group), largest_code(plan.qk));
-        steps[r] = row_amax(rows + r * width, width) < __builtin_inff() ? step.step : __builtin_nanf("");
-        round_row_to(plan.qk, step.inverse, rows + r * width, width);
+          scale = scale_of(group_amax(p, seq, h, first, plan.q_group), largest_quantized(plan.qk));
+        scales[r] = row_amax(rows + r * width, width) < __builtin_inff() ? scale.scale : __builtin_nanf("");
+        round_row_to(plan.qk, scale.inverse, rows + r * width, width);
       }
     }
   }
-  for (int64_t r = 0; r < valid; ++r) steps[r] = divisible(steps[r]);
+  for (int64_t r = 0; r < valid; ++r) scales[r] = divisible(scales[r]);
 #ifdef __AMX_BF16__
   if constexpr (kSplits<Qk>) {
     for (int64_t r = 0; r < count; ++r) split_row(rows + r * width, width, width / 2, q + r * stride);

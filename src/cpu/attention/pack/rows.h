@@ -52,7 +52,7 @@ inline void subtract(float* row, const float* mean, int64_t n) {
   for (int64_t c = 0; c < n; ++c) row[c] -= mean[c];
 }
 
-// Rounds x to the numbers of a float format, or x / step to its codes when there is a scale; `inverse`: 1 / step.
+// Rounds x, or x / scale where there is a scale, to the numbers of a format; `inverse`: 1 / scale.
 static inline void round_row_to(octet_dtype dtype, float inverse, float* x, int64_t n) {
   for (int64_t c = 0; c < n; c += kLanes) {
     const Vf y = load(x + c);
@@ -76,11 +76,11 @@ static inline void round_row_to(octet_dtype dtype, float inverse, float* x, int6
   }
 }
 
-// Rounds `valid` rows of a tile to `dtype`, one scale for each `group` of them (0: no scale; or kThreadGroups), steps
-// into `steps`. A row that is not finite gets the step NaN and does not count for its group. `came`: the type that the
-// numbers have already.
+// Rounds `valid` rows of a tile to `dtype`, with a scale in `scales` for each `group` of them (0: none; or
+// kThreadGroups). A row that is not finite gets the scale NaN and does not count for its group. `came`: the type that
+// the numbers have already.
 inline void quantize_rows(octet_dtype dtype, octet_dtype came, int64_t group, float* rows, int64_t valid, int64_t width,
-                          float* steps) {
+                          float* scales) {
   if (!group) {
     if (dtype == OCTET_F32 || dtype == came) return;
     for (int64_t r = 0; r < valid; ++r) round_row_to(dtype, 1.f, rows + r * width, width);
@@ -89,14 +89,14 @@ inline void quantize_rows(octet_dtype dtype, octet_dtype came, int64_t group, fl
   const auto group_of = [&](int64_t r) { return group == kThreadGroups ? thread_group_k(r) : r / group; };
   float largest[kKeys] = {};
   for (int64_t r = 0; r < valid; ++r) {
-    steps[r] = row_amax(rows + r * width, width);
+    scales[r] = row_amax(rows + r * width, width);
     float& of_group = largest[group_of(r)];
-    of_group = steps[r] > of_group && steps[r] < __builtin_inff() ? steps[r] : of_group;
+    of_group = scales[r] > of_group && scales[r] < __builtin_inff() ? scales[r] : of_group;
   }
   for (int64_t r = 0; r < valid; ++r) {
-    const Step step = step_of(largest[group_of(r)], largest_code(dtype));
-    round_row_to(dtype, step.inverse, rows + r * width, width);
-    steps[r] = steps[r] < __builtin_inff() ? step.step : __builtin_nanf("");
+    const Scale scale = scale_of(largest[group_of(r)], largest_quantized(dtype));
+    round_row_to(dtype, scale.inverse, rows + r * width, width);
+    scales[r] = scales[r] < __builtin_inff() ? scale.scale : __builtin_nanf("");
   }
 }
 

@@ -20,7 +20,7 @@ inline float limit_of(const View& t, const Sequence& seq, int64_t g, const SeenT
   return mean_limit(largest, sampled);
 }
 
-// Steps below 2^-110 have no inverse, and products of large steps no room. Values that are all small or all large, as
+// Scales below 2^-110 have no inverse, and products of large scales no room. Values that are all small or all large, as
 // the exponent of `limit` says (mean_limit), are divided by a power of two, which o gets back; others by 1.
 inline float size_of_unit(float limit) {
   if (limit == 0.f) return 1.f;
@@ -37,10 +37,10 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
     for (int64_t j = seen.range.first; j < seen.range.last; ++j)
       if (seen[j]) body(seq.k_first + j);
   };
-  const auto mean_of = [&](const View& t, bool coded, int64_t n, float* mean) {
+  const auto mean_of = [&](const View& t, bool prequantized, int64_t n, float* mean) {
     std::memset(mean, 0, sizeof(float) * kMaxDim);
-    if (coded) {
-      for (int64_t c = 0; c < n; ++c) mean[c] = given_mean(t, seq.batch, g, c);
+    if (prequantized) {
+      for (int64_t c = 0; c < n; ++c) mean[c] = prequantized_mean(t, seq.batch, g, c);
       return;
     }
     alignas(64) double sum[kMaxDim];
@@ -56,9 +56,9 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
     });
     for (int64_t c = 0; c < n; ++c) mean[c] = static_cast<float>(sum[c] / tokens);
   };
-  if (plan.smooth_k) mean_of(p.k, plan.k_coded, p.dim, s.k_mean + side * kMaxDim);
-  if (plan.smooth_v) mean_of(p.v, plan.v_coded, p.dim_v, s.v_mean + side * kMaxDim);
-  if (s.v_unit) s.v_unit[side] = plan.v_coded ? 1.f : size_of_unit(limit_of(p.v, seq, g, seen));
+  if (plan.smooth_k) mean_of(p.k, plan.k_prequantized, p.dim, s.k_mean + side * kMaxDim);
+  if (plan.smooth_v) mean_of(p.v, plan.v_prequantized, p.dim_v, s.v_mean + side * kMaxDim);
+  if (s.v_unit) s.v_unit[side] = plan.v_prequantized ? 1.f : size_of_unit(limit_of(p.v, seq, g, seen));
   if (plan.v_scale == VScale::channel) {
     float* top = s.v_channel + side * kMaxDim;
     float row[kMaxDim];

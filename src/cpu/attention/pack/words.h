@@ -4,7 +4,7 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// The words of one row of A (or one column of B): codes as elements of the engine, plus its bias for signed A.
+// The words of one row of A (or one column of B): numbers as elements of the engine, plus its bias for signed A.
 template <class E>
 inline void encode_row(const float* x, int64_t n, int bias, Word* words) {
   auto* out = reinterpret_cast<typename E::Element*>(words);
