@@ -50,7 +50,7 @@ VScale v_scale(Group group) {
     case Group::channel:
       return VScale::channel;
     case Group::power_of_two:
-      return VScale::power;
+      return VScale::power_of_two;
     default:
       return VScale::none;
   }

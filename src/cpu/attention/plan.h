@@ -16,7 +16,7 @@ enum class PFormat {
   u8     // dynamic: of p_j t_j with the largest of a (row, key tile) at p_top; t_j: token scale of V
 };
 
-enum class VScale { none, token, channel, power };  // power: of two, of each number, with f16
+enum class VScale { none, token, channel, power_of_two };  // power_of_two: of each number, with f16
 
 constexpr int64_t kThreadGroups = -1;  // instead of tokens per scale: those of core/thread_groups.h
 
@@ -91,7 +91,7 @@ constexpr int64_t kMaxStepKeys = 256;   // keys per step of the forward pass, at
 constexpr int64_t kQueries = 64;        // queries per block of the backward pass and the jvp
 constexpr int64_t kMaxBlockRows = 192;  // queries per block of any pass, at most
 
-// A block of queries or a tile of keys of one head: the unit of work.
+// A block of queries or a tile of keys of one head, which one task works on.
 struct Block {
   int64_t sequence;    // index into Job::sequences
   int64_t head;        // of q for queries, of k and v for keys

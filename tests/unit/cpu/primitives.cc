@@ -179,7 +179,7 @@ inline void packed_keys_as(const Problem& p, const ForwardPlan& plan, void* memo
       const int64_t index = s.tile_index(g, token / kKeys), r = token % kKeys, at = g * p.tokens_k + token;
       const float k_scale = out.k_scale[at] = s.k_scale ? s.k_scale[index * kKeys + r] : 1.f;
       const float v_scale = out.v_scale[at] = s.v_scale ? s.v_scale[index * kKeys + r] : 1.f;
-      const double v_unit = s.v_unit ? s.v_unit[g] : 1.0;
+      const double v_range = s.v_range ? s.v_range[g] : 1.0;
       int32_t sum = 0;
       for (int64_t c = 0; c < p.dim; ++c) {
         const Word* k = s.k + index * s.k_stride;
@@ -194,7 +194,7 @@ inline void packed_keys_as(const Problem& p, const ForwardPlan& plan, void* memo
         double x = kSplits<Pv> ? split_element(v, kKeys, s.v_columns, r, c)
                                : element_of<Pv>(v, s.panel_width(first), c - first, r);
         if (s.v_channel) x *= scale_of(s.v_channel[g * kMaxDim + c], largest_quantized(plan.v)).scale;
-        out.v[at * p.dim_v + c] = x * v_scale * v_unit;
+        out.v[at * p.dim_v + c] = x * v_scale * v_range;
       }
     }
   }
@@ -262,7 +262,8 @@ inline void softmax_row_as(SoftmaxRow& x) {
   plan.p = format, plan.p_top = p_top;
   RowState<kRows> state;
   std::memset(&state, 0, sizeof state);
-  for (int64_t i = 0; i < kRows; ++i) state.m[i] = kMinusInfinity, state.unit[i] = kLog2e, state.to_logit[i] = 1.f;
+  for (int64_t i = 0; i < kRows; ++i)
+    state.m[i] = kMinusInfinity, state.softmax_scale_log2[i] = kLog2e, state.to_logit[i] = 1.f;
   alignas(64) float s[kMaxStepKeys], v_scale[kMaxStepKeys];
   alignas(64) typename Pv::Element p[kMaxStepKeys];
   for (float& one : v_scale) one = 1.f;

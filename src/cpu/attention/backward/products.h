@@ -48,7 +48,8 @@ struct BackwardTile {
 
   const float* gauges(int64_t first) const { return w.gauge ? w.gauge + first : nullptr; }
 
-  float unit() const { return p.mask.present() ? kLog2e : p.scale * kLog2e; }
+  // log2(e) times what turns a result of load_logits into a logit.
+  float softmax_scale_log2() const { return p.mask.present() ? kLog2e : p.scale * kLog2e; }
 
   // Returns the rows of the next block of queries that the task's tile numbered `own` fetches: all tiles together fetch
   // all of it. A product reads six rows at a time, which hardware does not foresee.
@@ -120,7 +121,7 @@ struct BackwardTile {
     for_rows(p, seq, h, token, rows, tile * kKeys, gauges(first), [&](int64_t i, const TileRow& keys, auto partial) {
       const GradientRow row{keys,
                             p.scale,
-                            unit(),
+                            softmax_scale_log2(),
                             w.lse[first + i],
                             w.delta[first + i],
                             plan.smooth_k_dq ? 0x1p15f : 1.f,

@@ -17,14 +17,14 @@ struct RowSums {
   }
 
   template <bool partial>
-  void add_logits(const TileRow& row, float to_logit, float unit, const float* s, const float* dp) {
+  void add_logits(const TileRow& row, float to_logit, float scale_log2, const float* s, const float* dp) {
     Vf x[kVectors], sum{}, product{};
     load_logits<partial>(s, row, to_logit, x);
-    const float top = std::max(m, largest_of(x) * unit);
+    const float top = std::max(m, largest_of(x) * scale_log2);
     if (top == kMinusInfinity) return;
     const double alpha = std::exp2(static_cast<double>(m) - top);
     for (int v = 0; v < kVectors; ++v) {
-      const Vf e = x[v] == kMinusInfinity ? Vf{} : exp2(x[v] * unit - top);
+      const Vf e = x[v] == kMinusInfinity ? Vf{} : exp2(x[v] * scale_log2 - top);
       sum += e;
       product += x[v] == kMinusInfinity ? Vf{} : e * load(dp + v * kLanes);
     }
@@ -52,7 +52,8 @@ struct RowSweep : BackwardTile {
     for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
       products(first, rows, tile_index(keys, tile), 0, query_mean(seq, keys, h, token));
       for_rows(p, seq, h, token, rows, tile * kKeys, gauges(first), [&](int64_t i, const TileRow& row, auto partial) {
-        sums[i].template add_logits<partial>(row, p.scale, unit(), scratch.s + i * kKeys, scratch.dp + i * kKeys);
+        sums[i].template add_logits<partial>(row, p.scale, softmax_scale_log2(), scratch.s + i * kKeys,
+                                             scratch.dp + i * kKeys);
       });
     }
     for (int64_t i = 0; i < rows; ++i) {
@@ -81,7 +82,8 @@ struct RowSweep : BackwardTile {
         for (int64_t i = 0; i < rows; ++i) sums[i].add(scratch.s + i * kKeys, scratch.dp + i * kKeys);
       } else {
         for_rows(p, seq, h, token, rows, tile * kKeys, gauges(first), [&](int64_t i, const TileRow& row, auto partial) {
-          sums[i].template add_logits<partial>(row, p.scale, unit(), scratch.s + i * kKeys, scratch.dp + i * kKeys);
+          sums[i].template add_logits<partial>(row, p.scale, softmax_scale_log2(), scratch.s + i * kKeys,
+                                               scratch.dp + i * kKeys);
         });
       }
     }

@@ -25,7 +25,7 @@ OCTET_INLINE Vf round_ds(Vf ds, bool any_range) {
 // A row as the tile needs it.
 struct GradientRow {
   TileRow keys;
-  float to_logit, unit;  // load_logits
+  float to_logit, softmax_scale_log2;  // load_logits
   float lse, delta;
   float p_up;      // a power of two around the rounding of p to f16
   bool any_range;  // round_ds
@@ -37,7 +37,7 @@ OCTET_INLINE void gradient_row(const GradientRow& row, float* s, float* dp) {
   Vf x[kVectors];
   load_logits<partial>(s, row.keys, row.to_logit, x);
   for (int v = 0; v < kVectors; ++v) {
-    Vf p = exp2(x[v] * row.unit - row.lse);
+    Vf p = exp2(x[v] * row.softmax_scale_log2 - row.lse);
     Vf ds = p * (load(dp + v * kLanes) - row.delta);
     if constexpr (partial) {
       p = x[v] == kMinusInfinity ? Vf{} : p;

@@ -13,8 +13,8 @@ namespace octet::cpu::OCTET_ISA {
 template <PFormat format, int64_t block_rows>
 inline double lse_of_keys(const Problem& p, const ForwardPlan& plan, const QueryRows& queries,
                           const RowState<block_rows>& state, int64_t i, float l) {
-  const double unit = static_cast<double>(state.unit[i]) / 1.44269504088896340736;
-  const double value = state.m[i] * unit + std::log(static_cast<double>(l) / (scales_p(format) ? plan.p_top : 1.f));
+  const double scale = static_cast<double>(state.softmax_scale_log2[i]) / 1.44269504088896340736;
+  const double value = state.m[i] * scale + std::log(static_cast<double>(l) / (scales_p(format) ? plan.p_top : 1.f));
   return state.gauge[i] + (plan.smooth_k ? value + p.scale * queries.mean_logit[i] : value);
 }
 
@@ -36,8 +36,8 @@ inline void store_rows(const Problem& p, const ForwardPlan& plan, const KeySide&
     if (side.v_channel)
       for (int64_t c = 0; c < p.dim_v; ++c)
         o[c] *= scale_of(side.v_channel[side_index * kMaxDim + c], largest_quantized(plan.v)).scale;
-    if (const float unit = side.v_unit ? side.v_unit[side_index] : 1.f; unit != 1.f)
-      for (int64_t c = 0; c < p.dim_v; ++c) o[c] *= unit;
+    if (const float range = side.v_range ? side.v_range[side_index] : 1.f; range != 1.f)
+      for (int64_t c = 0; c < p.dim_v; ++c) o[c] *= range;
     if (plan.smooth_v && seen)
       for (int64_t c = 0; c < p.dim_v; ++c) o[c] += side.v_mean[side_index * kMaxDim + c];
     if (p.lse.present() || sink != kMinusInfinity) {

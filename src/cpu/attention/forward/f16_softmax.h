@@ -18,9 +18,9 @@ constexpr float kFromF16 = 1.f / (1 << kOneInF16);
 
 // The scales and the poisoned keys that all rows of a step share.
 struct F16Step {
-  __m512h v_scale[kF16Vectors];   // in units of v_unit, 0 where not finite, in packed order
+  __m512h v_scale[kF16Vectors];   // divided by v_range, 0 where not finite, in packed order
   __mmask32 poison[kF16Vectors];  // keys with a scale that is not finite, in packed order
-  float v_unit, k_top;            // at least the largest scale
+  float v_range, k_top;           // at least the largest scale
   bool even;                      // no scale but 0 is so small beside the largest that it would lose bits
 };
 
@@ -58,7 +58,7 @@ inline F16Step f16_step(const float* k_scale, const float* v_scale, int64_t tile
   step.even = reduce_max(v_top) <= -reduce_max(-v_low) * 0x1p12f;
   // A power of two, so that keys that a row does not see leave it its bits.
   const int exponent = std::min(__builtin_ilogbf(reduce_max(v_top)), 125);
-  step.v_unit = __builtin_ldexpf(1.f, exponent + 1);
+  step.v_range = __builtin_ldexpf(1.f, exponent + 1);
   const float inverse = __builtin_ldexpf(1.f, -exponent - 1);
   for (int64_t v = 0; v < tiles * kKeys / kF16Lanes; ++v) {
     Vf scale[2], poison[2];
@@ -118,9 +118,10 @@ template <bool partial, int64_t rows>
 OCTET_INLINE bool p_of_row_f16(const F16Step& step, const int32_t* s, const TileRow& row, int64_t tiles, int64_t i,
                                RowState<rows>& state, __m512h* p, __m512i& top) {
   constexpr float kOctave = 1024.f;
-  const float unit = state.unit[i] * kOctave, shift = (kOneInF16 + 14) * kOctave - state.m[i] * unit;
+  const float scale_log2 = state.softmax_scale_log2[i] * kOctave,
+              shift = (kOneInF16 + 14) * kOctave - state.m[i] * scale_log2;
   // Sums stay below 2^22: no P is beyond the integers, and none is NaN.
-  if (!(step.k_top * unit < 0x1p8f && __builtin_fabsf(shift) < 0x1p30f)) return false;
+  if (!(step.k_top * scale_log2 < 0x1p8f && __builtin_fabsf(shift) < 0x1p30f)) return false;
   __m512h l{};
   __m512i tops[kStepTiles] = {}, all_bits{};
   __mmask32 poison = 0;
@@ -132,8 +133,8 @@ OCTET_INLINE bool p_of_row_f16(const F16Step& step, const int32_t* s, const Tile
       const Vf low = to_float(load(s + j)) * load(row.k_scale + j),
                high = to_float(load(s + j + kLanes)) * load(row.k_scale + j + kLanes);
       // P far below the maximum saturates at 0.
-      __m512i bits =
-          _mm512_packus_epi32(_mm512_cvtps_epi32(low * unit + shift), _mm512_cvtps_epi32(high * unit + shift));
+      __m512i bits = _mm512_packus_epi32(_mm512_cvtps_epi32(low * scale_log2 + shift),
+                                         _mm512_cvtps_epi32(high * scale_log2 + shift));
       const __mmask32 seen = partial ? seen_of_packed(row.first - j, row.last - j) : ~__mmask32{};
       if constexpr (partial) bits = _mm512_maskz_mov_epi16(seen, bits);
       poison |= seen & step.poison[v];
@@ -155,7 +156,7 @@ OCTET_INLINE bool p_of_row_f16(const F16Step& step, const int32_t* s, const Tile
 
 // The scales of P of kLanes rows, and their inverses.
 template <int64_t rows>
-OCTET_INLINE void scale_f16(float p_top, float v_unit, int64_t first, RowState<rows>& state, F16Rows& group) {
+OCTET_INLINE void scale_f16(float p_top, float v_range, int64_t first, RowState<rows>& state, F16Rows& group) {
   for (int row = 0; row < kLanes; row += 8) {
     const __m512i largest = (__m512i)largest_groups(group.tops + row);
     const __m256i four_rows[] = {_mm512_castsi512_si256(largest), _mm512_extracti64x4_epi64(largest, 1)};
@@ -164,7 +165,7 @@ OCTET_INLINE void scale_f16(float p_top, float v_unit, int64_t first, RowState<r
       const __m256h inverse =
           _mm512_cvtxps_ph(min(splat(0x1p15f), p_top / (Vf)_mm512_cvtxph_ps((__m256h)four_rows[half])));
       _mm256_store_si256(reinterpret_cast<__m256i*>(group.inverse[row + 4 * half]), (__m256i)inverse);
-      store(state.p_scale[first + row + 4 * half], v_unit * kFromF16 / (Vf)_mm512_cvtxph_ps(inverse));
+      store(state.p_scale[first + row + 4 * half], v_range * kFromF16 / (Vf)_mm512_cvtxph_ps(inverse));
     }
   }
 }
@@ -176,7 +177,7 @@ OCTET_INLINE void quantize_f16(const __m512h* p, const uint16_t* inverse, int64_
       _mm512_set_epi8(63, 61, 59, 57, 47, 45, 43, 41, 31, 29, 27, 25, 15, 13, 11, 9, 55, 53, 51, 49, 39, 37, 35, 33, 23,
                       21, 19, 17, 7, 5, 3, 1, 62, 60, 58, 56, 46, 44, 42, 40, 30, 28, 26, 24, 14, 12, 10, 8, 54, 52, 50,
                       48, 38, 36, 34, 32, 22, 20, 18, 16, 6, 4, 2, 0);
-  const __m512h magic = _mm512_set1_ph(1024);  // where a unit is the last bit
+  const __m512h magic = _mm512_set1_ph(1024);  // from where on the last bit is 1
 #pragma GCC unroll 4
   for (int64_t tile = 0; tile < kStepTiles; ++tile) {
     if (tile == tiles) break;
@@ -195,7 +196,7 @@ inline void softmax_f16(const F16Step& step, const int32_t* s, int64_t stride, R
                         int64_t tiles, float p_top, int64_t first, int64_t last, RowState<rows>& state, uint8_t* p,
                         bool (&done)[kLanes]) {
   // P above 1 could take its sum with v out of range; a row that does not see the largest v needs the others.
-  if (step.v_unit > 0x1p93f || !step.even) return;
+  if (step.v_range > 0x1p93f || !step.even) return;
   // Only a row's first step asks for its maximum.
   alignas(64) float tops[kLanes];
   store(tops, splat(kMinusInfinity));
@@ -213,7 +214,7 @@ inline void softmax_f16(const F16Step& step, const int32_t* s, int64_t stride, R
                   ? p_of_row_f16<false>(step, s + r * stride, row_at(i), tiles, i, state, group.p[r], group.tops[r])
                   : p_of_row_f16<true>(step, s + r * stride, row_at(i), tiles, i, state, group.p[r], group.tops[r]);
   }
-  scale_f16(p_top, step.v_unit, first, state, group);
+  scale_f16(p_top, step.v_range, first, state, group);
   for (int64_t r = 0; r < last - first; ++r)
     if (done[r]) quantize_f16(group.p[r], group.inverse[r], tiles, p + r * kMaxStepKeys);
 }

@@ -27,7 +27,7 @@ template <class Qk, class Pv>
 void pack_keys(const Job& job, const ForwardPlan& plan, const Signs& signs, const KeySide& side) {
   const Problem& p = *job.problem;
   const int64_t sides = job.sequence_count * p.kv_heads;
-  const bool statistics = plan.smooth_k || plan.smooth_v || side.v_unit || side.seen;
+  const bool statistics = plan.smooth_k || plan.smooth_v || side.v_range || side.seen;
   const auto summarise = [&](int64_t task) {
     const int64_t sequence = task / p.kv_heads, g = task % p.kv_heads;
     const Sequence& seq = job.sequences[sequence];

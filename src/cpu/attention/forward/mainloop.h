@@ -71,7 +71,7 @@ struct Forward {
       if (scale != scale && !sees_a_key(p, seq, h, token + i)) queries.scale[i] = 1.f;  // NaN would reach its row
       state.m[i] = state.top[i] = kMinusInfinity;
       state.to_logit[i] = kept_from_zero(static_cast<double>(queries.scale[i]) * p.scale);
-      state.unit[i] =
+      state.softmax_scale_log2[i] =
           p.mask.present() ? kLog2e : kept_from_zero(static_cast<double>(queries.scale[i]) * p.scale * kLog2e);
       state.gauge[i] = i >= rows ? 0.f : i > 0 && one_mask_row(p) ? state.gauge[0] : mask_gauge(p, seq, h, token + i);
     }
@@ -173,7 +173,8 @@ struct Forward {
   float shifted_top(int64_t i, float top, int64_t keys) {
     const float earlier = state.top[i];
     state.top[i] = std::max(top, earlier);
-    return shifted_maximum(scratch.logits_row(i), keys, top, earlier, p.beta, plan.beta_reach * kLog2e / state.unit[i]);
+    return shifted_maximum(scratch.logits_row(i), keys, top, earlier, p.beta,
+                           plan.beta_reach * kLog2e / state.softmax_scale_log2[i]);
   }
 };
 

@@ -12,7 +12,7 @@ struct alignas(64) RowState {
   float l[rows][kLanes];  // partial sums
   float m[rows];
   float top[rows];                  // bias correction beta: largest logit so far; m may lie above it
-  float unit[rows];                 // logit * log2(e) per unit of x
+  float softmax_scale_log2[rows];   // log2(e) times what turns x into a logit
   float to_logit[rows];             // logit per unit of sum * k_scale
   float gauge[rows];                // mask_gauge: what logits lack
   float alpha[rows];                // of this step
@@ -66,7 +66,7 @@ OCTET_INLINE void update_max(const float (&tops)[kLanes], int64_t first, RowStat
   const Vf old = load(state.m + first), m = max(load(tops), old);
   const Vf base = m == kMinusInfinity ? Vf{} : m;
   store(state.m + first, m);
-  store(state.alpha + first, exp2<degree>((old - base) * load(state.unit + first)));
+  store(state.alpha + first, exp2<degree>((old - base) * load(state.softmax_scale_log2 + first)));
 }
 
 // Quantizes a row of 8-bit P: the largest of each tile, in tops, becomes `top`. Writes the scale of each tile.
@@ -89,12 +89,12 @@ template <class Pv, PFormat format, int64_t rows>
 OCTET_INLINE void p_of_row(const ForwardPlan& plan, float* logits, int64_t tiles, const float* v_scale, bool v_finite,
                            int64_t i, RowState<rows>& state, typename Pv::Element* p_out) {
   constexpr int degree = exp2_degree(format);
-  const float unit = state.unit[i], base = state.m[i] == kMinusInfinity ? 0.f : state.m[i];
+  const float scale_log2 = state.softmax_scale_log2[i], base = state.m[i] == kMinusInfinity ? 0.f : state.m[i];
   Vf l{}, tops[kStepTiles] = {}, poisons[kStepTiles] = {};
   for (int64_t tile = 0; tile < tiles; ++tile) {
     float* const own = logits + tile * kKeys;
     Vf p[kVectors];
-    for (int v = 0; v < kVectors; ++v) p[v] = exp2<degree>((load(own + v * kLanes) - base) * unit);
+    for (int v = 0; v < kVectors; ++v) p[v] = exp2<degree>((load(own + v * kLanes) - base) * scale_log2);
     if constexpr (format == PFormat::u8) {
       l += add_up(p);
       Vf top{}, poison{};
@@ -133,7 +133,7 @@ OCTET_INLINE bool p_of_row_stale_max(const ForwardPlan& plan, const typename Qk:
                                      int64_t tiles, const float* v_scale, int64_t i, RowState<rows>& state,
                                      typename Pv::Element* p_out) {
   constexpr float kRange = format == PFormat::u8 ? 0x1p60f : 0x1p10f;  // 8-bit P has the scale of v in it
-  const float unit = state.unit[i], base = state.m[i], shift = base * unit;
+  const float scale_log2 = state.softmax_scale_log2[i], base = state.m[i], shift = base * scale_log2;
   alignas(64) float scaled_p[kMaxStepKeys];
   alignas(64) typename Pv::Element rounded[kMaxStepKeys];
   Vf l{}, tops[kStepTiles] = {};
@@ -141,7 +141,7 @@ OCTET_INLINE bool p_of_row_stale_max(const ForwardPlan& plan, const typename Qk:
     Vf p[kVectors];
     load_logits<false, kBias<Qk> != 0>(s + tile * kKeys, row.of_tile(tile), 1.f, p);
     for (int v = 0; v < kVectors; ++v) {
-      const Vf x = format == PFormat::exact ? (p[v] - base) * unit : p[v] * unit - shift;
+      const Vf x = format == PFormat::exact ? (p[v] - base) * scale_log2 : p[v] * scale_log2 - shift;
       p[v] = exp2<exp2_degree(format)>(x);
     }
     if constexpr (format == PFormat::u8) {

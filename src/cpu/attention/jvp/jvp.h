@@ -79,7 +79,7 @@ OCTET_INLINE float weighted_mean(const Vf (&p)[kVectors], const Vf (&x)[kVectors
 
 // One row of a tile: from s and ts to p and h. Leaves alpha for the accumulators.
 template <class E, PFormat format, bool partial>
-OCTET_INLINE void jvp_row(const float* s, const float* ts, const TileRow& row, float scale, float unit, int64_t i,
+OCTET_INLINE void jvp_row(const float* s, const float* ts, const TileRow& row, float scale, float scale_log2, int64_t i,
                           JvpState& state, typename E::Element* p_out, typename E::Element* h_out) {
   constexpr int degree = exp2_degree(format);
   Vf x[kVectors], p[kVectors], h[kVectors];
@@ -87,11 +87,11 @@ OCTET_INLINE void jvp_row(const float* s, const float* ts, const TileRow& row, f
   const float old = state.m[i], largest = largest_of(x);
   const bool moved = largest > old;
   const float m = moved ? largest : old, base = m == kMinusInfinity ? 0.f : m;
-  const float alpha = moved ? scalar_exp2<degree>((old - m) * unit) : 1.f;
+  const float alpha = moved ? scalar_exp2<degree>((old - m) * scale_log2) : 1.f;
   state.m[i] = m;
   state.alpha[i] = alpha;
 
-  for (int v = 0; v < kVectors; ++v) p[v] = exp2<degree>((x[v] - base) * unit);
+  for (int v = 0; v < kVectors; ++v) p[v] = exp2<degree>((x[v] - base) * scale_log2);
   for (int v = 0; v < kVectors; ++v) x[v] = load(ts + v * kLanes) * scale;
   if (moved && old == kMinusInfinity) state.centre[i] = weighted_mean(p, x);
   const float centre = state.centre[i];
@@ -155,7 +155,7 @@ struct Jvp {
 
   void softmax_tile(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t key) {
     TileRow row{nullptr, nullptr, 0, 0, nullptr, p.mask.dtype, p.mask.stride[3], 0.f};
-    const float unit = logit_unit();
+    const float scale_log2 = softmax_scale_log2();
     for (int64_t i = 0; i < rows; ++i) {
       const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
       row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
@@ -165,14 +165,14 @@ struct Jvp {
       auto* h_out = p_out + scratch.p_stride;
       if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key), row.gauge = state.gauge[i];
       if (row.first > 0 || row.last < kKeys || row.mask)
-        jvp_row<E, format, true>(s, ts, row, p.scale, unit, i, state, p_out, h_out);
+        jvp_row<E, format, true>(s, ts, row, p.scale, scale_log2, i, state, p_out, h_out);
       else
-        jvp_row<E, format, false>(s, ts, row, p.scale, unit, i, state, p_out, h_out);
+        jvp_row<E, format, false>(s, ts, row, p.scale, scale_log2, i, state, p_out, h_out);
     }
   }
 
-  // Logit times log2(e) per unit of what load_logits gives.
-  float logit_unit() const { return p.mask.present() ? kLog2e : p.scale * kLog2e; }
+  // log2(e) times what turns a result of load_logits into a logit.
+  float softmax_scale_log2() const { return p.mask.present() ? kLog2e : p.scale * kLog2e; }
 
   void accumulate(int64_t rows, int64_t index) {
     const int64_t columns = side.primal.v_columns, words = side.primal.v_words;
@@ -210,7 +210,7 @@ struct Jvp {
         o[c] = seen ? o[c] * inverse : 0.f;
         to[c] = seen ? (to[c] - r * o[c]) * inverse : 0.f;
       }
-      const double m = static_cast<double>(state.m[i]) * logit_unit() / 1.44269504088896340736;
+      const double m = static_cast<double>(state.m[i]) * softmax_scale_log2() / 1.44269504088896340736;
       const double of_keys = seen ? m + std::log(static_cast<double>(l)) + state.gauge[i] : kMinusInfinity;
       const double lse = with_sink(of_keys, sink);
       const float w = static_cast<float>(probability_of(of_keys, lse)),

@@ -13,8 +13,8 @@ struct KeySide {
   float* v_scale;                      // [tile][kKeys] with VScale::token
   bool* v_finite;                      // [tile]: all of v is below 2^100: p v is a float even where p is above 1
   bool* seen;                          // [tile][kKeys], with a mask tensor and scales
-  float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax, in units of v_unit
-  float* v_unit;                       // [sequence * kv_heads], with scales of v; see size_of_unit
+  float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax of v / v_range
+  float* v_range;                      // [sequence * kv_heads], with scales of v: range_of_values
   int64_t k_words, v_words, v_columns;
   int64_t v_panel;             // columns of v that lie together; v_columns: all
   int64_t k_stride, v_stride;  // words from one tile to the next
@@ -66,7 +66,7 @@ KeySide allocate_key_side(const Problem& p, const ForwardPlan& plan, WorkspaceAl
   s.k_mean = plan.smooth_k ? workspace.take<float>(sides * kMaxDim) : nullptr;
   s.v_mean = plan.smooth_v ? workspace.take<float>(sides * kMaxDim) : nullptr;
   s.v_channel = plan.v_scale == VScale::channel ? workspace.take<float>(sides * kMaxDim) : nullptr;
-  s.v_unit = plan.v_scale != VScale::none ? workspace.take<float>(sides) : nullptr;
+  s.v_range = plan.v_scale != VScale::none ? workspace.take<float>(sides) : nullptr;
   return s;
 }
 

@@ -103,12 +103,12 @@ void pack_k_tile(const Problem& p, const ForwardPlan& plan, const KeyTile& tile,
 // Rows of v, kKeys of v_columns floats, as the numbers of the recipe's format, and their scales, where they do not come
 // from single tokens. Returns whether p v is a float for all of them.
 inline bool round_values(const Problem& p, const ForwardPlan& plan, const KeyTile& tile, const KeySide& s,
-                         const float* v_mean, float v_unit, float* rows, float* scales) {
+                         const float* v_mean, float v_range, float* rows, float* scales) {
   const int64_t columns = s.v_columns, valid = tile.valid;
   load_operand(p.v, plan.v_prequantized, tile.seq.batch, tile.g, tile.token, valid, kKeys, columns, rows);
   tile.zero_unseen(rows, columns);
   const auto divide = [&](float* x, int64_t n) {
-    for (int64_t i = 0; i < n && v_unit != 1.f; ++i) x[i] *= 1.f / v_unit;
+    for (int64_t i = 0; i < n && v_range != 1.f; ++i) x[i] *= 1.f / v_range;
   };
   const auto products_are_finite = [&] { return row_amax(rows, kKeys * columns) < 0x1p100f; };
   divide(rows, valid * columns);
@@ -133,7 +133,7 @@ inline bool round_values(const Problem& p, const ForwardPlan& plan, const KeyTil
         x += x - x;  // infinity becomes NaN: e4m3 has no other name for it
       }
     quantize_rows(plan.v, OCTET_F32, 0, rows, valid, columns, scales);
-  } else if (plan.v_scale == VScale::power) {
+  } else if (plan.v_scale == VScale::power_of_two) {
     for (int64_t i = 0; i < valid * columns; i += kLanes) store(rows + i, round_11_bits(load(rows + i)));
   } else {
     quantize_rows(plan.v, plan.smooth_v ? OCTET_F32 : numbers_of(p.v), plan.v_scale == VScale::token ? plan.v_group : 0,
@@ -171,8 +171,8 @@ void pack_v_tile(const Problem& p, const ForwardPlan& plan, const KeyTile& tile,
   float scales[kKeys] = {};
   const int64_t columns = s.v_columns, valid = tile.valid;
   const float* mean = plan.smooth_v ? s.v_mean + tile.side * kMaxDim : nullptr;
-  const float v_unit = s.v_unit ? s.v_unit[tile.side] : 1.f;
-  const bool by_token = plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_prequantized && v_unit == 1.f;
+  const float v_range = s.v_range ? s.v_range[tile.side] : 1.f;
+  const bool by_token = plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_prequantized && v_range == 1.f;
   const bool bytes = in_bytes<Pv>(plan.v) && by_token;
   // Words of one float lie as the rows do, unless in panels.
   const bool in_place = Pv::kPerWord == 1 && !kSplits<Pv> && s.v_panel == columns;
@@ -186,7 +186,7 @@ void pack_v_tile(const Problem& p, const ForwardPlan& plan, const KeyTile& tile,
           quantize_row(p.v, tile.seq.batch, tile.g, tile.token + r, plan.v, mean, nullptr, columns, rows + r * columns);
     std::memset(rows + valid * columns, 0, sizeof(float) * static_cast<std::size_t>((kKeys - valid) * columns));
   } else {
-    finite = round_values(p, plan, tile, s, mean, v_unit, rows, scales);
+    finite = round_values(p, plan, tile, s, mean, v_range, rows, scales);
   }
   if (s.v_scale) {
     tile.clear_unseen(scales);

@@ -20,9 +20,10 @@ inline float limit_of(const View& t, const Sequence& seq, int64_t g, const SeenT
   return mean_limit(largest, sampled);
 }
 
-// Scales below 2^-110 have no inverse, and products of large scales no room. Values that are all small or all large, as
-// the exponent of `limit` says (mean_limit), are divided by a power of two, which o gets back; others by 1.
-inline float size_of_unit(float limit) {
+// Scales below 2^-110 have no inverse, and products of large scales no room. So v is
+// divided by a power of two, and the epilogue multiplies o by it: by 2^e where the exponent e of `limit` (mean_limit)
+// says that all values are small or all are large, else by 1.
+inline float range_of_values(float limit) {
   if (limit == 0.f) return 1.f;
   const int exponent = limit < __builtin_inff() ? std::ilogb(limit) : 128;
   return std::abs(exponent) < 64 ? 1.f : std::ldexp(1.f, std::clamp(exponent, -126, 126));
@@ -58,7 +59,7 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
   };
   if (plan.smooth_k) mean_of(p.k, plan.k_prequantized, p.dim, s.k_mean + side * kMaxDim);
   if (plan.smooth_v) mean_of(p.v, plan.v_prequantized, p.dim_v, s.v_mean + side * kMaxDim);
-  if (s.v_unit) s.v_unit[side] = plan.v_prequantized ? 1.f : size_of_unit(limit_of(p.v, seq, g, seen));
+  if (s.v_range) s.v_range[side] = plan.v_prequantized ? 1.f : range_of_values(limit_of(p.v, seq, g, seen));
   if (plan.v_scale == VScale::channel) {
     float* top = s.v_channel + side * kMaxDim;
     float row[kMaxDim];
@@ -70,7 +71,7 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
         top[c] = a > top[c] && a < __builtin_inff() ? a : top[c];
       }
     });
-    for (int64_t c = 0; c < p.dim_v; ++c) top[c] *= 1.f / s.v_unit[side];
+    for (int64_t c = 0; c < p.dim_v; ++c) top[c] *= 1.f / s.v_range[side];
   }
 }
 

@@ -117,8 +117,8 @@ inline void load_mask(const TileRow& row, float* out) {
   }
 }
 
-// Logits of a row in units of 1 / unit: x = sum * k_scale, invisible keys -inf. With a mask tensor x = sum * k_scale *
-// to_logit + mask, and the caller's unit is 1.
+// Loads the logits of a row before softmax_scale: x = sum * k_scale, and -inf for masked keys. With a mask tensor they
+// are x = sum * k_scale * to_logit + mask, which the caller scales by 1.
 template <bool partial, bool correct = false, class Sum>
 OCTET_INLINE void load_logits(const Sum* s, const TileRow& row, float to_logit, Vf (&x)[kVectors]) {
   for (int v = 0; v < kVectors; ++v) {
