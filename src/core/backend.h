@@ -19,9 +19,9 @@ struct Backend {
   octet_device device;      // where the tensors of its calls lie
   bool automatic;           // false: runs only when asked for by name (or nothing else knows the precision)
 
-  // Why this backend cannot run at all on this machine, or nothing.
+  // Returns why this backend cannot run at all on this machine, or nothing.
   std::optional<std::string> (*unavailable)();
-  // Why this backend cannot solve this problem, whose tensors are on its kind of device, or nothing.
+  // Returns why this backend cannot solve this problem, whose tensors are on its kind of device, or nothing.
   std::optional<std::string> (*unsupported_reason)(const Problem&);
   // The kernel it would run: "forward bf16 amx, 64 x 64 tiles".
   std::string (*kernel)(const Problem&);

@@ -1,4 +1,4 @@
-// How the processor computes with floats during a call, whatever the caller has set.
+// This class sets how the processor computes with floats during a call, whatever the caller has set.
 #pragma once
 #ifdef __x86_64__
 #include <xmmintrin.h>

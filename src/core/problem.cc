@@ -55,7 +55,7 @@ constexpr Operand kOperands[] = {
     {"tlse", &Problem::tlse, absent, absent, optional_out},
 };
 
-// Presence, each tensor by itself, and one device for all.
+// Validates that tensors are present, each tensor by itself, and that all are on one device.
 void validate_operands(const octet_arguments& a, Problem& p) {
   const octet_tensor* const tensors[std::size(kOperands)] = {
       a.q,  a.k,  a.v,  a.mask, a.sinks, a.cu_seqlens_q, a.cu_seqlens_k, a.o,    a.o_residual, a.lse,    a.do_,

@@ -11,7 +11,7 @@
 namespace octet {
 namespace {
 
-// What calls may ask of a precision, beside its forward pass.
+// These are what calls may ask of a precision, beside its forward pass.
 struct Row {
   octet_precision precision;
   const char* name;

@@ -1,4 +1,4 @@
-// What a precision is, said once for the CPU's kernels, the reference and the GPU: its passes and options, and its
+// A precision is defined here, once for the CPU's kernels, the reference and the GPU: its passes and options, and its
 // recipe, which is every rounding of it as a value. Whatever is left at its default is exact float64, so that Recipe{}
 // is attention itself.
 #pragma once
@@ -38,13 +38,14 @@ PrecisionSet precisions_with_bias_correction();  // and beta
 PrecisionSet precisions_with_int8_options();     // hadamard, smooth_q
 PrecisionSet precisions_with_e4m3_outputs();     // beside f64
 
-// Why no backend can solve a problem, as its recipe lacks the pass or the call what that needs, or nothing.
+// Returns why no backend can solve a problem, because its recipe lacks the pass or the call lacks what the pass needs;
+// nothing if one can.
 std::optional<std::string> unsupported_reason(const Problem& problem);
 
 // Returns whether the un-rounded output is kept. If not, bf16 P errs less than the output's own rounding.
 bool keeps_exact_o(const Problem& problem);
 
-// Why a backward pass lacks the un-rounded output that its bias correction reads, or nothing.
+// Returns why a backward pass lacks the un-rounded output that its bias correction reads; nothing if it has it.
 std::optional<std::string> missing_exact_output(const Problem& problem);
 
 // The elements that share a scale of a quantised operand.
@@ -128,7 +129,7 @@ struct Recipe {
   PRecipe p;
   bool sum_rounded_p = false;  // l adds the rounded p
   Quantizer v;
-  bool smooth_v = false;            // v minus its mean over tokens, which o gets back
+  bool smooth_v = false;            // v is centred by its mean over tokens, and o adds it back
   bool fold_v = false;              // v's token scale is multiplied into p before p is rounded
   octet_dtype tangent = OCTET_F64;  // jvp: tq, tk, tv, p and h
   BackwardRecipe backward;

@@ -19,7 +19,7 @@ constexpr const Backend* kBackends[] = {
 #endif
     &kCpu, &kReference};
 
-// Why a backend cannot run a problem, or nothing; `named`: the caller asks for it by name.
+// Returns why a backend cannot run a problem, or nothing; `named`: the caller asks for it by name.
 std::optional<std::string> reason_against(const Backend& backend, const Problem& problem, bool named) {
   if (auto reason = backend.unavailable()) return reason;
   if (problem.device != backend.device)

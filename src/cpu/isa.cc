@@ -25,7 +25,8 @@ bool amx_permitted() {
   return permitted;
 }
 
-// With f16 arithmetic and permutations of bytes, which every CPU with tiles has had so far.
+// Returns whether there are tiles, with f16 arithmetic and permutations of bytes, which every CPU with tiles has had
+// so far.
 bool has_amx() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;

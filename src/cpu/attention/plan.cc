@@ -6,7 +6,7 @@
 namespace octet::cpu {
 namespace {
 
-// What is not rounded is a float in the kernels.
+// Operands that are not rounded are floats in the kernels.
 octet_dtype element_type(octet_dtype format) { return format == OCTET_F64 ? OCTET_F32 : format; }
 
 PFormat p_format(octet_dtype format) {
@@ -147,7 +147,7 @@ BackwardPlan backward_plan(const Problem& p) {
                     .format = gradient_format(r.ds_q),
                     .delta = delta_of(r),
                     .gproj = r.gproj == OCTET_F64 ? OCTET_DTYPE_NONE : r.gproj};
-  // What came in 8 bits is not quantized again.
+  // Operands that came in 8 bits are not quantized again.
   const auto prequantized = [](const View& x, const Rounding& r) {
     return r.group && r.dtype == x.dtype && x.dtype != OCTET_F16;
   };

@@ -42,7 +42,7 @@ struct ForwardPlan {
 
 ForwardPlan forward_plan(const Problem& problem);
 
-// How the rows of an operand of the backward pass are rounded: each number to a format, or quantized with a scale that
+// The rows of an operand of the backward pass are rounded so: each number to a format, or quantized with a scale that
 // `group` tokens share. f16 with a group: every number has a power of two of its own, which buys range alone.
 struct Rounding {
   octet_dtype dtype = OCTET_F32;

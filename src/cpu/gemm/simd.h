@@ -230,7 +230,7 @@ OCTET_INLINE double dot_in_double(const float* a, const float* b, int64_t n) {
   return ((sum[0] + sum[4]) + (sum[1] + sum[5])) + ((sum[2] + sum[6]) + (sum[3] + sum[7]));
 }
 
-// The same for n vectors, and numbers in double already.
+// Sums products likewise for n vectors, and numbers in double already.
 OCTET_INLINE double dot_in_double(const Vf* a, int n, const double* b) {
 #if defined(__AVX512F__)
   typedef double Vd __attribute__((vector_size(64)));

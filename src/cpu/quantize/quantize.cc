@@ -341,7 +341,7 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
 
   const Call call{x, codes, how, with_statistics, range_of(codes.dtype), decode_table(codes.dtype)};
   const int64_t unit = unit_tokens(how, tokens);
-  // Without tokens there still is a scale per tensor or channel to write.
+  // There is a scale per tensor or channel to write even where there are no tokens.
   const bool one_unit = how.granularity == OCTET_PER_TENSOR || how.per_channel();
   const int64_t units = one_unit ? 1 : tokens / unit + (tokens % unit != 0), tasks = all_heads * units;
   std::vector<double> errors(tasks);

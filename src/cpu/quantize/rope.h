@@ -24,7 +24,7 @@ static inline void rope_half(T* x, const T* cosine, const T* sine, int64_t pairs
   }
 }
 
-// The same for the pairs (2c, 2c + 1).
+// Rotates the pairs (2c, 2c + 1) likewise.
 template <class T>
 static inline void rope_interleaved(T* x, const T* cosine, const T* sine, int64_t pairs) {
   for (int64_t c = 0; c < pairs; ++c) {

@@ -13,7 +13,7 @@
 
 namespace octet::reference {
 
-// Which tokens take part in statistics (means, largest magnitudes): the keys that some query sees, the queries that see
+// Tokens that take part in statistics (means, largest magnitudes): the keys that some query sees, the queries that see
 // some key. Empty: all.
 using Seen = std::vector<bool>;
 inline bool sees_token(const Seen& seen, int64_t token) {

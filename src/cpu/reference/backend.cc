@@ -130,7 +130,7 @@ Head load_head(const Problem& problem, const Sequence& at, int64_t h, const Head
   return head;
 }
 
-// What came quantized is not quantized again: an operand that came in the recipe's own format keeps its numbers,
+// Quantized operands are not quantized again: an operand that came in the recipe's own format keeps its numbers,
 // un-smoothed.
 Recipe recipe_for(const Problem& problem) {
   Recipe recipe = recipe_of(problem);

@@ -25,8 +25,8 @@ void for_seen(const Head& head, int64_t i, const Body& body) {
     if (head.sees(i, j)) body(j);
 }
 
-// [n m], 0 where not seen: p = exp(s - lse), with the caller's lse or the rows' own; less the gauge, it takes its
-// place.
+// Returns p = exp(s - lse), [n m], 0 for masked keys, with the caller's lse or the rows' own, which replaces it in
+// `lse`; lse is without the gauge.
 Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logits, std::vector<double>& lse) {
   Matrix p(head.q.rows, head.k.rows);
   std::vector<double> s(index(head.k.rows));

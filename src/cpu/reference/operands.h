@@ -79,7 +79,7 @@ struct Values {
 
   Matrix v;                         // rounded; integers without their scales if folded
   std::vector<double> token_scale;  // folded: the scale of each token
-  std::vector<double> mean;         // smoothed: what o gets back
+  std::vector<double> mean;         // smoothed: o adds it back
 };
 
 }  // namespace octet::reference

@@ -1,4 +1,4 @@
-// What precisions have is said once: backends agree with it, and with each other's messages.
+// Each precision's passes and options are defined once: backends agree with it, and with each other's messages.
 #include "core/recipe.h"
 
 #include <gtest/gtest.h>

@@ -43,8 +43,9 @@ class Numbers {
   std::normal_distribution<float> normal_;
 };
 
-// What float32 sums of this many terms may err by, per unit of the sum of magnitudes: each addition rounds, and each
-// product. Splitting leaves out three of nine products of parts, which are below 2^-25 each, and adds six for one.
+// Returns by how much float32 sums of this many terms may err, relative to the sum of magnitudes: each addition rounds,
+// and each product. Splitting leaves out three of nine products of parts, which are below 2^-25 each, and adds six for
+// one.
 double error_bound(Engine engine, int64_t depth) {
   if (integers(engine)) return 0;
   return static_cast<double>(engine == Engine::split ? 6 * depth + 8 : depth + 2) * 0x1p-24;

@@ -1,5 +1,5 @@
-// What the CPU's kernels stand on: the gemm, the packing and the softmax of one instruction set, called with plain
-// arrays. primitives.cc is compiled once per instruction set, as the kernels are.
+// These calls reach what the CPU's kernels stand on, the gemm, the packing and the softmax of one instruction set, with
+// plain arrays. primitives.cc is compiled once per instruction set, as the kernels are.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -58,7 +58,7 @@ struct Primitives {
   void (*softmax_row)(SoftmaxRow&);
 };
 
-// Those of the instruction set that OCTET_CPU names, or of the best one that this machine runs.
+// Returns those of the instruction set that OCTET_CPU names, or of the best one that this machine runs.
 const Primitives& primitives();
 
 }  // namespace octet::cpu::test

@@ -56,7 +56,8 @@ constexpr Format kFormats[] = {{PFormat::exact, "f32", 0x1p-24, 0x1p-126},
                                {PFormat::e4m3, "e4m3", 0x1p-4, 0x1p-10 / 256},
                                {PFormat::u8, "u8", 0, 0.5 / 255}};
 
-// What the exponent of P errs by: x - m is rounded, or x and m times log2(e) are, and exp2 has its own error.
+// Returns by how much the exponent of P errs: x - m is rounded, or x and m times log2(e) are, and exp2 has its own
+// error.
 double exponent_error(float x, float m) {
   return 4 * 0x1p-24 * (std::fabs(static_cast<double>(x)) + std::fabs(static_cast<double>(m)));
 }

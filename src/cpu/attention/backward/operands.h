@@ -33,10 +33,10 @@ struct GradientOperands {
   int64_t tiles;                   // of a head of k and v, at most
   float *q, *do_dp, *do_dv;        // [row][columns]
   float *q_amax, *do_amax;         // [row]
-  float* lse;    // [row], times log2(e), less `gauge`, for k less its mean; +inf: the row sees nothing, not even a sink
-  float* delta;  // [row], minus dlse
-  float* sink;   // [row], with sinks: the sink's probability, with Delta::from_p until then its logit, as lse
-  float* gauge;  // [row], with a float mask: mask_gauge, which logits go without
+  float* lse;  // [row], times log2(e), minus `gauge`, for k minus its mean; +inf: the row sees nothing, not even a sink
+  float* delta;     // [row], minus dlse
+  float* sink;      // [row], with sinks: the sink's probability, with Delta::from_p until then its logit, as lse
+  float* gauge;     // [row], with a float mask: mask_gauge, which logits go without
   float* lambda;    // [row], with gproj
   float* lambda_q;  // [row][k_columns], with gproj: -lambda q
   float* dq;        // [row][k_columns]

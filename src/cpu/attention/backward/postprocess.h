@@ -1,4 +1,4 @@
-// What is done once dq and the rows are complete: dq leaves its rotation and units, and dsinks are summed.
+// Postprocessing starts when dq is complete: it rotates dq back, scales and stores it, and sums dsinks.
 #pragma once
 #include "cpu/attention/backward/preprocess.h"
 #include "cpu/parallel.h"

@@ -1,4 +1,4 @@
-// What is made once of every tile of k and v and every block of queries: operands, lse and delta.
+// Preprocessing makes the operands, lse and delta of every tile of k and v and every block of queries, once.
 #pragma once
 #include <cmath>
 

@@ -29,7 +29,7 @@ inline void split_transposed(float* x, int64_t rows, Word* out) {
 
 #endif
 
-// What the tiles of a thread work on.
+// A thread's tiles all work on these operands and this scratch memory.
 struct BackwardTile {
   const Problem& p;
   const BackwardPlan& plan;
@@ -41,7 +41,7 @@ struct BackwardTile {
     return (block.first_tile + tile) * p.kv_heads + block.head;
   }
 
-  // With smooth_blocks, the mean of a block of queries.
+  // Returns the mean of a block of queries, with smooth_blocks.
   const float* query_mean(const Sequence& seq, const Block& block, int64_t h, int64_t token) const {
     return plan.smooth_blocks ? block_mean(p, seq, block.sequence, h, token, w) : nullptr;
   }

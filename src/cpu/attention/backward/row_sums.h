@@ -1,4 +1,5 @@
-// What a block of queries must know of its whole rows before any tile: their sums and, with a mask, their lse.
+// A block of queries needs sums over its whole rows before any tile: for delta or the projection, and for lse beside a
+// large mask.
 #pragma once
 #include <cmath>
 

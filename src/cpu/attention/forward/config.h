@@ -1,14 +1,14 @@
-// How a block of queries is laid out for each pair of engines, and the scratch memory of a thread.
+// The constants and the scratch memory of a block of queries depend on the engines of q k^T and P V.
 #pragma once
 #include "cpu/attention/forward/accumulate_8bit.h"
 #include "cpu/attention/pack/key_side.h"
 
 namespace octet::cpu::OCTET_ISA {
 
-// True where the product of P with V is formed apart, for a part of a step at a time, and then added to o. 8-bit P is
-// an integer, and each part has a scale of its own. f16 P is the one that gradients build on: next to a large sum small
-// probabilities would be lost one by one, always downwards; a few at a time they are not (coherence of the error of
-// delta on tied maxima: 0.91, by tiles 0.13, by quarters of a tile below 0.1).
+// Returns whether the product of P with V is formed apart, for a part of a step at a time, and then added to o. 8-bit P
+// is an integer, and each part has a scale of its own. f16 P is the one that gradients build on: next to a large sum
+// small probabilities would be lost one by one, always downwards; a few at a time they are not (coherence of the error
+// of delta on tied maxima: 0.91, by tiles 0.13, by quarters of a tile below 0.1).
 constexpr bool through_strip(PFormat format) { return format == PFormat::u8 || format == PFormat::f16; }
 constexpr int64_t kF16Part = 16;  // keys
 
@@ -24,7 +24,7 @@ constexpr int64_t kBlockRows = std::is_same_v<Qk, F32> || kSplits<Qk> ? 192
                                : Qk::kTiles&& Pv::kTiles              ? 64
                                                                       : 96;
 
-// True where the logits of the next step are found before P V of this one, so that tiles start once for both; P then
+// Set where the logits of the next step are found before P V of this one, so that tiles start once for both; P then
 // does not lie in the place of its logits.
 template <class Pv>
 constexpr bool kLogitsAhead = Pv::kTiles&& std::is_same_v<typename Pv::Element, uint8_t>;
@@ -61,7 +61,7 @@ struct ForwardScratch {
   typename Pv::Element* p_row(int64_t i) const {
     return reinterpret_cast<typename Pv::Element*>(p_words() + i * p_stride());
   }
-  // Where P lies.
+  // The memory of P.
   Word* p_words() const { return kLogitsAhead<Pv> ? p : reinterpret_cast<Word*>(s); }
   int64_t p_stride() const { return kLogitsAhead<Pv> ? kPWords : stride; }
 };

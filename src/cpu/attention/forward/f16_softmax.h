@@ -24,13 +24,13 @@ struct F16Step {
   bool even;                      // no scale but 0 is so small beside the largest that it would lose bits
 };
 
-// The keys of 32 as _mm512_packus_epi32 leaves them: it packs the quarters of two vectors in turns.
+// Returns the order of 32 keys that _mm512_packus_epi32 leaves: it packs the quarters of two vectors alternately.
 inline __m512i packed_order() {
   return _mm512_set_epi16(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8, 23, 22, 21, 20, 7, 6, 5, 4, 19,
                           18, 17, 16, 3, 2, 1, 0);
 }
 
-// Which of them lie in [first, last).
+// Returns which of them lie in [first, last).
 OCTET_INLINE __mmask32 seen_of_packed(int64_t first, int64_t last) {
   const auto bound = [](int64_t j) OCTET_INLINE_LAMBDA {
     return _mm512_set1_epi16(static_cast<int16_t>(std::clamp<int64_t>(j, 0, kF16Lanes)));

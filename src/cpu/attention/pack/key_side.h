@@ -1,11 +1,11 @@
-// What the kernels need of k and v: the operands of all tiles, packed once per call and shared by all queries.
+// KeySide holds the operands of all tiles of k and v, packed once per call and shared by all queries.
 #pragma once
 #include "cpu/attention/pack/seen.h"
 #include "cpu/gemm/split.h"
 
 namespace octet::cpu::OCTET_ISA {
 
-// Everything the kernels need of k and v, in the workspace.
+// Everything that the kernels need of k and v, in the workspace.
 struct KeySide {
   Word *k, *v;                         // tile: [k_words][kKeys], [v_words][v_columns], see v_at
   float* k_scale;                      // [tile][kKeys]; null without scales
@@ -43,7 +43,7 @@ inline bool has_scales(const ForwardPlan& plan) {
   return plan.k_group || plan.v_scale != VScale::none || plan.smooth_k || plan.smooth_v;
 }
 
-// With room for `parts` k and v in every tile, one below the other.
+// Divides the workspace, with room for `parts` k and v in every tile, one below the other.
 template <class Qk, class Pv>
 KeySide allocate_key_side(const Problem& p, const ForwardPlan& plan, WorkspaceAllocator& workspace, int64_t parts = 1) {
   KeySide s;

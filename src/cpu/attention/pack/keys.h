@@ -6,7 +6,7 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Where a tile comes from and where it goes.
+// A tile's place in the caller's tensors and in KeySide.
 struct KeyTile {
   const Sequence& seq;
   int64_t g, token;     // head of k and v; first token in their tensors

@@ -1,5 +1,5 @@
-// Which tokens take part in a call: keys that some query sees, queries that see some key. What the others hold must not
-// reach anything, so they count neither in means nor in scales.
+// Keys that some query sees, and queries that see some key, take part in a call. The others may hold anything, so they
+// count neither in means nor in scales.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -86,7 +86,7 @@ inline bool sees_a_key(const Problem& p, const Sequence& seq, int64_t h, int64_t
   });
 }
 
-// With a mask tensor: which of the keys of a sequence any query of the heads of kv head g sees, [seq.k_tokens].
+// Lists which keys of a sequence any query of the heads of kv head g sees through the mask tensor, [seq.k_tokens].
 inline void list_seen_keys(const Problem& p, const Sequence& seq, int64_t g, bool* seen) {
   constexpr int64_t kAtOnce = 16;  // queries
   std::fill(seen, seen + seq.k_tokens, false);

@@ -182,7 +182,7 @@ inline float shifted_maximum(const float* x, int64_t keys, float top, float earl
   return shifted < top + reach ? shifted : top + reach;
 }
 
-// Whether P is stored times plan.p_top; row sums are then in the same units.
+// Returns whether P is stored times plan.p_top; row sums are then, too.
 constexpr bool scales_p(PFormat format) { return format == PFormat::e4m3 || format == PFormat::f16; }
 
 // Stores a row of P, rounded to the format, as elements of the engine, and leaves the numbers stored in p.
@@ -214,7 +214,7 @@ OCTET_INLINE void store_p(Vf (&p)[kVectors], float top, typename Pv::Element* ou
   }
 }
 
-// The same for callers that need only the sum of the numbers stored.
+// Does the same for callers that need only the sum of the numbers stored.
 template <class Pv, PFormat format>
 OCTET_INLINE Vf store_p_and_add(Vf (&p)[kVectors], float top, typename Pv::Element* out) {
 #ifdef __AVX512BF16__
