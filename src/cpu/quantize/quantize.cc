@@ -2,7 +2,7 @@
 // then amax (or the extremes) of its group gives a scale, and the quantized values are round(row / scale).
 //
 // Two passes over each (batch, head):
-//  1. survey: the channel means and statistics, if either is asked for;
+//  1. stats: the channel means and statistics, if either is asked for;
 //  2. units of whole groups of tokens: their rows, the scales of their groups, their quantized values.
 // Means are summed in double in the order of tokens, and units do not depend on the number of threads: results are
 // bitwise repeatable.
@@ -19,7 +19,7 @@
 #include "cpu/parallel.h"
 #include "cpu/quantize/elements.h"
 #include "cpu/quantize/rope.h"
-#include "cpu/quantize/survey.h"
+#include "cpu/quantize/stats.h"
 
 namespace octet::cpu {
 namespace {
@@ -322,21 +322,22 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
   if (codes.dtype == OCTET_U8 && how.zero_point_kind == OCTET_SYMMETRIC) expect_non_negative(x, rows);
 
   const bool smooth = how.mean.present(), with_statistics = statistics.present();
-  std::vector<float> means(smooth ? all_heads * dim : 0), surveyed(with_statistics ? all_heads * OCTET_STATISTICS : 0);
+  std::vector<float> means(smooth ? all_heads * dim : 0),
+      statistics_of_heads(with_statistics ? all_heads * OCTET_STATISTICS : 0);
   const auto mean_of = [&](int64_t i) { return smooth ? means.data() + i * dim : nullptr; };
   if (smooth || with_statistics)
     parallel_for(threads_for(x, all_heads), all_heads, [&](int64_t i, unsigned) {
       const int64_t b = i / heads, h = i % heads;
       Rows mine = rows;
-      Survey survey(dim, with_statistics);
+      ChannelStats stats(dim, with_statistics);
       std::vector<float> row(dim);
       for (int64_t t = 0; t < tokens; ++t) {
         mine.embedded(b, h, t, row.data());
-        survey.add(row.data());
+        stats.add(row.data());
       }
-      if (smooth) survey.mean(mean_of(i));
+      if (smooth) stats.mean(mean_of(i));
       for (int64_t c = 0; c < dim && smooth; ++c) *how.mean.at<float>(b, h, 0, c) = mean_of(i)[c];
-      if (with_statistics) survey.statistics(mean_of(i), &surveyed[i * OCTET_STATISTICS]);
+      if (with_statistics) stats.statistics(mean_of(i), &statistics_of_heads[i * OCTET_STATISTICS]);
     });
 
   const Call call{x, codes, how, with_statistics, range_of(codes.dtype), decode_table(codes.dtype)};
@@ -355,10 +356,10 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
   for (int64_t i = 0; i < all_heads && with_statistics; ++i) {
     double sum = 0;
     for (int64_t u = 0; u < units; ++u) sum += errors[i * units + u];
-    surveyed[i * OCTET_STATISTICS + OCTET_STATISTIC_STEP] =
+    statistics_of_heads[i * OCTET_STATISTICS + OCTET_STATISTIC_STEP] =
         tokens ? static_cast<float>(std::sqrt(sum / static_cast<double>(tokens))) : 0.f;
     for (int64_t s = 0; s < OCTET_STATISTICS; ++s)
-      *statistics.at<float>(i / heads, i % heads, 0, s) = surveyed[i * OCTET_STATISTICS + s];
+      *statistics.at<float>(i / heads, i % heads, 0, s) = statistics_of_heads[i * OCTET_STATISTICS + s];
   }
 }
 

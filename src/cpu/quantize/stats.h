@@ -11,9 +11,9 @@ namespace octet::cpu {
 
 // Sums over the tokens of one (batch, head), per channel. In means, numbers that are not finite count as 0, so that
 // they stay in their groups (the kernels do the same); statistics of theirs are NaN.
-class Survey {
+class ChannelStats {
  public:
-  Survey(int64_t dim, bool with_statistics)
+  ChannelStats(int64_t dim, bool with_statistics)
       : dim_(dim),
         with_statistics_(with_statistics),
         sum_(dim),
