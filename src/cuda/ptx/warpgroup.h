@@ -32,6 +32,11 @@ __device__ inline int hidden(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+template <class X>
+__device__ const X* hidden(const X* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 __device__ inline float hidden(float x) {
   asm volatile("" : "+f"(x));
   return x;

@@ -12,28 +12,35 @@ __device__ inline float largest_finite(const Vector& x) {
   return most;
 }
 
+// Of those of `Count` magnitudes that are not 0 the largest power of two that no more than one in `kOneIn` are below,
+// times 2^by; 0 where all are 0. The threads of a warp call it together; `x` is in shared memory.
+template <int kOneIn, int Count>
+__device__ float power_above_one_in(const float (&x)[Count], int by) {
+  constexpr int kOfLane = Count / 32, kNone = 256;
+  static_assert(Count % 32 == 0);
+  int exponents[kOfLane], count = 0;
+  for (int i = 0; i < kOfLane; ++i) {
+    const float number = x[threadIdx.x % 32 + 32 * i];
+    exponents[i] = number > 0.f ? __float_as_int(number) >> 23 : kNone;
+    count += __popc(__ballot_sync(~0u, number > 0.f));
+  }
+  int quantile = 0;  // bit by bit
+  for (int bit = kNone / 2; bit; bit /= 2) {
+    int below = 0;
+    for (const int exponent : exponents) below += __popc(__ballot_sync(~0u, exponent < (quantile | bit)));
+    if (below <= (count - 1) / kOneIn) quantile |= bit;
+  }
+  return count ? __int_as_float(min(max(quantile, 1) + by, 255) << 23) : 0.f;
+}
+
 // octet::mean_limit: of the largest magnitudes of `Count` tokens the lower quartile, as a power of two, times 2^4; 0
 // where all are 0. All threads of a block call it; `largest` and `limit` are in shared memory.
 template <int Count>
 __device__ float mean_limit(const float (&largest)[Count], float& limit) {
-  constexpr int kOfLane = Count / 32, kNone = 256;
-  static_assert(Count % 32 == 0);
   __syncthreads();
   if (threadIdx.x < 32) {
-    int exponents[kOfLane], count = 0;
-    for (int i = 0; i < kOfLane; ++i) {
-      const float x = largest[threadIdx.x + 32 * i];
-      exponents[i] = x > 0.f ? __float_as_int(x) >> 23 : kNone;
-      count += __popc(__ballot_sync(~0u, x > 0.f));
-    }
-    // The largest exponent that no more than a quarter are below, bit by bit.
-    int quartile = 0;
-    for (int bit = kNone / 2; bit; bit /= 2) {
-      int below = 0;
-      for (const int exponent : exponents) below += __popc(__ballot_sync(~0u, exponent < (quartile | bit)));
-      if (below <= (count - 1) / 4) quartile |= bit;
-    }
-    if (threadIdx.x == 0) limit = count ? __int_as_float(min(max(quartile, 1) + 4, 255) << 23) : 0.f;
+    const float found = power_above_one_in<4>(largest, 4);
+    if (threadIdx.x == 0) limit = found;
   }
   __syncthreads();
   return limit;

@@ -6,6 +6,7 @@
 #include <climits>
 #include <type_traits>
 
+#include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/types.h"
 #include "cuda/quant/elements.h"
 #include "cuda/quant/preparation.h"
@@ -77,7 +78,7 @@ struct RowReader {
         log_pair = s.groups ? 3 : 1;
         two = s.rows.token * static_cast<int64_t>(sizeof(typename Vectors::Element)) << log_pair;
         left = w * kVector < s.rows.dim ? s.end - row : INT_MIN / 2;
-        to = static_cast<uint32_t>(__cvta_generic_to_shared(shared.staged[warp()][0] + r * kWords + (w ^ swizzle(r))));
+        to = ptx::shared_address(shared.staged[warp()][0] + r * kWords + (w ^ swizzle(r)));
       }
     }
 
@@ -92,8 +93,7 @@ struct RowReader {
         const auto copy = [&](int i, int bytes) {
           // w ^ swizzle(i kRows + r) is w ^ swizzle(r) ^ swizzle(i kRows).
           const uint32_t there = (to ^ swizzle(i * kRows) * 16) + (stage * kStrip * kWords + i * 32) * 16;
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(there), "l"(from + distance(i)), "r"(bytes)
-                       : "memory");
+          ptx::cp_async(there, from + distance(i), bytes);
         };
         constexpr int kTimes = kStrip / kRows;
         if (__all_sync(~0u, row(kTimes - 1) < left)) {
@@ -108,11 +108,11 @@ struct RowReader {
       fetch_nothing();
     }
   };
-  static __device__ void fetch_nothing() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  static __device__ void fetch_nothing() { ptx::cp_async_commit(); }
 
   // Until all but the last strip has arrived.
   static __device__ void await() {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    ptx::cp_async_wait<1>();
     __syncwarp();
   }
 

@@ -99,7 +99,8 @@ struct Backward {
   __device__ void fetch_tiles(BackwardWork& w, int stage) const {
     const int head = w.batch * a.kv_heads + w.kv_head;
     const int64_t tile = (static_cast<int64_t>(head) * a.k_blocks.count + w.block) * TileK::kBytes;
-    w.powers = {a.powers[head].k, a.powers[head].v, 0};
+    const Powers& e = schedule.powers(w);
+    w.powers.k = e.k, w.powers.v = e.v, w.powers.ds = 0;
     shared.k_ring.full[stage].arrive_expecting(TileK::kBytes);
     fetch(shared.k[stage], a.k + tile, TileK::kBytes, shared.k_ring.full[stage]);
     shared.v_ring.full[stage].arrive_expecting(TileK::kBytes);
@@ -139,7 +140,7 @@ struct Backward {
                               .rows = static_cast<unsigned>(max(min(seen.last - w.first_key, kKeys) - first_row, 0)),
                               .bf16 = a.rows_are_bf16,
                               .mean = is_k && channel < a.dim ? a.k_mean + head * a.dim + channel : nullptr};
-    const Powers& e = a.powers[head];
+    const Powers& e = schedule.powers(w);
     await();
     const auto fitted = is_k ? converter.fit(e.k, Converter::kLargest, e.k == kLargestKeyPower, fetch_again)
                              : converter.fit(e.v, fminf(e.largest_v, Converter::kLargest), false, fetch_again);
@@ -155,40 +156,50 @@ struct Backward {
 
   // Fetches q and do, and blocks of keys ahead of their first step.
   __device__ void load_all() {
-    const int group = a.heads / a.kv_heads;
     unsigned n = 0;  // steps
     draw(0);
     for (unsigned works = 0;; ++works) {
       const int slot = works % Shared::kWorks;
       const BackwardWork& w = shared.work[slot];
       if (w.block < 0) return;
-      const int steps = group * w.tiles.count(), lead = min(steps, kLead);
-      if (!steps) draw(works + 1);
-      Visit visit{w.tiles.start, 0};
-      for (int left = steps; left; --left, ++n, visit.advance(w.tiles, group)) {
-        const int64_t tile = schedule.q_tile(w, visit, group);
-        const int s = n % kStages, do_stage = n % kDoStages;
-        const uint32_t empty = n / kStages % 2 ^ 1;
-        shared.q_ring.empty[s].wait(empty);
-        shared.q_ring.full[s].arrive_expecting(TileQ::kBytes + sizeof(Rows));
-        fetch(shared.q[s], a.q + tile * TileQ::kBytes, TileQ::kBytes, shared.q_ring.full[s]);
-        shared.rows_empty[s].wait(empty);
-        fetch(&shared.rows[s], a.rows + tile * sizeof(Rows), sizeof(Rows), shared.q_ring.full[s]);
-        shared.do_ring.empty[do_stage].wait(n / kDoStages % 2 ^ 1);
-        shared.do_ring.full[do_stage].arrive_expecting(TileQ::kBytes);
-        fetch(shared.do_[do_stage], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_ring.full[do_stage]);
-        if (left == lead) draw(works + 1);
-      }
+      if (w.part == 0)
+        load_block<true>(w, works, n);
+      else
+        load_block<false>(w, works, n);
       shared.work_ring.empty[slot].arrive();
     }
   }
 
-  // Draws the next block of keys and fetches its k and v.
+  template <bool kFirstPart>
+  __device__ void load_block(const BackwardWork& w, unsigned works, unsigned& n) {
+    const int group = a.heads / a.kv_heads, steps = group * w.tiles.count();
+    const int draw_before = max(min(steps, kLead) - 1, 0);  // the next block is drawn before so many last steps
+    Visit visit{w.tiles.start, 0};
+    for (int left = steps;; --left, ++n, visit.advance(w.tiles, group)) {
+      if (left == draw_before) draw(works + 1);
+      if (!left) return;
+      const int64_t tile = schedule.q_tile(w, visit, group);
+      const int s = n % kStages, do_stage = n % kDoStages;
+      const uint32_t empty = n / kStages % 2 ^ 1;
+      shared.q_ring.empty[s].wait(empty);
+      shared.q_ring.full[s].arrive_expecting(TileQ::kBytes + sizeof(Rows));
+      fetch(shared.q[s], a.q + tile * TileQ::kBytes, TileQ::kBytes, shared.q_ring.full[s]);
+      shared.rows_empty[s].wait(empty);
+      fetch(&shared.rows[s], schedule.template rows<Rows, kFirstPart>(w, tile), sizeof(Rows), shared.q_ring.full[s]);
+      shared.do_ring.empty[do_stage].wait(n / kDoStages % 2 ^ 1);
+      shared.do_ring.full[do_stage].arrive_expecting(TileQ::kBytes);
+      fetch(shared.do_[do_stage], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_ring.full[do_stage]);
+    }
+  }
+
+  // Draws the next block of keys, or takes the last for the next part of its queries, and fetches its k and v.
   __device__ void draw(unsigned works) {
     const int slot = works % Shared::kWorks, stage = works % kKeyStages;
     BackwardWork& w = shared.work[slot];
     shared.work_ring.empty[slot].wait(works / Shared::kWorks % 2 ^ 1);
-    for (;;) {
+    const BackwardWork& last = shared.work[(works + Shared::kWorks - 1) % Shared::kWorks];
+    const bool again = works > 0 && schedule.takes_again(last, w);
+    while (!again) {
       schedule.find(atomicAdd(a.counter, 1u), w);
       if (w.block < 0 || w.k.index >= 0) break;  // not past the last block of packed sequences
     }
@@ -227,18 +238,24 @@ struct Backward {
       if (w.block < 0) break;
       shared.k_ring.full[key_stage].wait(key_parity);
       shared.v_ring.full[key_stage].wait(key_parity);
-      const Powers& e = a.powers[w.batch * a.kv_heads + w.kv_head];
-      if (sums == Sums::integers || (w.powers.k == e.k && w.powers.ds == 0))
-        compute<true>(warpgroup, w, e, key_stage, n);
+      const Powers& e = schedule.powers(w);
+      Accumulator<Dim> dk, dv;
+      dk.zero(), dv.zero();
+      if (sums == Sums::integers || (w.powers.k == e.k && w.powers.ds == 0 && e.dq == 0))
+        compute<true>(warpgroup, w, e, key_stage, n, dk, dv);
       else
-        compute<false>(warpgroup, w, e, key_stage, n);
+        compute<false>(warpgroup, w, e, key_stage, n, dk, dv);
+      const int key = w.first_key + warpgroup * kWarpgroupRows;
+      write_keys(a.dv, w, key, 0, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
+      write_keys(a.dk, w, key, 0, dk, a.scale, w.powers.ds - a.weight_exponent - e.product - e.do_ - e.v - e.q, a.dim);
       shared.work_ring.empty[slot].arrive();
     }
   }
 
-  // A block. `kUsual`: its ds and dq have the powers of the head.
+  // The products of a block. `kUsual`: its ds and dq have the powers of the head, and of its first part.
   template <bool kUsual>
-  __device__ void compute(int warpgroup, const BackwardWork& w, const Powers& e, int key_stage, unsigned& n) {
+  __device__ void compute(int warpgroup, const BackwardWork& w, const Powers& e, int key_stage, unsigned& n,
+                          Accumulator<Dim>& dk, Accumulator<Dim>& dv) {
     const int group = a.heads / a.kv_heads, my_keys = warpgroup * kWarpgroupRows;
     const TileK k{shared.k[key_stage]}, v{shared.v[key_stage]};
     const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
@@ -248,12 +265,10 @@ struct Backward {
     const int steps = group * w.tiles.count();
     const Seeing seeing(a, w, w.first_key, kKeys, kQueries, group);
     const float ds_scale = exp2f(static_cast<float>(-mine.ds)),
-                dq_scale = exp2f(static_cast<float>(mine.ds + e.k - mine.k));
+                dq_scale = exp2f(static_cast<float>(mine.ds + e.k - mine.k + e.dq));
     // Kept in registers: the steps would work them out again between their products.
     const int thread = ptx::hidden(static_cast<int>(threadIdx.x % kWarpgroup)), ds_offset = ptx::hidden(store_offset());
     Target target{};  // of the step before
-    Accumulator<Dim> dk, dv;
-    dk.zero(), dv.zero();
     // dq of step n - 1.
     const auto issue_dq = [&](Accumulator<kDqColumns>& dq) {
       ptx::wgmma_fence();
@@ -338,10 +353,6 @@ struct Backward {
     } else {
       shared.k_ring.empty[key_stage].arrive(), arrive_as_warp(shared.v_ring.empty[key_stage]);
     }
-    const int key = w.first_key + my_keys;
-    write_keys(a.dv, w, key, 0, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
-    write_keys(a.dk, w, key, 0, dk, a.scale, (kUsual ? 0 : mine.ds) - a.weight_exponent - e.product - e.do_ - e.v - e.q,
-               a.dim);
   }
 };
 

@@ -52,26 +52,37 @@ struct Blocks {
   }
 };
 
-// Of one (batch, kv head): operands are 2^exponent times the caller's numbers.
+// Rows of do may differ by more than ds in f16 holds. The queries of such a (batch, kv head) are worked on in parts, by
+// how large their rows are: one part after another, with powers of its own and the weights of all other queries 0. The
+// first part has the smallest rows.
+constexpr int kParts = 3;
+
+// Of one part of a (batch, kv head): operands are 2^exponent times the caller's numbers. All parts have the same q, k
+// and v.
 struct Powers {
   int q, k, v, do_;
-  int product;      // do v^T is multiplied by 2 to this power before ds is rounded
-  float sums_unit;  // where dq is summed as integers: times QueryRows::unit, how many of them are 1
-  float largest_v;  // of operand v, for which ds stays within f16
+  int product;        // do v^T is multiplied by 2 to this power before ds is rounded
+  float sums_unit;    // where dq is summed as integers: times QueryRows::unit, how many of them are 1
+  float largest_v;    // of operand v, for which ds stays within f16
+  int parts;          // of the (batch, kv head); 1: all of its queries are worked on together
+  float largest_row;  // of the part: what |do| + |dlse| / per_dlse is at most
+  int dq;             // times 2 to this power, sums of dq in floats are what the first part's are
 };
 // What a head's power of k is at most where the kernel converts k: a block with larger k adds to dq its sums times the
 // power of two that it takes less, which shall be floats. A block of a head with this power takes what suits its own k.
 constexpr int kLargestKeyPower = 40;
 // Of a block of keys.
 struct KeyPowers {
-  int k, v;
-  int ds;  // ds is 2^-ds of what the head's powers make it
+  int16_t k, v;
+  int16_t ds;  // ds is 2^-ds of what the head's powers make it
 };
 
 // What a tile of queries has beside q and do.
 template <int kQueries>
 struct QueryRows {
-  float lse[kQueries];    // in base 2 less weight_exponent, and less what k's mean adds to the row's logits
+  // In base 2 less weight_exponent, and less what k's mean adds to the row's logits; infinite for queries that see
+  // nothing, or that belong to another part.
+  float lse[kQueries];
   float delta[kQueries];  // as the products have it
   float unit[kQueries];   // see Powers::sums_unit; NaN once a sum of the row was not finite
   int first;              // query of the tile, within its sequence
@@ -79,6 +90,13 @@ struct QueryRows {
   int spoiled;            // whether dq has a number that is not finite
   int padding;            // to whole words of 16 bytes
 };
+
+// Those of a tile as a part has them: [part][batch, head, q block], `tiles` for each part. The first part's delta and
+// unit are those of all queries, with its powers.
+template <int kQueries>
+__device__ QueryRows<kQueries>& rows_at(unsigned char* rows, int part, int64_t tiles, int64_t tile) {
+  return reinterpret_cast<QueryRows<kQueries>*>(rows)[part * tiles + tile];
+}
 
 constexpr float kLargestUnit = 0x1p126f;
 
@@ -95,11 +113,11 @@ struct BackwardArguments {
   CUtensorMap k_rows, v_rows;  // [dim, token, kv head, batch], 64 channels of a block of keys
   bool rows_are_bf16;
   const float* k_mean;  // [batch, kv head][dim]
-  unsigned char* rows;  // [batch, head, q block]: QueryRows
+  unsigned char* rows;  // [part][batch, head, q block]: QueryRows
   void* dq;             // [batch, head, q block]: sums, float or int, as the warpgroups hold them
   int zeroed_heads;  // so many of the first (batch, kv head) have sums of 0 from the start; the kernel clears others'
-  unsigned* zeroed;  // [batch, kv head]: how many parts of their sums it has cleared
-  const Powers* powers;  // [batch, kv head]
+  unsigned* zeroed;  // [batch, kv head]: how many shares of their sums it has cleared
+  const Powers* powers;  // [batch, kv head][part]
   Blocks q_blocks, k_blocks;
   Mask mask;
   int batch, heads, kv_heads;
@@ -112,6 +130,8 @@ struct BackwardArguments {
   // [batch, head, q block, query]: sum_j ds_ij, which times k's mean belongs to dq. Null where it is 0, as without
   // sinks and a gradient of lse, or where k has lost no mean.
   const float* row_sums;
+
+  __device__ int q_tiles() const { return batch * heads * q_blocks.count; }  // of all heads
 };
 
 }  // namespace octet::cuda::sm90

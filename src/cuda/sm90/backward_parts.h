@@ -99,24 +99,26 @@ __device__ Target target_of(const Rows& rows, int first, float sums_unit) {
 }
 
 // Sums of dq that are not 0 from the start are cleared by idle warps, so that they are in L2 when they are added to:
-// with each block of keys a part of those of a later head, `parts` for each head. Until all of this block's head are 0;
-// what clears them are blocks drawn before this one.
-__device__ inline void await_zeros(const BackwardArguments& a, const BackwardWork& w, int parts) {
+// with each block of keys a share of those of a later head, `shares` for each head. Until all of this block's head are
+// 0; what clears them are blocks drawn before this one.
+__device__ inline void await_zeros(const BackwardArguments& a, const BackwardWork& w, int shares) {
   const int head = w.batch * a.kv_heads + w.kv_head;
   if (head < a.zeroed_heads) return;
   const ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device> zeroed(a.zeroed[head]);
-  while (zeroed.load(::cuda::memory_order_acquire) < parts) __nanosleep(100);
+  while (zeroed.load(::cuda::memory_order_acquire) < shares) __nanosleep(100);
 }
-// Clears this block's part, numbers of four bytes, of which a tile of queries has `of_tile`.
+// Clears this block's share, once for all parts of the queries: numbers of four bytes, of which a tile of queries has
+// `of_tile`.
 template <int of_tile, int threads>
-__device__ void clear_ahead(const BackwardArguments& a, const BackwardWork& w, int part, int parts, int thread,
+__device__ void clear_ahead(const BackwardArguments& a, const BackwardWork& w, int share, int shares, int thread,
                             int barrier) {
+  if (w.part > 0) return;
   const int head = w.batch * a.kv_heads + w.kv_head + a.zeroed_heads;
   if (head >= a.batch * a.kv_heads) return;
   const int64_t words = static_cast<int64_t>(a.heads / a.kv_heads) * a.q_blocks.count * (of_tile / 4);  // of a head
-  const int64_t share = (words + parts - 1) / parts;
-  uint4* at = static_cast<uint4*>(a.dq) + head * words + part * share;
-  const uint4* const end = at + min(words - part * share, share);
+  const int64_t size = (words + shares - 1) / shares;
+  uint4* at = static_cast<uint4*>(a.dq) + head * words + share * size;
+  const uint4* const end = at + min(words - share * size, size);
   for (at += thread; at < end; at += threads) *at = {};
   ptx::barrier_sync(barrier, threads);
   if (thread > 0) return;
@@ -166,7 +168,41 @@ __device__ void write_keys_as(const Output& out, const BackwardWork& w, int key,
   }
 }
 
-// x scale 2^exponent, in two steps as the power alone may not be a float, to rows from `key`, columns from `channel`.
+template <class Type, int Columns>
+__device__ void add_keys_as(const Output& out, const BackwardWork& w, int first_key, int channel,
+                            Accumulator<Columns>& x, int columns) {
+#pragma unroll
+  for (int row = 0; row < kRowsPerThread; ++row) {
+    const int key = first_key + fragment_row() + 8 * row;
+    const Type* const from = out.row<Type>(w.batch, w.kv_head, static_cast<int64_t>(w.k.first) + key) + channel;
+    if (key >= w.k.tokens) continue;
+#pragma unroll
+    for (int i = 0; i < Columns / 8; ++i) {
+      if (8 * i >= columns - channel) continue;
+      struct alignas(2 * sizeof(Type)) {
+        Type numbers[2];
+      } pair;
+      memcpy(&pair, from + 8 * i + fragment_column(), sizeof pair);
+      x.x[4 * i + 2 * row] += float(pair.numbers[0]), x.x[4 * i + 2 * row + 1] += float(pair.numbers[1]);
+    }
+  }
+}
+
+template <int Columns>
+__device__ void add_keys(const Output& out, const BackwardWork& w, int key, int channel, Accumulator<Columns>& x,
+                         int columns) {
+  switch (out.element) {
+    case Element::f32:
+      return add_keys_as<float>(out, w, key, channel, x, columns);
+    case Element::f16:
+      return add_keys_as<F16>(out, w, key, channel, x, columns);
+    default:
+      return add_keys_as<Bf16>(out, w, key, channel, x, columns);
+  }
+}
+
+// x scale 2^exponent, in two steps as the power alone may not be a float, to rows from `key`, columns from `channel`,
+// beside what earlier parts of the queries have left there.
 template <int Columns>
 __device__ void write_keys(const Output& out, const BackwardWork& w, int key, int channel, Accumulator<Columns>& x,
                            float scale, int exponent, int columns) {
@@ -174,6 +210,9 @@ __device__ void write_keys(const Output& out, const BackwardWork& w, int key, in
               second = exp2f(static_cast<float>(exponent - exponent / 2));
 #pragma unroll
   for (int i = 0; i < Columns / 2; ++i) x.x[i] = x.x[i] * first * second;
+  // Hidden, or the steps would work out addresses each time that they have in registers.
+  const BackwardWork& same = *ptx::hidden(&w);
+  if (same.part > 0) add_keys(out, same, ptx::hidden(key), channel, x, columns);
   switch (out.element) {
     case Element::f32:
       return write_keys_as<float>(out, w, key, channel, x, columns);

@@ -19,6 +19,7 @@ struct BackwardWork {
   Blocks::Sequence q, k;
   Tiles tiles;
   KeyPowers powers;
+  int16_t part;  // of the queries
 };
 
 // A tile of queries and a head of the group: all heads of a tile, then the next tile.
@@ -44,12 +45,28 @@ struct BackwardSchedule {
     if (number >= blocks * all) return;
     const auto [head, block] = a.sections.place_of(number, blocks, all);
     w.batch = static_cast<int>(head / a.kv_heads), w.kv_head = static_cast<int>(head % a.kv_heads);
-    w.block = static_cast<int>(block);
+    w.block = static_cast<int>(block), w.part = 0;
     w.k = a.k_blocks.sequence_of(w.block);
     if (w.k.index < 0) return;
     w.first_key = (w.block - w.k.first_block) * kKeys;
     w.q = a.q_blocks.cu_seqlens ? a.q_blocks.sequence(w.k.index) : a.q_blocks.sequence_of(0);
     w.tiles = tiles_of(w);
+  }
+
+  __device__ const Powers& powers(const BackwardWork& w) const {
+    return a.powers[(w.batch * a.kv_heads + w.kv_head) * kParts + w.part];
+  }
+
+  // Whether the block is to be taken again, for the next part of its queries; then `w` is that. The same thread block
+  // takes it, as each part adds to what it has written of dk and dv.
+  __device__ bool takes_again(const BackwardWork& last, BackwardWork& w) const {
+    if (last.part + 1 >= powers(last).parts) return false;
+    const auto* const from = reinterpret_cast<const int*>(&last);
+    auto* const to = reinterpret_cast<int*>(&w);
+#pragma unroll 1
+    for (unsigned i = 0; i < sizeof w / sizeof *to; ++i) to[i] = from[i];  // the loader's registers are few
+    ++w.part;
+    return true;
   }
 
   __device__ Tiles tiles_of(const BackwardWork& w) const {
@@ -66,6 +83,14 @@ struct BackwardSchedule {
     return {first, max(first, last), first};
   }
 
+  // Rows of a tile, as the part has them. kFirst: that it is the first one, which most heads have alone, for which a
+  // loader waits for nothing more; else the part is read each time, as loaders have few registers.
+  template <class Rows, bool kFirst>
+  __device__ const unsigned char* rows(const BackwardWork& w, int64_t tile) const {
+    if (kFirst) return a.rows + tile * sizeof(Rows);
+    const unsigned part = *static_cast<const volatile int16_t*>(&w.part);
+    return a.rows + (static_cast<unsigned>(tile) + part * a.q_tiles()) * static_cast<int64_t>(sizeof(Rows));
+  }
   __device__ int64_t q_tile(const BackwardWork& w, const Visit& at, int group) const {
     const int64_t head = static_cast<int64_t>(w.batch * a.kv_heads + w.kv_head) * group + at.head;
     return head * a.q_blocks.count + w.q.first_block + at.tile;

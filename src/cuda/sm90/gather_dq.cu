@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, of_mean ? 5 : 6)
   const Blocks::Sequence sequence = a.q_blocks.sequence_of(block);
   if (sequence.index < 0) return;
   const int kv_head = batch * a.kv_heads + head / (a.heads / a.kv_heads);
-  const Powers e = a.powers[kv_head];
+  const Powers e = a.powers[kv_head * kParts];
   // In two steps, as the power alone may not be a float.
   const int exponent = -a.weight_exponent - e.product - e.do_ - e.v - e.k;
   const float first = ldexpf(a.scale, exponent / 2), second = ldexpf(1.f, exponent - exponent / 2);

@@ -53,7 +53,7 @@ struct SeenGradients {
   };
   __device__ Pair pair(int head, int query, int key) const {
     const auto& rows = rows_of(head, query);
-    const Powers& e = a.powers[batch * a.kv_heads + kv_head];
+    const Powers& e = a.powers[(batch * a.kv_heads + kv_head) * kParts];
     const float lse = number(p.lse, q_at(head, query), 0);
     const float delta = rows.delta[query % kQueries] / power_of_two(e.do_ + e.v + e.product);
     const float logit = a.scale * dot(p.q, q_at(head, query), p.k, k_at(key));

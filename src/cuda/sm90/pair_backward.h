@@ -94,14 +94,17 @@ struct PairBackward {
     return number;
   }
 
-  // Draws blocks of keys, and fetches k and v.
+  // Draws blocks of keys, each taken once for each part of its queries, and fetches k and v.
   __device__ void load_keys() {
     unsigned works = 0, draws = 0;
     for (;;) {
-      const unsigned number = next_number(draws++);
       BackwardWork& w = shared.work[works % Shared::kWorks];
-      schedule.find(number, w);
-      if (w.block >= 0 && w.k.index < 0) continue;  // past the last block of packed sequences
+      const BackwardWork& last = shared.work[(works + Shared::kWorks - 1) % Shared::kWorks];
+      const bool again = works > 0 && schedule.takes_again(last, w);
+      while (!again) {
+        schedule.find(next_number(draws++), w);
+        if (w.block < 0 || w.k.index >= 0) break;  // not past the last block of packed sequences
+      }
       const uint32_t empty = works % 2 ^ 1;
       shared.work_ring.full[0].arrive();
       if (w.block < 0) {
@@ -146,34 +149,42 @@ struct PairBackward {
   // Fetches q and do, those of a block's first step before k of the last was given back; in the order in which their
   // places become free.
   __device__ void load_queries() {
-    const int group = a.heads / a.kv_heads;
     unsigned n = 0;  // steps
     for (unsigned works = 0;; ++works) {
       shared.work_ring.full[0].wait(works % 2);
       const BackwardWork& w = shared.work[works % Shared::kWorks];
       if (w.block < 0) return;
-      Visit visit{w.tiles.start, 0};
-      for (int left = group * w.tiles.count(); left; --left, ++n, visit.advance(w.tiles, group)) {
-        const int64_t tile = schedule.q_tile(w, visit, group);
-        const auto fetch_half = [&](unsigned char* to, const unsigned char* tiles, int half, Barrier& full,
-                                    uint32_t more = 0) {
-          full.arrive_expecting(Half::kBytes + more);
-          fetch(to, tiles + tile * TileQ::kBytes + half * Half::kBytes, Half::kBytes, full);
-        };
-        const int s = n % kStages;
-        const uint32_t empty = n / kStages % 2 ^ 1;
-        shared.q_ring.empty[s].wait(empty);
-        shared.rows_empty[s].wait(empty);
-        fetch_half(shared.q_near[s], a.q, rank(), shared.q_ring.full[s], sizeof(Rows));
-        fetch(&shared.rows[s], a.rows + tile * sizeof(Rows), sizeof(Rows), shared.q_ring.full[s]);
-        shared.q_far_ring.empty[0].wait(n % 2 ^ 1);
-        fetch_half(shared.q_far, a.q, other(), shared.q_far_ring.full[0]);
-        shared.do_ring.empty[s].wait(empty);
-        fetch_half(shared.do_near[s], a.do_, rank(), shared.do_ring.full[s]);
-        shared.do_far_ring.empty[0].wait(n % 2 ^ 1);
-        fetch_half(shared.do_far, a.do_, other(), shared.do_far_ring.full[0]);
-      }
+      if (w.part == 0)
+        load_queries<true>(w, n);
+      else
+        load_queries<false>(w, n);
       shared.work_ring.empty[0].arrive();
+    }
+  }
+
+  template <bool kFirstPart>
+  __device__ void load_queries(const BackwardWork& w, unsigned& n) {
+    const int group = a.heads / a.kv_heads;
+    Visit visit{w.tiles.start, 0};
+    for (int left = group * w.tiles.count(); left; --left, ++n, visit.advance(w.tiles, group)) {
+      const int64_t tile = schedule.q_tile(w, visit, group);
+      const auto fetch_half = [&](unsigned char* to, const unsigned char* tiles, int half, Barrier& full,
+                                  uint32_t more = 0) {
+        full.arrive_expecting(Half::kBytes + more);
+        fetch(to, tiles + tile * TileQ::kBytes + half * Half::kBytes, Half::kBytes, full);
+      };
+      const int s = n % kStages;
+      const uint32_t empty = n / kStages % 2 ^ 1;
+      shared.q_ring.empty[s].wait(empty);
+      shared.rows_empty[s].wait(empty);
+      fetch_half(shared.q_near[s], a.q, rank(), shared.q_ring.full[s], sizeof(Rows));
+      fetch(&shared.rows[s], schedule.template rows<Rows, kFirstPart>(w, tile), sizeof(Rows), shared.q_ring.full[s]);
+      shared.q_far_ring.empty[0].wait(n % 2 ^ 1);
+      fetch_half(shared.q_far, a.q, other(), shared.q_far_ring.full[0]);
+      shared.do_ring.empty[s].wait(empty);
+      fetch_half(shared.do_near[s], a.do_, rank(), shared.do_ring.full[s]);
+      shared.do_far_ring.empty[0].wait(n % 2 ^ 1);
+      fetch_half(shared.do_far, a.do_, other(), shared.do_far_ring.full[0]);
     }
   }
 
@@ -210,7 +221,7 @@ struct PairBackward {
       shared.k_ring.full[0].wait(works % 2);
       const BackwardWork& w = shared.work[works % Shared::kWorks];
       if (w.block < 0) break;
-      const Powers& e = a.powers[w.batch * a.kv_heads + w.kv_head];
+      const Powers& e = schedule.powers(w);
       const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - e.k));
       const float product_scale = exp2f(static_cast<float>(e.product));
       const int steps = group * w.tiles.count();
@@ -269,11 +280,12 @@ struct PairBackward {
       shared.k_ring.full[0].wait(works % 2);
       const BackwardWork& w = shared.work[works % Shared::kWorks];
       if (w.block < 0) break;
-      const Powers& e = a.powers[w.batch * a.kv_heads + w.kv_head];
+      const Powers& e = schedule.powers(w);
       const int steps = group * w.tiles.count();
       // Known before the first product: what is read after the last is waited for.
       const int dv_exponent = ptx::hidden(-a.weight_exponent - e.do_);
       const int dk_exponent = ptx::hidden(dv_exponent - e.product - e.v - e.q);
+      const float dq_scale = ptx::hidden(exp2f(static_cast<float>(e.dq)));
       Accumulator<kChannels> dk, dv;
       dk.zero(), dv.zero();
       for (int left = steps; left; --left, ++n) {
@@ -303,6 +315,7 @@ struct PairBackward {
         take(shared.p_ring.empty[p_stage]);
         ptx::wgmma_wait<1>();
         ptx::pin(dq.x);
+        if (sums == Sums::floats && dq_scale != 1.f) dq.scale(dq_scale);
         const int64_t start = ((static_cast<int64_t>(target.tile) * kBlocks + rank()) * 2 + half) * kDqNumbers;
         add_to_sums<Rows, sums, kSumsAtOnce<Dim, sums>>(a, target, start, 0, dq, threadIdx.x % kWarpgroup);
         ptx::wgmma_wait<0>();

@@ -75,6 +75,36 @@ __device__ inline float per_dlse(const Sizes& sampled) {
   const float reach = sampled.v_row + sampled.reach;
   return reach > 0.f ? reach : 1.f;
 }
+// A gradient of lse as if it were |do|.
+__device__ inline float as_row(const Sizes& sampled, float dlse) { return dlse > 0.f ? dlse / per_dlse(sampled) : 0.f; }
+
+// How far rows of do of one part may lie above a typical row of their head, or of the part before. What rounding to the
+// least numbers of f16 costs the dq of typical rows is then some 2^-24 of it for each key (weights of 1 / keys, dim
+// 64).
+constexpr float kSpan = 0x1p13f;
+
+// What |do| + |dlse| / per_dlse of rows of a part is at most, if it is not the last.
+__device__ inline float largest_row(const Preparation& p, const Sizes& sampled, int part) {
+  const float typical = sampled.typical_do_row + as_row(sampled, sampled.typical_dlse);
+  if (!p.scaled || !(typical > 0.f)) return INFINITY;
+  float most = typical;
+  for (int i = 0; i <= part; ++i) most *= kSpan;
+  return most;
+}
+__device__ inline int parts_of(const Preparation& p, const Sizes& sampled, const Sizes& s) {
+  const float most = s.do_row + as_row(sampled, s.dlse);
+  int parts = 1;
+  while (parts < kParts && most > largest_row(p, sampled, parts - 1)) ++parts;
+  return parts;
+}
+
+// The sizes of what a part has, `s` being those of all queries.
+__device__ inline Sizes sizes_of_part(const Preparation& p, const Sizes& sampled, Sizes s, int part, int parts) {
+  if (part + 1 == parts) return s;
+  const float most = largest_row(p, sampled, part);
+  s.do_ = fminf(s.do_, most), s.do_row = fminf(s.do_row, most), s.dlse = fminf(s.dlse, most * per_dlse(sampled));
+  return s;
+}
 
 // What integers of dq's sums are:
 //   |dq_ic| <= sum_j p_ij |dp_ij - delta_i + dlse_i| |k_jc| <= (|do_i| + |dlse_i| / per_dlse) max(|v| + reach,

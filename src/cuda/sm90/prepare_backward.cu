@@ -172,18 +172,23 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
   __syncthreads();
   Sizes& found = p.sampled[kv];
   if (which == Tensor::do_) {
-    __shared__ float dlse_shared;
+    __shared__ float dlse_shared, of_dlse[kSampled];
     if (threadIdx.x == 0) dlse_shared = 0.f;
+    if (threadIdx.x < kSampled) of_dlse[threadIdx.x] = 0.f;
     __syncthreads();
     for (int i = threadIdx.x; p.dlse.data && i < sampled; i += kThreads) {
       if (!is_sampled(i)) continue;
       Line at = line_of(i);
       at.channel = 0;
       const float dlse = fabsf(static_cast<const float*>(p.dlse.data)[at.offset(p.dlse)]);
-      if (isfinite(dlse)) raise(dlse_shared, dlse);
+      if (isfinite(dlse)) of_dlse[i] = dlse, raise(dlse_shared, dlse);
     }
     __syncthreads();
-    if (threadIdx.x == 0) found.dlse = dlse_shared;
+    if (threadIdx.x < 32) {
+      const float typical_row = power_above_one_in<2>(norms, 0), typical_dlse = power_above_one_in<2>(of_dlse, 0);
+      if (threadIdx.x == 0)
+        found.dlse = dlse_shared, found.typical_do_row = typical_row, found.typical_dlse = typical_dlse;
+    }
   }
   if (threadIdx.x == 0) {
     if (which == Tensor::q) found.q = most_shared;
@@ -262,14 +267,17 @@ struct TileWriter {
     for (int c = 0; c < kVector; ++c) mean[c] = (&words[c / 4].x)[c % 4];
   }
 
-  // q, do, delta and lse of a tile of queries. `first_time`: also zeros for dq, and sizes.
-  template <class PowersOf>
-  __device__ void queries(int head_index, int block, bool first_time, const PowersOf& powers_of) const {
+  // q, do, delta and lse of a tile of queries. kFirstTime: also zeros for dq, and sizes, and all queries as of the
+  // first part. `powers_of`: of a part.
+  template <bool kFirstTime, class PowersOf>
+  __device__ void queries(int head_index, int block, const PowersOf& powers_of) const {
     const int heads = static_cast<int>(p.q.shape[1]), batch = head_index / heads, head = head_index % heads;
     const Blocks::Sequence sequence = p.q_blocks.sequence_of(block);
     const int64_t tile = static_cast<int64_t>(head_index) * p.q_blocks.count + block;
     const int64_t start = tile * kQueries * Dim * static_cast<int64_t>(sizeof(T));
-    auto& rows = reinterpret_cast<QueryRows<kQueries>*>(p.rows)[tile];
+    const auto rows_of = [&](int part) -> QueryRows<kQueries>& {
+      return rows_at<kQueries>(p.rows, part, p.q.shape[0] * heads * p.q_blocks.count, tile);
+    };
     const int first_query = (block - sequence.first_block) * kQueries;
     const KeyRange range = sequence.index < 0 ? KeyRange{0, 0} : counted(p, true, sequence.index);
     int row = threadIdx.x / kLines;
@@ -291,11 +299,12 @@ struct TileWriter {
     };
     Row raw = read_row();
     __shared__ float most_dlse;
-    if (first_time && p.dlse.data) {
+    if (kFirstTime && p.dlse.data) {
       if (threadIdx.x == 0) most_dlse = 0.f;
       __syncthreads();
     }
-    const Powers powers = powers_of();
+    const Powers powers = powers_of(0);
+    const int parts = kFirstTime ? 1 : powers.parts;
     const float q_scale = power_of_two(powers.q), do_scale = power_of_two(powers.do_);
     const float delta_scale = power_of_two(powers.do_ + powers.v + powers.product);
     const float scale_log2e = p.scale * 1.44269504f;
@@ -312,7 +321,7 @@ struct TileWriter {
       raw.o.get(sum, OCTET_F32), raw.residual.get(x, OCTET_F32);
       for (int c = 0; c < kVector; ++c) sum[c] += x[c];
       raw.do_.get(x, p.round_do);
-      put<T>(p.do_tiles + start, kQueries, row, line, x, do_scale);
+      if (kFirstTime) put<T>(p.do_tiles + start, kQueries, row, line, x, do_scale);
       Size size(x);
       float delta = 0.f;
       for (int c = 0; c < kVector; ++c) delta += x[c] * sum[c];
@@ -324,30 +333,49 @@ struct TileWriter {
       const float norm = size.norm();
       most_do = fmaxf(most_do, size.most), most_row = fmaxf(most_row, norm);
       if (norm > 0.f && isfinite(delta)) reach = fmaxf(reach, __fdividef(fabsf(delta), norm));
-      if (line == 0) {
-        // Rows that see no key, and those beyond the sequence, get p = 0.
-        const bool sees = raw.lse != -INFINITY;
-        const float less = fmaf(scale_log2e, p.smooth ? q_mean : 0.f, static_cast<float>(p.weight_exponent));
-        rows.lse[row] = sees ? fmaf(raw.lse, 1.44269504f, -less) : INFINITY;
-        // Read here, as rows ahead have no registers left for it.
+      // Rows that see no key, and those beyond the sequence, get p = 0.
+      const bool sees = raw.lse != -INFINITY;
+      // Read here, as rows ahead have no registers left for it.
+      const auto read_dlse = [&] {
         const Line at{batch, head, static_cast<int64_t>(sequence.first) + first_query + row, 0};
-        float dlse = 0.f, bound = norm;
-        if (p.dlse.data && sees) {
-          dlse = static_cast<const float*>(p.dlse.data)[at.offset(p.dlse)];
-          const float most = isfinite(dlse) ? fabsf(dlse) : 0.f;
-          bound += most / per_dlse(p.sampled[kv]);
-          if (first_time) raise(most_dlse, most);
-        }
+        return p.dlse.data && sees ? static_cast<const float*>(p.dlse.data)[at.offset(p.dlse)] : 0.f;
+      };
+      const auto bound_of = [&](float dlse) {
+        const float most = isfinite(dlse) ? fabsf(dlse) : 0.f;
+        return p.dlse.data ? norm + most / per_dlse(p.sampled[kv]) : norm;
+      };
+      int part = 0;
+      if (!kFirstTime) {
+        const float bound = bound_of(read_dlse());
+        while (part < parts - 1 && bound > powers_of(part).largest_row) ++part;
+        put<T>(p.do_tiles + start, kQueries, row, line, x, power_of_two(powers_of(part).do_));
+      }
+      if (line == 0) {
+        const float less = fmaf(scale_log2e, p.smooth ? q_mean : 0.f, static_cast<float>(p.weight_exponent));
+        const float dlse = read_dlse(), bound = bound_of(dlse);
+        if (kFirstTime && p.dlse.data && isfinite(dlse)) raise(most_dlse, fabsf(dlse));
         // sum_j p_ij is 1 - exp(sink - lse), and sum_j p_ij dp_ij is delta.
-        if (p.row_sums && first_time)
+        if (p.row_sums && kFirstTime)
           p.row_sums[tile * kQueries + row] =
               sees ? fmaf(expf(p.sinks.at(batch, head) - raw.lse), delta - dlse, dlse) : 0.f;
-        rows.delta[row] = sees ? (delta - dlse) * delta_scale : 0.f;
-        rows.unit[row] = bound > 0.f ? power_of_two(-exponent_above(bound) - powers.do_) : 1.f;
+        const auto write_row = [&](int i, const Powers& e, float scale) {
+          auto& rows = rows_of(i);
+          rows.lse[row] = sees && i == part ? fmaf(raw.lse, 1.44269504f, -less) : INFINITY;
+          rows.delta[row] = sees ? (delta - dlse) * scale : 0.f;
+          rows.unit[row] = bound > 0.f ? power_of_two(-exponent_above(bound) - e.do_) : 1.f;
+        };
+        write_row(0, powers, delta_scale);
+        for (int i = 1; i < parts; ++i) {
+          const Powers e = powers_of(i);
+          write_row(i, e, power_of_two(e.do_ + e.v + e.product));
+        }
       }
     }
-    if (threadIdx.x == 0) rows.first = first_query, rows.tile = static_cast<int>(tile), rows.spoiled = rows.padding = 0;
-    if (!first_time) return;
+    if (threadIdx.x < parts) {
+      auto& rows = rows_of(threadIdx.x);
+      rows.first = first_query, rows.tile = static_cast<int>(tile), rows.spoiled = rows.padding = 0;
+    }
+    if (!kFirstTime) return;
     keep(p.sizes[kv].q, most_q, most_do, most_row, reach);
     if (p.dlse.data) {
       __syncthreads();
@@ -382,7 +410,7 @@ struct TileWriter {
       }
     };
     read_rows();
-    const Powers powers = powers_of();
+    const Powers powers = powers_of(0);
     const float k_scale = power_of_two(powers.k), v_scale = power_of_two(powers.v);
     Vector mean;
     read_mean(mean);
@@ -420,27 +448,37 @@ __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
   const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x);
   const int kv = tile < of_queries ? tile / p.q_blocks.count / p.group : (tile - of_queries) / p.k_blocks.count;
   const TileWriter<T, In, Dim> writer{p, kv};
-  const auto powers_of = [&] { return powers_for(p, p.sampled[kv], kRoomOfSample); };
+  const auto powers_of = [&](int) { return powers_for(p, p.sampled[kv], kRoomOfSample); };
   if (tile < of_queries)
-    writer.queries(tile / p.q_blocks.count, tile % p.q_blocks.count, true, powers_of);
+    writer.template queries<true>(tile / p.q_blocks.count, tile % p.q_blocks.count, powers_of);
   else
     writer.keys((tile - of_queries) % p.k_blocks.count, true, powers_of);
 }
 
-// Settles the powers of all heads, and writes those again whose numbers the sample's powers do not fit.
+// Settles the powers of all heads and their parts, and writes those again whose numbers the sample's powers do not fit.
 template <class T, class In, int Dim>
 __global__ void __launch_bounds__(kThreads, 2) mend_kernel(const __grid_constant__ Preparation p) {
   __shared__ bool again[kThreads];
+  __shared__ Powers of_head[kParts];
   ptx::next_grid_may_start();
   ptx::wait_for_previous_grid();
   const int all = static_cast<int>(p.k.shape[0] * p.k.shape[1]);
-  const auto settled = [&](int kv, bool& unfit) {
+  const auto settled = [&](int kv, int part, bool& unfit) {
     const Sizes sampled = p.sampled[kv];
     Sizes sizes = p.sizes[kv];
     if (!p.k_tiles) sizes.k = sampled.k, sizes.v = sampled.v, sizes.v_row = sampled.v_row;  // as far as they are known
+    const int parts = parts_of(p, sampled, sizes);
+    const Sizes of_first = sizes_of_part(p, sampled, sizes, 0, parts);
+    sizes = sizes_of_part(p, sampled, sizes, part, parts);
     const Powers sample = powers_for(p, sampled, kRoomOfSample), exact = powers_for(p, sizes, kRoom);
-    unfit = !fits(sample, exact);
+    unfit = parts > 1 || !fits(sample, exact);
     Powers powers = unfit ? exact : sample;
+    powers.parts = parts;
+    powers.largest_row = largest_row(p, sampled, part);
+    if (part > 0) {
+      const Powers e = powers_for(p, of_first, kRoom);
+      powers.dq = e.product + e.do_ - powers.product - powers.do_;
+    }
     powers.sums_unit = sums_unit(p, sampled, sizes, powers);
     powers.largest_v = largest_v(p, sizes, powers);
     return powers;
@@ -449,17 +487,25 @@ __global__ void __launch_bounds__(kThreads, 2) mend_kernel(const __grid_constant
     const int kv = first + static_cast<int>(threadIdx.x);
     bool unfit = false;
     if (kv < all) {
-      const Powers powers = settled(kv, unfit);
-      if (blockIdx.x == 0) p.powers[kv] = powers;
+      int part = 0, parts = 1;
+      for (; part < parts; ++part) {
+        const Powers powers = settled(kv, part, unfit);
+        parts = powers.parts;
+        if (blockIdx.x == 0) p.powers[kv * kParts + part] = powers;
+      }
     }
     again[threadIdx.x] = unfit;
     if (!__syncthreads_or(unfit)) continue;
     for (int i = 0; i < kThreads; ++i) {
       if (!again[i]) continue;
       const TileWriter<T, In, Dim> writer{p, first + i};
-      const auto powers_of = [&] { return settled(first + i, unfit); };
+      __syncthreads();  // the head before is written
+      if (threadIdx.x < kParts) of_head[threadIdx.x] = settled(first + i, threadIdx.x, unfit);
+      __syncthreads();
+      const auto powers_of = [&](int part) -> const Powers& { return of_head[part]; };
       for (int tile = blockIdx.x; tile < p.group * p.q_blocks.count; tile += gridDim.x)
-        writer.queries((first + i) * p.group + tile / p.q_blocks.count, tile % p.q_blocks.count, false, powers_of);
+        writer.template queries<false>((first + i) * p.group + tile / p.q_blocks.count, tile % p.q_blocks.count,
+                                       powers_of);
       for (int block = blockIdx.x; p.k_tiles && block < p.k_blocks.count; block += gridDim.x)
         writer.keys(block, false, powers_of);
     }

@@ -23,6 +23,8 @@ struct Sizes {
   float k, k_smooth, v;  // the largest; k_smooth: k less its mean
   float v_row;           // the largest |x|_2 of a row
   float dlse;            // the largest
+  // A power of two near the median of those that are not 0. Of a sample only.
+  float typical_do_row, typical_dlse;
 };
 
 struct Preparation {
@@ -41,10 +43,10 @@ struct Preparation {
   float scale;  // of the logits
 
   Sizes *sampled, *sizes;                                 // [batch, kv_head]: of a sample, of all numbers
-  Powers* powers;                                         // [batch, kv_head]
+  Powers* powers;                                         // [batch, kv_head][part]
   float* mean;                                            // [batch, kv_head][dim]: of k in the sample, rounded
   unsigned char *q_tiles, *k_tiles, *v_tiles, *do_tiles;  // no k_tiles: the kernel converts k and v itself
-  unsigned char* rows;                                    // of QueryRows
+  unsigned char* rows;                                    // of QueryRows; of parts where operands are scaled
   float* row_sums;                                        // see BackwardArguments
   void* dq;                                               // set to 0 for the first `zeroed_heads` (batch, kv head)
   int zeroed_heads;

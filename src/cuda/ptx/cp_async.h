@@ -1,0 +1,27 @@
+// Copies from global to shared memory that the thread need not wait for. PTX ISA, 9.7.9.25.3 (cp.async).
+#pragma once
+#include <cstdint>
+
+namespace octet::cuda::ptx {
+
+__device__ inline uint32_t shared_address(const void* x) { return static_cast<uint32_t>(__cvta_generic_to_shared(x)); }
+
+// 16 bytes to shared address `to`, the first `bytes` (16 or 0) of them from `from`, the others zeros.
+__device__ inline void cp_async(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ inline void cp_async(uint32_t to, const int* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+// What the thread has asked for since the last call becomes a group.
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until all but the last `Groups` of this thread's groups have arrived. Only this thread sees them.
+template <int Groups>
+__device__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
+}
+
+// Until all that this thread has asked for has arrived.
+__device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace octet::cuda::ptx
