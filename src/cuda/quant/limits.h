@@ -8,6 +8,9 @@ namespace octet::cuda {
 // The largest finite magnitude of eight channels.
 __device__ inline float largest_finite(const Vector& x) {
   float most = 0.f;
+  for (const float y : x) most = fmaxf(most, fabsf(y));  // which passes over NaN
+  if (most < INFINITY) return most;
+  most = 0.f;
   for (const float y : x) most = fmaxf(most, isfinite(y) ? fabsf(y) : 0.f);
   return most;
 }

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "cuda/host/launch.h"
+#include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/quant/elements.h"
 #include "cuda/quant/limits.h"
@@ -59,6 +60,10 @@ struct Column {
     if (present && there) raw.word = *reinterpret_cast<const uint4*>(at);
     return raw;
   }
+  // Into shared memory, sooner or later; zeros where there is nothing.
+  __device__ void copy(uint4& to, bool present) const {
+    ptx::cp_async(ptx::shared_address(&to), at, present && there ? 16 : 0);
+  }
   __device__ void advance(int tokens) { at += tokens * step; }
 };
 template <>
@@ -98,11 +103,12 @@ __device__ inline bool counts(const Preparation& p, bool queries, int token) {
   return range.first <= i && i < range.last;
 }
 
-// One block for each (batch, kv head) and tensor: samples tokens evenly.
+// One block for each (batch, kv head) and tensor: samples tokens evenly. A sample is read again where it is needed
+// twice, so that registers are left for blocks beside each other.
 template <class In>
-__global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant__ Preparation p) {
-  constexpr bool kAllAtOnce = !std::is_void_v<In>;
-  constexpr int kBatch = kAllAtOnce ? kSampled / (kThreads / (256 / kVector)) : 1, kWarps = kThreads / 32;
+__global__ void __launch_bounds__(kThreads, 4) survey_kernel(const __grid_constant__ Preparation p) {
+  constexpr int kAtOnce = std::is_void_v<In> ? 1 : 4;  // samples that a thread reads before it looks at them
+  constexpr int kWarps = kThreads / 32;
   const int kv = blockIdx.x, kv_heads = static_cast<int>(p.k.shape[1]), batch = kv / kv_heads, kv_head = kv % kv_heads;
   const int lines = p.tile_dim / kVector, line = threadIdx.x % lines, rows = kThreads / lines;
   const Tensor which = static_cast<Tensor>(blockIdx.y);
@@ -110,8 +116,9 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
   const int group = which == Tensor::q || which == Tensor::do_ ? p.group : 1;
   const bool of_queries = which == Tensor::q || which == Tensor::do_, packed = p.k_blocks.cu_seqlens;
   const KeyRange range = packed ? KeyRange{0, static_cast<int>(x.shape[2])} : counted(p, of_queries, 0);
-  const int64_t tokens = range.last - range.first, all = group * tokens;
-  const int sampled = static_cast<int>(min(all, int64_t{kSampled}));
+  const int tokens = range.last - range.first;
+  const bool whole = static_cast<int64_t>(group) * tokens <= kSampled;
+  const int sampled = whole ? group * tokens : kSampled;
   __shared__ float sums[kWarps][256], largest[kWarps][256];
   __shared__ float most_shared, row_shared, of_sample[kSampled], norms[kSampled], limit_shared;
   __shared__ int counted_shared;  // samples
@@ -121,30 +128,26 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
   if (threadIdx.x == 0 && which == Tensor::q && kv == 0) *p.counter = 0;
   // Sample i: every token there is, or as many of each head of the group as there are samples for.
   const auto line_of = [&](int i) -> Line {
-    const int count = static_cast<int>(tokens), of_group = i * group;
-    return all <= kSampled ? Line{batch, kv_head * group + i / count, range.first + i % count, line * kVector}
-                           : Line{batch, kv_head * group + of_group / kSampled,
-                                  range.first + of_group % kSampled * tokens / kSampled, line * kVector};
+    if (whole) return Line{batch, kv_head * group + i / tokens, range.first + i % tokens, line * kVector};
+    const int of_group = i * group;
+    const int token = static_cast<int>(static_cast<int64_t>(of_group % kSampled) * tokens / kSampled);
+    return Line{batch, kv_head * group + of_group / kSampled, range.first + token, line * kVector};
   };
   // Those of packed sequences that do not count are left out.
   const auto is_sampled = [&](int i) {
     return i < sampled && (!packed || counts(p, of_queries, static_cast<int>(line_of(i).token)));
   };
-  // Calls f(i, numbers) for each sample; of those that do not count numbers are 0. Where `again` says so, the numbers
-  // are still there from the time before.
-  Raw<In> raw[kBatch];
-  const auto for_samples = [&](bool again, const auto& f) {
+  // Calls f(i, numbers) for each sample; of those that do not count numbers are 0.
+  const auto for_samples = [&](const auto& f) {
 #pragma unroll 1
-    for (int first = 0; first < sampled; first += kBatch * rows) {
+    for (int first = 0; first < sampled; first += kAtOnce * rows) {
       const auto sample = [&](int j) { return first + j * rows + static_cast<int>(threadIdx.x) / lines; };
+      Raw<In> raw[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        if (kAllAtOnce && again) break;
-        raw[j] = {};
+      for (int j = 0; j < kAtOnce; ++j)
         if (line * kVector < x.shape[3] && is_sampled(sample(j))) raw[j].read(x, line_of(sample(j)));
-      }
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
+      for (int j = 0; j < kAtOnce; ++j) {
         if (first + j * rows >= sampled) break;
         Vector v;
         raw[j].get(v, OCTET_F32);
@@ -154,7 +157,7 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
   };
   if (threadIdx.x < kSampled) of_sample[threadIdx.x] = norms[threadIdx.x] = 0.f;
   __syncthreads();
-  for_samples(false, [&](int i, const Vector& v) {
+  for_samples([&](int i, const Vector& v) {
     Size size(v);
     size.reduce(lines);
     if (line == 0 && i < sampled) of_sample[i] = size.most, norms[i] = size.norm();
@@ -201,7 +204,7 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
   }
   if (which != Tensor::k) return;
   Vector sum{}, column_most{};
-  for_samples(true, [&](int, const Vector& v) {
+  for_samples([&](int, const Vector& v) {
     for (int c = 0; c < kVector; ++c)
       if (fabsf(v[c]) < limit) sum[c] += v[c], column_most[c] = fmaxf(column_most[c], fabsf(v[c]));
   });
@@ -228,27 +231,47 @@ __global__ void __launch_bounds__(kThreads) survey_kernel(const __grid_constant_
   }
 }
 
+// Eight channels of a row as those of a tile lie (tile/shared.h), times `scale`.
 template <class T>
-__device__ void put(unsigned char* tile, int rows, int row, int line, const Vector& x, float scale) {
+__device__ void put(unsigned char* to, const Vector& x, float scale) {
   uint4 word;
   uint32_t* const pairs = &word.x;
   for (int i = 0; i < kVector / 2; ++i) pairs[i] = ptx::pack<T>(x[2 * i] * scale, x[2 * i + 1] * scale);
-  const int panel = line / kSwizzleRows;
-  *reinterpret_cast<uint4*>(tile + panel * rows * kPanelRowBytes + row * kPanelRowBytes +
-                            (line % kSwizzleRows ^ row % kSwizzleRows) * 16) = word;
+  *reinterpret_cast<uint4*>(to) = word;
 }
 
-// Writes tiles of one (batch, kv head). A group of kLines threads takes a row, and reads all it needs before it writes;
-// the first row before the powers (`powers_of`), which take as long to come.
+// Writes tiles of one (batch, kv head). A group of kLines threads takes a row, and reads all it needs before it writes.
+// Rows of queries are on their way while others are written, those of keys two at a time; the first ones before the
+// powers (`powers_of`), which take as long to come.
 template <class T, class In, int Dim>
 struct TileWriter {
   static constexpr int kQueries = BackwardTile<Dim>::kQueries, kKeys = BackwardTile<Dim>::kKeys;
   static constexpr int kLines = Dim / kVector, kRowsAtOnce = kThreads / kLines;
   static constexpr int kKeyBatch = std::is_void_v<In> ? 1 : 2;  // that are read before one is written
+  static_assert(kRowsAtOnce % kSwizzleRows == 0 && kQueries <= kThreads);
+  // Rows of queries on their way, in dynamic shared memory; none where vectors may lie anyhow.
+  static constexpr int kAhead = std::is_void_v<In> ? 0 : 4;
+  struct Ahead {
+    uint4 q[kThreads], do_[kThreads], o[kThreads], residual[kThreads];  // each thread's own
+  };
+  static constexpr int kSharedBytes = kAhead * sizeof(Ahead);
+  // What the threads of each row have summed.
+  struct RowSums {
+    float delta[kQueries], norm[kQueries];
+    float of_mean[kQueries];  // of what k's mean adds to the row's logits
+  };
 
   const Preparation& p;
   int kv;
   int line = threadIdx.x % kLines;
+
+  // Where this thread's line of its first row lies in a tile of `rows` rows; later rows, a multiple of kSwizzleRows
+  // further, lie kPanelRowBytes each behind it.
+  __device__ int place(int rows) const {
+    const int row = threadIdx.x / kLines;
+    return line / kSwizzleRows * rows * kPanelRowBytes + row * kPanelRowBytes +
+           (line % kSwizzleRows ^ row % kSwizzleRows) * 16;
+  }
 
   // Keeps the largest of four numbers over a warp, `first` and those that follow it in Sizes.
   __device__ void keep(float& first, float a, float b, float c, float d) const {
@@ -280,110 +303,152 @@ struct TileWriter {
     };
     const int first_query = (block - sequence.first_block) * kQueries;
     const KeyRange range = sequence.index < 0 ? KeyRange{0, 0} : counted(p, true, sequence.index);
+    const auto is_present = [&](int row) {
+      return row < kQueries && range.first <= first_query + row && first_query + row < range.last;
+    };
+    const int64_t first_token = static_cast<int64_t>(sequence.first) + first_query;
+    const auto of_token = [&](const Strided& x, int row) {
+      return static_cast<const float*>(x.data)[Line{batch, head, first_token + row, 0}.offset(x)];
+    };
+    // Rows that see no key, and those beyond the sequence, get p = 0.
+    const auto read_lse = [&](int row) { return is_present(row) ? of_token(p.lse, row) : -INFINITY; };
+    const auto read_dlse = [&](int row, float lse) {
+      return p.dlse.data && lse != -INFINITY ? of_token(p.dlse, row) : 0.f;
+    };
+
     int row = threadIdx.x / kLines;
-    const int64_t first_token = static_cast<int64_t>(sequence.first) + first_query + row;
-    const Line first{batch, head, first_token, line * kVector};
+    const Line first{batch, head, first_token + row, line * kVector};
     Column<In> q(p.q, first), do_(p.do_, first), o(p.o, first), residual(p.o_residual, first);
-    const float* lse = static_cast<const float*>(p.lse.data) + Line{batch, head, first_token, 0}.offset(p.lse);
+    const auto advance = [&] {
+      q.advance(kRowsAtOnce), do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
+    };
+    extern __shared__ uint4 shared[];
+    Ahead* const ahead = reinterpret_cast<Ahead*>(shared);
+    int asked = row, slot = 0;  // the row asked for next, and where it goes to
+    const auto ask = [&] {
+      if constexpr (kAhead > 0) {
+        if (asked < kQueries) {
+          const bool present = is_present(asked);
+          Ahead& to = ahead[slot];
+          q.copy(to.q[threadIdx.x], present), do_.copy(to.do_[threadIdx.x], present);
+          o.copy(to.o[threadIdx.x], present), residual.copy(to.residual[threadIdx.x], present);
+          advance();
+        }
+        ptx::cp_async_commit();
+        asked += kRowsAtOnce, slot = (slot + 1) % kAhead;
+      }
+    };
     struct Row {
       Raw<In> q, do_, o, residual;
-      float lse;
     };
     const auto read_row = [&] {
-      const bool present = row < kQueries && range.first <= first_query + row && first_query + row < range.last;
-      const Row read{q.read(present), do_.read(present), o.read(present), residual.read(present),
-                     present ? *lse : -INFINITY};
-      q.advance(kRowsAtOnce), do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
-      lse += kRowsAtOnce * p.lse.stride[2];
+      Row read;
+      if constexpr (kAhead > 0) {
+        ptx::cp_async_wait<kAhead - 1>();
+        const Ahead& from = ahead[slot];
+        read.q.word = from.q[threadIdx.x], read.do_.word = from.do_[threadIdx.x];
+        read.o.word = from.o[threadIdx.x], read.residual.word = from.residual[threadIdx.x];
+      } else {
+        const bool present = is_present(row);
+        read = {q.read(present), do_.read(present), o.read(present), residual.read(present)};
+        advance();
+      }
       return read;
     };
-    Row raw = read_row();
-    __shared__ float most_dlse;
-    if (kFirstTime && p.dlse.data) {
-      if (threadIdx.x == 0) most_dlse = 0.f;
-      __syncthreads();
+    for (int i = 0; i < kAhead; ++i) ask();
+    if (kFirstTime && kv < p.zeroed_heads) {
+      auto* const dq = static_cast<uint4*>(p.dq) + tile * (kQueries * Dim / 4) + threadIdx.x;
+      for (int i = 0; i < kQueries * Dim / 4; i += kThreads) dq[i] = {};
     }
-    const Powers powers = powers_of(0);
+    const float my_lse = read_lse(threadIdx.x);  // of the row that this thread will write sums of
+
+    const Powers& powers = powers_of(0);
     const int parts = kFirstTime ? 1 : powers.parts;
+    const auto of_part = [&](int i) -> const Powers& {
+      if constexpr (kFirstTime)
+        return powers;
+      else
+        return powers_of(i);
+    };
+    const auto bound_of = [&](float norm, float dlse) {
+      const float most = isfinite(dlse) ? fabsf(dlse) : 0.f;
+      return p.dlse.data ? norm + most / per_dlse(p.sampled[kv]) : norm;
+    };
+    const auto part_of = [&](float bound) {
+      int part = 0;
+      while (part < parts - 1 && bound > of_part(part).largest_row) ++part;
+      return part;
+    };
     const float q_scale = power_of_two(powers.q), do_scale = power_of_two(powers.do_);
-    const float delta_scale = power_of_two(powers.do_ + powers.v + powers.product);
-    const float scale_log2e = p.scale * 1.44269504f;
+    __shared__ RowSums sums;
     Vector mean;
     read_mean(mean);
-    float most_q = 0.f, most_do = 0.f, most_row = 0.f, reach = 0.f;
-    for (; row < kQueries; row += kRowsAtOnce, raw = read_row()) {
+    float most_q = 0.f, most_do = 0.f;
+    unsigned char *to_q = p.q_tiles + start + place(kQueries), *to_do = p.do_tiles + start + place(kQueries);
+    for (; row < kQueries; row += kRowsAtOnce) {
+      const Row raw = read_row();
+      ask();
       Vector x, sum;
       raw.q.get(x, p.round_q);
-      put<T>(p.q_tiles + start, kQueries, row, line, x, q_scale);
-      most_q = fmaxf(most_q, Size(x).most);
-      float q_mean = 0.f;  // q k^T less q (k - mean)^T
-      for (int c = 0; c < kVector; ++c) q_mean += x[c] * mean[c];
+      put<T>(to_q, x, q_scale);
+      most_q = fmaxf(most_q, largest_finite(x));
+      float of_mean = 0.f;  // q k^T less q (k - mean)^T
+      for (int c = 0; c < kVector; ++c) of_mean += x[c] * mean[c];
       raw.o.get(sum, OCTET_F32), raw.residual.get(x, OCTET_F32);
       for (int c = 0; c < kVector; ++c) sum[c] += x[c];
       raw.do_.get(x, p.round_do);
-      if (kFirstTime) put<T>(p.do_tiles + start, kQueries, row, line, x, do_scale);
+      if (kFirstTime) put<T>(to_do, x, do_scale);
       Size size(x);
       float delta = 0.f;
       for (int c = 0; c < kVector; ++c) delta += x[c] * sum[c];
       size.reduce(kLines);
       for (int step = kLines / 2; step; step /= 2) {
         delta += __shfl_xor_sync(~0u, delta, step);
-        q_mean += __shfl_xor_sync(~0u, q_mean, step);
+        of_mean += __shfl_xor_sync(~0u, of_mean, step);
       }
+      most_do = fmaxf(most_do, size.most);
       const float norm = size.norm();
-      most_do = fmaxf(most_do, size.most), most_row = fmaxf(most_row, norm);
-      if (norm > 0.f && isfinite(delta)) reach = fmaxf(reach, __fdividef(fabsf(delta), norm));
-      // Rows that see no key, and those beyond the sequence, get p = 0.
-      const bool sees = raw.lse != -INFINITY;
-      // Read here, as rows ahead have no registers left for it.
-      const auto read_dlse = [&] {
-        const Line at{batch, head, static_cast<int64_t>(sequence.first) + first_query + row, 0};
-        return p.dlse.data && sees ? static_cast<const float*>(p.dlse.data)[at.offset(p.dlse)] : 0.f;
-      };
-      const auto bound_of = [&](float dlse) {
-        const float most = isfinite(dlse) ? fabsf(dlse) : 0.f;
-        return p.dlse.data ? norm + most / per_dlse(p.sampled[kv]) : norm;
-      };
-      int part = 0;
       if (!kFirstTime) {
-        const float bound = bound_of(read_dlse());
-        while (part < parts - 1 && bound > powers_of(part).largest_row) ++part;
-        put<T>(p.do_tiles + start, kQueries, row, line, x, power_of_two(powers_of(part).do_));
+        const int part = part_of(bound_of(norm, read_dlse(row, read_lse(row))));
+        put<T>(to_do, x, power_of_two(of_part(part).do_));
       }
-      if (line == 0) {
-        const float less = fmaf(scale_log2e, p.smooth ? q_mean : 0.f, static_cast<float>(p.weight_exponent));
-        const float dlse = read_dlse(), bound = bound_of(dlse);
-        if (kFirstTime && p.dlse.data && isfinite(dlse)) raise(most_dlse, fabsf(dlse));
-        // sum_j p_ij is 1 - exp(sink - lse), and sum_j p_ij dp_ij is delta.
-        if (p.row_sums && kFirstTime)
-          p.row_sums[tile * kQueries + row] =
-              sees ? fmaf(expf(p.sinks.at(batch, head) - raw.lse), delta - dlse, dlse) : 0.f;
-        const auto write_row = [&](int i, const Powers& e, float scale) {
-          auto& rows = rows_of(i);
-          rows.lse[row] = sees && i == part ? fmaf(raw.lse, 1.44269504f, -less) : INFINITY;
-          rows.delta[row] = sees ? (delta - dlse) * scale : 0.f;
-          rows.unit[row] = bound > 0.f ? power_of_two(-exponent_above(bound) - e.do_) : 1.f;
-        };
-        write_row(0, powers, delta_scale);
-        for (int i = 1; i < parts; ++i) {
-          const Powers e = powers_of(i);
-          write_row(i, e, power_of_two(e.do_ + e.v + e.product));
-        }
+      if (line == 0) sums.delta[row] = delta, sums.norm[row] = norm, sums.of_mean[row] = of_mean;
+      to_q += kRowsAtOnce * kPanelRowBytes, to_do += kRowsAtOnce * kPanelRowBytes;
+    }
+    __syncthreads();
+
+    float most_row = 0.f, reach = 0.f, most_dlse = 0.f;
+    row = threadIdx.x;
+    if (row < kQueries) {
+      const float delta = sums.delta[row], norm = sums.norm[row];
+      most_row = norm;
+      if (norm > 0.f && isfinite(delta)) reach = __fdividef(fabsf(delta), norm);
+      const bool sees = my_lse != -INFINITY;
+      const float dlse = read_dlse(row, my_lse), bound = bound_of(norm, dlse);
+      if (isfinite(dlse)) most_dlse = fabsf(dlse);
+      // sum_j p_ij is 1 - exp(sink - lse), and sum_j p_ij dp_ij is delta.
+      if (p.row_sums && kFirstTime)
+        p.row_sums[tile * kQueries + row] =
+            sees ? fmaf(expf(p.sinks.at(batch, head) - my_lse), delta - dlse, dlse) : 0.f;
+      const float less = fmaf(p.scale * 1.44269504f, sums.of_mean[row], static_cast<float>(p.weight_exponent));
+      const int part = part_of(bound);
+      for (int i = 0; i < parts; ++i) {
+        const Powers& e = of_part(i);
+        auto& rows = rows_of(i);
+        rows.lse[row] = sees && i == part ? fmaf(my_lse, 1.44269504f, -less) : INFINITY;
+        rows.delta[row] = sees ? (delta - dlse) * power_of_two(e.do_ + e.v + e.product) : 0.f;
+        rows.unit[row] = bound > 0.f ? power_of_two(-exponent_above(bound) - e.do_) : 1.f;
       }
     }
     if (threadIdx.x < parts) {
       auto& rows = rows_of(threadIdx.x);
       rows.first = first_query, rows.tile = static_cast<int>(tile), rows.spoiled = rows.padding = 0;
     }
-    if (!kFirstTime) return;
+    if (!kFirstTime) return __syncthreads();  // the next tile's sums take the place of these
     keep(p.sizes[kv].q, most_q, most_do, most_row, reach);
-    if (p.dlse.data) {
-      __syncthreads();
-      if (threadIdx.x == 0) raise(p.sizes[kv].dlse, most_dlse);
-    }
-    if (kv >= p.zeroed_heads) return;
-    auto* const dq = static_cast<uint4*>(p.dq) + tile * (kQueries * Dim / 4);
-    for (int i = threadIdx.x; i < kQueries * Dim / 4; i += kThreads) dq[i] = {};
+    if (!p.dlse.data) return;
+    most_dlse = warp_max(most_dlse);
+    if (threadIdx.x % 32 == 0) raise(p.sizes[kv].dlse, most_dlse);
   }
 
   // k less its mean, and v of a tile of keys.
@@ -410,27 +475,28 @@ struct TileWriter {
       }
     };
     read_rows();
-    const Powers powers = powers_of(0);
+    const Powers& powers = powers_of(0);
     const float k_scale = power_of_two(powers.k), v_scale = power_of_two(powers.v);
     Vector mean;
     read_mean(mean);
+    unsigned char *to_k = p.k_tiles + start + place(kKeys), *to_v = p.v_tiles + start + place(kKeys);
     float most_k = 0.f, most_smooth = 0.f, most_v = 0.f, most_row = 0.f;
     for (; row < kKeys; row += kKeyBatch * kRowsAtOnce, read_rows()) {
 #pragma unroll
       for (int j = 0; j < kKeyBatch; ++j) {
-        const int to = row + j * kRowsAtOnce;
         Vector x;
         raw_k[j].get(x, p.round_k);
-        most_k = fmaxf(most_k, Size(x).most);
+        most_k = fmaxf(most_k, largest_finite(x));
         if (present[j])
           for (int c = 0; c < kVector; ++c) x[c] -= mean[c];
-        put<T>(p.k_tiles + start, kKeys, to, line, x, k_scale);
-        most_smooth = fmaxf(most_smooth, Size(x).most);
+        put<T>(to_k, x, k_scale);
+        most_smooth = fmaxf(most_smooth, largest_finite(x));
         raw_v[j].get(x, p.round_v);
-        put<T>(p.v_tiles + start, kKeys, to, line, x, v_scale);
+        put<T>(to_v, x, v_scale);
         Size size(x);
         size.reduce(kLines);
         most_v = fmaxf(most_v, size.most), most_row = fmaxf(most_row, size.norm());
+        to_k += kRowsAtOnce * kPanelRowBytes, to_v += kRowsAtOnce * kPanelRowBytes;
       }
     }
     if (first_time) keep(p.sizes[kv].k, most_k, most_smooth, most_v, most_row);
@@ -443,12 +509,21 @@ template <class T, class In, int Dim>
 __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
     tile_kernel(const __grid_constant__ Preparation p) {
   ptx::next_grid_may_start();
-  ptx::wait_for_previous_grid();
   const int heads = static_cast<int>(p.q.shape[0] * p.q.shape[1]), of_queries = heads * p.q_blocks.count;
   const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x);
   const int kv = tile < of_queries ? tile / p.q_blocks.count / p.group : (tile - of_queries) / p.k_blocks.count;
   const TileWriter<T, In, Dim> writer{p, kv};
-  const auto powers_of = [&](int) { return powers_for(p, p.sampled[kv], kRoomOfSample); };
+  // What has been asked for or set to 0 by then the kernel before neither writes nor reads.
+  __shared__ Powers of_sample;
+  const auto powers_of = [&](int) -> const Powers& {
+    ptx::wait_for_previous_grid();
+    if (threadIdx.x < 32) {
+      const Powers found = powers_for(p, p.sampled[kv], kRoomOfSample);
+      if (threadIdx.x == 0) of_sample = found;
+    }
+    __syncthreads();
+    return of_sample;
+  };
   if (tile < of_queries)
     writer.template queries<true>(tile / p.q_blocks.count, tile % p.q_blocks.count, powers_of);
   else
@@ -468,15 +543,15 @@ __global__ void __launch_bounds__(kThreads, 2) mend_kernel(const __grid_constant
     Sizes sizes = p.sizes[kv];
     if (!p.k_tiles) sizes.k = sampled.k, sizes.v = sampled.v, sizes.v_row = sampled.v_row;  // as far as they are known
     const int parts = parts_of(p, sampled, sizes);
-    const Sizes of_first = sizes_of_part(p, sampled, sizes, 0, parts);
-    sizes = sizes_of_part(p, sampled, sizes, part, parts);
+    const Sizes all = sizes;
+    if (parts > 1) sizes = sizes_of_part(p, sampled, all, part, parts);
     const Powers sample = powers_for(p, sampled, kRoomOfSample), exact = powers_for(p, sizes, kRoom);
     unfit = parts > 1 || !fits(sample, exact);
     Powers powers = unfit ? exact : sample;
     powers.parts = parts;
-    powers.largest_row = largest_row(p, sampled, part);
+    if (parts > 1) powers.largest_row = largest_row(p, sampled, part);
     if (part > 0) {
-      const Powers e = powers_for(p, of_first, kRoom);
+      const Powers e = powers_for(p, sizes_of_part(p, sampled, all, 0, parts), kRoom);
       powers.dq = e.product + e.do_ - powers.product - powers.do_;
     }
     powers.sums_unit = sums_unit(p, sampled, sizes, powers);
@@ -533,8 +608,14 @@ void prepare_as(const Preparation& p, cudaStream_t stream) {
   constexpr unsigned kMendingBlocks = 264;
   survey_kernel<In><<<dim3(kv_heads, static_cast<unsigned>(Tensor::count)), kThreads, 0, stream>>>(p);
   check(cudaGetLastError(), "survey_kernel");
-  if (tiles) launch_after(tile_kernel<T, In, Dim>, tiles, kThreads, 0, stream, p);
-  launch_after(mend_kernel<T, In, Dim>, std::clamp(tiles, 1u, kMendingBlocks), kThreads, 0, stream, p);
+  constexpr int kSharedBytes = TileWriter<T, In, Dim>::kSharedBytes;
+  const auto launch = [&](void (*kernel)(Preparation), unsigned blocks) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+          "cudaFuncSetAttribute");
+    launch_after(kernel, blocks, kThreads, kSharedBytes, stream, p);
+  };
+  if (tiles) launch(tile_kernel<T, In, Dim>, tiles);
+  launch(mend_kernel<T, In, Dim>, std::clamp(tiles, 1u, kMendingBlocks));
 }
 
 template <class T, class In>
