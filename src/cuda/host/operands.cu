@@ -83,14 +83,14 @@ void Input::prepare(cudaStream_t stream) const {
 ScaledInput::ScaledInput(const View& from, octet_dtype through, int center_columns, WorkspaceAllocator& workspace)
     : from_(from), view_(dense(from, OCTET_F16, false, workspace)), through_(through) {
   const auto heads = static_cast<std::size_t>(from.shape[0] * from.shape[1]);
-  largest_ = workspace.take<unsigned>(2 * heads);
+  scratch_ = workspace.take<float>(from.elements() ? convert_scratch(strided(from)) : 0);
   scale_ = workspace.take<float>(heads);
   center_ = {center_columns ? workspace.take<float>(heads * static_cast<std::size_t>(center_columns)) : nullptr,
              center_columns};
 }
 
 void ScaledInput::prepare(const SeenKeys& seen, cudaStream_t stream) const {
-  convert_to_f16(strided(from_), strided(view_), element(through_), center_, seen, largest_, scale_, stream);
+  convert_to_f16(strided(from_), strided(view_), element(through_), center_, seen, scratch_, scale_, stream);
 }
 
 Result::Result(const View& to, WorkspaceAllocator& workspace) : to_(to), view_(to) {

@@ -42,7 +42,7 @@ class ScaledInput {
  private:
   View from_, view_;
   octet_dtype through_;
-  unsigned* largest_;
+  float* scratch_;
   float* scale_;
   Center center_;
 };

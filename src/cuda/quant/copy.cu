@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const Strided from, cons
   });
 }
 
-// Eight channels as they lie in memory. `In`: the type of all, whose rows are whole 16-byte words, or void for any type
-// and strides.
+// Eight channels as they lie in memory. `In`: the type of all, whose rows are whole 16-byte words and which are rounded
+// to no other type, or void for any type and strides.
 template <class In>
 struct Loaded {
   union {
@@ -56,7 +56,7 @@ struct Loaded {
   __device__ void load(const Strided& t, const Line& line) {
     word = *reinterpret_cast<const uint4*>(static_cast<const In*>(t.data) + line.offset(t));
   }
-  __device__ void get(Vector& x) const {
+  __device__ void get(Vector& x, Element) const {
     for (int i = 0; i < kVector; ++i) x[i] = float(elements[i]);
   }
 };
@@ -64,70 +64,147 @@ template <>
 struct Loaded<void> {
   Vector x;
   __device__ void load(const Strided& t, const Line& line) { read(t, line, x); }
-  __device__ void get(Vector& to) const {
+  // Rounded to `through` first.
+  __device__ void get(Vector& to, Element through) const {
     for (int i = 0; i < kVector; ++i) to[i] = x[i];
+    round_through(through, to);
   }
 };
 
-// The limit of head blockIdx.x (limits.h) and, where it is wanted, its center, from an even sample of the tokens that
-// are seen. Sets `largest` to 0.
+// Threads as a head's channels and tokens: lines of eight channels, and rows of threads with a token each.
+struct Place {
+  int batch, head, lines, rows, row, channel;
+  __device__ explicit Place(const Strided& from)
+      : batch(static_cast<int>(blockIdx.x / static_cast<unsigned>(from.shape[1]))),
+        head(static_cast<int>(blockIdx.x % static_cast<unsigned>(from.shape[1]))),
+        lines(static_cast<int>(from.shape[3]) / kVector),
+        rows(kThreads / lines),
+        row(static_cast<int>(threadIdx.x) / lines),
+        channel(static_cast<int>(threadIdx.x) % lines * kVector) {}
+};
+
+constexpr int kMostChannels = 256;
+
+// What a sample says about a head: the limit of its numbers (limits.h), and its center.
+struct Found {
+  float limit, center[kMostChannels];
+};
+
+// The limit of head blockIdx.x and, where it is wanted, its center, from an even sample of the tokens that are seen. It
+// is read twice, as it takes many registers.
 template <class In>
-__global__ void __launch_bounds__(kThreads) center_kernel(const Strided from, Element through, const Center center,
-                                                          const SeenKeys seen, unsigned* largest, float* limits) {
-  constexpr int kRows = 8, kOfRow = 8, kSampled = kRows * kOfRow, kMostLines = kThreads / kRows;
+__device__ void find_center(const Strided& from, Element through, const Center& center, const SeenKeys& seen,
+                            Found& found) {
+  constexpr int kSampled = 64;
   constexpr float kTooLarge = 0x1p100f;  // for sums and differences
   constexpr int kAtOnceSummed = 16;      // keys, by a tensor core: sums of so few gain nothing, and v would lose digits
-  __shared__ float sums[kRows][kMostLines * kVector], tops[kRows][kMostLines * kVector];
-  __shared__ float of_token[kSampled], limit_shared;
-  const int dim = static_cast<int>(from.shape[3]), lines = dim / kVector, tokens = seen.last - seen.first;
-  const int row = threadIdx.x / lines, channel = threadIdx.x % lines * kVector, sampled = min(tokens, kSampled);
-  const int64_t batch = blockIdx.x / from.shape[1], head = blockIdx.x % from.shape[1];
-  const auto line_of = [&](int i) {
-    return Line{batch, head, seen.first + (row * kOfRow + i) * (tokens / sampled), channel};
-  };
+  __shared__ float sums[kThreads * kVector], tops[kThreads * kVector];  // [row of threads, channel]
+  __shared__ float of_token[kSampled];
+  const Place place(from);
+  const int tokens = seen.last - seen.first, sampled = min(tokens, kSampled), dim = static_cast<int>(from.shape[3]);
   SeenTokens sees(seen);
-  ptx::next_grid_may_start();
-  if (threadIdx.x == 0) largest[blockIdx.x] = 0;
+  // Calls f(i, numbers) for this thread's lines of the sample.
+  const auto for_samples = [&](const auto& f) {
+    if (place.row >= place.rows) return;
+#pragma unroll 2
+    for (int i = place.row; i < sampled; i += place.rows) {
+      const int token = seen.first + i * (tokens / sampled);
+      Loaded<In> loaded{};
+      if (sees(token)) loaded.load(from, Line{place.batch, place.head, token, place.channel});
+      Vector x;
+      loaded.get(x, through);
+      f(i, x);
+    }
+  };
   if (threadIdx.x < kSampled) of_token[threadIdx.x] = 0.f;
   __syncthreads();
-  const int count = row < kRows ? min(sampled - row * kOfRow, kOfRow) : 0;  // of this row of threads
-  Loaded<In> loaded[kOfRow]{};
-#pragma unroll
-  for (int i = 0; i < kOfRow; ++i)
-    if (i < count && sees(static_cast<int>(line_of(i).token))) loaded[i].load(from, line_of(i));
-  const auto number = [&](int i, Vector& x) { loaded[i].get(x), round_through(through, x); };
-#pragma unroll
-  for (int i = 0; i < kOfRow; ++i) {
-    if (i >= count) break;
-    Vector x;
-    number(i, x);
+  for_samples([&](int i, const Vector& x) {
     // Magnitudes order as their bits do.
-    atomicMax(reinterpret_cast<int*>(&of_token[row * kOfRow + i]), __float_as_int(largest_finite(x)));
-  }
-  const float limit = mean_limit(of_token, limit_shared);
-  if (threadIdx.x == 0) limits[blockIdx.x] = limit;
+    atomicMax(reinterpret_cast<int*>(&of_token[i]), __float_as_int(largest_finite(x)));
+  });
+  const float limit = mean_limit(of_token, found.limit);
   if (!center.data) return;
-  if (row < kRows) {
-    Vector sum{}, top{};
-#pragma unroll
-    for (int i = 0; i < kOfRow; ++i) {
-      if (i >= count) break;
-      Vector x;
-      number(i, x);
-      for (int c = 0; c < kVector; ++c)
-        if (fabsf(x[c]) < limit) sum[c] += x[c], top[c] = fmaxf(top[c], fabsf(x[c]));
+  Vector sum{}, top{};
+  for_samples([&](int, const Vector& x) {
+    for (int c = 0; c < kVector; ++c)
+      if (fabsf(x[c]) < limit) sum[c] += x[c], top[c] = fmaxf(top[c], fabsf(x[c]));
+  });
+  const int rows = min(place.rows, sampled);
+  if (place.row < rows)
+    for (int c = 0; c < kVector; ++c) {
+      const int at = place.row * dim + place.channel + c;
+      sums[at] = sum[c], tops[at] = top[c];
     }
-    for (int c = 0; c < kVector; ++c) sums[row][channel + c] = sum[c], tops[row][channel + c] = top[c];
-  }
   __syncthreads();
   for (int c = threadIdx.x; c < center.columns; c += kThreads) {
-    float sum = 0.f, top = 0.f;
+    float all = 0.f, most = 0.f;
     if (c < dim)
-      for (int r = 0; r < kRows; ++r) sum += sums[r][c], top = fmaxf(top, tops[r][c]);
-    const float mean = sum / static_cast<float>(max(sampled, 1));
-    center.data[static_cast<int64_t>(blockIdx.x) * center.columns + c] =
-        top < kTooLarge && tokens > kAtOnceSummed && 4.f * fabsf(mean) >= top ? float(Bf16(mean)) : 0.f;
+      for (int row = 0; row < rows; ++row) all += sums[row * dim + c], most = fmaxf(most, tops[row * dim + c]);
+    const float mean = all / static_cast<float>(max(sampled, 1));
+    const bool subtracted = most < kTooLarge && tokens > kAtOnceSummed && 4.f * fabsf(mean) >= most;
+    found.center[c] = subtracted ? float(Bf16(mean)) : 0.f;
   }
+  __syncthreads();
+}
+
+// Lines that a thread of convert_kernel reads before it writes.
+constexpr int kLinesAtOnce = 4;
+
+// to = from - center, in rows of whole 16-byte words, and the largest magnitude of what each block has of its head,
+// [batch, head][block]. All loads of a few lines come before their stores, as the compiler cannot know that the two do
+// not alias; the first ones come before the center, which each block finds itself.
+template <class In>
+__global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
+    convert_kernel(const Strided from, const Strided to, Element through, const Center center, const SeenKeys seen,
+                   float* largest, float* limits) {
+  __shared__ Found found;
+  __shared__ unsigned most_of_block;
+  ptx::next_grid_may_start();
+  const Place place(from);
+  const int tokens = static_cast<int>(from.shape[2]), step = kLinesAtOnce * place.rows;
+  int token = static_cast<int>(blockIdx.y) * step + place.row;
+  if (place.row >= place.rows) token = tokens;
+  SeenTokens sees(seen);
+  Loaded<In> loaded[kLinesAtOnce];
+  const auto line_of = [&](int i) { return Line{place.batch, place.head, token + i * place.rows, place.channel}; };
+  const auto load = [&] {
+#pragma unroll
+    for (int i = 0; i < kLinesAtOnce; ++i) {
+      loaded[i] = {};
+      if (line_of(i).token < tokens && sees(static_cast<int>(line_of(i).token))) loaded[i].load(from, line_of(i));
+    }
+  };
+  load();
+  if (threadIdx.x == 0) most_of_block = 0;
+  find_center<In>(from, through, center, seen, found);
+  if (blockIdx.y == 0) {
+    if (threadIdx.x == 0) limits[blockIdx.x] = found.limit;
+    if (center.data)
+      for (int c = threadIdx.x; c < center.columns; c += kThreads)
+        center.data[static_cast<int64_t>(blockIdx.x) * center.columns + c] = found.center[c];
+  }
+  Vector less{};
+  if (center.data)
+    for (int c = 0; c < kVector; ++c) less[c] = found.center[place.channel + c];
+  float most = 0.f;
+  for (; token < tokens; token += static_cast<int>(gridDim.y) * step, load()) {
+#pragma unroll
+    for (int i = 0; i < kLinesAtOnce; ++i) {
+      if (line_of(i).token >= tokens) break;
+      Vector x;
+      loaded[i].get(x, through);
+      for (int c = 0; c < kVector; ++c) x[c] -= less[c];
+      most = fmaxf(most, largest_finite(x));
+      uint4 word;
+      for (int c = 0; c < kVector; c += 2) (&word.x)[c / 2] = ptx::pack<F16>(x[c], x[c + 1]);
+      *reinterpret_cast<uint4*>(static_cast<F16*>(to.data) + line_of(i).offset(to)) = word;
+    }
+  }
+  // Magnitudes order as their bits do.
+  const unsigned bits = __reduce_max_sync(~0u, __float_as_uint(most));
+  if (threadIdx.x % 32 == 0) atomicMax(&most_of_block, bits);
+  __syncthreads();
+  if (threadIdx.x == 0) largest[blockIdx.x * gridDim.y + blockIdx.y] = __uint_as_float(most_of_block);
 }
 
 // Eight channels of a head's center.
@@ -140,60 +217,20 @@ __device__ void read_center(const Center& center, int channel, Vector& x) {
   for (int c = 0; c < kVector; ++c) x[c] = (&words[c / 4].x)[c % 4];
 }
 
-// to = from less its center, and the largest magnitude of each (batch, head), as bits, which order as magnitudes do.
-// All loads of a few lines come before their stores, as the compiler cannot know that the two do not alias; the first
-// ones come before the center, too.
-template <class In>
-__global__ void __launch_bounds__(kThreads)
-    convert_kernel(const Strided from, const Strided to, Element through, const Center center, const SeenKeys seen,
-                   unsigned* largest) {
-  constexpr int kAtOnce = 4;
-  ptx::next_grid_may_start();
-  const int lines = static_cast<int>(from.shape[3]) / kVector, rows = kThreads / lines, row = threadIdx.x / lines;
-  const int64_t batch = blockIdx.x / from.shape[1], head = blockIdx.x % from.shape[1];
-  const int channel = threadIdx.x % lines * kVector;
-  Vector less;
-  SeenTokens sees(seen);
-  bool waited = false;
-  unsigned most = 0;
-  if (row < rows)
-    for (int64_t token = static_cast<int64_t>(blockIdx.y) * kAtOnce * rows + row; token < from.shape[2];
-         token += static_cast<int64_t>(gridDim.y) * kAtOnce * rows) {
-      Loaded<In> loaded[kAtOnce]{};
-      const auto line_of = [&](int i) { return Line{batch, head, token + i * rows, channel}; };
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (line_of(i).token < from.shape[2] && sees(static_cast<int>(line_of(i).token)))
-          loaded[i].load(from, line_of(i));
-      if (!waited) ptx::wait_for_previous_grid(), read_center(center, channel, less), waited = true;
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (line_of(i).token >= from.shape[2]) break;
-        Vector x;
-        loaded[i].get(x);
-        round_through(through, x);
-        for (int c = 0; c < kVector; ++c) x[c] -= less[c];
-        for (const float element : x)
-          if (isfinite(element)) most = max(most, __float_as_uint(fabsf(element)));
-        write(to, line_of(i), x);
-      }
-    }
-  if (!waited) ptx::wait_for_previous_grid();
-  most = __reduce_max_sync(~0u, most);
-  if (threadIdx.x % 32 == 0) atomicMax(&largest[blockIdx.x], most);
-}
-
 // Does over, times a power of two, the heads that `to` does not hold well: scale[batch, head] is what it was divided
 // by.
 __global__ void __launch_bounds__(kThreads)
     rescale_kernel(const Strided from, const Strided to, Element through, const Center center, const SeenKeys seen,
-                   const unsigned* largest, const float* limits, float* scale) {
+                   const float* largest, int blocks, const float* limits, float* scale) {
   // Typical numbers, a sixteenth of the limit, shall not lie below 2^-11, as those of f16 lose bits from 2^-14 on.
   constexpr float kLeast = 0x1p-7f;
   constexpr int kLeastExponent = -7;
   ptx::next_grid_may_start();
   ptx::wait_for_previous_grid();
-  const float most = __uint_as_float(largest[blockIdx.x]), limit = limits[blockIdx.x];
+  float most = 0.f;
+  for (int i = threadIdx.x % 32; i < blocks; i += 32) most = fmaxf(most, largest[blockIdx.x * blocks + i]);
+  most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
+  const float limit = limits[blockIdx.x];
   const bool typical = limit > 0.f && limit < INFINITY;
   const bool fits = most == 0.f || (most >= 0x1p-2f && most < 0x1p15f && !(typical && limit < kLeast));
   int exponent = 0;
@@ -217,18 +254,23 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// A row of blocks for each (batch, head).
-dim3 grid_of(const Strided& x) {
-  constexpr int64_t kMost = 1024, kTokensPerBlock = 64;
-  return dim3(static_cast<unsigned>(x.shape[0] * x.shape[1]),
-              static_cast<unsigned>(std::clamp<int64_t>(x.shape[2] / kTokensPerBlock, 1, kMost)));
+// Of the tokens of a (batch, head).
+unsigned blocks_of(int64_t tokens, int64_t tokens_per_block) {
+  constexpr int64_t kMost = 1024;
+  return static_cast<unsigned>(std::clamp<int64_t>((tokens + tokens_per_block - 1) / tokens_per_block, 1, kMost));
 }
 
-// Some blocks for each (batch, head), as many as the GPU works on at a time.
-dim3 few_of(const Strided& x) {
-  constexpr int64_t kBlocks = 640;
-  const dim3 grid = grid_of(x);
-  return dim3(grid.x, std::min(grid.y, static_cast<unsigned>(kBlocks / grid.x + 1)));
+// A row of blocks for each (batch, head).
+dim3 grid_of(const Strided& x) {
+  constexpr int64_t kTokensPerBlock = 64;
+  return dim3(static_cast<unsigned>(x.shape[0] * x.shape[1]), blocks_of(x.shape[2], kTokensPerBlock));
+}
+
+// Blocks for each (batch, head), about `all` together.
+constexpr unsigned kMostOfHead = 64;
+unsigned few_of(int64_t heads, int64_t tokens, int64_t tokens_per_block, int64_t all) {
+  const auto most = static_cast<unsigned>(std::clamp<int64_t>(all / heads, 1, kMostOfHead));
+  return std::min(blocks_of(tokens, tokens_per_block), most);
 }
 
 // Rows of whole 16-byte words.
@@ -246,21 +288,27 @@ void copy(const Strided& from, const Strided& to, Element through, cudaStream_t 
   check(cudaGetLastError(), "copy");
 }
 
+std::size_t convert_scratch(const Strided& from) {
+  return static_cast<std::size_t>(from.shape[0] * from.shape[1] * (1 + kMostOfHead));
+}
+
 void convert_to_f16(const Strided& from, const Strided& to, Element through, const Center& center, const SeenKeys& seen,
-                    unsigned* largest, float* scale, cudaStream_t stream) {
+                    float* scratch, float* scale, cudaStream_t stream) {
   const int64_t heads = from.shape[0] * from.shape[1];
   if (!heads || !from.shape[2]) return;
-  const bool words = from.element == Element::bf16 && in_words(from);
-  auto* const limits = reinterpret_cast<float*>(largest + heads);
-  const auto find = words ? center_kernel<Bf16> : center_kernel<void>;
-  find<<<static_cast<unsigned>(heads), kThreads, 0, stream>>>(from, through, center, seen, largest, limits);
-  check(cudaGetLastError(), "center_kernel");
+  const bool words = from.element == Element::bf16 && through == Element::bf16 && in_words(from);
+  const int64_t tokens_per_block = kLinesAtOnce * (kThreads / (from.shape[3] / kVector));
+  constexpr int64_t kInFlight = 396, kRescaling = 640;  // blocks: what a GPU of 132 multiprocessors works on at a time
+  const unsigned blocks = few_of(heads, from.shape[2], tokens_per_block, kInFlight);
+  float *const limits = scratch, *const largest = scratch + heads;
   const auto convert = words ? convert_kernel<Bf16> : convert_kernel<void>;
-  launch_after(convert, grid_of(from), kThreads, 0, stream, from, to, through, center, seen, largest);
-  const unsigned* found = largest;
-  const float* of_heads = limits;
-  launch_after(rescale_kernel, few_of(from), kThreads, 0, stream, from, to, through, center, seen, found, of_heads,
-               scale);
+  convert<<<dim3(static_cast<unsigned>(heads), blocks), kThreads, 0, stream>>>(from, to, through, center, seen, largest,
+                                                                               limits);
+  check(cudaGetLastError(), "convert_kernel");
+  const float *found = largest, *of_heads = limits;
+  const dim3 rescaling(static_cast<unsigned>(heads), few_of(heads, from.shape[2], tokens_per_block, kRescaling));
+  launch_after(rescale_kernel, rescaling, kThreads, 0, stream, from, to, through, center, seen, found,
+               static_cast<int>(blocks), of_heads, scale);
 }
 
 }  // namespace octet::cuda

@@ -22,9 +22,10 @@ struct Center {
 // to = (from - center) / scale[batch, head] in f16, a power of two. It is 1 where the head's largest finite magnitude
 // is within [2^-2, 2^15) and typical ones are above 2^-11, which is most heads, so that one pass is enough for them;
 // else it brings the largest into [2^13, 2^14), or typical ones to 2^-11 if that is more: then those 2^26 times larger
-// become infinite, instead of taking all bits from the others. Tokens that are not seen count as zeros. `largest`: two
-// words of scratch for each (batch, head). The kernel after these may be one that waits (ptx/grid.h).
+// become infinite, instead of taking all bits from the others. Tokens that are not seen count as zeros. `scratch`:
+// convert_scratch numbers. The kernel after these may be one that waits (ptx/grid.h).
 void convert_to_f16(const Strided& from, const Strided& to, Element through, const Center& center, const SeenKeys& seen,
-                    unsigned* largest, float* scale, cudaStream_t stream);
+                    float* scratch, float* scale, cudaStream_t stream);
+std::size_t convert_scratch(const Strided& from);
 
 }  // namespace octet::cuda
