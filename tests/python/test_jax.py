@@ -399,10 +399,12 @@ def test_derivatives_through_out_dtype(way):
     for got in (pull(do), octet.attention_vjp(q, k, v, do, **how)):
         for x, y in zip(got, octet.attention_vjp(*arrays, **how), strict=True):
             np.testing.assert_array_equal(x, y)
-    to = jax.jvp(lambda *x: octet.attention(*x, **how), (q, k, v), (q, k, v))[1]
-    for got, want in zip((o, to), octet.attention_jvp(*arrays[:3], *arrays[:3], **how), strict=True):
-        assert got.dtype == jnp.float32
-        np.testing.assert_array_equal(got, want)
+    o, to = jax.jvp(lambda *x: octet.attention(*x, **how), (q, k, v), (q, k, v))
+    assert o.dtype == to.dtype == jnp.float32
+    np.testing.assert_array_equal(o, octet.attention(*arrays[:3], **how))
+    # The forward pass has o here, which numpy's jvp finds with `to`: on some CPUs float32 rounds the two otherwise.
+    want = octet.attention_jvp(*arrays[:3], *arrays[:3], **how)[1]
+    np.testing.assert_allclose(to, want, rtol=0, atol=2**-20 * np.abs(want).max())
 
 
 def test_eight_bit_floats_have_results_of_bfloat16_and_no_gradient_in_programs(way):
