@@ -39,11 +39,11 @@ __device__ inline void transpose_quad(uint32_t (&w)[4]) {
 
 // How stored words stand in L2: as any do, or as the first to leave it, for outputs that would drive out what the
 // kernel reads again.
-enum class Keep { usual, briefly };
+enum class Keep { usual, evict_first };
 
 template <Keep keep, class Word>
 __device__ void store_word(void* to, const Word& word) {
-  if constexpr (keep == Keep::briefly)
+  if constexpr (keep == Keep::evict_first)
     __stcs(static_cast<Word*>(to), word);
   else
     *static_cast<Word*>(to) = word;

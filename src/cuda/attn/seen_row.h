@@ -15,8 +15,8 @@ __device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 // Of all rows of a warp.
 constexpr int kWarpRows = 16;
 
-// Hidden, or the compiler would keep what follows from it in registers all along.
-__device__ inline int cold_lane() { return ptx::hidden(static_cast<int>(threadIdx.x % 32)); }
+// opaque() stops the compiler from keeping what follows from it in registers all along.
+__device__ inline int cold_lane() { return ptx::opaque(static_cast<int>(threadIdx.x % 32)); }
 
 // Whether a sum of packed numbers of 16 bits, times 0, is not 0: one of them is inf or NaN.
 template <class T>

@@ -7,9 +7,9 @@
 namespace octet::cuda {
 
 // Launches a kernel whose blocks may be placed before the kernel before it has ended (programmatic dependent launch):
-// it calls ptx::wait_for_previous_grid before it reads what that one writes, and before it writes.
-inline void launch_after(const void* kernel, dim3 grid, unsigned threads, std::size_t shared_bytes, cudaStream_t stream,
-                         void** arguments) {
+// it calls ptx::griddepcontrol_wait before it reads what that one writes, and before it writes.
+inline void launch_pdl(const void* kernel, dim3 grid, unsigned threads, std::size_t shared_bytes, cudaStream_t stream,
+                       void** arguments) {
   cudaLaunchAttribute attribute{.id = cudaLaunchAttributeProgrammaticStreamSerialization};
   attribute.val.programmaticStreamSerializationAllowed = 1;
   const cudaLaunchConfig_t config{.gridDim = grid,
@@ -22,10 +22,10 @@ inline void launch_after(const void* kernel, dim3 grid, unsigned threads, std::s
 }
 
 template <class... Parameters>
-void launch_after(void (*kernel)(Parameters...), dim3 grid, unsigned threads, std::size_t shared_bytes,
-                  cudaStream_t stream, Parameters... parameters) {
+void launch_pdl(void (*kernel)(Parameters...), dim3 grid, unsigned threads, std::size_t shared_bytes,
+                cudaStream_t stream, Parameters... parameters) {
   void* arguments[] = {&parameters...};
-  launch_after(reinterpret_cast<const void*>(kernel), grid, threads, shared_bytes, stream, arguments);
+  launch_pdl(reinterpret_cast<const void*>(kernel), grid, threads, shared_bytes, stream, arguments);
 }
 
 }  // namespace octet::cuda

@@ -34,7 +34,7 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
 
 }  // namespace
 
-const char* tensor_map_objection() {
+const char* tensor_map_unsupported_reason() {
   return encoder() ? nullptr : "the driver has no cuTensorMapEncodeTiled (CUDA 12.0)";
 }
 

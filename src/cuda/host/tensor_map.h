@@ -14,6 +14,6 @@ bool reads_directly(const View& t);
 CUtensorMap tensor_map(const View& t, int rows, int columns = 64);
 
 // Why the driver cannot make descriptors, or null.
-const char* tensor_map_objection();
+const char* tensor_map_unsupported_reason();
 
 }  // namespace octet::cuda

@@ -5,9 +5,11 @@
 namespace octet::cuda::ptx {
 
 // The next kernel's blocks may start where there is room; they still wait, below.
-__device__ inline void next_grid_may_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ inline void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
 // Until the kernel before has ended and what it wrote can be read. Every block of every kernel waits, so all kernels
 // before that one have ended, too.
-__device__ inline void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 }  // namespace octet::cuda::ptx

@@ -17,7 +17,7 @@ __device__ inline void wgmma_wait() {
 // Keeps the compiler from moving uses of a register across this point: accumulators of a wgmma under way are written
 // behind its back.
 template <class T, int N>
-__device__ inline void pin(T (&registers)[N]) {
+__device__ inline void fence_operand(T (&registers)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     if constexpr (sizeof(T) == 4 && T(0.5f) != T(0))
@@ -27,17 +27,18 @@ __device__ inline void pin(T (&registers)[N]) {
   }
 }
 
-// A number that the compiler does not recognise as the one it was made from.
-__device__ inline int hidden(int x) {
+// The same value, which the compiler does not recognise as the one it was made from: it neither hoists nor folds what
+// follows from it.
+__device__ inline int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 template <class X>
-__device__ const X* hidden(const X* x) {
+__device__ const X* opaque(const X* x) {
   asm volatile("" : "+l"(x));
   return x;
 }
-__device__ inline float hidden(float x) {
+__device__ inline float opaque(float x) {
   asm volatile("" : "+f"(x));
   return x;
 }
@@ -51,11 +52,11 @@ __device__ inline void stmatrix(uint32_t address, const uint32_t* x) {
 
 // setmaxnreg: registers per thread of this warpgroup from here on. PTX ISA, 9.7.19.5.
 template <int Registers>
-__device__ inline void give_registers() {
+__device__ inline void reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 template <int Registers>
-__device__ inline void take_registers() {
+__device__ inline void reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 

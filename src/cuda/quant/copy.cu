@@ -33,7 +33,7 @@ __device__ void round_through(Element through, Vector& x) {
   visit(through, [&](auto* type) {
     for (float& element : x) element = float(static_cast<std::remove_pointer_t<decltype(type)>>(element));
   });
-  for (float& element : x) element = ptx::hidden(element);
+  for (float& element : x) element = ptx::opaque(element);
 }
 
 __global__ void __launch_bounds__(kThreads) copy_kernel(const Strided from, const Strided to, Element through) {
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
                    float* largest, float* limits) {
   __shared__ Found found;
   __shared__ unsigned most_of_block;
-  ptx::next_grid_may_start();
+  ptx::griddepcontrol_launch_dependents();
   const Place place(from);
   const int tokens = static_cast<int>(from.shape[2]), step = kLinesAtOnce * place.rows;
   int token = static_cast<int>(blockIdx.y) * step + place.row;
@@ -225,8 +225,8 @@ __global__ void __launch_bounds__(kThreads)
   // Typical numbers, a sixteenth of the limit, shall not lie below 2^-11, as those of f16 lose bits from 2^-14 on.
   constexpr float kLeast = 0x1p-7f;
   constexpr int kLeastExponent = -7;
-  ptx::next_grid_may_start();
-  ptx::wait_for_previous_grid();
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
   float most = 0.f;
   for (int i = threadIdx.x % 32; i < blocks; i += 32) most = fmaxf(most, largest[blockIdx.x * blocks + i]);
   most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
@@ -307,8 +307,8 @@ void convert_to_f16(const Strided& from, const Strided& to, Element through, con
   check(cudaGetLastError(), "convert_kernel");
   const float *found = largest, *of_heads = limits;
   const dim3 rescaling(static_cast<unsigned>(heads), few_of(heads, from.shape[2], tokens_per_block, kRescaling));
-  launch_after(rescale_kernel, rescaling, kThreads, 0, stream, from, to, through, center, seen, found,
-               static_cast<int>(blocks), of_heads, scale);
+  launch_pdl(rescale_kernel, rescaling, kThreads, 0, stream, from, to, through, center, seen, found,
+             static_cast<int>(blocks), of_heads, scale);
 }
 
 }  // namespace octet::cuda

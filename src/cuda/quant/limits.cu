@@ -11,7 +11,7 @@ constexpr int kSampled = 64, kLanes = 16, kThreads = kSampled * kLanes;
 // The limit of the sequence and head blockIdx.x: of k, or where blockIdx.y is 1 of v. On the way it clears counters.
 __global__ void __launch_bounds__(kThreads) limits_kernel(const __grid_constant__ Preparation p, unsigned* counters) {
   __shared__ float largest[kSampled], limit;
-  ptx::next_grid_may_start();
+  ptx::griddepcontrol_launch_dependents();
   const unsigned block = blockIdx.y * gridDim.x + blockIdx.x;
   for (std::size_t i = block * kThreads + threadIdx.x; i < p.scratch.zeros / sizeof(unsigned);
        i += static_cast<std::size_t>(gridDim.x * gridDim.y) * kThreads)

@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(kPrepareThreads, (kBlocks<VCode, Vectors, Dim>
     else
       reinterpret_cast<float*>(shared.signs)[c] = negative ? -1.f : 1.f;
   }
-  ptx::next_grid_may_start();
-  ptx::wait_for_previous_grid();
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
   // Thread 0 draws: a number two units ahead, which becomes the unit after this one. In shared memory, as rows need all
   // registers. Within each unit threads meet.
   const auto draw = [&] { shared.number = atomicAdd(p.scratch.drawn, 1u); };
@@ -186,7 +186,7 @@ void launch(const Preparation& p, const Order& order, int device, cudaStream_t s
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
   const int64_t units = static_cast<int64_t>(order.sides) * order.units();
   const auto grid = static_cast<unsigned>(std::min<int64_t>(units, processors * kBlocks<VCode, Vectors, Dim>));
-  launch_after(kernel, grid, kPrepareThreads, bytes, stream, p, order);
+  launch_pdl(kernel, grid, kPrepareThreads, bytes, stream, p, order);
 }
 
 __global__ void fill_kernel(const HeadScale q, const HeadScale k, int heads, int group, int tokens, float* steps) {

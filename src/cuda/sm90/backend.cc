@@ -26,7 +26,7 @@ bool fits(int device) {
          minor == kMinor;
 }
 
-std::optional<std::string> find_objection() {
+std::optional<std::string> find_unsupported_reason() {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) {
@@ -36,13 +36,13 @@ std::optional<std::string> find_objection() {
   bool any = false;
   for (int device = 0; device < count; ++device) any |= fits(device);
   if (!any) return text("none of the ", count, " GPUs has compute capability 9.0");
-  if (const char* objection = tensor_map_objection()) return objection;
+  if (const char* reason = tensor_map_unsupported_reason()) return reason;
   return {};
 }
 
 std::optional<std::string> unavailable() {
-  static const std::optional<std::string> objection = find_objection();
-  return objection;
+  static const std::optional<std::string> reason = find_unsupported_reason();
+  return reason;
 }
 
 // The precisions of the backward pass. In the forward pass, all others have q and k of 8 bits.
@@ -52,7 +52,7 @@ bool coded(const Problem& p) { return !kSixteenBits.has(p.precision); }
 // P and v of 8 bits.
 bool byte_sized(const Problem& p) { return byte_forward_precisions().has(p.precision); }
 
-std::optional<std::string> objection_to(const View& t, const char* label) {
+std::optional<std::string> unsupported_reason_of(const View& t, const char* label) {
   if (!t.present()) return {};
   if (t.quantization) return text(label, " is quantised; this backend takes f32, f16 and bf16");
   if (t.dtype != OCTET_F32 && t.dtype != OCTET_F16 && t.dtype != OCTET_BF16)
@@ -60,7 +60,7 @@ std::optional<std::string> objection_to(const View& t, const char* label) {
   return {};
 }
 
-std::optional<std::string> backward_objection(const Problem& p) {
+std::optional<std::string> backward_unsupported_reason(const Problem& p) {
   if (p.bias_correction == OCTET_BIAS_CORRECTION_GPROJ)
     return "its backward pass has no bias_correction gproj; it has: f16, none, beta, exact_delta";
   if (std::max(p.tokens_q, p.tokens_k) > kMaxBackwardTokens)
@@ -69,7 +69,7 @@ std::optional<std::string> backward_objection(const Problem& p) {
   return missing_exact_output(p);
 }
 
-std::optional<std::string> objection(const Problem& p) {
+std::optional<std::string> unsupported_reason(const Problem& p) {
   if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability 9.0");
   if (p.pass == OCTET_JVP) return text("it has no ", name(p.pass), " pass; it has: forward, backward");
   const PrecisionSet all = forward_precisions() | byte_forward_precisions();
@@ -81,10 +81,10 @@ std::optional<std::string> objection(const Problem& p) {
     return text(std::max(p.tokens_q, p.tokens_k), " tokens; it takes up to ", kMaxTokens);
   if (p.batch * p.heads > kMaxBlocks / (p.tokens_q / 64 + 1))
     return text(p.batch * p.heads, " heads of ", p.tokens_q, " queries are more blocks than it can count");
-  if (coded(p)) return coded_forward_objection(p);
+  if (coded(p)) return coded_forward_unsupported_reason(p);
   for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}, {&p.o, "o"}, {&p.do_, "do"}})
-    if (auto found = objection_to(*t, label)) return found;
-  return p.pass == OCTET_BACKWARD ? backward_objection(p) : std::nullopt;
+    if (auto found = unsupported_reason_of(*t, label)) return found;
+  return p.pass == OCTET_BACKWARD ? backward_unsupported_reason(p) : std::nullopt;
 }
 
 std::string kernel(const Problem& p) {
@@ -114,7 +114,7 @@ const Backend kSm90 = {"sm90",
                        OCTET_CUDA,
                        true,
                        cuda::sm90::unavailable,
-                       cuda::sm90::objection,
+                       cuda::sm90::unsupported_reason,
                        cuda::sm90::kernel,
                        cuda::sm90::workspace_size,
                        cuda::sm90::run};

@@ -267,7 +267,7 @@ struct Backward {
     const float ds_scale = exp2f(static_cast<float>(-mine.ds)),
                 dq_scale = exp2f(static_cast<float>(mine.ds + e.k - mine.k + e.dq));
     // Kept in registers: the steps would work them out again between their products.
-    const int thread = ptx::hidden(static_cast<int>(threadIdx.x % kWarpgroup)), ds_offset = ptx::hidden(store_offset());
+    const int thread = ptx::opaque(static_cast<int>(threadIdx.x % kWarpgroup)), ds_offset = ptx::opaque(store_offset());
     Target target{};  // of the step before
     // dq of step n - 1.
     const auto issue_dq = [&](Accumulator<kDqColumns>& dq) {
@@ -298,14 +298,14 @@ struct Backward {
       ptx::wgmma_commit();
       if (left < steps) pass_turn(warpgroup);  // taken in the step before
       ptx::wgmma_wait<1>();
-      ptx::pin(s.x);
+      ptx::fence_operand(s.x);
       ColumnValues<kQueries> columns(rows.lse);
 #pragma unroll
       for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
       if (!seeing.has(left)) mask_weights(a, s, w, w.first_key + my_keys, rows.first);
       if constexpr (kEarlyP) convert(s, p);
       ptx::wgmma_wait<0>();
-      ptx::pin(dp.x);
+      ptx::fence_operand(dp.x);
       if (left == 1) arrive_as_warp(shared.v_ring.empty[key_stage]);
       columns.read(rows.delta);
       const Target next_target = target_of<sums>(rows, dq_row(warpgroup), e.sums_unit);
@@ -331,14 +331,14 @@ struct Backward {
       mma_AB(dk, ds, q);
       ptx::wgmma_commit();
       ptx::wgmma_wait<1>();
-      ptx::pin(dv.x);
+      ptx::fence_operand(dv.x);
       arrive_as_warp(shared.do_ring.empty[do_stage]);
-      ptx::pin(dq.x);
+      ptx::fence_operand(dq.x);
       if (kAwaitsNext && left > 1) await_q(n + 1);
       if (left < steps) add_dq(dq);
       target = next_target;
       ptx::wgmma_wait<0>();
-      ptx::pin(dk.x);
+      ptx::fence_operand(dk.x);
       arrive_as_warp(shared.q_ring.empty[stage]);
     }
     if (steps) {
@@ -347,7 +347,7 @@ struct Backward {
       shared.ds_ring.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);
       issue_dq(dq);
       ptx::wgmma_wait<0>();
-      ptx::pin(dq.x);
+      ptx::fence_operand(dq.x);
       shared.k_ring.empty[key_stage].arrive();
       add_dq(dq);
     } else {
@@ -364,20 +364,20 @@ __global__ void __launch_bounds__(Backward<T, Dim, sums>::kThreads, 1)
   const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
   Kernel kernel{arguments, shared};
-  ptx::next_grid_may_start();
+  ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
     shared.init(Kernel::kReaders + 1 + (arguments.k ? 0 : Kernel::Converter::kThreads));
     publish_barriers();
   }
   __syncthreads();
-  ptx::wait_for_previous_grid();
+  ptx::griddepcontrol_wait();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
-    ptx::give_registers<kBackwardLoaderRegisters>();
+    ptx::reg_dealloc<kBackwardLoaderRegisters>();
     if (threadIdx.x == 0) kernel.load_all();
     if (threadIdx.x >= 32) kernel.convert_keys(threadIdx.x - 32);
   } else {
-    ptx::take_registers<kBackwardRegisters>();
+    ptx::reg_alloc<kBackwardRegisters>();
     kernel.compute_all(warpgroup - 1);
   }
 }

@@ -163,8 +163,8 @@ __device__ void write_keys_as(const Output& out, const BackwardWork& w, int key,
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     const int j = key + fragment_row() + 8 * row;
-    store_row<Type, Keep::briefly>(out.row<Type>(w.batch, w.kv_head, static_cast<int64_t>(w.k.first) + j) + channel,
-                                   j < w.k.tokens, x, row, columns - channel);
+    store_row<Type, Keep::evict_first>(out.row<Type>(w.batch, w.kv_head, static_cast<int64_t>(w.k.first) + j) + channel,
+                                       j < w.k.tokens, x, row, columns - channel);
   }
 }
 
@@ -210,9 +210,9 @@ __device__ void write_keys(const Output& out, const BackwardWork& w, int key, in
               second = exp2f(static_cast<float>(exponent - exponent / 2));
 #pragma unroll
   for (int i = 0; i < Columns / 2; ++i) x.x[i] = x.x[i] * first * second;
-  // Hidden, or the steps would work out addresses each time that they have in registers.
-  const BackwardWork& same = *ptx::hidden(&w);
-  if (same.part > 0) add_keys(out, same, ptx::hidden(key), channel, x, columns);
+  // opaque() stops hoisting: the loop would compute addresses in each step that it has in registers.
+  const BackwardWork& same = *ptx::opaque(&w);
+  if (same.part > 0) add_keys(out, same, ptx::opaque(key), channel, x, columns);
   switch (out.element) {
     case Element::f32:
       return write_keys_as<float>(out, w, key, channel, x, columns);

@@ -214,7 +214,7 @@ struct ByteForward {
   template <int Pending, class D>
   static __device__ void await_products(D& d) {
     ptx::wgmma_wait<Pending>();
-    ptx::pin(d.x);
+    ptx::fence_operand(d.x);
   }
 
   // Where a warpgroup that computes stands.
@@ -361,15 +361,15 @@ struct ByteForward {
       take_logits(at, softmax, s, x);
       // What does not fit is done over from its product, and so are tiles with a mask, which are few.
       const bool fits = softmax.weigh(x, group_steps(at, tile), sum) && !sees_in_part(keys, tile);
-      ptx::pin(x.x);
+      ptx::fence_operand(x.x);
       // This branch keeps ptxas from waiting for the product with v before the exponentials.
       if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
         await_products<0>(o);
       } else {
-        // Hidden, or the addresses would be worked out once for both products, ahead of the first.
-        multiply_k(ptx::hidden(warpgroup), at, ptx::hidden(at.kv.stage), s);
+        // opaque() stops hoisting: the addresses of both products would be computed ahead of the first.
+        multiply_k(ptx::opaque(warpgroup), at, ptx::opaque(at.kv.stage), s);
         await_products<0>(o);
-        ptx::pin(s.x);
+        ptx::fence_operand(s.x);
         const RowValues shrink = rise(tile, sum);
         scale_rows(o, shrink);
         shrunk[0] *= shrink[0], shrunk[1] *= shrink[1];
@@ -490,7 +490,7 @@ struct ByteForward {
     // Values of e4m3 that are not finite are NaN; at int8 they have steps that are, and weights that are hidden do not
     // meet these.
     if constexpr (!kScaled)
-      if (a.mask.windowed && __any_sync(~0u, has_infinite<Dims::kDimV>(sums))) attend_again(work, ptx::hidden(query));
+      if (a.mask.windowed && __any_sync(~0u, has_infinite<Dims::kDimV>(sums))) attend_again(work, ptx::opaque(query));
   }
 
   __device__ void write(const Work& work, int query, const RowValues& lse, Accumulator<Dims::kDimV>& o) const {
@@ -590,15 +590,15 @@ __global__ void __launch_bounds__(ByteForward<Precision, Dims>::kThreads, 1)
     publish_barriers();
   }
   kernel.write_ones();
-  ptx::wait_for_previous_grid();
+  ptx::griddepcontrol_wait();
   __syncthreads();
   // The compiler knows that a whole warpgroup takes one side.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
-    ptx::give_registers<Kernel::Tile::kLoaderRegisters>();
+    ptx::reg_dealloc<Kernel::Tile::kLoaderRegisters>();
     if (threadIdx.x == 0) kernel.load_all();
   } else {
-    ptx::take_registers<Kernel::Tile::kRegisters>();
+    ptx::reg_alloc<Kernel::Tile::kRegisters>();
     kernel.compute_all(warpgroup - 1);
   }
 }

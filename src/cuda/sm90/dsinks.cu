@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kThreads)
     dsinks_kernel(const __grid_constant__ Preparation p, const __grid_constant__ Strided dsinks) {
   constexpr int kWarps = kThreads / 32;
   __shared__ double sums[kWarps];
-  ptx::wait_for_previous_grid();
+  ptx::griddepcontrol_wait();
   const int heads = static_cast<int>(dsinks.shape[1]), head = blockIdx.x % heads, of_batch = blockIdx.x / heads;
   const int batches = static_cast<int>(p.q.shape[0]);
   const int end = dsinks.shape[0] == batches ? of_batch + 1 : batches;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
 void sum_dsinks(const Preparation& p, const Strided& dsinks, cudaStream_t stream) {
   const auto kernel = p.q_blocks.rows == 64 ? dsinks_kernel<64> : dsinks_kernel<128>;
   const auto blocks = static_cast<unsigned>(dsinks.shape[0] * dsinks.shape[1]);
-  launch_after(kernel, blocks, kThreads, 0, stream, p, dsinks);
+  launch_pdl(kernel, blocks, kThreads, 0, stream, p, dsinks);
 }
 
 }  // namespace octet::cuda::sm90

@@ -270,8 +270,8 @@ struct Forward {
       const Work work = block.work;
       if (work.block < 0) return;
       const Keys keys = block.keys, mine = kSkips ? block.of_warpgroup[warpgroup] : keys;
-      // Hidden, or a part of it would be kept from block to block, for which S8 operands leave no register at d = 256.
-      const int query = work.block + ptx::hidden(warpgroup) * kWarpgroupRows + fragment_row();
+      // opaque() stops hoisting across blocks: S8 operands leave no register for it at d = 256.
+      const int query = work.block + ptx::opaque(warpgroup) * kWarpgroupRows + fragment_row();
       KeyRange ranges[kRowsPerThread];
       auto softmax = start_softmax(work, query);
       // Down to tile `halfway`, then o is reflected. `twice`: 2, as sums are scaled.
@@ -303,7 +303,7 @@ struct Forward {
       };
       // Logits x from the product s of a tile.
       const auto take_logits = [&](auto& s, auto& x) {
-        ptx::pin(s.x);
+        ptx::fence_operand(s.x);
         if constexpr (kCodes) to_floats(s, x), scale_columns(x, shared.k_step[k_at.stage]);
       };
       const auto mask = [&](auto& x, int tile) {
@@ -345,7 +345,7 @@ struct Forward {
         multiply_qk(s, warpgroup, k_at.stage);
         // While the product is under way.
         o.zero();
-        ptx::pin(o.x);
+        ptx::fence_operand(o.x);
 #pragma unroll
         for (int row = 0; row < kRowsPerThread; ++row)
           ranges[row] = a.mask.keys_of(query + 8 * row, work.q_tokens, work.k_tokens);
@@ -383,12 +383,12 @@ struct Forward {
           if constexpr (kHasBeta<Precision>) {
             // Ties are counted in every tile.
             const RowValues shrink = softmax.template step<Precision::kWeightExponent>(x);
-            ptx::pin(x.x);
+            ptx::fence_operand(x.x);
             finish_k();
             // Waiting here splits the block of instructions, as the vote below does.
             if (tile > mine.first) await_k();
             ptx::wgmma_wait<0>();
-            ptx::pin(o.x);
+            ptx::fence_operand(o.x);
             scale_rows(o, shrink);
           } else {
             // Over the maximum of former tiles; in the rare case that it is too small, the tile is done over. So are
@@ -396,18 +396,18 @@ struct Forward {
             const RowValues sum = softmax.template weigh<Precision::kWeightExponent>(x);
             const bool fits = sum[0] <= Precision::kLargestWeight && sum[1] <= Precision::kLargestWeight &&
                               !(kCodes && seen_in_part(tile));
-            ptx::pin(x.x);
+            ptx::fence_operand(x.x);
             // This split of the block of instructions keeps ptxas from waiting for the product with v before the
             // exponentials, which would then run after it instead of beside it.
             if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
               softmax.l[0] += sum[0], softmax.l[1] += sum[1];
               ptx::wgmma_wait<0>();
-              ptx::pin(o.x);
+              ptx::fence_operand(o.x);
             } else {
-              // Hidden, or the addresses would be worked out once for both products, ahead of the first.
-              multiply_qk(s, ptx::hidden(warpgroup), ptx::hidden(k_at.stage));
+              // opaque() stops hoisting: the addresses of both products would be computed ahead of the first.
+              multiply_qk(s, ptx::opaque(warpgroup), ptx::opaque(k_at.stage));
               ptx::wgmma_wait<0>();
-              ptx::pin(o.x);
+              ptx::fence_operand(o.x);
               take_logits(s, x);
               mask(x, tile);
               const RowValues shrink = softmax.template step<Precision::kWeightExponent>(x);
@@ -430,13 +430,13 @@ struct Forward {
         await_v();
         multiply_pv();
         ptx::wgmma_wait<0>();
-        ptx::pin(o.x);
+        ptx::fence_operand(o.x);
         finish_v();
         if constexpr (kSkips)
           for (int left = mine.first - 1; left >= keys.first; --left) my_turn(), pass_turn(), skip(left);
       } else {
         o.zero();
-        ptx::pin(o.x);  // or, at d = 256, zeros would pass through local memory
+        ptx::fence_operand(o.x);  // or, at d = 256, zeros would pass through local memory
       }
       if constexpr (kReflects)
         if (reflects) reflect_back(o, aside(warpgroup), twice);
@@ -446,8 +446,8 @@ struct Forward {
         spoiled |= seen.first == seen.last;
       }
       if (a.mask.windowed && __any_sync(~0u, spoiled))
-        attend_again(kThroughQ ? shared.block[ptx::hidden(q_at.stage)].work : kept(ptx::hidden(warpgroup)),
-                     ptx::hidden(warpgroup));
+        attend_again(kThroughQ ? shared.block[ptx::opaque(q_at.stage)].work : kept(ptx::opaque(warpgroup)),
+                     ptx::opaque(warpgroup));
       if constexpr (kThroughQ) {
         ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
         shared.q_ring.empty[q_at.stage].arrive();
@@ -614,15 +614,15 @@ __global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
     shared.cleared.init(Kernel::kReaders);
     publish_barriers();
   }
-  if constexpr (Kernel::kCodes || kBalanced<Precision>) ptx::wait_for_previous_grid();
+  if constexpr (Kernel::kCodes || kBalanced<Precision>) ptx::griddepcontrol_wait();
   __syncthreads();
   // The compiler knows that a whole warpgroup takes one side.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
-    ptx::give_registers<Kernel::Tile::kLoaderRegisters>();
+    ptx::reg_dealloc<Kernel::Tile::kLoaderRegisters>();
     if (threadIdx.x == 0) kernel.load_all();
   } else {
-    ptx::take_registers<Kernel::Tile::kRegisters>();
+    ptx::reg_alloc<Kernel::Tile::kRegisters>();
     kernel.compute_all(warpgroup - 1);
   }
 }

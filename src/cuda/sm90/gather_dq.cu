@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, of_mean ? 5 : 6)
   // Two warpgroups share a tile: each has 64 queries, and as many channels as make half of it.
   constexpr bool kByQueries = kQueries > kWarpgroupRows;
   constexpr int kLinesOfOne = kByQueries ? kLines : kLines / 2;
-  ptx::wait_for_previous_grid();
+  ptx::griddepcontrol_wait();
   const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x);
   const int head_index = tile / a.q_blocks.count, block = tile % a.q_blocks.count;
   const int batch = head_index / a.heads, head = head_index % a.heads;
@@ -99,7 +99,7 @@ void gather_dq(const BackwardArguments& a, int tile_dim, Sums sums, const Stride
   const bool of_mean = a.row_sums;
   const auto kernel = sums == Sums::floats ? dq_kernel_of<Sums::floats>(tile_dim, of_mean)
                                            : dq_kernel_of<Sums::integers>(tile_dim, of_mean);
-  launch_after(kernel, tiles, kThreads, 0, stream, a, dq);
+  launch_pdl(kernel, tiles, kThreads, 0, stream, a, dq);
 }
 
 }  // namespace octet::cuda::sm90

@@ -111,7 +111,7 @@ void launch(const Problem& p, const Kernel& kernel, const Schedule& schedule, vo
         "cudaFuncSetAttribute");
   void* all[] = {arguments};
   const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks * p.heads, processors));
-  if (waits) return launch_after(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, all);
+  if (waits) return launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, all);
   check(cudaLaunchKernel(kernel.function, dim3(grid), dim3(kernel.threads), all, kernel.shared_bytes, stream),
         "cudaLaunchKernel");
 }

@@ -32,7 +32,7 @@ void set_broadcast(const View& t, int (&broadcast)[2]);
 void shorten_tail(const Problem& p, Schedule& schedule);
 
 // On every multiprocessor, or as many as there are blocks of queries. `waits`: the kernel begins with
-// ptx::wait_for_previous_grid.
+// ptx::griddepcontrol_wait.
 void launch(const Problem& p, const Kernel& kernel, const Schedule& schedule, void* arguments, bool waits,
             cudaStream_t stream);
 

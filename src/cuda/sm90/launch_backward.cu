@@ -194,7 +194,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
     check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
           "cudaFuncSetAttribute");
     void* arguments[] = {&a};
-    launch_after(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, arguments);
+    launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, arguments);
   }
   if (p.dq.elements()) gather_dq(a, dim, sums_of(p), strided(p.dq), stream);
   if (p.dq.elements() && k_tiles && p.windowed) mend_hidden(prepared, a, strided(p.dq), stream);

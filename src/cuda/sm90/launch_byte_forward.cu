@@ -144,7 +144,7 @@ std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream)
   return allocator.used();
 }
 
-std::optional<std::string> coded_forward_objection(const Problem& p) {
+std::optional<std::string> coded_forward_unsupported_reason(const Problem& p) {
   if (byte_forward_precisions().has(p.precision) && std::max(p.dim, p.dim_v) > kMaxByteDim)
     return text("it has no ", name(p.precision), " for head dim ", std::max(p.dim, p.dim_v), "; it has: up to ",
                 kMaxByteDim);

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads)
     hidden_kernel(const __grid_constant__ Preparation p, const __grid_constant__ BackwardArguments a,
                   const __grid_constant__ Strided dq) {
   constexpr int kQueries = BackwardTile<Dim>::kQueries;
-  ptx::wait_for_previous_grid();
+  ptx::griddepcontrol_wait();
   const int64_t tiles = int64_t{a.batch} * a.heads * a.q_blocks.count;
   const auto* const rows = reinterpret_cast<const QueryRows<kQueries>*>(a.rows);
   for (int64_t first = 0; first < tiles; first += int64_t{kThreads} * gridDim.x) {
@@ -192,7 +192,7 @@ void mend_hidden(const Preparation& p, const BackwardArguments& a, const Strided
                                           : hidden_kernel<256>;
   constexpr int64_t kMostBlocks = 132;
   const int64_t tiles = int64_t{a.batch} * a.heads * a.q_blocks.count;
-  launch_after(kernel, static_cast<unsigned>(std::min(tiles, kMostBlocks)), kThreads, 0, stream, p, a, dq);
+  launch_pdl(kernel, static_cast<unsigned>(std::min(tiles, kMostBlocks)), kThreads, 0, stream, p, a, dq);
 }
 
 }  // namespace octet::cuda::sm90

@@ -193,7 +193,7 @@ struct PairBackward {
   __device__ void leave(const Operand<T, kQueries>& x, unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
                         Ring<Stages>& ring, unsigned n) {
     const int stage = n % Stages, me = rank();  // in no register between steps
-    unsigned char* const tile = tiles[stage][ptx::hidden(me)];
+    unsigned char* const tile = tiles[stage][ptx::opaque(me)];
     ring.empty[stage].wait_for_cluster(n / Stages % 2 ^ 1);
     store(x, TileP{tile}, 0);
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
@@ -247,7 +247,7 @@ struct PairBackward {
         ptx::wgmma_commit();
         ColumnValues<kQueries> columns(rows.lse);
         ptx::wgmma_wait<1>();
-        ptx::pin(s.x);
+        ptx::fence_operand(s.x);
         arrive_as_warp(shared.q_far_ring.empty[0]);
 #pragma unroll
         for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
@@ -256,7 +256,7 @@ struct PairBackward {
         leave(x, shared.p, shared.p_ring, n);
         columns.read(rows.delta);
         ptx::wgmma_wait<0>();
-        ptx::pin(dp.x);
+        ptx::fence_operand(dp.x);
         arrive_as_warp(shared.do_far_ring.empty[0]);
         if (left == 1) arrive_as_warp(shared.v_ring.empty[0]);
         shared.rows_empty[stage].arrive();
@@ -283,9 +283,9 @@ struct PairBackward {
       const Powers& e = schedule.powers(w);
       const int steps = group * w.tiles.count();
       // Known before the first product: what is read after the last is waited for.
-      const int dv_exponent = ptx::hidden(-a.weight_exponent - e.do_);
-      const int dk_exponent = ptx::hidden(dv_exponent - e.product - e.v - e.q);
-      const float dq_scale = ptx::hidden(exp2f(static_cast<float>(e.dq)));
+      const int dv_exponent = ptx::opaque(-a.weight_exponent - e.do_);
+      const int dk_exponent = ptx::opaque(dv_exponent - e.product - e.v - e.q);
+      const float dq_scale = ptx::opaque(exp2f(static_cast<float>(e.dq)));
       Accumulator<kChannels> dk, dv;
       dk.zero(), dv.zero();
       for (int left = steps; left; --left, ++n) {
@@ -310,16 +310,16 @@ struct PairBackward {
         mma_AB(dk, TileP{ds[half]}, Half{shared.q_near[stage]});
         ptx::wgmma_commit();
         ptx::wgmma_wait<2>();
-        ptx::pin(dv.x);
+        ptx::fence_operand(dv.x);
         arrive_as_warp(shared.do_ring.empty[stage]);
         take(shared.p_ring.empty[p_stage]);
         ptx::wgmma_wait<1>();
-        ptx::pin(dq.x);
+        ptx::fence_operand(dq.x);
         if (sums == Sums::floats && dq_scale != 1.f) dq.scale(dq_scale);
         const int64_t start = ((static_cast<int64_t>(target.tile) * kBlocks + rank()) * 2 + half) * kDqNumbers;
         add_to_sums<Rows, sums, kSumsAtOnce<Dim, sums>>(a, target, start, 0, dq, threadIdx.x % kWarpgroup);
         ptx::wgmma_wait<0>();
-        ptx::pin(dk.x);
+        ptx::fence_operand(dk.x);
         take(shared.ds_ring.empty[ds_stage]);
         arrive_as_warp(shared.q_ring.empty[stage]);
       }
@@ -340,24 +340,24 @@ __global__ void __cluster_dims__(PairBackward<T, Dim, sums>::kBlocks)
   const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
   Kernel kernel{arguments, shared};
-  ptx::next_grid_may_start();
+  ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
     shared.init();
     publish_barriers();
   }
   ptx::cluster_sync();
-  ptx::wait_for_previous_grid();
+  ptx::griddepcontrol_wait();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
-    ptx::give_registers<kPairLoaderRegisters>();
+    ptx::reg_dealloc<kPairLoaderRegisters>();
     if (threadIdx.x == 0) kernel.load_keys();
     if (threadIdx.x == 32) kernel.load_queries();
     if (threadIdx.x >= 64) kernel.clear_all(threadIdx.x - 64);
   } else if (warpgroup == 1) {
-    ptx::give_registers<kPairWeightsRegisters>();
+    ptx::reg_dealloc<kPairWeightsRegisters>();
     kernel.weigh_all();
   } else {
-    ptx::take_registers<kPairSumsRegisters>();
+    ptx::reg_alloc<kPairSumsRegisters>();
     kernel.sum_all(warpgroup - 2);
   }
   ptx::cluster_sync();  // nobody leaves while the other may still arrive here

@@ -23,7 +23,7 @@ std::string byte_forward_name(const Problem& p);
 constexpr int kMaxByteDim = 128;
 
 // What forward passes with operands of 8 bits reject.
-std::optional<std::string> coded_forward_objection(const Problem& p);
+std::optional<std::string> coded_forward_unsupported_reason(const Problem& p);
 
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string backward_name(const Problem& p);

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 4) survey_kernel(const __grid_consta
   __shared__ float sums[kWarps][256], largest[kWarps][256];
   __shared__ float most_shared, row_shared, of_sample[kSampled], norms[kSampled], limit_shared;
   __shared__ int counted_shared;  // samples
-  ptx::next_grid_may_start();
+  ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) most_shared = row_shared = 0.f, counted_shared = 0;
   if (threadIdx.x == 0 && which == Tensor::q) p.sizes[kv] = {}, p.zeroed[kv] = 0;
   if (threadIdx.x == 0 && which == Tensor::q && kv == 0) *p.counter = 0;
@@ -508,7 +508,7 @@ struct TileWriter {
 template <class T, class In, int Dim>
 __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
     tile_kernel(const __grid_constant__ Preparation p) {
-  ptx::next_grid_may_start();
+  ptx::griddepcontrol_launch_dependents();
   const int heads = static_cast<int>(p.q.shape[0] * p.q.shape[1]), of_queries = heads * p.q_blocks.count;
   const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x);
   const int kv = tile < of_queries ? tile / p.q_blocks.count / p.group : (tile - of_queries) / p.k_blocks.count;
@@ -516,7 +516,7 @@ __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
   // What has been asked for or set to 0 by then the kernel before neither writes nor reads.
   __shared__ Powers of_sample;
   const auto powers_of = [&](int) -> const Powers& {
-    ptx::wait_for_previous_grid();
+    ptx::griddepcontrol_wait();
     if (threadIdx.x < 32) {
       const Powers found = powers_for(p, p.sampled[kv], kRoomOfSample);
       if (threadIdx.x == 0) of_sample = found;
@@ -535,8 +535,8 @@ template <class T, class In, int Dim>
 __global__ void __launch_bounds__(kThreads, 2) mend_kernel(const __grid_constant__ Preparation p) {
   __shared__ bool again[kThreads];
   __shared__ Powers of_head[kParts];
-  ptx::next_grid_may_start();
-  ptx::wait_for_previous_grid();
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
   const int all = static_cast<int>(p.k.shape[0] * p.k.shape[1]);
   const auto settled = [&](int kv, int part, bool& unfit) {
     const Sizes sampled = p.sampled[kv];
@@ -612,7 +612,7 @@ void prepare_as(const Preparation& p, cudaStream_t stream) {
   const auto launch = [&](void (*kernel)(Preparation), unsigned blocks) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
           "cudaFuncSetAttribute");
-    launch_after(kernel, blocks, kThreads, kSharedBytes, stream, p);
+    launch_pdl(kernel, blocks, kThreads, kSharedBytes, stream, p);
   };
   if (tiles) launch(tile_kernel<T, In, Dim>, tiles);
   launch(mend_kernel<T, In, Dim>, std::clamp(tiles, 1u, kMendingBlocks));
