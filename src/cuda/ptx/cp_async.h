@@ -10,18 +10,12 @@ __device__ inline uint32_t shared_address(const void* x) { return static_cast<ui
 __device__ inline void cp_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ inline void cp_async(uint32_t to, const int* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-// What the thread has asked for since the last call becomes a group.
+// Closes the group of all copies that this thread has issued since the last call.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until all but the last `Groups` of this thread's groups have arrived. Only this thread sees them.
+// Waits until all but the last `Groups` of this thread's groups have arrived. Only this thread sees what they brought.
 template <int Groups>
 __device__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
 }
-
-// Until all that this thread has asked for has arrived.
-__device__ inline void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace octet::cuda::ptx

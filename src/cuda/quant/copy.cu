@@ -71,7 +71,7 @@ struct Loaded<void> {
   }
 };
 
-// Threads as a head's channels and tokens: lines of eight channels, and rows of threads with a token each.
+// Each thread has one line of eight channels; the threads of a row have all lines of one token.
 struct Place {
   int batch, head, lines, rows, row, channel;
   __device__ explicit Place(const Strided& from)
@@ -85,7 +85,7 @@ struct Place {
 
 constexpr int kMostChannels = 256;
 
-// What a sample says about a head: the limit of its numbers (limits.h), and its center.
+// A sample of a head gives the limit of its numbers (limits.h) and its center.
 struct Found {
   float limit, center[kMostChannels];
 };
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Of the tokens of a (batch, head).
+// The number of thread blocks that share the tokens of a (batch, head).
 unsigned blocks_of(int64_t tokens, int64_t tokens_per_block) {
   constexpr int64_t kMost = 1024;
   return static_cast<unsigned>(std::clamp<int64_t>((tokens + tokens_per_block - 1) / tokens_per_block, 1, kMost));

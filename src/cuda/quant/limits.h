@@ -15,8 +15,9 @@ __device__ inline float largest_finite(const Vector& x) {
   return most;
 }
 
-// Of those of `Count` magnitudes that are not 0 the largest power of two that no more than one in `kOneIn` are below,
-// times 2^by; 0 where all are 0. The threads of a warp call it together; `x` is in shared memory.
+// Takes the magnitudes that are not 0: at most one in `kOneIn` of them lies below the power of two that is returned,
+// the largest such, times 2^by; returns 0 where all are 0. The threads of a warp call it together; `x` is in shared
+// memory.
 template <int kOneIn, int Count>
 __device__ float power_above_one_in(const float (&x)[Count], int by) {
   constexpr int kOfLane = Count / 32, kNone = 256;

@@ -57,8 +57,8 @@ struct Blocks {
 // first part has the smallest rows.
 constexpr int kParts = 3;
 
-// Of one part of a (batch, kv head): operands are 2^exponent times the caller's numbers. All parts have the same q, k
-// and v.
+// The exponents of one part of a (batch, kv head): its operands are 2^exponent times the caller's numbers. All parts
+// have the same q, k and v.
 struct Powers {
   int q, k, v, do_;
   int product;        // do v^T is multiplied by 2 to this power before ds is rounded
