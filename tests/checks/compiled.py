@@ -1,4 +1,4 @@
-"""Every source of the library, the command and the tests is compiled: compiled.py SOURCE compile_commands.json"""
+"""Every source of the library, command, ladder and tests is compiled: compiled.py SOURCE compile_commands.json"""
 
 import json
 import pathlib
@@ -11,10 +11,18 @@ compiled = {pathlib.Path(entry["file"]).resolve() for entry in json.loads(pathli
 for source in [source for source in compiled if source.name.startswith("unity_")]:
     compiled.update(pathlib.Path(name).resolve() for name in re.findall(r'#include "(.*)"', source.read_text()))
 # By clang, by an outside project, where there is CUDA, where there is jaxlib.
-elsewhere = ["tests/fuzz", "tests/install", "src/cuda", "cli/gpu_place.cc", "tests/gpu", "src/ffi"]
+elsewhere = [
+    "tests/fuzz",
+    "tests/install",
+    "src/cuda",
+    "cli/gpu_place.cc",
+    "tests/gpu",
+    "src/ffi",
+    "ladder/harness/main.cc",
+]
 forgotten = [
     source.relative_to(root)
-    for folder in ("src", "cli", "tests")
+    for folder in ("src", "cli", "ladder", "tests")
     for source in sorted((root / folder).rglob("*.cc"))
     if source not in compiled and not any(source.is_relative_to(root / other) for other in elsewhere)
 ]

@@ -1,0 +1,13 @@
+# octet_auto(option what packages...): an option that is AUTO becomes ON where all packages are found, else OFF.
+macro(octet_auto option what)
+  if(${option} STREQUAL "AUTO")
+    set(${option} ON)
+    foreach(package ${ARGN})
+      find_package(${package} QUIET)
+      if(NOT ${package}_FOUND)
+        message(WARNING "octet: no ${what}, as ${package} was not found")
+        set(${option} OFF)
+      endif()
+    endforeach()
+  endif()
+endmacro()
