@@ -87,21 +87,21 @@ __device__ uint32_t pack(float low, float high) {
 // One block computes kQueries queries of one head. scale_log2 is scale times log2(e), as exp(x) = 2^(x log2(e)).
 template <int Dim, bool Causal>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    attention(const half* q, const half* k, const half* v, half* o, int seq, int blocks, float scale_log2) {
+    attention(const half* q, const half* k, const half* v, half* o, int seq, float scale_log2) {
   constexpr int kTileBytes = kKeys * Dim * 2;
   extern __shared__ __align__(1024) unsigned char memory[];
   const uint32_t q_tile = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   const uint32_t k_tiles = q_tile + kQueries * Dim * 2, v_tiles = k_tiles + kStages * kTileBytes;
 
-  const int64_t head = static_cast<int64_t>(blockIdx.x / blocks) * seq * Dim;
-  q += head, k += head, v += head, o += head;
-  // The last queries of a causal head see the most keys: they start first.
-  const int first_query = (blocks - 1 - static_cast<int>(blockIdx.x) % blocks) * kQueries;
+  // Causal: blocks that see the most keys start first, of all heads. Else the blocks of a head share its K and V in L2.
+  const int head = Causal ? blockIdx.x : blockIdx.y;
+  const int first_query = kQueries * (Causal ? gridDim.y - 1 - blockIdx.y : blockIdx.x);
+  const int64_t first = static_cast<int64_t>(head) * seq * Dim;
+  q += first, k += first, v += first;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = warp * 16 * kRowTiles;              // of the block's queries, the first of this warp
   const int my_query = first_query + first_row + lane / 4;  // and 8, 16 and 24 below
   const int keys = Causal ? min(seq, first_query + kQueries) : seq;
-  const int tiles = (keys + kKeys - 1) / kKeys;
 
   load<Dim, kQueries>(q_tile, q, first_query, seq);
   load<Dim, kKeys>(k_tiles, k, 0, seq);
@@ -115,11 +115,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) m[r][0] = m[r][1] = -INFINITY, l[r][0] = l[r][1] = 0;
 
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int first_key = 0; first_key < keys; first_key += kKeys) {
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();  // this tile is there for all, and all have computed the one before: its place is free
-    const int first_key = tile * kKeys, stage = tile % kStages;
-    if (tile + 1 < tiles) {
+    const int stage = first_key / kKeys % kStages;
+    if (first_key + kKeys < keys) {
       load<Dim, kKeys>(k_tiles + (stage ^ 1) * kTileBytes, k, first_key + kKeys, seq);
       load<Dim, kKeys>(v_tiles + (stage ^ 1) * kTileBytes, v, first_key + kKeys, seq);
     }
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       const float inverse = 1 / sum;
       const int query = my_query + 16 * r + 8 * h;
       if (query < seq) {
-        half* row = o + static_cast<int64_t>(query) * Dim + lane % 4 * 2;
+        half* row = o + (static_cast<int64_t>(head) * seq + query) * Dim + lane % 4 * 2;
 #pragma unroll
         for (int n = 0; n < Dim / 8; ++n)
           *reinterpret_cast<uint32_t*>(row + 8 * n) =
@@ -224,10 +224,15 @@ size_t shared_bytes(const Problem& p) { return (kQueries + 2 * kStages * kKeys) 
 
 template <int Dim, bool Causal>
 void launch_one(const Problem& p, const Arguments& a, cudaStream_t stream) {
-  const int blocks = static_cast<int>(ceil_div(p.seq, kQueries));
-  launch("attention", attention<Dim, Causal>, dim3(static_cast<unsigned>(int64_t{blocks} * p.batch * p.heads)),
-         dim3(kThreads), shared_bytes(p), stream, static_cast<const half*>(a.q), static_cast<const half*>(a.k),
-         static_cast<const half*>(a.v), static_cast<half*>(a.o), p.seq, blocks, p.scale() * 1.44269504f);
+  const unsigned heads = p.batch * p.heads, blocks = static_cast<unsigned>(ceil_div(p.seq, kQueries));
+  const dim3 grid = Causal ? dim3(heads, blocks) : dim3(blocks, heads);
+  if (grid.y > 65535)
+    throw std::runtime_error(
+        (Causal ? "seq: found " + std::to_string(p.seq) : "batch * heads: found " + std::to_string(heads)) +
+        ", allowed: at most " + std::to_string(65535 * (Causal ? kQueries : 1)));
+  launch("attention", attention<Dim, Causal>, grid, dim3(kThreads), shared_bytes(p), stream,
+         static_cast<const half*>(a.q), static_cast<const half*>(a.k), static_cast<const half*>(a.v),
+         static_cast<half*>(a.o), p.seq, p.scale() * 1.44269504f);
 }
 
 void launch_attention(const Problem& p, const Arguments& a, cudaStream_t stream) {
