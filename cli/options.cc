@@ -61,6 +61,7 @@ void AttentionOptions::add_mask_to(CLI::App& app) {
 
 void AttentionOptions::add_to(CLI::App& app) {
   add_mask_to(app);
+  app.add_option("--softcap", softcap_, "Logits become X tanh(logit / X); 0: none  [0]")->type_name("X");
   app.add_option("--bias-correction", bias_correction_,
                  "How f16 and bf16 keep rounding bias out of gradients: " + choices(kBiasCorrections) + "  [f16]")
       ->type_name("NAME");
@@ -87,6 +88,7 @@ Attention AttentionOptions::attention(Precision precision) const {
     if (causal_ != "true") a.alignment = parse(kAlignments, "--causal", causal_);
   }
   if (!scale_.empty()) a.scale = parse_float("--scale", scale_);
+  if (!softcap_.empty()) a.softcap = parse_float("--softcap", softcap_);
   if (!window_.empty()) a.window = parse_window(window_);
   if (!bias_correction_.empty()) a.bias_correction = parse(kBiasCorrections, "--bias-correction", bias_correction_);
   if (!beta_.empty()) a.beta = parse_float("--beta", beta_);

@@ -31,7 +31,7 @@ class AttentionOptions {
   bool given() const { return !(causal_.empty() && scale_.empty() && window_.empty()); }  // of add_mask_to
 
  private:
-  std::string causal_, scale_, window_, bias_correction_, beta_, hadamard_, smooth_q_, backend_, device_;
+  std::string causal_, scale_, window_, softcap_, bias_correction_, beta_, hadamard_, smooth_q_, backend_, device_;
   uint32_t threads_ = 0;
   bool deterministic_ = false;
 };

@@ -7,14 +7,14 @@
 namespace octet::cli {
 namespace {
 
-// Sinks or their tangent, which have the shape [head] or [batch, head].
-Array read_sinks(const Source& source, const char* label) {
-  Array sinks = source.read(label);
-  std::vector<int64_t>& shape = sinks.shape;
+// Sinks, their tangent or slopes, which have the shape [head] or [batch, head].
+Array read_by_head(const Source& source, const char* label) {
+  Array array = source.read(label);
+  std::vector<int64_t>& shape = array.shape;
   if (shape.size() == 1) shape.insert(shape.begin(), 1);
   if (shape.size() != 2) reject("{}: shape {}, expected [head] or [batch, head]", label, shape_text(shape));
   shape.insert(shape.end(), {1, 1});
-  return sinks;
+  return array;
 }
 
 // dlse has the shape that lse is written in: [batch, head, token], or [head, token] where q has no batch.
@@ -31,8 +31,9 @@ Inputs read_primals(const Source& source, bool backward, bool jvp) {
   Inputs in;
   in.q = source.read("q"), in.k = source.read("k"), in.v = source.read("v");
   for (const auto& [array, label] : {std::pair{&in.q, "q"}, {&in.k, "k"}, {&in.v, "v"}}) array->shape4(label);
-  if (source.has("sinks")) in.sinks = read_sinks(source, "sinks");
-  if (jvp && source.has("tsinks")) in.tsinks = read_sinks(source, "tsinks");
+  if (source.has("sinks")) in.sinks = read_by_head(source, "sinks");
+  if (source.has("alibi_slopes")) in.alibi_slopes = read_by_head(source, "alibi_slopes");
+  if (jvp && source.has("tsinks")) in.tsinks = read_by_head(source, "tsinks");
   if (backward && source.has("dlse")) read_dlse(source, in);
   return in;
 }
@@ -114,7 +115,7 @@ Forward forward_call(const Inputs& in, const ForwardResult& r) {
           .o = r.o.view(),
           .lse = r.lse.view(),
           .o_residual = r.o_residual.view(),
-          .extras = {.sinks = in.sinks.view()}};
+          .extras = {.sinks = in.sinks.view(), .alibi_slopes = in.alibi_slopes.view()}};
 }
 
 Backward backward_call(const Inputs& in, const ForwardResult& f, const BackwardResult& r) {
@@ -130,7 +131,7 @@ Backward backward_call(const Inputs& in, const ForwardResult& f, const BackwardR
           .o_residual = f.o_residual.view(),
           .dlse = in.dlse.view(),
           .dsinks = r.dsinks.view(),
-          .extras = {.sinks = in.sinks.view()}};
+          .extras = {.sinks = in.sinks.view(), .alibi_slopes = in.alibi_slopes.view()}};
 }
 
 Jvp jvp_call(const Inputs& in, const JvpResult& r) {
@@ -145,7 +146,7 @@ Jvp jvp_call(const Inputs& in, const JvpResult& r) {
           .lse = r.lse.view(),
           .tsinks = in.tsinks.view(),
           .tlse = r.tlse.view(),
-          .extras = {.sinks = in.sinks.view()}};
+          .extras = {.sinks = in.sinks.view(), .alibi_slopes = in.alibi_slopes.view()}};
 }
 
 bool reads_residual(const Attention& attention) {

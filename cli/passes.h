@@ -13,11 +13,12 @@ namespace octet::cli {
 
 struct Inputs {
   Array q, k, v;
-  Array do_;         // backward
-  Array tq, tk, tv;  // jvp
-  Array sinks;       // optional: [1 or batch, head, 1, 1]
-  Array tsinks;      // jvp, optional: as sinks
-  Array dlse;        // backward, optional
+  Array do_;           // backward
+  Array tq, tk, tv;    // jvp
+  Array sinks;         // optional: [1 or batch, head, 1, 1]
+  Array tsinks;        // jvp, optional: as sinks
+  Array dlse;          // backward, optional
+  Array alibi_slopes;  // optional: as sinks
 };
 
 // Shape [b, hq, n, e] of o and [b, hq, n, 1] of lse.
@@ -67,8 +68,8 @@ Jvp jvp_call(const Inputs& inputs, const JvpResult& result);
 bool reads_residual(const Attention& attention);
 
 // q, k, v of a file, and for a backward do, for a jvp the tangents. What is absent is rejected, or with `draw` drawn
-// from N(0, 1) by a fixed seed in the type of its primal; `drawn` then receives its name. Sinks and, for a backward,
-// dlse, for a jvp tsinks are read where the file has them.
+// from N(0, 1) by a fixed seed in the type of its primal; `drawn` then receives its name. Sinks, alibi_slopes and,
+// for a backward, dlse, for a jvp tsinks are read where the file has them.
 Inputs read_inputs(const Source& source, bool backward, bool jvp);
 Inputs read_inputs(const Source& source, bool backward, bool jvp, std::vector<std::string>& drawn);
 

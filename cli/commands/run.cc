@@ -120,7 +120,8 @@ void add_run(CLI::App& app) {
   command
       ->add_option("IN", options->in,
                    "Tensors q, k, v (do with --backward; tq, tk, tv with --jvp), [batch, head, token, dim] or [head, "
-                   "token, dim]; if there, sinks [head] or [batch, head], with --jvp tsinks, shaped as sinks, and with "
+                   "token, dim]; if there, sinks and alibi_slopes, [head] or [batch, head], with --jvp tsinks, shaped "
+                   "as sinks, and with "
                    "--backward dlse, shaped as lse: a .safetensors file, or a directory with q.npy, k.npy, ...")
       ->required();
   command

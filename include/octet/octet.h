@@ -145,7 +145,7 @@ typedef struct octet_attention {
   uint32_t bias_correction;  // octet_bias_correction; precisions f16 and bf16; beta and f16 shape the forward pass too
   int64_t window_left;       // with OCTET_MASK_WINDOW, else 0
   int64_t window_right;
-  float softcap;                          // rejected unless 0
+  float softcap;                          // logits become softcap * tanh(logit / softcap); 0: none
   float beta;                             // with OCTET_BIAS_CORRECTION_BETA: 2 to 8, 0: 3
   uint32_t hadamard;                      // octet_switch: random-sign Hadamard of q and k before int8
   uint32_t smooth_q;                      // octet_switch: subtract the mean of each 128 queries before int8
@@ -173,6 +173,14 @@ typedef struct octet_attention {
 // batch if it shares its sinks, in a fixed order, and written where there are no queries, too. The gradient of lse,
 // where a loss reads it, is dlse; one that is NULL is 0.
 //
+// Softcap and ALiBi: with s = scale q.k, query i of n and key j of m have the logit
+// softcap * tanh(s / softcap) - slope * |i + (m - n) - j| + mask, where slope is the head's alibi_slopes, [1 h 1 1] or
+// [b h 1 1] (f32; at precision f64 also f64). The distance is that of FlashAttention-2: the last query is at the last
+// key, whatever the alignment of a causal mask or window, and n and m are the lengths of the sequence where sequences
+// are packed. Packed sequences may have slopes of their own, [s h 1 1]. Slopes have any sign and no gradient; one that
+// is inf or NaN makes o and lse of its head NaN, as does with a softcap an s that is inf or NaN. Sinks are neither
+// capped nor at a distance.
+//
 // Packed sequences: b = 1, and cu_seqlens_q, cu_seqlens_k (i32, shape [1 1 1 s+1], contiguous) hold the
 // first token of each of s sequences and the total at the end. On the CPU, octet_run rejects offsets that do not start
 // at 0, fall, or do not end at the number of tokens, and lengths above max_seqlen. On a GPU it cannot: reading them on
@@ -199,12 +207,13 @@ typedef struct octet_arguments {
   octet_tensor* dsinks;              // backward: out, optional, with sinks; of their shape and types
   const octet_tensor* tsinks;        // jvp: in, optional, with sinks; NULL: 0
   octet_tensor* tlse;                // jvp: out, optional: the tangent of lse, of its shape and types
+  const octet_tensor* alibi_slopes;  // in, optional
 } octet_arguments;
 
 #define OCTET_ARGUMENTS_INIT                                                                                        \
   {                                                                                                                 \
     sizeof(octet_arguments), OCTET_FORWARD, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, \
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL                                            \
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL                                      \
   }
 
 // Bytes of scratch memory that octet_run needs for these arguments, on the device of the tensors.

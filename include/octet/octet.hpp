@@ -140,7 +140,7 @@ struct Attention {
   std::optional<std::array<int64_t, 2>> window{};  // keys left and right of the diagonal, -1: all
   BiasCorrection bias_correction = BiasCorrection::f16;
   float beta = 0;
-  float softcap = 0;
+  float softcap = 0;  // logits become softcap * tanh(logit / softcap); 0: none
   Switch hadamard = Switch::automatic;
   Switch smooth_q = Switch::automatic;
   bool deterministic = false;
@@ -175,12 +175,13 @@ struct Attention {
 // Optional inputs of every pass; see octet_arguments.
 struct Extras {
   Tensor mask{};
-  Tensor sinks{};  // [1 h 1 1] or [b h 1 1]
+  Tensor sinks{};         // [1 h 1 1] or [b h 1 1]
+  Tensor alibi_slopes{};  // likewise, or of each packed sequence [s h 1 1]
   Tensor cu_seqlens_q{}, cu_seqlens_k{};
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
 };
 
-// o = softmax(scale q k^T + mask) v
+// o = softmax(softcap(scale q k^T) + mask + ALiBi) v
 struct Forward {
   Tensor q, k, v;       // in
   Tensor o;             // out
@@ -219,6 +220,7 @@ class Arguments {
     auto& c = call_;
     args_.q = pointer(c.q), args_.k = pointer(c.k), args_.v = pointer(c.v);
     args_.mask = pointer(c.extras.mask), args_.sinks = pointer(c.extras.sinks);
+    args_.alibi_slopes = pointer(c.extras.alibi_slopes);
     args_.cu_seqlens_q = pointer(c.extras.cu_seqlens_q), args_.cu_seqlens_k = pointer(c.extras.cu_seqlens_k);
     args_.max_seqlen_q = c.extras.max_seqlen_q, args_.max_seqlen_k = c.extras.max_seqlen_k;
     args_.o = pointer(c.o), args_.lse = pointer(c.lse);

@@ -20,7 +20,7 @@ from octet._quantize import dequantize
 if TYPE_CHECKING:
     from typing import Unpack
 
-_POSITIONS = {"causal", "scale", "window", "alignment", "layout"}  # options that the exact result has too
+_EXACT = {"causal", "scale", "window", "alignment", "layout", "softcap"}  # options that the exact result has too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def check(
     along = dict(zip(("tq", "tk", "tv"), tangents or (None,) * 3, strict=True))
     framework = _api.framework_of(q=q, k=k, v=v, do=do, mask=mask, sinks=sinks, **along)
     made = options_of(own_type(framework.adapter, q), **options)
-    positions: Any = {name: value for name, value in options.items() if name in _POSITIONS}
+    positions: Any = {name: value for name, value in options.items() if name in _EXACT}
     exact = options_of("f64", precision="f64", **positions)
 
     def wide(x: Any) -> np.ndarray:

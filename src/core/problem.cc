@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <initializer_list>
 #include <iterator>
 #include <utility>
@@ -53,13 +54,15 @@ constexpr Operand kOperands[] = {
     {"dsinks", &Problem::dsinks, absent, optional_out, absent},
     {"tsinks", &Problem::tsinks, absent, absent, optional_in},
     {"tlse", &Problem::tlse, absent, absent, optional_out},
+    {"alibi_slopes", &Problem::alibi_slopes, optional_in, optional_in, optional_in},
 };
 
 // Validates that tensors are present, each tensor by itself, and that all are on one device.
 void validate_operands(const octet_arguments& a, Problem& p) {
   const octet_tensor* const tensors[std::size(kOperands)] = {
-      a.q,  a.k,  a.v,  a.mask, a.sinks, a.cu_seqlens_q, a.cu_seqlens_k, a.o,    a.o_residual, a.lse,    a.do_,
-      a.dq, a.dk, a.dv, a.tq,   a.tk,    a.tv,           a.to,           a.dlse, a.dsinks,     a.tsinks, a.tlse};
+      a.q,          a.k,   a.v,    a.mask,   a.sinks,  a.cu_seqlens_q, a.cu_seqlens_k, a.o,
+      a.o_residual, a.lse, a.do_,  a.dq,     a.dk,     a.dv,           a.tq,           a.tk,
+      a.tv,         a.to,  a.dlse, a.dsinks, a.tsinks, a.tlse,         a.alibi_slopes};
   for (std::size_t i = 0; i < std::size(kOperands); ++i) {
     const Operand& x = kOperands[i];
     const octet_tensor* t = tensors[i];
@@ -134,6 +137,15 @@ void validate_sinks(Problem& p) {
   p.sinks.stride[0] = p.tsinks.stride[0] = 0;
 }
 
+void validate_alibi(Problem& p) {
+  if (!p.alibi_slopes.present()) return;
+  const bool shared = p.alibi_slopes.shape[0] == 1;
+  const int64_t slopes[4] = {shared ? 1 : p.sequence_count(), p.heads, 1, 1};
+  expect_shape(p.alibi_slopes, "alibi_slopes", slopes,
+               p.packed() ? "1 or the packed sequences, heads of q, 1, 1" : "1 or the batch of q, heads of q, 1, 1");
+  if (shared) p.alibi_slopes.stride[0] = 0;
+}
+
 // q, k or v: as they are, or quantized as their own operand.
 void validate_input(const octet_tensor& tensor, const View& t, const char* label, octet_operand operand,
                     octet_precision precision) {
@@ -173,8 +185,8 @@ void validate_dtypes(const octet_arguments& args, const Problem& p) {
         t == &p.q || t == &p.k || t == &p.v || t == &p.mask || t == &p.cu_seqlens_q || t == &p.cu_seqlens_k;
     if (!t->present() || validated_elsewhere) continue;
     const bool of_rows = t == &p.lse || t == &p.dlse || t == &p.tlse;
-    const bool of_sinks = t == &p.sinks || t == &p.dsinks || t == &p.tsinks;
-    if (of_rows || of_sinks) {
+    const bool of_heads = t == &p.sinks || t == &p.dsinks || t == &p.tsinks || t == &p.alibi_slopes;
+    if (of_rows || of_heads) {
       if (t->quantization) invalid(x.label, ": has a quantization, which only q, k and v may have; leave it NULL");
       if (p.precision == OCTET_PRECISION_F64)
         expect_dtype(*t, x.label, {OCTET_F32, OCTET_F64});
@@ -208,6 +220,12 @@ float effective_scale(float scale, int64_t dim) {
   if (!std::isnormal(scale) || scale < 0.f)
     invalid("scale: found ", scale, ", allowed: positive and finite, 1.17549e-38 to 3.40282e+38, or 0 for 1/sqrt(dim)");
   return scale;
+}
+
+float validated_softcap(float softcap) {
+  if (softcap != 0.f && (!std::isnormal(softcap) || softcap < 0.f))
+    invalid("softcap: found ", softcap, ", allowed: positive and finite, 1.17549e-38 to 3.40282e+38, or 0 for none");
+  return softcap;
 }
 
 // A count of keys; -1 and counts beyond any sequence: all.
@@ -297,7 +315,6 @@ void validate_recipe(const octet_attention& a, Problem& p) {
     invalid("beta: ", a.beta, " given with bias_correction ", name(p.bias_correction),
             "; it belongs to bias_correction beta");
   if (!(p.beta >= 2.f && p.beta <= 8.f)) invalid("beta: found ", a.beta, ", allowed: 2 to 8, or 0 for 3");
-  if (a.softcap != 0.f) unsupported("softcap: found ", a.softcap, "; soft-capped logits are not supported, leave it 0");
   const bool int8_logits = with_int8_options.has(p.precision);
   const auto hadamard = checked(a.hadamard, OCTET_AUTO, OCTET_OFF, "hadamard");
   const auto smooth_q = checked(a.smooth_q, OCTET_AUTO, OCTET_OFF, "smooth_q");
@@ -328,6 +345,13 @@ KeyRange Problem::keys_of(int64_t i, int64_t n, int64_t m) const {
   return {first, std::max(first, last)};
 }
 
+Problem::Distances Problem::distances_of(int64_t i, int64_t n, int64_t m, KeyRange keys) {
+  if (keys.first >= keys.last) return {0, 0};
+  const int64_t diagonal = i + m - n, nearest = std::clamp(diagonal, keys.first, keys.last - 1);
+  return {std::abs(diagonal - nearest),
+          std::max(std::abs(diagonal - keys.first), std::abs(diagonal - (keys.last - 1)))};
+}
+
 KeyRange Problem::keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) const {
   // Both ends of a range grow with the query.
   return {keys_of(i, n, m).first, keys_of(i + rows - 1, n, m).last};
@@ -347,9 +371,11 @@ Problem validate(const octet_attention* given_attention, const octet_arguments* 
   validate_dtypes(args, p);
   validate_mask_tensor(p);
   validate_packing(args, p);
+  validate_alibi(p);
   validate_mask(a, p);
   validate_recipe(a, p);
   p.scale = effective_scale(a.scale, p.dim);
+  p.softcap = validated_softcap(a.softcap);
   validate_memory(p);
   return p;
 }
@@ -363,7 +389,7 @@ std::vector<Sequence> sequences(const Problem& p) {
   if (!p.packed()) {
     const bool nothing_to_write = p.pass == OCTET_BACKWARD ? !p.dq.elements() && !p.dk.elements() : !p.o.elements();
     if (nothing_to_write) return out;
-    for (int64_t b = 0; b < p.batch; ++b) out.push_back({b, 0, p.tokens_q, 0, p.tokens_k});
+    for (int64_t b = 0; b < p.batch; ++b) out.push_back({b, 0, p.tokens_q, 0, p.tokens_k, b});
     return out;
   }
   const int64_t count = p.cu_seqlens_q.shape[3] - 1;
@@ -385,7 +411,7 @@ std::vector<Sequence> sequences(const Problem& p) {
         invalid("max_seqlen_", label, ": ", longest, ", but sequence ", s, " has ", cu[s + 1] - cu[s], " tokens");
     }
   }
-  for (int64_t s = 0; s < count; ++s) out.push_back({0, q[s], q[s + 1] - q[s], k[s], k[s + 1] - k[s]});
+  for (int64_t s = 0; s < count; ++s) out.push_back({0, q[s], q[s + 1] - q[s], k[s], k[s + 1] - k[s], s});
   return out;
 }
 

@@ -21,6 +21,7 @@ struct Sequence {
   int64_t batch;
   int64_t q_first, q_tokens;
   int64_t k_first, k_tokens;
+  int64_t index;  // among the sequences of the call
 };
 
 struct Problem {
@@ -28,7 +29,8 @@ struct Problem {
   octet_precision precision;
   octet_bias_correction bias_correction;
   float beta;
-  float scale;  // never 0
+  float scale;    // never 0
+  float softcap;  // 0: none
   bool hadamard, smooth_q;
   bool deterministic;
   unsigned threads;                // 0: all
@@ -40,7 +42,7 @@ struct Problem {
   octet_device device;
   int32_t device_index;
 
-  View q, k, v, mask, sinks, cu_seqlens_q, cu_seqlens_k;  // sinks: stride 0 where they are shared
+  View q, k, v, mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k;  // sinks, slopes: stride 0 where shared
   View o, o_residual, lse, do_, dlse, dq, dk, dv, dsinks, tq, tk, tv, tsinks, to, tlse;
   int64_t max_seqlen_q, max_seqlen_k;
 
@@ -51,9 +53,19 @@ struct Problem {
   static constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max() / 4;
 
   bool packed() const { return cu_seqlens_q.present(); }
+  int64_t sequence_count() const { return packed() ? cu_seqlens_q.shape[3] - 1 : batch; }
+
+  // Returns whether logits are scale * q.k and nothing else.
+  bool plain_logits() const { return !softcap && !alibi_slopes.present() && !mask.present(); }
 
   // The keys that query `i` of a sequence of n queries and m keys sees. Empty ranges have first == last.
   KeyRange keys_of(int64_t i, int64_t n, int64_t m) const;
+
+  // The distances of query i from the keys [first, last) that ALiBi multiplies by a slope; 0 from none.
+  struct Distances {
+    int64_t least, most;
+  };
+  static Distances distances_of(int64_t i, int64_t n, int64_t m, KeyRange keys);
 
   // The keys that any of the queries [i, i + rows) sees: the hull of their ranges.
   KeyRange keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) const;

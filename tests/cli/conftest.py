@@ -85,9 +85,9 @@ def draw(seed, b=2, hq=4, hkv=2, sq=33, sk=33, d=16, e=16, dtype=np.float32, com
     return {name: random.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
 
 
-def attention(t, seen=None, scale=None):
+def attention(t, seen=None, scale=None, softcap=None):
     """o, lse and, where do or tangents are there, dq, dk, dv, dsinks, to, tlse; seen[i, j]: query i sees key j. With
-    sinks and tsinks, [head] or [batch, head], and dlse, [batch, head, token], if they are there."""
+    sinks, tsinks and alibi_slopes, [head] or [batch, head], and dlse, [batch, head, token], if they are there."""
     q, k, v = (t[n].astype(np.float64) for n in "qkv")
     group = q.shape[1] // k.shape[1]
     scale = 1 / np.sqrt(q.shape[-1]) if scale is None else scale
@@ -95,6 +95,13 @@ def attention(t, seen=None, scale=None):
     gather = lambda x: x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)
     K, V = spread(k), spread(v)
     s = scale * q @ K.swapaxes(-1, -2)
+    by_s = 1.0
+    if softcap is not None:
+        s, by_s = softcap * np.tanh(s / softcap), 1 / np.cosh(s / softcap) ** 2
+    if "alibi_slopes" in t:
+        n, m = s.shape[-2:]
+        distance = np.abs(np.arange(n)[:, None] + (m - n) - np.arange(m))
+        s = s - t["alibi_slopes"].astype(np.float64).reshape(-1, q.shape[1], 1, 1) * distance
     if seen is not None:
         s = np.where(seen, s, -np.inf)
     sinks = np.reshape(t["sinks"].astype(np.float64), (-1, q.shape[1], 1, 1)) if "sinks" in t else -np.inf
@@ -109,14 +116,14 @@ def attention(t, seen=None, scale=None):
         do = t["do"].astype(np.float64)
         dp = do @ V.swapaxes(-1, -2)
         minus_delta = (t["dlse"].astype(np.float64)[..., None] if "dlse" in t else 0) - (p * dp).sum(-1, keepdims=True)
-        ds = scale * p * (dp + minus_delta)
+        ds = scale * p * (dp + minus_delta) * by_s
         out |= {"dq": ds @ K, "dk": gather(ds.swapaxes(-1, -2) @ q), "dv": gather(p.swapaxes(-1, -2) @ do)}
         if "sinks" in t:
             per_head = (np.exp(sinks - top) / total * minus_delta).sum((2, 3))
             out["dsinks"] = per_head.sum(0) if t["sinks"].ndim == 1 else per_head
     if "tq" in t:
         tq, tk, tv = (t[n].astype(np.float64) for n in ("tq", "tk", "tv"))
-        ts = scale * (tq @ K.swapaxes(-1, -2) + q @ spread(tk).swapaxes(-1, -2))
+        ts = scale * by_s * (tq @ K.swapaxes(-1, -2) + q @ spread(tk).swapaxes(-1, -2))
         tlse = (p * ts).sum(-1, keepdims=True)
         if "tsinks" in t:
             tlse = tlse + np.exp(sinks - top) / total * t["tsinks"].astype(np.float64).reshape(-1, q.shape[1], 1, 1)

@@ -60,9 +60,40 @@ def test_sinks_their_tangents_and_dlse_are_read_where_they_are(tmp_path, shape, 
     check(read_safetensors(out), attention(t), ["o", "lse", "dq", "dk", "dv", "dsinks", "to", "tlse"])
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_softcap_and_slopes_follow_their_formula(tmp_path, shape, backend, softcap):
+    t, random = draw(8, sq=40, sk=57), np.random.default_rng(9)
+    t |= {
+        "alibi_slopes": (0.1 * random.standard_normal(shape)).astype(np.float32),
+        "sinks": (4 + random.standard_normal(shape)).astype(np.float32),
+    }
+    out = tmp_path / "out.safetensors"
+    options = ["--softcap", str(softcap)] if softcap else []
+    file = write_safetensors(tmp_path / "in.safetensors", t)
+    run_ok("run", file, out, "--backward", "--jvp", "--backend", backend, "--causal=bottom-right", *options)
+    want = attention(t, causal(40, 57, bottom_right=True), softcap=softcap)
+    check(read_safetensors(out), want, ["o", "lse", "dq", "dk", "dv", "dsinks", "to", "tlse"])
+
+
+def test_check_caps_what_it_compares_with(tmp_path):
+    t = draw(8) | {"alibi_slopes": np.full(4, 0.1, np.float32)}
+    file = write_safetensors(tmp_path / "in.safetensors", t)
+    rows = json.loads(run_ok("check", file, "--precision", "f32", "--pass", "fwd,bwd,jvp", "--softcap", "2", "--json"))
+    assert [row["rel_l2"] < F32 for row in rows] == [True] * len(rows)
+
+
+def test_softcaps_that_are_none_are_rejected(tmp_path, small):
+    done = octet("run", small, tmp_path / "out.safetensors", "--softcap", "-3")
+    assert done.returncode == 2 and "softcap: found -3, allowed: positive and finite" in done.stderr
+
+
 @pytest.mark.parametrize(
     "name, shape, message",
     [
+        ("alibi_slopes", (3,), "alibi_slopes: shape [1, 3, 1, 1], expected [1, 4, 1, 1]"),
+        ("alibi_slopes", (1, 4, 1, 1), "alibi_slopes: shape [1, 4, 1, 1], expected [head] or [batch, head]"),
         ("sinks", (3,), "sinks: shape [1, 3, 1, 1], expected [1, 4, 1, 1]"),
         ("sinks", (1, 4, 1, 1), "sinks: shape [1, 4, 1, 1], expected [head] or [batch, head]"),
         ("tsinks", (3,), "tsinks: shape [1, 3, 1, 1], expected"),

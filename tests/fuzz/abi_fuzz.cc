@@ -15,7 +15,7 @@
 namespace {
 
 constexpr size_t kArena = 1 << 14;
-constexpr int kTensors = 22;
+constexpr int kTensors = 23;
 constexpr int64_t kMostWork = 1 << 20;  // multiplications of a call that is run
 
 struct Call {
@@ -81,7 +81,8 @@ void draw(FuzzedDataProvider& in, unsigned char* arena, Call& call) {
   const int64_t of_batch = in.ConsumeBool() ? b : 1;
   t[17] = place(OCTET_F32, of_batch, h, 1, 1), t[18] = place(OCTET_F32, of_batch, h, 1, 1);
   t[19] = place(OCTET_F32, of_batch, h, 1, 1);
-  t[20] = place(OCTET_F32, b, h, n, 1), t[21] = place(OCTET_F32, b, h, n, 1);
+  t[20] = place(OCTET_F32, b, h, n, 1), t[21] = place(OCTET_F32, b, h, n, 1),
+  t[22] = place(OCTET_F32, of_batch, h, 1, 1);
   call.scale = place(OCTET_F32, b, h, n, 1);
   call.quantization.scale = &call.scale;
 
@@ -98,6 +99,8 @@ void draw(FuzzedDataProvider& in, unsigned char* arena, Call& call) {
   }
   if (args.pass == OCTET_BACKWARD && in.ConsumeBool()) args.dlse = &t[20];
   if (args.pass == OCTET_JVP && in.ConsumeBool()) args.tlse = &t[21];
+  if (in.ConsumeBool()) args.alibi_slopes = &t[22];
+  if (in.ConsumeBool()) a.softcap = 2.f;
   if (in.ConsumeIntegralInRange(0, 7) == 0) a.precision = OCTET_PRECISION_F64, a.rounding = &call.rounding;
   if (in.ConsumeIntegralInRange(0, 7) == 0) t[0].dtype = OCTET_I8, t[0].quantization = &call.quantization;
 }

@@ -30,6 +30,18 @@ const Case kCases[] = {
      .alignment = Alignment::bottom_right,
      .sinks = Sinks::shared,
      .dlse = true},
+    {.name = "softcap", .heads = 4, .kv_heads = 2, .tokens_q = 70, .tokens_k = 90, .dim_v = 40, .softcap = 1.5f},
+    {.name = "alibi",
+     .batch = 2,
+     .heads = 2,
+     .tokens_q = 90,
+     .tokens_k = 80,
+     .causal = true,
+     .alignment = Alignment::bottom_right,
+     .sinks = Sinks::shared,
+     .dlse = true,
+     .softcap = 2.f,
+     .alibi = Alibi::shared},
 };
 
 Noise noise_of(const Case& c, const Inputs& in) { return f32_noise(c, in, largest_column_sum(c, in), 5.0); }
@@ -143,10 +155,10 @@ TEST_P(Tangents, of_v_equal_one_give_one) {
   }
 }
 
-// tk = 1 u^T moves all logits of a row alike, but not a sink: to = 0 without one.
+// tk = 1 u^T moves all logits of a row alike, but not a sink, nor where a softcap meets them: to = 0 without both.
 TEST_P(Tangents, of_k_equal_in_all_keys_give_zero) {
   for (const Case& c : kCases) {
-    if (c.sinks != Sinks::none) continue;
+    if (c.sinks != Sinks::none || c.softcap != 0) continue;
     Inputs in = draw(c, 6);
     in.tq = Values(in.tq.shape), in.tv = Values(in.tv.shape);
     for_each(in.tk.shape,

@@ -21,12 +21,6 @@ TEST(Options, scale_is_positive_and_finite) {
   }
 }
 
-TEST(Options, softcap_is_rejected_by_name) {
-  Call softcap(OCTET_FORWARD);
-  softcap.attention.softcap = 30.f;
-  expect_unsupported(softcap, "softcap: found 30; soft-capped logits are not supported, leave it 0");
-}
-
 TEST(Options, different_lengths_need_an_alignment) {
   for (const uint32_t mask : {OCTET_MASK_CAUSAL, OCTET_MASK_WINDOW}) {
     Call call(OCTET_FORWARD);

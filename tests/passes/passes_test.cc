@@ -66,7 +66,7 @@ void expect_as_good(const Outputs& got, const Expected& x, Pass pass) {
 }
 
 // A precision, and at 16 bits a bias correction: each gives p and ds other formats, or dq and dk another product. With
-// sinks or dlse all of them: each has a delta, row sums of ds and a range of its own.
+// sinks, dlse or a softcap all of them: each has a delta, row sums of ds and a range of its own.
 struct Recipe {
   Precision precision;
   BiasCorrection bias_correction = BiasCorrection::f16;
@@ -77,7 +77,7 @@ std::vector<Recipe> recipes_of(Pass pass, const Case& c) {
   for (Precision precision : precisions_of(pass)) list.push_back({precision});
   if (pass == Pass::forward) list.push_back({Precision::bf16, BiasCorrection::none});
   if (pass == Pass::backward) list.push_back({Precision::bf16, BiasCorrection::gproj});
-  if (c.sinks == Sinks::none && !c.dlse) return list;
+  if (c.sinks == Sinks::none && !c.dlse && c.softcap == 0) return list;
   for (const Precision precision : {Precision::f16, Precision::bf16}) {
     if (pass == Pass::forward) list.push_back({precision, BiasCorrection::beta});
     if (pass == Pass::backward)

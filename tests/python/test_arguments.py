@@ -47,7 +47,7 @@ FUNCTIONS = pytest.mark.parametrize("function", ARRAYS, ids=lambda f: f.__name__
 # Values that no function takes.
 OPTIONS = {
     "precision": "int9", "causal": "left", "scale": "wide", "window": "all", "alignment": "middle", "layout": "hsd",
-    "bias_correction": "salt", "beta": "large", "hadamard": True, "smooth_q": "maybe", "softcap": 5.0,
+    "bias_correction": "salt", "beta": "large", "hadamard": True, "smooth_q": "maybe", "softcap": -5.0,
     "deterministic": "yes", "threads": -1, "backend": 3, "out_dtype": "float5",
 }  # fmt: skip
 MORE = {

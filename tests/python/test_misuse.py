@@ -42,7 +42,7 @@ def test_values_are_named_with_the_choices():
     )
     rejected(invalid, "hadamard: found True, allowed: 'auto', 'on', 'off'", hadamard=True)
     rejected(invalid, 'backend: unknown name "abacus"; known: ', backend="abacus")
-    rejected(octet.Unsupported, "softcap: found 5", softcap=5.0)
+    rejected(invalid, "softcap: found -5, allowed: positive and finite", softcap=-5.0)
 
 
 def test_unequal_lengths_need_an_alignment():

@@ -99,6 +99,8 @@ Inputs draw(const Case& c, uint64_t seed) {
     if (c.sinks == Sinks::shared && c.heads > 2)
       in.sinks.at(0, c.heads - 1, 0, 0) = -std::numeric_limits<double>::infinity();
   }
+  if (c.alibi != Alibi::none)
+    in.alibi_slopes = rounded(normal(c.slopes_shape(), 100 * seed + 12, .06, .08), DType::f32);
   if (c.dlse) in.dlse = rounded(normal(c.lse_shape(), 100 * seed + 11), DType::f32);
   return in;
 }
@@ -110,6 +112,7 @@ Attention attention_of(const Case& c, Precision precision, const char* backend) 
   a.causal = c.causal;
   a.window = c.window;
   a.alignment = c.alignment;
+  a.softcap = c.softcap;
   a.backend = backend;
   return a;
 }
@@ -118,7 +121,7 @@ namespace {
 
 // The tensors of one call in their layouts.
 struct Buffers {
-  Buffer q, k, v, mask, sinks, cu_seqlens_q, cu_seqlens_k, do_, dlse, tq, tk, tv, tsinks;  // in
+  Buffer q, k, v, mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, do_, dlse, tq, tk, tv, tsinks;  // in
   Buffer o, lse, o_residual, dq, dk, dv, dsinks, to, tlse;
 
   struct Named {
@@ -131,6 +134,7 @@ struct Buffers {
                                {"v", &v},
                                {"mask", &mask},
                                {"sinks", &sinks},
+                               {"alibi_slopes", &alibi_slopes},
                                {"do", &do_},
                                {"dlse", &dlse},
                                {"tq", &tq},
@@ -167,6 +171,7 @@ Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass,
   }
   if (in.mask.present()) x.mask = Buffer(in.mask, in.mask_dtype);
   if (in.sinks.present()) x.sinks = Buffer(in.sinks, lse, layout);
+  if (in.alibi_slopes.present()) x.alibi_slopes = Buffer(in.alibi_slopes, lse, layout);
   const auto cu = [](const std::vector<int32_t>& first) {
     Values values({1, 1, 1, static_cast<int64_t>(first.size())});
     std::copy(first.begin(), first.end(), values.data.begin());
@@ -243,8 +248,11 @@ void call(const Attention& attention, const Call& arguments, Place* place) {
 
 void call(const Attention& attention, Pass pass, const Buffers& x, Place* place) {
   const auto at = [&](const Buffer& b) { return place && b.present() ? place->tensor(b) : b.view(); };
-  const Extras extras{
-      .mask = at(x.mask), .sinks = at(x.sinks), .cu_seqlens_q = at(x.cu_seqlens_q), .cu_seqlens_k = at(x.cu_seqlens_k)};
+  const Extras extras{.mask = at(x.mask),
+                      .sinks = at(x.sinks),
+                      .alibi_slopes = at(x.alibi_slopes),
+                      .cu_seqlens_q = at(x.cu_seqlens_q),
+                      .cu_seqlens_k = at(x.cu_seqlens_k)};
   switch (pass) {
     case Pass::forward:
       return call(attention,
@@ -341,6 +349,10 @@ Outputs exact(const Case& c, const Inputs& in, Pass pass) {
 //               at most G + D, meets max k once more, and errs by e_ds
 //   dsinks      sum over N queries (of the whole batch where it shares its sinks) of probabilities of at most 1 times
 //   e_ds tlse        2 T e_p + e_t + 2 T s sqrt(m) u, and in to once more times max v
+//
+// ALiBi counts in B by its largest number, which errs by u B, and e_s with it. A softcap c adds 8 u min(S, c) to e_s,
+// and its derivative, at most 1, errs by e_c = e_s / c + 8 u, as tanh'' is below 1: e_ds grows by (2 G + D) e_c, e_t by
+// T e_c. Rows of dS then have any sum, as with D.
 Noise f32_noise(const Case& c, const Inputs& in, double column_sum, double sigmas) {
   const double u = 0x1p-24;
   const auto sum_of = [&](int64_t n) { return sigmas * std::sqrt(static_cast<double>(std::max<int64_t>(n, 1))) * u; };
@@ -350,24 +362,26 @@ Noise f32_noise(const Case& c, const Inputs& in, double column_sum, double sigma
     for (double x : values.data) largest = std::max(largest, std::isfinite(x) ? std::fabs(x) : 0.0);
     return largest;
   };
-  const bool sinks = in.sinks.present(), unbalanced = sinks || in.dlse.present();
-  const double bias = std::max(largest_finite(in.mask), largest_finite(in.sinks));
+  const bool sinks = in.sinks.present(), capped = c.softcap != 0, unbalanced = sinks || in.dlse.present() || capped;
+  const double alibi = largest_finite(in.alibi_slopes) * static_cast<double>(std::max(c.tokens_q, c.tokens_k));
+  const double bias = std::max(largest_finite(in.mask), largest_finite(in.sinks)) + alibi;
   const double logit = scale * largest_row(in.q) * largest_row(in.k);
-  const double e_s = sum_of(c.dim) * logit;
+  const double e_s = sum_of(c.dim) * logit + u * alibi + (capped ? 8 * u * std::min<double>(logit, c.softcap) : 0.0);
+  const double e_c = capped ? e_s / c.softcap + 8 * u : 0.0;
   const double e_p = 2 * e_s + 2 * u * (logit + bias) + 4 * u;
   Noise noise;
   noise.o = largest(in.v) * (e_p + 2 * m);
   noise.lse = e_s + m + u * (logit + bias + std::log1p(static_cast<double>(c.tokens_k)));
   if (sinks) noise.o += largest(in.v) * noise.lse;
   const double g = largest_row(in.do_) * largest_row(in.v), dlse = largest(in.dlse);
-  const double e_ds = 2 * g * e_p + dlse * (e_p + u) + 2 * sum_of(c.dim_v) * g;
-  noise.dq = scale * largest(in.k) * ((unbalanced ? 2 : 1) * e_ds + (2 * g + dlse) * m);
+  const double e_ds = 2 * g * e_p + dlse * (e_p + u) + 2 * sum_of(c.dim_v) * g + (2 * g + dlse) * e_c;
+  noise.dq = scale * largest(in.k) * ((unbalanced ? 2 : 1) * e_ds + (capped ? 2 : 1) * (2 * g + dlse) * m);
   noise.dk = scale * largest(in.q) * column_sum * (e_ds + (2 * g + dlse) * n);
   noise.dsinks = static_cast<double>(c.tokens_q * (c.sinks == Sinks::shared ? c.batch : 1)) * e_ds;
   noise.dv = largest(in.do_) * column_sum * (e_p + n);
   const double t = std::max(largest(in.tsinks),
                             scale * (largest_row(in.tq) * largest_row(in.k) + largest_row(in.q) * largest_row(in.tk)));
-  const double e_t = sum_of(2 * c.dim) * t;
+  const double e_t = (sum_of(2 * c.dim) + e_c) * t;
   noise.to = largest(in.v) * (2 * t * e_p + 2 * e_t + 4 * t * m) + largest(in.tv) * (e_p + m);
   noise.tlse = 2 * t * e_p + e_t + 2 * t * m;
   if (sinks) noise.to += largest(in.v) * (noise.tlse + 2 * t * (e_p + noise.lse)) + largest(in.tv) * noise.lse;

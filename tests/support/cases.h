@@ -31,6 +31,12 @@ enum class Sinks {
   of_batch,  // [b h 1 1]
 };
 
+enum class Alibi {
+  none,
+  shared,  // slopes [1 h 1 1]
+  each     // [b h 1 1], or of each packed sequence [s h 1 1]
+};
+
 struct Case {
   const char* name;
   int64_t batch = 1, heads = 1, kv_heads = 1, tokens_q = 64, tokens_k = 64, dim = 64, dim_v = 64;
@@ -47,6 +53,8 @@ struct Case {
   bool interleaved = false;  // q, k, v in one buffer; dq, dk, dv in another
   Sinks sinks = Sinks::none;
   bool dlse = false;  // backward passes get dlse, jvps give tlse
+  float softcap = 0;
+  Alibi alibi = Alibi::none;
 
   Shape q_shape() const { return {batch, heads, tokens_q, dim}; }
   Shape k_shape() const { return {batch, kv_heads, tokens_k, dim}; }
@@ -54,6 +62,10 @@ struct Case {
   Shape o_shape() const { return {batch, heads, tokens_q, dim_v}; }
   Shape lse_shape() const { return {batch, heads, tokens_q, 1}; }
   Shape sinks_shape() const { return {sinks == Sinks::of_batch ? batch : 1, heads, 1, 1}; }
+  Shape slopes_shape() const {
+    const auto sequences = cu_seqlens_q.empty() ? batch : static_cast<int64_t>(cu_seqlens_q.size()) - 1;
+    return {alibi == Alibi::each ? sequences : 1, heads, 1, 1};
+  }
   double effective_scale() const;
 };
 const std::vector<Case>& cases();
@@ -63,6 +75,7 @@ struct Inputs {
   Values q, k, v, do_, tq, tk, tv;
   Values mask;                 // absent: none
   Values sinks, tsinks, dlse;  // f32; absent: none
+  Values alibi_slopes;         // f32; absent: none
   DType mask_dtype = DType::none;
 };
 Inputs draw(const Case&, uint64_t seed);

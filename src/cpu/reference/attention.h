@@ -1,8 +1,9 @@
 // Unfused attention of one head in float64, with a recipe's roundings. With Recipe{} it is exact:
-//   s = scale q k^T + bias     lse_i = log (sum_j exp(s_ij) + exp(sink))     p = exp(s - lse)     o = p v
-//   dp = do v^T   delta_i = sum_j p_ij dp_ij   ds = p (dp - delta + dlse)
+//   s = softcap(scale q k^T) + bias, where softcap(x) = c tanh(x / c)
+//   lse_i = log (sum_j exp(s_ij) + exp(sink))     p = exp(s - lse)     o = p v
+//   dp = do v^T   delta_i = sum_j p_ij dp_ij   ds = p (dp - delta + dlse) softcap'(scale q k^T)
 //   dq = scale ds k   dk = scale ds^T q   dv = p^T do   dsink = sum_i exp(sink - lse_i) (dlse_i - delta_i)
-//   ts = scale (tq k^T + q tk^T)   tlse_i = sum_j p_ij ts_ij + exp(sink - lse_i) tsink
+//   ts = scale (tq k^T + q tk^T) softcap'(scale q k^T)   tlse_i = sum_j p_ij ts_ij + exp(sink - lse_i) tsink
 //   to_i = sum_j p_ij (ts_ij - tlse_i) v_j + sum_j p_ij tv_j
 // Sums over keys run over those that a query sees, by index; the others are never touched.
 #pragma once
@@ -24,9 +25,10 @@ inline bool sees_token(const Seen& seen, int64_t token) {
 struct Head {
   Matrix q, k, v;  // [n d] [m d] [m e]
   double scale = 1.0;
+  double softcap = 0.0;                                    // c; 0: none
   std::vector<KeyRange> keys{};                            // of each query
   std::vector<bool> hidden{};                              // [n m] keys within the range that are not seen; empty: none
-  Matrix bias{};                                           // [n m] added to the logits; empty: none
+  Matrix bias{};                                           // [n m] added to the logits: mask and ALiBi; empty: none
   std::vector<double> gauge{};                             // [n] what else is; it meets lse alone; empty: 0
   double sink = -std::numeric_limits<double>::infinity();  // a logit of every query whose value is 0; -inf: none
   Seen seen_q{}, seen_k{};  // [n] [m]; a key counts as seen if any head that shares it sees it

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <octet/formats.hpp>
 
@@ -84,19 +85,24 @@ bool hides(const View& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
   return mask.present() && element(mask, b, h, i, j) == (mask.dtype == OCTET_BOOL ? 0.0 : -kInf);
 }
 
-void load_mask(const Problem& problem, int64_t b, int64_t h, Head& head) {
-  const View& mask = problem.mask;
-  const int64_t n = head.q.rows, m = head.k.rows;
-  if (!mask.present()) return;
-  head.hidden.assign(static_cast<std::size_t>(n * m), false);
-  if (mask.dtype != OCTET_BOOL) head.bias = Matrix(n, m), head.gauge.assign(static_cast<std::size_t>(n), 0.0);
+// What a mask tensor and ALiBi do to the logits.
+void load_bias(const Problem& problem, const Sequence& at, int64_t h, Head& head) {
+  const View &mask = problem.mask, &slopes = problem.alibi_slopes;
+  const int64_t b = at.batch, n = head.q.rows, m = head.k.rows;
+  const bool adds_mask = mask.present() && mask.dtype != OCTET_BOOL;
+  if (mask.present()) head.hidden.assign(static_cast<std::size_t>(n * m), false);
+  if (!mask.present() && !slopes.present()) return;
+  double slope = slopes.present() ? element(slopes, at.index, h, 0, 0) : 0.0;
+  if (!std::isfinite(slope)) slope = std::numeric_limits<double>::quiet_NaN();
+  if (adds_mask || slopes.present()) head.bias = Matrix(n, m), head.gauge.assign(static_cast<std::size_t>(n), 0.0);
   for (int64_t i = 0; i < n; ++i) {
     double top = -kInf;
     for (int64_t j = 0; j < m; ++j) {
       if (hides(mask, b, h, i, j))
         head.hidden[static_cast<std::size_t>(i * m + j)] = true;
-      else if (mask.dtype != OCTET_BOOL)
-        head.bias[i][j] = element(mask, b, h, i, j);
+      else if (head.bias.rows)
+        head.bias[i][j] =
+            (adds_mask ? element(mask, b, h, i, j) : 0.0) - slope * static_cast<double>(std::abs(i + m - n - j));
       if (head.sees(i, j) && head.bias.rows) top = std::max(top, head.bias[i][j]);
     }
     // A number common to a row changes nothing but lse; a large one would take the bits of the logits.
@@ -123,9 +129,10 @@ Head load_head(const Problem& problem, const Sequence& at, int64_t h, const Head
   Head head = kv;
   head.q = load_operand(problem.q, at.batch, h, at.q_first, at.q_tokens);
   head.scale = problem.scale;
+  head.softcap = problem.softcap;
   if (problem.sinks.present()) head.sink = element(problem.sinks, at.batch, h, 0, 0);
   for (int64_t i = 0; i < at.q_tokens; ++i) head.keys.push_back(problem.keys_of(i, at.q_tokens, at.k_tokens));
-  load_mask(problem, at.batch, h, head);
+  load_bias(problem, at, h, head);
   head.seen_q = seen_queries(problem, at, h, head.seen_k);
   return head;
 }

@@ -26,13 +26,14 @@ void for_seen(const Head& head, int64_t i, const Body& body) {
 }
 
 // Returns p = exp(s - lse), [n m], 0 for masked keys, with the caller's lse or the rows' own, which replaces it in
-// `lse`; lse is without the gauge.
-Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logits, std::vector<double>& lse) {
+// `lse`; lse is without the gauge. Of the logits by scale q.k it leaves the `derivative`, [n m].
+Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logits, std::vector<double>& lse,
+                     Matrix& derivative) {
   Matrix p(head.q.rows, head.k.rows);
   std::vector<double> s(index(head.k.rows));
   const double unit = recipe.scale_first ? 1.0 : head.scale;
   for (int64_t i = 0; i < p.rows; ++i) {
-    logits.row(i, recipe.scale_first, s.data());
+    logits.row(i, recipe.scale_first, s.data(), derivative[i]);
     double top = -kInf, sum = 0.0;
     for_seen(head, i, [&](int64_t j) {
       s[index(j)] = unit * round_to(recipe.s, s[index(j)]), top = std::max(top, s[index(j)]);
@@ -104,9 +105,11 @@ struct SinkRow {
 };
 
 // Takes from dq and dk what rounding ds to a row sum other than dlse put there: lambda_i = (sum ds - dlse) / sum p,
-// dq -= lambda p k, dk -= p^T (lambda q)  (GProj, arXiv 2609.34272). Both sums count the sink as one more key.
-void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix& ds, const std::vector<double>& dlse,
-             std::vector<SinkRow>& sink, const Logits& logits, Gradients& g) {
+// dq -= lambda p k, dk -= p^T (lambda q)  (GProj, arXiv 2609.34272). Both sums count the sink as one more key. With a
+// softcap the rows of ds have their sum before its derivative multiplies them: `ds` is that, and p k and p^T q are
+// those of p times the derivative.
+void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix& ds, const Matrix& derivative,
+             const std::vector<double>& dlse, std::vector<SinkRow>& sink, const Logits& logits, Gradients& g) {
   std::vector<double> lambda_q(index(head.q.cols));
   for (int64_t i = 0; i < p.rows; ++i) {
     double sum_ds = sink[index(i)].ds - dlse[index(i)], sum_p = sink[index(i)].p;
@@ -116,7 +119,7 @@ void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix
     sink[index(i)].ds -= lambda * sink[index(i)].p;
     for (int64_t c = 0; c < head.q.cols; ++c) lambda_q[index(c)] = round_to(format, lambda * logits.q()[i][c]);
     for_seen(head, i, [&](int64_t j) {
-      const double rounded_p = round_to(format, p[i][j]);
+      const double rounded_p = round_to(format, round_to(format, p[i][j]) * derivative[i][j]);
       add_scaled(g.dq[i], -lambda * rounded_p, logits.k()[j], head.q.cols);
       add_scaled(g.dk[j], -rounded_p, lambda_q.data(), head.q.cols);
     });
@@ -153,7 +156,8 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
 
   std::vector<double> lse = saved_lse, dlse = given_dlse, row_sums(index(n));
   dlse.resize(index(n), 0.0);
-  const Matrix p = probabilities(head, recipe, logits, lse);
+  Matrix derivative(n, m);
+  const Matrix p = probabilities(head, recipe, logits, lse, derivative);
   const Matrix dp = product_with_values(head, do_dp, v);
   Matrix ds(n, m);
   std::vector<SinkRow> sink(index(n));
@@ -164,6 +168,11 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
     if (p_sink != 0.0) sink[index(i)] = {p_sink, p_sink * (dlse[index(i)] - delta)};
     // p sums to 1 with the sink, so sum ds = sum p (dp - delta + dlse) = p_sink delta + (1 - p_sink) dlse.
     if (lse[index(i)] != -kInf) row_sums[index(i)] = dlse[index(i)] - sink[index(i)].ds;
+  }
+  const Matrix ds_uncapped = head.softcap != 0.0 ? ds : Matrix();
+  for (int64_t i = 0; i < ds_uncapped.rows; ++i) {
+    row_sums[index(i)] = 0.0;
+    for_seen(head, i, [&](int64_t j) { row_sums[index(i)] += ds[i][j] *= derivative[i][j]; });
   }
 
   const std::vector<double> k_amax = token_amax(logits.k()), q_amax = token_amax(logits.q()),
@@ -191,7 +200,10 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
       add_scaled(g.dk[j], ds_k[i][j], logits.q()[i], d);
       add_scaled(g.dv[j], p_dv[i][j], do_dv[i], e);
     });
-  if (how.gproj != OCTET_F64) project(head, how.gproj, p, ds_q, dlse, sink, logits, g);
+  if (how.gproj != OCTET_F64) {
+    const Matrix uncapped = rounded_tiles(ds_uncapped, how.ds_q, fold(how.ds_q, k_amax, true));
+    project(head, how.gproj, p, uncapped.rows ? uncapped : ds_q, derivative, dlse, sink, logits, g);
+  }
   if (how.logits.hadamard)
     for (Matrix* x : {&g.dq, &g.dk}) *x = rotated_back(std::move(*x), kHadamardSeed);
   add_means(head, logits, centre, ds, row_sums, g);

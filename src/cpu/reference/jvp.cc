@@ -35,12 +35,14 @@ struct Operands {
   const Recipe& recipe;
   Matrix q, k, v, tq, tk, tv;
 
-  double tangent_logit(int64_t i, int64_t j) const {
-    return head.scale * (dot(tq[i], k[j], k.cols) + dot(q[i], tk[j], k.cols));
+  // `derivative`: of the logit by scale q.k.
+  double tangent_logit(int64_t i, int64_t j, double derivative) const {
+    return derivative * head.scale * (dot(tq[i], k[j], k.cols) + dot(q[i], tk[j], k.cols));
   }
 };
 
-void add_tile(const Operands& x, const double* s, int64_t i, const std::vector<int64_t>& seen, Row& row) {
+void add_tile(const Operands& x, const double* s, const double* derivative, int64_t i, const std::vector<int64_t>& seen,
+              Row& row) {
   double top = row.m;
   for (int64_t j : seen) top = std::max(top, s[j]);
   const double origin = top == -kInf ? 0.0 : top;
@@ -49,7 +51,7 @@ void add_tile(const Operands& x, const double* s, int64_t i, const std::vector<i
   row.m = top;
 
   std::vector<double> p, ts;
-  for (int64_t j : seen) p.push_back(std::exp(s[j] - origin)), ts.push_back(x.tangent_logit(i, j));
+  for (int64_t j : seen) p.push_back(std::exp(s[j] - origin)), ts.push_back(x.tangent_logit(i, j, derivative[j]));
   if (first) {
     double sum = 0.0, weighted = 0.0;
     for (std::size_t z = 0; z < p.size(); ++z) sum += p[z], weighted += p[z] * ts[z];
@@ -83,17 +85,17 @@ JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe) 
                    quantized(tangents.v, cast)};
   const auto rows = static_cast<std::size_t>(n);
   JvpOutput out{{Matrix(n, e), std::vector<double>(rows, -kInf), {}}, Matrix(n, e), std::vector<double>(rows, 0.0)};
-  std::vector<double> s(static_cast<std::size_t>(m));
+  std::vector<double> s(static_cast<std::size_t>(m)), derivative(s.size());
   for (int64_t i = 0; i < n; ++i) {
     const KeyRange range = head.keys[static_cast<std::size_t>(i)];
-    logits.row(i, true, s.data());
+    logits.row(i, true, s.data(), derivative.data());
     Row row{.o = std::vector<double>(static_cast<std::size_t>(e), 0.0),
             .t = std::vector<double>(static_cast<std::size_t>(e), 0.0)};
     for (int64_t first = range.first / kTile * kTile; first < range.last; first += kTile) {
       std::vector<int64_t> seen;
       for (int64_t j = first; j < std::min(first + kTile, m); ++j)
         if (head.sees(i, j)) seen.push_back(j);
-      if (!seen.empty()) add_tile(x, s.data(), i, seen, row);
+      if (!seen.empty()) add_tile(x, s.data(), derivative.data(), i, seen, row);
     }
     const bool blind = row.m == -kInf && row.l == 0.0;
     const double of_keys = blind ? -kInf : row.m + std::log(row.l) + head.gauge_of(i),

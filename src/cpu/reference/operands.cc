@@ -199,7 +199,7 @@ Logits::Logits(const Head& head, const LogitRecipe& recipe)
   if (recipe.smooth_q) k_smoothed_transposed_ = transposed(smooth_k_.x);
 }
 
-void Logits::row(int64_t i, bool scale_first, double* s) const {
+void Logits::row(int64_t i, bool scale_first, double* s, double* derivative) const {
   const KeyRange range = head_.keys[index(i)];
   const int64_t count = range.last - range.first, d = head_.q.cols;
   std::fill(s + range.first, s + range.last, 0.0);
@@ -212,6 +212,15 @@ void Logits::row(int64_t i, bool scale_first, double* s) const {
   }
   if (scale_first)
     for (int64_t j = range.first; j < range.last; ++j) s[j] *= head_.scale;
+  if (derivative) std::fill(derivative + range.first, derivative + range.last, 1.0);
+  if (head_.softcap != 0.0) {
+    const double cap = scale_first ? head_.softcap : head_.softcap / head_.scale;
+    for (int64_t j = range.first; j < range.last; ++j) {
+      const double t = std::isfinite(s[j]) ? std::tanh(s[j] / cap) : kNaN;
+      if (derivative) derivative[j] = 1.0 - t * t;
+      s[j] = cap * t;
+    }
+  }
   if (head_.bias.rows)
     add_scaled(s + range.first, scale_first ? 1.0 : 1.0 / head_.scale, head_.bias[i] + range.first, count);
 }

@@ -57,9 +57,9 @@ class Logits {
  public:
   Logits(const Head& head, const LogitRecipe& recipe);
 
-  // q.k of query i and every key of its range, with the mask's bias, in units of scale * q.k or of q.k; entries of keys
-  // that the query does not see are of no value.
-  void row(int64_t i, bool scale_first, double* s) const;
+  // q.k of query i and every key of its range, capped and with the bias, in units of scale * q.k or of q.k; entries of
+  // keys that the query does not see are of no value. `derivative`: by q.k without the cap, where it is not null.
+  void row(int64_t i, bool scale_first, double* s, double* derivative = nullptr) const;
 
   const Matrix& q() const { return q_rounded_; }  // q' and k', rounded, in the rotated frame if rotated
   const Matrix& k() const { return k_rounded_; }

@@ -77,6 +77,8 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
   if (coded(p) && p.pass == OCTET_BACKWARD)
     return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
   if (p.mask.present()) return "it takes no mask tensor; it has causal and window masks";
+  if (!p.plain_logits())
+    return text("it has no ", p.softcap ? "softcap" : "alibi_slopes", "; on CPU tensors octet has");
   if (std::max(p.tokens_q, p.tokens_k) > kMaxTokens)
     return text(std::max(p.tokens_q, p.tokens_k), " tokens; it takes up to ", kMaxTokens);
   if (p.batch * p.heads > kMaxBlocks / (p.tokens_q / 64 + 1))

@@ -71,6 +71,7 @@ struct Backward : BackwardTile {
                       of_next_block(w.dq, first, kc, own));
 #endif
     if (plan.gproj) {
+      if (p.softcap != 0.f) cap_p(rows);
       matmul<F32, true>(scratch.s, columnwise, w.lambda_q + first * kc, kc, dk, kc, kKeys, kc, rows);
       for (int64_t i = 0; i < rows; ++i)
         for (int64_t j = 0; j < kKeys; ++j) scratch.dp[i * kKeys + j] -= w.lambda[first + i] * scratch.s[i * kKeys + j];
@@ -96,6 +97,7 @@ struct Backward : BackwardTile {
 #endif
     if (plan.smooth_blocks)
       for (int64_t i = 0; i < rows; ++i) add_scaled(dq + i * kc, row_sums[i], w.tile_offset + index * kc);
+    for (int64_t i = 0; i < rows && w.ds_sum; ++i) w.ds_sum[first + i] += scratch.ds_sum[i];
     __atomic_store_n(turn, static_cast<int32_t>(tile + 1), __ATOMIC_RELEASE);
   }
 
@@ -115,6 +117,14 @@ struct Backward : BackwardTile {
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < kKeys; ++j) sums[j] += scratch.dp[i * kKeys + j];
     for (int64_t j = 0; j < kKeys; ++j) add_scaled(dk + j * w.k_columns, sums[j], mean);
+  }
+
+  // P as GProj meets it: times the derivative of the softcap.
+  void cap_p(int64_t rows) {
+    for (int64_t j = 0; j < rows * kKeys; j += kLanes) {
+      const Vf p = load(scratch.s + j);
+      store(scratch.s + j, p == Vf{} ? p : round_p<format>(p * load(scratch.derivative + j), 1.f));
+    }
   }
 
   static float row_sum(const float* x) {

@@ -6,6 +6,7 @@
 // else.
 #pragma once
 #include "cpu/attention/pack/seen.h"
+#include "cpu/attention/softmax/softmax.h"
 #include "cpu/gemm/split.h"
 
 namespace octet::cpu::OCTET_ISA {
@@ -34,22 +35,27 @@ struct GradientOperands {
   float *q, *do_dp, *do_dv;        // [row][columns]
   float *q_amax, *do_amax;         // [row]
   float* lse;  // [row], times log2(e), minus `gauge`, for k minus its mean; +inf: the row sees nothing, not even a sink
-  float* delta;     // [row], minus dlse
-  float* sink;      // [row], with sinks: the sink's probability, with Delta::from_p until then its logit, as lse
-  float* gauge;     // [row], with a float mask: mask_gauge, which logits go without
-  float* lambda;    // [row], with gproj
-  float* lambda_q;  // [row][k_columns], with gproj: -lambda q
-  float* dq;        // [row][k_columns]
-  int32_t* turn;    // [row]; at the first row of a block: the tile that adds to dq next
+  float* delta;       // [row], minus dlse
+  float* sink;        // [row], with sinks: the sink's probability, with Delta::from_p until then its logit, as lse
+  float* gauge;       // [row], with a float mask or ALiBi: bias_gauge, which logits go without
+  float* mean_logit;  // [row], with smooth_k and a softcap: q.mean, which logits go without
+  float* ds_sum;      // [row], with a softcap where a mean was taken from k: the sum of a row of ds
+  float* lambda;      // [row], with gproj
+  float* lambda_q;    // [row][k_columns], with gproj: -lambda q
+  float* dq;          // [row][k_columns]
+  int32_t* turn;      // [row]; at the first row of a block: the tile that adds to dq next
   int64_t k_columns, v_columns;
   Word* k_by_row;  // [tile][words_of<Split>(kKeys)][k_columns]: B of ds k; without tiles in panels of kPanelColumns
 };
+
+// Returns whether dq = ds k takes k minus a mean.
+inline bool centred(const BackwardPlan& plan) { return plan.smooth_k || plan.smooth_k_dq || plan.smooth_blocks; }
 
 // Returns whether tokens have scales or means, so that some could reach others.
 inline bool has_scales(const BackwardPlan& plan) {
   for (const Rounding& r : {plan.q, plan.k, plan.v, plan.do_dp, plan.do_dv})
     if (r.group) return true;
-  return plan.smooth_k || plan.smooth_k_dq || plan.smooth_blocks;
+  return centred(plan);
 }
 
 inline GradientOperands allocate_gradient_operands(const Problem& p, const BackwardPlan& plan,
@@ -76,7 +82,9 @@ inline GradientOperands allocate_gradient_operands(const Problem& p, const Backw
   w.lse = workspace.take<float>(rows);
   w.delta = workspace.take<float>(rows);
   w.sink = p.sinks.present() ? workspace.take<float>(rows) : nullptr;
-  w.gauge = p.mask.present() && p.mask.dtype != OCTET_BOOL ? workspace.take<float>(rows) : nullptr;
+  w.gauge = has_gauge(p) ? workspace.take<float>(rows) : nullptr;
+  w.mean_logit = plan.smooth_k && p.softcap != 0.f ? workspace.take<float>(rows) : nullptr;
+  w.ds_sum = centred(plan) && p.softcap != 0.f ? workspace.take<float>(rows) : nullptr;
   w.k_smooth = plan.smooth_blocks ? workspace.take<float>(tiles * kKeys * w.k_columns) : nullptr;
   w.q_raw = plan.smooth_blocks ? workspace.take<float>(rows * w.k_columns) : nullptr;
   w.q_mean = plan.smooth_blocks ? workspace.take<float>(tiles_bound(p, p.tokens_q, kQueries) * p.heads * w.k_columns)
@@ -131,7 +139,8 @@ inline float dlse_of(const Problem& p, const Sequence& seq, int64_t h, int64_t t
 }
 
 // The sum of a row of ds: as p sums to 1 with the sink, sum p (dp - delta + dlse) = dlse - p_sink (dlse - delta).
-// Without sink and dlse it is exactly 0, so that a mean that was taken from k multiplies no rounding errors.
+// Without sink and dlse it is exactly 0, so that a mean that was taken from k multiplies no rounding errors. That is
+// the sum before the derivative of a softcap multiplies ds.
 inline float row_sum_of_ds(const Problem& p, const GradientOperands& w, const Sequence& seq, int64_t h, int64_t token) {
   const int64_t r = row_index(p, seq, h, token);
   if (w.lse[r] == __builtin_inff()) return 0.f;

@@ -33,12 +33,14 @@ inline void store_dq(const Problem& p, const BackwardPlan& plan, const Sequence&
                      const GradientOperands& w) {
   const int64_t rows = std::min(seq.q_tokens - block.token, kQueries),
                 first = row_index(p, seq, block.head, block.token);
-  const bool centred = plan.smooth_k || plan.smooth_k_dq || plan.smooth_blocks;
   const float* mean = w.k_mean + (block.sequence * p.kv_heads + block.head / p.group()) * kMaxDim;
   for (int64_t i = 0; i < rows; ++i) {
     float* dq = w.dq + (first + i) * w.k_columns;
     if (plan.hadamard) rotate_back(dq, p.dim);
-    if (centred) add_row_sum(row_sum_of_ds(p, w, seq, block.head, block.token + i), mean, p.dim, dq);
+    if (centred(plan)) {
+      const float sum = w.ds_sum ? w.ds_sum[first + i] : row_sum_of_ds(p, w, seq, block.head, block.token + i);
+      add_row_sum(sum, mean, p.dim, dq);
+    }
     multiply(dq, p.scale, p.dim);
     store_row(p.dq, seq.batch, block.head, seq.q_first + block.token + i, dq);
   }

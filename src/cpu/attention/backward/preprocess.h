@@ -103,9 +103,12 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
     if (!seen(i)) zero(q + i * kc, kc), zero(do_dp + i * vc, vc);
     const float saved = *p.lse.at<float>(seq.batch, h, seq.q_first + token + i);
     double lse = saved == kMinusInfinity ? __builtin_inf() : saved, moved = 0;
-    if (w.gauge) moved = w.gauge[first + i] = mask_gauge(p, seq, h, token + i);
-    if (plan.smooth_k)
+    if (w.gauge) moved = w.gauge[first + i] = bias_gauge(p, seq, h, token + i);
+    if (w.mean_logit)
+      w.mean_logit[first + i] = static_cast<float>(dot_in_double(q + i * kc, mean, p.dim));
+    else if (plan.smooth_k)
       for (int64_t c = 0; c < p.dim; ++c) moved += static_cast<double>(p.scale) * q[i * kc + c] * mean[c];
+    if (w.ds_sum) w.ds_sum[first + i] = 0.f;
     lse -= moved;
     if (w.sink)
       w.sink[first + i] =

@@ -47,9 +47,10 @@ struct BackwardTile {
   }
 
   const float* gauges(int64_t first) const { return w.gauge ? w.gauge + first : nullptr; }
+  const float* mean_logits(int64_t first) const { return w.mean_logit ? w.mean_logit + first : nullptr; }
 
   // log2(e) times what turns a result of load_logits into a logit.
-  float softmax_scale_log2() const { return p.mask.present() ? kLog2e : p.scale * kLog2e; }
+  float softmax_scale_log2() const { return p.plain_logits() ? p.scale * kLog2e : kLog2e; }
 
   // Returns the rows of the next block of queries that the task's tile numbered `own` fetches: all tiles together fetch
   // all of it. A product reads six rows at a time, which hardware does not foresee.
@@ -114,18 +115,29 @@ struct BackwardTile {
     return reduce_add(sum);
   }
 
-  // From logits and dp to p and ds.
-  template <GradientFormat format>
-  void gradient_tile(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t tile) {
+  // Calls body(row, partial) for the rows of a block and a tile.
+  template <class Body>
+  OCTET_INLINE_MEMBER void for_tile_rows(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t tile,
+                                         const Body& body) const {
     const int64_t first = row_index(p, seq, h, token);
-    for_rows(p, seq, h, token, rows, tile * kKeys, gauges(first), [&](int64_t i, const TileRow& keys, auto partial) {
+    for_rows(p, seq, h, token, rows, tile * kKeys, gauges(first), mean_logits(first), body);
+  }
+
+  // From logits and dp to p and ds; `apply_cap`: ds with the derivative of the softcap.
+  template <GradientFormat format>
+  void gradient_tile(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t tile, bool apply_cap = true) {
+    const int64_t first = row_index(p, seq, h, token);
+    for_tile_rows(seq, h, token, rows, tile, [&](int64_t i, const TileRow& keys, auto partial) {
       const GradientRow row{keys,
                             p.scale,
                             softmax_scale_log2(),
                             w.lse[first + i],
                             w.delta[first + i],
                             plan.smooth_k_dq ? 0x1p15f : 1.f,
-                            plan.smooth_k_dq};
+                            plan.smooth_k_dq,
+                            apply_cap,
+                            scratch.derivative + i * kKeys,
+                            scratch.ds_sum + i};
       gradient_row<format, partial>(row, scratch.s + i * kKeys, scratch.dp + i * kKeys);
     });
   }

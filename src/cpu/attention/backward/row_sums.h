@@ -52,7 +52,7 @@ struct RowSweep : BackwardTile {
     split_queries(first, rows);
     for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
       products(first, rows, tile_index(keys, tile), 0, query_mean(seq, keys, h, token));
-      for_rows(p, seq, h, token, rows, tile * kKeys, gauges(first), [&](int64_t i, const TileRow& row, auto partial) {
+      for_tile_rows(seq, h, token, rows, tile, [&](int64_t i, const TileRow& row, auto partial) {
         sums[i].template add_logits<partial>(row, p.scale, softmax_scale_log2(), scratch.s + i * kKeys,
                                              scratch.dp + i * kKeys);
       });
@@ -79,10 +79,10 @@ struct RowSweep : BackwardTile {
     for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
       products(first, rows, tile_index(keys, tile), 0, query_mean(seq, keys, h, token));
       if (plan.gproj) {
-        gradient_tile<format>(seq, h, token, rows, tile);
+        gradient_tile<format>(seq, h, token, rows, tile, false);
         for (int64_t i = 0; i < rows; ++i) sums[i].add(scratch.s + i * kKeys, scratch.dp + i * kKeys);
       } else {
-        for_rows(p, seq, h, token, rows, tile * kKeys, gauges(first), [&](int64_t i, const TileRow& row, auto partial) {
+        for_tile_rows(seq, h, token, rows, tile, [&](int64_t i, const TileRow& row, auto partial) {
           sums[i].template add_logits<partial>(row, p.scale, softmax_scale_log2(), scratch.s + i * kKeys,
                                                scratch.dp + i * kKeys);
         });

@@ -27,31 +27,43 @@ struct GradientRow {
   TileRow keys;
   float to_logit, softmax_scale_log2;  // load_logits
   float lse, delta;
-  float p_up;      // a power of two around the rounding of p to f16
-  bool any_range;  // round_ds
+  float p_up;         // a power of two around the rounding of p to f16
+  bool any_range;     // round_ds
+  bool apply_cap;     // ds with the derivative of the softcap
+  float* derivative;  // with a softcap: receives its derivative
+  float* ds_sum;      // with a softcap: receives the sum of ds before rounding
 };
 
 // s becomes p, dp becomes ds. Keys that the row does not see give exact zeros, whatever they hold.
 template <GradientFormat format, bool partial>
 OCTET_INLINE void gradient_row(const GradientRow& row, float* s, float* dp) {
-  Vf x[kVectors];
-  load_logits<partial>(s, row.keys, row.to_logit, x);
+  Vf x[kVectors], derivative[kVectors], sum{};
+  load_logits<partial>(s, row.keys, row.to_logit, x, derivative);
+  const bool capped = partial && row.keys.terms.softcap != 0.f;
   for (int v = 0; v < kVectors; ++v) {
     Vf p = exp2(x[v] * row.softmax_scale_log2 - row.lse);
     Vf ds = p * (load(dp + v * kLanes) - row.delta);
     if constexpr (partial) {
+      if (capped) {
+        if (row.apply_cap) ds *= derivative[v];
+        store(row.derivative + v * kLanes, derivative[v]);
+      }
       p = x[v] == kMinusInfinity ? Vf{} : p;
       ds = x[v] == kMinusInfinity ? Vf{} : ds;
+      if (capped) sum += ds;
     }
     store(s + v * kLanes, round_p<format>(p, row.p_up));
     store(dp + v * kLanes, round_ds<format>(ds, row.any_range));
   }
+  if (capped) *row.ds_sum = reduce_add(sum);
 }
 
-// Calls body(row, partial) for the rows of a tile: partial is a compile-time constant. `gauge`: of these rows, or null.
+// Calls body(row, partial) for the rows of a tile: partial is a compile-time constant. `gauge`, `mean_logit`: of these
+// rows, or null.
 template <class Body>
 OCTET_INLINE void for_rows(const Problem& p, const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t key,
-                           const float* gauge, const Body& body) {
+                           const float* gauge, const float* mean_logit, const Body& body) {
+  const bool plain = p.plain_logits();
   TileRow row{nullptr, nullptr, 0, 0, nullptr, p.mask.dtype, p.mask.stride[3], 0.f};
   for (int64_t i = 0; i < rows; ++i) {
     const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
@@ -59,7 +71,8 @@ OCTET_INLINE void for_rows(const Problem& p, const Sequence& seq, int64_t h, int
     row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
     if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
     if (gauge) row.gauge = gauge[i];
-    if (row.first > 0 || row.last < kKeys || row.mask)
+    if (!plain) row.terms = terms_of(p, seq, h, token + i, key, mean_logit ? mean_logit[i] : 0.0);
+    if (row.first > 0 || row.last < kKeys || !plain)
       body(i, row, std::true_type());
     else
       body(i, row, std::false_type());

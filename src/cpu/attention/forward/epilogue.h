@@ -9,13 +9,14 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Returns lse of the keys alone, for the caller's k: smoothing moved every logit of the row by scale q.mean.
+// Returns lse of the keys alone, for the caller's k: smoothing moved every logit of the row by scale q.mean,
+// which a softcap needs back before.
 template <PFormat format, int64_t block_rows>
 inline double lse_of_keys(const Problem& p, const ForwardPlan& plan, const QueryRows& queries,
                           const RowState<block_rows>& state, int64_t i, float l) {
   const double scale = static_cast<double>(state.softmax_scale_log2[i]) / 1.44269504088896340736;
   const double value = state.m[i] * scale + std::log(static_cast<double>(l) / (scales_p(format) ? plan.p_top : 1.f));
-  return state.gauge[i] + (plan.smooth_k ? value + p.scale * queries.mean_logit[i] : value);
+  return state.gauge[i] + (plan.smooth_k && p.softcap == 0.f ? value + p.scale * queries.mean_logit[i] : value);
 }
 
 // Stores rows of o / l, what rounding left out of them, and lse.

@@ -62,8 +62,9 @@ struct Forward {
   }
 
   void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t side_index) {
-    const float* k_mean =
-        side.k_mean && (p.lse.present() || p.sinks.present()) ? side.k_mean + side_index * kMaxDim : nullptr;
+    const float* k_mean = side.k_mean && (p.lse.present() || p.sinks.present() || p.softcap != 0.f)
+                              ? side.k_mean + side_index * kMaxDim
+                              : nullptr;
     pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, k_mean, scratch.q, side.k_words + Scratch::kQPad,
                      side.k_words, queries);
     for (int64_t i = 0; i < kRows; ++i) {
@@ -72,8 +73,8 @@ struct Forward {
       state.m[i] = state.top[i] = kMinusInfinity;
       state.to_logit[i] = kept_from_zero(static_cast<double>(queries.scale[i]) * p.scale);
       state.softmax_scale_log2[i] =
-          p.mask.present() ? kLog2e : kept_from_zero(static_cast<double>(queries.scale[i]) * p.scale * kLog2e);
-      state.gauge[i] = i >= rows ? 0.f : i > 0 && one_mask_row(p) ? state.gauge[0] : mask_gauge(p, seq, h, token + i);
+          p.plain_logits() ? kept_from_zero(static_cast<double>(queries.scale[i]) * p.scale * kLog2e) : kLog2e;
+      state.gauge[i] = i >= rows ? 0.f : i > 0 && one_mask_row(p) ? state.gauge[0] : bias_gauge(p, seq, h, token + i);
     }
     std::memset(state.l, 0, sizeof state.l);
     std::memset(scratch.o, 0, sizeof(float) * kRows * side.v_columns);
@@ -118,7 +119,7 @@ struct Forward {
                 0.f};
     const float* v_scale = side.v_scale ? side.v_scale + index * kKeys : nullptr;
     const bool v_finite = OCTET_ISA::v_finite(side, index, tiles);
-    const bool all_seen = !p.mask.present() && p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens).first <= key &&
+    const bool all_seen = p.plain_logits() && p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens).first <= key &&
                           p.keys_of(token, seq.q_tokens, seq.k_tokens).last >= key + keys;
     const bool stale_max = all_seen && !plan.beta && v_finite;
 #ifdef __AVX512FP16__
@@ -134,7 +135,10 @@ struct Forward {
       const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
       own.first = static_cast<int>(std::max<int64_t>(seen.first - key, 0));
       own.last = static_cast<int>(std::min(seen.last - key, keys));
-      if (p.mask.present()) own.mask = mask_row(p, seq.batch, h, token + i, key), own.gauge = state.gauge[i];
+      if (p.plain_logits()) return own;
+      if (p.mask.present()) own.mask = mask_row(p, seq.batch, h, token + i, key);
+      own.gauge = state.gauge[i];
+      own.terms = terms_of(p, seq, h, token + i, key, plan.smooth_k ? queries.mean_logit[i] : 0.0);
       return own;
     };
     for (int64_t first = 0; first < rows; first += kLanes) {
@@ -142,7 +146,7 @@ struct Forward {
       bool done[kLanes] = {};
 #ifdef __AVX512FP16__
       if constexpr (kF16Softmax) {
-        if (!p.mask.present())
+        if (p.plain_logits())
           softmax_f16<Qk>(f16, scratch.s_row(first), scratch.stride, row_at, all_seen, tiles, plan.p_top, first, last,
                           state, scratch.p_row(first), done);
       }

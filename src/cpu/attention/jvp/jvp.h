@@ -1,6 +1,7 @@
 // o, lse and the derivative of o along tangents tq, tk, tv, in one sweep over tiles of keys (forward-mode
 // differentiation of online softmax). For each key tile:
 //   s = q k^T,  ts = scale [tq, q] [k, tk]^T              the second as one product of twice the depth
+//   ts is multiplied by the derivative of a softcap
 //   m' = max(m, rowmax(s)),  p = exp(s - m'),  alpha = exp(m - m'),  h = p (ts - c)
 //   l = alpha l + rowsum(p),  r = alpha r + rowsum(h)
 //   o = alpha o + p v,  t = alpha t + [p, h] [tv; v]      the second as one product of twice the depth
@@ -67,7 +68,7 @@ struct JvpState {
   float m[kQueries];
   float centre[kQueries];  // c
   float alpha[kQueries];
-  float gauge[kQueries];  // mask_gauge
+  float gauge[kQueries];  // bias_gauge
 };
 
 // The mean of x weighted by p; keys whose p is 0 may hold anything.
@@ -82,8 +83,8 @@ template <class E, PFormat format, bool partial>
 OCTET_INLINE void jvp_row(const float* s, const float* ts, const TileRow& row, float scale, float scale_log2, int64_t i,
                           JvpState& state, typename E::Element* p_out, typename E::Element* h_out) {
   constexpr int degree = exp2_degree(format);
-  Vf x[kVectors], p[kVectors], h[kVectors];
-  load_logits<partial, false>(s, row, scale, x);
+  Vf x[kVectors], p[kVectors], h[kVectors], derivative[kVectors];
+  load_logits<partial, false>(s, row, scale, x, derivative);
   const float old = state.m[i], largest = largest_of(x);
   const bool moved = largest > old;
   const float m = moved ? largest : old, base = m == kMinusInfinity ? 0.f : m;
@@ -93,6 +94,10 @@ OCTET_INLINE void jvp_row(const float* s, const float* ts, const TileRow& row, f
 
   for (int v = 0; v < kVectors; ++v) p[v] = exp2<degree>((x[v] - base) * scale_log2);
   for (int v = 0; v < kVectors; ++v) x[v] = load(ts + v * kLanes) * scale;
+  if constexpr (partial) {
+    if (row.terms.softcap != 0.f)
+      for (int v = 0; v < kVectors; ++v) x[v] *= derivative[v];
+  }
   if (moved && old == kMinusInfinity) state.centre[i] = weighted_mean(p, x);
   const float centre = state.centre[i];
   for (int v = 0; v < kVectors; ++v) h[v] = p[v] == Vf{} ? Vf{} : p[v] * (x[v] - centre);
@@ -134,7 +139,7 @@ struct Jvp {
     pack_queries<E>(tangents, plan, seq, h, token, rows, kRows, signs, nullptr, scratch.q, 2 * words, words, queries);
     pack_queries<E>(p, plan, seq, h, token, rows, kRows, signs, nullptr, scratch.q + words, 2 * words, words, queries);
     for (int64_t i = 0; i < kRows; ++i) {
-      state.gauge[i] = i < rows ? mask_gauge(p, seq, h, token + i) : 0.f;
+      state.gauge[i] = i < rows ? bias_gauge(p, seq, h, token + i) : 0.f;
       state.m[i] = kMinusInfinity;
       state.centre[i] = 0.f;
     }
@@ -156,6 +161,7 @@ struct Jvp {
   void softmax_tile(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t key) {
     TileRow row{nullptr, nullptr, 0, 0, nullptr, p.mask.dtype, p.mask.stride[3], 0.f};
     const float scale_log2 = softmax_scale_log2();
+    const bool plain = p.plain_logits();
     for (int64_t i = 0; i < rows; ++i) {
       const KeyRange seen = p.keys_of(token + i, seq.q_tokens, seq.k_tokens);
       row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
@@ -163,8 +169,9 @@ struct Jvp {
       const float *s = scratch.s + i * kKeys, *ts = scratch.ts + i * kKeys;
       auto* p_out = scratch.ph + i * 2 * scratch.p_stride;
       auto* h_out = p_out + scratch.p_stride;
-      if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key), row.gauge = state.gauge[i];
-      if (row.first > 0 || row.last < kKeys || row.mask)
+      if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
+      if (!plain) row.gauge = state.gauge[i], row.terms = terms_of(p, seq, h, token + i, key, 0.0);
+      if (row.first > 0 || row.last < kKeys || !plain)
         jvp_row<E, format, true>(s, ts, row, p.scale, scale_log2, i, state, p_out, h_out);
       else
         jvp_row<E, format, false>(s, ts, row, p.scale, scale_log2, i, state, p_out, h_out);
@@ -172,7 +179,7 @@ struct Jvp {
   }
 
   // log2(e) times what turns a result of load_logits into a logit.
-  float softmax_scale_log2() const { return p.mask.present() ? kLog2e : p.scale * kLog2e; }
+  float softmax_scale_log2() const { return p.plain_logits() ? p.scale * kLog2e : kLog2e; }
 
   void accumulate(int64_t rows, int64_t index) {
     const int64_t columns = side.primal.v_columns, words = side.primal.v_words;

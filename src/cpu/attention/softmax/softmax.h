@@ -1,15 +1,29 @@
 // One row of one tile: logits, running maximum, probabilities, in registers.
 #pragma once
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
 
 #include "cpu/attention/pack/round.h"
 #include "cpu/attention/pack/seen.h"
 #include "cpu/attention/softmax/exp2.h"
+#include "cpu/attention/softmax/softcap.h"
 #include "cpu/gemm/matmul.h"
 
 namespace octet::cpu::OCTET_ISA {
 
 constexpr int kVectors = static_cast<int>(kKeys) / kLanes;  // per row of a tile
+
+// What a call makes of scale * q.k before softmax: softcap(scale * q.k) - slope * distance + mask.
+struct LogitTerms {
+  bool plain = true;       // nothing
+  float softcap = 0.f;     // 0: none
+  float mean_logit = 0.f;  // with a softcap: scale * q.mean, for the mean that was taken from k
+  float slope = 0.f;       // of ALiBi; NaN where it is not finite; 0: none
+  int diagonal = 0;        // the key at distance 0, from the first key of the tile on
+  int nearest = 0;         // without a mask tensor: the distance whose term is the gauge
+};
 
 // The keys of the current tile, or of several, as one row needs them.
 struct TileRow {
@@ -19,10 +33,11 @@ struct TileRow {
   const void* mask;           // this row of the mask tensor at the first key; null: none
   octet_dtype mask_dtype;
   int64_t mask_stride;
-  float gauge;  // subtracted from the mask: mask_gauge
+  float gauge;  // subtracted from the mask and ALiBi: bias_gauge
+  LogitTerms terms{};
 
-  // Returns whether every key of the tile is visible and has no mask.
-  bool whole() const { return !mask && first <= 0 && last >= kKeys; }
+  // Returns whether every key of the tile is visible and its logit is scale * q.k.
+  bool whole() const { return terms.plain && first <= 0 && last >= kKeys; }
 
   // Returns the row of one tile, where this is a row of several.
   TileRow of_tile(int64_t tile) const {
@@ -32,6 +47,7 @@ struct TileRow {
     if (correction) t.correction += key;
     t.first = static_cast<int>(std::max<int64_t>(first - key, 0));
     t.last = static_cast<int>(std::min<int64_t>(last - key, kKeys));
+    t.terms.diagonal -= static_cast<int>(key);
     if (mask) t.mask = static_cast<const char*>(mask) + key * mask_stride * mask_bytes(mask_dtype);
     return t;
   }
@@ -46,13 +62,76 @@ inline float sink_of(const Problem& p, int64_t b, int64_t h) {
   return p.sinks.present() ? *p.sinks.at<float>(b, h, 0) : kMinusInfinity;
 }
 
-// Returns whether all queries of a head have one row of a mask tensor, and see the same keys of it.
-inline bool one_mask_row(const Problem& p) { return !p.windowed && !p.mask.stride[2]; }
+// The slope of ALiBi of a head: 0 for none, NaN for one that is not finite.
+inline float slope_of(const Problem& p, const Sequence& seq, int64_t h) {
+  const float slope = p.alibi_slopes.present() ? *p.alibi_slopes.at<float>(seq.index, h, 0) : 0.f;
+  return slope - slope == 0.f ? slope : __builtin_nanf("");
+}
 
-// The largest number that a mask tensor adds to a logit of query i of head h. A number common to a row changes nothing
-// but lse; a large one, like the lowest of a type in a row that is masked as a whole, would take the bits of the
-// logits. So they go without it. 0 for bool masks and none.
-inline float mask_gauge(const Problem& p, const Sequence& seq, int64_t h, int64_t i) {
+// The terms of query i. `key`: the first of the tile; `mean_logit`: q.mean, for the mean that was taken from k.
+inline LogitTerms terms_of(const Problem& p, const Sequence& seq, int64_t h, int64_t i, int64_t key,
+                           double mean_logit) {
+  if (p.plain_logits()) return {};
+  LogitTerms terms{.plain = false, .softcap = p.softcap};
+  if (p.softcap != 0.f) terms.mean_logit = static_cast<float>(p.scale * mean_logit);
+  if (!p.alibi_slopes.present()) return terms;
+  terms.slope = slope_of(p, seq, h);
+  terms.diagonal = static_cast<int>(i + seq.k_tokens - seq.q_tokens - key);
+  const Problem::Distances distances =
+      Problem::distances_of(i, seq.q_tokens, seq.k_tokens, p.keys_of(i, seq.q_tokens, seq.k_tokens));
+  terms.nearest = static_cast<int>(terms.slope < 0.f ? distances.most : distances.least);
+  return terms;
+}
+
+// Returns whether all queries of a head have one row of a mask tensor, and see the same keys of it.
+inline bool one_mask_row(const Problem& p) { return !p.windowed && !p.mask.stride[2] && !p.alibi_slopes.present(); }
+
+// Whether rows may have a gauge other than 0.
+inline bool has_gauge(const Problem& p) {
+  return p.alibi_slopes.present() || (p.mask.present() && p.mask.dtype != OCTET_BOOL);
+}
+
+inline float mask_number(octet_dtype dtype, const void* mask, int64_t at) {
+  switch (dtype) {
+    case OCTET_BOOL:
+      return static_cast<const uint8_t*>(mask)[at] ? 0.f : kMinusInfinity;
+    case OCTET_F32:
+      return static_cast<const float*>(mask)[at];
+    case OCTET_F16:
+      return from_f16(static_cast<const uint16_t*>(mask)[at]);
+    default:
+      return from_bf16(static_cast<const uint16_t*>(mask)[at]);
+  }
+}
+
+// What ALiBi adds to the logit of a key at a distance.
+inline double alibi(float slope, int64_t distance) {
+  return -static_cast<double>(slope) * static_cast<double>(distance);
+}
+
+// The largest number that ALiBi, with a mask tensor or without, adds to a logit of query i of head h; 0 where a mask
+// tensor makes it infinite.
+inline float alibi_gauge(const Problem& p, const Sequence& seq, int64_t h, int64_t i) {
+  const LogitTerms terms = terms_of(p, seq, h, i, 0, 0.0);
+  double top = alibi(terms.slope, terms.nearest);
+  if (p.mask.present()) {
+    const KeyRange keys = p.keys_of(i, seq.q_tokens, seq.k_tokens);
+    const void* row = mask_row(p, seq.batch, h, i, 0);
+    top = kMinusInfinity;
+    for (int64_t j = keys.first; j < keys.last; ++j) {
+      const double y =
+          mask_number(p.mask.dtype, row, j * p.mask.stride[3]) + alibi(terms.slope, std::abs(terms.diagonal - j));
+      top = std::max(top, y);
+    }
+  }
+  return std::fabs(top) <= std::numeric_limits<float>::max() || !p.mask.present() ? static_cast<float>(top) : 0.f;
+}
+
+// The largest number that a mask tensor and ALiBi add to a logit of query i of head h. A number common to a row changes
+// nothing but lse; a large one, like the lowest of a type in a row that is masked as a whole, would take the bits of
+// the logits. So they go without it. 0 for bool masks and none.
+inline float bias_gauge(const Problem& p, const Sequence& seq, int64_t h, int64_t i) {
+  if (p.alibi_slopes.present()) return alibi_gauge(p, seq, h, i);
   if (!p.mask.present() || p.mask.dtype == OCTET_BOOL) return 0.f;
   const KeyRange keys = p.keys_of(i, seq.q_tokens, seq.k_tokens);
   const void* row = mask_row(p, seq.batch, h, i, 0);
@@ -96,31 +175,49 @@ inline float kept_from_zero(double x) {
   return y;
 }
 
-// Loads what a mask tensor adds to the logits of one row: 0 or -inf for bool, else its numbers minus the row's gauge.
+// Loads what a mask tensor, and ALiBi with it, add to the logits of one row: -inf, or a number without the row's gauge.
 inline void load_mask(const TileRow& row, float* out) {
   for (int j = row.first; j < row.last; ++j) {
-    const int64_t at = j * row.mask_stride;
-    switch (row.mask_dtype) {
-      case OCTET_BOOL:
-        out[j] = static_cast<const uint8_t*>(row.mask)[at] ? 0.f : kMinusInfinity;
-        break;
-      case OCTET_F32:
-        out[j] = static_cast<const float*>(row.mask)[at] - row.gauge;
-        break;
-      case OCTET_F16:
-        out[j] = from_f16(static_cast<const uint16_t*>(row.mask)[at]) - row.gauge;
-        break;
-      default:
-        out[j] = from_bf16(static_cast<const uint16_t*>(row.mask)[at]) - row.gauge;
-        break;
+    const float number = mask_number(row.mask_dtype, row.mask, j * row.mask_stride);
+    if (row.terms.slope == 0.f)
+      out[j] = number - row.gauge;
+    else if (number == kMinusInfinity)
+      out[j] = number;
+    else
+      out[j] = static_cast<float>(number + alibi(row.terms.slope, std::abs(row.terms.diagonal - j)) - row.gauge);
+  }
+}
+
+// Turns scale * q.k into logits: capped, with ALiBi and mask, without the gauge. Of the logits by scale * q.k it leaves
+// the derivative where that is not null.
+OCTET_INLINE void add_terms(const TileRow& row, Vf (&x)[kVectors], Vf* derivative) {
+  const LogitTerms& terms = row.terms;
+  if (terms.softcap != 0.f)
+    for (int v = 0; v < kVectors; ++v) {
+      const Capped y = softcap(x[v] + terms.mean_logit, terms.softcap);
+      x[v] = y.x;
+      if (derivative) derivative[v] = y.derivative;
+    }
+  if (row.mask) {
+    float mask[kKeys];
+    load_mask(row, mask);
+    for (int v = 0; v < kVectors; ++v) {
+      const Vf added = load(mask + v * kLanes);
+      x[v] = added == kMinusInfinity ? added : x[v] + added;
+    }
+  } else if (terms.slope != 0.f) {
+    for (int v = 0; v < kVectors; ++v) {
+      const Vi j = iota() + (v * kLanes - terms.diagonal);
+      x[v] -= terms.slope * to_float((j < Vi{} ? -j : j) - terms.nearest);
     }
   }
 }
 
-// Loads the logits of a row before softmax_scale: x = sum * k_scale, and -inf for masked keys. With a mask tensor they
-// are x = sum * k_scale * to_logit + mask, which the caller scales by 1.
+// Loads the logits of a row before softmax_scale: x = sum * k_scale, and -inf for masked keys. Where they are not plain
+// they are x = sum * k_scale * to_logit with add_terms, which the caller scales by 1; `derivative`: of add_terms.
 template <bool partial, bool correct = false, class Sum>
-OCTET_INLINE void load_logits(const Sum* s, const TileRow& row, float to_logit, Vf (&x)[kVectors]) {
+OCTET_INLINE void load_logits(const Sum* s, const TileRow& row, float to_logit, Vf (&x)[kVectors],
+                              Vf* derivative = nullptr) {
   for (int v = 0; v < kVectors; ++v) {
     if constexpr (correct)
       x[v] = to_float(load(s + v * kLanes) + load(row.correction + v * kLanes));
@@ -130,13 +227,9 @@ OCTET_INLINE void load_logits(const Sum* s, const TileRow& row, float to_logit, 
   if (row.k_scale)
     for (int v = 0; v < kVectors; ++v) x[v] *= load(row.k_scale + v * kLanes);
   if constexpr (partial) {
-    if (row.mask) {
-      float mask[kKeys];
-      load_mask(row, mask);
-      for (int v = 0; v < kVectors; ++v) {
-        const Vf added = load(mask + v * kLanes);
-        x[v] = added == kMinusInfinity ? added : x[v] * to_logit + added;
-      }
+    if (!row.terms.plain) {
+      for (Vf& each : x) each *= to_logit;
+      add_terms(row, x, derivative);
     }
     for (int v = 0; v < kVectors; ++v) {
       const Vi j = iota() + v * kLanes;
