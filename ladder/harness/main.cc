@@ -1,4 +1,5 @@
 // The program of a rung: reads the flags, makes the inputs, runs the rung, checks it against float64 and times it.
+#include <cuda_profiler_api.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -374,7 +375,9 @@ int run_program(int argc, char** argv) {
 
   const Run run = prepare(options, workspace);
   run.before();
+  cuda(cudaProfilerStart(), "cudaProfilerStart");  // a profiler sees the rung alone (ladder/profile)
   run.launch(whole);
+  cuda(cudaProfilerStop(), "cudaProfilerStop");
   run.after();
   cuda(cudaDeviceSynchronize(), rung.name);
   Report report;
