@@ -185,6 +185,12 @@ __device__ void ldmatrix_transposed(uint32_t (&x)[4], uint32_t address) {
                : "memory");
 }
 
+__device__ int2 load_two(uint32_t address) {
+  int2 x;
+  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
 __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
       "%3};"
@@ -213,11 +219,12 @@ __device__ uint32_t pack(float low, float high) {
 // PerBlock: scales change from tile to tile. Else the bias stays in the scores, as it is added to all of a row alike.
 template <int Dim, bool Causal, bool PerBlock>
 __global__ void __launch_bounds__(kThreads, kBlocks) attention(Workspace w, half* o, int seq, float scale_log2) {
-  constexpr int kKBytes = kKeys * Dim, kVBytes = kKeys * Dim * 2;  // of a tile
+  // A stage is a tile of K, one of V, and where the sums of the keys start.
+  constexpr int kV = kKeys * Dim, kStarts = 3 * kV, kStageBytes = kStarts + kKeys * 4;
+  static_assert(kStageBytes % 256 == 0);  // the period of places in a row
   extern __shared__ __align__(1024) unsigned char memory[];
   const uint32_t q_tile = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
-  const uint32_t k_tiles = q_tile + kQueries * Dim, v_tiles = k_tiles + kStages * kKBytes;
-  const int* const starts = reinterpret_cast<const int*>(memory + kQueries * Dim + kStages * (kKBytes + kVBytes));
+  const uint32_t stages = q_tile + kQueries * Dim;
 
   // Causal: blocks that see the most keys start first, of all heads. Else the blocks of a head share its K and V in L2.
   const int head = Causal ? blockIdx.x : blockIdx.y, heads = Causal ? gridDim.x : gridDim.y;
@@ -228,50 +235,49 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attention(Workspace w, half
   const int keys = Causal ? min(seq, first_query + kQueries) : seq;
   const int blocks = (seq + kKeys - 1) / kKeys;  // of 64 tokens, that share scales
   const float* const k_scales = w.scales + (heads + head) * blocks;
-  const float* const v_scales = k_scales + heads * blocks;
   const int scale_block = min((first_query + first_row) / kKeys, blocks - 1);
-  const float q_scale_log2 = scale_log2 * w.scales[head * blocks + scale_block];
+  const float q_scale_log2 = scale_log2 * w.scales[head * blocks + scale_block] * (PerBlock ? 1 : k_scales[0]);
 
   const int64_t first = static_cast<int64_t>(head) * seq * Dim;
   const int8_t* const k = w.k + first;
   const half* const v = w.v + first;
-  const auto load_tile = [&](int first_key, int stage) {
-    load<Dim, kKeys>(k_tiles + stage * kKBytes, k, first_key, seq);
-    load<2 * Dim, kKeys>(v_tiles + stage * kVBytes, v, first_key, seq);
+  const auto load_tile = [&](int first_key, uint32_t stage) {
+    load<Dim, kKeys>(stage, k, first_key, seq);
+    load<2 * Dim, kKeys>(stage + kV, v, first_key, seq);
     if (threadIdx.x < kKeys / 4)
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(v_tiles + kStages * kVBytes + stage * kKeys * 4 +
-                                                                     threadIdx.x * 16),
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(stage + kStarts + threadIdx.x * 16),
                    "l"(w.start + static_cast<int64_t>(head) * blocks * kKeys + first_key + threadIdx.x * 4)
                    : "memory");
   };
   load<Dim, kQueries>(q_tile, w.q + first, first_query, seq);
-  load_tile(0, 0);
+  load_tile(0, stages);
 
   // Where this lane's rows for ldmatrix start. 32 bytes further, chunk c becomes c ^ 2 i: so does its place.
   const uint32_t q_row = q_tile + offset<Dim>(first_row + lane % 16, lane / 16);
   float sums[kRowTiles][Dim / 8][4] = {};  // of p v
   float m[kRowTiles][2];                   // the largest score of a row so far, times log2(e)
   float l[kRowTiles][2];                   // this lane's part of the sum of the row's p
-  float v_scale = v_scales[0];             // that of sums
 #pragma unroll
   for (int r = 0; r < kRowTiles; ++r) m[r][0] = m[r][1] = -INFINITY, l[r][0] = l[r][1] = 0;
 
   for (int first_key = 0; first_key < keys; first_key += kKeys) {
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();  // this tile is there for all, and all have computed the one before: its place is free
-    const int stage = first_key / kKeys % kStages;
-    if (first_key + kKeys < keys) load_tile(first_key + kKeys, stage ^ 1);
-    const float to_score = q_scale_log2 * k_scales[PerBlock ? first_key / kKeys : 0];
-    const float v_scale_here = PerBlock ? v_scales[first_key / kKeys] : v_scale;
-
+    const uint32_t stage = stages + first_key / kKeys % kStages * kStageBytes;
+    if (first_key + kKeys < keys)
+      load_tile(first_key + kKeys, stages + (first_key / kKeys + 1) % kStages * kStageBytes);
+    const float to_score = PerBlock ? q_scale_log2 * k_scales[first_key / kKeys] : q_scale_log2;
+    // sums is in units of the scale of V's tile before.
+    const float* const v_scale = k_scales + heads * blocks + first_key / kKeys;
+    const float rescale = PerBlock && first_key ? __fdividef(v_scale[-1], v_scale[0]) : 1;
     int s[kRowTiles][kKeys / 8][4];
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j) {
-      const int2 start = *reinterpret_cast<const int2*>(starts + stage * kKeys + 8 * j + lane % 4 * 2);
+      const int2 start = load_two(stage + kStarts + 32 * j + lane % 4 * 8);
 #pragma unroll
       for (int r = 0; r < kRowTiles; ++r) s[r][j][0] = s[r][j][2] = start.x, s[r][j][1] = s[r][j][3] = start.y;
     }
-    const uint32_t k_row = k_tiles + stage * kKBytes + offset<Dim>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    const uint32_t k_row = stage + offset<Dim>(lane / 16 * 8 + lane % 8, lane / 8 % 2);
 #pragma unroll
     for (int c = 0; c < Dim / 32; ++c) {
       uint32_t a[kRowTiles][4];
@@ -314,13 +320,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attention(Workspace w, half
         m[r][h] = fmaxf(former, score(largest) * to_score);
         const float shrink = exp2_fast(former - m[r][h]);
         l[r][h] *= shrink;
-        const float shrink_sums = PerBlock ? shrink * (v_scale / v_scale_here) : shrink;
+        const float shrink_sums = PerBlock ? shrink * rescale : shrink;
 #pragma unroll
         for (int n = 0; n < Dim / 8; ++n) sums[r][n][2 * h] *= shrink_sums, sums[r][n][2 * h + 1] *= shrink_sums;
       }
-    v_scale = v_scale_here;
 
-    const uint32_t v_row = v_tiles + stage * kVBytes + offset<2 * Dim>(lane % 16, lane / 16);
+    const uint32_t v_row = stage + kV + offset<2 * Dim>(lane % 16, lane / 16);
 #pragma unroll
     for (int j = 0; j < kKeys / 16; ++j) {
       uint32_t p[kRowTiles][4];
@@ -354,7 +359,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attention(Workspace w, half
       float sum = l[r][h];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const float inverse = v_scale / sum;
+      const float inverse = k_scales[heads * blocks + (keys - 1) / kKeys] / sum;
       const int query = my_query + 16 * r + 8 * h;
       if (query < seq) {
         half* row = o + (static_cast<int64_t>(head) * seq + query) * Dim + lane % 4 * 2;
