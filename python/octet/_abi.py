@@ -114,6 +114,7 @@ class Arguments(ctypes.Structure):
         ("dsinks", POINTER(Tensor)),
         ("tsinks", POINTER(Tensor)),
         ("tlse", POINTER(Tensor)),
+        ("alibi_slopes", POINTER(Tensor)),
     ]
 
 

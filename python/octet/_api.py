@@ -46,7 +46,7 @@ def _kind_of(name: str, array: Any) -> str:
 
 
 def load(kind: str) -> Any:
-    """The module that computes with arrays of a kind. It has run_attention, run_vjp, run_jvp, sinks_of, to_numpy and
+    """The module that computes with arrays of a kind. It has run_attention, run_vjp, run_jvp, by_head, to_numpy and
     the adapter of _plan.py. Those of torch and jax, which may be missing, are imported here when they are needed, and
     nowhere else."""
     if kind == "torch":
@@ -91,8 +91,9 @@ def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_
 
 
 def forward(q: Any, k: Any, v: Any, mask: Any, options: AttentionOptions, **more: Any) -> tuple[Any, Any]:
-    """(o, lse) of `attention`; `more`: sinks, return_lse."""
-    framework = framework_of(q=q, k=k, v=v, mask=mask, sinks=more.get("sinks"))
+    """(o, lse) of `attention`; `more`: sinks, alibi_slopes, return_lse."""
+    by_head = {name: more.get(name) for name in ("sinks", "alibi_slopes")}
+    framework = framework_of(q=q, k=k, v=v, mask=mask, **by_head)
     return framework.run_attention(_options(framework, q, options), q, k, v, mask=mask, **more)
 
 
@@ -103,10 +104,11 @@ def attention(
     *,
     mask: Any | None = None,
     sinks: Any | None = None,
+    alibi_slopes: Any | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
-    """softmax(scale * q k^T + mask) v
+    """softmax(scale * q k^T + mask) v, with softcap and ALiBi where asked for
 
     Args:
         q: [batch, heads, queries, dim], or with layout "bshd" [batch, queries, heads, dim]: a numpy, torch or jax array
@@ -119,6 +121,10 @@ def attention(
             hides), broadcast to [batch, heads, queries, keys] whatever the layout. It gets no gradient.
         sinks: [heads], a float type: one more logit of every query of a head, whose value is 0. It enters the sum of
             the weights, and so lse, and nothing else. Computed in float32 (float64 at precision "f64").
+        alibi_slopes: [heads] or [batch, heads], a float type: slope * |i + (keys - queries) - j| is subtracted from the
+            logit of query i and key j. The last query is at the last key, as in flash-attn, whatever the alignment of
+            a causal mask or window. Any numbers; one that is inf or NaN makes its head NaN. They get no gradient, and
+            are computed in float32 (float64 at precision "f64"). On the CPU only.
         return_lse: also return the log-sum-exp of the logits, the sink's among them.
 
     Keywords:
@@ -133,7 +139,8 @@ def attention(
         bias_correction: how 16-bit training keeps rounding bias out of its gradients (docs/numerics.md), "f16"
             (default), "none", "beta", "exact_delta" or "gproj". With "beta", `beta` is 2 to 8 or 0 for 3.
         hadamard, smooth_q: "auto", "on" or "off": rotate q and k, subtract the mean of each 128 queries, before int8.
-        softcap: rejected unless 0.
+        softcap: a positive number: logits become softcap * tanh(logit / softcap) before mask and ALiBi, as in Gemma 2;
+            0: none. A logit that is inf or NaN makes its query NaN. On the CPU only.
         deterministic: bitwise repeatable; None: as torch.use_deterministic_algorithms says, False elsewhere.
         threads: of the CPU; 0: torch.get_num_threads() in torch, all elsewhere.
         backend: by name, as in `octet.info()["backends"]`; None: the best that can.
@@ -156,11 +163,12 @@ def attention(
         Unsupported: no backend computes it; the message gives each backend's reason.
         TypeError: an unknown keyword; the message says what to use instead.
     """
-    if mask is None and sinks is None and not return_lse and not _is_traced() and (shortcut := shortcuts.get(type(q))):
+    plain = mask is None and sinks is None and alibi_slopes is None and not return_lse
+    if plain and not _is_traced() and (shortcut := shortcuts.get(type(q))):
         o = shortcut(q, k, v, options)
         if o is not None:
             return o
-    o, lse = forward(q, k, v, mask, options, sinks=sinks, return_lse=return_lse)
+    o, lse = forward(q, k, v, mask, options, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse)
     return (o, lse) if return_lse else o
 
 
@@ -174,6 +182,7 @@ def attention_varlen(
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
     sinks: Any | None = None,
+    alibi_slopes: Any | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
@@ -189,6 +198,7 @@ def attention_varlen(
         cu_seqlens_k: the same for k and v.
         max_seqlen_q, max_seqlen_k: bounds on the lengths, 0: unknown. The CPU rejects longer sequences.
         sinks: [heads], as in `octet.attention`.
+        alibi_slopes: [heads], or [sequences, heads]. Queries and keys of a distance are those of the sequence.
         return_lse: also return lse, [heads, total queries].
         options: the keywords of `octet.attention`, but for `layout`. A causal mask or a window needs an alignment.
 
@@ -198,7 +208,7 @@ def attention_varlen(
     Raises:
         As `octet.attention`.
     """
-    more = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "sinks": sinks}
+    more = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "sinks": sinks, "alibi_slopes": alibi_slopes}
     framework = framework_of(q=q, k=k, v=v, **more)
     made = _packed(_options(framework, q, options), options.get("layout"), max_seqlen_q, max_seqlen_k)
     o, lse = framework.run_attention(made, q, k, v, **more, return_lse=return_lse)
@@ -213,6 +223,7 @@ def attention_vjp(
     *,
     mask: Any | None = None,
     sinks: Any | None = None,
+    alibi_slopes: Any | None = None,
     dlse: Any | None = None,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Any, ...]:
@@ -220,7 +231,7 @@ def attention_vjp(
     differentiates.
 
     Args:
-        q, k, v, mask, sinks, options: as in `octet.attention`.
+        q, k, v, mask, sinks, alibi_slopes, options: as in `octet.attention`.
         do: of the shape of o.
         dlse: of the shape and type of lse; None: 0.
 
@@ -231,7 +242,7 @@ def attention_vjp(
     Raises:
         As `octet.attention`; Unsupported for precisions without a backward pass.
     """
-    more = {"mask": mask, "sinks": sinks, "dlse": dlse}
+    more = {"mask": mask, "sinks": sinks, "dlse": dlse, "alibi_slopes": alibi_slopes}
     framework = framework_of(q=q, k=k, v=v, do=do, **more)
     return framework.run_vjp(_options(framework, q, options), q, k, v, do, **more)
 
@@ -246,6 +257,7 @@ def attention_jvp(
     *,
     mask: Any | None = None,
     sinks: Any | None = None,
+    alibi_slopes: Any | None = None,
     tsinks: Any | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
@@ -253,7 +265,7 @@ def attention_jvp(
     """Attention and its derivative along (tq, tk, tv), in one pass over the keys.
 
     Args:
-        q, k, v, mask, sinks, options: as in `octet.attention`.
+        q, k, v, mask, sinks, alibi_slopes, options: as in `octet.attention`.
         tq, tk, tv: tangents, of the shapes of q, k and v.
         tsinks: the tangent of sinks, of their shape; None: 0.
         return_lse: also return lse and its tangent.
@@ -266,7 +278,7 @@ def attention_jvp(
     Raises:
         As `octet.attention`; Unsupported for precisions without a jvp.
     """
-    more = {"mask": mask, "sinks": sinks, "tsinks": tsinks}
+    more = {"mask": mask, "sinks": sinks, "tsinks": tsinks, "alibi_slopes": alibi_slopes}
     framework = framework_of(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv, **more)
     how = _options(framework, q, options)
     return framework.run_jvp(how, q, k, v, tq, tk, tv, **more, return_lse=return_lse)

@@ -25,13 +25,14 @@ class Support:
         return self.supported
 
 
-def _plan(kind: str, q: Any, k: Any, v: Any, mask: Any, sinks: Any, keywords: Any) -> Plan:
+def _plan(kind: str, q: Any, k: Any, v: Any, mask: Any, sinks: Any, alibi_slopes: Any, keywords: Any) -> Plan:
     """Returns the plan of the call that a pass over these arrays would make."""
     look_up("kind", kind, _abi.PASSES)
-    framework = _api.framework_of(q=q, k=k, v=v, mask=mask, sinks=sinks)
+    framework = _api.framework_of(q=q, k=k, v=v, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes)
     options = options_of(own_type(framework.adapter, q), **keywords)
-    sinks = None if sinks is None else framework.sinks_of("sinks", sinks, options)
-    return planned(framework.adapter, kind, options, q, k, v, mask, sinks)
+    sinks = framework.by_head("sinks", sinks, options)
+    slopes = framework.by_head("alibi_slopes", alibi_slopes, options)
+    return planned(framework.adapter, kind, options, q, k, v, mask, sinks, slopes)
 
 
 def explain(
@@ -42,18 +43,19 @@ def explain(
     kind: Literal["forward", "backward", "jvp"] = "forward",
     mask: Any | None = None,
     sinks: Any | None = None,
+    alibi_slopes: Any | None = None,
     **options: Unpack[AttentionOptions],
 ) -> str:
     """Which backend and kernel would run, and why each better one would not, a line each.
 
     Args:
-        q, k, v, mask, sinks, options: as in `octet.attention`.
+        q, k, v, mask, sinks, alibi_slopes, options: as in `octet.attention`.
         kind: the pass.
 
     Raises:
         InvalidArgument: the arguments contradict each other or themselves.
     """
-    return _plan(kind, q, k, v, mask, sinks, options).explain()
+    return _plan(kind, q, k, v, mask, sinks, alibi_slopes, options).explain()
 
 
 def supports(
@@ -64,16 +66,17 @@ def supports(
     kind: Literal["forward", "backward", "jvp"] = "forward",
     mask: Any | None = None,
     sinks: Any | None = None,
+    alibi_slopes: Any | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Support:
     """Whether `octet.attention` would compute this, or the reason why not. Nothing is computed.
 
     Args:
-        q, k, v, mask, sinks, options: as in `octet.attention`.
+        q, k, v, mask, sinks, alibi_slopes, options: as in `octet.attention`.
         kind: the pass.
     """
     try:
-        _plan(kind, q, k, v, mask, sinks, options).workspace_size()
+        _plan(kind, q, k, v, mask, sinks, alibi_slopes, options).workspace_size()
     except Error as rejection:
         return Support(False, str(rejection))
     return Support(True, "")

@@ -67,11 +67,11 @@ class NumpyAdapter:
 adapter = NumpyAdapter()
 
 
-def sinks_of(name: str, x: Any, options: Options) -> Any:
-    """Sinks or their tangent in the type that the library takes."""
+def by_head(name: str, x: Any, options: Options) -> Any:
+    """Sinks, their tangent or slopes in the type that the library takes."""
     if x is None:
         return None
-    _plan.expect_sinks(name, x, x.dtype.name in ("float64", "float32", "float16", "bfloat16"))
+    _plan.expect_by_head(name, x, x.dtype.name in ("float64", "float32", "float16", "bfloat16"))
     return x.astype(_plan.lse_type(adapter, options), copy=False)
 
 
@@ -84,23 +84,34 @@ def run_attention(
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     sinks: Any = None,
+    alibi_slopes: Any = None,
     return_lse: bool = False,
 ) -> tuple[Any, Any]:
     """(o, lse)"""
-    more = mask, cu_seqlens_q, cu_seqlens_k, sinks_of("sinks", sinks, options)
-    o, lse = _plan.run(adapter, "forward", options, (q, k, v, *more))
+    more = mask, cu_seqlens_q, cu_seqlens_k, by_head("sinks", sinks, options)
+    slopes = by_head("alibi_slopes", alibi_slopes, options)
+    o, lse = _plan.run(adapter, "forward", options, (q, k, v, *more, slopes))
     return o, lse
 
 
 def run_vjp(
-    options: Options, q: Any, k: Any, v: Any, do: Any, mask: Any = None, sinks: Any = None, dlse: Any = None
+    options: Options,
+    q: Any,
+    k: Any,
+    v: Any,
+    do: Any,
+    mask: Any = None,
+    sinks: Any = None,
+    dlse: Any = None,
+    alibi_slopes: Any = None,
 ) -> tuple[Any, ...]:
     """(dq, dk, dv), and dsinks where there are sinks"""
     residual = _plan.needs_residual(adapter, options, q)
-    more = mask, None, None, sinks_of("sinks", sinks, options)
-    o, lse, *r = _plan.run(adapter, "forward", options, (q, k, v, *more), residual)
+    more = mask, None, None, by_head("sinks", sinks, options)
+    slopes = by_head("alibi_slopes", alibi_slopes, options)
+    o, lse, *r = _plan.run(adapter, "forward", options, (q, k, v, *more, slopes), residual)
     saved = o, lse, r[0] if r else None
-    dq, dk, dv, *dsinks = _plan.run(adapter, "backward", options, (do, q, k, v, *saved, *more, dlse))
+    dq, dk, dv, *dsinks = _plan.run(adapter, "backward", options, (do, q, k, v, *saved, *more, dlse, slopes))
     return dq, dk, dv, *(x.astype(sinks.dtype, copy=False) for x in dsinks)
 
 
@@ -115,11 +126,13 @@ def run_jvp(
     mask: Any = None,
     sinks: Any = None,
     tsinks: Any = None,
+    alibi_slopes: Any = None,
     return_lse: bool = False,
 ) -> tuple[Any, ...]:
     """(o, to), with return_lse (o, to, lse, tlse)"""
-    more = mask, None, None, sinks_of("sinks", sinks, options), sinks_of("tsinks", tsinks, options)
-    o, lse, to, *tlse = _plan.run(adapter, "jvp", options, (q, k, v, tq, tk, tv, *more), return_lse)
+    more = mask, None, None, by_head("sinks", sinks, options), by_head("tsinks", tsinks, options)
+    slopes = by_head("alibi_slopes", alibi_slopes, options)
+    o, lse, to, *tlse = _plan.run(adapter, "jvp", options, (q, k, v, tq, tk, tv, *more, slopes), return_lse)
     return (o, to, lse, *tlse) if return_lse else (o, to)
 
 

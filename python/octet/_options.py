@@ -192,7 +192,6 @@ ADVICE = {
     "softmax_scale": "use scale",
     "sm_scale": "use scale",
     "window_size": "use window",
-    "alibi_slopes": "add slope * distance to the logits by a float mask",
     "enable_gqa": "leave it out: grouped heads follow from the shapes",
     "tensor_layout": "use layout='bhsd' (HND) or 'bshd' (NHD)",
     "remedy": "use bias_correction, whose 'f16' was 'f16_inside', and whose 'gproj' was 'project'",

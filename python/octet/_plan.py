@@ -23,11 +23,12 @@ _OF_V = {"v", "o", "o_residual", "do_", "dv", "tv", "to"}  # have the head dim o
 
 # The optional inputs that every pass has besides q, k, v.
 _MORE = ("mask", "cu_seqlens_q", "cu_seqlens_k", "sinks")
-# The inputs of each pass, in the order in which they are handed over; those that a call has not are None.
+# The inputs of each pass, in the order in which they are handed over; those that a call has not are None, and may be
+# left out at the end.
 INPUTS = {
-    "forward": ("q", "k", "v", *_MORE),
-    "backward": ("do_", "q", "k", "v", "o", "lse", "o_residual", *_MORE, "dlse"),
-    "jvp": ("q", "k", "v", "tq", "tk", "tv", *_MORE, "tsinks"),
+    "forward": ("q", "k", "v", *_MORE, "alibi_slopes"),
+    "backward": ("do_", "q", "k", "v", "o", "lse", "o_residual", *_MORE, "dlse", "alibi_slopes"),
+    "jvp": ("q", "k", "v", "tq", "tk", "tv", *_MORE, "tsinks", "alibi_slopes"),
 }
 
 
@@ -112,7 +113,7 @@ def _dims(name: str, view: View, layout: str) -> Sequence[int]:
         want, dims = 1 + max(in_layout), in_layout
     elif name in ("lse", "dlse", "tlse"):
         want, dims = 2 + (layout != "thd"), (0, 1, 2, -1) if layout != "thd" else (-1, 0, 1, -1)
-    elif name in ("sinks", "dsinks", "tsinks"):  # [heads], or [batch, heads]
+    elif name in ("sinks", "dsinks", "tsinks", "alibi_slopes"):  # [heads], or [batch, heads]
         want, dims = (2, (0, 1, -1, -1)) if rank == 2 else (1, (-1, 0, -1, -1))
     elif name.startswith("cu_seqlens"):
         want, dims = 1, (-1, -1, -1, 0)
@@ -289,16 +290,19 @@ def needs_residual(adapter: Types, options: Options, q: Any) -> bool:
     return sixteen and (options.out_dtype or adapter.dtype_name(q.dtype, "q")) in ("f16", "bf16", "e4m3")
 
 
-def expect_sinks(name: str, x: Any, floats: bool) -> None:
-    """Rejects what cannot be sinks: one float of each head. `floats`: whether x is of a float type."""
+def expect_by_head(name: str, x: Any, floats: bool) -> None:
+    """Rejects what cannot be sinks: one float of each head; slopes may be of each element of the batch too. `floats`:
+    whether x is of a float type."""
     if not floats:
         raise InvalidArgument(f"{name}: dtype {x.dtype}, allowed: a float type")
-    if x.ndim != 1:
-        raise InvalidArgument(f"{name}: shape {list(x.shape)}, expected [heads], those of q")
+    slopes = name == "alibi_slopes"
+    if x.ndim != 1 and not (slopes and x.ndim == 2):
+        batch = " or [batch, heads]" if slopes else ""
+        raise InvalidArgument(f"{name}: shape {list(x.shape)}, expected [heads]{batch}, those of q")
 
 
 def lse_type(adapter: Types, options: Options) -> Any:
-    """The dtype of lse, and of sinks as the library takes them."""
+    """The dtype of lse, and of sinks and slopes as the library takes them."""
     return adapter.dtype_of("f64" if options.precision == "f64" else "f32")
 
 
@@ -403,7 +407,7 @@ class Call:
         extra: bool = False,
         into: Sequence[Any] | None = None,
     ) -> None:
-        given = {name: x for name, x in zip(INPUTS[kind], arrays, strict=True) if x is not None}
+        given = {name: x for name, x in zip(INPUTS[kind], arrays, strict=False) if x is not None}
         made = results(adapter, kind, options, given["q"], given["k"], given["v"], extra, given.get("sinks"))
         operands = [y for name, x in given.items() for y in _operands(adapter, name, x, options.layout)]
         where = next(view for name, view, _ in operands if name == "q")
@@ -490,22 +494,30 @@ def run(
 
 
 def planned(
-    adapter: Adapter, kind: str, options: Options, q: Any, k: Any, v: Any, mask: Any = None, sinks: Any = None
+    adapter: Adapter,
+    kind: str,
+    options: Options,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = None,
+    sinks: Any = None,
+    slopes: Any = None,
 ) -> Plan:
-    """Returns the plan of a pass over such arrays, at pretended addresses. Sinks are of the type of lse."""
+    """Returns the plan of a pass over such arrays, at pretended addresses. Sinks and slopes are of the type of lse."""
     more = (mask, None, None, sinks)
     arrays: tuple[Any, ...]
     if kind == "jvp":
-        arrays = (q, k, v, q, k, v, *more, None)
+        arrays = (q, k, v, q, k, v, *more, None, slopes)
     elif kind == "forward":
-        arrays = (q, k, v, *more)
+        arrays = (q, k, v, *more, slopes)
     else:
         residual = needs_residual(adapter, options, q)
         like = q.codes if isinstance(q, QTensor) else q
         made = results(adapter, "forward", options, q, k, v, residual)
         saved = [adapter.empty(x.shape, dense_strides(x.shape, x.order), x.dtype, like) for x in made]
         o, lse, o_residual = saved if residual else (*saved, None)
-        arrays = (o, q, k, v, o, lse, o_residual, *more, None)
+        arrays = (o, q, k, v, o, lse, o_residual, *more, None, slopes)
     return Call(adapter, kind, options, arrays).plan.anywhere()
 
 

@@ -63,12 +63,13 @@ def check(
     tangents: tuple[Any, Any, Any] | None = None,
     mask: Any | None = None,
     sinks: Any | None = None,
+    alibi_slopes: Any | None = None,
     **options: Unpack[AttentionOptions],
 ) -> dict[str, Errors]:
     """How far each result lies from attention in float64 on the same data.
 
     Args:
-        q, k, v, mask, sinks, options: as in `octet.attention`.
+        q, k, v, mask, sinks, alibi_slopes, options: as in `octet.attention`.
         do: also check the gradients dq, dk, dv and, with sinks, dsinks.
         tangents: (tq, tk, tv); also check the tangent `to`.
 
@@ -77,7 +78,7 @@ def check(
         for. float64 is the unfused reference, on the CPU.
     """
     along = dict(zip(("tq", "tk", "tv"), tangents or (None,) * 3, strict=True))
-    framework = _api.framework_of(q=q, k=k, v=v, do=do, mask=mask, sinks=sinks, **along)
+    framework = _api.framework_of(q=q, k=k, v=v, do=do, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes, **along)
     made = options_of(own_type(framework.adapter, q), **options)
     positions: Any = {name: value for name, value in options.items() if name in _EXACT}
     exact = options_of("f64", precision="f64", **positions)
@@ -85,12 +86,13 @@ def check(
     def wide(x: Any) -> np.ndarray:
         return framework.to_numpy(dequantize(x) if isinstance(x, QTensor) else x).astype(np.float64)
 
-    more: Any = {"mask": mask, "sinks": sinks}
+    more: Any = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
     got: tuple[Any, ...] = framework.run_attention(made, q, k, v, **more)
     inputs = wide(q), wide(k), wide(v)
     wide_more: Any = {
         "mask": None if mask is None else framework.to_numpy(mask),
         "sinks": None if sinks is None else wide(sinks),
+        "alibi_slopes": None if alibi_slopes is None else wide(alibi_slopes),
     }
     pairs: dict[str, tuple[Any, np.ndarray]] = {}
 

@@ -51,12 +51,13 @@ OPTIONS = {
     "deterministic": "yes", "threads": -1, "backend": 3, "out_dtype": "float5",
 }  # fmt: skip
 MORE = {
-    octet.attention: {"mask": [1], "sinks": Q, "return_lse": None},
-    octet.attention_varlen: {"max_seqlen_q": -1, "max_seqlen_k": "long", "sinks": CU, "return_lse": None},
-    octet.attention_vjp: {"mask": [1], "sinks": [1], "dlse": Q},
-    octet.attention_jvp: {"mask": [1], "sinks": Q, "tsinks": torch.zeros(2), "return_lse": None},
-    octet.check: {"mask": [1], "sinks": Q, "do": [1], "tangents": ([1], Q, Q)},
-    octet.explain: {"mask": [1], "sinks": Q, "kind": "sideways"},
+    octet.attention: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "return_lse": None},
+    octet.attention_varlen: {"max_seqlen_q": -1, "max_seqlen_k": "long"}
+    | {"sinks": CU, "alibi_slopes": CU, "return_lse": None},
+    octet.attention_vjp: {"mask": [1], "sinks": [1], "alibi_slopes": [1], "dlse": Q},
+    octet.attention_jvp: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "tsinks": torch.zeros(2), "return_lse": None},
+    octet.check: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "do": [1], "tangents": ([1], Q, Q)},
+    octet.explain: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "kind": "sideways"},
 }
 NAMED_OTHERWISE = {"tangents": "tq"}  # whose parts have names
 FLAGS = {"return_lse"}  # any truth
@@ -71,7 +72,6 @@ def test_every_option(function):
             call = lambda name=name, value=value: function(**ARRAYS[function], **{name: value})
             reject(NAMED_OTHERWISE.get(name, name), call)
     reject("dropout_p", lambda: function(**ARRAYS[function], dropout_p=0.1), TypeError)
-    reject("alibi_slopes", lambda: function(**ARRAYS[function], alibi_slopes=Q), TypeError)
     reject("anything", lambda: function(**ARRAYS[function], anything=1), TypeError)
 
 
@@ -142,7 +142,7 @@ ATTENTION = {
 }  # fmt: skip
 FLASH = {
     "q": SERVED, "k": SERVED, "v": SERVED, "dropout_p": 0.1, "softmax_scale": ("scale", "wide"), "causal": SERVED,
-    "window_size": [1, 2, 3], "softcap": 5.0, "alibi_slopes": torch.ones(2), "deterministic": SERVED,
+    "window_size": [1, 2, 3], "softcap": -5.0, "alibi_slopes": torch.ones(7), "deterministic": SERVED,
     "return_attn_probs": SERVED, "precision": "int9",
 }  # fmt: skip
 LENGTHS = {"cu_seqlens_q": SERVED, "cu_seqlens_k": SERVED, "max_seqlen_q": -1, "max_seqlen_k": -1}
@@ -185,7 +185,7 @@ def of_transformers():
         "dropout": 0.1,
         "scaling": ("scale", "wide"),
         "sliding_window": 0,
-        "softcap": 30.0,
+        "softcap": -30.0,
         "s_aux": Q[0, :1, 0, 0],
         "seq_idx": CU,
         "deterministic": "yes",

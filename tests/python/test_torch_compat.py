@@ -69,15 +69,15 @@ def test_flash_attn_is_differentiable_and_takes_a_precision():
 
 @pytest.mark.parametrize(
     "keywords, message",
-    [({"dropout_p": 0.1}, "dropout_p: found 0.1"), ({"softcap": 20.0}, "softcap: found 20"),
-     ({"alibi_slopes": torch.ones(4)}, "alibi_slopes: found an array of shape")],
+    [({"dropout_p": 0.1}, "dropout_p: found 0.1"), ({"softcap": -20.0}, "softcap: found -20, allowed: positive"),
+     ({"alibi_slopes": torch.ones(7)}, "alibi_slopes: shape .1, 7, 1, 1., expected")],
 )  # fmt: skip
 def test_flash_attn_rejections(keywords, message):
     q, k, v = draw()
-    with pytest.raises(octet.Unsupported, match=message):
+    with pytest.raises(octet.Error, match=message):
         flash_attn.flash_attn_func(q, k, v, **keywords)
     cu = torch.tensor([0, 20], dtype=torch.int32)
-    with pytest.raises(octet.Unsupported, match=message):
+    with pytest.raises(octet.Error, match=message):
         flash_attn.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 20, 20, **keywords)
     with pytest.raises(octet.Unsupported, match="block_table"):
         flash_attn.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 20, 20, block_table=cu)

@@ -444,3 +444,14 @@ def test_gradients_of_lse_and_sinks_of_a_projection(dtype, has_sinks, dims):
     for name, x in got.items():
         exact.expect_close(wide(x), want[name], bound[name], name)
         assert x.ndim < 4 or x.transpose(1, 2).is_contiguous()
+
+
+def test_softcap_and_slopes_are_rejected_by_name():
+    """No backend of a GPU has them; nothing falls back to another."""
+    q = torch.zeros(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(octet.Unsupported, match="sm90: it has no softcap; on CPU tensors octet has"):
+        octet.attention(q, q, q, softcap=30.0)
+    with pytest.raises(octet.Unsupported, match="sm90: it has no alibi_slopes; on CPU tensors octet has"):
+        octet.attention(q, q, q, alibi_slopes=torch.ones(2, device="cuda"))
+    with pytest.raises(octet.Unsupported, match="it has no softcap"):
+        octet.attention(q.requires_grad_(), q, q, softcap=30.0).sum().backward()

@@ -66,7 +66,7 @@ class _Stacked(torch.autograd.Function):
         stacked, q, o, lse, r, cu_q, cu_k = ctx.saved_tensors
         inputs, given = _parts(stacked, q), [x for x in (do, dlse) if x is not None]
         if torch.is_grad_enabled() or not _passes.nobody_intervenes(*given) or any(map(_is_batched, given)):
-            saved = *inputs, o, lse, r, None, cu_q, cu_k, None
+            saved = *inputs, o, lse, r, None, cu_q, cu_k, None, None
             like = types.SimpleNamespace(saved_tensors=saved, of_lse=ctx.of_lse, options=ctx.options)
             dq, dk, dv = _attention._Attention.backward(like, do, dlse, None)[:3]
             dstacked = torch.stack((dq, dk, dv) if q is None else (dk, dv), -3)

@@ -15,7 +15,7 @@ import torch
 
 from octet import _api
 from octet._options import Precision
-from octet._rejections import expect, expect_absent, expect_known, expect_no_dropout
+from octet._rejections import expect_absent, expect_known, expect_no_dropout
 from octet.compat import _stacked
 from octet.errors import InvalidArgument, Unsupported
 
@@ -32,8 +32,6 @@ def _keywords(
 ) -> dict[str, Any]:
     """The same in the keywords of octet.attention."""
     expect_no_dropout(dropout_p)
-    expect_absent("alibi_slopes", alibi_slopes, "add slope * distance to the logits by octet.attention(mask=...)")
-    expect("softcap", softcap, (0.0,), "octet does not cap logits; use flash-attn itself for this model")
     try:
         left, right = (operator.index(side) for side in window_size)
     except (TypeError, ValueError):
@@ -44,11 +42,13 @@ def _keywords(
     windowed = window != (-1, -1)
     return {
         "scale": softmax_scale,
+        "softcap": softcap,
         "causal": "bottom_right" if causal else False,
         "window": window if windowed else None,
         "alignment": "bottom_right" if windowed and not causal else None,
         "deterministic": deterministic or None,  # False leaves it to torch, as ever
         "precision": precision,
+        **({} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}),
     }
 
 
@@ -61,9 +61,13 @@ def _unstacked(name: str, x: torch.Tensor, count: int, shape: str) -> tuple[torc
     return x.unbind(-3)
 
 
+def _writes_one_gradient(stacked: Any, q: Any, keywords: dict[str, Any]) -> bool:
+    return stacked is not None and "alibi_slopes" not in keywords and _stacked.writes_one_gradient(stacked, q)
+
+
 def _attend(q: Any, k: Any, v: Any, lse: bool, keywords: dict[str, Any], stacked: Any = None) -> Any:
     """`stacked`: the tensor that k and v, or q, k and v, are views of."""
-    if stacked is not None and _stacked.writes_one_gradient(stacked, q):
+    if _writes_one_gradient(stacked, q, keywords):
         made = _stacked.attend(stacked, q, None, lse, keywords)
     else:
         made = _api.attention(q, k, v, layout="bshd", return_lse=lse, **keywords)
@@ -73,7 +77,7 @@ def _attend(q: Any, k: Any, v: Any, lse: bool, keywords: dict[str, Any], stacked
 def _attend_varlen(
     q: Any, k: Any, v: Any, lengths: tuple, lse: bool, keywords: dict[str, Any], stacked: Any = None
 ) -> Any:
-    if stacked is not None and _stacked.writes_one_gradient(stacked, q):
+    if _writes_one_gradient(stacked, q, keywords):
         made = _stacked.attend(stacked, q, lengths, lse, keywords)
     else:
         cu_q, cu_k, max_q, max_k = lengths
@@ -105,7 +109,7 @@ def flash_attn_func(
         o [batch, queries, heads, dim]; with return_attn_probs (o, lse, None), lse float32 [batch, heads, queries].
 
     Raises:
-        Unsupported: dropout_p, softcap, alibi_slopes other than their defaults.
+        Unsupported: a dropout_p other than 0; softcap and alibi_slopes of CUDA tensors.
         InvalidArgument: shapes and types as `octet.attention` rejects them.
         TypeError: an unknown keyword.
     """
@@ -195,7 +199,7 @@ def flash_attn_varlen_func(
         o [total queries, heads, dim]; with return_attn_probs (o, lse, None), lse float32 [heads, total queries].
 
     Raises:
-        Unsupported: dropout_p, softcap, alibi_slopes, block_table other than their defaults.
+        Unsupported: dropout_p, block_table other than their defaults; softcap and alibi_slopes of CUDA tensors.
         InvalidArgument: shapes and types as `octet.attention_varlen` rejects them.
         TypeError: an unknown keyword.
     """

@@ -147,12 +147,13 @@ def _implementation(precision: Precision | None) -> Callable:
         """
         other = "use attn_implementation='eager' for this model"
         expect("dropout", dropout or 0, (0,), "set attention_dropout=0.0 in the configuration")
-        expect_absent("softcap", softcap, other)
         expect("output_attentions", bool(output_attentions), (False,), f"octet keeps no weights; {other}")
         for name, x in rest.items():
             if name not in HARMLESS:
                 expect_absent(name, x, f"{_ADVICE.get(name, 'octet does not know this keyword')}; {other}")
         options: AttentionOptions = {"scale": scaling, "precision": precision, "deterministic": deterministic}
+        if softcap is not None:
+            options["softcap"] = softcap
         dense: AttentionOptions = {**options, "layout": "bshd"}
         if s_aux is not None and s_aux.shape != query.shape[1:2]:
             raise Unsupported(

@@ -26,19 +26,19 @@ def _call_of(options: Options, **arrays: Any) -> tuple[Options, dict[str, Any]]:
         raise InvalidArgument("tsinks: given without sinks, to which it belongs")
     if "tq" in given and "sinks" in given:
         given.setdefault("tsinks", jnp.zeros_like(given["sinks"]))
-    for name in ("sinks", "tsinks"):
+    for name in ("sinks", "tsinks", "alibi_slopes"):
         if name in given:
-            given[name] = sinks_of(name, given[name], options)
+            given[name] = by_head(name, given[name], options)
     if "cu_seqlens_q" in given:
         _expect_lengths(options, given)
     return _filled(options, given)
 
 
-def sinks_of(name: str, x: Any, options: Options) -> Any:
-    """Sinks or their tangent in the type that the library takes."""
+def by_head(name: str, x: Any, options: Options) -> Any:
+    """Sinks, their tangent or slopes in the type that the library takes."""
     if x is None:
         return None
-    _plan.expect_sinks(name, x, jnp.issubdtype(x.dtype, jnp.floating))
+    _plan.expect_by_head(name, x, jnp.issubdtype(x.dtype, jnp.floating))
     return x.astype(_plan.lse_type(adapter, options))
 
 

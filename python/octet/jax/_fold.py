@@ -6,6 +6,8 @@ import jax.numpy as jnp
 
 from octet.errors import Unsupported
 
+_BY_HEAD = ("sinks", "tsinks", "alibi_slopes")
+
 
 class Fold:
     """Folds the operands of one call under vmap over `size` elements, and unfolds its results; `batch` is of one."""
@@ -27,9 +29,9 @@ class Fold:
         x = jnp.broadcast_to(x, (self._size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
         if name == "mask":
             return self._per_batch(x.reshape(self._size, *(1,) * (5 - x.ndim), *x.shape[1:]))
-        if name in ("sinks", "tsinks") and not self._packed:  # [heads], or [batch, heads] from a vmap inside
+        if name in _BY_HEAD and not self._packed:  # [heads], or [batch, heads]
             return self._per_batch(x if x.ndim == 3 else x[:, None])
-        at = self._at(name)
+        at = x.ndim - 2 if name in _BY_HEAD else self._at(name)
         x = jnp.moveaxis(x, 0, at)
         return x.reshape(*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
 

@@ -20,12 +20,21 @@ from octet.torch._adapter import adapter, cast_tensors, expect_backward, expect_
 from octet.torch._fold import Fold
 
 
-def sinks_of(name: str, x: torch.Tensor | None, options: Options) -> torch.Tensor | None:
-    """Sinks or their tangent in the type that the library takes."""
+def by_head(name: str, x: torch.Tensor | None, options: Options) -> torch.Tensor | None:
+    """Sinks, their tangent or slopes in the type that the library takes."""
     if x is None:
         return None
-    _plan.expect_sinks(name, x, x.is_floating_point())
+    _plan.expect_by_head(name, x, x.is_floating_point())
     return x.to(_plan.lse_type(adapter, options))
+
+
+def _slopes(options: Options, device: torch.device, x: torch.Tensor | None) -> torch.Tensor | None:
+    """Slopes of ALiBi, which have no gradient."""
+    if x is None:
+        return None
+    expect_constant("alibi_slopes", x)
+    expect_devices(device, alibi_slopes=x)
+    return by_head("alibi_slopes", x, options)
 
 
 def run_attention(
@@ -37,23 +46,25 @@ def run_attention(
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse); without return_lse o alone is differentiable"""
     expect_constant("mask", mask)
     device = (q.codes if isinstance(q, QTensor) else q).device
     expect_devices(device, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, sinks=sinks)
-    more = mask, cu_seqlens_q, cu_seqlens_k, sinks_of("sinks", sinks, options)
+    more = mask, cu_seqlens_q, cu_seqlens_k, by_head("sinks", sinks, options)
+    slopes = _slopes(options, device, alibi_slopes)
     if isinstance(q, QTensor) or isinstance(k, QTensor) or isinstance(v, QTensor):
-        return _quantised(options, q, k, v, *more)
+        return _quantised(options, q, k, v, *more, slopes)
     q, k, v = cast_tensors(("q", "k", "v"), q, k, v)
-    o, lse, _ = attend(q, k, v, *more, options, of_lse=return_lse)
+    o, lse, _ = attend(q, k, v, *more, options, of_lse=return_lse, slopes=slopes)
     return o, lse
 
 
 def _quantised(options: Options, q: Any, k: Any, v: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes have no gradient, and no operator: torch.compile leaves them to eager code."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", more[-1])):
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", more[3])):
         if not isinstance(x, QTensor):
             expect_constant(name, x)
     o, lse = _plan.run(adapter, "forward", options, (q, k, v, *more))
@@ -69,15 +80,17 @@ def run_vjp(
     mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     dlse: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(dq, dk, dv), and dsinks where there are sinks, detached"""
     q, k, v, do = cast_tensors(("q", "k", "v", "do"), q, k, v, do)
     expect_devices(q.device, mask=mask, sinks=sinks, dlse=dlse)
     with torch.no_grad():
         residual = _plan.needs_residual(adapter, options, q)
-        more = mask, None, None, sinks_of("sinks", sinks, options)
-        o, lse, r = _ops.forward(q, k, v, *more, residual, options)
-        *gradients, dsinks = _ops.backward(do, q, k, v, o, lse, r, *more, dlse, options)
+        more = mask, None, None, by_head("sinks", sinks, options)
+        slopes = _slopes(options, q.device, alibi_slopes)
+        o, lse, r = _ops.forward(q, k, v, *more, residual, options, slopes)
+        *gradients, dsinks = _ops.backward(do, q, k, v, o, lse, r, *more, dlse, options, slopes)
     return tuple(gradients) if sinks is None else (*gradients, dsinks.to(sinks.dtype))
 
 
@@ -92,6 +105,7 @@ def run_jvp(
     mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     tsinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """(o, to), with return_lse (o, to, lse, tlse); o and lse are differentiable, their tangents detached. Where a
@@ -99,13 +113,14 @@ def run_jvp(
     expect_constant("mask", mask)
     q, k, v, tq, tk, tv = cast_tensors(("q", "k", "v", "tq", "tk", "tv"), q, k, v, tq, tk, tv)
     expect_devices(q.device, mask=mask, sinks=sinks, tsinks=tsinks)
-    more = mask, None, None, sinks_of("sinks", sinks, options)
-    along = sinks_of("tsinks", tsinks, options)
+    more = mask, None, None, by_head("sinks", sinks, options)
+    along = by_head("tsinks", tsinks, options)
+    slopes = _slopes(options, q.device, alibi_slopes)
     with torch.no_grad():
-        o, lse, to, tlse = _ops.jvp(q, k, v, tq, tk, tv, *more, along, return_lse, options)
+        o, lse, to, tlse = _ops.jvp(q, k, v, tq, tk, tv, *more, along, return_lse, options, slopes)
     needing = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     if torch.is_grad_enabled() and needing:
-        o, lse, _ = attend(q, k, v, *more, options, of_lse=return_lse)
+        o, lse, _ = attend(q, k, v, *more, options, of_lse=return_lse, slopes=slopes)
     return (o, to, lse, tlse) if return_lse else (o, to)
 
 
@@ -121,6 +136,7 @@ def attend(
     *,
     of_lse: bool,
     residual: bool = False,
+    slopes: Any = None,
 ) -> tuple:
     """(o, lse, o_residual); what a backward pass will need is saved when one may follow.
 
@@ -132,11 +148,11 @@ def attend(
     needing = dual or q.requires_grad or k.requires_grad or v.requires_grad
     needing = needing or (sinks is not None and sinks.requires_grad)
     differentiates = torch.is_grad_enabled() and needing
-    given = q, k, v, mask, cu_q, cu_k, sinks
+    given = q, k, v, mask, cu_q, cu_k, sinks, slopes
     if not (differentiates or compiling or torch._C._are_functorch_transforms_active()):
         # A Function costs as much again, and so does an operator.
-        run = _passes.forward if _passes.nobody_listens(q, k, v, mask, sinks) else _ops.forward
-        return run(*given, residual, options)
+        run = _passes.forward if _passes.nobody_listens(q, k, v, mask, sinks, slopes) else _ops.forward
+        return run(*given[:7], residual, options, slopes=slopes)
     if dual and compiling:
         raise Unsupported(
             "forward-mode differentiation inside torch.compile, which drops the tangents of a custom function; call "
@@ -191,10 +207,11 @@ class _Gradients(torch.autograd.Function):
         cu_q: Any,
         cu_k: Any,
         sinks: Any,
+        slopes: Any,
         dlse: Any,
         options: Options,
     ) -> Any:
-        return _ops.backward(do, q, k, v, o, lse, r, mask, cu_q, cu_k, sinks, dlse, options)
+        return _ops.backward(do, q, k, v, o, lse, r, mask, cu_q, cu_k, sinks, dlse, options, slopes)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -205,7 +222,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         fold = Fold(info.batch_size, args[-1].layout)
-        do, q, k, v, o, lse, r, mask, cu_q, cu_k, sinks, dlse = zip(args[:-1], in_dims[:-1], strict=True)
+        do, q, k, v, o, lse, r, mask, cu_q, cu_k, sinks, slopes, dlse = zip(args[:-1], in_dims[:-1], strict=True)
         *gradients, dsinks = _gradients(
             *(fold.tensor(*x) for x in (do, q, k, v, o)),
             fold.lse(*lse),
@@ -214,6 +231,7 @@ class _Gradients(torch.autograd.Function):
             fold.lengths(*cu_q),
             fold.lengths(*cu_k),
             fold.sinks(*sinks, like=q),
+            fold.slopes(*slopes, like=q),
             fold.lse(*dlse),
             args[-1],
         )
@@ -231,11 +249,12 @@ def _gradients(*args: Any) -> Any:
 
 
 def gradients(given: tuple, options: Options) -> tuple:
-    """(dq, dk, dv, dsinks) of do, what a forward pass saved, and dlse."""
+    """(dq, dk, dv, dsinks) of do, what a forward pass saved, the slopes, and dlse."""
     if torch.is_grad_enabled() or forward_ad._current_level >= 0 or not _is_eager():
         return _gradients(*given, options)
     # By the operator: is_grads_batched maps it by a vmap that nobody_listens does not see.
-    arguments: Any = *given, options
+    *saved, slopes, dlse = given
+    arguments: Any = *saved, dlse, options, slopes
     return _ops.backward(*arguments)
 
 
@@ -254,11 +273,12 @@ class _Tangent(torch.autograd.Function):
         cu_q: Any,
         cu_k: Any,
         sinks: Any,
+        slopes: Any,
         tsinks: Any,
         of_lse: bool,
         options: Options,
     ) -> Any:
-        return _ops.jvp(q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks, of_lse, options)[2:]
+        return _ops.jvp(q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks, of_lse, options, slopes)[2:]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -270,13 +290,15 @@ class _Tangent(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         of_lse, options = args[-2:]
         fold = Fold(info.batch_size, options.layout)
-        *tensors, mask, cu_q, cu_k, sinks, tsinks = zip(args[:-2], in_dims[:-2], strict=True)
+        *tensors, mask, cu_q, cu_k, sinks, slopes, tsinks = zip(args[:-2], in_dims[:-2], strict=True)
         to, tlse = _Tangent.apply(
             *(fold.tensor(*x) for x in tensors),
             fold.mask(*mask, like=tensors[0]),
             fold.lengths(*cu_q),
             fold.lengths(*cu_k),
-            *(fold.sinks(*x, like=tensors[0]) for x in (sinks, tsinks)),
+            fold.sinks(*sinks, like=tensors[0]),
+            fold.slopes(*slopes, like=tensors[0]),
+            fold.sinks(*tsinks, like=tensors[0]),
             of_lse,
             options,
         )
@@ -295,39 +317,40 @@ class _Attention(torch.autograd.Function):
         cu_q: Any,
         cu_k: Any,
         sinks: Any,
+        slopes: Any,
         residual: bool,
         of_lse: bool,
         options: Options,
     ) -> Any:
-        run = _passes.forward if _passes.nobody_listens(q, k, v, mask, sinks) else _ops.forward
-        return run(q, k, v, mask, cu_q, cu_k, sinks, residual, options)
+        run = _passes.forward if _passes.nobody_listens(q, k, v, mask, sinks, slopes) else _ops.forward
+        return run(q, k, v, mask, cu_q, cu_k, sinks, residual, options, slopes=slopes)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        q, k, v, mask, cu_q, cu_k, sinks, _, of_lse, options = inputs
+        q, k, v, mask, cu_q, cu_k, sinks, slopes, _, of_lse, options = inputs
         o, lse, r = output
         ctx.mark_non_differentiable(*(() if of_lse else (lse,)), r)
         ctx.set_materialize_grads(False)  # else zeros would be written for a result that no loss reads
-        ctx.save_for_backward(q, k, v, o, lse, r, mask, cu_q, cu_k, sinks)
+        ctx.save_for_backward(q, k, v, o, lse, r, mask, cu_q, cu_k, sinks, slopes)
         ctx.of_lse, ctx.options = of_lse, options
 
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any, _r: Any) -> Any:
         dlse = dlse if ctx.of_lse else None  # compiled code has zeros for it
         if do is None and dlse is None:
-            return (None,) * 10
+            return (None,) * 11
         saved = ctx.saved_tensors
-        sinks = saved[-1]
+        sinks = saved[-2]
         if do is None:
             do = torch.zeros_like(saved[3][..., :1]).expand_as(saved[3])
         dq, dk, dv, dsinks = gradients((do, *saved, dlse), ctx.options)
-        return dq, dk, dv, None, None, None, None if sinks is None else dsinks, None, None, None
+        return dq, dk, dv, None, None, None, None if sinks is None else dsinks, None, None, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         fold = Fold(info.batch_size, args[-1].layout)
-        q, k, v, mask, cu_q, cu_k, sinks = zip(args[:7], in_dims[:7], strict=True)
-        residual, of_lse, options = args[7:]
+        q, k, v, mask, cu_q, cu_k, sinks, slopes = zip(args[:8], in_dims[:8], strict=True)
+        residual, of_lse, options = args[8:]
         o, lse, r = attend(
             fold.tensor(*q),
             fold.tensor(*k),
@@ -339,6 +362,7 @@ class _Attention(torch.autograd.Function):
             options,
             of_lse=of_lse,
             residual=residual,
+            slopes=fold.slopes(*slopes, like=q),
         )
         return (fold.unfold_tensor(o), fold.unfold(lse, 0), fold.unfold_residual(r)), (0, 0, 0)
 
@@ -349,12 +373,12 @@ class _DualAttention(_Attention):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         _Attention.setup_context(ctx, inputs, output)
-        q, k, v, mask, cu_q, cu_k, sinks, _, _, _ = inputs
-        ctx.save_for_forward(q, k, v, mask, cu_q, cu_k, sinks)
+        q, k, v, mask, cu_q, cu_k, sinks, slopes, _, _, _ = inputs
+        ctx.save_for_forward(q, k, v, mask, cu_q, cu_k, sinks, slopes)
 
     @staticmethod
     def jvp(ctx: Any, tq: Any, tk: Any, tv: Any, _mask: Any, _cu_q: Any, _cu_k: Any, tsinks: Any, *_: Any) -> Any:
-        q, k, v, mask, cu_q, cu_k, sinks = ctx.saved_tensors
+        q, k, v, mask, cu_q, cu_k, sinks, slopes = ctx.saved_tensors
         tangents = [torch.zeros_like(x) if t is None else t for x, t in ((q, tq), (k, tk), (v, tv))]
-        to, tlse = _Tangent.apply(q, k, v, *tangents, mask, cu_q, cu_k, sinks, tsinks, ctx.of_lse, ctx.options)
+        to, tlse = _Tangent.apply(q, k, v, *tangents, mask, cu_q, cu_k, sinks, slopes, tsinks, ctx.of_lse, ctx.options)
         return to, tlse if ctx.of_lse else None, None

@@ -59,7 +59,7 @@ def _planned_forward(token: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 def _ordinary_backward(token: int, may_be_kept: bool, *given: torch.Tensor) -> Any:
     options = _options(token, given[1])
-    gradients = _attention.gradients((*given, *[None] * 5), options)[:3]
+    gradients = _attention.gradients((*given, *[None] * 6), options)[:3]
     if may_be_kept:
         do, q, k, v, o, lse, r = given
         made = [torch.empty_like(x) for x in (q, k, v)]

@@ -30,6 +30,14 @@ class Fold:
         x = x[:, None] if x.ndim == 2 else x
         return x.expand(-1, _batch(*like), -1).flatten(0, 1)
 
+    def slopes(
+        self, x: torch.Tensor | None, dim: int | None, like: tuple[torch.Tensor, int | None]
+    ) -> torch.Tensor | None:
+        """As sinks; where packed, [sequences, heads] become more heads too."""
+        if x is None or not self._packed:
+            return self.sinks(x, dim, like)
+        return self._merge(x, dim, x.ndim - 1 - (dim is not None))
+
     def residual(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         """o_residual, or the empty tensor that stands for none."""
         return self.tensor(x, dim) if x.ndim > 1 + (dim is not None) else x.new_empty(0)

@@ -20,21 +20,21 @@ from octet.torch._adapter import adapter
 from octet.torch._text import options_from, text_of
 
 _MORE = "Tensor? mask=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? sinks=None"
-_LENGTHS = "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0"
+_LAST = "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, Tensor? alibi_slopes=None"  # came after the others
 _library = torch.library.Library("octet", "DEF")
 _library.define(
-    f"forward(Tensor q, Tensor k, Tensor v, bool residual, str options, {_MORE}, {_LENGTHS}) "
+    f"forward(Tensor q, Tensor k, Tensor v, bool residual, str options, {_MORE}, {_LAST}) "
     "-> (Tensor o, Tensor lse, Tensor r)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
     "backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor r, str options, "
-    f"{_MORE}, Tensor? dlse=None, {_LENGTHS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    f"{_MORE}, Tensor? dlse=None, {_LAST}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library.define(
     "jvp(Tensor q, Tensor k, Tensor v, Tensor tq, Tensor tk, Tensor tv, bool extra, str options, "
-    f"{_MORE}, Tensor? tsinks=None, {_LENGTHS}) -> (Tensor o, Tensor lse, Tensor to, Tensor tlse)",
+    f"{_MORE}, Tensor? tsinks=None, {_LAST}) -> (Tensor o, Tensor lse, Tensor to, Tensor tlse)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 
@@ -58,9 +58,10 @@ def _forward(
     sinks: Any = None,
     max_q: int = 0,
     max_k: int = 0,
+    slopes: Any = None,
 ) -> tuple:
     options = _options(text, max_q, max_k)
-    return _passes.forward(q, k, v, mask, cu_q, cu_k, sinks, residual, options, (text, residual))
+    return _passes.forward(q, k, v, mask, cu_q, cu_k, sinks, residual, options, (text, residual), slopes)
 
 
 def _backward(
@@ -79,9 +80,10 @@ def _backward(
     dlse: Any = None,
     max_q: int = 0,
     max_k: int = 0,
+    slopes: Any = None,
 ) -> tuple:
     options = _options(text, max_q, max_k)
-    return _passes.backward(do, q, k, v, o, lse, r, mask, cu_q, cu_k, sinks, dlse, options, (text, False))
+    return _passes.backward(do, q, k, v, o, lse, r, mask, cu_q, cu_k, sinks, dlse, options, (text, False), slopes)
 
 
 def _jvp(
@@ -100,9 +102,10 @@ def _jvp(
     tsinks: Any = None,
     max_q: int = 0,
     max_k: int = 0,
+    slopes: Any = None,
 ) -> tuple:
     options = _options(text, max_q, max_k)
-    return _passes.jvp(q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks, extra, options)
+    return _passes.jvp(q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks, extra, options, slopes)
 
 
 def _shapes(kind: str, text: str, q: Any, k: Any, v: Any, extra: bool = False, sinks: Any = None) -> tuple:
@@ -155,11 +158,25 @@ def _arguments(options: Options, *more: Any) -> tuple:
     return _remembered(options), *more, *lengths
 
 
+def _given(slopes: Any) -> tuple:
+    """The argument after the lengths, which most calls leave out."""
+    return () if slopes is None else (slopes,)
+
+
 def forward(
-    q: Any, k: Any, v: Any, mask: Any, cu_q: Any, cu_k: Any, sinks: Any, residual: bool, options: Options
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    cu_q: Any,
+    cu_k: Any,
+    sinks: Any,
+    residual: bool,
+    options: Options,
+    slopes: Any = None,
 ) -> tuple:
     more = _arguments(options, mask, cu_q, cu_k, sinks)
-    return _FORWARD(q, k, v, residual, *more)
+    return _FORWARD(q, k, v, residual, *more, *_given(slopes))
 
 
 def backward(
@@ -176,9 +193,10 @@ def backward(
     sinks: Any,
     dlse: Any,
     options: Options,
+    slopes: Any = None,
 ) -> tuple:
     more = _arguments(options, mask, cu_q, cu_k, sinks, dlse)
-    return _BACKWARD(do, q, k, v, o, lse, r, *more)
+    return _BACKWARD(do, q, k, v, o, lse, r, *more, *_given(slopes))
 
 
 def jvp(
@@ -195,9 +213,10 @@ def jvp(
     tsinks: Any,
     extra: bool,
     options: Options,
+    slopes: Any = None,
 ) -> tuple:
     more = _arguments(options, mask, cu_q, cu_k, sinks, tsinks)
-    return _JVP(q, k, v, tq, tk, tv, extra, *more)
+    return _JVP(q, k, v, tq, tk, tv, extra, *more, *_given(slopes))
 
 
 # FLOPs of the products alone, masks disregarded, as torch counts its own attention.

@@ -135,6 +135,7 @@ def forward(
     residual: bool,
     options: Options,
     key: Hashable = None,
+    slopes: Any = None,
 ) -> tuple:
     """(o, lse, o_residual), without `residual` an empty tensor for that. Passes are kept under `key`; None: options."""
     token, made = None, None
@@ -143,6 +144,7 @@ def forward(
         and cu_q is None
         and cu_k is None
         and sinks is None
+        and slopes is None
         and not (options.max_seqlen_q or options.max_seqlen_k)
     ):
         token = token_of(key or (options, residual))
@@ -150,7 +152,7 @@ def forward(
     if made:
         o, lse, r = made
         return o, lse, r if residual else q.new_empty(0)
-    arrays = q, k, v, mask, cu_q, cu_k, sinks
+    arrays = q, k, v, mask, cu_q, cu_k, sinks, slopes
     call, is_known = _plan.find(adapter, "forward", options, arrays, residual)
     o, lse, r = with_rest(call(arrays), 3)
     if token is not None and made is False and is_known and _are_alike(call, (o, r) if residual else (o,), (q, q)):
@@ -174,17 +176,18 @@ def backward(
     dlse: Any,
     options: Options,
     key: Hashable = None,
+    slopes: Any = None,
 ) -> tuple:
     """(dq, dk, dv, dsinks), without sinks an empty tensor for dsinks. `key`: as in `forward`."""
     token, made, given = None, None, (do, q, k, v, o, lse, r)
-    alone = mask is None and cu_q is None and cu_k is None and sinks is None and dlse is None
+    alone = mask is None and cu_q is None and cu_k is None and sinks is None and dlse is None and slopes is None
     if alone and not (options.max_seqlen_q or options.max_seqlen_k):
         token = token_of(key or (options, False))
         made = None if token is None else fast_gradients(token, *given)
     if made:
         dq, dk, dv, _ = made
         return dq, dk, dv, dq.new_empty(0)
-    arrays = *given[:-1], _residual(r, o), mask, cu_q, cu_k, sinks, dlse
+    arrays = *given[:-1], _residual(r, o), mask, cu_q, cu_k, sinks, dlse, slopes
     call, is_known = _plan.find(adapter, "backward", options, arrays)
     found = with_rest(call(arrays), 4)
     if token is not None and made is False and is_known and _are_alike(call, found[:3], (q, k, v)):
@@ -206,9 +209,10 @@ def jvp(
     tsinks: Any,
     extra: bool,
     options: Options,
+    slopes: Any = None,
 ) -> tuple:
     """(o, lse, to, tlse), without `extra` an empty tensor for tlse."""
-    arrays = q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks
+    arrays = q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks, slopes
     return by_plan("jvp", options, arrays, extra)
 
 
