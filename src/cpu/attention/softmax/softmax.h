@@ -188,16 +188,28 @@ inline void load_mask(const TileRow& row, float* out) {
   }
 }
 
+// The cap of a row, and its derivative. Not inline: calls without a softcap keep their registers.
+static inline __attribute__((noinline)) void cap_row(const LogitTerms& terms, Vf (&x)[kVectors],
+                                                     Vf (&derivative)[kVectors]) {
+  for (int v = 0; v < kVectors; ++v) {
+    const Capped y = softcap(x[v] + terms.mean_logit, terms.softcap);
+    x[v] = y.x, derivative[v] = y.derivative;
+  }
+}
+
 // Turns scale * q.k into logits: capped, with ALiBi and mask, without the gauge. Of the logits by scale * q.k it leaves
 // the derivative where that is not null.
 OCTET_INLINE void add_terms(const TileRow& row, Vf (&x)[kVectors], Vf* derivative) {
   const LogitTerms& terms = row.terms;
-  if (terms.softcap != 0.f)
+  if (terms.softcap != 0.f) {
+    Vf capped[kVectors], by_x[kVectors];
+    for (int v = 0; v < kVectors; ++v) capped[v] = x[v];
+    cap_row(terms, capped, by_x);
     for (int v = 0; v < kVectors; ++v) {
-      const Capped y = softcap(x[v] + terms.mean_logit, terms.softcap);
-      x[v] = y.x;
-      if (derivative) derivative[v] = y.derivative;
+      x[v] = capped[v];
+      if (derivative) derivative[v] = by_x[v];
     }
+  }
   if (row.mask) {
     float mask[kKeys];
     load_mask(row, mask);
