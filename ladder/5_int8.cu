@@ -46,6 +46,8 @@ __host__ __device__ inline Levels levels_of(float low, float high) {
   return {scale, -128 - rintf(low * (1 / scale))};
 }
 __host__ __device__ inline Levels symmetric(float largest) { return {largest > 0 ? largest / 127 : 1, 0}; }
+// Where the int32 sums of a key start, whose codes have this sum.
+__host__ __device__ inline int start_of(int q_zero, int sum) { return kBias - q_zero * sum; }
 
 // Where all lies in the workspace. Tensors and heads follow each other: [3, heads, blocks of 64 tokens].
 struct Workspace {
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(kRoundThreads)
       for (int lane = kLanes / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
       if (threadIdx.x % kLanes == 0)
         w.start[static_cast<int64_t>(blockIdx.x) * kKeys + i * kRows + threadIdx.x / kLanes] =
-            kBias - (given ? static_cast<int>(given[0].zero) * sum : 0);
+            start_of(given ? static_cast<int>(given[0].zero) : 0, sum);
     }
     if (row >= seq) continue;
     if (tensor == 2)

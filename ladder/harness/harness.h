@@ -103,8 +103,9 @@ Errors compare(const std::vector<float>& o, const std::vector<double>& reference
 
 // How far a correct kernel may be off, relative to the values that it averages. The sum of: the rounding of P and of o
 // to the element type, f32 sums over seq keys, and what f32 sums over dim channels do to scores of at most the given
-// size, which exp hands on to P.
-double error_bound(const Problem& problem, Element element, double largest_score);
+// size, which exp hands on to P. The roundings of a sum of n random numbers add up like sqrt(n); those of equal numbers
+// can all go the same way and add up like n.
+double error_bound(const Problem& problem, Element element, double largest_score, bool equal = false);
 
 // ---- cache.cc
 

@@ -239,7 +239,7 @@ Report check_result(const Run& run, const Kernel& kernel) {
 
   Report report;
   const double score = p.scale() * largest_norm(rotated.q, p.dim) * largest_norm(rotated.k, p.dim);
-  report.bound = error_bound(p, rung.element, score);
+  report.bound = error_bound(p, rung.element, score, run.options.input == Input::constant);
   double largest = largest_of(run.tensors.v);
   if (layer) {
     // The projections round q, k, v and y once more, and sum d_model channels in f32.

@@ -197,9 +197,11 @@ Errors compare(const std::vector<float>& o, const std::vector<double>& reference
   return errors;
 }
 
-double error_bound(const Problem& problem, Element element, double largest_score) {
+double error_bound(const Problem& problem, Element element, double largest_score, bool equal) {
   const double f32 = 0x1p-24, type = element == Element::f32 ? 0 : element == Element::f16 ? 0x1p-11 : 0x1p-8;
-  return 2 * type + f32 * (2 * std::sqrt(problem.seq) + std::sqrt(problem.dim) * largest_score + 16);
+  const double keys = equal ? problem.seq : 2 * std::sqrt(problem.seq);
+  const double channels = equal ? problem.dim : std::sqrt(problem.dim);
+  return 2 * type + f32 * (keys + channels * largest_score + 16);
 }
 
 }  // namespace ladder

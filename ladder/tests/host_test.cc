@@ -170,6 +170,23 @@ TEST(Check, BoundGrowsWithTheFormatTheLengthAndTheScores) {
   EXPECT_GT(error_bound(large, Element::bf16, 50), error_bound(large, Element::f16, 50));
 }
 
+// Averages over 1 to 577 ones, by probabilities of f32 that are summed in f32: all roundings of a row go the same way.
+TEST(Check, BoundHoldsForSumsOfEqualNumbers) {
+  const Problem problem{.heads = 1, .seq = 577};
+  std::vector<float> o;
+  for (int keys = 1; keys <= problem.seq; ++keys) {
+    float sum = 0;
+    for (int j = 0; j < keys; ++j) sum += 1 / static_cast<float>(keys);
+    o.insert(o.end(), problem.dim, sum);
+  }
+  const std::vector<double> ones(o.size(), 1.0);
+  const double score = std::sqrt(problem.dim);
+  EXPECT_FALSE(compare(o, ones, 1, error_bound(problem, Element::f32, score), 1).passed);  // that of random numbers
+  EXPECT_TRUE(compare(o, ones, 1, error_bound(problem, Element::f32, score, true), 1).passed);
+  o[100] += 1e-3f;
+  EXPECT_FALSE(compare(o, ones, 1, error_bound(problem, Element::f32, score, true), 1).passed);
+}
+
 // ---- The cache
 
 class CacheTest : public testing::Test {
