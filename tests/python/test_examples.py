@@ -15,6 +15,7 @@ NEEDS = {
     "train_gpt": ["torch"],
     "meanflow": ["torch"],
     "meanflow_jax": ["jax"],
+    "ladder_times": ["torch"],
 }
 
 
