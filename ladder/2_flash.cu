@@ -4,10 +4,10 @@
 // largest score and the sum of exponentials so far; where a tile has a larger score, what was summed before is scaled
 // down to it. Q and K are rotated (RoPE) while they are loaded, so that rotated copies need not exist either. Each
 // thread computes 4 x 4 scores in registers instead of one: a value that it reads from shared memory is used four
-// times. Gain: rung 1 moves gigabytes of scores through memory; here memory sees q, k, v and o alone, and the
-// arithmetic units wait for shared memory and for each other instead. What it leaves: the softmax of a row is done by
-// one thread, while the other three quarters of the block wait at one of four barriers a tile. K is rotated anew by
-// every block of queries: that costs little beside two products.
+// times. Gain: half a read of shared memory for each multiplication instead of two, and memory sees q, k, v and o alone
+// instead of gigabytes of scores, so that the length of the input is not bound by what scores take. What it leaves: the
+// softmax of a row is done by one thread, while the other three quarters of the block wait at one of four barriers a
+// tile. K is rotated anew by every block of queries: that costs little beside two products.
 #include "ladder.h"
 
 namespace ladder {
