@@ -10,7 +10,7 @@ import sys
 SIZES = [64, 80, 96, 112, 128, 144, 160, 176, 192, 256]
 TYPES = {"Bf16": "bf16", "F16": "f16"}
 # 8-bit operands: of a and b, the accumulator in C++ and in PTX, sizes.
-BYTE_TYPES = {
+TYPES_8BIT = {
     "S8, S8": ("s8", "s8", "int", "s32", [64, 80, 96, 112, 128, 160, 192, 256]),
     "U8, S8": ("u8", "s8", "int", "s32", [64, 128]),
     "E4m3, E4m3": ("e4m3", "e4m3", "float", "f32", [64, 72, 96, 128, 136, 160, 192, 256]),
@@ -20,7 +20,7 @@ HEAD = """// Written by src/cuda/ptx/wgmma.py; do not edit.
 //
 // Wgmma: d[64 x N] (+)= a[64 x 16] b[16 x N], float32 accumulators. ss: a and b in shared memory, given by descriptors;
 // rs: a in registers. TransposeA/B: 0 where the operand's rows run along the index of summation, 1 where they run
-// across it. ByteWgmma: the same with 8-bit operands, 32 deep, whose rows run along the index of summation.
+// across it. Wgmma8Bit: the same with 8-bit operands, 32 deep, whose rows run along the index of summation.
 // `accumulate` false starts from zero. Asynchronous: see wgmma_commit and wgmma_wait in ptx/warpgroup.h.
 #pragma once
 #include <cstdint>
@@ -32,7 +32,7 @@ namespace octet::cuda::ptx {
 template <class Operand, int N>
 struct Wgmma;
 template <class A, class B, int N>
-struct ByteWgmma;
+struct Wgmma8Bit;
 """
 
 FUNCTIONS = """
@@ -57,9 +57,9 @@ struct Wgmma<{tag}, {n}> {{
 }};
 """
 
-BYTE_FUNCTIONS = """
+FUNCTIONS_8BIT = """
 template <>
-struct ByteWgmma<{tags}, {n}> {{
+struct Wgmma8Bit<{tags}, {n}> {{
   using Sum = {sum};
   static __device__ void ss({sum} (&d)[{count}], uint64_t a, uint64_t b, bool accumulate) {{
     asm volatile(
@@ -89,9 +89,9 @@ def functions(tag, type_name, n):
         a_rs=", ".join(f"%{count + i}" for i in range(4)), b_rs=count + 4, after_rs=count + 5, tb_rs=count + 6)
 
 
-def byte_functions(tags, a, b, sum_type, sum_name, n):
+def functions_8bit(tags, a, b, sum_type, sum_name, n):
     count = n // 2
-    return BYTE_FUNCTIONS.format(
+    return FUNCTIONS_8BIT.format(
         tags=tags, type=f"{sum_name}.{a}.{b}", sum=sum_type, n=n, count=count,
         signs=", 1, 1" if sum_type == "float" else "",
         d=", ".join(f"%{i}" for i in range(count)),
@@ -102,7 +102,7 @@ def byte_functions(tags, a, b, sum_type, sum_name, n):
 
 def main():
     body = "".join(functions(tag, name, n) for tag, name in TYPES.items() for n in SIZES)
-    body += "".join(byte_functions(tags, *names, n) for tags, (*names, sizes) in BYTE_TYPES.items() for n in sizes)
+    body += "".join(functions_8bit(tags, *names, n) for tags, (*names, sizes) in TYPES_8BIT.items() for n in sizes)
     pathlib.Path(sys.argv[1]).write_text(HEAD + body + "\n}  // namespace octet::cuda::ptx\n")
 
 

@@ -47,10 +47,10 @@ std::optional<std::string> unavailable() {
 
 // The precisions of the backward pass. In the forward pass, all others have q and k of 8 bits.
 constexpr PrecisionSet kSixteenBits = {OCTET_PRECISION_F16, OCTET_PRECISION_BF16};
-bool coded(const Problem& p) { return !kSixteenBits.has(p.precision); }
+bool quantized(const Problem& p) { return !kSixteenBits.has(p.precision); }
 
 // P and v of 8 bits.
-bool byte_sized(const Problem& p) { return byte_forward_precisions().has(p.precision); }
+bool is_8bit(const Problem& p) { return forward_8bit_precisions().has(p.precision); }
 
 std::optional<std::string> unsupported_reason_of(const View& t, const char* label) {
   if (!t.present()) return {};
@@ -72,9 +72,9 @@ std::optional<std::string> backward_unsupported_reason(const Problem& p) {
 std::optional<std::string> unsupported_reason(const Problem& p) {
   if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability 9.0");
   if (p.pass == OCTET_JVP) return text("it has no ", name(p.pass), " pass; it has: forward, backward");
-  const PrecisionSet all = forward_precisions() | byte_forward_precisions();
+  const PrecisionSet all = forward_precisions() | forward_8bit_precisions();
   if (!all.has(p.precision)) return text("it has no ", name(p.precision), "; it has: ", all.names());
-  if (coded(p) && p.pass == OCTET_BACKWARD)
+  if (quantized(p) && p.pass == OCTET_BACKWARD)
     return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
   if (p.mask.present()) return "it takes no mask tensor; it has causal and window masks";
   if (!p.plain_logits())
@@ -83,7 +83,7 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
     return text(std::max(p.tokens_q, p.tokens_k), " tokens; it takes up to ", kMaxTokens);
   if (p.batch * p.heads > kMaxBlocks / (p.tokens_q / 64 + 1))
     return text(p.batch * p.heads, " heads of ", p.tokens_q, " queries are more blocks than it can count");
-  if (coded(p)) return coded_forward_unsupported_reason(p);
+  if (quantized(p)) return quantized_unsupported_reason(p);
   for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}, {&p.o, "o"}, {&p.do_, "do"}})
     if (auto found = unsupported_reason_of(*t, label)) return found;
   return p.pass == OCTET_BACKWARD ? backward_unsupported_reason(p) : std::nullopt;
@@ -91,12 +91,12 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
 
 std::string kernel(const Problem& p) {
   if (p.pass == OCTET_BACKWARD) return backward_name(p);
-  return byte_sized(p) ? byte_forward_name(p) : forward_name(p);
+  return is_8bit(p) ? forward_8bit_name(p) : forward_name(p);
 }
 
 std::size_t run_pass(const Problem& p, void* workspace, cudaStream_t stream) {
   if (p.pass == OCTET_BACKWARD) return backward(p, workspace, stream);
-  return byte_sized(p) ? byte_forward(p, workspace, stream) : forward(p, workspace, stream);
+  return is_8bit(p) ? forward_8bit(p, workspace, stream) : forward(p, workspace, stream);
 }
 
 std::size_t workspace_size(const Problem& p) { return run_pass(p, nullptr, nullptr); }

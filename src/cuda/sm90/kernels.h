@@ -2,7 +2,8 @@
 #pragma once
 #include <cstdint>
 
-#include "cuda/sm90/config.h"
+#include "cuda/sm90/bwd/config.h"
+#include "cuda/sm90/fwd/config.h"
 
 namespace octet::cuda::sm90 {
 
@@ -22,7 +23,7 @@ Kernel forward_kernel(DimsIndex dims);
 
 // Up to d128.
 template <class Precision>
-Kernel byte_forward_kernel(DimsIndex dims);
+Kernel forward_8bit_kernel(DimsIndex dims);
 
 // rows: queries of a tile.
 template <class T>

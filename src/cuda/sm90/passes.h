@@ -17,13 +17,13 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string forward_name(const Problem& p);
 
 // The forward pass of precisions whose P has 8 bits.
-PrecisionSet byte_forward_precisions();
-std::size_t byte_forward(const Problem& p, void* workspace, cudaStream_t stream);
-std::string byte_forward_name(const Problem& p);
-constexpr int kMaxByteDim = 128;
+PrecisionSet forward_8bit_precisions();
+std::size_t forward_8bit(const Problem& p, void* workspace, cudaStream_t stream);
+std::string forward_8bit_name(const Problem& p);
+constexpr int kMax8BitDim = 128;
 
 // What forward passes with operands of 8 bits reject.
-std::optional<std::string> coded_forward_unsupported_reason(const Problem& p);
+std::optional<std::string> quantized_unsupported_reason(const Problem& p);
 
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string backward_name(const Problem& p);

@@ -1,0 +1,81 @@
+// Positional masks: the keys that a query sees are an interval, as Problem::keys_of has it.
+#pragma once
+#include "cuda/fragment/key_range.h"
+#include "cuda/fragment/accumulator.h"
+
+namespace octet::cuda {
+
+__device__ inline KeyRange Mask::keys_of(int i, int n, int m) const {
+  if (!windowed) return {0, m};
+  const int diagonal = i + (bottom_right ? m - n : 0);
+  const int first = min(max(diagonal - left, 0), m), last = min(max(diagonal + right + 1, 0), m);
+  return {first, max(first, last)};
+}
+
+// Both ends of a range grow with the query.
+__device__ inline KeyRange Mask::seen(int n, int m) const {
+  if (n == 0) return {0, 0};
+  const int first = keys_of(0, n, m).first;
+  return {first, max(keys_of(n - 1, n, m).last, first)};
+}
+
+__device__ inline KeyRange Mask::seeing(int n, int m) const {
+  if (m == 0) return {0, 0};
+  if (!windowed) return {0, n};
+  const int shift = bottom_right ? m - n : 0;
+  const int first = min(max(-shift - right, 0), n);
+  return {first, max(first, min(m + left - shift, n))};
+}
+
+// Whether keys are seen, for tokens that mostly belong to the same sequence.
+class SeenTokens {
+ public:
+  __device__ explicit SeenTokens(const SeenKeys& keys)
+      : keys_(keys), begin_(0), end_(keys.cu_seqlens_k ? 0 : 1 << 30), seen_{keys.first, keys.last} {}
+  __device__ bool operator()(int token) {
+    if (keys_.all) return true;
+    if (token < begin_ || token >= end_) find(token);
+    return seen_.first <= token && token < seen_.last;
+  }
+
+ private:
+  __device__ void find(int token) {
+    int low = 0, high = keys_.sequences;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (keys_.cu_seqlens_k[middle] <= token ? low : high) = middle;
+    }
+    begin_ = keys_.cu_seqlens_k[low], end_ = keys_.cu_seqlens_k[low + 1];
+    const KeyRange seen = keys_.mask.seen(keys_.cu_seqlens_q[low + 1] - keys_.cu_seqlens_q[low], end_ - begin_);
+    seen_ = {begin_ + seen.first, begin_ + seen.last};
+  }
+
+  const SeenKeys& keys_;
+  int begin_, end_;  // of the sequence that `seen_` belongs to
+  KeyRange seen_;
+};
+
+// What stands for keys out of the ranges of this thread's two rows becomes `masked`: logits -inf, P 0. `key`: the
+// key of the fragment's column 0.
+template <int Columns>
+__device__ void mask_rows(Accumulator<Columns>& s, int key, const KeyRange (&ranges)[kRowsPerThread],
+                          float masked = -INFINITY) {
+#pragma unroll
+  for (int row = 0; row < kRowsPerThread; ++row) {
+    const int last = ranges[row].last - key - fragment_column(), first = ranges[row].first - key - fragment_column();
+#pragma unroll
+    for (int i = 0; i < Columns / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (8 * i + c >= last) s.x[4 * i + 2 * row + c] = masked;
+    // Under a causal mask the first key is one before all tiles: this is for windows.
+    if (first <= 0) continue;
+#pragma unroll
+    for (int i = 0; i < Columns / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (8 * i + c < first) s.x[4 * i + 2 * row + c] = masked;
+  }
+}
+
+}  // namespace octet::cuda

@@ -1,0 +1,120 @@
+// Fragments to global memory, in the caller's type.
+#pragma once
+#include <cstdint>
+
+#include "cuda/fragment/strided.h"
+#include "cuda/fragment/accumulator.h"
+
+namespace octet::cuda {
+
+// A [batch, head, token, dim] tensor whose rows are contiguous and start at multiples of 16 bytes, or lse, whose rows
+// are one number. Strides in elements. Absent: data is null.
+struct Output {
+  void* data;
+  int64_t stride[3];
+  Element element;
+
+  template <class T>
+  __device__ T* row(int batch, int head, int64_t token) const {
+    return static_cast<T*>(data) + batch * stride[0] + head * stride[1] + token * stride[2];
+  }
+};
+
+// A 4 x 4 transpose among the four threads of a row: word i of thread t becomes word t of thread i.
+__device__ inline void transpose_quad(uint32_t (&w)[4]) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool upper = threadIdx.x & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const uint32_t received = __shfl_xor_sync(~0u, upper ? w[i] : w[i + bit], bit);
+      if (upper)
+        w[i] = received;
+      else
+        w[i + bit] = received;
+    }
+  }
+}
+
+// How stored words stand in L2: as any do, or as the first to leave it, for outputs that would drive out what the
+// kernel reads again.
+enum class CachePolicy { normal, evict_first };
+
+template <CachePolicy policy, class Word>
+__device__ void store_word(void* to, const Word& word) {
+  if constexpr (policy == CachePolicy::evict_first)
+    __stcs(static_cast<Word*>(to), word);
+  else
+    *static_cast<Word*>(to) = word;
+}
+
+// Stores this thread's part of one row of x, `columns` of it; `present`: whether the row exists. All threads of the
+// warp call it together.
+template <class T, CachePolicy policy = CachePolicy::normal, int Columns>
+__device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, int which, int columns) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < Columns / 8; ++i)
+      if (present && 8 * i < columns)
+        store_word<policy>(row + 8 * i + fragment_column(), float2{x.x[4 * i + 2 * which], x.x[4 * i + 2 * which + 1]});
+  } else if constexpr (sizeof(T) == 1) {
+    // Eight blocks of 8 columns at a time: each thread writes two neighbours.
+#pragma unroll
+    for (int i = 0; i < Columns / 8; i += 8) {
+      uint32_t words[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b) {
+        const float* low = &x.x[4 * (i + 2 * b) + 2 * which];
+        words[b] = ptx::pack<T>(low[0], low[1], low[4], low[5]);
+      }
+      transpose_quad(words);
+      const int column = 8 * i + 16 * (threadIdx.x % 4);
+      if (present && column < columns)
+        store_word<policy>(row + column,
+                         uint2{__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410)});
+      if (present && column + 8 < columns)
+        store_word<policy>(row + column + 8,
+                         uint2{__byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632)});
+    }
+  } else {
+    // Four blocks of 8 columns at a time, so that each thread writes 16 bytes of one block.
+#pragma unroll
+    for (int i = 0; i < Columns / 8; i += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int b = 0; b < 4; ++b)
+        words[b] = ptx::pack<T>(x.x[4 * (i + b) + 2 * which], x.x[4 * (i + b) + 2 * which + 1]);
+      transpose_quad(words);
+      const int column = 8 * (i + threadIdx.x % 4);
+      if (present && column < columns) store_word<policy>(row + column, uint4{words[0], words[1], words[2], words[3]});
+    }
+  }
+}
+
+// Stores 64 rows, `columns` of each, to rows `stride` apart, of which the first `rows` exist. They pass through `tile`,
+// where each warp has the place of its rows, so that neighbouring threads write neighbouring words. Returns this
+// thread's first word; those of a warp are whole rows.
+template <class T, int Columns, class Tile>
+__device__ uint4 store_rows(T* to, int64_t stride, int rows, const Accumulator<Columns>& x, const Tile& tile,
+                            int columns) {
+  Operand<T, Columns> words;
+  convert(x, words);
+  store(words, tile, 0);
+  __syncwarp();
+  constexpr int kChunks = Columns / 8, kRowsAtOnce = 32 / kChunks;  // by a warp
+  const int lane = threadIdx.x % 32, chunk = lane % kChunks;
+  const int first = threadIdx.x % kWarpgroup / 32 * 16 + lane / kChunks;
+  const int last = 8 * chunk < columns ? rows : 0;
+  to += first * stride + 8 * chunk;
+  uint4 first_word;
+#pragma unroll
+  for (int row = first; row < first + 16; row += kRowsAtOnce, to += kRowsAtOnce * stride) {
+    const uint4 word = *reinterpret_cast<const uint4*>(tile.at(row, chunk));
+    if (row < last) *reinterpret_cast<uint4*>(to) = word;
+    if (row == first) first_word = word;
+  }
+  return first_word;
+}
+
+}  // namespace octet::cuda

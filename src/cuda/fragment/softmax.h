@@ -1,0 +1,104 @@
+// Online softmax over tiles of logits (FlashAttention-2, arXiv 2307.08691, algorithm 1), for the two rows of a thread:
+//   m' = max(m, max_j s_j)    p_j = exp(scale (s_j - m'))    l' = l exp(scale (m - m')) + sum_j p_j
+//
+// Any m gives the same result as long as no p leaves its format. So `exp_stale_max` keeps the m that a row has, which asks
+// nothing of a tile before its exponentials; what it cannot hold, `exp_update_max` does over. And so the number that is
+// subtracted, `origin`, is rounded once and used wherever m stands above: keys that tie weigh alike, and l and lse
+// measure from the same point as p.
+#pragma once
+#include "cuda/ptx/types.h"
+#include "cuda/fragment/rows.h"
+
+namespace octet::cuda {
+
+struct OnlineSoftmax {
+  RowValues scale_log2;  // exp(scale x) = 2^(scale_log2 x)
+  RowValues m{-INFINITY, -INFINITY};
+  RowValues l{0.f, 0.f};  // of this thread's columns; times 2^Exponent
+
+  // 2^Exponent p = 2^(scale_log2 s - origin).
+  template <int Exponent>
+  __device__ float origin(int row, float m) const {
+    return origin<Exponent>(scale_log2[row], m);
+  }
+  template <int Exponent>
+  __device__ static float origin(float scale_log2, float m) {
+    return __fmaf_rn(m, scale_log2, -float(Exponent));
+  }
+
+  // Turns logits into 2^Exponent p; returns by what sums over the former maximum must be multiplied.
+  template <int Exponent, int Columns>
+  __device__ RowValues exp_update_max(Accumulator<Columns>& s) {
+    RowValues rescale;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float most = quad_max(row_max(s, row, m[row]));
+      const float to = origin<Exponent>(row, most == -INFINITY ? 0.f : most);  // a row that has seen no key yet
+      rescale[row] = ptx::exp2(origin<Exponent>(row, m[row]) - to);
+      m[row] = most;
+      l[row] = l[row] * rescale[row] + exponentials(s, row, to);
+    }
+    return rescale;
+  }
+
+  // Turns logits into 2^Exponent p over the maximum of former tiles; returns this tile's part of l, which is not added
+  // yet. It is inf or NaN where a row has seen no key so far.
+  template <int Exponent, int Columns>
+  __device__ RowValues exp_stale_max(Accumulator<Columns>& s) const {
+    RowValues sum;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) sum[row] = exponentials(s, row, origin<Exponent>(row, m[row]));
+    return sum;
+  }
+
+ private:
+  // In place; returns their sum.
+  template <int Columns>
+  __device__ float exponentials(Accumulator<Columns>& s, int row, float from) const {
+    float sum[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < Columns / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float& x = s.x[4 * i + 2 * row + c];
+        x = ptx::exp2(__fmaf_rn(x, scale_log2[row], -from));
+        sum[c] += x;
+      }
+    return sum[0] + sum[1];
+  }
+};
+
+// Bias correction beta (arXiv 2510.04212, algorithm 1): where keys tie for the largest logit r of a row, the maximum
+// moves away from r, so that their P are rounded as all others are: to beta r if r > 0, to 0 if r < 0, by at most
+// `reach`. A tie may span tiles.
+struct ShiftedSoftmax : OnlineSoftmax {
+  float beta, reach;
+  RowValues top{-INFINITY, -INFINITY};  // the largest logit so far; m may lie above it
+
+  template <int Exponent, int Columns>
+  __device__ RowValues exp_update_max(Accumulator<Columns>& s) {
+    RowValues rescale;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float highest = quad_max(row_max(s, row, -INFINITY)), largest = fmaxf(highest, top[row]);
+      float ties = 0.f;
+#pragma unroll
+      for (int i = 0; i < Columns / 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) ties += s.x[4 * i + 2 * row + c] == largest ? 1.f : 0.f;
+      ties = quad_sum(ties);
+      const bool tied = ties >= 2.f || (ties == 1.f && top[row] == largest);
+      const bool shifts = tied && highest != 0.f && highest != -INFINITY;
+      const float shifted = fminf(highest > 0.f ? beta * highest : 0.f, highest + reach);
+      const float most = fmaxf(m[row], shifts ? shifted : highest);
+      rescale[row] = most == m[row] ? 1.f : ptx::exp2(origin<Exponent>(row, m[row]) - origin<Exponent>(row, most));
+      l[row] *= rescale[row];
+      m[row] = most;
+      top[row] = largest;
+    }
+    OnlineSoftmax::exp_update_max<Exponent>(s);  // no logit lies above m any more
+    return rescale;
+  }
+};
+
+}  // namespace octet::cuda

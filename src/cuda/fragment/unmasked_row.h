@@ -1,0 +1,178 @@
+// A row of o from the keys that it sees and no others, by a warp that reads from global memory. Kernels come to it
+// where a number of v that is not finite lies in a tile beyond a mask: 0 inf is NaN, so it spoils all rows that meet
+// the tile. They find that out in their epilogue and write those rows again; on ordinary data they never do.
+#pragma once
+#include "cuda/fragment/mask.h"
+#include "cuda/fragment/output.h"
+#include "cuda/ptx/types.h"
+#include "cuda/ptx/warpgroup.h"
+
+namespace octet::cuda {
+
+// The same in all lanes of a warp, and known to be: loops over it leave ptxas its uniform registers.
+__device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// Of all rows of a warp.
+constexpr int kWarpRows = 16;
+
+// opaque() stops the compiler from keeping what follows from it in registers all along.
+__device__ inline int cold_lane() { return ptx::opaque(static_cast<int>(threadIdx.x % 32)); }
+
+// Whether a sum of packed numbers of 16 bits, times 0, is not 0: one of them is inf or NaN.
+template <class T>
+__device__ bool has_infinite(const uint4& words) {
+  using Pair = std::conditional_t<std::is_same_v<T, F16>, __half2, __nv_bfloat162>;
+  const auto* const pairs = reinterpret_cast<const Pair*>(&words);
+  Pair sum{T(0.f), T(0.f)};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum = __hfma2(pairs[i], Pair{T(0.f), T(0.f)}, sum);
+  return (reinterpret_cast<const uint32_t&>(sum) & 0x7fff7fffu) != 0;
+}
+
+// The same of the first of this thread's two rows of a fragment, in the first `Some` columns.
+template <int Some, int Columns>
+__device__ bool has_infinite(const Accumulator<Columns>& x) {
+  float sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < Some / 8; ++i)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) sum[c] = __fmaf_rn(x.x[4 * i + c], 0.f, sum[c]);
+  return sum[0] + sum[1] != 0.f;
+}
+
+// a b^T of `n` numbers, a multiple of 8, in rows of whole vectors.
+template <class T>
+__device__ float dot(const T* a, const T* b, int n) {
+  struct alignas(8 * sizeof(T)) Eight {
+    T x[8];
+  };
+  float sum = 0.f;
+#pragma unroll 1
+  for (int i = 0; i < n; i += 8) {
+    const Eight x = *reinterpret_cast<const Eight*>(a + i), y = *reinterpret_cast<const Eight*>(b + i);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) sum = fmaf(float(x.x[c]), float(y.x[c]), sum);
+  }
+  return sum;
+}
+
+// Of a row: its mean value in this thread's channels, every 32nd from its lane on, and log2 of the sum of P.
+template <int Columns>
+struct UnmaskedRow {
+  float o[Columns / 32];
+  float total;
+};
+
+// `logit(key)`: in base 2. `value(key, channel)`: for channels below `columns`.
+template <int Columns, class Logit, class Value>
+__device__ UnmaskedRow<Columns> attend_row(const KeyRange& keys, int columns, const Logit& logit, const Value& value) {
+  constexpr int kChannels = Columns / 32;
+  const int lane = cold_lane();
+  UnmaskedRow<Columns> row{};
+  float m = -INFINITY, l = 0.f;
+#pragma unroll 1
+  for (int first = uniform(keys.first), last = uniform(keys.last); first < last; first += 32) {
+    const float logit_of_lane = logit(min(first + lane, last - 1));
+    const float x = first + lane < last ? logit_of_lane : -INFINITY;
+    float most = fmaxf(m, x);
+#pragma unroll 1
+    for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    const float from = most == -INFINITY ? 0.f : most;  // a row of which no key has a weight yet
+    const float rescale = ptx::exp2(m - from), p = ptx::exp2(x - from);
+    float sum = p;
+#pragma unroll 1
+    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    l = l * rescale + sum, m = most;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) row.o[c] *= rescale;
+    const int count = min(32, last - first);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const float weight = __shfl_sync(~0u, p, i);
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c)
+        if (lane + 32 * c < columns) row.o[c] = fmaf(weight, value(first + i, lane + 32 * c), row.o[c]);
+    }
+    bool lost = true;  // then no key changes it any more
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) lost &= isnan(row.o[c]) || lane + 32 * c >= columns;
+    if (__all_sync(~0u, lost)) break;
+  }
+  const float inverse = l == 0.f ? 0.f : 1.f / l;
+#pragma unroll
+  for (int c = 0; c < kChannels; ++c) row.o[c] *= inverse;
+  row.total = l == 0.f ? -INFINITY : m + log2f(l);
+  return row;
+}
+
+// Whether a value of keys of `tiles` that are not among `seen` is inf or NaN. What is not finite otherwise is so by
+// what all rows see, and stays.
+template <class Value>
+__device__ bool masks_infinite(const KeyRange& tiles, const KeyRange& seen, int columns, const Value& value) {
+  float sum = 0.f;
+#pragma unroll 1
+  for (int key = uniform(tiles.first), last = uniform(tiles.last); key < last; ++key)
+    if (key < seen.first || key >= seen.last)
+#pragma unroll 1
+      for (int c = cold_lane(); c < columns; c += 32) sum = fmaf(value(key, c), 0.f, sum);
+  return __any_sync(~0u, sum != 0.f);
+}
+
+// Numbers of an output, of any type.
+__device__ inline float number_at(const Output& t, int64_t i) {
+  switch (t.element) {
+    case Element::f32:
+      return static_cast<const float*>(t.data)[i];
+    case Element::f16:
+      return float(static_cast<const F16*>(t.data)[i]);
+    case Element::e4m3:
+      return float(static_cast<const E4m3*>(t.data)[i]);
+    default:
+      return float(static_cast<const Bf16*>(t.data)[i]);
+  }
+}
+__device__ inline void set_number(const Output& t, int64_t i, float x) {
+  switch (t.element) {
+    case Element::f32:
+      static_cast<float*>(t.data)[i] = x;
+      break;
+    case Element::f16:
+      static_cast<F16*>(t.data)[i] = F16(x);
+      break;
+    case Element::e4m3:
+      static_cast<E4m3*>(t.data)[i] = E4m3(x);
+      break;
+    default:
+      static_cast<Bf16*>(t.data)[i] = Bf16(x);
+  }
+}
+
+// Writes those of a warp's rows again that are not finite, after all lanes have written them: queries from `first` on,
+// of `tokens`, the first of which is token `start` of (batch, head). `row_of(query)`: o of a query in this thread's
+// channels.
+template <int Columns, class RowOf>
+__device__ void rewrite_rows(const Output& o, const Output& residual, int batch, int head, int start, int first,
+                            int tokens, int columns, const RowOf& row_of) {
+  const int lane = cold_lane(), last = uniform(min(first + kWarpRows, tokens));
+  __syncwarp();
+#pragma unroll 1
+  for (int query = uniform(first); query < last; ++query) {
+    const auto at = [&](const Output& t) {
+      return batch * t.stride[0] + head * t.stride[1] + static_cast<int64_t>(start + query) * t.stride[2];
+    };
+    bool finite = true;
+#pragma unroll 1
+    for (int c = lane; c < columns; c += 32) finite &= static_cast<bool>(isfinite(number_at(o, at(o) + c)));
+    if (__all_sync(~0u, finite)) continue;
+    const UnmaskedRow<Columns> row = row_of(query);
+#pragma unroll
+    for (int i = 0; i < Columns / 32; ++i) {
+      const int c = lane + 32 * i;
+      if (c >= columns) continue;
+      set_number(o, at(o) + c, row.o[i]);
+      if (residual.data) set_number(residual, at(residual) + c, row.o[i] - number_at(o, at(o) + c));
+    }
+  }
+}
+
+}  // namespace octet::cuda

@@ -1,0 +1,104 @@
+#include <algorithm>
+#include <iterator>
+
+#include "cuda/preprocess/operands.h"
+#include "cuda/host/tensor_map.h"
+
+namespace octet::cuda {
+namespace {
+
+int64_t bytes(octet_dtype type) { return type == OCTET_F32 ? 4 : type == OCTET_E4M3 ? 1 : 2; }
+
+Element element(octet_dtype type) {
+  switch (type) {
+    case OCTET_F32:
+      return Element::f32;
+    case OCTET_F16:
+      return Element::f16;
+    case OCTET_E4M3:
+      return Element::e4m3;
+    default:
+      return Element::bf16;
+  }
+}
+
+// A dense tensor of t's shape in the workspace. `broadcast`: heads and batch elements of stride 0 stay so, and take no
+// memory.
+View dense(const View& t, octet_dtype type, bool broadcast, WorkspaceAllocator& workspace) {
+  View d = t;
+  d.dtype = type;
+  int64_t step = 1;
+  for (int i = 3; i >= 0; --i) {
+    if (broadcast && t.stride[i] == 0 && i < 2) continue;
+    d.stride[i] = step;
+    // Rows of bytes are filled up to whole 16-byte words; those of wider types are such.
+    step *= i == 3 && bytes(type) == 1 ? (t.shape[i] + 15) / 16 * 16 : t.shape[i];
+  }
+  d.data = workspace.take(static_cast<std::size_t>(step * bytes(type)));
+  return d;
+}
+
+// The elements to copy: one of each dimension of stride 0.
+Strided distinct(const View& t) {
+  Strided s = strided(t);
+  for (int i = 0; i < 2; ++i)
+    if (t.stride[i] == 0) s.shape[i] = std::min<int64_t>(s.shape[i], 1);
+  return s;
+}
+
+// Rows of whole 16-byte words.
+bool writes_directly(const View& t) {
+  const int64_t size = bytes(t.dtype);
+  if (reinterpret_cast<uintptr_t>(t.data) % 16 || t.stride[3] != 1) return false;
+  for (int i = 0; i < 3; ++i)
+    if (t.shape[i] > 1 && t.stride[i] * size % 16) return false;
+  return true;
+}
+
+}  // namespace
+
+Strided strided(const View& t) {
+  Strided s{.data = t.data, .element = element(t.dtype)};
+  std::copy(std::begin(t.shape), std::end(t.shape), s.shape);
+  std::copy(std::begin(t.stride), std::end(t.stride), s.stride);
+  return s;
+}
+
+Output output(const View& t) {
+  return {t.data, {t.stride[0], t.stride[1], t.stride[2]}, t.present() ? element(t.dtype) : Element::f32};
+}
+
+Sinks sinks(const View& t) { return {static_cast<const float*>(t.data), t.stride[0], t.stride[1]}; }
+
+Input::Input(const View& from, octet_dtype type, WorkspaceAllocator& workspace) : from_(from), view_(from) {
+  if (from.elements() && (from.dtype != type || !reads_directly(from))) view_ = dense(from, type, true, workspace);
+  view_.dtype = type;
+}
+
+void Input::preprocess(cudaStream_t stream) const {
+  if (view_.data == from_.data) return;
+  copy(distinct(from_), distinct(view_), element(view_.dtype), stream);
+}
+
+ScaledInput::ScaledInput(const View& from, octet_dtype through, int mean_columns, WorkspaceAllocator& workspace)
+    : from_(from), view_(dense(from, OCTET_F16, false, workspace)), through_(through) {
+  const auto heads = static_cast<std::size_t>(from.shape[0] * from.shape[1]);
+  scratch_ = workspace.take<float>(from.elements() ? convert_scratch(strided(from)) : 0);
+  scale_ = workspace.take<float>(heads);
+  mean_ = {mean_columns ? workspace.take<float>(heads * static_cast<std::size_t>(mean_columns)) : nullptr,
+             mean_columns};
+}
+
+void ScaledInput::preprocess(const SeenKeys& seen, cudaStream_t stream) const {
+  convert_to_f16(strided(from_), strided(view_), element(through_), mean_, seen, scratch_, scale_, stream);
+}
+
+Result::Result(const View& to, WorkspaceAllocator& workspace) : to_(to), view_(to) {
+  if (to.present() && to.elements() && !writes_directly(to)) view_ = dense(to, to.dtype, false, workspace);
+}
+
+void Result::deliver(cudaStream_t stream) const {
+  if (view_.data != to_.data) copy(strided(view_), strided(to_), element(to_.dtype), stream);
+}
+
+}  // namespace octet::cuda

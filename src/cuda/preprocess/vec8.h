@@ -1,0 +1,223 @@
+// Eight channels of a token at a time, between memory in any type and strides and float32 registers.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <type_traits>
+
+#include "cuda/fragment/strided.h"
+#include "cuda/ptx/types.h"
+
+namespace octet::cuda {
+
+constexpr int kVec8 = 8;  // head dims are multiples of it
+
+using Vec8 = float[kVec8];
+
+// The words in which a vector of T is moved.
+template <class T>
+struct Words {
+  using Word = uint4;
+};
+template <>
+struct Words<__nv_fp8_e4m3> {
+  using Word = uint2;
+};
+
+template <class T>
+__device__ void read_as(const T* x, int64_t stride, Vec8& to) {
+  using Word = typename Words<T>::Word;
+  constexpr int kWords = sizeof(T) * kVec8 / sizeof(Word);
+  if (stride == 1 && reinterpret_cast<uintptr_t>(x) % sizeof(Word) == 0) {
+    union {
+      Word words[kWords];
+      T elements[kVec8];
+    } line;
+    for (int i = 0; i < kWords; ++i) line.words[i] = reinterpret_cast<const Word*>(x)[i];
+    for (int i = 0; i < kVec8; ++i) to[i] = float(line.elements[i]);
+    return;
+  }
+  for (int i = 0; i < kVec8; ++i) to[i] = float(x[i * stride]);
+}
+
+template <class T>
+__device__ void write_as(T* x, int64_t stride, const Vec8& from) {
+  using Word = typename Words<T>::Word;
+  constexpr int kWords = sizeof(T) * kVec8 / sizeof(Word);
+  if (stride == 1 && reinterpret_cast<uintptr_t>(x) % sizeof(Word) == 0) {
+    union {
+      Word words[kWords];
+      T elements[kVec8];
+    } line;
+    for (int i = 0; i < kVec8; ++i) line.elements[i] = T(from[i]);
+    for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(x)[i] = line.words[i];
+    return;
+  }
+  for (int i = 0; i < kVec8; ++i) x[i * stride] = T(from[i]);
+}
+
+// Calls f with a null pointer of the element's type.
+template <class F>
+__device__ void m_block(Element element, const F& f) {
+  switch (element) {
+    case Element::f32:
+      return f(static_cast<float*>(nullptr));
+    case Element::f16:
+      return f(static_cast<__half*>(nullptr));
+    case Element::bf16:
+      return f(static_cast<__nv_bfloat16*>(nullptr));
+    case Element::e4m3:
+      return f(static_cast<__nv_fp8_e4m3*>(nullptr));
+  }
+}
+
+// 8 channels of one token.
+struct Index4 {
+  int64_t batch, head, token, channel;
+  __device__ int64_t offset(const Strided& t) const {
+    return batch * t.stride[0] + head * t.stride[1] + token * t.stride[2] + channel * t.stride[3];
+  }
+};
+
+__device__ inline void read(const Strided& t, const Index4& line, Vec8& x) {
+  m_block(t.element, [&](auto* type) { read_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
+}
+
+__device__ inline void write(const Strided& t, const Index4& line, const Vec8& x) {
+  m_block(t.element, [&](auto* type) { write_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
+}
+
+// The rows of a (batch, head).
+struct Head {
+  const void* data;
+  Element element;
+  int dim;
+  int64_t token, channel;  // strides
+};
+__device__ inline Head head_of(const Strided& t, int batch, int head) {
+  Head h{nullptr, t.element, static_cast<int>(t.shape[3]), t.stride[2], t.stride[3]};
+  m_block(t.element, [&](auto* type) {
+    h.data = static_cast<decltype(type)>(t.data) + Index4{batch, head, 0, 0}.offset(t);
+  });
+  return h;
+}
+
+// How a kernel reads vectors, in two steps: `load` what lies in memory, then `convert`, or `pair` elements 2 i and 2 i
+// + 1. From tensors of one type whose vectors are whole words, without a branch, so that many loads can be under way at
+// once; or from any tensor, where load only says where the vector lies. A Column loads vectors of tokens that are
+// `step` apart.
+template <class T>
+struct WordLoader {
+  using Element = T;
+  static constexpr bool kWhole = true, kPairs = sizeof(T) == 2;  // kPairs: words hold two elements of 16 bits
+  using Raw = typename Words<T>::Word;
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  static_assert(sizeof(Raw) == sizeof(T) * kVec8);
+  static __device__ const T* at(const Head& h, int token, int channel) {
+    return static_cast<const T*>(h.data) + token * h.token + channel;
+  }
+  static __device__ Raw load(const Head& h, int token, int channel) {
+    return __ldg(reinterpret_cast<const Raw*>(at(h, token, channel)));
+  }
+  struct Column {
+    const T* first;
+    int64_t step;
+    __device__ Column(const Head& h, int token, int channel, int step)
+        : first(at(h, token, channel)), step(step * h.token) {}
+    __device__ Raw operator[](int i) const { return __ldg(reinterpret_cast<const Raw*>(first + i * step)); }
+  };
+  static __device__ float2 pair(const Raw& raw, int i) {
+    if constexpr (kPairs) return ptx::unpack<T>(reinterpret_cast<const uint32_t*>(&raw)[i]);
+    const T* elements = reinterpret_cast<const T*>(&raw);
+    return {float(elements[2 * i]), float(elements[2 * i + 1])};
+  }
+  static __device__ void convert(const Raw& raw, Vec8& x) {
+#pragma unroll
+    for (int i = 0; i < kVec8 / 2; ++i) {
+      const float2 two = pair(raw, i);
+      x[2 * i] = two.x, x[2 * i + 1] = two.y;
+    }
+  }
+  // `most` becomes, element by element, the larger of it and the magnitude of raw; NaN does not count.
+  static __device__ void raise(Raw& most, const Raw& raw) {
+    auto* const to = reinterpret_cast<Pair*>(&most);
+    const auto* const from = reinterpret_cast<const Pair*>(&raw);
+#pragma unroll
+    for (int i = 0; i < kVec8 / 2; ++i) to[i] = __hmax2(to[i], __habs2(from[i]));
+  }
+  // Numbers from `limit`, a power of two or infinity, on become 0, and so do NaNs.
+  static __device__ void cut(Raw& raw, float limit) {
+    auto* const words = reinterpret_cast<uint32_t*>(&raw);
+    const Pair below{T(limit), T(limit)};
+#pragma unroll
+    for (int i = 0; i < kVec8 / 2; ++i)
+      words[i] &= __hlt2_mask(__habs2(reinterpret_cast<const Pair*>(words)[i]), below);
+  }
+};
+// Functions of its own, as copies of their branches take the compiler a minute.
+struct AnyLoader {
+  static constexpr bool kWhole = false, kPairs = false;
+  struct Raw {
+    const void* data;  // null: zeros
+    octet::cuda::Element element;
+    int64_t stride;
+  };
+  static __device__ __noinline__ Raw load(const Head& h, int token, int channel) {
+    Raw raw{};
+    m_block(h.element, [&](auto* type) {
+      raw = {static_cast<const std::remove_pointer_t<decltype(type)>*>(h.data) + token * h.token + channel * h.channel,
+             h.element, h.channel};
+    });
+    return raw;
+  }
+  struct Column {
+    Head head;
+    int token, channel, step;
+    __device__ Column(const Head& h, int token, int channel, int step)
+        : head(h), token(token), channel(channel), step(step) {}
+    __device__ Raw operator[](int i) const { return load(head, token + i * step, channel); }
+  };
+  static __device__ __noinline__ float2 pair(const Raw& raw, int i) {
+    float2 two{};
+    if (raw.data)
+      m_block(raw.element, [&](auto* type) {
+        const auto* x = static_cast<const std::remove_pointer_t<decltype(type)>*>(raw.data) + 2 * i * raw.stride;
+        two = {float(x[0]), float(x[raw.stride])};
+      });
+    return two;
+  }
+  static __device__ void convert(const Raw& raw, Vec8& x) {
+    for (int i = 0; i < kVec8 / 2; ++i) {
+      const float2 two = pair(raw, i);
+      x[2 * i] = two.x, x[2 * i + 1] = two.y;
+    }
+  }
+};
+
+// Whether vectors of a tensor of elements of `size` bytes are whole words.
+inline bool in_words(const Strided& t, int size) {
+  const int word = size == 1 ? 8 : 16;
+  if (reinterpret_cast<uintptr_t>(t.data) % word || (t.shape[3] > 1 && t.stride[3] != 1)) return false;
+  for (int i = 0; i < 3; ++i)
+    if (t.shape[i] > 1 && t.stride[i] * size % word) return false;
+  return true;
+}
+
+// Calls f with the fastest way to read all of the tensors.
+template <class F>
+void with_loader(std::initializer_list<const Strided*> tensors, const F& f) {
+  const auto all = [&](Element element, int size) {
+    for (const Strided* t : tensors)
+      if (t->element != element || !in_words(*t, size)) return false;
+    return true;
+  };
+  if (all(Element::bf16, 2)) return f(WordLoader<__nv_bfloat16>{});
+  if (all(Element::f16, 2)) return f(WordLoader<__half>{});
+  if (all(Element::e4m3, 1)) return f(WordLoader<__nv_fp8_e4m3>{});
+  f(AnyLoader{});
+}
+
+}  // namespace octet::cuda

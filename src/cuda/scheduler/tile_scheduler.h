@@ -1,0 +1,82 @@
+// Which block of queries a thread block works on next.
+//
+// Thread blocks stay on their multiprocessor and draw numbers from a counter, so that long blocks of a causal mask
+// balance short ones. Numbers count down from the last block of queries, which a causal mask makes the longest.
+//
+// Where all blocks are alike, the last ones may be shorter, so that the multiprocessors end together.
+#pragma once
+#include <cstdint>
+
+#include "cuda/scheduler/head_groups.h"
+
+namespace octet::cuda {
+
+// A block of queries of one head of one sequence.
+struct TileInfo {
+  int batch, head;
+  int q_first, q_tokens;  // of the sequence, within its batch element
+  int k_first, k_tokens;
+  int q_start;  // the first query, within the sequence; -1: no tile is left
+  int sequence;
+  int rows;  // that the tile has at most
+
+  __device__ bool valid() const { return q_start >= 0; }
+};
+
+struct TileScheduler {
+  int batch, heads;
+  int q_tokens, k_tokens;  // of each batch element; packed: of all sequences together
+  int rows;                // queries per block
+  int full_blocks;        // of a head: they come first, those of the next fields after them; packed: unused
+  int tail_blocks, tail_rows;
+  HeadGroups head_groups;
+  unsigned* counter;  // 0 when the kernel starts
+
+  // Packed sequences, or null: first tokens, and for each sequence the number of blocks before it.
+  const int *cu_seqlens_q, *cu_seqlens_k, *blocks_before;
+  int sequences;
+
+  __device__ TileInfo at(unsigned number) const { return cu_seqlens_q ? packed(number) : unpacked(number); }
+
+  __device__ TileInfo unpacked(unsigned number) const {
+    const unsigned all_heads = batch * heads, all_full = full_blocks * all_heads;
+    const bool whole = number < all_full;
+    if (!whole) number -= all_full;
+    const unsigned blocks = whole ? full_blocks : tail_blocks;
+    if (number >= blocks * all_heads) return {.q_start = -1};
+    const int queries = whole ? rows : tail_rows;
+    const auto [head, block] = head_groups.tile_of(number, blocks, all_heads);
+    return {static_cast<int>(head / heads),
+            static_cast<int>(head % heads),
+            0,
+            q_tokens,
+            0,
+            k_tokens,
+            (whole ? 0 : full_blocks * rows) + static_cast<int>(blocks - 1 - block) * queries,
+            static_cast<int>(head / heads),
+            queries};
+  }
+
+  __device__ TileInfo packed(unsigned number) const {
+    if (number >= static_cast<unsigned>(blocks_before[sequences]) * heads) return {.q_start = -1};
+    int low = 0, high = sequences;  // the last sequence that starts at or before this block
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (number >= static_cast<unsigned>(blocks_before[middle]) * heads ? low : high) = middle;
+    }
+    const unsigned rest = number - static_cast<unsigned>(blocks_before[low]) * heads;
+    const int q_first = cu_seqlens_q[low], n = cu_seqlens_q[low + 1] - q_first;
+    const int k_first = cu_seqlens_k[low], m = cu_seqlens_k[low + 1] - k_first;
+    return {0,
+            static_cast<int>(rest % heads),
+            q_first,
+            n,
+            k_first,
+            m,
+            (n - 1) / rows * rows - static_cast<int>(rest / heads) * rows,
+            low,
+            rows};
+  }
+};
+
+}  // namespace octet::cuda

@@ -1,0 +1,117 @@
+// k and v of a block of keys in shared memory, from what the caller has to what the backward kernel multiplies: k less
+// its mean, both times exponents of two, in the operands' type. Three warps convert them in place. The exponents are those of
+// the head, which a sample of it has shown; a block with larger numbers takes smaller ones.
+#pragma once
+#include <type_traits>
+
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/preprocess/vec8.h"
+#include "cuda/sm90/bwd/exponents.h"
+#include "cuda/sm90/smem.h"
+
+namespace octet::cuda::sm90 {
+
+// One of the threads that convert, and its column of four channels (eight would take more registers than there are).
+template <class T, int kKeys, int Dim>
+struct KeyConverter {
+  static constexpr int kThreads = 96, kBarrier = 1;
+  static constexpr int kChannels = 4, kColumns = Dim / kChannels, kRowsAtOnce = kThreads / kColumns;
+  // Rows that are read before one is written, as reads take long beside products; no more fit into registers.
+  static constexpr int kBatch = Dim == 64 ? 2 : 3;
+  static constexpr float kLargest = 65504.f;  // of f16
+  static constexpr int kLargestExponent = 15;
+  using TileK = SharedTile<T, kKeys, Dim>;
+
+  unsigned thread;
+  TileK tile;
+  unsigned first_row, rows;  // of those that count; all others become 0
+  bool bf16;
+  const float* mean;  // of this thread's channels, or null
+
+  static __device__ int channel(int thread) { return thread % kColumns * kChannels; }
+
+  struct Fitted {
+    int exponent;    // numbers are 2^exponent times the caller's
+    int largest;  // all of the caller's are below 2^largest; kNone where that was not asked
+  };
+  static constexpr int kNone = -150;  // of zeros
+  // At 2^exponent, if all numbers are at most `limit` then and `may_grow` does not ask for the exponent that suits them in
+  // any case. `fetch_again`: brings the rows back.
+  template <class FetchAgain>
+  __device__ Fitted fit(int exponent, float limit, bool may_grow, const FetchAgain& fetch_again) const {
+    if (convert(exponent, limit) && !may_grow) return {exponent, kNone};
+    fetch_again();
+    const int largest = exponent_of_largest();
+    exponent = may_grow ? kLargestExponent - largest : min(exponent, kLargestExponent - largest);
+    exponent = min(exponent, kMaxExponent);
+    convert(exponent, limit);
+    return {exponent, largest};
+  }
+
+ private:
+  // Whether all numbers are at most `limit`. Products may read the tile afterwards.
+  __device__ bool convert(int exponent, float limit) const {
+    const bool fits = bf16 ? convert_from<Bf16>(exponent, limit) : convert_from<F16>(exponent, limit);
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    return ptx::all_of<kThreads>(fits, kBarrier);
+  }
+  template <class In>
+  __device__ bool convert_from(int exponent, float limit) const {
+    constexpr bool kConverts = std::is_same_v<T, F16>;
+    const float scale = power_of_two(exponent);
+    float4 offset = mean_or_zeros();
+    offset = {-scale * offset.x, -scale * offset.y, -scale * offset.z, -scale * offset.w};
+    uint32_t largest = 0;  // of magnitudes; their bits order as they do, NaN last
+#pragma unroll 1
+    for (unsigned first = thread / kColumns; first < kKeys; first += kBatch * kRowsAtOnce) {
+      uint2 pairs[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const unsigned row = first + i * kRowsAtOnce;
+        pairs[i] = at(row < kKeys ? row : first);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const unsigned row = first + i * kRowsAtOnce;
+        if constexpr (kConverts) {
+          const float2 low = ptx::unpack<In>(pairs[i].x), high = ptx::unpack<In>(pairs[i].y);
+          pairs[i].x = ptx::pack<T>(__fmaf_rn(low.x, scale, offset.x), __fmaf_rn(low.y, scale, offset.y));
+          pairs[i].y = ptx::pack<T>(__fmaf_rn(high.x, scale, offset.z), __fmaf_rn(high.y, scale, offset.w));
+        }
+        if (row - first_row >= rows) pairs[i] = {};
+        if constexpr (kConverts)
+          largest = __vmaxu2(largest, __vmaxu2(pairs[i].x & 0x7fff7fffu, pairs[i].y & 0x7fff7fffu));
+        if (row < kKeys) at(row) = pairs[i];
+      }
+    }
+    const float2 most = ptx::unpack<F16>(largest);
+    return most.x <= limit && most.y <= limit;
+  }
+
+  // Smallest n with |x| < 2^n for all finite numbers before they are converted, kNone where all are 0.
+  __device__ int exponent_of_largest() const {
+    const float4 less = mean_or_zeros();
+    float most = 0.f;
+#pragma unroll 1
+    for (unsigned row = thread / kColumns; row < kKeys; row += kRowsAtOnce) {
+      if (row - first_row >= rows) continue;
+      const uint2 pairs = at(row);
+      const float2 low = unpack(pairs.x), high = unpack(pairs.y);
+      for (const float x : {low.x - less.x, low.y - less.y, high.x - less.z, high.y - less.w})
+        if (isfinite(x)) most = fmaxf(most, fabsf(x));
+    }
+    const int mine = most > 0.f ? exponent_above(most) : kNone;
+    int all = kNone;
+    while (!ptx::all_of<kThreads>(mine <= all, kBarrier)) ++all;
+    return all;
+  }
+
+  __device__ uint2& at(unsigned row) const {
+    const int column = channel(thread);
+    return *reinterpret_cast<uint2*>(tile.at(row % kKeys, column / 8) + column % 8 * sizeof(T));
+  }
+  __device__ float4 mean_or_zeros() const { return mean ? *reinterpret_cast<const float4*>(mean) : float4{}; }
+  __device__ float2 unpack(uint32_t pair) const { return bf16 ? ptx::unpack<Bf16>(pair) : ptx::unpack<F16>(pair); }
+};
+
+}  // namespace octet::cuda::sm90

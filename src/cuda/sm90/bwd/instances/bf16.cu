@@ -1,0 +1,7 @@
+#include "cuda/sm90/bwd/instances/instance.h"
+
+namespace octet::cuda::sm90 {
+
+template Kernel backward_kernel<Bf16>(int, Sums);
+
+}  // namespace octet::cuda::sm90

@@ -1,0 +1,105 @@
+// dq out of its sums.
+#include <type_traits>
+
+#include "cuda/host/launch.h"
+#include "cuda/ptx/grid.h"
+#include "cuda/preprocess/vec8.h"
+#include "cuda/sm90/bwd/preprocess.h"
+#include "cuda/sm90/mma.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+constexpr int kThreads = 256;
+
+// The sums of eight channels of rows r and r + 8, which lie with the same four threads, of one warpgroup's part:
+// [8 channels][a thread's 4 numbers / at_once][thread][at_once].
+template <class Number, int at_once>
+__device__ void read_sums(const void* part, int line, int thread, Vec8 (&x)[kRowsPerThread]) {
+  struct alignas(16) Four {
+    Number numbers[4];
+  };
+  constexpr int kTogether = 4 * at_once;  // of the four threads, next to each other
+  const auto* const from = static_cast<const Number*>(part) + line * (4 * kWarpgroup) + thread * at_once;
+  for (int first = 0; first < 16; first += 4) {
+    const int number = first / kTogether * at_once;  // of each thread's four
+    const Four four = *reinterpret_cast<const Four*>(from + number * kWarpgroup + first % kTogether);
+    for (int j = 0; j < 4; ++j) {
+      const int of_thread = number + j % at_once, threads = (first + j) % kTogether / at_once;
+      x[of_thread / 2][2 * threads + of_thread % 2] = static_cast<float>(four.numbers[j]);
+    }
+  }
+}
+
+// One tile of one head for each block, from the last on, whose sums may still be in L2. `of_mean`: rows of ds have
+// sums.
+template <int Dim, Sums sums, bool of_mean>
+__global__ void __launch_bounds__(kThreads, of_mean ? 5 : 6)
+    postprocess_dq_kernel(const __grid_constant__ BackwardParams a, const __grid_constant__ Strided dq) {
+  constexpr int kQueries = BackwardTile<Dim>::kQueries, kLines = Dim / kVec8;
+  // Two warpgroups share a tile: each has 64 queries, and as many channels as make half of it.
+  constexpr bool kByQueries = kQueries > kWarpgroupRows;
+  constexpr int kLinesOfOne = kByQueries ? kLines : kLines / 2;
+  ptx::griddepcontrol_wait();
+  const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int head_index = tile / a.q_blocks.count, block = tile % a.q_blocks.count;
+  const int batch = head_index / a.heads, head = head_index % a.heads;
+  const Blocks::Sequence sequence = a.q_blocks.sequence_of(block);
+  if (sequence.index < 0) return;
+  const int kv_head = batch * a.kv_heads + head / (a.heads / a.kv_heads);
+  const Exponents e = a.exponents[kv_head * kParts];
+  // In two steps, as the exponent alone may not be a float.
+  const int exponent = -a.weight_exponent - e.product - e.do_ - e.v - e.k;
+  const float first = ldexpf(a.scale, exponent / 2), second = ldexpf(1.f, exponent - exponent / 2);
+  auto& rows = reinterpret_cast<QueryRows<kQueries>*>(a.rows)[tile];
+  const auto* const units = rows.dq_unit;
+  const char* const tile_sums = static_cast<const char*>(a.dq) + static_cast<int64_t>(tile) * kQueries * Dim * 4;
+  float spoiled = 0.f;  // 0 times all numbers
+#pragma unroll 2
+  for (int i = threadIdx.x; i < kQueries / 2 * kLines; i += kThreads) {
+    const int line = i / 8 % kLines, row = i / (8 * kLines) * 16 + i % 8, r = row % kWarpgroupRows;
+    if (line * kVec8 >= a.dim) continue;
+    const int warpgroup = kByQueries ? row / kWarpgroupRows : line / kLinesOfOne;
+    Vec8 x[kRowsPerThread];
+    using Number = std::conditional_t<sums == Sums::integers, int, float>;
+    read_sums<Number, kSumsAtOnce<Dim, sums>>(tile_sums + warpgroup * (kQueries * Dim * 2), line % kLinesOfOne,
+                                              r / 16 * 32 + r % 8 * 4, x);
+    for (int half = 0; half < kRowsPerThread; ++half) {
+      const int query = (block - sequence.first_block) * kQueries + row + 8 * half;
+      const float unit = sums == Sums::integers ? 1.f / unit_of_sums(units[row + 8 * half], e.dq_sums_unit) : 1.f;
+      for (float& element : x[half]) element = element * unit * first * second;
+      if constexpr (of_mean) {
+        const float by = a.scale * a.row_sums[static_cast<int64_t>(tile) * kQueries + row + 8 * half];
+        const float* const mean = a.k_mean + static_cast<int64_t>(kv_head) * a.dim + line * kVec8;
+        for (int c = 0; c < kVec8; ++c) x[half][c] = fmaf(by, mean[c], x[half][c]);
+      }
+      for (const float element : x[half]) spoiled = fmaf(element, 0.f, spoiled);
+      if (query < sequence.tokens)
+        write(dq, {batch, head, static_cast<int64_t>(sequence.first) + query, line * kVec8}, x[half]);
+    }
+  }
+  if (spoiled != 0.f) rows.spoiled = 1;
+}
+
+template <Sums sums, bool of_mean>
+auto postprocess_dq_kernel_of(int dim) {
+  return dim == 64    ? postprocess_dq_kernel<64, sums, of_mean>
+         : dim == 128 ? postprocess_dq_kernel<128, sums, of_mean>
+                      : postprocess_dq_kernel<256, sums, of_mean>;
+}
+template <Sums sums>
+auto postprocess_dq_kernel_of(int dim, bool of_mean) {
+  return of_mean ? postprocess_dq_kernel_of<sums, true>(dim) : postprocess_dq_kernel_of<sums, false>(dim);
+}
+
+}  // namespace
+
+void postprocess_dq(const BackwardParams& a, int tile_dim, Sums sums, const Strided& dq, cudaStream_t stream) {
+  const auto tiles = static_cast<unsigned>(a.batch * a.heads * a.q_blocks.count);
+  const bool of_mean = a.row_sums;
+  const auto kernel = sums == Sums::floats ? postprocess_dq_kernel_of<Sums::floats>(tile_dim, of_mean)
+                                           : postprocess_dq_kernel_of<Sums::integers>(tile_dim, of_mean);
+  launch_pdl(kernel, tiles, kThreads, 0, stream, a, dq);
+}
+
+}  // namespace octet::cuda::sm90

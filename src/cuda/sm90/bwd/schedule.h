@@ -1,0 +1,102 @@
+// Which block of keys a thread block takes next, the tiles of queries that the block sees, and the order in which it
+// visits them: blocks that run at the same time shall add to different tiles of dq. Under a mask by position their
+// first tiles differ, and without one each starts at another tile and goes around.
+#pragma once
+#include "cuda/sm90/bwd/params.h"
+
+namespace octet::cuda::sm90 {
+
+// Tiles [first, last) of queries, visited from `start` on and around.
+struct Tiles {
+  int first, last, start;
+
+  __device__ int count() const { return last - first; }
+};
+
+struct KeyBlockInfo {
+  int batch, kv_head, block;  // block: of the head, -1: nothing is left
+  int first_key;              // within the sequence
+  Blocks::Sequence q, k;
+  Tiles tiles;
+  KeyExponents exponents;
+  int16_t part;  // of the queries
+
+  __device__ bool valid() const { return block >= 0; }
+};
+
+// A tile of queries and a head of the group: all heads of a tile, then the next tile.
+struct MBlock {
+  int tile, head;
+
+  __device__ void advance(const Tiles& tiles, int group) {
+    if (++head < group) return;
+    head = 0;
+    if (++tile == tiles.last) tile = tiles.first;
+  }
+};
+
+template <int kQueries, int kKeys>
+struct KeyBlockScheduler {
+  const BackwardParams& a;
+
+  // Blocks of keys in ascending order: under a causal mask the first is the longest.
+  // Fills `w` in place: it lies in shared memory, and the producer's registers are few.
+  __device__ void find(unsigned number, KeyBlockInfo& w) const {
+    const unsigned blocks = a.k_blocks.count, all = a.batch * a.kv_heads;
+    w.block = -1;
+    if (number >= blocks * all) return;
+    const auto [head, block] = a.head_groups.tile_of(number, blocks, all);
+    w.batch = static_cast<int>(head / a.kv_heads), w.kv_head = static_cast<int>(head % a.kv_heads);
+    w.block = static_cast<int>(block), w.part = 0;
+    w.k = a.k_blocks.sequence_of(w.block);
+    if (w.k.index < 0) return;
+    w.first_key = (w.block - w.k.first_block) * kKeys;
+    w.q = a.q_blocks.cu_seqlens ? a.q_blocks.sequence(w.k.index) : a.q_blocks.sequence_of(0);
+    w.tiles = tiles_of(w);
+  }
+
+  __device__ const Exponents& exponents(const KeyBlockInfo& w) const {
+    return a.exponents[(w.batch * a.kv_heads + w.kv_head) * kParts + w.part];
+  }
+
+  // Whether the block is to be taken again, for the next part of its queries; then `w` is that. The same thread block
+  // takes it, as each part adds to what it has written of dk and dv.
+  __device__ bool next_part(const KeyBlockInfo& last, KeyBlockInfo& w) const {
+    if (last.part + 1 >= exponents(last).parts) return false;
+    const auto* const from = reinterpret_cast<const int*>(&last);
+    auto* const to = reinterpret_cast<int*>(&w);
+#pragma unroll 1
+    for (unsigned i = 0; i < sizeof w / sizeof *to; ++i) to[i] = from[i];  // the producer's registers are few
+    ++w.part;
+    return true;
+  }
+
+  __device__ Tiles tiles_of(const KeyBlockInfo& w) const {
+    const int all = (w.q.tokens + kQueries - 1) / kQueries;
+    if (!a.mask.windowed) {
+      const int blocks = (w.k.tokens + kKeys - 1) / kKeys;
+      const float part = static_cast<float>(w.block - w.k.first_block) / static_cast<float>(blocks);
+      return {0, all, min(static_cast<int>(part * static_cast<float>(all)), all - 1)};
+    }
+    const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
+    const int last_key = min(w.first_key + kKeys, w.k.tokens) - 1;
+    const int first = max(w.first_key - shift - a.mask.right, 0) / kQueries;
+    const int last = (min(last_key - shift + a.mask.left + 1, w.q.tokens) + kQueries - 1) / kQueries;
+    return {first, max(first, last), first};
+  }
+
+  // Rows of a tile, as the part has them. kFirst: that it is the first one, which most heads have alone, for which a
+  // producer waits for nothing more; else the part is read each time, as producers have few registers.
+  template <class Rows, bool kFirst>
+  __device__ const unsigned char* rows(const KeyBlockInfo& w, int64_t tile) const {
+    if (kFirst) return a.rows + tile * sizeof(Rows);
+    const unsigned part = *static_cast<const volatile int16_t*>(&w.part);
+    return a.rows + (static_cast<unsigned>(tile) + part * a.q_tiles()) * static_cast<int64_t>(sizeof(Rows));
+  }
+  __device__ int64_t q_tile(const KeyBlockInfo& w, const MBlock& at, int group) const {
+    const int64_t head = static_cast<int64_t>(w.batch * a.kv_heads + w.kv_head) * group + at.head;
+    return head * a.q_blocks.count + w.q.first_block + at.tile;
+  }
+};
+
+}  // namespace octet::cuda::sm90

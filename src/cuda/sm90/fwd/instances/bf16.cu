@@ -1,0 +1,7 @@
+#include "cuda/sm90/fwd/instances/instance_16bit.h"
+
+namespace octet::cuda::sm90 {
+
+template Kernel forward_kernel<PrecisionBf16>(DimsIndex);
+
+}  // namespace octet::cuda::sm90

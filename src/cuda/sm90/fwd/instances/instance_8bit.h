@@ -1,0 +1,26 @@
+// Included by one file per precision, so that they compile batch_head by batch_head.
+#pragma once
+#include "cuda/sm90/fwd/mainloop_8bit.h"
+#include "cuda/sm90/kernels.h"
+
+namespace octet::cuda::sm90 {
+
+template <class Precision, class Dims>
+Kernel describe_8bit() {
+  using Kind = Forward8Bit<Precision, Dims>;
+  return {reinterpret_cast<const void*>(&forward_8bit<Precision, Dims>),
+          Kind::kRows,
+          Kind::kKeys,
+          Kind::kThreads,
+          Kind::kSharedBytes,
+          kLaidOutKeys<Precision, Dims>,
+          Kind::Tile::kSkips};
+}
+
+template <class Precision>
+Kernel forward_8bit_kernel(DimsIndex dims) {
+  return dims == DimsIndex::d64 ? describe_8bit<Precision, Dims64>()
+                                : describe_8bit<Precision, Dims128>();
+}
+
+}  // namespace octet::cuda::sm90

@@ -1,0 +1,7 @@
+#include "cuda/sm90/fwd/instances/instance_8bit.h"
+
+namespace octet::cuda::sm90 {
+
+template Kernel forward_8bit_kernel<PrecisionInt8>(DimsIndex);
+
+}  // namespace octet::cuda::sm90

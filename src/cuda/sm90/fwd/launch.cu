@@ -1,0 +1,119 @@
+#include <algorithm>
+#include <utility>
+
+#include "cuda/host/launch.h"
+#include "cuda/host/status.h"
+#include "cuda/sm90/fwd/launch.h"
+#include "cuda/scheduler/count_blocks.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+int processors_of(const Problem& p) {
+  int processors = 0;
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
+  return processors;
+}
+
+// Of heads whose keys and values share L2.
+HeadGroups head_groups_by_keys(const Problem& p, int64_t blocks, int64_t element_bytes) {
+  const int64_t all = p.batch * p.heads;
+  if (!p.windowed) return one_by_one(all);
+  constexpr int64_t kShareOfL2 = 32 << 20;
+  const int64_t head_bytes = std::max<int64_t>(element_bytes * p.tokens_k * (p.dim + p.dim_v), 1);
+  return head_groups_of(all, blocks, kShareOfL2 / head_bytes * p.group(), processors_of(p));
+}
+
+// When the last of `processors` ends with `whole` blocks of time 1 and then `small` ones of time `time`.
+double end_of(int64_t whole, int64_t small, double time, int64_t processors) {
+  const int64_t late = whole % processors, early = processors - late;
+  double early_end = static_cast<double>(whole / processors), late_end = early_end + 1,
+         end = late ? late_end : early_end;
+  while (small > 0) {
+    const bool first = !late || early_end <= late_end;
+    double& next = first ? early_end : late_end;
+    next += time, end = std::max(end, next);
+    small -= first ? early : late;
+  }
+  return end;
+}
+
+int clamp_side(int64_t keys) { return static_cast<int>(std::min<int64_t>(keys, Mask::kUnbounded)); }
+
+}  // namespace
+
+int sequences_of(const Problem& p) { return p.packed() ? static_cast<int>(p.cu_seqlens_q.shape[3] - 1) : 0; }
+
+void clear(unsigned* counter, cudaStream_t stream) {
+  check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "cudaMemsetAsync");
+}
+
+TileScheduler schedule_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
+                     int* blocks_before, cudaStream_t stream) {
+  const int64_t blocks = (p.tokens_q + kernel.rows - 1) / kernel.rows;
+  const TileScheduler schedule{.batch = static_cast<int>(p.batch),
+                          .heads = static_cast<int>(p.heads),
+                          .q_tokens = static_cast<int>(p.tokens_q),
+                          .k_tokens = static_cast<int>(p.tokens_k),
+                          .rows = kernel.rows,
+                          .full_blocks = static_cast<int>(blocks),
+                          .head_groups = head_groups_by_keys(p, blocks, element_bytes),
+                          .counter = counter,
+                          .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
+                          .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
+                          .blocks_before = blocks_before,
+                          .sequences = sequences_of(p)};
+  if (p.packed()) count_blocks(schedule.cu_seqlens_q, schedule.sequences, kernel.rows, blocks_before, stream);
+  return schedule;
+}
+
+Mask mask_of(const Problem& p) { return {p.windowed, p.bottom_right, clamp_side(p.left), clamp_side(p.right)}; }
+
+SeenKeys seen_keys(const Problem& p) {
+  const octet::KeyRange hull = p.tokens_q && !p.packed() ? p.keys_of_block(0, p.tokens_q, p.tokens_q, p.tokens_k)
+                                                         : octet::KeyRange{0, p.packed() ? p.tokens_k : 0};
+  const int64_t last = std::max(hull.first, hull.last);
+  return {.first = static_cast<int>(hull.first),
+          .last = static_cast<int>(last),
+          .all = !p.packed() && hull.first == 0 && last == p.tokens_k,
+          .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
+          .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
+          .sequences = sequences_of(p),
+          .mask = mask_of(p)};
+}
+
+void set_broadcast(const View& t, int (&broadcast)[2]) {
+  broadcast[0] = t.stride[1] != 0;
+  broadcast[1] = t.stride[0] != 0;
+}
+
+void shorten_tail(const Problem& p, TileScheduler& schedule) {
+  if (p.packed() || p.windowed) return;
+  const int64_t processors = processors_of(p), batch_heads = p.batch * p.heads;
+  const int most = schedule.full_blocks;
+  double best = end_of(most * batch_heads, 0, 0, processors);
+  for (int whole = most - 1; whole >= 0 && (most - whole - 1) * batch_heads <= 2 * processors; --whole)
+    for (const auto& [rows, time] : {std::pair{128, .85}, {64, .6}}) {
+      const int64_t rest = p.tokens_q - static_cast<int64_t>(whole) * schedule.rows, small = (rest + rows - 1) / rows;
+      const double end = end_of(whole * batch_heads, small * batch_heads, time, processors);
+      if (end >= best - .02) continue;
+      best = end;
+      schedule.full_blocks = whole, schedule.tail_blocks = static_cast<int>(small), schedule.tail_rows = rows;
+    }
+}
+
+void launch(const Problem& p, const Kernel& kernel, const TileScheduler& schedule, void* arguments, bool waits,
+            cudaStream_t stream) {
+  const int64_t unpacked = static_cast<int64_t>(schedule.full_blocks + schedule.tail_blocks) * p.batch;
+  const int64_t blocks = p.packed() ? (p.tokens_q + kernel.rows - 1) / kernel.rows + sequences_of(p) : unpacked;
+  const int processors = processors_of(p);
+  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
+        "cudaFuncSetAttribute");
+  void* all[] = {arguments};
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks * p.heads, processors));
+  if (waits) return launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, all);
+  check(cudaLaunchKernel(kernel.function, dim3(grid), dim3(kernel.threads), all, kernel.shared_bytes, stream),
+        "cudaLaunchKernel");
+}
+
+}  // namespace octet::cuda::sm90

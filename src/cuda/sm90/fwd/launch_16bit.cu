@@ -1,0 +1,134 @@
+// The forward pass with P of 16 bits on the host: operands, tensor maps, schedule, launch.
+#include <algorithm>
+#include <optional>
+
+#include "core/names.h"
+#include "cuda/preprocess/operands.h"
+#include "cuda/host/status.h"
+#include "cuda/host/tensor_map.h"
+#include "cuda/sm90/fwd/params.h"
+#include "cuda/sm90/fwd/quantized_qk.h"
+#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/fwd/launch.h"
+#include "cuda/sm90/passes.h"
+#include "cuda/sm90/smem.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+// P and V in f16 although the operands are bf16: asked for by keeping the un-rounded o.
+bool f16_compute(const Problem& p) {
+  return p.precision == OCTET_PRECISION_BF16 && p.bias_correction == OCTET_BIAS_CORRECTION_F16 && keeps_exact_o(p);
+}
+
+bool quantized(const Problem& p) { return p.precision == OCTET_PRECISION_INT8_F16; }
+
+// Whether v becomes f16 times a power of two per head. An f16 v stays as it is, and f16 holds all that e4m3 does.
+bool scales_v(const Problem& p) {
+  return f16_compute(p) || (quantized(p) && (p.v.dtype == OCTET_BF16 || p.v.dtype == OCTET_F32));
+}
+
+DimsIndex dims_of(const Problem& p) {
+  const int64_t most = std::max(p.dim, p.dim_v);
+  if (most <= 64) return DimsIndex::d64;
+  if (most <= 128) return DimsIndex::d128;
+  return p.dim <= 192 && p.dim_v <= 128 ? DimsIndex::d192x128 : DimsIndex::d256;
+}
+
+// Channels of v that a kernel multiplies.
+int dim_v_of(DimsIndex dims) {
+  return dims == DimsIndex::d64 ? Dims64::kDimV : dims == DimsIndex::d256 ? Dims256::kDimV : Dims128::kDimV;
+}
+
+// Channels of q and k that a kernel multiplies.
+int64_t dim_of(DimsIndex dims) {
+  switch (dims) {
+    case DimsIndex::d64:
+      return Dims64::kDim;
+    case DimsIndex::d128:
+      return Dims128::kDim;
+    case DimsIndex::d192x128:
+      return Dims192x128::kDim;
+    default:
+      return Dims256::kDim;
+  }
+}
+
+Kernel kernel_of(const Problem& p) {
+  const DimsIndex dims = dims_of(p);
+  if (quantized(p)) return forward_kernel<PrecisionInt8F16>(dims);
+  if (f16_compute(p)) return forward_kernel<PrecisionBf16F16Compute>(dims);
+  if (p.bias_correction == OCTET_BIAS_CORRECTION_BETA)
+    return p.precision == OCTET_PRECISION_BF16 ? forward_kernel<WithBeta<PrecisionBf16>>(dims)
+                                               : forward_kernel<WithBeta<PrecisionF16>>(dims);
+  if (p.precision == OCTET_PRECISION_BF16) return forward_kernel<PrecisionBf16>(dims);
+  return forward_kernel<PrecisionF16>(dims);
+}
+
+}  // namespace
+
+PrecisionSet forward_precisions() { return {OCTET_PRECISION_F16, OCTET_PRECISION_BF16, OCTET_PRECISION_INT8_F16}; }
+
+std::string forward_name(const Problem& p) {
+  const Kernel kernel = kernel_of(p);
+  return text("forward ", name(p.precision), f16_compute(p) ? " with f16 weights" : "",
+              p.bias_correction == OCTET_BIAS_CORRECTION_BETA ? " with beta" : "", ", wgmma, ", kernel.rows, " x ",
+              kernel.keys, " tiles");
+}
+
+std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
+  const octet_dtype type = p.precision == OCTET_PRECISION_BF16 ? OCTET_BF16 : OCTET_F16;
+  WorkspaceAllocator allocator(workspace);
+  int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
+  const Kernel kernel = kernel_of(p);
+  const Input q(quantized(p) ? View{} : p.q, type, allocator), k(quantized(p) ? View{} : p.k, type, allocator);
+  std::optional<Int8Logits> qk;
+  if (quantized(p)) qk.emplace(p, dim_of(dims_of(p)), kernel.keys, allocator);
+  unsigned* const counter = qk ? qk->counter() : allocator.take<unsigned>(1);
+  const bool scaled = scales_v(p);
+  const Input v(scaled ? View{} : p.v, type, allocator);
+  const ScaledInput v_scaled(scaled ? p.v : View{}, f16_compute(p) ? type : p.v.dtype, f16_compute(p) ? dim_v_of(dims_of(p)) : 0,
+                             allocator);
+  const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
+  if (!workspace || !p.o.elements()) return allocator.used();
+
+  const DeviceScope device(p.device_index);
+  ForwardParams a{};
+  if (!qk) clear(counter, stream);
+  a.schedule = schedule_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
+  q.preprocess(stream), k.preprocess(stream);
+  scaled ? v_scaled.preprocess(seen_keys(p), stream) : v.preprocess(stream);
+  // Right before the kernel, which takes its place while this one drains.
+  if (qk) qk->quantize(stream);
+  const View& values = scaled ? v_scaled.view() : v.view();
+  const View queries = qk ? qk->q() : q.view(), keys = qk ? qk->k() : k.view();
+  const int panel = qk ? panel_bytes(queries.shape[3]) : kPanelColumns;
+  a.q = tensor_map(queries, kernel.rows, panel);
+  if (p.tokens_k) a.k = tensor_map(keys, kernel.keys, panel), a.v = tensor_map(values, kernel.keys);
+  set_broadcast(queries, a.q_broadcast), set_broadcast(keys, a.k_broadcast), set_broadcast(values, a.v_broadcast);
+  if (qk) {
+    a.keys = qk->keys();
+    a.q_scale = qk->q_scale(), a.k_scale = qk->k_scale(), a.mean_logit = qk->mean_logit();
+  }
+  a.mask = mask_of(p);
+  a.clears = !seen_keys(p).all;
+  a.group = static_cast<int>(p.group());
+  a.dim_v = static_cast<int>(p.dim_v);
+  a.scale = p.scale;
+  a.scale_log2e = static_cast<float>(p.scale * 1.4426950408889634);
+  // f16 has fewer exponents for the other keys; reach is in logits before scaling.
+  a.beta = p.beta, a.beta_reach = (p.precision == OCTET_PRECISION_F16 ? 4.f : 20.f) / p.scale;
+  a.v_scale = scaled ? v_scaled.scale() : nullptr;
+  a.v_mean = v_scaled.v_mean();
+  a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
+  a.sinks = sinks(p.sinks);
+  a.q_rows = output(queries), a.k_rows = output(keys), a.v_rows = output(values);
+  a.dim = static_cast<int>(queries.shape[3]);
+
+  launch(p, kernel, a.schedule, &a, quantized(p) || f16_compute(p), stream);
+  o.deliver(stream);
+  if (p.o_residual.present()) o_residual.deliver(stream);
+  return allocator.used();
+}
+
+}  // namespace octet::cuda::sm90

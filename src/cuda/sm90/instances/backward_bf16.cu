@@ -1,7 +1,0 @@
-#include "cuda/sm90/instances/backward.h"
-
-namespace octet::cuda::sm90 {
-
-template Kernel backward_kernel<Bf16>(int, Sums);
-
-}  // namespace octet::cuda::sm90

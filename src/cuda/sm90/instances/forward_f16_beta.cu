@@ -1,7 +1,0 @@
-#include "cuda/sm90/instances/forward.h"
-
-namespace octet::cuda::sm90 {
-
-template Kernel forward_kernel<WithBeta<PrecisionF16>>(DimsIndex);
-
-}  // namespace octet::cuda::sm90

@@ -1,0 +1,27 @@
+// Pipelines of stages in shared memory between the producer warp and the consumer warpgroups.
+#pragma once
+#include "cuda/ptx/mbarrier.h"
+
+namespace octet::cuda {
+
+// Where one side of a pipeline of `Stages` stages stands. The producer waits for the phase opposite to the consumer's.
+template <int Stages>
+struct PipelineState {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ void advance() {
+    if (++stage == Stages) stage = 0, phase ^= 1;
+  }
+};
+
+// `full`: the bytes of a stage have come. `empty`: all consumers are done with it.
+template <int Stages>
+struct Pipeline {
+  Barrier full[Stages], empty[Stages];
+
+  __device__ void init(uint32_t readers) {
+    for (int i = 0; i < Stages; ++i) full[i].init(1), empty[i].init(readers);
+  }
+};
+
+}  // namespace octet::cuda
