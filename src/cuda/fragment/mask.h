@@ -1,7 +1,7 @@
 // Positional masks: the keys that a query sees are an interval, as Problem::keys_of has it.
 #pragma once
-#include "cuda/fragment/key_range.h"
 #include "cuda/fragment/accumulator.h"
+#include "cuda/fragment/key_range.h"
 
 namespace octet::cuda {
 

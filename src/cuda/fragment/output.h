@@ -2,8 +2,8 @@
 #pragma once
 #include <cstdint>
 
-#include "cuda/fragment/strided.h"
 #include "cuda/fragment/accumulator.h"
+#include "cuda/fragment/strided.h"
 
 namespace octet::cuda {
 
@@ -72,10 +72,10 @@ __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, i
       const int column = 8 * i + 16 * (threadIdx.x % 4);
       if (present && column < columns)
         store_word<policy>(row + column,
-                         uint2{__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410)});
+                           uint2{__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410)});
       if (present && column + 8 < columns)
         store_word<policy>(row + column + 8,
-                         uint2{__byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632)});
+                           uint2{__byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632)});
     }
   } else {
     // Four blocks of 8 columns at a time, so that each thread writes 16 bytes of one block.

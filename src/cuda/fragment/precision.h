@@ -16,8 +16,8 @@
 #pragma once
 #include <type_traits>
 
-#include "cuda/ptx/types.h"
 #include "cuda/fragment/accumulator.h"
+#include "cuda/ptx/types.h"
 
 namespace octet::cuda {
 

@@ -10,7 +10,9 @@ template <int Columns>
 constexpr int kSavedWords = Columns / 16;
 
 // Two numbers from the upper halves of two: the lower half of the second are bits of the first.
-__device__ inline float2 two_upper_halves(uint32_t word) { return {__uint_as_float(word << 16), __uint_as_float(word)}; }
+__device__ inline float2 two_upper_halves(uint32_t word) {
+  return {__uint_as_float(word << 16), __uint_as_float(word)};
+}
 
 // o - 2 a, exact but where it grows into the next binade. Words of a thread lie kWarpgroup apart.
 template <int Columns>

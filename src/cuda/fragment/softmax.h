@@ -1,13 +1,13 @@
 // Online softmax over tiles of logits (FlashAttention-2, arXiv 2307.08691, algorithm 1), for the two rows of a thread:
 //   m' = max(m, max_j s_j)    p_j = exp(scale (s_j - m'))    l' = l exp(scale (m - m')) + sum_j p_j
 //
-// Any m gives the same result as long as no p leaves its format. So `exp_stale_max` keeps the m that a row has, which asks
-// nothing of a tile before its exponentials; what it cannot hold, `exp_update_max` does over. And so the number that is
-// subtracted, `origin`, is rounded once and used wherever m stands above: keys that tie weigh alike, and l and lse
-// measure from the same point as p.
+// Any m gives the same result as long as no p leaves its format. So `exp_stale_max` keeps the m that a row has, which
+// asks nothing of a tile before its exponentials; what it cannot hold, `exp_update_max` does over. And so the number
+// that is subtracted, `origin`, is rounded once and used wherever m stands above: keys that tie weigh alike, and l and
+// lse measure from the same point as p.
 #pragma once
-#include "cuda/ptx/types.h"
 #include "cuda/fragment/rows.h"
+#include "cuda/ptx/types.h"
 
 namespace octet::cuda {
 

@@ -6,8 +6,8 @@
 #include <type_traits>
 
 #include "cuda/fragment/precision.h"
-#include "cuda/ptx/types.h"
 #include "cuda/fragment/rows.h"
+#include "cuda/ptx/types.h"
 
 namespace octet::cuda {
 
@@ -71,20 +71,20 @@ __device__ auto scales_of_groups(const float* steps, int tile) {
   return columns;
 }
 
-// P on one scale: p = 2^(scale_log2 scale x + shift), with one product scale_log2 scale for all logits that share it. Any shift
-// gives the same result as long as no p leaves its format, so a row keeps the shift of its first tile, at which its
-// largest p was kStart, until a p reaches the format's largest number.
+// P on one scale: p = 2^(scale_log2 scale x + shift), with one product scale_log2 scale for all logits that share it.
+// Any shift gives the same result as long as no p leaves its format, so a row keeps the shift of its first tile, at
+// which its largest p was kStart, until a p reaches the format's largest number.
 template <class Precision>
 struct SharedScaleSoftmax {
   RowValues scale_log2;
   RowValues shift{INFINITY, INFINITY};  // of a row that has seen no key: no p fits
-  RowValues l{0.f, 0.f};  // of this thread's columns; unused where the product with v sums rounded P
+  RowValues l{0.f, 0.f};                // of this thread's columns; unused where the product with v sums rounded P
 
   // sum of exp(logit) = 2^exponent l.
   __device__ float exponent(int row) const { return -shift[row]; }
 
-  // Turns x into p over the shift that the rows have. Returns whether quantized values hold them in all rows of the warp, whose
-  // threads call it together.
+  // Turns x into p over the shift that the rows have. Returns whether quantized values hold them in all rows of the
+  // warp, whose threads call it together.
   template <int Columns, int Steps>
   __device__ bool exp_stale_max(Accumulator<Columns>& x, const ColumnScales<Steps>& steps, RowValues& sum) const {
     sum = exponentials(x, steps);
@@ -138,8 +138,8 @@ struct SharedScaleSoftmax {
 };
 
 // P times the steps t of v, with a scale for each tile: 255 stands for the tile's largest p t. What is
-// compared and exponentiated are logarithms, log2(p t) = scale_log2 x + log2 t, so that neither a maximum of logits is needed
-// nor a product with t; l sums p t times 1 / t.
+// compared and exponentiated are logarithms, log2(p t) = scale_log2 x + log2 t, so that neither a maximum of logits is
+// needed nor a product with t; l sums p t times 1 / t.
 //
 // Sums over all tiles are in units of 2^base. The step of a tile may be any float, so base stays until it is far too
 // small.
@@ -181,7 +181,7 @@ struct TileScaleSoftmax {
   // Quantized values p from logarithms; returns their step. `zero` comes from what the exponentials are to wait for.
   template <int Columns>
   __device__ RowValues quantize_p(Accumulator<Columns>& x, const RowValues& most, const float* v_inverse, float zero,
-                            Operand<U8, Columns>& p) {
+                                  Operand<U8, Columns>& p) {
     RowValues steps, shift, sum{0.f, 0.f};
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {

@@ -152,7 +152,7 @@ __device__ inline void set_number(const Output& t, int64_t i, float x) {
 // channels.
 template <int Columns, class RowOf>
 __device__ void rewrite_rows(const Output& o, const Output& residual, int batch, int head, int start, int first,
-                            int tokens, int columns, const RowOf& row_of) {
+                             int tokens, int columns, const RowOf& row_of) {
   const int lane = cold_lane(), last = uniform(min(first + kWarpRows, tokens));
   __syncwarp();
 #pragma unroll 1

@@ -3,11 +3,11 @@
 
 #include "cuda/fragment/mask.h"
 #include "cuda/host/launch.h"
+#include "cuda/preprocess/cast.h"
+#include "cuda/preprocess/mean_limit.h"
+#include "cuda/preprocess/vec8.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/ptx/warpgroup.h"
-#include "cuda/preprocess/cast.h"
-#include "cuda/preprocess/vec8.h"
-#include "cuda/preprocess/mean_limit.h"
 
 namespace octet::cuda {
 namespace {
@@ -45,31 +45,12 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const Strided from, cons
   });
 }
 
-// Eight channels as they lie in memory. `In`: the type of all, whose rows are whole 16-byte words and which are rounded
-// to no other type, or void for any type and strides.
+// Eight channels, rounded to `through` first; words are rounded to no other type.
 template <class In>
-struct Loaded {
-  union {
-    uint4 word;
-    In elements[kVec8];
-  };
-  __device__ void load(const Strided& t, const Index4& line) {
-    word = *reinterpret_cast<const uint4*>(static_cast<const In*>(t.data) + line.offset(t));
-  }
-  __device__ void get(Vec8& x, Element) const {
-    for (int i = 0; i < kVec8; ++i) x[i] = float(elements[i]);
-  }
-};
-template <>
-struct Loaded<void> {
-  Vec8 x;
-  __device__ void load(const Strided& t, const Index4& line) { read(t, line, x); }
-  // Rounded to `through` first.
-  __device__ void get(Vec8& to, Element through) const {
-    for (int i = 0; i < kVec8; ++i) to[i] = x[i];
-    round_through(through, to);
-  }
-};
+__device__ void take(const RawVec8<In>& raw, Element through, Vec8& x) {
+  raw.convert(x);
+  if constexpr (std::is_void_v<In>) round_through(through, x);
+}
 
 // Each thread has one line of eight channels; the threads of a row have all lines of one token.
 struct Place {
@@ -94,7 +75,7 @@ struct Found {
 // is read twice, as it takes many registers.
 template <class In>
 __device__ void find_mean(const Strided& from, Element through, const VMean& v_mean, const SeenKeys& seen,
-                            Found& found) {
+                          Found& found) {
   constexpr int kSampled = 64;
   constexpr float kTooLarge = 0x1p100f;  // for sums and differences
   constexpr int kAtOnceSummed = 16;      // keys, by a tensor core: sums of so few gain nothing, and v would lose digits
@@ -109,10 +90,10 @@ __device__ void find_mean(const Strided& from, Element through, const VMean& v_m
 #pragma unroll 2
     for (int i = place.row; i < sampled; i += place.rows) {
       const int token = seen.first + i * (tokens / sampled);
-      Loaded<In> loaded{};
+      RawVec8<In> loaded;
       if (sees(token)) loaded.load(from, Index4{place.batch, place.head, token, place.channel});
       Vec8 x;
-      loaded.get(x, through);
+      take(loaded, through, x);
       f(i, x);
     }
   };
@@ -165,12 +146,12 @@ __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
   int token = static_cast<int>(blockIdx.y) * step + place.row;
   if (place.row >= place.rows) token = tokens;
   SeenTokens sees(seen);
-  Loaded<In> loaded[kLinesAtOnce];
+  RawVec8<In> loaded[kLinesAtOnce];
   const auto line_of = [&](int i) { return Index4{place.batch, place.head, token + i * place.rows, place.channel}; };
   const auto load = [&] {
 #pragma unroll
     for (int i = 0; i < kLinesAtOnce; ++i) {
-      loaded[i] = {};
+      loaded[i] = RawVec8<In>{};
       if (line_of(i).token < tokens && sees(static_cast<int>(line_of(i).token))) loaded[i].load(from, line_of(i));
     }
   };
@@ -192,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
     for (int i = 0; i < kLinesAtOnce; ++i) {
       if (line_of(i).token >= tokens) break;
       Vec8 x;
-      loaded[i].get(x, through);
+      take(loaded[i], through, x);
       for (int c = 0; c < kVec8; ++c) x[c] -= less[c];
       most = fmaxf(most, largest_finite(x));
       uint4 word;

@@ -10,9 +10,9 @@ namespace octet::cuda {
 // to = from, converted: round to nearest even. `through` rounds on the way (f32 into f16 by way of bf16).
 void copy(const Strided& from, const Strided& to, Element through, cudaStream_t stream);
 
-// A vector for each (batch, head) that is subtracted from all tokens: in each channel their mean (mean_limit.h), by an even
-// sample, or 0 where that is less than a quarter of the largest number that counts. It consists of bf16 numbers: those
-// of the tokens, in bf16, less these are numbers of f16, but for those below an eighth of the largest, which are
+// A vector for each (batch, head) that is subtracted from all tokens: in each channel their mean (mean_limit.h), by an
+// even sample, or 0 where that is less than a quarter of the largest number that counts. It consists of bf16 numbers:
+// those of the tokens, in bf16, less these are numbers of f16, but for those below an eighth of the largest, which are
 // rounded.
 struct VMean {
   float* data;  // [batch, head, columns]; null: nothing is subtracted

@@ -1,7 +1,7 @@
 #include "cuda/host/status.h"
-#include "cuda/ptx/grid.h"
 #include "cuda/preprocess/mean_limit.h"
 #include "cuda/preprocess/quantize_params.h"
+#include "cuda/ptx/grid.h"
 
 namespace octet::cuda {
 namespace {
@@ -9,7 +9,8 @@ namespace {
 constexpr int kSampled = 64, kLanes = 16, kThreads = kSampled * kLanes;
 
 // The limit of the sequence and head blockIdx.x: of k, or where blockIdx.y is 1 of v. On the way it clears counters.
-__global__ void __launch_bounds__(kThreads) limits_kernel(const __grid_constant__ QuantizeKernelParams p, unsigned* counters) {
+__global__ void __launch_bounds__(kThreads)
+    limits_kernel(const __grid_constant__ QuantizeKernelParams p, unsigned* counters) {
   __shared__ float largest[kSampled], limit;
   ptx::griddepcontrol_launch_dependents();
   const unsigned block = blockIdx.y * gridDim.x + blockIdx.x;
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) limits_kernel(const __grid_constant_
   if (i < sampled) {
     const int token = seen.first + static_cast<int>(static_cast<int64_t>(i) * tokens / sampled);
     Index4 line{packed ? 0 : batch_or_sequence, blockIdx.x % a.kv_heads,
-              token + (packed ? p.chunks.cu_seqlens[sequence] : 0), 0};
+                token + (packed ? p.chunks.cu_seqlens[sequence] : 0), 0};
     for (line.channel = threadIdx.x % kLanes * kVec8; line.channel < t.shape[3]; line.channel += kLanes * kVec8) {
       Vec8 x;
       read(t, line, x);

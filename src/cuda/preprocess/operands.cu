@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <iterator>
 
-#include "cuda/preprocess/operands.h"
 #include "cuda/host/tensor_map.h"
+#include "cuda/preprocess/operands.h"
 
 namespace octet::cuda {
 namespace {
@@ -86,7 +86,7 @@ ScaledInput::ScaledInput(const View& from, octet_dtype through, int mean_columns
   scratch_ = workspace.take<float>(from.elements() ? convert_scratch(strided(from)) : 0);
   scale_ = workspace.take<float>(heads);
   mean_ = {mean_columns ? workspace.take<float>(heads * static_cast<std::size_t>(mean_columns)) : nullptr,
-             mean_columns};
+           mean_columns};
 }
 
 void ScaledInput::preprocess(const SeenKeys& seen, cudaStream_t stream) const {

@@ -36,7 +36,7 @@ class ScaledInput {
   ScaledInput(const View& from, octet_dtype through, int mean_columns, WorkspaceAllocator& workspace);
   void preprocess(const SeenKeys& seen, cudaStream_t stream) const;
   const View& view() const { return view_; }
-  const float* scale() const { return scale_; }         // [batch, head], what products must be multiplied by
+  const float* scale() const { return scale_; }       // [batch, head], what products must be multiplied by
   const float* v_mean() const { return mean_.data; }  // [batch, head, mean_columns]
 
  private:

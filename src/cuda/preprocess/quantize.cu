@@ -1,11 +1,11 @@
-// One launch for all quantized values. Thread blocks draw items of work in an order in which all stats_count come first and whatever
-// waits for them later, so that nobody waits for an item that nobody works on.
+// One launch for all quantized values. Thread blocks draw items of work in an order in which all stats_count come first
+// and whatever waits for them later, so that nobody waits for an item that nobody works on.
 #include <algorithm>
 
 #include "cuda/host/launch.h"
-#include "cuda/ptx/grid.h"
-#include "cuda/preprocess/stats.h"
 #include "cuda/preprocess/quantize_v.h"
+#include "cuda/preprocess/stats.h"
+#include "cuda/ptx/grid.h"
 
 namespace octet::cuda {
 namespace {
@@ -15,7 +15,7 @@ constexpr int kItemBytes = 1 << 14;  // of quantized values
 template <class VCode, class VecLoader, int Dim>
 constexpr int kBlocks = !VecLoader::kWhole || Dim == 256                                  ? 2
                         : !VecLoader::kPairs || (std::is_same_v<VCode, S8> && Dim == 128) ? 3
-                                                                                        : 4;
+                                                                                          : 4;
 
 enum class Task : int { stats_k, stats_v, queries, keys, values, none };
 struct WorkItem {
@@ -24,12 +24,12 @@ struct WorkItem {
   int number;
 };
 
-// The items of each (batch, kv head): stats_count of all, with queries of the heads `lag` before; the last queries, while
-// stats_count end; then, from the last head back, as its k and v may still be in L2, keys and values.
+// The items of each (batch, kv head): stats_count of all, with queries of the heads `lag` before; the last queries,
+// while stats_count end; then, from the last head back, as its k and v may still be in L2, keys and values.
 struct Order {
-  int batch_heads, group, lag;      // group: heads of q for each of k
-  int chunks, stats_count;        // of each k and v; how many of both are surveyed
-  int queries, keys, values;  // queries: of a head of q
+  int batch_heads, group, lag;  // group: heads of q for each of k
+  int chunks, stats_count;      // of each k and v; how many of both are surveyed
+  int queries, keys, values;    // queries: of a head of q
   bool k_stats;
 
   __host__ __device__ int survey_units() const { return chunks * stats_count; }
@@ -40,7 +40,9 @@ struct Order {
     const bool of_k = k_stats && i < chunks;
     return {of_k ? Task::stats_k : Task::stats_v, batch_head, i < chunks ? i : i - chunks};
   }
-  __device__ WorkItem query(int batch_head, int i) const { return {Task::queries, batch_head * group + i / queries, i % queries}; }
+  __device__ WorkItem query(int batch_head, int i) const {
+    return {Task::queries, batch_head * group + i / queries, i % queries};
+  }
 
   __device__ WorkItem at(unsigned number) const {
     const unsigned surveyed = survey_units(), asked = query_items(), quantized = keys + values;
@@ -87,8 +89,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, (kBlocks<VCode, VecLoader, D
   }
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
-  // Thread 0 numbers_taken: a number two items ahead, which becomes the item after this one. In shared memory, as rows need all
-  // registers. Within each item threads meet.
+  // Thread 0 numbers_taken: a number two items ahead, which becomes the item after this one. In shared memory, as rows
+  // need all registers. Within each item threads meet.
   const auto draw = [&] { shared.number = atomicAdd(p.scratch.drawn, 1u); };
   if (threadIdx.x == 0) draw(), shared.item = order.at(shared.number), draw();
   while (true) {
@@ -102,8 +104,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, (kBlocks<VCode, VecLoader, D
     switch (item.task) {
       case Task::stats_k:
       case Task::stats_v:
-        StatsOfChannels<VecLoader, Dim>{p, shared.stats}.look(item.task == Task::stats_k ? StatsOf::k : StatsOf::v, item.batch_head,
-                                                      item.number);
+        StatsOfChannels<VecLoader, Dim>{p, shared.stats}.look(item.task == Task::stats_k ? StatsOf::k : StatsOf::v,
+                                                              item.batch_head, item.number);
         break;
       case Task::queries:
         rows.queries(item.batch_head, item.number * p.queries, p.queries);
@@ -199,7 +201,7 @@ __global__ void fill_kernel(const HeadScale q, const HeadScale k, int heads, int
 }  // namespace
 
 void fill_scales(const HeadScale& q, const HeadScale& k, int batch, int heads, int kv_heads, int tokens, float* steps,
-                cudaStream_t stream) {
+                 cudaStream_t stream) {
   if (!batch || !heads || !tokens) return;
   fill_kernel<<<dim3((tokens + kQuantizeThreads - 1) / kQuantizeThreads, batch * heads), kQuantizeThreads, 0, stream>>>(
       q, k, heads, heads / kv_heads, tokens, steps);

@@ -1,5 +1,5 @@
-// The operands of 8-bit kernels: quantized values with scales as the quantisers of the CPU make them (core/quant), bit by bit, with
-// keys in whole tiles and v with its keys along rows.
+// The operands of 8-bit kernels: quantized values with scales as the quantisers of the CPU make them (core/quant), bit
+// by bit, with keys in whole tiles and v with its keys along rows.
 //
 // k and v are read twice where means or largest numbers of channels come first.
 #pragma once
@@ -63,28 +63,28 @@ struct QuantizeParams {
   Channels channels;
   Rotation rotation;
   Quantized q_type, k_type, v_type;  // none: stays as it is
-  void *q_quantized, *k_quantized;      // [batch, head, token, padded dim]; k in tiles
-  void* v_quantized;                // [batch, head, padded dim, key], in tiles, each 16 keys in the order of key_permutation
-  float* q_scale;                // of each token [batch, head, token]
+  void *q_quantized, *k_quantized;   // [batch, head, token, padded dim]; k in tiles
+  void* v_quantized;  // [batch, head, padded dim, key], in tiles, each 16 keys in the order of key_permutation
+  float* q_scale;     // of each token [batch, head, token]
   // Of each token [batch, head, token] in tiles or, with k_groups, of each thread group of 16 keys [batch, head, token
   // / 64, 4] (SageAttention 2, arXiv 2411.10958, section 3.2): of 64 keys of a tile those with equal (key mod 8) div 2.
   float* k_scale;
   bool k_groups;
-  // log2 of the scales of v and kInverseScale times their inverses, [batch, head, tile, 2, key]; null: v is not quantized by
-  // tokens. A token of zeros has a scale of 2^-40 times its tile's largest, and one that is not finite the logarithm NaN
-  // and inverse 0.
+  // log2 of the scales of v and kInverseScale times their inverses, [batch, head, tile, 2, key]; null: v is not
+  // quantized by tokens. A token of zeros has a scale of 2^-40 times its tile's largest, and one that is not finite the
+  // logarithm NaN and inverse 0.
   float* v_scale;
   float* mean_logit;  // [batch, head, token]: q times the mean of its keys; null: not wanted
 };
 
-// Bytes of scratch that `preprocess` needs, at a multiple of 256. Its first word is not for `preprocess`, which only sets it
-// to 0: the counter of the kernel that follows.
+// Bytes of scratch that `preprocess` needs, at a multiple of 256. Its first word is not for `preprocess`, which only
+// sets it to 0: the counter of the kernel that follows.
 std::size_t quantize_scratch_bytes(const QuantizeParams& a);
 // All of the above, in one launch.
 void quantize(const QuantizeParams& a, void* scratch, cudaStream_t stream);
 
 // steps[batch, head, token] = q's scale times that of the head of k.
 void fill_scales(const HeadScale& q, const HeadScale& k, int batch, int heads, int kv_heads, int tokens, float* steps,
-                cudaStream_t stream);
+                 cudaStream_t stream);
 
 }  // namespace octet::cuda

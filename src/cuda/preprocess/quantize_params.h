@@ -1,8 +1,9 @@
-// What the parts of `preprocess` share: its scratch, the items of work that thread blocks draw, and the layout of threads.
+// What the parts of `preprocess` share: its scratch, the items of work that thread blocks draw, and the layout of
+// threads.
 #pragma once
-#include "cuda/ptx/flags.h"
-#include "cuda/preprocess/quantize.h"
 #include "cuda/preprocess/key_tiles.h"
+#include "cuda/preprocess/quantize.h"
+#include "cuda/ptx/flags.h"
 
 namespace octet::cuda {
 
@@ -33,7 +34,8 @@ struct QuantizeKernelParams {
 
   // A sequence and head, as in Channels.
   __device__ int sequence_head(int batch_head, int sequence) const {
-    return args.cu_seqlens_q || args.keys.cu_seqlens ? sequence * args.kv_heads + batch_head % args.kv_heads : batch_head;
+    return args.cu_seqlens_q || args.keys.cu_seqlens ? sequence * args.kv_heads + batch_head % args.kv_heads
+                                                     : batch_head;
   }
   __device__ void wait(StatsOf stats, int sequence_head) const {
     ptx::wait_until_set(scratch.ready[static_cast<int>(stats) * sequence_heads + sequence_head]);

@@ -1,24 +1,24 @@
-// Rows of q and k, and of v where its quantized values have a scale per token: smoothed, rotated, scaled, rounded, in the CPU's
-// order of operations (core/quant). A warp takes a row_tile of 16 rows; two lanes share a row, of each 32 channels one has
-// the first 16 and the other the rest. So the butterflies exchange between lanes once, and quantized values are written in 16-byte
-// words.
+// Rows of q and k, and of v where its quantized values have a scale per token: smoothed, rotated, scaled, rounded, in
+// the CPU's order of operations (core/quant). A warp takes a row_tile of 16 rows; two lanes share a row, of each 32
+// channels one has the first 16 and the other the rest. So the butterflies exchange between lanes once, and quantized
+// values are written in 16-byte words.
 #pragma once
 #include <climits>
 #include <type_traits>
 
+#include "cuda/preprocess/quantize_params.h"
+#include "cuda/preprocess/vec8.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/types.h"
-#include "cuda/preprocess/vec8.h"
-#include "cuda/preprocess/quantize_params.h"
 
 namespace octet::cuda {
 
-constexpr int kRowTile = 16;      // rows
+constexpr int kRowTile = 16;    // rows
 constexpr int kGroupTile = 64;  // keys among which thread groups are formed
 constexpr int kGroups = kGroupTile / kRowTile;
 
-// Rows [first, end), as they lie in memory, that a thread block quantized values, each of its warps a row_tile of every 64. With
-// groups, a row_tile is a thread group of keys: those with equal (key mod 8) div 2.
+// Rows [first, end), as they lie in memory, that a thread block quantized values, each of its warps a row_tile of
+// every 64. With groups, a row_tile is a thread group of keys: those with equal (key mod 8) div 2.
 struct RowTiles {
   static constexpr int kRows = kQuantizeWarps * kRowTile;  // from one row_tile of a warp to its next
   static_assert(kRows == kGroupTile);
@@ -228,9 +228,9 @@ struct RowReader {
     return {words[0], words[1], words[2], words[3]};
   }
 
-  // The scale of a row, or with `group` of the row_tile, in all of its lanes. A row that is not finite has scale NaN and
-  // quantized values 0. In a group it does not count, and its quantized values are NaN; integers have no such code, so there the scale becomes
-  // NaN.
+  // The scale of a row, or with `group` of the row_tile, in all of its lanes. A row that is not finite has scale NaN
+  // and quantized values 0. In a group it does not count, and its quantized values are NaN; integers have no such code,
+  // so there the scale becomes NaN.
   template <class Quantized>
   static __device__ Scale scale_of_row(bool group, float norm, float (&x)[kHalf]) {
     const float most = amax(x, norm);
@@ -255,7 +255,8 @@ struct Rows : RowReader<VecLoader, Dim> {
 
   const QuantizeKernelParams& p;
 
-  __device__ Rows(const QuantizeKernelParams& p, RowsShared<Dim>& shared, const uint4* signs) : Base{shared, signs}, p(p) {}
+  __device__ Rows(const QuantizeKernelParams& p, RowsShared<Dim>& shared, const uint4* signs)
+      : Base{shared, signs}, p(p) {}
 
   // Calls f(row, from the first on, its stage) for this lane's row of each of the warp's row_tiles among `count` rows,
   // while the next row_tile is being read. All threads call begin() when the first is on its way.
@@ -367,8 +368,8 @@ struct Rows : RowReader<VecLoader, Dim> {
   __device__ void keys(int batch_head, int first_tile, int tiles) const {
     const QuantizeParams& a = p.args;
     const TileOfKeys run = tile_of_keys(a.keys, first_tile, tiles);
-    const RowTiles row_tiles{head_of(a.k, batch_head / a.kv_heads, batch_head % a.kv_heads), run.first, run.first + run.tokens(),
-                        a.k_groups};
+    const RowTiles row_tiles{head_of(a.k, batch_head / a.kv_heads, batch_head % a.kv_heads), run.first,
+                             run.first + run.tokens(), a.k_groups};
     const int64_t rows = (static_cast<int64_t>(batch_head) * a.keys.count() + first_tile) * a.keys.tile;
     const int sequence_head = p.sequence_head(batch_head, run.sequence);
     const float norm = a.rotation.block ? a.rotation.norm : 1.f;

@@ -1,7 +1,7 @@
 // v to quantized values with its keys along rows, each 16 of them in the order of key_permutation.
 #pragma once
-#include "cuda/preprocess/quantize_rows.h"
 #include "cuda/fragment/accumulator.h"
+#include "cuda/preprocess/quantize_rows.h"
 
 namespace octet::cuda {
 
@@ -22,7 +22,8 @@ struct ChannelValues {
     const TileOfKeys run = tile_of_keys(a.keys, first_tile, tiles);
     const int channel = (threadIdx.x / 32 % kHalves * 8 + threadIdx.x % 8) * kVec8;
     const int64_t row = static_cast<int64_t>(a.keys.count()) * a.keys.tile;
-    auto* const to = static_cast<unsigned char*>(a.v_quantized) + (static_cast<int64_t>(batch_head) * Dim + channel) * row +
+    auto* const to = static_cast<unsigned char*>(a.v_quantized) +
+                     (static_cast<int64_t>(batch_head) * Dim + channel) * row +
                      static_cast<int64_t>(first_tile) * a.keys.tile;
     const float scale = kScaled ? a.v_input_scale.at(batch, head) : 1.f;
     int group = threadIdx.x / (32 * kHalves) * 4 + threadIdx.x % 32 / 8;
@@ -37,8 +38,8 @@ struct ChannelValues {
     }
   }
 
-  // Quantized values of 16 keys, of 8 channels that lie `row` bytes apart. What is infinite becomes NaN instead of the largest
-  // code.
+  // Quantized values of 16 keys, of 8 channels that lie `row` bytes apart. What is infinite becomes NaN instead of the
+  // largest code.
   template <bool MayBeInfinite>
   __device__ void write(const typename VecLoader::Raw (&raw)[kGroup], float scale, int channel, int64_t row,
                         unsigned char* to) const {

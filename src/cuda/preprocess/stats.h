@@ -1,8 +1,8 @@
 // The first look at k and v: means and largest numbers of channels over the tokens of a sequence that are seen. Numbers
 // that are not finite count as 0, and in means so do those far beyond typical ones (mean_limit.h).
 #pragma once
-#include "cuda/preprocess/vec8.h"
 #include "cuda/preprocess/quantize_params.h"
+#include "cuda/preprocess/vec8.h"
 
 namespace octet::cuda {
 
@@ -158,7 +158,8 @@ struct StatsOfChannels {
     const int which = static_cast<int>(stats), sequence_head = p.sequence_head(batch_head, chunk.sequence);
     const bool of_sums = stats == StatsOf::k || a.channels.v_mean;
     of_sums ? sum(t, __ldcg(p.scratch.limit[which] + sequence_head), batch_head, chunk, p.scratch.sum[which] + at)
-            : largest(t, a.v_input_scale.at(batch_head / a.kv_heads, batch_head % a.kv_heads), batch_head, chunk, p.scratch.most + at);
+            : largest(t, a.v_input_scale.at(batch_head / a.kv_heads, batch_head % a.kv_heads), batch_head, chunk,
+                      p.scratch.most + at);
 
     const int first = p.chunks.cu_seqlens ? first_tile(p.chunks, chunk.sequence) : 0;
     const int tokens = tokens_of(p.chunks, chunk.sequence),

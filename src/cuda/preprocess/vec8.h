@@ -83,12 +83,39 @@ struct Index4 {
 };
 
 __device__ inline void read(const Strided& t, const Index4& line, Vec8& x) {
-  m_block(t.element, [&](auto* type) { read_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
+  m_block(t.element,
+          [&](auto* type) { read_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
 }
 
 __device__ inline void write(const Strided& t, const Index4& line, const Vec8& x) {
-  m_block(t.element, [&](auto* type) { write_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
+  m_block(t.element,
+          [&](auto* type) { write_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
 }
+
+// Eight channels as they lie in memory, which are converted later, so that many loads can be under way. `In`: the type
+// of all, whose rows are whole 16-byte words, or void for any type and strides.
+template <class In>
+struct RawVec8 {
+  union {
+    uint4 word;
+    In elements[kVec8];
+  };
+  __device__ RawVec8() : word{} {}
+  __device__ void load(const Strided& t, const Index4& at) {
+    word = *reinterpret_cast<const uint4*>(static_cast<const In*>(t.data) + at.offset(t));
+  }
+  __device__ void convert(Vec8& x) const {
+    for (int i = 0; i < kVec8; ++i) x[i] = float(elements[i]);
+  }
+};
+template <>
+struct RawVec8<void> {
+  Vec8 numbers{};
+  __device__ void load(const Strided& t, const Index4& at) { read(t, at, numbers); }
+  __device__ void convert(Vec8& x) const {
+    for (int i = 0; i < kVec8; ++i) x[i] = numbers[i];
+  }
+};
 
 // The rows of a (batch, head).
 struct Head {

@@ -27,7 +27,7 @@ struct TileScheduler {
   int batch, heads;
   int q_tokens, k_tokens;  // of each batch element; packed: of all sequences together
   int rows;                // queries per block
-  int full_blocks;        // of a head: they come first, those of the next fields after them; packed: unused
+  int full_blocks;         // of a head: they come first, those of the next fields after them; packed: unused
   int tail_blocks, tail_rows;
   HeadGroups head_groups;
   unsigned* counter;  // 0 when the kernel starts

@@ -41,7 +41,7 @@ __device__ void mma_AB(Accumulator<TileB::kColumns>& d, const TileA& a, const Ti
 // `a_panel`.
 template <int Columns, class TileA, class TileB>
 __device__ void mma_AtB(Accumulator<Columns>& d, const TileA& a, int a_panel, const TileB& b, int panel,
-                       bool accumulate = false) {
+                        bool accumulate = false) {
   static_assert(TileA::kRows == TileB::kRows);
 #pragma unroll
   for (int step = 0; step < TileA::kRows / 16; ++step)
@@ -62,7 +62,7 @@ __device__ void mma_ABt_8bit(Accumulator<TileB::kRows, Sum>& d, const TileA& a, 
 // d (+)= a b^T of bytes, a in registers.
 template <class Sum, class T, int Columns, class TileB>
 __device__ void mma_ABt_8bit(Accumulator<TileB::kRows, Sum>& d, const Operand<T, Columns>& a, const TileB& b,
-                         bool accumulate) {
+                             bool accumulate) {
   static_assert(TileB::kColumns == Columns);
 #pragma unroll
   for (int step = 0; step < Columns / TileB::kDepth; ++step)

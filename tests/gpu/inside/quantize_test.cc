@@ -1,4 +1,5 @@
-// The quantized values that the GPU makes are the CPU's, bit by bit: k, q and v are coded here by the arithmetic of core/quant.
+// The quantized values that the GPU makes are the CPU's, bit by bit: k, q and v are coded here by the arithmetic of
+// core/quant.
 #include "cuda/preprocess/quantize.h"
 
 #include <cuda_bf16.h>
@@ -152,7 +153,10 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
   if (element == Element::e4m3 && recipe.qk == Quantized::s8) GTEST_SKIP() << "e4m3 is coded at fp8 alone";
   if (dim > 128 && recipe.v != Quantized::none) GTEST_SKIP() << "v is coded up to head dim 128";
   constexpr int kHeads = 4, kKvHeads = 2;
-  const int padded = dim <= 64 ? 64 : dim <= 128 ? 128 : 256, tile = recipe.v == Quantized::s8 && padded == 64 ? 96 : 128;
+  const int padded = dim <= 64    ? 64
+                     : dim <= 128 ? 128
+                                  : 256,
+            tile = recipe.v == Quantized::s8 && padded == 64 ? 96 : 128;
   const bool packed = !layout.cu_seqlens.empty(), given = element == Element::e4m3;
   const int sequences = packed ? static_cast<int>(layout.cu_seqlens.size()) - 1 : layout.batch;
   std::mt19937 random(static_cast<unsigned>(dim));
@@ -179,8 +183,10 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
   const int64_t keys = static_cast<int64_t>(a.keys.count()) * tile, batch_heads = layout.batch * kKvHeads;
   const int64_t queries = static_cast<int64_t>(layout.batch) * kHeads * layout.queries;
   Array<float> k_mean(sequences * kKvHeads * padded), v_mean(k_mean.count), v_channel_scale(k_mean.count),
-      v_inverse(k_mean.count), q_scale(queries), k_scale(batch_heads * keys), v_scale(2 * batch_heads * keys), mean_logit(queries);
-  Array<uint8_t> q_quantized(queries * padded), k_quantized(batch_heads * keys * padded), v_quantized(k_quantized.count);
+      v_inverse(k_mean.count), q_scale(queries), k_scale(batch_heads * keys), v_scale(2 * batch_heads * keys),
+      mean_logit(queries);
+  Array<uint8_t> q_quantized(queries * padded), k_quantized(batch_heads * keys * padded),
+      v_quantized(k_quantized.count);
   if (!given) a.channels.k_mean = k_mean.data, a.mean_logit = mean_logit.data;
   if (recipe.v == Quantized::s8)
     a.channels.v_mean = v_mean.data, a.v_scale = v_scale.data;
@@ -288,7 +294,7 @@ TEST_P(GpuCodesBitByBit, are_those_of_the_cpu) {
         const int64_t lies = at + first_key + j / 16 * 16 + kOrder[j % 16];
         for (int c = 0; c < padded; ++c) {
           const float y = recipe.v == Quantized::s8 ? (std::isnan(steps[j].scale) ? 0.f : row[c] * steps[j].inverse)
-                                               : row[c] * v_channel_step[c].inverse;
+                                                    : row[c] * v_channel_step[c].inverse;
           const int64_t of_channel = memory_side * padded * keys + c * keys + lies - memory_side * keys;
           found.v += unique(recipe.v, code_of(recipe.v, y)) != unique(recipe.v, got_v[of_channel]);
         }

@@ -1,11 +1,11 @@
 // k and v of a block of keys in shared memory, from what the caller has to what the backward kernel multiplies: k less
-// its mean, both times exponents of two, in the operands' type. Three warps convert them in place. The exponents are those of
-// the head, which a sample of it has shown; a block with larger numbers takes smaller ones.
+// its mean, both times exponents of two, in the operands' type. Three warps convert them in place. The exponents are
+// those of the head, which a sample of it has shown; a block with larger numbers takes smaller ones.
 #pragma once
 #include <type_traits>
 
-#include "cuda/ptx/warpgroup.h"
 #include "cuda/preprocess/vec8.h"
+#include "cuda/ptx/warpgroup.h"
 #include "cuda/sm90/bwd/exponents.h"
 #include "cuda/sm90/smem.h"
 
@@ -31,12 +31,12 @@ struct KeyConverter {
   static __device__ int channel(int thread) { return thread % kColumns * kChannels; }
 
   struct Fitted {
-    int exponent;    // numbers are 2^exponent times the caller's
-    int largest;  // all of the caller's are below 2^largest; kNone where that was not asked
+    int exponent;  // numbers are 2^exponent times the caller's
+    int largest;   // all of the caller's are below 2^largest; kNone where that was not asked
   };
   static constexpr int kNone = -150;  // of zeros
-  // At 2^exponent, if all numbers are at most `limit` then and `may_grow` does not ask for the exponent that suits them in
-  // any case. `fetch_again`: brings the rows back.
+  // At 2^exponent, if all numbers are at most `limit` then and `may_grow` does not ask for the exponent that suits them
+  // in any case. `fetch_again`: brings the rows back.
   template <class FetchAgain>
   __device__ Fitted fit(int exponent, float limit, bool may_grow, const FetchAgain& fetch_again) const {
     if (convert(exponent, limit) && !may_grow) return {exponent, kNone};

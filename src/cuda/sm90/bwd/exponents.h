@@ -44,8 +44,8 @@ __device__ inline float power_of_two(int exponent) {
   return __int_as_float((min(max(exponent, -126), 127) + 127) << 23);
 }
 
-// Exponents that bring the largest numbers of each operand to below 2^(15 - room), and |do| (|v| + reach) + |dlse|, which
-// bounds |dp - delta + dlse|, to below 2^-room: times 2^15 p it is ds, a number of f16.
+// Exponents that bring the largest numbers of each operand to below 2^(15 - room), and |do| (|v| + reach) + |dlse|,
+// which bounds |dp - delta + dlse|, to below 2^-room: times 2^15 p it is ds, a number of f16.
 __device__ inline Exponents exponents_for(const PreprocessParams& p, const Sizes& s, int room) {
   Exponents e{};
   if (!p.scaled) return e;
@@ -110,15 +110,16 @@ __device__ inline Sizes sizes_of_part(const PreprocessParams& p, const Sizes& sa
 //   |dq_ic| <= sum_j p_ij |dp_ij - delta_i + dlse_i| |k_jc| <= (|do_i| + |dlse_i| / per_dlse) max(|v| + reach,
 //   per_dlse) |k|
 // of which QueryRows::dq_unit knows the first factor. It comes to below 2^30, a bit below what an int holds.
-__device__ inline float dq_sums_unit(const PreprocessParams& p, const Sizes& sampled, const Sizes& s, const Exponents& e) {
+__device__ inline float dq_sums_unit(const PreprocessParams& p, const Sizes& sampled, const Sizes& s,
+                                     const Exponents& e) {
   const float reach = s.dlse > 0.f ? fmaxf(s.v_row + s.reach, per_dlse(sampled)) : s.v_row + s.reach;
   if (!(reach > 0.f && s.k_smooth > 0.f)) return 1.f;
   return power_of_two(30 - p.weight_exponent - e.product - e.v - exponent_above(reach) - e.k -
                       exponent_above(s.k_smooth));
 }
 
-// The largest number of v, as operand, for which |do| (|v| + reach) + |dlse| is at most 1, as exponents_for asks; |v|_2 is
-// at most sqrt(dim) |v|_inf.
+// The largest number of v, as operand, for which |do| (|v| + reach) + |dlse| is at most 1, as exponents_for asks; |v|_2
+// is at most sqrt(dim) |v|_inf.
 __device__ inline float largest_v(const PreprocessParams& p, const Sizes& s, const Exponents& e) {
   if (!p.scaled || !(s.do_row > 0.f)) return FLT_MAX;
   const double all = ldexp(1.0, -e.product - e.do_ - e.v) - s.dlse;  // of |do| (|v| + reach)

@@ -2,13 +2,13 @@
 #include <algorithm>
 
 #include "cuda/host/launch.h"
-#include "cuda/preprocess/operands.h"
 #include "cuda/host/tensor_map.h"
+#include "cuda/preprocess/operands.h"
+#include "cuda/scheduler/count_blocks.h"
 #include "cuda/sm90/bwd/params.h"
+#include "cuda/sm90/bwd/preprocess.h"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/passes.h"
-#include "cuda/scheduler/count_blocks.h"
-#include "cuda/sm90/bwd/preprocess.h"
 
 namespace octet::cuda::sm90 {
 namespace {
@@ -69,8 +69,8 @@ Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, WorkspaceAllo
 
 std::string backward_name(const Problem& p) {
   const Kernel kernel = kernel_of(p);
-  return text("backward ", f16_compute(p) ? "f16 f16_compute" : "bf16", ", wgmma, ", kernel.rows, " x ", kernel.keys, " tiles",
-              p.deterministic ? ", dq in integers" : "");
+  return text("backward ", f16_compute(p) ? "f16 f16_compute" : "bf16", ", wgmma, ", kernel.rows, " x ", kernel.keys,
+              " tiles", p.deterministic ? ", dq in integers" : "");
 }
 
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
@@ -87,41 +87,42 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   const bool scaled = f16_compute(p), f16 = p.precision == OCTET_PRECISION_F16;
   const octet_dtype cast = f16 ? OCTET_F16 : OCTET_BF16;
   const int weight_exponent = scaled ? 15 : 0;  // p is at most 1, so 2^15 p is a number of f16
-  PreprocessParams params{.q = strided(p.q),
-                       .k = strided(p.k),
-                       .v = strided(p.v),
-                       .do_ = strided(p.do_),
-                       .o = strided(p.o),
-                       .o_residual = needs_exact_o(p) ? strided(p.o_residual) : strided(View{}),
-                       .lse = strided(p.lse),
-                       .dlse = strided(p.dlse),
-                       .sinks = sinks(p.sinks),
-                       .tile_dim = dim,
-                       .type = scaled ? OCTET_F16 : OCTET_BF16,
-                       .round_do = f16 ? OCTET_F32 : OCTET_BF16,
-                       .round_q = cast,
-                       .round_k = cast,
-                       .round_v = cast,
-                       .scaled = scaled,
-                       .smooth = smooths(p),
-                       .q_blocks = q_blocks,
-                       .k_blocks = k_blocks,
-                       .mask = {p.windowed, p.bottom_right, clamp_side(p.left), clamp_side(p.right)},
-                       .group = static_cast<int>(p.group()),
-                       .weight_exponent = weight_exponent,
-                       .scale = p.scale,
-                       .sampled = allocator.take<Sizes>(kv_heads),
-                       .sizes = allocator.take<Sizes>(kv_heads),
-                       .exponents = allocator.take<Exponents>(kv_heads * kParts),
-                       .mean = allocator.take<float>(kv_heads * p.dim),
-                       .q_tiles = allocator.take<unsigned char>(q_bytes),
-                       .do_tiles = allocator.take<unsigned char>(q_bytes),
-                       .rows = allocator.take<unsigned char>(q_tiles * row_bytes(kernel.rows) * (scaled ? kParts : 1)),
-                       .row_sums = sums_rows(p) ? allocator.take<float>(q_tiles * kernel.rows) : nullptr,
-                       .dq = allocator.take<float>(q_tiles * kernel.rows * dim),
-                       .zeroed_heads = static_cast<int>(kv_heads),
-                       .zeroed = allocator.take<unsigned>(kv_heads),
-                       .counter = allocator.take<unsigned>(1)};
+  PreprocessParams params{
+      .q = strided(p.q),
+      .k = strided(p.k),
+      .v = strided(p.v),
+      .do_ = strided(p.do_),
+      .o = strided(p.o),
+      .o_residual = needs_exact_o(p) ? strided(p.o_residual) : strided(View{}),
+      .lse = strided(p.lse),
+      .dlse = strided(p.dlse),
+      .sinks = sinks(p.sinks),
+      .tile_dim = dim,
+      .type = scaled ? OCTET_F16 : OCTET_BF16,
+      .round_do = f16 ? OCTET_F32 : OCTET_BF16,
+      .round_q = cast,
+      .round_k = cast,
+      .round_v = cast,
+      .scaled = scaled,
+      .smooth = smooths(p),
+      .q_blocks = q_blocks,
+      .k_blocks = k_blocks,
+      .mask = {p.windowed, p.bottom_right, clamp_side(p.left), clamp_side(p.right)},
+      .group = static_cast<int>(p.group()),
+      .weight_exponent = weight_exponent,
+      .scale = p.scale,
+      .sampled = allocator.take<Sizes>(kv_heads),
+      .sizes = allocator.take<Sizes>(kv_heads),
+      .exponents = allocator.take<Exponents>(kv_heads * kParts),
+      .mean = allocator.take<float>(kv_heads * p.dim),
+      .q_tiles = allocator.take<unsigned char>(q_bytes),
+      .do_tiles = allocator.take<unsigned char>(q_bytes),
+      .rows = allocator.take<unsigned char>(q_tiles * row_bytes(kernel.rows) * (scaled ? kParts : 1)),
+      .row_sums = sums_rows(p) ? allocator.take<float>(q_tiles * kernel.rows) : nullptr,
+      .dq = allocator.take<float>(q_tiles * kernel.rows * dim),
+      .zeroed_heads = static_cast<int>(kv_heads),
+      .zeroed = allocator.take<unsigned>(kv_heads),
+      .counter = allocator.take<unsigned>(1)};
   // Sums in integers need to know the largest k and v of a head, and pairs of thread blocks have no room for a second
   // stage of k and v.
   if (p.deterministic || kernel.cluster > 1 || !converts_keys(p)) {
@@ -162,33 +163,33 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   }
   preprocess(params, stream);
   BackwardParams a{.q = params.q_tiles,
-                      .k = params.k_tiles,
-                      .v = params.v_tiles,
-                      .do_ = params.do_tiles,
-                      .k_rows = {},
-                      .v_rows = {},
-                      .rows_are_bf16 = p.k.dtype == OCTET_BF16,
-                      .k_mean = params.mean,
-                      .rows = params.rows,
-                      .dq = params.dq,
-                      .zeroed_heads = params.zeroed_heads,
-                      .zeroed = params.zeroed,
-                      .exponents = params.exponents,
-                      .q_blocks = q_blocks,
-                      .k_blocks = k_blocks,
-                      .mask = params.mask,
-                      .batch = static_cast<int>(p.batch),
-                      .heads = static_cast<int>(p.heads),
-                      .kv_heads = static_cast<int>(p.kv_heads),
-                      .dim = static_cast<int>(p.dim),
-                      .dim_v = static_cast<int>(p.dim_v),
-                      .counter = params.counter,
-                      .head_groups = head_groups,
-                      .scale = p.scale,
-                      .weight_exponent = weight_exponent,
-                      .dk = dk.output(),
-                      .dv = dv.output(),
-                      .row_sums = params.row_sums};
+                   .k = params.k_tiles,
+                   .v = params.v_tiles,
+                   .do_ = params.do_tiles,
+                   .k_rows = {},
+                   .v_rows = {},
+                   .rows_are_bf16 = p.k.dtype == OCTET_BF16,
+                   .k_mean = params.mean,
+                   .rows = params.rows,
+                   .dq = params.dq,
+                   .zeroed_heads = params.zeroed_heads,
+                   .zeroed = params.zeroed,
+                   .exponents = params.exponents,
+                   .q_blocks = q_blocks,
+                   .k_blocks = k_blocks,
+                   .mask = params.mask,
+                   .batch = static_cast<int>(p.batch),
+                   .heads = static_cast<int>(p.heads),
+                   .kv_heads = static_cast<int>(p.kv_heads),
+                   .dim = static_cast<int>(p.dim),
+                   .dim_v = static_cast<int>(p.dim_v),
+                   .counter = params.counter,
+                   .head_groups = head_groups,
+                   .scale = p.scale,
+                   .weight_exponent = weight_exponent,
+                   .dk = dk.output(),
+                   .dv = dv.output(),
+                   .row_sums = params.row_sums};
   if (k_tiles) {
     if (!a.k) a.k_rows = tensor_map(p.k, kernel.keys), a.v_rows = tensor_map(p.v, kernel.keys);
     check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),

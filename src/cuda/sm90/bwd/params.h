@@ -61,15 +61,16 @@ constexpr int kParts = 3;
 // have the same q, k and v.
 struct Exponents {
   int q, k, v, do_;
-  int product;        // do v^T is multiplied by 2 to this exponent before ds is rounded
-  float dq_sums_unit;    // where dq is summed as integers: times QueryRows::dq_unit, how many of them are 1
-  float largest_v;    // of operand v, for which ds stays within f16
-  int parts;          // of the (batch, kv head); 1: all of its queries are worked on together
-  float largest_row;  // of the part: what |do| + |dlse| / per_dlse is at most
-  int dq;             // times 2 to this exponent, sums of dq in floats are what the first part's are
+  int product;         // do v^T is multiplied by 2 to this exponent before ds is rounded
+  float dq_sums_unit;  // where dq is summed as integers: times QueryRows::dq_unit, how many of them are 1
+  float largest_v;     // of operand v, for which ds stays within f16
+  int parts;           // of the (batch, kv head); 1: all of its queries are worked on together
+  float largest_row;   // of the part: what |do| + |dlse| / per_dlse is at most
+  int dq;              // times 2 to this exponent, sums of dq in floats are what the first part's are
 };
-// What a head's exponent of k is at most where the kernel converts k: a block with larger k adds to dq its sums times the
-// power of two that it takes less, which shall be floats. A block of a head with this exponent takes what suits its own k.
+// What a head's exponent of k is at most where the kernel converts k: a block with larger k adds to dq its sums times
+// the power of two that it takes less, which shall be floats. A block of a head with this exponent takes what suits its
+// own k.
 constexpr int kMaxKeyExponent = 40;
 // Of a block of keys.
 struct KeyExponents {
@@ -83,12 +84,12 @@ struct QueryRows {
   // In base 2 less weight_exponent, and less what k's mean adds to the row's logits; infinite for queries that see
   // nothing, or that belong to another part.
   float lse[kQueries];
-  float delta[kQueries];  // as the products have it
-  float dq_unit[kQueries];   // see Exponents::dq_sums_unit; NaN once a sum of the row was not finite
-  int first;              // query of the tile, within its sequence
-  int tile;               // its number among those of all heads
-  int spoiled;            // whether dq has a number that is not finite
-  int padding;            // to whole words of 16 bytes
+  float delta[kQueries];    // as the products have it
+  float dq_unit[kQueries];  // see Exponents::dq_sums_unit; NaN once a sum of the row was not finite
+  int first;                // query of the tile, within its sequence
+  int tile;                 // its number among those of all heads
+  int spoiled;              // whether dq has a number that is not finite
+  int padding;              // to whole words of 16 bytes
 };
 
 // Those of a tile as a part has them: [part][batch, head, q block], `tiles` for each part. The first part's delta and
@@ -123,9 +124,9 @@ struct BackwardParams {
   int batch, heads, kv_heads;
   int dim, dim_v;
   unsigned* counter;
-  HeadGroups head_groups;    // of kv heads
-  float scale;          // of the logits
-  int weight_exponent;  // p is rounded times 2 to this exponent
+  HeadGroups head_groups;  // of kv heads
+  float scale;             // of the logits
+  int weight_exponent;     // p is rounded times 2 to this exponent
   Output dk, dv;
   // [batch, head, q block, query]: sum_j ds_ij, which times k's mean belongs to dq. Null where it is 0, as without
   // sinks and a gradient of lse, or where k has lost no mean.

@@ -2,8 +2,8 @@
 #include <type_traits>
 
 #include "cuda/host/launch.h"
-#include "cuda/ptx/grid.h"
 #include "cuda/preprocess/vec8.h"
+#include "cuda/ptx/grid.h"
 #include "cuda/sm90/bwd/preprocess.h"
 #include "cuda/sm90/mma.h"
 

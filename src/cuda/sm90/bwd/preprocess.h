@@ -10,8 +10,8 @@
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/fragment/strided.h"
-#include "cuda/sm90/bwd/params.h"
 #include "cuda/sm90/bwd/config.h"
+#include "cuda/sm90/bwd/params.h"
 
 namespace octet::cuda::sm90 {
 
@@ -43,7 +43,7 @@ struct PreprocessParams {
   float scale;  // of the logits
 
   Sizes *sampled, *sizes;                                 // [batch, kv_head]: of a sample, of all numbers
-  Exponents* exponents;                                         // [batch, kv_head][part]
+  Exponents* exponents;                                   // [batch, kv_head][part]
   float* mean;                                            // [batch, kv_head][dim]: of k in the sample, rounded
   unsigned char *q_tiles, *k_tiles, *v_tiles, *do_tiles;  // no k_tiles: the kernel converts k and v itself
   unsigned char* rows;                                    // of QueryRows; of parts where operands are scaled

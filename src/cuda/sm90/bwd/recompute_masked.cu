@@ -1,6 +1,6 @@
 // Rows of dq, dk and dv from the pairs that see each other and no others, by a warp that reads from global memory: what
-// fragment/unmasked_row.h is to o. The mainloop makes 0 of the P that a mask hides, but ds of such a pair is 0 times NaN
-// where v, do or delta is not finite, and what it is multiplied with may be k or q that is not.
+// fragment/unmasked_row.h is to o. The mainloop makes 0 of the P that a mask hides, but ds of such a pair is 0 times
+// NaN where v, do or delta is not finite, and what it is multiplied with may be k or q that is not.
 //
 // All of that shows in dq: a tile of queries that is not finite anywhere has met such a number, and what it has met
 // beside its own rows are the keys around it that some of its queries do not see.
@@ -8,8 +8,8 @@
 
 #include "cuda/fragment/unmasked_row.h"
 #include "cuda/host/launch.h"
-#include "cuda/ptx/grid.h"
 #include "cuda/preprocess/vec8.h"
+#include "cuda/ptx/grid.h"
 #include "cuda/sm90/bwd/exponents.h"
 #include "cuda/sm90/bwd/preprocess.h"
 
@@ -82,7 +82,8 @@ struct UnmaskedGradients {
 
   __device__ void write_dq(int head, int query, const Strided& dq) const {
     // What the row sees makes it so.
-    if (!isfinite(rows_of(head, query).delta[query % kQueries]) || isnan(number(p.lse, q_state(head, query), 0))) return;
+    if (!isfinite(rows_of(head, query).delta[query % kQueries]) || isnan(number(p.lse, q_state(head, query), 0)))
+      return;
     bool finite = true;
     for (int c = lane; c < a.dim; c += 32) finite &= static_cast<bool>(isfinite(number(dq, q_state(head, query), c)));
     if (__all_sync(~0u, finite)) return;
@@ -163,7 +164,7 @@ constexpr int kThreads = 256;
 template <int Dim>
 __global__ void __launch_bounds__(kThreads)
     recompute_masked_kernel(const __grid_constant__ PreprocessParams p, const __grid_constant__ BackwardParams a,
-                  const __grid_constant__ Strided dq) {
+                            const __grid_constant__ Strided dq) {
   constexpr int kQueries = BackwardTile<Dim>::kQueries;
   ptx::griddepcontrol_wait();
   const int64_t tiles = int64_t{a.batch} * a.heads * a.q_blocks.count;

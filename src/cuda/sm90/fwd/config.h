@@ -76,8 +76,8 @@ struct ForwardTile<PrecisionInt8F16, Dims256> : TwoWarpgroups {
 };
 
 // 8-bit forward. The registers of a group hold s (keys / 2), p (keys / 8), o and the sum of rounded P (dim_v / 2
-// + 4); where quantized values of P change their scale, a product r as large as o and no such sum. Scales of keys take registers
-// too, in the groups and in the producer.
+// + 4); where quantized values of P change their scale, a product r as large as o and no such sum. Scales of keys take
+// registers too, in the groups and in the producer.
 //   kPingPong         groups take ping_pong at their exponentials
 //   kSkips         a group passes over tiles of which its queries see nothing
 constexpr int k8BitStages = 3;  // of k and v

@@ -3,8 +3,8 @@
 
 #include "cuda/host/launch.h"
 #include "cuda/host/status.h"
-#include "cuda/sm90/fwd/launch.h"
 #include "cuda/scheduler/count_blocks.h"
+#include "cuda/sm90/fwd/launch.h"
 
 namespace octet::cuda::sm90 {
 namespace {
@@ -49,20 +49,20 @@ void clear(unsigned* counter, cudaStream_t stream) {
 }
 
 TileScheduler schedule_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
-                     int* blocks_before, cudaStream_t stream) {
+                          int* blocks_before, cudaStream_t stream) {
   const int64_t blocks = (p.tokens_q + kernel.rows - 1) / kernel.rows;
   const TileScheduler schedule{.batch = static_cast<int>(p.batch),
-                          .heads = static_cast<int>(p.heads),
-                          .q_tokens = static_cast<int>(p.tokens_q),
-                          .k_tokens = static_cast<int>(p.tokens_k),
-                          .rows = kernel.rows,
-                          .full_blocks = static_cast<int>(blocks),
-                          .head_groups = head_groups_by_keys(p, blocks, element_bytes),
-                          .counter = counter,
-                          .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
-                          .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
-                          .blocks_before = blocks_before,
-                          .sequences = sequences_of(p)};
+                               .heads = static_cast<int>(p.heads),
+                               .q_tokens = static_cast<int>(p.tokens_q),
+                               .k_tokens = static_cast<int>(p.tokens_k),
+                               .rows = kernel.rows,
+                               .full_blocks = static_cast<int>(blocks),
+                               .head_groups = head_groups_by_keys(p, blocks, element_bytes),
+                               .counter = counter,
+                               .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
+                               .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
+                               .blocks_before = blocks_before,
+                               .sequences = sequences_of(p)};
   if (p.packed()) count_blocks(schedule.cu_seqlens_q, schedule.sequences, kernel.rows, blocks_before, stream);
   return schedule;
 }

@@ -4,8 +4,8 @@
 
 #include "core/problem.h"
 #include "cuda/fragment/mask.h"
-#include "cuda/sm90/kernels.h"
 #include "cuda/scheduler/tile_scheduler.h"
+#include "cuda/sm90/kernels.h"
 
 namespace octet::cuda::sm90 {
 
@@ -15,7 +15,7 @@ int sequences_of(const Problem& p);
 // `element_bytes`: of k and v as the kernel reads them. `counter`: one number of scratch, 0 when the kernel starts.
 // `blocks_before`: [sequences + 1] of them, null unless packed, params on the stream.
 TileScheduler schedule_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
-                     int* blocks_before, cudaStream_t stream);
+                          int* blocks_before, cudaStream_t stream);
 
 // Sets it to 0, where nothing else does.
 void clear(unsigned* counter, cudaStream_t stream);

@@ -3,13 +3,13 @@
 #include <optional>
 
 #include "core/names.h"
-#include "cuda/preprocess/operands.h"
 #include "cuda/host/status.h"
 #include "cuda/host/tensor_map.h"
+#include "cuda/preprocess/operands.h"
+#include "cuda/sm90/fwd/launch.h"
 #include "cuda/sm90/fwd/params.h"
 #include "cuda/sm90/fwd/quantized_qk.h"
 #include "cuda/sm90/kernels.h"
-#include "cuda/sm90/fwd/launch.h"
 #include "cuda/sm90/passes.h"
 #include "cuda/sm90/smem.h"
 
@@ -87,8 +87,8 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   unsigned* const counter = qk ? qk->counter() : allocator.take<unsigned>(1);
   const bool scaled = scales_v(p);
   const Input v(scaled ? View{} : p.v, type, allocator);
-  const ScaledInput v_scaled(scaled ? p.v : View{}, f16_compute(p) ? type : p.v.dtype, f16_compute(p) ? dim_v_of(dims_of(p)) : 0,
-                             allocator);
+  const ScaledInput v_scaled(scaled ? p.v : View{}, f16_compute(p) ? type : p.v.dtype,
+                             f16_compute(p) ? dim_v_of(dims_of(p)) : 0, allocator);
   const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
   if (!workspace || !p.o.elements()) return allocator.used();
 

@@ -5,13 +5,13 @@
 #include "core/error.h"
 #include "core/names.h"
 #include "cuda/fragment/precision.h"
-#include "cuda/preprocess/operands.h"
 #include "cuda/host/status.h"
 #include "cuda/host/tensor_map.h"
+#include "cuda/preprocess/operands.h"
+#include "cuda/sm90/fwd/launch.h"
 #include "cuda/sm90/fwd/params.h"
 #include "cuda/sm90/fwd/quantized_qk.h"
 #include "cuda/sm90/kernels.h"
-#include "cuda/sm90/fwd/launch.h"
 #include "cuda/sm90/passes.h"
 
 namespace octet::cuda::sm90 {
@@ -36,7 +36,8 @@ Kernel kernel_of(const Problem& p) {
     case OCTET_PRECISION_INT8_FP8:
       return forward_8bit_kernel<PrecisionInt8Fp8>(dims);
     case OCTET_PRECISION_FP8:
-      return k_prequantized(p) ? forward_8bit_kernel<PrecisionFp8Prequantized>(dims) : forward_8bit_kernel<PrecisionFp8>(dims);
+      return k_prequantized(p) ? forward_8bit_kernel<PrecisionFp8Prequantized>(dims)
+                               : forward_8bit_kernel<PrecisionFp8>(dims);
     default:
       return forward_8bit_kernel<PrecisionFp8Unscaled>(dims);
   }
@@ -111,12 +112,14 @@ std::size_t forward_8bit(const Problem& p, void* workspace, cudaStream_t stream)
   q_prequantized_view.preprocess(stream), k_prequantized_view.preprocess(stream);
   if (given_scales)
     fill_scales(head_scale(p.q), head_scale(p.k), static_cast<int>(p.batch), c.heads, c.kv_heads,
-               static_cast<int>(p.tokens_q), c.q_scale, stream);
+                static_cast<int>(p.tokens_q), c.q_scale, stream);
   // Right before the kernel, which takes its place while this one drains.
   keys ? quantize(c, scratch, stream) : clear(counter, stream);
 
-  const View q = q_prequantized(p) ? q_prequantized_view.view() : view_8bit(c.q_quantized, p.batch, p.heads, p.tokens_q, dim);
-  const View k = k_prequantized(p) ? k_prequantized_view.view() : view_8bit(c.k_quantized, p.batch, p.kv_heads, keys, dim);
+  const View q =
+      q_prequantized(p) ? q_prequantized_view.view() : view_8bit(c.q_quantized, p.batch, p.heads, p.tokens_q, dim);
+  const View k =
+      k_prequantized(p) ? k_prequantized_view.view() : view_8bit(c.k_quantized, p.batch, p.kv_heads, keys, dim);
   a.q = tensor_map(q, kernel.rows, panel_bytes(dim));
   if (keys) {
     a.k = tensor_map(k, kernel.keys, panel_bytes(dim));

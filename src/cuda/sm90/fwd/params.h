@@ -24,7 +24,7 @@ struct ForwardParams {
   int keys;  // of a head of k, in whole tiles
   float scale;
   const float *q_scale, *k_scale;  // [batch, head, token], [batch, kv_head, keys]
-  const float* mean_logit;       // [batch, head, token]: q times the mean that k lost; null: not wanted
+  const float* mean_logit;         // [batch, head, token]: q times the mean that k lost; null: not wanted
   Output o, o_residual, lse;
   const float* v_mean;  // [batch, kv_head, kernel's dim_v] that v was reduced by; of kCompensated precisions
   Sinks sinks;
@@ -36,8 +36,8 @@ struct ForwardParams {
 // Keys of 8-bit operands lie in whole multiples of n = kLaidOutKeys: each sequence starts a new one. In packed
 // sequences s starts at (first key / n + s) n.
 struct Forward8BitParams {
-  CUtensorMap q, k;                    // quantized values [dim, token, head, batch]
-  CUtensorMap v;                       // quantized values [key, channel, head, batch], each 16 keys in the order of key_permutation
+  CUtensorMap q, k;  // quantized values [dim, token, head, batch]
+  CUtensorMap v;     // quantized values [key, channel, head, batch], each 16 keys in the order of key_permutation
   int q_broadcast[2], k_broadcast[2];  // 0 where all heads, all batch elements are one, else 1
   bool k_in_tiles;                     // or where the caller has them
   int keys;                            // of a head of v, in whole tiles
@@ -46,11 +46,12 @@ struct Forward8BitParams {
   int group;  // heads of q per head of k and v
   int dim_v;
   float scale, scale_log2e;
-  const float* q_scale;              // [batch, head, token], or null: 1
-  const float* k_scale;              // [batch, kv_head, keys], or [.., keys / 64, group], or null
-  const float* v_scale;              // [batch, kv_head, tile, 2, key]: log2 of the steps, their inverses; or null
-  const float *v_channel_scale, *v_mean;  // [sequence, kv_head, kernel's dim_v]: the scale of each channel, the mean; or null
-  const float* mean_logit;          // [batch, head, token]: q times the mean that k lost, or null
+  const float* q_scale;  // [batch, head, token], or null: 1
+  const float* k_scale;  // [batch, kv_head, keys], or [.., keys / 64, group], or null
+  const float* v_scale;  // [batch, kv_head, tile, 2, key]: log2 of the steps, their inverses; or null
+  const float *v_channel_scale,
+      *v_mean;              // [sequence, kv_head, kernel's dim_v]: the scale of each channel, the mean; or null
+  const float* mean_logit;  // [batch, head, token]: q times the mean that k lost, or null
   Output o, o_residual, lse;
   Sinks sinks;
   Output q_rows, k_rows;  // what the tensor maps read, of `dim` channels; the type is the kernel's

@@ -2,8 +2,8 @@
 
 #include "core/quant/hadamard.h"
 #include "cuda/preprocess/operands.h"
-#include "cuda/sm90/fwd/quantized_qk.h"
 #include "cuda/sm90/fwd/launch.h"
+#include "cuda/sm90/fwd/quantized_qk.h"
 
 namespace octet::cuda::sm90 {
 

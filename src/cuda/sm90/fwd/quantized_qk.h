@@ -26,7 +26,7 @@ class Int8Logits {
   // `dim`: the kernel's.
   Int8Logits(const Problem& p, int64_t dim, int tile, WorkspaceAllocator& workspace);
   void quantize(cudaStream_t stream) const;
-  unsigned* counter() const { return static_cast<unsigned*>(scratch_); }   // 0 after `preprocess`
+  unsigned* counter() const { return static_cast<unsigned*>(scratch_); }       // 0 after `preprocess`
   View q() const { return view(codes_.q_quantized, codes_.heads, queries_); }  // [batch, head, token, dim]
   View k() const { return view(codes_.k_quantized, codes_.kv_heads, keys_); }  // [batch, kv_head, keys, dim]
   int keys() const { return static_cast<int>(keys_); }

@@ -1,8 +1,8 @@
 // Included by one file per operand type, so that they compile batch_head by batch_head.
 #pragma once
-#include "cuda/sm90/bwd/mainloop.h"
+#include "cuda/sm90/bwd/kernel.h"
+#include "cuda/sm90/bwd/kernel_2cta.h"
 #include "cuda/sm90/kernels.h"
-#include "cuda/sm90/bwd/mainloop_2cta.h"
 
 namespace octet::cuda::sm90 {
 

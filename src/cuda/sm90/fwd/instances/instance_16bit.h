@@ -1,6 +1,6 @@
 // Included by one file per precision, so that they compile batch_head by batch_head.
 #pragma once
-#include "cuda/sm90/fwd/mainloop.h"
+#include "cuda/sm90/fwd/kernel.h"
 #include "cuda/sm90/kernels.h"
 
 namespace octet::cuda::sm90 {

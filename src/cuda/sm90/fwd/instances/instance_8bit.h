@@ -1,6 +1,6 @@
 // Included by one file per precision, so that they compile batch_head by batch_head.
 #pragma once
-#include "cuda/sm90/fwd/mainloop_8bit.h"
+#include "cuda/sm90/fwd/kernel_8bit.h"
 #include "cuda/sm90/kernels.h"
 
 namespace octet::cuda::sm90 {
@@ -19,8 +19,7 @@ Kernel describe_8bit() {
 
 template <class Precision>
 Kernel forward_8bit_kernel(DimsIndex dims) {
-  return dims == DimsIndex::d64 ? describe_8bit<Precision, Dims64>()
-                                : describe_8bit<Precision, Dims128>();
+  return dims == DimsIndex::d64 ? describe_8bit<Precision, Dims64>() : describe_8bit<Precision, Dims128>();
 }
 
 }  // namespace octet::cuda::sm90

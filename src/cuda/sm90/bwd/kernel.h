@@ -1,0 +1,35 @@
+// The entry of the backward kernel.
+#pragma once
+#include "cuda/ptx/grid.h"
+#include "cuda/sm90/bwd/mainloop.h"
+#include "cuda/sm90/bwd/producer.h"
+
+namespace octet::cuda::sm90 {
+
+template <class T, int Dim, Sums sums>
+__global__ void __launch_bounds__(Backward<T, Dim, sums>::kThreads, 1)
+    backward(const __grid_constant__ BackwardParams arguments) {
+  using Kernel = Backward<T, Dim, sums>;
+  extern __shared__ unsigned char memory[];
+  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
+  Kernel kernel{arguments, shared};
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x == 0) {
+    shared.init(Kernel::kConsumerThreads + 1 + (arguments.k ? 0 : Kernel::Converter::kThreads));
+    publish_barriers();
+  }
+  __syncthreads();
+  ptx::griddepcontrol_wait();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    ptx::reg_dealloc<kBackwardProducerRegisters>();
+    if (threadIdx.x == 0) kernel.produce();
+    if (threadIdx.x >= 32) kernel.convert_keys(threadIdx.x - 32);
+  } else {
+    ptx::reg_alloc<kBackwardRegisters>();
+    kernel.consume(warpgroup - 1);
+  }
+}
+
+}  // namespace octet::cuda::sm90

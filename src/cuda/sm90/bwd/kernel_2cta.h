@@ -1,0 +1,41 @@
+// The entry of the 2-CTA backward kernel.
+#pragma once
+#include "cuda/ptx/grid.h"
+#include "cuda/sm90/bwd/mainloop_2cta.h"
+#include "cuda/sm90/bwd/producer_2cta.h"
+
+namespace octet::cuda::sm90 {
+
+template <class T, int Dim, Sums sums>
+__global__ void __cluster_dims__(Backward2Cta<T, Dim, sums>::kBlocks)
+    __launch_bounds__(Backward2Cta<T, Dim, sums>::kThreads, 1)
+        backward_2cta(const __grid_constant__ BackwardParams arguments) {
+  using Kernel = Backward2Cta<T, Dim, sums>;
+  extern __shared__ unsigned char memory[];
+  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
+  Kernel kernel{arguments, shared};
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x == 0) {
+    shared.init();
+    publish_barriers();
+  }
+  ptx::cluster_sync();
+  ptx::griddepcontrol_wait();
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    ptx::reg_dealloc<k2CtaProducerRegisters>();
+    if (threadIdx.x == 0) kernel.load_keys();
+    if (threadIdx.x == 32) kernel.load_queries();
+    if (threadIdx.x >= 64) kernel.clear_all(threadIdx.x - 64);
+  } else if (warpgroup == 1) {
+    ptx::reg_dealloc<k2CtaPRegisters>();
+    kernel.compute_p_ds();
+  } else {
+    ptx::reg_alloc<k2CtaGradientRegisters>();
+    kernel.accumulate(warpgroup - 2);
+  }
+  ptx::cluster_sync();  // nobody leaves while the peer may still arrive here
+}
+
+}  // namespace octet::cuda::sm90

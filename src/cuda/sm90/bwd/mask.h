@@ -1,0 +1,45 @@
+// Which pairs of a block of keys and a tile of queries see each other.
+#pragma once
+#include "cuda/fragment/accumulator.h"
+#include "cuda/sm90/bwd/schedule.h"
+
+namespace octet::cuda::sm90 {
+
+// The steps of a block in which all of so many queries see all of `keys` from `key`, by how many are left. Only tiles
+// of a mask by position are visited from the first on; without one all tiles see the same keys.
+struct UnmaskedSteps {
+  int most, least;
+  __device__ UnmaskedSteps(const BackwardParams& a, const KeyBlockInfo& w, int key, int keys, int queries, int group)
+      : most(w.tiles.count() * group), least(0) {
+    if (a.mask.windowed) {
+      const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
+      const int first = (max(key + keys - 1 - shift - a.mask.right, 0) + queries - 1) / queries;
+      const int last = (key - shift + a.mask.left + 1) / queries;
+      most = (w.tiles.last - max(first, w.tiles.first)) * group,
+      least = (w.tiles.last - min(last, w.tiles.last)) * group;
+    }
+    if (key + keys > w.k.tokens) least = most;
+  }
+  __device__ bool has(int left) const { return least < left && left <= most; }
+};
+
+// p of pairs that do not see each other becomes 0. Rows are keys from `key`, columns queries from `query`.
+template <int Columns>
+__device__ void mask_P(const BackwardParams& a, Accumulator<Columns>& p, const KeyBlockInfo& w, int key, int query) {
+  const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
+  const int left = a.mask.windowed ? a.mask.left : Mask::kUnbounded;
+  const int right = a.mask.windowed ? a.mask.right : Mask::kUnbounded;
+#pragma unroll
+  for (int row = 0; row < kRowsPerThread; ++row) {
+    const int j = key + fragment_row() + 8 * row;
+    const int distance = j - shift - query - fragment_column() + left;  // of the fragment's column 0
+#pragma unroll
+    for (int i = 0; i < Columns / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (j >= w.k.tokens || static_cast<unsigned>(distance - 8 * i - c) > static_cast<unsigned>(left + right))
+          p.x[4 * i + 2 * row + c] = 0.f;
+  }
+}
+
+}  // namespace octet::cuda::sm90

@@ -1,0 +1,152 @@
+// The producer warpgroup of the backward pass: one thread draws blocks of keys and loads all operands; three warps
+// convert k and v of the next block and clear sums of dq of a later head.
+#pragma once
+#include "cuda/sm90/bwd/backward.h"
+
+namespace octet::cuda::sm90 {
+
+// Fetches q and do, and blocks of keys ahead of their first step.
+template <class T, int Dim, Sums sums>
+__device__ inline void Backward<T, Dim, sums>::produce() {
+  unsigned n = 0;  // steps
+  next_tile(0);
+  for (unsigned tile_index = 0;; ++tile_index) {
+    const int slot = tile_index % Shared::kTileSlots;
+    const KeyBlockInfo& w = shared.work[slot];
+    if (!w.valid()) return;
+    if (w.part == 0)
+      load_tiles<true>(w, tile_index, n);
+    else
+      load_tiles<false>(w, tile_index, n);
+    shared.tile_pipe.empty[slot].arrive();
+  }
+}
+
+template <class T, int Dim, Sums sums>
+template <bool kFirstPart>
+__device__ inline void Backward<T, Dim, sums>::load_tiles(const KeyBlockInfo& w, unsigned tile_index, unsigned& n) {
+  const int group = a.heads / a.kv_heads, steps = group * w.tiles.count();
+  const int prefetch_at =
+      max(min(steps, kPrefetchDistance) - 1, 0);  // the next block is drawn before so many last steps
+  MBlock m_block{w.tiles.start, 0};
+  for (int left = steps;; --left, ++n, m_block.advance(w.tiles, group)) {
+    if (left == prefetch_at) next_tile(tile_index + 1);
+    if (!left) return;
+    const int64_t tile = schedule.q_tile(w, m_block, group);
+    const int s = n % kStages, do_stage = n % kDoStages;
+    const uint32_t empty = n / kStages % 2 ^ 1;
+    shared.q_pipe.empty[s].wait(empty);
+    shared.q_pipe.full[s].arrive_expecting(TileQ::kBytes + sizeof(Rows));
+    fetch(shared.q[s], a.q + tile * TileQ::kBytes, TileQ::kBytes, shared.q_pipe.full[s]);
+    shared.rows_empty[s].wait(empty);
+    fetch(&shared.rows[s], schedule.template rows<Rows, kFirstPart>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
+    shared.do_pipe.empty[do_stage].wait(n / kDoStages % 2 ^ 1);
+    shared.do_pipe.full[do_stage].arrive_expecting(TileQ::kBytes);
+    fetch(shared.do_[do_stage], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_pipe.full[do_stage]);
+  }
+}
+
+// Draws the next block of keys, or takes the last for the next part of its queries, and fetches its k and v.
+template <class T, int Dim, Sums sums>
+__device__ inline void Backward<T, Dim, sums>::next_tile(unsigned tile_index) {
+  const int slot = tile_index % Shared::kTileSlots, stage = tile_index % kKeyStages;
+  KeyBlockInfo& w = shared.work[slot];
+  shared.tile_pipe.empty[slot].wait(tile_index / Shared::kTileSlots % 2 ^ 1);
+  const KeyBlockInfo& last = shared.work[(tile_index + Shared::kTileSlots - 1) % Shared::kTileSlots];
+  const bool again = tile_index > 0 && schedule.next_part(last, w);
+  while (!again) {
+    schedule.find(atomicAdd(a.counter, 1u), w);
+    if (!w.valid() || w.k.index >= 0) break;  // not past the last block of packed sequences
+  }
+  shared.tile_pipe.full[slot].arrive();
+  if (!w.valid()) {
+    shared.k_rows_full[stage].arrive();
+    return;
+  }
+  const uint32_t empty = tile_index / kKeyStages % 2 ^ 1;
+  shared.k_pipe.empty[stage].wait(empty), shared.v_pipe.empty[stage].wait(empty);
+  if (a.k)
+    fetch_tiles(w, stage);
+  else
+    fetch_rows(true, w, stage), fetch_rows(false, w, stage);
+}
+
+template <class T, int Dim, Sums sums>
+__device__ inline void Backward<T, Dim, sums>::fetch_tiles(KeyBlockInfo& w, int stage) const {
+  const int head = w.batch * a.kv_heads + w.kv_head;
+  const int64_t tile = (static_cast<int64_t>(head) * a.k_blocks.count + w.block) * TileK::kBytes;
+  const Exponents& e = schedule.exponents(w);
+  w.exponents.k = e.k, w.exponents.v = e.v, w.exponents.ds = 0;
+  shared.k_pipe.full[stage].arrive_expecting(TileK::kBytes);
+  fetch(shared.k[stage], a.k + tile, TileK::kBytes, shared.k_pipe.full[stage]);
+  shared.v_pipe.full[stage].arrive_expecting(TileK::kBytes);
+  fetch(shared.v[stage], a.v + tile, TileK::kBytes, shared.v_pipe.full[stage]);
+}
+
+template <class T, int Dim, Sums sums>
+__device__ inline void Backward<T, Dim, sums>::fetch_rows(bool is_k, const KeyBlockInfo& w, int stage) const {
+  Barrier& full = rows_full(is_k, stage);
+  full.arrive_expecting(TileK::kBytes);
+  load(TileK{is_k ? shared.k[stage] : shared.v[stage]}, is_k ? a.k_rows : a.v_rows, w.k.first + w.first_key, w.kv_head,
+       w.batch, &full.word);
+}
+
+// Converts k and v of a block of keys while the one before is worked on, unless they come as tiles.
+template <class T, int Dim, Sums sums>
+__device__ inline void Backward<T, Dim, sums>::convert_keys(int thread) {
+  if (a.k) return;
+  uint32_t phases = 0;  // of the barriers of k and v, in each stage
+  for (unsigned tile_index = 0;; ++tile_index) {
+    const int stage = tile_index % kKeyStages;
+    KeyBlockInfo& w = shared.work[tile_index % Shared::kTileSlots];
+    // One thread looks at the barrier from time to time, as looking takes the others' time.
+    if (thread == 0) shared.k_rows_full[stage].wait_asleep(phases >> rows_phase_bit(true, stage) & 1);
+    __syncwarp();
+    ptx::barrier_sync(Converter::kBarrier, Converter::kThreads);
+    if (!w.valid()) return;
+    convert_rows(thread, true, w, stage, phases);
+    if (thread == 0) await_zeros(a, w, a.k_blocks.count);
+    convert_rows(thread, false, w, stage, phases);
+    clear_ahead<kQueries * Dim, Converter::kThreads>(a, w, w.block, a.k_blocks.count, thread, Converter::kBarrier);
+    shared.tile_pipe.empty[tile_index % Shared::kTileSlots].arrive();
+  }
+}
+
+// Converts k or v once it has come.
+template <class T, int Dim, Sums sums>
+__device__ inline void Backward<T, Dim, sums>::convert_rows(int thread, bool is_k, KeyBlockInfo& w, int stage,
+                                                            uint32_t& phases) const {
+  const auto await = [&] {
+    const int bit = rows_phase_bit(is_k, stage);
+    rows_full(is_k, stage).wait(phases >> bit & 1);
+    phases ^= 1u << bit;
+  };
+  const auto fetch_again = [&] {
+    if (thread == 0) fetch_rows(is_k, w, stage);
+    __syncwarp();
+    await();
+  };
+  const int head = w.batch * a.kv_heads + w.kv_head, channel = Converter::channel(thread);
+  const KeyRange seen = a.mask.seen(w.q.tokens, w.k.tokens);
+  const int first_row = max(seen.first - w.first_key, 0);
+  const Converter converter{.thread = static_cast<unsigned>(thread),
+                            .tile = {is_k ? shared.k[stage] : shared.v[stage]},
+                            .first_row = static_cast<unsigned>(first_row),
+                            .rows = static_cast<unsigned>(max(min(seen.last - w.first_key, kKeys) - first_row, 0)),
+                            .bf16 = a.rows_are_bf16,
+                            .mean = is_k && channel < a.dim ? a.k_mean + head * a.dim + channel : nullptr};
+  const Exponents& e = schedule.exponents(w);
+  await();
+  const auto fitted = is_k ? converter.fit(e.k, Converter::kLargest, e.k == kMaxKeyExponent, fetch_again)
+                           : converter.fit(e.v, fminf(e.largest_v, Converter::kLargest), false, fetch_again);
+  if (thread > 0) return;
+  if (is_k)
+    w.exponents.k = fitted.exponent;
+  else
+    w.exponents.v = fitted.exponent,
+    w.exponents.ds =
+        fitted.largest > Converter::kNone ? max(fitted.largest + e.v + 1 - exponent_above(e.largest_v), 0) : 0;
+  (is_k ? shared.k_pipe : shared.v_pipe).full[stage].arrive();
+}
+
+}  // namespace octet::cuda::sm90

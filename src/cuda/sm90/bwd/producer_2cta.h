@@ -1,0 +1,122 @@
+// The producer warpgroup of the 2-CTA backward pass: one thread loads k and v, one q and do, two warps clear sums of dq
+// of a later head.
+#pragma once
+#include "cuda/sm90/bwd/backward_2cta.h"
+
+namespace octet::cuda::sm90 {
+
+// The next block of keys: the first thread block numbers_taken it and tells the peer.
+template <class T, int Dim, Sums sums>
+__device__ inline unsigned Backward2Cta<T, Dim, sums>::next_number(unsigned draw) {
+  if (rank() == 0) {
+    const unsigned number = atomicAdd(a.counter, 1u);
+    shared.number_pipe.empty[0].wait(draw % 2 ^ 1);
+    ptx::store_at(ptx::at_rank(&shared.number, 1), number, ptx::at_rank(&shared.number_pipe.full[0], 1));
+    return number;
+  }
+  shared.number_pipe.full[0].arrive_expecting(sizeof(shared.number));
+  shared.number_pipe.full[0].wait(draw % 2);
+  const unsigned number = *static_cast<volatile uint32_t*>(&shared.number);
+  ptx::arrive_at(ptx::at_rank(&shared.number_pipe.empty[0], 0));
+  return number;
+}
+
+// Draws blocks of keys, each taken once for each part of its queries, and fetches k and v.
+template <class T, int Dim, Sums sums>
+__device__ inline void Backward2Cta<T, Dim, sums>::load_keys() {
+  unsigned tile_index = 0, numbers_taken = 0;
+  for (;;) {
+    KeyBlockInfo& w = shared.work[tile_index % Shared::kTileSlots];
+    const KeyBlockInfo& last = shared.work[(tile_index + Shared::kTileSlots - 1) % Shared::kTileSlots];
+    const bool again = tile_index > 0 && schedule.next_part(last, w);
+    while (!again) {
+      schedule.find(next_number(numbers_taken++), w);
+      if (!w.valid() || w.k.index >= 0) break;  // not past the last block of packed sequences
+    }
+    const uint32_t empty = tile_index % 2 ^ 1;
+    shared.tile_pipe.full[0].arrive();
+    if (!w.valid()) {
+      shared.k_pipe.empty[0].wait(empty);
+      shared.k_pipe.full[0].arrive();
+      return;
+    }
+    const int64_t tile = (static_cast<int64_t>(w.batch) * a.kv_heads + w.kv_head) * a.k_blocks.count + w.block;
+    const auto fetch_panels = [&](unsigned char* to, const unsigned char* tiles, int of_rank, int first, int panels,
+                                  Pipeline<1>& ring) {
+      const unsigned char* const from = tiles + tile * TileCluster::kBytes + of_rank * TileK::kPanelBytes;
+      for (int panel = 0; panel < panels; ++panel)
+        fetch(to + panel * TileK::kPanelBytes, from + (first + panel) * TileCluster::kPanelBytes, TileK::kPanelBytes,
+              ring.full[0]);
+    };
+    shared.v_pipe.empty[0].wait(empty);
+    shared.v_pipe.full[0].arrive_expecting(TileK::kBytes);
+    fetch_panels(shared.v, a.v, rank(), 0, TileK::kPanels, shared.v_pipe);
+    await_zeros(a, w, kBlocks * a.k_blocks.count);
+    shared.k_pipe.empty[0].wait(empty);
+    shared.k_pipe.full[0].arrive_expecting(TileK::kBytes + Half::kBytes);
+    fetch_panels(shared.k, a.k, rank(), 0, TileK::kPanels, shared.k_pipe);
+    fetch_panels(shared.remote_k, a.k, peer(), rank() * Half::kPanels, Half::kPanels, shared.k_pipe);
+    // A block is drawn late, once all tiles of the last are fetched, so that all blocks end together.
+    shared.tile_pipe.empty[0].wait(tile_index % 2);
+    ++tile_index;
+  }
+}
+
+// Clears sums of dq of later heads, a part with each block of keys.
+template <class T, int Dim, Sums sums>
+__device__ inline void Backward2Cta<T, Dim, sums>::clear_all(int thread) {
+  for (unsigned tile_index = 0;; ++tile_index) {
+    shared.k_pipe.full[0].wait_asleep(tile_index % 2);
+    const KeyBlockInfo& w = shared.work[tile_index % Shared::kTileSlots];
+    if (!w.valid()) return;
+    const int part = kBlocks * w.block + rank();
+    clear_ahead<kQueries * Dim, kClearing>(a, w, part, kBlocks * a.k_blocks.count, thread, kBarrier);
+    shared.k_pipe.empty[0].arrive();
+  }
+}
+
+// Fetches q and do, those of a block's first step before k of the last was given back; in the order in which their
+// places become free.
+template <class T, int Dim, Sums sums>
+__device__ inline void Backward2Cta<T, Dim, sums>::load_queries() {
+  unsigned n = 0;  // steps
+  for (unsigned tile_index = 0;; ++tile_index) {
+    shared.tile_pipe.full[0].wait(tile_index % 2);
+    const KeyBlockInfo& w = shared.work[tile_index % Shared::kTileSlots];
+    if (!w.valid()) return;
+    if (w.part == 0)
+      load_queries<true>(w, n);
+    else
+      load_queries<false>(w, n);
+    shared.tile_pipe.empty[0].arrive();
+  }
+}
+
+template <class T, int Dim, Sums sums>
+template <bool kFirstPart>
+__device__ inline void Backward2Cta<T, Dim, sums>::load_queries(const KeyBlockInfo& w, unsigned& n) {
+  const int group = a.heads / a.kv_heads;
+  MBlock m_block{w.tiles.start, 0};
+  for (int left = group * w.tiles.count(); left; --left, ++n, m_block.advance(w.tiles, group)) {
+    const int64_t tile = schedule.q_tile(w, m_block, group);
+    const auto fetch_half = [&](unsigned char* to, const unsigned char* tiles, int half, Barrier& full,
+                                uint32_t more = 0) {
+      full.arrive_expecting(Half::kBytes + more);
+      fetch(to, tiles + tile * TileQ::kBytes + half * Half::kBytes, Half::kBytes, full);
+    };
+    const int s = n % kStages;
+    const uint32_t empty = n / kStages % 2 ^ 1;
+    shared.q_pipe.empty[s].wait(empty);
+    shared.rows_empty[s].wait(empty);
+    fetch_half(shared.q_local[s], a.q, rank(), shared.q_pipe.full[s], sizeof(Rows));
+    fetch(&shared.rows[s], schedule.template rows<Rows, kFirstPart>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
+    shared.q_remote_pipe.empty[0].wait(n % 2 ^ 1);
+    fetch_half(shared.q_remote, a.q, peer(), shared.q_remote_pipe.full[0]);
+    shared.do_pipe.empty[s].wait(empty);
+    fetch_half(shared.do_local[s], a.do_, rank(), shared.do_pipe.full[s]);
+    shared.do_remote_pipe.empty[0].wait(n % 2 ^ 1);
+    fetch_half(shared.do_remote, a.do_, peer(), shared.do_remote_pipe.full[0]);
+  }
+}
+
+}  // namespace octet::cuda::sm90

@@ -1,0 +1,97 @@
+// The exponents of all heads from the largest of all their numbers, and once more the tiles of heads whose numbers do
+// not fit the exponents of the sample.
+#include <algorithm>
+
+#include "cuda/sm90/bwd/tile_writer.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+constexpr int kThreads = kPreprocessThreads;
+
+// Settles the exponents of all heads and their parts, and writes those again whose numbers the sample's exponents do
+// not fit.
+template <class T, class In, int Dim>
+__global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_constant__ PreprocessParams p) {
+  __shared__ bool again[kThreads];
+  __shared__ Exponents of_head[kParts];
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+  const int all = static_cast<int>(p.k.shape[0] * p.k.shape[1]);
+  const auto settled = [&](int kv, int part, bool& unfit) {
+    const Sizes sampled = p.sampled[kv];
+    Sizes sizes = p.sizes[kv];
+    if (!p.k_tiles) sizes.k = sampled.k, sizes.v = sampled.v, sizes.v_row = sampled.v_row;  // as far as they are known
+    const int parts = parts_of(p, sampled, sizes);
+    const Sizes all = sizes;
+    if (parts > 1) sizes = sizes_of_part(p, sampled, all, part, parts);
+    const Exponents sample = exponents_for(p, sampled, kRoomOfSample), exact = exponents_for(p, sizes, kRoom);
+    unfit = parts > 1 || !fits(sample, exact);
+    Exponents exponents = unfit ? exact : sample;
+    exponents.parts = parts;
+    if (parts > 1) exponents.largest_row = largest_row(p, sampled, part);
+    if (part > 0) {
+      const Exponents e = exponents_for(p, sizes_of_part(p, sampled, all, 0, parts), kRoom);
+      exponents.dq = e.product + e.do_ - exponents.product - exponents.do_;
+    }
+    exponents.dq_sums_unit = dq_sums_unit(p, sampled, sizes, exponents);
+    exponents.largest_v = largest_v(p, sizes, exponents);
+    return exponents;
+  };
+  for (int first = 0; first < all; first += kThreads) {
+    const int kv = first + static_cast<int>(threadIdx.x);
+    bool unfit = false;
+    if (kv < all) {
+      int part = 0, parts = 1;
+      for (; part < parts; ++part) {
+        const Exponents exponents = settled(kv, part, unfit);
+        parts = exponents.parts;
+        if (blockIdx.x == 0) p.exponents[kv * kParts + part] = exponents;
+      }
+    }
+    again[threadIdx.x] = unfit;
+    if (!__syncthreads_or(unfit)) continue;
+    for (int i = 0; i < kThreads; ++i) {
+      if (!again[i]) continue;
+      const TileWriter<T, In, Dim> writer{p, first + i};
+      __syncthreads();  // the head before is written
+      if (threadIdx.x < kParts) of_head[threadIdx.x] = settled(first + i, threadIdx.x, unfit);
+      __syncthreads();
+      const auto exponents_of = [&](int part) -> const Exponents& { return of_head[part]; };
+      for (int tile = blockIdx.x; tile < p.group * p.q_blocks.count; tile += gridDim.x)
+        writer.template queries<false>((first + i) * p.group + tile / p.q_blocks.count, tile % p.q_blocks.count,
+                                       exponents_of);
+      for (int block = blockIdx.x; p.k_tiles && block < p.k_blocks.count; block += gridDim.x)
+        writer.keys(block, false, exponents_of);
+    }
+    __syncthreads();
+  }
+}
+
+template <class T, class In, int Dim>
+void launch(const PreprocessParams& p, cudaStream_t stream) {
+  constexpr int kSharedBytes = TileWriter<T, In, Dim>::kSharedBytes;
+  const auto kernel = rescale_kernel<T, In, Dim>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        "cudaFuncSetAttribute");
+  constexpr unsigned kBlocks = 264;
+  launch_pdl(kernel, std::clamp(preprocess_tiles(p), 1u, kBlocks), kThreads, kSharedBytes, stream, p);
+}
+
+}  // namespace
+
+template <class T, class In>
+void launch_rescale(const PreprocessParams& p, cudaStream_t stream) {
+  const auto launch_dim = p.tile_dim == 64    ? launch<T, In, 64>
+                          : p.tile_dim == 128 ? launch<T, In, 128>
+                                              : launch<T, In, 256>;
+  launch_dim(p, stream);
+}
+
+template void launch_rescale<Bf16, Bf16>(const PreprocessParams&, cudaStream_t);
+template void launch_rescale<Bf16, void>(const PreprocessParams&, cudaStream_t);
+template void launch_rescale<F16, Bf16>(const PreprocessParams&, cudaStream_t);
+template void launch_rescale<F16, F16>(const PreprocessParams&, cudaStream_t);
+template void launch_rescale<F16, void>(const PreprocessParams&, cudaStream_t);
+
+}  // namespace octet::cuda::sm90

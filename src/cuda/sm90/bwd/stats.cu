@@ -1,0 +1,166 @@
+// Statistics of a sample of each head: the largest numbers, the mean of k, typical rows of do.
+#include "cuda/preprocess/mean_limit.h"
+#include "cuda/ptx/grid.h"
+#include "cuda/sm90/bwd/exponents.h"
+#include "cuda/sm90/bwd/preprocess_kernels.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+constexpr int kThreads = kPreprocessThreads;
+constexpr int kSampled = 128;  // tokens of a (batch, kv head)
+enum class Tensor { q, k, v, do_, count };
+
+// A mean of numbers of at most `largest` that can be subtracted from all of them in f16: rounded so that both, and so
+// the difference, are multiples of 2^-10 times the power of two above twice `largest`. Only numbers of bf16 with less
+// than a sixteenth of the mean have digits below, and are then rounded as any are. Numbers of f16 have three bits more:
+// unless all lie near their mean, within a factor of two, the difference would lose some, and logits with it; then the
+// mean counts as 0.
+__device__ inline float on_grid_of(float largest, float mean, bool of_f16) {
+  if (!(largest > 0.f) || (of_f16 && 4.f * fabsf(mean) < 3.f * largest)) return 0.f;
+  const int exponent = exponent_above(largest) - 9;
+  return ldexpf(rintf(ldexpf(mean, -exponent)), exponent);
+}
+
+// One block for each (batch, kv head) and tensor: samples tokens evenly. A sample is read again where it is needed
+// twice, so that registers are left for blocks beside each other.
+template <class In>
+__global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constant__ PreprocessParams p) {
+  constexpr int kAtOnce = std::is_void_v<In> ? 1 : 4;  // samples that a thread reads before it looks at them
+  constexpr int kWarps = kThreads / 32;
+  const int kv = blockIdx.x, kv_heads = static_cast<int>(p.k.shape[1]), batch = kv / kv_heads, kv_head = kv % kv_heads;
+  const int lines = p.tile_dim / kVec8, line = threadIdx.x % lines, rows = kThreads / lines;
+  const Tensor which = static_cast<Tensor>(blockIdx.y);
+  const Strided& x = which == Tensor::q ? p.q : which == Tensor::k ? p.k : which == Tensor::v ? p.v : p.do_;
+  const int group = which == Tensor::q || which == Tensor::do_ ? p.group : 1;
+  const bool of_queries = which == Tensor::q || which == Tensor::do_, packed = p.k_blocks.cu_seqlens;
+  const KeyRange range = packed ? KeyRange{0, static_cast<int>(x.shape[2])} : counted(p, of_queries, 0);
+  const int tokens = range.last - range.first;
+  const bool whole = static_cast<int64_t>(group) * tokens <= kSampled;
+  const int sampled = whole ? group * tokens : kSampled;
+  __shared__ float sums[kWarps][256], largest[kWarps][256];
+  __shared__ float most_shared, row_shared, of_sample[kSampled], norms[kSampled], limit_shared;
+  __shared__ int counted_shared;  // samples
+  ptx::griddepcontrol_launch_dependents();
+  if (threadIdx.x == 0) most_shared = row_shared = 0.f, counted_shared = 0;
+  if (threadIdx.x == 0 && which == Tensor::q) p.sizes[kv] = {}, p.zeroed[kv] = 0;
+  if (threadIdx.x == 0 && which == Tensor::q && kv == 0) *p.counter = 0;
+  // Sample i: every token there is, or as many of each head of the group as there are samples for.
+  const auto line_of = [&](int i) -> Index4 {
+    if (whole) return Index4{batch, kv_head * group + i / tokens, range.first + i % tokens, line * kVec8};
+    const int of_group = i * group;
+    const int token = static_cast<int>(static_cast<int64_t>(of_group % kSampled) * tokens / kSampled);
+    return Index4{batch, kv_head * group + of_group / kSampled, range.first + token, line * kVec8};
+  };
+  // Those of packed sequences that do not count are left out.
+  const auto is_sampled = [&](int i) {
+    return i < sampled && (!packed || counts(p, of_queries, static_cast<int>(line_of(i).token)));
+  };
+  // Calls f(i, numbers) for each sample; of those that do not count numbers are 0.
+  const auto for_samples = [&](const auto& f) {
+#pragma unroll 1
+    for (int first = 0; first < sampled; first += kAtOnce * rows) {
+      const auto sample = [&](int j) { return first + j * rows + static_cast<int>(threadIdx.x) / lines; };
+      RawVec8<In> raw[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (line * kVec8 < x.shape[3] && is_sampled(sample(j))) raw[j].load(x, line_of(sample(j)));
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (first + j * rows >= sampled) break;
+        Vec8 v;
+        take(raw[j], OCTET_F32, v);
+        f(sample(j), v);
+      }
+    }
+  };
+  if (threadIdx.x < kSampled) of_sample[threadIdx.x] = norms[threadIdx.x] = 0.f;
+  __syncthreads();
+  for_samples([&](int i, const Vec8& v) {
+    Size size(v);
+    size.reduce(lines);
+    if (line == 0 && i < sampled) of_sample[i] = size.most, norms[i] = size.norm();
+  });
+  __syncthreads();
+  // Keys far beyond typical ones are left to their blocks, so that they do not take the bits of all others.
+  constexpr float kFar = 64.f;
+  const float limit = of_queries ? INFINITY : mean_limit(of_sample, limit_shared);
+  if (threadIdx.x < kSampled) {
+    const bool near = of_sample[threadIdx.x] < kFar * limit;
+    const float most = warp_max(near ? of_sample[threadIdx.x] : 0.f),
+                row_most = warp_max(near ? norms[threadIdx.x] : 0.f);
+    if (threadIdx.x % 32 == 0) raise(most_shared, most), raise(row_shared, row_most);
+  }
+  __syncthreads();
+  Sizes& found = p.sampled[kv];
+  if (which == Tensor::do_) {
+    __shared__ float dlse_shared, of_dlse[kSampled];
+    if (threadIdx.x == 0) dlse_shared = 0.f;
+    if (threadIdx.x < kSampled) of_dlse[threadIdx.x] = 0.f;
+    __syncthreads();
+    for (int i = threadIdx.x; p.dlse.data && i < sampled; i += kThreads) {
+      if (!is_sampled(i)) continue;
+      Index4 at = line_of(i);
+      at.channel = 0;
+      const float dlse = fabsf(static_cast<const float*>(p.dlse.data)[at.offset(p.dlse)]);
+      if (isfinite(dlse)) of_dlse[i] = dlse, raise(dlse_shared, dlse);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      const float typical_row = power_above_one_in<2>(norms, 0), typical_dlse = power_above_one_in<2>(of_dlse, 0);
+      if (threadIdx.x == 0)
+        found.dlse = dlse_shared, found.typical_do_row = typical_row, found.typical_dlse = typical_dlse;
+    }
+  }
+  if (threadIdx.x == 0) {
+    if (which == Tensor::q) found.q = most_shared;
+    if (which == Tensor::k) found.k = most_shared, found.k_smooth = 0.f;
+    if (which == Tensor::v) {
+      found.v = most_shared, found.reach = row_shared;
+      found.v_row = p.k_tiles ? row_shared : most_shared * sqrtf(static_cast<float>(p.v.shape[3]));
+    }
+    if (which == Tensor::do_) found.do_ = most_shared, found.do_row = row_shared;
+  }
+  if (which != Tensor::k) return;
+  Vec8 sum{}, column_most{};
+  for_samples([&](int, const Vec8& v) {
+    for (int c = 0; c < kVec8; ++c)
+      if (fabsf(v[c]) < limit) sum[c] += v[c], column_most[c] = fmaxf(column_most[c], fabsf(v[c]));
+  });
+  for (int c = 0; c < kVec8; ++c) {
+    for (int step = lines; step < 32; step *= 2) {
+      sum[c] += __shfl_xor_sync(~0u, sum[c], step);
+      column_most[c] = fmaxf(column_most[c], __shfl_xor_sync(~0u, column_most[c], step));
+    }
+    if (threadIdx.x % 32 >= lines) continue;
+    sums[threadIdx.x / 32][line * kVec8 + c] = sum[c];
+    largest[threadIdx.x / 32][line * kVec8 + c] = column_most[c];
+  }
+  for (int i = threadIdx.x; i < sampled; i += kThreads)
+    if (is_sampled(i)) atomicAdd(&counted_shared, 1);
+  __syncthreads();
+  const int dim = static_cast<int>(x.shape[3]);
+  const bool of_f16 = x.element == Element::f16 || p.round_k == OCTET_F16;
+  for (int c = threadIdx.x; c < dim; c += kThreads) {
+    float total = 0.f, column_largest = 0.f;
+    for (int warp = 0; warp < kWarps; ++warp)
+      total += sums[warp][c], column_largest = fmaxf(column_largest, largest[warp][c]);
+    p.mean[kv * dim + c] =
+        p.smooth ? on_grid_of(column_largest, total / static_cast<float>(counted_shared), of_f16) : 0.f;
+  }
+}
+
+}  // namespace
+
+template <class In>
+void launch_stats(const PreprocessParams& p, cudaStream_t stream) {
+  const auto kv_heads = static_cast<unsigned>(p.k.shape[0] * p.k.shape[1]);
+  stats_kernel<In><<<dim3(kv_heads, static_cast<unsigned>(Tensor::count)), kThreads, 0, stream>>>(p);
+  check(cudaGetLastError(), "stats_kernel");
+}
+
+template void launch_stats<Bf16>(const PreprocessParams&, cudaStream_t);
+template void launch_stats<F16>(const PreprocessParams&, cudaStream_t);
+template void launch_stats<void>(const PreprocessParams&, cudaStream_t);
+
+}  // namespace octet::cuda::sm90

@@ -1,0 +1,322 @@
+// Writes q, do, k and v of one (batch, kv head) as tiles, with delta and lse of their rows.
+#pragma once
+#include <type_traits>
+
+#include "cuda/fragment/accumulator.h"
+#include "cuda/preprocess/mean_limit.h"
+#include "cuda/ptx/cp_async.h"
+#include "cuda/ptx/grid.h"
+#include "cuda/sm90/bwd/exponents.h"
+#include "cuda/sm90/bwd/preprocess_kernels.h"
+#include "cuda/sm90/smem.h"
+
+namespace octet::cuda::sm90 {
+
+// Eight channels of one token, then of later ones. Those that the tensor does not have are zeros.
+template <class In>
+struct Column {
+  const In* at;
+  int64_t step;
+  bool there;
+  __device__ Column(const Strided& x, const Index4& first)
+      : at(static_cast<const In*>(x.data) + first.offset(x)),
+        step(x.stride[2]),
+        there(x.data && first.channel < x.shape[3]) {}
+  __device__ RawVec8<In> read(bool present) const {
+    RawVec8<In> raw;
+    if (present && there) raw.word = *reinterpret_cast<const uint4*>(at);
+    return raw;
+  }
+  // Into shared memory, sooner or later; zeros where there is nothing.
+  __device__ void copy(uint4& to, bool present) const {
+    ptx::cp_async(ptx::shared_address(&to), at, present && there ? 16 : 0);
+  }
+  __device__ void advance(int tokens) { at += tokens * step; }
+};
+template <>
+struct Column<void> {
+  const Strided& x;
+  Index4 line;
+  __device__ Column(const Strided& x, const Index4& first) : x(x), line(first) {}
+  __device__ RawVec8<void> read(bool present) const {
+    RawVec8<void> raw;
+    if (present && x.data && line.channel < x.shape[3]) raw.load(x, line);
+    return raw;
+  }
+  __device__ void advance(int tokens) { line.token += tokens; }
+};
+
+// Eight channels of a row as those of a tile lie (sm90/smem.h), times `scale`.
+template <class T>
+__device__ void put(unsigned char* to, const Vec8& x, float scale) {
+  uint4 word;
+  uint32_t* const pairs = &word.x;
+  for (int i = 0; i < kVec8 / 2; ++i) pairs[i] = ptx::pack<T>(x[2 * i] * scale, x[2 * i + 1] * scale);
+  *reinterpret_cast<uint4*>(to) = word;
+}
+
+// Writes tiles of one (batch, kv head). A group of kLines threads takes a row, and reads all it needs before it writes.
+// Rows of queries are on their way while others are written, those of keys two at a time; the first ones before the
+// exponents (`exponents_of`), which take as long to come.
+template <class T, class In, int Dim>
+struct TileWriter {
+  static constexpr int kQueries = BackwardTile<Dim>::kQueries, kKeys = BackwardTile<Dim>::kKeys;
+  static constexpr int kLines = Dim / kVec8, kRowsAtOnce = kPreprocessThreads / kLines;
+  static constexpr int kKeyBatch = std::is_void_v<In> ? 1 : 2;  // that are read before one is written
+  static_assert(kRowsAtOnce % kSwizzleRows == 0 && kQueries <= kPreprocessThreads);
+  // Rows of queries on their way, in dynamic shared memory; none where vectors may lie anyhow.
+  static constexpr int kAhead = std::is_void_v<In> ? 0 : 4;
+  struct Ahead {
+    uint4 q[kPreprocessThreads], do_[kPreprocessThreads], o[kPreprocessThreads],
+        residual[kPreprocessThreads];  // each thread's own
+  };
+  static constexpr int kSharedBytes = kAhead * sizeof(Ahead);
+  // What the threads of each row have summed.
+  struct RowSums {
+    float delta[kQueries], norm[kQueries];
+    float of_mean[kQueries];  // of what k's mean adds to the row's logits
+  };
+
+  const PreprocessParams& p;
+  int kv;
+  int line = threadIdx.x % kLines;
+
+  // Where this thread's line of its first row lies in a tile of `rows` rows; later rows, a multiple of kSwizzleRows
+  // further, lie kPanelRowBytes each behind it.
+  __device__ int place(int rows) const {
+    const int row = threadIdx.x / kLines;
+    return line / kSwizzleRows * rows * kPanelRowBytes + row * kPanelRowBytes +
+           (line % kSwizzleRows ^ row % kSwizzleRows) * 16;
+  }
+
+  // Keeps the largest of four numbers over a warp, `first` and those that follow it in Sizes.
+  __device__ void keep(float& first, float a, float b, float c, float d) const {
+    a = warp_max(a), b = warp_max(b), c = warp_max(c), d = warp_max(d);
+    const int lane = threadIdx.x % 32;
+    if (lane < 4) raise((&first)[lane], lane == 0 ? a : lane == 1 ? b : lane == 2 ? c : d);
+  }
+
+  // Eight channels of the mean of k.
+  __device__ void read_mean(Vec8& mean) const {
+    float4 words[2]{};
+    if (p.smooth && line * kVec8 < p.k.shape[3]) {
+      const auto* from = reinterpret_cast<const float4*>(p.mean + kv * p.k.shape[3] + line * kVec8);
+      words[0] = from[0], words[1] = from[1];
+    }
+    for (int c = 0; c < kVec8; ++c) mean[c] = (&words[c / 4].x)[c % 4];
+  }
+
+  // q, do, delta and lse of a tile of queries. kFirstTime: also zeros for dq, and sizes, and all queries as of the
+  // first part. `exponents_of`: of a part.
+  template <bool kFirstTime, class ExponentsOf>
+  __device__ void queries(int head_index, int block, const ExponentsOf& exponents_of) const {
+    const int heads = static_cast<int>(p.q.shape[1]), batch = head_index / heads, head = head_index % heads;
+    const Blocks::Sequence sequence = p.q_blocks.sequence_of(block);
+    const int64_t tile = static_cast<int64_t>(head_index) * p.q_blocks.count + block;
+    const int64_t start = tile * kQueries * Dim * static_cast<int64_t>(sizeof(T));
+    const auto rows_of = [&](int part) -> QueryRows<kQueries>& {
+      return rows_at<kQueries>(p.rows, part, p.q.shape[0] * heads * p.q_blocks.count, tile);
+    };
+    const int first_query = (block - sequence.first_block) * kQueries;
+    const KeyRange range = sequence.index < 0 ? KeyRange{0, 0} : counted(p, true, sequence.index);
+    const auto is_present = [&](int row) {
+      return row < kQueries && range.first <= first_query + row && first_query + row < range.last;
+    };
+    const int64_t first_token = static_cast<int64_t>(sequence.first) + first_query;
+    const auto of_token = [&](const Strided& x, int row) {
+      return static_cast<const float*>(x.data)[Index4{batch, head, first_token + row, 0}.offset(x)];
+    };
+    // Rows that see no key, and those beyond the sequence, get p = 0.
+    const auto read_lse = [&](int row) { return is_present(row) ? of_token(p.lse, row) : -INFINITY; };
+    const auto read_dlse = [&](int row, float lse) {
+      return p.dlse.data && lse != -INFINITY ? of_token(p.dlse, row) : 0.f;
+    };
+
+    int row = threadIdx.x / kLines;
+    const Index4 first{batch, head, first_token + row, line * kVec8};
+    Column<In> q(p.q, first), do_(p.do_, first), o(p.o, first), residual(p.o_residual, first);
+    const auto advance = [&] {
+      q.advance(kRowsAtOnce), do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
+    };
+    extern __shared__ uint4 shared[];
+    Ahead* const ahead = reinterpret_cast<Ahead*>(shared);
+    int asked = row, slot = 0;  // the row asked for next, and where it goes to
+    const auto ask = [&] {
+      if constexpr (kAhead > 0) {
+        if (asked < kQueries) {
+          const bool present = is_present(asked);
+          Ahead& to = ahead[slot];
+          q.copy(to.q[threadIdx.x], present), do_.copy(to.do_[threadIdx.x], present);
+          o.copy(to.o[threadIdx.x], present), residual.copy(to.residual[threadIdx.x], present);
+          advance();
+        }
+        ptx::cp_async_commit();
+        asked += kRowsAtOnce, slot = (slot + 1) % kAhead;
+      }
+    };
+    struct Row {
+      RawVec8<In> q, do_, o, residual;
+    };
+    const auto read_row = [&] {
+      Row read;
+      if constexpr (kAhead > 0) {
+        ptx::cp_async_wait<kAhead - 1>();
+        const Ahead& from = ahead[slot];
+        read.q.word = from.q[threadIdx.x], read.do_.word = from.do_[threadIdx.x];
+        read.o.word = from.o[threadIdx.x], read.residual.word = from.residual[threadIdx.x];
+      } else {
+        const bool present = is_present(row);
+        read = {q.read(present), do_.read(present), o.read(present), residual.read(present)};
+        advance();
+      }
+      return read;
+    };
+    for (int i = 0; i < kAhead; ++i) ask();
+    if (kFirstTime && kv < p.zeroed_heads) {
+      auto* const dq = static_cast<uint4*>(p.dq) + tile * (kQueries * Dim / 4) + threadIdx.x;
+      for (int i = 0; i < kQueries * Dim / 4; i += kPreprocessThreads) dq[i] = {};
+    }
+    const float my_lse = read_lse(threadIdx.x);  // of the row that this thread will write sums of
+
+    const Exponents& exponents = exponents_of(0);
+    const int parts = kFirstTime ? 1 : exponents.parts;
+    const auto of_part = [&](int i) -> const Exponents& {
+      if constexpr (kFirstTime)
+        return exponents;
+      else
+        return exponents_of(i);
+    };
+    const auto bound_of = [&](float norm, float dlse) {
+      const float most = isfinite(dlse) ? fabsf(dlse) : 0.f;
+      return p.dlse.data ? norm + most / per_dlse(p.sampled[kv]) : norm;
+    };
+    const auto part_of = [&](float bound) {
+      int part = 0;
+      while (part < parts - 1 && bound > of_part(part).largest_row) ++part;
+      return part;
+    };
+    const float q_scale = power_of_two(exponents.q), do_scale = power_of_two(exponents.do_);
+    __shared__ RowSums sums;
+    Vec8 mean;
+    read_mean(mean);
+    float most_q = 0.f, most_do = 0.f;
+    unsigned char *to_q = p.q_tiles + start + place(kQueries), *to_do = p.do_tiles + start + place(kQueries);
+    for (; row < kQueries; row += kRowsAtOnce) {
+      const Row raw = read_row();
+      ask();
+      Vec8 x, sum;
+      take(raw.q, p.round_q, x);
+      put<T>(to_q, x, q_scale);
+      most_q = fmaxf(most_q, largest_finite(x));
+      float of_mean = 0.f;  // q k^T less q (k - mean)^T
+      for (int c = 0; c < kVec8; ++c) of_mean += x[c] * mean[c];
+      take(raw.o, OCTET_F32, sum), take(raw.residual, OCTET_F32, x);
+      for (int c = 0; c < kVec8; ++c) sum[c] += x[c];
+      take(raw.do_, p.round_do, x);
+      if (kFirstTime) put<T>(to_do, x, do_scale);
+      Size size(x);
+      float delta = 0.f;
+      for (int c = 0; c < kVec8; ++c) delta += x[c] * sum[c];
+      size.reduce(kLines);
+      for (int step = kLines / 2; step; step /= 2) {
+        delta += __shfl_xor_sync(~0u, delta, step);
+        of_mean += __shfl_xor_sync(~0u, of_mean, step);
+      }
+      most_do = fmaxf(most_do, size.most);
+      const float norm = size.norm();
+      if (!kFirstTime) {
+        const int part = part_of(bound_of(norm, read_dlse(row, read_lse(row))));
+        put<T>(to_do, x, power_of_two(of_part(part).do_));
+      }
+      if (line == 0) sums.delta[row] = delta, sums.norm[row] = norm, sums.of_mean[row] = of_mean;
+      to_q += kRowsAtOnce * kPanelRowBytes, to_do += kRowsAtOnce * kPanelRowBytes;
+    }
+    __syncthreads();
+
+    float most_row = 0.f, reach = 0.f, most_dlse = 0.f;
+    row = threadIdx.x;
+    if (row < kQueries) {
+      const float delta = sums.delta[row], norm = sums.norm[row];
+      most_row = norm;
+      if (norm > 0.f && isfinite(delta)) reach = __fdividef(fabsf(delta), norm);
+      const bool sees = my_lse != -INFINITY;
+      const float dlse = read_dlse(row, my_lse), bound = bound_of(norm, dlse);
+      if (isfinite(dlse)) most_dlse = fabsf(dlse);
+      // sum_j p_ij is 1 - exp(sink - lse), and sum_j p_ij dp_ij is delta.
+      if (p.row_sums && kFirstTime)
+        p.row_sums[tile * kQueries + row] =
+            sees ? fmaf(expf(p.sinks.at(batch, head) - my_lse), delta - dlse, dlse) : 0.f;
+      const float less = fmaf(p.scale * 1.44269504f, sums.of_mean[row], static_cast<float>(p.weight_exponent));
+      const int part = part_of(bound);
+      for (int i = 0; i < parts; ++i) {
+        const Exponents& e = of_part(i);
+        auto& rows = rows_of(i);
+        rows.lse[row] = sees && i == part ? fmaf(my_lse, 1.44269504f, -less) : INFINITY;
+        rows.delta[row] = sees ? (delta - dlse) * power_of_two(e.do_ + e.v + e.product) : 0.f;
+        rows.dq_unit[row] = bound > 0.f ? power_of_two(-exponent_above(bound) - e.do_) : 1.f;
+      }
+    }
+    if (threadIdx.x < parts) {
+      auto& rows = rows_of(threadIdx.x);
+      rows.first = first_query, rows.tile = static_cast<int>(tile), rows.spoiled = rows.padding = 0;
+    }
+    if (!kFirstTime) return __syncthreads();  // the next tile's sums take the place of these
+    keep(p.sizes[kv].q, most_q, most_do, most_row, reach);
+    if (!p.dlse.data) return;
+    most_dlse = warp_max(most_dlse);
+    if (threadIdx.x % 32 == 0) raise(p.sizes[kv].dlse, most_dlse);
+  }
+
+  // k less its mean, and v of a tile of keys.
+  template <class ExponentsOf>
+  __device__ void keys(int block, bool first_time, const ExponentsOf& exponents_of) const {
+    const int kv_heads = static_cast<int>(p.k.shape[1]), batch = kv / kv_heads, head = kv % kv_heads;
+    const Blocks::Sequence sequence = p.k_blocks.sequence_of(block);
+    const int64_t tile = static_cast<int64_t>(kv) * p.k_blocks.count + block;
+    const int64_t start = tile * kKeys * Dim * static_cast<int64_t>(sizeof(T));
+    const int first_key = (block - sequence.first_block) * kKeys;
+    const KeyRange range = sequence.index < 0 ? KeyRange{0, 0} : counted(p, false, sequence.index);
+    int row = threadIdx.x / kLines;
+    const Index4 first{batch, head, static_cast<int64_t>(sequence.first) + first_key + row, line * kVec8};
+    Column<In> k(p.k, first), v(p.v, first);
+    RawVec8<In> raw_k[kKeyBatch], raw_v[kKeyBatch];
+    bool present[kKeyBatch];
+    const auto read_rows = [&] {
+#pragma unroll
+      for (int j = 0; j < kKeyBatch; ++j) {
+        const int i = row + j * kRowsAtOnce;
+        present[j] = i < kKeys && range.first <= first_key + i && first_key + i < range.last;
+        raw_k[j] = k.read(present[j]), raw_v[j] = v.read(present[j]);
+        k.advance(kRowsAtOnce), v.advance(kRowsAtOnce);
+      }
+    };
+    read_rows();
+    const Exponents& exponents = exponents_of(0);
+    const float k_scale = power_of_two(exponents.k), v_scale = power_of_two(exponents.v);
+    Vec8 mean;
+    read_mean(mean);
+    unsigned char *to_k = p.k_tiles + start + place(kKeys), *to_v = p.v_tiles + start + place(kKeys);
+    float most_k = 0.f, most_smooth = 0.f, most_v = 0.f, most_row = 0.f;
+    for (; row < kKeys; row += kKeyBatch * kRowsAtOnce, read_rows()) {
+#pragma unroll
+      for (int j = 0; j < kKeyBatch; ++j) {
+        Vec8 x;
+        take(raw_k[j], p.round_k, x);
+        most_k = fmaxf(most_k, largest_finite(x));
+        if (present[j])
+          for (int c = 0; c < kVec8; ++c) x[c] -= mean[c];
+        put<T>(to_k, x, k_scale);
+        most_smooth = fmaxf(most_smooth, largest_finite(x));
+        take(raw_v[j], p.round_v, x);
+        put<T>(to_v, x, v_scale);
+        Size size(x);
+        size.reduce(kLines);
+        most_v = fmaxf(most_v, size.most), most_row = fmaxf(most_row, size.norm());
+        to_k += kRowsAtOnce * kPanelRowBytes, to_v += kRowsAtOnce * kPanelRowBytes;
+      }
+    }
+    if (first_time) keep(p.sizes[kv].k, most_k, most_smooth, most_v, most_row);
+  }
+};
+
+}  // namespace octet::cuda::sm90

@@ -1,0 +1,61 @@
+// Operands into tiles, with delta, zeros for dq, and the largest numbers of each head.
+#include "cuda/sm90/bwd/tile_writer.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+constexpr int kThreads = kPreprocessThreads;
+
+// One tile for each block: those of keys after those of queries, from the last on, so that the first heads, with which
+// the mainloop begins, were written last.
+template <class T, class In, int Dim>
+__global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
+    tiles_kernel(const __grid_constant__ PreprocessParams p) {
+  ptx::griddepcontrol_launch_dependents();
+  const int heads = static_cast<int>(p.q.shape[0] * p.q.shape[1]), of_queries = heads * p.q_blocks.count;
+  const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int kv = tile < of_queries ? tile / p.q_blocks.count / p.group : (tile - of_queries) / p.k_blocks.count;
+  const TileWriter<T, In, Dim> writer{p, kv};
+  // What has been asked for or set to 0 by then the kernel before neither writes nor reads.
+  __shared__ Exponents of_sample;
+  const auto exponents_of = [&](int) -> const Exponents& {
+    ptx::griddepcontrol_wait();
+    if (threadIdx.x < 32) {
+      const Exponents found = exponents_for(p, p.sampled[kv], kRoomOfSample);
+      if (threadIdx.x == 0) of_sample = found;
+    }
+    __syncthreads();
+    return of_sample;
+  };
+  if (tile < of_queries)
+    writer.template queries<true>(tile / p.q_blocks.count, tile % p.q_blocks.count, exponents_of);
+  else
+    writer.keys((tile - of_queries) % p.k_blocks.count, true, exponents_of);
+}
+
+template <class T, class In, int Dim>
+void launch(const PreprocessParams& p, cudaStream_t stream) {
+  constexpr int kSharedBytes = TileWriter<T, In, Dim>::kSharedBytes;
+  const auto kernel = tiles_kernel<T, In, Dim>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        "cudaFuncSetAttribute");
+  if (const unsigned tiles = preprocess_tiles(p)) launch_pdl(kernel, tiles, kThreads, kSharedBytes, stream, p);
+}
+
+}  // namespace
+
+template <class T, class In>
+void launch_tiles(const PreprocessParams& p, cudaStream_t stream) {
+  const auto launch_dim = p.tile_dim == 64    ? launch<T, In, 64>
+                          : p.tile_dim == 128 ? launch<T, In, 128>
+                                              : launch<T, In, 256>;
+  launch_dim(p, stream);
+}
+
+template void launch_tiles<Bf16, Bf16>(const PreprocessParams&, cudaStream_t);
+template void launch_tiles<Bf16, void>(const PreprocessParams&, cudaStream_t);
+template void launch_tiles<F16, Bf16>(const PreprocessParams&, cudaStream_t);
+template void launch_tiles<F16, F16>(const PreprocessParams&, cudaStream_t);
+template void launch_tiles<F16, void>(const PreprocessParams&, cudaStream_t);
+
+}  // namespace octet::cuda::sm90

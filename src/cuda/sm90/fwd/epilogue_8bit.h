@@ -1,0 +1,146 @@
+// The epilogue of the 8-bit forward pass: o = o / l, its residual, lse, and rows that a masked NaN has spoiled.
+#pragma once
+#include "cuda/sm90/fwd/forward_8bit.h"
+
+namespace octet::cuda::sm90 {
+
+template <class Precision, class Dims>
+__device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& work, int query, const Softmax& softmax,
+                                                           const Accumulator<kColumns>& sums) const {
+  RowValues inverse, lse, share{1.f, 1.f};
+  const float sink = a.sinks.at(work.batch, work.head);
+#pragma unroll
+  for (int row = 0; row < kRowsPerThread; ++row) {
+    float l, parts;  // l as o lost it, and from sums that lost less
+    if constexpr (Precision::kSumRounded) {
+      const float* columns = &sums.x[2 * Dims::kDimV / 4 + 2 * row];
+      l = __shfl_sync(~0u, columns[0], threadIdx.x % 32 / 4 * 4);
+      parts = quad_sum((threadIdx.x % 4 ? columns[0] : 0.f) + columns[1]);
+    } else {
+      l = parts = quad_sum(softmax.l[row]);
+    }
+    const int i = query + 8 * row;
+    const KeyRange seen = keys_of(work, i);
+    if (seen.first == seen.last) l = 0.f;  // whatever its scale is
+    constexpr float kLn2 = 0.693147180559945f;
+    float of_mean = a.mean_logit && i < work.q_tokens ? a.scale * a.mean_logit[row_of(work) + i] : 0.f;
+    constexpr float kScale = kScaled ? kInverseScale : 1.f, kScaleLog2 = kScaled ? kInverseScaleLog2 : 0.f;  // of l
+    inverse[row] = l == 0.f ? 0.f : l < INFINITY ? kScale / l : NAN;
+    float total = l == 0.f ? -INFINITY : softmax.exponent(row) + log2f(parts) - kScaleLog2;
+    if (l == 0.f) of_mean = 0.f;
+    if (a.sinks.data) {
+      const RowWithSink all = with_sink(total, (sink - of_mean) * 1.44269504f);
+      total = all.total, share[row] = all.share;
+    }
+    lse[row] = total * kLn2 + of_mean;
+  }
+  const int64_t batch_head = static_cast<int64_t>(work.sequence) * (a.schedule.heads / a.group) + work.head / a.group;
+  Accumulator<Dims::kDimV> o;
+#pragma unroll
+  for (int i = 0; i < Dims::kDimV / 8; ++i) {
+    const int64_t channel = batch_head * Dims::kDimV + 8 * i + fragment_column();
+    float2 step{1.f, 1.f}, mean{0.f, 0.f};
+    if (a.v_channel_scale) step = *reinterpret_cast<const float2*>(a.v_channel_scale + channel);
+    if (a.v_mean) mean = *reinterpret_cast<const float2*>(a.v_mean + channel);
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const int at = 4 * i + 2 * row;
+      const bool seen = inverse[row] != 0.f;
+      o.x[at] = seen ? sums.x[at] * inverse[row] * step.x + mean.x : 0.f;
+      o.x[at + 1] = seen ? sums.x[at + 1] * inverse[row] * step.y + mean.y : 0.f;
+    }
+  }
+  if (a.sinks.data) scale_rows(o, share);
+  write(work, query, lse, o);
+  // Values of e4m3 that are not finite are NaN; at int8 they have scales that are, and P that are hidden do not
+  // meet these.
+  if constexpr (!kScaled)
+    if (a.mask.windowed && __any_sync(~0u, has_infinite<Dims::kDimV>(sums))) recompute_rows(work, ptx::opaque(query));
+}
+
+template <class Precision, class Dims>
+__device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& work, int query, const RowValues& lse,
+                                                           Accumulator<Dims::kDimV>& o) const {
+  switch (a.o.element) {
+    case Element::f32:
+      return write_as<float>(work, query, lse, o);
+    case Element::f16:
+      return write_as<F16>(work, query, lse, o);
+    case Element::e4m3:
+      return write_as<E4m3>(work, query, lse, o);
+    default:
+      return write_as<Bf16>(work, query, lse, o);
+  }
+}
+
+template <class Precision, class Dims>
+template <class T>
+__device__ inline void Forward8Bit<Precision, Dims>::write_as(const TileInfo& work, int query, const RowValues& lse,
+                                                              Accumulator<Dims::kDimV>& o) const {
+#pragma unroll
+  for (int row = 0; row < kRowsPerThread; ++row) {
+    const int i = query + 8 * row;
+    const bool present = i < work.q_tokens;
+    const int64_t token = static_cast<int64_t>(work.q_first) + i;
+    store_row(a.o.row<T>(work.batch, work.head, token), present, o, row, a.dim_v);
+    if (a.lse.data && present && threadIdx.x % 4 == 0) *a.lse.row<float>(work.batch, work.head, token) = lse[row];
+  }
+  if (!a.o_residual.data) return;
+#pragma unroll
+  for (int i = 0; i < Dims::kDimV / 2; ++i) o.x[i] -= float(T(o.x[i]));
+#pragma unroll
+  for (int row = 0; row < kRowsPerThread; ++row) {
+    const int i = query + 8 * row;
+    store_row(a.o_residual.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i), i < work.q_tokens, o,
+              row, a.dim_v);
+  }
+}
+
+// The rows of this warp that are not finite, from what they see. `query`: the first of this thread's two.
+template <class Precision, class Dims>
+__device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileInfo& work, int query) const {
+  using Quantized = typename Precision::Quantized;
+  const int kv_heads = a.schedule.heads / a.group, kv_head = work.head / a.group;
+  const int code_first = first_key_of(work), k_first = a.k_in_tiles ? code_first : work.k_first;
+  const int64_t kv = static_cast<int64_t>(work.batch) * kv_heads + kv_head;
+  const int64_t channels = (static_cast<int64_t>(work.sequence) * kv_heads + kv_head) * Dims::kDimV;
+  const auto scale_of = [&](int64_t code) {
+    if constexpr (kKeyScales == KeyScales::none)
+      return 1.f;
+    else if constexpr (kKeyScales == KeyScales::tokens)
+      return a.k_scale[code];
+    else
+      return a.k_scale[code / kGroupBlock * kScaleGroups + code % 8 / 2];
+  };
+  const auto value = [&](int key, int channel) {
+    const int at = code_first + key, place = at % 8 / 2 * 4 + at / 8 % 2 * 2 + at % 2;  // see key_permutation
+    const auto* const codes = reinterpret_cast<const E4m3*>(a.v_quantized) + (kv * Dims::kDimV + channel) * a.keys;
+    return float(codes[at / 16 * 16 + place]);
+  };
+  const int first = query - static_cast<int>(threadIdx.x % 32 / 4);
+  const Keys tiles = keys_of(work, work.q_start, kRows);
+  const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, work.k_tokens)};
+  const KeyRange of_all{keys_of(work, min(first + kWarpRows, work.q_tokens) - 1).first, keys_of(work, first).last};
+  if (!masks_infinite(keys, of_all, a.dim_v, value)) return;
+  const auto row_of = [&](int query) {
+    const auto* const q = a.q_rows.row<Quantized>(work.batch, work.head, int64_t{work.q_first} + query);
+    const float scale_log2 = softmax_scale_log2(work, query)[0];
+    const auto logit = [&](int key) {
+      return scale_log2 * scale_of(kv * a.keys + code_first + key) *
+             dot(q, a.k_rows.row<Quantized>(work.batch, kv_head, int64_t{k_first} + key), a.dim);
+    };
+    UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(work, query), a.dim_v, logit, value);
+    const float of_mean = a.mean_logit ? a.scale * a.mean_logit[this->row_of(work) + query] : 0.f;
+    const float share = with_sink(row.total, (a.sinks.at(work.batch, work.head) - of_mean) * 1.44269504f).share;
+#pragma unroll
+    for (int i = 0; i < Dims::kDimV / 32; ++i) {
+      const int64_t channel = channels + cold_lane() + 32 * i;
+      row.o[i] *= (a.v_channel_scale ? a.v_channel_scale[channel] : 1.f) * share;
+    }
+    return row;
+  };
+  rewrite_rows<Dims::kDimV>(a.o, a.o_residual, work.batch, work.head, work.q_first, first, work.q_tokens, a.dim_v,
+                            row_of);
+}
+
+}  // namespace octet::cuda::sm90

@@ -1,0 +1,37 @@
+// The entry of the 16-bit forward kernel.
+#pragma once
+#include "cuda/ptx/grid.h"
+#include "cuda/sm90/fwd/mainloop.h"
+#include "cuda/sm90/fwd/producer.h"
+
+namespace octet::cuda::sm90 {
+
+template <class Precision, class Dims>
+__global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
+    forward(const __grid_constant__ ForwardParams arguments) {
+  using Kernel = Forward<Precision, Dims>;
+  extern __shared__ unsigned char memory[];
+  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
+  Kernel kernel{arguments, shared};
+  if (threadIdx.x == 0) {
+    shared.q_pipe.init(Kernel::kConsumerThreads);
+    shared.k_pipe.init(Kernel::kConsumerThreads);
+    shared.v_pipe.init(Kernel::kConsumerThreads);
+    shared.cleared.init(Kernel::kConsumerThreads);
+    publish_barriers();
+  }
+  if constexpr (Kernel::kQuantizedQk || kCompensated<Precision>) ptx::griddepcontrol_wait();
+  __syncthreads();
+  // The compiler knows that a whole warpgroup takes one side.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    ptx::reg_dealloc<Kernel::Tile::kProducerRegisters>();
+    if (threadIdx.x == 0) kernel.produce();
+  } else {
+    ptx::reg_alloc<Kernel::Tile::kRegisters>();
+    kernel.consume(warpgroup - 1);
+  }
+}
+
+}  // namespace octet::cuda::sm90

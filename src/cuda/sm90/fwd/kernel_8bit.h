@@ -1,0 +1,38 @@
+// The entry of the 8-bit forward kernel.
+#pragma once
+#include "cuda/ptx/grid.h"
+#include "cuda/sm90/fwd/mainloop_8bit.h"
+#include "cuda/sm90/fwd/producer_8bit.h"
+
+namespace octet::cuda::sm90 {
+
+template <class Precision, class Dims>
+__global__ void __launch_bounds__(Forward8Bit<Precision, Dims>::kThreads, 1)
+    forward_8bit(const __grid_constant__ Forward8BitParams arguments) {
+  using Kernel = Forward8Bit<Precision, Dims>;
+  extern __shared__ unsigned char memory[];
+  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
+  Kernel kernel{arguments, shared};
+  if (threadIdx.x == 0) {
+    shared.q_pipe.init(Kernel::kConsumerThreads);
+    shared.kv_pipe.init(Kernel::kConsumerThreads);
+    for (auto& group : shared.ping_pong)
+      for (Barrier& barrier : group) barrier.init(1);
+    publish_barriers();
+  }
+  kernel.write_ones();
+  ptx::griddepcontrol_wait();
+  __syncthreads();
+  // The compiler knows that a whole warpgroup takes one side.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  if (warpgroup == 0) {
+    ptx::reg_dealloc<Kernel::Tile::kProducerRegisters>();
+    if (threadIdx.x == 0) kernel.produce();
+  } else {
+    ptx::reg_alloc<Kernel::Tile::kRegisters>();
+    kernel.consume(warpgroup - 1);
+  }
+}
+
+}  // namespace octet::cuda::sm90

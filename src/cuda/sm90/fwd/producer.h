@@ -1,0 +1,66 @@
+// The producer of the 16-bit forward pass: one thread draws tiles of queries and loads q, k and v through TMA.
+#pragma once
+#include "cuda/sm90/fwd/forward.h"
+
+namespace octet::cuda::sm90 {
+
+// The producer: one thread.
+template <class Precision, class Dims>
+__device__ inline void Forward<Precision, Dims>::produce() {
+  PipelineState<Tile::kQStages> q_state;
+  PipelineState<Tile::kStages> k_state, v_state;
+  TileInfo next = a.schedule.at(blockIdx.x);
+  while (true) {
+    shared.q_pipe.empty[q_state.stage].wait(q_state.phase ^ 1);
+    Block& block = shared.block[q_state.stage];
+    Barrier& ready = shared.q_pipe.full[q_state.stage];
+    block.work = next;
+    if (!next.valid()) {
+      ready.arrive();
+      return;
+    }
+    const TileInfo& work = block.work;
+    const int kv_head = work.head / a.group;
+    const int k_first = first_key_of(work);
+    const int k_row = work.batch * (a.schedule.heads / a.group) + kv_head;
+    const auto fetch = [&](auto tile, const CUtensorMap& map, const int(&broadcast)[2], int row, int head,
+                           Barrier& full) {
+      load(tile, map, row, head * broadcast[0], work.batch * broadcast[1], &full.word);
+    };
+    // q is on its way while the producer works out the keys; then it arrives itself.
+    ready.expect(TileQ::kBytes);
+    fetch(q(q_state.stage), a.q, a.q_broadcast, work.q_first + work.q_start, work.head, ready);
+    q_state.advance();
+    const auto fetch_k = [&](int tile) {
+      shared.k_pipe.empty[k_state.stage].wait(k_state.phase ^ 1);
+      Barrier& full = shared.k_pipe.full[k_state.stage];
+      auto& steps = shared.k_scale[k_state.stage];
+      full.arrive_expecting(TileK::kBytes + (kQuantizedQk ? sizeof steps : 0));
+      fetch(k(k_state.stage), a.k, a.k_broadcast, k_first + tile * kKeys, kv_head, full);
+      if constexpr (kQuantizedQk)
+        ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_global, &steps,
+                                   a.k_scale + static_cast<int64_t>(k_row) * a.keys + k_first + tile * kKeys,
+                                   sizeof steps, &full.word);
+      k_state.advance();
+    };
+    const auto fetch_v = [&](int tile) {
+      shared.v_pipe.empty[v_state.stage].wait(v_state.phase ^ 1);
+      Barrier& full = shared.v_pipe.full[v_state.stage];
+      full.arrive_expecting(TileV::kBytes);
+      fetch(v(v_state.stage), a.v, a.v_broadcast, work.k_first + tile * kKeys, kv_head, full);
+      v_state.advance();
+    };
+    // In the order in which they are used: k of a tile comes before v of the one before.
+    const Keys keys = block.keys = keys_of(work, work.q_start, kRows);
+    if (keys.any()) fetch_k(keys.last - 1);
+    for (int i = 0; kSkips && i < Tile::kWarpgroups; ++i)
+      block.of_warpgroup[i] = keys_of(work, work.q_start + i * kWarpgroupRows, kWarpgroupRows);
+    ready.arrive();
+    for (int tile = keys.last - 2; tile >= keys.first; --tile) fetch_k(tile), fetch_v(tile + 1);
+    // Drawn before there is a place for the last v.
+    next = a.schedule.at(gridDim.x + atomicAdd(a.schedule.counter, 1u));
+    if (keys.any()) fetch_v(keys.first);
+  }
+}
+
+}  // namespace octet::cuda::sm90
