@@ -50,21 +50,16 @@ RULES["src/cpu/attention"] = ["octet/", "core/", "cpu/attention/"]
 # Each folder of src/cuda knows those before it.
 CUDA = ["cuda/atomic", "cuda/ptx", "cudaTypedefs.h"]  # the toolkit's own headers
 RULES["src/cuda/ptx"] = [*CUDA, "cuda/ptx/"]
-RULES["src/cuda/tile"] = [*CUDA, "cuda/ptx/", "cuda/tile/"]
-RULES["src/cuda/attn"] = [*CUDA, "cuda/ptx/", "cuda/tile/", "cuda/attn/"]
-RULES["src/cuda/quant"] = [
-    *CUDA,
-    "octet/",
-    "core/",
-    "cuda/ptx/",
-    "cuda/tile/",
-    "cuda/attn/",
-    "cuda/host/status.h",
-    "cuda/host/launch.h",
-    "cuda/quant/",
-]
-RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/attn/", "cuda/host/", "cuda/quant/"]
-RULES["src/cuda/sm90"] = RULES["src/cuda/sm90/instances"] = [*CUDA, "octet/", "core/", "cuda/"]
+RULES["src/cuda/fragment"] = [*CUDA, "cuda/ptx/", "cuda/fragment/"]
+RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/host/"]
+RULES["src/cuda/scheduler"] = [*CUDA, "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/scheduler/"]
+RULES["src/cuda/preprocess"] = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/preprocess/"]
+SM90 = [*(rule for rule in RULES["src/cuda/preprocess"]), "cuda/scheduler/"]
+RULES["src/cuda/sm90"] = [*SM90, "cuda/sm90/"]
+for one in ("fwd", "bwd"):  # neither pass knows the other
+    shared = ["smem", "mma", "pipeline", "kernels", "passes"]
+    allowed_here = [*SM90, *(f"cuda/sm90/{name}.h" for name in shared), f"cuda/sm90/{one}/"]
+    RULES[f"src/cuda/sm90/{one}"] = RULES[f"src/cuda/sm90/{one}/instances"] = allowed_here
 SYSTEM = re.compile(r"[a-z_0-9]+(\.h)?|sys/[a-z_]+\.h")  # <vector>, <math.h>, <sys/mman.h>
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
 

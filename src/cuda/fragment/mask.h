@@ -1,4 +1,4 @@
-// Positional masks: the keys that a query sees are an interval, as Problem::keys_of has it.
+// Positional masks: the keys that a query sees are an interval, as in Problem::keys_of.
 #pragma once
 #include "cuda/fragment/accumulator.h"
 #include "cuda/fragment/key_range.h"
@@ -12,7 +12,7 @@ __device__ inline KeyRange Mask::keys_of(int i, int n, int m) const {
   return {first, max(first, last)};
 }
 
-// Both ends of a range grow with the query.
+// Both ends of the interval grow with the query.
 __device__ inline KeyRange Mask::seen(int n, int m) const {
   if (n == 0) return {0, 0};
   const int first = keys_of(0, n, m).first;
@@ -27,7 +27,7 @@ __device__ inline KeyRange Mask::seeing(int n, int m) const {
   return {first, max(first, min(m + left - shift, n))};
 }
 
-// Whether keys are seen, for tokens that mostly belong to the same sequence.
+// Tells whether a key is seen, for tokens that mostly belong to the same sequence as the last one.
 class SeenTokens {
  public:
   __device__ explicit SeenTokens(const SeenKeys& keys)
@@ -55,8 +55,8 @@ class SeenTokens {
   KeyRange seen_;
 };
 
-// What stands for keys out of the ranges of this thread's two rows becomes `masked`: logits -inf, P 0. `key`: the
-// key of the fragment's column 0.
+// Sets elements whose keys lie outside of the ranges of this thread's two rows to `masked`: -inf for logits, 0 for P.
+// `key`: the key of column 0 of the fragment.
 template <int Columns>
 __device__ void mask_rows(Accumulator<Columns>& s, int key, const KeyRange (&ranges)[kRowsPerThread],
                           float masked = -INFINITY) {
@@ -68,7 +68,7 @@ __device__ void mask_rows(Accumulator<Columns>& s, int key, const KeyRange (&ran
 #pragma unroll
       for (int c = 0; c < 2; ++c)
         if (8 * i + c >= last) s.x[4 * i + 2 * row + c] = masked;
-    // Under a causal mask the first key is one before all tiles: this is for windows.
+    // Under a causal mask every range starts before the tile; only windows go on.
     if (first <= 0) continue;
 #pragma unroll
     for (int i = 0; i < Columns / 8; ++i)

@@ -1,4 +1,4 @@
-// Fragments to global memory, in the caller's type.
+// Stores of fragments to global memory, in the caller's type.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,7 @@
 namespace octet::cuda {
 
 // A [batch, head, token, dim] tensor whose rows are contiguous and start at multiples of 16 bytes, or lse, whose rows
-// are one number. Strides in elements. Absent: data is null.
+// are one number. Strides are in elements. A null `data` means that the output is absent.
 struct Output {
   void* data;
   int64_t stride[3];
@@ -20,7 +20,7 @@ struct Output {
   }
 };
 
-// A 4 x 4 transpose among the four threads of a row: word i of thread t becomes word t of thread i.
+// Transposes 4 x 4 words among the four threads that share a row: word i of thread t becomes word t of thread i.
 __device__ inline void transpose_quad(uint32_t (&w)[4]) {
 #pragma unroll
   for (int bit = 1; bit < 4; bit *= 2) {
@@ -37,8 +37,8 @@ __device__ inline void transpose_quad(uint32_t (&w)[4]) {
   }
 }
 
-// How stored words stand in L2: as any do, or as the first to leave it, for outputs that would drive out what the
-// kernel reads again.
+// The policy by which L2 keeps stored words: as any other, or first to be evicted, for outputs that would displace what
+// the kernel reads again.
 enum class CachePolicy { normal, evict_first };
 
 template <CachePolicy policy, class Word>
@@ -49,8 +49,8 @@ __device__ void store_word(void* to, const Word& word) {
     *static_cast<Word*>(to) = word;
 }
 
-// Stores this thread's part of one row of x, `columns` of it; `present`: whether the row exists. All threads of the
-// warp call it together.
+// Stores this thread's part of row `which` of x, up to `columns` columns. `present` is false where the row does not
+// exist. All threads of the warp call it together.
 template <class T, CachePolicy policy = CachePolicy::normal, int Columns>
 __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, int which, int columns) {
   if constexpr (sizeof(T) == 4) {
@@ -59,7 +59,7 @@ __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, i
       if (present && 8 * i < columns)
         store_word<policy>(row + 8 * i + fragment_column(), float2{x.x[4 * i + 2 * which], x.x[4 * i + 2 * which + 1]});
   } else if constexpr (sizeof(T) == 1) {
-    // Eight blocks of 8 columns at a time: each thread writes two neighbours.
+    // Eight blocks of 8 columns at a time, so that each thread writes 8 bytes of each of two neighbouring blocks.
 #pragma unroll
     for (int i = 0; i < Columns / 8; i += 8) {
       uint32_t words[4];
@@ -92,9 +92,9 @@ __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, i
   }
 }
 
-// Stores 64 rows, `columns` of each, to rows `stride` apart, of which the first `rows` exist. They pass through `tile`,
-// where each warp has the place of its rows, so that neighbouring threads write neighbouring words. Returns this
-// thread's first word; those of a warp are whole rows.
+// Stores the first `columns` columns of 64 rows to rows that are `stride` elements apart, of which the first `rows`
+// exist. The rows pass through `tile`, in which each warp uses its own rows, so that neighbouring threads write
+// neighbouring words. Returns the first word of this thread; the words of a warp are whole rows.
 template <class T, int Columns, class Tile>
 __device__ uint4 store_rows(T* to, int64_t stride, int rows, const Accumulator<Columns>& x, const Tile& tile,
                             int columns) {
@@ -102,7 +102,7 @@ __device__ uint4 store_rows(T* to, int64_t stride, int rows, const Accumulator<C
   convert(x, words);
   store(words, tile, 0);
   __syncwarp();
-  constexpr int kChunks = Columns / 8, kRowsAtOnce = 32 / kChunks;  // by a warp
+  constexpr int kChunks = Columns / 8, kRowsAtOnce = 32 / kChunks;  // of a warp
   const int lane = threadIdx.x % 32, chunk = lane % kChunks;
   const int first = threadIdx.x % kWarpgroup / 32 * 16 + lane / kChunks;
   const int last = 8 * chunk < columns ? rows : 0;

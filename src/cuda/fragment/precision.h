@@ -1,18 +1,22 @@
-// The precisions: what the two products of attention multiply.
+// Precisions: the operand types of the two products of attention.
 //
 // A precision with P of 16 bits (sm90/fwd/mainloop.h) is a type with
-//   Operand  elements of q and k in shared memory; int8 are quantized values with a scale for each query and each key
-//   Sum      of their products
-//   Weight   elements of p and v                         kWeightExponent  p is rounded times 2 to this power
-//   kLargestWeight  up to where P over an old maximum are kept, the rounded ones and their sums in a thread
+//   QkType     element type of q and k in shared memory; s8 holds quantized values with a scale for each token
+//   Sum        type of the sums of q k^T
+//   PType      element type of P and v
+//   kPExponent P is multiplied by 2^kPExponent before it is rounded
+//   kMaxP      P over a stale maximum are kept while they, and their sums in a thread, are at most this
 //
 // A precision with P of 8 bits (sm90/fwd/mainloop_8bit.h) is a type with
-//   Quantized     of q and k, with a scale for each query; Sum of their products
-//   kKeyScales  the scales of keys: none, one for each token, or one for each group of tokens
-//   Weight   quantized values of P        Value  quantized values of v
-//   kScaled  p times the token's scale of v is rounded on the scale of its largest in a tile, for each query; else p is
-//            rounded as it is, kStart at the largest of a row's first tile, and v has a scale for each channel
-//   kSumRounded  l adds the rounded p, else p
+//   QkType      type of the quantized values of q and k; q has a scale for each token
+//   Sum         type of the sums of q k^T
+//   kKeyScales  the scales of k: none, one for each token, or one for each thread group of tokens
+//   PType       type of the quantized values of P
+//   VType       type of the quantized values of v
+//   kScaled     true: P times the scale of its token of v is quantized with one scale for each query and tile;
+//               false: P is rounded without a scale, kStart being the largest of a row's first tile, and v has a scale
+//               for each channel
+//   kSumRounded true: l sums the rounded P; false: l sums P before rounding
 #pragma once
 #include <type_traits>
 
@@ -22,37 +26,37 @@
 namespace octet::cuda {
 
 struct PrecisionBf16 {
-  using Operand = Bf16;
+  using QkType = Bf16;
   using Sum = float;
-  using Weight = Bf16;
-  static constexpr int kWeightExponent = 0;
-  static constexpr float kLargestWeight = 0x1p10f;  // as o = p v must not overflow before it is divided by l
+  using PType = Bf16;
+  static constexpr int kPExponent = 0;
+  static constexpr float kMaxP = 0x1p10f;  // o = P v must not overflow before it is divided by l
 };
 
-// f16 holds numbers from 2^-14 on with 11 bits, smaller ones to within 2^-25: 2^7 keeps p precise down to 2^-21, and to
-// within 2^-32.
+// f16 holds numbers from 2^-14 on with 11 bits, and smaller ones to within 2^-25. The factor 2^7 gives P 11 bits down
+// to 2^-21, and an error of at most 2^-32 below.
 struct PrecisionF16 {
-  using Operand = F16;
+  using QkType = F16;
   using Sum = float;
-  using Weight = F16;
-  static constexpr int kWeightExponent = 7;
-  static constexpr float kLargestWeight = 0x1p15f;
+  using PType = F16;
+  static constexpr int kPExponent = 7;
+  static constexpr float kMaxP = 0x1p15f;
 };
 
-// Bias correction f16: logits of bf16 q and k, P and V in f16.
+// Bias correction f16: q and k in bf16, P and v in f16.
 struct PrecisionBf16F16Compute : PrecisionF16 {
-  using Operand = Bf16;
+  using QkType = Bf16;
 };
 
-// Tensor cores truncate sums, towards 0. Where o is kept for a backward pass, what that takes from it must not lean to
-// one side, or errors of delta would add up: values come less a vector near them, and half way through its keys o is
-// sign-flipped, where shared memory has room (sm90/fwd/mainloop.h).
+// Tensor cores truncate sums towards 0. Where o is kept for a backward pass, this error must not be biased, or the
+// errors of delta would add up: V is centred by its mean, and half way through its keys o is sign-flipped, where shared
+// memory has room (sm90/fwd/mainloop.h).
 template <class Precision>
 constexpr bool kCompensated = std::is_same_v<Precision, PrecisionBf16F16Compute>;
 
-// Logits of int8 quantized values, P and V in f16.
+// q and k as int8 quantized values, P and v in f16.
 struct PrecisionInt8F16 : PrecisionF16 {
-  using Operand = S8;
+  using QkType = S8;
   using Sum = int;
 };
 
@@ -64,41 +68,41 @@ constexpr bool kHasBeta = false;
 template <class Precision>
 constexpr bool kHasBeta<WithBeta<Precision>> = true;
 
-// Thread groups of tokens of a key sequence (SageAttention 2, arXiv 2411.10958, 3.2): of each block of 64, counted from
-// its first, group c has those that the threads c of a quad hold in an accumulator, 8 i + 2 c and the next.
+// Thread groups of the tokens of k (SageAttention 2, arXiv 2411.10958, 3.2). Of each block of 64 tokens, counted from
+// the first, group c has the columns that thread c of each quad holds in an accumulator: 8 i + 2 c and the next.
 constexpr int kGroupBlock = 64, kScaleGroups = 4, kGroupTokens = kGroupBlock / kScaleGroups;
 enum class KeyScales { none, tokens, groups };
 
 struct PrecisionInt8 {
-  using Quantized = S8;
+  using QkType = S8;
   using Sum = int;
-  using Weight = U8;
-  using Value = S8;
+  using PType = U8;
+  using VType = S8;
   static constexpr bool kScaled = true, kSumRounded = false;
   static constexpr KeyScales kKeyScales = KeyScales::tokens;
 };
 
 struct PrecisionInt8Fp8 {
-  using Quantized = S8;
+  using QkType = S8;
   using Sum = int;
-  using Weight = E4m3;
-  using Value = E4m3;
+  using PType = E4m3;
+  using VType = E4m3;
   static constexpr float kStart = 448.f / 8.f;
   static constexpr bool kScaled = false, kSumRounded = true;
   static constexpr KeyScales kKeyScales = KeyScales::groups;
 };
 
 struct PrecisionFp8 {
-  using Quantized = E4m3;
+  using QkType = E4m3;
   using Sum = float;
-  using Weight = E4m3;
-  using Value = E4m3;
+  using PType = E4m3;
+  using VType = E4m3;
   static constexpr float kStart = 448.f / 8.f;
   static constexpr bool kScaled = false, kSumRounded = true;
   static constexpr KeyScales kKeyScales = KeyScales::tokens;
 };
 
-// Keys that came as e4m3.
+// Prequantized: k is given in e4m3 and has no scale for each token.
 struct PrecisionFp8Prequantized : PrecisionFp8 {
   static constexpr KeyScales kKeyScales = KeyScales::none;
 };
@@ -108,7 +112,7 @@ struct PrecisionFp8Unscaled : PrecisionFp8Prequantized {
   static constexpr bool kSumRounded = false;
 };
 
-// Whether q k^T is a product of int8_qk.
+// True where the sums of q k^T are integers.
 template <class Precision>
 constexpr bool kIntegerLogits = std::is_same_v<typename Precision::Sum, int>;
 

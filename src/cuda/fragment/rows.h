@@ -1,4 +1,4 @@
-// Verbs on the two rows that a thread holds of an accumulator.
+// Operations on the two rows of an accumulator that a thread holds.
 #pragma once
 #include "cuda/fragment/accumulator.h"
 
@@ -11,7 +11,7 @@ struct RowValues {
   __device__ float operator[](int i) const { return x[i]; }
 };
 
-// Over the four threads that share a row.
+// Reductions over the four threads that share a row.
 __device__ inline float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -21,7 +21,7 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// The largest of `start` and this thread's elements of a row.
+// Returns the largest of `start` and this thread's elements of a row.
 template <int Columns>
 __device__ float row_max(const Accumulator<Columns>& s, int row, float start) {
   float most[2] = {start, s.x[2 * row]};
@@ -32,7 +32,7 @@ __device__ float row_max(const Accumulator<Columns>& s, int row, float start) {
   return fmaxf(most[0], most[1]);
 }
 
-// Multiplies each row by its number. A vote whether all numbers are 1 costs more than the products.
+// Multiplies each row by its number. A vote on whether all numbers are 1 costs more than the products.
 template <int Columns>
 __device__ void scale_rows(Accumulator<Columns>& d, const RowValues& by) {
 #pragma unroll

@@ -1,20 +1,21 @@
-// o sign-flipped half way through its keys: o becomes o - 2 a, a near o, and 2 a come back in the end. Tensor cores
-// truncate sums towards 0; what they take from o in the second half then has the other sign.
+// Sign-flip compensation. Half way through the keys, o becomes o - 2 a, where a is close to o; 2 a is added back at the
+// end. Tensor cores truncate sums towards 0, so what they take from o in the second half has the other sign.
 #pragma once
 #include "cuda/fragment/rows.h"
 
 namespace octet::cuda {
 
-// Words in which a thread puts a partial: the upper 16 bits of each number of o.
+// The 16-byte words in which a thread saves a: the upper 16 bits of each number of o.
 template <int Columns>
 constexpr int kSavedWords = Columns / 16;
 
-// Two numbers from the upper halves of two: the lower half of the second are bits of the first.
+// Unpacks two numbers from their upper halves. The lower half of the second keeps the bits of the first.
 __device__ inline float2 two_upper_halves(uint32_t word) {
   return {__uint_as_float(word << 16), __uint_as_float(word)};
 }
 
-// o - 2 a, exact but where it grows into the next binade. Words of a thread lie kWarpgroup apart.
+// Subtracts 2 a, which is exact unless the result grows into the next binade. The words of a thread lie kWarpgroup
+// apart.
 template <int Columns>
 __device__ void flip_signs(Accumulator<Columns>& o, uint4* partial) {
 #pragma unroll
@@ -31,7 +32,7 @@ __device__ void flip_signs(Accumulator<Columns>& o, uint4* partial) {
   }
 }
 
-// o + `by` a: 2 a, scaled as sums were since.
+// Adds `by` times a: 2 a, rescaled as the sums were since flip_signs.
 template <int Columns>
 __device__ void unflip_signs(Accumulator<Columns>& o, const uint4* partial, const RowValues& by) {
 #pragma unroll

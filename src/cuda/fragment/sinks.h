@@ -1,4 +1,4 @@
-// Learnable sinks: one more logit of every query of a head, whose value is 0.
+// Learnable sinks: an additional logit for every query of a head, with a value of 0.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -9,17 +9,17 @@ struct Sinks {
   const float* data;  // [batch, head]; null: there are none
   int64_t batch_stride, head_stride;
 
-  // -inf: none.
+  // Returns -inf where there is no sink.
   __device__ float at(int64_t batch, int64_t head) const {
     return data ? data[batch * batch_stride + head * head_stride] : -INFINITY;
   }
 };
 
-// A row of P with a sink, from the logarithms of both, in base 2: either may be far above the other, and -inf
-// where a row sees no key.
+// The row sum of P with a sink, from the base-2 logarithms of both parts. Either may be far above the other; `keys` is
+// -inf where a row sees no key.
 struct RowWithSink {
-  float total;  // the logarithm of the sum of all P
-  float share;  // that keys have of this sum
+  float log2_sum;  // log2 of the sum over keys and sink
+  float share;     // the fraction of the sum that belongs to the keys
 };
 __device__ inline RowWithSink with_sink(float keys, float sink) {
   if (sink == -INFINITY) return {keys, 1.f};

@@ -1,10 +1,10 @@
 // Online softmax over tiles of logits (FlashAttention-2, arXiv 2307.08691, algorithm 1), for the two rows of a thread:
 //   m' = max(m, max_j s_j)    p_j = exp(scale (s_j - m'))    l' = l exp(scale (m - m')) + sum_j p_j
 //
-// Any m gives the same result as long as no p leaves its format. So `exp_stale_max` keeps the m that a row has, which
-// asks nothing of a tile before its exponentials; what it cannot hold, `exp_update_max` does over. And so the number
-// that is subtracted, `origin`, is rounded once and used wherever m stands above: keys that tie weigh alike, and l and
-// lse measure from the same point as p.
+// Any m gives the same result as long as no p leaves its format. `exp_stale_max` therefore keeps the m of earlier
+// tiles, so that it needs nothing from a tile before its exponentials; where the result does not fit, `exp_update_max`
+// repeats the tile with a new m. The number that is subtracted, `origin`, is rounded once and used wherever m appears
+// above: keys that tie get equal p, and l and lse refer to the same origin as p.
 #pragma once
 #include "cuda/fragment/rows.h"
 #include "cuda/ptx/types.h"
@@ -14,9 +14,9 @@ namespace octet::cuda {
 struct OnlineSoftmax {
   RowValues scale_log2;  // exp(scale x) = 2^(scale_log2 x)
   RowValues m{-INFINITY, -INFINITY};
-  RowValues l{0.f, 0.f};  // of this thread's columns; times 2^Exponent
+  RowValues l{0.f, 0.f};  // sum over this thread's columns, times 2^Exponent
 
-  // 2^Exponent p = 2^(scale_log2 s - origin).
+  // The number that is subtracted: 2^Exponent p = 2^(scale_log2 s - origin).
   template <int Exponent>
   __device__ float origin(int row, float m) const {
     return origin<Exponent>(scale_log2[row], m);
@@ -26,14 +26,15 @@ struct OnlineSoftmax {
     return __fmaf_rn(m, scale_log2, -float(Exponent));
   }
 
-  // Turns logits into 2^Exponent p; returns by what sums over the former maximum must be multiplied.
+  // Turns logits into 2^Exponent p over the new maximum; returns the factors by which sums over the former maximum must
+  // be multiplied.
   template <int Exponent, int Columns>
   __device__ RowValues exp_update_max(Accumulator<Columns>& s) {
     RowValues rescale;
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float most = quad_max(row_max(s, row, m[row]));
-      const float to = origin<Exponent>(row, most == -INFINITY ? 0.f : most);  // a row that has seen no key yet
+      const float to = origin<Exponent>(row, most == -INFINITY ? 0.f : most);  // -inf: the row has seen no key yet
       rescale[row] = ptx::exp2(origin<Exponent>(row, m[row]) - to);
       m[row] = most;
       l[row] = l[row] * rescale[row] + exponentials(s, row, to);
@@ -41,8 +42,8 @@ struct OnlineSoftmax {
     return rescale;
   }
 
-  // Turns logits into 2^Exponent p over the maximum of former tiles; returns this tile's part of l, which is not added
-  // yet. It is inf or NaN where a row has seen no key so far.
+  // Turns logits into 2^Exponent p over the maximum of earlier tiles. Returns the part of l that belongs to this tile,
+  // which is not added yet; it is inf or NaN where a row has seen no key so far.
   template <int Exponent, int Columns>
   __device__ RowValues exp_stale_max(Accumulator<Columns>& s) const {
     RowValues sum;
@@ -52,7 +53,7 @@ struct OnlineSoftmax {
   }
 
  private:
-  // In place; returns their sum.
+  // Replaces s by its exponentials and returns their sum.
   template <int Columns>
   __device__ float exponentials(Accumulator<Columns>& s, int row, float from) const {
     float sum[2] = {0.f, 0.f};
@@ -68,9 +69,9 @@ struct OnlineSoftmax {
   }
 };
 
-// Bias correction beta (arXiv 2510.04212, algorithm 1): where keys tie for the largest logit r of a row, the maximum
-// moves away from r, so that their P are rounded as all others are: to beta r if r > 0, to 0 if r < 0, by at most
-// `reach`. A tie may span tiles.
+// Bias correction beta (arXiv 2510.04212, algorithm 1). Where keys tie for the largest logit r of a row, the maximum
+// moves away from r, so that their P are not exactly 1 and are rounded like all others: to beta r if r > 0, to 0 if r <
+// 0, by at most `reach`. A tie may span tiles.
 struct ShiftedSoftmax : OnlineSoftmax {
   float beta, reach;
   RowValues top{-INFINITY, -INFINITY};  // the largest logit so far; m may lie above it
@@ -96,7 +97,7 @@ struct ShiftedSoftmax : OnlineSoftmax {
       m[row] = most;
       top[row] = largest;
     }
-    OnlineSoftmax::exp_update_max<Exponent>(s);  // no logit lies above m any more
+    OnlineSoftmax::exp_update_max<Exponent>(s);  // m is final now: no logit of the tile lies above it
     return rescale;
   }
 };

@@ -1,4 +1,4 @@
-// Tensors as the preparing kernels see them.
+// Tensors as the kernels of preprocess/ see them.
 #pragma once
 #include <cstdint>
 

@@ -1,6 +1,6 @@
-// A row of o from the keys that it sees and no others, by a warp that reads from global memory. Kernels come to it
-// where a number of v that is not finite lies in a tile beyond a mask: 0 inf is NaN, so it spoils all rows that meet
-// the tile. They find that out in their epilogue and write those rows again; on ordinary data they never do.
+// Recomputes a row of o from only the keys that it sees, in one warp that reads global memory. Kernels need this where
+// a tile that a mask cuts holds a non-finite v beyond the mask: 0 inf is NaN and spoils every row that meets the tile.
+// They detect that in their epilogue and write those rows again; finite data never takes this path.
 #pragma once
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/output.h"
@@ -9,16 +9,18 @@
 
 namespace octet::cuda {
 
-// The same in all lanes of a warp, and known to be: loops over it leave ptxas its uniform registers.
+// Returns x, which is the same in all lanes of a warp, in a form that the compiler knows to be uniform: loops over it
+// leave ptxas its uniform registers.
 __device__ inline int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
-// Of all rows of a warp.
+// Rows of a fragment that belong to one warp.
 constexpr int kWarpRows = 16;
 
-// opaque() stops the compiler from keeping what follows from it in registers all along.
+// Returns the lane. opaque() stops the compiler from keeping values that depend on it in registers throughout the
+// kernel.
 __device__ inline int cold_lane() { return ptx::opaque(static_cast<int>(threadIdx.x % 32)); }
 
-// Whether a sum of packed numbers of 16 bits, times 0, is not 0: one of them is inf or NaN.
+// Returns true if any of eight packed 16-bit numbers is inf or NaN: their sum, times 0, is then not 0.
 template <class T>
 __device__ bool has_infinite(const uint4& words) {
   using Pair = std::conditional_t<std::is_same_v<T, F16>, __half2, __nv_bfloat162>;
@@ -29,7 +31,7 @@ __device__ bool has_infinite(const uint4& words) {
   return (reinterpret_cast<const uint32_t&>(sum) & 0x7fff7fffu) != 0;
 }
 
-// The same of the first of this thread's two rows of a fragment, in the first `Some` columns.
+// The same for the first of this thread's two rows of a fragment, in the first `Some` columns.
 template <int Some, int Columns>
 __device__ bool has_infinite(const Accumulator<Columns>& x) {
   float sum[2] = {0.f, 0.f};
@@ -40,7 +42,7 @@ __device__ bool has_infinite(const Accumulator<Columns>& x) {
   return sum[0] + sum[1] != 0.f;
 }
 
-// a b^T of `n` numbers, a multiple of 8, in rows of whole vectors.
+// Returns the dot product of `n` numbers, a multiple of 8, in rows of aligned groups of 8.
 template <class T>
 __device__ float dot(const T* a, const T* b, int n) {
   struct alignas(8 * sizeof(T)) Eight {
@@ -56,14 +58,14 @@ __device__ float dot(const T* a, const T* b, int n) {
   return sum;
 }
 
-// Of a row: its mean value in this thread's channels, every 32nd from its lane on, and log2 of the sum of P.
+// A row's mean value in this thread's channels, every 32nd from its lane on, and log2 of the sum of P.
 template <int Columns>
 struct UnmaskedRow {
   float o[Columns / 32];
-  float total;
+  float log2_sum;
 };
 
-// `logit(key)`: in base 2. `value(key, channel)`: for channels below `columns`.
+// `logit(key)` returns a logit in base 2; `value(key, channel)` returns v for channels below `columns`.
 template <int Columns, class Logit, class Value>
 __device__ UnmaskedRow<Columns> attend_row(const KeyRange& keys, int columns, const Logit& logit, const Value& value) {
   constexpr int kChannels = Columns / 32;
@@ -76,12 +78,12 @@ __device__ UnmaskedRow<Columns> attend_row(const KeyRange& keys, int columns, co
     const float x = first + lane < last ? logit_of_lane : -INFINITY;
     float most = fmaxf(m, x);
 #pragma unroll 1
-    for (int step = 16; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-    const float from = most == -INFINITY ? 0.f : most;  // a row of which no key has a weight yet
+    for (int offset = 16; offset; offset /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+    const float from = most == -INFINITY ? 0.f : most;  // -inf: no key has had a P above 0 yet
     const float rescale = ptx::exp2(m - from), p = ptx::exp2(x - from);
     float sum = p;
 #pragma unroll 1
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
     l = l * rescale + sum, m = most;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) row.o[c] *= rescale;
@@ -93,7 +95,7 @@ __device__ UnmaskedRow<Columns> attend_row(const KeyRange& keys, int columns, co
       for (int c = 0; c < kChannels; ++c)
         if (lane + 32 * c < columns) row.o[c] = fmaf(weight, value(first + i, lane + 32 * c), row.o[c]);
     }
-    bool lost = true;  // then no key changes it any more
+    bool lost = true;  // true: further keys cannot change the row
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) lost &= isnan(row.o[c]) || lane + 32 * c >= columns;
     if (__all_sync(~0u, lost)) break;
@@ -101,12 +103,12 @@ __device__ UnmaskedRow<Columns> attend_row(const KeyRange& keys, int columns, co
   const float inverse = l == 0.f ? 0.f : 1.f / l;
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) row.o[c] *= inverse;
-  row.total = l == 0.f ? -INFINITY : m + log2f(l);
+  row.log2_sum = l == 0.f ? -INFINITY : m + log2f(l);
   return row;
 }
 
-// Whether a value of keys of `tiles` that are not among `seen` is inf or NaN. What is not finite otherwise is so by
-// what all rows see, and stays.
+// Returns true if v is inf or NaN for keys of `tiles` that are not among `seen`. Results that are not finite for
+// another reason come from keys that all rows see, and stay.
 template <class Value>
 __device__ bool masks_infinite(const KeyRange& tiles, const KeyRange& seen, int columns, const Value& value) {
   float sum = 0.f;
@@ -118,7 +120,7 @@ __device__ bool masks_infinite(const KeyRange& tiles, const KeyRange& seen, int 
   return __any_sync(~0u, sum != 0.f);
 }
 
-// Numbers of an output, of any type.
+// Loads and stores of single elements of an output of any type.
 __device__ inline float number_at(const Output& t, int64_t i) {
   switch (t.element) {
     case Element::f32:
@@ -147,8 +149,8 @@ __device__ inline void set_number(const Output& t, int64_t i, float x) {
   }
 }
 
-// Writes those of a warp's rows again that are not finite, after all lanes have written them: queries from `first` on,
-// of `tokens`, the first of which is token `start` of (batch, head). `row_of(query)`: o of a query in this thread's
+// Writes again those rows of a warp that are not finite, after all lanes have stored them: queries from `first` on, of
+// `tokens` queries that start at token `start` of (batch, head). `row_of(query)` returns a row of o in this thread's
 // channels.
 template <int Columns, class RowOf>
 __device__ void rewrite_rows(const Output& o, const Output& residual, int batch, int head, int start, int first,

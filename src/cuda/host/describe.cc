@@ -1,4 +1,4 @@
-// The driver and the GPUs, for octet_info.
+// Describes the driver and the GPUs for octet_info.
 #include <cuda_runtime_api.h>
 
 #include "core/error.h"
@@ -15,7 +15,7 @@ std::string driver_json() {
 std::string gpus_json() {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) {
-    cudaGetLastError();  // not to be found by the caller's next call
+    cudaGetLastError();  // else the caller's next call would report it
     return "[]";
   }
   std::string out;

@@ -1,4 +1,4 @@
-// Launches in a row.
+// Kernel launches with programmatic dependent launch.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -6,8 +6,9 @@
 
 namespace octet::cuda {
 
-// Launches a kernel whose blocks may be placed before the kernel before it has ended (programmatic dependent launch):
-// it calls ptx::griddepcontrol_wait before it reads what that one writes, and before it writes.
+// Launches a kernel whose thread blocks may start before the previous kernel in the stream has ended (programmatic
+// dependent launch). The kernel must call ptx::griddepcontrol_wait before it reads what that one writes, and before it
+// writes anything itself.
 inline void launch_pdl(const void* kernel, dim3 grid, unsigned threads, std::size_t shared_bytes, cudaStream_t stream,
                        void** arguments) {
   cudaLaunchAttribute attribute{.id = cudaLaunchAttributeProgrammaticStreamSerialization};

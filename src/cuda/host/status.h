@@ -1,4 +1,4 @@
-// CUDA's answers, turned into octet's.
+// Turns status codes of CUDA into exceptions of octet.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -6,15 +6,15 @@
 
 namespace octet::cuda {
 
-// Throws unless a call of the runtime succeeded.
+// Throws Failure unless a call of the runtime succeeded.
 inline void check(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // not to be found by the next call
+  cudaGetLastError();  // else the next call would report it
   throw Failure(OCTET_FAILURE, text(call, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ')'));
 }
 
-// Makes a device current, and the former one again at the end. A thread that has not used CUDA yet has no context,
-// which the driver's own functions need: setting the device makes its primary one current.
+// Makes a device current, and restores the former one at the end of the scope. A thread that has not used CUDA yet has
+// no context, which functions of the driver need: setting the device makes its primary context current.
 class DeviceScope {
  public:
   explicit DeviceScope(int device) {

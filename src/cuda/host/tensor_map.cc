@@ -19,7 +19,7 @@ CUtensorMapDataType type_of(octet_dtype type) {
                               : CU_TENSOR_MAP_DATA_TYPE_UINT8;
 }
 
-// Found at run time, so that the library loads without a driver.
+// Looks the function up at run time, so that the library loads without a driver.
 PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   static const auto found = [] {
     void* function = nullptr;
@@ -43,21 +43,21 @@ bool reads_directly(const View& t) {
   for (int i = 0; i < 3; ++i) {
     const int64_t bytes = size_of(t.dtype) * t.stride[i];
     if (t.shape[i] > 1 && bytes && (bytes < 0 || bytes % 16 || bytes >= kMaxStrideBytes)) return false;
-    if (t.shape[i] > 1 && !bytes && i == 2) return false;  // one token for all
+    if (t.shape[i] > 1 && !bytes && i == 2) return false;  // TMA cannot repeat one token
   }
   return true;
 }
 
 CUtensorMap tensor_map(const View& t, int rows, int columns) {
   const int64_t size = size_of(t.dtype);
-  // Innermost first: dim, token, head, batch.
+  // TMA lists dimensions from the innermost: dim, token, head, batch.
   cuuint64_t shape[4], stride[3];
   for (int i = 0; i < 4; ++i) shape[i] = static_cast<cuuint64_t>(t.shape[3 - i]);
   for (int i = 0; i < 3; ++i) {
-    const int64_t step = t.stride[2 - i];
-    if (step == 0) shape[i + 1] = 1;
+    const int64_t elements = t.stride[2 - i];
+    if (elements == 0) shape[i + 1] = 1;
     // The stride of a dimension with one element is never used, but has to be valid.
-    stride[i] = shape[i + 1] == 1 ? 16 * ((size * shape[0] + 15) / 16) : static_cast<cuuint64_t>(size * step);
+    stride[i] = shape[i + 1] == 1 ? 16 * ((size * shape[0] + 15) / 16) : static_cast<cuuint64_t>(size * elements);
   }
   const cuuint32_t box[4] = {static_cast<cuuint32_t>(columns), static_cast<cuuint32_t>(rows), 1, 1},
                    element_stride[4] = {1, 1, 1, 1};

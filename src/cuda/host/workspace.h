@@ -1,4 +1,4 @@
-// Cuts the caller's workspace into arrays. With a null workspace it only counts the bytes.
+// Allocates arrays in the caller's workspace. With a null workspace it only counts their bytes.
 #pragma once
 #include <cstddef>
 
@@ -8,7 +8,7 @@ class WorkspaceAllocator {
  public:
   explicit WorkspaceAllocator(void* workspace) : base_(static_cast<unsigned char*>(workspace)) {}
 
-  // `bytes` bytes at a multiple of 256 (of the workspace's start, which is a multiple of 64).
+  // Returns `bytes` bytes at a multiple of 256 from the start of the workspace, which is itself a multiple of 64.
   void* take(std::size_t bytes) {
     unsigned char* at = base_ ? base_ + used_ : nullptr;
     used_ += (bytes + 255) / 256 * 256;

@@ -1,4 +1,4 @@
-// The preparing kernels: what a mainloop cannot read as it lies is copied once into memory that it can.
+// Kernels that copy tensors which a mainloop cannot read in place into memory that it can.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -7,23 +7,25 @@
 
 namespace octet::cuda {
 
-// to = from, converted: round to nearest even. `through` rounds on the way (f32 into f16 by way of bf16).
-void copy(const Strided& from, const Strided& to, Element through, cudaStream_t stream);
+// Sets to = from, converted with rounding to nearest, ties to even. Numbers are rounded to the type `through` first
+// (f32 into f16 by way of bf16).
+void cast(const Strided& from, const Strided& to, Element through, cudaStream_t stream);
 
-// A vector for each (batch, head) that is subtracted from all tokens: in each channel their mean (mean_limit.h), by an
-// even sample, or 0 where that is less than a quarter of the largest number that counts. It consists of bf16 numbers:
-// those of the tokens, in bf16, less these are numbers of f16, but for those below an eighth of the largest, which are
+// The mean that is subtracted from all tokens of a (batch, head): for each channel an estimate from an even sample
+// (mean_limit.h), or 0 where its magnitude is less than a quarter of the largest number that counts. Its numbers are
+// bf16. A bf16 token minus this mean is exact in f16, except for numbers below an eighth of the largest, which are
 // rounded.
 struct VMean {
   float* data;  // [batch, head, columns]; null: nothing is subtracted
-  int columns;  // at least the channels; the others are 0
+  int columns;  // at least the head dim; further columns are 0
 };
 
-// to = (from - v_mean) / scale[batch, head] in f16, a power of two. It is 1 where the head's largest finite magnitude
-// is within [2^-2, 2^15) and typical ones are above 2^-11, which is most heads, so that one pass is enough for them;
-// else it brings the largest into [2^13, 2^14), or typical ones to 2^-11 if that is more: then those 2^26 times larger
-// become infinite, instead of taking all bits from the others. Tokens that are not seen count as zeros. `scratch`:
-// convert_scratch numbers. The kernel after these may be one that waits (ptx/grid.h).
+// Sets to = (from - v_mean) / scale[batch, head] in f16, where scale is a power of two. The scale is 1 where the
+// largest finite magnitude of the head is within [2^-2, 2^15) and typical ones are above 2^-11. Most heads are like
+// that, and one pass is enough for them. Else the scale brings the largest into [2^13, 2^14), or typical magnitudes to
+// 2^-11 if that factor is larger: numbers that are 2^26 times as large then become infinite, instead of taking all bits
+// from the others. Tokens that no query sees count as zeros. `scratch` has convert_scratch numbers. The kernel that
+// follows may be launched with launch_pdl (host/launch.h).
 void convert_to_f16(const Strided& from, const Strided& to, Element through, const VMean& v_mean, const SeenKeys& seen,
                     float* scratch, float* scale, cudaStream_t stream);
 std::size_t convert_scratch(const Strided& from);

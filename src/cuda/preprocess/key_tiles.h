@@ -1,4 +1,4 @@
-// Tiles of keys on the device, and the scale of a group of quantized values.
+// Tiles of keys on the device, and the scale of quantized values.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -14,7 +14,7 @@ __device__ inline int tokens_of(const KeyTiles& k, int sequence) {
   return k.cu_seqlens ? k.cu_seqlens[sequence + 1] - k.cu_seqlens[sequence] : k.tokens;
 }
 
-// The last of `count` + 1 ascending numbers f(0), f(1), ... that is at most x.
+// Returns the index of the last of `count` + 1 ascending numbers f(0), f(1), ... that is at most x.
 template <class F>
 __device__ int last_at_most(int x, int count, const F& f) {
   int low = 0, high = count;
@@ -25,21 +25,21 @@ __device__ int last_at_most(int x, int count, const F& f) {
   return low;
 }
 
-// The keys of a sequence that some query sees.
+// Returns the keys of a sequence that some query sees.
 __device__ inline KeyRange seen_of(const KeyTiles& k, int sequence) {
   const int queries = k.cu_seqlens_q ? k.cu_seqlens_q[sequence + 1] - k.cu_seqlens_q[sequence] : k.queries;
   return k.mask.seen(queries, tokens_of(k, sequence));
 }
 
-// Of a batch element: the first token of a tile, or of `tiles` of one sequence, and which of those that follow it, up
-// to the last that is seen, are seen: none for a tile between two sequences. In one word, as kernels are short of
-// registers.
+// A tile of a batch element, or `tiles` tiles of one sequence: its first token, the number of tokens from there to the
+// last one that is seen, and how many of these come before the first that is seen. A tile between two sequences has no
+// tokens. The range is one word, as kernels are short of registers.
 struct TileOfKeys {
-  int sequence;  // packed ones; else 0
+  int sequence;  // 0 unless sequences are packed
   int first;
   unsigned range;  // first_seen * 2^16 + tokens
 
-  // Tokens, the first of which are not seen.
+  // The tokens up to the last that is seen; the first `first_seen()` of them are not seen.
   __device__ int tokens() const { return range & 0xffff; }
   __device__ int first_seen() const { return range >> 16; }
   __device__ bool sees(int i) const {
@@ -56,7 +56,7 @@ __device__ inline TileOfKeys tile_of_keys(const KeyTiles& k, int tile, int tiles
   return {sequence, (packed ? k.cu_seqlens[sequence] : 0) + within, static_cast<unsigned>(first_seen << 16 | tokens)};
 }
 
-// octet::scale_of (core/quant/scale.h) of a finite largest number.
+// octet::scale_of (core/quant/scale.h) of a finite amax.
 struct Scale {
   float scale, inverse;
 };

@@ -8,7 +8,8 @@ namespace {
 
 constexpr int kSampled = 64, kLanes = 16, kThreads = kSampled * kLanes;
 
-// The limit of the sequence and head blockIdx.x: of k, or where blockIdx.y is 1 of v. On the way it clears counters.
+// Finds the limit of sequence and head blockIdx.x: of k, or of v where blockIdx.y is 1. It also clears the counters of
+// the next kernel.
 __global__ void __launch_bounds__(kThreads)
     limits_kernel(const __grid_constant__ QuantizeKernelParams p, unsigned* counters) {
   __shared__ float largest[kSampled], limit;
@@ -28,15 +29,15 @@ __global__ void __launch_bounds__(kThreads)
   float most = 0.f;
   if (i < sampled) {
     const int token = seen.first + static_cast<int>(static_cast<int64_t>(i) * tokens / sampled);
-    Index4 line{packed ? 0 : batch_or_sequence, blockIdx.x % a.kv_heads,
-                token + (packed ? p.chunks.cu_seqlens[sequence] : 0), 0};
-    for (line.channel = threadIdx.x % kLanes * kVec8; line.channel < t.shape[3]; line.channel += kLanes * kVec8) {
+    Index4 index{packed ? 0 : batch_or_sequence, blockIdx.x % a.kv_heads,
+                 token + (packed ? p.chunks.cu_seqlens[sequence] : 0), 0};
+    for (index.channel = threadIdx.x % kLanes * kVec8; index.channel < t.shape[3]; index.channel += kLanes * kVec8) {
       Vec8 x;
-      read(t, line, x);
+      read(t, index, x);
       most = fmaxf(most, largest_finite(x));
     }
   }
-  for (int step = kLanes / 2; step; step /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+  for (int offset = kLanes / 2; offset; offset /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
   if (threadIdx.x % kLanes == 0) largest[i] = most;
   const float found = mean_limit(largest, limit);
   if (threadIdx.x == 0) p.scratch.limit[blockIdx.y][blockIdx.x] = found;

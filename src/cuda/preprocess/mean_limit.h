@@ -1,23 +1,22 @@
-// Means without numbers far beyond typical ones, so that a token moves them by little, whatever it holds, as
-// octet::mean_limit (core/quant/scale.h) has it.
+// The limit beyond which numbers do not count in means, so that no single token moves a mean by much, whatever it
+// holds; the same as octet::mean_limit (core/quant/scale.h).
 #pragma once
 #include "cuda/preprocess/vec8.h"
 
 namespace octet::cuda {
 
-// The largest finite magnitude of eight channels.
+// Returns the largest finite magnitude of eight channels.
 __device__ inline float largest_finite(const Vec8& x) {
   float most = 0.f;
-  for (const float y : x) most = fmaxf(most, fabsf(y));  // which passes over NaN
+  for (const float y : x) most = fmaxf(most, fabsf(y));  // ignores NaN
   if (most < INFINITY) return most;
   most = 0.f;
   for (const float y : x) most = fmaxf(most, isfinite(y) ? fabsf(y) : 0.f);
   return most;
 }
 
-// Takes the magnitudes that are not 0: at most one in `kOneIn` of them lies below the power of two that is returned,
-// the largest such, times 2^by; returns 0 where all are 0. The threads of a warp call it together; `x` is in shared
-// memory.
+// Returns the largest power of two below which at most one in `kOneIn` of the magnitudes lies that are not 0, times
+// 2^by; returns 0 where all are 0. All threads of a warp call it together; `x` is in shared memory.
 template <int kOneIn, int Count>
 __device__ float power_above_one_in(const float (&x)[Count], int by) {
   constexpr int kOfLane = Count / 32, kNone = 256;
@@ -28,7 +27,7 @@ __device__ float power_above_one_in(const float (&x)[Count], int by) {
     exponents[i] = number > 0.f ? __float_as_int(number) >> 23 : kNone;
     count += __popc(__ballot_sync(~0u, number > 0.f));
   }
-  int quantile = 0;  // bit by bit
+  int quantile = 0;  // found bit by bit
   for (int bit = kNone / 2; bit; bit /= 2) {
     int below = 0;
     for (const int exponent : exponents) below += __popc(__ballot_sync(~0u, exponent < (quantile | bit)));
@@ -37,8 +36,8 @@ __device__ float power_above_one_in(const float (&x)[Count], int by) {
   return count ? __int_as_float(min(max(quantile, 1) + by, 255) << 23) : 0.f;
 }
 
-// octet::mean_limit: of the largest magnitudes of `Count` tokens the lower quartile, as a power of two, times 2^4; 0
-// where all are 0. All threads of a block call it; `largest` and `limit` are in shared memory.
+// octet::mean_limit: returns the lower quartile of the largest magnitudes of `Count` tokens, as a power of two, times
+// 2^4; returns 0 where all are 0. All threads of a block call it; `largest` and `limit` are in shared memory.
 template <int Count>
 __device__ float mean_limit(const float (&largest)[Count], float& limit) {
   __syncthreads();

@@ -22,23 +22,23 @@ Element element(octet_dtype type) {
   }
 }
 
-// A dense tensor of t's shape in the workspace. `broadcast`: heads and batch elements of stride 0 stay so, and take no
-// memory.
+// Allocates a dense tensor of t's shape in the workspace. With `broadcast`, heads and batch elements of stride 0 keep
+// it and take no memory.
 View dense(const View& t, octet_dtype type, bool broadcast, WorkspaceAllocator& workspace) {
   View d = t;
   d.dtype = type;
-  int64_t step = 1;
+  int64_t stride = 1;
   for (int i = 3; i >= 0; --i) {
     if (broadcast && t.stride[i] == 0 && i < 2) continue;
-    d.stride[i] = step;
-    // Rows of bytes are filled up to whole 16-byte words; those of wider types are such.
-    step *= i == 3 && bytes(type) == 1 ? (t.shape[i] + 15) / 16 * 16 : t.shape[i];
+    d.stride[i] = stride;
+    // Rows of 8-bit elements are padded to whole 16-byte words; rows of wider types are whole words already.
+    stride *= i == 3 && bytes(type) == 1 ? (t.shape[i] + 15) / 16 * 16 : t.shape[i];
   }
-  d.data = workspace.take(static_cast<std::size_t>(step * bytes(type)));
+  d.data = workspace.take(static_cast<std::size_t>(stride * bytes(type)));
   return d;
 }
 
-// The elements to copy: one of each dimension of stride 0.
+// The elements to copy: one index of each dimension of stride 0.
 Strided distinct(const View& t) {
   Strided s = strided(t);
   for (int i = 0; i < 2; ++i)
@@ -46,7 +46,7 @@ Strided distinct(const View& t) {
   return s;
 }
 
-// Rows of whole 16-byte words.
+// Returns true if the rows are whole 16-byte words.
 bool writes_directly(const View& t) {
   const int64_t size = bytes(t.dtype);
   if (reinterpret_cast<uintptr_t>(t.data) % 16 || t.stride[3] != 1) return false;
@@ -77,7 +77,7 @@ Input::Input(const View& from, octet_dtype type, WorkspaceAllocator& workspace) 
 
 void Input::preprocess(cudaStream_t stream) const {
   if (view_.data == from_.data) return;
-  copy(distinct(from_), distinct(view_), element(view_.dtype), stream);
+  cast(distinct(from_), distinct(view_), element(view_.dtype), stream);
 }
 
 ScaledInput::ScaledInput(const View& from, octet_dtype through, int mean_columns, WorkspaceAllocator& workspace)
@@ -98,7 +98,7 @@ Result::Result(const View& to, WorkspaceAllocator& workspace) : to_(to), view_(t
 }
 
 void Result::deliver(cudaStream_t stream) const {
-  if (view_.data != to_.data) copy(strided(view_), strided(to_), element(to_.dtype), stream);
+  if (view_.data != to_.data) cast(strided(view_), strided(to_), element(to_.dtype), stream);
 }
 
 }  // namespace octet::cuda

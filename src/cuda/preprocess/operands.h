@@ -1,5 +1,6 @@
-// Tensors of a call made ready for kernels: inputs as 16-bit numbers that TMA can read, outputs as rows of whole
-// 16-byte words. What already lies so is used in place; the rest goes through the workspace.
+// The tensors of a call in the form that kernels need: inputs as 16-bit numbers that TMA can read, outputs as rows of
+// whole 16-byte words. Tensors that already have this form are used in place; the others are copied through the
+// workspace.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -15,12 +16,12 @@ Strided strided(const View& t);
 Output output(const View& t);
 Sinks sinks(const View& t);
 
-// An input and where the kernel finds it.
+// An input, and the tensor that the kernel reads for it.
 class Input {
  public:
-  // `type`: what the kernel multiplies.
+  // `type`: the operand type of the kernel.
   Input(const View& from, octet_dtype type, WorkspaceAllocator& workspace);
-  // Copies, if it must.
+  // Copies the input where it cannot be read in place.
   void preprocess(cudaStream_t stream) const;
   const View& view() const { return view_; }
 
@@ -28,15 +29,15 @@ class Input {
   View from_, view_;
 };
 
-// An f16 input times a power of two per (batch, head), for bf16 numbers that f16 might not hold; with `mean_columns`
-// less a vector near all tokens (preprocess/cast.h) with that many channels.
+// An input in f16 times a power of two per (batch, head), for bf16 numbers beyond the range of f16. With `mean_columns`
+// it is also centred by a mean with that many channels (preprocess/cast.h).
 class ScaledInput {
  public:
-  // `through`: rounded to this type first.
+  // Numbers are rounded to the type `through` first.
   ScaledInput(const View& from, octet_dtype through, int mean_columns, WorkspaceAllocator& workspace);
   void preprocess(const SeenKeys& seen, cudaStream_t stream) const;
   const View& view() const { return view_; }
-  const float* scale() const { return scale_; }       // [batch, head], what products must be multiplied by
+  const float* scale() const { return scale_; }       // [batch, head], the factor that products must be multiplied by
   const float* v_mean() const { return mean_.data; }  // [batch, head, mean_columns]
 
  private:
@@ -47,11 +48,11 @@ class ScaledInput {
   VMean mean_;
 };
 
-// An output and where the kernel writes it.
+// An output, and the tensor that the kernel writes for it.
 class Result {
  public:
   Result(const View& to, WorkspaceAllocator& workspace);
-  // Copies what the kernel wrote to the caller, if it must.
+  // Copies the result to the caller's tensor where the kernel could not write it in place.
   void deliver(cudaStream_t stream) const;
   Output output() const { return cuda::output(view_); }
 

@@ -1,7 +1,7 @@
-// Rows of q and k, and of v where its quantized values have a scale per token: smoothed, rotated, scaled, rounded, in
-// the CPU's order of operations (core/quant). A warp takes a row_tile of 16 rows; two lanes share a row, of each 32
-// channels one has the first 16 and the other the rest. So the butterflies exchange between lanes once, and quantized
-// values are written in 16-byte words.
+// Quantizes rows of q and k, and rows of v where its quantized values have a scale per token: subtracts the mean,
+// rotates, scales and rounds in the order of operations of the CPU (core/quant). A warp takes a row tile of 16 rows.
+// Two lanes share a row: of each 32 channels one has the first 16 and the other the rest. So the butterflies exchange
+// between lanes only once, and quantized values are stored in 16-byte words.
 #pragma once
 #include <climits>
 #include <type_traits>
@@ -17,17 +17,18 @@ constexpr int kRowTile = 16;    // rows
 constexpr int kGroupTile = 64;  // keys among which thread groups are formed
 constexpr int kGroups = kGroupTile / kRowTile;
 
-// Rows [first, end), as they lie in memory, that a thread block quantized values, each of its warps a row_tile of
-// every 64. With groups, a row_tile is a thread group of keys: those with equal (key mod 8) div 2.
+// Rows [first, end) in memory that a thread block quantizes; each of its warps has one row tile of every 64 rows. With
+// groups, a row tile is a thread group of keys: those with equal (key mod 8) div 2.
 struct RowTiles {
-  static constexpr int kRows = kQuantizeWarps * kRowTile;  // from one row_tile of a warp to its next
+  static constexpr int kRows = kQuantizeWarps * kRowTile;  // from one row tile of a warp to its next
   static_assert(kRows == kGroupTile);
 
   Head rows;
   int first, end;
   bool groups;
 
-  // Row j of this warp's first row_tile, from `first` on: `pair` rows from one two to the next.
+  // Returns row j of this warp's first row tile, relative to `first`. A row tile consists of pairs of neighbouring
+  // rows, `pair()` rows apart.
   __device__ int pair() const { return groups ? 8 : 2; }
   __device__ int row(int j) const { return (groups ? 2 : kRowTile) * (threadIdx.x / 32) + j / 2 * pair() + j % 2; }
 };
@@ -47,45 +48,45 @@ struct RowReader {
   using Shared = RowsShared<Dim>;
 
   Shared& shared;
-  // In shared memory, of each channel: where vectors are pairs, 16 bits, of which the highest is set where it is
-  // negative, else 1 or -1 in float32.
+  // The signs of the channels, in shared memory: where the loader has pairs, 16 bits for each channel, of which the
+  // highest is set for -1; else 1 or -1 in float32.
   const uint4* signs;
 
   static __device__ int warp() { return threadIdx.x / 32; }
   static __device__ int row() { return threadIdx.x % 32 / 2; }
   static __device__ int half() { return threadIdx.x % 2; }
-  // Vec8 v of this lane among those of its row.
+  // The index of this lane's vector v among those of its row.
   static __device__ int word(int v) { return v / 2 * 4 + half() * 2 + v % 2; }
 
-  // Word w of a row lies at w ^ swizzle(row) among its words, so that lanes read from different banks.
+  // Word w of a row is stored at w ^ swizzle(row) among its words, so that lanes read from different banks.
   static __device__ constexpr int swizzle(int row) { return (row & 1) | (row & 2) << 1; }
   static __device__ int swizzled(int v) { return ((half() * 2 + v % 2 + v / 2 % 2 * 4) ^ swizzle(row())) + v / 4 * 8; }
 
-  // Brings one row_tile of the warp after the other into the stages. Rows that are not there become zeros.
+  // Loads the row tiles of the warp into the stages, one after the other. Rows that do not exist become zeros.
   struct Loader {
-    static constexpr int kRows = 32 / kWords;  // that the warp reads at once
+    static constexpr int kRows = 32 / kWords;  // that the warp loads at once
 
     const unsigned char* from;
-    int64_t two;  // bytes from two rows to the next two
+    int64_t pair_bytes;  // from one pair of rows to the next
     uint32_t to;
-    int left;      // rows from this lane's first on; none beyond the tensor's channels
-    int log_pair;  // of the rows from two to the next two
+    int rows_left;  // rows from this lane's first on; negative beyond the tensor's channels
+    int log_pair;   // log2 of the rows from one pair to the next
 
     __device__ Loader(const RowTiles& s, Shared& shared) {
       if constexpr (kStaged) {
         const int r = threadIdx.x % 32 / kWords, w = threadIdx.x % kWords, row = s.first + s.row(r);
         from = reinterpret_cast<const unsigned char*>(VecLoader::at(s.rows, row, w * kVec8));
         log_pair = s.groups ? 3 : 1;
-        two = s.rows.token * static_cast<int64_t>(sizeof(typename VecLoader::Element)) << log_pair;
-        left = w * kVec8 < s.rows.dim ? s.end - row : INT_MIN / 2;
+        pair_bytes = s.rows.token * static_cast<int64_t>(sizeof(typename VecLoader::Element)) << log_pair;
+        rows_left = w * kVec8 < s.rows.dim ? s.end - row : INT_MIN / 2;
         to = ptx::shared_address(shared.staged[warp()][0] + r * kWords + (w ^ swizzle(r)));
       }
     }
 
-    // Of the lane's row i of a row_tile, from its first: rows and bytes.
+    // These return the distance of the lane's row i of a row tile from its first, in rows and in bytes.
     __device__ int row(int i) const { return (i * kRows / 2 << log_pair) + i * kRows % 2; }
     __device__ int64_t distance(int i) const {
-      return i * kRows / 2 * two + (i * kRows % 2 ? two >> log_pair : int64_t{0});
+      return i * kRows / 2 * pair_bytes + (i * kRows % 2 ? pair_bytes >> log_pair : int64_t{0});
     }
 
     __device__ void fetch(int stage) {
@@ -96,34 +97,34 @@ struct RowReader {
           ptx::cp_async(there, from + distance(i), bytes);
         };
         constexpr int kTimes = kRowTile / kRows;
-        if (__all_sync(~0u, row(kTimes - 1) < left)) {
+        if (__all_sync(~0u, row(kTimes - 1) < rows_left)) {
 #pragma unroll
           for (int i = 0; i < kTimes; ++i) copy(i, 16);
         } else {
 #pragma unroll 1
-          for (int i = 0; i < kTimes; ++i) copy(i, row(i) < left ? 16 : 0);
+          for (int i = 0; i < kTimes; ++i) copy(i, row(i) < rows_left ? 16 : 0);
         }
-        from += two << (log_pair == 3 ? 3 : 5), left -= RowTiles::kRows;
+        from += pair_bytes << (log_pair == 3 ? 3 : 5), rows_left -= RowTiles::kRows;
       }
       fetch_nothing();
     }
   };
   static __device__ void fetch_nothing() { ptx::cp_async_commit(); }
 
-  // Until all but the last row_tile has arrived.
+  // Waits until all but the last row tile have arrived.
   static __device__ void await() {
     ptx::cp_async_wait<1>();
     __syncwarp();
   }
 
-  // Vec8 v of this lane's row `token`; zeros where there is none.
+  // Returns vector v of row `token`, which is this lane's; zeros where there is none.
   __device__ typename VecLoader::Raw vector(const RowTiles& s, int token, int stage, int v) const {
     if constexpr (kStaged) return (shared.staged[warp()][stage] + row() * kWords)[swizzled(v)];
     if (token < s.end && word(v) * kVec8 < s.rows.dim) return VecLoader::load(s.rows, token, word(v) * kVec8);
     return {};
   }
 
-  // This lane's channels of its row; with Signed, of either sign where vectors are pairs.
+  // Reads this lane's channels of its row; with Signed and a loader of pairs, multiplied by their signs.
   template <bool Signed>
   __device__ void read(const RowTiles& s, int token, int stage, float (&x)[kHalf]) const {
 #pragma unroll
@@ -140,14 +141,15 @@ struct RowReader {
     }
   }
 
-  // Calls f(channel of x[i], i) for each four of this lane's channels.
+  // Calls f(channel of x[i], i) for each group of four of this lane's channels.
   template <class F>
   static __device__ void for_fours(const F& f) {
 #pragma unroll
     for (int i = 0; i < kHalf; i += 4) f(i / 16 * 32 + half() * 16 + i % 16, i);
   }
 
-  // x becomes sign x + offset, of those wanted, where there is a row; the product is exact. Pairs have their signs.
+  // Sets x to sign x + offset, each where it is wanted, in rows that exist; the product is exact. Pairs already have
+  // their signs.
   template <bool Signed, bool Offset>
   __device__ void smooth(bool present, float (&x)[kHalf]) const {
     constexpr bool kSigned = Signed && !VecLoader::kPairs;
@@ -178,7 +180,8 @@ struct RowReader {
     }
   }
 
-  // octet::hadamard without its signs and norm: stages at distance 1, 2, 4, ... Distance 16 is the other lane.
+  // octet::hadamard without its signs and norm: stages at distance 1, 2, 4, ... At distance 16 the partner is in the
+  // other lane.
   static __device__ void rotate(int block, float (&x)[kHalf]) {
     if constexpr (kStaged)
       if (block == Dim) return rotate_whole(x);
@@ -203,19 +206,19 @@ struct RowReader {
     for (float& y : x) y = fmaf(y, sign, __shfl_xor_sync(~0u, y, 1));
   }
 
-  // octet::amax of a row times norm.
+  // octet::amax of a row, times norm.
   static __device__ float amax(const float (&x)[kHalf], float norm) {
     float most[4] = {};
 #pragma unroll
     for (int i = 0; i < kHalf; ++i) asm("max.NaN.f32 %0, %0, %1;" : "+f"(most[i % 4]) : "f"(fabsf(x[i])));
-    int bits = 0;  // NaN lies above infinity
+    int bits = 0;  // NaN compares above infinity
     for (const float m : most) bits = max(bits, __float_as_int(m) & 0x7fffffff);
     bits = max(bits, __shfl_xor_sync(~0u, bits, 1));
     return __int_as_float(bits) * norm;
   }
 
-  // Quantized values of norm x, times `inverse`, of 16 channels from x[first] on.
-  template <class Quantized>
+  // Returns the quantized values of norm x, times `inverse`, of 16 channels from x[first] on.
+  template <class QuantizedType>
   static __device__ uint4 encode(const float (&x)[kHalf], int first, float norm, float inverse) {
     uint32_t words[4];
 #pragma unroll
@@ -223,24 +226,24 @@ struct RowReader {
       float y[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) y[i] = __fmul_rn(__fmul_rn(x[first + 4 * w + i], norm), inverse);
-      words[w] = ptx::pack<Quantized>(y[0], y[1], y[2], y[3]);
+      words[w] = ptx::pack<QuantizedType>(y[0], y[1], y[2], y[3]);
     }
     return {words[0], words[1], words[2], words[3]};
   }
 
-  // The scale of a row, or with `group` of the row_tile, in all of its lanes. A row that is not finite has scale NaN
-  // and quantized values 0. In a group it does not count, and its quantized values are NaN; integers have no such code,
-  // so there the scale becomes NaN.
-  template <class Quantized>
+  // Returns the scale of a row, or with `group` of its row tile, in all of its lanes. A row that is not finite gets
+  // scale NaN and quantized values 0. In a group it does not count towards the scale, and its quantized values are NaN;
+  // integers have no NaN, so there the scale of the group becomes NaN.
+  template <class QuantizedType>
   static __device__ Scale scale_of_row(bool group, float norm, float (&x)[kHalf]) {
     const float most = amax(x, norm);
     const bool finite = most <= FLT_MAX;
     const bool all_finite = __all_sync(~0u, finite);
     int counts = finite ? __float_as_int(most) : 0;
     if (group) counts = __reduce_max_sync(~0u, counts);
-    Scale scale = scale_of(__int_as_float(counts), std::is_same_v<Quantized, S8> ? 127.f : 448.f);
+    Scale scale = scale_of(__int_as_float(counts), std::is_same_v<QuantizedType, S8> ? 127.f : 448.f);
     if (all_finite) return scale;
-    constexpr bool kHasNan = !std::is_same_v<Quantized, S8>;
+    constexpr bool kHasNan = !std::is_same_v<QuantizedType, S8>;
     if (!finite)
       for (float& y : x) y = group && kHasNan ? NAN : 0.f;
     if (group ? !kHasNan : !finite) scale.scale = NAN;
@@ -248,7 +251,7 @@ struct RowReader {
   }
 };
 
-template <class Quantized, class VecLoader, int Dim>
+template <class QuantizedType, class VecLoader, int Dim>
 struct Rows : RowReader<VecLoader, Dim> {
   using Base = RowReader<VecLoader, Dim>;
   using Base::half, Base::row, Base::shared, Base::warp, Base::kHalf;
@@ -258,27 +261,27 @@ struct Rows : RowReader<VecLoader, Dim> {
   __device__ Rows(const QuantizeKernelParams& p, RowsShared<Dim>& shared, const uint4* signs)
       : Base{shared, signs}, p(p) {}
 
-  // Calls f(row, from the first on, its stage) for this lane's row of each of the warp's row_tiles among `count` rows,
-  // while the next row_tile is being read. All threads call begin() when the first is on its way.
+  // Calls f(row, stage), with the row relative to the first, for this lane's row of each of the warp's row tiles among
+  // `count` rows, while the next row tile is being loaded. All threads call begin() when the first is in flight.
   template <class Begin, class F>
   __device__ void for_row_tiles(const RowTiles& s, int count, const Begin& begin, const F& f) const {
     typename Base::Loader loader(s, shared);
     const auto fetch = [&](int row_tile, int stage) { row_tile < count ? loader.fetch(stage) : Base::fetch_nothing(); };
-    // The warp's row_tiles: from the first row of each, where it lies without groups.
+    // The first row of each of the warp's row tiles, in the order without groups.
     const int first = warp() * kRowTile;
-    int stage = 0, mine = s.row(row());
+    int stage = 0, lane_row = s.row(row());
     fetch(first, stage);
     begin();
     for (int row_tile = first; row_tile < count; row_tile += RowTiles::kRows) {
       __syncwarp();
       fetch(row_tile + RowTiles::kRows, stage ^ 1);
       Base::await();
-      f(mine, stage);
-      mine += RowTiles::kRows, stage ^= 1;
+      f(lane_row, stage);
+      lane_row += RowTiles::kRows, stage ^= 1;
     }
   }
 
-  // What rows lose; with Signed, of either sign.
+  // Sets the offsets that are added to rows, minus the mean; with Signed, multiplied by the signs of the channels.
   template <bool Signed>
   __device__ void set_offsets(const float* mean) const {
 #pragma unroll 1
@@ -320,14 +323,15 @@ struct Rows : RowReader<VecLoader, Dim> {
             if (present && half() == 0) a.mean_logit[rows + row] = product;
           }
           Base::rotate(a.rotation.block, x);
-          const Scale scale = Base::template scale_of_row<Quantized>(false, norm, x);
+          const Scale scale = Base::template scale_of_row<QuantizedType>(false, norm, x);
           if (!present) return;
           if (half() == 0) a.q_scale[rows + row] = scale.scale;
           write(static_cast<unsigned char*>(a.q_quantized) + (rows + row) * Dim, x, norm, scale.inverse);
         });
   }
 
-  // A row of q times the mean of its keys: of those that lost the offsets, or those of its packed sequence.
+  // Return the product of a row of q with the mean of its keys: times_offset with the mean in the offsets, times_mean
+  // with that of its packed sequence.
   __device__ float times_offset(const float (&x)[kHalf]) const {
     float product[4] = {};
     Base::for_fours([&](int c, int i) {
@@ -361,10 +365,11 @@ struct Rows : RowReader<VecLoader, Dim> {
   __device__ void write(unsigned char* to, const float (&x)[kHalf], float norm, float inverse) const {
 #pragma unroll
     for (int w = 0; w < kHalf / 16; ++w)
-      *reinterpret_cast<uint4*>(to + 32 * w + 16 * half()) = Base::template encode<Quantized>(x, 16 * w, norm, inverse);
+      *reinterpret_cast<uint4*>(to + 32 * w + 16 * half()) =
+          Base::template encode<QuantizedType>(x, 16 * w, norm, inverse);
   }
 
-  // `tiles` tiles of k of a (batch, kv head), of one sequence.
+  // Quantizes `tiles` tiles of k of a (batch, kv head), which belong to one sequence.
   __device__ void keys(int batch_head, int first_tile, int tiles) const {
     const QuantizeParams& a = p.args;
     const TileOfKeys run = tile_of_keys(a.keys, first_tile, tiles);
@@ -385,7 +390,7 @@ struct Rows : RowReader<VecLoader, Dim> {
           Base::template read<true>(row_tiles, run.first + row, stage, x);
           Base::template smooth<true, true>(run.sees(row), x);
           Base::rotate(a.rotation.block, x);
-          const Scale scale = Base::template scale_of_row<Quantized>(a.k_groups, norm, x);
+          const Scale scale = Base::template scale_of_row<QuantizedType>(a.k_groups, norm, x);
           if (a.k_groups) {
             if (threadIdx.x % 32 == 0) a.k_scale[rows / kRowTile + row / kGroupTile * kGroups + warp()] = scale.scale;
           } else if (half() == 0) {

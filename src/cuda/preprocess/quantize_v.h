@@ -1,16 +1,17 @@
-// v to quantized values with its keys along rows, each 16 of them in the order of key_permutation.
+// Quantizes v and transposes it, so that its keys run along rows, each 16 of them in the order of key_permutation.
 #pragma once
 #include "cuda/fragment/accumulator.h"
 #include "cuda/preprocess/quantize_rows.h"
 
 namespace octet::cuda {
 
-// A scale for each channel, or none: a thread takes 16 keys of 8 channels, and 8 neighbours 64 channels; 4 such groups
-// of 64 keys write whole 64-byte rows.
-template <class Quantized, class VecLoader, int Dim>
+// Quantizes v with a scale for each channel, or without scales. A thread takes 16 keys of 8 channels, and 8
+// neighbouring threads take 64 channels; 4 such groups, of 64 keys, store whole 64-byte rows.
+template <class QuantizedType, class VecLoader, int Dim>
 struct ChannelValues {
   static constexpr int kGroup = 16, kHalves = Dim / 64;
-  static constexpr bool kScaled = !VecLoader::kWhole || sizeof(typename VecLoader::Raw) == kVec8;  // 16 bits never are
+  static constexpr bool kScaled =
+      !VecLoader::kWhole || sizeof(typename VecLoader::Raw) == kVec8;  // 16-bit v has no scale
 
   const QuantizeKernelParams& p;
   float* inverse;  // [Dim] in shared memory: 1 / scale
@@ -38,8 +39,8 @@ struct ChannelValues {
     }
   }
 
-  // Quantized values of 16 keys, of 8 channels that lie `row` bytes apart. What is infinite becomes NaN instead of the
-  // largest code.
+  // Stores the quantized values of 16 keys of 8 channels, which lie `row` bytes apart. Infinities become NaN instead of
+  // the largest number.
   template <bool MayBeInfinite>
   __device__ void write(const typename VecLoader::Raw (&raw)[kGroup], float scale, int channel, int64_t row,
                         unsigned char* to) const {
@@ -59,14 +60,14 @@ struct ChannelValues {
           const float2 two = VecLoader::pair(raw[key_permutation(4 * w + i)], c / 2);
           y[0][i] = scaled(two.x, factor.x), y[1][i] = scaled(two.y, factor.y);
         }
-        for (int j = 0; j < 2; ++j) words[j][w] = ptx::pack<Quantized>(y[j][0], y[j][1], y[j][2], y[j][3]);
+        for (int j = 0; j < 2; ++j) words[j][w] = ptx::pack<QuantizedType>(y[j][0], y[j][1], y[j][2], y[j][3]);
       }
       for (int j = 0; j < 2; ++j, to += row)
         *reinterpret_cast<uint4*>(to) = {words[j][0], words[j][1], words[j][2], words[j][3]};
     }
   }
 
-  // 16 keys from `key` of a run on.
+  // Loads 16 keys from `key` of a run on.
   __device__ static void load(const Head& rows, const TileOfKeys& run, int key, int channel,
                               typename VecLoader::Raw (&raw)[kGroup]) {
     if (run.sees(key) && run.sees(key + kGroup - 1) && channel < rows.dim) {
@@ -82,7 +83,7 @@ struct ChannelValues {
     }
   }
 
-  // Returns whether v may hold infinities.
+  // Fetches the inverses of the scales. Returns true if v may hold infinities.
   __device__ bool fetch_inverse(int sequence_head) const {
     const float* const from = p.args.channels.v_inverse;
     if (from) p.wait_together(StatsOf::v, sequence_head);
@@ -95,21 +96,21 @@ struct ChannelValues {
   }
 };
 
-// A scale for each token: rows of quantized values, turned in shared memory.
-template <class Quantized, class VecLoader, int Dim>
-struct TokenValues : Rows<Quantized, VecLoader, Dim> {
-  using Base = Rows<Quantized, VecLoader, Dim>;
+// Quantizes v with a scale for each token: rows are quantized and then transposed in shared memory.
+template <class QuantizedType, class VecLoader, int Dim>
+struct TokenValues : Rows<QuantizedType, VecLoader, Dim> {
+  using Base = Rows<QuantizedType, VecLoader, Dim>;
   using Base::half, Base::row, Base::kHalf, Base::p;
   static constexpr int kGroup = 16, kWords = Dim / 4;
 
-  uint32_t* words;  // [key][kWords] with gaps, then the keys' scales
+  uint32_t* words;  // [key][kWords] with gaps, followed by the scales of the keys
 
   __device__ TokenValues(const QuantizeKernelParams& p, RowsShared<Dim>& shared, uint32_t* words)
       : Base(p, shared, nullptr), words(words) {}
 
   static int bytes(int tile) { return tile * (Dim + 1 + static_cast<int>(sizeof(float))); }
 
-  // Groups of 16 keys lie four words apart, so that threads read them from different banks.
+  // Groups of 16 keys have gaps of four words between them, so that threads read from different banks.
   static __device__ int word_of(int key, int word) { return key * kWords + key / kGroup * 4 + word; }
 
   __device__ void values(int batch_head, int tile_number) const {
@@ -130,7 +131,7 @@ struct TokenValues : Rows<Quantized, VecLoader, Dim> {
           float x[kHalf];
           Base::template read<false>(row_tiles, tile.first + key, stage, x);
           Base::template smooth<false, true>(tile.sees(key), x);
-          const Scale scale = Base::template scale_of_row<Quantized>(false, 1.f, x);
+          const Scale scale = Base::template scale_of_row<QuantizedType>(false, 1.f, x);
           if (half() == 0) scales[key] = scale.scale;
           Base::write(reinterpret_cast<unsigned char*>(words + word_of(key, 0)), x, 1.f, scale.inverse);
         });
@@ -152,13 +153,13 @@ struct TokenValues : Rows<Quantized, VecLoader, Dim> {
     }
   }
 
-  // Logarithms of scales and their inverses; `at`: the tile's first key. A scale of 0 becomes one small beside the
-  // others.
+  // Writes the logarithms of scales and their inverses; `at`: the first key of the tile. A scale of 0 is replaced by
+  // one that is small beside the others.
   __device__ void write_scales(const float* scales, int64_t at) const {
     const int keys = p.args.keys.tile;
     float most = 0.f;
     for (int i = 0; i < keys; ++i) most = fmaxf(most, scales[i]);
-    const float least = most == 0.f ? 1.f : fmaxf(most * 0x1p-40f, FLT_MIN);  // its inverse is a float
+    const float least = most == 0.f ? 1.f : fmaxf(most * 0x1p-40f, FLT_MIN);  // so that its inverse is finite
     for (int i = threadIdx.x; i < keys; i += kQuantizeThreads) {
       const float scale = scales[i] == 0.f ? least : scales[i];
       float* const to = p.args.v_scale + 2 * at + i;
@@ -167,7 +168,7 @@ struct TokenValues : Rows<Quantized, VecLoader, Dim> {
     }
   }
 
-  // Byte b of four words, from each.
+  // Returns byte b of each of four words.
   static __device__ uint32_t gather(const uint32_t (&words)[4], int b) {
     const uint32_t low = __byte_perm(words[0], words[1], b | (b + 4) << 4);
     const uint32_t high = __byte_perm(words[2], words[3], b | (b + 4) << 4);

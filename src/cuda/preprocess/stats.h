@@ -1,5 +1,5 @@
-// The first look at k and v: means and largest numbers of channels over the tokens of a sequence that are seen. Numbers
-// that are not finite count as 0, and in means so do those far beyond typical ones (mean_limit.h).
+// The first pass over k and v: means and largest magnitudes of channels over the tokens of a sequence that are seen.
+// Numbers that are not finite count as 0, and in means so do those far beyond typical ones (mean_limit.h).
 #pragma once
 #include "cuda/preprocess/quantize_params.h"
 #include "cuda/preprocess/vec8.h"
@@ -15,14 +15,14 @@ struct StatsShared {
 template <class VecLoader, int Dim>
 struct StatsOfChannels {
   static constexpr int kLanes = Dim / kVec8, kRows = kQuantizeThreads / kLanes;
-  static constexpr int kBatch = VecLoader::kWhole ? 8 : 1;  // loads under way
+  static constexpr int kBatch = VecLoader::kWhole ? 8 : 1;  // loads in flight
 
   const QuantizeKernelParams& p;
   StatsShared<Dim>& shared;
 
   static __device__ int lane() { return threadIdx.x % kLanes; }
 
-  // Calls f with this thread's vectors of a chunk, while the next ones are under way.
+  // Calls f with this thread's raw vectors of a chunk, while the next ones are in flight.
   template <class F>
   __device__ void for_each_raw(const Strided& t, int batch_head, const TileOfKeys& chunk, const F& f) const {
     const Head rows = head_of(t, batch_head / p.args.kv_heads, batch_head % p.args.kv_heads);
@@ -51,7 +51,7 @@ struct StatsOfChannels {
 #pragma unroll 1
     for (; i < chunk.tokens(); i += kRows) f(VecLoader::load(rows, chunk.first + i, channel));
   }
-  // The same with numbers, one vector after the other.
+  // Calls f with the numbers of one vector after the other.
   template <class F>
   __device__ void for_each_once(const Strided& t, int batch_head, const TileOfKeys& chunk, const F& f) const {
     const Head rows = head_of(t, batch_head / p.args.kv_heads, batch_head % p.args.kv_heads);
@@ -64,7 +64,7 @@ struct StatsOfChannels {
       f(x);
     }
   }
-  // Calls f with numbers.
+  // Calls f with the numbers of this thread's vectors.
   template <class F>
   __device__ void for_each(const Strided& t, int batch_head, const TileOfKeys& chunk, const F& f) const {
     for_each_raw(t, batch_head, chunk, [&](const typename VecLoader::Raw& raw) {
@@ -74,7 +74,7 @@ struct StatsOfChannels {
     });
   }
 
-  // Writes what f makes of all threads' numbers of a channel.
+  // Combines all threads' numbers of each channel by f and writes the results.
   template <class T, class F>
   __device__ void combine(const T (&mine)[kVec8], const F& f, T* to) const {
     auto* const rows = reinterpret_cast<T*>(shared.found);
@@ -87,7 +87,7 @@ struct StatsOfChannels {
     }
   }
 
-  // Numbers from `limit` on count as 0, and so do NaNs.
+  // Writes the sums of channels. Numbers from `limit` on count as 0, and so do NaNs.
   __device__ void sum(const Strided& t, float limit, int batch_head, const TileOfKeys& chunk, double* to) const {
     double sums[kVec8] = {};
     for_each_raw(t, batch_head, chunk, [&](typename VecLoader::Raw raw) {
@@ -127,7 +127,7 @@ struct StatsOfChannels {
         most, [](float x, float y) { return fmaxf(x, y); }, to);
   }
 
-  // f of each channel over all chunks; then calls write(channel, that).
+  // Combines each channel over all chunks by f; then calls write(channel, result).
   template <class T, class F, class Write>
   __device__ void over_chunks(const T* x, int chunks, const F& f, const Write& write) const {
     auto* const found = reinterpret_cast<T*>(shared.found);
@@ -148,8 +148,9 @@ struct StatsOfChannels {
     }
   }
 
-  // One chunk of k or v of a (batch, head). Who comes last to a sequence has its result to make.
-  __device__ void look(StatsOf stats, int batch_head, int number) const {
+  // Computes the statistics of one chunk of k or v of a (batch, head). The last thread block to arrive at a sequence
+  // combines its chunks.
+  __device__ void compute(StatsOf stats, int batch_head, int number) const {
     const QuantizeParams& a = p.args;
     TileOfKeys chunk = tile_of_keys(p.chunks, number);
     chunk.first += chunk.first_seen(), chunk.range = chunk.tokens() - chunk.first_seen();
@@ -164,7 +165,7 @@ struct StatsOfChannels {
     const int first = p.chunks.cu_seqlens ? first_tile(p.chunks, chunk.sequence) : 0;
     const int tokens = tokens_of(p.chunks, chunk.sequence),
               chunks = max((tokens + p.chunks.tile - 1) / p.chunks.tile, 1);
-    if (number - first >= chunks) return;  // between two sequences
+    if (number - first >= chunks) return;  // the chunk lies between two sequences
     __syncthreads();
     if (threadIdx.x == 0)
       shared.last = ptx::count(p.scratch.arrived[which * p.sequence_heads + sequence_head]) + 1 == chunks;

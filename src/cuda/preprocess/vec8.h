@@ -1,4 +1,4 @@
-// Eight channels of a token at a time, between memory in any type and strides and float32 registers.
+// Vectors of eight channels of a token, converted between memory of any type and strides and float32 registers.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -13,11 +13,11 @@
 
 namespace octet::cuda {
 
-constexpr int kVec8 = 8;  // head dims are multiples of it
+constexpr int kVec8 = 8;  // head dims are multiples of this
 
 using Vec8 = float[kVec8];
 
-// The words in which a vector of T is moved.
+// The words by which a vector of T is loaded and stored.
 template <class T>
 struct Words {
   using Word = uint4;
@@ -35,9 +35,9 @@ __device__ void read_as(const T* x, int64_t stride, Vec8& to) {
     union {
       Word words[kWords];
       T elements[kVec8];
-    } line;
-    for (int i = 0; i < kWords; ++i) line.words[i] = reinterpret_cast<const Word*>(x)[i];
-    for (int i = 0; i < kVec8; ++i) to[i] = float(line.elements[i]);
+    } vec;
+    for (int i = 0; i < kWords; ++i) vec.words[i] = reinterpret_cast<const Word*>(x)[i];
+    for (int i = 0; i < kVec8; ++i) to[i] = float(vec.elements[i]);
     return;
   }
   for (int i = 0; i < kVec8; ++i) to[i] = float(x[i * stride]);
@@ -51,17 +51,17 @@ __device__ void write_as(T* x, int64_t stride, const Vec8& from) {
     union {
       Word words[kWords];
       T elements[kVec8];
-    } line;
-    for (int i = 0; i < kVec8; ++i) line.elements[i] = T(from[i]);
-    for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(x)[i] = line.words[i];
+    } vec;
+    for (int i = 0; i < kVec8; ++i) vec.elements[i] = T(from[i]);
+    for (int i = 0; i < kWords; ++i) reinterpret_cast<Word*>(x)[i] = vec.words[i];
     return;
   }
   for (int i = 0; i < kVec8; ++i) x[i * stride] = T(from[i]);
 }
 
-// Calls f with a null pointer of the element's type.
+// Calls f with a null pointer to the element's type.
 template <class F>
-__device__ void m_block(Element element, const F& f) {
+__device__ void with_type(Element element, const F& f) {
   switch (element) {
     case Element::f32:
       return f(static_cast<float*>(nullptr));
@@ -74,7 +74,7 @@ __device__ void m_block(Element element, const F& f) {
   }
 }
 
-// 8 channels of one token.
+// The index of a vector: 8 channels of one token, from `channel` on.
 struct Index4 {
   int64_t batch, head, token, channel;
   __device__ int64_t offset(const Strided& t) const {
@@ -82,18 +82,18 @@ struct Index4 {
   }
 };
 
-__device__ inline void read(const Strided& t, const Index4& line, Vec8& x) {
-  m_block(t.element,
-          [&](auto* type) { read_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
+__device__ inline void read(const Strided& t, const Index4& index, Vec8& x) {
+  with_type(t.element,
+            [&](auto* type) { read_as(static_cast<decltype(type)>(t.data) + index.offset(t), t.stride[3], x); });
 }
 
-__device__ inline void write(const Strided& t, const Index4& line, const Vec8& x) {
-  m_block(t.element,
-          [&](auto* type) { write_as(static_cast<decltype(type)>(t.data) + line.offset(t), t.stride[3], x); });
+__device__ inline void write(const Strided& t, const Index4& index, const Vec8& x) {
+  with_type(t.element,
+            [&](auto* type) { write_as(static_cast<decltype(type)>(t.data) + index.offset(t), t.stride[3], x); });
 }
 
-// Eight channels as they lie in memory, which are converted later, so that many loads can be under way. `In`: the type
-// of all, whose rows are whole 16-byte words, or void for any type and strides.
+// Eight channels in the format of memory, which are converted later, so that many loads can be under way. `In`: the
+// type of all tensors, whose rows are whole 16-byte words; void for any type and strides.
 template <class In>
 struct RawVec8 {
   union {
@@ -101,8 +101,8 @@ struct RawVec8 {
     In elements[kVec8];
   };
   __device__ RawVec8() : word{} {}
-  __device__ void load(const Strided& t, const Index4& at) {
-    word = *reinterpret_cast<const uint4*>(static_cast<const In*>(t.data) + at.offset(t));
+  __device__ void load(const Strided& t, const Index4& index) {
+    word = *reinterpret_cast<const uint4*>(static_cast<const In*>(t.data) + index.offset(t));
   }
   __device__ void convert(Vec8& x) const {
     for (int i = 0; i < kVec8; ++i) x[i] = float(elements[i]);
@@ -111,13 +111,13 @@ struct RawVec8 {
 template <>
 struct RawVec8<void> {
   Vec8 numbers{};
-  __device__ void load(const Strided& t, const Index4& at) { read(t, at, numbers); }
+  __device__ void load(const Strided& t, const Index4& index) { read(t, index, numbers); }
   __device__ void convert(Vec8& x) const {
     for (int i = 0; i < kVec8; ++i) x[i] = numbers[i];
   }
 };
 
-// The rows of a (batch, head).
+// The rows of one (batch, head) of a tensor.
 struct Head {
   const void* data;
   Element element;
@@ -126,16 +126,16 @@ struct Head {
 };
 __device__ inline Head head_of(const Strided& t, int batch, int head) {
   Head h{nullptr, t.element, static_cast<int>(t.shape[3]), t.stride[2], t.stride[3]};
-  m_block(t.element, [&](auto* type) {
+  with_type(t.element, [&](auto* type) {
     h.data = static_cast<decltype(type)>(t.data) + Index4{batch, head, 0, 0}.offset(t);
   });
   return h;
 }
 
-// How a kernel reads vectors, in two steps: `load` what lies in memory, then `convert`, or `pair` elements 2 i and 2 i
-// + 1. From tensors of one type whose vectors are whole words, without a branch, so that many loads can be under way at
-// once; or from any tensor, where load only says where the vector lies. A Column loads vectors of tokens that are
-// `step` apart.
+// The two ways in which a kernel loads vectors. Each loads in two parts: `load` fetches raw memory; `convert` makes
+// floats of it, or `pair` those of elements 2 i and 2 i + 1. WordLoader takes tensors of one type whose vectors are
+// whole words, and loads without a branch, so that many loads can be in flight. AnyLoader takes any tensor; its load
+// only returns the address of the vector. A Column loads vectors of tokens that are `stride` apart.
 template <class T>
 struct WordLoader {
   using Element = T;
@@ -151,10 +151,10 @@ struct WordLoader {
   }
   struct Column {
     const T* first;
-    int64_t step;
-    __device__ Column(const Head& h, int token, int channel, int step)
-        : first(at(h, token, channel)), step(step * h.token) {}
-    __device__ Raw operator[](int i) const { return __ldg(reinterpret_cast<const Raw*>(first + i * step)); }
+    int64_t stride;
+    __device__ Column(const Head& h, int token, int channel, int stride)
+        : first(at(h, token, channel)), stride(stride * h.token) {}
+    __device__ Raw operator[](int i) const { return __ldg(reinterpret_cast<const Raw*>(first + i * stride)); }
   };
   static __device__ float2 pair(const Raw& raw, int i) {
     if constexpr (kPairs) return ptx::unpack<T>(reinterpret_cast<const uint32_t*>(&raw)[i]);
@@ -168,14 +168,14 @@ struct WordLoader {
       x[2 * i] = two.x, x[2 * i + 1] = two.y;
     }
   }
-  // `most` becomes, element by element, the larger of it and the magnitude of raw; NaN does not count.
+  // Sets each element of `most` to the larger of it and the magnitude of raw. NaN does not count.
   static __device__ void raise(Raw& most, const Raw& raw) {
     auto* const to = reinterpret_cast<Pair*>(&most);
     const auto* const from = reinterpret_cast<const Pair*>(&raw);
 #pragma unroll
     for (int i = 0; i < kVec8 / 2; ++i) to[i] = __hmax2(to[i], __habs2(from[i]));
   }
-  // Numbers from `limit`, a power of two or infinity, on become 0, and so do NaNs.
+  // Sets numbers from `limit` on, a power of two or infinity, to 0, and NaNs, too.
   static __device__ void cut(Raw& raw, float limit) {
     auto* const words = reinterpret_cast<uint32_t*>(&raw);
     const Pair below{T(limit), T(limit)};
@@ -184,7 +184,7 @@ struct WordLoader {
       words[i] &= __hlt2_mask(__habs2(reinterpret_cast<const Pair*>(words)[i]), below);
   }
 };
-// Functions of its own, as copies of their branches take the compiler a minute.
+// Its functions are not inlined, because copies of their branches take the compiler a minute.
 struct AnyLoader {
   static constexpr bool kWhole = false, kPairs = false;
   struct Raw {
@@ -194,7 +194,7 @@ struct AnyLoader {
   };
   static __device__ __noinline__ Raw load(const Head& h, int token, int channel) {
     Raw raw{};
-    m_block(h.element, [&](auto* type) {
+    with_type(h.element, [&](auto* type) {
       raw = {static_cast<const std::remove_pointer_t<decltype(type)>*>(h.data) + token * h.token + channel * h.channel,
              h.element, h.channel};
     });
@@ -202,15 +202,15 @@ struct AnyLoader {
   }
   struct Column {
     Head head;
-    int token, channel, step;
-    __device__ Column(const Head& h, int token, int channel, int step)
-        : head(h), token(token), channel(channel), step(step) {}
-    __device__ Raw operator[](int i) const { return load(head, token + i * step, channel); }
+    int token, channel, stride;
+    __device__ Column(const Head& h, int token, int channel, int stride)
+        : head(h), token(token), channel(channel), stride(stride) {}
+    __device__ Raw operator[](int i) const { return load(head, token + i * stride, channel); }
   };
   static __device__ __noinline__ float2 pair(const Raw& raw, int i) {
     float2 two{};
     if (raw.data)
-      m_block(raw.element, [&](auto* type) {
+      with_type(raw.element, [&](auto* type) {
         const auto* x = static_cast<const std::remove_pointer_t<decltype(type)>*>(raw.data) + 2 * i * raw.stride;
         two = {float(x[0]), float(x[raw.stride])};
       });
@@ -224,7 +224,7 @@ struct AnyLoader {
   }
 };
 
-// Whether vectors of a tensor of elements of `size` bytes are whole words.
+// Returns true if the vectors of a tensor with elements of `size` bytes are whole words.
 inline bool in_words(const Strided& t, int size) {
   const int word = size == 1 ? 8 : 16;
   if (reinterpret_cast<uintptr_t>(t.data) % word || (t.shape[3] > 1 && t.stride[3] != 1)) return false;
@@ -233,7 +233,7 @@ inline bool in_words(const Strided& t, int size) {
   return true;
 }
 
-// Calls f with the fastest way to read all of the tensors.
+// Calls f with the fastest loader that can load all of the tensors.
 template <class F>
 void with_loader(std::initializer_list<const Strided*> tensors, const F& f) {
   const auto all = [&](Element element, int size) {

@@ -1,4 +1,4 @@
-// Copies from global to shared memory that the thread need not wait for. PTX ISA, 9.7.9.25.3 (cp.async).
+// Asynchronous copies from global to shared memory. PTX ISA, 9.7.9.25.3 (cp.async).
 #pragma once
 #include <cstdint>
 
@@ -6,13 +6,14 @@ namespace octet::cuda::ptx {
 
 __device__ inline uint32_t shared_address(const void* x) { return static_cast<uint32_t>(__cvta_generic_to_shared(x)); }
 
-// 16 bytes to shared address `to`, the first `bytes` (16 or 0) of them from `from`, the others zeros.
+// Writes 16 bytes to the shared address `to`: the first `bytes` of them (16 or 0) come from `from`, the others are
+// zeros.
 __device__ inline void cp_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 // Closes the group of all copies that this thread has issued since the last call.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last `Groups` of this thread's groups have arrived. Only this thread sees what they brought.
+// Waits until all but the last `Groups` groups of this thread have arrived. Only this thread is sure to see their data.
 template <int Groups>
 __device__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");

@@ -1,11 +1,11 @@
-// Numbers in global memory by which thread blocks of one kernel wait for each other. PTX ISA, 8.10 (memory
+// Counters and flags in global memory, by which thread blocks of one kernel wait for each other. PTX ISA, 8.10 (memory
 // consistency).
 #pragma once
 #include <cuda/atomic>
 
 namespace octet::cuda::ptx {
 
-// Adds 1; what this thread has seen before can be seen by whoever finds the sum. Returns the number before.
+// Adds 1 and returns the former value. A thread that reads the sum also sees what this thread has seen before.
 __device__ inline unsigned count(unsigned& counter) {
   return ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device>(counter).fetch_add(1u, ::cuda::memory_order_acq_rel);
 }

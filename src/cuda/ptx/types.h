@@ -1,4 +1,4 @@
-// The operand types of matrix instructions and how float32 become registers of them.
+// Operand types of matrix instructions, and conversions between them and float32.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -18,7 +18,7 @@ using U8 = uint8_t;
 
 namespace octet::cuda::ptx {
 
-// cvt.rn.{bf16x2, f16x2}.f32: `low` in the lower half. PTX ISA, 9.7.9.21.
+// cvt.rn.{bf16x2, f16x2}.f32: `low` goes to the lower half. PTX ISA, 9.7.9.21.
 template <class T>
 __device__ inline uint32_t pack(float low, float high);
 template <>
@@ -34,7 +34,7 @@ __device__ inline uint32_t pack<F16>(float low, float high) {
   return d;
 }
 
-// Four numbers as the bytes of one register, x0 in the lowest, to nearest, ties to even, saturating.
+// Packs four numbers into the bytes of one register, x0 in the lowest. Rounds to nearest, ties to even, and saturates.
 template <class T>
 __device__ inline uint32_t pack(float x0, float x1, float x2, float x3);
 // cvt.rn.satfinite.e4m3x2.f32; NaN stays NaN. PTX ISA, 9.7.9.21.
@@ -49,7 +49,8 @@ __device__ inline uint32_t pack<E4m3>(float x0, float x1, float x2, float x3) {
       : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
   return d;
 }
-// cvt.rni.s32.f32 and cvt.pack.sat, which ptxas makes one instruction for two numbers; NaN gives 0. PTX ISA, 9.7.9.22.
+// cvt.rni.s32.f32 and cvt.pack.sat, which ptxas fuses into one instruction for two numbers; NaN gives 0. PTX ISA,
+// 9.7.9.22.
 __device__ inline int nearest(float x) {
   int i;
   asm("cvt.rni.s32.f32 %0, %1;" : "=r"(i) : "f"(x));
@@ -70,7 +71,7 @@ __device__ inline uint32_t pack<U8>(float x0, float x1, float x2, float x3) {
   return d;
 }
 
-// The two halves of a register as float32.
+// Returns the two halves of a register as float32.
 template <class T>
 __device__ inline float2 unpack(uint32_t x);
 template <>
@@ -82,7 +83,7 @@ __device__ inline float2 unpack<F16>(uint32_t x) {
   return __half22float2(reinterpret_cast<const __half2&>(x));
 }
 
-// ex2.approx.ftz.f32: exactly 1 at 0, 0 at -inf. PTX ISA, 9.7.3.22.
+// ex2.approx.ftz.f32: returns exactly 1 at 0, and 0 at -inf. PTX ISA, 9.7.3.22.
 __device__ inline float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -1,21 +1,22 @@
-// What a warpgroup (four warps, 128 threads) does together: ordering of wgmma, registers, named barriers.
+// Instructions that a warpgroup (four warps, 128 threads) executes together: ordering of wgmma, register allocation,
+// named barriers.
 #pragma once
 #include <cstdint>
 
 namespace octet::cuda::ptx {
 
-// wgmma.fence: registers and shared memory written before are seen by the wgmma that follow. PTX ISA, 9.7.15.7.1.
+// wgmma.fence: the wgmma that follow see earlier writes to registers and shared memory. PTX ISA, 9.7.15.7.1.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-// wgmma.commit_group: closes the group of all wgmma issued since the last one.
+// wgmma.commit_group: closes the group of all wgmma that were issued since the last call.
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// wgmma.wait_group: until at most `Pending` of the latest groups are under way.
+// wgmma.wait_group: waits until at most `Pending` of the latest groups are in flight.
 template <int Pending>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// Keeps the compiler from moving uses of a register across this point: accumulators of a wgmma under way are written
-// behind its back.
+// Keeps the compiler from moving uses of registers across this point: a wgmma in flight writes its accumulators without
+// the compiler's knowledge.
 template <class T, int N>
 __device__ inline void fence_operand(T (&registers)[N]) {
 #pragma unroll
@@ -27,8 +28,8 @@ __device__ inline void fence_operand(T (&registers)[N]) {
   }
 }
 
-// The same value, which the compiler does not recognise as the one it was made from: it neither hoists nor folds what
-// follows from it.
+// Returns the same value, whose origin the compiler can no longer see: it neither hoists nor folds computations that
+// depend on the result.
 __device__ inline int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -43,14 +44,15 @@ __device__ inline float opaque(float x) {
   return x;
 }
 
-// stmatrix.m8n8.x4: matrix i of a warp from x[i]; lane l gives the shared address of row l mod 8 of matrix l / 8.
+// stmatrix.m8n8.x4: a warp stores four 8 x 8 matrices, matrix i from x[i]. Lane l gives the shared address of row l mod
+// 8 of matrix l / 8.
 __device__ inline void stmatrix(uint32_t address, const uint32_t* x) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
                : "memory");
 }
 
-// setmaxnreg: registers per thread of this warpgroup from here on. PTX ISA, 9.7.19.5.
+// setmaxnreg: sets the number of registers per thread of this warpgroup. PTX ISA, 9.7.19.5.
 template <int Registers>
 __device__ inline void reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
@@ -60,15 +62,15 @@ __device__ inline void reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-// bar.sync, bar.arrive on named barrier 1 to 15, which `threads` threads complete. PTX ISA, 9.7.13.1.
+// bar.sync and bar.arrive on named barrier 1 to 15, which `threads` threads complete. PTX ISA, 9.7.13.1.
 __device__ inline void barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 __device__ inline void barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// barrier.red.and: whether a condition holds in all of so many threads, whole warps, on a named barrier of their own.
-// PTX ISA, 9.7.13.1.
+// barrier.red.and: returns whether a condition holds in all of `Threads` threads (whole warps), which meet at a named
+// barrier of their own. PTX ISA, 9.7.13.1.
 template <int Threads>
 __device__ inline bool all_of(bool condition, int barrier) {
   int all;
@@ -78,7 +80,7 @@ __device__ inline bool all_of(bool condition, int barrier) {
       : "=r"(all)
       : "r"(static_cast<int>(condition)), "r"(barrier), "n"(Threads)
       : "memory");
-  return __any_sync(~0u, all);  // tells the compiler that the whole warp goes one way
+  return __any_sync(~0u, all);  // tells the compiler that the result is the same in the whole warp
 }
 __device__ inline bool all_of_warpgroup(bool condition, int barrier) { return all_of<128>(condition, barrier); }
 

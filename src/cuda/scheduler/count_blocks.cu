@@ -4,7 +4,7 @@
 namespace octet::cuda {
 namespace {
 
-// One warp: a prefix sum over 32 sequences at a time.
+// One warp computes a prefix sum over 32 sequences at a time.
 __global__ void count_blocks_kernel(const int* cu_seqlens, int sequences, int rows, int* blocks_before) {
   const int lane = threadIdx.x;
   int before = 0;
@@ -12,9 +12,9 @@ __global__ void count_blocks_kernel(const int* cu_seqlens, int sequences, int ro
     const int s = first + lane;
     const int blocks = s < sequences ? (cu_seqlens[s + 1] - cu_seqlens[s] + rows - 1) / rows : 0;
     int sum = blocks;
-    for (int step = 1; step < 32; step *= 2) {
-      const int lower = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += lower;
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int lower = __shfl_up_sync(~0u, sum, offset);
+      if (lane >= offset) sum += lower;
     }
     if (s < sequences) blocks_before[s] = before + sum - blocks;
     before += __shfl_sync(~0u, sum, 31);

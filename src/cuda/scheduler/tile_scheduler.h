@@ -1,9 +1,9 @@
-// Which block of queries a thread block works on next.
+// Chooses the block of queries that a thread block works on next.
 //
-// Thread blocks stay on their multiprocessor and draw numbers from a counter, so that long blocks of a causal mask
-// balance short ones. Numbers count down from the last block of queries, which a causal mask makes the longest.
+// Thread blocks are persistent and take numbers from a counter, so that short blocks of a causal mask balance long
+// ones. Within a head, numbers start at the last block of queries, which a causal mask makes the longest.
 //
-// Where all blocks are alike, the last ones may be shorter, so that the multiprocessors end together.
+// Where all blocks are alike, the last ones (tail tiles) may be shorter, so that all multiprocessors end together.
 #pragma once
 #include <cstdint>
 
@@ -11,28 +11,28 @@
 
 namespace octet::cuda {
 
-// A block of queries of one head of one sequence.
+// A tile: a block of queries of one head of one sequence.
 struct TileInfo {
   int batch, head;
-  int q_first, q_tokens;  // of the sequence, within its batch element
+  int q_first, q_tokens;  // of the sequence; q_first counts within its batch element
   int k_first, k_tokens;
   int q_start;  // the first query, within the sequence; -1: no tile is left
   int sequence;
-  int rows;  // that the tile has at most
+  int rows;  // the most that the tile has
 
   __device__ bool valid() const { return q_start >= 0; }
 };
 
 struct TileScheduler {
   int batch, heads;
-  int q_tokens, k_tokens;  // of each batch element; packed: of all sequences together
+  int q_tokens, k_tokens;  // of each batch element; of all packed sequences together
   int rows;                // queries per block
-  int full_blocks;         // of a head: they come first, those of the next fields after them; packed: unused
+  int full_blocks;         // per head; tail tiles come after the full ones of all heads; unused for packed sequences
   int tail_blocks, tail_rows;
   HeadGroups head_groups;
-  unsigned* counter;  // 0 when the kernel starts
+  unsigned* counter;  // is 0 when the kernel starts
 
-  // Packed sequences, or null: first tokens, and for each sequence the number of blocks before it.
+  // Packed sequences, or null: the first token of each sequence, and the number of blocks in the sequences before it.
   const int *cu_seqlens_q, *cu_seqlens_k, *blocks_before;
   int sequences;
 
@@ -40,11 +40,11 @@ struct TileScheduler {
 
   __device__ TileInfo unpacked(unsigned number) const {
     const unsigned all_heads = batch * heads, all_full = full_blocks * all_heads;
-    const bool whole = number < all_full;
-    if (!whole) number -= all_full;
-    const unsigned blocks = whole ? full_blocks : tail_blocks;
+    const bool full = number < all_full;
+    if (!full) number -= all_full;
+    const unsigned blocks = full ? full_blocks : tail_blocks;
     if (number >= blocks * all_heads) return {.q_start = -1};
-    const int queries = whole ? rows : tail_rows;
+    const int queries = full ? rows : tail_rows;
     const auto [head, block] = head_groups.tile_of(number, blocks, all_heads);
     return {static_cast<int>(head / heads),
             static_cast<int>(head % heads),
@@ -52,7 +52,7 @@ struct TileScheduler {
             q_tokens,
             0,
             k_tokens,
-            (whole ? 0 : full_blocks * rows) + static_cast<int>(blocks - 1 - block) * queries,
+            (full ? 0 : full_blocks * rows) + static_cast<int>(blocks - 1 - block) * queries,
             static_cast<int>(head / heads),
             queries};
   }

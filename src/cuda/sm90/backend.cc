@@ -30,7 +30,7 @@ std::optional<std::string> find_unsupported_reason() {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) {
-    cudaGetLastError();  // not to be found by the caller's next call
+    cudaGetLastError();  // else the caller's next call would report it
     return text("no usable GPU: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ')');
   }
   bool any = false;
@@ -45,11 +45,11 @@ std::optional<std::string> unavailable() {
   return reason;
 }
 
-// The precisions of the backward pass. In the forward pass, all others have q and k of 8 bits.
+// The precisions with q and k of 16 bits, which are also those of the backward pass. All others have q and k of 8 bits.
 constexpr PrecisionSet kSixteenBits = {OCTET_PRECISION_F16, OCTET_PRECISION_BF16};
 bool quantized(const Problem& p) { return !kSixteenBits.has(p.precision); }
 
-// P and v of 8 bits.
+// True where P and v have 8 bits, too.
 bool is_8bit(const Problem& p) { return forward_8bit_precisions().has(p.precision); }
 
 std::optional<std::string> unsupported_reason_of(const View& t, const char* label) {

@@ -1,4 +1,4 @@
-// The kernels of this generation, by what they are built for.
+// The kernels of sm90, by their template parameters.
 #pragma once
 #include <cstdint>
 
@@ -11,21 +11,20 @@ enum class DimsIndex : int { d64, d128, d192x128, d256 };
 
 struct Kernel {
   const void* function;
-  int rows, keys;  // of a tile
+  int rows, keys;  // of a tile; rows are queries
   int threads, shared_bytes;
-  int laid_out_keys = 0;  // keys lie in whole multiples of this many; 8 bits
-  bool skips = false;     // its warpgroups pass over what lies after a block
-  int cluster = 1;        // thread blocks that share a tile
+  int laid_out_keys = 0;  // 8-bit kernels: keys are laid out in whole multiples of this many
+  bool skips = false;     // its warpgroups skip rows beyond the end of a tail tile
+  int cluster = 1;        // thread blocks of a cluster, which share a tile
 };
 
 template <class Precision>
 Kernel forward_kernel(DimsIndex dims);
 
-// Up to d128.
+// 8-bit kernels exist up to d128.
 template <class Precision>
 Kernel forward_8bit_kernel(DimsIndex dims);
 
-// rows: queries of a tile.
 template <class T>
 Kernel backward_kernel(int dim, Sums sums);
 

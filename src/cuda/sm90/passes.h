@@ -1,4 +1,4 @@
-// The passes of this generation. Without a workspace (null data), only its size is counted; returns that size.
+// The passes of sm90. Each returns the size of its workspace; with a null workspace it does nothing else.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -11,18 +11,18 @@
 
 namespace octet::cuda::sm90 {
 
-// The forward pass of precisions whose P has 16 bits.
+// The forward pass of the precisions with P of 16 bits.
 PrecisionSet forward_precisions();
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string forward_name(const Problem& p);
 
-// The forward pass of precisions whose P has 8 bits.
+// The forward pass of the precisions with P of 8 bits.
 PrecisionSet forward_8bit_precisions();
 std::size_t forward_8bit(const Problem& p, void* workspace, cudaStream_t stream);
 std::string forward_8bit_name(const Problem& p);
 constexpr int kMax8BitDim = 128;
 
-// What forward passes with operands of 8 bits reject.
+// Returns the reason why a forward pass with 8-bit q and k cannot run a problem, or nothing if it can.
 std::optional<std::string> quantized_unsupported_reason(const Problem& p);
 
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);

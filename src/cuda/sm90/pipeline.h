@@ -4,7 +4,8 @@
 
 namespace octet::cuda {
 
-// Where one side of a pipeline of `Stages` stages stands. The producer waits for the phase opposite to the consumer's.
+// The position of one side, producer or consumer, in a pipeline of `Stages` stages. The producer waits for the phase
+// opposite to the consumer's.
 template <int Stages>
 struct PipelineState {
   int stage = 0;
@@ -14,13 +15,13 @@ struct PipelineState {
   }
 };
 
-// `full`: the bytes of a stage have come. `empty`: all consumers are done with it.
+// `full`: the bytes of a stage have arrived. `empty`: all consumers have released the stage.
 template <int Stages>
 struct Pipeline {
   Barrier full[Stages], empty[Stages];
 
-  __device__ void init(uint32_t readers) {
-    for (int i = 0; i < Stages; ++i) full[i].init(1), empty[i].init(readers);
+  __device__ void init(uint32_t consumers) {
+    for (int i = 0; i < Stages; ++i) full[i].init(1), empty[i].init(consumers);
   }
 };
 

@@ -1,7 +1,7 @@
-// Tiles in shared memory, as TMA writes and wgmma reads them: `Columns` columns of 16 bits in panels of 64, each panel
-// `Rows` rows of 128 bytes under the 128-byte swizzle (chunk c of row r lies at c xor r mod 8). A tile starts at a
-// multiple of 1024 bytes, the period of the swizzle. Tiles of bytes have panels of 128 columns, or as many as divide
-// their columns, under the swizzle of that width.
+// Tiles in shared memory, in the layout that TMA writes and wgmma reads: `Columns` columns of 16 bits in panels of 64,
+// each panel `Rows` rows of 128 bytes under the 128-byte swizzle (chunk c of row r lies at c xor r mod 8). A tile
+// starts at a multiple of 1024 bytes, the period of the swizzle. 8-bit tiles have panels of 128, 64 or 32 columns, the
+// widest that divides their columns, under the swizzle of that width.
 #pragma once
 #include <cuda.h>
 
@@ -15,13 +15,13 @@ namespace octet::cuda {
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = 128;
 
-// Rows of a group that the swizzle treats alike, and its bytes.
+// The period of the swizzle, in rows and in bytes.
 constexpr int kSwizzleRows = 8;
 constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
 
-constexpr int kMostSharedBytes = 227 * 1024;  // of a thread block
+constexpr int kMostSharedBytes = 227 * 1024;  // that a thread block can have
 
-// `InCluster`: of a thread block that is one of several in a cluster.
+// A tile of 16-bit elements. `InCluster`: its thread block is one of several in a cluster.
 template <class T, int Rows_, int Columns_, bool InCluster = false>
 struct SharedTile {
   using Element = T;
@@ -36,14 +36,15 @@ struct SharedTile {
   unsigned char* data;
 
   __device__ uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(data)); }
-  // Columns [8 chunk, 8 chunk + 8) of a row.
+  // Returns the address of columns [8 chunk, 8 chunk + 8) of a row.
   __device__ unsigned char* at(int row, int chunk) const {
     return data + chunk / 8 * kPanelBytes + row * kPanelRowBytes + (chunk % 8 ^ row % kSwizzleRows) * 16;
   }
 
-  // The wgmma descriptor (PTX ISA, 9.7.15.5.1.2) of 16-bit operands under the 128-byte swizzle, from `offset` bytes
-  // into the tile. `across`: bytes from one panel to the next where the operand's columns do not run along the index of
-  // summation. Shared addresses are short, so sums stay within their fields, once the rank in a cluster is off.
+  // Returns the wgmma descriptor (PTX ISA, 9.7.15.5.1.2) of a 16-bit operand under the 128-byte swizzle, from `offset`
+  // bytes into the tile. `across`: bytes from one panel to the next, where the columns of the operand do not run along
+  // the index of summation. Shared addresses are small, so the sums stay within their fields once the rank in the
+  // cluster is masked off.
   __device__ uint64_t descriptor(int offset, int across) const {
     constexpr uint32_t kWindow = (1 << 18) - 1;
     const uint32_t start = kInCluster ? address() & kWindow : address();
@@ -51,20 +52,21 @@ struct SharedTile {
     constexpr uint32_t high = kSwizzleBytes >> 4 | 1u << 30;
     return static_cast<uint64_t>(high) << 32 | low;
   }
-  // Columns [16 step, 16 step + 16) of the rows from `row`: an operand that is summed along its columns.
-  __device__ uint64_t along(int row, int step) const {
-    return descriptor((step / 4) * kPanelBytes + row * kPanelRowBytes + (step % 4) * 32, 16);
+  // Describes columns [16 k_step, 16 k_step + 16) of the rows from `row` on: an operand that is summed along its
+  // columns.
+  __device__ uint64_t along(int row, int k_step) const {
+    return descriptor((k_step / 4) * kPanelBytes + row * kPanelRowBytes + (k_step % 4) * 32, 16);
   }
-  // Rows [16 step, 16 step + 16), columns from 64 `panel`: an operand that is summed along its rows.
-  __device__ uint64_t across(int step, int panel = 0) const {
-    return descriptor(panel * kPanelBytes + step * 16 * kPanelRowBytes, kPanelBytes);
+  // Describes rows [16 k_step, 16 k_step + 16), columns from 64 `panel` on: an operand that is summed along its rows.
+  __device__ uint64_t across(int k_step, int panel = 0) const {
+    return descriptor(panel * kPanelBytes + k_step * 16 * kPanelRowBytes, kPanelBytes);
   }
 };
 
-// The widest panel, in bytes, that divides a row.
+// Returns the widest panel, in bytes, that divides a row.
 constexpr int panel_bytes(int columns) { return columns % 128 == 0 ? 128 : columns % 64 == 0 ? 64 : 32; }
 
-// A tile of bytes. TMA fills the first `LoadedRows` rows.
+// A tile of 8-bit elements. TMA fills the first `LoadedRows` rows.
 template <class T, int Rows_, int Columns_, int LoadedRows_ = Rows_>
 struct SharedTile8Bit {
   using Element = T;
@@ -74,26 +76,26 @@ struct SharedTile8Bit {
   static constexpr int kPanelBytes = Rows_ * kPanelWidth;
   static constexpr int kBytes = kPanels * kPanelBytes, kLoadedBytes = LoadedRows_ * Columns_;
   static constexpr int kSwizzlePeriod = kSwizzleRows * kPanelWidth;  // bytes; a tile starts at a multiple of it
-  static constexpr int kDepth = 32;                                  // columns of a product
+  static constexpr int kDepth = 32;                                  // columns that one wgmma sums
   static_assert(sizeof(T) == 1 && Columns_ % kDepth == 0 && Rows_ % kSwizzleRows == 0);
 
   unsigned char* data;
 
-  // Columns [32 step, 32 step + 32) of the rows from `row`; PTX ISA, 9.7.15.5.1.2.
-  __device__ uint64_t along(int row, int step) const {
+  // Describes columns [32 k_step, 32 k_step + 32) of the rows from `row` on; PTX ISA, 9.7.15.5.1.2.
+  __device__ uint64_t along(int row, int k_step) const {
     constexpr int kSteps = kPanelWidth / kDepth;
     constexpr uint32_t kSwizzle = kPanelWidth == 128 ? 1 : kPanelWidth == 64 ? 2 : 3;
     const auto start = static_cast<uint32_t>(__cvta_generic_to_shared(data));
-    const int offset = step / kSteps * kPanelBytes + row * kPanelWidth + step % kSteps * kDepth;
-    // Shared addresses are short, so the sum stays within its field.
+    const int offset = k_step / kSteps * kPanelBytes + row * kPanelWidth + k_step % kSteps * kDepth;
+    // Shared addresses are small, so the sum stays within its field.
     const uint32_t low = (start >> 4) + (offset >> 4) + (1u << 16);
     constexpr uint32_t high = kSwizzlePeriod >> 4 | kSwizzle << 30;
     return static_cast<uint64_t>(high) << 32 | low;
   }
 };
 
-// Brings columns [column, column + Columns) of rows [row, row + LoadedRows) of a [column, row, head, batch] tensor into
-// a tile.
+// Loads columns [column, column + Columns) of rows [row, row + LoadedRows) of a [column, row, head, batch] tensor into
+// a tile by TMA.
 template <class Tile>
 __device__ void load(const Tile& tile, const CUtensorMap& map, int column, int row, int head, int batch,
                      uint64_t* full) {
@@ -106,8 +108,8 @@ __device__ void load(const Tile& tile, const CUtensorMap& map, int column, int r
   }
 }
 
-// Brings rows [row, row + Rows) of a [dim, token, head, batch] tensor into a tile; `full` counts its bytes. What lies
-// beyond the tensor arrives as zeros.
+// Loads rows [row, row + Rows) of a [dim, token, head, batch] tensor into a tile; `full` counts the bytes. Elements
+// beyond the tensor arrive as zeros.
 template <class Tile>
 __device__ void load(const Tile& tile, const CUtensorMap& map, int row, int head, int batch, uint64_t* full) {
   load(tile, map, 0, row, head, batch, full);

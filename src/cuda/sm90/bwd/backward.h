@@ -63,7 +63,7 @@ struct Backward {
     Pipeline<kDsStages> ds_pipe;
     static constexpr int kTileSlots = 3;
     Pipeline<kTileSlots> tile_pipe;
-    KeyBlockInfo work[kTileSlots];
+    KeyBlockInfo key_block[kTileSlots];
 
     // `consumers`: threads that read work.
     __device__ void init(int readers) {

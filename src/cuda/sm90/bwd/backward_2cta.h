@@ -61,7 +61,7 @@ struct Backward2Cta {
     // In turn. The next is written once v of the one before the last was given back, in the last step of that block, so
     // that nobody reads the third last.
     static constexpr int kTileSlots = 3;
-    KeyBlockInfo work[kTileSlots];
+    KeyBlockInfo key_block[kTileSlots];
 
     __device__ void init() {
       k_pipe.init(kConsumerThreads + kClearing), v_pipe.init(kWarps), q_remote_pipe.init(kWarps),

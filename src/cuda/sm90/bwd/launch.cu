@@ -69,7 +69,7 @@ Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, WorkspaceAllo
 
 std::string backward_name(const Problem& p) {
   const Kernel kernel = kernel_of(p);
-  return text("backward ", f16_compute(p) ? "f16 f16_compute" : "bf16", ", wgmma, ", kernel.rows, " x ", kernel.keys,
+  return text("backward ", f16_compute(p) ? "in f16" : "in bf16", ", wgmma, ", kernel.rows, " x ", kernel.keys,
               " tiles", p.deterministic ? ", dq in integers" : "");
 }
 

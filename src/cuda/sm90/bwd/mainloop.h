@@ -20,7 +20,7 @@ __device__ inline void Backward<T, Dim, sums>::consume(int warpgroup) {
     const int slot = tile_index % Shared::kTileSlots, key_stage = tile_index % kKeyStages;
     const uint32_t key_phase = tile_index / kKeyStages % 2;
     shared.tile_pipe.full[slot].wait(tile_index / Shared::kTileSlots % 2);
-    const KeyBlockInfo& w = shared.work[slot];
+    const KeyBlockInfo& w = shared.key_block[slot];
     if (!w.valid()) break;
     shared.k_pipe.full[key_stage].wait(key_phase);
     shared.v_pipe.full[key_stage].wait(key_phase);

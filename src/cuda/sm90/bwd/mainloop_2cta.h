@@ -33,7 +33,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::compute_p_ds() {
   const int me = rank(), local = me * kChannels, remote = (me ^ 1) * kChannels;
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.k_pipe.full[0].wait(tile_index % 2);
-    const KeyBlockInfo& w = shared.work[tile_index % Shared::kTileSlots];
+    const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     if (!w.valid()) break;
     const Exponents& e = schedule.exponents(w);
     const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - e.k));
@@ -93,7 +93,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::accumulate(int half) {
   const auto remote_k = columns_of<kDqColumns>(Half{shared.remote_k}, half * kDqColumns);
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.k_pipe.full[0].wait(tile_index % 2);
-    const KeyBlockInfo& w = shared.work[tile_index % Shared::kTileSlots];
+    const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     if (!w.valid()) break;
     const Exponents& e = schedule.exponents(w);
     const int steps = group * w.tiles.count();

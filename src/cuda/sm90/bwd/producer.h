@@ -12,7 +12,7 @@ __device__ inline void Backward<T, Dim, sums>::produce() {
   next_tile(0);
   for (unsigned tile_index = 0;; ++tile_index) {
     const int slot = tile_index % Shared::kTileSlots;
-    const KeyBlockInfo& w = shared.work[slot];
+    const KeyBlockInfo& w = shared.key_block[slot];
     if (!w.valid()) return;
     if (w.part == 0)
       load_tiles<true>(w, tile_index, n);
@@ -50,9 +50,9 @@ __device__ inline void Backward<T, Dim, sums>::load_tiles(const KeyBlockInfo& w,
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward<T, Dim, sums>::next_tile(unsigned tile_index) {
   const int slot = tile_index % Shared::kTileSlots, stage = tile_index % kKeyStages;
-  KeyBlockInfo& w = shared.work[slot];
+  KeyBlockInfo& w = shared.key_block[slot];
   shared.tile_pipe.empty[slot].wait(tile_index / Shared::kTileSlots % 2 ^ 1);
-  const KeyBlockInfo& last = shared.work[(tile_index + Shared::kTileSlots - 1) % Shared::kTileSlots];
+  const KeyBlockInfo& last = shared.key_block[(tile_index + Shared::kTileSlots - 1) % Shared::kTileSlots];
   const bool again = tile_index > 0 && schedule.next_part(last, w);
   while (!again) {
     schedule.find(atomicAdd(a.counter, 1u), w);
@@ -98,7 +98,7 @@ __device__ inline void Backward<T, Dim, sums>::convert_keys(int thread) {
   uint32_t phases = 0;  // of the barriers of k and v, in each stage
   for (unsigned tile_index = 0;; ++tile_index) {
     const int stage = tile_index % kKeyStages;
-    KeyBlockInfo& w = shared.work[tile_index % Shared::kTileSlots];
+    KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     // One thread looks at the barrier from time to time, as looking takes the others' time.
     if (thread == 0) shared.k_rows_full[stage].wait_asleep(phases >> rows_phase_bit(true, stage) & 1);
     __syncwarp();

@@ -26,8 +26,8 @@ template <class T, int Dim, Sums sums>
 __device__ inline void Backward2Cta<T, Dim, sums>::load_keys() {
   unsigned tile_index = 0, numbers_taken = 0;
   for (;;) {
-    KeyBlockInfo& w = shared.work[tile_index % Shared::kTileSlots];
-    const KeyBlockInfo& last = shared.work[(tile_index + Shared::kTileSlots - 1) % Shared::kTileSlots];
+    KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
+    const KeyBlockInfo& last = shared.key_block[(tile_index + Shared::kTileSlots - 1) % Shared::kTileSlots];
     const bool again = tile_index > 0 && schedule.next_part(last, w);
     while (!again) {
       schedule.find(next_number(numbers_taken++), w);
@@ -67,7 +67,7 @@ template <class T, int Dim, Sums sums>
 __device__ inline void Backward2Cta<T, Dim, sums>::clear_all(int thread) {
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.k_pipe.full[0].wait_asleep(tile_index % 2);
-    const KeyBlockInfo& w = shared.work[tile_index % Shared::kTileSlots];
+    const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     if (!w.valid()) return;
     const int part = kBlocks * w.block + rank();
     clear_ahead<kQueries * Dim, kClearing>(a, w, part, kBlocks * a.k_blocks.count, thread, kBarrier);
@@ -82,7 +82,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::load_queries() {
   unsigned n = 0;  // steps
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.tile_pipe.full[0].wait(tile_index % 2);
-    const KeyBlockInfo& w = shared.work[tile_index % Shared::kTileSlots];
+    const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     if (!w.valid()) return;
     if (w.part == 0)
       load_queries<true>(w, n);

@@ -44,7 +44,7 @@ struct UnmaskedGradients {
   static __device__ float number(const Strided& x, Index4 at, int channel) {
     at.channel = channel;
     float number = 0.f;
-    m_block(x.element, [&](auto* type) { number = float(static_cast<decltype(type)>(x.data)[at.offset(x)]); });
+    with_type(x.element, [&](auto* type) { number = float(static_cast<decltype(type)>(x.data)[at.offset(x)]); });
     return number;
   }
 
@@ -100,7 +100,7 @@ struct UnmaskedGradients {
       Index4 at = q_state(head, query);
       at.channel = lane + 32 * i;
       if (at.channel < a.dim)
-        m_block(dq.element, [&](auto* type) {
+        with_type(dq.element, [&](auto* type) {
           using T = std::remove_pointer_t<decltype(type)>;
           static_cast<T*>(dq.data)[at.offset(dq)] = T(a.scale * sum[i]);
         });

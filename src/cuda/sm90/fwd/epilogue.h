@@ -6,19 +6,20 @@ namespace octet::cuda::sm90 {
 
 // Returns whether a number of v that is not finite has met this thread's rows; any row of a warp tells.
 template <class Precision, class Dims>
-__device__ inline bool Forward<Precision, Dims>::write(const TileInfo& work, int query, const OnlineSoftmax& softmax,
+__device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, int query, const OnlineSoftmax& softmax,
                                                        VMean& v_mean, Accumulator<Dims::kDimV>& o, unsigned char* q,
                                                        int warpgroup) const {
-  const float v_scale = a.v_scale ? a.v_scale[work.batch * (a.schedule.heads / a.group) + work.head / a.group] : 1.f;
+  const float v_scale =
+      a.v_scale ? a.v_scale[q_tile.batch * (a.schedule.heads / a.group) + q_tile.head / a.group] : 1.f;
   RowValues l, inverse, share{1.f, 1.f};
   RowValues from;               // sum of exp(logit) = 2^from l, but for what k's mean adds,
   RowValues of_mean{0.f, 0.f};  // to the logit
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     l[row] = quad_sum(softmax.l[row]);
-    from[row] = softmax.template origin<Precision::kWeightExponent>(row, softmax.m[row]);
+    from[row] = softmax.template origin<Precision::kPExponent>(row, softmax.m[row]);
     if constexpr (kQuantizedQk) {
-      const KeyRange seen = a.mask.keys_of(query + 8 * row, work.q_tokens, work.k_tokens);
+      const KeyRange seen = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
       if (seen.first == seen.last) l[row] = 0.f;  // whatever its scale is
     }
     inverse[row] = l[row] == 0.f ? 0.f : v_scale / l[row];
@@ -26,19 +27,19 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& work, int
   if constexpr (kQuantizedQk)
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row)
-      if (a.mean_logit && l[row] != 0.f && query + 8 * row < work.q_tokens)
-        of_mean[row] = a.scale * a.mean_logit[row_of(work) + query + 8 * row];
+      if (a.mean_logit && l[row] != 0.f && query + 8 * row < q_tile.q_tokens)
+        of_mean[row] = a.scale * a.mean_logit[row_of(q_tile) + query + 8 * row];
   if (a.sinks.data) {
-    const float sink = a.sinks.at(work.batch, work.head);
+    const float sink = a.sinks.at(q_tile.batch, q_tile.head);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const RowWithSink all =
           with_sink(l[row] == 0.f ? -INFINITY : from[row] + log2f(l[row]), (sink - of_mean[row]) * 1.44269504f);
-      share[row] = all.share, from[row] = all.total, l[row] = 1.f;
+      share[row] = all.share, from[row] = all.log2_sum, l[row] = 1.f;
     }
   }
-  write_lse(work, query, from, l, of_mean);
-  if constexpr (!kVMeanEarly) v_mean = v_mean_of(work);
+  write_lse(q_tile, query, from, l, of_mean);
+  if constexpr (!kVMeanEarly) v_mean = v_mean_of(q_tile);
 #pragma unroll
   for (int i = 0; i < Dims::kDimV / 2; ++i) {
     if constexpr (kCompensated<Precision>)
@@ -55,61 +56,62 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& work, int
   if (a.sinks.data) scale_rows(o, share);
   switch (a.o.element) {
     case Element::f32:
-      return write_as<float>(work, query, o, q, warpgroup);
+      return write_as<float>(q_tile, query, o, q, warpgroup);
     case Element::f16:
-      return write_as<F16>(work, query, o, q, warpgroup);
+      return write_as<F16>(q_tile, query, o, q, warpgroup);
     case Element::e4m3:
-      if constexpr (kQuantizedQk) return write_as<E4m3>(work, query, o, q, warpgroup);
+      if constexpr (kQuantizedQk) return write_as<E4m3>(q_tile, query, o, q, warpgroup);
       break;
     default:
-      return write_as<Bf16>(work, query, o, q, warpgroup);
+      return write_as<Bf16>(q_tile, query, o, q, warpgroup);
   }
   return false;
 }
 
 // Of the four threads that share two rows, two write one each, as a logarithm is 25 instructions.
 template <class Precision, class Dims>
-__device__ inline void Forward<Precision, Dims>::write_lse(const TileInfo& work, int query, const RowValues& from,
+__device__ inline void Forward<Precision, Dims>::write_lse(const TileInfo& q_tile, int query, const RowValues& from,
                                                            const RowValues& l, const RowValues& of_mean) const {
   const int row = threadIdx.x % 2, i = query + 8 * row;
-  if (!a.lse.data || i >= work.q_tokens || threadIdx.x % 4 >= kRowsPerThread) return;
+  if (!a.lse.data || i >= q_tile.q_tokens || threadIdx.x % 4 >= kRowsPerThread) return;
   const auto mine = [&](const RowValues& x) { return row ? x[1] : x[0]; };
   constexpr float kLn2 = 0.693147180559945f;
   float lse = mine(l) == 0.f ? -INFINITY : (mine(from) + log2f(mine(l))) * kLn2;
   if constexpr (kQuantizedQk) lse += mine(of_mean);
-  *a.lse.row<float>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i) = lse;
+  *a.lse.row<float>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + i) = lse;
 }
 
 template <class Precision, class Dims>
 template <class T>
-__device__ inline bool Forward<Precision, Dims>::write_as(const TileInfo& work, int query, Accumulator<Dims::kDimV>& o,
-                                                          unsigned char* q, int warpgroup) const {
-  const bool spoiled = write_to<T>(a.o, work, query, o, q, warpgroup);
+__device__ inline bool Forward<Precision, Dims>::write_as(const TileInfo& q_tile, int query,
+                                                          Accumulator<Dims::kDimV>& o, unsigned char* q,
+                                                          int warpgroup) const {
+  const bool spoiled = write_to<T>(a.o, q_tile, query, o, q, warpgroup);
   if (!a.o_residual.data) return spoiled;
 #pragma unroll
   for (int i = 0; i < Dims::kDimV / 2; ++i) o.x[i] -= float(T(o.x[i]));
-  write_to<T>(a.o_residual, work, query, o, q, warpgroup);
+  write_to<T>(a.o_residual, q_tile, query, o, q, warpgroup);
   return spoiled;
 }
 
 template <class Precision, class Dims>
 template <class T>
-__device__ inline bool Forward<Precision, Dims>::write_to(const Output& to, const TileInfo& work, int query,
+__device__ inline bool Forward<Precision, Dims>::write_to(const Output& to, const TileInfo& q_tile, int query,
                                                           const Accumulator<Dims::kDimV>& o, unsigned char* q,
                                                           int warpgroup) const {
   if constexpr (kThroughQ && sizeof(T) == 2) {
     ptx::barrier_sync(kVoteBarrier + warpgroup, kWarpgroup);  // all of q and of what was here before has been read
     const SharedTile<T, kRows, Dims::kDimV> tile{q + warpgroup * kWarpgroupRows * kPanelRowBytes};
     const int first = query - fragment_row();
-    const uint4 word = store_rows(to.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + first),
-                                  to.stride[2], work.q_tokens - first, o, tile, a.dim_v);
+    const uint4 word = store_rows(to.row<T>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + first),
+                                  to.stride[2], q_tile.q_tokens - first, o, tile, a.dim_v);
     return has_infinite<T>(word);
   } else {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int i = query + 8 * row;
-      store_row(to.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i), i < work.q_tokens, o, row,
-                a.dim_v);
+      store_row(to.row<T>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + i), i < q_tile.q_tokens, o,
+                row, a.dim_v);
     }
     return has_infinite<Dims::kDimV>(o);
   }
@@ -117,40 +119,42 @@ __device__ inline bool Forward<Precision, Dims>::write_to(const Output& to, cons
 
 // The rows of this warp that are not finite, from what they see.
 template <class Precision, class Dims>
-__device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& work, int warpgroup) const {
-  using Operand = typename Precision::Operand;
-  const int kv_head = work.head / a.group, kv = work.batch * (a.schedule.heads / a.group) + kv_head;
-  const int k_first = first_key_of(work), warp = static_cast<int>(threadIdx.x % kWarpgroup / 32);
-  const int first = work.q_start + warpgroup * kWarpgroupRows + warp * kWarpRows;
-  const auto keys_of = [&](int query) { return a.mask.keys_of(query, work.q_tokens, work.k_tokens); };
+__device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& q_tile, int warpgroup) const {
+  using QkType = typename Precision::QkType;
+  const int kv_head = q_tile.head / a.group, kv = q_tile.batch * (a.schedule.heads / a.group) + kv_head;
+  const int k_first = first_key_of(q_tile), warp = static_cast<int>(threadIdx.x % kWarpgroup / 32);
+  const int first = q_tile.q_start + warpgroup * kWarpgroupRows + warp * kWarpRows;
+  const auto keys_of = [&](int query) { return a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens); };
   const auto value = [&](int key, int channel) {
-    return float(a.v_rows.row<typename Precision::Weight>(work.batch, kv_head, int64_t{work.k_first} + key)[channel]);
+    return float(
+        a.v_rows.row<typename Precision::PType>(q_tile.batch, kv_head, int64_t{q_tile.k_first} + key)[channel]);
   };
-  const Keys tiles = this->keys_of(work, work.q_start, kRows);
-  const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, work.k_tokens)};
-  const KeyRange of_all{keys_of(min(first + kWarpRows, work.q_tokens) - 1).first, keys_of(first).last};
+  const Keys tiles = this->keys_of(q_tile, q_tile.q_start, kRows);
+  const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
+  const KeyRange of_all{keys_of(min(first + kWarpRows, q_tile.q_tokens) - 1).first, keys_of(first).last};
   if (!masks_infinite(keys, of_all, a.dim_v, value)) return;
   const auto row_of = [&](int query) {
-    const auto* const q = a.q_rows.row<Operand>(work.batch, work.head, int64_t{work.q_first} + query);
-    const float scale_log2 = softmax_scale_log2(work, query)[0];
+    const auto* const q = a.q_rows.row<QkType>(q_tile.batch, q_tile.head, int64_t{q_tile.q_first} + query);
+    const float scale_log2 = softmax_scale_log2(q_tile, query)[0];
     const auto logit = [&](int key) {
       const float step = kQuantizedQk ? a.k_scale[static_cast<int64_t>(kv) * a.keys + k_first + key] : 1.f;
-      return scale_log2 * step * dot(q, a.k_rows.row<Operand>(work.batch, kv_head, int64_t{k_first} + key), a.dim);
+      return scale_log2 * step * dot(q, a.k_rows.row<QkType>(q_tile.batch, kv_head, int64_t{k_first} + key), a.dim);
     };
     UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(query), a.dim_v, logit, value);
-    const float of_mean = kQuantizedQk && a.mean_logit ? a.scale * a.mean_logit[this->row_of(work) + query] : 0.f;
-    const float share = with_sink(row.total, (a.sinks.at(work.batch, work.head) - of_mean) * 1.44269504f).share;
+    const float of_mean = kQuantizedQk && a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f;
+    const float share = with_sink(row.log2_sum, (a.sinks.at(q_tile.batch, q_tile.head) - of_mean) * 1.44269504f).share;
     const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 32; ++i) {
       float v_mean = 0.f;
-      if (kCompensated<Precision> && row.total != -INFINITY) v_mean = a.v_mean[kv * Dims::kDimV + cold_lane() + 32 * i];
+      if (kCompensated<Precision> && row.log2_sum != -INFINITY)
+        v_mean = a.v_mean[kv * Dims::kDimV + cold_lane() + 32 * i];
       row.o[i] = fmaf(row.o[i], scale, v_mean) * share;
     }
     return row;
   };
-  rewrite_rows<Dims::kDimV>(a.o, a.o_residual, work.batch, work.head, work.q_first, first, work.q_tokens, a.dim_v,
-                            row_of);
+  rewrite_rows<Dims::kDimV>(a.o, a.o_residual, q_tile.batch, q_tile.head, q_tile.q_first, first, q_tile.q_tokens,
+                            a.dim_v, row_of);
 }
 
 }  // namespace octet::cuda::sm90

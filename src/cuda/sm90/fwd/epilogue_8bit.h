@@ -5,10 +5,10 @@
 namespace octet::cuda::sm90 {
 
 template <class Precision, class Dims>
-__device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& work, int query, const Softmax& softmax,
+__device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_tile, int query, const Softmax& softmax,
                                                            const Accumulator<kColumns>& sums) const {
   RowValues inverse, lse, share{1.f, 1.f};
-  const float sink = a.sinks.at(work.batch, work.head);
+  const float sink = a.sinks.at(q_tile.batch, q_tile.head);
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     float l, parts;  // l as o lost it, and from sums that lost less
@@ -20,21 +20,22 @@ __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& work,
       l = parts = quad_sum(softmax.l[row]);
     }
     const int i = query + 8 * row;
-    const KeyRange seen = keys_of(work, i);
+    const KeyRange seen = keys_of(q_tile, i);
     if (seen.first == seen.last) l = 0.f;  // whatever its scale is
     constexpr float kLn2 = 0.693147180559945f;
-    float of_mean = a.mean_logit && i < work.q_tokens ? a.scale * a.mean_logit[row_of(work) + i] : 0.f;
+    float of_mean = a.mean_logit && i < q_tile.q_tokens ? a.scale * a.mean_logit[row_of(q_tile) + i] : 0.f;
     constexpr float kScale = kScaled ? kInverseScale : 1.f, kScaleLog2 = kScaled ? kInverseScaleLog2 : 0.f;  // of l
     inverse[row] = l == 0.f ? 0.f : l < INFINITY ? kScale / l : NAN;
     float total = l == 0.f ? -INFINITY : softmax.exponent(row) + log2f(parts) - kScaleLog2;
     if (l == 0.f) of_mean = 0.f;
     if (a.sinks.data) {
       const RowWithSink all = with_sink(total, (sink - of_mean) * 1.44269504f);
-      total = all.total, share[row] = all.share;
+      total = all.log2_sum, share[row] = all.share;
     }
     lse[row] = total * kLn2 + of_mean;
   }
-  const int64_t batch_head = static_cast<int64_t>(work.sequence) * (a.schedule.heads / a.group) + work.head / a.group;
+  const int64_t batch_head =
+      static_cast<int64_t>(q_tile.sequence) * (a.schedule.heads / a.group) + q_tile.head / a.group;
   Accumulator<Dims::kDimV> o;
 #pragma unroll
   for (int i = 0; i < Dims::kDimV / 8; ++i) {
@@ -51,39 +52,39 @@ __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& work,
     }
   }
   if (a.sinks.data) scale_rows(o, share);
-  write(work, query, lse, o);
+  write(q_tile, query, lse, o);
   // Values of e4m3 that are not finite are NaN; at int8 they have scales that are, and P that are hidden do not
   // meet these.
   if constexpr (!kScaled)
-    if (a.mask.windowed && __any_sync(~0u, has_infinite<Dims::kDimV>(sums))) recompute_rows(work, ptx::opaque(query));
+    if (a.mask.windowed && __any_sync(~0u, has_infinite<Dims::kDimV>(sums))) recompute_rows(q_tile, ptx::opaque(query));
 }
 
 template <class Precision, class Dims>
-__device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& work, int query, const RowValues& lse,
+__device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_tile, int query, const RowValues& lse,
                                                            Accumulator<Dims::kDimV>& o) const {
   switch (a.o.element) {
     case Element::f32:
-      return write_as<float>(work, query, lse, o);
+      return write_as<float>(q_tile, query, lse, o);
     case Element::f16:
-      return write_as<F16>(work, query, lse, o);
+      return write_as<F16>(q_tile, query, lse, o);
     case Element::e4m3:
-      return write_as<E4m3>(work, query, lse, o);
+      return write_as<E4m3>(q_tile, query, lse, o);
     default:
-      return write_as<Bf16>(work, query, lse, o);
+      return write_as<Bf16>(q_tile, query, lse, o);
   }
 }
 
 template <class Precision, class Dims>
 template <class T>
-__device__ inline void Forward8Bit<Precision, Dims>::write_as(const TileInfo& work, int query, const RowValues& lse,
+__device__ inline void Forward8Bit<Precision, Dims>::write_as(const TileInfo& q_tile, int query, const RowValues& lse,
                                                               Accumulator<Dims::kDimV>& o) const {
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     const int i = query + 8 * row;
-    const bool present = i < work.q_tokens;
-    const int64_t token = static_cast<int64_t>(work.q_first) + i;
-    store_row(a.o.row<T>(work.batch, work.head, token), present, o, row, a.dim_v);
-    if (a.lse.data && present && threadIdx.x % 4 == 0) *a.lse.row<float>(work.batch, work.head, token) = lse[row];
+    const bool present = i < q_tile.q_tokens;
+    const int64_t token = static_cast<int64_t>(q_tile.q_first) + i;
+    store_row(a.o.row<T>(q_tile.batch, q_tile.head, token), present, o, row, a.dim_v);
+    if (a.lse.data && present && threadIdx.x % 4 == 0) *a.lse.row<float>(q_tile.batch, q_tile.head, token) = lse[row];
   }
   if (!a.o_residual.data) return;
 #pragma unroll
@@ -91,19 +92,19 @@ __device__ inline void Forward8Bit<Precision, Dims>::write_as(const TileInfo& wo
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     const int i = query + 8 * row;
-    store_row(a.o_residual.row<T>(work.batch, work.head, static_cast<int64_t>(work.q_first) + i), i < work.q_tokens, o,
-              row, a.dim_v);
+    store_row(a.o_residual.row<T>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + i),
+              i < q_tile.q_tokens, o, row, a.dim_v);
   }
 }
 
 // The rows of this warp that are not finite, from what they see. `query`: the first of this thread's two.
 template <class Precision, class Dims>
-__device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileInfo& work, int query) const {
-  using Quantized = typename Precision::Quantized;
-  const int kv_heads = a.schedule.heads / a.group, kv_head = work.head / a.group;
-  const int code_first = first_key_of(work), k_first = a.k_in_tiles ? code_first : work.k_first;
-  const int64_t kv = static_cast<int64_t>(work.batch) * kv_heads + kv_head;
-  const int64_t channels = (static_cast<int64_t>(work.sequence) * kv_heads + kv_head) * Dims::kDimV;
+__device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileInfo& q_tile, int query) const {
+  using QkType = typename Precision::QkType;
+  const int kv_heads = a.schedule.heads / a.group, kv_head = q_tile.head / a.group;
+  const int code_first = first_key_of(q_tile), k_first = a.k_in_tiles ? code_first : q_tile.k_first;
+  const int64_t kv = static_cast<int64_t>(q_tile.batch) * kv_heads + kv_head;
+  const int64_t channels = (static_cast<int64_t>(q_tile.sequence) * kv_heads + kv_head) * Dims::kDimV;
   const auto scale_of = [&](int64_t code) {
     if constexpr (kKeyScales == KeyScales::none)
       return 1.f;
@@ -118,20 +119,21 @@ __device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileIn
     return float(codes[at / 16 * 16 + place]);
   };
   const int first = query - static_cast<int>(threadIdx.x % 32 / 4);
-  const Keys tiles = keys_of(work, work.q_start, kRows);
-  const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, work.k_tokens)};
-  const KeyRange of_all{keys_of(work, min(first + kWarpRows, work.q_tokens) - 1).first, keys_of(work, first).last};
+  const Keys tiles = keys_of(q_tile, q_tile.q_start, kRows);
+  const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
+  const KeyRange of_all{keys_of(q_tile, min(first + kWarpRows, q_tile.q_tokens) - 1).first,
+                        keys_of(q_tile, first).last};
   if (!masks_infinite(keys, of_all, a.dim_v, value)) return;
   const auto row_of = [&](int query) {
-    const auto* const q = a.q_rows.row<Quantized>(work.batch, work.head, int64_t{work.q_first} + query);
-    const float scale_log2 = softmax_scale_log2(work, query)[0];
+    const auto* const q = a.q_rows.row<QkType>(q_tile.batch, q_tile.head, int64_t{q_tile.q_first} + query);
+    const float scale_log2 = softmax_scale_log2(q_tile, query)[0];
     const auto logit = [&](int key) {
       return scale_log2 * scale_of(kv * a.keys + code_first + key) *
-             dot(q, a.k_rows.row<Quantized>(work.batch, kv_head, int64_t{k_first} + key), a.dim);
+             dot(q, a.k_rows.row<QkType>(q_tile.batch, kv_head, int64_t{k_first} + key), a.dim);
     };
-    UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(work, query), a.dim_v, logit, value);
-    const float of_mean = a.mean_logit ? a.scale * a.mean_logit[this->row_of(work) + query] : 0.f;
-    const float share = with_sink(row.total, (a.sinks.at(work.batch, work.head) - of_mean) * 1.44269504f).share;
+    UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(q_tile, query), a.dim_v, logit, value);
+    const float of_mean = a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f;
+    const float share = with_sink(row.log2_sum, (a.sinks.at(q_tile.batch, q_tile.head) - of_mean) * 1.44269504f).share;
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 32; ++i) {
       const int64_t channel = channels + cold_lane() + 32 * i;
@@ -139,8 +141,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileIn
     }
     return row;
   };
-  rewrite_rows<Dims::kDimV>(a.o, a.o_residual, work.batch, work.head, work.q_first, first, work.q_tokens, a.dim_v,
-                            row_of);
+  rewrite_rows<Dims::kDimV>(a.o, a.o_residual, q_tile.batch, q_tile.head, q_tile.q_first, first, q_tile.q_tokens,
+                            a.dim_v, row_of);
 }
 
 }  // namespace octet::cuda::sm90

@@ -48,8 +48,8 @@ struct Forward {
 
   static constexpr bool kQuantizedQk = kIntegerLogits<Precision>;
   template <int Rows>
-  using OperandTile = std::conditional_t<kQuantizedQk, SharedTile8Bit<typename Precision::Operand, Rows, Dims::kDim>,
-                                         SharedTile<typename Precision::Operand, Rows, Dims::kDim>>;
+  using OperandTile = std::conditional_t<kQuantizedQk, SharedTile8Bit<typename Precision::QkType, Rows, Dims::kDim>,
+                                         SharedTile<typename Precision::QkType, Rows, Dims::kDim>>;
 
   // Some tiles along the diagonal are seen by none of a warpgroup's queries: it passes them over.
   static constexpr bool kSkips = kRows - kWarpgroupRows >= kKeys;
@@ -63,7 +63,7 @@ struct Forward {
 
   using TileQ = OperandTile<kRows>;
   using TileK = OperandTile<kKeys>;
-  using TileV = SharedTile<typename Precision::Weight, kKeys, Dims::kDimV>;
+  using TileV = SharedTile<typename Precision::PType, kKeys, Dims::kDimV>;
 
   // A compensated o is sign-flipped where shared memory has room for what is put aside, 16 bits of each number.
   static constexpr int kSavedOWords = kSavedWords<Dims::kDimV>,
@@ -82,7 +82,7 @@ struct Forward {
 
   // What the producer says about a block of queries.
   struct Block {
-    TileInfo work;
+    TileInfo q_tile;
     Keys keys, of_warpgroup[Tile::kWarpgroups];
   };
 
@@ -111,15 +111,16 @@ struct Forward {
   __device__ TileV v(int stage) const { return {shared.v[stage]}; }
 
   // Of a sequence, among those of k: quantized values lie in whole tiles.
-  __device__ int first_key_of(const TileInfo& work) const {
-    return kQuantizedQk && a.schedule.cu_seqlens_k ? (work.k_first / kKeys + work.sequence) * kKeys : work.k_first;
+  __device__ int first_key_of(const TileInfo& q_tile) const {
+    return kQuantizedQk && a.schedule.cu_seqlens_k ? (q_tile.k_first / kKeys + q_tile.sequence) * kKeys
+                                                   : q_tile.k_first;
   }
 
   // Of `rows` queries from `query` on.
-  __device__ Keys keys_of(const TileInfo& work, int query, int rows) const {
-    const int end = min(query + rows, work.q_tokens) - 1;
-    const KeyRange top = a.mask.keys_of(query, work.q_tokens, work.k_tokens);
-    const KeyRange bottom = a.mask.keys_of(end, work.q_tokens, work.k_tokens);
+  __device__ Keys keys_of(const TileInfo& q_tile, int query, int rows) const {
+    const int end = min(query + rows, q_tile.q_tokens) - 1;
+    const KeyRange top = a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
+    const KeyRange bottom = a.mask.keys_of(end, q_tile.q_tokens, q_tile.k_tokens);
     if (end < query || bottom.last <= top.first) return {0, 0, 0, {0, 0}};
     return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, bottom.last, {bottom.first, top.last}};
   }
@@ -128,12 +129,12 @@ struct Forward {
   __device__ void clear_rows(unsigned char* tile, int from, int to) const;
 
   // The first query of a sequence in arrays [batch, head, token].
-  __device__ int64_t row_of(const TileInfo& work) const {
-    return (static_cast<int64_t>(work.batch) * a.schedule.heads + work.head) * a.schedule.q_tokens + work.q_first;
+  __device__ int64_t row_of(const TileInfo& q_tile) const {
+    return (static_cast<int64_t>(q_tile.batch) * a.schedule.heads + q_tile.head) * a.schedule.q_tokens + q_tile.q_first;
   }
 
-  __device__ RowValues softmax_scale_log2(const TileInfo& work, int query) const;
-  __device__ auto start_softmax(const TileInfo& work, int query) const;
+  __device__ RowValues softmax_scale_log2(const TileInfo& q_tile, int query) const;
+  __device__ auto start_softmax(const TileInfo& q_tile, int query) const;
 
   // What the producer says about this block, kept by each warp for the time when its place may be another's.
   __device__ TileInfo& saved_tile(int warpgroup) const {
@@ -153,10 +154,10 @@ struct Forward {
   struct NoVMean {};
   using VMean = std::conditional_t<kCompensated<Precision>, SomeVMean, NoVMean>;
   static constexpr bool kVMeanEarly = Dims::kDimV <= 128;  // or no registers are left for it
-  __device__ VMean v_mean_of(const TileInfo& work) const {
+  __device__ VMean v_mean_of(const TileInfo& q_tile) const {
     VMean v_mean;
     if constexpr (kCompensated<Precision>) {
-      const int64_t kv = work.batch * (a.schedule.heads / a.group) + work.head / a.group;
+      const int64_t kv = q_tile.batch * (a.schedule.heads / a.group) + q_tile.head / a.group;
 #pragma unroll
       for (int i = 0; i < Dims::kDimV / 8; ++i)
         v_mean.x[i] = *reinterpret_cast<const float2*>(a.v_mean + kv * Dims::kDimV + 8 * i + fragment_column());
@@ -171,19 +172,19 @@ struct Forward {
   }
 
   __device__ void consume(int warpgroup);
-  __device__ bool write(const TileInfo& work, int query, const OnlineSoftmax& softmax, VMean& v_mean,
+  __device__ bool write(const TileInfo& q_tile, int query, const OnlineSoftmax& softmax, VMean& v_mean,
                         Accumulator<Dims::kDimV>& o, unsigned char* q, int warpgroup) const;
-  __device__ void write_lse(const TileInfo& work, int query, const RowValues& from, const RowValues& l,
+  __device__ void write_lse(const TileInfo& q_tile, int query, const RowValues& from, const RowValues& l,
                             const RowValues& of_mean) const;
 
   template <class T>
-  __device__ bool write_as(const TileInfo& work, int query, Accumulator<Dims::kDimV>& o, unsigned char* q,
+  __device__ bool write_as(const TileInfo& q_tile, int query, Accumulator<Dims::kDimV>& o, unsigned char* q,
                            int warpgroup) const;
   template <class T>
-  __device__ bool write_to(const Output& to, const TileInfo& work, int query, const Accumulator<Dims::kDimV>& o,
+  __device__ bool write_to(const Output& to, const TileInfo& q_tile, int query, const Accumulator<Dims::kDimV>& o,
                            unsigned char* q, int warpgroup) const;
 
-  __device__ void recompute_rows(const TileInfo& work, int warpgroup) const;
+  __device__ void recompute_rows(const TileInfo& q_tile, int warpgroup) const;
 };
 
 }  // namespace octet::cuda::sm90

@@ -51,9 +51,9 @@ struct Forward8Bit {
   static constexpr KeyScales kKeyScales = Precision::kKeyScales;
   using Softmax = std::conditional_t<kScaled, TileScaleSoftmax, SharedScaleSoftmax<Precision>>;
   using Sums = Accumulator<kKeys, typename Precision::Sum>;
-  using TileQ = SharedTile8Bit<typename Precision::Quantized, kRows, Dims::kDim>;
-  using TileK = SharedTile8Bit<typename Precision::Quantized, kKeys, Dims::kDim>;
-  using TileV = SharedTile8Bit<typename Precision::Value, kColumns, kKeys, Dims::kDimV>;
+  using TileQ = SharedTile8Bit<typename Precision::QkType, kRows, Dims::kDim>;
+  using TileK = SharedTile8Bit<typename Precision::QkType, kKeys, Dims::kDim>;
+  using TileV = SharedTile8Bit<typename Precision::VType, kColumns, kKeys, Dims::kDimV>;
 
   struct alignas(kSwizzleBytes) Shared {
     alignas(kSwizzleBytes) unsigned char q[Tile::kQStages][TileQ::kBytes];
@@ -65,7 +65,7 @@ struct Forward8Bit {
     Pipeline<k8BitStages> kv_pipe;  // a tile of k, and of v the one before
     float4 partial[kScaled ? 1 : Tile::kWarpgroups][kScaled ? 1 : kWords][kScaled ? 1 : kWarpgroup];  // of o
     Barrier ping_pong[Tile::kWarpgroups][kWarps];
-    TileInfo work[Tile::kQStages + 1];  // in ping_pong: one is read until o is written
+    TileInfo q_tile[Tile::kQStages + 1];  // in ping_pong: one is read until o is written
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;  // dynamic shared memory starts at any 16 bytes
   static_assert(TileK::kBytes % TileK::kSwizzlePeriod == 0 && TileV::kBytes % TileV::kSwizzlePeriod == 0);
@@ -84,23 +84,23 @@ struct Forward8Bit {
 
     __device__ bool any() const { return first < last; }
   };
-  __device__ KeyRange keys_of(const TileInfo& work, int query) const {
-    return a.mask.keys_of(query, work.q_tokens, work.k_tokens);
+  __device__ KeyRange keys_of(const TileInfo& q_tile, int query) const {
+    return a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
   }
-  __device__ Keys keys_of(const TileInfo& work, int query, int rows) const {
-    const int end = min(query + rows, end_of(work)) - 1;
-    const KeyRange top = keys_of(work, query), bottom = keys_of(work, end);
+  __device__ Keys keys_of(const TileInfo& q_tile, int query, int rows) const {
+    const int end = min(query + rows, end_of(q_tile)) - 1;
+    const KeyRange top = keys_of(q_tile, query), bottom = keys_of(q_tile, end);
     if (end < query || bottom.last <= top.first) return {};
     return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, (bottom.first + kKeys - 1) / kKeys, top.last / kKeys};
   }
   // The first query after a block.
-  __device__ static int end_of(const TileInfo& work) { return min(work.q_start + work.rows, work.q_tokens); }
+  __device__ static int end_of(const TileInfo& q_tile) { return min(q_tile.q_start + q_tile.rows, q_tile.q_tokens); }
 
   __device__ void write_ones() const;
   // Of a sequence, among quantized values in whole tiles.
-  __device__ int first_key_of(const TileInfo& work) const {
+  __device__ int first_key_of(const TileInfo& q_tile) const {
     constexpr int kScale = kLaidOutKeys<Precision, Dims>;
-    return a.schedule.cu_seqlens_k ? (work.k_first / kScale + work.sequence) * kScale : 0;
+    return a.schedule.cu_seqlens_k ? (q_tile.k_first / kScale + q_tile.sequence) * kScale : 0;
   }
 
   __device__ void produce();
@@ -176,34 +176,34 @@ struct Forward8Bit {
   // Of keys that a query does not see, logits become -inf; P 0 where keys have scales, as the scale of a group that
   // it sees in part may be NaN.
   static constexpr bool kMasksP = kKeyScales != KeyScales::none;
-  __device__ void mask(int warpgroup, const TileInfo& work, const Keys& keys, int tile, Accumulator<kKeys>& x,
+  __device__ void mask(int warpgroup, const TileInfo& q_tile, const Keys& keys, int tile, Accumulator<kKeys>& x,
                        float masked = -INFINITY) const;
   __device__ static bool needs_mask(const Keys& keys, int tile) {
     return tile < keys.whole_first || tile >= keys.whole_last;
   }
   // The first of this thread's two queries.
-  __device__ static int query_of(const TileInfo& work, int warpgroup) {
-    return work.q_start + warpgroup * kWarpgroupRows + fragment_row();
+  __device__ static int query_of(const TileInfo& q_tile, int warpgroup) {
+    return q_tile.q_start + warpgroup * kWarpgroupRows + fragment_row();
   }
 
-  __device__ void attend(int warpgroup, const TileInfo& work, const Keys& keys, Positions& at, Softmax& softmax,
+  __device__ void attend(int warpgroup, const TileInfo& q_tile, const Keys& keys, Positions& at, Softmax& softmax,
                          Accumulator<kColumns>& o) const;
-  __device__ void attend_scaled(int warpgroup, const TileInfo& work, const Keys& keys, Positions& at, Softmax& softmax,
-                                Accumulator<kColumns>& o) const;
+  __device__ void attend_scaled(int warpgroup, const TileInfo& q_tile, const Keys& keys, Positions& at,
+                                Softmax& softmax, Accumulator<kColumns>& o) const;
 
-  __device__ RowValues softmax_scale_log2(const TileInfo& work, int query) const;
+  __device__ RowValues softmax_scale_log2(const TileInfo& q_tile, int query) const;
   // The first query of a sequence in arrays [batch, head, token].
-  __device__ int64_t row_of(const TileInfo& work) const {
-    return (static_cast<int64_t>(work.batch) * a.schedule.heads + work.head) * a.schedule.q_tokens + work.q_first;
+  __device__ int64_t row_of(const TileInfo& q_tile) const {
+    return (static_cast<int64_t>(q_tile.batch) * a.schedule.heads + q_tile.head) * a.schedule.q_tokens + q_tile.q_first;
   }
 
-  __device__ void write(const TileInfo& work, int query, const Softmax& softmax,
+  __device__ void write(const TileInfo& q_tile, int query, const Softmax& softmax,
                         const Accumulator<kColumns>& sums) const;
-  __device__ void write(const TileInfo& work, int query, const RowValues& lse, Accumulator<Dims::kDimV>& o) const;
+  __device__ void write(const TileInfo& q_tile, int query, const RowValues& lse, Accumulator<Dims::kDimV>& o) const;
 
   template <class T>
-  __device__ void write_as(const TileInfo& work, int query, const RowValues& lse, Accumulator<Dims::kDimV>& o) const;
-  __device__ void recompute_rows(const TileInfo& work, int query) const;
+  __device__ void write_as(const TileInfo& q_tile, int query, const RowValues& lse, Accumulator<Dims::kDimV>& o) const;
+  __device__ void recompute_rows(const TileInfo& q_tile, int query) const;
 };
 
 }  // namespace octet::cuda::sm90

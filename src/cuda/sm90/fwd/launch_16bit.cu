@@ -71,7 +71,7 @@ PrecisionSet forward_precisions() { return {OCTET_PRECISION_F16, OCTET_PRECISION
 
 std::string forward_name(const Problem& p) {
   const Kernel kernel = kernel_of(p);
-  return text("forward ", name(p.precision), f16_compute(p) ? " with f16 weights" : "",
+  return text("forward ", name(p.precision), f16_compute(p) ? " with P in f16" : "",
               p.bias_correction == OCTET_BIAS_CORRECTION_BETA ? " with beta" : "", ", wgmma, ", kernel.rows, " x ",
               kernel.keys, " tiles");
 }

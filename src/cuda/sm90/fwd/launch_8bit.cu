@@ -76,10 +76,10 @@ std::size_t forward_8bit(const Problem& p, void* workspace, cudaStream_t stream)
                             static_cast<const int*>(p.cu_seqlens_q.data)},
                    .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data)};
   if (p.hadamard) c.rotation = rotation_of(p.dim);
-  const Quantized code = int8_qk(p) ? Quantized::s8 : Quantized::e4m3;
-  c.q_type = q_prequantized(p) ? Quantized::none : code;
-  c.k_type = k_prequantized(p) ? Quantized::none : code;
-  c.v_type = dynamic ? Quantized::s8 : Quantized::e4m3;
+  const QuantizedFormat format = int8_qk(p) ? QuantizedFormat::s8 : QuantizedFormat::e4m3;
+  c.q_type = q_prequantized(p) ? QuantizedFormat::none : format;
+  c.k_type = k_prequantized(p) ? QuantizedFormat::none : format;
+  c.v_type = dynamic ? QuantizedFormat::s8 : QuantizedFormat::e4m3;
   c.k_groups = p.precision == OCTET_PRECISION_INT8_FP8;
 
   WorkspaceAllocator allocator(workspace);

@@ -17,13 +17,13 @@ __device__ inline void Forward<Precision, Dims>::clear_rows(unsigned char* tile,
 // exp(logit) = 2^(scale_log2 x) for the two queries of this thread; one of zeros, or that sees no key, counts as one
 // with step 1.
 template <class Precision, class Dims>
-__device__ inline RowValues Forward<Precision, Dims>::softmax_scale_log2(const TileInfo& work, int query) const {
+__device__ inline RowValues Forward<Precision, Dims>::softmax_scale_log2(const TileInfo& q_tile, int query) const {
   RowValues scale_log2{a.scale_log2e, a.scale_log2e};
   if constexpr (kQuantizedQk)
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const float step = a.q_scale[row_of(work) + min(query + 8 * row, work.q_tokens - 1)];
-      const KeyRange seen = a.mask.keys_of(query + 8 * row, work.q_tokens, work.k_tokens);
+      const float step = a.q_scale[row_of(q_tile) + min(query + 8 * row, q_tile.q_tokens - 1)];
+      const KeyRange seen = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
       if (step != 0.f && seen.first < seen.last) scale_log2[row] *= step;
       if (scale_log2[row] == 0.f) scale_log2[row] = kMinScaleLog2;
     }
@@ -31,17 +31,17 @@ __device__ inline RowValues Forward<Precision, Dims>::softmax_scale_log2(const T
 }
 
 template <class Precision, class Dims>
-__device__ inline auto Forward<Precision, Dims>::start_softmax(const TileInfo& work, int query) const {
+__device__ inline auto Forward<Precision, Dims>::start_softmax(const TileInfo& q_tile, int query) const {
   if constexpr (kHasBeta<Precision>)
-    return ShiftedSoftmax{{softmax_scale_log2(work, query)}, a.beta, a.beta_reach};
+    return ShiftedSoftmax{{softmax_scale_log2(q_tile, query)}, a.beta, a.beta_reach};
   else
-    return OnlineSoftmax{softmax_scale_log2(work, query)};
+    return OnlineSoftmax{softmax_scale_log2(q_tile, query)};
 }
 
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::save_tile(const Block& block, int warpgroup) const {
   const int word = min(threadIdx.x % 32, static_cast<unsigned>(sizeof(TileInfo) / sizeof(int)) - 1);
-  reinterpret_cast<int*>(&saved_tile(warpgroup))[word] = reinterpret_cast<const int*>(&block.work)[word];
+  reinterpret_cast<int*>(&saved_tile(warpgroup))[word] = reinterpret_cast<const int*>(&block.q_tile)[word];
 }
 
 // Warpgroup `warpgroup` of those that compute.
@@ -60,13 +60,13 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
   for (;; q_state.advance()) {
     shared.q_pipe.full[q_state.stage].wait(q_state.phase);
     const Block& block = shared.block[q_state.stage];
-    const TileInfo work = block.work;
-    if (!work.valid()) return;
+    const TileInfo q_tile = block.q_tile;
+    if (!q_tile.valid()) return;
     const Keys keys = block.keys, mine = kSkips ? block.of_warpgroup[warpgroup] : keys;
     // opaque() stops hoisting across blocks: S8 operands leave no register for it at d = 256.
-    const int query = work.q_start + ptx::opaque(warpgroup) * kWarpgroupRows + fragment_row();
+    const int query = q_tile.q_start + ptx::opaque(warpgroup) * kWarpgroupRows + fragment_row();
     KeyRange ranges[kRowsPerThread];
-    auto softmax = start_softmax(work, query);
+    auto softmax = start_softmax(q_tile, query);
     // Down to tile `halfway`, then o is sign-flipped. `twice`: 2, as sums are scaled.
     const bool flips = kFlipsSigns && mine.last - mine.first > 1;
     const int halfway = mine.last - 1 - (mine.last - mine.first) / 2;
@@ -75,7 +75,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     Accumulator<kKeys> converted;
     Accumulator<kKeys>& x = in_place(s, converted);
     Accumulator<Dims::kDimV> o;
-    Operand<typename Precision::Weight, kKeys> p;
+    Operand<typename Precision::PType, kKeys> p;
 
     // Issued, not awaited.
     const auto multiply_qk = [&](auto& s, int rows, int stage) {
@@ -110,12 +110,12 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     // zeros there, but for the next packed sequence. Every warpgroup comes here once with each of the two.
     const auto clear_v = [&](int tile) {
       if constexpr (kCompensated<Precision>) {
-        if (!a.schedule.cu_seqlens_q || (tile + 1) * kKeys <= work.k_tokens) return;
+        if (!a.schedule.cu_seqlens_q || (tile + 1) * kKeys <= q_tile.k_tokens) return;
         wait_v();
-        clear_rows(shared.v[v_state.stage], work.k_tokens - tile * kKeys, kKeys);
+        clear_rows(shared.v[v_state.stage], q_tile.k_tokens - tile * kKeys, kKeys);
       } else {
         if (!a.clears) return;
-        const KeyRange seen = a.mask.seen(work.q_tokens, work.k_tokens);
+        const KeyRange seen = a.mask.seen(q_tile.q_tokens, q_tile.k_tokens);
         const int before = seen.first - tile * kKeys, end = seen.last - tile * kKeys;
         if (before <= 0 && end >= kKeys) return;
         wait_v();
@@ -141,12 +141,12 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
       ptx::fence_operand(o.x);
 #pragma unroll
       for (int row = 0; row < kRowsPerThread; ++row)
-        ranges[row] = a.mask.keys_of(query + 8 * row, work.q_tokens, work.k_tokens);
+        ranges[row] = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
       ptx::wgmma_wait<0>();
       take_logits(s, x);
       release_k();
       mask(x, mine.last - 1);
-      softmax.template exp_update_max<Precision::kWeightExponent>(x);
+      softmax.template exp_update_max<Precision::kPExponent>(x);
       convert(x, p);
     };
     if (mine.any()) {
@@ -175,7 +175,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         if constexpr (!kQuantizedQk) mask(x, tile);
         if constexpr (kHasBeta<Precision>) {
           // Ties are counted in every tile.
-          const RowValues rescale = softmax.template exp_update_max<Precision::kWeightExponent>(x);
+          const RowValues rescale = softmax.template exp_update_max<Precision::kPExponent>(x);
           ptx::fence_operand(x.x);
           release_k();
           // Waiting here splits the block of instructions, as the vote below does.
@@ -187,9 +187,9 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
           // Over the maximum of former tiles; in the rare case that it is too small, the tile is done over. So are
           // tiles of quantized values with a mask, whose branch would keep scales from being multiplied between
           // exponentials.
-          const RowValues sum = softmax.template exp_stale_max<Precision::kWeightExponent>(x);
-          const bool fits = sum[0] <= Precision::kLargestWeight && sum[1] <= Precision::kLargestWeight &&
-                            !(kQuantizedQk && needs_mask(tile));
+          const RowValues sum = softmax.template exp_stale_max<Precision::kPExponent>(x);
+          const bool fits =
+              sum[0] <= Precision::kMaxP && sum[1] <= Precision::kMaxP && !(kQuantizedQk && needs_mask(tile));
           ptx::fence_operand(x.x);
           // This split of the block of instructions keeps ptxas from waiting for the product with v before the
           // exponentials, which would then run after it instead of beside it.
@@ -204,7 +204,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
             ptx::fence_operand(o.x);
             take_logits(s, x);
             mask(x, tile);
-            const RowValues rescale = softmax.template exp_update_max<Precision::kWeightExponent>(x);
+            const RowValues rescale = softmax.template exp_update_max<Precision::kPExponent>(x);
             scale_rows(o, rescale);
             twice[0] *= rescale[0], twice[1] *= rescale[1];
           }
@@ -218,7 +218,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     }
     if constexpr (!kThroughQ) save_tile(block, warpgroup), shared.q_pipe.empty[q_state.stage].arrive();
     VMean v_mean;
-    if constexpr (kVMeanEarly) v_mean = v_mean_of(work);  // on its way during the last product
+    if constexpr (kVMeanEarly) v_mean = v_mean_of(q_tile);  // on its way during the last product
     if (mine.any()) {
       if (!kCompensated<Precision> && mine.first < mine.last - 1) clear_v(mine.first);
       wait_v();
@@ -234,13 +234,13 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     }
     if constexpr (kFlipsSigns)
       if (flips) unflip_signs(o, partial(warpgroup), twice);
-    bool spoiled = write(work, query, softmax, v_mean, o, shared.q[q_state.stage], warpgroup);
+    bool spoiled = write(q_tile, query, softmax, v_mean, o, shared.q[q_state.stage], warpgroup);
     if constexpr (kCompensated<Precision>) {  // rows without keys are set to 0, and tell nothing
-      const KeyRange seen = a.mask.keys_of(query, work.q_tokens, work.k_tokens);
+      const KeyRange seen = a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
       spoiled |= seen.first == seen.last;
     }
     if (a.mask.windowed && __any_sync(~0u, spoiled))
-      recompute_rows(kThroughQ ? shared.block[ptx::opaque(q_state.stage)].work : saved_tile(ptx::opaque(warpgroup)),
+      recompute_rows(kThroughQ ? shared.block[ptx::opaque(q_state.stage)].q_tile : saved_tile(ptx::opaque(warpgroup)),
                      ptx::opaque(warpgroup));
     if constexpr (kThroughQ) {
       ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);

@@ -6,12 +6,12 @@ namespace octet::cuda::sm90 {
 
 // exp(logit) = 2^(scale_log2 x) for the two queries of this thread; a query of zeros counts as one with scale 1.
 template <class Precision, class Dims>
-__device__ inline RowValues Forward8Bit<Precision, Dims>::softmax_scale_log2(const TileInfo& work, int query) const {
+__device__ inline RowValues Forward8Bit<Precision, Dims>::softmax_scale_log2(const TileInfo& q_tile, int query) const {
   RowValues scale_log2;
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
-    const int i = min(query + 8 * row, work.q_tokens - 1);
-    const float step = a.q_scale ? a.q_scale[row_of(work) + i] : 1.f;
+    const int i = min(query + 8 * row, q_tile.q_tokens - 1);
+    const float step = a.q_scale ? a.q_scale[row_of(q_tile) + i] : 1.f;
     scale_log2[row] = a.scale_log2e * (step == 0.f ? 1.f : step);
     if (scale_log2[row] == 0.f) scale_log2[row] = kMinScaleLog2;
   }
@@ -73,11 +73,11 @@ __device__ inline void Forward8Bit<Precision, Dims>::take_logits(const Positions
 }
 
 template <class Precision, class Dims>
-__device__ inline void Forward8Bit<Precision, Dims>::mask(int warpgroup, const TileInfo& work, const Keys& keys,
+__device__ inline void Forward8Bit<Precision, Dims>::mask(int warpgroup, const TileInfo& q_tile, const Keys& keys,
                                                           int tile, Accumulator<kKeys>& x, float masked) const {
   if (needs_mask(keys, tile)) {
-    const int query = query_of(work, warpgroup);
-    const KeyRange ranges[] = {keys_of(work, query), keys_of(work, query + 8)};
+    const int query = query_of(q_tile, warpgroup);
+    const KeyRange ranges[] = {keys_of(q_tile, query), keys_of(q_tile, query + 8)};
     mask_rows(x, tile * kKeys, ranges, masked);
   }
 }
@@ -90,11 +90,12 @@ __device__ inline void Forward8Bit<Precision, Dims>::consume(int warpgroup) {
   for (unsigned block = 0;; ++block) {
     at.q = block % Tile::kQStages;
     shared.q_pipe.full[at.q].wait(block / Tile::kQStages % 2);
-    const TileInfo& work = shared.work[block % (Tile::kQStages + 1)];
-    if (!work.valid()) return;
-    const Keys keys = keys_of(work, work.q_start, kRows);
-    const Keys mine = Tile::kSkips ? keys_of(work, work.q_start + warpgroup * kWarpgroupRows, kWarpgroupRows) : keys;
-    Softmax softmax{softmax_scale_log2(work, query_of(work, warpgroup))};
+    const TileInfo& q_tile = shared.q_tile[block % (Tile::kQStages + 1)];
+    if (!q_tile.valid()) return;
+    const Keys keys = keys_of(q_tile, q_tile.q_start, kRows);
+    const Keys mine =
+        Tile::kSkips ? keys_of(q_tile, q_tile.q_start + warpgroup * kWarpgroupRows, kWarpgroupRows) : keys;
+    Softmax softmax{softmax_scale_log2(q_tile, query_of(q_tile, warpgroup))};
     Accumulator<kColumns> o;
     o.zero();
     // A block has a stage more than tiles.
@@ -103,34 +104,35 @@ __device__ inline void Forward8Bit<Precision, Dims>::consume(int warpgroup) {
         skip(at);
     if (mine.any()) {
       if constexpr (kScaled)
-        attend_scaled(warpgroup, work, mine, at, softmax, o);
+        attend_scaled(warpgroup, q_tile, mine, at, softmax, o);
       else
-        attend(warpgroup, work, mine, at, softmax, o);
+        attend(warpgroup, q_tile, mine, at, softmax, o);
     }
     shared.q_pipe.empty[at.q].arrive();
     if constexpr (Tile::kSkips)
       for (int i = mine.any() ? mine.first - keys.first : 0; i > 0; --i) skip(at);
-    if (work.q_start + warpgroup * kWarpgroupRows < end_of(work)) write(work, query_of(work, warpgroup), softmax, o);
+    if (q_tile.q_start + warpgroup * kWarpgroupRows < end_of(q_tile))
+      write(q_tile, query_of(q_tile, warpgroup), softmax, o);
   }
 }
 
 // P on one scale. The product s of a tile runs together with the product p v of the tile before, as in
 // forward.h.
 template <class Precision, class Dims>
-__device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const TileInfo& work, const Keys& keys,
+__device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const TileInfo& q_tile, const Keys& keys,
                                                             Positions& at, Softmax& softmax,
                                                             Accumulator<kColumns>& o) const {
   Sums s;
   Accumulator<kKeys> converted;
   Accumulator<kKeys>& x = in_place(s, converted);
-  Operand<typename Precision::Weight, kKeys> p;
+  Operand<typename Precision::PType, kKeys> p;
   RowValues sum;
   RowValues partial_rescale{1.f, 1.f};  // by which what was put aside must be multiplied
   // Products with v that came before that of tile `tile`.
   const auto products_before = [&](int tile) { return keys.last - 1 - tile; };
   const auto starts_sum = [&](int tile) { return products_before(tile) % kTilesPerSum == 0; };
 
-  const auto mask = [&](int tile, float masked) { this->mask(warpgroup, work, keys, tile, x, masked); };
+  const auto mask = [&](int tile, float masked) { this->mask(warpgroup, q_tile, keys, tile, x, masked); };
   // P over a new scale from the product s of a tile; returns by what sums must be multiplied.
   const auto recompute_p = [&](int tile, RowValues& sum) {
     take_logits(at, softmax, s, x);
@@ -185,18 +187,18 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
 
 // P whose scale changes from tile to tile: their product goes to an accumulator of its own and from there to o.
 template <class Precision, class Dims>
-__device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup, const TileInfo& work,
+__device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup, const TileInfo& q_tile,
                                                                    const Keys& keys, Positions& at, Softmax& softmax,
                                                                    Accumulator<kColumns>& o) const {
   Sums s;
   Accumulator<kKeys> x;
   Accumulator<kColumns, int> r;
-  Operand<typename Precision::Weight, kKeys> p;
+  Operand<typename Precision::PType, kKeys> p;
   wait_kv(at);
   multiply_k(warpgroup, at, at.kv.stage, s);
   wait_products<0>(s);
   take_logits(at, softmax, s, x);
-  mask(warpgroup, work, keys, keys.last - 1, x);
+  mask(warpgroup, q_tile, keys, keys.last - 1, x);
   for (int tile = keys.last - 1; tile >= keys.first; --tile) {
     const RowValues most = softmax.largest(x, o);
     const RowValues step =
@@ -216,7 +218,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup
     add(o, r, step);
     wait_products<0>(s);
     take_logits(at, softmax, s, x);
-    mask(warpgroup, work, keys, tile - 1, x);
+    mask(warpgroup, q_tile, keys, tile - 1, x);
   }
 }
 

@@ -14,22 +14,22 @@ __device__ inline void Forward<Precision, Dims>::produce() {
     shared.q_pipe.empty[q_state.stage].wait(q_state.phase ^ 1);
     Block& block = shared.block[q_state.stage];
     Barrier& ready = shared.q_pipe.full[q_state.stage];
-    block.work = next;
+    block.q_tile = next;
     if (!next.valid()) {
       ready.arrive();
       return;
     }
-    const TileInfo& work = block.work;
-    const int kv_head = work.head / a.group;
-    const int k_first = first_key_of(work);
-    const int k_row = work.batch * (a.schedule.heads / a.group) + kv_head;
+    const TileInfo& q_tile = block.q_tile;
+    const int kv_head = q_tile.head / a.group;
+    const int k_first = first_key_of(q_tile);
+    const int k_row = q_tile.batch * (a.schedule.heads / a.group) + kv_head;
     const auto fetch = [&](auto tile, const CUtensorMap& map, const int(&broadcast)[2], int row, int head,
                            Barrier& full) {
-      load(tile, map, row, head * broadcast[0], work.batch * broadcast[1], &full.word);
+      load(tile, map, row, head * broadcast[0], q_tile.batch * broadcast[1], &full.word);
     };
     // q is on its way while the producer works out the keys; then it arrives itself.
     ready.expect(TileQ::kBytes);
-    fetch(q(q_state.stage), a.q, a.q_broadcast, work.q_first + work.q_start, work.head, ready);
+    fetch(q(q_state.stage), a.q, a.q_broadcast, q_tile.q_first + q_tile.q_start, q_tile.head, ready);
     q_state.advance();
     const auto fetch_k = [&](int tile) {
       shared.k_pipe.empty[k_state.stage].wait(k_state.phase ^ 1);
@@ -47,14 +47,14 @@ __device__ inline void Forward<Precision, Dims>::produce() {
       shared.v_pipe.empty[v_state.stage].wait(v_state.phase ^ 1);
       Barrier& full = shared.v_pipe.full[v_state.stage];
       full.arrive_expecting(TileV::kBytes);
-      fetch(v(v_state.stage), a.v, a.v_broadcast, work.k_first + tile * kKeys, kv_head, full);
+      fetch(v(v_state.stage), a.v, a.v_broadcast, q_tile.k_first + tile * kKeys, kv_head, full);
       v_state.advance();
     };
     // In the order in which they are used: k of a tile comes before v of the one before.
-    const Keys keys = block.keys = keys_of(work, work.q_start, kRows);
+    const Keys keys = block.keys = keys_of(q_tile, q_tile.q_start, kRows);
     if (keys.any()) fetch_k(keys.last - 1);
     for (int i = 0; kSkips && i < Tile::kWarpgroups; ++i)
-      block.of_warpgroup[i] = keys_of(work, work.q_start + i * kWarpgroupRows, kWarpgroupRows);
+      block.of_warpgroup[i] = keys_of(q_tile, q_tile.q_start + i * kWarpgroupRows, kWarpgroupRows);
     ready.arrive();
     for (int tile = keys.last - 2; tile >= keys.first; --tile) fetch_k(tile), fetch_v(tile + 1);
     // Drawn before there is a place for the last v.

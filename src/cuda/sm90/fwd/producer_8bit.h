@@ -16,7 +16,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::write_ones() const {
       const int row = i % kRowsWords / kRowWords, key = i % 4 * 4;
       float ones[4];
       for (int k = 0; k < 4; ++k) ones[k] = row == 0 || (key + k) % (kSumRows - 1) == row - 1 ? 1.f : 0.f;
-      panel[i % kRowsWords] = ptx::pack<typename Precision::Value>(ones[0], ones[1], ones[2], ones[3]);
+      panel[i % kRowsWords] = ptx::pack<typename Precision::VType>(ones[0], ones[1], ones[2], ones[3]);
     }
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   }
@@ -31,23 +31,23 @@ __device__ inline void Forward8Bit<Precision, Dims>::produce() {
   PipelineState<k8BitStages> kv_state;
   unsigned number = blockIdx.x;
   while (true) {
-    const TileInfo work = a.schedule.at(number);
+    const TileInfo q_tile = a.schedule.at(number);
     shared.q_pipe.empty[q_state.stage].wait(q_state.phase ^ 1);
-    shared.work[tile_state.stage] = work;
+    shared.q_tile[tile_state.stage] = q_tile;
     tile_state.advance();
     Barrier& q_full = shared.q_pipe.full[q_state.stage];
-    if (!work.valid()) {
+    if (!q_tile.valid()) {
       q_full.arrive();
       return;
     }
-    const Keys keys = keys_of(work, work.q_start, kRows);
-    const int kv_head = work.head / a.group;
-    const int first_key = first_key_of(work);
+    const Keys keys = keys_of(q_tile, q_tile.q_start, kRows);
+    const int kv_head = q_tile.head / a.group;
+    const int first_key = first_key_of(q_tile);
     const int64_t steps =
-        (static_cast<int64_t>(work.batch) * (a.schedule.heads / a.group) + kv_head) * a.keys + first_key;
+        (static_cast<int64_t>(q_tile.batch) * (a.schedule.heads / a.group) + kv_head) * a.keys + first_key;
     q_full.arrive_expecting(TileQ::kLoadedBytes);
-    load(q(q_state.stage), a.q, 0, work.q_first + work.q_start, work.head * a.q_broadcast[0],
-         work.batch * a.q_broadcast[1], &q_full.word);
+    load(q(q_state.stage), a.q, 0, q_tile.q_first + q_tile.q_start, q_tile.head * a.q_broadcast[0],
+         q_tile.batch * a.q_broadcast[1], &q_full.word);
     q_state.advance();
     const auto fetch = [&](bool with_k, bool with_v, int tile) {
       const int stage = kv_state.stage;
@@ -57,8 +57,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::produce() {
           (kKeyScales == KeyScales::none ? 0 : sizeof shared.k_scale[0]) + (kScaled ? sizeof shared.v_scale[0] : 0);
       full.arrive_expecting((with_k ? TileK::kLoadedBytes + kSteps : 0) + (with_v ? TileV::kLoadedBytes : 0));
       if (with_k) {
-        load(k(stage), a.k, 0, (a.k_in_tiles ? first_key : work.k_first) + tile * kKeys, kv_head * a.k_broadcast[0],
-             work.batch * a.k_broadcast[1], &full.word);
+        load(k(stage), a.k, 0, (a.k_in_tiles ? first_key : q_tile.k_first) + tile * kKeys, kv_head * a.k_broadcast[0],
+             q_tile.batch * a.k_broadcast[1], &full.word);
         const auto fetch_scales = [&](auto& to, const float* from) {
           ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, &to, from, sizeof to, &full.word);
         };
@@ -68,7 +68,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::produce() {
           fetch_scales(shared.k_scale[stage], a.k_scale + at / kGroupBlock * kScaleGroups);
         if constexpr (kScaled) fetch_scales(shared.v_scale[stage], a.v_scale + 2 * at);
       }
-      if (with_v) load(v(stage), a.v, first_key + (tile + 1) * kKeys, 0, kv_head, work.batch, &full.word);
+      if (with_v) load(v(stage), a.v, first_key + (tile + 1) * kKeys, 0, kv_head, q_tile.batch, &full.word);
       kv_state.advance();
     };
     // Products with k of a tile and with v of the one before are issued together, so they share a stage.
