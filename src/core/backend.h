@@ -13,6 +13,14 @@ struct Bytes {
   std::size_t size = 0;
 };
 
+// What a backend does with one problem: everything that depends on the pass, the precision and the sizes, chosen once.
+struct Plan {
+  std::size_t workspace;  // bytes that `run` needs
+  // Names the kernel: "forward bf16 amx, 64 x 64 tiles".
+  std::string (*kernel)(const Problem&);
+  void (*run)(const Problem&, Bytes workspace, void* stream);
+};
+
 struct Backend {
   const char* name;         // what octet_attention.backend, --backend and OCTET_BACKEND accept
   const char* description;  // one line for octet_info
@@ -23,10 +31,8 @@ struct Backend {
   std::optional<std::string> (*unavailable)();
   // Returns why this backend cannot solve this problem, whose tensors are on its kind of device, or nothing.
   std::optional<std::string> (*unsupported_reason)(const Problem&);
-  // The kernel it would run: "forward bf16 amx, 64 x 64 tiles".
-  std::string (*kernel)(const Problem&);
-  std::size_t (*workspace_size)(const Problem&);
-  void (*run)(const Problem&, Bytes workspace, void* stream);
+  // Plans a problem that it supports.
+  Plan (*plan)(const Problem&);
 };
 
 // All backends, best first.

@@ -75,7 +75,7 @@ std::string explain(const Problem& problem, const char* wanted) {
     if (reason)
       report += text(backend->name, ": no, ", *reason, '\n');
     else
-      report += text(backend->name, chosen ? ": could, " : ": chosen, ", backend->kernel(problem), '\n');
+      report += text(backend->name, chosen ? ": could, " : ": chosen, ", backend->plan(problem).kernel(problem), '\n');
     chosen |= !reason;
   }
   return report;

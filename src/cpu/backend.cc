@@ -89,26 +89,20 @@ std::string kernel(const Problem& p) {
               kKeys, " tiles, ", threads_of(p), " threads");
 }
 
-std::size_t workspace_size(const Problem& p) {
-  switch (p.pass) {
-    case OCTET_FORWARD:
-      return kernels().forward_workspace(p, threads_of(p));
-    case OCTET_BACKWARD:
-      return kernels().backward_workspace(p, threads_of(p));
-    default:
-      return kernels().jvp_workspace(p, threads_of(p));
-  }
-}
-
+template <auto pass>
 void run(const Problem& p, Bytes workspace, void*) {
   const Work work(p, block_rows(p), threads_of(p), workspace.data);
+  (kernels().*pass)(work.job);
+}
+
+Plan plan(const Problem& p) {
   switch (p.pass) {
     case OCTET_FORWARD:
-      return kernels().forward(work.job);
+      return {kernels().forward_workspace(p, threads_of(p)), kernel, run<&Kernels::forward>};
     case OCTET_BACKWARD:
-      return kernels().backward(work.job);
+      return {kernels().backward_workspace(p, threads_of(p)), kernel, run<&Kernels::backward>};
     default:
-      return kernels().jvp(work.job);
+      return {kernels().jvp_workspace(p, threads_of(p)), kernel, run<&Kernels::jvp>};
   }
 }
 
@@ -124,8 +118,6 @@ const Backend kCpu = {"cpu",
                       true,
                       cpu::unavailable,
                       cpu::why_unsupported,
-                      cpu::kernel,
-                      cpu::workspace_size,
-                      cpu::run};
+                      cpu::plan};
 
 }  // namespace octet

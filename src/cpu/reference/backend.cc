@@ -259,9 +259,10 @@ const Backend kReference{
     .automatic = false,
     .unavailable = [] { return std::optional<std::string>(); },
     .unsupported_reason = unsupported_reason,
-    .kernel = reference::kernel,
-    .workspace_size = [](const Problem&) { return std::size_t{0}; },
-    .run = reference::run,
+    .plan =
+        [](const Problem&) {
+          return Plan{0, reference::kernel, reference::run};
+        },
 };
 
 }  // namespace octet

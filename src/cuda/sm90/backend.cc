@@ -89,20 +89,17 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
   return p.pass == OCTET_BACKWARD ? backward_unsupported_reason(p) : std::nullopt;
 }
 
-std::string kernel(const Problem& p) {
-  if (p.pass == OCTET_BACKWARD) return backward_name(p);
-  return is_8bit(p) ? forward_8bit_name(p) : forward_name(p);
+template <auto pass, auto name_of>
+Plan plan_of(const Problem& p) {
+  const auto run = [](const Problem& problem, Bytes workspace, void* stream) {
+    pass(problem, workspace.data, static_cast<cudaStream_t>(stream));
+  };
+  return {pass(p, nullptr, nullptr), name_of, run};
 }
 
-std::size_t run_pass(const Problem& p, void* workspace, cudaStream_t stream) {
-  if (p.pass == OCTET_BACKWARD) return backward(p, workspace, stream);
-  return is_8bit(p) ? forward_8bit(p, workspace, stream) : forward(p, workspace, stream);
-}
-
-std::size_t workspace_size(const Problem& p) { return run_pass(p, nullptr, nullptr); }
-
-void run(const Problem& p, Bytes workspace, void* stream) {
-  run_pass(p, workspace.data, static_cast<cudaStream_t>(stream));
+Plan plan(const Problem& p) {
+  if (p.pass == OCTET_BACKWARD) return plan_of<backward, backward_name>(p);
+  return is_8bit(p) ? plan_of<forward_8bit, forward_8bit_name>(p) : plan_of<forward, forward_name>(p);
 }
 
 }  // namespace
@@ -117,8 +114,6 @@ const Backend kSm90 = {"sm90",
                        true,
                        cuda::sm90::unavailable,
                        cuda::sm90::unsupported_reason,
-                       cuda::sm90::kernel,
-                       cuda::sm90::workspace_size,
-                       cuda::sm90::run};
+                       cuda::sm90::plan};
 
 }  // namespace octet
