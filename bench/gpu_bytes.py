@@ -4,7 +4,7 @@ it times, it holds every precision to float64 attention, on random inputs and on
 
     bench/gpu_bytes.py [--rounds N] [--library build/release/src/liboctet.so] [--output FILE]
 
-"whole" is bf16 in, bf16 out, quantisation counted, against cuDNN in bf16; "kernel" is the attention kernel alone, from
+"whole" is bf16 in, bf16 out, quantization counted, against cuDNN in bf16; "kernel" is the attention kernel alone, from
 the profiler, against cuDNN in fp8, which takes e4m3 and gives e4m3. "fp8 from e4m3" and fp8_raw take e4m3 tensors too.
 FLOPs are those of the two products, 4 b h n m d, halved under a causal mask.
 """

@@ -1,4 +1,4 @@
-// Calls of the quantisers.
+// Calls of the quantizers.
 #include "quantized.h"
 
 namespace octet::cli {

@@ -1,4 +1,4 @@
-// octet bench: median times of passes, with quantisation and, where q, k, v can be quantised beforehand, without it.
+// octet bench: median times of passes, with quantization and, where q, k, v can be quantized beforehand, without it.
 #include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -33,7 +33,7 @@ struct Measurement {
   bool causal;
   Choice choice;
   Timing whole;
-  std::optional<double> kernel;  // median without quantisation
+  std::optional<double> kernel;  // median without quantization
   double flops;
   int runs;
 };

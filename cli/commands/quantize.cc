@@ -1,4 +1,4 @@
-// octet quantize: the public quantiser on one tensor of a file, with its statistics and its error.
+// octet quantize: the public quantizer on one tensor of a file, with its statistics and its error.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -125,7 +125,7 @@ void quantize_command(const QuantizeOptions& options) {
 }  // namespace
 
 void add_quantize(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("quantize", "Quantise one tensor of a file");
+  CLI::App* command = app.add_subcommand("quantize", "Quantize one tensor of a file");
   const auto options = std::make_shared<QuantizeOptions>();
   command->add_option("IN", options->in, "Tensors as octet run reads them, or a single .npy file")->required();
   command

@@ -237,7 +237,7 @@ OCTET_API octet_status octet_explain(const octet_attention* attention, const oct
 OCTET_API octet_status octet_info(char* text, size_t capacity, size_t* length);
 
 // ---------------------------------------------------------------------------------------------
-// Quantisation
+// Quantization
 
 typedef enum octet_granularity {
   OCTET_PER_TENSOR = 0,  // a scale per (batch, head)
@@ -291,7 +291,7 @@ typedef struct octet_rope {
 #define OCTET_ROPE_INIT \
   { sizeof(octet_rope), OCTET_ROPE_NONE, 0, 0, 0.0 }
 
-// Per (batch, head) statistics of a quantisation, for octet_logit_error and for choosing a recipe.
+// Per (batch, head) statistics of a quantization, for octet_logit_error and for choosing a recipe.
 enum {
   OCTET_STATISTIC_STEP = 0,     // rms over tokens of the rounding error of one code: scale / sqrt(12), fp8: measured
   OCTET_STATISTIC_NORM = 1,     // rms over tokens of the euclidean norm of the (smoothed) row
@@ -319,7 +319,7 @@ OCTET_API octet_status octet_apply_rope(const octet_rope* rope, const octet_tens
 OCTET_API octet_status octet_scale_groups(uint32_t operand, uint32_t granularity, int64_t block, int64_t tokens,
                                           int64_t* groups);
 
-// Predicted rms absolute error of the logits scale * q.k from the statistics of both quantisations:
+// Predicted rms absolute error of the logits scale * q.k from the statistics of both quantizations:
 // error [batch, head of q, 1, 1], f32. Above .03, int8 logits are visible in the output (docs/numerics.md).
 OCTET_API octet_status octet_logit_error(const octet_tensor* q_statistics, const octet_tensor* k_statistics,
                                          float scale, octet_tensor* error, void* stream);

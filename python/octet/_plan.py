@@ -335,7 +335,7 @@ def results(
 
 
 def _parts(name: str, x: QTensor) -> Iterator[tuple[str, Any]]:
-    """The arrays of a quantised operand, the codes first."""
+    """The arrays of a quantized operand, the codes first."""
     yield name, x.codes
     for part in ("scale", "zero_point", "mean"):
         if (values := getattr(x, part)) is not None:
@@ -360,7 +360,7 @@ def _operands(adapter: Adapter, name: str, x: Any, layout: str) -> Iterator[Oper
         yield name, adapter.view(name, x), None
         return
     if x.layout != layout:
-        raise InvalidArgument(f"{name}: quantised in layout {x.layout!r}, but the call's is {layout!r}")
+        raise InvalidArgument(f"{name}: quantized in layout {x.layout!r}, but the call's is {layout!r}")
     for part, array in _parts(name, x):
         view = adapter.view(part.rpartition(".")[2], array)
         coded: Coding | None = None

@@ -1,4 +1,4 @@
-"""A quantised array: codes and what they stand for."""
+"""A quantized array: codes and what they stand for."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class QTensor:
     format: str  # of the codes: "i8", "u8", "i4" (a code per byte), "e4m3" or "e5m2"
     coding: Coding  # the numbers of octet_quantization
     layout: str  # of codes: "bhsd" or "bshd"
-    dtype: Any  # of what was quantised, and of outputs computed from it
+    dtype: Any  # of what was quantized, and of outputs computed from it
     statistics: Any | None = None  # f32 [batch, head, 1, 4]: step, norm, bias, outlier (docs/quantizers.md)
 
     @property

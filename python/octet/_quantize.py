@@ -18,7 +18,7 @@ _LAYOUTS = {"bhsd": 0, "bshd": 1}
 def _adapter_of(x: Any) -> Adapter:
     framework = _api.framework_of(x=x)
     if framework.__name__ == "octet.jax":
-        raise Unsupported("x: a jax array; quantise numpy.asarray(x), as jax programs take no codes")
+        raise Unsupported("x: a jax array; quantize numpy.asarray(x), as jax programs take no codes")
     if framework.__name__ == "octet.torch" and not isinstance(x, QTensor):
         expect_constant("x", x)
     return framework.adapter
@@ -139,7 +139,7 @@ def dequantize(x: QTensor, dtype: Any | None = None, **unknown: object) -> Any:
 
     Args:
         x: from `octet.quantize`.
-        dtype: of the result, a float type of the framework; None: that of what was quantised.
+        dtype: of the result, a float type of the framework; None: that of what was quantized.
 
     Returns:
         An array of the shape, layout and memory order of x.codes.

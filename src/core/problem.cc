@@ -152,14 +152,14 @@ void validate_input(const octet_tensor& tensor, const View& t, const char* label
   if (t.quantization && t.dtype != OCTET_I8 && t.dtype != OCTET_E4M3)
     invalid(label, ": a quantization with dtype ", name(t.dtype), ", allowed: i8, e4m3");
   if (t.dtype == OCTET_I8 && !t.quantization)
-    invalid(label, ": dtype i8 without a quantization; quantise it with octet_quantize, or give f32, f16 or bf16");
+    invalid(label, ": dtype i8 without a quantization; quantize it with octet_quantize, or give f32, f16 or bf16");
   if (!t.quantization && precision == OCTET_PRECISION_F64)
     return expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
   if (t.dtype == OCTET_F64) invalid(label, ": dtype f64 needs precision f64, found ", name(precision));
   if (!t.quantization) return expect_dtype(t, label, {OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
   const Quantization how = validate_quantization(tensor, label, false);
   if (how.operand != operand)
-    invalid(label, ": quantised as operand ", name(how.operand), ", expected ", name(operand),
+    invalid(label, ": quantized as operand ", name(how.operand), ", expected ", name(operand),
             "; granularities and thread groups depend on it");
 }
 

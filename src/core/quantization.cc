@@ -1,4 +1,4 @@
-// Validates the arguments of the quantisers: formats, granularities, zero points, RoPE, shapes, memory. What passes
+// Validates the arguments of the quantizers: formats, granularities, zero points, RoPE, shapes, memory. What passes
 // here is trusted by src/cpu.
 #include "core/quantization.h"
 
@@ -22,7 +22,7 @@ View view_of(const octet_tensor* t, const char* label, bool output) {
   const View view = validate_tensor(t, label);
   if (output) expect_distinct_elements(view, label);
   if (t->device == OCTET_CUDA)
-    unsupported(label, ": on cuda:", t->device_index, ", but there is no CUDA quantiser in this build");
+    unsupported(label, ": on cuda:", t->device_index, ", but there is no CUDA quantizer in this build");
   return view;
 }
 

@@ -1,4 +1,4 @@
-// The quantisers behind octet.h: validate the arguments, then hand them to the CPU. Each throws Failure, and has
+// The quantizers behind octet.h: validate the arguments, then hand them to the CPU. Each throws Failure, and has
 // written nothing if it does.
 #pragma once
 #include <octet/octet.h>

@@ -48,7 +48,7 @@ bool keeps_exact_o(const Problem& problem);
 // Returns why a backward pass lacks the un-rounded output that its bias correction reads; nothing if it has it.
 std::optional<std::string> missing_exact_output(const Problem& problem);
 
-// The elements that share a scale of a quantised operand.
+// The elements that share a scale of a quantized operand.
 enum class Group {
   cast,    // nothing: the numbers are rounded as they are
   tensor,  // all tokens of the (batch, head)

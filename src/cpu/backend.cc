@@ -80,7 +80,7 @@ std::optional<std::string> why_unsupported(const Problem& p) {
     return text("smooth_q is not in its kernels; the reference backend has it");
   if (p.pass == OCTET_JVP)
     for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
-      if (t->quantization) return text(label, " came quantised; its jvp takes f32, f16, bf16 and e4m3 as they are");
+      if (t->quantization) return text(label, " came quantized; its jvp takes f32, f16, bf16 and e4m3 as they are");
   return std::nullopt;
 }
 

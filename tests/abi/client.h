@@ -83,7 +83,7 @@ std::vector<unsigned char> CLIENT() {
     keep_all({&to});
   }
 
-  // Keys quantised beforehand, with RoPE; roundings of the caller's.
+  // Keys quantized beforehand, with RoPE; roundings of the caller's.
   std::vector<int8_t> codes(static_cast<size_t>(kKvHeads * kKeys * kWidth));
   Data scale(kKvHeads, kKeys, 1), mean(kKvHeads, 1, kWidth), statistics(kKvHeads, 1, OCTET_STATISTICS);
   Data back(kKvHeads, kKeys, kWidth), o(kHeads, kQueries, kWidth), rounded(kHeads, kQueries, kWidth);

@@ -246,7 +246,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, small):
 
 
 @pytest.mark.parametrize("operand", ["q", "k"])
-def test_quantising_per_channel_what_is_summed_over_channels(tmp_path, small, operand):
+def test_quantizing_per_channel_what_is_summed_over_channels(tmp_path, small, operand):
     done = octet(
         "quantize",
         small,

@@ -1,4 +1,4 @@
-// Laws of quantised logits: exact integer corrections of zero points, invariance under rotation and smoothing, RoPE as
+// Laws of quantized logits: exact integer corrections of zero points, invariance under rotation and smoothing, RoPE as
 // a rotation, and the predicted logit error against the measured one.
 #include <cmath>
 #include <complex>
@@ -37,7 +37,7 @@ TEST(Bars, zero_point_integer_identity) {
 }
 
 // (s_q q + z_q).(s_k k + z_k) = s_q s_k q.k + s_q z_k R_q + s_k z_q R_k + d z_q z_k.
-TEST(ZeroPoints, FloatCorrectionsGiveTheDequantisedLogits) {
+TEST(ZeroPoints, FloatCorrectionsGiveTheDequantizedLogits) {
   const int64_t dim = 64, tokens = 30;
   const Array x = Array(DType::f32, {1, 1, tokens, dim}).random(3, 1, 2),
               y = Array(DType::f32, {1, 1, tokens, dim}).random(4, 1, 2);
@@ -274,7 +274,7 @@ TEST(Rope, InverseUndoesItAndInPlaceIsTheSame) {
   }
 }
 
-// RoPE inside the quantiser costs at most 1.05 times what it costs before it: logits of fused and of separately turned
+// RoPE inside the quantizer costs at most 1.05 times what it costs before it: logits of fused and of separately turned
 // q and k, which are stored in bf16 between the two as models do, against float64.
 TEST(Bars, rope_fused) {
   const int64_t tokens = 100, dim = 64;

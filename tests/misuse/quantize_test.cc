@@ -1,4 +1,4 @@
-// Everything about quantisers that a caller could get wrong is rejected with the value found and the values allowed,
+// Everything about quantizers that a caller could get wrong is rejected with the value found and the values allowed,
 // and with nothing written.
 #include "support/quantizing.h"
 
@@ -35,7 +35,7 @@ const Misuse kMisuses[] = {
     {[](Call& c) { c.x.data = nullptr; }, "x: null data"},
     {[](Call& c) { c.x.data = static_cast<char*>(c.x.data) + 1; }, "x: data is not aligned to its elements of 2 bytes"},
     {[](Call& c) { c.x.quantization = &c.quantization; }, "x: has a quantization"},
-    {[](Call& c) { c.x.device = OCTET_CUDA; }, "x: on cuda:0, but there is no CUDA quantiser in this build",
+    {[](Call& c) { c.x.device = OCTET_CUDA; }, "x: on cuda:0, but there is no CUDA quantizer in this build",
      OCTET_UNSUPPORTED},
     {[](Call& c) { c.scale.device = OCTET_CUDA; }, "scale: on cuda:0", OCTET_UNSUPPORTED},
     {[](Call& c) { c.stream = &c; }, "stream: given with CPU tensors"},

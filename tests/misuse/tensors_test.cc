@@ -106,7 +106,7 @@ TEST(Tensors, dtypes_are_rejected_with_the_choices) {
 TEST(Tensors, i8_needs_a_quantization_and_others_none) {
   Call bare(OCTET_FORWARD, OCTET_PRECISION_INT8), extra(OCTET_FORWARD), output(OCTET_FORWARD);
   bare.q.dtype = OCTET_I8;
-  expect_invalid(bare, "q: dtype i8 without a quantization; quantise it with octet_quantize, or give f32, f16 or bf16");
+  expect_invalid(bare, "q: dtype i8 without a quantization; quantize it with octet_quantize, or give f32, f16 or bf16");
   octet_quantization how = OCTET_QUANTIZATION_INIT;
   extra.k.quantization = &how;
   expect_invalid(extra, "k: a quantization with dtype f32, allowed: i8, e4m3");

@@ -26,7 +26,7 @@ std::pair<double, double> limits(DType codes) {
   }
 }
 
-// Returns what a recipe without rotation quantises: x minus the returned mean, in float.
+// Returns what a recipe without rotation quantizes: x minus the returned mean, in float.
 Array smoothed(const Array& x, const Quantized& q) {
   Array out(DType::f32, x.shape());
   x.each([&](int64_t b, int64_t h, int64_t t, int64_t c) {

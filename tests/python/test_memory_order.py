@@ -65,7 +65,7 @@ def test_numpy_slices_reversed_and_broadcast_arrays():
         assert strides(found) == dense_strides(q.shape, range(4))
 
 
-def test_numpy_packed_sequences_and_quantised_operands():
+def test_numpy_packed_sequences_and_quantized_operands():
     cu_q, cu_k = np.array([0, 4, QUERIES], np.int32), np.array([0, 5, KEYS], np.int32)
     for order in itertools.permutations(range(3)):
         q, k, v = inputs([order] * 3, "thd")

@@ -1,4 +1,4 @@
-"""octet.quantize and octet.dequantize from numpy, and quantised operands in attention."""
+"""octet.quantize and octet.dequantize from numpy, and quantized operands in attention."""
 
 import exact
 import ml_dtypes
@@ -97,11 +97,11 @@ def test_rejections(x):
         octet.quantize(x, "q", format="int8")
     with pytest.raises(octet.InvalidArgument, match="x: shape .*expected 4 dimensions"):
         octet.quantize(x[0], "q")
-    with pytest.raises(octet.InvalidArgument, match="q: quantised in layout 'bhsd', but the call's is 'bshd'"):
+    with pytest.raises(octet.InvalidArgument, match="q: quantized in layout 'bhsd', but the call's is 'bshd'"):
         octet.attention(*(octet.quantize(x, name) for name in "qkv"), precision="int8", layout="bshd")
     with pytest.raises(octet.InvalidArgument, match="precision: None stands for the type of q.*i8; name one of"):
         octet.attention(*(octet.quantize(x, name) for name in "qkv"))
-    with pytest.raises(octet.InvalidArgument, match="k: quantised as operand q"):
+    with pytest.raises(octet.InvalidArgument, match="k: quantized as operand q"):
         octet.attention(octet.quantize(x, "q"), octet.quantize(x, "q"), x, precision="int8")
 
 

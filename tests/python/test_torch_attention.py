@@ -120,7 +120,7 @@ def test_packed_sequences_are_separate():
             exact.expect_close(found, want[name], bound[name], name)
 
 
-def test_quantised_operands():
+def test_quantized_operands():
     x = torch.randn(1, 2, 40, 16)
     codes = [octet.quantize(x, name) for name in "qkv"]
     assert codes[0].codes.dtype is torch.int8 and codes[0].scale.shape == (1, 2, 40, 1)

@@ -1,4 +1,4 @@
-// Tensors with guard bytes and the quantisers on them, for tests of the C ABI.
+// Tensors with guard bytes and the quantizers on them, for tests of the C ABI.
 #pragma once
 #include <gtest/gtest.h>
 
@@ -95,7 +95,7 @@ class Array {
   std::vector<unsigned char> bytes_;
 };
 
-// A request to quantise, and its results.
+// A request to quantize, and its results.
 struct Recipe {
   DType codes = DType::i8;
   octet_operand operand = OCTET_OPERAND_K;

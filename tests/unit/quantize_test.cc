@@ -1,4 +1,4 @@
-// The row arithmetic under the quantisers: bit conversions against octet/formats.hpp, NaN, rotations, groups.
+// The row arithmetic under the quantizers: bit conversions against octet/formats.hpp, NaN, rotations, groups.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -56,13 +56,13 @@ def run_attention(
     more = mask, cu_seqlens_q, cu_seqlens_k, by_head("sinks", sinks, options)
     slopes = _slopes(options, device, alibi_slopes)
     if isinstance(q, QTensor) or isinstance(k, QTensor) or isinstance(v, QTensor):
-        return _quantised(options, q, k, v, *more, slopes)
+        return _quantized(options, q, k, v, *more, slopes)
     q, k, v = cast_tensors(("q", "k", "v"), q, k, v)
     o, lse, _ = attend(q, k, v, *more, options, of_lse=return_lse, slopes=slopes)
     return o, lse
 
 
-def _quantised(options: Options, q: Any, k: Any, v: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantized(options: Options, q: Any, k: Any, v: Any, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes have no gradient, and no operator: torch.compile leaves them to eager code."""
     for name, x in (("q", q), ("k", k), ("v", v), ("sinks", more[3])):
         if not isinstance(x, QTensor):

@@ -44,7 +44,7 @@ static inline uint16_t f16_bits(float x) {
   return static_cast<uint16_t>(sign | (a < 65520.f ? finite : a == a ? 0x7c00u : 0x7e00u));
 }
 
-// e4m3 and e5m2 saturate. NaN, which the quantisers never keep, gives 0.
+// e4m3 and e5m2 saturate. NaN, which the quantizers never keep, gives 0.
 template <int kMantissa, int kMinExponent>
 static inline void encode_fp8(const float* x, int64_t n, float largest, uint8_t* out) {
   for (int64_t c = 0; c < n; ++c) {

@@ -1,7 +1,7 @@
 // Rotary position embedding (RoFormer, arXiv 2104.09864): pair c of a token turns by position * theta_c with
 // theta_c = base^(-2c / dim). Angles, cosines and sines are computed in double and rounded once to the type of the row.
 //
-// A sine per (token, pair) would cost more than all the rest of a quantiser. Positions are therefore split into
+// A sine per (token, pair) would cost more than all the rest of a quantizer. Positions are therefore split into
 // position = start + i with start a multiple of 64; cosines and sines of start and of i are looked up or computed
 // once, and joined by the addition theorems, with an error of a few units of 2^-53.
 #pragma once

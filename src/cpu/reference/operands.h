@@ -21,7 +21,7 @@ double rounded_on(octet_dtype format, double x, double largest);
 // Rounds the n values of p in place to nvfp4: groups of 16, values e2m1 * e4m3 * unit.
 void round_nvfp4(double* p, int64_t n, int64_t stride, double unit);
 
-// x as its quantiser keeps it. A number that is not finite becomes NaN in formats with a scale and has no part in it,
+// x as its quantizer keeps it. A number that is not finite becomes NaN in formats with a scale and has no part in it,
 // so that it stays in its token. Tokens that are not seen have no part in anything and become 0.
 Matrix quantized(const Matrix& x, const Quantizer& quantizer, const Seen& seen = {});
 

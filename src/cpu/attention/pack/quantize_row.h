@@ -1,5 +1,5 @@
 // One row of q, k or v from the caller's tensor to quantized values with a scale of its own, in registers from end to
-// end. The operations and their order are those of the public quantisers (cpu/quantize/quantize.cc): the same bits.
+// end. The operations and their order are those of the public quantizers (cpu/quantize/quantize.cc): the same bits.
 #pragma once
 #include "cpu/attention/pack/numbers.h"
 #include "cpu/attention/pack/round.h"

@@ -7,7 +7,7 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Signs of the Hadamard rotation of q and k: those of q if it came quantised.
+// Signs of the Hadamard rotation of q and k: those of q if it came quantized.
 struct Signs {
   float sign[kMaxDim];
   Signs(const View& q, int64_t dim) : Signs(q.quantization ? q.quantization->hadamard_seed : kHadamardSeed, dim) {}

@@ -1,5 +1,5 @@
 // Types of inputs and outputs: numbers that several types hold give the same result in each; int8 codes from
-// octet_quantize give what quantising inside gives; fp8_raw writes e4m3.
+// octet_quantize give what quantizing inside gives; fp8_raw writes e4m3.
 #ifdef __x86_64__
 #include <xmmintrin.h>
 #endif
@@ -103,7 +103,7 @@ TEST(Codes, from_octet_quantize_give_the_same_bits) {
   run(attention, Forward{.q = q.view(), .k = k.view(), .v = v.view(), .o = o.view(), .lse = lse.view()});
   run(attention, Forward{.q = q8.view, .k = k8.view, .v = v8.view, .o = o8.view(), .lse = lse8.view()});
   expect_same_bits(o8.values(), o.values(), "o");
-  // lse restores scale q.mean, where q is off by half a step per channel once it is quantised.
+  // lse restores scale q.mean, where q is off by half a step per channel once it is quantized.
   double bound = 0.0;
   const Values steps = q8.scale.values(), means = k8.mean.values();
   for_each(means.shape, [&](int64_t b, int64_t h, int64_t, int64_t) {
@@ -114,7 +114,7 @@ TEST(Codes, from_octet_quantize_give_the_same_bits) {
   expect_near(lse8.values(), lse.values(), bound * (1 + 0x1p-10), "lse");
 }
 
-// int8_fp8 quantises k as octet_quantize does per thread.
+// int8_fp8 quantizes k as octet_quantize does per thread.
 TEST(Codes, of_k_per_thread_give_the_same_bits_at_int8_fp8) {
   const Case c{
       .name = "codes", .batch = 2, .heads = 4, .kv_heads = 2, .tokens_q = 100, .tokens_k = 200, .dtype = DType::bf16};
@@ -128,7 +128,7 @@ TEST(Codes, of_k_per_thread_give_the_same_bits_at_int8_fp8) {
   expect_same_bits(o8.values(), o.values(), "o");
 }
 
-// A token of k that is not finite reaches the queries that see it, and no other, in codes as in quantising inside.
+// A token of k that is not finite reaches the queries that see it, and no other, in codes as in quantizing inside.
 TEST(Codes, of_a_bad_token_of_k_spoil_no_other) {
   const Case c{.name = "bad", .heads = 2, .kv_heads = 2, .tokens_q = 100, .tokens_k = 100, .dtype = DType::bf16};
   const int64_t bad = 71;
