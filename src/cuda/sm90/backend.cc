@@ -54,7 +54,7 @@ bool is_8bit(const Problem& p) { return forward_8bit_precisions().has(p.precisio
 
 std::optional<std::string> unsupported_reason_of(const View& t, const char* label) {
   if (!t.present()) return {};
-  if (t.quantization) return text(label, " is quantised; this backend takes f32, f16 and bf16");
+  if (t.quantization) return text(label, " is quantized; this backend takes f32, f16 and bf16");
   if (t.dtype != OCTET_F32 && t.dtype != OCTET_F16 && t.dtype != OCTET_BF16)
     return text(label, " is ", name(t.dtype), "; this backend takes f32, f16 and bf16");
   return {};

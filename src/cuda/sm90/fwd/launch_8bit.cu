@@ -156,16 +156,16 @@ std::optional<std::string> quantized_unsupported_reason(const Problem& p) {
     const octet_quantization* how = t->quantization;
     if (!how) continue;
     if (p.precision != OCTET_PRECISION_FP8 || t->dtype != OCTET_E4M3)
-      return text(label, " is quantised ", name(t->dtype), "; its ", name(p.precision),
+      return text(label, " is quantized ", name(t->dtype), "; its ", name(p.precision),
                   " takes f32, f16, bf16 and e4m3 as they are, its fp8 also e4m3 with a scale per tensor");
     if (how->granularity != OCTET_PER_TENSOR || how->mean || how->hadamard_seed)
-      return text(label, " is quantised e4m3 ", how->granularity != OCTET_PER_TENSOR ? "not per tensor" : "",
+      return text(label, " is quantized e4m3 ", how->granularity != OCTET_PER_TENSOR ? "not per tensor" : "",
                   how->mean ? " with a mean" : "", how->hadamard_seed ? " with a rotation" : "",
                   "; it takes e4m3 with a scale per tensor and nothing else");
   }
-  const bool one_quantised = p.q.quantization || p.k.quantization;
-  if (one_quantised && !(q_prequantized(p) && k_prequantized(p)))
-    return "only one of q and k is e4m3, and quantised; it takes both so, or none quantised";
+  const bool one_quantized = p.q.quantization || p.k.quantization;
+  if (one_quantized && !(q_prequantized(p) && k_prequantized(p)))
+    return "only one of q and k is e4m3, and quantized; it takes both so, or none quantized";
   return {};
 }
 
