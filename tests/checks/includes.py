@@ -53,7 +53,15 @@ RULES["src/cuda/ptx"] = [*CUDA, "cuda/ptx/"]
 RULES["src/cuda/fragment"] = [*CUDA, "cuda/ptx/", "cuda/fragment/"]
 RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/host/"]
 RULES["src/cuda/scheduler"] = [*CUDA, "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/scheduler/"]
-RULES["src/cuda/preprocess"] = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/preprocess/"]
+RULES["src/cuda/preprocess"] = [
+    *CUDA,
+    "octet/",
+    "core/",
+    "cuda/ptx/",
+    "cuda/fragment/",
+    "cuda/host/",
+    "cuda/preprocess/",
+]
 SM90 = [*(rule for rule in RULES["src/cuda/preprocess"]), "cuda/scheduler/"]
 RULES["src/cuda/sm90"] = [*SM90, "cuda/sm90/"]
 for one in ("fwd", "bwd"):  # neither pass knows the other
