@@ -18,7 +18,7 @@ enum class PFormat {
 
 enum class VScale { none, token, channel, power_of_two };  // power_of_two: of each number, with f16
 
-constexpr int64_t kThreadGroups = -1;  // instead of tokens per scale: those of core/thread_groups.h
+constexpr int64_t kThreadGroups = -1;  // instead of tokens per scale: those of core/quant/thread_groups.h
 
 // A precision's forward recipe; docs/numerics.md.
 struct ForwardPlan {
