@@ -1,15 +1,16 @@
-// dq, dk, dv for blocks of keys, one block and kv head at a time (FlashAttention-2, arXiv 2307.08691, algorithm 2):
+// The backward pass up to d = 128: dq, dk, dv for one block of keys of one kv head at a time (FlashAttention-2, arXiv
+// 2307.08691, algorithm 2):
 //
-//   for each head of the group, for each tile of queries that sees the block:
-//     p = exp(scale k q^T - lse)      ds = p (v do^T - delta)      both with a key in each row
+//   for each tile of queries that sees the block, for each head of the group:
+//     p = exp(scale k q^T - lse)      ds = p (v do^T - delta)      both with one key per row
 //     dv += p do    dk += ds q    dq(tile) += ds^T k
 //
-// Transposed, p and ds stay in registers as left operands of dv and dk; only ds goes through shared memory, for dq,
-// which sums over the keys of both warpgroups. Each warpgroup multiplies for dq the ds of the step before, so the two
-// need not meet. They take ping_pong, from the products of p and ds on to those of the next step's logits: while one
-// computes exponentials, the other's products run. Sums of dq over blocks of keys happen in L2. Of the warpgroup that
-// loads, one thread fetches all operands, and three warps convert k and v of the next block and clear sums of a later
-// head.
+// As p and ds are transposed, they stay in registers as left operands of dv and dk. Only ds goes through shared memory,
+// for dq, which sums over the keys of both warpgroups. Each warpgroup computes dq from the ds of the iteration before,
+// so that the two need not meet. The warpgroups issue their products in turn (ping-pong), from dv of one iteration to dp
+// of the next: while one computes exponentials, the products of the other run. dq is summed over blocks of keys by
+// atomics in L2. In the producer warpgroup, one thread loads all operands, and three warps convert k and v of the next
+// block and clear the sums of dq of a later head.
 #pragma once
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/bwd/convert_keys.h"
@@ -29,23 +30,24 @@ struct Backward {
                        kThreads = kConsumerThreads + kWarpgroup;
   static constexpr int kWarps = kBackwardWarps;
   static constexpr int kStages = Tile::kStages, kDoStages = Tile::kDoStages, kDsStages = 2;
-  // The next block is drawn when so many steps are left to fetch: early enough to make its k and v ready, and late
-  // enough for all thread blocks to end together.
+  // Prefetch distance: the next block is taken when this many iterations of the current one are left to load. That is
+  // early enough to make its k and v ready, and late enough for all thread blocks to end together.
   static constexpr int kPrefetchDistance = 6, kKeyStages = 2;
-  static constexpr int kPingPongBarrier = 2;  // and the next, one for each warpgroup; see Converter::kBarrier
-  // A warpgroup's part of dq: 64 queries, and as many channels as make half of it.
+  using Converter = KeyConverter<T, kKeys, Dim>;
+  // Named barriers: one among the warps that convert keys, and the first of one per consumer warpgroup.
+  enum NamedBarrier : int { kConverterBarrier = Converter::kBarrier, kPingPongBarrier = 2 };
+  // A warpgroup computes half of dq: 64 queries, and all channels or half of them.
   static constexpr bool kDqByQueries = kQueries > kWarpgroupRows;
   static constexpr int kDqColumns = kDqByQueries ? Dim : Dim / kWarpgroups;
   static constexpr int kDqNumbers = kWarpgroupRows * kDqColumns;
 
-  // What registers are there for: p in 16 bits beside s.
+  // True: registers suffice to hold p in 16 bits beside s.
   static constexpr bool kEarlyP = Dim == 128;
-  // Whether a step waits for the next one's q before it adds to dq, as reductions delay what follows them.
+  // True: an iteration waits for the next q before it adds to dq, as the atomics delay the loads that follow them.
   static constexpr bool kAwaitsNext = Dim == 128;
   using Schedule = KeyBlockScheduler<kQueries, kKeys>;
   using TileQ = SharedTile<T, kQueries, Dim>;
   using TileK = SharedTile<T, kKeys, Dim>;
-  using Converter = KeyConverter<T, kKeys, Dim>;
   using TileDs = SharedTile<T, kKeys, kQueries>;
 
   using Rows = QueryRows<kQueries>;
@@ -56,16 +58,16 @@ struct Backward {
     unsigned char ds[kDsStages][TileDs::kBytes];
     Rows rows[kStages];
     Pipeline<kKeyStages> k_pipe, v_pipe;
-    Barrier k_rows_full[kKeyStages], v_rows_full[kKeyStages];  // k and v as they lie have come
+    Barrier k_rows_full[kKeyStages], v_rows_full[kKeyStages];  // the caller's rows of k and v have arrived
     Pipeline<kStages> q_pipe;
     Pipeline<kDoStages> do_pipe;
-    Barrier rows_empty[kStages];  // at which all threads arrive, as each reads its columns
+    Barrier rows_empty[kStages];  // all threads arrive, as each reads its columns
     Pipeline<kDsStages> ds_pipe;
     static constexpr int kTileSlots = 3;
     Pipeline<kTileSlots> tile_pipe;
     KeyBlockInfo key_block[kTileSlots];
 
-    // `consumers`: threads that read work.
+    // `readers`: the threads that release a slot of `key_block`.
     __device__ void init(int readers) {
       k_pipe.init(kConsumerThreads), v_pipe.init(kWarps), q_pipe.init(kWarps), do_pipe.init(kWarps);
       for (int i = 0; i < kKeyStages; ++i) k_rows_full[i].init(1), v_rows_full[i].init(1);
@@ -96,7 +98,7 @@ struct Backward {
   __device__ void load_tiles(const KeyBlockInfo& w, unsigned tile_index, unsigned& n);
 
   __device__ void next_tile(unsigned tile_index);
-  // The query that a warpgroup's part of a tile of dq begins with.
+  // Returns the first query of a warpgroup's part of a tile of dq.
   static __device__ int dq_row(int warpgroup) { return kDqByQueries ? warpgroup * kWarpgroupRows : 0; }
   __device__ void add(const Target& target, int warpgroup, const Accumulator<kDqColumns>& x, int thread) const;
 

@@ -1,15 +1,15 @@
-// dq, dk, dv at head dim 256: a pair of thread blocks, a cluster, has 128 keys. The loop of sm90/bwd/mainloop.h, its
-// products divided:
+// The backward pass at d = 256: dq, dk, dv of 128 keys by a 2-CTA cluster. The algorithm is that of sm90/bwd/backward.h;
+// its products are divided among the warpgroups of both thread blocks. In each thread block:
 //
-//   of each thread block, for 64 keys and all channels
-//     one warpgroup         s = k q^T    p = exp(scale s - lse)    dp = v do^T    ds = p (dp - delta)
-//   of each thread block, for all 128 keys and half of the channels
-//     two, for 64 keys each        dv += p do    dk += ds q
-//     and half of these channels   dq(tile) += ds^T k
+//   one warpgroup, for 64 keys and all channels:
+//     s = k q^T    p = exp(scale s - lse)    dp = v do^T    ds = p (dp - delta)
+//   two warpgroups, for half of the channels:
+//     dv += p do    dk += ds q    each for 64 of the 128 keys
+//     dq(tile) += ds^T k          each for half of these channels, summed over all 128 keys
 //
-// p and ds are left in the shared memory of both. So what is added to dq in L2, the most that goes there, are sums over
-// 128 keys. The first warpgroup is a step ahead of the others, so none waits for the products of another. Two warps of
-// the warpgroup that loads clear sums of a later head.
+// p and ds are put into the shared memory of both thread blocks. dq, most of the traffic to L2, is thus summed over 128
+// keys before it is added there. The first warpgroup is an iteration ahead of the others, so that none waits for the
+// products of another. Two warps of the producer warpgroup clear the sums of dq of a later head.
 #pragma once
 #include "cuda/ptx/cluster.h"
 #include "cuda/ptx/grid.h"
@@ -29,37 +29,38 @@ struct Backward2Cta {
   static constexpr int kChannels = Dim / kBlocks;
   static constexpr int kConsumerThreads = 3 * kWarpgroup, kThreads = kConsumerThreads + kWarpgroup;
   static constexpr int kWarps = kWarpgroup / 32;
-  static constexpr int kClearing = 64, kBarrier = 1;  // threads that clear sums of dq, and their named barrier
+  static constexpr int kClearThreads = 64;  // that clear sums of dq
+  enum NamedBarrier : int { kClearBarrier = 1 };
   static constexpr int kStages = Tile::kStages, kPStages = 1, kDsStages = 2;
-  static constexpr int kDqColumns = kChannels / 2, kDqNumbers = kQueries * kDqColumns;  // of a warpgroup
+  static constexpr int kDqColumns = kChannels / 2, kDqNumbers = kQueries * kDqColumns;  // per warpgroup
   using Schedule = KeyBlockScheduler<kQueries, kClusterKeys>;
   using TileQ = SharedTile<T, kQueries, Dim, true>;
   using TileK = SharedTile<T, kKeys, Dim, true>;
-  using TileCluster = SharedTile<T, kClusterKeys, Dim, true>;  // keys of both thread blocks, as params
-  using Half = SharedTile<T, kQueries, kChannels, true>;       // of TileQ, or of TileK
+  using TileCluster = SharedTile<T, kClusterKeys, Dim, true>;  // the keys of both, as preprocessed
+  using Half = SharedTile<T, kQueries, kChannels, true>;       // half of a TileQ or of a TileK
   using TileP = SharedTile<T, kKeys, kQueries, true>;
   using Rows = QueryRows<kQueries>;
   static_assert(kKeys == kWarpgroupRows && kQueries == kWarpgroupRows);
 
-  // Near: of this thread block's channels. Far: of the peer's.
+  // Local: the channels of this thread block. Remote: the channels of its peer.
   struct alignas(kSwizzleBytes) Shared {
     unsigned char k[TileK::kBytes], v[TileK::kBytes];
-    unsigned char remote_k[Half::kBytes];  // local channels of the peer thread block's keys
+    unsigned char remote_k[Half::kBytes];  // the local channels of the peer's keys
     unsigned char q_local[kStages][Half::kBytes], do_local[kStages][Half::kBytes];
     unsigned char q_remote[Half::kBytes], do_remote[Half::kBytes];
     unsigned char p[kPStages][kBlocks][TileP::kBytes], ds[kDsStages][kBlocks][TileP::kBytes];
     Rows rows[kStages];
     Pipeline<1> k_pipe, v_pipe, q_remote_pipe, do_remote_pipe;
-    Pipeline<kStages> q_pipe,
-        do_pipe;  // local; given back by the two warpgroups, as ds shows that the first has read them
+    // The local channels; released by warpgroups 2 and 3 only: ds_pipe.full implies that warpgroup 1 has read them.
+    Pipeline<kStages> q_pipe, do_pipe;
     Barrier rows_empty[kStages];
-    Pipeline<kPStages> p_pipe;  // what both thread blocks put, and have taken
+    Pipeline<kPStages> p_pipe;  // full: both thread blocks have put p; empty: both have read it
     Pipeline<kDsStages> ds_pipe;
-    Pipeline<1> tile_pipe;  // between the threads that load
-    Pipeline<1> number_pipe;
-    uint32_t number;  // of a block of keys, from the thread block that numbers_taken them
-    // In turn. The next is written once v of the one before the last was given back, in the last step of that block, so
-    // that nobody reads the third last.
+    Pipeline<1> tile_pipe;    // from the thread that loads k and v to the one that loads q and do
+    Pipeline<1> number_pipe;  // from thread block 0 to thread block 1
+    uint32_t number;          // the block of keys that thread block 0 has taken
+    // The slots are used in turn. A slot is written once v of the block before was released, in the last iteration of that
+    // block, so that no thread still reads the block that had the slot.
     static constexpr int kTileSlots = 3;
     KeyBlockInfo key_block[kTileSlots];
 
@@ -96,7 +97,7 @@ struct Backward2Cta {
   template <int Stages>
   __device__ void put(const Operand<T, kQueries>& x, unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
                       Pipeline<Stages>& ring, unsigned n);
-  // All lanes of a warp are done with what both thread blocks left.
+  // Releases a stage in both thread blocks, for all lanes of a warp.
   static __device__ void release(Barrier& empty) {
     __syncwarp();
     if (threadIdx.x % 32 < kBlocks) ptx::arrive_at(ptx::at_rank(&empty, threadIdx.x % 32));

@@ -3,15 +3,16 @@
 
 namespace octet::cuda::sm90 {
 
-// Backward: `kQueries` per step, `kKeys` per thread block, `kStages` stages of q, `kDoStages` of do. Two
-// warpgroups share the work: each has 64 keys and holds s, dp (queries / 2 registers each), dk, dv (dim / 2 each) and
-// half of dq. At d = 256 a pair of thread blocks has the keys: one warpgroup of each holds s and dp of 64 keys, two dk
-// and dv of 64 keys and a quarter of dq, for half of the channels.
-constexpr int kBackwardWarps = 8;  // that compute
-constexpr int kBackwardRegisters = 232, kBackwardProducerRegisters = 40;
-// How partial sums of dq are added: floats as they come, or integers, whose sum is the same in any order.
+// A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with `kStages` stages of q and
+// `kDoStages` stages of do. Up to d = 128, each of two consumer warpgroups has 64 keys and holds s and dp (queries / 2
+// registers each), dk and dv (dim / 2 each) and half of dq. At d = 256, a 2-CTA cluster has the keys: in each thread
+// block, one warpgroup holds s and dp of 64 keys; each of two others holds, for half of the channels, dk and dv of 64
+// keys and a quarter of dq.
+constexpr int kBackwardWarps = 8;  // consumer warps
+constexpr int kBackwardRegisters = 232, kBackwardProducerRegisters = 40;  // per thread
+// How partial sums of dq are added: as floats in any order, or as integers, whose sum does not depend on the order.
 enum class Sums { floats, integers };
-// How many numbers a thread adds to the sums of dq at a time.
+// The number of values that a thread adds to the sums of dq with one instruction.
 template <int Dim, Sums sums>
 constexpr int kSumsAtOnce = sums == Sums::integers ? 1
                             : Dim == 64            ? 4
@@ -31,6 +32,7 @@ template <>
 struct BackwardTile<256> {
   static constexpr int kQueries = 64, kKeys = 128, kStages = 2;
 };
+// Registers per thread of the 2-CTA kernel's warpgroups: the producer, the one for p and ds, the two for gradients.
 constexpr int k2CtaProducerRegisters = 32, k2CtaPRegisters = 96, k2CtaGradientRegisters = 192;
 
 }  // namespace octet::cuda::sm90

@@ -1,6 +1,6 @@
-// k and v of a block of keys in shared memory, from what the caller has to what the backward kernel multiplies: k less
-// its mean, both times exponents of two, in the operands' type. Three warps convert them in place. The exponents are
-// those of the head, which a sample of it has shown; a block with larger numbers takes smaller ones.
+// Converts k and v of a block of keys in shared memory from the caller's numbers to operands of the backward kernel: k is
+// centred by its mean, both are multiplied by powers of two, and rounded to the operands' type. Three warps convert in
+// place. The exponents are those of the head, which come from a sample; a block with larger numbers takes smaller ones.
 #pragma once
 #include <type_traits>
 
@@ -11,32 +11,33 @@
 
 namespace octet::cuda::sm90 {
 
-// One of the threads that convert, and its column of four channels (eight would take more registers than there are).
+// The conversion by one thread, which has a column of four channels (eight would need too many registers).
 template <class T, int kKeys, int Dim>
 struct KeyConverter {
   static constexpr int kThreads = 96, kBarrier = 1;
   static constexpr int kChannels = 4, kColumns = Dim / kChannels, kRowsAtOnce = kThreads / kColumns;
-  // Rows that are read before one is written, as reads take long beside products; no more fit into registers.
+  // The number of rows that a thread reads before it writes the first, as reads are slow while products run. Registers
+  // allow no more.
   static constexpr int kBatch = Dim == 64 ? 2 : 3;
-  static constexpr float kLargest = 65504.f;  // of f16
+  static constexpr float kLargest = 65504.f;  // the largest f16
   static constexpr int kLargestExponent = 15;
   using TileK = SharedTile<T, kKeys, Dim>;
 
   unsigned thread;
   TileK tile;
-  unsigned first_row, rows;  // of those that count; all others become 0
+  unsigned first_row, rows;  // the rows of keys that some query sees; all others become 0
   bool bf16;
   const float* mean;  // of this thread's channels, or null
 
   static __device__ int channel(int thread) { return thread % kColumns * kChannels; }
 
   struct Fitted {
-    int exponent;  // numbers are 2^exponent times the caller's
-    int largest;   // all of the caller's are below 2^largest; kNone where that was not asked
+    int exponent;  // the operand is 2^exponent times the caller's numbers
+    int largest;   // these are all below 2^largest; kNone where this was not computed
   };
-  static constexpr int kNone = -150;  // of zeros
-  // At 2^exponent, if all numbers are at most `limit` then and `may_grow` does not ask for the exponent that suits them
-  // in any case. `fetch_again`: brings the rows back.
+  static constexpr int kNone = -150;  // `largest` of zeros
+  // Converts with 2^exponent if all converted numbers are at most `limit`, else with a smaller exponent that fits. With
+  // `may_grow`, the exponent always becomes the largest that fits. `fetch_again` loads the caller's rows again.
   template <class FetchAgain>
   __device__ Fitted fit(int exponent, float limit, bool may_grow, const FetchAgain& fetch_again) const {
     if (convert(exponent, limit) && !may_grow) return {exponent, kNone};
@@ -49,7 +50,7 @@ struct KeyConverter {
   }
 
  private:
-  // Whether all numbers are at most `limit`. Products may read the tile afterwards.
+  // Converts the tile; returns true if all numbers are at most `limit`. Products may read the tile afterwards.
   __device__ bool convert(int exponent, float limit) const {
     const bool fits = bf16 ? convert_from<Bf16>(exponent, limit) : convert_from<F16>(exponent, limit);
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
@@ -61,7 +62,7 @@ struct KeyConverter {
     const float scale = power_of_two(exponent);
     float4 offset = mean_or_zeros();
     offset = {-scale * offset.x, -scale * offset.y, -scale * offset.z, -scale * offset.w};
-    uint32_t largest = 0;  // of magnitudes; their bits order as they do, NaN last
+    uint32_t largest = 0;  // magnitudes as bits, whose order is that of the numbers, with NaN last
 #pragma unroll 1
     for (unsigned first = thread / kColumns; first < kKeys; first += kBatch * kRowsAtOnce) {
       uint2 pairs[kBatch];
@@ -88,7 +89,7 @@ struct KeyConverter {
     return most.x <= limit && most.y <= limit;
   }
 
-  // Smallest n with |x| < 2^n for all finite numbers before they are converted, kNone where all are 0.
+  // Returns the smallest n with |x| < 2^n for all finite numbers before conversion, or kNone where all are 0.
   __device__ int exponent_of_largest() const {
     const float4 less = mean_or_zeros();
     float most = 0.f;

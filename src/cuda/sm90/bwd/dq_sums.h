@@ -1,4 +1,5 @@
-// Sums of dq over blocks of keys, which happen in L2: which rows they go to, their zeros, and additions to them.
+// The sums of dq over blocks of keys, which are added by atomics in L2: where they go, how they are set to 0, and additions
+// to them.
 #pragma once
 #include <cstring>
 #include <cuda/atomic>
@@ -11,13 +12,13 @@
 
 namespace octet::cuda::sm90 {
 
-// Where dq of a step goes: its tile of queries, and what integers in this thread's rows are sums of.
+// Where dq of an iteration goes: its tile of queries, and the scales of this thread's rows for sums in integers.
 struct Target {
   int tile;
-  float units[kRowsPerThread];
+  float scales[kRowsPerThread];
 };
 
-// `first`: the query of the fragment's first row within the tile.
+// `first` is the query of the fragment's first row, within the tile.
 template <Sums sums, class Rows>
 __device__ Target target_of(const Rows& rows, int first, float dq_sums_unit) {
   Target target{rows.tile};
@@ -27,24 +28,23 @@ __device__ Target target_of(const Rows& rows, int first, float dq_sums_unit) {
   return target;
 }
 
-// Sums of dq that are not 0 from the start are cleared by idle warps, so that they are in L2 when they are added to:
-// with each block of keys a share of those of a later head, `shares` for each head. Until all of this block's head are
-// 0; what clears them are blocks drawn before this one.
+// Sums of dq that are not 0 from the start are cleared by idle warps, so that they are in L2 when they are added to: with
+// each block of keys, a share of the sums of a later head, of `shares` for each head. This function waits until all sums
+// of this block's head are 0. It cannot deadlock, as the blocks that clear them were taken before this one.
 __device__ inline void await_zeros(const BackwardParams& a, const KeyBlockInfo& w, int shares) {
   const int head = w.batch * a.kv_heads + w.kv_head;
   if (head < a.zeroed_heads) return;
   const ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device> zeroed(a.zeroed[head]);
   while (zeroed.load(::cuda::memory_order_acquire) < shares) __nanosleep(100);
 }
-// Clears this block's share, once for all parts of the queries: numbers of four bytes, of which a tile of queries has
-// `of_tile`.
-template <int of_tile, int threads>
+// Clears this block's share, once for all parts of the queries. A tile of queries has `tile_numbers` sums of four bytes.
+template <int tile_numbers, int threads>
 __device__ void clear_ahead(const BackwardParams& a, const KeyBlockInfo& w, int share, int shares, int thread,
                             int barrier) {
   if (w.part > 0) return;
   const int head = w.batch * a.kv_heads + w.kv_head + a.zeroed_heads;
   if (head >= a.batch * a.kv_heads) return;
-  const int64_t words = static_cast<int64_t>(a.heads / a.kv_heads) * a.q_blocks.count * (of_tile / 4);  // of a head
+  const int64_t words = static_cast<int64_t>(a.heads / a.kv_heads) * a.q_blocks.count * (tile_numbers / 4);  // of a head
   const int64_t size = (words + shares - 1) / shares;
   uint4* at = static_cast<uint4*>(a.dq) + head * words + share * size;
   const uint4* const end = at + min(words - share * size, size);
@@ -55,8 +55,8 @@ __device__ void clear_ahead(const BackwardParams& a, const KeyBlockInfo& w, int 
   zeroed.fetch_add(1, ::cuda::memory_order_release);
 }
 
-// Adds a fragment to the sums of dq, of which it is numbers from `start`; its first row is query `first` of the tile.
-// Numbers that a thread adds at once lie together, then those of the next of the warpgroup's threads.
+// Adds a fragment to the sums of dq from number `start` on. The fragment's first row is query `first` of the tile. The
+// `at_once` numbers that a thread adds with one instruction are contiguous, followed by those of the next thread.
 template <class Rows, Sums sums, int at_once, int Columns>
 __device__ void add_to_sums(const BackwardParams& a, const Target& target, int64_t start, int first,
                             const Accumulator<Columns>& x, int thread) {
@@ -73,7 +73,7 @@ __device__ void add_to_sums(const BackwardParams& a, const Target& target, int64
     static_assert(at_once == 1);
 #pragma unroll
     for (int half = 0; half < kRowsPerThread; ++half) {
-      // An inf or NaN comes from ds and is in every column. It takes the unit away, and so turns the row into NaN.
+      // An inf or NaN comes from ds and is in every column. It makes the row's scale NaN, and thereby the row.
       if (!isfinite(x.x[2 * half]))
         reinterpret_cast<Rows*>(a.rows)[target.tile].dq_unit[first + fragment_row() + 8 * half] =
             __int_as_float(0x7fffffff);

@@ -1,4 +1,4 @@
-// The gradients of sinks.
+// Postprocessing of the backward pass: the gradients of sinks.
 #include "cuda/host/launch.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/bwd/exponents.h"
@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kThreads = 1024;
 
-// One head for each block, of one batch element, or of all where they share their sinks: sums of
-// exp(sink - lse) (dlse - delta) over queries, in the same order every time.
+// Each thread block has one head, of one batch element or, where sinks are shared, of all batch elements. It sums
+// exp(sink - lse) (dlse - delta) over the queries, always in the same order.
 template <int kQueries>
 __global__ void __launch_bounds__(kThreads)
     dsinks_kernel(const __grid_constant__ PreprocessParams p, const __grid_constant__ Strided dsinks) {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
         const Index4 line{batch, head, static_cast<int64_t>(sequence.first) + first + row, 0};
         const float lse = static_cast<const float*>(p.lse.data)[line.offset(p.lse)];
         if (lse == -INFINITY) continue;
-        // Of rows that see no key only what lse brings; nothing is params for them.
+        // A row that sees no key has no delta in `rows`; only dlse contributes to its sum.
         const bool sees = seeing.first <= first + row && first + row < seeing.last;
         const float dlse = p.dlse.data ? static_cast<const float*>(p.dlse.data)[line.offset(p.dlse)] : 0.f;
         sum -= static_cast<double>(expf(sink - lse)) * (sees ? rows.delta[row] / delta_scale : -dlse);

@@ -1,5 +1,5 @@
-// The epilogue of the backward kernels: dk and dv of a block of keys in the caller's type, beside what earlier parts of
-// the queries have left there.
+// The epilogue of the backward kernels: dk and dv of a block of keys in the caller's type, added to what earlier parts of
+// the queries have written.
 #pragma once
 #include <cstring>
 
@@ -54,8 +54,8 @@ __device__ void add_keys(const Output& out, const KeyBlockInfo& w, int key, int 
   }
 }
 
-// x scale 2^exponent, in two steps as the exponent alone may not be a float, to rows from `key`, columns from
-// `channel`, beside what earlier parts of the queries have left there.
+// Writes x scale 2^exponent to the rows from `key` on and the columns from `channel` on, added to what earlier parts of the
+// queries have written. 2^exponent may not be a float, so it is applied as two factors.
 template <int Columns>
 __device__ void write_keys(const Output& out, const KeyBlockInfo& w, int key, int channel, Accumulator<Columns>& x,
                            float scale, int exponent, int columns) {
@@ -63,7 +63,7 @@ __device__ void write_keys(const Output& out, const KeyBlockInfo& w, int key, in
               second = exp2f(static_cast<float>(exponent - exponent / 2));
 #pragma unroll
   for (int i = 0; i < Columns / 2; ++i) x.x[i] = x.x[i] * first * second;
-  // opaque() stops hoisting: the loop would compute addresses in each step that it has in registers.
+  // opaque() stops common subexpressions: else the loop would compute addresses again that are in registers.
   const KeyBlockInfo& same = *ptx::opaque(&w);
   if (same.part > 0) add_keys(out, same, ptx::opaque(key), channel, x, columns);
   switch (out.element) {

@@ -1,5 +1,5 @@
-// The exponents of two that operands of the backward pass are multiplied by, and what dq is summed in as integers, from
-// how large numbers are.
+// The exponents of power-of-two scales of the operands of the backward pass, and the scales of dq for sums in integers,
+// from the magnitudes of the caller's numbers.
 #pragma once
 #include <cfloat>
 
@@ -9,12 +9,13 @@
 
 namespace octet::cuda::sm90 {
 
-// Bits below the largest number allowed that are left free: by the sample, for tokens that it has not seen, and where
-// all are known.
+// Bits of headroom below the largest number of the format: with statistics of a sample, for tokens that are not in it, and
+// with statistics of all numbers.
 constexpr int kRoomOfSample = 4, kRoom = 1;
 constexpr int kMaxExponent = 126;
 
-// Of numbers that are finite: the largest magnitude and the sum of magnitudes. |x|_2^2 <= |x|_1 |x|_inf.
+// The largest magnitude and the sum of magnitudes of the finite numbers of a row. norm() is an upper bound of |x|_2, as
+// |x|_2^2 <= |x|_1 |x|_inf.
 struct Size {
   float most, sum;
   __device__ explicit Size(const Vec8& x) : most(0.f), sum(0.f) {
@@ -24,7 +25,7 @@ struct Size {
     for (int i = 0; i < kVec8; ++i)
       if (isfinite(x[i])) most = fmaxf(most, fabsf(x[i])), sum = fminf(sum + fabsf(x[i]), FLT_MAX);
   }
-  // Over the threads of a row.
+  // Combines the sizes of the threads of a row.
   __device__ void reduce(int lines) {
     for (int step = lines / 2; step; step /= 2) {
       most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
@@ -37,15 +38,15 @@ struct Size {
   }
 };
 
-// Smallest n with x < 2^n; x > 0.
+// Returns the smallest n with x < 2^n, for x > 0.
 __device__ inline int exponent_above(float x) { return ilogbf(x) + 1; }
 
 __device__ inline float power_of_two(int exponent) {
   return __int_as_float((min(max(exponent, -126), 127) + 127) << 23);
 }
 
-// Exponents that bring the largest numbers of each operand to below 2^(15 - room), and |do| (|v| + reach) + |dlse|,
-// which bounds |dp - delta + dlse|, to below 2^-room: times 2^15 p it is ds, a number of f16.
+// Returns the exponents that bring the largest numbers of each operand below 2^(15 - room), and |do| (|v| + reach) +
+// |dlse|, a bound of |dp - delta + dlse|, below 2^-room. 2^15 p times the latter is ds, which thus fits f16.
 __device__ inline Exponents exponents_for(const PreprocessParams& p, const Sizes& s, int room) {
   Exponents e{};
   if (!p.scaled) return e;
@@ -62,28 +63,27 @@ __device__ inline Exponents exponents_for(const PreprocessParams& p, const Sizes
   return e;
 }
 
-// Whether the sample's exponents may stay: no number leaves its format, nor lies far below it.
+// Returns true if the exponents of the sample can be kept: no number overflows, nor loses many bits to underflow.
 __device__ inline bool fits(const Exponents& sample, const Exponents& exact) {
   const auto near = [](int a, int b) { return a - b < kRoom + 1 && a - b > -2 * kRoomOfSample; };
   return near(sample.q, exact.q) && near(sample.k, exact.k) && near(sample.v, exact.v) && near(sample.do_, exact.do_) &&
          near(sample.product + sample.v + sample.do_, exact.product + exact.v + exact.do_);
 }
 
-// What |dlse| of a row is divided by when it is added to |do|: about the largest |v| + reach, by the sample, which is
-// known when rows are written.
+// Returns what |dlse| of a row is divided by when it is added to |do|: about the largest |v| + reach. It comes from the
+// sample, as it must be known when rows are written.
 __device__ inline float per_dlse(const Sizes& sampled) {
   const float reach = sampled.v_row + sampled.reach;
   return reach > 0.f ? reach : 1.f;
 }
-// A gradient of lse as if it were |do|.
+// Converts a gradient of lse to an equivalent |do|.
 __device__ inline float as_row(const Sizes& sampled, float dlse) { return dlse > 0.f ? dlse / per_dlse(sampled) : 0.f; }
 
-// How far rows of do of one part may lie above a typical row of their head, or of the part before. What rounding to the
-// least numbers of f16 costs the dq of typical rows is then some 2^-24 of it for each key (P of 1 / keys, dim
-// 64).
+// The largest ratio of a row of do of one part to a typical row of the head, or to the largest row of the part before.
+// Underflow in f16 then changes dq of typical rows by about 2^-24 per key (with P of 1 / keys and dim 64).
 constexpr float kSpan = 0x1p13f;
 
-// What |do| + |dlse| / per_dlse of rows of a part is at most, if it is not the last.
+// Returns the upper bound of |do| + |dlse| / per_dlse in a part that is not the last.
 __device__ inline float largest_row(const PreprocessParams& p, const Sizes& sampled, int part) {
   const float typical = sampled.typical_do_row + as_row(sampled, sampled.typical_dlse);
   if (!p.scaled || !(typical > 0.f)) return INFINITY;
@@ -98,7 +98,7 @@ __device__ inline int parts_of(const PreprocessParams& p, const Sizes& sampled, 
   return parts;
 }
 
-// The sizes of what a part has, `s` being those of all queries.
+// Returns the sizes of one part from `s`, those of all queries.
 __device__ inline Sizes sizes_of_part(const PreprocessParams& p, const Sizes& sampled, Sizes s, int part, int parts) {
   if (part + 1 == parts) return s;
   const float most = largest_row(p, sampled, part);
@@ -106,10 +106,10 @@ __device__ inline Sizes sizes_of_part(const PreprocessParams& p, const Sizes& sa
   return s;
 }
 
-// What integers of dq's sums are:
-//   |dq_ic| <= sum_j p_ij |dp_ij - delta_i + dlse_i| |k_jc| <= (|do_i| + |dlse_i| / per_dlse) max(|v| + reach,
-//   per_dlse) |k|
-// of which QueryRows::dq_unit knows the first factor. It comes to below 2^30, a bit below what an int holds.
+// Returns the scale of sums of dq in integers, which follows from the bound
+//   |dq_ic| <= sum_j p_ij |dp_ij - delta_i + dlse_i| |k_jc|
+//           <= (|do_i| + |dlse_i| / per_dlse) max(|v| + reach, per_dlse) |k|.
+// QueryRows::dq_row_scale accounts for the first factor. Scaled, the bound is below 2^30, one bit below the range of int.
 __device__ inline float dq_sums_unit(const PreprocessParams& p, const Sizes& sampled, const Sizes& s,
                                      const Exponents& e) {
   const float reach = s.dlse > 0.f ? fmaxf(s.v_row + s.reach, per_dlse(sampled)) : s.v_row + s.reach;
@@ -118,16 +118,16 @@ __device__ inline float dq_sums_unit(const PreprocessParams& p, const Sizes& sam
                       exponent_above(s.k_smooth));
 }
 
-// The largest number of v, as operand, for which |do| (|v| + reach) + |dlse| is at most 1, as exponents_for asks; |v|_2
-// is at most sqrt(dim) |v|_inf.
+// Returns the largest number of operand v for which |do| (|v| + reach) + |dlse| is at most 1, as exponents_for requires.
+// |v|_2 is at most sqrt(dim) |v|_inf.
 __device__ inline float largest_v(const PreprocessParams& p, const Sizes& s, const Exponents& e) {
   if (!p.scaled || !(s.do_row > 0.f)) return FLT_MAX;
-  const double all = ldexp(1.0, -e.product - e.do_ - e.v) - s.dlse;  // of |do| (|v| + reach)
+  const double all = ldexp(1.0, -e.product - e.do_ - e.v) - s.dlse;  // the bound of |do| (|v| + reach)
   const float row = static_cast<float>(all / s.do_row) - s.reach;
   return fminf(ldexpf(row, e.v) * rsqrtf(static_cast<float>(p.v.shape[3])), FLT_MAX);
 }
 
-// Of numbers that are at least 0, which order as their bits do.
+// Maxima of numbers that are at least 0, whose order is that of their bits.
 __device__ inline void raise(float& most, float x) { atomicMax(reinterpret_cast<int*>(&most), __float_as_int(x)); }
 __device__ inline float warp_max(float x) { return __int_as_float(__reduce_max_sync(~0u, __float_as_int(x))); }
 

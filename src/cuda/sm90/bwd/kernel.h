@@ -1,4 +1,4 @@
-// The entry of the backward kernel.
+// The entry of the backward kernel, which initializes the barriers and assigns the roles of the warpgroups.
 #pragma once
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/bwd/mainloop.h"

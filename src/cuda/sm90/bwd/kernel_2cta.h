@@ -1,4 +1,4 @@
-// The entry of the 2-CTA backward kernel.
+// The entry of the 2-CTA backward kernel, which initializes the barriers and assigns the roles of the warpgroups.
 #pragma once
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/bwd/mainloop_2cta.h"
@@ -35,7 +35,7 @@ __global__ void __cluster_dims__(Backward2Cta<T, Dim, sums>::kBlocks)
     ptx::reg_alloc<k2CtaGradientRegisters>();
     kernel.accumulate(warpgroup - 2);
   }
-  ptx::cluster_sync();  // nobody leaves while the peer may still arrive here
+  ptx::cluster_sync();  // no thread block exits while its peer may still access its shared memory
 }
 
 }  // namespace octet::cuda::sm90

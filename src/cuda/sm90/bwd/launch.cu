@@ -1,4 +1,4 @@
-// The backward pass on the host: workspace, preparation, launch, dq.
+// The backward pass on the host: kernel choice, workspace, and the launches of preprocessing, kernel and postprocessing.
 #include <algorithm>
 
 #include "cuda/host/launch.h"
@@ -18,20 +18,20 @@ int dim_of(const Problem& p) {
   return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
 }
 
-// Operands in f16: always at precision f16, and at bf16 by the bias correction.
+// True where the operands are f16: at precision f16, and at bf16 with bias correction f16.
 bool f16_compute(const Problem& p) {
   return p.precision == OCTET_PRECISION_F16 || p.bias_correction == OCTET_BIAS_CORRECTION_F16;
 }
 
-// Whether delta comes from the un-rounded o.
+// True where delta is computed from the unrounded o.
 bool needs_exact_o(const Problem& p) {
   return p.bias_correction == OCTET_BIAS_CORRECTION_F16 || p.bias_correction == OCTET_BIAS_CORRECTION_EXACT_DELTA;
 }
 
-// Whether k loses its mean.
+// True where k is centred by its mean.
 bool smooths(const Problem& p) { return p.bias_correction == OCTET_BIAS_CORRECTION_F16; }
 
-// Whether rows of ds have sums other than 0 that meet this mean.
+// True where the rows of ds have sums other than 0, which dq needs together with the mean of k.
 bool sums_rows(const Problem& p) { return smooths(p) && (p.sinks.present() || p.dlse.present()); }
 
 Sums sums_of(const Problem& p) { return p.deterministic ? Sums::integers : Sums::floats; }
@@ -40,7 +40,7 @@ Kernel kernel_of(const Problem& p) {
   return f16_compute(p) ? backward_kernel<F16>(dim_of(p), sums_of(p)) : backward_kernel<Bf16>(dim_of(p), sums_of(p));
 }
 
-// Whether the kernel can convert k and v as they lie: of one 16-bit type, and rounded to no other first.
+// True where the kernel can convert the caller's k and v: they have one 16-bit type and need no rounding to another.
 bool converts_keys(const Problem& p) {
   const octet_dtype type = p.k.dtype;
   if (p.v.dtype != type || (type != OCTET_BF16 && (type != OCTET_F16 || p.precision != OCTET_PRECISION_F16)))
@@ -50,7 +50,7 @@ bool converts_keys(const Problem& p) {
   return true;
 }
 
-// Of QueryRows.
+// Returns the size of QueryRows for tiles of `queries` queries.
 std::size_t row_bytes(int queries) { return queries == 64 ? sizeof(QueryRows<64>) : sizeof(QueryRows<128>); }
 
 int clamp_side(int64_t keys) { return static_cast<int>(std::min<int64_t>(keys, Mask::kUnbounded)); }
@@ -123,8 +123,8 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
       .zeroed_heads = static_cast<int>(kv_heads),
       .zeroed = allocator.take<unsigned>(kv_heads),
       .counter = allocator.take<unsigned>(1)};
-  // Sums in integers need to know the largest k and v of a head, and pairs of thread blocks have no room for a second
-  // stage of k and v.
+  // Sums in integers need the largest k and v of a head. The 2-CTA kernel has no shared memory for a second stage of k
+  // and v, in which they could be converted.
   if (p.deterministic || kernel.cluster > 1 || !converts_keys(p)) {
     params.k_tiles = allocator.take<unsigned char>(k_bytes);
     params.v_tiles = allocator.take<unsigned char>(k_bytes);
@@ -148,14 +148,14 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
   const int in_flight = static_cast<int>(std::min<std::size_t>(k_tiles, processors / kernel.cluster));
   const auto grid = static_cast<unsigned>(in_flight * kernel.cluster);
-  constexpr int64_t kShareOfL2 = 16 << 20;
+  constexpr int64_t kShareOfL2 = 16 << 20;  // bytes
   const int64_t head_bytes = std::max<int64_t>(p.group() * p.tokens_q * dim * (2 + 2 + 4), 1);
   const auto all = static_cast<int>(kv_heads);
   const HeadGroups head_groups =
       p.windowed ? head_groups_of(all, k_blocks.count, kShareOfL2 / head_bytes, in_flight) : one_by_one(all);
-  // Idle warps of the kernel clear the sums of a head while it works on one so far before that all of that one's blocks
-  // are drawn earlier, and have mostly done so by then. At d = 64 that costs the kernel more than it saves; packed
-  // sequences leave blocks out.
+  // Idle warps of the kernel clear the sums of a head while an earlier head is computed. The distance between the two is
+  // such that all blocks of the earlier head are taken before the first of the later one, and have mostly cleared their
+  // shares by then. At d = 64 this costs more than it saves, and blocks of packed sequences may not exist.
   const bool idle_warps = kernel.cluster > 1 || (!params.k_tiles && dim == 128);
   if (idle_warps && !p.packed() && k_tiles) {
     const int widest = std::max(head_groups.heads, all - head_groups.count * head_groups.heads);

@@ -4,7 +4,7 @@
 
 namespace octet::cuda::sm90 {
 
-// Adds to that part.
+// Adds this warpgroup's part of dq to the sums.
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward<T, Dim, sums>::add(const Target& target, int warpgroup,
                                                    const Accumulator<kDqColumns>& x, int thread) const {
@@ -12,10 +12,11 @@ __device__ inline void Backward<T, Dim, sums>::add(const Target& target, int war
   add_to_sums<Rows, sums, kSumsAtOnce<Dim, sums>>(a, target, start, dq_row(warpgroup), x, thread);
 }
 
+// Computes all blocks of keys, as consumer warpgroup `warpgroup`.
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward<T, Dim, sums>::consume(int warpgroup) {
-  unsigned n = 0;                                   // steps before this one, of all blocks: where each pipeline stands
-  if (warpgroup == 1) ping_pong_arrive(warpgroup);  // the first turn is the other's
+  unsigned n = 0;  // iterations of all blocks so far, which give the stage and phase of each pipeline
+  if (warpgroup == 1) ping_pong_arrive(warpgroup);  // warpgroup 0 goes first
   for (unsigned tile_index = 0;; ++tile_index) {
     const int slot = tile_index % Shared::kTileSlots, key_stage = tile_index % kKeyStages;
     const uint32_t key_phase = tile_index / kKeyStages % 2;
@@ -38,7 +39,7 @@ __device__ inline void Backward<T, Dim, sums>::consume(int warpgroup) {
   }
 }
 
-// The products of a block. `kUsual`: its ds and dq have the exponents of the head, and of its first part.
+// The iterations of a block. kUsual is true where ds and dq have the exponents of the head, and of its first part.
 template <class T, int Dim, Sums sums>
 template <bool kUsual>
 __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyBlockInfo& w, const Exponents& e,
@@ -54,10 +55,10 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
   const UnmaskedSteps unmasked(a, w, w.first_key, kKeys, kQueries, group);
   const float ds_scale = exp2f(static_cast<float>(-mine.ds)),
               dq_scale = exp2f(static_cast<float>(mine.ds + e.k - mine.k + e.dq));
-  // Kept in registers: the steps would work them out again between their products.
+  // opaque() keeps these in registers: else each iteration would compute them again between its products.
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x % kWarpgroup)), ds_offset = ptx::opaque(store_offset());
-  Target target{};  // of the step before
-  // dq of step n - 1.
+  Target target{};  // of the iteration before
+  // Issues dq of the iteration before.
   const auto issue_dq = [&](Accumulator<kDqColumns>& dq) {
     ptx::wgmma_fence();
     mma_AtB(dq, TileDs{shared.ds[(n - 1) % kDsStages]}, kDqByQueries ? warpgroup : 0, k_for_dq, 0);
@@ -76,6 +77,7 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
     const Rows& rows = shared.rows[stage];
     Accumulator<kQueries> s, dp;
     Operand<T, kQueries> p, ds;
+    // Wait for q and do; issue s = k q^T and dp = v do^T.
     if (!kAwaitsNext) wait_q(n);
     ptx::wgmma_fence();
     mma_ABt(s, k, my_keys, q, false);
@@ -84,7 +86,8 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
     ptx::wgmma_fence();
     mma_ABt(dp, v, my_keys, do_, false);
     ptx::wgmma_commit();
-    if (left < steps) ping_pong_arrive(warpgroup);  // taken in the step before
+    if (left < steps) ping_pong_arrive(warpgroup);  // ends the turn that began in the iteration before
+    // p = exp(scale s - lse).
     ptx::wgmma_wait<1>();
     ptx::fence_operand(s.x);
     ColumnValues<kQueries> columns(rows.lse);
@@ -92,6 +95,7 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
     for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
     if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + my_keys, rows.first);
     if constexpr (kEarlyP) convert(s, p);
+    // ds = p (dp - delta); release v after the last iteration, and the rows.
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dp.x);
     if (left == 1) arrive_as_warp(shared.v_pipe.empty[key_stage]);
@@ -103,21 +107,24 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
     if (!kUsual) dp.scale(ds_scale);
     if constexpr (!kEarlyP) convert(s, p);
     convert(dp, ds);
+    // Store ds for dq of the next iteration.
     shared.ds_pipe.empty[ds_stage].wait(n / kDsStages % 2 ^ 1);
     store(ds, TileDs{shared.ds[ds_stage]}, my_keys, ds_offset);
     ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
     arrive_as_warp(shared.ds_pipe.full[ds_stage]);
+    // Ping-pong: issue dv += p do, dq of the iteration before, dk += ds q.
     ping_pong_wait(warpgroup);
     ptx::wgmma_fence();
     mma_AB(dv, p, do_);
     ptx::wgmma_commit();
-    // In the first step of a block there is no dq to multiply; the product is made and left.
+    // The first iteration of a block has no dq to compute; the product is issued and its result ignored.
     Accumulator<kDqColumns> dq;
     if (left < steps) shared.ds_pipe.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);
     issue_dq(dq);
     ptx::wgmma_fence();
     mma_AB(dk, ds, q);
     ptx::wgmma_commit();
+    // Release do; add dq to its sums.
     ptx::wgmma_wait<1>();
     ptx::fence_operand(dv.x);
     arrive_as_warp(shared.do_pipe.empty[do_stage]);
@@ -125,10 +132,12 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
     if (kAwaitsNext && left > 1) wait_q(n + 1);
     if (left < steps) add_dq(dq);
     target = next_target;
+    // Release q.
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dk.x);
     arrive_as_warp(shared.q_pipe.empty[stage]);
   }
+  // dq of the last iteration; release k.
   if (steps) {
     ping_pong_arrive(warpgroup);
     Accumulator<kDqColumns> dq;

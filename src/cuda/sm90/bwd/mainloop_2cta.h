@@ -4,13 +4,13 @@
 
 namespace octet::cuda::sm90 {
 
-// Leaves p or ds in both thread blocks.
+// Puts p or ds into the shared memory of both thread blocks.
 template <class T, int Dim, Sums sums>
 template <int Stages>
 __device__ inline void Backward2Cta<T, Dim, sums>::put(const Operand<T, kQueries>& x,
                                                        unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
                                                        Pipeline<Stages>& ring, unsigned n) {
-  const int stage = n % Stages, me = rank();  // in no register between steps
+  const int stage = n % Stages, me = rank();  // opaque() below keeps the rank out of registers between iterations
   unsigned char* const tile = tiles[stage][ptx::opaque(me)];
   ring.empty[stage].wait_for_cluster(n / Stages % 2 ^ 1);
   store(x, TileP{tile}, 0);
@@ -19,15 +19,15 @@ __device__ inline void Backward2Cta<T, Dim, sums>::put(const Operand<T, kQueries
   if (threadIdx.x % 32 == 0) {
     constexpr uint32_t kBytes = TileP::kBytes / kWarps;  // this warp's rows
     unsigned char* const mine = tile + threadIdx.x % kWarpgroup / 32 * kBytes;
-    ring.full[stage].arrive_expecting(kBytes);  // from the peer
+    ring.full[stage].arrive_expecting(kBytes);  // expects the bytes of the peer's put
     ptx::copy_to(ptx::at_rank(mine, me ^ 1), mine, kBytes, ptx::at_rank(&ring.full[stage], me ^ 1));
   }
 }
 
-// p and ds.
+// Warpgroup 1: computes p and ds of 64 keys.
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward2Cta<T, Dim, sums>::compute_p_ds() {
-  unsigned n = 0;  // steps before this one, of all blocks: where each pipeline stands
+  unsigned n = 0;  // iterations of all blocks so far, which give the stage and phase of each pipeline
   const int group = a.heads / a.kv_heads;
   const TileK k{shared.k}, v{shared.v};
   const int me = rank(), local = me * kChannels, remote = (me ^ 1) * kChannels;
@@ -47,6 +47,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::compute_p_ds() {
       const Rows& rows = shared.rows[stage];
       Accumulator<kQueries> s, dp;
       Operand<T, kQueries> x;
+      // Wait for q and do; issue s = k q^T and dp = v do^T, each as a remote and a local half of the channels.
       shared.q_remote_pipe.full[0].wait(n % 2);
       shared.q_pipe.full[stage].wait(phase);
       ptx::wgmma_fence();
@@ -59,6 +60,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::compute_p_ds() {
       mma_ABt(dp, columns_of<kChannels>(v, remote), 0, Half{shared.do_remote}, false);
       mma_ABt(dp, columns_of<kChannels>(v, local), 0, Half{shared.do_local[stage]}, true);
       ptx::wgmma_commit();
+      // p = exp(scale s - lse); release the remote half of q; put p.
       ColumnValues<kQueries> columns(rows.lse);
       ptx::wgmma_wait<1>();
       ptx::fence_operand(s.x);
@@ -68,6 +70,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::compute_p_ds() {
       if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + rank() * kKeys, rows.first);
       convert(s, x);
       put(x, shared.p, shared.p_pipe, n);
+      // ds = p (dp - delta); release the remote half of do, v after the last iteration, and the rows; put ds.
       columns.read(rows.delta);
       ptx::wgmma_wait<0>();
       ptx::fence_operand(dp.x);
@@ -84,7 +87,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::compute_p_ds() {
   }
 }
 
-// dv and dk of 64 keys, dq of 64 channels.
+// Warpgroups 2 and 3: accumulate dv and dk of 64 keys, and compute dq of 64 channels.
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward2Cta<T, Dim, sums>::accumulate(int half) {
   unsigned n = 0;
@@ -97,7 +100,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::accumulate(int half) {
     if (!w.valid()) break;
     const Exponents& e = schedule.exponents(w);
     const int steps = group * w.tiles.count();
-    // Known before the first product: what is read after the last is waited for.
+    // opaque() makes these known before the first product: loads after the last one would be waited for.
     const int dv_exponent = ptx::opaque(-a.weight_exponent - e.do_);
     const int dk_exponent = ptx::opaque(dv_exponent - e.product - e.v - e.q);
     const float dq_scale = ptx::opaque(exp2f(static_cast<float>(e.dq)));
@@ -108,11 +111,13 @@ __device__ inline void Backward2Cta<T, Dim, sums>::accumulate(int half) {
       const uint32_t phase = n / kStages % 2;
       auto& ds = shared.ds[ds_stage];
       Accumulator<kDqColumns> dq;
+      // Wait for do and p; issue dv += p do.
       shared.do_pipe.full[stage].wait(phase);
       shared.p_pipe.full[p_stage].wait(n / kPStages % 2);
       ptx::wgmma_fence();
       mma_AB(dv, TileP{shared.p[p_stage][half]}, Half{shared.do_local[stage]});
       ptx::wgmma_commit();
+      // Wait for q and ds; issue dq = ds^T k over the keys of both thread blocks, then dk += ds q.
       shared.q_pipe.full[stage].wait(phase);
       const Target target = target_of<sums>(shared.rows[stage], 0, e.dq_sums_unit);
       shared.rows_empty[stage].arrive();
@@ -124,15 +129,18 @@ __device__ inline void Backward2Cta<T, Dim, sums>::accumulate(int half) {
       ptx::wgmma_fence();
       mma_AB(dk, TileP{ds[half]}, Half{shared.q_local[stage]});
       ptx::wgmma_commit();
+      // Release do and p.
       ptx::wgmma_wait<2>();
       ptx::fence_operand(dv.x);
       arrive_as_warp(shared.do_pipe.empty[stage]);
       release(shared.p_pipe.empty[p_stage]);
+      // Add dq to its sums.
       ptx::wgmma_wait<1>();
       ptx::fence_operand(dq.x);
       if (sums == Sums::floats && dq_scale != 1.f) dq.scale(dq_scale);
       const int64_t start = ((static_cast<int64_t>(target.tile) * kBlocks + rank()) * 2 + half) * kDqNumbers;
       add_to_sums<Rows, sums, kSumsAtOnce<Dim, sums>>(a, target, start, 0, dq, threadIdx.x % kWarpgroup);
+      // Release ds and q.
       ptx::wgmma_wait<0>();
       ptx::fence_operand(dk.x);
       release(shared.ds_pipe.empty[ds_stage]);

@@ -1,12 +1,13 @@
-// Which pairs of a block of keys and a tile of queries see each other.
+// The mask of the backward pass: which pairs of a block of keys and a tile of queries see each other.
 #pragma once
 #include "cuda/fragment/accumulator.h"
 #include "cuda/sm90/bwd/schedule.h"
 
 namespace octet::cuda::sm90 {
 
-// The steps of a block in which all of so many queries see all of `keys` from `key`, by how many are left. Only tiles
-// of a mask by position are visited from the first on; without one all tiles see the same keys.
+// The iterations of a block in which all queries of the tile see all of `keys` keys from `key` on, given by the number of
+// iterations left. This works because with a positional mask the tiles are visited from the first on, and without one all
+// tiles see the same keys.
 struct UnmaskedSteps {
   int most, least;
   __device__ UnmaskedSteps(const BackwardParams& a, const KeyBlockInfo& w, int key, int keys, int queries, int group)
@@ -23,7 +24,7 @@ struct UnmaskedSteps {
   __device__ bool has(int left) const { return least < left && left <= most; }
 };
 
-// p of pairs that do not see each other becomes 0. Rows are keys from `key`, columns queries from `query`.
+// Sets p to 0 where a query does not see a key. Rows are keys from `key` on, columns are queries from `query` on.
 template <int Columns>
 __device__ void mask_P(const BackwardParams& a, Accumulator<Columns>& p, const KeyBlockInfo& w, int key, int query) {
   const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
@@ -32,7 +33,7 @@ __device__ void mask_P(const BackwardParams& a, Accumulator<Columns>& p, const K
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     const int j = key + fragment_row() + 8 * row;
-    const int distance = j - shift - query - fragment_column() + left;  // of the fragment's column 0
+    const int distance = j - shift - query - fragment_column() + left;  // at the fragment's column 0
 #pragma unroll
     for (int i = 0; i < Columns / 8; ++i)
 #pragma unroll

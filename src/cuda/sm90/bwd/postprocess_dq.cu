@@ -1,4 +1,4 @@
-// dq out of its sums.
+// Postprocessing of the backward pass: converts the sums of dq to dq in the caller's type.
 #include <type_traits>
 
 #include "cuda/host/launch.h"
@@ -12,17 +12,17 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// The sums of eight channels of rows r and r + 8, which lie with the same four threads, of one warpgroup's part:
-// [8 channels][a thread's 4 numbers / at_once][thread][at_once].
+// Reads the sums of eight channels of rows r and r + 8, which the same four threads had in their accumulators. The layout
+// of a warpgroup's part is [8 channels][a thread's 4 numbers / at_once][thread][at_once].
 template <class Number, int at_once>
 __device__ void read_sums(const void* part, int line, int thread, Vec8 (&x)[kRowsPerThread]) {
   struct alignas(16) Four {
     Number numbers[4];
   };
-  constexpr int kTogether = 4 * at_once;  // of the four threads, next to each other
+  constexpr int kTogether = 4 * at_once;  // contiguous numbers of the four threads
   const auto* const from = static_cast<const Number*>(part) + line * (4 * kWarpgroup) + thread * at_once;
   for (int first = 0; first < 16; first += 4) {
-    const int number = first / kTogether * at_once;  // of each thread's four
+    const int number = first / kTogether * at_once;  // the index within each thread's four
     const Four four = *reinterpret_cast<const Four*>(from + number * kWarpgroup + first % kTogether);
     for (int j = 0; j < 4; ++j) {
       const int of_thread = number + j % at_once, threads = (first + j) % kTogether / at_once;
@@ -31,13 +31,13 @@ __device__ void read_sums(const void* part, int line, int thread, Vec8 (&x)[kRow
   }
 }
 
-// One tile of one head for each block, from the last on, whose sums may still be in L2. `of_mean`: rows of ds have
-// sums.
+// Each thread block converts one tile of one head, from the last one down, as the last sums may still be in L2.
+// kAddsMean: adds the sums of the rows of ds times the mean of k.
 template <int Dim, Sums sums, bool of_mean>
 __global__ void __launch_bounds__(kThreads, of_mean ? 5 : 6)
     postprocess_dq_kernel(const __grid_constant__ BackwardParams a, const __grid_constant__ Strided dq) {
   constexpr int kQueries = BackwardTile<Dim>::kQueries, kLines = Dim / kVec8;
-  // Two warpgroups share a tile: each has 64 queries, and as many channels as make half of it.
+  // Each of two warpgroups had half of a tile: 64 queries, and all channels or half of them.
   constexpr bool kByQueries = kQueries > kWarpgroupRows;
   constexpr int kLinesOfOne = kByQueries ? kLines : kLines / 2;
   ptx::griddepcontrol_wait();
@@ -48,13 +48,13 @@ __global__ void __launch_bounds__(kThreads, of_mean ? 5 : 6)
   if (sequence.index < 0) return;
   const int kv_head = batch * a.kv_heads + head / (a.heads / a.kv_heads);
   const Exponents e = a.exponents[kv_head * kParts];
-  // In two steps, as the exponent alone may not be a float.
+  // 2^exponent may not be a float, so it is applied as two factors.
   const int exponent = -a.weight_exponent - e.product - e.do_ - e.v - e.k;
   const float first = ldexpf(a.scale, exponent / 2), second = ldexpf(1.f, exponent - exponent / 2);
   auto& rows = reinterpret_cast<QueryRows<kQueries>*>(a.rows)[tile];
   const auto* const units = rows.dq_unit;
   const char* const tile_sums = static_cast<const char*>(a.dq) + static_cast<int64_t>(tile) * kQueries * Dim * 4;
-  float spoiled = 0.f;  // 0 times all numbers
+  float spoiled = 0.f;  // the sum of 0 times each number: not 0 if any is not finite
 #pragma unroll 2
   for (int i = threadIdx.x; i < kQueries / 2 * kLines; i += kThreads) {
     const int line = i / 8 % kLines, row = i / (8 * kLines) * 16 + i % 8, r = row % kWarpgroupRows;

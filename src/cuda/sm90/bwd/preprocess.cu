@@ -1,11 +1,11 @@
-// What comes before the mainloop: statistics of a sample (stats.cu), tiles (tiles.cu), and those tiles again that do
-// not fit (rescale.cu).
+// The preprocessing of the backward pass, three kernels: statistics of a sample (stats.cu), tiles (tiles.cu), and the
+// tiles again whose numbers do not fit (rescale.cu).
 #include "cuda/sm90/bwd/preprocess_kernels.h"
 
 namespace octet::cuda::sm90 {
 namespace {
 
-// Whether all inputs are of one 16-bit type, in rows of whole 16-byte words, and rounded to no other.
+// True where all inputs have one 16-bit type, rows of whole 16-byte words, and no rounding to another type.
 bool direct(const PreprocessParams& p, Element element, octet_dtype type) {
   for (const Strided* x : {&p.q, &p.k, &p.v, &p.do_, &p.o, &p.o_residual}) {
     if (!x->data) continue;

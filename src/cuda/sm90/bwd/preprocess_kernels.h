@@ -1,4 +1,4 @@
-// What the kernels before the mainloop share: which tokens count, how they read them, and their launches by types.
+// What the preprocessing kernels share: the tokens that count, how these are read, and the launches by types.
 #pragma once
 #include <type_traits>
 
@@ -10,12 +10,13 @@ namespace octet::cuda::sm90 {
 
 constexpr int kPreprocessThreads = 256;
 
-// The tokens of a sequence that count: keys that some query sees, queries that see some key. Others may hold anything.
+// Returns the tokens of a sequence that count: the keys that some query sees, or the queries that see some key. All other
+// tokens may hold anything.
 __device__ inline KeyRange counted(const PreprocessParams& p, bool queries, int sequence) {
   const int n = p.q_blocks.tokens_of(sequence), m = p.k_blocks.tokens_of(sequence);
   return queries ? p.mask.seeing(n, m) : p.mask.seen(n, m);
 }
-// Whether a token of packed sequences counts.
+// Returns true if a token of packed sequences counts.
 __device__ inline bool counts(const PreprocessParams& p, bool queries, int token) {
   const Blocks& blocks = queries ? p.q_blocks : p.k_blocks;
   const int sequence = blocks.sequence_at(token), i = token - blocks.cu_seqlens[sequence];
@@ -23,7 +24,7 @@ __device__ inline bool counts(const PreprocessParams& p, bool queries, int token
   return range.first <= i && i < range.last;
 }
 
-// Reads eight channels and rounds them to `type` first; words are of that type already.
+// Converts eight channels and rounds them to `type`. An input type other than void is that type already.
 template <class In>
 __device__ void take(const RawVec8<In>& raw, octet_dtype type, Vec8& x) {
   raw.convert(x);
@@ -31,14 +32,14 @@ __device__ void take(const RawVec8<In>& raw, octet_dtype type, Vec8& x) {
     for (float& y : x) y = type == OCTET_BF16 ? float(Bf16(y)) : type == OCTET_F16 ? float(F16(y)) : y;
 }
 
-// Tiles of all heads.
+// Returns the number of tiles of all heads.
 inline unsigned preprocess_tiles(const PreprocessParams& p) {
   const int of_head = p.group * p.q_blocks.count + (p.k_tiles ? p.k_blocks.count : 0);
   return static_cast<unsigned>(p.k.shape[0] * p.k.shape[1]) * static_cast<unsigned>(of_head);
 }
 
-// The kernels, one file each; `In`: the type of all inputs, whose rows are whole 16-byte words, or void for any type
-// and strides. T: the type of tiles.
+// The launches of the kernels, one file each. In is the type of all inputs, whose rows are whole 16-byte words, or void
+// for any types and strides. T is the type of tiles.
 template <class In>
 void launch_stats(const PreprocessParams& p, cudaStream_t stream);
 template <class T, class In>

@@ -1,14 +1,14 @@
-// The producer warpgroup of the backward pass: one thread draws blocks of keys and loads all operands; three warps
-// convert k and v of the next block and clear sums of dq of a later head.
+// The producer warpgroup of the backward pass: one thread takes blocks of keys and loads all operands; three warps
+// convert k and v of the next block and clear the sums of dq of a later head.
 #pragma once
 #include "cuda/sm90/bwd/backward.h"
 
 namespace octet::cuda::sm90 {
 
-// Fetches q and do, and blocks of keys ahead of their first step.
+// Loads q and do, and k and v ahead of the first iteration of their block. Runs on one thread.
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward<T, Dim, sums>::produce() {
-  unsigned n = 0;  // steps
+  unsigned n = 0;  // iterations so far
   next_tile(0);
   for (unsigned tile_index = 0;; ++tile_index) {
     const int slot = tile_index % Shared::kTileSlots;
@@ -26,8 +26,8 @@ template <class T, int Dim, Sums sums>
 template <bool kFirstPart>
 __device__ inline void Backward<T, Dim, sums>::load_tiles(const KeyBlockInfo& w, unsigned tile_index, unsigned& n) {
   const int group = a.heads / a.kv_heads, steps = group * w.tiles.count();
-  const int prefetch_at =
-      max(min(steps, kPrefetchDistance) - 1, 0);  // the next block is drawn before so many last steps
+  // The next block is taken when this many iterations are left.
+  const int prefetch_at = max(min(steps, kPrefetchDistance) - 1, 0);
   MBlock m_block{w.tiles.start, 0};
   for (int left = steps;; --left, ++n, m_block.advance(w.tiles, group)) {
     if (left == prefetch_at) next_tile(tile_index + 1);
@@ -46,7 +46,7 @@ __device__ inline void Backward<T, Dim, sums>::load_tiles(const KeyBlockInfo& w,
   }
 }
 
-// Draws the next block of keys, or takes the last for the next part of its queries, and fetches its k and v.
+// Takes the next block of keys, or the last one again for the next part of its queries, and loads its k and v.
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward<T, Dim, sums>::next_tile(unsigned tile_index) {
   const int slot = tile_index % Shared::kTileSlots, stage = tile_index % kKeyStages;
@@ -56,7 +56,7 @@ __device__ inline void Backward<T, Dim, sums>::next_tile(unsigned tile_index) {
   const bool again = tile_index > 0 && schedule.next_part(last, w);
   while (!again) {
     schedule.find(atomicAdd(a.counter, 1u), w);
-    if (!w.valid() || w.k.index >= 0) break;  // not past the last block of packed sequences
+    if (!w.valid() || w.k.index >= 0) break;  // skip blocks beyond the last packed sequence
   }
   shared.tile_pipe.full[slot].arrive();
   if (!w.valid()) {
@@ -91,15 +91,15 @@ __device__ inline void Backward<T, Dim, sums>::fetch_rows(bool is_k, const KeyBl
        w.batch, &full.word);
 }
 
-// Converts k and v of a block of keys while the one before is worked on, unless they come as tiles.
+// Converts k and v of a block of keys while the block before is computed, unless they were preprocessed as tiles.
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward<T, Dim, sums>::convert_keys(int thread) {
   if (a.k) return;
-  uint32_t phases = 0;  // of the barriers of k and v, in each stage
+  uint32_t phases = 0;  // a bit for the barrier of k and of v in each stage; see rows_phase_bit
   for (unsigned tile_index = 0;; ++tile_index) {
     const int stage = tile_index % kKeyStages;
     KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
-    // One thread looks at the barrier from time to time, as looking takes the others' time.
+    // One thread polls the barrier with pauses, as polling takes issue slots from the consumers.
     if (thread == 0) shared.k_rows_full[stage].wait_asleep(phases >> rows_phase_bit(true, stage) & 1);
     __syncwarp();
     ptx::barrier_sync(Converter::kBarrier, Converter::kThreads);
@@ -112,7 +112,7 @@ __device__ inline void Backward<T, Dim, sums>::convert_keys(int thread) {
   }
 }
 
-// Converts k or v once it has come.
+// Converts k or v once it has arrived.
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward<T, Dim, sums>::convert_rows(int thread, bool is_k, KeyBlockInfo& w, int stage,
                                                             uint32_t& phases) const {

@@ -1,11 +1,11 @@
-// The producer warpgroup of the 2-CTA backward pass: one thread loads k and v, one q and do, two warps clear sums of dq
-// of a later head.
+// The producer warpgroup of the 2-CTA backward pass: one thread loads k and v, one loads q and do, and two warps
+// clear the sums of dq of a later head.
 #pragma once
 #include "cuda/sm90/bwd/backward_2cta.h"
 
 namespace octet::cuda::sm90 {
 
-// The next block of keys: the first thread block numbers_taken it and tells the peer.
+// Returns the number of the next block of keys. Thread block 0 takes it from the counter and sends it to its peer.
 template <class T, int Dim, Sums sums>
 __device__ inline unsigned Backward2Cta<T, Dim, sums>::next_number(unsigned draw) {
   if (rank() == 0) {
@@ -21,7 +21,7 @@ __device__ inline unsigned Backward2Cta<T, Dim, sums>::next_number(unsigned draw
   return number;
 }
 
-// Draws blocks of keys, each taken once for each part of its queries, and fetches k and v.
+// Takes blocks of keys, each once for each part of its queries, and loads k and v. Runs on one thread.
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward2Cta<T, Dim, sums>::load_keys() {
   unsigned tile_index = 0, numbers_taken = 0;
@@ -31,7 +31,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::load_keys() {
     const bool again = tile_index > 0 && schedule.next_part(last, w);
     while (!again) {
       schedule.find(next_number(numbers_taken++), w);
-      if (!w.valid() || w.k.index >= 0) break;  // not past the last block of packed sequences
+      if (!w.valid() || w.k.index >= 0) break;  // skip blocks beyond the last packed sequence
     }
     const uint32_t empty = tile_index % 2 ^ 1;
     shared.tile_pipe.full[0].arrive();
@@ -56,13 +56,13 @@ __device__ inline void Backward2Cta<T, Dim, sums>::load_keys() {
     shared.k_pipe.full[0].arrive_expecting(TileK::kBytes + Half::kBytes);
     fetch_panels(shared.k, a.k, rank(), 0, TileK::kPanels, shared.k_pipe);
     fetch_panels(shared.remote_k, a.k, peer(), rank() * Half::kPanels, Half::kPanels, shared.k_pipe);
-    // A block is drawn late, once all tiles of the last are fetched, so that all blocks end together.
+    // The next block is taken late, once all tiles of this one are loaded, so that all thread blocks end together.
     shared.tile_pipe.empty[0].wait(tile_index % 2);
     ++tile_index;
   }
 }
 
-// Clears sums of dq of later heads, a part with each block of keys.
+// Clears the sums of dq of later heads, a share with each block of keys.
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward2Cta<T, Dim, sums>::clear_all(int thread) {
   for (unsigned tile_index = 0;; ++tile_index) {
@@ -75,11 +75,11 @@ __device__ inline void Backward2Cta<T, Dim, sums>::clear_all(int thread) {
   }
 }
 
-// Fetches q and do, those of a block's first step before k of the last was given back; in the order in which their
-// places become free.
+// Loads q and do, in the order in which their stages are released. Those of a block's first iteration are loaded before k
+// of the block before is released. Runs on one thread.
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward2Cta<T, Dim, sums>::load_queries() {
-  unsigned n = 0;  // steps
+  unsigned n = 0;  // iterations so far
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.tile_pipe.full[0].wait(tile_index % 2);
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];

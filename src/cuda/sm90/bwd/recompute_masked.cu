@@ -1,9 +1,10 @@
-// Rows of dq, dk and dv from the pairs that see each other and no others, by a warp that reads from global memory: what
-// fragment/unmasked_row.h is to o. The mainloop makes 0 of the P that a mask hides, but ds of such a pair is 0 times
-// NaN where v, do or delta is not finite, and what it is multiplied with may be k or q that is not.
+// Recomputes rows of dq, dk and dv from only the pairs of a query and a key that it sees. Each row is computed by a warp
+// that reads from global memory, as fragment/unmasked_row.h does for o. The mainloop sets a masked P to 0, but ds of such
+// a pair is 0 times NaN where v, do or delta is not finite, and a ds of 0 is multiplied by k and q, which may not be
+// finite.
 //
-// All of that shows in dq: a tile of queries that is not finite anywhere has met such a number, and what it has met
-// beside its own rows are the keys around it that some of its queries do not see.
+// Each such number shows in dq. A tile of queries whose dq is not finite anywhere may have met masked keys: those of its
+// key blocks that some of its queries do not see. Its rows, and the rows of dk and dv of these keys, are candidates.
 #include <algorithm>
 
 #include "cuda/fragment/unmasked_row.h"
@@ -16,7 +17,7 @@
 namespace octet::cuda::sm90 {
 namespace {
 
-// One head of k and v, and one sequence. The queries of a tile belong to one of the heads that share it.
+// The gradients of one head of k and v and of one sequence.
 template <int kQueries, int Dim>
 struct UnmaskedGradients {
   static constexpr int kKeys = BackwardTile<Dim>::kKeys, kChannels = Dim / 32;
@@ -30,7 +31,7 @@ struct UnmaskedGradients {
   __device__ Index4 q_state(int head, int query) const { return {batch, head, int64_t{q.first} + query, 0}; }
   __device__ Index4 k_state(int key) const { return {batch, kv_head, int64_t{k.first} + key, 0}; }
 
-  // x y^T of the channels of both.
+  // Returns the dot product of two rows.
   static __device__ float dot(const Strided& x, Index4 at_x, const Strided& y, Index4 at_y) {
     float sum = 0.f;
 #pragma unroll 1
@@ -61,13 +62,13 @@ struct UnmaskedGradients {
     return {weight, weight * (dot(p.do_, q_state(head, query), p.v, k_state(key)) - delta)};
   }
 
-  // sum += weight x, in this thread's channels.
+  // Adds factor x to the sum, in this thread's channels.
   __device__ void add(float (&sum)[kChannels], float weight, const Strided& x, const Index4& at) const {
 #pragma unroll
     for (int i = 0; i < kChannels; ++i)
       if (lane + 32 * i < x.shape[3]) sum[i] = fmaf(weight, number(x, at, lane + 32 * i), sum[i]);
   }
-  // Whether no pair can change a sum any more.
+  // Returns true if all sums are NaN, so that no further pair can change them.
   __device__ bool lost(const float (&sum)[kChannels], const Strided& x) const {
     bool all = true;
 #pragma unroll
@@ -81,7 +82,7 @@ struct UnmaskedGradients {
   }
 
   __device__ void write_dq(int head, int query, const Strided& dq) const {
-    // What the row sees makes it so.
+    // Such a row is not finite whatever the mask hides.
     if (!isfinite(rows_of(head, query).delta[query % kQueries]) || isnan(number(p.lse, q_state(head, query), 0)))
       return;
     bool finite = true;
@@ -144,8 +145,8 @@ struct UnmaskedGradients {
     if (!dv_stays) write(a.dv, key, dv, 1.f, a.dim_v);
   }
 
-  // All that a tile of queries may have spoiled, by `warps` warps. Tiles of several heads may write the same keys, the
-  // same numbers.
+  // Recomputes the rows of one tile of queries and of its masked keys, by `warps` warps. Tiles of several heads may write
+  // the same keys, with the same numbers.
   __device__ void write_tile(int head, int first, const Strided& dq, int warp, int warps) const {
     const int last = min(first + kQueries, q.tokens);
     for (int query = first + warp; query < last; query += warps) write_dq(head, query, dq);
@@ -160,7 +161,7 @@ struct UnmaskedGradients {
 
 constexpr int kThreads = 256;
 
-// Tiles whose dq the kernel before has found not to be finite: on ordinary data there are none.
+// Recomputes the tiles whose dq postprocess_dq has found not to be finite. There are none unless an input has inf or NaN.
 template <int Dim>
 __global__ void __launch_bounds__(kThreads)
     recompute_masked_kernel(const __grid_constant__ PreprocessParams p, const __grid_constant__ BackwardParams a,

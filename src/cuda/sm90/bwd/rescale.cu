@@ -1,5 +1,5 @@
-// The exponents of all heads from the largest of all their numbers, and once more the tiles of heads whose numbers do
-// not fit the exponents of the sample.
+// Third kernel of the preprocessing: computes the exponents of all heads from the largest of all their numbers, and writes
+// the tiles again of heads whose numbers do not fit the exponents of the sample.
 #include <algorithm>
 
 #include "cuda/sm90/bwd/tile_writer.h"
@@ -9,8 +9,7 @@ namespace {
 
 constexpr int kThreads = kPreprocessThreads;
 
-// Settles the exponents of all heads and their parts, and writes those again whose numbers the sample's exponents do
-// not fit.
+// Every thread block computes the exponents of all heads and their parts; the tiles to write again are divided among them.
 template <class T, class In, int Dim>
 __global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_constant__ PreprocessParams p) {
   __shared__ bool again[kThreads];
@@ -21,7 +20,7 @@ __global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_const
   const auto settled = [&](int kv, int part, bool& unfit) {
     const Sizes sampled = p.sampled[kv];
     Sizes sizes = p.sizes[kv];
-    if (!p.k_tiles) sizes.k = sampled.k, sizes.v = sampled.v, sizes.v_row = sampled.v_row;  // as far as they are known
+    if (!p.k_tiles) sizes.k = sampled.k, sizes.v = sampled.v, sizes.v_row = sampled.v_row;  // no others are known
     const int parts = parts_of(p, sampled, sizes);
     const Sizes all = sizes;
     if (parts > 1) sizes = sizes_of_part(p, sampled, all, part, parts);
@@ -54,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_const
     for (int i = 0; i < kThreads; ++i) {
       if (!again[i]) continue;
       const TileWriter<T, In, Dim> writer{p, first + i};
-      __syncthreads();  // the head before is written
+      __syncthreads();  // of_head is no longer read for the head before
       if (threadIdx.x < kParts) of_head[threadIdx.x] = settled(first + i, threadIdx.x, unfit);
       __syncthreads();
       const auto exponents_of = [&](int part) -> const Exponents& { return of_head[part]; };

@@ -1,12 +1,12 @@
-// Which block of keys a thread block takes next, the tiles of queries that the block sees, and the order in which it
-// visits them: blocks that run at the same time shall add to different tiles of dq. Under a mask by position their
-// first tiles differ, and without one each starts at another tile and goes around.
+// Chooses the block of keys that a thread block works on next, the tiles of queries that see the block, and the order in
+// which it visits them. Blocks that run at the same time should add to different tiles of dq. With a positional mask
+// their first tiles differ. Without one, each block starts at another tile and wraps around.
 #pragma once
 #include "cuda/sm90/bwd/params.h"
 
 namespace octet::cuda::sm90 {
 
-// Tiles [first, last) of queries, visited from `start` on and around.
+// Tiles [first, last) of queries, visited from `start` on, wrapping around at `last`.
 struct Tiles {
   int first, last, start;
 
@@ -14,17 +14,17 @@ struct Tiles {
 };
 
 struct KeyBlockInfo {
-  int batch, kv_head, block;  // block: of the head, -1: nothing is left
+  int batch, kv_head, block;  // `block` within the head; -1: no block is left
   int first_key;              // within the sequence
   Blocks::Sequence q, k;
   Tiles tiles;
   KeyExponents exponents;
-  int16_t part;  // of the queries
+  int16_t part;  // the part of the queries
 
   __device__ bool valid() const { return block >= 0; }
 };
 
-// A tile of queries and a head of the group: all heads of a tile, then the next tile.
+// A tile of queries and a head of the group. All heads of a tile come before the next tile.
 struct MBlock {
   int tile, head;
 
@@ -39,8 +39,8 @@ template <int kQueries, int kKeys>
 struct KeyBlockScheduler {
   const BackwardParams& a;
 
-  // Blocks of keys in ascending order: under a causal mask the first is the longest.
-  // Fills `w` in place: it lies in shared memory, and the producer's registers are few.
+  // Finds the block of keys with a number. Blocks come in ascending order, as the first is the longest under a causal
+  // mask. `w` is filled in place: it lies in shared memory, and the producer has few registers.
   __device__ void find(unsigned number, KeyBlockInfo& w) const {
     const unsigned blocks = a.k_blocks.count, all = a.batch * a.kv_heads;
     w.block = -1;
@@ -59,14 +59,14 @@ struct KeyBlockScheduler {
     return a.exponents[(w.batch * a.kv_heads + w.kv_head) * kParts + w.part];
   }
 
-  // Whether the block is to be taken again, for the next part of its queries; then `w` is that. The same thread block
-  // takes it, as each part adds to what it has written of dk and dv.
+  // Returns true if the block has a further part of queries; then `w` is the block for that part. The same thread block
+  // takes it, as each part adds to the dk and dv that the parts before have written.
   __device__ bool next_part(const KeyBlockInfo& last, KeyBlockInfo& w) const {
     if (last.part + 1 >= exponents(last).parts) return false;
     const auto* const from = reinterpret_cast<const int*>(&last);
     auto* const to = reinterpret_cast<int*>(&w);
 #pragma unroll 1
-    for (unsigned i = 0; i < sizeof w / sizeof *to; ++i) to[i] = from[i];  // the producer's registers are few
+    for (unsigned i = 0; i < sizeof w / sizeof *to; ++i) to[i] = from[i];  // a loop, as the producer has few registers
     ++w.part;
     return true;
   }
@@ -85,14 +85,15 @@ struct KeyBlockScheduler {
     return {first, max(first, last), first};
   }
 
-  // Rows of a tile, as the part has them. kFirst: that it is the first one, which most heads have alone, for which a
-  // producer waits for nothing more; else the part is read each time, as producers have few registers.
+  // Returns the QueryRows of a tile for the block's part. kFirst is true for the first part, the only one of most heads:
+  // its address needs no further load. Else the part is loaded each time, as producers have few registers.
   template <class Rows, bool kFirst>
   __device__ const unsigned char* rows(const KeyBlockInfo& w, int64_t tile) const {
     if (kFirst) return a.rows + tile * sizeof(Rows);
     const unsigned part = *static_cast<const volatile int16_t*>(&w.part);
     return a.rows + (static_cast<unsigned>(tile) + part * a.q_tiles()) * static_cast<int64_t>(sizeof(Rows));
   }
+  // Returns the number of a tile of queries among those of all heads.
   __device__ int64_t q_tile(const KeyBlockInfo& w, const MBlock& at, int group) const {
     const int64_t head = static_cast<int64_t>(w.batch * a.kv_heads + w.kv_head) * group + at.head;
     return head * a.q_blocks.count + w.q.first_block + at.tile;

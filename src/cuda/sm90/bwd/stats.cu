@@ -1,4 +1,5 @@
-// Statistics of a sample of each head: the largest numbers, the mean of k, typical rows of do.
+// First kernel of the preprocessing: statistics of a sample of each head, which are the largest numbers, the mean of k, and
+// typical rows of do.
 #include "cuda/preprocess/mean_limit.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/bwd/exponents.h"
@@ -8,25 +9,25 @@ namespace octet::cuda::sm90 {
 namespace {
 
 constexpr int kThreads = kPreprocessThreads;
-constexpr int kSampled = 128;  // tokens of a (batch, kv head)
+constexpr int kSampled = 128;  // tokens of each (batch, kv head)
 enum class Tensor { q, k, v, do_, count };
 
-// A mean of numbers of at most `largest` that can be subtracted from all of them in f16: rounded so that both, and so
-// the difference, are multiples of 2^-10 times the power of two above twice `largest`. Only numbers of bf16 with less
-// than a sixteenth of the mean have digits below, and are then rounded as any are. Numbers of f16 have three bits more:
-// unless all lie near their mean, within a factor of two, the difference would lose some, and logits with it; then the
-// mean counts as 0.
+// Rounds the mean of numbers of at most `largest` so that it can be subtracted from all of them in f16: the numbers, the
+// mean and so the difference are multiples of 2^-10 times the power of two above twice `largest`. Only bf16 numbers of
+// less than a sixteenth of the mean have lower digits, and these are rounded. f16 numbers have three more bits. Unless all
+// of them are within a factor of two of their mean, the difference would lose bits, and the logits with it; then this
+// returns 0.
 __device__ inline float on_grid_of(float largest, float mean, bool of_f16) {
   if (!(largest > 0.f) || (of_f16 && 4.f * fabsf(mean) < 3.f * largest)) return 0.f;
   const int exponent = exponent_above(largest) - 9;
   return ldexpf(rintf(ldexpf(mean, -exponent)), exponent);
 }
 
-// One block for each (batch, kv head) and tensor: samples tokens evenly. A sample is read again where it is needed
-// twice, so that registers are left for blocks beside each other.
+// One thread block per (batch, kv head) and tensor samples the tokens evenly. A sample that is needed twice is loaded
+// twice, which leaves registers for more thread blocks per multiprocessor.
 template <class In>
 __global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constant__ PreprocessParams p) {
-  constexpr int kAtOnce = std::is_void_v<In> ? 1 : 4;  // samples that a thread reads before it looks at them
+  constexpr int kAtOnce = std::is_void_v<In> ? 1 : 4;  // samples that a thread loads before it uses them
   constexpr int kWarps = kThreads / 32;
   const int kv = blockIdx.x, kv_heads = static_cast<int>(p.k.shape[1]), batch = kv / kv_heads, kv_head = kv % kv_heads;
   const int lines = p.tile_dim / kVec8, line = threadIdx.x % lines, rows = kThreads / lines;
@@ -45,18 +46,18 @@ __global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constan
   if (threadIdx.x == 0) most_shared = row_shared = 0.f, counted_shared = 0;
   if (threadIdx.x == 0 && which == Tensor::q) p.sizes[kv] = {}, p.zeroed[kv] = 0;
   if (threadIdx.x == 0 && which == Tensor::q && kv == 0) *p.counter = 0;
-  // Sample i: every token there is, or as many of each head of the group as there are samples for.
+  // Returns sample i: all tokens are samples if they are few, else the samples are shared among the heads of the group.
   const auto line_of = [&](int i) -> Index4 {
     if (whole) return Index4{batch, kv_head * group + i / tokens, range.first + i % tokens, line * kVec8};
     const int of_group = i * group;
     const int token = static_cast<int>(static_cast<int64_t>(of_group % kSampled) * tokens / kSampled);
     return Index4{batch, kv_head * group + of_group / kSampled, range.first + token, line * kVec8};
   };
-  // Those of packed sequences that do not count are left out.
+  // Tokens of packed sequences that no other token sees are left out.
   const auto is_sampled = [&](int i) {
     return i < sampled && (!packed || counts(p, of_queries, static_cast<int>(line_of(i).token)));
   };
-  // Calls f(i, numbers) for each sample; of those that do not count numbers are 0.
+  // Calls f(i, numbers) for each sample; the numbers of samples that are left out are 0.
   const auto for_samples = [&](const auto& f) {
 #pragma unroll 1
     for (int first = 0; first < sampled; first += kAtOnce * rows) {
@@ -82,7 +83,8 @@ __global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constan
     if (line == 0 && i < sampled) of_sample[i] = size.most, norms[i] = size.norm();
   });
   __syncthreads();
-  // Keys far beyond typical ones are left to their blocks, so that they do not take the bits of all others.
+  // Outliers among keys are ignored here, as they would take bits from all other keys. Their blocks find their own
+  // exponents.
   constexpr float kFar = 64.f;
   const float limit = of_queries ? INFINITY : mean_limit(of_sample, limit_shared);
   if (threadIdx.x < kSampled) {

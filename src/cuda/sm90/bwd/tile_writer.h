@@ -1,4 +1,4 @@
-// Writes q, do, k and v of one (batch, kv head) as tiles, with delta and lse of their rows.
+// Writes q, do, k and v of one (batch, kv head) as tiles, with lse and delta of the rows of queries.
 #pragma once
 #include <type_traits>
 
@@ -12,7 +12,7 @@
 
 namespace octet::cuda::sm90 {
 
-// Eight channels of one token, then of later ones. Those that the tensor does not have are zeros.
+// Reads eight channels of one token, then of later ones. Channels and tokens beyond the tensor are zeros.
 template <class In>
 struct Column {
   const In* at;
@@ -27,7 +27,7 @@ struct Column {
     if (present && there) raw.word = *reinterpret_cast<const uint4*>(at);
     return raw;
   }
-  // Into shared memory, sooner or later; zeros where there is nothing.
+  // Starts a copy to shared memory; zeros where the token or the channels do not exist.
   __device__ void copy(uint4& to, bool present) const {
     ptx::cp_async(ptx::shared_address(&to), at, present && there ? 16 : 0);
   }
@@ -46,7 +46,7 @@ struct Column<void> {
   __device__ void advance(int tokens) { line.token += tokens; }
 };
 
-// Eight channels of a row as those of a tile lie (sm90/smem.h), times `scale`.
+// Writes eight channels of a row, times `scale`, to a tile.
 template <class T>
 __device__ void put(unsigned char* to, const Vec8& x, float scale) {
   uint4 word;
@@ -55,48 +55,48 @@ __device__ void put(unsigned char* to, const Vec8& x, float scale) {
   *reinterpret_cast<uint4*>(to) = word;
 }
 
-// Writes tiles of one (batch, kv head). A group of kLines threads takes a row, and reads all it needs before it writes.
-// Rows of queries are on their way while others are written, those of keys two at a time; the first ones before the
-// exponents (`exponents_of`), which take as long to come.
+// Writes tiles of one (batch, kv head). A group of kVecs threads has a row, and reads all it needs before it writes. Rows
+// of queries are loaded ahead while others are written, rows of keys two at a time. The first loads are issued before the
+// wait for the exponents (`exponents_of`), which takes as long as these loads.
 template <class T, class In, int Dim>
 struct TileWriter {
   static constexpr int kQueries = BackwardTile<Dim>::kQueries, kKeys = BackwardTile<Dim>::kKeys;
   static constexpr int kLines = Dim / kVec8, kRowsAtOnce = kPreprocessThreads / kLines;
-  static constexpr int kKeyBatch = std::is_void_v<In> ? 1 : 2;  // that are read before one is written
+  static constexpr int kKeyBatch = std::is_void_v<In> ? 1 : 2;  // rows that are read before one is written
   static_assert(kRowsAtOnce % kSwizzleRows == 0 && kQueries <= kPreprocessThreads);
-  // Rows of queries on their way, in dynamic shared memory; none where vectors may lie anyhow.
+  // The rows of queries that are loaded ahead, in dynamic shared memory; none for tensors with any strides.
   static constexpr int kAhead = std::is_void_v<In> ? 0 : 4;
   struct Ahead {
-    uint4 q[kPreprocessThreads], do_[kPreprocessThreads], o[kPreprocessThreads],
-        residual[kPreprocessThreads];  // each thread's own
+    // Each thread has its own element.
+    uint4 q[kPreprocessThreads], do_[kPreprocessThreads], o[kPreprocessThreads], residual[kPreprocessThreads];
   };
   static constexpr int kSharedBytes = kAhead * sizeof(Ahead);
-  // What the threads of each row have summed.
+  // The sums over the threads of each row.
   struct RowSums {
     float delta[kQueries], norm[kQueries];
-    float of_mean[kQueries];  // of what k's mean adds to the row's logits
+    float mean_logit[kQueries];  // what the mean of k adds to the row's logits, before scaling
   };
 
   const PreprocessParams& p;
   int kv;
   int line = threadIdx.x % kLines;
 
-  // Where this thread's line of its first row lies in a tile of `rows` rows; later rows, a multiple of kSwizzleRows
-  // further, lie kPanelRowBytes each behind it.
+  // Returns the offset of this thread's eight channels of its first row in a tile of `rows` rows. Its later rows follow at
+  // a distance that is a multiple of kSwizzleRows, so that each row adds kPanelRowBytes.
   __device__ int place(int rows) const {
     const int row = threadIdx.x / kLines;
     return line / kSwizzleRows * rows * kPanelRowBytes + row * kPanelRowBytes +
            (line % kSwizzleRows ^ row % kSwizzleRows) * 16;
   }
 
-  // Keeps the largest of four numbers over a warp, `first` and those that follow it in Sizes.
+  // Raises four successive numbers of Sizes, from `first` on, to the maxima of a warp.
   __device__ void keep(float& first, float a, float b, float c, float d) const {
     a = warp_max(a), b = warp_max(b), c = warp_max(c), d = warp_max(d);
     const int lane = threadIdx.x % 32;
     if (lane < 4) raise((&first)[lane], lane == 0 ? a : lane == 1 ? b : lane == 2 ? c : d);
   }
 
-  // Eight channels of the mean of k.
+  // Reads this thread's eight channels of the mean of k.
   __device__ void read_mean(Vec8& mean) const {
     float4 words[2]{};
     if (p.smooth && line * kVec8 < p.k.shape[3]) {
@@ -106,8 +106,8 @@ struct TileWriter {
     for (int c = 0; c < kVec8; ++c) mean[c] = (&words[c / 4].x)[c % 4];
   }
 
-  // q, do, delta and lse of a tile of queries. kFirstTime: also zeros for dq, and sizes, and all queries as of the
-  // first part. `exponents_of`: of a part.
+  // Writes q, do, delta and lse of a tile of queries. `exponents_of` returns the exponents of a part. kFirstTime: all
+  // queries belong to the first part; dq is set to 0 and the sizes are raised.
   template <bool kFirstTime, class ExponentsOf>
   __device__ void queries(int head_index, int block, const ExponentsOf& exponents_of) const {
     const int heads = static_cast<int>(p.q.shape[1]), batch = head_index / heads, head = head_index % heads;
@@ -126,7 +126,7 @@ struct TileWriter {
     const auto of_token = [&](const Strided& x, int row) {
       return static_cast<const float*>(x.data)[Index4{batch, head, first_token + row, 0}.offset(x)];
     };
-    // Rows that see no key, and those beyond the sequence, get p = 0.
+    // An lse of -inf gives p = 0, to rows that see no key and to those beyond the sequence.
     const auto read_lse = [&](int row) { return is_present(row) ? of_token(p.lse, row) : -INFINITY; };
     const auto read_dlse = [&](int row, float lse) {
       return p.dlse.data && lse != -INFINITY ? of_token(p.dlse, row) : 0.f;
@@ -140,7 +140,7 @@ struct TileWriter {
     };
     extern __shared__ uint4 shared[];
     Ahead* const ahead = reinterpret_cast<Ahead*>(shared);
-    int asked = row, slot = 0;  // the row asked for next, and where it goes to
+    int asked = row, slot = 0;  // the next row to load, and its slot
     const auto ask = [&] {
       if constexpr (kAhead > 0) {
         if (asked < kQueries) {
@@ -176,7 +176,7 @@ struct TileWriter {
       auto* const dq = static_cast<uint4*>(p.dq) + tile * (kQueries * Dim / 4) + threadIdx.x;
       for (int i = 0; i < kQueries * Dim / 4; i += kPreprocessThreads) dq[i] = {};
     }
-    const float my_lse = read_lse(threadIdx.x);  // of the row that this thread will write sums of
+    const float my_lse = read_lse(threadIdx.x);  // of the row whose sums this thread will write
 
     const Exponents& exponents = exponents_of(0);
     const int parts = kFirstTime ? 1 : exponents.parts;
@@ -208,7 +208,7 @@ struct TileWriter {
       take(raw.q, p.round_q, x);
       put<T>(to_q, x, q_scale);
       most_q = fmaxf(most_q, largest_finite(x));
-      float of_mean = 0.f;  // q k^T less q (k - mean)^T
+      float of_mean = 0.f;  // q k^T - q (k - mean)^T
       for (int c = 0; c < kVec8; ++c) of_mean += x[c] * mean[c];
       take(raw.o, OCTET_F32, sum), take(raw.residual, OCTET_F32, x);
       for (int c = 0; c < kVec8; ++c) sum[c] += x[c];
@@ -260,14 +260,14 @@ struct TileWriter {
       auto& rows = rows_of(threadIdx.x);
       rows.first = first_query, rows.tile = static_cast<int>(tile), rows.spoiled = rows.padding = 0;
     }
-    if (!kFirstTime) return __syncthreads();  // the next tile's sums take the place of these
+    if (!kFirstTime) return __syncthreads();  // the next tile overwrites the sums
     keep(p.sizes[kv].q, most_q, most_do, most_row, reach);
     if (!p.dlse.data) return;
     most_dlse = warp_max(most_dlse);
     if (threadIdx.x % 32 == 0) raise(p.sizes[kv].dlse, most_dlse);
   }
 
-  // k less its mean, and v of a tile of keys.
+  // Writes k, centred by its mean, and v of a tile of keys.
   template <class ExponentsOf>
   __device__ void keys(int block, bool first_time, const ExponentsOf& exponents_of) const {
     const int kv_heads = static_cast<int>(p.k.shape[1]), batch = kv / kv_heads, head = kv % kv_heads;

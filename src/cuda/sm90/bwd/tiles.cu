@@ -1,4 +1,5 @@
-// Operands into tiles, with delta, zeros for dq, and the largest numbers of each head.
+// Second kernel of the preprocessing: writes the operands as tiles, with delta and zeros for dq, and finds the largest
+// numbers of each head.
 #include "cuda/sm90/bwd/tile_writer.h"
 
 namespace octet::cuda::sm90 {
@@ -6,8 +7,8 @@ namespace {
 
 constexpr int kThreads = kPreprocessThreads;
 
-// One tile for each block: those of keys after those of queries, from the last on, so that the first heads, with which
-// the mainloop begins, were written last.
+// Each thread block writes one tile. Tiles of keys are numbered after those of queries, and the numbers are taken from the
+// last one down, so that the first heads, with which the mainloop begins, are written last and are still in L2.
 template <class T, class In, int Dim>
 __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
     tiles_kernel(const __grid_constant__ PreprocessParams p) {
@@ -16,7 +17,7 @@ __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
   const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x);
   const int kv = tile < of_queries ? tile / p.q_blocks.count / p.group : (tile - of_queries) / p.k_blocks.count;
   const TileWriter<T, In, Dim> writer{p, kv};
-  // What has been asked for or set to 0 by then the kernel before neither writes nor reads.
+  // Called after the first loads and after dq is set to 0, neither of which touches memory that the kernel before uses.
   __shared__ Exponents of_sample;
   const auto exponents_of = [&](int) -> const Exponents& {
     ptx::griddepcontrol_wait();

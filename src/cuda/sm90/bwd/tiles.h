@@ -1,11 +1,11 @@
-// Tiles of operands and columns of numbers that the backward mainloops share.
+// Parts of tiles, values of columns, and copies and arrivals that the backward mainloops and producers share.
 #pragma once
 #include "cuda/ptx/mbarrier.h"
 #include "cuda/sm90/mma.h"
 
 namespace octet::cuda::sm90 {
 
-// One number for each column of a fragment that a thread holds.
+// One number for each column of a fragment that this thread holds.
 template <int Columns>
 struct ColumnValues {
   float2 x[Columns / 8];
@@ -17,19 +17,19 @@ struct ColumnValues {
   __device__ float of(int element) const { return element % 2 ? x[element / 4].y : x[element / 4].x; }
 };
 
-// Starts to copy a prepared tile, or a part of it, to shared memory; `full` counts its bytes.
+// Starts the copy of a preprocessed tile, or of a part of it, to shared memory; `full` counts its bytes.
 __device__ inline void fetch(void* to, const void* from, uint32_t bytes, Barrier& full) {
   namespace ptx = ::cuda::ptx;
   ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, to, from, bytes, &full.word);
 }
 
-// All lanes of a warp are done with what a barrier guards.
+// Arrives once for all lanes of a warp.
 __device__ inline void arrive_as_warp(Barrier& barrier) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) barrier.arrive();
 }
 
-// Columns [channel, channel + Columns) of a tile, a multiple of 64.
+// Returns columns [channel, channel + Columns) of a tile; both are multiples of 64.
 template <int Columns, class TileX>
 __device__ SharedTile<typename TileX::Element, TileX::kRows, Columns, TileX::kInCluster> columns_of(const TileX& x,
                                                                                                     int channel) {

@@ -1,10 +1,11 @@
-// Every tile size, stage count and register count of this generation.
+// Every tile size, stage count and register count of the forward pass.
 //
-// A warpgroup that computes holds 64 rows. Its registers hold s (keys / 2 of them per thread), p (keys / 4) and o
-// (dim_v / 2); 232 are left to each of two such warpgroups beside a producer with 40, 160 to each of three.
+// A consumer warpgroup computes 64 rows. Each of its threads holds s (keys / 2 registers), p (keys / 4) and o
+// (dim_v / 2). Each of two consumer warpgroups can have 232 registers per thread beside a producer with 40; each of
+// three can have 160 beside a producer with 32.
 //
-// A thread block cannot take more registers than it was launched with: 504 for three threads, one of each warpgroup,
-// and 512 for four. Asking for more waits for ever.
+// A thread block cannot allocate more registers than it was launched with. One thread of each warpgroup may have, in
+// sum, 504 registers with three warpgroups and 512 with four; reg_alloc of more than that never returns.
 #pragma once
 #include <numeric>
 
@@ -12,7 +13,7 @@
 
 namespace octet::cuda::sm90 {
 
-// Head dims that kernels are built for; smaller ones are filled with zeros.
+// The head dims that kernels are built for. Smaller ones are padded with zeros.
 template <int Dim_, int DimV_>
 struct HeadDims {
   static constexpr int kDim = Dim_, kDimV = DimV_;
@@ -22,14 +23,19 @@ using Dims128 = HeadDims<128, 128>;
 using Dims192x128 = HeadDims<192, 128>;
 using Dims256 = HeadDims<256, 256>;
 
-// kStages: of k, and of v. kQStages: where there is room, the queries of the next block arrive while warpgroups still
-// work on this one. kPingPong: warpgroups take ping_pong at their products.
+// Registers are per thread.
 struct TwoWarpgroups {
   static constexpr int kWarpgroups = 2, kRegisters = 232, kProducerRegisters = 40;
 };
 struct ThreeWarpgroups {
   static constexpr int kWarpgroups = 3, kRegisters = 160, kProducerRegisters = 32;
 };
+
+// The tiles of the 16-bit forward pass.
+//   kKeys      keys of a tile
+//   kStages    stages of the pipeline of k, and of that of v
+//   kQStages   stages of q; with two, the next tile of queries is loaded while this one is computed
+//   kPingPong  true: the warpgroups issue their products in turn (ping-pong)
 template <class Precision, class Dims>
 struct ForwardTile;
 template <class Precision>
@@ -53,7 +59,7 @@ struct ForwardTile<Precision, Dims256> : TwoWarpgroups {
   static constexpr bool kPingPong = true;
 };
 
-// Logits of quantized values: half the bytes of q and k, more instructions for each logit.
+// Quantized q and k take half the bytes, and each logit takes more instructions.
 template <>
 struct ForwardTile<PrecisionInt8F16, Dims64> : ThreeWarpgroups {
   static constexpr int kKeys = 112, kStages = 2, kQStages = 2;
@@ -75,12 +81,13 @@ struct ForwardTile<PrecisionInt8F16, Dims256> : TwoWarpgroups {
   static constexpr bool kPingPong = false;
 };
 
-// 8-bit forward. The registers of a group hold s (keys / 2), p (keys / 8), o and the sum of rounded P (dim_v / 2
-// + 4); where quantized values of P change their scale, a product r as large as o and no such sum. Scales of keys take
-// registers too, in the groups and in the producer.
-//   kPingPong         groups take ping_pong at their exponentials
-//   kSkips         a group passes over tiles of which its queries see nothing
-constexpr int k8BitStages = 3;  // of k and v
+// The tiles of the 8-bit forward pass. A consumer thread holds s (keys / 2 registers), p (keys / 8), and o with the sum
+// of the rounded P (dim_v / 2 + 4). Where the scale of P changes from tile to tile, it holds a product r as large as o
+// instead of that sum. Scales of keys take registers too, in the consumers and in the producer.
+//   kChanges   true: the scale of P changes from tile to tile
+//   kPingPong  true: the warpgroups compute their exponentials in turn (ping-pong)
+//   kSkips     true: a warpgroup skips tiles that none of its queries sees
+constexpr int k8BitStages = 3;  // stages of the pipeline of k and v
 template <class Precision, class Dims>
 struct Forward8BitTile;
 template <class Precision>
@@ -98,7 +105,8 @@ struct Forward8BitTile<Precision, Dims128> {
   static constexpr bool kPingPong = kChanges, kSkips = !kChanges;
 };
 
-// The keys of a sequence lie in whole multiples of this many: tiles, and blocks of tokens whose groups have scales.
+// The keys of a sequence are padded to a multiple of this number, so that they are whole tiles and, where thread groups
+// have scales, whole blocks of kGroupBlock tokens.
 template <class Precision, class Dims>
 constexpr int kLaidOutKeys = std::lcm(Forward8BitTile<Precision, Dims>::kKeys,
                                       Precision::kKeyScales == KeyScales::groups ? kGroupBlock : 1);

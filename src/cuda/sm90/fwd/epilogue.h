@@ -1,10 +1,12 @@
-// The epilogue of the 16-bit forward pass: o = o / l, its residual, lse, and rows that a masked inf or NaN has spoiled.
+// The epilogue of the 16-bit forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked inf
+// or NaN has reached.
 #pragma once
 #include "cuda/sm90/fwd/forward.h"
 
 namespace octet::cuda::sm90 {
 
-// Returns whether a number of v that is not finite has met this thread's rows; any row of a warp tells.
+// Writes o, its residual and lse of this thread's two rows. Returns true if a number of v that is not finite may have met
+// them; all rows of a warp meet the same v, so that one of them is enough.
 template <class Precision, class Dims>
 __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, int query, const OnlineSoftmax& softmax,
                                                        VMean& v_mean, Accumulator<Dims::kDimV>& o, unsigned char* q,
@@ -12,15 +14,15 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
   const float v_scale =
       a.v_scale ? a.v_scale[q_tile.batch * (a.schedule.heads / a.group) + q_tile.head / a.group] : 1.f;
   RowValues l, inverse, share{1.f, 1.f};
-  RowValues from;               // sum of exp(logit) = 2^from l, but for what k's mean adds,
-  RowValues of_mean{0.f, 0.f};  // to the logit
+  RowValues log2_origin;           // without the mean of k, the sum of exp(logit) is 2^log2_origin l
+  RowValues mean_logit{0.f, 0.f};  // what the mean of k adds to each logit of the row
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     l[row] = quad_sum(softmax.l[row]);
     from[row] = softmax.template origin<Precision::kPExponent>(row, softmax.m[row]);
     if constexpr (kQuantizedQk) {
       const KeyRange seen = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
-      if (seen.first == seen.last) l[row] = 0.f;  // whatever its scale is
+      if (seen.first == seen.last) l[row] = 0.f;  // whatever the scale is
     }
     inverse[row] = l[row] == 0.f ? 0.f : v_scale / l[row];
   }
@@ -68,7 +70,7 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
   return false;
 }
 
-// Of the four threads that share two rows, two write one each, as a logarithm is 25 instructions.
+// Writes lse. Four threads share two rows; two of them write one row each, as a logarithm takes 25 instructions.
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::write_lse(const TileInfo& q_tile, int query, const RowValues& from,
                                                            const RowValues& l, const RowValues& of_mean) const {
@@ -100,7 +102,7 @@ __device__ inline bool Forward<Precision, Dims>::write_to(const Output& to, cons
                                                           const Accumulator<Dims::kDimV>& o, unsigned char* q,
                                                           int warpgroup) const {
   if constexpr (kThroughQ && sizeof(T) == 2) {
-    ptx::barrier_sync(kVoteBarrier + warpgroup, kWarpgroup);  // all of q and of what was here before has been read
+    ptx::barrier_sync(kVoteBarrier + warpgroup, kWarpgroup);  // the warpgroup has read q, and what it stored here before
     const SharedTile<T, kRows, Dims::kDimV> tile{q + warpgroup * kWarpgroupRows * kPanelRowBytes};
     const int first = query - fragment_row();
     const uint4 word = store_rows(to.row<T>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + first),
@@ -117,7 +119,7 @@ __device__ inline bool Forward<Precision, Dims>::write_to(const Output& to, cons
   }
 }
 
-// The rows of this warp that are not finite, from what they see.
+// Recomputes the rows of this warp that are not finite from the keys that they see.
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& q_tile, int warpgroup) const {
   using QkType = typename Precision::QkType;

@@ -1,4 +1,5 @@
-// The epilogue of the 8-bit forward pass: o = o / l, its residual, lse, and rows that a masked NaN has spoiled.
+// The epilogue of the 8-bit forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked NaN has
+// reached.
 #pragma once
 #include "cuda/sm90/fwd/forward_8bit.h"
 
@@ -11,7 +12,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_til
   const float sink = a.sinks.at(q_tile.batch, q_tile.head);
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
-    float l, parts;  // l as o lost it, and from sums that lost less
+    float l, parts;  // l with the truncation that o has, and l from partial sums that lose less
     if constexpr (Precision::kSumRounded) {
       const float* columns = &sums.x[2 * Dims::kDimV / 4 + 2 * row];
       l = __shfl_sync(~0u, columns[0], threadIdx.x % 32 / 4 * 4);
@@ -21,7 +22,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_til
     }
     const int i = query + 8 * row;
     const KeyRange seen = keys_of(q_tile, i);
-    if (seen.first == seen.last) l = 0.f;  // whatever its scale is
+    if (seen.first == seen.last) l = 0.f;  // whatever the scale is
     constexpr float kLn2 = 0.693147180559945f;
     float of_mean = a.mean_logit && i < q_tile.q_tokens ? a.scale * a.mean_logit[row_of(q_tile) + i] : 0.f;
     constexpr float kScale = kScaled ? kInverseScale : 1.f, kScaleLog2 = kScaled ? kInverseScaleLog2 : 0.f;  // of l
@@ -53,8 +54,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_til
   }
   if (a.sinks.data) scale_rows(o, share);
   write(q_tile, query, lse, o);
-  // Values of e4m3 that are not finite are NaN; at int8 they have scales that are, and P that are hidden do not
-  // meet these.
+  // An e4m3 value that is not finite is NaN, which 0 times it stays. With kScaled, v is int8 and only its scales can be
+  // NaN, which a masked P does not meet.
   if constexpr (!kScaled)
     if (a.mask.windowed && __any_sync(~0u, has_infinite<Dims::kDimV>(sums))) recompute_rows(q_tile, ptx::opaque(query));
 }
@@ -97,7 +98,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::write_as(const TileInfo& q_
   }
 }
 
-// The rows of this warp that are not finite, from what they see. `query`: the first of this thread's two.
+// Recomputes the rows of this warp that are not finite from the keys that they see. `query` is the first of this thread's
+// two rows.
 template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileInfo& q_tile, int query) const {
   using QkType = typename Precision::QkType;

@@ -1,21 +1,22 @@
-// o = softmax(scale q k^T) v and lse, for blocks of queries:
+// The 16-bit forward pass: o = softmax(scale q k^T) v and lse, for tiles of queries.
 //
-//   for each tile of keys, from the last to the first that the block sees:
-//     s = q k^T;  p, l over the maximum m so far;  o = o + p v
-//     where such a p would be too large: s again;  m, p, l by online softmax;  o = o rescale + p v
+//   for each tile of keys, from the last to the first that the tile of queries sees:
+//     s = q k^T;  p, l from exp with the stale maximum m;  o = o + p v
+//     where such a p would be too large: repeat s;  m, p, l by online softmax;  o = o rescale + p v
 //   o = o / l;  lse = scale m + ln l
 //
-// One warp loads tiles through TMA. The warpgroups that compute hold 64 queries each and may take ping_pong: while one
-// issues its products, another computes exponentials. Within a warpgroup, the product s of a tile runs together with
-// the product p v of the tile before (FlashAttention-3, arXiv 2407.08608, algorithm 2).
+// One producer thread loads the tiles by TMA. Each consumer warpgroup computes 64 queries. With ping-pong, one
+// warpgroup issues its products while another computes exponentials. Within a warpgroup, the product s of a tile runs
+// together with the product p v of the tile before (FlashAttention-3, arXiv 2407.08608, algorithm 2).
 //
-// q and k are numbers of 16 bits, or quantized values of 8 with a scale for each query and each key: then s is a
-// product of integers, logits are s times the scale of the key, and the scale of the query is part of the softmax's
-// scale_log2.
+// q and k have 16 bits, or they are 8-bit quantized values with a scale for each query and each key. In the second case
+// s is a product of integers, a logit is s times the scale of its key, and the scale of the query is part of the
+// softmax's scale_log2.
 //
-// Where o is compensated (fragment/precision.h), v comes less a vector, which o gets back. With each 16 keys tensor
-// cores truncate o towards 0; so half way through the tiles of a block o is sign-flipped: it becomes o - 2 a, a near o,
-// and 2 a come back in the end. What is truncated in the second half has the other sign.
+// Where o is compensated (fragment/precision.h), V is centred by its mean, and the epilogue adds the mean back. Tensor
+// cores truncate o towards 0 after every 16 keys. Half way through the tiles of keys, o is therefore sign-flipped: it
+// becomes o - 2 a, where a is close to o, and 2 a is added back at the end. The truncation errors of the second half
+// have the other sign.
 #pragma once
 #include <type_traits>
 
@@ -51,36 +52,37 @@ struct Forward {
   using OperandTile = std::conditional_t<kQuantizedQk, SharedTile8Bit<typename Precision::QkType, Rows, Dims::kDim>,
                                          SharedTile<typename Precision::QkType, Rows, Dims::kDim>>;
 
-  // Some tiles along the diagonal are seen by none of a warpgroup's queries: it passes them over.
+  // True: a warpgroup skips the tiles along the diagonal that none of its queries sees.
   static constexpr bool kSkips = kRows - kWarpgroupRows >= kKeys;
 
-  // Of others it sees only the first half: then that is all that it computes. Where both kinds of tiles come in every
-  // block, as at d = 128, twice the instructions cost what this gains.
+  // True: where a warpgroup sees only the first half of its first tile, it computes only that half. Where both cases
+  // occur in every tile of queries, as at d = 128, the second copy of the instructions costs what this saves.
   static constexpr bool kHalves = kSkips && !kQuantizedQk;
 
-  // o of 16 bits leaves through the place that q had, where the next block's q has another.
+  // True: a 16-bit o is stored through the shared memory of q, as the next q has another stage.
   static constexpr bool kThroughQ = !kQuantizedQk && Tile::kQStages > 1;
 
   using TileQ = OperandTile<kRows>;
   using TileK = OperandTile<kKeys>;
   using TileV = SharedTile<typename Precision::PType, kKeys, Dims::kDimV>;
 
-  // A compensated o is sign-flipped where shared memory has room for what is put aside, 16 bits of each number.
+  // A compensated o is sign-flipped where shared memory has room for a, with 16 bits for each number.
   static constexpr int kSavedOWords = kSavedWords<Dims::kDimV>,
                        kSavedBytes = kConsumerThreads * kSavedOWords * sizeof(uint4);
   static constexpr int kTileBytes = Tile::kQStages * TileQ::kBytes + Tile::kStages * (TileK::kBytes + TileV::kBytes);
   static constexpr bool kFlipsSigns =
       kCompensated<Precision> && kTileBytes + kSavedBytes + 2 * kSwizzleBytes <= kMostSharedBytes;
 
-  // Tiles [first, last) of keys that any of some queries sees, the end of these keys, and those that all of them see.
+  // The keys that a range of queries sees.
   struct Keys {
-    int first, last, end;
-    KeyRange all;
+    int first, last;  // tiles [first, last) that any of the queries sees
+    int end;          // the end of the keys that any of them sees
+    KeyRange all;     // the keys that all of them see
 
     __device__ bool any() const { return first < last; }
   };
 
-  // What the producer says about a block of queries.
+  // The producer's message to the consumers about a tile of queries.
   struct Block {
     TileInfo q_tile;
     Keys keys, of_warpgroup[Tile::kWarpgroups];
@@ -100,8 +102,8 @@ struct Forward {
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;  // dynamic shared memory starts at any 16 bytes
 
-  // Named barriers, the first of one for each warpgroup that computes.
-  static constexpr int kPingPongBarrier = 1, kVoteBarrier = kPingPongBarrier + Tile::kWarpgroups;
+  // Named barriers; each is the first of one per consumer warpgroup.
+  enum NamedBarrier : int { kPingPongBarrier = 1, kVoteBarrier = kPingPongBarrier + Tile::kWarpgroups };
 
   const ForwardParams& a;
   Shared& shared;
@@ -110,13 +112,13 @@ struct Forward {
   __device__ TileK k(int stage) const { return {shared.k[stage]}; }
   __device__ TileV v(int stage) const { return {shared.v[stage]}; }
 
-  // Of a sequence, among those of k: quantized values lie in whole tiles.
+  // Returns the first key of a sequence in k. Each sequence of quantized values starts at a new tile.
   __device__ int first_key_of(const TileInfo& q_tile) const {
     return kQuantizedQk && a.schedule.cu_seqlens_k ? (q_tile.k_first / kKeys + q_tile.sequence) * kKeys
                                                    : q_tile.k_first;
   }
 
-  // Of `rows` queries from `query` on.
+  // Returns the keys of `rows` queries from `query` on.
   __device__ Keys keys_of(const TileInfo& q_tile, int query, int rows) const {
     const int end = min(query + rows, q_tile.q_tokens) - 1;
     const KeyRange top = a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
@@ -128,7 +130,7 @@ struct Forward {
   __device__ void produce();
   __device__ void clear_rows(unsigned char* tile, int from, int to) const;
 
-  // The first query of a sequence in arrays [batch, head, token].
+  // Returns the index of a sequence's first query in arrays [batch, head, token].
   __device__ int64_t row_of(const TileInfo& q_tile) const {
     return (static_cast<int64_t>(q_tile.batch) * a.schedule.heads + q_tile.head) * a.schedule.q_tokens + q_tile.q_first;
   }
@@ -136,24 +138,25 @@ struct Forward {
   __device__ RowValues softmax_scale_log2(const TileInfo& q_tile, int query) const;
   __device__ auto start_softmax(const TileInfo& q_tile, int query) const;
 
-  // What the producer says about this block, kept by each warp for the time when its place may be another's.
+  // Each warp's copy of the current tile, for the time after its stage of q is released.
   __device__ TileInfo& saved_tile(int warpgroup) const {
     return shared.saved_tile[warpgroup][threadIdx.x / 32 % kWarps];
   }
   __device__ void save_tile(const Block& block, int warpgroup) const;
 
-  // Where a thread puts words of o partial, kWarpgroup from one to the next.
+  // Returns where this thread saves a of the sign flip; its words lie kWarpgroup apart.
   __device__ uint4* partial(int warpgroup) const {
     return shared.partial + warpgroup * kSavedOWords * kWarpgroup + threadIdx.x % kWarpgroup;
   }
 
-  // What v was reduced by, in the columns of this thread.
+  // The V mean of this thread's columns.
   struct SomeVMean {
     float2 x[Dims::kDimV / 8];
   };
   struct NoVMean {};
   using VMean = std::conditional_t<kCompensated<Precision>, SomeVMean, NoVMean>;
-  static constexpr bool kVMeanEarly = Dims::kDimV <= 128;  // or no registers are left for it
+  // True: it is read during the last product. At d = 256 there are no registers for that.
+  static constexpr bool kVMeanEarly = Dims::kDimV <= 128;
   __device__ VMean v_mean_of(const TileInfo& q_tile) const {
     VMean v_mean;
     if constexpr (kCompensated<Precision>) {
@@ -165,7 +168,7 @@ struct Forward {
     return v_mean;
   }
 
-  // Where logits go: float sums stay where they are.
+  // Returns the accumulator of the logits: that of the sums if these are floats, else `converted`.
   static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys>& s, Accumulator<kKeys>&) { return s; }
   static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys, int>&, Accumulator<kKeys>& converted) {
     return converted;

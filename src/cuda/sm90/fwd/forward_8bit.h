@@ -1,18 +1,19 @@
-// o = softmax(scale q k^T) v and lse with operands of 8 bits, for blocks of queries:
+// The 8-bit forward pass: o = softmax(scale q k^T) v and lse with 8-bit operands, for tiles of queries.
 //
-//   for each tile of keys, from the last to the first that the block sees:
+//   for each tile of keys, from the last to the first that the tile of queries sees:
 //     s = q k^T in int32 or float32
-//     e4m3:  p over the scale that its row has;  o = o + p v
-//            where a p would be too large: s again;  p over a new scale;  o = o rescale + p v
-//     uint8: p on the scale of its largest in the tile;  r = p v;  o = o + r times the scale of p
+//     e4m3:  p with the row's stale scale;  o = o + p v
+//            where such a p would be too large: repeat s;  p with a new scale;  o = o rescale + p v
+//     uint8: p with the scale of the row's largest p in the tile;  r = p v;  o = o + r times the scale of p
 //   o = o / l;  lse
 //
-// One warp loads tiles through TMA. The warpgroups that compute hold 64 queries each. Within one, the product s of a
-// tile runs together with the product p v of the tile before.
+// One producer thread loads the tiles by TMA. Each consumer warpgroup computes 64 queries. Within a warpgroup, the
+// product s of a tile runs together with the product p v of the tile before.
 //
-// Tensor cores add e4m3 products in 13 bits, so every kTilesPerSum tiles o is put aside, to shared memory, and starts
-// anew. The sum l of rounded P is column dim_v of o, where it loses what o loses: below the channels of v lies a
-// row of ones. lse takes it from seven more, each of a part of the keys.
+// Tensor cores add e4m3 products with 13 bits. Every kTilesPerSum tiles, o is therefore added to a partial accumulator
+// in shared memory and restarts from 0. The sum l of the rounded P is column dim_v of o, where it loses what o loses:
+// the channels of v are followed by a row of ones. lse is computed from seven further columns, each the sum of a part
+// of the keys, which lose less.
 #pragma once
 #include <type_traits>
 
@@ -39,15 +40,15 @@ struct Forward8Bit {
   static constexpr int kThreads = (Tile::kWarpgroups + 1) * kWarpgroup;
   static constexpr int kConsumerThreads = Tile::kWarpgroups * kWarpgroup;
   static constexpr int kWarps = kWarpgroup / 32;
-  static constexpr int kVoteBarrier = 1;  // the first of one for each warpgroup
+  enum NamedBarrier : int { kVoteBarrier = 1 };  // the first of one per consumer warpgroup
   static_assert(Tile::kWarpgroups * Tile::kRegisters + Tile::kProducerRegisters <=
                 65536 / kThreads / 8 * 8 * (Tile::kWarpgroups + 1));
 
-  static constexpr int kSumRows = Precision::kSumRounded ? 8 : 0;
+  static constexpr int kSumRows = Precision::kSumRounded ? 8 : 0;  // the rows of ones after the channels of v
   static constexpr int kColumns = Dims::kDimV + kSumRows;
   static constexpr int kWords = kColumns / 8;  // float4 of o in a thread
   static constexpr int kTilesPerSum = 8;
-  static constexpr bool kScaled = Precision::kScaled;  // whether quantized values of P have scales of their own
+  static constexpr bool kScaled = Precision::kScaled;  // true: P has a scale for each query and tile
   static constexpr KeyScales kKeyScales = Precision::kKeyScales;
   using Softmax = std::conditional_t<kScaled, TileScaleSoftmax, SharedScaleSoftmax<Precision>>;
   using Sums = Accumulator<kKeys, typename Precision::Sum>;
@@ -62,10 +63,10 @@ struct Forward8Bit {
     alignas(16) float k_scale[k8BitStages][kKeyScales == KeyScales::groups ? kGroupScales<kKeys> : kKeys];
     alignas(16) float v_scale[k8BitStages][2][kScaled ? kKeys : 4];  // logarithm, inverse
     Pipeline<Tile::kQStages> q_pipe;
-    Pipeline<k8BitStages> kv_pipe;  // a tile of k, and of v the one before
-    float4 partial[kScaled ? 1 : Tile::kWarpgroups][kScaled ? 1 : kWords][kScaled ? 1 : kWarpgroup];  // of o
+    Pipeline<k8BitStages> kv_pipe;  // a stage has a tile of k, and the tile of v that was issued before it
+    float4 partial[kScaled ? 1 : Tile::kWarpgroups][kScaled ? 1 : kWords][kScaled ? 1 : kWarpgroup];
     Barrier ping_pong[Tile::kWarpgroups][kWarps];
-    TileInfo q_tile[Tile::kQStages + 1];  // in ping_pong: one is read until o is written
+    TileInfo q_tile[Tile::kQStages + 1];  // one more than stages of q: a tile's is read until its o is written
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;  // dynamic shared memory starts at any 16 bytes
   static_assert(TileK::kBytes % TileK::kSwizzlePeriod == 0 && TileV::kBytes % TileV::kSwizzlePeriod == 0);
@@ -77,10 +78,10 @@ struct Forward8Bit {
   __device__ TileK k(int stage) const { return {shared.k[stage]}; }
   __device__ TileV v(int stage) const { return {shared.v[stage]}; }
 
-  // Tiles [first, last) of keys that any of `rows` queries from `query` on sees, and those that all of them see whole.
+  // The keys that a range of queries sees.
   struct Keys {
-    int first, last;
-    int whole_first, whole_last;
+    int first, last;              // tiles [first, last) that any of the queries sees
+    int whole_first, whole_last;  // tiles that all of them see as a whole
 
     __device__ bool any() const { return first < last; }
   };
@@ -93,11 +94,11 @@ struct Forward8Bit {
     if (end < query || bottom.last <= top.first) return {};
     return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, (bottom.first + kKeys - 1) / kKeys, top.last / kKeys};
   }
-  // The first query after a block.
+  // Returns the first query after a tile of queries.
   __device__ static int end_of(const TileInfo& q_tile) { return min(q_tile.q_start + q_tile.rows, q_tile.q_tokens); }
 
   __device__ void write_ones() const;
-  // Of a sequence, among quantized values in whole tiles.
+  // Returns the first key of a sequence, where each sequence starts at a multiple of kLaidOutKeys.
   __device__ int first_key_of(const TileInfo& q_tile) const {
     constexpr int kScale = kLaidOutKeys<Precision, Dims>;
     return a.schedule.cu_seqlens_k ? (q_tile.k_first / kScale + q_tile.sequence) * kScale : 0;
@@ -106,7 +107,7 @@ struct Forward8Bit {
   __device__ void produce();
   static __device__ void add(Accumulator<kColumns>& o, const Accumulator<kColumns, int>& r, const RowValues& step);
 
-  // What this thread has put aside of o, and its sums with o.
+  // This thread's part of the partial accumulator, and its sums with o.
   __device__ float4& partial(int warpgroup, int word) const {
     return shared.partial[warpgroup][word][threadIdx.x % kWarpgroup];
   }
@@ -114,28 +115,28 @@ struct Forward8Bit {
   __device__ void add_partial(int warpgroup, Accumulator<kColumns>& o, const RowValues& by) const;
   __device__ void store_partial(int warpgroup, const Accumulator<kColumns>& o, const RowValues& by, bool first) const;
 
-  // Where logits go: float sums stay where they are.
+  // Returns the accumulator of the logits: that of the sums if these are floats, else `converted`.
   static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys>& s, Accumulator<kKeys>&) { return s; }
   static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys, int>&, Accumulator<kKeys>& converted) {
     return converted;
   }
 
-  // Until all but the latest `Pending` products have come; `d` is among those.
+  // Waits for all but the latest `Pending` products; d must be the result of one that is waited for.
   template <int Pending, class D>
   static __device__ void wait_products(D& d) {
     ptx::wgmma_wait<Pending>();
     ptx::fence_operand(d.x);
   }
 
-  // Where a warpgroup that computes stands.
+  // The positions of a consumer warpgroup in its pipelines.
   struct Positions {
     PipelineState<k8BitStages> kv;
-    int q;               // stage of the queries
-    uint32_t ping_pong;  // phase; the first group does not wait for the first
+    int q;               // stage of q
+    uint32_t ping_pong;  // phase; warpgroup 0 does not wait for its first one
   };
 
   __device__ void consume(int warpgroup);
-  // Turns at the exponentials, from each warp to the one of the next group that has the same scheduler.
+  // Ping-pong around the exponentials: each warp signals the warp of the next warpgroup on the same warp scheduler.
   __device__ void ping_pong_arrive(int warpgroup) const {
     if constexpr (Tile::kPingPong) {
       __syncwarp();
@@ -143,7 +144,7 @@ struct Forward8Bit {
         shared.ping_pong[(warpgroup + 1) % Tile::kWarpgroups][threadIdx.x / 32 % kWarps].arrive();
     }
   }
-  // Returns a 0 that what is to wait is computed from.
+  // Waits, and returns a 0; instructions that use it cannot be moved ahead of the wait.
   __device__ float ping_pong_wait(int warpgroup, Positions& at) const {
     if constexpr (Tile::kPingPong) {
       at.ping_pong ^= 1;
@@ -154,16 +155,16 @@ struct Forward8Bit {
   __device__ void wait_kv(const Positions& at) const { shared.kv_pipe.full[at.kv.stage].wait(at.kv.phase); }
   __device__ void release_kv(Positions& at) const { shared.kv_pipe.empty[at.kv.stage].arrive(), at.kv.advance(); }
 
-  // A stage of which this warpgroup needs nothing.
+  // Releases a stage that this warpgroup does not need.
   __device__ void skip(Positions& at) const { wait_kv(at), release_kv(at); }
 
-  // s = q k^T; issued, not awaited.
+  // Issues s = q k^T.
   __device__ void multiply_k(int warpgroup, const Positions& at, int stage, Sums& s) const {
     ptx::wgmma_fence();
     mma_ABt_8bit(s, q(at.q), warpgroup * kWarpgroupRows, k(stage));
     ptx::wgmma_commit();
   }
-  // d (+)= p v; likewise.
+  // Issues d (+)= p v.
   template <class D, class P>
   __device__ void multiply_v(const Positions& at, const P& p, D& d, bool accumulate) const {
     ptx::wgmma_fence();
@@ -173,15 +174,15 @@ struct Forward8Bit {
 
   __device__ auto group_scales(const Positions& at, int tile) const;
   __device__ void take_logits(const Positions& at, const Softmax& softmax, const Sums& s, Accumulator<kKeys>& x) const;
-  // Of keys that a query does not see, logits become -inf; P 0 where keys have scales, as the scale of a group that
-  // it sees in part may be NaN.
+  // mask() sets the logits of keys that a query does not see to -inf. Where keys have scales, P of these keys is set to
+  // 0 too, as a thread group that is seen in part may have a scale that is NaN.
   static constexpr bool kMasksP = kKeyScales != KeyScales::none;
   __device__ void mask(int warpgroup, const TileInfo& q_tile, const Keys& keys, int tile, Accumulator<kKeys>& x,
                        float masked = -INFINITY) const;
   __device__ static bool needs_mask(const Keys& keys, int tile) {
     return tile < keys.whole_first || tile >= keys.whole_last;
   }
-  // The first of this thread's two queries.
+  // Returns the first of this thread's two queries.
   __device__ static int query_of(const TileInfo& q_tile, int warpgroup) {
     return q_tile.q_start + warpgroup * kWarpgroupRows + fragment_row();
   }
@@ -192,7 +193,7 @@ struct Forward8Bit {
                                 Softmax& softmax, Accumulator<kColumns>& o) const;
 
   __device__ RowValues softmax_scale_log2(const TileInfo& q_tile, int query) const;
-  // The first query of a sequence in arrays [batch, head, token].
+  // Returns the index of a sequence's first query in arrays [batch, head, token].
   __device__ int64_t row_of(const TileInfo& q_tile) const {
     return (static_cast<int64_t>(q_tile.batch) * a.schedule.heads + q_tile.head) * a.schedule.q_tokens + q_tile.q_first;
   }

@@ -1,4 +1,4 @@
-// The entry of the 8-bit forward kernel.
+// The entry of the 8-bit forward kernel, which initializes the barriers and assigns the roles of the warpgroups.
 #pragma once
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/fwd/mainloop_8bit.h"
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Forward8Bit<Precision, Dims>::kThreads, 1)
   kernel.write_ones();
   ptx::griddepcontrol_wait();
   __syncthreads();
-  // The compiler knows that a whole warpgroup takes one side.
+  // The shuffle tells the compiler that all threads of a warp take the same branch.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
     ptx::reg_dealloc<Kernel::Tile::kProducerRegisters>();

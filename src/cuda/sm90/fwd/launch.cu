@@ -1,3 +1,4 @@
+// The host functions that both forward launches share.
 #include <algorithm>
 #include <utility>
 
@@ -15,16 +16,17 @@ int processors_of(const Problem& p) {
   return processors;
 }
 
-// Of heads whose keys and values share L2.
+// Returns groups of heads whose k and v fit in L2 together.
 HeadGroups head_groups_by_keys(const Problem& p, int64_t blocks, int64_t element_bytes) {
   const int64_t all = p.batch * p.heads;
   if (!p.windowed) return one_by_one(all);
-  constexpr int64_t kShareOfL2 = 32 << 20;
+  constexpr int64_t kShareOfL2 = 32 << 20;  // bytes
   const int64_t head_bytes = std::max<int64_t>(element_bytes * p.tokens_k * (p.dim + p.dim_v), 1);
   return head_groups_of(all, blocks, kShareOfL2 / head_bytes * p.group(), processors_of(p));
 }
 
-// When the last of `processors` ends with `whole` blocks of time 1 and then `small` ones of time `time`.
+// Returns the time at which the last multiprocessor ends, with `whole` tiles of time 1 followed by `small` tiles of time
+// `time`.
 double end_of(int64_t whole, int64_t small, double time, int64_t processors) {
   const int64_t late = whole % processors, early = processors - late;
   double early_end = static_cast<double>(whole / processors), late_end = early_end + 1,

@@ -1,4 +1,4 @@
-// What the forward launches share: the schedule of a problem, its mask, the launch itself.
+// The host functions that both forward launches share: the scheduler and the mask of a problem, and the launch itself.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -9,30 +9,31 @@
 
 namespace octet::cuda::sm90 {
 
-// Packed sequences; 0 where they are not.
+// Returns the number of packed sequences, or 0 if the problem has none.
 int sequences_of(const Problem& p);
 
-// `element_bytes`: of k and v as the kernel reads them. `counter`: one number of scratch, 0 when the kernel starts.
-// `blocks_before`: [sequences + 1] of them, null unless packed, params on the stream.
+// Returns the scheduler of a problem. `element_bytes` is the size of an element of k and v as the kernel reads them.
+// `counter` must be 0 when the kernel starts. `blocks_before` has sequences + 1 numbers, which a kernel on the stream
+// fills, or is null where sequences are not packed.
 TileScheduler schedule_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
                           int* blocks_before, cudaStream_t stream);
 
-// Sets it to 0, where nothing else does.
+// Sets the counter to 0, where no preprocessing kernel does.
 void clear(unsigned* counter, cudaStream_t stream);
 
 Mask mask_of(const Problem& p);
 
 SeenKeys seen_keys(const Problem& p);
 
-// 0 where all heads, all batch elements of a tensor are one, else 1.
+// Sets {head, batch} to 0 where all heads, or all batch elements, of a tensor share the same memory, else to 1.
 void set_broadcast(const View& t, int (&broadcast)[2]);
 
-// Where the last round of blocks would leave multiprocessors idle: shorter blocks at the end of each head. The kernel
-// is one whose warpgroups pass over what lies after a block.
+// Makes the last tiles of each head shorter (tail tiles) where the last wave of tiles would leave multiprocessors idle.
+// Only for kernels whose warpgroups skip rows beyond the end of a tail tile.
 void shorten_tail(const Problem& p, TileScheduler& schedule);
 
-// On every multiprocessor, or as many as there are blocks of queries. `waits`: the kernel begins with
-// ptx::griddepcontrol_wait.
+// Launches one thread block per multiprocessor, or per tile if there are fewer tiles. `waits` is true for kernels that
+// call ptx::griddepcontrol_wait.
 void launch(const Problem& p, const Kernel& kernel, const TileScheduler& schedule, void* arguments, bool waits,
             cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// The forward pass with P of 16 bits on the host: operands, tensor maps, schedule, launch.
+// The 16-bit forward pass on the host: kernel choice, operands, tensor maps, scheduler, launch.
 #include <algorithm>
 #include <optional>
 
@@ -16,14 +16,15 @@
 namespace octet::cuda::sm90 {
 namespace {
 
-// P and V in f16 although the operands are bf16: asked for by keeping the un-rounded o.
+// True where P and V are f16 although the operands are bf16, as bias correction f16 does where the unrounded o is kept.
 bool f16_compute(const Problem& p) {
   return p.precision == OCTET_PRECISION_BF16 && p.bias_correction == OCTET_BIAS_CORRECTION_F16 && keeps_exact_o(p);
 }
 
 bool quantized(const Problem& p) { return p.precision == OCTET_PRECISION_INT8_F16; }
 
-// Whether v becomes f16 times a power of two per head. An f16 v stays as it is, and f16 holds all that e4m3 does.
+// True where v becomes f16, divided by a power of two per head. An f16 v stays as it is, and f16 represents all values of
+// e4m3.
 bool scales_v(const Problem& p) {
   return f16_compute(p) || (quantized(p) && (p.v.dtype == OCTET_BF16 || p.v.dtype == OCTET_F32));
 }
@@ -35,12 +36,12 @@ DimsIndex dims_of(const Problem& p) {
   return p.dim <= 192 && p.dim_v <= 128 ? DimsIndex::d192x128 : DimsIndex::d256;
 }
 
-// Channels of v that a kernel multiplies.
+// Returns the number of channels of v that a kernel multiplies.
 int dim_v_of(DimsIndex dims) {
   return dims == DimsIndex::d64 ? Dims64::kDimV : dims == DimsIndex::d256 ? Dims256::kDimV : Dims128::kDimV;
 }
 
-// Channels of q and k that a kernel multiplies.
+// Returns the number of channels of q and k that a kernel multiplies.
 int64_t dim_of(DimsIndex dims) {
   switch (dims) {
     case DimsIndex::d64:
@@ -98,7 +99,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.schedule = schedule_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
   q.preprocess(stream), k.preprocess(stream);
   scaled ? v_scaled.preprocess(seen_keys(p), stream) : v.preprocess(stream);
-  // Right before the kernel, which takes its place while this one drains.
+  // This is the last launch before the kernel, which starts while it drains (PDL).
   if (qk) qk->quantize(stream);
   const View& values = scaled ? v_scaled.view() : v.view();
   const View queries = qk ? qk->q() : q.view(), keys = qk ? qk->k() : k.view();
@@ -116,7 +117,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.dim_v = static_cast<int>(p.dim_v);
   a.scale = p.scale;
   a.scale_log2e = static_cast<float>(p.scale * 1.4426950408889634);
-  // f16 has fewer exponents for the other keys; reach is in logits before scaling.
+  // f16 has a smaller range of exponents for the other keys than bf16. The reach is in logits before scaling.
   a.beta = p.beta, a.beta_reach = (p.precision == OCTET_PRECISION_F16 ? 4.f : 20.f) / p.scale;
   a.v_scale = scaled ? v_scaled.scale() : nullptr;
   a.v_mean = v_scaled.v_mean();

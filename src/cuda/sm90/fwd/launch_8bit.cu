@@ -1,4 +1,4 @@
-// The forward pass with operands of 8 bits on the host: quantized values and steps, tensor maps, schedule, launch.
+// The 8-bit forward pass on the host: kernel choice, quantization, tensor maps, scheduler, launch.
 #include <algorithm>
 #include <optional>
 
@@ -22,7 +22,7 @@ bool int8_qk(const Problem& p) {
   return p.precision == OCTET_PRECISION_INT8 || p.precision == OCTET_PRECISION_INT8_FP8;
 }
 
-// e4m3 is not quantized again where q and k become e4m3; unscaled casts are no quantized values either.
+// An e4m3 input is not quantized again where q and k become e4m3. Unscaled fp8 casts its inputs without quantization.
 bool q_prequantized(const Problem& p) { return unscaled(p) || (!int8_qk(p) && p.q.dtype == OCTET_E4M3); }
 bool k_prequantized(const Problem& p) { return unscaled(p) || (!int8_qk(p) && p.k.dtype == OCTET_E4M3); }
 bool smooths_k(const Problem& p) { return !k_prequantized(p); }
@@ -113,7 +113,7 @@ std::size_t forward_8bit(const Problem& p, void* workspace, cudaStream_t stream)
   if (given_scales)
     fill_scales(head_scale(p.q), head_scale(p.k), static_cast<int>(p.batch), c.heads, c.kv_heads,
                 static_cast<int>(p.tokens_q), c.q_scale, stream);
-  // Right before the kernel, which takes its place while this one drains.
+  // This is the last launch before the kernel, which starts while it drains (PDL).
   keys ? quantize(c, scratch, stream) : clear(counter, stream);
 
   const View q =

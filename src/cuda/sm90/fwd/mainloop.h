@@ -4,7 +4,8 @@
 
 namespace octet::cuda::sm90 {
 
-// Rows of v that no query sees, or that belong to the next packed sequence, may hold inf or NaN: they become zeros.
+// Sets rows [from, to) of a tile of v to 0: rows that no query sees, or of the next packed sequence, may hold inf or NaN,
+// and 0 times these would be NaN.
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::clear_rows(unsigned char* tile, int from, int to) const {
   constexpr int kWords = kPanelRowBytes / 16;
@@ -14,8 +15,8 @@ __device__ inline void Forward<Precision, Dims>::clear_rows(unsigned char* tile,
   ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
 }
 
-// exp(logit) = 2^(scale_log2 x) for the two queries of this thread; one of zeros, or that sees no key, counts as one
-// with step 1.
+// Returns scale_log2 of this thread's two queries: exp(logit) = 2^(scale_log2 x). A query of zeros, or one that sees no
+// key, is treated as if its scale were 1.
 template <class Precision, class Dims>
 __device__ inline RowValues Forward<Precision, Dims>::softmax_scale_log2(const TileInfo& q_tile, int query) const {
   RowValues scale_log2{a.scale_log2e, a.scale_log2e};
@@ -44,7 +45,7 @@ __device__ inline void Forward<Precision, Dims>::save_tile(const Block& block, i
   reinterpret_cast<int*>(&saved_tile(warpgroup))[word] = reinterpret_cast<const int*>(&block.q_tile)[word];
 }
 
-// Warpgroup `warpgroup` of those that compute.
+// Computes all tiles of queries, as consumer warpgroup `warpgroup`.
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
   PipelineState<Tile::kQStages> q_state;
@@ -63,11 +64,11 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     const TileInfo q_tile = block.q_tile;
     if (!q_tile.valid()) return;
     const Keys keys = block.keys, mine = kSkips ? block.of_warpgroup[warpgroup] : keys;
-    // opaque() stops hoisting across blocks: S8 operands leave no register for it at d = 256.
+    // opaque() stops hoisting across tiles of queries: int8_f16 at d = 256 has no spare register.
     const int query = q_tile.q_start + ptx::opaque(warpgroup) * kWarpgroupRows + fragment_row();
     KeyRange ranges[kRowsPerThread];
     auto softmax = start_softmax(q_tile, query);
-    // Down to tile `halfway`, then o is sign-flipped. `twice`: 2, as sums are scaled.
+    // o is sign-flipped after tile `halfway`. `twice` is 2, rescaled as o is since then.
     const bool flips = kFlipsSigns && mine.last - mine.first > 1;
     const int halfway = mine.last - 1 - (mine.last - mine.first) / 2;
     RowValues twice{2.f, 2.f};
@@ -77,7 +78,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     Accumulator<Dims::kDimV> o;
     Operand<typename Precision::PType, kKeys> p;
 
-    // Issued, not awaited.
+    // The verbs of the mainloop. The products are issued without waiting for them.
     const auto multiply_qk = [&](auto& s, int rows, int stage) {
       ptx::wgmma_fence();
       if constexpr (kQuantizedQk)
@@ -94,7 +95,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     const auto needs_mask = [&](int tile) {
       return tile * kKeys < mine.all.first || (tile + 1) * kKeys > mine.all.last;
     };
-    // Logits x from the product s of a tile.
+    // Computes the logits x from the product s.
     const auto take_logits = [&](auto& s, auto& x) {
       ptx::fence_operand(s.x);
       if constexpr (kQuantizedQk) to_floats(s, x), scale_columns(x, shared.k_scale[k_state.stage]);
@@ -106,8 +107,8 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     const auto wait_v = [&] { shared.v_pipe.full[v_state.stage].wait(v_state.phase); };
     const auto release_k = [&] { shared.k_pipe.empty[k_state.stage].arrive(), k_state.advance(); };
     const auto release_v = [&] { shared.v_pipe.empty[v_state.stage].arrive(), v_state.advance(); };
-    // What lies before the first and after the last key that is seen, in their tiles of v; where v is a copy, it has
-    // zeros there, but for the next packed sequence. Every warpgroup comes here once with each of the two.
+    // Clears the rows of a tile of v before the first and after the last key that any query sees. A copy of v has zeros
+    // there, except for rows of the next packed sequence. All warpgroups call this for each tile that may need it.
     const auto clear_v = [&](int tile) {
       if constexpr (kCompensated<Precision>) {
         if (!a.schedule.cu_seqlens_q || (tile + 1) * kKeys <= q_tile.k_tokens) return;
@@ -125,18 +126,19 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
       shared.cleared.arrive(), shared.cleared.wait(cleared_phase);
       cleared_phase ^= 1;
     };
-    // A tile of which this warpgroup sees nothing.
+    // Releases a tile that none of this warpgroup's queries sees.
     const auto skip = [&](int tile) { wait_k(), release_k(), clear_v(tile), wait_v(), release_v(); };
 
+    // Skip the tiles after this warpgroup's last key.
     if constexpr (kSkips)
       for (int tile = keys.last - 1; tile >= max(mine.last, keys.first); --tile) {
         skip(tile);
         if (tile > keys.first) ping_pong_wait(), ping_pong_arrive();
       }
-    // The first tile, or half of it.
+    // First tile, or its first half: q k^T and softmax.
     const auto begin = [&](auto& s, auto& x) {
       multiply_qk(s, warpgroup, k_state.stage);
-      // While the product is under way.
+      // Work that overlaps with the product.
       o.zero();
       ptx::fence_operand(o.x);
 #pragma unroll
@@ -161,44 +163,47 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
       if (mine.last - 1 > mine.first) wait_k();
     }
     int tile = mine.last - 2;
-    // Two loops where o is sign-flipped between: a branch within the loop over tiles would cost 2 %.
+    // All other tiles but for the last p v. There are two loops, as a branch for the sign flip within one costs 2 %.
 #pragma unroll 1
     for (int half = kFlipsSigns ? 0 : 1; half < 2; ++half) {
       for (const int first = half ? mine.first : halfway; tile >= first; --tile) {
+        // Ping-pong: issue q k^T of this tile and p v of the tile before.
         ping_pong_wait();
         multiply_qk(s, warpgroup, k_state.stage);
         wait_v();
         multiply_pv();
         ping_pong_arrive();
+        // Wait for q k^T; softmax.
         ptx::wgmma_wait<1>();
         take_logits(s, x);
         if constexpr (!kQuantizedQk) mask(x, tile);
         if constexpr (kHasBeta<Precision>) {
-          // Ties are counted in every tile.
+          // Bias correction beta updates the maximum in every tile, as it counts ties.
           const RowValues rescale = softmax.template exp_update_max<Precision::kPExponent>(x);
           ptx::fence_operand(x.x);
           release_k();
-          // Waiting here splits the block of instructions, as the vote below does.
+          // A wait here splits the basic block, as the vote below does.
           if (tile > mine.first) wait_k();
           ptx::wgmma_wait<0>();
           ptx::fence_operand(o.x);
           scale_rows(o, rescale);
         } else {
-          // Over the maximum of former tiles; in the rare case that it is too small, the tile is done over. So are
-          // tiles of quantized values with a mask, whose branch would keep scales from being multiplied between
-          // exponentials.
+          // Exp with the stale maximum. In the rare case that this is too small, the tile is repeated. Tiles of
+          // quantized values that need a mask are always repeated, as a branch for the mask here would keep ptxas
+          // from interleaving the products by scales with the exponentials.
           const RowValues sum = softmax.template exp_stale_max<Precision::kPExponent>(x);
           const bool fits =
               sum[0] <= Precision::kMaxP && sum[1] <= Precision::kMaxP && !(kQuantizedQk && needs_mask(tile));
           ptx::fence_operand(x.x);
-          // This split of the block of instructions keeps ptxas from waiting for the product with v before the
-          // exponentials, which would then run after it instead of beside it.
+          // The vote splits the basic block. Else ptxas would wait for p v before the exponentials, which would then
+          // run after that product instead of beside it.
           if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
             softmax.l[0] += sum[0], softmax.l[1] += sum[1];
             ptx::wgmma_wait<0>();
             ptx::fence_operand(o.x);
           } else {
-            // opaque() stops hoisting: the addresses of both products would be computed ahead of the first.
+            // Repeat the tile with a new maximum. opaque() stops hoisting: the addresses of both products would be
+            // computed ahead of the first.
             multiply_qk(s, ptx::opaque(warpgroup), ptx::opaque(k_state.stage));
             ptx::wgmma_wait<0>();
             ptx::fence_operand(o.x);
@@ -208,17 +213,22 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
             scale_rows(o, rescale);
             twice[0] *= rescale[0], twice[1] *= rescale[1];
           }
+          // Release k; wait for the next.
           release_k();
           if (tile > mine.first) wait_k();
         }
+        // Release v; convert p for the next p v.
         release_v();
         convert(x, p);
       }
+      // Sign flip between the two loops.
       if (kFlipsSigns && !half && flips) flip_signs(o, partial(warpgroup)), twice = {2.f, 2.f};
     }
+    // Release q, unless o is stored through it.
     if constexpr (!kThroughQ) save_tile(block, warpgroup), shared.q_pipe.empty[q_state.stage].arrive();
     VMean v_mean;
-    if constexpr (kVMeanEarly) v_mean = v_mean_of(q_tile);  // on its way during the last product
+    if constexpr (kVMeanEarly) v_mean = v_mean_of(q_tile);  // overlaps with the last product
+    // Last p v.
     if (mine.any()) {
       if (!kCompensated<Precision> && mine.first < mine.last - 1) clear_v(mine.first);
       wait_v();
@@ -226,16 +236,18 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
       ptx::wgmma_wait<0>();
       ptx::fence_operand(o.x);
       release_v();
+      // Skip the tiles before this warpgroup's first key.
       if constexpr (kSkips)
         for (int left = mine.first - 1; left >= keys.first; --left) ping_pong_wait(), ping_pong_arrive(), skip(left);
     } else {
       o.zero();
-      ptx::fence_operand(o.x);  // or, at d = 256, zeros would pass through local memory
+      ptx::fence_operand(o.x);  // without the fence, the zeros pass through local memory at d = 256
     }
+    // Epilogue.
     if constexpr (kFlipsSigns)
       if (flips) unflip_signs(o, partial(warpgroup), twice);
     bool spoiled = write(q_tile, query, softmax, v_mean, o, shared.q[q_state.stage], warpgroup);
-    if constexpr (kCompensated<Precision>) {  // rows without keys are set to 0, and tell nothing
+    if constexpr (kCompensated<Precision>) {  // a row without keys is set to 0, whatever it has met
       const KeyRange seen = a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
       spoiled |= seen.first == seen.last;
     }

@@ -4,7 +4,8 @@
 
 namespace octet::cuda::sm90 {
 
-// exp(logit) = 2^(scale_log2 x) for the two queries of this thread; a query of zeros counts as one with scale 1.
+// Returns scale_log2 of this thread's two queries: exp(logit) = 2^(scale_log2 x). A query of zeros is treated as if its
+// scale were 1.
 template <class Precision, class Dims>
 __device__ inline RowValues Forward8Bit<Precision, Dims>::softmax_scale_log2(const TileInfo& q_tile, int query) const {
   RowValues scale_log2;
@@ -18,7 +19,7 @@ __device__ inline RowValues Forward8Bit<Precision, Dims>::softmax_scale_log2(con
   return scale_log2;
 }
 
-// o += r times the scale of p.
+// Adds r times the scale of p to o.
 template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::add(Accumulator<kColumns>& o, const Accumulator<kColumns, int>& r,
                                                          const RowValues& step) {
@@ -54,7 +55,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::store_partial(int warpgroup
         first ? float4{o.x[4 * i], o.x[4 * i + 1], o.x[4 * i + 2], o.x[4 * i + 3]} : with_partial(warpgroup, i, o, by);
 }
 
-// The scales that groups of this thread's keys in a tile have; else 1.
+// Returns the scales of the thread groups of this thread's keys in a tile, or 1 where k has no such scales.
 template <class Precision, class Dims>
 __device__ inline auto Forward8Bit<Precision, Dims>::group_scales(const Positions& at, int tile) const {
   if constexpr (kKeyScales == KeyScales::groups)
@@ -63,7 +64,7 @@ __device__ inline auto Forward8Bit<Precision, Dims>::group_scales(const Position
     return no_scales();
 }
 
-// x from the product s of a tile.
+// Computes x from the product s of a tile.
 template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::take_logits(const Positions& at, const Softmax& softmax,
                                                                  const Sums& s, Accumulator<kKeys>& x) const {
@@ -82,7 +83,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::mask(int warpgroup, const T
   }
 }
 
-// Warpgroup `warpgroup` of those that compute.
+// Computes all tiles of queries, as consumer warpgroup `warpgroup`.
 template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::consume(int warpgroup) {
   Positions at;
@@ -98,16 +99,19 @@ __device__ inline void Forward8Bit<Precision, Dims>::consume(int warpgroup) {
     Softmax softmax{softmax_scale_log2(q_tile, query_of(q_tile, warpgroup))};
     Accumulator<kColumns> o;
     o.zero();
-    // A block has a stage more than tiles.
+    // Skip the tiles after this warpgroup's last key. A tile of queries has one stage more than it has tiles of keys, as v
+    // comes a stage later than k.
     if constexpr (Tile::kSkips)
       for (int i = mine.any() ? keys.last - mine.last : keys.any() ? keys.last - keys.first + 1 : 0; i > 0; --i)
         skip(at);
+    // All tiles that this warpgroup sees.
     if (mine.any()) {
       if constexpr (kScaled)
         attend_scaled(warpgroup, q_tile, mine, at, softmax, o);
       else
         attend(warpgroup, q_tile, mine, at, softmax, o);
     }
+    // Release q; skip the tiles before this warpgroup's first key; epilogue.
     shared.q_pipe.empty[at.q].arrive();
     if constexpr (Tile::kSkips)
       for (int i = mine.any() ? mine.first - keys.first : 0; i > 0; --i) skip(at);
@@ -116,8 +120,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::consume(int warpgroup) {
   }
 }
 
-// P on one scale. The product s of a tile runs together with the product p v of the tile before, as in
-// forward.h.
+// The mainloop for P without a scale for each tile. The product s of a tile runs together with the product p v of the
+// tile before, as in the 16-bit mainloop.
 template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const TileInfo& q_tile, const Keys& keys,
                                                             Positions& at, Softmax& softmax,
@@ -127,13 +131,13 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
   Accumulator<kKeys>& x = in_place(s, converted);
   Operand<typename Precision::PType, kKeys> p;
   RowValues sum;
-  RowValues partial_rescale{1.f, 1.f};  // by which what was put aside must be multiplied
-  // Products with v that came before that of tile `tile`.
+  RowValues partial_rescale{1.f, 1.f};  // the factor by which the partial accumulator must be multiplied
+  // Returns the number of products with v before that of tile `tile`.
   const auto products_before = [&](int tile) { return keys.last - 1 - tile; };
   const auto starts_sum = [&](int tile) { return products_before(tile) % kTilesPerSum == 0; };
 
   const auto mask = [&](int tile, float masked) { this->mask(warpgroup, q_tile, keys, tile, x, masked); };
-  // P over a new scale from the product s of a tile; returns by what sums must be multiplied.
+  // Computes P with a new scale from the product s of a tile; returns the factor by which o must be multiplied.
   const auto recompute_p = [&](int tile, RowValues& sum) {
     take_logits(at, softmax, s, x);
     mask(tile, -INFINITY);
@@ -142,6 +146,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
     return rescale;
   };
 
+  // First tile: q k^T and softmax.
   wait_kv(at);
   multiply_k(warpgroup, at, at.kv.stage, s);
   wait_products<0>(s);
@@ -150,18 +155,21 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
   release_kv(at);
   if (keys.last - 2 >= keys.first) wait_kv(at);
   for (int tile = keys.last - 2; tile >= keys.first; --tile) {
+    // Issue q k^T of this tile and p v of the tile before; wait for q k^T.
     multiply_k(warpgroup, at, at.kv.stage, s);
     multiply_v(at, p, o, !starts_sum(tile + 1));
     wait_products<1>(s);
     take_logits(at, softmax, s, x);
-    // What does not fit is done over from its product, and so are tiles with a mask, which are few.
+    // Softmax with the stale scale. A tile that does not fit is repeated from q k^T on, and so are the few tiles that need
+    // a mask.
     const bool fits = softmax.exp_stale_max(x, group_scales(at, tile), sum) && !needs_mask(keys, tile);
     ptx::fence_operand(x.x);
-    // This branch keeps ptxas from waiting for the product with v before the exponentials.
+    // The vote keeps ptxas from waiting for p v before the exponentials.
     if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
       wait_products<0>(o);
     } else {
-      // opaque() stops hoisting: the addresses of both products would be computed ahead of the first.
+      // Repeat the tile with a new scale. opaque() stops hoisting: the addresses of both products would be computed ahead
+      // of the first.
       multiply_k(ptx::opaque(warpgroup), at, ptx::opaque(at.kv.stage), s);
       wait_products<0>(o);
       ptx::fence_operand(s.x);
@@ -170,6 +178,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
       partial_rescale[0] *= rescale[0], partial_rescale[1] *= rescale[1];
     }
     softmax.l[0] += sum[0], softmax.l[1] += sum[1];
+    // Release; pack P; add o to the partial accumulator where the next product starts a new sum.
     release_kv(at);
     pack_P(x, p);
     if (starts_sum(tile)) {
@@ -178,6 +187,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
     }
     if (tile > keys.first) wait_kv(at);
   }
+  // Last p v.
   wait_kv(at);
   multiply_v(at, p, o, !starts_sum(keys.first));
   wait_products<0>(o);
@@ -185,7 +195,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
   if (products_before(keys.first) >= kTilesPerSum) add_partial(warpgroup, o, partial_rescale);
 }
 
-// P whose scale changes from tile to tile: their product goes to an accumulator of its own and from there to o.
+// The mainloop for P whose scale changes from tile to tile: the product r = p v has an accumulator of its own, from which
+// it is scaled and added to o.
 template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup, const TileInfo& q_tile,
                                                                    const Keys& keys, Positions& at, Softmax& softmax,
@@ -194,16 +205,19 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup
   Accumulator<kKeys> x;
   Accumulator<kColumns, int> r;
   Operand<typename Precision::PType, kKeys> p;
+  // First tile: q k^T.
   wait_kv(at);
   multiply_k(warpgroup, at, at.kv.stage, s);
   wait_products<0>(s);
   take_logits(at, softmax, s, x);
   mask(warpgroup, q_tile, keys, keys.last - 1, x);
   for (int tile = keys.last - 1; tile >= keys.first; --tile) {
+    // Softmax and quantization of P, the exponentials in turn (ping-pong).
     const RowValues most = softmax.largest(x, o);
     const RowValues step =
         softmax.quantize_p(x, most, shared.v_scale[at.kv.stage][1], ping_pong_wait(warpgroup, at), p);
     ping_pong_arrive(warpgroup);
+    // Release k of this tile; wait for its v, which comes with the next k; issue p v.
     release_kv(at);
     wait_kv(at);
     multiply_v(at, p, r, false);
@@ -213,6 +227,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup
       add(o, r, step);
       break;
     }
+    // Issue q k^T of the next tile; add p v to o.
     multiply_k(warpgroup, at, at.kv.stage, s);
     wait_products<1>(r);
     add(o, r, step);

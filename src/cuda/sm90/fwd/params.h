@@ -1,4 +1,4 @@
-// What kernels are launched with.
+// The parameters of the forward kernels.
 #pragma once
 #include <cuda.h>
 
@@ -12,49 +12,51 @@ namespace octet::cuda::sm90 {
 
 struct ForwardParams {
   CUtensorMap q, k, v;                                 // [dim, token, head, batch]
-  int q_broadcast[2], k_broadcast[2], v_broadcast[2];  // 0 where all heads, all batch elements are one, else 1
+  // {head, batch}: 0 where all heads, or all batch elements, share the same memory, else 1.
+  int q_broadcast[2], k_broadcast[2], v_broadcast[2];
   TileScheduler schedule;
   Mask mask;
   int group;  // heads of q per head of k and v
   int dim_v;
   float scale_log2e;
-  float beta, beta_reach;  // bias correction beta
-  const float* v_scale;    // [batch, kv_head], powers of two that v was divided by, or null
-  // Where q and k are quantized values; those of keys lie in whole tiles, as in Forward8BitParams.
-  int keys;  // of a head of k, in whole tiles
+  float beta, beta_reach;  // of bias correction beta; beta_reach in logits before scaling
+  const float* v_scale;    // [batch, kv_head]: the power of two that v was divided by; or null
+  // The next four are set where q and k are quantized. The keys are padded to whole tiles, as in Forward8BitParams.
+  int keys;  // keys of a head, padding included
   float scale;
   const float *q_scale, *k_scale;  // [batch, head, token], [batch, kv_head, keys]
-  const float* mean_logit;         // [batch, head, token]: q times the mean that k lost; null: not wanted
+  const float* mean_logit;         // [batch, head, token]: q times the mean subtracted from k; null: not needed
   Output o, o_residual, lse;
-  const float* v_mean;  // [batch, kv_head, kernel's dim_v] that v was reduced by; of kCompensated precisions
+  const float* v_mean;  // [batch, kv_head, the kernel's dim_v]: subtracted from v; kCompensated precisions only
   Sinks sinks;
-  bool clears;                    // rows of v: packed sequences, or keys that no query sees
-  Output q_rows, k_rows, v_rows;  // what the tensor maps read, of `dim` and dim_v channels; the type is the kernel's
+  bool clears;  // true: some tiles of v have rows that no query sees, or of another sequence, which become zeros
+  // The tensors behind the tensor maps, with `dim` and dim_v channels, in the kernel's element types.
+  Output q_rows, k_rows, v_rows;
   int dim;
 };
 
-// Keys of 8-bit operands lie in whole multiples of n = kLaidOutKeys: each sequence starts a new one. In packed
-// sequences s starts at (first key / n + s) n.
+// The keys of each sequence of 8-bit operands are padded to a multiple of n = kLaidOutKeys. Packed sequence s starts at
+// key (first key / n + s) n.
 struct Forward8BitParams {
   CUtensorMap q, k;  // quantized values [dim, token, head, batch]
   CUtensorMap v;     // quantized values [key, channel, head, batch], each 16 keys in the order of key_permutation
-  int q_broadcast[2], k_broadcast[2];  // 0 where all heads, all batch elements are one, else 1
-  bool k_in_tiles;                     // or where the caller has them
-  int keys;                            // of a head of v, in whole tiles
+  // {head, batch}: 0 where all heads, or all batch elements, share the same memory, else 1.
+  int q_broadcast[2], k_broadcast[2];
+  bool k_in_tiles;  // true: k is padded as v is; false: k is the caller's tensor
+  int keys;         // keys of a head of v, padding included
   TileScheduler schedule;
   Mask mask;
   int group;  // heads of q per head of k and v
   int dim_v;
   float scale, scale_log2e;
   const float* q_scale;  // [batch, head, token], or null: 1
-  const float* k_scale;  // [batch, kv_head, keys], or [.., keys / 64, group], or null
-  const float* v_scale;  // [batch, kv_head, tile, 2, key]: log2 of the steps, their inverses; or null
-  const float *v_channel_scale,
-      *v_mean;              // [sequence, kv_head, kernel's dim_v]: the scale of each channel, the mean; or null
-  const float* mean_logit;  // [batch, head, token]: q times the mean that k lost, or null
+  const float* k_scale;  // [batch, kv_head, keys], or [.., keys / 64, thread group], or null
+  const float* v_scale;  // [batch, kv_head, tile, 2, key]: log2 of the scales, then their inverses; or null
+  const float *v_channel_scale, *v_mean;  // [sequence, kv_head, the kernel's dim_v]; or null
+  const float* mean_logit;                // [batch, head, token]: q times the mean subtracted from k; or null
   Output o, o_residual, lse;
   Sinks sinks;
-  Output q_rows, k_rows;  // what the tensor maps read, of `dim` channels; the type is the kernel's
+  Output q_rows, k_rows;  // the tensors behind the tensor maps, with `dim` channels, in the kernel's element types
   const unsigned char* v_quantized;
   int dim;
 };

@@ -1,10 +1,10 @@
-// The producer of the 16-bit forward pass: one thread draws tiles of queries and loads q, k and v through TMA.
+// The producer of the 16-bit forward pass: one thread takes tiles of queries and loads q, k and v by TMA.
 #pragma once
 #include "cuda/sm90/fwd/forward.h"
 
 namespace octet::cuda::sm90 {
 
-// The producer: one thread.
+// Runs on one thread.
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::produce() {
   PipelineState<Tile::kQStages> q_state;
@@ -27,7 +27,7 @@ __device__ inline void Forward<Precision, Dims>::produce() {
                            Barrier& full) {
       load(tile, map, row, head * broadcast[0], q_tile.batch * broadcast[1], &full.word);
     };
-    // q is on its way while the producer works out the keys; then it arrives itself.
+    // Load q. The producer arrives later, once it has computed the range of keys.
     ready.expect(TileQ::kBytes);
     fetch(q(q_state.stage), a.q, a.q_broadcast, q_tile.q_first + q_tile.q_start, q_tile.head, ready);
     q_state.advance();
@@ -50,14 +50,14 @@ __device__ inline void Forward<Precision, Dims>::produce() {
       fetch(v(v_state.stage), a.v, a.v_broadcast, q_tile.k_first + tile * kKeys, kv_head, full);
       v_state.advance();
     };
-    // In the order in which they are used: k of a tile comes before v of the one before.
+    // Load k and v in the order of their use: k of a tile comes before v of the tile that was issued before it.
     const Keys keys = block.keys = keys_of(q_tile, q_tile.q_start, kRows);
     if (keys.any()) fetch_k(keys.last - 1);
     for (int i = 0; kSkips && i < Tile::kWarpgroups; ++i)
       block.of_warpgroup[i] = keys_of(q_tile, q_tile.q_start + i * kWarpgroupRows, kWarpgroupRows);
     ready.arrive();
     for (int tile = keys.last - 2; tile >= keys.first; --tile) fetch_k(tile), fetch_v(tile + 1);
-    // Drawn before there is a place for the last v.
+    // Take the next tile of queries before the wait for a stage for the last v.
     next = a.schedule.at(gridDim.x + atomicAdd(a.schedule.counter, 1u));
     if (keys.any()) fetch_v(keys.first);
   }

@@ -1,11 +1,12 @@
-// The producer of the 8-bit forward pass: one thread draws tiles of queries and loads q, k, v and scales through TMA.
+// The producer of the 8-bit forward pass: one thread takes tiles of queries and loads q, k, v and scales by TMA.
 #pragma once
 #include "cuda/sm90/fwd/forward_8bit.h"
 
 namespace octet::cuda::sm90 {
 
-// The rows below v, which TMA leaves alone: ones in the first, and in each of the others at some of 16 keys, so that
-// these have a one for every key between them. Chunks of 16 keys are alike, so the swizzle does not matter.
+// Writes the rows of ones after the channels of v, which TMA does not overwrite. The first row has a one for every key;
+// the others have ones for disjoint parts of the keys, which together are all keys. All chunks of 16 keys are alike, so
+// the swizzle has no effect.
 template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::write_ones() const {
   if constexpr (Precision::kSumRounded) {
@@ -22,7 +23,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::write_ones() const {
   }
 }
 
-// The producer: one thread.
+// Runs on one thread.
 template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::produce() {
   namespace ptx = ::cuda::ptx;
@@ -71,7 +72,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::produce() {
       if (with_v) load(v(stage), a.v, first_key + (tile + 1) * kKeys, 0, kv_head, q_tile.batch, &full.word);
       kv_state.advance();
     };
-    // Products with k of a tile and with v of the one before are issued together, so they share a stage.
+    // The products with k of a tile and with v of the tile before are issued together, so both share a stage.
     if (keys.any())
       for (int tile = keys.last - 1; tile >= keys.first - 1; --tile)
         fetch(tile >= keys.first, tile < keys.last - 1, tile);

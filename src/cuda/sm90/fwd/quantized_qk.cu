@@ -1,3 +1,4 @@
+// The host functions that launches with 8-bit q and k share.
 #include <cmath>
 
 #include "core/quant/hadamard.h"
@@ -57,7 +58,7 @@ void Int8Logits::quantize(cudaStream_t stream) const {
   keys_ ? octet::cuda::quantize(codes_, scratch_, stream) : clear(counter(), stream);
 }
 
-// The channels that the kernel reads, of rows that may be longer.
+// Returns a view of the channels that the kernel reads; the rows in memory may be longer.
 View Int8Logits::view(void* data, int64_t heads, int64_t rows) const {
   View v = view_8bit(data, batch_, heads, rows, codes_.dim);
   v.shape[3] = dim_;

@@ -1,4 +1,4 @@
-// What the launches with quantized values of 8 bits share.
+// The host functions that launches with 8-bit q and k share, and the quantization of q and k for int8_f16.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -8,31 +8,32 @@
 
 namespace octet::cuda::sm90 {
 
-// The rotation of q and k of `dim` channels, signs from kHadamardSeed.
+// Returns the Hadamard rotation of q and k of `dim` channels, with the signs of kHadamardSeed.
 Rotation rotation_of(int64_t dim);
 
-// Whether it matters what k's mean adds to all logits of a row.
+// True where a result depends on what the mean of k adds to all logits of a row.
 bool wants_mean_logit(const Problem& p);
 
-// Dense [batch, head, row, column] bytes.
+// Returns the view of a dense [batch, head, row, column] array of bytes.
 View view_8bit(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t columns);
 
-// Columns of the boxes in which TMA reads bytes: panels as SharedTile8Bit has them.
+// Returns the width of the boxes that TMA reads: the panels of SharedTile8Bit.
 int panel_bytes(int64_t columns);
 
-// q and k as int8 with a scale for each token, k less its mean, keys in whole tiles of `tile`.
+// q and k quantized to int8 with a scale for each token. k is centred by its mean, and its keys are padded to whole tiles
+// of `tile` keys.
 class Int8Logits {
  public:
-  // `dim`: the kernel's.
+  // `dim` is the kernel's.
   Int8Logits(const Problem& p, int64_t dim, int tile, WorkspaceAllocator& workspace);
   void quantize(cudaStream_t stream) const;
-  unsigned* counter() const { return static_cast<unsigned*>(scratch_); }       // 0 after `preprocess`
+  unsigned* counter() const { return static_cast<unsigned*>(scratch_); }       // 0 after quantize()
   View q() const { return view(codes_.q_quantized, codes_.heads, queries_); }  // [batch, head, token, dim]
   View k() const { return view(codes_.k_quantized, codes_.kv_heads, keys_); }  // [batch, kv_head, keys, dim]
   int keys() const { return static_cast<int>(keys_); }
   const float* q_scale() const { return codes_.q_scale; }
   const float* k_scale() const { return codes_.k_scale; }
-  const float* mean_logit() const { return codes_.mean_logit; }  // null where nothing wants it
+  const float* mean_logit() const { return codes_.mean_logit; }  // null where it is not needed
 
  private:
   View view(void* data, int64_t heads, int64_t rows) const;

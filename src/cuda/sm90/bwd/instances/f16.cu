@@ -1,3 +1,4 @@
+// The backward kernels with operands in f16.
 #include "cuda/sm90/bwd/instances/instance.h"
 
 namespace octet::cuda::sm90 {

@@ -1,4 +1,4 @@
-// Included by one file per operand type, so that they compile batch_head by batch_head.
+// The instances of the backward kernels. One file per operand type includes this, so that they compile in parallel.
 #pragma once
 #include "cuda/sm90/bwd/kernel.h"
 #include "cuda/sm90/bwd/kernel_2cta.h"

@@ -1,3 +1,4 @@
+// The forward kernels of precision bf16 with bias correction beta.
 #include "cuda/sm90/fwd/instances/instance_16bit.h"
 
 namespace octet::cuda::sm90 {

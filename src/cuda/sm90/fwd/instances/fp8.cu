@@ -1,3 +1,4 @@
+// The forward kernels of precision fp8.
 #include "cuda/sm90/fwd/instances/instance_8bit.h"
 
 namespace octet::cuda::sm90 {

@@ -1,3 +1,4 @@
+// The forward kernels of precision fp8 with prequantized q and k.
 #include "cuda/sm90/fwd/instances/instance_8bit.h"
 
 namespace octet::cuda::sm90 {

@@ -1,4 +1,4 @@
-// Included by one file per precision, so that they compile batch_head by batch_head.
+// The instances of the 8-bit forward kernel. One file per precision includes this, so that they compile in parallel.
 #pragma once
 #include "cuda/sm90/fwd/kernel_8bit.h"
 #include "cuda/sm90/kernels.h"
