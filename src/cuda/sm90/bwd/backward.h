@@ -7,8 +7,8 @@
 //
 // As p and ds are transposed, they stay in registers as left operands of dv and dk. Only ds goes through shared memory,
 // for dq, which sums over the keys of both warpgroups. Each warpgroup computes dq from the ds of the iteration before,
-// so that the two need not meet. The warpgroups issue their products in turn (ping-pong), from dv of one iteration to dp
-// of the next: while one computes exponentials, the products of the other run. dq is summed over blocks of keys by
+// so that the two need not meet. The warpgroups issue their products in turn (ping-pong), from dv of one iteration to
+// dp of the next: while one computes exponentials, the products of the other run. dq is summed over blocks of keys by
 // atomics in L2. In the producer warpgroup, one thread loads all operands, and three warps convert k and v of the next
 // block and clear the sums of dq of a later head.
 #pragma once
@@ -45,7 +45,7 @@ struct Backward {
   static constexpr bool kEarlyP = Dim == 128;
   // True: an iteration waits for the next q before it adds to dq, as the atomics delay the loads that follow them.
   static constexpr bool kAwaitsNext = Dim == 128;
-  using Schedule = KeyBlockScheduler<kQueries, kKeys>;
+  using Scheduler = KeyBlockScheduler<kQueries, kKeys>;
   using TileQ = SharedTile<T, kQueries, Dim>;
   using TileK = SharedTile<T, kKeys, Dim>;
   using TileDs = SharedTile<T, kKeys, kQueries>;
@@ -81,7 +81,7 @@ struct Backward {
 
   const BackwardParams& a;
   Shared& shared;
-  const Schedule schedule{a};
+  const Scheduler scheduler{a};
 
   __device__ void convert_keys(int thread);
   __device__ void fetch_tiles(KeyBlockInfo& w, int stage) const;

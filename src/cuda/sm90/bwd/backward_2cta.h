@@ -1,5 +1,5 @@
-// The backward pass at d = 256: dq, dk, dv of 128 keys by a 2-CTA cluster. The algorithm is that of sm90/bwd/backward.h;
-// its products are divided among the warpgroups of both thread blocks. In each thread block:
+// The backward pass at d = 256: dq, dk, dv of 128 keys by a 2-CTA cluster. The algorithm is that of
+// sm90/bwd/backward.h; its products are divided among the warpgroups of both thread blocks. In each thread block:
 //
 //   one warpgroup, for 64 keys and all channels:
 //     s = k q^T    p = exp(scale s - lse)    dp = v do^T    ds = p (dp - delta)
@@ -33,7 +33,7 @@ struct Backward2Cta {
   enum NamedBarrier : int { kClearBarrier = 1 };
   static constexpr int kStages = Tile::kStages, kPStages = 1, kDsStages = 2;
   static constexpr int kDqColumns = kChannels / 2, kDqNumbers = kQueries * kDqColumns;  // per warpgroup
-  using Schedule = KeyBlockScheduler<kQueries, kClusterKeys>;
+  using Scheduler = KeyBlockScheduler<kQueries, kClusterKeys>;
   using TileQ = SharedTile<T, kQueries, Dim, true>;
   using TileK = SharedTile<T, kKeys, Dim, true>;
   using TileCluster = SharedTile<T, kClusterKeys, Dim, true>;  // the keys of both, as preprocessed
@@ -59,21 +59,21 @@ struct Backward2Cta {
     Pipeline<1> tile_pipe;    // from the thread that loads k and v to the one that loads q and do
     Pipeline<1> number_pipe;  // from thread block 0 to thread block 1
     uint32_t number;          // the block of keys that thread block 0 has taken
-    // The slots are used in turn. A slot is written once v of the block before was released, in the last iteration of that
-    // block, so that no thread still reads the block that had the slot.
+    // The slots are used in turn. A slot is written once v of the block before was released, in the last iteration of
+    // that block, so that no thread still reads the block that had the slot.
     static constexpr int kTileSlots = 3;
     KeyBlockInfo key_block[kTileSlots];
 
     __device__ void init() {
-      k_pipe.init(kConsumerThreads + kClearing), v_pipe.init(kWarps), q_remote_pipe.init(kWarps),
+      k_pipe.init(kConsumerThreads + kClearThreads), v_pipe.init(kWarps), q_remote_pipe.init(kWarps),
           do_remote_pipe.init(kWarps);
       q_pipe.init(2 * kWarps), do_pipe.init(2 * kWarps), tile_pipe.init(1), number_pipe.init(1);
       for (Barrier& empty : rows_empty) empty.init(kConsumerThreads);
       init(p_pipe), init(ds_pipe);
     }
     template <int Stages>
-    __device__ void init(Pipeline<Stages>& ring) {
-      for (int i = 0; i < Stages; ++i) ring.full[i].init(kWarps), ring.empty[i].init(kBlocks * 2 * kWarps);
+    __device__ void init(Pipeline<Stages>& pipe) {
+      for (int i = 0; i < Stages; ++i) pipe.full[i].init(kWarps), pipe.empty[i].init(kBlocks * 2 * kWarps);
     }
   };
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;
@@ -81,12 +81,12 @@ struct Backward2Cta {
 
   const BackwardParams& a;
   Shared& shared;
-  const Schedule schedule{a};
+  const Scheduler scheduler{a};
 
   static __device__ int rank() { return static_cast<int>(ptx::cluster_rank()); }
   static __device__ int peer() { return rank() ^ 1; }
 
-  __device__ unsigned next_number(unsigned draw);
+  __device__ unsigned next_number(unsigned numbers_taken);
   __device__ void load_keys();
 
   __device__ void clear_all(int thread);
@@ -96,7 +96,7 @@ struct Backward2Cta {
   __device__ void load_queries(const KeyBlockInfo& w, unsigned& n);
   template <int Stages>
   __device__ void put(const Operand<T, kQueries>& x, unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
-                      Pipeline<Stages>& ring, unsigned n);
+                      Pipeline<Stages>& pipe, unsigned n);
   // Releases a stage in both thread blocks, for all lanes of a warp.
   static __device__ void release(Barrier& empty) {
     __syncwarp();

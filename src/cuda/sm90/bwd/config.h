@@ -3,12 +3,12 @@
 
 namespace octet::cuda::sm90 {
 
-// A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with `kStages` stages of q and
-// `kDoStages` stages of do. Up to d = 128, each of two consumer warpgroups has 64 keys and holds s and dp (queries / 2
-// registers each), dk and dv (dim / 2 each) and half of dq. At d = 256, a 2-CTA cluster has the keys: in each thread
-// block, one warpgroup holds s and dp of 64 keys; each of two others holds, for half of the channels, dk and dv of 64
-// keys and a quarter of dq.
-constexpr int kBackwardWarps = 8;  // consumer warps
+// A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with `kStages` stages of q
+// and `kDoStages` stages of do. Up to d = 128, each of two consumer warpgroups has 64 keys and holds s and dp (queries
+// / 2 registers each), dk and dv (dim / 2 each) and half of dq. At d = 256, a 2-CTA cluster has the keys: in each
+// thread block, one warpgroup holds s and dp of 64 keys; each of two others holds, for half of the channels, dk and dv
+// of 64 keys and a quarter of dq.
+constexpr int kBackwardWarps = 8;                                         // consumer warps
 constexpr int kBackwardRegisters = 232, kBackwardProducerRegisters = 40;  // per thread
 // How partial sums of dq are added: as floats in any order, or as integers, whose sum does not depend on the order.
 enum class Sums { floats, integers };

@@ -1,6 +1,7 @@
-// Converts k and v of a block of keys in shared memory from the caller's numbers to operands of the backward kernel: k is
-// centred by its mean, both are multiplied by powers of two, and rounded to the operands' type. Three warps convert in
-// place. The exponents are those of the head, which come from a sample; a block with larger numbers takes smaller ones.
+// Converts k and v of a block of keys in shared memory from the caller's numbers to operands of the backward kernel: k
+// is centred by its mean, both are multiplied by powers of two, and rounded to the operands' type. Three warps convert
+// in place. The exponents are those of the head, which come from a sample; a block with larger numbers takes smaller
+// ones.
 #pragma once
 #include <type_traits>
 

@@ -35,12 +35,12 @@ __global__ void __launch_bounds__(kThreads)
       if (sequence.index < 0) continue;
       const KeyRange seeing = p.mask.seeing(p.q_blocks.tokens_of(sequence.index), p.k_blocks.tokens_of(sequence.index));
       for (int row = lane; row < kQueries && first + row < sequence.tokens; row += 32) {
-        const Index4 line{batch, head, static_cast<int64_t>(sequence.first) + first + row, 0};
-        const float lse = static_cast<const float*>(p.lse.data)[line.offset(p.lse)];
+        const Index4 index{batch, head, static_cast<int64_t>(sequence.first) + first + row, 0};
+        const float lse = static_cast<const float*>(p.lse.data)[index.offset(p.lse)];
         if (lse == -INFINITY) continue;
-        // A row that sees no key has no delta in `rows`; only dlse contributes to its sum.
+        // The delta of a row that sees no key is 0, and its dlse is not in `rows`.
         const bool sees = seeing.first <= first + row && first + row < seeing.last;
-        const float dlse = p.dlse.data ? static_cast<const float*>(p.dlse.data)[line.offset(p.dlse)] : 0.f;
+        const float dlse = p.dlse.data ? static_cast<const float*>(p.dlse.data)[index.offset(p.dlse)] : 0.f;
         sum -= static_cast<double>(expf(sink - lse)) * (sees ? rows.delta[row] / delta_scale : -dlse);
       }
     }

@@ -1,5 +1,5 @@
-// The epilogue of the backward kernels: dk and dv of a block of keys in the caller's type, added to what earlier parts of
-// the queries have written.
+// The epilogue of the backward kernels: dk and dv of a block of keys in the caller's type, added to what earlier parts
+// of the queries have written.
 #pragma once
 #include <cstring>
 
@@ -54,8 +54,8 @@ __device__ void add_keys(const Output& out, const KeyBlockInfo& w, int key, int 
   }
 }
 
-// Writes x scale 2^exponent to the rows from `key` on and the columns from `channel` on, added to what earlier parts of the
-// queries have written. 2^exponent may not be a float, so it is applied as two factors.
+// Writes x scale 2^exponent to the rows from `key` on and the columns from `channel` on, added to what earlier parts of
+// the queries have written. 2^exponent may not be a float, so it is applied as two factors.
 template <int Columns>
 __device__ void write_keys(const Output& out, const KeyBlockInfo& w, int key, int channel, Accumulator<Columns>& x,
                            float scale, int exponent, int columns) {

@@ -9,8 +9,8 @@
 
 namespace octet::cuda::sm90 {
 
-// Bits of headroom below the largest number of the format: with statistics of a sample, for tokens that are not in it, and
-// with statistics of all numbers.
+// Bits of headroom below the largest number of the format: with statistics of a sample, for tokens that are not in it,
+// and with statistics of all numbers.
 constexpr int kRoomOfSample = 4, kRoom = 1;
 constexpr int kMaxExponent = 126;
 
@@ -26,8 +26,8 @@ struct Size {
       if (isfinite(x[i])) most = fmaxf(most, fabsf(x[i])), sum = fminf(sum + fabsf(x[i]), FLT_MAX);
   }
   // Combines the sizes of the threads of a row.
-  __device__ void reduce(int lines) {
-    for (int step = lines / 2; step; step /= 2) {
+  __device__ void reduce(int vecs) {
+    for (int step = vecs / 2; step; step /= 2) {
       most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
       sum += __shfl_xor_sync(~0u, sum, step);
     }
@@ -109,17 +109,17 @@ __device__ inline Sizes sizes_of_part(const PreprocessParams& p, const Sizes& sa
 // Returns the scale of sums of dq in integers, which follows from the bound
 //   |dq_ic| <= sum_j p_ij |dp_ij - delta_i + dlse_i| |k_jc|
 //           <= (|do_i| + |dlse_i| / per_dlse) max(|v| + reach, per_dlse) |k|.
-// QueryRows::dq_row_scale accounts for the first factor. Scaled, the bound is below 2^30, one bit below the range of int.
-__device__ inline float dq_sums_unit(const PreprocessParams& p, const Sizes& sampled, const Sizes& s,
-                                     const Exponents& e) {
+// QueryRows::dq_row_scale accounts for the first factor. Scaled, the bound is below 2^30, one bit below the range of
+// int.
+__device__ inline float dq_sums_scale(const PreprocessParams& p, const Sizes& sampled, const Sizes& s,
+                                      const Exponents& e) {
   const float reach = s.dlse > 0.f ? fmaxf(s.v_row + s.reach, per_dlse(sampled)) : s.v_row + s.reach;
   if (!(reach > 0.f && s.k_smooth > 0.f)) return 1.f;
-  return power_of_two(30 - p.weight_exponent - e.product - e.v - exponent_above(reach) - e.k -
-                      exponent_above(s.k_smooth));
+  return power_of_two(30 - p.p_exponent - e.product - e.v - exponent_above(reach) - e.k - exponent_above(s.k_smooth));
 }
 
-// Returns the largest number of operand v for which |do| (|v| + reach) + |dlse| is at most 1, as exponents_for requires.
-// |v|_2 is at most sqrt(dim) |v|_inf.
+// Returns the largest number of operand v for which |do| (|v| + reach) + |dlse| is at most 1, as exponents_for
+// requires. |v|_2 is at most sqrt(dim) |v|_inf.
 __device__ inline float largest_v(const PreprocessParams& p, const Sizes& s, const Exponents& e) {
   if (!p.scaled || !(s.do_row > 0.f)) return FLT_MAX;
   const double all = ldexp(1.0, -e.product - e.do_ - e.v) - s.dlse;  // the bound of |do| (|v| + reach)

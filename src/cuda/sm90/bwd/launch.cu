@@ -1,4 +1,5 @@
-// The backward pass on the host: kernel choice, workspace, and the launches of preprocessing, kernel and postprocessing.
+// The backward pass on the host: kernel choice, workspace, and the launches of preprocessing, kernel and
+// postprocessing.
 #include <algorithm>
 
 #include "cuda/host/launch.h"
@@ -86,7 +87,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
 
   const bool scaled = f16_compute(p), f16 = p.precision == OCTET_PRECISION_F16;
   const octet_dtype cast = f16 ? OCTET_F16 : OCTET_BF16;
-  const int weight_exponent = scaled ? 15 : 0;  // p is at most 1, so 2^15 p is a number of f16
+  const int p_exponent = scaled ? 15 : 0;  // p is at most 1, so 2^15 p is a number of f16
   PreprocessParams params{
       .q = strided(p.q),
       .k = strided(p.k),
@@ -109,7 +110,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
       .k_blocks = k_blocks,
       .mask = {p.windowed, p.bottom_right, clamp_side(p.left), clamp_side(p.right)},
       .group = static_cast<int>(p.group()),
-      .weight_exponent = weight_exponent,
+      .p_exponent = p_exponent,
       .scale = p.scale,
       .sampled = allocator.take<Sizes>(kv_heads),
       .sizes = allocator.take<Sizes>(kv_heads),
@@ -153,9 +154,9 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   const auto all = static_cast<int>(kv_heads);
   const HeadGroups head_groups =
       p.windowed ? head_groups_of(all, k_blocks.count, kShareOfL2 / head_bytes, in_flight) : one_by_one(all);
-  // Idle warps of the kernel clear the sums of a head while an earlier head is computed. The distance between the two is
-  // such that all blocks of the earlier head are taken before the first of the later one, and have mostly cleared their
-  // shares by then. At d = 64 this costs more than it saves, and blocks of packed sequences may not exist.
+  // Idle warps of the kernel clear the sums of a head while an earlier head is computed. The distance between the two
+  // is such that all blocks of the earlier head are taken before the first of the later one, and have mostly cleared
+  // their shares by then. At d = 64 this costs more than it saves, and blocks of packed sequences may not exist.
   const bool idle_warps = kernel.cluster > 1 || (!params.k_tiles && dim == 128);
   if (idle_warps && !p.packed() && k_tiles) {
     const int widest = std::max(head_groups.heads, all - head_groups.count * head_groups.heads);
@@ -186,7 +187,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
                    .counter = params.counter,
                    .head_groups = head_groups,
                    .scale = p.scale,
-                   .weight_exponent = weight_exponent,
+                   .p_exponent = p_exponent,
                    .dk = dk.output(),
                    .dv = dv.output(),
                    .row_sums = params.row_sums};

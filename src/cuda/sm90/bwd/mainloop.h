@@ -25,7 +25,7 @@ __device__ inline void Backward<T, Dim, sums>::consume(int warpgroup) {
     if (!w.valid()) break;
     shared.k_pipe.full[key_stage].wait(key_phase);
     shared.v_pipe.full[key_stage].wait(key_phase);
-    const Exponents& e = schedule.exponents(w);
+    const Exponents& e = scheduler.exponents(w);
     Accumulator<Dim> dk, dv;
     dk.zero(), dv.zero();
     if (sums == Sums::integers || (w.exponents.k == e.k && w.exponents.ds == 0 && e.dq == 0))
@@ -33,8 +33,8 @@ __device__ inline void Backward<T, Dim, sums>::consume(int warpgroup) {
     else
       compute<false>(warpgroup, w, e, key_stage, n, dk, dv);
     const int key = w.first_key + warpgroup * kWarpgroupRows;
-    write_keys(a.dv, w, key, 0, dv, 1.f, -a.weight_exponent - e.do_, a.dim_v);
-    write_keys(a.dk, w, key, 0, dk, a.scale, w.exponents.ds - a.weight_exponent - e.product - e.do_ - e.v - e.q, a.dim);
+    write_keys(a.dv, w, key, 0, dv, 1.f, -a.p_exponent - e.do_, a.dim_v);
+    write_keys(a.dk, w, key, 0, dk, a.scale, w.exponents.ds - a.p_exponent - e.product - e.do_ - e.v - e.q, a.dim);
     shared.tile_pipe.empty[slot].arrive();
   }
 }
@@ -51,8 +51,8 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
   const KeyExponents mine = w.exponents;
   const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - mine.k));
   const float product_scale = exp2f(static_cast<float>(e.product + e.v - mine.v));
-  const int steps = group * w.tiles.count();
-  const UnmaskedSteps unmasked(a, w, w.first_key, kKeys, kQueries, group);
+  const int iterations = group * w.tiles.count();
+  const UnmaskedIterations unmasked(a, w, w.first_key, kKeys, kQueries, group);
   const float ds_scale = exp2f(static_cast<float>(-mine.ds)),
               dq_scale = exp2f(static_cast<float>(mine.ds + e.k - mine.k + e.dq));
   // opaque() keeps these in registers: else each iteration would compute them again between its products.
@@ -70,8 +70,8 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
     add(target, warpgroup, dq, thread);
   };
   const auto wait_q = [&](unsigned step) { shared.q_pipe.full[step % kStages].wait(step / kStages % 2); };
-  if (kAwaitsNext && steps) wait_q(n);
-  for (int left = steps; left; --left, ++n) {
+  if (kAwaitsNext && iterations) wait_q(n);
+  for (int left = iterations; left; --left, ++n) {
     const int stage = n % kStages, do_stage = n % kDoStages, ds_stage = n % kDsStages;
     const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
     const Rows& rows = shared.rows[stage];
@@ -86,7 +86,7 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
     ptx::wgmma_fence();
     mma_ABt(dp, v, my_keys, do_, false);
     ptx::wgmma_commit();
-    if (left < steps) ping_pong_arrive(warpgroup);  // ends the turn that began in the iteration before
+    if (left < iterations) ping_pong_arrive(warpgroup);  // ends the turn that began in the iteration before
     // p = exp(scale s - lse).
     ptx::wgmma_wait<1>();
     ptx::fence_operand(s.x);
@@ -100,7 +100,7 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
     ptx::fence_operand(dp.x);
     if (left == 1) arrive_as_warp(shared.v_pipe.empty[key_stage]);
     columns.read(rows.delta);
-    const Target next_target = target_of<sums>(rows, dq_row(warpgroup), e.dq_sums_unit);
+    const Target next_target = target_of<sums>(rows, dq_row(warpgroup), e.dq_sums_scale);
     shared.rows_empty[stage].arrive();
 #pragma unroll
     for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
@@ -119,7 +119,7 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
     ptx::wgmma_commit();
     // The first iteration of a block has no dq to compute; the product is issued and its result ignored.
     Accumulator<kDqColumns> dq;
-    if (left < steps) shared.ds_pipe.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);
+    if (left < iterations) shared.ds_pipe.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);
     issue_dq(dq);
     ptx::wgmma_fence();
     mma_AB(dk, ds, q);
@@ -130,7 +130,7 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
     arrive_as_warp(shared.do_pipe.empty[do_stage]);
     ptx::fence_operand(dq.x);
     if (kAwaitsNext && left > 1) wait_q(n + 1);
-    if (left < steps) add_dq(dq);
+    if (left < iterations) add_dq(dq);
     target = next_target;
     // Release q.
     ptx::wgmma_wait<0>();
@@ -138,7 +138,7 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
     arrive_as_warp(shared.q_pipe.empty[stage]);
   }
   // dq of the last iteration; release k.
-  if (steps) {
+  if (iterations) {
     ping_pong_arrive(warpgroup);
     Accumulator<kDqColumns> dq;
     shared.ds_pipe.full[(n - 1) % kDsStages].wait((n - 1) / kDsStages % 2);

@@ -9,18 +9,18 @@ template <class T, int Dim, Sums sums>
 template <int Stages>
 __device__ inline void Backward2Cta<T, Dim, sums>::put(const Operand<T, kQueries>& x,
                                                        unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
-                                                       Pipeline<Stages>& ring, unsigned n) {
+                                                       Pipeline<Stages>& pipe, unsigned n) {
   const int stage = n % Stages, me = rank();  // opaque() below keeps the rank out of registers between iterations
   unsigned char* const tile = tiles[stage][ptx::opaque(me)];
-  ring.empty[stage].wait_for_cluster(n / Stages % 2 ^ 1);
+  pipe.empty[stage].wait_for_cluster(n / Stages % 2 ^ 1);
   store(x, TileP{tile}, 0);
   ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
     constexpr uint32_t kBytes = TileP::kBytes / kWarps;  // this warp's rows
     unsigned char* const mine = tile + threadIdx.x % kWarpgroup / 32 * kBytes;
-    ring.full[stage].arrive_expecting(kBytes);  // expects the bytes of the peer's put
-    ptx::copy_to(ptx::at_rank(mine, me ^ 1), mine, kBytes, ptx::at_rank(&ring.full[stage], me ^ 1));
+    pipe.full[stage].arrive_expecting(kBytes);  // expects the bytes of the peer's put
+    ptx::copy_to(ptx::at_rank(mine, me ^ 1), mine, kBytes, ptx::at_rank(&pipe.full[stage], me ^ 1));
   }
 }
 
@@ -35,13 +35,13 @@ __device__ inline void Backward2Cta<T, Dim, sums>::compute_p_ds() {
     shared.k_pipe.full[0].wait(tile_index % 2);
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     if (!w.valid()) break;
-    const Exponents& e = schedule.exponents(w);
+    const Exponents& e = scheduler.exponents(w);
     const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - e.k));
     const float product_scale = exp2f(static_cast<float>(e.product));
-    const int steps = group * w.tiles.count();
-    const UnmaskedSteps unmasked(a, w, w.first_key + me * kKeys, kKeys, kQueries, group);
+    const int iterations = group * w.tiles.count();
+    const UnmaskedIterations unmasked(a, w, w.first_key + me * kKeys, kKeys, kQueries, group);
     shared.v_pipe.full[0].wait(tile_index % 2);
-    for (int left = steps; left; --left, ++n) {
+    for (int left = iterations; left; --left, ++n) {
       const int stage = n % kStages;
       const uint32_t phase = n / kStages % 2;
       const Rows& rows = shared.rows[stage];
@@ -82,7 +82,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::compute_p_ds() {
       convert(dp, x);
       put(x, shared.ds, shared.ds_pipe, n);
     }
-    if (!steps) arrive_as_warp(shared.v_pipe.empty[0]);
+    if (!iterations) arrive_as_warp(shared.v_pipe.empty[0]);
     shared.k_pipe.empty[0].arrive();
   }
 }
@@ -98,15 +98,15 @@ __device__ inline void Backward2Cta<T, Dim, sums>::accumulate(int half) {
     shared.k_pipe.full[0].wait(tile_index % 2);
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     if (!w.valid()) break;
-    const Exponents& e = schedule.exponents(w);
-    const int steps = group * w.tiles.count();
+    const Exponents& e = scheduler.exponents(w);
+    const int iterations = group * w.tiles.count();
     // opaque() makes these known before the first product: loads after the last one would be waited for.
-    const int dv_exponent = ptx::opaque(-a.weight_exponent - e.do_);
+    const int dv_exponent = ptx::opaque(-a.p_exponent - e.do_);
     const int dk_exponent = ptx::opaque(dv_exponent - e.product - e.v - e.q);
     const float dq_scale = ptx::opaque(exp2f(static_cast<float>(e.dq)));
     Accumulator<kChannels> dk, dv;
     dk.zero(), dv.zero();
-    for (int left = steps; left; --left, ++n) {
+    for (int left = iterations; left; --left, ++n) {
       const int stage = n % kStages, p_stage = n % kPStages, ds_stage = n % kDsStages;
       const uint32_t phase = n / kStages % 2;
       auto& ds = shared.ds[ds_stage];
@@ -119,7 +119,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::accumulate(int half) {
       ptx::wgmma_commit();
       // Wait for q and ds; issue dq = ds^T k over the keys of both thread blocks, then dk += ds q.
       shared.q_pipe.full[stage].wait(phase);
-      const Target target = target_of<sums>(shared.rows[stage], 0, e.dq_sums_unit);
+      const Target target = target_of<sums>(shared.rows[stage], 0, e.dq_sums_scale);
       shared.rows_empty[stage].arrive();
       shared.ds_pipe.full[ds_stage].wait(n / kDsStages % 2);
       ptx::wgmma_fence();

@@ -5,12 +5,13 @@
 
 namespace octet::cuda::sm90 {
 
-// The iterations of a block in which all queries of the tile see all of `keys` keys from `key` on, given by the number of
-// iterations left. This works because with a positional mask the tiles are visited from the first on, and without one all
-// tiles see the same keys.
-struct UnmaskedSteps {
+// The iterations of a block in which all queries of the tile see all of `keys` keys from `key` on, given by the number
+// of iterations left. This works because with a positional mask the tiles are visited from the first on, and without
+// one all tiles see the same keys.
+struct UnmaskedIterations {
   int most, least;
-  __device__ UnmaskedSteps(const BackwardParams& a, const KeyBlockInfo& w, int key, int keys, int queries, int group)
+  __device__ UnmaskedIterations(const BackwardParams& a, const KeyBlockInfo& w, int key, int keys, int queries,
+                                int group)
       : most(w.tiles.count() * group), least(0) {
     if (a.mask.windowed) {
       const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;

@@ -52,13 +52,13 @@ struct Blocks {
   }
 };
 
-// The rows of do may differ by more than the range of ds in f16. The queries of such a (batch, kv head) are then divided
-// into parts by the magnitude of their rows, the smallest first. The kernel computes one part after another, each with
-// its own exponents and with P of all other queries set to 0.
+// The rows of do may differ by more than the range of ds in f16. The queries of such a (batch, kv head) are then
+// divided into parts by the magnitude of their rows, the smallest first. The kernel computes one part after another,
+// each with its own exponents and with P of all other queries set to 0.
 constexpr int kParts = 3;
 
-// The exponents of one part of a (batch, kv head): an operand is 2^exponent times the caller's tensor. All parts have the
-// same exponents of q, k and v.
+// The exponents of one part of a (batch, kv head): an operand is 2^exponent times the caller's tensor. All parts have
+// the same exponents of q, k and v.
 struct Exponents {
   int q, k, v, do_;
   int product;          // do v^T is multiplied by 2^product before ds is rounded
@@ -81,8 +81,8 @@ struct KeyExponents {
 // The values of each query that are loaded beside a tile of q and do.
 template <int kQueries>
 struct QueryRows {
-  // lse in base 2, minus p_exponent and minus what the mean of k adds to the row's logits; infinite for queries that see
-  // no key or that belong to another part.
+  // lse in base 2, minus p_exponent and minus what the mean of k adds to the row's logits; infinite for queries that
+  // see no key or that belong to another part.
   float lse[kQueries];
   float delta[kQueries];         // in the scale of the products dp
   float dq_row_scale[kQueries];  // see Exponents::dq_sums_scale; NaN once a sum of the row was not finite
@@ -102,9 +102,9 @@ __device__ QueryRows<kQueries>& rows_at(unsigned char* rows, int part, int64_t t
 constexpr float kMaxDqScale = 0x1p126f;
 
 // Returns the factor by which dq of a row is multiplied before it is rounded to integers: a power of two, or NaN.
-__device__ inline float unit_of_sums(float row_unit, float dq_sums_unit) {
-  const float unit = row_unit * dq_sums_unit;
-  return unit > kLargestUnit ? kLargestUnit : unit;
+__device__ inline float dq_scale_of(float row_scale, float dq_sums_scale) {
+  const float scale = row_scale * dq_sums_scale;
+  return scale > kMaxDqScale ? kMaxDqScale : scale;
 }
 
 struct BackwardParams {

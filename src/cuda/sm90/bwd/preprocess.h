@@ -1,10 +1,10 @@
-// The kernels before and after the backward kernel: they write operands as tiles (sm90/bwd/params.h), compute delta, and
-// convert the sums of dq.
+// The kernels before and after the backward kernel: they write operands as tiles (sm90/bwd/params.h), compute delta,
+// and convert the sums of dq.
 //
 // The exponents and the mean of k are chosen from a sample of each head, before its tiles are written. The largest
 // numbers of the head are found while its tiles are written. Where they exceed the headroom of the sample's exponents,
-// rescale.cu writes the tiles of the head again. Where the backward kernel converts k and v itself, only their sample is
-// known.
+// rescale.cu writes the tiles of the head again. Where the backward kernel converts k and v itself, only their sample
+// is known.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <octet/octet.h>
@@ -41,7 +41,7 @@ struct PreprocessParams {
   Blocks q_blocks, k_blocks;
   Mask mask;
   int group;
-  int weight_exponent;
+  int p_exponent;
   float scale;  // softmax_scale
 
   Sizes *sampled, *sizes;                                 // [batch, kv_head]: of a sample; of all numbers

@@ -10,8 +10,8 @@ namespace octet::cuda::sm90 {
 
 constexpr int kPreprocessThreads = 256;
 
-// Returns the tokens of a sequence that count: the keys that some query sees, or the queries that see some key. All other
-// tokens may hold anything.
+// Returns the tokens of a sequence that count: the keys that some query sees, or the queries that see some key. All
+// other tokens may hold anything.
 __device__ inline KeyRange counted(const PreprocessParams& p, bool queries, int sequence) {
   const int n = p.q_blocks.tokens_of(sequence), m = p.k_blocks.tokens_of(sequence);
   return queries ? p.mask.seeing(n, m) : p.mask.seen(n, m);

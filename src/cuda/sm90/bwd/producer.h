@@ -25,21 +25,21 @@ __device__ inline void Backward<T, Dim, sums>::produce() {
 template <class T, int Dim, Sums sums>
 template <bool kFirstPart>
 __device__ inline void Backward<T, Dim, sums>::load_tiles(const KeyBlockInfo& w, unsigned tile_index, unsigned& n) {
-  const int group = a.heads / a.kv_heads, steps = group * w.tiles.count();
+  const int group = a.heads / a.kv_heads, iterations = group * w.tiles.count();
   // The next block is taken when this many iterations are left.
-  const int prefetch_at = max(min(steps, kPrefetchDistance) - 1, 0);
+  const int prefetch_at = max(min(iterations, kPrefetchDistance) - 1, 0);
   MBlock m_block{w.tiles.start, 0};
-  for (int left = steps;; --left, ++n, m_block.advance(w.tiles, group)) {
+  for (int left = iterations;; --left, ++n, m_block.advance(w.tiles, group)) {
     if (left == prefetch_at) next_tile(tile_index + 1);
     if (!left) return;
-    const int64_t tile = schedule.q_tile(w, m_block, group);
+    const int64_t tile = scheduler.q_tile(w, m_block, group);
     const int s = n % kStages, do_stage = n % kDoStages;
     const uint32_t empty = n / kStages % 2 ^ 1;
     shared.q_pipe.empty[s].wait(empty);
     shared.q_pipe.full[s].arrive_expecting(TileQ::kBytes + sizeof(Rows));
     fetch(shared.q[s], a.q + tile * TileQ::kBytes, TileQ::kBytes, shared.q_pipe.full[s]);
     shared.rows_empty[s].wait(empty);
-    fetch(&shared.rows[s], schedule.template rows<Rows, kFirstPart>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
+    fetch(&shared.rows[s], scheduler.template rows<Rows, kFirstPart>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
     shared.do_pipe.empty[do_stage].wait(n / kDoStages % 2 ^ 1);
     shared.do_pipe.full[do_stage].arrive_expecting(TileQ::kBytes);
     fetch(shared.do_[do_stage], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_pipe.full[do_stage]);
@@ -53,9 +53,9 @@ __device__ inline void Backward<T, Dim, sums>::next_tile(unsigned tile_index) {
   KeyBlockInfo& w = shared.key_block[slot];
   shared.tile_pipe.empty[slot].wait(tile_index / Shared::kTileSlots % 2 ^ 1);
   const KeyBlockInfo& last = shared.key_block[(tile_index + Shared::kTileSlots - 1) % Shared::kTileSlots];
-  const bool again = tile_index > 0 && schedule.next_part(last, w);
+  const bool again = tile_index > 0 && scheduler.next_part(last, w);
   while (!again) {
-    schedule.find(atomicAdd(a.counter, 1u), w);
+    scheduler.find(atomicAdd(a.counter, 1u), w);
     if (!w.valid() || w.k.index >= 0) break;  // skip blocks beyond the last packed sequence
   }
   shared.tile_pipe.full[slot].arrive();
@@ -75,7 +75,7 @@ template <class T, int Dim, Sums sums>
 __device__ inline void Backward<T, Dim, sums>::fetch_tiles(KeyBlockInfo& w, int stage) const {
   const int head = w.batch * a.kv_heads + w.kv_head;
   const int64_t tile = (static_cast<int64_t>(head) * a.k_blocks.count + w.block) * TileK::kBytes;
-  const Exponents& e = schedule.exponents(w);
+  const Exponents& e = scheduler.exponents(w);
   w.exponents.k = e.k, w.exponents.v = e.v, w.exponents.ds = 0;
   shared.k_pipe.full[stage].arrive_expecting(TileK::kBytes);
   fetch(shared.k[stage], a.k + tile, TileK::kBytes, shared.k_pipe.full[stage]);
@@ -102,12 +102,12 @@ __device__ inline void Backward<T, Dim, sums>::convert_keys(int thread) {
     // One thread polls the barrier with pauses, as polling takes issue slots from the consumers.
     if (thread == 0) shared.k_rows_full[stage].wait_asleep(phases >> rows_phase_bit(true, stage) & 1);
     __syncwarp();
-    ptx::barrier_sync(Converter::kBarrier, Converter::kThreads);
+    ptx::barrier_sync(kConverterBarrier, Converter::kThreads);
     if (!w.valid()) return;
     convert_rows(thread, true, w, stage, phases);
     if (thread == 0) await_zeros(a, w, a.k_blocks.count);
     convert_rows(thread, false, w, stage, phases);
-    clear_ahead<kQueries * Dim, Converter::kThreads>(a, w, w.block, a.k_blocks.count, thread, Converter::kBarrier);
+    clear_ahead<kQueries * Dim, Converter::kThreads>(a, w, w.block, a.k_blocks.count, thread, kConverterBarrier);
     shared.tile_pipe.empty[tile_index % Shared::kTileSlots].arrive();
   }
 }
@@ -135,7 +135,7 @@ __device__ inline void Backward<T, Dim, sums>::convert_rows(int thread, bool is_
                             .rows = static_cast<unsigned>(max(min(seen.last - w.first_key, kKeys) - first_row, 0)),
                             .bf16 = a.rows_are_bf16,
                             .mean = is_k && channel < a.dim ? a.k_mean + head * a.dim + channel : nullptr};
-  const Exponents& e = schedule.exponents(w);
+  const Exponents& e = scheduler.exponents(w);
   await();
   const auto fitted = is_k ? converter.fit(e.k, Converter::kLargest, e.k == kMaxKeyExponent, fetch_again)
                            : converter.fit(e.v, fminf(e.largest_v, Converter::kLargest), false, fetch_again);

@@ -7,15 +7,15 @@ namespace octet::cuda::sm90 {
 
 // Returns the number of the next block of keys. Thread block 0 takes it from the counter and sends it to its peer.
 template <class T, int Dim, Sums sums>
-__device__ inline unsigned Backward2Cta<T, Dim, sums>::next_number(unsigned draw) {
+__device__ inline unsigned Backward2Cta<T, Dim, sums>::next_number(unsigned numbers_taken) {
   if (rank() == 0) {
     const unsigned number = atomicAdd(a.counter, 1u);
-    shared.number_pipe.empty[0].wait(draw % 2 ^ 1);
+    shared.number_pipe.empty[0].wait(numbers_taken % 2 ^ 1);
     ptx::store_at(ptx::at_rank(&shared.number, 1), number, ptx::at_rank(&shared.number_pipe.full[0], 1));
     return number;
   }
   shared.number_pipe.full[0].arrive_expecting(sizeof(shared.number));
-  shared.number_pipe.full[0].wait(draw % 2);
+  shared.number_pipe.full[0].wait(numbers_taken % 2);
   const unsigned number = *static_cast<volatile uint32_t*>(&shared.number);
   ptx::arrive_at(ptx::at_rank(&shared.number_pipe.empty[0], 0));
   return number;
@@ -28,9 +28,9 @@ __device__ inline void Backward2Cta<T, Dim, sums>::load_keys() {
   for (;;) {
     KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     const KeyBlockInfo& last = shared.key_block[(tile_index + Shared::kTileSlots - 1) % Shared::kTileSlots];
-    const bool again = tile_index > 0 && schedule.next_part(last, w);
+    const bool again = tile_index > 0 && scheduler.next_part(last, w);
     while (!again) {
-      schedule.find(next_number(numbers_taken++), w);
+      scheduler.find(next_number(numbers_taken++), w);
       if (!w.valid() || w.k.index >= 0) break;  // skip blocks beyond the last packed sequence
     }
     const uint32_t empty = tile_index % 2 ^ 1;
@@ -42,11 +42,11 @@ __device__ inline void Backward2Cta<T, Dim, sums>::load_keys() {
     }
     const int64_t tile = (static_cast<int64_t>(w.batch) * a.kv_heads + w.kv_head) * a.k_blocks.count + w.block;
     const auto fetch_panels = [&](unsigned char* to, const unsigned char* tiles, int of_rank, int first, int panels,
-                                  Pipeline<1>& ring) {
+                                  Pipeline<1>& pipe) {
       const unsigned char* const from = tiles + tile * TileCluster::kBytes + of_rank * TileK::kPanelBytes;
       for (int panel = 0; panel < panels; ++panel)
         fetch(to + panel * TileK::kPanelBytes, from + (first + panel) * TileCluster::kPanelBytes, TileK::kPanelBytes,
-              ring.full[0]);
+              pipe.full[0]);
     };
     shared.v_pipe.empty[0].wait(empty);
     shared.v_pipe.full[0].arrive_expecting(TileK::kBytes);
@@ -70,13 +70,13 @@ __device__ inline void Backward2Cta<T, Dim, sums>::clear_all(int thread) {
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     if (!w.valid()) return;
     const int part = kBlocks * w.block + rank();
-    clear_ahead<kQueries * Dim, kClearing>(a, w, part, kBlocks * a.k_blocks.count, thread, kBarrier);
+    clear_ahead<kQueries * Dim, kClearThreads>(a, w, part, kBlocks * a.k_blocks.count, thread, kClearBarrier);
     shared.k_pipe.empty[0].arrive();
   }
 }
 
-// Loads q and do, in the order in which their stages are released. Those of a block's first iteration are loaded before k
-// of the block before is released. Runs on one thread.
+// Loads q and do, in the order in which their stages are released. Those of a block's first iteration are loaded before
+// k of the block before is released. Runs on one thread.
 template <class T, int Dim, Sums sums>
 __device__ inline void Backward2Cta<T, Dim, sums>::load_queries() {
   unsigned n = 0;  // iterations so far
@@ -98,7 +98,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::load_queries(const KeyBlockIn
   const int group = a.heads / a.kv_heads;
   MBlock m_block{w.tiles.start, 0};
   for (int left = group * w.tiles.count(); left; --left, ++n, m_block.advance(w.tiles, group)) {
-    const int64_t tile = schedule.q_tile(w, m_block, group);
+    const int64_t tile = scheduler.q_tile(w, m_block, group);
     const auto fetch_half = [&](unsigned char* to, const unsigned char* tiles, int half, Barrier& full,
                                 uint32_t more = 0) {
       full.arrive_expecting(Half::kBytes + more);
@@ -109,7 +109,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::load_queries(const KeyBlockIn
     shared.q_pipe.empty[s].wait(empty);
     shared.rows_empty[s].wait(empty);
     fetch_half(shared.q_local[s], a.q, rank(), shared.q_pipe.full[s], sizeof(Rows));
-    fetch(&shared.rows[s], schedule.template rows<Rows, kFirstPart>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
+    fetch(&shared.rows[s], scheduler.template rows<Rows, kFirstPart>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
     shared.q_remote_pipe.empty[0].wait(n % 2 ^ 1);
     fetch_half(shared.q_remote, a.q, peer(), shared.q_remote_pipe.full[0]);
     shared.do_pipe.empty[s].wait(empty);

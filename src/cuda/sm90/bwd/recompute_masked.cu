@@ -1,10 +1,11 @@
-// Recomputes rows of dq, dk and dv from only the pairs of a query and a key that it sees. Each row is computed by a warp
-// that reads from global memory, as fragment/unmasked_row.h does for o. The mainloop sets a masked P to 0, but ds of such
-// a pair is 0 times NaN where v, do or delta is not finite, and a ds of 0 is multiplied by k and q, which may not be
-// finite.
+// Recomputes rows of dq, dk and dv from only the pairs of a query and a key that it sees. Each row is computed by a
+// warp that reads from global memory, as fragment/unmasked_row.h does for o. The mainloop sets a masked P to 0, but ds
+// of such a pair is 0 times NaN where v, do or delta is not finite, and a ds of 0 is multiplied by k and q, which may
+// not be finite.
 //
-// Each such number shows in dq. A tile of queries whose dq is not finite anywhere may have met masked keys: those of its
-// key blocks that some of its queries do not see. Its rows, and the rows of dk and dv of these keys, are candidates.
+// Each such number shows in dq. A tile of queries whose dq is not finite anywhere may have met masked keys: those of
+// its key blocks that some of its queries do not see. Its rows, and the rows of dk and dv of these keys, are
+// candidates.
 #include <algorithm>
 
 #include "cuda/fragment/unmasked_row.h"
@@ -58,15 +59,15 @@ struct UnmaskedGradients {
     const float lse = number(p.lse, q_state(head, query), 0);
     const float delta = rows.delta[query % kQueries] / power_of_two(e.do_ + e.v + e.product);
     const float logit = a.scale * dot(p.q, q_state(head, query), p.k, k_state(key));
-    const float weight = lse == -INFINITY ? 0.f : expf(logit - lse);
-    return {weight, weight * (dot(p.do_, q_state(head, query), p.v, k_state(key)) - delta)};
+    const float prob = lse == -INFINITY ? 0.f : expf(logit - lse);
+    return {prob, prob * (dot(p.do_, q_state(head, query), p.v, k_state(key)) - delta)};
   }
 
   // Adds factor x to the sum, in this thread's channels.
-  __device__ void add(float (&sum)[kChannels], float weight, const Strided& x, const Index4& at) const {
+  __device__ void add(float (&sum)[kChannels], float factor, const Strided& x, const Index4& at) const {
 #pragma unroll
     for (int i = 0; i < kChannels; ++i)
-      if (lane + 32 * i < x.shape[3]) sum[i] = fmaf(weight, number(x, at, lane + 32 * i), sum[i]);
+      if (lane + 32 * i < x.shape[3]) sum[i] = fmaf(factor, number(x, at, lane + 32 * i), sum[i]);
   }
   // Returns true if all sums are NaN, so that no further pair can change them.
   __device__ bool lost(const float (&sum)[kChannels], const Strided& x) const {
@@ -145,8 +146,8 @@ struct UnmaskedGradients {
     if (!dv_stays) write(a.dv, key, dv, 1.f, a.dim_v);
   }
 
-  // Recomputes the rows of one tile of queries and of its masked keys, by `warps` warps. Tiles of several heads may write
-  // the same keys, with the same numbers.
+  // Recomputes the rows of one tile of queries and of its masked keys, by `warps` warps. Tiles of several heads may
+  // write the same keys, with the same numbers.
   __device__ void write_tile(int head, int first, const Strided& dq, int warp, int warps) const {
     const int last = min(first + kQueries, q.tokens);
     for (int query = first + warp; query < last; query += warps) write_dq(head, query, dq);
@@ -161,7 +162,8 @@ struct UnmaskedGradients {
 
 constexpr int kThreads = 256;
 
-// Recomputes the tiles whose dq postprocess_dq has found not to be finite. There are none unless an input has inf or NaN.
+// Recomputes the tiles whose dq postprocess_dq has found not to be finite. There are none unless an input has inf or
+// NaN.
 template <int Dim>
 __global__ void __launch_bounds__(kThreads)
     recompute_masked_kernel(const __grid_constant__ PreprocessParams p, const __grid_constant__ BackwardParams a,
@@ -172,10 +174,10 @@ __global__ void __launch_bounds__(kThreads)
   const auto* const rows = reinterpret_cast<const QueryRows<kQueries>*>(a.rows);
   for (int64_t first = 0; first < tiles; first += int64_t{kThreads} * gridDim.x) {
     const int64_t mine = first + threadIdx.x * gridDim.x + blockIdx.x;
-    if (!__syncthreads_or(mine < tiles && rows[mine].spoiled)) continue;
+    if (!__syncthreads_or(mine < tiles && rows[mine].nonfinite)) continue;
     for (int64_t tile = first + blockIdx.x; tile < min(first + int64_t{kThreads} * gridDim.x, tiles);
          tile += gridDim.x) {
-      if (!rows[tile].spoiled) continue;
+      if (!rows[tile].nonfinite) continue;
       const int head_index = static_cast<int>(tile / a.q_blocks.count), block = tile % a.q_blocks.count;
       const int batch = head_index / a.heads, head = head_index % a.heads;
       const Blocks::Sequence q = a.q_blocks.sequence_of(block);

@@ -1,5 +1,5 @@
-// Third kernel of the preprocessing: computes the exponents of all heads from the largest of all their numbers, and writes
-// the tiles again of heads whose numbers do not fit the exponents of the sample.
+// Third kernel of the preprocessing: computes the exponents of all heads from the largest of all their numbers, and
+// writes the tiles again of heads whose numbers do not fit the exponents of the sample.
 #include <algorithm>
 
 #include "cuda/sm90/bwd/tile_writer.h"
@@ -9,7 +9,8 @@ namespace {
 
 constexpr int kThreads = kPreprocessThreads;
 
-// Every thread block computes the exponents of all heads and their parts; the tiles to write again are divided among them.
+// Every thread block computes the exponents of all heads and their parts; the tiles to write again are divided among
+// them.
 template <class T, class In, int Dim>
 __global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_constant__ PreprocessParams p) {
   __shared__ bool again[kThreads];
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_const
       const Exponents e = exponents_for(p, sizes_of_part(p, sampled, all, 0, parts), kRoom);
       exponents.dq = e.product + e.do_ - exponents.product - exponents.do_;
     }
-    exponents.dq_sums_unit = dq_sums_unit(p, sampled, sizes, exponents);
+    exponents.dq_sums_scale = dq_sums_scale(p, sampled, sizes, exponents);
     exponents.largest_v = largest_v(p, sizes, exponents);
     return exponents;
   };

@@ -1,5 +1,5 @@
-// Chooses the block of keys that a thread block works on next, the tiles of queries that see the block, and the order in
-// which it visits them. Blocks that run at the same time should add to different tiles of dq. With a positional mask
+// Chooses the block of keys that a thread block works on next, the tiles of queries that see the block, and the order
+// in which it visits them. Blocks that run at the same time should add to different tiles of dq. With a positional mask
 // their first tiles differ. Without one, each block starts at another tile and wraps around.
 #pragma once
 #include "cuda/sm90/bwd/params.h"
@@ -85,8 +85,8 @@ struct KeyBlockScheduler {
     return {first, max(first, last), first};
   }
 
-  // Returns the QueryRows of a tile for the block's part. kFirst is true for the first part, the only one of most heads:
-  // its address needs no further load. Else the part is loaded each time, as producers have few registers.
+  // Returns the QueryRows of a tile for the block's part. kFirst is true for the first part, the only one of most
+  // heads: its address needs no further load. Else the part is loaded each time, as producers have few registers.
   template <class Rows, bool kFirst>
   __device__ const unsigned char* rows(const KeyBlockInfo& w, int64_t tile) const {
     if (kFirst) return a.rows + tile * sizeof(Rows);

@@ -36,14 +36,14 @@ struct Column {
 template <>
 struct Column<void> {
   const Strided& x;
-  Index4 line;
-  __device__ Column(const Strided& x, const Index4& first) : x(x), line(first) {}
+  Index4 index;
+  __device__ Column(const Strided& x, const Index4& first) : x(x), index(first) {}
   __device__ RawVec8<void> read(bool present) const {
     RawVec8<void> raw;
-    if (present && x.data && line.channel < x.shape[3]) raw.load(x, line);
+    if (present && x.data && index.channel < x.shape[3]) raw.load(x, index);
     return raw;
   }
-  __device__ void advance(int tokens) { line.token += tokens; }
+  __device__ void advance(int tokens) { index.token += tokens; }
 };
 
 // Writes eight channels of a row, times `scale`, to a tile.
@@ -55,13 +55,13 @@ __device__ void put(unsigned char* to, const Vec8& x, float scale) {
   *reinterpret_cast<uint4*>(to) = word;
 }
 
-// Writes tiles of one (batch, kv head). A group of kVecs threads has a row, and reads all it needs before it writes. Rows
-// of queries are loaded ahead while others are written, rows of keys two at a time. The first loads are issued before the
-// wait for the exponents (`exponents_of`), which takes as long as these loads.
+// Writes tiles of one (batch, kv head). A group of kVecs threads has a row, and reads all it needs before it writes.
+// Rows of queries are loaded ahead while others are written, rows of keys two at a time. The first loads are issued
+// before the wait for the exponents (`exponents_of`), which takes as long as these loads.
 template <class T, class In, int Dim>
 struct TileWriter {
   static constexpr int kQueries = BackwardTile<Dim>::kQueries, kKeys = BackwardTile<Dim>::kKeys;
-  static constexpr int kLines = Dim / kVec8, kRowsAtOnce = kPreprocessThreads / kLines;
+  static constexpr int kVecs = Dim / kVec8, kRowsAtOnce = kPreprocessThreads / kVecs;
   static constexpr int kKeyBatch = std::is_void_v<In> ? 1 : 2;  // rows that are read before one is written
   static_assert(kRowsAtOnce % kSwizzleRows == 0 && kQueries <= kPreprocessThreads);
   // The rows of queries that are loaded ahead, in dynamic shared memory; none for tensors with any strides.
@@ -79,14 +79,14 @@ struct TileWriter {
 
   const PreprocessParams& p;
   int kv;
-  int line = threadIdx.x % kLines;
+  int vec = threadIdx.x % kVecs;
 
-  // Returns the offset of this thread's eight channels of its first row in a tile of `rows` rows. Its later rows follow at
-  // a distance that is a multiple of kSwizzleRows, so that each row adds kPanelRowBytes.
+  // Returns the offset of this thread's eight channels of its first row in a tile of `rows` rows. Its later rows follow
+  // at a distance that is a multiple of kSwizzleRows, so that each row adds kPanelRowBytes.
   __device__ int place(int rows) const {
-    const int row = threadIdx.x / kLines;
-    return line / kSwizzleRows * rows * kPanelRowBytes + row * kPanelRowBytes +
-           (line % kSwizzleRows ^ row % kSwizzleRows) * 16;
+    const int row = threadIdx.x / kVecs;
+    return vec / kSwizzleRows * rows * kPanelRowBytes + row * kPanelRowBytes +
+           (vec % kSwizzleRows ^ row % kSwizzleRows) * 16;
   }
 
   // Raises four successive numbers of Sizes, from `first` on, to the maxima of a warp.
@@ -99,8 +99,8 @@ struct TileWriter {
   // Reads this thread's eight channels of the mean of k.
   __device__ void read_mean(Vec8& mean) const {
     float4 words[2]{};
-    if (p.smooth && line * kVec8 < p.k.shape[3]) {
-      const auto* from = reinterpret_cast<const float4*>(p.mean + kv * p.k.shape[3] + line * kVec8);
+    if (p.smooth && vec * kVec8 < p.k.shape[3]) {
+      const auto* from = reinterpret_cast<const float4*>(p.mean + kv * p.k.shape[3] + vec * kVec8);
       words[0] = from[0], words[1] = from[1];
     }
     for (int c = 0; c < kVec8; ++c) mean[c] = (&words[c / 4].x)[c % 4];
@@ -132,8 +132,8 @@ struct TileWriter {
       return p.dlse.data && lse != -INFINITY ? of_token(p.dlse, row) : 0.f;
     };
 
-    int row = threadIdx.x / kLines;
-    const Index4 first{batch, head, first_token + row, line * kVec8};
+    int row = threadIdx.x / kVecs;
+    const Index4 first{batch, head, first_token + row, vec * kVec8};
     Column<In> q(p.q, first), do_(p.do_, first), o(p.o, first), residual(p.o_residual, first);
     const auto advance = [&] {
       q.advance(kRowsAtOnce), do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
@@ -208,8 +208,8 @@ struct TileWriter {
       take(raw.q, p.round_q, x);
       put<T>(to_q, x, q_scale);
       most_q = fmaxf(most_q, largest_finite(x));
-      float of_mean = 0.f;  // q k^T - q (k - mean)^T
-      for (int c = 0; c < kVec8; ++c) of_mean += x[c] * mean[c];
+      float mean_logit = 0.f;  // q k^T - q (k - mean)^T
+      for (int c = 0; c < kVec8; ++c) mean_logit += x[c] * mean[c];
       take(raw.o, OCTET_F32, sum), take(raw.residual, OCTET_F32, x);
       for (int c = 0; c < kVec8; ++c) sum[c] += x[c];
       take(raw.do_, p.round_do, x);
@@ -217,10 +217,10 @@ struct TileWriter {
       Size size(x);
       float delta = 0.f;
       for (int c = 0; c < kVec8; ++c) delta += x[c] * sum[c];
-      size.reduce(kLines);
-      for (int step = kLines / 2; step; step /= 2) {
+      size.reduce(kVecs);
+      for (int step = kVecs / 2; step; step /= 2) {
         delta += __shfl_xor_sync(~0u, delta, step);
-        of_mean += __shfl_xor_sync(~0u, of_mean, step);
+        mean_logit += __shfl_xor_sync(~0u, mean_logit, step);
       }
       most_do = fmaxf(most_do, size.most);
       const float norm = size.norm();
@@ -228,7 +228,7 @@ struct TileWriter {
         const int part = part_of(bound_of(norm, read_dlse(row, read_lse(row))));
         put<T>(to_do, x, power_of_two(of_part(part).do_));
       }
-      if (line == 0) sums.delta[row] = delta, sums.norm[row] = norm, sums.of_mean[row] = of_mean;
+      if (vec == 0) sums.delta[row] = delta, sums.norm[row] = norm, sums.mean_logit[row] = mean_logit;
       to_q += kRowsAtOnce * kPanelRowBytes, to_do += kRowsAtOnce * kPanelRowBytes;
     }
     __syncthreads();
@@ -246,19 +246,19 @@ struct TileWriter {
       if (p.row_sums && kFirstTime)
         p.row_sums[tile * kQueries + row] =
             sees ? fmaf(expf(p.sinks.at(batch, head) - my_lse), delta - dlse, dlse) : 0.f;
-      const float less = fmaf(p.scale * 1.44269504f, sums.of_mean[row], static_cast<float>(p.weight_exponent));
+      const float less = fmaf(p.scale * 1.44269504f, sums.mean_logit[row], static_cast<float>(p.p_exponent));
       const int part = part_of(bound);
       for (int i = 0; i < parts; ++i) {
         const Exponents& e = of_part(i);
         auto& rows = rows_of(i);
         rows.lse[row] = sees && i == part ? fmaf(my_lse, 1.44269504f, -less) : INFINITY;
         rows.delta[row] = sees ? (delta - dlse) * power_of_two(e.do_ + e.v + e.product) : 0.f;
-        rows.dq_unit[row] = bound > 0.f ? power_of_two(-exponent_above(bound) - e.do_) : 1.f;
+        rows.dq_row_scale[row] = bound > 0.f ? power_of_two(-exponent_above(bound) - e.do_) : 1.f;
       }
     }
     if (threadIdx.x < parts) {
       auto& rows = rows_of(threadIdx.x);
-      rows.first = first_query, rows.tile = static_cast<int>(tile), rows.spoiled = rows.padding = 0;
+      rows.first = first_query, rows.tile = static_cast<int>(tile), rows.nonfinite = rows.padding = 0;
     }
     if (!kFirstTime) return __syncthreads();  // the next tile overwrites the sums
     keep(p.sizes[kv].q, most_q, most_do, most_row, reach);
@@ -276,8 +276,8 @@ struct TileWriter {
     const int64_t start = tile * kKeys * Dim * static_cast<int64_t>(sizeof(T));
     const int first_key = (block - sequence.first_block) * kKeys;
     const KeyRange range = sequence.index < 0 ? KeyRange{0, 0} : counted(p, false, sequence.index);
-    int row = threadIdx.x / kLines;
-    const Index4 first{batch, head, static_cast<int64_t>(sequence.first) + first_key + row, line * kVec8};
+    int row = threadIdx.x / kVecs;
+    const Index4 first{batch, head, static_cast<int64_t>(sequence.first) + first_key + row, vec * kVec8};
     Column<In> k(p.k, first), v(p.v, first);
     RawVec8<In> raw_k[kKeyBatch], raw_v[kKeyBatch];
     bool present[kKeyBatch];
@@ -310,7 +310,7 @@ struct TileWriter {
         take(raw_v[j], p.round_v, x);
         put<T>(to_v, x, v_scale);
         Size size(x);
-        size.reduce(kLines);
+        size.reduce(kVecs);
         most_v = fmaxf(most_v, size.most), most_row = fmaxf(most_row, size.norm());
         to_k += kRowsAtOnce * kPanelRowBytes, to_v += kRowsAtOnce * kPanelRowBytes;
       }

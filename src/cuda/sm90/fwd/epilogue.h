@@ -1,25 +1,25 @@
-// The epilogue of the 16-bit forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked inf
-// or NaN has reached.
+// The epilogue of the 16-bit forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked
+// inf or NaN has reached.
 #pragma once
 #include "cuda/sm90/fwd/forward.h"
 
 namespace octet::cuda::sm90 {
 
-// Writes o, its residual and lse of this thread's two rows. Returns true if a number of v that is not finite may have met
-// them; all rows of a warp meet the same v, so that one of them is enough.
+// Writes o, its residual and lse of this thread's two rows. Returns true if a number of v that is not finite may have
+// met them; all rows of a warp meet the same v, so that one of them is enough.
 template <class Precision, class Dims>
 __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, int query, const OnlineSoftmax& softmax,
                                                        VMean& v_mean, Accumulator<Dims::kDimV>& o, unsigned char* q,
                                                        int warpgroup) const {
   const float v_scale =
-      a.v_scale ? a.v_scale[q_tile.batch * (a.schedule.heads / a.group) + q_tile.head / a.group] : 1.f;
+      a.v_scale ? a.v_scale[q_tile.batch * (a.scheduler.heads / a.group) + q_tile.head / a.group] : 1.f;
   RowValues l, inverse, share{1.f, 1.f};
   RowValues log2_origin;           // without the mean of k, the sum of exp(logit) is 2^log2_origin l
   RowValues mean_logit{0.f, 0.f};  // what the mean of k adds to each logit of the row
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     l[row] = quad_sum(softmax.l[row]);
-    from[row] = softmax.template origin<Precision::kPExponent>(row, softmax.m[row]);
+    log2_origin[row] = softmax.template origin<Precision::kPExponent>(row, softmax.m[row]);
     if constexpr (kQuantizedQk) {
       const KeyRange seen = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
       if (seen.first == seen.last) l[row] = 0.f;  // whatever the scale is
@@ -30,17 +30,17 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row)
       if (a.mean_logit && l[row] != 0.f && query + 8 * row < q_tile.q_tokens)
-        of_mean[row] = a.scale * a.mean_logit[row_of(q_tile) + query + 8 * row];
+        mean_logit[row] = a.scale * a.mean_logit[row_of(q_tile) + query + 8 * row];
   if (a.sinks.data) {
     const float sink = a.sinks.at(q_tile.batch, q_tile.head);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const RowWithSink all =
-          with_sink(l[row] == 0.f ? -INFINITY : from[row] + log2f(l[row]), (sink - of_mean[row]) * 1.44269504f);
-      share[row] = all.share, from[row] = all.log2_sum, l[row] = 1.f;
+      const RowWithSink all = with_sink(l[row] == 0.f ? -INFINITY : log2_origin[row] + log2f(l[row]),
+                                        (sink - mean_logit[row]) * 1.44269504f);
+      share[row] = all.share, log2_origin[row] = all.log2_sum, l[row] = 1.f;
     }
   }
-  write_lse(q_tile, query, from, l, of_mean);
+  write_lse(q_tile, query, log2_origin, l, mean_logit);
   if constexpr (!kVMeanEarly) v_mean = v_mean_of(q_tile);
 #pragma unroll
   for (int i = 0; i < Dims::kDimV / 2; ++i) {
@@ -72,14 +72,15 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
 
 // Writes lse. Four threads share two rows; two of them write one row each, as a logarithm takes 25 instructions.
 template <class Precision, class Dims>
-__device__ inline void Forward<Precision, Dims>::write_lse(const TileInfo& q_tile, int query, const RowValues& from,
-                                                           const RowValues& l, const RowValues& of_mean) const {
+__device__ inline void Forward<Precision, Dims>::write_lse(const TileInfo& q_tile, int query,
+                                                           const RowValues& log2_origin, const RowValues& l,
+                                                           const RowValues& mean_logit) const {
   const int row = threadIdx.x % 2, i = query + 8 * row;
   if (!a.lse.data || i >= q_tile.q_tokens || threadIdx.x % 4 >= kRowsPerThread) return;
   const auto mine = [&](const RowValues& x) { return row ? x[1] : x[0]; };
   constexpr float kLn2 = 0.693147180559945f;
-  float lse = mine(l) == 0.f ? -INFINITY : (mine(from) + log2f(mine(l))) * kLn2;
-  if constexpr (kQuantizedQk) lse += mine(of_mean);
+  float lse = mine(l) == 0.f ? -INFINITY : (mine(log2_origin) + log2f(mine(l))) * kLn2;
+  if constexpr (kQuantizedQk) lse += mine(mean_logit);
   *a.lse.row<float>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + i) = lse;
 }
 
@@ -88,12 +89,12 @@ template <class T>
 __device__ inline bool Forward<Precision, Dims>::write_as(const TileInfo& q_tile, int query,
                                                           Accumulator<Dims::kDimV>& o, unsigned char* q,
                                                           int warpgroup) const {
-  const bool spoiled = write_to<T>(a.o, q_tile, query, o, q, warpgroup);
-  if (!a.o_residual.data) return spoiled;
+  const bool nonfinite = write_to<T>(a.o, q_tile, query, o, q, warpgroup);
+  if (!a.o_residual.data) return nonfinite;
 #pragma unroll
   for (int i = 0; i < Dims::kDimV / 2; ++i) o.x[i] -= float(T(o.x[i]));
   write_to<T>(a.o_residual, q_tile, query, o, q, warpgroup);
-  return spoiled;
+  return nonfinite;
 }
 
 template <class Precision, class Dims>
@@ -102,7 +103,8 @@ __device__ inline bool Forward<Precision, Dims>::write_to(const Output& to, cons
                                                           const Accumulator<Dims::kDimV>& o, unsigned char* q,
                                                           int warpgroup) const {
   if constexpr (kThroughQ && sizeof(T) == 2) {
-    ptx::barrier_sync(kVoteBarrier + warpgroup, kWarpgroup);  // the warpgroup has read q, and what it stored here before
+    ptx::barrier_sync(kVoteBarrier + warpgroup,
+                      kWarpgroup);  // the warpgroup has read q, and what it stored here before
     const SharedTile<T, kRows, Dims::kDimV> tile{q + warpgroup * kWarpgroupRows * kPanelRowBytes};
     const int first = query - fragment_row();
     const uint4 word = store_rows(to.row<T>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + first),
@@ -123,7 +125,7 @@ __device__ inline bool Forward<Precision, Dims>::write_to(const Output& to, cons
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& q_tile, int warpgroup) const {
   using QkType = typename Precision::QkType;
-  const int kv_head = q_tile.head / a.group, kv = q_tile.batch * (a.schedule.heads / a.group) + kv_head;
+  const int kv_head = q_tile.head / a.group, kv = q_tile.batch * (a.scheduler.heads / a.group) + kv_head;
   const int k_first = first_key_of(q_tile), warp = static_cast<int>(threadIdx.x % kWarpgroup / 32);
   const int first = q_tile.q_start + warpgroup * kWarpgroupRows + warp * kWarpRows;
   const auto keys_of = [&](int query) { return a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens); };
@@ -133,18 +135,19 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
   };
   const Keys tiles = this->keys_of(q_tile, q_tile.q_start, kRows);
   const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
-  const KeyRange of_all{keys_of(min(first + kWarpRows, q_tile.q_tokens) - 1).first, keys_of(first).last};
-  if (!masks_infinite(keys, of_all, a.dim_v, value)) return;
+  const KeyRange seen_by_all{keys_of(min(first + kWarpRows, q_tile.q_tokens) - 1).first, keys_of(first).last};
+  if (!masks_infinite(keys, seen_by_all, a.dim_v, value)) return;
   const auto row_of = [&](int query) {
     const auto* const q = a.q_rows.row<QkType>(q_tile.batch, q_tile.head, int64_t{q_tile.q_first} + query);
     const float scale_log2 = softmax_scale_log2(q_tile, query)[0];
     const auto logit = [&](int key) {
-      const float step = kQuantizedQk ? a.k_scale[static_cast<int64_t>(kv) * a.keys + k_first + key] : 1.f;
-      return scale_log2 * step * dot(q, a.k_rows.row<QkType>(q_tile.batch, kv_head, int64_t{k_first} + key), a.dim);
+      const float k_scale = kQuantizedQk ? a.k_scale[static_cast<int64_t>(kv) * a.keys + k_first + key] : 1.f;
+      return scale_log2 * k_scale * dot(q, a.k_rows.row<QkType>(q_tile.batch, kv_head, int64_t{k_first} + key), a.dim);
     };
     UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(query), a.dim_v, logit, value);
-    const float of_mean = kQuantizedQk && a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f;
-    const float share = with_sink(row.log2_sum, (a.sinks.at(q_tile.batch, q_tile.head) - of_mean) * 1.44269504f).share;
+    const float mean_logit = kQuantizedQk && a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f;
+    const float share =
+        with_sink(row.log2_sum, (a.sinks.at(q_tile.batch, q_tile.head) - mean_logit) * 1.44269504f).share;
     const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 32; ++i) {

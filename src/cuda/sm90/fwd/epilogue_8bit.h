@@ -1,5 +1,5 @@
-// The epilogue of the 8-bit forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked NaN has
-// reached.
+// The epilogue of the 8-bit forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked NaN
+// has reached.
 #pragma once
 #include "cuda/sm90/fwd/forward_8bit.h"
 
@@ -24,32 +24,32 @@ __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_til
     const KeyRange seen = keys_of(q_tile, i);
     if (seen.first == seen.last) l = 0.f;  // whatever the scale is
     constexpr float kLn2 = 0.693147180559945f;
-    float of_mean = a.mean_logit && i < q_tile.q_tokens ? a.scale * a.mean_logit[row_of(q_tile) + i] : 0.f;
+    float mean_logit = a.mean_logit && i < q_tile.q_tokens ? a.scale * a.mean_logit[row_of(q_tile) + i] : 0.f;
     constexpr float kScale = kScaled ? kInverseScale : 1.f, kScaleLog2 = kScaled ? kInverseScaleLog2 : 0.f;  // of l
     inverse[row] = l == 0.f ? 0.f : l < INFINITY ? kScale / l : NAN;
     float total = l == 0.f ? -INFINITY : softmax.exponent(row) + log2f(parts) - kScaleLog2;
-    if (l == 0.f) of_mean = 0.f;
+    if (l == 0.f) mean_logit = 0.f;
     if (a.sinks.data) {
-      const RowWithSink all = with_sink(total, (sink - of_mean) * 1.44269504f);
+      const RowWithSink all = with_sink(total, (sink - mean_logit) * 1.44269504f);
       total = all.log2_sum, share[row] = all.share;
     }
-    lse[row] = total * kLn2 + of_mean;
+    lse[row] = total * kLn2 + mean_logit;
   }
   const int64_t batch_head =
-      static_cast<int64_t>(q_tile.sequence) * (a.schedule.heads / a.group) + q_tile.head / a.group;
+      static_cast<int64_t>(q_tile.sequence) * (a.scheduler.heads / a.group) + q_tile.head / a.group;
   Accumulator<Dims::kDimV> o;
 #pragma unroll
   for (int i = 0; i < Dims::kDimV / 8; ++i) {
     const int64_t channel = batch_head * Dims::kDimV + 8 * i + fragment_column();
-    float2 step{1.f, 1.f}, mean{0.f, 0.f};
-    if (a.v_channel_scale) step = *reinterpret_cast<const float2*>(a.v_channel_scale + channel);
+    float2 scale{1.f, 1.f}, mean{0.f, 0.f};
+    if (a.v_channel_scale) scale = *reinterpret_cast<const float2*>(a.v_channel_scale + channel);
     if (a.v_mean) mean = *reinterpret_cast<const float2*>(a.v_mean + channel);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int at = 4 * i + 2 * row;
       const bool seen = inverse[row] != 0.f;
-      o.x[at] = seen ? sums.x[at] * inverse[row] * step.x + mean.x : 0.f;
-      o.x[at + 1] = seen ? sums.x[at + 1] * inverse[row] * step.y + mean.y : 0.f;
+      o.x[at] = seen ? sums.x[at] * inverse[row] * scale.x + mean.x : 0.f;
+      o.x[at + 1] = seen ? sums.x[at + 1] * inverse[row] * scale.y + mean.y : 0.f;
     }
   }
   if (a.sinks.data) scale_rows(o, share);
@@ -98,44 +98,45 @@ __device__ inline void Forward8Bit<Precision, Dims>::write_as(const TileInfo& q_
   }
 }
 
-// Recomputes the rows of this warp that are not finite from the keys that they see. `query` is the first of this thread's
-// two rows.
+// Recomputes the rows of this warp that are not finite from the keys that they see. `query` is the first of this
+// thread's two rows.
 template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileInfo& q_tile, int query) const {
   using QkType = typename Precision::QkType;
-  const int kv_heads = a.schedule.heads / a.group, kv_head = q_tile.head / a.group;
-  const int code_first = first_key_of(q_tile), k_first = a.k_in_tiles ? code_first : q_tile.k_first;
+  const int kv_heads = a.scheduler.heads / a.group, kv_head = q_tile.head / a.group;
+  const int quantized_first = first_key_of(q_tile), k_first = a.k_in_tiles ? quantized_first : q_tile.k_first;
   const int64_t kv = static_cast<int64_t>(q_tile.batch) * kv_heads + kv_head;
   const int64_t channels = (static_cast<int64_t>(q_tile.sequence) * kv_heads + kv_head) * Dims::kDimV;
-  const auto scale_of = [&](int64_t code) {
+  const auto scale_of = [&](int64_t index) {
     if constexpr (kKeyScales == KeyScales::none)
       return 1.f;
     else if constexpr (kKeyScales == KeyScales::tokens)
-      return a.k_scale[code];
+      return a.k_scale[index];
     else
-      return a.k_scale[code / kGroupBlock * kScaleGroups + code % 8 / 2];
+      return a.k_scale[index / kGroupBlock * kScaleGroups + index % 8 / 2];
   };
   const auto value = [&](int key, int channel) {
-    const int at = code_first + key, place = at % 8 / 2 * 4 + at / 8 % 2 * 2 + at % 2;  // see key_permutation
-    const auto* const codes = reinterpret_cast<const E4m3*>(a.v_quantized) + (kv * Dims::kDimV + channel) * a.keys;
-    return float(codes[at / 16 * 16 + place]);
+    const int at = quantized_first + key, place = at % 8 / 2 * 4 + at / 8 % 2 * 2 + at % 2;  // see key_permutation
+    const auto* const quantized = reinterpret_cast<const E4m3*>(a.v_quantized) + (kv * Dims::kDimV + channel) * a.keys;
+    return float(quantized[at / 16 * 16 + place]);
   };
   const int first = query - static_cast<int>(threadIdx.x % 32 / 4);
   const Keys tiles = keys_of(q_tile, q_tile.q_start, kRows);
   const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
-  const KeyRange of_all{keys_of(q_tile, min(first + kWarpRows, q_tile.q_tokens) - 1).first,
-                        keys_of(q_tile, first).last};
-  if (!masks_infinite(keys, of_all, a.dim_v, value)) return;
+  const KeyRange seen_by_all{keys_of(q_tile, min(first + kWarpRows, q_tile.q_tokens) - 1).first,
+                             keys_of(q_tile, first).last};
+  if (!masks_infinite(keys, seen_by_all, a.dim_v, value)) return;
   const auto row_of = [&](int query) {
     const auto* const q = a.q_rows.row<QkType>(q_tile.batch, q_tile.head, int64_t{q_tile.q_first} + query);
     const float scale_log2 = softmax_scale_log2(q_tile, query)[0];
     const auto logit = [&](int key) {
-      return scale_log2 * scale_of(kv * a.keys + code_first + key) *
+      return scale_log2 * scale_of(kv * a.keys + quantized_first + key) *
              dot(q, a.k_rows.row<QkType>(q_tile.batch, kv_head, int64_t{k_first} + key), a.dim);
     };
     UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(q_tile, query), a.dim_v, logit, value);
-    const float of_mean = a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f;
-    const float share = with_sink(row.log2_sum, (a.sinks.at(q_tile.batch, q_tile.head) - of_mean) * 1.44269504f).share;
+    const float mean_logit = a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f;
+    const float share =
+        with_sink(row.log2_sum, (a.sinks.at(q_tile.batch, q_tile.head) - mean_logit) * 1.44269504f).share;
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 32; ++i) {
       const int64_t channel = channels + cold_lane() + 32 * i;

@@ -85,7 +85,7 @@ struct Forward {
   // The producer's message to the consumers about a tile of queries.
   struct Block {
     TileInfo q_tile;
-    Keys keys, of_warpgroup[Tile::kWarpgroups];
+    Keys keys, warpgroup_keys[Tile::kWarpgroups];
   };
 
   struct alignas(kSwizzleBytes) Shared {
@@ -114,8 +114,8 @@ struct Forward {
 
   // Returns the first key of a sequence in k. Each sequence of quantized values starts at a new tile.
   __device__ int first_key_of(const TileInfo& q_tile) const {
-    return kQuantizedQk && a.schedule.cu_seqlens_k ? (q_tile.k_first / kKeys + q_tile.sequence) * kKeys
-                                                   : q_tile.k_first;
+    return kQuantizedQk && a.scheduler.cu_seqlens_k ? (q_tile.k_first / kKeys + q_tile.sequence) * kKeys
+                                                    : q_tile.k_first;
   }
 
   // Returns the keys of `rows` queries from `query` on.
@@ -132,7 +132,8 @@ struct Forward {
 
   // Returns the index of a sequence's first query in arrays [batch, head, token].
   __device__ int64_t row_of(const TileInfo& q_tile) const {
-    return (static_cast<int64_t>(q_tile.batch) * a.schedule.heads + q_tile.head) * a.schedule.q_tokens + q_tile.q_first;
+    return (static_cast<int64_t>(q_tile.batch) * a.scheduler.heads + q_tile.head) * a.scheduler.q_tokens +
+           q_tile.q_first;
   }
 
   __device__ RowValues softmax_scale_log2(const TileInfo& q_tile, int query) const;
@@ -160,7 +161,7 @@ struct Forward {
   __device__ VMean v_mean_of(const TileInfo& q_tile) const {
     VMean v_mean;
     if constexpr (kCompensated<Precision>) {
-      const int64_t kv = q_tile.batch * (a.schedule.heads / a.group) + q_tile.head / a.group;
+      const int64_t kv = q_tile.batch * (a.scheduler.heads / a.group) + q_tile.head / a.group;
 #pragma unroll
       for (int i = 0; i < Dims::kDimV / 8; ++i)
         v_mean.x[i] = *reinterpret_cast<const float2*>(a.v_mean + kv * Dims::kDimV + 8 * i + fragment_column());
@@ -177,8 +178,8 @@ struct Forward {
   __device__ void consume(int warpgroup);
   __device__ bool write(const TileInfo& q_tile, int query, const OnlineSoftmax& softmax, VMean& v_mean,
                         Accumulator<Dims::kDimV>& o, unsigned char* q, int warpgroup) const;
-  __device__ void write_lse(const TileInfo& q_tile, int query, const RowValues& from, const RowValues& l,
-                            const RowValues& of_mean) const;
+  __device__ void write_lse(const TileInfo& q_tile, int query, const RowValues& log2_origin, const RowValues& l,
+                            const RowValues& mean_logit) const;
 
   template <class T>
   __device__ bool write_as(const TileInfo& q_tile, int query, Accumulator<Dims::kDimV>& o, unsigned char* q,

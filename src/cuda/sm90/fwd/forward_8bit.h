@@ -100,12 +100,12 @@ struct Forward8Bit {
   __device__ void write_ones() const;
   // Returns the first key of a sequence, where each sequence starts at a multiple of kLaidOutKeys.
   __device__ int first_key_of(const TileInfo& q_tile) const {
-    constexpr int kScale = kLaidOutKeys<Precision, Dims>;
-    return a.schedule.cu_seqlens_k ? (q_tile.k_first / kScale + q_tile.sequence) * kScale : 0;
+    constexpr int kPadding = kLaidOutKeys<Precision, Dims>;
+    return a.scheduler.cu_seqlens_k ? (q_tile.k_first / kPadding + q_tile.sequence) * kPadding : 0;
   }
 
   __device__ void produce();
-  static __device__ void add(Accumulator<kColumns>& o, const Accumulator<kColumns, int>& r, const RowValues& step);
+  static __device__ void add(Accumulator<kColumns>& o, const Accumulator<kColumns, int>& r, const RowValues& p_scale);
 
   // This thread's part of the partial accumulator, and its sums with o.
   __device__ float4& partial(int warpgroup, int word) const {
@@ -195,7 +195,8 @@ struct Forward8Bit {
   __device__ RowValues softmax_scale_log2(const TileInfo& q_tile, int query) const;
   // Returns the index of a sequence's first query in arrays [batch, head, token].
   __device__ int64_t row_of(const TileInfo& q_tile) const {
-    return (static_cast<int64_t>(q_tile.batch) * a.schedule.heads + q_tile.head) * a.schedule.q_tokens + q_tile.q_first;
+    return (static_cast<int64_t>(q_tile.batch) * a.scheduler.heads + q_tile.head) * a.scheduler.q_tokens +
+           q_tile.q_first;
   }
 
   __device__ void write(const TileInfo& q_tile, int query, const Softmax& softmax,

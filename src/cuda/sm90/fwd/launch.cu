@@ -25,8 +25,8 @@ HeadGroups head_groups_by_keys(const Problem& p, int64_t blocks, int64_t element
   return head_groups_of(all, blocks, kShareOfL2 / head_bytes * p.group(), processors_of(p));
 }
 
-// Returns the time at which the last multiprocessor ends, with `whole` tiles of time 1 followed by `small` tiles of time
-// `time`.
+// Returns the time at which the last multiprocessor ends, with `whole` tiles of time 1 followed by `small` tiles of
+// time `time`.
 double end_of(int64_t whole, int64_t small, double time, int64_t processors) {
   const int64_t late = whole % processors, early = processors - late;
   double early_end = static_cast<double>(whole / processors), late_end = early_end + 1,
@@ -50,23 +50,23 @@ void clear(unsigned* counter, cudaStream_t stream) {
   check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "cudaMemsetAsync");
 }
 
-TileScheduler schedule_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
-                          int* blocks_before, cudaStream_t stream) {
+TileScheduler scheduler_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
+                           int* blocks_before, cudaStream_t stream) {
   const int64_t blocks = (p.tokens_q + kernel.rows - 1) / kernel.rows;
-  const TileScheduler schedule{.batch = static_cast<int>(p.batch),
-                               .heads = static_cast<int>(p.heads),
-                               .q_tokens = static_cast<int>(p.tokens_q),
-                               .k_tokens = static_cast<int>(p.tokens_k),
-                               .rows = kernel.rows,
-                               .full_blocks = static_cast<int>(blocks),
-                               .head_groups = head_groups_by_keys(p, blocks, element_bytes),
-                               .counter = counter,
-                               .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
-                               .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
-                               .blocks_before = blocks_before,
-                               .sequences = sequences_of(p)};
-  if (p.packed()) count_blocks(schedule.cu_seqlens_q, schedule.sequences, kernel.rows, blocks_before, stream);
-  return schedule;
+  const TileScheduler scheduler{.batch = static_cast<int>(p.batch),
+                                .heads = static_cast<int>(p.heads),
+                                .q_tokens = static_cast<int>(p.tokens_q),
+                                .k_tokens = static_cast<int>(p.tokens_k),
+                                .rows = kernel.rows,
+                                .full_blocks = static_cast<int>(blocks),
+                                .head_groups = head_groups_by_keys(p, blocks, element_bytes),
+                                .counter = counter,
+                                .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
+                                .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
+                                .blocks_before = blocks_before,
+                                .sequences = sequences_of(p)};
+  if (p.packed()) count_blocks(scheduler.cu_seqlens_q, scheduler.sequences, kernel.rows, blocks_before, stream);
+  return scheduler;
 }
 
 Mask mask_of(const Problem& p) { return {p.windowed, p.bottom_right, clamp_side(p.left), clamp_side(p.right)}; }
@@ -89,24 +89,24 @@ void set_broadcast(const View& t, int (&broadcast)[2]) {
   broadcast[1] = t.stride[0] != 0;
 }
 
-void shorten_tail(const Problem& p, TileScheduler& schedule) {
+void shorten_tail(const Problem& p, TileScheduler& scheduler) {
   if (p.packed() || p.windowed) return;
   const int64_t processors = processors_of(p), batch_heads = p.batch * p.heads;
-  const int most = schedule.full_blocks;
+  const int most = scheduler.full_blocks;
   double best = end_of(most * batch_heads, 0, 0, processors);
   for (int whole = most - 1; whole >= 0 && (most - whole - 1) * batch_heads <= 2 * processors; --whole)
     for (const auto& [rows, time] : {std::pair{128, .85}, {64, .6}}) {
-      const int64_t rest = p.tokens_q - static_cast<int64_t>(whole) * schedule.rows, small = (rest + rows - 1) / rows;
+      const int64_t rest = p.tokens_q - static_cast<int64_t>(whole) * scheduler.rows, small = (rest + rows - 1) / rows;
       const double end = end_of(whole * batch_heads, small * batch_heads, time, processors);
       if (end >= best - .02) continue;
       best = end;
-      schedule.full_blocks = whole, schedule.tail_blocks = static_cast<int>(small), schedule.tail_rows = rows;
+      scheduler.full_blocks = whole, scheduler.tail_blocks = static_cast<int>(small), scheduler.tail_rows = rows;
     }
 }
 
-void launch(const Problem& p, const Kernel& kernel, const TileScheduler& schedule, void* arguments, bool waits,
+void launch(const Problem& p, const Kernel& kernel, const TileScheduler& scheduler, void* arguments, bool waits,
             cudaStream_t stream) {
-  const int64_t unpacked = static_cast<int64_t>(schedule.full_blocks + schedule.tail_blocks) * p.batch;
+  const int64_t unpacked = static_cast<int64_t>(scheduler.full_blocks + scheduler.tail_blocks) * p.batch;
   const int64_t blocks = p.packed() ? (p.tokens_q + kernel.rows - 1) / kernel.rows + sequences_of(p) : unpacked;
   const int processors = processors_of(p);
   check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),

@@ -15,8 +15,8 @@ int sequences_of(const Problem& p);
 // Returns the scheduler of a problem. `element_bytes` is the size of an element of k and v as the kernel reads them.
 // `counter` must be 0 when the kernel starts. `blocks_before` has sequences + 1 numbers, which a kernel on the stream
 // fills, or is null where sequences are not packed.
-TileScheduler schedule_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
-                          int* blocks_before, cudaStream_t stream);
+TileScheduler scheduler_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
+                           int* blocks_before, cudaStream_t stream);
 
 // Sets the counter to 0, where no preprocessing kernel does.
 void clear(unsigned* counter, cudaStream_t stream);
@@ -30,11 +30,11 @@ void set_broadcast(const View& t, int (&broadcast)[2]);
 
 // Makes the last tiles of each head shorter (tail tiles) where the last wave of tiles would leave multiprocessors idle.
 // Only for kernels whose warpgroups skip rows beyond the end of a tail tile.
-void shorten_tail(const Problem& p, TileScheduler& schedule);
+void shorten_tail(const Problem& p, TileScheduler& scheduler);
 
 // Launches one thread block per multiprocessor, or per tile if there are fewer tiles. `waits` is true for kernels that
 // call ptx::griddepcontrol_wait.
-void launch(const Problem& p, const Kernel& kernel, const TileScheduler& schedule, void* arguments, bool waits,
+void launch(const Problem& p, const Kernel& kernel, const TileScheduler& scheduler, void* arguments, bool waits,
             cudaStream_t stream);
 
 }  // namespace octet::cuda::sm90

@@ -23,8 +23,8 @@ bool f16_compute(const Problem& p) {
 
 bool quantized(const Problem& p) { return p.precision == OCTET_PRECISION_INT8_F16; }
 
-// True where v becomes f16, divided by a power of two per head. An f16 v stays as it is, and f16 represents all values of
-// e4m3.
+// True where v becomes f16, divided by a power of two per head. An f16 v stays as it is, and f16 represents all values
+// of e4m3.
 bool scales_v(const Problem& p) {
   return f16_compute(p) || (quantized(p) && (p.v.dtype == OCTET_BF16 || p.v.dtype == OCTET_F32));
 }
@@ -96,7 +96,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const DeviceScope device(p.device_index);
   ForwardParams a{};
   if (!qk) clear(counter, stream);
-  a.schedule = schedule_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
+  a.scheduler = scheduler_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
   q.preprocess(stream), k.preprocess(stream);
   scaled ? v_scaled.preprocess(seen_keys(p), stream) : v.preprocess(stream);
   // This is the last launch before the kernel, which starts while it drains (PDL).
@@ -126,7 +126,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.q_rows = output(queries), a.k_rows = output(keys), a.v_rows = output(values);
   a.dim = static_cast<int>(queries.shape[3]);
 
-  launch(p, kernel, a.schedule, &a, quantized(p) || f16_compute(p), stream);
+  launch(p, kernel, a.scheduler, &a, quantized(p) || f16_compute(p), stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);
   return allocator.used();

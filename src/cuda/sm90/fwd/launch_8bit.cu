@@ -93,8 +93,8 @@ std::size_t forward_8bit(const Problem& p, void* workspace, cudaStream_t stream)
   const Input q_prequantized_view(q_prequantized(p) ? p.q : View{}, OCTET_E4M3, allocator);
   const Input k_prequantized_view(k_prequantized(p) ? p.k : View{}, OCTET_E4M3, allocator);
   const int64_t queries = p.batch * p.heads * p.tokens_q;
-  const bool given_scales = q_prequantized(p) && (p.q.quantization || p.k.quantization);
-  c.q_scale = !q_prequantized(p) || given_scales ? allocator.take<float>(queries) : nullptr;
+  const bool has_input_scales = q_prequantized(p) && (p.q.quantization || p.k.quantization);
+  c.q_scale = !q_prequantized(p) || has_input_scales ? allocator.take<float>(queries) : nullptr;
   c.mean_logit = smooths_k(p) && wants_mean_logit(p) ? allocator.take<float>(queries) : nullptr;
   if (!q_prequantized(p)) c.q_quantized = allocator.take(queries * dim);
   if (!k_prequantized(p))
@@ -107,10 +107,10 @@ std::size_t forward_8bit(const Problem& p, void* workspace, cudaStream_t stream)
 
   const DeviceScope device(p.device_index);
   Forward8BitParams a{};
-  a.schedule = schedule_of(p, kernel, 1, counter, blocks_before, stream);
-  if (kernel.skips) shorten_tail(p, a.schedule);
+  a.scheduler = scheduler_of(p, kernel, 1, counter, blocks_before, stream);
+  if (kernel.skips) shorten_tail(p, a.scheduler);
   q_prequantized_view.preprocess(stream), k_prequantized_view.preprocess(stream);
-  if (given_scales)
+  if (has_input_scales)
     fill_scales(head_scale(p.q), head_scale(p.k), static_cast<int>(p.batch), c.heads, c.kv_heads,
                 static_cast<int>(p.tokens_q), c.q_scale, stream);
   // This is the last launch before the kernel, which starts while it drains (PDL).
@@ -141,7 +141,7 @@ std::size_t forward_8bit(const Problem& p, void* workspace, cudaStream_t stream)
   a.sinks = sinks(p.sinks);
   a.q_rows = output(q), a.k_rows = output(k), a.v_quantized = static_cast<const unsigned char*>(c.v_quantized);
   a.dim = static_cast<int>(q.shape[3]);
-  launch(p, kernel, a.schedule, &a, true, stream);
+  launch(p, kernel, a.scheduler, &a, true, stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);
   return allocator.used();

@@ -4,8 +4,8 @@
 
 namespace octet::cuda::sm90 {
 
-// Sets rows [from, to) of a tile of v to 0: rows that no query sees, or of the next packed sequence, may hold inf or NaN,
-// and 0 times these would be NaN.
+// Sets rows [from, to) of a tile of v to 0: rows that no query sees, or of the next packed sequence, may hold inf or
+// NaN, and 0 times these would be NaN.
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::clear_rows(unsigned char* tile, int from, int to) const {
   constexpr int kWords = kPanelRowBytes / 16;
@@ -23,9 +23,9 @@ __device__ inline RowValues Forward<Precision, Dims>::softmax_scale_log2(const T
   if constexpr (kQuantizedQk)
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const float step = a.q_scale[row_of(q_tile) + min(query + 8 * row, q_tile.q_tokens - 1)];
+      const float q_scale = a.q_scale[row_of(q_tile) + min(query + 8 * row, q_tile.q_tokens - 1)];
       const KeyRange seen = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
-      if (step != 0.f && seen.first < seen.last) scale_log2[row] *= step;
+      if (q_scale != 0.f && seen.first < seen.last) scale_log2[row] *= q_scale;
       if (scale_log2[row] == 0.f) scale_log2[row] = kMinScaleLog2;
     }
   return scale_log2;
@@ -63,7 +63,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     const Block& block = shared.block[q_state.stage];
     const TileInfo q_tile = block.q_tile;
     if (!q_tile.valid()) return;
-    const Keys keys = block.keys, mine = kSkips ? block.of_warpgroup[warpgroup] : keys;
+    const Keys keys = block.keys, mine = kSkips ? block.warpgroup_keys[warpgroup] : keys;
     // opaque() stops hoisting across tiles of queries: int8_f16 at d = 256 has no spare register.
     const int query = q_tile.q_start + ptx::opaque(warpgroup) * kWarpgroupRows + fragment_row();
     KeyRange ranges[kRowsPerThread];
@@ -111,7 +111,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     // there, except for rows of the next packed sequence. All warpgroups call this for each tile that may need it.
     const auto clear_v = [&](int tile) {
       if constexpr (kCompensated<Precision>) {
-        if (!a.schedule.cu_seqlens_q || (tile + 1) * kKeys <= q_tile.k_tokens) return;
+        if (!a.scheduler.cu_seqlens_q || (tile + 1) * kKeys <= q_tile.k_tokens) return;
         wait_v();
         clear_rows(shared.v[v_state.stage], q_tile.k_tokens - tile * kKeys, kKeys);
       } else {
@@ -246,12 +246,12 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     // Epilogue.
     if constexpr (kFlipsSigns)
       if (flips) unflip_signs(o, partial(warpgroup), twice);
-    bool spoiled = write(q_tile, query, softmax, v_mean, o, shared.q[q_state.stage], warpgroup);
+    bool nonfinite = write(q_tile, query, softmax, v_mean, o, shared.q[q_state.stage], warpgroup);
     if constexpr (kCompensated<Precision>) {  // a row without keys is set to 0, whatever it has met
       const KeyRange seen = a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
-      spoiled |= seen.first == seen.last;
+      nonfinite |= seen.first == seen.last;
     }
-    if (a.mask.windowed && __any_sync(~0u, spoiled))
+    if (a.mask.windowed && __any_sync(~0u, nonfinite))
       recompute_rows(kThroughQ ? shared.block[ptx::opaque(q_state.stage)].q_tile : saved_tile(ptx::opaque(warpgroup)),
                      ptx::opaque(warpgroup));
     if constexpr (kThroughQ) {

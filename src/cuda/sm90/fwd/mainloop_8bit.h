@@ -12,8 +12,8 @@ __device__ inline RowValues Forward8Bit<Precision, Dims>::softmax_scale_log2(con
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     const int i = min(query + 8 * row, q_tile.q_tokens - 1);
-    const float step = a.q_scale ? a.q_scale[row_of(q_tile) + i] : 1.f;
-    scale_log2[row] = a.scale_log2e * (step == 0.f ? 1.f : step);
+    const float q_scale = a.q_scale ? a.q_scale[row_of(q_tile) + i] : 1.f;
+    scale_log2[row] = a.scale_log2e * (q_scale == 0.f ? 1.f : q_scale);
     if (scale_log2[row] == 0.f) scale_log2[row] = kMinScaleLog2;
   }
   return scale_log2;
@@ -22,9 +22,9 @@ __device__ inline RowValues Forward8Bit<Precision, Dims>::softmax_scale_log2(con
 // Adds r times the scale of p to o.
 template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::add(Accumulator<kColumns>& o, const Accumulator<kColumns, int>& r,
-                                                         const RowValues& step) {
+                                                         const RowValues& p_scale) {
 #pragma unroll
-  for (int i = 0; i < kColumns / 2; ++i) o.x[i] = fmaf(static_cast<float>(r.x[i]), step[i / 2 % 2], o.x[i]);
+  for (int i = 0; i < kColumns / 2; ++i) o.x[i] = fmaf(static_cast<float>(r.x[i]), p_scale[i / 2 % 2], o.x[i]);
 }
 
 template <class Precision, class Dims>
@@ -99,8 +99,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::consume(int warpgroup) {
     Softmax softmax{softmax_scale_log2(q_tile, query_of(q_tile, warpgroup))};
     Accumulator<kColumns> o;
     o.zero();
-    // Skip the tiles after this warpgroup's last key. A tile of queries has one stage more than it has tiles of keys, as v
-    // comes a stage later than k.
+    // Skip the tiles after this warpgroup's last key. A tile of queries has one stage more than it has tiles of keys,
+    // as v comes a stage later than k.
     if constexpr (Tile::kSkips)
       for (int i = mine.any() ? keys.last - mine.last : keys.any() ? keys.last - keys.first + 1 : 0; i > 0; --i)
         skip(at);
@@ -160,16 +160,16 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
     multiply_v(at, p, o, !starts_sum(tile + 1));
     wait_products<1>(s);
     take_logits(at, softmax, s, x);
-    // Softmax with the stale scale. A tile that does not fit is repeated from q k^T on, and so are the few tiles that need
-    // a mask.
+    // Softmax with the stale scale. A tile that does not fit is repeated from q k^T on, and so are the few tiles that
+    // need a mask.
     const bool fits = softmax.exp_stale_max(x, group_scales(at, tile), sum) && !needs_mask(keys, tile);
     ptx::fence_operand(x.x);
     // The vote keeps ptxas from waiting for p v before the exponentials.
     if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
       wait_products<0>(o);
     } else {
-      // Repeat the tile with a new scale. opaque() stops hoisting: the addresses of both products would be computed ahead
-      // of the first.
+      // Repeat the tile with a new scale. opaque() stops hoisting: the addresses of both products would be computed
+      // ahead of the first.
       multiply_k(ptx::opaque(warpgroup), at, ptx::opaque(at.kv.stage), s);
       wait_products<0>(o);
       ptx::fence_operand(s.x);
@@ -195,8 +195,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
   if (products_before(keys.first) >= kTilesPerSum) add_partial(warpgroup, o, partial_rescale);
 }
 
-// The mainloop for P whose scale changes from tile to tile: the product r = p v has an accumulator of its own, from which
-// it is scaled and added to o.
+// The mainloop for P whose scale changes from tile to tile: the product r = p v has an accumulator of its own, from
+// which it is scaled and added to o.
 template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup, const TileInfo& q_tile,
                                                                    const Keys& keys, Positions& at, Softmax& softmax,
@@ -214,7 +214,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup
   for (int tile = keys.last - 1; tile >= keys.first; --tile) {
     // Softmax and quantization of P, the exponentials in turn (ping-pong).
     const RowValues most = softmax.largest(x, o);
-    const RowValues step =
+    const RowValues p_scale =
         softmax.quantize_p(x, most, shared.v_scale[at.kv.stage][1], ping_pong_wait(warpgroup, at), p);
     ping_pong_arrive(warpgroup);
     // Release k of this tile; wait for its v, which comes with the next k; issue p v.
@@ -224,13 +224,13 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup
     if (tile == keys.first) {
       wait_products<0>(r);
       release_kv(at);
-      add(o, r, step);
+      add(o, r, p_scale);
       break;
     }
     // Issue q k^T of the next tile; add p v to o.
     multiply_k(warpgroup, at, at.kv.stage, s);
     wait_products<1>(r);
-    add(o, r, step);
+    add(o, r, p_scale);
     wait_products<0>(s);
     take_logits(at, softmax, s, x);
     mask(warpgroup, q_tile, keys, tile - 1, x);

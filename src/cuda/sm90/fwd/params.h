@@ -11,10 +11,10 @@
 namespace octet::cuda::sm90 {
 
 struct ForwardParams {
-  CUtensorMap q, k, v;                                 // [dim, token, head, batch]
+  CUtensorMap q, k, v;  // [dim, token, head, batch]
   // {head, batch}: 0 where all heads, or all batch elements, share the same memory, else 1.
   int q_broadcast[2], k_broadcast[2], v_broadcast[2];
-  TileScheduler schedule;
+  TileScheduler scheduler;
   Mask mask;
   int group;  // heads of q per head of k and v
   int dim_v;
@@ -44,7 +44,7 @@ struct Forward8BitParams {
   int q_broadcast[2], k_broadcast[2];
   bool k_in_tiles;  // true: k is padded as v is; false: k is the caller's tensor
   int keys;         // keys of a head of v, padding included
-  TileScheduler schedule;
+  TileScheduler scheduler;
   Mask mask;
   int group;  // heads of q per head of k and v
   int dim_v;

@@ -9,7 +9,7 @@ template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::produce() {
   PipelineState<Tile::kQStages> q_state;
   PipelineState<Tile::kStages> k_state, v_state;
-  TileInfo next = a.schedule.at(blockIdx.x);
+  TileInfo next = a.scheduler.at(blockIdx.x);
   while (true) {
     shared.q_pipe.empty[q_state.stage].wait(q_state.phase ^ 1);
     Block& block = shared.block[q_state.stage];
@@ -22,7 +22,7 @@ __device__ inline void Forward<Precision, Dims>::produce() {
     const TileInfo& q_tile = block.q_tile;
     const int kv_head = q_tile.head / a.group;
     const int k_first = first_key_of(q_tile);
-    const int k_row = q_tile.batch * (a.schedule.heads / a.group) + kv_head;
+    const int k_row = q_tile.batch * (a.scheduler.heads / a.group) + kv_head;
     const auto fetch = [&](auto tile, const CUtensorMap& map, const int(&broadcast)[2], int row, int head,
                            Barrier& full) {
       load(tile, map, row, head * broadcast[0], q_tile.batch * broadcast[1], &full.word);
@@ -34,13 +34,13 @@ __device__ inline void Forward<Precision, Dims>::produce() {
     const auto fetch_k = [&](int tile) {
       shared.k_pipe.empty[k_state.stage].wait(k_state.phase ^ 1);
       Barrier& full = shared.k_pipe.full[k_state.stage];
-      auto& steps = shared.k_scale[k_state.stage];
-      full.arrive_expecting(TileK::kBytes + (kQuantizedQk ? sizeof steps : 0));
+      auto& scales = shared.k_scale[k_state.stage];
+      full.arrive_expecting(TileK::kBytes + (kQuantizedQk ? sizeof scales : 0));
       fetch(k(k_state.stage), a.k, a.k_broadcast, k_first + tile * kKeys, kv_head, full);
       if constexpr (kQuantizedQk)
-        ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_global, &steps,
+        ::cuda::ptx::cp_async_bulk(::cuda::ptx::space_cluster, ::cuda::ptx::space_global, &scales,
                                    a.k_scale + static_cast<int64_t>(k_row) * a.keys + k_first + tile * kKeys,
-                                   sizeof steps, &full.word);
+                                   sizeof scales, &full.word);
       k_state.advance();
     };
     const auto fetch_v = [&](int tile) {
@@ -54,11 +54,11 @@ __device__ inline void Forward<Precision, Dims>::produce() {
     const Keys keys = block.keys = keys_of(q_tile, q_tile.q_start, kRows);
     if (keys.any()) fetch_k(keys.last - 1);
     for (int i = 0; kSkips && i < Tile::kWarpgroups; ++i)
-      block.of_warpgroup[i] = keys_of(q_tile, q_tile.q_start + i * kWarpgroupRows, kWarpgroupRows);
+      block.warpgroup_keys[i] = keys_of(q_tile, q_tile.q_start + i * kWarpgroupRows, kWarpgroupRows);
     ready.arrive();
     for (int tile = keys.last - 2; tile >= keys.first; --tile) fetch_k(tile), fetch_v(tile + 1);
     // Take the next tile of queries before the wait for a stage for the last v.
-    next = a.schedule.at(gridDim.x + atomicAdd(a.schedule.counter, 1u));
+    next = a.scheduler.at(gridDim.x + atomicAdd(a.scheduler.counter, 1u));
     if (keys.any()) fetch_v(keys.first);
   }
 }

@@ -32,7 +32,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::produce() {
   PipelineState<k8BitStages> kv_state;
   unsigned number = blockIdx.x;
   while (true) {
-    const TileInfo q_tile = a.schedule.at(number);
+    const TileInfo q_tile = a.scheduler.at(number);
     shared.q_pipe.empty[q_state.stage].wait(q_state.phase ^ 1);
     shared.q_tile[tile_state.stage] = q_tile;
     tile_state.advance();
@@ -44,8 +44,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::produce() {
     const Keys keys = keys_of(q_tile, q_tile.q_start, kRows);
     const int kv_head = q_tile.head / a.group;
     const int first_key = first_key_of(q_tile);
-    const int64_t steps =
-        (static_cast<int64_t>(q_tile.batch) * (a.schedule.heads / a.group) + kv_head) * a.keys + first_key;
+    const int64_t first_scale =
+        (static_cast<int64_t>(q_tile.batch) * (a.scheduler.heads / a.group) + kv_head) * a.keys + first_key;
     q_full.arrive_expecting(TileQ::kLoadedBytes);
     load(q(q_state.stage), a.q, 0, q_tile.q_first + q_tile.q_start, q_tile.head * a.q_broadcast[0],
          q_tile.batch * a.q_broadcast[1], &q_full.word);
@@ -54,16 +54,16 @@ __device__ inline void Forward8Bit<Precision, Dims>::produce() {
       const int stage = kv_state.stage;
       shared.kv_pipe.empty[stage].wait(kv_state.phase ^ 1);
       Barrier& full = shared.kv_pipe.full[stage];
-      constexpr int kSteps =
+      constexpr int kScaleBytes =
           (kKeyScales == KeyScales::none ? 0 : sizeof shared.k_scale[0]) + (kScaled ? sizeof shared.v_scale[0] : 0);
-      full.arrive_expecting((with_k ? TileK::kLoadedBytes + kSteps : 0) + (with_v ? TileV::kLoadedBytes : 0));
+      full.arrive_expecting((with_k ? TileK::kLoadedBytes + kScaleBytes : 0) + (with_v ? TileV::kLoadedBytes : 0));
       if (with_k) {
         load(k(stage), a.k, 0, (a.k_in_tiles ? first_key : q_tile.k_first) + tile * kKeys, kv_head * a.k_broadcast[0],
              q_tile.batch * a.k_broadcast[1], &full.word);
         const auto fetch_scales = [&](auto& to, const float* from) {
           ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global, &to, from, sizeof to, &full.word);
         };
-        const int64_t at = steps + tile * kKeys;
+        const int64_t at = first_scale + tile * kKeys;
         if constexpr (kKeyScales == KeyScales::tokens) fetch_scales(shared.k_scale[stage], a.k_scale + at);
         if constexpr (kKeyScales == KeyScales::groups)
           fetch_scales(shared.k_scale[stage], a.k_scale + at / kGroupBlock * kScaleGroups);
@@ -76,7 +76,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::produce() {
     if (keys.any())
       for (int tile = keys.last - 1; tile >= keys.first - 1; --tile)
         fetch(tile >= keys.first, tile < keys.last - 1, tile);
-    number = gridDim.x + atomicAdd(a.schedule.counter, 1u);
+    number = gridDim.x + atomicAdd(a.scheduler.counter, 1u);
   }
 }
 

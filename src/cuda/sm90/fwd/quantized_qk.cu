@@ -25,42 +25,42 @@ View view_8bit(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t c
 int panel_bytes(int64_t columns) { return columns % 128 == 0 ? 128 : columns % 64 == 0 ? 64 : 32; }
 
 Int8Logits::Int8Logits(const Problem& p, int64_t dim, int tile, WorkspaceAllocator& workspace)
-    : codes_{.q = strided(p.q),
-             .k = strided(p.k),
-             .v = strided(p.v),
-             .dim = dim <= 64    ? 64
-                    : dim <= 128 ? 128
-                                 : 256,
-             .heads = static_cast<int>(p.heads),
-             .kv_heads = static_cast<int>(p.kv_heads),
-             .keys = {static_cast<const int*>(p.cu_seqlens_k.data), sequences_of(p), static_cast<int>(p.tokens_k), tile,
-                      mask_of(p), static_cast<int>(p.tokens_q), static_cast<const int*>(p.cu_seqlens_q.data)},
-             .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
-             .q_type = QuantizedFormat::s8,
-             .k_type = QuantizedFormat::s8},
+    : params_{.q = strided(p.q),
+              .k = strided(p.k),
+              .v = strided(p.v),
+              .dim = dim <= 64    ? 64
+                     : dim <= 128 ? 128
+                                  : 256,
+              .heads = static_cast<int>(p.heads),
+              .kv_heads = static_cast<int>(p.kv_heads),
+              .keys = {static_cast<const int*>(p.cu_seqlens_k.data), sequences_of(p), static_cast<int>(p.tokens_k),
+                       tile, mask_of(p), static_cast<int>(p.tokens_q), static_cast<const int*>(p.cu_seqlens_q.data)},
+              .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
+              .q_type = QuantizedFormat::s8,
+              .k_type = QuantizedFormat::s8},
       batch_(p.batch),
       dim_(dim),
       queries_(p.tokens_q),
-      keys_(static_cast<int64_t>(codes_.keys.count()) * tile) {
-  if (p.hadamard) codes_.rotation = rotation_of(p.dim);
+      keys_(static_cast<int64_t>(params_.keys.count()) * tile) {
+  if (p.hadamard) params_.rotation = rotation_of(p.dim);
   const int64_t rows = p.batch * p.heads * queries_, key_rows = p.batch * p.kv_heads * keys_;
   const int64_t sequences = p.packed() ? sequences_of(p) : p.batch;
-  codes_.channels.k_mean = workspace.take<float>(sequences * p.kv_heads * codes_.dim);
-  scratch_ = workspace.take(quantize_scratch_bytes(codes_));
-  codes_.q_quantized = workspace.take(rows * codes_.dim);
-  codes_.k_quantized = workspace.take(key_rows * codes_.dim);
-  codes_.q_scale = workspace.take<float>(rows);
-  codes_.k_scale = workspace.take<float>(key_rows);
-  if (wants_mean_logit(p)) codes_.mean_logit = workspace.take<float>(rows);
+  params_.channels.k_mean = workspace.take<float>(sequences * p.kv_heads * params_.dim);
+  scratch_ = workspace.take(quantize_scratch_bytes(params_));
+  params_.q_quantized = workspace.take(rows * params_.dim);
+  params_.k_quantized = workspace.take(key_rows * params_.dim);
+  params_.q_scale = workspace.take<float>(rows);
+  params_.k_scale = workspace.take<float>(key_rows);
+  if (wants_mean_logit(p)) params_.mean_logit = workspace.take<float>(rows);
 }
 
 void Int8Logits::quantize(cudaStream_t stream) const {
-  keys_ ? octet::cuda::quantize(codes_, scratch_, stream) : clear(counter(), stream);
+  keys_ ? octet::cuda::quantize(params_, scratch_, stream) : clear(counter(), stream);
 }
 
 // Returns a view of the channels that the kernel reads; the rows in memory may be longer.
 View Int8Logits::view(void* data, int64_t heads, int64_t rows) const {
-  View v = view_8bit(data, batch_, heads, rows, codes_.dim);
+  View v = view_8bit(data, batch_, heads, rows, params_.dim);
   v.shape[3] = dim_;
   return v;
 }

@@ -20,25 +20,25 @@ View view_8bit(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t c
 // Returns the width of the boxes that TMA reads: the panels of SharedTile8Bit.
 int panel_bytes(int64_t columns);
 
-// q and k quantized to int8 with a scale for each token. k is centred by its mean, and its keys are padded to whole tiles
-// of `tile` keys.
+// q and k quantized to int8 with a scale for each token. k is centred by its mean, and its keys are padded to whole
+// tiles of `tile` keys.
 class Int8Logits {
  public:
   // `dim` is the kernel's.
   Int8Logits(const Problem& p, int64_t dim, int tile, WorkspaceAllocator& workspace);
   void quantize(cudaStream_t stream) const;
-  unsigned* counter() const { return static_cast<unsigned*>(scratch_); }       // 0 after quantize()
-  View q() const { return view(codes_.q_quantized, codes_.heads, queries_); }  // [batch, head, token, dim]
-  View k() const { return view(codes_.k_quantized, codes_.kv_heads, keys_); }  // [batch, kv_head, keys, dim]
+  unsigned* counter() const { return static_cast<unsigned*>(scratch_); }         // 0 after quantize()
+  View q() const { return view(params_.q_quantized, params_.heads, queries_); }  // [batch, head, token, dim]
+  View k() const { return view(params_.k_quantized, params_.kv_heads, keys_); }  // [batch, kv_head, keys, dim]
   int keys() const { return static_cast<int>(keys_); }
-  const float* q_scale() const { return codes_.q_scale; }
-  const float* k_scale() const { return codes_.k_scale; }
-  const float* mean_logit() const { return codes_.mean_logit; }  // null where it is not needed
+  const float* q_scale() const { return params_.q_scale; }
+  const float* k_scale() const { return params_.k_scale; }
+  const float* mean_logit() const { return params_.mean_logit; }  // null where it is not needed
 
  private:
   View view(void* data, int64_t heads, int64_t rows) const;
 
-  QuantizeParams codes_;
+  QuantizeParams params_;
   int64_t batch_, dim_, queries_, keys_;
   void* scratch_;
 };
