@@ -43,7 +43,7 @@ def problems(draw):
     return causal, window, kind, batch, queries, past, gone, keys, draw(st.integers(0, 2**32))
 
 
-def mask_of(make, problem, padding, skips):
+def mask_of(make, problem, padding, skips, device):
     causal, window, _, batch, queries, past, gone, keys, _ = problem
     if causal:
         function = utils.sliding_window_causal_mask_function(window) if window else utils.causal_mask_function
@@ -56,7 +56,7 @@ def mask_of(make, problem, padding, skips):
         attention_mask=padding, local_size=window, allow_is_causal_skip=skips and causal,
         allow_is_bidirectional_skip=skips and not causal,
         use_vmap=False, dtype=torch.float32, config=None,
-        device="cpu" if padding is None else padding.device,
+        device=device,
     )  # fmt: skip
 
 
@@ -64,6 +64,7 @@ def mask_of(make, problem, padding, skips):
 @settings(max_examples=300, deadline=None)
 @given(problem=problems())
 @example(problem=(True, None, "left", 2, 1, 7, 0, 8, 0))  # a step of generation
+@example(problem=(True, 1, None, 1, 1, 1, 0, 2, 0))  # one with a window, where nothing is padding
 @example(problem=(True, 5, "left", 2, 6, 9, 3, 12, 0))  # a chunk of a prefill with a sliding cache
 @example(problem=(False, 2, "both", 3, 12, 0, 0, 12, 1))
 @example(problem=(True, None, "holes", 3, 12, 3, 0, 18, 1))
@@ -72,8 +73,8 @@ def test_a_plan_is_its_mask(device, problem):
     random = torch.Generator().manual_seed(seed)
     seen = gone + keys if causal else keys
     padding = None if kind is None else padding_of(kind, batch, seen, random).to(device)
-    built = mask_of(utils.sdpa_mask, problem, padding, skips=False)
-    mask = mask_of(_masks.mask_function, problem, padding, skips=True)
+    built = mask_of(utils.sdpa_mask, problem, padding, skips=False, device=device)
+    mask = mask_of(_masks.mask_function, problem, padding, skips=True, device=device)
     expressible = kind != "holes" or window is None or window >= keys
     if expressible or queries == 1:
         assert mask is None or isinstance(mask, _masks.Mask)
