@@ -142,8 +142,9 @@ def test_a_mask_that_hides_nothing(kind, device, no_mask_tensors):
 
 
 def test_gemma_2_caps_its_logits():
-    """Against its eager attention, as sdpa has no softcap. Layers alternate between a sliding window and none. Padding on
-    the right: eager attention gives queries that are padding other values, from which the first token is predicted."""
+    """Compares it with its eager attention, as sdpa has no softcap. Layers alternate between a sliding window and none.
+    Padding is on the right: eager attention gives queries that are padding other values, from which the first token is
+    predicted."""
     sizes = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 1, "initializer_range": 0.3}
 
     def run(implementation, softcap):
