@@ -64,7 +64,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     const TileInfo q_tile = block.q_tile;
     if (!q_tile.valid()) return;
     const Keys keys = block.keys, mine = kSkips ? block.warpgroup_keys[warpgroup] : keys;
-    // opaque() stops hoisting across tiles of queries: int8_f16 at d = 256 has no spare register.
+    // opaque() stops hoisting across tiles of queries: int8 q and k at d = 256 have no spare register.
     const int query = q_tile.q_start + ptx::opaque(warpgroup) * kWarpgroupRows + fragment_row();
     KeyRange ranges[kRowsPerThread];
     auto softmax = start_softmax(q_tile, query);

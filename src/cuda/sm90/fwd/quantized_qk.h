@@ -1,4 +1,4 @@
-// The host functions that launches with 8-bit q and k share, and the quantization of q and k for int8_f16.
+// The host functions that launches with 8-bit q and k share, and the quantization of q and k as int8.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -1,4 +1,4 @@
-// The forward kernels of precision int8_f16.
+// The forward kernels with q and k of int8, P and V in f16.
 #include "cuda/sm90/fwd/instances/instance_16bit.h"
 
 namespace octet::cuda::sm90 {
