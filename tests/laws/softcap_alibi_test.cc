@@ -10,10 +10,9 @@ namespace {
 constexpr double kInf = std::numeric_limits<double>::infinity(), kNaN = std::numeric_limits<double>::quiet_NaN();
 
 const Case kCase{.name = "softcap_alibi",
-                 .batch = 2,
-                 .heads = 4,
-                 .kv_heads = 2,
-                 .tokens_q = 90,
+                 .heads = 2,
+                 .kv_heads = 1,
+                 .tokens_q = 70,
                  .tokens_k = 150,
                  .causal = true,
                  .alignment = Alignment::bottom_right};
@@ -152,11 +151,11 @@ TEST(Softcap, a_query_with_an_infinity_is_nan_and_no_other) {
     Case c = kCase;
     c.softcap = 2.f;
     Inputs in = draw(c, 9);
-    in.q.at(1, 2, 30, 5) = kInf;
+    in.q.at(0, 1, 30, 5) = kInf;
     for (const char* backend : {"cpu", "reference"}) {
       const Outputs got = compute(c, in, {Pass::forward, precision}, 0, backend);
       for_each(got.o.shape, [&](int64_t b, int64_t h, int64_t t, int64_t e) {
-        EXPECT_EQ(std::isnan(got.o.at(b, h, t, e)), b == 1 && h == 2 && t == 30) << backend << ' ' << name(precision);
+        EXPECT_EQ(std::isnan(got.o.at(b, h, t, e)), h == 1 && t == 30) << backend << ' ' << name(precision);
       });
     }
   }
