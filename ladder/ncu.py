@@ -10,6 +10,8 @@ import re
 ROWS = [
     ("time, us", "sum", lambda x: f"{x / 1000:.1f}", [r"gpu__time_duration\.sum"]),
     ("elapsed cycles", "sum", "{:.0f}".format, [r"gpc__cycles_elapsed\.max", r"sm__cycles_elapsed\.max"]),
+    ("cycles in which a multiprocessor is active", "sum", "{:.0f}".format, [r"sm__cycles_active\.avg"]),
+    ("instructions of warps, millions", "sum", lambda x: f"{x / 1e6:.1f}", [r"smsp__inst_executed\.sum"]),
     ("registers of a thread", "mean", "{:.0f}".format, [r"launch__registers_per_thread"]),
     (
         "shared memory of a block, bytes",
@@ -19,6 +21,12 @@ ROWS = [
     ),
     ("occupancy, %", "mean", "{:.1f}".format, [r"sm__warps_active\.avg\.pct_of_peak_sustained_active"]),
     ("occupancy that the launch allows, %", "mean", "{:.1f}".format, [r"sm__maximum_warps_per_active_cycle_pct"]),
+    (
+        "wavefronts of shared memory, millions",
+        "sum",
+        lambda x: f"{x / 1e6:.1f}",
+        [r"l1tex__data_pipe_lsu_wavefronts_mem_shared\.sum"],
+    ),
     (
         "bank conflicts of loads",
         "sum",
@@ -47,6 +55,14 @@ ROWS = [
         ],
     ),
     ("SM throughput, % of peak", "mean", "{:.1f}".format, [r"sm__throughput\.avg\.pct_of_peak_sustained_elapsed"]),
+    ("issue slots, % of peak", "mean", "{:.1f}".format, [r"smsp__issue_active\.avg\.pct_of_peak_sustained_active"]),
+    ("FMA, % of peak", "mean", "{:.1f}".format, [r"sm__inst_executed_pipe_fma\.avg\.pct_of_peak_sustained_active"]),
+    (
+        "exponentials (XU), % of peak",
+        "mean",
+        "{:.1f}".format,
+        [r"sm__inst_executed_pipe_xu\.avg\.pct_of_peak_sustained_active"],
+    ),
     (
         "tensor cores, % of peak",
         "mean",
@@ -147,7 +163,8 @@ def table(profiles):
         values = [value(kernels, how, patterns) for kernels in profiles.values()]
         lines.append(row(label, ["-" if x is None else show(x) for x in values]))
     found = [stalls(kernels) for kernels in profiles.values()]
-    reasons = sorted({reason for each in found for reason in each}, key=lambda r: -max(x.get(r, 0.0) for x in found))
+    everything = {reason for each in found for reason in each}
+    reasons = sorted(everything, key=lambda r: (-max(x.get(r, 0.0) for x in found), r))
     for reason in reasons[:STALLS]:
         label = f"stalled on {reason.replace('_', ' ')}, warps per issue"
         lines.append(row(label, [f"{x[reason]:.2f}" if reason in x else "-" for x in found]))

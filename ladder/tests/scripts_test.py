@@ -96,6 +96,22 @@ class Compare(unittest.TestCase):
         ):
             self.assertIn(line, done.stdout.splitlines())
 
+    def test_one_kernel_of_several(self):
+        done = script("compare", f"{self.a}:softmax", self.b)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        for line in ("|  | a:softmax | b |", "| kernels | 1 | 1 |", "| elapsed cycles | 1000 | 500 |"):
+            self.assertIn(line, done.stdout.splitlines())
+        done = script("compare", f"{self.a}:product", self.b)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("found no kernel with product in its name, allowed: scores(const float *, int), s", done.stderr)
+
+    def test_equal_stalls_are_in_the_order_of_their_names(self):
+        kernel = {"Kernel Name": "x"}
+        for reason in ("wait", "barrier", "membar", "drain", "sleeping", "misc"):
+            kernel[f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio"] = 1.0
+        rows = [line for line in ncu.table({"a": [kernel]}).splitlines() if "stalled on" in line]
+        self.assertEqual([row.split()[3] for row in rows], ["barrier,", "drain,", "membar,", "misc,", "sleeping,"])
+
     def test_what_is_missing_is_named(self):
         self.assertIn("found 1 names, allowed: 2 or more", script("compare", self.a).stderr)
         self.assertIn("no profile 9_none", script("compare", self.a, "9_none").stderr)
