@@ -16,7 +16,7 @@ constexpr int kTile = 16;  // a block of 16 x 16 threads computes 16 x 16 result
 constexpr int kSoftmaxThreads = 256;
 
 // s[i, j] = scale * sum over c of q[i, c] k[j, c]; minus infinity where j > i under the causal mask.
-// One block a tile of s, z counts the heads.
+// One block computes one tile of s; blockIdx.z is the head.
 __global__ void scores(const float* q, const float* k, float* s, int seq, int dim, float scale, bool causal) {
   __shared__ float q_tile[kTile][kTile];
   __shared__ float k_tile[kTile][kTile + 1];  // read down its columns: the extra one keeps the banks apart
@@ -60,7 +60,7 @@ __device__ float reduce_block(float x, Combine combine) {
   return result;
 }
 
-// s[i, :] = exp(s[i, :] - max) / sum. One block a row, which is read three times and written twice.
+// s[i, :] = exp(s[i, :] - max) / sum. Each row has a block, which reads it three times and writes it twice.
 __global__ void softmax(float* s, int seq) {
   s += static_cast<int64_t>(blockIdx.x) * seq;
   float largest = -INFINITY;
@@ -99,7 +99,7 @@ __global__ void product(const float* p, const float* v, float* o, int seq, int d
   if (i < seq && c < dim) o[static_cast<int64_t>(i) * dim + c] = sum;
 }
 
-// ---- Launches: each step can be run and timed alone (--kernel scores, softmax, product).
+// ---- Launches: each of the three kernels can be run and timed alone (--kernel scores, softmax, product).
 
 unsigned tiles(int n) { return static_cast<unsigned>(ceil_div(n, kTile)); }
 

@@ -54,8 +54,8 @@ __device__ void load_tile(float (*tile)[kDim + kPad], const float* x, int first,
 struct Row {
   float largest = -INFINITY, sum = 0;
 
-  // Takes in a tile with the given largest score: the factor that scales down what was summed before. The first tile
-  // has a key that the row sees, so that largest is finite from then on.
+  // Takes in a tile with the given largest score, and returns the factor that scales down what was summed before. The
+  // first tile has a key that the row sees, so that largest is finite from then on.
   __device__ float raise(float tile_largest) {
     const float next = fmaxf(largest, tile_largest);
     const float factor = expf(largest - next);  // 0 for the first tile

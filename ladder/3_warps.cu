@@ -9,18 +9,17 @@
 // channels of o.
 // What it leaves: every multiplication is one f32 instruction of one thread. Tensor cores do hundreds at once.
 //
-// A warp's 16 queries x 32 keys of scores; lane 8 y + x has the rows y, y + 4, y + 8, y + 12 and the keys x, x + 8,
-// x + 16, x + 24; of o it has the same rows and the channels 4 x to 4 x + 3, 4 x + 32 to 4 x + 35, ...
+// A warp computes the scores of 16 queries and 32 keys. Of these, lane 8 y + x has rows y, y + 4, y + 8, y + 12 and
+// keys x, x + 8, x + 16, x + 24; of o it has the same rows and the channels 4 x to 4 x + 3, 4 x + 32 to 4 x + 35, ...
 #include "ladder.h"
 
 namespace ladder {
 namespace {
 
-constexpr int kWarps = 4, kRows = 16;        // queries of a warp
-constexpr int kQueries = kWarps * kRows;     // of a block
-constexpr int kKeys = 32;                    // of a tile
-constexpr int kPad = 4;                      // keeps rows in different banks, and float4s aligned
-constexpr float kLog2E = 1.44269504088896f;  // exp(x) = exp2(x log2(e))
+constexpr int kWarps = 4, kRows = 16;     // queries of a warp
+constexpr int kQueries = kWarps * kRows;  // of a block
+constexpr int kKeys = 32;                 // of a tile
+constexpr int kPad = 4;                   // keeps rows in different banks, and float4s aligned
 
 template <int kDim>
 struct Shared {

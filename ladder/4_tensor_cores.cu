@@ -7,10 +7,10 @@
 // Gain: an H200 multiplies f16 about ten times faster by mma.sync than float32 by FMA. What is left beside the products
 // is the softmax: 16 exponentials a cycle and multiprocessor, where tensor cores finish the 512 FLOPs (dim 128) that
 // belong to one score 5 times a cycle.
-// Why so: tensor cores must be fed. A fragment of K or V that a warp loads from shared memory (128 bytes a cycle) is
-// used for each 16 queries of the warp, so a warp owns 32 queries: with 16, shared memory would be slower than the
-// tensor cores. The sums of 32 queries fill the registers, so four warps are a block and two blocks share a
-// multiprocessor: while one computes exponentials, the other multiplies.
+// Why it is built like this: tensor cores must be fed. A fragment of K or V that a warp loads from shared memory (128
+// bytes a cycle) is used for each 16 queries of the warp, so a warp owns 32 queries: with 16, shared memory would be
+// slower than the tensor cores. The sums of 32 queries fill the registers, so four warps are a block and two blocks
+// share a multiprocessor: while one computes exponentials, the other multiplies.
 #include <cuda_fp16.h>
 
 #include "ladder.h"
@@ -26,8 +26,9 @@ constexpr int kKeys = 64;                          // of a tile of K or V
 constexpr int kStages = 2;                         // tiles of K and of V in shared memory
 
 // A tile in shared memory: rows of Dim f16, in chunks of 16 bytes, which cp.async and ldmatrix move as a whole. Chunk c
-// of row r is stored at place c ^ r % 8 of the row. Eight rows at the same chunk, which ldmatrix reads at once, are so
-// in different banks (as the rows' length is a multiple of 128 bytes, all of them would be in the same four).
+// of row r is stored at place c ^ r % 8 of the row. ldmatrix reads the same chunk of eight rows at once. These would
+// all lie in the same four banks, as a row is a multiple of 128 bytes long; stored like this they lie in different
+// banks.
 template <int Dim>
 __device__ uint32_t offset(int row, int chunk) {
   return row * Dim * 2 + (chunk ^ row % 8) * 16;
@@ -48,8 +49,8 @@ __device__ void load(uint32_t tile, const half* x, int first, int seq) {
   }
 }
 
-// Four 8 x 8 matrices of f16. Lane l gives the address of row l % 8 of matrix l / 8 and gets, of row l / 4 of matrix i,
-// columns 2 (l % 4) and the next in x[i]; transposed, of column l / 4, these rows.
+// Loads four 8 x 8 matrices of f16. Lane l gives the address of row l % 8 of matrix l / 8. In x[i] it gets two elements
+// of matrix i: of row l / 4, columns 2 (l % 4) and the next; transposed, of column l / 4, rows 2 (l % 4) and the next.
 __device__ void ldmatrix(uint32_t (&x)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -73,12 +74,6 @@ __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ float exp2_fast(float x) {  // 0 at minus infinity
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ uint32_t pack(float low, float high) {
   const half2 x = __floats2half2_rn(low, high);
   return reinterpret_cast<const uint32_t&>(x);
@@ -93,7 +88,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const uint32_t q_tile = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   const uint32_t k_tiles = q_tile + kQueries * Dim * 2, v_tiles = k_tiles + kStages * kTileBytes;
 
-  // Causal: blocks that see the most keys start first, of all heads. Else the blocks of a head share its K and V in L2.
+  // Blocks start in the order of x, then y. Causal: those that see the most keys start first, of all heads, so that the
+  // last ones to run are short. Otherwise the blocks of one head run together and share its K and V in L2.
   const int head = Causal ? blockIdx.x : blockIdx.y;
   const int first_query = kQueries * (Causal ? gridDim.y - 1 - blockIdx.y : blockIdx.x);
   const int64_t first = static_cast<int64_t>(head) * seq * Dim;
@@ -107,7 +103,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   load<Dim, kKeys>(k_tiles, k, 0, seq);
   load<Dim, kKeys>(v_tiles, v, 0, seq);
 
-  // Where this lane's rows for ldmatrix start. 16 channels further, chunk c becomes c ^ 2 i: so does its place.
+  // Where this lane's rows for ldmatrix start. The chunk is 0 or 1 there; i times 16 channels further it is chunk ^ 2
+  // i. The place, chunk ^ row % 8, changes by the same xor, and so does the address, by 32 i bytes.
   const uint32_t q_row = q_tile + offset<Dim>(first_row + lane % 16, lane / 16);
   float sums[kRowTiles][Dim / 8][4] = {};  // of p v
   float m[kRowTiles][2];                   // the largest score of a row so far, times log2(e)
@@ -117,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 
   for (int first_key = 0; first_key < keys; first_key += kKeys) {
     asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();  // this tile is there for all, and all have computed the one before: its place is free
+    __syncthreads();  // this tile has come, for all threads, and all are done with the one before: its place is free
     const int stage = first_key / kKeys % kStages;
     if (first_key + kKeys < keys) {
       load<Dim, kKeys>(k_tiles + (stage ^ 1) * kTileBytes, k, first_key + kKeys, seq);
@@ -224,15 +221,9 @@ size_t shared_bytes(const Problem& p) { return (kQueries + 2 * kStages * kKeys) 
 
 template <int Dim, bool Causal>
 void launch_one(const Problem& p, const Arguments& a, cudaStream_t stream) {
-  const unsigned heads = p.batch * p.heads, blocks = static_cast<unsigned>(ceil_div(p.seq, kQueries));
-  const dim3 grid = Causal ? dim3(heads, blocks) : dim3(blocks, heads);
-  if (grid.y > 65535)
-    throw std::runtime_error(
-        (Causal ? "seq: found " + std::to_string(p.seq) : "batch * heads: found " + std::to_string(heads)) +
-        ", allowed: at most " + std::to_string(65535 * (Causal ? kQueries : 1)));
-  launch("attention", attention<Dim, Causal>, grid, dim3(kThreads), shared_bytes(p), stream,
+  launch("attention", attention<Dim, Causal>, grid_of(p, kQueries), dim3(kThreads), shared_bytes(p), stream,
          static_cast<const half*>(a.q), static_cast<const half*>(a.k), static_cast<const half*>(a.v),
-         static_cast<half*>(a.o), p.seq, p.scale() * 1.44269504f);
+         static_cast<half*>(a.o), p.seq, p.scale() * kLog2E);
 }
 
 void launch_attention(const Problem& p, const Arguments& a, cudaStream_t stream) {

@@ -4,18 +4,19 @@
 // with int32 sums. The kernel before attention does the rounding: with one scale and zero point for each tensor
 // (per_tensor), or with a scale for each 64 tokens of a head and no zero point (per_block).
 // Gain: int8 products run at twice the rate of f16, and q and k are half as large in shared memory, which feeds the
-// tensor cores. That is a quarter of the tensor core time of rung 4, of which the rounding of q, k and v takes a part
-// back: it reads and writes them once, the share of which falls as seq grows. Why P stays f16: its scale would have to
-// follow each row's maximum, and its 256 levels between 0 and 1 would round most of a row's values to 0 where one is
-// large. And so V's codes are multiplied as f16: an 8-bit number is exact in f16. Each block would have to convert all
-// of V for its 128 queries, so the rounding kernel does it once, zero point subtracted: V's codes lie in memory as f16.
+// tensor cores. That saves a quarter of the tensor core time of rung 4. The rounding of q, k and v takes a part of it
+// back, which falls as seq grows; at seq 4096 it is most of it, or more (README.md has the counters).
+// Why P stays f16: its scale would have to follow each row's maximum, and its 256 levels between 0 and 1 would round
+// most of a row's values to 0 where one is large. The other operand of that product has to be f16 as well, and 8-bit
+// codes are exact in f16. The rounding kernel writes V's codes as f16, with the zero point subtracted: otherwise each
+// block would convert all of V for its 128 queries.
 //
 // Zero points, exactly: sum (q - zq)(k - zk) = sum q k - zq sum k - zk sum q + dim zq zk, over the channels. The last
 // two terms are the same for all keys of a query, and softmax does not see what is added to a whole row. The second
 // belongs to the key: the rounding kernel sums the codes of each key, and the int32 sums of the product start at -zq
-// sum k. They start higher, at 12582912.0f taken as an integer. Below 2^22, where |sum q k - zq sum k| <= 128 * 255 *
-// 128 is, the sum taken as float is then 12582912 plus the integer, without a conversion. Integers are compared for the
-// maximum.
+// sum k. Added to that start are the bits of 12582912.0f, as an integer. Such a sum, its bits read as a float, is
+// 12582912 plus what was summed, and needs no conversion, as long as that is less than 2^22: |sum q k - zq sum k| is at
+// most 128 * 255 * 128. The largest score of a row is found among the integers, which have the same order.
 #include <cuda_fp16.h>
 
 #include <algorithm>
@@ -49,7 +50,7 @@ __host__ __device__ inline Levels symmetric(float largest) { return {largest > 0
 // Where the int32 sums of a key start, whose codes have this sum.
 __host__ __device__ inline int start_of(int q_zero, int sum) { return kBias - q_zero * sum; }
 
-// Where all lies in the workspace. Tensors and heads follow each other: [3, heads, blocks of 64 tokens].
+// Where everything lies in the workspace. In arrays of three, those of q, k and v follow each other.
 struct Workspace {
   int8_t *q, *k;
   half* v;
@@ -97,7 +98,7 @@ __global__ void ranges(const half* q, const half* k, const half* v, float2* rang
   if (threadIdx.x == 0) ranges[blockIdx.y * kRangeBlocks + blockIdx.x] = {low, high};
 }
 
-// One block a tensor.
+// The levels of each tensor, found by one block.
 __global__ void find_levels(const float2* ranges, Levels* levels) {
   const float2 range = ranges[blockIdx.x * kRangeBlocks + threadIdx.x];
   const float low = block_max(range.x), high = block_max(range.y);
@@ -151,9 +152,9 @@ __global__ void __launch_bounds__(kRoundThreads)
   }
 }
 
-// ---- Attention: rung 4 but for the comments
+// ---- Attention: as in rung 4, but for what is commented here
 
-// A tile in shared memory has rows of RowBytes; see rung 4. Rows of 64 bytes: two share the 128 bytes of all banks.
+// A tile in shared memory has rows of RowBytes; see rung 4. Of 64 bytes, two rows share the 128 bytes of all banks.
 template <int RowBytes>
 __device__ uint32_t offset(int row, int chunk) {
   return row * RowBytes + (chunk ^ (RowBytes == 64 ? row / 2 % 4 : row % 8)) * 16;
@@ -207,12 +208,6 @@ __device__ void mma(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ float exp2_fast(float x) {  // 0 at minus infinity
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ uint32_t pack(float low, float high) {
   const half2 x = __floats2half2_rn(low, high);
   return reinterpret_cast<const uint32_t&>(x);
@@ -228,7 +223,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attention(Workspace w, half
   const uint32_t q_tile = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   const uint32_t stages = q_tile + kQueries * Dim;
 
-  // Causal: blocks that see the most keys start first, of all heads. Else the blocks of a head share its K and V in L2.
+  // Blocks start in the order of x, then y. Causal: those that see the most keys start first, of all heads, so that the
+  // last ones to run are short. Otherwise the blocks of one head run together and share its K and V in L2.
   const int head = Causal ? blockIdx.x : blockIdx.y, heads = Causal ? gridDim.x : gridDim.y;
   const int first_query = kQueries * (Causal ? gridDim.y - 1 - blockIdx.y : blockIdx.x);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -254,7 +250,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attention(Workspace w, half
   load<Dim, kQueries>(q_tile, w.q + first, first_query, seq);
   load_tile(0, stages);
 
-  // Where this lane's rows for ldmatrix start. 32 bytes further, chunk c becomes c ^ 2 i: so does its place.
+  // Where this lane's rows for ldmatrix start. The chunk is 0 or 1 there; i times 32 bytes further it is chunk ^ 2 i.
+  // The place in the row changes by the same xor, and so does the address, by 32 i bytes.
   const uint32_t q_row = q_tile + offset<Dim>(first_row + lane % 16, lane / 16);
   float sums[kRowTiles][Dim / 8][4] = {};  // of p v
   float m[kRowTiles][2];                   // the largest score of a row so far, times log2(e)
@@ -264,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) attention(Workspace w, half
 
   for (int first_key = 0; first_key < keys; first_key += kKeys) {
     asm volatile("cp.async.wait_all;" ::: "memory");
-    __syncthreads();  // this tile is there for all, and all have computed the one before: its place is free
+    __syncthreads();  // this tile has come, for all threads, and all are done with the one before: its place is free
     const uint32_t stage = stages + first_key / kKeys % kStages * kStageBytes;
     if (first_key + kKeys < keys)
       load_tile(first_key + kKeys, stages + (first_key / kKeys + 1) % kStages * kStageBytes);
@@ -393,14 +390,8 @@ void launch_rounding(const Problem& p, const Arguments& a, cudaStream_t stream) 
 
 template <int Dim, bool Causal, bool PerBlock>
 void launch_one(const Problem& p, const Arguments& a, cudaStream_t stream) {
-  const unsigned heads = p.batch * p.heads, blocks = static_cast<unsigned>(ceil_div(p.seq, kQueries));
-  const dim3 grid = Causal ? dim3(heads, blocks) : dim3(blocks, heads);
-  if (grid.y > 65535)
-    throw std::runtime_error(
-        (Causal ? "seq: found " + std::to_string(p.seq) : "batch * heads: found " + std::to_string(heads)) +
-        ", allowed: at most " + std::to_string(65535 * (Causal ? kQueries : 1)));
-  launch("attention", attention<Dim, Causal, PerBlock>, grid, dim3(kThreads), shared_bytes(p), stream,
-         workspace_of(p, a.workspace), static_cast<half*>(a.o), p.seq, p.scale() * 1.44269504f);
+  launch("attention", attention<Dim, Causal, PerBlock>, grid_of(p, kQueries), dim3(kThreads), shared_bytes(p), stream,
+         workspace_of(p, a.workspace), static_cast<half*>(a.o), p.seq, p.scale() * kLog2E);
 }
 
 template <bool PerBlock>

@@ -1,15 +1,15 @@
 // Rung 6: Hopper.
 //
 // New: wgmma, which multiplies matrices that lie in shared memory, for a whole warpgroup (four warps) and while its
-// threads go on; TMA, by which one thread has whole tiles copied; and mbarriers, by which they tell each other. So
-// warps have roles: a producer only copies, and two warpgroups, of 64 queries each, only compute.
-// Gain: wgmma is the only way to the full rate of Hopper's tensor cores, 4096 FLOPs a cycle and multiprocessor, where
-// mma.sync reaches 2650. It reads K and V once for 64 queries instead of 32, and no thread spends instructions on
-// addresses of copies or on loading fragments.
-// What is hard: at that rate the products of a tile (dim 128) take 2048 cycles, and its exponentials 1024. They fit
-// beside the products only if they overlap, in two ways here. A warpgroup issues the scores of the next tile and the
-// product p v of this one together, and computes the exponentials of the next while p v runs. And the warpgroups issue
-// products in turns (ping-pong), so that one computes exponentials while the products of the other run.
+// threads go on; TMA, by which one thread has whole tiles copied; and mbarriers, which say when a tile has come and
+// when its place is free. So warps have roles: a producer only copies, and two warpgroups, of 64 queries each, only
+// compute. Gain: wgmma is the only way to the full rate of Hopper's tensor cores, 4096 FLOPs a cycle and
+// multiprocessor, where mma.sync reaches 2650. It reads K and V once for 64 queries instead of 32, and no thread spends
+// instructions on addresses of copies or on loading fragments. What is hard: at that rate the products of a tile (dim
+// 128) take 2048 cycles, and its exponentials 1024. They fit beside the products only if they overlap, in two ways
+// here. A warpgroup issues the scores of the next tile and the product p v of this one together, and computes the
+// exponentials of the next while p v runs. And the warpgroups issue products in turns (ping-pong), so that one computes
+// exponentials while the products of the other run.
 #include <cuda.h>
 #include <cudaTypedefs.h>
 #include <cuda_fp16.h>
@@ -39,7 +39,7 @@ __device__ void arrive(uint32_t barrier) {
 __device__ void arrive_expecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Until the phase of this parity has ended: phases are 0, 1, 0, ... The one before the first counts as ended.
+// Waits until the phase of this parity has ended. Parities are 0, 1, 0, ...; the phase before the first has ended.
 __device__ void wait(uint32_t barrier, int parity) {
   int done = 0;
   while (!done)
@@ -70,7 +70,7 @@ __device__ uint64_t matrix(uint32_t start) {
   return uint64_t{1} << 62 | uint64_t{1024 / 16} << 32 | uint64_t{kPanelBytes / 16} << 16 | start / 16;
 }
 
-// Registers 0 to 31 and 0 to 63 of an instruction, as it is written and as C++ gives them.
+// The sums of a wgmma, 32 or 64 registers: as the text of the instruction names them, and as C++ passes them.
 #define LADDER_D32                                                         \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -105,10 +105,11 @@ __device__ void wgmma(float (&d)[32], const uint32_t* a, uint64_t b) {
       : LADDER_32(d, 0)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// Orders what threads have written to registers before the products that follow.
+// Products that follow see what threads have written to registers.
 __device__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all but the last `Pending` committed groups have ended. The compiler must not use their sums earlier.
+// Waits until all but the last `Pending` committed groups have ended. The empty asm stops the compiler from using sums
+// earlier.
 template <int Pending, int N>
 __device__ void wgmma_wait(float (&d)[N]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
@@ -123,12 +124,6 @@ struct Rows {
   float l[2] = {0, 0};                  // this thread's part of the sum of p
   float shrink[2];                      // by what sums over earlier tiles are to be multiplied
 };
-
-__device__ float exp2_fast(float x) {  // 0 at minus infinity
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 __device__ void softmax(float (&s)[64], Rows& rows, float scale_log2) {
 #pragma unroll
@@ -172,7 +167,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t k_full = q_full + 8, k_empty = k_full + 8 * kStages;
   const uint32_t v_full = k_empty + 8 * kStages, v_empty = v_full + 8 * kStages;
 
-  // Causal: blocks that see the most keys start first, of all heads. Else the blocks of a head share its K and V in L2.
+  // Blocks start in the order of their index. Causal: those that see the most keys start first, of all heads, so that
+  // the last ones to run are short. Otherwise the blocks of one head run together and share its K and V in L2.
   const int blocks = (seq + kQueries - 1) / kQueries, index = blockIdx.x;
   const int head = Causal ? index % heads : index / blocks;
   const int first_query = kQueries * (Causal ? blocks - 1 - index / heads : index % blocks);
@@ -330,7 +326,7 @@ void launch_one(const Problem& p, const Arguments& a, cudaStream_t stream) {
   const int heads = p.batch * p.heads;
   launch("attention", attention<Dim, Causal>, dim3(static_cast<unsigned>(ceil_div(p.seq, kQueries) * heads)),
          dim3(kThreads), shared_bytes(p), stream, tensor_map(p, a.q), tensor_map(p, a.k), tensor_map(p, a.v),
-         static_cast<half*>(a.o), p.seq, heads, p.scale() * 1.44269504f);
+         static_cast<half*>(a.o), p.seq, heads, p.scale() * kLog2E);
 }
 
 void launch_attention(const Problem& p, const Arguments& a, cudaStream_t stream) {

@@ -83,12 +83,34 @@ struct Rung {
 // Each rung defines this.
 extern const Rung rung;
 
+constexpr float kLog2E = 1.44269504088896f;  // log2(e): exp(x) = 2^(x log2(e))
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 #ifdef __CUDACC__
 // Every CUDA call goes through here.
 inline void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+// A block for each `queries` queries of every head: x counts blocks and y heads, or, under the causal mask, x heads and
+// y blocks. Blocks start in the order of x, then y; see what rungs 4 and 5 do with it.
+inline dim3 grid_of(const Problem& p, int queries) {
+  const unsigned heads = p.batch * p.heads, blocks = static_cast<unsigned>(ceil_div(p.seq, queries));
+  const dim3 grid = p.causal ? dim3(heads, blocks) : dim3(blocks, heads);
+  if (grid.y > 65535) {  // the largest y of a GPU
+    throw std::runtime_error(
+        (p.causal ? "seq: found " + std::to_string(p.seq) : "batch * heads: found " + std::to_string(heads)) +
+        ", allowed: at most " + std::to_string(65535ll * (p.causal ? queries : 1)));
+  }
+  return grid;
+}
+
+// 2^x in one instruction; 0 at minus infinity.
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // Launches kernel<<<grid, block, shared, stream>>>(arguments...). More than 48 KiB of shared memory have to be asked

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -165,6 +166,61 @@ esac"""
         done = self.with_ncu("exit 0", "7")
         self.assertRegex(done.stderr, "RUNG: found 7, allowed: 1_unfused 2_flash 3_warps")
         self.assertIn("no program", self.with_ncu("exit 0", "2").stderr)
+
+
+class Build(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        # A copy, as build writes beside the folder.
+        self.ladder = self.folder / "copy"
+        shutil.copytree(LADDER, self.ladder, ignore=shutil.ignore_patterns("profiles", "__pycache__"))
+
+    def build(self, *arguments, nvcc="exit 0", **environment):
+        """Runs ladder/build with a shell script in the place of nvcc."""
+        fake = self.folder / "nvcc"
+        fake.write_text(f"#!/bin/bash\n{nvcc}\n")
+        fake.chmod(0o755)
+        command = [self.ladder / "build", *arguments]
+        environment = {**os.environ, "CUDACXX": str(fake), **environment}
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    def test_the_script_compare_is_not_taken_for_the_header(self):
+        # An empty entry of CPATH is the folder in which the compiler runs. No flag may name that of the rungs either.
+        compiler = shutil.which("c++")
+        if not compiler:
+            self.skipTest("no C++ compiler")
+        includes = """
+folders=(); for x in "$@"; do case $x in -I*|-isystem*) folders+=("$x") ;; esac; done
+echo '#include <compare>' | COMPILER -std=c++20 -fsyntax-only "${folders[@]}" -x c++ -""".replace("COMPILER", compiler)
+        for arguments in (("1", "80"), ("1", "80", "--library")):
+            done = self.build(*arguments, nvcc=includes, CPATH=f":{self.folder}")
+            self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_arguments_that_are_not_known_are_named(self):
+        for arguments, reason in (
+            (("2",), "found 1 arguments (2), allowed: KERNEL ARCH"),
+            (("7", "80"), "KERNEL: found 7, allowed: 1_unfused 2_flash"),
+            ((".*", "80"), "KERNEL: found .*, allowed: 1_unfused"),
+            (("2", "70"), "ARCH: found 70, allowed: 80 86 89 90a 120"),
+            (("2", ""), "ARCH: found , allowed: 80 86"),
+            (("6", "80"), "found 80 with 6_hopper, allowed: 90a"),
+        ):
+            done = self.build(*arguments)
+            self.assertEqual(done.returncode, 2, arguments)
+            self.assertIn(reason, done.stderr)
+
+    def test_what_is_not_installed_is_named(self):
+        done = self.build("2", "80", CUDACXX="no-such-nvcc")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("CUDACXX: found no-such-nvcc, allowed: a program", done.stderr)
+        done = self.build("2", "80", nvcc="echo 'fatal error: CLI/CLI.hpp: No such file or directory' >&2; exit 1")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("no CLI11 was found (CLI/CLI.hpp); it is the package libcli11-dev", done.stderr)
+
+    def test_a_failure_of_the_compiler_is_one_of_build(self):
+        self.assertEqual(self.build("2", "80", nvcc="exit 3").returncode, 3)
 
 
 if __name__ == "__main__":
