@@ -26,7 +26,14 @@ struct Shared {
   float rescale[kTile];          // what o is multiplied by before the tile is added
 };
 
-__device__ void rotate(float& x, float& y, Rotation r) {
+// The two channels that RoPE turns together: c and c + dim / 2 (halves), or 2 c and 2 c + 1.
+struct Pair {
+  int c, d;
+};
+__host__ __device__ Pair pair_of(int index, int dim, bool halves) {
+  return {halves ? index : 2 * index, halves ? index + dim / 2 : 2 * index + 1};
+}
+__host__ __device__ void rotate(float& x, float& y, Rotation r) {
   const float old_x = x;
   x = old_x * r.cosine - y * r.sine;
   y = old_x * r.sine + y * r.cosine;
@@ -38,7 +45,7 @@ __device__ void load_tile(float (*tile)[kDim + kPad], const float* x, int first,
                           bool halves) {
   for (int n = threadIdx.x; n < kTile * kDim / 2; n += kThreads) {
     const int row = n / (kDim / 2), pair = n % (kDim / 2), position = first + row;
-    const int c = halves ? pair : 2 * pair, d = halves ? pair + kDim / 2 : 2 * pair + 1;  // the channels of the pair
+    const auto [c, d] = pair_of(pair, kDim, halves);
     float a = 0, b = 0;
     if (position < seq) {
       a = x[position * kDim + c];

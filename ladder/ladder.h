@@ -90,7 +90,10 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 #ifdef __CUDACC__
 // Every CUDA call goes through here.
 inline void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  const bool other = status == cudaErrorNoKernelImageForDevice;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status) +
+                           (other ? "; ladder/build KERNEL ARCH builds the program for this GPU" : ""));
 }
 
 // A block for each `queries` queries of every head: x counts blocks and y heads, or, under the causal mask, x heads and

@@ -55,10 +55,21 @@ struct Gpu {
   size_t shared_bytes = 0, free_bytes = 0;
 };
 
+// CUDA reports a driver that is missing as one that is too old.
+std::string why_no_gpu(cudaError_t status) {
+  int driver = 0, runtime = 0;
+  cudaDriverGetVersion(&driver);  // 0 where there is none
+  cudaRuntimeGetVersion(&runtime);
+  const auto cuda = [](int x) { return "CUDA " + std::to_string(x / 1000) + "." + std::to_string(x % 1000 / 10); };
+  if (!driver) return "no GPU was found: there is no NVIDIA driver; one for " + cuda(runtime) + " is needed";
+  return std::string("no GPU was found: ") + cudaGetErrorString(status) + " (driver: " + cuda(driver) +
+         ", this program: " + cuda(runtime) + ")";
+}
+
 Gpu find_gpu() {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
-  if (status != cudaSuccess || !count) throw Stop{std::string("no GPU: ") + cudaGetErrorString(status) + "\n", kNoGpu};
+  if (status != cudaSuccess || !count) throw Stop{std::string(rung.name) + ": " + why_no_gpu(status) + "\n", kNoGpu};
   cudaDeviceProp properties;
   cuda(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
   Gpu gpu{properties.name, 10 * properties.major + properties.minor, properties.sharedMemPerBlockOptin, 0};

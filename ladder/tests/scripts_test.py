@@ -223,5 +223,23 @@ echo '#include <compare>' | COMPILER -std=c++20 -fsyntax-only "${folders[@]}" -x
         self.assertEqual(self.build("2", "80", nvcc="exit 3").returncode, 3)
 
 
+class Bench(unittest.TestCase):
+    def test_where_nothing_can_be_measured_nothing_is_stored(self):
+        with tempfile.TemporaryDirectory() as name:
+            folder = pathlib.Path(name)
+            program, output = folder / "2_flash", folder / "h200.json"
+            program.write_text(
+                "#!/bin/sh\ncase $1 in --help) echo '--kernel TEXT:(flash)' ;; *) echo no GPU >&2; exit 77 ;; esac\n"
+            )
+            program.chmod(0o755)
+            output.write_text("of last week")
+            done = script("bench", folder, output)
+            self.assertEqual(done.returncode, 1)
+            self.assertIn(
+                "nothing could be measured, hence nothing is stored:\n2_flash flash dim 64: no GPU", done.stderr
+            )
+            self.assertEqual(output.read_text(), "of last week")
+
+
 if __name__ == "__main__":
     unittest.main()
