@@ -74,7 +74,7 @@ ROWS = [
     ),
 ]
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)(?<!_not_issued)_per_issue_active\.ratio")
-STALLS = 5  # as many reasons are shown
+STALLS = 5  # the number of reasons that are shown
 
 
 class Unreadable(Exception):

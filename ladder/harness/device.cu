@@ -27,7 +27,7 @@ __global__ void convert(const From* from, To* to, int64_t count) {
   if (i < count) store(to[i], load(from[i]));
 }
 
-// One thread a pair of channels.
+// Each thread rotates one pair of channels.
 template <typename T>
 __global__ void rope_kernel(T* x, int64_t pairs, int seq, int dim, const Rotation* rotations, bool halves) {
   const int64_t i = thread_index();

@@ -82,8 +82,8 @@ void reference_rope(std::vector<double>& x, int64_t heads, int seq, int dim, Pai
 std::vector<double> reference_product(const std::vector<double>& a, const std::vector<float>& b, int64_t m, int64_t k,
                                       int64_t n);
 
-// What the attention of a rung should return, in float64, from q, k and v of its element type: q and k are rotated
-// and, where the harness and not the rung rotates, rounded to the element type.
+// q and k as the attention of a rung should see them, in float64: rotated and, where the harness and not the rung
+// rotates, rounded to the element type.
 struct Rotated {
   std::vector<double> q, k;
 };

@@ -8,7 +8,7 @@
 
 #include "harness.h"
 
-// The same source for the vector units of the processor that it runs on.
+// The compiler makes several versions of such a function; that for the vector units of this processor is called.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_ADDRESS__) && \
     !defined(__SANITIZE_THREAD__)
 #define LADDER_CLONES __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
