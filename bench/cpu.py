@@ -18,9 +18,9 @@ import time
 
 import torch
 from abi import BACKWARD, FORWARD, Octet, load, revision
+from problems import CPU
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BATCH, HEADS, TOKENS = 1, 8, 2048
 # pass, octet's precision, type of the inputs of both, ratio that is asked for
 CASES = [
     ("forward", "f32", torch.float32, 1.2),
@@ -30,13 +30,12 @@ CASES = [
 ]
 
 
-def prepare(library, which, precision, dtype, causal, dim, threads):
+def prepare(library, which, precision, dtype, causal, shape, threads):
     """The two calls to time, torch's and octet's, after a look that they agree."""
     generator = torch.Generator().manual_seed(1)
-    shape = (BATCH, HEADS, TOKENS, dim)
     q, k, v, do = (torch.randn(shape, generator=generator).to(dtype) for _ in range(4))
     attention = torch.nn.functional.scaled_dot_product_attention
-    o, lse = torch.empty_like(q), torch.empty(BATCH, HEADS, TOKENS)
+    o, lse = torch.empty_like(q), torch.empty(shape[:3])
     run = Octet(library, FORWARD, precision, causal, dict(q=q, k=k, v=v, o=o, lse=lse), threads=threads)
     run()
     want = attention(q, k, v, is_causal=causal)
@@ -97,17 +96,18 @@ def main():
     torch.set_num_threads(options.threads)
     library = load(options.library)
     rows = []
-    for dim in (64, 128):
+    for shape in CPU:
+        batch, heads, tokens, dim = shape
         for causal in (False, True):
             for which, precision, dtype, asked in CASES:
-                calls = prepare(library, which, precision, dtype, causal, dim, options.threads)
+                calls = prepare(library, which, precision, dtype, causal, shape, options.threads)
                 torch_seconds, octet_seconds = medians(calls, options.rounds)
                 flops = (
                     4
-                    * BATCH
-                    * HEADS
-                    * TOKENS
-                    * TOKENS
+                    * batch
+                    * heads
+                    * tokens
+                    * tokens
                     * dim
                     * (0.5 if causal else 1)
                     * (2.5 if which == "backward" else 1)
@@ -116,7 +116,7 @@ def main():
                     {
                         "pass": which,
                         "precision": precision,
-                        "shape": {"batch": BATCH, "heads": HEADS, "tokens": TOKENS, "dim": dim},
+                        "shape": {"batch": batch, "heads": heads, "tokens": tokens, "dim": dim},
                         "causal": causal,
                         "octet_seconds": octet_seconds,
                         "octet_gflops": flops / octet_seconds / 1e9,

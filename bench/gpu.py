@@ -16,11 +16,9 @@ import pathlib
 import torch
 from abi import BACKWARD, BIAS_CORRECTIONS, FORWARD, Octet, load
 from peers import circumstances, cudnn, cudnn_name, medians
+from problems import CHANNELS, GPU, TOKENS, shape
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TOKENS, CHANNELS = 16384, 2048  # of all sequences; of all heads
-# dim, tokens of a sequence
-CASES = [(64, 4096), (64, 16384), (128, 1024), (128, 4096), (128, 16384), (256, 4096), (256, 16384)]
 TENSORS = ["o", "dq", "dk", "dv"]
 
 
@@ -180,9 +178,9 @@ def calls_of(which, programs):
 
 def measure(programs_of, options):
     rows = []
-    for dim, tokens in CASES:
+    for dim, tokens in GPU:
         for causal in (False, True):
-            problem = Problem.draw((TOKENS // tokens, CHANNELS // dim, tokens, dim), options.dtype, causal)
+            problem = Problem.draw(shape(dim, tokens), options.dtype, causal)
             programs = programs_of(problem)
             programs["octet"].training()  # what the backward pass reads
             products = 4 * TOKENS * tokens * CHANNELS * (0.5 if causal else 1)

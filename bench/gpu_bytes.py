@@ -18,10 +18,9 @@ import re
 import torch
 from abi import FORWARD, Octet, load
 from peers import circumstances, cudnn, cudnn_name, cudnn_version, medians
+from problems import GPU_BYTES
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# batch, heads, tokens, dim
-SHAPES = [(4, 16, 4096, 128), (1, 16, 16384, 128), (4, 32, 4096, 64), (1, 32, 16384, 64), (1, 16, 2560, 64)]
 # label: precision, dtype of the inputs, dtype of o
 CALLS = {
     "int8": ("int8", torch.bfloat16, torch.bfloat16),
@@ -148,7 +147,7 @@ def attention_kernel(parts):
 
 def measure(library, fp8, options):
     rows = []
-    for batch, heads, tokens, dim in SHAPES:
+    for batch, heads, tokens, dim in GPU_BYTES:
         for causal in (False, True):
             generator = torch.Generator("cuda").manual_seed(1)
             q, k, v = (

@@ -21,9 +21,9 @@ from abi import revision
 from octet import _plan
 from octet._options import options_of
 from octet.torch import _ops, adapter
+from problems import HOST
 from torch.nn.functional import scaled_dot_product_attention
 
-SHAPES = {"cuda": (1, 8, 512, 64), "cpu": (1, 1, 8, 64)}  # batch, heads, tokens, dim
 CALLS = 50  # of a round
 REPLAYS = 5  # of a round, of a graph of many calls
 RECORDED = 100  # calls in such a graph
@@ -68,7 +68,7 @@ class Nothing(torch.autograd.Function):
 
 def calls_of(device, dtype):
     torch.manual_seed(0)
-    q, k, v, do = (torch.randn(SHAPES[device], device=device).to(dtype) for _ in range(4))
+    q, k, v, do = (torch.randn(HOST[device], device=device).to(dtype) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
 
     def backward(function):
@@ -159,7 +159,7 @@ def main():
             "date": datetime.date.today().isoformat(),
             "octet": f"{octet.__version__} ({revision()})",
             "torch": torch.__version__,
-            "shape": SHAPES[options.device],
+            "shape": HOST[options.device],
             "dtype": "bfloat16",
             "forward and backward, times scaled_dot_product_attention": round(ratio, 2),
             "microseconds": {name: round(x, 2) for name, x in found.items()},

@@ -22,7 +22,9 @@ def default_scale(dim):
     return float(np.float32(1 / np.sqrt(dim)))
 
 
-def attention(q, k, v, *, seen=None, bias=None, scale=None, sinks=None, do=None, dlse=None, tangents=None, tsinks=None):
+def attention(
+    q, k, v, *, seen=None, bias=None, scale=None, softcap=0, sinks=None, do=None, dlse=None, tangents=None, tsinks=None
+):
     """{o, lse}, and {dq, dk, dv, dsinks} with do, {to, tlse} with tangents; arrays are [batch, head, token, dim].
 
     sinks [head]: a logit more of each query, whose value is 0. dlse [batch, head, token]: the gradient of lse.
@@ -40,6 +42,10 @@ def attention(q, k, v, *, seen=None, bias=None, scale=None, sinks=None, do=None,
     wide_k, wide_v = spread(k), spread(v)
     scale = default_scale(dim) if scale is None else scale
     s = scale * q @ wide_k.swapaxes(-1, -2)
+    slope = scale  # of the logits, by q k
+    if softcap:
+        s = softcap * np.tanh(s / softcap)
+        slope = scale * (1 - (s / softcap) ** 2)
     if bias is not None:
         s = s + bias.astype(np.float64)
     if seen is not None:
@@ -57,14 +63,14 @@ def attention(q, k, v, *, seen=None, bias=None, scale=None, sinks=None, do=None,
         do = do.astype(np.float64)
         dp = do @ wide_v.swapaxes(-1, -2)
         of_row = (p * dp).sum(-1, keepdims=True) - (0.0 if dlse is None else dlse.astype(np.float64)[..., None])
-        ds = scale * p * (dp - of_row)
+        ds = slope * p * (dp - of_row)
         out["dsinks"] = -(p_sink * of_row).sum((0, 2, 3))
         out["dq"] = ds @ wide_k
         out["dk"] = gather(ds.swapaxes(-1, -2) @ q)
         out["dv"] = gather(p.swapaxes(-1, -2) @ do)
     if tangents is not None:
         tq, tk, tv = tangents
-        ts = scale * (tq.astype(np.float64) @ wide_k.swapaxes(-1, -2) + q @ spread(tk).swapaxes(-1, -2))
+        ts = slope * (tq.astype(np.float64) @ wide_k.swapaxes(-1, -2) + q @ spread(tk).swapaxes(-1, -2))
         moved = 0.0 if tsinks is None else np.asarray(tsinks).astype(np.float64)[:, None, None]
         of_row = (p * ts).sum(-1, keepdims=True) + p_sink * moved
         out["tlse"] = of_row[..., 0]

@@ -1,418 +1,177 @@
-// The list of cases: each row adds something the rows above have not.
-#include "support/cases.h"
+#include "support/case_list.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <utility>
 
 namespace octet::test {
 
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// Words that stand for values of an enum; the enumerators' own names.
+template <class Enum>
+using Words = std::vector<std::pair<const char*, Enum>>;
+
+const Words<Alignment> kAlignments = {{"top_left", Alignment::top_left}, {"bottom_right", Alignment::bottom_right}};
+const Words<MaskTensor> kMasks = {{"keys", MaskTensor::keys},
+                                  {"heads", MaskTensor::heads},
+                                  {"blind", MaskTensor::blind},
+                                  {"bias_f32", MaskTensor::bias_f32},
+                                  {"bias_bf16", MaskTensor::bias_bf16}};
+const Words<DType> kDTypes = {{"f32", DType::f32}, {"f16", DType::f16}, {"bf16", DType::bf16}, {"e4m3", DType::e4m3}};
+const Words<DType> kOutDTypes = {{"f32", DType::f32}, {"f16", DType::f16}, {"bf16", DType::bf16}};
+const Words<Layout> kLayouts = {
+    {"bhtd", Layout::bhtd}, {"bthd", Layout::bthd}, {"transposed", Layout::transposed}, {"padded", Layout::padded}};
+const Words<Layout> kKvLayouts = [] {
+  Words<Layout> list = kLayouts;
+  list.push_back({"broadcast", Layout::broadcast});
+  return list;
+}();
+const Words<Sinks> kSinks = {{"shared", Sinks::shared}, {"of_batch", Sinks::of_batch}};
+const Words<Alibi> kAlibis = {{"shared", Alibi::shared}, {"each", Alibi::each}};
+
+// One row of the file. Every field is asked for once; `finish` rejects what nobody asked for.
+class Row {
+ public:
+  Row(std::string where, const Json& fields) : where_(std::move(where)), fields_(fields) {
+    if (!fields.is_object()) throw error("found " + fields.dump() + ", allowed: an object");
+  }
+
+  std::runtime_error error(const std::string& what) const {
+    return std::runtime_error("tests/cases.json, " + where_ + ": " + what);
+  }
+
+  template <class T>
+  void text(const char* field, T& value) {
+    get(field, value, &Json::is_string, "a string");
+  }
+  void flag(const char* field, bool& value) { get(field, value, &Json::is_boolean, "true or false"); }
+  template <class T>
+  void number(const char* field, T& value) {
+    get(field, value, &Json::is_number, "a number");
+  }
+  void count(const char* field, int64_t& value) {
+    if (const Json* found = find(field)) value = integer(field, *found, 0, std::numeric_limits<int32_t>::max());
+  }
+  template <class Enum>
+  void word(const char* field, Enum& value, const Words<Enum>& words) {
+    const Json* found = find(field);
+    if (!found) return;
+    const auto same = [&](const auto& word) { return *found == word.first; };
+    const auto at = std::find_if(words.begin(), words.end(), same);
+    if (at == words.end()) {
+      std::vector<std::string> allowed;
+      for (const auto& word : words) allowed.push_back(word.first);
+      throw error(std::string(field) + ": found " + found->dump() + ", allowed: " + joined(allowed));
+    }
+    value = at->second;
+  }
+  // Integers of a list; `least` is the smallest allowed.
+  std::vector<int32_t> integers(const char* field, int64_t least) {
+    std::vector<int32_t> list;
+    const Json* found = find(field);
+    if (!found) return list;
+    if (!found->is_array()) throw error(std::string(field) + ": found " + found->dump() + ", allowed: integers in []");
+    for (const Json& x : *found)
+      list.push_back(static_cast<int32_t>(integer(field, x, least, std::numeric_limits<int32_t>::max())));
+    return list;
+  }
+  void finish() const {
+    for (const auto& [field, value] : fields_.items())
+      if (std::find(asked_.begin(), asked_.end(), field) == asked_.end())
+        throw error("found field " + field + ", allowed: " + joined(asked_));
+  }
+
+ private:
+  static std::string joined(const std::vector<std::string>& words) {
+    std::string all;
+    for (const std::string& word : words) all += (all.empty() ? "" : ", ") + word;
+    return all;
+  }
+  const Json* find(const char* field) {
+    asked_.push_back(field);
+    const auto at = fields_.find(field);
+    return at == fields_.end() ? nullptr : &*at;
+  }
+  template <class T>
+  void get(const char* field, T& value, bool (Json::*is)() const noexcept, const char* allowed) {
+    const Json* found = find(field);
+    if (!found) return;
+    if (!(found->*is)()) throw error(std::string(field) + ": found " + found->dump() + ", allowed: " + allowed);
+    value = found->get<std::decay_t<decltype(value)>>();
+  }
+  int64_t integer(const char* field, const Json& x, int64_t least, int64_t most) const {
+    if (!x.is_number_integer() || x < least || x > most)
+      throw error(std::string(field) + ": found " + x.dump() + ", allowed: an integer from " + std::to_string(least) +
+                  " to " + std::to_string(most));
+    return x.get<int64_t>();
+  }
+
+  std::string where_;
+  const Json& fields_;
+  std::vector<std::string> asked_;
+};
+
+Case case_of(Row& row, std::string& name) {
+  Case c{};
+  std::string note;
+  row.text("name", name), row.text("note", note);
+  row.count("batch", c.batch), row.count("heads", c.heads), row.count("kv_heads", c.kv_heads);
+  row.count("tokens_q", c.tokens_q), row.count("tokens_k", c.tokens_k);
+  row.count("dim", c.dim), row.count("dim_v", c.dim_v);
+  row.flag("causal", c.causal);
+  if (const auto sides = row.integers("window", -1); sides.size() == 2)
+    c.window = {{sides[0], sides[1]}};
+  else if (!sides.empty())
+    throw row.error("window: found " + std::to_string(sides.size()) + " integers, allowed: left and right");
+  row.word("alignment", c.alignment, kAlignments);
+  row.word("mask", c.mask, kMasks);
+  c.cu_seqlens_q = row.integers("cu_seqlens_q", 0), c.cu_seqlens_k = row.integers("cu_seqlens_k", 0);
+  if (float scale = 0; row.number("scale", scale), scale != 0) c.scale = scale;
+  row.word("dtype", c.dtype, kDTypes), row.word("out_dtype", c.out_dtype, kOutDTypes);
+  row.word("layout", c.layout, kLayouts), row.word("kv_layout", c.kv_layout, kKvLayouts);
+  row.flag("interleaved", c.interleaved);
+  row.word("sinks", c.sinks, kSinks);
+  row.flag("dlse", c.dlse);
+  row.number("softcap", c.softcap);
+  row.word("alibi", c.alibi, kAlibis);
+  row.finish();
+  return c;
+}
+
+}  // namespace
+
+std::vector<Case> read_cases(const std::string& text, std::deque<std::string>& names) {
+  std::vector<Case> list;
+  const Json groups = Json::parse(text);
+  if (!groups.is_object()) throw std::runtime_error("tests/cases.json: allowed: {group: [case, ...], ...}");
+  for (const auto& [group, rows] : groups.items()) {
+    if (!rows.is_array()) throw std::runtime_error("tests/cases.json, " + group + ": allowed: [case, ...]");
+    for (const Json& fields : rows) {
+      const bool named = fields.is_object() && fields.contains("name") && fields["name"].is_string();
+      Row row(named ? fields["name"].get<std::string>() : group, fields);
+      std::string name;
+      Case c = case_of(row, name);
+      if (name.empty()) throw row.error("a case without a name");
+      if (std::find(names.begin(), names.end(), name) != names.end()) throw row.error("two cases have this name");
+      c.name = names.emplace_back(name).c_str();
+      list.push_back(c);
+    }
+  }
+  return list;
+}
+
 const std::vector<Case>& cases() {
-  constexpr auto top_left = Alignment::top_left, bottom_right = Alignment::bottom_right;
-  static const std::vector<Case> list = {
-      // Lengths
-      {.name = "one_tile"},
-      {.name = "one_by_one", .tokens_q = 1, .tokens_k = 1},
-      {.name = "ragged",
-       .batch = 2,
-       .heads = 3,
-       .kv_heads = 3,
-       .tokens_q = 200,
-       .tokens_k = 333,
-       .layout = Layout::padded,
-       .kv_layout = Layout::padded},
-      {.name = "one_past_a_tile",
-       .heads = 2,
-       .kv_heads = 2,
-       .tokens_q = 65,
-       .tokens_k = 129,
-       .dim = 128,
-       .dim_v = 128,
-       .dtype = DType::bf16},
-      {.name = "long", .tokens_q = 525, .tokens_k = 600, .dtype = DType::bf16, .kv_layout = Layout::transposed},
-      {.name = "long_causal",
-       .heads = 2,
-       .tokens_q = 520,
-       .tokens_k = 520,
-       .dim = 128,
-       .dim_v = 128,
-       .causal = true,
-       .dtype = DType::f16},
-      {.name = "decode",
-       .batch = 2,
-       .heads = 4,
-       .kv_heads = 2,
-       .tokens_q = 1,
-       .tokens_k = 300,
-       .dim = 128,
-       .dim_v = 128,
-       .causal = true,
-       .alignment = bottom_right,
-       .dtype = DType::bf16,
-       .layout = Layout::bthd,
-       .kv_layout = Layout::bthd},
-      {.name = "one_key", .heads = 2, .kv_heads = 2, .tokens_q = 130, .tokens_k = 1},
-      {.name = "no_queries", .tokens_q = 0, .tokens_k = 70},
-      {.name = "no_keys", .tokens_q = 70, .tokens_k = 0},
-      {.name = "no_batch", .batch = 0},
-      // Heads
-      {.name = "grouped_heads",
-       .heads = 8,
-       .kv_heads = 2,
-       .tokens_q = 129,
-       .tokens_k = 257,
-       .causal = true,
-       .alignment = bottom_right,
-       .dtype = DType::f16},
-      {.name = "one_kv_head",
-       .batch = 2,
-       .heads = 4,
-       .kv_heads = 1,
-       .tokens_q = 65,
-       .tokens_k = 65,
-       .dim = 96,
-       .dim_v = 96,
-       .causal = true,
-       .dtype = DType::bf16,
-       .out_dtype = DType::bf16,
-       .layout = Layout::bthd,
-       .kv_layout = Layout::bthd},
-      // Head dims
-      {.name = "dim_8", .tokens_q = 100, .tokens_k = 90, .dim = 8, .dim_v = 8},
-      {.name = "dim_40",
-       .heads = 2,
-       .kv_heads = 2,
-       .tokens_q = 77,
-       .tokens_k = 140,
-       .dim = 40,
-       .dim_v = 40,
-       .kv_layout = Layout::transposed},
-      {.name = "dim_72",
-       .tokens_q = 100,
-       .tokens_k = 100,
-       .dim = 72,
-       .dim_v = 72,
-       .causal = true,
-       .dtype = DType::f16,
-       .out_dtype = DType::f16},
-      {.name = "dim_160", .tokens_q = 70, .tokens_k = 130, .dim = 160, .dim_v = 160, .dtype = DType::bf16},
-      {.name = "dim_192_128", .heads = 2, .tokens_q = 90, .tokens_k = 90, .dim = 192, .dim_v = 128, .causal = true},
-      {.name = "dim_256", .tokens_q = 66, .tokens_k = 100, .dim = 256, .dim_v = 256, .dtype = DType::bf16},
-      {.name = "dim_64_256", .tokens_q = 66, .tokens_k = 100, .dim = 64, .dim_v = 256},
-      {.name = "scale", .tokens_q = 100, .tokens_k = 100, .dim = 64, .dim_v = 40, .scale = .3f},
-      // Positional masks
-      {.name = "causal_top_left_wide", .tokens_q = 100, .tokens_k = 230, .causal = true, .alignment = top_left},
-      {.name = "causal_top_left_tall", .tokens_q = 230, .tokens_k = 100, .causal = true, .alignment = top_left},
-      {.name = "causal_bottom_right_wide",
-       .tokens_q = 100,
-       .tokens_k = 230,
-       .causal = true,
-       .alignment = bottom_right,
-       .layout = Layout::padded},
-      {.name = "causal_bottom_right_tall",
-       .heads = 2,
-       .tokens_q = 230,
-       .tokens_k = 100,
-       .causal = true,
-       .alignment = bottom_right},
-      {.name = "window_3_0", .heads = 2, .kv_heads = 2, .tokens_q = 200, .tokens_k = 200, .window = {{3, 0}}},
-      {.name = "window_both_ways",
-       .tokens_q = 150,
-       .tokens_k = 260,
-       .window = {{70, 5}},
-       .alignment = top_left,
-       .dtype = DType::bf16},
-      {.name = "window_right_only", .tokens_q = 140, .tokens_k = 200, .window = {{-1, 2}}, .alignment = bottom_right},
-      {.name = "window_left_only", .tokens_q = 300, .tokens_k = 130, .window = {{10, -1}}, .alignment = top_left},
-      {.name = "window_causal",
-       .tokens_q = 300,
-       .tokens_k = 300,
-       .causal = true,
-       .window = {{31, -1}},
-       .dtype = DType::f16},
-      // Mask tensors
-      {.name = "mask_keys", .batch = 2, .heads = 2, .tokens_q = 70, .tokens_k = 150, .mask = MaskTensor::keys},
-      {.name = "mask_heads",
-       .batch = 2,
-       .heads = 2,
-       .kv_heads = 2,
-       .tokens_q = 70,
-       .tokens_k = 150,
-       .mask = MaskTensor::heads,
-       .dtype = DType::bf16},
-      {.name = "mask_blind", .batch = 2, .heads = 2, .tokens_q = 70, .tokens_k = 150, .mask = MaskTensor::blind},
-      {.name = "bias_f32",
-       .batch = 2,
-       .heads = 2,
-       .tokens_q = 90,
-       .tokens_k = 90,
-       .causal = true,
-       .mask = MaskTensor::bias_f32},
-      {.name = "bias_bf16",
-       .batch = 2,
-       .heads = 2,
-       .tokens_q = 70,
-       .tokens_k = 150,
-       .mask = MaskTensor::bias_bf16,
-       .dtype = DType::f16},
-      // Packed sequences: the second has no queries, the third no keys
-      {.name = "packed",
-       .heads = 4,
-       .kv_heads = 2,
-       .tokens_q = 200,
-       .tokens_k = 213,
-       .cu_seqlens_q = {0, 70, 70, 133, 200},
-       .cu_seqlens_k = {0, 65, 80, 80, 213},
-       .dtype = DType::f16},
-      {.name = "packed_causal",
-       .heads = 2,
-       .tokens_q = 200,
-       .tokens_k = 213,
-       .causal = true,
-       .alignment = bottom_right,
-       .cu_seqlens_q = {0, 70, 70, 133, 200},
-       .cu_seqlens_k = {0, 65, 80, 80, 213},
-       .layout = Layout::bthd,
-       .kv_layout = Layout::bthd},
-      // Narrow inputs
-      {.name = "e4m3",
-       .heads = 4,
-       .kv_heads = 2,
-       .tokens_q = 100,
-       .tokens_k = 150,
-       .causal = true,
-       .alignment = bottom_right,
-       .dtype = DType::e4m3},
-      // Layouts
-      {.name = "interleaved",
-       .batch = 2,
-       .heads = 3,
-       .kv_heads = 3,
-       .tokens_q = 80,
-       .tokens_k = 80,
-       .causal = true,
-       .dtype = DType::bf16,
-       .out_dtype = DType::bf16,
-       .interleaved = true},
-      {.name = "broadcast_kv",
-       .batch = 3,
-       .heads = 2,
-       .tokens_q = 50,
-       .tokens_k = 120,
-       .dtype = DType::bf16,
-       .kv_layout = Layout::broadcast},
-      {.name = "transposed",
-       .batch = 2,
-       .heads = 2,
-       .kv_heads = 2,
-       .tokens_q = 90,
-       .tokens_k = 70,
-       .layout = Layout::transposed,
-       .kv_layout = Layout::transposed},
-      // Sinks and the derivatives of lse
-      {.name = "sinks",
-       .batch = 2,
-       .heads = 4,
-       .kv_heads = 2,
-       .tokens_q = 100,
-       .tokens_k = 150,
-       .layout = Layout::padded,
-       .sinks = Sinks::shared},
-      {.name = "dlse",
-       .batch = 2,
-       .tokens_q = 90,
-       .tokens_k = 130,
-       .dtype = DType::f16,
-       .out_dtype = DType::f16,
-       .dlse = true},
-      {.name = "sinks_causal",
-       .batch = 2,
-       .heads = 2,
-       .tokens_q = 200,
-       .tokens_k = 230,
-       .dim = 128,
-       .dim_v = 128,
-       .causal = true,
-       .alignment = bottom_right,
-       .dtype = DType::bf16,
-       .out_dtype = DType::bf16,
-       .layout = Layout::bthd,
-       .kv_layout = Layout::bthd,
-       .sinks = Sinks::of_batch,
-       .dlse = true},
-      {.name = "sinks_window",
-       .heads = 8,
-       .kv_heads = 1,
-       .tokens_q = 300,
-       .tokens_k = 300,
-       .causal = true,
-       .window = {{63, -1}},
-       .dtype = DType::bf16,
-       .sinks = Sinks::shared,
-       .dlse = true},
-      {.name = "sinks_tall",  // the first queries see nothing else
-       .heads = 2,
-       .tokens_q = 230,
-       .tokens_k = 100,
-       .causal = true,
-       .alignment = bottom_right,
-       .dtype = DType::f16,
-       .sinks = Sinks::shared,
-       .dlse = true},
-      {.name = "sinks_blind",
-       .batch = 2,
-       .heads = 3,
-       .kv_heads = 3,
-       .tokens_q = 70,
-       .tokens_k = 150,
-       .mask = MaskTensor::blind,
-       .layout = Layout::transposed,
-       .sinks = Sinks::shared,
-       .dlse = true},
-      {.name = "sinks_bias",
-       .batch = 2,
-       .heads = 2,
-       .tokens_q = 70,
-       .tokens_k = 150,
-       .mask = MaskTensor::bias_bf16,
-       .dtype = DType::bf16,
-       .sinks = Sinks::of_batch,
-       .dlse = true},
-      {.name = "sinks_packed",
-       .heads = 4,
-       .kv_heads = 2,
-       .tokens_q = 200,
-       .tokens_k = 213,
-       .cu_seqlens_q = {0, 70, 70, 133, 200},
-       .cu_seqlens_k = {0, 65, 80, 80, 213},
-       .dtype = DType::f16,
-       .sinks = Sinks::shared,
-       .dlse = true},
-      {.name = "sinks_dim_256",
-       .tokens_q = 66,
-       .tokens_k = 100,
-       .dim = 256,
-       .dim_v = 256,
-       .dtype = DType::bf16,
-       .sinks = Sinks::shared,
-       .dlse = true},
-      {.name = "sinks_no_queries", .batch = 2, .tokens_q = 0, .tokens_k = 70, .sinks = Sinks::of_batch, .dlse = true},
-      {.name = "sinks_no_keys",
-       .heads = 2,
-       .kv_heads = 2,
-       .tokens_q = 70,
-       .tokens_k = 0,
-       .sinks = Sinks::shared,
-       .dlse = true},
-      {.name = "sinks_no_batch", .batch = 0, .sinks = Sinks::shared, .dlse = true},
-      // Softcap and ALiBi
-      {.name = "softcap",
-       .batch = 2,
-       .heads = 4,
-       .kv_heads = 2,
-       .tokens_q = 100,
-       .tokens_k = 150,
-       .layout = Layout::padded,
-       .softcap = 1.5f},
-      {.name = "softcap_saturated",  // most logits lie far beyond the cap
-       .heads = 2,
-       .tokens_q = 90,
-       .tokens_k = 210,
-       .scale = 1.f,
-       .dtype = DType::bf16,
-       .softcap = 3.f},
-      {.name = "softcap_causal",
-       .batch = 2,
-       .heads = 2,
-       .tokens_q = 200,
-       .tokens_k = 230,
-       .dim = 128,
-       .dim_v = 128,
-       .causal = true,
-       .alignment = bottom_right,
-       .dtype = DType::bf16,
-       .out_dtype = DType::bf16,
-       .layout = Layout::bthd,
-       .kv_layout = Layout::bthd,
-       .sinks = Sinks::of_batch,
-       .dlse = true,
-       .softcap = 2.f},
-      {.name = "softcap_bias",
-       .batch = 2,
-       .heads = 2,
-       .tokens_q = 70,
-       .tokens_k = 150,
-       .mask = MaskTensor::bias_f32,
-       .dtype = DType::f16,
-       .softcap = 5.f},
-      {.name = "alibi",
-       .batch = 2,
-       .heads = 4,
-       .kv_heads = 2,
-       .tokens_q = 100,
-       .tokens_k = 150,
-       .layout = Layout::padded,
-       .alibi = Alibi::shared},
-      {.name = "alibi_far",  // distances whose terms have a gauge
-       .heads = 4,
-       .kv_heads = 2,
-       .tokens_q = 500,
-       .tokens_k = 90,
-       .dlse = true,
-       .alibi = Alibi::each},
-      {.name = "alibi_top_left",
-       .batch = 2,
-       .heads = 2,
-       .kv_heads = 2,
-       .tokens_q = 130,
-       .tokens_k = 300,
-       .causal = true,
-       .alignment = Alignment::top_left,
-       .dtype = DType::f16,
-       .out_dtype = DType::f16,
-       .alibi = Alibi::each},
-      {.name = "alibi_window",
-       .heads = 8,
-       .kv_heads = 1,
-       .tokens_q = 300,
-       .tokens_k = 300,
-       .causal = true,
-       .window = {{63, -1}},
-       .dtype = DType::bf16,
-       .sinks = Sinks::shared,
-       .dlse = true,
-       .softcap = 4.f,
-       .alibi = Alibi::shared},
-      {.name = "alibi_blind",
-       .batch = 2,
-       .heads = 3,
-       .kv_heads = 3,
-       .tokens_q = 70,
-       .tokens_k = 150,
-       .mask = MaskTensor::blind,
-       .layout = Layout::transposed,
-       .alibi = Alibi::shared},
-      {.name = "alibi_bias",
-       .batch = 2,
-       .heads = 2,
-       .tokens_q = 170,
-       .tokens_k = 150,
-       .mask = MaskTensor::bias_bf16,
-       .dtype = DType::bf16,
-       .dlse = true,
-       .softcap = 3.f,
-       .alibi = Alibi::each},
-      {.name = "alibi_packed",
-       .heads = 4,
-       .kv_heads = 2,
-       .tokens_q = 200,
-       .tokens_k = 213,
-       .causal = true,
-       .alignment = bottom_right,
-       .cu_seqlens_q = {0, 70, 70, 133, 200},
-       .cu_seqlens_k = {0, 65, 80, 80, 213},
-       .dtype = DType::f16,
-       .softcap = 3.f,
-       .alibi = Alibi::each},
-      {.name = "alibi_no_queries", .batch = 2, .tokens_q = 0, .tokens_k = 70, .softcap = 2.f, .alibi = Alibi::each},
-      {.name = "alibi_no_keys", .heads = 2, .tokens_q = 70, .tokens_k = 0, .softcap = 2.f, .alibi = Alibi::shared},
-  };
+  static const char text[] =
+#include "support/cases_json.inc"
+      ;
+  static std::deque<std::string> names;
+  static const std::vector<Case> list = read_cases(text, names);
   return list;
 }
 

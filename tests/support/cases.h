@@ -68,7 +68,7 @@ struct Case {
   }
   double effective_scale() const;
 };
-const std::vector<Case>& cases();
+const std::vector<Case>& cases();  // of tests/cases.json
 
 // Numbers that the case's input type can hold.
 struct Inputs {

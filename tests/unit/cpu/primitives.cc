@@ -165,7 +165,7 @@ template <class Qk, class Pv>
 inline void packed_keys_as(const Problem& p, const ForwardPlan& plan, void* memory, const PackedKeys& out) {
   WorkspaceAllocator workspace(memory);
   const KeySide s = allocate_key_side<Qk, Pv>(p, plan, workspace);
-  const Sequence seq{0, 0, p.tokens_q, 0, p.tokens_k};
+  const Sequence seq{0, 0, p.tokens_q, 0, p.tokens_k, 0};
   const Signs signs(p.q, p.dim);
   for (int64_t g = 0; g < p.kv_heads; ++g) {
     channel_statistics(p, plan, seq, g, g, s.seen_keys(p, seq, g, 0), s);
@@ -207,7 +207,7 @@ inline void packed_queries_as(const Problem& p, const ForwardPlan& plan, int64_t
   QueryRows& found = *workspace.take<QueryRows>(1);
   const int64_t words = words_of<Qk>(p.dim), stride = words + (kSplits<Qk> ? 16 : 0), count = padded_rows(rows);
   Word* out = workspace.take<Word>(count * stride);
-  const Sequence seq{0, 0, p.tokens_q, 0, p.tokens_k};
+  const Sequence seq{0, 0, p.tokens_q, 0, p.tokens_k, 0};
   const Signs signs(p.q, p.dim);
   pack_queries<Qk>(p, plan, seq, 0, token, rows, count, signs, nullptr, out, stride, words, found);
   for (int64_t i = 0; i < rows; ++i) {
