@@ -9,13 +9,16 @@
 
 namespace octet {
 
-extern const Backend kSm90, kCpu, kReference;
+extern const Backend kSm90, kSm80, kCpu, kReference;
 
 namespace {
 
 constexpr const Backend* kBackends[] = {
 #ifdef OCTET_SM90
     &kSm90,
+#endif
+#ifdef OCTET_SM80
+    &kSm80,
 #endif
     &kCpu, &kReference};
 

@@ -323,20 +323,19 @@ def test_info_says_in_one_line_what_will_run():
     assert first == f"This machine: {info['summary']}"
     assert info["summary"].startswith(f"CPU kernels {info['cpu']['instruction_set']}; ")
     gpu = [b for b in info["backends"] if b["device"] == "cuda"]
-    if any(b["available"] for b in gpu):
-        assert "; GPU kernels sm90; " in info["summary"]
+    available = [b["name"] for b in gpu if b["available"]]
+    if available:
+        assert f"; GPU kernels {'; '.join(available)}; " in info["summary"]
     else:
-        assert (
-            f"; no GPU kernels ({gpu[0]['name'] + ': ' + gpu[0]['reason'] if gpu else info['cuda']}); "
-            in info["summary"]
-        )
+        reasons = "; ".join(f"{b['name']}: {b['reason']}" for b in gpu) or info["cuda"]
+        assert f"; no GPU kernels ({reasons}); " in info["summary"]
     assert info["summary"].endswith(("; XLA handlers for jax", "; no XLA handlers, jax calls Python"))
 
 
 def test_info():
     info = json.loads(run_ok("info", "--json"))
     assert {"version", "compiler", "cuda", "cpu", "gpus", "backends"} <= set(info)
-    gpu_backends = ["sm90"] if info["cuda"].startswith("CUDA with") else []
+    gpu_backends = ["sm90", "sm80"] if info["cuda"].startswith("CUDA with") else []
     assert [b["name"] for b in info["backends"]] == [*gpu_backends, "cpu", "reference"]
     text = run_ok("info")
     assert info["version"] in text and info["cuda"] in text

@@ -202,7 +202,8 @@ TEST(Structs, unknown_backends_are_rejected_with_the_known) {
   call.attention.backend = "tpu";
   const std::string start = "backend: unknown name \"tpu\"; known: ";
   expect_invalid(call, start);
-  EXPECT_THAT(std::string(octet_message()), testing::AnyOf(start + "cpu, reference", start + "sm90, cpu, reference"));
+  EXPECT_THAT(std::string(octet_message()),
+              testing::AnyOf(start + "cpu, reference", start + "sm90, sm80, cpu, reference"));
 }
 
 TEST(Structs, the_environment_names_a_backend_unless_the_call_does) {

@@ -6,11 +6,15 @@
 
 namespace octet::cuda {
 
+// Returns true if the code of the general kernels that the current device runs was compiled for compute capability 9.0
+// or later: older code cannot wait for the kernel before it.
+bool general_kernels_wait();
+
 // Launches a kernel whose thread blocks may start before the previous kernel in the stream has ended (programmatic
 // dependent launch). The kernel must call ptx::griddepcontrol_wait before it reads what that one writes, and before it
-// writes anything itself.
+// writes anything itself. Without `early` it starts when that kernel has ended, as any other does.
 inline void launch_pdl(const void* kernel, dim3 grid, unsigned threads, std::size_t shared_bytes, cudaStream_t stream,
-                       void** arguments) {
+                       void** arguments, bool early = true) {
   cudaLaunchAttribute attribute{.id = cudaLaunchAttributeProgrammaticStreamSerialization};
   attribute.val.programmaticStreamSerializationAllowed = 1;
   const cudaLaunchConfig_t config{.gridDim = grid,
@@ -18,7 +22,7 @@ inline void launch_pdl(const void* kernel, dim3 grid, unsigned threads, std::siz
                                   .dynamicSmemBytes = shared_bytes,
                                   .stream = stream,
                                   .attrs = &attribute,
-                                  .numAttrs = 1};
+                                  .numAttrs = early ? 1u : 0u};
   check(cudaLaunchKernelExC(&config, kernel, arguments), "cudaLaunchKernelEx");
 }
 
@@ -27,6 +31,15 @@ void launch_pdl(void (*kernel)(Parameters...), dim3 grid, unsigned threads, std:
                 cudaStream_t stream, Parameters... parameters) {
   void* arguments[] = {&parameters...};
   launch_pdl(reinterpret_cast<const void*>(kernel), grid, threads, shared_bytes, stream, arguments);
+}
+
+// The same for a kernel that is compiled for GPUs before compute capability 9.0, too.
+template <class... Parameters>
+void launch_general_pdl(void (*kernel)(Parameters...), dim3 grid, unsigned threads, std::size_t shared_bytes,
+                        cudaStream_t stream, Parameters... parameters) {
+  void* arguments[] = {&parameters...};
+  launch_pdl(reinterpret_cast<const void*>(kernel), grid, threads, shared_bytes, stream, arguments,
+             general_kernels_wait());
 }
 
 }  // namespace octet::cuda

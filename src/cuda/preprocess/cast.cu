@@ -293,8 +293,8 @@ void convert_to_f16(const Strided& from, const Strided& to, Element through, con
   check(cudaGetLastError(), "convert_kernel");
   const float *largest_found = largest, *limits_found = limits;
   const dim3 rescaling(static_cast<unsigned>(heads), few_of(heads, from.shape[2], tokens_per_block, kRescaling));
-  launch_pdl(rescale_kernel, rescaling, kThreads, 0, stream, from, to, through, v_mean, seen, largest_found,
-             static_cast<int>(blocks), limits_found, scale);
+  launch_general_pdl(rescale_kernel, rescaling, kThreads, 0, stream, from, to, through, v_mean, seen, largest_found,
+                     static_cast<int>(blocks), limits_found, scale);
 }
 
 }  // namespace octet::cuda

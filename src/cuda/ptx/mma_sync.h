@@ -1,0 +1,46 @@
+// Matrix products of one warp (mma.sync) and loads of their operands from shared memory (ldmatrix), on every GPU since
+// compute capability 8.0. Operands and sums have the layouts of fragment/accumulator.h.
+#pragma once
+#include <cstdint>
+
+#include "cuda/ptx/types.h"
+
+namespace octet::cuda::ptx {
+
+// mma.sync.aligned.m16n8k16.row.col.f32: d += a b, with a of 16 x 16, b of 16 x 8 and d of 16 x 8. PTX ISA, 9.7.14.5.8.
+template <class T>
+__device__ void mma_m16n8k16(float* d, const uint32_t* a, const uint32_t* b);
+template <>
+__device__ inline void mma_m16n8k16<F16>(float* d, const uint32_t* a, const uint32_t* b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+template <>
+__device__ inline void mma_m16n8k16<Bf16>(float* d, const uint32_t* a, const uint32_t* b) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// ldmatrix.m8n8.x4: a warp loads four 8 x 8 matrices of 16 bits, matrix i into x[i]. Lane l gives the shared address of
+// row l mod 8 of matrix l / 8. Thread t gets elements 2 (t mod 4) and the next of row t / 4. PTX ISA, 9.7.14.5.15.
+__device__ inline void ldmatrix(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+// The same with each matrix transposed: thread t gets elements t / 4 of rows 2 (t mod 4) and the next.
+__device__ inline void ldmatrix_trans(uint32_t (&x)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+}  // namespace octet::cuda::ptx

@@ -1,0 +1,92 @@
+// Matrix products of one warp (mma.sync) on tiles in shared memory and fragments in registers. A warp has 16 rows of
+// an accumulator, or `M` times 16 rows, which share the loads of the right operand.
+#pragma once
+#include "cuda/fragment/accumulator.h"
+#include "cuda/ptx/mma_sync.h"
+#include "cuda/sm80/smem.h"
+
+namespace octet::cuda::sm80 {
+
+// Loads rows [16 row_block, 16 row_block + 16) of a tile as a left operand.
+template <class T, int Columns, class Tile>
+__device__ void load_rows(Operand<T, Columns>& a, const Tile& tile, int row_block) {
+  static_assert(Columns <= Tile::kColumns);
+  const uint32_t lane = Tile::step(tile.lane_down(), row_block, 0);
+#pragma unroll
+  for (int k_step = 0; k_step < Columns / 16; ++k_step)
+    ptx::ldmatrix(reinterpret_cast<uint32_t(&)[4]>(a.x[4 * k_step]), Tile::step(lane, 0, k_step));
+}
+
+// Loads columns [16 column_block, 16 column_block + 16) of a tile, transposed, as a left operand: the rows of the tile
+// are the index of summation.
+template <class T, int Rows, class Tile>
+__device__ void load_columns(Operand<T, Rows>& a, const Tile& tile, int column_block) {
+  static_assert(Rows <= Tile::kRows);
+  const uint32_t lane = tile.lane_right();
+#pragma unroll
+  for (int k_step = 0; k_step < Rows / 16; ++k_step)
+    ptx::ldmatrix_trans(reinterpret_cast<uint32_t(&)[4]>(a.x[4 * k_step]), Tile::step(lane, k_step, column_block));
+}
+
+// d += a b^T, with a in registers and the first rows of b, as many as d has columns.
+template <int M, class T, int Depth, int Columns, class TileB>
+__device__ void mma_ABt(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b) {
+  static_assert(Depth <= TileB::kColumns && Columns <= TileB::kRows);
+  const uint32_t lane = b.lane_right();
+#pragma unroll
+  for (int k_step = 0; k_step < Depth / 16; ++k_step)
+#pragma unroll
+    for (int n = 0; n < Columns / 16; ++n) {
+      uint32_t x[4];
+      ptx::ldmatrix(x, TileB::step(lane, n, k_step));
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          ptx::mma_m16n8k16<T>(&d[m].x[8 * n + 4 * half], &a[m].x[4 * k_step], &x[2 * half]);
+    }
+}
+
+// d += a b^T, with rows [16 row_block, 16 (row_block + M)) of the tile a and the first rows of b.
+template <int M, int Columns, class TileA, class TileB>
+__device__ void mma_ABt(Accumulator<Columns> (&d)[M], const TileA& a, int row_block, const TileB& b) {
+  static_assert(TileA::kColumns == TileB::kColumns && Columns <= TileB::kRows);
+  const uint32_t lane_a = TileA::step(a.lane_down(), row_block, 0), lane_b = b.lane_right();
+#pragma unroll
+  for (int k_step = 0; k_step < TileA::kColumns / 16; ++k_step) {
+    uint32_t rows[M][4];
+#pragma unroll
+    for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], TileA::step(lane_a, m, k_step));
+#pragma unroll
+    for (int n = 0; n < Columns / 16; ++n) {
+      uint32_t x[4];
+      ptx::ldmatrix(x, TileB::step(lane_b, n, k_step));
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          ptx::mma_m16n8k16<typename TileA::Element>(&d[m].x[8 * n + 4 * half], rows[m], &x[2 * half]);
+    }
+  }
+}
+
+// d += a b, with a in registers; the first rows of b are the index of summation.
+template <int M, class T, int Depth, int Columns, class TileB>
+__device__ void mma_AB(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b) {
+  static_assert(Depth <= TileB::kRows && Columns <= TileB::kColumns);
+  const uint32_t lane = b.lane_down();
+#pragma unroll
+  for (int k_step = 0; k_step < Depth / 16; ++k_step)
+#pragma unroll
+    for (int n = 0; n < Columns / 16; ++n) {
+      uint32_t x[4];
+      ptx::ldmatrix_trans(x, TileB::step(lane, k_step, n));
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          ptx::mma_m16n8k16<T>(&d[m].x[8 * n + 4 * half], &a[m].x[4 * k_step], &x[2 * half]);
+    }
+}
+
+}  // namespace octet::cuda::sm80
