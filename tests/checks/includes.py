@@ -71,7 +71,11 @@ for one in ("fwd", "bwd"):  # neither pass knows the other
 SM80 = [*SM90, "cuda/sm80/"]
 RULES["src/cuda/sm80"] = SM80
 for one in ("fwd", "bwd"):  # neither pass knows the other
-    allowed_here = [*SM90, *(f"cuda/sm80/{name}.h" for name in ("smem", "mma", "passes")), f"cuda/sm80/{one}/"]
+    allowed_here = [
+        *SM90,
+        *(f"cuda/sm80/{name}.h" for name in ("smem", "mma", "logits", "passes")),
+        f"cuda/sm80/{one}/",
+    ]
     RULES[f"src/cuda/sm80/{one}"] = RULES[f"src/cuda/sm80/{one}/instances"] = allowed_here
 SYSTEM = re.compile(r"[a-z_0-9]+(\.h)?|sys/[a-z_]+\.h")  # <vector>, <math.h>, <sys/mman.h>
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)

@@ -40,11 +40,7 @@ double end_of(int64_t whole, int64_t small, double time, int64_t processors) {
   return end;
 }
 
-int clamp_side(int64_t keys) { return static_cast<int>(std::min<int64_t>(keys, Mask::kUnbounded)); }
-
 }  // namespace
-
-int sequences_of(const Problem& p) { return p.packed() ? static_cast<int>(p.cu_seqlens_q.shape[3] - 1) : 0; }
 
 void clear(unsigned* counter, cudaStream_t stream) {
   check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "cudaMemsetAsync");
@@ -67,21 +63,6 @@ TileScheduler scheduler_of(const Problem& p, const Kernel& kernel, int64_t eleme
                                 .sequences = sequences_of(p)};
   if (p.packed()) count_blocks(scheduler.cu_seqlens_q, scheduler.sequences, kernel.rows, blocks_before, stream);
   return scheduler;
-}
-
-Mask mask_of(const Problem& p) { return {p.windowed, p.bottom_right, clamp_side(p.left), clamp_side(p.right)}; }
-
-SeenKeys seen_keys(const Problem& p) {
-  const octet::KeyRange hull = p.tokens_q && !p.packed() ? p.keys_of_block(0, p.tokens_q, p.tokens_q, p.tokens_k)
-                                                         : octet::KeyRange{0, p.packed() ? p.tokens_k : 0};
-  const int64_t last = std::max(hull.first, hull.last);
-  return {.first = static_cast<int>(hull.first),
-          .last = static_cast<int>(last),
-          .all = !p.packed() && hull.first == 0 && last == p.tokens_k,
-          .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
-          .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
-          .sequences = sequences_of(p),
-          .mask = mask_of(p)};
 }
 
 void set_broadcast(const View& t, int (&broadcast)[2]) {

@@ -3,14 +3,11 @@
 #include <cuda_runtime_api.h>
 
 #include "core/problem.h"
-#include "cuda/fragment/mask.h"
+#include "cuda/preprocess/masks.h"
 #include "cuda/scheduler/tile_scheduler.h"
 #include "cuda/sm90/kernels.h"
 
 namespace octet::cuda::sm90 {
-
-// Returns the number of packed sequences, or 0 if the problem has none.
-int sequences_of(const Problem& p);
 
 // Returns the scheduler of a problem. `element_bytes` is the size of an element of k and v as the kernel reads them.
 // `counter` must be 0 when the kernel starts. `blocks_before` has sequences + 1 numbers, which a kernel on the stream
@@ -20,10 +17,6 @@ TileScheduler scheduler_of(const Problem& p, const Kernel& kernel, int64_t eleme
 
 // Sets the counter to 0, where no preprocessing kernel does.
 void clear(unsigned* counter, cudaStream_t stream);
-
-Mask mask_of(const Problem& p);
-
-SeenKeys seen_keys(const Problem& p);
 
 // Sets {head, batch} to 0 where all heads, or all batch elements, of a tensor share the same memory, else to 1.
 void set_broadcast(const View& t, int (&broadcast)[2]);

@@ -1,0 +1,88 @@
+#include <algorithm>
+
+#include "cuda/host/status.h"
+#include "cuda/preprocess/masks.h"
+#include "cuda/sm80/logits.h"
+
+namespace octet::cuda::sm80 {
+namespace {
+
+constexpr int kThreads = 256, kRows = kThreads / 32;
+
+// One warp computes the gauge of a row.
+__global__ void __launch_bounds__(kThreads)
+    gauge_kernel(const __grid_constant__ LogitTerms t, const Mask mask, int n, int m) {
+  const int64_t rows = t.gauge_shape[0] * t.gauge_shape[1] * t.gauge_shape[2];
+  const int lane = threadIdx.x % 32;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / 32; row < rows;
+       row += static_cast<int64_t>(gridDim.x) * kRows) {
+    const int i = static_cast<int>(row % t.gauge_shape[2]);
+    const int head = static_cast<int>(row / t.gauge_shape[2] % t.gauge_shape[1]);
+    const int batch = static_cast<int>(row / t.gauge_shape[2] / t.gauge_shape[1]);
+    const KeyRange seen = mask.keys_of(i, n, m);
+    LogitTerms without = t;
+    without.gauge = nullptr;
+    const RowTerms terms = row_terms(without, batch, batch, head, i, n, m, seen);
+    float most = -INFINITY;
+    for (int key = seen.first + lane; key < seen.last; key += 32)
+      most = fmaxf(most, added_by_mask(t, terms, key,
+                                       mask_number(t.element, t.mask, terms.mask_start + key * t.mask_stride[3])));
+    for (int offset = 16; offset; offset /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+    if (lane == 0) t.gauge[row] = isfinite(most) ? most : 0.f;
+  }
+}
+
+MaskElement element_of(octet_dtype dtype) {
+  switch (dtype) {
+    case OCTET_BOOL:
+      return MaskElement::boolean;
+    case OCTET_F32:
+      return MaskElement::f32;
+    case OCTET_F16:
+      return MaskElement::f16;
+    default:
+      return MaskElement::bf16;
+  }
+}
+
+int64_t bytes_of(octet_dtype dtype) { return dtype == OCTET_BOOL ? 1 : dtype == OCTET_F32 ? 4 : 2; }
+
+}  // namespace
+
+LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace) {
+  LogitTerms t{.scale = p.scale, .softcap = p.softcap, .inverse_softcap = p.softcap ? 1.f / p.softcap : 0.f};
+  const bool slopes = p.alibi_slopes.present();
+  if (slopes) {
+    t.slopes = static_cast<const float*>(p.alibi_slopes.data);
+    std::copy_n(p.alibi_slopes.stride, 2, t.slope_stride);
+  }
+  if (!p.mask.present() || !p.tokens_q || !p.tokens_k) return t;
+  t.mask = p.mask.data, t.element = element_of(p.mask.dtype);
+  std::copy_n(p.mask.stride, 4, t.mask_stride);
+  const int64_t pair = 2 * bytes_of(p.mask.dtype);
+  t.mask_pairs = p.mask.stride[3] == 1 && p.tokens_k % 2 == 0 && reinterpret_cast<uintptr_t>(p.mask.data) % pair == 0;
+  for (int i = 0; i < 3; ++i) t.mask_pairs &= p.mask.stride[i] % 2 == 0;
+  if (p.mask.dtype == OCTET_BOOL && !slopes) return t;
+  const int64_t full[3] = {p.batch, p.heads, p.tokens_q};
+  const bool varies[3] = {slopes && t.slope_stride[0], slopes, slopes || p.windowed};
+  int64_t count = 1;
+  for (int i = 2; i >= 0; --i) {
+    t.gauge_shape[i] = varies[i] || t.mask_stride[i] ? full[i] : 1;
+    t.gauge_stride[i] = t.gauge_shape[i] > 1 ? count : 0;
+    count *= t.gauge_shape[i];
+  }
+  t.gauge = workspace.take<float>(static_cast<std::size_t>(count));
+  return t;
+}
+
+void compute_gauges(const Problem& p, const LogitTerms& t, cudaStream_t stream) {
+  if (!t.gauge) return;
+  constexpr int64_t kMostBlocks = 1 << 16;
+  const int64_t rows = t.gauge_shape[0] * t.gauge_shape[1] * t.gauge_shape[2];
+  const auto blocks = static_cast<unsigned>(std::min((rows + kRows - 1) / kRows, kMostBlocks));
+  gauge_kernel<<<blocks, kThreads, 0, stream>>>(t, mask_of(p), static_cast<int>(p.tokens_q),
+                                                static_cast<int>(p.tokens_k));
+  check(cudaGetLastError(), "gauge_kernel");
+}
+
+}  // namespace octet::cuda::sm80

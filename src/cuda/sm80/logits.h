@@ -1,0 +1,191 @@
+// Logits that are more than scale q.k: softcap tanh(scale q.k / softcap) - slope |i + (m - n) - j| + mask, without the
+// gauge of their row. The gauge is the largest number that mask and ALiBi add to any logit of the row, or 0 if that is
+// not finite: a large number common to a row would take the bits of the logits. It changes nothing but lse.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/problem.h"
+#include "cuda/fragment/mask.h"
+#include "cuda/host/workspace.h"
+#include "cuda/ptx/types.h"
+
+namespace octet::cuda::sm80 {
+
+enum class MaskElement : int { boolean, f32, f16, bf16 };
+
+struct LogitTerms {
+  float scale;
+  float softcap, inverse_softcap;  // 0: none
+  // [sequence, head]; null: none
+  const float* slopes;
+  int64_t slope_stride[2];
+  // [batch, head, query, key], in elements; null: none
+  const void* mask;
+  MaskElement element;
+  int64_t mask_stride[4];
+  bool mask_pairs;  // true: two neighbouring keys, the first of them even, are an aligned word
+  // [batch, head, query] of mask tensor and ALiBi together; null: 0, or that of ALiBi alone
+  float* gauge;
+  int64_t gauge_stride[3], gauge_shape[3];
+};
+
+// Allocates the gauges of a problem.
+LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace);
+// Computes them, where there are any.
+void compute_gauges(const Problem& p, const LogitTerms& terms, cudaStream_t stream);
+
+template <class T>
+struct MaskNumbers;
+template <>
+struct MaskNumbers<bool> {
+  using Word = uint16_t;
+  static __device__ float one(const void* mask, int64_t i) {
+    return static_cast<const unsigned char*>(mask)[i] ? 0.f : -INFINITY;
+  }
+  static __device__ float2 two(Word w) { return {w & 0xff ? 0.f : -INFINITY, w >> 8 ? 0.f : -INFINITY}; }
+};
+template <>
+struct MaskNumbers<float> {
+  using Word = float2;
+  static __device__ float one(const void* mask, int64_t i) { return static_cast<const float*>(mask)[i]; }
+  static __device__ float2 two(Word w) { return w; }
+};
+template <class T>
+struct MaskNumbers {
+  using Word = uint32_t;
+  static __device__ float one(const void* mask, int64_t i) { return float(static_cast<const T*>(mask)[i]); }
+  static __device__ float2 two(Word w) { return ptx::unpack<T>(w); }
+};
+
+// Calls f with a null pointer to the type of the mask's elements.
+template <class F>
+__device__ void with_mask_type(MaskElement element, const F& f) {
+  switch (element) {
+    case MaskElement::boolean:
+      return f(static_cast<bool*>(nullptr));
+    case MaskElement::f32:
+      return f(static_cast<float*>(nullptr));
+    case MaskElement::f16:
+      return f(static_cast<F16*>(nullptr));
+    default:
+      return f(static_cast<Bf16*>(nullptr));
+  }
+}
+__device__ inline float mask_number(MaskElement element, const void* mask, int64_t i) {
+  float x = 0.f;
+  with_mask_type(element, [&](auto* type) { x = MaskNumbers<std::remove_pointer_t<decltype(type)>>::one(mask, i); });
+  return x;
+}
+
+// The terms of one query.
+struct RowTerms {
+  float slope;         // of ALiBi; NaN where it is not finite
+  float gauge;         // what the logits lack
+  int diagonal;        // the key at distance 0
+  int nearest;         // without a mask tensor: the distance whose term is the gauge
+  int64_t mask_start;  // its row of the mask tensor
+};
+
+// Returns the terms of query i of n, which sees `seen` of m keys. Queries from n on have those of the last one.
+__device__ inline RowTerms row_terms(const LogitTerms& t, int batch, int sequence, int head, int i, int n, int m,
+                                     const KeyRange& seen) {
+  i = min(i, n - 1);
+  RowTerms row{};
+  if (t.slopes) {
+    const float slope = t.slopes[sequence * t.slope_stride[0] + head * t.slope_stride[1]];
+    row.slope = isfinite(slope) ? slope : NAN;
+    row.diagonal = i + m - n;
+    if (!t.mask && seen.first < seen.last) {
+      const int near = min(max(row.diagonal, seen.first), seen.last - 1);
+      const int least = abs(row.diagonal - near),
+                most = max(abs(row.diagonal - seen.first), abs(row.diagonal - (seen.last - 1)));
+      row.nearest = slope < 0.f ? most : least;
+      row.gauge = -row.slope * static_cast<float>(row.nearest);
+    }
+  }
+  if (t.mask) row.mask_start = batch * t.mask_stride[0] + head * t.mask_stride[1] + i * t.mask_stride[2];
+  if (t.gauge) row.gauge = t.gauge[batch * t.gauge_stride[0] + head * t.gauge_stride[1] + i * t.gauge_stride[2]];
+  return row;
+}
+
+// c tanh(x / c) and its derivative by x. Both are NaN where x is not finite.
+struct Capped {
+  float x, derivative;
+};
+__device__ inline Capped softcap(const LogitTerms& t, float x) {
+  const float tangent = tanhf(x * t.inverse_softcap), poison = x * 0.f;
+  // Below 2^-12 the cap takes less than a float has, and x / c may be too small for one.
+  const bool small = fabsf(x * t.inverse_softcap) < 0x1p-12f;
+  return {(small ? x : t.softcap * tangent) + poison, 1.f - tangent * tangent + poison};
+}
+
+// Returns what ALiBi and `number` of a mask tensor add to the logit of a key.
+__device__ inline float added_by_mask(const LogitTerms& t, const RowTerms& row, int key, float number) {
+  if (number == -INFINITY) return number;
+  const float rest = number - row.gauge;
+  return t.slopes ? __fmaf_rn(-row.slope, static_cast<float>(abs(row.diagonal - key)), rest) : rest;
+}
+
+// Returns the logit of one key from q.k.
+__device__ inline float logit_of(const LogitTerms& t, const RowTerms& row, int key, float product) {
+  float x = product * t.scale;
+  if (t.softcap != 0.f) x = softcap(t, x).x;
+  if (t.mask) {
+    const float added =
+        added_by_mask(t, row, key, mask_number(t.element, t.mask, row.mask_start + key * t.mask_stride[3]));
+    return added == -INFINITY ? added : x + added;
+  }
+  if (t.slopes) x = __fmaf_rn(-row.slope, static_cast<float>(abs(row.diagonal - key) - row.nearest), x);
+  return x;
+}
+
+// Turns products of q and k into logits: the columns of the fragment are the keys from `key` on, of which there are
+// `keys`. Those beyond the last are left as they are; mask_rows sets them.
+template <int Columns>
+__device__ void add_terms(Accumulator<Columns>& s, const LogitTerms& t, const RowTerms (&rows)[kRowsPerThread], int key,
+                          int keys) {
+  key += fragment_column();
+  if (t.softcap != 0.f) {
+#pragma unroll
+    for (float& x : s.x) x = softcap(t, x * t.scale).x;
+  } else {
+    s.scale(t.scale);
+  }
+  const auto add = [&](int i, float number) {
+    const RowTerms& row = rows[i / 2 % 2];
+    const float added = added_by_mask(t, row, key + i / 4 * 8 + i % 2, number);
+    s.x[i] = added == -INFINITY ? added : s.x[i] + added;
+  };
+  if (t.mask && t.mask_pairs) {
+    with_mask_type(t.element, [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      using Numbers = MaskNumbers<T>;
+#pragma unroll
+      for (int i = 0; i < Columns / 2; i += 2) {
+        const int at = key + i / 4 * 8;
+        if (at >= keys) continue;
+        const int64_t start = rows[i / 2 % 2].mask_start + at;
+        const float2 numbers =
+            Numbers::two(*reinterpret_cast<const typename Numbers::Word*>(static_cast<const T*>(t.mask) + start));
+        add(i, numbers.x), add(i + 1, numbers.y);
+      }
+    });
+  } else if (t.mask) {
+#pragma unroll
+    for (int i = 0; i < Columns / 2; ++i) {
+      const int at = key + i / 4 * 8 + i % 2;
+      if (at < keys) add(i, mask_number(t.element, t.mask, rows[i / 2 % 2].mask_start + at * t.mask_stride[3]));
+    }
+  } else if (t.slopes) {
+#pragma unroll
+    for (int i = 0; i < Columns / 2; ++i) {
+      const RowTerms& row = rows[i / 2 % 2];
+      const int distance = abs(row.diagonal - (key + i / 4 * 8 + i % 2));
+      s.x[i] = __fmaf_rn(-row.slope, static_cast<float>(distance - row.nearest), s.x[i]);
+    }
+  }
+}
+
+}  // namespace octet::cuda::sm80
