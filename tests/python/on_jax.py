@@ -2,7 +2,8 @@
 
 import os
 
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+# Of a test's time most is XLA's, which compiles each operator; what it makes of them is small.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
 
 import numpy as np
 import pytest

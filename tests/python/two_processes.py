@@ -1,4 +1,4 @@
-"""One of two processes of test_torch_diffusers.py: two_processes.py DEGREE BITS PORT RANK."""
+"""One of two processes of test_torch_diffusers.py: two_processes.py DEGREE PORT RANK."""
 
 import sys
 
@@ -18,13 +18,19 @@ CASES = {
 }
 
 
-def main(degree, bits, port, rank):
+def main(degree, port, rank):
     register()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=2)
     config = ContextParallelConfig(**{degree: 2})
     mesh = init_device_mesh("cpu", config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
     config.setup(rank, 2, torch.device("cpu"), mesh)
+    for bits in CASES:
+        expect_the_whole(ParallelConfig(context_parallel_config=config), bits, rank)
+    torch.distributed.destroy_process_group()
+
+
+def expect_the_whole(parallel, bits, rank):
     dtype, backend, bar = CASES[bits]
     torch.manual_seed(0)
     *whole, do = (torch.randn(BATCH, TOKENS, HEADS, DIM).to(dtype) for _ in range(4))
@@ -36,14 +42,13 @@ def main(degree, bits, port, rank):
         o, lse = dispatch.dispatch_attention_fn(*leaves, backend=backend, attention_kwargs=lse, **how)
         return [o, lse, *torch.autograd.grad(o, leaves, do, retain_graph=True)]
 
-    parallel = ParallelConfig(context_parallel_config=config)
     found = run([x[:, mine] for x in whole], do[:, mine], parallel_config=parallel)
     expected = [x[:, mine] for x in run(whole, do)]
     for name, got, want in zip(("o", "lse", "dq", "dk", "dv"), found, expected, strict=True):
-        assert got.shape == want.shape and got.dtype == want.dtype, (name, got.shape, want.shape)
+        assert got.shape == want.shape and got.dtype == want.dtype, (bits, name, got.shape, want.shape)
         error = ((got - want).float().norm() / want.float().norm()).item()
-        assert error <= bar, f"{name}: {error:.3g}, allowed {bar:.3g}"
-        print(name, error)
+        assert error <= bar, f"{bits} bits, {name}: {error:.3g}, allowed {bar:.3g}"
+        print(bits, name, error)
     without = dispatch.dispatch_attention_fn(*[x[:, mine] for x in whole], backend=backend, parallel_config=parallel)
     assert ((without - found[0]).float().norm() / found[0].float().norm()).item() <= bar
     try:
@@ -52,7 +57,6 @@ def main(degree, bits, port, rank):
         assert "drops the gradient of lse" in str(rejection)
     else:
         raise AssertionError("the gradient of lse is dropped in silence")
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
