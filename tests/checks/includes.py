@@ -62,7 +62,8 @@ RULES["src/cuda/preprocess"] = [
     "cuda/host/",
     "cuda/preprocess/",
 ]
-SM90 = [*(rule for rule in RULES["src/cuda/preprocess"]), "cuda/scheduler/"]
+RULES["src/cuda/backward"] = [*RULES["src/cuda/preprocess"], "cuda/scheduler/", "cuda/backward/"]
+SM90 = RULES["src/cuda/backward"]
 RULES["src/cuda/sm90"] = [*SM90, "cuda/sm90/"]
 for one in ("fwd", "bwd"):  # neither pass knows the other
     shared = ["smem", "mma", "pipeline", "kernels", "passes"]

@@ -8,16 +8,10 @@
 #include <cstdint>
 #include <cuda/ptx>
 
+#include "cuda/preprocess/panel.h"
 #include "cuda/ptx/types.h"
 
 namespace octet::cuda {
-
-constexpr int kPanelColumns = 64;
-constexpr int kPanelRowBytes = 128;
-
-// The period of the swizzle, in rows and in bytes.
-constexpr int kSwizzleRows = 8;
-constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
 
 constexpr int kMostSharedBytes = 227 * 1024;  // that a thread block can have
 

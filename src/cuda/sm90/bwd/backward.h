@@ -29,7 +29,8 @@ struct Backward {
   static constexpr int kWarpgroups = 2, kConsumerThreads = kWarpgroups * kWarpgroup,
                        kThreads = kConsumerThreads + kWarpgroup;
   static constexpr int kWarps = kBackwardWarps;
-  static constexpr int kStages = Tile::kStages, kDoStages = Tile::kDoStages, kDsStages = 2;
+  static constexpr int kStages = BackwardStages<Dim>::kStages, kDoStages = BackwardStages<Dim>::kDoStages,
+                       kDsStages = 2;
   // Prefetch distance: the next block is taken when this many iterations of the current one are left to load. That is
   // early enough to make its k and v ready, and late enough for all thread blocks to end together.
   static constexpr int kPrefetchDistance = 6, kKeyStages = 2;

@@ -31,7 +31,7 @@ struct Backward2Cta {
   static constexpr int kWarps = kWarpgroup / 32;
   static constexpr int kClearThreads = 64;  // that clear sums of dq
   enum NamedBarrier : int { kClearBarrier = 1 };
-  static constexpr int kStages = Tile::kStages, kPStages = 1, kDsStages = 2;
+  static constexpr int kStages = BackwardStages<Dim>::kStages, kPStages = 1, kDsStages = 2;
   static constexpr int kDqColumns = kChannels / 2, kDqNumbers = kQueries * kDqColumns;  // per warpgroup
   using Scheduler = KeyBlockScheduler<kQueries, kClusterKeys>;
   using TileQ = SharedTile<T, kQueries, Dim, true>;

@@ -1,5 +1,6 @@
-// Every tile size, stage count and register count of the backward pass.
+// Every stage count and register count of the backward pass. backward/tile_sizes.h has the tile sizes.
 #pragma once
+#include "cuda/backward/tile_sizes.h"
 
 namespace octet::cuda::sm90 {
 
@@ -10,27 +11,19 @@ namespace octet::cuda::sm90 {
 // of 64 keys and a quarter of dq.
 constexpr int kBackwardWarps = 8;                                         // consumer warps
 constexpr int kBackwardRegisters = 232, kBackwardProducerRegisters = 40;  // per thread
-// How partial sums of dq are added: as floats in any order, or as integers, whose sum does not depend on the order.
-enum class Sums { floats, integers };
-// The number of values that a thread adds to the sums of dq with one instruction.
-template <int Dim, Sums sums>
-constexpr int kSumsAtOnce = sums == Sums::integers ? 1
-                            : Dim == 64            ? 4
-                            : Dim == 128           ? 2
-                                                   : 1;
 template <int Dim>
-struct BackwardTile;
+struct BackwardStages;
 template <>
-struct BackwardTile<64> {
-  static constexpr int kQueries = 128, kKeys = 128, kStages = 3, kDoStages = 2;
+struct BackwardStages<64> {
+  static constexpr int kStages = 3, kDoStages = 2;
 };
 template <>
-struct BackwardTile<128> {
-  static constexpr int kQueries = 64, kKeys = 128, kStages = 2, kDoStages = 2;
+struct BackwardStages<128> {
+  static constexpr int kStages = 2, kDoStages = 2;
 };
 template <>
-struct BackwardTile<256> {
-  static constexpr int kQueries = 64, kKeys = 128, kStages = 2;
+struct BackwardStages<256> {
+  static constexpr int kStages = 2;
 };
 // Registers per thread of the 2-CTA kernel's warpgroups: the producer, the one for p and ds, the two for gradients.
 constexpr int k2CtaProducerRegisters = 32, k2CtaPRegisters = 96, k2CtaGradientRegisters = 192;

@@ -5,9 +5,9 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/backward/exponents.h"
 #include "cuda/preprocess/vec8.h"
 #include "cuda/ptx/warpgroup.h"
-#include "cuda/sm90/bwd/exponents.h"
 #include "cuda/sm90/smem.h"
 
 namespace octet::cuda::sm90 {

@@ -5,10 +5,10 @@
 #include <cuda/atomic>
 #include <type_traits>
 
+#include "cuda/backward/schedule.h"
 #include "cuda/fragment/accumulator.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/sm90/bwd/config.h"
-#include "cuda/sm90/bwd/schedule.h"
 
 namespace octet::cuda::sm90 {
 

@@ -3,9 +3,9 @@
 #pragma once
 #include <cstring>
 
+#include "cuda/backward/schedule.h"
 #include "cuda/fragment/output.h"
 #include "cuda/ptx/warpgroup.h"
-#include "cuda/sm90/bwd/schedule.h"
 
 namespace octet::cuda::sm90 {
 

@@ -1,7 +1,7 @@
 // The mask of the backward pass: which pairs of a block of keys and a tile of queries see each other.
 #pragma once
+#include "cuda/backward/schedule.h"
 #include "cuda/fragment/accumulator.h"
-#include "cuda/sm90/bwd/schedule.h"
 
 namespace octet::cuda::sm90 {
 

@@ -1,4 +1,4 @@
-// The kernels before and after the backward kernel: they write operands as tiles (sm90/bwd/params.h), compute delta,
+// The kernels before and after the backward kernel: they write operands as tiles (params.h), compute delta,
 // and convert the sums of dq.
 //
 // The exponents and the mean of k are chosen from a sample of each head, before its tiles are written. The largest
@@ -9,13 +9,13 @@
 #include <cuda_runtime_api.h>
 #include <octet/octet.h>
 
+#include "cuda/backward/params.h"
+#include "cuda/backward/tile_sizes.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/fragment/strided.h"
-#include "cuda/sm90/bwd/config.h"
-#include "cuda/sm90/bwd/params.h"
 
-namespace octet::cuda::sm90 {
+namespace octet::cuda {
 
 // The magnitudes of the finite numbers of one (batch, kv head), without any exponent.
 struct Sizes {
@@ -67,4 +67,4 @@ void postprocess_dq(const BackwardParams& a, int tile_dim, Sums sums, const Stri
 // Recomputes the rows of dq, dk and dv that are not finite because of tokens that the mask hides.
 void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const Strided& dq, cudaStream_t stream);
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

@@ -1,11 +1,11 @@
 // First kernel of the preprocessing: statistics of a sample of each head, which are the largest numbers, the mean of k,
 // and typical rows of do.
+#include "cuda/backward/exponents.h"
+#include "cuda/backward/kernels.h"
 #include "cuda/preprocess/mean_limit.h"
 #include "cuda/ptx/grid.h"
-#include "cuda/sm90/bwd/exponents.h"
-#include "cuda/sm90/bwd/preprocess_kernels.h"
 
-namespace octet::cuda::sm90 {
+namespace octet::cuda {
 namespace {
 
 constexpr int kThreads = kPreprocessThreads;
@@ -165,4 +165,4 @@ template void launch_stats<Bf16>(const PreprocessParams&, cudaStream_t);
 template void launch_stats<F16>(const PreprocessParams&, cudaStream_t);
 template void launch_stats<void>(const PreprocessParams&, cudaStream_t);
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

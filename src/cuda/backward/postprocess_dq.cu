@@ -1,13 +1,13 @@
 // Postprocessing of the backward pass: converts the sums of dq to dq in the caller's type.
 #include <type_traits>
 
+#include "cuda/backward/preprocess.h"
+#include "cuda/fragment/accumulator.h"
 #include "cuda/host/launch.h"
 #include "cuda/preprocess/vec8.h"
 #include "cuda/ptx/grid.h"
-#include "cuda/sm90/bwd/preprocess.h"
-#include "cuda/sm90/mma.h"
 
-namespace octet::cuda::sm90 {
+namespace octet::cuda {
 namespace {
 
 constexpr int kThreads = 256;
@@ -100,7 +100,7 @@ void postprocess_dq(const BackwardParams& a, int tile_dim, Sums sums, const Stri
   const bool adds_mean = a.row_sums;
   const auto kernel = sums == Sums::floats ? postprocess_dq_kernel_of<Sums::floats>(tile_dim, adds_mean)
                                            : postprocess_dq_kernel_of<Sums::integers>(tile_dim, adds_mean);
-  launch_pdl(kernel, tiles, kThreads, 0, stream, a, dq);
+  launch_general_pdl(kernel, tiles, kThreads, 0, stream, a, dq);
 }
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

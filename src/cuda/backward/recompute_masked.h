@@ -6,25 +6,29 @@
 // Each such number shows in dq. A tile of queries whose dq is not finite anywhere may have met masked keys: those of
 // its key blocks that some of its queries do not see. Its rows, and the rows of dk and dv of these keys, are
 // candidates.
+//
+// `Logits` makes logits of q.k, with the derivative that ds is multiplied by. Where it kHides keys, a P of 0 stands for
+// such a key, and all keys are candidates.
+#pragma once
 #include <algorithm>
 
+#include "cuda/backward/exponents.h"
+#include "cuda/backward/preprocess.h"
 #include "cuda/fragment/unmasked_row.h"
 #include "cuda/host/launch.h"
 #include "cuda/preprocess/vec8.h"
 #include "cuda/ptx/grid.h"
-#include "cuda/sm90/bwd/exponents.h"
-#include "cuda/sm90/bwd/preprocess.h"
 
-namespace octet::cuda::sm90 {
-namespace {
+namespace octet::cuda {
 
 // The gradients of one head of k and v and of one sequence.
-template <int kQueries, int Dim>
+template <int kQueries, int Dim, class Logits>
 struct UnmaskedGradients {
   static constexpr int kKeys = BackwardTile<Dim>::kKeys, kChannels = Dim / 32;
 
   const PreprocessParams& p;
   const BackwardParams& a;
+  const Logits& logits;
   int batch, kv_head;
   Blocks::Sequence q, k;
   int lane = cold_lane();
@@ -58,13 +62,17 @@ struct UnmaskedGradients {
     const Exponents& e = a.exponents[(batch * a.kv_heads + kv_head) * kParts];
     const float lse = number(p.lse, q_state(head, query), 0);
     const float delta = rows.delta[query % kQueries] / power_of_two(e.do_ + e.v + e.product);
-    const float logit = a.scale * dot(p.q, q_state(head, query), p.k, k_state(key));
-    const float prob = lse == -INFINITY ? 0.f : expf(logit - lse);
-    return {prob, prob * (dot(p.do_, q_state(head, query), p.v, k_state(key)) - delta)};
+    const typename Logits::Logit logit =
+        logits(*this, head, query, key, dot(p.q, q_state(head, query), p.k, k_state(key)));
+    const float prob = lse == -INFINITY ? 0.f : expf(logit.x - lse);
+    if (Logits::kHides && prob == 0.f) return {};
+    const float ds = prob * (dot(p.do_, q_state(head, query), p.v, k_state(key)) - delta);
+    return {prob, logit.derivative_of(ds)};
   }
 
   // Adds factor x to the sum, in this thread's channels.
   __device__ void add(float (&sum)[kChannels], float factor, const Strided& x, const Index4& at) const {
+    if (Logits::kHides && factor == 0.f) return;
 #pragma unroll
     for (int i = 0; i < kChannels; ++i)
       if (lane + 32 * i < x.shape[3]) sum[i] = fmaf(factor, number(x, at, lane + 32 * i), sum[i]);
@@ -128,7 +136,8 @@ struct UnmaskedGradients {
     if (dk_stays && dv_stays) return;
     // The queries that see the key.
     const int diagonal = key - (a.mask.bottom_right ? k.tokens - q.tokens : 0), group = a.heads / a.kv_heads;
-    const int start = max(diagonal - a.mask.right, 0), end = min(diagonal + a.mask.left + 1, q.tokens);
+    int start = max(diagonal - a.mask.right, 0), end = min(diagonal + a.mask.left + 1, q.tokens);
+    if (Logits::kHides && !a.mask.windowed) start = 0, end = q.tokens;
     float dk[kChannels]{}, dv[kChannels]{};
 #pragma unroll 1
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
@@ -153,6 +162,10 @@ struct UnmaskedGradients {
     for (int query = first + warp; query < last; query += warps) write_dq(head, query, dq);
     const KeyRange top = a.mask.keys_of(first, q.tokens, k.tokens),
                    bottom = a.mask.keys_of(last - 1, q.tokens, k.tokens);
+    if (Logits::kHides) {
+      for (int key = warp; key < k.tokens; key += warps) write_dk_dv(key);
+      return;
+    }
     if (top.first >= bottom.last) return;
     const int start = top.first / kKeys * kKeys, end = min((bottom.last + kKeys - 1) / kKeys * kKeys, k.tokens);
     for (int key = start + warp; key < end; key += warps)
@@ -160,43 +173,45 @@ struct UnmaskedGradients {
   }
 };
 
-constexpr int kThreads = 256;
+constexpr int kRecomputeThreads = 256;
 
 // Recomputes the tiles whose dq postprocess_dq has found not to be finite. There are none unless an input has inf or
 // NaN.
-template <int Dim>
-__global__ void __launch_bounds__(kThreads)
+template <int Dim, class Logits>
+__global__ void __launch_bounds__(kRecomputeThreads)
     recompute_masked_kernel(const __grid_constant__ PreprocessParams p, const __grid_constant__ BackwardParams a,
-                            const __grid_constant__ Strided dq) {
+                            const __grid_constant__ Strided dq, const __grid_constant__ Logits logits) {
   constexpr int kQueries = BackwardTile<Dim>::kQueries;
   ptx::griddepcontrol_wait();
   const int64_t tiles = int64_t{a.batch} * a.heads * a.q_blocks.count;
   const auto* const rows = reinterpret_cast<const QueryRows<kQueries>*>(a.rows);
-  for (int64_t first = 0; first < tiles; first += int64_t{kThreads} * gridDim.x) {
+  for (int64_t first = 0; first < tiles; first += int64_t{kRecomputeThreads} * gridDim.x) {
     const int64_t mine = first + threadIdx.x * gridDim.x + blockIdx.x;
     if (!__syncthreads_or(mine < tiles && rows[mine].nonfinite)) continue;
-    for (int64_t tile = first + blockIdx.x; tile < min(first + int64_t{kThreads} * gridDim.x, tiles);
+    for (int64_t tile = first + blockIdx.x; tile < min(first + int64_t{kRecomputeThreads} * gridDim.x, tiles);
          tile += gridDim.x) {
       if (!rows[tile].nonfinite) continue;
       const int head_index = static_cast<int>(tile / a.q_blocks.count), block = tile % a.q_blocks.count;
       const int batch = head_index / a.heads, head = head_index % a.heads;
       const Blocks::Sequence q = a.q_blocks.sequence_of(block);
       const Blocks::Sequence k = a.k_blocks.cu_seqlens ? a.k_blocks.sequence(q.index) : a.k_blocks.sequence_of(0);
-      const UnmaskedGradients<kQueries, Dim> gradients{p, a, batch, head / (a.heads / a.kv_heads), q, k};
-      gradients.write_tile(head, (block - q.first_block) * kQueries, dq, threadIdx.x / 32, kThreads / 32);
+      const UnmaskedGradients<kQueries, Dim, Logits> gradients{p, a, logits, batch, head / (a.heads / a.kv_heads),
+                                                               q, k};
+      gradients.write_tile(head, (block - q.first_block) * kQueries, dq, threadIdx.x / 32, kRecomputeThreads / 32);
     }
   }
 }
 
-}  // namespace
-
-void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const Strided& dq, cudaStream_t stream) {
-  const auto kernel = p.tile_dim == 64    ? recompute_masked_kernel<64>
-                      : p.tile_dim == 128 ? recompute_masked_kernel<128>
-                                          : recompute_masked_kernel<256>;
+template <class Logits>
+void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const Logits& logits, const Strided& dq,
+                      cudaStream_t stream) {
+  const auto kernel = p.tile_dim == 64    ? recompute_masked_kernel<64, Logits>
+                      : p.tile_dim == 128 ? recompute_masked_kernel<128, Logits>
+                                          : recompute_masked_kernel<256, Logits>;
   constexpr int64_t kMostBlocks = 132;
   const int64_t tiles = int64_t{a.batch} * a.heads * a.q_blocks.count;
-  launch_pdl(kernel, static_cast<unsigned>(std::min(tiles, kMostBlocks)), kThreads, 0, stream, p, a, dq);
+  launch_general_pdl(kernel, static_cast<unsigned>(std::min(tiles, kMostBlocks)), kRecomputeThreads, 0, stream, p, a,
+                     dq, logits);
 }
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

@@ -1,10 +1,10 @@
 // Postprocessing of the backward pass: the gradients of sinks.
+#include "cuda/backward/exponents.h"
+#include "cuda/backward/preprocess.h"
 #include "cuda/host/launch.h"
 #include "cuda/ptx/grid.h"
-#include "cuda/sm90/bwd/exponents.h"
-#include "cuda/sm90/bwd/preprocess.h"
 
-namespace octet::cuda::sm90 {
+namespace octet::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
 void sum_dsinks(const PreprocessParams& p, const Strided& dsinks, cudaStream_t stream) {
   const auto kernel = p.q_blocks.rows == 64 ? dsinks_kernel<64> : dsinks_kernel<128>;
   const auto blocks = static_cast<unsigned>(dsinks.shape[0] * dsinks.shape[1]);
-  launch_pdl(kernel, blocks, kThreads, 0, stream, p, dsinks);
+  launch_general_pdl(kernel, blocks, kThreads, 0, stream, p, dsinks);
 }
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

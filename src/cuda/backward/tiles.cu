@@ -1,8 +1,8 @@
 // Second kernel of the preprocessing: writes the operands as tiles, with delta and zeros for dq, and finds the largest
 // numbers of each head.
-#include "cuda/sm90/bwd/tile_writer.h"
+#include "cuda/backward/tile_writer.h"
 
-namespace octet::cuda::sm90 {
+namespace octet::cuda {
 namespace {
 
 constexpr int kThreads = kPreprocessThreads;
@@ -40,7 +40,7 @@ void launch(const PreprocessParams& p, cudaStream_t stream) {
   const auto kernel = tiles_kernel<T, In, Dim>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
         "cudaFuncSetAttribute");
-  if (const unsigned tiles = preprocess_tiles(p)) launch_pdl(kernel, tiles, kThreads, kSharedBytes, stream, p);
+  if (const unsigned tiles = preprocess_tiles(p)) launch_general_pdl(kernel, tiles, kThreads, kSharedBytes, stream, p);
 }
 
 }  // namespace
@@ -59,4 +59,4 @@ template void launch_tiles<F16, Bf16>(const PreprocessParams&, cudaStream_t);
 template void launch_tiles<F16, F16>(const PreprocessParams&, cudaStream_t);
 template void launch_tiles<F16, void>(const PreprocessParams&, cudaStream_t);
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

@@ -2,9 +2,9 @@
 // writes the tiles again of heads whose numbers do not fit the exponents of the sample.
 #include <algorithm>
 
-#include "cuda/sm90/bwd/tile_writer.h"
+#include "cuda/backward/tile_writer.h"
 
-namespace octet::cuda::sm90 {
+namespace octet::cuda {
 namespace {
 
 constexpr int kThreads = kPreprocessThreads;
@@ -75,7 +75,7 @@ void launch(const PreprocessParams& p, cudaStream_t stream) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
         "cudaFuncSetAttribute");
   constexpr unsigned kBlocks = 264;
-  launch_pdl(kernel, std::clamp(preprocess_tiles(p), 1u, kBlocks), kThreads, kSharedBytes, stream, p);
+  launch_general_pdl(kernel, std::clamp(preprocess_tiles(p), 1u, kBlocks), kThreads, kSharedBytes, stream, p);
 }
 
 }  // namespace
@@ -94,4 +94,4 @@ template void launch_rescale<F16, Bf16>(const PreprocessParams&, cudaStream_t);
 template void launch_rescale<F16, F16>(const PreprocessParams&, cudaStream_t);
 template void launch_rescale<F16, void>(const PreprocessParams&, cudaStream_t);
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

@@ -3,11 +3,11 @@
 #pragma once
 #include <cfloat>
 
+#include "cuda/backward/params.h"
+#include "cuda/backward/preprocess.h"
 #include "cuda/preprocess/vec8.h"
-#include "cuda/sm90/bwd/params.h"
-#include "cuda/sm90/bwd/preprocess.h"
 
-namespace octet::cuda::sm90 {
+namespace octet::cuda {
 
 // Bits of headroom below the largest number of the format: with statistics of a sample, for tokens that are not in it,
 // and with statistics of all numbers.
@@ -131,4 +131,4 @@ __device__ inline float largest_v(const PreprocessParams& p, const Sizes& s, con
 __device__ inline void raise(float& most, float x) { atomicMax(reinterpret_cast<int*>(&most), __float_as_int(x)); }
 __device__ inline float warp_max(float x) { return __int_as_float(__reduce_max_sync(~0u, __float_as_int(x))); }
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

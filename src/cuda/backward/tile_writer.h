@@ -2,15 +2,15 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/backward/exponents.h"
+#include "cuda/backward/kernels.h"
 #include "cuda/fragment/accumulator.h"
 #include "cuda/preprocess/mean_limit.h"
+#include "cuda/preprocess/panel.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/grid.h"
-#include "cuda/sm90/bwd/exponents.h"
-#include "cuda/sm90/bwd/preprocess_kernels.h"
-#include "cuda/sm90/smem.h"
 
-namespace octet::cuda::sm90 {
+namespace octet::cuda {
 
 // Reads eight channels of one token, then of later ones. Channels and tokens beyond the tensor are zeros.
 template <class In>
@@ -319,4 +319,4 @@ struct TileWriter {
   }
 };
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

@@ -1,8 +1,8 @@
 // The preprocessing of the backward pass, three kernels: statistics of a sample (stats.cu), tiles (tiles.cu), and the
 // tiles again whose numbers do not fit (rescale.cu).
-#include "cuda/sm90/bwd/preprocess_kernels.h"
+#include "cuda/backward/kernels.h"
 
-namespace octet::cuda::sm90 {
+namespace octet::cuda {
 namespace {
 
 // True where all inputs have one 16-bit type, rows of whole 16-byte words, and no rounding to another type.
@@ -35,4 +35,4 @@ void preprocess(const PreprocessParams& p, cudaStream_t stream) {
   preprocess_as<F16, void>(p, stream);
 }
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

@@ -1,9 +1,9 @@
 // The parameters of the backward kernels.
 //
 // Preprocessing writes the operands as tiles: for each head, blocks of rows in the layout of shared memory
-// (sm90/smem.h), padded with zeros, so that a tile is loaded by one contiguous copy. An operand is the caller's tensor
-// times a power of two, with one exponent for each (batch, kv head) and tensor. k and v are read only once for each
-// block of keys. Where TMA can read the caller's rows, they are not preprocessed, but converted by the kernel
+// (preprocess/panel.h), padded with zeros, so that a tile is loaded by one contiguous copy. An operand is the caller's
+// tensor times a power of two, with one exponent for each (batch, kv head) and tensor. k and v are read only once for
+// each block of keys. Where TMA can read the caller's rows, they are not preprocessed, but converted by the kernel
 // (sm90/bwd/convert_keys.h).
 #pragma once
 #include <cuda.h>
@@ -14,7 +14,7 @@
 #include "cuda/fragment/output.h"
 #include "cuda/scheduler/head_groups.h"
 
-namespace octet::cuda::sm90 {
+namespace octet::cuda {
 
 // The tokens of each head, in blocks of `rows`. Each packed sequence starts a new block.
 struct Blocks {
@@ -135,4 +135,4 @@ struct BackwardParams {
   __device__ int q_tiles() const { return batch * heads * q_blocks.count; }  // tiles of all heads
 };
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

@@ -2,9 +2,9 @@
 // in which it visits them. Blocks that run at the same time should add to different tiles of dq. With a positional mask
 // their first tiles differ. Without one, each block starts at another tile and wraps around.
 #pragma once
-#include "cuda/sm90/bwd/params.h"
+#include "cuda/backward/params.h"
 
-namespace octet::cuda::sm90 {
+namespace octet::cuda {
 
 // Tiles [first, last) of queries, visited from `start` on, wrapping around at `last`.
 struct Tiles {
@@ -100,4 +100,4 @@ struct KeyBlockScheduler {
   }
 };
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

@@ -2,11 +2,11 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/backward/preprocess.h"
 #include "cuda/host/launch.h"
 #include "cuda/preprocess/vec8.h"
-#include "cuda/sm90/bwd/preprocess.h"
 
-namespace octet::cuda::sm90 {
+namespace octet::cuda {
 
 constexpr int kPreprocessThreads = 256;
 
@@ -47,4 +47,4 @@ void launch_tiles(const PreprocessParams& p, cudaStream_t stream);
 template <class T, class In>
 void launch_rescale(const PreprocessParams& p, cudaStream_t stream);
 
-}  // namespace octet::cuda::sm90
+}  // namespace octet::cuda

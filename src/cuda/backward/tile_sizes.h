@@ -1,0 +1,31 @@
+// The rows of the tiles that preprocessing of the backward pass writes, and the sums of dq that postprocessing reads.
+#pragma once
+
+namespace octet::cuda {
+
+// A tile of q and do has `kQueries` rows, a tile of k and v `kKeys`.
+template <int Dim>
+struct BackwardTile;
+template <>
+struct BackwardTile<64> {
+  static constexpr int kQueries = 128, kKeys = 128;
+};
+template <>
+struct BackwardTile<128> {
+  static constexpr int kQueries = 64, kKeys = 128;
+};
+template <>
+struct BackwardTile<256> {
+  static constexpr int kQueries = 64, kKeys = 128;
+};
+
+// How partial sums of dq are added: as floats in any order, or as integers, whose sum does not depend on the order.
+enum class Sums { floats, integers };
+// The number of values that a thread adds to the sums of dq with one instruction.
+template <int Dim, Sums sums>
+constexpr int kSumsAtOnce = sums == Sums::integers ? 1
+                            : Dim == 64            ? 4
+                            : Dim == 128           ? 2
+                                                   : 1;
+
+}  // namespace octet::cuda
