@@ -64,8 +64,10 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
   switch (p.pass) {
     case OCTET_FORWARD:
       return forward_unsupported_reason(p);
+    case OCTET_BACKWARD:
+      return backward_unsupported_reason(p);
     default:
-      return text("it has no ", name(p.pass), " pass; it has: forward");
+      return text("it has no ", name(p.pass), " pass; it has: forward, backward");
   }
 }
 
@@ -77,7 +79,9 @@ Plan plan_of(const Problem& p) {
   return {pass(p, nullptr, nullptr), name_of, run};
 }
 
-Plan plan(const Problem& p) { return plan_of<forward, forward_name>(p); }
+Plan plan(const Problem& p) {
+  return p.pass == OCTET_BACKWARD ? plan_of<backward, backward_name>(p) : plan_of<forward, forward_name>(p);
+}
 
 }  // namespace
 }  // namespace octet::cuda::sm80

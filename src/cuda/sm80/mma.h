@@ -47,11 +47,12 @@ __device__ void mma_ABt(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&
     }
 }
 
-// d += a b^T, with rows [16 row_block, 16 (row_block + M)) of the tile a and the first rows of b.
+// d += a b^T, with rows [16 row_block, 16 (row_block + M)) of the tile a and as many rows of b as d has columns, from
+// row 16 b_block on.
 template <int M, int Columns, class TileA, class TileB>
-__device__ void mma_ABt(Accumulator<Columns> (&d)[M], const TileA& a, int row_block, const TileB& b) {
+__device__ void mma_ABt(Accumulator<Columns> (&d)[M], const TileA& a, int row_block, const TileB& b, int b_block = 0) {
   static_assert(TileA::kColumns == TileB::kColumns && Columns <= TileB::kRows);
-  const uint32_t lane_a = TileA::step(a.lane_down(), row_block, 0), lane_b = b.lane_right();
+  const uint32_t lane_a = TileA::step(a.lane_down(), row_block, 0), lane_b = TileB::step(b.lane_right(), b_block, 0);
 #pragma unroll
   for (int k_step = 0; k_step < TileA::kColumns / 16; ++k_step) {
     uint32_t rows[M][4];
@@ -87,6 +88,54 @@ __device__ void mma_AB(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a
         for (int half = 0; half < 2; ++half)
           ptx::mma_m16n8k16<T>(&d[m].x[8 * n + 4 * half], &a[m].x[4 * k_step], &x[2 * half]);
     }
+}
+
+// d += a b, with rows [16 row_block, 16 (row_block + M)) of the tile a, of which the first `Depth` columns are the
+// index of summation, and as many columns of b as d has, from column 16 b_block on. b_block is a multiple of as many.
+template <int Depth, int M, int Columns, class TileA, class TileB>
+__device__ void mma_AB(Accumulator<Columns> (&d)[M], const TileA& a, int row_block, const TileB& b, int b_block) {
+  static_assert(Depth <= TileA::kColumns && Depth <= TileB::kRows && Columns <= TileB::kColumns);
+  const uint32_t lane_a = TileA::step(a.lane_down(), row_block, 0), lane_b = TileB::step(b.lane_down(), 0, b_block);
+#pragma unroll
+  for (int k_step = 0; k_step < Depth / 16; ++k_step) {
+    uint32_t rows[M][4];
+#pragma unroll
+    for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], TileA::step(lane_a, m, k_step));
+#pragma unroll
+    for (int n = 0; n < Columns / 16; ++n) {
+      uint32_t x[4];
+      ptx::ldmatrix_trans(x, TileB::step(lane_b, k_step, n));
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          ptx::mma_m16n8k16<typename TileA::Element>(&d[m].x[8 * n + 4 * half], rows[m], &x[2 * half]);
+    }
+  }
+}
+
+// d += a^T b, summed over the rows of both tiles: the rows of d are columns [16 a_block, 16 (a_block + M)) of a, its
+// columns those of b from 16 b_block on. a_block is a multiple of M, b_block of as many blocks as d has.
+template <int M, int Columns, class TileA, class TileB>
+__device__ void mma_AtB(Accumulator<Columns> (&d)[M], const TileA& a, int a_block, const TileB& b, int b_block) {
+  static_assert(TileA::kRows == TileB::kRows && Columns <= TileB::kColumns);
+  const uint32_t lane_a = TileA::step(a.lane_right(), 0, a_block), lane_b = TileB::step(b.lane_down(), 0, b_block);
+#pragma unroll
+  for (int k_step = 0; k_step < TileA::kRows / 16; ++k_step) {
+    uint32_t rows[M][4];
+#pragma unroll
+    for (int m = 0; m < M; ++m) ptx::ldmatrix_trans(rows[m], TileA::step(lane_a, k_step, m));
+#pragma unroll
+    for (int n = 0; n < Columns / 16; ++n) {
+      uint32_t x[4];
+      ptx::ldmatrix_trans(x, TileB::step(lane_b, k_step, n));
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          ptx::mma_m16n8k16<typename TileA::Element>(&d[m].x[8 * n + 4 * half], rows[m], &x[2 * half]);
+    }
+  }
 }
 
 }  // namespace octet::cuda::sm80

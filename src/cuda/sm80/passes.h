@@ -15,4 +15,8 @@ std::optional<std::string> forward_unsupported_reason(const Problem& p);
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string forward_name(const Problem& p);
 
+std::optional<std::string> backward_unsupported_reason(const Problem& p);
+std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);
+std::string backward_name(const Problem& p);
+
 }  // namespace octet::cuda::sm80

@@ -5,8 +5,10 @@
 #include <cstdint>
 
 #include "cuda/fragment/output.h"
+#include "cuda/preprocess/panel.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/types.h"
+#include "cuda/ptx/warpgroup.h"
 
 namespace octet::cuda::sm80 {
 
@@ -64,6 +66,53 @@ __device__ void load_async(const Tile& tile, const typename Tile::Element* from,
     ptx::cp_async(to + i * kRowsAtOnce * Tile::kRowBytes, present ? source + row * stride : from,
                   present ? kChunkBytes : 0);
   }
+}
+
+// A tile in panels of 64 columns, as preprocessing writes them (preprocess/panel.h). It starts at a multiple of 128
+// bytes.
+template <class T, int Rows_, int Columns_>
+struct PanelTile {
+  using Element = T;
+  static constexpr int kRows = Rows_, kColumns = Columns_;
+  static constexpr int kPanels = Columns_ / kPanelColumns;
+  static constexpr int kPanelBytes = Rows_ * kPanelRowBytes, kBytes = kPanels * kPanelBytes;
+  static_assert(sizeof(T) == 2 && Columns_ % kPanelColumns == 0 && Rows_ % 16 == 0);
+
+  unsigned char* data;
+
+  __device__ uint32_t address() const { return ptx::shared_address(data); }
+  // The same as in SharedTile. opaque() stops the compiler from keeping the addresses of all operands in registers.
+  static __device__ int offset(int row, int chunk) {
+    return chunk / 8 * kPanelBytes + row * kPanelRowBytes + (chunk % 8 ^ row % 8) * kChunkBytes;
+  }
+  __device__ uint32_t lane_down() const {
+    const int lane = threadIdx.x % 32;
+    return address() + ptx::opaque(offset(lane % 16, lane / 16));
+  }
+  __device__ uint32_t lane_right() const {
+    const int lane = threadIdx.x % 32;
+    return address() + ptx::opaque(offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+  }
+  static __device__ uint32_t step(uint32_t lane, int rows, int columns) {
+    return (lane ^ columns % 4 * 32) + columns / 4 * kPanelBytes + rows * 16 * kPanelRowBytes;
+  }
+};
+
+// Loads rows [row, row + Rows) of a preprocessed tile of `FromRows` rows by cp.async, with all `Threads` threads of the
+// block. `row` is a multiple of 8. The caller closes the group.
+template <int Threads, int FromRows, class Tile>
+__device__ void load_async(const Tile& tile, const unsigned char* from, int row) {
+  constexpr int kChunks = Tile::kPanelBytes / kChunkBytes;
+  static_assert(kChunks % Threads == 0);
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x) * kChunkBytes);
+  const uint32_t to = tile.address() + thread;
+  from += row * kPanelRowBytes + thread;
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel)
+#pragma unroll
+    for (int i = 0; i < kChunks; i += Threads)
+      ptx::cp_async(to + panel * Tile::kPanelBytes + i * kChunkBytes,
+                    from + panel * FromRows * kPanelRowBytes + i * kChunkBytes, kChunkBytes);
 }
 
 }  // namespace octet::cuda::sm80

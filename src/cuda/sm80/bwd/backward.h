@@ -1,0 +1,100 @@
+// The backward pass: dq, dk, dv for one block of keys of one kv head (FlashAttention-2, arXiv 2307.08691, algorithm 2):
+//
+//   for each tile of queries that sees the block, for each head of the group:
+//     p = exp(scale q k^T - lse)      ds = p (do v^T - delta)
+//     dv += p^T do    dk += ds^T q    dq(tile) += ds k
+//
+// Four warps divide each product among them. p and ds, rounded to 16 bits, pass through shared memory, as the products
+// sum over rows that other warps have. q of the next iteration is loaded during this one; do, where it has one stage,
+// once dv has read it. dq is summed over blocks of keys by atomics in L2.
+//
+// The operands are the tiles that cuda/backward writes, with the exponents of their (batch, kv head), and the sums of
+// dq have the layout that it reads. The queries of a head whose rows of do differ by more than the range of f16 come in
+// several parts, each with its own exponents; the thread block computes one after the other.
+#pragma once
+#include "cuda/backward/schedule.h"
+#include "cuda/sm80/bwd/config.h"
+#include "cuda/sm80/logits.h"
+#include "cuda/sm80/mma.h"
+
+namespace octet::cuda::sm80 {
+
+struct KernelParams {
+  BackwardParams a;
+  bool integers;  // dq is summed in integers
+  LogitTerms terms;
+};
+
+// General: logits have terms beside scale q.k.
+template <class T, int Dim, bool General>
+struct Backward {
+  using C = BackwardConfig<Dim, General>;
+  using Tiles = BackwardTile<Dim>;  // of preprocessing; a tile of this kernel is a part of one
+  static constexpr int kQueries = C::kQueries, kKeys = C::kKeys, kStages = C::kStages, kDoStages = C::kDoStages;
+  static constexpr int kThreads = 32 * C::kWarps;
+  static constexpr int kQueryParts = Tiles::kQueries / kQueries, kKeyParts = Tiles::kKeys / kKeys;
+
+  using TileQ = PanelTile<T, kQueries, Dim>;
+  using TileK = PanelTile<T, kKeys, Dim>;
+  using TileP = PanelTile < T, kQueries, kKeys<kPanelColumns ? kPanelColumns : kKeys>;
+  using PartS = WarpPart<kQueries, kKeys, C::kWarps, C::kSWarpRows>;
+  using PartK = WarpPart<kKeys, Dim, C::kWarps, C::kKeyWarpRows>;
+  using PartDq = WarpPart<kQueries, Dim, C::kWarps, C::kDqWarpRows>;
+  using TileS = Accumulator<PartS::kColumns>[PartS::kBlocks];
+  using TileDk = Accumulator<PartK::kColumns>[PartK::kBlocks];
+  using TileDq = Accumulator<PartDq::kColumns>[PartDq::kBlocks];
+  using Rows = QueryRows<Tiles::kQueries>;
+
+  // The iterations whose tiles are known: the current one and two to come.
+  static constexpr int kSteps = 3;
+  // A tile of queries of one head.
+  struct Step {
+    int tile;   // of preprocessing, among those of all heads
+    int first;  // its first query within that tile
+    int query;  // and within the sequence
+    int head;   // of q
+  };
+
+  struct Shared {
+    unsigned char k[TileK::kBytes], v[TileK::kBytes];
+    unsigned char q[kStages][TileQ::kBytes], do_[kDoStages][TileQ::kBytes];
+    unsigned char p[TileP::kBytes], ds[TileP::kBytes];
+    float lse[kStages][kQueries], delta[kStages][kQueries];
+    KeyBlockInfo key_block;
+    Exponents exponents;  // of the part
+    // What s and dp are multiplied by.
+    float scale_log2, product_scale;
+    float q_k_scale;  // what turns s into q.k
+    int iterations;
+    MBlock at;  // of the last of `steps`
+    Step steps[kSteps];
+  };
+  static constexpr int kSharedBytes = sizeof(Shared);
+  static_assert(kSharedBytes <= kMostSharedBytes);
+
+  const KernelParams& params;
+  const BackwardParams& a;
+  Shared& shared;
+  int warp, lane;
+  const KeyBlockInfo& w;
+  const Exponents& e;
+
+  // Computes the block of keys `number`.
+  __device__ void run(unsigned number);
+
+ private:
+  __device__ void load_keys() const;
+  __device__ void next_part();
+  __device__ void next_step(int n);
+  __device__ void load_q(const Step& step, int stage) const;
+  __device__ void load_do(const Step& step, int stage) const;
+  __device__ void compute(TileDk& dk, TileDk& dv);
+  __device__ void exponentials(TileS& s, TileS& dp, int query, int stage) const;
+  __device__ void add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const;
+  __device__ void store(const TileS& x, unsigned char* tile) const;
+  __device__ bool needs_mask(int query) const;
+  __device__ void add(TileDq& dq, const Step& step) const;
+  __device__ void write(const Output& out, TileDk& x, float scale, int exponent, int columns) const;
+};
+
+}  // namespace octet::cuda::sm80

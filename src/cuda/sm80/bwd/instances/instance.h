@@ -1,0 +1,46 @@
+// The backward kernels of one type of operands.
+#pragma once
+#include "cuda/ptx/grid.h"
+#include "cuda/sm80/bwd/epilogue.h"
+#include "cuda/sm80/bwd/kernels.h"
+#include "cuda/sm80/bwd/mainloop.h"
+
+namespace octet::cuda::sm80 {
+
+template <class T, int Dim, bool General>
+__global__ void __launch_bounds__(Backward<T, Dim, General>::kThreads, BackwardConfig<Dim, General>::kBlocks)
+    backward_by_mma_sync(const __grid_constant__ KernelParams params) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  using Kernel = Backward<T, Dim, General>;
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  Kernel kernel{params,
+                params.a,
+                shared,
+                __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0),
+                static_cast<int>(threadIdx.x) % 32,
+                shared.key_block,
+                shared.exponents};
+  kernel.run(blockIdx.x);
+}
+
+template <class T, int Dim, bool General>
+BackwardKernel backward_kernel_of() {
+  using Kernel = Backward<T, Dim, General>;
+  return {.function = backward_by_mma_sync<T, Dim, General>,
+          .queries = Kernel::kQueries,
+          .keys = Kernel::kKeys,
+          .key_parts = Kernel::kKeyParts,
+          .threads = Kernel::kThreads,
+          .shared_bytes = Kernel::kSharedBytes};
+}
+
+template <class T, bool General>
+BackwardKernel backward_kernel(int dim) {
+  return dim == 64    ? backward_kernel_of<T, 64, General>()
+         : dim == 128 ? backward_kernel_of<T, 128, General>()
+                      : backward_kernel_of<T, 256, General>();
+}
+
+}  // namespace octet::cuda::sm80

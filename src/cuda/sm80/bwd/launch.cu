@@ -1,0 +1,93 @@
+// The backward pass on the host: what it solves, kernel choice, and the launches of preprocessing, kernel and
+// postprocessing.
+#include "core/error.h"
+#include "core/recipe.h"
+#include "cuda/backward/operands.h"
+#include "cuda/host/launch.h"
+#include "cuda/preprocess/operands.h"
+#include "cuda/sm80/bwd/kernels.h"
+#include "cuda/sm80/bwd/lse.h"
+#include "cuda/sm80/bwd/seen.h"
+#include "cuda/sm80/passes.h"
+
+namespace octet::cuda::sm80 {
+namespace {
+
+template <bool General>
+BackwardKernel kernel_of(const Problem& p, int dim) {
+  return f16_compute(p) ? backward_kernel<F16, General>(dim) : backward_kernel<Bf16, General>(dim);
+}
+BackwardKernel kernel_of(const Problem& p) {
+  const int dim = backward_dim(p);
+  return p.plain_logits() ? kernel_of<false>(p, dim) : kernel_of<true>(p, dim);
+}
+
+}  // namespace
+
+std::optional<std::string> backward_unsupported_reason(const Problem& p) {
+  if (p.bias_correction == OCTET_BIAS_CORRECTION_GPROJ)
+    return "its backward pass has no bias_correction gproj; it has: f16, none, beta, exact_delta";
+  return missing_exact_output(p);
+}
+
+std::string backward_name(const Problem& p) {
+  const BackwardKernel kernel = kernel_of(p);
+  return text("backward ", f16_compute(p) ? "in f16" : "in bf16", ", mma.sync, ", kernel.queries, " x ", kernel.keys,
+              " tiles", p.deterministic ? ", dq in integers" : "");
+}
+
+std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
+  WorkspaceAllocator allocator(workspace);
+  PreprocessParams params = preprocess_params(p, true, allocator);
+  const LogitTerms terms = logit_terms(p, allocator);
+  const SeenOperands seen(p, terms, allocator);
+  params.q = seen.q, params.k = seen.k, params.v = seen.v, params.do_ = seen.do_;
+  const Strided saved_lse = params.lse;
+  LseParams rows{.terms = terms, .q = params.q, .k = params.k, .lse = params.lse};
+  if (has_gauge(p)) {
+    rows.round = params.round_q, rows.sinks = params.sinks, rows.mask = params.mask, rows.group = params.group;
+    rows.q_blocks = params.q_blocks, rows.k_blocks = params.k_blocks;
+    rows.to = allocator.take<float>(static_cast<std::size_t>(p.batch * p.heads * p.tokens_q));
+    params.lse = {rows.to, {p.batch, p.heads, p.tokens_q, 1}, {p.heads * p.tokens_q, p.tokens_q, 1, 1}, Element::f32};
+  }
+  const Result dk(p.dk, allocator), dv(p.dv, allocator);
+  if (!workspace) return allocator.used();
+
+  const DeviceScope device(p.device_index);
+  if (!(p.dq.elements() || p.dk.elements())) {
+    params.q_blocks.count = 0;
+    params.lse = saved_lse;
+    if (p.dsinks.elements()) sum_dsinks(params, strided(p.dsinks), stream);
+    return allocator.used();
+  }
+  count_blocks(params, stream);
+  const BackwardKernel kernel = kernel_of(p);
+  int processors = 0;
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
+  const KernelParams arguments{backward_params(p, params, processors, dk.output(), dv.output()), p.deterministic,
+                               terms};
+  const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.key_parts;
+  seen.preprocess(p, terms, stream);
+  compute_gauges(p, terms, stream);
+  if (rows.to) remove_gauges(rows, stream);
+  preprocess(params, stream);
+  if (blocks) {
+    check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
+          "cudaFuncSetAttribute");
+    launch_general_pdl(kernel.function, static_cast<unsigned>(blocks), kernel.threads, kernel.shared_bytes, stream,
+                       arguments);
+  }
+  if (p.dq.elements()) postprocess_dq(arguments.a, params.tile_dim, sums_of(p), strided(p.dq), stream);
+  if (p.dq.elements() && blocks && (p.windowed || p.mask.present())) {
+    if (p.plain_logits())
+      cuda::recompute_masked(params, arguments.a, strided(p.dq), stream);
+    else
+      recompute_masked(params, arguments.a, terms, strided(p.dq), stream);
+  }
+  params.lse = saved_lse;
+  if (p.dsinks.elements()) sum_dsinks(params, strided(p.dsinks), stream);
+  dk.deliver(stream), dv.deliver(stream);
+  return allocator.used();
+}
+
+}  // namespace octet::cuda::sm80

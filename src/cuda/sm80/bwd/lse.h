@@ -1,0 +1,32 @@
+// What the backward pass needs of the logits of whole rows before its mainloop: lse without the gauge of each row
+// (sm80/logits.h), and the tokens that a mask tensor leaves to any other.
+#pragma once
+#include <octet/octet.h>
+
+#include "cuda/backward/preprocess.h"
+#include "cuda/fragment/sinks.h"
+#include "cuda/fragment/strided.h"
+#include "cuda/sm80/logits.h"
+
+namespace octet::cuda::sm80 {
+
+struct LseParams {
+  LogitTerms terms;
+  Strided q, k, lse;
+  octet_dtype round;  // the type that q and k are rounded to first
+  Sinks sinks;
+  Blocks q_blocks, k_blocks;
+  Mask mask;
+  int group;
+  float* to;  // [batch, head, token]
+};
+
+// Sets `to` to lse minus the gauge. Beside a large gauge the saved lse has lost the bits of the logits: such rows are
+// computed again.
+void remove_gauges(const LseParams& p, cudaStream_t stream);
+
+// Recomputes the rows of dq, dk and dv that are not finite because of tokens that masks hide.
+void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const LogitTerms& terms, const Strided& dq,
+                      cudaStream_t stream);
+
+}  // namespace octet::cuda::sm80

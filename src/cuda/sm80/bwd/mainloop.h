@@ -1,0 +1,230 @@
+// The mainloop of the backward pass. sm80/bwd/backward.h has the algorithm.
+#pragma once
+#include "cuda/fragment/mask.h"
+#include "cuda/ptx/warpgroup.h"
+#include "cuda/sm80/bwd/backward.h"
+
+namespace octet::cuda::sm80 {
+
+template <class T, int Dim, bool General>
+__device__ void Backward<T, Dim, General>::run(unsigned number) {
+  if (threadIdx.x == 0) {
+    KeyBlockInfo& block = shared.key_block;
+    KeyBlockScheduler<Tiles::kQueries, Tiles::kKeys>{a}.find(number / kKeyParts, block);
+    block.first_key += static_cast<int>(number % kKeyParts) * kKeys;
+    block.tiles = KeyBlockScheduler<kQueries, kKeys>{a}.tiles_of(block);
+    block.part = -1;
+  }
+  __syncthreads();
+  if (!w.valid() || w.k.index < 0 || w.first_key >= w.k.tokens) return;
+  load_keys();
+  do {
+    next_part();
+    TileDk dk, dv;
+    for (auto& block : dk) block.zero();
+    for (auto& block : dv) block.zero();
+    compute(dk, dv);
+    write(a.dv, dv, 1.f, -a.p_exponent - e.do_, a.dim_v);
+    write(a.dk, dk, a.scale, -a.p_exponent - e.product - e.do_ - e.v - e.q, a.dim);
+  } while (w.part + 1 < e.parts);
+  ptx::cp_async_wait<0>();
+}
+
+template <class T, int Dim, bool General>
+__device__ void Backward<T, Dim, General>::load_keys() const {
+  const int64_t tile = int64_t{w.batch * a.kv_heads + w.kv_head} * a.k_blocks.count + w.block;
+  const int64_t bytes = tile * (Tiles::kKeys * Dim * static_cast<int64_t>(sizeof(T)));
+  load_async<kThreads, Tiles::kKeys>(TileK{shared.k}, a.k + bytes, w.first_key % Tiles::kKeys);
+  load_async<kThreads, Tiles::kKeys>(TileK{shared.v}, a.v + bytes, w.first_key % Tiles::kKeys);
+}
+
+// Goes on to the next part of the queries, once all warps have computed the part before.
+template <class T, int Dim, bool General>
+__device__ void Backward<T, Dim, General>::next_part() {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    ++shared.key_block.part;
+    shared.exponents = a.exponents[(w.batch * a.kv_heads + w.kv_head) * kParts + w.part];
+    shared.iterations = a.heads / a.kv_heads * w.tiles.count();
+    shared.q_k_scale = exp2f(static_cast<float>(-e.q - e.k));
+    shared.scale_log2 = General ? 1.44269504f : a.scale * 1.44269504f * shared.q_k_scale;
+    shared.product_scale = exp2f(static_cast<float>(e.product));
+    next_step(0), next_step(1);
+  }
+  __syncthreads();
+}
+
+// Finds the tile of iteration n, which follows that of the iteration before.
+template <class T, int Dim, bool General>
+__device__ void Backward<T, Dim, General>::next_step(int n) {
+  MBlock& at = shared.at;
+  const int group = a.heads / a.kv_heads;
+  if (n == 0)
+    at = {w.tiles.start, 0};
+  else
+    at.advance(w.tiles, group);
+  const int head = w.kv_head * group + at.head;
+  shared.steps[n % kSteps] = {(w.batch * a.heads + head) * a.q_blocks.count + w.q.first_block + at.tile / kQueryParts,
+                              at.tile % kQueryParts * kQueries, at.tile * kQueries, head};
+}
+
+// Starts the copies of q, lse and delta.
+template <class T, int Dim, bool General>
+__device__ void Backward<T, Dim, General>::load_q(const Step& step, int stage) const {
+  constexpr int64_t kBytes = Tiles::kQueries * Dim * sizeof(T);
+  load_async<kThreads, Tiles::kQueries>(TileQ{shared.q[stage]}, a.q + step.tile * kBytes, step.first);
+  constexpr int kChunks = kQueries * sizeof(float) / kChunkBytes;
+  static_assert(2 * kChunks <= kThreads);
+  const Rows& rows = rows_at<Tiles::kQueries>(a.rows, w.part, a.q_tiles(), step.tile);
+  const int i = threadIdx.x % kChunks * 4;
+  if (threadIdx.x < kChunks)
+    ptx::cp_async(ptx::shared_address(&shared.lse[stage][i]), &rows.lse[step.first + i], kChunkBytes);
+  else if (threadIdx.x < 2 * kChunks)
+    ptx::cp_async(ptx::shared_address(&shared.delta[stage][i]), &rows.delta[step.first + i], kChunkBytes);
+}
+
+template <class T, int Dim, bool General>
+__device__ void Backward<T, Dim, General>::load_do(const Step& step, int stage) const {
+  constexpr int64_t kBytes = Tiles::kQueries * Dim * sizeof(T);
+  load_async<kThreads, Tiles::kQueries>(TileQ{shared.do_[stage]}, a.do_ + step.tile * kBytes, step.first);
+}
+
+// Returns false if each query of a tile sees all keys of the block.
+template <class T, int Dim, bool General>
+__device__ bool Backward<T, Dim, General>::needs_mask(int query) const {
+  if (w.first_key + kKeys > w.k.tokens) return true;
+  return a.mask.keys_of(query, w.q.tokens, w.k.tokens).last < w.first_key + kKeys ||
+         a.mask.keys_of(query + kQueries - 1, w.q.tokens, w.k.tokens).first > w.first_key;
+}
+
+// Turns s into logits, and dp into (dp - delta) times the derivative of a softcap.
+template <class T, int Dim, bool General>
+__device__ void Backward<T, Dim, General>::add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const {
+  LogitTerms terms = params.terms;
+  const float product_scale = shared.product_scale, scale = shared.q_k_scale * terms.scale;
+#pragma unroll
+  for (int m = 0; m < PartS::kBlocks; ++m) {
+    const int row = 16 * (PartS::row_block(warp) + m) + lane / 4;
+    RowTerms rows[kRowsPerThread];
+    float delta[kRowsPerThread];
+#pragma unroll
+    for (int half = 0; half < kRowsPerThread; ++half) {
+      const int i = step.query + row + 8 * half;
+      const KeyRange seen = a.mask.keys_of(min(i, w.q.tokens - 1), w.q.tokens, w.k.tokens);
+      rows[half] = row_terms(terms, w.batch, a.k_blocks.cu_seqlens ? w.k.index : w.batch, step.head, i, w.q.tokens,
+                             w.k.tokens, seen);
+      delta[half] = shared.delta[stage][row + 8 * half];
+    }
+#pragma unroll
+    for (int i = 0; i < PartS::kColumns / 2; ++i) {
+      float &x = s[m].x[i], &y = dp[m].x[i];
+      x *= scale, y = __fmaf_rn(y, product_scale, -delta[i / 2 % 2]);
+      if (terms.softcap == 0.f) continue;
+      const Capped capped = softcap(terms, x);
+      x = capped.x, y *= capped.derivative;
+    }
+    LogitTerms others = terms;
+    others.softcap = 0.f, others.scale = 1.f;
+    add_terms(s[m], others, rows, w.first_key + 16 * PartS::column_block(warp), w.k.tokens);
+  }
+}
+
+// Turns s into p = exp(scale s - lse), 0 where a query does not see a key, and dp into ds = p (dp - delta).
+// General: what hides a key leaves a ds of 0, whatever dp is.
+template <class T, int Dim, bool General>
+__device__ void Backward<T, Dim, General>::exponentials(TileS& s, TileS& dp, int query, int stage) const {
+  const float scale_log2 = shared.scale_log2, product_scale = shared.product_scale;
+  const bool masked = needs_mask(query);
+#pragma unroll
+  for (int m = 0; m < PartS::kBlocks; ++m) {
+    const int row = 16 * (PartS::row_block(warp) + m) + lane / 4;
+    float delta[kRowsPerThread];
+#pragma unroll
+    for (int half = 0; half < kRowsPerThread; ++half) {
+      const float lse = shared.lse[stage][row + 8 * half];
+      delta[half] = shared.delta[stage][row + 8 * half];
+#pragma unroll
+      for (int i = 0; i < PartS::kColumns / 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = s[m].x[4 * i + 2 * half + c];
+          x = ptx::exp2(__fmaf_rn(x, scale_log2, -lse));
+        }
+    }
+    if (masked) {
+      KeyRange ranges[kRowsPerThread];
+      for (int half = 0; half < kRowsPerThread; ++half)
+        ranges[half] = a.mask.keys_of(query + row + 8 * half, w.q.tokens, w.k.tokens);
+      mask_rows(s[m], w.first_key + 16 * PartS::column_block(warp), ranges, 0.f);
+    }
+#pragma unroll
+    for (int i = 0; i < PartS::kColumns / 2; ++i)
+      if constexpr (General)
+        dp[m].x[i] = s[m].x[i] == 0.f ? 0.f : s[m].x[i] * dp[m].x[i];
+      else
+        dp[m].x[i] = s[m].x[i] * __fmaf_rn(dp[m].x[i], product_scale, -delta[i / 2 % 2]);
+  }
+}
+
+// Writes p or ds to a tile, rounded.
+template <class T, int Dim, bool General>
+__device__ void Backward<T, Dim, General>::store(const TileS& x, unsigned char* tile) const {
+  static_assert(PartS::kColumns <= kPanelColumns);
+  // opaque() stops the compiler from keeping all addresses in registers throughout the kernel.
+  const int first =
+      ptx::opaque(TileP::offset(16 * PartS::row_block(warp) + lane / 4, 2 * PartS::column_block(warp)) + lane % 4 * 4);
+#pragma unroll
+  for (int m = 0; m < PartS::kBlocks; ++m)
+#pragma unroll
+    for (int i = 0; i < PartS::kColumns / 8; ++i)
+#pragma unroll
+      for (int half = 0; half < kRowsPerThread; ++half)
+        *reinterpret_cast<uint32_t*>(tile + (first ^ i * kChunkBytes) + (16 * m + 8 * half) * kPanelRowBytes) =
+            ptx::pack<T>(x[m].x[4 * i + 2 * half], x[m].x[4 * i + 2 * half + 1]);
+}
+
+// The iterations of one part of the queries.
+template <class T, int Dim, bool General>
+__device__ void Backward<T, Dim, General>::compute(TileDk& dk, TileDk& dv) {
+  const TileK k{shared.k}, v{shared.v};
+  const TileP p{shared.p}, ds{shared.ds};
+  if (shared.iterations) load_q(shared.steps[0], 0), load_do(shared.steps[0], 0);
+  ptx::cp_async_commit();
+  for (int n = 0; n < shared.iterations; ++n) {
+    const int stage = n % kStages, do_stage = n % kDoStages;
+    const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    if (threadIdx.x == 0) next_step(n + 2);
+    const Step &step = shared.steps[n % kSteps], &next = shared.steps[(n + 1) % kSteps];
+    const bool more = n + 1 < shared.iterations;
+    if (more) load_q(next, (n + 1) % kStages);
+    if (more && kDoStages > 1) load_do(next, (n + 1) % kDoStages);
+    ptx::cp_async_commit();
+    // s = q k^T and dp = do v^T; p and ds.
+    TileS s, dp;
+    for (auto& block : s) block.zero();
+    for (auto& block : dp) block.zero();
+    mma_ABt(s, q, PartS::row_block(warp), k, PartS::column_block(warp));
+    mma_ABt(dp, do_, PartS::row_block(warp), v, PartS::column_block(warp));
+    if constexpr (General) add_logit_terms(s, dp, step, stage);
+    exponentials(s, dp, step.query, stage);
+    store(s, shared.p), store(dp, shared.ds);
+    __syncthreads();
+    // dv += p^T do; do is then free where it has one stage.
+    mma_AtB(dv, p, PartK::row_block(warp), do_, PartK::column_block(warp));
+    if (kDoStages == 1) {
+      __syncthreads();
+      if (more) load_do(next, 0);
+      ptx::cp_async_commit();
+    }
+    // dk += ds^T q; dq += ds k.
+    mma_AtB(dk, ds, PartK::row_block(warp), q, PartK::column_block(warp));
+    TileDq dq;
+    for (auto& block : dq) block.zero();
+    mma_AB<kKeys>(dq, ds, PartDq::row_block(warp), k, PartDq::column_block(warp));
+    add(dq, step);
+  }
+}
+
+}  // namespace octet::cuda::sm80
