@@ -28,14 +28,15 @@ constexpr Format kE5m2{2, -14, 57344.0, true};
 // The number of `format` nearest to x. NaN stays NaN.
 inline double round_to(const Format& format, double x) {
   if (!(std::fabs(x) > 0.0)) return x;  // zero, NaN
-  if (std::isinf(x)) return format.saturates ? std::copysign(format.largest, x) : x;
-  const auto bits = std::bit_cast<uint64_t>(x);
-  int exponent = static_cast<int>(bits >> 52 & 0x7ff) - 1023;
-  if (exponent < format.min_exponent) exponent = format.min_exponent;
-  // Adding 1.5 * 2^52 units of the last place leaves no bits below it, rounded to nearest even.
-  const double magic = std::ldexp(1.5, 52 + exponent - format.mantissa_bits);
-  const double rounded = (x + magic) - magic;
-  if (std::fabs(rounded) <= format.largest) return rounded == 0.0 ? std::copysign(0.0, x) : rounded;
+  if (std::fabs(x) < 2 * format.largest) {
+    int exponent = static_cast<int>(std::bit_cast<uint64_t>(x) >> 52 & 0x7ff) - 1023;
+    if (exponent < format.min_exponent) exponent = format.min_exponent;
+    // Adding 1.5 * 2^52 units of the last place leaves no bits below it, rounded to nearest even.
+    const auto magic_exponent = static_cast<uint64_t>(1023 + 52 + exponent - format.mantissa_bits);
+    const auto magic = std::bit_cast<double>(magic_exponent << 52 | uint64_t{1} << 51);
+    const double rounded = (x + magic) - magic;
+    if (std::fabs(rounded) <= format.largest) return std::copysign(rounded, x);
+  }
   return std::copysign(format.saturates ? format.largest : std::numeric_limits<double>::infinity(), x);
 }
 

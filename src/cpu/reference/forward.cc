@@ -81,7 +81,10 @@ void add_tile(const Head& head, const Recipe& recipe, const Values& values, cons
   row.m = m;
   row.l = alpha * row.l + sum;
   for (double& x : row.acc) x *= alpha;
-  for (int64_t j : seen) add_scaled(row.acc.data(), p[static_cast<std::size_t>(j - first)], values.v[j], values.v.cols);
+  std::vector<double> p_seen;
+  p_seen.reserve(seen.size());
+  for (int64_t j : seen) p_seen.push_back(p[static_cast<std::size_t>(j - first)]);
+  add_rows(row.acc.data(), p_seen.data(), values.v, seen);
   for (double& x : row.acc) x = round_to(recipe.acc, x);
 }
 

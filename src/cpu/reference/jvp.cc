@@ -57,14 +57,15 @@ void add_tile(const Operands& x, const double* s, const double* derivative, int6
     for (std::size_t z = 0; z < p.size(); ++z) sum += p[z], weighted += p[z] * ts[z];
     row.centre = sum > 0.0 ? weighted / sum : 0.0;
   }
+  std::vector<double> h(p.size());
   for (std::size_t z = 0; z < p.size(); ++z) {
-    const double h = round_to(x.recipe.tangent, p[z] * (ts[z] - row.centre));
-    const double rounded = round_to(x.recipe.tangent, p[z]);
-    row.l += rounded, row.r += h;
-    add_scaled(row.o.data(), rounded, x.v[seen[z]], x.v.cols);
-    add_scaled(row.t.data(), rounded, x.tv[seen[z]], x.v.cols);
-    add_scaled(row.t.data(), h, x.v[seen[z]], x.v.cols);
+    h[z] = round_to(x.recipe.tangent, p[z] * (ts[z] - row.centre));
+    p[z] = round_to(x.recipe.tangent, p[z]);
+    row.l += p[z], row.r += h[z];
   }
+  add_rows(row.o.data(), p.data(), x.v, seen);
+  add_rows(row.t.data(), p.data(), x.tv, seen);
+  add_rows(row.t.data(), h.data(), x.v, seen);
 }
 
 constexpr int64_t kTile = 64;  // keys per step of the softmax

@@ -30,18 +30,12 @@ inline double dot(const double* x, const double* y, int64_t n) {
 }
 
 // y += a x
-inline void add_scaled(double* y, double a, const double* x, int64_t n) {
-  for (int64_t c = 0; c < n; ++c) y[c] += a * x[c];
-}
+void add_scaled(double* y, double a, const double* x, int64_t n);
 
-// y += a^T x[:, first : first + n], four rows of x at a time, which halves the traffic to y.
-inline void add_rows(double* y, const double* a, const Matrix& x, int64_t first, int64_t n) {
-  int64_t r = 0;
-  for (; r + 4 <= x.rows; r += 4) {
-    const double *x0 = x[r] + first, *x1 = x[r + 1] + first, *x2 = x[r + 2] + first, *x3 = x[r + 3] + first;
-    for (int64_t c = 0; c < n; ++c) y[c] += a[r] * x0[c] + a[r + 1] * x1[c] + a[r + 2] * x2[c] + a[r + 3] * x3[c];
-  }
-  for (; r < x.rows; ++r) add_scaled(y, a[r], x[r] + first, n);
-}
+// y += a^T x[:, first : first + n]
+void add_rows(double* y, const double* a, const Matrix& x, int64_t first, int64_t n);
+
+// y += a^T x[rows, :]
+void add_rows(double* y, const double* a, const Matrix& x, const std::vector<int64_t>& rows);
 
 }  // namespace octet::reference
