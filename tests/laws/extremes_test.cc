@@ -63,7 +63,7 @@ TEST_P(Extremes, equal_keys_average_the_values) {
   });
   const Outputs got = compute(kCase, in, GetParam());
   const Recipe forward{Pass::forward, GetParam().precision, GetParam().bias_correction};
-  expect_near(got.o, want, allowed(kCase, in, forward, &Outputs::o), "o");
+  expect_near(got.o, want, Allowed(kCase, in, forward)(&Outputs::o), "o");
   expect_finite(got, GetParam().pass, "equal keys, seed 3");
 }
 

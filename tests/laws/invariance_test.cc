@@ -16,7 +16,7 @@ constexpr Case kCase{.name = "invariance", .heads = 2, .kv_heads = 2, .tokens_q 
 
 double bound_of(const Inputs& a, const Inputs& b, Precision precision, Values Outputs::*output) {
   const Recipe recipe{Pass::forward, precision};
-  return allowed(kCase, a, recipe, output) + allowed(kCase, b, recipe, output);
+  return Allowed(kCase, a, recipe)(output) + Allowed(kCase, b, recipe)(output);
 }
 
 // k + 1 u^T adds scale q.u to every logit of a row: o stays, lse moves by that.
@@ -58,7 +58,7 @@ TEST_P(Invariance, of_a_constant_v) {
   const auto channel = [](int64_t c) { return std::ldexp(c % 2 ? -1.0 : 1.0, static_cast<int>(c % 3)); };
   for_each(in.v.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) { in.v.at(b, h, t, c) = channel(c); });
   for_each(want.shape, [&](int64_t b, int64_t h, int64_t t, int64_t c) { want.at(b, h, t, c) = channel(c); });
-  expect_near(forward(kCase, in, GetParam()).o, want, allowed(kCase, in, {Pass::forward, GetParam()}, &Outputs::o),
+  expect_near(forward(kCase, in, GetParam()).o, want, Allowed(kCase, in, {Pass::forward, GetParam()})(&Outputs::o),
               "o");
 }
 
@@ -67,8 +67,8 @@ TEST_P(Invariance, of_the_whole_to_merging_two_halves) {
   const Inputs in = draw(kCase, 6);
   const Outputs whole = forward(kCase, in, GetParam());
   Outputs half[2];
-  double o_bound = allowed(kCase, in, {Pass::forward, GetParam()}, &Outputs::o),
-         lse_bound = allowed(kCase, in, {Pass::forward, GetParam()}, &Outputs::lse);
+  const Allowed of_whole(kCase, in, {Pass::forward, GetParam()});
+  double o_bound = of_whole(&Outputs::o), lse_bound = of_whole(&Outputs::lse);
   const int64_t cut[3] = {0, 90, kCase.tokens_k};
   for (int i = 0; i < 2; ++i) {
     Case c = kCase;
@@ -77,8 +77,9 @@ TEST_P(Invariance, of_the_whole_to_merging_two_halves) {
     part.k = slice(in.k, 2, cut[i], cut[i + 1]), part.v = slice(in.v, 2, cut[i], cut[i + 1]);
     half[i] = forward(c, part, GetParam());
     // The shares of the halves sum to 1 and move by at most the error of an lse, times the spread of the values.
-    const double lse_error = allowed(c, part, {Pass::forward, GetParam()}, &Outputs::lse);
-    o_bound += allowed(c, part, {Pass::forward, GetParam()}, &Outputs::o) + lse_error * largest(in.v);
+    const Allowed of_part(c, part, {Pass::forward, GetParam()});
+    const double lse_error = of_part(&Outputs::lse);
+    o_bound += of_part(&Outputs::o) + lse_error * largest(in.v);
     lse_bound += lse_error;
   }
   Values o(whole.o.shape), lse(whole.lse.shape);

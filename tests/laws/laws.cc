@@ -74,19 +74,21 @@ void expect_near(const Values& got, const Values& want, double bound, const std:
   EXPECT_LE(d.largest, bound) << what << ": " << text(d);
 }
 
-double allowed(const Case& c, const Inputs& in, const Recipe& recipe, Values Outputs::*output) {
-  const Outputs want = exact(c, in, recipe.pass), plain = compute(c, in, recipe, 0, "reference");
-  const double column_sum = recipe.pass == Pass::backward ? largest_column_sum(c, in) : 0.0;
-  const Noise noise = f32_noise(c, in, column_sum, 5.0);
-  const double f32 = output == &Outputs::o        ? noise.o
-                     : output == &Outputs::lse    ? noise.lse
-                     : output == &Outputs::dq     ? noise.dq
-                     : output == &Outputs::dk     ? noise.dk
-                     : output == &Outputs::dv     ? noise.dv
-                     : output == &Outputs::dsinks ? noise.dsinks
-                     : output == &Outputs::tlse   ? noise.tlse
-                                                  : noise.to;
-  return 2 * difference(plain.*output, want.*output).largest + f32;
+Allowed::Allowed(const Case& c, const Inputs& in, const Recipe& recipe)
+    : exact_(exact(c, in, recipe.pass)),
+      plain_(compute(c, in, recipe, 0, "reference")),
+      noise_(f32_noise(c, in, recipe.pass == Pass::backward ? largest_column_sum(c, in) : 0.0, 5.0)) {}
+
+double Allowed::operator()(Values Outputs::*output) const {
+  const double f32 = output == &Outputs::o        ? noise_.o
+                     : output == &Outputs::lse    ? noise_.lse
+                     : output == &Outputs::dq     ? noise_.dq
+                     : output == &Outputs::dk     ? noise_.dk
+                     : output == &Outputs::dv     ? noise_.dv
+                     : output == &Outputs::dsinks ? noise_.dsinks
+                     : output == &Outputs::tlse   ? noise_.tlse
+                                                  : noise_.to;
+  return 2 * difference(plain_.*output, exact_.*output).largest + f32;
 }
 
 }  // namespace octet::test

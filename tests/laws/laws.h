@@ -41,8 +41,17 @@ void expect_same_bits(const Outputs& got, const Outputs& want, Pass pass, const 
 // That no element differs by more than `bound`.
 void expect_near(const Values& got, const Values& want, double bound, const std::string& what);
 
-// How far an output may be from float64: twice the error of plain rounding, plus what f32 arithmetic may add, as in
-// tests/passes. Two results that a law makes equal differ by at most the sum of what both may.
-double allowed(const Case&, const Inputs&, const Recipe&, Values Outputs::*output);
+// How far the outputs of a pass may be from float64: twice the error of plain rounding, plus what f32 arithmetic may
+// add, as in tests/passes. Two results that a law makes equal differ by at most the sum of what both may. The float64
+// results, which take far longer than the pass, are computed once for all outputs.
+class Allowed {
+ public:
+  Allowed(const Case&, const Inputs&, const Recipe&);
+  double operator()(Values Outputs::*output) const;
+
+ private:
+  Outputs exact_, plain_;
+  Noise noise_;
+};
 
 }  // namespace octet::test

@@ -148,8 +148,9 @@ TEST_P(Sizes, of_scale_may_be_the_smallest) {
     const Outputs want = exact(c, in, Pass::forward);
     const Recipe recipe{Pass::forward, GetParam()};
     const Outputs got = compute(c, in, recipe);
-    expect_near(got.o, want.o, allowed(c, in, recipe, &Outputs::o), "o");
-    expect_near(got.lse, want.lse, allowed(c, in, recipe, &Outputs::lse), "lse");
+    const Allowed allowed(c, in, recipe);
+    expect_near(got.o, want.o, allowed(&Outputs::o), "o");
+    expect_near(got.lse, want.lse, allowed(&Outputs::lse), "lse");
   }
 }
 
@@ -157,7 +158,7 @@ TEST_P(Sizes, of_v_are_those_of_o) {
   const Recipe recipe{Pass::forward, GetParam()};
   if (recipe.precision == Precision::fp8_raw || recipe.precision == Precision::f16) return;  // v is cast
   const Inputs in = draw(kCase, 1);
-  const double bound = 2 * allowed(kCase, in, recipe, &Outputs::o);
+  const double bound = 2 * Allowed(kCase, in, recipe)(&Outputs::o);
   const Outputs want = exact(kCase, in, Pass::forward);
   for (const int exponent : {-110, -107, -80, 60, 100}) {
     Inputs other = in;
