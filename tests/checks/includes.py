@@ -74,7 +74,7 @@ RULES["src/cuda/sm80"] = SM80
 for one in ("fwd", "bwd"):  # neither pass knows the other
     allowed_here = [
         *SM90,
-        *(f"cuda/sm80/{name}.h" for name in ("smem", "mma", "logits", "passes")),
+        *(f"cuda/sm80/{name}.h" for name in ("smem", "mma", "logits", "seen_values", "passes")),
         f"cuda/sm80/{one}/",
     ]
     RULES[f"src/cuda/sm80/{one}"] = RULES[f"src/cuda/sm80/{one}/instances"] = allowed_here

@@ -112,7 +112,7 @@ TEST_P(GpuKeys, of_16_bits_give_what_prepared_tiles_give) {
   const Inputs in = draw(rows, 11);
   const Outputs want = exact(rows, in, Pass::backward);
   const Outputs saved = run(rows, in, attention_of(rows, precision, "reference"), Pass::forward);
-  const Attention gpu = attention_of(rows, precision, "sm90");
+  const Attention gpu = attention_of(rows, precision, gpu_backend());
   GpuPlace place;
   const Outputs prepared = run(tiles, in, gpu, Pass::backward, &saved, &place);
   for (int i = 0; i < 3; ++i) {  // as which blocks run together differs

@@ -30,12 +30,10 @@ void expect_as_good(const Compared& x) {
       << text(got) << "\n";
 }
 
-// The cases that all backends share, but for those with a softcap or ALiBi, which no backend of a GPU has; and heads
-// for which the GPU has kernels of their own.
+// The cases that all backends share, and heads for which the GPU has kernels of their own.
 const std::vector<Case>& gpu_cases() {
   static const std::vector<Case> all = [] {
     std::vector<Case> list = cases();
-    std::erase_if(list, [](const Case& c) { return c.softcap != 0 || c.alibi != Alibi::none; });
     Case wide{.name = "wide_heads",
               .heads = 4,
               .kv_heads = 2,
@@ -88,7 +86,9 @@ struct Kind {
 
 bool supported(const Case& c, const Kind& kind) {
   const bool dims = kind.wide() || std::max(c.dim, c.dim_v) <= 128;
-  return c.mask == MaskTensor::none && (c.dtype != DType::e4m3 || !kind.sixteen_bits()) && dims;
+  const bool plain = c.mask == MaskTensor::none && c.softcap == 0 && c.alibi == Alibi::none;
+  return gpu_computes(kind.pass, kind.precision) && (plain || gpu_has_general_logits()) &&
+         (c.dtype != DType::e4m3 || !kind.sixteen_bits()) && dims;
 }
 
 // What tensor cores lose of a logit of e4m3 numbers, at `sigmas`. They add up 32 products and what they had by then in
@@ -133,7 +133,7 @@ TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
       double& x = in.v.at(b, h, t, channel);
       x = round_to(kBf16, x + (channel % 3 - 1) * 8.0 * static_cast<double>(1 + h));
     });
-  Attention plain = attention_of(c, precision, "reference"), gpu = attention_of(c, precision, "sm90");
+  Attention plain = attention_of(c, precision, "reference"), gpu = attention_of(c, precision, gpu_backend());
   if (kind.sixteen_bits()) plain.bias_correction = gpu.bias_correction = bias_correction;
   gpu.deterministic = deterministic;
   if (!supported(c, kind)) {
@@ -186,6 +186,14 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuPasses,
                                                                                          : "");
                          });
 
+std::vector<Precision> quantized_precisions() {
+  std::vector<Precision> list;
+  for (const Precision p :
+       {Precision::int8, Precision::int8_f16, Precision::int8_fp8, Precision::fp8, Precision::fp8_raw})
+    if (gpu_computes(Pass::forward, p)) list.push_back(p);
+  return list;
+}
+
 // Where all keys lie in one step, the GPU and the oracle round the same numbers on the same scales: what they differ by
 // are codes at the boundary between two, which float32 sums and exponentials move, far fewer than codes that are
 // rounded. Sums of e4m3 products have 13 bits (e4m3_logit_noise), which at fp8 moves up to 3 in 1000 of the codes of p
@@ -211,7 +219,7 @@ TEST_P(GpuCodes, are_those_of_the_oracle) {
       const Inputs in = draw(c, seed);
       const Outputs want = run(c, in, attention_of(c, GetParam(), "reference"), Pass::forward);
       GpuPlace place;
-      const Outputs got = run(c, in, attention_of(c, GetParam(), "sm90"), Pass::forward, nullptr, &place);
+      const Outputs got = run(c, in, attention_of(c, GetParam(), gpu_backend()), Pass::forward, nullptr, &place);
       const Outputs unrounded = exact(c, in, Pass::forward);
       const double apart = difference(got.o, want.o).rms, recipe = difference(want.o, unrounded.o).rms;
       const double share = GetParam() == Precision::fp8 ? .2 : .1;
@@ -222,9 +230,7 @@ TEST_P(GpuCodes, are_those_of_the_oracle) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(Precisions, GpuCodes,
-                         testing::Values(Precision::int8, Precision::int8_f16, Precision::int8_fp8, Precision::fp8,
-                                         Precision::fp8_raw),
+INSTANTIATE_TEST_SUITE_P(Precisions, GpuCodes, testing::ValuesIn(quantized_precisions()),
                          [](const auto& info) { return std::string(name(info.param)); });
 
 }  // namespace

@@ -3,6 +3,8 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <cstdlib>
+#include <initializer_list>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -14,6 +16,30 @@ namespace octet::test {
 
 inline void check_cuda(cudaError_t status) {
   if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+}
+
+// The backend that the tests name: OCTET_BACKEND, or the first one of a GPU.
+inline const char* gpu_backend() {
+  const char* const wanted = std::getenv("OCTET_BACKEND");
+  return wanted && *wanted ? wanted : "sm90";
+}
+inline bool tests_sm80() { return std::string(gpu_backend()) == "sm80"; }
+
+// Whether this backend has a pass of a precision.
+inline bool gpu_computes(Pass pass, Precision precision) {
+  const bool sixteen_bits = precision == Precision::bf16 || precision == Precision::f16;
+  return sixteen_bits || (pass == Pass::forward && !tests_sm80());
+}
+// Whether it takes softcap, ALiBi and mask tensors.
+inline bool gpu_has_general_logits() { return tests_sm80(); }
+
+// Those of a list of kinds, each with a precision, that it computes.
+template <class Kind>
+std::vector<Kind> gpu_kinds(Pass pass, std::initializer_list<Kind> kinds) {
+  std::vector<Kind> list;
+  for (const Kind& kind : kinds)
+    if (gpu_computes(pass, kind.precision)) list.push_back(kind);
+  return list;
 }
 
 class GpuPlace : public Place {

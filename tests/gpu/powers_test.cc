@@ -27,7 +27,7 @@ Case many_tokens(float scale, int64_t dim = 64) {
 }
 
 Attention on_gpu(const Case& c, bool deterministic) {
-  Attention a = attention_of(c, Precision::bf16, "sm90");
+  Attention a = attention_of(c, Precision::bf16, gpu_backend());
   a.deterministic = deterministic;
   return a;
 }

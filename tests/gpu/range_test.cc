@@ -18,23 +18,24 @@ struct Rise {
   int64_t dim;
   bool causal;
 };
-constexpr Rise kRises[] = {{"slowly", 4, Precision::bf16, 128, false},
-                           {"beyond_weights", 60, Precision::bf16, 128, false},
-                           {"beyond_weights_causal", 60, Precision::bf16, 64, true},
-                           {"beyond_exp", 2000, Precision::bf16, 128, true},
-                           {"beyond_exp_dim_256", 2000, Precision::bf16, 256, false},
-                           {"beyond_f16_weights", 60, Precision::f16, 64, false},
-                           {"beyond_exp_f16", 2000, Precision::f16, 128, true},
-                           {"slowly_fp8", 4, Precision::fp8, 128, false},
-                           {"beyond_codes_fp8", 60, Precision::fp8, 128, false},
-                           {"beyond_codes_fp8_raw", 60, Precision::fp8_raw, 64, true},
-                           {"beyond_codes_int8_fp8", 60, Precision::int8_fp8, 64, false},
-                           {"beyond_exp_int8_fp8", 2000, Precision::int8_fp8, 128, true},
-                           {"beyond_exp_int8", 2000, Precision::int8, 128, true},
-                           {"slowly_int8_f16", 4, Precision::int8_f16, 64, false},
-                           {"beyond_weights_int8_f16", 60, Precision::int8_f16, 128, false},
-                           {"beyond_exp_int8_f16", 2000, Precision::int8_f16, 128, true},
-                           {"beyond_exp_int8_f16_dim_256", 2000, Precision::int8_f16, 256, false}};
+const std::vector<Rise> kRises =
+    gpu_kinds<Rise>(Pass::forward, {{"slowly", 4, Precision::bf16, 128, false},
+                                    {"beyond_weights", 60, Precision::bf16, 128, false},
+                                    {"beyond_weights_causal", 60, Precision::bf16, 64, true},
+                                    {"beyond_exp", 2000, Precision::bf16, 128, true},
+                                    {"beyond_exp_dim_256", 2000, Precision::bf16, 256, false},
+                                    {"beyond_f16_weights", 60, Precision::f16, 64, false},
+                                    {"beyond_exp_f16", 2000, Precision::f16, 128, true},
+                                    {"slowly_fp8", 4, Precision::fp8, 128, false},
+                                    {"beyond_codes_fp8", 60, Precision::fp8, 128, false},
+                                    {"beyond_codes_fp8_raw", 60, Precision::fp8_raw, 64, true},
+                                    {"beyond_codes_int8_fp8", 60, Precision::int8_fp8, 64, false},
+                                    {"beyond_exp_int8_fp8", 2000, Precision::int8_fp8, 128, true},
+                                    {"beyond_exp_int8", 2000, Precision::int8, 128, true},
+                                    {"slowly_int8_f16", 4, Precision::int8_f16, 64, false},
+                                    {"beyond_weights_int8_f16", 60, Precision::int8_f16, 128, false},
+                                    {"beyond_exp_int8_f16", 2000, Precision::int8_f16, 128, true},
+                                    {"beyond_exp_int8_f16_dim_256", 2000, Precision::int8_f16, 256, false}});
 
 // The forward kernels keep an old maximum while weights over it fit; here logits rise from tile to tile, in the order
 // in which tiles come (last keys first), by little, beyond what weights hold and beyond what exp holds.
@@ -63,7 +64,7 @@ TEST_P(GpuRising, logits_give_what_float64_gives) {
     const Outputs want = exact(c, in, Pass::forward);
     const Outputs plain = run(c, in, attention_of(c, rise.precision, "reference"), Pass::forward);
     GpuPlace place;
-    const Outputs got = run(c, in, attention_of(c, rise.precision, "sm90"), Pass::forward, nullptr, &place);
+    const Outputs got = run(c, in, attention_of(c, rise.precision, gpu_backend()), Pass::forward, nullptr, &place);
     const Noise noise = f32_noise(c, in, 0.0, 5.0);
     for (const auto& [name, g, p, w, f32] :
          {std::tuple{"o", &got.o, &plain.o, &want.o, noise.o}, {"lse", &got.lse, &plain.lse, &want.lse, noise.lse}}) {
@@ -75,6 +76,10 @@ TEST_P(GpuRising, logits_give_what_float64_gives) {
 
 INSTANTIATE_TEST_SUITE_P(Rises, GpuRising, testing::ValuesIn(kRises),
                          [](const auto& info) { return std::string(info.param.name); });
+
+std::vector<Precision> precisions() {
+  return tests_sm80() ? std::vector{Precision::bf16} : std::vector{Precision::bf16, Precision::int8_f16};
+}
 
 // With f16 weights v is converted to f16, which holds neither 2^-30 nor 2^20. Each head has a magnitude of its own.
 class GpuMagnitudes : public testing::TestWithParam<Precision> {};
@@ -105,13 +110,13 @@ TEST_P(GpuMagnitudes, of_v_change_nothing_but_the_scale_of_o) {
   const Noise noise = f32_noise(c, in, 0.0, 5.0);
   times_powers(in.v, 1);
   GpuPlace place;
-  Outputs got = run(c, in, attention_of(c, GetParam(), "sm90"), Pass::forward, nullptr, &place);
+  Outputs got = run(c, in, attention_of(c, GetParam(), gpu_backend()), Pass::forward, nullptr, &place);
   times_powers(got.o, -1);
   EXPECT_LE(difference(got.o, want.o).largest, 2 * difference(plain.o, want.o).largest + noise.o)
       << text(difference(got.o, want.o));
 }
 
-INSTANTIATE_TEST_SUITE_P(Precisions, GpuMagnitudes, testing::Values(Precision::bf16, Precision::int8_f16),
+INSTANTIATE_TEST_SUITE_P(Precisions, GpuMagnitudes, testing::ValuesIn(precisions()),
                          [](const auto& info) { return std::string(name(info.param)); });
 
 // With f16 weights v comes less a vector, which o gets back.
@@ -136,7 +141,7 @@ TEST(GpuCenteredValues, that_are_all_the_same_come_back) {
       in.v.at(b, h, t, channel) = in.v.at(b, h, 0, channel);
     });
     GpuPlace place;
-    const Outputs got = run(c, in, attention_of(c, Precision::bf16, "sm90"), Pass::forward, nullptr, &place);
+    const Outputs got = run(c, in, attention_of(c, Precision::bf16, gpu_backend()), Pass::forward, nullptr, &place);
     for_each(c.o_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t channel) {
       ASSERT_EQ(got.o.at(b, h, t, channel), t < 100 ? 0.0 : in.v.at(b, h / 2, 0, channel));
       ASSERT_EQ(got.o_residual.at(b, h, t, channel), 0.0);
@@ -157,7 +162,7 @@ TEST(GpuCenteredValues, keep_what_is_not_finite) {
       const Outputs want = run(c, in, attention_of(c, Precision::bf16, "reference"), Pass::forward);
       in.v.at(0, 1, kBad, 5) = bad;
       GpuPlace place;
-      const Outputs got = run(c, in, attention_of(c, Precision::bf16, "sm90"), Pass::forward, nullptr, &place);
+      const Outputs got = run(c, in, attention_of(c, Precision::bf16, gpu_backend()), Pass::forward, nullptr, &place);
       for_each(c.o_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t channel) {
         const double x = got.o.at(b, h, t, channel), y = want.o.at(b, h, t, channel);
         const bool spoiled = h / 2 == 1 && channel == 5;
@@ -172,6 +177,7 @@ TEST(GpuCenteredValues, keep_what_is_not_finite) {
 
 // Numbers of v that are f16 already stay as they are, the smallest and the largest too.
 TEST(GpuF16Values, are_kept) {
+  if (!gpu_computes(Pass::forward, Precision::int8_f16)) GTEST_SKIP() << "this backend computes no int8_f16";
   constexpr double kMagnitudes[] = {1, 0x1p-24, 65504};
   const Case c{.name = "f16_values",
                .heads = std::size(kMagnitudes),
@@ -185,7 +191,7 @@ TEST(GpuF16Values, are_kept) {
   Inputs in = draw(c, 6);
   for_each(in.v.shape, [&](int64_t b, int64_t h, int64_t t, int64_t s) { in.v.at(b, h, t, s) = kMagnitudes[h]; });
   GpuPlace place;
-  const Outputs got = run(c, in, attention_of(c, Precision::int8_f16, "sm90"), Pass::forward, nullptr, &place);
+  const Outputs got = run(c, in, attention_of(c, Precision::int8_f16, gpu_backend()), Pass::forward, nullptr, &place);
   for_each(got.o.shape,
            [&](int64_t b, int64_t h, int64_t t, int64_t s) { ASSERT_EQ(got.o.at(b, h, t, s), kMagnitudes[h]); });
 }

@@ -85,7 +85,7 @@ Case case_of(Case c, const Kind& kind) {
   return c;
 }
 Attention attention_for(const Case& c, const Kind& kind) {
-  Attention a = attention_of(c, kind.precision, "sm90");
+  Attention a = attention_of(c, kind.precision, gpu_backend());
   if (kind.precision == Precision::bf16 || kind.precision == Precision::f16) a.bias_correction = kind.bias_correction;
   a.deterministic = kind.deterministic;
   return a;
@@ -142,17 +142,18 @@ bool sees_one(const Case& c, const Inputs& in, const std::vector<int64_t>& token
 }
 
 class GpuReach : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
-const Kind kForward[] = {{Precision::bf16},
-                         {Precision::bf16, BiasCorrection::f16, false, DType::f32},
-                         {Precision::bf16, BiasCorrection::none},
-                         {Precision::bf16, BiasCorrection::beta},
-                         {Precision::f16},
-                         {Precision::f16, BiasCorrection::beta, false, DType::f32},
-                         {Precision::int8_f16},
-                         {Precision::int8},
-                         {Precision::int8_fp8},
-                         {Precision::fp8},
-                         {Precision::fp8_raw, BiasCorrection::f16, false, DType::f32}};
+const std::vector<Kind> kForward =
+    gpu_kinds<Kind>(Pass::forward, {{Precision::bf16},
+                                    {Precision::bf16, BiasCorrection::f16, false, DType::f32},
+                                    {Precision::bf16, BiasCorrection::none},
+                                    {Precision::bf16, BiasCorrection::beta},
+                                    {Precision::f16},
+                                    {Precision::f16, BiasCorrection::beta, false, DType::f32},
+                                    {Precision::int8_f16},
+                                    {Precision::int8},
+                                    {Precision::int8_fp8},
+                                    {Precision::fp8},
+                                    {Precision::fp8_raw, BiasCorrection::f16, false, DType::f32}});
 
 // Some channels of v that are not finite, at tokens that some queries see.
 TEST_P(GpuReach, of_v_are_rows_that_see_it) {
@@ -277,13 +278,13 @@ TEST(GpuReachWithSinks, of_v_are_rows_that_see_it) {
 }
 
 class GpuReachBackward : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
-const Kind kBackward[] = {{Precision::bf16},
-                          {Precision::bf16, BiasCorrection::f16, true},
-                          {Precision::bf16, BiasCorrection::none},
-                          {Precision::bf16, BiasCorrection::none, true},
-                          {Precision::bf16, BiasCorrection::exact_delta},
-                          {Precision::f16},
-                          {Precision::f16, BiasCorrection::f16, true}};
+const std::vector<Kind> kBackward = gpu_kinds<Kind>(Pass::backward, {{Precision::bf16},
+                                                                     {Precision::bf16, BiasCorrection::f16, true},
+                                                                     {Precision::bf16, BiasCorrection::none},
+                                                                     {Precision::bf16, BiasCorrection::none, true},
+                                                                     {Precision::bf16, BiasCorrection::exact_delta},
+                                                                     {Precision::f16},
+                                                                     {Precision::f16, BiasCorrection::f16, true}});
 
 // Backward passes from the o and lse that the oracle saves, so that only what this pass does shows.
 struct Passes {

@@ -237,7 +237,7 @@ std::string name_of(const Kind& kind) {
   return name(kind.precision) + bias_correction + (kind.deterministic ? "_deterministic" : "");
 }
 Attention attention_for(const Case& c, const Kind& kind) {
-  Attention a = attention_of(c, kind.precision, "sm90");
+  Attention a = attention_of(c, kind.precision, gpu_backend());
   if (kind.precision == Precision::bf16 || kind.precision == Precision::f16) a.bias_correction = kind.bias_correction;
   a.deterministic = kind.deterministic;
   return a;
@@ -250,16 +250,16 @@ bool fits(const Case& c, Precision precision) {
 // A sink takes its share of every row, whatever the kernel: o is that without it times exp(lse - lse'), where lse' is
 // the log of the sum of both. It may be far above and below the logits.
 class GpuSinks : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
-constexpr Kind kForward[] = {{Precision::bf16},
-                             {Precision::bf16, BiasCorrection::none},
-                             {Precision::bf16, BiasCorrection::beta},
-                             {Precision::f16},
-                             {Precision::f16, BiasCorrection::beta},
-                             {Precision::int8},
-                             {Precision::int8_f16},
-                             {Precision::int8_fp8},
-                             {Precision::fp8},
-                             {Precision::fp8_raw}};
+const std::vector<Kind> kForward = gpu_kinds<Kind>(Pass::forward, {{Precision::bf16},
+                                                                   {Precision::bf16, BiasCorrection::none},
+                                                                   {Precision::bf16, BiasCorrection::beta},
+                                                                   {Precision::f16},
+                                                                   {Precision::f16, BiasCorrection::beta},
+                                                                   {Precision::int8},
+                                                                   {Precision::int8_f16},
+                                                                   {Precision::int8_fp8},
+                                                                   {Precision::fp8},
+                                                                   {Precision::fp8_raw}});
 
 TEST_P(GpuSinks, take_their_share) {
   const auto [index, which] = GetParam();
@@ -328,14 +328,14 @@ void expect_within(const char* label, const Values& got, const Values& want, dou
 }
 
 class GpuLseGradient : public testing::TestWithParam<std::tuple<size_t, size_t>> {};
-constexpr Kind kBackward[] = {{Precision::bf16},
-                              {Precision::bf16, BiasCorrection::f16, true},
-                              {Precision::bf16, BiasCorrection::none},
-                              {Precision::bf16, BiasCorrection::none, true},
-                              {Precision::bf16, BiasCorrection::exact_delta},
-                              {Precision::bf16, BiasCorrection::beta},
-                              {Precision::f16},
-                              {Precision::f16, BiasCorrection::none}};
+const std::vector<Kind> kBackward = gpu_kinds<Kind>(Pass::backward, {{Precision::bf16},
+                                                                     {Precision::bf16, BiasCorrection::f16, true},
+                                                                     {Precision::bf16, BiasCorrection::none},
+                                                                     {Precision::bf16, BiasCorrection::none, true},
+                                                                     {Precision::bf16, BiasCorrection::exact_delta},
+                                                                     {Precision::bf16, BiasCorrection::beta},
+                                                                     {Precision::f16},
+                                                                     {Precision::f16, BiasCorrection::none}});
 
 TEST_P(GpuLseGradient, and_those_of_sinks_are_those_of_the_definition) {
   const auto [index, which] = GetParam();

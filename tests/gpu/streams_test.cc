@@ -40,7 +40,7 @@ const Case& named(const char* name) {
 }
 
 Attention on_gpu(const Case& c, bool deterministic, Precision precision = Precision::bf16) {
-  Attention a = attention_of(c, precision, "sm90");
+  Attention a = attention_of(c, precision, gpu_backend());
   a.deterministic = deterministic;
   return a;
 }

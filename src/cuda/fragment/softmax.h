@@ -52,6 +52,39 @@ struct OnlineSoftmax {
     return sum;
   }
 
+  // The same in steps. Returns true if 2^Exponent p over the maximum of earlier tiles is at most 2^most_log2 for logits
+  // up to `most` of this thread; false where a row has seen no key so far.
+  template <int Exponent>
+  __device__ bool fits_stale_max(const RowValues& most, float most_log2) const {
+    bool fits = true;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row)
+      fits &= __fmaf_rn(most[row], scale_log2[row], -origin<Exponent>(row, m[row])) <= most_log2;
+    return fits;
+  }
+  // Raises the maximum to that of the tile; returns the factors by which sums over the former one must be multiplied.
+  template <int Exponent>
+  __device__ RowValues update_max(const RowValues& most) {
+    RowValues rescale;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float raised = fmaxf(quad_max(most[row]), m[row]);
+      // A row that has still seen no key has nothing to rescale.
+      rescale[row] =
+          raised == -INFINITY ? 1.f : ptx::exp2(origin<Exponent>(row, m[row]) - origin<Exponent>(row, raised));
+      m[row] = raised;
+      l[row] *= rescale[row];
+    }
+    return rescale;
+  }
+  // Turns logits into 2^Exponent p, and adds these to l.
+  template <int Exponent, int Columns>
+  __device__ void exp_and_sum(Accumulator<Columns>& s) {
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row)
+      l[row] += exponentials(s, row, origin<Exponent>(row, m[row] == -INFINITY ? 0.f : m[row]));
+  }
+
  private:
   // Replaces s by its exponentials and returns their sum.
   template <int Columns>

@@ -11,6 +11,10 @@ __device__ inline uint32_t shared_address(const void* x) { return static_cast<ui
 __device__ inline void cp_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// The same with all 16 bytes.
+__device__ inline void cp_async(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
 // Closes the group of all copies that this thread has issued since the last call.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until all but the last `Groups` groups of this thread have arrived. Only this thread is sure to see their data.

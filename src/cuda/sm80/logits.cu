@@ -45,7 +45,7 @@ MaskElement element_of(octet_dtype dtype) {
   }
 }
 
-int64_t bytes_of(octet_dtype dtype) { return dtype == OCTET_BOOL ? 1 : dtype == OCTET_F32 ? 4 : 2; }
+int bytes_of(octet_dtype dtype) { return dtype == OCTET_BOOL ? 1 : dtype == OCTET_F32 ? 4 : 2; }
 
 }  // namespace
 
@@ -59,9 +59,9 @@ LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace) {
   if (!p.mask.present() || !p.tokens_q || !p.tokens_k) return t;
   t.mask = p.mask.data, t.element = element_of(p.mask.dtype);
   std::copy_n(p.mask.stride, 4, t.mask_stride);
-  const int64_t pair = 2 * bytes_of(p.mask.dtype);
-  t.mask_pairs = p.mask.stride[3] == 1 && p.tokens_k % 2 == 0 && reinterpret_cast<uintptr_t>(p.mask.data) % pair == 0;
-  for (int i = 0; i < 3; ++i) t.mask_pairs &= p.mask.stride[i] % 2 == 0;
+  t.mask_bytes = bytes_of(p.mask.dtype);
+  t.mask_chunks = p.mask.stride[3] == 1 && reinterpret_cast<uintptr_t>(p.mask.data) % 16 == 0;
+  for (int i = 0; i < 3; ++i) t.mask_chunks &= p.mask.stride[i] * t.mask_bytes % 16 == 0;
   if (p.mask.dtype == OCTET_BOOL && !slopes) return t;
   const int64_t full[3] = {p.batch, p.heads, p.tokens_q};
   const bool varies[3] = {slopes && t.slope_stride[0], slopes, slopes || p.windowed};

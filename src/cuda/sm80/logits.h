@@ -9,6 +9,7 @@
 #include "core/problem.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/host/workspace.h"
+#include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/types.h"
 
 namespace octet::cuda::sm80 {
@@ -25,7 +26,8 @@ struct LogitTerms {
   const void* mask;
   MaskElement element;
   int64_t mask_stride[4];
-  bool mask_pairs;  // true: two neighbouring keys, the first of them even, are an aligned word
+  int mask_bytes;    // of an element
+  bool mask_chunks;  // true: rows are contiguous and start at multiples of 16 bytes
   // [batch, head, query] of mask tensor and ALiBi together; null: 0, or that of ALiBi alone
   float* gauge;
   int64_t gauge_stride[3], gauge_shape[3];
@@ -110,12 +112,24 @@ __device__ inline RowTerms row_terms(const LogitTerms& t, int batch, int sequenc
   return row;
 }
 
+// tanh to a few units of the last place, by two instructions of the special function unit.
+__device__ inline float tanh_of(float x) {
+  constexpr float kTwoLog2e = 2.88539008f;
+  const float square = x * x;
+  float series = __fmaf_rn(square, 62.f / 2835, -17.f / 315);
+  series = __fmaf_rn(square, series, 2.f / 15);
+  series = __fmaf_rn(square, series, -1.f / 3);
+  const float small = __fmaf_rn(x * square, series, x);
+  const float large = 1.f - __fdividef(2.f, ptx::exp2(fabsf(x) * kTwoLog2e) + 1.f);
+  return fabsf(x) < 0.3f ? small : copysignf(large, x);
+}
+
 // c tanh(x / c) and its derivative by x. Both are NaN where x is not finite.
 struct Capped {
   float x, derivative;
 };
 __device__ inline Capped softcap(const LogitTerms& t, float x) {
-  const float tangent = tanhf(x * t.inverse_softcap), poison = x * 0.f;
+  const float tangent = tanh_of(x * t.inverse_softcap), poison = x * 0.f;
   // Below 2^-12 the cap takes less than a float has, and x / c may be too small for one.
   const bool small = fabsf(x * t.inverse_softcap) < 0x1p-12f;
   return {(small ? x : t.softcap * tangent) + poison, 1.f - tangent * tangent + poison};
@@ -141,42 +155,66 @@ __device__ inline float logit_of(const LogitTerms& t, const RowTerms& row, int k
   return x;
 }
 
+// Rows of a mask tensor's tile in shared memory, for keys [key, key + Columns). They are padded, so that the eight rows
+// that a warp reads at a time lie in different banks.
+template <int Columns>
+constexpr int kMaskRowBytes = Columns * 4 + 16;
+
+// Loads `Rows` rows, from query i of n on, by cp.async with one warp. Keys from m on become zeros. Queries from n on
+// have the row of the last one. Only for masks with mask_chunks; the caller closes the group.
+template <int Columns, int Rows>
+__device__ void load_mask_async(unsigned char* to, const LogitTerms& t, int batch, int head, int i, int n, int key,
+                                int m) {
+  const int lane = threadIdx.x % 32, bytes = t.mask_bytes, chunks = Columns * bytes / 16;  // a power of 2
+  const int shift = 31 - __clz(chunks), inside = (m - key) * bytes;
+  const auto* const from =
+      static_cast<const unsigned char*>(t.mask) + (batch * t.mask_stride[0] + head * t.mask_stride[1] + key) * bytes;
+  for (int at = lane; at < Rows * chunks; at += 32) {
+    const int row = at >> shift, offset = (at & (chunks - 1)) * 16;
+    const int size = min(max(inside - offset, 0), 16);
+    ptx::cp_async(ptx::shared_address(to) + row * kMaskRowBytes<Columns> + offset,
+                  from + (size ? min(i + row, n - 1) * t.mask_stride[2] * bytes + offset : 0), size);
+  }
+}
+
 // Turns products of q and k into logits: the columns of the fragment are the keys from `key` on, of which there are
-// `keys`. Those beyond the last are left as they are; mask_rows sets them.
+// `keys`. Those beyond the last are left as they are; mask_rows sets them. `staged`: this thread's two rows of the mask
+// in shared memory, or null where they are read from global memory.
 template <int Columns>
 __device__ void add_terms(Accumulator<Columns>& s, const LogitTerms& t, const RowTerms (&rows)[kRowsPerThread], int key,
-                          int keys) {
+                          int keys, const unsigned char* const (&staged)[kRowsPerThread]) {
   key += fragment_column();
-  if (t.softcap != 0.f) {
+  if (t.softcap != 0.f)
 #pragma unroll
     for (float& x : s.x) x = softcap(t, x * t.scale).x;
-  } else {
-    s.scale(t.scale);
-  }
-  const auto add = [&](int i, float number) {
-    const RowTerms& row = rows[i / 2 % 2];
-    const float added = added_by_mask(t, row, key + i / 4 * 8 + i % 2, number);
-    s.x[i] = added == -INFINITY ? added : s.x[i] + added;
-  };
-  if (t.mask && t.mask_pairs) {
+  const float scale = t.softcap != 0.f ? 1.f : t.scale;
+  if (staged[0] && !t.slopes) {
     with_mask_type(t.element, [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
       using Numbers = MaskNumbers<T>;
+      constexpr int kBytes = sizeof(typename Numbers::Word) / 2;
 #pragma unroll
       for (int i = 0; i < Columns / 2; i += 2) {
-        const int at = key + i / 4 * 8;
-        if (at >= keys) continue;
-        const int64_t start = rows[i / 2 % 2].mask_start + at;
-        const float2 numbers =
-            Numbers::two(*reinterpret_cast<const typename Numbers::Word*>(static_cast<const T*>(t.mask) + start));
-        add(i, numbers.x), add(i + 1, numbers.y);
+        const int row = i / 2 % 2;
+        const float2 numbers = Numbers::two(
+            *reinterpret_cast<const typename Numbers::Word*>(staged[row] + (i / 4 * 8 + fragment_column()) * kBytes));
+        const float x = __fmaf_rn(s.x[i], scale, numbers.x - rows[row].gauge);
+        const float y = __fmaf_rn(s.x[i + 1], scale, numbers.y - rows[row].gauge);
+        s.x[i] = numbers.x == -INFINITY ? -INFINITY : x, s.x[i + 1] = numbers.y == -INFINITY ? -INFINITY : y;
       }
     });
-  } else if (t.mask) {
+    return;
+  }
+  s.scale(scale);
+  if (t.mask) {
 #pragma unroll
     for (int i = 0; i < Columns / 2; ++i) {
       const int at = key + i / 4 * 8 + i % 2;
-      if (at < keys) add(i, mask_number(t.element, t.mask, rows[i / 2 % 2].mask_start + at * t.mask_stride[3]));
+      if (at >= keys) continue;
+      const RowTerms& row = rows[i / 2 % 2];
+      const float added =
+          added_by_mask(t, row, at, mask_number(t.element, t.mask, row.mask_start + at * t.mask_stride[3]));
+      s.x[i] = added == -INFINITY ? added : s.x[i] + added;
     }
   } else if (t.slopes) {
 #pragma unroll
@@ -186,6 +224,12 @@ __device__ void add_terms(Accumulator<Columns>& s, const LogitTerms& t, const Ro
       s.x[i] = __fmaf_rn(-row.slope, static_cast<float>(distance - row.nearest), s.x[i]);
     }
   }
+}
+
+template <int Columns>
+__device__ void add_terms(Accumulator<Columns>& s, const LogitTerms& t, const RowTerms (&rows)[kRowsPerThread], int key,
+                          int keys) {
+  add_terms(s, t, rows, key, keys, {nullptr, nullptr});
 }
 
 }  // namespace octet::cuda::sm80

@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-#include "cuda/fragment/output.h"
+#include "cuda/fragment/key_range.h"
 #include "cuda/preprocess/panel.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/types.h"
@@ -32,13 +32,14 @@ struct SharedTile {
   __device__ unsigned char* at(int row, int chunk) const { return data + offset(row, chunk); }
 
   // Where this lane's row of four 8 x 8 matrices, two by two, lies in the tile's first 16 rows and 16 columns. For
-  // `lane_down` the second matrix lies below the first, else to its right.
+  // `lane_down` the second matrix lies below the first, else to its right. opaque() stops the compiler from keeping all
+  // addresses of a loop in registers.
   __device__ uint32_t lane_down() const {
-    const int lane = threadIdx.x % 32;
+    const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
     return address() + offset(lane % 16, lane / 16);
   }
   __device__ uint32_t lane_right() const {
-    const int lane = threadIdx.x % 32;
+    const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
     return address() + offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
   // Returns the address that lies 16 `rows` rows down and 16 `columns` columns to the right of one of these two.
@@ -47,25 +48,63 @@ struct SharedTile {
   }
 };
 
-// Loads rows [0, Rows) of a [token, dim] matrix, whose rows are `stride` elements apart, into a tile by cp.async, with
-// all `Threads` threads of the block. Rows from `rows` on and columns from `columns` on, a multiple of 8, become zeros.
-// The caller closes the group.
+// Loads tiles by cp.async with all `Threads` threads of the block, from a [token, dim] matrix whose rows are `stride`
+// elements apart. A thread has the same chunk of every kRowsAtOnce-th row.
 template <int Threads, class Tile>
-__device__ void load_async(const Tile& tile, const typename Tile::Element* from, int64_t stride, int rows,
-                           int columns) {
-  constexpr int kChunks = Tile::kColumns / kChunkColumns, kRowsAtOnce = Threads / kChunks;
-  static_assert(Threads % kChunks == 0 && Tile::kRows % kRowsAtOnce == 0 && kRowsAtOnce % 8 == 0);
-  const int chunk = static_cast<int>(threadIdx.x) % kChunks, first = static_cast<int>(threadIdx.x) / kChunks;
-  const bool inside = chunk * kChunkColumns < columns;
-  const uint32_t to = tile.address() + Tile::offset(first, chunk);
-  const auto* const source = from + chunk * kChunkColumns;
-#pragma unroll
-  for (int i = 0; i < Tile::kRows / kRowsAtOnce; ++i) {
-    const int row = first + i * kRowsAtOnce;
-    const bool present = inside && row < rows;
-    ptx::cp_async(to + i * kRowsAtOnce * Tile::kRowBytes, present ? source + row * stride : from,
-                  present ? kChunkBytes : 0);
+struct TileLoader {
+  static constexpr int kChunks = Tile::kColumns / kChunkColumns, kRowsAtOnce = Threads / kChunks;
+  static constexpr int kLoads = Tile::kRows / kRowsAtOnce;
+  static_assert(Threads % kChunks == 0 && Tile::kRows % kRowsAtOnce == 0);
+  // Where the rows of a thread lie a multiple of the swizzle's period apart, their offsets differ by a constant.
+  static constexpr int kPeriod = kRowsAtOnce % 8 ? 8 / kRowsAtOnce : 1;
+
+  static __device__ int chunk() { return static_cast<int>(threadIdx.x) % kChunks; }
+  static __device__ int first() { return static_cast<int>(threadIdx.x) / kChunks; }
+  // Returns where this thread starts in the tile whose first row is `from`.
+  static __device__ const typename Tile::Element* source(const typename Tile::Element* from, int64_t stride) {
+    return from + first() * stride + chunk() * kChunkColumns;
   }
+  // Loads a whole tile. The caller closes the group.
+  static __device__ void load(const Tile& tile, const typename Tile::Element* source, int64_t stride) {
+    each(tile, [&](int, uint32_t to) {
+      ptx::cp_async(to, source);
+      source += kRowsAtOnce * stride;
+    });
+  }
+  // The same where rows outside of `rows` and columns from `columns` on, a multiple of 8, become zeros. Those rows are
+  // not read.
+  static __device__ void load_part(const Tile& tile, const typename Tile::Element* source, int64_t stride,
+                                   const KeyRange& rows, int columns) {
+    const auto* const anywhere = source - first() * stride - chunk() * kChunkColumns;
+    each(tile, [&](int i, uint32_t to) {
+      const int row = first() + i * kRowsAtOnce;
+      const bool present = row >= rows.first && row < rows.last && chunk() * kChunkColumns < columns;
+      ptx::cp_async(to, present ? source : anywhere, present ? kChunkBytes : 0);
+      source += kRowsAtOnce * stride;
+    });
+  }
+
+ private:
+  template <class F>
+  static __device__ void each(const Tile& tile, const F& f) {
+    uint32_t to[kPeriod];
+#pragma unroll
+    for (int i = 0; i < kPeriod; ++i) to[i] = tile.address() + Tile::offset(first() + i * kRowsAtOnce, chunk());
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) f(i, to[i % kPeriod] + i / kPeriod * kPeriod * kRowsAtOnce * Tile::kRowBytes);
+  }
+};
+
+// Loads rows [0, Rows) of a matrix into a tile as TileLoader does.
+template <int Threads, class Tile>
+__device__ void load_async(const Tile& tile, const typename Tile::Element* from, int64_t stride, const KeyRange& rows,
+                           int columns) {
+  using Loader = TileLoader<Threads, Tile>;
+  const auto* const source = Loader::source(from, stride);
+  if (rows.first <= 0 && rows.last >= Tile::kRows && columns == Tile::kColumns)
+    Loader::load(tile, source, stride);
+  else
+    Loader::load_part(tile, source, stride, rows, columns);
 }
 
 // A tile in panels of 64 columns, as preprocessing writes them (preprocess/panel.h). It starts at a multiple of 128

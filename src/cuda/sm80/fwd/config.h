@@ -1,0 +1,45 @@
+// The tiles of the forward pass.
+//
+// A warp computes 16 kRowBlocks queries: each load of k and v from shared memory serves all of them. A thread holds,
+// for each row block, s (keys / 2 registers) and o (dim_v / 2). With 128 threads and two thread blocks on a
+// multiprocessor it can have 255 registers.
+#pragma once
+#include "cuda/fragment/precision.h"
+
+namespace octet::cuda::sm80 {
+
+// The head dims that kernels are built for. Smaller ones are padded with zeros.
+template <int Dim_, int DimV_>
+struct HeadDims {
+  static constexpr int kDim = Dim_, kDimV = DimV_;
+};
+using Dims64 = HeadDims<64, 64>;
+using Dims128 = HeadDims<128, 128>;
+using Dims256 = HeadDims<256, 256>;
+
+//   kWarps        warps of a thread block
+//   kRowBlocks    blocks of 16 queries of a warp
+//   kKeys         keys of a tile
+//   kQRegisters   true: q is kept in registers; false: it is read from shared memory for each tile of keys
+//   kStagesMask   true: the tile of a mask tensor passes through shared memory
+//   kBlocks       thread blocks that a multiprocessor's registers must have room for
+template <class Dims, bool General>
+struct ForwardTile;
+template <bool General>
+struct ForwardTile<Dims64, General> {
+  static constexpr int kWarps = 4, kRowBlocks = 2, kKeys = General ? 64 : 80, kBlocks = 2;
+  static constexpr bool kQRegisters = true, kStagesMask = General;
+};
+template <bool General>
+struct ForwardTile<Dims128, General> {
+  static constexpr int kWarps = 4, kRowBlocks = 2, kKeys = General ? 32 : 48, kBlocks = 2;
+  static constexpr bool kQRegisters = false, kStagesMask = General;
+};
+template <bool General>
+struct ForwardTile<Dims256, General> {
+  static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = General ? 16 : 32, kBlocks = 2;
+  static constexpr bool kQRegisters = false, kStagesMask = General;
+};
+constexpr int kStages = 2;  // of k and v
+
+}  // namespace octet::cuda::sm80

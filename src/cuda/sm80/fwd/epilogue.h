@@ -1,0 +1,192 @@
+// The epilogue of the forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked inf or
+// NaN has reached.
+#pragma once
+#include "cuda/sm80/fwd/forward.h"
+
+namespace octet::cuda::sm80 {
+
+template <class Precision, class Dims, bool General>
+__device__ inline uint32_t* Forward<Precision, Dims, General>::saved(int query) const {
+  const int64_t at = (shared.q_tile.batch * a.o.stride[0] + shared.q_tile.head * a.o.stride[1] +
+                      (int64_t{shared.q_tile.q_first} + query) * a.o.stride[2]) *
+                     (a.o.element == Element::f32 ? 4 : 2);
+  return reinterpret_cast<uint32_t*>(static_cast<unsigned char*>(a.o.data) + at) + threadIdx.x % 4;
+}
+
+template <class Precision, class Dims, bool General>
+__device__ inline void Forward<Precision, Dims, General>::flip(const Softmax (&softmax)[kRowBlocks],
+                                                               OTile (&o)[kRowBlocks]) const {
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block)
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const int query = thread_query(block) + 8 * row;
+      if (query >= shared.q_tile.q_tokens) continue;
+      if (threadIdx.x % 4 == 0) shared.m_at_flip[query - shared.q_tile.q_start] = softmax[block].m[row];
+      uint32_t* const words = saved(query);
+#pragma unroll
+      for (int i = 0; i < Dims::kDimV / 8; ++i) {
+        if (8 * i >= a.dim_v) continue;
+        float* const x = &o[block].x[4 * i + 2 * row];
+        const uint32_t word = __byte_perm(__float_as_uint(x[0]), __float_as_uint(x[1]), 0x7632);
+        const float2 close = two_upper_halves(word);
+        x[0] = __fmaf_rn(close.x, -2.f, x[0]), x[1] = __fmaf_rn(close.y, -2.f, x[1]);
+        words[4 * i] = word;
+      }
+    }
+}
+
+// Adds 2 a, rescaled as o was since the flip.
+template <class Precision, class Dims, bool General>
+__device__ inline void Forward<Precision, Dims, General>::unflip(const Softmax (&softmax)[kRowBlocks],
+                                                                 OTile (&o)[kRowBlocks]) const {
+  constexpr int kExponent = Precision::kPExponent;
+  __syncwarp();
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block)
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const int query = thread_query(block) + 8 * row;
+      if (query >= shared.q_tile.q_tokens) continue;
+      const float former = shared.m_at_flip[query - shared.q_tile.q_start], now = softmax[block].m[row];
+      if (former == -INFINITY) continue;  // o was 0
+      const float twice = 2.f * ptx::exp2(softmax[block].template origin<kExponent>(row, former) -
+                                          softmax[block].template origin<kExponent>(row, now));
+      const uint32_t* const words = saved(query);
+#pragma unroll
+      for (int i = 0; i < Dims::kDimV / 8; ++i) {
+        if (8 * i >= a.dim_v) continue;
+        const float2 close = two_upper_halves(words[4 * i]);
+        float* const x = &o[block].x[4 * i + 2 * row];
+        x[0] = __fmaf_rn(close.x, twice, x[0]), x[1] = __fmaf_rn(close.y, twice, x[1]);
+      }
+    }
+}
+
+// Writes o, its residual and lse of this thread's rows.
+template <class Precision, class Dims, bool General>
+__device__ inline void Forward<Precision, Dims, General>::write(const Softmax (&softmax)[kRowBlocks],
+                                                                OTile (&o)[kRowBlocks]) const {
+  constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147180559945f;
+  const int kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + shared.q_tile.head / a.group;
+  const float v_scale = a.v_scale ? a.v_scale[kv] : 1.f;
+  // All rows of a warp meet the same v, so that one of them is enough.
+  const bool nonfinite = has_infinite<Dims::kDimV>(o[0]);
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block) {
+    const int query = thread_query(block);
+    RowValues inverse, share{1.f, 1.f};
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float l = quad_sum(softmax[block].l[row]);
+      inverse[row] = l == 0.f ? 0.f : v_scale / l;
+      const float log2_sum =
+          l == 0.f ? -INFINITY
+                   : softmax[block].template origin<Precision::kPExponent>(row, softmax[block].m[row]) + log2f(l);
+      const float gauge = l == 0.f ? 0.f : gauge_of(query + 8 * row);
+      float lse = __fmaf_rn(log2_sum, kLn2, gauge);
+      if (a.sinks.data) {
+        const RowWithSink all =
+            with_sink(__fmaf_rn(gauge, kLog2e, log2_sum), a.sinks.at(shared.q_tile.batch, shared.q_tile.head) * kLog2e);
+        share[row] = all.share, lse = all.log2_sum * kLn2;
+      }
+      if (a.lse.data && query + 8 * row < shared.q_tile.q_tokens && threadIdx.x % 4 == 0)
+        *a.lse.row<float>(shared.q_tile.batch, shared.q_tile.head, int64_t{shared.q_tile.q_first} + query + 8 * row) =
+            lse;
+    }
+#pragma unroll
+    for (int i = 0; i < Dims::kDimV / 8; ++i) {
+      float2 mean{0.f, 0.f};
+      if constexpr (kCompensated<Precision>)
+        mean = *reinterpret_cast<const float2*>(a.v_mean + int64_t{kv} * Dims::kDimV + 8 * i + fragment_column());
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        float* const x = &o[block].x[4 * i + 2 * row];
+        const bool none = inverse[row] == 0.f;
+        x[0] = none ? 0.f : __fmaf_rn(x[0], inverse[row], mean.x) * share[row];
+        x[1] = none ? 0.f : __fmaf_rn(x[1], inverse[row], mean.y) * share[row];
+      }
+    }
+    switch (a.o.element) {
+      case Element::f32:
+        write_as<float>(query, o[block]);
+        break;
+      case Element::f16:
+        write_as<F16>(query, o[block]);
+        break;
+      default:
+        write_as<Bf16>(query, o[block]);
+        break;
+    }
+  }
+  if ((a.mask.windowed || (General && a.terms.mask)) && __any_sync(~0u, nonfinite))
+#pragma unroll 1
+    for (int block = 0; block < kRowBlocks; ++block) recompute_rows(ptx::opaque(block));
+}
+
+template <class Precision, class Dims, bool General>
+template <class T>
+__device__ inline void Forward<Precision, Dims, General>::write_as(int query, OTile& o) const {
+  const auto write_to = [&](const Output& to) {
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const int i = query + 8 * row;
+      store_row(to.row<T>(shared.q_tile.batch, shared.q_tile.head, int64_t{shared.q_tile.q_first} + i),
+                i < shared.q_tile.q_tokens, o, row, a.dim_v);
+    }
+  };
+  write_to(a.o);
+  if (!a.o_residual.data) return;
+#pragma unroll
+  for (float& x : o.x) x -= float(T(x));
+  write_to(a.o_residual);
+}
+
+// Recomputes those rows of a row block of this warp that are not finite from the keys that they see.
+template <class Precision, class Dims, bool General>
+__device__ inline void Forward<Precision, Dims, General>::recompute_rows(int block) const {
+  const int kv_head = shared.q_tile.head / a.group, kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + kv_head;
+  const int first = warp_query() + block * kWarpRows;
+  const auto value = [&](int key, int channel) { return float(shared.v_start[key * a.v.stride[2] + channel]); };
+  const bool masked = General && a.terms.mask;
+  if (!masked) {
+    const Keys tiles = keys_of(shared.q_tile.q_start, kRows);
+    const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, shared.q_tile.k_tokens)};
+    const int last = min(first + kWarpRows, shared.q_tile.q_tokens) - 1;
+    if (!masks_infinite(keys, {range_of(last).first, range_of(first).last}, a.dim_v, value)) return;
+  }
+  const auto row_of = [&](int query) {
+    const auto* const q =
+        a.q.row<QkType>(shared.q_tile.batch, shared.q_tile.head, int64_t{shared.q_tile.q_first} + query);
+    const RowTerms terms = General ? terms_of(query) : RowTerms{};
+    const auto logit = [&](int key) {
+      const float product = dot(q, shared.k_start + key * a.k.stride[2], a.dim);
+      if constexpr (General) return logit_of(a.terms, terms, key, product) * a.scale_log2e;
+      return product * a.scale_log2e;
+    };
+    const auto seen_value = [&](int key, int channel) {
+      if (masked &&
+          mask_number(a.terms.element, a.terms.mask, terms.mask_start + key * a.terms.mask_stride[3]) == -INFINITY)
+        return 0.f;
+      return value(key, channel);
+    };
+    UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(range_of(query), a.dim_v, logit, seen_value);
+    constexpr float kLog2e = 1.44269504f;
+    const float share = with_sink(__fmaf_rn(terms.gauge, kLog2e, row.log2_sum),
+                                  a.sinks.at(shared.q_tile.batch, shared.q_tile.head) * kLog2e)
+                            .share;
+    const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
+#pragma unroll
+    for (int i = 0; i < Dims::kDimV / 32; ++i) {
+      float v_mean = 0.f;
+      if (kCompensated<Precision> && row.log2_sum != -INFINITY)
+        v_mean = a.v_mean[int64_t{kv} * Dims::kDimV + cold_lane() + 32 * i];
+      row.o[i] = fmaf(row.o[i], scale, v_mean) * share;
+    }
+    return row;
+  };
+  rewrite_rows<Dims::kDimV>(a.o, a.o_residual, shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_first, first,
+                            shared.q_tile.q_tokens, a.dim_v, row_of);
+}
+
+}  // namespace octet::cuda::sm80

@@ -1,0 +1,159 @@
+// The forward pass: o = softmax(logits) v and lse, for a tile of queries per thread block (FlashAttention-2, arXiv
+// 2307.08691).
+//
+//   for each tile of keys, from the last to the first that the tile of queries sees:
+//     s = q k^T
+//     where some p over the stale maximum m would be too large:  update m;  o = o rescale,  l = l rescale
+//     p = exp(s - m);  l = l + sum of p;  o = o + p v
+//   o = o / l;  lse = scale m + ln l
+//
+// All warps load the tiles by cp.async, one tile ahead. Each warp computes its own queries and skips tiles that none of
+// them sees.
+//
+// General: logits may have a softcap, ALiBi and a mask tensor (sm80/logits.h), and the maximum may be shifted (bias
+// correction beta), which is then updated in every tile.
+//
+// Where o is compensated (fragment/precision.h), V is centred by its mean, and the epilogue adds the mean back. Tensor
+// cores truncate o towards 0 after every 16 keys. Half way through the tiles of keys, o is therefore sign-flipped
+// (fragment/sign_flip.h): it becomes o - 2 a, where a is close to o, and 2 a is added back at the end. Until then a
+// lies in the rows of the output, of which each number has room for 16 bits.
+#pragma once
+#include <type_traits>
+
+#include "cuda/fragment/precision.h"
+#include "cuda/fragment/sign_flip.h"
+#include "cuda/fragment/softmax.h"
+#include "cuda/fragment/unmasked_row.h"
+#include "cuda/sm80/fwd/config.h"
+#include "cuda/sm80/fwd/params.h"
+#include "cuda/sm80/mma.h"
+#include "cuda/sm80/smem.h"
+
+namespace octet::cuda::sm80 {
+
+// P over the stale maximum are kept while they are at most 2 to this power. With general logits the largest is exactly
+// 1 (times 2^kPExponent): they may leave a row one key, whose rounding error nothing would hide.
+template <class Precision, bool General>
+constexpr float kMaxPLog2 = General                                          ? Precision::kPExponent
+                            : std::is_same_v<typename Precision::PType, F16> ? 15.f
+                                                                             : 10.f;
+
+template <class Precision, class Dims, bool General>
+struct Forward {
+  using Tile = ForwardTile<Dims, General>;
+  using QkType = typename Precision::QkType;
+  using PType = typename Precision::PType;
+  static constexpr int kRowBlocks = Tile::kRowBlocks, kKeys = Tile::kKeys;
+  static constexpr int kThreads = Tile::kWarps * 32, kRowsOfWarp = kRowBlocks * kWarpRows;
+  static constexpr int kRows = Tile::kWarps * kRowsOfWarp;
+  using TileQ = SharedTile<QkType, kRows, Dims::kDim>;
+  using TileK = SharedTile<QkType, kKeys, Dims::kDim>;
+  using TileV = SharedTile<PType, kKeys, Dims::kDimV>;
+
+  // The keys that a range of queries sees.
+  struct Keys {
+    int first, last;  // tiles [first, last) that any of the queries sees
+    KeyRange all;     // the keys that all of them see
+  };
+
+  static constexpr int kMaskBytes = kRowsOfWarp * kMaskRowBytes<kKeys>;  // of a warp
+
+  // The tile of queries and its keys lie here and not in registers, of which o leaves few.
+  using LoaderK = TileLoader<kThreads, TileK>;
+  using LoaderV = TileLoader<kThreads, TileV>;
+
+  struct alignas(128) Shared {
+    unsigned char q[TileQ::kBytes];
+    unsigned char k[kStages][TileK::kBytes];
+    unsigned char v[kStages][TileV::kBytes];
+    unsigned char mask[Tile::kStagesMask ? Tile::kWarps : 1][Tile::kStagesMask ? kMaskBytes : 16];
+    TileInfo q_tile;
+    Keys keys, warp_keys[Tile::kWarps];
+    // Of ALiBi and the mask tensor, where logits are general: the slope, and of each row the gauge and the distance
+    // that it belongs to.
+    float slope, gauge[General ? kRows : 1];
+    int nearest[General ? kRows : 1];
+    KeyRange seen;  // the keys that any query of the sequence sees
+    // Its first key.
+    const QkType* k_start;
+    const PType* v_start;
+    float m_at_flip[kCompensated<Precision> ? kRows : 1];
+  };
+  static constexpr int kSharedBytes = sizeof(Shared);
+  static_assert(kSharedBytes <= kMostSharedBytes);
+
+  using Softmax = std::conditional_t<General, ShiftedSoftmax, OnlineSoftmax>;
+  using OTile = Accumulator<Dims::kDimV>;
+
+  const ForwardParams& a;
+  Shared& shared;
+
+  __device__ TileQ q() const { return {shared.q}; }
+  // Tiles of keys alternate between the stages.
+  __device__ TileK k(int tile) const { return {shared.k[static_cast<unsigned>(tile) % kStages]}; }
+  __device__ TileV v(int tile) const { return {shared.v[static_cast<unsigned>(tile) % kStages]}; }
+
+  // Returns the keys of `rows` queries from `query` on.
+  __device__ Keys keys_of(int query, int rows) const {
+    const int end = min(query + rows, shared.q_tile.q_tokens) - 1;
+    const KeyRange top = a.mask.keys_of(query, shared.q_tile.q_tokens, shared.q_tile.k_tokens);
+    const KeyRange bottom = a.mask.keys_of(end, shared.q_tile.q_tokens, shared.q_tile.k_tokens);
+    if (end < query || bottom.last <= top.first) return {0, 0, {0, 0}};
+    return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, {bottom.first, top.last}};
+  }
+  __device__ KeyRange range_of(int query) const {
+    return a.mask.keys_of(query, shared.q_tile.q_tokens, shared.q_tile.k_tokens);
+  }
+  // Returns the first query of this warp, and the first of this thread in a row block.
+  __device__ int warp_query() const { return shared.q_tile.q_start + static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp; }
+  __device__ int thread_query(int block) const {
+    return warp_query() + block * kWarpRows + static_cast<int>(threadIdx.x) % 32 / 4;
+  }
+
+  // Computes the terms of all rows that are kept in shared memory.
+  __device__ void start_terms() const {
+    for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kThreads) {
+      const int query = shared.q_tile.q_start + row;
+      const RowTerms terms = row_terms(a.terms, shared.q_tile.batch, shared.q_tile.sequence, shared.q_tile.head, query,
+                                       shared.q_tile.q_tokens, shared.q_tile.k_tokens, range_of(query));
+      shared.gauge[row] = terms.gauge, shared.nearest[row] = terms.nearest;
+      if (row == 0) shared.slope = terms.slope;
+    }
+  }
+  __device__ RowTerms terms_of(int query) const {
+    const int row = query - shared.q_tile.q_start, i = min(query, shared.q_tile.q_tokens - 1);
+    return {shared.slope, shared.gauge[row], i + shared.q_tile.k_tokens - shared.q_tile.q_tokens, shared.nearest[row],
+            shared.q_tile.batch * a.terms.mask_stride[0] + shared.q_tile.head * a.terms.mask_stride[1] +
+                i * a.terms.mask_stride[2]};
+  }
+  // Returns what the logits of a query lack.
+  __device__ float gauge_of(int query) const { return General ? shared.gauge[query - shared.q_tile.q_start] : 0.f; }
+
+  __device__ void run() const;
+  // Where this thread starts in a tile of k and of v.
+  struct Sources {
+    const QkType* k;
+    const PType* v;
+  };
+  __device__ Sources sources_of(int tile) const {
+    return {LoaderK::source(shared.k_start + tile * kKeys * a.k.stride[2], a.k.stride[2]),
+            LoaderV::source(shared.v_start + tile * kKeys * a.v.stride[2], a.v.stride[2])};
+  }
+  // True: they are kept in registers. P in f16 leaves none.
+  static constexpr bool kKeepsSources = Precision::kPExponent == 0;
+  __device__ void load_keys(int tile, const Sources& from) const;
+  __device__ bool stages_mask() const { return Tile::kStagesMask && a.terms.mask && a.terms.mask_chunks; }
+  __device__ void load_mask(int tile) const;
+
+  // The words in which this thread keeps a of the sign flip: those of a row of the output.
+  __device__ uint32_t* saved(int query) const;
+  __device__ void flip(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const;
+  __device__ void unflip(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const;
+
+  __device__ void write(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const;
+  template <class T>
+  __device__ void write_as(int query, OTile& o) const;
+  __device__ void recompute_rows(int block) const;
+};
+
+}  // namespace octet::cuda::sm80

@@ -1,0 +1,35 @@
+// The entry of the forward kernel, and the description of its instances.
+#pragma once
+#include "cuda/sm80/fwd/kernels.h"
+#include "cuda/sm80/fwd/mainloop.h"
+
+namespace octet::cuda::sm80 {
+
+template <class Precision, class Dims, bool General>
+__global__ void __launch_bounds__(Forward<Precision, Dims, General>::kThreads, (ForwardTile<Dims, General>::kBlocks))
+    forward_kernel(const __grid_constant__ ForwardParams arguments) {
+  using Kernel = Forward<Precision, Dims, General>;
+  extern __shared__ __align__(128) unsigned char memory[];
+  Kernel{arguments, *reinterpret_cast<typename Kernel::Shared*>(memory)}.run();
+}
+
+template <class Precision, class Dims, bool General>
+ForwardKernel describe() {
+  using Kind = Forward<Precision, Dims, General>;
+  return {reinterpret_cast<const void*>(&forward_kernel<Precision, Dims, General>),
+          Kind::kRows,
+          Kind::kKeys,
+          Kind::kThreads,
+          Kind::kSharedBytes,
+          Dims::kDim,
+          Dims::kDimV};
+}
+
+template <class Precision, bool General>
+ForwardKernel forward_kernel_of(int64_t most_dim) {
+  if (most_dim <= 64) return describe<Precision, Dims64, General>();
+  if (most_dim <= 128) return describe<Precision, Dims128, General>();
+  return describe<Precision, Dims256, General>();
+}
+
+}  // namespace octet::cuda::sm80

@@ -1,0 +1,18 @@
+// The forward kernels, by their template parameters.
+#pragma once
+#include <cstdint>
+
+namespace octet::cuda::sm80 {
+
+struct ForwardKernel {
+  const void* function;
+  int rows, keys;  // of a tile; rows are queries
+  int threads, shared_bytes;
+  int dim, dim_v;  // channels of q and of v that it multiplies
+};
+
+// The kernel for the larger one of the head dims. `General`: logits may be more than scale q.k.
+template <class Precision, bool General>
+ForwardKernel forward_kernel_of(int64_t most_dim);
+
+}  // namespace octet::cuda::sm80

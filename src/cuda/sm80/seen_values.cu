@@ -1,0 +1,88 @@
+#include <algorithm>
+
+#include "cuda/host/status.h"
+#include "cuda/preprocess/masks.h"
+#include "cuda/preprocess/operands.h"
+#include "cuda/preprocess/vec8.h"
+#include "cuda/sm80/seen_values.h"
+
+namespace octet::cuda::sm80 {
+namespace {
+
+constexpr int kThreads = 256;
+
+// Where a mask varies: by query, and by the heads that share a head of k and v.
+struct Rows {
+  int queries, heads;
+};
+
+// Lists which of kThreads keys of one (batch, kv_head) some query sees. Queries come from the last on, which
+// under causal masks sees most; the block ends as soon as all of its keys are seen.
+__global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ LogitTerms t, const Mask mask, int n,
+                                                        int m, int heads, const Rows rows, unsigned char* seen) {
+  constexpr int kAtOnce = 8;
+  const unsigned blocks = (m + kThreads - 1) / kThreads, of = blockIdx.x / blocks;
+  const int key = static_cast<int>(blockIdx.x % blocks * kThreads + threadIdx.x);
+  const int batch = static_cast<int>(of) / heads, head = static_cast<int>(of) % heads;
+  bool found = key >= m;
+  for (int i = rows.queries - 1; i >= 0 && !__syncthreads_and(found); i -= kAtOnce)
+    for (int row = i; row > i - kAtOnce && row >= 0 && !found; --row) {
+      const KeyRange range = mask.keys_of(row, n, m);
+      if (key < range.first || key >= range.last) continue;
+      for (int h = 0; h < rows.heads; ++h)
+        found |= mask_number(t.element, t.mask,
+                             batch * t.mask_stride[0] + (head * rows.heads + h) * t.mask_stride[1] +
+                                 row * t.mask_stride[2] + key * t.mask_stride[3]) != -INFINITY;
+    }
+  if (key < m) seen[int64_t{of} * m + key] = found;
+}
+
+// Copies v, and sets the keys that are not listed to 0.
+__global__ void __launch_bounds__(kThreads) hide_kernel(const Strided from, const Strided to, const unsigned char* seen,
+                                                        int64_t batch_stride, int64_t head_stride) {
+  const int vecs = static_cast<int>(from.shape[3]) / kVec8;
+  const int64_t count = from.shape[0] * from.shape[1] * from.shape[2] * vecs;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads) {
+    const int64_t token = i / vecs % from.shape[2], head = i / vecs / from.shape[2];
+    const Index4 index{head / from.shape[1], head % from.shape[1], token, i % vecs * kVec8};
+    Vec8 x{};
+    if (seen[index.batch * batch_stride + index.head * head_stride + token]) read(from, index, x);
+    write(to, index, x);
+  }
+}
+
+}  // namespace
+
+SeenValues::SeenValues(const Problem& p, WorkspaceAllocator& workspace)
+    : p_(p),
+      view_(p.v),
+      batches_(p.mask.present() && p.mask.stride[0] ? p.batch : 1),
+      heads_(p.mask.present() && p.mask.stride[1] ? p.kv_heads : 1) {
+  if (!p.mask.present() || !p.v.elements()) return;
+  seen_ = workspace.take<unsigned char>(static_cast<std::size_t>(batches_ * heads_ * p.tokens_k));
+  int64_t stride = 1;
+  for (int i = 3; i >= 0; --i) {
+    view_.stride[i] = stride;
+    stride *= view_.shape[i];
+  }
+  view_.data = workspace.take(static_cast<std::size_t>(stride * (p.v.dtype == OCTET_F32 ? 4 : 2)));
+}
+
+void SeenValues::preprocess(const LogitTerms& terms, cudaStream_t stream) const {
+  if (!seen_) return;
+  const auto keys = static_cast<int>(p_.tokens_k);
+  // Queries and heads that the mask does not tell apart count once.
+  const bool by_query = p_.mask.stride[2] || p_.windowed;
+  const Rows rows{by_query ? static_cast<int>(p_.tokens_q) : 1, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1};
+  const auto grid = static_cast<unsigned>((keys + kThreads - 1) / kThreads * batches_ * heads_);
+  list_kernel<<<grid, kThreads, 0, stream>>>(terms, mask_of(p_), static_cast<int>(p_.tokens_q), keys,
+                                             static_cast<int>(heads_), rows, seen_);
+  check(cudaGetLastError(), "list_kernel");
+  constexpr int64_t kMostBlocks = 1 << 14;
+  const int64_t blocks = (p_.v.elements() / kVec8 + kThreads - 1) / kThreads;
+  hide_kernel<<<static_cast<unsigned>(std::min(blocks, kMostBlocks)), kThreads, 0, stream>>>(
+      strided(p_.v), strided(view_), seen_, batches_ > 1 ? heads_ * keys : 0, heads_ > 1 ? keys : 0);
+  check(cudaGetLastError(), "hide_kernel");
+}
+
+}  // namespace octet::cuda::sm80
