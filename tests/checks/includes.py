@@ -66,7 +66,7 @@ RULES["src/cuda/backward"] = [*RULES["src/cuda/preprocess"], "cuda/scheduler/", 
 SM90 = RULES["src/cuda/backward"]
 RULES["src/cuda/sm90"] = [*SM90, "cuda/sm90/"]
 for one in ("fwd", "bwd"):  # neither pass knows the other
-    shared = ["smem", "mma", "pipeline", "kernels", "passes"]
+    shared = ["head_dims", "smem", "mma", "pipeline", "kernels", "passes"]
     allowed_here = [*SM90, *(f"cuda/sm90/{name}.h" for name in shared), f"cuda/sm90/{one}/"]
     RULES[f"src/cuda/sm90/{one}"] = RULES[f"src/cuda/sm90/{one}/instances"] = allowed_here
 SM80 = [*SM90, "cuda/sm80/"]

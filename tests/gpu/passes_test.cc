@@ -51,6 +51,31 @@ const std::vector<Case>& gpu_cases() {
     wide.name = "wide_heads_136_232_window", wide.dim = 136, wide.dim_v = 232, wide.causal = false,
     wide.window = {{70, 20}};
     list.push_back(wide);
+    // Every head dim that kernels have, and those just below it; rows that TMA reads in place, with NaN after them.
+    for (const auto& [name, dim, dim_v] : {std::tuple{"dims_72_80", 72, 80},
+                                           {"dims_80_72", 80, 72},
+                                           {"dims_88_96", 88, 96},
+                                           {"dims_96_24", 96, 24},
+                                           {"dims_160_152", 160, 152},
+                                           {"dims_128_160", 128, 160},
+                                           {"dims_192_192", 192, 192},
+                                           {"dims_64_184", 64, 184}}) {
+      Case c{.name = name,
+             .batch = 2,
+             .heads = 4,
+             .kv_heads = 2,
+             .tokens_q = 400,
+             .tokens_k = 470,
+             .dim = dim,
+             .dim_v = dim_v,
+             .causal = true,
+             .alignment = Alignment::bottom_right,
+             .dtype = DType::bf16,
+             .out_dtype = DType::bf16,
+             .layout = Layout::spaced,
+             .kv_layout = Layout::spaced};
+      list.push_back(c);
+    }
     // More keys than the tensor cores add up in 8 bits before sums are put aside.
     Case long_rows{.name = "many_keys",
                    .heads = 2,

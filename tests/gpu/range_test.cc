@@ -152,7 +152,7 @@ TEST(GpuCenteredValues, that_are_all_the_same_come_back) {
 // A number that is not finite reaches the queries that see it, and no other.
 TEST(GpuCenteredValues, keep_what_is_not_finite) {
   constexpr int64_t kBad = 656;  // one of the tokens that the vector is made of
-  for (const int64_t dim : {64, 128, 256})
+  for (const int64_t dim : {64, 80, 128, 160, 256})
     for (const double bad : {std::nan(""), double(INFINITY), -double(INFINITY)}) {
       SCOPED_TRACE(testing::Message() << dim << ' ' << bad);
       Case c = kCentered;

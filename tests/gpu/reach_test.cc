@@ -242,7 +242,7 @@ TEST_P(GpuReach, of_k_are_rows_that_see_it) {
 
 // v that its type holds and that of the weights does not.
 TEST(GpuReachOfF16, of_a_value_beyond_it_are_rows_that_see_it) {
-  for (const int64_t dim : {64, 128, 256}) {
+  for (const int64_t dim : {64, 96, 128, 192, 256}) {
     SCOPED_TRACE(dim);
     Case c = shapes()[0].c;
     c.dim = c.dim_v = dim, c.dtype = DType::f32, c.out_dtype = DType::f32;
@@ -468,7 +468,7 @@ void expect_dsinks(const Case& c, const Inputs& in, const Outputs& saved, const 
 
 // As large gradients of lse are, which join delta.
 TEST(GpuReachOfDlse, are_their_rows_of_dq) {
-  for (const int64_t dim : {64, 128, 256})
+  for (const int64_t dim : {64, 80, 128, 160, 256})
     for (const bool deterministic : {false, true}) {
       SCOPED_TRACE(testing::Message() << dim << ", deterministic " << deterministic);
       const Kind kind{Precision::bf16, BiasCorrection::f16, deterministic};
@@ -493,7 +493,7 @@ TEST(GpuReachOfDlse, are_their_rows_of_dq) {
 
 // The same bits each time, where sums of dq are integers.
 TEST(GpuReachOfRows, is_the_same_each_time) {
-  for (const int64_t dim : {64, 128, 256}) {
+  for (const int64_t dim : {64, 96, 128, 192, 256}) {
     const Kind kind{Precision::bf16, BiasCorrection::f16, true};
     Case c = case_of(shapes()[0].c, kind);
     c.dim = c.dim_v = dim;

@@ -49,7 +49,8 @@ bool has_backward(Precision p) {
 }
 
 std::vector<int64_t> dims_of(Precision p) {
-  if (p == Precision::bf16 || p == Precision::f16 || p == Precision::int8_f16) return {64, 128, 256};
+  if (p == Precision::bf16 || p == Precision::f16) return {64, 80, 128, 160, 256};
+  if (p == Precision::int8_f16) return {64, 128, 256};
   return {64, 128};
 }
 

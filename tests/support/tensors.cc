@@ -91,6 +91,8 @@ const char* name(Layout layout) {
       return "transposed";
     case Layout::padded:
       return "padded";
+    case Layout::spaced:
+      return "spaced";
     case Layout::broadcast:
       return "broadcast";
   }
@@ -112,16 +114,20 @@ size_t bytes_of(DType dtype) {
   }
 }
 
-Memory::Memory(size_t bytes) : bytes_(bytes + 2 * kGuard, kPattern), claimed_(bytes_.size(), 0) {}
+// Every float of such bytes is NaN.
+constexpr unsigned char kNaNByte = 0xff;
+
+Memory::Memory(size_t bytes, unsigned char pattern)
+    : pattern_(pattern), bytes_(bytes + 2 * kGuard, pattern), claimed_(bytes_.size(), 0) {}
 
 void Memory::claim(size_t offset, size_t size) {
   std::fill_n(claimed_.data() + kGuard + offset, size, 1);
-  std::fill_n(data() + offset, size, 0xff);
+  std::fill_n(data() + offset, size, kNaNByte);
 }
 
 std::string Memory::damage() const {
   for (size_t i = 0; i < bytes_.size(); ++i) {
-    if (claimed_[i] || bytes_[i] == kPattern) continue;
+    if (claimed_[i] || bytes_[i] == pattern_) continue;
     std::ostringstream out;
     out << "byte " << static_cast<int64_t>(i) - static_cast<int64_t>(kGuard) << " of " << bytes_.size() - 2 * kGuard
         << " is no element, but was overwritten with " << static_cast<int>(bytes_[i]);
@@ -149,6 +155,10 @@ Placement place(const Shape& s, Layout layout) {
       const int64_t row = s[3] + 3, head = s[2] * row + 5;
       return {{s[1] * head + 7, head, row, 1}, 1};
     }
+    case Layout::spaced: {
+      const int64_t row = (s[3] + 15) / 8 * 8;
+      return {{s[1] * s[2] * row, s[2] * row, row, 1}};
+    }
     case Layout::broadcast:
       return {{0, s[2] * s[3], s[3], 1}};
   }
@@ -169,7 +179,9 @@ int64_t reach(const Shape& shape, const Shape& stride) {
 Buffer::Buffer(DType dtype, const Shape& shape, Layout layout) {
   const Placement at = place(shape, layout);
   const auto elements = static_cast<size_t>(at.offset + reach(shape, at.stride) + 1);
-  *this = Buffer(std::make_shared<Memory>(elements * bytes_of(dtype)), dtype, shape, at.stride, at.offset);
+  const auto memory = layout == Layout::spaced ? std::make_shared<Memory>(elements * bytes_of(dtype), kNaNByte)
+                                               : std::make_shared<Memory>(elements * bytes_of(dtype));
+  *this = Buffer(memory, dtype, shape, at.stride, at.offset);
 }
 
 Buffer::Buffer(const Values& values, DType dtype, Layout layout) : Buffer(dtype, values.shape, layout) { set(values); }

@@ -52,6 +52,7 @@ enum class Layout {
   bthd,        // heads inside tokens
   transposed,  // token stride 1
   padded,      // odd strides everywhere, first element off alignment
+  spaced,      // rows start at multiples of 8 elements, with at least 8 elements of NaN between them
   broadcast,   // batch stride 0, for inputs that are equal in every batch element
 };
 const char* name(Layout);
@@ -59,7 +60,7 @@ const char* name(Layout);
 // Memory of one or more tensors: guard bytes around them, a pattern in the gaps between their elements.
 class Memory {
  public:
-  explicit Memory(size_t bytes);
+  explicit Memory(size_t bytes, unsigned char pattern = 0xa5);
   unsigned char* data() { return bytes_.data() + kGuard; }
   // Marks [offset, offset + size) as an element.
   void claim(size_t offset, size_t size);
@@ -70,7 +71,7 @@ class Memory {
 
  private:
   static constexpr size_t kGuard = 256;
-  static constexpr unsigned char kPattern = 0xa5;
+  unsigned char pattern_;
   std::vector<unsigned char> bytes_;
   std::vector<unsigned char> claimed_;  // 1: part of an element
 };

@@ -1,5 +1,6 @@
 // Stores of fragments to global memory, in the caller's type.
 #pragma once
+#include <bit>
 #include <cstdint>
 
 #include "cuda/fragment/accumulator.h"
@@ -60,6 +61,7 @@ __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, i
         store_word<policy>(row + 8 * i + fragment_column(), float2{x.x[4 * i + 2 * which], x.x[4 * i + 2 * which + 1]});
   } else if constexpr (sizeof(T) == 1) {
     // Eight blocks of 8 columns at a time, so that each thread writes 8 bytes of each of two neighbouring blocks.
+    static_assert(Columns % 64 == 0);
 #pragma unroll
     for (int i = 0; i < Columns / 8; i += 8) {
       uint32_t words[4];
@@ -84,13 +86,18 @@ __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, i
       uint32_t words[4];
 #pragma unroll
       for (int b = 0; b < 4; ++b)
-        words[b] = ptx::pack<T>(x.x[4 * (i + b) + 2 * which], x.x[4 * (i + b) + 2 * which + 1]);
+        words[b] =
+            i + b < Columns / 8 ? ptx::pack<T>(x.x[4 * (i + b) + 2 * which], x.x[4 * (i + b) + 2 * which + 1]) : 0;
       transpose_quad(words);
       const int column = 8 * (i + threadIdx.x % 4);
       if (present && column < columns) store_word<policy>(row + column, uint4{words[0], words[1], words[2], words[3]});
     }
   }
 }
+
+// The lanes that store one row, a chunk of 8 columns each; the last have none where the chunks do not divide a warp.
+template <int Columns>
+constexpr int kRowLanes = std::bit_ceil(Columns / 8u);
 
 // Stores the first `columns` columns of 64 rows to rows that are `stride` elements apart, of which the first `rows`
 // exist. The rows pass through `tile`, in which each warp uses its own rows, so that neighbouring threads write
@@ -102,7 +109,8 @@ __device__ uint4 store_rows(T* to, int64_t stride, int rows, const Accumulator<C
   convert(x, words);
   store(words, tile, 0);
   __syncwarp();
-  constexpr int kChunks = Columns / 8, kRowsAtOnce = 32 / kChunks;  // of a warp
+  constexpr int kChunks = kRowLanes<Columns>, kRowsAtOnce = 32 / kChunks;  // of a warp
+  static_assert(kChunks <= Tile::kPanels * 8);
   const int lane = threadIdx.x % 32, chunk = lane % kChunks;
   const int first = threadIdx.x % kWarpgroup / 32 * 16 + lane / kChunks;
   const int last = 8 * chunk < columns ? rows : 0;
@@ -112,7 +120,7 @@ __device__ uint4 store_rows(T* to, int64_t stride, int rows, const Accumulator<C
   for (int row = first; row < first + 16; row += kRowsAtOnce, to += kRowsAtOnce * stride) {
     const uint4 word = *reinterpret_cast<const uint4*>(tile.at(row, chunk));
     if (row < last) *reinterpret_cast<uint4*>(to) = word;
-    if (row == first) first_word = word;
+    if (row == first) first_word = 8 * chunk < Columns ? word : uint4{};
   }
   return first_word;
 }

@@ -61,14 +61,15 @@ __device__ float dot(const T* a, const T* b, int n) {
 // A row's mean value in this thread's channels, every 32nd from its lane on, and log2 of the sum of P.
 template <int Columns>
 struct UnmaskedRow {
-  float o[Columns / 32];
+  static constexpr int kChannels = (Columns + 31) / 32;
+  float o[kChannels];
   float log2_sum;
 };
 
 // `logit(key)` returns a logit in base 2; `value(key, channel)` returns v for channels below `columns`.
 template <int Columns, class Logit, class Value>
 __device__ UnmaskedRow<Columns> attend_row(const KeyRange& keys, int columns, const Logit& logit, const Value& value) {
-  constexpr int kChannels = Columns / 32;
+  constexpr int kChannels = UnmaskedRow<Columns>::kChannels;
   const int lane = cold_lane();
   UnmaskedRow<Columns> row{};
   float m = -INFINITY, l = 0.f;
@@ -168,7 +169,7 @@ __device__ void rewrite_rows(const Output& o, const Output& residual, int batch,
     if (__all_sync(~0u, finite)) continue;
     const UnmaskedRow<Columns> row = row_of(query);
 #pragma unroll
-    for (int i = 0; i < Columns / 32; ++i) {
+    for (int i = 0; i < UnmaskedRow<Columns>::kChannels; ++i) {
       const int c = lane + 32 * i;
       if (c >= columns) continue;
       set_number(o, at(o) + c, row.o[i]);

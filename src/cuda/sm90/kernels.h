@@ -7,23 +7,29 @@
 
 namespace octet::cuda::sm90 {
 
-enum class DimsIndex : int { d64, d128, d192x128, d256 };
-
 struct Kernel {
   const void* function;
   int rows, keys;  // of a tile; rows are queries
   int threads, shared_bytes;
-  int laid_out_keys = 0;  // 8-bit kernels: keys are laid out in whole multiples of this many
-  bool skips = false;     // its warpgroups skip rows beyond the end of a tail tile
-  int cluster = 1;        // thread blocks of a cluster, which share a tile
+  int laid_out_keys = 0;   // 8-bit kernels: keys are laid out in whole multiples of this many
+  bool skips = false;      // its warpgroups skip rows beyond the end of a tail tile
+  int cluster = 1;         // thread blocks of a cluster, which share a tile
+  int dim = 0, dim_v = 0;  // channels of q and k, and of v, that it multiplies
 };
 
+// Return the kernel for a call's head dims, which do not exceed the largest that there are kernels for.
 template <class Precision>
-Kernel forward_kernel(DimsIndex dims);
+Kernel forward_kernel(int64_t dim, int64_t dim_v);
+template <class Precision>
+Kernel forward_8bit_kernel(int64_t dim, int64_t dim_v);
 
-// 8-bit kernels exist up to d128.
-template <class Precision>
-Kernel forward_8bit_kernel(DimsIndex dims);
+// Returns what `describe` returns for the first of several head dims that are not below a call's own.
+template <class Describe, class... Dims>
+Kernel first_holding(int64_t dim, int64_t dim_v, DimsList<Dims...>, const Describe& describe) {
+  Kernel kernel{};
+  static_cast<void>(((dim <= Dims::kDim && dim_v <= Dims::kDimV && (kernel = describe(Dims{}), true)) || ...));
+  return kernel;
+}
 
 template <class T>
 Kernel backward_kernel(int dim, Sums sums);

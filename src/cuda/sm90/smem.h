@@ -1,7 +1,8 @@
 // Tiles in shared memory, in the layout that TMA writes and wgmma reads: `Columns` columns of 16 bits in panels of 64,
 // each panel `Rows` rows of 128 bytes under the 128-byte swizzle (chunk c of row r lies at c xor r mod 8). A tile
-// starts at a multiple of 1024 bytes, the period of the swizzle. 8-bit tiles have panels of 128, 64 or 32 columns, the
-// widest that divides their columns, under the swizzle of that width.
+// starts at a multiple of 1024 bytes, the period of the swizzle. Panels are whole in memory: products leave out what
+// the last has beyond `Columns`. 8-bit tiles have panels of 128, 64 or 32 columns, the widest that divides their
+// columns, under the swizzle of that width.
 #pragma once
 #include <cuda.h>
 
@@ -22,10 +23,10 @@ struct SharedTile {
   static constexpr bool kInCluster = InCluster;
   static constexpr int kRows = Rows_, kColumns = Columns_;
   static constexpr int kPanelWidth = kPanelColumns;
-  static constexpr int kPanels = Columns_ / kPanelColumns;
+  static constexpr int kPanels = (Columns_ + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kPanelBytes = Rows_ * kPanelRowBytes;
   static constexpr int kBytes = kPanels * kPanelBytes;
-  static_assert(Columns_ % kPanelColumns == 0 && Rows_ % kSwizzleRows == 0);
+  static_assert(Columns_ % 16 == 0 && Rows_ % kSwizzleRows == 0);
 
   unsigned char* data;
 

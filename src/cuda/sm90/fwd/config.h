@@ -8,20 +8,20 @@
 // sum, 504 registers with three warpgroups and 512 with four; reg_alloc of more than that never returns.
 #pragma once
 #include <numeric>
+#include <type_traits>
 
 #include "cuda/fragment/precision.h"
+#include "cuda/sm90/head_dims.h"
 
 namespace octet::cuda::sm90 {
 
-// The head dims that kernels are built for. Smaller ones are padded with zeros.
-template <int Dim_, int DimV_>
-struct HeadDims {
-  static constexpr int kDim = Dim_, kDimV = DimV_;
-};
-using Dims64 = HeadDims<64, 64>;
-using Dims128 = HeadDims<128, 128>;
-using Dims192x128 = HeadDims<192, 128>;
-using Dims256 = HeadDims<256, 256>;
+// The head dims that the kernels of a precision are built for.
+template <class Precision>
+using ForwardDims =
+    std::conditional_t<kIntegerLogits<Precision> || kHasBeta<Precision>,
+                       DimsList<Dims64, Dims128, Dims192x128, Dims256>,
+                       DimsList<Dims64, Dims80, Dims96, Dims128, Dims160, Dims192x128, Dims192, Dims256>>;
+using Forward8BitDims = DimsList<Dims64, Dims128>;
 
 // Registers are per thread.
 struct TwoWarpgroups {
@@ -43,9 +43,26 @@ struct ForwardTile<Precision, Dims64> : ThreeWarpgroups {
   static constexpr int kKeys = 128, kStages = 2, kQStages = 2;
   static constexpr bool kPingPong = true;
 };
+// What a compensated o saves takes the place of the second stage of q.
+template <class Precision>
+struct ForwardTile<Precision, Dims80> : ThreeWarpgroups {
+  static constexpr int kKeys = 112, kStages = 2, kQStages = kCompensated<Precision> ? 1 : 2;
+  static constexpr bool kPingPong = true;
+};
+template <class Precision>
+struct ForwardTile<Precision, Dims96> : ThreeWarpgroups {
+  static constexpr int kKeys = kCompensated<Precision> ? 96 : 112, kStages = 2;
+  static constexpr int kQStages = kCompensated<Precision> ? 1 : 2;
+  static constexpr bool kPingPong = true;
+};
 template <class Precision>
 struct ForwardTile<Precision, Dims128> : TwoWarpgroups {
   static constexpr int kKeys = 128, kStages = 2, kQStages = 2;
+  static constexpr bool kPingPong = true;
+};
+template <class Precision>
+struct ForwardTile<Precision, Dims160> : TwoWarpgroups {
+  static constexpr int kKeys = 112, kStages = 2, kQStages = 1;
   static constexpr bool kPingPong = true;
 };
 template <class Precision>
@@ -53,6 +70,8 @@ struct ForwardTile<Precision, Dims192x128> : TwoWarpgroups {
   static constexpr int kKeys = 128, kStages = 2, kQStages = 1;
   static constexpr bool kPingPong = true;
 };
+template <class Precision>
+struct ForwardTile<Precision, Dims192> : ForwardTile<Precision, Dims160> {};
 template <class Precision>
 struct ForwardTile<Precision, Dims256> : TwoWarpgroups {
   static constexpr int kKeys = 80, kStages = 2, kQStages = 1;

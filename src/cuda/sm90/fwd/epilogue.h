@@ -150,10 +150,11 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
         with_sink(row.log2_sum, (a.sinks.at(q_tile.batch, q_tile.head) - mean_logit) * 1.44269504f).share;
     const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
 #pragma unroll
-    for (int i = 0; i < Dims::kDimV / 32; ++i) {
+    for (int i = 0; i < UnmaskedRow<Dims::kDimV>::kChannels; ++i) {
+      const int channel = cold_lane() + 32 * i;
       float v_mean = 0.f;
-      if (kCompensated<Precision> && row.log2_sum != -INFINITY)
-        v_mean = a.v_mean[kv * Dims::kDimV + cold_lane() + 32 * i];
+      if (kCompensated<Precision> && row.log2_sum != -INFINITY && (Dims::kDimV % 32 == 0 || channel < Dims::kDimV))
+        v_mean = a.v_mean[kv * Dims::kDimV + channel];
       row.o[i] = fmaf(row.o[i], scale, v_mean) * share;
     }
     return row;

@@ -156,8 +156,8 @@ struct Forward {
   };
   struct NoVMean {};
   using VMean = std::conditional_t<kCompensated<Precision>, SomeVMean, NoVMean>;
-  // True: it is read during the last product. At d = 256 there are no registers for that.
-  static constexpr bool kVMeanEarly = Dims::kDimV <= 128;
+  // True: it is read during the last product. Where o has more columns, there are no registers for that.
+  static constexpr bool kVMeanEarly = Dims::kDimV <= (kCompensated<Precision> && Tile::kWarpgroups > 2 ? 64 : 128);
   __device__ VMean v_mean_of(const TileInfo& q_tile) const {
     VMean v_mean;
     if constexpr (kCompensated<Precision>) {

@@ -29,41 +29,14 @@ bool scales_v(const Problem& p) {
   return f16_compute(p) || (quantized(p) && (p.v.dtype == OCTET_BF16 || p.v.dtype == OCTET_F32));
 }
 
-DimsIndex dims_of(const Problem& p) {
-  const int64_t most = std::max(p.dim, p.dim_v);
-  if (most <= 64) return DimsIndex::d64;
-  if (most <= 128) return DimsIndex::d128;
-  return p.dim <= 192 && p.dim_v <= 128 ? DimsIndex::d192x128 : DimsIndex::d256;
-}
-
-// Returns the number of channels of v that a kernel multiplies.
-int dim_v_of(DimsIndex dims) {
-  return dims == DimsIndex::d64 ? Dims64::kDimV : dims == DimsIndex::d256 ? Dims256::kDimV : Dims128::kDimV;
-}
-
-// Returns the number of channels of q and k that a kernel multiplies.
-int64_t dim_of(DimsIndex dims) {
-  switch (dims) {
-    case DimsIndex::d64:
-      return Dims64::kDim;
-    case DimsIndex::d128:
-      return Dims128::kDim;
-    case DimsIndex::d192x128:
-      return Dims192x128::kDim;
-    default:
-      return Dims256::kDim;
-  }
-}
-
 Kernel kernel_of(const Problem& p) {
-  const DimsIndex dims = dims_of(p);
-  if (quantized(p)) return forward_kernel<PrecisionInt8F16>(dims);
-  if (f16_compute(p)) return forward_kernel<PrecisionBf16F16Compute>(dims);
+  if (quantized(p)) return forward_kernel<PrecisionInt8F16>(p.dim, p.dim_v);
+  if (f16_compute(p)) return forward_kernel<PrecisionBf16F16Compute>(p.dim, p.dim_v);
   if (p.bias_correction == OCTET_BIAS_CORRECTION_BETA)
-    return p.precision == OCTET_PRECISION_BF16 ? forward_kernel<WithBeta<PrecisionBf16>>(dims)
-                                               : forward_kernel<WithBeta<PrecisionF16>>(dims);
-  if (p.precision == OCTET_PRECISION_BF16) return forward_kernel<PrecisionBf16>(dims);
-  return forward_kernel<PrecisionF16>(dims);
+    return p.precision == OCTET_PRECISION_BF16 ? forward_kernel<WithBeta<PrecisionBf16>>(p.dim, p.dim_v)
+                                               : forward_kernel<WithBeta<PrecisionF16>>(p.dim, p.dim_v);
+  if (p.precision == OCTET_PRECISION_BF16) return forward_kernel<PrecisionBf16>(p.dim, p.dim_v);
+  return forward_kernel<PrecisionF16>(p.dim, p.dim_v);
 }
 
 }  // namespace
@@ -84,12 +57,12 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const Kernel kernel = kernel_of(p);
   const Input q(quantized(p) ? View{} : p.q, type, allocator), k(quantized(p) ? View{} : p.k, type, allocator);
   std::optional<Int8Logits> qk;
-  if (quantized(p)) qk.emplace(p, dim_of(dims_of(p)), kernel.keys, allocator);
+  if (quantized(p)) qk.emplace(p, kernel.dim, kernel.keys, allocator);
   unsigned* const counter = qk ? qk->counter() : allocator.take<unsigned>(1);
   const bool scaled = scales_v(p);
   const Input v(scaled ? View{} : p.v, type, allocator);
   const ScaledInput v_scaled(scaled ? p.v : View{}, f16_compute(p) ? type : p.v.dtype,
-                             f16_compute(p) ? dim_v_of(dims_of(p)) : 0, allocator);
+                             f16_compute(p) ? kernel.dim_v : 0, allocator);
   const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
   if (!workspace || !p.o.elements()) return allocator.used();
 

@@ -29,17 +29,16 @@ bool smooths_k(const Problem& p) { return !k_prequantized(p); }
 bool v_by_channel(const Problem& p) { return !unscaled(p) && p.precision != OCTET_PRECISION_INT8; }
 
 Kernel kernel_of(const Problem& p) {
-  const DimsIndex dims = std::max(p.dim, p.dim_v) <= 64 ? DimsIndex::d64 : DimsIndex::d128;
   switch (p.precision) {
     case OCTET_PRECISION_INT8:
-      return forward_8bit_kernel<PrecisionInt8>(dims);
+      return forward_8bit_kernel<PrecisionInt8>(p.dim, p.dim_v);
     case OCTET_PRECISION_INT8_FP8:
-      return forward_8bit_kernel<PrecisionInt8Fp8>(dims);
+      return forward_8bit_kernel<PrecisionInt8Fp8>(p.dim, p.dim_v);
     case OCTET_PRECISION_FP8:
-      return k_prequantized(p) ? forward_8bit_kernel<PrecisionFp8Prequantized>(dims)
-                               : forward_8bit_kernel<PrecisionFp8>(dims);
+      return k_prequantized(p) ? forward_8bit_kernel<PrecisionFp8Prequantized>(p.dim, p.dim_v)
+                               : forward_8bit_kernel<PrecisionFp8>(p.dim, p.dim_v);
     default:
-      return forward_8bit_kernel<PrecisionFp8Unscaled>(dims);
+      return forward_8bit_kernel<PrecisionFp8Unscaled>(p.dim, p.dim_v);
   }
 }
 
@@ -62,13 +61,13 @@ std::string forward_8bit_name(const Problem& p) {
 
 std::size_t forward_8bit(const Problem& p, void* workspace, cudaStream_t stream) {
   const Kernel kernel = kernel_of(p);
-  const int64_t dim = std::max(p.dim, p.dim_v) <= 64 ? 64 : 128;
+  const int64_t dim = kernel.dim;
   const bool dynamic = p.precision == OCTET_PRECISION_INT8;
   QuantizeParams c{.q = strided(p.q),
                    .k = strided(p.k),
                    .v = strided(p.v),
                    .v_input_scale = head_scale(p.v),
-                   .dim = static_cast<int>(dim),
+                   .dim = kernel.dim,
                    .heads = static_cast<int>(p.heads),
                    .kv_heads = static_cast<int>(p.kv_heads),
                    .keys = {static_cast<const int*>(p.cu_seqlens_k.data), sequences_of(p), static_cast<int>(p.tokens_k),

@@ -3,6 +3,6 @@
 
 namespace octet::cuda::sm90 {
 
-template Kernel forward_kernel<PrecisionBf16F16Compute>(DimsIndex);
+template Kernel forward_kernel<PrecisionBf16F16Compute>(int64_t, int64_t);
 
 }  // namespace octet::cuda::sm90

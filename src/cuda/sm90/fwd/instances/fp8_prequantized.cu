@@ -3,6 +3,6 @@
 
 namespace octet::cuda::sm90 {
 
-template Kernel forward_8bit_kernel<PrecisionFp8Prequantized>(DimsIndex);
+template Kernel forward_8bit_kernel<PrecisionFp8Prequantized>(int64_t, int64_t);
 
 }  // namespace octet::cuda::sm90

@@ -5,25 +5,18 @@
 
 namespace octet::cuda::sm90 {
 
-template <class Precision, class Dims>
-Kernel describe() {
-  using Kind = Forward<Precision, Dims>;
-  return {reinterpret_cast<const void*>(&forward<Precision, Dims>), Kind::kRows, Kind::kKeys, Kind::kThreads,
-          Kind::kSharedBytes};
-}
-
 template <class Precision>
-Kernel forward_kernel(DimsIndex dims) {
-  switch (dims) {
-    case DimsIndex::d64:
-      return describe<Precision, Dims64>();
-    case DimsIndex::d128:
-      return describe<Precision, Dims128>();
-    case DimsIndex::d192x128:
-      return describe<Precision, Dims192x128>();
-    default:
-      return describe<Precision, Dims256>();
-  }
+Kernel forward_kernel(int64_t dim, int64_t dim_v) {
+  return first_holding(dim, dim_v, ForwardDims<Precision>{}, []<class Dims>(Dims) -> Kernel {
+    using Kind = Forward<Precision, Dims>;
+    return {.function = reinterpret_cast<const void*>(&forward<Precision, Dims>),
+            .rows = Kind::kRows,
+            .keys = Kind::kKeys,
+            .threads = Kind::kThreads,
+            .shared_bytes = Kind::kSharedBytes,
+            .dim = Dims::kDim,
+            .dim_v = Dims::kDimV};
+  });
 }
 
 }  // namespace octet::cuda::sm90

@@ -5,21 +5,20 @@
 
 namespace octet::cuda::sm90 {
 
-template <class Precision, class Dims>
-Kernel describe_8bit() {
-  using Kind = Forward8Bit<Precision, Dims>;
-  return {reinterpret_cast<const void*>(&forward_8bit<Precision, Dims>),
-          Kind::kRows,
-          Kind::kKeys,
-          Kind::kThreads,
-          Kind::kSharedBytes,
-          kLaidOutKeys<Precision, Dims>,
-          Kind::Tile::kSkips};
-}
-
 template <class Precision>
-Kernel forward_8bit_kernel(DimsIndex dims) {
-  return dims == DimsIndex::d64 ? describe_8bit<Precision, Dims64>() : describe_8bit<Precision, Dims128>();
+Kernel forward_8bit_kernel(int64_t dim, int64_t dim_v) {
+  return first_holding(dim, dim_v, Forward8BitDims{}, []<class Dims>(Dims) -> Kernel {
+    using Kind = Forward8Bit<Precision, Dims>;
+    return {.function = reinterpret_cast<const void*>(&forward_8bit<Precision, Dims>),
+            .rows = Kind::kRows,
+            .keys = Kind::kKeys,
+            .threads = Kind::kThreads,
+            .shared_bytes = Kind::kSharedBytes,
+            .laid_out_keys = kLaidOutKeys<Precision, Dims>,
+            .skips = Kind::Tile::kSkips,
+            .dim = Dims::kDim,
+            .dim_v = Dims::kDimV};
+  });
 }
 
 }  // namespace octet::cuda::sm90

@@ -3,6 +3,6 @@
 
 namespace octet::cuda::sm90 {
 
-template Kernel forward_kernel<PrecisionInt8F16>(DimsIndex);
+template Kernel forward_kernel<PrecisionInt8F16>(int64_t, int64_t);
 
 }  // namespace octet::cuda::sm90

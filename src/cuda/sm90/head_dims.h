@@ -1,0 +1,25 @@
+// The head dims of the kernels of sm90.
+#pragma once
+
+namespace octet::cuda::sm90 {
+
+// The head dims of a kernel: it multiplies as many channels of q and k, and of v. Smaller tensors are padded with
+// zeros.
+template <int Dim_, int DimV_ = Dim_>
+struct HeadDims {
+  static constexpr int kDim = Dim_, kDimV = DimV_;
+};
+using Dims64 = HeadDims<64>;
+using Dims80 = HeadDims<80>;
+using Dims96 = HeadDims<96>;
+using Dims128 = HeadDims<128>;
+using Dims160 = HeadDims<160>;
+using Dims192x128 = HeadDims<192, 128>;
+using Dims192 = HeadDims<192>;
+using Dims256 = HeadDims<256>;
+
+// Head dims that kernels are built for. A call takes the first that are not below its own.
+template <class... Dims>
+struct DimsList {};
+
+}  // namespace octet::cuda::sm90
