@@ -115,9 +115,11 @@ __device__ void mma_AB(Accumulator<Columns> (&d)[M], const TileA& a, int row_blo
 }
 
 // d += a^T b, summed over the rows of both tiles: the rows of d are columns [16 a_block, 16 (a_block + M)) of a, its
-// columns those of b from 16 b_block on. a_block is a multiple of M, b_block of as many blocks as d has.
-template <int M, int Columns, class TileA, class TileB>
-__device__ void mma_AtB(Accumulator<Columns> (&d)[M], const TileA& a, int a_block, const TileB& b, int b_block) {
+// columns those of b from 16 b_block on. a_block is a multiple of M, b_block of as many blocks as d has. `between` is
+// called with the number of each 16 rows, after their products.
+template <int M, int Columns, class TileA, class TileB, class Between>
+__device__ void mma_AtB(Accumulator<Columns> (&d)[M], const TileA& a, int a_block, const TileB& b, int b_block,
+                        const Between& between) {
   static_assert(TileA::kRows == TileB::kRows && Columns <= TileB::kColumns);
   const uint32_t lane_a = TileA::step(a.lane_right(), 0, a_block), lane_b = TileB::step(b.lane_down(), 0, b_block);
 #pragma unroll
@@ -135,6 +137,7 @@ __device__ void mma_AtB(Accumulator<Columns> (&d)[M], const TileA& a, int a_bloc
         for (int half = 0; half < 2; ++half)
           ptx::mma_m16n8k16<typename TileA::Element>(&d[m].x[8 * n + 4 * half], rows[m], &x[2 * half]);
     }
+    between(k_step);
   }
 }
 

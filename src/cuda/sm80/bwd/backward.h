@@ -25,12 +25,12 @@ struct KernelParams {
   LogitTerms terms;
 };
 
-// General: logits have terms beside scale q.k.
-template <class T, int Dim, bool General>
+template <class T, int Dim, BackwardKind kind>
 struct Backward {
-  using C = BackwardConfig<Dim, General>;
+  using C = BackwardConfig<Dim, kind>;
   using Tiles = BackwardTile<Dim>;  // of preprocessing; a tile of this kernel is a part of one
-  static constexpr int kQueries = C::kQueries, kKeys = C::kKeys, kStages = C::kStages, kDoStages = C::kDoStages;
+  static constexpr bool General = kind == BackwardKind::general;
+  static constexpr int kQueries = C::kQueries, kKeys = C::kKeys, kStages = 2, kDoStages = C::kDoStages;
   static constexpr int kThreads = 32 * C::kWarps;
   static constexpr int kQueryParts = Tiles::kQueries / kQueries, kKeyParts = Tiles::kKeys / kKeys;
 
@@ -42,7 +42,9 @@ struct Backward {
   using PartDq = WarpPart<kQueries, Dim, C::kWarps, C::kDqWarpRows>;
   using TileS = Accumulator<PartS::kColumns>[PartS::kBlocks];
   using TileDk = Accumulator<PartK::kColumns>[PartK::kBlocks];
-  using TileDq = Accumulator<PartDq::kColumns>[PartDq::kBlocks];
+  // With kDqHalves, a warp computes the columns of its part of dq in two halves.
+  static constexpr int kDqColumns = PartDq::kColumns / (C::kDqHalves ? 2 : 1);
+  using TileDq = Accumulator<kDqColumns>[PartDq::kBlocks];
   using Rows = QueryRows<Tiles::kQueries>;
 
   // The iterations whose tiles are known: the current one and two to come.
@@ -65,12 +67,13 @@ struct Backward {
     // What s and dp are multiplied by.
     float scale_log2, product_scale;
     float q_k_scale;  // what turns s into q.k
+    float dq_scale;   // what gives dq the scale of the first part's
     int iterations;
     MBlock at;  // of the last of `steps`
     Step steps[kSteps];
   };
   static constexpr int kSharedBytes = sizeof(Shared);
-  static_assert(kSharedBytes <= kMostSharedBytes);
+  static_assert(kind == BackwardKind::large || kSharedBytes <= kMostSharedBytes);
 
   const KernelParams& params;
   const BackwardParams& a;
@@ -89,11 +92,13 @@ struct Backward {
   __device__ void load_q(const Step& step, int stage) const;
   __device__ void load_do(const Step& step, int stage) const;
   __device__ void compute(TileDk& dk, TileDk& dv);
-  __device__ void exponentials(TileS& s, TileS& dp, int query, int stage) const;
+  __device__ void take_p(TileS& s, int query, int stage) const;
+  __device__ void take_ds(const TileS& p, TileS& dp, int stage) const;
   __device__ void add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const;
   __device__ void store(const TileS& x, unsigned char* tile) const;
   __device__ bool needs_mask(int query) const;
-  __device__ void add(TileDq& dq, const Step& step) const;
+  static constexpr int kDqQuads = PartDq::kBlocks * kDqColumns / 8;  // of four sums of a thread
+  __device__ void add(TileDq& dq, const Step& step, int half, int quad) const;
   __device__ void write(const Output& out, TileDk& x, float scale, int exponent, int columns) const;
 };
 

@@ -4,39 +4,53 @@
 
 namespace octet::cuda::sm80 {
 
-// A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with `kStages` stages of q
-// and `kDoStages` of do; `kBlocks` thread blocks share a multiprocessor that has shared memory for them. The warps
-// divide a product into rows and columns: `kWarpRows` parts of the rows of s and dp, of dk and dv, and of dq.
-template <int Dim, bool General>
+// Which kernel: for the 99 KB of shared memory that every GPU has; for those that have more, at dim 128; or for logits
+// with terms beside scale q.k, which need registers.
+enum class BackwardKind : int { small, large, general };
+
+// A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with two stages of q and
+// `kDoStages` of do; `kBlocks` thread blocks share a multiprocessor that has shared memory for them. The warps divide a
+// product into rows and columns: `kWarpRows` parts of the rows of s and dp, of dk and dv, and of dq.
+template <int Dim, BackwardKind kind>
 struct BackwardConfig;
-template <>
-struct BackwardConfig<64, false> {
-  static constexpr int kWarps = 4, kQueries = 64, kKeys = 64, kStages = 2, kDoStages = 2, kBlocks = 3;
+struct BackwardDefaults {
+  static constexpr int kWarps = 4;
   static constexpr int kSWarpRows = 2, kKeyWarpRows = 2, kDqWarpRows = 2;
+  // true: dq is computed before dv and dk, and added to its sums between their products, which takes registers
+  static constexpr bool kSpreadsDq = false;
+  static constexpr bool kDqHalves = false;  // true: dq is computed in two halves, which saves registers
 };
 template <>
-struct BackwardConfig<128, false> {
-  static constexpr int kWarps = 4, kQueries = 64, kKeys = 64, kStages = 2, kDoStages = 1, kBlocks = 2;
-  static constexpr int kSWarpRows = 2, kKeyWarpRows = 2, kDqWarpRows = 2;
+struct BackwardConfig<64, BackwardKind::small> : BackwardDefaults {
+  static constexpr int kQueries = 64, kKeys = 64, kDoStages = 2, kBlocks = 3;
 };
 template <>
-struct BackwardConfig<256, false> {
-  static constexpr int kWarps = 4, kQueries = 32, kKeys = 32, kStages = 2, kDoStages = 1, kBlocks = 2;
-  static constexpr int kSWarpRows = 2, kKeyWarpRows = 1, kDqWarpRows = 1;
-};
-// With terms of logits (sm80/logits.h), which need registers.
-template <>
-struct BackwardConfig<64, true> {
-  static constexpr int kWarps = 4, kQueries = 64, kKeys = 64, kStages = 2, kDoStages = 2, kBlocks = 2;
-  static constexpr int kSWarpRows = 2, kKeyWarpRows = 2, kDqWarpRows = 2;
+struct BackwardConfig<128, BackwardKind::small> : BackwardDefaults {
+  static constexpr int kQueries = 64, kKeys = 64, kDoStages = 1, kBlocks = 2;
+  static constexpr bool kDqHalves = true;
 };
 template <>
-struct BackwardConfig<128, true> {
-  static constexpr int kWarps = 4, kQueries = 32, kKeys = 64, kStages = 2, kDoStages = 1, kBlocks = 2;
-  static constexpr int kSWarpRows = 2, kKeyWarpRows = 2, kDqWarpRows = 2;
+struct BackwardConfig<256, BackwardKind::small> : BackwardDefaults {
+  static constexpr int kQueries = 32, kKeys = 32, kDoStages = 1, kBlocks = 2;
+  static constexpr int kKeyWarpRows = 1, kDqWarpRows = 1;
+  static constexpr bool kDqHalves = true;
 };
 template <>
-struct BackwardConfig<256, true> : BackwardConfig<256, false> {};
+struct BackwardConfig<128, BackwardKind::large> : BackwardDefaults {
+  static constexpr int kWarps = 8, kQueries = 64, kKeys = 128, kDoStages = 2, kBlocks = 1;
+  static constexpr int kKeyWarpRows = 4;
+  static constexpr bool kSpreadsDq = true;
+};
+template <>
+struct BackwardConfig<64, BackwardKind::general> : BackwardDefaults {
+  static constexpr int kQueries = 64, kKeys = 64, kDoStages = 2, kBlocks = 2;
+};
+template <>
+struct BackwardConfig<128, BackwardKind::general> : BackwardDefaults {
+  static constexpr int kQueries = 32, kKeys = 64, kDoStages = 1, kBlocks = 2;
+};
+template <>
+struct BackwardConfig<256, BackwardKind::general> : BackwardConfig<256, BackwardKind::small> {};
 
 // The part of a product of `Rows` x `Columns` numbers that one warp computes.
 template <int Rows, int Columns, int Warps, int WarpRows>

@@ -20,49 +20,43 @@ __device__ void add_floats(float* to, const float* x) {
 #endif
 }
 
-// Adds dq of an iteration to the sums, whose layout is that of two warpgroups' accumulators (see postprocess_dq.cu).
-template <class T, int Dim, bool General>
-__device__ void Backward<T, Dim, General>::add(TileDq& dq, const Step& step) const {
+// Adds four numbers of a thread's dq to the sums, whose layout is that of two warpgroups' accumulators (see
+// postprocess_dq.cu).
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::add(TileDq& dq, const Step& step, int half, int quad) const {
   constexpr bool kByQueries = Tiles::kQueries > kWarpgroupRows;
   constexpr int kVecs = (kByQueries ? Dim : Dim / 2) / 8;  // of 8 channels, in each part
   constexpr int kPartNumbers = kWarpgroupRows * 8 * kVecs;
   constexpr int kAtOnce = kSumsAtOnce<Dim, Sums::floats>;
-  auto* const sums = static_cast<float*>(a.dq) + int64_t{step.tile} * (Tiles::kQueries * Dim);
-  const float scale = exp2f(static_cast<float>(e.dq));
+  constexpr int kQuadsOfBlock = kDqColumns / 8;
+  const int m = quad / kQuadsOfBlock, i = quad % kQuadsOfBlock;
+  float* const x = &dq[m].x[4 * i];
+  const int row = step.first + 16 * (PartDq::row_block(warp) + m),
+            vec = 2 * PartDq::column_block(warp) + half * kQuadsOfBlock + i;
+  const int thread = row % kWarpgroupRows * 2 + ptx::opaque(lane),
+            part = kByQueries ? row / kWarpgroupRows : vec / kVecs;
+  float* const sums = static_cast<float*>(a.dq) + int64_t{step.tile} * (Tiles::kQueries * Dim) + part * kPartNumbers +
+                      vec % kVecs * (4 * kWarpgroup);
+  if (params.integers) {
+    // Each part has its own scales; postprocessing reads those of the first.
+    const Rows& rows = rows_at<Tiles::kQueries>(a.rows, w.part, a.q_tiles(), step.tile);
+    auto& of_first = rows_at<Tiles::kQueries>(a.rows, 0, a.q_tiles(), step.tile).dq_row_scale;
 #pragma unroll
-  for (int m = 0; m < PartDq::kBlocks; ++m) {
-    const int row = step.first + 16 * (PartDq::row_block(warp) + m);
-    const int first_vec = 2 * PartDq::column_block(warp);
-    const int thread = row % kWarpgroupRows * 2 + lane;
-    const auto at = [&](int i) {
-      const int vec = first_vec + i;
-      const int part = kByQueries ? row / kWarpgroupRows : vec / kVecs;
-      return part * kPartNumbers + vec % kVecs * (4 * kWarpgroup);
-    };
-    if (params.integers) {
-      auto& rows = reinterpret_cast<Rows*>(a.rows)[step.tile];
-#pragma unroll
-      for (int half = 0; half < kRowsPerThread; ++half) {
-        float& row_scale = rows.dq_row_scale[row + lane / 4 + 8 * half];
-        const float by = dq_scale_of(row_scale, e.dq_sums_scale);
-        // An inf or NaN comes from ds and is in every column. It makes the row's scale NaN, and thereby the row.
-        if (!isfinite(dq[m].x[2 * half])) row_scale = __int_as_float(0x7fffffff);
-#pragma unroll
-        for (int i = 0; i < PartDq::kColumns / 8; ++i)
-#pragma unroll
-          for (int c = 0; c < 2; ++c)
-            atomicAdd(reinterpret_cast<int*>(sums) + at(i) + (2 * half + c) * kWarpgroup + thread,
-                      __float2int_rn(dq[m].x[4 * i + 2 * half + c] * by));
-      }
-      continue;
+    for (int below = 0; below < kRowsPerThread; ++below) {
+      const int query = row + lane / 4 + 8 * below;
+      const float by = dq_scale_of(rows.dq_row_scale[query], e.dq_sums_scale);
+      // An inf or NaN makes the row's scale NaN, and thereby the row.
+      if (!isfinite(x[2 * below]) || !isfinite(x[2 * below + 1])) of_first[query] = __int_as_float(0x7fffffff);
+      for (int c = 0; c < 2; ++c)
+        atomicAdd(reinterpret_cast<int*>(sums) + (2 * below + c) * kWarpgroup + thread,
+                  __float2int_rn(x[2 * below + c] * by));
     }
-    if (e.dq != 0) dq[m].scale(scale);
-#pragma unroll
-    for (int i = 0; i < PartDq::kColumns / 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; j += kAtOnce)
-        add_floats<kAtOnce>(sums + at(i) + j * kWarpgroup + thread * kAtOnce, &dq[m].x[4 * i + j]);
+    return;
   }
+  if (const float scale = shared.dq_scale; scale != 1.f)
+    for (int j = 0; j < 4; ++j) x[j] *= scale;
+#pragma unroll
+  for (int j = 0; j < 4; j += kAtOnce) add_floats<kAtOnce>(sums + j * kWarpgroup + thread * kAtOnce, x + j);
 }
 
 // Adds what earlier parts of the queries have written to a row.
@@ -81,9 +75,9 @@ __device__ void add_row(const Type* from, Accumulator<Columns>& x, int which, in
 
 // Writes x scale 2^exponent to rows of dk or dv, added to what earlier parts of the queries have written. 2^exponent
 // may not be a float, so it is applied as two factors.
-template <class T, int Dim, bool General>
-__device__ void Backward<T, Dim, General>::write(const Output& out, TileDk& x, float scale, int exponent,
-                                                 int columns) const {
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::write(const Output& out, TileDk& x, float scale, int exponent,
+                                              int columns) const {
   const float first = scale * exp2f(static_cast<float>(exponent / 2)),
               second = exp2f(static_cast<float>(exponent - exponent / 2));
   const int channel = 16 * PartK::column_block(warp);

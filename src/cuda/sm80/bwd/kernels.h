@@ -11,7 +11,7 @@ struct BackwardKernel {
   int threads, shared_bytes;
 };
 
-template <class T, bool General>
+template <class T, BackwardKind kind>
 BackwardKernel backward_kernel(int dim);
 
 }  // namespace octet::cuda::sm80

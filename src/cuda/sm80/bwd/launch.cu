@@ -13,13 +13,18 @@
 namespace octet::cuda::sm80 {
 namespace {
 
-template <bool General>
-BackwardKernel kernel_of(const Problem& p, int dim) {
-  return f16_compute(p) ? backward_kernel<F16, General>(dim) : backward_kernel<Bf16, General>(dim);
-}
+template <BackwardKind kind>
 BackwardKernel kernel_of(const Problem& p) {
   const int dim = backward_dim(p);
-  return p.plain_logits() ? kernel_of<false>(p, dim) : kernel_of<true>(p, dim);
+  return f16_compute(p) ? backward_kernel<F16, kind>(dim) : backward_kernel<Bf16, kind>(dim);
+}
+BackwardKernel kernel_of(const Problem& p) {
+  if (!p.plain_logits()) return kernel_of<BackwardKind::general>(p);
+  int bytes = 0;
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, p.device_index),
+        "cudaDeviceGetAttribute");
+  const BackwardKernel large = kernel_of<BackwardKind::large>(p);
+  return backward_dim(p) == 128 && large.shared_bytes <= bytes ? large : kernel_of<BackwardKind::small>(p);
 }
 
 }  // namespace

@@ -6,8 +6,8 @@
 
 namespace octet::cuda::sm80 {
 
-template <class T, int Dim, bool General>
-__device__ void Backward<T, Dim, General>::run(unsigned number) {
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::run(unsigned number) {
   if (threadIdx.x == 0) {
     KeyBlockInfo& block = shared.key_block;
     KeyBlockScheduler<Tiles::kQueries, Tiles::kKeys>{a}.find(number / kKeyParts, block);
@@ -30,8 +30,8 @@ __device__ void Backward<T, Dim, General>::run(unsigned number) {
   ptx::cp_async_wait<0>();
 }
 
-template <class T, int Dim, bool General>
-__device__ void Backward<T, Dim, General>::load_keys() const {
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::load_keys() const {
   const int64_t tile = int64_t{w.batch * a.kv_heads + w.kv_head} * a.k_blocks.count + w.block;
   const int64_t bytes = tile * (Tiles::kKeys * Dim * static_cast<int64_t>(sizeof(T)));
   load_async<kThreads, Tiles::kKeys>(TileK{shared.k}, a.k + bytes, w.first_key % Tiles::kKeys);
@@ -39,8 +39,8 @@ __device__ void Backward<T, Dim, General>::load_keys() const {
 }
 
 // Goes on to the next part of the queries, once all warps have computed the part before.
-template <class T, int Dim, bool General>
-__device__ void Backward<T, Dim, General>::next_part() {
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::next_part() {
   __syncthreads();
   if (threadIdx.x == 0) {
     ++shared.key_block.part;
@@ -48,6 +48,7 @@ __device__ void Backward<T, Dim, General>::next_part() {
     shared.iterations = a.heads / a.kv_heads * w.tiles.count();
     shared.q_k_scale = exp2f(static_cast<float>(-e.q - e.k));
     shared.scale_log2 = General ? 1.44269504f : a.scale * 1.44269504f * shared.q_k_scale;
+    shared.dq_scale = exp2f(static_cast<float>(e.dq));
     shared.product_scale = exp2f(static_cast<float>(e.product));
     next_step(0), next_step(1);
   }
@@ -55,8 +56,8 @@ __device__ void Backward<T, Dim, General>::next_part() {
 }
 
 // Finds the tile of iteration n, which follows that of the iteration before.
-template <class T, int Dim, bool General>
-__device__ void Backward<T, Dim, General>::next_step(int n) {
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::next_step(int n) {
   MBlock& at = shared.at;
   const int group = a.heads / a.kv_heads;
   if (n == 0)
@@ -69,8 +70,8 @@ __device__ void Backward<T, Dim, General>::next_step(int n) {
 }
 
 // Starts the copies of q, lse and delta.
-template <class T, int Dim, bool General>
-__device__ void Backward<T, Dim, General>::load_q(const Step& step, int stage) const {
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::load_q(const Step& step, int stage) const {
   constexpr int64_t kBytes = Tiles::kQueries * Dim * sizeof(T);
   load_async<kThreads, Tiles::kQueries>(TileQ{shared.q[stage]}, a.q + step.tile * kBytes, step.first);
   constexpr int kChunks = kQueries * sizeof(float) / kChunkBytes;
@@ -83,23 +84,23 @@ __device__ void Backward<T, Dim, General>::load_q(const Step& step, int stage) c
     ptx::cp_async(ptx::shared_address(&shared.delta[stage][i]), &rows.delta[step.first + i], kChunkBytes);
 }
 
-template <class T, int Dim, bool General>
-__device__ void Backward<T, Dim, General>::load_do(const Step& step, int stage) const {
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::load_do(const Step& step, int stage) const {
   constexpr int64_t kBytes = Tiles::kQueries * Dim * sizeof(T);
   load_async<kThreads, Tiles::kQueries>(TileQ{shared.do_[stage]}, a.do_ + step.tile * kBytes, step.first);
 }
 
 // Returns false if each query of a tile sees all keys of the block.
-template <class T, int Dim, bool General>
-__device__ bool Backward<T, Dim, General>::needs_mask(int query) const {
+template <class T, int Dim, BackwardKind kind>
+__device__ bool Backward<T, Dim, kind>::needs_mask(int query) const {
   if (w.first_key + kKeys > w.k.tokens) return true;
   return a.mask.keys_of(query, w.q.tokens, w.k.tokens).last < w.first_key + kKeys ||
          a.mask.keys_of(query + kQueries - 1, w.q.tokens, w.k.tokens).first > w.first_key;
 }
 
 // Turns s into logits, and dp into (dp - delta) times the derivative of a softcap.
-template <class T, int Dim, bool General>
-__device__ void Backward<T, Dim, General>::add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const {
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const {
   LogitTerms terms = params.terms;
   const float product_scale = shared.product_scale, scale = shared.q_k_scale * terms.scale;
 #pragma unroll
@@ -129,20 +130,17 @@ __device__ void Backward<T, Dim, General>::add_logit_terms(TileS& s, TileS& dp, 
   }
 }
 
-// Turns s into p = exp(scale s - lse), 0 where a query does not see a key, and dp into ds = p (dp - delta).
-// General: what hides a key leaves a ds of 0, whatever dp is.
-template <class T, int Dim, bool General>
-__device__ void Backward<T, Dim, General>::exponentials(TileS& s, TileS& dp, int query, int stage) const {
-  const float scale_log2 = shared.scale_log2, product_scale = shared.product_scale;
+// Turns s into p = exp(scale s - lse), 0 where a query does not see a key.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::take_p(TileS& s, int query, int stage) const {
+  const float scale_log2 = shared.scale_log2;
   const bool masked = needs_mask(query);
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const int row = 16 * (PartS::row_block(warp) + m) + lane / 4;
-    float delta[kRowsPerThread];
 #pragma unroll
     for (int half = 0; half < kRowsPerThread; ++half) {
       const float lse = shared.lse[stage][row + 8 * half];
-      delta[half] = shared.delta[stage][row + 8 * half];
 #pragma unroll
       for (int i = 0; i < PartS::kColumns / 8; ++i)
 #pragma unroll
@@ -151,24 +149,35 @@ __device__ void Backward<T, Dim, General>::exponentials(TileS& s, TileS& dp, int
           x = ptx::exp2(__fmaf_rn(x, scale_log2, -lse));
         }
     }
-    if (masked) {
-      KeyRange ranges[kRowsPerThread];
-      for (int half = 0; half < kRowsPerThread; ++half)
-        ranges[half] = a.mask.keys_of(query + row + 8 * half, w.q.tokens, w.k.tokens);
-      mask_rows(s[m], w.first_key + 16 * PartS::column_block(warp), ranges, 0.f);
-    }
+    if (!masked) continue;
+    KeyRange ranges[kRowsPerThread];
+    for (int half = 0; half < kRowsPerThread; ++half)
+      ranges[half] = a.mask.keys_of(query + row + 8 * half, w.q.tokens, w.k.tokens);
+    mask_rows(s[m], w.first_key + 16 * PartS::column_block(warp), ranges, 0.f);
+  }
+}
+
+// Turns dp into ds = p (dp - delta). With general logits, dp is the second factor already, and what hides a key leaves
+// a ds of 0, whatever dp is.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::take_ds(const TileS& p, TileS& dp, int stage) const {
+  const float product_scale = shared.product_scale;
+#pragma unroll
+  for (int m = 0; m < PartS::kBlocks; ++m) {
+    const float* const delta = &shared.delta[stage][16 * (PartS::row_block(warp) + m) + lane / 4];
+    const float deltas[kRowsPerThread] = {delta[0], delta[8]};
 #pragma unroll
     for (int i = 0; i < PartS::kColumns / 2; ++i)
       if constexpr (General)
-        dp[m].x[i] = s[m].x[i] == 0.f ? 0.f : s[m].x[i] * dp[m].x[i];
+        dp[m].x[i] = p[m].x[i] == 0.f ? 0.f : p[m].x[i] * dp[m].x[i];
       else
-        dp[m].x[i] = s[m].x[i] * __fmaf_rn(dp[m].x[i], product_scale, -delta[i / 2 % 2]);
+        dp[m].x[i] = p[m].x[i] * __fmaf_rn(dp[m].x[i], product_scale, -deltas[i / 2 % 2]);
   }
 }
 
 // Writes p or ds to a tile, rounded.
-template <class T, int Dim, bool General>
-__device__ void Backward<T, Dim, General>::store(const TileS& x, unsigned char* tile) const {
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::store(const TileS& x, unsigned char* tile) const {
   static_assert(PartS::kColumns <= kPanelColumns);
   // opaque() stops the compiler from keeping all addresses in registers throughout the kernel.
   const int first =
@@ -184,8 +193,8 @@ __device__ void Backward<T, Dim, General>::store(const TileS& x, unsigned char* 
 }
 
 // The iterations of one part of the queries.
-template <class T, int Dim, bool General>
-__device__ void Backward<T, Dim, General>::compute(TileDk& dk, TileDk& dv) {
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
   const TileK k{shared.k}, v{shared.v};
   const TileP p{shared.p}, ds{shared.ds};
   if (shared.iterations) load_q(shared.steps[0], 0), load_do(shared.steps[0], 0);
@@ -201,29 +210,45 @@ __device__ void Backward<T, Dim, General>::compute(TileDk& dk, TileDk& dv) {
     if (more) load_q(next, (n + 1) % kStages);
     if (more && kDoStages > 1) load_do(next, (n + 1) % kDoStages);
     ptx::cp_async_commit();
-    // s = q k^T and dp = do v^T; p and ds.
+    // s = q k^T and dp = do v^T, and p and ds of them.
     TileS s, dp;
     for (auto& block : s) block.zero();
     for (auto& block : dp) block.zero();
+    const auto multiply_dp = [&] { mma_ABt(dp, do_, PartS::row_block(warp), v, PartS::column_block(warp)); };
+    if (General) multiply_dp();
     mma_ABt(s, q, PartS::row_block(warp), k, PartS::column_block(warp));
-    mma_ABt(dp, do_, PartS::row_block(warp), v, PartS::column_block(warp));
     if constexpr (General) add_logit_terms(s, dp, step, stage);
-    exponentials(s, dp, step.query, stage);
-    store(s, shared.p), store(dp, shared.ds);
+    take_p(s, step.query, stage);
+    store(s, shared.p);
+    if (!General) multiply_dp();
+    take_ds(s, dp, stage);
+    store(dp, shared.ds);
     __syncthreads();
-    // dv += p^T do; do is then free where it has one stage.
-    mma_AtB(dv, p, PartK::row_block(warp), do_, PartK::column_block(warp));
+    // dq += ds k, dv += p^T do, dk += ds^T q. do is free after dv, which matters where it has one stage.
+    TileDq dq;
+    const auto multiply_dq = [&](int half) {
+      for (auto& block : dq) block.zero();
+      mma_AB<kKeys>(dq, ds, PartDq::row_block(warp), k, PartDq::column_block(warp) + half * (kDqColumns / 16));
+    };
+    const auto add_quads = [&](int half, int first, int last) {
+#pragma unroll
+      for (int quad = first; quad < min(last, kDqQuads); ++quad) add(dq, step, half, quad);
+    };
+    constexpr int kSlots = 2 * kQueries / 16, kOfSlot = (kDqQuads + kSlots - 1) / kSlots;
+    const auto add_between = [&](int slot) {
+      if (C::kSpreadsDq) add_quads(0, slot * kOfSlot, (slot + 1) * kOfSlot);
+    };
+    if (C::kSpreadsDq) multiply_dq(0);
+    mma_AtB(dv, p, PartK::row_block(warp), do_, PartK::column_block(warp), add_between);
     if (kDoStages == 1) {
       __syncthreads();
       if (more) load_do(next, 0);
       ptx::cp_async_commit();
     }
-    // dk += ds^T q; dq += ds k.
-    mma_AtB(dk, ds, PartK::row_block(warp), q, PartK::column_block(warp));
-    TileDq dq;
-    for (auto& block : dq) block.zero();
-    mma_AB<kKeys>(dq, ds, PartDq::row_block(warp), k, PartDq::column_block(warp));
-    add(dq, step);
+    mma_AtB(dk, ds, PartK::row_block(warp), q, PartK::column_block(warp),
+            [&](int k_step) { add_between(kQueries / 16 + k_step); });
+    for (int half = 0; half < (C::kSpreadsDq ? 0 : C::kDqHalves ? 2 : 1); ++half)
+      multiply_dq(half), add_quads(half, 0, kDqQuads);
   }
 }
 

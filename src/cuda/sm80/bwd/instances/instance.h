@@ -7,11 +7,11 @@
 
 namespace octet::cuda::sm80 {
 
-template <class T, int Dim, bool General>
-__global__ void __launch_bounds__(Backward<T, Dim, General>::kThreads, BackwardConfig<Dim, General>::kBlocks)
+template <class T, int Dim, BackwardKind kind>
+__global__ void __launch_bounds__(Backward<T, Dim, kind>::kThreads, BackwardConfig<Dim, kind>::kBlocks)
     backward_by_mma_sync(const __grid_constant__ KernelParams params) {
   extern __shared__ __align__(128) unsigned char memory[];
-  using Kernel = Backward<T, Dim, General>;
+  using Kernel = Backward<T, Dim, kind>;
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
@@ -25,10 +25,10 @@ __global__ void __launch_bounds__(Backward<T, Dim, General>::kThreads, BackwardC
   kernel.run(blockIdx.x);
 }
 
-template <class T, int Dim, bool General>
+template <class T, int Dim, BackwardKind kind>
 BackwardKernel backward_kernel_of() {
-  using Kernel = Backward<T, Dim, General>;
-  return {.function = backward_by_mma_sync<T, Dim, General>,
+  using Kernel = Backward<T, Dim, kind>;
+  return {.function = backward_by_mma_sync<T, Dim, kind>,
           .queries = Kernel::kQueries,
           .keys = Kernel::kKeys,
           .key_parts = Kernel::kKeyParts,
@@ -36,11 +36,14 @@ BackwardKernel backward_kernel_of() {
           .shared_bytes = Kernel::kSharedBytes};
 }
 
-template <class T, bool General>
+template <class T, BackwardKind kind>
 BackwardKernel backward_kernel(int dim) {
-  return dim == 64    ? backward_kernel_of<T, 64, General>()
-         : dim == 128 ? backward_kernel_of<T, 128, General>()
-                      : backward_kernel_of<T, 256, General>();
+  if constexpr (kind == BackwardKind::large)
+    return backward_kernel_of<T, 128, kind>();
+  else
+    return dim == 64    ? backward_kernel_of<T, 64, kind>()
+           : dim == 128 ? backward_kernel_of<T, 128, kind>()
+                        : backward_kernel_of<T, 256, kind>();
 }
 
 }  // namespace octet::cuda::sm80
