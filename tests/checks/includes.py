@@ -71,7 +71,7 @@ for one in ("fwd", "bwd"):  # neither pass knows the other
     RULES[f"src/cuda/sm90/{one}"] = RULES[f"src/cuda/sm90/{one}/instances"] = allowed_here
 SM80 = [*SM90, "cuda/sm80/"]
 RULES["src/cuda/sm80"] = SM80
-for one in ("fwd", "bwd"):  # neither pass knows the other
+for one in ("fwd", "bwd", "jvp"):  # no pass knows another
     allowed_here = [
         *SM90,
         *(f"cuda/sm80/{name}.h" for name in ("smem", "mma", "logits", "seen_values", "passes")),

@@ -136,6 +136,8 @@ constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, BiasCorrection::f16}
                            {Pass::forward, Precision::bf16, BiasCorrection::beta},
                            {Pass::forward, Precision::f16, BiasCorrection::beta},
                            {Pass::backward, Precision::bf16, BiasCorrection::beta},
+                           {Pass::jvp, Precision::bf16},
+                           {Pass::jvp, Precision::f16},
                            {Pass::forward, Precision::int8},
                            {Pass::forward, Precision::int8_f16},
                            {Pass::forward, Precision::int8_fp8},
@@ -190,6 +192,10 @@ TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
   }
   expect_as_good({"o", &got.o, &expected.o, &want.o, rms.o, most.o});
   expect_as_good({"lse", &got.lse, &expected.lse, &want.lse, rms.lse, most.lse});
+  if (pass == Pass::jvp) {
+    expect_as_good({"to", &got.to, &expected.to, &want.to, rms.to, most.to});
+    if (got.tlse.present()) expect_as_good({"tlse", &got.tlse, &expected.tlse, &want.tlse, rms.tlse, most.tlse});
+  }
   if (!got.o_residual.present()) return;
   const Values got_o = combined(1, got.o, 1, got.o_residual),
                expected_o = combined(1, expected.o, 1, expected.o_residual);

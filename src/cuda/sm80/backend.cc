@@ -59,7 +59,14 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
     return text(std::max(p.tokens_q, p.tokens_k), " tokens; it takes up to ", kMaxTokens);
   if (p.batch * p.heads > kMaxBlocks / (p.tokens_q / 64 + 1))
     return text(p.batch * p.heads, " heads of ", p.tokens_q, " queries are more blocks than it can count");
-  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}, {&p.o, "o"}, {&p.do_, "do"}})
+  for (const auto& [t, label] : {std::pair{&p.q, "q"},
+                                 {&p.k, "k"},
+                                 {&p.v, "v"},
+                                 {&p.o, "o"},
+                                 {&p.do_, "do"},
+                                 {&p.tq, "tq"},
+                                 {&p.tk, "tk"},
+                                 {&p.tv, "tv"}})
     if (auto found = unsupported_reason_of(*t, label)) return found;
   switch (p.pass) {
     case OCTET_FORWARD:
@@ -67,7 +74,7 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
     case OCTET_BACKWARD:
       return backward_unsupported_reason(p);
     default:
-      return text("it has no ", name(p.pass), " pass; it has: forward, backward");
+      return jvp_unsupported_reason(p);
   }
 }
 
@@ -80,7 +87,14 @@ Plan plan_of(const Problem& p) {
 }
 
 Plan plan(const Problem& p) {
-  return p.pass == OCTET_BACKWARD ? plan_of<backward, backward_name>(p) : plan_of<forward, forward_name>(p);
+  switch (p.pass) {
+    case OCTET_FORWARD:
+      return plan_of<forward, forward_name>(p);
+    case OCTET_BACKWARD:
+      return plan_of<backward, backward_name>(p);
+    default:
+      return plan_of<jvp, jvp_name>(p);
+  }
 }
 
 }  // namespace

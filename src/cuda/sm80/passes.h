@@ -19,4 +19,8 @@ std::optional<std::string> backward_unsupported_reason(const Problem& p);
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string backward_name(const Problem& p);
 
+std::optional<std::string> jvp_unsupported_reason(const Problem& p);
+std::size_t jvp(const Problem& p, void* workspace, cudaStream_t stream);
+std::string jvp_name(const Problem& p);
+
 }  // namespace octet::cuda::sm80

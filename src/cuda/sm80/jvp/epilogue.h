@@ -1,0 +1,144 @@
+// The epilogue of the jvp pass: o, to, lse and tlse, and the recomputation of rows that a masked inf or NaN has
+// reached.
+#pragma once
+#include "cuda/fragment/unmasked_row.h"
+#include "cuda/sm80/jvp/jvp.h"
+
+namespace octet::cuda::sm80 {
+
+// Returns what becomes of the sums of a row. A sink leaves the keys the share w of all probabilities:
+//   o = w o     to = w (to + (1 - w) (tlse - tsink) o)     tlse = w tlse + (1 - w) tsink
+template <class T, int Dim, bool General>
+__device__ auto Jvp<T, Dim, General>::finish(int query, float m, float centre, float l, float r) const -> Finished {
+  constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147180559945f;
+  const bool none = l == 0.f;
+  Finished f{.inverse = none ? 0.f : 1.f / l, .share = 1.f};
+  f.mean = r * f.inverse;
+  const float gauge = General && !none ? terms_of(query).gauge : 0.f;
+  const float log2_sum = none ? -INFINITY : __fmaf_rn(m, (General ? 1.f : a.scale) * kLog2e, log2f(l));
+  f.lse = __fmaf_rn(log2_sum, kLn2, gauge), f.tlse = none ? 0.f : centre + f.mean;
+  if (!a.sinks.data) return f;
+  const TileInfo& w = shared.q_tile;
+  const RowWithSink all = with_sink(__fmaf_rn(gauge, kLog2e, log2_sum), a.sinks.at(w.batch, w.head) * kLog2e);
+  const float tsink = a.tsinks.data ? a.tsinks.at(w.batch, w.head) : 0.f;
+  const float rest = all.log2_sum == -INFINITY ? 0.f : 1.f - all.share;
+  f.lse = all.log2_sum * kLn2, f.share = all.share;
+  if (rest != 0.f) f.of_sink = rest * (f.tlse - tsink), f.tlse = all.share * f.tlse + rest * tsink;
+  return f;
+}
+
+template <class T, int Dim, bool General>
+__device__ void Jvp<T, Dim, General>::store(const Output& to, int query, const O& x) const {
+  const TileInfo& w = shared.q_tile;
+  const auto store_as = [&](auto* type) {
+    using Type = std::remove_pointer_t<decltype(type)>;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const int i = query + 8 * row;
+      store_row<Type>(to.row<Type>(w.batch, w.head, int64_t{w.q_first} + i) + first_column(), i < w.q_tokens, x, row,
+                      a.dim_v - first_column());
+    }
+  };
+  switch (to.element) {
+    case Element::f32:
+      return store_as(static_cast<float*>(nullptr));
+    case Element::f16:
+      return store_as(static_cast<F16*>(nullptr));
+    default:
+      return store_as(static_cast<Bf16*>(nullptr));
+  }
+}
+
+template <class T, int Dim, bool General>
+__device__ void Jvp<T, Dim, General>::write(const Rows& rows, O& o, O& u) const {
+  const TileInfo& w = shared.q_tile;
+  const int query = thread_query();
+  // All rows of a warp meet the same v and tv, so that one of them is enough.
+  const bool nonfinite = has_infinite<kDimV>(o) || has_infinite<kDimV>(u);
+#pragma unroll
+  for (int row = 0; row < kRowsPerThread; ++row) {
+    const int i = query + 8 * row;
+    const Finished f = finish(i, rows.m[row], rows.centre[row], quad_sum(rows.l[row]), quad_sum(rows.r[row]));
+#pragma unroll
+    for (int j = 0; j < kDimV / 8; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) f.apply(o.x[4 * j + 2 * row + c], u.x[4 * j + 2 * row + c]);
+    if (i >= w.q_tokens || threadIdx.x % 4 || first_column() > 0) continue;
+    if (a.lse.data) *a.lse.row<float>(w.batch, w.head, int64_t{w.q_first} + i) = f.lse;
+    if (a.tlse.data) *a.tlse.row<float>(w.batch, w.head, int64_t{w.q_first} + i) = f.tlse;
+  }
+  store(a.o, query, o), store(a.to, query, u);
+  if ((a.mask.windowed || (General && a.terms.mask)) && __any_sync(~0u, nonfinite)) recompute_rows();
+}
+
+// Recomputes those rows of this warp that are not finite from the keys that they see.
+template <class T, int Dim, bool General>
+__device__ void Jvp<T, Dim, General>::recompute_rows() const {
+  constexpr int kChannels = kDimV / 32;
+  const TileInfo& w = shared.q_tile;
+  const int lane = cold_lane(), first = uniform(w.q_start + 16 * warp()), last = min(first + kWarpRows, w.q_tokens);
+  const int columns = min(a.dim_v - first_column(), kDimV);
+  __syncwarp();
+#pragma unroll 1
+  for (int query = first; query < last; ++query) {
+    const int64_t token = int64_t{w.q_first} + query;
+    const auto at = [&](const Output& t) {
+      return w.batch * t.stride[0] + w.head * t.stride[1] + token * t.stride[2] + first_column();
+    };
+    bool finite = true;
+#pragma unroll 1
+    for (int c = lane; c < columns; c += 32)
+      finite &= isfinite(number_at(a.o, at(a.o) + c)) && isfinite(number_at(a.to, at(a.to) + c));
+    if (__all_sync(~0u, finite)) continue;
+    const T *const q = a.q.row<T>(w.batch, w.head, token), *const tq = a.tq.row<T>(w.batch, w.head, token);
+    const KeyRange keys = range_of(query);
+    const RowTerms terms = General ? terms_of(query) : RowTerms{};
+    float o[kChannels]{}, u[kChannels]{}, m = -INFINITY, l = 0.f, r = 0.f;
+#pragma unroll 1
+    for (int start = keys.first; start < keys.last; start += 32) {
+      const int64_t key = min(start + lane, keys.last - 1);
+      const T *const k = shared.k_start + key * a.k.stride[2], *const tk = shared.tk_start + key * a.tk.stride[2];
+      const float product = dot(q, k, a.dim);
+      float x = product * a.scale, t = a.scale * (dot(tq, k, a.dim) + dot(q, tk, a.dim));
+      if constexpr (General) {
+        x = logit_of(a.terms, terms, static_cast<int>(key), product);
+        if (a.terms.softcap != 0.f) t *= softcap(a.terms, product * a.scale).derivative;
+      }
+      if (start + lane >= keys.last) x = -INFINITY;
+      float most = fmaxf(m, x);
+      for (int offset = 16; offset; offset /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+      const float from = most == -INFINITY ? 0.f : most, rescale = expf(m - from), p = expf(x - from);
+      const float h = p == 0.f ? 0.f : p * t;
+      float sum = p, sum_h = h;
+      for (int offset = 16; offset; offset /= 2)
+        sum += __shfl_xor_sync(~0u, sum, offset), sum_h += __shfl_xor_sync(~0u, sum_h, offset);
+      l = l * rescale + sum, r = r * rescale + sum_h, m = most;
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) o[c] *= rescale, u[c] *= rescale;
+#pragma unroll 1
+      for (int i = 0; i < min(32, keys.last - start); ++i) {
+        const float of_p = __shfl_sync(~0u, p, i), of_h = __shfl_sync(~0u, h, i);
+        if (of_p == 0.f) continue;  // what hides a key leaves it a p of 0
+        const T* const v = shared.v_start + int64_t{start + i} * a.v.stride[2];
+        const T* const tv = shared.tv_start + int64_t{start + i} * a.tv.stride[2];
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          if (lane + 32 * c >= columns) continue;
+          const float value = float(v[lane + 32 * c]);
+          o[c] = fmaf(of_p, value, o[c]);
+          u[c] = fmaf(of_p, float(tv[lane + 32 * c]), fmaf(of_h, value, u[c]));
+        }
+      }
+    }
+    // m is a logit here, whatever the kernel's own is.
+    const Finished f = finish(query, General ? m : m / a.scale, 0.f, l, r);
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      if (lane + 32 * c >= columns) continue;
+      f.apply(o[c], u[c]);
+      set_number(a.o, at(a.o) + lane + 32 * c, o[c]), set_number(a.to, at(a.to) + lane + 32 * c, u[c]);
+    }
+  }
+}
+
+}  // namespace octet::cuda::sm80

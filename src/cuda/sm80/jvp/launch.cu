@@ -1,0 +1,112 @@
+// The jvp pass on the host: kernel choice, operands, scheduler, launch.
+#include <algorithm>
+
+#include "core/error.h"
+#include "core/names.h"
+#include "core/recipe.h"
+#include "cuda/host/status.h"
+#include "cuda/preprocess/masks.h"
+#include "cuda/preprocess/operands.h"
+#include "cuda/scheduler/count_blocks.h"
+#include "cuda/sm80/jvp/config.h"
+#include "cuda/sm80/jvp/params.h"
+#include "cuda/sm80/passes.h"
+
+namespace octet::cuda::sm80 {
+namespace {
+
+template <class T>
+JvpKernel kernel_of(const Problem& p) {
+  const int64_t dim = std::max(p.dim, p.dim_v);
+  return p.plain_logits() ? jvp_kernel<T, false>(dim) : jvp_kernel<T, true>(dim);
+}
+JvpKernel kernel_of(const Problem& p) {
+  return p.precision == OCTET_PRECISION_BF16 ? kernel_of<Bf16>(p) : kernel_of<F16>(p);
+}
+
+int attribute(cudaDeviceAttr which, const Problem& p) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, p.device_index), "cudaDeviceGetAttribute");
+  return value;
+}
+
+// Returns groups of heads whose k, v and tangents take two thirds of L2. Only masks make blocks of different lengths.
+HeadGroups groups_of(const Problem& p, int64_t blocks) {
+  const int64_t all = p.batch * p.heads;
+  if (!p.windowed) return one_by_one(all);
+  const int64_t head_bytes = std::max<int64_t>(2 * sizeof(F16) * p.tokens_k * (p.dim + p.dim_v), 1);
+  const int64_t in_l2 = attribute(cudaDevAttrL2CacheSize, p) * int64_t{2} / 3 / head_bytes * p.group();
+  return head_groups_of(all, blocks, in_l2, 2 * attribute(cudaDevAttrMultiProcessorCount, p));
+}
+
+}  // namespace
+
+std::optional<std::string> jvp_unsupported_reason(const Problem& p) {
+  constexpr PrecisionSet kPrecisions = {OCTET_PRECISION_F16, OCTET_PRECISION_BF16};
+  if (kPrecisions.has(p.precision)) return {};
+  return text("it has no ", name(p.precision), " jvp pass; it has: ", kPrecisions.names());
+}
+
+std::string jvp_name(const Problem& p) {
+  return text("jvp ", name(p.precision), ", mma.sync, ", kJvpRows, " x ", kernel_of(p).keys, " tiles");
+}
+
+std::size_t jvp(const Problem& p, void* workspace, cudaStream_t stream) {
+  const octet_dtype type = p.precision == OCTET_PRECISION_BF16 ? OCTET_BF16 : OCTET_F16;
+  WorkspaceAllocator allocator(workspace);
+  allocator.take(1);  // the workspace of a run is not null
+  int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
+  const Input q(p.q, type, allocator), k(p.k, type, allocator), v(p.v, type, allocator);
+  const Input tq(p.tq, type, allocator), tk(p.tk, type, allocator), tv(p.tv, type, allocator);
+  const Result o(p.o, allocator), to(p.to, allocator);
+  const LogitTerms terms = logit_terms(p, allocator);
+  if (!workspace || !p.o.elements()) return allocator.used();
+
+  const DeviceScope device(p.device_index);
+  for (const Input* x : {&q, &k, &v, &tq, &tk, &tv}) x->preprocess(stream);
+  compute_gauges(p, terms, stream);
+  const int64_t blocks = (p.tokens_q + kJvpRows - 1) / kJvpRows;
+  const JvpKernel kernel = kernel_of(p);
+  JvpParams a{.q = output(q.view()),
+              .k = output(k.view()),
+              .v = output(v.view()),
+              .tq = output(tq.view()),
+              .tk = output(tk.view()),
+              .tv = output(tv.view()),
+              .scheduler = {.batch = static_cast<int>(p.batch),
+                            .heads = static_cast<int>(p.heads),
+                            .q_tokens = static_cast<int>(p.tokens_q),
+                            .k_tokens = static_cast<int>(p.tokens_k),
+                            .rows = kJvpRows,
+                            .full_blocks = static_cast<int>(blocks),
+                            .head_groups = groups_of(p, blocks),
+                            .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
+                            .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
+                            .blocks_before = blocks_before,
+                            .sequences = sequences_of(p)},
+              .mask = mask_of(p),
+              .group = static_cast<int>(p.group()),
+              .dim = static_cast<int>(p.dim),
+              .dim_v = static_cast<int>(p.dim_v),
+              .scale = p.scale,
+              .terms = terms,
+              .o = o.output(),
+              .to = to.output(),
+              .lse = output(p.lse),
+              .tlse = output(p.tlse),
+              .sinks = sinks(p.sinks),
+              .tsinks = sinks(p.tsinks)};
+  if (p.packed()) count_blocks(a.scheduler.cu_seqlens_q, a.scheduler.sequences, kJvpRows, blocks_before, stream);
+  const int64_t tiles = (p.packed() ? blocks + sequences_of(p) : blocks * p.batch) * p.heads;
+  const int64_t columns = (p.dim_v + kernel.dim_v - 1) / kernel.dim_v;
+  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
+        "cudaFuncSetAttribute");
+  void* arguments[] = {&a};
+  check(cudaLaunchKernel(kernel.function, dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(columns)),
+                         dim3(kJvpThreads), arguments, kernel.shared_bytes, stream),
+        "cudaLaunchKernel");
+  o.deliver(stream), to.deliver(stream);
+  return allocator.used();
+}
+
+}  // namespace octet::cuda::sm80

@@ -1,0 +1,216 @@
+// The mainloop of the jvp pass. sm80/jvp/jvp.h has the algorithm.
+#pragma once
+#include "cuda/sm80/jvp/jvp.h"
+
+namespace octet::cuda::sm80 {
+
+template <class T, int Dim, bool General>
+__device__ void Jvp<T, Dim, General>::find_tile(unsigned tile) {
+  if (threadIdx.x == 0) {
+    const TileInfo found = a.scheduler.at(tile);
+    shared.q_tile = found;
+    if (found.valid()) {
+      const int n = found.q_tokens, m = found.k_tokens, last = min(found.q_start + kJvpRows, n) - 1;
+      const KeyRange top = a.mask.keys_of(found.q_start, n, m), bottom = a.mask.keys_of(last, n, m);
+      shared.keys = {top.first / kKeys * kKeys, max(top.last, bottom.last)};
+      shared.seen = a.mask.seen(n, m);
+      const int kv_head = found.head / a.group;
+      shared.k_start = a.k.row<T>(found.batch, kv_head, found.k_first);
+      shared.tk_start = a.tk.row<T>(found.batch, kv_head, found.k_first);
+      shared.v_start = a.v.row<T>(found.batch, kv_head, found.k_first) + first_column();
+      shared.tv_start = a.tv.row<T>(found.batch, kv_head, found.k_first) + first_column();
+    }
+  }
+  __syncthreads();
+}
+
+template <class T, int Dim, bool General>
+__device__ void Jvp<T, Dim, General>::load_queries() const {
+  const TileInfo& w = shared.q_tile;
+  const KeyRange rows{0, w.q_tokens - w.q_start};
+  const int64_t token = int64_t{w.q_first} + w.q_start;
+  load_async<kThreads>(TileQ{shared.q}, a.q.row<T>(w.batch, w.head, token), a.q.stride[2], rows, a.dim);
+  load_async<kThreads>(TileQ{shared.tq}, a.tq.row<T>(w.batch, w.head, token), a.tq.stride[2], rows, a.dim);
+}
+
+// Loads a tile of k and tk. Rows that no query sees, or of the next packed sequence, become zeros: they may hold inf or
+// NaN.
+template <class T, int Dim, bool General>
+__device__ void Jvp<T, Dim, General>::load_k(int key) const {
+  const KeyRange rows{shared.seen.first - key, shared.seen.last - key};
+  load_async<kThreads>(TileK{shared.k}, shared.k_start + key * a.k.stride[2], a.k.stride[2], rows, a.dim);
+  load_async<kThreads>(TileK{shared.tk}, shared.tk_start + key * a.tk.stride[2], a.tk.stride[2], rows, a.dim);
+}
+
+template <class T, int Dim, bool General>
+__device__ void Jvp<T, Dim, General>::load_v(int key) const {
+  const KeyRange rows{shared.seen.first - key, shared.seen.last - key};
+  const int columns = a.dim_v - first_column();
+  load_async<kThreads>(TileV{shared.v}, shared.v_start + key * a.v.stride[2], a.v.stride[2], rows, columns);
+  load_async<kThreads>(TileV{shared.tv}, shared.tv_start + key * a.tv.stride[2], a.tv.stride[2], rows, columns);
+}
+
+// s = q k^T, t = tq k^T + q tk^T.
+template <class T, int Dim, bool General>
+__device__ void Jvp<T, Dim, General>::multiply_qk(S& s, S& t) const {
+  s.zero(), t.zero();
+  const TileQ q{shared.q}, tq{shared.tq};
+  const TileK k{shared.k}, tk{shared.tk};
+  const uint32_t lane_q = TileQ::step(q.lane_down(), warp(), 0), lane_tq = TileQ::step(tq.lane_down(), warp(), 0);
+  const uint32_t lane_k = k.lane_right(), lane_tk = tk.lane_right();
+#pragma unroll
+  for (int k_step = 0; k_step < Dim / 16; ++k_step) {
+    uint32_t rows[4], tangents[4];
+    ptx::ldmatrix(rows, TileQ::step(lane_q, 0, k_step));
+    ptx::ldmatrix(tangents, TileQ::step(lane_tq, 0, k_step));
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+      uint32_t x[4], y[4];
+      ptx::ldmatrix(x, TileK::step(lane_k, n, k_step));
+      ptx::ldmatrix(y, TileK::step(lane_tk, n, k_step));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::mma_m16n8k16<T>(&s.x[8 * n + 4 * half], rows, &x[2 * half]);
+        ptx::mma_m16n8k16<T>(&t.x[8 * n + 4 * half], tangents, &x[2 * half]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) ptx::mma_m16n8k16<T>(&t.x[8 * n + 4 * half], rows, &y[2 * half]);
+    }
+  }
+}
+
+// o += p v, u += p tv + h v.
+template <class T, int Dim, bool General>
+__device__ void Jvp<T, Dim, General>::multiply_pv(O& o, O& u, const Operand<T, kKeys>& p,
+                                                  const Operand<T, kKeys>& h) const {
+  const TileV v{shared.v}, tv{shared.tv};
+  const uint32_t lane_v = v.lane_down(), lane_tv = tv.lane_down();
+#pragma unroll
+  for (int k_step = 0; k_step < kKeys / 16; ++k_step)
+#pragma unroll
+    for (int n = 0; n < kDimV / 16; ++n) {
+      uint32_t x[4], y[4];
+      ptx::ldmatrix_trans(x, TileV::step(lane_v, k_step, n));
+      ptx::ldmatrix_trans(y, TileV::step(lane_tv, k_step, n));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::mma_m16n8k16<T>(&o.x[8 * n + 4 * half], &p.x[4 * k_step], &x[2 * half]);
+        ptx::mma_m16n8k16<T>(&u.x[8 * n + 4 * half], &h.x[4 * k_step], &x[2 * half]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) ptx::mma_m16n8k16<T>(&u.x[8 * n + 4 * half], &p.x[4 * k_step], &y[2 * half]);
+    }
+}
+
+template <class T, int Dim, bool General>
+__device__ RowTerms Jvp<T, Dim, General>::terms_of(int query) const {
+  const TileInfo& w = shared.q_tile;
+  return row_terms(a.terms, w.batch, w.sequence, w.head, query, w.q_tokens, w.k_tokens, range_of(query));
+}
+
+// Turns products into logits and their tangents: scaled only with general logits. Logits of unseen keys become -inf.
+template <class T, int Dim, bool General>
+__device__ void Jvp<T, Dim, General>::take_logits(S& s, S& t, int key) const {
+  const int query = ptx::opaque(thread_query());
+  if constexpr (General) {
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) {
+      s.x[i] *= a.scale, t.x[i] *= a.scale;
+      if (a.terms.softcap == 0.f) continue;
+      const Capped capped = softcap(a.terms, s.x[i]);
+      s.x[i] = capped.x, t.x[i] *= capped.derivative;
+    }
+    LogitTerms others = a.terms;
+    others.softcap = 0.f, others.scale = 1.f;
+    const RowTerms terms[] = {terms_of(query), terms_of(query + 8)};
+    add_terms(s, others, terms, key, shared.q_tile.k_tokens);
+  }
+  const TileInfo& w = shared.q_tile;
+  const int first = w.q_start + 16 * warp();
+  if (range_of(first).last >= key + kKeys && range_of(first + 15).first <= key) return;
+  const KeyRange ranges[] = {range_of(query), range_of(query + 8)};
+  mask_rows(s, key, ranges);
+}
+
+// Turns logits and their tangents into p and h, rounded; returns the factors of earlier sums.
+template <class T, int Dim, bool General>
+__device__ RowValues Jvp<T, Dim, General>::take_exp(S& s, S& t, Rows& rows, Operand<T, kKeys>& p,
+                                                    Operand<T, kKeys>& h) const {
+  const float scale = General ? 1.f : a.scale, scale_log2 = scale * 1.44269504f;
+  RowValues rescale;
+#pragma unroll
+  for (int row = 0; row < kRowsPerThread; ++row) {
+    const float old = rows.m[row], most = quad_max(row_max(s, row, old));
+    const float origin = most == -INFINITY ? 0.f : most * scale_log2;  // -inf: the row has seen no key yet
+    rescale[row] = ptx::exp2(__fmaf_rn(old, scale_log2, -origin));
+    rows.m[row] = most;
+    float sum = 0.f, weighted = 0.f;
+#pragma unroll
+    for (int i = 0; i < kKeys / 8; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float &x = s.x[4 * i + 2 * row + c], &y = t.x[4 * i + 2 * row + c];
+        x = ptx::exp2(__fmaf_rn(x, scale_log2, -origin));
+        y = x == 0.f ? 0.f : y * scale;  // what belongs to an unseen key may be anything
+        sum += x, weighted = __fmaf_rn(x, y, weighted);
+      }
+    if (__any_sync(~0u, old == -INFINITY && most != -INFINITY)) {
+      sum = quad_sum(sum), weighted = quad_sum(weighted);
+      if (old == -INFINITY && most != -INFINITY) rows.centre[row] = weighted / sum;
+    }
+    float l = rows.l[row] * rescale[row], r = rows.r[row] * rescale[row];
+#pragma unroll
+    for (int i = 0; i < kKeys / 8; ++i) {
+      float* const x = &s.x[4 * i + 2 * row];
+      float* const y = &t.x[4 * i + 2 * row];
+      for (int c = 0; c < 2; ++c) y[c] = x[c] == 0.f ? 0.f : x[c] * (y[c] - rows.centre[row]);
+      uint32_t &p_word = p.x[2 * i + row], &h_word = h.x[2 * i + row];
+      p_word = ptx::pack<T>(x[0], x[1]), h_word = ptx::pack<T>(y[0], y[1]);
+      const float2 rounded_p = ptx::unpack<T>(p_word), rounded_h = ptx::unpack<T>(h_word);
+      l += rounded_p.x + rounded_p.y, r += rounded_h.x + rounded_h.y;
+    }
+    rows.l[row] = l, rows.r[row] = r;
+  }
+  return rescale;
+}
+
+template <class T, int Dim, bool General>
+__device__ void Jvp<T, Dim, General>::run(unsigned tile) {
+  find_tile(tile);
+  if (!shared.q_tile.valid()) return;
+  const int last = shared.keys.last;
+  int key = shared.keys.first;
+  load_queries();
+  if (key < last) load_k(key);
+  ptx::cp_async_commit();
+  if (key < last) load_v(key);
+  ptx::cp_async_commit();
+  Rows rows;
+  O o, u;
+  o.zero(), u.zero();
+#pragma unroll 1
+  for (; key < last; key += kKeys) {
+    const bool more = key + kKeys < last;
+    ptx::cp_async_wait<1>();
+    __syncthreads();  // k has arrived
+    S s, t;
+    multiply_qk(s, t);
+    __syncthreads();  // all warps have read k
+    if (more) load_k(key + kKeys);
+    ptx::cp_async_commit();
+    take_logits(s, t, key);
+    Operand<T, kKeys> p, h;
+    const RowValues rescale = take_exp(s, t, rows, p, h);
+    scale_rows(o, rescale), scale_rows(u, rescale);
+    ptx::cp_async_wait<1>();
+    __syncthreads();  // v has arrived
+    multiply_pv(o, u, p, h);
+    __syncthreads();  // all warps have read v
+    if (more) load_v(key + kKeys);
+    ptx::cp_async_commit();
+  }
+  ptx::cp_async_wait<0>();
+  write(rows, o, u);
+}
+
+}  // namespace octet::cuda::sm80
