@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int batch = of_batch; batch < end; ++batch) {
     const float sink = p.sinks.at(batch, head);
     if (sink == -INFINITY) continue;
-    const Exponents& e = p.exponents[(batch * heads + head) / p.group * kParts];
+    const Exponents& e = p.exponents[(batch * heads + head) / p.group];
     const float delta_scale = power_of_two(e.do_ + e.v + e.product);
     for (int block = warp; block < p.q_blocks.count; block += kWarps) {
       const Blocks::Sequence sequence = p.q_blocks.sequence_of(block);

@@ -104,6 +104,7 @@ PreprocessParams preprocess_params(const Problem& p, bool key_tiles, WorkspaceAl
       .sampled = allocator.take<Sizes>(kv_heads),
       .sizes = allocator.take<Sizes>(kv_heads),
       .exponents = allocator.take<Exponents>(kv_heads * kParts),
+      .divided = allocator.take<unsigned>(1 + kv_heads),
       .mean = allocator.take<float>(kv_heads * p.dim),
       .q_tiles = allocator.take<unsigned char>(q_bytes),
       .do_tiles = allocator.take<unsigned char>(q_bytes),
@@ -112,7 +113,7 @@ PreprocessParams preprocess_params(const Problem& p, bool key_tiles, WorkspaceAl
       .dq = allocator.take<float>(q_tiles * rows.queries * dim),
       .zeroed_heads = static_cast<int>(kv_heads),
       .zeroed = allocator.take<unsigned>(kv_heads),
-      .counter = allocator.take<unsigned>(1)};
+      .counters = allocator.take<unsigned>(2)};
   if (key_tiles) {
     params.k_tiles = allocator.take<unsigned char>(k_bytes);
     params.v_tiles = allocator.take<unsigned char>(k_bytes);
@@ -142,6 +143,7 @@ BackwardParams backward_params(const Problem& p, const PreprocessParams& params,
           .zeroed_heads = params.zeroed_heads,
           .zeroed = params.zeroed,
           .exponents = params.exponents,
+          .divided = params.divided,
           .q_blocks = params.q_blocks,
           .k_blocks = params.k_blocks,
           .mask = params.mask,
@@ -150,7 +152,7 @@ BackwardParams backward_params(const Problem& p, const PreprocessParams& params,
           .kv_heads = static_cast<int>(p.kv_heads),
           .dim = static_cast<int>(p.dim),
           .dim_v = static_cast<int>(p.dim_v),
-          .counter = params.counter,
+          .counter = params.counters,
           .head_groups = p.windowed
                              ? head_groups_of(kv_heads, params.k_blocks.count, kShareOfL2 / head_bytes, in_flight)
                              : one_by_one(kv_heads),

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "cuda/backward/tile_sizes.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/output.h"
 #include "cuda/scheduler/head_groups.h"
@@ -52,13 +53,8 @@ struct Blocks {
   }
 };
 
-// The rows of do may differ by more than the range of ds in f16. The queries of such a (batch, kv head) are then
-// divided into parts by the magnitude of their rows, the smallest first. The kernel computes one part after another,
-// each with its own exponents and with P of all other queries set to 0.
-constexpr int kParts = 3;
-
-// The exponents of one part of a (batch, kv head): an operand is 2^exponent times the caller's tensor. All parts have
-// the same exponents of q, k and v.
+// The exponents of one part (tile_sizes.h) of a (batch, kv head): an operand is 2^exponent times the caller's tensor.
+// All parts have the same exponents of q, k and v.
 struct Exponents {
   int q, k, v, do_;
   int product;          // do v^T is multiplied by 2^product before ds is rounded
@@ -118,7 +114,8 @@ struct BackwardParams {
   void* dq;             // [batch, head, q block]: sums, float or int, in the order of the accumulators
   int zeroed_heads;     // the first (batch, kv head)s whose sums are 0 from the start; the kernel clears the others'
   unsigned* zeroed;     // [batch, kv head]: the number of shares of the sums that the kernel has cleared
-  const Exponents* exponents;  // [batch, kv head][part]
+  const Exponents* exponents;  // [part][batch, kv head]
+  const unsigned* divided;     // see PreprocessParams
   Blocks q_blocks, k_blocks;
   Mask mask;
   int batch, heads, kv_heads;

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, kAddsMean ? 5 : 6)
   const Blocks::Sequence sequence = a.q_blocks.sequence_of(block);
   if (sequence.index < 0) return;
   const int kv_head = batch * a.kv_heads + head / (a.heads / a.kv_heads);
-  const Exponents e = a.exponents[kv_head * kParts];
+  const Exponents e = a.exponents[kv_head];
   // 2^exponent may not be a float, so it is applied as two factors.
   const int exponent = -a.p_exponent - e.product - e.do_ - e.v - e.k;
   const float first = ldexpf(a.scale, exponent / 2), second = ldexpf(1.f, exponent - exponent / 2);

@@ -45,15 +45,16 @@ struct PreprocessParams {
   float scale;  // softmax_scale
 
   Sizes *sampled, *sizes;                                 // [batch, kv_head]: of a sample; of all numbers
-  Exponents* exponents;                                   // [batch, kv_head][part]
+  Exponents* exponents;                                   // [part][batch, kv_head]
+  unsigned* divided;                                      // the number of (batch, kv head)s with parts, then these
   float* mean;                                            // [batch, kv_head][dim]: of k in the sample, see stats.cu
   unsigned char *q_tiles, *k_tiles, *v_tiles, *do_tiles;  // null k_tiles: the kernel converts k and v
   unsigned char* rows;                                    // QueryRows, of each part where `scaled`
   float* row_sums;                                        // see BackwardParams
   void* dq;                                               // set to 0 for the first `zeroed_heads` (batch, kv head)
   int zeroed_heads;
-  unsigned* zeroed;   // [batch, kv_head]: set to 0
-  unsigned* counter;  // set to 0
+  unsigned* zeroed;    // [batch, kv_head]: set to 0
+  unsigned* counters;  // [Parts]: set to 0
 };
 
 void preprocess(const PreprocessParams& p, cudaStream_t stream);

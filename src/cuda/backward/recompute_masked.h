@@ -59,7 +59,7 @@ struct UnmaskedGradients {
   };
   __device__ Pair pair(int head, int query, int key) const {
     const auto& rows = rows_of(head, query);
-    const Exponents& e = a.exponents[(batch * a.kv_heads + kv_head) * kParts];
+    const Exponents& e = a.exponents[batch * a.kv_heads + kv_head];
     const float lse = number(p.lse, q_state(head, query), 0);
     const float delta = rows.delta[query % kQueries] / power_of_two(e.do_ + e.v + e.product);
     const typename Logits::Logit logit =

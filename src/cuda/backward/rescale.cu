@@ -46,8 +46,9 @@ __global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_const
       for (; part < parts; ++part) {
         const Exponents exponents = settled(kv, part, unfit);
         parts = exponents.parts;
-        if (blockIdx.x == 0) p.exponents[kv * kParts + part] = exponents;
+        if (blockIdx.x == 0) p.exponents[part * all + kv] = exponents;
       }
+      if (blockIdx.x == 0 && parts > 1) p.divided[1 + atomicAdd(p.divided, 1u)] = kv;
     }
     again[threadIdx.x] = unfit;
     if (!__syncthreads_or(unfit)) continue;

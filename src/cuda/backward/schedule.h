@@ -19,7 +19,7 @@ struct KeyBlockInfo {
   Blocks::Sequence q, k;
   Tiles tiles;
   KeyExponents exponents;
-  int16_t part;  // the part of the queries
+  int16_t part;  // of the queries; unused where a kernel computes the first part alone
 
   __device__ bool valid() const { return block >= 0; }
 };
@@ -35,19 +35,20 @@ struct MBlock {
   }
 };
 
-template <int kQueries, int kKeys>
+template <int kQueries, int kKeys, Parts parts = Parts::first>
 struct KeyBlockScheduler {
   const BackwardParams& a;
 
   // Finds the block of keys with a number. Blocks come in ascending order, as the first is the longest under a causal
   // mask. `w` is filled in place: it lies in shared memory, and the producer has few registers.
   __device__ void find(unsigned number, KeyBlockInfo& w) const {
-    const unsigned blocks = a.k_blocks.count, all = a.batch * a.kv_heads;
+    const unsigned blocks = a.k_blocks.count, all = parts == Parts::first ? a.batch * a.kv_heads : a.divided[0];
     w.block = -1;
     if (number >= blocks * all) return;
-    const auto [head, block] = a.head_groups.tile_of(number, blocks, all);
+    auto [head, block] = a.head_groups.tile_of(number, blocks, all);
+    if (parts == Parts::further) head = a.divided[1 + head], w.part = 1;
     w.batch = static_cast<int>(head / a.kv_heads), w.kv_head = static_cast<int>(head % a.kv_heads);
-    w.block = static_cast<int>(block), w.part = 0;
+    w.block = static_cast<int>(block);
     w.k = a.k_blocks.sequence_of(w.block);
     if (w.k.index < 0) return;
     w.first_key = (w.block - w.k.first_block) * kKeys;
@@ -56,10 +57,11 @@ struct KeyBlockScheduler {
   }
 
   __device__ const Exponents& exponents(const KeyBlockInfo& w) const {
-    return a.exponents[(w.batch * a.kv_heads + w.kv_head) * kParts + w.part];
+    const int head = w.batch * a.kv_heads + w.kv_head;
+    return a.exponents[parts == Parts::first ? head : w.part * (a.batch * a.kv_heads) + head];
   }
 
-  // Returns true if the block has a further part of queries; then `w` is the block for that part. The same thread block
+  // Returns true if the block has one more part of queries; then `w` is the block for that part. The same thread block
   // takes it, as each part adds to the dk and dv that the parts before have written.
   __device__ bool next_part(const KeyBlockInfo& last, KeyBlockInfo& w) const {
     if (last.part + 1 >= exponents(last).parts) return false;
@@ -85,11 +87,10 @@ struct KeyBlockScheduler {
     return {first, max(first, last), first};
   }
 
-  // Returns the QueryRows of a tile for the block's part. kFirst is true for the first part, the only one of most
-  // heads: its address needs no further load. Else the part is loaded each time, as producers have few registers.
-  template <class Rows, bool kFirst>
+  // Returns the QueryRows of a tile for the block's part, which is loaded each time, as producers have few registers.
+  template <class Rows>
   __device__ const unsigned char* rows(const KeyBlockInfo& w, int64_t tile) const {
-    if (kFirst) return a.rows + tile * sizeof(Rows);
+    if (parts == Parts::first) return a.rows + tile * sizeof(Rows);
     const unsigned part = *static_cast<const volatile int16_t*>(&w.part);
     return a.rows + (static_cast<unsigned>(tile) + part * a.q_tiles()) * static_cast<int64_t>(sizeof(Rows));
   }

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constan
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) most_shared = row_shared = 0.f, counted_shared = 0;
   if (threadIdx.x == 0 && which == Tensor::q) p.sizes[kv] = {}, p.zeroed[kv] = 0;
-  if (threadIdx.x == 0 && which == Tensor::q && kv == 0) *p.counter = 0;
+  if (threadIdx.x == 0 && which == Tensor::q && kv == 0) p.counters[0] = p.counters[1] = *p.divided = 0;
   // Returns sample i: all tokens are samples if they are few, else the samples are shared among the heads of the group.
   const auto index_of = [&](int i) -> Index4 {
     if (whole) return Index4{batch, kv_head * group + i / tokens, range.first + i % tokens, vec * kVec8};

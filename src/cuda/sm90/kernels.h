@@ -31,7 +31,7 @@ Kernel first_holding(int64_t dim, int64_t dim_v, DimsList<Dims...>, const Descri
   return kernel;
 }
 
-template <class T>
+template <class T, Parts parts>
 Kernel backward_kernel(int dim, Sums sums);
 
 }  // namespace octet::cuda::sm90

@@ -44,7 +44,7 @@ __device__ void Backward<T, Dim, kind>::next_part() {
   __syncthreads();
   if (threadIdx.x == 0) {
     ++shared.key_block.part;
-    shared.exponents = a.exponents[(w.batch * a.kv_heads + w.kv_head) * kParts + w.part];
+    shared.exponents = a.exponents[(w.part * a.batch + w.batch) * a.kv_heads + w.kv_head];
     shared.iterations = a.heads / a.kv_heads * w.tiles.count();
     shared.q_k_scale = exp2f(static_cast<float>(-e.q - e.k));
     shared.scale_log2 = General ? 1.44269504f : a.scale * 1.44269504f * shared.q_k_scale;

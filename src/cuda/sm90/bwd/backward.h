@@ -22,7 +22,7 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums>
+template <class T, int Dim, Sums sums, Parts parts>
 struct Backward {
   using Tile = BackwardTile<Dim>;
   static constexpr int kQueries = Tile::kQueries, kKeys = Tile::kKeys;
@@ -46,7 +46,7 @@ struct Backward {
   static constexpr bool kEarlyP = Dim == 128;
   // True: an iteration waits for the next q before it adds to dq, as the atomics delay the loads that follow them.
   static constexpr bool kAwaitsNext = Dim == 128;
-  using Scheduler = KeyBlockScheduler<kQueries, kKeys>;
+  using Scheduler = KeyBlockScheduler<kQueries, kKeys, parts>;
   using TileQ = SharedTile<T, kQueries, Dim>;
   using TileK = SharedTile<T, kKeys, Dim>;
   using TileDs = SharedTile<T, kKeys, kQueries>;
@@ -95,7 +95,6 @@ struct Backward {
   __device__ void convert_rows(int thread, bool is_k, KeyBlockInfo& w, int stage, uint32_t& phases) const;
 
   __device__ void produce();
-  template <bool kFirstPart>
   __device__ void load_tiles(const KeyBlockInfo& w, unsigned tile_index, unsigned& n);
 
   __device__ void next_tile(unsigned tile_index);
@@ -112,8 +111,7 @@ struct Backward {
 
   __device__ void consume(int warpgroup);
   template <bool kUsual>
-  __device__ void compute(int warpgroup, const KeyBlockInfo& w, const Exponents& e, int key_stage, unsigned& n,
-                          Accumulator<Dim>& dk, Accumulator<Dim>& dv);
+  __device__ void compute(int warpgroup, const KeyBlockInfo& w, const Exponents& e, int key_stage, unsigned& n);
 };
 
 }  // namespace octet::cuda::sm90

@@ -21,7 +21,7 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums>
+template <class T, int Dim, Sums sums, Parts parts>
 struct Backward2Cta {
   using Tile = BackwardTile<Dim>;
   static constexpr int kBlocks = 2;  // of a cluster
@@ -33,7 +33,7 @@ struct Backward2Cta {
   enum NamedBarrier : int { kClearBarrier = 1 };
   static constexpr int kStages = BackwardStages<Dim>::kStages, kPStages = 1, kDsStages = 2;
   static constexpr int kDqColumns = kChannels / 2, kDqNumbers = kQueries * kDqColumns;  // per warpgroup
-  using Scheduler = KeyBlockScheduler<kQueries, kClusterKeys>;
+  using Scheduler = KeyBlockScheduler<kQueries, kClusterKeys, parts>;
   using TileQ = SharedTile<T, kQueries, Dim, true>;
   using TileK = SharedTile<T, kKeys, Dim, true>;
   using TileCluster = SharedTile<T, kClusterKeys, Dim, true>;  // the keys of both, as preprocessed
@@ -91,8 +91,6 @@ struct Backward2Cta {
 
   __device__ void clear_all(int thread);
   __device__ void load_queries();
-
-  template <bool kFirstPart>
   __device__ void load_queries(const KeyBlockInfo& w, unsigned& n);
   template <int Stages>
   __device__ void put(const Operand<T, kQueries>& x, unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],

@@ -37,12 +37,10 @@ __device__ inline void await_zeros(const BackwardParams& a, const KeyBlockInfo& 
   const ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device> zeroed(a.zeroed[head]);
   while (zeroed.load(::cuda::memory_order_acquire) < shares) __nanosleep(100);
 }
-// Clears this block's share, once for all parts of the queries. A tile of queries has `tile_numbers` sums of four
-// bytes.
+// Clears this block's share. A tile of queries has `tile_numbers` sums of four bytes.
 template <int tile_numbers, int threads>
 __device__ void clear_ahead(const BackwardParams& a, const KeyBlockInfo& w, int share, int shares, int thread,
                             int barrier) {
-  if (w.part > 0) return;
   const int head = w.batch * a.kv_heads + w.kv_head + a.zeroed_heads;
   if (head >= a.batch * a.kv_heads) return;
   const int64_t words =

@@ -1,5 +1,4 @@
-// The epilogue of the backward kernels: dk and dv of a block of keys in the caller's type, added to what earlier parts
-// of the queries have written.
+// The epilogue of the backward kernels: dk and dv of a block of keys in the caller's type.
 #pragma once
 #include <cstring>
 
@@ -54,18 +53,16 @@ __device__ void add_keys(const Output& out, const KeyBlockInfo& w, int key, int 
   }
 }
 
-// Writes x scale 2^exponent to the rows from `key` on and the columns from `channel` on, added to what earlier parts of
-// the queries have written. 2^exponent may not be a float, so it is applied as two factors.
-template <int Columns>
+// Writes x scale 2^exponent to the rows from `key` on and the columns from `channel` on; further parts of the queries
+// add to what the parts before have written. 2^exponent may not be a float, so it is applied as two factors.
+template <Parts parts, int Columns>
 __device__ void write_keys(const Output& out, const KeyBlockInfo& w, int key, int channel, Accumulator<Columns>& x,
                            float scale, int exponent, int columns) {
   const float first = scale * exp2f(static_cast<float>(exponent / 2)),
               second = exp2f(static_cast<float>(exponent - exponent / 2));
 #pragma unroll
   for (int i = 0; i < Columns / 2; ++i) x.x[i] = x.x[i] * first * second;
-  // opaque() stops common subexpressions: else the loop would compute addresses again that are in registers.
-  const KeyBlockInfo& same = *ptx::opaque(&w);
-  if (same.part > 0) add_keys(out, same, ptx::opaque(key), channel, x, columns);
+  if constexpr (parts == Parts::further) add_keys(out, w, key, channel, x, columns);
   switch (out.element) {
     case Element::f32:
       return write_keys_as<float>(out, w, key, channel, x, columns);

@@ -6,16 +6,20 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums>
-__global__ void __cluster_dims__(Backward2Cta<T, Dim, sums>::kBlocks)
-    __launch_bounds__(Backward2Cta<T, Dim, sums>::kThreads, 1)
+template <class T, int Dim, Sums sums, Parts parts>
+__global__ void __cluster_dims__(Backward2Cta<T, Dim, sums, parts>::kBlocks)
+    __launch_bounds__(Backward2Cta<T, Dim, sums, parts>::kThreads, 1)
         backward_2cta(const __grid_constant__ BackwardParams arguments) {
-  using Kernel = Backward2Cta<T, Dim, sums>;
+  using Kernel = Backward2Cta<T, Dim, sums, parts>;
   extern __shared__ unsigned char memory[];
   const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
   Kernel kernel{arguments, shared};
   ptx::griddepcontrol_launch_dependents();
+  if constexpr (parts == Parts::further) {
+    ptx::griddepcontrol_wait();
+    if (*arguments.divided == 0) return;
+  }
   if (threadIdx.x == 0) {
     shared.init();
     publish_barriers();

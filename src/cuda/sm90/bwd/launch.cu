@@ -12,8 +12,8 @@ namespace octet::cuda::sm90 {
 namespace {
 
 Kernel kernel_of(const Problem& p) {
-  const int dim = backward_dim(p);
-  return f16_compute(p) ? backward_kernel<F16>(dim, sums_of(p)) : backward_kernel<Bf16>(dim, sums_of(p));
+  const auto kernel = f16_compute(p) ? backward_kernel<F16, Parts::first> : backward_kernel<Bf16, Parts::first>;
+  return kernel(backward_dim(p), sums_of(p));
 }
 
 // True where the kernel can convert the caller's k and v: they have one 16-bit type and need no rounding to another.
@@ -24,6 +24,13 @@ bool converts_keys(const Problem& p) {
   for (const View* x : {&p.k, &p.v})
     if (!reads_directly(*x) || (x->shape[0] > 1 && !x->stride[0]) || (x->shape[1] > 1 && !x->stride[1])) return false;
   return true;
+}
+
+void launch(const Kernel& kernel, unsigned grid, BackwardParams& a, cudaStream_t stream) {
+  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
+        "cudaFuncSetAttribute");
+  void* arguments[] = {&a};
+  launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, arguments);
 }
 
 }  // namespace
@@ -68,11 +75,14 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   preprocess(params, stream);
   if (all && k_blocks) {
     if (!a.k) a.k_rows = tensor_map(p.k, kernel.keys), a.v_rows = tensor_map(p.v, kernel.keys);
-    check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
-          "cudaFuncSetAttribute");
-    void* arguments[] = {&a};
     const auto grid = static_cast<unsigned>(in_flight * kernel.cluster);
-    launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, arguments);
+    launch(kernel, grid, a, stream);
+    if (params.scaled) {
+      BackwardParams further = a;
+      further.zeroed_heads = static_cast<int>(all), further.head_groups = one_by_one(all);
+      further.counter = params.counters + 1;
+      launch(backward_kernel<F16, Parts::further>(params.tile_dim, sums_of(p)), grid, further, stream);
+    }
   }
   if (p.dq.elements()) postprocess_dq(a, params.tile_dim, sums_of(p), strided(p.dq), stream);
   if (p.dq.elements() && all && k_blocks && p.windowed) recompute_masked(params, a, strided(p.dq), stream);

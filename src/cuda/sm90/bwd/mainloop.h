@@ -5,16 +5,16 @@
 namespace octet::cuda::sm90 {
 
 // Adds this warpgroup's part of dq to the sums.
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward<T, Dim, sums>::add(const Target& target, int warpgroup,
-                                                   const Accumulator<kDqColumns>& x, int thread) const {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward<T, Dim, sums, parts>::add(const Target& target, int warpgroup,
+                                                          const Accumulator<kDqColumns>& x, int thread) const {
   const int64_t start = (static_cast<int64_t>(target.tile) * kWarpgroups + warpgroup) * kDqNumbers;
   add_to_sums<Rows, sums, kSumsAtOnce<Dim, sums>>(a, target, start, dq_row(warpgroup), x, thread);
 }
 
 // Computes all blocks of keys, as consumer warpgroup `warpgroup`.
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward<T, Dim, sums>::consume(int warpgroup) {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward<T, Dim, sums, parts>::consume(int warpgroup) {
   unsigned n = 0;  // iterations of all blocks so far, which give the stage and phase of each pipeline
   if (warpgroup == 1) ping_pong_arrive(warpgroup);  // warpgroup 0 goes first
   for (unsigned tile_index = 0;; ++tile_index) {
@@ -26,25 +26,19 @@ __device__ inline void Backward<T, Dim, sums>::consume(int warpgroup) {
     shared.k_pipe.full[key_stage].wait(key_phase);
     shared.v_pipe.full[key_stage].wait(key_phase);
     const Exponents& e = scheduler.exponents(w);
-    Accumulator<Dim> dk, dv;
-    dk.zero(), dv.zero();
-    if (sums == Sums::integers || (w.exponents.k == e.k && w.exponents.ds == 0 && e.dq == 0))
-      compute<true>(warpgroup, w, e, key_stage, n, dk, dv);
+    if (sums == Sums::integers || (parts == Parts::first && w.exponents.k == e.k && w.exponents.ds == 0))
+      compute<true>(warpgroup, w, e, key_stage, n);
     else
-      compute<false>(warpgroup, w, e, key_stage, n, dk, dv);
-    const int key = w.first_key + warpgroup * kWarpgroupRows;
-    write_keys(a.dv, w, key, 0, dv, 1.f, -a.p_exponent - e.do_, a.dim_v);
-    write_keys(a.dk, w, key, 0, dk, a.scale, w.exponents.ds - a.p_exponent - e.product - e.do_ - e.v - e.q, a.dim);
+      compute<false>(warpgroup, w, e, key_stage, n);
     shared.tile_pipe.empty[slot].arrive();
   }
 }
 
-// The iterations of a block. kUsual is true where ds and dq have the exponents of the head, and of its first part.
-template <class T, int Dim, Sums sums>
+// The iterations of a block. kUsual is true where ds and dq have the exponents of the head's first part.
+template <class T, int Dim, Sums sums, Parts parts>
 template <bool kUsual>
-__device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyBlockInfo& w, const Exponents& e,
-                                                       int key_stage, unsigned& n, Accumulator<Dim>& dk,
-                                                       Accumulator<Dim>& dv) {
+__device__ inline void Backward<T, Dim, sums, parts>::compute(int warpgroup, const KeyBlockInfo& w, const Exponents& e,
+                                                              int key_stage, unsigned& n) {
   const int group = a.heads / a.kv_heads, my_keys = warpgroup * kWarpgroupRows;
   const TileK k{shared.k[key_stage]}, v{shared.v[key_stage]};
   const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
@@ -54,10 +48,14 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
   const int iterations = group * w.tiles.count();
   const UnmaskedIterations unmasked(a, w, w.first_key, kKeys, kQueries, group);
   const float ds_scale = exp2f(static_cast<float>(-mine.ds)),
-              dq_scale = exp2f(static_cast<float>(mine.ds + e.k - mine.k + e.dq));
+              dq_scale = exp2f(static_cast<float>(mine.ds + e.k - mine.k + (parts == Parts::first ? 0 : e.dq)));
   // opaque() keeps these in registers: else each iteration would compute them again between its products.
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x % kWarpgroup)), ds_offset = ptx::opaque(store_offset());
+  // Not loaded in each iteration, just before it is used.
+  const float dq_sums_scale = sums == Sums::integers ? ptx::opaque(e.dq_sums_scale) : 0.f;
   Target target{};  // of the iteration before
+  Accumulator<Dim> dk, dv;
+  dk.zero(), dv.zero();
   // Issues dq of the iteration before.
   const auto issue_dq = [&](Accumulator<kDqColumns>& dq) {
     ptx::wgmma_fence();
@@ -100,7 +98,7 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
     ptx::fence_operand(dp.x);
     if (left == 1) arrive_as_warp(shared.v_pipe.empty[key_stage]);
     columns.read(rows.delta);
-    const Target next_target = target_of<sums>(rows, dq_row(warpgroup), e.dq_sums_scale);
+    const Target next_target = target_of<sums>(rows, dq_row(warpgroup), dq_sums_scale);
     shared.rows_empty[stage].arrive();
 #pragma unroll
     for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
@@ -150,6 +148,10 @@ __device__ inline void Backward<T, Dim, sums>::compute(int warpgroup, const KeyB
   } else {
     shared.k_pipe.empty[key_stage].arrive(), arrive_as_warp(shared.v_pipe.empty[key_stage]);
   }
+  const int key = w.first_key + my_keys;
+  write_keys<parts>(a.dv, w, key, 0, dv, 1.f, -a.p_exponent - e.do_, a.dim_v);
+  write_keys<parts>(a.dk, w, key, 0, dk, a.scale, (kUsual ? 0 : mine.ds) - a.p_exponent - e.product - e.do_ - e.v - e.q,
+                    a.dim);
 }
 
 }  // namespace octet::cuda::sm90

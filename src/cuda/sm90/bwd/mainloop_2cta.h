@@ -5,11 +5,11 @@
 namespace octet::cuda::sm90 {
 
 // Puts p or ds into the shared memory of both thread blocks.
-template <class T, int Dim, Sums sums>
+template <class T, int Dim, Sums sums, Parts parts>
 template <int Stages>
-__device__ inline void Backward2Cta<T, Dim, sums>::put(const Operand<T, kQueries>& x,
-                                                       unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
-                                                       Pipeline<Stages>& pipe, unsigned n) {
+__device__ inline void Backward2Cta<T, Dim, sums, parts>::put(const Operand<T, kQueries>& x,
+                                                              unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
+                                                              Pipeline<Stages>& pipe, unsigned n) {
   const int stage = n % Stages, me = rank();  // opaque() below keeps the rank out of registers between iterations
   unsigned char* const tile = tiles[stage][ptx::opaque(me)];
   pipe.empty[stage].wait_for_cluster(n / Stages % 2 ^ 1);
@@ -25,8 +25,8 @@ __device__ inline void Backward2Cta<T, Dim, sums>::put(const Operand<T, kQueries
 }
 
 // Warpgroup 1: computes p and ds of 64 keys.
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward2Cta<T, Dim, sums>::compute_p_ds() {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward2Cta<T, Dim, sums, parts>::compute_p_ds() {
   unsigned n = 0;  // iterations of all blocks so far, which give the stage and phase of each pipeline
   const int group = a.heads / a.kv_heads;
   const TileK k{shared.k}, v{shared.v};
@@ -88,8 +88,8 @@ __device__ inline void Backward2Cta<T, Dim, sums>::compute_p_ds() {
 }
 
 // Warpgroups 2 and 3: accumulate dv and dk of 64 keys, and compute dq of 64 channels.
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward2Cta<T, Dim, sums>::accumulate(int half) {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward2Cta<T, Dim, sums, parts>::accumulate(int half) {
   unsigned n = 0;
   const int group = a.heads / a.kv_heads, channel = rank() * kChannels;
   const auto k = columns_of<kDqColumns>(TileK{shared.k}, channel + half * kDqColumns);
@@ -103,7 +103,9 @@ __device__ inline void Backward2Cta<T, Dim, sums>::accumulate(int half) {
     // opaque() makes these known before the first product: loads after the last one would be waited for.
     const int dv_exponent = ptx::opaque(-a.p_exponent - e.do_);
     const int dk_exponent = ptx::opaque(dv_exponent - e.product - e.v - e.q);
-    const float dq_scale = ptx::opaque(exp2f(static_cast<float>(e.dq)));
+    const float dq_scale = parts == Parts::first ? 1.f : ptx::opaque(exp2f(static_cast<float>(e.dq)));
+    // Not loaded in each iteration, just before it is used.
+    const float dq_sums_scale = sums == Sums::integers ? ptx::opaque(e.dq_sums_scale) : 0.f;
     Accumulator<kChannels> dk, dv;
     dk.zero(), dv.zero();
     for (int left = iterations; left; --left, ++n) {
@@ -119,7 +121,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::accumulate(int half) {
       ptx::wgmma_commit();
       // Wait for q and ds; issue dq = ds^T k over the keys of both thread blocks, then dk += ds q.
       shared.q_pipe.full[stage].wait(phase);
-      const Target target = target_of<sums>(shared.rows[stage], 0, e.dq_sums_scale);
+      const Target target = target_of<sums>(shared.rows[stage], 0, dq_sums_scale);
       shared.rows_empty[stage].arrive();
       shared.ds_pipe.full[ds_stage].wait(n / kDsStages % 2);
       ptx::wgmma_fence();
@@ -137,7 +139,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::accumulate(int half) {
       // Add dq to its sums.
       ptx::wgmma_wait<1>();
       ptx::fence_operand(dq.x);
-      if (sums == Sums::floats && dq_scale != 1.f) dq.scale(dq_scale);
+      if constexpr (parts == Parts::further && sums == Sums::floats) dq.scale(dq_scale);
       const int64_t start = ((static_cast<int64_t>(target.tile) * kBlocks + rank()) * 2 + half) * kDqNumbers;
       add_to_sums<Rows, sums, kSumsAtOnce<Dim, sums>>(a, target, start, 0, dq, threadIdx.x % kWarpgroup);
       // Release ds and q.
@@ -148,8 +150,8 @@ __device__ inline void Backward2Cta<T, Dim, sums>::accumulate(int half) {
     }
     shared.k_pipe.empty[0].arrive();
     const int key = w.first_key + half * kKeys;
-    write_keys(a.dv, w, key, channel, dv, 1.f, dv_exponent, a.dim_v);
-    write_keys(a.dk, w, key, channel, dk, a.scale, dk_exponent, a.dim);
+    write_keys<parts>(a.dv, w, key, channel, dv, 1.f, dv_exponent, a.dim_v);
+    write_keys<parts>(a.dk, w, key, channel, dk, a.scale, dk_exponent, a.dim);
   }
 }
 

@@ -6,25 +6,22 @@
 namespace octet::cuda::sm90 {
 
 // Loads q and do, and k and v ahead of the first iteration of their block. Runs on one thread.
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward<T, Dim, sums>::produce() {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward<T, Dim, sums, parts>::produce() {
   unsigned n = 0;  // iterations so far
   next_tile(0);
   for (unsigned tile_index = 0;; ++tile_index) {
     const int slot = tile_index % Shared::kTileSlots;
     const KeyBlockInfo& w = shared.key_block[slot];
     if (!w.valid()) return;
-    if (w.part == 0)
-      load_tiles<true>(w, tile_index, n);
-    else
-      load_tiles<false>(w, tile_index, n);
+    load_tiles(w, tile_index, n);
     shared.tile_pipe.empty[slot].arrive();
   }
 }
 
-template <class T, int Dim, Sums sums>
-template <bool kFirstPart>
-__device__ inline void Backward<T, Dim, sums>::load_tiles(const KeyBlockInfo& w, unsigned tile_index, unsigned& n) {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward<T, Dim, sums, parts>::load_tiles(const KeyBlockInfo& w, unsigned tile_index,
+                                                                 unsigned& n) {
   const int group = a.heads / a.kv_heads, iterations = group * w.tiles.count();
   // The next block is taken when this many iterations are left.
   const int prefetch_at = max(min(iterations, kPrefetchDistance) - 1, 0);
@@ -39,21 +36,21 @@ __device__ inline void Backward<T, Dim, sums>::load_tiles(const KeyBlockInfo& w,
     shared.q_pipe.full[s].arrive_expecting(TileQ::kBytes + sizeof(Rows));
     fetch(shared.q[s], a.q + tile * TileQ::kBytes, TileQ::kBytes, shared.q_pipe.full[s]);
     shared.rows_empty[s].wait(empty);
-    fetch(&shared.rows[s], scheduler.template rows<Rows, kFirstPart>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
+    fetch(&shared.rows[s], scheduler.template rows<Rows>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
     shared.do_pipe.empty[do_stage].wait(n / kDoStages % 2 ^ 1);
     shared.do_pipe.full[do_stage].arrive_expecting(TileQ::kBytes);
     fetch(shared.do_[do_stage], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_pipe.full[do_stage]);
   }
 }
 
-// Takes the next block of keys, or the last one again for the next part of its queries, and loads its k and v.
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward<T, Dim, sums>::next_tile(unsigned tile_index) {
+// Takes the next block of keys, or the last one again for one more part of its queries, and loads its k and v.
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward<T, Dim, sums, parts>::next_tile(unsigned tile_index) {
   const int slot = tile_index % Shared::kTileSlots, stage = tile_index % kKeyStages;
   KeyBlockInfo& w = shared.key_block[slot];
   shared.tile_pipe.empty[slot].wait(tile_index / Shared::kTileSlots % 2 ^ 1);
   const KeyBlockInfo& last = shared.key_block[(tile_index + Shared::kTileSlots - 1) % Shared::kTileSlots];
-  const bool again = tile_index > 0 && scheduler.next_part(last, w);
+  const bool again = parts == Parts::further && tile_index > 0 && scheduler.next_part(last, w);
   while (!again) {
     scheduler.find(atomicAdd(a.counter, 1u), w);
     if (!w.valid() || w.k.index >= 0) break;  // skip blocks beyond the last packed sequence
@@ -71,8 +68,8 @@ __device__ inline void Backward<T, Dim, sums>::next_tile(unsigned tile_index) {
     fetch_rows(true, w, stage), fetch_rows(false, w, stage);
 }
 
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward<T, Dim, sums>::fetch_tiles(KeyBlockInfo& w, int stage) const {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward<T, Dim, sums, parts>::fetch_tiles(KeyBlockInfo& w, int stage) const {
   const int head = w.batch * a.kv_heads + w.kv_head;
   const int64_t tile = (static_cast<int64_t>(head) * a.k_blocks.count + w.block) * TileK::kBytes;
   const Exponents& e = scheduler.exponents(w);
@@ -83,8 +80,8 @@ __device__ inline void Backward<T, Dim, sums>::fetch_tiles(KeyBlockInfo& w, int 
   fetch(shared.v[stage], a.v + tile, TileK::kBytes, shared.v_pipe.full[stage]);
 }
 
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward<T, Dim, sums>::fetch_rows(bool is_k, const KeyBlockInfo& w, int stage) const {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward<T, Dim, sums, parts>::fetch_rows(bool is_k, const KeyBlockInfo& w, int stage) const {
   Barrier& full = rows_full(is_k, stage);
   full.arrive_expecting(TileK::kBytes);
   load(TileK{is_k ? shared.k[stage] : shared.v[stage]}, is_k ? a.k_rows : a.v_rows, w.k.first + w.first_key, w.kv_head,
@@ -92,8 +89,8 @@ __device__ inline void Backward<T, Dim, sums>::fetch_rows(bool is_k, const KeyBl
 }
 
 // Converts k and v of a block of keys while the block before is computed, unless they were preprocessed as tiles.
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward<T, Dim, sums>::convert_keys(int thread) {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward<T, Dim, sums, parts>::convert_keys(int thread) {
   if (a.k) return;
   uint32_t phases = 0;  // a bit for the barrier of k and of v in each stage; see rows_phase_bit
   for (unsigned tile_index = 0;; ++tile_index) {
@@ -113,9 +110,9 @@ __device__ inline void Backward<T, Dim, sums>::convert_keys(int thread) {
 }
 
 // Converts k or v once it has arrived.
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward<T, Dim, sums>::convert_rows(int thread, bool is_k, KeyBlockInfo& w, int stage,
-                                                            uint32_t& phases) const {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward<T, Dim, sums, parts>::convert_rows(int thread, bool is_k, KeyBlockInfo& w, int stage,
+                                                                   uint32_t& phases) const {
   const auto await = [&] {
     const int bit = rows_phase_bit(is_k, stage);
     rows_full(is_k, stage).wait(phases >> bit & 1);

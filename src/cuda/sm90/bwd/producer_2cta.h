@@ -6,8 +6,8 @@
 namespace octet::cuda::sm90 {
 
 // Returns the number of the next block of keys. Thread block 0 takes it from the counter and sends it to its peer.
-template <class T, int Dim, Sums sums>
-__device__ inline unsigned Backward2Cta<T, Dim, sums>::next_number(unsigned numbers_taken) {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline unsigned Backward2Cta<T, Dim, sums, parts>::next_number(unsigned numbers_taken) {
   if (rank() == 0) {
     const unsigned number = atomicAdd(a.counter, 1u);
     shared.number_pipe.empty[0].wait(numbers_taken % 2 ^ 1);
@@ -22,16 +22,16 @@ __device__ inline unsigned Backward2Cta<T, Dim, sums>::next_number(unsigned numb
 }
 
 // Takes blocks of keys, each once for each part of its queries, and loads k and v. Runs on one thread.
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward2Cta<T, Dim, sums>::load_keys() {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward2Cta<T, Dim, sums, parts>::load_keys() {
   unsigned tile_index = 0, numbers_taken = 0;
   for (;;) {
     KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     const KeyBlockInfo& last = shared.key_block[(tile_index + Shared::kTileSlots - 1) % Shared::kTileSlots];
-    const bool again = tile_index > 0 && scheduler.next_part(last, w);
-    while (!again) {
-      scheduler.find(next_number(numbers_taken++), w);
-      if (!w.valid() || w.k.index >= 0) break;  // skip blocks beyond the last packed sequence
+    if (parts == Parts::first || tile_index == 0 || !scheduler.next_part(last, w)) {
+      const unsigned number = next_number(numbers_taken++);
+      scheduler.find(number, w);
+      if (w.valid() && w.k.index < 0) continue;  // skip blocks beyond the last packed sequence
     }
     const uint32_t empty = tile_index % 2 ^ 1;
     shared.tile_pipe.full[0].arrive();
@@ -63,8 +63,8 @@ __device__ inline void Backward2Cta<T, Dim, sums>::load_keys() {
 }
 
 // Clears the sums of dq of later heads, a share with each block of keys.
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward2Cta<T, Dim, sums>::clear_all(int thread) {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward2Cta<T, Dim, sums, parts>::clear_all(int thread) {
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.k_pipe.full[0].wait_asleep(tile_index % 2);
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
@@ -77,24 +77,20 @@ __device__ inline void Backward2Cta<T, Dim, sums>::clear_all(int thread) {
 
 // Loads q and do, in the order in which their stages are released. Those of a block's first iteration are loaded before
 // k of the block before is released. Runs on one thread.
-template <class T, int Dim, Sums sums>
-__device__ inline void Backward2Cta<T, Dim, sums>::load_queries() {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward2Cta<T, Dim, sums, parts>::load_queries() {
   unsigned n = 0;  // iterations so far
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.tile_pipe.full[0].wait(tile_index % 2);
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     if (!w.valid()) return;
-    if (w.part == 0)
-      load_queries<true>(w, n);
-    else
-      load_queries<false>(w, n);
+    load_queries(w, n);
     shared.tile_pipe.empty[0].arrive();
   }
 }
 
-template <class T, int Dim, Sums sums>
-template <bool kFirstPart>
-__device__ inline void Backward2Cta<T, Dim, sums>::load_queries(const KeyBlockInfo& w, unsigned& n) {
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward2Cta<T, Dim, sums, parts>::load_queries(const KeyBlockInfo& w, unsigned& n) {
   const int group = a.heads / a.kv_heads;
   MBlock m_block{w.tiles.start, 0};
   for (int left = group * w.tiles.count(); left; --left, ++n, m_block.advance(w.tiles, group)) {
@@ -109,7 +105,7 @@ __device__ inline void Backward2Cta<T, Dim, sums>::load_queries(const KeyBlockIn
     shared.q_pipe.empty[s].wait(empty);
     shared.rows_empty[s].wait(empty);
     fetch_half(shared.q_local[s], a.q, rank(), shared.q_pipe.full[s], sizeof(Rows));
-    fetch(&shared.rows[s], scheduler.template rows<Rows, kFirstPart>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
+    fetch(&shared.rows[s], scheduler.template rows<Rows>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
     shared.q_remote_pipe.empty[0].wait(n % 2 ^ 1);
     fetch_half(shared.q_remote, a.q, peer(), shared.q_remote_pipe.full[0]);
     shared.do_pipe.empty[s].wait(empty);
