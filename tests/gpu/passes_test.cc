@@ -105,15 +105,16 @@ struct Kind {
   bool offset = false;  // v has one in each channel
 
   bool sixteen_bits() const { return precision == Precision::bf16 || precision == Precision::f16; }
-  // Weights and values of 16 bits: head dims up to 256.
-  bool wide() const { return sixteen_bits() || precision == Precision::int8_f16; }
+  bool reads_e4m3() const { return !sixteen_bits() && precision != Precision::f32; }
+  // Weights and values of 16 bits or more: head dims up to 256.
+  bool wide() const { return !reads_e4m3() || precision == Precision::int8_f16; }
 };
 
 bool supported(const Case& c, const Kind& kind) {
   const bool dims = kind.wide() || std::max(c.dim, c.dim_v) <= 128;
   const bool plain = c.mask == MaskTensor::none && c.softcap == 0 && c.alibi == Alibi::none;
   return gpu_computes(kind.pass, kind.precision) && (plain || gpu_has_general_logits()) &&
-         (c.dtype != DType::e4m3 || !kind.sixteen_bits()) && dims;
+         (c.dtype != DType::e4m3 || kind.reads_e4m3()) && dims;
 }
 
 // What tensor cores lose of a logit of e4m3 numbers, at `sigmas`. They add up 32 products and what they had by then in
@@ -138,6 +139,7 @@ constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, BiasCorrection::f16}
                            {Pass::backward, Precision::bf16, BiasCorrection::beta},
                            {Pass::jvp, Precision::bf16},
                            {Pass::jvp, Precision::f16},
+                           {Pass::forward, Precision::f32},
                            {Pass::forward, Precision::int8},
                            {Pass::forward, Precision::int8_f16},
                            {Pass::forward, Precision::int8_fp8},

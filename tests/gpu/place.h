@@ -28,7 +28,8 @@ inline bool tests_sm80() { return std::string(gpu_backend()) == "sm80"; }
 // Whether this backend has a pass of a precision.
 inline bool gpu_computes(Pass pass, Precision precision) {
   const bool sixteen_bits = precision == Precision::bf16 || precision == Precision::f16;
-  return tests_sm80() ? sixteen_bits : pass == Pass::forward || (sixteen_bits && pass == Pass::backward);
+  if (tests_sm80()) return sixteen_bits || (precision == Precision::f32 && pass == Pass::forward);
+  return precision != Precision::f32 && (pass == Pass::forward || (sixteen_bits && pass == Pass::backward));
 }
 // Whether it takes softcap, ALiBi and mask tensors.
 inline bool gpu_has_general_logits() { return tests_sm80(); }

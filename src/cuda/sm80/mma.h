@@ -71,11 +71,12 @@ __device__ void mma_ABt(Accumulator<Columns> (&d)[M], const TileA& a, int row_bl
   }
 }
 
-// d += a b, with a in registers; the first rows of b are the index of summation.
+// d += a b, with a in registers; the first rows of b are the index of summation. The columns of d are those of b from
+// 16 b_block on, which is a multiple of as many blocks as d has.
 template <int M, class T, int Depth, int Columns, class TileB>
-__device__ void mma_AB(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b) {
+__device__ void mma_AB(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b, int b_block = 0) {
   static_assert(Depth <= TileB::kRows && Columns <= TileB::kColumns);
-  const uint32_t lane = b.lane_down();
+  const uint32_t lane = TileB::step(b.lane_down(), 0, b_block);
 #pragma unroll
   for (int k_step = 0; k_step < Depth / 16; ++k_step)
 #pragma unroll

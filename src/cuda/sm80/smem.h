@@ -58,8 +58,9 @@ struct TileLoader {
   // Where the rows of a thread lie a multiple of the swizzle's period apart, their offsets differ by a constant.
   static constexpr int kPeriod = kRowsAtOnce % 8 ? 8 / kRowsAtOnce : 1;
 
-  static __device__ int chunk() { return static_cast<int>(threadIdx.x) % kChunks; }
-  static __device__ int first() { return static_cast<int>(threadIdx.x) / kChunks; }
+  // opaque() stops the compiler from keeping the addresses of all rows in registers.
+  static __device__ int chunk() { return ptx::opaque(static_cast<int>(threadIdx.x)) % kChunks; }
+  static __device__ int first() { return ptx::opaque(static_cast<int>(threadIdx.x)) / kChunks; }
   // Returns where this thread starts in the tile whose first row is `from`.
   static __device__ const typename Tile::Element* source(const typename Tile::Element* from, int64_t stride) {
     return from + first() * stride + chunk() * kChunkColumns;
@@ -90,8 +91,12 @@ struct TileLoader {
     uint32_t to[kPeriod];
 #pragma unroll
     for (int i = 0; i < kPeriod; ++i) to[i] = tile.address() + Tile::offset(first() + i * kRowsAtOnce, chunk());
+    constexpr int kUnrolled = kLoads > 8 ? 1 : kLoads / kPeriod;
+#pragma unroll kUnrolled
+    for (int period = 0; period < kLoads / kPeriod; ++period)
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) f(i, to[i % kPeriod] + i / kPeriod * kPeriod * kRowsAtOnce * Tile::kRowBytes);
+      for (int i = 0; i < kPeriod; ++i)
+        f(period * kPeriod + i, to[i] + period * kPeriod * kRowsAtOnce * Tile::kRowBytes);
   }
 };
 

@@ -16,30 +16,49 @@ struct HeadDims {
 using Dims64 = HeadDims<64, 64>;
 using Dims128 = HeadDims<128, 128>;
 using Dims256 = HeadDims<256, 256>;
+using Dims256x128 = HeadDims<256, 128>;  // f32, for up to 128 channels of v at a time
 
 //   kWarps        warps of a thread block
 //   kRowBlocks    blocks of 16 queries of a warp
 //   kKeys         keys of a tile
 //   kQRegisters   true: q is kept in registers; false: it is read from shared memory for each tile of keys
+//   kRepeats      true: exponentials do not wait for a look at the maximum; where it was too small, q k^T is repeated
 //   kStagesMask   true: the tile of a mask tensor passes through shared memory
+//   kStages       stages of k and v
 //   kBlocks       thread blocks that a multiprocessor's registers must have room for
-template <class Dims, bool General>
+template <class Dims, bool General, int Parts>
 struct ForwardTile;
 template <bool General>
-struct ForwardTile<Dims64, General> {
-  static constexpr int kWarps = 4, kRowBlocks = 2, kKeys = General ? 64 : 80, kBlocks = 2;
-  static constexpr bool kQRegisters = true, kStagesMask = General;
+struct ForwardTile<Dims64, General, 1> {
+  static constexpr int kWarps = 4, kRowBlocks = 2, kKeys = 64, kBlocks = 2, kStages = 2;
+  static constexpr bool kQRegisters = true, kStagesMask = General, kRepeats = !General;
 };
 template <bool General>
-struct ForwardTile<Dims128, General> {
-  static constexpr int kWarps = 4, kRowBlocks = 2, kKeys = General ? 32 : 48, kBlocks = 2;
-  static constexpr bool kQRegisters = false, kStagesMask = General;
+struct ForwardTile<Dims128, General, 1> {
+  static constexpr int kWarps = 4, kRowBlocks = 2, kKeys = General ? 32 : 48, kBlocks = 2, kStages = 2;
+  static constexpr bool kQRegisters = false, kStagesMask = General, kRepeats = false;
 };
 template <bool General>
-struct ForwardTile<Dims256, General> {
-  static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = General ? 16 : 32, kBlocks = 2;
-  static constexpr bool kQRegisters = false, kStagesMask = General;
+struct ForwardTile<Dims256, General, 1> {
+  static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = General ? 16 : 32, kBlocks = 2, kStages = 2;
+  static constexpr bool kQRegisters = false, kStagesMask = General, kRepeats = false;
 };
-constexpr int kStages = 2;  // of k and v
+
+// f32, in three parts.
+template <bool General>
+struct ForwardTile<Dims64, General, 3> {
+  static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 32, kBlocks = 2, kStages = 2;
+  static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
+};
+template <bool General>
+struct ForwardTile<Dims128, General, 3> {
+  static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 16, kBlocks = 2, kStages = 2;
+  static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
+};
+template <bool General>
+struct ForwardTile<Dims256x128, General, 3> {
+  static constexpr int kWarps = 2, kRowBlocks = 1, kKeys = 16, kBlocks = 2, kStages = 1;
+  static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
+};
 
 }  // namespace octet::cuda::sm80

@@ -147,7 +147,13 @@ template <class Precision, class Dims, bool General>
 __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int block) const {
   const int kv_head = shared.q_tile.head / a.group, kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + kv_head;
   const int first = warp_query() + block * kWarpRows;
-  const auto value = [&](int key, int channel) { return float(shared.v_start[key * a.v.stride[2] + channel]); };
+  const auto value = [&](int key, int channel) {
+    float sum = 0.f;
+#pragma unroll
+    for (int part = kParts - 1; part >= 0; --part)
+      sum += float(shared.v_start[key * a.v.stride[2] + part * Dims::kDimV + channel]);
+    return sum;
+  };
   const bool masked = General && a.terms.mask;
   if (!masked) {
     const Keys tiles = keys_of(shared.q_tile.q_start, kRows);
@@ -160,7 +166,11 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
         a.q.row<QkType>(shared.q_tile.batch, shared.q_tile.head, int64_t{shared.q_tile.q_first} + query);
     const RowTerms terms = General ? terms_of(query) : RowTerms{};
     const auto logit = [&](int key) {
-      const float product = dot(q, shared.k_start + key * a.k.stride[2], a.dim);
+      float product = 0.f;
+#pragma unroll 1
+      for (int i = 0; i < kProducts; ++i)
+        product += dot(q + left_part(i) * Dims::kDim, shared.k_start + key * a.k.stride[2] + right_part(i) * Dims::kDim,
+                       a.dim);
       if constexpr (General) return logit_of(a.terms, terms, key, product) * a.scale_log2e;
       return product * a.scale_log2e;
     };

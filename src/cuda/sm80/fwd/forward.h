@@ -40,7 +40,8 @@ constexpr float kMaxPLog2 = General                                          ? P
 
 template <class Precision, class Dims, bool General>
 struct Forward {
-  using Tile = ForwardTile<Dims, General>;
+  using Tile = ForwardTile<Dims, General, kParts<Precision>>;
+  static constexpr int kParts = cuda::kParts<Precision>;
   using QkType = typename Precision::QkType;
   using PType = typename Precision::PType;
   static constexpr int kRowBlocks = Tile::kRowBlocks, kKeys = Tile::kKeys;
@@ -63,9 +64,9 @@ struct Forward {
   using LoaderV = TileLoader<kThreads, TileV>;
 
   struct alignas(128) Shared {
-    unsigned char q[TileQ::kBytes];
-    unsigned char k[kStages][TileK::kBytes];
-    unsigned char v[kStages][TileV::kBytes];
+    unsigned char q[kParts][TileQ::kBytes];
+    unsigned char k[Tile::kStages][kParts][TileK::kBytes];
+    unsigned char v[Tile::kStages][kParts][TileV::kBytes];
     unsigned char mask[Tile::kStagesMask ? Tile::kWarps : 1][Tile::kStagesMask ? kMaskBytes : 16];
     TileInfo q_tile;
     Keys keys, warp_keys[Tile::kWarps];
@@ -88,10 +89,14 @@ struct Forward {
   const ForwardParams& a;
   Shared& shared;
 
-  __device__ TileQ q() const { return {shared.q}; }
+  __device__ TileQ q(int part = 0) const { return {shared.q[part]}; }
   // Tiles of keys alternate between the stages.
-  __device__ TileK k(int tile) const { return {shared.k[static_cast<unsigned>(tile) % kStages]}; }
-  __device__ TileV v(int tile) const { return {shared.v[static_cast<unsigned>(tile) % kStages]}; }
+  __device__ TileK k(int tile, int part = 0) const {
+    return {shared.k[static_cast<unsigned>(tile) % Tile::kStages][part]};
+  }
+  __device__ TileV v(int tile, int part = 0) const {
+    return {shared.v[static_cast<unsigned>(tile) % Tile::kStages][part]};
+  }
 
   // Returns the keys of `rows` queries from `query` on.
   __device__ Keys keys_of(int query, int rows) const {
@@ -141,6 +146,19 @@ struct Forward {
   }
   // True: they are kept in registers. P in f16 leaves none.
   static constexpr bool kKeepsSources = Precision::kPExponent == 0;
+
+  // The products of parts, the smallest first.
+  static constexpr int kProducts = kParts == 1 ? 1 : 6;
+  // 2 0, 0 2, 1 1, 1 0, 0 1, 0 0
+  static __device__ constexpr int left_part(int product) {
+    return kParts == 1 ? 0 : product == 0 ? 2 : product == 2 || product == 3 ? 1 : 0;
+  }
+  static __device__ constexpr int right_part(int product) {
+    return kParts == 1 ? 0 : product == 1 ? 2 : product == 2 || product == 4 ? 1 : 0;
+  }
+  using POperand = Operand<PType, kKeys>;
+  static __device__ void to_parts(Accumulator<kKeys>& p, int block, POperand (&parts)[kParts][kRowBlocks]);
+  __device__ void multiply_pv(const POperand (&p)[kParts][kRowBlocks], int tile, OTile (&o)[kRowBlocks]) const;
   __device__ void load_keys(int tile, const Sources& from) const;
   __device__ bool stages_mask() const { return Tile::kStagesMask && a.terms.mask && a.terms.mask_chunks; }
   __device__ void load_mask(int tile) const;

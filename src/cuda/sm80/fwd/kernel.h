@@ -6,7 +6,8 @@
 namespace octet::cuda::sm80 {
 
 template <class Precision, class Dims, bool General>
-__global__ void __launch_bounds__(Forward<Precision, Dims, General>::kThreads, (ForwardTile<Dims, General>::kBlocks))
+__global__ void __launch_bounds__(Forward<Precision, Dims, General>::kThreads,
+                                  (ForwardTile<Dims, General, kParts<Precision>>::kBlocks))
     forward_kernel(const __grid_constant__ ForwardParams arguments) {
   using Kernel = Forward<Precision, Dims, General>;
   extern __shared__ __align__(128) unsigned char memory[];
@@ -29,7 +30,10 @@ template <class Precision, bool General>
 ForwardKernel forward_kernel_of(int64_t most_dim) {
   if (most_dim <= 64) return describe<Precision, Dims64, General>();
   if (most_dim <= 128) return describe<Precision, Dims128, General>();
-  return describe<Precision, Dims256, General>();
+  if constexpr (kParts<Precision> == 1)
+    return describe<Precision, Dims256, General>();
+  else
+    return describe<Precision, Dims256x128, General>();
 }
 
 }  // namespace octet::cuda::sm80

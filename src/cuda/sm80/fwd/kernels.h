@@ -8,7 +8,7 @@ struct ForwardKernel {
   const void* function;
   int rows, keys;  // of a tile; rows are queries
   int threads, shared_bytes;
-  int dim, dim_v;  // channels of q and of v that it multiplies
+  int dim, dim_v;  // channels of q and of v that it multiplies; where v has more, it runs once for each so many
 };
 
 // The kernel for the larger one of the head dims. `General`: logits may be more than scale q.k.

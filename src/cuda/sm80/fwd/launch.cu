@@ -1,5 +1,6 @@
 // The forward pass on the host: kernel choice, operands, scheduler, launch.
 #include <algorithm>
+#include <vector>
 
 #include "core/error.h"
 #include "core/names.h"
@@ -11,6 +12,7 @@
 #include "cuda/scheduler/count_blocks.h"
 #include "cuda/sm80/fwd/kernels.h"
 #include "cuda/sm80/fwd/params.h"
+#include "cuda/sm80/fwd/parts.h"
 #include "cuda/sm80/passes.h"
 #include "cuda/sm80/seen_values.h"
 
@@ -33,6 +35,7 @@ ForwardKernel kernel_of(const Problem& p) {
 }
 
 ForwardKernel kernel_of(const Problem& p) {
+  if (p.precision == OCTET_PRECISION_F32) return kernel_of<PrecisionF32>(p);
   if (f16_compute(p)) return kernel_of<PrecisionBf16F16Compute>(p);
   return p.precision == OCTET_PRECISION_BF16 ? kernel_of<PrecisionBf16>(p) : kernel_of<PrecisionF16>(p);
 }
@@ -75,6 +78,17 @@ int64_t tiles_of(const Problem& p, int rows) {
   return (p.packed() ? blocks + sequences_of(p) : blocks * p.batch) * p.heads;
 }
 
+// Returns up to `count` channels of a tensor, from channel `first` on.
+View columns_of(View t, int64_t first, int64_t count) {
+  if (t.data) t.data = static_cast<unsigned char*>(t.data) + first * t.stride[3] * (t.dtype == OCTET_F32 ? 4 : 2);
+  t.shape[3] = std::min(t.shape[3] - first, count);
+  return t;
+}
+Output columns_of(Output t, int64_t first) {
+  if (t.data) t.data = static_cast<unsigned char*>(t.data) + first * (t.element == Element::f32 ? 4 : 2);
+  return t;
+}
+
 }  // namespace
 
 std::optional<std::string> forward_unsupported_reason(const Problem&) { return {}; }
@@ -82,7 +96,8 @@ std::optional<std::string> forward_unsupported_reason(const Problem&) { return {
 std::string forward_name(const Problem& p) {
   const ForwardKernel kernel = kernel_of(p);
   return text("forward ", name(p.precision), f16_compute(p) ? " with P in f16" : "",
-              shifts_maximum(p) ? " with beta" : "", ", mma.sync, ", kernel.rows, " x ", kernel.keys, " tiles");
+              p.precision == OCTET_PRECISION_F32 ? " in three bf16 parts" : "", shifts_maximum(p) ? " with beta" : "",
+              ", mma.sync, ", kernel.rows, " x ", kernel.keys, " tiles");
 }
 
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
@@ -92,10 +107,17 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   WorkspaceAllocator allocator(workspace);
   allocator.take(1);  // the workspace of a run is not null
   int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
-  const Input q(p.q, type, allocator), k(p.k, type, allocator);
+  const bool parts = p.precision == OCTET_PRECISION_F32;
   const SeenValues seen_v(p, allocator);
-  const Input v(scaled ? View{} : seen_v.view(), type, allocator);
-  const ScaledInput v_scaled(scaled ? seen_v.view() : View{}, type, scaled ? kernel.dim_v : 0, allocator);
+  const View none;
+  const Input q(parts ? none : p.q, type, allocator), k(parts ? none : p.k, type, allocator),
+      v(parts || scaled ? none : seen_v.view(), type, allocator);
+  const ScaledInput v_scaled(scaled ? seen_v.view() : none, type, scaled ? kernel.dim_v : 0, allocator);
+  const PartsInput q_parts(parts ? p.q : none, kernel.dim, allocator),
+      k_parts(parts ? p.k : none, kernel.dim, allocator);
+  std::vector<PartsInput> v_parts;
+  for (int64_t first = 0; parts && first < p.dim_v; first += kernel.dim_v)
+    v_parts.emplace_back(columns_of(seen_v.view(), first, kernel.dim_v), kernel.dim_v, allocator);
   const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
   if (!workspace || !p.o.elements()) return allocator.used();
@@ -103,30 +125,41 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const DeviceScope device(p.device_index);
   ForwardParams a{};
   a.scheduler = scheduler_of(p, kernel.rows, blocks_before, stream);
-  q.preprocess(stream), k.preprocess(stream);
   seen_v.preprocess(terms, stream);
-  scaled ? v_scaled.preprocess(seen_keys(p), stream) : v.preprocess(stream);
   compute_gauges(p, terms, stream);
-  a.q = output(q.view()), a.k = output(k.view()), a.v = output(scaled ? v_scaled.view() : v.view());
+  if (parts) {
+    q_parts.preprocess(stream), k_parts.preprocess(stream);
+    for (const PartsInput& input : v_parts) input.preprocess(stream);
+    a.q = q_parts.view(), a.k = k_parts.view();
+  } else {
+    q.preprocess(stream), k.preprocess(stream);
+    scaled ? v_scaled.preprocess(seen_keys(p), stream) : v.preprocess(stream);
+    a.q = output(q.view()), a.k = output(k.view()), a.v = output(scaled ? v_scaled.view() : v.view());
+  }
   a.mask = mask_of(p);
   a.group = static_cast<int>(p.group());
-  a.dim = static_cast<int>(p.dim), a.dim_v = static_cast<int>(p.dim_v);
-  a.whole_columns = p.dim == kernel.dim && p.dim_v == kernel.dim_v;
+  a.dim = static_cast<int>(parts ? kernel.dim : p.dim);
+  a.whole_columns = parts || (p.dim == kernel.dim && p.dim_v == kernel.dim_v);
   a.terms = terms;
   constexpr double kLog2e = 1.4426950408889634;
   a.scale_log2e = static_cast<float>(general(p) ? kLog2e : p.scale * kLog2e);
   // f16 has a smaller range of exponents for the other keys than bf16.
   a.beta = shifts_maximum(p) ? p.beta : 0.f, a.beta_reach = p.precision == OCTET_PRECISION_F16 ? 4.f : 20.f;
   a.v_scale = scaled ? v_scaled.scale() : nullptr, a.v_mean = v_scaled.v_mean();
-  a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
+  a.lse = output(p.lse);
   a.sinks = sinks(p.sinks);
 
   check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
         "cudaFuncSetAttribute");
-  void* arguments[] = {&a};
-  check(cudaLaunchKernel(kernel.function, dim3(static_cast<unsigned>(tiles_of(p, kernel.rows))), dim3(kernel.threads),
-                         arguments, kernel.shared_bytes, stream),
-        "cudaLaunchKernel");
+  for (int64_t first = 0; first < p.dim_v; first += kernel.dim_v) {
+    a.dim_v = static_cast<int>(std::min<int64_t>(p.dim_v - first, kernel.dim_v));
+    if (parts) a.v = v_parts[first / kernel.dim_v].view();
+    a.o = columns_of(o.output(), first), a.o_residual = columns_of(o_residual.output(), first);
+    void* arguments[] = {&a};
+    check(cudaLaunchKernel(kernel.function, dim3(static_cast<unsigned>(tiles_of(p, kernel.rows))), dim3(kernel.threads),
+                           arguments, kernel.shared_bytes, stream),
+          "cudaLaunchKernel");
+  }
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);
   return allocator.used();

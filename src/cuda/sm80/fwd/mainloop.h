@@ -10,12 +10,18 @@ template <class Precision, class Dims, bool General>
 __device__ inline void Forward<Precision, Dims, General>::load_keys(int tile, const Sources& from) const {
   const int key = tile * kKeys;
   const KeyRange rows{shared.seen.first - key, shared.seen.last - key};
-  if (rows.first <= 0 && rows.last >= kKeys && a.whole_columns) {
-    LoaderK::load(k(tile), from.k, a.k.stride[2]);
-    LoaderV::load(v(tile), from.v, a.v.stride[2]);
-  } else {
-    LoaderK::load_part(k(tile), from.k, a.k.stride[2], rows, a.dim);
-    LoaderV::load_part(v(tile), from.v, a.v.stride[2], rows, a.dim_v);
+  const bool whole = rows.first <= 0 && rows.last >= kKeys && a.whole_columns;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const QkType* const from_k = from.k + part * Dims::kDim;
+    const PType* const from_v = from.v + part * Dims::kDimV;
+    if (whole) {
+      LoaderK::load(k(tile, part), from_k, a.k.stride[2]);
+      LoaderV::load(v(tile, part), from_v, a.v.stride[2]);
+    } else {
+      LoaderK::load_part(k(tile, part), from_k, a.k.stride[2], rows, a.dim);
+      LoaderV::load_part(v(tile, part), from_v, a.v.stride[2], rows, a.dim_v);
+    }
   }
 }
 
@@ -26,6 +32,46 @@ __device__ inline void Forward<Precision, Dims, General>::load_mask(int tile) co
   if (!stages_mask() || tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) return;
   load_mask_async<kKeys, kRowsOfWarp>(shared.mask[warp], a.terms, shared.q_tile.batch, shared.q_tile.head, warp_query(),
                                       shared.q_tile.q_tokens, tile * kKeys, shared.q_tile.k_tokens);
+}
+
+// Splits P of a row block into its parts.
+template <class Precision, class Dims, bool General>
+__device__ inline void Forward<Precision, Dims, General>::to_parts(Accumulator<kKeys>& p, int block,
+                                                                   POperand (&parts)[kParts][kRowBlocks]) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    convert(p, parts[part][block]);
+    if (part == kParts - 1) continue;
+#pragma unroll
+    for (int i = 0; i < kKeys / 4; ++i) {
+      const float2 taken = ptx::unpack<PType>(parts[part][block].x[i]);
+      p.x[2 * i] -= taken.x, p.x[2 * i + 1] -= taken.y;
+    }
+  }
+}
+
+// o += p v. Tensor cores truncate sums towards 0, so those of parts are taken apart for each tile.
+template <class Precision, class Dims, bool General>
+__device__ inline void Forward<Precision, Dims, General>::multiply_pv(const POperand (&p)[kParts][kRowBlocks], int tile,
+                                                                      OTile (&o)[kRowBlocks]) const {
+  if constexpr (kParts == 1) {
+    mma_AB(o, p[0], v(tile));
+  } else {
+    constexpr int kColumns = 64;  // at a time
+#pragma unroll
+    for (int first = 0; first < Dims::kDimV; first += kColumns) {
+      Accumulator<kColumns> sums[kRowBlocks];
+#pragma unroll
+      for (Accumulator<kColumns>& each : sums) each.zero();
+#pragma unroll
+      for (int product = 0; product < kProducts; ++product)
+        mma_AB(sums, p[left_part(product)], v(tile, right_part(product)), first / 16);
+#pragma unroll
+      for (int block = 0; block < kRowBlocks; ++block)
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) o[block].x[first / 2 + i] += sums[block].x[i];
+    }
+  }
 }
 
 // Computes the tile of queries of this thread block.
@@ -47,15 +93,18 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
   __syncthreads();
   const auto* const q_start =
       a.q.row<QkType>(shared.q_tile.batch, shared.q_tile.head, int64_t{shared.q_tile.q_first} + shared.q_tile.q_start);
-  load_async<kThreads>(q(), q_start, a.q.stride[2], {0, shared.q_tile.q_tokens - shared.q_tile.q_start}, a.dim);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part)
+    load_async<kThreads>(q(part), q_start + part * Dims::kDim, a.q.stride[2],
+                         {0, shared.q_tile.q_tokens - shared.q_tile.q_start}, a.dim);
   ptx::cp_async_commit();
   int tile = shared.keys.last - 1;
   Sources sources = sources_of(tile);
   if (shared.keys.first <= tile) load_keys(tile, sources);
   ptx::cp_async_commit();
-  // Of kernels with general logits, the groups of copies are in turn a tile of keys and one of the mask.
-  constexpr int kMaskGroups = General ? 1 : 0;
-  if constexpr (General) load_mask(shared.warp_keys[warp].last - 1), ptx::cp_async_commit();
+  // Where the mask is staged, the groups of copies are in turn a tile of keys and one of the mask.
+  constexpr int kMaskGroups = Tile::kStagesMask ? 1 : 0;
+  if constexpr (Tile::kStagesMask) load_mask(shared.warp_keys[warp].last - 1), ptx::cp_async_commit();
 
   Softmax softmax[kRowBlocks];
   OTile o[kRowBlocks];
@@ -80,7 +129,9 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     if constexpr (Tile::kQRegisters)
       mma_ABt(s, q_rows, k(tile));
     else
-      mma_ABt(s, q(), warp * kRowBlocks, k(tile));
+#pragma unroll 1
+      for (int product = 0; product < kProducts; ++product)
+        mma_ABt(s, q(left_part(product)), warp * kRowBlocks, k(tile, right_part(product)));
   };
   // Turns products into logits, and those of unseen keys into -inf.
   const auto take_logits = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile) {
@@ -102,14 +153,14 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     }
   };
   // Turns logits into P. The maximum is that of earlier tiles, unless P would be too large.
-  const auto take_exp = [&](Accumulator<kKeys>(&s)[kRowBlocks], Operand<PType, kKeys>(&p)[kRowBlocks]) {
+  const auto take_exp = [&](Accumulator<kKeys>(&s)[kRowBlocks], POperand(&p)[kParts][kRowBlocks]) {
     constexpr int kExponent = Precision::kPExponent;
     if constexpr (General)
       if (a.beta != 0.f) {
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) {
           scale_rows(o[block], softmax[block].template exp_update_max<kExponent>(s[block]));
-          convert(s[block], p[block]);
+          to_parts(s[block], block, p);
         }
         return;
       }
@@ -127,7 +178,22 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
         scale_rows(o[block], softmax[block].template update_max<kExponent>(most[block]));
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block)
-      softmax[block].template exp_and_sum<kExponent>(s[block]), convert(s[block], p[block]);
+      softmax[block].template exp_and_sum<kExponent>(s[block]), to_parts(s[block], block, p);
+  };
+  // The same at once, without a look at the maximum. Returns false, with the products spoilt, where P are too large.
+  const auto take_stale_exp = [&](Accumulator<kKeys>(&s)[kRowBlocks]) {
+    RowValues sum[kRowBlocks];
+    bool fits = true;
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; ++block) {
+      sum[block] = softmax[block].template exp_stale_max<Precision::kPExponent>(s[block]);
+      fits &= sum[block][0] <= Precision::kMaxP && sum[block][1] <= Precision::kMaxP;
+    }
+    if (!__all_sync(~0u, fits)) return false;
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; ++block)
+      softmax[block].l[0] += sum[block][0], softmax[block].l[1] += sum[block][1];
+    return true;
   };
   // Half way through its tiles, a warp flips the sign of a compensated o.
   const auto flips_after = [&](int tile) {
@@ -135,27 +201,45 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     return mine.last - mine.first > 1 && tile == mine.last - 1 - (mine.last - mine.first) / 2;
   };
 
+  const auto load_next = [&] {
+    if constexpr (kKeepsSources) sources.k -= kKeys * a.k.stride[2], sources.v -= kKeys * a.v.stride[2];
+    if (tile > shared.keys.first) load_keys(tile - 1, kKeepsSources ? sources : sources_of(tile - 1));
+    ptx::cp_async_commit();
+  };
+
 #pragma unroll 1
   for (; tile >= shared.keys.first; --tile) {
     ptx::cp_async_wait<kMaskGroups>();
     __syncthreads();  // the tile has arrived, and the other stage has been read
-    if constexpr (kKeepsSources) sources.k -= kKeys * a.k.stride[2], sources.v -= kKeys * a.v.stride[2];
-    if (tile > shared.keys.first) load_keys(tile - 1, kKeepsSources ? sources : sources_of(tile - 1));
-    ptx::cp_async_commit();
+    if constexpr (Tile::kStages > 1) load_next();
     if (tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) {
-      if constexpr (General) ptx::cp_async_commit();
+      if constexpr (Tile::kStagesMask) ptx::cp_async_commit();
+      if constexpr (Tile::kStages == 1) __syncthreads(), load_next();
       continue;
     }
     Accumulator<kKeys> s[kRowBlocks];
     multiply_qk(s, tile);
-    if constexpr (General) ptx::cp_async_wait<1>(), __syncwarp();  // the tile of the mask has arrived
+    if constexpr (Tile::kStagesMask) ptx::cp_async_wait<1>(), __syncwarp();  // the tile of the mask has arrived
     take_logits(s, tile);
-    if constexpr (General) __syncwarp(), load_mask(tile - 1), ptx::cp_async_commit();
-    Operand<PType, kKeys> p[kRowBlocks];
-    take_exp(s, p);
-    mma_AB(o, p, v(tile));
+    if constexpr (Tile::kStagesMask) __syncwarp(), load_mask(tile - 1), ptx::cp_async_commit();
+    POperand p[kParts][kRowBlocks];
+    if constexpr (Tile::kRepeats) {
+      const bool first = tile == shared.warp_keys[warp].last - 1;
+      if (first || !take_stale_exp(s)) {
+        if (!first) multiply_qk(s, ptx::opaque(tile)), take_logits(s, ptx::opaque(tile));
+#pragma unroll
+        for (int block = 0; block < kRowBlocks; ++block)
+          scale_rows(o[block], softmax[block].template exp_update_max<Precision::kPExponent>(s[block]));
+      }
+#pragma unroll
+      for (int block = 0; block < kRowBlocks; ++block) to_parts(s[block], block, p);
+    } else {
+      take_exp(s, p);
+    }
+    multiply_pv(p, tile, o);
     if constexpr (kCompensated<Precision>)
       if (flips_after(tile)) flip(softmax, o);
+    if constexpr (Tile::kStages == 1) __syncthreads(), load_next();
   }
   ptx::cp_async_wait<0>();
   if constexpr (kCompensated<Precision>)
