@@ -140,6 +140,8 @@ constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, BiasCorrection::f16}
                            {Pass::jvp, Precision::bf16},
                            {Pass::jvp, Precision::f16},
                            {Pass::forward, Precision::f32},
+                           {Pass::backward, Precision::f32},
+                           {Pass::jvp, Precision::f32},
                            {Pass::forward, Precision::int8},
                            {Pass::forward, Precision::int8_f16},
                            {Pass::forward, Precision::int8_fp8},

@@ -28,7 +28,7 @@ inline bool tests_sm80() { return std::string(gpu_backend()) == "sm80"; }
 // Whether this backend has a pass of a precision.
 inline bool gpu_computes(Pass pass, Precision precision) {
   const bool sixteen_bits = precision == Precision::bf16 || precision == Precision::f16;
-  if (tests_sm80()) return sixteen_bits || (precision == Precision::f32 && pass == Pass::forward);
+  if (tests_sm80()) return sixteen_bits || precision == Precision::f32;
   return precision != Precision::f32 && (pass == Pass::forward || (sixteen_bits && pass == Pass::backward));
 }
 // Whether it takes softcap, ALiBi and mask tensors.

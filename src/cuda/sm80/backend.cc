@@ -53,11 +53,8 @@ std::optional<std::string> unsupported_reason_of(const View& t, const char* labe
 std::optional<std::string> unsupported_reason(const Problem& p) {
   if (major_of(p.device_index) < kLeastMajor)
     return text("device ", p.device_index, " is no GPU of compute capability 8.0 or later");
-  constexpr PrecisionSet kForward = {OCTET_PRECISION_F32, OCTET_PRECISION_F16, OCTET_PRECISION_BF16},
-                         kOthers = {OCTET_PRECISION_F16, OCTET_PRECISION_BF16};
-  const PrecisionSet& has = p.pass == OCTET_FORWARD ? kForward : kOthers;
-  if (!has.has(p.precision))
-    return text("it has no ", name(p.precision), ' ', name(p.pass), " pass; it has: ", has.names());
+  constexpr PrecisionSet kPrecisions = {OCTET_PRECISION_F32, OCTET_PRECISION_F16, OCTET_PRECISION_BF16};
+  if (!kPrecisions.has(p.precision)) return text("it has no ", name(p.precision), "; it has: ", kPrecisions.names());
   if (std::max(p.tokens_q, p.tokens_k) > kMaxTokens)
     return text(std::max(p.tokens_q, p.tokens_k), " tokens; it takes up to ", kMaxTokens);
   if (p.batch * p.heads > kMaxBlocks / (p.tokens_q / 64 + 1))
@@ -77,7 +74,7 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
     case OCTET_BACKWARD:
       return backward_unsupported_reason(p);
     default:
-      return jvp_unsupported_reason(p);
+      return {};
   }
 }
 

@@ -19,7 +19,6 @@ std::optional<std::string> backward_unsupported_reason(const Problem& p);
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string backward_name(const Problem& p);
 
-std::optional<std::string> jvp_unsupported_reason(const Problem& p);
 std::size_t jvp(const Problem& p, void* workspace, cudaStream_t stream);
 std::string jvp_name(const Problem& p);
 

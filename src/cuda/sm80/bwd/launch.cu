@@ -5,6 +5,7 @@
 #include "cuda/backward/operands.h"
 #include "cuda/host/launch.h"
 #include "cuda/preprocess/operands.h"
+#include "cuda/sm80/bwd/f32.h"
 #include "cuda/sm80/bwd/kernels.h"
 #include "cuda/sm80/bwd/lse.h"
 #include "cuda/sm80/bwd/seen.h"
@@ -36,12 +37,14 @@ std::optional<std::string> backward_unsupported_reason(const Problem& p) {
 }
 
 std::string backward_name(const Problem& p) {
+  if (p.precision == OCTET_PRECISION_F32) return "backward f32, on CUDA cores";
   const BackwardKernel kernel = kernel_of(p);
   return text("backward ", f16_compute(p) ? "in f16" : "in bf16", ", mma.sync, ", kernel.queries, " x ", kernel.keys,
               " tiles", p.deterministic ? ", dq in integers" : "");
 }
 
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
+  if (p.precision == OCTET_PRECISION_F32) return backward_f32(p, workspace, stream);
   WorkspaceAllocator allocator(workspace);
   PreprocessParams params = preprocess_params(p, true, allocator);
   const LogitTerms terms = logit_terms(p, allocator);

@@ -3,12 +3,12 @@
 
 #include "core/error.h"
 #include "core/names.h"
-#include "core/recipe.h"
 #include "cuda/host/status.h"
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
 #include "cuda/scheduler/count_blocks.h"
 #include "cuda/sm80/jvp/config.h"
+#include "cuda/sm80/jvp/f32.h"
 #include "cuda/sm80/jvp/params.h"
 #include "cuda/sm80/passes.h"
 
@@ -41,17 +41,13 @@ HeadGroups groups_of(const Problem& p, int64_t blocks) {
 
 }  // namespace
 
-std::optional<std::string> jvp_unsupported_reason(const Problem& p) {
-  constexpr PrecisionSet kPrecisions = {OCTET_PRECISION_F16, OCTET_PRECISION_BF16};
-  if (kPrecisions.has(p.precision)) return {};
-  return text("it has no ", name(p.precision), " jvp pass; it has: ", kPrecisions.names());
-}
-
 std::string jvp_name(const Problem& p) {
+  if (p.precision == OCTET_PRECISION_F32) return "jvp f32, on CUDA cores";
   return text("jvp ", name(p.precision), ", mma.sync, ", kJvpRows, " x ", kernel_of(p).keys, " tiles");
 }
 
 std::size_t jvp(const Problem& p, void* workspace, cudaStream_t stream) {
+  if (p.precision == OCTET_PRECISION_F32) return jvp_f32(p, workspace, stream);
   const octet_dtype type = p.precision == OCTET_PRECISION_BF16 ? OCTET_BF16 : OCTET_F16;
   WorkspaceAllocator allocator(workspace);
   allocator.take(1);  // the workspace of a run is not null

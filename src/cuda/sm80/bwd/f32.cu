@@ -1,0 +1,375 @@
+// Two kernels: one has a block of keys and sums dk and dv over the queries that see it, the other has a block of
+// queries and sums dq over its keys. Both compute s and dp of a tile, so that seven products take the place of five,
+// and no sum depends on an order: the results are the same in every run.
+#include <algorithm>
+
+#include "cuda/backward/operands.h"
+#include "cuda/host/launch.h"
+#include "cuda/preprocess/masks.h"
+#include "cuda/preprocess/operands.h"
+#include "cuda/preprocess/vec8.h"
+#include "cuda/scheduler/count_blocks.h"
+#include "cuda/sm80/bwd/f32.h"
+#include "cuda/sm80/bwd/lse.h"
+#include "cuda/sm80/bwd/seen.h"
+
+namespace octet::cuda::sm80 {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+
+struct F32Params {
+  Output q, k, v, do_;       // f32, rows of whole 16-byte words
+  const float *lse, *delta;  // [batch, head, token]: lse without the gauge; do.o - dlse
+  Strided dq, dk, dv;
+  LogitTerms terms;
+  Blocks q_blocks, k_blocks;
+  Mask mask;
+  int heads, kv_heads, tokens_q, dim, dim_v;
+  float scale;
+};
+
+// The block of a thread block has `kRows` rows, a tile that it meets `kMoving`.
+template <int Dim>
+struct F32Tile {
+  static constexpr int kRows = Dim == 256 ? 16 : 32, kMoving = kRows;
+};
+
+template <int Dim, bool OfKeys>
+struct F32Kernel {
+  static constexpr int kRows = F32Tile<Dim>::kRows, kMoving = F32Tile<Dim>::kMoving;
+  static constexpr int kPitch = Dim + 4;  // floats; rows of four floats lie in different banks
+  static constexpr int kPairPitch = kRows + 4;
+  static constexpr int kChannelGroups = Dim / 4, kRowGroups = kThreads / kChannelGroups;
+  static constexpr int kRowsOfThread = kRows / kRowGroups;
+  static_assert(kRowsOfThread >= 1 && kRowsOfThread * kRowGroups == kRows);
+
+  // Of keys: x, y are k, v and u, w are q, do. Of queries: the other way round.
+  struct Shared {
+    float x[kRows][kPitch], y[kRows][kPitch], u[kMoving][kPitch], w[kMoving][kPitch];
+    float p[kMoving][kPairPitch], ds[kMoving][kPairPitch];
+    float lse[kRows], delta[kRows];
+    int nonfinite;  // 1: a number of x, y, u or w is not finite
+  };
+  static constexpr int kSharedBytes = sizeof(Shared);
+
+  const F32Params& a;
+  Shared& shared;
+  int batch, kv_head;
+  Blocks::Sequence q, k;
+
+  // Loads rows [first, last) of a sequence, `count` at most; further rows and channels become zeros.
+  __device__ void load(float (*to)[kPitch], int count, const Output& from, int head, int start, int first, int last,
+                       int columns) const {
+    bool finite = true;
+    for (int i = threadIdx.x; i < count * kChannelGroups; i += kThreads) {
+      const int row = i / kChannelGroups, c = i % kChannelGroups * 4;
+      float4 x{};
+      if (first + row < last && c < columns)
+        x = *reinterpret_cast<const float4*>(from.row<float>(batch, head, int64_t{start} + first + row) + c);
+      finite &= isfinite(x.x) && isfinite(x.y) && isfinite(x.z) && isfinite(x.w);
+      *reinterpret_cast<float4*>(&to[row][c]) = x;
+    }
+    if (!finite) shared.nonfinite = 1;
+  }
+  __device__ void load_queries(float (*q_to)[kPitch], float (*do_to)[kPitch], int count, int head, int first) const {
+    load(q_to, count, a.q, head, q.first, first, q.tokens, a.dim);
+    load(do_to, count, a.do_, head, q.first, first, q.tokens, a.dim_v);
+    for (int row = threadIdx.x; row < count; row += kThreads) {
+      const bool there = first + row < q.tokens;
+      const int64_t at = (int64_t{batch} * a.heads + head) * a.tokens_q + q.first + first + row;
+      const float lse = there ? a.lse[at] : -INFINITY;
+      shared.lse[row] = lse == -INFINITY ? INFINITY : lse, shared.delta[row] = there ? a.delta[at] : 0.f;
+    }
+  }
+  __device__ void load_keys(float (*k_to)[kPitch], float (*v_to)[kPitch], int count, int first) const {
+    load(k_to, count, a.k, kv_head, k.first, first, k.tokens, a.dim);
+    load(v_to, count, a.v, kv_head, k.first, first, k.tokens, a.dim_v);
+  }
+
+  static __device__ float dot(const float* x, const float* y) {
+    float sum[4] = {};
+#pragma unroll 4
+    for (int c = 0; c < Dim; c += 4) {
+      const float4 u = *reinterpret_cast<const float4*>(x + c), v = *reinterpret_cast<const float4*>(y + c);
+      sum[0] = fmaf(u.x, v.x, sum[0]), sum[1] = fmaf(u.y, v.y, sum[1]);
+      sum[2] = fmaf(u.z, v.z, sum[2]), sum[3] = fmaf(u.w, v.w, sum[3]);
+    }
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  }
+
+  // Computes p and ds of all pairs of the block and a tile: rows from `row` on meet those from `moving` on.
+  __device__ void pairs(int head, int row, int moving) const {
+    for (int i = threadIdx.x; i < kRows * kMoving; i += kThreads) {
+      const int r = i % kRows, m = i / kRows;
+      const int query = OfKeys ? moving + m : row + r, key = OfKeys ? row + r : moving + m, at = OfKeys ? m : r;
+      float p = 0.f, ds = 0.f;
+      const KeyRange seen = a.mask.keys_of(min(query, q.tokens - 1), q.tokens, k.tokens);
+      if (query < q.tokens && key >= seen.first && key < seen.last) {
+        const float product = dot(shared.x[r], shared.u[m]);
+        const RowTerms terms =
+            row_terms(a.terms, batch, a.k_blocks.cu_seqlens ? k.index : batch, head, query, q.tokens, k.tokens, seen);
+        p = expf(logit_of(a.terms, terms, key, product) - shared.lse[at]);
+        if (p != 0.f) {
+          ds = p * (dot(shared.y[r], shared.w[m]) - shared.delta[at]);
+          if (a.terms.softcap != 0.f) ds *= softcap(a.terms, product * a.terms.scale).derivative;
+        }
+      }
+      shared.p[m][r] = p, shared.ds[m][r] = ds;
+    }
+  }
+
+  // sum += f^T x over the rows of a tile, for this thread's rows and channels. A factor of 0 may meet inf or NaN, which
+  // some mask hides.
+  __device__ void accumulate(float4 (&sum)[kRowsOfThread], const float (*f)[kPairPitch],
+                             const float (*x)[kPitch]) const {
+    const int row = threadIdx.x / kChannelGroups * kRowsOfThread, c = threadIdx.x % kChannelGroups * 4;
+    const bool skips = shared.nonfinite;
+#pragma unroll 4
+    for (int m = 0; m < kMoving; ++m) {
+      const float4 y = *reinterpret_cast<const float4*>(&x[m][c]);
+#pragma unroll
+      for (int r = 0; r < kRowsOfThread; ++r) {
+        const float factor = f[m][row + r];
+        if (skips && factor == 0.f) continue;
+        sum[r].x = fmaf(factor, y.x, sum[r].x), sum[r].y = fmaf(factor, y.y, sum[r].y);
+        sum[r].z = fmaf(factor, y.z, sum[r].z), sum[r].w = fmaf(factor, y.w, sum[r].w);
+      }
+    }
+  }
+
+  __device__ void write(const Strided& to, int head, int start, int first, int tokens,
+                        const float4 (&sum)[kRowsOfThread], float scale) const {
+    const int row = threadIdx.x / kChannelGroups * kRowsOfThread, c = threadIdx.x % kChannelGroups * 4;
+    if (c >= to.shape[3]) return;
+    for (int r = 0; r < kRowsOfThread; ++r) {
+      if (first + row + r >= tokens) continue;
+      const float numbers[4] = {scale * sum[r].x, scale * sum[r].y, scale * sum[r].z, scale * sum[r].w};
+      with_type(to.element, [&](auto* type) {
+        using Type = std::remove_pointer_t<decltype(type)>;
+        auto* const at =
+            static_cast<Type*>(to.data) + Index4{batch, head, int64_t{start} + first + row + r, c}.offset(to);
+        for (int i = 0; i < 4; ++i) at[i * to.stride[3]] = Type(numbers[i]);
+      });
+    }
+  }
+
+  __device__ void keys(int block) {
+    const int first = (block - k.first_block) * kRows, group = a.heads / a.kv_heads;
+    load_keys(shared.x, shared.y, kRows, first);
+    int start = 0, end = q.tokens;
+    if (a.mask.windowed) {
+      const int shift = a.mask.bottom_right ? k.tokens - q.tokens : 0;
+      start = max(first - shift - a.mask.right, 0) / kMoving * kMoving;
+      end = min(min(first + kRows, k.tokens) - shift + a.mask.left, q.tokens);
+    }
+    float4 dk[kRowsOfThread]{}, dv[kRowsOfThread]{};
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
+      for (int query = start; query < end; query += kMoving) {
+        __syncthreads();
+        load_queries(shared.u, shared.w, kMoving, head, query);
+        __syncthreads();
+        pairs(head, first, query);
+        __syncthreads();
+        accumulate(dv, shared.p, shared.w), accumulate(dk, shared.ds, shared.u);
+      }
+    write(a.dk, kv_head, k.first, first, k.tokens, dk, a.scale);
+    write(a.dv, kv_head, k.first, first, k.tokens, dv, 1.f);
+  }
+
+  __device__ void queries(int head, int block) {
+    const int first = (block - q.first_block) * kRows, last = min(first + kRows, q.tokens) - 1;
+    load_queries(shared.x, shared.y, kRows, head, first);
+    const int start = a.mask.keys_of(first, q.tokens, k.tokens).first / kMoving * kMoving,
+              end = a.mask.keys_of(last, q.tokens, k.tokens).last;
+    float4 dq[kRowsOfThread]{};
+    for (int key = start; key < end; key += kMoving) {
+      __syncthreads();
+      load_keys(shared.u, shared.w, kMoving, key);
+      __syncthreads();
+      pairs(head, first, key);
+      __syncthreads();
+      accumulate(dq, shared.ds, shared.u);
+    }
+    write(a.dq, head, q.first, first, q.tokens, dq, a.scale);
+  }
+};
+
+template <int Dim, bool OfKeys>
+__global__ void __launch_bounds__(kThreads, 2) f32_kernel(const __grid_constant__ F32Params a) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  using Kernel = F32Kernel<Dim, OfKeys>;
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  const Blocks& blocks = OfKeys ? a.k_blocks : a.q_blocks;
+  const int heads = OfKeys ? a.kv_heads : a.heads, block = static_cast<int>(blockIdx.x) % blocks.count;
+  const int head = static_cast<int>(blockIdx.x) / blocks.count % heads;
+  const int batch = static_cast<int>(blockIdx.x) / blocks.count / heads;
+  const Blocks::Sequence own = blocks.sequence_of(block);
+  if (own.index < 0) return;
+  const Blocks& others = OfKeys ? a.q_blocks : a.k_blocks;
+  const Blocks::Sequence other = others.cu_seqlens ? others.sequence(own.index) : others.sequence_of(0);
+  if (threadIdx.x == 0) shared.nonfinite = 0;
+  __syncthreads();
+  Kernel kernel{
+      a, shared, batch, OfKeys ? head : head / (a.heads / a.kv_heads), OfKeys ? other : own, OfKeys ? own : other};
+  if constexpr (OfKeys)
+    kernel.keys(block);
+  else
+    kernel.queries(head, block);
+}
+
+struct RowParams {
+  Strided do_, o, residual, dlse;  // residual, dlse: may be absent
+  float* delta;
+};
+
+// delta = do.o - dlse, summed in double: the sum is small where its terms are not. One warp has a row.
+__global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ RowParams p) {
+  const int64_t heads = p.do_.shape[1], tokens = p.do_.shape[2], rows = p.do_.shape[0] * heads * tokens;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * kWarps) {
+    Index4 at{row / tokens / heads, row / tokens % heads, row % tokens, lane * kVec8};
+    double sum = 0.0;
+    for (; at.channel < p.do_.shape[3]; at.channel += 32 * kVec8) {
+      Vec8 x, o, residual{};
+      read(p.do_, at, x), read(p.o, at, o);
+      if (p.residual.data) read(p.residual, at, residual);
+      for (int c = 0; c < kVec8; ++c) sum += double{x[c]} * (double{o[c]} + double{residual[c]});
+    }
+    for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    at.channel = 0;
+    if (lane == 0)
+      p.delta[row] =
+          static_cast<float>(sum) - (p.dlse.data ? static_cast<const float*>(p.dlse.data)[at.offset(p.dlse)] : 0.f);
+  }
+}
+
+// Copies lse to [batch, head, token].
+__global__ void __launch_bounds__(kThreads) copy_lse_kernel(const Strided from, float* to) {
+  const int64_t tokens = from.shape[2], rows = from.shape[0] * from.shape[1] * tokens;
+  for (int64_t row = int64_t{blockIdx.x} * kThreads + threadIdx.x; row < rows; row += int64_t{gridDim.x} * kThreads)
+    to[row] = static_cast<const float*>(
+        from.data)[Index4{row / tokens / from.shape[1], row / tokens % from.shape[1], row % tokens, 0}.offset(from)];
+}
+
+// Sums -exp(sink - lse) delta over the queries, and over the batch where it shares its sinks, always in the same order.
+// Each thread block has a head.
+__global__ void __launch_bounds__(kThreads, 2)
+    dsinks_kernel(const Strided lse, const float* delta, const Sinks sinks, const Strided dsinks) {
+  __shared__ double sums[kThreads];
+  const int heads = static_cast<int>(dsinks.shape[1]), head = static_cast<int>(blockIdx.x) % heads;
+  const int of_batch = static_cast<int>(blockIdx.x) / heads, batches = static_cast<int>(lse.shape[0]);
+  const int end = dsinks.shape[0] == batches ? of_batch + 1 : batches;
+  double sum = 0.0;
+  for (int batch = of_batch; batch < end; ++batch)
+    for (int64_t token = threadIdx.x; token < lse.shape[2]; token += kThreads) {
+      const float sink = sinks.at(batch, head);
+      const float saved = static_cast<const float*>(lse.data)[Index4{batch, head, token, 0}.offset(lse)];
+      if (sink == -INFINITY || saved == -INFINITY) continue;
+      sum -= double{expf(sink - saved)} * double{delta[(int64_t{batch} * heads + head) * lse.shape[2] + token]};
+    }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (int i = 1; i < kThreads; ++i) sum += sums[i];
+  static_cast<float*>(dsinks.data)[Index4{of_batch, head, 0, 0}.offset(dsinks)] = static_cast<float>(sum);
+}
+
+unsigned blocks_for(int64_t count, int64_t of_block) {
+  constexpr int64_t kMostBlocks = 1 << 16;
+  return static_cast<unsigned>(std::clamp<int64_t>((count + of_block - 1) / of_block, 1, kMostBlocks));
+}
+
+template <int Dim, bool OfKeys>
+void launch(const F32Params& a, int64_t blocks, cudaStream_t stream) {
+  if (!blocks) return;
+  constexpr int kSharedBytes = F32Kernel<Dim, OfKeys>::kSharedBytes;
+  const auto kernel = f32_kernel<Dim, OfKeys>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        "cudaFuncSetAttribute");
+  kernel<<<static_cast<unsigned>(blocks), kThreads, kSharedBytes, stream>>>(a);
+  check(cudaGetLastError(), "f32_kernel");
+}
+
+template <int Dim>
+void launch(const F32Params& a, const Problem& p, cudaStream_t stream) {
+  launch<Dim, true>(a, p.dk.elements() || p.dv.elements() ? p.batch * p.kv_heads * a.k_blocks.count : 0, stream);
+  launch<Dim, false>(a, p.dq.elements() ? p.batch * p.heads * a.q_blocks.count : 0, stream);
+}
+
+Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, WorkspaceAllocator& allocator) {
+  Blocks b{.rows = rows, .tokens = static_cast<int>(tokens), .count = static_cast<int>((tokens + rows - 1) / rows)};
+  if (!cu_seqlens.present()) return b;
+  b.sequences = static_cast<int>(cu_seqlens.shape[3] - 1);
+  b.count += b.sequences;
+  b.cu_seqlens = static_cast<const int*>(cu_seqlens.data);
+  b.blocks_before = allocator.take<int>(b.sequences + 1);
+  return b;
+}
+
+}  // namespace
+
+std::size_t backward_f32(const Problem& p, void* workspace, cudaStream_t stream) {
+  WorkspaceAllocator allocator(workspace);
+  const int dim = backward_dim(p), rows = dim == 256 ? F32Tile<256>::kRows : F32Tile<64>::kRows;
+  const auto queries = static_cast<std::size_t>(p.batch * p.heads * p.tokens_q);
+  const Input q(p.q, OCTET_F32, allocator), k(p.k, OCTET_F32, allocator), v(p.v, OCTET_F32, allocator),
+      do_(p.do_, OCTET_F32, allocator);
+  const LogitTerms terms = logit_terms(p, allocator);
+  float *const lse = allocator.take<float>(queries), *const delta = allocator.take<float>(queries);
+  F32Params a{.lse = lse,
+              .delta = delta,
+              .dq = strided(p.dq),
+              .dk = strided(p.dk),
+              .dv = strided(p.dv),
+              .terms = terms,
+              .q_blocks = blocks_of(rows, p.tokens_q, p.cu_seqlens_q, allocator),
+              .k_blocks = blocks_of(rows, p.tokens_k, p.cu_seqlens_k, allocator),
+              .mask = mask_of(p),
+              .heads = static_cast<int>(p.heads),
+              .kv_heads = static_cast<int>(p.kv_heads),
+              .tokens_q = static_cast<int>(p.tokens_q),
+              .dim = static_cast<int>(p.dim),
+              .dim_v = static_cast<int>(p.dim_v),
+              .scale = p.scale};
+  if (!workspace) return allocator.used();
+
+  const DeviceScope device(p.device_index);
+  for (const Input* x : {&q, &k, &v, &do_}) x->preprocess(stream);
+  a.q = output(q.view()), a.k = output(k.view()), a.v = output(v.view()), a.do_ = output(do_.view());
+  for (const Blocks* b : {&a.q_blocks, &a.k_blocks})
+    if (b->cu_seqlens) count_blocks(b->cu_seqlens, b->sequences, b->rows, const_cast<int*>(b->blocks_before), stream);
+  if (queries) {
+    const RowParams of_rows{strided(p.do_), strided(p.o), strided(p.o_residual), strided(p.dlse), delta};
+    delta_kernel<<<blocks_for(static_cast<int64_t>(queries), kWarps), kThreads, 0, stream>>>(of_rows);
+    check(cudaGetLastError(), "delta_kernel");
+    compute_gauges(p, terms, stream);
+    if (has_gauge(p)) {
+      remove_gauges({.terms = terms,
+                     .q = strided(p.q),
+                     .k = strided(p.k),
+                     .lse = strided(p.lse),
+                     .round = OCTET_F32,
+                     .sinks = sinks(p.sinks),
+                     .q_blocks = a.q_blocks,
+                     .k_blocks = a.k_blocks,
+                     .mask = a.mask,
+                     .group = static_cast<int>(p.group()),
+                     .to = lse},
+                    stream);
+    } else {
+      copy_lse_kernel<<<blocks_for(static_cast<int64_t>(queries), kThreads), kThreads, 0, stream>>>(strided(p.lse),
+                                                                                                    lse);
+      check(cudaGetLastError(), "copy_lse_kernel");
+    }
+  }
+  (dim == 64 ? launch<64> : dim == 128 ? launch<128> : launch<256>)(a, p, stream);
+  if (p.dsinks.elements()) {
+    dsinks_kernel<<<static_cast<unsigned>(p.dsinks.shape[0] * p.dsinks.shape[1]), kThreads, 0, stream>>>(
+        strided(p.lse), delta, sinks(p.sinks), strided(p.dsinks));
+    check(cudaGetLastError(), "dsinks_kernel");
+  }
+  return allocator.used();
+}
+
+}  // namespace octet::cuda::sm80

@@ -1,0 +1,298 @@
+// One thread block has a block of queries and meets tiles of keys; sm80/jvp/jvp.h has the algorithm.
+#include <algorithm>
+
+#include "cuda/fragment/sinks.h"
+#include "cuda/host/status.h"
+#include "cuda/preprocess/masks.h"
+#include "cuda/preprocess/operands.h"
+#include "cuda/preprocess/vec8.h"
+#include "cuda/scheduler/count_blocks.h"
+#include "cuda/scheduler/tile_scheduler.h"
+#include "cuda/sm80/jvp/f32.h"
+#include "cuda/sm80/logits.h"
+
+namespace octet::cuda::sm80 {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct F32Params {
+  Output q, k, v, tq, tk, tv;  // f32, rows of whole 16-byte words
+  TileScheduler scheduler;
+  LogitTerms terms;
+  Mask mask;
+  int group, dim, dim_v;
+  Strided o, to;
+  Output lse, tlse;
+  Sinks sinks, tsinks;
+};
+
+template <int Dim>
+struct F32Kernel {
+  static constexpr int kRows = Dim == 256 ? 16 : 32, kKeys = kRows / 2;
+  static constexpr int kPitch = Dim + 4;  // floats; rows of four floats lie in different banks
+  static constexpr int kPairPitch = kRows + 4;
+  static constexpr int kChannelGroups = Dim / 4, kRowGroups = kThreads / kChannelGroups;
+  static constexpr int kRowsOfThread = kRows / kRowGroups;
+  static_assert(kRowsOfThread >= 1 && kRowsOfThread * kRowGroups == kRows);
+  using Tile = float[kKeys][kPitch];
+
+  struct Shared {
+    float q[kRows][kPitch], tq[kRows][kPitch];
+    Tile k, tk, v, tv;
+    float p[kKeys][kPairPitch], h[kKeys][kPairPitch];  // logits and their tangents, then p and h
+    float m[kRows], centre[kRows], l[kRows], r[kRows], rescale[kRows];
+    TileInfo tile;
+    int nonfinite;  // 1: a number of k, tk, v or tv is not finite
+  };
+
+  const F32Params& a;
+  Shared& shared;
+  const TileInfo& w;
+
+  template <int Rows>
+  __device__ void load(float (&to)[Rows][kPitch], const Output& from, int head, int start, int first, int last,
+                       int columns) const {
+    bool finite = true;
+    for (int i = threadIdx.x; i < Rows * kChannelGroups; i += kThreads) {
+      const int row = i / kChannelGroups, c = i % kChannelGroups * 4;
+      float4 x{};
+      if (first + row < last && c < columns)
+        x = *reinterpret_cast<const float4*>(from.row<float>(w.batch, head, int64_t{start} + first + row) + c);
+      finite &= isfinite(x.x) && isfinite(x.y) && isfinite(x.z) && isfinite(x.w);
+      *reinterpret_cast<float4*>(&to[row][c]) = x;
+    }
+    if (!finite) shared.nonfinite = 1;
+  }
+
+  static __device__ float dot(const float* x, const float* y) {
+    float sum[4] = {};
+#pragma unroll 4
+    for (int c = 0; c < Dim; c += 4) {
+      const float4 u = *reinterpret_cast<const float4*>(x + c), v = *reinterpret_cast<const float4*>(y + c);
+      sum[0] = fmaf(u.x, v.x, sum[0]), sum[1] = fmaf(u.y, v.y, sum[1]);
+      sum[2] = fmaf(u.z, v.z, sum[2]), sum[3] = fmaf(u.w, v.w, sum[3]);
+    }
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  }
+
+  __device__ KeyRange range_of(int query) const {
+    return a.mask.keys_of(min(query, w.q_tokens - 1), w.q_tokens, w.k_tokens);
+  }
+  __device__ RowTerms terms_of(int query) const {
+    return row_terms(a.terms, w.batch, w.sequence, w.head, query, w.q_tokens, w.k_tokens, range_of(query));
+  }
+
+  // Computes the logits of a tile, -inf for keys that are not seen, and their tangents.
+  __device__ void logits(int first_key) const {
+    for (int i = threadIdx.x; i < kRows * kKeys; i += kThreads) {
+      const int r = i % kRows, j = i / kRows, query = w.q_start + r, key = first_key + j;
+      const KeyRange seen = range_of(query);
+      float x = -INFINITY, t = 0.f;
+      if (query < w.q_tokens && key >= seen.first && key < seen.last) {
+        const float product = dot(shared.q[r], shared.k[j]);
+        x = logit_of(a.terms, terms_of(query), key, product);
+        t = a.terms.scale * (dot(shared.tq[r], shared.k[j]) + dot(shared.q[r], shared.tk[j]));
+        if (a.terms.softcap != 0.f) t *= softcap(a.terms, product * a.terms.scale).derivative;
+      }
+      shared.p[j][r] = x, shared.h[j][r] = t;
+    }
+  }
+
+  // Turns logits and their tangents into p and h; eight threads have a row.
+  __device__ void exponentials() const {
+    constexpr int kThreadsOfRow = 8;
+    const int r = threadIdx.x / kThreadsOfRow, part = threadIdx.x % kThreadsOfRow;
+    const bool there = r < kRows;
+    float most = there ? shared.m[r] : -INFINITY;
+    for (int j = part; there && j < kKeys; j += kThreadsOfRow) most = fmaxf(most, shared.p[j][r]);
+    for (int offset = kThreadsOfRow / 2; offset; offset /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+    const float from = most == -INFINITY ? 0.f : most;  // -inf: the row has seen no key yet
+    float sum = 0.f, sum_h = 0.f;
+    for (int j = part; there && j < kKeys; j += kThreadsOfRow) {
+      float &x = shared.p[j][r], &t = shared.h[j][r];
+      x = expf(x - from), t = x == 0.f ? 0.f : x * t;
+      sum += x, sum_h += t;
+    }
+    for (int offset = kThreadsOfRow / 2; offset; offset /= 2)
+      sum += __shfl_xor_sync(~0u, sum, offset), sum_h += __shfl_xor_sync(~0u, sum_h, offset);
+    if (!there) return;
+    const float old = shared.m[r];
+    const bool first = old == -INFINITY && most != -INFINITY;  // the first tile in which the row sees a key
+    const float centre = first ? sum_h / sum : shared.centre[r];
+    for (int j = part; j < kKeys; j += kThreadsOfRow) shared.h[j][r] -= shared.p[j][r] * centre;
+    __syncwarp();
+    if (part > 0) return;
+    const float rescale = expf(old - from);
+    shared.l[r] = shared.l[r] * rescale + sum;
+    shared.r[r] = shared.r[r] * rescale + (sum_h - sum * centre);
+    shared.m[r] = most, shared.centre[r] = centre, shared.rescale[r] = rescale;
+  }
+
+  // sum += f^T x over the keys of a tile, for this thread's rows and channels. A factor of 0 may meet inf or NaN, which
+  // some mask hides.
+  __device__ void accumulate(float4 (&sum)[kRowsOfThread], const float (&f)[kKeys][kPairPitch], const Tile& x) const {
+    const int row = threadIdx.x / kChannelGroups * kRowsOfThread, c = threadIdx.x % kChannelGroups * 4;
+    const bool skips = shared.nonfinite;
+#pragma unroll 4
+    for (int j = 0; j < kKeys; ++j) {
+      const float4 y = *reinterpret_cast<const float4*>(&x[j][c]);
+#pragma unroll
+      for (int r = 0; r < kRowsOfThread; ++r) {
+        const float factor = f[j][row + r];
+        if (skips && factor == 0.f) continue;
+        sum[r].x = fmaf(factor, y.x, sum[r].x), sum[r].y = fmaf(factor, y.y, sum[r].y);
+        sum[r].z = fmaf(factor, y.z, sum[r].z), sum[r].w = fmaf(factor, y.w, sum[r].w);
+      }
+    }
+  }
+
+  __device__ void store(const Strided& to, int query, int channel, const float (&x)[4]) const {
+    with_type(to.element, [&](auto* type) {
+      using Type = std::remove_pointer_t<decltype(type)>;
+      auto* const at =
+          static_cast<Type*>(to.data) + Index4{w.batch, w.head, int64_t{w.q_first} + query, channel}.offset(to);
+      for (int i = 0; i < 4; ++i) at[i * to.stride[3]] = Type(x[i]);
+    });
+  }
+
+  // A sink leaves the keys the share w of all probabilities:
+  //   o = w o     to = w (to + (1 - w) (tlse - tsink) o)     tlse = w tlse + (1 - w) tsink
+  __device__ void write(const float4 (&o)[kRowsOfThread], const float4 (&u)[kRowsOfThread]) const {
+    constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147180559945f;
+    const int row = threadIdx.x / kChannelGroups * kRowsOfThread, c = threadIdx.x % kChannelGroups * 4;
+#pragma unroll
+    for (int i = 0; i < kRowsOfThread; ++i) {
+      const int r = row + i, query = w.q_start + r;
+      if (query >= w.q_tokens) continue;
+      const float l = shared.l[r], inverse = l == 0.f ? 0.f : 1.f / l;
+      const float gauge = l == 0.f ? 0.f : terms_of(query).gauge, mean = shared.r[r] * inverse;
+      float lse = l == 0.f ? -INFINITY : shared.m[r] + logf(l) + gauge, tlse = l == 0.f ? 0.f : shared.centre[r] + mean,
+            share = 1.f, of_sink = 0.f;
+      if (a.sinks.data) {
+        const RowWithSink all = with_sink(lse * kLog2e, a.sinks.at(w.batch, w.head) * kLog2e);
+        const float tsink = a.tsinks.data ? a.tsinks.at(w.batch, w.head) : 0.f;
+        const float rest = all.log2_sum == -INFINITY ? 0.f : 1.f - all.share;
+        lse = all.log2_sum * kLn2, share = all.share;
+        if (rest != 0.f) of_sink = rest * (tlse - tsink), tlse = share * tlse + rest * tsink;
+      }
+      const int64_t token = int64_t{w.q_first} + query;
+      if (c == 0 && a.lse.data) *a.lse.row<float>(w.batch, w.head, token) = lse;
+      if (c == 0 && a.tlse.data) *a.tlse.row<float>(w.batch, w.head, token) = tlse;
+      if (c >= a.dim_v) continue;
+      const float sums[4] = {o[i].x, o[i].y, o[i].z, o[i].w}, tangents[4] = {u[i].x, u[i].y, u[i].z, u[i].w};
+      float x[4], y[4];
+      for (int j = 0; j < 4; ++j) {
+        x[j] = l == 0.f ? 0.f : sums[j] * inverse, y[j] = l == 0.f ? 0.f : fmaf(tangents[j], inverse, -mean * x[j]);
+        y[j] = fmaf(of_sink, x[j], y[j]) * share, x[j] *= share;
+      }
+      store(a.o, query, c, x), store(a.to, query, c, y);
+    }
+  }
+
+  __device__ void run() const {
+    const int kv_head = w.head / a.group, last = min(w.q_start + kRows, w.q_tokens) - 1;
+    load(shared.q, a.q, w.head, w.q_first, w.q_start, w.q_tokens, a.dim);
+    load(shared.tq, a.tq, w.head, w.q_first, w.q_start, w.q_tokens, a.dim);
+    if (threadIdx.x < kRows) {
+      shared.m[threadIdx.x] = -INFINITY, shared.rescale[threadIdx.x] = 1.f, shared.centre[threadIdx.x] = 0.f;
+      shared.l[threadIdx.x] = shared.r[threadIdx.x] = 0.f;
+    }
+    float4 o[kRowsOfThread]{}, u[kRowsOfThread]{};
+    const int row = threadIdx.x / kChannelGroups * kRowsOfThread;
+    const int first = range_of(w.q_start).first / kKeys * kKeys, end = range_of(last).last;
+    for (int key = first; key < end; key += kKeys) {
+      __syncthreads();
+      load(shared.k, a.k, kv_head, w.k_first, key, w.k_tokens, a.dim);
+      load(shared.tk, a.tk, kv_head, w.k_first, key, w.k_tokens, a.dim);
+      load(shared.v, a.v, kv_head, w.k_first, key, w.k_tokens, a.dim_v);
+      load(shared.tv, a.tv, kv_head, w.k_first, key, w.k_tokens, a.dim_v);
+      __syncthreads();
+      logits(key);
+      __syncthreads();
+      exponentials();
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kRowsOfThread; ++i) {
+        const float by = shared.rescale[row + i];
+        o[i] = {o[i].x * by, o[i].y * by, o[i].z * by, o[i].w * by};
+        u[i] = {u[i].x * by, u[i].y * by, u[i].z * by, u[i].w * by};
+      }
+      accumulate(o, shared.p, shared.v), accumulate(u, shared.p, shared.tv), accumulate(u, shared.h, shared.v);
+    }
+    __syncthreads();
+    write(o, u);
+  }
+};
+
+template <int Dim>
+__global__ void __launch_bounds__(kThreads, 2) f32_jvp_kernel(const __grid_constant__ F32Params a) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& shared = *reinterpret_cast<typename F32Kernel<Dim>::Shared*>(memory);
+  if (threadIdx.x == 0) shared.tile = a.scheduler.at(blockIdx.x), shared.nonfinite = 0;
+  __syncthreads();
+  if (shared.tile.valid()) F32Kernel<Dim>{a, shared, shared.tile}.run();
+}
+
+template <int Dim>
+void launch(const F32Params& a, int64_t tiles, cudaStream_t stream) {
+  constexpr int kSharedBytes = sizeof(typename F32Kernel<Dim>::Shared);
+  const auto kernel = f32_jvp_kernel<Dim>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+        "cudaFuncSetAttribute");
+  kernel<<<static_cast<unsigned>(tiles), kThreads, kSharedBytes, stream>>>(a);
+  check(cudaGetLastError(), "f32_jvp_kernel");
+}
+
+}  // namespace
+
+std::size_t jvp_f32(const Problem& p, void* workspace, cudaStream_t stream) {
+  const int64_t dim = std::max(p.dim, p.dim_v);
+  const int rows = dim > 128 ? F32Kernel<256>::kRows : F32Kernel<128>::kRows;
+  WorkspaceAllocator allocator(workspace);
+  allocator.take(1);  // the workspace of a run is not null
+  int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
+  const Input q(p.q, OCTET_F32, allocator), k(p.k, OCTET_F32, allocator), v(p.v, OCTET_F32, allocator),
+      tq(p.tq, OCTET_F32, allocator), tk(p.tk, OCTET_F32, allocator), tv(p.tv, OCTET_F32, allocator);
+  const LogitTerms terms = logit_terms(p, allocator);
+  if (!workspace || !p.o.elements()) return allocator.used();
+
+  const DeviceScope device(p.device_index);
+  for (const Input* x : {&q, &k, &v, &tq, &tk, &tv}) x->preprocess(stream);
+  compute_gauges(p, terms, stream);
+  const int64_t blocks = (p.tokens_q + rows - 1) / rows;
+  const F32Params a{.q = output(q.view()),
+                    .k = output(k.view()),
+                    .v = output(v.view()),
+                    .tq = output(tq.view()),
+                    .tk = output(tk.view()),
+                    .tv = output(tv.view()),
+                    .scheduler = {.batch = static_cast<int>(p.batch),
+                                  .heads = static_cast<int>(p.heads),
+                                  .q_tokens = static_cast<int>(p.tokens_q),
+                                  .k_tokens = static_cast<int>(p.tokens_k),
+                                  .rows = rows,
+                                  .full_blocks = static_cast<int>(blocks),
+                                  .head_groups = one_by_one(p.batch * p.heads),
+                                  .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
+                                  .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
+                                  .blocks_before = blocks_before,
+                                  .sequences = sequences_of(p)},
+                    .terms = terms,
+                    .mask = mask_of(p),
+                    .group = static_cast<int>(p.group()),
+                    .dim = static_cast<int>(p.dim),
+                    .dim_v = static_cast<int>(p.dim_v),
+                    .o = strided(p.o),
+                    .to = strided(p.to),
+                    .lse = output(p.lse),
+                    .tlse = output(p.tlse),
+                    .sinks = sinks(p.sinks),
+                    .tsinks = sinks(p.tsinks)};
+  if (p.packed()) count_blocks(a.scheduler.cu_seqlens_q, a.scheduler.sequences, rows, blocks_before, stream);
+  const int64_t tiles = (p.packed() ? blocks + sequences_of(p) : blocks * p.batch) * p.heads;
+  (dim <= 64 ? launch<64> : dim <= 128 ? launch<128> : launch<256>)(a, tiles, stream);
+  return allocator.used();
+}
+
+}  // namespace octet::cuda::sm80
