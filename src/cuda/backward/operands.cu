@@ -88,6 +88,7 @@ PreprocessParams preprocess_params(const Problem& p, bool key_tiles, WorkspaceAl
       .dlse = strided(p.dlse),
       .sinks = sinks(p.sinks),
       .tile_dim = dim,
+      .block_channels = dim / 2,
       .type = scaled ? OCTET_F16 : OCTET_BF16,
       .round_do = f16 ? OCTET_F32 : OCTET_BF16,
       .round_q = cast,
@@ -152,6 +153,7 @@ BackwardParams backward_params(const Problem& p, const PreprocessParams& params,
           .kv_heads = static_cast<int>(p.kv_heads),
           .dim = static_cast<int>(p.dim),
           .dim_v = static_cast<int>(p.dim_v),
+          .block_channels = params.block_channels,
           .counter = params.counters,
           .head_groups = p.windowed
                              ? head_groups_of(kv_heads, params.k_blocks.count, kShareOfL2 / head_bytes, in_flight)

@@ -103,6 +103,16 @@ __device__ inline float dq_scale_of(float row_scale, float dq_sums_scale) {
   return scale > kMaxDqScale ? kMaxDqScale : scale;
 }
 
+// Returns the channel of a column of a tile, or a number that is no channel. A 2-CTA cluster divides the channels: the
+// first half of 256 columns begins with the `block_channels` channels of one thread block, the second half with those
+// of the other. What follows them is padding.
+template <int TileDim>
+__device__ int channel_of(int column, int block_channels) {
+  if constexpr (TileDim < 256) return column;
+  const int block = column / (TileDim / 2), of_block = column % (TileDim / 2);
+  return of_block < block_channels ? block * block_channels + of_block : TileDim;
+}
+
 struct BackwardParams {
   // Tiles: q, do [batch, head, q block]; k (centred by its mean), v [batch, kv head, k block]. k and v are null where
   // the kernel converts k_rows and v_rows.
@@ -120,6 +130,7 @@ struct BackwardParams {
   Mask mask;
   int batch, heads, kv_heads;
   int dim, dim_v;
+  int block_channels;  // see channel_of
   unsigned* counter;
   HeadGroups head_groups;  // of kv heads
   float scale;             // softmax_scale

@@ -58,7 +58,9 @@ __global__ void __launch_bounds__(kThreads, kAddsMean ? 5 : 6)
 #pragma unroll 2
   for (int i = threadIdx.x; i < kQueries / 2 * kVecs; i += kThreads) {
     const int vec = i / 8 % kVecs, row = i / (8 * kVecs) * 16 + i % 8, r = row % kWarpgroupRows;
-    if (vec * kVec8 >= a.dim) continue;
+    // Kernels whose sums are integers divide no channels.
+    const int channel = sums == Sums::floats ? channel_of<Dim>(vec * kVec8, a.block_channels) : vec * kVec8;
+    if (channel >= a.dim) continue;
     const int warpgroup = kByQueries ? row / kWarpgroupRows : vec / kVecsOfWarpgroup;
     Vec8 x[kRowsPerThread];
     using Number = std::conditional_t<sums == Sums::integers, int, float>;
@@ -71,12 +73,12 @@ __global__ void __launch_bounds__(kThreads, kAddsMean ? 5 : 6)
       for (float& element : x[half]) element = element * to_float * first * second;
       if constexpr (kAddsMean) {
         const float by = a.scale * a.row_sums[static_cast<int64_t>(tile) * kQueries + row + 8 * half];
-        const float* const mean = a.k_mean + static_cast<int64_t>(kv_head) * a.dim + vec * kVec8;
+        const float* const mean = a.k_mean + static_cast<int64_t>(kv_head) * a.dim + channel;
         for (int c = 0; c < kVec8; ++c) x[half][c] = fmaf(by, mean[c], x[half][c]);
       }
       for (const float element : x[half]) nonfinite = fmaf(element, 0.f, nonfinite);
       if (query < sequence.tokens)
-        write(dq, {batch, head, static_cast<int64_t>(sequence.first) + query, vec * kVec8}, x[half]);
+        write(dq, {batch, head, static_cast<int64_t>(sequence.first) + query, channel}, x[half]);
     }
   }
   if (nonfinite != 0.f) rows.nonfinite = 1;

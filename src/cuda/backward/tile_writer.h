@@ -79,7 +79,7 @@ struct TileWriter {
 
   const PreprocessParams& p;
   int kv;
-  int vec = threadIdx.x % kVecs;
+  int vec = threadIdx.x % kVecs, channel = channel_of<Dim>(vec * kVec8, p.block_channels);
 
   // Returns the offset of this thread's eight channels of its first row in a tile of `rows` rows. Its later rows follow
   // at a distance that is a multiple of kSwizzleRows, so that each row adds kPanelRowBytes.
@@ -99,8 +99,8 @@ struct TileWriter {
   // Reads this thread's eight channels of the mean of k.
   __device__ void read_mean(Vec8& mean) const {
     float4 words[2]{};
-    if (p.smooth && vec * kVec8 < p.k.shape[3]) {
-      const auto* from = reinterpret_cast<const float4*>(p.mean + kv * p.k.shape[3] + vec * kVec8);
+    if (p.smooth && channel < p.k.shape[3]) {
+      const auto* from = reinterpret_cast<const float4*>(p.mean + kv * p.k.shape[3] + channel);
       words[0] = from[0], words[1] = from[1];
     }
     for (int c = 0; c < kVec8; ++c) mean[c] = (&words[c / 4].x)[c % 4];
@@ -133,7 +133,7 @@ struct TileWriter {
     };
 
     int row = threadIdx.x / kVecs;
-    const Index4 first{batch, head, first_token + row, vec * kVec8};
+    const Index4 first{batch, head, first_token + row, channel};
     Column<In> q(p.q, first), do_(p.do_, first), o(p.o, first), residual(p.o_residual, first);
     const auto advance = [&] {
       q.advance(kRowsAtOnce), do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
@@ -277,7 +277,7 @@ struct TileWriter {
     const int first_key = (block - sequence.first_block) * kKeys;
     const KeyRange range = sequence.index < 0 ? KeyRange{0, 0} : counted(p, false, sequence.index);
     int row = threadIdx.x / kVecs;
-    const Index4 first{batch, head, static_cast<int64_t>(sequence.first) + first_key + row, vec * kVec8};
+    const Index4 first{batch, head, static_cast<int64_t>(sequence.first) + first_key + row, channel};
     Column<In> k(p.k, first), v(p.v, first);
     RawVec8<In> raw_k[kKeyBatch], raw_v[kKeyBatch];
     bool present[kKeyBatch];

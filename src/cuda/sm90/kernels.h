@@ -32,6 +32,6 @@ Kernel first_holding(int64_t dim, int64_t dim_v, DimsList<Dims...>, const Descri
 }
 
 template <class T, Parts parts>
-Kernel backward_kernel(int dim, Sums sums);
+Kernel backward_kernel(int64_t dim, Sums sums);
 
 }  // namespace octet::cuda::sm90

@@ -24,28 +24,29 @@ namespace octet::cuda::sm90 {
 
 template <class T, int Dim, Sums sums, Parts parts>
 struct Backward {
-  using Tile = BackwardTile<Dim>;
+  static constexpr int kTileDim = tile_dim(Dim);
+  using Tile = BackwardTile<kTileDim>;
   static constexpr int kQueries = Tile::kQueries, kKeys = Tile::kKeys;
   static constexpr int kWarpgroups = 2, kConsumerThreads = kWarpgroups * kWarpgroup,
                        kThreads = kConsumerThreads + kWarpgroup;
   static constexpr int kWarps = kBackwardWarps;
-  static constexpr int kStages = BackwardStages<Dim>::kStages, kDoStages = BackwardStages<Dim>::kDoStages,
+  static constexpr int kStages = BackwardStages<kTileDim>::kStages, kDoStages = BackwardStages<kTileDim>::kDoStages,
                        kDsStages = 2;
   // Prefetch distance: the next block is taken when this many iterations of the current one are left to load. That is
   // early enough to make its k and v ready, and late enough for all thread blocks to end together.
   static constexpr int kPrefetchDistance = 6, kKeyStages = 2;
-  using Converter = KeyConverter<T, kKeys, Dim>;
+  using Converter = KeyConverter<T, kKeys, kTileDim>;
   // Named barriers: one among the warps that convert keys, and the first of one per consumer warpgroup.
   enum NamedBarrier : int { kConverterBarrier = Converter::kBarrier, kPingPongBarrier = 2 };
   // A warpgroup computes half of dq: 64 queries, and all channels or half of them.
   static constexpr bool kDqByQueries = kQueries > kWarpgroupRows;
-  static constexpr int kDqColumns = kDqByQueries ? Dim : Dim / kWarpgroups;
+  static constexpr int kDqColumns = kDqByQueries ? Dim : kTileDim / kWarpgroups;
   static constexpr int kDqNumbers = kWarpgroupRows * kDqColumns;
 
   // True: registers suffice to hold p in 16 bits beside s.
-  static constexpr bool kEarlyP = Dim == 128;
+  static constexpr bool kEarlyP = kTileDim == 128;
   // True: an iteration waits for the next q before it adds to dq, as the atomics delay the loads that follow them.
-  static constexpr bool kAwaitsNext = Dim == 128;
+  static constexpr bool kAwaitsNext = kTileDim == 128;
   using Scheduler = KeyBlockScheduler<kQueries, kKeys, parts>;
   using TileQ = SharedTile<T, kQueries, Dim>;
   using TileK = SharedTile<T, kKeys, Dim>;

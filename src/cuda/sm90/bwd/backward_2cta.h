@@ -23,21 +23,23 @@ namespace octet::cuda::sm90 {
 
 template <class T, int Dim, Sums sums, Parts parts>
 struct Backward2Cta {
-  using Tile = BackwardTile<Dim>;
+  static constexpr int kTileDim = tile_dim(Dim);
+  using Tile = BackwardTile<kTileDim>;
   static constexpr int kBlocks = 2;  // of a cluster
   static constexpr int kQueries = Tile::kQueries, kClusterKeys = Tile::kKeys, kKeys = kClusterKeys / kBlocks;
-  static constexpr int kChannels = Dim / kBlocks;
+  // The channels of a thread block, and the columns of tiles that hold them.
+  static constexpr int kChannels = Dim / kBlocks, kColumns = kTileDim / kBlocks;
   static constexpr int kConsumerThreads = 3 * kWarpgroup, kThreads = kConsumerThreads + kWarpgroup;
   static constexpr int kWarps = kWarpgroup / 32;
   static constexpr int kClearThreads = 64;  // that clear sums of dq
   enum NamedBarrier : int { kClearBarrier = 1 };
-  static constexpr int kStages = BackwardStages<Dim>::kStages, kPStages = 1, kDsStages = 2;
-  static constexpr int kDqColumns = kChannels / 2, kDqNumbers = kQueries * kDqColumns;  // per warpgroup
+  static constexpr int kStages = BackwardStages<kTileDim>::kStages, kPStages = 1, kDsStages = 2;
+  static constexpr int kDqColumns = kColumns / 2, kDqNumbers = kQueries * kDqColumns;  // per warpgroup
   using Scheduler = KeyBlockScheduler<kQueries, kClusterKeys, parts>;
-  using TileQ = SharedTile<T, kQueries, Dim, true>;
-  using TileK = SharedTile<T, kKeys, Dim, true>;
-  using TileCluster = SharedTile<T, kClusterKeys, Dim, true>;  // the keys of both, as preprocessed
-  using Half = SharedTile<T, kQueries, kChannels, true>;       // half of a TileQ or of a TileK
+  using TileQ = SharedTile<T, kQueries, kTileDim, true>;
+  using TileK = SharedTile<T, kKeys, kTileDim, true>;
+  using TileCluster = SharedTile<T, kClusterKeys, kTileDim, true>;  // the keys of both, as preprocessed
+  using Half = SharedTile<T, kQueries, kChannels, true>;            // half of a TileQ or of a TileK
   using TileP = SharedTile<T, kKeys, kQueries, true>;
   using Rows = QueryRows<kQueries>;
   static_assert(kKeys == kWarpgroupRows && kQueries == kWarpgroupRows);

@@ -1,8 +1,21 @@
 // Every stage count and register count of the backward pass. backward/tile_sizes.h has the tile sizes.
 #pragma once
+#include <type_traits>
+
 #include "cuda/backward/tile_sizes.h"
+#include "cuda/sm90/head_dims.h"
 
 namespace octet::cuda::sm90 {
+
+// The head dims that there are kernels for. Those between 64, 128 and 256 read and write the same tiles in memory as
+// the next of these, tile_dim() columns wide, but do not multiply the padding. Where the columns lie as at 128, its
+// kernel computes the further parts of a head, which are rare.
+template <Sums sums, Parts parts>
+using BackwardDims = std::conditional_t<
+    sums == Sums::integers, DimsList<Dims64, Dims128, Dims256>,
+    std::conditional_t<parts == Parts::first, DimsList<Dims64, Dims80, Dims96, Dims128, Dims192, Dims256>,
+                       DimsList<Dims64, Dims128, Dims192, Dims256>>>;
+constexpr int tile_dim(int dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
 
 // A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with `kStages` stages of q
 // and `kDoStages` stages of do. Up to d = 128, each of two consumer warpgroups has 64 keys and holds s and dp (queries

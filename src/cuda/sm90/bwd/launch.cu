@@ -12,8 +12,9 @@ namespace octet::cuda::sm90 {
 namespace {
 
 Kernel kernel_of(const Problem& p) {
+  const int64_t dim = std::max(p.dim, p.dim_v);
   const auto kernel = f16_compute(p) ? backward_kernel<F16, Parts::first> : backward_kernel<Bf16, Parts::first>;
-  return kernel(backward_dim(p), sums_of(p));
+  return kernel(dim, sums_of(p));
 }
 
 // True where the kernel can convert the caller's k and v: they have one 16-bit type and need no rounding to another.
@@ -48,6 +49,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   // and v, in which they could be converted.
   const bool key_tiles = p.deterministic || kernel.cluster > 1 || !converts_keys(p);
   PreprocessParams params = preprocess_params(p, key_tiles, allocator);
+  params.block_channels = kernel.dim / 2;
   const Result dk(p.dk, allocator), dv(p.dv, allocator);
   if (!workspace) return allocator.used();
 
@@ -81,7 +83,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
       BackwardParams further = a;
       further.zeroed_heads = static_cast<int>(all), further.head_groups = one_by_one(all);
       further.counter = params.counters + 1;
-      launch(backward_kernel<F16, Parts::further>(params.tile_dim, sums_of(p)), grid, further, stream);
+      launch(backward_kernel<F16, Parts::further>(kernel.dim, sums_of(p)), grid, further, stream);
     }
   }
   if (p.dq.elements()) postprocess_dq(a, params.tile_dim, sums_of(p), strided(p.dq), stream);

@@ -9,7 +9,10 @@ template <class T, int Dim, Sums sums, Parts parts>
 __device__ inline void Backward<T, Dim, sums, parts>::add(const Target& target, int warpgroup,
                                                           const Accumulator<kDqColumns>& x, int thread) const {
   const int64_t start = (static_cast<int64_t>(target.tile) * kWarpgroups + warpgroup) * kDqNumbers;
-  add_to_sums<Rows, sums, kSumsAtOnce<Dim, sums>>(a, target, start, dq_row(warpgroup), x, thread);
+  // The last warpgroup's part ends in padding where the head dim is less than that of tiles.
+  const int columns =
+      Dim == kTileDim || warpgroup < kWarpgroups - 1 ? kDqColumns : Dim - (kWarpgroups - 1) * kDqColumns;
+  add_to_sums<Rows, sums, kSumsAtOnce<kTileDim, sums>>(a, target, start, dq_row(warpgroup), x, columns, thread);
 }
 
 // Computes all blocks of keys, as consumer warpgroup `warpgroup`.

@@ -30,7 +30,7 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::compute_p_ds() {
   unsigned n = 0;  // iterations of all blocks so far, which give the stage and phase of each pipeline
   const int group = a.heads / a.kv_heads;
   const TileK k{shared.k}, v{shared.v};
-  const int me = rank(), local = me * kChannels, remote = (me ^ 1) * kChannels;
+  const int me = rank(), local = me * kColumns, remote = (me ^ 1) * kColumns;
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.k_pipe.full[0].wait(tile_index % 2);
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
@@ -92,7 +92,7 @@ template <class T, int Dim, Sums sums, Parts parts>
 __device__ inline void Backward2Cta<T, Dim, sums, parts>::accumulate(int half) {
   unsigned n = 0;
   const int group = a.heads / a.kv_heads, channel = rank() * kChannels;
-  const auto k = columns_of<kDqColumns>(TileK{shared.k}, channel + half * kDqColumns);
+  const auto k = columns_of<kDqColumns>(TileK{shared.k}, rank() * kColumns + half * kDqColumns);
   const auto remote_k = columns_of<kDqColumns>(Half{shared.remote_k}, half * kDqColumns);
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.k_pipe.full[0].wait(tile_index % 2);
@@ -141,7 +141,9 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::accumulate(int half) {
       ptx::fence_operand(dq.x);
       if constexpr (parts == Parts::further && sums == Sums::floats) dq.scale(dq_scale);
       const int64_t start = ((static_cast<int64_t>(target.tile) * kBlocks + rank()) * 2 + half) * kDqNumbers;
-      add_to_sums<Rows, sums, kSumsAtOnce<Dim, sums>>(a, target, start, 0, dq, threadIdx.x % kWarpgroup);
+      // The second warpgroup's part ends in padding where the head dim is less than that of tiles.
+      const int columns = Dim == kTileDim || half == 0 ? kDqColumns : kChannels - kDqColumns;
+      add_to_sums<Rows, sums, kSumsAtOnce<kTileDim, sums>>(a, target, start, 0, dq, columns, threadIdx.x % kWarpgroup);
       // Release ds and q.
       ptx::wgmma_wait<0>();
       ptx::fence_operand(dk.x);

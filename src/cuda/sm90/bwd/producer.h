@@ -104,7 +104,7 @@ __device__ inline void Backward<T, Dim, sums, parts>::convert_keys(int thread) {
     convert_rows(thread, true, w, stage, phases);
     if (thread == 0) await_zeros(a, w, a.k_blocks.count);
     convert_rows(thread, false, w, stage, phases);
-    clear_ahead<kQueries * Dim, Converter::kThreads>(a, w, w.block, a.k_blocks.count, thread, kConverterBarrier);
+    clear_ahead<kQueries * kTileDim, Converter::kThreads>(a, w, w.block, a.k_blocks.count, thread, kConverterBarrier);
     shared.tile_pipe.empty[tile_index % Shared::kTileSlots].arrive();
   }
 }

@@ -70,7 +70,7 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::clear_all(int thread) 
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     if (!w.valid()) return;
     const int part = kBlocks * w.block + rank();
-    clear_ahead<kQueries * Dim, kClearThreads>(a, w, part, kBlocks * a.k_blocks.count, thread, kClearBarrier);
+    clear_ahead<kQueries * kTileDim, kClearThreads>(a, w, part, kBlocks * a.k_blocks.count, thread, kClearBarrier);
     shared.k_pipe.empty[0].arrive();
   }
 }

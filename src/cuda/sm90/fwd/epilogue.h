@@ -151,10 +151,10 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
     const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
 #pragma unroll
     for (int i = 0; i < UnmaskedRow<Dims::kDimV>::kChannels; ++i) {
-      const int channel = cold_lane() + 32 * i;
       float v_mean = 0.f;
-      if (kCompensated<Precision> && row.log2_sum != -INFINITY && (Dims::kDimV % 32 == 0 || channel < Dims::kDimV))
-        v_mean = a.v_mean[kv * Dims::kDimV + channel];
+      if (kCompensated<Precision> && row.log2_sum != -INFINITY &&
+          (Dims::kDimV % 32 == 0 || cold_lane() + 32 * i < Dims::kDimV))
+        v_mean = a.v_mean[kv * Dims::kDimV + cold_lane() + 32 * i];
       row.o[i] = fmaf(row.o[i], scale, v_mean) * share;
     }
     return row;

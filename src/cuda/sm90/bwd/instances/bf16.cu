@@ -3,6 +3,6 @@
 
 namespace octet::cuda::sm90 {
 
-template Kernel backward_kernel<Bf16, Parts::first>(int, Sums);
+template Kernel backward_kernel<Bf16, Parts::first>(int64_t, Sums);
 
 }  // namespace octet::cuda::sm90

@@ -9,32 +9,38 @@ namespace octet::cuda::sm90 {
 
 template <class T, int Dim, Sums sums, Parts parts>
 Kernel describe_backward() {
-  if constexpr (Dim == 256) {
+  if constexpr (tile_dim(Dim) == 256) {
     using Kind = Backward2Cta<T, Dim, sums, parts>;
     return {.function = reinterpret_cast<const void*>(&backward_2cta<T, Dim, sums, parts>),
             .rows = Kind::kQueries,
             .keys = Kind::kClusterKeys,
             .threads = Kind::kThreads,
             .shared_bytes = Kind::kSharedBytes,
-            .cluster = Kind::kBlocks};
+            .cluster = Kind::kBlocks,
+            .dim = Dim,
+            .dim_v = Dim};
   } else {
     using Kind = Backward<T, Dim, sums, parts>;
-    return {reinterpret_cast<const void*>(&backward<T, Dim, sums, parts>), Kind::kQueries, Kind::kKeys, Kind::kThreads,
-            Kind::kSharedBytes};
+    return {.function = reinterpret_cast<const void*>(&backward<T, Dim, sums, parts>),
+            .rows = Kind::kQueries,
+            .keys = Kind::kKeys,
+            .threads = Kind::kThreads,
+            .shared_bytes = Kind::kSharedBytes,
+            .dim = Dim,
+            .dim_v = Dim};
   }
 }
 
-template <class T, int Dim, Parts parts>
-Kernel describe_backward(Sums sums) {
-  return sums == Sums::floats ? describe_backward<T, Dim, Sums::floats, parts>()
-                              : describe_backward<T, Dim, Sums::integers, parts>();
+template <class T, Sums sums, Parts parts>
+Kernel backward_kernel(int64_t dim) {
+  return first_holding(dim, dim, BackwardDims<sums, parts>{},
+                       []<class Dims>(Dims) { return describe_backward<T, Dims::kDim, sums, parts>(); });
 }
 
 template <class T, Parts parts>
-Kernel backward_kernel(int dim, Sums sums) {
-  return dim == 64    ? describe_backward<T, 64, parts>(sums)
-         : dim == 128 ? describe_backward<T, 128, parts>(sums)
-                      : describe_backward<T, 256, parts>(sums);
+Kernel backward_kernel(int64_t dim, Sums sums) {
+  return sums == Sums::floats ? backward_kernel<T, Sums::floats, parts>(dim)
+                              : backward_kernel<T, Sums::integers, parts>(dim);
 }
 
 }  // namespace octet::cuda::sm90
