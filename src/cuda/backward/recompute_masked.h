@@ -178,7 +178,7 @@ constexpr int kRecomputeThreads = 256;
 // Recomputes the tiles whose dq postprocess_dq has found not to be finite. There are none unless an input has inf or
 // NaN.
 template <int Dim, class Logits>
-__global__ void __launch_bounds__(kRecomputeThreads)
+__global__ void __launch_bounds__(kRecomputeThreads, Logits::kHides ? 1 : 0)
     recompute_masked_kernel(const __grid_constant__ PreprocessParams p, const __grid_constant__ BackwardParams a,
                             const __grid_constant__ Strided dq, const __grid_constant__ Logits logits) {
   constexpr int kQueries = BackwardTile<Dim>::kQueries;
