@@ -52,9 +52,9 @@ struct PrecisionBf16F16Compute : PrecisionF16 {
 // not below 2^-25 of it.
 struct PrecisionF32 : PrecisionBf16 {};
 template <class Precision>
-constexpr int kParts = 1;
+constexpr int kBf16Parts = 1;
 template <>
-constexpr int kParts<PrecisionF32> = 3;
+constexpr int kBf16Parts<PrecisionF32> = 3;
 // Tensor cores truncate sums towards 0. Where o is kept for a backward pass, this error must not be biased, or the
 // errors of delta would add up: V is centred by its mean, and half way through its keys o is sign-flipped, where shared
 // memory has room (sm90/fwd/mainloop.h).

@@ -40,8 +40,8 @@ constexpr float kMaxPLog2 = General                                          ? P
 
 template <class Precision, class Dims, bool General>
 struct Forward {
-  using Tile = ForwardTile<Dims, General, kParts<Precision>>;
-  static constexpr int kParts = cuda::kParts<Precision>;
+  using Tile = ForwardTile<Dims, General, kBf16Parts<Precision>>;
+  static constexpr int kParts = kBf16Parts<Precision>;
   using QkType = typename Precision::QkType;
   using PType = typename Precision::PType;
   static constexpr int kRowBlocks = Tile::kRowBlocks, kKeys = Tile::kKeys;

@@ -7,7 +7,7 @@ namespace octet::cuda::sm80 {
 
 template <class Precision, class Dims, bool General>
 __global__ void __launch_bounds__(Forward<Precision, Dims, General>::kThreads,
-                                  (ForwardTile<Dims, General, kParts<Precision>>::kBlocks))
+                                  (ForwardTile<Dims, General, kBf16Parts<Precision>>::kBlocks))
     forward_kernel(const __grid_constant__ ForwardParams arguments) {
   using Kernel = Forward<Precision, Dims, General>;
   extern __shared__ __align__(128) unsigned char memory[];
@@ -30,7 +30,7 @@ template <class Precision, bool General>
 ForwardKernel forward_kernel_of(int64_t most_dim) {
   if (most_dim <= 64) return describe<Precision, Dims64, General>();
   if (most_dim <= 128) return describe<Precision, Dims128, General>();
-  if constexpr (kParts<Precision> == 1)
+  if constexpr (kBf16Parts<Precision> == 1)
     return describe<Precision, Dims256, General>();
   else
     return describe<Precision, Dims256x128, General>();
