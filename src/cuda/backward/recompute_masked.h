@@ -90,7 +90,8 @@ struct UnmaskedGradients {
     return reinterpret_cast<const QueryRows<kQueries>*>(a.rows)[tile];
   }
 
-  __device__ void write_dq(int head, int query, const Strided& dq) const {
+  // The two that write rows are not inlined, or ptxas takes minutes for each architecture.
+  __device__ __noinline__ void write_dq(int head, int query, const Strided& dq) const {
     // Such a row is not finite whatever the mask hides.
     if (!isfinite(rows_of(head, query).delta[query % kQueries]) || isnan(number(p.lse, q_state(head, query), 0)))
       return;
@@ -131,7 +132,7 @@ struct UnmaskedGradients {
       if (lane + 32 * i < columns) set_number(t, row_of(t, key) + lane + 32 * i, scale * sum[i]);
   }
 
-  __device__ void write_dk_dv(int key) const {
+  __device__ __noinline__ void write_dk_dv(int key) const {
     const bool dk_stays = is_finite(a.dk, key, a.dim), dv_stays = is_finite(a.dv, key, a.dim_v);
     if (dk_stays && dv_stays) return;
     // The queries that see the key.
