@@ -4,7 +4,7 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Relative error of exp2<degree>: 1.1e-4, 3.4e-6, 1e-7.
+// Relative error of exp2<degree>: 1.1e-4, 3.5e-6, 1e-7.
 enum Exp2Degree { kExp2For8Bits = 3, kExp2For16Bits = 4, kExp2For32Bits = 6 };
 
 // 2^x: exactly 1 at 0, 0 far below -126, infinity far above 127, NaN for NaN. x = n + f; 2^f by a minimax polynomial
