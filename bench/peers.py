@@ -1,6 +1,8 @@
-"""The benchmarks of a GPU share this: cuDNN through torch, rounds of timing, and records of where and when they ran."""
+"""The benchmarks of a GPU share this: the peers, rounds of timing, and records of where and when they ran."""
 
 import datetime
+import importlib
+import importlib.metadata
 import statistics
 import subprocess
 
@@ -21,6 +23,36 @@ def cudnn_version():
 
 def cudnn_name():
     return f"{cudnn_version()} through torch {torch.__version__}"
+
+
+def gpu_peers():
+    """Returns the peers that can be imported here: name -> (description, function of q, k, v and causal)."""
+    found = {"cudnn": (cudnn_name(), cudnn)}
+    for name, title, path in (
+        ("fa3", "FlashAttention-3", "flash_attn_interface"),
+        ("fa4", "FlashAttention-4", "flash_attn.cute"),
+    ):
+        try:
+            module = importlib.import_module(path)
+        except ImportError:
+            continue
+        found[name] = (f"{title} {_version(module, path)}", _flash(module.flash_attn_func))
+    return found
+
+
+def _flash(function):
+    """FlashAttention takes [batch, token, head, dim]: the same memory, transposed views."""
+
+    def call(q, k, v, causal):
+        out = function(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return call
+
+
+def _version(module, path):
+    packages = importlib.metadata.packages_distributions().get(path.split(".")[0], [])
+    return importlib.metadata.version(packages[0]) if packages else getattr(module, "__version__", "of unknown version")
 
 
 def medians(calls, rounds, repeats):

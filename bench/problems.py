@@ -2,15 +2,17 @@
 
 # The table of the field on GPUs: this many tokens in all sequences together, and channels in all heads.
 TOKENS, CHANNELS = 16384, 2048
-# dim, tokens of a sequence
-GPU = [(64, 4096), (64, 16384), (128, 1024), (128, 4096), (128, 16384), (256, 4096), (256, 16384)]
 
 
 def shape(dim, tokens):
-    """Batch, heads, tokens and dim of a row of that table."""
-    return TOKENS // tokens, CHANNELS // dim, tokens, dim
+    """Batch, heads, tokens and dim of a row of that table; a sequence that is longer stands alone."""
+    return max(1, TOKENS // tokens), CHANNELS // dim, tokens, dim
 
 
+# batch, heads, tokens, dim: the table, and heads and tokens that fill no GPU evenly
+GPU = [shape(dim, tokens) for dim in (64, 128, 256) for tokens in (1024, 4096, 16384)] + [(5, 13, 2500, 128)]
+# Sequences for which time must grow with the square of the tokens, and memory with the tokens.
+GPU_LONG = [shape(128, tokens) for tokens in (16384, 65536, 131072)]
 # batch, heads, tokens, dim: 8 bits on GPUs, rows of the table, and a length that is no power of two
 GPU_BYTES = [shape(128, 4096), shape(128, 16384), shape(64, 4096), shape(64, 16384), (1, 16, 2560, 64)]
 # What a call costs beside its kernels: kernels so short that they take no time.
