@@ -96,6 +96,14 @@ def revision():
     git = ["git", "-C", str(ROOT)]
     run = lambda *arguments: subprocess.run(git + list(arguments), capture_output=True, text=True).stdout.strip()
     changed = run(
-        "status", "--porcelain", "--", ".", ":!bench/results", ":!README.md", ":!docs/benchmarks.md", ":!docs/speed.svg"
+        "status",
+        "--porcelain",
+        "--",
+        ".",
+        ":!bench/results",
+        ":!README.md",
+        ":!docs/benchmarks.md",
+        ":!docs/training.md",
+        ":!docs/speed.svg",
     )
     return run("describe", "--always") + ("-dirty" if changed else "")
