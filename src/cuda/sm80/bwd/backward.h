@@ -64,10 +64,10 @@ struct Backward {
     float lse[kStages][kQueries], delta[kStages][kQueries];
     KeyBlockInfo key_block;
     Exponents exponents;  // of the part
-    // What s and dp are multiplied by.
+    // The factors of s (with log2 e) and of dp.
     float scale_log2, product_scale;
-    float q_k_scale;  // what turns s into q.k
-    float dq_scale;   // what gives dq the scale of the first part's
+    float q_k_scale;  // s times this is q.k
+    float dq_scale;   // brings dq of this part to the scale of the first part
     int iterations;
     MBlock at;  // of the last of `steps`
     Step steps[kSteps];

@@ -1,4 +1,4 @@
-// Where the backward kernel leaves its results: dq in the sums over blocks of keys, dk and dv in the caller's tensors.
+// Stores the results of the backward kernel: it adds dq to the sums over blocks of keys, and writes dk and dv.
 #pragma once
 #include <cstring>
 #include <type_traits>

@@ -44,7 +44,8 @@ struct F32Kernel {
   static constexpr int kRowsOfThread = kRows / kRowGroups;
   static_assert(kRowsOfThread >= 1 && kRowsOfThread * kRowGroups == kRows);
 
-  // Of keys: x, y are k, v and u, w are q, do. Of queries: the other way round.
+  // A block of keys keeps k and v in x and y, and reads q and do through u and w. A block of queries keeps q and do,
+  // and reads k and v.
   struct Shared {
     float x[kRows][kPitch], y[kRows][kPitch], u[kMoving][kPitch], w[kMoving][kPitch];
     float p[kMoving][kPairPitch], ds[kMoving][kPairPitch];

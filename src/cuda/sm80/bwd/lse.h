@@ -1,5 +1,5 @@
-// What the backward pass needs of the logits of whole rows before its mainloop: lse without the gauge of each row
-// (sm80/logits.h), and the tokens that a mask tensor leaves to any other.
+// Two preparations of the backward pass read the logits of whole rows: lse loses the gauge of its row
+// (sm80/logits.h), and the tokens are found that a mask tensor lets any other token see.
 #pragma once
 #include <octet/octet.h>
 
