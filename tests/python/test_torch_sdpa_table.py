@@ -11,7 +11,7 @@ from torch.nn.attention.bias import causal_lower_right  # noqa: E402
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "drop-ins.md"
 PASSES = ("forward", "backward", "jvp")
-DEVICES = {"cpu": "cpu", "reference": "cpu", "sm90": "cuda"}
+DEVICES = {"cpu": "cpu", "reference": "cpu", "sm90": "cuda", "sm80": "cuda"}
 
 
 def table():
