@@ -221,14 +221,6 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuPasses,
                                                                                          : "");
                          });
 
-std::vector<Precision> quantized_precisions() {
-  std::vector<Precision> list;
-  for (const Precision p :
-       {Precision::int8, Precision::int8_f16, Precision::int8_fp8, Precision::fp8, Precision::fp8_raw})
-    if (gpu_computes(Pass::forward, p)) list.push_back(p);
-  return list;
-}
-
 // Where all keys lie in one step, the GPU and the oracle round the same numbers on the same scales: what they differ by
 // are codes at the boundary between two, which float32 sums and exponentials move, far fewer than codes that are
 // rounded. Sums of e4m3 products have 13 bits (e4m3_logit_noise), which at fp8 moves up to 3 in 1000 of the codes of p
@@ -236,6 +228,7 @@ std::vector<Precision> quantized_precisions() {
 class GpuCodes : public testing::TestWithParam<Precision> {};
 
 TEST_P(GpuCodes, are_those_of_the_oracle) {
+  if (!gpu_computes(Pass::forward, GetParam())) GTEST_SKIP() << "this backend computes no " << name(GetParam());
   std::vector<int64_t> dims = {64, 128, 40, 96};
   if (GetParam() == Precision::int8_f16) dims.insert(dims.end(), {192, 256});
   for (const int64_t dim : dims)
@@ -265,7 +258,9 @@ TEST_P(GpuCodes, are_those_of_the_oracle) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(Precisions, GpuCodes, testing::ValuesIn(quantized_precisions()),
+INSTANTIATE_TEST_SUITE_P(Precisions, GpuCodes,
+                         testing::Values(Precision::int8, Precision::int8_f16, Precision::int8_fp8, Precision::fp8,
+                                         Precision::fp8_raw),
                          [](const auto& info) { return std::string(name(info.param)); });
 
 }  // namespace

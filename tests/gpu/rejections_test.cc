@@ -1,0 +1,156 @@
+// What a GPU backend does not compute, it rejects with a reason of its own. Nothing runs, so the tensors are addresses
+// without memory.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "gpu/place.h"
+#include "support/cases.h"
+
+namespace octet::test {
+namespace {
+
+// A problem that both backends solve, to be spoilt in one place.
+struct Asked {
+  Pass pass = Pass::forward;
+  Attention attention{.precision = Precision::bf16, .backend = gpu_backend()};
+  DType dtype = DType::bf16, k_dtype = DType::bf16;  // of q, v and all else; of k
+  bool quantized_v = false;                          // int8, with a scale for each head
+  DType mask = DType::none;
+  bool alibi = false;
+  int64_t heads = 4, tokens_q = 130, tokens_k = 250, dim = 64;
+  int device = 0;
+};
+
+std::string answer_to(const Asked& x) {
+  uintptr_t next = 0;
+  const auto tensor = [&](DType dtype, const Shape& shape, Device device = Device::cuda) {
+    return Tensor(reinterpret_cast<void*>(++next << 42), dtype, shape, contiguous_strides(shape), device,
+                  device == Device::cuda ? x.device : 0);
+  };
+  const Shape of_q{1, x.heads, x.tokens_q, x.dim}, of_k{1, 2, x.tokens_k, x.dim}, of_row{1, x.heads, x.tokens_q, 1};
+  const auto like_q = [&] { return tensor(x.dtype, of_q); };
+  const auto like_k = [&] { return tensor(x.dtype, of_k); };
+  const Tensor q = like_q(), k = tensor(x.k_dtype, of_k), o = like_q(), lse = tensor(DType::f32, of_row);
+  Tensor v = like_k(), scale = tensor(DType::f32, {1, 2, 1, 1}, Device::cpu);
+  octet_quantization quantization = OCTET_QUANTIZATION_INIT;
+  quantization.operand = OCTET_OPERAND_V, quantization.granularity = OCTET_PER_TENSOR;
+  quantization.scale = &scale;
+  if (x.quantized_v) v.dtype = OCTET_I8, v.quantization = &quantization;
+  Extras extras;
+  if (x.mask != DType::none) extras.mask = tensor(x.mask, {1, 1, x.tokens_q, x.tokens_k});
+  if (x.alibi) extras.alibi_slopes = tensor(DType::f32, {1, x.heads, 1, 1});
+  switch (x.pass) {
+    case Pass::forward:
+      return explain(x.attention, Forward{.q = q, .k = k, .v = v, .o = o, .lse = lse, .extras = extras});
+    case Pass::backward:
+      return explain(x.attention, Backward{.q = q,
+                                           .k = k,
+                                           .v = v,
+                                           .o = o,
+                                           .lse = lse,
+                                           .do_ = like_q(),
+                                           .dq = like_q(),
+                                           .dk = like_k(),
+                                           .dv = like_k(),
+                                           .o_residual = like_q(),
+                                           .extras = extras});
+    case Pass::jvp:
+      return explain(x.attention, Jvp{.q = q,
+                                      .k = k,
+                                      .v = v,
+                                      .tq = like_q(),
+                                      .tk = like_k(),
+                                      .tv = like_k(),
+                                      .o = o,
+                                      .to = like_q(),
+                                      .extras = extras});
+  }
+  return {};
+}
+
+Asked with_precision(Precision precision, Pass pass = Pass::forward) {
+  Asked x{.pass = pass};
+  x.attention.precision = precision;
+  return x;
+}
+
+struct Rejected {
+  Asked asked;
+  std::string reason;
+};
+
+// What neither backend computes.
+std::vector<Rejected> rejected_by_both() {
+  std::vector<Rejected> list;
+  const auto add = [&](const std::string& reason) -> Asked& {
+    list.push_back({{}, reason});
+    return list.back().asked;
+  };
+  add("k is e4m3; this backend takes f32, f16 and bf16").k_dtype = DType::e4m3;
+  add("v is quantized; this backend takes f32, f16 and bf16").quantized_v = true;
+  add("268435457 tokens; it takes up to 268435456").tokens_k = (int64_t{1} << 28) + 1;
+  Asked& many = add("536870912 heads of 256 queries are more blocks than it can count");
+  many.heads = int64_t{1} << 29, many.tokens_q = 256, many.dim = 8;
+  Asked& gproj = add("its backward pass has no bias_correction gproj; it has: f16, none, beta, exact_delta");
+  gproj.pass = Pass::backward, gproj.attention.bias_correction = BiasCorrection::gproj;
+  return list;
+}
+
+std::vector<Rejected> rejected_by_sm80() {
+  std::vector<Rejected> list = rejected_by_both();
+  for (const Precision p : {Precision::int8, Precision::int8_f16, Precision::int8_fp8, Precision::fp8,
+                            Precision::fp8_raw, Precision::sagebwd})
+    list.push_back({with_precision(p), "it has no " + std::string(name(p)) + "; it has: f32, f16, bf16"});
+  for (const Precision p : {Precision::int8, Precision::fp8, Precision::sagebwd})
+    list.push_back(
+        {with_precision(p, Pass::backward), "it has no " + std::string(name(p)) + "; it has: f32, f16, bf16"});
+  list.push_back({{.device = 200}, "device 200 is no GPU of compute capability 8.0 or later"});
+  return list;
+}
+
+std::vector<Rejected> rejected_by_sm90() {
+  std::vector<Rejected> list = rejected_by_both();
+  const auto add = [&](const Asked& asked, const std::string& reason) -> Asked& {
+    list.push_back({asked, reason});
+    return list.back().asked;
+  };
+  for (const Precision p : {Precision::f32, Precision::sagebwd})
+    add(with_precision(p),
+        "it has no " + std::string(name(p)) + "; it has: f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw");
+  for (const Precision p : {Precision::int8, Precision::fp8})
+    add(with_precision(p, Pass::backward), "it has no " + std::string(name(p)) + " backward pass; it has: forward");
+  add(with_precision(Precision::bf16, Pass::jvp), "it has no jvp pass; it has: forward, backward");
+  add(with_precision(Precision::int8), "it has no int8 for head dim 160; it has: up to 128").dim = 160;
+  add(with_precision(Precision::int8), "smooth_q is not in its kernels").attention.smooth_q = Switch::on;
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    const Asked of_pass{.pass = pass};
+    for (const DType type : {DType::boolean, DType::bf16})
+      add(of_pass, "it takes no mask tensor; it has causal and window masks").mask = type;
+    add(of_pass, "it has no softcap; on CPU tensors octet has").attention.softcap = 2.f;
+    add(of_pass, "it has no alibi_slopes; on CPU tensors octet has").alibi = true;
+  }
+  add({}, "device 200 is no GPU of compute capability 9.0").device = 200;
+  return list;
+}
+
+TEST(Rejections, name_what_is_missing) {
+  const std::string backend = gpu_backend();
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    const std::string answer = answer_to({.pass = pass});
+    EXPECT_TRUE(answer.starts_with(backend + ": chosen, " + name(pass))) << answer;
+  }
+  for (const Rejected& x : tests_sm80() ? rejected_by_sm80() : rejected_by_sm90())
+    EXPECT_EQ(answer_to(x.asked), backend + ": no, " + x.reason + '\n');
+}
+
+TEST(Rejections, of_tensors_on_a_gpu_by_the_cpu) {
+  Asked x;
+  x.attention.backend = "cpu";
+  EXPECT_EQ(answer_to(x), "cpu: no, the tensors are on cuda; it works on cpu tensors\n");
+}
+
+}  // namespace
+}  // namespace octet::test
