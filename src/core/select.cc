@@ -29,7 +29,7 @@ std::optional<std::string> reason_against(const Backend& backend, const Problem&
     return text("the tensors are on ", name(problem.device), "; it works on ", name(backend.device), " tensors");
   if (auto reason = backend.unsupported_reason(problem)) return reason;
   if (!backend.automatic && !named && problem.precision != OCTET_PRECISION_F64)
-    return text("it could, but runs only when asked for by name (or at precision f64)");
+    return "it could, but runs only when asked for by name";
   return {};
 }
 

@@ -31,7 +31,8 @@ def bf16_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "where", [["--backend", "sm90"], ["--device", "cuda"], ["--device", "cuda:0", "--deterministic"]]
+    "where",
+    [*(["--backend", name] for name in GPU), ["--device", "cuda"], ["--device", "cuda:0", "--deterministic"]],
 )
 def test_run_agrees_with_numpy(tmp_path, bf16_file, where):
     source, t = bf16_file
@@ -77,7 +78,28 @@ def test_bench_of_all_precisions_leaves_out_what_the_gpu_has_not():
 
 def test_explain_chooses_the_gpu_for_tensors_there():
     text = run_ok("explain", "--shape", "1,8,8,4096,4096,128", "--device", "cuda")
-    assert "sm90: chosen" in text and "cpu: no, the tensors are on cuda" in text
+    assert f"{GPU[0]}: chosen" in text and "cpu: no, the tensors are on cuda" in text
+
+
+@pytest.mark.parametrize("name", GPU)
+def test_explain_names_the_kernel_of_a_backend_or_what_it_lacks(name):
+    arguments = ["--shape", "1,8,8,512,512,64", "--precision", "f32,bf16,int8,sagebwd", "--pass", "fwd,bwd,jvp"]
+    rows = json.loads(run_ok("explain", *arguments, "--backend", name, "--json"))
+    found = {(row["precision"], row["pass"]): row["kernel"] or row["answers"][0]["detail"] for row in rows}
+    has = {
+        "sm90": "f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw",
+        "sm80": "f32, f16, bf16",
+    }[name]
+    assert found["bf16", "fwd"].startswith("forward bf16") and found["bf16", "bwd"].startswith("backward in f16")
+    assert found["sagebwd", "fwd"] == f"it has no sagebwd; it has: {has}"
+    if name == "sm80":
+        assert found["f32", "fwd"].startswith("forward f32 in three bf16 parts, mma.sync")
+        assert found["bf16", "jvp"].startswith("jvp") and found["f32", "jvp"].startswith("jvp")
+        assert {found["int8", each] for each in ("fwd", "bwd", "jvp")} == {f"it has no int8; it has: {has}"}
+    else:
+        assert found["f32", "fwd"] == f"it has no f32; it has: {has}"
+        assert found["bf16", "jvp"] == "it has no jvp pass; it has: forward, backward"
+        assert found["int8", "bwd"] == "it has no int8 backward pass; it has: forward"
 
 
 def test_what_the_gpu_cannot_do_is_rejected_in_one_line(tmp_path, bf16_file):
@@ -89,4 +111,6 @@ def test_what_the_gpu_cannot_do_is_rejected_in_one_line(tmp_path, bf16_file):
     ]:
         done = octet("run", bf16_file[0], tmp_path / "out.safetensors", "--backend", "sm90", *arguments)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and message in done.stderr, done.stderr
+    done = octet("run", bf16_file[0], tmp_path / "out.safetensors", "--backend", "sm80", "--precision", "int8")
+    assert done.returncode == 2 and "sm80: it has no int8; it has: f32, f16, bf16" in done.stderr, done.stderr
     assert not (tmp_path / "out.safetensors").exists()

@@ -11,7 +11,8 @@ from conftest import draw, header_bytes, octet, read_safetensors, run_ok, write_
 
 QKV = {n: {"dtype": "F32", "shape": [1, 1, 2, 8], "data_offsets": [64 * i, 64 * i + 64]} for i, n in enumerate("qkv")}
 
-BACKENDS = ", ".join(backend["name"] for backend in json.loads(run_ok("info", "--json"))["backends"])
+NAMES = [backend["name"] for backend in json.loads(run_ok("info", "--json"))["backends"]]
+BACKENDS = ", ".join(NAMES)
 
 
 def with_q(**changes):
@@ -146,7 +147,9 @@ def test_an_option_for_none_of_the_precisions(small, precisions, option, value, 
     rejected(octet("check", small, "--precision", precisions, option, value), f"{option}: {message}")
 
 
-@pytest.mark.parametrize("where", [["--backend", "sm90"], ["--device", "cuda"], ["--device", "cuda:1"]])
+@pytest.mark.parametrize(
+    "where", [["--backend", "sm90"], ["--backend", "sm80"], ["--device", "cuda"], ["--device", "cuda:1"]]
+)
 @pytest.mark.parametrize("command", ["run", "check", "bench"])
 @pytest.mark.parametrize("options", [[], ["backward"]])
 def test_a_gpu_that_is_not_there(tmp_path, small, command, where, options):
@@ -154,21 +157,45 @@ def test_a_gpu_that_is_not_there(tmp_path, small, command, where, options):
     arguments = {"run": [small, out], "check": [small], "bench": ["--shape", "1,1,1,64,64,64"]}[command]
     backward = ["--backward"] if command == "run" else ["--pass", "bwd"]
     done = octet(command, *arguments, *where, *(backward if options else []), env=NO_GPU)
-    if "sm90" in BACKENDS:
-        rejected(done, "no backend can compute on cuda tensors here: sm90: no usable GPU: ")
-    elif "sm90" in where:
-        rejected(done, f'unknown name "sm90"; known: {BACKENDS}')
+    of_gpus = [name for name in NAMES if name not in ("cpu", "reference")]
+    if of_gpus and (where[0] == "--device" or where[1] in of_gpus):
+        for name in of_gpus:
+            rejected(done, f"{name}: no usable GPU: ")
+        rejected(done, "no backend can compute on cuda tensors here: ")
+    elif where[0] == "--backend":
+        rejected(done, f'unknown name "{where[1]}"; known: {BACKENDS}')
     else:
         rejected(done, "no backend can compute on cuda tensors here: CPU only: ")
     assert [p.name for p in tmp_path.iterdir()] == ["in.safetensors"]
 
 
 def test_explain_and_info_without_a_gpu():
-    done = octet("explain", "--shape", "1,2,2,64,64,64", "--device", "cuda", env=NO_GPU)
-    assert done.returncode == 0 and "cpu: no, the tensors are on cuda; it works on cpu tensors" in done.stdout
-    assert "sm90: no, no usable GPU" in done.stdout or "sm90" not in BACKENDS
+    """Every backend declines every problem on a GPU, with its own reason, in the order in which they are asked."""
     info = json.loads(octet("info", "--json", env=NO_GPU).stdout)
     assert info["gpus"] == [] and all(b["available"] == (b["device"] == "cpu") for b in info["backends"])
+    reasons = [(b["name"], b["reason"]) for b in info["backends"] if b["device"] == "cuda"]
+    assert all("no usable GPU: " in reason for _, reason in reasons)
+    on_cpu = "the tensors are on cuda; it works on cpu tensors"
+    arguments = [
+        "--shape",
+        "1,2,2,64,64,64",
+        "--precision",
+        "all",
+        "--pass",
+        "fwd,bwd,jvp",
+        "--device",
+        "cuda",
+        "--json",
+    ]
+    rows = json.loads(octet("explain", *arguments, env=NO_GPU).stdout)
+    assert len(rows) == 3 * len({row["precision"] for row in rows}) > 20
+    for row in rows:
+        assert row["backend"] is None and row["kernel"] is None
+        answers = [(a["backend"], a["detail"]) for a in row["answers"] if a["answer"] == "no"]
+        assert answers == [*reasons, ("cpu", on_cpu), ("reference", on_cpu)]
+    for name, reason in reasons:
+        done = octet("explain", "--shape", "1,2,2,64,64,64", "--backend", name, env=NO_GPU)
+        assert done.returncode == 0 and done.stdout.splitlines()[1:] == [f"  {name}: no, {reason}"]
 
 
 @pytest.mark.parametrize(

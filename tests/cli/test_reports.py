@@ -255,6 +255,24 @@ def test_explain_names_the_backend_that_runs():
     )
 
 
+def test_explain_names_why_each_faster_backend_declined():
+    """Of tensors on the CPU: those of GPUs, which are asked first, want others, or find no GPU."""
+    backends = json.loads(run_ok("info", "--json"))["backends"]
+    arguments = ["--shape", "1,8,2,1000,2000,64", "--precision", "f32,bf16,int8", "--pass", "fwd,bwd", "--json"]
+    rows = json.loads(run_ok("explain", *arguments))
+    assert len(rows) == 6
+    for row in rows:
+        assert row["backend"] == "cpu" and [a["backend"] for a in row["answers"]] == [b["name"] for b in backends]
+        for answer, backend in zip(row["answers"], backends, strict=True):
+            if backend["device"] == "cuda":
+                wants = "the tensors are on cpu; it works on cuda tensors"
+                assert (answer["answer"], answer["detail"]) == ("no", backend["reason"] or wants)
+        assert [(a["answer"], a["detail"]) for a in row["answers"][-2:]] == [
+            ("chosen", row["kernel"]),
+            ("no", "it could, but runs only when asked for by name"),
+        ]
+
+
 def test_explain_as_json():
     (row,) = json.loads(
         run_ok("explain", "--shape", "1,8,2,1000,2000,64", "--precision", "int8", "--backend", "cpu", "--json")

@@ -172,6 +172,21 @@ def test_explain_and_supports_agree_with_the_call():
     assert not octet.supports(q, q[:, :, :9], q[:, :, :9], causal=True)
 
 
+@pytest.mark.parametrize("kind", ["forward", "backward", "jvp"])
+def test_explain_and_supports_say_why_a_backend_of_gpus_does_not_compute(kind):
+    """Arrays of numpy are on the CPU, and a machine may have no GPU at all."""
+    q = np.zeros((1, 2, 16, 8), np.float32)
+    lines = octet.explain(q, q, q, kind=kind).splitlines()
+    backends = octet.info()["backends"]
+    assert [line.split(":")[0] for line in lines] == [backend["name"] for backend in backends]
+    for backend, line in zip(backends, lines, strict=True):
+        if backend["device"] == "cpu":
+            continue
+        reason = f"{backend['name']}: {backend['reason'] or 'the tensors are on cpu; it works on cuda tensors'}"
+        assert line == reason.replace(": ", ": no, ", 1)
+        assert octet.supports(q, q, q, kind=kind, backend=backend["name"]).reason.splitlines()[-1].strip() == reason
+
+
 @pytest.mark.parametrize(
     "precision, option, changes",
     [("bf16", {"bias_correction": "none"}, "dq"), ("bf16", {"bias_correction": "exact_delta"}, "dq"),

@@ -389,6 +389,16 @@ def test_reports():
     assert any(backend["name"] == "sm90" and backend["available"] for backend in octet.info()["backends"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["forward", "backward", "jvp"])
+def test_sm80_is_chosen_by_name(kind, dtype):
+    q = _X.to(dtype)
+    assert octet.supports(q, q, q, kind=kind, softcap=2.0, backend="sm80")
+    assert octet.explain(q, q, q, kind=kind, backend="sm80").startswith(f"sm80: chosen, {kind} ")
+    found = octet.supports(q, q, q, kind=kind, precision="int8", backend="sm80")
+    assert not found and "sm80: it has no int8; it has: f32, f16, bf16" in found.reason
+
+
 def test_other_packages_functions():
     from octet.compat import flash_attn
 
