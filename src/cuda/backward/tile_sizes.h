@@ -5,18 +5,8 @@ namespace octet::cuda {
 
 // A tile of q and do has `kQueries` rows, a tile of k and v `kKeys`.
 template <int Dim>
-struct BackwardTile;
-template <>
-struct BackwardTile<64> {
-  static constexpr int kQueries = 128, kKeys = 128;
-};
-template <>
-struct BackwardTile<128> {
-  static constexpr int kQueries = 64, kKeys = 128;
-};
-template <>
-struct BackwardTile<256> {
-  static constexpr int kQueries = 64, kKeys = 128;
+struct BackwardTile {
+  static constexpr int kQueries = Dim == 64 ? 128 : 64, kKeys = 128;
 };
 
 // The rows of do may differ by more than the range of ds in f16. The queries of such a (batch, kv head) are then

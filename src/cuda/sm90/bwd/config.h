@@ -25,18 +25,8 @@ constexpr int tile_dim(int dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256
 constexpr int kBackwardWarps = 8;                                         // consumer warps
 constexpr int kBackwardRegisters = 232, kBackwardProducerRegisters = 40;  // per thread
 template <int Dim>
-struct BackwardStages;
-template <>
-struct BackwardStages<64> {
-  static constexpr int kStages = 3, kDoStages = 2;
-};
-template <>
-struct BackwardStages<128> {
-  static constexpr int kStages = 2, kDoStages = 2;
-};
-template <>
-struct BackwardStages<256> {
-  static constexpr int kStages = 2;
+struct BackwardStages {
+  static constexpr int kStages = Dim == 64 ? 3 : 2, kDoStages = 2;
 };
 // Registers per thread of the 2-CTA kernel's warpgroups: the producer, the one for p and ds, the two for gradients.
 constexpr int k2CtaProducerRegisters = 32, k2CtaPRegisters = 96, k2CtaGradientRegisters = 192;
