@@ -12,11 +12,12 @@
 #include "cuda/sm80/bwd/f32.h"
 #include "cuda/sm80/bwd/lse.h"
 #include "cuda/sm80/bwd/seen.h"
+#include "cuda/sm80/f32_tiles.h"
 
 namespace octet::cuda::sm80 {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = kF32Threads, kWarps = kThreads / 32;
 
 struct F32Params {
   Output q, k, v, do_;       // f32, rows of whole 16-byte words
@@ -29,26 +30,19 @@ struct F32Params {
   float scale;
 };
 
-// The block of a thread block has `kRows` rows, a tile that it meets `kMoving`.
-template <int Dim>
-struct F32Tile {
-  static constexpr int kRows = Dim == 256 ? 16 : 32, kMoving = kRows;
-};
-
 template <int Dim, bool OfKeys>
 struct F32Kernel {
-  static constexpr int kRows = F32Tile<Dim>::kRows, kMoving = F32Tile<Dim>::kMoving;
-  static constexpr int kPitch = Dim + 4;  // floats; rows of four floats lie in different banks
-  static constexpr int kPairPitch = kRows + 4;
-  static constexpr int kChannelGroups = Dim / 4, kRowGroups = kThreads / kChannelGroups;
-  static constexpr int kRowsOfThread = kRows / kRowGroups;
-  static_assert(kRowsOfThread >= 1 && kRowsOfThread * kRowGroups == kRows);
+  using Tiles = F32Tiles<Dim>;
+  static constexpr int kRows = Tiles::kRows;  // of the block, and of a tile that it meets
+  using Tile = typename Tiles::template Tile<kRows>;
+  using Pairs = typename Tiles::template Pairs<kRows>;
+  using Sums = typename Tiles::Sums;
 
   // A block of keys keeps k and v in x and y, and reads q and do through u and w. A block of queries keeps q and do,
   // and reads k and v.
   struct Shared {
-    float x[kRows][kPitch], y[kRows][kPitch], u[kMoving][kPitch], w[kMoving][kPitch];
-    float p[kMoving][kPairPitch], ds[kMoving][kPairPitch];
+    Tile x, y, u, w;
+    Pairs p, ds;
     float lse[kRows], delta[kRows];
     int nonfinite;  // 1: a number of x, y, u or w is not finite
   };
@@ -59,60 +53,37 @@ struct F32Kernel {
   int batch, kv_head;
   Blocks::Sequence q, k;
 
-  // Loads rows [first, last) of a sequence, `count` at most; further rows and channels become zeros.
-  __device__ void load(float (*to)[kPitch], int count, const Output& from, int head, int start, int first, int last,
-                       int columns) const {
-    bool finite = true;
-    for (int i = threadIdx.x; i < count * kChannelGroups; i += kThreads) {
-      const int row = i / kChannelGroups, c = i % kChannelGroups * 4;
-      float4 x{};
-      if (first + row < last && c < columns)
-        x = *reinterpret_cast<const float4*>(from.row<float>(batch, head, int64_t{start} + first + row) + c);
-      finite &= isfinite(x.x) && isfinite(x.y) && isfinite(x.z) && isfinite(x.w);
-      *reinterpret_cast<float4*>(&to[row][c]) = x;
-    }
-    if (!finite) shared.nonfinite = 1;
+  __device__ void load(Tile& to, const Output& from, int head, const Blocks::Sequence& s, int first,
+                       int channels) const {
+    Tiles::load(to, shared.nonfinite, from, batch, head, s.first, first, s.tokens, channels);
   }
-  __device__ void load_queries(float (*q_to)[kPitch], float (*do_to)[kPitch], int count, int head, int first) const {
-    load(q_to, count, a.q, head, q.first, first, q.tokens, a.dim);
-    load(do_to, count, a.do_, head, q.first, first, q.tokens, a.dim_v);
-    for (int row = threadIdx.x; row < count; row += kThreads) {
+  __device__ void load_queries(Tile& q_to, Tile& do_to, int head, int first) const {
+    load(q_to, a.q, head, q, first, a.dim), load(do_to, a.do_, head, q, first, a.dim_v);
+    for (int row = threadIdx.x; row < kRows; row += kThreads) {
       const bool there = first + row < q.tokens;
       const int64_t at = (int64_t{batch} * a.heads + head) * a.tokens_q + q.first + first + row;
       const float lse = there ? a.lse[at] : -INFINITY;
       shared.lse[row] = lse == -INFINITY ? INFINITY : lse, shared.delta[row] = there ? a.delta[at] : 0.f;
     }
   }
-  __device__ void load_keys(float (*k_to)[kPitch], float (*v_to)[kPitch], int count, int first) const {
-    load(k_to, count, a.k, kv_head, k.first, first, k.tokens, a.dim);
-    load(v_to, count, a.v, kv_head, k.first, first, k.tokens, a.dim_v);
-  }
-
-  static __device__ float dot(const float* x, const float* y) {
-    float sum[4] = {};
-#pragma unroll 4
-    for (int c = 0; c < Dim; c += 4) {
-      const float4 u = *reinterpret_cast<const float4*>(x + c), v = *reinterpret_cast<const float4*>(y + c);
-      sum[0] = fmaf(u.x, v.x, sum[0]), sum[1] = fmaf(u.y, v.y, sum[1]);
-      sum[2] = fmaf(u.z, v.z, sum[2]), sum[3] = fmaf(u.w, v.w, sum[3]);
-    }
-    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  __device__ void load_keys(Tile& k_to, Tile& v_to, int first) const {
+    load(k_to, a.k, kv_head, k, first, a.dim), load(v_to, a.v, kv_head, k, first, a.dim_v);
   }
 
   // Computes p and ds of all pairs of the block and a tile: rows from `row` on meet those from `moving` on.
   __device__ void pairs(int head, int row, int moving) const {
-    for (int i = threadIdx.x; i < kRows * kMoving; i += kThreads) {
+    for (int i = threadIdx.x; i < kRows * kRows; i += kThreads) {
       const int r = i % kRows, m = i / kRows;
       const int query = OfKeys ? moving + m : row + r, key = OfKeys ? row + r : moving + m, at = OfKeys ? m : r;
       float p = 0.f, ds = 0.f;
       const KeyRange seen = a.mask.keys_of(min(query, q.tokens - 1), q.tokens, k.tokens);
       if (query < q.tokens && key >= seen.first && key < seen.last) {
-        const float product = dot(shared.x[r], shared.u[m]);
+        const float product = Tiles::dot(shared.x[r], shared.u[m]);
         const RowTerms terms =
             row_terms(a.terms, batch, a.k_blocks.cu_seqlens ? k.index : batch, head, query, q.tokens, k.tokens, seen);
         p = expf(logit_of(a.terms, terms, key, product) - shared.lse[at]);
         if (p != 0.f) {
-          ds = p * (dot(shared.y[r], shared.w[m]) - shared.delta[at]);
+          ds = p * (Tiles::dot(shared.y[r], shared.w[m]) - shared.delta[at]);
           if (a.terms.softcap != 0.f) ds *= softcap(a.terms, product * a.terms.scale).derivative;
         }
       }
@@ -120,36 +91,21 @@ struct F32Kernel {
     }
   }
 
-  // sum += f^T x over the rows of a tile, for this thread's rows and channels. A factor of 0 may meet inf or NaN, which
-  // some mask hides.
-  __device__ void accumulate(float4 (&sum)[kRowsOfThread], const float (*f)[kPairPitch],
-                             const float (*x)[kPitch]) const {
-    const int row = threadIdx.x / kChannelGroups * kRowsOfThread, c = threadIdx.x % kChannelGroups * 4;
-    const bool skips = shared.nonfinite;
-#pragma unroll 4
-    for (int m = 0; m < kMoving; ++m) {
-      const float4 y = *reinterpret_cast<const float4*>(&x[m][c]);
-#pragma unroll
-      for (int r = 0; r < kRowsOfThread; ++r) {
-        const float factor = f[m][row + r];
-        if (skips && factor == 0.f) continue;
-        sum[r].x = fmaf(factor, y.x, sum[r].x), sum[r].y = fmaf(factor, y.y, sum[r].y);
-        sum[r].z = fmaf(factor, y.z, sum[r].z), sum[r].w = fmaf(factor, y.w, sum[r].w);
-      }
-    }
+  __device__ void accumulate(Sums& sum, const Pairs& f, const Tile& x) const {
+    Tiles::accumulate(sum, f, x, shared.nonfinite);
   }
 
-  __device__ void write(const Strided& to, int head, int start, int first, int tokens,
-                        const float4 (&sum)[kRowsOfThread], float scale) const {
-    const int row = threadIdx.x / kChannelGroups * kRowsOfThread, c = threadIdx.x % kChannelGroups * 4;
+  __device__ void write(const Strided& to, int head, const Blocks::Sequence& s, int first, const Sums& sum,
+                        float scale) const {
+    const int row = Tiles::first_row(), c = Tiles::first_channel();
     if (c >= to.shape[3]) return;
-    for (int r = 0; r < kRowsOfThread; ++r) {
-      if (first + row + r >= tokens) continue;
+    for (int r = 0; r < Tiles::kRowsOfThread; ++r) {
+      if (first + row + r >= s.tokens) continue;
       const float numbers[4] = {scale * sum[r].x, scale * sum[r].y, scale * sum[r].z, scale * sum[r].w};
       with_type(to.element, [&](auto* type) {
         using Type = std::remove_pointer_t<decltype(type)>;
         auto* const at =
-            static_cast<Type*>(to.data) + Index4{batch, head, int64_t{start} + first + row + r, c}.offset(to);
+            static_cast<Type*>(to.data) + Index4{batch, head, int64_t{s.first} + first + row + r, c}.offset(to);
         for (int i = 0; i < 4; ++i) at[i * to.stride[3]] = Type(numbers[i]);
       });
     }
@@ -157,42 +113,42 @@ struct F32Kernel {
 
   __device__ void keys(int block) {
     const int first = (block - k.first_block) * kRows, group = a.heads / a.kv_heads;
-    load_keys(shared.x, shared.y, kRows, first);
+    load_keys(shared.x, shared.y, first);
     int start = 0, end = q.tokens;
     if (a.mask.windowed) {
       const int shift = a.mask.bottom_right ? k.tokens - q.tokens : 0;
-      start = max(first - shift - a.mask.right, 0) / kMoving * kMoving;
+      start = max(first - shift - a.mask.right, 0) / kRows * kRows;
       end = min(min(first + kRows, k.tokens) - shift + a.mask.left, q.tokens);
     }
-    float4 dk[kRowsOfThread]{}, dv[kRowsOfThread]{};
+    Sums dk{}, dv{};
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
-      for (int query = start; query < end; query += kMoving) {
+      for (int query = start; query < end; query += kRows) {
         __syncthreads();
-        load_queries(shared.u, shared.w, kMoving, head, query);
+        load_queries(shared.u, shared.w, head, query);
         __syncthreads();
         pairs(head, first, query);
         __syncthreads();
         accumulate(dv, shared.p, shared.w), accumulate(dk, shared.ds, shared.u);
       }
-    write(a.dk, kv_head, k.first, first, k.tokens, dk, a.scale);
-    write(a.dv, kv_head, k.first, first, k.tokens, dv, 1.f);
+    write(a.dk, kv_head, k, first, dk, a.scale);
+    write(a.dv, kv_head, k, first, dv, 1.f);
   }
 
   __device__ void queries(int head, int block) {
     const int first = (block - q.first_block) * kRows, last = min(first + kRows, q.tokens) - 1;
-    load_queries(shared.x, shared.y, kRows, head, first);
-    const int start = a.mask.keys_of(first, q.tokens, k.tokens).first / kMoving * kMoving,
+    load_queries(shared.x, shared.y, head, first);
+    const int start = a.mask.keys_of(first, q.tokens, k.tokens).first / kRows * kRows,
               end = a.mask.keys_of(last, q.tokens, k.tokens).last;
-    float4 dq[kRowsOfThread]{};
-    for (int key = start; key < end; key += kMoving) {
+    Sums dq{};
+    for (int key = start; key < end; key += kRows) {
       __syncthreads();
-      load_keys(shared.u, shared.w, kMoving, key);
+      load_keys(shared.u, shared.w, key);
       __syncthreads();
       pairs(head, first, key);
       __syncthreads();
       accumulate(dq, shared.ds, shared.u);
     }
-    write(a.dq, head, q.first, first, q.tokens, dq, a.scale);
+    write(a.dq, head, q, first, dq, a.scale);
   }
 };
 
@@ -312,7 +268,7 @@ Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, WorkspaceAllo
 
 std::size_t backward_f32(const Problem& p, void* workspace, cudaStream_t stream) {
   WorkspaceAllocator allocator(workspace);
-  const int dim = backward_dim(p), rows = dim == 256 ? F32Tile<256>::kRows : F32Tile<64>::kRows;
+  const int dim = backward_dim(p), rows = dim == 256 ? F32Tiles<256>::kRows : F32Tiles<64>::kRows;
   const auto queries = static_cast<std::size_t>(p.batch * p.heads * p.tokens_q);
   const Input q(p.q, OCTET_F32, allocator), k(p.k, OCTET_F32, allocator), v(p.v, OCTET_F32, allocator),
       do_(p.do_, OCTET_F32, allocator);

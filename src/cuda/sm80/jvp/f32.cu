@@ -8,13 +8,14 @@
 #include "cuda/preprocess/vec8.h"
 #include "cuda/scheduler/count_blocks.h"
 #include "cuda/scheduler/tile_scheduler.h"
+#include "cuda/sm80/f32_tiles.h"
 #include "cuda/sm80/jvp/f32.h"
 #include "cuda/sm80/logits.h"
 
 namespace octet::cuda::sm80 {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kF32Threads;
 
 struct F32Params {
   Output q, k, v, tq, tk, tv;  // f32, rows of whole 16-byte words
@@ -29,18 +30,17 @@ struct F32Params {
 
 template <int Dim>
 struct F32Kernel {
-  static constexpr int kRows = Dim == 256 ? 16 : 32, kKeys = kRows / 2;
-  static constexpr int kPitch = Dim + 4;  // floats; rows of four floats lie in different banks
-  static constexpr int kPairPitch = kRows + 4;
-  static constexpr int kChannelGroups = Dim / 4, kRowGroups = kThreads / kChannelGroups;
-  static constexpr int kRowsOfThread = kRows / kRowGroups;
-  static_assert(kRowsOfThread >= 1 && kRowsOfThread * kRowGroups == kRows);
-  using Tile = float[kKeys][kPitch];
+  using Tiles = F32Tiles<Dim>;
+  static constexpr int kRows = Tiles::kRows, kKeys = kRows / 2;
+  using Queries = typename Tiles::template Tile<kRows>;
+  using Keys = typename Tiles::template Tile<kKeys>;
+  using Pairs = typename Tiles::template Pairs<kKeys>;
+  using Sums = typename Tiles::Sums;
 
   struct Shared {
-    float q[kRows][kPitch], tq[kRows][kPitch];
-    Tile k, tk, v, tv;
-    float p[kKeys][kPairPitch], h[kKeys][kPairPitch];  // logits and their tangents, then p and h
+    Queries q, tq;
+    Keys k, tk, v, tv;
+    Pairs p, h;  // logits and their tangents, then p and h
     float m[kRows], centre[kRows], l[kRows], r[kRows], rescale[kRows];
     TileInfo tile;
     int nonfinite;  // 1: a number of k, tk, v or tv is not finite
@@ -50,30 +50,11 @@ struct F32Kernel {
   Shared& shared;
   const TileInfo& w;
 
-  template <int Rows>
-  __device__ void load(float (&to)[Rows][kPitch], const Output& from, int head, int start, int first, int last,
-                       int columns) const {
-    bool finite = true;
-    for (int i = threadIdx.x; i < Rows * kChannelGroups; i += kThreads) {
-      const int row = i / kChannelGroups, c = i % kChannelGroups * 4;
-      float4 x{};
-      if (first + row < last && c < columns)
-        x = *reinterpret_cast<const float4*>(from.row<float>(w.batch, head, int64_t{start} + first + row) + c);
-      finite &= isfinite(x.x) && isfinite(x.y) && isfinite(x.z) && isfinite(x.w);
-      *reinterpret_cast<float4*>(&to[row][c]) = x;
-    }
-    if (!finite) shared.nonfinite = 1;
+  __device__ void load_queries(Queries& to, const Output& from) const {
+    Tiles::load(to, shared.nonfinite, from, w.batch, w.head, w.q_first, w.q_start, w.q_tokens, a.dim);
   }
-
-  static __device__ float dot(const float* x, const float* y) {
-    float sum[4] = {};
-#pragma unroll 4
-    for (int c = 0; c < Dim; c += 4) {
-      const float4 u = *reinterpret_cast<const float4*>(x + c), v = *reinterpret_cast<const float4*>(y + c);
-      sum[0] = fmaf(u.x, v.x, sum[0]), sum[1] = fmaf(u.y, v.y, sum[1]);
-      sum[2] = fmaf(u.z, v.z, sum[2]), sum[3] = fmaf(u.w, v.w, sum[3]);
-    }
-    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  __device__ void load_keys(Keys& to, const Output& from, int kv_head, int first, int channels) const {
+    Tiles::load(to, shared.nonfinite, from, w.batch, kv_head, w.k_first, first, w.k_tokens, channels);
   }
 
   __device__ KeyRange range_of(int query) const {
@@ -90,9 +71,9 @@ struct F32Kernel {
       const KeyRange seen = range_of(query);
       float x = -INFINITY, t = 0.f;
       if (query < w.q_tokens && key >= seen.first && key < seen.last) {
-        const float product = dot(shared.q[r], shared.k[j]);
+        const float product = Tiles::dot(shared.q[r], shared.k[j]);
         x = logit_of(a.terms, terms_of(query), key, product);
-        t = a.terms.scale * (dot(shared.tq[r], shared.k[j]) + dot(shared.q[r], shared.tk[j]));
+        t = a.terms.scale * (Tiles::dot(shared.tq[r], shared.k[j]) + Tiles::dot(shared.q[r], shared.tk[j]));
         if (a.terms.softcap != 0.f) t *= softcap(a.terms, product * a.terms.scale).derivative;
       }
       shared.p[j][r] = x, shared.h[j][r] = t;
@@ -129,22 +110,8 @@ struct F32Kernel {
     shared.m[r] = most, shared.centre[r] = centre, shared.rescale[r] = rescale;
   }
 
-  // sum += f^T x over the keys of a tile, for this thread's rows and channels. A factor of 0 may meet inf or NaN, which
-  // some mask hides.
-  __device__ void accumulate(float4 (&sum)[kRowsOfThread], const float (&f)[kKeys][kPairPitch], const Tile& x) const {
-    const int row = threadIdx.x / kChannelGroups * kRowsOfThread, c = threadIdx.x % kChannelGroups * 4;
-    const bool skips = shared.nonfinite;
-#pragma unroll 4
-    for (int j = 0; j < kKeys; ++j) {
-      const float4 y = *reinterpret_cast<const float4*>(&x[j][c]);
-#pragma unroll
-      for (int r = 0; r < kRowsOfThread; ++r) {
-        const float factor = f[j][row + r];
-        if (skips && factor == 0.f) continue;
-        sum[r].x = fmaf(factor, y.x, sum[r].x), sum[r].y = fmaf(factor, y.y, sum[r].y);
-        sum[r].z = fmaf(factor, y.z, sum[r].z), sum[r].w = fmaf(factor, y.w, sum[r].w);
-      }
-    }
+  __device__ void accumulate(Sums& sum, const Pairs& f, const Keys& x) const {
+    Tiles::accumulate(sum, f, x, shared.nonfinite);
   }
 
   __device__ void store(const Strided& to, int query, int channel, const float (&x)[4]) const {
@@ -158,11 +125,11 @@ struct F32Kernel {
 
   // A sink leaves the keys the share w of all probabilities:
   //   o = w o     to = w (to + (1 - w) (tlse - tsink) o)     tlse = w tlse + (1 - w) tsink
-  __device__ void write(const float4 (&o)[kRowsOfThread], const float4 (&u)[kRowsOfThread]) const {
+  __device__ void write(const Sums& o, const Sums& u) const {
     constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147180559945f;
-    const int row = threadIdx.x / kChannelGroups * kRowsOfThread, c = threadIdx.x % kChannelGroups * 4;
+    const int row = Tiles::first_row(), c = Tiles::first_channel();
 #pragma unroll
-    for (int i = 0; i < kRowsOfThread; ++i) {
+    for (int i = 0; i < Tiles::kRowsOfThread; ++i) {
       const int r = row + i, query = w.q_start + r;
       if (query >= w.q_tokens) continue;
       const float l = shared.l[r], inverse = l == 0.f ? 0.f : 1.f / l;
@@ -192,28 +159,25 @@ struct F32Kernel {
 
   __device__ void run() const {
     const int kv_head = w.head / a.group, last = min(w.q_start + kRows, w.q_tokens) - 1;
-    load(shared.q, a.q, w.head, w.q_first, w.q_start, w.q_tokens, a.dim);
-    load(shared.tq, a.tq, w.head, w.q_first, w.q_start, w.q_tokens, a.dim);
+    load_queries(shared.q, a.q), load_queries(shared.tq, a.tq);
     if (threadIdx.x < kRows) {
       shared.m[threadIdx.x] = -INFINITY, shared.rescale[threadIdx.x] = 1.f, shared.centre[threadIdx.x] = 0.f;
       shared.l[threadIdx.x] = shared.r[threadIdx.x] = 0.f;
     }
-    float4 o[kRowsOfThread]{}, u[kRowsOfThread]{};
-    const int row = threadIdx.x / kChannelGroups * kRowsOfThread;
+    Sums o{}, u{};
+    const int row = Tiles::first_row();
     const int first = range_of(w.q_start).first / kKeys * kKeys, end = range_of(last).last;
     for (int key = first; key < end; key += kKeys) {
       __syncthreads();
-      load(shared.k, a.k, kv_head, w.k_first, key, w.k_tokens, a.dim);
-      load(shared.tk, a.tk, kv_head, w.k_first, key, w.k_tokens, a.dim);
-      load(shared.v, a.v, kv_head, w.k_first, key, w.k_tokens, a.dim_v);
-      load(shared.tv, a.tv, kv_head, w.k_first, key, w.k_tokens, a.dim_v);
+      load_keys(shared.k, a.k, kv_head, key, a.dim), load_keys(shared.tk, a.tk, kv_head, key, a.dim);
+      load_keys(shared.v, a.v, kv_head, key, a.dim_v), load_keys(shared.tv, a.tv, kv_head, key, a.dim_v);
       __syncthreads();
       logits(key);
       __syncthreads();
       exponentials();
       __syncthreads();
 #pragma unroll
-      for (int i = 0; i < kRowsOfThread; ++i) {
+      for (int i = 0; i < Tiles::kRowsOfThread; ++i) {
         const float by = shared.rescale[row + i];
         o[i] = {o[i].x * by, o[i].y * by, o[i].z * by, o[i].w * by};
         u[i] = {u[i].x * by, u[i].y * by, u[i].z * by, u[i].w * by};
@@ -248,7 +212,7 @@ void launch(const F32Params& a, int64_t tiles, cudaStream_t stream) {
 
 std::size_t jvp_f32(const Problem& p, void* workspace, cudaStream_t stream) {
   const int64_t dim = std::max(p.dim, p.dim_v);
-  const int rows = dim > 128 ? F32Kernel<256>::kRows : F32Kernel<128>::kRows;
+  const int rows = dim > 128 ? F32Tiles<256>::kRows : F32Tiles<128>::kRows;
   WorkspaceAllocator allocator(workspace);
   allocator.take(1);  // the workspace of a run is not null
   int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
