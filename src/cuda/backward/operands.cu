@@ -33,20 +33,6 @@ TileRows tile_rows(int dim) { return dim == 64 ? kTileRows<64> : dim == 128 ? kT
 // Returns the size of QueryRows for tiles of `queries` queries.
 std::size_t row_bytes(int queries) { return queries == 64 ? sizeof(QueryRows<64>) : sizeof(QueryRows<128>); }
 
-Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, WorkspaceAllocator& allocator) {
-  Blocks b{.rows = rows, .tokens = static_cast<int>(tokens), .count = static_cast<int>((tokens + rows - 1) / rows)};
-  if (!cu_seqlens.present()) return b;
-  b.sequences = static_cast<int>(cu_seqlens.shape[3] - 1);
-  b.count += b.sequences;
-  b.cu_seqlens = static_cast<const int*>(cu_seqlens.data);
-  b.blocks_before = allocator.take<int>(b.sequences + 1);
-  return b;
-}
-
-void count(const Blocks& b, cudaStream_t stream) {
-  if (b.cu_seqlens) count_blocks(b.cu_seqlens, b.sequences, b.rows, const_cast<int*>(b.blocks_before), stream);
-}
-
 }  // namespace
 
 int backward_dim(const Problem& p) {
@@ -60,6 +46,21 @@ bool f16_compute(const Problem& p) {
 
 bool has_gauge(const Problem& p) {
   return p.alibi_slopes.present() || (p.mask.present() && p.mask.dtype != OCTET_BOOL);
+}
+
+Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, WorkspaceAllocator& allocator) {
+  Blocks b{.rows = rows, .tokens = static_cast<int>(tokens), .count = static_cast<int>((tokens + rows - 1) / rows)};
+  if (!cu_seqlens.present()) return b;
+  b.sequences = static_cast<int>(cu_seqlens.shape[3] - 1);
+  b.count += b.sequences;
+  b.cu_seqlens = static_cast<const int*>(cu_seqlens.data);
+  b.blocks_before = allocator.take<int>(b.sequences + 1);
+  return b;
+}
+
+void count_blocks(const Blocks& q, const Blocks& k, cudaStream_t stream) {
+  for (const Blocks* b : {&q, &k})
+    if (b->cu_seqlens) count_blocks(b->cu_seqlens, b->sequences, b->rows, const_cast<int*>(b->blocks_before), stream);
 }
 
 Sums sums_of(const Problem& p) { return p.deterministic ? Sums::integers : Sums::floats; }
@@ -120,10 +121,6 @@ PreprocessParams preprocess_params(const Problem& p, bool key_tiles, WorkspaceAl
     params.v_tiles = allocator.take<unsigned char>(k_bytes);
   }
   return params;
-}
-
-void count_blocks(const PreprocessParams& params, cudaStream_t stream) {
-  count(params.q_blocks, stream), count(params.k_blocks, stream);
 }
 
 BackwardParams backward_params(const Problem& p, const PreprocessParams& params, int in_flight, const Output& dk,

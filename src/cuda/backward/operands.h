@@ -16,14 +16,17 @@ bool f16_compute(const Problem& p);
 // Returns true where the logits of a row may have a large number in common, from a mask tensor or ALiBi.
 bool has_gauge(const Problem& p);
 
+// Returns blocks of `rows` of `tokens` tokens, with what packed sequences need of the workspace.
+Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, WorkspaceAllocator& allocator);
+
+// Counts the blocks of packed sequences, before a kernel reads them.
+void count_blocks(const Blocks& q, const Blocks& k, cudaStream_t stream);
+
 Sums sums_of(const Problem& p);
 
 // Returns the parameters of preprocessing, with what they need of the workspace. With `key_tiles`, k and v are written
 // as tiles; else the kernel reads the caller's rows. All sums of dq are set to 0 beforehand.
 PreprocessParams preprocess_params(const Problem& p, bool key_tiles, WorkspaceAllocator& allocator);
-
-// Counts the blocks of packed sequences, before preprocess().
-void count_blocks(const PreprocessParams& params, cudaStream_t stream);
 
 // Returns the parameters of the kernel but for the maps of the caller's rows. `in_flight`: the blocks of keys that are
 // computed at a time.

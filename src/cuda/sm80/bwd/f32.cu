@@ -8,7 +8,6 @@
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
 #include "cuda/preprocess/vec8.h"
-#include "cuda/scheduler/count_blocks.h"
 #include "cuda/sm80/bwd/f32.h"
 #include "cuda/sm80/bwd/lse.h"
 #include "cuda/sm80/bwd/seen.h"
@@ -254,16 +253,6 @@ void launch(const F32Params& a, const Problem& p, cudaStream_t stream) {
   launch<Dim, false>(a, p.dq.elements() ? p.batch * p.heads * a.q_blocks.count : 0, stream);
 }
 
-Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, WorkspaceAllocator& allocator) {
-  Blocks b{.rows = rows, .tokens = static_cast<int>(tokens), .count = static_cast<int>((tokens + rows - 1) / rows)};
-  if (!cu_seqlens.present()) return b;
-  b.sequences = static_cast<int>(cu_seqlens.shape[3] - 1);
-  b.count += b.sequences;
-  b.cu_seqlens = static_cast<const int*>(cu_seqlens.data);
-  b.blocks_before = allocator.take<int>(b.sequences + 1);
-  return b;
-}
-
 }  // namespace
 
 std::size_t backward_f32(const Problem& p, void* workspace, cudaStream_t stream) {
@@ -294,8 +283,7 @@ std::size_t backward_f32(const Problem& p, void* workspace, cudaStream_t stream)
   const DeviceScope device(p.device_index);
   for (const Input* x : {&q, &k, &v, &do_}) x->preprocess(stream);
   a.q = output(q.view()), a.k = output(k.view()), a.v = output(v.view()), a.do_ = output(do_.view());
-  for (const Blocks* b : {&a.q_blocks, &a.k_blocks})
-    if (b->cu_seqlens) count_blocks(b->cu_seqlens, b->sequences, b->rows, const_cast<int*>(b->blocks_before), stream);
+  count_blocks(a.q_blocks, a.k_blocks, stream);
   if (queries) {
     const RowParams of_rows{strided(p.do_), strided(p.o), strided(p.o_residual), strided(p.dlse), delta};
     delta_kernel<<<blocks_for(static_cast<int64_t>(queries), kWarps), kThreads, 0, stream>>>(of_rows);

@@ -59,7 +59,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
     if (p.dsinks.elements()) sum_dsinks(params, strided(p.dsinks), stream);
     return allocator.used();
   }
-  count_blocks(params, stream);
+  count_blocks(params.q_blocks, params.k_blocks, stream);
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
   const int64_t k_blocks = params.k_blocks.count, all = p.batch * p.kv_heads;
