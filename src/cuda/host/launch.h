@@ -1,4 +1,4 @@
-// Kernel launches with programmatic dependent launch.
+// Kernel launches: dynamic shared memory and programmatic dependent launch.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -10,11 +10,20 @@ namespace octet::cuda {
 // or later: older code cannot wait for the kernel before it.
 bool general_kernels_wait();
 
+// Allows the thread blocks of a kernel that many bytes of dynamic shared memory: without it they have 48 KB at most.
+template <class Kernel>
+void allow_shared_bytes(Kernel* kernel, std::size_t bytes) {
+  check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(bytes)),
+        "cudaFuncSetAttribute");
+}
+
 // Launches a kernel whose thread blocks may start before the previous kernel in the stream has ended (programmatic
 // dependent launch). The kernel must call ptx::griddepcontrol_wait before it reads what that one writes, and before it
 // writes anything itself. Without `early` it starts when that kernel has ended, as any other does.
 inline void launch_pdl(const void* kernel, dim3 grid, unsigned threads, std::size_t shared_bytes, cudaStream_t stream,
                        void** arguments, bool early = true) {
+  if (shared_bytes) allow_shared_bytes(kernel, shared_bytes);
   cudaLaunchAttribute attribute{.id = cudaLaunchAttributeProgrammaticStreamSerialization};
   attribute.val.programmaticStreamSerializationAllowed = 1;
   const cudaLaunchConfig_t config{.gridDim = grid,

@@ -187,7 +187,6 @@ void launch(const QuantizeKernelParams& p, const Order& order, int device, cudaS
   const int bytes = static_cast<int>(sizeof(Shared<Dim>)) + transpose_bytes;
   int processors = 0;
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
   const int64_t items = static_cast<int64_t>(order.batch_heads) * order.items();
   const auto grid = static_cast<unsigned>(std::min<int64_t>(items, processors * kBlocks<VType, VecLoader, Dim>));
   launch_pdl(kernel, grid, kQuantizeThreads, bytes, stream, p, order);

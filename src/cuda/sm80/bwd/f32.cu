@@ -241,8 +241,7 @@ void launch(const F32Params& a, int64_t blocks, cudaStream_t stream) {
   if (!blocks) return;
   constexpr int kSharedBytes = F32Kernel<Dim, OfKeys>::kSharedBytes;
   const auto kernel = f32_kernel<Dim, OfKeys>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-        "cudaFuncSetAttribute");
+  allow_shared_bytes(kernel, kSharedBytes);
   kernel<<<static_cast<unsigned>(blocks), kThreads, kSharedBytes, stream>>>(a);
   check(cudaGetLastError(), "f32_kernel");
 }

@@ -79,12 +79,9 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   compute_gauges(p, terms, stream);
   if (rows.to) remove_gauges(rows, stream);
   preprocess(params, stream);
-  if (blocks) {
-    check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
-          "cudaFuncSetAttribute");
+  if (blocks)
     launch_general_pdl(kernel.function, static_cast<unsigned>(blocks), kernel.threads, kernel.shared_bytes, stream,
                        arguments);
-  }
   if (p.dq.elements()) postprocess_dq(arguments.a, params.tile_dim, sums_of(p), strided(p.dq), stream);
   if (p.dq.elements() && blocks && (p.windowed || p.mask.present())) {
     if (p.plain_logits())

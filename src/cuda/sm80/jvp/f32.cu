@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "cuda/fragment/sinks.h"
-#include "cuda/host/status.h"
+#include "cuda/host/launch.h"
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
 #include "cuda/preprocess/vec8.h"
@@ -202,8 +202,7 @@ template <int Dim>
 void launch(const F32Params& a, int64_t tiles, cudaStream_t stream) {
   constexpr int kSharedBytes = sizeof(typename F32Kernel<Dim>::Shared);
   const auto kernel = f32_jvp_kernel<Dim>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-        "cudaFuncSetAttribute");
+  allow_shared_bytes(kernel, kSharedBytes);
   kernel<<<static_cast<unsigned>(tiles), kThreads, kSharedBytes, stream>>>(a);
   check(cudaGetLastError(), "f32_jvp_kernel");
 }

@@ -3,7 +3,7 @@
 
 #include "core/error.h"
 #include "core/names.h"
-#include "cuda/host/status.h"
+#include "cuda/host/launch.h"
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
 #include "cuda/scheduler/count_blocks.h"
@@ -95,8 +95,7 @@ std::size_t jvp(const Problem& p, void* workspace, cudaStream_t stream) {
   if (p.packed()) count_blocks(a.scheduler.cu_seqlens_q, a.scheduler.sequences, kJvpRows, blocks_before, stream);
   const int64_t tiles = (p.packed() ? blocks + sequences_of(p) : blocks * p.batch) * p.heads;
   const int64_t columns = (p.dim_v + kernel.dim_v - 1) / kernel.dim_v;
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
-        "cudaFuncSetAttribute");
+  allow_shared_bytes(kernel.function, kernel.shared_bytes);
   void* arguments[] = {&a};
   check(cudaLaunchKernel(kernel.function, dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(columns)),
                          dim3(kJvpThreads), arguments, kernel.shared_bytes, stream),

@@ -28,8 +28,6 @@ bool converts_keys(const Problem& p) {
 }
 
 void launch(const Kernel& kernel, unsigned grid, BackwardParams& a, cudaStream_t stream) {
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
-        "cudaFuncSetAttribute");
   void* arguments[] = {&a};
   launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, arguments);
 }

@@ -90,13 +90,9 @@ void launch(const Problem& p, const Kernel& kernel, const TileScheduler& schedul
   const int64_t unpacked = static_cast<int64_t>(scheduler.full_blocks + scheduler.tail_blocks) * p.batch;
   const int64_t blocks = p.packed() ? (p.tokens_q + kernel.rows - 1) / kernel.rows + sequences_of(p) : unpacked;
   const int processors = processors_of(p);
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
-        "cudaFuncSetAttribute");
   void* all[] = {arguments};
   const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks * p.heads, processors));
-  if (waits) return launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, all);
-  check(cudaLaunchKernel(kernel.function, dim3(grid), dim3(kernel.threads), all, kernel.shared_bytes, stream),
-        "cudaLaunchKernel");
+  launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, all, waits);
 }
 
 }  // namespace octet::cuda::sm90
