@@ -26,9 +26,9 @@ bool sums_rows(const Problem& p) { return smooths(p) && (p.sinks.present() || p.
 struct TileRows {
   int queries, keys;
 };
-template <int Dim>
-constexpr TileRows kTileRows = {BackwardTile<Dim>::kQueries, BackwardTile<Dim>::kKeys};
-TileRows tile_rows(int dim) { return dim == 64 ? kTileRows<64> : dim == 128 ? kTileRows<128> : kTileRows<256>; }
+TileRows tile_rows(int dim) {
+  return with_tile_dim(dim, [](auto d) { return TileRows{BackwardTile<d>::kQueries, BackwardTile<d>::kKeys}; });
+}
 
 // Returns the size of QueryRows for tiles of `queries` queries.
 std::size_t row_bytes(int queries) { return queries == 64 ? sizeof(QueryRows<64>) : sizeof(QueryRows<128>); }

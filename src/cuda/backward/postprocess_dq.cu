@@ -86,9 +86,7 @@ __global__ void __launch_bounds__(kThreads, kAddsMean ? 5 : 6)
 
 template <Sums sums, bool kAddsMean>
 auto postprocess_dq_kernel_of(int dim) {
-  return dim == 64    ? postprocess_dq_kernel<64, sums, kAddsMean>
-         : dim == 128 ? postprocess_dq_kernel<128, sums, kAddsMean>
-                      : postprocess_dq_kernel<256, sums, kAddsMean>;
+  return with_tile_dim(dim, [](auto tile_dim) { return postprocess_dq_kernel<tile_dim, sums, kAddsMean>; });
 }
 template <Sums sums>
 auto postprocess_dq_kernel_of(int dim, bool adds_mean) {

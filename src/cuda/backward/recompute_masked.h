@@ -206,9 +206,7 @@ __global__ void __launch_bounds__(kRecomputeThreads, Logits::kHides ? 1 : 0)
 template <class Logits>
 void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const Logits& logits, const Strided& dq,
                       cudaStream_t stream) {
-  const auto kernel = p.tile_dim == 64    ? recompute_masked_kernel<64, Logits>
-                      : p.tile_dim == 128 ? recompute_masked_kernel<128, Logits>
-                                          : recompute_masked_kernel<256, Logits>;
+  const auto kernel = with_tile_dim(p.tile_dim, [](auto dim) { return recompute_masked_kernel<dim, Logits>; });
   constexpr int64_t kMostBlocks = 132;
   const int64_t tiles = int64_t{a.batch} * a.heads * a.q_blocks.count;
   launch_general_pdl(kernel, static_cast<unsigned>(std::min(tiles, kMostBlocks)), kRecomputeThreads, 0, stream, p, a,

@@ -69,24 +69,15 @@ __global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_const
   }
 }
 
-template <class T, class In, int Dim>
-void launch(const PreprocessParams& p, cudaStream_t stream) {
-  constexpr int kSharedBytes = TileWriter<T, In, Dim>::kSharedBytes;
-  const auto kernel = rescale_kernel<T, In, Dim>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-        "cudaFuncSetAttribute");
-  constexpr unsigned kBlocks = 264;
-  launch_general_pdl(kernel, std::clamp(preprocess_tiles(p), 1u, kBlocks), kThreads, kSharedBytes, stream, p);
-}
-
 }  // namespace
 
 template <class T, class In>
 void launch_rescale(const PreprocessParams& p, cudaStream_t stream) {
-  const auto launch_dim = p.tile_dim == 64    ? launch<T, In, 64>
-                          : p.tile_dim == 128 ? launch<T, In, 128>
-                                              : launch<T, In, 256>;
-  launch_dim(p, stream);
+  constexpr unsigned kMostBlocks = 264;
+  const unsigned blocks = std::clamp(preprocess_tiles(p), 1u, kMostBlocks);
+  with_tile_dim(p.tile_dim, [&](auto dim) {
+    launch_general_pdl(rescale_kernel<T, In, dim>, blocks, kThreads, TileWriter<T, In, dim>::kSharedBytes, stream, p);
+  });
 }
 
 template void launch_rescale<Bf16, Bf16>(const PreprocessParams&, cudaStream_t);

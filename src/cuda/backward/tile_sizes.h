@@ -1,5 +1,6 @@
 // The rows of the tiles that preprocessing of the backward pass writes, and the sums of dq that postprocessing reads.
 #pragma once
+#include <type_traits>
 
 namespace octet::cuda {
 
@@ -8,6 +9,14 @@ template <int Dim>
 struct BackwardTile {
   static constexpr int kQueries = Dim == 64 ? 128 : 64, kKeys = 128;
 };
+
+// Calls f with the dim of tiles, 64, 128 or 256, as a std::integral_constant.
+template <class F>
+auto with_tile_dim(int dim, const F& f) {
+  return dim == 64    ? f(std::integral_constant<int, 64>{})
+         : dim == 128 ? f(std::integral_constant<int, 128>{})
+                      : f(std::integral_constant<int, 256>{});
+}
 
 // The rows of do may differ by more than the range of ds in f16. The queries of such a (batch, kv head) are then
 // divided into parts by the magnitude of their rows, the smallest first. Each part is computed by itself, with its own

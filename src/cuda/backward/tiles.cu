@@ -34,23 +34,15 @@ __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
     writer.keys((tile - q_tiles) % p.k_blocks.count, true, exponents_of);
 }
 
-template <class T, class In, int Dim>
-void launch(const PreprocessParams& p, cudaStream_t stream) {
-  constexpr int kSharedBytes = TileWriter<T, In, Dim>::kSharedBytes;
-  const auto kernel = tiles_kernel<T, In, Dim>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-        "cudaFuncSetAttribute");
-  if (const unsigned tiles = preprocess_tiles(p)) launch_general_pdl(kernel, tiles, kThreads, kSharedBytes, stream, p);
-}
-
 }  // namespace
 
 template <class T, class In>
 void launch_tiles(const PreprocessParams& p, cudaStream_t stream) {
-  const auto launch_dim = p.tile_dim == 64    ? launch<T, In, 64>
-                          : p.tile_dim == 128 ? launch<T, In, 128>
-                                              : launch<T, In, 256>;
-  launch_dim(p, stream);
+  const unsigned tiles = preprocess_tiles(p);
+  if (!tiles) return;
+  with_tile_dim(p.tile_dim, [&](auto dim) {
+    launch_general_pdl(tiles_kernel<T, In, dim>, tiles, kThreads, TileWriter<T, In, dim>::kSharedBytes, stream, p);
+  });
 }
 
 template void launch_tiles<Bf16, Bf16>(const PreprocessParams&, cudaStream_t);

@@ -41,9 +41,7 @@ BackwardKernel backward_kernel(int dim) {
   if constexpr (kind == BackwardKind::large)
     return backward_kernel_of<T, 128, kind>();
   else
-    return dim == 64    ? backward_kernel_of<T, 64, kind>()
-           : dim == 128 ? backward_kernel_of<T, 128, kind>()
-                        : backward_kernel_of<T, 256, kind>();
+    return with_tile_dim(dim, [](auto tile_dim) { return backward_kernel_of<T, tile_dim, kind>(); });
 }
 
 }  // namespace octet::cuda::sm80
