@@ -1,73 +1,30 @@
 // The backend for every NVIDIA GPU of compute capability 8.0 or later, by mma.sync.
 #include "core/backend.h"
 
-#include <cuda_runtime_api.h>
-
-#include <algorithm>
-#include <limits>
-
 #include "core/error.h"
 #include "core/names.h"
 #include "core/recipe.h"
+#include "cuda/host/backend.h"
 #include "cuda/sm80/passes.h"
 
 namespace octet::cuda::sm80 {
 namespace {
 
-constexpr int kLeastMajor = 8;
-constexpr int64_t kMaxTokens = 1 << 28, kMaxBlocks = std::numeric_limits<int32_t>::max();
+constexpr const char* kWanted = "8.0 or later";
 
-// Returns the major number of a device's compute capability, or 0 where there is no such device.
-int major_of(int device) {
-  int major = 0;
-  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess) return major;
-  cudaGetLastError();  // else the caller's next call would report it
-  return 0;
-}
-
-std::optional<std::string> find_unsupported_reason() {
-  int count = 0;
-  const cudaError_t status = cudaGetDeviceCount(&count);
-  if (status != cudaSuccess) {
-    cudaGetLastError();
-    return text("no usable GPU: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ')');
-  }
-  for (int device = 0; device < count; ++device)
-    if (major_of(device) >= kLeastMajor) return {};
-  return text("none of the ", count, " GPUs has compute capability 8.0 or later");
-}
+bool fits(int device) { return compute_capability(device) >= 80; }
 
 std::optional<std::string> unavailable() {
-  static const std::optional<std::string> reason = find_unsupported_reason();
+  static const std::optional<std::string> reason = no_gpu_reason(fits, kWanted);
   return reason;
 }
 
-std::optional<std::string> unsupported_reason_of(const View& t, const char* label) {
-  if (!t.present()) return {};
-  if (t.quantization) return text(label, " is quantized; this backend takes f32, f16 and bf16");
-  if (t.dtype != OCTET_F32 && t.dtype != OCTET_F16 && t.dtype != OCTET_BF16)
-    return text(label, " is ", name(t.dtype), "; this backend takes f32, f16 and bf16");
-  return {};
-}
-
 std::optional<std::string> unsupported_reason(const Problem& p) {
-  if (major_of(p.device_index) < kLeastMajor)
-    return text("device ", p.device_index, " is no GPU of compute capability 8.0 or later");
+  if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability ", kWanted);
   constexpr PrecisionSet kPrecisions = {OCTET_PRECISION_F32, OCTET_PRECISION_F16, OCTET_PRECISION_BF16};
   if (!kPrecisions.has(p.precision)) return text("it has no ", name(p.precision), "; it has: ", kPrecisions.names());
-  if (std::max(p.tokens_q, p.tokens_k) > kMaxTokens)
-    return text(std::max(p.tokens_q, p.tokens_k), " tokens; it takes up to ", kMaxTokens);
-  if (p.batch * p.heads > kMaxBlocks / (p.tokens_q / 64 + 1))
-    return text(p.batch * p.heads, " heads of ", p.tokens_q, " queries are more blocks than it can count");
-  for (const auto& [t, label] : {std::pair{&p.q, "q"},
-                                 {&p.k, "k"},
-                                 {&p.v, "v"},
-                                 {&p.o, "o"},
-                                 {&p.do_, "do"},
-                                 {&p.tq, "tq"},
-                                 {&p.tk, "tk"},
-                                 {&p.tv, "tv"}})
-    if (auto found = unsupported_reason_of(*t, label)) return found;
+  if (auto reason = size_unsupported_reason(p)) return reason;
+  if (auto reason = type_unsupported_reason(p)) return reason;
   switch (p.pass) {
     case OCTET_FORWARD:
       return forward_unsupported_reason(p);
@@ -76,14 +33,6 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
     default:
       return {};
   }
-}
-
-template <auto pass, auto name_of>
-Plan plan_of(const Problem& p) {
-  const auto run = [](const Problem& problem, Bytes workspace, void* stream) {
-    pass(problem, workspace.data, static_cast<cudaStream_t>(stream));
-  };
-  return {pass(p, nullptr, nullptr), name_of, run};
 }
 
 Plan plan(const Problem& p) {

@@ -1,5 +1,4 @@
-// The passes of sm80. Each returns the size of its workspace; with a null workspace it does nothing else. Each has a
-// function that returns the reason why it cannot solve a problem of its pass, or nothing if it can.
+// The passes of sm80. Each returns the size of its workspace; with a null workspace it does nothing else.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -11,11 +10,11 @@
 
 namespace octet::cuda::sm80 {
 
+// Returns the reason why the forward pass cannot solve a problem, or nothing if it can.
 std::optional<std::string> forward_unsupported_reason(const Problem& p);
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string forward_name(const Problem& p);
 
-std::optional<std::string> backward_unsupported_reason(const Problem& p);
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string backward_name(const Problem& p);
 

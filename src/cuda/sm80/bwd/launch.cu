@@ -1,7 +1,6 @@
-// The backward pass on the host: what it solves, kernel choice, and the launches of preprocessing, kernel and
+// The backward pass on the host: kernel choice and the launches of preprocessing, kernel and
 // postprocessing.
 #include "core/error.h"
-#include "core/recipe.h"
 #include "cuda/backward/operands.h"
 #include "cuda/host/launch.h"
 #include "cuda/preprocess/operands.h"
@@ -29,12 +28,6 @@ BackwardKernel kernel_of(const Problem& p) {
 }
 
 }  // namespace
-
-std::optional<std::string> backward_unsupported_reason(const Problem& p) {
-  if (p.bias_correction == OCTET_BIAS_CORRECTION_GPROJ)
-    return "its backward pass has no bias_correction gproj; it has: f16, none, beta, exact_delta";
-  return missing_exact_output(p);
-}
 
 std::string backward_name(const Problem& p) {
   if (p.precision == OCTET_PRECISION_F32) return "backward f32, on CUDA cores";
