@@ -52,7 +52,7 @@ CUDA = ["cuda/atomic", "cuda/ptx", "cudaTypedefs.h"]  # the toolkit's own header
 RULES["src/cuda/ptx"] = [*CUDA, "cuda/ptx/"]
 RULES["src/cuda/fragment"] = [*CUDA, "cuda/ptx/", "cuda/fragment/"]
 RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/host/"]
-RULES["src/cuda/scheduler"] = [*CUDA, "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/scheduler/"]
+RULES["src/cuda/scheduler"] = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/scheduler/"]
 RULES["src/cuda/preprocess"] = [
     *CUDA,
     "octet/",

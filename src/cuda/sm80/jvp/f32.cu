@@ -6,8 +6,7 @@
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
 #include "cuda/preprocess/vec8.h"
-#include "cuda/scheduler/count_blocks.h"
-#include "cuda/scheduler/tile_scheduler.h"
+#include "cuda/scheduler/query_tiles.h"
 #include "cuda/sm80/f32_tiles.h"
 #include "cuda/sm80/jvp/f32.h"
 #include "cuda/sm80/logits.h"
@@ -214,7 +213,7 @@ std::size_t jvp_f32(const Problem& p, void* workspace, cudaStream_t stream) {
   const int rows = dim > 128 ? F32Tiles<256>::kRows : F32Tiles<128>::kRows;
   WorkspaceAllocator allocator(workspace);
   allocator.take(1);  // the workspace of a run is not null
-  int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
+  int* const blocks_before = allocate_blocks_before(p, allocator);
   const Input q(p.q, OCTET_F32, allocator), k(p.k, OCTET_F32, allocator), v(p.v, OCTET_F32, allocator),
       tq(p.tq, OCTET_F32, allocator), tk(p.tk, OCTET_F32, allocator), tv(p.tv, OCTET_F32, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
@@ -223,24 +222,13 @@ std::size_t jvp_f32(const Problem& p, void* workspace, cudaStream_t stream) {
   const DeviceScope device(p.device_index);
   for (const Input* x : {&q, &k, &v, &tq, &tk, &tv}) x->preprocess(stream);
   compute_gauges(p, terms, stream);
-  const int64_t blocks = (p.tokens_q + rows - 1) / rows;
   const F32Params a{.q = output(q.view()),
                     .k = output(k.view()),
                     .v = output(v.view()),
                     .tq = output(tq.view()),
                     .tk = output(tk.view()),
                     .tv = output(tv.view()),
-                    .scheduler = {.batch = static_cast<int>(p.batch),
-                                  .heads = static_cast<int>(p.heads),
-                                  .q_tokens = static_cast<int>(p.tokens_q),
-                                  .k_tokens = static_cast<int>(p.tokens_k),
-                                  .rows = rows,
-                                  .full_blocks = static_cast<int>(blocks),
-                                  .head_groups = one_by_one(p.batch * p.heads),
-                                  .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
-                                  .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
-                                  .blocks_before = blocks_before,
-                                  .sequences = sequences_of(p)},
+                    .scheduler = tile_scheduler(p, rows, one_by_one(p.batch * p.heads), blocks_before, stream),
                     .terms = terms,
                     .mask = mask_of(p),
                     .group = static_cast<int>(p.group()),
@@ -252,9 +240,7 @@ std::size_t jvp_f32(const Problem& p, void* workspace, cudaStream_t stream) {
                     .tlse = output(p.tlse),
                     .sinks = sinks(p.sinks),
                     .tsinks = sinks(p.tsinks)};
-  if (p.packed()) count_blocks(a.scheduler.cu_seqlens_q, a.scheduler.sequences, rows, blocks_before, stream);
-  const int64_t tiles = (p.packed() ? blocks + sequences_of(p) : blocks * p.batch) * p.heads;
-  (dim <= 64 ? launch<64> : dim <= 128 ? launch<128> : launch<256>)(a, tiles, stream);
+  (dim <= 64 ? launch<64> : dim <= 128 ? launch<128> : launch<256>)(a, query_tiles(p, rows), stream);
   return allocator.used();
 }
 

@@ -6,7 +6,7 @@
 #include "cuda/host/launch.h"
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
-#include "cuda/scheduler/count_blocks.h"
+#include "cuda/scheduler/query_tiles.h"
 #include "cuda/sm80/jvp/config.h"
 #include "cuda/sm80/jvp/f32.h"
 #include "cuda/sm80/jvp/params.h"
@@ -31,12 +31,12 @@ int attribute(cudaDeviceAttr which, const Problem& p) {
 }
 
 // Returns groups of heads whose k, v and tangents take two thirds of L2. Only masks make blocks of different lengths.
-HeadGroups groups_of(const Problem& p, int64_t blocks) {
+HeadGroups head_groups(const Problem& p) {
   const int64_t all = p.batch * p.heads;
   if (!p.windowed) return one_by_one(all);
   const int64_t head_bytes = std::max<int64_t>(2 * sizeof(F16) * p.tokens_k * (p.dim + p.dim_v), 1);
   const int64_t in_l2 = attribute(cudaDevAttrL2CacheSize, p) * int64_t{2} / 3 / head_bytes * p.group();
-  return head_groups_of(all, blocks, in_l2, 2 * attribute(cudaDevAttrMultiProcessorCount, p));
+  return head_groups_of(all, query_blocks(p, kJvpRows), in_l2, 2 * attribute(cudaDevAttrMultiProcessorCount, p));
 }
 
 }  // namespace
@@ -51,7 +51,7 @@ std::size_t jvp(const Problem& p, void* workspace, cudaStream_t stream) {
   const octet_dtype type = p.precision == OCTET_PRECISION_BF16 ? OCTET_BF16 : OCTET_F16;
   WorkspaceAllocator allocator(workspace);
   allocator.take(1);  // the workspace of a run is not null
-  int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
+  int* const blocks_before = allocate_blocks_before(p, allocator);
   const Input q(p.q, type, allocator), k(p.k, type, allocator), v(p.v, type, allocator);
   const Input tq(p.tq, type, allocator), tk(p.tk, type, allocator), tv(p.tv, type, allocator);
   const Result o(p.o, allocator), to(p.to, allocator);
@@ -61,7 +61,6 @@ std::size_t jvp(const Problem& p, void* workspace, cudaStream_t stream) {
   const DeviceScope device(p.device_index);
   for (const Input* x : {&q, &k, &v, &tq, &tk, &tv}) x->preprocess(stream);
   compute_gauges(p, terms, stream);
-  const int64_t blocks = (p.tokens_q + kJvpRows - 1) / kJvpRows;
   const JvpKernel kernel = kernel_of(p);
   JvpParams a{.q = output(q.view()),
               .k = output(k.view()),
@@ -69,17 +68,7 @@ std::size_t jvp(const Problem& p, void* workspace, cudaStream_t stream) {
               .tq = output(tq.view()),
               .tk = output(tk.view()),
               .tv = output(tv.view()),
-              .scheduler = {.batch = static_cast<int>(p.batch),
-                            .heads = static_cast<int>(p.heads),
-                            .q_tokens = static_cast<int>(p.tokens_q),
-                            .k_tokens = static_cast<int>(p.tokens_k),
-                            .rows = kJvpRows,
-                            .full_blocks = static_cast<int>(blocks),
-                            .head_groups = groups_of(p, blocks),
-                            .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
-                            .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
-                            .blocks_before = blocks_before,
-                            .sequences = sequences_of(p)},
+              .scheduler = tile_scheduler(p, kJvpRows, head_groups(p), blocks_before, stream),
               .mask = mask_of(p),
               .group = static_cast<int>(p.group()),
               .dim = static_cast<int>(p.dim),
@@ -92,13 +81,11 @@ std::size_t jvp(const Problem& p, void* workspace, cudaStream_t stream) {
               .tlse = output(p.tlse),
               .sinks = sinks(p.sinks),
               .tsinks = sinks(p.tsinks)};
-  if (p.packed()) count_blocks(a.scheduler.cu_seqlens_q, a.scheduler.sequences, kJvpRows, blocks_before, stream);
-  const int64_t tiles = (p.packed() ? blocks + sequences_of(p) : blocks * p.batch) * p.heads;
   const int64_t columns = (p.dim_v + kernel.dim_v - 1) / kernel.dim_v;
   allow_shared_bytes(kernel.function, kernel.shared_bytes);
+  const dim3 grid(static_cast<unsigned>(query_tiles(p, kJvpRows)), static_cast<unsigned>(columns));
   void* arguments[] = {&a};
-  check(cudaLaunchKernel(kernel.function, dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(columns)),
-                         dim3(kJvpThreads), arguments, kernel.shared_bytes, stream),
+  check(cudaLaunchKernel(kernel.function, grid, dim3(kJvpThreads), arguments, kernel.shared_bytes, stream),
         "cudaLaunchKernel");
   o.deliver(stream), to.deliver(stream);
   return allocator.used();

@@ -4,7 +4,6 @@
 
 #include "cuda/host/launch.h"
 #include "cuda/host/status.h"
-#include "cuda/scheduler/count_blocks.h"
 #include "cuda/sm90/fwd/launch.h"
 
 namespace octet::cuda::sm90 {
@@ -17,12 +16,12 @@ int processors_of(const Problem& p) {
 }
 
 // Returns groups of heads whose k and v fit in L2 together.
-HeadGroups head_groups_by_keys(const Problem& p, int64_t blocks, int64_t element_bytes) {
+HeadGroups head_groups_by_keys(const Problem& p, int rows, int64_t element_bytes) {
   const int64_t all = p.batch * p.heads;
   if (!p.windowed) return one_by_one(all);
   constexpr int64_t kShareOfL2 = 32 << 20;  // bytes
   const int64_t head_bytes = std::max<int64_t>(element_bytes * p.tokens_k * (p.dim + p.dim_v), 1);
-  return head_groups_of(all, blocks, kShareOfL2 / head_bytes * p.group(), processors_of(p));
+  return head_groups_of(all, query_blocks(p, rows), kShareOfL2 / head_bytes * p.group(), processors_of(p));
 }
 
 // Returns the time at which the last multiprocessor ends, with `whole` tiles of time 1 followed by `small` tiles of
@@ -48,20 +47,9 @@ void clear(unsigned* counter, cudaStream_t stream) {
 
 TileScheduler scheduler_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
                            int* blocks_before, cudaStream_t stream) {
-  const int64_t blocks = (p.tokens_q + kernel.rows - 1) / kernel.rows;
-  const TileScheduler scheduler{.batch = static_cast<int>(p.batch),
-                                .heads = static_cast<int>(p.heads),
-                                .q_tokens = static_cast<int>(p.tokens_q),
-                                .k_tokens = static_cast<int>(p.tokens_k),
-                                .rows = kernel.rows,
-                                .full_blocks = static_cast<int>(blocks),
-                                .head_groups = head_groups_by_keys(p, blocks, element_bytes),
-                                .counter = counter,
-                                .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
-                                .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
-                                .blocks_before = blocks_before,
-                                .sequences = sequences_of(p)};
-  if (p.packed()) count_blocks(scheduler.cu_seqlens_q, scheduler.sequences, kernel.rows, blocks_before, stream);
+  const HeadGroups head_groups = head_groups_by_keys(p, kernel.rows, element_bytes);
+  TileScheduler scheduler = tile_scheduler(p, kernel.rows, head_groups, blocks_before, stream);
+  scheduler.counter = counter;
   return scheduler;
 }
 
@@ -87,11 +75,11 @@ void shorten_tail(const Problem& p, TileScheduler& scheduler) {
 
 void launch(const Problem& p, const Kernel& kernel, const TileScheduler& scheduler, void* arguments, bool waits,
             cudaStream_t stream) {
-  const int64_t unpacked = static_cast<int64_t>(scheduler.full_blocks + scheduler.tail_blocks) * p.batch;
-  const int64_t blocks = p.packed() ? (p.tokens_q + kernel.rows - 1) / kernel.rows + sequences_of(p) : unpacked;
+  const int64_t unpacked = static_cast<int64_t>(scheduler.full_blocks + scheduler.tail_blocks) * p.batch * p.heads;
+  const int64_t tiles = p.packed() ? query_tiles(p, kernel.rows) : unpacked;
   const int processors = processors_of(p);
   void* all[] = {arguments};
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks * p.heads, processors));
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, processors));
   launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, all, waits);
 }
 

@@ -4,7 +4,7 @@
 
 #include "core/problem.h"
 #include "cuda/preprocess/masks.h"
-#include "cuda/scheduler/tile_scheduler.h"
+#include "cuda/scheduler/query_tiles.h"
 #include "cuda/sm90/kernels.h"
 
 namespace octet::cuda::sm90 {

@@ -53,7 +53,7 @@ std::string forward_name(const Problem& p) {
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const octet_dtype type = p.precision == OCTET_PRECISION_BF16 ? OCTET_BF16 : OCTET_F16;
   WorkspaceAllocator allocator(workspace);
-  int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
+  int* const blocks_before = allocate_blocks_before(p, allocator);
   const Kernel kernel = kernel_of(p);
   const Input q(quantized(p) ? View{} : p.q, type, allocator), k(quantized(p) ? View{} : p.k, type, allocator);
   std::optional<Int8Logits> qk;

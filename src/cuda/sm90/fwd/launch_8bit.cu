@@ -84,7 +84,7 @@ std::size_t forward_8bit(const Problem& p, void* workspace, cudaStream_t stream)
   WorkspaceAllocator allocator(workspace);
   const int64_t keys = static_cast<int64_t>(c.keys.count()) * kernel.laid_out_keys, batch_heads = p.batch * p.kv_heads;
   const int64_t sequence_heads = (p.packed() ? sequences_of(p) : p.batch) * p.kv_heads;
-  int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
+  int* const blocks_before = allocate_blocks_before(p, allocator);
   const auto channels = [&](bool wanted) { return wanted ? allocator.take<float>(sequence_heads * dim) : nullptr; };
   c.channels = {channels(smooths_k(p)), channels(dynamic), channels(v_by_channel(p)), channels(v_by_channel(p))};
   void* const scratch = allocator.take(quantize_scratch_bytes(c));
