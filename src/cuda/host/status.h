@@ -1,4 +1,4 @@
-// Turns status codes of CUDA into exceptions of octet.
+// Errors of CUDA as exceptions of octet, and the devices of CUDA.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -11,6 +11,12 @@ inline void check(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // else the next call would report it
   throw Failure(OCTET_FAILURE, text(call, ": ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ')'));
+}
+
+inline int device_attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+  return value;
 }
 
 // Makes a device current, and restores the former one at the end of the scope. A thread that has not used CUDA yet has

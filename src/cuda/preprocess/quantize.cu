@@ -185,8 +185,7 @@ void launch(const QuantizeKernelParams& p, const Order& order, int device, cudaS
   const int transpose_bytes =
       std::is_same_v<VType, S8> ? TokenValues<VType, VecLoader, Dim>::bytes(p.args.keys.tile) : 0;
   const int bytes = static_cast<int>(sizeof(Shared<Dim>)) + transpose_bytes;
-  int processors = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  const int processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
   const int64_t items = static_cast<int64_t>(order.batch_heads) * order.items();
   const auto grid = static_cast<unsigned>(std::min<int64_t>(items, processors * kBlocks<VType, VecLoader, Dim>));
   launch_pdl(kernel, grid, kQuantizeThreads, bytes, stream, p, order);

@@ -20,9 +20,7 @@ BackwardKernel kernel_of(const Problem& p) {
 }
 BackwardKernel kernel_of(const Problem& p) {
   if (!p.plain_logits()) return kernel_of<BackwardKind::general>(p);
-  int bytes = 0;
-  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, p.device_index),
-        "cudaDeviceGetAttribute");
+  const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, p.device_index);
   const BackwardKernel large = kernel_of<BackwardKind::large>(p);
   return backward_dim(p) == 128 && large.shared_bytes <= bytes ? large : kernel_of<BackwardKind::small>(p);
 }
@@ -63,8 +61,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   }
   count_blocks(params.q_blocks, params.k_blocks, stream);
   const BackwardKernel kernel = kernel_of(p);
-  int processors = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
+  const int processors = device_attribute(cudaDevAttrMultiProcessorCount, p.device_index);
   const KernelParams arguments{backward_params(p, params, processors, dk.output(), dv.output()), p.deterministic,
                                terms};
   const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.key_parts;

@@ -24,19 +24,14 @@ JvpKernel kernel_of(const Problem& p) {
   return p.precision == OCTET_PRECISION_BF16 ? kernel_of<Bf16>(p) : kernel_of<F16>(p);
 }
 
-int attribute(cudaDeviceAttr which, const Problem& p) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, which, p.device_index), "cudaDeviceGetAttribute");
-  return value;
-}
-
 // Returns groups of heads whose k, v and tangents take two thirds of L2. Only masks make blocks of different lengths.
 HeadGroups head_groups(const Problem& p) {
   const int64_t all = p.batch * p.heads;
   if (!p.windowed) return one_by_one(all);
   const int64_t head_bytes = std::max<int64_t>(2 * sizeof(F16) * p.tokens_k * (p.dim + p.dim_v), 1);
-  const int64_t in_l2 = attribute(cudaDevAttrL2CacheSize, p) * int64_t{2} / 3 / head_bytes * p.group();
-  return head_groups_of(all, query_blocks(p, kJvpRows), in_l2, 2 * attribute(cudaDevAttrMultiProcessorCount, p));
+  const int64_t l2_bytes = device_attribute(cudaDevAttrL2CacheSize, p.device_index);
+  return head_groups_of(all, query_blocks(p, kJvpRows), l2_bytes * 2 / 3 / head_bytes * p.group(),
+                        2 * device_attribute(cudaDevAttrMultiProcessorCount, p.device_index));
 }
 
 }  // namespace

@@ -58,8 +58,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
     return allocator.used();
   }
   count_blocks(params.q_blocks, params.k_blocks, stream);
-  int processors = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
+  const int processors = device_attribute(cudaDevAttrMultiProcessorCount, p.device_index);
   const int64_t k_blocks = params.k_blocks.count, all = p.batch * p.kv_heads;
   const int in_flight = static_cast<int>(std::min<int64_t>(all * k_blocks, processors / kernel.cluster));
   BackwardParams a = backward_params(p, params, in_flight, dk.output(), dv.output());

@@ -9,11 +9,7 @@
 namespace octet::cuda::sm90 {
 namespace {
 
-int processors_of(const Problem& p) {
-  int processors = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, p.device_index), "cudaDeviceGetAttribute");
-  return processors;
-}
+int processors_of(const Problem& p) { return device_attribute(cudaDevAttrMultiProcessorCount, p.device_index); }
 
 // Returns groups of heads whose k and v fit in L2 together.
 HeadGroups head_groups_by_keys(const Problem& p, int rows, int64_t element_bytes) {
