@@ -28,23 +28,32 @@ __device__ void load_columns(Operand<T, Rows>& a, const Tile& tile, int column_b
     ptx::ldmatrix_trans(reinterpret_cast<uint32_t(&)[4]>(a.x[4 * k_step]), Tile::step(lane, k_step, column_block));
 }
 
+// Adds the products of 16 of the index of summation to d. left(m) returns the m-th 16 rows of the left operand,
+// right(n) the address from which `load` has the n-th 16 columns of the right one.
+template <class T, auto load, int M, int Columns, class Left, class Right>
+__device__ void mma_step(Accumulator<Columns> (&d)[M], const Left& left, const Right& right) {
+#pragma unroll
+  for (int n = 0; n < Columns / 16; ++n) {
+    uint32_t x[4];
+    load(x, right(n));
+#pragma unroll
+    for (int m = 0; m < M; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) ptx::mma_m16n8k16<T>(&d[m].x[8 * n + 4 * half], left(m), &x[2 * half]);
+  }
+}
+
 // d += a b^T, with a in registers and the first rows of b, as many as d has columns.
 template <int M, class T, int Depth, int Columns, class TileB>
 __device__ void mma_ABt(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b) {
   static_assert(Depth <= TileB::kColumns && Columns <= TileB::kRows);
   const uint32_t lane = b.lane_right();
 #pragma unroll
-  for (int k_step = 0; k_step < Depth / 16; ++k_step)
-#pragma unroll
-    for (int n = 0; n < Columns / 16; ++n) {
-      uint32_t x[4];
-      ptx::ldmatrix(x, TileB::step(lane, n, k_step));
-#pragma unroll
-      for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          ptx::mma_m16n8k16<T>(&d[m].x[8 * n + 4 * half], &a[m].x[4 * k_step], &x[2 * half]);
-    }
+  for (int k_step = 0; k_step < Depth / 16; ++k_step) {
+    const auto left = [&](int m) { return &a[m].x[4 * k_step]; };
+    const auto right = [&](int n) { return TileB::step(lane, n, k_step); };
+    mma_step<T, ptx::ldmatrix>(d, left, right);
+  }
 }
 
 // d += a b^T, with rows [16 row_block, 16 (row_block + M)) of the tile a and as many rows of b as d has columns, from
@@ -58,16 +67,9 @@ __device__ void mma_ABt(Accumulator<Columns> (&d)[M], const TileA& a, int row_bl
     uint32_t rows[M][4];
 #pragma unroll
     for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], TileA::step(lane_a, m, k_step));
-#pragma unroll
-    for (int n = 0; n < Columns / 16; ++n) {
-      uint32_t x[4];
-      ptx::ldmatrix(x, TileB::step(lane_b, n, k_step));
-#pragma unroll
-      for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          ptx::mma_m16n8k16<typename TileA::Element>(&d[m].x[8 * n + 4 * half], rows[m], &x[2 * half]);
-    }
+    const auto left = [&](int m) { return rows[m]; };
+    const auto right = [&](int n) { return TileB::step(lane_b, n, k_step); };
+    mma_step<typename TileA::Element, ptx::ldmatrix>(d, left, right);
   }
 }
 
@@ -78,17 +80,11 @@ __device__ void mma_AB(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a
   static_assert(Depth <= TileB::kRows && Columns <= TileB::kColumns);
   const uint32_t lane = TileB::step(b.lane_down(), 0, b_block);
 #pragma unroll
-  for (int k_step = 0; k_step < Depth / 16; ++k_step)
-#pragma unroll
-    for (int n = 0; n < Columns / 16; ++n) {
-      uint32_t x[4];
-      ptx::ldmatrix_trans(x, TileB::step(lane, k_step, n));
-#pragma unroll
-      for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          ptx::mma_m16n8k16<T>(&d[m].x[8 * n + 4 * half], &a[m].x[4 * k_step], &x[2 * half]);
-    }
+  for (int k_step = 0; k_step < Depth / 16; ++k_step) {
+    const auto left = [&](int m) { return &a[m].x[4 * k_step]; };
+    const auto right = [&](int n) { return TileB::step(lane, k_step, n); };
+    mma_step<T, ptx::ldmatrix_trans>(d, left, right);
+  }
 }
 
 // d += a b, with rows [16 row_block, 16 (row_block + M)) of the tile a, of which the first `Depth` columns are the
@@ -102,16 +98,9 @@ __device__ void mma_AB(Accumulator<Columns> (&d)[M], const TileA& a, int row_blo
     uint32_t rows[M][4];
 #pragma unroll
     for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], TileA::step(lane_a, m, k_step));
-#pragma unroll
-    for (int n = 0; n < Columns / 16; ++n) {
-      uint32_t x[4];
-      ptx::ldmatrix_trans(x, TileB::step(lane_b, k_step, n));
-#pragma unroll
-      for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          ptx::mma_m16n8k16<typename TileA::Element>(&d[m].x[8 * n + 4 * half], rows[m], &x[2 * half]);
-    }
+    const auto left = [&](int m) { return rows[m]; };
+    const auto right = [&](int n) { return TileB::step(lane_b, k_step, n); };
+    mma_step<typename TileA::Element, ptx::ldmatrix_trans>(d, left, right);
   }
 }
 
@@ -128,16 +117,9 @@ __device__ void mma_AtB(Accumulator<Columns> (&d)[M], const TileA& a, int a_bloc
     uint32_t rows[M][4];
 #pragma unroll
     for (int m = 0; m < M; ++m) ptx::ldmatrix_trans(rows[m], TileA::step(lane_a, k_step, m));
-#pragma unroll
-    for (int n = 0; n < Columns / 16; ++n) {
-      uint32_t x[4];
-      ptx::ldmatrix_trans(x, TileB::step(lane_b, k_step, n));
-#pragma unroll
-      for (int m = 0; m < M; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          ptx::mma_m16n8k16<typename TileA::Element>(&d[m].x[8 * n + 4 * half], rows[m], &x[2 * half]);
-    }
+    const auto left = [&](int m) { return rows[m]; };
+    const auto right = [&](int n) { return TileB::step(lane_b, k_step, n); };
+    mma_step<typename TileA::Element, ptx::ldmatrix_trans>(d, left, right);
     between(k_step);
   }
 }
