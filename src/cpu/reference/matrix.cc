@@ -5,57 +5,43 @@
 namespace octet::reference {
 namespace {
 
-[[gnu::always_inline]] inline void add_one_row(double* y, double a, const double* x, int64_t n) {
-  for (int64_t c = 0; c < n; ++c) y[c] += a * x[c];
-}
-
-// Four rows at a time halve the traffic to y.
-[[gnu::always_inline]] inline void add_four_rows(double* y, const double* a, const double* const* x, int64_t n) {
-  const double a0 = a[0], a1 = a[1], a2 = a[2], a3 = a[3];
-  const double *x0 = x[0], *x1 = x[1], *x2 = x[2], *x3 = x[3];
-  for (int64_t c = 0; c < n; ++c) y[c] += a0 * x0[c] + a1 * x1[c] + a2 * x2[c] + a3 * x3[c];
-}
-
-struct Loops {
-  void (*one)(double* y, double a, const double* x, int64_t n);
-  void (*four)(double* y, const double* a, const double* const* x, int64_t n);
-};
-
-void one(double* y, double a, const double* x, int64_t n) { add_one_row(y, a, x, n); }
-void four(double* y, const double* a, const double* const* x, int64_t n) { add_four_rows(y, a, x, n); }
-
-#ifdef __x86_64__
-[[gnu::target("avx2")]] void one_avx2(double* y, double a, const double* x, int64_t n) { add_one_row(y, a, x, n); }
-[[gnu::target("avx2")]] void four_avx2(double* y, const double* a, const double* const* x, int64_t n) {
-  add_four_rows(y, a, x, n);
-}
-#endif
-
-const Loops& loops() {
-  static const Loops best = [] {
-#ifdef __x86_64__
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2")) return Loops{one_avx2, four_avx2};
-#endif
-    return Loops{one, four};
-  }();
-  return best;
-}
-
-// y += sum of a[i] row(i), i < count
+// y += sum of a[i] row(i), i < count. Four rows at a time halve the traffic to y.
 template <class Row>
-void add(double* y, const double* a, int64_t count, int64_t n, const Row& row) {
+[[gnu::always_inline]] inline void add_in_any_vectors(double* y, const double* a, int64_t count, int64_t n,
+                                                      const Row& row) {
   int64_t i = 0;
   for (; i + 4 <= count; i += 4) {
-    const double* const x[] = {row(i), row(i + 1), row(i + 2), row(i + 3)};
-    loops().four(y, a + i, x, n);
+    const double a0 = a[i], a1 = a[i + 1], a2 = a[i + 2], a3 = a[i + 3];
+    const double *x0 = row(i), *x1 = row(i + 1), *x2 = row(i + 2), *x3 = row(i + 3);
+    for (int64_t c = 0; c < n; ++c) y[c] += a0 * x0[c] + a1 * x1[c] + a2 * x2[c] + a3 * x3[c];
   }
-  for (; i < count; ++i) loops().one(y, a[i], row(i), n);
+  for (; i < count; ++i) {
+    const double* const x = row(i);
+    const double factor = a[i];
+    for (int64_t c = 0; c < n; ++c) y[c] += factor * x[c];
+  }
+}
+
+#ifdef __x86_64__
+template <class Row>
+[[gnu::target("avx2")]] void add_in_avx2(double* y, const double* a, int64_t count, int64_t n, const Row& row) {
+  add_in_any_vectors(y, a, count, n, row);
+}
+#endif
+
+template <class Row>
+void add(double* y, const double* a, int64_t count, int64_t n, const Row& row) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx2")) return add_in_avx2(y, a, count, n, row);
+#endif
+  add_in_any_vectors(y, a, count, n, row);
 }
 
 }  // namespace
 
-void add_scaled(double* y, double a, const double* x, int64_t n) { loops().one(y, a, x, n); }
+void add_scaled(double* y, double a, const double* x, int64_t n) {
+  add(y, &a, 1, n, [&](int64_t) { return x; });
+}
 
 void add_rows(double* y, const double* a, const Matrix& x, int64_t first, int64_t n) {
   add(y, a, x.rows, n, [&](int64_t i) { return x[i] + first; });
