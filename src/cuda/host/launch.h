@@ -2,6 +2,9 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <cstdint>
+
 #include "cuda/host/status.h"
 
 namespace octet::cuda {
@@ -9,6 +12,12 @@ namespace octet::cuda {
 // Returns true if the code of the general kernels that the current device runs was compiled for compute capability 9.0
 // or later: older code cannot wait for the kernel before it.
 bool general_kernels_wait();
+
+// Returns the thread blocks of a kernel that loops over `count` items, `of_block` at a time.
+inline unsigned blocks_for(int64_t count, int64_t of_block) {
+  constexpr int64_t kMostBlocks = 1 << 16;
+  return static_cast<unsigned>(std::clamp<int64_t>((count + of_block - 1) / of_block, 1, kMostBlocks));
+}
 
 // Allows the thread blocks of a kernel that many bytes of dynamic shared memory: without it they have 48 KB at most.
 template <class Kernel>

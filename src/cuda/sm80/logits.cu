@@ -1,6 +1,4 @@
-#include <algorithm>
-
-#include "cuda/host/status.h"
+#include "cuda/host/launch.h"
 #include "cuda/preprocess/masks.h"
 #include "cuda/sm80/logits.h"
 
@@ -77,11 +75,9 @@ LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace) {
 
 void compute_gauges(const Problem& p, const LogitTerms& t, cudaStream_t stream) {
   if (!t.gauge) return;
-  constexpr int64_t kMostBlocks = 1 << 16;
   const int64_t rows = t.gauge_shape[0] * t.gauge_shape[1] * t.gauge_shape[2];
-  const auto blocks = static_cast<unsigned>(std::min((rows + kRows - 1) / kRows, kMostBlocks));
-  gauge_kernel<<<blocks, kThreads, 0, stream>>>(t, mask_of(p), static_cast<int>(p.tokens_q),
-                                                static_cast<int>(p.tokens_k));
+  gauge_kernel<<<blocks_for(rows, kRows), kThreads, 0, stream>>>(t, mask_of(p), static_cast<int>(p.tokens_q),
+                                                                 static_cast<int>(p.tokens_k));
   check(cudaGetLastError(), "gauge_kernel");
 }
 

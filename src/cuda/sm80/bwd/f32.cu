@@ -1,8 +1,6 @@
 // Two kernels: one has a block of keys and sums dk and dv over the queries that see it, the other has a block of
 // queries and sums dq over its keys. Both compute s and dp of a tile, so that seven products take the place of five,
 // and no sum depends on an order: the results are the same in every run.
-#include <algorithm>
-
 #include "cuda/backward/operands.h"
 #include "cuda/host/launch.h"
 #include "cuda/preprocess/masks.h"
@@ -229,11 +227,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x > 0) return;
   for (int i = 1; i < kThreads; ++i) sum += sums[i];
   static_cast<float*>(dsinks.data)[Index4{of_batch, head, 0, 0}.offset(dsinks)] = static_cast<float>(sum);
-}
-
-unsigned blocks_for(int64_t count, int64_t of_block) {
-  constexpr int64_t kMostBlocks = 1 << 16;
-  return static_cast<unsigned>(std::clamp<int64_t>((count + of_block - 1) / of_block, 1, kMostBlocks));
 }
 
 template <int Dim, bool OfKeys>

@@ -1,6 +1,4 @@
-#include <algorithm>
-
-#include "cuda/host/status.h"
+#include "cuda/host/launch.h"
 #include "cuda/preprocess/vec8.h"
 #include "cuda/sm80/bwd/lse.h"
 
@@ -73,8 +71,7 @@ __global__ void __launch_bounds__(kThreads) lse_kernel(const __grid_constant__ L
 void remove_gauges(const LseParams& p, cudaStream_t stream) {
   const int64_t rows = p.q.shape[0] * p.q.shape[1] * p.q.shape[2];
   if (!rows) return;
-  constexpr int64_t kMostBlocks = 1 << 16;
-  lse_kernel<<<static_cast<unsigned>(std::min((rows + kWarps - 1) / kWarps, kMostBlocks)), kThreads, 0, stream>>>(p);
+  lse_kernel<<<blocks_for(rows, kWarps), kThreads, 0, stream>>>(p);
   check(cudaGetLastError(), "lse_kernel");
 }
 

@@ -1,6 +1,4 @@
-#include <algorithm>
-
-#include "cuda/host/status.h"
+#include "cuda/host/launch.h"
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
 #include "cuda/preprocess/vec8.h"
@@ -10,7 +8,6 @@ namespace octet::cuda::sm80 {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int64_t kMostBlocks = 1 << 16;
 
 // The flags of a problem's tokens.
 struct Flags {
@@ -63,10 +60,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-unsigned blocks_of(int64_t count, int64_t of_block) {
-  return static_cast<unsigned>(std::clamp<int64_t>((count + of_block - 1) / of_block, 1, kMostBlocks));
-}
-
 Strided copy_of(const View& t, WorkspaceAllocator& workspace) {
   Strided s = strided(t);
   const int64_t bytes = t.dtype == OCTET_F32 ? 4 : 2;
@@ -92,10 +85,10 @@ void SeenOperands::preprocess(const Problem& p, const LogitTerms& t, cudaStream_
   const Flags flags = flags_of(p, t, flags_);
   const int64_t heads = int64_t{flags.batches} * flags.heads;
   check(cudaMemsetAsync(flags_, 0, static_cast<std::size_t>(heads * (flags.n + flags.m)), stream), "cudaMemsetAsync");
-  mark_kernel<<<blocks_of(heads * flags.n, kWarps), kThreads, 0, stream>>>(t, mask_of(p), flags);
+  mark_kernel<<<blocks_for(heads * flags.n, kWarps), kThreads, 0, stream>>>(t, mask_of(p), flags);
   check(cudaGetLastError(), "mark_kernel");
   const auto copy = [&](const View& from, const Strided& to, bool queries) {
-    copy_seen_kernel<<<blocks_of(from.elements() / kVec8, kThreads), kThreads, 0, stream>>>(
+    copy_seen_kernel<<<blocks_for(from.elements() / kVec8, kThreads), kThreads, 0, stream>>>(
         strided(from), to, flags, queries, queries ? 1 : static_cast<int>(p.group()));
     check(cudaGetLastError(), "copy_seen_kernel");
   };
