@@ -60,8 +60,12 @@ struct RowSweep : BackwardTile {
     for (int64_t i = 0; i < rows; ++i) {
       float& lse = w.lse[first + i];
       if (!large(i) || lse != lse || lse == __builtin_inff()) continue;
-      const double of_keys = w.sink ? 1.0 - w.sink[first + i] : 1.0;
-      lse = static_cast<float>(sums[i].m + std::log2(sums[i].p) - std::log2(of_keys));
+      constexpr double kLog2e = 1.44269504088896340736;
+      const double of_keys = sums[i].m + std::log2(sums[i].p);
+      if (plan.smooth_k)  // the row's mean logit, which lse lacks too, is not kept
+        lse = static_cast<float>(of_keys - (w.sink ? std::log2(1.0 - w.sink[first + i]) : 0.0));
+      else
+        lse = static_cast<float>(with_sink(of_keys / kLog2e, sink_of(p, seq.batch, h) - w.gauge[first + i]) * kLog2e);
     }
   }
 
