@@ -77,6 +77,7 @@ struct Inputs {
   Values sinks, tsinks, dlse;  // f32; absent: none
   Values alibi_slopes;         // f32; absent: none
   DType mask_dtype = DType::none;
+  Layout mask_layout = Layout::bhtd;
 };
 Inputs draw(const Case&, uint64_t seed);
 

@@ -37,6 +37,11 @@ bool sees(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t i, int6
   return in.mask_dtype == DType::boolean ? x != 0.0 : x != -std::numeric_limits<double>::infinity();
 }
 
+Relative relative(const Case& c, int64_t b, int64_t i, int64_t j) {
+  const At q = place_of(c.cu_seqlens_q, i, c.tokens_q), k = place_of(c.cu_seqlens_k, j, c.tokens_k);
+  return {q.token + k.tokens - q.tokens - k.token, c.cu_seqlens_q.empty() ? b : q.sequence};
+}
+
 SeenTokens seen_tokens(const Case& c, const Inputs& in) {
   SeenTokens seen{Values({c.batch, c.kv_heads, c.tokens_k, 1}), Values({c.batch, c.heads, c.tokens_q, 1})};
   for_each({c.batch, c.heads, c.tokens_q, c.tokens_k}, [&](int64_t b, int64_t h, int64_t i, int64_t j) {

@@ -9,6 +9,13 @@ namespace octet::test {
 // Returns whether query i of head h in batch element b sees key j.
 bool sees(const Case&, const Inputs&, int64_t b, int64_t h, int64_t i, int64_t j);
 
+// Returns the position of query i as ALiBi counts it, at which the last query of its sequence is that of the last key,
+// less that of key j; and the row of the slopes that are each sequence's own.
+struct Relative {
+  int64_t distance, slopes;
+};
+Relative relative(const Case&, int64_t b, int64_t i, int64_t j);
+
 // By (batch, head of k and v, token) and (batch, head of q, token): whether any query of any head that shares it sees
 // the key; whether the query sees any key.
 struct SeenTokens {

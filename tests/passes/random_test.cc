@@ -1,0 +1,66 @@
+// Random problems on the CPU, and that their bars would notice one key less.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+
+#include "support/random_problems.h"
+#include "support/row_bars.h"
+
+namespace octet::test {
+namespace {
+
+TEST(RandomProblems, are_right_in_every_row) {
+  const auto [first, count] = draws(60);
+  uint64_t solved = 0;
+  for (uint64_t seed = first; seed < first + count; ++seed)
+    solved += expect_right(random_problem(seed), {.backend = "cpu"}) == Outcome::solved;
+  std::printf("random problems on cpu, from seed %llu: %llu solved, %llu rejected\n",
+              static_cast<unsigned long long>(first), static_cast<unsigned long long>(solved),
+              static_cast<unsigned long long>(count - solved));
+}
+
+// The exact results of a problem without its last key lie beyond the bars of some row.
+TEST(RandomProblems, have_bars_that_notice_a_lost_key) {
+  int noticed = 0;
+  for (uint64_t seed = 0; noticed < 30; ++seed) {
+    RandomProblem x = random_problem(seed);
+    Case& c = x.c;
+    if (!c.batch || !c.tokens_q || c.tokens_k < 2 || !c.cu_seqlens_q.empty() || c.causal || c.window ||
+        x.in.mask.present())
+      continue;
+    SCOPED_TRACE(text(x));
+    x.attention.backend = "reference";
+    const Outputs saved = run(c, x.in, x.attention, Pass::forward), want = exact(c, x.in, x.pass);
+    const RowBars bars = row_bars(c, x.in, x.attention, x.pass, want, saved);
+    EXPECT_EQ(wrong_row(want, want, bars, x.pass), "");
+    Inputs fewer = x.in;
+    fewer.mask = Values({1, 1, 1, c.tokens_k}, 1.0), fewer.mask_dtype = DType::boolean;
+    fewer.mask.data.back() = 0.0;
+    EXPECT_NE(wrong_row(exact(c, fewer, x.pass), want, bars, x.pass), "");
+    ++noticed;
+  }
+}
+
+// Keys whose ALiBi terms leave the row nearly all to its sink: dq of such rows is small, and still right.
+TEST(RandomProblems, are_right_where_a_sink_outweighs_far_keys) {
+  for (const Precision precision : {Precision::f32, Precision::f16, Precision::bf16}) {
+    RandomProblem x{.seed = 1, .pass = Pass::backward};
+    x.c = {.name = "far",
+           .tokens_q = 20,
+           .tokens_k = 90,
+           .window = {{0, 3}},
+           .alignment = Alignment::top_left,
+           .dtype = DType::f16,
+           .sinks = Sinks::shared,
+           .alibi = Alibi::shared};
+    x.in = draw(x.c, x.seed);
+    for (Values* tensor : {&x.in.q, &x.in.k, &x.in.v, &x.in.do_})
+      *tensor = rounded(rounded(*tensor, DType::bf16), DType::f16);  // numbers of every precision
+    x.in.sinks.data = {5.0}, x.in.alibi_slopes.data = {0.25};
+    x.attention = attention_of(x.c, precision, nullptr);
+    expect_right(x, {.backend = "cpu"});
+  }
+}
+
+}  // namespace
+}  // namespace octet::test

@@ -1,0 +1,363 @@
+#include "support/row_bars.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <sstream>
+
+#include "support/seen.h"
+
+namespace octet::test {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kF32 = 0x1p-24, kF16 = 0x1p-11, kBf16 = 0x1p-8;  // unit roundoffs
+constexpr double kSigmas = 6.0;
+
+// The norm of a sum of vectors of which each errs by at most its bound, independently and with mean 0: no more than all
+// bounds together, and with probability 1 - 2 exp(-kSigmas^2 / 2) no more than kSigmas times the root of the sum of
+// their squares (Pinelis, Optimum bounds for the distributions of martingales in Banach spaces, 1994).
+class Errors {
+ public:
+  void add(double bound) { sum_ += bound, squares_ += bound * bound; }
+  double sum() const { return sum_; }
+  double random() const { return std::min(sum_, kSigmas * std::sqrt(squares_)); }
+
+ private:
+  double sum_ = 0.0, squares_ = 0.0;
+};
+
+double unit_of(DType type) { return type == DType::bf16 ? kBf16 : type == DType::f16 ? kF16 : kF32; }
+// The largest error of numbers that are too small for the type.
+double least_of(DType type) { return type == DType::f16 ? 0x1p-25 : 0x1p-126; }
+
+// What a precision rounds: relative errors, and absolute ones where numbers may be too small for f16.
+struct Roundings {
+  double p = 0.0, p_least = 0x1p-126;  // P, whose largest is 1
+  double ds = 0.0, ds_least = 0.0;     // ds; at jvp h. ds_least: of the largest |do| |v| + |dlse| where `ds_scaled`
+  double centred = 0.0;                // v or k less its mean, as f16
+  bool ds_scaled = false;
+  double exp2 = 0.0;  // of the polynomial, relative
+};
+
+Roundings roundings_of(const Case& c, const Attention& a, Pass pass) {
+  const bool f16 = a.precision == Precision::f16;
+  if (!f16 && a.precision != Precision::bf16) return {};
+  // P is at least exp(-4) where bias correction beta moves the maximum of f16.
+  const double plain_least = f16 ? (a.bias_correction == BiasCorrection::beta ? 0x1p-19 : 0x1p-25) : 0x1p-126;
+  const double u = f16 ? kF16 : kBf16;
+  constexpr double kExp2 = 3.5e-6;
+  const Roundings r{.p = u, .p_least = plain_least, .ds = u, .ds_least = f16 ? 0x1p-25 : 0.0, .exp2 = kExp2};
+  if (pass == Pass::jvp || a.bias_correction != BiasCorrection::f16) return r;
+  // Tests keep o in f32, or its residual. P is f16 times 2^7 or 2^15, ds times 2^a where 2^a (|do| |v| + ...) >= 2^13.
+  return {.p = kF16,
+          .p_least = 0x1p-32,
+          .ds = kF16,
+          .ds_least = 0x1p-38,
+          .centred = kF16,
+          .ds_scaled = true,
+          .exp2 = kExp2};
+}
+
+double row_norm(const Values& x, int64_t b, int64_t h, int64_t t) {
+  double square = 0.0;
+  for (int64_t c = 0; c < x.shape[3]; ++c) square += x.at(b, h, t, c) * x.at(b, h, t, c);
+  return std::sqrt(square);
+}
+
+std::vector<double> row_norms(const Values& x, int64_t b, int64_t h) {
+  std::vector<double> norms;
+  for (int64_t t = 0; t < x.shape[2]; ++t) norms.push_back(row_norm(x, b, h, t));
+  return norms;
+}
+
+double largest_of(const std::vector<double>& list) {
+  return list.empty() ? 0.0 : *std::max_element(list.begin(), list.end());
+}
+
+double dot(const Values& x, int64_t xh, int64_t xt, const Values& y, int64_t yh, int64_t yt, int64_t b) {
+  const double *const u = x.data.data() + x.index(b, xh, xt, 0), *const v = y.data.data() + y.index(b, yh, yt, 0);
+  double sum = 0.0;
+  for (int64_t c = 0; c < x.shape[3]; ++c) sum += u[c] * v[c];
+  return sum;
+}
+
+double largest_finite(const Values& x) {
+  double most = 0.0;
+  for (const double value : x.data)
+    if (std::isfinite(value)) most = std::max(most, std::fabs(value));
+  return most;
+}
+
+size_t at(int64_t i) { return static_cast<size_t>(i); }
+
+// The logits of one head and what they are made of.
+class Logits {
+ public:
+  Logits(const Case& c, const Inputs& in, int64_t b, int64_t h, int64_t g) : c_(c), in_(in), b_(b), h_(h), g_(g) {
+    if (in.mask.present()) mask_ = largest_finite(in.mask);
+    if (in.alibi_slopes.present())
+      alibi_ = largest_finite(in.alibi_slopes) * static_cast<double>(std::max(c.tokens_q, c.tokens_k));
+  }
+
+  struct Logit {
+    double s, slope;  // slope: of the softcap
+  };
+  // -inf if query i does not see key j.
+  Logit operator()(int64_t i, int64_t j) const {
+    if (!sees(c_, in_, b_, h_, i, j)) return {-kInfinity, 0.0};
+    double s = c_.effective_scale() * dot(in_.q, h_, i, in_.k, g_, j, b_), slope = 1.0;
+    if (c_.softcap != 0) {
+      const double tanh = std::tanh(s / c_.softcap);
+      s = c_.softcap * tanh, slope = 1.0 - tanh * tanh;
+    }
+    const Values &mask = in_.mask, &slopes = in_.alibi_slopes;
+    if (mask.present() && in_.mask_dtype != DType::boolean) {
+      const auto in_mask = [&](size_t dimension, int64_t index) { return mask.shape[dimension] == 1 ? 0 : index; };
+      s += mask.at(in_mask(0, b_), in_mask(1, h_), in_mask(2, i), in_mask(3, j));
+    }
+    if (slopes.present()) {
+      const Relative place = relative(c_, b_, i, j);
+      s -=
+          slopes.at(slopes.shape[0] == 1 ? 0 : place.slopes, h_, 0, 0) * std::fabs(static_cast<double>(place.distance));
+    }
+    return {s, slope};
+  }
+
+  // Errors of float32: of the products, and of the logits and their exponential, as in f32_noise.
+  double product(double size) const { return 5 * std::sqrt(static_cast<double>(c_.dim)) * kF32 * size; }
+  double logit(double size) const {
+    return product(size) + kF32 * (alibi_ + mask_) +
+           (c_.softcap != 0 ? 8 * kF32 * std::min<double>(size, c_.softcap) : 0);
+  }
+  double p(double size) const { return 2 * logit(size) + 2 * kF32 * (size + mask_ + alibi_ + sink_) + 4 * kF32; }
+  void set_sink(double sink) { sink_ = std::isfinite(sink) ? std::fabs(sink) : 0.0; }
+  double largest(double size) const { return size + mask_ + alibi_ + sink_; }
+
+ private:
+  const Case& c_;
+  const Inputs& in_;
+  int64_t b_, h_, g_;
+  double mask_ = 0.0, alibi_ = 0.0, sink_ = 0.0;
+};
+
+}  // namespace
+
+// For each row, with w the probabilities, |x| norms of rows, u the unit roundoff of P and ds, e the relative error of P
+// that float32 makes (of one sign within a row, so that no squares are taken), R the norm of a sum of independent
+// errors (Errors), and f = 5 sqrt(n) 2^-24 the error of a sum of n products in float32:
+//
+//   o       u (R(w |v|) + R(w) |o|) + e (sum w |v| + |o|) + f sum w |v|; with bias correction f16 also the rounding of
+//           v less a mean, which is no longer than the longest v
+//   lse     u R(w) + the error of a logit + f + 2^-24 (|lse| + the largest term of a logit)
+//   to      h = p (ts - z), where z is a mean of ts, so |ts - z| <= A = |ts| + max |ts|:
+//           u (2 R(w A |v|) + R(w |tv|) + 2 R(w A) |o| + R(w) sum w (A |v| + |tv|)) + sum w A times that of o
+//   tlse    u (2 R(w A) + R(w) max A)
+//   dv      2 u R(w |do|) + sum (|eta| + e) w |do|, eta: the error of the lse that the forward pass saved
+//   dq, dk  scale times: 2 u R(|ds| |k'|) + sum ((|eta| + e) |ds| + w Delta) |k'|, where |k'| is |k| and that of a
+//   mean,
+//           Delta the error of delta: that of the saved o, and of do v, delta and the softcap's slope in float32. With
+//           gproj also lambda, the error of a row's sum of ds. Where k is centred, the sum of a row with a sink,
+//           dlse - p_z (dlse - delta), meets the mean and errs by p_z (Delta + (|eta| + e) |dlse - delta|) + 2^-24
+//           |dlse|
+//   dsinks  sum of p_z, the sink's probability, times (Delta + lambda + (|eta| + e) |dlse - delta|)
+//
+// A sink's share of the probabilities errs as lse does. Probabilities below 2^-126 may be 0. Outputs are rounded once
+// more.
+RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass, const Outputs& want,
+                 const Outputs& saved) {
+  const Roundings u = roundings_of(c, a, pass);
+  const int64_t n = c.tokens_q, m = c.tokens_k, group = c.kv_heads ? c.heads / c.kv_heads : 1;
+  const double scale = c.effective_scale(), u_out = unit_of(c.out_dtype), least = least_of(c.out_dtype);
+  const auto f32_sum = [](int64_t terms) {
+    return 5 * std::sqrt(static_cast<double>(std::max<int64_t>(terms, 1))) * kF32;
+  };
+  const auto written = [&](double error, double norm, int64_t dim) {
+    return error + u_out * (norm + error) + std::sqrt(static_cast<double>(dim)) * least;
+  };
+  const bool gproj = a.bias_correction == BiasCorrection::gproj && u.p != 0.0;
+  const bool backward = pass == Pass::backward;
+  RowBars bars;
+  bars.o = bars.o_whole = bars.lse = bars.dq = bars.to = bars.tlse = Values(c.lse_shape());
+  bars.dk = bars.dv = Values({c.batch, c.kv_heads, m, 1});
+  if (in.sinks.present()) bars.dsinks = Values(c.sinks_shape());
+
+  for (int64_t b = 0; b < c.batch; ++b)
+    for (int64_t g = 0; g < c.kv_heads; ++g) {
+      const std::vector<double> k = row_norms(in.k, b, g), v = row_norms(in.v, b, g), tk = row_norms(in.tk, b, g),
+                                tv = row_norms(in.tv, b, g);
+      const double most_k = largest_of(k), most_v = largest_of(v), most_tk = largest_of(tk);
+      std::vector<Errors> dk_random(at(m)), dv_random(at(m));
+      std::vector<double> dk_known(at(m)), dv_known(at(m));
+      for (int64_t h = g * group; h < (g + 1) * group; ++h) {
+        Logits logits(c, in, b, h, g);
+        const double sink = in.sinks.present() ? in.sinks.at(c.sinks == Sinks::shared ? 0 : b, h, 0, 0) : -kInfinity;
+        logits.set_sink(sink);
+        const std::vector<double> q = row_norms(in.q, b, h), d_o = row_norms(in.do_, b, h), tq = row_norms(in.tq, b, h),
+                                  o = row_norms(want.o, b, h);
+        const double most_ds = largest_of(d_o) * most_v + 2 * largest_finite(in.dlse);
+        const double ds_least = u.ds_least * (u.ds_scaled ? most_ds : 1.0) + 0x1p-126 * 2 * most_ds;
+        for (int64_t i = 0; i < n; ++i) {
+          const size_t row = at(i);
+          const double lse = want.lse.at(b, h, i, 0), size = scale * q[row] * most_k,
+                       e = logits.p(size) + kF32 * std::fabs(lse) + u.exp2;
+          if (lse == -kInfinity) continue;  // sees nothing: zeros
+          // The keys that the query sees.
+          struct Key {
+            int64_t j;
+            double w, slope, product;  // product: do v of the backward pass, ts of the jvp
+          };
+          std::vector<Key> keys;
+          double delta = 0.0, most_t = 0.0;
+          for (int64_t j = 0; j < m; ++j) {
+            const auto [s, slope] = logits(i, j);
+            if (s == -kInfinity) continue;
+            Key key{j, std::exp(s - lse), slope, 0.0};
+            if (backward) {
+              key.product = dot(in.do_, h, i, in.v, g, j, b);
+              delta += key.w * key.product;
+            } else if (pass == Pass::jvp) {
+              key.product = scale * slope * (dot(in.tq, h, i, in.k, g, j, b) + dot(in.q, h, i, in.tk, g, j, b));
+              most_t = std::max(most_t, std::fabs(key.product));
+            }
+            keys.push_back(key);
+          }
+          Errors w, wv, centred;
+          double values = 0.0;
+          for (const Key& key : keys) {
+            w.add(key.w), wv.add(key.w * v[at(key.j)]), centred.add(key.w * (v[at(key.j)] + most_v));
+            values += v[at(key.j)];
+          }
+          const double e_lse = u.p * w.random() + logits.logit(size) + u.exp2 + f32_sum(m) +
+                               static_cast<double>(m) * u.p_least + kF32 * (std::fabs(lse) + logits.largest(size));
+          const double e_o = u.p * (wv.random() + w.random() * o[row]) + u.centred * centred.random() +
+                             (e + e_lse * (std::isfinite(sink) ? 1.0 : 0.0)) * (wv.sum() + o[row]) +
+                             f32_sum(m) * 2 * wv.sum() + u.p_least * values;
+          bars.o.at(b, h, i, 0) = written(e_o, o[row], c.dim_v);
+          bars.o_whole.at(b, h, i, 0) =
+              e_o + u_out * u_out * o[row] + 2 * std::sqrt(static_cast<double>(c.dim_v)) * least;
+          bars.lse.at(b, h, i, 0) = e_lse;
+
+          const double capped = c.softcap != 0 ? logits.logit(size) / c.softcap + 8 * kF32 : 0.0;
+          if (pass == Pass::jvp) {
+            const double t = scale * (tq[row] * most_k + q[row] * most_tk), e_t = (f32_sum(2 * c.dim) + capped) * t;
+            const double ttop =
+                in.tsinks.present() ? std::fabs(in.tsinks.at(c.sinks == Sinks::shared ? 0 : b, h, 0, 0)) : 0.0;
+            Errors wa, wav, wtv;
+            double tangents = 0.0;
+            for (const Key& key : keys) {
+              const double size_of = std::fabs(key.product) + std::max(most_t, ttop);
+              wa.add(key.w * size_of), wav.add(key.w * size_of * v[at(key.j)]), wtv.add(key.w * tv[at(key.j)]);
+              tangents += tv[at(key.j)];
+            }
+            const double terms = wav.sum() + wtv.sum();
+            const double e_to =
+                u.p * (2 * wav.random() + wtv.random() + 2 * wa.random() * o[row] + w.random() * terms) +
+                (wa.sum() + 2 * e_t) * e_o + 2 * e * (terms + wa.sum() * o[row]) + 2 * e_t * (wv.sum() + o[row]) +
+                3 * f32_sum(m) * (terms + wa.sum() * o[row]) +
+                (std::isfinite(sink) ? e_lse * (terms + 2 * wa.sum() * o[row]) : 0.0) +
+                u.p_least * ((1 + most_t) * (values + static_cast<double>(m) * o[row]) + tangents);
+            bars.to.at(b, h, i, 0) = written(e_to, row_norm(want.to, b, h, i), c.dim_v);
+            bars.tlse.at(b, h, i, 0) = u.p * (2 * wa.random() + w.random() * (most_t + ttop)) + 2 * e_t +
+                                       (2 * e + 3 * f32_sum(m) + e_lse) * (wa.sum() + most_t + ttop) +
+                                       u.p_least * static_cast<double>(m) * (1 + most_t);
+          }
+          if (!backward) continue;
+
+          const double dlse = in.dlse.present() ? in.dlse.at(b, h, i, 0) : 0.0;
+          const double eta = std::fabs(std::expm1(lse - saved.lse.at(b, h, i, 0))) + e;
+          double of_saved = 0.0;
+          const bool whole =
+              a.bias_correction == BiasCorrection::f16 || a.bias_correction == BiasCorrection::exact_delta;
+          for (int64_t channel = 0; channel < c.dim_v; ++channel) {
+            double x = saved.o.at(b, h, i, channel);
+            if (whole && saved.o_residual.present()) x += saved.o_residual.at(b, h, i, channel);
+            of_saved += in.do_.at(b, h, i, channel) * x;
+          }
+          const double e_dp = 2 * f32_sum(c.dim_v) * d_o[row] * (most_v + o[row]) + kF32 * std::fabs(dlse) +
+                              capped * (d_o[row] * (most_v + o[row]) + std::fabs(dlse));
+          const double of_delta = std::fabs(of_saved - delta) + e_dp;
+          Errors ds, dsk;
+          double wk = 0.0, k_sum = 0.0;
+          for (const Key& key : keys) {
+            const double x = key.w * std::fabs(key.product - delta + dlse) * key.slope,
+                         centred_k = k[at(key.j)] + most_k;
+            ds.add(x), dsk.add(x * centred_k), wk += key.w * centred_k, k_sum += centred_k;
+            dk_random[at(key.j)].add(x * q[row]);
+            dv_random[at(key.j)].add(key.w * d_o[row]);
+            dk_known[at(key.j)] += (eta * x + of_delta * key.w + ds_least) * q[row];
+            dv_known[at(key.j)] += (eta * key.w + u.p_least) * d_o[row];
+          }
+          const double of_sink = std::isfinite(sink) ? std::exp(sink - lse) : 0.0;
+          const double e_sink =
+              of_sink * (of_delta + (eta + f32_sum(n * c.batch)) * (std::fabs(delta) + std::fabs(dlse)));
+          // The exact lambda is 0.
+          const double lambda = gproj ? of_delta + u.ds * ds.random() + eta * ds.sum() + e_sink : 0.0;
+          for (const Key& key : keys) dk_known[at(key.j)] += lambda * (1 + u.p) * key.w * q[row];
+          const double e_sum = u.centred != 0.0 ? e_sink + kF32 * std::fabs(dlse) : 0.0;
+          const double e_dq =
+              scale * (2 * u.ds * dsk.random() + eta * dsk.sum() + (of_delta + lambda * (1 + u.p)) * wk +
+                       ds_least * k_sum + 2 * f32_sum(m) * dsk.sum() + e_sum * most_k);
+          bars.dq.at(b, h, i, 0) = written(e_dq, row_norm(want.dq, b, h, i), c.dim);
+          if (in.sinks.present())
+            bars.dsinks.at(c.sinks == Sinks::shared ? 0 : b, h, 0, 0) += e_sink + of_sink * lambda;
+        }
+      }
+      if (!backward) continue;
+      const std::vector<double> dk = row_norms(want.dk, b, g), dv = row_norms(want.dv, b, g);
+      for (int64_t j = 0; j < m; ++j) {
+        const Errors &k_errors = dk_random[at(j)], &v_errors = dv_random[at(j)];
+        bars.dk.at(b, g, j, 0) =
+            written(scale * (2 * u.ds * k_errors.random() + dk_known[at(j)] + 2 * f32_sum(n * group) * k_errors.sum()),
+                    dk[at(j)], c.dim);
+        bars.dv.at(b, g, j, 0) =
+            written(2 * u.p * v_errors.random() + dv_known[at(j)] + 2 * f32_sum(n * group) * v_errors.sum(), dv[at(j)],
+                    c.dim_v);
+      }
+    }
+  for (double& bar : bars.dsinks.data) bar += 0x1p-126;
+  return bars;
+}
+
+std::string wrong_row(const Outputs& got, const Outputs& want, const RowBars& bars, Pass pass) {
+  const Values whole =
+      got.o_residual.present() && pass == Pass::forward ? combined(1, got.o, 1, got.o_residual) : Values();
+  struct Compared {
+    const char* name;
+    const Values *got, *want, *bars;
+  };
+  std::vector<Compared> list;
+  if (pass == Pass::backward)
+    list = {{"dq", &got.dq, &want.dq, &bars.dq},
+            {"dk", &got.dk, &want.dk, &bars.dk},
+            {"dv", &got.dv, &want.dv, &bars.dv},
+            {"dsinks", &got.dsinks, &want.dsinks, &bars.dsinks}};
+  else
+    list = {{"o", &got.o, &want.o, &bars.o},
+            {"lse", &got.lse, &want.lse, &bars.lse},
+            {"o + o_residual", &whole, &want.o, &bars.o_whole},
+            {"to", &got.to, &want.to, &bars.to},
+            {"tlse", &got.tlse, &want.tlse, &bars.tlse}};
+  for (const Compared& x : list) {
+    if (!x.got->present()) continue;
+    const Shape& shape = x.want->shape;
+    for (int64_t b = 0; b < shape[0]; ++b)
+      for (int64_t h = 0; h < shape[1]; ++h)
+        for (int64_t t = 0; t < shape[2]; ++t) {
+          double square = 0.0;
+          for (int64_t channel = 0; channel < shape[3]; ++channel) {
+            const double g = x.got->at(b, h, t, channel), w = x.want->at(b, h, t, channel);
+            if (g != w) square += (g - w) * (g - w);
+          }
+          if (std::sqrt(square) <= x.bars->at(b, h, t, 0)) continue;
+          std::ostringstream out;
+          out << x.name << ", row [" << b << ", " << h << ", " << t << "]: errs by " << std::sqrt(square)
+              << ", allowed " << x.bars->at(b, h, t, 0) << "; channel 0 is " << x.got->at(b, h, t, 0) << ", exactly "
+              << x.want->at(b, h, t, 0);
+          return out.str();
+        }
+  }
+  return {};
+}
+
+}  // namespace octet::test

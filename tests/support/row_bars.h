@@ -1,0 +1,21 @@
+// How far each row of an output may be from float64: bounds derived from what a precision rounds (docs/numerics.md),
+// for problems so small that the error of plain rounding, which other tests double, is a matter of luck.
+#pragma once
+#include <string>
+
+#include "support/cases.h"
+
+namespace octet::test {
+
+// The largest euclidean norms of the errors of rows; [batch, head, token, 1], or [batch, head, 1, 1] for sinks.
+struct RowBars {
+  Values o, o_whole, lse, dq, dk, dv, dsinks, to, tlse;  // o_whole: o + o_residual
+};
+
+// `want`: exact results; `saved`: what the forward pass left to a backward pass.
+RowBars row_bars(const Case&, const Inputs&, const Attention&, Pass, const Outputs& want, const Outputs& saved);
+
+// Says which row of which output differs from `want` by more than its bar; empty if none does.
+std::string wrong_row(const Outputs& got, const Outputs& want, const RowBars&, Pass);
+
+}  // namespace octet::test
