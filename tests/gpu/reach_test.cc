@@ -42,7 +42,8 @@ std::vector<Shapes> shapes() {
                               {"small_heads", plain, {64}},
                               {"d192_128", plain, {250}},
                               {"d256", plain, {163}},
-                              {"d256_packed", plain, {40, 200, 279}}};
+                              {"d256_packed", plain, {40, 200, 279}},
+                              {"few_queries", plain, {385, 690}}};
   const auto at = [&](const std::string& name) -> Case& {
     for (Shapes& x : list)
       if (x.name == name) return x.c;
@@ -65,6 +66,10 @@ std::vector<Shapes> shapes() {
   at("small_heads").dim = 40, at("small_heads").dim_v = 72;
   at("d192_128").dim = 192, at("d192_128").dim_v = 128;
   for (const char* name : {"d256", "d256_packed"}) at(name).dim = at(name).dim_v = 256;
+  // Some queries see the first one, others the second one.
+  Case& short_rows = at("few_queries");
+  short_rows.tokens_q = 20, short_rows.tokens_k = 700, short_rows.window = {{300, 0}};
+  short_rows.causal = false, short_rows.alignment = Alignment::bottom_right;
   return list;
 }
 
@@ -507,8 +512,9 @@ TEST(GpuReachOfRows, is_the_same_each_time) {
   }
 }
 
+// The last shape has fewer queries than these tests spoil.
 INSTANTIATE_TEST_SUITE_P(Kinds, GpuReachBackward,
-                         testing::Combine(testing::Range<size_t>(0, shapes().size()),
+                         testing::Combine(testing::Range<size_t>(0, shapes().size() - 1),
                                           testing::Range<size_t>(0, std::size(kBackward))),
                          [](const auto& info) {
                            return std::string(shapes()[std::get<0>(info.param)].name) + '_' +

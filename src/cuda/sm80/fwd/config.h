@@ -18,6 +18,15 @@ using Dims128 = HeadDims<128, 128>;
 using Dims256 = HeadDims<256, 256>;
 using Dims256x128 = HeadDims<256, 128>;  // f32, for up to 128 channels of v at a time
 
+// Few queries over many keys: rows of a tile are pairs of a query and one of the heads that share k and v, and the keys
+// are split among thread blocks, whose results fwd/combine.h combines.
+template <class Dims>
+struct Short : Dims {};
+template <class Dims>
+constexpr bool kShort = false;
+template <class Dims>
+constexpr bool kShort<Short<Dims>> = true;
+
 //   kWarps        warps of a thread block
 //   kRowBlocks    blocks of 16 queries of a warp
 //   kKeys         keys of a tile
@@ -44,6 +53,24 @@ struct ForwardTile<Dims256, General, 1> {
   static constexpr bool kQRegisters = false, kStagesMask = General, kRepeats = false;
 };
 
+// Few queries: reading k and v is what takes time. A multiprocessor of an H200 must have about 30 KB on the way to
+// shared memory; with three stages a thread block has 16 to 32 KB.
+template <bool General>
+struct ForwardTile<Short<Dims64>, General, 1> {
+  static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 64, kBlocks = 3, kStages = 3;
+  static constexpr bool kQRegisters = true, kStagesMask = false, kRepeats = false;
+};
+template <bool General>
+struct ForwardTile<Short<Dims128>, General, 1> {
+  static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 32, kBlocks = 3, kStages = 3;
+  static constexpr bool kQRegisters = true, kStagesMask = false, kRepeats = false;
+};
+template <bool General>
+struct ForwardTile<Short<Dims256>, General, 1> {
+  static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 16, kBlocks = 2, kStages = 3;
+  static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
+};
+
 // f32, in three parts.
 template <bool General>
 struct ForwardTile<Dims64, General, 3> {
@@ -60,5 +87,7 @@ struct ForwardTile<Dims256x128, General, 3> {
   static constexpr int kWarps = 2, kRowBlocks = 1, kKeys = 16, kBlocks = 2, kStages = 1;
   static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
 };
+template <class Dims, bool General>
+struct ForwardTile<Short<Dims>, General, 3> : ForwardTile<Dims, General, 3> {};
 
 }  // namespace octet::cuda::sm80

@@ -6,9 +6,9 @@
 namespace octet::cuda::sm80 {
 
 template <class Precision, class Dims, bool General>
-__device__ inline uint32_t* Forward<Precision, Dims, General>::saved(int query) const {
+__device__ inline uint32_t* Forward<Precision, Dims, General>::saved(int row) const {
   const int64_t at = (shared.q_tile.batch * a.o.stride[0] + shared.q_tile.head * a.o.stride[1] +
-                      (int64_t{shared.q_tile.q_first} + query) * a.o.stride[2]) *
+                      (int64_t{shared.q_tile.q_first} + row) * a.o.stride[2]) *
                      (a.o.element == Element::f32 ? 4 : 2);
   return reinterpret_cast<uint32_t*>(static_cast<unsigned char*>(a.o.data) + at) + threadIdx.x % 4;
 }
@@ -20,7 +20,7 @@ __device__ inline void Forward<Precision, Dims, General>::flip(const Softmax (&s
   for (int block = 0; block < kRowBlocks; ++block)
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const int query = thread_query(block) + 8 * row;
+      const int query = thread_row(block) + 8 * row;
       if (query >= shared.q_tile.q_tokens) continue;
       if (threadIdx.x % 4 == 0) shared.m_at_flip[query - shared.q_tile.q_start] = softmax[block].m[row];
       uint32_t* const words = saved(query);
@@ -46,7 +46,7 @@ __device__ inline void Forward<Precision, Dims, General>::unflip(const Softmax (
   for (int block = 0; block < kRowBlocks; ++block)
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const int query = thread_query(block) + 8 * row;
+      const int query = thread_row(block) + 8 * row;
       if (query >= shared.q_tile.q_tokens) continue;
       const float former = shared.m_at_flip[query - shared.q_tile.q_start], now = softmax[block].m[row];
       if (former == -INFINITY) continue;  // o was 0
@@ -63,36 +63,32 @@ __device__ inline void Forward<Precision, Dims, General>::unflip(const Softmax (
     }
 }
 
-// Writes o, its residual and lse of this thread's rows.
+// Writes o, its residual and lse of this thread's rows or, where keys are split, o and statistics of this part.
 template <class Precision, class Dims, bool General>
 __device__ inline void Forward<Precision, Dims, General>::write(const Softmax (&softmax)[kRowBlocks],
                                                                 OTile (&o)[kRowBlocks]) const {
-  constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147180559945f;
   const int kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + shared.q_tile.head / a.group;
   const float v_scale = a.v_scale ? a.v_scale[kv] : 1.f;
   // All rows of a warp meet the same v, so that one of them is enough.
   const bool nonfinite = has_infinite<Dims::kDimV>(o[0]);
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
-    const int query = thread_query(block);
+    const int first = thread_row(block);
     RowValues inverse, share{1.f, 1.f};
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
+      const int at = first + 8 * row;
+      const bool present = at < rows_end() && threadIdx.x % 4 == 0;
       const float l = quad_sum(softmax[block].l[row]);
       inverse[row] = l == 0.f ? 0.f : v_scale / l;
-      const float log2_sum =
-          l == 0.f ? -INFINITY
-                   : softmax[block].template origin<Precision::kPExponent>(row, softmax[block].m[row]) + log2f(l);
-      const float gauge = l == 0.f ? 0.f : gauge_of(query + 8 * row);
-      float lse = __fmaf_rn(log2_sum, kLn2, gauge);
-      if (a.sinks.data) {
-        const RowWithSink all =
-            with_sink(__fmaf_rn(gauge, kLog2e, log2_sum), a.sinks.at(shared.q_tile.batch, shared.q_tile.head) * kLog2e);
-        share[row] = all.share, lse = all.log2_sum * kLn2;
-      }
-      if (a.lse.data && query + 8 * row < shared.q_tile.q_tokens && threadIdx.x % 4 == 0)
-        *a.lse.row<float>(shared.q_tile.batch, shared.q_tile.head, int64_t{shared.q_tile.q_first} + query + 8 * row) =
-            lse;
+      const float origin = softmax[block].template origin<Precision::kPExponent>(row, softmax[block].m[row]);
+      const float log2_sum = l == 0.f ? -INFINITY : origin + log2f(l);
+      const float gauge = l == 0.f ? 0.f : gauge_of(at);
+      if constexpr (kShort<Dims>)
+        if (a.statistics.data && present) *output_row<RowStatistics>(a.statistics, at) = {origin, l, gauge_of(at)};
+      const RowSum sum = row_sum(log2_sum, gauge, a.sinks, shared.q_tile.batch, head_of(at));
+      share[row] = sum.share;
+      if (a.lse.data && present) *output_row<float>(a.lse, at) = sum.lse;
     }
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 8; ++i) {
@@ -109,13 +105,13 @@ __device__ inline void Forward<Precision, Dims, General>::write(const Softmax (&
     }
     switch (a.o.element) {
       case Element::f32:
-        write_as<float>(query, o[block]);
+        write_as<float>(first, o[block]);
         break;
       case Element::f16:
-        write_as<F16>(query, o[block]);
+        write_as<F16>(first, o[block]);
         break;
       default:
-        write_as<Bf16>(query, o[block]);
+        write_as<Bf16>(first, o[block]);
         break;
     }
   }
@@ -126,14 +122,11 @@ __device__ inline void Forward<Precision, Dims, General>::write(const Softmax (&
 
 template <class Precision, class Dims, bool General>
 template <class T>
-__device__ inline void Forward<Precision, Dims, General>::write_as(int query, OTile& o) const {
+__device__ inline void Forward<Precision, Dims, General>::write_as(int row, OTile& o) const {
   const auto write_to = [&](const Output& to) {
 #pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      const int i = query + 8 * row;
-      store_row(to.row<T>(shared.q_tile.batch, shared.q_tile.head, int64_t{shared.q_tile.q_first} + i),
-                i < shared.q_tile.q_tokens, o, row, a.dim_v);
-    }
+    for (int i = 0; i < kRowsPerThread; ++i)
+      store_row(output_row<T>(to, row + 8 * i), row + 8 * i < rows_end(), o, i, a.dim_v);
   };
   write_to(a.o);
   if (!a.o_residual.data) return;
@@ -146,7 +139,7 @@ __device__ inline void Forward<Precision, Dims, General>::write_as(int query, OT
 template <class Precision, class Dims, bool General>
 __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int block) const {
   const int kv_head = shared.q_tile.head / a.group, kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + kv_head;
-  const int first = warp_query() + block * kWarpRows;
+  const int first = warp_row() + block * kWarpRows;
   const auto value = [&](int key, int channel) {
     float sum = 0.f;
 #pragma unroll
@@ -156,15 +149,15 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
   };
   const bool masked = General && a.terms.mask;
   if (!masked) {
-    const Keys tiles = keys_of(shared.q_tile.q_start, kRows);
+    const Keys tiles = kShort<Dims> ? shared.keys : keys_of(shared.q_tile.q_start, kRows);
     const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, shared.q_tile.k_tokens)};
-    const int last = min(first + kWarpRows, shared.q_tile.q_tokens) - 1;
+    const int last = min(first + kWarpRows, rows_end()) - 1;
     if (!masks_infinite(keys, {range_of(last).first, range_of(first).last}, a.dim_v, value)) return;
   }
-  const auto row_of = [&](int query) {
-    const auto* const q =
-        a.q.row<QkType>(shared.q_tile.batch, shared.q_tile.head, int64_t{shared.q_tile.q_first} + query);
-    const RowTerms terms = General ? terms_of(query) : RowTerms{};
+  const auto recompute = [&](int row) {
+    const int head = head_of(row);
+    const auto* const q = a.q.row<QkType>(shared.q_tile.batch, head, int64_t{shared.q_tile.q_first} + query_of(row));
+    const RowTerms terms = General ? terms_of(row) : RowTerms{};
     const auto logit = [&](int key) {
       float product = 0.f;
 #pragma unroll 1
@@ -180,23 +173,30 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
         return 0.f;
       return value(key, channel);
     };
-    UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(range_of(query), a.dim_v, logit, seen_value);
+    UnmaskedRow<Dims::kDimV> result = attend_row<Dims::kDimV>(part_of(range_of(row)), a.dim_v, logit, seen_value);
     constexpr float kLog2e = 1.44269504f;
-    const float share = with_sink(__fmaf_rn(terms.gauge, kLog2e, row.log2_sum),
-                                  a.sinks.at(shared.q_tile.batch, shared.q_tile.head) * kLog2e)
-                            .share;
+    const float share =
+        with_sink(__fmaf_rn(terms.gauge, kLog2e, result.log2_sum), a.sinks.at(shared.q_tile.batch, head) * kLog2e)
+            .share;
     const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 32; ++i) {
       float v_mean = 0.f;
-      if (kCompensated<Precision> && row.log2_sum != -INFINITY)
+      if (kCompensated<Precision> && result.log2_sum != -INFINITY)
         v_mean = a.v_mean[int64_t{kv} * Dims::kDimV + cold_lane() + 32 * i];
-      row.o[i] = fmaf(row.o[i], scale, v_mean) * share;
+      result.o[i] = fmaf(result.o[i], scale, v_mean) * share;
     }
-    return row;
+    return result;
   };
-  rewrite_rows<Dims::kDimV>(a.o, a.o_residual, shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_first, first,
-                            shared.q_tile.q_tokens, a.dim_v, row_of);
+  if constexpr (kShort<Dims>) {
+#pragma unroll 1
+    for (int row = uniform(first), last = uniform(min(first + kWarpRows, rows_end())); row < last; ++row)
+      rewrite_rows<Dims::kDimV>(a.o, a.o_residual, output_batch(), head_of(row), shared.q_tile.q_first, query_of(row),
+                                query_of(row) + 1, a.dim_v, [&](int) { return recompute(row); });
+  } else {
+    rewrite_rows<Dims::kDimV>(a.o, a.o_residual, shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_first, first,
+                              shared.q_tile.q_tokens, a.dim_v, recompute);
+  }
 }
 
 }  // namespace octet::cuda::sm80

@@ -13,6 +13,9 @@
 // General: logits may have a softcap, ALiBi and a mask tensor (sm80/logits.h), and the maximum may be shifted (bias
 // correction beta), which is then updated in every tile.
 //
+// Short: the rows of a tile are pairs of a query and one of the heads that share k and v. Thread blocks (x, y) for all
+// y compute the same tile, each for its part of the keys; fwd/combine.h combines what they write.
+//
 // Where o is compensated (fragment/precision.h), V is centred by its mean, and the epilogue adds the mean back. Tensor
 // cores truncate o towards 0 after every 16 keys. Half way through the tiles of keys, o is therefore sign-flipped
 // (fragment/sign_flip.h): it becomes o - 2 a, where a is close to o, and 2 a is added back at the end. Until then a
@@ -50,10 +53,11 @@ struct Forward {
   using TileQ = SharedTile<QkType, kRows, Dims::kDim>;
   using TileK = SharedTile<QkType, kKeys, Dims::kDim>;
   using TileV = SharedTile<PType, kKeys, Dims::kDimV>;
+  static_assert(!kShort<Dims> || !kCompensated<Precision>);
 
-  // The keys that a range of queries sees.
+  // The keys that a range of rows sees.
   struct Keys {
-    int first, last;  // tiles [first, last) that any of the queries sees
+    int first, last;  // tiles [first, last) that any of the rows sees
     KeyRange all;     // the keys that all of them see
   };
 
@@ -79,6 +83,9 @@ struct Forward {
     const QkType* k_start;
     const PType* v_start;
     float m_at_flip[kCompensated<Precision> ? kRows : 1];
+    // Where kShort: the end of the rows, and of each its terms, as they belong to several heads.
+    int rows_end;
+    RowTerms terms[General && kShort<Dims> ? kRows : 1];
   };
   static constexpr int kSharedBytes = sizeof(Shared);
   static_assert(kSharedBytes <= kMostSharedBytes);
@@ -90,7 +97,7 @@ struct Forward {
   Shared& shared;
 
   __device__ TileQ q(int part = 0) const { return {shared.q[part]}; }
-  // Tiles of keys alternate between the stages.
+  // Tiles of keys take the stages in turn.
   __device__ TileK k(int tile, int part = 0) const {
     return {shared.k[static_cast<unsigned>(tile) % Tile::kStages][part]};
   }
@@ -98,41 +105,94 @@ struct Forward {
     return {shared.v[static_cast<unsigned>(tile) % Tile::kStages][part]};
   }
 
-  // Returns the keys of `rows` queries from `query` on.
-  __device__ Keys keys_of(int query, int rows) const {
-    const int end = min(query + rows, shared.q_tile.q_tokens) - 1;
-    const KeyRange top = a.mask.keys_of(query, shared.q_tile.q_tokens, shared.q_tile.k_tokens);
-    const KeyRange bottom = a.mask.keys_of(end, shared.q_tile.q_tokens, shared.q_tile.k_tokens);
-    if (end < query || bottom.last <= top.first) return {0, 0, {0, 0}};
+  // Rows are numbered within the sequence: its queries or, where kShort, its pairs of a query and a head of the tile.
+  __device__ int query_of(int row) const { return kShort<Dims> ? row / a.tile_heads : row; }
+  __device__ int head_of(int row) const {
+    return kShort<Dims> ? shared.q_tile.head * a.tile_heads + row % a.tile_heads : shared.q_tile.head;
+  }
+  __device__ int rows_end() const { return kShort<Dims> ? shared.rows_end : shared.q_tile.q_tokens; }
+  // Finds the tile of this thread block.
+  __device__ void start_tile() const {
+    shared.q_tile = a.scheduler.at(blockIdx.x);
+    if constexpr (kShort<Dims>) {
+      TileInfo& tile = shared.q_tile;
+      shared.rows_end = min(tile.q_start + tile.rows, tile.q_tokens) * a.tile_heads;
+      tile.q_start *= a.tile_heads;
+    }
+  }
+  // Outputs of parts of the keys are apart as batch elements are.
+  __device__ int output_batch() const {
+    return kShort<Dims> ? static_cast<int>(shared.q_tile.batch * gridDim.y + blockIdx.y) : shared.q_tile.batch;
+  }
+  template <class T>
+  __device__ T* output_row(const Output& to, int row) const {
+    return to.row<T>(output_batch(), head_of(row), int64_t{shared.q_tile.q_first} + query_of(row));
+  }
+
+  // Returns the keys of `rows` rows from `row` on.
+  __device__ Keys keys_of(int row, int rows) const {
+    const int end = min(row + rows, rows_end()) - 1;
+    const KeyRange top = range_of(row), bottom = range_of(end);
+    if (end < row || bottom.last <= top.first) return {0, 0, {0, 0}};
     return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, {bottom.first, top.last}};
   }
-  __device__ KeyRange range_of(int query) const {
-    return a.mask.keys_of(query, shared.q_tile.q_tokens, shared.q_tile.k_tokens);
+  __device__ KeyRange range_of(int row) const {
+    return a.mask.keys_of(query_of(row), shared.q_tile.q_tokens, shared.q_tile.k_tokens);
   }
-  // Returns the first query of this warp, and the first of this thread in a row block.
-  __device__ int warp_query() const { return shared.q_tile.q_start + static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp; }
-  __device__ int thread_query(int block) const {
-    return warp_query() + block * kWarpRows + static_cast<int>(threadIdx.x) % 32 / 4;
+  // Returns those keys of a row that are this thread block's.
+  __device__ KeyRange part_of(const KeyRange& keys) const {
+    if constexpr (!kShort<Dims>) return keys;
+    const int first = max(keys.first, shared.keys.first * kKeys), last = min(keys.last, shared.keys.last * kKeys);
+    return {first, max(first, last)};
+  }
+  // Sets the tiles of keys of the thread block and of its warps.
+  __device__ void start_keys() const {
+    const bool first = threadIdx.x == 0;
+    if constexpr (!kShort<Dims>) {
+      if (first) shared.keys = keys_of(shared.q_tile.q_start, kRows);
+      if (threadIdx.x % 32 == 0) shared.warp_keys[threadIdx.x / 32] = keys_of(warp_row(), kRowsOfWarp);
+    } else if (threadIdx.x % 32 == 0) {
+      Keys part = keys_of(shared.q_tile.q_start, kRows), mine = keys_of(warp_row(), kRowsOfWarp);
+      const int tiles = (part.last - part.first + static_cast<int>(gridDim.y) - 1) / static_cast<int>(gridDim.y);
+      part.first = min(part.first + static_cast<int>(blockIdx.y) * tiles, part.last);
+      part.last = min(part.first + tiles, part.last);
+      mine.first = max(mine.first, part.first), mine.last = min(mine.last, part.last);
+      if (first) shared.keys = part;
+      shared.warp_keys[threadIdx.x / 32] = mine;
+    }
+  }
+  // Returns the first row of this warp, and the first of this thread in a row block.
+  __device__ int warp_row() const { return shared.q_tile.q_start + static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp; }
+  __device__ int thread_row(int block) const {
+    return warp_row() + block * kWarpRows + static_cast<int>(threadIdx.x) % 32 / 4;
   }
 
   // Computes the terms of all rows that are kept in shared memory.
   __device__ void start_terms() const {
-    for (int row = static_cast<int>(threadIdx.x); row < kRows; row += kThreads) {
-      const int query = shared.q_tile.q_start + row;
-      const RowTerms terms = row_terms(a.terms, shared.q_tile.batch, shared.q_tile.sequence, shared.q_tile.head, query,
-                                       shared.q_tile.q_tokens, shared.q_tile.k_tokens, range_of(query));
-      shared.gauge[row] = terms.gauge, shared.nearest[row] = terms.nearest;
-      if (row == 0) shared.slope = terms.slope;
+    for (int i = static_cast<int>(threadIdx.x); i < kRows; i += kThreads) {
+      const int row = shared.q_tile.q_start + i;
+      const RowTerms terms = row_terms(a.terms, shared.q_tile.batch, shared.q_tile.sequence, head_of(row),
+                                       query_of(row), shared.q_tile.q_tokens, shared.q_tile.k_tokens, range_of(row));
+      if constexpr (kShort<Dims>) {
+        shared.terms[i] = terms;
+        continue;
+      }
+      shared.gauge[i] = terms.gauge, shared.nearest[i] = terms.nearest;
+      if (i == 0) shared.slope = terms.slope;
     }
   }
-  __device__ RowTerms terms_of(int query) const {
-    const int row = query - shared.q_tile.q_start, i = min(query, shared.q_tile.q_tokens - 1);
-    return {shared.slope, shared.gauge[row], i + shared.q_tile.k_tokens - shared.q_tile.q_tokens, shared.nearest[row],
+  __device__ RowTerms terms_of(int row) const {
+    if constexpr (kShort<Dims>) return shared.terms[row - shared.q_tile.q_start];
+    const int at = row - shared.q_tile.q_start, i = min(row, shared.q_tile.q_tokens - 1);
+    return {shared.slope, shared.gauge[at], i + shared.q_tile.k_tokens - shared.q_tile.q_tokens, shared.nearest[at],
             shared.q_tile.batch * a.terms.mask_stride[0] + shared.q_tile.head * a.terms.mask_stride[1] +
                 i * a.terms.mask_stride[2]};
   }
-  // Returns what the logits of a query lack.
-  __device__ float gauge_of(int query) const { return General ? shared.gauge[query - shared.q_tile.q_start] : 0.f; }
+  // Returns what the logits of a row lack.
+  __device__ float gauge_of(int row) const {
+    const int at = row - shared.q_tile.q_start;
+    return !General ? 0.f : kShort<Dims> ? shared.terms[at].gauge : shared.gauge[at];
+  }
 
   __device__ void run() const;
   // Where this thread starts in a tile of k and of v.
@@ -144,8 +204,8 @@ struct Forward {
     return {LoaderK::source(shared.k_start + tile * kKeys * a.k.stride[2], a.k.stride[2]),
             LoaderV::source(shared.v_start + tile * kKeys * a.v.stride[2], a.v.stride[2])};
   }
-  // True: they are kept in registers. P in f16 leaves none.
-  static constexpr bool kKeepsSources = Precision::kPExponent == 0;
+  // True: they are kept in registers. P in f16 leaves none, nor do three thread blocks on a multiprocessor.
+  static constexpr bool kKeepsSources = Precision::kPExponent == 0 && !kShort<Dims>;
 
   // The products of parts, the smallest first.
   static constexpr int kProducts = kParts == 1 ? 1 : 6;
@@ -159,18 +219,19 @@ struct Forward {
   using POperand = Operand<PType, kKeys>;
   static __device__ void to_parts(Accumulator<kKeys>& p, int block, POperand (&parts)[kParts][kRowBlocks]);
   __device__ void multiply_pv(const POperand (&p)[kParts][kRowBlocks], int tile, OTile (&o)[kRowBlocks]) const;
+  __device__ void load_q() const;
   __device__ void load_keys(int tile, const Sources& from) const;
   __device__ bool stages_mask() const { return Tile::kStagesMask && a.terms.mask && a.terms.mask_chunks; }
   __device__ void load_mask(int tile) const;
 
   // The words in which this thread keeps a of the sign flip: those of a row of the output.
-  __device__ uint32_t* saved(int query) const;
+  __device__ uint32_t* saved(int row) const;
   __device__ void flip(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const;
   __device__ void unflip(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const;
 
   __device__ void write(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const;
   template <class T>
-  __device__ void write_as(int query, OTile& o) const;
+  __device__ void write_as(int row, OTile& o) const;
   __device__ void recompute_rows(int block) const;
 };
 

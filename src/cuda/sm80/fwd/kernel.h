@@ -22,18 +22,19 @@ ForwardKernel describe() {
           Kind::kKeys,
           Kind::kThreads,
           Kind::kSharedBytes,
+          Kind::Tile::kBlocks,
           Dims::kDim,
           Dims::kDimV};
 }
 
-template <class Precision, bool General>
+template <class Precision, bool General, bool Few>
 ForwardKernel forward_kernel_of(int64_t most_dim) {
-  if (most_dim <= 64) return describe<Precision, Dims64, General>();
-  if (most_dim <= 128) return describe<Precision, Dims128, General>();
-  if constexpr (kBf16Parts<Precision> == 1)
-    return describe<Precision, Dims256, General>();
-  else
-    return describe<Precision, Dims256x128, General>();
+  const auto of = []<class Dims>(Dims) {
+    return describe<Precision, std::conditional_t<Few, Short<Dims>, Dims>, General>();
+  };
+  if (most_dim <= 64) return of(Dims64{});
+  if (most_dim <= 128) return of(Dims128{});
+  return of(std::conditional_t<kBf16Parts<Precision> == 1, Dims256, Dims256x128>{});
 }
 
 }  // namespace octet::cuda::sm80

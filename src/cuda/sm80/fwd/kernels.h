@@ -6,13 +6,15 @@ namespace octet::cuda::sm80 {
 
 struct ForwardKernel {
   const void* function;
-  int rows, keys;  // of a tile; rows are queries
+  int rows, keys;  // of a tile
   int threads, shared_bytes;
+  int blocks;      // thread blocks that a multiprocessor's registers have room for
   int dim, dim_v;  // channels of q and of v that it multiplies; where v has more, it runs once for each so many
 };
 
-// The kernel for the larger one of the head dims. `General`: logits may be more than scale q.k.
-template <class Precision, bool General>
+// The kernel for the larger one of the head dims. `General`: logits may be more than scale q.k. `Few`: for few queries
+// over many keys.
+template <class Precision, bool General, bool Few>
 ForwardKernel forward_kernel_of(int64_t most_dim);
 
 }  // namespace octet::cuda::sm80

@@ -10,6 +10,8 @@
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
 #include "cuda/scheduler/count_blocks.h"
+#include "cuda/scheduler/key_splits.h"
+#include "cuda/sm80/fwd/combine.h"
 #include "cuda/sm80/fwd/kernels.h"
 #include "cuda/sm80/fwd/params.h"
 #include "cuda/sm80/fwd/parts.h"
@@ -28,22 +30,64 @@ bool shifts_maximum(const Problem& p) { return p.bias_correction == OCTET_BIAS_C
 
 bool general(const Problem& p) { return !p.plain_logits() || shifts_maximum(p); }
 
-template <class Precision>
+template <class Precision, bool Few>
 ForwardKernel kernel_of(const Problem& p) {
   const int64_t most = std::max(p.dim, p.dim_v);
-  return general(p) ? forward_kernel_of<Precision, true>(most) : forward_kernel_of<Precision, false>(most);
+  return general(p) ? forward_kernel_of<Precision, true, Few>(most) : forward_kernel_of<Precision, false, Few>(most);
 }
-
+template <bool Few>
 ForwardKernel kernel_of(const Problem& p) {
-  if (p.precision == OCTET_PRECISION_F32) return kernel_of<PrecisionF32>(p);
-  if (f16_compute(p)) return kernel_of<PrecisionBf16F16Compute>(p);
-  return p.precision == OCTET_PRECISION_BF16 ? kernel_of<PrecisionBf16>(p) : kernel_of<PrecisionF16>(p);
+  if (p.precision == OCTET_PRECISION_F32) return kernel_of<PrecisionF32, Few>(p);
+  return p.precision == OCTET_PRECISION_BF16 ? kernel_of<PrecisionBf16, Few>(p) : kernel_of<PrecisionF16, Few>(p);
 }
 
 int attribute(cudaDeviceAttr which, const Problem& p) {
   int value = 0;
   check(cudaDeviceGetAttribute(&value, which, p.device_index), "cudaDeviceGetAttribute");
   return value;
+}
+
+// The kernel of a problem, and how its tiles are laid out.
+struct Schedule {
+  ForwardKernel kernel;
+  bool few = false;  // the kernel is one for few queries
+  int tile_heads = 1, tile_queries = 0, splits = 1;
+  int64_t tiles = 0;  // for packed sequences, whose lengths lie on the device, at least as many as there are
+};
+
+// Returns the most tiles of `rows` queries that the sequences of a problem have together.
+int64_t tiles_of(const Problem& p, int rows) {
+  if (!p.packed()) return (p.tokens_q + rows - 1) / rows * p.batch;
+  return std::min(p.tokens_q, (p.tokens_q + sequences_of(p) * int64_t{rows - 1}) / rows);
+}
+
+// Few queries: up to 64 of a sequence, where one tile holds those of all heads that share k and v, or where the other
+// kernels would leave multiprocessors without work.
+Schedule schedule_of(const Problem& p) {
+  const ForwardKernel kernel = f16_compute(p) ? kernel_of<PrecisionBf16F16Compute, false>(p) : kernel_of<false>(p);
+  const Schedule of_many{.kernel = kernel, .tile_queries = kernel.rows, .tiles = tiles_of(p, kernel.rows) * p.heads};
+  constexpr int64_t kMostQueries = 64;
+  const int64_t queries = p.packed() && p.max_seqlen_q ? p.max_seqlen_q : p.tokens_q;
+  if (queries > kMostQueries || !p.o.elements() || f16_compute(p) || shifts_maximum(p)) return of_many;
+
+  Schedule s{.kernel = kernel_of<true>(p), .few = true};
+  s.tile_heads = heads_of_tile(p.group(), s.kernel.rows);
+  s.tile_queries = s.kernel.rows / s.tile_heads;
+  s.tiles = tiles_of(p, s.tile_queries) * (p.heads / s.tile_heads);
+  const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount, p);
+  if (queries > s.tile_queries && of_many.tiles >= multiprocessors) return of_many;
+  int64_t keys = p.packed() && p.max_seqlen_k ? p.max_seqlen_k : p.tokens_k;
+  if (!p.packed()) {
+    const octet::KeyRange seen = p.keys_of_block(0, p.tokens_q, p.tokens_q, p.tokens_k);
+    keys = std::max<int64_t>(seen.last - seen.first, 0);
+  }
+  // A thread block can have all of a multiprocessor's shared memory but what is reserved for each thread block.
+  constexpr int kReservedBytes = 1024;
+  const int blocks = (attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, p) + kReservedBytes) /
+                     (s.kernel.shared_bytes + kReservedBytes);
+  s.splits = key_splits(s.tiles, (keys + s.kernel.keys - 1) / s.kernel.keys,
+                        int64_t{multiprocessors} * std::clamp(blocks, 1, s.kernel.blocks));
+  return s;
 }
 
 // Returns groups of heads whose k and v take two thirds of L2. Only masks make blocks of different lengths.
@@ -55,27 +99,22 @@ HeadGroups groups_of(const Problem& p, int64_t blocks) {
   return head_groups_of(all, blocks, in_l2, 2 * attribute(cudaDevAttrMultiProcessorCount, p));
 }
 
-TileScheduler scheduler_of(const Problem& p, int rows, int* blocks_before, cudaStream_t stream) {
-  const int64_t blocks = (p.tokens_q + rows - 1) / rows;
+TileScheduler scheduler_of(const Problem& p, const Schedule& s, int* blocks_before, cudaStream_t stream) {
+  const int rows = s.tile_queries;
+  const int64_t blocks = (p.tokens_q + rows - 1) / rows, heads = p.heads / s.tile_heads;
   const TileScheduler scheduler{.batch = static_cast<int>(p.batch),
-                                .heads = static_cast<int>(p.heads),
+                                .heads = static_cast<int>(heads),
                                 .q_tokens = static_cast<int>(p.tokens_q),
                                 .k_tokens = static_cast<int>(p.tokens_k),
                                 .rows = rows,
                                 .full_blocks = static_cast<int>(blocks),
-                                .head_groups = groups_of(p, blocks),
+                                .head_groups = s.few ? one_by_one(p.batch * heads) : groups_of(p, blocks),
                                 .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
                                 .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
                                 .blocks_before = blocks_before,
                                 .sequences = sequences_of(p)};
   if (p.packed()) count_blocks(scheduler.cu_seqlens_q, scheduler.sequences, rows, blocks_before, stream);
   return scheduler;
-}
-
-// Returns the tiles of queries; for packed sequences, whose lengths lie on the device, at least as many.
-int64_t tiles_of(const Problem& p, int rows) {
-  const int64_t blocks = (p.tokens_q + rows - 1) / rows;
-  return (p.packed() ? blocks + sequences_of(p) : blocks * p.batch) * p.heads;
 }
 
 // Returns up to `count` channels of a tensor, from channel `first` on.
@@ -94,16 +133,18 @@ Output columns_of(Output t, int64_t first) {
 std::optional<std::string> forward_unsupported_reason(const Problem&) { return {}; }
 
 std::string forward_name(const Problem& p) {
-  const ForwardKernel kernel = kernel_of(p);
+  const Schedule s = schedule_of(p);
   return text("forward ", name(p.precision), f16_compute(p) ? " with P in f16" : "",
               p.precision == OCTET_PRECISION_F32 ? " in three bf16 parts" : "", shifts_maximum(p) ? " with beta" : "",
-              ", mma.sync, ", kernel.rows, " x ", kernel.keys, " tiles");
+              ", mma.sync, ", s.kernel.rows, " x ", s.kernel.keys, " tiles",
+              s.few ? text(", ", s.tile_heads, " heads in a tile, keys in ", s.splits, " parts") : "");
 }
 
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const octet_dtype type = p.precision == OCTET_PRECISION_BF16 ? OCTET_BF16 : OCTET_F16;
-  const ForwardKernel kernel = kernel_of(p);
-  const bool scaled = f16_compute(p);
+  const Schedule schedule = schedule_of(p);
+  const ForwardKernel& kernel = schedule.kernel;
+  const bool scaled = f16_compute(p), splits = schedule.splits > 1;
   WorkspaceAllocator allocator(workspace);
   allocator.take(1);  // the workspace of a run is not null
   int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
@@ -120,11 +161,14 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
     v_parts.emplace_back(columns_of(seen_v.view(), first, kernel.dim_v), kernel.dim_v, allocator);
   const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
+  const int64_t part_rows = splits ? p.batch * schedule.splits * p.heads * p.tokens_q : 0;
+  auto* const part_o = allocator.take<float>(part_rows * std::min<int64_t>(p.dim_v, kernel.dim_v));
+  auto* const statistics = allocator.take<RowStatistics>(part_rows);
   if (!workspace || !p.o.elements()) return allocator.used();
 
   const DeviceScope device(p.device_index);
   ForwardParams a{};
-  a.scheduler = scheduler_of(p, kernel.rows, blocks_before, stream);
+  a.scheduler = scheduler_of(p, schedule, blocks_before, stream);
   seen_v.preprocess(terms, stream);
   compute_gauges(p, terms, stream);
   if (parts) {
@@ -137,7 +181,8 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
     a.q = output(q.view()), a.k = output(k.view()), a.v = output(scaled ? v_scaled.view() : v.view());
   }
   a.mask = mask_of(p);
-  a.group = static_cast<int>(p.group());
+  a.tile_heads = schedule.tile_heads;
+  a.group = static_cast<int>(p.group() / schedule.tile_heads);
   a.dim = static_cast<int>(parts ? kernel.dim : p.dim);
   a.whole_columns = parts || (p.dim == kernel.dim && p.dim_v == kernel.dim_v);
   a.terms = terms;
@@ -146,19 +191,35 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   // f16 has a smaller range of exponents for the other keys than bf16.
   a.beta = shifts_maximum(p) ? p.beta : 0.f, a.beta_reach = p.precision == OCTET_PRECISION_F16 ? 4.f : 20.f;
   a.v_scale = scaled ? v_scaled.scale() : nullptr, a.v_mean = v_scaled.v_mean();
-  a.lse = output(p.lse);
-  a.sinks = sinks(p.sinks);
+  CombineParams c{.parts = part_o,
+                  .statistics = statistics,
+                  .splits = schedule.splits,
+                  .batch = p.batch,
+                  .heads = p.heads,
+                  .tokens = p.tokens_q,
+                  .lse = output(p.lse),
+                  .sinks = sinks(p.sinks)};
+  if (splits)
+    a.statistics = {statistics, {p.heads * p.tokens_q, p.tokens_q, 1}, Element::f32};
+  else
+    a.lse = c.lse, a.sinks = c.sinks;
 
   check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
         "cudaFuncSetAttribute");
   for (int64_t first = 0; first < p.dim_v; first += kernel.dim_v) {
     a.dim_v = static_cast<int>(std::min<int64_t>(p.dim_v - first, kernel.dim_v));
     if (parts) a.v = v_parts[first / kernel.dim_v].view();
-    a.o = columns_of(o.output(), first), a.o_residual = columns_of(o_residual.output(), first);
+    c.dim_v = a.dim_v;
+    c.o = columns_of(o.output(), first), c.o_residual = columns_of(o_residual.output(), first);
+    if (splits)
+      a.o = {part_o, {p.heads * p.tokens_q * a.dim_v, p.tokens_q * a.dim_v, a.dim_v}, Element::f32};
+    else
+      a.o = c.o, a.o_residual = c.o_residual;
     void* arguments[] = {&a};
-    check(cudaLaunchKernel(kernel.function, dim3(static_cast<unsigned>(tiles_of(p, kernel.rows))), dim3(kernel.threads),
-                           arguments, kernel.shared_bytes, stream),
+    const dim3 grid(static_cast<unsigned>(schedule.tiles), static_cast<unsigned>(schedule.splits));
+    check(cudaLaunchKernel(kernel.function, grid, dim3(kernel.threads), arguments, kernel.shared_bytes, stream),
           "cudaLaunchKernel");
+    if (splits) combine(c, stream);
   }
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);

@@ -4,6 +4,32 @@
 
 namespace octet::cuda::sm80 {
 
+// Loads the rows of q.
+template <class Precision, class Dims, bool General>
+__device__ inline void Forward<Precision, Dims, General>::load_q() const {
+  const int start = shared.q_tile.q_start;
+  const auto row_of_q = [&](int row) {
+    return a.q.row<QkType>(shared.q_tile.batch, head_of(row), int64_t{shared.q_tile.q_first} + query_of(row));
+  };
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    if constexpr (kShort<Dims>) {
+      constexpr int kChunks = Dims::kDim / kChunkColumns;
+#pragma unroll 1
+      for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
+        const int row = i / kChunks, column = i % kChunks * kChunkColumns;
+        const bool present = start + row < rows_end() && column < a.dim;
+        ptx::cp_async(q(part).address() + TileQ::offset(row, i % kChunks),
+                      row_of_q(present ? start + row : start) + part * Dims::kDim + (present ? column : 0),
+                      present ? kChunkBytes : 0);
+      }
+    } else {
+      load_async<kThreads>(q(part), row_of_q(start) + part * Dims::kDim, a.q.stride[2],
+                           {0, shared.q_tile.q_tokens - start}, a.dim);
+    }
+  }
+}
+
 // Loads a tile of k and v. Rows that no query sees, or of the next packed sequence, may hold inf or NaN, and 0 times
 // these would be NaN: they become zeros.
 template <class Precision, class Dims, bool General>
@@ -30,7 +56,7 @@ template <class Precision, class Dims, bool General>
 __device__ inline void Forward<Precision, Dims, General>::load_mask(int tile) const {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (!stages_mask() || tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) return;
-  load_mask_async<kKeys, kRowsOfWarp>(shared.mask[warp], a.terms, shared.q_tile.batch, shared.q_tile.head, warp_query(),
+  load_mask_async<kKeys, kRowsOfWarp>(shared.mask[warp], a.terms, shared.q_tile.batch, shared.q_tile.head, warp_row(),
                                       shared.q_tile.q_tokens, tile * kKeys, shared.q_tile.k_tokens);
 }
 
@@ -78,30 +104,32 @@ __device__ inline void Forward<Precision, Dims, General>::multiply_pv(const POpe
 template <class Precision, class Dims, bool General>
 __device__ inline void Forward<Precision, Dims, General>::run() const {
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  if (threadIdx.x == 0) shared.q_tile = a.scheduler.at(blockIdx.x);
+  if (threadIdx.x == 0) start_tile();
   __syncthreads();
   if (!shared.q_tile.valid()) return;
   if (threadIdx.x == 0) {
     const int kv_head = shared.q_tile.head / a.group;
-    shared.keys = keys_of(shared.q_tile.q_start, kRows);
     shared.seen = a.mask.seen(shared.q_tile.q_tokens, shared.q_tile.k_tokens);
     shared.k_start = a.k.row<QkType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
     shared.v_start = a.v.row<PType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
   }
-  if (threadIdx.x % 32 == 0) shared.warp_keys[warp] = keys_of(warp_query(), kRowsOfWarp);
+  start_keys();
   if constexpr (General) start_terms();
   __syncthreads();
-  const auto* const q_start =
-      a.q.row<QkType>(shared.q_tile.batch, shared.q_tile.head, int64_t{shared.q_tile.q_first} + shared.q_tile.q_start);
-#pragma unroll
-  for (int part = 0; part < kParts; ++part)
-    load_async<kThreads>(q(part), q_start + part * Dims::kDim, a.q.stride[2],
-                         {0, shared.q_tile.q_tokens - shared.q_tile.q_start}, a.dim);
+  load_q();
   ptx::cp_async_commit();
   int tile = shared.keys.last - 1;
   Sources sources = sources_of(tile);
   if (shared.keys.first <= tile) load_keys(tile, sources);
   ptx::cp_async_commit();
+  constexpr int kAhead = Tile::kStages > 1 ? Tile::kStages - 1 : 1;  // tiles that are loaded ahead
+  const auto load_after = [&](int last) {  // the tile after the last one that has been asked for
+    if constexpr (kKeepsSources) sources.k -= kKeys * a.k.stride[2], sources.v -= kKeys * a.v.stride[2];
+    if (last > shared.keys.first) load_keys(last - 1, kKeepsSources ? sources : sources_of(last - 1));
+    ptx::cp_async_commit();
+  };
+#pragma unroll
+  for (int ahead = 1; ahead < kAhead; ++ahead) load_after(tile - ahead + 1);
   // Where the mask is staged, the groups of copies are in turn a tile of keys and one of the mask.
   constexpr int kMaskGroups = Tile::kStagesMask ? 1 : 0;
   if constexpr (Tile::kStagesMask) load_mask(shared.warp_keys[warp].last - 1), ptx::cp_async_commit();
@@ -116,7 +144,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
   }
   Operand<QkType, Dims::kDim> q_rows[kRowBlocks];
   if constexpr (Tile::kQRegisters) {
-    ptx::cp_async_wait<1 + kMaskGroups>();
+    ptx::cp_async_wait<kAhead + kMaskGroups>();
     __syncthreads();
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) load_rows(q_rows[block], q(), warp * kRowBlocks + block);
@@ -139,16 +167,16 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     const bool masked = tile * kKeys < all.first || (tile + 1) * kKeys > all.last;
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
-      const int query = ptx::opaque(thread_query(block));
+      const int first = ptx::opaque(thread_row(block));
       if constexpr (General) {
-        const RowTerms terms[] = {terms_of(query), terms_of(query + 8)};
+        const RowTerms terms[] = {terms_of(first), terms_of(first + 8)};
         const unsigned char* const row = shared.mask[Tile::kStagesMask ? warp : 0] +
                                          (block * kWarpRows + threadIdx.x % 32 / 4) * kMaskRowBytes<kKeys>;
         const unsigned char* const rows[] = {stages_mask() ? row : nullptr, row + 8 * kMaskRowBytes<kKeys>};
         add_terms(s[block], a.terms, terms, tile * kKeys, shared.q_tile.k_tokens, rows);
       }
       if (!masked) continue;
-      const KeyRange ranges[] = {range_of(query), range_of(query + 8)};
+      const KeyRange ranges[] = {range_of(first), range_of(first + 8)};
       mask_rows(s[block], tile * kKeys, ranges);
     }
   };
@@ -201,20 +229,14 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     return mine.last - mine.first > 1 && tile == mine.last - 1 - (mine.last - mine.first) / 2;
   };
 
-  const auto load_next = [&] {
-    if constexpr (kKeepsSources) sources.k -= kKeys * a.k.stride[2], sources.v -= kKeys * a.v.stride[2];
-    if (tile > shared.keys.first) load_keys(tile - 1, kKeepsSources ? sources : sources_of(tile - 1));
-    ptx::cp_async_commit();
-  };
-
 #pragma unroll 1
   for (; tile >= shared.keys.first; --tile) {
-    ptx::cp_async_wait<kMaskGroups>();
-    __syncthreads();  // the tile has arrived, and the other stage has been read
-    if constexpr (Tile::kStages > 1) load_next();
+    ptx::cp_async_wait<kAhead - 1 + kMaskGroups>();
+    __syncthreads();  // the tile has arrived, and the one before it has been read
+    if constexpr (Tile::kStages > 1) load_after(tile - kAhead + 1);
     if (tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) {
       if constexpr (Tile::kStagesMask) ptx::cp_async_commit();
-      if constexpr (Tile::kStages == 1) __syncthreads(), load_next();
+      if constexpr (Tile::kStages == 1) __syncthreads(), load_after(tile);
       continue;
     }
     Accumulator<kKeys> s[kRowBlocks];
@@ -239,7 +261,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     multiply_pv(p, tile, o);
     if constexpr (kCompensated<Precision>)
       if (flips_after(tile)) flip(softmax, o);
-    if constexpr (Tile::kStages == 1) __syncthreads(), load_next();
+    if constexpr (Tile::kStages == 1) __syncthreads(), load_after(tile);
   }
   ptx::cp_async_wait<0>();
   if constexpr (kCompensated<Precision>)

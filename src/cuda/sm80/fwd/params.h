@@ -8,11 +8,17 @@
 
 namespace octet::cuda::sm80 {
 
+// What a part of the keys gives a row beside o, which is divided by l: p = exp2(logit in base 2 - origin), l is their
+// sum, and the gauge is what logits lack (sm80/logits.h).
+struct RowStatistics {
+  float origin, l, gauge;
+};
+
 struct ForwardParams {
   Output q, k, v;  // in the kernel's element types
   TileScheduler scheduler;
   Mask mask;
-  int group;  // heads of q per head of k and v
+  int group;  // heads of q per head of k and v; with few queries, heads of tiles
   int dim, dim_v;
   bool whole_columns;  // true: these are the kernel's
   float scale_log2e;
@@ -22,6 +28,10 @@ struct ForwardParams {
   const float* v_mean;     // [batch, kv_head, the kernel's dim_v]: subtracted from v; kCompensated precisions only
   Output o, o_residual, lse;
   Sinks sinks;
+  // With few queries:
+  int tile_heads;  // heads that are rows of a tile
+  // Where keys are split, [batch x split, head, token] as o is, of which each thread block writes its part; or null.
+  Output statistics;
 };
 
 }  // namespace octet::cuda::sm80

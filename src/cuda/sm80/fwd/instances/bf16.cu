@@ -3,6 +3,6 @@
 
 namespace octet::cuda::sm80 {
 
-template ForwardKernel forward_kernel_of<PrecisionBf16, false>(int64_t);
+template ForwardKernel forward_kernel_of<PrecisionBf16, false, false>(int64_t);
 
 }  // namespace octet::cuda::sm80

@@ -3,6 +3,6 @@
 
 namespace octet::cuda::sm80 {
 
-template ForwardKernel forward_kernel_of<PrecisionF16, true>(int64_t);
+template ForwardKernel forward_kernel_of<PrecisionF16, true, false>(int64_t);
 
 }  // namespace octet::cuda::sm80
