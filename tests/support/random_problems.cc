@@ -230,6 +230,7 @@ Outcome expect_right(const RandomProblem& x, const Solver& solver) {
     return Outcome::rejected;
   }
   EXPECT_TRUE(solves) << "solved, though " << solver.backend << " is said to reject it";
+  if (solver.has_bars && !solver.has_bars(x)) return Outcome::solved;
   const Outputs want = exact(x.c, x.in, x.pass);
   const RowBars bars = row_bars(x.c, x.in, x.attention, x.pass, want, saved);
   EXPECT_EQ(wrong_row(got, want, bars, x.pass), "");

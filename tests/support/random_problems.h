@@ -24,8 +24,9 @@ std::string text(const RandomProblem&);
 // Where problems are solved.
 struct Solver {
   const char* backend;
-  std::function<std::unique_ptr<Place>()> place{};     // empty: the test's own memory
-  std::function<bool(const RandomProblem&)> solves{};  // what its documentation says; empty: everything
+  std::function<std::unique_ptr<Place>()> place{};       // empty: the test's own memory
+  std::function<bool(const RandomProblem&)> solves{};    // what its documentation says; empty: everything
+  std::function<bool(const RandomProblem&)> has_bars{};  // whose rows are compared; empty: all
 };
 
 enum class Outcome { solved, rejected };

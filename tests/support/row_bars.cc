@@ -40,7 +40,7 @@ struct Roundings {
   double exp2 = 0.0;  // of the polynomial, relative
 };
 
-Roundings roundings_of(const Case& c, const Attention& a, Pass pass) {
+Roundings roundings_of(const Attention& a, Pass pass) {
   const bool f16 = a.precision == Precision::f16;
   if (!f16 && a.precision != Precision::bf16) return {};
   // P is at least exp(-4) where bias correction beta moves the maximum of f16.
@@ -166,7 +166,7 @@ class Logits {
 // more.
 RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass, const Outputs& want,
                  const Outputs& saved) {
-  const Roundings u = roundings_of(c, a, pass);
+  const Roundings u = roundings_of(a, pass);
   const int64_t n = c.tokens_q, m = c.tokens_k, group = c.kv_heads ? c.heads / c.kv_heads : 1;
   const double scale = c.effective_scale(), u_out = unit_of(c.out_dtype), least = least_of(c.out_dtype);
   const auto f32_sum = [](int64_t terms) {
@@ -175,6 +175,8 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
   const auto written = [&](double error, double norm, int64_t dim) {
     return error + u_out * (norm + error) + std::sqrt(static_cast<double>(dim)) * least;
   };
+  // A saturated softcap gives many keys of a row the same P, and so the same rounding.
+  const auto total = [&](const Errors& x) { return c.softcap != 0 ? x.sum() : x.random(); };
   const bool gproj = a.bias_correction == BiasCorrection::gproj && u.p != 0.0;
   const bool backward = pass == Pass::backward;
   RowBars bars;
@@ -228,9 +230,9 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
             w.add(key.w), wv.add(key.w * v[at(key.j)]), centred.add(key.w * (v[at(key.j)] + most_v));
             values += v[at(key.j)];
           }
-          const double e_lse = u.p * w.random() + logits.logit(size) + u.exp2 + f32_sum(m) +
+          const double e_lse = u.p * total(w) + logits.logit(size) + u.exp2 + f32_sum(m) +
                                static_cast<double>(m) * u.p_least + kF32 * (std::fabs(lse) + logits.largest(size));
-          const double e_o = u.p * (wv.random() + w.random() * o[row]) + u.centred * centred.random() +
+          const double e_o = u.p * (total(wv) + total(w) * o[row]) + u.centred * total(centred) +
                              (e + e_lse * (std::isfinite(sink) ? 1.0 : 0.0)) * (wv.sum() + o[row]) +
                              f32_sum(m) * 2 * wv.sum() + u.p_least * values;
           bars.o.at(b, h, i, 0) = written(e_o, o[row], c.dim_v);
@@ -251,14 +253,13 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
               tangents += tv[at(key.j)];
             }
             const double terms = wav.sum() + wtv.sum();
-            const double e_to =
-                u.p * (2 * wav.random() + wtv.random() + 2 * wa.random() * o[row] + w.random() * terms) +
-                (wa.sum() + 2 * e_t) * e_o + 2 * e * (terms + wa.sum() * o[row]) + 2 * e_t * (wv.sum() + o[row]) +
-                3 * f32_sum(m) * (terms + wa.sum() * o[row]) +
-                (std::isfinite(sink) ? e_lse * (terms + 2 * wa.sum() * o[row]) : 0.0) +
-                u.p_least * ((1 + most_t) * (values + static_cast<double>(m) * o[row]) + tangents);
+            const double e_to = u.p * (2 * total(wav) + total(wtv) + 2 * total(wa) * o[row] + total(w) * terms) +
+                                (wa.sum() + 2 * e_t) * e_o + 2 * e * (terms + wa.sum() * o[row]) +
+                                2 * e_t * (wv.sum() + o[row]) + 3 * f32_sum(m) * (terms + wa.sum() * o[row]) +
+                                (std::isfinite(sink) ? e_lse * (terms + 2 * wa.sum() * o[row]) : 0.0) +
+                                u.p_least * ((1 + most_t) * (values + static_cast<double>(m) * o[row]) + tangents);
             bars.to.at(b, h, i, 0) = written(e_to, row_norm(want.to, b, h, i), c.dim_v);
-            bars.tlse.at(b, h, i, 0) = u.p * (2 * wa.random() + w.random() * (most_t + ttop)) + 2 * e_t +
+            bars.tlse.at(b, h, i, 0) = u.p * (2 * total(wa) + total(w) * (most_t + ttop)) + 2 * e_t +
                                        (2 * e + 3 * f32_sum(m) + e_lse) * (wa.sum() + most_t + ttop) +
                                        u.p_least * static_cast<double>(m) * (1 + most_t);
           }
@@ -292,12 +293,11 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
           const double e_sink =
               of_sink * (of_delta + (eta + f32_sum(n * c.batch)) * (std::fabs(delta) + std::fabs(dlse)));
           // The exact lambda is 0.
-          const double lambda = gproj ? of_delta + u.ds * ds.random() + eta * ds.sum() + e_sink : 0.0;
+          const double lambda = gproj ? of_delta + u.ds * total(ds) + eta * ds.sum() + e_sink : 0.0;
           for (const Key& key : keys) dk_known[at(key.j)] += lambda * (1 + u.p) * key.w * q[row];
           const double e_sum = u.centred != 0.0 ? e_sink + kF32 * std::fabs(dlse) : 0.0;
-          const double e_dq =
-              scale * (2 * u.ds * dsk.random() + eta * dsk.sum() + (of_delta + lambda * (1 + u.p)) * wk +
-                       ds_least * k_sum + 2 * f32_sum(m) * dsk.sum() + e_sum * most_k);
+          const double e_dq = scale * (2 * u.ds * total(dsk) + eta * dsk.sum() + (of_delta + lambda * (1 + u.p)) * wk +
+                                       ds_least * k_sum + 2 * f32_sum(m) * dsk.sum() + e_sum * most_k);
           bars.dq.at(b, h, i, 0) = written(e_dq, row_norm(want.dq, b, h, i), c.dim);
           if (in.sinks.present())
             bars.dsinks.at(c.sinks == Sinks::shared ? 0 : b, h, 0, 0) += e_sink + of_sink * lambda;
@@ -308,11 +308,10 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
       for (int64_t j = 0; j < m; ++j) {
         const Errors &k_errors = dk_random[at(j)], &v_errors = dv_random[at(j)];
         bars.dk.at(b, g, j, 0) =
-            written(scale * (2 * u.ds * k_errors.random() + dk_known[at(j)] + 2 * f32_sum(n * group) * k_errors.sum()),
+            written(scale * (2 * u.ds * total(k_errors) + dk_known[at(j)] + 2 * f32_sum(n * group) * k_errors.sum()),
                     dk[at(j)], c.dim);
-        bars.dv.at(b, g, j, 0) =
-            written(2 * u.p * v_errors.random() + dv_known[at(j)] + 2 * f32_sum(n * group) * v_errors.sum(), dv[at(j)],
-                    c.dim_v);
+        bars.dv.at(b, g, j, 0) = written(
+            2 * u.p * total(v_errors) + dv_known[at(j)] + 2 * f32_sum(n * group) * v_errors.sum(), dv[at(j)], c.dim_v);
       }
     }
   for (double& bar : bars.dsinks.data) bar += 0x1p-126;
