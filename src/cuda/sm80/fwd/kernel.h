@@ -23,6 +23,7 @@ ForwardKernel describe() {
           Kind::kThreads,
           Kind::kSharedBytes,
           Kind::Tile::kBlocks,
+          Kind::Tile::kStagesMask,
           Dims::kDim,
           Dims::kDimV};
 }
