@@ -1,4 +1,4 @@
-// What the CUDA backends answer alike: which GPUs there are, what they take, and how a pass becomes a plan.
+// What the CUDA backends share: the GPUs that they find, the problems that both reject, and the plan of a pass.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -21,7 +21,7 @@ constexpr int64_t kMaxKeySplits = 256, kMaxRounds = 4;
 // kMaxRounds rounds of thread blocks, which bounds the workspace, and none is empty where a tile of queries has
 // `key_tiles` tiles of keys.
 inline int key_splits(int64_t blocks, int64_t key_tiles, int64_t slots) {
-  // What it takes to start a thread block, and to write and combine its part, in tiles of keys.
+  // The time that a thread block takes to start, and to write and combine its part, as a number of tiles of keys.
   constexpr int64_t kStart = 4;
   const auto time_of = [&](int64_t splits, int64_t tiles) {
     return (blocks * splits + slots - 1) / slots * (tiles + kStart);

@@ -80,7 +80,7 @@ struct Forward {
     const QkType* k_start;
     const PType* v_start;
     float m_at_flip[kCompensated<Precision> ? kRows : 1];
-    // Where kShort: the end of the rows, and of each its terms, as they belong to several heads.
+    // For few queries, whose rows belong to several heads: the end of the rows, and the terms of each row.
     int rows_end;
     RowTerms terms[General && kShort<Dims> ? kRows : 1];
   };

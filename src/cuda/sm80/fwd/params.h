@@ -8,8 +8,8 @@
 
 namespace octet::cuda::sm80 {
 
-// What a part of the keys gives a row beside o, which is divided by l: p = exp2(logit in base 2 - origin), l is their
-// sum, and the gauge is what logits lack (sm80/logits.h).
+// What a thread block writes for a row beside o when it computes one part of the keys: o is divided by l, the sum of
+// p = exp2(logit in base 2 - origin), and logits lack the gauge (sm80/logits.h).
 struct RowStatistics {
   float origin, l, gauge;
 };
@@ -33,7 +33,7 @@ struct ForwardParams {
   Sinks sinks;
   // With few queries:
   int tile_heads;  // heads that are rows of a tile
-  // Where keys are split, [batch x split, head, token] as o is, of which each thread block writes its part; or null.
+  // [batch x split, head, token], as o: each thread block writes its part. Null where keys are not split.
   Output statistics;
 };
 
