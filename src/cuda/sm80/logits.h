@@ -167,48 +167,26 @@ __device__ inline float logit_of(const LogitTerms& t, const RowTerms& row, int k
   return x;
 }
 
-// Returns the distance of the rows of a mask tensor's tile in shared memory, for elements of `bytes`: an odd multiple
-// of 16 bytes, so that the eight rows that a warp reads at a time lie in different banks.
-__host__ __device__ constexpr int mask_row_bytes(int columns, int bytes) {
-  return ((columns * bytes / 16 + 1) | 1) * 16;
-}
+// Rows of a mask tensor's tile in shared memory, for keys [key, key + Columns). They are padded, so that the eight rows
+// that a warp reads at a time lie in different banks.
+template <int Columns>
+constexpr int kMaskRowBytes = Columns * 4 + 16;
 
 // Loads `Rows` rows, from query i of n on, by cp.async with one warp. Keys from m on become zeros. Queries from n on
 // have the row of the last one. Only for masks with mask_chunks; the caller closes the group.
 template <int Columns, int Rows>
 __device__ void load_mask_async(unsigned char* to, const LogitTerms& t, int batch, int head, int i, int n, int key,
                                 int m) {
-  const int lane = threadIdx.x % 32, bytes = t.mask_bytes, inside = (m - key) * bytes;
-  constexpr int kChunks = Columns / 16;  // of a row of bytes
-  const int chunks = kChunks * bytes;
+  const int lane = threadIdx.x % 32, bytes = t.mask_bytes, chunks = Columns * bytes / 16;  // a power of 2
+  const int shift = 31 - __clz(chunks), inside = (m - key) * bytes;
   const auto* const from =
       static_cast<const unsigned char*>(t.mask) + (batch * t.mask_stride[0] + head * t.mask_stride[1] + key) * bytes;
   for (int at = lane; at < Rows * chunks; at += 32) {
-    const int row = at / kChunks >> (bytes / 2), offset = (at - row * chunks) * 16;  // bytes: 1, 2 or 4
+    const int row = at >> shift, offset = (at & (chunks - 1)) * 16;
     const int size = min(max(inside - offset, 0), 16);
-    ptx::cp_async(ptx::shared_address(to) + row * mask_row_bytes(Columns, bytes) + offset,
+    ptx::cp_async(ptx::shared_address(to) + row * kMaskRowBytes<Columns> + offset,
                   from + (size ? min(i + row, n - 1) * t.mask_stride[2] * bytes + offset : 0), size);
   }
-}
-
-// Sets a fragment to what the mask tensor adds to the logits, divided by their scale: products of q and k that tensor
-// cores add to it make logits without an instruction of their own. A key that the mask hides has -inf, to which
-// products that are inf or NaN add to NaN or inf.
-template <int Columns>
-__device__ void start_from_mask(Accumulator<Columns>& s, const LogitTerms& t, float inverse_scale,
-                                const float (&gauges)[kRowsPerThread],
-                                const unsigned char* const (&staged)[kRowsPerThread]) {
-  with_mask_type(t.element, [&](auto* type) {
-    using Numbers = MaskNumbers<std::remove_pointer_t<decltype(type)>>;
-    using Word = typename Numbers::Word;
-#pragma unroll
-    for (int i = 0; i < Columns / 2; i += 2) {
-      const int row = i / 2 % 2;
-      const float2 numbers = Numbers::two(
-          *reinterpret_cast<const Word*>(staged[row] + (i / 4 * 8 + fragment_column()) * (sizeof(Word) / 2)));
-      s.x[i] = (numbers.x - gauges[row]) * inverse_scale, s.x[i + 1] = (numbers.y - gauges[row]) * inverse_scale;
-    }
-  });
 }
 
 // Turns products of q and k into logits: the columns of the fragment are the keys from `key` on, of which there are

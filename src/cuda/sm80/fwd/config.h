@@ -44,7 +44,7 @@ struct ForwardTile<Dims64, General, 1> {
 };
 template <bool General>
 struct ForwardTile<Dims128, General, 1> {
-  static constexpr int kWarps = 4, kRowBlocks = 2, kKeys = 48, kBlocks = 2, kStages = 2;
+  static constexpr int kWarps = 4, kRowBlocks = 2, kKeys = General ? 32 : 48, kBlocks = 2, kStages = 2;
   static constexpr bool kQRegisters = false, kStagesMask = General, kRepeats = false;
 };
 template <bool General>

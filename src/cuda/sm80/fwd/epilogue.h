@@ -154,7 +154,6 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
     const int last = min(first + kWarpRows, rows_end()) - 1;
     if (!masks_infinite(keys, {range_of(last).first, range_of(first).last}, a.dim_v, value)) return;
   }
-  constexpr float kLog2e = 1.44269504f;
   const auto recompute = [&](int row) {
     const int head = head_of(row);
     const auto* const q = a.q.row<QkType>(shared.q_tile.batch, head, int64_t{shared.q_tile.q_first} + query_of(row));
@@ -165,7 +164,7 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
       for (int i = 0; i < kProducts; ++i)
         product += dot(q + left_part(i) * Dims::kDim, shared.k_start + key * a.k.stride[2] + right_part(i) * Dims::kDim,
                        a.dim);
-      if constexpr (General) return logit_of(a.terms, terms, key, product) * kLog2e;
+      if constexpr (General) return logit_of(a.terms, terms, key, product) * a.scale_log2e;
       return product * a.scale_log2e;
     };
     const auto seen_value = [&](int key, int channel) {
@@ -175,6 +174,7 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
       return value(key, channel);
     };
     UnmaskedRow<Dims::kDimV> result = attend_row<Dims::kDimV>(part_of(range_of(row)), a.dim_v, logit, seen_value);
+    constexpr float kLog2e = 1.44269504f;
     const float share =
         with_sink(__fmaf_rn(terms.gauge, kLog2e, result.log2_sum), a.sinks.at(shared.q_tile.batch, head) * kLog2e)
             .share;

@@ -61,6 +61,8 @@ struct Forward {
     KeyRange all;     // the keys that all of them see
   };
 
+  static constexpr int kMaskBytes = kRowsOfWarp * kMaskRowBytes<kKeys>;  // of a warp
+
   // The tile of queries and its keys lie here and not in registers, of which o leaves few.
   using LoaderK = TileLoader<kThreads, TileK>;
   using LoaderV = TileLoader<kThreads, TileV>;
@@ -69,6 +71,7 @@ struct Forward {
     unsigned char q[kParts][TileQ::kBytes];
     unsigned char k[Tile::kStages][kParts][TileK::kBytes];
     unsigned char v[Tile::kStages][kParts][TileV::kBytes];
+    unsigned char mask[Tile::kStagesMask ? Tile::kWarps : 1][Tile::kStagesMask ? kMaskBytes : 16];
     TileInfo q_tile;
     Keys keys, warp_keys[Tile::kWarps];
     // Of ALiBi and the mask tensor, where logits are general: the slope, and of each row the gauge and the distance
@@ -84,10 +87,8 @@ struct Forward {
     int rows_end;
     RowTerms terms[General && kShort<Dims> ? kRows : 1];
   };
-  // A staged tile of the mask tensor follows, the rows of each warp by themselves. With elements of four bytes it takes
-  // more than some GPUs have.
   static constexpr int kSharedBytes = sizeof(Shared);
-  static_assert(kSharedBytes + (Tile::kStagesMask ? kRows * mask_row_bytes(kKeys, 2) : 0) <= kMostSharedBytes);
+  static_assert(kSharedBytes <= kMostSharedBytes);
 
   using Softmax = std::conditional_t<General, ShiftedSoftmax, OnlineSoftmax>;
   using OTile = Accumulator<Dims::kDimV>;
@@ -203,9 +204,8 @@ struct Forward {
     return {LoaderK::source(shared.k_start + tile * kKeys * a.k.stride[2], a.k.stride[2]),
             LoaderV::source(shared.v_start + tile * kKeys * a.v.stride[2], a.v.stride[2])};
   }
-  // True: they are kept in registers. P in f16 leaves none, nor do general logits, nor three thread blocks on a
-  // multiprocessor.
-  static constexpr bool kKeepsSources = Precision::kPExponent == 0 && !General && !kShort<Dims>;
+  // True: they are kept in registers. P in f16 leaves none, nor do three thread blocks on a multiprocessor.
+  static constexpr bool kKeepsSources = Precision::kPExponent == 0 && !kShort<Dims>;
 
   // The products of parts, the smallest first.
   static constexpr int kProducts = kParts == 1 ? 1 : 6;
@@ -221,16 +221,8 @@ struct Forward {
   __device__ void multiply_pv(const POperand (&p)[kParts][kRowBlocks], int tile, OTile (&o)[kRowBlocks]) const;
   __device__ void load_q() const;
   __device__ void load_keys(int tile, const Sources& from) const;
-  __device__ bool stages_mask() const { return Tile::kStagesMask && a.stages_mask; }
+  __device__ bool stages_mask() const { return Tile::kStagesMask && a.terms.mask && a.terms.mask_chunks; }
   __device__ void load_mask(int tile) const;
-  // Returns where the mask of this thread's first row of a row block is staged.
-  __device__ unsigned char* staged_row(int block) const {
-    const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
-    const int row = thread / 32 * kRowsOfWarp + block * kWarpRows + thread % 32 / 4;
-    return staged_mask() + row * staged_row_bytes();
-  }
-  __device__ unsigned char* staged_mask() const { return reinterpret_cast<unsigned char*>(&shared) + sizeof(Shared); }
-  __device__ int staged_row_bytes() const { return mask_row_bytes(kKeys, a.terms.mask_bytes); }
 
   // The words in which this thread keeps a of the sign flip: those of a row of the output.
   __device__ uint32_t* saved(int row) const;

@@ -23,7 +23,6 @@ ForwardKernel describe() {
           Kind::kThreads,
           Kind::kSharedBytes,
           Kind::Tile::kBlocks,
-          Kind::Tile::kStagesMask,
           Dims::kDim,
           Dims::kDimV};
 }

@@ -8,9 +8,8 @@ struct ForwardKernel {
   const void* function;
   int rows, keys;  // of a tile
   int threads, shared_bytes;
-  int blocks;        // thread blocks that a multiprocessor's registers have room for
-  bool stages_mask;  // true: a tile of the mask tensor may follow in shared memory
-  int dim, dim_v;    // channels of q and of v that it multiplies; where v has more, it runs once for each so many
+  int blocks;      // thread blocks that a multiprocessor's registers have room for
+  int dim, dim_v;  // channels of q and of v that it multiplies; where v has more, it runs once for each so many
 };
 
 // The kernel for the larger one of the head dims. `General`: logits may be more than scale q.k. `Few`: for few queries

@@ -30,12 +30,6 @@ bool shifts_maximum(const Problem& p) { return p.bias_correction == OCTET_BIAS_C
 
 bool general(const Problem& p) { return !p.plain_logits() || shifts_maximum(p); }
 
-// True where a mask tensor is all that logits have beside products of q and k. Its numbers are divided by the scale.
-bool starts_from_mask(const Problem& p) {
-  return p.mask.present() && p.softcap == 0.f && !p.alibi_slopes.present() && !shifts_maximum(p) &&
-         p.scale > 0x1p-20f && p.scale < 0x1p20f;
-}
-
 template <class Precision, bool Few>
 ForwardKernel kernel_of(const Problem& p) {
   const int64_t most = std::max(p.dim, p.dim_v);
@@ -193,13 +187,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.whole_columns = parts || (p.dim == kernel.dim && p.dim_v == kernel.dim_v);
   a.terms = terms;
   constexpr double kLog2e = 1.4426950408889634;
-  const int mask_bytes = kernel.rows * mask_row_bytes(kernel.keys, terms.mask_bytes);
-  a.stages_mask = kernel.stages_mask && terms.mask_chunks &&
-                  kernel.shared_bytes + mask_bytes <= attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, p);
-  a.starts_from_mask = a.stages_mask && starts_from_mask(p);
-  a.inverse_scale = a.starts_from_mask ? 1.f / p.scale : 0.f;
-  const int shared_bytes = kernel.shared_bytes + (a.stages_mask ? mask_bytes : 0);
-  a.scale_log2e = static_cast<float>(general(p) && !a.starts_from_mask ? kLog2e : p.scale * kLog2e);
+  a.scale_log2e = static_cast<float>(general(p) ? kLog2e : p.scale * kLog2e);
   // f16 has a smaller range of exponents for the other keys than bf16.
   a.beta = shifts_maximum(p) ? p.beta : 0.f, a.beta_reach = p.precision == OCTET_PRECISION_F16 ? 4.f : 20.f;
   a.v_scale = scaled ? v_scaled.scale() : nullptr, a.v_mean = v_scaled.v_mean();
@@ -216,7 +204,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   else
     a.lse = c.lse, a.sinks = c.sinks;
 
-  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+  check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes),
         "cudaFuncSetAttribute");
   for (int64_t first = 0; first < p.dim_v; first += kernel.dim_v) {
     a.dim_v = static_cast<int>(std::min<int64_t>(p.dim_v - first, kernel.dim_v));
@@ -229,7 +217,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
       a.o = c.o, a.o_residual = c.o_residual;
     void* arguments[] = {&a};
     const dim3 grid(static_cast<unsigned>(schedule.tiles), static_cast<unsigned>(schedule.splits));
-    check(cudaLaunchKernel(kernel.function, grid, dim3(kernel.threads), arguments, shared_bytes, stream),
+    check(cudaLaunchKernel(kernel.function, grid, dim3(kernel.threads), arguments, kernel.shared_bytes, stream),
           "cudaLaunchKernel");
     if (splits) combine(c, stream);
   }

@@ -1,20 +1,8 @@
 // The mainloop of the forward pass. sm80/fwd/forward.h has the algorithm.
 #pragma once
-#include "cuda/ptx/max.h"
 #include "cuda/sm80/fwd/epilogue.h"
 
 namespace octet::cuda::sm80 {
-
-// row_max, but a NaN is the result.
-template <int Columns>
-__device__ float row_max_or_nan(const Accumulator<Columns>& s, int row) {
-  float most[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-  for (int i = 0; i < Columns / 8; ++i)
-#pragma unroll
-    for (int c = 0; c < 2; ++c) most[c] = ptx::max_or_nan(most[c], s.x[4 * i + 2 * row + c]);
-  return ptx::max_or_nan(most[0], most[1]);
-}
 
 // Loads the rows of q.
 template <class Precision, class Dims, bool General>
@@ -68,9 +56,8 @@ template <class Precision, class Dims, bool General>
 __device__ inline void Forward<Precision, Dims, General>::load_mask(int tile) const {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (!stages_mask() || tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) return;
-  load_mask_async<kKeys, kRowsOfWarp>(staged_mask() + warp * kRowsOfWarp * staged_row_bytes(), a.terms,
-                                      shared.q_tile.batch, shared.q_tile.head, warp_row(), shared.q_tile.q_tokens,
-                                      tile * kKeys, shared.q_tile.k_tokens);
+  load_mask_async<kKeys, kRowsOfWarp>(shared.mask[warp], a.terms, shared.q_tile.batch, shared.q_tile.head, warp_row(),
+                                      shared.q_tile.q_tokens, tile * kKeys, shared.q_tile.k_tokens);
 }
 
 // Splits P of a row block into its parts.
@@ -143,14 +130,8 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
   };
 #pragma unroll
   for (int ahead = 1; ahead < kAhead; ++ahead) load_after(tile - ahead + 1);
-  // Where the mask is staged, the groups of copies are in turn a tile of keys and one of the mask. Its tile is read
-  // before the products, or behind them where logits do not start from it.
+  // Where the mask is staged, the groups of copies are in turn a tile of keys and one of the mask.
   constexpr int kMaskGroups = Tile::kStagesMask ? 1 : 0;
-  const auto load_next_mask = [&](int tile) {
-    __syncwarp();
-    load_mask(tile - 1);
-    ptx::cp_async_commit();
-  };
   if constexpr (Tile::kStagesMask) load_mask(shared.warp_keys[warp].last - 1), ptx::cp_async_commit();
 
   Softmax softmax[kRowBlocks];
@@ -170,12 +151,9 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
   }
 
   // The verbs of the mainloop.
-  const auto zero = [](Accumulator<kKeys>(&s)[kRowBlocks]) {
+  const auto multiply_qk = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile) {
 #pragma unroll
     for (Accumulator<kKeys>& each : s) each.zero();
-  };
-  // Adds q k^T.
-  const auto multiply_qk = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile) {
     if constexpr (Tile::kQRegisters)
       mma_ABt(s, q_rows, k(tile));
     else
@@ -183,68 +161,27 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
       for (int product = 0; product < kProducts; ++product)
         mma_ABt(s, q(left_part(product)), warp * kRowBlocks, k(tile, right_part(product)));
   };
-  // Sets the fragments to what q k^T is added to.
-  const auto start_logits = [&](Accumulator<kKeys>(&s)[kRowBlocks]) {
-    if constexpr (Tile::kStagesMask)
-      if (a.starts_from_mask) {
-#pragma unroll
-        for (int block = 0; block < kRowBlocks; ++block) {
-          const int first = ptx::opaque(thread_row(block));
-          start_from_mask(s[block], a.terms, a.inverse_scale, {gauge_of(first), gauge_of(first + 8)},
-                          {staged_row(block), staged_row(block) + 8 * staged_row_bytes()});
-        }
-        return;
-      }
-    zero(s);
-  };
-  // Turns products into logits, but for the keys that are not seen.
-  const auto add_all_terms = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile, bool staged) {
-#pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block) {
-      const int first = ptx::opaque(thread_row(block));
-      const RowTerms terms[] = {terms_of(first), terms_of(first + 8)};
-      const unsigned char* const row = staged_row(block);
-      add_terms(s[block], a.terms, terms, tile * kKeys, shared.q_tile.k_tokens,
-                {staged ? row : nullptr, row + 8 * staged_row_bytes()});
-    }
-  };
-  // Turns the logits of keys that a query does not see into -inf.
-  const auto mask_unseen = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile) {
+  // Turns products into logits, and those of unseen keys into -inf.
+  const auto take_logits = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile) {
     const KeyRange all = shared.warp_keys[warp].all;
-    if (tile * kKeys >= all.first && (tile + 1) * kKeys <= all.last) return;
+    const bool masked = tile * kKeys < all.first || (tile + 1) * kKeys > all.last;
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
       const int first = ptx::opaque(thread_row(block));
+      if constexpr (General) {
+        const RowTerms terms[] = {terms_of(first), terms_of(first + 8)};
+        const unsigned char* const row = shared.mask[Tile::kStagesMask ? warp : 0] +
+                                         (block * kWarpRows + threadIdx.x % 32 / 4) * kMaskRowBytes<kKeys>;
+        const unsigned char* const rows[] = {stages_mask() ? row : nullptr, row + 8 * kMaskRowBytes<kKeys>};
+        add_terms(s[block], a.terms, terms, tile * kKeys, shared.q_tile.k_tokens, rows);
+      }
+      if (!masked) continue;
       const KeyRange ranges[] = {range_of(first), range_of(first + 8)};
       mask_rows(s[block], tile * kKeys, ranges);
     }
   };
-  const auto take_logits = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile) {
-    if constexpr (General)
-      if (!a.starts_from_mask) add_all_terms(s, tile, stages_mask());
-    mask_unseen(s, tile);
-  };
-  // Logits that started from the mask tensor are inf or NaN where a product is that the mask hides: computes them
-  // again.
-  const auto read_again_where_nonfinite = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile,
-                                              RowValues(&most)[kRowBlocks]) {
-    bool finite = true;
-#pragma unroll
-    for (const RowValues& each : most) finite &= each[0] < INFINITY && each[1] < INFINITY;
-    if (__all_sync(~0u, finite)) return;
-    if (a.starts_from_mask) {
-      zero(s), multiply_qk(s, ptx::opaque(tile)), add_all_terms(s, tile, false);
-#pragma unroll
-      for (Accumulator<kKeys>& each : s) each.scale(a.inverse_scale);
-      mask_unseen(s, tile);
-    }
-#pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block)
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) most[block][row] = row_max(s[block], row, -INFINITY);
-  };
   // Turns logits into P. The maximum is that of earlier tiles, unless P would be too large.
-  const auto take_exp = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile, POperand(&p)[kParts][kRowBlocks]) {
+  const auto take_exp = [&](Accumulator<kKeys>(&s)[kRowBlocks], POperand(&p)[kParts][kRowBlocks]) {
     constexpr int kExponent = Precision::kPExponent;
     if constexpr (General)
       if (a.beta != 0.f) {
@@ -260,16 +197,13 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
 #pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row)
-        most[block][row] = Tile::kStagesMask ? row_max_or_nan(s[block], row) : row_max(s[block], row, -INFINITY);
+      for (int row = 0; row < kRowsPerThread; ++row) most[block][row] = row_max(s[block], row, -INFINITY);
       fits &= softmax[block].template fits_stale_max<kExponent>(most[block], (kMaxPLog2<Precision, General>));
     }
-    if (!__all_sync(~0u, fits)) {
-      if constexpr (Tile::kStagesMask) read_again_where_nonfinite(s, tile, most);
+    if (!__all_sync(~0u, fits))
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block)
         scale_rows(o[block], softmax[block].template update_max<kExponent>(most[block]));
-    }
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block)
       softmax[block].template exp_and_sum<kExponent>(s[block]), to_parts(s[block], block, p);
@@ -297,11 +231,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
 
 #pragma unroll 1
   for (; tile >= shared.keys.first; --tile) {
-    const bool mask_first = Tile::kStagesMask && a.starts_from_mask;
-    if (mask_first)
-      ptx::cp_async_wait<0>();
-    else
-      ptx::cp_async_wait<kAhead - 1 + kMaskGroups>();
+    ptx::cp_async_wait<kAhead - 1 + kMaskGroups>();
     __syncthreads();  // the tile has arrived, and the one before it has been read
     if constexpr (Tile::kStages > 1) load_after(tile - kAhead + 1);
     if (tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) {
@@ -310,19 +240,15 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
       continue;
     }
     Accumulator<kKeys> s[kRowBlocks];
-    start_logits(s);
-    if (mask_first) load_next_mask(tile);
     multiply_qk(s, tile);
-    if constexpr (Tile::kStagesMask)
-      if (!mask_first) ptx::cp_async_wait<1>(), __syncwarp();  // the tile of the mask has arrived
+    if constexpr (Tile::kStagesMask) ptx::cp_async_wait<1>(), __syncwarp();  // the tile of the mask has arrived
     take_logits(s, tile);
-    if constexpr (Tile::kStagesMask)
-      if (!mask_first) load_next_mask(tile);
+    if constexpr (Tile::kStagesMask) __syncwarp(), load_mask(tile - 1), ptx::cp_async_commit();
     POperand p[kParts][kRowBlocks];
     if constexpr (Tile::kRepeats) {
       const bool first = tile == shared.warp_keys[warp].last - 1;
       if (first || !take_stale_exp(s)) {
-        if (!first) zero(s), multiply_qk(s, ptx::opaque(tile)), take_logits(s, ptx::opaque(tile));
+        if (!first) multiply_qk(s, ptx::opaque(tile)), take_logits(s, ptx::opaque(tile));
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block)
           scale_rows(o[block], softmax[block].template exp_update_max<Precision::kPExponent>(s[block]));
@@ -330,7 +256,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block) to_parts(s[block], block, p);
     } else {
-      take_exp(s, tile, p);
+      take_exp(s, p);
     }
     multiply_pv(p, tile, o);
     if constexpr (kCompensated<Precision>)

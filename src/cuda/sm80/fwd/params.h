@@ -20,11 +20,8 @@ struct ForwardParams {
   Mask mask;
   int group;  // heads of q per head of k and v; with few queries, heads of tiles
   int dim, dim_v;
-  bool whole_columns;      // true: these are the kernel's
-  float scale_log2e;       // of a logit, or of a product of q and k
-  bool stages_mask;        // true: tiles of the mask tensor pass through shared memory
-  bool starts_from_mask;   // true: the products of q and k are added to the mask tensor; see start_from_mask
-  float inverse_scale;     // 1 / scale, where it does
+  bool whole_columns;  // true: these are the kernel's
+  float scale_log2e;
   LogitTerms terms;        // of kernels with general logits
   float beta, beta_reach;  // of bias correction beta; beta_reach in logits; 0: another one
   const float* v_scale;    // [batch, kv_head]: the power of two that v was divided by; or null
