@@ -22,7 +22,7 @@ DTYPES = {
     torch.float8_e4m3fn: "e4m3",
 }
 BIAS_CORRECTIONS = abi.BIAS_CORRECTIONS
-FORWARD, BACKWARD = abi.PASSES["forward"], abi.PASSES["backward"]
+FORWARD, BACKWARD, JVP = abi.PASSES["forward"], abi.PASSES["backward"], abi.PASSES["jvp"]
 
 
 def struct(kind, **fields):

@@ -15,6 +15,16 @@ GPU = [shape(dim, tokens) for dim in (64, 128, 256) for tokens in (1024, 4096, 1
 GPU_LONG = [shape(128, tokens) for tokens in (16384, 65536, 131072)]
 # batch, heads, tokens, dim: 8 bits on GPUs, rows of the table, and a length that is no power of two
 GPU_BYTES = [shape(128, 4096), shape(128, 16384), shape(64, 4096), shape(64, 16384), (1, 16, 2560, 64)]
+# The backend for all GPUs: rows of the table at 16 bits and at f32; of few queries over long keys batch, heads,
+# kv_heads, queries, keys, dim
+GPU_GENERAL = [shape(dim, tokens) for dim in (64, 128) for tokens in (4096, 16384)]
+GPU_GENERAL_F32 = [shape(dim, 4096) for dim in (64, 128)]
+GPU_FEW_QUERIES = [
+    (1, 32, 8, 1, 32768, 128),
+    (1, 32, 8, 16, 32768, 128),
+    (4, 32, 8, 1, 8192, 128),
+    (1, 32, 32, 1, 32768, 64),
+]
 # What a call costs beside its kernels: kernels so short that they take no time.
 HOST = {"cuda": (1, 8, 512, 64), "cpu": (1, 1, 8, 64)}
 # On CPUs, full and causal.
