@@ -56,13 +56,16 @@ def _version(module, path):
 
 
 def medians(calls, rounds, repeats):
-    """Median milliseconds of each call, in turns."""
+    """Median milliseconds of each call, in turns. Each round begins with another call, as the first of a round meets a
+    GPU that has just been idle."""
     for call in calls:
         for _ in range(2):
             call()
     events = [[] for _ in calls]
-    for _ in range(rounds):
-        for call, marks in zip(calls, events, strict=True):
+    for i in range(rounds):
+        turns = list(zip(calls, events, strict=True))
+        first = i % len(turns)
+        for call, marks in turns[first:] + turns[:first]:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(repeats):
