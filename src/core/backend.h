@@ -25,12 +25,14 @@ struct Backend {
   const char* name;         // what octet_attention.backend, --backend and OCTET_BACKEND accept
   const char* description;  // one line for octet_info
   octet_device device;      // where the tensors of its calls lie
-  bool automatic;           // false: runs only when asked for by name (or nothing else knows the precision)
 
   // Returns why this backend cannot run at all on this machine, or nothing.
   std::optional<std::string> (*unavailable)();
   // Returns why this backend cannot solve this problem, whose tensors are on its kind of device, or nothing.
   std::optional<std::string> (*unsupported_reason)(const Problem&);
+  // Returns why it defers a problem that it supports to another backend unless the caller names it, or nothing. Null:
+  // it defers none.
+  std::optional<std::string> (*deferral_reason)(const Problem&);
   // Plans a problem that it supports.
   Plan (*plan)(const Problem&);
 };

@@ -28,8 +28,8 @@ std::optional<std::string> reason_against(const Backend& backend, const Problem&
   if (problem.device != backend.device)
     return text("the tensors are on ", name(problem.device), "; it works on ", name(backend.device), " tensors");
   if (auto reason = backend.unsupported_reason(problem)) return reason;
-  if (!backend.automatic && !named && problem.precision != OCTET_PRECISION_F64)
-    return "it could, but runs only when asked for by name";
+  if (named || !backend.deferral_reason) return {};
+  if (auto reason = backend.deferral_reason(problem)) return text("it could, but ", *reason);
   return {};
 }
 

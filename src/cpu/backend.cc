@@ -115,9 +115,9 @@ extern const Backend kCpu;
 const Backend kCpu = {"cpu",
                       "tiled kernels for the CPU's vector and tile instructions",
                       OCTET_CPU,
-                      true,
                       cpu::unavailable,
                       cpu::why_unsupported,
+                      nullptr,
                       cpu::plan};
 
 }  // namespace octet

@@ -248,6 +248,12 @@ std::string kernel(const Problem& problem) {
   return text(name(problem.pass), ' ', name(problem.precision), ", unfused float64");
 }
 
+// No other backend has f64.
+std::optional<std::string> deferral_reason(const Problem& problem) {
+  if (problem.precision == OCTET_PRECISION_F64) return {};
+  return "runs only when asked for by name";
+}
+
 }  // namespace
 }  // namespace reference
 
@@ -256,9 +262,9 @@ const Backend kReference{
     .name = "reference",
     .description = "unfused float64 with the rounding points of every precision: the oracle",
     .device = OCTET_CPU,
-    .automatic = false,
     .unavailable = [] { return std::optional<std::string>(); },
     .unsupported_reason = unsupported_reason,
+    .deferral_reason = reference::deferral_reason,
     .plan =
         [](const Problem&) {
           return Plan{0, reference::kernel, reference::run};

@@ -35,6 +35,8 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
   }
 }
 
+std::optional<std::string> deferral_reason(const Problem&) { return "runs only when asked for by name"; }
+
 Plan plan(const Problem& p) {
   switch (p.pass) {
     case OCTET_FORWARD:
@@ -55,9 +57,9 @@ extern const Backend kSm80;
 const Backend kSm80 = {"sm80",
                        "mma.sync, on every NVIDIA GPU since Ampere",
                        OCTET_CUDA,
-                       false,
                        cuda::sm80::unavailable,
                        cuda::sm80::unsupported_reason,
+                       cuda::sm80::deferral_reason,
                        cuda::sm80::plan};
 
 }  // namespace octet

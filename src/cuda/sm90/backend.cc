@@ -69,9 +69,9 @@ extern const Backend kSm90;
 const Backend kSm90 = {"sm90",
                        "tensor cores and TMA of Hopper GPUs (H100, H200)",
                        OCTET_CUDA,
-                       true,
                        cuda::sm90::unavailable,
                        cuda::sm90::unsupported_reason,
+                       nullptr,
                        cuda::sm90::plan};
 
 }  // namespace octet

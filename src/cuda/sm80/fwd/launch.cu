@@ -10,6 +10,7 @@
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
 #include "cuda/scheduler/count_blocks.h"
+#include "cuda/scheduler/few_queries.h"
 #include "cuda/scheduler/key_splits.h"
 #include "cuda/sm80/fwd/combine.h"
 #include "cuda/sm80/fwd/kernels.h"
@@ -20,13 +21,6 @@
 
 namespace octet::cuda::sm80 {
 namespace {
-
-// True where P and V are f16 although the operands are bf16, as bias correction f16 does where the unrounded o is kept.
-bool f16_compute(const Problem& p) {
-  return p.precision == OCTET_PRECISION_BF16 && p.bias_correction == OCTET_BIAS_CORRECTION_F16 && keeps_exact_o(p);
-}
-
-bool shifts_maximum(const Problem& p) { return p.bias_correction == OCTET_BIAS_CORRECTION_BETA; }
 
 bool general(const Problem& p) { return !p.plain_logits() || shifts_maximum(p); }
 
@@ -66,26 +60,19 @@ int64_t tiles_of(const Problem& p, int rows) {
 Schedule schedule_of(const Problem& p) {
   const ForwardKernel kernel = f16_compute(p) ? kernel_of<PrecisionBf16F16Compute, false>(p) : kernel_of<false>(p);
   const Schedule of_many{.kernel = kernel, .tile_queries = kernel.rows, .tiles = tiles_of(p, kernel.rows) * p.heads};
-  constexpr int64_t kMostQueries = 64;
-  const int64_t queries = p.packed() && p.max_seqlen_q ? p.max_seqlen_q : p.tokens_q;
-  if (queries > kMostQueries || !p.o.elements() || f16_compute(p) || shifts_maximum(p)) return of_many;
+  if (!has_few_queries(p)) return of_many;
 
   Schedule s{.kernel = kernel_of<true>(p), .few = true};
   s.tile_heads = heads_of_tile(p.group(), s.kernel.rows);
   s.tile_queries = s.kernel.rows / s.tile_heads;
   s.tiles = tiles_of(p, s.tile_queries) * (p.heads / s.tile_heads);
   const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount, p);
-  if (queries > s.tile_queries && of_many.tiles >= multiprocessors) return of_many;
-  int64_t keys = p.packed() && p.max_seqlen_k ? p.max_seqlen_k : p.tokens_k;
-  if (!p.packed()) {
-    const octet::KeyRange seen = p.keys_of_block(0, p.tokens_q, p.tokens_q, p.tokens_k);
-    keys = std::max<int64_t>(seen.last - seen.first, 0);
-  }
+  if (most_queries(p) > s.tile_queries && of_many.tiles >= multiprocessors) return of_many;
   // A thread block can have all of a multiprocessor's shared memory but what is reserved for each thread block.
   constexpr int kReservedBytes = 1024;
   const int blocks = (attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, p) + kReservedBytes) /
                      (s.kernel.shared_bytes + kReservedBytes);
-  s.splits = key_splits(s.tiles, (keys + s.kernel.keys - 1) / s.kernel.keys,
+  s.splits = key_splits(s.tiles, (most_keys(p) + s.kernel.keys - 1) / s.kernel.keys,
                         int64_t{multiprocessors} * std::clamp(blocks, 1, s.kernel.blocks));
   return s;
 }
