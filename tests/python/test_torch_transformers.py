@@ -474,12 +474,13 @@ def test_what_is_relied_on():
 
 
 @pytest.mark.parametrize("case", ["no mask", "left", "packed"])
-@pytest.mark.parametrize("takes_tensors", [True, False])
-def test_a_compiled_model(case, takes_tensors, monkeypatch, request):
-    """In one graph with mask tensors; where there are none, as on a GPU, the mask alone is made outside of it."""
-    if not takes_tensors:
-        request.getfixturevalue("no_mask_tensors")
-        monkeypatch.setattr(_masks, "takes_mask_tensors", lambda device: False)
+@pytest.mark.parametrize("like_a_gpu, fullgraph", [(False, True), (True, False), (True, True)])
+def test_a_compiled_model(case, like_a_gpu, fullgraph, monkeypatch, request):
+    """In one graph with mask tensors; on a GPU only where it has to be one, else the mask alone is made outside."""
+    if like_a_gpu:
+        monkeypatch.setattr(_masks, "is_fast_with_tensors", lambda device: False)
+        if not fullgraph:
+            request.getfixturevalue("no_mask_tensors")
     tokens, mask = batch_of("left")
     how = {"use_cache": False} | ({"attention_mask": mask} if case == "left" else {})
     if case == "packed":
@@ -496,7 +497,7 @@ def test_a_compiled_model(case, takes_tensors, monkeypatch, request):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     want = run(model, model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=takes_tensors)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
     for got, expected in zip(run(compiled, model), want, strict=True):
         assert relative(got, expected) < EXACT
     breaks = [reason for reason in torch._dynamo.utils.counters["graph_break"] if "octet reads the mask" not in reason]

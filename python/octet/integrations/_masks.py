@@ -122,7 +122,7 @@ def mask_function(
             "allow_is_causal_skip": allow_is_causal_skip,
             "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
         }
-        if torch.compiler.is_compiling() and not takes_mask_tensors(torch.device(device)):
+        if torch.compiler.is_compiling() and not is_fast_with_tensors(torch.device(device)) and not _is_one_graph():
             return _outside_the_graph(**given, **allowed)
         return sdpa_mask(**given, **allowed)
 
@@ -145,13 +145,22 @@ def mask_function(
 
 
 _outside_the_graph = torch.compiler.disable(
-    mask_function, reason="octet reads the mask, as the kernels of this device take no mask tensors"
+    mask_function, reason="octet reads the mask, as kernels without mask tensors are faster on this device"
 )
 
 
-def takes_mask_tensors(device: torch.device) -> bool:
-    """Returns whether a backend takes masks on this device; else torch.compile breaks its graph to make one."""
+def is_fast_with_tensors(device: torch.device) -> bool:
+    """Returns whether attention with a mask tensor is worth a graph of torch.compile without a break on this device."""
     return device.type == "cpu"
+
+
+@torch._dynamo.assume_constant_result
+def _is_one_graph() -> bool:
+    """Returns whether the code that is being traced must become one graph: fullgraph=True, or torch.export."""
+    from torch._dynamo import symbolic_convert
+
+    tracer = getattr(symbolic_convert.tls, "current_tx", None)
+    return tracer is None or bool(tracer.one_graph or tracer.error_on_graph_break)
 
 
 def _of_keys(attention_mask: torch.Tensor, kv_length: int, kv_offset: int) -> torch.Tensor:
