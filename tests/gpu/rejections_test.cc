@@ -129,8 +129,8 @@ std::vector<Rejected> rejected_by_sm90() {
     const Asked of_pass{.pass = pass};
     for (const DType type : {DType::boolean, DType::bf16})
       add(of_pass, "it takes no mask tensor; it has causal and window masks").mask = type;
-    add(of_pass, "it has no softcap; on CPU tensors octet has").attention.softcap = 2.f;
-    add(of_pass, "it has no alibi_slopes; on CPU tensors octet has").alibi = true;
+    add(of_pass, "it has no softcap").attention.softcap = 2.f;
+    add(of_pass, "it has no alibi_slopes").alibi = true;
   }
   add({}, "device 200 is no GPU of compute capability 9.0").device = 200;
   return list;
@@ -144,6 +144,24 @@ TEST(Rejections, name_what_is_missing) {
   }
   for (const Rejected& x : tests_sm80() ? rejected_by_sm80() : rejected_by_sm90())
     EXPECT_EQ(answer_to(x.asked), backend + ": no, " + x.reason + '\n');
+}
+
+// Whatever the environment names: sm80 is chosen for what sm90 declines of 16 bits and f32.
+TEST(Choice, of_sm80_where_sm90_declines) {
+  std::vector<Asked> all(7);
+  all[0].pass = Pass::jvp;
+  all[1].attention.precision = Precision::f32;
+  all[2].mask = DType::boolean;
+  all[3].mask = DType::bf16, all[3].pass = Pass::backward;
+  all[4].attention.softcap = 2.f;
+  all[5].alibi = true, all[5].pass = Pass::backward;
+  all[6].tokens_q = 1, all[6].tokens_k = 4096;  // it could, but would leave most multiprocessors idle
+  for (Asked& x : all) {
+    x.attention.backend = "";
+    const std::string answer = answer_to(x);
+    EXPECT_TRUE(answer.starts_with("sm90: no, ")) << answer;
+    EXPECT_NE(answer.find("sm80: chosen, "), std::string::npos) << answer;
+  }
 }
 
 TEST(Rejections, of_tensors_on_a_gpu_by_the_cpu) {

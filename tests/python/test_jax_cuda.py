@@ -40,20 +40,26 @@ def call(q, k, v):
     return octet.attention(q, k, v, causal=True, deterministic=True)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_every_derivative_agrees_with_the_definition(dtype):
+    """o, gradients and tangents, of every mask."""
+
     @settings(max_examples=20, deadline=None)  # each compiles
-    @given(cases(np.float32, masks=False))
+    @given(cases(np.float32))
     def holds(case):
         x = {name: jnp.asarray(case.in_layout(name), dtype) for name in case.arrays}
         a = {name: wide(y) if case.layout == "bhsd" else wide(y).transpose(0, 2, 1, 3) for name, y in x.items()}
 
+        mask = None if case.mask is None else jnp.asarray(case.mask)
+
         def attend(q, k, v):
-            return octet.attention(q, k, v, layout=case.layout, **case.keywords)
+            return octet.attention(q, k, v, mask=mask, layout=case.layout, **case.keywords)
 
         o, pull = jax.vjp(jax.jit(attend), x["q"], x["k"], x["v"])
         got = dict(zip(("dq", "dk", "dv"), pull(x["do"]), strict=True)) | {"o": o}
-        about = {"do": a["do"]} | case.exact()
+        along = [tuple(x[name] for name in names) for names in (("q", "k", "v"), ("tq", "tk", "tv"))]
+        _, got["to"] = jax.jvp(jax.jit(attend), *along)
+        about = {"do": a["do"], "tangents": tuple(a[name] for name in ("tq", "tk", "tv"))} | case.exact()
         want = exact.attention(a["q"], a["k"], a["v"], seen=case.seen, **about)
         bound = exact.bounds(a["q"], a["k"], a["v"], **about, **exact.rounding(np.dtype(dtype)))
         for name, found in got.items():
@@ -135,6 +141,29 @@ def test_what_varies_less_is_shared_by_the_shards():
         np.testing.assert_array_equal(wide(a), wide(b))
     with pytest.raises(ValueError, match="out_specs which require replication"):
         jax.shard_map(call, mesh=mesh, in_specs=(spec(), spec("x"), spec("x")), out_specs=spec())(q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("softcap, slopes", [(2.0, None), (0.0, (4,)), (2.0, (2, 4))])
+def test_softcap_and_slopes(dtype, softcap, slopes):
+    shapes = (2, 4, 100, 64), (2, 2, 130, 64), (2, 2, 130, 64)
+    q, k, v, do = draw(*shapes, shapes[0], dtype=dtype)
+    tangents = tuple(draw(*shapes, dtype=dtype, seed=1))
+    slopes = None if slopes is None else 0.1 * jnp.abs(draw(slopes, dtype=jnp.float32, seed=2)[0])
+
+    def call(q, k, v):
+        return octet.attention(q, k, v, causal="bottom_right", softcap=softcap, alibi_slopes=slopes)
+
+    o, pull = jax.vjp(jax.jit(call), q, k, v)
+    _, to = jax.jvp(jax.jit(call), (q, k, v), tangents)
+    away = np.abs(np.arange(100)[:, None] + 30 - np.arange(130))
+    bias = None if slopes is None else -wide(slopes).reshape(-1, 4, 1, 1) * away
+    about = {"do": wide(do), "tangents": tuple(wide(x) for x in tangents), "bias": bias}
+    arrays = [wide(x) for x in (q, k, v)]
+    want = exact.attention(*arrays, seen=exact.visible(100, 130, "bottom_right"), softcap=softcap, **about)
+    bound = exact.bounds(*arrays, **about, **exact.rounding(np.dtype(dtype)))
+    for name, found in zip(("o", "dq", "dk", "dv", "to"), (o, *pull(do), to), strict=True):
+        exact.expect_close(wide(found), want[name], bound[name], name)
 
 
 @pytest.mark.parametrize("dim", [59, 111, 200])

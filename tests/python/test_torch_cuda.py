@@ -23,6 +23,7 @@ if not (_found := octet.supports(_X, _X, _X)):
     pytest.skip(_found.reason, allow_module_level=True)
 
 DTYPES = [torch.float16, torch.bfloat16]
+WITH_F32 = [*DTYPES, torch.float32]
 LAID_OUT = ("contiguous", "transposed", "every second", "broadcast heads")
 
 
@@ -46,28 +47,36 @@ def wide(x):
     return x.detach().double().cpu().numpy()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", WITH_F32, ids=str)
 def test_every_derivative_agrees_with_the_definition(dtype):
+    """o, lse, gradients and tangents, of every mask."""
+
     @settings(max_examples=60, deadline=None)
-    @given(cases(np.float32, masks=False), st.data())
+    @given(cases(np.float32), st.data())
     def holds(case, data):
         x = {
             name: lay_out(torch.from_numpy(a.copy()).cuda().to(dtype), data.draw(st.sampled_from(LAID_OUT)))
             for name, a in case.arrays.items()
         }
+        keywords = case.keywords
+        if case.mask is not None:
+            keywords = keywords | {"mask": torch.from_numpy(case.mask).cuda()}
         a = {name: wide(y) for name, y in x.items()}
         if case.layout == "bshd":
             x = {name: y.transpose(1, 2) for name, y in x.items()}
         leaves = [x[name].detach().requires_grad_() for name in "qkv"]
-        o, lse = octet.attention(*leaves, layout=case.layout, return_lse=True, **case.keywords)
+        o, lse = octet.attention(*leaves, layout=case.layout, return_lse=True, **keywords)
         assert o.dtype == dtype and o.device == x["q"].device and lse.requires_grad
         got = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, x["do"]), strict=True)) | {"o": o}
-        about = {"do": a["do"]} | case.exact()
+        along = [x[name] for name in ("q", "k", "v", "tq", "tk", "tv")]
+        _, got["to"] = octet.attention_jvp(*along, layout=case.layout, **keywords)
+        about = {"do": a["do"], "tangents": tuple(a[name] for name in ("tq", "tk", "tv"))} | case.exact()
         want = exact.attention(a["q"], a["k"], a["v"], seen=case.seen, **about)
         bound = exact.bounds(a["q"], a["k"], a["v"], **about, **exact.rounding(dtype))
         for name, found in got.items():
-            of = x["q" if name == "o" else name[1]]
-            assert found.stride() == dense_strides(found.shape, memory_order(of.shape, of.stride()))
+            of = x["q" if name in ("o", "to") else name[1]]
+            if name != "to":
+                assert found.stride() == dense_strides(found.shape, memory_order(of.shape, of.stride()))
             found = found if case.layout == "bhsd" else found.transpose(1, 2)
             exact.expect_close(wide(found), want[name], bound[name], name)
         exact.expect_close(wide(lse), want["lse"], bound["lse"], "lse")
@@ -78,24 +87,31 @@ def test_every_derivative_agrees_with_the_definition(dtype):
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_sdpa_is_torchs_own(data):
-    """Against torch's unfused attention in float64 on the same numbers."""
+    """Against torch's unfused attention in float64 on the same numbers, with masks of every kind."""
     pick = data.draw
     lead = pick(st.sampled_from([(2,), (2, 3), (1, 2)]))
     kv_heads, group = pick(st.integers(1, 3)), pick(st.integers(1, 3))
     queries, keys = pick(st.integers(1, 300)), pick(st.integers(1, 300))
     dim, dim_v = (8 * pick(st.integers(1, 16)) for _ in range(2))
-    dtype, causal = pick(st.sampled_from(DTYPES)), pick(st.booleans())
+    dtype, kind = pick(st.sampled_from(WITH_F32)), pick(st.sampled_from(["none", "causal", "bool", "float"]))
     shapes = (kv_heads * group, queries, dim), (kv_heads, keys, dim), (kv_heads, keys, dim_v)
     x = [y.requires_grad_() for y in draw(*((*lead, *shape) for shape in shapes), dtype=dtype)]
-    how = {"is_causal": causal, "scale": 0.25, "enable_gqa": group > 1}
-    o = octet.sdpa(*x, **how)
+    how = {"is_causal": kind == "causal", "scale": 0.25, "enable_gqa": group > 1}
+    mask = None
+    if kind in ("bool", "float"):
+        shape = [n if pick(st.booleans()) else 1 for n in (*lead, kv_heads * group, queries, keys)]
+        mask = torch.rand(shape, device="cuda") < 0.7
+        mask = torch.randn(shape, device="cuda").to(dtype).masked_fill(~mask, -torch.inf) if kind == "float" else mask
+    o = octet.sdpa(*x, mask, **how)
     twin = [y.detach().double().requires_grad_() for y in x]
-    want = own(*twin, **how)
+    bias = mask.double() if kind == "float" else mask
+    want = own(*twin, bias, **how)
     do = torch.randn_like(o)
     got = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, x, do), strict=True)) | {"o": o}
     expected = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(want, twin, do.double()), strict=True)) | {"o": want}
     numbers = [wide(y).reshape(-1, *y.shape[-3:]) for y in x]
-    bound = exact.bounds(*numbers, do=wide(do).reshape(-1, *do.shape[-3:]), scale=0.25, **exact.rounding(dtype))
+    about = {"do": wide(do).reshape(-1, *do.shape[-3:]), "bias": wide(bias) if kind == "float" else None}
+    bound = exact.bounds(*numbers, **about, scale=0.25, **exact.rounding(dtype))
     for name in got:
         exact.expect_close(wide(got[name]), wide(expected[name]), bound[name], name)
 
@@ -355,24 +371,23 @@ def test_what_no_kernel_computes_is_rejected_with_the_reason(kind, precision):
             octet.attention(q.requires_grad_(), q, q, precision=precision)
 
 
-def test_a_tangent_is_rejected_where_no_kernel_computes_it():
-    q = _X
-    if octet.supports(q, q, q, kind="jvp"):
-        pytest.skip("there is a jvp")
-    with forward_ad.dual_level(), pytest.raises(octet.Unsupported, match="jvp"):
-        octet.attention(forward_ad.make_dual(q, q), q, q)
-    with pytest.raises(octet.Unsupported, match="jvp"):
-        torch.func.jvp(lambda x: octet.attention(x, q, q), (q,), (q,))
+@pytest.mark.parametrize("dtype", WITH_F32, ids=str)
+def test_every_way_to_a_tangent_is_the_same(dtype):
+    x, t = (draw(*[(2, 2, 100, 64)] * 3, dtype=dtype, seed=seed) for seed in (0, 1))
+
+    def call(*y):
+        return octet.attention(*y, causal=True)
+
+    o, to = octet.attention_jvp(*x, *t, causal=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(call(*(forward_ad.make_dual(a, b) for a, b in zip(x, t, strict=True))))
+    for primal, tangent in (torch.func.jvp(call, tuple(x), tuple(t)), (dual.primal, dual.tangent)):
+        assert torch.equal(tangent, to)
+        torch.testing.assert_close(primal, o, rtol=2**-7, atol=2**-7)  # of another kernel
 
 
-def test_masks_and_codes_are_served_or_rejected():
+def test_codes_are_served_or_rejected():
     q = _X
-    mask = torch.ones(8, 8, dtype=torch.bool, device="cuda")
-    if octet.supports(q, q, q, mask=mask):
-        assert torch.equal(octet.attention(q, q, q, mask=mask), octet.attention(q, q, q))
-    else:
-        with pytest.raises(octet.Unsupported, match="mask"):
-            octet.attention(q, q, q, mask=mask)
     try:
         codes = octet.quantize(q, "k")
     except octet.Unsupported as rejection:
@@ -385,8 +400,56 @@ def test_reports():
     x = draw(*[(1, 2, 64, 64)] * 4)
     errors = octet.check(*x[:3], do=x[3], causal=True)
     assert set(errors) == {"o", "lse", "dq", "dk", "dv"} and 0 < errors["dq"].rel_l2 < 0.01
-    assert octet.explain(*x[:3]).startswith("sm90: chosen, forward bf16")
-    assert any(backend["name"] == "sm90" and backend["available"] for backend in octet.info()["backends"])
+    found = {backend["name"]: backend["available"] for backend in octet.info()["backends"]}
+    assert found["sm80"] and found["sm90"] == (torch.cuda.get_device_capability() == (9, 0))
+    assert chosen(*x[:3])[0] == ("sm90" if found["sm90"] else "sm80")
+
+
+ON_HOPPER = pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="no GPU of compute capability 9.0")
+
+
+def chosen(*arrays, **how):
+    """The backend that runs, and why a better one does not."""
+    lines = [line.split(": ", 1) for line in octet.explain(*arrays, **how).splitlines()]
+    at = next(i for i, (_, what) in enumerate(lines) if what.startswith("chosen"))
+    return lines[at][0], [what for _, what in lines[:at]]
+
+
+@ON_HOPPER
+@pytest.mark.parametrize(
+    "how, dtype, reason",
+    [
+        ({"softcap": 2.0}, torch.bfloat16, "no, it has no softcap"),
+        ({"alibi_slopes": torch.ones(4)}, torch.bfloat16, "no, it has no alibi_slopes"),
+        ({"mask": torch.ones(64, 64, dtype=torch.bool)}, torch.float16, "no, it takes no mask tensor; "),
+        ({"kind": "jvp"}, torch.bfloat16, "no, it has no jvp pass; it has: forward, backward"),
+        ({}, torch.float32, "no, it has no f32; "),
+    ],
+    ids=["softcap", "alibi_slopes", "mask", "jvp", "f32"],
+)
+def test_what_sm90_lacks_is_computed_by_sm80(how, dtype, reason):
+    x = draw(*[(1, 4, 64, 64)] * 3, dtype=dtype)
+    how = {name: y.cuda() if isinstance(y, torch.Tensor) else y for name, y in how.items()}
+    name, reasons = chosen(*x, **how)
+    assert name == "sm80" and len(reasons) == 1 and reasons[0].startswith(reason), reasons
+
+
+@ON_HOPPER
+def test_a_few_queries_over_many_keys_are_left_to_sm80():
+    """But for gradients, whose forward pass keeps the un-rounded o, and where sm90 is asked for by name."""
+    q, k = draw((1, 32, 4, 64), (1, 8, 4096, 64))
+    few = "no, it could, but sm80 is faster for 4 queries over 4096 keys, which it splits"
+    name, reasons = chosen(q, k, k)
+    assert name == "sm80" and reasons == [few]
+    assert chosen(q, k, k, backend="sm90") == ("sm90", [])
+    assert chosen(q, k[:, :, :256], k[:, :, :256])[0] == "sm90"
+    assert chosen(q.repeat(4, 1, 1, 1), *[k.repeat(4, 1, 1, 1)] * 2)[0] == "sm80"
+    assert chosen(q.repeat(4, 1, 1, 1), *[k.repeat(4, 4, 1, 1)] * 2)[0] == "sm90"
+    o, lse = octet.attention(q, k, k, return_lse=True)
+    numbers = [wide(x) for x in (q, k, k)]
+    want, bound = exact.attention(*numbers), exact.bounds(*numbers, **exact.rounding("bfloat16"))
+    exact.expect_close(wide(o), want["o"], bound["o"], "o")
+    exact.expect_close(wide(lse), want["lse"], bound["lse"], "lse")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -456,12 +519,44 @@ def test_gradients_of_lse_and_sinks_of_a_projection(dtype, has_sinks, dims):
         assert x.ndim < 4 or x.transpose(1, 2).is_contiguous()
 
 
-def test_softcap_and_slopes_are_rejected_by_name():
-    """No backend of a GPU has them; nothing falls back to another."""
+def test_nothing_falls_back_to_the_cpu():
     q = torch.zeros(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(octet.Unsupported, match="sm90: it has no softcap; on CPU tensors octet has"):
-        octet.attention(q, q, q, softcap=30.0)
-    with pytest.raises(octet.Unsupported, match="sm90: it has no alibi_slopes; on CPU tensors octet has"):
-        octet.attention(q, q, q, alibi_slopes=torch.ones(2, device="cuda"))
-    with pytest.raises(octet.Unsupported, match="it has no softcap"):
-        octet.attention(q.requires_grad_(), q, q, softcap=30.0).sum().backward()
+    for how in ({"precision": "sagebwd"}, {"precision": "int8", "softcap": 30.0}):
+        found = octet.supports(q, q, q, **how)
+        assert not found and "cpu: the tensors are on cuda; it works on cpu tensors" in found.reason
+        with pytest.raises(octet.Unsupported):
+            octet.attention(q, q, q, **how)
+    found = octet.supports(q, q, q, kind="backward", bias_correction="gproj")
+    assert not found and "sm80: its backward pass has no bias_correction gproj" in found.reason
+    with pytest.raises(octet.Unsupported):
+        octet.attention_vjp(q, q, q, q, bias_correction="gproj")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_softcap_and_slopes_agree_with_the_definition(data):
+    pick = data.draw
+    dtype, causal = pick(st.sampled_from(WITH_F32)), pick(st.sampled_from([False, "top_left", "bottom_right"]))
+    heads, kv_heads = pick(st.sampled_from([(1, 1), (4, 2), (6, 1)]))
+    queries, keys, dim = pick(st.integers(1, 200)), pick(st.integers(1, 200)), 8 * pick(st.integers(1, 16))
+    softcap = pick(st.sampled_from([0.0, 1.0, 4.0]))
+    of_q, of_k = (2, heads, queries, dim), (2, kv_heads, keys, dim)
+    q, k, v, do, tq, tk, tv = draw(of_q, of_k, of_k, of_q, of_q, of_k, of_k, dtype=dtype)
+    slopes = pick(st.sampled_from([None, (heads,), (2, heads)]))
+    away = np.abs(np.arange(queries)[:, None] + keys - queries - np.arange(keys))
+    bias = None
+    if slopes is not None:
+        slopes = 0.1 * torch.rand(slopes, device="cuda")
+        bias = -wide(slopes).reshape(-1, heads, 1, 1) * away
+    how = {"causal": causal, "softcap": softcap, "alibi_slopes": slopes}
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    o, lse = octet.attention(*leaves, return_lse=True, **how)
+    got = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do), strict=True)) | {"o": o, "lse": lse}
+    _, got["to"] = torch.func.jvp(lambda *x: octet.attention(*x, **how), (q, k, v), (tq, tk, tv))
+    about = {"do": wide(do), "bias": bias, "tangents": tuple(wide(x) for x in (tq, tk, tv))}
+    numbers = [wide(x) for x in (q, k, v)]
+    seen = exact.visible(queries, keys, causal)
+    want = exact.attention(*numbers, seen=seen, softcap=softcap, **about)
+    bound = exact.bounds(*numbers, **about, **exact.rounding(dtype))
+    for name, x in got.items():
+        exact.expect_close(wide(x), want[name], bound[name], name)

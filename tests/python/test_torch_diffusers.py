@@ -1,4 +1,5 @@
-"""octet inside diffusers: its backends against the native one, alone and over two processes."""
+"""octet inside diffusers: its backends against the native one, alone, on a GPU if there is one, and over two
+processes."""
 
 import os
 import pathlib
@@ -13,6 +14,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
 from diffusers.models import attention_dispatch as dispatch  # noqa: E402
 from octet.integrations.diffusers import register  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,16 +37,23 @@ def test_the_backends_are_members():
     assert "octet" in {x.value for x in dispatch.AttentionBackendName.__members__.values()}
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("mask", [None, (2, 9), (2, 1, 5, 9)])
-def test_it_is_the_native_backend(mask):
-    q, k, v = tensors(5, 9, 9)
+def test_it_is_the_native_backend(mask, kind, device):
+    """The native one on the CPU."""
+    x = tensors(5, 9, 9)
     mask = None if mask is None else torch.rand(mask) < 0.7
+    mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if mask is not None and kind == "float" else mask
     attend = dispatch.dispatch_attention_fn
-    want, got = (attend(q, k, v, attn_mask=mask, backend=name) for name in ("native", "octet"))
-    torch.testing.assert_close(got, want)
-    gradients = [torch.autograd.grad(o.sum(), (q, k, v)) for o in (want, got)]
-    torch.testing.assert_close(gradients[1], gradients[0])
-    assert 0 < relative(attend(q, k, v, attn_mask=mask, backend="octet_int8"), want) < 0.03
+    results = []
+    for name, where in (("native", "cpu"), ("octet", device)):
+        leaves = [y.detach().to(where).requires_grad_() for y in x]
+        o = attend(*leaves, attn_mask=None if mask is None else mask.to(where), backend=name)
+        results.append([y.cpu() for y in (o.detach(), *torch.autograd.grad(o.sum(), leaves))])
+    torch.testing.assert_close(*results)
+    if device == "cpu":
+        assert 0 < relative(attend(*x, attn_mask=mask, backend="octet_int8"), results[0][0]) < 0.03
 
 
 @pytest.mark.parametrize("mask", [None, (2, 9), (2, 1, 5, 9)])

@@ -1,6 +1,6 @@
 """The functions of flash-attn 2 as their own tests use them: separate and stacked, padded and packed, all head dims,
-grouped heads, causal masks and windows, gradients, on the CPU and on a GPU. An error may be twice that of the same
-attention in torch's operators in the same type."""
+grouped heads, causal masks and windows, softcap, ALiBi, gradients, on the CPU and on a GPU. An error may be twice that
+of the same attention in torch's operators in the same type."""
 
 import itertools
 
@@ -25,17 +25,23 @@ HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 by_device = pytest.mark.parametrize("device", DEVICES)
 
 
-def in_operators(q, k, v, causal, window, scale=None):
-    """Attention of [batch, token, head, dim] in torch's operators, each rounding to the type of q."""
+def in_operators(q, k, v, causal, window, scale=None, softcap=0.0, slopes=None):
+    """Attention of [batch, token, head, dim] in torch's operators, each rounding to the type of q, but for the numbers
+    of ALiBi, which are added in float32."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     s = torch.einsum("bqhd,bkhd->bhqk", q * (q.shape[-1] ** -0.5 if scale is None else scale), k)
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    if slopes is not None:
+        queries, keys = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
+        away = (queries[:, None] + k.shape[1] - q.shape[1] - keys).abs()
+        s = s - slopes.reshape(-1, q.shape[2], 1, 1) * away
     side = [n if n >= 0 else None for n in window]
     seen = visible(q.shape[1], k.shape[1], "bottom_right" if causal else False, side, "bottom_right")
     seen = torch.from_numpy(seen).to(q.device)
     s = s.masked_fill(~seen, float("-inf"))
     p = s.softmax(-1).masked_fill(~seen, 0)  # a query that sees nothing gives 0
-    return torch.einsum("bhqk,bkhd->bqhd", p, v)
+    return torch.einsum("bhqk,bkhd->bqhd", p.to(v.dtype), v)
 
 
 def results(attend, inputs, do):
@@ -153,6 +159,34 @@ def test_packed_sequences(device, dtype, dim, case):
         (qkv,),
         ("dqkv",),
     )
+
+
+@by_device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("softcap, of_slopes", [(5.0, None), (0.0, "heads"), (0.0, "batch"), (5.0, "batch")])
+@pytest.mark.parametrize("dim, case", [(59, 0), (64, 1), (128, 2), (192, 3), (256, 4), (64, 5)])
+def test_softcap_and_alibi(device, dtype, softcap, of_slopes, dim, case):
+    """As flash-attn's tests draw them: q times the cap, slopes from 0 to 0.3. Separate and packed."""
+    torch.manual_seed(case)
+    (queries, keys), (causal, window) = SIZES[device][case % len(SIZES[device])], MASKS[case % len(MASKS)]
+    heads, kv_heads = HEADS[list(HEADS)[case % 3]]
+    q = draw(2, queries, heads, dim, device=device, dtype=dtype) * (softcap or 1)
+    k, v = (draw(2, keys, kv_heads, dim, device=device, dtype=dtype) for _ in range(2))
+    slopes = of_slopes and 0.3 * torch.rand(*((2,) if of_slopes == "batch" else ()), heads, device=device)
+    how = {"causal": causal, "window_size": window, "softcap": softcap, "alibi_slopes": slopes}
+    expect_twice_the_error(
+        lambda q, k, v: flash_attn.flash_attn_func(q, k, v, **how),
+        lambda q, k, v: in_operators(q, k, v, causal, window, softcap=softcap, slopes=slopes),
+        (q, k, v),
+        ("dq", "dk", "dv"),
+    )
+    lengths = starts([queries] * 2, device), starts([keys] * 2, device), queries, keys
+    for one, other in zip(
+        flash_attn.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *lengths, **how).split(queries),
+        flash_attn.flash_attn_func(q, k, v, **how),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=0.01, atol=0.01)
 
 
 @by_device
@@ -327,8 +361,8 @@ FORMS = pytest.mark.parametrize("form", list(stacked_calls()))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_stacked_gradients_are_those_of_views(monkeypatch, device, form, dtype):
     """And lie in one tensor, in the memory order of what they belong to."""
-    if device == "cuda" and dtype is not torch.bfloat16:
-        pytest.skip("the GPU's kernels take f16 and bf16")
+    if device == "cuda" and dtype is torch.float64:
+        pytest.skip("the GPU's kernels take f32, f16 and bf16")
     call, inputs = stacked_calls(device, dtype)[form]
     found = []
     for one_gradient in (True, False):

@@ -116,7 +116,7 @@ def expect_parity(kind, device, run):
 
 @pytest.fixture
 def no_mask_tensors(monkeypatch):
-    """octet never gets a mask tensor, as a GPU that takes none wants it."""
+    """octet never gets a mask tensor, without which kernels are faster."""
     own = integration._api.attention
 
     def attention(*args, mask=None, **options):
@@ -141,19 +141,20 @@ def test_a_mask_that_hides_nothing(kind, device, no_mask_tensors):
     expect_parity(kind, device, lambda model: logits_and_gradients(model, tokens, torch.ones_like(tokens)))
 
 
-def test_gemma_2_caps_its_logits():
-    """Compares it with its eager attention, as sdpa has no softcap. Layers alternate between a sliding window and none.
-    Padding is on the right: eager attention gives queries that are padding other values, from which the first token is
-    predicted."""
+@pytest.mark.parametrize("device", DEVICES)
+def test_gemma_2_caps_its_logits(device):
+    """Compares it with its eager attention, as sdpa has no softcap; on a GPU also in float32. Layers alternate between
+    a sliding window and none. Padding is on the right: eager attention gives queries that are padding other values,
+    from which the first token is predicted."""
     sizes = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 1, "initializer_range": 0.3}
 
-    def run(implementation, softcap):
+    def run(implementation, softcap, where):
         torch.manual_seed(0)
         config = transformers.Gemma2Config(**SIZES | sizes, attn_logit_softcapping=softcap)
         model = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation=implementation).eval()
-        return logits_and_gradients(model, *batch_of("right"))
+        return logits_and_gradients(model.to(where), *batch_of("right"))
 
-    want, found, other = run("eager", 0.5), run("octet", 0.5), run("octet", None)
+    want, found, other = run("eager", 0.5, "cpu"), run("octet", 0.5, device), run("octet", None, device)
     for got, expected, uncapped in zip(found, want, other, strict=True):
         assert relative(got, expected) < EXACT < 1e-3 < relative(uncapped, expected)
 
@@ -278,8 +279,6 @@ def test_greedy_generation(kind, padding, how, device, request):
     """With caches; longer than the window. Only a mask tensor can say a window over padding between tokens."""
     if padding == "left" or kind == "llama":
         request.getfixturevalue("no_mask_tensors")
-    elif device != "cpu":
-        pytest.skip("masks with a window and padding between tokens are mask tensors")
     want = generated(build(kind, None), padding, **how)
     got = generated(build(kind, "octet", device), padding, **how).cpu()
     if device == "cpu":
@@ -301,16 +300,19 @@ def test_generation_in_8_bits():
 # Masks that are tensors, and biases
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_masks_of_four_dimensions(kind):
+def test_masks_of_four_dimensions(kind, device):
+    """In float32; sdpa on the CPU."""
     torch.manual_seed(3)
     tokens = torch.randint(3, VOCABULARY, (2, 9))
     mask = (torch.rand(2, 1, 9, 9) < 0.7) | torch.eye(9, dtype=torch.bool)
     if kind == "float":
         mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     with torch.no_grad():
-        got, want = (build("llama", name)(tokens, attention_mask=mask).logits for name in ("octet", "sdpa"))
-    assert relative(got, want) < EXACT
+        want = build("llama", "sdpa")(tokens, attention_mask=mask).logits
+        got = build("llama", "octet", device, torch.float32)(tokens.to(device), attention_mask=mask.to(device)).logits
+    assert relative(got.cpu(), want) < EXACT
 
 
 T5 = {
@@ -319,24 +321,26 @@ T5 = {
 }  # fmt: skip
 
 
-def test_position_bias():
-    """T5's, which is learned: a float mask without a gradient."""
+@pytest.mark.parametrize("device", DEVICES)
+def test_position_bias(device):
+    """T5's, which is learned: a float mask without a gradient. sdpa on the CPU."""
     torch.manual_seed(4)
     tokens, mask = batch_of("right")
     mask[3, 0] = 1  # transformers lets a query without keys attend to all of them, octet to none
-    how = {"attention_mask": mask, "decoder_input_ids": tokens[:, :7]}
-    models = {}
-    for name in ("sdpa", "octet"):
+    how = {"input_ids": tokens, "attention_mask": mask, "decoder_input_ids": tokens[:, :7]}
+    results = []
+    for name, where in (("sdpa", "cpu"), ("octet", device)):
         torch.manual_seed(0)
         config = transformers.T5Config(**T5)
-        models[name] = transformers.T5ForConditionalGeneration._from_config(config, attn_implementation=name).eval()
-    with torch.no_grad():
-        want, got = (models[name](tokens, **how).logits for name in ("sdpa", "octet"))
-        assert relative(got, want) < EXACT
-        want, got = (models[name].generate(tokens, attention_mask=mask, max_new_tokens=5) for name in ("sdpa", "octet"))
-        assert torch.equal(got, want)
+        model = transformers.T5ForConditionalGeneration._from_config(config, attn_implementation=name).eval().to(where)
+        with torch.no_grad():
+            logits = model(**to(where, how)).logits
+            made = model.generate(tokens.to(where), attention_mask=mask.to(where), max_new_tokens=5)
+        results.append((logits.cpu(), made.cpu()))
+    (want, of_sdpa), (got, of_octet) = results
+    assert relative(got, want) < EXACT and torch.equal(of_octet, of_sdpa)
     with pytest.raises(octet.Unsupported, match="position_bias: requires a gradient.*attn_implementation='sdpa'"):
-        models["octet"](tokens, **how)
+        model(**to(device, how))
 
 
 # Keywords

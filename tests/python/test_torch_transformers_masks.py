@@ -78,8 +78,6 @@ def test_a_plan_is_its_mask(device, problem):
     expressible = kind != "holes" or window is None or window >= keys
     if expressible or queries == 1:
         assert mask is None or isinstance(mask, _masks.Mask)
-    if device != "cpu" and mask is not None and not isinstance(mask, _masks.Mask):
-        return
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     shapes = [(batch, 4, queries, 16), (batch, 2, keys, 16), (batch, 2, keys, 16), (batch, queries, 4, 16)]
     q, k, v, do = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)

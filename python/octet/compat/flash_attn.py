@@ -109,7 +109,7 @@ def flash_attn_func(
         o [batch, queries, heads, dim]; with return_attn_probs (o, lse, None), lse float32 [batch, heads, queries].
 
     Raises:
-        Unsupported: a dropout_p other than 0; softcap and alibi_slopes of CUDA tensors.
+        Unsupported: a dropout_p other than 0.
         InvalidArgument: shapes and types as `octet.attention` rejects them.
         TypeError: an unknown keyword.
     """
@@ -199,7 +199,7 @@ def flash_attn_varlen_func(
         o [total queries, heads, dim]; with return_attn_probs (o, lse, None), lse float32 [heads, total queries].
 
     Raises:
-        Unsupported: dropout_p, block_table other than their defaults; softcap and alibi_slopes of CUDA tensors.
+        Unsupported: dropout_p, block_table other than their defaults.
         InvalidArgument: shapes and types as `octet.attention_varlen` rejects them.
         TypeError: an unknown keyword.
     """

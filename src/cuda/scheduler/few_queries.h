@@ -5,7 +5,7 @@
 
 #include "core/problem.h"
 #include "core/recipe.h"
-#include "cuda/scheduler/query_tiles.h"
+#include "cuda/scheduler/key_splits.h"
 
 namespace octet::cuda {
 
@@ -28,19 +28,49 @@ inline bool f16_compute(const Problem& p) {
 
 inline bool shifts_maximum(const Problem& p) { return p.bias_correction == OCTET_BIAS_CORRECTION_BETA; }
 
-// Returns whether sm80 has instances for a forward pass that split its keys among thread blocks.
-inline bool has_few_queries(const Problem& p) {
-  constexpr int64_t kMostQueries = 64;
-  return most_queries(p) <= kMostQueries && p.o.elements() && !f16_compute(p) && !shifts_maximum(p);
+// Returns the most tiles of `rows` queries that the sequences of a problem have together.
+inline int64_t most_tiles(const Problem& p, int64_t rows) {
+  if (!p.packed()) return (p.tokens_q + rows - 1) / rows * p.batch;
+  return std::min(p.tokens_q, (p.tokens_q + p.sequence_count() * (rows - 1)) / rows);
 }
 
-// Returns whether sm90 leaves a forward pass that both backends compute to sm80: few queries over keys enough to be
-// worth splitting, where a thread block of sm90 for each head of a sequence would leave half of the multiprocessors
-// idle.
+// The tiles of a problem whose rows are pairs of a query and one of the heads that share k and v.
+struct PackedTiles {
+  int heads = 1, queries = 0;  // of a tile
+  int64_t count = 0;           // for packed sequences, whose lengths lie on the device, at least as many as there are
+};
+inline PackedTiles packed_tiles(const Problem& p, int rows) {
+  if (!p.o.elements()) return {};
+  PackedTiles tiles{.heads = heads_of_tile(p.group(), rows)};
+  tiles.queries = rows / tiles.heads;
+  tiles.count = most_tiles(p, tiles.queries) * (p.heads / tiles.heads);
+  return tiles;
+}
+
+// Returns whether sm80 splits the keys of a forward pass: it has up to 64 queries for a sequence, and one tile holds
+// those of a whole group of heads, or tiles of a single head, of which there are `tiles_of_heads`, would leave
+// multiprocessors without work.
+inline bool has_few_queries(const Problem& p, const PackedTiles& tiles, int64_t tiles_of_heads,
+                            int64_t multiprocessors) {
+  constexpr int64_t kMostQueries = 64;
+  if (most_queries(p) > kMostQueries || !p.o.elements() || f16_compute(p) || shifts_maximum(p)) return false;
+  return most_queries(p) <= tiles.queries || tiles_of_heads < multiprocessors;
+}
+
+// Returns whether sm90 leaves a forward pass of 16 bits to sm80, which splits its keys.
+//
+// The time of sm90 for 128 keys is one for each round of thread blocks, of which a multiprocessor has one, however few
+// queries they have. In that time sm80 computes as many of its tiles as there are 2/3 multiprocessors; it takes as long
+// as two to four such times more to start, and to write and combine the parts of up to 64 rows.
 inline bool splitting_keys_is_faster(const Problem& p, int64_t multiprocessors) {
-  constexpr int64_t kManyKeys = 1024;
-  constexpr int kRows = 128;  // of the smallest tile of sm90
-  return has_few_queries(p) && most_keys(p) >= kManyKeys && 2 * query_tiles(p, kRows) <= multiprocessors;
+  constexpr int kRows = 64, kRowsOfSm90 = 128, kKeys = 128;
+  const PackedTiles tiles = packed_tiles(p, kRows);
+  const int64_t tiles_of_sm90 = most_tiles(p, kRowsOfSm90) * p.heads;
+  if (!has_few_queries(p, tiles, tiles_of_sm90, multiprocessors)) return false;
+  const int64_t rounds = (tiles_of_sm90 + multiprocessors - 1) / multiprocessors;
+  const int64_t rows = std::min<int64_t>(most_queries(p), tiles.queries) * tiles.heads;
+  const int64_t key_tiles = (most_keys(p) + kKeys - 1) / kKeys;
+  return key_tiles * (2 * rounds * multiprocessors - 3 * tiles.count) >= (4 + rows / 8) * multiprocessors;
 }
 
 }  // namespace octet::cuda

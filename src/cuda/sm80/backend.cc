@@ -35,8 +35,6 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
   }
 }
 
-std::optional<std::string> deferral_reason(const Problem&) { return "runs only when asked for by name"; }
-
 Plan plan(const Problem& p) {
   switch (p.pass) {
     case OCTET_FORWARD:
@@ -59,7 +57,7 @@ const Backend kSm80 = {"sm80",
                        OCTET_CUDA,
                        cuda::sm80::unavailable,
                        cuda::sm80::unsupported_reason,
-                       cuda::sm80::deferral_reason,
+                       nullptr,
                        cuda::sm80::plan};
 
 }  // namespace octet

@@ -7,7 +7,9 @@
 #include "core/names.h"
 #include "core/recipe.h"
 #include "cuda/host/backend.h"
+#include "cuda/host/status.h"
 #include "cuda/host/tensor_map.h"
+#include "cuda/scheduler/few_queries.h"
 #include "cuda/sm90/passes.h"
 
 namespace octet::cuda::sm90 {
@@ -44,8 +46,7 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
   if (quantized(p) && p.pass == OCTET_BACKWARD)
     return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
   if (p.mask.present()) return "it takes no mask tensor; it has causal and window masks";
-  if (!p.plain_logits())
-    return text("it has no ", p.softcap ? "softcap" : "alibi_slopes", "; on CPU tensors octet has");
+  if (!p.plain_logits()) return text("it has no ", p.softcap ? "softcap" : "alibi_slopes");
   if (auto reason = size_unsupported_reason(p)) return reason;
   if (quantized(p)) return quantized_unsupported_reason(p);
   if (auto reason = type_unsupported_reason(p)) return reason;
@@ -53,6 +54,13 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
   if (const int64_t tokens = std::max(p.tokens_q, p.tokens_k); tokens > kMaxBackwardTokens)
     return text("its backward pass takes up to ", kMaxBackwardTokens, " tokens, found ", tokens);
   return backward_unsupported_reason(p);
+}
+
+std::optional<std::string> deferral_reason(const Problem& p) {
+  if (p.pass != OCTET_FORWARD || quantized(p)) return {};
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, p.device_index);
+  if (!splitting_keys_is_faster(p, multiprocessors)) return {};
+  return text("sm80 is faster for ", most_queries(p), " queries over ", most_keys(p), " keys, which it splits");
 }
 
 Plan plan(const Problem& p) {
@@ -71,7 +79,7 @@ const Backend kSm90 = {"sm90",
                        OCTET_CUDA,
                        cuda::sm90::unavailable,
                        cuda::sm90::unsupported_reason,
-                       nullptr,
+                       cuda::sm90::deferral_reason,
                        cuda::sm90::plan};
 
 }  // namespace octet

@@ -49,25 +49,16 @@ struct Schedule {
   int64_t tiles = 0;  // for packed sequences, whose lengths lie on the device, at least as many as there are
 };
 
-// Returns the most tiles of `rows` queries that the sequences of a problem have together.
-int64_t tiles_of(const Problem& p, int rows) {
-  if (!p.packed()) return (p.tokens_q + rows - 1) / rows * p.batch;
-  return std::min(p.tokens_q, (p.tokens_q + sequences_of(p) * int64_t{rows - 1}) / rows);
-}
-
-// Few queries: up to 64 of a sequence, where one tile holds those of all heads that share k and v, or where the other
-// kernels would leave multiprocessors without work.
 Schedule schedule_of(const Problem& p) {
   const ForwardKernel kernel = f16_compute(p) ? kernel_of<PrecisionBf16F16Compute, false>(p) : kernel_of<false>(p);
-  const Schedule of_many{.kernel = kernel, .tile_queries = kernel.rows, .tiles = tiles_of(p, kernel.rows) * p.heads};
-  if (!has_few_queries(p)) return of_many;
-
-  Schedule s{.kernel = kernel_of<true>(p), .few = true};
-  s.tile_heads = heads_of_tile(p.group(), s.kernel.rows);
-  s.tile_queries = s.kernel.rows / s.tile_heads;
-  s.tiles = tiles_of(p, s.tile_queries) * (p.heads / s.tile_heads);
+  const Schedule of_many{.kernel = kernel, .tile_queries = kernel.rows, .tiles = most_tiles(p, kernel.rows) * p.heads};
+  const ForwardKernel of_few = kernel_of<true>(p);
+  const PackedTiles tiles = packed_tiles(p, of_few.rows);
   const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount, p);
-  if (most_queries(p) > s.tile_queries && of_many.tiles >= multiprocessors) return of_many;
+  if (!has_few_queries(p, tiles, of_many.tiles, multiprocessors)) return of_many;
+
+  Schedule s{
+      .kernel = of_few, .few = true, .tile_heads = tiles.heads, .tile_queries = tiles.queries, .tiles = tiles.count};
   // A thread block can have all of a multiprocessor's shared memory but what is reserved for each thread block.
   constexpr int kReservedBytes = 1024;
   const int blocks = (attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, p) + kReservedBytes) /
