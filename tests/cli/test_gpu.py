@@ -73,7 +73,14 @@ def test_bench_of_all_precisions_leaves_out_what_the_gpu_has_not():
     found = {
         r["precision"] for r in json.loads(run_ok("bench", "--shape", "1,2,2,256,256,64", "--device", "cuda", "--json"))
     }
-    assert {"f16", "bf16"} <= found and "f32" not in found
+    assert {"f32", "f16", "bf16"} <= found and not {"f64", "sagebwd"} & found
+
+
+def test_what_sm90_lacks_runs_on_sm80(bf16_file):
+    arguments = ["--precision", "f32,bf16", "--pass", "fwd,bwd,jvp", "--softcap", "2", "--device", "cuda"]
+    rows = json.loads(run_ok("check", bf16_file[0], "--json", *arguments))
+    assert {r["backend"] for r in rows} == {"sm80"} and {r["pass"] for r in rows} == {"fwd", "bwd", "jvp"}
+    assert all(r["rel_l2"] < BF16 and r["nan"] == 0 for r in rows), rows
 
 
 def test_explain_chooses_the_gpu_for_tensors_there():
