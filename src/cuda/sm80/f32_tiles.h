@@ -1,4 +1,4 @@
-// Tiles of float32 in shared memory and their products without tensor cores, for the backward pass and jvp in f32.
+// Tiles of float32 in shared memory and their products without tensor cores, for jvp in f32.
 #pragma once
 #include "cuda/fragment/output.h"
 
