@@ -6,6 +6,7 @@
 #include "core/problem.h"
 #include "core/recipe.h"
 #include "cuda/scheduler/key_splits.h"
+#include "cuda/scheduler/query_tiles.h"
 
 namespace octet::cuda {
 
@@ -28,12 +29,6 @@ inline bool f16_compute(const Problem& p) {
 
 inline bool shifts_maximum(const Problem& p) { return p.bias_correction == OCTET_BIAS_CORRECTION_BETA; }
 
-// Returns the most tiles of `rows` queries that the sequences of a problem have together.
-inline int64_t most_tiles(const Problem& p, int64_t rows) {
-  if (!p.packed()) return (p.tokens_q + rows - 1) / rows * p.batch;
-  return std::min(p.tokens_q, (p.tokens_q + p.sequence_count() * (rows - 1)) / rows);
-}
-
 // The tiles of a problem whose rows are pairs of a query and one of the heads that share k and v.
 struct PackedTiles {
   int heads = 1, queries = 0;  // of a tile
@@ -43,7 +38,7 @@ inline PackedTiles packed_tiles(const Problem& p, int rows) {
   if (!p.o.elements()) return {};
   PackedTiles tiles{.heads = heads_of_tile(p.group(), rows)};
   tiles.queries = rows / tiles.heads;
-  tiles.count = most_tiles(p, tiles.queries) * (p.heads / tiles.heads);
+  tiles.count = query_tiles(p, tiles.queries, tiles.heads);
   return tiles;
 }
 
@@ -65,7 +60,7 @@ inline bool has_few_queries(const Problem& p, const PackedTiles& tiles, int64_t 
 inline bool splitting_keys_is_faster(const Problem& p, int64_t multiprocessors) {
   constexpr int kRows = 64, kRowsOfSm90 = 128, kKeys = 128;
   const PackedTiles tiles = packed_tiles(p, kRows);
-  const int64_t tiles_of_sm90 = most_tiles(p, kRowsOfSm90) * p.heads;
+  const int64_t tiles_of_sm90 = query_tiles(p, kRowsOfSm90);
   if (!has_few_queries(p, tiles, tiles_of_sm90, multiprocessors)) return false;
   const int64_t rounds = (tiles_of_sm90 + multiprocessors - 1) / multiprocessors;
   const int64_t rows = std::min<int64_t>(most_queries(p), tiles.queries) * tiles.heads;

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cuda/scheduler/count_blocks.h"
 #include "cuda/scheduler/query_tiles.h"
 
@@ -9,15 +11,17 @@ int* allocate_blocks_before(const Problem& p, WorkspaceAllocator& allocator) {
 
 int64_t query_blocks(const Problem& p, int rows) { return (p.tokens_q + rows - 1) / rows; }
 
-int64_t query_tiles(const Problem& p, int rows) {
-  const int64_t blocks = query_blocks(p, rows);
-  return (p.packed() ? blocks + p.sequence_count() : blocks * p.batch) * p.heads;
+int64_t query_tiles(const Problem& p, int rows, int tile_heads) {
+  const int64_t heads = p.heads / tile_heads;
+  if (!p.packed()) return query_blocks(p, rows) * p.batch * heads;
+  // Each sequence fills up to rows - 1 places of its last block with nothing, and no block is empty.
+  return std::min(p.tokens_q, (p.tokens_q + p.sequence_count() * int64_t{rows - 1}) / rows) * heads;
 }
 
 TileScheduler tile_scheduler(const Problem& p, int rows, const HeadGroups& head_groups, int* blocks_before,
-                             cudaStream_t stream) {
+                             cudaStream_t stream, int tile_heads) {
   const TileScheduler scheduler{.batch = static_cast<int>(p.batch),
-                                .heads = static_cast<int>(p.heads),
+                                .heads = static_cast<int>(p.heads / tile_heads),
                                 .q_tokens = static_cast<int>(p.tokens_q),
                                 .k_tokens = static_cast<int>(p.tokens_k),
                                 .rows = rows,

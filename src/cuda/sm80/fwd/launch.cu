@@ -9,9 +9,9 @@
 #include "cuda/host/status.h"
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
-#include "cuda/scheduler/count_blocks.h"
 #include "cuda/scheduler/few_queries.h"
 #include "cuda/scheduler/key_splits.h"
+#include "cuda/scheduler/query_tiles.h"
 #include "cuda/sm80/fwd/combine.h"
 #include "cuda/sm80/fwd/kernels.h"
 #include "cuda/sm80/fwd/params.h"
@@ -35,12 +35,6 @@ ForwardKernel kernel_of(const Problem& p) {
   return p.precision == OCTET_PRECISION_BF16 ? kernel_of<PrecisionBf16, Few>(p) : kernel_of<PrecisionF16, Few>(p);
 }
 
-int attribute(cudaDeviceAttr which, const Problem& p) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, which, p.device_index), "cudaDeviceGetAttribute");
-  return value;
-}
-
 // The kernel of a problem, and how its tiles are laid out.
 struct Schedule {
   ForwardKernel kernel;
@@ -51,17 +45,17 @@ struct Schedule {
 
 Schedule schedule_of(const Problem& p) {
   const ForwardKernel kernel = f16_compute(p) ? kernel_of<PrecisionBf16F16Compute, false>(p) : kernel_of<false>(p);
-  const Schedule of_many{.kernel = kernel, .tile_queries = kernel.rows, .tiles = most_tiles(p, kernel.rows) * p.heads};
+  const Schedule of_many{.kernel = kernel, .tile_queries = kernel.rows, .tiles = query_tiles(p, kernel.rows)};
   const ForwardKernel of_few = kernel_of<true>(p);
   const PackedTiles tiles = packed_tiles(p, of_few.rows);
-  const int multiprocessors = attribute(cudaDevAttrMultiProcessorCount, p);
+  const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, p.device_index);
   if (!has_few_queries(p, tiles, of_many.tiles, multiprocessors)) return of_many;
 
   Schedule s{
       .kernel = of_few, .few = true, .tile_heads = tiles.heads, .tile_queries = tiles.queries, .tiles = tiles.count};
   // A thread block can have all of a multiprocessor's shared memory but what is reserved for each thread block.
   constexpr int kReservedBytes = 1024;
-  const int blocks = (attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, p) + kReservedBytes) /
+  const int blocks = (device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, p.device_index) + kReservedBytes) /
                      (s.kernel.shared_bytes + kReservedBytes);
   s.splits = key_splits(s.tiles, (most_keys(p) + s.kernel.keys - 1) / s.kernel.keys,
                         int64_t{multiprocessors} * std::clamp(blocks, 1, s.kernel.blocks));
@@ -69,30 +63,14 @@ Schedule schedule_of(const Problem& p) {
 }
 
 // Returns groups of heads whose k and v take two thirds of L2. Only masks make blocks of different lengths.
-HeadGroups groups_of(const Problem& p, int64_t blocks) {
-  const int64_t all = p.batch * p.heads;
-  if (!p.windowed) return one_by_one(all);
+HeadGroups groups_of(const Problem& p, const Schedule& s) {
+  const int64_t all = p.batch * p.heads / s.tile_heads;
+  if (s.few || !p.windowed) return one_by_one(all);
   const int64_t head_bytes = std::max<int64_t>(sizeof(F16) * p.tokens_k * (p.dim + p.dim_v), 1);
-  const int64_t in_l2 = attribute(cudaDevAttrL2CacheSize, p) * int64_t{2} / 3 / head_bytes * p.group();
-  return head_groups_of(all, blocks, in_l2, 2 * attribute(cudaDevAttrMultiProcessorCount, p));
-}
-
-TileScheduler scheduler_of(const Problem& p, const Schedule& s, int* blocks_before, cudaStream_t stream) {
-  const int rows = s.tile_queries;
-  const int64_t blocks = (p.tokens_q + rows - 1) / rows, heads = p.heads / s.tile_heads;
-  const TileScheduler scheduler{.batch = static_cast<int>(p.batch),
-                                .heads = static_cast<int>(heads),
-                                .q_tokens = static_cast<int>(p.tokens_q),
-                                .k_tokens = static_cast<int>(p.tokens_k),
-                                .rows = rows,
-                                .full_blocks = static_cast<int>(blocks),
-                                .head_groups = s.few ? one_by_one(p.batch * heads) : groups_of(p, blocks),
-                                .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
-                                .cu_seqlens_k = static_cast<const int*>(p.cu_seqlens_k.data),
-                                .blocks_before = blocks_before,
-                                .sequences = sequences_of(p)};
-  if (p.packed()) count_blocks(scheduler.cu_seqlens_q, scheduler.sequences, rows, blocks_before, stream);
-  return scheduler;
+  const int64_t in_l2 =
+      device_attribute(cudaDevAttrL2CacheSize, p.device_index) * int64_t{2} / 3 / head_bytes * p.group();
+  return head_groups_of(all, query_blocks(p, s.tile_queries), in_l2,
+                        2 * device_attribute(cudaDevAttrMultiProcessorCount, p.device_index));
 }
 
 // Returns up to `count` channels of a tensor, from channel `first` on.
@@ -125,7 +103,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const bool scaled = f16_compute(p), splits = schedule.splits > 1;
   WorkspaceAllocator allocator(workspace);
   allocator.take(1);  // the workspace of a run is not null
-  int* const blocks_before = p.packed() ? allocator.take<int>(sequences_of(p) + 1) : nullptr;
+  int* const blocks_before = allocate_blocks_before(p, allocator);
   const bool parts = p.precision == OCTET_PRECISION_F32;
   const SeenValues seen_v(p, allocator);
   const View none;
@@ -146,7 +124,8 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
 
   const DeviceScope device(p.device_index);
   ForwardParams a{};
-  a.scheduler = scheduler_of(p, schedule, blocks_before, stream);
+  a.scheduler =
+      tile_scheduler(p, schedule.tile_queries, groups_of(p, schedule), blocks_before, stream, schedule.tile_heads);
   seen_v.preprocess(terms, stream);
   compute_gauges(p, terms, stream);
   if (parts) {
