@@ -65,7 +65,7 @@ void count_blocks(const Blocks& q, const Blocks& k, cudaStream_t stream) {
 
 Sums sums_of(const Problem& p) { return p.deterministic ? Sums::integers : Sums::floats; }
 
-PreprocessParams preprocess_params(const Problem& p, bool key_tiles, WorkspaceAllocator& allocator) {
+PreprocessParams preprocess_params(const Problem& p, bool query_tiles, bool key_tiles, WorkspaceAllocator& allocator) {
   const int dim = backward_dim(p);
   const TileRows rows = tile_rows(dim);
   const Blocks q_blocks = blocks_of(rows.queries, p.tokens_q, p.cu_seqlens_q, allocator);
@@ -108,14 +108,16 @@ PreprocessParams preprocess_params(const Problem& p, bool key_tiles, WorkspaceAl
       .exponents = allocator.take<Exponents>(kv_heads * kParts),
       .divided = allocator.take<unsigned>(1 + kv_heads),
       .mean = allocator.take<float>(kv_heads * p.dim),
-      .q_tiles = allocator.take<unsigned char>(q_bytes),
-      .do_tiles = allocator.take<unsigned char>(q_bytes),
       .rows = allocator.take<unsigned char>(q_tiles * row_bytes(rows.queries) * (scaled ? kParts : 1)),
       .row_sums = sums_rows(p) ? allocator.take<float>(q_tiles * rows.queries) : nullptr,
       .dq = allocator.take<float>(q_tiles * rows.queries * dim),
       .zeroed_heads = static_cast<int>(kv_heads),
       .zeroed = allocator.take<unsigned>(kv_heads),
       .counters = allocator.take<unsigned>(2)};
+  if (query_tiles) {
+    params.q_tiles = allocator.take<unsigned char>(q_bytes);
+    params.do_tiles = allocator.take<unsigned char>(q_bytes);
+  }
   if (key_tiles) {
     params.k_tiles = allocator.take<unsigned char>(k_bytes);
     params.v_tiles = allocator.take<unsigned char>(k_bytes);

@@ -24,9 +24,10 @@ void count_blocks(const Blocks& q, const Blocks& k, cudaStream_t stream);
 
 Sums sums_of(const Problem& p);
 
-// Returns the parameters of preprocessing, with what they need of the workspace. With `key_tiles`, k and v are written
-// as tiles; else the kernel reads the caller's rows. All sums of dq are set to 0 beforehand.
-PreprocessParams preprocess_params(const Problem& p, bool key_tiles, WorkspaceAllocator& allocator);
+// Returns the parameters of preprocessing, with what they need of the workspace. With `query_tiles`, q and do are
+// written as tiles, with `key_tiles`, k and v; else the kernel reads the caller's rows. All sums of dq are set to 0
+// beforehand.
+PreprocessParams preprocess_params(const Problem& p, bool query_tiles, bool key_tiles, WorkspaceAllocator& allocator);
 
 // Returns the parameters of the kernel but for the maps of the caller's rows. `in_flight`: the blocks of keys that are
 // computed at a time.

@@ -37,7 +37,7 @@ std::string backward_name(const Problem& p) {
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   if (p.precision == OCTET_PRECISION_F32) return backward_f32(p, workspace, stream);
   WorkspaceAllocator allocator(workspace);
-  PreprocessParams params = preprocess_params(p, true, allocator);
+  PreprocessParams params = preprocess_params(p, true, true, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
   const SeenOperands seen(p, terms, allocator);
   params.q = seen.q, params.k = seen.k, params.v = seen.v, params.do_ = seen.do_;

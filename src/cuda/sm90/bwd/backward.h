@@ -17,6 +17,7 @@
 #include "cuda/sm90/bwd/dq_sums.h"
 #include "cuda/sm90/bwd/epilogue.h"
 #include "cuda/sm90/bwd/mask.h"
+#include "cuda/sm90/bwd/query_rows.h"
 #include "cuda/sm90/bwd/tiles.h"
 #include "cuda/sm90/pipeline.h"
 
@@ -54,6 +55,9 @@ struct Backward {
 
   using Rows = QueryRows<kQueries>;
 
+  // True: q and do may be the caller's, as these operands have no scale.
+  static constexpr bool kMayReadRows = std::is_same_v<T, Bf16> && sums == Sums::floats && may_read_rows(Dim);
+
   struct alignas(kSwizzleBytes) Shared {
     unsigned char k[kKeyStages][TileK::kBytes], v[kKeyStages][TileK::kBytes];
     unsigned char q[kStages][TileQ::kBytes], do_[kDoStages][TileQ::kBytes];
@@ -81,7 +85,7 @@ struct Backward {
   static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;
   static_assert(kSharedBytes <= kMostSharedBytes);
 
-  const BackwardParams& a;
+  const BackwardRowsParams& a;
   Shared& shared;
   const Scheduler scheduler{a};
 

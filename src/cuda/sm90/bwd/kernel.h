@@ -8,7 +8,7 @@ namespace octet::cuda::sm90 {
 
 template <class T, int Dim, Sums sums, Parts parts>
 __global__ void __launch_bounds__(Backward<T, Dim, sums, parts>::kThreads, 1)
-    backward(const __grid_constant__ BackwardParams arguments) {
+    backward(const __grid_constant__ BackwardRowsParams arguments) {
   using Kernel = Backward<T, Dim, sums, parts>;
   extern __shared__ unsigned char memory[];
   const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));

@@ -5,6 +5,7 @@
 #include "cuda/host/launch.h"
 #include "cuda/host/tensor_map.h"
 #include "cuda/preprocess/operands.h"
+#include "cuda/sm90/bwd/query_rows.h"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/passes.h"
 
@@ -17,17 +18,33 @@ Kernel kernel_of(const Problem& p) {
   return kernel(dim, sums_of(p));
 }
 
+// True where TMA can read a tensor by the indices of its heads and batch elements.
+bool reads_by_index(const View& x) {
+  return reads_directly(x) && (x.shape[0] <= 1 || x.stride[0]) && (x.shape[1] <= 1 || x.stride[1]);
+}
+
 // True where the kernel can convert the caller's k and v: they have one 16-bit type and need no rounding to another.
 bool converts_keys(const Problem& p) {
   const octet_dtype type = p.k.dtype;
-  if (p.v.dtype != type || (type != OCTET_BF16 && (type != OCTET_F16 || p.precision != OCTET_PRECISION_F16)))
-    return false;
-  for (const View* x : {&p.k, &p.v})
-    if (!reads_directly(*x) || (x->shape[0] > 1 && !x->stride[0]) || (x->shape[1] > 1 && !x->stride[1])) return false;
+  return p.v.dtype == type && (type == OCTET_BF16 || (type == OCTET_F16 && p.precision == OCTET_PRECISION_F16)) &&
+         reads_by_index(p.k) && reads_by_index(p.v);
+}
+
+// True where the kernel can take the caller's q and do as its operands: bf16 without a scale, for sums that need no
+// largest numbers. What rows hold that are no queries, or that see no key, must not matter: TMA fills those beyond a
+// tensor with zeros, but reads those beyond a packed sequence.
+bool reads_queries(const Problem& p) {
+  const int64_t n = p.tokens_q, m = p.tokens_k;
+  if (f16_compute(p) || p.deterministic || p.packed() || !p.q.elements() || !p.do_.elements()) return false;
+  // Both ends of the range of keys grow with the query.
+  for (const int64_t query : {int64_t{0}, n - 1})
+    if (const auto keys = p.keys_of(query, n, m); keys.first == keys.last) return false;
+  for (const View* x : {&p.q, &p.do_, &p.o, &p.o_residual})
+    if (x->present() && (x->dtype != OCTET_BF16 || !reads_by_index(*x))) return false;
   return true;
 }
 
-void launch(const Kernel& kernel, unsigned grid, BackwardParams& a, cudaStream_t stream) {
+void launch(const Kernel& kernel, unsigned grid, BackwardRowsParams& a, cudaStream_t stream) {
   void* arguments[] = {&a};
   launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, arguments);
 }
@@ -46,7 +63,8 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   // Sums in integers need the largest k and v of a head. The 2-CTA kernel has no shared memory for a second stage of k
   // and v, in which they could be converted.
   const bool key_tiles = p.deterministic || kernel.cluster > 1 || !converts_keys(p);
-  PreprocessParams params = preprocess_params(p, key_tiles, allocator);
+  const bool query_tiles = key_tiles || !may_read_rows(kernel.dim) || !reads_queries(p);
+  PreprocessParams params = preprocess_params(p, query_tiles, key_tiles, allocator);
   params.block_channels = kernel.dim / 2;
   const Result dk(p.dk, allocator), dv(p.dv, allocator);
   if (!workspace) return allocator.used();
@@ -61,7 +79,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount, p.device_index);
   const int64_t k_blocks = params.k_blocks.count, all = p.batch * p.kv_heads;
   const int in_flight = static_cast<int>(std::min<int64_t>(all * k_blocks, processors / kernel.cluster));
-  BackwardParams a = backward_params(p, params, in_flight, dk.output(), dv.output());
+  BackwardRowsParams a{backward_params(p, params, in_flight, dk.output(), dv.output())};
   // Idle warps of the kernel clear the sums of a head while an earlier head is computed. The distance between the two
   // is such that all blocks of the earlier head are taken before the first of the later one, and have mostly cleared
   // their shares by then. At d = 64 this costs more than it saves, and blocks of packed sequences may not exist.
@@ -71,13 +89,14 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
     params.zeroed_heads = static_cast<int>(std::min(all, widest + (in_flight + k_blocks - 1) / k_blocks));
     a.zeroed_heads = params.zeroed_heads;
   }
-  preprocess(params, stream);
+  query_tiles ? preprocess(params, stream) : preprocess_rows(params, stream);
   if (all && k_blocks) {
+    if (!a.q) a.q_rows = tensor_map(p.q, kernel.rows), a.do_rows = tensor_map(p.do_, kernel.rows);
     if (!a.k) a.k_rows = tensor_map(p.k, kernel.keys), a.v_rows = tensor_map(p.v, kernel.keys);
     const auto grid = static_cast<unsigned>(in_flight * kernel.cluster);
     launch(kernel, grid, a, stream);
     if (params.scaled) {
-      BackwardParams further = a;
+      BackwardRowsParams further = a;
       further.zeroed_heads = static_cast<int>(all), further.head_groups = one_by_one(all);
       further.counter = params.counters + 1;
       launch(backward_kernel<F16, Parts::further>(kernel.dim, sums_of(p)), grid, further, stream);

@@ -30,16 +30,24 @@ __device__ inline void Backward<T, Dim, sums, parts>::load_tiles(const KeyBlockI
     if (left == prefetch_at) next_tile(tile_index + 1);
     if (!left) return;
     const int64_t tile = scheduler.q_tile(w, m_block, group);
+    // From the tiles of preprocessing or, where there are none, from the caller.
+    const auto fetch_queries = [&](unsigned char* to, const unsigned char* tiles, const CUtensorMap& rows,
+                                   Barrier& full) {
+      if (kMayReadRows && !tiles)
+        load(TileQ{to}, rows, m_block.tile * kQueries, w.kv_head * group + m_block.head, w.batch, &full.word);
+      else
+        fetch(to, tiles + tile * TileQ::kBytes, TileQ::kBytes, full);
+    };
     const int s = n % kStages, do_stage = n % kDoStages;
     const uint32_t empty = n / kStages % 2 ^ 1;
     shared.q_pipe.empty[s].wait(empty);
     shared.q_pipe.full[s].arrive_expecting(TileQ::kBytes + sizeof(Rows));
-    fetch(shared.q[s], a.q + tile * TileQ::kBytes, TileQ::kBytes, shared.q_pipe.full[s]);
+    fetch_queries(shared.q[s], a.q, a.q_rows, shared.q_pipe.full[s]);
     shared.rows_empty[s].wait(empty);
     fetch(&shared.rows[s], scheduler.template rows<Rows>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
     shared.do_pipe.empty[do_stage].wait(n / kDoStages % 2 ^ 1);
     shared.do_pipe.full[do_stage].arrive_expecting(TileQ::kBytes);
-    fetch(shared.do_[do_stage], a.do_ + tile * TileQ::kBytes, TileQ::kBytes, shared.do_pipe.full[do_stage]);
+    fetch_queries(shared.do_[do_stage], a.do_, a.do_rows, shared.do_pipe.full[do_stage]);
   }
 }
 

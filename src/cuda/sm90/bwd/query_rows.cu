@@ -1,0 +1,80 @@
+#include <cfloat>
+
+#include "cuda/backward/tile_writer.h"
+#include "cuda/sm90/bwd/query_rows.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+constexpr int kThreads = kPreprocessThreads;
+
+// Each thread block has one tile of queries, whose rows are divided among groups of kVecs threads. Tiles are taken from
+// the last one down, so that what is written for the first heads, with which the mainloop begins, is still in L2.
+template <int Dim>
+__global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_constant__ PreprocessParams p) {
+  constexpr int kQueries = BackwardTile<Dim>::kQueries, kVecs = Dim / kVec8;
+  constexpr int kRowsAtOnce = kThreads / kVecs, kRows = kQueries / kRowsAtOnce;
+  __shared__ float deltas[kQueries];
+  ptx::griddepcontrol_launch_dependents();
+  const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x), heads = static_cast<int>(p.q.shape[1]);
+  const int head_index = tile / p.q_blocks.count, batch = head_index / heads, head = head_index % heads;
+  const int first_query = tile % p.q_blocks.count * kQueries, kv = head_index / p.group;
+  const auto of_query = [&](const Strided& x, int query) {
+    return static_cast<const float*>(x.data)[Index4{batch, head, query, 0}.offset(x)];
+  };
+
+  const int vec = threadIdx.x % kVecs, first_row = threadIdx.x / kVecs, queries = p.q_blocks.tokens - first_query;
+  const Index4 first{batch, head, first_query + first_row, vec * kVec8};
+  Column<Bf16> do_(p.do_, first), o(p.o, first), residual(p.o_residual, first);
+  struct {
+    RawVec8<Bf16> do_, o, residual;
+  } raw[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const bool present = first_row + i * kRowsAtOnce < queries;
+    raw[i] = {do_.read(present), o.read(present), residual.read(present)};
+    do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
+  }
+  const int row = threadIdx.x;  // the row that this thread will write
+  const float lse = row < min(queries, kQueries) ? of_query(p.lse, first_query + row) : -INFINITY;
+  const float dlse = p.dlse.data && lse != -INFINITY ? of_query(p.dlse, first_query + row) : 0.f;
+
+  if (kv < p.zeroed_heads) {
+    auto* const dq = static_cast<uint4*>(p.dq) + static_cast<int64_t>(tile) * (kQueries * Dim / 4);
+    for (int i = threadIdx.x; i < kQueries * Dim / 4; i += kThreads) dq[i] = {};
+  }
+  if (first_query == 0 && head_index % p.group == 0 && threadIdx.x == 0) {
+    p.exponents[kv] = {.dq_sums_scale = 1.f, .largest_v = FLT_MAX, .parts = 1};
+    p.zeroed[kv] = 0;
+    if (kv == 0) p.counters[0] = p.counters[1] = 0;
+  }
+
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    Vec8 x, sum, rest;
+    raw[i].do_.convert(x), raw[i].o.convert(sum), raw[i].residual.convert(rest);
+    float delta = 0.f;
+    for (int c = 0; c < kVec8; ++c) delta += x[c] * (sum[c] + rest[c]);
+    for (int step = kVecs / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
+    if (vec == 0) deltas[first_row + i * kRowsAtOnce] = delta;
+  }
+  __syncthreads();
+  auto& rows = reinterpret_cast<QueryRows<kQueries>*>(p.rows)[tile];
+  if (row < kQueries) {
+    const bool sees = lse != -INFINITY;
+    rows.lse[row] = sees ? lse * 1.44269504f : INFINITY;
+    rows.delta[row] = sees ? deltas[row] - dlse : 0.f;
+  }
+  if (row == 0) rows.first = first_query, rows.tile = tile, rows.nonfinite = rows.padding = 0;
+}
+
+}  // namespace
+
+void preprocess_rows(const PreprocessParams& p, cudaStream_t stream) {
+  const auto tiles = static_cast<unsigned>(p.q.shape[0] * p.q.shape[1] * p.q_blocks.count);
+  const auto kernel = p.tile_dim == 64 ? query_rows_kernel<64> : query_rows_kernel<128>;
+  kernel<<<tiles, kThreads, 0, stream>>>(p);
+  check(cudaGetLastError(), "query_rows_kernel");
+}
+
+}  // namespace octet::cuda::sm90
