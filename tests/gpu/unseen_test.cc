@@ -86,17 +86,17 @@ class GpuUnseen : public testing::TestWithParam<Kind> {};
 
 TEST_P(GpuUnseen, tokens_may_hold_anything) {
   const Kind kind = GetParam();
-  for (PartlySeen x : partly_seen(1)) {
-    if (x.in.mask.present() && !gpu_has_general_logits()) continue;
+  for (Case c : partly_seen_cases()) {
+    if (c.mask != MaskTensor::none && !gpu_has_general_logits()) continue;
     for (const int64_t dim : dims_of(kind.precision))
       for (const bool in_words : {true, false}) {  // bf16 is read where it lies, f32 is copied first
-        x.c.dim = x.c.dim_v = dim;
-        x.c.kv_heads = 1;
-        x.c.dtype = in_words ? DType::bf16 : DType::f32;
-        x.c.out_dtype = in_words ? DType::bf16 : DType::f32;
-        x.c.sinks = has_backward(kind.precision) ? Sinks::shared : Sinks::none;
-        x.c.dlse = has_backward(kind.precision);
-        x.in = draw(x.c, 1);
+        c.dim = c.dim_v = dim;
+        c.kv_heads = 1;
+        c.dtype = in_words ? DType::bf16 : DType::f32;
+        c.out_dtype = in_words ? DType::bf16 : DType::f32;
+        c.sinks = has_backward(kind.precision) ? Sinks::shared : Sinks::none;
+        c.dlse = has_backward(kind.precision);
+        const PartlySeen x = partly_seen(c, 1);
         const Attention gpu = on_gpu(x.c, kind);
         const Outputs want = run_on_gpu(x.c, x.in, gpu, Pass::forward);
         for (const bool deterministic : {true, false}) {

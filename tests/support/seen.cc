@@ -52,9 +52,9 @@ SeenTokens seen_tokens(const Case& c, const Inputs& in) {
   return seen;
 }
 
-std::vector<PartlySeen> partly_seen(uint64_t seed) {
+std::vector<Case> partly_seen_cases() {
   constexpr auto top_left = Alignment::top_left, bottom_right = Alignment::bottom_right;
-  const std::vector<Case> list = {
+  return {
       {.name = "causal_top_left", .heads = 2, .tokens_q = 100, .tokens_k = 170, .causal = true, .alignment = top_left},
       {.name = "causal_bottom_right",
        .heads = 2,
@@ -102,19 +102,26 @@ std::vector<PartlySeen> partly_seen(uint64_t seed) {
       {.name = "blind", .batch = 2, .heads = 2, .tokens_q = 80, .tokens_k = 130, .mask = MaskTensor::blind},
       {.name = "bias_f32", .heads = 2, .kv_heads = 2, .tokens_q = 80, .tokens_k = 150, .mask = MaskTensor::bias_f32},
       {.name = "bias_bf16", .batch = 2, .heads = 2, .tokens_q = 80, .tokens_k = 150, .mask = MaskTensor::bias_bf16},
+      // Rows of the mask start at multiples of 16 bytes.
+      {.name = "aligned_keys", .batch = 2, .heads = 2, .tokens_q = 80, .tokens_k = 160, .mask = MaskTensor::keys},
+      {.name = "aligned_bias_f32", .heads = 2, .tokens_q = 80, .tokens_k = 152, .mask = MaskTensor::bias_f32},
+      {.name = "aligned_bias_bf16",
+       .batch = 2,
+       .heads = 2,
+       .tokens_q = 80,
+       .tokens_k = 152,
+       .mask = MaskTensor::bias_bf16},
   };
-  std::vector<PartlySeen> cases;
-  for (const Case& c : list) {
-    PartlySeen x{c, draw(c, seed)};
-    // Tensors hide some keys from all queries, among others and at the end, and all keys from some queries.
-    const double hides = x.in.mask_dtype == DType::boolean ? 0.0 : -std::numeric_limits<double>::infinity();
-    for_each(x.in.mask.shape, [&](int64_t b, int64_t h, int64_t i, int64_t j) {
-      if (j % 5 == 2 || j >= c.tokens_k - 20 || (i % 9 == 4 && x.in.mask.shape[2] > 1))
-        x.in.mask.at(b, h, i, j) = hides;
-    });
-    cases.push_back(std::move(x));
-  }
-  return cases;
+}
+
+PartlySeen partly_seen(const Case& c, uint64_t seed) {
+  PartlySeen x{c, draw(c, seed)};
+  // Tensors hide some keys from all queries, among others and at the end, and all keys from some queries.
+  const double hides = x.in.mask_dtype == DType::boolean ? 0.0 : -std::numeric_limits<double>::infinity();
+  for_each(x.in.mask.shape, [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+    if (j % 5 == 2 || j >= c.tokens_k - 20 || (i % 9 == 4 && x.in.mask.shape[2] > 1)) x.in.mask.at(b, h, i, j) = hides;
+  });
+  return x;
 }
 
 }  // namespace octet::test

@@ -23,12 +23,13 @@ struct SeenTokens {
 };
 SeenTokens seen_tokens(const Case&, const Inputs&);
 
-// Cases with keys that no query sees and queries that see no key, by every kind of mask; with their inputs.
+// Cases with keys that no query sees and queries that see no key, by every kind of mask; and the inputs of one.
 struct PartlySeen {
   Case c;
   Inputs in;
 };
-std::vector<PartlySeen> partly_seen(uint64_t seed);
+std::vector<Case> partly_seen_cases();
+PartlySeen partly_seen(const Case& c, uint64_t seed);
 
 // The inputs with `content(draw)` in the place of every number of k, v and their tangents that no query sees, and of q,
 // do and its tangent where they see no key; draws count up from 0.
