@@ -124,16 +124,22 @@ __device__ inline RowSum row_sum(float log2_sum, float gauge, const Sinks& sinks
   return {all.log2_sum * kLn2, all.share};
 }
 
-// tanh to a few units of the last place, by two instructions of the special function unit.
-__device__ inline float tanh_of(float x) {
+// tanh and its derivative to a few units of the last place, by two instructions of the special function unit.
+struct Tanh {
+  float value, derivative;
+};
+__device__ inline Tanh tanh_of(float x) {
   constexpr float kTwoLog2e = 2.88539008f;
   const float square = x * x;
   float series = __fmaf_rn(square, 62.f / 2835, -17.f / 315);
   series = __fmaf_rn(square, series, 2.f / 15);
   series = __fmaf_rn(square, series, -1.f / 3);
   const float small = __fmaf_rn(x * square, series, x);
-  const float large = 1.f - __fdividef(2.f, ptx::exp2(fabsf(x) * kTwoLog2e) + 1.f);
-  return fabsf(x) < 0.3f ? small : copysignf(large, x);
+  // What is missing to 1. The derivative comes from it, as 1 minus the square of a tanh near 1 has no digits left.
+  const float rest = __fdividef(2.f, ptx::exp2(fabsf(x) * kTwoLog2e) + 1.f);
+  const bool near_zero = fabsf(x) < 0.3f;
+  return {near_zero ? small : copysignf(1.f - rest, x),
+          near_zero ? __fmaf_rn(-small, small, 1.f) : rest * (2.f - rest)};
 }
 
 // c tanh(x / c) and its derivative by x. Both are NaN where x is not finite.
@@ -141,10 +147,11 @@ struct Capped {
   float x, derivative;
 };
 __device__ inline Capped softcap(const LogitTerms& t, float x) {
-  const float tangent = tanh_of(x * t.inverse_softcap), poison = x * 0.f;
+  const Tanh tanh = tanh_of(x * t.inverse_softcap);
+  const float poison = x * 0.f;
   // Below 2^-12 the cap takes less than a float has, and x / c may be too small for one.
   const bool small = fabsf(x * t.inverse_softcap) < 0x1p-12f;
-  return {(small ? x : t.softcap * tangent) + poison, 1.f - tangent * tangent + poison};
+  return {(small ? x : t.softcap * tanh.value) + poison, tanh.derivative + poison};
 }
 
 // Returns what ALiBi and `number` of a mask tensor add to the logit of a key.
