@@ -23,7 +23,7 @@ inline int64_t most_keys(const Problem& p) {
 
 // Returns whether P and v are f16 although the operands are bf16, as bias correction f16 has them where the unrounded o
 // is kept.
-inline bool f16_compute(const Problem& p) {
+inline bool f16_p_and_v(const Problem& p) {
   return p.precision == OCTET_PRECISION_BF16 && p.bias_correction == OCTET_BIAS_CORRECTION_F16 && keeps_exact_o(p);
 }
 
@@ -48,7 +48,7 @@ inline PackedTiles packed_tiles(const Problem& p, int rows) {
 inline bool has_few_queries(const Problem& p, const PackedTiles& tiles, int64_t tiles_of_heads,
                             int64_t multiprocessors) {
   constexpr int64_t kMostQueries = 64;
-  if (most_queries(p) > kMostQueries || !p.o.elements() || f16_compute(p) || shifts_maximum(p)) return false;
+  if (most_queries(p) > kMostQueries || !p.o.elements() || f16_p_and_v(p) || shifts_maximum(p)) return false;
   return most_queries(p) <= tiles.queries || tiles_of_heads < multiprocessors;
 }
 

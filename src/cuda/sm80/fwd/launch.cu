@@ -44,7 +44,7 @@ struct Schedule {
 };
 
 Schedule schedule_of(const Problem& p) {
-  const ForwardKernel kernel = f16_compute(p) ? kernel_of<PrecisionBf16F16Compute, false>(p) : kernel_of<false>(p);
+  const ForwardKernel kernel = f16_p_and_v(p) ? kernel_of<PrecisionBf16F16Compute, false>(p) : kernel_of<false>(p);
   const Schedule of_many{.kernel = kernel, .tile_queries = kernel.rows, .tiles = query_tiles(p, kernel.rows)};
   const ForwardKernel of_few = kernel_of<true>(p);
   const PackedTiles tiles = packed_tiles(p, of_few.rows);
@@ -90,7 +90,7 @@ std::optional<std::string> forward_unsupported_reason(const Problem&) { return {
 
 std::string forward_name(const Problem& p) {
   const Schedule s = schedule_of(p);
-  return text("forward ", name(p.precision), f16_compute(p) ? " with P in f16" : "",
+  return text("forward ", name(p.precision), f16_p_and_v(p) ? " with P in f16" : "",
               p.precision == OCTET_PRECISION_F32 ? " in three bf16 parts" : "", shifts_maximum(p) ? " with beta" : "",
               ", mma.sync, ", s.kernel.rows, " x ", s.kernel.keys, " tiles",
               s.few ? text(", ", s.tile_heads, " heads in a tile, keys in ", s.splits, " parts") : "");
@@ -100,7 +100,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const octet_dtype type = p.precision == OCTET_PRECISION_BF16 ? OCTET_BF16 : OCTET_F16;
   const Schedule schedule = schedule_of(p);
   const ForwardKernel& kernel = schedule.kernel;
-  const bool scaled = f16_compute(p), splits = schedule.splits > 1;
+  const bool scaled = f16_p_and_v(p), splits = schedule.splits > 1;
   WorkspaceAllocator allocator(workspace);
   allocator.take(1);  // the workspace of a run is not null
   int* const blocks_before = allocate_blocks_before(p, allocator);

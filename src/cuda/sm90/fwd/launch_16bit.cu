@@ -6,6 +6,7 @@
 #include "cuda/host/status.h"
 #include "cuda/host/tensor_map.h"
 #include "cuda/preprocess/operands.h"
+#include "cuda/scheduler/few_queries.h"
 #include "cuda/sm90/fwd/launch.h"
 #include "cuda/sm90/fwd/params.h"
 #include "cuda/sm90/fwd/quantized_qk.h"
@@ -16,22 +17,17 @@
 namespace octet::cuda::sm90 {
 namespace {
 
-// True where P and V are f16 although the operands are bf16, as bias correction f16 does where the unrounded o is kept.
-bool f16_compute(const Problem& p) {
-  return p.precision == OCTET_PRECISION_BF16 && p.bias_correction == OCTET_BIAS_CORRECTION_F16 && keeps_exact_o(p);
-}
-
 bool quantized(const Problem& p) { return p.precision == OCTET_PRECISION_INT8_F16; }
 
 // True where v becomes f16, divided by a power of two per head. An f16 v stays as it is, and f16 represents all values
 // of e4m3.
 bool scales_v(const Problem& p) {
-  return f16_compute(p) || (quantized(p) && (p.v.dtype == OCTET_BF16 || p.v.dtype == OCTET_F32));
+  return f16_p_and_v(p) || (quantized(p) && (p.v.dtype == OCTET_BF16 || p.v.dtype == OCTET_F32));
 }
 
 Kernel kernel_of(const Problem& p) {
   if (quantized(p)) return forward_kernel<PrecisionInt8F16>(p.dim, p.dim_v);
-  if (f16_compute(p)) return forward_kernel<PrecisionBf16F16Compute>(p.dim, p.dim_v);
+  if (f16_p_and_v(p)) return forward_kernel<PrecisionBf16F16Compute>(p.dim, p.dim_v);
   if (p.bias_correction == OCTET_BIAS_CORRECTION_BETA)
     return p.precision == OCTET_PRECISION_BF16 ? forward_kernel<WithBeta<PrecisionBf16>>(p.dim, p.dim_v)
                                                : forward_kernel<WithBeta<PrecisionF16>>(p.dim, p.dim_v);
@@ -45,7 +41,7 @@ PrecisionSet forward_precisions() { return {OCTET_PRECISION_F16, OCTET_PRECISION
 
 std::string forward_name(const Problem& p) {
   const Kernel kernel = kernel_of(p);
-  return text("forward ", name(p.precision), f16_compute(p) ? " with P in f16" : "",
+  return text("forward ", name(p.precision), f16_p_and_v(p) ? " with P in f16" : "",
               p.bias_correction == OCTET_BIAS_CORRECTION_BETA ? " with beta" : "", ", wgmma, ", kernel.rows, " x ",
               kernel.keys, " tiles");
 }
@@ -61,8 +57,8 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   unsigned* const counter = qk ? qk->counter() : allocator.take<unsigned>(1);
   const bool scaled = scales_v(p);
   const Input v(scaled ? View{} : p.v, type, allocator);
-  const ScaledInput v_scaled(scaled ? p.v : View{}, f16_compute(p) ? type : p.v.dtype,
-                             f16_compute(p) ? kernel.dim_v : 0, allocator);
+  const ScaledInput v_scaled(scaled ? p.v : View{}, f16_p_and_v(p) ? type : p.v.dtype,
+                             f16_p_and_v(p) ? kernel.dim_v : 0, allocator);
   const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
   if (!workspace || !p.o.elements()) return allocator.used();
 
@@ -99,7 +95,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.q_rows = output(queries), a.k_rows = output(keys), a.v_rows = output(values);
   a.dim = static_cast<int>(queries.shape[3]);
 
-  launch(p, kernel, a.scheduler, &a, quantized(p) || f16_compute(p), stream);
+  launch(p, kernel, a.scheduler, &a, quantized(p) || f16_p_and_v(p), stream);
   o.deliver(stream);
   if (p.o_residual.present()) o_residual.deliver(stream);
   return allocator.used();
