@@ -1,4 +1,4 @@
-// What the CUDA backends share: the GPUs that they find, the problems that both reject, and the plan of a pass.
+// Functions that both CUDA backends use: they find the GPUs, reject problems and plan a pass.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -135,7 +135,8 @@ __device__ inline Tanh tanh_of(float x) {
   series = __fmaf_rn(square, series, 2.f / 15);
   series = __fmaf_rn(square, series, -1.f / 3);
   const float small = __fmaf_rn(x * square, series, x);
-  // What is missing to 1. The derivative comes from it, as 1 minus the square of a tanh near 1 has no digits left.
+  // This is 1 - |tanh x|. The derivative is computed from it, because 1 - tanh^2 would lose its digits where tanh x is
+  // close to 1.
   const float rest = __fdividef(2.f, ptx::exp2(fabsf(x) * kTwoLog2e) + 1.f);
   const bool near_zero = fabsf(x) < 0.3f;
   return {near_zero ? small : copysignf(1.f - rest, x),

@@ -45,12 +45,13 @@ struct F32Kernel {
   // tokens of a tile.
   static constexpr int kPairColumns = kRows == 32 ? 2 : 1, kPairWarps = kRows / 16 * (kRows / 8 / kPairColumns);
   static_assert(kPairWarps <= kHalf);
-  // Of dv one half has all, of dk the other, and of dq both together: a warp has all tokens and some channels.
+  // The first half of the warps sums dv and the second half dk. All warps sum dq. Each warp sums all tokens of the
+  // block, for its share of the channels.
   static constexpr int kSumWarps = OfKeys ? kHalf : kWarps, kChannels = Dim / kSumWarps;
   static constexpr int kSumRows = kRows / 16, kSumColumns = kChannels / 8;
   using Sums = Tf32Sums<kSumRows, kSumColumns>;
 
-  // Whether a token has a number without parts.
+  // 1 for each token that has a number which tf32 parts cannot represent (sm80/tf32.h), else 0.
   struct Odd {
     int x[kRows], y[kRows], u[kRows], w[kRows];
   };
@@ -220,7 +221,7 @@ struct F32Kernel {
         });
   }
 
-  // Where a number of the sums belongs.
+  // The row and the channel of the tile to which sum.x[i][n][j] of this thread belongs.
   static __device__ int row_of(int i, int j) { return 16 * i + lane() / 4 + j / 2 * 8; }
   static __device__ int first_channel() { return warp() % kSumWarps * kChannels; }
   static __device__ int channel_of(int n, int j) { return first_channel() + 8 * n + lane() % 4 * 2 + j % 2; }
