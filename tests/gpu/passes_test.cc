@@ -116,7 +116,8 @@ struct Kind {
 bool supported(const Case& c, const Kind& kind) {
   const bool dims = kind.wide() || std::max(c.dim, c.dim_v) <= 128;
   const bool plain = c.mask == MaskTensor::none && c.softcap == 0 && c.alibi == Alibi::none;
-  return gpu_computes(kind.pass, kind.precision) && (plain || gpu_has_general_logits()) &&
+  const bool gproj = kind.pass == Pass::backward && kind.bias_correction == BiasCorrection::gproj;
+  return gpu_computes(kind.pass, kind.precision) && (!gproj || gpu_has_gproj()) && (plain || gpu_has_general_logits()) &&
          (c.dtype != DType::e4m3 || kind.reads_e4m3()) && dims;
 }
 
@@ -135,6 +136,9 @@ constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, BiasCorrection::f16}
                            {Pass::backward, Precision::bf16, BiasCorrection::f16},
                            {Pass::backward, Precision::bf16, BiasCorrection::none},
                            {Pass::backward, Precision::bf16, BiasCorrection::exact_delta},
+                           {Pass::backward, Precision::bf16, BiasCorrection::gproj},
+                           {Pass::backward, Precision::bf16, BiasCorrection::gproj, true},
+                           {Pass::backward, Precision::f16, BiasCorrection::gproj},
                            {Pass::backward, Precision::f16, BiasCorrection::f16},
                            {Pass::backward, Precision::bf16, BiasCorrection::f16, true},
                            {Pass::forward, Precision::bf16, BiasCorrection::beta},
@@ -233,12 +237,8 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuPasses,
                            const Kind& kind = kKinds[std::get<1>(info.param)];
                            return std::string(gpu_cases()[std::get<0>(info.param)].name) + '_' + name(kind.pass) + '_' +
                                   name(kind.precision) +
-                                  (kind.deterministic                                    ? "_deterministic"
-                                   : kind.offset                                         ? "_offset"
-                                   : kind.bias_correction == BiasCorrection::none        ? "_none"
-                                   : kind.bias_correction == BiasCorrection::beta        ? "_beta"
-                                   : kind.bias_correction == BiasCorrection::exact_delta ? "_exact_delta"
-                                                                                         : "");
+                                  suffix_of(kind.bias_correction) + (kind.deterministic ? "_deterministic" : "") +
+                                  (kind.offset ? "_offset" : "");
                          });
 
 // Where all keys lie in one step, the GPU and the oracle round the same numbers on the same scales: what they differ by

@@ -33,6 +33,14 @@ inline bool gpu_computes(Pass pass, Precision precision) {
 }
 // Whether it takes softcap, ALiBi and mask tensors.
 inline bool gpu_has_general_logits() { return tests_sm80(); }
+// Whether its backward pass has bias correction gproj.
+inline bool gpu_has_gproj() { return tests_sm80(); }
+
+// What the name of a test tells of a bias correction.
+inline std::string suffix_of(BiasCorrection bias_correction) {
+  static const char* const kNames[] = {"", "_none", "_beta", "_exact_delta", "_gproj"};  // in octet.h's order
+  return kNames[static_cast<int>(bias_correction)];
+}
 
 // Those of a list of kinds, each with a precision, that it computes.
 template <class Kind>

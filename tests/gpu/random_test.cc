@@ -14,7 +14,8 @@ bool solves(const RandomProblem& x) {
   const Case& c = x.c;
   const bool plain = !x.in.mask.present() && c.softcap == 0 && c.alibi == Alibi::none;
   const bool gproj = x.pass == Pass::backward && x.attention.bias_correction == BiasCorrection::gproj;
-  return gpu_computes(x.pass, x.attention.precision) && (plain || gpu_has_general_logits()) && !gproj;
+  return gpu_computes(x.pass, x.attention.precision) && (plain || gpu_has_general_logits()) &&
+         (!gproj || gpu_has_gproj());
 }
 
 // ds of 16 bits has one power of two for many rows (docs/kernels/backward.md, Limits), and deterministic sums of dq

@@ -80,8 +80,7 @@ struct Kind {
   DType out = DType::bf16;  // f32 or of 16 bits, as the inputs are
 };
 std::string name_of(const Kind& kind) {
-  static const char* const kBiasCorrections[] = {"", "_none", "_beta", "_exact_delta", "_gproj"};  // in octet.h's order
-  return name(kind.precision) + std::string(kBiasCorrections[static_cast<int>(kind.bias_correction)]) +
+  return name(kind.precision) + suffix_of(kind.bias_correction) +
          (kind.deterministic ? "_deterministic" : "") + (kind.out == DType::f32 ? "_f32" : "");
 }
 Case case_of(Case c, const Kind& kind) {

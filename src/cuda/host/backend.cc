@@ -6,7 +6,6 @@
 
 #include "core/error.h"
 #include "core/names.h"
-#include "core/recipe.h"
 
 namespace octet::cuda {
 
@@ -55,12 +54,6 @@ std::optional<std::string> type_unsupported_reason(const Problem& p) {
       return text(label, " is ", name(t->dtype), "; this backend takes f32, f16 and bf16");
   }
   return {};
-}
-
-std::optional<std::string> backward_unsupported_reason(const Problem& p) {
-  if (p.bias_correction == OCTET_BIAS_CORRECTION_GPROJ)
-    return "its backward pass has no bias_correction gproj; it has: f16, none, beta, exact_delta";
-  return missing_exact_output(p);
 }
 
 }  // namespace octet::cuda

@@ -23,9 +23,6 @@ std::optional<std::string> size_unsupported_reason(const Problem& p);
 // Returns the reason why a tensor is no f32, f16 or bf16, or nothing if all are.
 std::optional<std::string> type_unsupported_reason(const Problem& p);
 
-// Returns the reason why no backend has the backward pass of a problem, or nothing.
-std::optional<std::string> backward_unsupported_reason(const Problem& p);
-
 // Returns the plan of a pass. With a null workspace, `pass` only returns the bytes that it needs.
 template <auto pass, auto name_of>
 Plan plan_of(const Problem& p) {

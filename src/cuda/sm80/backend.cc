@@ -25,14 +25,7 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
   if (!kPrecisions.has(p.precision)) return text("it has no ", name(p.precision), "; it has: ", kPrecisions.names());
   if (auto reason = size_unsupported_reason(p)) return reason;
   if (auto reason = type_unsupported_reason(p)) return reason;
-  switch (p.pass) {
-    case OCTET_FORWARD:
-      return forward_unsupported_reason(p);
-    case OCTET_BACKWARD:
-      return backward_unsupported_reason(p);
-    default:
-      return {};
-  }
+  return missing_exact_output(p);
 }
 
 Plan plan(const Problem& p) {

@@ -3,15 +3,12 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
-#include <optional>
 #include <string>
 
 #include "core/problem.h"
 
 namespace octet::cuda::sm80 {
 
-// Returns the reason why the forward pass cannot solve a problem, or nothing if it can.
-std::optional<std::string> forward_unsupported_reason(const Problem& p);
 std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream);
 std::string forward_name(const Problem& p);
 

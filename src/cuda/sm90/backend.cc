@@ -53,7 +53,9 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
   if (p.pass == OCTET_FORWARD) return {};
   if (const int64_t tokens = std::max(p.tokens_q, p.tokens_k); tokens > kMaxBackwardTokens)
     return text("its backward pass takes up to ", kMaxBackwardTokens, " tokens, found ", tokens);
-  return backward_unsupported_reason(p);
+  if (p.bias_correction == OCTET_BIAS_CORRECTION_GPROJ)
+    return "its backward pass has no bias_correction gproj; it has: f16, none, beta, exact_delta";
+  return missing_exact_output(p);
 }
 
 std::optional<std::string> deferral_reason(const Problem& p) {

@@ -14,6 +14,7 @@
 #pragma once
 #include "cuda/backward/schedule.h"
 #include "cuda/sm80/bwd/config.h"
+#include "cuda/sm80/bwd/projection.h"
 #include "cuda/sm80/logits.h"
 #include "cuda/sm80/mma.h"
 
@@ -23,13 +24,15 @@ struct KernelParams {
   BackwardParams a;
   bool integers;  // dq is summed in integers
   LogitTerms terms;
+  Projection projection;
 };
 
 template <class T, int Dim, BackwardKind kind>
 struct Backward {
   using C = BackwardConfig<Dim, kind>;
   using Tiles = BackwardTile<Dim>;  // of preprocessing; a tile of this kernel is a part of one
-  static constexpr bool General = kind == BackwardKind::general;
+  static constexpr bool Projects = kind == BackwardKind::projected;
+  static constexpr bool General = kind == BackwardKind::general || Projects;
   static constexpr int kQueries = C::kQueries, kKeys = C::kKeys, kStages = 2, kDoStages = C::kDoStages;
   static constexpr int kThreads = 32 * C::kWarps;
   static constexpr int kQueryParts = Tiles::kQueries / kQueries, kKeyParts = Tiles::kKeys / kKeys;
@@ -71,6 +74,7 @@ struct Backward {
     int iterations;
     MBlock at;  // of the last of `steps`
     Step steps[kSteps];
+    [[no_unique_address]] ProjectionMemory<Projects, kQueries, TileP::kBytes, PartS::kColumnParts> projection;
   };
   static constexpr int kSharedBytes = sizeof(Shared);
   static_assert(kind == BackwardKind::large || kSharedBytes <= kMostSharedBytes);
@@ -84,6 +88,8 @@ struct Backward {
 
   // Computes the block of keys `number`.
   __device__ void run(unsigned number);
+  // Computes lambda of the tile of queries `number`, for each head of the group. kind: projected.
+  __device__ void sweep(unsigned number);
 
  private:
   __device__ void load_keys() const;
@@ -94,9 +100,15 @@ struct Backward {
   __device__ void compute(TileDk& dk, TileDk& dv);
   __device__ void take_p(TileS& s, int query, int stage) const;
   __device__ void take_ds(const TileS& p, TileS& dp, int stage) const;
-  __device__ void add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const;
+  __device__ void add_logit_terms(TileS& s, TileS& dp, TileS& factor, const Step& step, int stage) const;
   __device__ void store(const TileS& x, unsigned char* tile) const;
   __device__ bool needs_mask(int query) const;
+  __device__ void sum_rows(const Step& step);
+  __device__ void write_lambda(const Step& step, int row, float p, float ds) const;
+  __device__ void load_lambda(const Step& step, int stage) const;
+  __device__ void take_projection(TileS& p, TileS& ds, const TileS& derivative) const;
+  __device__ void project(TileDq& dq, int half, int stage) const;
+  __device__ void project(TileDk& dk, const TileQ& q, int stage) const;
   static constexpr int kDqQuads = PartDq::kBlocks * kDqColumns / 8;  // of four sums of a thread
   __device__ void add(TileDq& dq, const Step& step, int half, int quad) const;
   __device__ void write(const Output& out, TileDk& x, float scale, int exponent, int columns) const;

@@ -4,9 +4,9 @@
 
 namespace octet::cuda::sm80 {
 
-// Which kernel: for the 99 KB of shared memory that every GPU has; for those that have more, at dim 128; or for logits
-// with terms beside scale q.k, which need registers.
-enum class BackwardKind : int { small, large, general };
+// Which kernel: for the 99 KB of shared memory that every GPU has; for those that have more, at dim 128; for logits with
+// terms beside scale q.k, which need registers; or for any logits with bias correction gproj (projection.h).
+enum class BackwardKind : int { small, large, general, projected };
 
 // A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with two stages of q and
 // `kDoStages` of do; `kBlocks` thread blocks share a multiprocessor that has shared memory for them. The warps divide a
@@ -51,12 +51,18 @@ struct BackwardConfig<128, BackwardKind::general> : BackwardDefaults {
 };
 template <>
 struct BackwardConfig<256, BackwardKind::general> : BackwardConfig<256, BackwardKind::small> {};
+template <int Dim>
+struct BackwardConfig<Dim, BackwardKind::projected> : BackwardConfig<Dim, BackwardKind::general> {};
+template <>
+struct BackwardConfig<128, BackwardKind::projected> : BackwardConfig<128, BackwardKind::general> {
+  static constexpr int kKeys = 32;
+};
 
 // The part of a product of `Rows` x `Columns` numbers that one warp computes.
 template <int Rows, int Columns, int Warps, int WarpRows>
 struct WarpPart {
   static constexpr int kBlocks = Rows / WarpRows / 16;  // of 16 rows
-  static constexpr int kColumns = Columns * WarpRows / Warps;
+  static constexpr int kColumns = Columns * WarpRows / Warps, kColumnParts = Warps / WarpRows;
   static_assert(Rows % (16 * WarpRows) == 0 && Warps % WarpRows == 0 && kColumns % 16 == 0);
   static __device__ int row_block(int warp) { return warp % WarpRows * kBlocks; }
   static __device__ int column_block(int warp) { return warp / WarpRows * (kColumns / 16); }

@@ -6,8 +6,9 @@ namespace octet::cuda::sm80 {
 
 struct BackwardKernel {
   void (*function)(KernelParams);
-  int queries, keys;  // of a tile
-  int key_parts;      // thread blocks for each block of keys of preprocessing
+  void (*sweep)(KernelParams);  // before it, by blocks of queries; null: none
+  int queries, keys;            // of a tile
+  int query_parts, key_parts;   // thread blocks for each block of queries, and of keys, of preprocessing
   int threads, shared_bytes;
 };
 

@@ -18,7 +18,10 @@ BackwardKernel kernel_of(const Problem& p) {
   const int dim = backward_dim(p);
   return f16_compute(p) ? backward_kernel<F16, kind>(dim) : backward_kernel<Bf16, kind>(dim);
 }
+bool projects(const Problem& p) { return p.bias_correction == OCTET_BIAS_CORRECTION_GPROJ; }
+
 BackwardKernel kernel_of(const Problem& p) {
+  if (projects(p)) return kernel_of<BackwardKind::projected>(p);
   if (!p.plain_logits()) return kernel_of<BackwardKind::general>(p);
   const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, p.device_index);
   const BackwardKernel large = kernel_of<BackwardKind::large>(p);
@@ -31,7 +34,7 @@ std::string backward_name(const Problem& p) {
   if (p.precision == OCTET_PRECISION_F32) return "backward f32, on CUDA cores";
   const BackwardKernel kernel = kernel_of(p);
   return text("backward ", f16_compute(p) ? "in f16" : "in bf16", ", mma.sync, ", kernel.queries, " x ", kernel.keys,
-              " tiles", p.deterministic ? ", dq in integers" : "");
+              " tiles", projects(p) ? ", after a sweep that sums rows" : "", p.deterministic ? ", dq in integers" : "");
 }
 
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
@@ -49,6 +52,11 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
     rows.to = allocator.take<float>(static_cast<std::size_t>(p.batch * p.heads * p.tokens_q));
     params.lse = {rows.to, {p.batch, p.heads, p.tokens_q, 1}, {p.heads * p.tokens_q, p.tokens_q, 1, 1}, Element::f32};
   }
+  Projection projection{};
+  if (projects(p)) {
+    const int64_t rows_of_tiles = p.batch * p.heads * params.q_blocks.count * params.q_blocks.rows;
+    projection = {allocator.take<float>(static_cast<std::size_t>(rows_of_tiles)), params.sinks, saved_lse, params.dlse};
+  }
   const Result dk(p.dk, allocator), dv(p.dv, allocator);
   if (!workspace) return allocator.used();
 
@@ -63,15 +71,21 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   const BackwardKernel kernel = kernel_of(p);
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount, p.device_index);
   const KernelParams arguments{backward_params(p, params, processors, dk.output(), dv.output()), p.deterministic,
-                               terms};
-  const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.key_parts;
+                               terms, projection};
+  const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.key_parts,
+                sweep_blocks = p.batch * p.kv_heads * params.q_blocks.count * kernel.query_parts;
+  const bool sweeps = projects(p) && blocks && sweep_blocks;
   seen.preprocess(p, terms, stream);
   compute_gauges(p, terms, stream);
   if (rows.to) remove_gauges(rows, stream);
   preprocess(params, stream);
+  if (sweeps)
+    launch_general_pdl(kernel.sweep, static_cast<unsigned>(sweep_blocks), kernel.threads, kernel.shared_bytes, stream,
+                       arguments);
   if (blocks)
     launch_general_pdl(kernel.function, static_cast<unsigned>(blocks), kernel.threads, kernel.shared_bytes, stream,
                        arguments);
+  if (sweeps) add_lambda_to_delta(arguments.a, projection.lambda, stream);
   if (p.dq.elements()) postprocess_dq(arguments.a, params.tile_dim, sums_of(p), strided(p.dq), stream);
   if (p.dq.elements() && blocks && (p.windowed || p.mask.present())) {
     if (p.plain_logits())

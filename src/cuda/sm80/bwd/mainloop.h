@@ -98,9 +98,10 @@ __device__ bool Backward<T, Dim, kind>::needs_mask(int query) const {
          a.mask.keys_of(query + kQueries - 1, w.q.tokens, w.k.tokens).first > w.first_key;
 }
 
-// Turns s into logits, and dp into (dp - delta) times the derivative of a softcap.
+// Turns s into logits and dp into dp - delta, and multiplies `factor`, which may be dp, by the derivative of a softcap.
 template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const {
+__device__ void Backward<T, Dim, kind>::add_logit_terms(TileS& s, TileS& dp, TileS& factor, const Step& step,
+                                                        int stage) const {
   LogitTerms terms = params.terms;
   const float product_scale = shared.product_scale, scale = shared.q_k_scale * terms.scale;
 #pragma unroll
@@ -122,7 +123,7 @@ __device__ void Backward<T, Dim, kind>::add_logit_terms(TileS& s, TileS& dp, con
       x *= scale, y = __fmaf_rn(y, product_scale, -delta[i / 2 % 2]);
       if (terms.softcap == 0.f) continue;
       const Capped capped = softcap(terms, x);
-      x = capped.x, y *= capped.derivative;
+      x = capped.x, factor[m].x[i] *= capped.derivative;
     }
     LogitTerms others = terms;
     others.softcap = 0.f, others.scale = 1.f;
@@ -197,7 +198,7 @@ template <class T, int Dim, BackwardKind kind>
 __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
   const TileK k{shared.k}, v{shared.v};
   const TileP p{shared.p}, ds{shared.ds};
-  if (shared.iterations) load_q(shared.steps[0], 0), load_do(shared.steps[0], 0);
+  if (shared.iterations) load_q(shared.steps[0], 0), load_do(shared.steps[0], 0), load_lambda(shared.steps[0], 0);
   ptx::cp_async_commit();
   for (int n = 0; n < shared.iterations; ++n) {
     const int stage = n % kStages, do_stage = n % kDoStages;
@@ -207,27 +208,32 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
     if (threadIdx.x == 0) next_step(n + 2);
     const Step &step = shared.steps[n % kSteps], &next = shared.steps[(n + 1) % kSteps];
     const bool more = n + 1 < shared.iterations;
-    if (more) load_q(next, (n + 1) % kStages);
+    if (more) load_q(next, (n + 1) % kStages), load_lambda(next, (n + 1) % kStages);
     if (more && kDoStages > 1) load_do(next, (n + 1) % kDoStages);
     ptx::cp_async_commit();
     // s = q k^T and dp = do v^T, and p and ds of them.
-    TileS s, dp;
+    TileS s, dp, derivative;
     for (auto& block : s) block.zero();
     for (auto& block : dp) block.zero();
     const auto multiply_dp = [&] { mma_ABt(dp, do_, PartS::row_block(warp), v, PartS::column_block(warp)); };
     if (General) multiply_dp();
     mma_ABt(s, q, PartS::row_block(warp), k, PartS::column_block(warp));
-    if constexpr (General) add_logit_terms(s, dp, step, stage);
+    if constexpr (Projects)
+      for (auto& block : derivative)
+        for (float& x : block.x) x = 1.f;
+    if constexpr (General) add_logit_terms(s, dp, Projects ? derivative : dp, step, stage);
     take_p(s, step.query, stage);
     store(s, shared.p);
     if (!General) multiply_dp();
     take_ds(s, dp, stage);
+    if constexpr (Projects) take_projection(s, dp, derivative);
     store(dp, shared.ds);
     __syncthreads();
     // dq += ds k, dv += p^T do, dk += ds^T q. do is free after dv, which matters where it has one stage.
     TileDq dq;
     const auto multiply_dq = [&](int half) {
       for (auto& block : dq) block.zero();
+      if constexpr (Projects) project(dq, half, stage);
       mma_AB<kKeys>(dq, ds, PartDq::row_block(warp), k, PartDq::column_block(warp) + half * (kDqColumns / 16));
     };
     const auto add_quads = [&](int half, int first, int last) {
@@ -247,6 +253,7 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
     }
     mma_AtB(dk, ds, PartK::row_block(warp), q, PartK::column_block(warp),
             [&](int k_step) { add_between(kQueries / 16 + k_step); });
+    if constexpr (Projects) project(dk, q, stage);
     for (int half = 0; half < (C::kSpreadsDq ? 0 : C::kDqHalves ? 2 : 1); ++half)
       multiply_dq(half), add_quads(half, 0, kDqQuads);
   }

@@ -86,8 +86,6 @@ Output columns_of(Output t, int64_t first) {
 
 }  // namespace
 
-std::optional<std::string> forward_unsupported_reason(const Problem&) { return {}; }
-
 std::string forward_name(const Problem& p) {
   const Schedule s = schedule_of(p);
   return text("forward ", name(p.precision), f16_p_and_v(p) ? " with P in f16" : "",
