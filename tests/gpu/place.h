@@ -46,8 +46,12 @@ inline std::string suffix_of(BiasCorrection bias_correction) {
 template <class Kind>
 std::vector<Kind> gpu_kinds(Pass pass, std::initializer_list<Kind> kinds) {
   std::vector<Kind> list;
-  for (const Kind& kind : kinds)
-    if (gpu_computes(pass, kind.precision)) list.push_back(kind);
+  for (const Kind& kind : kinds) {
+    bool computes = gpu_computes(pass, kind.precision);
+    if constexpr (requires { kind.bias_correction; })
+      computes &= gpu_has_gproj() || pass != Pass::backward || kind.bias_correction != BiasCorrection::gproj;
+    if (computes) list.push_back(kind);
+  }
   return list;
 }
 

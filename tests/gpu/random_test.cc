@@ -42,6 +42,55 @@ TEST_P(GpuRandomProblems, are_right_in_every_row) {
     ++(expect_right(random_problem(first + i), gpu) == Outcome::solved ? solved_ : rejected_);
 }
 
+// A place for tensors that nobody reads.
+class Nowhere : public Place {
+ public:
+  Tensor tensor(const Buffer& buffer) override {
+    Tensor t = buffer.view();
+    t.device = OCTET_CUDA;
+    return t;
+  }
+  void* workspace(size_t) override { return nullptr; }
+  void* stream() override { return nullptr; }
+  bool finish() override { return false; }
+};
+
+// The general backend solves whatever the CPU solves in f32, f16 and bf16.
+TEST(GpuRefusals, of_what_the_cpu_solves) {
+  if (!tests_sm80()) GTEST_SKIP() << "sm80 has what this backend refuses";
+  uint64_t solved = 0, refused = 0;
+  const auto ask = [&](const Case& c, const Inputs& in, Attention attention, Pass pass, const std::string& what) {
+    attention.backend = "cpu";
+    if (!refusal(c, in, attention, pass).empty()) return;
+    attention.backend = "sm80";
+    Nowhere nowhere;
+    const std::string reason = refusal(c, in, attention, pass, &nowhere);
+    ++(reason.empty() ? solved : refused);
+    EXPECT_EQ(reason, "") << what;
+  };
+  using enum BiasCorrection;
+  for (const Case& c : cases()) {
+    const Inputs in = draw(c, 1);
+    for (const Pass pass : {Pass::forward, Pass::backward, Pass::jvp})
+      for (const Precision precision : {Precision::f32, Precision::f16, Precision::bf16})
+        for (const BiasCorrection bias_correction : {f16, none, beta, exact_delta, gproj}) {
+          Attention attention = attention_of(c, precision, nullptr);
+          if (precision == Precision::f32 && bias_correction != f16) continue;
+          attention.bias_correction = bias_correction;
+          ask(c, in, attention, pass, std::string(c.name) + ' ' + name(pass) + ' ' + name(precision));
+        }
+  }
+  const auto [first, count] = draws(1000);
+  for (uint64_t i = 0; i < count; ++i) {
+    const RandomProblem x = random_problem(first + i);
+    ask(x.c, x.in, x.attention, x.pass, text(x));
+  }
+  std::printf("of what the CPU solves in f32, f16 and bf16, sm80 solves %llu problems and refuses %llu\n",
+              static_cast<unsigned long long>(solved), static_cast<unsigned long long>(refused));
+  EXPECT_GT(solved, 0u);
+  EXPECT_EQ(refused, 0u);
+}
+
 INSTANTIATE_TEST_SUITE_P(Parts, GpuRandomProblems, testing::Range<uint64_t>(0, GpuRandomProblems::kParts));
 
 }  // namespace

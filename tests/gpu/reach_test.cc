@@ -80,8 +80,8 @@ struct Kind {
   DType out = DType::bf16;  // f32 or of 16 bits, as the inputs are
 };
 std::string name_of(const Kind& kind) {
-  return name(kind.precision) + suffix_of(kind.bias_correction) +
-         (kind.deterministic ? "_deterministic" : "") + (kind.out == DType::f32 ? "_f32" : "");
+  return name(kind.precision) + suffix_of(kind.bias_correction) + (kind.deterministic ? "_deterministic" : "") +
+         (kind.out == DType::f32 ? "_f32" : "");
 }
 Case case_of(Case c, const Kind& kind) {
   const DType type = kind.precision == Precision::f16 ? DType::f16 : DType::bf16;
@@ -287,8 +287,10 @@ const std::vector<Kind> kBackward = gpu_kinds<Kind>(Pass::backward, {{Precision:
                                                                      {Precision::bf16, BiasCorrection::none},
                                                                      {Precision::bf16, BiasCorrection::none, true},
                                                                      {Precision::bf16, BiasCorrection::exact_delta},
+                                                                     {Precision::bf16, BiasCorrection::gproj},
                                                                      {Precision::f16},
-                                                                     {Precision::f16, BiasCorrection::f16, true}});
+                                                                     {Precision::f16, BiasCorrection::f16, true},
+                                                                     {Precision::f16, BiasCorrection::gproj, true}});
 
 // Backward passes from the o and lse that the oracle saves, so that only what this pass does shows.
 struct Passes {

@@ -230,11 +230,7 @@ struct Kind {
   bool deterministic = false;
 };
 std::string name_of(const Kind& kind) {
-  const std::string bias_correction = kind.bias_correction == BiasCorrection::none          ? "_none"
-                                      : kind.bias_correction == BiasCorrection::beta        ? "_beta"
-                                      : kind.bias_correction == BiasCorrection::exact_delta ? "_exact_delta"
-                                                                                            : "";
-  return name(kind.precision) + bias_correction + (kind.deterministic ? "_deterministic" : "");
+  return name(kind.precision) + suffix_of(kind.bias_correction) + (kind.deterministic ? "_deterministic" : "");
 }
 Attention attention_for(const Case& c, const Kind& kind) {
   Attention a = attention_of(c, kind.precision, gpu_backend());
@@ -334,8 +330,10 @@ const std::vector<Kind> kBackward = gpu_kinds<Kind>(Pass::backward, {{Precision:
                                                                      {Precision::bf16, BiasCorrection::none, true},
                                                                      {Precision::bf16, BiasCorrection::exact_delta},
                                                                      {Precision::bf16, BiasCorrection::beta},
+                                                                     {Precision::bf16, BiasCorrection::gproj},
                                                                      {Precision::f16},
-                                                                     {Precision::f16, BiasCorrection::none}});
+                                                                     {Precision::f16, BiasCorrection::none},
+                                                                     {Precision::f16, BiasCorrection::gproj}});
 
 TEST_P(GpuLseGradient, and_those_of_sinks_are_those_of_the_definition) {
   const auto [index, which] = GetParam();

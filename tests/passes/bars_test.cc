@@ -127,7 +127,8 @@ INSTANTIATE_TEST_SUITE_P(Bars, Tangents, testing::Values(Precision::bf16, Precis
 
 TEST(Bias, delta_s7) { expect_unbiased_delta(kCpu, Tied::s7); }
 TEST(Bias, delta_s8) { expect_unbiased_delta(kCpu, Tied::s8); }
-TEST(Bias, dq_s8) { expect_unbiased_dq_on_s8(kCpu); }
+TEST(Bias, dq_s8) { expect_unbiased_dq_on_s8(kCpu, BiasCorrection::f16); }
+TEST(Bias, dq_s8_gproj) { expect_unbiased_dq_on_s8(kCpu, BiasCorrection::gproj); }
 TEST(Bias, beta_s8) { expect_that_beta_cures_delta_on_s8(kCpu); }
 
 }  // namespace

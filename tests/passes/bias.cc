@@ -58,16 +58,16 @@ void expect_unbiased_delta(const Tested& tested, Tied tied) {
 // The first channel of dq moves by -(error of delta) * scale * (sum_j P_ij k_j minus any constant), of one sign here.
 // For dq no bar is known: its own rounding, in no proportion to that of delta, may lean to one side. The errors that
 // add up over rows are at most a tenth of those that the bias correction is for.
-void expect_unbiased_dq_on_s8(const Tested& tested) {
+void expect_unbiased_dq_on_s8(const Tested& tested, BiasCorrection bias_correction) {
   const Case c = tied_case();
   Bias naive, corrected;
   for (const Inputs& in : inputs(Tied::s8)) {
     const Values want = exact(c, in, Pass::backward).dq;
-    const auto add = [&](Bias& bias, BiasCorrection bias_correction) {
-      const Values dq = compute(tested, c, in, Pass::backward, Precision::bf16, DType::bf16, bias_correction).dq;
+    const auto add = [&](Bias& bias, BiasCorrection correction) {
+      const Values dq = compute(tested, c, in, Pass::backward, Precision::bf16, DType::bf16, correction).dq;
       for (int64_t h = 0; h < c.heads; ++h) bias.add(dq.at(0, h, 0, 0) - want.at(0, h, 0, 0));
     };
-    add(naive, BiasCorrection::none), add(corrected, BiasCorrection::f16);
+    add(naive, BiasCorrection::none), add(corrected, bias_correction);
   }
   EXPECT_GE(naive.kappa(), .5) << "without a bias correction: the test has no power";
   EXPECT_LE(std::fabs(corrected.mean()), .1 * std::fabs(naive.mean()));

@@ -10,9 +10,9 @@ enum class Tied { s7, s8 };
 // nothing to spoil. On S8 it is biased, kappa >= .5.
 void expect_unbiased_delta(const Tested&, Tied);
 
-// Expects that the bias correction takes the bias from dq on S8: without it its errors have one sign, kappa >= 0.5;
-// with it a tenth of them is left.
-void expect_unbiased_dq_on_s8(const Tested&);
+// Expects that a bias correction takes the bias from dq on S8: without it its errors have one sign, kappa >= 0.5; with
+// it a tenth of them is left.
+void expect_unbiased_dq_on_s8(const Tested&, BiasCorrection);
 
 // Bias correction beta with a factor of 3: from o as it is stored, on S8, kappa <= .1 and |t| <= 4.
 void expect_that_beta_cures_delta_on_s8(const Tested&);

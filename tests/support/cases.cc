@@ -231,22 +231,9 @@ class Scratch {
   std::vector<unsigned char> memory_;
 };
 
-template <class Call>
-void call(const Attention& attention, const Call& arguments, Place* place) {
-  const size_t bytes = workspace_size(attention, arguments);
-  bool damaged = false;
-  if (place) {
-    octet::run(attention, arguments, place->workspace(bytes), bytes, place->stream());
-    damaged = place->finish();
-  } else {
-    Scratch scratch(bytes);
-    octet::run(attention, arguments, scratch.data(), bytes);
-    damaged = scratch.damaged();
-  }
-  EXPECT_FALSE(damaged) << "wrote beyond its workspace of " << bytes << " bytes";
-}
-
-void call(const Attention& attention, Pass pass, const Buffers& x, Place* place) {
+// Calls f with the arguments of a pass.
+template <class F>
+void with_arguments(Pass pass, const Buffers& x, Place* place, const F& f) {
   const auto at = [&](const Buffer& b) { return place && b.present() ? place->tensor(b) : b.view(); };
   const Extras extras{.mask = at(x.mask),
                       .sinks = at(x.sinks),
@@ -255,47 +242,57 @@ void call(const Attention& attention, Pass pass, const Buffers& x, Place* place)
                       .cu_seqlens_k = at(x.cu_seqlens_k)};
   switch (pass) {
     case Pass::forward:
-      return call(attention,
-                  Forward{.q = at(x.q),
-                          .k = at(x.k),
-                          .v = at(x.v),
-                          .o = at(x.o),
-                          .lse = at(x.lse),
-                          .o_residual = at(x.o_residual),
-                          .extras = extras},
-                  place);
+      return f(Forward{.q = at(x.q),
+                       .k = at(x.k),
+                       .v = at(x.v),
+                       .o = at(x.o),
+                       .lse = at(x.lse),
+                       .o_residual = at(x.o_residual),
+                       .extras = extras});
     case Pass::backward:
-      return call(attention,
-                  Backward{.q = at(x.q),
-                           .k = at(x.k),
-                           .v = at(x.v),
-                           .o = at(x.o),
-                           .lse = at(x.lse),
-                           .do_ = at(x.do_),
-                           .dq = at(x.dq),
-                           .dk = at(x.dk),
-                           .dv = at(x.dv),
-                           .o_residual = at(x.o_residual),
-                           .dlse = at(x.dlse),
-                           .dsinks = at(x.dsinks),
-                           .extras = extras},
-                  place);
+      return f(Backward{.q = at(x.q),
+                        .k = at(x.k),
+                        .v = at(x.v),
+                        .o = at(x.o),
+                        .lse = at(x.lse),
+                        .do_ = at(x.do_),
+                        .dq = at(x.dq),
+                        .dk = at(x.dk),
+                        .dv = at(x.dv),
+                        .o_residual = at(x.o_residual),
+                        .dlse = at(x.dlse),
+                        .dsinks = at(x.dsinks),
+                        .extras = extras});
     case Pass::jvp:
-      return call(attention,
-                  Jvp{.q = at(x.q),
-                      .k = at(x.k),
-                      .v = at(x.v),
-                      .tq = at(x.tq),
-                      .tk = at(x.tk),
-                      .tv = at(x.tv),
-                      .o = at(x.o),
-                      .to = at(x.to),
-                      .lse = at(x.lse),
-                      .tsinks = at(x.tsinks),
-                      .tlse = at(x.tlse),
-                      .extras = extras},
-                  place);
+      return f(Jvp{.q = at(x.q),
+                   .k = at(x.k),
+                   .v = at(x.v),
+                   .tq = at(x.tq),
+                   .tk = at(x.tk),
+                   .tv = at(x.tv),
+                   .o = at(x.o),
+                   .to = at(x.to),
+                   .lse = at(x.lse),
+                   .tsinks = at(x.tsinks),
+                   .tlse = at(x.tlse),
+                   .extras = extras});
   }
+}
+
+void call(const Attention& attention, Pass pass, const Buffers& x, Place* place) {
+  with_arguments(pass, x, place, [&](const auto& arguments) {
+    const size_t bytes = workspace_size(attention, arguments);
+    bool damaged = false;
+    if (place) {
+      octet::run(attention, arguments, place->workspace(bytes), bytes, place->stream());
+      damaged = place->finish();
+    } else {
+      Scratch scratch(bytes);
+      octet::run(attention, arguments, scratch.data(), bytes);
+      damaged = scratch.damaged();
+    }
+    EXPECT_FALSE(damaged) << "wrote beyond its workspace of " << bytes << " bytes";
+  });
 }
 
 }  // namespace
@@ -318,6 +315,18 @@ Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pa
   out.dq = x.dq.values(), out.dk = x.dk.values(), out.dv = x.dv.values(), out.dsinks = x.dsinks.values();
   out.to = x.to.values(), out.tlse = x.tlse.values();
   return out;
+}
+
+std::string refusal(const Case& c, const Inputs& in, const Attention& attention, Pass pass, Place* place) {
+  const Outputs zeros{.o = Values(c.o_shape()), .lse = Values(c.lse_shape()), .o_residual = Values(c.o_shape())};
+  const Buffers x = lay_out(c, in, attention.precision, pass, &zeros);
+  try {
+    with_arguments(pass, x, place, [&](const auto& arguments) { workspace_size(attention, arguments); });
+    return {};
+  } catch (const Error& error) {
+    if (error.status() != OCTET_UNSUPPORTED) throw;
+    return error.what();
+  }
 }
 
 Outputs exact(const Case& c, const Inputs& in, Pass pass) {

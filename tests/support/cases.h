@@ -106,6 +106,9 @@ Attention attention_of(const Case&, Precision, const char* backend);
 // pass left to a backward pass. `place`: where it runs; null: here. At precision f64 all tensors are f64 and dense.
 Outputs run(const Case&, const Inputs&, const Attention&, Pass, const Outputs* saved = nullptr, Place* place = nullptr);
 
+// Returns why a backend does not solve a case, or nothing if it does. Nothing runs.
+std::string refusal(const Case&, const Inputs&, const Attention&, Pass, Place* place = nullptr);
+
 // Float64 attention on the same inputs.
 Outputs exact(const Case&, const Inputs&, Pass);
 

@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
 
 #include "core/error.h"
-#include "core/names.h"
 
 namespace octet::cuda {
 
@@ -36,23 +34,6 @@ std::optional<std::string> size_unsupported_reason(const Problem& p) {
   if (tokens > kMaxTokens) return text(tokens, " tokens; it takes up to ", kMaxTokens);
   if (p.batch * p.heads > kMaxBlocks / (p.tokens_q / 64 + 1))
     return text(p.batch * p.heads, " heads of ", p.tokens_q, " queries are more blocks than it can count");
-  return {};
-}
-
-std::optional<std::string> type_unsupported_reason(const Problem& p) {
-  for (const auto& [t, label] : {std::pair{&p.q, "q"},
-                                 {&p.k, "k"},
-                                 {&p.v, "v"},
-                                 {&p.o, "o"},
-                                 {&p.do_, "do"},
-                                 {&p.tq, "tq"},
-                                 {&p.tk, "tk"},
-                                 {&p.tv, "tv"}}) {
-    if (!t->present()) continue;
-    if (t->quantization) return text(label, " is quantized; this backend takes f32, f16 and bf16");
-    if (t->dtype != OCTET_F32 && t->dtype != OCTET_F16 && t->dtype != OCTET_BF16)
-      return text(label, " is ", name(t->dtype), "; this backend takes f32, f16 and bf16");
-  }
   return {};
 }
 

@@ -20,9 +20,6 @@ std::optional<std::string> no_gpu_reason(bool (*fits)(int device), const char* w
 // Returns the reason why a problem is too large for blocks of 64 queries that 32 bits count, or nothing if it is not.
 std::optional<std::string> size_unsupported_reason(const Problem& p);
 
-// Returns the reason why a tensor is no f32, f16 or bf16, or nothing if all are.
-std::optional<std::string> type_unsupported_reason(const Problem& p);
-
 // Returns the plan of a pass. With a null workspace, `pass` only returns the bytes that it needs.
 template <auto pass, auto name_of>
 Plan plan_of(const Problem& p) {

@@ -1,6 +1,8 @@
 // The backend for every NVIDIA GPU of compute capability 8.0 or later, by mma.sync.
 #include "core/backend.h"
 
+#include <utility>
+
 #include "core/error.h"
 #include "core/names.h"
 #include "core/recipe.h"
@@ -24,7 +26,8 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
   constexpr PrecisionSet kPrecisions = {OCTET_PRECISION_F32, OCTET_PRECISION_F16, OCTET_PRECISION_BF16};
   if (!kPrecisions.has(p.precision)) return text("it has no ", name(p.precision), "; it has: ", kPrecisions.names());
   if (auto reason = size_unsupported_reason(p)) return reason;
-  if (auto reason = type_unsupported_reason(p)) return reason;
+  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
+    if (t->quantization) return text(label, " is quantized; it takes f32, f16, bf16 and e4m3 as they are");
   return missing_exact_output(p);
 }
 

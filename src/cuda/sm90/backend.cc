@@ -2,6 +2,7 @@
 #include "core/backend.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/error.h"
 #include "core/names.h"
@@ -37,6 +38,15 @@ bool quantized(const Problem& p) { return !kSixteenBits.has(p.precision); }
 
 // True where P and v have 8 bits, too.
 bool is_8bit(const Problem& p) { return forward_8bit_precisions().has(p.precision); }
+
+// Only q, k and v may have 8 bits at a precision of 16.
+std::optional<std::string> type_unsupported_reason(const Problem& p) {
+  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
+    if (t->quantization || t->dtype == OCTET_E4M3)
+      return text(label, " is ", t->quantization ? "quantized" : name(t->dtype), "; its ", name(p.precision),
+                  " takes f32, f16 and bf16");
+  return {};
+}
 
 std::optional<std::string> unsupported_reason(const Problem& p) {
   if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability ", kWanted);

@@ -4,8 +4,8 @@
 
 namespace octet::cuda::sm80 {
 
-// Which kernel: for the 99 KB of shared memory that every GPU has; for those that have more, at dim 128; for logits with
-// terms beside scale q.k, which need registers; or for any logits with bias correction gproj (projection.h).
+// Which kernel: for the 99 KB of shared memory that every GPU has; for those that have more, at dim 128; for logits
+// with terms beside scale q.k, which need registers; or for any logits with bias correction gproj (projection.h).
 enum class BackwardKind : int { small, large, general, projected };
 
 // A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with two stages of q and

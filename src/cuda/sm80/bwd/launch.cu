@@ -70,8 +70,8 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   count_blocks(params.q_blocks, params.k_blocks, stream);
   const BackwardKernel kernel = kernel_of(p);
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount, p.device_index);
-  const KernelParams arguments{backward_params(p, params, processors, dk.output(), dv.output()), p.deterministic,
-                               terms, projection};
+  const KernelParams arguments{backward_params(p, params, processors, dk.output(), dv.output()), p.deterministic, terms,
+                               projection};
   const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.key_parts,
                 sweep_blocks = p.batch * p.kv_heads * params.q_blocks.count * kernel.query_parts;
   const bool sweeps = projects(p) && blocks && sweep_blocks;

@@ -1,7 +1,6 @@
-#include "cuda/sm80/bwd/projection.h"
-
 #include "cuda/backward/exponents.h"
 #include "cuda/host/launch.h"
+#include "cuda/sm80/bwd/projection.h"
 
 namespace octet::cuda::sm80 {
 namespace {

@@ -87,7 +87,8 @@ __device__ void Backward<T, Dim, kind>::sum_rows(const Step& step) {
   __syncthreads();
   if (const int row = threadIdx.x; row < kQueries) {
     float p = 0.f, ds = 0.f;
-    for (int part = 0; part < PartS::kColumnParts; ++part) p += memory.p_sums[part][row], ds += memory.ds_sums[part][row];
+    for (int part = 0; part < PartS::kColumnParts; ++part)
+      p += memory.p_sums[part][row], ds += memory.ds_sums[part][row];
     write_lambda(step, row, p, ds);
   }
 }
@@ -102,7 +103,8 @@ __device__ void Backward<T, Dim, kind>::write_lambda(const Step& step, int row, 
   const Index4 at{w.batch, step.head, int64_t{w.q.first} + step.query + row, 0};
   const auto number = [&](const Strided& x) { return static_cast<const float*>(x.data)[at.offset(x)]; };
   const float unit = power_of_two(a.p_exponent), scale = power_of_two(e.do_ + e.v + e.product);
-  const float p_sink = projection.sinks.data ? expf(projection.sinks.at(w.batch, step.head) - number(projection.lse)) : 0.f;
+  const float p_sink =
+      projection.sinks.data ? expf(projection.sinks.at(w.batch, step.head) - number(projection.lse)) : 0.f;
   const float dlse = projection.dlse.data ? number(projection.dlse) * scale : 0.f;
   p += unit * p_sink, ds -= unit * (p_sink * shared.delta[0][row] + dlse);
   lambda = p == 0.f ? 0.f : ds / p;
