@@ -124,7 +124,7 @@ def attention(
         alibi_slopes: [heads] or [batch, heads], a float type: slope * |i + (keys - queries) - j| is subtracted from the
             logit of query i and key j. The last query is at the last key, as in flash-attn, whatever the alignment of
             a causal mask or window. Any numbers; one that is inf or NaN makes its head NaN. They get no gradient, and
-            are computed in float32 (float64 at precision "f64"). On the CPU only.
+            are computed in float32 (float64 at precision "f64"). On GPUs at precisions "f32", "f16" and "bf16".
         return_lse: also return the log-sum-exp of the logits, the sink's among them.
 
     Keywords:
@@ -140,7 +140,7 @@ def attention(
             (default), "none", "beta", "exact_delta" or "gproj". With "beta", `beta` is 2 to 8 or 0 for 3.
         hadamard, smooth_q: "auto", "on" or "off": rotate q and k, subtract the mean of each 128 queries, before int8.
         softcap: a positive number: logits become softcap * tanh(logit / softcap) before mask and ALiBi, as in Gemma 2;
-            0: none. A logit that is inf or NaN makes its query NaN. On the CPU only.
+            0: none. A logit that is inf or NaN makes its query NaN. On GPUs at precisions "f32", "f16" and "bf16".
         deterministic: bitwise repeatable; None: as torch.use_deterministic_algorithms says, False elsewhere.
         threads: of the CPU; 0: torch.get_num_threads() in torch, all elsewhere.
         backend: by name, as in `octet.info()["backends"]`; None: the best that can.
