@@ -317,7 +317,7 @@ Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pa
   return out;
 }
 
-std::string refusal(const Case& c, const Inputs& in, const Attention& attention, Pass pass, Place* place) {
+std::string why_rejected(const Case& c, const Inputs& in, const Attention& attention, Pass pass, Place* place) {
   const Outputs zeros{.o = Values(c.o_shape()), .lse = Values(c.lse_shape()), .o_residual = Values(c.o_shape())};
   const Buffers x = lay_out(c, in, attention.precision, pass, &zeros);
   try {

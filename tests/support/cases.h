@@ -107,7 +107,7 @@ Attention attention_of(const Case&, Precision, const char* backend);
 Outputs run(const Case&, const Inputs&, const Attention&, Pass, const Outputs* saved = nullptr, Place* place = nullptr);
 
 // Returns why a backend does not solve a case, or nothing if it does. Nothing runs.
-std::string refusal(const Case&, const Inputs&, const Attention&, Pass, Place* place = nullptr);
+std::string why_rejected(const Case&, const Inputs&, const Attention&, Pass, Place* place = nullptr);
 
 // Float64 attention on the same inputs.
 Outputs exact(const Case&, const Inputs&, Pass);
