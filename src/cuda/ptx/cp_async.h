@@ -6,7 +6,7 @@ namespace octet::cuda::ptx {
 
 __device__ inline uint32_t shared_address(const void* x) { return static_cast<uint32_t>(__cvta_generic_to_shared(x)); }
 
-// Writes 16 bytes to the shared address `to`: the first `bytes` of them (16 or 0) come from `from`, the others are
+// Writes 16 bytes to the shared address `to`: the first `bytes` of them come from `from`, the others are
 // zeros.
 __device__ inline void cp_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
@@ -14,6 +14,10 @@ __device__ inline void cp_async(uint32_t to, const void* from, int bytes) {
 // The same with all 16 bytes.
 __device__ inline void cp_async(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// The same with 4 bytes.
+__device__ inline void cp_async_word(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 // Closes the group of all copies that this thread has issued since the last call.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -7,6 +7,31 @@ namespace {
 
 constexpr int kThreads = 256, kRows = kThreads / 32;
 
+// Calls f(key, number) for the keys of a row of the mask tensor, those of this lane of a warp: chunks of 16 bytes where
+// rows start at multiples of them.
+template <class F>
+__device__ void each_number(const LogitTerms& t, int64_t start, const KeyRange& keys, const F& f) {
+  const int lane = threadIdx.x % 32;
+  with_mask_type(t.element, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    constexpr int kNumbers = kMaskChunkBytes / sizeof(T);
+    const T* const row = static_cast<const T*>(t.mask) + start;
+    const auto number = [](const T* x) { return MaskNumbers<T>::one(x, 0); };
+    const int first = t.mask_chunks ? (keys.first + kNumbers - 1) / kNumbers * kNumbers : keys.last;
+    const int chunks_end = first + max(keys.last - first, 0) / kNumbers * kNumbers;
+#pragma unroll 4
+    for (int key = first + lane * kNumbers; key < chunks_end; key += 32 * kNumbers) {
+      const uint4 chunk = *reinterpret_cast<const uint4*>(row + key);
+#pragma unroll
+      for (int i = 0; i < kNumbers; ++i) f(key + i, number(reinterpret_cast<const T*>(&chunk) + i));
+    }
+    const auto one_by_one = [&](int key, int last) {
+      for (key += lane; key < last; key += 32) f(key, number(row + key * t.mask_stride[3]));
+    };
+    one_by_one(keys.first, min(first, keys.last)), one_by_one(max(chunks_end, keys.first), keys.last);
+  });
+}
+
 // One warp computes the gauge of a row.
 __global__ void __launch_bounds__(kThreads)
     gauge_kernel(const __grid_constant__ LogitTerms t, const Mask mask, int n, int m) {
@@ -22,9 +47,8 @@ __global__ void __launch_bounds__(kThreads)
     without.gauge = nullptr;
     const RowTerms terms = row_terms(without, batch, batch, head, i, n, m, seen);
     float most = -INFINITY;
-    for (int key = seen.first + lane; key < seen.last; key += 32)
-      most = fmaxf(most, added_by_mask(t, terms, key,
-                                       mask_number(t.element, t.mask, terms.mask_start + key * t.mask_stride[3])));
+    each_number(t, terms.mask_start, seen,
+                [&](int key, float number) { most = fmaxf(most, added_by_mask(t, terms, key, number)); });
     for (int offset = 16; offset; offset /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
     if (lane == 0) t.gauge[row] = isfinite(most) ? most : 0.f;
   }

@@ -16,6 +16,7 @@
 namespace octet::cuda::sm80 {
 
 enum class MaskElement : int { boolean, f32, f16, bf16 };
+constexpr int kMaskChunkBytes = 16;  // of a copy of a row
 
 struct LogitTerms {
   float scale;
@@ -32,6 +33,10 @@ struct LogitTerms {
   // [batch, head, query] of mask tensor and ALiBi together; null: 0, or that of ALiBi alone
   float* gauge;
   int64_t gauge_stride[3], gauge_shape[3];
+
+  __device__ const float* gauge_at(int batch, int head, int query) const {
+    return gauge + batch * gauge_stride[0] + head * gauge_stride[1] + query * gauge_stride[2];
+  }
 };
 
 // Allocates the gauges of a problem.
@@ -109,7 +114,7 @@ __device__ inline RowTerms row_terms(const LogitTerms& t, int batch, int sequenc
     }
   }
   if (t.mask) row.mask_start = batch * t.mask_stride[0] + head * t.mask_stride[1] + i * t.mask_stride[2];
-  if (t.gauge) row.gauge = t.gauge[batch * t.gauge_stride[0] + head * t.gauge_stride[1] + i * t.gauge_stride[2]];
+  if (t.gauge) row.gauge = *t.gauge_at(batch, head, i);
   return row;
 }
 
@@ -175,56 +180,13 @@ __device__ inline float logit_of(const LogitTerms& t, const RowTerms& row, int k
   return x;
 }
 
-// Rows of a mask tensor's tile in shared memory, for keys [key, key + Columns). They are padded, so that the eight rows
-// that a warp reads at a time lie in different banks.
+// Turns scale s into logits by ALiBi and the mask tensor, which is read from global memory: the columns of the fragment
+// are the keys from `key` on, of which there are `keys`. Those beyond the last are left as they are; mask_rows sets
+// them.
 template <int Columns>
-constexpr int kMaskRowBytes = Columns * 4 + 16;
-
-// Loads `Rows` rows, from query i of n on, by cp.async with one warp. Keys from m on become zeros. Queries from n on
-// have the row of the last one. Only for masks with mask_chunks; the caller closes the group.
-template <int Columns, int Rows>
-__device__ void load_mask_async(unsigned char* to, const LogitTerms& t, int batch, int head, int i, int n, int key,
-                                int m) {
-  const int lane = threadIdx.x % 32, bytes = t.mask_bytes, chunks = Columns * bytes / 16;  // a power of 2
-  const int shift = 31 - __clz(chunks), inside = (m - key) * bytes;
-  const auto* const from =
-      static_cast<const unsigned char*>(t.mask) + (batch * t.mask_stride[0] + head * t.mask_stride[1] + key) * bytes;
-  for (int at = lane; at < Rows * chunks; at += 32) {
-    const int row = at >> shift, offset = (at & (chunks - 1)) * 16;
-    const int size = min(max(inside - offset, 0), 16);
-    ptx::cp_async(ptx::shared_address(to) + row * kMaskRowBytes<Columns> + offset,
-                  from + (size ? min(i + row, n - 1) * t.mask_stride[2] * bytes + offset : 0), size);
-  }
-}
-
-// Turns products of q and k into logits: the columns of the fragment are the keys from `key` on, of which there are
-// `keys`. Those beyond the last are left as they are; mask_rows sets them. `staged`: this thread's two rows of the mask
-// in shared memory, or null where they are read from global memory.
-template <int Columns>
-__device__ void add_terms(Accumulator<Columns>& s, const LogitTerms& t, const RowTerms (&rows)[kRowsPerThread], int key,
-                          int keys, const unsigned char* const (&staged)[kRowsPerThread]) {
+__device__ void add_terms(Accumulator<Columns>& s, float scale, const LogitTerms& t,
+                          const RowTerms (&rows)[kRowsPerThread], int key, int keys) {
   key += fragment_column();
-  if (t.softcap != 0.f)
-#pragma unroll
-    for (float& x : s.x) x = softcap(t, x * t.scale).x;
-  const float scale = t.softcap != 0.f ? 1.f : t.scale;
-  if (staged[0] && !t.slopes) {
-    with_mask_type(t.element, [&](auto* type) {
-      using T = std::remove_pointer_t<decltype(type)>;
-      using Numbers = MaskNumbers<T>;
-      constexpr int kBytes = sizeof(typename Numbers::Word) / 2;
-#pragma unroll
-      for (int i = 0; i < Columns / 2; i += 2) {
-        const int row = i / 2 % 2;
-        const float2 numbers = Numbers::two(
-            *reinterpret_cast<const typename Numbers::Word*>(staged[row] + (i / 4 * 8 + fragment_column()) * kBytes));
-        const float x = __fmaf_rn(s.x[i], scale, numbers.x - rows[row].gauge);
-        const float y = __fmaf_rn(s.x[i + 1], scale, numbers.y - rows[row].gauge);
-        s.x[i] = numbers.x == -INFINITY ? -INFINITY : x, s.x[i + 1] = numbers.y == -INFINITY ? -INFINITY : y;
-      }
-    });
-    return;
-  }
   s.scale(scale);
   if (t.mask) {
 #pragma unroll
@@ -244,12 +206,6 @@ __device__ void add_terms(Accumulator<Columns>& s, const LogitTerms& t, const Ro
       s.x[i] = __fmaf_rn(-row.slope, static_cast<float>(distance - row.nearest), s.x[i]);
     }
   }
-}
-
-template <int Columns>
-__device__ void add_terms(Accumulator<Columns>& s, const LogitTerms& t, const RowTerms (&rows)[kRowsPerThread], int key,
-                          int keys) {
-  add_terms(s, t, rows, key, keys, {nullptr, nullptr});
 }
 
 }  // namespace octet::cuda::sm80

@@ -10,6 +10,11 @@
 
 namespace octet::cuda::sm80 {
 
+// Lists which keys some query sees of each of `batches` x `heads`, or of those that the mask tells apart: `seen` is 1
+// or 0 for [batch, head, key], with `stride` from head to head. `group` heads of the mask share a head of the list.
+void list_seen_keys(const Problem& p, const LogitTerms& terms, int64_t batches, int64_t heads, int group,
+                    unsigned char* seen, int64_t stride, cudaStream_t stream);
+
 class SeenValues {
  public:
   // Without a mask tensor the values are v itself.

@@ -15,7 +15,7 @@
 #include "cuda/backward/schedule.h"
 #include "cuda/sm80/bwd/config.h"
 #include "cuda/sm80/bwd/projection.h"
-#include "cuda/sm80/logits.h"
+#include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/mma.h"
 
 namespace octet::cuda::sm80 {
@@ -33,6 +33,7 @@ struct Backward {
   using Tiles = BackwardTile<Dim>;  // of preprocessing; a tile of this kernel is a part of one
   static constexpr bool Projects = kind == BackwardKind::projected;
   static constexpr bool General = kind == BackwardKind::general || Projects;
+  static constexpr bool HasMask = General || kind == BackwardKind::masked;
   static constexpr int kQueries = C::kQueries, kKeys = C::kKeys, kStages = 2, kDoStages = C::kDoStages;
   static constexpr int kThreads = 32 * C::kWarps;
   static constexpr int kQueryParts = Tiles::kQueries / kQueries, kKeyParts = Tiles::kKeys / kKeys;
@@ -75,9 +76,11 @@ struct Backward {
     MBlock at;  // of the last of `steps`
     Step steps[kSteps];
     [[no_unique_address]] ProjectionMemory<Projects, kQueries, TileP::kBytes, PartS::kColumnParts> projection;
+    float gauge[HasMask ? kQueries : 1];  // of the current tile of a mask tensor, which follows this struct
   };
-  static constexpr int kSharedBytes = sizeof(Shared);
-  static_assert(kind == BackwardKind::large || kSharedBytes <= kMostSharedBytes);
+  static constexpr int kSharedBytes = (sizeof(Shared) + kChunkBytes - 1) / kChunkBytes * kChunkBytes;
+  static_assert(C::kWarps > 4 ||
+                kSharedBytes + (HasMask ? kQueries * mask_row_bytes(kKeys, 4) : 0) <= kMostSharedBytes);
 
   const KernelParams& params;
   const BackwardParams& a;
@@ -97,6 +100,10 @@ struct Backward {
   __device__ void next_step(int n);
   __device__ void load_q(const Step& step, int stage) const;
   __device__ void load_do(const Step& step, int stage) const;
+  __device__ bool has_mask_tile() const { return HasMask && params.terms.mask && params.terms.mask_chunks; }
+  __device__ unsigned char* mask_tile() const { return reinterpret_cast<unsigned char*>(&shared) + kSharedBytes; }
+  __device__ void load_mask(const Step& step) const;
+  __device__ void add_mask_tile(TileS& s, float scale) const;
   __device__ void compute(TileDk& dk, TileDk& dv);
   __device__ void take_p(TileS& s, int query, int stage) const;
   __device__ void take_ds(const TileS& p, TileS& dp, int stage) const;

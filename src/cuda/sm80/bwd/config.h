@@ -4,9 +4,10 @@
 
 namespace octet::cuda::sm80 {
 
-// Which kernel: for the 99 KB of shared memory that every GPU has; for those that have more, at dim 128; for logits
-// with terms beside scale q.k, which need registers; or for any logits with bias correction gproj (projection.h).
-enum class BackwardKind : int { small, large, general, projected };
+// Which kernel: for the 99 KB of shared memory that every GPU has; for those that have more, at dim 128; for mask
+// tensors as the only term beside scale q.k, up to dim 128; for logits with any terms, which need registers; or for any
+// logits with bias correction gproj (projection.h).
+enum class BackwardKind : int { small, large, masked, general, projected };
 
 // A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with two stages of q and
 // `kDoStages` of do; `kBlocks` thread blocks share a multiprocessor that has shared memory for them. The warps divide a
@@ -41,6 +42,10 @@ struct BackwardConfig<128, BackwardKind::large> : BackwardDefaults {
   static constexpr int kKeyWarpRows = 4;
   static constexpr bool kSpreadsDq = true;
 };
+template <>
+struct BackwardConfig<64, BackwardKind::masked> : BackwardConfig<64, BackwardKind::small> {};
+template <>
+struct BackwardConfig<128, BackwardKind::masked> : BackwardConfig<128, BackwardKind::large> {};
 template <>
 struct BackwardConfig<64, BackwardKind::general> : BackwardDefaults {
   static constexpr int kQueries = 64, kKeys = 64, kDoStages = 2, kBlocks = 2;

@@ -20,10 +20,15 @@ BackwardKernel kernel_of(const Problem& p) {
 }
 bool projects(const Problem& p) { return p.bias_correction == OCTET_BIAS_CORRECTION_GPROJ; }
 
-BackwardKernel kernel_of(const Problem& p) {
+BackwardKernel kernel_of(const Problem& p, const LogitTerms& terms) {
   if (projects(p)) return kernel_of<BackwardKind::projected>(p);
-  if (!p.plain_logits()) return kernel_of<BackwardKind::general>(p);
   const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, p.device_index);
+  if (!p.plain_logits()) {
+    const BackwardKernel masked = kernel_of<BackwardKind::masked>(p);
+    const bool fits = terms.mask_chunks && !p.softcap && !terms.slopes && backward_dim(p) <= 128 &&
+                      masked.bytes_with_mask(terms) <= bytes;
+    return fits ? masked : kernel_of<BackwardKind::general>(p);
+  }
   const BackwardKernel large = kernel_of<BackwardKind::large>(p);
   return backward_dim(p) == 128 && large.shared_bytes <= bytes ? large : kernel_of<BackwardKind::small>(p);
 }
@@ -32,7 +37,8 @@ BackwardKernel kernel_of(const Problem& p) {
 
 std::string backward_name(const Problem& p) {
   if (p.precision == OCTET_PRECISION_F32) return "backward f32, on CUDA cores";
-  const BackwardKernel kernel = kernel_of(p);
+  WorkspaceAllocator none(nullptr);
+  const BackwardKernel kernel = kernel_of(p, logit_terms(p, none));
   return text("backward ", f16_compute(p) ? "in f16" : "in bf16", ", mma.sync, ", kernel.queries, " x ", kernel.keys,
               " tiles", projects(p) ? ", after a sweep that sums rows" : "", p.deterministic ? ", dq in integers" : "");
 }
@@ -68,7 +74,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
     return allocator.used();
   }
   count_blocks(params.q_blocks, params.k_blocks, stream);
-  const BackwardKernel kernel = kernel_of(p);
+  const BackwardKernel kernel = kernel_of(p, terms);
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount, p.device_index);
   const KernelParams arguments{backward_params(p, params, processors, dk.output(), dv.output()), p.deterministic, terms,
                                projection};
@@ -80,11 +86,11 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   if (rows.to) remove_gauges(rows, stream);
   preprocess(params, stream);
   if (sweeps)
-    launch_general_pdl(kernel.sweep, static_cast<unsigned>(sweep_blocks), kernel.threads, kernel.shared_bytes, stream,
-                       arguments);
+    launch_general_pdl(kernel.sweep, static_cast<unsigned>(sweep_blocks), kernel.threads, kernel.bytes_with_mask(terms),
+                       stream, arguments);
   if (blocks)
-    launch_general_pdl(kernel.function, static_cast<unsigned>(blocks), kernel.threads, kernel.shared_bytes, stream,
-                       arguments);
+    launch_general_pdl(kernel.function, static_cast<unsigned>(blocks), kernel.threads, kernel.bytes_with_mask(terms),
+                       stream, arguments);
   if (sweeps) add_lambda_to_delta(arguments.a, projection.lambda, stream);
   if (p.dq.elements()) postprocess_dq(arguments.a, params.tile_dim, sums_of(p), strided(p.dq), stream);
   if (p.dq.elements() && blocks && (p.windowed || p.mask.present())) {

@@ -5,7 +5,7 @@
 namespace octet::cuda::sm80 {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = 256;
 constexpr float kLargeGauge = 16.f;
 
 __device__ float rounded(octet_dtype type, float x) {
@@ -32,37 +32,64 @@ struct Sum {
   }
 };
 
-// One warp has a row.
-__global__ void __launch_bounds__(kThreads) lse_kernel(const __grid_constant__ LseParams p) {
-  const int heads = static_cast<int>(p.q.shape[1]), tokens = static_cast<int>(p.q.shape[2]), lane = threadIdx.x % 32;
-  const int64_t rows = p.q.shape[0] * heads * tokens;
-  for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * kWarps) {
-    const int token = static_cast<int>(row % tokens), head = static_cast<int>(row / tokens % heads);
-    const int batch = static_cast<int>(row / tokens / heads);
-    const float saved = static_cast<const float*>(p.lse.data)[Index4{batch, head, token, 0}.offset(p.lse)];
+// A row of logits, and what it lacks.
+struct Row {
+  int batch, head, token, k_first;
+  KeyRange seen;
+  RowTerms terms;
+  float saved;  // its lse with the gauge
+
+  __device__ Row(const LseParams& p, int64_t row) {
+    const int64_t heads = p.q.shape[1], tokens = p.q.shape[2];
+    token = static_cast<int>(row % tokens), head = static_cast<int>(row / tokens % heads);
+    batch = static_cast<int>(row / tokens / heads);
+    saved = static_cast<const float*>(p.lse.data)[Index4{batch, head, token, 0}.offset(p.lse)];
     const bool packed = p.q_blocks.cu_seqlens;
     const int sequence = packed ? p.q_blocks.sequence_at(token) : batch;
-    const int q_first = packed ? p.q_blocks.cu_seqlens[sequence] : 0,
-              k_first = packed ? p.k_blocks.cu_seqlens[sequence] : 0;
-    const int n = packed ? p.q_blocks.tokens_of(sequence) : tokens;
+    const int q_first = packed ? p.q_blocks.cu_seqlens[sequence] : 0;
+    k_first = packed ? p.k_blocks.cu_seqlens[sequence] : 0;
+    const int n = packed ? p.q_blocks.tokens_of(sequence) : static_cast<int>(tokens);
     const int m = packed ? p.k_blocks.tokens_of(sequence) : static_cast<int>(p.k.shape[2]);
-    const int i = token - q_first;
-    const KeyRange seen = p.mask.keys_of(i, n, m);
-    const RowTerms terms = row_terms(p.terms, batch, sequence, head, i, n, m, seen);
-    float lse = saved - terms.gauge;
-    if (fabsf(terms.gauge) >= kLargeGauge && saved != -INFINITY) {
-      Sum sum{-INFINITY, 0.f};
+    seen = p.mask.keys_of(token - q_first, n, m);
+    terms = row_terms(p.terms, batch, sequence, head, token - q_first, n, m, seen);
+  }
+  __device__ bool has_lost_bits() const { return fabsf(terms.gauge) >= kLargeGauge && saved != -INFINITY; }
+};
+
+// Returns lse of a row without its gauge, computed by a warp.
+__device__ float lse_of(const LseParams& p, const Row& row) {
+  Sum sum{-INFINITY, 0.f};
 #pragma unroll 1
-      for (int key = seen.first + lane; key < seen.last; key += 32) {
-        const float product = dot(p, {batch, head, token, 0}, {batch, head / p.group, int64_t{k_first} + key, 0});
-        sum.add(logit_of(p.terms, terms, key, product), 1.f);
-      }
-      for (int offset = 16; offset; offset /= 2)
-        sum.add(__shfl_xor_sync(~0u, sum.m, offset), __shfl_xor_sync(~0u, sum.l, offset));
-      if (p.sinks.data) sum.add(p.sinks.at(batch, head) - terms.gauge, 1.f);
-      lse = sum.m + logf(sum.l);
+  for (int key = row.seen.first + static_cast<int>(threadIdx.x) % 32; key < row.seen.last; key += 32) {
+    const float product =
+        dot(p, {row.batch, row.head, row.token, 0}, {row.batch, row.head / p.group, int64_t{row.k_first} + key, 0});
+    sum.add(logit_of(p.terms, row.terms, key, product), 1.f);
+  }
+  for (int offset = 16; offset; offset /= 2)
+    sum.add(__shfl_xor_sync(~0u, sum.m, offset), __shfl_xor_sync(~0u, sum.l, offset));
+  if (p.sinks.data) sum.add(p.sinks.at(row.batch, row.head) - row.terms.gauge, 1.f);
+  return sum.m + logf(sum.l);
+}
+
+// Each lane of a warp has a row; the warp computes those that have lost bits one after the other.
+__global__ void __launch_bounds__(kThreads) lse_kernel(const __grid_constant__ LseParams p) {
+  const int lane = threadIdx.x % 32;
+  const int64_t rows = p.q.shape[0] * p.q.shape[1] * p.q.shape[2];
+  for (int64_t first = int64_t{blockIdx.x} * kThreads + threadIdx.x - lane; first < rows;
+       first += int64_t{gridDim.x} * kThreads) {
+    const bool present = first + lane < rows;
+    bool lost_bits = false;
+    if (present) {
+      const Row row(p, first + lane);
+      lost_bits = row.has_lost_bits();
+      if (!lost_bits) p.to[first + lane] = row.saved - row.terms.gauge;
     }
-    if (lane == 0) p.to[row] = lse;
+    for (unsigned left = __ballot_sync(~0u, lost_bits); left;) {
+      const int of_lane = 31 - __clz(static_cast<int>(left));
+      left ^= 1u << of_lane;
+      const float lse = lse_of(p, Row(p, first + of_lane));
+      if (lane == 0) p.to[first + of_lane] = lse;
+    }
   }
 }
 
@@ -71,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) lse_kernel(const __grid_constant__ L
 void remove_gauges(const LseParams& p, cudaStream_t stream) {
   const int64_t rows = p.q.shape[0] * p.q.shape[1] * p.q.shape[2];
   if (!rows) return;
-  lse_kernel<<<blocks_for(rows, kWarps), kThreads, 0, stream>>>(p);
+  lse_kernel<<<blocks_for(rows, kThreads), kThreads, 0, stream>>>(p);
   check(cudaGetLastError(), "lse_kernel");
 }
 

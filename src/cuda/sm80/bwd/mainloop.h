@@ -47,7 +47,7 @@ __device__ void Backward<T, Dim, kind>::next_part() {
     shared.exponents = a.exponents[(w.part * a.batch + w.batch) * a.kv_heads + w.kv_head];
     shared.iterations = a.heads / a.kv_heads * w.tiles.count();
     shared.q_k_scale = exp2f(static_cast<float>(-e.q - e.k));
-    shared.scale_log2 = General ? 1.44269504f : a.scale * 1.44269504f * shared.q_k_scale;
+    shared.scale_log2 = HasMask ? 1.44269504f : a.scale * 1.44269504f * shared.q_k_scale;
     shared.dq_scale = exp2f(static_cast<float>(e.dq));
     shared.product_scale = exp2f(static_cast<float>(e.product));
     next_step(0), next_step(1);
@@ -90,6 +90,33 @@ __device__ void Backward<T, Dim, kind>::load_do(const Step& step, int stage) con
   load_async<kThreads, Tiles::kQueries>(TileQ{shared.do_[stage]}, a.do_ + step.tile * kBytes, step.first);
 }
 
+// Starts the copies of a tile of the mask tensor and of the gauges of its rows.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::load_mask(const Step& step) const {
+  if (!has_mask_tile()) return;
+  const LogitTerms& t = params.terms;
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+  load_mask_tile<kThreads, kQueries, kKeys>(mask_tile(), thread, t, w.batch, step.head, step.query, w.q.tokens,
+                                            w.first_key, w.k.tokens);
+  if (t.gauge && thread < kQueries)
+    ptx::cp_async_word(ptx::shared_address(&shared.gauge[thread]),
+                       t.gauge_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)));
+}
+
+// Turns s into scale s + mask - gauge.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::add_mask_tile(TileS& s, float scale) const {
+  // opaque() stops the compiler from keeping addresses for each type of mask in registers.
+  const int first = 16 * PartS::row_block(warp) + ptx::opaque(lane) / 4;
+#pragma unroll
+  for (int m = 0; m < PartS::kBlocks; ++m) {
+    const int row = first + 16 * m;
+    const float gauge[] = {shared.gauge[row], shared.gauge[row + 8]};
+    const int column = 16 * PartS::column_block(warp) + fragment_column();
+    MaskFragment<kKeys>{mask_tile(), params.terms.element, row, column}.add(s[m], scale, gauge);
+  }
+}
+
 // Returns false if each query of a tile sees all keys of the block.
 template <class T, int Dim, BackwardKind kind>
 __device__ bool Backward<T, Dim, kind>::needs_mask(int query) const {
@@ -102,32 +129,34 @@ __device__ bool Backward<T, Dim, kind>::needs_mask(int query) const {
 template <class T, int Dim, BackwardKind kind>
 __device__ void Backward<T, Dim, kind>::add_logit_terms(TileS& s, TileS& dp, TileS& factor, const Step& step,
                                                         int stage) const {
-  LogitTerms terms = params.terms;
+  const LogitTerms& terms = params.terms;
   const float product_scale = shared.product_scale, scale = shared.q_k_scale * terms.scale;
+  const float scale_left = terms.softcap != 0.f ? 1.f : scale;
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
-    const int row = 16 * (PartS::row_block(warp) + m) + lane / 4;
-    RowTerms rows[kRowsPerThread];
-    float delta[kRowsPerThread];
-#pragma unroll
-    for (int half = 0; half < kRowsPerThread; ++half) {
-      const int i = step.query + row + 8 * half;
-      const KeyRange seen = a.mask.keys_of(min(i, w.q.tokens - 1), w.q.tokens, w.k.tokens);
-      rows[half] = row_terms(terms, w.batch, a.k_blocks.cu_seqlens ? w.k.index : w.batch, step.head, i, w.q.tokens,
-                             w.k.tokens, seen);
-      delta[half] = shared.delta[stage][row + 8 * half];
-    }
+    const float* const delta = &shared.delta[stage][16 * (PartS::row_block(warp) + m) + lane / 4];
+    const float deltas[kRowsPerThread] = {delta[0], delta[8]};
 #pragma unroll
     for (int i = 0; i < PartS::kColumns / 2; ++i) {
       float &x = s[m].x[i], &y = dp[m].x[i];
-      x *= scale, y = __fmaf_rn(y, product_scale, -delta[i / 2 % 2]);
+      y = __fmaf_rn(y, product_scale, -deltas[i / 2 % 2]);
       if (terms.softcap == 0.f) continue;
-      const Capped capped = softcap(terms, x);
+      const Capped capped = softcap(terms, x * scale);
       x = capped.x, factor[m].x[i] *= capped.derivative;
     }
-    LogitTerms others = terms;
-    others.softcap = 0.f, others.scale = 1.f;
-    add_terms(s[m], others, rows, w.first_key + 16 * PartS::column_block(warp), w.k.tokens);
+  }
+  if (has_mask_tile() && !terms.slopes) return add_mask_tile(s, scale_left);
+#pragma unroll
+  for (int m = 0; m < PartS::kBlocks; ++m) {
+    RowTerms rows[kRowsPerThread];
+#pragma unroll
+    for (int half = 0; half < kRowsPerThread; ++half) {
+      const int i = step.query + 16 * (PartS::row_block(warp) + m) + lane / 4 + 8 * half;
+      const KeyRange seen = a.mask.keys_of(min(i, w.q.tokens - 1), w.q.tokens, w.k.tokens);
+      rows[half] = row_terms(terms, w.batch, a.k_blocks.cu_seqlens ? w.k.index : w.batch, step.head, i, w.q.tokens,
+                             w.k.tokens, seen);
+    }
+    add_terms(s[m], scale_left, terms, rows, w.first_key + 16 * PartS::column_block(warp), w.k.tokens);
   }
 }
 
@@ -198,7 +227,10 @@ template <class T, int Dim, BackwardKind kind>
 __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
   const TileK k{shared.k}, v{shared.v};
   const TileP p{shared.p}, ds{shared.ds};
-  if (shared.iterations) load_q(shared.steps[0], 0), load_do(shared.steps[0], 0), load_lambda(shared.steps[0], 0);
+  if (shared.iterations) {
+    load_q(shared.steps[0], 0), load_do(shared.steps[0], 0);
+    load_lambda(shared.steps[0], 0), load_mask(shared.steps[0]);
+  }
   ptx::cp_async_commit();
   for (int n = 0; n < shared.iterations; ++n) {
     const int stage = n % kStages, do_stage = n % kDoStages;
@@ -221,7 +253,10 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
     if constexpr (Projects)
       for (auto& block : derivative)
         for (float& x : block.x) x = 1.f;
-    if constexpr (General) add_logit_terms(s, dp, Projects ? derivative : dp, step, stage);
+    if constexpr (General)
+      add_logit_terms(s, dp, Projects ? derivative : dp, step, stage);
+    else if constexpr (HasMask)
+      add_mask_tile(s, shared.q_k_scale * a.scale);
     take_p(s, step.query, stage);
     store(s, shared.p);
     if (!General) multiply_dp();
@@ -229,6 +264,10 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
     if constexpr (Projects) take_projection(s, dp, derivative);
     store(dp, shared.ds);
     __syncthreads();
+    if constexpr (HasMask) {
+      if (n + 1 < shared.iterations) load_mask(shared.steps[ptx::opaque(n + 1) % kSteps]);
+      ptx::cp_async_commit();
+    }
     // dq += ds k, dv += p^T do, dk += ds^T q. do is free after dv, which matters where it has one stage.
     TileDq dq;
     const auto multiply_dq = [&](int half) {

@@ -3,6 +3,7 @@
 #include "cuda/preprocess/operands.h"
 #include "cuda/preprocess/vec8.h"
 #include "cuda/sm80/bwd/seen.h"
+#include "cuda/sm80/seen_values.h"
 
 namespace octet::cuda::sm80 {
 namespace {
@@ -25,20 +26,22 @@ Flags flags_of(const Problem& p, const LogitTerms& t, unsigned char* data) {
           static_cast<int>(p.tokens_q), static_cast<int>(p.tokens_k)};
 }
 
-// Sets the flags of tokens that are seen; one warp has a row of the mask tensor.
+// Sets the flags of queries that see a key; one warp has a row of the mask tensor.
 __global__ void __launch_bounds__(kThreads)
-    mark_kernel(const __grid_constant__ LogitTerms t, const Mask mask, const Flags flags) {
+    list_queries_kernel(const __grid_constant__ LogitTerms t, const Mask mask, const Flags flags) {
   const int64_t rows = int64_t{flags.batches} * flags.heads * flags.n;
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * kWarps) {
     const int i = static_cast<int>(row % flags.n), head = static_cast<int>(row / flags.n % flags.heads);
     const int batch = static_cast<int>(row / flags.n / flags.heads);
     const int64_t start = batch * t.mask_stride[0] + head * t.mask_stride[1] + i * t.mask_stride[2];
-    unsigned char* const seen = flags.of(batch, head);
     const KeyRange keys = mask.keys_of(i, flags.n, flags.m);
-    for (int key = keys.first + static_cast<int>(threadIdx.x) % 32; key < keys.last; key += 32) {
-      if (mask_number(t.element, t.mask, start + key * t.mask_stride[3]) == -INFINITY) continue;
-      seen[flags.n + key] = 1, seen[i] = 1;
+    bool found = false;
+    for (int first = keys.first; first < keys.last && !found; first += 32) {
+      const int key = first + static_cast<int>(threadIdx.x) % 32;
+      found = __any_sync(
+          ~0u, key < keys.last && mask_number(t.element, t.mask, start + key * t.mask_stride[3]) != -INFINITY);
     }
+    if (threadIdx.x % 32 == 0) flags.of(batch, head)[i] = found;
   }
 }
 
@@ -84,9 +87,9 @@ void SeenOperands::preprocess(const Problem& p, const LogitTerms& t, cudaStream_
   if (!flags_) return;
   const Flags flags = flags_of(p, t, flags_);
   const int64_t heads = int64_t{flags.batches} * flags.heads;
-  check(cudaMemsetAsync(flags_, 0, static_cast<std::size_t>(heads * (flags.n + flags.m)), stream), "cudaMemsetAsync");
-  mark_kernel<<<blocks_for(heads * flags.n, kWarps), kThreads, 0, stream>>>(t, mask_of(p), flags);
-  check(cudaGetLastError(), "mark_kernel");
+  list_queries_kernel<<<blocks_for(heads * flags.n, kWarps), kThreads, 0, stream>>>(t, mask_of(p), flags);
+  check(cudaGetLastError(), "list_queries_kernel");
+  list_seen_keys(p, t, flags.batches, flags.heads, 1, flags_ + flags.n, flags.n + flags.m, stream);
   const auto copy = [&](const View& from, const Strided& to, bool queries) {
     copy_seen_kernel<<<blocks_for(from.elements() / kVec8, kThreads), kThreads, 0, stream>>>(
         strided(from), to, flags, queries, queries ? 1 : static_cast<int>(p.group()));

@@ -27,6 +27,14 @@ constexpr bool kShort = false;
 template <class Dims>
 constexpr bool kShort<Short<Dims>> = true;
 
+// The mask tensor is the only term beside scale q.k, and its rows start at multiples of 16 bytes.
+template <class Dims>
+struct Masked : Dims {};
+template <class Dims>
+constexpr bool kMasked = false;
+template <class Dims>
+constexpr bool kMasked<Masked<Dims>> = true;
+
 //   kWarps        warps of a thread block
 //   kRowBlocks    blocks of 16 queries of a warp
 //   kKeys         keys of a tile
@@ -51,6 +59,12 @@ template <bool General>
 struct ForwardTile<Dims256, General, 1> {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = General ? 16 : 32, kBlocks = 2, kStages = 2;
   static constexpr bool kQRegisters = false, kStagesMask = General, kRepeats = false;
+};
+
+// Tiles as large as those without a mask.
+template <class Dims>
+struct ForwardTile<Masked<Dims>, true, 1> : ForwardTile<Dims, false, 1> {
+  static constexpr bool kStagesMask = true, kRepeats = false;
 };
 
 // Few queries: reading k and v is what takes time. A multiprocessor of an H200 must have about 30 KB on the way to

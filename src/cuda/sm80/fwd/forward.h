@@ -29,6 +29,7 @@
 #include "cuda/fragment/unmasked_row.h"
 #include "cuda/sm80/fwd/config.h"
 #include "cuda/sm80/fwd/params.h"
+#include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/mma.h"
 #include "cuda/sm80/smem.h"
 
@@ -54,14 +55,14 @@ struct Forward {
   using TileK = SharedTile<QkType, kKeys, Dims::kDim>;
   using TileV = SharedTile<PType, kKeys, Dims::kDimV>;
   static_assert(!kShort<Dims> || !kCompensated<Precision>);
+  // Logits may have all terms, and the maximum is exact.
+  static constexpr bool kAllTerms = General && !kMasked<Dims>;
 
   // The keys that a range of rows sees.
   struct Keys {
     int first, last;  // tiles [first, last) that any of the rows sees
     KeyRange all;     // the keys that all of them see
   };
-
-  static constexpr int kMaskBytes = kRowsOfWarp * kMaskRowBytes<kKeys>;  // of a warp
 
   // The tile of queries and its keys lie here and not in registers, of which o leaves few.
   using LoaderK = TileLoader<kThreads, TileK>;
@@ -71,7 +72,8 @@ struct Forward {
     unsigned char q[kParts][TileQ::kBytes];
     unsigned char k[Tile::kStages][kParts][TileK::kBytes];
     unsigned char v[Tile::kStages][kParts][TileV::kBytes];
-    unsigned char mask[Tile::kStagesMask ? Tile::kWarps : 1][Tile::kStagesMask ? kMaskBytes : 16];
+    // A tile of the mask tensor. Where kMasked it follows this struct, with the bytes that its type takes.
+    unsigned char mask[Tile::kStagesMask && !kMasked<Dims> ? kRows * mask_row_bytes(kKeys, sizeof(float)) : 16];
     TileInfo q_tile;
     Keys keys, warp_keys[Tile::kWarps];
     // Of ALiBi and the mask tensor, where logits are general: the slope, and of each row the gauge and the distance
@@ -90,7 +92,7 @@ struct Forward {
   static constexpr int kSharedBytes = sizeof(Shared);
   static_assert(kSharedBytes <= kMostSharedBytes);
 
-  using Softmax = std::conditional_t<General, ShiftedSoftmax, OnlineSoftmax>;
+  using Softmax = std::conditional_t<kAllTerms, ShiftedSoftmax, OnlineSoftmax>;
   using OTile = Accumulator<Dims::kDimV>;
 
   const ForwardParams& a;
@@ -221,8 +223,18 @@ struct Forward {
   __device__ void multiply_pv(const POperand (&p)[kParts][kRowBlocks], int tile, OTile (&o)[kRowBlocks]) const;
   __device__ void load_q() const;
   __device__ void load_keys(int tile, const Sources& from) const;
-  __device__ bool stages_mask() const { return Tile::kStagesMask && a.terms.mask && a.terms.mask_chunks; }
+  __device__ bool stages_mask() const {
+    return kMasked<Dims> || (Tile::kStagesMask && a.terms.mask && a.terms.mask_chunks);
+  }
+  __device__ unsigned char* mask_tile() const {
+    return kMasked<Dims> ? reinterpret_cast<unsigned char*>(&shared) + kSharedBytes : shared.mask;
+  }
+  // Returns this thread's numbers of the tile of the mask.
+  __device__ MaskFragment<kKeys> mask_of(int block) const {
+    return {mask_tile(), a.terms.element, ptx::opaque(thread_row(block)) - shared.q_tile.q_start, fragment_column()};
+  }
   __device__ void load_mask(int tile) const;
+  static __device__ bool fits_beside_sum(const Softmax& softmax, const RowValues& most);
 
   // The words in which this thread keeps a of the sign flip: those of a row of the output.
   __device__ uint32_t* saved(int row) const;

@@ -27,14 +27,25 @@ ForwardKernel describe() {
           Dims::kDimV};
 }
 
+// Calls f with the head dims of a kernel.
+template <class Precision, class F>
+ForwardKernel with_head_dims(int64_t most_dim, const F& f) {
+  if (most_dim <= 64) return f(Dims64{});
+  if (most_dim <= 128) return f(Dims128{});
+  return f(std::conditional_t<kBf16Parts<Precision> == 1, Dims256, Dims256x128>{});
+}
+
 template <class Precision, bool General, bool Few>
 ForwardKernel forward_kernel_of(int64_t most_dim) {
-  const auto of = []<class Dims>(Dims) {
+  return with_head_dims<Precision>(most_dim, []<class Dims>(Dims) {
     return describe<Precision, std::conditional_t<Few, Short<Dims>, Dims>, General>();
-  };
-  if (most_dim <= 64) return of(Dims64{});
-  if (most_dim <= 128) return of(Dims128{});
-  return of(std::conditional_t<kBf16Parts<Precision> == 1, Dims256, Dims256x128>{});
+  });
+}
+
+template <class Precision>
+ForwardKernel masked_forward_kernel_of(int64_t most_dim) {
+  return with_head_dims<Precision>(most_dim,
+                                   []<class Dims>(Dims) { return describe<Precision, Masked<Dims>, true>(); });
 }
 
 }  // namespace octet::cuda::sm80

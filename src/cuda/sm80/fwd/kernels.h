@@ -17,4 +17,9 @@ struct ForwardKernel {
 template <class Precision, bool General, bool Few>
 ForwardKernel forward_kernel_of(int64_t most_dim);
 
+// The same for mask tensors as the only term beside scale q.k, whose rows start at multiples of 16 bytes. A tile of the
+// mask follows the kernel's shared bytes.
+template <class Precision>
+ForwardKernel masked_forward_kernel_of(int64_t most_dim);
+
 }  // namespace octet::cuda::sm80

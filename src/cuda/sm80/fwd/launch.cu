@@ -16,6 +16,7 @@
 #include "cuda/sm80/fwd/kernels.h"
 #include "cuda/sm80/fwd/params.h"
 #include "cuda/sm80/fwd/parts.h"
+#include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/passes.h"
 #include "cuda/sm80/seen_values.h"
 
@@ -35,6 +36,26 @@ ForwardKernel kernel_of(const Problem& p) {
   return p.precision == OCTET_PRECISION_BF16 ? kernel_of<PrecisionBf16, Few>(p) : kernel_of<PrecisionF16, Few>(p);
 }
 
+// The kernel for a mask tensor as the only term beside scale q.k, with the bytes of its tile.
+ForwardKernel masked_kernel_of(const Problem& p, const LogitTerms& terms) {
+  const int64_t most = std::max(p.dim, p.dim_v);
+  ForwardKernel kernel = f16_p_and_v(p)                        ? masked_forward_kernel_of<PrecisionBf16F16Compute>(most)
+                         : p.precision == OCTET_PRECISION_BF16 ? masked_forward_kernel_of<PrecisionBf16>(most)
+                                                               : masked_forward_kernel_of<PrecisionF16>(most);
+  kernel.shared_bytes += kernel.rows * mask_row_bytes(kernel.keys, terms.mask_bytes);
+  return kernel;
+}
+
+ForwardKernel kernel_of_many(const Problem& p) {
+  WorkspaceAllocator none(nullptr);
+  const LogitTerms terms = logit_terms(p, none);
+  if (p.precision != OCTET_PRECISION_F32 && terms.mask_chunks && !p.softcap && !terms.slopes && !shifts_maximum(p)) {
+    const ForwardKernel masked = masked_kernel_of(p, terms);
+    if (masked.shared_bytes <= device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, p.device_index)) return masked;
+  }
+  return f16_p_and_v(p) ? kernel_of<PrecisionBf16F16Compute, false>(p) : kernel_of<false>(p);
+}
+
 // The kernel of a problem, and how its tiles are laid out.
 struct Schedule {
   ForwardKernel kernel;
@@ -44,7 +65,7 @@ struct Schedule {
 };
 
 Schedule schedule_of(const Problem& p) {
-  const ForwardKernel kernel = f16_p_and_v(p) ? kernel_of<PrecisionBf16F16Compute, false>(p) : kernel_of<false>(p);
+  const ForwardKernel kernel = kernel_of_many(p);
   const Schedule of_many{.kernel = kernel, .tile_queries = kernel.rows, .tiles = query_tiles(p, kernel.rows)};
   const ForwardKernel of_few = kernel_of<true>(p);
   const PackedTiles tiles = packed_tiles(p, of_few.rows);

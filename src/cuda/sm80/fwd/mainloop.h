@@ -56,8 +56,10 @@ template <class Precision, class Dims, bool General>
 __device__ inline void Forward<Precision, Dims, General>::load_mask(int tile) const {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (!stages_mask() || tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) return;
-  load_mask_async<kKeys, kRowsOfWarp>(shared.mask[warp], a.terms, shared.q_tile.batch, shared.q_tile.head, warp_row(),
-                                      shared.q_tile.q_tokens, tile * kKeys, shared.q_tile.k_tokens);
+  load_mask_tile<32, kRowsOfWarp, kKeys>(mask_tile() + warp * kRowsOfWarp * mask_row_bytes(kKeys, a.terms.mask_bytes),
+                                         static_cast<int>(threadIdx.x) % 32, a.terms, shared.q_tile.batch,
+                                         shared.q_tile.head, warp_row(), shared.q_tile.q_tokens, tile * kKeys,
+                                         shared.q_tile.k_tokens);
 }
 
 // Splits P of a row block into its parts.
@@ -100,6 +102,24 @@ __device__ inline void Forward<Precision, Dims, General>::multiply_pv(const POpe
   }
 }
 
+// Returns true if P over the stale maximum are at most 1, or at most an eighth of the sum so far, for logits up to
+// `most` of this thread: a row that a mask leaves few keys has nothing else that would hide the rounding error of a
+// large P.
+template <class Precision, class Dims, bool General>
+__device__ inline bool Forward<Precision, Dims, General>::fits_beside_sum(const Softmax& softmax,
+                                                                          const RowValues& most) {
+  constexpr int kExponent = Precision::kPExponent;
+  constexpr float kOne = static_cast<float>(1 << kExponent), kMost = 0x1p15f;  // the largest P in f16
+  bool fits = true;
+#pragma unroll
+  for (int row = 0; row < kRowsPerThread; ++row) {
+    const float origin = softmax.template origin<kExponent>(row, softmax.m[row]);
+    const float p = ptx::exp2(__fmaf_rn(most[row], softmax.scale_log2[row], -origin));
+    fits &= p <= fminf(fmaxf(softmax.l[row] / 8.f, kOne), kMost);
+  }
+  return fits;
+}
+
 // Computes the tile of queries of this thread block.
 template <class Precision, class Dims, bool General>
 __device__ inline void Forward<Precision, Dims, General>::run() const {
@@ -140,7 +160,9 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
   for (int block = 0; block < kRowBlocks; ++block) {
     o[block].zero();
     softmax[block].scale_log2 = {a.scale_log2e, a.scale_log2e};
-    if constexpr (General) softmax[block].beta = a.beta, softmax[block].reach = a.beta_reach;
+    if constexpr (kAllTerms) softmax[block].beta = a.beta, softmax[block].reach = a.beta_reach;
+    // Smaller logits, as of the smallest number of the mask's type, have a P of 0 beside any other key.
+    if constexpr (kMasked<Dims>) softmax[block].m = {-0x1p127f, -0x1p127f};
   }
   Operand<QkType, Dims::kDim> q_rows[kRowBlocks];
   if constexpr (Tile::kQRegisters) {
@@ -168,12 +190,21 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
       const int first = ptx::opaque(thread_row(block));
-      if constexpr (General) {
-        const RowTerms terms[] = {terms_of(first), terms_of(first + 8)};
-        const unsigned char* const row = shared.mask[Tile::kStagesMask ? warp : 0] +
-                                         (block * kWarpRows + threadIdx.x % 32 / 4) * kMaskRowBytes<kKeys>;
-        const unsigned char* const rows[] = {stages_mask() ? row : nullptr, row + 8 * kMaskRowBytes<kKeys>};
-        add_terms(s[block], a.terms, terms, tile * kKeys, shared.q_tile.k_tokens, rows);
+      if constexpr (kMasked<Dims>) {
+        mask_of(block).add(s[block], a.terms.scale, {gauge_of(first), gauge_of(first + 8)});
+      } else if constexpr (General) {
+        const bool capped = a.terms.softcap != 0.f;
+        if (capped)
+#pragma unroll
+          for (float& x : s[block].x) x = softcap(a.terms, x * a.terms.scale).x;
+        const float scale = capped ? 1.f : a.terms.scale;
+        if (stages_mask() && !a.terms.slopes) {
+          mask_of(block).add(s[block], scale, {gauge_of(first), gauge_of(first + 8)});
+          mask_of(block).hide(s[block]);
+        } else {
+          const RowTerms terms[] = {terms_of(first), terms_of(first + 8)};
+          add_terms(s[block], scale, a.terms, terms, tile * kKeys, shared.q_tile.k_tokens);
+        }
       }
       if (!masked) continue;
       const KeyRange ranges[] = {range_of(first), range_of(first + 8)};
@@ -183,7 +214,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
   // Turns logits into P. The maximum is that of earlier tiles, unless P would be too large.
   const auto take_exp = [&](Accumulator<kKeys>(&s)[kRowBlocks], POperand(&p)[kParts][kRowBlocks]) {
     constexpr int kExponent = Precision::kPExponent;
-    if constexpr (General)
+    if constexpr (kAllTerms)
       if (a.beta != 0.f) {
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) {
@@ -193,14 +224,29 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
         return;
       }
     RowValues most[kRowBlocks];
-    bool fits = true;
+    const auto fits_stale_max = [&] {
+      bool fits = true;
 #pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block) {
+      for (int block = 0; block < kRowBlocks; ++block) {
 #pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) most[block][row] = row_max(s[block], row, -INFINITY);
-      fits &= softmax[block].template fits_stale_max<kExponent>(most[block], (kMaxPLog2<Precision, General>));
-    }
-    if (!__all_sync(~0u, fits))
+        for (int row = 0; row < kRowsPerThread; ++row)
+          most[block][row] = kMasked<Dims> ? row_max_or_nan(s[block], row) : row_max(s[block], row, -INFINITY);
+        if constexpr (kMasked<Dims>)
+          fits &= fits_beside_sum(softmax[block], most[block]);
+        else
+          fits &= softmax[block].template fits_stale_max<kExponent>(most[block], (kMaxPLog2<Precision, General>));
+      }
+      return __all_sync(~0u, fits) != 0;
+    };
+    bool fits = fits_stale_max();
+    // A key that the mask hides has a logit of -inf, or NaN where its product is not finite.
+    if constexpr (kMasked<Dims>)
+      if (!fits) {
+#pragma unroll
+        for (int block = 0; block < kRowBlocks; ++block) mask_of(block).hide(s[block]);
+        fits = fits_stale_max();
+      }
+    if (!fits)
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block)
         scale_rows(o[block], softmax[block].template update_max<kExponent>(most[block]));
@@ -243,7 +289,6 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     multiply_qk(s, tile);
     if constexpr (Tile::kStagesMask) ptx::cp_async_wait<1>(), __syncwarp();  // the tile of the mask has arrived
     take_logits(s, tile);
-    if constexpr (Tile::kStagesMask) __syncwarp(), load_mask(tile - 1), ptx::cp_async_commit();
     POperand p[kParts][kRowBlocks];
     if constexpr (Tile::kRepeats) {
       const bool first = tile == shared.warp_keys[warp].last - 1;
@@ -258,6 +303,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     } else {
       take_exp(s, p);
     }
+    if constexpr (Tile::kStagesMask) __syncwarp(), load_mask(tile - 1), ptx::cp_async_commit();
     multiply_pv(p, tile, o);
     if constexpr (kCompensated<Precision>)
       if (flips_after(tile)) flip(softmax, o);

@@ -17,6 +17,7 @@
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/sm80/jvp/config.h"
 #include "cuda/sm80/jvp/params.h"
+#include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/mma.h"
 
 namespace octet::cuda::sm80 {
@@ -38,13 +39,19 @@ struct Jvp {
     KeyRange keys;  // those that any query of the tile sees
     KeyRange seen;  // those that any query of the sequence sees
     const T *k_start, *tk_start, *v_start, *tv_start;
+    // The gauges of the rows and a tile of the mask tensor, where it is loaded as tiles.
+    float gauge[General ? kJvpRows : 1];
+    alignas(16) unsigned char mask[General ? kJvpRows * mask_row_bytes(kKeys, sizeof(float)) : 1];
   };
   static constexpr int kSharedBytes = sizeof(Shared);
   static_assert(kSharedBytes <= kMostSharedBytes);
 
+  // The maximum of a row that has seen no key yet. Logits below -2^127, as of the smallest number of a mask tensor's
+  // type, have a p of 0 beside any other key.
+  static constexpr float kNone = General ? -0x1p127f : -INFINITY;
   // The state of the two rows of a thread.
   struct Rows {
-    RowValues m{-INFINITY, -INFINITY}, centre{0.f, 0.f};
+    RowValues m{kNone, kNone}, centre{0.f, 0.f};
     RowValues l{0.f, 0.f}, r{0.f, 0.f};  // sums over this thread's columns
   };
 
@@ -78,6 +85,8 @@ struct Jvp {
   __device__ void load_queries() const;
   __device__ void load_k(int key) const;
   __device__ void load_v(int key) const;
+  __device__ bool stages_mask() const { return General && a.terms.mask && a.terms.mask_chunks; }
+  __device__ void load_mask(int key) const;
   __device__ void multiply_qk(S& s, S& t) const;
   __device__ RowTerms terms_of(int query) const;
   __device__ void take_logits(S& s, S& t, int key) const;

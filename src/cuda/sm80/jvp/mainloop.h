@@ -50,6 +50,16 @@ __device__ void Jvp<T, Dim, General>::load_v(int key) const {
   load_async<kThreads>(TileV{shared.tv}, shared.tv_start + key * a.tv.stride[2], a.tv.stride[2], rows, columns);
 }
 
+// Loads a tile of the mask tensor for the rows of this warp.
+template <class T, int Dim, bool General>
+__device__ void Jvp<T, Dim, General>::load_mask(int key) const {
+  if (!stages_mask()) return;
+  const TileInfo& w = shared.q_tile;
+  load_mask_tile<32, 16, kKeys>(shared.mask + 16 * warp() * mask_row_bytes(kKeys, a.terms.mask_bytes),
+                                static_cast<int>(threadIdx.x) % 32, a.terms, w.batch, w.head, w.q_start + 16 * warp(),
+                                w.q_tokens, key, w.k_tokens);
+}
+
 // s = q k^T, t = tq k^T + q tk^T.
 template <class T, int Dim, bool General>
 __device__ void Jvp<T, Dim, General>::multiply_qk(S& s, S& t) const {
@@ -115,15 +125,21 @@ __device__ void Jvp<T, Dim, General>::take_logits(S& s, S& t, int key) const {
   if constexpr (General) {
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
-      s.x[i] *= a.scale, t.x[i] *= a.scale;
+      t.x[i] *= a.scale;
       if (a.terms.softcap == 0.f) continue;
-      const Capped capped = softcap(a.terms, s.x[i]);
+      const Capped capped = softcap(a.terms, s.x[i] * a.scale);
       s.x[i] = capped.x, t.x[i] *= capped.derivative;
     }
-    LogitTerms others = a.terms;
-    others.softcap = 0.f, others.scale = 1.f;
-    const RowTerms terms[] = {terms_of(query), terms_of(query + 8)};
-    add_terms(s, others, terms, key, shared.q_tile.k_tokens);
+    const float scale = a.terms.softcap != 0.f ? 1.f : a.scale;
+    if (stages_mask() && !a.terms.slopes) {
+      const int row = query - shared.q_tile.q_start;
+      const MaskFragment<kKeys> mask{shared.mask, a.terms.element, row, fragment_column()};
+      mask.add(s, scale, {shared.gauge[row], shared.gauge[row + 8]});
+      mask.hide(s);
+    } else {
+      const RowTerms terms[] = {terms_of(query), terms_of(query + 8)};
+      add_terms(s, scale, a.terms, terms, key, shared.q_tile.k_tokens);
+    }
   }
   const TileInfo& w = shared.q_tile;
   const int first = w.q_start + 16 * warp();
@@ -154,9 +170,9 @@ __device__ RowValues Jvp<T, Dim, General>::take_exp(S& s, S& t, Rows& rows, Oper
         y = x == 0.f ? 0.f : y * scale;  // what belongs to an unseen key may be anything
         sum += x, weighted = __fmaf_rn(x, y, weighted);
       }
-    if (__any_sync(~0u, old == -INFINITY && most != -INFINITY)) {
+    if (__any_sync(~0u, old == kNone && most != kNone)) {
       sum = quad_sum(sum), weighted = quad_sum(weighted);
-      if (old == -INFINITY && most != -INFINITY) rows.centre[row] = weighted / sum;
+      if (old == kNone && most != kNone) rows.centre[row] = weighted / sum;
     }
     float l = rows.l[row] * rescale[row], r = rows.r[row] * rescale[row];
 #pragma unroll
@@ -181,8 +197,14 @@ __device__ void Jvp<T, Dim, General>::run(unsigned tile) {
   const int last = shared.keys.last;
   int key = shared.keys.first;
   load_queries();
-  if (key < last) load_k(key);
+  if (key < last) load_k(key), load_mask(key);
   ptx::cp_async_commit();
+  if constexpr (General)
+    for (int i = static_cast<int>(threadIdx.x); i < kJvpRows; i += kThreads)
+      shared.gauge[i] = stages_mask() && a.terms.gauge
+                            ? *a.terms.gauge_at(shared.q_tile.batch, shared.q_tile.head,
+                                                min(shared.q_tile.q_start + i, shared.q_tile.q_tokens - 1))
+                            : 0.f;
   if (key < last) load_v(key);
   ptx::cp_async_commit();
   Rows rows;
@@ -197,8 +219,13 @@ __device__ void Jvp<T, Dim, General>::run(unsigned tile) {
     multiply_qk(s, t);
     __syncthreads();  // all warps have read k
     if (more) load_k(key + kKeys);
-    ptx::cp_async_commit();
+    if constexpr (!General) ptx::cp_async_commit();
     take_logits(s, t, key);
+    if constexpr (General) {
+      __syncwarp();  // all lanes have read the mask
+      if (more) load_mask(key + kKeys);
+      ptx::cp_async_commit();
+    }
     Operand<T, kKeys> p, h;
     const RowValues rescale = take_exp(s, t, rows, p, h);
     scale_rows(o, rescale), scale_rows(u, rescale);

@@ -56,6 +56,8 @@ template <class T, BackwardKind kind>
 BackwardKernel backward_kernel(int dim) {
   if constexpr (kind == BackwardKind::large)
     return backward_kernel_of<T, 128, kind>();
+  else if constexpr (kind == BackwardKind::masked)
+    return dim == 64 ? backward_kernel_of<T, 64, kind>() : backward_kernel_of<T, 128, kind>();
   else
     return with_tile_dim(dim, [](auto tile_dim) { return backward_kernel_of<T, tile_dim, kind>(); });
 }

@@ -1,0 +1,95 @@
+// Tiles of a mask tensor in shared memory, in the mask's own type. Only masks whose rows are contiguous and start at
+// multiples of 16 bytes (LogitTerms::mask_chunks) are loaded as tiles.
+#pragma once
+#include "cuda/ptx/max.h"
+#include "cuda/sm80/logits.h"
+
+namespace octet::cuda::sm80 {
+
+// Rows are padded, so that the eight rows that a warp reads at a time lie in different banks: of elements of 4 bytes it
+// reads four at a time, 32 bytes of each.
+__host__ __device__ constexpr int mask_row_bytes(int columns, int element_bytes) {
+  return element_bytes == 4 ? (columns / 8 | 1) * 32 : (columns * element_bytes / 16 | 1) * 16;
+}
+
+// Loads rows [i, i + Rows) of n and keys [key, key + Columns) of m with `Threads` threads, of which this one is
+// `thread`. What lies beyond becomes zeros. The caller closes the group.
+template <int Threads, int Rows, int Columns>
+__device__ void load_mask_tile(unsigned char* tile, int thread, const LogitTerms& t, int batch, int head, int i, int n,
+                               int key, int m) {
+  // Neighbouring threads have neighbouring chunks of a row, as many as the largest power of 2 that divides their count.
+  constexpr int kPieces = Columns / (Columns & -Columns);
+  const int bytes = t.mask_bytes, chunks = Columns / kPieces * bytes / kMaskChunkBytes, shift = 31 - __clz(chunks);
+  const int inside = (m - key) * bytes, row_bytes = mask_row_bytes(Columns, bytes), row = thread >> shift;
+  const int offset = (thread & (chunks - 1)) * kMaskChunkBytes, step = Threads >> shift;
+  const auto* const start = static_cast<const unsigned char*>(t.mask);
+  const auto* from = start +
+                     bytes * (batch * t.mask_stride[0] + head * t.mask_stride[1] + (i + row) * t.mask_stride[2] + key) +
+                     offset;
+  uint32_t to = ptx::shared_address(tile) + row * row_bytes + offset;
+#pragma unroll 1
+  for (int left = min(n - i, Rows) - row, rows = Rows - row; rows > 0; rows -= step, left -= step) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const int at = piece * chunks * kMaskChunkBytes;
+      const int size = left > 0 ? min(max(inside - offset - at, 0), kMaskChunkBytes) : 0;
+      ptx::cp_async(to + at, size ? from + at : start, size);
+    }
+    from += step * t.mask_stride[2] * bytes, to += step * row_bytes;
+  }
+}
+
+// This thread's numbers of a tile of `TileColumns` keys: those of a fragment whose first row and column of this thread
+// are `row` and `column` of the tile.
+template <int TileColumns>
+struct MaskFragment {
+  const unsigned char* tile;
+  MaskElement element;
+  int row, column;
+
+  // Calls f(type, x, y, numbers, row) for each pair x, y of elements of s, where `row` is 0 or 1.
+  template <int Columns, class F>
+  __device__ void each_pair(Accumulator<Columns>& s, const F& f) const {
+    with_mask_type(element, [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      using Word = typename MaskNumbers<T>::Word;
+      constexpr int kBytes = sizeof(Word) / 2, kRowBytes = mask_row_bytes(TileColumns, kBytes);
+      const unsigned char* const start = tile + row * kRowBytes + column * kBytes;
+#pragma unroll
+      for (int i = 0; i < Columns / 8; ++i)
+#pragma unroll
+        for (int below = 0; below < kRowsPerThread; ++below)
+          f(type, s.x[4 * i + 2 * below], s.x[4 * i + 2 * below + 1],
+            MaskNumbers<T>::two(*reinterpret_cast<const Word*>(start + below * 8 * kRowBytes + i * 8 * kBytes)), below);
+    });
+  }
+  // s = scale s + mask - gauge. The gauge is 0 where the mask is bool. Where the mask hides a key, this is -inf if s is
+  // finite.
+  template <int Columns>
+  __device__ void add(Accumulator<Columns>& s, float scale, const float (&gauge)[kRowsPerThread]) const {
+    each_pair(s, [&](auto* type, float& x, float& y, const float2& numbers, int below) {
+      const float by = std::is_same_v<bool*, decltype(type)> ? 0.f : gauge[below];
+      x = __fmaf_rn(x, scale, numbers.x - by), y = __fmaf_rn(y, scale, numbers.y - by);
+    });
+  }
+  // Sets what the mask hides to -inf, whatever s is.
+  template <int Columns>
+  __device__ void hide(Accumulator<Columns>& s) const {
+    each_pair(s, [](auto*, float& x, float& y, const float2& numbers, int) {
+      x = numbers.x == -INFINITY ? -INFINITY : x, y = numbers.y == -INFINITY ? -INFINITY : y;
+    });
+  }
+};
+
+// Returns the largest of this thread's elements of a row, or NaN if one is.
+template <int Columns>
+__device__ float row_max_or_nan(const Accumulator<Columns>& s, int row) {
+  float most[2] = {s.x[2 * row], s.x[2 * row + 1]};
+#pragma unroll
+  for (int i = 1; i < Columns / 8; ++i)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) most[c] = ptx::max_or_nan(most[c], s.x[4 * i + 2 * row + c]);
+  return ptx::max_or_nan(most[0], most[1]);
+}
+
+}  // namespace octet::cuda::sm80
