@@ -15,7 +15,11 @@ __device__ inline void cp_async(uint32_t to, const void* from, int bytes) {
 __device__ inline void cp_async(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// The same with 4 bytes.
+// The first of these through L1, which keeps bytes that are copied more than once.
+__device__ inline void cp_async_through_l1(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// Copies 4 bytes.
 __device__ inline void cp_async_word(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }

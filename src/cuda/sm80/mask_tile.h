@@ -33,7 +33,8 @@ __device__ void load_mask_tile(unsigned char* tile, int thread, const LogitTerms
     for (int piece = 0; piece < kPieces; ++piece) {
       const int at = piece * chunks * kMaskChunkBytes;
       const int size = left > 0 ? min(max(inside - offset - at, 0), kMaskChunkBytes) : 0;
-      ptx::cp_async(to + at, size ? from + at : start, size);
+      // Through L1: where a mask is the same for all queries, all rows are the same bytes.
+      ptx::cp_async_through_l1(to + at, size ? from + at : start, size);
     }
     from += step * t.mask_stride[2] * bytes, to += step * row_bytes;
   }

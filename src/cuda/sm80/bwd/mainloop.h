@@ -47,7 +47,7 @@ __device__ void Backward<T, Dim, kind>::next_part() {
     shared.exponents = a.exponents[(w.part * a.batch + w.batch) * a.kv_heads + w.kv_head];
     shared.iterations = a.heads / a.kv_heads * w.tiles.count();
     shared.q_k_scale = exp2f(static_cast<float>(-e.q - e.k));
-    shared.scale_log2 = HasMask ? 1.44269504f : a.scale * 1.44269504f * shared.q_k_scale;
+    shared.scale_log2 = General || HasMask ? 1.44269504f : a.scale * 1.44269504f * shared.q_k_scale;
     shared.dq_scale = exp2f(static_cast<float>(e.dq));
     shared.product_scale = exp2f(static_cast<float>(e.product));
     next_step(0), next_step(1);

@@ -102,7 +102,16 @@ __device__ inline void Forward<Precision, Dims, General>::multiply_pv(const POpe
   }
 }
 
-// Returns true if P over the stale maximum are at most 1, or at most an eighth of the sum so far, for logits up to
+// Returns true if a maximum of any thread of the warp is NaN.
+template <int Blocks>
+__device__ inline bool any_is_nan(const RowValues (&most)[Blocks]) {
+  bool any = false;
+#pragma unroll
+  for (const RowValues& each : most) any |= isnan(each[0]) || isnan(each[1]);
+  return __any_sync(~0u, any);
+}
+
+// Returns true if P over the stale maximum are at most 1, or at most a quarter of the sum so far, for logits up to
 // `most` of this thread: a row that a mask leaves few keys has nothing else that would hide the rounding error of a
 // large P.
 template <class Precision, class Dims, bool General>
@@ -115,7 +124,7 @@ __device__ inline bool Forward<Precision, Dims, General>::fits_beside_sum(const 
   for (int row = 0; row < kRowsPerThread; ++row) {
     const float origin = softmax.template origin<kExponent>(row, softmax.m[row]);
     const float p = ptx::exp2(__fmaf_rn(most[row], softmax.scale_log2[row], -origin));
-    fits &= p <= fminf(fmaxf(softmax.l[row] / 8.f, kOne), kMost);
+    fits &= p <= fminf(fmaxf(softmax.l[row] / 4.f, kOne), kMost);
   }
   return fits;
 }
@@ -241,7 +250,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     bool fits = fits_stale_max();
     // A key that the mask hides has a logit of -inf, or NaN where its product is not finite.
     if constexpr (kMasked<Dims>)
-      if (!fits) {
+      if (!fits && any_is_nan(most)) {
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) mask_of(block).hide(s[block]);
         fits = fits_stale_max();
