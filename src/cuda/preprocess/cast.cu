@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <climits>
 #include <type_traits>
 
 #include "cuda/fragment/mask.h"
@@ -65,11 +66,12 @@ struct Coords {
         channel(static_cast<int>(threadIdx.x) % vecs * kVec8) {}
 };
 
-constexpr int kMostChannels = 256;
+constexpr int kMostChannels = 256, kSampled = 64;
 
-// Statistics of a sample of a head: the limit of its numbers (mean_limit.h) and its v_mean.
+// Statistics of a sample of a head: the largest magnitude of each of its tokens, the limit of its numbers
+// (mean_limit.h) and its v_mean.
 struct HeadStats {
-  float limit, v_mean[kMostChannels];
+  float of_token[kSampled], limit, v_mean[kMostChannels];
 };
 
 // Finds the limit of head blockIdx.x and, where it is wanted, its v_mean, from an even sample of the tokens that are
@@ -77,12 +79,11 @@ struct HeadStats {
 template <class In>
 __device__ void find_mean(const Strided& from, Element through, const VMean& v_mean, const SeenKeys& seen,
                           HeadStats& head_stats) {
-  constexpr int kSampled = 64;
   constexpr float kTooLarge = 0x1p100f;  // for sums and differences
   constexpr int kAtOnceSummed =
       16;  // keys that a tensor core sums at once: a mean gains nothing there, and costs v digits
   __shared__ float sums[kThreads * kVec8], tops[kThreads * kVec8];  // [row of threads, channel]
-  __shared__ float of_token[kSampled];
+  float(&of_token)[kSampled] = head_stats.of_token;
   const Coords coords(from);
   const int tokens = seen.last - seen.first, sampled = min(tokens, kSampled), dim = static_cast<int>(from.shape[3]);
   SeenTokens sees(seen);
@@ -207,26 +208,14 @@ __device__ void read_mean(const VMean& v_mean, int channel, Vec8& x) {
 __global__ void __launch_bounds__(kThreads)
     rescale_kernel(const Strided from, const Strided to, Element through, const VMean v_mean, const SeenKeys seen,
                    const float* largest, int blocks, const float* limits, float* scale) {
-  // Typical numbers, a sixteenth of the limit, should not lie below 2^-11: f16 loses bits below 2^-14.
-  constexpr float kLeast = 0x1p-7f;
-  constexpr int kLeastExponent = -7;
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   float most = 0.f;
   for (int i = threadIdx.x % 32; i < blocks; i += 32) most = fmaxf(most, largest[blockIdx.x * blocks + i]);
   most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
-  const float limit = limits[blockIdx.x];
-  const bool typical = limit > 0.f && limit < INFINITY;
-  const bool fits = most == 0.f || (most >= 0x1p-2f && most < 0x1p15f && !(typical && limit < kLeast));
-  int exponent = 0;
-  if (!fits) {
-    exponent = 13 - ilogbf(most);
-    if (typical) exponent = max(exponent, kLeastExponent - ilogbf(limit));
-    exponent =
-        min(max(exponent, -114), 112);  // keeps normal float32 numbers normal in f16, and the inverse factor finite
-  }
+  const int exponent = v_exponent(most, limits[blockIdx.x]);
   if (blockIdx.y == 0 && threadIdx.x == 0) scale[blockIdx.x] = ldexpf(1.f, -exponent);
-  if (fits) return;
+  if (exponent == 0) return;
   const float by = ldexpf(1.f, exponent);
   SeenTokens sees(seen);
   for_each_vec8(from, [&](const Index4& index) {
@@ -238,6 +227,30 @@ __global__ void __launch_bounds__(kThreads)
     for (int c = 0; c < kVec8; ++c) x[c] = (x[c] - mean[c]) * by;
     write(to, index, x);
   });
+}
+
+// Finds the mean, the limit and the factor of head blockIdx.x of v from a sample, and clears the counters of the kernel
+// that converts it.
+__global__ void __launch_bounds__(kThreads) v_stats_kernel(const Strided from, const SeenKeys seen, const VSlices v,
+                                                           float* limits, float* by, unsigned* counter) {
+  __shared__ HeadStats head_stats;
+  ptx::griddepcontrol_launch_dependents();
+  find_mean<Bf16>(from, Element::bf16, v.v_mean, seen, head_stats);
+  for (unsigned c = threadIdx.x; c < static_cast<unsigned>(v.v_mean.columns); c += kThreads)
+    v.v_mean.data[static_cast<int64_t>(blockIdx.x) * v.v_mean.columns + c] = head_stats.v_mean[c];
+  if (threadIdx.x >= 32) return;
+  float most = 0.f;
+  for (int i = threadIdx.x; i < kSampled; i += 32) most = fmaxf(most, head_stats.of_token[i]);
+  most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
+  if (threadIdx.x > 0) return;
+  // Where a sample needs a factor, other tokens may be this many times as large.
+  constexpr float kRoom = 0x1p6f;
+  const float limit = head_stats.limit;
+  const int exponent = v_exponent(most, limit) == 0 ? 0 : v_exponent(kRoom * most, limit);
+  limits[blockIdx.x] = limit;
+  by[blockIdx.x] = ldexpf(1.f, exponent), v.scale[blockIdx.x] = ldexpf(1.f, -exponent);
+  v.done[blockIdx.x] = most > 0.f ? 0 : VSlices::kRepeat;  // a sample of zeros tells nothing of the others
+  if (blockIdx.x == 0) *v.claimed = 0, *counter = 0;
 }
 
 // Returns the number of thread blocks that share the tokens of a (batch, head).
@@ -295,6 +308,38 @@ void convert_to_f16(const Strided& from, const Strided& to, Element through, con
   const dim3 rescaling(static_cast<unsigned>(heads), few_of(heads, from.shape[2], tokens_per_block, kRescaling));
   launch_general_pdl(rescale_kernel, rescaling, kThreads, 0, stream, from, to, through, v_mean, seen, largest_found,
                      static_cast<int>(blocks), limits_found, scale);
+}
+
+bool converts_in_slices(const Strided& from, Element through, const SeenKeys& seen) {
+  return from.element == Element::bf16 && through == Element::bf16 && in_words(from) && seen.all &&
+         from.stride[2] <= INT_MAX && from.shape[0] * from.shape[1] > 0 && from.shape[2] > 0;
+}
+
+VSlices find_v_stats(const Strided& from, const Strided& to, const VMean& v_mean, const SeenKeys& seen, float* scratch,
+                     float* scale, unsigned* counter, cudaStream_t stream) {
+  constexpr unsigned kWordsOfThread = 16;  // in a slice
+  const auto heads = static_cast<unsigned>(from.shape[0] * from.shape[1]);
+  float *const limits = scratch, *const by = scratch + heads;
+  VSlices v{.heads = heads,
+            .from = static_cast<const Bf16*>(from.data),
+            .batch_stride = from.stride[0],
+            .head_stride = from.stride[1],
+            .token_stride = static_cast<unsigned>(from.stride[2]),
+            .kv_heads = static_cast<unsigned>(from.shape[1]),
+            .tokens = static_cast<unsigned>(from.shape[2]),
+            .dim = static_cast<unsigned>(from.shape[3]),
+            .to = static_cast<F16*>(to.data),
+            .v_mean = v_mean,
+            .limits = limits,
+            .by = by,
+            .scale = scale,
+            .done = reinterpret_cast<unsigned*>(scratch + 2 * heads),
+            .claimed = reinterpret_cast<unsigned*>(scratch + 3 * heads)};
+  v.slice_tokens = kWordsOfThread * (32 / (v.dim / kVec8));
+  v.of_head = (v.tokens + v.slice_tokens - 1) / v.slice_tokens;
+  v_stats_kernel<<<heads, kThreads, 0, stream>>>(from, seen, v, limits, by, counter);
+  check(cudaGetLastError(), "v_stats_kernel");
+  return v;
 }
 
 }  // namespace octet::cuda

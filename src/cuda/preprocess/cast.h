@@ -4,21 +4,13 @@
 
 #include "cuda/fragment/key_range.h"
 #include "cuda/fragment/strided.h"
+#include "cuda/preprocess/v_slices.h"
 
 namespace octet::cuda {
 
 // Sets to = from, converted with rounding to nearest, ties to even. Numbers are rounded to the type `through` first
 // (f32 into f16 by way of bf16).
 void cast(const Strided& from, const Strided& to, Element through, cudaStream_t stream);
-
-// The mean that is subtracted from all tokens of a (batch, head): for each channel an estimate from an even sample
-// (mean_limit.h), or 0 where its magnitude is less than a quarter of the largest number that counts. Its numbers are
-// bf16. A bf16 token minus this mean is exact in f16, except for numbers below an eighth of the largest, which are
-// rounded.
-struct VMean {
-  float* data;  // [batch, head, columns]; null: nothing is subtracted
-  int columns;  // at least the head dim; further columns are 0
-};
 
 // Sets to = (from - v_mean) / scale[batch, head] in f16, where scale is a power of two. The scale is 1 where the
 // largest finite magnitude of the head is within [2^-2, 2^15) and typical ones are above 2^-11. Most heads are like
@@ -29,5 +21,12 @@ struct VMean {
 void convert_to_f16(const Strided& from, const Strided& to, Element through, const VMean& v_mean, const SeenKeys& seen,
                     float* scratch, float* scale, cudaStream_t stream);
 std::size_t convert_scratch(const Strided& from);
+
+// The same by a kernel that converts v itself, in slices (v_slices.h). It can where these are bf16 numbers in whole
+// words, all of which some query sees.
+bool converts_in_slices(const Strided& from, Element through, const SeenKeys& seen);
+// Finds what that kernel must know, and clears its `counter`. The kernel may be launched with launch_pdl.
+VSlices find_v_stats(const Strided& from, const Strided& to, const VMean& v_mean, const SeenKeys& seen, float* scratch,
+                     float* scale, unsigned* counter, cudaStream_t stream);
 
 }  // namespace octet::cuda

@@ -93,6 +93,14 @@ void ScaledInput::preprocess(const SeenKeys& seen, cudaStream_t stream) const {
   convert_to_f16(strided(from_), strided(view_), element(through_), mean_, seen, scratch_, scale_, stream);
 }
 
+bool ScaledInput::in_slices(const SeenKeys& seen) const {
+  return converts_in_slices(strided(from_), element(through_), seen);
+}
+
+VSlices ScaledInput::find_v_stats(const SeenKeys& seen, unsigned* counter, cudaStream_t stream) const {
+  return cuda::find_v_stats(strided(from_), strided(view_), mean_, seen, scratch_, scale_, counter, stream);
+}
+
 Result::Result(const View& to, WorkspaceAllocator& workspace) : to_(to), view_(to) {
   if (to.present() && to.elements() && !writes_directly(to)) view_ = dense(to, to.dtype, false, workspace);
 }

@@ -36,6 +36,9 @@ class ScaledInput {
   // Numbers are rounded to the type `through` first.
   ScaledInput(const View& from, octet_dtype through, int mean_columns, WorkspaceAllocator& workspace);
   void preprocess(const SeenKeys& seen, cudaStream_t stream) const;
+  // The same by the kernel itself, where it can; this clears its counter.
+  bool in_slices(const SeenKeys& seen) const;
+  VSlices find_v_stats(const SeenKeys& seen, unsigned* counter, cudaStream_t stream) const;
   const View& view() const { return view_; }
   const float* scale() const { return scale_; }       // [batch, head], the factor that products must be multiplied by
   const float* v_mean() const { return mean_.data; }  // [batch, head, mean_columns]

@@ -1,6 +1,6 @@
-// The order in which blocks of unequal length, as a causal mask makes them, are scheduled. A group is the heads whose K
-// and V fit in L2 together. Within a group the longest blocks come first (LPT order), so that short ones fill the gaps
-// that long ones leave; then the next group follows.
+// The order in which blocks of unequal length, as a causal mask makes them, are scheduled. A group is heads that share
+// L2. Within a group the longest blocks come first (LPT order), so that short ones fill the gaps that long ones leave;
+// then the next group follows.
 #pragma once
 #include <cuda_runtime_api.h>
 

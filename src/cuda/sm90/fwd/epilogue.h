@@ -89,10 +89,20 @@ template <class T>
 __device__ inline bool Forward<Precision, Dims>::write_as(const TileInfo& q_tile, int query,
                                                           Accumulator<Dims::kDimV>& o, unsigned char* q,
                                                           int warpgroup) const {
+  constexpr bool kThroughShared = kThroughQ && sizeof(T) == 2;
+  if (kThroughShared) ptx::barrier_sync(kVoteBarrier + warpgroup, kWarpgroup);  // the warpgroup has read q
   const bool nonfinite = write_to<T>(a.o, q_tile, query, o, q, warpgroup);
   if (!a.o_residual.data) return nonfinite;
 #pragma unroll
-  for (int i = 0; i < Dims::kDimV / 2; ++i) o.x[i] -= float(T(o.x[i]));
+  for (int i = 0; i < Dims::kDimV / 2; i += 2) {
+    if constexpr (kThroughShared) {  // the compiler still has these words in registers
+      const float2 rounded = ptx::unpack<T>(ptx::pack<T>(o.x[i], o.x[i + 1]));
+      o.x[i] -= rounded.x, o.x[i + 1] -= rounded.y;
+    } else {
+      o.x[i] -= float(T(o.x[i])), o.x[i + 1] -= float(T(o.x[i + 1]));
+    }
+  }
+  if (kThroughShared) __syncwarp();  // the warp has read its rows of o
   write_to<T>(a.o_residual, q_tile, query, o, q, warpgroup);
   return nonfinite;
 }
@@ -103,8 +113,6 @@ __device__ inline bool Forward<Precision, Dims>::write_to(const Output& to, cons
                                                           const Accumulator<Dims::kDimV>& o, unsigned char* q,
                                                           int warpgroup) const {
   if constexpr (kThroughQ && sizeof(T) == 2) {
-    ptx::barrier_sync(kVoteBarrier + warpgroup,
-                      kWarpgroup);  // the warpgroup has read q, and what it stored here before
     const SharedTile<T, kRows, Dims::kDimV> tile{q + warpgroup * kWarpgroupRows * kPanelRowBytes};
     const int first = query - fragment_row();
     const uint4 word = store_rows(to.row<T>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + first),

@@ -30,6 +30,7 @@
 #include "cuda/fragment/unmasked_row.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/fwd/config.h"
+#include "cuda/sm90/fwd/convert_v.h"
 #include "cuda/sm90/fwd/params.h"
 #include "cuda/sm90/mma.h"
 #include "cuda/sm90/pipeline.h"
@@ -61,6 +62,9 @@ struct Forward {
 
   // True: a 16-bit o is stored through the shared memory of q, as the next q has another stage.
   static constexpr bool kThroughQ = !kQuantizedQk && Tile::kQStages > 1;
+
+  // True: this kernel can convert v to f16 itself.
+  static constexpr bool kConvertsV = kCompensated<Precision> && Dims::kDimV <= kMostConvertedChannels;
 
   using TileQ = OperandTile<kRows>;
   using TileK = OperandTile<kKeys>;
@@ -128,6 +132,8 @@ struct Forward {
   }
 
   __device__ void produce();
+  __device__ void convert_v() const;
+  __device__ void convert_first_v() const;
   __device__ void clear_rows(unsigned char* tile, int from, int to) const;
 
   // Returns the index of a sequence's first query in arrays [batch, head, token].

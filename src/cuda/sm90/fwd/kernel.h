@@ -27,8 +27,12 @@ __global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
     ptx::reg_dealloc<Kernel::Tile::kProducerRegisters>();
-    if (threadIdx.x == 0) kernel.produce();
+    if (Kernel::kConvertsV && __shfl_sync(~0u, threadIdx.x / 32, 0) > 0)
+      kernel.convert_v();
+    else if (threadIdx.x == 0)
+      kernel.produce();
   } else {
+    if (Kernel::kConvertsV && arguments.v_slices.heads) kernel.convert_first_v();
     ptx::reg_alloc<Kernel::Tile::kRegisters>();
     kernel.consume(warpgroup - 1);
   }

@@ -11,13 +11,17 @@ namespace {
 
 int processors_of(const Problem& p) { return device_attribute(cudaDevAttrMultiProcessorCount, p.device_index); }
 
-// Returns groups of heads whose k and v fit in L2 together.
+// Returns groups of as many heads as keep all multiprocessors busy, if their k and v fit in L2 together: what the heads
+// of a group read and write passes through L2, too.
 HeadGroups head_groups_by_keys(const Problem& p, int rows, int64_t element_bytes) {
   const int64_t all = p.batch * p.heads;
   if (!p.windowed) return one_by_one(all);
   constexpr int64_t kShareOfL2 = 32 << 20;  // bytes
   const int64_t head_bytes = std::max<int64_t>(element_bytes * p.tokens_k * (p.dim + p.dim_v), 1);
-  return head_groups_of(all, query_blocks(p, rows), kShareOfL2 / head_bytes * p.group(), processors_of(p));
+  const int64_t processors = processors_of(p), blocks = std::max<int64_t>(query_blocks(p, rows), 1);
+  const int64_t blocks_of_keys = blocks * p.group();  // of the heads that share k and v
+  const int64_t kv_heads = std::min(kShareOfL2 / head_bytes, (processors + blocks_of_keys - 1) / blocks_of_keys);
+  return head_groups_of(all, blocks, kv_heads * p.group(), processors);
 }
 
 // Returns the time at which the last multiprocessor ends, with `whole` tiles of time 1 followed by `small` tiles of

@@ -64,10 +64,17 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
 
   const DeviceScope device(p.device_index);
   ForwardParams a{};
-  if (!qk) clear(counter, stream);
+  const SeenKeys seen = seen_keys(p);
+  // The kernel converts v itself, unless it has few queries to do so beside.
+  const bool in_slices = f16_p_and_v(p) && kernel.dim_v <= kMostConvertedChannels && v_scaled.in_slices(seen) &&
+                         p.heads * p.tokens_q >= p.kv_heads * p.tokens_k;
+  if (!qk && !in_slices) clear(counter, stream);
   a.scheduler = scheduler_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
   q.preprocess(stream), k.preprocess(stream);
-  scaled ? v_scaled.preprocess(seen_keys(p), stream) : v.preprocess(stream);
+  if (in_slices)
+    a.v_slices = v_scaled.find_v_stats(seen, counter, stream);
+  else
+    scaled ? v_scaled.preprocess(seen, stream) : v.preprocess(stream);
   // This is the last launch before the kernel, which starts while it drains (PDL).
   if (qk) qk->quantize(stream);
   const View& values = scaled ? v_scaled.view() : v.view();
@@ -81,7 +88,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
     a.q_scale = qk->q_scale(), a.k_scale = qk->k_scale(), a.mean_logit = qk->mean_logit();
   }
   a.mask = mask_of(p);
-  a.clears = !seen_keys(p).all;
+  a.clears = !seen.all;
   a.group = static_cast<int>(p.group());
   a.dim_v = static_cast<int>(p.dim_v);
   a.scale = p.scale;

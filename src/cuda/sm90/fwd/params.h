@@ -6,9 +6,13 @@
 #include "cuda/fragment/output.h"
 #include "cuda/fragment/precision.h"
 #include "cuda/fragment/sinks.h"
+#include "cuda/preprocess/v_slices.h"
 #include "cuda/scheduler/tile_scheduler.h"
 
 namespace octet::cuda::sm90 {
+
+// The most channels of a v that the forward kernel converts itself; with more it would spill registers.
+constexpr int kMostConvertedChannels = 192;
 
 struct ForwardParams {
   CUtensorMap q, k, v;  // [dim, token, head, batch]
@@ -33,6 +37,7 @@ struct ForwardParams {
   // The tensors behind the tensor maps, with `dim` and dim_v channels, in the kernel's element types.
   Output q_rows, k_rows, v_rows;
   int dim;
+  VSlices v_slices;  // of a v that this kernel converts; kCompensated precisions only
 };
 
 // The keys of each sequence of 8-bit operands are padded to a multiple of n = kLaidOutKeys. Packed sequence s starts at

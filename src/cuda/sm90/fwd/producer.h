@@ -56,11 +56,36 @@ __device__ inline void Forward<Precision, Dims>::produce() {
     for (int i = 0; kSkips && i < Tile::kWarpgroups; ++i)
       block.warpgroup_keys[i] = keys_of(q_tile, q_tile.q_start + i * kWarpgroupRows, kWarpgroupRows);
     ready.arrive();
+    if (kConvertsV && keys.any()) VConverter{a.v_slices}.await(k_row);
     for (int tile = keys.last - 2; tile >= keys.first; --tile) fetch_k(tile), fetch_v(tile + 1);
     // Take the next tile of queries before the wait for a stage for the last v.
     next = a.scheduler.at(gridDim.x + atomicAdd(a.scheduler.counter, 1u));
     if (keys.any()) fetch_v(keys.first);
   }
+}
+
+// Converts slices of v until none is left. Runs on the warps of the producer that are idle otherwise.
+template <class Precision, class Dims>
+__device__ inline void Forward<Precision, Dims>::convert_v() const {
+  constexpr int kChannels = Tile::kWarpgroups > 2 ? 4 : 8;
+  constexpr int kAtOnce = Tile::kWarpgroups > 2 ? 4 : 3;  // as many words as registers allow
+  if (!a.v_slices.heads) return;
+  const VConverter converter{a.v_slices};
+  for (unsigned slice = converter.claim(); converter.exists(slice);) {
+    const unsigned next = converter.claim();
+    converter.convert<kChannels, kAtOnce>(slice);
+    slice = next;
+  }
+}
+
+// Converts one slice. Runs on the warps of the consumers ahead of their first tile, as all thread blocks together need
+// several heads at once then.
+template <class Precision, class Dims>
+__device__ inline void Forward<Precision, Dims>::convert_first_v() const {
+  constexpr int kAtOnce = 8;
+  const VConverter converter{a.v_slices};
+  const unsigned slice = converter.claim();
+  if (converter.exists(slice)) converter.convert<kVec8, kAtOnce>(slice);
 }
 
 }  // namespace octet::cuda::sm90

@@ -1,0 +1,56 @@
+// V in f16, for kernels that round it themselves while they compute: what they share with the preprocessing.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+
+#include "cuda/fragment/strided.h"
+#include "cuda/ptx/types.h"
+
+namespace octet::cuda {
+
+// The mean that is subtracted from all tokens of a (batch, head): for each channel an estimate from an even sample
+// (mean_limit.h), or 0 where its magnitude is less than a quarter of the largest number that counts. Its numbers are
+// bf16. A bf16 token minus this mean is exact in f16, except for numbers below an eighth of the largest, which are
+// rounded.
+struct VMean {
+  float* data;  // [batch, head, columns]; null: nothing is subtracted
+  int columns;  // at least the head dim; further columns are 0
+};
+
+// Slices of v that warps convert one by one: some tokens of a head each, in the order of the heads. Warps claim slices
+// by a counter and wait for nothing until a slice is converted, so whoever waits for a head does so for a bounded time,
+// even if some thread blocks do not run yet.
+struct VSlices {
+  unsigned heads;         // of all batch elements together; 0: v was converted before the kernel
+  unsigned of_head;       // slices
+  unsigned slice_tokens;  // tokens of a slice
+  // v in bf16, in rows of whole words; strides in elements.
+  const Bf16* from;
+  int64_t batch_stride, head_stride;
+  unsigned token_stride, kv_heads, tokens, dim;
+  F16* to;  // [batch, head, token, dim]: (from - v_mean) / scale
+  // From a sample of each head (mean_limit.h); `by` is 1 / scale.
+  VMean v_mean;
+  const float *limits, *by;  // [batch, head]
+  float* scale;              // [batch, head], a power of two
+  unsigned* done;            // [batch, head]: slices that are converted, and kRepeat
+  unsigned* claimed;
+  // A number of the head does not fit: who converts the last slice repeats the head with another factor.
+  static constexpr unsigned kRepeat = 1u << 31;
+};
+
+// Returns the exponent of the factor that brings a head into the range of f16: 0 where its largest magnitude `most` is
+// within [2^-2, 2^15) and typical ones, a sixteenth of the limit, are above 2^-11, as f16 loses bits below 2^-14.
+// Else the largest comes into [2^13, 2^14), or typical magnitudes to 2^-11 if that factor is larger.
+__device__ inline int v_exponent(float most, float limit) {
+  constexpr float kLeast = 0x1p-7f;
+  constexpr int kLeastExponent = -7;
+  const bool typical = limit > 0.f && limit < INFINITY;
+  if (most == 0.f || (most >= 0x1p-2f && most < 0x1p15f && !(typical && limit < kLeast))) return 0;
+  int exponent = 13 - ilogbf(most);
+  if (typical) exponent = max(exponent, kLeastExponent - ilogbf(limit));
+  return min(max(exponent, -114), 112);  // keeps normal float32 numbers normal in f16, and the inverse factor finite
+}
+
+}  // namespace octet::cuda
