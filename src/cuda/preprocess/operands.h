@@ -58,6 +58,7 @@ class Result {
   // Copies the result to the caller's tensor where the kernel could not write it in place.
   void deliver(cudaStream_t stream) const;
   Output output() const { return cuda::output(view_); }
+  const View& view() const { return view_; }
 
  private:
   View to_, view_;

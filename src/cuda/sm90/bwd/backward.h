@@ -12,7 +12,9 @@
 // atomics in L2. In the producer warpgroup, one thread loads all operands, and three warps convert k and v of the next
 // block and clear the sums of dq of a later head.
 #pragma once
+#include "cuda/ptx/bulk_store.h"
 #include "cuda/ptx/grid.h"
+#include "cuda/sm90/bwd/block_factors.h"
 #include "cuda/sm90/bwd/convert_keys.h"
 #include "cuda/sm90/bwd/dq_sums.h"
 #include "cuda/sm90/bwd/epilogue.h"
@@ -37,8 +39,9 @@ struct Backward {
   // early enough to make its k and v ready, and late enough for all thread blocks to end together.
   static constexpr int kPrefetchDistance = 6, kKeyStages = 2;
   using Converter = KeyConverter<T, kKeys, kTileDim>;
-  // Named barriers: one among the warps that convert keys, and the first of one per consumer warpgroup.
-  enum NamedBarrier : int { kConverterBarrier = Converter::kBarrier, kPingPongBarrier = 2 };
+  // Named barriers: one among the warps that convert keys, and the first of one per consumer warpgroup: for their
+  // turns, and among the warps of each once its products have read shared memory.
+  enum NamedBarrier : int { kConverterBarrier = Converter::kBarrier, kPingPongBarrier = 2, kReadBarrier = 4 };
   // A warpgroup computes half of dq: 64 queries, and all channels or half of them.
   static constexpr bool kDqByQueries = kQueries > kWarpgroupRows;
   static constexpr int kDqColumns = kDqByQueries ? Dim : kTileDim / kWarpgroups;
@@ -46,6 +49,9 @@ struct Backward {
 
   // True: registers suffice to hold p in 16 bits beside s.
   static constexpr bool kEarlyP = kTileDim == 128;
+  // True: no query of a block's first tile may see the second warpgroup's keys, which then passes the tile by. Later
+  // iterations are not passed by, as they compute dq of the one before.
+  static constexpr bool kPassesFirst = kQueries <= kWarpgroupRows;
   // True: an iteration waits for the next q before it adds to dq, as the atomics delay the loads that follow them.
   static constexpr bool kAwaitsNext = kTileDim == 128;
   using Scheduler = KeyBlockScheduler<kQueries, kKeys, parts>;
@@ -54,6 +60,12 @@ struct Backward {
   using TileDs = SharedTile<T, kKeys, kQueries>;
 
   using Rows = QueryRows<kQueries>;
+
+  // The way of a warpgroup's rows of dk and dv to memory: through what no product of either warpgroup reads any more.
+  // That is its panel of k and of v or, where these have one panel for both warpgroups, its panel of the last ds.
+  static constexpr bool kSendsFromDs = kDqByQueries;
+  template <class Type>
+  using TileSent = SharedTile<Type, kWarpgroupRows, Dim>;
 
   // True: q and do may be the caller's, as these operands have no scale.
   static constexpr bool kMayReadRows = std::is_same_v<T, Bf16> && sums == Sums::floats && may_read_rows(Dim);
@@ -72,6 +84,7 @@ struct Backward {
     static constexpr int kTileSlots = 3;
     Pipeline<kTileSlots> tile_pipe;
     KeyBlockInfo key_block[kTileSlots];
+    BlockFactors factors[kTileSlots];
 
     // `readers`: the threads that release a slot of `key_block`.
     __device__ void init(int readers) {
@@ -82,7 +95,7 @@ struct Backward {
       for (int i = 0; i < kDsStages; ++i) ds_pipe.full[i].init(kWarps), ds_pipe.empty[i].init(kWarps);
     }
   };
-  static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;
+  static constexpr int kSharedBytes = sizeof(Shared);
   static_assert(kSharedBytes <= kMostSharedBytes);
 
   const BackwardRowsParams& a;
@@ -90,19 +103,20 @@ struct Backward {
   const Scheduler scheduler{a};
 
   __device__ void convert_keys(int thread);
-  __device__ void fetch_tiles(KeyBlockInfo& w, int stage) const;
+  __device__ void fetch_tiles(unsigned tile_index, int stage);
   __device__ Barrier& rows_full(bool is_k, int stage) const {
     return (is_k ? shared.k_rows_full : shared.v_rows_full)[stage];
   }
   static __device__ int rows_phase_bit(bool is_k, int stage) { return 2 * stage + is_k; }
 
   __device__ void fetch_rows(bool is_k, const KeyBlockInfo& w, int stage) const;
-  __device__ void convert_rows(int thread, bool is_k, KeyBlockInfo& w, int stage, uint32_t& phases) const;
+  __device__ void convert_rows(int thread, bool is_k, unsigned tile_index, int stage, uint32_t& phases);
 
   __device__ void produce();
   __device__ void load_tiles(const KeyBlockInfo& w, unsigned tile_index, unsigned& n);
 
   __device__ void next_tile(unsigned tile_index);
+  __device__ void set_factors(int slot);
   // Returns the first query of a warpgroup's part of a tile of dq.
   static __device__ int dq_row(int warpgroup) { return kDqByQueries ? warpgroup * kWarpgroupRows : 0; }
   __device__ void add(const Target& target, int warpgroup, const Accumulator<kDqColumns>& x, int thread) const;
@@ -115,8 +129,13 @@ struct Backward {
   }
 
   __device__ void consume(int warpgroup);
+  template <class Type>
+  __device__ void send_keys(int warpgroup, const KeyBlockInfo& w, const Accumulator<Dim>& dk,
+                            const Accumulator<Dim>& dv, int key_stage, int ds_stage, int offset) const;
+  __device__ void release_sent(int key_stage, int ds_stage);
   template <bool kUsual>
-  __device__ void compute(int warpgroup, const KeyBlockInfo& w, const Exponents& e, int key_stage, unsigned& n);
+  __device__ void compute(int warpgroup, const KeyBlockInfo& w, const BlockFactors& f, int key_stage, bool sent,
+                          unsigned& n);
 };
 
 }  // namespace octet::cuda::sm90

@@ -53,15 +53,20 @@ __device__ void add_keys(const Output& out, const KeyBlockInfo& w, int key, int 
   }
 }
 
-// Writes x scale 2^exponent to the rows from `key` on and the columns from `channel` on; further parts of the queries
-// add to what the parts before have written. 2^exponent may not be a float, so it is applied as two factors.
-template <Parts parts, int Columns>
-__device__ void write_keys(const Output& out, const KeyBlockInfo& w, int key, int channel, Accumulator<Columns>& x,
-                           float scale, int exponent, int columns) {
+// Multiplies by scale 2^exponent. 2^exponent may not be a float, so it is applied as two factors.
+template <int Columns>
+__device__ void scale_keys(Accumulator<Columns>& x, float scale, int exponent) {
   const float first = scale * exp2f(static_cast<float>(exponent / 2)),
               second = exp2f(static_cast<float>(exponent - exponent / 2));
 #pragma unroll
   for (int i = 0; i < Columns / 2; ++i) x.x[i] = x.x[i] * first * second;
+}
+
+// Writes x to the rows from `key` on and the columns from `channel` on; further parts of the queries add to what the
+// parts before have written.
+template <Parts parts, int Columns>
+__device__ void write_keys(const Output& out, const KeyBlockInfo& w, int key, int channel, Accumulator<Columns>& x,
+                           int columns) {
   if constexpr (parts == Parts::further) add_keys(out, w, key, channel, x, columns);
   switch (out.element) {
     case Element::f32:

@@ -10,9 +10,8 @@ template <class T, int Dim, Sums sums, Parts parts>
 __global__ void __launch_bounds__(Backward<T, Dim, sums, parts>::kThreads, 1)
     backward(const __grid_constant__ BackwardRowsParams arguments) {
   using Kernel = Backward<T, Dim, sums, parts>;
-  extern __shared__ unsigned char memory[];
-  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
+  extern __shared__ __align__(kSwizzleBytes) unsigned char swizzled_memory[];  // nothing is left to align it by hand
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(swizzled_memory);
   Kernel kernel{arguments, shared};
   ptx::griddepcontrol_launch_dependents();
   if constexpr (parts == Parts::further) {

@@ -44,6 +44,12 @@ bool reads_queries(const Problem& p) {
   return true;
 }
 
+// True where TMA can write dk and dv of whole warpgroups: both are numbers of one 16-bit type that fragments become.
+bool sends_keys(const Problem& p, const View& dk, const View& dv) {
+  return dk.dtype == dv.dtype && (dk.dtype == OCTET_BF16 || (dk.dtype == OCTET_F16 && f16_compute(p))) &&
+         reads_by_index(dk) && reads_by_index(dv);
+}
+
 void launch(const Kernel& kernel, unsigned grid, BackwardRowsParams& a, cudaStream_t stream) {
   void* arguments[] = {&a};
   launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, arguments);
@@ -93,6 +99,8 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   if (all && k_blocks) {
     if (!a.q) a.q_rows = tensor_map(p.q, kernel.rows), a.do_rows = tensor_map(p.do_, kernel.rows);
     if (!a.k) a.k_rows = tensor_map(p.k, kernel.keys), a.v_rows = tensor_map(p.v, kernel.keys);
+    a.sends_keys = kernel.cluster == 1 && sends_keys(p, dk.view(), dv.view());
+    if (a.sends_keys) a.dk_rows = tensor_map(dk.view(), kSentRows), a.dv_rows = tensor_map(dv.view(), kSentRows);
     const auto grid = static_cast<unsigned>(in_flight * kernel.cluster);
     launch(kernel, grid, a, stream);
     if (params.scaled) {

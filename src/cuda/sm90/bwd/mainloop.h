@@ -15,10 +15,56 @@ __device__ inline void Backward<T, Dim, sums, parts>::add(const Target& target, 
   add_to_sums<Rows, sums, kSumsAtOnce<kTileDim, sums>>(a, target, start, dq_row(warpgroup), x, columns, thread);
 }
 
+// Brings the warpgroup's rows of dk and dv to shared memory, from where TMA writes them while the next block is
+// computed. Each warp sends its own rows.
+template <class T, int Dim, Sums sums, Parts parts>
+template <class Type>
+__device__ inline void Backward<T, Dim, sums, parts>::send_keys(int warpgroup, const KeyBlockInfo& w,
+                                                                const Accumulator<Dim>& dk, const Accumulator<Dim>& dv,
+                                                                int key_stage, int ds_stage, int offset) const {
+  using Tile = TileSent<Type>;
+  const auto tile = [&](unsigned char* k_or_v, int half) -> Tile {
+    return {kSendsFromDs ? shared.ds[ds_stage] + warpgroup * TileDs::kPanelBytes + half * Tile::kBytes
+                         : k_or_v + warpgroup * TileK::kPanelBytes};
+  };
+  const Tile dk_tile = tile(shared.k[key_stage], 0), dv_tile = tile(shared.v[key_stage], 1);
+  Operand<Type, Dim> words;
+  convert(dk, words);
+  ptx::barrier_sync(kReadBarrier + warpgroup, kWarpgroup);  // the products of all four warps are complete
+  store(words, dk_tile, 0, offset);
+  convert(dv, words);
+  store(words, dv_tile, 0, offset);
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  __syncwarp();
+  if (threadIdx.x % 32) return;
+  const int first = threadIdx.x % kWarpgroup / 32 * kSentRows;
+  const int row = w.k.first + w.first_key + warpgroup * kWarpgroupRows + first;
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    const int at = panel * Tile::kPanelBytes + first * kPanelRowBytes;
+    ptx::bulk_store(a.dk_rows, panel * kPanelColumns, row, w.kv_head, w.batch, dk_tile.address() + at);
+    ptx::bulk_store(a.dv_rows, panel * kPanelColumns, row, w.kv_head, w.batch, dv_tile.address() + at);
+  }
+  ptx::bulk_store_commit();
+}
+
+// Releases the shared memory from which this warp's rows of dk and dv were sent.
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward<T, Dim, sums, parts>::release_sent(int key_stage, int ds_stage) {
+  if (threadIdx.x % 32 == 0) ptx::bulk_store_wait_read();
+  if constexpr (kSendsFromDs) {
+    arrive_as_warp(shared.ds_pipe.empty[ds_stage]);
+  } else {
+    __syncwarp();
+    shared.k_pipe.empty[key_stage].arrive(), arrive_as_warp(shared.v_pipe.empty[key_stage]);
+  }
+}
+
 // Computes all blocks of keys, as consumer warpgroup `warpgroup`.
 template <class T, int Dim, Sums sums, Parts parts>
 __device__ inline void Backward<T, Dim, sums, parts>::consume(int warpgroup) {
-  unsigned n = 0;  // iterations of all blocks so far, which give the stage and phase of each pipeline
+  unsigned n = 0;     // iterations of all blocks so far, which give the stage and phase of each pipeline
+  bool sent = false;  // dk and dv of the block before take shared memory, until the next block's first iteration
   if (warpgroup == 1) ping_pong_arrive(warpgroup);  // warpgroup 0 goes first
   for (unsigned tile_index = 0;; ++tile_index) {
     const int slot = tile_index % Shared::kTileSlots, key_stage = tile_index % kKeyStages;
@@ -28,37 +74,34 @@ __device__ inline void Backward<T, Dim, sums, parts>::consume(int warpgroup) {
     if (!w.valid()) break;
     shared.k_pipe.full[key_stage].wait(key_phase);
     shared.v_pipe.full[key_stage].wait(key_phase);
-    const Exponents& e = scheduler.exponents(w);
-    if (sums == Sums::integers || (parts == Parts::first && w.exponents.k == e.k && w.exponents.ds == 0))
-      compute<true>(warpgroup, w, e, key_stage, n);
-    else
-      compute<false>(warpgroup, w, e, key_stage, n);
+    const BlockFactors& f = shared.factors[slot];
+    f.usual ? compute<true>(warpgroup, w, f, key_stage, sent, n) : compute<false>(warpgroup, w, f, key_stage, sent, n);
+    sent = f.iterations;
     shared.tile_pipe.empty[slot].arrive();
   }
+  ptx::bulk_store_wait();
 }
 
-// The iterations of a block. kUsual is true where ds and dq have the exponents of the head's first part.
+// The iterations of a block. kUsual is true where ds and dq have the exponents of the head's first part. `sent`: dk and
+// dv of the block before still take shared memory.
 template <class T, int Dim, Sums sums, Parts parts>
 template <bool kUsual>
-__device__ inline void Backward<T, Dim, sums, parts>::compute(int warpgroup, const KeyBlockInfo& w, const Exponents& e,
-                                                              int key_stage, unsigned& n) {
-  const int group = a.heads / a.kv_heads, my_keys = warpgroup * kWarpgroupRows;
+__device__ inline void Backward<T, Dim, sums, parts>::compute(int warpgroup, const KeyBlockInfo& w,
+                                                              const BlockFactors& f, int key_stage, bool sent,
+                                                              unsigned& n) {
+  const int my_keys = warpgroup * kWarpgroupRows, iterations = f.iterations;
   const TileK k{shared.k[key_stage]}, v{shared.v[key_stage]};
   const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
-  const KeyExponents mine = w.exponents;
-  const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - mine.k));
-  const float product_scale = exp2f(static_cast<float>(e.product + e.v - mine.v));
-  const int iterations = group * w.tiles.count();
-  const UnmaskedIterations unmasked(a, w, w.first_key, kKeys, kQueries, group);
-  const float ds_scale = exp2f(static_cast<float>(-mine.ds)),
-              dq_scale = exp2f(static_cast<float>(mine.ds + e.k - mine.k + (parts == Parts::first ? 0 : e.dq)));
+  const UnmaskedIterations unmasked = f.unmasked;
+  const float logits_factor = f.logits, product_factor = f.product, ds_factor = f.ds, dq_factor = f.dq;
   // opaque() keeps these in registers: else each iteration would compute them again between its products.
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x % kWarpgroup)), ds_offset = ptx::opaque(store_offset());
   // Not loaded in each iteration, just before it is used.
-  const float dq_sums_scale = sums == Sums::integers ? ptx::opaque(e.dq_sums_scale) : 0.f;
+  const float dq_sums_scale = sums == Sums::integers ? ptx::opaque(scheduler.exponents(w).dq_sums_scale) : 0.f;
   Target target{};  // of the iteration before
   Accumulator<Dim> dk, dv;
   dk.zero(), dv.zero();
+  ptx::fence_operand(dk.x), ptx::fence_operand(dv.x);  // else ptxas sets them to 0 twice
   // Issues dq of the iteration before.
   const auto issue_dq = [&](Accumulator<kDqColumns>& dq) {
     ptx::wgmma_fence();
@@ -66,13 +109,29 @@ __device__ inline void Backward<T, Dim, sums, parts>::compute(int warpgroup, con
     ptx::wgmma_commit();
   };
   const auto add_dq = [&](Accumulator<kDqColumns>& dq) {
-    arrive_as_warp(shared.ds_pipe.empty[(n - 1) % kDsStages]);
-    if (!kUsual) dq.scale(dq_scale);
+    if (!kUsual) dq.scale(dq_factor);
     add(target, warpgroup, dq, thread);
   };
   const auto wait_q = [&](unsigned step) { shared.q_pipe.full[step % kStages].wait(step / kStages % 2); };
   if (kAwaitsNext && iterations) wait_q(n);
-  for (int left = iterations; left; --left, ++n) {
+  int left = iterations;
+  if (kPassesFirst && warpgroup == 1 && f.passes_first) {
+    // Store a ds of 0 and take the turn without products.
+    if (sent) release_sent(key_stage ^ 1, (n - 1) % kDsStages);
+    const int stage = n % kStages, ds_stage = n % kDsStages;
+    target = target_of<sums>(shared.rows[stage], dq_row(warpgroup), dq_sums_scale);
+    shared.rows_empty[stage].arrive();
+    Operand<T, kQueries> ds{};
+    shared.ds_pipe.empty[ds_stage].wait(n / kDsStages % 2 ^ 1);
+    store(ds, TileDs{shared.ds[ds_stage]}, my_keys, ds_offset);
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    arrive_as_warp(shared.ds_pipe.full[ds_stage]);
+    arrive_as_warp(shared.do_pipe.empty[n % kDoStages]), arrive_as_warp(shared.q_pipe.empty[stage]);
+    ping_pong_wait(warpgroup);
+    --left, ++n;
+    if (left) wait_q(n);
+  }
+  for (; left; --left, ++n) {
     const int stage = n % kStages, do_stage = n % kDoStages, ds_stage = n % kDsStages;
     const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
     const Rows& rows = shared.rows[stage];
@@ -87,25 +146,28 @@ __device__ inline void Backward<T, Dim, sums, parts>::compute(int warpgroup, con
     ptx::wgmma_fence();
     mma_ABt(dp, v, my_keys, do_, false);
     ptx::wgmma_commit();
-    if (left < iterations) ping_pong_arrive(warpgroup);  // ends the turn that began in the iteration before
+    if (left < iterations)
+      ping_pong_arrive(warpgroup);  // ends the turn that began in the iteration before
+    else if (sent)
+      release_sent(key_stage ^ 1, (n - 1) % kDsStages);
     // p = exp(scale s - lse).
     ptx::wgmma_wait<1>();
     ptx::fence_operand(s.x);
     ColumnValues<kQueries> columns(rows.lse);
 #pragma unroll
-    for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
+    for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], logits_factor, -columns.of(i)));
     if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + my_keys, rows.first);
     if constexpr (kEarlyP) convert(s, p);
-    // ds = p (dp - delta); release v after the last iteration, and the rows.
+    // ds = p (dp - delta); release the rows and, unless dv leaves there, v after the last iteration.
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dp.x);
-    if (left == 1) arrive_as_warp(shared.v_pipe.empty[key_stage]);
+    if (kSendsFromDs && left == 1) arrive_as_warp(shared.v_pipe.empty[key_stage]);
     columns.read(rows.delta);
     const Target next_target = target_of<sums>(rows, dq_row(warpgroup), dq_sums_scale);
     shared.rows_empty[stage].arrive();
 #pragma unroll
-    for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
-    if (!kUsual) dp.scale(ds_scale);
+    for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_factor, -columns.of(i));
+    if (!kUsual) dp.scale(ds_factor);
     if constexpr (!kEarlyP) convert(s, p);
     convert(dp, ds);
     // Store ds for dq of the next iteration.
@@ -131,14 +193,14 @@ __device__ inline void Backward<T, Dim, sums, parts>::compute(int warpgroup, con
     arrive_as_warp(shared.do_pipe.empty[do_stage]);
     ptx::fence_operand(dq.x);
     if (kAwaitsNext && left > 1) wait_q(n + 1);
-    if (left < iterations) add_dq(dq);
+    if (left < iterations) arrive_as_warp(shared.ds_pipe.empty[(n - 1) % kDsStages]), add_dq(dq);
     target = next_target;
     // Release q.
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dk.x);
     arrive_as_warp(shared.q_pipe.empty[stage]);
   }
-  // dq of the last iteration; release k.
+  // dq of the last iteration.
   if (iterations) {
     ping_pong_arrive(warpgroup);
     Accumulator<kDqColumns> dq;
@@ -146,15 +208,26 @@ __device__ inline void Backward<T, Dim, sums, parts>::compute(int warpgroup, con
     issue_dq(dq);
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dq.x);
-    shared.k_pipe.empty[key_stage].arrive();
+    if constexpr (kSendsFromDs)
+      shared.k_pipe.empty[key_stage].arrive();
+    else
+      arrive_as_warp(shared.ds_pipe.empty[(n - 1) % kDsStages]);
     add_dq(dq);
   } else {
+    if (sent) release_sent(key_stage ^ 1, (n - 1) % kDsStages);
     shared.k_pipe.empty[key_stage].arrive(), arrive_as_warp(shared.v_pipe.empty[key_stage]);
   }
   const int key = w.first_key + my_keys;
-  write_keys<parts>(a.dv, w, key, 0, dv, 1.f, -a.p_exponent - e.do_, a.dim_v);
-  write_keys<parts>(a.dk, w, key, 0, dk, a.scale, (kUsual ? 0 : mine.ds) - a.p_exponent - e.product - e.do_ - e.v - e.q,
-                    a.dim);
+  f.dv.apply(dv), f.dk.apply(dk);
+  if (parts == Parts::first && a.sends_keys && iterations && key + kWarpgroupRows <= w.k.tokens) {
+    const auto send = [&]<class Type>(Type) {
+      send_keys<Type>(warpgroup, w, dk, dv, key_stage, (n - 1) % kDsStages, ds_offset);
+    };
+    std::is_same_v<T, Bf16> || a.dk.element == Element::bf16 ? send(Bf16{}) : send(F16{});
+  } else {
+    write_keys<parts>(a.dv, w, key, 0, dv, a.dim_v);
+    write_keys<parts>(a.dk, w, key, 0, dk, a.dim);
+  }
 }
 
 }  // namespace octet::cuda::sm90

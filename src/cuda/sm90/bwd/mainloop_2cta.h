@@ -152,8 +152,10 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::accumulate(int half) {
     }
     shared.k_pipe.empty[0].arrive();
     const int key = w.first_key + half * kKeys;
-    write_keys<parts>(a.dv, w, key, channel, dv, 1.f, dv_exponent, a.dim_v);
-    write_keys<parts>(a.dk, w, key, channel, dk, a.scale, dk_exponent, a.dim);
+    scale_keys(dv, 1.f, dv_exponent);
+    write_keys<parts>(a.dv, w, key, channel, dv, a.dim_v);
+    scale_keys(dk, a.scale, dk_exponent);
+    write_keys<parts>(a.dk, w, key, channel, dk, a.dim);
   }
 }
 

@@ -10,6 +10,7 @@ namespace octet::cuda::sm90 {
 // one all tiles see the same keys.
 struct UnmaskedIterations {
   int most, least;
+  UnmaskedIterations() = default;
   __device__ UnmaskedIterations(const BackwardParams& a, const KeyBlockInfo& w, int key, int keys, int queries,
                                 int group)
       : most(w.tiles.count() * group), least(0) {

@@ -71,21 +71,47 @@ __device__ inline void Backward<T, Dim, sums, parts>::next_tile(unsigned tile_in
   const uint32_t empty = tile_index / kKeyStages % 2 ^ 1;
   shared.k_pipe.empty[stage].wait(empty), shared.v_pipe.empty[stage].wait(empty);
   if (a.k)
-    fetch_tiles(w, stage);
+    fetch_tiles(tile_index, stage);
   else
     fetch_rows(true, w, stage), fetch_rows(false, w, stage);
 }
 
 template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::fetch_tiles(KeyBlockInfo& w, int stage) const {
+__device__ inline void Backward<T, Dim, sums, parts>::fetch_tiles(unsigned tile_index, int stage) {
+  const int slot = tile_index % Shared::kTileSlots;
+  KeyBlockInfo& w = shared.key_block[slot];
   const int head = w.batch * a.kv_heads + w.kv_head;
   const int64_t tile = (static_cast<int64_t>(head) * a.k_blocks.count + w.block) * TileK::kBytes;
   const Exponents& e = scheduler.exponents(w);
   w.exponents.k = e.k, w.exponents.v = e.v, w.exponents.ds = 0;
+  set_factors(slot);
   shared.k_pipe.full[stage].arrive_expecting(TileK::kBytes);
   fetch(shared.k[stage], a.k + tile, TileK::kBytes, shared.k_pipe.full[stage]);
   shared.v_pipe.full[stage].arrive_expecting(TileK::kBytes);
   fetch(shared.v[stage], a.v + tile, TileK::kBytes, shared.v_pipe.full[stage]);
+}
+
+// Runs on the thread that sets the exponents of the block, before k and v are ready.
+template <class T, int Dim, Sums sums, Parts parts>
+__device__ inline void Backward<T, Dim, sums, parts>::set_factors(int slot) {
+  const auto power_of_two = [](int exponent) { return exp2f(static_cast<float>(exponent)); };
+  const KeyBlockInfo& w = shared.key_block[slot];
+  BlockFactors& f = shared.factors[slot];
+  const Exponents& e = scheduler.exponents(w);
+  const KeyExponents& mine = w.exponents;
+  f.usual = sums == Sums::integers || (parts == Parts::first && mine.k == e.k && mine.ds == 0);
+  f.logits = a.scale * 1.44269504f * power_of_two(-e.q - mine.k);
+  f.product = power_of_two(e.product + e.v - mine.v);
+  f.ds = power_of_two(-mine.ds);
+  f.dq = power_of_two(mine.ds + e.k - mine.k + (parts == Parts::first ? 0 : e.dq));
+  f.dv = WideFactor::of(1.f, -a.p_exponent - e.do_);
+  f.dk = WideFactor::of(a.scale, mine.ds - a.p_exponent - e.product - e.do_ - e.v - e.q);
+  const int group = a.heads / a.kv_heads;
+  f.iterations = group * w.tiles.count();
+  const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
+  f.passes_first = a.mask.windowed && f.iterations &&
+                   (w.tiles.first + 1) * kQueries - 1 + shift + a.mask.right < w.first_key + kWarpgroupRows;
+  f.unmasked = {a, w, w.first_key, kKeys, kQueries, group};
 }
 
 template <class T, int Dim, Sums sums, Parts parts>
@@ -109,9 +135,9 @@ __device__ inline void Backward<T, Dim, sums, parts>::convert_keys(int thread) {
     __syncwarp();
     ptx::barrier_sync(kConverterBarrier, Converter::kThreads);
     if (!w.valid()) return;
-    convert_rows(thread, true, w, stage, phases);
+    convert_rows(thread, true, tile_index, stage, phases);
     if (thread == 0) await_zeros(a, w, a.k_blocks.count);
-    convert_rows(thread, false, w, stage, phases);
+    convert_rows(thread, false, tile_index, stage, phases);
     clear_ahead<kQueries * kTileDim, Converter::kThreads>(a, w, w.block, a.k_blocks.count, thread, kConverterBarrier);
     shared.tile_pipe.empty[tile_index % Shared::kTileSlots].arrive();
   }
@@ -119,8 +145,10 @@ __device__ inline void Backward<T, Dim, sums, parts>::convert_keys(int thread) {
 
 // Converts k or v once it has arrived.
 template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::convert_rows(int thread, bool is_k, KeyBlockInfo& w, int stage,
-                                                                   uint32_t& phases) const {
+__device__ inline void Backward<T, Dim, sums, parts>::convert_rows(int thread, bool is_k, unsigned tile_index,
+                                                                   int stage, uint32_t& phases) {
+  const int slot = tile_index % Shared::kTileSlots;
+  KeyBlockInfo& w = shared.key_block[slot];
   const auto await = [&] {
     const int bit = rows_phase_bit(is_k, stage);
     rows_full(is_k, stage).wait(phases >> bit & 1);
@@ -145,12 +173,14 @@ __device__ inline void Backward<T, Dim, sums, parts>::convert_rows(int thread, b
   const auto fitted = is_k ? converter.fit(e.k, Converter::kLargest, e.k == kMaxKeyExponent, fetch_again)
                            : converter.fit(e.v, fminf(e.largest_v, Converter::kLargest), false, fetch_again);
   if (thread > 0) return;
-  if (is_k)
+  if (is_k) {
     w.exponents.k = fitted.exponent;
-  else
-    w.exponents.v = fitted.exponent,
+  } else {
+    w.exponents.v = fitted.exponent;
     w.exponents.ds =
         fitted.largest > Converter::kNone ? max(fitted.largest + e.v + 1 - exponent_above(e.largest_v), 0) : 0;
+    set_factors(slot);
+  }
   (is_k ? shared.k_pipe : shared.v_pipe).full[stage].arrive();
 }
 

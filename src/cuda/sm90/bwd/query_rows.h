@@ -7,11 +7,13 @@ namespace octet::cuda::sm90 {
 // Whether the kernel of a head dim can do so. At 80, where ptxas would order the mainloop otherwise, too, it is slower.
 constexpr bool may_read_rows(int dim) { return dim <= 128 && dim != 80; }
 
-// Where `q` and `do_` are null, the kernel reads the caller's rows. The maps are [dim, token, head, batch], in boxes of
-// 64 channels of a tile of queries.
+// Where `q` and `do_` are null, the kernel reads the caller's rows. Where `sends_keys` is true, TMA writes dk and dv.
+// The maps are [dim, token, head, batch], in boxes of 64 channels: of a tile of queries, and of the keys of a warp.
 struct BackwardRowsParams : BackwardParams {
-  CUtensorMap q_rows, do_rows;
+  CUtensorMap q_rows, do_rows, dk_rows, dv_rows;
+  bool sends_keys;
 };
+constexpr int kSentRows = 16;  // of a warp
 
 // The preprocessing for it: writes QueryRows of all queries, each of which sees a key, and exponents of 0. q, k, v, do,
 // o and its residual are bf16 tensors that TMA can read, of head dims up to 128.
