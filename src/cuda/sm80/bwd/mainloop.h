@@ -227,10 +227,9 @@ template <class T, int Dim, BackwardKind kind>
 __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
   const TileK k{shared.k}, v{shared.v};
   const TileP p{shared.p}, ds{shared.ds};
-  if (shared.iterations) {
-    load_q(shared.steps[0], 0), load_do(shared.steps[0], 0);
-    load_lambda(shared.steps[0], 0), load_mask(shared.steps[0]);
-  }
+  if (shared.iterations) load_q(shared.steps[0], 0), load_do(shared.steps[0], 0), load_lambda(shared.steps[0], 0);
+  if constexpr (HasMask)
+    if (shared.iterations) load_mask(shared.steps[0]);
   ptx::cp_async_commit();
   for (int n = 0; n < shared.iterations; ++n) {
     const int stage = n % kStages, do_stage = n % kDoStages;
