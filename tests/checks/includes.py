@@ -75,7 +75,10 @@ RULES["src/cuda/sm80"] = SM80
 for one in ("fwd", "bwd", "jvp"):  # no pass knows another
     allowed_here = [
         *SM90,
-        *(f"cuda/sm80/{name}.h" for name in ("smem", "mma", "logits", "tf32", "f32_tiles", "seen_values", "passes")),
+        *(
+            f"cuda/sm80/{name}.h"
+            for name in ("smem", "mma", "logits", "f32_parts", "f32_tiles", "seen_values", "passes")
+        ),
         f"cuda/sm80/{one}/",
     ]
     RULES[f"src/cuda/sm80/{one}"] = RULES[f"src/cuda/sm80/{one}/instances"] = allowed_here

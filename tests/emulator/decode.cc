@@ -352,11 +352,11 @@ struct Statement {
       out.kind = Instruction::collective, out.target = decoder.constant(Constant::number, kAllLanes, 4).place;
       out.run = has("trans") ? (address_bytes == 4 ? load_matrices<true, u32> : load_matrices<true, u64>)
                              : (address_bytes == 4 ? load_matrices<false, u32> : load_matrices<false, u64>);
-    } else if (operation == "mma" && (has("m16n8k16") || (has("m16n8k8") && has("tf32"))) && type == "f32") {
+    } else if (operation == "mma" && has("m16n8k16") && type == "f32") {
       for (const auto& token : tokens)
         for (const auto& r : members(token)) take(r, 4);
       out.kind = Instruction::collective, out.target = decoder.constant(Constant::number, kAllLanes, 4).place;
-      out.run = has("tf32") ? multiply_tf32_matrices : has("bf16") ? multiply_matrices<true> : multiply_matrices<false>;
+      out.run = has("bf16") ? multiply_matrices<true> : multiply_matrices<false>;
     }
   }
   // Arithmetic and bits.

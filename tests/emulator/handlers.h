@@ -255,23 +255,6 @@ void multiply_matrices(Warp& w, const Instruction& n, Lanes) {  // d[4], a[4], b
     }
 }
 
-inline void multiply_tf32_matrices(Warp& w, const Instruction& n, Lanes) {  // d[4], a[4], b[2], c[4]: m16n8k8
-  const auto value = [](u32 x) { return std::bit_cast<f32>(x & ~u32{0x1fff}); };
-  double a[16][8], b[8][8];
-  for (int i = 0; i < kLanes; ++i) {
-    const int row = i / 4, column = i % 4;
-    for (int j = 0; j < 4; ++j) a[row + 8 * (j % 2)][column + 4 * (j / 2)] = value(w.at<u32>(n.operand[4 + j])[i]);
-    for (int j = 0; j < 2; ++j) b[row][column + 4 * j] = value(w.at<u32>(n.operand[8 + j])[i]);
-  }
-  for (int i = 0; i < kLanes; ++i)
-    for (int j = 0; j < 4; ++j) {
-      const int row = i / 4 + 8 * (j / 2), column = i % 4 * 2 + j % 2;
-      double sum = w.at<f32>(n.operand[10 + j])[i];
-      for (int k = 0; k < 8; ++k) sum += a[row][k] * b[column][k];
-      w.at<f32>(n.operand[j])[i] = truncated(sum);
-    }
-}
-
 inline void permute_bytes(Warp& w, const Instruction& n, Lanes lanes) {
   const u32 *a = w.at<u32>(n.operand[1]), *b = w.at<u32>(n.operand[2]), *c = w.at<u32>(n.operand[3]);
   u32* d = w.at<u32>(n.operand[0]);

@@ -23,6 +23,10 @@ __device__ inline void cp_async_through_l1(uint32_t to, const void* from, int by
 __device__ inline void cp_async_word(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+// Writes 4 bytes: those of `from`, or zeros.
+__device__ inline void cp_async_word(uint32_t to, const void* from, bool zero) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(zero ? 0 : 4) : "memory");
+}
 // Closes the group of all copies that this thread has issued since the last call.
 __device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until all but the last `Groups` groups of this thread have arrived. Only this thread is sure to see their data.

@@ -25,16 +25,6 @@ __device__ inline void mma_m16n8k16<Bf16>(float* d, const uint32_t* a, const uin
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32: d += a b, with a of 16 x 8, b of 8 x 8 and d of 16 x 8, of which
-// thread t has rows t / 4 and t / 4 + 8 of a and d, and column t / 4 of b. Of the index of summation it has t mod 4
-// (a[0], a[1], b[0]) and t mod 4 + 4. The 13 lowest bits of a and b are ignored. PTX ISA, 9.7.14.5.7.
-__device__ inline void mma_m16n8k8_tf32(float* d, const uint32_t* a, const uint32_t* b) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // ldmatrix.m8n8.x4: a warp loads four 8 x 8 matrices of 16 bits, matrix i into x[i]. Lane l gives the shared address of
 // row l mod 8 of matrix l / 8. Thread t gets elements 2 (t mod 4) and the next of row t / 4. PTX ISA, 9.7.14.5.15.
 __device__ inline void ldmatrix(uint32_t (&x)[4], uint32_t address) {

@@ -1,4 +1,4 @@
-// The backward pass in float32, without tensor cores: each number is computed as float32 arithmetic rounds it.
+// The backward pass in float32.
 #pragma once
 #include <cuda_runtime_api.h>
 

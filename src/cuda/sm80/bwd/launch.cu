@@ -36,7 +36,7 @@ BackwardKernel kernel_of(const Problem& p, const LogitTerms& terms) {
 }  // namespace
 
 std::string backward_name(const Problem& p) {
-  if (p.precision == OCTET_PRECISION_F32) return "backward f32, on CUDA cores";
+  if (p.precision == OCTET_PRECISION_F32) return "backward f32 in two f16 parts, mma.sync";
   WorkspaceAllocator none(nullptr);
   const BackwardKernel kernel = kernel_of(p, logit_terms(p, none));
   return text("backward ", f16_compute(p) ? "in f16" : "in bf16", ", mma.sync, ", kernel.queries, " x ", kernel.keys,
