@@ -20,7 +20,8 @@ struct Kind {
   Precision precision;
   BiasCorrection bias_correction = BiasCorrection::f16;
 };
-const std::vector<Kind> kKinds = gpu_kinds<Kind>(Pass::forward, {{Precision::bf16},
+const std::vector<Kind> kKinds = gpu_kinds<Kind>(Pass::forward, {{Precision::f32},
+                                                                 {Precision::bf16},
                                                                  {Precision::bf16, BiasCorrection::none},
                                                                  {Precision::f16},
                                                                  {Precision::int8},
@@ -45,11 +46,11 @@ Outputs run_on_gpu(const Case& c, const Inputs& in, const Attention& attention, 
 }
 
 bool has_backward(Precision p) {
-  return (p == Precision::bf16 || p == Precision::f16) && gpu_computes(Pass::backward, p);
+  return (p == Precision::f32 || p == Precision::bf16 || p == Precision::f16) && gpu_computes(Pass::backward, p);
 }
 
 std::vector<int64_t> dims_of(Precision p) {
-  if (p == Precision::bf16 || p == Precision::f16) return {64, 80, 128, 160, 256};
+  if (p == Precision::f32 || p == Precision::bf16 || p == Precision::f16) return {64, 80, 128, 160, 256};
   if (p == Precision::int8_f16) return {64, 128, 256};
   return {64, 128};
 }

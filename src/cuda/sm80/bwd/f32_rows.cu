@@ -14,12 +14,17 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * kWarps) {
     Index4 at{row / tokens / heads, row / tokens % heads, row % tokens, lane * kVec8};
     double sum = 0.0;
+    bool seen = false;  // o of a row that sees no key is 0, whatever its do holds
     for (; at.channel < p.do_.shape[3]; at.channel += 32 * kVec8) {
       Vec8 x, o, residual{};
       read(p.do_, at, x), read(p.o, at, o);
       if (p.residual.data) read(p.residual, at, residual);
-      for (int c = 0; c < kVec8; ++c) sum += double{x[c]} * (double{o[c]} + double{residual[c]});
+      for (int c = 0; c < kVec8; ++c) {
+        const double whole = double{o[c]} + double{residual[c]};
+        seen |= whole != 0.0, sum += double{x[c]} * whole;
+      }
     }
+    if (!__any_sync(~0u, seen)) sum = 0.0;
     for (int offset = 16; offset; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
     at.channel = 0;
     if (lane == 0)
