@@ -73,6 +73,13 @@ inline double round_to(octet_dtype dtype, double x) {
 
 namespace detail {
 
+// 2^exponent, a normal double. Tests convert many numbers, and std::ldexp takes as long as all else.
+constexpr double power_of_two(int exponent) {
+  return std::bit_cast<double>(static_cast<uint64_t>(exponent + 1023) << 52);
+}
+// The exponent of a positive, normal double.
+constexpr int exponent_of(double x) { return static_cast<int>(std::bit_cast<uint64_t>(x) >> 52) - 1023; }
+
 // Bits of a number of `format` (already rounded) with `exponent_bits` of exponent.
 inline uint32_t encode_bits(const Format& format, int exponent_bits, double x) {
   const uint32_t sign = std::signbit(x) ? 1u << (format.mantissa_bits + exponent_bits) : 0u;
@@ -85,11 +92,11 @@ inline uint32_t encode_bits(const Format& format, int exponent_bits, double x) {
                                                    : 0u;
     return sign | top << format.mantissa_bits | all;
   }
-  int exponent = std::ilogb(magnitude);
+  const int exponent = exponent_of(magnitude);
   if (exponent < format.min_exponent)
-    return sign | static_cast<uint32_t>(std::ldexp(magnitude, format.mantissa_bits - format.min_exponent));
+    return sign | static_cast<uint32_t>(magnitude * power_of_two(format.mantissa_bits - format.min_exponent));
   const auto mantissa =
-      static_cast<uint32_t>(std::ldexp(magnitude, format.mantissa_bits - exponent)) - (1u << format.mantissa_bits);
+      static_cast<uint32_t>(magnitude * power_of_two(format.mantissa_bits - exponent)) - (1u << format.mantissa_bits);
   return sign | static_cast<uint32_t>(exponent - format.min_exponent + 1) << format.mantissa_bits | mantissa;
 }
 
@@ -101,9 +108,9 @@ inline double decode_bits(const Format& format, int exponent_bits, uint32_t bits
   const bool e4m3 = format.mantissa_bits == 3;
   if (top && (!e4m3 || mantissa == 7))
     return mantissa ? std::numeric_limits<double>::quiet_NaN() : sign * std::numeric_limits<double>::infinity();
-  if (!exponent) return sign * std::ldexp(mantissa, format.min_exponent - format.mantissa_bits);
-  return sign * std::ldexp(mantissa + (1u << format.mantissa_bits),
-                           static_cast<int>(exponent) - 1 + format.min_exponent - format.mantissa_bits);
+  if (!exponent) return sign * mantissa * power_of_two(format.min_exponent - format.mantissa_bits);
+  return sign * (mantissa + (1u << format.mantissa_bits)) *
+         power_of_two(static_cast<int>(exponent) - 1 + format.min_exponent - format.mantissa_bits);
 }
 
 }  // namespace detail

@@ -15,7 +15,7 @@ RULES = {
     "src/core/quant": ["octet/", "core/quant/"],
     "src/cpu": ["octet/", "core/", "cpu/attention/plan.h", "cpu/isa.h", "cpu/parallel.h"],
     "src/cpu/quantize": ["octet/", "core/", "cpu/parallel.h", "cpu/quantize/"],
-    "src/cpu/reference": ["octet/", "core/", "cpu/parallel.h", "cpu/sinks.h", "cpu/reference/"],
+    "src/cpu/reference": ["octet/", "core/", "cpu/parallel.h", "cpu/sinks.h", "cpu/reference/", "sanitizer/"],
     "src/ffi": ["octet/", "xla/ffi/api/"],
     "cli": CLI,
     "cli/commands": CLI,

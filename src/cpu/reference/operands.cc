@@ -2,6 +2,7 @@
 #include "cpu/reference/operands.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <octet/formats.hpp>
@@ -89,8 +90,10 @@ double rounded_to(octet_dtype format, double x) { return std::isnan(x) ? x : rou
 
 double rounded_in_any_range(octet_dtype format, double x) {
   if (x == 0.0 || !std::isfinite(x)) return x;
-  const int exponent = std::ilogb(x);
-  return std::ldexp(round_to(format, std::ldexp(x, -exponent)), exponent);
+  // The power of two of x, or the least normal one.
+  const auto exponent = std::max<uint64_t>(std::bit_cast<uint64_t>(x) >> 52 & 0x7ff, 1);
+  const auto unit = std::bit_cast<double>(exponent << 52);
+  return round_to(format, x / unit) * unit;
 }
 
 double rounded_on(octet_dtype format, double x, double largest) {
