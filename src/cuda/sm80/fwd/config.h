@@ -85,23 +85,23 @@ struct ForwardTile<Short<Dims256>, General, 1> {
   static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
 };
 
-// f32, in three parts.
+// f32, in two parts.
 template <bool General>
-struct ForwardTile<Dims64, General, 3> {
+struct ForwardTile<Dims64, General, 2> {
+  static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 32, kBlocks = 3, kStages = 2;
+  static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
+};
+template <bool General>
+struct ForwardTile<Dims128, General, 2> {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 32, kBlocks = 2, kStages = 2;
   static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
 };
 template <bool General>
-struct ForwardTile<Dims128, General, 3> {
-  static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 16, kBlocks = 2, kStages = 2;
-  static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
-};
-template <bool General>
-struct ForwardTile<Dims256x128, General, 3> {
-  static constexpr int kWarps = 2, kRowBlocks = 1, kKeys = 16, kBlocks = 2, kStages = 1;
+struct ForwardTile<Dims256x128, General, 2> {
+  static constexpr int kWarps = 2, kRowBlocks = 1, kKeys = 16, kBlocks = 2, kStages = 2;
   static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
 };
 template <class Dims, bool General>
-struct ForwardTile<Short<Dims>, General, 3> : ForwardTile<Dims, General, 3> {};
+struct ForwardTile<Short<Dims>, General, 2> : ForwardTile<Dims, General, 2> {};
 
 }  // namespace octet::cuda::sm80

@@ -141,11 +141,13 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
   const int kv_head = shared.q_tile.head / a.group, kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + kv_head;
   const int first = warp_row() + block * kWarpRows;
   const auto value = [&](int key, int channel) {
-    float sum = 0.f;
-#pragma unroll
-    for (int part = kParts - 1; part >= 0; --part)
-      sum += float(shared.v_start[key * a.v.stride[2] + part * Dims::kDimV + channel]);
-    return sum;
+    const PType* const row = shared.v_start + key * a.v.stride[2];
+    if constexpr (kParts == 1) {
+      return float(row[channel]);
+    } else {
+      const float factor = shared.v_factors[key];
+      return from_parts(row, Dims::kDimV, channel) * (1.f / (1 << kPartsExponent)) * factor * factor;
+    }
   };
   const bool masked = General && a.terms.mask;
   if (!masked) {
@@ -159,11 +161,16 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
     const auto* const q = a.q.row<QkType>(shared.q_tile.batch, head, int64_t{shared.q_tile.q_first} + query_of(row));
     const RowTerms terms = General ? terms_of(row) : RowTerms{};
     const auto logit = [&](int key) {
+      const QkType* const k = shared.k_start + key * a.k.stride[2];
       float product = 0.f;
+      if constexpr (kParts == 1) {
+        product = dot(q, k, a.dim);
+      } else {
 #pragma unroll 1
-      for (int i = 0; i < kProducts; ++i)
-        product += dot(q + left_part(i) * Dims::kDim, shared.k_start + key * a.k.stride[2] + right_part(i) * Dims::kDim,
-                       a.dim);
+        for (int c = 0; c < a.dim; ++c)
+          product = fmaf(from_parts(q, Dims::kDim, c), from_parts(k, Dims::kDim, c), product);
+        times_factors(product, shared.q_factor[row - shared.q_tile.q_start], shared.k_factors[key]);
+      }
       if constexpr (General) return logit_of(a.terms, terms, key, product) * a.scale_log2e;
       return product * a.scale_log2e;
     };

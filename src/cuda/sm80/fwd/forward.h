@@ -44,8 +44,8 @@ constexpr float kMaxPLog2 = General                                          ? P
 
 template <class Precision, class Dims, bool General>
 struct Forward {
-  using Tile = ForwardTile<Dims, General, kBf16Parts<Precision>>;
-  static constexpr int kParts = kBf16Parts<Precision>;
+  using Tile = ForwardTile<Dims, General, kF16Parts<Precision>>;
+  static constexpr int kParts = kF16Parts<Precision>;
   using QkType = typename Precision::QkType;
   using PType = typename Precision::PType;
   static constexpr int kRowBlocks = Tile::kRowBlocks, kKeys = Tile::kKeys;
@@ -72,6 +72,9 @@ struct Forward {
     unsigned char q[kParts][TileQ::kBytes];
     unsigned char k[Tile::kStages][kParts][TileK::kBytes];
     unsigned char v[Tile::kStages][kParts][TileV::kBytes];
+    // Of parts (sm80/f32_parts.h).
+    float q_factor[kParts > 1 ? kRows : 1], k_factor[Tile::kStages][kParts > 1 ? kKeys : 1];
+    float v_factor[Tile::kStages][kParts > 1 ? kKeys : 1];
     // A tile of the mask tensor. Where kMasked it follows this struct, with the bytes that its type takes.
     unsigned char mask[Tile::kStagesMask && !kMasked<Dims> ? kRows * mask_row_bytes(kKeys, sizeof(float)) : 16];
     TileInfo q_tile;
@@ -84,6 +87,7 @@ struct Forward {
     // Its first key.
     const QkType* k_start;
     const PType* v_start;
+    const float *k_factors, *v_factors;
     float m_at_flip[kCompensated<Precision> ? kRows : 1];
     // For few queries, whose rows belong to several heads: the end of the rows, and the terms of each row.
     int rows_end;
@@ -207,20 +211,20 @@ struct Forward {
             LoaderV::source(shared.v_start + tile * kKeys * a.v.stride[2], a.v.stride[2])};
   }
   // True: they are kept in registers. P in f16 leaves none, nor do three thread blocks on a multiprocessor.
-  static constexpr bool kKeepsSources = Precision::kPExponent == 0 && !kShort<Dims>;
+  static constexpr bool kKeepsSources = Precision::kPExponent == 0 && kParts == 1 && !kShort<Dims>;
 
-  // The products of parts, the smallest first.
-  static constexpr int kProducts = kParts == 1 ? 1 : 6;
-  // 2 0, 0 2, 1 1, 1 0, 0 1, 0 0
-  static __device__ constexpr int left_part(int product) {
-    return kParts == 1 ? 0 : product == 0 ? 2 : product == 2 || product == 3 ? 1 : 0;
-  }
-  static __device__ constexpr int right_part(int product) {
-    return kParts == 1 ? 0 : product == 1 ? 2 : product == 2 || product == 4 ? 1 : 0;
-  }
-  using POperand = Operand<PType, kKeys>;
-  static __device__ void to_parts(Accumulator<kKeys>& p, int block, POperand (&parts)[kParts][kRowBlocks]);
-  __device__ void multiply_pv(const POperand (&p)[kParts][kRowBlocks], int tile, OTile (&o)[kRowBlocks]) const;
+  // P as a left operand; of parts, with the factors of the sums of its products.
+  struct WholeOperand {
+    Operand<PType, kKeys> x[kRowBlocks];
+  };
+  struct DividedOperand {
+    PartOperand<kRowBlocks, kKeys> x;
+    RowValues inverse[kRowBlocks];
+  };
+  using POperand = std::conditional_t<kParts == 1, WholeOperand, DividedOperand>;
+  __device__ void to_operand(Accumulator<kKeys>& p, int block, int tile, POperand& operand) const;
+  __device__ void multiply_qk(Accumulator<kKeys> (&s)[kRowBlocks], int tile) const;
+  __device__ void multiply_pv(const POperand& p, int tile, OTile (&o)[kRowBlocks]) const;
   __device__ void load_q() const;
   __device__ void load_keys(int tile, const Sources& from) const;
   __device__ bool stages_mask() const {

@@ -7,7 +7,7 @@ namespace octet::cuda::sm80 {
 
 template <class Precision, class Dims, bool General>
 __global__ void __launch_bounds__(Forward<Precision, Dims, General>::kThreads,
-                                  (ForwardTile<Dims, General, kBf16Parts<Precision>>::kBlocks))
+                                  (ForwardTile<Dims, General, kF16Parts<Precision>>::kBlocks))
     forward_kernel(const __grid_constant__ ForwardParams arguments) {
   using Kernel = Forward<Precision, Dims, General>;
   extern __shared__ __align__(128) unsigned char memory[];
@@ -32,7 +32,7 @@ template <class Precision, class F>
 ForwardKernel with_head_dims(int64_t most_dim, const F& f) {
   if (most_dim <= 64) return f(Dims64{});
   if (most_dim <= 128) return f(Dims128{});
-  return f(std::conditional_t<kBf16Parts<Precision> == 1, Dims256, Dims256x128>{});
+  return f(std::conditional_t<kF16Parts<Precision> == 1, Dims256, Dims256x128>{});
 }
 
 template <class Precision, bool General, bool Few>

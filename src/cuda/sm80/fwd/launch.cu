@@ -15,7 +15,6 @@
 #include "cuda/sm80/fwd/combine.h"
 #include "cuda/sm80/fwd/kernels.h"
 #include "cuda/sm80/fwd/params.h"
-#include "cuda/sm80/fwd/parts.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/passes.h"
 #include "cuda/sm80/seen_values.h"
@@ -110,7 +109,7 @@ Output columns_of(Output t, int64_t first) {
 std::string forward_name(const Problem& p) {
   const Schedule s = schedule_of(p);
   return text("forward ", name(p.precision), f16_p_and_v(p) ? " with P in f16" : "",
-              p.precision == OCTET_PRECISION_F32 ? " in three bf16 parts" : "", shifts_maximum(p) ? " with beta" : "",
+              p.precision == OCTET_PRECISION_F32 ? " in two f16 parts" : "", shifts_maximum(p) ? " with beta" : "",
               ", mma.sync, ", s.kernel.rows, " x ", s.kernel.keys, " tiles",
               s.few ? text(", ", s.tile_heads, " heads in a tile, keys in ", s.splits, " parts") : "");
 }
@@ -129,11 +128,11 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   const Input q(parts ? none : p.q, type, allocator), k(parts ? none : p.k, type, allocator),
       v(parts || scaled ? none : seen_v.view(), type, allocator);
   const ScaledInput v_scaled(scaled ? seen_v.view() : none, type, scaled ? kernel.dim_v : 0, allocator);
-  const PartsInput q_parts(parts ? p.q : none, kernel.dim, allocator),
-      k_parts(parts ? p.k : none, kernel.dim, allocator);
-  std::vector<PartsInput> v_parts;
+  const F16PartsInput q_parts(parts ? p.q : none, kernel.dim, NonFinite::kept, allocator),
+      k_parts(parts ? p.k : none, kernel.dim, NonFinite::kept, allocator);
+  std::vector<F16PartsInput> v_parts;
   for (int64_t first = 0; parts && first < p.dim_v; first += kernel.dim_v)
-    v_parts.emplace_back(columns_of(seen_v.view(), first, kernel.dim_v), kernel.dim_v, allocator);
+    v_parts.emplace_back(columns_of(seen_v.view(), first, kernel.dim_v), kernel.dim_v, NonFinite::kept, allocator);
   const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
   const int64_t part_rows = splits ? p.batch * schedule.splits * p.heads * p.tokens_q : 0;
@@ -149,8 +148,9 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   compute_gauges(p, terms, stream);
   if (parts) {
     q_parts.preprocess(stream), k_parts.preprocess(stream);
-    for (const PartsInput& input : v_parts) input.preprocess(stream);
-    a.q = q_parts.view(), a.k = k_parts.view();
+    for (const F16PartsInput& input : v_parts) input.preprocess(stream);
+    a.q = q_parts.view().parts, a.q_factors = q_parts.view().factors;
+    a.k = k_parts.view().parts, a.k_factors = k_parts.view().factors;
   } else {
     q.preprocess(stream), k.preprocess(stream);
     scaled ? v_scaled.preprocess(seen_keys(p), stream) : v.preprocess(stream);
@@ -184,7 +184,10 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
         "cudaFuncSetAttribute");
   for (int64_t first = 0; first < p.dim_v; first += kernel.dim_v) {
     a.dim_v = static_cast<int>(std::min<int64_t>(p.dim_v - first, kernel.dim_v));
-    if (parts) a.v = v_parts[first / kernel.dim_v].view();
+    if (parts) {
+      const F16PartsView v_view = v_parts[first / kernel.dim_v].view();
+      a.v = v_view.parts, a.v_factors = v_view.factors;
+    }
     c.dim_v = a.dim_v;
     c.o = columns_of(o.output(), first), c.o_residual = columns_of(o_residual.output(), first);
     if (splits)

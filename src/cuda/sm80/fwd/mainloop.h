@@ -11,6 +11,14 @@ __device__ inline void Forward<Precision, Dims, General>::load_q() const {
   const auto row_of_q = [&](int row) {
     return a.q.row<QkType>(shared.q_tile.batch, head_of(row), int64_t{shared.q_tile.q_first} + query_of(row));
   };
+  const auto factor_of_q = [&](int row) {
+    return a.q_factors.at(shared.q_tile.batch, head_of(row), int64_t{shared.q_tile.q_first} + query_of(row));
+  };
+  if constexpr (kParts > 1) {
+    static_assert(kRows <= kThreads);
+    const int row = static_cast<int>(threadIdx.x);
+    if (row < kRows) shared.q_factor[row] = start + row < rows_end() ? *factor_of_q(start + row) : 0.f;
+  }
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     if constexpr (kShort<Dims>) {
@@ -37,6 +45,11 @@ __device__ inline void Forward<Precision, Dims, General>::load_keys(int tile, co
   const int key = tile * kKeys;
   const KeyRange rows{shared.seen.first - key, shared.seen.last - key};
   const bool whole = rows.first <= 0 && rows.last >= kKeys && a.whole_columns;
+  if constexpr (kParts > 1) {
+    const int stage = static_cast<unsigned>(tile) % Tile::kStages;
+    load_words_async<kThreads, kKeys>(shared.k_factor[stage], shared.k_factors + key, rows);
+    load_words_async<kThreads, kKeys>(shared.v_factor[stage], shared.v_factors + key, rows);
+  }
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const QkType* const from_k = from.k + part * Dims::kDim;
@@ -62,44 +75,39 @@ __device__ inline void Forward<Precision, Dims, General>::load_mask(int tile) co
                                          shared.q_tile.k_tokens);
 }
 
-// Splits P of a row block into its parts.
+// s = q k^T, of parts.
 template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::to_parts(Accumulator<kKeys>& p, int block,
-                                                                   POperand (&parts)[kParts][kRowBlocks]) {
+__device__ inline void Forward<Precision, Dims, General>::multiply_qk(Accumulator<kKeys> (&s)[kRowBlocks],
+                                                                      int tile) const {
+  const int warp = ptx::opaque(static_cast<int>(threadIdx.x)) / 32,
+            lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
+  multiply_ABt(s, PartTiles<TileQ>{q().data}, warp * kRowBlocks, PartTiles<TileK>{k(tile).data});
+  const float* const of_rows = shared.q_factor + warp * kRowsOfWarp + lane / 4;
+  const float* const of_keys = shared.k_factor[static_cast<unsigned>(tile) % Tile::kStages] + lane % 4 * 2;
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    convert(p, parts[part][block]);
-    if (part == kParts - 1) continue;
-#pragma unroll
-    for (int i = 0; i < kKeys / 4; ++i) {
-      const float2 taken = ptx::unpack<PType>(parts[part][block].x[i]);
-      p.x[2 * i] -= taken.x, p.x[2 * i + 1] -= taken.y;
-    }
+  for (int block = 0; block < kRowBlocks; ++block) times_factors(s[block], of_rows + block * kWarpRows, of_keys);
+}
+
+// Converts P of a row block. Those in parts are multiplied by the factors of v.
+template <class Precision, class Dims, bool General>
+__device__ inline void Forward<Precision, Dims, General>::to_operand(Accumulator<kKeys>& p, int block, int tile,
+                                                                     POperand& operand) const {
+  if constexpr (kParts == 1) {
+    convert(p, operand.x[block]);
+  } else {
+    const float* const of_keys = shared.v_factor[static_cast<unsigned>(tile) % Tile::kStages] +
+                                 ptx::opaque(static_cast<int>(threadIdx.x)) % 4 * 2;
+    operand.inverse[block] = to_parts(p, of_keys, operand.x.large[block], operand.x.small[block]);
   }
 }
 
-// o += p v. Tensor cores truncate sums towards 0, so those of parts are taken apart for each tile.
 template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::multiply_pv(const POperand (&p)[kParts][kRowBlocks], int tile,
+__device__ inline void Forward<Precision, Dims, General>::multiply_pv(const POperand& p, int tile,
                                                                       OTile (&o)[kRowBlocks]) const {
-  if constexpr (kParts == 1) {
-    mma_AB(o, p[0], v(tile));
-  } else {
-    constexpr int kColumns = 64;  // at a time
-#pragma unroll
-    for (int first = 0; first < Dims::kDimV; first += kColumns) {
-      Accumulator<kColumns> sums[kRowBlocks];
-#pragma unroll
-      for (Accumulator<kColumns>& each : sums) each.zero();
-#pragma unroll
-      for (int product = 0; product < kProducts; ++product)
-        mma_AB(sums, p[left_part(product)], v(tile, right_part(product)), first / 16);
-#pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block)
-#pragma unroll
-        for (int i = 0; i < kColumns / 2; ++i) o[block].x[first / 2 + i] += sums[block].x[i];
-    }
-  }
+  if constexpr (kParts == 1)
+    mma_AB(o, p.x, v(tile));
+  else
+    add_product<Dims::kDimV == 64 ? 32 : 64>(o, p.x, p.inverse, PartTiles<TileV>{v(tile).data});
 }
 
 // Returns true if a maximum of any thread of the warp is NaN.
@@ -141,6 +149,10 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     shared.seen = a.mask.seen(shared.q_tile.q_tokens, shared.q_tile.k_tokens);
     shared.k_start = a.k.row<QkType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
     shared.v_start = a.v.row<PType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
+    if constexpr (kParts > 1) {
+      shared.k_factors = a.k_factors.at(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
+      shared.v_factors = a.v_factors.at(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
+    }
   }
   start_keys();
   if constexpr (General) start_terms();
@@ -183,14 +195,16 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
 
   // The verbs of the mainloop.
   const auto multiply_qk = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile) {
+    if constexpr (kParts > 1) {
+      this->multiply_qk(s, tile);
+    } else {
 #pragma unroll
-    for (Accumulator<kKeys>& each : s) each.zero();
-    if constexpr (Tile::kQRegisters)
-      mma_ABt(s, q_rows, k(tile));
-    else
-#pragma unroll 1
-      for (int product = 0; product < kProducts; ++product)
-        mma_ABt(s, q(left_part(product)), warp * kRowBlocks, k(tile, right_part(product)));
+      for (Accumulator<kKeys>& each : s) each.zero();
+      if constexpr (Tile::kQRegisters)
+        mma_ABt(s, q_rows, k(tile));
+      else
+        mma_ABt(s, q(), warp * kRowBlocks, k(tile));
+    }
   };
   // Turns products into logits, and those of unseen keys into -inf.
   const auto take_logits = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile) {
@@ -221,14 +235,14 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     }
   };
   // Turns logits into P. The maximum is that of earlier tiles, unless P would be too large.
-  const auto take_exp = [&](Accumulator<kKeys>(&s)[kRowBlocks], POperand(&p)[kParts][kRowBlocks]) {
+  const auto take_exp = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile, POperand& p) {
     constexpr int kExponent = Precision::kPExponent;
     if constexpr (kAllTerms)
       if (a.beta != 0.f) {
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) {
           scale_rows(o[block], softmax[block].template exp_update_max<kExponent>(s[block]));
-          to_parts(s[block], block, p);
+          to_operand(s[block], block, tile, p);
         }
         return;
       }
@@ -261,7 +275,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
         scale_rows(o[block], softmax[block].template update_max<kExponent>(most[block]));
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block)
-      softmax[block].template exp_and_sum<kExponent>(s[block]), to_parts(s[block], block, p);
+      softmax[block].template exp_and_sum<kExponent>(s[block]), to_operand(s[block], block, tile, p);
   };
   // The same at once, without a look at the maximum. Returns false, with the products spoilt, where P are too large.
   const auto take_stale_exp = [&](Accumulator<kKeys>(&s)[kRowBlocks]) {
@@ -298,7 +312,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     multiply_qk(s, tile);
     if constexpr (Tile::kStagesMask) ptx::cp_async_wait<1>(), __syncwarp();  // the tile of the mask has arrived
     take_logits(s, tile);
-    POperand p[kParts][kRowBlocks];
+    POperand p;
     if constexpr (Tile::kRepeats) {
       const bool first = tile == shared.warp_keys[warp].last - 1;
       if (first || !take_stale_exp(s)) {
@@ -308,9 +322,9 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
           scale_rows(o[block], softmax[block].template exp_update_max<Precision::kPExponent>(s[block]));
       }
 #pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block) to_parts(s[block], block, p);
+      for (int block = 0; block < kRowBlocks; ++block) to_operand(s[block], block, tile, p);
     } else {
-      take_exp(s, p);
+      take_exp(s, tile, p);
     }
     if constexpr (Tile::kStagesMask) __syncwarp(), load_mask(tile - 1), ptx::cp_async_commit();
     multiply_pv(p, tile, o);

@@ -4,6 +4,7 @@
 #include "cuda/fragment/output.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/scheduler/tile_scheduler.h"
+#include "cuda/sm80/f32_parts.h"
 #include "cuda/sm80/logits.h"
 
 namespace octet::cuda::sm80 {
@@ -15,7 +16,8 @@ struct RowStatistics {
 };
 
 struct ForwardParams {
-  Output q, k, v;  // in the kernel's element types
+  Output q, k, v;                                // in the kernel's element types
+  TokenFactors q_factors, k_factors, v_factors;  // of parts
   TileScheduler scheduler;
   Mask mask;
   int group;  // heads of q per head of k and v; with few queries, heads of tiles
