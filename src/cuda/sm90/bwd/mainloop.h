@@ -75,7 +75,10 @@ __device__ inline void Backward<T, Dim, sums, parts>::consume(int warpgroup) {
     shared.k_pipe.full[key_stage].wait(key_phase);
     shared.v_pipe.full[key_stage].wait(key_phase);
     const BlockFactors& f = shared.factors[slot];
-    f.usual ? compute<true>(warpgroup, w, f, key_stage, sent, n) : compute<false>(warpgroup, w, f, key_stage, sent, n);
+    if (sums == Sums::integers || (parts == Parts::first && f.usual))
+      compute<true>(warpgroup, w, f, key_stage, sent, n);
+    else
+      compute<false>(warpgroup, w, f, key_stage, sent, n);
     sent = f.iterations;
     shared.tile_pipe.empty[slot].arrive();
   }
