@@ -76,7 +76,9 @@ struct Forward {
     float q_factor[kParts > 1 ? kRows : 1], k_factor[Tile::kStages][kParts > 1 ? kKeys : 1];
     float v_factor[Tile::kStages][kParts > 1 ? kKeys : 1];
     // A tile of the mask tensor. Where kMasked it follows this struct, with the bytes that its type takes.
-    unsigned char mask[Tile::kStagesMask && !kMasked<Dims> ? kRows * mask_row_bytes(kKeys, sizeof(float)) : 16];
+    alignas(kChunkBytes) unsigned char mask[Tile::kStagesMask && !kMasked<Dims>
+                                                ? kRows * mask_row_bytes(kKeys, sizeof(float))
+                                                : 16];
     TileInfo q_tile;
     Keys keys, warp_keys[Tile::kWarps];
     // Of ALiBi and the mask tensor, where logits are general: the slope, and of each row the gauge and the distance
