@@ -72,6 +72,7 @@ constexpr int kMostChannels = 256, kSampled = 64;
 // (mean_limit.h) and its v_mean.
 struct HeadStats {
   float of_token[kSampled], limit, v_mean[kMostChannels];
+  float sums[kThreads * kVec8], tops[kThreads * kVec8];  // [row of threads, channel]
 };
 
 // Finds the limit of head blockIdx.x and, where it is wanted, its v_mean, from an even sample of the tokens that are
@@ -82,8 +83,8 @@ __device__ void find_mean(const Strided& from, Element through, const VMean& v_m
   constexpr float kTooLarge = 0x1p100f;  // for sums and differences
   constexpr int kAtOnceSummed =
       16;  // keys that a tensor core sums at once: a mean gains nothing there, and costs v digits
-  __shared__ float sums[kThreads * kVec8], tops[kThreads * kVec8];  // [row of threads, channel]
   float(&of_token)[kSampled] = head_stats.of_token;
+  float(&sums)[kThreads * kVec8] = head_stats.sums, (&tops)[kThreads * kVec8] = head_stats.tops;
   const Coords coords(from);
   const int tokens = seen.last - seen.first, sampled = min(tokens, kSampled), dim = static_cast<int>(from.shape[3]);
   SeenTokens sees(seen);
