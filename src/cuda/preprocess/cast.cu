@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads) v_stats_kernel(const Strided from, c
   for (int i = threadIdx.x; i < kSampled; i += 32) most = fmaxf(most, head_stats.of_token[i]);
   most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(most)));
   if (threadIdx.x > 0) return;
-  // Where a sample needs a factor, other tokens may be this many times as large.
+  // If the sample needs a factor, that factor leaves room for tokens this many times as large as those of the sample.
   constexpr float kRoom = 0x1p6f;
   const float limit = head_stats.limit;
   const int exponent = v_exponent(most, limit) == 0 ? 0 : v_exponent(kRoom * most, limit);

@@ -38,7 +38,8 @@ struct F32Params {
   float scale;
 };
 
-// What a kernel sums. At d256, and at d128 with general logits, there are no registers for both of dk and dv.
+// The sums that a kernel computes. At d256, and at d128 with general logits, dk and dv take a kernel each, as registers
+// do not suffice for both.
 enum class F32Sums : int { dk_and_dv, dk, dv, dq };
 
 //   kWarps        warps of a thread block
@@ -81,11 +82,11 @@ struct F32Backward {
   struct alignas(128) Shared {
     unsigned char x[Block::kBytes], y[Block::kBytes], u[Others::kBytes], w[Others::kBytes];
     float x_factor[kRows], y_factor[kRows], u_factor[kTokens], w_factor[kTokens];
-    // Where the thread block is, here and not in registers, of which the sums leave few.
+    // The block and its tiles. They lie in shared memory because the sums leave few registers.
     int batch, kv_head, first;     // first: the first token of the block
     Blocks::Sequence own, others;  // of the block and of the tiles
     int start, end, last_head;     // tokens that the block meets, and the end of their heads
-    // Of queries.
+    // Those of the queries: of the tile where the block is of keys, else of the block.
     float lse[kOfKeys ? kTokens : kRows], delta[kOfKeys ? kTokens : kRows];
   };
   static constexpr int kSharedBytes = sizeof(Shared);
