@@ -42,6 +42,18 @@ struct OnlineSoftmax {
     return rescale;
   }
 
+  // Takes the maximum of a tile as that of the rows that have seen no key so far. As they have no sums either, nothing
+  // must be rescaled.
+  template <int Columns>
+  __device__ void start_max(const Accumulator<Columns>& s) {
+    if (!__any_sync(~0u, fminf(m[0], m[1]) == -INFINITY)) return;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float most = quad_max(row_max(s, row, -INFINITY));
+      if (m[row] == -INFINITY) m[row] = most;
+    }
+  }
+
   // Turns logits into 2^Exponent p over the maximum of earlier tiles. Returns the part of l that belongs to this tile,
   // which is not added yet; it is inf or NaN where a row has seen no key so far.
   template <int Exponent, int Columns>

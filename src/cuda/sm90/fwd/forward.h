@@ -60,6 +60,10 @@ struct Forward {
   // occur in every tile of queries, as at d = 128, the second copy of the instructions costs what this saves.
   static constexpr bool kHalves = kSkips && !kQuantizedQk;
 
+  // True: where tiles of keys and of queries do not end together, some rows see no key of the first tile under a causal
+  // mask. Without a maximum, they would make the warpgroup repeat the next tile.
+  static constexpr bool kStartsLate = kKeys % kWarpgroupRows != 0 && !kQuantizedQk && !kHasBeta<Precision>;
+
   // True: a 16-bit o is stored through the shared memory of q, as the next q has another stage.
   static constexpr bool kThroughQ = !kQuantizedQk && Tile::kQStages > 1;
 

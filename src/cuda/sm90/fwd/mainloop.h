@@ -176,7 +176,12 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         // Wait for q k^T; softmax.
         ptx::wgmma_wait<1>();
         take_logits(s, x);
-        if constexpr (!kQuantizedQk) mask(x, tile);
+        if constexpr (!kQuantizedQk) {
+          if (needs_mask(tile)) {
+            mask_rows(x, tile * kKeys, ranges);
+            if constexpr (kStartsLate) softmax.start_max(x);
+          }
+        }
         if constexpr (kHasBeta<Precision>) {
           // Bias correction beta updates the maximum in every tile, as it counts ties.
           const RowValues rescale = softmax.template exp_update_max<Precision::kPExponent>(x);
