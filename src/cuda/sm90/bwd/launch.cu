@@ -88,8 +88,8 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   BackwardRowsParams a{backward_params(p, params, in_flight, dk.output(), dv.output())};
   // Idle warps of the kernel clear the sums of a head while an earlier head is computed. The distance between the two
   // is such that all blocks of the earlier head are taken before the first of the later one, and have mostly cleared
-  // their shares by then. At d = 64 this costs more than it saves, and blocks of packed sequences may not exist.
-  const bool idle_warps = kernel.cluster > 1 || (!params.k_tiles && params.tile_dim == 128);
+  // their shares by then. Blocks of packed sequences may not exist, and the warps end at once where k comes as tiles.
+  const bool idle_warps = kernel.cluster > 1 || !params.k_tiles;
   if (idle_warps && !p.packed() && all && k_blocks) {
     const int64_t widest = std::max<int64_t>(a.head_groups.heads, all - a.head_groups.count * a.head_groups.heads);
     params.zeroed_heads = static_cast<int>(std::min(all, widest + (in_flight + k_blocks - 1) / k_blocks));
