@@ -141,6 +141,7 @@ constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, BiasCorrection::f16}
                            {Pass::backward, Precision::f16, BiasCorrection::gproj},
                            {Pass::backward, Precision::f16, BiasCorrection::f16},
                            {Pass::backward, Precision::bf16, BiasCorrection::f16, true},
+                           {Pass::backward, Precision::bf16, BiasCorrection::exact_delta, true},
                            {Pass::forward, Precision::bf16, BiasCorrection::beta},
                            {Pass::forward, Precision::f16, BiasCorrection::beta},
                            {Pass::backward, Precision::bf16, BiasCorrection::beta},

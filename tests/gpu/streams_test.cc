@@ -53,16 +53,18 @@ struct Both {
   Outputs forward, backward;
 };
 template <class SomePlace = GpuPlace>
-Both run_both(const Case& c, const Inputs& in, int device = 0) {
+Both run_both(const Case& c, const Inputs& in, int device = 0, BiasCorrection bias_correction = BiasCorrection::f16) {
   Both out;
+  Attention forward = on_gpu(c, false), backward = on_gpu(c, true);
+  forward.bias_correction = backward.bias_correction = bias_correction;
   if constexpr (std::is_same_v<SomePlace, GpuPlace>) {
     SomePlace first(device), second(device);
-    out.forward = run(c, in, on_gpu(c, false), Pass::forward, nullptr, &first);
-    out.backward = run(c, in, on_gpu(c, true), Pass::backward, &out.forward, &second);
+    out.forward = run(c, in, forward, Pass::forward, nullptr, &first);
+    out.backward = run(c, in, backward, Pass::backward, &out.forward, &second);
   } else {
     SomePlace first, second;
-    out.forward = run(c, in, on_gpu(c, false), Pass::forward, nullptr, &first);
-    out.backward = run(c, in, on_gpu(c, true), Pass::backward, &out.forward, &second);
+    out.forward = run(c, in, forward, Pass::forward, nullptr, &first);
+    out.backward = run(c, in, backward, Pass::backward, &out.forward, &second);
   }
   return out;
 }
@@ -92,8 +94,10 @@ void expect_repeatable(const Case& c) {
   SCOPED_TRACE(testing::Message() << "dim " << c.dim << ", " << c.heads << " heads of " << c.tokens_q << " x "
                                   << c.tokens_k << " tokens, causal " << c.causal);
   const Inputs in = draw(c, 5);
-  const Both once = run_both(c, in);
-  for (int i = 0; i < 4; ++i) expect_same(run_both(c, in), once);
+  for (const BiasCorrection bias_correction : {BiasCorrection::f16, BiasCorrection::exact_delta}) {
+    const Both once = run_both(c, in, 0, bias_correction);
+    for (int i = 0; i < 4; ++i) expect_same(run_both(c, in, 0, bias_correction), once);
+  }
 }
 
 // The same without a mask: there is no diagonal to align either.

@@ -54,7 +54,7 @@ __device__ inline Exponents exponents_for(const PreprocessParams& p, const Sizes
     return largest > 0.f ? min(max(15 - room - exponent_above(largest), -kMaxExponent), kMaxExponent) : 0;
   };
   e.q = exponent(s.q), e.k = exponent(fmaxf(s.k, s.k_smooth)), e.v = exponent(s.v), e.do_ = exponent(s.do_);
-  if (!p.k_tiles) e.k = min(e.k, kMaxKeyExponent);
+  if (!p.reads_keys) e.k = min(e.k, kMaxKeyExponent);
   const float row = s.do_row, reach = s.v_row + s.reach;
   const bool any = row > 0.f && reach > 0.f;
   int bound = any ? exponent_above(row) + exponent_above(reach) : -2 * kMaxExponent;
@@ -104,6 +104,16 @@ __device__ inline Sizes sizes_of_part(const PreprocessParams& p, const Sizes& sa
   const float most = largest_row(p, sampled, part);
   s.do_ = fminf(s.do_, most), s.do_row = fminf(s.do_row, most), s.dlse = fminf(s.dlse, most * per_dlse(sampled));
   return s;
+}
+
+// Returns |delta| / |do| of a row, or 0 where it bounds nothing: rows whose delta is not finite become NaN.
+__device__ inline float reach_of(float delta, float norm) {
+  return norm > 0.f && isfinite(delta) ? __fdividef(fabsf(delta), norm) : 0.f;
+}
+
+// Returns QueryRows::dq_row_scale of a row from its |do| + |dlse| / per_dlse and the exponent of do.
+__device__ inline float dq_row_scale(float bound, int do_exponent) {
+  return bound > 0.f ? power_of_two(-exponent_above(bound) - do_exponent) : 1.f;
 }
 
 // Returns the scale of sums of dq in integers, which follows from the bound

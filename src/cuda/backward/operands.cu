@@ -97,6 +97,7 @@ PreprocessParams preprocess_params(const Problem& p, bool query_tiles, bool key_
       .round_v = cast,
       .scaled = scaled,
       .smooth = smooths(p),
+      .reads_keys = key_tiles || sums_of(p) == Sums::integers,
       .q_blocks = q_blocks,
       .k_blocks = k_blocks,
       .mask = mask_of(p),

@@ -3,8 +3,8 @@
 //
 // The exponents and the mean of k are chosen from a sample of each head, before its tiles are written. The largest
 // numbers of the head are found while its tiles are written. Where they exceed the headroom of the sample's exponents,
-// rescale.cu writes the tiles of the head again. Where the backward kernel converts k and v itself, only their sample
-// is known.
+// rescale.cu writes the tiles of the head again. Where the backward kernel converts k and v itself, they are read for
+// their largest numbers if sums of dq are integers; else only their sample is known.
 #pragma once
 #include <cuda_runtime_api.h>
 #include <octet/octet.h>
@@ -39,6 +39,7 @@ struct PreprocessParams {
   octet_dtype round_do, round_q, round_k, round_v;  // the type to round to first
   bool scaled;                                      // true: operands are multiplied by powers of two
   bool smooth;                                      // true: k is centred by its mean
+  bool reads_keys;                                  // true: the sizes of all keys are found, not only of a sample
   Blocks q_blocks, k_blocks;
   Mask mask;
   int group;

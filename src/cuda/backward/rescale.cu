@@ -13,7 +13,7 @@ constexpr int kThreads = kPreprocessThreads;
 __device__ Exponents settled(const PreprocessParams& p, int kv, int part, bool& unfit) {
   const Sizes sampled = p.sampled[kv];
   Sizes sizes = p.sizes[kv];
-  if (!p.k_tiles) sizes.k = sampled.k, sizes.v = sampled.v, sizes.v_row = sampled.v_row;  // no others are known
+  if (!p.reads_keys) sizes.k = sampled.k, sizes.v = sampled.v, sizes.v_row = sampled.v_row;  // no others are known
   const int parts = parts_of(p, sampled, sizes);
   const Sizes all = sizes;
   if (parts > 1) sizes = sizes_of_part(p, sampled, all, part, parts);

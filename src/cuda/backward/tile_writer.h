@@ -238,7 +238,7 @@ struct TileWriter {
     if (row < kQueries) {
       const float delta = sums.delta[row], norm = sums.norm[row];
       most_row = norm;
-      if (norm > 0.f && isfinite(delta)) reach = __fdividef(fabsf(delta), norm);
+      reach = reach_of(delta, norm);
       const bool sees = my_lse != -INFINITY;
       const float dlse = read_dlse(row, my_lse), bound = bound_of(norm, dlse);
       if (isfinite(dlse)) most_dlse = fabsf(dlse);
@@ -253,7 +253,7 @@ struct TileWriter {
         auto& rows = rows_of(i);
         rows.lse[row] = sees && i == part ? fmaf(my_lse, 1.44269504f, -less) : INFINITY;
         rows.delta[row] = sees ? (delta - dlse) * power_of_two(e.do_ + e.v + e.product) : 0.f;
-        rows.dq_row_scale[row] = bound > 0.f ? power_of_two(-exponent_above(bound) - e.do_) : 1.f;
+        rows.dq_row_scale[row] = dq_row_scale(bound, e.do_);
       }
     }
     if (threadIdx.x < parts) {
@@ -267,7 +267,8 @@ struct TileWriter {
     if (threadIdx.x % 32 == 0) raise(p.sizes[kv].dlse, most_dlse);
   }
 
-  // Writes k, centred by its mean, and v of a tile of keys.
+  // Writes k, centred by its mean, and v of a tile of keys; where the backward kernel converts these itself, only reads
+  // them to raise the sizes.
   template <class ExponentsOf>
   __device__ void keys(int block, bool first_time, const ExponentsOf& exponents_of) const {
     const int kv_heads = static_cast<int>(p.k.shape[1]), batch = kv / kv_heads, head = kv % kv_heads;
@@ -305,10 +306,10 @@ struct TileWriter {
         most_k = fmaxf(most_k, largest_finite(x));
         if (present[j])
           for (int c = 0; c < kVec8; ++c) x[c] -= mean[c];
-        put<T>(to_k, x, k_scale);
+        if (p.k_tiles) put<T>(to_k, x, k_scale);
         most_smooth = fmaxf(most_smooth, largest_finite(x));
         take(raw_v[j], p.round_v, x);
-        put<T>(to_v, x, v_scale);
+        if (p.k_tiles) put<T>(to_v, x, v_scale);
         Size size(x);
         size.reduce(kVecs);
         most_v = fmaxf(most_v, size.most), most_row = fmaxf(most_row, size.norm());

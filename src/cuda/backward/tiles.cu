@@ -7,8 +7,9 @@ namespace {
 
 constexpr int kThreads = kPreprocessThreads;
 
-// Each thread block writes one tile. Tiles of keys are numbered after those of queries, and the numbers are taken from
-// the last one down, so that the first heads, with which the mainloop begins, are written last and are still in L2.
+// Each thread block writes one tile, or reads one of keys that the backward kernel converts. Tiles of keys are numbered
+// after those of queries, and the numbers are taken from the last one down, so that the first heads, with which the
+// mainloop begins, are written last and are still in L2.
 template <class T, class In, int Dim>
 __global__ void __launch_bounds__(kThreads, std::is_void_v<In> ? 2 : 3)
     tiles_kernel(const __grid_constant__ PreprocessParams p) {

@@ -68,7 +68,7 @@ struct Backward {
   using TileSent = SharedTile<Type, kWarpgroupRows, Dim>;
 
   // True: q and do may be the caller's, as these operands have no scale.
-  static constexpr bool kMayReadRows = std::is_same_v<T, Bf16> && sums == Sums::floats && may_read_rows(Dim);
+  static constexpr bool kMayReadRows = std::is_same_v<T, Bf16> && may_read_rows(Dim);
 
   struct alignas(kSwizzleBytes) Shared {
     unsigned char k[kKeyStages][TileK::kBytes], v[kKeyStages][TileK::kBytes];

@@ -1,7 +1,7 @@
 // Converts k and v of a block of keys in shared memory from the caller's numbers to operands of the backward kernel: k
 // is centred by its mean, both are multiplied by powers of two, and rounded to the operands' type. Three warps convert
-// in place. The exponents are those of the head, which come from a sample; a block with larger numbers takes smaller
-// ones.
+// in place. The exponents are those of the head. For sums in floats they come from a sample, and a block with larger
+// numbers takes smaller ones; for sums in integers they come from all keys of the head.
 #pragma once
 #include <type_traits>
 
@@ -49,6 +49,9 @@ struct KeyConverter {
     convert(exponent, limit);
     return {exponent, largest};
   }
+
+  // Converts with an exponent that all numbers fit.
+  __device__ void convert(int exponent) const { convert(exponent, INFINITY); }
 
  private:
   // Converts the tile; returns true if all numbers are at most `limit`. Products may read the tile afterwards.

@@ -30,12 +30,14 @@ bool converts_keys(const Problem& p) {
          reads_by_index(p.k) && reads_by_index(p.v);
 }
 
-// True where the kernel can take the caller's q and do as its operands: bf16 without a scale, for sums that need no
-// largest numbers. What rows hold that are no queries, or that see no key, must not matter: TMA fills those beyond a
-// tensor with zeros, but reads those beyond a packed sequence.
+// True where the kernel can take the caller's q and do as its operands: bf16 without a scale. What rows hold that are
+// no queries, or that see no key, must not matter: TMA fills those beyond a tensor with zeros, but reads those beyond a
+// packed sequence.
 bool reads_queries(const Problem& p) {
   const int64_t n = p.tokens_q, m = p.tokens_k;
-  if (f16_compute(p) || p.deterministic || p.packed() || !p.q.elements() || !p.do_.elements()) return false;
+  if (f16_compute(p) || p.packed() || !p.q.elements() || !p.do_.elements()) return false;
+  // The units of sums in integers weigh a gradient of lse by a sample of v, which is not taken here.
+  if (p.deterministic && p.dlse.present()) return false;
   // Both ends of the range of keys grow with the query.
   for (const int64_t query : {int64_t{0}, n - 1})
     if (const auto keys = p.keys_of(query, n, m); keys.first == keys.last) return false;
@@ -66,9 +68,8 @@ std::string backward_name(const Problem& p) {
 std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   const Kernel kernel = kernel_of(p);
   WorkspaceAllocator allocator(workspace);
-  // Sums in integers need the largest k and v of a head. The 2-CTA kernel has no shared memory for a second stage of k
-  // and v, in which they could be converted.
-  const bool key_tiles = p.deterministic || kernel.cluster > 1 || !converts_keys(p);
+  // The 2-CTA kernel has no shared memory for a second stage of k and v, in which they could be converted.
+  const bool key_tiles = kernel.cluster > 1 || !converts_keys(p);
   const bool query_tiles = key_tiles || !may_read_rows(kernel.dim) || !reads_queries(p);
   PreprocessParams params = preprocess_params(p, query_tiles, key_tiles, allocator);
   params.block_channels = kernel.dim / 2;

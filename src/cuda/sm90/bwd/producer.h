@@ -170,8 +170,12 @@ __device__ inline void Backward<T, Dim, sums, parts>::convert_rows(int thread, b
                             .mean = is_k && channel < a.dim ? a.k_mean + head * a.dim + channel : nullptr};
   const Exponents& e = scheduler.exponents(w);
   await();
-  const auto fitted = is_k ? converter.fit(e.k, Converter::kLargest, e.k == kMaxKeyExponent, fetch_again)
-                           : converter.fit(e.v, fminf(e.largest_v, Converter::kLargest), false, fetch_again);
+  typename Converter::Fitted fitted{is_k ? e.k : e.v, Converter::kNone};
+  if constexpr (sums == Sums::integers)
+    converter.convert(fitted.exponent);
+  else
+    fitted = is_k ? converter.fit(e.k, Converter::kLargest, e.k == kMaxKeyExponent, fetch_again)
+                  : converter.fit(e.v, fminf(e.largest_v, Converter::kLargest), false, fetch_again);
   if (thread > 0) return;
   if (is_k) {
     w.exponents.k = fitted.exponent;

@@ -9,14 +9,23 @@ namespace {
 constexpr int kThreads = kPreprocessThreads;
 
 // Each thread block has one tile of queries, whose rows are divided among groups of kVecs threads. Tiles are taken from
-// the last one down, so that what is written for the first heads, with which the mainloop begins, is still in L2.
-template <int Dim>
+// the last one down, so that what is written for the first heads, with which the mainloop begins, is still in L2. For
+// sums in integers, tiles of keys are numbered after those of queries, and the sizes are raised from which the units of
+// dq follow.
+template <int Dim, Sums sums>
 __global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_constant__ PreprocessParams p) {
   constexpr int kQueries = BackwardTile<Dim>::kQueries, kVecs = Dim / kVec8;
   constexpr int kRowsAtOnce = kThreads / kVecs, kRows = kQueries / kRowsAtOnce;
-  __shared__ float deltas[kQueries];
+  __shared__ float deltas[kQueries], norms[kQueries];
   ptx::griddepcontrol_launch_dependents();
   const int tile = static_cast<int>(gridDim.x - 1 - blockIdx.x), heads = static_cast<int>(p.q.shape[1]);
+  if constexpr (sums == Sums::integers) {
+    const int key_tile = tile - static_cast<int>(p.q.shape[0]) * heads * p.q_blocks.count;
+    if (key_tile >= 0) {
+      const TileWriter<Bf16, Bf16, Dim> reader{p, key_tile / p.k_blocks.count};
+      return reader.keys(key_tile % p.k_blocks.count, true, [](int) { return Exponents{}; });
+    }
+  }
   const int head_index = tile / p.q_blocks.count, batch = head_index / heads, head = head_index % heads;
   const int first_query = tile % p.q_blocks.count * kQueries, kv = head_index / p.group;
   const auto of_query = [&](const Strided& x, int query) {
@@ -44,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_co
     for (int i = threadIdx.x; i < kQueries * Dim / 4; i += kThreads) dq[i] = {};
   }
   if (first_query == 0 && head_index % p.group == 0 && threadIdx.x == 0) {
-    p.exponents[kv] = {.dq_sums_scale = 1.f, .largest_v = FLT_MAX, .parts = 1};
+    if (sums == Sums::floats) p.exponents[kv] = {.dq_sums_scale = 1.f, .largest_v = FLT_MAX, .parts = 1};
     p.zeroed[kv] = 0;
     if (kv == 0) p.counters[0] = p.counters[1] = 0;
   }
@@ -57,6 +66,11 @@ __global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_co
     for (int c = 0; c < kVec8; ++c) delta += x[c] * (sum[c] + rest[c]);
     for (int step = kVecs / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
     if (vec == 0) deltas[first_row + i * kRowsAtOnce] = delta;
+    if constexpr (sums == Sums::integers) {
+      Size size(x);
+      size.reduce(kVecs);
+      if (vec == 0) norms[first_row + i * kRowsAtOnce] = size.norm();
+    }
   }
   __syncthreads();
   auto& rows = reinterpret_cast<QueryRows<kQueries>*>(p.rows)[tile];
@@ -65,16 +79,31 @@ __global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_co
     rows.lse[row] = sees ? lse * 1.44269504f : INFINITY;
     rows.delta[row] = sees ? deltas[row] - dlse : 0.f;
   }
+  if (sums == Sums::integers && row < kQueries) {  // whole warps
+    rows.dq_row_scale[row] = dq_row_scale(norms[row], 0);
+    const float reach = warp_max(reach_of(deltas[row], norms[row]));
+    if (row % 32 == 0) raise(p.sizes[kv].reach, reach);
+  }
   if (row == 0) rows.first = first_query, rows.tile = tile, rows.nonfinite = rows.padding = 0;
+}
+
+template <Sums sums>
+auto query_rows_kernel_of(int dim) {
+  return dim == 64 ? query_rows_kernel<64, sums> : query_rows_kernel<128, sums>;
 }
 
 }  // namespace
 
-void preprocess_rows(const PreprocessParams& p, cudaStream_t stream) {
-  const auto tiles = static_cast<unsigned>(p.q.shape[0] * p.q.shape[1] * p.q_blocks.count);
-  const auto kernel = p.tile_dim == 64 ? query_rows_kernel<64> : query_rows_kernel<128>;
-  kernel<<<tiles, kThreads, 0, stream>>>(p);
+void preprocess_rows(PreprocessParams p, cudaStream_t stream) {
+  if (p.reads_keys) {
+    p.sampled = p.sizes;  // of all numbers, so that no sample is taken
+    check(cudaMemsetAsync(p.sizes, 0, p.k.shape[0] * p.k.shape[1] * sizeof(Sizes), stream), "cudaMemsetAsync");
+  }
+  const auto kernel =
+      p.reads_keys ? query_rows_kernel_of<Sums::integers>(p.tile_dim) : query_rows_kernel_of<Sums::floats>(p.tile_dim);
+  kernel<<<preprocess_tiles(p), kThreads, 0, stream>>>(p);
   check(cudaGetLastError(), "query_rows_kernel");
+  if (p.reads_keys) launch_rescale<Bf16, Bf16>(p, stream);
 }
 
 }  // namespace octet::cuda::sm90
