@@ -1,7 +1,9 @@
 // Tiles of a mask tensor in shared memory, in the mask's own type. Only masks whose rows are contiguous and start at
 // multiples of 16 bytes (LogitTerms::mask_chunks) are loaded as tiles.
 #pragma once
+#include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/max.h"
+#include "cuda/ptx/warpgroup.h"
 #include "cuda/sm80/logits.h"
 
 namespace octet::cuda::sm80 {
@@ -38,6 +40,32 @@ __device__ void load_mask_tile(unsigned char* tile, int thread, const LogitTerms
     }
     from += step * t.mask_stride[2] * bytes, to += step * row_bytes;
   }
+}
+
+// The same for a tile that lies within the mask and starts at `from`, with one warp: `stride` bytes lie between two
+// rows of the mask, and all other distances are constants.
+template <int Rows, int Columns>
+__device__ void load_whole_mask_tile(unsigned char* tile, int element_bytes, const unsigned char* from,
+                                     int64_t stride) {
+  const auto load = [&]<int kBytes>(std::integral_constant<int, kBytes>) {
+    constexpr int kPieces = Columns / (Columns & -Columns), kRowBytes = mask_row_bytes(Columns, kBytes);
+    constexpr int kChunks = Columns / kPieces * kBytes / kMaskChunkBytes, kRowsAtOnce = 32 / kChunks;
+    static_assert(Rows % kRowsAtOnce == 0);
+    const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32, row = lane / kChunks;
+    const int offset = lane % kChunks * kMaskChunkBytes;
+    const uint32_t to = ptx::shared_address(tile) + row * kRowBytes + offset;
+    from += row * stride + offset;
+#pragma unroll
+    for (int i = 0; i < Rows; i += kRowsAtOnce, from += kRowsAtOnce * stride)
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const int at = piece * kChunks * kMaskChunkBytes;
+        ptx::cp_async_through_l1(to + i * kRowBytes + at, from + at, kMaskChunkBytes);
+      }
+  };
+  if (element_bytes == 1) return load(std::integral_constant<int, 1>{});
+  if (element_bytes == 2) return load(std::integral_constant<int, 2>{});
+  load(std::integral_constant<int, 4>{});
 }
 
 // This thread's numbers of a tile of `TileColumns` keys: those of a fragment whose first row and column of this thread

@@ -90,6 +90,7 @@ struct Forward {
     const QkType* k_start;
     const PType* v_start;
     const float *k_factors, *v_factors;
+    const unsigned char* mask_start;  // where kMasked: the mask's first number of the tile of queries
     float m_at_flip[kCompensated<Precision> ? kRows : 1];
     // For few queries, whose rows belong to several heads: the end of the rows, and the terms of each row.
     int rows_end;
