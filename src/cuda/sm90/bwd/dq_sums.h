@@ -55,10 +55,9 @@ __device__ void clear_ahead(const BackwardParams& a, const KeyBlockInfo& w, int 
   zeroed.fetch_add(1, ::cuda::memory_order_release);
 }
 
-// Returns x scale, a number below 2^30 in magnitude, rounded to the nearest integer as __float2int_rn does it. That
-// instruction runs on the units of exponentials, for as long as one, in the middle of the products' critical section.
-// Two sums that are rounded by their own magnitude take its place: to a multiple h of 512, then the rest to an integer.
-// The bits of both, the first 9 places to the left, add up to the integer: those of the constants cancel.
+// Returns x scale, a number below 2^30 in magnitude, rounded to the nearest integer as __float2int_rn does it, but off
+// the units of exponentials: two sums are rounded by their own magnitude, to a multiple h of 512, then the rest to an
+// integer. The bits of both, the first 9 places to the left, add up to the integer: those of the constants cancel.
 __device__ inline unsigned round_to_integer(float x, float scale) {
   constexpr float kMultiples = 0x1.b4cp32f, kIntegers = 0x1.8p23f;
   const float h = __fmaf_rn(x, scale, kMultiples);
