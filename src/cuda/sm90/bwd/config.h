@@ -12,9 +12,11 @@ namespace octet::cuda::sm90 {
 // kernel computes the further parts of a head, which are rare.
 template <Sums sums, Parts parts>
 using BackwardDims = std::conditional_t<
-    sums == Sums::integers, DimsList<Dims64, Dims128, Dims256>,
-    std::conditional_t<parts == Parts::first, DimsList<Dims64, Dims80, Dims96, Dims128, Dims192, Dims256>,
-                       DimsList<Dims64, Dims128, Dims192, Dims256>>>;
+    parts == Parts::further,
+    std::conditional_t<sums == Sums::floats, DimsList<Dims64, Dims128, Dims192, Dims256>,
+                       DimsList<Dims64, Dims128, Dims256>>,
+    std::conditional_t<sums == Sums::floats, DimsList<Dims64, Dims80, Dims96, Dims128, Dims192, Dims256>,
+                       DimsList<Dims64, Dims80, Dims96, Dims128, Dims256>>>;
 constexpr int tile_dim(int dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
 
 // A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with `kStages` stages of q
