@@ -55,16 +55,6 @@ __device__ void clear_ahead(const BackwardParams& a, const KeyBlockInfo& w, int 
   zeroed.fetch_add(1, ::cuda::memory_order_release);
 }
 
-// Returns x scale, a number below 2^30 in magnitude, rounded to the nearest integer as __float2int_rn does it, but off
-// the units of exponentials: two sums are rounded by their own magnitude, to a multiple h of 512, then the rest to an
-// integer. The bits of both, the first 9 places to the left, add up to the integer: those of the constants cancel.
-__device__ inline unsigned round_to_integer(float x, float scale) {
-  constexpr float kMultiples = 0x1.b4cp32f, kIntegers = 0x1.8p23f;
-  const float h = __fmaf_rn(x, scale, kMultiples);
-  const float rest = __fmaf_rn(x, scale, __fsub_rn(kMultiples + kIntegers, h));
-  return (__float_as_uint(h) << 9) + __float_as_uint(rest);
-}
-
 // Adds the first `columns` columns of a fragment to the sums of dq from number `start` on. The fragment's first row is
 // query `first` of the tile. The `at_once` numbers that a thread adds with one instruction are contiguous, followed by
 // those of the next thread.
@@ -92,8 +82,8 @@ __device__ void add_to_sums(const BackwardParams& a, const Target& target, int64
 #pragma unroll
       for (int i = 0; i < Columns / 2; ++i)
         if (i / 2 % 2 == half && i / 4 * 8 < columns)
-          atomicAdd(static_cast<unsigned*>(a.dq) + start + i * kWarpgroup + thread,
-                    round_to_integer(x.x[i], target.scales[half]));
+          atomicAdd(static_cast<int*>(a.dq) + start + i * kWarpgroup + thread,
+                    __float2int_rn(x.x[i] * target.scales[half]));
     }
   }
 }
