@@ -68,7 +68,7 @@ struct Forward {
   static constexpr bool kThroughQ = !kQuantizedQk && Tile::kQStages > 1;
 
   // True: this kernel can convert v to f16 itself.
-  static constexpr bool kConvertsV = kCompensated<Precision> && Dims::kDimV <= kMostConvertedChannels;
+  static constexpr bool kConvertsV = kCompensated<Precision>;
 
   using TileQ = OperandTile<kRows>;
   using TileK = OperandTile<kKeys>;

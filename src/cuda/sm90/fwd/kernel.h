@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
     else if (threadIdx.x == 0)
       kernel.produce();
   } else {
-    if (Kernel::kConvertsV && arguments.v_slices.heads) kernel.convert_first_v();
     ptx::reg_alloc<Kernel::Tile::kRegisters>();
+    if (Kernel::kConvertsV && arguments.v_slices.heads) kernel.convert_first_v();
     kernel.consume(warpgroup - 1);
   }
 }

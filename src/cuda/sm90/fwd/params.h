@@ -11,9 +11,6 @@
 
 namespace octet::cuda::sm90 {
 
-// The most channels of a v that the forward kernel converts itself; with more it would spill registers.
-constexpr int kMostConvertedChannels = 192;
-
 struct ForwardParams {
   CUtensorMap q, k, v;  // [dim, token, head, batch]
   // {head, batch}: 0 where all heads, or all batch elements, share the same memory, else 1.
