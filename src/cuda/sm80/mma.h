@@ -11,10 +11,10 @@ namespace octet::cuda::sm80 {
 template <class T, int Columns, class Tile>
 __device__ void load_rows(Operand<T, Columns>& a, const Tile& tile, int row_block) {
   static_assert(Columns <= Tile::kColumns);
-  const uint32_t lane = Tile::step(tile.lane_down(), row_block, 0);
+  const uint32_t lane = Tile::move(tile.lane_down(), row_block, 0);
 #pragma unroll
   for (int k_step = 0; k_step < Columns / 16; ++k_step)
-    ptx::ldmatrix(reinterpret_cast<uint32_t(&)[4]>(a.x[4 * k_step]), Tile::step(lane, 0, k_step));
+    ptx::ldmatrix(reinterpret_cast<uint32_t(&)[4]>(a.x[4 * k_step]), tile.step(lane, 0, k_step));
 }
 
 // Loads columns [16 column_block, 16 column_block + 16) of a tile, transposed, as a left operand: the rows of the tile
@@ -25,7 +25,7 @@ __device__ void load_columns(Operand<T, Rows>& a, const Tile& tile, int column_b
   const uint32_t lane = tile.lane_right();
 #pragma unroll
   for (int k_step = 0; k_step < Rows / 16; ++k_step)
-    ptx::ldmatrix_trans(reinterpret_cast<uint32_t(&)[4]>(a.x[4 * k_step]), Tile::step(lane, k_step, column_block));
+    ptx::ldmatrix_trans(reinterpret_cast<uint32_t(&)[4]>(a.x[4 * k_step]), tile.step(lane, k_step, column_block));
 }
 
 // Adds the products of 16 of the index of summation to d. left(m) returns the m-th 16 rows of the left operand,
@@ -51,7 +51,7 @@ __device__ void mma_ABt(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&
 #pragma unroll
   for (int k_step = 0; k_step < Depth / 16; ++k_step) {
     const auto left = [&](int m) { return &a[m].x[4 * k_step]; };
-    const auto right = [&](int n) { return TileB::step(lane, n, k_step); };
+    const auto right = [&](int n) { return b.step(lane, n, k_step); };
     mma_step<T, ptx::ldmatrix>(d, left, right);
   }
 }
@@ -61,47 +61,56 @@ __device__ void mma_ABt(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&
 template <int M, int Columns, class TileA, class TileB>
 __device__ void mma_ABt(Accumulator<Columns> (&d)[M], const TileA& a, int row_block, const TileB& b, int b_block = 0) {
   static_assert(TileA::kColumns == TileB::kColumns && Columns <= TileB::kRows);
-  const uint32_t lane_a = TileA::step(a.lane_down(), row_block, 0), lane_b = TileB::step(b.lane_right(), b_block, 0);
+  const uint32_t lane_a = TileA::move(a.lane_down(), row_block, 0), lane_b = TileB::move(b.lane_right(), b_block, 0);
 #pragma unroll
   for (int k_step = 0; k_step < TileA::kColumns / 16; ++k_step) {
     uint32_t rows[M][4];
 #pragma unroll
-    for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], TileA::step(lane_a, m, k_step));
+    for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], a.step(lane_a, m, k_step));
     const auto left = [&](int m) { return rows[m]; };
-    const auto right = [&](int n) { return TileB::step(lane_b, n, k_step); };
+    const auto right = [&](int n) { return b.step(lane_b, n, k_step); };
     mma_step<typename TileA::Element, ptx::ldmatrix>(d, left, right);
   }
 }
 
-// d += a b, with a in registers; the first rows of b are the index of summation. The columns of d are those of b from
-// 16 b_block on, which is a multiple of as many blocks as d has.
+// d += a b, with a in registers; the rows of b from 16 b_row_block on are the index of summation. The columns of d are
+// those of b from 16 b_block on, which is a multiple of as many blocks as d has.
 template <int M, class T, int Depth, int Columns, class TileB>
-__device__ void mma_AB(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b, int b_block = 0) {
+__device__ void mma_AB(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b, int b_block = 0,
+                       int b_row_block = 0) {
   static_assert(Depth <= TileB::kRows && Columns <= TileB::kColumns);
-  const uint32_t lane = TileB::step(b.lane_down(), 0, b_block);
+  const uint32_t lane = TileB::move(b.lane_down(), b_row_block, b_block);
 #pragma unroll
   for (int k_step = 0; k_step < Depth / 16; ++k_step) {
     const auto left = [&](int m) { return &a[m].x[4 * k_step]; };
-    const auto right = [&](int n) { return TileB::step(lane, k_step, n); };
+    const auto right = [&](int n) { return b.step(lane, k_step, n); };
     mma_step<T, ptx::ldmatrix_trans>(d, left, right);
   }
 }
 
-// d += a b, with rows [16 row_block, 16 (row_block + M)) of the tile a, of which the first `Depth` columns are the
-// index of summation, and as many columns of b as d has, from column 16 b_block on. b_block is a multiple of as many.
-template <int Depth, int M, int Columns, class TileA, class TileB>
-__device__ void mma_AB(Accumulator<Columns> (&d)[M], const TileA& a, int row_block, const TileB& b, int b_block) {
+// d += a b, with rows [16 row_block, 16 (row_block + M)) of the tile a, and as many columns of b as d has, from column
+// 16 b_block on. b_block is a multiple of as many. The index of summation are `Depth` columns of a and rows of b, from
+// 16 first on, a multiple of as many. `between` is called with the number of each 16 of them, after their products.
+template <int Depth, int M, int Columns, class TileA, class TileB, class Between>
+__device__ void mma_AB(Accumulator<Columns> (&d)[M], const TileA& a, int row_block, const TileB& b, int b_block,
+                       int first, const Between& between) {
   static_assert(Depth <= TileA::kColumns && Depth <= TileB::kRows && Columns <= TileB::kColumns);
-  const uint32_t lane_a = TileA::step(a.lane_down(), row_block, 0), lane_b = TileB::step(b.lane_down(), 0, b_block);
+  const uint32_t lane_a = TileA::move(a.lane_down(), row_block, first),
+                 lane_b = TileB::move(b.lane_down(), first, b_block);
 #pragma unroll
   for (int k_step = 0; k_step < Depth / 16; ++k_step) {
     uint32_t rows[M][4];
 #pragma unroll
-    for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], TileA::step(lane_a, m, k_step));
+    for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], a.step(lane_a, m, k_step));
     const auto left = [&](int m) { return rows[m]; };
-    const auto right = [&](int n) { return TileB::step(lane_b, k_step, n); };
+    const auto right = [&](int n) { return b.step(lane_b, k_step, n); };
     mma_step<typename TileA::Element, ptx::ldmatrix_trans>(d, left, right);
+    between(k_step);
   }
+}
+template <int Depth, int M, int Columns, class TileA, class TileB>
+__device__ void mma_AB(Accumulator<Columns> (&d)[M], const TileA& a, int row_block, const TileB& b, int b_block) {
+  mma_AB<Depth>(d, a, row_block, b, b_block, 0, [](int) {});
 }
 
 // d += a^T b, summed over the rows of both tiles: the rows of d are columns [16 a_block, 16 (a_block + M)) of a, its
@@ -111,14 +120,14 @@ template <int M, int Columns, class TileA, class TileB, class Between>
 __device__ void mma_AtB(Accumulator<Columns> (&d)[M], const TileA& a, int a_block, const TileB& b, int b_block,
                         const Between& between) {
   static_assert(TileA::kRows == TileB::kRows && Columns <= TileB::kColumns);
-  const uint32_t lane_a = TileA::step(a.lane_right(), 0, a_block), lane_b = TileB::step(b.lane_down(), 0, b_block);
+  const uint32_t lane_a = TileA::move(a.lane_right(), 0, a_block), lane_b = TileB::move(b.lane_down(), 0, b_block);
 #pragma unroll
   for (int k_step = 0; k_step < TileA::kRows / 16; ++k_step) {
     uint32_t rows[M][4];
 #pragma unroll
-    for (int m = 0; m < M; ++m) ptx::ldmatrix_trans(rows[m], TileA::step(lane_a, k_step, m));
+    for (int m = 0; m < M; ++m) ptx::ldmatrix_trans(rows[m], a.step(lane_a, k_step, m));
     const auto left = [&](int m) { return rows[m]; };
-    const auto right = [&](int n) { return TileB::step(lane_b, k_step, n); };
+    const auto right = [&](int n) { return b.step(lane_b, k_step, n); };
     mma_step<typename TileA::Element, ptx::ldmatrix_trans>(d, left, right);
     between(k_step);
   }

@@ -42,10 +42,12 @@ struct SharedTile {
     const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
     return address() + offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
-  // Returns the address that lies 16 `rows` rows down and 16 `columns` columns to the right of one of these two.
-  static __device__ uint32_t step(uint32_t lane, int rows, int columns) {
+  // Returns what lies 16 `rows` rows down and 16 `columns` columns to the right of one of these two.
+  static __device__ uint32_t move(uint32_t lane, int rows, int columns) {
     return (lane ^ columns % 4 * 32) + columns / 4 * 128 + rows * 16 * kRowBytes;
   }
+  // Returns the address of what lies there.
+  static __device__ uint32_t step(uint32_t lane, int rows, int columns) { return move(lane, rows, columns); }
 };
 
 // Loads tiles by cp.async with all `Threads` threads of the block, from a [token, dim] matrix whose rows are `stride`
@@ -129,17 +131,20 @@ struct PanelTile {
   static __device__ int offset(int row, int chunk) {
     return chunk / 8 * kPanelBytes + row * kPanelRowBytes + (chunk % 8 ^ row % 8) * kChunkBytes;
   }
-  __device__ uint32_t lane_down() const {
+  // Offsets within the tile: step() adds the address of the tile, which the loads of all warps and lanes have in common
+  // and take from a uniform register.
+  static __device__ uint32_t lane_down() {
     const int lane = threadIdx.x % 32;
-    return address() + ptx::opaque(offset(lane % 16, lane / 16));
+    return ptx::opaque(offset(lane % 16, lane / 16));
   }
-  __device__ uint32_t lane_right() const {
+  static __device__ uint32_t lane_right() {
     const int lane = threadIdx.x % 32;
-    return address() + ptx::opaque(offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
+    return ptx::opaque(offset(lane / 16 * 8 + lane % 8, lane / 8 % 2));
   }
-  static __device__ uint32_t step(uint32_t lane, int rows, int columns) {
+  static __device__ uint32_t move(uint32_t lane, int rows, int columns) {
     return (lane ^ columns % 4 * 32) + columns / 4 * kPanelBytes + rows * 16 * kPanelRowBytes;
   }
+  __device__ uint32_t step(uint32_t lane, int rows, int columns) const { return address() + move(lane, rows, columns); }
 };
 
 // Loads rows [row, row + Rows) of a preprocessed tile of `FromRows` rows by cp.async, with all `Threads` threads of the

@@ -4,9 +4,10 @@
 //     p = exp(scale q k^T - lse)      ds = p (do v^T - delta)
 //     dv += p^T do    dk += ds^T q    dq(tile) += ds k
 //
-// Four warps divide each product among them. p and ds, rounded to 16 bits, pass through shared memory, as the products
-// sum over rows that other warps have. q of the next iteration is loaded during this one; do, where it has one stage,
-// once dv has read it. dq is summed over blocks of keys by atomics in L2.
+// The warps divide each product among them. p and ds, rounded to 16 bits, pass through shared memory, as the products
+// sum over rows that other warps have; where keys are the rows of s and dp (mainloop_by_keys.h), dv and dk take what
+// they can from registers. q of the next iteration is loaded during this one; do, where it has one stage, once dv has
+// read it. dq is summed over blocks of keys by atomics in L2.
 //
 // The operands are the tiles that cuda/backward writes, with the exponents of their (batch, kv head), and the sums of
 // dq have the layout that it reads. The queries of a head whose rows of do differ by more than the range of f16 come in
@@ -34,25 +35,31 @@ struct Backward {
   static constexpr bool Projects = kind == BackwardKind::projected;
   static constexpr bool General = kind == BackwardKind::general || Projects;
   static constexpr bool HasMask = General || kind == BackwardKind::masked;
-  static constexpr int kQueries = C::kQueries, kKeys = C::kKeys, kStages = 2, kDoStages = C::kDoStages;
+  static constexpr int kQueries = C::kQueries, kKeys = C::kKeys, kStages = C::kStages, kDoStages = C::kDoStages;
+  static constexpr int kBuffers = C::kBuffers;
   static constexpr int kThreads = 32 * C::kWarps;
   static constexpr int kQueryParts = Tiles::kQueries / kQueries, kKeyParts = Tiles::kKeys / kKeys;
 
   using TileQ = PanelTile<T, kQueries, Dim>;
   using TileK = PanelTile<T, kKeys, Dim>;
-  using TileP = PanelTile < T, kQueries, kKeys<kPanelColumns ? kPanelColumns : kKeys>;
-  using PartS = WarpPart<kQueries, kKeys, C::kWarps, C::kSWarpRows>;
+  // The rows of s and dp, and the columns that all warps compute at a time: where keys are rows, 32 queries each.
+  static constexpr int kSRows = C::kKeysAsRows ? kKeys : kQueries;
+  static constexpr int kSColumns = C::kKeysAsRows ? 32 * C::kWarps / C::kKeyWarpRows : kKeys;
+  using PartS = WarpPart<kSRows, kSColumns, C::kWarps, C::kKeysAsRows ? C::kKeyWarpRows : C::kSWarpRows>;
+  // Where keys are rows and one warp has all queries of its keys, p stays in its registers.
+  static constexpr bool kSharesP = !C::kKeysAsRows || PartS::kColumnParts > 1;
+  static constexpr int kPColumns = C::kKeysAsRows ? kQueries : kKeys;
+  using TileP = PanelTile < T, kSRows, kPColumns<kPanelColumns ? kPanelColumns : kPColumns>;
   using PartK = WarpPart<kKeys, Dim, C::kWarps, C::kKeyWarpRows>;
   using PartDq = WarpPart<kQueries, Dim, C::kWarps, C::kDqWarpRows>;
   using TileS = Accumulator<PartS::kColumns>[PartS::kBlocks];
+  using OperandS = Operand<T, PartS::kColumns>[PartS::kBlocks];
   using TileDk = Accumulator<PartK::kColumns>[PartK::kBlocks];
   // With kDqHalves, a warp computes the columns of its part of dq in two halves.
   static constexpr int kDqColumns = PartDq::kColumns / (C::kDqHalves ? 2 : 1);
   using TileDq = Accumulator<kDqColumns>[PartDq::kBlocks];
   using Rows = QueryRows<Tiles::kQueries>;
 
-  // The iterations whose tiles are known: the current one and two to come.
-  static constexpr int kSteps = 3;
   // A tile of queries of one head.
   struct Step {
     int tile;   // of preprocessing, among those of all heads
@@ -60,11 +67,15 @@ struct Backward {
     int query;  // and within the sequence
     int head;   // of q
   };
+  // The iterations whose steps are known: the current one, one that slower warps are still in, and two to come.
+  static constexpr int kSteps = 4;
+  static_assert(kStages < kSteps);
 
   struct Shared {
     unsigned char k[TileK::kBytes], v[TileK::kBytes];
     unsigned char q[kStages][TileQ::kBytes], do_[kDoStages][TileQ::kBytes];
-    unsigned char p[TileP::kBytes], ds[TileP::kBytes];
+    alignas(128) unsigned char p[kBuffers][kSharesP ? TileP::kBytes : 0];
+    unsigned char ds[kBuffers][TileP::kBytes];
     float lse[kStages][kQueries], delta[kStages][kQueries];
     KeyBlockInfo key_block;
     Exponents exponents;  // of the part
@@ -72,8 +83,8 @@ struct Backward {
     float scale_log2, product_scale;
     float q_k_scale;  // s times this is q.k
     float dq_scale;   // brings dq of this part to the scale of the first part
+    int group;        // heads of q for each kv head
     int iterations;
-    MBlock at;  // of the last of `steps`
     Step steps[kSteps];
     [[no_unique_address]] ProjectionMemory<Projects, kQueries, TileP::kBytes, PartS::kColumnParts> projection;
     float gauge[HasMask ? kQueries : 1];  // of the current tile of a mask tensor, which follows this struct
@@ -97,7 +108,8 @@ struct Backward {
  private:
   __device__ void load_keys() const;
   __device__ void next_part();
-  __device__ void next_step(int n);
+  __device__ MBlock first_tile() const { return {w.tiles.start, 0}; }
+  __device__ Step next_step(MBlock& at, int n) const;
   __device__ void load_q(const Step& step, int stage) const;
   __device__ void load_do(const Step& step, int stage) const;
   __device__ bool has_mask_tile() const { return HasMask && params.terms.mask && params.terms.mask_chunks; }
@@ -105,9 +117,15 @@ struct Backward {
   __device__ void load_mask(const Step& step) const;
   __device__ void add_mask_tile(TileS& s, float scale) const;
   __device__ void compute(TileDk& dk, TileDk& dv);
-  __device__ void take_p(TileS& s, int query, int stage) const;
+  __device__ void compute_by_keys(TileDk& dk, TileDk& dv);
+  __device__ void take_p_by_keys(TileS& s, int first, int stage) const;
+  __device__ void hide_by_keys(TileS& p, int query) const;
+  __device__ void take_ds_by_keys(const TileS& p, TileS& dp, int first, int stage) const;
+  __device__ void take_p(TileS& s, int stage) const;
+  __device__ void hide(TileS& p, int query) const;
   __device__ void take_ds(const TileS& p, TileS& dp, int stage) const;
   __device__ void add_logit_terms(TileS& s, TileS& dp, TileS& factor, const Step& step, int stage) const;
+  __device__ void store(const OperandS& x, unsigned char* tile, int column_block) const;
   __device__ void store(const TileS& x, unsigned char* tile) const;
   __device__ bool needs_mask(int query) const;
   __device__ void sum_rows(const Step& step);
@@ -117,7 +135,19 @@ struct Backward {
   __device__ void project(TileDq& dq, int half, int stage) const;
   __device__ void project(TileDk& dk, const TileQ& q, int stage) const;
   static constexpr int kDqQuads = PartDq::kBlocks * kDqColumns / 8;  // of four sums of a thread
-  __device__ void add(TileDq& dq, const Step& step, int half, int quad) const;
+  template <int AtOnce>
+  __device__ int64_t sums_of(const Step& step) const;
+  // opaque() stops the compiler from computing the address once more for each number.
+  __device__ float* float_sums(const Step& step) const {
+    return const_cast<float*>(
+        ptx::opaque(static_cast<const float*>(a.dq) + sums_of<kSumsAtOnce<Dim, Sums::floats>>(step)));
+  }
+  template <int AtOnce>
+  static __device__ int sums_of_quad(int half, int quad);
+  __device__ void add_floats(const TileDq& dq, float* sums, float scale, int half, int quad) const;
+  __device__ void add_part(const TileDq& dq, float* sums, float scale, int part, int parts) const;
+  __device__ void add_integers(const TileDq& dq, const Step& step, int half) const;
+  __device__ void add(const TileDq& dq, const Step& step, int half) const;
   __device__ void write(const Output& out, TileDk& x, float scale, int exponent, int columns) const;
 };
 

@@ -4,26 +4,30 @@
 
 namespace octet::cuda::sm80 {
 
-// Which kernel: for the 99 KB of shared memory that every GPU has; for those that have more, at dim 128; for mask
-// tensors as the only term beside scale q.k, up to dim 128; for logits with any terms, which need registers; or for any
-// logits with bias correction gproj (projection.h).
+// Which kernel: for the 99 KB of shared memory that every GPU has; for the 227 KB of Hopper, at dim 128; for mask
+// tensors as the only term beside scale q.k, up to dim 128, and without one for the 163 KB of an A100, at dim 128; for
+// logits with any terms, which need registers; or for any logits with bias correction gproj (projection.h).
 enum class BackwardKind : int { small, large, masked, general, projected };
 
-// A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with two stages of q and
-// `kDoStages` of do; `kBlocks` thread blocks share a multiprocessor that has shared memory for them. The warps divide a
-// product into rows and columns: `kWarpRows` parts of the rows of s and dp, of dk and dv, and of dq.
+// A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with `kStages` stages of q,
+// `kDoStages` of do, and `kBuffers` of p and ds; `kBlocks` thread blocks share a multiprocessor that has shared memory
+// for them. The warps divide a product into rows and columns: `kWarpRows` parts of the rows of s and dp, of dk and dv,
+// and of dq. With `kKeysAsRows` (mainloop_by_keys.h) the rows of s and dp are keys, divided as those of dk and dv are.
 template <int Dim, BackwardKind kind>
 struct BackwardConfig;
 struct BackwardDefaults {
-  static constexpr int kWarps = 4;
+  static constexpr int kWarps = 4, kStages = 2, kBuffers = 1;
   static constexpr int kSWarpRows = 2, kKeyWarpRows = 2, kDqWarpRows = 2;
   // true: dq is computed before dv and dk, and added to its sums between their products, which takes registers
   static constexpr bool kSpreadsDq = false;
   static constexpr bool kDqHalves = false;  // true: dq is computed in two halves, which saves registers
+  static constexpr bool kKeysAsRows = false;
 };
 template <>
 struct BackwardConfig<64, BackwardKind::small> : BackwardDefaults {
-  static constexpr int kQueries = 64, kKeys = 64, kDoStages = 2, kBlocks = 3;
+  static constexpr int kQueries = 64, kKeys = 128, kDoStages = 2, kBlocks = 2;
+  static constexpr int kKeyWarpRows = 4;
+  static constexpr bool kKeysAsRows = true;
 };
 template <>
 struct BackwardConfig<128, BackwardKind::small> : BackwardDefaults {
@@ -38,14 +42,21 @@ struct BackwardConfig<256, BackwardKind::small> : BackwardDefaults {
 };
 template <>
 struct BackwardConfig<128, BackwardKind::large> : BackwardDefaults {
+  static constexpr int kWarps = 8, kQueries = 64, kKeys = 128, kBlocks = 1;
+  static constexpr int kStages = 3, kDoStages = 3, kBuffers = 2;
+  static constexpr int kKeyWarpRows = 4;
+  static constexpr bool kKeysAsRows = true;
+};
+template <>
+struct BackwardConfig<64, BackwardKind::masked> : BackwardDefaults {
+  static constexpr int kQueries = 64, kKeys = 64, kDoStages = 2, kBlocks = 3;
+};
+template <>
+struct BackwardConfig<128, BackwardKind::masked> : BackwardDefaults {
   static constexpr int kWarps = 8, kQueries = 64, kKeys = 128, kDoStages = 2, kBlocks = 1;
   static constexpr int kKeyWarpRows = 4;
   static constexpr bool kSpreadsDq = true;
 };
-template <>
-struct BackwardConfig<64, BackwardKind::masked> : BackwardConfig<64, BackwardKind::small> {};
-template <>
-struct BackwardConfig<128, BackwardKind::masked> : BackwardConfig<128, BackwardKind::large> {};
 template <>
 struct BackwardConfig<64, BackwardKind::general> : BackwardDefaults {
   static constexpr int kQueries = 64, kKeys = 64, kDoStages = 2, kBlocks = 2;
@@ -70,7 +81,7 @@ struct WarpPart {
   static constexpr int kColumns = Columns * WarpRows / Warps, kColumnParts = Warps / WarpRows;
   static_assert(Rows % (16 * WarpRows) == 0 && Warps % WarpRows == 0 && kColumns % 16 == 0);
   static __device__ int row_block(int warp) { return warp % WarpRows * kBlocks; }
-  static __device__ int column_block(int warp) { return warp / WarpRows * (kColumns / 16); }
+  static __device__ int column_block(int warp) { return kColumnParts == 1 ? 0 : warp / WarpRows * (kColumns / 16); }
 };
 
 }  // namespace octet::cuda::sm80

@@ -9,7 +9,7 @@ namespace octet::cuda::sm80 {
 
 // Adds N floats, which lie at a multiple of as many, by one instruction where the GPU has it.
 template <int N>
-__device__ void add_floats(float* to, const float* x) {
+__device__ void add_at_once(float* to, const float* x) {
 #if __CUDA_ARCH__ >= 900
   using Numbers = std::conditional_t<N == 4, float4, std::conditional_t<N == 2, float2, float>>;
   Numbers numbers;
@@ -20,43 +20,83 @@ __device__ void add_floats(float* to, const float* x) {
 #endif
 }
 
-// Adds four numbers of a thread's dq to the sums, whose layout is that of two warpgroups' accumulators (see
-// postprocess_dq.cu).
+// Returns where the sums of this thread's first number of dq lie, where threads add AtOnce of them at a time. The
+// layout of the sums is that of two warpgroups' accumulators (see postprocess_dq.cu): 64 queries each, with all
+// channels or half of them.
 template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::add(TileDq& dq, const Step& step, int half, int quad) const {
-  constexpr bool kByQueries = Tiles::kQueries > kWarpgroupRows;
-  constexpr int kVecs = (kByQueries ? Dim : Dim / 2) / 8;  // of 8 channels, in each part
-  constexpr int kPartNumbers = kWarpgroupRows * 8 * kVecs;
-  constexpr int kAtOnce = kSumsAtOnce<Dim, Sums::floats>;
+template <int AtOnce>
+__device__ int64_t Backward<T, Dim, kind>::sums_of(const Step& step) const {
+  const int row = step.first + 16 * PartDq::row_block(warp);
+  return int64_t{step.tile} * (Tiles::kQueries * Dim) + row / kWarpgroupRows * (kWarpgroupRows * Dim) +
+         2 * PartDq::column_block(warp) * (4 * kWarpgroup) + (row % kWarpgroupRows * 2 + lane) * AtOnce;
+}
+
+// Returns where from there on those of the thread's four numbers `quad` lie.
+template <class T, int Dim, BackwardKind kind>
+template <int AtOnce>
+__device__ int Backward<T, Dim, kind>::sums_of_quad(int half, int quad) {
   constexpr int kQuadsOfBlock = kDqColumns / 8;
-  const int m = quad / kQuadsOfBlock, i = quad % kQuadsOfBlock;
-  float* const x = &dq[m].x[4 * i];
-  const int row = step.first + 16 * (PartDq::row_block(warp) + m),
-            vec = 2 * PartDq::column_block(warp) + half * kQuadsOfBlock + i;
-  const int thread = row % kWarpgroupRows * 2 + ptx::opaque(lane),
-            part = kByQueries ? row / kWarpgroupRows : vec / kVecs;
-  float* const sums = static_cast<float*>(a.dq) + int64_t{step.tile} * (Tiles::kQueries * Dim) + part * kPartNumbers +
-                      vec % kVecs * (4 * kWarpgroup);
-  if (params.integers) {
-    // Each part has its own scales; postprocessing reads those of the first.
-    const Rows& rows = rows_at<Tiles::kQueries>(a.rows, w.part, a.q_tiles(), step.tile);
-    auto& of_first = rows_at<Tiles::kQueries>(a.rows, 0, a.q_tiles(), step.tile).dq_row_scale;
+  return quad / kQuadsOfBlock * (32 * AtOnce) + (half * kQuadsOfBlock + quad % kQuadsOfBlock) * (4 * kWarpgroup);
+}
+
+// Adds four numbers of a thread's dq, times `scale`, to sums of floats.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::add_floats(const TileDq& dq, float* sums, float scale, int half,
+                                                   int quad) const {
+  constexpr int kAtOnce = kSumsAtOnce<Dim, Sums::floats>, kQuadsOfBlock = kDqColumns / 8;
+  const float* const x = &dq[quad / kQuadsOfBlock].x[quad % kQuadsOfBlock * 4];
+#pragma unroll
+  for (int j = 0; j < 4; j += kAtOnce) {
+    float scaled[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) scaled[i] = x[j + i] * scale;
+    add_at_once<kAtOnce>(sums + sums_of_quad<kAtOnce>(half, quad) + j * kWarpgroup, scaled);
+  }
+}
+
+// Adds part `part` of `parts` of a thread's dq.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::add_part(const TileDq& dq, float* sums, float scale, int part,
+                                                 int parts) const {
+#pragma unroll
+  for (int quad = 0; quad < kDqQuads; ++quad)
+    if (quad * parts / kDqQuads == part) add_floats(dq, sums, scale, 0, quad);
+}
+
+// Adds a thread's dq to sums of integers.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::add_integers(const TileDq& dq, const Step& step, int half) const {
+  constexpr int kQuadsOfBlock = kDqColumns / 8;
+  int* const sums = static_cast<int*>(a.dq) + sums_of<1>(step);
+  // Each part has its own scales; postprocessing reads those of the first.
+  const Rows& rows = rows_at<Tiles::kQueries>(a.rows, w.part, a.q_tiles(), step.tile);
+  auto& of_first = rows_at<Tiles::kQueries>(a.rows, 0, a.q_tiles(), step.tile).dq_row_scale;
+#pragma unroll
+  for (int m = 0; m < PartDq::kBlocks; ++m)
 #pragma unroll
     for (int below = 0; below < kRowsPerThread; ++below) {
-      const int query = row + lane / 4 + 8 * below;
+      const int query = step.first + 16 * (PartDq::row_block(warp) + m) + lane / 4 + 8 * below;
       const float by = dq_scale_of(rows.dq_row_scale[query], e.dq_sums_scale);
-      // An inf or NaN makes the row's scale NaN, and thereby the row.
-      if (!isfinite(x[2 * below]) || !isfinite(x[2 * below + 1])) of_first[query] = __int_as_float(0x7fffffff);
-      for (int c = 0; c < 2; ++c)
-        atomicAdd(reinterpret_cast<int*>(sums) + (2 * below + c) * kWarpgroup + thread,
-                  __float2int_rn(x[2 * below + c] * by));
-    }
-    return;
-  }
-  if (const float scale = shared.dq_scale; scale != 1.f)
-    for (int j = 0; j < 4; ++j) x[j] *= scale;
 #pragma unroll
-  for (int j = 0; j < 4; j += kAtOnce) add_floats<kAtOnce>(sums + j * kWarpgroup + thread * kAtOnce, x + j);
+      for (int i = 0; i < kQuadsOfBlock; ++i) {
+        const float* const x = &dq[m].x[4 * i + 2 * below];
+        // An inf or NaN makes the row's scale NaN, and thereby the row.
+        if (!isfinite(x[0]) || !isfinite(x[1])) of_first[query] = __int_as_float(0x7fffffff);
+        for (int c = 0; c < 2; ++c)
+          atomicAdd(sums + sums_of_quad<1>(half, m * kQuadsOfBlock + i) + (2 * below + c) * kWarpgroup,
+                    __float2int_rn(x[c] * by));
+      }
+    }
+}
+
+// Adds a thread's dq to the sums.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::add(const TileDq& dq, const Step& step, int half) const {
+  if (params.integers) return add_integers(dq, step, half);
+  float* const sums = float_sums(step);
+  const float scale = shared.dq_scale;
+#pragma unroll
+  for (int quad = 0; quad < kDqQuads; ++quad) add_floats(dq, sums, scale, half, quad);
 }
 
 // Adds what earlier parts of the queries have written to a row.
@@ -80,7 +120,8 @@ __device__ void Backward<T, Dim, kind>::write(const Output& out, TileDk& x, floa
                                               int columns) const {
   const float first = scale * exp2f(static_cast<float>(exponent / 2)),
               second = exp2f(static_cast<float>(exponent - exponent / 2));
-  const int channel = 16 * PartK::column_block(warp);
+  // opaque() stops the compiler from keeping what follows in registers throughout the mainloop.
+  const int warp = ptx::opaque(this->warp), lane = ptx::opaque(this->lane), channel = 16 * PartK::column_block(warp);
   const auto write_as = [&](auto* type) {
     using Type = std::remove_pointer_t<decltype(type)>;
 #pragma unroll

@@ -29,8 +29,10 @@ BackwardKernel kernel_of(const Problem& p, const LogitTerms& terms) {
                       masked.bytes_with_mask(terms) <= bytes;
     return fits ? masked : kernel_of<BackwardKind::general>(p);
   }
-  const BackwardKernel large = kernel_of<BackwardKind::large>(p);
-  return backward_dim(p) == 128 && large.shared_bytes <= bytes ? large : kernel_of<BackwardKind::small>(p);
+  if (backward_dim(p) == 128)
+    for (const BackwardKernel& kernel : {kernel_of<BackwardKind::large>(p), kernel_of<BackwardKind::masked>(p)})
+      if (kernel.shared_bytes <= bytes) return kernel;
+  return kernel_of<BackwardKind::small>(p);
 }
 
 }  // namespace

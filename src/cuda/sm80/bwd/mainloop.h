@@ -23,7 +23,10 @@ __device__ void Backward<T, Dim, kind>::run(unsigned number) {
     TileDk dk, dv;
     for (auto& block : dk) block.zero();
     for (auto& block : dv) block.zero();
-    compute(dk, dv);
+    if constexpr (C::kKeysAsRows)
+      compute_by_keys(dk, dv);
+    else
+      compute(dk, dv);
     write(a.dv, dv, 1.f, -a.p_exponent - e.do_, a.dim_v);
     write(a.dk, dk, a.scale, -a.p_exponent - e.product - e.do_ - e.v - e.q, a.dim);
   } while (w.part + 1 < e.parts);
@@ -45,28 +48,25 @@ __device__ void Backward<T, Dim, kind>::next_part() {
   if (threadIdx.x == 0) {
     ++shared.key_block.part;
     shared.exponents = a.exponents[(w.part * a.batch + w.batch) * a.kv_heads + w.kv_head];
-    shared.iterations = a.heads / a.kv_heads * w.tiles.count();
+    shared.group = a.heads / a.kv_heads;
+    shared.iterations = shared.group * w.tiles.count();
     shared.q_k_scale = exp2f(static_cast<float>(-e.q - e.k));
     shared.scale_log2 = General || HasMask ? 1.44269504f : a.scale * 1.44269504f * shared.q_k_scale;
     shared.dq_scale = exp2f(static_cast<float>(e.dq));
     shared.product_scale = exp2f(static_cast<float>(e.product));
-    next_step(0), next_step(1);
   }
   __syncthreads();
 }
 
-// Finds the tile of iteration n, which follows that of the iteration before.
+// Finds the step of iteration n, whose tile is `at`, and goes on to the next tile.
 template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::next_step(int n) {
-  MBlock& at = shared.at;
-  const int group = a.heads / a.kv_heads;
-  if (n == 0)
-    at = {w.tiles.start, 0};
-  else
-    at.advance(w.tiles, group);
-  const int head = w.kv_head * group + at.head;
-  shared.steps[n % kSteps] = {(w.batch * a.heads + head) * a.q_blocks.count + w.q.first_block + at.tile / kQueryParts,
-                              at.tile % kQueryParts * kQueries, at.tile * kQueries, head};
+__device__ typename Backward<T, Dim, kind>::Step Backward<T, Dim, kind>::next_step(MBlock& at, int n) const {
+  const int head = w.kv_head * shared.group + at.head;
+  const Step step{(w.batch * a.heads + head) * a.q_blocks.count + w.q.first_block + at.tile / kQueryParts,
+                  at.tile % kQueryParts * kQueries, at.tile * kQueries, head};
+  if (threadIdx.x == 0) shared.steps[n % kSteps] = step;
+  at.advance(w.tiles, shared.group);
+  return step;
 }
 
 // Starts the copies of q, lse and delta.
@@ -103,9 +103,13 @@ __device__ void Backward<T, Dim, kind>::load_mask(const Step& step) const {
                        t.gauge_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)));
 }
 
-// Turns s into scale s + mask - gauge.
+// Turns s into scale s + mask - gauge, or into scale s where there is no mask tensor.
 template <class T, int Dim, BackwardKind kind>
 __device__ void Backward<T, Dim, kind>::add_mask_tile(TileS& s, float scale) const {
+  if (!has_mask_tile()) {
+    for (auto& block : s) block.scale(scale);
+    return;
+  }
   // opaque() stops the compiler from keeping addresses for each type of mask in registers.
   const int first = 16 * PartS::row_block(warp) + ptx::opaque(lane) / 4;
 #pragma unroll
@@ -160,11 +164,10 @@ __device__ void Backward<T, Dim, kind>::add_logit_terms(TileS& s, TileS& dp, Til
   }
 }
 
-// Turns s into p = exp(scale s - lse), 0 where a query does not see a key.
+// Turns s into p = exp(scale s - lse), also where a query does not see a key.
 template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::take_p(TileS& s, int query, int stage) const {
+__device__ void Backward<T, Dim, kind>::take_p(TileS& s, int stage) const {
   const float scale_log2 = shared.scale_log2;
-  const bool masked = needs_mask(query);
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const int row = 16 * (PartS::row_block(warp) + m) + lane / 4;
@@ -179,11 +182,21 @@ __device__ void Backward<T, Dim, kind>::take_p(TileS& s, int query, int stage) c
           x = ptx::exp2(__fmaf_rn(x, scale_log2, -lse));
         }
     }
-    if (!masked) continue;
-    KeyRange ranges[kRowsPerThread];
-    for (int half = 0; half < kRowsPerThread; ++half)
-      ranges[half] = a.mask.keys_of(query + row + 8 * half, w.q.tokens, w.k.tokens);
-    mask_rows(s[m], w.first_key + 16 * PartS::column_block(warp), ranges, 0.f);
+  }
+}
+
+// Sets p to 0 where a query does not see a key.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::hide(TileS& p, int query) const {
+  if (!needs_mask(query)) return;
+  // opaque() stops the compiler from keeping what follows in registers throughout the kernel.
+  const int warp = ptx::opaque(this->warp), lane = ptx::opaque(this->lane);
+#pragma unroll
+  for (int m = 0; m < PartS::kBlocks; ++m) {
+    const int row = query + 16 * (PartS::row_block(warp) + m) + lane / 4;
+    const KeyRange ranges[kRowsPerThread] = {a.mask.keys_of(row, w.q.tokens, w.k.tokens),
+                                             a.mask.keys_of(row + 8, w.q.tokens, w.k.tokens)};
+    mask_rows(p[m], w.first_key + 16 * PartS::column_block(warp), ranges, 0.f);
   }
 }
 
@@ -205,13 +218,12 @@ __device__ void Backward<T, Dim, kind>::take_ds(const TileS& p, TileS& dp, int s
   }
 }
 
-// Writes p or ds to a tile, rounded.
+// Writes p or ds to a tile, from column 16 `column_block` on.
 template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::store(const TileS& x, unsigned char* tile) const {
+__device__ void Backward<T, Dim, kind>::store(const OperandS& x, unsigned char* tile, int column_block) const {
   static_assert(PartS::kColumns <= kPanelColumns);
   // opaque() stops the compiler from keeping all addresses in registers throughout the kernel.
-  const int first =
-      ptx::opaque(TileP::offset(16 * PartS::row_block(warp) + lane / 4, 2 * PartS::column_block(warp)) + lane % 4 * 4);
+  const int first = ptx::opaque(TileP::offset(16 * PartS::row_block(warp) + lane / 4, 2 * column_block) + lane % 4 * 4);
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m)
 #pragma unroll
@@ -219,28 +231,42 @@ __device__ void Backward<T, Dim, kind>::store(const TileS& x, unsigned char* til
 #pragma unroll
       for (int half = 0; half < kRowsPerThread; ++half)
         *reinterpret_cast<uint32_t*>(tile + (first ^ i * kChunkBytes) + (16 * m + 8 * half) * kPanelRowBytes) =
-            ptx::pack<T>(x[m].x[4 * i + 2 * half], x[m].x[4 * i + 2 * half + 1]);
+            x[m].x[2 * i + half];
+}
+
+// Rounds p or ds, and writes it to a tile.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::store(const TileS& x, unsigned char* tile) const {
+  OperandS rounded;
+#pragma unroll
+  for (int m = 0; m < PartS::kBlocks; ++m) convert(x[m], rounded[m]);
+  store(rounded, tile, PartS::column_block(warp));
 }
 
 // The iterations of one part of the queries.
 template <class T, int Dim, BackwardKind kind>
 __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
   const TileK k{shared.k}, v{shared.v};
-  const TileP p{shared.p}, ds{shared.ds};
-  if (shared.iterations) load_q(shared.steps[0], 0), load_do(shared.steps[0], 0), load_lambda(shared.steps[0], 0);
-  if constexpr (HasMask)
-    if (shared.iterations) load_mask(shared.steps[0]);
+  const TileP p{shared.p[0]}, ds{shared.ds[0]};
+  MBlock at = first_tile();  // of the next iteration that is loaded
+  if (shared.iterations) {
+    const Step step = next_step(at, 0);
+    load_q(step, 0), load_do(step, 0), load_lambda(step, 0);
+    if constexpr (HasMask) load_mask(step);
+  }
   ptx::cp_async_commit();
   for (int n = 0; n < shared.iterations; ++n) {
     const int stage = n % kStages, do_stage = n % kDoStages;
     const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
     ptx::cp_async_wait<0>();
     __syncthreads();
-    if (threadIdx.x == 0) next_step(n + 2);
-    const Step &step = shared.steps[n % kSteps], &next = shared.steps[(n + 1) % kSteps];
+    const Step& step = shared.steps[n % kSteps];
     const bool more = n + 1 < shared.iterations;
-    if (more) load_q(next, (n + 1) % kStages), load_lambda(next, (n + 1) % kStages);
-    if (more && kDoStages > 1) load_do(next, (n + 1) % kDoStages);
+    if (more) {
+      const Step next = next_step(at, n + 1);
+      load_q(next, (n + 1) % kStages), load_lambda(next, (n + 1) % kStages);
+      if (kDoStages > 1) load_do(next, (n + 1) % kDoStages);
+    }
     ptx::cp_async_commit();
     // s = q k^T and dp = do v^T, and p and ds of them.
     TileS s, dp, derivative;
@@ -256,44 +282,48 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
       add_logit_terms(s, dp, Projects ? derivative : dp, step, stage);
     else if constexpr (HasMask)
       add_mask_tile(s, shared.q_k_scale * a.scale);
-    take_p(s, step.query, stage);
-    store(s, shared.p);
+    take_p(s, stage);
     if (!General) multiply_dp();
+    hide(s, step.query);
+    store(s, p.data);
     take_ds(s, dp, stage);
     if constexpr (Projects) take_projection(s, dp, derivative);
-    store(dp, shared.ds);
+    store(dp, ds.data);
     __syncthreads();
     if constexpr (HasMask) {
-      if (n + 1 < shared.iterations) load_mask(shared.steps[ptx::opaque(n + 1) % kSteps]);
+      if (more) load_mask(shared.steps[ptx::opaque(n + 1) % kSteps]);
       ptx::cp_async_commit();
     }
-    // dq += ds k, dv += p^T do, dk += ds^T q. do is free after dv, which matters where it has one stage.
+    // dq += ds k, dv += p^T do, dk += ds^T q. do is free after dv, which matters where it has one stage. opaque() stops
+    // the compiler from keeping addresses in registers throughout the loop.
+    const int warp = ptx::opaque(this->warp);
     TileDq dq;
     const auto multiply_dq = [&](int half) {
       for (auto& block : dq) block.zero();
       if constexpr (Projects) project(dq, half, stage);
       mma_AB<kKeys>(dq, ds, PartDq::row_block(warp), k, PartDq::column_block(warp) + half * (kDqColumns / 16));
     };
-    const auto add_quads = [&](int half, int first, int last) {
-#pragma unroll
-      for (int quad = first; quad < min(last, kDqQuads); ++quad) add(dq, step, half, quad);
+    // `between` is called with the number of each 16 queries, first of dv and then of dk.
+    const auto multiply_dv_and_dk = [&](const auto& between) {
+      mma_AtB(dv, p, PartK::row_block(warp), do_, PartK::column_block(warp), between);
+      if (kDoStages == 1) {
+        __syncthreads();
+        if (more) load_do(shared.steps[(n + 1) % kSteps], 0);
+        ptx::cp_async_commit();
+      }
+      mma_AtB(dk, ds, PartK::row_block(warp), q, PartK::column_block(warp),
+              [&](int k_step) { between(kQueries / 16 + k_step); });
     };
-    constexpr int kSlots = 2 * kQueries / 16, kOfSlot = (kDqQuads + kSlots - 1) / kSlots;
-    const auto add_between = [&](int slot) {
-      if (C::kSpreadsDq) add_quads(0, slot * kOfSlot, (slot + 1) * kOfSlot);
-    };
-    if (C::kSpreadsDq) multiply_dq(0);
-    mma_AtB(dv, p, PartK::row_block(warp), do_, PartK::column_block(warp), add_between);
-    if (kDoStages == 1) {
-      __syncthreads();
-      if (more) load_do(next, 0);
-      ptx::cp_async_commit();
+    if (C::kSpreadsDq && !params.integers) {
+      multiply_dq(0);
+      float* const sums = float_sums(step);
+      const float scale = shared.dq_scale;
+      multiply_dv_and_dk([&](int slot) { add_part(dq, sums, scale, slot, 2 * kQueries / 16); });
+      continue;
     }
-    mma_AtB(dk, ds, PartK::row_block(warp), q, PartK::column_block(warp),
-            [&](int k_step) { add_between(kQueries / 16 + k_step); });
+    multiply_dv_and_dk([](int) {});
     if constexpr (Projects) project(dk, q, stage);
-    for (int half = 0; half < (C::kSpreadsDq ? 0 : C::kDqHalves ? 2 : 1); ++half)
-      multiply_dq(half), add_quads(half, 0, kDqQuads);
+    for (int half = 0; half < (C::kDqHalves ? 2 : 1); ++half) multiply_dq(half), add(dq, step, half);
   }
 }
 

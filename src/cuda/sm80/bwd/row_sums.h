@@ -34,10 +34,10 @@ __device__ void Backward<T, Dim, kind>::sweep(unsigned number) {
   if (w.q.index < 0 || w.tiles.first * kQueries >= w.q.tokens) return;
   do {
     next_part();
+    MBlock at = first_tile();
     for (int n = 0; n < shared.iterations; ++n) {
-      sum_rows(shared.steps[n % kSteps]);
+      sum_rows(next_step(at, n));
       __syncthreads();
-      if (threadIdx.x == 0) next_step(n + 2);
     }
   } while (w.part + 1 < e.parts);
 }
@@ -65,7 +65,8 @@ __device__ void Backward<T, Dim, kind>::sum_rows(const Step& step) {
     mma_ABt(dp, TileQ{shared.do_[0]}, PartS::row_block(warp), TileK{shared.v}, PartS::column_block(warp));
     mma_ABt(s, TileQ{shared.q[0]}, PartS::row_block(warp), TileK{shared.k}, PartS::column_block(warp));
     add_logit_terms(s, dp, derivative, step, 0);
-    take_p(s, step.query, 0);
+    take_p(s, 0);
+    hide(s, step.query);
     take_ds(s, dp, 0);
 #pragma unroll
     for (int m = 0; m < PartS::kBlocks; ++m)

@@ -4,6 +4,7 @@
 #include "cuda/sm80/bwd/epilogue.h"
 #include "cuda/sm80/bwd/kernels.h"
 #include "cuda/sm80/bwd/mainloop.h"
+#include "cuda/sm80/bwd/mainloop_by_keys.h"
 #include "cuda/sm80/bwd/row_sums.h"
 
 namespace octet::cuda::sm80 {
@@ -15,24 +16,29 @@ __device__ void start(const KernelParams& params, const F& f) {
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
-  Kernel kernel{params,
-                params.a,
-                shared,
-                __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0),
-                static_cast<int>(threadIdx.x) % 32,
-                shared.key_block,
-                shared.exponents};
+  Kernel kernel{
+      params,           params.a,        shared, static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32,
+      shared.key_block, shared.exponents};
   f(kernel);
 }
 
+// GPUs of compute capability 8 have shared memory for two thread blocks at most.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kMostBlocks = 2;
+#else
+constexpr int kMostBlocks = 3;
+#endif
+template <class C>
+constexpr int kBlocksOf = C::kBlocks < kMostBlocks ? C::kBlocks : kMostBlocks;
+
 template <class T, int Dim, BackwardKind kind>
-__global__ void __launch_bounds__(Backward<T, Dim, kind>::kThreads, BackwardConfig<Dim, kind>::kBlocks)
+__global__ void __launch_bounds__(Backward<T, Dim, kind>::kThreads, kBlocksOf<BackwardConfig<Dim, kind>>)
     backward_by_mma_sync(const __grid_constant__ KernelParams params) {
   start<Backward<T, Dim, kind>>(params, [](auto& kernel) { kernel.run(blockIdx.x); });
 }
 
 template <class T, int Dim, BackwardKind kind>
-__global__ void __launch_bounds__(Backward<T, Dim, kind>::kThreads, BackwardConfig<Dim, kind>::kBlocks)
+__global__ void __launch_bounds__(Backward<T, Dim, kind>::kThreads, kBlocksOf<BackwardConfig<Dim, kind>>)
     sweep_by_mma_sync(const __grid_constant__ KernelParams params) {
   start<Backward<T, Dim, kind>>(params, [](auto& kernel) { kernel.sweep(blockIdx.x); });
 }

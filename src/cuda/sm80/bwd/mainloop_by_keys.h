@@ -1,0 +1,147 @@
+// The mainloop of the backward pass in which keys are the rows of s and dp: s^T = k q^T, dp^T = v do^T.
+//
+// A warp has 32 keys, and 32 queries at a time. Its p^T and ds^T are then the left operands of dv and dk of its keys as
+// they lie in its registers. At head dim 64 it takes all queries of a tile so, one half after the other, and has all
+// channels of dv and dk. At 128 these would not fit into its registers: two warps share the keys, each has one half of
+// the queries and one half of the channels, and takes p^T and ds^T of the other half of the queries from shared memory.
+// dq sums over the keys of all warps and takes all of ds from there.
+//
+// Tiles of queries are loaded two iterations ahead. An iteration has one barrier, where ds is written and the next tile
+// has arrived, and with one buffer of ds another one before it is written.
+#pragma once
+#include "cuda/sm80/bwd/mainloop.h"
+
+namespace octet::cuda::sm80 {
+
+// Turns s^T into p^T = exp(scale s^T - lse), also where a query does not see a key. `first`: the query of column 0, in
+// the tile.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::take_p_by_keys(TileS& s, int first, int stage) const {
+  const float scale_log2 = shared.scale_log2;
+  const float* const lse = &shared.lse[stage][first + fragment_column()];
+#pragma unroll
+  for (int i = 0; i < PartS::kColumns / 8; ++i) {
+    const auto of_columns = *reinterpret_cast<const float2*>(lse + 8 * i);
+#pragma unroll
+    for (auto& block : s)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float& x = block.x[4 * i + j];
+        x = ptx::exp2(__fmaf_rn(x, scale_log2, j % 2 ? -of_columns.y : -of_columns.x));
+      }
+  }
+}
+
+// Returns the queries that see a key; the interval may hold numbers that are no queries.
+__device__ inline KeyRange queries_of(const Mask& mask, int key, int queries, int keys) {
+  if (key >= keys) return {0, 0};
+  if (!mask.windowed) return {0, queries};
+  const int diagonal = key - (mask.bottom_right ? keys - queries : 0);
+  return {diagonal - mask.right, diagonal + mask.left + 1};
+}
+
+// Sets p^T to 0 where a query does not see a key. `query`: that of column 0, in the sequence.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::hide_by_keys(TileS& p, int query) const {
+#pragma unroll
+  for (int m = 0; m < PartS::kBlocks; ++m) {
+    const int key = w.first_key + 16 * (PartS::row_block(warp) + m) + lane / 4;
+    const KeyRange ranges[kRowsPerThread] = {queries_of(a.mask, key, w.q.tokens, w.k.tokens),
+                                             queries_of(a.mask, key + 8, w.q.tokens, w.k.tokens)};
+    mask_rows(p[m], query, ranges, 0.f);
+  }
+}
+
+// Turns dp^T into ds^T = p^T (dp^T - delta).
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::take_ds_by_keys(const TileS& p, TileS& dp, int first, int stage) const {
+  const float product_scale = shared.product_scale;
+  const float* const delta = &shared.delta[stage][first + fragment_column()];
+#pragma unroll
+  for (int i = 0; i < PartS::kColumns / 8; ++i) {
+    const auto of_columns = *reinterpret_cast<const float2*>(delta + 8 * i);
+#pragma unroll
+    for (int m = 0; m < PartS::kBlocks; ++m)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float& x = dp[m].x[4 * i + j];
+        x = p[m].x[4 * i + j] * __fmaf_rn(x, product_scale, j % 2 ? -of_columns.y : -of_columns.x);
+      }
+  }
+}
+
+// The iterations of one part of the queries.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::compute_by_keys(TileDk& dk, TileDk& dv) {
+  const TileK k{shared.k}, v{shared.v};
+  const int iterations = shared.iterations;
+  MBlock at = first_tile();  // of the next iteration that is loaded
+  const auto load_next = [&](int n) {
+    if (n < iterations) {
+      const Step step = next_step(at, n);
+      load_q(step, n % kStages), load_do(step, n % kStages);
+    }
+    ptx::cp_async_commit();
+  };
+  load_next(0), load_next(1);
+  ptx::cp_async_wait<1>();
+  __syncthreads();
+  for (int n = 0; n < iterations; ++n) {
+    const int stage = n % kStages;
+    const TileQ q{shared.q[stage]}, do_{shared.do_[stage]};
+    const TileP p_tile{shared.p[n % kBuffers]}, ds_tile{shared.ds[n % kBuffers]};
+    const Step& step = shared.steps[n % kSteps];
+#pragma unroll 1
+    for (int pass = 0; pass < kQueries / kSColumns; ++pass) {
+      const int block = PartS::column_block(warp) + pass * (kSColumns / 16);  // of 16 queries
+      TileS p, ds;
+      for (auto& x : p) x.zero();
+      for (auto& x : ds) x.zero();
+      mma_ABt(p, k, PartS::row_block(warp), q, block);
+      take_p_by_keys(p, 16 * block, stage);
+      mma_ABt(ds, v, PartS::row_block(warp), do_, block);
+      if (needs_mask(step.query)) hide_by_keys(p, step.query + 16 * block);
+      take_ds_by_keys(p, ds, 16 * block, stage);
+      OperandS p_operand, ds_operand;
+#pragma unroll
+      for (int m = 0; m < PartS::kBlocks; ++m) convert(p[m], p_operand[m]), convert(ds[m], ds_operand[m]);
+      if (kSharesP) store(p_operand, p_tile.data, block);
+      mma_AB(dv, p_operand, do_, PartK::column_block(warp), block);
+      if (kBuffers == 1 && pass == 0) __syncthreads();  // all warps have read the ds before
+      store(ds_operand, ds_tile.data, block);
+      mma_AB(dk, ds_operand, q, PartK::column_block(warp), block);
+    }
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    if (kSharesP) load_next(n + 2);
+    // opaque() stops the compiler from keeping addresses in registers, of which what is above takes all.
+    const int warp = ptx::opaque(this->warp);
+    TileDq dq;
+    for (auto& x : dq) x.zero();
+    mma_AtB(dq, ds_tile, PartDq::row_block(warp), k, PartDq::column_block(warp), [](int) {});
+    if constexpr (!kSharesP) {
+      load_next(n + 2);  // beside products that are in flight
+      add(dq, step, 0);
+    } else {
+      static_assert(PartS::kColumnParts == 2);
+      constexpr int kSteps16 = PartS::kColumns / 16;
+      const int other = kSteps16 - PartS::column_block(warp);
+      // `between` is called with the number of each 16 queries, first of dv and then of dk.
+      const auto multiply_other_half = [&](const auto& between) {
+        mma_AB<PartS::kColumns>(dv, p_tile, PartK::row_block(warp), do_, PartK::column_block(warp), other, between);
+        mma_AB<PartS::kColumns>(dk, ds_tile, PartK::row_block(warp), q, PartK::column_block(warp), other,
+                                [&](int k_step) { between(kSteps16 + k_step); });
+      };
+      if (params.integers) {
+        add_integers(dq, step, 0);
+        multiply_other_half([](int) {});
+      } else {
+        float* const sums = float_sums(step);
+        const float scale = shared.dq_scale;
+        multiply_other_half([&](int slot) { add_part(dq, sums, scale, slot, 2 * kSteps16); });
+      }
+    }
+  }
+}
+
+}  // namespace octet::cuda::sm80
