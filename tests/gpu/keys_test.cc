@@ -97,7 +97,8 @@ std::vector<Case> key_cases() {
            .causal = true,
            .alignment = Alignment::bottom_right},
           {.name = "no_queries", .tokens_q = 0, .tokens_k = 70},
-          {.name = "no_keys", .tokens_q = 70, .tokens_k = 0}};
+          {.name = "no_keys", .tokens_q = 70, .tokens_k = 0},
+          {.name = "packed_no_keys", .tokens_q = 70, .tokens_k = 0, .cu_seqlens_q = {0, 70}, .cu_seqlens_k = {0, 0}}};
 }
 
 class GpuKeys : public testing::TestWithParam<std::tuple<size_t, DType>> {};

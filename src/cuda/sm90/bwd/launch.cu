@@ -27,7 +27,7 @@ bool reads_by_index(const View& x) {
 bool converts_keys(const Problem& p) {
   const octet_dtype type = p.k.dtype;
   return p.v.dtype == type && (type == OCTET_BF16 || (type == OCTET_F16 && p.precision == OCTET_PRECISION_F16)) &&
-         reads_by_index(p.k) && reads_by_index(p.v);
+         p.k.elements() && p.v.elements() && reads_by_index(p.k) && reads_by_index(p.v);
 }
 
 // True where the kernel can take the caller's q and do as its operands: bf16 without a scale. What rows hold that are

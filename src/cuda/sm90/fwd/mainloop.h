@@ -256,9 +256,11 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
       const KeyRange seen = a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
       nonfinite |= seen.first == seen.last;
     }
-    if (a.mask.windowed && __any_sync(~0u, nonfinite))
+    if (a.mask.windowed && __any_sync(~0u, nonfinite)) {
+      __syncwarp();  // save_tile() is done
       recompute_rows(kThroughQ ? shared.block[ptx::opaque(q_state.stage)].q_tile : saved_tile(ptx::opaque(warpgroup)),
                      ptx::opaque(warpgroup));
+    }
     if constexpr (kThroughQ) {
       ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
       shared.q_pipe.empty[q_state.stage].arrive();
