@@ -66,8 +66,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   ForwardParams a{};
   const SeenKeys seen = seen_keys(p);
   // The kernel converts v itself, unless it has few queries to do so beside.
-  const bool in_slices =
-      f16_p_and_v(p) && v_scaled.in_slices(seen) && p.heads * p.tokens_q >= p.kv_heads * p.tokens_k;
+  const bool in_slices = f16_p_and_v(p) && v_scaled.in_slices(seen) && p.heads * p.tokens_q >= p.kv_heads * p.tokens_k;
   if (!qk && !in_slices) clear(counter, stream);
   a.scheduler = scheduler_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
   q.preprocess(stream), k.preprocess(stream);
