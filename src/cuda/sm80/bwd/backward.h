@@ -46,7 +46,8 @@ struct Backward {
   static constexpr int kSRows = C::kKeysAsRows ? kKeys : kQueries;
   static constexpr int kSColumns = C::kKeysAsRows ? 32 * C::kWarps / C::kKeyWarpRows : kKeys;
   using PartS = WarpPart<kSRows, kSColumns, C::kWarps, C::kKeysAsRows ? C::kKeyWarpRows : C::kSWarpRows>;
-  // Where keys are rows and one warp has all queries of its keys, p stays in its registers.
+  // True: p passes through shared memory. Where keys are rows, and a warp has all queries of its keys, no other warp
+  // reads its p.
   static constexpr bool kSharesP = !C::kKeysAsRows || PartS::kColumnParts > 1;
   static constexpr int kPColumns = C::kKeysAsRows ? kQueries : kKeys;
   using TileP = PanelTile < T, kSRows, kPColumns<kPanelColumns ? kPanelColumns : kPColumns>;
