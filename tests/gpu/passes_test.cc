@@ -95,6 +95,20 @@ const std::vector<Case>& gpu_cases() {
     // 33 x 4 blocks of 192 queries for 132 multiprocessors, and then shorter ones in 8 bits.
     long_rows.name = "many_queries", long_rows.heads = 33, long_rows.tokens_q = 896, long_rows.tokens_k = 40;
     list.push_back(long_rows);
+    // Inputs of e4m3 at the other head dims that have quantizers of their own.
+    for (const auto& [name, dim] : {std::pair{"e4m3_128", 128}, {"e4m3_256", 256}}) {
+      Case c{.name = name,
+             .heads = 4,
+             .kv_heads = 2,
+             .tokens_q = 100,
+             .tokens_k = 150,
+             .dim = dim,
+             .dim_v = dim,
+             .causal = true,
+             .alignment = Alignment::bottom_right,
+             .dtype = DType::e4m3};
+      list.push_back(c);
+    }
     return list;
   }();
   return all;
@@ -118,7 +132,8 @@ bool supported(const Case& c, const Kind& kind) {
   const bool plain = c.mask == MaskTensor::none && c.softcap == 0 && c.alibi == Alibi::none;
   const bool gproj = kind.pass == Pass::backward && kind.bias_correction == BiasCorrection::gproj;
   return gpu_computes(kind.pass, kind.precision) && (!gproj || gpu_has_gproj()) &&
-         (plain || gpu_has_general_logits()) && (c.dtype != DType::e4m3 || kind.reads_e4m3() || tests_sm80()) && dims;
+         (plain || gpu_has_general_logits()) &&
+         (c.dtype != DType::e4m3 || kind.reads_e4m3() || gpu_takes_e4m3_as_numbers()) && dims;
 }
 
 // What tensor cores lose of a logit of e4m3 numbers, at `sigmas`. They add up 32 products and what they had by then in

@@ -33,6 +33,8 @@ inline bool gpu_computes(Pass pass, Precision precision) {
 }
 // Whether it takes softcap, ALiBi and mask tensors.
 inline bool gpu_has_general_logits() { return tests_sm80(); }
+// Whether 16-bit precisions take inputs of e4m3.
+inline bool gpu_takes_e4m3_as_numbers() { return tests_sm80(); }
 // Whether its backward pass has bias correction gproj.
 inline bool gpu_has_gproj() { return tests_sm80(); }
 

@@ -15,7 +15,7 @@ bool solves(const RandomProblem& x) {
   const bool plain = !x.in.mask.present() && c.softcap == 0 && c.alibi == Alibi::none;
   const bool gproj = x.pass == Pass::backward && x.attention.bias_correction == BiasCorrection::gproj;
   return gpu_computes(x.pass, x.attention.precision) && (plain || gpu_has_general_logits()) &&
-         (!gproj || gpu_has_gproj());
+         (!gproj || gpu_has_gproj()) && (c.dtype != DType::e4m3 || gpu_takes_e4m3_as_numbers());
 }
 
 // ds of 16 bits has one power of two for many rows (docs/kernels/backward.md, Limits), and deterministic sums of dq

@@ -130,7 +130,9 @@ void scale_inputs(Picker& pick, const Case& c, Precision precision, bool small_d
   const DType format = precision == Precision::bf16  ? DType::bf16
                        : precision == Precision::f16 ? DType::f16
                                                      : DType::f32;
-  for (Values* x : {&in.q, &in.k, &in.v, &in.do_, &in.tq, &in.tk, &in.tv}) *x = rounded(rounded(*x, format), c.dtype);
+  const DType gradient = c.dtype == DType::e4m3 ? DType::f32 : c.dtype;  // do and tangents
+  for (Values* x : {&in.q, &in.k, &in.v}) *x = rounded(rounded(*x, format), c.dtype);
+  for (Values* x : {&in.do_, &in.tq, &in.tk, &in.tv}) *x = rounded(rounded(*x, format), gradient);
 }
 
 template <class T>
@@ -141,7 +143,11 @@ std::string list_of(const std::vector<T>& numbers) {
 }
 
 const char* name(DType type) {
-  return type == DType::f32 ? "f32" : type == DType::f16 ? "f16" : type == DType::bf16 ? "bf16" : "bool";
+  return type == DType::f32    ? "f32"
+         : type == DType::f16  ? "f16"
+         : type == DType::bf16 ? "bf16"
+         : type == DType::e4m3 ? "e4m3"
+                               : "bool";
 }
 
 const char* name(BiasCorrection x) {
@@ -159,10 +165,11 @@ RandomProblem random_problem(uint64_t seed) {
       pick.one_of({Precision::bf16, Precision::bf16, Precision::bf16, Precision::f16, Precision::f16, Precision::f32});
   pick_sizes(pick, c);
   pick_positional_mask(pick, c);
-  c.dtype = precision == Precision::f32 || pick.percent(25) ? pick.one_of({DType::f32, DType::f16, DType::bf16})
-            : precision == Precision::f16                   ? DType::f16
-                                                            : DType::bf16;
-  c.out_dtype = pick.percent(50) ? DType::f32 : c.dtype;
+  c.dtype = precision == Precision::f32 || pick.percent(25)
+                ? pick.one_of({DType::f32, DType::f16, DType::bf16, DType::e4m3})
+            : precision == Precision::f16 ? DType::f16
+                                          : DType::bf16;
+  c.out_dtype = pick.percent(50) || c.dtype == DType::e4m3 ? DType::f32 : c.dtype;
   pick_layouts(pick, c);
   if (pick.percent(25)) c.scale = static_cast<float>(pick.uniform(0.02, 0.4));
   if (pick.percent(15)) c.softcap = pick.one_of({0.5f, 2.f, 5.f, 30.f});

@@ -1,3 +1,4 @@
+#include "core/names.h"
 #include "cuda/host/launch.h"
 #include "cuda/preprocess/masks.h"
 #include "cuda/sm80/logits.h"
@@ -67,8 +68,6 @@ MaskElement element_of(octet_dtype dtype) {
   }
 }
 
-int bytes_of(octet_dtype dtype) { return dtype == OCTET_BOOL ? 1 : dtype == OCTET_F32 ? 4 : 2; }
-
 }  // namespace
 
 LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace) {
@@ -81,7 +80,7 @@ LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace) {
   if (!p.mask.present() || !p.tokens_q || !p.tokens_k) return t;
   t.mask = p.mask.data, t.element = element_of(p.mask.dtype);
   std::copy_n(p.mask.stride, 4, t.mask_stride);
-  t.mask_bytes = bytes_of(p.mask.dtype);
+  t.mask_bytes = static_cast<int>(bytes_of(p.mask.dtype));
   t.mask_chunks = p.mask.stride[3] == 1 && reinterpret_cast<uintptr_t>(p.mask.data) % 16 == 0;
   for (int i = 0; i < 3; ++i) t.mask_chunks &= p.mask.stride[i] * t.mask_bytes % 16 == 0;
   if (p.mask.dtype == OCTET_BOOL && !slopes) return t;

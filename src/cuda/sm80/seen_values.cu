@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "core/names.h"
 #include "cuda/host/status.h"
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
@@ -92,7 +93,7 @@ SeenValues::SeenValues(const Problem& p, WorkspaceAllocator& workspace)
     view_.stride[i] = stride;
     stride *= view_.shape[i];
   }
-  view_.data = workspace.take(static_cast<std::size_t>(stride * (p.v.dtype == OCTET_F32 ? 4 : 2)));
+  view_.data = workspace.take(static_cast<std::size_t>(stride) * bytes_of(p.v.dtype));
 }
 
 void SeenValues::preprocess(const LogitTerms& terms, cudaStream_t stream) const {

@@ -1,3 +1,4 @@
+#include "core/names.h"
 #include "cuda/host/launch.h"
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
@@ -65,10 +66,9 @@ __global__ void __launch_bounds__(kThreads)
 
 Strided copy_of(const View& t, WorkspaceAllocator& workspace) {
   Strided s = strided(t);
-  const int64_t bytes = t.dtype == OCTET_F32 ? 4 : 2;
   int64_t stride = 1;
   for (int i = 3; i >= 0; --i) s.stride[i] = stride, stride *= s.shape[i];
-  s.data = workspace.take(static_cast<std::size_t>(stride * bytes));
+  s.data = workspace.take(static_cast<std::size_t>(stride) * bytes_of(t.dtype));
   return s;
 }
 

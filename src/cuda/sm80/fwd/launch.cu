@@ -95,7 +95,8 @@ HeadGroups groups_of(const Problem& p, const Schedule& s) {
 
 // Returns up to `count` channels of a tensor, from channel `first` on.
 View columns_of(View t, int64_t first, int64_t count) {
-  if (t.data) t.data = static_cast<unsigned char*>(t.data) + first * t.stride[3] * (t.dtype == OCTET_F32 ? 4 : 2);
+  if (t.data)
+    t.data = static_cast<unsigned char*>(t.data) + first * t.stride[3] * static_cast<int64_t>(bytes_of(t.dtype));
   t.shape[3] = std::min(t.shape[3] - first, count);
   return t;
 }
