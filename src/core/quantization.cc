@@ -26,11 +26,27 @@ View view_of(const octet_tensor* t, const char* label, bool output) {
   return view;
 }
 
+void expect_plain(const View& view, const char* label) {
+  if (view.quantization)
+    invalid(label, ": has a quantization, but its elements are read and written as plain numbers; leave it NULL");
+}
+
 // A tensor on the CPU whose elements are the numbers themselves.
 View plain(const octet_tensor* t, const char* label, bool output) {
   const View view = view_of(t, label, output);
-  if (view.quantization)
-    invalid(label, ": has a quantization, but its elements are read and written as plain numbers; leave it NULL");
+  expect_plain(view, label);
+  return view;
+}
+
+// A part of a quantization, which lies where the codes do.
+View part_of(const octet_tensor& codes, const octet_tensor* t, const char* label, bool output) {
+  if (!t) invalid(label, ": NULL");
+  const View view = validate_tensor(t, label);
+  if (output) expect_distinct_elements(view, label);
+  expect_plain(view, label);
+  if (t->device != codes.device || t->device_index != codes.device_index)
+    invalid(label, ": on ", name(static_cast<octet_device>(t->device)), ':', t->device_index, ", but its codes are on ",
+            name(static_cast<octet_device>(codes.device)), ':', codes.device_index);
   return view;
 }
 
@@ -148,16 +164,16 @@ Quantization validate_quantization(const octet_tensor& codes, const char* label,
   const char* shape = how.per_channel() ? "[batch, head, 1, dim] per channel" : "[batch, head, octet_scale_groups, 1]";
   const int64_t groups = groups_of(how.operand, how.granularity, how.block, tokens);
   const int64_t want[4] = {batch, heads, groups, how.per_channel() ? dim : 1};
-  how.scale = plain(q->scale, "scale", output);
+  how.scale = part_of(codes, q->scale, "scale", output);
   expect_dtype(how.scale, "scale", {OCTET_F32});
   expect_shape(how.scale, "scale", want, shape);
   if (!symmetric) {
-    how.zero_point = plain(q->zero_point, "zero_point", output);
+    how.zero_point = part_of(codes, q->zero_point, "zero_point", output);
     expect_dtype(how.zero_point, "zero_point", {OCTET_F32});
     expect_shape(how.zero_point, "zero_point", want, "shape of scale");
   }
   if (q->mean) {
-    how.mean = plain(q->mean, "mean", output);
+    how.mean = part_of(codes, q->mean, "mean", output);
     expect_dtype(how.mean, "mean", {OCTET_F32});
     expect_shape(how.mean, "mean", {batch, heads, 1, dim}, "[batch, head, 1, dim]");
   }

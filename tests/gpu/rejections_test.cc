@@ -26,15 +26,15 @@ struct Asked {
 
 std::string answer_to(const Asked& x) {
   uintptr_t next = 0;
-  const auto tensor = [&](DType dtype, const Shape& shape, Device device = Device::cuda) {
-    return Tensor(reinterpret_cast<void*>(++next << 42), dtype, shape, contiguous_strides(shape), device,
-                  device == Device::cuda ? x.device : 0);
+  const auto tensor = [&](DType dtype, const Shape& shape) {
+    return Tensor(reinterpret_cast<void*>(++next << 42), dtype, shape, contiguous_strides(shape), Device::cuda,
+                  x.device);
   };
   const Shape of_q{1, x.heads, x.tokens_q, x.dim}, of_k{1, 2, x.tokens_k, x.dim}, of_row{1, x.heads, x.tokens_q, 1};
   const auto like_q = [&] { return tensor(x.dtype, of_q); };
   const auto like_k = [&] { return tensor(x.dtype, of_k); };
   const Tensor q = like_q(), k = tensor(x.k_dtype, of_k), o = like_q(), lse = tensor(DType::f32, of_row);
-  Tensor v = like_k(), scale = tensor(DType::f32, {1, 2, 1, 1}, Device::cpu);
+  Tensor v = like_k(), scale = tensor(DType::f32, {1, 2, 1, 1});
   octet_quantization quantization = OCTET_QUANTIZATION_INIT;
   quantization.operand = OCTET_OPERAND_V, quantization.granularity = OCTET_PER_TENSOR;
   quantization.scale = &scale;
