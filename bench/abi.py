@@ -20,6 +20,7 @@ DTYPES = {
     torch.bfloat16: "bf16",
     torch.int32: "i32",
     torch.float8_e4m3fn: "e4m3",
+    torch.bool: "bool",
 }
 BIAS_CORRECTIONS = abi.BIAS_CORRECTIONS
 FORWARD, BACKWARD, JVP = abi.PASSES["forward"], abi.PASSES["backward"], abi.PASSES["jvp"]

@@ -15,7 +15,7 @@ import pathlib
 
 import torch
 from abi import BACKWARD, BIAS_CORRECTIONS, FORWARD, JVP, Octet, load
-from peers import circumstances, medians
+from peers import circumstances, cudnn_name, medians
 from problems import GPU_FEW_QUERIES, GPU_GENERAL, GPU_GENERAL_F32
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -97,13 +97,14 @@ def jvp(library, p):
 class Torch:
     """The same by one of torch's own kernels."""
 
-    def __init__(self, p, training=True):
+    def __init__(self, p, training=True, backend=None):
+        backend = backend or BACKENDS[p.q.dtype]
         function = lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=p.mask, is_causal=p.causal, enable_gqa=q.shape[1] != k.shape[1]
         )
 
         def attend(*tensors):
-            with sdpa_kernel(BACKENDS[p.q.dtype]):
+            with sdpa_kernel(backend):
                 return function(*tensors)
 
         self.forward = lambda: attend(p.q, p.k, p.v)
@@ -189,18 +190,31 @@ def jvps(library, shapes, options):
             yield describe(time({}, {"octet": jvp(library, p)[0]}, options), shape, torch.bfloat16, "jvp", 3, causal)
 
 
+def mask_tensors(batch, heads, tokens):
+    """Mask tensors by name: random numbers of all heads or of each, and masks in blocks, which models give."""
+    numbers = lambda of: draw((1, of, tokens, tokens), torch.bfloat16, 9)
+    yield "mask of all heads", numbers(1)
+    yield "mask of each head", numbers(heads)
+    lengths = torch.linspace(0.53, 0.97, batch, device="cuda").mul(tokens).int()
+    yield "bool mask of padding", torch.arange(tokens, device="cuda") < lengths[:, None, None, None]
+    seen = torch.ones(tokens, tokens, dtype=torch.bool, device="cuda").tril()
+    zeros = torch.zeros(batch, 1, tokens, tokens, dtype=torch.bfloat16, device="cuda")
+    yield "causal mask of 0 and -inf", zeros.masked_fill(~seen, -torch.inf)
+
+
 def masks(library, shapes, options):
-    """A mask tensor of bf16, shared by heads or one a head, beside none: "ratios" are of none."""
+    """Mask tensors beside none, and beside cuDNN with the same; FLOPs are those of all pairs."""
     for shape in (x for x in shapes if x[2] <= 4096):
         batch, heads, tokens, _ = shape
         plain = General(library, Problem(shape, shape, torch.bfloat16, False))
-        for mask_heads in (1, heads):
-            mask = draw((1, mask_heads, tokens, tokens), torch.bfloat16, 9)
-            masked = General(library, Problem(shape, shape, torch.bfloat16, False, mask))
+        for name, mask in mask_tensors(batch, heads, tokens):
+            p = Problem(shape, shape, torch.bfloat16, False, mask)
+            masked, cudnn = General(library, p), Torch(p, backend=SDPBackend.CUDNN_ATTENTION)
             for which, factor in (("forward", 1), ("backward", 2.5)):
-                calls = {"octet": getattr(masked, which), "no mask": getattr(plain, which)}
-                name = f"{which}, mask of {'all heads' if mask_heads == 1 else 'each head'}"
-                yield describe(time({}, calls, options), shape, torch.bfloat16, name, factor, False)
+                calls = {
+                    label: getattr(x, which) for label, x in (("octet", masked), ("no mask", plain), ("cudnn", cudnn))
+                }
+                yield describe(time({}, calls, options), shape, torch.bfloat16, f"{which}, {name}", factor, False)
 
 
 def few_queries(library, options):
@@ -247,6 +261,7 @@ def main():
     if options.output:
         peers = {
             "torch": f"torch {torch.__version__}: flash attention in bf16, memory-efficient attention in f32",
+            "cudnn": cudnn_name(),
         }
         result = circumstances(library, options.rounds) | {"peers": peers, "errors": found, "rows": rows}
         options.output.write_text(json.dumps(result, indent=1) + "\n")
