@@ -51,7 +51,7 @@ class Row:
 
 ALLOWED = {
     "alignment": ("top_left", "bottom_right"),
-    "mask": ("keys", "heads", "blind", "bias_f32", "bias_bf16"),
+    "mask": ("keys", "heads", "blind", "bias_f32", "bias_bf16", "blocks", "bias_blocks"),
     "dtype": tuple(DTYPES),
     "out_dtype": ("f32", "f16", "bf16"),
     "layout": ("bhtd", "bthd", "transposed", "padded"),
@@ -189,15 +189,23 @@ def draw(row, dtype=None):
 
     more, bias = {}, None
     if row.mask:
-        shape = {"keys": (1, 1, 1, m), "blind": full, "bias_f32": (1, h, n, m)}.get(row.mask, (b, 1, n, m))
+        shapes = {"keys": (1, 1, 1, m), "blind": full, "bias_f32": (1, h, n, m), "bias_blocks": full}
+        shape = shapes.get(row.mask, (b, 1, n, m))
         shown = random.random(shape) < 2 / 3
         if row.mask == "blind":
             shown[:, :, 3::7] = False
+        numbers = 2 * random.standard_normal(shape)
+        if "blocks" in row.mask:
+            of_batch, of_head, query, key = np.ogrid[tuple(map(slice, shape))]
+            kind = (of_batch + of_head + query // 64 + 3 * (key // 128)) % 4
+            hidden = (kind == 0) | (of_batch > 0) & (query // 64 == 1)
+            shown = ~hidden & (shown | (kind < 3))
+            numbers = np.where(kind < 3, 0, numbers)
         seen = seen & shown
         more["mask"] = shown
-        if row.mask in ("bias_f32", "bias_bf16"):
-            numbers = 2 * random.standard_normal(shape)
-            more["mask"] = np.where(shown, numbers, -np.inf).astype(DTYPES[row.mask.removeprefix("bias_")])
+        if row.mask.startswith("bias"):
+            dtype = DTYPES["f32" if row.mask == "bias_f32" else "bf16"]
+            more["mask"] = np.where(shown, numbers, -np.inf).astype(dtype)
             bias = np.where(shown, more["mask"].astype(np.float64), 0)
     if row.sinks:
         more["sinks"] = random.normal(np.log1p(m), 2, h).astype(wide)

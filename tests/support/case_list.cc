@@ -22,7 +22,9 @@ const Words<MaskTensor> kMasks = {{"keys", MaskTensor::keys},
                                   {"heads", MaskTensor::heads},
                                   {"blind", MaskTensor::blind},
                                   {"bias_f32", MaskTensor::bias_f32},
-                                  {"bias_bf16", MaskTensor::bias_bf16}};
+                                  {"bias_bf16", MaskTensor::bias_bf16},
+                                  {"blocks", MaskTensor::blocks},
+                                  {"bias_blocks", MaskTensor::bias_blocks}};
 const Words<DType> kDTypes = {{"f32", DType::f32}, {"f16", DType::f16}, {"bf16", DType::bf16}, {"e4m3", DType::e4m3}};
 const Words<DType> kOutDTypes = {{"f32", DType::f32}, {"f16", DType::f16}, {"bf16", DType::bf16}};
 const Words<Layout> kLayouts = {

@@ -30,6 +30,10 @@ std::vector<Precision> precisions_of(Pass pass) {
   return {};
 }
 
+bool is_added(MaskTensor mask) {
+  return mask == MaskTensor::bias_f32 || mask == MaskTensor::bias_bf16 || mask == MaskTensor::bias_blocks;
+}
+
 double Case::effective_scale() const { return scale ? *scale : 1.0 / std::sqrt(static_cast<double>(dim)); }
 
 namespace {
@@ -45,20 +49,28 @@ Values draw_mask(const Case& c, uint64_t seed) {
       break;
     case MaskTensor::heads:
     case MaskTensor::bias_bf16:
+    case MaskTensor::blocks:
       shape[1] = 1;
       break;
     case MaskTensor::blind:
+    case MaskTensor::bias_blocks:
       break;
     case MaskTensor::bias_f32:
       shape[0] = 1;
       break;
   }
   Values mask = normal(shape, seed);
-  const bool added = c.mask == MaskTensor::bias_f32 || c.mask == MaskTensor::bias_bf16;
+  const bool added = is_added(c.mask), blocks = c.mask == MaskTensor::blocks || c.mask == MaskTensor::bias_blocks;
   for_each(shape, [&](int64_t b, int64_t h, int64_t t, int64_t s) {
     double& x = mask.at(b, h, t, s);
     const bool seen = x > -.43;  // two thirds
-    x = added ? seen ? 2.0 * x : -std::numeric_limits<double>::infinity() : seen;
+    constexpr double kHidden = -std::numeric_limits<double>::infinity();
+    x = added ? seen ? 2.0 * x : kHidden : seen;
+    const int64_t kind = (b + h + t / 64 + 3 * (s / 128)) % 4;
+    if (blocks && (kind == 0 || (b > 0 && t / 64 == 1)))
+      x = added ? kHidden : 0.0;
+    else if (blocks && kind < 3)
+      x = added ? 0.0 : 1.0;
     if (c.mask == MaskTensor::blind && t % 7 == 3) x = 0.0;
   });
   return mask;
@@ -84,11 +96,11 @@ Inputs draw(const Case& c, uint64_t seed) {
       *x = joined(std::vector<Values>(static_cast<size_t>(c.batch), first), 0);
     }
   }
-  const bool added = c.mask == MaskTensor::bias_f32 || c.mask == MaskTensor::bias_bf16;
-  in.mask_dtype = c.mask == MaskTensor::none        ? DType::none
-                  : c.mask == MaskTensor::bias_bf16 ? DType::bf16
-                  : added                           ? DType::f32
-                                                    : DType::boolean;
+  const bool added = is_added(c.mask);
+  in.mask_dtype = c.mask == MaskTensor::none       ? DType::none
+                  : c.mask == MaskTensor::bias_f32 ? DType::f32
+                  : added                          ? DType::bf16
+                                                   : DType::boolean;
   in.mask = draw_mask(c, 100 * seed + 8);
   if (added) in.mask = rounded(in.mask, in.mask_dtype);
   if (c.sinks != Sinks::none) {

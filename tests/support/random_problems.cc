@@ -93,17 +93,20 @@ void pick_layouts(Picker& pick, Case& c) {
   c.interleaved = alike && c.kv_layout != Layout::broadcast && pick.percent(50);
 }
 
-// A tensor of any broadcast shape that hides a third of the keys, some queries from all, and may add to the logits.
+// A tensor of any broadcast shape that hides a third of the keys, some queries from all, and may add to the logits; or
+// does so in some blocks, and hides or does not change others.
 void draw_mask(Picker& pick, const Case& c, uint64_t seed, Inputs& in) {
   const auto size = [&](int64_t full) { return pick.percent(50) ? full : 1; };
   const Shape shape{size(c.batch), size(c.heads), size(c.tokens_q), size(c.tokens_k)};
   in.mask_dtype = pick.one_of({DType::boolean, DType::f32, DType::f16, DType::bf16});
-  in.mask_layout = pick.one_of({Layout::bhtd, Layout::bhtd, Layout::transposed, Layout::padded});
-  const bool blind = pick.percent(30), offsets = pick.percent(20);
+  in.mask_layout = pick.one_of({Layout::bhtd, Layout::spaced, Layout::transposed, Layout::padded});
+  const bool blind = pick.percent(30), offsets = pick.percent(20), blocks = pick.percent(40);
   in.mask = normal(shape, seed);
   for_each(shape, [&](int64_t b, int64_t h, int64_t i, int64_t j) {
     double& x = in.mask.at(b, h, i, j);
-    const bool seen = x > -.43 && !(blind && i % 7 == 3);
+    const int64_t block = blocks ? (i / 64 + 3 * (j / 64)) % 4 : 3;  // 0: hidden, 1 and 2: zeros
+    const bool seen = block > 0 && (block < 3 || x > -.43) && !(blind && i % 7 == 3);
+    if (block < 3) x = 0.0;
     const double offset = offsets ? static_cast<double>(i % 5) * 16.0 : 0.0;
     x = in.mask_dtype == DType::boolean ? seen : seen ? 2.0 * x + offset : kNever;
   });

@@ -111,6 +111,7 @@ std::vector<Case> partly_seen_cases() {
        .tokens_q = 80,
        .tokens_k = 152,
        .mask = MaskTensor::bias_bf16},
+      {.name = "blocks", .batch = 2, .heads = 2, .tokens_q = 150, .tokens_k = 400, .mask = MaskTensor::blocks},
   };
 }
 
@@ -119,6 +120,10 @@ PartlySeen partly_seen(const Case& c, uint64_t seed) {
   // Tensors hide some keys from all queries, among others and at the end, and all keys from some queries.
   const double hides = x.in.mask_dtype == DType::boolean ? 0.0 : -std::numeric_limits<double>::infinity();
   for_each(x.in.mask.shape, [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+    if (c.mask == MaskTensor::blocks) {
+      if (j >= c.tokens_k - 150 || i / 64 == 1) x.in.mask.at(b, h, i, j) = hides;
+      return;
+    }
     if (j % 5 == 2 || j >= c.tokens_k - 20 || (i % 9 == 4 && x.in.mask.shape[2] > 1)) x.in.mask.at(b, h, i, j) = hides;
   });
   return x;

@@ -3,6 +3,7 @@
 #pragma once
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/max.h"
+#include "cuda/ptx/mma_sync.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/sm80/logits.h"
 
@@ -109,6 +110,55 @@ struct MaskFragment {
     });
   }
 };
+
+// This thread's numbers of a tile of 32 keys, where keys are the rows of s.
+struct MaskFragmentByKeys {
+  static constexpr int kKeys = 32;
+  const unsigned char* tile;
+  MaskElement element;
+
+  // s^T = scale s^T + mask - gauge, with the gauges of the columns.
+  template <int M, int Columns>
+  __device__ void add(Accumulator<Columns> (&s)[M], float scale, const float* gauge) const {
+    static_assert(M * 16 == kKeys);
+    const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
+    with_mask_type(element, [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+      constexpr int kBytes = sizeof(typename MaskNumbers<T>::Word) / 2, kRowBytes = mask_row_bytes(kKeys, kBytes);
+      const uint32_t lane_right = ptx::shared_address(tile) + lane % 8 * kRowBytes + lane / 8 * kMaskChunkBytes;
+      const unsigned char* const first = tile + lane % 4 * 2 * kRowBytes + lane / 4 * kBytes;
+#pragma unroll
+      for (int i = 0; i < Columns / 8; ++i) {
+        float2 numbers[2 * M];  // of the two queries of each key
+        if constexpr (kBytes == 2) {
+          uint32_t words[4];
+          ptx::ldmatrix_trans(words, lane_right + i * 8 * kRowBytes);
+#pragma unroll
+          for (int key = 0; key < 2 * M; ++key) numbers[key] = MaskNumbers<T>::two(words[key]);
+        } else {
+#pragma unroll
+          for (int key = 0; key < 2 * M; ++key)
+            numbers[key] = {MaskNumbers<T>::one(first + i * 8 * kRowBytes, 8 * key),
+                            MaskNumbers<T>::one(first + (i * 8 + 1) * kRowBytes, 8 * key)};
+        }
+        const auto of_columns = *reinterpret_cast<const float2*>(gauge + 8 * i);
+#pragma unroll
+        for (int key = 0; key < 2 * M; ++key) {
+          float* const x = &s[key / 2].x[4 * i + key % 2 * 2];
+          x[0] = __fmaf_rn(x[0], scale, numbers[key].x - of_columns.x);
+          x[1] = __fmaf_rn(x[1], scale, numbers[key].y - of_columns.y);
+        }
+      }
+    });
+  }
+};
+
+// s = scale s - gauge: what MaskFragment::add does where the mask is 0.
+template <int Columns>
+__device__ void subtract_gauge(Accumulator<Columns>& s, float scale, const float (&gauge)[kRowsPerThread]) {
+#pragma unroll
+  for (int i = 0; i < Columns / 2; ++i) s.x[i] = __fmaf_rn(s.x[i], scale, 0.f - gauge[i / 2 % kRowsPerThread]);
+}
 
 // Returns the largest of this thread's elements of a row, or NaN if one is.
 template <int Columns>

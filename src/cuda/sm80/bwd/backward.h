@@ -16,6 +16,7 @@
 #include "cuda/backward/schedule.h"
 #include "cuda/sm80/bwd/config.h"
 #include "cuda/sm80/bwd/projection.h"
+#include "cuda/sm80/mask_classes.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/mma.h"
 
@@ -26,6 +27,7 @@ struct KernelParams {
   bool integers;  // dq is summed in integers
   LogitTerms terms;
   Projection projection;
+  MaskClasses mask_classes;  // kind: masked
 };
 
 template <class T, int Dim, BackwardKind kind>
@@ -34,7 +36,7 @@ struct Backward {
   using Tiles = BackwardTile<Dim>;  // of preprocessing; a tile of this kernel is a part of one
   static constexpr bool Projects = kind == BackwardKind::projected;
   static constexpr bool General = kind == BackwardKind::general || Projects;
-  static constexpr bool HasMask = General || kind == BackwardKind::masked;
+  static constexpr bool HasClasses = kind == BackwardKind::masked, HasMask = General || HasClasses;
   static constexpr int kQueries = C::kQueries, kKeys = C::kKeys, kStages = C::kStages, kDoStages = C::kDoStages;
   static constexpr int kBuffers = C::kBuffers;
   static constexpr int kThreads = 32 * C::kWarps;
@@ -60,6 +62,11 @@ struct Backward {
   static constexpr int kDqColumns = PartDq::kColumns / (C::kDqHalves ? 2 : 1);
   using TileDq = Accumulator<kDqColumns>[PartDq::kBlocks];
   using Rows = QueryRows<Tiles::kQueries>;
+  // The rows and columns of a mask tensor that are in shared memory: where keys are rows, 32 queries of 32 keys for
+  // each warp.
+  static constexpr int kMaskRows = C::kKeysAsRows ? kThreads : kQueries, kMaskColumns = C::kKeysAsRows ? 32 : kKeys;
+  // Masks of f32 have no room beside keys as rows in 99 KB.
+  static constexpr int kMostMaskBytes = C::kKeysAsRows ? 2 : 4;
 
   // A tile of queries of one head.
   struct Step {
@@ -88,11 +95,14 @@ struct Backward {
     int iterations;
     Step steps[kSteps];
     [[no_unique_address]] ProjectionMemory<Projects, kQueries, TileP::kBytes, PartS::kColumnParts> projection;
-    float gauge[HasMask ? kQueries : 1];  // of the current tile of a mask tensor, which follows this struct
+    // Of the current tile of a mask tensor, which follows this struct.
+    alignas(C::kKeysAsRows ? 8 : 4) float gauge[C::kKeysAsRows ? kStages : 1][HasMask ? kQueries : 1];
+    int mask_class[HasClasses ? kSteps : 0];
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + kChunkBytes - 1) / kChunkBytes * kChunkBytes;
   static_assert(C::kWarps > 4 ||
-                kSharedBytes + (HasMask ? kQueries * mask_row_bytes(kKeys, 4) : 0) <= kMostSharedBytes);
+                kSharedBytes + (HasMask ? kMaskRows * mask_row_bytes(kMaskColumns, kMostMaskBytes) : 0) <=
+                    kMostSharedBytes);
 
   const KernelParams& params;
   const BackwardParams& a;
@@ -115,8 +125,18 @@ struct Backward {
   __device__ void load_do(const Step& step, int stage) const;
   __device__ bool has_mask_tile() const { return HasMask && params.terms.mask && params.terms.mask_chunks; }
   __device__ unsigned char* mask_tile() const { return reinterpret_cast<unsigned char*>(&shared) + kSharedBytes; }
-  __device__ void load_mask(const Step& step) const;
-  __device__ void add_mask_tile(TileS& s, float scale) const;
+  __device__ const int* mask_classes(int head, int tile) const {
+    return params.mask_classes.of(w.batch, head, tile) + w.first_key / kKeys;
+  }
+  __device__ void skip_hidden_queries() const;
+  __device__ void load_mask_class(const MBlock& at, int n) const;
+  __device__ bool needs_mask_tile(int n) const { return !HasClasses || shared.mask_class[n % kSteps] != kZeros; }
+  __device__ void load_mask(const Step& step, bool tile) const;
+  __device__ unsigned char* mask_tile_by_keys() const;
+  __device__ void load_gauges(const Step& step, int stage) const;
+  __device__ void load_mask_by_keys(int n, int pass) const;
+  __device__ void add_mask_by_keys(TileS& s, int n, int pass) const;
+  __device__ void add_mask_tile(TileS& s, float scale, bool needs_tile) const;
   __device__ void compute(TileDk& dk, TileDk& dv);
   __device__ void compute_by_keys(TileDk& dk, TileDk& dv);
   __device__ void take_p_by_keys(TileS& s, int first, int stage) const;

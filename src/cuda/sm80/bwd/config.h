@@ -48,9 +48,7 @@ struct BackwardConfig<128, BackwardKind::large> : BackwardDefaults {
   static constexpr bool kKeysAsRows = true;
 };
 template <>
-struct BackwardConfig<64, BackwardKind::masked> : BackwardDefaults {
-  static constexpr int kQueries = 64, kKeys = 64, kDoStages = 2, kBlocks = 3;
-};
+struct BackwardConfig<64, BackwardKind::masked> : BackwardConfig<64, BackwardKind::small> {};
 template <>
 struct BackwardConfig<128, BackwardKind::masked> : BackwardDefaults {
   static constexpr int kWarps = 8, kQueries = 64, kKeys = 128, kDoStages = 2, kBlocks = 1;

@@ -10,10 +10,12 @@ struct BackwardKernel {
   int queries, keys;            // of a tile
   int query_parts, key_parts;   // thread blocks for each block of queries, and of keys, of preprocessing
   int threads, shared_bytes;
+  int mask_rows, mask_columns;  // of the mask tensor that are in shared memory
+  bool has_classes;             // of tiles of the mask tensor, if there is one
 
   // Returns the bytes of shared memory with those of a tile of the mask tensor, if there is one.
   int bytes_with_mask(const LogitTerms& t) const {
-    return shared_bytes + (t.mask_chunks ? queries * mask_row_bytes(keys, t.mask_bytes) : 0);
+    return shared_bytes + (t.mask_chunks ? mask_rows * mask_row_bytes(mask_columns, t.mask_bytes) : 0);
   }
 };
 

@@ -50,6 +50,10 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   WorkspaceAllocator allocator(workspace);
   PreprocessParams params = preprocess_params(p, true, true, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
+  const BackwardKernel kernel = kernel_of(p, terms);
+  const bool has_classes = kernel.has_classes && terms.mask;
+  const MaskClasses classes =
+      has_classes ? mask_classes(p, terms, kernel.queries, kernel.keys, allocator) : MaskClasses{};
   const SeenOperands seen(p, terms, allocator);
   params.q = seen.q, params.k = seen.k, params.v = seen.v, params.do_ = seen.do_;
   const Strided saved_lse = params.lse;
@@ -76,15 +80,15 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
     return allocator.used();
   }
   count_blocks(params.q_blocks, params.k_blocks, stream);
-  const BackwardKernel kernel = kernel_of(p, terms);
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount, p.device_index);
   const KernelParams arguments{backward_params(p, params, processors, dk.output(), dv.output()), p.deterministic, terms,
-                               projection};
+                               projection, classes};
   const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.key_parts,
                 sweep_blocks = p.batch * p.kv_heads * params.q_blocks.count * kernel.query_parts;
   const bool sweeps = projects(p) && blocks && sweep_blocks;
   seen.preprocess(p, terms, stream);
   compute_gauges(p, terms, stream);
+  if (has_classes) classify(p, terms, classes, stream);
   if (rows.to) remove_gauges(rows, stream);
   preprocess(params, stream);
   if (sweeps)

@@ -17,6 +17,7 @@ __device__ void Backward<T, Dim, kind>::run(unsigned number) {
   }
   __syncthreads();
   if (!w.valid() || w.k.index < 0 || w.first_key >= w.k.tokens) return;
+  if constexpr (HasClasses) skip_hidden_queries();
   load_keys();
   do {
     next_part();
@@ -39,6 +40,23 @@ __device__ void Backward<T, Dim, kind>::load_keys() const {
   const int64_t bytes = tile * (Tiles::kKeys * Dim * static_cast<int64_t>(sizeof(T)));
   load_async<kThreads, Tiles::kKeys>(TileK{shared.k}, a.k + bytes, w.first_key % Tiles::kKeys);
   load_async<kThreads, Tiles::kKeys>(TileK{shared.v}, a.v + bytes, w.first_key % Tiles::kKeys);
+}
+
+// Leaves out the tiles of queries before the first and behind the last from which the mask does not hide the keys.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::skip_hidden_queries() const {
+  if (!has_mask_tile() || warp > 0) return;
+  const int group = a.heads / a.kv_heads;
+  KeyRange seen{w.tiles.last, w.tiles.first};
+  for (int head = w.kv_head * group; head < (w.kv_head + 1) * group; ++head) {
+    const KeyRange of_head =
+        seen_tiles(mask_classes(head, 0), params.mask_classes.row_stride, w.tiles.first, w.tiles.last);
+    seen = {min(seen.first, of_head.first), max(seen.last, of_head.last)};
+  }
+  __syncwarp();
+  if (lane > 0) return;
+  const bool starts_inside = seen.first <= w.tiles.start && w.tiles.start < seen.last;
+  shared.key_block.tiles = {seen.first, max(seen.first, seen.last), starts_inside ? w.tiles.start : seen.first};
 }
 
 // Goes on to the next part of the queries, once all warps have computed the part before.
@@ -90,22 +108,31 @@ __device__ void Backward<T, Dim, kind>::load_do(const Step& step, int stage) con
   load_async<kThreads, Tiles::kQueries>(TileQ{shared.do_[stage]}, a.do_ + step.tile * kBytes, step.first);
 }
 
-// Starts the copies of a tile of the mask tensor and of the gauges of its rows.
+// Starts the copy of the class of iteration n, whose tile is `at`.
 template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::load_mask(const Step& step) const {
+__device__ void Backward<T, Dim, kind>::load_mask_class(const MBlock& at, int n) const {
+  if (has_mask_tile() && threadIdx.x == 0)
+    ptx::cp_async_word(ptx::shared_address(&shared.mask_class[n % kSteps]),
+                       mask_classes(w.kv_head * shared.group + at.head, at.tile));
+}
+
+// Starts the copies of the gauges of a tile's rows and, if asked to, of the tile of the mask tensor.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::load_mask(const Step& step, bool tile) const {
   if (!has_mask_tile()) return;
   const LogitTerms& t = params.terms;
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
-  load_mask_tile<kThreads, kQueries, kKeys>(mask_tile(), thread, t, w.batch, step.head, step.query, w.q.tokens,
-                                            w.first_key, w.k.tokens);
+  if (tile)
+    load_mask_tile<kThreads, kQueries, kKeys>(mask_tile(), thread, t, w.batch, step.head, step.query, w.q.tokens,
+                                              w.first_key, w.k.tokens);
   if (t.gauge && thread < kQueries)
-    ptx::cp_async_word(ptx::shared_address(&shared.gauge[thread]),
+    ptx::cp_async_word(ptx::shared_address(&shared.gauge[0][thread]),
                        t.gauge_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)));
 }
 
-// Turns s into scale s + mask - gauge, or into scale s where there is no mask tensor.
+// Turns s into scale s + mask - gauge, or into scale s where there is no mask tensor. `needs_tile`: the mask is not 0.
 template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::add_mask_tile(TileS& s, float scale) const {
+__device__ void Backward<T, Dim, kind>::add_mask_tile(TileS& s, float scale, bool needs_tile) const {
   if (!has_mask_tile()) {
     for (auto& block : s) block.scale(scale);
     return;
@@ -115,9 +142,14 @@ __device__ void Backward<T, Dim, kind>::add_mask_tile(TileS& s, float scale) con
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const int row = first + 16 * m;
-    const float gauge[] = {shared.gauge[row], shared.gauge[row + 8]};
+    const float gauge[] = {shared.gauge[0][row], shared.gauge[0][row + 8]};
     const int column = 16 * PartS::column_block(warp) + fragment_column();
-    MaskFragment<kKeys>{mask_tile(), params.terms.element, row, column}.add(s[m], scale, gauge);
+    if (needs_tile) {
+      MaskFragment<kKeys>{mask_tile(), params.terms.element, row, column}.add(s[m], scale, gauge);
+    } else {
+      const bool any = params.terms.gauge;
+      subtract_gauge(s[m], scale, {any ? gauge[0] : 0.f, any ? gauge[1] : 0.f});
+    }
   }
 }
 
@@ -149,7 +181,7 @@ __device__ void Backward<T, Dim, kind>::add_logit_terms(TileS& s, TileS& dp, Til
       x = capped.x, factor[m].x[i] *= capped.derivative;
     }
   }
-  if (has_mask_tile() && !terms.slopes) return add_mask_tile(s, scale_left);
+  if (has_mask_tile() && !terms.slopes) return add_mask_tile(s, scale_left, true);
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     RowTerms rows[kRowsPerThread];
@@ -252,7 +284,9 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
   if (shared.iterations) {
     const Step step = next_step(at, 0);
     load_q(step, 0), load_do(step, 0), load_lambda(step, 0);
-    if constexpr (HasMask) load_mask(step);
+    if constexpr (HasMask) load_mask(step, true);
+    // Whether the tile of the mask is needed must be known where it would be loaded, an iteration ahead.
+    if constexpr (HasClasses) load_mask_class(first_tile(), 0), load_mask_class(at, 1);
   }
   ptx::cp_async_commit();
   for (int n = 0; n < shared.iterations; ++n) {
@@ -281,7 +315,7 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
     if constexpr (General)
       add_logit_terms(s, dp, Projects ? derivative : dp, step, stage);
     else if constexpr (HasMask)
-      add_mask_tile(s, shared.q_k_scale * a.scale);
+      add_mask_tile(s, shared.q_k_scale * a.scale, needs_mask_tile(n));
     take_p(s, stage);
     if (!General) multiply_dp();
     hide(s, step.query);
@@ -291,7 +325,9 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
     store(dp, ds.data);
     __syncthreads();
     if constexpr (HasMask) {
-      if (more) load_mask(shared.steps[ptx::opaque(n + 1) % kSteps]);
+      const int next = ptx::opaque(n + 1);
+      if (more) load_mask(shared.steps[next % kSteps], needs_mask_tile(next));
+      if constexpr (HasClasses) load_mask_class(at, n + 2);
       ptx::cp_async_commit();
     }
     // dq += ds k, dv += p^T do, dk += ds^T q. do is free after dv, which matters where it has one stage. opaque() stops

@@ -70,6 +70,69 @@ __device__ void Backward<T, Dim, kind>::take_ds_by_keys(const TileS& p, TileS& d
   }
 }
 
+// Returns where this warp keeps numbers of the mask tensor: those of its keys, for the queries of one pass.
+template <class T, int Dim, BackwardKind kind>
+__device__ unsigned char* Backward<T, Dim, kind>::mask_tile_by_keys() const {
+  return mask_tile() + ptx::opaque(warp) * (32 * mask_row_bytes(kMaskColumns, params.terms.mask_bytes));
+}
+
+// Starts the copies of the gauges of a tile's queries, which are 0 where the mask is bool.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::load_gauges(const Step& step, int stage) const {
+  const LogitTerms& t = params.terms;
+  const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+  if (thread >= kQueries) return;
+  const void* const from = t.gauge ? t.gauge_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)) : t.mask;
+  ptx::cp_async_word(ptx::shared_address(&shared.gauge[stage][thread]), from, !t.gauge);
+}
+
+// Starts the copies of this warp's part of the mask tensor for a pass of iteration n, if it is needed.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::load_mask_by_keys(int n, int pass) const {
+  if (needs_mask_tile(n)) {
+    const LogitTerms& t = params.terms;
+    const Step& step = shared.steps[n % kSteps];
+    const int query = step.query + 32 * pass, key = w.first_key + 16 * PartS::row_block(ptx::opaque(warp));
+    if (query + 32 <= w.q.tokens && key + kMaskColumns <= w.k.tokens) {
+      const int64_t first = w.batch * t.mask_stride[0] + step.head * t.mask_stride[1] + query * t.mask_stride[2] + key;
+      load_whole_mask_tile<32, kMaskColumns>(mask_tile_by_keys(), t.mask_bytes,
+                                             static_cast<const unsigned char*>(t.mask) + first * t.mask_bytes,
+                                             t.mask_stride[2] * t.mask_bytes);
+    } else {
+      load_mask_tile<32, 32, kMaskColumns>(mask_tile_by_keys(), ptx::opaque(lane), t, w.batch, step.head, query,
+                                           w.q.tokens, key, w.k.tokens);
+    }
+  }
+  ptx::cp_async_commit();
+}
+
+// Turns s^T of a pass of iteration n into scale s^T + mask - gauge, and starts to load the mask for the pass after it.
+template <class T, int Dim, BackwardKind kind>
+__device__ void Backward<T, Dim, kind>::add_mask_by_keys(TileS& s, int n, int pass) const {
+  const float scale = shared.q_k_scale * a.scale;
+  const float* const gauge = &shared.gauge[n % kStages][32 * pass + fragment_column()];
+  if (needs_mask_tile(n)) {
+    if (pass > 0) ptx::cp_async_wait<0>(), __syncwarp();  // that of the first one has arrived with q and do
+    MaskFragmentByKeys{mask_tile_by_keys(), params.terms.element}.add(s, scale, gauge);
+    __syncwarp();  // all lanes have read it
+  } else {
+#pragma unroll
+    for (int i = 0; i < PartS::kColumns / 8; ++i) {
+      const auto of_columns = *reinterpret_cast<const float2*>(gauge + 8 * i);
+#pragma unroll
+      for (auto& block : s)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float& x = block.x[4 * i + j];
+          x = __fmaf_rn(x, scale, 0.f - (j % 2 ? of_columns.y : of_columns.x));
+        }
+    }
+  }
+  constexpr int kPasses = kQueries / kSColumns;
+  const bool last = pass == kPasses - 1;
+  if (!last || n + 1 < shared.iterations) load_mask_by_keys(n + last, last ? 0 : pass + 1);
+}
+
 // The iterations of one part of the queries.
 template <class T, int Dim, BackwardKind kind>
 __device__ void Backward<T, Dim, kind>::compute_by_keys(TileDk& dk, TileDk& dv) {
@@ -80,12 +143,17 @@ __device__ void Backward<T, Dim, kind>::compute_by_keys(TileDk& dk, TileDk& dv) 
     if (n < iterations) {
       const Step step = next_step(at, n);
       load_q(step, n % kStages), load_do(step, n % kStages);
+      // Whether the mask is needed must be known an iteration ahead.
+      if constexpr (HasMask) load_gauges(step, n % kStages), load_mask_class(at, n + 1);
     }
     ptx::cp_async_commit();
   };
+  if (HasMask && iterations) load_mask_class(at, 0);
   load_next(0), load_next(1);
   ptx::cp_async_wait<1>();
   __syncthreads();
+  if constexpr (HasMask)
+    if (iterations) load_mask_by_keys(0, 0), ptx::cp_async_wait<0>(), __syncwarp();
   for (int n = 0; n < iterations; ++n) {
     const int stage = n % kStages;
     const TileQ q{shared.q[stage]}, do_{shared.do_[stage]};
@@ -98,6 +166,7 @@ __device__ void Backward<T, Dim, kind>::compute_by_keys(TileDk& dk, TileDk& dv) 
       for (auto& x : p) x.zero();
       for (auto& x : ds) x.zero();
       mma_ABt(p, k, PartS::row_block(warp), q, block);
+      if constexpr (HasMask) add_mask_by_keys(p, n, pass);
       take_p_by_keys(p, 16 * block, stage);
       mma_ABt(ds, v, PartS::row_block(warp), do_, block);
       if (needs_mask(step.query)) hide_by_keys(p, step.query + 16 * block);

@@ -55,7 +55,7 @@ __device__ void Backward<T, Dim, kind>::sum_rows(const Step& step) {
     if (threadIdx.x == 0)
       shared.key_block.first_key = key, shared.key_block.block = w.k.first_block + key / Tiles::kKeys;
     __syncthreads();
-    load_keys(), load_mask(step);
+    load_keys(), load_mask(step, true);
     ptx::cp_async_commit();
     ptx::cp_async_wait<0>();
     __syncthreads();

@@ -90,7 +90,9 @@ struct Forward {
     const QkType* k_start;
     const PType* v_start;
     const float *k_factors, *v_factors;
-    const unsigned char* mask_start;  // where kMasked: the mask's first number of the tile of queries
+    // Where kMasked: the mask's first number of the tile of queries, and the class of each warp's first tile of keys.
+    const unsigned char* mask_start;
+    const int* mask_classes[kMasked<Dims> ? Tile::kWarps : 0];
     float m_at_flip[kCompensated<Precision> ? kRows : 1];
     // For few queries, whose rows belong to several heads: the end of the rows, and the terms of each row.
     int rows_end;
@@ -170,6 +172,21 @@ struct Forward {
       shared.warp_keys[threadIdx.x / 32] = mine;
     }
   }
+  // Leaves out the tiles before the first and behind the last that the mask does not hide from all rows of a warp.
+  __device__ void skip_hidden_keys() const {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    __syncwarp();
+    Keys& mine = shared.warp_keys[warp];
+    const int* const classes = a.mask_classes.of(shared.q_tile.batch, shared.q_tile.head, warp_row() / kRowsOfWarp);
+    const KeyRange seen = seen_tiles(classes, 1, mine.first, mine.last);
+    if (threadIdx.x % 32 == 0) shared.mask_classes[warp] = classes, mine.first = seen.first, mine.last = seen.last;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    int first = shared.keys.last, last = shared.keys.first;
+    for (const Keys& each : shared.warp_keys)
+      if (each.first < each.last) first = min(first, each.first), last = max(last, each.last);
+    shared.keys.first = first, shared.keys.last = last;
+  }
   // Returns the first row of this warp, and the first of this thread in a row block.
   __device__ int warp_row() const { return shared.q_tile.q_start + static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp; }
   __device__ int thread_row(int block) const {
@@ -241,6 +258,10 @@ struct Forward {
     return {mask_tile(), a.terms.element, ptx::opaque(thread_row(block)) - shared.q_tile.q_start, fragment_column()};
   }
   __device__ void load_mask(int tile) const;
+  // Returns false if the mask adds 0 to all logits of a tile of this warp.
+  __device__ bool needs_mask(int tile) const {
+    return !kMasked<Dims> || shared.mask_classes[ptx::opaque(static_cast<int>(threadIdx.x)) / 32][tile] != kZeros;
+  }
   static __device__ bool fits_beside_sum(const Softmax& softmax, const RowValues& most);
 
   // The words in which this thread keeps a of the sign flip: those of a row of the output.

@@ -20,9 +20,11 @@ ForwardKernel describe() {
   return {reinterpret_cast<const void*>(&forward_kernel<Precision, Dims, General>),
           Kind::kRows,
           Kind::kKeys,
+          Kind::kRowsOfWarp,
           Kind::kThreads,
           Kind::kSharedBytes,
           Kind::Tile::kBlocks,
+          kMasked<Dims>,
           Dims::kDim,
           Dims::kDimV};
 }

@@ -7,8 +7,10 @@ namespace octet::cuda::sm80 {
 struct ForwardKernel {
   const void* function;
   int rows, keys;  // of a tile
+  int rows_of_warp;
   int threads, shared_bytes;
   int blocks;      // thread blocks that a multiprocessor's registers have room for
+  bool masked;     // it is one for mask tensors alone
   int dim, dim_v;  // channels of q and of v that it multiplies; where v has more, it runs once for each so many
 };
 

@@ -136,6 +136,8 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
     v_parts.emplace_back(columns_of(seen_v.view(), first, kernel.dim_v), kernel.dim_v, NonFinite::kept, allocator);
   const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
+  const MaskClasses classes =
+      kernel.masked ? mask_classes(p, terms, kernel.rows_of_warp, kernel.keys, allocator) : MaskClasses{};
   const int64_t part_rows = splits ? p.batch * schedule.splits * p.heads * p.tokens_q : 0;
   auto* const part_o = allocator.take<float>(part_rows * std::min<int64_t>(p.dim_v, kernel.dim_v));
   auto* const statistics = allocator.take<RowStatistics>(part_rows);
@@ -147,6 +149,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
       tile_scheduler(p, schedule.tile_queries, groups_of(p, schedule), blocks_before, stream, schedule.tile_heads);
   seen_v.preprocess(terms, stream);
   compute_gauges(p, terms, stream);
+  if (kernel.masked) classify(p, terms, classes, stream);
   if (parts) {
     q_parts.preprocess(stream), k_parts.preprocess(stream);
     for (const F16PartsInput& input : v_parts) input.preprocess(stream);
@@ -163,6 +166,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.dim = static_cast<int>(parts ? kernel.dim : p.dim);
   a.whole_columns = parts || (p.dim == kernel.dim && p.dim_v == kernel.dim_v);
   a.terms = terms;
+  a.mask_classes = classes;
   constexpr double kLog2e = 1.4426950408889634;
   a.scale_log2e = static_cast<float>(general(p) ? kLog2e : p.scale * kLog2e);
   // f16 has a smaller range of exponents for the other keys than bf16.

@@ -69,6 +69,7 @@ template <class Precision, class Dims, bool General>
 __device__ inline void Forward<Precision, Dims, General>::load_mask(int tile) const {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (!stages_mask() || tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) return;
+  if (!needs_mask(tile)) return;
   unsigned char* const to = mask_tile() + warp * kRowsOfWarp * mask_row_bytes(kKeys, a.terms.mask_bytes);
   if constexpr (kMasked<Dims> && Dims::kDimV == 64)  // with more channels it would spill registers
     if (warp_row() + kRowsOfWarp <= shared.q_tile.q_tokens && (tile + 1) * kKeys <= shared.q_tile.k_tokens) {
@@ -167,6 +168,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     }
   }
   start_keys();
+  if constexpr (kMasked<Dims>) skip_hidden_keys();
   if constexpr (General) start_terms();
   __syncthreads();
   load_q();
@@ -226,7 +228,11 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     for (int block = 0; block < kRowBlocks; ++block) {
       const int first = ptx::opaque(thread_row(block));
       if constexpr (kMasked<Dims>) {
-        mask_of(block).add(s[block], a.terms.scale, {gauge_of(first), gauge_of(first + 8)});
+        const float gauge[] = {gauge_of(first), gauge_of(first + 8)};
+        if (needs_mask(tile))
+          mask_of(block).add(s[block], a.terms.scale, gauge);
+        else
+          subtract_gauge(s[block], a.terms.scale, gauge);
       } else if constexpr (General) {
         const bool capped = a.terms.softcap != 0.f;
         if (capped)
@@ -276,7 +282,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     bool fits = fits_stale_max();
     // A key that the mask hides has a logit of -inf, or NaN where its product is not finite.
     if constexpr (kMasked<Dims>)
-      if (!fits && any_is_nan(most)) {
+      if (!fits && needs_mask(tile) && any_is_nan(most)) {
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) mask_of(block).hide(s[block]);
         fits = fits_stale_max();

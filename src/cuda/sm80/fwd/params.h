@@ -6,6 +6,7 @@
 #include "cuda/scheduler/tile_scheduler.h"
 #include "cuda/sm80/f32_parts.h"
 #include "cuda/sm80/logits.h"
+#include "cuda/sm80/mask_classes.h"
 
 namespace octet::cuda::sm80 {
 
@@ -34,6 +35,7 @@ struct ForwardParams {
   int tile_heads;  // heads that are rows of a tile
   // [batch x split, head, token], as o: each thread block writes its part. Null where keys are not split.
   Output statistics;
+  MaskClasses mask_classes;  // of kernels for mask tensors
 };
 
 }  // namespace octet::cuda::sm80

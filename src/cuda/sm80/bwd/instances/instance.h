@@ -55,7 +55,10 @@ BackwardKernel backward_kernel_of() {
           .query_parts = Kernel::kQueryParts,
           .key_parts = Kernel::kKeyParts,
           .threads = Kernel::kThreads,
-          .shared_bytes = Kernel::kSharedBytes};
+          .shared_bytes = Kernel::kSharedBytes,
+          .mask_rows = Kernel::kMaskRows,
+          .mask_columns = Kernel::kMaskColumns,
+          .has_classes = Kernel::HasClasses};
 }
 
 template <class T, BackwardKind kind>
