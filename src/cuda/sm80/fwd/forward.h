@@ -179,6 +179,7 @@ struct Forward {
     Keys& mine = shared.warp_keys[warp];
     const int* const classes = a.mask_classes.of(shared.q_tile.batch, shared.q_tile.head, warp_row() / kRowsOfWarp);
     const KeyRange seen = seen_tiles(classes, 1, mine.first, mine.last);
+    __syncwarp();
     if (threadIdx.x % 32 == 0) shared.mask_classes[warp] = classes, mine.first = seen.first, mine.last = seen.last;
     __syncthreads();
     if (threadIdx.x > 0) return;
@@ -257,10 +258,11 @@ struct Forward {
   __device__ MaskFragment<kKeys> mask_of(int block) const {
     return {mask_tile(), a.terms.element, ptx::opaque(thread_row(block)) - shared.q_tile.q_start, fragment_column()};
   }
-  __device__ void load_mask(int tile) const;
-  // Returns false if the mask adds 0 to all logits of a tile of this warp.
-  __device__ bool needs_mask(int tile) const {
-    return !kMasked<Dims> || shared.mask_classes[ptx::opaque(static_cast<int>(threadIdx.x)) / 32][tile] != kZeros;
+  __device__ void load_mask(int tile, bool zeros) const;
+  // Returns whether the mask adds 0 to all logits of a tile of this warp; any answer will do for tiles before the
+  // first.
+  __device__ bool has_zeros(int tile) const {
+    return shared.mask_classes[ptx::opaque(static_cast<int>(threadIdx.x)) / 32][max(tile, 0)] == kZeros;
   }
   static __device__ bool fits_beside_sum(const Softmax& softmax, const RowValues& most);
 

@@ -64,12 +64,12 @@ __device__ inline void Forward<Precision, Dims, General>::load_keys(int tile, co
   }
 }
 
-// Loads a tile of the mask tensor for the rows of this warp.
+// Loads a tile of the mask tensor for the rows of this warp, unless it has zeros alone.
 template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::load_mask(int tile) const {
+__device__ inline void Forward<Precision, Dims, General>::load_mask(int tile, bool zeros) const {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (!stages_mask() || tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) return;
-  if (!needs_mask(tile)) return;
+  if (zeros) return;
   unsigned char* const to = mask_tile() + warp * kRowsOfWarp * mask_row_bytes(kKeys, a.terms.mask_bytes);
   if constexpr (kMasked<Dims> && Dims::kDimV == 64)  // with more channels it would spill registers
     if (warp_row() + kRowsOfWarp <= shared.q_tile.q_tokens && (tile + 1) * kKeys <= shared.q_tile.k_tokens) {
@@ -187,7 +187,10 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
   for (int ahead = 1; ahead < kAhead; ++ahead) load_after(tile - ahead + 1);
   // Where the mask is staged, the groups of copies are in turn a tile of keys and one of the mask.
   constexpr int kMaskGroups = Tile::kStagesMask ? 1 : 0;
-  if constexpr (Tile::kStagesMask) load_mask(shared.warp_keys[warp].last - 1), ptx::cp_async_commit();
+  // Whether the mask is 0 in the tile that comes next.
+  bool zeros = kMasked<Dims> && shared.warp_keys[warp].first < shared.warp_keys[warp].last &&
+               has_zeros(shared.warp_keys[warp].last - 1);
+  if constexpr (Tile::kStagesMask) load_mask(shared.warp_keys[warp].last - 1, zeros), ptx::cp_async_commit();
 
   Softmax softmax[kRowBlocks];
   OTile o[kRowBlocks];
@@ -229,10 +232,10 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
       const int first = ptx::opaque(thread_row(block));
       if constexpr (kMasked<Dims>) {
         const float gauge[] = {gauge_of(first), gauge_of(first + 8)};
-        if (needs_mask(tile))
-          mask_of(block).add(s[block], a.terms.scale, gauge);
-        else
+        if (zeros)
           subtract_gauge(s[block], a.terms.scale, gauge);
+        else
+          mask_of(block).add(s[block], a.terms.scale, gauge);
       } else if constexpr (General) {
         const bool capped = a.terms.softcap != 0.f;
         if (capped)
@@ -282,7 +285,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     bool fits = fits_stale_max();
     // A key that the mask hides has a logit of -inf, or NaN where its product is not finite.
     if constexpr (kMasked<Dims>)
-      if (!fits && needs_mask(tile) && any_is_nan(most)) {
+      if (!fits && !zeros && any_is_nan(most)) {
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) mask_of(block).hide(s[block]);
         fits = fits_stale_max();
@@ -326,6 +329,8 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
       if constexpr (Tile::kStages == 1) __syncthreads(), load_after(tile);
       continue;
     }
+    // Asked for long before it is needed.
+    const bool next_zeros = kMasked<Dims> && has_zeros(tile - 1);
     Accumulator<kKeys> s[kRowBlocks];
     multiply_qk(s, tile);
     if constexpr (Tile::kStagesMask) ptx::cp_async_wait<1>(), __syncwarp();  // the tile of the mask has arrived
@@ -344,7 +349,8 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     } else {
       take_exp(s, tile, p);
     }
-    if constexpr (Tile::kStagesMask) __syncwarp(), load_mask(tile - 1), ptx::cp_async_commit();
+    if constexpr (Tile::kStagesMask) __syncwarp(), load_mask(tile - 1, next_zeros), ptx::cp_async_commit();
+    zeros = next_zeros;
     multiply_pv(p, tile, o);
     if constexpr (kCompensated<Precision>)
       if (flips_after(tile)) flip(softmax, o);
