@@ -13,6 +13,7 @@
 #include "cuda/backward/tile_sizes.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/output.h"
+#include "cuda/preprocess/panel.h"
 #include "cuda/scheduler/head_groups.h"
 
 namespace octet::cuda {
@@ -105,12 +106,22 @@ __device__ inline float dq_scale_of(float row_scale, float dq_sums_scale) {
 
 // Returns the channel of a column of a tile, or a number that is no channel. A 2-CTA cluster divides the channels: the
 // first half of 256 columns begins with the `block_channels` channels of one thread block, the second half with those
-// of the other. What follows them is padding.
+// of the other. What follows them is padding, or repeats channels.
 template <int TileDim>
 __device__ int channel_of(int column, int block_channels) {
   if constexpr (TileDim < 256) return column;
   const int block = column / (TileDim / 2), of_block = column % (TileDim / 2);
   return of_block < block_channels ? block * block_channels + of_block : TileDim;
+}
+
+// Returns the column at which a tile of 256 repeats the channel of a column, or a negative number. The channels of a
+// thread block that are beyond a panel follow those of the other, where there is room: so two panels of one half and
+// one of the other have all channels.
+__device__ inline int repeated_column(int column, int block_channels) {
+  constexpr int kHalf = 128;
+  const int beyond = column % kHalf - kPanelColumns, of_block = block_channels + beyond;
+  if (beyond < 0 || beyond >= block_channels - kPanelColumns || of_block >= kHalf) return -1;
+  return (column < kHalf ? kHalf : 0) + of_block;
 }
 
 struct BackwardParams {

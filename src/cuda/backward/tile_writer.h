@@ -46,15 +46,6 @@ struct Column<void> {
   __device__ void advance(int tokens) { index.token += tokens; }
 };
 
-// Writes eight channels of a row, times `scale`, to a tile.
-template <class T>
-__device__ void put(unsigned char* to, const Vec8& x, float scale) {
-  uint4 word;
-  uint32_t* const pairs = &word.x;
-  for (int i = 0; i < kVec8 / 2; ++i) pairs[i] = ptx::pack<T>(x[2 * i] * scale, x[2 * i + 1] * scale);
-  *reinterpret_cast<uint4*>(to) = word;
-}
-
 // Writes tiles of one (batch, kv head). A group of kVecs threads has a row, and reads all it needs before it writes.
 // Rows of queries are loaded ahead while others are written, rows of keys two at a time. The first loads are issued
 // before the wait for the exponents (`exponents_of`), which takes as long as these loads.
@@ -81,12 +72,28 @@ struct TileWriter {
   int kv;
   int vec = threadIdx.x % kVecs, channel = channel_of<Dim>(vec * kVec8, p.block_channels);
 
-  // Returns the offset of this thread's eight channels of its first row in a tile of `rows` rows. Its later rows follow
-  // at a distance that is a multiple of kSwizzleRows, so that each row adds kPanelRowBytes.
-  __device__ int place(int rows) const {
+  // Returns the offset of eight columns of this thread's first row in a tile of `rows` rows. Its later rows follow at a
+  // distance that is a multiple of kSwizzleRows, so that each row adds kPanelRowBytes.
+  __device__ int place(int rows, int of_vec) const {
     const int row = threadIdx.x / kVecs;
-    return vec / kSwizzleRows * rows * kPanelRowBytes + row * kPanelRowBytes +
-           (vec % kSwizzleRows ^ row % kSwizzleRows) * 16;
+    return of_vec / kSwizzleRows * rows * kPanelRowBytes + row * kPanelRowBytes +
+           (of_vec % kSwizzleRows ^ row % kSwizzleRows) * 16;
+  }
+  __device__ int place(int rows) const { return place(rows, vec); }
+  // Returns the distance from this thread's columns to those that repeat its channels, or 0.
+  __device__ int distance_to_repeated(int rows) const {
+    const int repeated = Dim == 256 ? repeated_column(vec * kVec8, p.block_channels) : -1;
+    return repeated < 0 ? 0 : place(rows, repeated / kVec8) - place(rows);
+  }
+  // Writes eight channels of a row, times `scale`, to their columns and to those that repeat them. Columns of 256 that
+  // are no channel's own may repeat one, or are not read.
+  __device__ void put(unsigned char* to, const Vec8& x, float scale, int distance) const {
+    if (Dim == 256 && channel >= Dim) return;
+    uint4 word;
+    uint32_t* const pairs = &word.x;
+    for (int i = 0; i < kVec8 / 2; ++i) pairs[i] = ptx::pack<T>(x[2 * i] * scale, x[2 * i + 1] * scale);
+    *reinterpret_cast<uint4*>(to) = word;
+    if (Dim == 256 && distance) *reinterpret_cast<uint4*>(to + distance) = word;
   }
 
   // Raises four successive numbers of Sizes, from `first` on, to the maxima of a warp.
@@ -201,19 +208,20 @@ struct TileWriter {
     read_mean(mean);
     float most_q = 0.f, most_do = 0.f;
     unsigned char *to_q = p.q_tiles + start + place(kQueries), *to_do = p.do_tiles + start + place(kQueries);
+    const int distance = distance_to_repeated(kQueries);
     for (; row < kQueries; row += kRowsAtOnce) {
       const Row raw = read_row();
       ask();
       Vec8 x, sum;
       take(raw.q, p.round_q, x);
-      put<T>(to_q, x, q_scale);
+      put(to_q, x, q_scale, distance);
       most_q = fmaxf(most_q, largest_finite(x));
       float mean_logit = 0.f;  // q k^T - q (k - mean)^T
       for (int c = 0; c < kVec8; ++c) mean_logit += x[c] * mean[c];
       take(raw.o, OCTET_F32, sum), take(raw.residual, OCTET_F32, x);
       for (int c = 0; c < kVec8; ++c) sum[c] += x[c];
       take(raw.do_, p.round_do, x);
-      if (kFirstTime) put<T>(to_do, x, do_scale);
+      if (kFirstTime) put(to_do, x, do_scale, distance);
       Size size(x);
       float delta = 0.f;
       for (int c = 0; c < kVec8; ++c) delta += x[c] * sum[c];
@@ -226,7 +234,7 @@ struct TileWriter {
       const float norm = size.norm();
       if (!kFirstTime) {
         const int part = part_of(bound_of(norm, read_dlse(row, read_lse(row))));
-        put<T>(to_do, x, power_of_two(of_part(part).do_));
+        put(to_do, x, power_of_two(of_part(part).do_), distance);
       }
       if (vec == 0) sums.delta[row] = delta, sums.norm[row] = norm, sums.mean_logit[row] = mean_logit;
       to_q += kRowsAtOnce * kPanelRowBytes, to_do += kRowsAtOnce * kPanelRowBytes;
@@ -297,6 +305,7 @@ struct TileWriter {
     Vec8 mean;
     read_mean(mean);
     unsigned char *to_k = p.k_tiles + start + place(kKeys), *to_v = p.v_tiles + start + place(kKeys);
+    const int distance = distance_to_repeated(kKeys);
     float most_k = 0.f, most_smooth = 0.f, most_v = 0.f, most_row = 0.f;
     for (; row < kKeys; row += kKeyBatch * kRowsAtOnce, read_rows()) {
 #pragma unroll
@@ -306,10 +315,10 @@ struct TileWriter {
         most_k = fmaxf(most_k, largest_finite(x));
         if (present[j])
           for (int c = 0; c < kVec8; ++c) x[c] -= mean[c];
-        if (p.k_tiles) put<T>(to_k, x, k_scale);
+        if (p.k_tiles) put(to_k, x, k_scale, distance);
         most_smooth = fmaxf(most_smooth, largest_finite(x));
         take(raw_v[j], p.round_v, x);
-        if (p.k_tiles) put<T>(to_v, x, v_scale);
+        if (p.k_tiles) put(to_v, x, v_scale, distance);
         Size size(x);
         size.reduce(kVecs);
         most_v = fmaxf(most_v, size.most), most_row = fmaxf(most_row, size.norm());

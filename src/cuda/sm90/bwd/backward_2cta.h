@@ -1,4 +1,4 @@
-// The backward pass at d = 256: dq, dk, dv of 128 keys by a 2-CTA cluster. The algorithm is that of
+// The backward pass at d = 160, 192 and 256: dq, dk, dv of 128 keys by a 2-CTA cluster. The algorithm is that of
 // sm90/bwd/backward.h; its products are divided among the warpgroups of both thread blocks. In each thread block:
 //
 //   one warpgroup, for 64 keys and all channels:
@@ -27,35 +27,43 @@ struct Backward2Cta {
   using Tile = BackwardTile<kTileDim>;
   static constexpr int kBlocks = 2;  // of a cluster
   static constexpr int kQueries = Tile::kQueries, kClusterKeys = Tile::kKeys, kKeys = kClusterKeys / kBlocks;
-  // The channels of a thread block, and the columns of tiles that hold them.
-  static constexpr int kChannels = Dim / kBlocks, kColumns = kTileDim / kBlocks;
+  // The channels of a thread block. Its half of a tile has them first and, up to d = 192, some of its peer's after them
+  // (see repeated_column); the remote columns have all others.
+  static constexpr int kChannels = Dim / kBlocks, kLocalColumns = kTileDim / kBlocks,
+                       kRemoteColumns = Dim > 192 ? kLocalColumns : kPanelColumns;
+  // The local columns of k and v come first, instead of the order of channels.
+  static constexpr bool kLocalFirst = kRemoteColumns < kLocalColumns;
   static constexpr int kConsumerThreads = 3 * kWarpgroup, kThreads = kConsumerThreads + kWarpgroup;
   static constexpr int kWarps = kWarpgroup / 32;
   static constexpr int kClearThreads = 64;  // that clear sums of dq
   enum NamedBarrier : int { kClearBarrier = 1 };
-  static constexpr int kStages = BackwardStages<kTileDim>::kStages, kPStages = 1, kDsStages = 2;
-  static constexpr int kDqColumns = kColumns / 2, kDqNumbers = kQueries * kDqColumns;  // per warpgroup
+  static constexpr int kQStages = Stages2Cta<Dim>::kQ, kDoStages = 2, kRemoteStages = Stages2Cta<Dim>::kRemote,
+                       kPStages = 1, kDsStages = 2;
+  static constexpr bool kAhead = Dim <= 192;  // registers allow the next s beside this one
+  static constexpr int kDqColumns = kLocalColumns / 2, kDqNumbers = kQueries * kDqColumns;  // per warpgroup
   using Scheduler = KeyBlockScheduler<kQueries, kClusterKeys, parts>;
   using TileQ = SharedTile<T, kQueries, kTileDim, true>;
-  using TileK = SharedTile<T, kKeys, kTileDim, true>;
+  using TileK = SharedTile<T, kKeys, kLocalColumns + kRemoteColumns, true>;
   using TileCluster = SharedTile<T, kClusterKeys, kTileDim, true>;  // the keys of both, as preprocessed
-  using Half = SharedTile<T, kQueries, kChannels, true>;            // half of a TileQ or of a TileK
+  using Local = SharedTile<T, kQueries, kLocalColumns, true>;       // columns of a TileQ or of a TileK
+  using Remote = SharedTile<T, kQueries, kRemoteColumns, true>;
   using TileP = SharedTile<T, kKeys, kQueries, true>;
   using Rows = QueryRows<kQueries>;
   static_assert(kKeys == kWarpgroupRows && kQueries == kWarpgroupRows);
 
-  // Local: the channels of this thread block. Remote: the channels of its peer.
   struct alignas(kSwizzleBytes) Shared {
     unsigned char k[TileK::kBytes], v[TileK::kBytes];
-    unsigned char remote_k[Half::kBytes];  // the local channels of the peer's keys
-    unsigned char q_local[kStages][Half::kBytes], do_local[kStages][Half::kBytes];
-    unsigned char q_remote[Half::kBytes], do_remote[Half::kBytes];
+    unsigned char remote_k[Local::kBytes];  // the local columns of the peer's keys
+    unsigned char q_local[kQStages][Local::kBytes], do_local[kDoStages][Local::kBytes];
+    unsigned char q_remote[kRemoteStages][Remote::kBytes], do_remote[kRemoteStages][Remote::kBytes];
     unsigned char p[kPStages][kBlocks][TileP::kBytes], ds[kDsStages][kBlocks][TileP::kBytes];
-    Rows rows[kStages];
-    Pipeline<1> k_pipe, v_pipe, q_remote_pipe, do_remote_pipe;
-    // The local channels; released by warpgroups 2 and 3 only: ds_pipe.full implies that warpgroup 1 has read them.
-    Pipeline<kStages> q_pipe, do_pipe;
-    Barrier rows_empty[kStages];
+    Rows rows[kQStages];
+    Pipeline<1> k_pipe, v_pipe;
+    Pipeline<kRemoteStages> q_remote_pipe, do_remote_pipe;
+    // The local columns; released by warpgroups 2 and 3 only: ds_pipe.full implies that warpgroup 1 has read them.
+    Pipeline<kQStages> q_pipe;
+    Pipeline<kDoStages> do_pipe;
+    Barrier rows_empty[kQStages];
     Pipeline<kPStages> p_pipe;  // full: both thread blocks have put p; empty: both have read it
     Pipeline<kDsStages> ds_pipe;
     Pipeline<1> tile_pipe;    // from the thread that loads k and v to the one that loads q and do
@@ -78,7 +86,9 @@ struct Backward2Cta {
       for (int i = 0; i < Stages; ++i) pipe.full[i].init(kWarps), pipe.empty[i].init(kBlocks * 2 * kWarps);
     }
   };
-  static constexpr int kSharedBytes = sizeof(Shared) + kSwizzleBytes;
+  // Memory is aligned by hand where there is room, else by its declaration.
+  static constexpr bool kAlignsByHand = sizeof(Shared) + kSwizzleBytes <= kMostSharedBytes;
+  static constexpr int kSharedBytes = sizeof(Shared) + (kAlignsByHand ? kSwizzleBytes : 0);
   static_assert(kSharedBytes <= kMostSharedBytes);
 
   const BackwardParams& a;
@@ -87,6 +97,8 @@ struct Backward2Cta {
 
   static __device__ int rank() { return static_cast<int>(ptx::cluster_rank()); }
   static __device__ int peer() { return rank() ^ 1; }
+  // The column of k and v at which the local columns begin.
+  static __device__ int local_column() { return kLocalFirst ? 0 : rank() * kLocalColumns; }
 
   __device__ unsigned next_number(unsigned numbers_taken);
   __device__ void load_keys();

@@ -13,9 +13,9 @@ namespace octet::cuda::sm90 {
 template <Sums sums, Parts parts>
 using BackwardDims = std::conditional_t<
     parts == Parts::further,
-    std::conditional_t<sums == Sums::floats, DimsList<Dims64, Dims128, Dims192, Dims256>,
+    std::conditional_t<sums == Sums::floats, DimsList<Dims64, Dims128, Dims160, Dims192, Dims256>,
                        DimsList<Dims64, Dims128, Dims256>>,
-    std::conditional_t<sums == Sums::floats, DimsList<Dims64, Dims80, Dims96, Dims128, Dims192, Dims256>,
+    std::conditional_t<sums == Sums::floats, DimsList<Dims64, Dims80, Dims96, Dims128, Dims160, Dims192, Dims256>,
                        DimsList<Dims64, Dims80, Dims96, Dims128, Dims256>>>;
 constexpr int tile_dim(int dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
 
@@ -30,7 +30,15 @@ template <int Dim>
 struct BackwardStages {
   static constexpr int kStages = Dim == 64 ? 3 : 2, kDoStages = 2;
 };
+// The stages of the 2-CTA kernel: of the local columns of q, and of the remote ones of q and do.
+template <int Dim>
+struct Stages2Cta {
+  static constexpr int kQ = Dim > 192 ? 2 : 3, kRemote = Dim > 192 ? 1 : 2;
+};
 // Registers per thread of the 2-CTA kernel's warpgroups: the producer, the one for p and ds, the two for gradients.
-constexpr int k2CtaProducerRegisters = 32, k2CtaPRegisters = 96, k2CtaGradientRegisters = 192;
+template <int Dim>
+struct Registers2Cta {
+  static constexpr int kProducer = 32, kP = Dim > 192 ? 96 : 160, kGradients = Dim > 192 ? 192 : 160;
+};
 
 }  // namespace octet::cuda::sm90

@@ -6,14 +6,32 @@
 
 namespace octet::cuda::sm90 {
 
+// Sets the number of registers per thread of this warpgroup.
+template <int Registers>
+__device__ void set_registers() {
+  constexpr int kAtLaunch = 128;  // 65536 for 512 threads
+  Registers > kAtLaunch ? ptx::reg_alloc<Registers>() : ptx::reg_dealloc<Registers>();
+}
+
+template <bool AlignsByHand>
+__device__ unsigned char* shared_memory() {
+  if constexpr (AlignsByHand) {
+    extern __shared__ unsigned char memory[];
+    const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+    return memory + (-base & (kSwizzleBytes - 1));
+  } else {
+    extern __shared__ __align__(kSwizzleBytes) unsigned char swizzled_memory[];
+    return swizzled_memory;
+  }
+}
+
 template <class T, int Dim, Sums sums, Parts parts>
 __global__ void __cluster_dims__(Backward2Cta<T, Dim, sums, parts>::kBlocks)
     __launch_bounds__(Backward2Cta<T, Dim, sums, parts>::kThreads, 1)
         backward_2cta(const __grid_constant__ BackwardParams arguments) {
   using Kernel = Backward2Cta<T, Dim, sums, parts>;
-  extern __shared__ unsigned char memory[];
-  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
+  using Registers = Registers2Cta<Dim>;
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory<Kernel::kAlignsByHand>());
   Kernel kernel{arguments, shared};
   ptx::griddepcontrol_launch_dependents();
   if constexpr (parts == Parts::further) {
@@ -28,15 +46,15 @@ __global__ void __cluster_dims__(Backward2Cta<T, Dim, sums, parts>::kBlocks)
   ptx::griddepcontrol_wait();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (warpgroup == 0) {
-    ptx::reg_dealloc<k2CtaProducerRegisters>();
+    ptx::reg_dealloc<Registers::kProducer>();
     if (threadIdx.x == 0) kernel.load_keys();
     if (threadIdx.x == 32) kernel.load_queries();
     if (threadIdx.x >= 64) kernel.clear_all(threadIdx.x - 64);
   } else if (warpgroup == 1) {
-    ptx::reg_dealloc<k2CtaPRegisters>();
+    set_registers<Registers::kP>();
     kernel.compute_p_ds();
   } else {
-    ptx::reg_alloc<k2CtaGradientRegisters>();
+    set_registers<Registers::kGradients>();
     kernel.accumulate(warpgroup - 2);
   }
   ptx::cluster_sync();  // no thread block exits while its peer may still access its shared memory

@@ -30,7 +30,9 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::compute_p_ds() {
   unsigned n = 0;  // iterations of all blocks so far, which give the stage and phase of each pipeline
   const int group = a.heads / a.kv_heads;
   const TileK k{shared.k}, v{shared.v};
-  const int me = rank(), local = me * kColumns, remote = (me ^ 1) * kColumns;
+  constexpr int kOthers = Dim - kRemoteColumns;
+  const int me = rank(), local = kLocalFirst ? 0 : me * kLocalColumns,
+            remote = kLocalFirst ? kLocalColumns : (me ^ 1) * kLocalColumns;
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.k_pipe.full[0].wait(tile_index % 2);
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
@@ -40,47 +42,89 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::compute_p_ds() {
     const float product_scale = exp2f(static_cast<float>(e.product));
     const int iterations = group * w.tiles.count();
     const UnmaskedIterations unmasked(a, w, w.first_key + me * kKeys, kKeys, kQueries, group);
-    shared.v_pipe.full[0].wait(tile_index % 2);
-    for (int left = iterations; left; --left, ++n) {
-      const int stage = n % kStages;
-      const uint32_t phase = n / kStages % 2;
-      const Rows& rows = shared.rows[stage];
-      Accumulator<kQueries> s, dp;
-      Operand<T, kQueries> x;
-      // Wait for q and do; issue s = k q^T and dp = v do^T, each as a remote and a local half of the channels.
-      shared.q_remote_pipe.full[0].wait(n % 2);
-      shared.q_pipe.full[stage].wait(phase);
+    // Waits for q; issues s = k q^T.
+    const auto issue_s = [&](Accumulator<kQueries>& s, unsigned n) {
+      const int q_stage = n % kQStages, remote_stage = n % kRemoteStages;
+      shared.q_remote_pipe.full[remote_stage].wait(n / kRemoteStages % 2);
+      shared.q_pipe.full[q_stage].wait(n / kQStages % 2);
       ptx::wgmma_fence();
-      mma_ABt(s, columns_of<kChannels>(k, remote), 0, Half{shared.q_remote}, false);
-      mma_ABt(s, columns_of<kChannels>(k, local), 0, Half{shared.q_local[stage]}, true);
+      mma_ABt(s, columns_of<kRemoteColumns>(k, remote), 0, Remote{shared.q_remote[remote_stage]}, false);
+      mma_ABt(s, columns_of<kOthers>(k, local), 0, columns_of<kOthers>(Local{shared.q_local[q_stage]}, 0), true);
       ptx::wgmma_commit();
-      shared.do_remote_pipe.full[0].wait(n % 2);
-      shared.do_pipe.full[stage].wait(phase);
-      ptx::wgmma_fence();
-      mma_ABt(dp, columns_of<kChannels>(v, remote), 0, Half{shared.do_remote}, false);
-      mma_ABt(dp, columns_of<kChannels>(v, local), 0, Half{shared.do_local[stage]}, true);
-      ptx::wgmma_commit();
-      // p = exp(scale s - lse); release the remote half of q; put p.
-      ColumnValues<kQueries> columns(rows.lse);
-      ptx::wgmma_wait<1>();
+    };
+    // Waits for s, where dp may be in flight unless s is ahead; releases the remote columns of q.
+    const auto finish_s = [&](Accumulator<kQueries>& s, unsigned n) {
+      ptx::wgmma_wait<kAhead ? 0 : 1>();
       ptx::fence_operand(s.x);
-      arrive_as_warp(shared.q_remote_pipe.empty[0]);
+      arrive_as_warp(shared.q_remote_pipe.empty[n % kRemoteStages]);
+    };
+    // Waits for do; issues dp = v do^T.
+    const auto issue_dp = [&](Accumulator<kQueries>& dp) {
+      const int do_stage = n % kDoStages, remote_stage = n % kRemoteStages;
+      shared.do_remote_pipe.full[remote_stage].wait(n / kRemoteStages % 2);
+      shared.do_pipe.full[do_stage].wait(n / kDoStages % 2);
+      ptx::wgmma_fence();
+      mma_ABt(dp, columns_of<kRemoteColumns>(v, remote), 0, Remote{shared.do_remote[remote_stage]}, false);
+      mma_ABt(dp, columns_of<kOthers>(v, local), 0, columns_of<kOthers>(Local{shared.do_local[do_stage]}, 0), true);
+      ptx::wgmma_commit();
+    };
+    // p = exp(scale s - lse), in the place of s; puts p.
+    const auto put_p = [&](Accumulator<kQueries>& s, const ColumnValues<kQueries>& lse, int left) {
 #pragma unroll
-      for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -columns.of(i)));
-      if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + rank() * kKeys, rows.first);
+      for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -lse.of(i)));
+      if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + rank() * kKeys, shared.rows[n % kQStages].first);
+      Operand<T, kQueries> x;
       convert(s, x);
       put(x, shared.p, shared.p_pipe, n);
-      // ds = p (dp - delta); release the remote half of do, v after the last iteration, and the rows; put ds.
-      columns.read(rows.delta);
+    };
+    // Waits for dp; releases the remote columns of do, and v after the last iteration.
+    const auto finish_dp = [&](Accumulator<kQueries>& dp, int left) {
       ptx::wgmma_wait<0>();
       ptx::fence_operand(dp.x);
-      arrive_as_warp(shared.do_remote_pipe.empty[0]);
+      arrive_as_warp(shared.do_remote_pipe.empty[n % kRemoteStages]);
       if (left == 1) arrive_as_warp(shared.v_pipe.empty[0]);
-      shared.rows_empty[stage].arrive();
+    };
+    // ds = p (dp - delta), in the place of dp; releases the rows and puts ds.
+    const auto put_ds = [&](const Accumulator<kQueries>& p, Accumulator<kQueries>& dp,
+                            const ColumnValues<kQueries>& delta) {
+      shared.rows_empty[n % kQStages].arrive();
 #pragma unroll
-      for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_scale, -columns.of(i));
+      for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = p.x[i] * __fmaf_rn(dp.x[i], product_scale, -delta.of(i));
+      Operand<T, kQueries> x;
       convert(dp, x);
       put(x, shared.ds, shared.ds_pipe, n);
+    };
+    shared.v_pipe.full[0].wait(tile_index % 2);
+    if constexpr (kAhead) {
+      Accumulator<kQueries> s;
+      if (iterations) issue_s(s, n), finish_s(s, n);
+      const auto compute = [&](auto is_last, int left) {
+        constexpr bool kIsLast = decltype(is_last)::value;
+        Accumulator<kQueries> dp, next_s;
+        issue_dp(dp);
+        ColumnValues<kQueries> columns(shared.rows[n % kQStages].lse);
+        put_p(s, columns, left);
+        columns.read(shared.rows[n % kQStages].delta);
+        finish_dp(dp, left);
+        if (!kIsLast) issue_s(next_s, n + 1);
+        put_ds(s, dp, columns);
+        if (!kIsLast) finish_s(next_s, n + 1), s = next_s;
+        ++n;
+      };
+      for (int left = iterations; left > 1; --left) compute(std::false_type{}, left);
+      if (iterations) compute(std::true_type{}, 1);
+    } else {
+      for (int left = iterations; left; --left, ++n) {
+        Accumulator<kQueries> s, dp;
+        issue_s(s, n);
+        issue_dp(dp);
+        ColumnValues<kQueries> columns(shared.rows[n % kQStages].lse);
+        finish_s(s, n);
+        put_p(s, columns, left);
+        columns.read(shared.rows[n % kQStages].delta);
+        finish_dp(dp, left);
+        put_ds(s, dp, columns);
+      }
     }
     if (!iterations) arrive_as_warp(shared.v_pipe.empty[0]);
     shared.k_pipe.empty[0].arrive();
@@ -92,8 +136,8 @@ template <class T, int Dim, Sums sums, Parts parts>
 __device__ inline void Backward2Cta<T, Dim, sums, parts>::accumulate(int half) {
   unsigned n = 0;
   const int group = a.heads / a.kv_heads, channel = rank() * kChannels;
-  const auto k = columns_of<kDqColumns>(TileK{shared.k}, rank() * kColumns + half * kDqColumns);
-  const auto remote_k = columns_of<kDqColumns>(Half{shared.remote_k}, half * kDqColumns);
+  const auto k = columns_of<kDqColumns>(TileK{shared.k}, local_column() + half * kDqColumns);
+  const auto remote_k = columns_of<kDqColumns>(Local{shared.remote_k}, half * kDqColumns);
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.k_pipe.full[0].wait(tile_index % 2);
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
@@ -109,53 +153,54 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::accumulate(int half) {
     Accumulator<kChannels> dk, dv;
     dk.zero(), dv.zero();
     for (int left = iterations; left; --left, ++n) {
-      const int stage = n % kStages, p_stage = n % kPStages, ds_stage = n % kDsStages;
-      const uint32_t phase = n / kStages % 2;
+      const int q_stage = n % kQStages, do_stage = n % kDoStages, p_stage = n % kPStages, ds_stage = n % kDsStages;
       auto& ds = shared.ds[ds_stage];
       Accumulator<kDqColumns> dq;
       // Wait for do and p; issue dv += p do.
-      shared.do_pipe.full[stage].wait(phase);
+      shared.do_pipe.full[do_stage].wait(n / kDoStages % 2);
       shared.p_pipe.full[p_stage].wait(n / kPStages % 2);
       ptx::wgmma_fence();
-      mma_AB(dv, TileP{shared.p[p_stage][half]}, Half{shared.do_local[stage]});
+      mma_AB(dv, TileP{shared.p[p_stage][half]}, columns_of<kChannels>(Local{shared.do_local[do_stage]}, 0));
       ptx::wgmma_commit();
       // Wait for q and ds; issue dq = ds^T k over the keys of both thread blocks, then dk += ds q.
-      shared.q_pipe.full[stage].wait(phase);
-      const Target target = target_of<sums>(shared.rows[stage], 0, dq_sums_scale);
-      shared.rows_empty[stage].arrive();
+      shared.q_pipe.full[q_stage].wait(n / kQStages % 2);
+      const Target target = target_of<sums>(shared.rows[q_stage], 0, dq_sums_scale);
+      shared.rows_empty[q_stage].arrive();
       shared.ds_pipe.full[ds_stage].wait(n / kDsStages % 2);
       ptx::wgmma_fence();
       mma_AtB(dq, TileP{ds[rank()]}, 0, k, 0);
       mma_AtB(dq, TileP{ds[peer()]}, 0, remote_k, 0, true);
       ptx::wgmma_commit();
       ptx::wgmma_fence();
-      mma_AB(dk, TileP{ds[half]}, Half{shared.q_local[stage]});
+      mma_AB(dk, TileP{ds[half]}, columns_of<kChannels>(Local{shared.q_local[q_stage]}, 0));
       ptx::wgmma_commit();
       // Release do and p.
       ptx::wgmma_wait<2>();
       ptx::fence_operand(dv.x);
-      arrive_as_warp(shared.do_pipe.empty[stage]);
+      arrive_as_warp(shared.do_pipe.empty[do_stage]);
       release(shared.p_pipe.empty[p_stage]);
       // Add dq to its sums.
       ptx::wgmma_wait<1>();
       ptx::fence_operand(dq.x);
       if constexpr (parts == Parts::further && sums == Sums::floats) dq.scale(dq_scale);
       const int64_t start = ((static_cast<int64_t>(target.tile) * kBlocks + rank()) * 2 + half) * kDqNumbers;
-      // The second warpgroup's part ends in padding where the head dim is less than that of tiles.
+      // Up to d = 192, the second warpgroup's part ends in columns that are not its own.
       const int columns = Dim == kTileDim || half == 0 ? kDqColumns : kChannels - kDqColumns;
       add_to_sums<Rows, sums, kSumsAtOnce<kTileDim, sums>>(a, target, start, 0, dq, columns, threadIdx.x % kWarpgroup);
       // Release ds and q.
       ptx::wgmma_wait<0>();
       ptx::fence_operand(dk.x);
       release(shared.ds_pipe.empty[ds_stage]);
-      arrive_as_warp(shared.q_pipe.empty[stage]);
+      arrive_as_warp(shared.q_pipe.empty[q_stage]);
     }
     shared.k_pipe.empty[0].arrive();
     const int key = w.first_key + half * kKeys;
+    // Fragments are stored by 32 columns; beyond 80 lie channels of the peer.
+    constexpr bool kOverlaps = kChannels % 32 != 0;
     scale_keys(dv, 1.f, dv_exponent);
-    write_keys<parts>(a.dv, w, key, channel, dv, a.dim_v);
+    write_keys<parts>(a.dv, w, key, channel, dv, kOverlaps ? min(a.dim_v, channel + kChannels) : a.dim_v);
     scale_keys(dk, a.scale, dk_exponent);
-    write_keys<parts>(a.dk, w, key, channel, dk, a.dim);
+    write_keys<parts>(a.dk, w, key, channel, dk, kOverlaps ? min(a.dim, channel + kChannels) : a.dim);
   }
 }
 

@@ -41,21 +41,25 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::load_keys() {
       return;
     }
     const int64_t tile = (static_cast<int64_t>(w.batch) * a.kv_heads + w.kv_head) * a.k_blocks.count + w.block;
+    // Fetches panels from `first` on, where the first panel follows the last, of the keys of a thread block.
     const auto fetch_panels = [&](unsigned char* to, const unsigned char* tiles, int of_rank, int first, int panels,
                                   Pipeline<1>& pipe) {
       const unsigned char* const from = tiles + tile * TileCluster::kBytes + of_rank * TileK::kPanelBytes;
-      for (int panel = 0; panel < panels; ++panel)
-        fetch(to + panel * TileK::kPanelBytes, from + (first + panel) * TileCluster::kPanelBytes, TileK::kPanelBytes,
-              pipe.full[0]);
+#pragma unroll kLocalFirst ? 1 : 4  // registers are few
+      for (int i = 0; i < panels; ++i) {
+        const int panel = kLocalFirst ? (first + i) % TileCluster::kPanels : first + i;
+        fetch(to + i * TileK::kPanelBytes, from + panel * TileCluster::kPanelBytes, TileK::kPanelBytes, pipe.full[0]);
+      }
     };
+    const auto first_panel = [&] { return kLocalFirst ? rank() * Local::kPanels : 0; };
     shared.v_pipe.empty[0].wait(empty);
     shared.v_pipe.full[0].arrive_expecting(TileK::kBytes);
-    fetch_panels(shared.v, a.v, rank(), 0, TileK::kPanels, shared.v_pipe);
+    fetch_panels(shared.v, a.v, rank(), first_panel(), TileK::kPanels, shared.v_pipe);
     await_zeros(a, w, kBlocks * a.k_blocks.count);
     shared.k_pipe.empty[0].wait(empty);
-    shared.k_pipe.full[0].arrive_expecting(TileK::kBytes + Half::kBytes);
-    fetch_panels(shared.k, a.k, rank(), 0, TileK::kPanels, shared.k_pipe);
-    fetch_panels(shared.remote_k, a.k, peer(), rank() * Half::kPanels, Half::kPanels, shared.k_pipe);
+    shared.k_pipe.full[0].arrive_expecting(TileK::kBytes + Local::kBytes);
+    fetch_panels(shared.k, a.k, rank(), first_panel(), TileK::kPanels, shared.k_pipe);
+    fetch_panels(shared.remote_k, a.k, peer(), rank() * Local::kPanels, Local::kPanels, shared.k_pipe);
     // The next block is taken late, once all tiles of this one are loaded, so that all thread blocks end together.
     shared.tile_pipe.empty[0].wait(tile_index % 2);
     ++tile_index;
@@ -95,23 +99,24 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::load_queries(const Key
   MBlock m_block{w.tiles.start, 0};
   for (int left = group * w.tiles.count(); left; --left, ++n, m_block.advance(w.tiles, group)) {
     const int64_t tile = scheduler.q_tile(w, m_block, group);
-    const auto fetch_half = [&](unsigned char* to, const unsigned char* tiles, int half, Barrier& full,
-                                uint32_t more = 0) {
-      full.arrive_expecting(Half::kBytes + more);
-      fetch(to, tiles + tile * TileQ::kBytes + half * Half::kBytes, Half::kBytes, full);
+    // Fetches the first columns of the half of the channels that `of_rank` has.
+    const auto fetch_columns = [&](unsigned char* to, const unsigned char* tiles, int of_rank, uint32_t bytes,
+                                   Barrier& full, uint32_t more = 0) {
+      full.arrive_expecting(bytes + more);
+      fetch(to, tiles + tile * TileQ::kBytes + of_rank * Local::kBytes, bytes, full);
     };
-    const int s = n % kStages;
-    const uint32_t empty = n / kStages % 2 ^ 1;
+    const int s = n % kQStages, do_s = n % kDoStages, remote_s = n % kRemoteStages;
+    const uint32_t empty = n / kQStages % 2 ^ 1;
     shared.q_pipe.empty[s].wait(empty);
     shared.rows_empty[s].wait(empty);
-    fetch_half(shared.q_local[s], a.q, rank(), shared.q_pipe.full[s], sizeof(Rows));
+    fetch_columns(shared.q_local[s], a.q, rank(), Local::kBytes, shared.q_pipe.full[s], sizeof(Rows));
     fetch(&shared.rows[s], scheduler.template rows<Rows>(w, tile), sizeof(Rows), shared.q_pipe.full[s]);
-    shared.q_remote_pipe.empty[0].wait(n % 2 ^ 1);
-    fetch_half(shared.q_remote, a.q, peer(), shared.q_remote_pipe.full[0]);
-    shared.do_pipe.empty[s].wait(empty);
-    fetch_half(shared.do_local[s], a.do_, rank(), shared.do_pipe.full[s]);
-    shared.do_remote_pipe.empty[0].wait(n % 2 ^ 1);
-    fetch_half(shared.do_remote, a.do_, peer(), shared.do_remote_pipe.full[0]);
+    shared.q_remote_pipe.empty[remote_s].wait(n / kRemoteStages % 2 ^ 1);
+    fetch_columns(shared.q_remote[remote_s], a.q, peer(), Remote::kBytes, shared.q_remote_pipe.full[remote_s]);
+    shared.do_pipe.empty[do_s].wait(n / kDoStages % 2 ^ 1);
+    fetch_columns(shared.do_local[do_s], a.do_, rank(), Local::kBytes, shared.do_pipe.full[do_s]);
+    shared.do_remote_pipe.empty[remote_s].wait(n / kRemoteStages % 2 ^ 1);
+    fetch_columns(shared.do_remote[remote_s], a.do_, peer(), Remote::kBytes, shared.do_remote_pipe.full[remote_s]);
   }
 }
 
