@@ -77,7 +77,17 @@ for one in ("fwd", "bwd", "jvp"):  # no pass knows another
         *SM90,
         *(
             f"cuda/sm80/{name}.h"
-            for name in ("smem", "mma", "logits", "mask_tile", "f32_parts", "f32_tiles", "seen_values", "passes")
+            for name in (
+                "smem",
+                "mma",
+                "logits",
+                "mask_tile",
+                "mask_classes",
+                "f32_parts",
+                "f32_tiles",
+                "seen_values",
+                "passes",
+            )
         ),
         f"cuda/sm80/{one}/",
     ]
