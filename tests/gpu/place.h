@@ -2,6 +2,7 @@
 // back.
 #pragma once
 #include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <initializer_list>
@@ -116,5 +117,13 @@ class GpuPlace : public Place {
   unsigned char* workspace_ = nullptr;
   size_t bytes_ = 0;
 };
+
+// Runs a pass whose tensors lie in a place.
+template <class Call>
+void call(const Attention& attention, const Call& arguments, GpuPlace& place) {
+  const size_t bytes = workspace_size(attention, arguments);
+  octet::run(attention, arguments, place.workspace(bytes), bytes, place.stream());
+  EXPECT_FALSE(place.finish()) << "wrote beyond its workspace";
+}
 
 }  // namespace octet::test

@@ -54,18 +54,13 @@ TEST(GpuQuantizedInputs, have_scales_that_change_no_other_bit) {
       attention.scale = scale;
       return attention;
     };
-    const auto run = [](const Attention& attention, const Forward& forward, GpuPlace& place) {
-      const size_t bytes = workspace_size(attention, forward);
-      octet::run(attention, forward, place.workspace(bytes), bytes, place.stream());
-      EXPECT_FALSE(place.finish()) << "wrote beyond its workspace";
-    };
     const Buffer o(DType::f32, c.o_shape()), lse(DType::f32, c.lse_shape());
     {
       GpuPlace place;
       const Codes q(in.q, of_q, OCTET_OPERAND_Q, place), k(in.k, of_k, OCTET_OPERAND_K, place),
           v(in.v, of_v, OCTET_OPERAND_V, place);
-      run(attention_with(c.effective_scale()),
-          {.q = q.view, .k = k.view, .v = v.view, .o = place.tensor(o), .lse = place.tensor(lse)}, place);
+      call(attention_with(c.effective_scale()),
+           Forward{.q = q.view, .k = k.view, .v = v.view, .o = place.tensor(o), .lse = place.tensor(lse)}, place);
     }
     const Values got_o = o.values(), got_lse = lse.values();
     for (int64_t b = 0; b < c.batch; ++b)
@@ -74,13 +69,13 @@ TEST(GpuQuantizedInputs, have_scales_that_change_no_other_bit) {
         GpuPlace place;
         const Buffer q(in.q, DType::e4m3), k(in.k, DType::e4m3), v(in.v, DType::e4m3);
         const Buffer plain_o(DType::f32, c.o_shape()), plain_lse(DType::f32, c.lse_shape());
-        run(attention_with(c.effective_scale() * of_q.at(b, h, 0, 0) * of_k.at(b, of, 0, 0)),
-            {.q = place.tensor(q),
-             .k = place.tensor(k),
-             .v = place.tensor(v),
-             .o = place.tensor(plain_o),
-             .lse = place.tensor(plain_lse)},
-            place);
+        call(attention_with(c.effective_scale() * of_q.at(b, h, 0, 0) * of_k.at(b, of, 0, 0)),
+             Forward{.q = place.tensor(q),
+                     .k = place.tensor(k),
+                     .v = place.tensor(v),
+                     .o = place.tensor(plain_o),
+                     .lse = place.tensor(plain_lse)},
+             place);
         const Values want_o = plain_o.values(), want_lse = plain_lse.values();
         for (int64_t t = 0; t < c.tokens_q; ++t) {
           ASSERT_EQ(got_lse.at(b, h, t, 0), want_lse.at(b, h, t, 0)) << "lse of " << b << ' ' << h << ' ' << t;

@@ -17,13 +17,6 @@ namespace {
 
 constexpr double kNone = -std::numeric_limits<double>::infinity();
 
-template <class Call>
-void call(const Attention& attention, const Call& arguments, GpuPlace& place) {
-  const size_t bytes = workspace_size(attention, arguments);
-  octet::run(attention, arguments, place.workspace(bytes), bytes, place.stream());
-  EXPECT_FALSE(place.finish()) << "wrote beyond its workspace";
-}
-
 // Tokens that attend to each other, and the keys that each query sees.
 struct Run {
   int64_t batch, q_first, q_tokens, k_first, k_tokens;

@@ -95,7 +95,7 @@ struct Backward {
     int iterations;
     Step steps[kSteps];
     [[no_unique_address]] ProjectionMemory<Projects, kQueries, TileP::kBytes, PartS::kColumnParts> projection;
-    // Of the current tile of a mask tensor, which follows this struct.
+    // The gauges of the current tile of a mask tensor; that tile lies in memory after this struct.
     alignas(C::kKeysAsRows ? 8 : 4) float gauge[C::kKeysAsRows ? kStages : 1][HasMask ? kQueries : 1];
     int mask_class[HasClasses ? kSteps : 0];
   };

@@ -285,7 +285,7 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
     const Step step = next_step(at, 0);
     load_q(step, 0), load_do(step, 0), load_lambda(step, 0);
     if constexpr (HasMask) load_mask(step, true);
-    // Whether the tile of the mask is needed must be known where it would be loaded, an iteration ahead.
+    // A tile of the mask is loaded an iteration ahead, so its class is read two iterations ahead.
     if constexpr (HasClasses) load_mask_class(first_tile(), 0), load_mask_class(at, 1);
   }
   ptx::cp_async_commit();

@@ -143,7 +143,7 @@ __device__ void Backward<T, Dim, kind>::compute_by_keys(TileDk& dk, TileDk& dv) 
     if (n < iterations) {
       const Step step = next_step(at, n);
       load_q(step, n % kStages), load_do(step, n % kStages);
-      // Whether the mask is needed must be known an iteration ahead.
+      // The mask is loaded an iteration ahead, so its class is read with the tile before it.
       if constexpr (HasMask) load_gauges(step, n % kStages), load_mask_class(at, n + 1);
     }
     ptx::cp_async_commit();

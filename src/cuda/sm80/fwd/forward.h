@@ -90,7 +90,7 @@ struct Forward {
     const QkType* k_start;
     const PType* v_start;
     const float *k_factors, *v_factors;
-    // Where kMasked: the mask's first number of the tile of queries, and the class of each warp's first tile of keys.
+    // With kMasked: where the mask of the tile of queries starts, and where the classes of each warp's tiles start.
     const unsigned char* mask_start;
     const int* mask_classes[kMasked<Dims> ? Tile::kWarps : 0];
     float m_at_flip[kCompensated<Precision> ? kRows : 1];
