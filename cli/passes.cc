@@ -78,6 +78,8 @@ DType companion_type(DType primal) {
   return primal == DType::f64 || primal == DType::f32 || primal == DType::f16 ? primal : DType::bf16;
 }
 
+DType residual_type(DType o) { return o == DType::f32 || o == DType::f64 ? o : DType::i8; }
+
 Shape output_shape(const Inputs& in) {
   const Shape q = in.q.shape4("q"), v = in.v.shape4("v");
   return {q[0], q[1], q[2], v[3]};
@@ -90,7 +92,7 @@ Shape lse_shape(const Inputs& in) {
 
 ForwardResult make_forward(const Inputs& in, const OutputTypes& types, bool residual) {
   ForwardResult result{Array(types.o, output_shape(in)), Array(types.lse, lse_shape(in)), {}};
-  if (residual) result.o_residual = Array(types.o, output_shape(in));
+  if (residual) result.o_residual = Array(residual_type(types.o), output_shape(in));
   return result;
 }
 

@@ -54,6 +54,9 @@ struct OutputTypes {
   static OutputTypes all(DType dtype, DType lse = DType::f32) { return {dtype, dtype, dtype, dtype, lse}; }
 };
 
+// The type of o_residual beside an o of this type: one byte, where o was rounded.
+DType residual_type(DType o);
+
 // Outputs of the right shapes, full of zeros.
 ForwardResult make_forward(const Inputs& inputs, const OutputTypes& types, bool residual);
 BackwardResult make_backward(const Inputs& inputs, const OutputTypes& types);

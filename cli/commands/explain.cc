@@ -64,7 +64,9 @@ std::string explanation(const ProblemShape& s, DType dtype, Pass pass, const Att
   const Shape q_shape{s.batch, s.heads, s.tokens_q, s.dim}, k_shape{s.batch, s.kv_heads, s.tokens_k, s.dim};
   const auto q = [&] { return tensors.make(dtype, q_shape); };
   const auto k = [&] { return tensors.make(dtype, k_shape); };
-  const auto o = [&] { return tensors.make(output_type(dtype, attention.precision), q_shape); };
+  const DType o_type = output_type(dtype, attention.precision);
+  const auto o = [&] { return tensors.make(o_type, q_shape); };
+  const auto o_residual = [&] { return tensors.make(residual_type(o_type), q_shape); };
   const auto like_q = [&] { return tensors.make(companion_type(dtype), q_shape); };  // do, tangents, gradients
   const auto like_k = [&] { return tensors.make(companion_type(dtype), k_shape); };
   const auto lse = [&] { return tensors.make(DType::f32, {s.batch, s.heads, s.tokens_q, 1}); };
@@ -81,7 +83,7 @@ std::string explanation(const ProblemShape& s, DType dtype, Pass pass, const Att
                              .dq = like_q(),
                              .dk = like_k(),
                              .dv = like_k(),
-                             .o_residual = reads_residual(attention) ? o() : Tensor{}});
+                             .o_residual = reads_residual(attention) ? o_residual() : Tensor{}});
     case Pass::jvp:
       return answer(Jvp{.q = q(),
                         .k = k(),

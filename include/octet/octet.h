@@ -181,6 +181,11 @@ typedef struct octet_attention {
 // is inf or NaN makes o and lse of its head NaN, as does with a softcap an s that is inf or NaN. Sinks are neither
 // capped nor at a distance.
 //
+// o_residual [b h n e] keeps of an o in f16, bf16 or e4m3 what its rounding lost. In i8, -127 to 127, it holds the
+// eight bits that follow those of o: with numbers of f32 read as integers, un-rounded o = o + o_residual * 2^(15 - d),
+// where d is 7 for bf16, 10 for f16, 3 for e4m3. In o's own type it holds the un-rounded o minus o, which takes more
+// memory and time.
+//
 // Packed sequences: b = 1, and cu_seqlens_q, cu_seqlens_k (i32, shape [1 1 1 s+1], contiguous) hold the
 // first token of each of s sequences and the total at the end. On the CPU, octet_run rejects offsets that do not start
 // at 0, fall, or do not end at the number of tokens, and lengths above max_seqlen. On a GPU it cannot: reading them on
@@ -197,7 +202,7 @@ typedef struct octet_arguments {
   int64_t max_seqlen_q;  // with cu_seqlens: bounds on the lengths; else 0
   int64_t max_seqlen_k;
   octet_tensor* o;             // forward, jvp: out; backward: in
-  octet_tensor* o_residual;    // un-rounded o minus o, in o's type; forward: out, optional; backward: in, optional
+  octet_tensor* o_residual;    // the un-rounded o beside o, see below; forward: out, optional; backward: in, optional
   octet_tensor* lse;           // forward, jvp: out, optional; backward: in. f32, natural log
   const octet_tensor* do_;     // backward: in
   octet_tensor *dq, *dk, *dv;  // backward: out

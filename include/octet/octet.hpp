@@ -186,7 +186,7 @@ struct Forward {
   Tensor q, k, v;       // in
   Tensor o;             // out
   Tensor lse{};         // out, optional
-  Tensor o_residual{};  // out, optional
+  Tensor o_residual{};  // out, optional: i8, or of o's type
   Extras extras{};
 };
 
@@ -194,7 +194,7 @@ struct Forward {
 struct Backward {
   Tensor q, k, v, o, lse, do_;  // in
   Tensor dq, dk, dv;            // out
-  Tensor o_residual{};          // in, optional
+  Tensor o_residual{};          // in, optional: i8, or of o's type
   Tensor dlse{};                // in, optional
   Tensor dsinks{};              // out, optional
   Extras extras{};

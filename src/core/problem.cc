@@ -9,6 +9,7 @@
 
 #include "core/error.h"
 #include "core/names.h"
+#include "core/o_residual.h"
 #include "core/quantization.h"
 #include "core/recipe.h"
 #include "core/structs.h"
@@ -192,13 +193,18 @@ void validate_dtypes(const octet_arguments& args, const Problem& p) {
         expect_dtype(*t, x.label, {OCTET_F32, OCTET_F64});
       else
         expect_dtype(*t, x.label, {OCTET_F32});
+    } else if (t == &p.o_residual && !t->quantization) {
+      continue;  // depends on the type of o, below
     } else {
       // o is an output of the forward pass, whatever this pass reads it for.
       validate_plain_dtype(*t, x.label, p.precision, x.output(p.pass) || t == &p.o);
     }
   }
-  if (p.o_residual.present() && p.o_residual.dtype != p.o.dtype)
+  if (!p.o_residual.present() || p.o_residual.dtype == p.o.dtype) return;
+  if (!has_byte_residual(p.o.dtype))
     invalid("o_residual: dtype ", name(p.o_residual.dtype), ", expected that of o, ", name(p.o.dtype));
+  if (p.o_residual.dtype != OCTET_I8)
+    invalid("o_residual: dtype ", name(p.o_residual.dtype), ", allowed: i8, and that of o, ", name(p.o.dtype));
 }
 
 void validate_mask_tensor(Problem& p) {

@@ -62,6 +62,7 @@ void draw(FuzzedDataProvider& in, unsigned char* arena, Call& call) {
   const int64_t e = 8 * in.ConsumeIntegralInRange<int64_t>(1, 2);
   const auto type = in.PickValueInArray<uint32_t>({OCTET_F32, OCTET_BF16, OCTET_F16, OCTET_E4M3});
   const uint32_t out = type == OCTET_E4M3 ? uint32_t{OCTET_BF16} : type;
+  const uint32_t residual = out == OCTET_F32 || in.ConsumeBool() ? out : uint32_t{OCTET_I8};
 
   size_t used = 0;
   octet_tensor* t = call.tensors;
@@ -73,7 +74,7 @@ void draw(FuzzedDataProvider& in, unsigned char* arena, Call& call) {
   t[0] = place(type, b, h, n, d), t[1] = place(type, b, g, m, d), t[2] = place(type, b, g, m, e);
   t[3] = place(OCTET_F32, 1, h, n, m);
   t[4] = t[5] = place(OCTET_I32, 1, 1, 1, 2);
-  t[6] = place(out, b, h, n, e), t[7] = place(out, b, h, n, e), t[8] = place(OCTET_F32, b, h, n, 1),
+  t[6] = place(out, b, h, n, e), t[7] = place(residual, b, h, n, e), t[8] = place(OCTET_F32, b, h, n, 1),
   t[9] = place(out, b, h, n, e);
   t[10] = place(out, b, h, n, d), t[11] = place(out, b, g, m, d), t[12] = place(out, b, g, m, e);
   t[13] = place(out, b, h, n, d), t[14] = place(out, b, g, m, d), t[15] = place(out, b, g, m, e),

@@ -166,12 +166,13 @@ INSTANTIATE_TEST_SUITE_P(Precisions, CodedStreams,
 class InFlight {
  public:
   InFlight(const Case& c, const Inputs& in)
-      : q_(in.q, c.dtype),
+      : case_(c),
+        q_(in.q, c.dtype),
         k_(in.k, c.dtype),
         v_(in.v, c.dtype),
         do_(in.do_, c.dtype),
         o_(c.out_dtype, c.o_shape()),
-        o_residual_(c.out_dtype, c.o_shape()),
+        o_residual_(c.residual_dtype(), c.o_shape()),
         lse_(DType::f32, c.lse_shape()),
         dq_(c.out_dtype, c.q_shape()),
         dk_(c.out_dtype, c.k_shape()),
@@ -205,12 +206,13 @@ class InFlight {
   Both await() {
     EXPECT_FALSE(place_.finish()) << "wrote beyond its workspace";
     Both out;
-    out.forward.o = o_.values(), out.forward.o_residual = o_residual_.values();
+    out.forward.o = o_.values(), out.forward.o_residual = residual_of(case_, out.forward.o, o_residual_);
     out.backward.dq = dq_.values(), out.backward.dk = dk_.values(), out.backward.dv = dv_.values();
     return out;
   }
 
  private:
+  Case case_;
   GpuPlace place_;
   Buffer q_, k_, v_, do_, o_, o_residual_, lse_, dq_, dk_, dv_;
 };

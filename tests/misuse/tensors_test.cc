@@ -129,11 +129,25 @@ TEST(Tensors, f64_is_for_precision_f64) {
   expect_accepted(oracle);
 }
 
-TEST(Tensors, the_residual_has_the_type_of_o) {
+TEST(Tensors, the_residual_is_a_byte_or_has_the_type_of_o) {
   Call call(OCTET_FORWARD, OCTET_PRECISION_BF16);
   call.arguments.o_residual = &call.o_residual;
-  call.o.dtype = OCTET_BF16;
-  expect_invalid(call, "o_residual: dtype f32, expected that of o, bf16");
+  call.o_residual.dtype = OCTET_I8;
+  expect_invalid(call, "o_residual: dtype i8, expected that of o, f32");
+  call.o.dtype = OCTET_BF16, call.o_residual.dtype = OCTET_F16;
+  expect_invalid(call, "o_residual: dtype f16, allowed: i8, and that of o, bf16");
+  call.o_residual.dtype = OCTET_U8;
+  expect_invalid(call, "o_residual: dtype u8, allowed: i8, and that of o, bf16");
+  octet_quantization how = OCTET_QUANTIZATION_INIT;
+  call.o_residual.dtype = OCTET_I8, call.o_residual.quantization = &how;
+  expect_invalid(call, "o_residual: has a quantization, which only q, k and v may have");
+  for (const octet_dtype o : {OCTET_BF16, OCTET_F16})
+    for (const octet_dtype residual : {OCTET_I8, o}) {
+      Call accepted(OCTET_FORWARD, OCTET_PRECISION_BF16);
+      accepted.arguments.o_residual = &accepted.o_residual;
+      accepted.o.dtype = o, accepted.o_residual.dtype = residual;
+      expect_accepted(accepted);
+    }
 }
 
 TEST(Tensors, devices_are_known_and_one) {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -165,6 +166,21 @@ struct Buffers {
   }
 };
 
+// A number of f32 as an integer, in which o and its residual in i8 are one number (octet.h).
+int64_t bits(double x) { return std::bit_cast<int32_t>(static_cast<float>(x)); }
+int64_t residual_unit(DType o) { return o == DType::bf16 ? 1 << 8 : o == DType::f16 ? 1 << 5 : 1 << 12; }
+
+// Residuals as a buffer of the case's type holds them.
+Values stored_residual(const Case& c, const Values& o, Values residual) {
+  if (c.residual_dtype() != DType::i8) return residual;
+  for (size_t i = 0; i < o.data.size(); ++i) {
+    if (residual.data[i] == 0.0) continue;  // -0 + 0 is another zero
+    const double steps = static_cast<double>(bits(o.data[i] + residual.data[i]) - bits(o.data[i]));
+    residual.data[i] = std::clamp(std::nearbyint(steps / static_cast<double>(residual_unit(c.out_dtype))), -127., 127.);
+  }
+  return residual;
+}
+
 Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass, const Outputs* saved) {
   const bool oracle = precision == Precision::f64;
   const DType dtype = oracle ? DType::f64 : c.dtype, out = oracle ? DType::f64 : c.out_dtype;
@@ -172,7 +188,7 @@ Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass,
   const DType lse = oracle ? DType::f64 : DType::f32;
   const Layout layout = oracle ? Layout::bhtd : c.layout, kv = oracle ? Layout::bhtd : c.kv_layout;
   const Layout out_kv = kv == Layout::broadcast ? Layout::bhtd : kv;
-  const bool residual = out == DType::f16 || out == DType::bf16;
+  const bool residual = !oracle && c.has_residual();
   Buffers x;
   if (c.interleaved && !oracle) {
     const auto [q, k, v] = interleaved(dtype, c.q_shape());
@@ -194,11 +210,12 @@ Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass,
   x.lse = Buffer(lse, c.lse_shape());
   switch (pass) {
     case Pass::forward:
-      if (residual) x.o_residual = Buffer(out, c.o_shape(), layout);
+      if (residual) x.o_residual = Buffer(c.residual_dtype(), c.o_shape(), layout);
       break;
     case Pass::backward:
       x.o.set(saved->o), x.lse.set(saved->lse);
-      if (residual) x.o_residual = Buffer(saved->o_residual, out, layout);
+      if (residual && saved->o_residual.present())
+        x.o_residual = Buffer(stored_residual(c, saved->o, saved->o_residual), c.residual_dtype(), layout);
       x.do_ = Buffer(in.do_, gradient, layout);
       if (in.dlse.present()) x.dlse = Buffer(in.dlse, lse, layout);
       if (in.sinks.present()) x.dsinks = Buffer(lse, c.sinks_shape(), layout);
@@ -309,6 +326,17 @@ void call(const Attention& attention, Pass pass, const Buffers& x, Place* place)
 
 }  // namespace
 
+Values residual_of(const Case& c, const Values& o, const Buffer& o_residual) {
+  Values residual = o_residual.values();
+  if (!o_residual.present() || c.residual_dtype() != DType::i8) return residual;
+  for (size_t i = 0; i < o.data.size(); ++i) {
+    if (residual.data[i] == 0.0) continue;  // inf - inf is none
+    const int64_t whole = bits(o.data[i]) + static_cast<int64_t>(residual.data[i]) * residual_unit(c.out_dtype);
+    residual.data[i] = static_cast<double>(std::bit_cast<float>(static_cast<int32_t>(whole))) - o.data[i];
+  }
+  return residual;
+}
+
 Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pass, const Outputs* saved,
             Place* place) {
   const Buffers x = lay_out(c, in, attention.precision, pass, saved);
@@ -323,7 +351,7 @@ Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pa
   }
   for (const auto& output : x.outputs(pass)) EXPECT_EQ(output.buffer->damage(), "") << output.name;
   Outputs out;
-  out.o = x.o.values(), out.lse = x.lse.values(), out.o_residual = x.o_residual.values();
+  out.o = x.o.values(), out.lse = x.lse.values(), out.o_residual = residual_of(c, out.o, x.o_residual);
   out.dq = x.dq.values(), out.dk = x.dk.values(), out.dv = x.dv.values(), out.dsinks = x.dsinks.values();
   out.to = x.to.values(), out.tlse = x.tlse.values();
   return out;

@@ -52,7 +52,7 @@ struct Case {
   std::vector<int32_t> cu_seqlens_q{}, cu_seqlens_k{};
   std::optional<float> scale{};
   DType dtype = DType::f32;      // of the inputs
-  DType out_dtype = DType::f32;  // of the outputs; 16-bit ones come with o_residual
+  DType out_dtype = DType::f32;  // of the outputs
   Layout layout = Layout::bhtd;  // of all but k and v
   Layout kv_layout = Layout::bhtd;
   bool interleaved = false;  // q, k, v in one buffer; dq, dk, dv in another
@@ -61,6 +61,9 @@ struct Case {
   float softcap = 0;
   Alibi alibi = Alibi::none;
 
+  // Outputs of 16 and 8 bits come with o_residual. A fourth of the cases keeps it in the type of o.
+  bool has_residual() const { return out_dtype == DType::bf16 || out_dtype == DType::f16 || out_dtype == DType::e4m3; }
+  DType residual_dtype() const { return (heads + tokens_q) % 4 == 0 ? out_dtype : DType::i8; }
   Shape q_shape() const { return {batch, heads, tokens_q, dim}; }
   Shape k_shape() const { return {batch, kv_heads, tokens_k, dim}; }
   Shape v_shape() const { return {batch, kv_heads, tokens_k, dim_v}; }
@@ -86,7 +89,8 @@ struct Inputs {
 };
 Inputs draw(const Case&, uint64_t seed);
 
-// The outputs that a pass wrote; o_residual is absent where o is not 16 bits wide.
+// The outputs that a pass wrote; o_residual is absent where the case has none, and the un-rounded o minus o whatever
+// its type.
 struct Outputs {
   Values o, lse, o_residual, dq, dk, dv, dsinks, to, tlse;
 };
@@ -105,6 +109,9 @@ class Place {
 
 // The case's mask, scale and layouts with a precision and a backend.
 Attention attention_of(const Case&, Precision, const char* backend);
+
+// Returns the un-rounded o minus o, of an o_residual in the case's type.
+Values residual_of(const Case&, const Values& o, const Buffer& o_residual);
 
 // Runs a pass on fresh buffers and checks that it wrote every element of its outputs and nothing else: not the gaps
 // and guards of outputs, not the inputs, not beyond the workspace, which holds NaN before. `saved`: what the forward

@@ -169,6 +169,9 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
   const Roundings u = roundings_of(a, pass);
   const int64_t n = c.tokens_q, m = c.tokens_k, group = c.kv_heads ? c.heads / c.kv_heads : 1;
   const double scale = c.effective_scale(), u_out = unit_of(c.out_dtype), least = least_of(c.out_dtype);
+  // Rounding to a residual in i8, which has eight bits whatever the type of o, loses 2^-8 of what rounding to o may
+  // lose, but twice as much at a tie, where the residual saturates; and all numbers of a row may be ties.
+  const double u_residual = c.residual_dtype() == DType::i8 ? 0x1p-7 : u_out;
   const auto f32_sum = [](int64_t terms) {
     return 5 * std::sqrt(static_cast<double>(std::max<int64_t>(terms, 1))) * kF32;
   };
@@ -237,7 +240,7 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
                              f32_sum(m) * 2 * wv.sum() + u.p_least * values;
           bars.o.at(b, h, i, 0) = written(e_o, o[row], c.dim_v);
           bars.o_whole.at(b, h, i, 0) =
-              e_o + u_out * u_out * o[row] + 2 * std::sqrt(static_cast<double>(c.dim_v)) * least;
+              e_o + u_out * u_residual * o[row] + 2 * std::sqrt(static_cast<double>(c.dim_v)) * least;
           bars.lse.at(b, h, i, 0) = e_lse;
 
           const double capped = c.softcap != 0 ? logits.logit(size) / c.softcap + 8 * kF32 : 0.0;

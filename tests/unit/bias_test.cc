@@ -8,6 +8,7 @@
 #include <octet/formats.hpp>
 #include <random>
 
+#include "core/o_residual.h"
 #include "cpu/reference/attention.h"
 #include "support/inputs.h"
 #include "support/metrics.h"
@@ -18,6 +19,7 @@ namespace {
 enum class Stored {
   bf16,
   bf16_and_residual,  // delta reads their sum
+  bf16_and_byte,      // and here, with a residual of one byte
   bf16_stochastic     // rounded up with the probability of the part that is cut off
 };
 
@@ -25,6 +27,11 @@ double stored_as(Stored stored, double x, std::mt19937_64& bits) {
   const double high = round_to(OCTET_BF16, x);
   if (stored == Stored::bf16) return high;
   if (stored == Stored::bf16_and_residual) return high + round_to(OCTET_BF16, x - high);
+  if (stored == Stored::bf16_and_byte) {
+    const int shift = residual_shift(OCTET_BF16);
+    const auto o = static_cast<float>(high);
+    return with_residual(o, residual_of(static_cast<float>(x), o, shift), shift);
+  }
   const double ulp = std::ldexp(1.0, std::ilogb(x) - 7);
   return std::floor(x / ulp + std::uniform_real_distribution<double>()(bits)) * ulp;
 }
@@ -118,11 +125,15 @@ TEST(Bias, s8_flash_beta_2) { expect_unbiased(flash(Sum::exact_p, 2), kS8); }
 TEST(Bias, s8_flash_beta_2_l_rounded) { expect_biased(flash(Sum::rounded_p, 2), kS8); }
 
 TEST(Bias, s7_s8_exact_delta) {
-  for (bool input : {kS7, kS8}) expect_unbiased(flash_attention(OCTET_BF16), input, Stored::bf16_and_residual);
+  for (bool input : {kS7, kS8})
+    for (const Stored stored : {Stored::bf16_and_residual, Stored::bf16_and_byte})
+      expect_unbiased(flash_attention(OCTET_BF16), input, stored);
 }
 
 TEST(Bias, s7_s8_f16_compute) {
-  for (bool input : {kS7, kS8}) expect_unbiased(f16_compute(OCTET_BF16), input, Stored::bf16_and_residual);
+  for (bool input : {kS7, kS8})
+    for (const Stored stored : {Stored::bf16_and_residual, Stored::bf16_and_byte})
+      expect_unbiased(f16_compute(OCTET_BF16), input, stored);
 }
 
 TEST(Bias, s7_s8_stochastic_rounding) {

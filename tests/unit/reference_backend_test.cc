@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <octet/octet_study.h>
 
+#include <algorithm>
+#include <bit>
 #include <functional>
 #include <octet/formats.hpp>
 #include <octet/octet.hpp>
@@ -167,6 +169,16 @@ TEST(ReferenceBackend, the_residual_completes_a_16_bit_output) {
     EXPECT_EQ(load(OCTET_BF16, high.data(), at), round_to(kBf16, x.o[i]));
     EXPECT_NEAR(load(OCTET_BF16, high.data(), at) + load(OCTET_BF16, low.data(), at), x.o[i],
                 0x1p-16 * std::fabs(x.o[i]));
+  }
+
+  std::vector<int8_t> bytes(x.o.size());
+  f.o_residual = Tensor(bytes.data(), DType::i8, Shape{1, 1, 20, 16});
+  run(attention(Precision::bf16), f);
+  const auto bits = [](float value) { return std::bit_cast<int32_t>(value); };
+  for (std::size_t i = 0; i < x.o.size(); ++i) {
+    const auto o = static_cast<float>(load(OCTET_BF16, high.data(), static_cast<int64_t>(i)));
+    // x.o is the exact o rounded to f32, which may be a step from where it was.
+    EXPECT_NEAR(std::clamp(bits(x.o[i]) - bits(o), -127 * 256, 127 * 256), 256 * bytes[i], 129) << x.o[i];
   }
 }
 

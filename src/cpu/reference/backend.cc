@@ -10,6 +10,7 @@
 
 #include "core/error.h"
 #include "core/names.h"
+#include "core/o_residual.h"
 #include "cpu/parallel.h"
 #include "cpu/reference/attention.h"
 #include "cpu/reference/operands.h"
@@ -160,7 +161,13 @@ void run_forward(const Problem& problem, const Recipe& recipe, const Sequence& a
   store_column(problem.lse, at.batch, h, at.q_first, out.lse);
   if (!problem.o_residual.present()) return;
   Matrix residual = out.o_exact;
-  for (std::size_t z = 0; z < residual.data.size(); ++z) residual.data[z] -= round_to(problem.o.dtype, out.o.data[z]);
+  const bool bytes = problem.o_residual.dtype == OCTET_I8;
+  const int shift = residual_shift(problem.o.dtype);
+  for (std::size_t z = 0; z < residual.data.size(); ++z) {
+    const double rounded = round_to(problem.o.dtype, out.o.data[z]);
+    residual.data[z] = bytes ? residual_of(static_cast<float>(residual.data[z]), static_cast<float>(rounded), shift)
+                             : residual.data[z] - rounded;
+  }
   store_tokens(problem.o_residual, at.batch, h, at.q_first, residual);
 }
 
@@ -184,7 +191,11 @@ double run_backward(const Problem& problem, const Recipe& recipe, const Sequence
   Matrix o = load_tokens(problem.o, at.batch, h, at.q_first, at.q_tokens);
   if (recipe.backward.exact_o && problem.o_residual.present()) {
     const Matrix residual = load_tokens(problem.o_residual, at.batch, h, at.q_first, at.q_tokens);
-    for (std::size_t z = 0; z < o.data.size(); ++z) o.data[z] += residual.data[z];
+    const int shift = residual_shift(problem.o.dtype);
+    for (std::size_t z = 0; z < o.data.size(); ++z)
+      o.data[z] = problem.o_residual.dtype == OCTET_I8
+                      ? with_residual(static_cast<float>(o.data[z]), static_cast<int8_t>(residual.data[z]), shift)
+                      : o.data[z] + residual.data[z];
   }
   const Matrix lse = load_tokens(problem.lse, at.batch, h, at.q_first, at.q_tokens);
   const Matrix do_ = load_tokens(problem.do_, at.batch, h, at.q_first, at.q_tokens);

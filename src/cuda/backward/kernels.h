@@ -38,8 +38,8 @@ inline unsigned preprocess_tiles(const PreprocessParams& p) {
   return static_cast<unsigned>(p.k.shape[0] * p.k.shape[1]) * static_cast<unsigned>(of_head);
 }
 
-// The launches of the kernels, one file each. In is the type of all inputs, whose rows are whole 16-byte words, or void
-// for any types and strides. T is the type of tiles.
+// The launches of the kernels, one file each. In is the type of all inputs but the residual of o, which is bytes then;
+// their vectors are whole words. void: any types and strides. T is the type of tiles.
 template <class In>
 void launch_stats(const PreprocessParams& p, cudaStream_t stream);
 template <class T, class In>

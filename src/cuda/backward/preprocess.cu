@@ -5,11 +5,14 @@
 namespace octet::cuda {
 namespace {
 
-// True where all inputs have one 16-bit type, rows of whole 16-byte words, and no rounding to another type.
+// True where all inputs have one 16-bit type, the residual of o bytes, vectors that are whole words, and no rounding to
+// another type.
 bool direct(const PreprocessParams& p, Element element, octet_dtype type) {
   for (const Strided* x : {&p.q, &p.k, &p.v, &p.do_, &p.o, &p.o_residual}) {
     if (!x->data) continue;
-    if (x->element != element || x->stride[3] != 1 || reinterpret_cast<uintptr_t>(x->data) % 16) return false;
+    const bool bytes = x == &p.o_residual;
+    if (x->element != (bytes ? Element::i8 : element) || x->stride[3] != 1) return false;
+    if (reinterpret_cast<uintptr_t>(x->data) % (bytes ? kVec8 : 2 * kVec8)) return false;
     for (int i = 0; i < 3; ++i)
       // A column steps from token to token beyond the last, where it reads nothing but still has an address.
       if ((x->shape[i] > 1 || i == 2) && x->stride[i] % kVec8) return false;

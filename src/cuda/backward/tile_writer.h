@@ -5,6 +5,7 @@
 #include "cuda/backward/exponents.h"
 #include "cuda/backward/kernels.h"
 #include "cuda/fragment/accumulator.h"
+#include "cuda/fragment/o_residual.h"
 #include "cuda/preprocess/mean_limit.h"
 #include "cuda/preprocess/panel.h"
 #include "cuda/ptx/cp_async.h"
@@ -15,6 +16,7 @@ namespace octet::cuda {
 // Reads eight channels of one token, then of later ones. Channels and tokens beyond the tensor are zeros.
 template <class In>
 struct Column {
+  using Word = typename Words<In>::Word;
   const In* at;
   int64_t step;
   bool there;
@@ -24,12 +26,16 @@ struct Column {
         there(x.data && first.channel < x.shape[3]) {}
   __device__ RawVec8<In> read(bool present) const {
     RawVec8<In> raw;
-    if (present && there) raw.word = *reinterpret_cast<const uint4*>(at);
+    if (present && there) raw.word = *reinterpret_cast<const Word*>(at);
     return raw;
   }
   // Starts a copy to shared memory; zeros where the token or the channels do not exist.
-  __device__ void copy(uint4& to, bool present) const {
-    ptx::cp_async(ptx::shared_address(&to), at, present && there ? 16 : 0);
+  __device__ void copy(Word& to, bool present) const {
+    const int bytes = present && there ? sizeof(Word) : 0;
+    if constexpr (sizeof(Word) == 16)
+      ptx::cp_async(ptx::shared_address(&to), at, bytes);
+    else
+      ptx::cp_async_8(ptx::shared_address(&to), at, bytes);
   }
   __device__ void advance(int tokens) { at += tokens * step; }
 };
@@ -46,6 +52,25 @@ struct Column<void> {
   __device__ void advance(int tokens) { index.token += tokens; }
 };
 
+// The type by which the residual of o is read, where o is read as In.
+template <class In>
+using Residual = std::conditional_t<std::is_void_v<In>, void, S8>;
+
+// Adds its residual to o.
+template <class In>
+__device__ void add_residual(const PreprocessParams& p, const RawVec8<Residual<In>>& residual, Vec8& o) {
+  if constexpr (std::is_void_v<In>) {
+    const bool bytes = p.o_residual.element == Element::i8;
+    const int shift = residual_shift(p.o.element);
+    for (int c = 0; c < kVec8; ++c) {
+      const float x = residual.numbers[c];
+      o[c] = bytes ? with_residual(o[c], static_cast<int>(x), shift) : o[c] + x;
+    }
+  } else {
+    for (int c = 0; c < kVec8; ++c) o[c] = with_residual(o[c], residual.elements[c], kResidualShift<In>);
+  }
+}
+
 // Writes tiles of one (batch, kv head). A group of kVecs threads has a row, and reads all it needs before it writes.
 // Rows of queries are loaded ahead while others are written, rows of keys two at a time. The first loads are issued
 // before the wait for the exponents (`exponents_of`), which takes as long as these loads.
@@ -59,7 +84,8 @@ struct TileWriter {
   static constexpr int kAhead = std::is_void_v<In> ? 0 : 4;
   struct Ahead {
     // Each thread has its own element.
-    uint4 q[kPreprocessThreads], do_[kPreprocessThreads], o[kPreprocessThreads], residual[kPreprocessThreads];
+    uint4 q[kPreprocessThreads], do_[kPreprocessThreads], o[kPreprocessThreads];
+    uint2 residual[kPreprocessThreads];
   };
   static constexpr int kSharedBytes = kAhead * sizeof(Ahead);
   // The sums over the threads of each row.
@@ -141,7 +167,8 @@ struct TileWriter {
 
     int row = threadIdx.x / kVecs;
     const Index4 first{batch, head, first_token + row, channel};
-    Column<In> q(p.q, first), do_(p.do_, first), o(p.o, first), residual(p.o_residual, first);
+    Column<In> q(p.q, first), do_(p.do_, first), o(p.o, first);
+    Column<Residual<In>> residual(p.o_residual, first);
     const auto advance = [&] {
       q.advance(kRowsAtOnce), do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
     };
@@ -162,7 +189,8 @@ struct TileWriter {
       }
     };
     struct Row {
-      RawVec8<In> q, do_, o, residual;
+      RawVec8<In> q, do_, o;
+      RawVec8<Residual<In>> residual;
     };
     const auto read_row = [&] {
       Row read;
@@ -218,8 +246,7 @@ struct TileWriter {
       most_q = fmaxf(most_q, largest_finite(x));
       float mean_logit = 0.f;  // q k^T - q (k - mean)^T
       for (int c = 0; c < kVec8; ++c) mean_logit += x[c] * mean[c];
-      take(raw.o, OCTET_F32, sum), take(raw.residual, OCTET_F32, x);
-      for (int c = 0; c < kVec8; ++c) sum[c] += x[c];
+      take(raw.o, OCTET_F32, sum), add_residual<In>(p, raw.residual, sum);
       take(raw.do_, p.round_do, x);
       if (kFirstTime) put(to_do, x, do_scale, distance);
       Size size(x);

@@ -2,6 +2,7 @@
 #include "cuda/fragment/accumulator.h"
 #include "cuda/fragment/key_range.h"
 #include "cuda/fragment/mask.h"
+#include "cuda/fragment/o_residual.h"
 #include "cuda/fragment/output.h"
 #include "cuda/fragment/precision.h"
 #include "cuda/fragment/rows.h"

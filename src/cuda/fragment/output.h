@@ -8,16 +8,19 @@
 
 namespace octet::cuda {
 
-// A [batch, head, token, dim] tensor whose rows are contiguous and start at multiples of 16 bytes, or lse, whose rows
-// are one number. Strides are in elements. A null `data` means that the output is absent.
+// A [batch, head, token, dim] tensor whose rows are contiguous and start at multiples of 16 bytes, of 8 where elements
+// are bytes, or lse, whose rows are one number. Strides are in elements. A null `data` means that the output is absent.
 struct Output {
   void* data;
   int64_t stride[3];
   Element element;
 
+  __device__ int64_t offset(int batch, int head, int64_t token) const {
+    return batch * stride[0] + head * stride[1] + token * stride[2];
+  }
   template <class T>
   __device__ T* row(int batch, int head, int64_t token) const {
-    return static_cast<T*>(data) + batch * stride[0] + head * stride[1] + token * stride[2];
+    return static_cast<T*>(data) + offset(batch, head, token);
   }
 };
 
@@ -50,6 +53,32 @@ __device__ void store_word(void* to, const Word& word) {
     *static_cast<Word*>(to) = word;
 }
 
+// Stores this thread's part of a row of bytes, up to `columns` columns. `pack(low, high)` returns its two columns of
+// block `low` of 8 columns in the lower half, and those of block `high`. Eight blocks are stored at a time, so that the
+// threads of a row write 32 bytes side by side, twice. All threads of the warp call it together.
+template <CachePolicy policy, int Columns, class T, class Pack>
+__device__ void store_bytes(T* row, bool present, int columns, const Pack& pack) {
+  static_assert(sizeof(T) == 1);
+  constexpr int kBlocks = Columns / 8;
+#pragma unroll
+  for (int i = 0; i < kBlocks; i += 8) {
+    uint32_t words[4];
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const int low = i + b, high = low + 4;
+      words[b] = low < kBlocks ? pack(low, high < kBlocks ? high : low) : 0;
+    }
+    transpose_quad(words);
+    const int column = 8 * (i + threadIdx.x % 4);
+    if (present && column < columns)
+      store_word<policy>(row + column,
+                         uint2{__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410)});
+    if (i + 4 < kBlocks && present && column + 32 < columns)
+      store_word<policy>(row + column + 32,
+                         uint2{__byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632)});
+  }
+}
+
 // Stores this thread's part of row `which` of x, up to `columns` columns. `present` is false where the row does not
 // exist. All threads of the warp call it together.
 template <class T, CachePolicy policy = CachePolicy::normal, int Columns>
@@ -60,25 +89,10 @@ __device__ void store_row(T* row, bool present, const Accumulator<Columns>& x, i
       if (present && 8 * i < columns)
         store_word<policy>(row + 8 * i + fragment_column(), float2{x.x[4 * i + 2 * which], x.x[4 * i + 2 * which + 1]});
   } else if constexpr (sizeof(T) == 1) {
-    // Eight blocks of 8 columns at a time, so that each thread writes 8 bytes of each of two neighbouring blocks.
-    static_assert(Columns % 64 == 0);
-#pragma unroll
-    for (int i = 0; i < Columns / 8; i += 8) {
-      uint32_t words[4];
-#pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const float* low = &x.x[4 * (i + 2 * b) + 2 * which];
-        words[b] = ptx::pack<T>(low[0], low[1], low[4], low[5]);
-      }
-      transpose_quad(words);
-      const int column = 8 * i + 16 * (threadIdx.x % 4);
-      if (present && column < columns)
-        store_word<policy>(row + column,
-                           uint2{__byte_perm(words[0], words[1], 0x5410), __byte_perm(words[2], words[3], 0x5410)});
-      if (present && column + 8 < columns)
-        store_word<policy>(row + column + 8,
-                           uint2{__byte_perm(words[0], words[1], 0x7632), __byte_perm(words[2], words[3], 0x7632)});
-    }
+    store_bytes<policy, Columns>(row, present, columns, [&](int low, int high) {
+      const float *a = &x.x[4 * low + 2 * which], *b = &x.x[4 * high + 2 * which];
+      return ptx::pack<T>(a[0], a[1], b[0], b[1]);
+    });
   } else {
     // Four blocks of 8 columns at a time, so that each thread writes 16 bytes of one block.
 #pragma unroll

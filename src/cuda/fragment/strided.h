@@ -4,7 +4,7 @@
 
 namespace octet::cuda {
 
-enum class Element : int { f32, f16, bf16, e4m3 };
+enum class Element : int { f32, f16, bf16, e4m3, i8 };  // i8: the residual of o, see o_residual.h
 
 // A [batch, head, token, dim] tensor; strides in elements.
 struct Strided {

@@ -3,6 +3,7 @@
 // They detect that in their epilogue and write those rows again; finite data never takes this path.
 #pragma once
 #include "cuda/fragment/mask.h"
+#include "cuda/fragment/o_residual.h"
 #include "cuda/fragment/output.h"
 #include "cuda/ptx/types.h"
 #include "cuda/ptx/warpgroup.h"
@@ -150,6 +151,14 @@ __device__ inline void set_number(const Output& t, int64_t i, float x) {
   }
 }
 
+// Stores what x lost when it was rounded to `rounded` in o's type.
+__device__ inline void set_residual(const Output& t, int64_t i, float x, float rounded, Element o) {
+  if (t.element == Element::i8)
+    static_cast<S8*>(t.data)[i] = static_cast<S8>(min(127, residual_of(x, rounded, residual_shift(o))));
+  else
+    set_number(t, i, x - rounded);
+}
+
 // Writes again those rows of a warp that are not finite, after all lanes have stored them: queries from `first` on, of
 // `tokens` queries that start at token `start` of (batch, head). `row_of(query)` returns a row of o in this thread's
 // channels.
@@ -173,7 +182,7 @@ __device__ void rewrite_rows(const Output& o, const Output& residual, int batch,
       const int c = lane + 32 * i;
       if (c >= columns) continue;
       set_number(o, at(o) + c, row.o[i]);
-      if (residual.data) set_number(residual, at(residual) + c, row.o[i] - number_at(o, at(o) + c));
+      if (residual.data) set_residual(residual, at(residual) + c, row.o[i], number_at(o, at(o) + c), o.element);
     }
   }
 }

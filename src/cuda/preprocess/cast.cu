@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(kThreads) cast_kernel(const Strided from, cons
   for_each_vec8(from, [&](const Index4& index) {
     Vec8 x;
     read(from, index, x);
+    if (to.element == Element::i8) return write_as(static_cast<int8_t*>(to.data) + index.offset(to), to.stride[3], x);
     round_through(through, x);
     write(to, index, x);
   });

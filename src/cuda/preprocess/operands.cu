@@ -7,7 +7,7 @@
 namespace octet::cuda {
 namespace {
 
-int64_t bytes(octet_dtype type) { return type == OCTET_F32 ? 4 : type == OCTET_E4M3 ? 1 : 2; }
+int64_t bytes(octet_dtype type) { return type == OCTET_F32 ? 4 : type == OCTET_E4M3 || type == OCTET_I8 ? 1 : 2; }
 
 Element element(octet_dtype type) {
   switch (type) {
@@ -17,6 +17,8 @@ Element element(octet_dtype type) {
       return Element::f16;
     case OCTET_E4M3:
       return Element::e4m3;
+    case OCTET_I8:
+      return Element::i8;
     default:
       return Element::bf16;
   }
@@ -46,12 +48,12 @@ Strided distinct(const View& t) {
   return s;
 }
 
-// Returns true if the rows are whole 16-byte words.
+// Returns true if the rows are whole words: of 8 bytes for elements of one, else of 16.
 bool writes_directly(const View& t) {
-  const int64_t size = bytes(t.dtype);
-  if (reinterpret_cast<uintptr_t>(t.data) % 16 || t.stride[3] != 1) return false;
+  const int64_t size = bytes(t.dtype), word = size == 1 ? 8 : 16;
+  if (reinterpret_cast<uintptr_t>(t.data) % word || t.stride[3] != 1) return false;
   for (int i = 0; i < 3; ++i)
-    if (t.shape[i] > 1 && t.stride[i] * size % 16) return false;
+    if (t.shape[i] > 1 && t.stride[i] * size % word) return false;
   return true;
 }
 

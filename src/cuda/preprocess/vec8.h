@@ -26,6 +26,10 @@ template <>
 struct Words<__nv_fp8_e4m3> {
   using Word = uint2;
 };
+template <>
+struct Words<int8_t> {
+  using Word = uint2;
+};
 
 template <class T>
 __device__ void read_as(const T* x, int64_t stride, Vec8& to) {
@@ -59,7 +63,7 @@ __device__ void write_as(T* x, int64_t stride, const Vec8& from) {
   for (int i = 0; i < kVec8; ++i) x[i * stride] = T(from[i]);
 }
 
-// Calls f with a null pointer to the element's type.
+// Calls f with a null pointer to the element's type, which is one of floats.
 template <class F>
 __device__ void with_type(Element element, const F& f) {
   switch (element) {
@@ -71,6 +75,8 @@ __device__ void with_type(Element element, const F& f) {
       return f(static_cast<__nv_bfloat16*>(nullptr));
     case Element::e4m3:
       return f(static_cast<__nv_fp8_e4m3*>(nullptr));
+    case Element::i8:
+      break;
   }
 }
 
@@ -82,27 +88,30 @@ struct Index4 {
   }
 };
 
+// Bytes are read as integers.
 __device__ inline void read(const Strided& t, const Index4& index, Vec8& x) {
-  with_type(t.element,
-            [&](auto* type) { read_as(static_cast<decltype(type)>(t.data) + index.offset(t), t.stride[3], x); });
+  const auto read = [&](auto* type) { read_as(static_cast<decltype(type)>(t.data) + index.offset(t), t.stride[3], x); };
+  t.element == Element::i8 ? read(static_cast<int8_t*>(nullptr)) : with_type(t.element, read);
 }
 
+// The element's type is one of floats.
 __device__ inline void write(const Strided& t, const Index4& index, const Vec8& x) {
   with_type(t.element,
             [&](auto* type) { write_as(static_cast<decltype(type)>(t.data) + index.offset(t), t.stride[3], x); });
 }
 
 // Eight channels in the format of memory, which are converted later, so that many loads can be under way. `In`: the
-// type of all tensors, whose rows are whole 16-byte words; void for any type and strides.
+// type of the tensor, whose vectors are whole words; void for any type and strides.
 template <class In>
 struct RawVec8 {
+  using Word = typename Words<In>::Word;
   union {
-    uint4 word;
+    Word word;
     In elements[kVec8];
   };
   __device__ RawVec8() : word{} {}
   __device__ void load(const Strided& t, const Index4& index) {
-    word = *reinterpret_cast<const uint4*>(static_cast<const In*>(t.data) + index.offset(t));
+    word = *reinterpret_cast<const Word*>(static_cast<const In*>(t.data) + index.offset(t));
   }
   __device__ void convert(Vec8& x) const {
     for (int i = 0; i < kVec8; ++i) x[i] = float(elements[i]);

@@ -19,6 +19,10 @@ __device__ inline void cp_async(uint32_t to, const void* from) {
 __device__ inline void cp_async_through_l1(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// Writes 8 bytes in the same way.
+__device__ inline void cp_async_8(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
 // Copies 4 bytes.
 __device__ inline void cp_async_word(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");

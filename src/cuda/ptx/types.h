@@ -56,12 +56,16 @@ __device__ inline int nearest(float x) {
   asm("cvt.rni.s32.f32 %0, %1;" : "=r"(i) : "f"(x));
   return i;
 }
+// Packs four integers, saturated.
+__device__ inline uint32_t pack_s8(int x0, int x1, int x2, int x3) {
+  uint32_t high, d;
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(high) : "r"(x3), "r"(x2));
+  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(x1), "r"(x0), "r"(high));
+  return d;
+}
 template <>
 __device__ inline uint32_t pack<S8>(float x0, float x1, float x2, float x3) {
-  uint32_t high, d;
-  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, 0;" : "=r"(high) : "r"(nearest(x3)), "r"(nearest(x2)));
-  asm("cvt.pack.sat.s8.s32.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(nearest(x1)), "r"(nearest(x0)), "r"(high));
-  return d;
+  return pack_s8(nearest(x0), nearest(x1), nearest(x2), nearest(x3));
 }
 template <>
 __device__ inline uint32_t pack<U8>(float x0, float x1, float x2, float x3) {

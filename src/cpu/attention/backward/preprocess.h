@@ -73,12 +73,10 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
 // delta = do . o, in double: the sum is small where its terms are not.
 inline float delta_of(const Problem& p, const BackwardPlan& plan, const Sequence& seq, int64_t h, int64_t token,
                       const float* do_) {
-  alignas(64) float o[kMaxDim], residual[kMaxDim];
+  alignas(64) float o[kMaxDim];
   load_row(p.o, seq.batch, h, token, o);
-  if (plan.delta == Delta::from_exact_o && p.o_residual.present()) {
-    load_row(p.o_residual, seq.batch, h, token, residual);
-    for (int64_t c = 0; c < p.dim_v; ++c) o[c] += residual[c];
-  }
+  if (plan.delta == Delta::from_exact_o && p.o_residual.present())
+    add_residual(p.o_residual, seq.batch, h, token, p.o.dtype, o);
   double sum[8] = {};
   for (int64_t c = 0; c < p.dim_v; c += 8)
     for (int64_t i = 0; i < 8; ++i) sum[i] += static_cast<double>(do_[c + i]) * o[c + i];

@@ -25,7 +25,7 @@ inline void store_rows(const Problem& p, const ForwardPlan& plan, const KeySide&
                        int64_t token, int64_t rows, int64_t side_index, const QueryRows& queries,
                        const RowState<block_rows>& state, float* o_rows) {
   const int64_t columns = side.v_columns;
-  float residual[kMaxDim];
+  float rounded[kMaxDim];
   const float sink = sink_of(p, seq.batch, h);
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t at = seq.q_first + token + i;
@@ -49,10 +49,9 @@ inline void store_rows(const Problem& p, const ForwardPlan& plan, const KeySide&
     }
     store_row(p.o, seq.batch, h, at, o);
     if (p.o_residual.present()) {
-      std::memcpy(residual, o, sizeof(float) * p.dim_v);
-      round_row(p.o.dtype, residual, p.dim_v);
-      for (int64_t c = 0; c < p.dim_v; ++c) residual[c] = o[c] - residual[c];
-      store_row(p.o_residual, seq.batch, h, at, residual);
+      std::memcpy(rounded, o, sizeof(float) * p.dim_v);
+      round_row(p.o.dtype, rounded, p.dim_v);
+      store_residual(p.o_residual, seq.batch, h, at, p.o.dtype, o, rounded);
     }
   }
 }

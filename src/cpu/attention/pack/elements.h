@@ -1,5 +1,6 @@
 // Rows of tensors in the caller's memory to and from floats.
 #pragma once
+#include "core/o_residual.h"
 #include "core/problem.h"
 #include "core/quant/hadamard.h"
 #include "core/quant/scale.h"
@@ -193,6 +194,28 @@ static inline void round_row(octet_dtype dtype, float* x, int64_t n) {
     default:
       return;
   }
+}
+
+// Stores what x lost when it was rounded to `rounded`, a row of an o of type `o`.
+static inline void store_residual(const View& t, int64_t b, int64_t h, int64_t token, octet_dtype o, const float* x,
+                                  float* rounded) {
+  const int64_t n = t.shape[3];
+  if (t.dtype != OCTET_I8) {
+    for (int64_t c = 0; c < n; ++c) rounded[c] = x[c] - rounded[c];
+    return store_row(t, b, h, token, rounded);
+  }
+  auto* const to = static_cast<int8_t*>(const_cast<void*>(row_pointer(t, b, h, token)));
+  const int shift = residual_shift(o);
+  for (int64_t c = 0; c < n; ++c) to[c * t.stride[3]] = residual_of(x[c], rounded[c], shift);
+}
+
+// Adds to o, a row of type `type`, what it lost when it was rounded.
+static inline void add_residual(const View& t, int64_t b, int64_t h, int64_t token, octet_dtype type, float* o) {
+  float residual[256];  // the largest head dim
+  load_row(t, b, h, token, residual);
+  const int shift = residual_shift(type);
+  for (int64_t c = 0; c < t.shape[3]; ++c)
+    o[c] = t.dtype == OCTET_I8 ? with_residual(o[c], static_cast<int8_t>(residual[c]), shift) : o[c] + residual[c];
 }
 
 }  // namespace octet::cpu::OCTET_ISA

@@ -1,3 +1,4 @@
+#include "cuda/fragment/o_residual.h"
 #include "cuda/host/launch.h"
 #include "cuda/preprocess/vec8.h"
 #include "cuda/sm80/bwd/f32_rows.h"
@@ -20,7 +21,9 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
       read(p.do_, at, x), read(p.o, at, o);
       if (p.residual.data) read(p.residual, at, residual);
       for (int c = 0; c < kVec8; ++c) {
-        const double whole = double{o[c]} + double{residual[c]};
+        const double whole = p.residual.element == Element::i8
+                                 ? with_residual(o[c], static_cast<int>(residual[c]), residual_shift(p.o.element))
+                                 : double{o[c]} + double{residual[c]};
         seen |= whole != 0.0, sum += double{x[c]} * whole;
       }
     }

@@ -1,3 +1,4 @@
+#include "cuda/fragment/o_residual.h"
 #include "cuda/host/launch.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/scheduler/key_splits.h"
@@ -69,6 +70,12 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     using T = std::remove_pointer_t<decltype(type)>;
     store(a.o.row<T>(batch, head, token) + column, o);
     if (!a.o_residual.data) return;
+    if constexpr (sizeof(T) == 2)
+      if (a.o_residual.element == Element::i8) {
+        *reinterpret_cast<uint32_t*>(a.o_residual.row<S8>(batch, head, token) + column) =
+            residuals<T>(o.x, o.y, o.z, o.w);
+        return;
+      }
     o = {o.x - float(T(o.x)), o.y - float(T(o.y)), o.z - float(T(o.z)), o.w - float(T(o.w))};
     store(a.o_residual.row<T>(batch, head, token) + column, o);
   };

@@ -1,6 +1,7 @@
 // The epilogue of the forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked inf or
 // NaN has reached.
 #pragma once
+#include "cuda/fragment/o_residual.h"
 #include "cuda/sm80/fwd/forward.h"
 
 namespace octet::cuda::sm80 {
@@ -123,16 +124,11 @@ __device__ inline void Forward<Precision, Dims, General>::write(const Softmax (&
 template <class Precision, class Dims, bool General>
 template <class T>
 __device__ inline void Forward<Precision, Dims, General>::write_as(int row, OTile& o) const {
-  const auto write_to = [&](const Output& to) {
+  const auto present = [&](int i) { return row + 8 * i < rows_end(); };
 #pragma unroll
-    for (int i = 0; i < kRowsPerThread; ++i)
-      store_row(output_row<T>(to, row + 8 * i), row + 8 * i < rows_end(), o, i, a.dim_v);
-  };
-  write_to(a.o);
-  if (!a.o_residual.data) return;
-#pragma unroll
-  for (float& x : o.x) x -= float(T(x));
-  write_to(a.o_residual);
+  for (int i = 0; i < kRowsPerThread; ++i) store_row(output_row<T>(a.o, row + 8 * i), present(i), o, i, a.dim_v);
+  store_residuals<T, false>(
+      a.o_residual, o, a.dim_v, [&](int i) { return output_offset(a.o_residual, row + 8 * i); }, present);
 }
 
 // Recomputes those rows of a row block of this warp that are not finite from the keys that they see.

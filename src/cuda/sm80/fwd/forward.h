@@ -135,9 +135,12 @@ struct Forward {
   __device__ int output_batch() const {
     return kShort<Dims> ? static_cast<int>(shared.q_tile.batch * gridDim.y + blockIdx.y) : shared.q_tile.batch;
   }
+  __device__ int64_t output_offset(const Output& to, int row) const {
+    return to.offset(output_batch(), head_of(row), int64_t{shared.q_tile.q_first} + query_of(row));
+  }
   template <class T>
   __device__ T* output_row(const Output& to, int row) const {
-    return to.row<T>(output_batch(), head_of(row), int64_t{shared.q_tile.q_first} + query_of(row));
+    return static_cast<T*>(to.data) + output_offset(to, row);
   }
 
   // Returns the keys of `rows` rows from `row` on.

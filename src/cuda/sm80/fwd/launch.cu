@@ -101,7 +101,8 @@ View columns_of(View t, int64_t first, int64_t count) {
   return t;
 }
 Output columns_of(Output t, int64_t first) {
-  if (t.data) t.data = static_cast<unsigned char*>(t.data) + first * (t.element == Element::f32 ? 4 : 2);
+  const int bytes = t.element == Element::f32 ? 4 : t.element == Element::i8 ? 1 : 2;
+  if (t.data) t.data = static_cast<unsigned char*>(t.data) + first * bytes;
   return t;
 }
 

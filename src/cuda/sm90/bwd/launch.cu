@@ -5,6 +5,7 @@
 #include "cuda/host/launch.h"
 #include "cuda/host/tensor_map.h"
 #include "cuda/preprocess/operands.h"
+#include "cuda/preprocess/vec8.h"
 #include "cuda/sm90/bwd/query_rows.h"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/passes.h"
@@ -41,9 +42,9 @@ bool reads_queries(const Problem& p) {
   // Both ends of the range of keys grow with the query.
   for (const int64_t query : {int64_t{0}, n - 1})
     if (const auto keys = p.keys_of(query, n, m); keys.first == keys.last) return false;
-  for (const View* x : {&p.q, &p.do_, &p.o, &p.o_residual})
-    if (x->present() && (x->dtype != OCTET_BF16 || !reads_by_index(*x))) return false;
-  return true;
+  for (const View* x : {&p.q, &p.do_, &p.o})
+    if (x->dtype != OCTET_BF16 || !reads_by_index(*x)) return false;
+  return !p.o_residual.present() || (p.o_residual.dtype == OCTET_I8 && in_words(strided(p.o_residual), 1));
 }
 
 // True where TMA can write dk and dv of whole warpgroups: both are numbers of one 16-bit type that fragments become.

@@ -34,9 +34,11 @@ __global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_co
 
   const int vec = threadIdx.x % kVecs, first_row = threadIdx.x / kVecs, queries = p.q_blocks.tokens - first_query;
   const Index4 first{batch, head, first_query + first_row, vec * kVec8};
-  Column<Bf16> do_(p.do_, first), o(p.o, first), residual(p.o_residual, first);
+  Column<Bf16> do_(p.do_, first), o(p.o, first);
+  Column<S8> residual(p.o_residual, first);
   struct {
-    RawVec8<Bf16> do_, o, residual;
+    RawVec8<Bf16> do_, o;
+    RawVec8<S8> residual;
   } raw[kRows];
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -60,10 +62,10 @@ __global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_co
 
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    Vec8 x, sum, rest;
-    raw[i].do_.convert(x), raw[i].o.convert(sum), raw[i].residual.convert(rest);
+    Vec8 x, whole_o;
+    raw[i].do_.convert(x), raw[i].o.convert(whole_o), add_residual<Bf16>(p, raw[i].residual, whole_o);
     float delta = 0.f;
-    for (int c = 0; c < kVec8; ++c) delta += x[c] * (sum[c] + rest[c]);
+    for (int c = 0; c < kVec8; ++c) delta += x[c] * whole_o[c];
     for (int step = kVecs / 2; step; step /= 2) delta += __shfl_xor_sync(~0u, delta, step);
     if (vec == 0) deltas[first_row + i * kRowsAtOnce] = delta;
     if constexpr (sums == Sums::integers) {

@@ -1,6 +1,7 @@
 // The epilogue of the 16-bit forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked
 // inf or NaN has reached.
 #pragma once
+#include "cuda/fragment/o_residual.h"
 #include "cuda/sm90/fwd/forward.h"
 
 namespace octet::cuda::sm90 {
@@ -92,18 +93,11 @@ __device__ inline bool Forward<Precision, Dims>::write_as(const TileInfo& q_tile
   constexpr bool kThroughShared = kThroughQ && sizeof(T) == 2;
   if (kThroughShared) ptx::barrier_sync(kVoteBarrier + warpgroup, kWarpgroup);  // the warpgroup has read q
   const bool nonfinite = write_to<T>(a.o, q_tile, query, o, q, warpgroup);
-  if (!a.o_residual.data) return nonfinite;
-#pragma unroll
-  for (int i = 0; i < Dims::kDimV / 2; i += 2) {
-    if constexpr (kThroughShared) {  // the compiler still has these words in registers
-      const float2 rounded = ptx::unpack<T>(ptx::pack<T>(o.x[i], o.x[i + 1]));
-      o.x[i] -= rounded.x, o.x[i + 1] -= rounded.y;
-    } else {
-      o.x[i] -= float(T(o.x[i])), o.x[i + 1] -= float(T(o.x[i + 1]));
-    }
-  }
-  if (kThroughShared) __syncwarp();  // the warp has read its rows of o
-  write_to<T>(a.o_residual, q_tile, query, o, q, warpgroup);
+  const auto offset = [&](int row) {
+    return a.o_residual.offset(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + query + 8 * row);
+  };
+  store_residuals<T, kThroughShared>(a.o_residual, o, a.dim_v, offset,
+                                     [&](int row) { return query + 8 * row < q_tile.q_tokens; });
   return nonfinite;
 }
 

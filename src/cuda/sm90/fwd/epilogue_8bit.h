@@ -1,6 +1,7 @@
 // The epilogue of the 8-bit forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked NaN
 // has reached.
 #pragma once
+#include "cuda/fragment/o_residual.h"
 #include "cuda/sm90/fwd/forward_8bit.h"
 
 namespace octet::cuda::sm90 {
@@ -87,15 +88,12 @@ __device__ inline void Forward8Bit<Precision, Dims>::write_as(const TileInfo& q_
     store_row(a.o.row<T>(q_tile.batch, q_tile.head, token), present, o, row, a.dim_v);
     if (a.lse.data && present && threadIdx.x % 4 == 0) *a.lse.row<float>(q_tile.batch, q_tile.head, token) = lse[row];
   }
-  if (!a.o_residual.data) return;
-#pragma unroll
-  for (int i = 0; i < Dims::kDimV / 2; ++i) o.x[i] -= float(T(o.x[i]));
-#pragma unroll
-  for (int row = 0; row < kRowsPerThread; ++row) {
-    const int i = query + 8 * row;
-    store_row(a.o_residual.row<T>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + i),
-              i < q_tile.q_tokens, o, row, a.dim_v);
-  }
+  // opaque(): keeping what the loop above has computed of `query` would spill.
+  const auto offset = [&](int row) {
+    return a.o_residual.offset(q_tile.batch, q_tile.head, int64_t{q_tile.q_first} + ptx::opaque(query) + 8 * row);
+  };
+  const auto present = [&](int row) { return ptx::opaque(query) + 8 * row < q_tile.q_tokens; };
+  store_residuals<T, false>(a.o_residual, o, a.dim_v, offset, present);
 }
 
 // Recomputes the rows of this warp that are not finite from the keys that they see. `query` is the first of this
