@@ -37,6 +37,11 @@ constexpr auto multiply = []<class T>(T a, T b) {
   else
     return a * b;
 };
+// cvt.pack.sat.s8.s32.b32: a and b become the lower bytes, b the lowest, and those of c move up.
+constexpr auto pack_s8 = [](s32 a, s32 b, u32 c) {
+  const auto byte = [](s32 x) { return static_cast<u32>(static_cast<u8>(std::clamp(x, -128, 127))); };
+  return c << 16 | byte(a) << 8 | byte(b);
+};
 constexpr auto multiply_high = []<class T>(T a, T b) {
   using Wide = std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>;
   return static_cast<T>((static_cast<Wide>(a) * static_cast<Wide>(b)) >> (8 * sizeof(T)));

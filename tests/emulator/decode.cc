@@ -287,6 +287,9 @@ struct Statement {
       const int bytes = bytes_of(type);
       take(tokens[0], bytes), take(tokens[1], bytes), take(tokens[2], bytes), take(tokens[3], 1);
       out.run = of_type(type, []<class T>(T) -> Handler { return ternary<select, T, T, T, u8>; });
+    } else if (operation == "cvt" && has("pack")) {
+      take_all(4);
+      if (has("s8")) out.run = ternary<pack_s8, u32, s32, s32, u32>;
     } else if (operation == "cvt") {
       const std::string& to = name[name.size() - 2];
       const std::string rounding = name.size() > 3 ? name[1] : "";
@@ -376,6 +379,7 @@ struct Statement {
       if (type == "s32") out.run = binary<[](s32 a, s32 b) { return s64{a} * b; }, s64, s32, s32>;
       if (type == "u32") out.run = binary<[](u32 a, u32 b) { return u64{a} * b; }, u64, u32, u32>;
       if (type == "u16") out.run = binary<[](u16 a, u16 b) { return u32{a} * b; }, u32, u16, u16>;
+      if (type == "s16") out.run = binary<[](s16 a, s16 b) { return s32{a} * b; }, s32, s16, s16>;
     } else if (operation == "mul" && has("hi")) {
       take_all(bytes_of(type));
       out.run = of_type(type, []<class T>(T) -> Handler {
