@@ -284,10 +284,13 @@ def own_type(adapter: Types, q: Any) -> str:
     return found
 
 
+_ROUNDED = ("f16", "bf16", "e4m3")  # types to which o is rounded: o_residual keeps the eight bits that follow
+
+
 def needs_residual(adapter: Types, options: Options, q: Any) -> bool:
     """Returns whether a backward pass will read o_residual: some bias corrections take delta from the un-rounded o."""
     sixteen = options.precision in ("f16", "bf16") and options.bias_correction in ("f16", "exact_delta")
-    return sixteen and (options.out_dtype or adapter.dtype_name(q.dtype, "q")) in ("f16", "bf16", "e4m3")
+    return sixteen and (options.out_dtype or adapter.dtype_name(q.dtype, "q")) in _ROUNDED
 
 
 def expect_by_head(name: str, x: Any, floats: bool) -> None:
@@ -312,7 +315,7 @@ def results(
     """Returns the results of a pass. `extra` adds what few callers need: o_residual of a forward pass, tlse of a jvp.
 
     Results lie in memory as what they belong to does: o and its like as q, gradients as their operands. They have its
-    type too, but bfloat16 beside e4m3, which fp8_raw alone writes.
+    type too, but bfloat16 beside e4m3, which fp8_raw alone writes, and o_residual is int8 beside a rounded o.
     """
 
     def type_beside(x: Any) -> Any:
@@ -331,7 +334,10 @@ def results(
     lse = Result("lse", shape, lse_type(adapter, options), tuple(range(len(shape))))
     if kind == "jvp":
         return [o, lse, o._replace(name="to"), *([lse._replace(name="tlse")] if extra else [])]
-    return [o, lse, *([o._replace(name="o_residual")] if extra else [])]
+    if not extra:
+        return [o, lse]
+    rounded = adapter.dtype_name(dtype, "o") in _ROUNDED
+    return [o, lse, o._replace(name="o_residual", dtype=adapter.dtype_of("i8") if rounded else dtype)]
 
 
 def _parts(name: str, x: QTensor) -> Iterator[tuple[str, Any]]:

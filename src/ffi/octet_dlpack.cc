@@ -227,15 +227,16 @@ struct Call {
   octet_arguments arguments;
   std::array<octet_tensor, kMostInputs + kMostOutputs> tensors{};  // of inputs and outputs
   Meta outputs[kMostOutputs];
-  PyObject* shape = nullptr;     // of lse, in a tuple
-  PyObject* keywords = nullptr;  // of framework.empty, for lse
-  PyObject* none = nullptr;      // in the place of o_residual
+  PyObject* lse_shape = nullptr;          // in a tuple, and
+  PyObject* lse_keywords = nullptr;       // of framework.empty, for lse
+  PyObject* residual_keywords = nullptr;  // of framework.empty_like, for o_residual
+  PyObject* none = nullptr;               // in the place of o_residual
   std::size_t workspace;
 
   Call() = default;
   Call(const Call&) = delete;
   ~Call() {
-    for (PyObject* object : {shape, keywords, none})
+    for (PyObject* object : {lse_shape, lse_keywords, residual_keywords, none})
       if (object) Py_DecRef(object);
   }
 };
@@ -243,9 +244,11 @@ struct Call {
 // A new output, or null.
 PyObject* make(const Call& call, Kind kind, int i, Objects inputs) {
   if (kind == kBackward) return PyObject_CallFunctionObjArgs(framework.empty_like, inputs[1 + i], nullptr);
-  if (i == 1) return PyObject_Call(framework.empty, call.shape, call.keywords);
-  if (i == 2 && call.none) return Py_IncRef(call.none), call.none;
-  return PyObject_CallFunctionObjArgs(framework.empty_like, inputs[0], nullptr);
+  if (i == 0) return PyObject_CallFunctionObjArgs(framework.empty_like, inputs[0], nullptr);
+  if (i == 1) return PyObject_Call(framework.empty, call.lse_shape, call.lse_keywords);
+  if (call.none) return Py_IncRef(call.none), call.none;
+  const Reference like(PyTuple_Pack(1, inputs[0]));
+  return like.object ? PyObject_Call(framework.empty_like, like.object, call.residual_keywords) : nullptr;
 }
 
 std::mutex mutex;
@@ -423,8 +426,9 @@ OCTET_API PyObject* octet_fast_functions(const void* exchange, PyObject* objects
   return PyTuple_Pack(4, functions[0].object, functions[1].object, functions[2].object, functions[3].object);
 }
 
-// Keeps a pass. `inputs`, `outputs`: tuples of such tensors. `lse`: None, or (arguments, keywords) of `empty` for it.
-OCTET_API void octet_fast_keep(int64_t kind_number, int64_t token, PyObject* inputs, PyObject* outputs, PyObject* lse,
+// Keeps a pass. `inputs`, `outputs`: tuples of such tensors. `how`: None, or how a training pass makes some: arguments
+// and keywords of `empty` for lse, and keywords of `empty_like` for o_residual.
+OCTET_API void octet_fast_keep(int64_t kind_number, int64_t token, PyObject* inputs, PyObject* outputs, PyObject* how,
                                const octet_attention* attention, const octet_arguments* arguments,
                                std::size_t workspace) {
   const auto kind = static_cast<Kind>(kind_number);
@@ -446,8 +450,9 @@ OCTET_API void octet_fast_keep(int64_t kind_number, int64_t token, PyObject* inp
   for (int i = 0; i < more; ++i)
     if (DLTensor view; !look(PyTuple_GetItem(outputs, i), view, call->outputs[i])) return;
   if (kind == kTraining) {
-    Py_IncRef(call->shape = PyTuple_GetItem(lse, 0));
-    Py_IncRef(call->keywords = PyTuple_GetItem(lse, 1));
+    Py_IncRef(call->lse_shape = PyTuple_GetItem(how, 0));
+    Py_IncRef(call->lse_keywords = PyTuple_GetItem(how, 1));
+    Py_IncRef(call->residual_keywords = PyTuple_GetItem(how, 2));
     if (!a.o_residual) Py_IncRef(call->none = PyTuple_GetItem(outputs, 2));
   }
   Kept all;

@@ -83,6 +83,38 @@ def test_bf16_gradients_take_the_unrounded_output():
         np.testing.assert_array_equal(z[0], y)
 
 
+@pytest.mark.parametrize("dtype, more", [(jnp.float32, 0), (jnp.float16, 1), (jnp.bfloat16, 1)])
+def test_a_gradient_keeps_one_byte_beside_each_16_bit_number_of_o(dtype, more):
+    q, k, v = draw((2, 4, 24, 16), (2, 2, 30, 16), (2, 2, 30, 16), dtype=dtype)
+    o, pull = jax.vjp(octet.attention, q, k, v)
+    kept = sum(x.nbytes for x in jax.tree.leaves(pull))
+    assert kept == q.nbytes + k.nbytes + v.nbytes + o.nbytes + 4 * o.size // o.shape[-1] + more * o.size
+
+
+def test_what_bf16_gradients_keep_passes_through_transformations():
+    """The digits of the un-rounded output are integers, whose tangents jax gives a type of their own."""
+    q, k, v, do = draw(*[(1, 2, 24, 16)] * 4, dtype=jnp.bfloat16)
+
+    def gradients(*x, function=octet.attention):
+        return jax.vjp(function, *x[:3])[1](x[3])
+
+    def in_a_loop(*x):
+        return jax.lax.scan(lambda none, y: (none, octet.attention(*y)), None, tuple(y[None] for y in x))[1][0]
+
+    want = gradients(q, k, v, do)
+    _, along = jax.linearize(octet.attention, q, k, v)
+    mapped = jax.jit(jax.vmap(gradients, in_axes=(None, 0, None, 0)))(q, k[None], v, do[None])
+    for found in (
+        [x[0] for x in mapped],
+        jax.jit(lambda *x: gradients(*x, function=jax.checkpoint(octet.attention)))(q, k, v, do),
+        jax.jit(lambda *x: gradients(*x, function=in_a_loop))(q, k, v, do),
+        jax.linear_transpose(along, q, k, v)(do),
+    ):
+        for x, y in zip(found, want, strict=True):
+            np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(along(q, k, v), jax.jvp(octet.attention, (q, k, v), (q, k, v))[1])
+
+
 @pytest.mark.parametrize("in_axes", [(0, 0, 0), (0, None, None), (None, 1, 2), (0, 0, 0, 0), (None, 0, 0, 1)])
 def test_vmap_is_a_loop(in_axes):
     shapes = (2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), (2, 4, 5, 7)

@@ -99,6 +99,32 @@ def test_what_the_backward_pass_needs_is_saved_when_a_gradient_may_follow():
     assert not torch.equal(got[0], plain[0])
 
 
+def what_is_kept(call, *x):
+    """o, and the tensors that are saved for its gradient."""
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda y: kept.setdefault(y.data_ptr(), y), lambda y: y):
+        return call(*x), kept.values()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        octet.attention,
+        lambda *x: octet.attention(*x, return_lse=True)[0],
+        lambda *x: octet.attention_varlen(*(y[0].transpose(0, 1) for y in x), *[torch.tensor([0, 9, 24]).int()] * 2),
+    ],
+    ids=["plain", "with lse", "packed"],
+)
+@pytest.mark.parametrize("dtype, more", [(torch.float32, 0), (torch.float16, 1), (torch.bfloat16, 1)], ids=str)
+def test_a_gradient_keeps_one_byte_beside_each_16_bit_number_of_o(call, dtype, more):
+    q, k, v = (torch.randn(1, heads, 24, 16).to(dtype).requires_grad_() for heads in (4, 2, 2))
+    for _ in range(3):  # by its plan, kept, from C
+        o, kept = what_is_kept(call, q, k, v)
+        lse = 4 * o.numel() // o.shape[-1]
+        found = sum(x.nbytes for x in kept if x.dtype is not torch.int32)  # without the lengths of sequences
+        assert found == q.nbytes + k.nbytes + v.nbytes + o.nbytes + lse + more * o.numel()
+
+
 def test_packed_sequences_are_separate():
     random = np.random.default_rng(4)
     cu = torch.tensor([0, 5, 5, 22, 52], dtype=torch.int32)

@@ -609,6 +609,9 @@ def test_operators_keep_what_differs_apart(ordinary_passes):
     finally:
         torch.use_deterministic_algorithms(False)
     assert want["without a residual"][2].shape == (0,) and want["plain"][2].shape == q.shape
+    assert [want[name][2].dtype for name in ("plain", "another type", "a type of o")] == [
+        torch.int8, torch.int8, torch.float32
+    ]  # fmt: skip
     one, two = (calls["without a residual"]()[2] for _ in range(2))
     assert one is not two and one._cdata != two._cdata
 

@@ -92,9 +92,11 @@ def test_the_residual_lies_as_o():
     from octet._options import Options
     from octet.torch._text import text_of
 
-    q, k, v = (x.detach() for x in fused_projection())
-    o, lse, r = torch.ops.octet.forward(q, k, v, True, text_of(Options("bf16")))
-    assert r.stride() == o.stride() == dense_strides(o.shape, (0, 2, 1, 3)) and lse.is_contiguous()
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "f16")):
+        q, k, v = (x.detach() for x in fused_projection(dtype))
+        o, lse, r = torch.ops.octet.forward(q, k, v, True, text_of(Options(name)))
+        assert r.stride() == o.stride() == dense_strides(o.shape, (0, 2, 1, 3)) and lse.is_contiguous()
+        assert r.dtype is torch.int8
 
 
 def test_broadcast_operands_of_torch():

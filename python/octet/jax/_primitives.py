@@ -48,7 +48,7 @@ def _shapes(results: Sequence[str], of: dict[str, Any], options: Options, residu
     passes = [_plan.results(adapter, kind, options, q, k, v, True, sinks) for kind in _plan.INPUTS]
     made = {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for found in passes for x in found}
     if not residual:
-        made["o_residual"] = jax.ShapeDtypeStruct((0,), made["o"].dtype)
+        made["o_residual"] = jax.ShapeDtypeStruct((0,), made["o_residual"].dtype)
     return [made[name] for name in results]
 
 
@@ -216,7 +216,7 @@ def _differentiate(primals: Any, tangents: Any, names: Any, options: Options) ->
 
 def _forward_jvp(primals: Any, tangents: Any, *, names: Any, options: Options, residual: bool) -> Any:
     (o, lse, r), moved = _differentiate(primals, tangents, names, options)
-    r = r if residual else jnp.zeros(0, o.dtype)
+    r = r if residual else jnp.zeros(0, r.dtype)
     return [o, lse, r], [*moved, _zero(r)]
 
 

@@ -52,8 +52,9 @@ def _planned_forward(token: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     options = _options(token, q)
     residual = _plan.needs_residual(adapter, options, q)
     made = _passes.by_plan("forward", options, (q, k, v, *[None] * 4), residual)
-    o, lse, r = torch.empty_like(q), made[1], torch.empty_like(q) if residual else made[2]  # as C makes them
-    _keep("training", token, options, (q, k, v), [o, lse, r])
+    _, lse, r = made
+    like_c = torch.empty_like(q), lse, torch.empty_like(q, dtype=r.dtype) if residual else r  # as C makes them
+    _keep("training", token, options, (q, k, v), like_c)
     return made
 
 

@@ -95,9 +95,12 @@ def keep(
 ) -> None:
     """Keeps the pass of `plan`, over tensors like `inputs`, which makes tensors like `made` and takes a workspace of
     `size` bytes. Where it makes no o_residual, an empty tensor stands for that and is handed out each time."""
-    lse = ((tuple(made[1].shape),), {"dtype": made[1].dtype, "device": made[1].device}) if kind == "training" else None
+    how = None
+    if kind == "training":
+        _, lse, r = made
+        how = (tuple(lse.shape),), {"dtype": lse.dtype, "device": lse.device}, {"dtype": r.dtype}
     assert loaded
-    loaded[0].octet_fast_keep(_KINDS[kind], number, inputs, made, lse, plan.attention, plan.arguments, size)
+    loaded[0].octet_fast_keep(_KINDS[kind], number, inputs, made, how, plan.attention, plan.arguments, size)
 
 
 def with_rest(made: Sequence[Any], count: int) -> tuple:
@@ -116,7 +119,7 @@ def _are_alike(call: _plan.Call, made: tuple, of: tuple) -> bool:
     def kind(x: Any) -> tuple:
         return x.shape, x.stride(), x.dtype
 
-    return not call.fills and all([kind(x) == kind(torch.empty_like(y)) for x, y in zip(made, of, strict=False)])
+    return not call.fills and all([kind(x) == kind(torch.empty_like(y)) for x, y in zip(made, of, strict=True)])
 
 
 def by_plan(kind: str, options: Options, arrays: Sequence[Any], extra: bool = False) -> tuple:
@@ -155,7 +158,7 @@ def forward(
     arrays = q, k, v, mask, cu_q, cu_k, sinks, slopes
     call, is_known = _plan.find(adapter, "forward", options, arrays, residual)
     o, lse, r = with_rest(call(arrays), 3)
-    if token is not None and made is False and is_known and _are_alike(call, (o, r) if residual else (o,), (q, q)):
+    if token is not None and made is False and is_known and _are_alike(call, (o,), (q,)):
         made = o, lse, r if residual else q.new_empty(0)
         keep("training", token, (q, k, v), made, call.plan, call.plan.workspace_size())
     return o, lse, r
