@@ -18,6 +18,7 @@ DTYPES = {
     torch.float32: "f32",
     torch.float16: "f16",
     torch.bfloat16: "bf16",
+    torch.int8: "i8",
     torch.int32: "i32",
     torch.float8_e4m3fn: "e4m3",
     torch.bool: "bool",

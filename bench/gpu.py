@@ -63,7 +63,7 @@ class Ours:
         p = problem
         precision = "bf16" if p.q.dtype == torch.bfloat16 else "f16"
         nan = lambda x: torch.full_like(x, float("nan"))
-        self.o, o_residual, lse = nan(p.q), nan(p.q), torch.full(tuple(p.q.shape[:3]), float("nan"), device="cuda")
+        self.o, lse = nan(p.q), torch.full(tuple(p.q.shape[:3]), float("nan"), device="cuda")
         self.gradients = [nan(x) for x in (p.q, p.k, p.v)]
 
         def call(which, tensors, **more):
@@ -81,7 +81,8 @@ class Ours:
                 if "no backend can solve" not in str(error):
                     raise
 
-        residual = dict(o_residual=o_residual) if bias_correction in ("f16", "exact_delta") else {}
+        reads_residual = bias_correction in ("f16", "exact_delta")
+        residual = dict(o_residual=torch.empty_like(p.q, dtype=torch.int8)) if reads_residual else {}
         kept = dict(zip(("dq", "dk", "dv"), self.gradients, strict=True)) | dict(do=p.do) | residual
         self.forward = call(FORWARD, {})
         self.training = call(FORWARD, residual)

@@ -67,7 +67,7 @@ class General:
         corrects = training and p.q.dtype != torch.float32
         if corrects:
             more["bias_correction"] = BIAS_CORRECTIONS["f16"]
-        residual = dict(o_residual=nan(p.q)) if corrects else {}
+        residual = dict(o_residual=torch.empty_like(p.q, dtype=torch.int8)) if corrects else {}
         mask = {} if p.mask is None else dict(mask=p.mask)
         shared = dict(q=p.q, k=p.k, v=p.v, o=self.o, lse=lse) | mask
         call = lambda which, tensors: Octet(library, which, NAMES[p.q.dtype], p.causal, shared | tensors, **more)
