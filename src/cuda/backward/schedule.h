@@ -2,6 +2,8 @@
 // in which it visits them. Blocks that run at the same time should add to different tiles of dq. With a positional mask
 // their first tiles differ. Without one, each block starts at another tile and wraps around.
 #pragma once
+#include <cstddef>
+
 #include "cuda/backward/params.h"
 
 namespace octet::cuda {
@@ -67,9 +69,10 @@ struct KeyBlockScheduler {
     if (last.part + 1 >= exponents(last).parts) return false;
     const auto* const from = reinterpret_cast<const int*>(&last);
     auto* const to = reinterpret_cast<int*>(&w);
+    // Not the exponents, which the converters of `last` may be writing. A loop, as the producer has few registers.
 #pragma unroll 1
-    for (unsigned i = 0; i < sizeof w / sizeof *to; ++i) to[i] = from[i];  // a loop, as the producer has few registers
-    ++w.part;
+    for (unsigned i = 0; i < offsetof(KeyBlockInfo, exponents) / sizeof *to; ++i) to[i] = from[i];
+    w.part = static_cast<int16_t>(last.part + 1);
     return true;
   }
 
