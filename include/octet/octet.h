@@ -202,7 +202,7 @@ typedef struct octet_arguments {
   int64_t max_seqlen_q;  // with cu_seqlens: bounds on the lengths; else 0
   int64_t max_seqlen_k;
   octet_tensor* o;             // forward, jvp: out; backward: in
-  octet_tensor* o_residual;    // the un-rounded o beside o, see below; forward: out, optional; backward: in, optional
+  octet_tensor* o_residual;    // what rounding took from o, see above; forward: out, optional; backward: in, optional
   octet_tensor* lse;           // forward, jvp: out, optional; backward: in. f32, natural log
   const octet_tensor* do_;     // backward: in
   octet_tensor *dq, *dk, *dv;  // backward: out

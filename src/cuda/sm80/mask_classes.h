@@ -1,5 +1,6 @@
-// What a mask tensor does to whole tiles of logits. A kernel before the mainloop reads the mask once and writes the
-// class of each tile, so that the mainloop leaves out tiles that the mask hides, and does not load it where it is 0.
+// Classes of tiles of logits by what a mask tensor does to them. A kernel before the mainloop reads the mask once and
+// writes the class of each tile, so that the mainloop leaves out tiles that the mask hides, and does not load the mask
+// where it is 0.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -187,7 +187,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
   for (int ahead = 1; ahead < kAhead; ++ahead) load_after(tile - ahead + 1);
   // Where the mask is staged, the groups of copies are in turn a tile of keys and one of the mask.
   constexpr int kMaskGroups = Tile::kStagesMask ? 1 : 0;
-  // Whether the mask is 0 in the tile that comes next.
+  // True if the mask is 0 in the tile that is computed next.
   bool zeros = kMasked<Dims> && shared.warp_keys[warp].first < shared.warp_keys[warp].last &&
                has_zeros(shared.warp_keys[warp].last - 1);
   if constexpr (Tile::kStagesMask) load_mask(shared.warp_keys[warp].last - 1, zeros), ptx::cp_async_commit();
