@@ -4,8 +4,10 @@
 // worked on at once, the kernel also clears what dq is summed in, but where it takes tiles up to head dim 128.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <numeric>
 #include <string>
+#include <vector>
 
 #include "gpu/place.h"
 #include "support/cases.h"
@@ -135,6 +137,95 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuKeys,
                            return std::string(key_cases()[std::get<0>(info.param)].name) +
                                   (std::get<1>(info.param) == DType::f16 ? "_f16" : "_bf16");
                          });
+
+// Tensors of one batch element in the memory of a GPU, filled with one byte.
+class GpuTensor {
+ public:
+  GpuTensor(DType dtype, const Shape& shape, int byte)
+      : bytes_(bytes_of(dtype) * static_cast<size_t>(shape[1] * shape[2] * shape[3])) {
+    check_cuda(cudaMalloc(&data_, bytes_));
+    fill(byte);
+    view_ = Tensor(data_, dtype, shape, contiguous_strides(shape), Device::cuda);
+  }
+  GpuTensor(const GpuTensor&) = delete;
+  GpuTensor& operator=(const GpuTensor&) = delete;
+  ~GpuTensor() { cudaFree(data_); }
+  void fill(int byte) { check_cuda(cudaMemset(data_, byte, bytes_)); }
+  const Tensor& view() const { return view_; }
+  std::vector<uint16_t> words() const {
+    std::vector<uint16_t> x(bytes_ / sizeof(uint16_t));
+    check_cuda(cudaMemcpy(x.data(), data_, bytes_, cudaMemcpyDeviceToHost));
+    return x;
+  }
+
+ private:
+  size_t bytes_;
+  void* data_ = nullptr;
+  Tensor view_;
+};
+
+// Most blocks of keys here have no query, so they follow each other as fast as their zeros can be stored, and loads
+// from shared memory wait behind the stores. Which thread block takes which differs from run to run.
+TEST(GpuKeysWithoutQueries, have_gradients_of_zero_each_time) {
+  constexpr int64_t kHeads = 2, kQueries = 16, kKeys = 60000, kSeen = 20000;  // each query sees some of the last kSeen
+  for (const int64_t dim : {64, 128, 160, 192, 256})
+    for (const bool deterministic : {false, true}) {
+      const Shape rows{1, kHeads, kQueries, dim}, keys{1, kHeads, kKeys, dim};
+      const int kSmall = 0x3c, kNaN = 0xff;  // 0.0115 and NaN in bf16
+      GpuTensor q(DType::bf16, rows, kSmall), k(DType::bf16, keys, kSmall), v(DType::bf16, keys, kSmall),
+          do_(DType::bf16, rows, kSmall), o(DType::bf16, rows, kNaN), o_residual(DType::i8, rows, kNaN),
+          lse(DType::f32, {1, kHeads, kQueries, 1}, kNaN), dq(DType::bf16, rows, kNaN), dk(DType::bf16, keys, kNaN),
+          dv(DType::bf16, keys, kNaN);
+      const Attention attention{.precision = Precision::bf16,
+                                .alignment = Alignment::bottom_right,
+                                .window = {{kSeen - kQueries, -1}},
+                                .deterministic = deterministic,
+                                .backend = gpu_backend()};
+      GpuPlace place;
+      call(attention,
+           Forward{.q = q.view(),
+                   .k = k.view(),
+                   .v = v.view(),
+                   .o = o.view(),
+                   .lse = lse.view(),
+                   .o_residual = o_residual.view()},
+           place);
+      std::vector<uint16_t> first_dk, first_dv;
+      for (int run = 0; run < 20; ++run) {
+        for (GpuTensor* x : {&dq, &dk, &dv}) x->fill(kNaN);
+        call(attention,
+             Backward{.q = q.view(),
+                      .k = k.view(),
+                      .v = v.view(),
+                      .o = o.view(),
+                      .lse = lse.view(),
+                      .do_ = do_.view(),
+                      .dq = dq.view(),
+                      .dk = dk.view(),
+                      .dv = dv.view(),
+                      .o_residual = o_residual.view()},
+             place);
+        const std::vector<uint16_t> got_dk = dk.words(), got_dv = dv.words();
+        if (run == 0) {
+          first_dk = got_dk, first_dv = got_dv;
+          // All v are equal, so that a key's dv is the sum of its p times do, and positive.
+          for (int64_t head = 0; head < kHeads; ++head)
+            for (int64_t key = 0; key < kKeys; ++key) {
+              const auto at = static_cast<std::ptrdiff_t>((head * kKeys + key) * dim);
+              const bool seen = key >= kKeys - kSeen;
+              const auto is_right = [&](uint16_t x) { return seen ? x > 0 && x < 0x7f80 : x == 0; };
+              ASSERT_TRUE(std::all_of(got_dv.begin() + at, got_dv.begin() + at + dim, is_right))
+                  << "dv of key " << key << ", head " << head << ", head dim " << dim;
+              const auto is_zero = [](uint16_t x) { return x == 0; };
+              ASSERT_TRUE(seen || std::all_of(got_dk.begin() + at, got_dk.begin() + at + dim, is_zero))
+                  << "dk of key " << key << ", head " << head << ", head dim " << dim;
+            }
+        }
+        ASSERT_TRUE(got_dk == first_dk) << "dk, run " << run << ", head dim " << dim;
+        ASSERT_TRUE(got_dv == first_dv) << "dv, run " << run << ", head dim " << dim;
+      }
+    }
+}
 
 }  // namespace
 }  // namespace octet::test

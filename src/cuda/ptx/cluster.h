@@ -23,8 +23,8 @@ __device__ inline uint32_t at_rank(const void* local, unsigned rank) {
       : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(local))), "r"(rank));
   return remote;
 }
-// Arrives at an mbarrier. The arrival releases what was done to the memory of this thread block; it does not wait for
-// all other writes, as a release at cluster scope does. PTX ISA, 9.7.13.15.13.
+// Arrives at an mbarrier of any thread block of the cluster. Unlike a release at cluster scope, this waits neither for
+// stores nor for loads in flight: whoever releases memory that a load reads must have its value. PTX ISA, 9.7.13.15.13.
 __device__ inline void arrive_at(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

@@ -17,7 +17,9 @@ __device__ inline unsigned Backward2Cta<T, Dim, sums, parts>::next_number(unsign
   shared.number_pipe.full[0].arrive_expecting(sizeof(shared.number));
   shared.number_pipe.full[0].wait(numbers_taken % 2);
   const unsigned number = *static_cast<volatile uint32_t*>(&shared.number);
-  ptx::arrive_at(ptx::at_rank(&shared.number_pipe.empty[0], 0));
+  // The number must have been read when the next one is stored over it. Arrivals at the peer overtake loads in flight,
+  // which may wait behind other warps' stores; this one cannot, because its address depends on the number.
+  ptx::arrive_at(ptx::at_rank(&shared.number_pipe.empty[0], 0) + (number >> 31));  // numbers are below 2^31
   return number;
 }
 
