@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -138,11 +139,11 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuKeys,
                                   (std::get<1>(info.param) == DType::f16 ? "_f16" : "_bf16");
                          });
 
-// Tensors of one batch element in the memory of a GPU, filled with one byte.
+// A contiguous tensor in the memory of a GPU, filled with one byte.
 class GpuTensor {
  public:
   GpuTensor(DType dtype, const Shape& shape, int byte)
-      : bytes_(bytes_of(dtype) * static_cast<size_t>(shape[1] * shape[2] * shape[3])) {
+      : bytes_(bytes_of(dtype) * static_cast<size_t>(shape[0] * shape[1] * shape[2] * shape[3])) {
     check_cuda(cudaMalloc(&data_, bytes_));
     fill(byte);
     view_ = Tensor(data_, dtype, shape, contiguous_strides(shape), Device::cuda);
@@ -150,7 +151,10 @@ class GpuTensor {
   GpuTensor(const GpuTensor&) = delete;
   GpuTensor& operator=(const GpuTensor&) = delete;
   ~GpuTensor() { cudaFree(data_); }
-  void fill(int byte) { check_cuda(cudaMemset(data_, byte, bytes_)); }
+  void fill(int byte) {
+    check_cuda(cudaMemset(data_, byte, bytes_));
+    check_cuda(cudaDeviceSynchronize());
+  }
   const Tensor& view() const { return view_; }
   std::vector<uint16_t> words() const {
     std::vector<uint16_t> x(bytes_ / sizeof(uint16_t));
@@ -164,68 +168,90 @@ class GpuTensor {
   Tensor view_;
 };
 
-// Most blocks of keys here have no query, so they follow each other as fast as their zeros can be stored, and loads
-// from shared memory wait behind the stores. Which thread block takes which differs from run to run.
-TEST(GpuKeysWithoutQueries, have_gradients_of_zero_each_time) {
-  constexpr int64_t kHeads = 2, kQueries = 16, kKeys = 60000, kSeen = 20000;  // each query sees some of the last kSeen
-  for (const int64_t dim : {64, 128, 160, 192, 256})
-    for (const bool deterministic : {false, true}) {
-      const Shape rows{1, kHeads, kQueries, dim}, keys{1, kHeads, kKeys, dim};
-      const int kSmall = 0x3c, kNaN = 0xff;  // 0.0115 and NaN in bf16
-      GpuTensor q(DType::bf16, rows, kSmall), k(DType::bf16, keys, kSmall), v(DType::bf16, keys, kSmall),
-          do_(DType::bf16, rows, kSmall), o(DType::bf16, rows, kNaN), o_residual(DType::i8, rows, kNaN),
-          lse(DType::f32, {1, kHeads, kQueries, 1}, kNaN), dq(DType::bf16, rows, kNaN), dk(DType::bf16, keys, kNaN),
-          dv(DType::bf16, keys, kNaN);
-      const Attention attention{.precision = Precision::bf16,
-                                .alignment = Alignment::bottom_right,
-                                .window = {{kSeen - kQueries, -1}},
-                                .deterministic = deterministic,
-                                .backend = gpu_backend()};
-      GpuPlace place;
-      call(attention,
-           Forward{.q = q.view(),
-                   .k = k.view(),
-                   .v = v.view(),
-                   .o = o.view(),
-                   .lse = lse.view(),
-                   .o_residual = o_residual.view()},
-           place);
-      std::vector<uint16_t> first_dk, first_dv;
-      for (int run = 0; run < 20; ++run) {
-        for (GpuTensor* x : {&dq, &dk, &dv}) x->fill(kNaN);
-        call(attention,
-             Backward{.q = q.view(),
-                      .k = k.view(),
-                      .v = v.view(),
-                      .o = o.view(),
-                      .lse = lse.view(),
-                      .do_ = do_.view(),
-                      .dq = dq.view(),
-                      .dk = dk.view(),
-                      .dv = dv.view(),
-                      .o_residual = o_residual.view()},
-             place);
-        const std::vector<uint16_t> got_dk = dk.words(), got_dv = dv.words();
-        if (run == 0) {
-          first_dk = got_dk, first_dv = got_dv;
-          // All v are equal, so that a key's dv is the sum of its p times do, and positive.
-          for (int64_t head = 0; head < kHeads; ++head)
-            for (int64_t key = 0; key < kKeys; ++key) {
-              const auto at = static_cast<std::ptrdiff_t>((head * kKeys + key) * dim);
-              const bool seen = key >= kKeys - kSeen;
-              const auto is_right = [&](uint16_t x) { return seen ? x > 0 && x < 0x7f80 : x == 0; };
-              ASSERT_TRUE(std::all_of(got_dv.begin() + at, got_dv.begin() + at + dim, is_right))
-                  << "dv of key " << key << ", head " << head << ", head dim " << dim;
-              const auto is_zero = [](uint16_t x) { return x == 0; };
-              ASSERT_TRUE(seen || std::all_of(got_dk.begin() + at, got_dk.begin() + at + dim, is_zero))
-                  << "dk of key " << key << ", head " << head << ", head dim " << dim;
-            }
-        }
-        ASSERT_TRUE(got_dk == first_dk) << "dk, run " << run << ", head dim " << dim;
-        ASSERT_TRUE(got_dv == first_dv) << "dv, run " << run << ", head dim " << dim;
+// Most blocks of keys have no query, so they follow each other as fast as their zeros can be stored, and loads from
+// shared memory wait behind the stores. Which thread block takes which differs from run to run.
+class GpuKeysWithoutQueries : public testing::TestWithParam<std::tuple<int, bool>> {};
+
+TEST_P(GpuKeysWithoutQueries, have_gradients_of_zero_each_time) {
+  const auto [dim, deterministic] = GetParam();
+  struct Shapes {
+    int64_t heads, keys, seen;
+    Alignment alignment;  // top_left: the first `seen` keys are seen, bottom_right: the last
+    int runs;
+  };
+  for (const auto& [heads, keys, seen, alignment, runs] : {Shapes{2, 30000, 10000, Alignment::bottom_right, 20},
+                                                           {2, 30000, 10000, Alignment::top_left, 20},
+                                                           {12, 4000, 500, Alignment::bottom_right, 40},
+                                                           {12, 4000, 500, Alignment::top_left, 40}}) {
+    SCOPED_TRACE(testing::Message() << heads << " heads of " << keys << " keys, seen: the "
+                                    << (alignment == Alignment::top_left ? "first " : "last ") << seen);
+    constexpr int64_t kQueries = 16;
+    constexpr int kSmall = 0x3c, kNaN = 0xff;  // 0.0115 and NaN in bf16
+    const Shape of_queries{1, heads, kQueries, dim}, of_keys{1, heads, keys, dim};
+    GpuTensor q(DType::bf16, of_queries, kSmall), k(DType::bf16, of_keys, kSmall), v(DType::bf16, of_keys, kSmall),
+        do_(DType::bf16, of_queries, kSmall), o(DType::bf16, of_queries, kNaN), o_residual(DType::i8, of_queries, kNaN),
+        lse(DType::f32, {1, heads, kQueries, 1}, kNaN), dq(DType::bf16, of_queries, kNaN),
+        dk(DType::bf16, of_keys, kNaN), dv(DType::bf16, of_keys, kNaN);
+    const int64_t reach = seen - kQueries;
+    Attention attention{.precision = Precision::bf16, .alignment = alignment, .backend = gpu_backend()};
+    attention.window =
+        alignment == Alignment::top_left ? std::array<int64_t, 2>{-1, reach} : std::array{reach, int64_t{-1}};
+    attention.deterministic = deterministic;
+    GpuPlace place;
+    call(attention,
+         Forward{.q = q.view(),
+                 .k = k.view(),
+                 .v = v.view(),
+                 .o = o.view(),
+                 .lse = lse.view(),
+                 .o_residual = o_residual.view()},
+         place);
+    const Backward backward{.q = q.view(),
+                            .k = k.view(),
+                            .v = v.view(),
+                            .o = o.view(),
+                            .lse = lse.view(),
+                            .do_ = do_.view(),
+                            .dq = dq.view(),
+                            .dk = dk.view(),
+                            .dv = dv.view(),
+                            .o_residual = o_residual.view()};
+    const size_t bytes = workspace_size(attention, backward);
+    void* const workspace = place.workspace(bytes);
+    std::vector<uint16_t> first_dk, first_dv;
+    for (int run = 0; run < runs; ++run) {
+      for (GpuTensor* x : {&dq, &dk, &dv}) x->fill(kNaN);
+      octet::run(attention, backward, workspace, bytes, place.stream());
+      check_cuda(cudaDeviceSynchronize());
+      const std::vector<uint16_t> got_dk = dk.words(), got_dv = dv.words();
+      if (run > 0) {
+        ASSERT_TRUE(got_dk == first_dk) << "dk differs in run " << run;
+        ASSERT_TRUE(got_dv == first_dv) << "dv differs in run " << run;
+        continue;
       }
+      first_dk = got_dk, first_dv = got_dv;
+      for (int64_t head = 0; head < heads; ++head)
+        for (int64_t key = 0; key < keys; ++key) {
+          const bool is_seen = alignment == Alignment::top_left ? key < seen : key >= keys - seen;
+          const auto at = static_cast<std::ptrdiff_t>((head * keys + key) * dim);
+          // dv of a key is the sum of its p times do, and positive.
+          const auto right_dv = [&](uint16_t x) { return is_seen ? x > 0 && x < 0x7f80 : x == 0; };
+          ASSERT_TRUE(std::all_of(got_dv.begin() + at, got_dv.begin() + at + dim, right_dv))
+              << "dv of head " << head << ", key " << key;
+          const auto is_zero = [](uint16_t x) { return x == 0; };
+          ASSERT_TRUE(is_seen || std::all_of(got_dk.begin() + at, got_dk.begin() + at + dim, is_zero))
+              << "dk of head " << head << ", key " << key;
+        }
     }
+  }
 }
+
+INSTANTIATE_TEST_SUITE_P(Dims, GpuKeysWithoutQueries,
+                         testing::Combine(testing::Values(64, 80, 128, 192, 256), testing::Bool()),
+                         [](const auto& info) {
+                           return "d" + std::to_string(std::get<0>(info.param)) +
+                                  (std::get<1>(info.param) ? "_deterministic" : "");
+                         });
 
 }  // namespace
 }  // namespace octet::test

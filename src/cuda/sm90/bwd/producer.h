@@ -64,12 +64,13 @@ __device__ inline void Backward<T, Dim, sums, parts>::next_tile(unsigned tile_in
     if (!w.valid() || w.k.index >= 0) break;  // skip blocks beyond the last packed sequence
   }
   shared.tile_pipe.full[slot].arrive();
+  const uint32_t empty = tile_index / kKeyStages % 2 ^ 1;
+  shared.k_pipe.empty[stage].wait(empty), shared.v_pipe.empty[stage].wait(empty);
   if (!w.valid()) {
+    // The converters have seen the stage's last phase of k_rows_full: they would wait forever for one that passed.
     shared.k_rows_full[stage].arrive();
     return;
   }
-  const uint32_t empty = tile_index / kKeyStages % 2 ^ 1;
-  shared.k_pipe.empty[stage].wait(empty), shared.v_pipe.empty[stage].wait(empty);
   if (a.k)
     fetch_tiles(tile_index, stage);
   else
