@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "gpu/gpu_tensor.h"
 #include "gpu/place.h"
 #include "support/cases.h"
 
@@ -139,64 +140,47 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuKeys,
                                   (std::get<1>(info.param) == DType::f16 ? "_f16" : "_bf16");
                          });
 
-// A contiguous tensor in the memory of a GPU, filled with one byte.
-class GpuTensor {
- public:
-  GpuTensor(DType dtype, const Shape& shape, int byte)
-      : bytes_(bytes_of(dtype) * static_cast<size_t>(shape[0] * shape[1] * shape[2] * shape[3])) {
-    check_cuda(cudaMalloc(&data_, bytes_));
-    fill(byte);
-    view_ = Tensor(data_, dtype, shape, contiguous_strides(shape), Device::cuda);
-  }
-  GpuTensor(const GpuTensor&) = delete;
-  GpuTensor& operator=(const GpuTensor&) = delete;
-  ~GpuTensor() { cudaFree(data_); }
-  void fill(int byte) {
-    check_cuda(cudaMemset(data_, byte, bytes_));
-    check_cuda(cudaDeviceSynchronize());
-  }
-  const Tensor& view() const { return view_; }
-  std::vector<uint16_t> words() const {
-    std::vector<uint16_t> x(bytes_ / sizeof(uint16_t));
-    check_cuda(cudaMemcpy(x.data(), data_, bytes_, cudaMemcpyDeviceToHost));
-    return x;
-  }
-
- private:
-  size_t bytes_;
-  void* data_ = nullptr;
-  Tensor view_;
+struct Sums {
+  const char* name;
+  BiasCorrection bias_correction;
+  bool deterministic;
 };
+constexpr Sums kSums[] = {{"f16", BiasCorrection::f16, false},
+                          {"none", BiasCorrection::none, false},
+                          {"deterministic", BiasCorrection::f16, true}};
 
 // Most blocks of keys have no query, so they follow each other as fast as their zeros can be stored, and loads from
 // shared memory wait behind the stores. Which thread block takes which differs from run to run.
-class GpuKeysWithoutQueries : public testing::TestWithParam<std::tuple<int, bool>> {};
+class GpuKeysWithoutQueries : public testing::TestWithParam<std::tuple<int, Sums>> {};
 
 TEST_P(GpuKeysWithoutQueries, have_gradients_of_zero_each_time) {
-  const auto [dim, deterministic] = GetParam();
+  const auto [dim, sums] = GetParam();
   struct Shapes {
-    int64_t heads, keys, seen;
+    int64_t heads, queries, keys, seen;
     Alignment alignment;  // top_left: the first `seen` keys are seen, bottom_right: the last
     int runs;
   };
-  for (const auto& [heads, keys, seen, alignment, runs] : {Shapes{2, 30000, 10000, Alignment::bottom_right, 20},
-                                                           {2, 30000, 10000, Alignment::top_left, 20},
-                                                           {12, 4000, 500, Alignment::bottom_right, 40},
-                                                           {12, 4000, 500, Alignment::top_left, 40}}) {
+  for (const auto& [heads, queries, keys, seen, alignment, runs] :
+       {Shapes{2, 16, 30000, 10000, Alignment::bottom_right, 20},
+        {2, 16, 30000, 10000, Alignment::top_left, 20},
+        {12, 16, 4000, 500, Alignment::bottom_right, 20},
+        {12, 777, 4000, 785, Alignment::top_left, 100}}) {
     SCOPED_TRACE(testing::Message() << heads << " heads of " << keys << " keys, seen: the "
                                     << (alignment == Alignment::top_left ? "first " : "last ") << seen);
-    constexpr int64_t kQueries = 16;
     constexpr int kSmall = 0x3c, kNaN = 0xff;  // 0.0115 and NaN in bf16
-    const Shape of_queries{1, heads, kQueries, dim}, of_keys{1, heads, keys, dim};
+    const Shape of_queries{1, heads, queries, dim}, of_keys{1, heads, keys, dim};
     GpuTensor q(DType::bf16, of_queries, kSmall), k(DType::bf16, of_keys, kSmall), v(DType::bf16, of_keys, kSmall),
         do_(DType::bf16, of_queries, kSmall), o(DType::bf16, of_queries, kNaN), o_residual(DType::i8, of_queries, kNaN),
-        lse(DType::f32, {1, heads, kQueries, 1}, kNaN), dq(DType::bf16, of_queries, kNaN),
+        lse(DType::f32, {1, heads, queries, 1}, kNaN), dq(DType::bf16, of_queries, kNaN),
         dk(DType::bf16, of_keys, kNaN), dv(DType::bf16, of_keys, kNaN);
-    const int64_t reach = seen - kQueries;
-    Attention attention{.precision = Precision::bf16, .alignment = alignment, .backend = gpu_backend()};
+    const int64_t reach = seen - queries;
+    Attention attention{.precision = Precision::bf16,
+                        .alignment = alignment,
+                        .bias_correction = sums.bias_correction,
+                        .deterministic = sums.deterministic,
+                        .backend = gpu_backend()};
     attention.window =
         alignment == Alignment::top_left ? std::array<int64_t, 2>{-1, reach} : std::array{reach, int64_t{-1}};
-    attention.deterministic = deterministic;
     GpuPlace place;
     call(attention,
          Forward{.q = q.view(),
@@ -223,7 +207,7 @@ TEST_P(GpuKeysWithoutQueries, have_gradients_of_zero_each_time) {
       for (GpuTensor* x : {&dq, &dk, &dv}) x->fill(kNaN);
       octet::run(attention, backward, workspace, bytes, place.stream());
       check_cuda(cudaDeviceSynchronize());
-      const std::vector<uint16_t> got_dk = dk.words(), got_dv = dv.words();
+      const std::vector<uint16_t> got_dk = dk.words<uint16_t>(), got_dv = dv.words<uint16_t>();
       if (run > 0) {
         ASSERT_TRUE(got_dk == first_dk) << "dk differs in run " << run;
         ASSERT_TRUE(got_dv == first_dv) << "dv differs in run " << run;
@@ -247,10 +231,9 @@ TEST_P(GpuKeysWithoutQueries, have_gradients_of_zero_each_time) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Dims, GpuKeysWithoutQueries,
-                         testing::Combine(testing::Values(64, 80, 128, 192, 256), testing::Bool()),
+                         testing::Combine(testing::Values(64, 80, 128, 192, 256), testing::ValuesIn(kSums)),
                          [](const auto& info) {
-                           return "d" + std::to_string(std::get<0>(info.param)) +
-                                  (std::get<1>(info.param) ? "_deterministic" : "");
+                           return "d" + std::to_string(std::get<0>(info.param)) + "_" + std::get<1>(info.param).name;
                          });
 
 }  // namespace
