@@ -24,7 +24,9 @@ struct Problem {
   Attention attention;
   bool backward, jvp;
   int64_t batch, heads, kv_heads, tokens_q, tokens_k, dim;
+  DType type;         // of all tensors but statistics
   bool tokens_first;  // memory is [batch, token, head, dim]
+  bool sinks, dlse, alibi, masked;
   std::vector<int32_t> cu_seqlens_q, cu_seqlens_k;
 };
 
@@ -33,10 +35,13 @@ std::string text(const Problem& x) {
   const Attention& a = x.attention;
   out << name(a.precision) << suffix_of(a.bias_correction) << (a.deterministic ? ", deterministic" : "") << ", batch "
       << x.batch << ", heads " << x.heads << " of " << x.kv_heads << ", tokens " << x.tokens_q << " x " << x.tokens_k
-      << ", head dim " << x.dim << (x.tokens_first ? ", tokens first" : "");
+      << ", head dim " << x.dim << (x.type == DType::f32 ? ", f32" : "") << (x.tokens_first ? ", tokens first" : "")
+      << (x.sinks ? ", sinks" : "") << (x.dlse ? ", dlse" : "") << (x.alibi ? ", alibi" : "")
+      << (x.masked ? ", mask" : "") << (a.softcap > 0 ? ", softcap" : "");
   if (a.causal) out << ", causal";
   if (a.window) out << ", window " << (*a.window)[0] << ' ' << (*a.window)[1];
-  if (a.causal || a.window) out << (a.alignment == Alignment::top_left ? ", top left" : ", bottom right");
+  if (a.alignment != Alignment::unspecified)
+    out << (a.alignment == Alignment::top_left ? ", top left" : ", bottom right");
   for (const auto* first : {&x.cu_seqlens_q, &x.cu_seqlens_k}) {
     if (!first->empty()) out << ", packed";
     for (const int32_t token : *first) out << ' ' << token;
@@ -66,6 +71,7 @@ Problem draw(uint64_t seed) {
     a.bias_correction = one_of(std::vector{BiasCorrection::f16, exact_delta, none, beta});
   }
   a.deterministic = happens(40);
+  x.type = a.precision == f32 || happens(20) ? DType::f32 : a.precision == Precision::f16 ? DType::f16 : DType::bf16;
   const std::vector<int64_t> lengths = {1, 16, 100, 128, 300, 777, 1024, 4000, 16384, 60000};
   const int64_t most_work = (a.precision == f32 ? 1 : 8) * int64_t{10'000'000'000}, most_numbers = 12'000'000;
   do {
@@ -76,6 +82,11 @@ Problem draw(uint64_t seed) {
   } while (x.batch * x.heads * x.dim * x.tokens_q * x.tokens_k > most_work ||
            x.batch * x.heads * x.dim * (x.tokens_q + x.tokens_k) > most_numbers);
   x.tokens_first = happens(50);
+  x.sinks = happens(20), x.dlse = x.backward && happens(20);
+  if (gpu_has_general_logits()) {
+    x.alibi = happens(15), x.masked = x.tokens_q * x.tokens_k <= 4'000'000 && happens(30);
+    a.softcap = happens(15) ? 20.f : 0.f;
+  }
   if (happens(35)) {
     a.causal = true;
   } else if (happens(50)) {
@@ -83,7 +94,7 @@ Problem draw(uint64_t seed) {
                 one_of(std::vector<int64_t>{-1, 0, 7, 200, x.tokens_k / 2})};
   }
   if (a.causal || a.window) a.alignment = one_of(std::vector{Alignment::top_left, Alignment::bottom_right});
-  if (x.batch == 1 && happens(30)) {
+  if (x.batch == 1 && !x.masked && happens(30)) {
     const int64_t sequences = one_of(std::vector<int64_t>{1, 3, 12});
     const auto cut = [&](int64_t tokens) {
       std::vector<int32_t> first = {0, static_cast<int32_t>(tokens)};
@@ -101,9 +112,7 @@ Problem draw(uint64_t seed) {
 class Calls {
  public:
   explicit Calls(const Problem& x) : x_(x) {
-    const DType type = x.attention.precision == Precision::f32   ? DType::f32
-                       : x.attention.precision == Precision::f16 ? DType::f16
-                                                                 : DType::bf16;
+    const DType type = x.type;
     const Shape of_queries{x.batch, x.heads, x.tokens_q, x.dim}, of_keys{x.batch, x.kv_heads, x.tokens_k, x.dim};
     const Buffer numbers(normal({1, 1, 1, 100'003}, 1), type);  // an odd number, so that no two rows are alike
     const auto* const bytes = static_cast<const unsigned char*>(numbers.view().data);
@@ -115,7 +124,22 @@ class Calls {
     for (const char* name : {"q", "o", "do", "dq", "tq", "to"}) add(name, type, of_queries);
     for (const char* name : {"k", "v", "dk", "dv", "tk", "tv"}) add(name, type, of_keys);
     tensors_["lse"] = std::make_unique<GpuTensor>(DType::f32, Shape{x.batch, x.heads, x.tokens_q, 1}, 0xff);
-    add("o_residual", DType::i8, of_queries);
+    if (saves()) add("o_residual", DType::i8, of_queries);
+    const auto add_f32 = [&](const char* name, const Shape& shape) {
+      tensors_[name] = std::make_unique<GpuTensor>(DType::f32, shape, contiguous_strides(shape));
+      const Buffer of_f32(normal(shape, 2), DType::f32);
+      tensors_[name]->fill(static_cast<const unsigned char*>(of_f32.view().data), of_f32.values().data.size() * 4);
+    };
+    if (x.sinks) add_f32("sinks", {1, x.heads, 1, 1});
+    if (x.dlse) add_f32("dlse", {x.batch, x.heads, x.tokens_q, 1});
+    if (x.alibi) add_f32("alibi_slopes", {1, x.heads, 1, 1});
+    if (x.masked) {
+      std::mt19937 generator(3);
+      std::vector<unsigned char> bits(65'537);
+      for (unsigned char& bit : bits) bit = generator() % 4 > 0;
+      tensors_["mask"] = std::make_unique<GpuTensor>(DType::boolean, Shape{1, 1, x.tokens_q, x.tokens_k}, 0);
+      tensors_["mask"]->fill(bits.data(), bits.size());
+    }
     size_t shift = 0;
     for (const char* name : {"q", "k", "v", "do", "tq", "tk", "tv"}) {
       const size_t skipped = 1000 * shift++ * bytes_of(type);
@@ -130,13 +154,12 @@ class Calls {
   }
 
   void run() {
-    const Extras extras{.cu_seqlens_q = at("cu_seqlens_q"), .cu_seqlens_k = at("cu_seqlens_k")};
-    const BiasCorrection correction = x_.attention.bias_correction;
-    const bool saves =
-        x_.backward && (x_.attention.precision == Precision::f16 ||
-                        (x_.attention.precision == Precision::bf16 &&
-                         (correction == BiasCorrection::f16 || correction == BiasCorrection::exact_delta)));
-    const Tensor o_residual = saves ? at("o_residual") : Tensor{};
+    const Extras extras{.mask = at("mask"),
+                        .sinks = at("sinks"),
+                        .alibi_slopes = at("alibi_slopes"),
+                        .cu_seqlens_q = at("cu_seqlens_q"),
+                        .cu_seqlens_k = at("cu_seqlens_k")};
+    const Tensor o_residual = at("o_residual");
     repeat(Forward{.q = at("q"),
                    .k = at("k"),
                    .v = at("v"),
@@ -144,7 +167,7 @@ class Calls {
                    .lse = at("lse"),
                    .o_residual = o_residual,
                    .extras = extras},
-           saves ? std::vector{"o", "lse", "o_residual"} : std::vector{"o", "lse"});
+           saves() ? std::vector{"o", "lse", "o_residual"} : std::vector{"o", "lse"});
     // Sums of dq come in any order, unless they are deterministic.
     if (x_.backward)
       repeat(Backward{.q = at("q"),
@@ -157,6 +180,7 @@ class Calls {
                       .dk = at("dk"),
                       .dv = at("dv"),
                       .o_residual = o_residual,
+                      .dlse = at("dlse"),
                       .extras = extras},
              {"dk", "dv", "dq"}, x_.attention.deterministic ? "" : "dq");
     if (x_.jvp)
@@ -177,6 +201,14 @@ class Calls {
   static constexpr int kCalls = 12;
   const Problem& x_;
   std::map<std::string, std::unique_ptr<GpuTensor>> tensors_;
+
+  // Whether the backward pass takes the residual of o.
+  bool saves() const {
+    const Attention& a = x_.attention;
+    const bool corrects = a.bias_correction == BiasCorrection::f16 || a.bias_correction == BiasCorrection::exact_delta;
+    return x_.backward && x_.type != DType::f32 &&
+           (a.precision == Precision::f16 || (a.precision == Precision::bf16 && corrects));
+  }
 
   Tensor at(const char* name) const {
     const auto found = tensors_.find(name);
