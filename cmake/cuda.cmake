@@ -28,7 +28,7 @@ else()
   set(CMAKE_CUDA_ARCHITECTURES 90a-real)
   # Code for all other GPUs: machine code of 8.0 runs on 8.6 and 8.9, too, and PTX of 8.0 on every later GPU.
   set(OCTET_CUDA_ARCHITECTURES "80-real;90-real;80-virtual" CACHE STRING
-      "Architectures of the general CUDA kernels, as in CMAKE_CUDA_ARCHITECTURES; 120-real adds RTX 50")
+      "Architectures of the general CUDA kernels, as in CMAKE_CUDA_ARCHITECTURES; 100-real adds B200 and B300, 120-real RTX 50")
   set(CMAKE_CUDA_COMPILER ${OCTET_NVCC})
   set(CMAKE_CUDA_STANDARD 17)
   enable_language(CUDA)
