@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
 #include <map>
 #include <memory>
 #include <random>
@@ -14,7 +13,7 @@
 
 #include "gpu/gpu_tensor.h"
 #include "gpu/place.h"
-#include "support/random_problems.h"
+#include "support/cases.h"
 #include "support/tensors.h"
 
 namespace octet::test {
