@@ -140,21 +140,21 @@ INSTANTIATE_TEST_SUITE_P(Cases, GpuKeys,
                                   (std::get<1>(info.param) == DType::f16 ? "_f16" : "_bf16");
                          });
 
-struct Sums {
+struct Kind {
   const char* name;
   BiasCorrection bias_correction;
   bool deterministic;
 };
-constexpr Sums kSums[] = {{"f16", BiasCorrection::f16, false},
-                          {"none", BiasCorrection::none, false},
-                          {"deterministic", BiasCorrection::f16, true}};
+constexpr Kind kKinds[] = {{"f16", BiasCorrection::f16, false},
+                           {"none", BiasCorrection::none, false},
+                           {"deterministic", BiasCorrection::f16, true}};
 
 // Most blocks of keys have no query, so they follow each other as fast as their zeros can be stored, and loads from
 // shared memory wait behind the stores. Which thread block takes which differs from run to run.
-class GpuKeysWithoutQueries : public testing::TestWithParam<std::tuple<int, Sums>> {};
+class GpuKeysWithoutQueries : public testing::TestWithParam<std::tuple<int, Kind>> {};
 
 TEST_P(GpuKeysWithoutQueries, have_gradients_of_zero_each_time) {
-  const auto [dim, sums] = GetParam();
+  const auto [dim, kind] = GetParam();
   struct Shapes {
     int64_t heads, queries, keys, seen;
     Alignment alignment;  // top_left: the first `seen` keys are seen, bottom_right: the last
@@ -165,7 +165,7 @@ TEST_P(GpuKeysWithoutQueries, have_gradients_of_zero_each_time) {
         {2, 16, 30000, 10000, Alignment::top_left, 20},
         {12, 16, 4000, 500, Alignment::bottom_right, 20},
         {12, 777, 4000, 785, Alignment::top_left, 100}}) {
-    SCOPED_TRACE(testing::Message() << heads << " heads of " << keys << " keys, seen: the "
+    SCOPED_TRACE(testing::Message() << heads << " heads of " << queries << " x " << keys << " keys, seen: the "
                                     << (alignment == Alignment::top_left ? "first " : "last ") << seen);
     constexpr int kSmall = 0x3c, kNaN = 0xff;  // 0.0115 and NaN in bf16
     const Shape of_queries{1, heads, queries, dim}, of_keys{1, heads, keys, dim};
@@ -176,8 +176,8 @@ TEST_P(GpuKeysWithoutQueries, have_gradients_of_zero_each_time) {
     const int64_t reach = seen - queries;
     Attention attention{.precision = Precision::bf16,
                         .alignment = alignment,
-                        .bias_correction = sums.bias_correction,
-                        .deterministic = sums.deterministic,
+                        .bias_correction = kind.bias_correction,
+                        .deterministic = kind.deterministic,
                         .backend = gpu_backend()};
     attention.window =
         alignment == Alignment::top_left ? std::array<int64_t, 2>{-1, reach} : std::array{reach, int64_t{-1}};
@@ -231,7 +231,7 @@ TEST_P(GpuKeysWithoutQueries, have_gradients_of_zero_each_time) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Dims, GpuKeysWithoutQueries,
-                         testing::Combine(testing::Values(64, 80, 128, 192, 256), testing::ValuesIn(kSums)),
+                         testing::Combine(testing::Values(64, 80, 128, 192, 256), testing::ValuesIn(kKinds)),
                          [](const auto& info) {
                            return "d" + std::to_string(std::get<0>(info.param)) + "_" + std::get<1>(info.param).name;
                          });

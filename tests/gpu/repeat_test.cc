@@ -21,7 +21,7 @@ namespace {
 
 struct Problem {
   Attention attention;
-  bool backward, jvp;
+  Pass pass;  // the backward pass follows a forward pass
   int64_t batch, heads, kv_heads, tokens_q, tokens_k, dim;
   DType type;         // of all tensors but statistics
   bool tokens_first;  // memory is [batch, token, head, dim]
@@ -32,11 +32,12 @@ struct Problem {
 std::string text(const Problem& x) {
   std::ostringstream out;
   const Attention& a = x.attention;
-  out << name(a.precision) << suffix_of(a.bias_correction) << (a.deterministic ? ", deterministic" : "") << ", batch "
-      << x.batch << ", heads " << x.heads << " of " << x.kv_heads << ", tokens " << x.tokens_q << " x " << x.tokens_k
-      << ", head dim " << x.dim << (x.type == DType::f32 ? ", f32" : "") << (x.tokens_first ? ", tokens first" : "")
-      << (x.sinks ? ", sinks" : "") << (x.dlse ? ", dlse" : "") << (x.alibi ? ", alibi" : "")
-      << (x.masked ? ", mask" : "") << (a.softcap > 0 ? ", softcap" : "");
+  out << name(x.pass) << ' ' << name(a.precision) << suffix_of(a.bias_correction)
+      << (a.deterministic ? ", deterministic" : "") << ", batch " << x.batch << ", heads " << x.heads << " of "
+      << x.kv_heads << ", tokens " << x.tokens_q << " x " << x.tokens_k << ", head dim " << x.dim
+      << (x.type == DType::f32 ? ", f32" : "") << (x.tokens_first ? ", tokens first" : "") << (x.sinks ? ", sinks" : "")
+      << (x.dlse ? ", dlse" : "") << (x.alibi ? ", alibi" : "") << (x.masked ? ", mask" : "")
+      << (a.softcap > 0 ? ", softcap" : "");
   if (a.causal) out << ", causal";
   if (a.window) out << ", window " << (*a.window)[0] << ' ' << (*a.window)[1];
   if (a.alignment != Alignment::unspecified)
@@ -63,9 +64,10 @@ Problem draw(uint64_t seed) {
   const bool of_8_bits = a.precision != bf16 && a.precision != f16 && a.precision != f32;
   x.dim = of_8_bits ? one_of(std::vector<int64_t>{64, 128})
                     : one_of(std::vector<int64_t>{40, 64, 64, 80, 96, 128, 128, 160, 192, 256, 256});
-  x.backward = !of_8_bits && happens(80);
-  x.jvp = !x.backward && gpu_computes(Pass::jvp, a.precision);
-  if (a.precision == bf16 && !x.jvp) {
+  x.pass = !of_8_bits && happens(80)              ? Pass::backward
+           : gpu_computes(Pass::jvp, a.precision) ? Pass::jvp
+                                                  : Pass::forward;
+  if (a.precision == bf16 && x.pass != Pass::jvp) {
     using enum BiasCorrection;
     a.bias_correction = one_of(std::vector{BiasCorrection::f16, exact_delta, none, beta});
   }
@@ -81,7 +83,7 @@ Problem draw(uint64_t seed) {
   } while (x.batch * x.heads * x.dim * x.tokens_q * x.tokens_k > most_work ||
            x.batch * x.heads * x.dim * (x.tokens_q + x.tokens_k) > most_numbers);
   x.tokens_first = happens(50);
-  x.sinks = happens(20), x.dlse = x.backward && happens(20);
+  x.sinks = happens(20), x.dlse = x.pass == Pass::backward && happens(20);
   if (gpu_has_general_logits()) {
     x.alibi = happens(15), x.masked = x.tokens_q * x.tokens_k <= 4'000'000 && happens(30);
     a.softcap = happens(15) ? 20.f : 0.f;
@@ -168,7 +170,7 @@ class Calls {
                    .extras = extras},
            saves() ? std::vector{"o", "lse", "o_residual"} : std::vector{"o", "lse"});
     // Sums of dq come in any order, unless they are deterministic.
-    if (x_.backward)
+    if (x_.pass == Pass::backward)
       repeat(Backward{.q = at("q"),
                       .k = at("k"),
                       .v = at("v"),
@@ -182,7 +184,7 @@ class Calls {
                       .dlse = at("dlse"),
                       .extras = extras},
              {"dk", "dv", "dq"}, x_.attention.deterministic ? "" : "dq");
-    if (x_.jvp)
+    if (x_.pass == Pass::jvp)
       repeat(Jvp{.q = at("q"),
                  .k = at("k"),
                  .v = at("v"),
@@ -201,11 +203,11 @@ class Calls {
   const Problem& x_;
   std::map<std::string, std::unique_ptr<GpuTensor>> tensors_;
 
-  // Whether the backward pass takes the residual of o.
+  // Returns true if the backward pass needs the residual of o that the forward pass saves.
   bool saves() const {
     const Attention& a = x_.attention;
     const bool corrects = a.bias_correction == BiasCorrection::f16 || a.bias_correction == BiasCorrection::exact_delta;
-    return x_.backward && x_.type != DType::f32 &&
+    return x_.pass == Pass::backward && x_.type != DType::f32 &&
            (a.precision == Precision::f16 || (a.precision == Precision::bf16 && corrects));
   }
 
@@ -257,7 +259,7 @@ class GpuRepeatedProblems : public testing::TestWithParam<uint64_t> {
 TEST_P(GpuRepeatedProblems, give_the_same_bits_each_time) {
   for (uint64_t seed = GetParam(); seed < kProblems; seed += kParts) {
     const Problem x = draw(seed);
-    SCOPED_TRACE(text(x));
+    SCOPED_TRACE("seed " + std::to_string(seed) + ": " + text(x));
     Calls(x).run();
     if (HasFatalFailure()) return;
   }

@@ -67,7 +67,8 @@ __device__ inline void Backward<T, Dim, sums, parts>::next_tile(unsigned tile_in
   const uint32_t empty = tile_index / kKeyStages % 2 ^ 1;
   shared.k_pipe.empty[stage].wait(empty), shared.v_pipe.empty[stage].wait(empty);
   if (!w.valid()) {
-    // The converters have seen the stage's last phase of k_rows_full: they would wait forever for one that passed.
+    // Not earlier: converters that still sleep before the stage's last block would miss the end of its phase, and wait
+    // forever.
     shared.k_rows_full[stage].arrive();
     return;
   }
