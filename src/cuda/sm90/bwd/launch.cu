@@ -85,7 +85,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   }
   count_blocks(params.q_blocks, params.k_blocks, stream);
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount, p.device_index);
-  const int64_t k_blocks = params.k_blocks.count, all = p.batch * p.kv_heads;
+  const int64_t k_blocks = p.tokens_k ? params.k_blocks.count : 0, all = p.batch * p.kv_heads;
   const int in_flight = static_cast<int>(std::min<int64_t>(all * k_blocks, processors / kernel.cluster));
   BackwardRowsParams a{backward_params(p, params, in_flight, dk.output(), dv.output())};
   // Idle warps of the kernel clear the sums of a head while an earlier head is computed. The distance between the two

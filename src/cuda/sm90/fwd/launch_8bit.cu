@@ -120,8 +120,8 @@ std::size_t forward_8bit(const Problem& p, void* workspace, cudaStream_t stream)
   const View k =
       k_prequantized(p) ? k_prequantized_view.view() : view_8bit(c.k_quantized, p.batch, p.kv_heads, keys, dim);
   a.q = tensor_map(q, kernel.rows, panel_bytes(dim));
+  if (k.elements()) a.k = tensor_map(k, kernel.keys, panel_bytes(dim));
   if (keys) {
-    a.k = tensor_map(k, kernel.keys, panel_bytes(dim));
     a.v = tensor_map(view_8bit(c.v_quantized, p.batch, p.kv_heads, dim, keys), static_cast<int>(dim),
                      panel_bytes(kernel.keys));
   }
