@@ -56,7 +56,10 @@ class Problem:
 
 
 class General:
-    """octet's calls on the backend sm80. 16-bit passes keep and take the residual of o (bias correction f16)."""
+    """octet's calls on a backend, None: its own choice.
+
+    16-bit passes keep and take the residual of o (bias correction f16).
+    """
 
     def __init__(self, library, problem, backend=b"sm80", training=True):
         p = problem
@@ -203,18 +206,22 @@ def mask_tensors(batch, heads, tokens):
 
 
 def masks(library, shapes, options):
-    """Mask tensors beside none, and beside cuDNN with the same; FLOPs are those of all pairs."""
+    """Mask tensors beside none, and beside cuDNN with the same; FLOPs are those of all pairs. Those of padding are for
+    other backends too."""
     for shape in (x for x in shapes if x[2] <= 4096):
         batch, heads, tokens, _ = shape
-        plain = General(library, Problem(shape, shape, torch.bfloat16, False))
+        unmasked = Problem(shape, shape, torch.bfloat16, False)
+        plain = {backend: General(library, unmasked, backend) for backend in (b"sm80", None)}
         for name, mask in mask_tensors(batch, heads, tokens):
             p = Problem(shape, shape, torch.bfloat16, False, mask)
-            masked, cudnn = General(library, p), Torch(p, backend=SDPBackend.CUDNN_ATTENTION)
-            for which, factor in (("forward", 1), ("backward", 2.5)):
-                calls = {
-                    label: getattr(x, which) for label, x in (("octet", masked), ("no mask", plain), ("cudnn", cudnn))
-                }
-                yield describe(time({}, calls, options), shape, torch.bfloat16, f"{which}, {name}", factor, False)
+            cudnn = Torch(p, backend=SDPBackend.CUDNN_ATTENTION)
+            for backend, choice in ((b"sm80", ""), (None, ", octet's own choice")):
+                if backend is None and mask.dtype != torch.bool:
+                    continue
+                calls = {"octet": General(library, p, backend), "no mask": plain[backend], "cudnn": cudnn}
+                for which, factor in (("forward", 1), ("backward", 2.5)):
+                    row = time({}, {label: getattr(x, which) for label, x in calls.items()}, options)
+                    yield describe(row, shape, torch.bfloat16, f"{which}, {name}{choice}", factor, False)
 
 
 def few_queries(library, options):

@@ -127,12 +127,11 @@ struct Kind {
   bool wide() const { return !reads_e4m3() || precision == Precision::int8_f16; }
 };
 
-bool supported(const Case& c, const Kind& kind) {
+bool supported(const Case& c, const Inputs& in, const Kind& kind) {
   const bool dims = kind.wide() || std::max(c.dim, c.dim_v) <= 128;
-  const bool plain = c.mask == MaskTensor::none && c.softcap == 0 && c.alibi == Alibi::none;
   const bool gproj = kind.pass == Pass::backward && kind.bias_correction == BiasCorrection::gproj;
   return gpu_computes(kind.pass, kind.precision) && (!gproj || gpu_has_gproj()) &&
-         (plain || gpu_has_general_logits()) &&
+         gpu_takes_logits(c, in.mask_dtype, in.mask.shape) &&
          (c.dtype != DType::e4m3 || kind.reads_e4m3() || gpu_takes_e4m3_as_numbers()) && dims;
 }
 
@@ -202,7 +201,7 @@ TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
   Attention plain = attention_of(c, precision, "reference"), gpu = attention_of(c, precision, gpu_backend());
   if (kind.sixteen_bits()) plain.bias_correction = gpu.bias_correction = bias_correction;
   gpu.deterministic = deterministic;
-  if (!supported(c, kind)) {
+  if (!supported(c, in, kind)) {
     const Outputs nothing = exact(c, in, Pass::forward);
     GpuPlace place;
     EXPECT_THROW(run(c, in, gpu, pass, &nothing, &place), Error);

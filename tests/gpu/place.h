@@ -32,8 +32,18 @@ inline bool gpu_computes(Pass pass, Precision precision) {
   if (tests_sm80()) return sixteen_bits || precision == Precision::f32;
   return precision != Precision::f32 && (pass == Pass::forward || (sixteen_bits && pass == Pass::backward));
 }
-// Whether it takes softcap, ALiBi and mask tensors.
+// Whether it takes softcap, ALiBi and all mask tensors.
 inline bool gpu_has_general_logits() { return tests_sm80(); }
+// Whether it takes the logits of a case with a mask tensor of a type and a shape. All backends take key masks: bool
+// tensors that are the same for all heads and queries, without what depends on the place of a key or on the batch
+// element.
+inline bool gpu_takes_logits(const Case& c, DType mask, const Shape& shape) {
+  if (gpu_has_general_logits()) return true;
+  if (c.softcap != 0 || c.alibi != Alibi::none) return false;
+  if (mask == DType::none) return true;
+  const bool of_keys = mask == DType::boolean && shape[1] == 1 && shape[2] == 1;
+  return of_keys && !c.causal && !c.window && (c.sinks != Sinks::of_batch || c.batch == 1);
+}
 // Whether 16-bit precisions take inputs of e4m3.
 inline bool gpu_takes_e4m3_as_numbers() { return tests_sm80(); }
 // Whether its backward pass has bias correction gproj.

@@ -12,9 +12,9 @@ namespace {
 // What docs/kernels say of the backend.
 bool solves(const RandomProblem& x) {
   const Case& c = x.c;
-  const bool plain = !x.in.mask.present() && c.softcap == 0 && c.alibi == Alibi::none;
+  const DType mask = x.in.mask.present() ? x.in.mask_dtype : DType::none;
   const bool gproj = x.pass == Pass::backward && x.attention.bias_correction == BiasCorrection::gproj;
-  return gpu_computes(x.pass, x.attention.precision) && (plain || gpu_has_general_logits()) &&
+  return gpu_computes(x.pass, x.attention.precision) && gpu_takes_logits(c, mask, x.in.mask.shape) &&
          (!gproj || gpu_has_gproj()) && (c.dtype != DType::e4m3 || gpu_takes_e4m3_as_numbers());
 }
 

@@ -19,6 +19,7 @@ struct Asked {
   DType dtype = DType::bf16, k_dtype = DType::bf16;  // of q, v and all else; of k
   bool quantized_v = false;                          // int8, with a scale for each head
   DType mask = DType::none;
+  Shape mask_shape{1, 1, 130, 250};
   bool alibi = false;
   int64_t heads = 4, tokens_q = 130, tokens_k = 250, dim = 64;
   int device = 0;
@@ -40,7 +41,7 @@ std::string answer_to(const Asked& x) {
   quantization.scale = &scale;
   if (x.quantized_v) v.dtype = OCTET_I8, v.quantization = &quantization;
   Extras extras;
-  if (x.mask != DType::none) extras.mask = tensor(x.mask, {1, 1, x.tokens_q, x.tokens_k});
+  if (x.mask != DType::none) extras.mask = tensor(x.mask, x.mask_shape);
   if (x.alibi) extras.alibi_slopes = tensor(DType::f32, {1, x.heads, 1, 1});
   switch (x.pass) {
     case Pass::forward:
@@ -124,8 +125,17 @@ std::vector<Rejected> rejected_by_sm90() {
   add(with_precision(Precision::int8), "smooth_q is not in its kernels").attention.smooth_q = Switch::on;
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     const Asked of_pass{.pass = pass};
-    for (const DType type : {DType::boolean, DType::bf16})
-      add(of_pass, "it takes no mask tensor; it has causal and window masks").mask = type;
+    add(of_pass, "its mask tensor is bf16; it takes bool ones of shape [batch or 1, 1, 1, keys]").mask = DType::bf16;
+    add(of_pass, "its mask tensor has shape [1, 1, 130, 250]; it takes bool ones of shape [batch or 1, 1, 1, keys]")
+        .mask = DType::boolean;
+    const auto with_key_mask = [&](const std::string& beside) -> Asked& {
+      Asked& x = add(of_pass, "it takes no mask tensor together with " + beside);
+      x.mask = DType::boolean, x.mask_shape = {1, 1, 1, 250};
+      return x;
+    };
+    with_key_mask("alibi_slopes").alibi = true;
+    Asked& causal = with_key_mask("a causal mask or a window");
+    causal.attention.causal = true, causal.attention.alignment = Alignment::top_left;
     add(of_pass, "it has no softcap").attention.softcap = 2.f;
     add(of_pass, "it has no alibi_slopes").alibi = true;
   }
@@ -146,6 +156,16 @@ TEST(Rejections, name_what_is_missing) {
   }
   for (const Rejected& x : tests_sm80() ? rejected_by_sm80() : rejected_by_sm90())
     EXPECT_EQ(answer_to(x.asked), backend + ": no, " + x.reason + '\n');
+}
+
+// A bool mask that is the same for all heads and queries.
+TEST(Choice, of_sm90_with_a_key_mask) {
+  if (tests_sm80()) GTEST_SKIP() << "these are the choices of another backend";
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    const std::string answer = answer_to({.pass = pass, .mask = DType::boolean, .mask_shape = {1, 1, 1, 250}});
+    EXPECT_TRUE(answer.starts_with("sm90: chosen, ")) << answer;
+    EXPECT_NE(answer.find(", seen keys copied side by side"), std::string::npos) << answer;
+  }
 }
 
 // Whatever the environment names: sm80 is chosen for what sm90 declines of 16 bits and f32.

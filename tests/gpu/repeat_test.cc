@@ -25,7 +25,7 @@ struct Problem {
   int64_t batch, heads, kv_heads, tokens_q, tokens_k, dim;
   DType type;         // of all tensors but statistics
   bool tokens_first;  // memory is [batch, token, head, dim]
-  bool sinks, dlse, alibi, masked;
+  bool sinks, dlse, alibi, masked, padded;
   std::vector<int32_t> cu_seqlens_q, cu_seqlens_k;
 };
 
@@ -37,7 +37,7 @@ std::string text(const Problem& x) {
       << x.kv_heads << ", tokens " << x.tokens_q << " x " << x.tokens_k << ", head dim " << x.dim
       << (x.type == DType::f32 ? ", f32" : "") << (x.tokens_first ? ", tokens first" : "") << (x.sinks ? ", sinks" : "")
       << (x.dlse ? ", dlse" : "") << (x.alibi ? ", alibi" : "") << (x.masked ? ", mask" : "")
-      << (a.softcap > 0 ? ", softcap" : "");
+      << (x.padded ? ", key mask" : "") << (a.softcap > 0 ? ", softcap" : "");
   if (a.causal) out << ", causal";
   if (a.window) out << ", window " << (*a.window)[0] << ' ' << (*a.window)[1];
   if (a.alignment != Alignment::unspecified)
@@ -106,6 +106,7 @@ Problem draw(uint64_t seed) {
     };
     x.cu_seqlens_q = cut(x.tokens_q), x.cu_seqlens_k = cut(x.tokens_k);
   }
+  x.padded = !x.masked && !x.alibi && !a.causal && !a.window && x.cu_seqlens_q.empty() && happens(40);
   return x;
 }
 
@@ -134,11 +135,12 @@ class Calls {
     if (x.sinks) add_f32("sinks", {1, x.heads, 1, 1});
     if (x.dlse) add_f32("dlse", {x.batch, x.heads, x.tokens_q, 1});
     if (x.alibi) add_f32("alibi_slopes", {1, x.heads, 1, 1});
-    if (x.masked) {
+    if (x.masked || x.padded) {
       std::mt19937 generator(3);
       std::vector<unsigned char> bits(65'537);
       for (unsigned char& bit : bits) bit = generator() % 4 > 0;
-      tensors_["mask"] = std::make_unique<GpuTensor>(DType::boolean, Shape{1, 1, x.tokens_q, x.tokens_k}, 0);
+      const Shape shape = x.padded ? Shape{x.batch, 1, 1, x.tokens_k} : Shape{1, 1, x.tokens_q, x.tokens_k};
+      tensors_["mask"] = std::make_unique<GpuTensor>(DType::boolean, shape, 0);
       tensors_["mask"]->fill(bits.data(), bits.size());
     }
     size_t shift = 0;

@@ -51,7 +51,7 @@ class Row:
 
 ALLOWED = {
     "alignment": ("top_left", "bottom_right"),
-    "mask": ("keys", "heads", "blind", "bias_f32", "bias_bf16", "blocks", "bias_blocks"),
+    "mask": ("keys", "padding", "heads", "blind", "bias_f32", "bias_bf16", "blocks", "bias_blocks"),
     "dtype": tuple(DTYPES),
     "out_dtype": ("f32", "f16", "bf16"),
     "layout": ("bhtd", "bthd", "transposed", "padded"),
@@ -189,11 +189,20 @@ def draw(row, dtype=None):
 
     more, bias = {}, None
     if row.mask:
-        shapes = {"keys": (1, 1, 1, m), "blind": full, "bias_f32": (1, h, n, m), "bias_blocks": full}
+        shapes = {
+            "keys": (1, 1, 1, m),
+            "padding": (b, 1, 1, m),
+            "blind": full,
+            "bias_f32": (1, h, n, m),
+            "bias_blocks": full,
+        }
         shape = shapes.get(row.mask, (b, 1, n, m))
         shown = random.random(shape) < 2 / 3
         if row.mask == "blind":
             shown[:, :, 3::7] = False
+        if row.mask == "padding":
+            lengths = [0 if i == 2 else m - 1 - (i + 1) * m // 5 for i in range(b)]
+            shown[...] = np.arange(m) < np.array(lengths).reshape(b, 1, 1, 1)
         numbers = 2 * random.standard_normal(shape)
         if "blocks" in row.mask:
             of_batch, of_head, query, key = np.ogrid[tuple(map(slice, shape))]

@@ -421,7 +421,7 @@ def chosen(*arrays, **how):
     [
         ({"softcap": 2.0}, torch.bfloat16, "no, it has no softcap"),
         ({"alibi_slopes": torch.ones(4)}, torch.bfloat16, "no, it has no alibi_slopes"),
-        ({"mask": torch.ones(64, 64, dtype=torch.bool)}, torch.float16, "no, it takes no mask tensor; "),
+        ({"mask": torch.ones(64, 64, dtype=torch.bool)}, torch.float16, "no, its mask tensor has shape [1, 1, 64"),
         ({"kind": "jvp"}, torch.bfloat16, "no, it has no jvp pass; it has: forward, backward"),
         ({"kind": "backward", "bias_correction": "gproj"}, torch.bfloat16, "no, its backward pass has no bias_correct"),
         ({}, torch.float32, "no, it has no f32; "),
@@ -433,6 +433,26 @@ def test_what_sm90_lacks_is_computed_by_sm80(how, dtype, reason):
     how = {name: y.cuda() if isinstance(y, torch.Tensor) else y for name, y in how.items()}
     name, reasons = chosen(*x, **how)
     assert name == "sm80" and len(reasons) == 1 and reasons[0].startswith(reason), reasons
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("precision", ["bf16", "f16", "int8", "int8_f16", "int8_fp8", "fp8", "fp8_raw"])
+def test_a_key_mask_leaves_what_its_keys_alone_give(precision):
+    """A batch with a bool mask errs no more than its elements with the keys that they see; hidden keys hold NaN."""
+    q, k, v = draw((3, 4, 300, 64), (3, 2, 200, 64), (3, 2, 200, 64))
+    mask = torch.rand(3, 1, 1, 200, generator=torch.Generator("cuda").manual_seed(1), device="cuda") < 0.7
+    mask[1] = torch.arange(200, device="cuda") < 120
+    mask[2] = False
+    for x in (k, v):
+        x.masked_fill_(~mask.mT, torch.nan)
+    assert chosen(q, k, v, mask=mask, precision=precision)[0] == "sm90"
+    o = octet.attention(q, k, v, mask=mask, precision=precision)
+    assert not o[2].any()
+    for i in (0, 1):
+        seen = [q[i : i + 1], *(x[i : i + 1, :, mask[i].flatten()] for x in (k, v))]
+        want = own(*(x.double() for x in seen), enable_gqa=True)
+        error = lambda found, want=want: ((found - want).norm() / want.norm()).item()
+        assert error(o[i : i + 1]) <= 1.1 * error(octet.attention(*seen, precision=precision))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -41,6 +41,8 @@ CALLS = {
     "`is_causal`, equal lengths": (tensors(Q), {"is_causal": True}),
     "`is_causal`, unequal lengths": (tensors(Q, (2, 4, 5, 16)), {"is_causal": True}),
     "bool mask, of 2 to 4 dimensions, any of them 1": (tensors(Q), {"attn_mask": MASK[:, :1]}),
+    "bool mask that hides keys from all queries and heads, [batch or 1, 1, 1, keys]":
+        (tensors(Q), {"attn_mask": MASK[6:8, None, None]}),
     "float mask, likewise": (tensors(Q), {"attn_mask": torch.zeros(4, 1, 8)}),
     "`CausalBias` of torch.nn.attention.bias": (tensors(Q, (2, 4, 9, 16)), {"attn_mask": causal_lower_right(8, 9)}),
     "a query that sees nothing": (tensors(Q), {"attn_mask": MASK}),
@@ -61,6 +63,7 @@ CALLS = {
     "float32": (tensors(Q, dtype=torch.float32), {}),
     "float64": (tensors(Q, dtype=torch.float64), {}),
     "`precision=\"int8\"`": (tensors(Q), {"precision": "int8"}),
+    "the same with a bool mask of keys": (tensors(Q), {"precision": "int8", "attn_mask": MASK[:1]}),
     "`precision=\"int8_f16\"`": (tensors(Q), {"precision": "int8_f16"}),
     "`precision=\"fp8\"`": (tensors(Q), {"precision": "fp8"}),
     "unequal heads without `enable_gqa`": (tensors(Q, (2, 2, 8, 16)), {}),

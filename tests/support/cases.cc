@@ -48,6 +48,9 @@ Values draw_mask(const Case& c, uint64_t seed) {
     case MaskTensor::keys:
       shape = {1, 1, 1, full[3]};
       break;
+    case MaskTensor::padding:
+      shape = {full[0], 1, 1, full[3]};
+      break;
     case MaskTensor::heads:
     case MaskTensor::bias_bf16:
     case MaskTensor::blocks:
@@ -73,6 +76,7 @@ Values draw_mask(const Case& c, uint64_t seed) {
     else if (blocks && kind < 3)
       x = added ? 0.0 : 1.0;
     if (c.mask == MaskTensor::blind && t % 7 == 3) x = 0.0;
+    if (c.mask == MaskTensor::padding) x = s < (b == 2 ? 0 : full[3] - 1 - (b + 1) * full[3] / 5);
   });
   return mask;
 }

@@ -18,7 +18,8 @@ std::vector<Precision> precisions_of(Pass);
 
 enum class MaskTensor {
   none,
-  keys,       // bool [1 1 1 m]: padding
+  keys,       // bool [1 1 1 m]
+  padding,    // bool [b 1 1 m]: the last keys of each batch element; all of the third one
   heads,      // bool [b 1 n m]: one per batch element
   blind,      // bool [b h n m]: some queries see no key
   bias_f32,   // f32 [1 h n m] added to the logits, a third of it -inf

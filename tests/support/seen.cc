@@ -111,6 +111,13 @@ std::vector<Case> partly_seen_cases() {
        .tokens_q = 80,
        .tokens_k = 152,
        .mask = MaskTensor::bias_bf16},
+      {.name = "padding",
+       .batch = 2,
+       .heads = 2,
+       .tokens_q = 520,
+       .tokens_k = 60,
+       .mask = MaskTensor::padding,
+       .layout = Layout::bthd},
       {.name = "blocks", .batch = 2, .heads = 2, .tokens_q = 150, .tokens_k = 400, .mask = MaskTensor::blocks},
   };
 }

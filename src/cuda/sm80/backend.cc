@@ -7,6 +7,7 @@
 #include "core/names.h"
 #include "core/recipe.h"
 #include "cuda/host/backend.h"
+#include "cuda/preprocess/key_mask.h"
 #include "cuda/sm80/passes.h"
 
 namespace octet::cuda::sm80 {
@@ -31,11 +32,22 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
   return missing_exact_output(p);
 }
 
+// Returns true where a problem's seen keys are copied side by side, which pays where many queries share them.
+bool packs_keys(const Problem& p) {
+  constexpr int64_t kFewestQueries = 512, kFewestCopiedQueries = 2048;
+  if (!p.mask.present() || p.tokens_q < kFewestQueries || no_key_mask_reason(p)) return false;
+  const PackedKeys packed(p, nullptr);
+  if (packed.copies_queries() && p.tokens_q < kFewestCopiedQueries) return false;
+  return !size_unsupported_reason(packed.problem());
+}
+
 Plan plan(const Problem& p) {
   switch (p.pass) {
     case OCTET_FORWARD:
+      if (packs_keys(p)) return plan_of<with_packed_keys<forward>, name_with_packed_keys<forward_name>>(p);
       return plan_of<forward, forward_name>(p);
     case OCTET_BACKWARD:
+      if (packs_keys(p)) return plan_of<with_packed_keys<backward>, name_with_packed_keys<backward_name>>(p);
       return plan_of<backward, backward_name>(p);
     default:
       return plan_of<jvp, jvp_name>(p);

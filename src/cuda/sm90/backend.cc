@@ -10,6 +10,7 @@
 #include "cuda/host/backend.h"
 #include "cuda/host/status.h"
 #include "cuda/host/tensor_map.h"
+#include "cuda/preprocess/key_mask.h"
 #include "cuda/scheduler/few_queries.h"
 #include "cuda/sm90/passes.h"
 
@@ -48,14 +49,8 @@ std::optional<std::string> type_unsupported_reason(const Problem& p) {
   return {};
 }
 
-std::optional<std::string> unsupported_reason(const Problem& p) {
-  if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability ", kWanted);
-  if (p.pass == OCTET_JVP) return text("it has no ", name(p.pass), " pass; it has: forward, backward");
-  const PrecisionSet all = forward_precisions() | forward_8bit_precisions();
-  if (!all.has(p.precision)) return text("it has no ", name(p.precision), "; it has: ", all.names());
-  if (quantized(p) && p.pass == OCTET_BACKWARD)
-    return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
-  if (p.mask.present()) return "it takes no mask tensor; it has causal and window masks";
+// Returns the reason for a problem without a mask tensor, of a pass and a precision that there are.
+std::optional<std::string> unmasked_unsupported_reason(const Problem& p) {
   if (!p.plain_logits()) return text("it has no ", p.softcap ? "softcap" : "alibi_slopes");
   if (auto reason = size_unsupported_reason(p)) return reason;
   if (quantized(p)) return quantized_unsupported_reason(p);
@@ -68,6 +63,18 @@ std::optional<std::string> unsupported_reason(const Problem& p) {
   return missing_exact_output(p);
 }
 
+std::optional<std::string> unsupported_reason(const Problem& p) {
+  if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability ", kWanted);
+  if (p.pass == OCTET_JVP) return text("it has no ", name(p.pass), " pass; it has: forward, backward");
+  const PrecisionSet all = forward_precisions() | forward_8bit_precisions();
+  if (!all.has(p.precision)) return text("it has no ", name(p.precision), "; it has: ", all.names());
+  if (quantized(p) && p.pass == OCTET_BACKWARD)
+    return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
+  if (!p.mask.present()) return unmasked_unsupported_reason(p);
+  if (auto reason = no_key_mask_reason(p)) return reason;
+  return unmasked_unsupported_reason(PackedKeys(p, nullptr).problem());
+}
+
 std::optional<std::string> deferral_reason(const Problem& p) {
   if (p.pass != OCTET_FORWARD || quantized(p)) return {};
   const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount, p.device_index);
@@ -75,9 +82,15 @@ std::optional<std::string> deferral_reason(const Problem& p) {
   return text("sm80 is faster for ", most_queries(p), " queries over ", most_keys(p), " keys, which it splits");
 }
 
+template <auto pass, auto name_of>
+Plan plan_with_mask(const Problem& p) {
+  if (!p.mask.present()) return plan_of<pass, name_of>(p);
+  return plan_of<with_packed_keys<pass>, name_with_packed_keys<name_of>>(p);
+}
+
 Plan plan(const Problem& p) {
-  if (p.pass == OCTET_BACKWARD) return plan_of<backward, backward_name>(p);
-  return is_8bit(p) ? plan_of<forward_8bit, forward_8bit_name>(p) : plan_of<forward, forward_name>(p);
+  if (p.pass == OCTET_BACKWARD) return plan_with_mask<backward, backward_name>(p);
+  return is_8bit(p) ? plan_with_mask<forward_8bit, forward_8bit_name>(p) : plan_with_mask<forward, forward_name>(p);
 }
 
 }  // namespace

@@ -1,0 +1,78 @@
+// Key masks: mask tensors of bool that are the same for all heads and queries, as those of padding are.
+//
+// Attention does not depend on the order of the keys. So the keys that a batch element sees are copied side by side,
+// and the call becomes one of packed sequences: sequence b has the queries of batch element b and the keys that it
+// sees. One more sequence has no queries and the memory that is left over. The kernels know no mask tensor then, and
+// spend nothing on hidden keys.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <optional>
+#include <string>
+
+#include "core/problem.h"
+#include "cuda/host/workspace.h"
+
+namespace octet::cuda {
+
+// Returns the reason why the mask tensor of a problem is no key mask, or something else depends on where a key or a
+// query lies, or nothing.
+std::optional<std::string> no_key_mask_reason(const Problem& p);
+
+// A tensor [batch, head, token, dim] as one batch element with the tokens of all.
+class MergedBatch {
+ public:
+  // The tensor itself, if its strides allow that, or a copy; both may be absent.
+  MergedBatch(const View& t, WorkspaceAllocator& workspace);
+  const View& view() const { return view_; }
+  bool copies() const { return copy_.data != tensor_.data; }
+  // Copies the tensor to the copy, if there is one, or back.
+  void copy_in(cudaStream_t stream) const;
+  void copy_out(cudaStream_t stream) const;
+
+ private:
+  View tensor_, copy_, view_;
+};
+
+// A problem with a key mask as one of packed sequences.
+class PackedKeys {
+ public:
+  // With a null workspace the operands lie nowhere, but their addresses are not null.
+  PackedKeys(const Problem& p, void* workspace);
+  const Problem& problem() const { return problem_; }
+  std::size_t bytes() const { return bytes_; }  // of the workspace
+  bool copies_queries() const { return q_.copies(); }
+  // Writes the operands of the packed problem.
+  void preprocess(cudaStream_t stream) const;
+  // Copies its results to those of the problem. Gradients of hidden keys are 0.
+  void deliver(cudaStream_t stream) const;
+
+ private:
+  PackedKeys(const Problem& p, WorkspaceAllocator&& workspace);
+
+  Problem problem_;
+  View mask_, k_, v_, dk_, dv_;  // of the problem with the mask
+  int64_t batch_, queries_;
+  MergedBatch q_, o_, o_residual_, lse_, do_, dlse_, dq_;
+  int *ranks_, *counts_;  // [mask's batch, key]: the number of seen keys before it, -1: hidden; [mask's batch]
+  int *cu_seqlens_q_, *cu_seqlens_k_;
+  std::size_t bytes_;
+};
+
+// The pass of a problem with a key mask, from that of packed sequences, and its name.
+template <auto pass>
+std::size_t with_packed_keys(const Problem& p, void* workspace, cudaStream_t stream) {
+  const PackedKeys keys(p, workspace);
+  void* const rest = workspace ? static_cast<unsigned char*>(workspace) + keys.bytes() : nullptr;
+  if (workspace) keys.preprocess(stream);
+  const std::size_t bytes = keys.bytes() + pass(keys.problem(), rest, stream);
+  if (workspace) keys.deliver(stream);
+  return bytes;
+}
+template <auto name_of>
+std::string name_with_packed_keys(const Problem& p) {
+  return name_of(PackedKeys(p, nullptr).problem()) + ", seen keys copied side by side";
+}
+
+}  // namespace octet::cuda
