@@ -32,11 +32,10 @@ inline bool gpu_computes(Pass pass, Precision precision) {
   if (tests_sm80()) return sixteen_bits || precision == Precision::f32;
   return precision != Precision::f32 && (pass == Pass::forward || (sixteen_bits && pass == Pass::backward));
 }
-// Whether it takes softcap, ALiBi and all mask tensors.
+// Whether the backend computes softcap, ALiBi and mask tensors of every kind.
 inline bool gpu_has_general_logits() { return tests_sm80(); }
-// Whether it takes the logits of a case with a mask tensor of a type and a shape. All backends take key masks: bool
-// tensors that are the same for all heads and queries, without what depends on the place of a key or on the batch
-// element.
+// Whether the backend computes a case whose mask tensor has this type and shape. Each computes key masks, bool tensors
+// that are the same for all heads and queries, if no window, slope or sink belongs to a place or to a batch element.
 inline bool gpu_takes_logits(const Case& c, DType mask, const Shape& shape) {
   if (gpu_has_general_logits()) return true;
   if (c.softcap != 0 || c.alibi != Alibi::none) return false;

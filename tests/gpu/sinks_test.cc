@@ -423,6 +423,43 @@ TEST(GpuLseGradientMagnitudes, leave_no_format) {
 }
 
 // The same bits in every run, and where another batch element is added, also in dsinks.
+// Sinks of each batch element have gradients of each, also where they are one tensor in memory. So they cannot run with
+// a key mask as packed sequences, which are one batch element.
+TEST(GpuDsinks, of_batch_elements_are_apart_beside_a_key_mask) {
+  const Case c{.name = "",
+               .batch = 2,
+               .heads = 2,
+               .kv_heads = 2,
+               .tokens_q = 530,
+               .tokens_k = 70,
+               .mask = MaskTensor::padding,
+               .dtype = DType::bf16,
+               .layout = Layout::bthd,
+               .kv_layout = Layout::bthd,
+               .sinks = Sinks::of_batch};
+  Inputs in = draw(c, 1);
+  for (int64_t h = 0; h < c.heads; ++h) in.sinks.at(1, h, 0, 0) = in.sinks.at(0, h, 0, 0);
+  const Attention attention = attention_of(c, Precision::bf16, gpu_backend());
+  const auto pass = [&](Pass which, const Outputs* saved) {
+    GpuPlace place;
+    return run(c, in, attention, which, saved, &place);
+  };
+  for (const bool repeat : {false, true}) {
+    SCOPED_TRACE(repeat);
+    in.sinks_repeat = repeat;
+    if (!gpu_takes_logits(c, in.mask_dtype, in.mask.shape)) {
+      EXPECT_THROW(pass(Pass::forward, nullptr), Error);
+      continue;
+    }
+    const Outputs saved = pass(Pass::forward, nullptr), got = pass(Pass::backward, &saved);
+    const Outputs want = exact(c, in, Pass::backward);
+    for_each(c.sinks_shape(), [&](int64_t b, int64_t h, int64_t, int64_t) {
+      EXPECT_NEAR(got.dsinks.at(b, h, 0, 0), want.dsinks.at(b, h, 0, 0), 0x1p-6 * largest(want.dsinks))
+          << b << ' ' << h;
+    });
+  }
+}
+
 TEST(GpuDsinks, are_deterministic_and_written_without_queries) {
   Case c = shapes()[0].c;
   const Inputs in = draw(c, 9);

@@ -202,7 +202,7 @@ Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass,
     x.q = Buffer(in.q, dtype, layout), x.k = Buffer(in.k, dtype, kv), x.v = Buffer(in.v, dtype, kv);
   }
   if (in.mask.present()) x.mask = Buffer(in.mask, in.mask_dtype, in.mask_layout);
-  if (in.sinks.present()) x.sinks = Buffer(in.sinks, lse, layout);
+  if (in.sinks.present()) x.sinks = Buffer(in.sinks, lse, in.sinks_repeat ? Layout::broadcast : layout);
   if (in.alibi_slopes.present()) x.alibi_slopes = Buffer(in.alibi_slopes, lse, layout);
   const auto cu = [](const std::vector<int32_t>& first) {
     Values values({1, 1, 1, static_cast<int64_t>(first.size())});

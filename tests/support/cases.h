@@ -84,6 +84,7 @@ struct Inputs {
   Values q, k, v, do_, tq, tk, tv;
   Values mask;                 // absent: none
   Values sinks, tsinks, dlse;  // f32; absent: none
+  bool sinks_repeat = false;   // the sinks of all batch elements are one tensor in memory, of stride 0
   Values alibi_slopes;         // f32; absent: none
   DType mask_dtype = DType::none;
   Layout mask_layout = Layout::bhtd;

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "core/error.h"
@@ -73,8 +74,9 @@ struct KeyRows {
   Strided all, seen;
 };
 
-// Calls f(token, rank) for keys of a batch element, `kAtOnce` times before g(token, rank) for the same ones, so that as
-// many loads are in flight. The thread blocks of a head share its keys, and `threads` threads have a row each.
+// Calls f(i, token, rank) for `kAtOnce` keys of a batch element, i = 0, 1, ..., and then g(i, token, rank) for each
+// that exists: so f can start as many loads before g stores the first. The thread blocks of a head share its keys, and
+// `threads` threads have a row each.
 constexpr int kAtOnce = 4;
 template <class F, class G>
 __device__ void for_keys(const Keys& keys, int element, int threads, const F& f, const G& g) {
@@ -197,6 +199,10 @@ void copy_keys(const Keys& keys, const View& k, const View& seen_k, const View& 
   launch(static_cast<void*>(nullptr), {strided(k), strided(seen_k)}, {strided(v), strided(seen_v)});
 }
 
+Keys keys_of(const View& mask, const View& k, const int* ranks, const int* counts) {
+  return {ranks, counts, !mask.stride[0], static_cast<int>(k.shape[0]), static_cast<int>(k.shape[2])};
+}
+
 // Returns a dense tensor for the tokens of all batch elements of k or v; absent if the tensor is.
 View packed(const View& t, WorkspaceAllocator& workspace) {
   if (!t.present()) return t;
@@ -232,9 +238,14 @@ std::optional<std::string> no_key_mask_reason(const Problem& p) {
                 "; it takes bool ones of shape [batch or 1, 1, 1, keys]");
   if (p.windowed) return "it takes no mask tensor together with a causal mask or a window";
   if (p.alibi_slopes.present()) return "it takes no mask tensor together with alibi_slopes";
-  if (p.sinks.stride[0]) return "it takes no mask tensor together with sinks of batch elements";
+  // Their gradients are apart even where the sinks are one tensor in memory.
+  if (p.sinks.shape[0] > 1) return "it takes no mask tensor together with sinks of batch elements";
   for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
     if (t->quantization) return text(label, " is quantized; it takes a mask tensor with q, k and v that are not");
+  constexpr int64_t kMostHeads = std::numeric_limits<int32_t>::max() / 2;  // k and v together are a grid
+  if (p.batch * p.kv_heads > kMostHeads)
+    return text("k has ", p.batch * p.kv_heads, " heads in all batch elements; with a mask tensor it takes up to ",
+                kMostHeads);
   return {};
 }
 
@@ -266,7 +277,6 @@ PackedKeys::PackedKeys(const Problem& p, WorkspaceAllocator&& workspace)
       v_(p.v),
       dk_(p.dk),
       dv_(p.dv),
-      batch_(p.batch),
       queries_(p.tokens_q),
       q_(p.q, workspace),
       o_(p.o, workspace),
@@ -294,11 +304,10 @@ PackedKeys::PackedKeys(const Problem& p, WorkspaceAllocator&& workspace)
 }
 
 void PackedKeys::preprocess(cudaStream_t stream) const {
-  if (!batch_ || !problem_.kv_heads) return;
+  if (!k_.shape[0] || !k_.shape[1]) return;
   const DeviceScope device(problem_.device_index);
-  const bool shared = !mask_.stride[0];
-  const Keys keys{ranks_, counts_, shared, static_cast<int>(batch_), static_cast<int>(k_.shape[2])};
-  list_kernel<<<shared ? 1 : static_cast<unsigned>(batch_), kListThreads, 0, stream>>>(
+  const Keys keys = keys_of(mask_, k_, ranks_, counts_);
+  list_kernel<<<keys.shared ? 1 : keys.batch, kListThreads, 0, stream>>>(
       static_cast<const unsigned char*>(mask_.data), mask_.stride[0], mask_.stride[3], keys.tokens, ranks_, counts_);
   check(cudaGetLastError(), "list_kernel");
   copy_keys<true>(keys, k_, problem_.k, v_, problem_.v, static_cast<int>(queries_), cu_seqlens_q_, cu_seqlens_k_,
@@ -309,7 +318,7 @@ void PackedKeys::preprocess(cudaStream_t stream) const {
 }
 
 void PackedKeys::deliver(cudaStream_t stream) const {
-  if (!batch_ || !problem_.kv_heads) return;
+  if (!k_.shape[0] || !k_.shape[1]) return;
   const DeviceScope device(problem_.device_index);
   if (problem_.pass == OCTET_FORWARD) {
     for (const MergedBatch* t : {&o_, &o_residual_, &lse_}) t->copy_out(stream);
@@ -317,8 +326,8 @@ void PackedKeys::deliver(cudaStream_t stream) const {
   }
   dq_.copy_out(stream);
   if (!dk_.elements() && !dv_.elements()) return;
-  const Keys keys{ranks_, counts_, !mask_.stride[0], static_cast<int>(batch_), static_cast<int>(k_.shape[2])};
-  copy_keys<false>(keys, dk_, problem_.dk, dv_, problem_.dv, 0, nullptr, nullptr, stream);
+  copy_keys<false>(keys_of(mask_, k_, ranks_, counts_), dk_, problem_.dk, dv_, problem_.dv, 0, nullptr, nullptr,
+                   stream);
 }
 
 }  // namespace octet::cuda

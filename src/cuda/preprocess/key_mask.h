@@ -16,8 +16,8 @@
 
 namespace octet::cuda {
 
-// Returns the reason why the mask tensor of a problem is no key mask, or something else depends on where a key or a
-// query lies, or nothing.
+// Returns why a problem with a mask tensor cannot run as packed sequences, or nothing if it can: its mask is no key
+// mask, or it has an argument that depends on the places of tokens or belongs to a batch element.
 std::optional<std::string> no_key_mask_reason(const Problem& p);
 
 // A tensor [batch, head, token, dim] as one batch element with the tokens of all.
@@ -53,7 +53,7 @@ class PackedKeys {
 
   Problem problem_;
   View mask_, k_, v_, dk_, dv_;  // of the problem with the mask
-  int64_t batch_, queries_;
+  int64_t queries_;
   MergedBatch q_, o_, o_residual_, lse_, do_, dlse_, dq_;
   int *ranks_, *counts_;  // [mask's batch, key]: the number of seen keys before it, -1: hidden; [mask's batch]
   int *cu_seqlens_q_, *cu_seqlens_k_;
