@@ -78,5 +78,10 @@ TEST(GpuBars, dq_s8_gproj) {
 
 TEST(GpuBars, beta_s8) { expect_that_beta_cures_delta_on_s8(kGpu); }
 
+TEST(GpuBars, beta_of_ties) {
+  for (const Precision precision : {Precision::bf16, Precision::f16})
+    expect_that_beta_moves_ties_as_stated(kGpu, precision);
+}
+
 }  // namespace
 }  // namespace octet::test

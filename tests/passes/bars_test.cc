@@ -130,6 +130,11 @@ TEST(Bias, delta_s8) { expect_unbiased_delta(kCpu, Tied::s8); }
 TEST(Bias, dq_s8) { expect_unbiased_dq_on_s8(kCpu, BiasCorrection::f16); }
 TEST(Bias, dq_s8_gproj) { expect_unbiased_dq_on_s8(kCpu, BiasCorrection::gproj); }
 TEST(Bias, beta_s8) { expect_that_beta_cures_delta_on_s8(kCpu); }
+TEST(Bias, beta_of_ties) {
+  for (const char* backend : {"cpu", "reference"})
+    for (const Precision precision : {Precision::bf16, Precision::f16})
+      expect_that_beta_moves_ties_as_stated(Tested{backend}, precision);
+}
 
 }  // namespace
 }  // namespace octet::test

@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <octet/formats.hpp>
 
 #include "support/metrics.h"
 
@@ -88,6 +90,51 @@ void expect_that_beta_cures_delta_on_s8(const Tested& tested) {
   }
   EXPECT_GE(naive.kappa(), .5) << "without a bias correction: the test has no power";
   expect_unbiased(cured);
+}
+
+// All P of a row are equal, so that o / mean(v) is fl(P) / P, l being exact. A P that float32 takes to the other side
+// of the middle between two numbers of the format rounds the other way: rows that close to it are left out.
+void expect_that_beta_moves_ties_as_stated(const Tested& tested, Precision precision) {
+  const bool f16 = precision == Precision::f16;
+  const DType type = f16 ? DType::f16 : DType::bf16;
+  const double reach = f16 ? 4.0 : 40.0;
+  constexpr int64_t kSteps = 81, kQueries = 2 * kSteps;
+  const auto logit = [](int64_t i) { return (i < kSteps ? 1 : -1) * (8.0 + .5 * static_cast<double>(i % kSteps)); };
+  const Case c{.name = "ties", .tokens_q = kQueries, .tokens_k = 150, .scale = 1.f, .dtype = type};
+  Inputs in = draw(c, 1);
+  for (double& x : in.q.data) x = 0.0;
+  for (double& x : in.k.data) x = 0.0;
+  for (int64_t i = 0; i < kQueries; ++i) in.q.at(0, 0, i, 0) = logit(i);
+  for (int64_t j = 0; j < c.tokens_k; ++j) in.k.at(0, 0, j, 0) = 1.0;
+  const double keys = static_cast<double>(c.tokens_k);
+  for (const float beta : {2.f, 3.f, 7.f}) {
+    Attention attention = attention_of(c, precision, tested.backend);
+    attention.bias_correction = BiasCorrection::beta, attention.beta = beta;
+    const Values o = run_on(tested, c, in, attention, Pass::forward).o;
+    int64_t rows = 0;
+    for (int64_t i = 0; i < kQueries; ++i) {
+      const double r = logit(i), m = std::min(r > 0 ? beta * r : 0.0, r + reach), p = std::exp(r - m);
+      // The argument of exp in float32, m and the factor log2(e) rounded; and exp2 (docs/numerics.md).
+      const double e = 2 * 0x1p-24 * (std::fabs(r) + std::fabs(m)) + 3.5e-6;
+      const double factor = round_to(f16 ? kF16 : kBf16, p) / p;
+      if (factor != round_to(f16 ? kF16 : kBf16, p * (1 + e)) / p ||
+          factor != round_to(f16 ? kF16 : kBf16, p * (1 - e)) / p)
+        continue;
+      ++rows;
+      const double bar = 2 * e + 5 * std::sqrt(keys) * 0x1p-24 + 0x1p-22;
+      for (int64_t channel = 0; channel < c.dim_v; ++channel) {
+        double sum = 0.0, size = 0.0;
+        for (int64_t j = 0; j < c.tokens_k; ++j) {
+          const double v = in.v.at(0, 0, j, channel);
+          sum += v, size += std::fabs(v);
+        }
+        ASSERT_NEAR(o.at(0, 0, i, channel), factor * sum / keys, bar * size / keys)
+            << "all keys at " << r << ", beta " << beta << ", channel " << channel << ", fl(P) / P " << factor;
+      }
+    }
+    // A P is left out with a probability of 2 e / 2^-9 in bf16, 2 e / 2^-12 in f16, e being below 2.3e-5.
+    EXPECT_GE(rows, kQueries * (f16 ? 7 : 9) / 10);
+  }
 }
 
 }  // namespace octet::test

@@ -17,4 +17,8 @@ void expect_unbiased_dq_on_s8(const Tested&, BiasCorrection);
 // Bias correction beta with a factor of 3: from o as it is stored, on S8, kappa <= .1 and |t| <= 4.
 void expect_that_beta_cures_delta_on_s8(const Tested&);
 
+// Bias correction beta where all keys of a row tie for a logit of up to 48 and down to -48: o is the mean of v times
+// what rounding P does to it, P = exp(r - m) with m as docs/numerics.md states it.
+void expect_that_beta_moves_ties_as_stated(const Tested&, Precision);
+
 }  // namespace octet::test

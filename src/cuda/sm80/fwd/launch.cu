@@ -170,8 +170,8 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.mask_classes = classes;
   constexpr double kLog2e = 1.4426950408889634;
   a.scale_log2e = static_cast<float>(general(p) ? kLog2e : p.scale * kLog2e);
-  // f16 has a smaller range of exponents for the other keys than bf16.
-  a.beta = shifts_maximum(p) ? p.beta : 0.f, a.beta_reach = p.precision == OCTET_PRECISION_F16 ? 4.f : 20.f;
+  const Recipe recipe = recipe_of(p);
+  a.beta = static_cast<float>(recipe.beta), a.beta_reach = static_cast<float>(recipe.beta_reach);
   a.v_scale = scaled ? v_scaled.scale() : nullptr, a.v_mean = v_scaled.v_mean();
   CombineParams c{.parts = part_o,
                   .statistics = statistics,

@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "core/names.h"
+#include "core/recipe.h"
 #include "cuda/host/status.h"
 #include "cuda/host/tensor_map.h"
 #include "cuda/preprocess/operands.h"
@@ -92,8 +93,8 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   a.dim_v = static_cast<int>(p.dim_v);
   a.scale = p.scale;
   a.scale_log2e = static_cast<float>(p.scale * 1.4426950408889634);
-  // f16 has a smaller range of exponents for the other keys than bf16. The reach is in logits before scaling.
-  a.beta = p.beta, a.beta_reach = (p.precision == OCTET_PRECISION_F16 ? 4.f : 20.f) / p.scale;
+  const Recipe recipe = recipe_of(p);
+  a.beta = static_cast<float>(recipe.beta), a.beta_reach = static_cast<float>(recipe.beta_reach / p.scale);
   a.v_scale = scaled ? v_scaled.scale() : nullptr;
   a.v_mean = v_scaled.v_mean();
   a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
