@@ -52,6 +52,34 @@ TEST_P(Extremes, zeros_stay_finite) {
   check("everything zero", zeroed([](bool, bool, bool, int64_t, int64_t) { return true; }));
 }
 
+// Whatever the size of v, o errs alike in proportion, up to 1e38, where sums of P v lie beyond float32 before they are
+// divided by the sum of P, and down to 1e-30. Formats that v is cast to have their own range.
+TEST_P(Extremes, values_of_any_one_size_keep_their_precision) {
+  const Recipe recipe = GetParam();
+  if (recipe.pass != Pass::forward || recipe.precision == Precision::f16 || recipe.precision == Precision::fp8_raw)
+    return;
+  for (const DType dtype : {DType::bf16, DType::f32})
+    for (const bool equal_keys : {false, true}) {
+      Case c = kCase;
+      c.dtype = c.out_dtype = dtype;
+      Inputs in = draw(c, 6);
+      if (equal_keys)
+        for_each(in.k.shape,
+                 [&](int64_t b, int64_t h, int64_t t, int64_t i) { in.k.at(b, h, t, i) = in.k.at(b, h, 0, i); });
+      const Values want = exact(c, in, Pass::forward).o;
+      const double plain = difference(compute(c, in, recipe).o, want).rms;
+      // The largest number becomes 1e38 or half of that.
+      const double largest_factor = std::exp2(std::floor(std::log2(1e38 / largest(in.v))));
+      for (const double factor : {0x1p-100, 0x1p90, 0x1p113, largest_factor}) {
+        Inputs scaled = in;
+        scaled.v = combined(factor, in.v, 0, in.v);
+        const Values o = compute(c, scaled, recipe).o;
+        EXPECT_LE(difference(combined(1 / factor, o, 0, o), want).rms, 1.25 * plain + 1e-6 * largest(in.v))
+            << "v times " << factor << (equal_keys ? ", equal keys" : "") << ", seed 6";
+      }
+    }
+}
+
 // Equal keys share their probability: o is the mean of v, lse = s + ln m with s the common logit.
 TEST_P(Extremes, equal_keys_average_the_values) {
   Inputs in = draw(kCase, 3);

@@ -262,6 +262,7 @@ inline void softmax_row_as(SoftmaxRow& x) {
   plan.p = format, plan.p_top = p_top;
   RowState<kRows> state;
   std::memset(&state, 0, sizeof state);
+  state.unit = 1.f;
   for (int64_t i = 0; i < kRows; ++i)
     state.m[i] = kMinusInfinity, state.softmax_scale_log2[i] = kLog2e, state.to_logit[i] = 1.f;
   alignas(64) float s[kMaxStepKeys], v_scale[kMaxStepKeys];

@@ -15,7 +15,8 @@ template <PFormat format, int64_t block_rows>
 inline double lse_of_keys(const Problem& p, const ForwardPlan& plan, const QueryRows& queries,
                           const RowState<block_rows>& state, int64_t i, float l) {
   const double scale = static_cast<double>(state.softmax_scale_log2[i]) / 1.44269504088896340736;
-  const double value = state.m[i] * scale + std::log(static_cast<double>(l) / (scales_p(format) ? plan.p_top : 1.f));
+  const double unit = static_cast<double>(state.unit) * (scales_p(format) ? plan.p_top : 1.f);
+  const double value = state.m[i] * scale + std::log(l / unit);
   return state.gauge[i] + (plan.smooth_k && p.softcap == 0.f ? value + p.scale * queries.mean_logit[i] : value);
 }
 

@@ -45,6 +45,10 @@ struct Forward {
     };
     const int64_t first = keys.first < keys.last ? keys.first / kKeys / 2 * 2 : last;
     const int64_t index = side.tile_index(g, block.first_tile);
+    if constexpr (sums_in_units(format))
+      state.unit = unit_of_p(v_finite(side, index + first, last - first), plan.p_top);
+    else
+      state.unit = 1.f;
     if (kLogitsAhead<Pv> && first < last) logits(index + first, tiles_from(first), rows);
     for (int64_t tile = first, tiles; tile < last; tile += tiles) {
       tiles = tiles_from(tile);
@@ -121,7 +125,7 @@ struct Forward {
     const bool v_finite = OCTET_ISA::v_finite(side, index, tiles);
     const bool all_seen = p.plain_logits() && p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens).first <= key &&
                           p.keys_of(token, seq.q_tokens, seq.k_tokens).last >= key + keys;
-    const bool stale_max = all_seen && !plan.beta && v_finite;
+    const bool stale_max = all_seen && !plan.beta && v_finite && state.unit == 1.f;
 #ifdef __AVX512FP16__
     constexpr bool kF16Softmax = format == PFormat::u8;
     F16Step f16;

@@ -17,7 +17,15 @@ struct alignas(64) RowState {
   float gauge[rows];                // bias_gauge: what logits lack
   float alpha[rows];                // of this step
   float p_scale[rows][kStepTiles];  // 8-bit P, of each tile: o += p_scale * product
+  float unit;                       // P, its factor left out, is summed times this power of two: unit_of_p
 };
+
+// Whether P meets v itself, not what is left of v when scales are taken out.
+constexpr bool sums_in_units(PFormat format) { return format != PFormat::u8 && format != PFormat::e4m3; }
+
+// P is at most 1 and there are fewer than 2^31 keys, so that sums of P v in this unit are floats whatever v is.
+// `factor`: of P, as it is rounded.
+constexpr float unit_of_p(bool v_finite, float factor) { return v_finite ? 1.f : 0x1p-32f / factor; }
 
 OCTET_INLINE void scale_row(float* o, float alpha, int64_t columns) {
   for (int64_t c = 0; c < columns; c += kLanes) store(o + c, load(o + c) * alpha);
@@ -107,9 +115,14 @@ OCTET_INLINE void p_of_row(const ForwardPlan& plan, float* logits, int64_t tiles
       tops[tile] = top;
       poisons[tile] = poison;
     } else {
-      if (!plan.l_from_p) l += add_up(p) * (scales_p(format) ? plan.p_top : 1.f);
-      const Vf rounded = store_p_and_add<Pv, format>(p, plan.p_top, p_out + tile * kKeys);
-      if (plan.l_from_p) l += rounded;
+      Vf exact{};
+      if (!plan.l_from_p) exact = add_up(p) * (scales_p(format) ? plan.p_top : 1.f);
+      Vf rounded = store_p_and_add<Pv, format>(p, plan.p_top, p_out + tile * kKeys);
+      if (state.unit != 1.f) {
+        scale_p<Pv>(p_out + tile * kKeys, state.unit);
+        exact *= state.unit, rounded *= state.unit;
+      }
+      l += plan.l_from_p ? rounded : exact;
     }
   }
   if constexpr (format == PFormat::u8) {

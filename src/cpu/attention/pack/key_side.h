@@ -5,13 +5,17 @@
 
 namespace octet::cpu::OCTET_ISA {
 
+// Sums of P v are floats for all v below this: P with its factor is at most 2^15, or over a stale maximum adds up to
+// 2^10 in a step, and there are fewer than 2^31 keys.
+constexpr float kLargestSummed = 0x1p80f;
+
 // Everything that the kernels need of k and v, in the workspace.
 struct KeySide {
   Word *k, *v;                         // tile: [k_words][kKeys], [v_words][v_columns], see v_at
   float* k_scale;                      // [tile][kKeys]; null without scales
   int32_t* k_correction;               // [tile][kKeys]: undoes the bias of signed A
   float* v_scale;                      // [tile][kKeys] with VScale::token
-  bool* v_finite;                      // [tile]: all of v is below 2^100: p v is a float even where p is above 1
+  bool* v_finite;                      // [tile]: all of v is below kLargestSummed
   bool* seen;                          // [tile][kKeys], with a mask tensor and scales
   float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax of v / v_range
   float* v_range;                      // [sequence * kv_heads], with scales of v: range_of_values

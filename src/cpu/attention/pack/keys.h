@@ -110,7 +110,7 @@ inline bool round_values(const Problem& p, const ForwardPlan& plan, const KeyTil
   const auto divide = [&](float* x, int64_t n) {
     for (int64_t i = 0; i < n && v_range != 1.f; ++i) x[i] *= 1.f / v_range;
   };
-  const auto products_are_finite = [&] { return row_amax(rows, kKeys * columns) < 0x1p100f; };
+  const auto products_are_finite = [&] { return row_amax(rows, kKeys * columns) < kLargestSummed; };
   divide(rows, valid * columns);
   const bool finite = products_are_finite();
   if (plan.smooth_v && !plan.v_prequantized) {

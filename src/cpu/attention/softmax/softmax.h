@@ -338,6 +338,17 @@ OCTET_INLINE Vf store_p_and_add(Vf (&p)[kVectors], float top, typename Pv::Eleme
   return add_up(p);
 }
 
+// Multiplies a stored row of P by a power of two.
+template <class Pv>
+OCTET_INLINE void scale_p(typename Pv::Element* p, float unit) {
+  for (int64_t j = 0; j < kKeys; ++j) {
+    if constexpr (std::is_same_v<typename Pv::Element, float>)
+      p[j] *= unit;
+    else
+      p[j] = static_cast<uint16_t>(__builtin_bit_cast(uint32_t, from_bf16(p[j]) * unit) >> 16);
+  }
+}
+
 // Rounds a row of numbers in [0, 255] to whole ones and stores them as elements of the 8-bit engine.
 template <class Pv>
 OCTET_INLINE void store_u8(const Vf (&p)[kVectors], typename Pv::Element* out) {
