@@ -2,6 +2,7 @@
 //
 // Every function is `static`, as in core/quant.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -16,9 +17,10 @@ static inline double with_sink(double lse, double sink) {
   return low == -std::numeric_limits<double>::infinity() ? high : high + std::log1p(std::exp(low - high));
 }
 
-// exp(x - lse), the probability of a logit; 0 where the logit is -inf, whatever lse is.
+// exp(x - lse), the probability of a logit; 0 where the logit is -inf, whatever lse is. It is at most 1, also where lse
+// as it was stored lies below a large logit.
 static inline double probability_of(double x, double lse) {
-  return x == -std::numeric_limits<double>::infinity() ? 0.0 : std::exp(x - lse);
+  return x == -std::numeric_limits<double>::infinity() ? 0.0 : std::exp(std::min(x - lse, 0.0));
 }
 
 }  // namespace octet

@@ -80,6 +80,20 @@ TEST_P(Extremes, values_of_any_one_size_keep_their_precision) {
     }
 }
 
+// Float32 holds logits of 10^8 to whole numbers only, and larger ones to less: lse as it was saved may lie below them
+// by much, and P from lse is at most 1 all the same.
+TEST_P(Extremes, logits_beyond_the_digits_of_lse_leave_gradients_finite) {
+  if (GetParam().pass != Pass::backward) return;
+  for (const double size : {1e4, 1e8, 1e15}) {
+    if (GetParam().precision == Precision::f16 && size > 1e4) continue;  // q and k are inf in f16
+    Inputs in = draw(kCase, 7);
+    for (Values* x : {&in.q, &in.k}) *x = rounded(combined(size, *x, 0, *x), kCase.dtype);
+    for (const char* backend : {"cpu", "reference"})
+      expect_finite(compute(kCase, in, GetParam(), 0, backend), GetParam().pass,
+                    std::string(backend) + ", q and k times " + testing::PrintToString(size) + ", seed 7");
+  }
+}
+
 // Equal keys share their probability: o is the mean of v, lse = s + ln m with s the common logit.
 TEST_P(Extremes, equal_keys_average_the_values) {
   Inputs in = draw(kCase, 3);

@@ -41,7 +41,8 @@ OCTET_INLINE void gradient_row(const GradientRow& row, float* s, float* dp) {
   load_logits<partial>(s, row.keys, row.to_logit, x, derivative);
   const bool capped = partial && row.keys.terms.softcap != 0.f;
   for (int v = 0; v < kVectors; ++v) {
-    Vf p = exp2(x[v] * row.softmax_scale_log2 - row.lse);
+    // At most 1, also where float32 errs by much in large logits; NaN stays NaN.
+    Vf p = min(splat(1.f), exp2(x[v] * row.softmax_scale_log2 - row.lse));
     Vf ds = p * (load(dp + v * kLanes) - row.delta);
     if constexpr (partial) {
       if (capped) {
