@@ -2,6 +2,7 @@
 // that are not finite.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -83,6 +84,72 @@ INSTANTIATE_TEST_SUITE_P(Tensors, GpuHidden,
                          testing::Combine(testing::ValuesIn(kHidden), testing::ValuesIn(kOperandsIn)),
                          [](const auto& info) {
                            return std::get<0>(info.param).name + suffix_of(std::get<1>(info.param));
+                         });
+
+// Where numbers are not finite: how many there are, and the first and the last of their rows.
+std::string nonfinite(const Values& x) {
+  int64_t count = 0;
+  std::string first, last;
+  for_each(x.shape, [&](int64_t b, int64_t h, int64_t t, int64_t channel) {
+    if (std::isfinite(x.at(b, h, t, channel))) return;
+    last = "[" + std::to_string(b) + ", " + std::to_string(h) + ", " + std::to_string(t) + ", " +
+           std::to_string(channel) + "] = " + std::to_string(x.at(b, h, t, channel));
+    if (!count++) first = last;
+  });
+  return count ? std::to_string(count) + " numbers, from " + first + " to " + last : "";
+}
+
+// Large logits, of which float32 lacks digits: P from lse may exceed 1 by much, and what takes digits from k costs them
+// many. Gradients stay finite. That of v errs as P does, which float32 makes err by at most 2^e: a product of q and k
+// is the sum of dim products in steps of 16, forward and backward, and lse and the argument of exp are rounded. (In
+// operands of bf16 P has the range of float32.)
+class GpuLargeLogits : public testing::TestWithParam<std::tuple<double, int64_t, BiasCorrection>> {};
+
+TEST_P(GpuLargeLogits, leave_gradients_finite) {
+  const auto [size, dim, bias_correction] = GetParam();
+  Case c = many_tokens(static_cast<float>(1 / std::sqrt(static_cast<double>(dim))), dim);
+  c.kv_heads = 2, c.tokens_q = 70, c.tokens_k = 90;
+  Inputs in = draw(c, static_cast<uint64_t>(size));
+  for (Values* x : {&in.q, &in.k}) *x = rounded(combined(size, *x, 0, *x), c.dtype);
+  double most = 0.0;
+  for (int64_t h = 0; h < c.heads; ++h)
+    for (int64_t i = 0; i < c.tokens_q; ++i)
+      for (int64_t j = 0; j < c.tokens_k; ++j) {
+        double sum = 0.0;
+        for (int64_t channel = 0; channel < dim; ++channel)
+          sum += std::fabs(in.q.at(0, h, i, channel) * in.k.at(0, h, j, channel));
+        most = std::max(most, c.effective_scale() * sum);
+      }
+  const double e = (2 * (static_cast<double>(dim) / 16 + 1) + 3) * 0x1p-23 * most;
+  Attention plain = attention_of(c, Precision::bf16, "reference");
+  plain.bias_correction = bias_correction;
+  const Outputs want = exact(c, in, Pass::backward), saved_plainly = run(c, in, plain, Pass::forward);
+  const Outputs expected = run(c, in, plain, Pass::backward, &saved_plainly);
+  Inputs positive = in;
+  for (double& x : positive.do_.data) x = std::fabs(x);
+  const Values dv_of_magnitudes = exact(c, positive, Pass::backward).dv;
+  for (const bool deterministic : {false, true}) {
+    GpuPlace forward, backward;
+    const Attention gpu = on_gpu(c, bias_correction, deterministic);
+    const Outputs saved = run(c, in, gpu, Pass::forward, nullptr, &forward);
+    const Outputs got = run(c, in, gpu, Pass::backward, &saved, &backward);
+    for (const auto& [name, x] : {std::pair{"dq", &got.dq}, {"dk", &got.dk}, {"dv", &got.dv}})
+      EXPECT_EQ(nonfinite(*x), "") << name << ", deterministic " << deterministic;
+    if (e > 1) continue;  // any P is possible
+    double square = 0.0;
+    for (const double x : dv_of_magnitudes.data) square += x * x;
+    const double rms = std::sqrt(square / static_cast<double>(dv_of_magnitudes.data.size()));
+    EXPECT_LE(difference(got.dv, want.dv).rms, 2 * difference(expected.dv, want.dv).rms + std::expm1(e) * rms)
+        << "deterministic " << deterministic << ", float32 errs by " << e;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, GpuLargeLogits,
+                         testing::Combine(testing::Values(1.0, 16.0, 60.0, 250.0, 1e3, 1e4),
+                                          testing::Values(64, 96, 128, 256), testing::ValuesIn(kOperandsIn)),
+                         [](const auto& info) {
+                           return "of_" + std::to_string(static_cast<int>(std::get<0>(info.param))) + "_dim_" +
+                                  std::to_string(std::get<1>(info.param)) + suffix_of(std::get<2>(info.param));
                          });
 
 // A query whose do has a number that is not finite gets a dq of such numbers, also where dq is summed as integers, and

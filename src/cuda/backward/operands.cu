@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "cuda/backward/limits_p.h"
 #include "cuda/backward/operands.h"
 #include "cuda/preprocess/masks.h"
 #include "cuda/preprocess/operands.h"
@@ -77,7 +78,7 @@ PreprocessParams preprocess_params(const Problem& p, bool query_tiles, bool key_
 
   const bool scaled = f16_compute(p), f16 = p.precision == OCTET_PRECISION_F16;
   const octet_dtype cast = f16 ? OCTET_F16 : OCTET_BF16;
-  const int p_exponent = scaled ? 15 : 0;  // p is at most 1, so 2^15 p is a number of f16
+  const int p_exponent = scaled ? kPExponentOf<F16> : kPExponentOf<Bf16>;
   PreprocessParams params{
       .q = strided(p.q),
       .k = strided(p.k),

@@ -66,6 +66,7 @@ __device__ void Backward<T, Dim, kind>::sum_rows(const Step& step) {
     mma_ABt(s, TileQ{shared.q[0]}, PartS::row_block(warp), TileK{shared.k}, PartS::column_block(warp));
     add_logit_terms(s, dp, derivative, step, 0);
     take_p(s, 0);
+    limit(s);
     hide(s, step.query);
     take_ds(s, dp, 0);
 #pragma unroll

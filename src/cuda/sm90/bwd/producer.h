@@ -113,7 +113,7 @@ __device__ inline void Backward<T, Dim, sums, parts>::set_factors(int slot) {
   const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
   f.passes_first = a.mask.windowed && f.iterations &&
                    (w.tiles.first + 1) * kQueries - 1 + shift + a.mask.right < w.first_key + kWarpgroupRows;
-  f.unmasked = {a, w, w.first_key, kKeys, kQueries, group};
+  f.unmasked = {a, w, w.first_key, kKeys, kQueries, group, f.logits};
 }
 
 template <class T, int Dim, Sums sums, Parts parts>
