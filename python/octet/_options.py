@@ -98,7 +98,10 @@ def expect_constant(name: str, x: Any) -> None:
     forward_ad = torch.autograd.forward_ad
     is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
     if is_dual or (x.requires_grad and torch.is_grad_enabled()):
-        raise Unsupported(f"{name}: requires a gradient, which octet does not compute for it; pass {name}.detach()")
+        raise Unsupported(
+            f"{name}: requires a gradient, which octet does not compute for it; pass {name}.detach() where its "
+            "gradient may be lost (what is learned would no longer change)"
+        )
 
 
 def number(name: str, value: Any, allowed: str = "a number") -> float:

@@ -125,6 +125,11 @@ def test_a_model_that_would_pass_over_it(model):
     made.set_attention_backend("native")
 
 
+def test_a_name_that_octet_has_not():
+    with pytest.raises(octet.InvalidArgument, match="backend: found 'octet_int3', allowed of octet's: .*'octet_int8'"):
+        flux().set_attention_backend("octet_int3")
+
+
 def test_a_model_that_follows_in_part():
     model = flux()
 

@@ -348,6 +348,8 @@ def test_position_bias(device):
 
 
 FORWARD = integration._implementation(None)
+CAUSAL_MODULE = torch.nn.Module()
+CAUSAL_MODULE.is_causal = True
 Q = torch.zeros(1, 2, 4, 8)
 REJECTED = {
     "cache": object(), "indices": torch.zeros(1, 4, 2), "block_indices": torch.zeros(1, 4, 2),
@@ -364,12 +366,12 @@ def served():
 @pytest.mark.parametrize("name", REJECTED)
 def test_a_keyword_that_is_rejected(name):
     with pytest.raises(octet.Unsupported, match=f"^{name}: found .*allowed: "):
-        FORWARD(torch.nn.Module(), Q, Q, Q, None, **{name: REJECTED[name]})
-    FORWARD(torch.nn.Module(), Q, Q, Q, None, **{name: None})
+        FORWARD(CAUSAL_MODULE, Q, Q, Q, None, **{name: REJECTED[name]})
+    FORWARD(CAUSAL_MODULE, Q, Q, Q, None, **{name: None})
 
 
 def test_keywords_that_are_harmless():
-    FORWARD(torch.nn.Module(), Q, Q, Q, None, **dict.fromkeys(integration.HARMLESS, True))
+    FORWARD(CAUSAL_MODULE, Q, Q, Q, None, **dict.fromkeys(integration.HARMLESS, True))
     assert all(integration.HARMLESS.values()) and not served() & set(integration.HARMLESS)
 
 
@@ -404,12 +406,45 @@ def test_a_sparse_model():
         model(torch.randint(3, VOCABULARY, (1, 9)))
 
 
+DROPOUTS = {
+    "BertForMaskedLM": (SIZES, "attention_probs_dropout_prob=0.0 in the BertConfig"),
+    "LlamaForCausalLM": (SIZES | {"attention_dropout": 0.1}, "attention_dropout=0.0 in the LlamaConfig"),
+    "GPT2LMHeadModel": ({"n_embd": 16, "n_layer": 1, "n_head": 2}, "attn_pdrop=0.0 in the GPT2Config"),
+    "BartForConditionalGeneration": (BART | {"attention_dropout": 0.1}, "attention_dropout=0.0 in the BartConfig"),
+    "T5ForConditionalGeneration": (T5 | {"dropout_rate": 0.1}, "dropout_rate=0.0 in the T5Config"),
+    "ViTForImageClassification": (
+        {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16,
+         "image_size": 8, "patch_size": 4, "attention_probs_dropout_prob": 0.1},
+        "attention_probs_dropout_prob=0.0 in the ViTConfig",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_dropout_is_named_as_the_configuration_names_it(name):
+    sizes, field = DROPOUTS[name]
+    model = getattr(transformers, name)
+    made = model._from_config(model.config_class(**sizes), attn_implementation="octet").train()
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    given = {"pixel_values": torch.zeros(1, 3, 8, 8)} if "ViT" in name else {"input_ids": tokens}
+    if made.config.is_encoder_decoder:
+        given["decoder_input_ids"] = tokens
+    with pytest.raises(octet.Unsupported, match=f"^dropout: found 0.1, allowed: 0; set {field}, or call model.eval"):
+        made(**given)
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_a_name_that_octet_has_not(change):
+    config = transformers.LlamaConfig(**SIZES)
+    allowed = "attn_implementation: found 'octet_int3', allowed of octet's: 'octet', .*'octet_int8'"
+    with pytest.raises(octet.InvalidArgument, match=allowed):
+        if change:
+            transformers.LlamaForCausalLM._from_config(config).set_attn_implementation("octet_int3")
+        else:
+            transformers.LlamaForCausalLM._from_config(config, attn_implementation="octet_int3")
+
+
 def test_rejections_of_the_configuration():
-    model = transformers.BertForMaskedLM._from_config(
-        transformers.BertConfig(**SIZES), attn_implementation="octet"
-    ).train()  # attention_probs_dropout_prob is 0.1
-    with pytest.raises(octet.Unsupported, match="dropout: found 0.1, .*attention_dropout=0.0"):
-        model(torch.zeros(1, 4, dtype=torch.long))
     config = transformers.Gemma2Config(**SIZES, head_dim=8, attn_logit_softcapping=-50.0)
     model = transformers.Gemma2ForCausalLM._from_config(config, attn_implementation="octet")
     with pytest.raises(octet.InvalidArgument, match="softcap: found -50, allowed: positive and finite"):

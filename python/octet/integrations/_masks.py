@@ -7,33 +7,16 @@ them as a `Mask`, a bool tensor that is built only if somebody computes with it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from octet.errors import Unsupported
-
-
-class Pattern(NamedTuple):
-    """The keys that a mask function hides, apart from padding."""
-
-    causal: bool
-    window: int | None  # a query sees keys at most so far from it, on both sides unless causal
-    sequences: torch.Tensor | None  # [batch, tokens]: the sequence that each token of a packed batch belongs to
-
-
-class Plan(NamedTuple):
-    """How attention runs: with the first `keys` keys of each batch element, or with packed sequences."""
-
-    causal: bool
-    window: int | None  # as in Pattern
-    keys: int
-    cu_seqlens_q: torch.Tensor | None = None
-    cu_seqlens_k: torch.Tensor | None = None
-    index_q: torch.Tensor | None = None  # the tokens of the flattened batch that the sequences consist of; None: all
-    index_k: torch.Tensor | None = None
+from octet.integrations import NAMES
+from octet.integrations._plans import Pattern, Plan, beginnings, plan_of
 
 
 class Mask(torch.Tensor):
@@ -42,14 +25,18 @@ class Mask(torch.Tensor):
 
     plan: Plan
     viewed: bool  # a view of the built tensor exists, through which it may be changed: the plan may say less
+    follows_positions: bool  # whoever made it knew the position ids: the plan has the sequences that they tell
     _build: Callable[[], torch.Tensor]
     _built: torch.Tensor | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, shape: tuple[int, ...], device: torch.device, plan: Plan, build: Callable) -> Mask:
+    def __new__(
+        cls, shape: tuple[int, ...], device: torch.device, plan: Plan, build: Callable, follows_positions: bool
+    ) -> Mask:
         self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        self.plan, self.viewed, self._build, self._built = plan, False, build, None
+        self.plan, self.follows_positions = plan, follows_positions
+        self.viewed, self._build, self._built = False, build, None
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -68,12 +55,13 @@ class Mask(torch.Tensor):
         kwargs = kwargs or {}
         if function in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (given,) = args
-            return cls(given.shape, given.device, given.plan, given.dense)
+            return cls(given.shape, given.device, given.plan, given.dense, given.follows_positions)
         if function is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
             (given,) = args
             device = torch.device(kwargs.get("device") or given.device)
             moved = {id(x): x.to(device) for x in given.plan if isinstance(x, torch.Tensor)}
-            return cls(given.shape, device, Plan(*[moved.get(id(x), x) for x in given.plan]), given.dense)
+            plan = Plan(*[moved.get(id(x), x) for x in given.plan])
+            return cls(given.shape, device, plan, given.dense, given.follows_positions)
         schema = function._schema
         if schema.is_mutable and any(isinstance(x, Mask) for x in args[:1]):
             raise Unsupported(
@@ -86,6 +74,44 @@ class Mask(torch.Tensor):
                     given.viewed = True
         args, kwargs = pytree.tree_map_only(Mask, Mask.dense, (args, kwargs))
         return function(*args, **kwargs)
+
+
+class Offset(int):
+    """The kv_offset of one mask, with the position ids [batch, tokens], which transformers leaves out of account where
+    there is a cache or an attention mask. It is an int, and transformers hands it on to the mask function as it is."""
+
+    position_ids: torch.Tensor
+
+    def begins(self, batch: int, tokens: int) -> torch.Tensor | None:
+        """[batch, tokens - 1]: a sequence begins with the second token, the third, ...; None: the whole is one."""
+        return beginnings(self.position_ids, batch, tokens)
+
+
+def hand_over_positions(preprocess: Callable) -> Callable:
+    """Returns transformers' `_preprocess_mask_arguments`, the one place that every causal mask passes and that knows
+    the position ids, changed so that for models that use octet its kv_offset is an `Offset` in eager code."""
+
+    @functools.wraps(preprocess)
+    def _preprocess_mask_arguments(
+        config: Any,
+        inputs_embeds: Any,
+        attention_mask: Any,
+        past_key_values: Any,
+        position_ids: Any,
+        *more: Any,
+        **how: Any,
+    ) -> tuple:
+        found = preprocess(config, inputs_embeds, attention_mask, past_key_values, position_ids, *more, **how)
+        early_exit, *others, kv_offset = found
+        if early_exit or position_ids is None or config._attn_implementation not in NAMES or type(kv_offset) is not int:
+            return found
+        if torch.compiler.is_compiling():
+            return found
+        offset = Offset(kv_offset)
+        offset.position_ids = position_ids
+        return early_exit, *others, offset
+
+    return _preprocess_mask_arguments
 
 
 def mask_function(
@@ -104,8 +130,8 @@ def mask_function(
     """The mask of a model whose attention is octet's, registered with transformers' AttentionMaskInterface.
 
     Returns:
-        None where the attention function's own `is_causal` says it all, a `Mask` where intervals of keys do, else the
-        bool tensor [batch, 1, queries, keys] of "sdpa".
+        A `Mask` where intervals of keys say it all, else the bool tensor [batch, 1, queries, keys] of "sdpa". In
+        compiled code None, where it is allowed and the attention function's own `is_causal` says it all.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
     from transformers.utils.import_utils import is_tracing
@@ -119,34 +145,66 @@ def mask_function(
     }  # fmt: skip
     if is_tracing(attention_mask):  # values cannot be looked at
         allowed = {
-            "allow_is_causal_skip": allow_is_causal_skip,
+            # The layers take a causal mask that is left out for one of as many keys as queries.
+            "allow_is_causal_skip": allow_is_causal_skip and (q_length == 1 or q_length == kv_length),
             "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
         }
         if torch.compiler.is_compiling() and not is_fast_with_tensors(torch.device(device)) and not _is_one_graph():
-            return _outside_the_graph(**given, **allowed)
+            return _outside_the_graph(given, allowed)
         return sdpa_mask(**given, **allowed)
+    return _mask(**given)
+
+
+@functools.partial(
+    torch.compiler.disable, reason="octet reads the mask, as kernels without mask tensors are faster on this device"
+)
+def _outside_the_graph(given: dict[str, Any], allowed: dict[str, bool]) -> torch.Tensor | None:
+    """The mask, None where it says no more than `is_causal`: a graph may then serve other lengths too."""
+    mask = _mask(**given)
+    if not isinstance(mask, Mask):
+        return mask
+    skips = allowed["allow_is_causal_skip" if mask.plan.causal else "allow_is_bidirectional_skip"]
+    return None if skips and mask.plan == Plan(mask.plan.causal, None, mask.shape[-1]) else mask
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    mask_function: Callable,
+    attention_mask: torch.Tensor | None,
+    device: torch.device | str,
+    **more: Any,
+) -> torch.Tensor:
+    """What `mask_function` returns where values can be looked at."""
+    from transformers.masking_utils import and_masks, packed_sequence_mask_function, sdpa_mask
+
+    pattern = pattern_of(mask_function)
+    padding = None if attention_mask is None else _of_keys(attention_mask, kv_length, kv_offset)
+    start = int(q_offset) - kv_offset
+    if pattern is not None and pattern.causal and pattern.sequences is None and isinstance(kv_offset, Offset):
+        begins = kv_offset.begins(batch_size, q_length) if q_length == kv_length and start == 0 else None
+        if begins is not None and (padding is None or bool(padding.all())):
+            sequences = torch.nn.functional.pad(begins.cumsum(-1), (1, 0)).to(device)
+            mask_function = and_masks(mask_function, packed_sequence_mask_function(sequences))
+            pattern, padding, attention_mask = pattern._replace(sequences=sequences), None, None
 
     def build() -> torch.Tensor:
-        made = sdpa_mask(**given, allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
+        made = sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, device=device, **more,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
+        )  # fmt: skip
         assert made is not None  # skipping is off
         return made
 
-    pattern = pattern_of(given["mask_function"])
-    if pattern is None:
+    plan = None if pattern is None else plan_of(pattern, padding, batch_size, q_length, kv_length, start, device)
+    if pattern is None or plan is None:
         return build()
-    padding = None if attention_mask is None else _of_keys(attention_mask, kv_length, kv_offset)
-    plan = plan_of(pattern, padding, batch_size, q_length, kv_length, int(q_offset) - kv_offset, device)
-    if plan is None:
-        return build()
-    skips = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
-    if skips and plan == Plan(plan.causal, None, kv_length) and (not plan.causal or q_length == kv_length):
-        return None
-    return Mask((batch_size, 1, q_length, kv_length), torch.device(device), plan, build)
-
-
-_outside_the_graph = torch.compiler.disable(
-    mask_function, reason="octet reads the mask, as kernels without mask tensors are faster on this device"
-)
+    follows = pattern.sequences is not None or isinstance(kv_offset, Offset)
+    return Mask((batch_size, 1, q_length, kv_length), torch.device(device), plan, build, follows)
 
 
 def is_fast_with_tensors(device: torch.device) -> bool:
@@ -193,11 +251,14 @@ def pattern_of(function: Callable) -> Pattern | None:
     around = code_of(utils.sliding_window_bidirectional_overlay(1))
     nothing: Any = None
     packed = code_of(utils.packed_sequence_mask_function(nothing))
-    renumbered = code_of(utils.remap_positions_for_packed_sequence(nothing, nothing))
+    renumber = getattr(utils, "remap_positions_for_packed_sequence", None)  # transformers 5.17 has no such function
+    renumbered = code_of(renumber(nothing, nothing)) if renumber else None
 
     def parts(function: Any) -> Iterator[Any]:
         code = getattr(function, "__code__", None)
-        if code is both:
+        if code is None:
+            yield function
+        elif code is both:
             for part in _variables(function)["mask_functions"]:
                 yield from parts(part)
         elif code is renumbered:
@@ -226,98 +287,6 @@ def pattern_of(function: Callable) -> Pattern | None:
     # A window to the left alone is one of causal masks, one to both sides one of the others.
     if len(windows) > 1 or any((side == "left") != causal for side, _ in windows):
         return None
-    if renumbers != (sequences is not None):
+    if renumbers and sequences is None:  # within a sequence distances are the same by either number
         return None
     return Pattern(causal, windows.pop()[1] if windows else None, sequences)
-
-
-def plan_of(
-    pattern: Pattern,
-    padding: torch.Tensor | None,
-    batch: int,
-    queries: int,
-    keys: int,
-    start: int,
-    device: torch.device | str,
-) -> Plan | None:
-    """How to run attention under a pattern and a padding mask, or None if only a mask tensor can say it.
-
-    Args:
-        padding: bool [batch, keys], True: a token; None: all are.
-        start: the position of the first query among the keys.
-
-    Under a causal pattern or a window a query whose own key is padding sees nothing, unless it is the only query. All
-    others see what they see under the mask.
-    """
-    causal, window, sequences = pattern
-    if window is not None and window >= keys - 1:
-        window = None
-    begins = None if sequences is None else sequences.diff(dim=-1) != 0
-    if begins is not None and bool(begins.any()):  # always there in compiled code, also where there is one sequence
-        if padding is not None or start or queries != keys:
-            return None
-        return packed_plan(begins, causal, window)
-    end = min(keys, start + queries) if causal else keys  # later keys are seen by none
-    if (causal and end < start + queries) or (window is not None and not causal and (start or queries != keys)):
-        return None
-    if padding is None and causal and queries == 1 and window is not None:
-        padding = torch.ones(batch, keys, dtype=torch.bool, device=device)
-    if padding is not None:
-        padding = padding & (torch.arange(keys, device=padding.device) < end)
-    if causal and queries == 1:  # the last query sees all keys, or those within the window
-        if window is not None and padding is not None:
-            padding = padding & (torch.arange(keys, device=padding.device) >= start - window)
-        causal, window = False, None
-    if padding is None or bool(padding[:, :end].all()):
-        return Plan(causal, window, end)
-    ordered = causal or window is not None  # queries that are padding are left out
-    bounds = _bounds(padding)
-    if bounds is None:
-        if window is not None:  # distances are those of positions, padding included
-            return None
-        return _gathered(padding, padding[:, start:end] if causal else None, queries, causal)
-    cu_q, cu_k = [0], [0]
-    for i, (first, last) in enumerate(bounds):
-        q_first, q_last = (max(first - start, 0), max(last - start, 0)) if ordered else (0, queries)
-        # Queries without keys; keys without queries; the tokens.
-        cu_q += [i * queries + q_first, i * queries + q_first, i * queries + q_last]
-        cu_k += [cu_k[-1], i * keys + first, i * keys + last]
-    cu_q += [batch * queries, batch * queries]
-    cu_k += [cu_k[-1], batch * keys]
-    made = torch.tensor([cu_q, cu_k], dtype=torch.int32).to(device)
-    return Plan(causal, window, keys, made[0], made[1])
-
-
-def _bounds(seen: torch.Tensor) -> list[tuple[int, int]] | None:
-    """The interval of keys that each batch element sees, or None if one has a hole."""
-    keys = seen.shape[1]
-    count = seen.sum(1)
-    first = seen.int().argmax(1)
-    last = torch.where(count > 0, keys - seen.flip(1).int().argmax(1), first)
-    found = torch.stack([first, last, count], 1).tolist()
-    return [(a, b) for a, b, _ in found] if all(b - a == n for a, b, n in found) else None
-
-
-def _lengths(seen: torch.Tensor) -> torch.Tensor:
-    """cu_seqlens of the True elements of each row."""
-    return torch.nn.functional.pad(seen.sum(1).cumsum(0), (1, 0)).int()
-
-
-def _gathered(seen: torch.Tensor, q_seen: torch.Tensor | None, queries: int, causal: bool) -> Plan:
-    """The plan that takes the tokens out of the batch: padding lies between them."""
-    index_q = None if q_seen is None else q_seen.flatten().nonzero()[:, 0]
-    cu_q = (
-        torch.arange(seen.shape[0] + 1, dtype=torch.int32, device=seen.device) * queries
-        if q_seen is None
-        else _lengths(q_seen)
-    )
-    return Plan(causal, None, seen.shape[1], cu_q, _lengths(seen), index_q, seen.flatten().nonzero()[:, 0])
-
-
-def packed_plan(begins: torch.Tensor, causal: bool, window: int | None) -> Plan:
-    """The plan of sequences one after the other. begins [batch, tokens - 1]: a sequence begins with the second token,
-    the third, ..."""
-    begins = torch.nn.functional.pad(begins, (1, 0), value=True)
-    first = begins.flatten().nonzero()[:, 0]
-    cu = torch.nn.functional.pad(first, (0, 1), value=begins.numel()).int()
-    return Plan(causal, window, begins.shape[1], cu, cu)

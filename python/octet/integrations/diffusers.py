@@ -19,7 +19,7 @@ from octet import _api
 from octet._options import AttentionOptions, Precision
 from octet._rejections import expect_no_dropout
 from octet.errors import InvalidArgument, Unsupported, listing
-from octet.integrations import NAMES
+from octet.integrations import NAMES, expect_name
 from octet.torch.sdpa import sdpa
 
 
@@ -60,6 +60,7 @@ def _check_models() -> None:
 
     @functools.wraps(own)
     def set_attention_backend(self: Any, backend: str) -> None:
+        expect_name("backend", backend.lower())
         if backend.lower() in NAMES:
             modules = [x for x in self.modules() if isinstance(x, (Attention, MochiAttention, AttentionModuleMixin))]
             others = [x for x in modules if not hasattr(x.processor, "_attention_backend")]

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.utils.weak
 
 from octet import _api
 from octet._options import AttentionOptions, Precision
 from octet._rejections import expect, expect_absent
 from octet.errors import Unsupported
-from octet.integrations import NAMES
-from octet.integrations._masks import Mask, Plan, mask_function, packed_plan
+from octet.integrations import NAMES, expect_name
+from octet.integrations._masks import Mask, hand_over_positions, mask_function
+from octet.integrations._plans import Plan, beginnings, packed_plan
 
 # Keywords that transformers passes to every attention implementation and that change nothing here, and why.
 HARMLESS = {
@@ -60,8 +60,9 @@ def register() -> list[str]:
 
 
 def _check_models() -> None:
-    """Has transformers ask `_expect_interface` wherever it decides on the implementation of a model."""
-    from transformers import PreTrainedModel
+    """Has transformers ask `_expect_interface` wherever it decides on the implementation of a model, and hand the
+    position ids to octet's masks."""
+    from transformers import PreTrainedModel, masking_utils
 
     chosen, changed = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation
     if hasattr(chosen, "__wrapped__"):
@@ -82,6 +83,7 @@ def _check_models() -> None:
 
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
     PreTrainedModel.set_attn_implementation = set_attn_implementation
+    masking_utils._preprocess_mask_arguments = hand_over_positions(masking_utils._preprocess_mask_arguments)
 
 
 def _requested(config: Any, implementation: Any) -> Iterator[tuple[int, Any]]:
@@ -96,6 +98,8 @@ def _requested(config: Any, implementation: Any) -> Iterator[tuple[int, Any]]:
 
 def _expect_interface(model: Any, implementation: Any) -> None:
     """Rejects models that would pass over octet and, with it, over the masks made for it."""
+    if isinstance(implementation, str):
+        expect_name("attn_implementation", implementation)
     if implementation not in NAMES:
         return
     found = f"attn_implementation: found {implementation!r}, but {model.__name__}"
@@ -146,7 +150,8 @@ def _implementation(precision: Precision | None) -> Callable:
         `rest` may hold the keywords of HARMLESS. Any other that is not None is rejected.
         """
         other = "use attn_implementation='eager' for this model"
-        expect("dropout", dropout or 0, (0,), "set attention_dropout=0.0 in the configuration")
+        if dropout:
+            expect("dropout", dropout, (0,), _without_dropout(module, dropout))
         expect("output_attentions", bool(output_attentions), (False,), f"octet keeps no weights; {other}")
         for name, x in rest.items():
             if name not in HARMLESS:
@@ -163,8 +168,7 @@ def _implementation(precision: Precision | None) -> Callable:
 
         if isinstance(attention_mask, Mask) and attention_mask.viewed:
             attention_mask = attention_mask.dense()
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        plan = _plan(attention_mask, causal, query, key, position_ids)
+        plan = _plan(module, attention_mask, is_causal, query, key, position_ids)
         if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
             plan = _packed(plan, cu_seq_lens_q, cu_seq_lens_k, query, key)
         if plan is not None and sliding_window is not None:
@@ -187,9 +191,21 @@ def _implementation(precision: Precision | None) -> Callable:
     return octet_attention_forward
 
 
+def _without_dropout(module: torch.nn.Module, dropout: float) -> str:
+    """What to do about dropout: set the field of the module's configuration that it comes from."""
+    config = getattr(module, "config", None)
+    fields = {} if config is None else vars(config)
+    found = [name for name, x in fields.items() if "drop" in name and isinstance(x, float) and x == dropout]
+    names = [name for name in found if "att" in name] or found
+    if not names:
+        return "set the dropout of attention to 0 in the model's configuration, or call model.eval()"
+    return f"set {' and '.join(f'{name}=0.0' for name in names)} in the {type(config).__name__}, or call model.eval()"
+
+
 def _plan(
+    module: torch.nn.Module,
     mask: torch.Tensor | None,
-    causal: bool,
+    is_causal: bool | None,
     query: torch.Tensor,
     key: torch.Tensor,
     position_ids: torch.Tensor | None,
@@ -202,41 +218,48 @@ def _plan(
         plan = mask.plan
     elif mask is not None:
         return None
-    elif queries > 1 and causal:  # what transformers means by it: a query sees keys by their number from the first
-        if keys < queries:
-            raise Unsupported(
-                f"attention_mask: found None with {queries} queries and {keys} keys of a causal module, allowed: at "
-                "least as many keys; pass is_causal=False"
-            )
-        plan = Plan(True, None, queries)
+    elif queries > 1 and _is_causal(module, is_causal, queries, keys):
+        plan = Plan(True, None, queries)  # what transformers means by it: keys by their number from the first
     else:
         plan = Plan(False, None, keys)
+    if isinstance(mask, Mask) and mask.follows_positions:
+        return plan
     if plan.causal and plan.cu_seqlens_q is None and plan.keys == queries == keys and position_ids is not None:
-        plan = _by_positions(plan, position_ids, query) or plan
+        # transformers looks for packed sequences when it makes the mask, but some models do not give it the positions
+        # (gpt-oss). Nothing of it is kept: a tensor may be written in ways that leave no trace.
+        begins = None if torch.compiler.is_compiling() else beginnings(position_ids, query.shape[0], queries)
+        if begins is not None:
+            plan = packed_plan(begins, True, plan.window)
     return plan
 
 
-# For each tensor of position ids: its version, the batch it was used for, and the plan (None: they do not restart).
-_seen: Any = torch.utils.weak.WeakIdKeyDictionary()
-
-
-def _by_positions(plan: Plan, position_ids: torch.Tensor, query: torch.Tensor) -> Plan | None:
-    """The plan of a packed batch whose only sign is that positions begin again.
-
-    transformers looks for that when it makes the mask, but not where there is a cache, as there is by default outside
-    of training. All layers have the same position ids, which are looked at once.
-    """
-    batch, _, queries, _ = query.shape
-    if torch.compiler.is_compiling() or position_ids.ndim != 2 or position_ids.shape[1] != queries:
-        return None
-    version = 0 if position_ids.is_inference() else position_ids._version
-    found = _seen.get(position_ids)
-    if found is None or found[:2] != (version, batch):
-        begins = (position_ids[:, 1:] == position_ids[:, :1]).expand(batch, -1)
-        packed = packed_plan(begins, True, None) if bool(begins.any()) else None
-        found = _seen[position_ids] = (version, batch, packed)
-    packed = found[2]
-    return packed and packed._replace(window=plan.window)
+def _is_causal(module: torch.nn.Module, is_causal: bool | None, queries: int, keys: int) -> bool:
+    """Returns whether attention without a mask is causal: as the caller says, else as the module. A causal mask is left
+    out only where there are as many keys as queries."""
+    name = type(module).__name__
+    if is_causal is not None:
+        if is_causal and keys < queries:
+            raise Unsupported(
+                f"is_causal: found True with {queries} queries and {keys} keys, allowed: False, or at least as many "
+                "keys as queries"
+            )
+        return is_causal
+    if getattr(module, "is_cross_attention", False) or "CrossAttention" in name:
+        return False
+    own = getattr(module, "is_causal", None)
+    if own is None:
+        raise Unsupported(
+            f"is_causal: found None, and {name} has no attribute is_causal, which would say how to attend without an "
+            "attention_mask, allowed: True, False; pass is_causal or an attention_mask to the attention function, or "
+            "set the attribute is_causal of the module"
+        )
+    if own and keys != queries:
+        raise Unsupported(
+            f"attention_mask: found None with {queries} queries and {keys} keys of {name}, a causal module, allowed: "
+            "as many keys as queries, or an attention_mask; pass is_causal=False for cross-attention, is_causal=True "
+            "if query i sees the keys up to i"
+        )
+    return bool(own)
 
 
 def _packed(plan: Plan | None, cu_q: Any, cu_k: Any, query: torch.Tensor, key: torch.Tensor) -> Plan:
@@ -287,7 +310,7 @@ def _with_bias(
         )
     bias = bias[..., :keys]
     if isinstance(mask, Mask):
-        mask = mask.dense()
+        mask = None if mask.plan == Plan(False, None, keys) else mask.dense()
     elif mask is None and plan is not None and plan.causal:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril()
     if mask is None:
