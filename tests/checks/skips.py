@@ -14,9 +14,11 @@ import sys
 
 
 def is_absent(name):
-    """Whether this machine lacks a GPU, or this Python a package."""
+    """Whether this machine lacks a GPU, or this Python a package, or the oldest versions of some."""
     if name == "gpu":
         return not list(pathlib.Path("/dev").glob("nvidia[0-9]*"))
+    if name == "oldest":
+        return not (pathlib.Path(sys.prefix) / "oldest").is_dir()
     return importlib.util.find_spec(name) is None
 
 

@@ -8,8 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 attention = pytest.importorskip("torch.nn.attention")
-if not hasattr(attention, "register_flash_attention_impl"):
-    pytest.skip("this torch has no register_flash_attention_impl", allow_module_level=True)
 import torch.utils.checkpoint  # noqa: E402, F811
 from octet._options import options_of  # noqa: E402
 from octet.integrations import torch as in_torch  # noqa: E402
@@ -377,9 +375,3 @@ def test_rejections(device):
     else:
         with pytest.raises(octet.InvalidArgument, match="head dim 264, allowed: 1 to 256"):
             sdpa(*draw(device, *[(2, 4, 40, 264)] * 3))
-
-
-def test_an_older_torch_is_told_what_to_use(monkeypatch):
-    monkeypatch.delattr(attention, "register_flash_attention_impl")
-    with pytest.raises(octet.Unsupported, match="no torch.nn.attention.register_flash_attention_impl.*patch_sdpa"):
-        in_torch.register()

@@ -18,6 +18,7 @@ import torch
 from octet import _api
 from octet._options import AttentionOptions, Precision
 from octet._rejections import expect_no_dropout
+from octet._versions import expect_version
 from octet.errors import InvalidArgument, Unsupported, listing
 from octet.integrations import NAMES, expect_name
 from octet.torch.sdpa import sdpa
@@ -28,7 +29,13 @@ def register() -> list[str]:
 
     From then on `set_attention_backend` of a model rejects these names where none of the model's attention asks for
     its backend, and warns where only a part does.
+
+    Raises:
+        Unsupported: this version of diffusers is none of those that octet works with.
     """
+    import diffusers
+
+    expect_version("diffusers", diffusers.__version__)
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     for name, precision in NAMES.items():

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import attention
 
 from octet import _plan
 from octet._options import Options, Precision, options_of
@@ -31,19 +32,9 @@ from octet.torch._adapter import adapter, expect_backward
 def register() -> list[str]:
     """Adds octet's implementations to torch.nn.attention; returns their names. None is active before
     `activate_flash_attention_impl`.
-
-    Raises:
-        Unsupported: this torch has no such registry (2.11 has).
     """
-    try:
-        from torch.nn.attention import register_flash_attention_impl
-    except ImportError:
-        raise Unsupported(
-            f"torch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl, allowed: 2.11 or "
-            "later; use octet.patch_sdpa"
-        ) from None
     for name, precision in NAMES.items():
-        register_flash_attention_impl(name, register_fn=functools.partial(_Active, precision))
+        attention.register_flash_attention_impl(name, register_fn=functools.partial(_Active, precision))
     return list(NAMES)
 
 

@@ -18,6 +18,7 @@ import torch
 from octet import _api
 from octet._options import AttentionOptions, Precision
 from octet._rejections import expect, expect_absent
+from octet._versions import expect_version
 from octet.errors import Unsupported
 from octet.integrations import NAMES, expect_name
 from octet.integrations._masks import Mask, hand_over_positions, mask_function
@@ -49,7 +50,13 @@ def register() -> list[str]:
 
     From then on a model that does not compute its attention through transformers' AttentionInterface rejects these
     names when it is made and in set_attn_implementation: transformers checks that for its own implementations only.
+
+    Raises:
+        Unsupported: this version of transformers is none of those that octet works with.
     """
+    import transformers
+
+    expect_version("transformers", transformers.__version__)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for name, precision in NAMES.items():

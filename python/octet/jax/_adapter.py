@@ -21,7 +21,10 @@ import numpy as np
 from octet import _abi, _library, _numpy
 from octet._options import Options, dtype_name, dtype_of
 from octet._plan import Plan, View, contiguous_strides
+from octet._versions import expect_version
 from octet.errors import Unsupported
+
+expect_version("jax", jax.__version__)
 
 _TARGET = "octet"
 _ALIGNMENT = 64  # of a workspace

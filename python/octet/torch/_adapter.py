@@ -11,7 +11,10 @@ from torch.overrides import has_torch_function
 from octet import _abi
 from octet._options import Options
 from octet._plan import View, lse_type, memory_order, unsupported_reason
+from octet._versions import expect_version
 from octet.errors import InvalidArgument, Unsupported, listing, reject_dtype
+
+expect_version("torch", torch.__version__)
 
 _NAMES = {
     torch.float64: "f64",
