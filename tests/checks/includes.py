@@ -44,8 +44,8 @@ PASS = [*SOFTMAX, "cpu/parallel.h", "cpu/sinks.h"]
 RULES["src/cpu/gemm"] = GEMM
 RULES["src/cpu/attention/pack"] = PACK
 RULES["src/cpu/attention/softmax"] = SOFTMAX
-RULES["src/cpu/attention/forward"] = [*PASS, "cpu/attention/forward/"]
-RULES["src/cpu/attention/backward"] = [*PASS, "cpu/attention/backward/"]
+RULES["src/cpu/attention/fwd"] = [*PASS, "cpu/attention/fwd/"]
+RULES["src/cpu/attention/bwd"] = [*PASS, "cpu/attention/bwd/"]
 RULES["src/cpu/attention/jvp"] = [*PASS, "cpu/attention/jvp/"]
 RULES["src/cpu/attention"] = ["octet/", "core/", "cpu/attention/"]
 # Each folder of src/cuda knows those before it.
@@ -54,44 +54,19 @@ RULES["src/cuda/ptx"] = [*CUDA, "cuda/ptx/"]
 RULES["src/cuda/fragment"] = [*CUDA, "cuda/ptx/", "cuda/fragment/"]
 RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/host/"]
 RULES["src/cuda/scheduler"] = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/scheduler/"]
-RULES["src/cuda/preprocess"] = [
-    *CUDA,
-    "octet/",
-    "core/",
-    "cuda/ptx/",
-    "cuda/fragment/",
-    "cuda/host/",
-    "cuda/preprocess/",
-]
-RULES["src/cuda/backward"] = [*RULES["src/cuda/preprocess"], "cuda/scheduler/", "cuda/backward/"]
-SM90 = RULES["src/cuda/backward"]
-RULES["src/cuda/sm90"] = [*SM90, "cuda/sm90/"]
-for one in ("fwd", "bwd"):  # neither pass knows the other
-    shared = ["head_dims", "smem", "mma", "pipeline", "kernels", "passes"]
-    allowed_here = [*SM90, *(f"cuda/sm90/{name}.h" for name in shared), f"cuda/sm90/{one}/"]
-    RULES[f"src/cuda/sm90/{one}"] = RULES[f"src/cuda/sm90/{one}/instances"] = allowed_here
-SM80 = [*SM90, "cuda/sm80/"]
-RULES["src/cuda/sm80"] = SM80
-for one in ("fwd", "bwd", "jvp"):  # no pass knows another
-    allowed_here = [
-        *SM90,
-        *(
-            f"cuda/sm80/{name}.h"
-            for name in (
-                "smem",
-                "mma",
-                "logits",
-                "mask_tile",
-                "mask_classes",
-                "f32_parts",
-                "f32_tiles",
-                "seen_values",
-                "passes",
-            )
-        ),
-        f"cuda/sm80/{one}/",
-    ]
-    RULES[f"src/cuda/sm80/{one}"] = RULES[f"src/cuda/sm80/{one}/instances"] = allowed_here
+OPERANDS = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/operands/"]
+RULES["src/cuda/operands"] = RULES["src/cuda/operands/quantize"] = OPERANDS
+RULES["src/cuda/bwd"] = [*OPERANDS, "cuda/scheduler/", "cuda/bwd/"]
+# The backends: what each pass of one may include of what lies beside it. No pass knows another.
+SHARED = {
+    "sm90": ["head_dims", "smem", "mma", "pipeline", "kernels", "passes"],
+    "sm80": ["smem", "mma", "logits", "mask_tile", "mask_classes", "f32_parts", "f32_tiles", "passes"],
+}
+for backend, passes in (("sm90", ("fwd", "bwd")), ("sm80", ("fwd", "bwd", "jvp"))):
+    RULES[f"src/cuda/{backend}"] = [*RULES["src/cuda/bwd"], f"cuda/{backend}/"]
+    for one in passes:
+        shared = [f"cuda/{backend}/{name}.h" for name in SHARED[backend]]
+        RULES[f"src/cuda/{backend}/{one}"] = [*RULES["src/cuda/bwd"], *shared, f"cuda/{backend}/{one}/"]
 SYSTEM = re.compile(r"[a-z_0-9]+(\.h)?|sys/[a-z_]+\.h")  # <vector>, <math.h>, <sys/mman.h>
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
 

@@ -1,7 +1,7 @@
 // The CPU kernels of one instruction set: compiled once for each, in a namespace of its own so that no function
 // compiled for one can stand in for another's.
-#include "cpu/attention/backward/launch.h"
-#include "cpu/attention/forward/launch.h"
+#include "cpu/attention/bwd/launch.h"
+#include "cpu/attention/fwd/launch.h"
 #include "cpu/attention/jvp/jvp.h"
 
 namespace octet::cpu {

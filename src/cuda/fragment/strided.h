@@ -1,4 +1,4 @@
-// Tensors as the kernels of preprocess/ see them.
+// Tensors as the kernels of operands/ see them.
 #pragma once
 #include <cstdint>
 

@@ -13,6 +13,11 @@ namespace octet::cuda {
 // or later: older code cannot wait for the kernel before it.
 bool general_kernels_wait();
 
+// Sets the counter of a kernel to 0, where no kernel before it does.
+inline void clear(unsigned* counter, cudaStream_t stream) {
+  check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "cudaMemsetAsync");
+}
+
 // Returns the thread blocks of a kernel that loops over `count` items, `of_block` at a time.
 inline unsigned blocks_for(int64_t count, int64_t of_block) {
   constexpr int64_t kMostBlocks = 1 << 16;
@@ -42,13 +47,6 @@ inline void launch_pdl(const void* kernel, dim3 grid, unsigned threads, std::siz
                                   .attrs = &attribute,
                                   .numAttrs = early ? 1u : 0u};
   check(cudaLaunchKernelExC(&config, kernel, arguments), "cudaLaunchKernelEx");
-}
-
-template <class... Parameters>
-void launch_pdl(void (*kernel)(Parameters...), dim3 grid, unsigned threads, std::size_t shared_bytes,
-                cudaStream_t stream, Parameters... parameters) {
-  void* arguments[] = {&parameters...};
-  launch_pdl(reinterpret_cast<const void*>(kernel), grid, threads, shared_bytes, stream, arguments);
 }
 
 // The same for a kernel that is compiled for GPUs before compute capability 9.0, too.

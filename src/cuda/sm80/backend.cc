@@ -7,7 +7,7 @@
 #include "core/names.h"
 #include "core/recipe.h"
 #include "cuda/host/backend.h"
-#include "cuda/preprocess/key_mask.h"
+#include "cuda/operands/key_mask.h"
 #include "cuda/sm80/passes.h"
 
 namespace octet::cuda::sm80 {

@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "cuda/host/status.h"
-#include "cuda/preprocess/operands.h"
-#include "cuda/preprocess/vec8.h"
+#include "cuda/operands/contiguous.h"
+#include "cuda/operands/vec8.h"
 #include "cuda/sm80/f32_parts.h"
 
 namespace octet::cuda::sm80 {

@@ -1,6 +1,5 @@
-#include "core/names.h"
 #include "cuda/host/launch.h"
-#include "cuda/preprocess/masks.h"
+#include "cuda/operands/masks.h"
 #include "cuda/sm80/logits.h"
 
 namespace octet::cuda::sm80 {
@@ -13,12 +12,12 @@ constexpr int kThreads = 256, kRows = kThreads / 32;
 template <class F>
 __device__ void each_number(const LogitTerms& t, int64_t start, const KeyRange& keys, const F& f) {
   const int lane = threadIdx.x % 32;
-  with_mask_type(t.element, [&](auto* type) {
+  with_mask_type(t.mask.element, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr int kNumbers = kMaskChunkBytes / sizeof(T);
-    const T* const row = static_cast<const T*>(t.mask) + start;
+    const T* const row = static_cast<const T*>(t.mask.data) + start;
     const auto number = [](const T* x) { return MaskNumbers<T>::one(x, 0); };
-    const int first = t.mask_chunks ? (keys.first + kNumbers - 1) / kNumbers * kNumbers : keys.last;
+    const int first = t.mask.chunks ? (keys.first + kNumbers - 1) / kNumbers * kNumbers : keys.last;
     const int chunks_end = first + max(keys.last - first, 0) / kNumbers * kNumbers;
 #pragma unroll 4
     for (int key = first + lane * kNumbers; key < chunks_end; key += 32 * kNumbers) {
@@ -27,7 +26,7 @@ __device__ void each_number(const LogitTerms& t, int64_t start, const KeyRange& 
       for (int i = 0; i < kNumbers; ++i) f(key + i, number(reinterpret_cast<const T*>(&chunk) + i));
     }
     const auto one_by_one = [&](int key, int last) {
-      for (key += lane; key < last; key += 32) f(key, number(row + key * t.mask_stride[3]));
+      for (key += lane; key < last; key += 32) f(key, number(row + key * t.mask.stride[3]));
     };
     one_by_one(keys.first, min(first, keys.last)), one_by_one(max(chunks_end, keys.first), keys.last);
   });
@@ -55,19 +54,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-MaskElement element_of(octet_dtype dtype) {
-  switch (dtype) {
-    case OCTET_BOOL:
-      return MaskElement::boolean;
-    case OCTET_F32:
-      return MaskElement::f32;
-    case OCTET_F16:
-      return MaskElement::f16;
-    default:
-      return MaskElement::bf16;
-  }
-}
-
 }  // namespace
 
 LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace) {
@@ -77,18 +63,13 @@ LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace) {
     t.slopes = static_cast<const float*>(p.alibi_slopes.data);
     std::copy_n(p.alibi_slopes.stride, 2, t.slope_stride);
   }
-  if (!p.mask.present() || !p.tokens_q || !p.tokens_k) return t;
-  t.mask = p.mask.data, t.element = element_of(p.mask.dtype);
-  std::copy_n(p.mask.stride, 4, t.mask_stride);
-  t.mask_bytes = static_cast<int>(bytes_of(p.mask.dtype));
-  t.mask_chunks = p.mask.stride[3] == 1 && reinterpret_cast<uintptr_t>(p.mask.data) % 16 == 0;
-  for (int i = 0; i < 3; ++i) t.mask_chunks &= p.mask.stride[i] * t.mask_bytes % 16 == 0;
-  if (p.mask.dtype == OCTET_BOOL && !slopes) return t;
+  t.mask = mask_tensor(p);
+  if (!t.mask.bytes || (p.mask.dtype == OCTET_BOOL && !slopes)) return t;
   const int64_t full[3] = {p.batch, p.heads, p.tokens_q};
   const bool varies[3] = {slopes && t.slope_stride[0], slopes, slopes || p.windowed};
   int64_t count = 1;
   for (int i = 2; i >= 0; --i) {
-    t.gauge_shape[i] = varies[i] || t.mask_stride[i] ? full[i] : 1;
+    t.gauge_shape[i] = varies[i] || t.mask.stride[i] ? full[i] : 1;
     t.gauge_stride[i] = t.gauge_shape[i] > 1 ? count : 0;
     count *= t.gauge_shape[i];
   }

@@ -10,13 +10,11 @@
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/host/workspace.h"
+#include "cuda/operands/mask_tensor.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/types.h"
 
 namespace octet::cuda::sm80 {
-
-enum class MaskElement : int { boolean, f32, f16, bf16 };
-constexpr int kMaskChunkBytes = 16;  // of a copy of a row
 
 struct LogitTerms {
   float scale;
@@ -24,12 +22,7 @@ struct LogitTerms {
   // [sequence, head]; null: none
   const float* slopes;
   int64_t slope_stride[2];
-  // [batch, head, query, key], in elements; null: none
-  const void* mask;
-  MaskElement element;
-  int64_t mask_stride[4];
-  int mask_bytes;    // of an element
-  bool mask_chunks;  // true: rows are contiguous and start at multiples of 16 bytes
+  MaskTensor mask;
   // [batch, head, query] of mask tensor and ALiBi together; null: 0, or that of ALiBi alone
   float* gauge;
   int64_t gauge_stride[3], gauge_shape[3];
@@ -43,49 +36,6 @@ struct LogitTerms {
 LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace);
 // Computes them, where there are any.
 void compute_gauges(const Problem& p, const LogitTerms& terms, cudaStream_t stream);
-
-template <class T>
-struct MaskNumbers;
-template <>
-struct MaskNumbers<bool> {
-  using Word = uint16_t;
-  static __device__ float one(const void* mask, int64_t i) {
-    return static_cast<const unsigned char*>(mask)[i] ? 0.f : -INFINITY;
-  }
-  static __device__ float2 two(Word w) { return {w & 0xff ? 0.f : -INFINITY, w >> 8 ? 0.f : -INFINITY}; }
-};
-template <>
-struct MaskNumbers<float> {
-  using Word = float2;
-  static __device__ float one(const void* mask, int64_t i) { return static_cast<const float*>(mask)[i]; }
-  static __device__ float2 two(Word w) { return w; }
-};
-template <class T>
-struct MaskNumbers {
-  using Word = uint32_t;
-  static __device__ float one(const void* mask, int64_t i) { return float(static_cast<const T*>(mask)[i]); }
-  static __device__ float2 two(Word w) { return ptx::unpack<T>(w); }
-};
-
-// Calls f with a null pointer to the type of the mask's elements.
-template <class F>
-__device__ void with_mask_type(MaskElement element, const F& f) {
-  switch (element) {
-    case MaskElement::boolean:
-      return f(static_cast<bool*>(nullptr));
-    case MaskElement::f32:
-      return f(static_cast<float*>(nullptr));
-    case MaskElement::f16:
-      return f(static_cast<F16*>(nullptr));
-    default:
-      return f(static_cast<Bf16*>(nullptr));
-  }
-}
-__device__ inline float mask_number(MaskElement element, const void* mask, int64_t i) {
-  float x = 0.f;
-  with_mask_type(element, [&](auto* type) { x = MaskNumbers<std::remove_pointer_t<decltype(type)>>::one(mask, i); });
-  return x;
-}
 
 // The terms of one query.
 struct RowTerms {
@@ -105,7 +55,7 @@ __device__ inline RowTerms row_terms(const LogitTerms& t, int batch, int sequenc
     const float slope = t.slopes[sequence * t.slope_stride[0] + head * t.slope_stride[1]];
     row.slope = isfinite(slope) ? slope : NAN;
     row.diagonal = i + m - n;
-    if (!t.mask && seen.first < seen.last) {
+    if (!t.mask.data && seen.first < seen.last) {
       const int near = min(max(row.diagonal, seen.first), seen.last - 1);
       const int least = abs(row.diagonal - near),
                 most = max(abs(row.diagonal - seen.first), abs(row.diagonal - (seen.last - 1)));
@@ -113,7 +63,7 @@ __device__ inline RowTerms row_terms(const LogitTerms& t, int batch, int sequenc
       row.gauge = -row.slope * static_cast<float>(row.nearest);
     }
   }
-  if (t.mask) row.mask_start = batch * t.mask_stride[0] + head * t.mask_stride[1] + i * t.mask_stride[2];
+  if (t.mask.data) row.mask_start = t.mask.row(batch, head, i);
   if (t.gauge) row.gauge = *t.gauge_at(batch, head, i);
   return row;
 }
@@ -171,9 +121,8 @@ __device__ inline float added_by_mask(const LogitTerms& t, const RowTerms& row, 
 __device__ inline float logit_of(const LogitTerms& t, const RowTerms& row, int key, float product) {
   float x = product * t.scale;
   if (t.softcap != 0.f) x = softcap(t, x).x;
-  if (t.mask) {
-    const float added =
-        added_by_mask(t, row, key, mask_number(t.element, t.mask, row.mask_start + key * t.mask_stride[3]));
+  if (t.mask.data) {
+    const float added = added_by_mask(t, row, key, mask_number(t.mask, row.mask_start + key * t.mask.stride[3]));
     return added == -INFINITY ? added : x + added;
   }
   if (t.slopes) x = __fmaf_rn(-row.slope, static_cast<float>(abs(row.diagonal - key) - row.nearest), x);
@@ -188,14 +137,13 @@ __device__ void add_terms(Accumulator<Columns>& s, float scale, const LogitTerms
                           const RowTerms (&rows)[kRowsPerThread], int key, int keys) {
   key += fragment_column();
   s.scale(scale);
-  if (t.mask) {
+  if (t.mask.data) {
 #pragma unroll
     for (int i = 0; i < Columns / 2; ++i) {
       const int at = key + i / 4 * 8 + i % 2;
       if (at >= keys) continue;
       const RowTerms& row = rows[i / 2 % 2];
-      const float added =
-          added_by_mask(t, row, at, mask_number(t.element, t.mask, row.mask_start + at * t.mask_stride[3]));
+      const float added = added_by_mask(t, row, at, mask_number(t.mask, row.mask_start + at * t.mask.stride[3]));
       s.x[i] = added == -INFINITY ? added : s.x[i] + added;
     }
   } else if (t.slopes) {

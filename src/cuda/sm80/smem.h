@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "cuda/fragment/key_range.h"
-#include "cuda/preprocess/panel.h"
+#include "cuda/operands/panel.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/types.h"
 #include "cuda/ptx/warpgroup.h"
@@ -114,7 +114,7 @@ __device__ void load_async(const Tile& tile, const typename Tile::Element* from,
     Loader::load_part(tile, source, stride, rows, columns);
 }
 
-// A tile in panels of 64 columns, as preprocessing writes them (preprocess/panel.h). It starts at a multiple of 128
+// A tile in panels of 64 columns, as preprocessing writes them (operands/panel.h). It starts at a multiple of 128
 // bytes.
 template <class T, int Rows_, int Columns_>
 struct PanelTile {

@@ -10,7 +10,7 @@
 #include "cuda/host/backend.h"
 #include "cuda/host/status.h"
 #include "cuda/host/tensor_map.h"
-#include "cuda/preprocess/key_mask.h"
+#include "cuda/operands/key_mask.h"
 #include "cuda/scheduler/few_queries.h"
 #include "cuda/sm90/passes.h"
 

@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <cuda/ptx>
 
-#include "cuda/preprocess/panel.h"
+#include "cuda/operands/panel.h"
 #include "cuda/ptx/types.h"
 
 namespace octet::cuda {

@@ -1,6 +1,6 @@
 // Tests that the quantized values of the GPU equal those of the CPU bit by bit: q, k and v are quantized here by the
 // arithmetic of core/quant.
-#include "cuda/preprocess/quantize.h"
+#include "cuda/operands/quantize/quantize.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

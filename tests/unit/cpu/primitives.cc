@@ -2,7 +2,7 @@
 // function of the standard library that is not inlined.
 #include "primitives.h"
 
-#include "cpu/attention/forward/launch.h"
+#include "cpu/attention/fwd/launch.h"
 
 namespace octet::cpu {
 namespace OCTET_ISA {

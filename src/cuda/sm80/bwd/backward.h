@@ -9,11 +9,11 @@
 // they can from registers. q of the next iteration is loaded during this one; do, where it has one stage, once dv has
 // read it. dq is summed over blocks of keys by atomics in L2.
 //
-// The operands are the tiles that cuda/backward writes, with the exponents of their (batch, kv head), and the sums of
+// The operands are the tiles that cuda/bwd writes, with the exponents of their (batch, kv head), and the sums of
 // dq have the layout that it reads. The queries of a head whose rows of do differ by more than the range of f16 come in
 // several parts, each with its own exponents; the thread block computes one after the other.
 #pragma once
-#include "cuda/backward/schedule.h"
+#include "cuda/bwd/schedule.h"
 #include "cuda/sm80/bwd/config.h"
 #include "cuda/sm80/bwd/projection.h"
 #include "cuda/sm80/mask_classes.h"
@@ -124,7 +124,7 @@ struct Backward {
   __device__ Step next_step(MBlock& at, int n) const;
   __device__ void load_q(const Step& step, int stage) const;
   __device__ void load_do(const Step& step, int stage) const;
-  __device__ bool has_mask_tile() const { return HasMask && params.terms.mask && params.terms.mask_chunks; }
+  __device__ bool has_mask_tile() const { return HasMask && params.terms.mask.data && params.terms.mask.chunks; }
   __device__ unsigned char* mask_tile() const { return reinterpret_cast<unsigned char*>(&shared) + kSharedBytes; }
   __device__ const int* mask_classes(int head, int tile) const {
     return params.mask_classes.of(w.batch, head, tile) + w.first_key / kKeys;

@@ -1,6 +1,6 @@
 // Every tile size and stage count of the backward pass.
 #pragma once
-#include "cuda/backward/tile_sizes.h"
+#include "cuda/bwd/tile_sizes.h"
 
 namespace octet::cuda::sm80 {
 

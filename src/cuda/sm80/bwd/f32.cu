@@ -1,13 +1,12 @@
 // The f32 backward pass on the host.
-#include "cuda/backward/operands.h"
+#include "cuda/bwd/operands.h"
 #include "cuda/host/status.h"
-#include "cuda/preprocess/masks.h"
-#include "cuda/preprocess/operands.h"
+#include "cuda/operands/contiguous.h"
+#include "cuda/operands/masks.h"
 #include "cuda/sm80/bwd/f32.h"
 #include "cuda/sm80/bwd/f32_kernel.h"
 #include "cuda/sm80/bwd/f32_rows.h"
 #include "cuda/sm80/bwd/lse.h"
-#include "cuda/sm80/bwd/seen.h"
 
 namespace octet::cuda::sm80 {
 namespace {

@@ -14,8 +14,8 @@
 // Numbers without parts, inf and NaN, are zeros to tensor cores and are added in float32, so that what a mask hides
 // changes no bit of the rest.
 #pragma once
-#include "cuda/backward/params.h"
-#include "cuda/preprocess/vec8.h"
+#include "cuda/bwd/params.h"
+#include "cuda/operands/vec8.h"
 #include "cuda/sm80/f32_parts.h"
 #include "cuda/sm80/logits.h"
 

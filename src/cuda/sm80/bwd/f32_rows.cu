@@ -1,6 +1,6 @@
 #include "cuda/fragment/o_residual.h"
 #include "cuda/host/launch.h"
-#include "cuda/preprocess/vec8.h"
+#include "cuda/operands/vec8.h"
 #include "cuda/sm80/bwd/f32_rows.h"
 
 namespace octet::cuda::sm80 {

@@ -15,7 +15,7 @@ struct BackwardKernel {
 
   // Returns the bytes of shared memory with those of a tile of the mask tensor, if there is one.
   int bytes_with_mask(const LogitTerms& t) const {
-    return shared_bytes + (t.mask_chunks ? mask_rows * mask_row_bytes(mask_columns, t.mask_bytes) : 0);
+    return shared_bytes + (t.mask.chunks ? mask_rows * mask_row_bytes(mask_columns, t.mask.bytes) : 0);
   }
 };
 

@@ -1,13 +1,13 @@
 // The backward pass on the host: kernel choice and the launches of preprocessing, kernel and
 // postprocessing.
 #include "core/error.h"
-#include "cuda/backward/operands.h"
+#include "cuda/bwd/operands.h"
 #include "cuda/host/launch.h"
-#include "cuda/preprocess/operands.h"
+#include "cuda/operands/contiguous.h"
+#include "cuda/operands/seen.h"
 #include "cuda/sm80/bwd/f32.h"
 #include "cuda/sm80/bwd/kernels.h"
 #include "cuda/sm80/bwd/lse.h"
-#include "cuda/sm80/bwd/seen.h"
 #include "cuda/sm80/passes.h"
 
 namespace octet::cuda::sm80 {
@@ -25,7 +25,7 @@ BackwardKernel kernel_of(const Problem& p, const LogitTerms& terms) {
   const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, p.device_index);
   if (!p.plain_logits()) {
     const BackwardKernel masked = kernel_of<BackwardKind::masked>(p);
-    const bool fits = terms.mask_chunks && !p.softcap && !terms.slopes && backward_dim(p) <= 128 &&
+    const bool fits = terms.mask.chunks && !p.softcap && !terms.slopes && backward_dim(p) <= 128 &&
                       masked.bytes_with_mask(terms) <= bytes;
     return fits ? masked : kernel_of<BackwardKind::general>(p);
   }
@@ -51,10 +51,10 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   PreprocessParams params = preprocess_params(p, true, true, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
   const BackwardKernel kernel = kernel_of(p, terms);
-  const bool has_classes = kernel.has_classes && terms.mask;
+  const bool has_classes = kernel.has_classes && terms.mask.data;
   const MaskClasses classes =
       has_classes ? mask_classes(p, terms, kernel.queries, kernel.keys, allocator) : MaskClasses{};
-  const SeenOperands seen(p, terms, allocator);
+  const SeenOperands seen(p, allocator);
   params.q = seen.q, params.k = seen.k, params.v = seen.v, params.do_ = seen.do_;
   const Strided saved_lse = params.lse;
   LseParams rows{.terms = terms, .q = params.q, .k = params.k, .lse = params.lse};
@@ -86,7 +86,7 @@ std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream) {
   const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.key_parts,
                 sweep_blocks = p.batch * p.kv_heads * params.q_blocks.count * kernel.query_parts;
   const bool sweeps = projects(p) && blocks && sweep_blocks;
-  seen.preprocess(p, terms, stream);
+  seen.preprocess(stream);
   compute_gauges(p, terms, stream);
   if (has_classes) classify(p, terms, classes, stream);
   if (rows.to) remove_gauges(rows, stream);

@@ -1,5 +1,5 @@
 #include "cuda/host/launch.h"
-#include "cuda/preprocess/vec8.h"
+#include "cuda/operands/vec8.h"
 #include "cuda/sm80/bwd/lse.h"
 
 namespace octet::cuda::sm80 {

@@ -1,9 +1,9 @@
-// Two preparations of the backward pass read the logits of whole rows: lse loses the gauge of its row
-// (sm80/logits.h), and the tokens are found that a mask tensor lets any other token see.
+// What reads the logits of whole rows beside the backward mainloop: lse loses the gauge of its row (sm80/logits.h), and
+// rows that are not finite are computed again.
 #pragma once
 #include <octet/octet.h>
 
-#include "cuda/backward/preprocess.h"
+#include "cuda/bwd/preprocess.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/fragment/strided.h"
 #include "cuda/sm80/logits.h"

@@ -73,7 +73,7 @@ __device__ void Backward<T, Dim, kind>::take_ds_by_keys(const TileS& p, TileS& d
 // Returns where this warp keeps numbers of the mask tensor: those of its keys, for the queries of one pass.
 template <class T, int Dim, BackwardKind kind>
 __device__ unsigned char* Backward<T, Dim, kind>::mask_tile_by_keys() const {
-  return mask_tile() + ptx::opaque(warp) * (32 * mask_row_bytes(kMaskColumns, params.terms.mask_bytes));
+  return mask_tile() + ptx::opaque(warp) * (32 * mask_row_bytes(kMaskColumns, params.terms.mask.bytes));
 }
 
 // Starts the copies of the gauges of a tile's queries, which are 0 where the mask is bool.
@@ -82,7 +82,8 @@ __device__ void Backward<T, Dim, kind>::load_gauges(const Step& step, int stage)
   const LogitTerms& t = params.terms;
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   if (thread >= kQueries) return;
-  const void* const from = t.gauge ? t.gauge_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)) : t.mask;
+  const void* const from =
+      t.gauge ? t.gauge_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)) : t.mask.data;
   ptx::cp_async_word(ptx::shared_address(&shared.gauge[stage][thread]), from, !t.gauge);
 }
 
@@ -94,10 +95,10 @@ __device__ void Backward<T, Dim, kind>::load_mask_by_keys(int n, int pass) const
     const Step& step = shared.steps[n % kSteps];
     const int query = step.query + 32 * pass, key = w.first_key + 16 * PartS::row_block(ptx::opaque(warp));
     if (query + 32 <= w.q.tokens && key + kMaskColumns <= w.k.tokens) {
-      const int64_t first = w.batch * t.mask_stride[0] + step.head * t.mask_stride[1] + query * t.mask_stride[2] + key;
-      load_whole_mask_tile<32, kMaskColumns>(mask_tile_by_keys(), t.mask_bytes,
-                                             static_cast<const unsigned char*>(t.mask) + first * t.mask_bytes,
-                                             t.mask_stride[2] * t.mask_bytes);
+      const int64_t first = t.mask.row(w.batch, step.head, query) + key;
+      load_whole_mask_tile<32, kMaskColumns>(mask_tile_by_keys(), t.mask.bytes,
+                                             static_cast<const unsigned char*>(t.mask.data) + first * t.mask.bytes,
+                                             t.mask.stride[2] * t.mask.bytes);
     } else {
       load_mask_tile<32, 32, kMaskColumns>(mask_tile_by_keys(), ptx::opaque(lane), t, w.batch, step.head, query,
                                            w.q.tokens, key, w.k.tokens);
@@ -113,7 +114,7 @@ __device__ void Backward<T, Dim, kind>::add_mask_by_keys(TileS& s, int n, int pa
   const float* const gauge = &shared.gauge[n % kStages][32 * pass + fragment_column()];
   if (needs_mask_tile(n)) {
     if (pass > 0) ptx::cp_async_wait<0>(), __syncwarp();  // that of the first one has arrived with q and do
-    MaskFragmentByKeys{mask_tile_by_keys(), params.terms.element}.add(s, scale, gauge);
+    MaskFragmentByKeys{mask_tile_by_keys(), params.terms.mask.element}.add(s, scale, gauge);
     __syncwarp();  // all lanes have read it
   } else {
 #pragma unroll

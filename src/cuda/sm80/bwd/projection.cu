@@ -1,4 +1,4 @@
-#include "cuda/backward/exponents.h"
+#include "cuda/bwd/exponents.h"
 #include "cuda/host/launch.h"
 #include "cuda/sm80/bwd/projection.h"
 

@@ -9,7 +9,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include "cuda/backward/params.h"
+#include "cuda/bwd/params.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/fragment/strided.h"
 

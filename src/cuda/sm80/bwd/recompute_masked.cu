@@ -1,4 +1,4 @@
-#include "cuda/backward/recompute_masked.h"
+#include "cuda/bwd/recompute_masked.h"
 #include "cuda/sm80/bwd/lse.h"
 
 namespace octet::cuda::sm80 {

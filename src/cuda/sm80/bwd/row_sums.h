@@ -5,7 +5,7 @@
 // are computed and rounded by the functions of the mainloop, with its tiles. Nothing overlaps: this bias correction is
 // here to be compared with, not to be fast.
 #pragma once
-#include "cuda/backward/exponents.h"
+#include "cuda/bwd/exponents.h"
 #include "cuda/fragment/rows.h"
 #include "cuda/sm80/bwd/mainloop.h"
 

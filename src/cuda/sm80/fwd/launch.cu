@@ -7,8 +7,9 @@
 #include "core/recipe.h"
 #include "cuda/fragment/precision.h"
 #include "cuda/host/status.h"
-#include "cuda/preprocess/masks.h"
-#include "cuda/preprocess/operands.h"
+#include "cuda/operands/contiguous.h"
+#include "cuda/operands/masks.h"
+#include "cuda/operands/seen.h"
 #include "cuda/scheduler/few_queries.h"
 #include "cuda/scheduler/key_splits.h"
 #include "cuda/scheduler/query_tiles.h"
@@ -17,7 +18,6 @@
 #include "cuda/sm80/fwd/params.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/passes.h"
-#include "cuda/sm80/seen_values.h"
 
 namespace octet::cuda::sm80 {
 namespace {
@@ -41,14 +41,14 @@ ForwardKernel masked_kernel_of(const Problem& p, const LogitTerms& terms) {
   ForwardKernel kernel = f16_p_and_v(p)                        ? masked_forward_kernel_of<PrecisionBf16F16Compute>(most)
                          : p.precision == OCTET_PRECISION_BF16 ? masked_forward_kernel_of<PrecisionBf16>(most)
                                                                : masked_forward_kernel_of<PrecisionF16>(most);
-  kernel.shared_bytes += kernel.rows * mask_row_bytes(kernel.keys, terms.mask_bytes);
+  kernel.shared_bytes += kernel.rows * mask_row_bytes(kernel.keys, terms.mask.bytes);
   return kernel;
 }
 
 ForwardKernel kernel_of_many(const Problem& p) {
   WorkspaceAllocator none(nullptr);
   const LogitTerms terms = logit_terms(p, none);
-  if (p.precision != OCTET_PRECISION_F32 && terms.mask_chunks && !p.softcap && !terms.slopes && !shifts_maximum(p)) {
+  if (p.precision != OCTET_PRECISION_F32 && terms.mask.chunks && !p.softcap && !terms.slopes && !shifts_maximum(p)) {
     const ForwardKernel masked = masked_kernel_of(p, terms);
     if (masked.shared_bytes <= device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, p.device_index)) return masked;
   }
@@ -148,7 +148,7 @@ std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream) {
   ForwardParams a{};
   a.scheduler =
       tile_scheduler(p, schedule.tile_queries, groups_of(p, schedule), blocks_before, stream, schedule.tile_heads);
-  seen_v.preprocess(terms, stream);
+  seen_v.preprocess(stream);
   compute_gauges(p, terms, stream);
   if (kernel.masked) classify(p, terms, classes, stream);
   if (parts) {

@@ -3,9 +3,9 @@
 
 #include "cuda/fragment/sinks.h"
 #include "cuda/host/launch.h"
-#include "cuda/preprocess/masks.h"
-#include "cuda/preprocess/operands.h"
-#include "cuda/preprocess/vec8.h"
+#include "cuda/operands/contiguous.h"
+#include "cuda/operands/masks.h"
+#include "cuda/operands/vec8.h"
 #include "cuda/scheduler/query_tiles.h"
 #include "cuda/sm80/f32_tiles.h"
 #include "cuda/sm80/jvp/f32.h"

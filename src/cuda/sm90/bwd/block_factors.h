@@ -1,7 +1,7 @@
 // What the consumers need of a block of keys besides its operands. One thread works it out while the block before is
 // computed: between two blocks, loads and arithmetic have no products to run beside.
 #pragma once
-#include "cuda/backward/schedule.h"
+#include "cuda/bwd/schedule.h"
 #include "cuda/sm90/bwd/mask.h"
 
 namespace octet::cuda::sm90 {

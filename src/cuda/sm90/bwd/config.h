@@ -1,8 +1,8 @@
-// Every stage count and register count of the backward pass. backward/tile_sizes.h has the tile sizes.
+// Every stage count and register count of the backward pass. bwd/tile_sizes.h has the tile sizes.
 #pragma once
 #include <type_traits>
 
-#include "cuda/backward/tile_sizes.h"
+#include "cuda/bwd/tile_sizes.h"
 #include "cuda/sm90/head_dims.h"
 
 namespace octet::cuda::sm90 {

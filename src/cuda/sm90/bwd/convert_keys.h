@@ -5,8 +5,8 @@
 #pragma once
 #include <type_traits>
 
-#include "cuda/backward/exponents.h"
-#include "cuda/preprocess/vec8.h"
+#include "cuda/bwd/exponents.h"
+#include "cuda/operands/vec8.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/sm90/smem.h"
 

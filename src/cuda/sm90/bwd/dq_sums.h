@@ -5,7 +5,7 @@
 #include <cuda/atomic>
 #include <type_traits>
 
-#include "cuda/backward/schedule.h"
+#include "cuda/bwd/schedule.h"
 #include "cuda/fragment/accumulator.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/sm90/bwd/config.h"

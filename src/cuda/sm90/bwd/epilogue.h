@@ -2,7 +2,7 @@
 #pragma once
 #include <cstring>
 
-#include "cuda/backward/schedule.h"
+#include "cuda/bwd/schedule.h"
 #include "cuda/fragment/output.h"
 #include "cuda/ptx/warpgroup.h"
 

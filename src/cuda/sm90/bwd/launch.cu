@@ -1,11 +1,11 @@
 // The backward pass on the host: kernel choice and the launches of preprocessing, kernel and postprocessing.
 #include <algorithm>
 
-#include "cuda/backward/operands.h"
+#include "cuda/bwd/operands.h"
 #include "cuda/host/launch.h"
 #include "cuda/host/tensor_map.h"
-#include "cuda/preprocess/operands.h"
-#include "cuda/preprocess/vec8.h"
+#include "cuda/operands/contiguous.h"
+#include "cuda/operands/vec8.h"
 #include "cuda/sm90/bwd/query_rows.h"
 #include "cuda/sm90/kernels.h"
 #include "cuda/sm90/passes.h"

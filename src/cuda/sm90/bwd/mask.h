@@ -1,7 +1,7 @@
 // The mask of the backward pass: which pairs of a block of keys and a tile of queries see each other.
 #pragma once
-#include "cuda/backward/limits_p.h"
-#include "cuda/backward/schedule.h"
+#include "cuda/bwd/limits_p.h"
+#include "cuda/bwd/schedule.h"
 #include "cuda/fragment/accumulator.h"
 #include "cuda/ptx/min.h"
 

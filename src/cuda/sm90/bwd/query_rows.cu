@@ -1,6 +1,6 @@
 #include <cfloat>
 
-#include "cuda/backward/tile_writer.h"
+#include "cuda/bwd/tile_writer.h"
 #include "cuda/sm90/bwd/query_rows.h"
 
 namespace octet::cuda::sm90 {

@@ -1,6 +1,6 @@
 // The backward pass where the kernel reads the caller's q and do, which are bf16 operands without any scale.
 #pragma once
-#include "cuda/backward/preprocess.h"
+#include "cuda/bwd/preprocess.h"
 
 namespace octet::cuda::sm90 {
 

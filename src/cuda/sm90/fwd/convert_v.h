@@ -1,11 +1,11 @@
-// Converts v to f16 beside the mainloop. preprocess/v_slices.h has what is converted.
+// Converts v to f16 beside the mainloop. operands/v_slices.h has what is converted.
 #pragma once
 #include <cuda/atomic>
 #include <cuda/ptx>
 #include <type_traits>
 
-#include "cuda/preprocess/mean_limit.h"
-#include "cuda/preprocess/v_slices.h"
+#include "cuda/operands/mean_limit.h"
+#include "cuda/operands/v_slices.h"
 #include "cuda/ptx/flags.h"
 #include "cuda/ptx/warpgroup.h"
 

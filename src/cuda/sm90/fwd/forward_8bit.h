@@ -23,7 +23,7 @@
 #include "cuda/fragment/sinks.h"
 #include "cuda/fragment/softmax_8bit.h"
 #include "cuda/fragment/unmasked_row.h"
-#include "cuda/preprocess/quantize.h"
+#include "cuda/operands/quantize/quantize.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/fwd/config.h"
 #include "cuda/sm90/fwd/params.h"

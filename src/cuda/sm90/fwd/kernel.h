@@ -1,8 +1,10 @@
-// The entry of the 16-bit forward kernel, which initializes the barriers and assigns the roles of the warpgroups.
+// The entry of the 16-bit forward kernel, which initializes the barriers and assigns the roles of the warpgroups, and
+// the description of its instances.
 #pragma once
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/fwd/mainloop.h"
 #include "cuda/sm90/fwd/producer.h"
+#include "cuda/sm90/kernels.h"
 
 namespace octet::cuda::sm90 {
 
@@ -36,6 +38,20 @@ __global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
     if (Kernel::kConvertsV && arguments.v_slices.heads) kernel.convert_first_v();
     kernel.consume(warpgroup - 1);
   }
+}
+
+template <class Precision>
+Kernel forward_kernel(int64_t dim, int64_t dim_v) {
+  return first_holding(dim, dim_v, ForwardDims<Precision>{}, []<class Dims>(Dims) -> Kernel {
+    using Kind = Forward<Precision, Dims>;
+    return {.function = reinterpret_cast<const void*>(&forward<Precision, Dims>),
+            .rows = Kind::kRows,
+            .keys = Kind::kKeys,
+            .threads = Kind::kThreads,
+            .shared_bytes = Kind::kSharedBytes,
+            .dim = Dims::kDim,
+            .dim_v = Dims::kDimV};
+  });
 }
 
 }  // namespace octet::cuda::sm90

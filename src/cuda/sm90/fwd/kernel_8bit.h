@@ -1,8 +1,10 @@
-// The entry of the 8-bit forward kernel, which initializes the barriers and assigns the roles of the warpgroups.
+// The entry of the 8-bit forward kernel, which initializes the barriers and assigns the roles of the warpgroups, and
+// the description of its instances.
 #pragma once
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/fwd/mainloop_8bit.h"
 #include "cuda/sm90/fwd/producer_8bit.h"
+#include "cuda/sm90/kernels.h"
 
 namespace octet::cuda::sm90 {
 
@@ -33,6 +35,22 @@ __global__ void __launch_bounds__(Forward8Bit<Precision, Dims>::kThreads, 1)
     ptx::reg_alloc<Kernel::Tile::kRegisters>();
     kernel.consume(warpgroup - 1);
   }
+}
+
+template <class Precision>
+Kernel forward_8bit_kernel(int64_t dim, int64_t dim_v) {
+  return first_holding(dim, dim_v, Forward8BitDims{}, []<class Dims>(Dims) -> Kernel {
+    using Kind = Forward8Bit<Precision, Dims>;
+    return {.function = reinterpret_cast<const void*>(&forward_8bit<Precision, Dims>),
+            .rows = Kind::kRows,
+            .keys = Kind::kKeys,
+            .threads = Kind::kThreads,
+            .shared_bytes = Kind::kSharedBytes,
+            .laid_out_keys = kLaidOutKeys<Precision, Dims>,
+            .skips = Kind::Tile::kSkips,
+            .dim = Dims::kDim,
+            .dim_v = Dims::kDimV};
+  });
 }
 
 }  // namespace octet::cuda::sm90

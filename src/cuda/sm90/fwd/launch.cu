@@ -41,10 +41,6 @@ double end_of(int64_t whole, int64_t small, double time, int64_t processors) {
 
 }  // namespace
 
-void clear(unsigned* counter, cudaStream_t stream) {
-  check(cudaMemsetAsync(counter, 0, sizeof *counter, stream), "cudaMemsetAsync");
-}
-
 TileScheduler scheduler_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
                            int* blocks_before, cudaStream_t stream) {
   const HeadGroups head_groups = head_groups_by_keys(p, kernel.rows, element_bytes);

@@ -3,7 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "core/problem.h"
-#include "cuda/preprocess/masks.h"
+#include "cuda/operands/masks.h"
 #include "cuda/scheduler/query_tiles.h"
 #include "cuda/sm90/kernels.h"
 
@@ -15,8 +15,8 @@ namespace octet::cuda::sm90 {
 TileScheduler scheduler_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
                            int* blocks_before, cudaStream_t stream);
 
-// Sets the counter to 0, where no preprocessing kernel does.
-void clear(unsigned* counter, cudaStream_t stream);
+// Returns the width of the boxes of 8-bit numbers that TMA reads: the panels of SharedTile8Bit.
+constexpr int panel_bytes(int64_t columns) { return columns % 128 == 0 ? 128 : columns % 64 == 0 ? 64 : 32; }
 
 // Sets {head, batch} to 0 where all heads, or all batch elements, of a tensor share the same memory, else to 1.
 void set_broadcast(const View& t, int (&broadcast)[2]);

@@ -6,7 +6,7 @@
 #include "cuda/fragment/output.h"
 #include "cuda/fragment/precision.h"
 #include "cuda/fragment/sinks.h"
-#include "cuda/preprocess/v_slices.h"
+#include "cuda/operands/v_slices.h"
 #include "cuda/scheduler/tile_scheduler.h"
 
 namespace octet::cuda::sm90 {

@@ -1,0 +1,167 @@
+// Backward attention (FlashAttention-2, arXiv 2307.08691, Algorithm 2), recomputing p from lse.
+//
+// A task owns a few tiles of kKeys keys of one head of k and v. For each tile and each block of queries that sees it,
+// over all heads of q in the group:
+//   s = q k^T,  dp = do v^T          matmul
+//   p = exp(s - lse),  ds = p (dp - delta), both rounded
+//   dv += p^T do,  dk += ds^T q      into the task's own memory
+//   dq += ds k                       shared by all tiles of a head
+// and at the end dk *= scale; after all tasks dq *= scale. `delta` is that of attention minus dlse, and lse has the
+// sink in it, so that neither is seen here. The tiles add to dq in ascending order: each block of queries has a number
+// in memory that says whose turn it is, so the bits of dq do not depend on the number of threads. Tasks start in
+// ascending order of tiles, so a task only ever waits for tasks that have started.
+//
+// All arithmetic is in f32; formats are imposed on the operands, which keeps every product of two of them exact.
+#pragma once
+#include <thread>
+
+#include "cpu/attention/bwd/products.h"
+
+namespace octet::cpu::OCTET_ISA {
+
+inline void wait_for_turn(const int32_t* turn, int32_t tile) {
+  for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != tile; ++spins) {
+    if (spins > 64) std::this_thread::yield();
+#ifdef __x86_64__
+    else
+      _mm_pause();
+#endif
+  }
+}
+
+template <GradientFormat format>
+struct Backward : BackwardTile {
+  // The `count` tiles from that of `block` on.
+  void run(const Sequence& seq, const Block& block, int64_t count) {
+    zero(scratch.dk, count * kKeys * w.k_columns);
+    zero(scratch.dv, count * kKeys * w.v_columns);
+    const int64_t first_tile = block.token / kKeys,
+                  last_tile = std::min(first_tile + count, (seq.k_tokens + kKeys - 1) / kKeys);
+    for (int64_t h = block.head * p.group(); h < (block.head + 1) * p.group(); ++h)
+      for (int64_t token = 0; token < seq.q_tokens; token += kQueries) {
+        const int64_t rows = std::min(seq.q_tokens - token, kQueries);
+        const KeyRange seen = tiles_of(p, seq, token, rows);
+        if (first_tile < seen.last && seen.first < last_tile) split_queries(row_index(p, seq, h, token), rows);
+        for (int64_t tile = std::max(first_tile, seen.first); tile < std::min(last_tile, seen.last); ++tile)
+          visit(seq, block, h, token, rows, tile, tile - first_tile);
+      }
+    store_gradients(seq, block, std::min(seq.k_tokens - block.token, count * kKeys));
+  }
+
+  // One tile of p; `own` is its number among the task's tiles.
+  void visit(const Sequence& seq, const Block& block, int64_t h, int64_t token, int64_t rows, int64_t tile,
+             int64_t own) {
+    const int64_t first = row_index(p, seq, h, token), index = tile_index(block, tile), kc = w.k_columns,
+                  vc = w.v_columns;
+    float *dk = scratch.dk + own * kKeys * kc, *dv = scratch.dv + own * kKeys * vc, *dq = w.dq + first * kc;
+    [[maybe_unused]] constexpr Strides columnwise{1, kKeys};
+    products(first, rows, index, own, query_mean(seq, block, h, token));
+    gradient_tile<format>(seq, h, token, rows, tile);
+    if (plan.smooth_blocks) give_back_query_mean(query_mean(seq, block, h, token), rows, dk);
+    float row_sums[kQueries];
+    if (plan.smooth_blocks)
+      for (int64_t i = 0; i < rows; ++i) row_sums[i] = row_sum(scratch.dp + i * kKeys);
+    const float* ds_rows = round_tiles(first, rows, index);
+#ifdef __AMX_BF16__
+    split_transposed(scratch.s, rows, scratch.p_t);
+    split_transposed(scratch.dp, rows, scratch.ds_t);
+#else
+    matmul<F32, true>(scratch.s, columnwise, w.do_dv + first * vc, vc, dv, vc, kKeys, vc, rows);
+    matmul<F32, true>(scratch.dp, columnwise, w.q + first * kc, kc, dk, kc, kKeys, kc, rows,
+                      of_next_block(w.dq, first, kc, own));
+#endif
+    if (plan.gproj) {
+      if (p.softcap != 0.f) cap_p(rows);
+      matmul<F32, true>(scratch.s, columnwise, w.lambda_q + first * kc, kc, dk, kc, kKeys, kc, rows);
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < kKeys; ++j) scratch.dp[i * kKeys + j] -= w.lambda[first + i] * scratch.s[i * kKeys + j];
+    }
+#ifdef __AMX_BF16__
+    for (int64_t i = 0; i < rows; ++i)
+      split_row(ds_rows + i * kKeys, kKeys, kTile.a_part, scratch.ds + i * kTile.a_row);
+    fetch_next_block(w.dq, first, kc, own);
+    split_matmul<true>(kTile, scratch.p_t, scratch.do_by_row, dv, vc, kKeys, vc);
+    split_matmul<true>(kTile, scratch.ds_t, scratch.q_by_row, dk, kc, kKeys, kc);
+#endif
+    int32_t* turn = w.turn + first;
+    wait_for_turn(turn, static_cast<int32_t>(tile));
+    const Word* k = w.k_by_row + index * words_of<Split>(kKeys) * kc;
+#ifdef __AMX_BF16__
+    add_ds_k(rows, k, dq);
+#else
+    const int64_t keys = std::min(seq.k_tokens - tile * kKeys, kKeys);
+    for (int64_t c = 0, width; c < kc; c += width) {
+      width = std::min(kPanelColumns, kc - c);
+      matmul<F32, true>(ds_rows, Strides{kKeys, 1}, k + kKeys * c, width, dq + c, kc, rows, width, keys);
+    }
+#endif
+    if (plan.smooth_blocks)
+      for (int64_t i = 0; i < rows; ++i) add_scaled(dq + i * kc, row_sums[i], w.tile_offset + index * kc);
+    for (int64_t i = 0; i < rows && w.ds_sum; ++i) w.ds_sum[first + i] += scratch.ds_sum[i];
+    __atomic_store_n(turn, static_cast<int32_t>(tile + 1), __ATOMIC_RELEASE);
+  }
+
+#ifdef __AMX_BF16__
+  // dq += ds k
+  void add_ds_k(int64_t rows, const Word* k, float* dq) {
+    const int64_t kc = w.k_columns;
+    if (rows == kQueries) return split_matmul<true>(kTile, scratch.ds, k, dq, kc, rows, kc);
+    split_matmul<false>(kTile, scratch.ds, k, scratch.product, kc, rows, kc);
+    for (int64_t i = 0; i < rows * kc; i += kLanes) store(dq + i, load(dq + i) + load(scratch.product + i));
+  }
+#endif
+
+  // dk += (column sums of ds) (mean of the block's q)^T
+  void give_back_query_mean(const float* mean, int64_t rows, float* dk) {
+    alignas(64) float sums[kKeys] = {};
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < kKeys; ++j) sums[j] += scratch.dp[i * kKeys + j];
+    for (int64_t j = 0; j < kKeys; ++j) add_scaled(dk + j * w.k_columns, sums[j], mean);
+  }
+
+  // P as GProj meets it: times the derivative of the softcap.
+  void cap_p(int64_t rows) {
+    for (int64_t j = 0; j < rows * kKeys; j += kLanes) {
+      const Vf p = load(scratch.s + j);
+      store(scratch.s + j, p == Vf{} ? p : round_p<format>(p * load(scratch.derivative + j), 1.f));
+    }
+  }
+
+  static float row_sum(const float* x) {
+    Vf sum{};
+    for (int64_t j = 0; j < kKeys; j += kLanes) sum += load(x + j);
+    return reduce_add(sum);
+  }
+
+  void add_scaled(float* y, float a, const float* x) const {
+    for (int64_t c = 0; c < w.k_columns; c += kLanes) store(y + c, load(y + c) + a * load(x + c));
+  }
+
+  // Rounding that needs a whole tile. Returns ds as the operand of dq.
+  const float* round_tiles(int64_t first, int64_t rows, int64_t index) {
+    if constexpr (format == GradientFormat::e4m3) round_tile<OCTET_E4M3>(scratch.dp, rows);
+    if constexpr (format == GradientFormat::int8) {
+      round_tile<OCTET_I8>(scratch.s, rows);
+      round_tile<OCTET_I8>(scratch.dp, rows);
+    }
+    if constexpr (format == GradientFormat::migrated) {
+      round_rows_of_tile(scratch.dp, rows, w.k_amax + index * kKeys, scratch.ds_rows);
+      round_columns_of_tile(scratch.dp, rows, w.q_amax + first, 127.f);
+      round_columns_of_tile(scratch.s, rows, w.do_amax + first, 255.f);
+      return scratch.ds_rows;
+    }
+    return scratch.dp;
+  }
+
+  void store_gradients(const Sequence& seq, const Block& block, int64_t keys) {
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t at = seq.k_first + block.token + j;
+      if (plan.hadamard) rotate_back(scratch.dk + j * w.k_columns, p.dim);
+      multiply(scratch.dk + j * w.k_columns, p.scale, p.dim);
+      store_row(p.dk, seq.batch, block.head, at, scratch.dk + j * w.k_columns);
+      store_row(p.dv, seq.batch, block.head, at, scratch.dv + j * w.v_columns);
+    }
+  }
+};
+
+}  // namespace octet::cpu::OCTET_ISA

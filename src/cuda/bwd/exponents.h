@@ -1,0 +1,144 @@
+// The exponents of power-of-two scales of the operands of the backward pass, and the scales of dq for sums in integers,
+// from the magnitudes of the caller's numbers.
+#pragma once
+#include <cfloat>
+
+#include "cuda/bwd/params.h"
+#include "cuda/bwd/preprocess.h"
+#include "cuda/operands/vec8.h"
+
+namespace octet::cuda {
+
+// Bits of headroom below the largest number of the format: with statistics of a sample, for tokens that are not in it,
+// and with statistics of all numbers.
+constexpr int kRoomOfSample = 4, kRoom = 1;
+constexpr int kMaxExponent = 126;
+
+// The largest magnitude and the sum of magnitudes of the finite numbers of a row. norm() is an upper bound of |x|_2, as
+// |x|_2^2 <= |x|_1 |x|_inf.
+struct Size {
+  float most, sum;
+  __device__ explicit Size(const Vec8& x) : most(0.f), sum(0.f) {
+    for (int i = 0; i < kVec8; ++i) most = fmaxf(most, fabsf(x[i])), sum += fabsf(x[i]);
+    if (isfinite(sum)) return;
+    most = sum = 0.f;
+    for (int i = 0; i < kVec8; ++i)
+      if (isfinite(x[i])) most = fmaxf(most, fabsf(x[i])), sum = fminf(sum + fabsf(x[i]), FLT_MAX);
+  }
+  // Combines the sizes of the threads of a row.
+  __device__ void reduce(int vecs) {
+    for (int step = vecs / 2; step; step /= 2) {
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+      sum += __shfl_xor_sync(~0u, sum, step);
+    }
+  }
+  __device__ float norm() const {
+    const float x = fminf(sum, FLT_MAX);
+    return most > 0.f ? x * rsqrtf(x) * (most * rsqrtf(most)) : 0.f;
+  }
+};
+
+// Returns the smallest n with x < 2^n, for x > 0.
+__device__ inline int exponent_above(float x) { return ilogbf(x) + 1; }
+
+__device__ inline float power_of_two(int exponent) {
+  return __int_as_float((min(max(exponent, -126), 127) + 127) << 23);
+}
+
+// Returns the exponents that bring the largest numbers of each operand below 2^(15 - room), and |do| (|v| + reach) +
+// |dlse|, a bound of |dp - delta + dlse|, below 2^-room. 2^15 p times the latter is ds, which thus fits f16.
+__device__ inline Exponents exponents_for(const PreprocessParams& p, const Sizes& s, int room) {
+  Exponents e{};
+  if (!p.scaled) return e;
+  const auto exponent = [room](float largest) {
+    return largest > 0.f ? min(max(15 - room - exponent_above(largest), -kMaxExponent), kMaxExponent) : 0;
+  };
+  e.q = exponent(s.q), e.k = exponent(fmaxf(s.k, s.k_smooth)), e.v = exponent(s.v), e.do_ = exponent(s.do_);
+  if (!p.reads_keys) e.k = min(e.k, kMaxKeyExponent);
+  const float row = s.do_row, reach = s.v_row + s.reach;
+  const bool any = row > 0.f && reach > 0.f;
+  int bound = any ? exponent_above(row) + exponent_above(reach) : -2 * kMaxExponent;
+  if (s.dlse > 0.f) bound = max(bound, exponent_above(s.dlse)) + 1;
+  if (any || s.dlse > 0.f) e.product = -room - bound - e.do_ - e.v;
+  return e;
+}
+
+// Returns true if the exponents of the sample can be kept: no number overflows, nor loses many bits to underflow.
+__device__ inline bool fits(const Exponents& sample, const Exponents& exact) {
+  const auto near = [](int a, int b) { return a - b < kRoom + 1 && a - b > -2 * kRoomOfSample; };
+  return near(sample.q, exact.q) && near(sample.k, exact.k) && near(sample.v, exact.v) && near(sample.do_, exact.do_) &&
+         near(sample.product + sample.v + sample.do_, exact.product + exact.v + exact.do_);
+}
+
+// Returns what |dlse| of a row is divided by when it is added to |do|: about the largest |v| + reach. It comes from the
+// sample, as it must be known when rows are written.
+__device__ inline float per_dlse(const Sizes& sampled) {
+  const float reach = sampled.v_row + sampled.reach;
+  return reach > 0.f ? reach : 1.f;
+}
+// Converts a gradient of lse to an equivalent |do|.
+__device__ inline float as_row(const Sizes& sampled, float dlse) { return dlse > 0.f ? dlse / per_dlse(sampled) : 0.f; }
+
+// The largest ratio of a row of do of one part to a typical row of the head, or to the largest row of the part before.
+// Underflow in f16 then changes dq of typical rows by about 2^-24 per key (with P of 1 / keys and dim 64).
+constexpr float kSpan = 0x1p13f;
+
+// Returns the upper bound of |do| + |dlse| / per_dlse in a part that is not the last.
+__device__ inline float largest_row(const PreprocessParams& p, const Sizes& sampled, int part) {
+  const float typical = sampled.typical_do_row + as_row(sampled, sampled.typical_dlse);
+  if (!p.scaled || !(typical > 0.f)) return INFINITY;
+  float most = typical;
+  for (int i = 0; i <= part; ++i) most *= kSpan;
+  return most;
+}
+__device__ inline int parts_of(const PreprocessParams& p, const Sizes& sampled, const Sizes& s) {
+  const float most = s.do_row + as_row(sampled, s.dlse);
+  int parts = 1;
+  while (parts < kParts && most > largest_row(p, sampled, parts - 1)) ++parts;
+  return parts;
+}
+
+// Returns the sizes of one part from `s`, those of all queries.
+__device__ inline Sizes sizes_of_part(const PreprocessParams& p, const Sizes& sampled, Sizes s, int part, int parts) {
+  if (part + 1 == parts) return s;
+  const float most = largest_row(p, sampled, part);
+  s.do_ = fminf(s.do_, most), s.do_row = fminf(s.do_row, most), s.dlse = fminf(s.dlse, most * per_dlse(sampled));
+  return s;
+}
+
+// Returns |delta| / |do| of a row, or 0 where it bounds nothing: rows whose delta is not finite become NaN.
+__device__ inline float reach_of(float delta, float norm) {
+  return norm > 0.f && isfinite(delta) ? __fdividef(fabsf(delta), norm) : 0.f;
+}
+
+// Returns QueryRows::dq_row_scale of a row from its |do| + |dlse| / per_dlse and the exponent of do.
+__device__ inline float dq_row_scale(float bound, int do_exponent) {
+  return bound > 0.f ? power_of_two(-exponent_above(bound) - do_exponent) : 1.f;
+}
+
+// Returns the scale of sums of dq in integers, which follows from the bound
+//   |dq_ic| <= sum_j p_ij |dp_ij - delta_i + dlse_i| |k_jc|
+//           <= (|do_i| + |dlse_i| / per_dlse) max(|v| + reach, per_dlse) |k|.
+// QueryRows::dq_row_scale accounts for the first factor. Scaled, the bound is below 2^30, one bit below the range of
+// int.
+__device__ inline float dq_sums_scale(const PreprocessParams& p, const Sizes& sampled, const Sizes& s,
+                                      const Exponents& e) {
+  const float reach = s.dlse > 0.f ? fmaxf(s.v_row + s.reach, per_dlse(sampled)) : s.v_row + s.reach;
+  if (!(reach > 0.f && s.k_smooth > 0.f)) return 1.f;
+  return power_of_two(30 - p.p_exponent - e.product - e.v - exponent_above(reach) - e.k - exponent_above(s.k_smooth));
+}
+
+// Returns the largest number of operand v for which |do| (|v| + reach) + |dlse| is at most 1, as exponents_for
+// requires. |v|_2 is at most sqrt(dim) |v|_inf.
+__device__ inline float largest_v(const PreprocessParams& p, const Sizes& s, const Exponents& e) {
+  if (!p.scaled || !(s.do_row > 0.f)) return FLT_MAX;
+  const double all = ldexp(1.0, -e.product - e.do_ - e.v) - s.dlse;  // the bound of |do| (|v| + reach)
+  const float row = static_cast<float>(all / s.do_row) - s.reach;
+  return fminf(ldexpf(row, e.v) * rsqrtf(static_cast<float>(p.v.shape[3])), FLT_MAX);
+}
+
+// Maxima of numbers that are at least 0, whose order is that of their bits.
+__device__ inline void raise(float& most, float x) { atomicMax(reinterpret_cast<int*>(&most), __float_as_int(x)); }
+__device__ inline float warp_max(float x) { return __int_as_float(__reduce_max_sync(~0u, __float_as_int(x))); }
+
+}  // namespace octet::cuda

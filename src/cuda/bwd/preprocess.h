@@ -1,0 +1,73 @@
+// The kernels before and after the backward kernel: they write operands as tiles (params.h), compute delta,
+// and convert the sums of dq.
+//
+// The exponents and the mean of k are chosen from a sample of each head, before its tiles are written. The largest
+// numbers of the head are found while its tiles are written. Where they exceed the headroom of the sample's exponents,
+// rescale.cu writes the tiles of the head again. Where the backward kernel converts k and v itself, they are read for
+// their largest numbers if sums of dq are integers; else only their sample is known.
+#pragma once
+#include <cuda_runtime_api.h>
+#include <octet/octet.h>
+
+#include "cuda/bwd/params.h"
+#include "cuda/bwd/tile_sizes.h"
+#include "cuda/fragment/mask.h"
+#include "cuda/fragment/sinks.h"
+#include "cuda/fragment/strided.h"
+
+namespace octet::cuda {
+
+// The magnitudes of the finite numbers of one (batch, kv head), without any exponent.
+struct Sizes {
+  float q, do_;          // the largest
+  float do_row;          // the largest |x|_2 of a row
+  float reach;           // the largest |delta| / |do|; no larger than v_row where o and lse are of these keys
+  float k, k_smooth, v;  // the largest; k_smooth: of k minus its mean
+  float v_row;           // the largest |x|_2 of a row
+  float dlse;            // the largest
+  // A power of two near the median of the rows that are not 0; known for a sample only.
+  float typical_do_row, typical_dlse;
+};
+
+struct PreprocessParams {
+  Strided q, k, v, do_, o, o_residual, lse;  // o_residual: may be absent
+  Strided dlse;                              // may be absent
+  Sinks sinks;
+  int tile_dim;                                     // the dim of q, k, v and do in tiles
+  int block_channels;                               // see channel_of
+  octet_dtype type;                                 // the type of tiles: f16 or bf16
+  octet_dtype round_do, round_q, round_k, round_v;  // the type to round to first
+  bool scaled;                                      // true: operands are multiplied by powers of two
+  bool smooth;                                      // true: k is centred by its mean
+  bool reads_keys;                                  // true: the sizes of all keys are found, not only of a sample
+  Blocks q_blocks, k_blocks;
+  Mask mask;
+  int group;
+  int p_exponent;
+  float scale;  // softmax_scale
+
+  Sizes *sampled, *sizes;                                 // [batch, kv_head]: of a sample; of all numbers
+  Exponents* exponents;                                   // [part][batch, kv_head]
+  unsigned* divided;                                      // the number of (batch, kv head)s with parts, then these
+  float* mean;                                            // [batch, kv_head][dim]: of k in the sample, see stats.cu
+  unsigned char *q_tiles, *k_tiles, *v_tiles, *do_tiles;  // null k_tiles: the kernel converts k and v
+  unsigned char* rows;                                    // QueryRows, of each part where `scaled`
+  float* row_sums;                                        // see BackwardParams
+  void* dq;                                               // set to 0 for the first `zeroed_heads` (batch, kv head)
+  int zeroed_heads;
+  unsigned* zeroed;    // [batch, kv_head]: set to 0
+  unsigned* counters;  // [Parts]: set to 0
+};
+
+void preprocess(const PreprocessParams& p, cudaStream_t stream);
+
+// Computes dsinks, from the QueryRows that preprocess() has written.
+void sum_dsinks(const PreprocessParams& p, const Strided& dsinks, cudaStream_t stream);
+
+// Converts the sums of dq to dq.
+void postprocess_dq(const BackwardParams& a, int tile_dim, Sums sums, const Strided& dq, cudaStream_t stream);
+
+// Recomputes the rows of dq, dk and dv that are not finite because of tokens that the mask hides.
+void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const Strided& dq, cudaStream_t stream);
+
+}  // namespace octet::cuda

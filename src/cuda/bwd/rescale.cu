@@ -1,0 +1,106 @@
+// Third kernel of the preprocessing: computes the exponents of all heads from the largest of all their numbers, and
+// writes the tiles again of heads whose numbers do not fit the exponents of the sample.
+#include <algorithm>
+
+#include "cuda/bwd/tile_writer.h"
+
+namespace octet::cuda {
+namespace {
+
+constexpr int kThreads = kPreprocessThreads;
+
+// Returns the exponents of a part of a (batch, kv head), and whether its tiles do not fit those of the sample.
+__device__ Exponents settled(const PreprocessParams& p, int kv, int part, bool& unfit) {
+  const Sizes sampled = p.sampled[kv];
+  Sizes sizes = p.sizes[kv];
+  if (!p.reads_keys) sizes.k = sampled.k, sizes.v = sampled.v, sizes.v_row = sampled.v_row;  // no others are known
+  const int parts = parts_of(p, sampled, sizes);
+  const Sizes all = sizes;
+  if (parts > 1) sizes = sizes_of_part(p, sampled, all, part, parts);
+  const Exponents sample = exponents_for(p, sampled, kRoomOfSample), exact = exponents_for(p, sizes, kRoom);
+  unfit = parts > 1 || !fits(sample, exact);
+  Exponents exponents = unfit ? exact : sample;
+  exponents.parts = parts;
+  if (parts > 1) exponents.largest_row = largest_row(p, sampled, part);
+  if (part > 0) {
+    const Exponents e = exponents_for(p, sizes_of_part(p, sampled, all, 0, parts), kRoom);
+    exponents.dq = e.product + e.do_ - exponents.product - exponents.do_;
+  }
+  exponents.dq_sums_scale = dq_sums_scale(p, sampled, sizes, exponents);
+  exponents.largest_v = largest_v(p, sizes, exponents);
+  return exponents;
+}
+
+// Every thread block computes the exponents of all heads and their parts; the tiles to write again are divided among
+// them.
+template <class In, int Dim>
+__global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_constant__ PreprocessParams p) {
+  __shared__ bool again[kThreads];
+  __shared__ Exponents of_head[kParts];
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+  const int all = static_cast<int>(p.k.shape[0] * p.k.shape[1]);
+  for (int first = 0; first < all; first += kThreads) {
+    const int kv = first + static_cast<int>(threadIdx.x);
+    bool unfit = false;
+    if (kv < all) {
+      int part = 0, parts = 1;
+      for (; part < parts; ++part) {
+        const Exponents exponents = settled(p, kv, part, unfit);
+        parts = exponents.parts;
+        if (blockIdx.x == 0) p.exponents[part * all + kv] = exponents;
+      }
+      if (blockIdx.x == 0 && parts > 1) p.divided[1 + atomicAdd(p.divided, 1u)] = kv;
+    }
+    again[threadIdx.x] = unfit;
+    if (!__syncthreads_or(unfit)) continue;
+    for (int i = 0; i < kThreads; ++i) {
+      if (!again[i]) continue;
+      const TileWriter<F16, In, Dim> writer{p, first + i};
+      __syncthreads();  // of_head is no longer read for the head before
+      if (threadIdx.x < kParts) of_head[threadIdx.x] = settled(p, first + i, threadIdx.x, unfit);
+      __syncthreads();
+      const auto exponents_of = [&](int part) -> const Exponents& { return of_head[part]; };
+      for (int tile = blockIdx.x; tile < p.group * p.q_blocks.count; tile += gridDim.x)
+        writer.template queries<false>((first + i) * p.group + tile / p.q_blocks.count, tile % p.q_blocks.count,
+                                       exponents_of);
+      for (int block = blockIdx.x; p.k_tiles && block < p.k_blocks.count; block += gridDim.x)
+        writer.keys(block, false, exponents_of);
+    }
+    __syncthreads();
+  }
+}
+
+// Tiles of bf16 are not scaled, so that they always fit.
+__global__ void __launch_bounds__(kThreads) settle_unscaled_kernel(const __grid_constant__ PreprocessParams p) {
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+  const int kv = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
+  bool unfit;
+  if (kv < p.k.shape[0] * p.k.shape[1]) p.exponents[kv] = settled(p, kv, 0, unfit);
+}
+
+}  // namespace
+
+template <class T, class In>
+void launch_rescale(const PreprocessParams& p, cudaStream_t stream) {
+  if constexpr (std::is_same_v<T, Bf16>) {
+    const int64_t heads = p.k.shape[0] * p.k.shape[1];
+    const auto blocks = static_cast<unsigned>(std::max<int64_t>((heads + kThreads - 1) / kThreads, 1));
+    launch_general_pdl(settle_unscaled_kernel, blocks, kThreads, 0, stream, p);
+  } else {
+    constexpr unsigned kMostBlocks = 264;
+    const unsigned blocks = std::clamp(preprocess_tiles(p), 1u, kMostBlocks);
+    with_tile_dim(p.tile_dim, [&](auto dim) {
+      launch_general_pdl(rescale_kernel<In, dim>, blocks, kThreads, TileWriter<T, In, dim>::kSharedBytes, stream, p);
+    });
+  }
+}
+
+template void launch_rescale<Bf16, Bf16>(const PreprocessParams&, cudaStream_t);
+template void launch_rescale<Bf16, void>(const PreprocessParams&, cudaStream_t);
+template void launch_rescale<F16, Bf16>(const PreprocessParams&, cudaStream_t);
+template void launch_rescale<F16, F16>(const PreprocessParams&, cudaStream_t);
+template void launch_rescale<F16, void>(const PreprocessParams&, cudaStream_t);
+
+}  // namespace octet::cuda

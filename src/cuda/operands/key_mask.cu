@@ -1,0 +1,325 @@
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "core/error.h"
+#include "core/names.h"
+#include "cuda/host/launch.h"
+#include "cuda/host/status.h"
+#include "cuda/operands/cast.h"
+#include "cuda/operands/contiguous.h"
+#include "cuda/operands/key_mask.h"
+#include "cuda/operands/vec8.h"
+
+namespace octet::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// Lists the keys of row blockIdx.x of a mask: each warp has a run of whole words of 32 keys.
+constexpr int kListThreads = 1024, kListWarps = kListThreads / 32;
+__global__ void __launch_bounds__(kListThreads) list_kernel(const unsigned char* mask, int64_t batch_stride,
+                                                            int64_t key_stride, int keys, int* ranks, int* counts) {
+  __shared__ int seen_by_warp[kListWarps];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int words = (keys + 31) / 32, of_warp = (words + kListWarps - 1) / kListWarps;
+  const int first = min(warp * of_warp, words), last = min(first + of_warp, words);
+  const unsigned char* const row = mask + blockIdx.x * batch_stride;
+  const auto seen_keys = [&](int word) {
+    const int key = word * 32 + lane;
+    return __ballot_sync(~0u, key < keys && row[key * key_stride] != 0);
+  };
+  int seen = 0;
+#pragma unroll 4
+  for (int word = first; word < last; ++word) seen += __popc(seen_keys(word));
+  if (lane == 0) seen_by_warp[warp] = seen;
+  __syncthreads();
+  int before = 0;
+  for (int other = 0; other < warp; ++other) before += seen_by_warp[other];
+#pragma unroll 4
+  for (int word = first; word < last; ++word) {
+    const unsigned bits = seen_keys(word);
+    const int key = word * 32 + lane;
+    if (key < keys)
+      ranks[int64_t{blockIdx.x} * keys + key] = bits >> lane & 1 ? before + __popc(bits & ((1u << lane) - 1)) : -1;
+    before += __popc(bits);
+  }
+  if (threadIdx.x == kListThreads - 1) counts[blockIdx.x] = before;
+}
+
+// The keys of a problem, as the kernels that copy them see them.
+struct Keys {
+  const int *ranks, *counts;
+  bool shared;  // by all batch elements
+  int batch, tokens;
+
+  // Returns the place of a key among the seen ones of its batch element, or -1.
+  __device__ int rank(int element, int64_t token) const {
+    return ranks[(shared ? 0 : int64_t{element} * tokens) + token];
+  }
+  // Returns the number of seen keys of the batch elements before one. All threads of a warp call it together.
+  __device__ int before(int element) const {
+    if (shared) return element * counts[0];
+    int sum = 0;
+    for (int other = threadIdx.x % 32; other < element; other += 32) sum += counts[other];
+    for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    return sum;
+  }
+};
+
+// Two tensors of one type: one has all keys of all batch elements, the other those that are seen, side by side. Where
+// rows are copied by words, a word counts as an element.
+struct KeyRows {
+  Strided all, seen;
+};
+
+// Calls f(i, token, rank) for `kAtOnce` keys of a batch element, i = 0, 1, ..., and then g(i, token, rank) for each
+// that exists: so f can start as many loads before g stores the first. The thread blocks of a head share its keys, and
+// `threads` threads have a row each.
+constexpr int kAtOnce = 4;
+template <class F, class G>
+__device__ void for_keys(const Keys& keys, int element, int threads, const F& f, const G& g) {
+  const int rows = kThreads / threads, row = static_cast<int>(threadIdx.x) / threads;
+  if (row >= rows) return;
+  const int step = rows * static_cast<int>(gridDim.y);
+  for (int first = static_cast<int>(blockIdx.y) * rows + row; first < keys.tokens; first += kAtOnce * step) {
+    int ranks[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      ranks[i] = first + i * step < keys.tokens ? keys.rank(element, first + i * step) : -1;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) f(i, first + i * step, ranks[i]);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i * step < keys.tokens) g(i, first + i * step, ranks[i]);
+  }
+}
+
+// Copies the keys of a head: with `packs`, the seen ones side by side, else these back, and zeros to the others. Word:
+// void where rows are not whole words.
+template <class Word, bool packs>
+__device__ void copy_keys(const Keys& keys, const KeyRows& rows, int element, int head, int before) {
+  const Strided &from = packs ? rows.all : rows.seen, &to = packs ? rows.seen : rows.all;
+  constexpr int kElements = std::is_void_v<Word> ? kVec8 : 1;  // of a thread
+  const int threads = static_cast<int>(rows.all.shape[3]) / kElements;
+  const int column = static_cast<int>(threadIdx.x) % threads * kElements;
+  const auto of_all = [&](int token) { return Index4{element, head, token, column}; };
+  const auto of_seen = [&](int rank) { return Index4{0, head, before + rank, column}; };
+  const auto source = [&](int token, int rank) { return packs ? of_all(token) : of_seen(rank); };
+  const auto target = [&](int token, int rank) { return packs ? of_seen(rank) : of_all(token); };
+  if constexpr (std::is_void_v<Word>) {
+    const auto nothing = [](int, int, int) {};
+    for_keys(keys, element, threads, nothing, [&](int, int token, int rank) {
+      Vec8 x{};
+      if (rank >= 0) read(from, source(token, rank), x);
+      if (rank >= 0 || !packs) write(to, target(token, rank), x);
+    });
+  } else {
+    Word words[kAtOnce];
+    const auto load = [&](int i, int token, int rank) {
+      words[i] = Word{};
+      if (rank >= 0) words[i] = static_cast<const Word*>(from.data)[source(token, rank).offset(from)];
+    };
+    for_keys(keys, element, threads, load, [&](int i, int token, int rank) {
+      if (rank >= 0 || !packs) static_cast<Word*>(to.data)[target(token, rank).offset(to)] = words[i];
+    });
+  }
+}
+
+// Copies k and v, or their gradients: blockIdx.x is (batch element, tensor, head), whose tokens are shared among
+// blockIdx.y. Packing writes the start of each sequence, too.
+template <class Word, bool packs>
+__global__ void __launch_bounds__(kThreads)
+    copy_kernel(const Keys keys, const __grid_constant__ KeyRows k, const __grid_constant__ KeyRows v, int heads,
+                int queries, int* cu_seqlens_q, int* cu_seqlens_k) {
+  const int tensor_head = static_cast<int>(blockIdx.x) % (2 * heads);
+  const int element = static_cast<int>(blockIdx.x) / (2 * heads);
+  const int before = keys.before(element);
+  if (packs && blockIdx.y == 0 && tensor_head == 0 && threadIdx.x == 0) {
+    cu_seqlens_q[element] = element * queries, cu_seqlens_k[element] = before;
+    if (element == keys.batch - 1) {
+      cu_seqlens_q[keys.batch] = cu_seqlens_q[keys.batch + 1] = keys.batch * queries;
+      cu_seqlens_k[keys.batch] = before + keys.counts[keys.shared ? 0 : element];
+      cu_seqlens_k[keys.batch + 1] = keys.batch * keys.tokens;
+    }
+  }
+  copy_keys<Word, packs>(keys, tensor_head < heads ? k : v, element, tensor_head % heads, before);
+}
+
+// Copies a tensor of floats with one number for a token.
+__global__ void __launch_bounds__(kThreads) copy_rows_kernel(const Strided from, const Strided to) {
+  const int64_t all = from.shape[0] * from.shape[1] * from.shape[2];
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < all; i += int64_t{gridDim.x} * kThreads) {
+    const Index4 at{i / from.shape[2] / from.shape[1], i / from.shape[2] % from.shape[1], i % from.shape[2], 0};
+    static_cast<float*>(to.data)[at.offset(to)] = static_cast<const float*>(from.data)[at.offset(from)];
+  }
+}
+
+void copy(const View& from, const View& to, cudaStream_t stream) {
+  if (!from.elements()) return;
+  const Strided source = strided(from), target = strided(to);
+  if (from.shape[3] % kVec8 == 0) return cast(source, target, target.element, stream);
+  copy_rows_kernel<<<blocks_for(from.elements(), kThreads), kThreads, 0, stream>>>(source, target);
+  check(cudaGetLastError(), "copy_rows_kernel");
+}
+
+// Returns a tensor whose elements are words of `bytes` bytes, of which its rows are made.
+Strided of_words(const View& t, int64_t bytes) {
+  Strided s = strided(t);
+  const auto size = static_cast<int64_t>(bytes_of(t.dtype));
+  for (int i = 0; i < 3; ++i) s.stride[i] = s.stride[i] * size / bytes;
+  s.shape[3] = s.shape[3] * size / bytes;
+  return s;
+}
+
+// Copies the keys of k and v, or of their gradients, between all tokens and those that are seen.
+template <bool packs>
+void copy_keys(const Keys& keys, const View& k, const View& seen_k, const View& v, const View& seen_v, int queries,
+               int* cu_seqlens_q, int* cu_seqlens_k, cudaStream_t stream) {
+  const auto launch = [&](auto* word, const KeyRows& k_rows, const KeyRows& v_rows) {
+    const auto heads = static_cast<int>(k.shape[1]);
+    constexpr int kTokens = 64, kMostBlocks = 65535;  // tokens of a thread block, blocks of a head
+    const dim3 grid(static_cast<unsigned>(2 * heads * keys.batch),
+                    static_cast<unsigned>(std::clamp((keys.tokens + kTokens - 1) / kTokens, 1, kMostBlocks)));
+    copy_kernel<std::remove_pointer_t<decltype(word)>, packs>
+        <<<grid, kThreads, 0, stream>>>(keys, k_rows, v_rows, heads, queries, cu_seqlens_q, cu_seqlens_k);
+    check(cudaGetLastError(), "copy_kernel");
+  };
+  const auto by_words = [&](auto* word) {
+    const int64_t bytes = sizeof *word;
+    for (const View* t : {&k, &seen_k, &v, &seen_v}) {
+      const auto size = static_cast<int>(bytes_of(t->dtype));
+      if (bytes != (size == 1 ? 8 : 16) || !in_words(strided(*t), size)) return false;
+    }
+    launch(word, {of_words(k, bytes), of_words(seen_k, bytes)}, {of_words(v, bytes), of_words(seen_v, bytes)});
+    return true;
+  };
+  if (by_words(static_cast<uint4*>(nullptr)) || by_words(static_cast<uint2*>(nullptr))) return;
+  launch(static_cast<void*>(nullptr), {strided(k), strided(seen_k)}, {strided(v), strided(seen_v)});
+}
+
+Keys keys_of(const View& mask, const View& k, const int* ranks, const int* counts) {
+  return {ranks, counts, !mask.stride[0], static_cast<int>(k.shape[0]), static_cast<int>(k.shape[2])};
+}
+
+// Returns a contiguous tensor for the tokens of all batch elements of k or v; absent if the tensor is.
+View packed(const View& t, WorkspaceAllocator& workspace) {
+  if (!t.present()) return t;
+  const View all{.dtype = t.dtype, .shape = {1, t.shape[1], t.shape[0] * t.shape[2], t.shape[3]}};
+  return all.elements() ? contiguous(all, t.dtype, workspace) : all;
+}
+
+View cu_seqlens(int* data, int64_t sequences) {
+  return {OCTET_I32, data, {1, 1, 1, sequences + 1}, {sequences + 1, sequences + 1, sequences + 1, 1}};
+}
+
+// Returns a tensor's batch elements as one, whose tokens lie as far apart within a batch element as between two.
+View merged(View t) {
+  if (t.shape[2] == 1) t.stride[2] = t.stride[0];
+  t.stride[0] *= t.shape[0], t.shape[2] *= t.shape[0], t.shape[0] = 1;
+  return t;
+}
+bool can_merge(const View& t) {
+  return !t.elements() || t.shape[0] == 1 || t.shape[2] == 1 || t.stride[0] == t.shape[2] * t.stride[2];
+}
+
+}  // namespace
+
+std::optional<std::string> no_key_mask_reason(const Problem& p) {
+  if (p.mask.dtype != OCTET_BOOL)
+    return text("its mask tensor is ", name(p.mask.dtype), "; it takes bool ones of shape [batch or 1, 1, 1, keys]");
+  if (p.mask.stride[1] || p.mask.stride[2])
+    return text("its mask tensor has shape ", shape_text(p.mask.shape),
+                "; it takes bool ones of shape [batch or 1, 1, 1, keys]");
+  if (p.windowed) return "it takes no mask tensor together with a causal mask or a window";
+  if (p.alibi_slopes.present()) return "it takes no mask tensor together with alibi_slopes";
+  // Their gradients are apart even where the sinks are one tensor in memory.
+  if (p.sinks.shape[0] > 1) return "it takes no mask tensor together with sinks of batch elements";
+  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
+    if (t->quantization) return text(label, " is quantized; it takes a mask tensor with q, k and v that are not");
+  constexpr int64_t kMostHeads = std::numeric_limits<int32_t>::max() / 2;  // k and v together are a grid
+  if (p.batch * p.kv_heads > kMostHeads)
+    return text("k has ", p.batch * p.kv_heads, " heads in all batch elements; with a mask tensor it takes up to ",
+                kMostHeads);
+  return {};
+}
+
+MergedBatch::MergedBatch(const View& t, WorkspaceAllocator& workspace) : tensor_(t), copy_(t) {
+  if (t.present() && !can_merge(t)) copy_ = contiguous(t, t.dtype, workspace, {3, 1, 2, 0});
+  view_ = t.present() ? merged(copy_) : t;
+}
+
+void MergedBatch::copy_in(cudaStream_t stream) const {
+  if (copies()) copy(tensor_, copy_, stream);
+}
+
+void MergedBatch::copy_out(cudaStream_t stream) const {
+  if (copies()) copy(copy_, tensor_, stream);
+}
+
+// Passes tell packed sequences by the address of their lengths, also where they only count bytes.
+PackedKeys::PackedKeys(const Problem& p, void* workspace)
+    : PackedKeys(p, WorkspaceAllocator(workspace ? workspace : reinterpret_cast<void*>(std::uintptr_t{256}))) {}
+
+PackedKeys::PackedKeys(const Problem& p, WorkspaceAllocator&& workspace)
+    : problem_(p),
+      mask_(p.mask),
+      k_(p.k),
+      v_(p.v),
+      dk_(p.dk),
+      dv_(p.dv),
+      queries_(p.tokens_q),
+      q_(p.q, workspace),
+      o_(p.o, workspace),
+      o_residual_(p.o_residual, workspace),
+      lse_(p.lse, workspace),
+      do_(p.do_, workspace),
+      dlse_(p.dlse, workspace),
+      dq_(p.dq, workspace) {
+  const auto rows = static_cast<std::size_t>(p.mask.stride[0] ? p.batch : 1);
+  ranks_ = workspace.take<int>(rows * static_cast<std::size_t>(p.tokens_k));
+  counts_ = workspace.take<int>(rows);
+  const int64_t sequences = p.batch + 1;
+  cu_seqlens_q_ = workspace.take<int>(static_cast<std::size_t>(sequences) + 1);
+  cu_seqlens_k_ = workspace.take<int>(static_cast<std::size_t>(sequences) + 1);
+  problem_.mask = {};
+  problem_.batch = 1, problem_.tokens_q = p.batch * p.tokens_q, problem_.tokens_k = p.batch * p.tokens_k;
+  problem_.max_seqlen_q = p.tokens_q, problem_.max_seqlen_k = p.tokens_k;
+  problem_.cu_seqlens_q = cu_seqlens(cu_seqlens_q_, sequences);
+  problem_.cu_seqlens_k = cu_seqlens(cu_seqlens_k_, sequences);
+  problem_.q = q_.view(), problem_.o = o_.view(), problem_.o_residual = o_residual_.view();
+  problem_.lse = lse_.view(), problem_.do_ = do_.view(), problem_.dlse = dlse_.view(), problem_.dq = dq_.view();
+  problem_.k = packed(p.k, workspace), problem_.v = packed(p.v, workspace);
+  problem_.dk = packed(p.dk, workspace), problem_.dv = packed(p.dv, workspace);
+  bytes_ = workspace.used();
+}
+
+void PackedKeys::preprocess(cudaStream_t stream) const {
+  if (!k_.shape[0] || !k_.shape[1]) return;
+  const DeviceScope device(problem_.device_index);
+  const Keys keys = keys_of(mask_, k_, ranks_, counts_);
+  list_kernel<<<keys.shared ? 1 : keys.batch, kListThreads, 0, stream>>>(
+      static_cast<const unsigned char*>(mask_.data), mask_.stride[0], mask_.stride[3], keys.tokens, ranks_, counts_);
+  check(cudaGetLastError(), "list_kernel");
+  copy_keys<true>(keys, k_, problem_.k, v_, problem_.v, static_cast<int>(queries_), cu_seqlens_q_, cu_seqlens_k_,
+                  stream);
+  for (const MergedBatch* t : {&q_, &do_}) t->copy_in(stream);
+  if (problem_.pass == OCTET_BACKWARD)
+    for (const MergedBatch* t : {&o_, &o_residual_, &lse_, &dlse_}) t->copy_in(stream);
+}
+
+void PackedKeys::deliver(cudaStream_t stream) const {
+  if (!k_.shape[0] || !k_.shape[1]) return;
+  const DeviceScope device(problem_.device_index);
+  if (problem_.pass == OCTET_FORWARD) {
+    for (const MergedBatch* t : {&o_, &o_residual_, &lse_}) t->copy_out(stream);
+    return;
+  }
+  dq_.copy_out(stream);
+  if (!dk_.elements() && !dv_.elements()) return;
+  copy_keys<false>(keys_of(mask_, k_, ranks_, counts_), dk_, problem_.dk, dv_, problem_.dv, 0, nullptr, nullptr,
+                   stream);
+}
+
+}  // namespace octet::cuda

@@ -1,0 +1,66 @@
+#include <cmath>
+
+#include "core/quant/hadamard.h"
+#include "cuda/host/launch.h"
+#include "cuda/operands/contiguous.h"
+#include "cuda/operands/masks.h"
+#include "cuda/operands/quantize/int8_logits.h"
+
+namespace octet::cuda {
+
+Rotation rotation_of(int64_t dim) {
+  Rotation r{.block = static_cast<int>(hadamard_block(dim))};
+  r.norm = 1.f / std::sqrt(static_cast<float>(r.block));
+  for (int64_t c = 0; c < dim; ++c)
+    if (hadamard_sign(kHadamardSeed, c) < 0.f) r.negative[c / 32] |= 1u << c % 32;
+  return r;
+}
+
+bool wants_mean_logit(const Problem& p) { return p.lse.present() || p.sinks.present(); }
+
+View view_8bit(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
+  return {OCTET_I8, data, {batch, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}, nullptr};
+}
+
+Int8Logits::Int8Logits(const Problem& p, int64_t dim, int tile, WorkspaceAllocator& workspace)
+    : params_{.q = strided(p.q),
+              .k = strided(p.k),
+              .v = strided(p.v),
+              .dim = dim <= 64    ? 64
+                     : dim <= 128 ? 128
+                                  : 256,
+              .heads = static_cast<int>(p.heads),
+              .kv_heads = static_cast<int>(p.kv_heads),
+              .keys = {static_cast<const int*>(p.cu_seqlens_k.data), sequences_of(p), static_cast<int>(p.tokens_k),
+                       tile, mask_of(p), static_cast<int>(p.tokens_q), static_cast<const int*>(p.cu_seqlens_q.data)},
+              .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
+              .q_type = QuantizedFormat::s8,
+              .k_type = QuantizedFormat::s8},
+      batch_(p.batch),
+      dim_(dim),
+      queries_(p.tokens_q),
+      keys_(static_cast<int64_t>(params_.keys.count()) * tile) {
+  if (p.hadamard) params_.rotation = rotation_of(p.dim);
+  const int64_t rows = p.batch * p.heads * queries_, key_rows = p.batch * p.kv_heads * keys_;
+  const int64_t sequences = p.packed() ? sequences_of(p) : p.batch;
+  params_.channels.k_mean = workspace.take<float>(sequences * p.kv_heads * params_.dim);
+  scratch_ = workspace.take(quantize_scratch_bytes(params_));
+  params_.q_quantized = workspace.take(rows * params_.dim);
+  params_.k_quantized = workspace.take(key_rows * params_.dim);
+  params_.q_scale = workspace.take<float>(rows);
+  params_.k_scale = workspace.take<float>(key_rows);
+  if (wants_mean_logit(p)) params_.mean_logit = workspace.take<float>(rows);
+}
+
+void Int8Logits::quantize(cudaStream_t stream) const {
+  keys_ ? cuda::quantize(params_, scratch_, stream) : clear(counter(), stream);
+}
+
+// Returns a view of the channels that the kernel reads; the rows in memory may be longer.
+View Int8Logits::view(void* data, int64_t heads, int64_t rows) const {
+  View v = view_8bit(data, batch_, heads, rows, params_.dim);
+  v.shape[3] = dim_;
+  return v;
+}
+
+}  // namespace octet::cuda

@@ -1,0 +1,43 @@
+// q and k as int8, and what other quantized operands share with them.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "core/problem.h"
+#include "cuda/host/workspace.h"
+#include "cuda/operands/quantize/quantize.h"
+
+namespace octet::cuda {
+
+// Returns the Hadamard rotation of q and k of `dim` channels, with the signs of kHadamardSeed.
+Rotation rotation_of(int64_t dim);
+
+// True where a result depends on what the mean of k adds to all logits of a row.
+bool wants_mean_logit(const Problem& p);
+
+// Returns the view of a dense [batch, head, row, column] array of bytes.
+View view_8bit(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t columns);
+
+// q and k quantized to int8 with a scale for each token. k is centred by its mean, and its keys are padded to whole
+// tiles of `tile` keys.
+class Int8Logits {
+ public:
+  // `dim` is the kernel's, `tile` the keys that it takes at a time.
+  Int8Logits(const Problem& p, int64_t dim, int tile, WorkspaceAllocator& workspace);
+  void quantize(cudaStream_t stream) const;
+  unsigned* counter() const { return static_cast<unsigned*>(scratch_); }         // 0 after quantize()
+  View q() const { return view(params_.q_quantized, params_.heads, queries_); }  // [batch, head, token, dim]
+  View k() const { return view(params_.k_quantized, params_.kv_heads, keys_); }  // [batch, kv_head, keys, dim]
+  int keys() const { return static_cast<int>(keys_); }
+  const float* q_scale() const { return params_.q_scale; }
+  const float* k_scale() const { return params_.k_scale; }
+  const float* mean_logit() const { return params_.mean_logit; }  // null where it is not needed
+
+ private:
+  View view(void* data, int64_t heads, int64_t rows) const;
+
+  QuantizeParams params_;
+  int64_t batch_, dim_, queries_, keys_;
+  void* scratch_;
+};
+
+}  // namespace octet::cuda

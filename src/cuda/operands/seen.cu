@@ -1,0 +1,164 @@
+#include "cuda/fragment/mask.h"
+#include "cuda/host/launch.h"
+#include "cuda/operands/contiguous.h"
+#include "cuda/operands/masks.h"
+#include "cuda/operands/seen.h"
+#include "cuda/operands/vec8.h"
+#include "cuda/ptx/max.h"
+
+namespace octet::cuda {
+namespace {
+
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+
+// Flags of the tokens of each (batch, head), or of those that the mask tells apart: 1 for a token that is seen.
+struct Flags {
+  unsigned char* data;
+  int batches, heads;  // 1 where the mask is the same for all
+  int64_t stride;      // from head to head
+
+  __device__ unsigned char* of(int batch, int head) const {
+    return data + (int64_t{batch % batches} * heads + head % heads) * stride;
+  }
+};
+
+// Where a mask varies: by query, and by the heads that share a head of k and v.
+struct Rows {
+  int queries, heads;
+};
+
+// Lists which of 32 keys of one (batch, head) some query sees: a lane has a key, a warp every kWarps-th query. Queries
+// come from the last on, which under causal masks sees most; the block ends as soon as all of its keys are seen.
+constexpr int kListedKeys = 32;
+__global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_constant__ MaskTensor t, const Mask mask,
+                                                             int n, int m, const Rows rows, const Flags seen) {
+  constexpr int kAtOnce = 8;  // queries of a warp
+  __shared__ unsigned found;  // a bit for each key
+  if (threadIdx.x == 0) found = 0;
+  __syncthreads();
+  const unsigned blocks = (m + kListedKeys - 1) / kListedKeys, of = blockIdx.x / blocks;
+  const int key = static_cast<int>(blockIdx.x % blocks * kListedKeys + threadIdx.x % 32);
+  const int batch = static_cast<int>(of) / seen.heads, head = static_cast<int>(of) % seen.heads;
+  for (int last = rows.queries - 1; last >= 0; last -= kAtOnce * kWarps) {
+    float most = key >= m ? 0.f : -INFINITY;
+    with_mask_type(t.element, [&](auto* type) {
+      using T = std::remove_pointer_t<decltype(type)>;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int row = max(last - i * kWarps - static_cast<int>(threadIdx.x) / 32, 0);
+        const KeyRange range = mask.keys_of(row, n, m);
+        for (int h = 0; h < rows.heads; ++h) {
+          const int64_t at = t.row(batch, head * rows.heads + h, row) + min(key, m - 1) * t.stride[3];
+          const float number = MaskNumbers<T>::one(t.data, at);
+          most = ptx::max_or_nan(most, key >= range.first && key < range.last ? number : -INFINITY);
+        }
+      }
+    });
+    const unsigned seen_by_warp = __ballot_sync(~0u, most != -INFINITY);
+    if (threadIdx.x % 32 == 0) atomicOr(&found, seen_by_warp);
+    if (__syncthreads_or(found != ~0u) == 0) break;
+  }
+  if (threadIdx.x < kListedKeys && key < m) seen.of(batch, head)[key] = found >> threadIdx.x & 1;
+}
+
+// Lists the queries that see a key; one warp has a row of the mask tensor.
+__global__ void __launch_bounds__(kThreads)
+    list_queries_kernel(const __grid_constant__ MaskTensor t, const Mask mask, int n, int m, const Flags seen) {
+  const int64_t rows = int64_t{seen.batches} * seen.heads * n;
+  for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * kWarps) {
+    const int i = static_cast<int>(row % n), head = static_cast<int>(row / n % seen.heads);
+    const int batch = static_cast<int>(row / n / seen.heads);
+    const KeyRange keys = mask.keys_of(i, n, m);
+    bool found = false;
+    for (int first = keys.first; first < keys.last && !found; first += 32) {
+      const int key = first + static_cast<int>(threadIdx.x) % 32;
+      found =
+          __any_sync(~0u, key < keys.last && mask_number(t, t.row(batch, head, i) + key * t.stride[3]) != -INFINITY);
+    }
+    if (threadIdx.x % 32 == 0) seen.of(batch, head)[i] = found;
+  }
+}
+
+// Sets to = from, and 0 where a token is not seen: by any of the `group` heads that share it.
+__global__ void __launch_bounds__(kThreads)
+    copy_seen_kernel(const Strided from, const Strided to, const Flags flags, int group) {
+  const int64_t vecs = from.shape[3] / kVec8, all = from.shape[0] * from.shape[1] * from.shape[2] * vecs;
+  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < all; i += int64_t{gridDim.x} * kThreads) {
+    const Index4 at{i / vecs / from.shape[2] / from.shape[1], i / vecs / from.shape[2] % from.shape[1],
+                    i / vecs % from.shape[2], i % vecs * kVec8};
+    bool seen = false;
+    for (int head = 0; head < group; ++head)
+      seen |= flags.of(static_cast<int>(at.batch), static_cast<int>(at.head) * group + head)[at.token] != 0;
+    Vec8 x{};
+    if (seen) read(from, at, x);
+    write(to, at, x);
+  }
+}
+
+// Lists which keys some query sees. `group` heads of the mask share a head of the list.
+void list_keys(const Problem& p, const Flags& seen, int group, cudaStream_t stream) {
+  const auto queries = static_cast<int>(p.tokens_q), keys = static_cast<int>(p.tokens_k);
+  // Queries that the mask does not tell apart count once.
+  const Rows rows{p.mask.stride[2] || p.windowed ? queries : 1, group};
+  const auto grid = static_cast<unsigned>((keys + kListedKeys - 1) / kListedKeys * seen.batches * seen.heads);
+  list_keys_kernel<<<grid, kThreads, 0, stream>>>(mask_tensor(p), mask_of(p), queries, keys, rows, seen);
+  check(cudaGetLastError(), "list_keys_kernel");
+}
+
+void list_queries(const Problem& p, const Flags& seen, cudaStream_t stream) {
+  const int64_t rows = int64_t{seen.batches} * seen.heads * p.tokens_q;
+  list_queries_kernel<<<blocks_for(rows, kWarps), kThreads, 0, stream>>>(
+      mask_tensor(p), mask_of(p), static_cast<int>(p.tokens_q), static_cast<int>(p.tokens_k), seen);
+  check(cudaGetLastError(), "list_queries_kernel");
+}
+
+void copy_seen(const View& from, const Strided& to, const Flags& seen, int group, cudaStream_t stream) {
+  copy_seen_kernel<<<blocks_for(from.elements() / kVec8, kThreads), kThreads, 0, stream>>>(strided(from), to, seen,
+                                                                                           group);
+  check(cudaGetLastError(), "copy_seen_kernel");
+}
+
+}  // namespace
+
+SeenValues::SeenValues(const Problem& p, WorkspaceAllocator& workspace)
+    : p_(p),
+      view_(p.v),
+      batches_(p.mask.present() && p.mask.stride[0] ? static_cast<int>(p.batch) : 1),
+      heads_(p.mask.present() && p.mask.stride[1] ? static_cast<int>(p.kv_heads) : 1) {
+  if (!p.mask.present() || !p.v.elements()) return;
+  seen_ = workspace.take<unsigned char>(static_cast<std::size_t>(batches_ * heads_ * p.tokens_k));
+  view_ = contiguous(p.v, p.v.dtype, workspace);
+}
+
+void SeenValues::preprocess(cudaStream_t stream) const {
+  if (!seen_) return;
+  const Flags seen{seen_, batches_, heads_, p_.tokens_k};
+  list_keys(p_, seen, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1, stream);
+  copy_seen(p_.v, strided(view_), seen, 1, stream);
+}
+
+SeenOperands::SeenOperands(const Problem& p, WorkspaceAllocator& workspace)
+    : q(strided(p.q)),
+      k(strided(p.k)),
+      v(strided(p.v)),
+      do_(strided(p.do_)),
+      p_(p),
+      batches_(p.mask.stride[0] ? static_cast<int>(p.batch) : 1),
+      heads_(p.mask.stride[1] ? static_cast<int>(p.heads) : 1) {
+  if (!p.mask.present() || !p.tokens_q || !p.tokens_k) return;
+  const auto copy = [&](const View& t) { return strided(contiguous(t, t.dtype, workspace)); };
+  q = copy(p.q), k = copy(p.k), v = copy(p.v), do_ = copy(p.do_);
+  flags_ = workspace.take<unsigned char>(static_cast<std::size_t>(batches_ * heads_ * (p.tokens_q + p.tokens_k)));
+}
+
+void SeenOperands::preprocess(cudaStream_t stream) const {
+  if (!flags_) return;
+  const int64_t tokens = p_.tokens_q + p_.tokens_k;
+  const Flags queries{flags_, batches_, heads_, tokens}, keys{flags_ + p_.tokens_q, batches_, heads_, tokens};
+  list_queries(p_, queries, stream), list_keys(p_, keys, 1, stream);
+  copy_seen(p_.q, q, queries, 1, stream), copy_seen(p_.do_, do_, queries, 1, stream);
+  const int group = static_cast<int>(p_.group());
+  copy_seen(p_.k, k, keys, group, stream), copy_seen(p_.v, v, keys, group, stream);
+}
+
+}  // namespace octet::cuda

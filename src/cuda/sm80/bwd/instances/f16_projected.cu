@@ -1,8 +1,0 @@
-// Backward kernels with operands in f16: BackwardKind::projected.
-#include "cuda/sm80/bwd/instances/instance.h"
-
-namespace octet::cuda::sm80 {
-
-template BackwardKernel backward_kernel<F16, BackwardKind::projected>(int dim);
-
-}  // namespace octet::cuda::sm80

@@ -1,8 +1,0 @@
-// The forward kernels of PrecisionF16 with general logits for few queries.
-#include "cuda/sm80/fwd/kernel.h"
-
-namespace octet::cuda::sm80 {
-
-template ForwardKernel forward_kernel_of<PrecisionF16, true, true>(int64_t);
-
-}  // namespace octet::cuda::sm80

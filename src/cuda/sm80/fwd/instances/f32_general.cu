@@ -1,8 +1,0 @@
-// The forward kernels of PrecisionF32 with general logits.
-#include "cuda/sm80/fwd/kernel.h"
-
-namespace octet::cuda::sm80 {
-
-template ForwardKernel forward_kernel_of<PrecisionF32, true, false>(int64_t);
-
-}  // namespace octet::cuda::sm80

@@ -1,8 +1,0 @@
-// The forward kernels of precision f16.
-#include "cuda/sm90/fwd/instances/instance_16bit.h"
-
-namespace octet::cuda::sm90 {
-
-template Kernel forward_kernel<PrecisionF16>(int64_t, int64_t);
-
-}  // namespace octet::cuda::sm90
