@@ -1,24 +1,29 @@
 // A backend is a table of functions. Adding one means writing a table and listing it in select.cc.
 #pragma once
+#include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "core/problem.h"
 
 namespace octet {
 
-// Scratch bytes owned by the caller.
-struct Bytes {
-  void* data = nullptr;
-  std::size_t size = 0;
-};
-
-// What a backend does with one problem: everything that depends on the pass, the precision and the sizes, chosen once.
+// What a backend does with one problem: everything that depends on the pass, the recipe and the sizes, found once a
+// call. It refers to the problem, and to the workspace that it was made for.
 struct Plan {
   std::size_t workspace;  // bytes that `run` needs
   // Names the kernel: "forward bf16 amx, 64 x 64 tiles".
-  std::string (*kernel)(const Problem&);
-  void (*run)(const Problem&, Bytes workspace, void* stream);
+  std::function<std::string()> kernel;
+  std::function<void(void* stream)> run;
+};
+
+// A plan, or the reason why there is none.
+struct Answer {
+  Answer(Plan&& p) : plan(std::move(p)) {}
+  Answer(std::string&& r) : reason(std::move(r)) {}
+  std::optional<Plan> plan;
+  std::string reason;  // where there is no plan
 };
 
 struct Backend {
@@ -28,13 +33,12 @@ struct Backend {
 
   // Returns why this backend cannot run at all on this machine, or nothing.
   std::optional<std::string> (*unavailable)();
-  // Returns why this backend cannot solve this problem, whose tensors are on its kind of device, or nothing.
-  std::optional<std::string> (*unsupported_reason)(const Problem&);
-  // Returns why it defers a problem that it supports to another backend unless the caller names it, or nothing. Null:
+  // Plans a problem whose tensors are on its kind of device. It writes nothing. The plan of a null workspace, which
+  // asks for its size alone, is not run.
+  Answer (*plan)(const Problem&, void* workspace);
+  // Returns why it defers a problem that it can solve to another backend unless the caller names it, or nothing. Null:
   // it defers none.
   std::optional<std::string> (*deferral_reason)(const Problem&);
-  // Plans a problem that it supports.
-  Plan (*plan)(const Problem&);
 };
 
 // All backends, best first.
@@ -46,9 +50,9 @@ struct BackendList {
 };
 BackendList backends();
 
-// The first backend that supports the problem, or the one asked for by `wanted` (null: OCTET_BACKEND from the
-// environment, else any). Throws Failure with every backend's reason if none is left.
-const Backend& select(const Problem& problem, const char* wanted);
+// The plan of the first backend that can solve the problem, or of the one asked for by `wanted` (null: OCTET_BACKEND
+// from the environment, else any). Throws Failure with every backend's reason if none can.
+Plan select(const Problem& problem, const char* wanted, void* workspace);
 
 // A line per backend considered: chosen, could or no, with its kernel or the reason.
 std::string explain(const Problem& problem, const char* wanted);

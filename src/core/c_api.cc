@@ -66,7 +66,7 @@ octet_status octet_workspace_size(const octet_attention* attention, const octet_
   return guarded([&] {
     if (!bytes) invalid("bytes: NULL");
     const Problem problem = validate(attention, arguments);
-    *bytes = select(problem, attention->backend).plan(problem).workspace;
+    *bytes = select(problem, attention->backend, nullptr).workspace;
   });
 }
 
@@ -74,16 +74,17 @@ octet_status octet_run(const octet_attention* attention, const octet_arguments* 
                        size_t bytes, void* stream) {
   return guarded([&] {
     const Problem problem = validate(attention, arguments);
-    const Plan plan = select(problem, attention->backend).plan(problem);
+    const bool aligned = reinterpret_cast<uintptr_t>(workspace) % 64 == 0;
+    const Plan plan = select(problem, attention->backend, aligned ? workspace : nullptr);
     if (stream && problem.device == OCTET_CPU) invalid("stream: given with CPU tensors; pass NULL");
     const size_t needed = plan.workspace;
     if (bytes < needed)
       throw Failure(OCTET_WORKSPACE_TOO_SMALL,
                     text("workspace: ", bytes, " bytes, needed: ", needed, " (octet_workspace_size)"));
     if (needed && !workspace) invalid("workspace: NULL, needed: ", needed, " bytes");
-    if (reinterpret_cast<uintptr_t>(workspace) % 64) invalid("workspace: not aligned to 64 bytes");
+    if (!aligned) invalid("workspace: not aligned to 64 bytes");
     expect_workspace_apart(problem, workspace, needed);
-    plan.run(problem, {workspace, bytes}, stream);
+    plan.run(stream);
   });
 }
 

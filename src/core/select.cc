@@ -22,15 +22,15 @@ constexpr const Backend* kBackends[] = {
 #endif
     &kCpu, &kReference};
 
-// Returns why a backend cannot run a problem, or nothing; `named`: the caller asks for it by name.
-std::optional<std::string> reason_against(const Backend& backend, const Problem& problem, bool named) {
-  if (auto reason = backend.unavailable()) return reason;
+// Returns what a backend answers to a problem; `named`: the caller asks for it by name.
+Answer answer_of(const Backend& backend, const Problem& problem, bool named, void* workspace) {
+  if (auto reason = backend.unavailable()) return std::move(*reason);
   if (problem.device != backend.device)
     return text("the tensors are on ", name(problem.device), "; it works on ", name(backend.device), " tensors");
-  if (auto reason = backend.unsupported_reason(problem)) return reason;
-  if (named || !backend.deferral_reason) return {};
+  Answer answer = backend.plan(problem, workspace);
+  if (!answer.plan || named || !backend.deferral_reason) return answer;
   if (auto reason = backend.deferral_reason(problem)) return text("it could, but ", *reason);
-  return {};
+  return answer;
 }
 
 // The backends that may run: all, or the one that the caller or else the environment names.
@@ -58,13 +58,13 @@ struct Candidates {
 
 BackendList backends() { return {kBackends, std::size(kBackends)}; }
 
-const Backend& select(const Problem& problem, const char* wanted) {
+Plan select(const Problem& problem, const char* wanted, void* workspace) {
   const Candidates candidates(wanted);
   std::string reasons;
   for (const Backend* backend : candidates.all) {
-    const auto reason = reason_against(*backend, problem, candidates.named);
-    if (!reason) return *backend;
-    reasons += text("\n  ", backend->name, ": ", *reason);
+    Answer answer = answer_of(*backend, problem, candidates.named, workspace);
+    if (answer.plan) return std::move(*answer.plan);
+    reasons += text("\n  ", backend->name, ": ", answer.reason);
   }
   unsupported("no backend can solve this problem:", reasons);
 }
@@ -74,12 +74,12 @@ std::string explain(const Problem& problem, const char* wanted) {
   std::string report;
   bool chosen = false;
   for (const Backend* backend : candidates.all) {
-    const auto reason = reason_against(*backend, problem, candidates.named);
-    if (reason)
-      report += text(backend->name, ": no, ", *reason, '\n');
+    const Answer answer = answer_of(*backend, problem, candidates.named, nullptr);
+    if (answer.plan)
+      report += text(backend->name, chosen ? ": could, " : ": chosen, ", answer.plan->kernel(), '\n');
     else
-      report += text(backend->name, chosen ? ": could, " : ": chosen, ", backend->plan(problem).kernel(problem), '\n');
-    chosen |= !reason;
+      report += text(backend->name, ": no, ", answer.reason, '\n');
+    chosen |= answer.plan.has_value();
   }
   return report;
 }

@@ -89,20 +89,24 @@ std::string kernel(const Problem& p) {
               kKeys, " tiles, ", threads_of(p), " threads");
 }
 
-template <auto pass>
-void run(const Problem& p, Bytes workspace, void*) {
-  const Work work(p, block_rows(p), threads_of(p), workspace.data);
-  (kernels().*pass)(work.job);
+template <auto workspace_of, auto pass>
+Plan plan_of(const Problem& p, void* workspace) {
+  const auto run = [&p, workspace](void*) {
+    const Work work(p, block_rows(p), threads_of(p), workspace);
+    (kernels().*pass)(work.job);
+  };
+  return {(kernels().*workspace_of)(p, threads_of(p)), [&p] { return kernel(p); }, run};
 }
 
-Plan plan(const Problem& p) {
+Answer plan(const Problem& p, void* workspace) {
+  if (auto reason = why_unsupported(p)) return std::move(*reason);
   switch (p.pass) {
     case OCTET_FORWARD:
-      return {kernels().forward_workspace(p, threads_of(p)), kernel, run<&Kernels::forward>};
+      return plan_of<&Kernels::forward_workspace, &Kernels::forward>(p, workspace);
     case OCTET_BACKWARD:
-      return {kernels().backward_workspace(p, threads_of(p)), kernel, run<&Kernels::backward>};
+      return plan_of<&Kernels::backward_workspace, &Kernels::backward>(p, workspace);
     default:
-      return {kernels().jvp_workspace(p, threads_of(p)), kernel, run<&Kernels::jvp>};
+      return plan_of<&Kernels::jvp_workspace, &Kernels::jvp>(p, workspace);
   }
 }
 
@@ -112,12 +116,7 @@ Plan plan(const Problem& p) {
 namespace octet {
 
 extern const Backend kCpu;
-const Backend kCpu = {"cpu",
-                      "tiled kernels for the CPU's vector and tile instructions",
-                      OCTET_CPU,
-                      cpu::unavailable,
-                      cpu::why_unsupported,
-                      nullptr,
-                      cpu::plan};
+const Backend kCpu = {
+    "cpu", "tiled kernels for the CPU's vector and tile instructions", OCTET_CPU, cpu::unavailable, cpu::plan, nullptr};
 
 }  // namespace octet

@@ -56,6 +56,7 @@ RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/host/"]
 RULES["src/cuda/scheduler"] = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/scheduler/"]
 OPERANDS = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/operands/"]
 RULES["src/cuda/operands"] = RULES["src/cuda/operands/quantize"] = OPERANDS
+RULES["src/cuda/fwd"] = [*OPERANDS, "cuda/scheduler/", "cuda/fwd/"]
 RULES["src/cuda/bwd"] = [*OPERANDS, "cuda/scheduler/", "cuda/bwd/"]
 # The backends: what each pass of one may include of what lies beside it. No pass knows another.
 SHARED = {
@@ -63,10 +64,11 @@ SHARED = {
     "sm80": ["smem", "mma", "logits", "mask_tile", "mask_classes", "f32_parts", "f32_tiles", "passes"],
 }
 for backend, passes in (("sm90", ("fwd", "bwd")), ("sm80", ("fwd", "bwd", "jvp"))):
-    RULES[f"src/cuda/{backend}"] = [*RULES["src/cuda/bwd"], f"cuda/{backend}/"]
+    RULES[f"src/cuda/{backend}"] = [*RULES["src/cuda/bwd"], "cuda/fwd/", f"cuda/{backend}/"]
     for one in passes:
         shared = [f"cuda/{backend}/{name}.h" for name in SHARED[backend]]
-        RULES[f"src/cuda/{backend}/{one}"] = [*RULES["src/cuda/bwd"], *shared, f"cuda/{backend}/{one}/"]
+        half = RULES.get(f"src/cuda/{one}", OPERANDS + ["cuda/scheduler/"])  # without architecture
+        RULES[f"src/cuda/{backend}/{one}"] = [*half, *shared, f"cuda/{backend}/{one}/"]
 SYSTEM = re.compile(r"[a-z_0-9]+(\.h)?|sys/[a-z_]+\.h")  # <vector>, <math.h>, <sys/mman.h>
 INCLUDE = re.compile(r'^\s*#\s*include\s+([<"])([^>"]+)[>"]', re.MULTILINE)
 

@@ -242,7 +242,7 @@ void store_dsinks(const Problem& problem, const std::vector<Sequence>& all, cons
     }
 }
 
-void run(const Problem& problem, Bytes, void*) {
+void run(const Problem& problem) {
   const Recipe recipe = recipe_for(problem);
   const std::vector<Sequence> all = sequences(problem);
   const int64_t tasks = static_cast<int64_t>(all.size()) * problem.kv_heads;
@@ -257,6 +257,11 @@ void run(const Problem& problem, Bytes, void*) {
 
 std::string kernel(const Problem& problem) {
   return text(name(problem.pass), ' ', name(problem.precision), ", unfused float64");
+}
+
+Answer plan(const Problem& problem, void*) {
+  if (auto reason = unsupported_reason(problem)) return std::move(*reason);
+  return Plan{0, [&problem] { return kernel(problem); }, [&problem](void*) { run(problem); }};
 }
 
 // No other backend has f64.
@@ -274,12 +279,8 @@ const Backend kReference{
     .description = "unfused float64 with the rounding points of every precision: the oracle",
     .device = OCTET_CPU,
     .unavailable = [] { return std::optional<std::string>(); },
-    .unsupported_reason = unsupported_reason,
+    .plan = reference::plan,
     .deferral_reason = reference::deferral_reason,
-    .plan =
-        [](const Problem&) {
-          return Plan{0, reference::kernel, reference::run};
-        },
 };
 
 }  // namespace octet

@@ -2,26 +2,13 @@
 
 #include "cuda/bwd/limits_p.h"
 #include "cuda/bwd/operands.h"
+#include "cuda/host/card.h"
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/masks.h"
 #include "cuda/scheduler/count_blocks.h"
 
 namespace octet::cuda {
 namespace {
-
-// True where delta is computed from the unrounded o.
-bool needs_exact_o(const Problem& p) {
-  return p.bias_correction == OCTET_BIAS_CORRECTION_F16 || p.bias_correction == OCTET_BIAS_CORRECTION_EXACT_DELTA;
-}
-
-// True where k is centred by its mean. A softcap needs logits that have the mean. Where rows of ds have sums other than
-// 0 and lse has a gauge, preprocessing cannot compute the sums.
-bool smooths(const Problem& p) {
-  return p.bias_correction == OCTET_BIAS_CORRECTION_F16 && !p.softcap && !(has_gauge(p) && p.sinks.present());
-}
-
-// True where the rows of ds have sums other than 0, which dq needs together with the mean of k.
-bool sums_rows(const Problem& p) { return smooths(p) && (p.sinks.present() || p.dlse.present()); }
 
 // The rows of the tiles of q, and of k.
 struct TileRows {
@@ -35,19 +22,6 @@ TileRows tile_rows(int dim) {
 std::size_t row_bytes(int queries) { return queries == 64 ? sizeof(QueryRows<64>) : sizeof(QueryRows<128>); }
 
 }  // namespace
-
-int backward_dim(const Problem& p) {
-  const int64_t dim = std::max(p.dim, p.dim_v);
-  return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
-}
-
-bool f16_compute(const Problem& p) {
-  return p.precision == OCTET_PRECISION_F16 || p.bias_correction == OCTET_BIAS_CORRECTION_F16;
-}
-
-bool has_gauge(const Problem& p) {
-  return p.alibi_slopes.present() || (p.mask.present() && p.mask.dtype != OCTET_BOOL);
-}
 
 Blocks blocks_of(int rows, int64_t tokens, const View& cu_seqlens, WorkspaceAllocator& allocator) {
   Blocks b{.rows = rows, .tokens = static_cast<int>(tokens), .count = static_cast<int>((tokens + rows - 1) / rows)};
@@ -64,10 +38,9 @@ void count_blocks(const Blocks& q, const Blocks& k, cudaStream_t stream) {
     if (b->cu_seqlens) count_blocks(b->cu_seqlens, b->sequences, b->rows, const_cast<int*>(b->blocks_before), stream);
 }
 
-Sums sums_of(const Problem& p) { return p.deterministic ? Sums::integers : Sums::floats; }
-
-PreprocessParams preprocess_params(const Problem& p, bool query_tiles, bool key_tiles, WorkspaceAllocator& allocator) {
-  const int dim = backward_dim(p);
+PreprocessParams preprocess_params(const Problem& p, const BackwardChoice& choice, bool query_tiles, bool key_tiles,
+                                   WorkspaceAllocator& allocator) {
+  const int dim = choice.dim;
   const TileRows rows = tile_rows(dim);
   const Blocks q_blocks = blocks_of(rows.queries, p.tokens_q, p.cu_seqlens_q, allocator);
   const Blocks k_blocks = blocks_of(rows.keys, p.tokens_k, p.cu_seqlens_k, allocator);
@@ -76,8 +49,8 @@ PreprocessParams preprocess_params(const Problem& p, bool query_tiles, bool key_
   const auto kv_heads = static_cast<std::size_t>(p.batch * p.kv_heads);
   const std::size_t q_bytes = q_tiles * rows.queries * dim * 2, k_bytes = k_tiles * rows.keys * dim * 2;
 
-  const bool scaled = f16_compute(p), f16 = p.precision == OCTET_PRECISION_F16;
-  const octet_dtype cast = f16 ? OCTET_F16 : OCTET_BF16;
+  const bool scaled = choice.f16;
+  const octet_dtype cast = choice.cast;
   const int p_exponent = scaled ? kPExponentOf<F16> : kPExponentOf<Bf16>;
   PreprocessParams params{
       .q = strided(p.q),
@@ -85,20 +58,20 @@ PreprocessParams preprocess_params(const Problem& p, bool query_tiles, bool key_
       .v = strided(p.v),
       .do_ = strided(p.do_),
       .o = strided(p.o),
-      .o_residual = needs_exact_o(p) ? strided(p.o_residual) : strided(View{}),
+      .o_residual = choice.exact_o ? strided(p.o_residual) : strided(View{}),
       .lse = strided(p.lse),
       .dlse = strided(p.dlse),
       .sinks = sinks(p.sinks),
       .tile_dim = dim,
       .block_channels = dim / 2,
       .type = scaled ? OCTET_F16 : OCTET_BF16,
-      .round_do = f16 ? OCTET_F32 : OCTET_BF16,
+      .round_do = cast == OCTET_F16 ? OCTET_F32 : OCTET_BF16,
       .round_q = cast,
       .round_k = cast,
       .round_v = cast,
       .scaled = scaled,
-      .smooth = smooths(p),
-      .reads_keys = key_tiles || sums_of(p) == Sums::integers,
+      .smooth = choice.smooth,
+      .reads_keys = key_tiles || choice.sums == Sums::integers,
       .q_blocks = q_blocks,
       .k_blocks = k_blocks,
       .mask = mask_of(p),
@@ -111,7 +84,7 @@ PreprocessParams preprocess_params(const Problem& p, bool query_tiles, bool key_
       .divided = allocator.take<unsigned>(1 + kv_heads),
       .mean = allocator.take<float>(kv_heads * p.dim),
       .rows = allocator.take<unsigned char>(q_tiles * row_bytes(rows.queries) * (scaled ? kParts : 1)),
-      .row_sums = sums_rows(p) ? allocator.take<float>(q_tiles * rows.queries) : nullptr,
+      .row_sums = choice.adds_mean ? allocator.take<float>(q_tiles * rows.queries) : nullptr,
       .dq = allocator.take<float>(q_tiles * rows.queries * dim),
       .zeroed_heads = static_cast<int>(kv_heads),
       .zeroed = allocator.take<unsigned>(kv_heads),
@@ -129,7 +102,7 @@ PreprocessParams preprocess_params(const Problem& p, bool query_tiles, bool key_
 
 BackwardParams backward_params(const Problem& p, const PreprocessParams& params, int in_flight, const Output& dk,
                                const Output& dv) {
-  constexpr int64_t kShareOfL2 = 16 << 20;  // bytes
+  const int64_t share_of_l2 = card(p.device_index).l2_bytes * 8 / 25;
   const int64_t head_bytes = std::max<int64_t>(p.group() * p.tokens_q * params.tile_dim * (2 + 2 + 4), 1);
   const int64_t kv_heads = p.batch * p.kv_heads;
   return {.q = params.q_tiles,
@@ -157,7 +130,7 @@ BackwardParams backward_params(const Problem& p, const PreprocessParams& params,
           .block_channels = params.block_channels,
           .counter = params.counters,
           .head_groups = p.windowed
-                             ? head_groups_of(kv_heads, params.k_blocks.count, kShareOfL2 / head_bytes, in_flight)
+                             ? head_groups_of(kv_heads, params.k_blocks.count, share_of_l2 / head_bytes, in_flight)
                              : one_by_one(kv_heads),
           .scale = p.scale,
           .p_exponent = params.p_exponent,

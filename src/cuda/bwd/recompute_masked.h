@@ -15,6 +15,7 @@
 #include "cuda/bwd/exponents.h"
 #include "cuda/bwd/preprocess.h"
 #include "cuda/fragment/unmasked_row.h"
+#include "cuda/host/card.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/vec8.h"
 #include "cuda/ptx/grid.h"
@@ -135,10 +136,8 @@ struct UnmaskedGradients {
   __device__ __noinline__ void write_dk_dv(int key) const {
     const bool dk_stays = is_finite(a.dk, key, a.dim), dv_stays = is_finite(a.dv, key, a.dim_v);
     if (dk_stays && dv_stays) return;
-    // The queries that see the key.
-    const int diagonal = key - (a.mask.bottom_right ? k.tokens - q.tokens : 0), group = a.heads / a.kv_heads;
-    int start = max(diagonal - a.mask.right, 0), end = min(diagonal + a.mask.left + 1, q.tokens);
-    if (Logits::kHides && !a.mask.windowed) start = 0, end = q.tokens;
+    const KeyRange seeing = a.mask.queries_of(key, q.tokens, k.tokens);
+    const int start = max(seeing.first, 0), end = min(seeing.last, q.tokens), group = a.heads / a.kv_heads;
     float dk[kChannels]{}, dv[kChannels]{};
 #pragma unroll 1
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head)
@@ -207,9 +206,9 @@ template <class Logits>
 void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const Logits& logits, const Strided& dq,
                       cudaStream_t stream) {
   const auto kernel = with_tile_dim(p.tile_dim, [](auto dim) { return recompute_masked_kernel<dim, Logits>; });
-  constexpr int64_t kMostBlocks = 132;
+  const int64_t most_blocks = current_card().multiprocessors;
   const int64_t tiles = int64_t{a.batch} * a.heads * a.q_blocks.count;
-  launch_general_pdl(kernel, static_cast<unsigned>(std::min(tiles, kMostBlocks)), kRecomputeThreads, 0, stream, p, a,
+  launch_general_pdl(kernel, static_cast<unsigned>(std::min(tiles, most_blocks)), kRecomputeThreads, 0, stream, p, a,
                      dq, logits);
 }
 

@@ -15,7 +15,11 @@ struct Mask {
 
   static constexpr int kUnbounded = 1 << 29;  // sums with token counts stay in an int
 
+  // The key on the diagonal of query 0.
+  __device__ int shift(int n, int m) const { return bottom_right ? m - n : 0; }
   __device__ KeyRange keys_of(int i, int n, int m) const;
+  // The queries that see key j; the interval may hold numbers that are no queries.
+  __device__ KeyRange queries_of(int j, int n, int m) const;
   // The keys that any of the n queries sees.
   __device__ KeyRange seen(int n, int m) const;
   // The queries that see any key.

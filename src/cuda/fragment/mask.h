@@ -7,9 +7,15 @@ namespace octet::cuda {
 
 __device__ inline KeyRange Mask::keys_of(int i, int n, int m) const {
   if (!windowed) return {0, m};
-  const int diagonal = i + (bottom_right ? m - n : 0);
+  const int diagonal = i + shift(n, m);
   const int first = min(max(diagonal - left, 0), m), last = min(max(diagonal + right + 1, 0), m);
   return {first, max(first, last)};
+}
+
+__device__ inline KeyRange Mask::queries_of(int j, int n, int m) const {
+  if (!windowed) return {0, n};
+  const int diagonal = j - shift(n, m);
+  return {diagonal - right, diagonal + left + 1};
 }
 
 // Both ends of the interval grow with the query.
@@ -22,9 +28,8 @@ __device__ inline KeyRange Mask::seen(int n, int m) const {
 __device__ inline KeyRange Mask::seeing(int n, int m) const {
   if (m == 0) return {0, 0};
   if (!windowed) return {0, n};
-  const int shift = bottom_right ? m - n : 0;
-  const int first = min(max(-shift - right, 0), n);
-  return {first, max(first, min(m + left - shift, n))};
+  const int first = min(max(-shift(n, m) - right, 0), n);
+  return {first, max(first, min(m + left - shift(n, m), n))};
 }
 
 // Tells whether a key is seen, for tokens that mostly belong to the same sequence as the last one.

@@ -1,11 +1,14 @@
-// Functions that both CUDA backends use: they find the GPUs, reject problems and plan a pass.
+// Functions that both CUDA backends use: they find the GPUs, reject problems and make plans.
 #pragma once
 #include <cuda_runtime_api.h>
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "core/backend.h"
+#include "cuda/host/status.h"
+#include "cuda/host/workspace.h"
 
 namespace octet::cuda {
 
@@ -20,13 +23,14 @@ std::optional<std::string> no_gpu_reason(bool (*fits)(int device), const char* w
 // Returns the reason why a problem is too large for blocks of 64 queries that 32 bits count, or nothing if it is not.
 std::optional<std::string> size_unsupported_reason(const Problem& p);
 
-// Returns the plan of a pass. With a null workspace, `pass` only returns the bytes that it needs.
-template <auto pass, auto name_of>
-Plan plan_of(const Problem& p) {
-  const auto run = [](const Problem& problem, Bytes workspace, void* stream) {
-    pass(problem, workspace.data, static_cast<cudaStream_t>(stream));
-  };
-  return {pass(p, nullptr, nullptr), name_of, run};
+// Returns the plan of a pass whose operands `allocator` has laid out: name() names its kernel, and run(stream) launches
+// it, with the device of the problem as the current one.
+template <class Name, class Run>
+Plan plan_of(const Problem& p, const WorkspaceAllocator& allocator, Name name, Run run) {
+  return {allocator.used(), std::move(name), [&p, run = std::move(run)](void* stream) mutable {
+            const DeviceScope device(p.device_index);
+            run(static_cast<cudaStream_t>(stream));
+          }};
 }
 
 }  // namespace octet::cuda

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "cuda/fragment/mask.h"
+#include "cuda/host/card.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/cast.h"
 #include "cuda/operands/mean_limit.h"
@@ -299,15 +300,17 @@ void convert_to_f16(const Strided& from, const Strided& to, Element through, con
   if (!heads || !from.shape[2]) return;
   const bool words = from.element == Element::bf16 && through == Element::bf16 && in_words(from);
   const int64_t tokens_per_block = kVecsAtOnce * (kThreads / (from.shape[3] / kVec8));
-  constexpr int64_t kInFlight = 396, kRescaling = 640;  // blocks that 132 multiprocessors hold at a time
-  const unsigned blocks = few_of(heads, from.shape[2], tokens_per_block, kInFlight);
+  // The blocks that all multiprocessors hold at a time.
+  const int64_t in_flight = int64_t{3} * current_card().multiprocessors, rescaling_in_flight = in_flight * 5 / 3;
+  const unsigned blocks = few_of(heads, from.shape[2], tokens_per_block, in_flight);
   float *const limits = scratch, *const largest = scratch + heads;
   const auto convert = words ? convert_kernel<Bf16> : convert_kernel<void>;
   convert<<<dim3(static_cast<unsigned>(heads), blocks), kThreads, 0, stream>>>(from, to, through, v_mean, seen, largest,
                                                                                limits);
   check(cudaGetLastError(), "convert_kernel");
   const float *largest_found = largest, *limits_found = limits;
-  const dim3 rescaling(static_cast<unsigned>(heads), few_of(heads, from.shape[2], tokens_per_block, kRescaling));
+  const dim3 rescaling(static_cast<unsigned>(heads),
+                       few_of(heads, from.shape[2], tokens_per_block, rescaling_in_flight));
   launch_general_pdl(rescale_kernel, rescaling, kThreads, 0, stream, from, to, through, v_mean, seen, largest_found,
                      static_cast<int>(blocks), limits_found, scale);
 }

@@ -8,10 +8,12 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
-#include "core/problem.h"
+#include "core/backend.h"
 #include "cuda/host/workspace.h"
 
 namespace octet::cuda {
@@ -60,19 +62,19 @@ class PackedKeys {
   std::size_t bytes_;
 };
 
-// The pass of a problem with a key mask, from that of packed sequences, and its name.
-template <auto pass>
-std::size_t with_packed_keys(const Problem& p, void* workspace, cudaStream_t stream) {
-  const PackedKeys keys(p, workspace);
-  void* const rest = workspace ? static_cast<unsigned char*>(workspace) + keys.bytes() : nullptr;
-  if (workspace) keys.preprocess(stream);
-  const std::size_t bytes = keys.bytes() + pass(keys.problem(), rest, stream);
-  if (workspace) keys.deliver(stream);
-  return bytes;
-}
-template <auto name_of>
-std::string name_with_packed_keys(const Problem& p) {
-  return name_of(PackedKeys(p, nullptr).problem()) + ", seen keys copied side by side";
+// Returns the answer to a problem with a key mask, from that to packed sequences. `workspace` is that of `keys`.
+template <class PlanOf>
+Answer with_packed_keys(std::shared_ptr<const PackedKeys> keys, void* workspace, const PlanOf& plan_of_packed) {
+  Answer packed =
+      plan_of_packed(keys->problem(), workspace ? static_cast<unsigned char*>(workspace) + keys->bytes() : nullptr);
+  if (!packed.plan) return packed;
+  const std::size_t bytes = keys->bytes() + packed.plan->workspace;
+  auto name = [keys, kernel = std::move(packed.plan->kernel)] { return kernel() + ", seen keys copied side by side"; };
+  return Plan{bytes, std::move(name), [keys, run = std::move(packed.plan->run)](void* stream) {
+                keys->preprocess(static_cast<cudaStream_t>(stream));
+                run(stream);
+                keys->deliver(static_cast<cudaStream_t>(stream));
+              }};
 }
 
 }  // namespace octet::cuda

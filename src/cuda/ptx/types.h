@@ -37,21 +37,16 @@ __device__ inline uint32_t pack<F16>(float low, float high) {
 // Packs four numbers into the bytes of one register, x0 in the lowest. Rounds to nearest, ties to even, and saturates.
 template <class T>
 __device__ inline uint32_t pack(float x0, float x1, float x2, float x3);
-// cvt.rn.satfinite.e4m3x2.f32, since compute capability 8.9; NaN stays NaN. PTX ISA, 9.7.9.21.
+// cvt.rn.satfinite.e4m3x2.f32; NaN stays NaN. PTX ISA, 9.7.9.21. Since compute capability 8.9.
 template <>
 __device__ inline uint32_t pack<E4m3>(float x0, float x1, float x2, float x3) {
   uint32_t d;
-#if __CUDA_ARCH__ < 890
-  d = __nv_cvt_float2_to_fp8x2({x0, x1}, __NV_SATFINITE, __NV_E4M3) |
-      __nv_cvt_float2_to_fp8x2({x2, x3}, __NV_SATFINITE, __NV_E4M3) << 16;
-#else
   asm("{\n.reg .b16 low, high;\n"
       "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
       "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
       "mov.b32 %0, {low, high};\n}"
       : "=r"(d)
       : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
-#endif
   return d;
 }
 // cvt.rni.s32.f32 and cvt.pack.sat, which ptxas fuses into one instruction for two numbers; NaN gives 0. PTX ISA,

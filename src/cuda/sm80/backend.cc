@@ -1,6 +1,7 @@
 // The backend for every NVIDIA GPU of compute capability 8.0 or later, by mma.sync.
 #include "core/backend.h"
 
+#include <memory>
 #include <utility>
 
 #include "core/error.h"
@@ -22,36 +23,32 @@ std::optional<std::string> unavailable() {
   return reason;
 }
 
-std::optional<std::string> unsupported_reason(const Problem& p) {
+// Returns the packed sequences of a problem whose seen keys are copied side by side, which pays where many queries
+// share them; else null.
+std::shared_ptr<const PackedKeys> packed_keys(const Problem& p, void* workspace) {
+  constexpr int64_t kFewestQueries = 512, kFewestCopiedQueries = 2048;
+  if (!p.mask.present() || p.tokens_q < kFewestQueries || p.pass == OCTET_JVP || no_key_mask_reason(p)) return nullptr;
+  auto keys = std::make_shared<const PackedKeys>(p, workspace);
+  if (keys->copies_queries() && p.tokens_q < kFewestCopiedQueries) return nullptr;
+  return size_unsupported_reason(keys->problem()) ? nullptr : keys;
+}
+
+Answer plan(const Problem& p, void* workspace) {
   if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability ", kWanted);
-  constexpr PrecisionSet kPrecisions = {OCTET_PRECISION_F32, OCTET_PRECISION_F16, OCTET_PRECISION_BF16};
-  if (!kPrecisions.has(p.precision)) return text("it has no ", name(p.precision), "; it has: ", kPrecisions.names());
-  if (auto reason = size_unsupported_reason(p)) return reason;
+  const ForwardNumerics numerics = forward_numerics(p);
+  if (!has_kernels(numerics.formats))
+    return text("it has no ", name(p.precision), "; it has: ", precisions_whose(p, has_kernels).names());
+  if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
   for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
     if (t->quantization) return text(label, " is quantized; it takes f32, f16, bf16 and e4m3 as they are");
-  return missing_exact_output(p);
-}
-
-// Returns true where a problem's seen keys are copied side by side, which pays where many queries share them.
-bool packs_keys(const Problem& p) {
-  constexpr int64_t kFewestQueries = 512, kFewestCopiedQueries = 2048;
-  if (!p.mask.present() || p.tokens_q < kFewestQueries || no_key_mask_reason(p)) return false;
-  const PackedKeys packed(p, nullptr);
-  if (packed.copies_queries() && p.tokens_q < kFewestCopiedQueries) return false;
-  return !size_unsupported_reason(packed.problem());
-}
-
-Plan plan(const Problem& p) {
-  switch (p.pass) {
-    case OCTET_FORWARD:
-      if (packs_keys(p)) return plan_of<with_packed_keys<forward>, name_with_packed_keys<forward_name>>(p);
-      return plan_of<forward, forward_name>(p);
-    case OCTET_BACKWARD:
-      if (packs_keys(p)) return plan_of<with_packed_keys<backward>, name_with_packed_keys<backward_name>>(p);
-      return plan_of<backward, backward_name>(p);
-    default:
-      return plan_of<jvp, jvp_name>(p);
-  }
+  if (auto reason = missing_exact_output(p)) return std::move(*reason);
+  const auto plan_of_pass = [&](const Problem& problem, void* memory) -> Answer {
+    return problem.pass == OCTET_FORWARD    ? forward(problem, numerics, memory)
+           : problem.pass == OCTET_BACKWARD ? backward(problem, memory)
+                                            : jvp(problem, memory);
+  };
+  if (auto keys = packed_keys(p, workspace)) return with_packed_keys(std::move(keys), workspace, plan_of_pass);
+  return plan_of_pass(p, workspace);
 }
 
 }  // namespace
@@ -60,12 +57,8 @@ Plan plan(const Problem& p) {
 namespace octet {
 
 extern const Backend kSm80;
-const Backend kSm80 = {"sm80",
-                       "mma.sync, on every NVIDIA GPU since Ampere",
-                       OCTET_CUDA,
-                       cuda::sm80::unavailable,
-                       cuda::sm80::unsupported_reason,
-                       nullptr,
-                       cuda::sm80::plan};
+const Backend kSm80 = {"sm80",           "mma.sync, on every NVIDIA GPU since Ampere",
+                       OCTET_CUDA,       cuda::sm80::unavailable,
+                       cuda::sm80::plan, nullptr};
 
 }  // namespace octet

@@ -1,21 +1,15 @@
-// The passes of sm80. Each returns the size of its workspace; with a null workspace it does nothing else.
+// The passes of sm80: their plans (core/backend.h).
 #pragma once
-#include <cuda_runtime_api.h>
-
-#include <cstddef>
-#include <string>
-
-#include "core/problem.h"
+#include "core/backend.h"
+#include "cuda/fwd/choose.h"
 
 namespace octet::cuda::sm80 {
 
-std::size_t forward(const Problem& p, void* workspace, cudaStream_t stream);
-std::string forward_name(const Problem& p);
+Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace);
+Plan backward(const Problem& p, void* workspace);
+Plan jvp(const Problem& p, void* workspace);
 
-std::size_t backward(const Problem& p, void* workspace, cudaStream_t stream);
-std::string backward_name(const Problem& p);
-
-std::size_t jvp(const Problem& p, void* workspace, cudaStream_t stream);
-std::string jvp_name(const Problem& p);
+// Returns whether there are kernels of some formats: those of all passes are the same.
+bool has_kernels(const ForwardFormats& formats);
 
 }  // namespace octet::cuda::sm80

@@ -1,5 +1,5 @@
 // Tests of which problems of few queries sm90 leaves to sm80. They need no GPU.
-#include "cuda/scheduler/few_queries.h"
+#include "cuda/fwd/few_queries.h"
 
 #include <gtest/gtest.h>
 

@@ -2,6 +2,7 @@
 // items that wait for them later, so that no thread block waits for an item that nobody works on.
 #include <algorithm>
 
+#include "cuda/host/card.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/quantize/stats.h"
 #include "cuda/operands/quantize/v.h"
@@ -16,6 +17,13 @@ template <class VType, class VecLoader, int Dim>
 constexpr int kBlocks = !VecLoader::kWhole || Dim == 256                                  ? 2
                         : !VecLoader::kPairs || (std::is_same_v<VType, S8> && Dim == 128) ? 3
                                                                                           : 4;
+
+// Code for GPUs before compute capability 8.9 has no conversions to e4m3: it quantizes to int8 alone.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr bool kHasE4m3 = false;
+#else
+constexpr bool kHasE4m3 = true;
+#endif
 
 enum class Task : int { stats_k, stats_v, queries, keys, values, none };
 struct WorkItem {
@@ -76,6 +84,7 @@ struct Shared {
 template <class QkType, class VType, class VecLoader, int Dim>
 __global__ void __launch_bounds__(kQuantizeThreads, (kBlocks<VType, VecLoader, Dim>))
     quantize_kernel(const __grid_constant__ QuantizeKernelParams p, const __grid_constant__ Order order) {
+  if constexpr (!kHasE4m3 && std::is_same_v<QkType, E4m3>) return;
   extern __shared__ __align__(128) uint4 bytes[];
   auto& shared = *reinterpret_cast<Shared<Dim>*>(bytes);
   auto* const words = reinterpret_cast<uint32_t*>(&shared + 1);
@@ -117,7 +126,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, (kBlocks<VType, VecLoader, D
       case Task::values:
         if constexpr (std::is_same_v<VType, S8>)
           TokenValues<VType, VecLoader, Dim>(p, shared.rows, words).values(item.batch_head, item.number);
-        else
+        else if constexpr (kHasE4m3)
           tiles(p.value_tiles, [&](int batch_head, int first, int count) {
             ChannelValues<VType, VecLoader, Dim>{p, shared.rows.offset}.values(batch_head, first, count);
           });
@@ -180,12 +189,12 @@ std::size_t allocate_scratch(QuantizeKernelParams& p, void* scratch) {
 }
 
 template <class QkType, class VType, class VecLoader, int Dim>
-void launch(const QuantizeKernelParams& p, const Order& order, int device, cudaStream_t stream) {
+void launch(const QuantizeKernelParams& p, const Order& order, cudaStream_t stream) {
   constexpr auto kernel = quantize_kernel<QkType, VType, VecLoader, Dim>;
   const int transpose_bytes =
       std::is_same_v<VType, S8> ? TokenValues<VType, VecLoader, Dim>::bytes(p.args.keys.tile) : 0;
   const int bytes = static_cast<int>(sizeof(Shared<Dim>)) + transpose_bytes;
-  const int processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
+  const int processors = current_card().multiprocessors;
   const int64_t items = static_cast<int64_t>(order.batch_heads) * order.items();
   const auto grid = static_cast<unsigned>(std::min<int64_t>(items, processors * kBlocks<VType, VecLoader, Dim>));
   launch_general_pdl(kernel, grid, kQuantizeThreads, bytes, stream, p, order);
@@ -228,19 +237,17 @@ void quantize(const QuantizeParams& a, void* scratch, cudaStream_t stream) {
               .k_stats = p.stats_of_k};
   find_limits(p, scratch, stream);
   if (!batch_heads || !(order.query_items() + order.keys + order.values)) return;
-  int device = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
   const Strided& v = a.v_type == QuantizedFormat::none ? a.k : a.v;
   with_loader({&a.q, &a.k, &v}, [&](auto vectors) {
     using VecLoader = decltype(vectors);
     const auto with_dim = [&](auto q_type, auto v_type) {
       using QkType = decltype(q_type);
       using VType = decltype(v_type);
-      a.dim == 64 ? launch<QkType, VType, VecLoader, 64>(p, order, device, stream)
-                  : launch<QkType, VType, VecLoader, 128>(p, order, device, stream);
+      a.dim == 64 ? launch<QkType, VType, VecLoader, 64>(p, order, stream)
+                  : launch<QkType, VType, VecLoader, 128>(p, order, stream);
     };
     if (a.dim == 256)
-      launch<S8, E4m3, VecLoader, 256>(p, order, device, stream);
+      launch<S8, E4m3, VecLoader, 256>(p, order, stream);
     else if (a.v_type == QuantizedFormat::s8)
       with_dim(S8{}, S8{});
     else if (a.q_type == QuantizedFormat::s8)

@@ -1,6 +1,6 @@
 // The f32 backward pass on the host.
 #include "cuda/bwd/operands.h"
-#include "cuda/host/status.h"
+#include "cuda/host/backend.h"
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/masks.h"
 #include "cuda/sm80/bwd/f32.h"
@@ -29,7 +29,7 @@ class F32Input {
 
 }  // namespace
 
-std::size_t backward_f32(const Problem& p, void* workspace, cudaStream_t stream) {
+Plan backward_f32(const Problem& p, void* workspace) {
   WorkspaceAllocator allocator(workspace);
   const int dim = backward_dim(p), rows = dim == 256 ? kF32Rows<256> : dim == 128 ? kF32Rows<128> : kF32Rows<64>;
   const auto queries = static_cast<std::size_t>(p.batch * p.heads * p.tokens_q);
@@ -53,35 +53,35 @@ std::size_t backward_f32(const Problem& p, void* workspace, cudaStream_t stream)
                     .kv_heads = static_cast<int>(p.kv_heads),
                     .tokens_q = static_cast<int>(p.tokens_q),
                     .scale = p.scale};
-  if (!workspace) return allocator.used();
-
-  const DeviceScope device(p.device_index);
-  for (const F32Input* x : {&q, &k, &v, &do_}) x->preprocess(stream);
-  count_blocks(a.q_blocks, a.k_blocks, stream);
-  if (queries) {
-    compute_delta({strided(p.do_), strided(p.o), strided(p.o_residual), strided(p.dlse), delta}, stream);
-    compute_gauges(p, terms, stream);
-    if (has_gauge(p))
-      remove_gauges({.terms = terms,
-                     .q = strided(p.q),
-                     .k = strided(p.k),
-                     .lse = strided(p.lse),
-                     .round = OCTET_F32,
-                     .sinks = sinks(p.sinks),
-                     .q_blocks = a.q_blocks,
-                     .k_blocks = a.k_blocks,
-                     .mask = a.mask,
-                     .group = static_cast<int>(p.group()),
-                     .to = lse},
-                    stream);
-    else
-      copy_lse(strided(p.lse), lse, stream);
-  }
-  const int64_t key_blocks = p.dk.elements() || p.dv.elements() ? p.batch * p.kv_heads * a.k_blocks.count : 0;
-  const int64_t query_blocks = p.dq.elements() ? p.batch * p.heads * a.q_blocks.count : 0;
-  (p.plain_logits() ? launch_f32<false> : launch_f32<true>)(dim, a, key_blocks, query_blocks, stream);
-  if (p.dsinks.elements()) sum_f32_dsinks(strided(p.lse), delta, sinks(p.sinks), strided(p.dsinks), stream);
-  return allocator.used();
+  const auto name = [] { return std::string("backward f32 in two f16 parts, mma.sync"); };
+  auto run = [=, &p](cudaStream_t stream) {
+    for (const F32Input* x : {&q, &k, &v, &do_}) x->preprocess(stream);
+    count_blocks(a.q_blocks, a.k_blocks, stream);
+    if (queries) {
+      compute_delta({strided(p.do_), strided(p.o), strided(p.o_residual), strided(p.dlse), delta}, stream);
+      compute_gauges(p, terms, stream);
+      if (has_gauge(p))
+        remove_gauges({.terms = terms,
+                       .q = strided(p.q),
+                       .k = strided(p.k),
+                       .lse = strided(p.lse),
+                       .round = OCTET_F32,
+                       .sinks = sinks(p.sinks),
+                       .q_blocks = a.q_blocks,
+                       .k_blocks = a.k_blocks,
+                       .mask = a.mask,
+                       .group = static_cast<int>(p.group()),
+                       .to = lse},
+                      stream);
+      else
+        copy_lse(strided(p.lse), lse, stream);
+    }
+    const int64_t key_blocks = p.dk.elements() || p.dv.elements() ? p.batch * p.kv_heads * a.k_blocks.count : 0;
+    const int64_t query_blocks = p.dq.elements() ? p.batch * p.heads * a.q_blocks.count : 0;
+    (p.plain_logits() ? launch_f32<false> : launch_f32<true>)(dim, a, key_blocks, query_blocks, stream);
+    if (p.dsinks.elements()) sum_f32_dsinks(strided(p.lse), delta, sinks(p.sinks), strided(p.dsinks), stream);
+  };
+  return plan_of(p, allocator, name, std::move(run));
 }
 
 }  // namespace octet::cuda::sm80

@@ -14,8 +14,8 @@ struct BackwardKernel {
   bool has_classes;             // of tiles of the mask tensor, if there is one
 
   // Returns the bytes of shared memory with those of a tile of the mask tensor, if there is one.
-  int bytes_with_mask(const LogitTerms& t) const {
-    return shared_bytes + (t.mask.chunks ? mask_rows * mask_row_bytes(mask_columns, t.mask.bytes) : 0);
+  int bytes_with(const MaskTensor& mask) const {
+    return shared_bytes + (mask.chunks ? mask_rows * mask_row_bytes(mask_columns, mask.bytes) : 0);
   }
 };
 

@@ -32,22 +32,16 @@ __device__ void Backward<T, Dim, kind>::take_p_by_keys(TileS& s, int first, int 
   }
 }
 
-// Returns the queries that see a key; the interval may hold numbers that are no queries.
-__device__ inline KeyRange queries_of(const Mask& mask, int key, int queries, int keys) {
-  if (key >= keys) return {0, 0};
-  if (!mask.windowed) return {0, queries};
-  const int diagonal = key - (mask.bottom_right ? keys - queries : 0);
-  return {diagonal - mask.right, diagonal + mask.left + 1};
-}
-
 // Sets p^T to 0 where a query does not see a key. `query`: that of column 0, in the sequence.
 template <class T, int Dim, BackwardKind kind>
 __device__ void Backward<T, Dim, kind>::hide_by_keys(TileS& p, int query) const {
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const int key = w.first_key + 16 * (PartS::row_block(warp) + m) + lane / 4;
-    const KeyRange ranges[kRowsPerThread] = {queries_of(a.mask, key, w.q.tokens, w.k.tokens),
-                                             queries_of(a.mask, key + 8, w.q.tokens, w.k.tokens)};
+    const auto queries_of = [&](int j) {
+      return j >= w.k.tokens ? KeyRange{0, 0} : a.mask.queries_of(j, w.q.tokens, w.k.tokens);
+    };
+    const KeyRange ranges[kRowsPerThread] = {queries_of(key), queries_of(key + 8)};
     mask_rows(p[m], query, ranges, 0.f);
   }
 }

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda/fragment/sinks.h"
+#include "cuda/host/backend.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/masks.h"
@@ -208,40 +209,40 @@ void launch(const F32Params& a, int64_t tiles, cudaStream_t stream) {
 
 }  // namespace
 
-std::size_t jvp_f32(const Problem& p, void* workspace, cudaStream_t stream) {
+Plan jvp_f32(const Problem& p, void* workspace) {
   const int64_t dim = std::max(p.dim, p.dim_v);
   const int rows = dim > 128 ? F32Tiles<256>::kRows : F32Tiles<128>::kRows;
   WorkspaceAllocator allocator(workspace);
-  allocator.take(1);  // the workspace of a run is not null
   int* const blocks_before = allocate_blocks_before(p, allocator);
   const Input q(p.q, OCTET_F32, allocator), k(p.k, OCTET_F32, allocator), v(p.v, OCTET_F32, allocator),
       tq(p.tq, OCTET_F32, allocator), tk(p.tk, OCTET_F32, allocator), tv(p.tv, OCTET_F32, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
-  if (!workspace || !p.o.elements()) return allocator.used();
-
-  const DeviceScope device(p.device_index);
-  for (const Input* x : {&q, &k, &v, &tq, &tk, &tv}) x->preprocess(stream);
-  compute_gauges(p, terms, stream);
-  const F32Params a{.q = output(q.view()),
-                    .k = output(k.view()),
-                    .v = output(v.view()),
-                    .tq = output(tq.view()),
-                    .tk = output(tk.view()),
-                    .tv = output(tv.view()),
-                    .scheduler = tile_scheduler(p, rows, one_by_one(p.batch * p.heads), blocks_before, stream),
-                    .terms = terms,
-                    .mask = mask_of(p),
-                    .group = static_cast<int>(p.group()),
-                    .dim = static_cast<int>(p.dim),
-                    .dim_v = static_cast<int>(p.dim_v),
-                    .o = strided(p.o),
-                    .to = strided(p.to),
-                    .lse = output(p.lse),
-                    .tlse = output(p.tlse),
-                    .sinks = sinks(p.sinks),
-                    .tsinks = sinks(p.tsinks)};
-  (dim <= 64 ? launch<64> : dim <= 128 ? launch<128> : launch<256>)(a, query_tiles(p, rows), stream);
-  return allocator.used();
+  const auto name = [] { return std::string("jvp f32, on CUDA cores"); };
+  auto run = [=, &p](cudaStream_t stream) {
+    if (!p.o.elements()) return;
+    for (const Input* x : {&q, &k, &v, &tq, &tk, &tv}) x->preprocess(stream);
+    compute_gauges(p, terms, stream);
+    const F32Params a{.q = output(q.view()),
+                      .k = output(k.view()),
+                      .v = output(v.view()),
+                      .tq = output(tq.view()),
+                      .tk = output(tk.view()),
+                      .tv = output(tv.view()),
+                      .scheduler = tile_scheduler(p, rows, one_by_one(p.batch * p.heads), blocks_before, stream),
+                      .terms = terms,
+                      .mask = mask_of(p),
+                      .group = static_cast<int>(p.group()),
+                      .dim = static_cast<int>(p.dim),
+                      .dim_v = static_cast<int>(p.dim_v),
+                      .o = strided(p.o),
+                      .to = strided(p.to),
+                      .lse = output(p.lse),
+                      .tlse = output(p.tlse),
+                      .sinks = sinks(p.sinks),
+                      .tsinks = sinks(p.tsinks)};
+    (dim <= 64 ? launch<64> : dim <= 128 ? launch<128> : launch<256>)(a, query_tiles(p, rows), stream);
+  };
+  return plan_of(p, allocator, name, std::move(run));
 }
 
 }  // namespace octet::cuda::sm80

@@ -1,12 +1,9 @@
 // The jvp pass in float32, without tensor cores: each number is computed as float32 arithmetic rounds it.
 #pragma once
-#include <cuda_runtime_api.h>
-
-#include "core/problem.h"
+#include "core/backend.h"
 
 namespace octet::cuda::sm80 {
 
-// Returns the size of the workspace; with a null workspace it does nothing else.
-std::size_t jvp_f32(const Problem& p, void* workspace, cudaStream_t stream);
+Plan jvp_f32(const Problem& p, void* workspace);
 
 }  // namespace octet::cuda::sm80

@@ -2,14 +2,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "cuda/host/card.h"
 #include "cuda/host/launch.h"
-#include "cuda/host/status.h"
 #include "cuda/sm90/fwd/launch.h"
+#include "cuda/sm90/passes.h"
 
 namespace octet::cuda::sm90 {
 namespace {
-
-int processors_of(const Problem& p) { return device_attribute(cudaDevAttrMultiProcessorCount, p.device_index); }
 
 // Returns groups of as many heads as keep all multiprocessors busy, if their k and v fit in L2 together: what the heads
 // of a group read and write passes through L2, too.
@@ -18,7 +17,7 @@ HeadGroups head_groups_by_keys(const Problem& p, int rows, int64_t element_bytes
   if (!p.windowed) return one_by_one(all);
   constexpr int64_t kShareOfL2 = 32 << 20;  // bytes
   const int64_t head_bytes = std::max<int64_t>(element_bytes * p.tokens_k * (p.dim + p.dim_v), 1);
-  const int64_t processors = processors_of(p), blocks = std::max<int64_t>(query_blocks(p, rows), 1);
+  const int64_t processors = card(p.device_index).multiprocessors, blocks = std::max<int64_t>(query_blocks(p, rows), 1);
   const int64_t blocks_of_keys = blocks * p.group();  // of the heads that share k and v
   const int64_t kv_heads = std::min(kShareOfL2 / head_bytes, (processors + blocks_of_keys - 1) / blocks_of_keys);
   return head_groups_of(all, blocks, kv_heads * p.group(), processors);
@@ -41,6 +40,11 @@ double end_of(int64_t whole, int64_t small, double time, int64_t processors) {
 
 }  // namespace
 
+Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace) {
+  const ForwardChoice choice = choose_forward(p, numerics);
+  return (choice.p_8bit ? forward_8bit : forward_16bit)(p, choice, workspace);
+}
+
 TileScheduler scheduler_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
                            int* blocks_before, cudaStream_t stream) {
   const HeadGroups head_groups = head_groups_by_keys(p, kernel.rows, element_bytes);
@@ -56,7 +60,7 @@ void set_broadcast(const View& t, int (&broadcast)[2]) {
 
 void shorten_tail(const Problem& p, TileScheduler& scheduler) {
   if (p.packed() || p.windowed) return;
-  const int64_t processors = processors_of(p), batch_heads = p.batch * p.heads;
+  const int64_t processors = card(p.device_index).multiprocessors, batch_heads = p.batch * p.heads;
   const int most = scheduler.full_blocks;
   double best = end_of(most * batch_heads, 0, 0, processors);
   for (int whole = most - 1; whole >= 0 && (most - whole - 1) * batch_heads <= 2 * processors; --whole)
@@ -73,7 +77,7 @@ void launch(const Problem& p, const Kernel& kernel, const TileScheduler& schedul
             cudaStream_t stream) {
   const int64_t unpacked = static_cast<int64_t>(scheduler.full_blocks + scheduler.tail_blocks) * p.batch * p.heads;
   const int64_t tiles = p.packed() ? query_tiles(p, kernel.rows) : unpacked;
-  const int processors = processors_of(p);
+  const int processors = card(p.device_index).multiprocessors;
   void* all[] = {arguments};
   const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, processors));
   launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, all, waits);

@@ -2,12 +2,16 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include "core/problem.h"
+#include "core/backend.h"
 #include "cuda/operands/masks.h"
 #include "cuda/scheduler/query_tiles.h"
-#include "cuda/sm90/kernels.h"
+#include "cuda/sm90/fwd/choose.h"
 
 namespace octet::cuda::sm90 {
+
+// The plans of the two kinds of forward kernels.
+Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspace);
+Plan forward_8bit(const Problem& p, const ForwardChoice& choice, void* workspace);
 
 // Returns the scheduler of a problem. `element_bytes` is the size of an element of k and v as the kernel reads them.
 // `counter` must be 0 when the kernel starts. `blocks_before` has sequences + 1 numbers, which a kernel on the stream

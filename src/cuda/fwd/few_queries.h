@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "core/problem.h"
-#include "core/recipe.h"
+#include "cuda/fwd/choose.h"
 #include "cuda/scheduler/key_splits.h"
 #include "cuda/scheduler/query_tiles.h"
 
@@ -20,14 +20,6 @@ inline int64_t most_keys(const Problem& p) {
   const octet::KeyRange seen = p.keys_of_block(0, p.tokens_q, p.tokens_q, p.tokens_k);
   return std::max<int64_t>(seen.last - seen.first, 0);
 }
-
-// Returns whether P and v are f16 although the operands are bf16, as bias correction f16 has them where the unrounded o
-// is kept.
-inline bool f16_p_and_v(const Problem& p) {
-  return p.precision == OCTET_PRECISION_BF16 && p.bias_correction == OCTET_BIAS_CORRECTION_F16 && keeps_exact_o(p);
-}
-
-inline bool shifts_maximum(const Problem& p) { return p.bias_correction == OCTET_BIAS_CORRECTION_BETA; }
 
 // The tiles of a problem whose rows are pairs of a query and one of the heads that share k and v.
 struct PackedTiles {
@@ -48,7 +40,7 @@ inline PackedTiles packed_tiles(const Problem& p, int rows) {
 inline bool has_few_queries(const Problem& p, const PackedTiles& tiles, int64_t tiles_of_heads,
                             int64_t multiprocessors) {
   constexpr int64_t kMostQueries = 64;
-  if (most_queries(p) > kMostQueries || !p.o.elements() || f16_p_and_v(p) || shifts_maximum(p)) return false;
+  if (most_queries(p) > kMostQueries || !p.o.elements() || !forward_numerics(p).splits_keys()) return false;
   return most_queries(p) <= tiles.queries || tiles_of_heads < multiprocessors;
 }
 

@@ -1,0 +1,33 @@
+#include "cuda/bwd/choose.h"
+
+#include <algorithm>
+
+#include "core/recipe.h"
+
+namespace octet::cuda {
+
+int backward_dim(const Problem& p) {
+  const int64_t dim = std::max(p.dim, p.dim_v);
+  return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
+}
+
+bool has_gauge(const Problem& p) {
+  return p.alibi_slopes.present() || (p.mask.present() && p.mask.dtype != OCTET_BOOL);
+}
+
+BackwardChoice choose_backward(const Problem& p) {
+  const octet::BackwardRecipe r = recipe_of(p).backward;
+  // A softcap needs logits that have the mean. Where rows of ds have sums other than 0 and lse has a gauge,
+  // preprocessing cannot compute the sums.
+  const bool smooth = r.smooth_dq && !p.softcap && !(has_gauge(p) && p.sinks.present());
+  return {.dim = backward_dim(p),
+          .f16 = r.ds_q.format == OCTET_F16,
+          .cast = r.logits.q.format,
+          .exact_o = r.exact_o,
+          .smooth = smooth,
+          .adds_mean = smooth && (p.sinks.present() || p.dlse.present()),
+          .projects = r.gproj != OCTET_F64,
+          .sums = p.deterministic ? Sums::integers : Sums::floats};
+}
+
+}  // namespace octet::cuda

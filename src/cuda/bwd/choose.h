@@ -1,0 +1,26 @@
+// What the backward passes in 16 bits of both architectures need to know of their recipe.
+#pragma once
+#include "core/problem.h"
+#include "cuda/bwd/tile_sizes.h"
+
+namespace octet::cuda {
+
+struct BackwardChoice {
+  int dim;           // of the tiles: 64, 128 or 256
+  bool f16;          // the operands of products are f16 with exponents; else bf16
+  octet_dtype cast;  // the type that q, k and v are rounded to first
+  bool exact_o;      // delta is computed from the unrounded o
+  bool smooth;       // k is centred by its mean
+  bool adds_mean;    // dq needs the sums of the rows of ds, which are not 0, together with the mean of k
+  bool projects;     // bias correction gproj
+  Sums sums;
+};
+BackwardChoice choose_backward(const Problem& p);
+
+// Returns the dim of the tiles of a problem.
+int backward_dim(const Problem& p);
+
+// Returns true where the logits of a row may have a large number in common, from a mask tensor or ALiBi.
+bool has_gauge(const Problem& p);
+
+}  // namespace octet::cuda

@@ -1,0 +1,43 @@
+// What kernels of both architectures need to know of the recipe of a forward pass.
+#pragma once
+#include "core/problem.h"
+#include "core/recipe.h"
+
+namespace octet::cuda {
+
+// What tells the recipes of kernels apart: the formats of q and k, of P and of v, and what shares a scale of k and of
+// v.
+struct ForwardFormats {
+  octet_dtype qk;
+  Group k_scale;
+  octet_dtype p, v;
+  Group v_scale;
+  bool has_8bit_qk() const { return qk == OCTET_I8 || qk == OCTET_E4M3; }
+  friend bool operator==(const ForwardFormats&, const ForwardFormats&) = default;
+};
+constexpr ForwardFormats kF32{OCTET_F32, Group::cast, OCTET_F64, OCTET_F32, Group::cast},  // P has the format of sums
+    kF16{OCTET_F16, Group::cast, OCTET_F16, OCTET_F16, Group::cast},
+    kBf16{OCTET_BF16, Group::cast, OCTET_BF16, OCTET_BF16, Group::cast},
+    kBf16F16Compute{OCTET_BF16, Group::cast, OCTET_F16, OCTET_BF16, Group::cast},  // v becomes f16, less its mean
+    kInt8F16{OCTET_I8, Group::token, OCTET_F16, OCTET_F16, Group::power_of_two},
+    kInt8{OCTET_I8, Group::token, OCTET_U8, OCTET_I8, Group::token},
+    kInt8Fp8{OCTET_I8, Group::thread_k, OCTET_E4M3, OCTET_E4M3, Group::channel},
+    kFp8{OCTET_E4M3, Group::token, OCTET_E4M3, OCTET_E4M3, Group::channel},
+    kFp8Raw{OCTET_E4M3, Group::cast, OCTET_E4M3, OCTET_E4M3, Group::cast};
+
+struct ForwardNumerics {
+  ForwardFormats formats;
+  float beta, beta_reach;  // of bias correction beta, the reach in logits; beta 0: another one
+
+  bool f16_p_and_v() const { return formats == kBf16F16Compute; }
+  // The type of 16-bit operands.
+  octet_dtype type() const { return formats.qk == OCTET_BF16 ? OCTET_BF16 : OCTET_F16; }
+  // Returns whether sm80 has kernels that split keys.
+  bool splits_keys() const { return (formats == kF32 || formats == kF16 || formats == kBf16) && !beta; }
+};
+ForwardNumerics forward_numerics(const Problem& p);
+
+// Returns the precisions for which `has` is true of the formats that a problem's forward pass would have.
+PrecisionSet precisions_whose(const Problem& p, bool (*has)(const ForwardFormats&));
+
+}  // namespace octet::cuda

@@ -1,0 +1,35 @@
+#include "cuda/host/card.h"
+
+#include <map>
+#include <mutex>
+
+#include "cuda/host/status.h"
+
+namespace octet::cuda {
+namespace {
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+}  // namespace
+
+const Card& card(int device) {
+  static std::mutex mutex;
+  static std::map<int, Card> cards;
+  const std::lock_guard lock(mutex);
+  const auto found = cards.find(device);
+  if (found != cards.end()) return found->second;
+  return cards[device] = {attribute(cudaDevAttrMultiProcessorCount, device), attribute(cudaDevAttrL2CacheSize, device),
+                          attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)};
+}
+
+const Card& current_card() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  return card(device);
+}
+
+}  // namespace octet::cuda

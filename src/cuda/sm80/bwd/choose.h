@@ -1,0 +1,15 @@
+// The kernel of a backward pass, chosen from its recipe.
+#pragma once
+#include "cuda/bwd/choose.h"
+#include "cuda/sm80/bwd/kernels.h"
+
+namespace octet::cuda::sm80 {
+
+struct BackwardKernels : BackwardChoice {
+  bool f32;  // the kernels of f32.h; else `kernel`
+  BackwardKernel kernel;
+  bool has_classes;  // of tiles of the mask tensor
+};
+BackwardKernels choose_kernels(const Problem& p);
+
+}  // namespace octet::cuda::sm80

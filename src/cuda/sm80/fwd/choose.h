@@ -1,0 +1,19 @@
+// The kernel of a forward pass, chosen from its recipe, and how its tiles are laid out.
+#pragma once
+#include "cuda/fwd/choose.h"
+#include "cuda/sm80/fwd/kernels.h"
+
+namespace octet::cuda::sm80 {
+
+struct ForwardChoice {
+  ForwardKernel kernel;
+  ForwardNumerics numerics;
+  bool general;      // logits are more than scale q.k, or the maximum is shifted
+  bool f32;          // operands are two f16 parts
+  bool few = false;  // the kernel is one for few queries
+  int tile_heads = 1, tile_queries, splits = 1;
+  int64_t tiles;  // for packed sequences, whose lengths lie on the device, at least as many as there are
+};
+ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics);
+
+}  // namespace octet::cuda::sm80

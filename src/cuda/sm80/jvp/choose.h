@@ -1,0 +1,14 @@
+// The kernel of a jvp pass, chosen from its recipe.
+#pragma once
+#include "cuda/sm80/jvp/params.h"
+
+namespace octet::cuda::sm80 {
+
+struct JvpChoice {
+  bool f32;          // on CUDA cores, without `kernel`
+  octet_dtype type;  // of operands
+  JvpKernel kernel;
+};
+JvpChoice choose_jvp(const Problem& p);
+
+}  // namespace octet::cuda::sm80

@@ -1,0 +1,73 @@
+#include <algorithm>
+
+#include "core/error.h"
+#include "core/recipe.h"
+#include "cuda/host/tensor_map.h"
+#include "cuda/operands/contiguous.h"
+#include "cuda/operands/vec8.h"
+#include "cuda/sm90/bwd/choose.h"
+#include "cuda/sm90/bwd/query_rows.h"
+#include "cuda/sm90/passes.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+constexpr int64_t kMaxTokens = 1 << 21;  // a grid has fewer than 2^16 rows, of 64 tokens each
+
+struct Row {
+  Kernel (*kernel)(int64_t dim, Sums sums);
+  Kernel (*further)(int64_t dim, Sums sums);  // null: all queries are the first part
+};
+constexpr Row kBf16Row = {backward_kernel<Bf16, Parts::first>, nullptr},
+              kF16Row = {backward_kernel<F16, Parts::first>, backward_kernel<F16, Parts::further>};
+
+// True where the kernel can convert the caller's k and v: they have one 16-bit type and need no rounding to another.
+bool converts_keys(const Problem& p, octet_dtype cast) {
+  const octet_dtype type = p.k.dtype;
+  return p.v.dtype == type && (type == OCTET_BF16 || (type == OCTET_F16 && cast == OCTET_F16)) && p.k.elements() &&
+         p.v.elements() && reads_by_index(p.k) && reads_by_index(p.v);
+}
+
+// True where the kernel can take the caller's q and do as its operands: bf16 without a scale. What rows hold that are
+// no queries, or that see no key, must not matter: TMA fills those beyond a tensor with zeros, but reads those beyond a
+// packed sequence.
+bool reads_queries(const Problem& p, bool f16) {
+  const int64_t n = p.tokens_q, m = p.tokens_k;
+  if (f16 || p.packed() || !p.q.elements() || !p.do_.elements()) return false;
+  // The units of sums in integers weigh a gradient of lse by a sample of v, which is not taken here.
+  if (p.deterministic && p.dlse.present()) return false;
+  // Both ends of the range of keys grow with the query.
+  for (const int64_t query : {int64_t{0}, n - 1})
+    if (const auto keys = p.keys_of(query, n, m); keys.first == keys.last) return false;
+  for (const View* x : {&p.q, &p.do_, &p.o})
+    if (x->dtype != OCTET_BF16 || !reads_by_index(*x)) return false;
+  return !p.o_residual.present() || (p.o_residual.dtype == OCTET_I8 && in_words(strided(p.o_residual), 1));
+}
+
+}  // namespace
+
+bool reads_by_index(const View& x) {
+  return reads_directly(x) && (x.shape[0] <= 1 || x.stride[0]) && (x.shape[1] <= 1 || x.stride[1]);
+}
+
+BackwardKernels choose_kernels(const Problem& p) {
+  const BackwardChoice choice = choose_backward(p);
+  const Row& row = choice.f16 ? kF16Row : kBf16Row;
+  BackwardKernels kernels{choice, row.kernel(std::max(p.dim, p.dim_v), choice.sums)};
+  const Kernel& kernel = kernels.kernel;
+  if (row.further) kernels.further = row.further(kernel.dim, choice.sums);
+  // The 2-CTA kernel has no shared memory for a second stage of k and v, in which they could be converted.
+  kernels.key_tiles = kernel.cluster > 1 || !converts_keys(p, choice.cast);
+  kernels.query_tiles = kernels.key_tiles || !may_read_rows(kernel.dim) || !reads_queries(p, choice.f16);
+  return kernels;
+}
+
+std::optional<std::string> backward_unsupported_reason(const Problem& p) {
+  if (const int64_t tokens = std::max(p.tokens_q, p.tokens_k); tokens > kMaxTokens)
+    return text("its backward pass takes up to ", kMaxTokens, " tokens, found ", tokens);
+  if (choose_backward(p).projects)
+    return "its backward pass has no bias_correction gproj; it has: f16, none, beta, exact_delta";
+  return missing_exact_output(p);
+}
+
+}  // namespace octet::cuda::sm90

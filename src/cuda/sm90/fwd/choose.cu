@@ -1,0 +1,91 @@
+#include <algorithm>
+#include <utility>
+
+#include "core/error.h"
+#include "core/names.h"
+#include "cuda/fragment/precision.h"
+#include "cuda/sm90/fwd/choose.h"
+#include "cuda/sm90/passes.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+constexpr int kMax8BitDim = 128;
+
+struct Row {
+  ForwardFormats formats;
+  bool beta, k_as_it_came;
+  Kernel (*kernel)(int64_t dim, int64_t dim_v);
+};
+constexpr Row kRows[] = {
+    {kF16, false, false, forward_kernel<PrecisionF16>},
+    {kF16, true, false, forward_kernel<WithBeta<PrecisionF16>>},
+    {kBf16, false, false, forward_kernel<PrecisionBf16>},
+    {kBf16, true, false, forward_kernel<WithBeta<PrecisionBf16>>},
+    {kBf16F16Compute, false, false, forward_kernel<PrecisionBf16F16Compute>},
+    {kInt8F16, false, false, forward_kernel<PrecisionInt8F16>},
+    {kInt8, false, false, forward_8bit_kernel<PrecisionInt8>},
+    {kInt8Fp8, false, false, forward_8bit_kernel<PrecisionInt8Fp8>},
+    {kFp8, false, false, forward_8bit_kernel<PrecisionFp8>},
+    {kFp8, false, true, forward_8bit_kernel<PrecisionFp8Prequantized>},
+    {kFp8Raw, false, true, forward_8bit_kernel<PrecisionFp8Unscaled>},
+};
+
+// An e4m3 input is not quantized again where q and k become e4m3. Unscaled fp8 casts its inputs without quantization.
+bool as_it_came(const ForwardFormats& formats, const View& x) {
+  return formats.qk == OCTET_E4M3 && (formats.k_scale == Group::cast || x.dtype == OCTET_E4M3);
+}
+
+bool p_8bit(const ForwardFormats& formats) { return bytes_of(formats.p) == 1; }
+
+}  // namespace
+
+ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) {
+  const ForwardFormats& formats = numerics.formats;
+  const bool q_came = as_it_came(formats, p.q), k_came = as_it_came(formats, p.k);
+  const auto* const row = std::find_if(std::begin(kRows), std::end(kRows), [&](const Row& x) {
+    return x.formats == formats && x.beta == (numerics.beta != 0.f) && x.k_as_it_came == k_came;
+  });
+  const QuantizedFormat qk = formats.qk == OCTET_I8 ? QuantizedFormat::s8 : QuantizedFormat::e4m3;
+  return {.kernel = row->kernel(p.dim, p.dim_v),
+          .numerics = numerics,
+          .p_8bit = p_8bit(formats),
+          .quantizes_qk = formats == kInt8F16,
+          // An f16 v stays as it is, and f16 represents all values of e4m3.
+          .scales_v =
+              numerics.f16_p_and_v() || (formats == kInt8F16 && (p.v.dtype == OCTET_BF16 || p.v.dtype == OCTET_F32)),
+          .q = q_came ? QuantizedFormat::none : qk,
+          .k = k_came ? QuantizedFormat::none : qk,
+          .v = formats.v == OCTET_I8 ? QuantizedFormat::s8 : QuantizedFormat::e4m3,
+          .k_groups = formats.k_scale == Group::thread_k,
+          .v_by_tokens = formats.v_scale == Group::token,
+          .v_by_channel = formats.v_scale == Group::channel};
+}
+
+bool has_kernels(const ForwardFormats& formats) {
+  return std::any_of(std::begin(kRows), std::end(kRows), [&](const Row& row) { return row.formats == formats; });
+}
+
+std::optional<std::string> quantized_unsupported_reason(const Problem& p, const ForwardFormats& formats) {
+  if (p_8bit(formats) && std::max(p.dim, p.dim_v) > kMax8BitDim)
+    return text("it has no ", name(p.precision), " for head dim ", std::max(p.dim, p.dim_v), "; it has: up to ",
+                kMax8BitDim);
+  if (p.smooth_q) return "smooth_q is not in its kernels";
+  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}}) {
+    const octet_quantization* how = t->quantization;
+    if (!how) continue;
+    if (formats != kFp8 || t->dtype != OCTET_E4M3)
+      return text(label, " is quantized ", name(t->dtype), "; its ", name(p.precision),
+                  " takes f32, f16, bf16 and e4m3 as they are, its fp8 also e4m3 with a scale per tensor");
+    if (how->granularity != OCTET_PER_TENSOR || how->mean || how->hadamard_seed)
+      return text(label, " is quantized e4m3 ", how->granularity != OCTET_PER_TENSOR ? "not per tensor" : "",
+                  how->mean ? " with a mean" : "", how->hadamard_seed ? " with a rotation" : "",
+                  "; it takes e4m3 with a scale per tensor and nothing else");
+  }
+  const bool one_quantized = p.q.quantization || p.k.quantization;
+  if (one_quantized && !(as_it_came(formats, p.q) && as_it_came(formats, p.k)))
+    return "only one of q and k is e4m3, and quantized; it takes both so, or none quantized";
+  return {};
+}
+
+}  // namespace octet::cuda::sm90
