@@ -83,10 +83,10 @@ struct KeyBlockScheduler {
       const float part = static_cast<float>(w.block - w.k.first_block) / static_cast<float>(blocks);
       return {0, all, min(static_cast<int>(part * static_cast<float>(all)), all - 1)};
     }
-    const auto queries_of = [&](int key) { return a.mask.queries_of(key, w.q.tokens, w.k.tokens); };
+    const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
     const int last_key = min(w.first_key + kKeys, w.k.tokens) - 1;
-    const int first = max(queries_of(w.first_key).first, 0) / kQueries;
-    const int last = (min(queries_of(last_key).last, w.q.tokens) + kQueries - 1) / kQueries;
+    const int first = max(w.first_key - shift - a.mask.right, 0) / kQueries;
+    const int last = (min(last_key - shift + a.mask.left + 1, w.q.tokens) + kQueries - 1) / kQueries;
     return {first, max(first, last), first};
   }
 

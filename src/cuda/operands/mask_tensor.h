@@ -65,10 +65,9 @@ __device__ void with_mask_type(MaskElement element, const F& f) {
       return f(static_cast<Bf16*>(nullptr));
   }
 }
-__device__ inline float mask_number(const MaskTensor& mask, int64_t i) {
+__device__ inline float mask_number(MaskElement element, const void* mask, int64_t i) {
   float x = 0.f;
-  with_mask_type(mask.element,
-                 [&](auto* type) { x = MaskNumbers<std::remove_pointer_t<decltype(type)>>::one(mask.data, i); });
+  with_mask_type(element, [&](auto* type) { x = MaskNumbers<std::remove_pointer_t<decltype(type)>>::one(mask, i); });
   return x;
 }
 

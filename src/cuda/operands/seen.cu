@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kThreads)
     bool found = false;
     for (int first = keys.first; first < keys.last && !found; first += 32) {
       const int key = first + static_cast<int>(threadIdx.x) % 32;
-      found =
-          __any_sync(~0u, key < keys.last && mask_number(t, t.row(batch, head, i) + key * t.stride[3]) != -INFINITY);
+      found = __any_sync(~0u, key < keys.last && mask_number(t.element, t.data,
+                                                             t.row(batch, head, i) + key * t.stride[3]) != -INFINITY);
     }
     if (threadIdx.x % 32 == 0) seen.of(batch, head)[i] = found;
   }

@@ -12,12 +12,12 @@ constexpr int kThreads = 256, kRows = kThreads / 32;
 template <class F>
 __device__ void each_number(const LogitTerms& t, int64_t start, const KeyRange& keys, const F& f) {
   const int lane = threadIdx.x % 32;
-  with_mask_type(t.mask.element, [&](auto* type) {
+  with_mask_type(t.element, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr int kNumbers = kMaskChunkBytes / sizeof(T);
-    const T* const row = static_cast<const T*>(t.mask.data) + start;
+    const T* const row = static_cast<const T*>(t.mask) + start;
     const auto number = [](const T* x) { return MaskNumbers<T>::one(x, 0); };
-    const int first = t.mask.chunks ? (keys.first + kNumbers - 1) / kNumbers * kNumbers : keys.last;
+    const int first = t.mask_chunks ? (keys.first + kNumbers - 1) / kNumbers * kNumbers : keys.last;
     const int chunks_end = first + max(keys.last - first, 0) / kNumbers * kNumbers;
 #pragma unroll 4
     for (int key = first + lane * kNumbers; key < chunks_end; key += 32 * kNumbers) {
@@ -26,7 +26,7 @@ __device__ void each_number(const LogitTerms& t, int64_t start, const KeyRange& 
       for (int i = 0; i < kNumbers; ++i) f(key + i, number(reinterpret_cast<const T*>(&chunk) + i));
     }
     const auto one_by_one = [&](int key, int last) {
-      for (key += lane; key < last; key += 32) f(key, number(row + key * t.mask.stride[3]));
+      for (key += lane; key < last; key += 32) f(key, number(row + key * t.mask_stride[3]));
     };
     one_by_one(keys.first, min(first, keys.last)), one_by_one(max(chunks_end, keys.first), keys.last);
   });
@@ -63,13 +63,15 @@ LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace) {
     t.slopes = static_cast<const float*>(p.alibi_slopes.data);
     std::copy_n(p.alibi_slopes.stride, 2, t.slope_stride);
   }
-  t.mask = mask_tensor(p);
-  if (!t.mask.bytes || (p.mask.dtype == OCTET_BOOL && !slopes)) return t;
+  const MaskTensor mask = mask_tensor(p);
+  t.mask = mask.data, t.element = mask.element, t.mask_bytes = mask.bytes, t.mask_chunks = mask.chunks;
+  std::copy_n(mask.stride, 4, t.mask_stride);
+  if (!t.mask_bytes || (p.mask.dtype == OCTET_BOOL && !slopes)) return t;
   const int64_t full[3] = {p.batch, p.heads, p.tokens_q};
   const bool varies[3] = {slopes && t.slope_stride[0], slopes, slopes || p.windowed};
   int64_t count = 1;
   for (int i = 2; i >= 0; --i) {
-    t.gauge_shape[i] = varies[i] || t.mask.stride[i] ? full[i] : 1;
+    t.gauge_shape[i] = varies[i] || t.mask_stride[i] ? full[i] : 1;
     t.gauge_stride[i] = t.gauge_shape[i] > 1 ? count : 0;
     count *= t.gauge_shape[i];
   }

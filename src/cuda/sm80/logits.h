@@ -22,11 +22,20 @@ struct LogitTerms {
   // [sequence, head]; null: none
   const float* slopes;
   int64_t slope_stride[2];
-  MaskTensor mask;
+  // As in MaskTensor, whose members they are one by one: as one member ptxas orders what reads them otherwise.
+  const void* mask;
+  MaskElement element;
+  int64_t mask_stride[4];
+  int mask_bytes;
+  bool mask_chunks;
   // [batch, head, query] of mask tensor and ALiBi together; null: 0, or that of ALiBi alone
   float* gauge;
   int64_t gauge_stride[3], gauge_shape[3];
 
+  // Returns the index of the first number of a row of the mask tensor.
+  __device__ int64_t mask_row(int batch, int head, int query) const {
+    return batch * mask_stride[0] + head * mask_stride[1] + query * mask_stride[2];
+  }
   __device__ const float* gauge_at(int batch, int head, int query) const {
     return gauge + batch * gauge_stride[0] + head * gauge_stride[1] + query * gauge_stride[2];
   }
@@ -55,7 +64,7 @@ __device__ inline RowTerms row_terms(const LogitTerms& t, int batch, int sequenc
     const float slope = t.slopes[sequence * t.slope_stride[0] + head * t.slope_stride[1]];
     row.slope = isfinite(slope) ? slope : NAN;
     row.diagonal = i + m - n;
-    if (!t.mask.data && seen.first < seen.last) {
+    if (!t.mask && seen.first < seen.last) {
       const int near = min(max(row.diagonal, seen.first), seen.last - 1);
       const int least = abs(row.diagonal - near),
                 most = max(abs(row.diagonal - seen.first), abs(row.diagonal - (seen.last - 1)));
@@ -63,7 +72,7 @@ __device__ inline RowTerms row_terms(const LogitTerms& t, int batch, int sequenc
       row.gauge = -row.slope * static_cast<float>(row.nearest);
     }
   }
-  if (t.mask.data) row.mask_start = t.mask.row(batch, head, i);
+  if (t.mask) row.mask_start = t.mask_row(batch, head, i);
   if (t.gauge) row.gauge = *t.gauge_at(batch, head, i);
   return row;
 }
@@ -121,8 +130,9 @@ __device__ inline float added_by_mask(const LogitTerms& t, const RowTerms& row, 
 __device__ inline float logit_of(const LogitTerms& t, const RowTerms& row, int key, float product) {
   float x = product * t.scale;
   if (t.softcap != 0.f) x = softcap(t, x).x;
-  if (t.mask.data) {
-    const float added = added_by_mask(t, row, key, mask_number(t.mask, row.mask_start + key * t.mask.stride[3]));
+  if (t.mask) {
+    const float added =
+        added_by_mask(t, row, key, mask_number(t.element, t.mask, row.mask_start + key * t.mask_stride[3]));
     return added == -INFINITY ? added : x + added;
   }
   if (t.slopes) x = __fmaf_rn(-row.slope, static_cast<float>(abs(row.diagonal - key) - row.nearest), x);
@@ -137,13 +147,14 @@ __device__ void add_terms(Accumulator<Columns>& s, float scale, const LogitTerms
                           const RowTerms (&rows)[kRowsPerThread], int key, int keys) {
   key += fragment_column();
   s.scale(scale);
-  if (t.mask.data) {
+  if (t.mask) {
 #pragma unroll
     for (int i = 0; i < Columns / 2; ++i) {
       const int at = key + i / 4 * 8 + i % 2;
       if (at >= keys) continue;
       const RowTerms& row = rows[i / 2 % 2];
-      const float added = added_by_mask(t, row, at, mask_number(t.mask, row.mask_start + at * t.mask.stride[3]));
+      const float added =
+          added_by_mask(t, row, at, mask_number(t.element, t.mask, row.mask_start + at * t.mask_stride[3]));
       s.x[i] = added == -INFINITY ? added : s.x[i] + added;
     }
   } else if (t.slopes) {

@@ -17,12 +17,12 @@ struct Extent {
 };
 
 Extent extent_of(const Problem& p, const LogitTerms& t, int rows, int keys) {
-  Extent e{.batches = t.mask.stride[0] ? static_cast<int>(p.batch) : 1,
-           .heads = t.mask.stride[1] ? static_cast<int>(p.heads) : 1,
-           .rows = t.mask.stride[2] ? static_cast<int>(p.tokens_q) : 1,
+  Extent e{.batches = t.mask_stride[0] ? static_cast<int>(p.batch) : 1,
+           .heads = t.mask_stride[1] ? static_cast<int>(p.heads) : 1,
+           .rows = t.mask_stride[2] ? static_cast<int>(p.tokens_q) : 1,
            .keys = static_cast<int>(p.tokens_k)};
   e.row_tiles = (e.rows + rows - 1) / rows, e.key_tiles = (e.keys + keys - 1) / keys;
-  e.tiles_at_once = 32 * kMaskChunkBytes / (keys * t.mask.bytes);
+  e.tiles_at_once = 32 * kMaskChunkBytes / (keys * t.mask_bytes);
   return e;
 }
 
@@ -30,7 +30,7 @@ Extent extent_of(const Problem& p, const LogitTerms& t, int rows, int keys) {
 __global__ void __launch_bounds__(kThreads)
     classify_kernel(const __grid_constant__ LogitTerms t, const Extent e, const MaskClasses classes) {
   constexpr int kAtOnce = 4;  // rows
-  const int lane = threadIdx.x % 32, lanes_of_tile = classes.keys * t.mask.bytes / kMaskChunkBytes;
+  const int lane = threadIdx.x % 32, lanes_of_tile = classes.keys * t.mask_bytes / kMaskChunkBytes;
   for (int64_t of = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; of < e.warps();
        of += static_cast<int64_t>(gridDim.x) * kWarps) {
     const int parts = (e.key_tiles + e.tiles_at_once - 1) / e.tiles_at_once;
@@ -41,13 +41,12 @@ __global__ void __launch_bounds__(kThreads)
     const int first = row_tile * classes.rows, last = min(first + classes.rows, e.rows);
     const bool present = lane < e.tiles_at_once * lanes_of_tile && key_tile < e.key_tiles;
     int found = 0;
-    with_mask_type(t.mask.element, [&](auto* type) {
+    with_mask_type(t.element, [&](auto* type) {
       using T = std::remove_pointer_t<decltype(type)>;
       constexpr int kNumbers = kMaskChunkBytes / sizeof(T);
       const int key = key_tile * classes.keys + lane % lanes_of_tile * kNumbers;
       const int numbers = present ? min(e.keys - key, kNumbers) : 0;
-      const T* const start =
-          static_cast<const T*>(t.mask.data) + batch * t.mask.stride[0] + head * t.mask.stride[1] + key;
+      const T* const start = static_cast<const T*>(t.mask) + batch * t.mask_stride[0] + head * t.mask_stride[1] + key;
       const auto add = [&](const T* x) {
         const float number = MaskNumbers<T>::one(x, 0);
         found |= (number != -INFINITY ? 1 : 0) | (number != 0.f ? 2 : 0);
@@ -55,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int row = first; row < last; row += kAtOnce) {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          const T* const from = start + min(row + i, last - 1) * t.mask.stride[2];
+          const T* const from = start + min(row + i, last - 1) * t.mask_stride[2];
           if (numbers == kNumbers) {
             const uint4 chunk = *reinterpret_cast<const uint4*>(from);
 #pragma unroll

@@ -22,11 +22,13 @@ __device__ void load_mask_tile(unsigned char* tile, int thread, const LogitTerms
                                int key, int m) {
   // Neighbouring threads have neighbouring chunks of a row, as many as the largest power of 2 that divides their count.
   constexpr int kPieces = Columns / (Columns & -Columns);
-  const int bytes = t.mask.bytes, chunks = Columns / kPieces * bytes / kMaskChunkBytes, shift = 31 - __clz(chunks);
+  const int bytes = t.mask_bytes, chunks = Columns / kPieces * bytes / kMaskChunkBytes, shift = 31 - __clz(chunks);
   const int inside = (m - key) * bytes, row_bytes = mask_row_bytes(Columns, bytes), row = thread >> shift;
   const int offset = (thread & (chunks - 1)) * kMaskChunkBytes, step = Threads >> shift;
-  const auto* const start = static_cast<const unsigned char*>(t.mask.data);
-  const auto* from = start + bytes * (t.mask.row(batch, head, i + row) + key) + offset;
+  const auto* const start = static_cast<const unsigned char*>(t.mask);
+  const auto* from = start +
+                     bytes * (batch * t.mask_stride[0] + head * t.mask_stride[1] + (i + row) * t.mask_stride[2] + key) +
+                     offset;
   uint32_t to = ptx::shared_address(tile) + row * row_bytes + offset;
 #pragma unroll 1
   for (int left = min(n - i, Rows) - row, rows = Rows - row; rows > 0; rows -= step, left -= step) {
@@ -37,7 +39,7 @@ __device__ void load_mask_tile(unsigned char* tile, int thread, const LogitTerms
       // Through L1: where a mask is the same for all queries, all rows are the same bytes.
       ptx::cp_async_through_l1(to + at, size ? from + at : start, size);
     }
-    from += step * t.mask.stride[2] * bytes, to += step * row_bytes;
+    from += step * t.mask_stride[2] * bytes, to += step * row_bytes;
   }
 }
 

@@ -18,11 +18,14 @@ constexpr int kBlocks = !VecLoader::kWhole || Dim == 256                        
                         : !VecLoader::kPairs || (std::is_same_v<VType, S8> && Dim == 128) ? 3
                                                                                           : 4;
 
-// Code for GPUs before compute capability 8.9 has no conversions to e4m3: it quantizes to int8 alone.
+// Code for GPUs before compute capability 8.9 has no conversions to e4m3: it quantizes to int8 alone. It needs more
+// registers, which fewer thread blocks have.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr bool kHasE4m3 = false;
+constexpr int kMostBlocks = 3;
 #else
 constexpr bool kHasE4m3 = true;
+constexpr int kMostBlocks = 4;
 #endif
 
 enum class Task : int { stats_k, stats_v, queries, keys, values, none };
@@ -82,7 +85,7 @@ struct Shared {
 };
 
 template <class QkType, class VType, class VecLoader, int Dim>
-__global__ void __launch_bounds__(kQuantizeThreads, (kBlocks<VType, VecLoader, Dim>))
+__global__ void __launch_bounds__(kQuantizeThreads, (std::min(kMostBlocks, kBlocks<VType, VecLoader, Dim>)))
     quantize_kernel(const __grid_constant__ QuantizeKernelParams p, const __grid_constant__ Order order) {
   if constexpr (!kHasE4m3 && std::is_same_v<QkType, E4m3>) return;
   extern __shared__ __align__(128) uint4 bytes[];

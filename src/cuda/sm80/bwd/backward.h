@@ -124,7 +124,7 @@ struct Backward {
   __device__ Step next_step(MBlock& at, int n) const;
   __device__ void load_q(const Step& step, int stage) const;
   __device__ void load_do(const Step& step, int stage) const;
-  __device__ bool has_mask_tile() const { return HasMask && params.terms.mask.data && params.terms.mask.chunks; }
+  __device__ bool has_mask_tile() const { return HasMask && params.terms.mask && params.terms.mask_chunks; }
   __device__ unsigned char* mask_tile() const { return reinterpret_cast<unsigned char*>(&shared) + kSharedBytes; }
   __device__ const int* mask_classes(int head, int tile) const {
     return params.mask_classes.of(w.batch, head, tile) + w.first_key / kKeys;

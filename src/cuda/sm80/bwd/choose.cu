@@ -13,12 +13,11 @@ constexpr Row kRow = {backward_kernel<T, BackwardKind::small>, backward_kernel<T
                       backward_kernel<T, BackwardKind::masked>, backward_kernel<T, BackwardKind::general>,
                       backward_kernel<T, BackwardKind::projected>};
 
-BackwardKernel kernel_of(const Problem& p, const BackwardChoice& choice) {
+BackwardKernel kernel_of(const Problem& p, const BackwardChoice& choice, const MaskTensor& mask) {
   const Row& row = choice.f16 ? kRow<F16> : kRow<Bf16>;
   const int dim = choice.dim, bytes = card(p.device_index).shared_bytes;
   if (choice.projects) return row.projected(dim);
   if (!p.plain_logits()) {
-    const MaskTensor mask = mask_tensor(p);
     if (!mask.chunks || p.softcap || p.alibi_slopes.present() || dim > 128) return row.general(dim);
     const BackwardKernel masked = row.masked(dim);
     return masked.bytes_with(mask) <= bytes ? masked : row.general(dim);
@@ -34,8 +33,10 @@ BackwardKernel kernel_of(const Problem& p, const BackwardChoice& choice) {
 BackwardKernels choose_kernels(const Problem& p) {
   const BackwardChoice choice = choose_backward(p);
   if (choice.cast == OCTET_F32) return {choice, true};
-  const BackwardKernel kernel = kernel_of(p, choice);
-  return {choice, false, kernel, kernel.has_classes && mask_tensor(p).data};
+  const MaskTensor mask = mask_tensor(p);
+  BackwardKernel kernel = kernel_of(p, choice, mask);
+  kernel.shared_bytes = kernel.bytes_with(mask);
+  return {choice, false, kernel, kernel.has_classes && mask.data};
 }
 
 }  // namespace octet::cuda::sm80

@@ -6,9 +6,9 @@
 namespace octet::cuda::sm80 {
 
 struct BackwardKernels : BackwardChoice {
-  bool f32;  // the kernels of f32.h; else `kernel`
-  BackwardKernel kernel;
-  bool has_classes;  // of tiles of the mask tensor
+  bool f32;               // the kernels of f32.h; else `kernel`
+  BackwardKernel kernel;  // with the bytes of its tile of the mask tensor
+  bool has_classes;       // of tiles of the mask tensor
 };
 BackwardKernels choose_kernels(const Problem& p);
 

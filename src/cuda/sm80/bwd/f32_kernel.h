@@ -237,7 +237,7 @@ struct F32Backward {
       }
     });
     if (needs_mask(at.token)) {
-      const int diagonal = query + a.mask.shift(q().tokens, k().tokens);
+      const int shift = a.mask.bottom_right ? k().tokens - q().tokens : 0, diagonal = query + shift;
       const int left = a.mask.windowed ? a.mask.left : Mask::kUnbounded;
       const int right = a.mask.windowed ? a.mask.right : Mask::kUnbounded;
       each([&](int m, int i, float& p, float&) {
@@ -349,9 +349,9 @@ struct F32Backward {
       shared.last_head = (head + 1) * (a.heads / a.kv_heads);
       shared.start = 0, shared.end = q().tokens;
       if (!a.mask.windowed) return;
-      const auto queries_of = [&](int key) { return a.mask.queries_of(key, q().tokens, k().tokens); };
-      shared.start = max(queries_of(first).first, 0) / kTokens * kTokens;
-      shared.end = min(queries_of(min(first + kRows, k().tokens) - 1).last, q().tokens);
+      const int shift = a.mask.bottom_right ? k().tokens - q().tokens : 0;
+      shared.start = max(first - shift - a.mask.right, 0) / kTokens * kTokens;
+      shared.end = min(min(first + kRows, k().tokens) - shift + a.mask.left, q().tokens);
     } else {
       shared.last_head = head + 1;
       const int last = min(first + kRows, q().tokens) - 1;

@@ -64,11 +64,11 @@ Plan backward(const Problem& p, void* workspace) {
     if (rows.to) remove_gauges(rows, stream);
     preprocess(params, stream);
     if (sweeps)
-      launch_general_pdl(kernel.sweep, static_cast<unsigned>(sweep_blocks), kernel.threads,
-                         kernel.bytes_with(terms.mask), stream, arguments);
+      launch_general_pdl(kernel.sweep, static_cast<unsigned>(sweep_blocks), kernel.threads, kernel.shared_bytes, stream,
+                         arguments);
     if (blocks)
-      launch_general_pdl(kernel.function, static_cast<unsigned>(blocks), kernel.threads, kernel.bytes_with(terms.mask),
-                         stream, arguments);
+      launch_general_pdl(kernel.function, static_cast<unsigned>(blocks), kernel.threads, kernel.shared_bytes, stream,
+                         arguments);
     if (sweeps) add_lambda_to_delta(arguments.a, projection.lambda, stream);
     if (p.dq.elements()) postprocess_dq(arguments.a, params.tile_dim, choice.sums, strided(p.dq), stream);
     if (p.dq.elements() && blocks && (p.windowed || p.mask.present())) {

@@ -148,7 +148,7 @@ __device__ void Backward<T, Dim, kind>::add_mask_tile(TileS& s, float scale, boo
     const float gauge[] = {shared.gauge[0][row], shared.gauge[0][row + 8]};
     const int column = 16 * PartS::column_block(warp) + fragment_column();
     if (needs_tile) {
-      MaskFragment<kKeys>{mask_tile(), params.terms.mask.element, row, column}.add(s[m], scale, gauge);
+      MaskFragment<kKeys>{mask_tile(), params.terms.element, row, column}.add(s[m], scale, gauge);
     } else {
       const bool any = params.terms.gauge;
       subtract_gauge(s[m], scale, {any ? gauge[0] : 0.f, any ? gauge[1] : 0.f});

@@ -32,16 +32,20 @@ __device__ void Backward<T, Dim, kind>::take_p_by_keys(TileS& s, int first, int 
   }
 }
 
+// Returns the queries that see a key; none where it is none.
+__device__ inline KeyRange queries_of(const Mask& mask, int key, int queries, int keys) {
+  if (key >= keys) return {0, 0};
+  return mask.queries_of(key, queries, keys);
+}
+
 // Sets p^T to 0 where a query does not see a key. `query`: that of column 0, in the sequence.
 template <class T, int Dim, BackwardKind kind>
 __device__ void Backward<T, Dim, kind>::hide_by_keys(TileS& p, int query) const {
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const int key = w.first_key + 16 * (PartS::row_block(warp) + m) + lane / 4;
-    const auto queries_of = [&](int j) {
-      return j >= w.k.tokens ? KeyRange{0, 0} : a.mask.queries_of(j, w.q.tokens, w.k.tokens);
-    };
-    const KeyRange ranges[kRowsPerThread] = {queries_of(key), queries_of(key + 8)};
+    const KeyRange ranges[kRowsPerThread] = {queries_of(a.mask, key, w.q.tokens, w.k.tokens),
+                                             queries_of(a.mask, key + 8, w.q.tokens, w.k.tokens)};
     mask_rows(p[m], query, ranges, 0.f);
   }
 }
@@ -67,7 +71,7 @@ __device__ void Backward<T, Dim, kind>::take_ds_by_keys(const TileS& p, TileS& d
 // Returns where this warp keeps numbers of the mask tensor: those of its keys, for the queries of one pass.
 template <class T, int Dim, BackwardKind kind>
 __device__ unsigned char* Backward<T, Dim, kind>::mask_tile_by_keys() const {
-  return mask_tile() + ptx::opaque(warp) * (32 * mask_row_bytes(kMaskColumns, params.terms.mask.bytes));
+  return mask_tile() + ptx::opaque(warp) * (32 * mask_row_bytes(kMaskColumns, params.terms.mask_bytes));
 }
 
 // Starts the copies of the gauges of a tile's queries, which are 0 where the mask is bool.
@@ -76,8 +80,7 @@ __device__ void Backward<T, Dim, kind>::load_gauges(const Step& step, int stage)
   const LogitTerms& t = params.terms;
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   if (thread >= kQueries) return;
-  const void* const from =
-      t.gauge ? t.gauge_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)) : t.mask.data;
+  const void* const from = t.gauge ? t.gauge_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)) : t.mask;
   ptx::cp_async_word(ptx::shared_address(&shared.gauge[stage][thread]), from, !t.gauge);
 }
 
@@ -89,10 +92,10 @@ __device__ void Backward<T, Dim, kind>::load_mask_by_keys(int n, int pass) const
     const Step& step = shared.steps[n % kSteps];
     const int query = step.query + 32 * pass, key = w.first_key + 16 * PartS::row_block(ptx::opaque(warp));
     if (query + 32 <= w.q.tokens && key + kMaskColumns <= w.k.tokens) {
-      const int64_t first = t.mask.row(w.batch, step.head, query) + key;
-      load_whole_mask_tile<32, kMaskColumns>(mask_tile_by_keys(), t.mask.bytes,
-                                             static_cast<const unsigned char*>(t.mask.data) + first * t.mask.bytes,
-                                             t.mask.stride[2] * t.mask.bytes);
+      const int64_t first = t.mask_row(w.batch, step.head, query) + key;
+      load_whole_mask_tile<32, kMaskColumns>(mask_tile_by_keys(), t.mask_bytes,
+                                             static_cast<const unsigned char*>(t.mask) + first * t.mask_bytes,
+                                             t.mask_stride[2] * t.mask_bytes);
     } else {
       load_mask_tile<32, 32, kMaskColumns>(mask_tile_by_keys(), ptx::opaque(lane), t, w.batch, step.head, query,
                                            w.q.tokens, key, w.k.tokens);
@@ -108,7 +111,7 @@ __device__ void Backward<T, Dim, kind>::add_mask_by_keys(TileS& s, int n, int pa
   const float* const gauge = &shared.gauge[n % kStages][32 * pass + fragment_column()];
   if (needs_mask_tile(n)) {
     if (pass > 0) ptx::cp_async_wait<0>(), __syncwarp();  // that of the first one has arrived with q and do
-    MaskFragmentByKeys{mask_tile_by_keys(), params.terms.mask.element}.add(s, scale, gauge);
+    MaskFragmentByKeys{mask_tile_by_keys(), params.terms.element}.add(s, scale, gauge);
     __syncwarp();  // all lanes have read it
   } else {
 #pragma unroll

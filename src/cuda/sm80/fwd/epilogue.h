@@ -116,7 +116,7 @@ __device__ inline void Forward<Precision, Dims, General>::write(const Softmax (&
         break;
     }
   }
-  if ((a.mask.windowed || (General && a.terms.mask.data)) && __any_sync(~0u, nonfinite))
+  if ((a.mask.windowed || (General && a.terms.mask)) && __any_sync(~0u, nonfinite))
 #pragma unroll 1
     for (int block = 0; block < kRowBlocks; ++block) recompute_rows(ptx::opaque(block));
 }
@@ -145,7 +145,7 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
       return from_parts(row, Dims::kDimV, channel) * (1.f / (1 << kPartsExponent)) * factor * factor;
     }
   };
-  const bool masked = General && a.terms.mask.data;
+  const bool masked = General && a.terms.mask;
   if (!masked) {
     const Keys tiles = kShort<Dims> ? shared.keys : keys_of(shared.q_tile.q_start, kRows);
     const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, shared.q_tile.k_tokens)};
@@ -171,7 +171,9 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
       return product * a.scale_log2e;
     };
     const auto seen_value = [&](int key, int channel) {
-      if (masked && mask_number(a.terms.mask, terms.mask_start + key * a.terms.mask.stride[3]) == -INFINITY) return 0.f;
+      if (masked &&
+          mask_number(a.terms.element, a.terms.mask, terms.mask_start + key * a.terms.mask_stride[3]) == -INFINITY)
+        return 0.f;
       return value(key, channel);
     };
     UnmaskedRow<Dims::kDimV> result = attend_row<Dims::kDimV>(part_of(range_of(row)), a.dim_v, logit, seen_value);

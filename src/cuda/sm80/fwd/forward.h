@@ -215,7 +215,7 @@ struct Forward {
     if constexpr (kShort<Dims>) return shared.terms[row - shared.q_tile.q_start];
     const int at = row - shared.q_tile.q_start, i = min(row, shared.q_tile.q_tokens - 1);
     return {shared.slope, shared.gauge[at], i + shared.q_tile.k_tokens - shared.q_tile.q_tokens, shared.nearest[at],
-            a.terms.mask.row(shared.q_tile.batch, shared.q_tile.head, i)};
+            a.terms.mask_row(shared.q_tile.batch, shared.q_tile.head, i)};
   }
   // Returns what the logits of a row lack.
   __device__ float gauge_of(int row) const {
@@ -251,15 +251,14 @@ struct Forward {
   __device__ void load_q() const;
   __device__ void load_keys(int tile, const Sources& from) const;
   __device__ bool stages_mask() const {
-    return kMasked<Dims> || (Tile::kStagesMask && a.terms.mask.data && a.terms.mask.chunks);
+    return kMasked<Dims> || (Tile::kStagesMask && a.terms.mask && a.terms.mask_chunks);
   }
   __device__ unsigned char* mask_tile() const {
     return kMasked<Dims> ? reinterpret_cast<unsigned char*>(&shared) + kSharedBytes : shared.mask;
   }
   // Returns this thread's numbers of the tile of the mask.
   __device__ MaskFragment<kKeys> mask_of(int block) const {
-    return {mask_tile(), a.terms.mask.element, ptx::opaque(thread_row(block)) - shared.q_tile.q_start,
-            fragment_column()};
+    return {mask_tile(), a.terms.element, ptx::opaque(thread_row(block)) - shared.q_tile.q_start, fragment_column()};
   }
   __device__ void load_mask(int tile, bool zeros) const;
   // Returns whether the mask adds 0 to all logits of a tile of this warp; any answer will do for tiles before the

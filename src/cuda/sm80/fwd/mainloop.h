@@ -70,12 +70,12 @@ __device__ inline void Forward<Precision, Dims, General>::load_mask(int tile, bo
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (!stages_mask() || tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) return;
   if (zeros) return;
-  unsigned char* const to = mask_tile() + warp * kRowsOfWarp * mask_row_bytes(kKeys, a.terms.mask.bytes);
+  unsigned char* const to = mask_tile() + warp * kRowsOfWarp * mask_row_bytes(kKeys, a.terms.mask_bytes);
   if constexpr (kMasked<Dims> && Dims::kDimV == 64)  // with more channels it would spill registers
     if (warp_row() + kRowsOfWarp <= shared.q_tile.q_tokens && (tile + 1) * kKeys <= shared.q_tile.k_tokens) {
-      const int64_t stride = a.terms.mask.stride[2] * a.terms.mask.bytes;
+      const int64_t stride = a.terms.mask_stride[2] * a.terms.mask_bytes;
       return load_whole_mask_tile<kRowsOfWarp, kKeys>(
-          to, a.terms.mask.bytes, shared.mask_start + warp * kRowsOfWarp * stride + tile * kKeys * a.terms.mask.bytes,
+          to, a.terms.mask_bytes, shared.mask_start + warp * kRowsOfWarp * stride + tile * kKeys * a.terms.mask_bytes,
           stride);
     }
   load_mask_tile<32, kRowsOfWarp, kKeys>(to, static_cast<int>(threadIdx.x) % 32, a.terms, shared.q_tile.batch,
@@ -159,8 +159,8 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     shared.v_start = a.v.row<PType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
     if constexpr (kMasked<Dims>)
       shared.mask_start =
-          static_cast<const unsigned char*>(a.terms.mask.data) +
-          a.terms.mask.bytes * a.terms.mask.row(shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_start);
+          static_cast<const unsigned char*>(a.terms.mask) +
+          a.terms.mask_bytes * a.terms.mask_row(shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_start);
     if constexpr (kParts > 1) {
       shared.k_factors = a.k_factors.at(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
       shared.v_factors = a.v_factors.at(shared.q_tile.batch, kv_head, shared.q_tile.k_first);

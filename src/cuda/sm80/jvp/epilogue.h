@@ -68,7 +68,7 @@ __device__ void Jvp<T, Dim, General>::write(const Rows& rows, O& o, O& u) const 
     if (a.tlse.data) *a.tlse.row<float>(w.batch, w.head, int64_t{w.q_first} + i) = f.tlse;
   }
   store(a.o, query, o), store(a.to, query, u);
-  if ((a.mask.windowed || (General && a.terms.mask.data)) && __any_sync(~0u, nonfinite)) recompute_rows();
+  if ((a.mask.windowed || (General && a.terms.mask)) && __any_sync(~0u, nonfinite)) recompute_rows();
 }
 
 // Recomputes those rows of this warp that are not finite from the keys that they see.

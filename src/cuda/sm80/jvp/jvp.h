@@ -85,7 +85,7 @@ struct Jvp {
   __device__ void load_queries() const;
   __device__ void load_k(int key) const;
   __device__ void load_v(int key) const;
-  __device__ bool stages_mask() const { return General && a.terms.mask.data && a.terms.mask.chunks; }
+  __device__ bool stages_mask() const { return General && a.terms.mask && a.terms.mask_chunks; }
   __device__ void load_mask(int key) const;
   __device__ void multiply_qk(S& s, S& t) const;
   __device__ RowTerms terms_of(int query) const;

@@ -55,7 +55,7 @@ template <class T, int Dim, bool General>
 __device__ void Jvp<T, Dim, General>::load_mask(int key) const {
   if (!stages_mask()) return;
   const TileInfo& w = shared.q_tile;
-  load_mask_tile<32, 16, kKeys>(shared.mask + 16 * warp() * mask_row_bytes(kKeys, a.terms.mask.bytes),
+  load_mask_tile<32, 16, kKeys>(shared.mask + 16 * warp() * mask_row_bytes(kKeys, a.terms.mask_bytes),
                                 static_cast<int>(threadIdx.x) % 32, a.terms, w.batch, w.head, w.q_start + 16 * warp(),
                                 w.q_tokens, key, w.k_tokens);
 }
@@ -133,7 +133,7 @@ __device__ void Jvp<T, Dim, General>::take_logits(S& s, S& t, int key) const {
     const float scale = a.terms.softcap != 0.f ? 1.f : a.scale;
     if (stages_mask() && !a.terms.slopes) {
       const int row = query - shared.q_tile.q_start;
-      const MaskFragment<kKeys> mask{shared.mask, a.terms.mask.element, row, fragment_column()};
+      const MaskFragment<kKeys> mask{shared.mask, a.terms.element, row, fragment_column()};
       mask.add(s, scale, {shared.gauge[row], shared.gauge[row + 8]});
       mask.hide(s);
     } else {

@@ -18,9 +18,9 @@ struct UnmaskedIterations {
                                 int group, float logits_factor)
       : most(w.tiles.count() * group), least(0) {
     if (a.mask.windowed) {
-      const auto queries_of = [&](int j) { return a.mask.queries_of(j, w.q.tokens, w.k.tokens); };
-      const int first = (max(queries_of(key + keys - 1).first, 0) + queries - 1) / queries;
-      const int last = queries_of(key).last / queries;
+      const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
+      const int first = (max(key + keys - 1 - shift - a.mask.right, 0) + queries - 1) / queries;
+      const int last = (key - shift + a.mask.left + 1) / queries;
       most = (w.tiles.last - max(first, w.tiles.first)) * group,
       least = (w.tiles.last - min(last, w.tiles.last)) * group;
     }
@@ -33,7 +33,7 @@ struct UnmaskedIterations {
 // queries from `query` on.
 template <class T, int Columns>
 __device__ void mask_P(const BackwardParams& a, Accumulator<Columns>& p, const KeyBlockInfo& w, int key, int query) {
-  const int shift = a.mask.shift(w.q.tokens, w.k.tokens);
+  const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
   const int left = a.mask.windowed ? a.mask.left : Mask::kUnbounded;
   const int right = a.mask.windowed ? a.mask.right : Mask::kUnbounded;
   constexpr float kOne = 1 << kPExponentOf<T>;
