@@ -1,7 +1,9 @@
 """The options of a call, hashable, in the words of the user; `_plan.attention_of` puts them into octet_attention."""
 
 import importlib
+import operator
 import sys
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import numpy as np
@@ -65,6 +67,7 @@ class Options(NamedTuple):
 
 
 def causal_name(causal: Causal) -> str:
+    expect_not_traced("causal", causal)
     if isinstance(causal, (bool, str)) and causal in _CAUSAL:
         return _CAUSAL[causal]
     raise InvalidArgument(f"causal: found {causal!r}, allowed: False, True, 'top_left', 'bottom_right'")
@@ -74,7 +77,9 @@ def window_pair(window: Window) -> tuple[int, ...]:
     """(left, right) with -1 for all; a number is both sides; empty for no window."""
     if window is None:
         return ()
-    sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
+    for side in window if isinstance(window, (tuple, list)) else (window,):
+        expect_not_traced("window", side)
+    sides = tuple(map(integer, window if isinstance(window, (tuple, list)) else (window, window)))
     if len(sides) != 2 or not all(side is None or _is_index(side) for side in sides):
         raise InvalidArgument(f"window: found {window!r}, allowed: (left, right), one number for both, or None")
     found = tuple(-1 if side is None else int(side) for side in sides)
@@ -90,17 +95,43 @@ def look_up(what: str, found: object, allowed: dict[str, int]) -> int:
     raise InvalidArgument(f"{what}: found {found!r}, allowed: {listing(allowed)}")
 
 
-def expect_constant(name: str, x: Any) -> None:
-    """Rejects a tensor of torch that a derivative is asked for, which octet does not compute; x may be None."""
-    if x is None:
-        return
+def _layers(x: Any) -> Iterator[Any]:
+    """x, a tensor of torch, and the tensors that it wraps: each transform of torch.func puts a wrapper around those that
+    it maps or differentiates, and a wrapper of vmap does not tell whether what it wraps requires a gradient."""
+    functorch = sys.modules["torch"]._C._functorch
+    yield x
+    while functorch.is_functorch_wrapped_tensor(x):
+        x = functorch.get_unwrapped(x)
+        yield x
+
+
+def _has_tangent(x: Any) -> bool:
     torch = sys.modules["torch"]
     forward_ad = torch.autograd.forward_ad
-    is_dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
-    if is_dual or (x.requires_grad and torch.is_grad_enabled()):
+    if forward_ad._current_level < 0 or torch._C._functorch.is_batchedtensor(x):
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+def is_differentiated(x: Any) -> bool:
+    """Returns whether a derivative by x, a tensor of torch, is asked for, backward or forward, by whatever transform of
+    torch.func the call is in. Inside of torch.compile nobody sees what vmap maps: there it may be."""
+    torch = sys.modules["torch"]
+    if torch.compiler.is_compiling():
+        hidden = torch._C._functorch.is_batchedtensor(x) and x.is_floating_point()
+        return _has_tangent(x) or (torch.is_grad_enabled() and (x.requires_grad or hidden))
+    if torch.is_grad_enabled() and any([layer.requires_grad for layer in _layers(x)]):
+        return True
+    return any([_has_tangent(layer) for layer in _layers(x)])
+
+
+def expect_constant(name: str, x: Any) -> None:
+    """Rejects a tensor of torch that a derivative is asked for, which octet does not compute; x may be None."""
+    if x is not None and is_differentiated(x):
         raise Unsupported(
-            f"{name}: requires a gradient, which octet does not compute for it; pass {name}.detach() where its "
-            "gradient may be lost (what is learned would no longer change)"
+            f"{name}: requires a gradient (as all floats may that vmap maps inside of torch.compile), which octet does "
+            f"not compute for it; pass {name}.detach() where its gradient may be lost (what is learned would no longer "
+            "change)"
         )
 
 
@@ -109,24 +140,47 @@ def number(name: str, value: Any, allowed: str = "a number") -> float:
         return value
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
         expect_constant(name, value)
+    expect_not_traced(name, value)
     try:
-        return float(value)
+        return float(value.item() if hasattr(value, "shape") else value)
     except (TypeError, ValueError, RuntimeError):
         raise InvalidArgument(f"{name}: found {value!r}, allowed: {allowed}") from None
 
 
+def expect_not_traced(name: str, value: Any) -> None:
+    """Rejects a number that jax traces."""
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(value, jax.core.Tracer):
+        raise InvalidArgument(
+            f"{name}: traced by jax, but octet needs its number when the program is made; make it static: "
+            f"jax.jit(..., static_argnames={name!r}), or close over a number of Python"
+        )
+
+
 def _is_index(value: Any) -> bool:
-    return isinstance(value, int) or hasattr(value, "__index__")
+    return isinstance(value, int) or (hasattr(value, "__index__") and not hasattr(value, "shape"))
+
+
+def integer(value: Any) -> Any:
+    """The integer of an array of one element of any framework; one on a GPU is waited for. Other values as they are."""
+    if not hasattr(value, "shape"):
+        return value
+    try:
+        return operator.index(value.item())
+    except (TypeError, ValueError, RuntimeError):  # no integer, or several
+        return value
 
 
 _MOST = 2**63 - 1  # of the integers that the library takes
 
 
 def count(name: str, value: Any, allowed: str, most: int = _MOST) -> int:
-    """A number that is passed on as an unsigned one."""
-    if not _is_index(value) or not 0 <= value <= most:
+    """A number that is passed on as an unsigned one, from whatever stands for one."""
+    expect_not_traced(name, value)
+    found = integer(value)
+    if not _is_index(found) or not 0 <= found <= most:
         raise InvalidArgument(f"{name}: found {value!r}, allowed: {allowed}")
-    return value
+    return found
 
 
 # The names of numpy's dtypes, and of the float types of every framework.
@@ -240,6 +294,7 @@ def options_of(
     look_up("smooth_q", smooth_q, _abi.SWITCHES)
     if alignment not in (None, "top_left", "bottom_right"):
         raise InvalidArgument(f"alignment: found {alignment!r}, allowed: 'top_left', 'bottom_right', None")
+    expect_not_traced("deterministic", deterministic)
     if deterministic not in (None, False, True):
         raise InvalidArgument(f"deterministic: found {deterministic!r}, allowed: False, True, None")
     if backend is not None and not isinstance(backend, str):

@@ -467,3 +467,13 @@ def test_subnormal_numbers_count(way):
     want = octet.attention(*map(np.asarray, x), precision="f32")
     assert want.any()
     np.testing.assert_array_equal(octet.attention(*x, precision="f32"), want)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap", "beta", "threads", "window", "causal", "deterministic"])
+def test_a_traced_number_is_rejected_with_what_to_do(name):
+    x = jnp.ones((1, 2, 8, 8))
+    with pytest.raises(octet.InvalidArgument, match=f"{name}: traced by jax.*static_argnames='{name}'"):
+        jax.jit(lambda number: octet.attention(x, x, x, **{name: number}))(2)
+    cu = jnp.array([0, 8], dtype=jnp.int32)
+    with pytest.raises(octet.InvalidArgument, match="max_seqlen_q: traced by jax"):
+        jax.jit(lambda n: octet.attention_varlen(*[jnp.ones((8, 2, 8))] * 3, cu, cu, max_seqlen_q=n))(8)

@@ -1,10 +1,12 @@
 """Arguments whose meaning depends on torch: numbers that are tensors, masks that are no plain tensors, types of o."""
 
+import numpy as np
 import octet
 import pytest
 from torch_shared import compiled
 
 torch = pytest.importorskip("torch")
+from octet.compat.flash_attn import flash_attn_func, flash_attn_varlen_func  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left  # noqa: E402
 
@@ -166,3 +168,27 @@ def test_messages_use_the_words_of_python():
         octet.attention_varlen(packed, packed, packed, cu, cu, causal=True)
     with pytest.raises(octet.InvalidArgument, match="octet.quantize"):
         octet.attention(*[Q.to(torch.int8)] * 3, precision="int8")
+
+
+@pytest.mark.parametrize("four", [torch.tensor(4), torch.tensor([4], dtype=torch.int32), np.int64(4), np.array([4])])
+def test_numbers_may_be_arrays_of_one_element(four):
+    torch.manual_seed(0)
+    x, cu = torch.randn(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    lengths = {"max_seqlen_q": 4, "max_seqlen_k": 4}
+    want = octet.attention_varlen(x, x, x, cu, cu, **lengths)
+    assert torch.equal(octet.attention_varlen(x, x, x, cu, cu, **dict.fromkeys(lengths, four)), want)
+    assert torch.equal(flash_attn_varlen_func(x, x, x, cu, cu, four, four), want)
+    for name, keywords in (("threads", {}), ("window", {"alignment": "top_left"}), ("scale", {}), ("softcap", {})):
+        found, want = (octet.attention(x[None], x[None], x[None], **{name: n}, **keywords) for n in (four, 4))
+        assert torch.equal(found, want), name
+    found, want = (flash_attn_func(*[x[None]] * 3, window_size=(n, n)) for n in (four, 4))
+    assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("found", [torch.tensor(4.0), torch.tensor([4, 4]), np.array([4, 4]), 4.0, "4"])
+def test_other_arrays_are_no_lengths(found):
+    x, cu = torch.randn(6, 2, 8), torch.tensor([0, 2, 6], dtype=torch.int32)
+    with pytest.raises(octet.InvalidArgument, match="max_seqlen_q: found"):
+        octet.attention_varlen(x, x, x, cu, cu, max_seqlen_q=found)
+    with pytest.raises(octet.InvalidArgument, match="threads: found"):
+        octet.attention(x[None], x[None], x[None], threads=found)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from octet import _api
-from octet._options import Precision
+from octet._options import Precision, integer
 from octet._rejections import expect_absent, expect_known, expect_no_dropout
 from octet.compat import _stacked
 from octet.errors import InvalidArgument, Unsupported
@@ -33,7 +33,7 @@ def _keywords(
     """The same in the keywords of octet.attention."""
     expect_no_dropout(dropout_p)
     try:
-        left, right = (operator.index(side) for side in window_size)
+        left, right = (operator.index(integer(side)) for side in window_size)
     except (TypeError, ValueError):
         allowed = "(left, right), whole numbers of keys, -1: all of a side"
         raise InvalidArgument(f"window_size: found {window_size!r}, allowed: {allowed}") from None

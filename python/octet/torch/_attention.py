@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 from octet import _plan
-from octet._options import Options, expect_constant
+from octet._options import Options, expect_constant, is_differentiated
 from octet._qtensor import QTensor
 from octet.errors import Unsupported
 from octet.torch import _ops, _passes
@@ -118,8 +118,7 @@ def run_jvp(
     slopes = _slopes(options, q.device, alibi_slopes)
     with torch.no_grad():
         o, lse, to, tlse = _ops.jvp(q, k, v, tq, tk, tv, *more, along, return_lse, options, slopes)
-    needing = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    if torch.is_grad_enabled() and needing:
+    if any([is_differentiated(x) for x in (q, k, v, sinks) if x is not None]):
         o, lse, _ = attend(q, k, v, *more, options, of_lse=return_lse, slopes=slopes)
     return (o, to, lse, tlse) if return_lse else (o, to)
 
