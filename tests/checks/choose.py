@@ -26,7 +26,8 @@ def main():
             if found and path.stem == "choose":
                 deciding += 1
             elif found:
-                wrong.append(f"{path.relative_to(folder.parent.parent)}:{number}: {found[0]}; only choose decides by it")
+                name = path.relative_to(folder.parent.parent)
+                wrong.append(f"{name}:{number}: {found[0]}; only choose decides by it")
     if not deciding:
         wrong.append("no file named choose reads a recipe")
     print("\n".join(wrong) or f"of {len(files)} files of src/cuda only those named choose read recipes")
