@@ -96,8 +96,8 @@ def look_up(what: str, found: object, allowed: dict[str, int]) -> int:
 
 
 def _layers(x: Any) -> Iterator[Any]:
-    """x, a tensor of torch, and the tensors that it wraps: each transform of torch.func puts a wrapper around those that
-    it maps or differentiates, and a wrapper of vmap does not tell whether what it wraps requires a gradient."""
+    """x, a tensor of torch, and the tensors that it wraps: each transform of torch.func puts a wrapper around those it
+    maps or differentiates, and a wrapper of vmap does not tell whether what it wraps requires a gradient."""
     functorch = sys.modules["torch"]._C._functorch
     yield x
     while functorch.is_functorch_wrapped_tensor(x):

@@ -1,11 +1,10 @@
-"""Whatever octet gives no gradient (masks, slopes, numbers) is rejected where one is asked for, by whatever transform."""
+"""What octet gives no gradient (masks, slopes, numbers) is rejected where one is asked for, by whatever transform."""
 
 import octet
 import pytest
 
 torch = pytest.importorskip("torch")
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap  # noqa: E402
-
 
 torch.manual_seed(0)
 X = [torch.randn(1, 2, 8, 16) for _ in range(3)]
