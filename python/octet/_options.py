@@ -163,7 +163,7 @@ def _is_index(value: Any) -> bool:
 
 def integer(value: Any) -> Any:
     """The integer of an array of one element of any framework; one on a GPU is waited for. Other values as they are."""
-    if not hasattr(value, "shape"):
+    if isinstance(value, int) or not hasattr(value, "shape"):  # also what torch.compile makes of one
         return value
     try:
         return operator.index(value.item())

