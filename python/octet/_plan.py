@@ -104,7 +104,7 @@ def quantization_of(coding: Coding) -> _abi.Quantization:
     return struct(_abi.Quantization, **coding._asdict())
 
 
-def _dims(name: str, view: View, layout: str) -> Sequence[int]:
+def dims_of(name: str, view: Any, layout: str) -> Sequence[int]:
     """Returns which dimensions of the caller's array are batch, head, token and dim of octet_arguments; -1: none is."""
     rank = len(view.shape)
     in_layout = LAYOUTS[layout]
@@ -161,7 +161,7 @@ class Plan:
         self.tensors: list[_abi.Tensor] = []
         self._codings: dict[str, _abi.Quantization] = {}
         for name, view, coding in operands:
-            tensor = tensor_of(view, _dims(name, view, options.layout))
+            tensor = tensor_of(view, dims_of(name, view, options.layout))
             self.tensors.append(tensor)
             owner, _, part = name.partition(".")
             if part:

@@ -40,6 +40,12 @@ def is_causal_bias(mask: torch.Tensor | None) -> bool:
     return module is not None and isinstance(mask, module.CausalBias)
 
 
+def is_dtensor(x: Any) -> bool:
+    """A torch.distributed.tensor.DTensor is a tensor whose memory is elsewhere, in its local part."""
+    module = sys.modules.get("torch.distributed.tensor")  # only its users import it
+    return module is not None and isinstance(x, module.DTensor)
+
+
 def autocast_type(x: torch.Tensor) -> torch.dtype:
     """The type that autocast gives to x, as it does to those of scaled_dot_product_attention: its own to every float
     but float64."""
@@ -90,6 +96,8 @@ class TorchAdapter:
         number, where = _NUMBERS.get(x.dtype), x.device
         if number is None:
             number = _abi.DTYPES[self.dtype_name(x.dtype, name.rstrip("_"))]  # rejects
+        if is_dtensor(x):
+            raise InvalidArgument(f"{name}: found a DTensor, allowed: torch.Tensor; pass its part, {name}.to_local()")
         if x.is_neg():  # a view of torch._neg_view that no operator has resolved
             raise InvalidArgument(f"{name.rstrip('_')}: a negative view; pass it through torch.resolve_neg")
         if x.layout is not torch.strided:

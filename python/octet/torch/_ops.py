@@ -8,6 +8,7 @@ calls leave out come last. Their kernels run the passes of _passes.py, once whoe
 """
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from octet import _plan
 from octet._options import LAYOUTS, Options
-from octet.torch import _passes
+from octet.torch import _passes, _sharding
 from octet.torch._adapter import adapter
 from octet.torch._text import options_from, text_of
 
@@ -138,7 +139,14 @@ for _name, _kernel, _fake in (
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _kernel, _key)
     torch.library.register_fake(f"octet::{_name}", _fake, lib=_library)
+_sharding.register(_library)
 
+
+def _register_dtensors() -> bool:
+    return _sharding.register(_library)
+
+
+_register_dtensors._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch.compile runs it, untraced
 
 # The operators, of Options.
 
@@ -150,6 +158,8 @@ _remembered = functools.lru_cache(4096)(text_of)
 
 def _arguments(options: Options, *more: Any) -> tuple:
     """Returns the last arguments of an operator, from `options` on."""
+    if "torch.distributed.tensor" in sys.modules:
+        _register_dtensors()
     lengths = options.max_seqlen_q, options.max_seqlen_k
     if torch.compiler.is_compiling():
         return text_of(options), *more, *lengths
