@@ -148,3 +148,34 @@ def test_a_second_derivative_is_rejected():
         torch.autograd.grad(tangent.square().sum(), q)
     with pytest.raises(octet.Unsupported, match="first derivatives only"):
         torch.func.hessian(lambda y: call(y, k, v).square().sum())(q.detach())
+
+
+SECOND = {
+    "backward": lambda f, x: f(x.requires_grad_()).backward(),
+    "grad": lambda f, x: torch.func.grad(f)(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(f))(torch.stack([x, x])),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda y: torch.func.vmap(f)(torch.stack([y, y])).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+}
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "do", "mask", "sinks", "dlse"])
+@pytest.mark.parametrize("way", SECOND)
+def test_a_derivative_of_attention_vjp_is_rejected(way, name):
+    q, k, v = (x.detach() for x in inputs())
+    given = {"q": q, "k": k, "v": v, "do": torch.randn_like(q), "mask": torch.randn(5, 7, dtype=q.dtype)}
+    given |= {"sinks": torch.randn(4, dtype=q.dtype), "dlse": torch.randn(2, 4, 5, dtype=q.dtype)}
+
+    def of(x):
+        return sum(d.sum() for d in octet.attention_vjp(**given | {name: x}))
+
+    with pytest.raises(octet.Unsupported, match="first derivatives only"):
+        SECOND[way](of, given[name])
+
+
+def test_gradients_of_attention_vjp_are_detached_where_gradients_are_off():
+    q, k, v = inputs()
+    with torch.no_grad():
+        assert not any(d.requires_grad for d in octet.attention_vjp(q, k, v, q))

@@ -82,16 +82,15 @@ def run_vjp(
     dlse: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv), and dsinks where there are sinks, detached"""
+    """(dq, dk, dv), and dsinks where there are sinks; a derivative of them is rejected"""
     q, k, v, do = cast_tensors(("q", "k", "v", "do"), q, k, v, do)
     expect_devices(q.device, mask=mask, sinks=sinks, dlse=dlse)
+    more = mask, None, None, by_head("sinks", sinks, options)
+    slopes = _slopes(options, q.device, alibi_slopes)
     with torch.no_grad():
-        residual = _plan.needs_residual(adapter, options, q)
-        more = mask, None, None, by_head("sinks", sinks, options)
-        slopes = _slopes(options, q.device, alibi_slopes)
-        o, lse, r = _ops.forward(q, k, v, *more, residual, options, slopes)
-        *gradients, dsinks = _ops.backward(do, q, k, v, o, lse, r, *more, dlse, options, slopes)
-    return tuple(gradients) if sinks is None else (*gradients, dsinks.to(sinks.dtype))
+        saved = _ops.forward(q, k, v, *more, _plan.needs_residual(adapter, options, q), options, slopes)
+    *made, dsinks = gradients((do, q, k, v, *saved, *more, slopes, dlse), options)
+    return tuple(made) if sinks is None else (*made, dsinks.to(sinks.dtype))
 
 
 def run_jvp(
