@@ -136,15 +136,19 @@ def expect_constant(name: str, x: Any) -> None:
 
 
 def number(name: str, value: Any, allowed: str = "a number") -> float:
-    if isinstance(value, (float, int)):  # also what torch.compile makes of a number
+    """A number of Python, or what an array of one element holds; truth values and words are none."""
+    if isinstance(value, (float, int)) and not isinstance(value, bool):  # also what torch.compile makes of a number
         return value
     if "torch" in sys.modules and isinstance(value, sys.modules["torch"].Tensor):
         expect_constant(name, value)
     expect_not_traced(name, value)
     try:
-        return float(value.item() if hasattr(value, "shape") else value)
+        found = value.item() if hasattr(value, "shape") else value
+        if not isinstance(found, (bool, str, bytes)):
+            return float(found)
     except (TypeError, ValueError, RuntimeError):
-        raise InvalidArgument(f"{name}: found {value!r}, allowed: {allowed}") from None
+        pass
+    raise InvalidArgument(f"{name}: found {value!r}, allowed: {allowed}")
 
 
 def expect_not_traced(name: str, value: Any) -> None:
@@ -158,6 +162,8 @@ def expect_not_traced(name: str, value: Any) -> None:
 
 
 def _is_index(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
     return isinstance(value, int) or (hasattr(value, "__index__") and not hasattr(value, "shape"))
 
 
@@ -166,7 +172,8 @@ def integer(value: Any) -> Any:
     if isinstance(value, int) or not hasattr(value, "shape"):  # also what torch.compile makes of one
         return value
     try:
-        return operator.index(value.item())
+        found = value.item()
+        return found if isinstance(found, bool) else operator.index(found)
     except (TypeError, ValueError, RuntimeError):  # no integer, or several
         return value
 
@@ -174,11 +181,11 @@ def integer(value: Any) -> Any:
 _MOST = 2**63 - 1  # of the integers that the library takes
 
 
-def count(name: str, value: Any, allowed: str, most: int = _MOST) -> int:
-    """A number that is passed on as an unsigned one, from whatever stands for one."""
+def count(name: str, value: Any, allowed: str, most: int = _MOST, least: int = 0) -> int:
+    """A whole number from `least` to `most`, from whatever stands for one."""
     expect_not_traced(name, value)
     found = integer(value)
-    if not _is_index(found) or not 0 <= found <= most:
+    if not _is_index(found) or not least <= found <= most:
         raise InvalidArgument(f"{name}: found {value!r}, allowed: {allowed}")
     return found
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from octet import _abi, _api
 from octet._library import check, lib
-from octet._options import LAYOUTS, Layout, count, expect_constant, look_up
+from octet._options import LAYOUTS, Layout, count, expect_constant, look_up, number
 from octet._plan import Adapter, contiguous_strides, dense_strides, quantization_of, struct, tensor_of
 from octet._qtensor import Coding, QTensor
 from octet._rejections import expect_known
@@ -99,14 +99,14 @@ def quantize(
         block=count("block", block, "a number of tokens"),
         hadamard_seed=count("hadamard_seed", hadamard_seed, "1 to 2**64 - 1, or 0 for no rotation", most=2**64 - 1),
     )
-    if not -(2**63) <= rope_offset < 2**63:
-        raise InvalidArgument(f"rope_offset: found {rope_offset}, allowed: -2**63 to 2**63 - 1")
+    if not isinstance(smooth, bool):
+        raise InvalidArgument(f"smooth: found {smooth!r}, allowed: False, True")
     rotation = struct(
         _abi.Rope,
         style=look_up("rope", rope, _abi.ROPE_STYLES),
         dim=count("rope_dim", rope_dim, "an even number of channels, or 0 for all"),
-        offset=rope_offset,
-        base=rope_base,
+        offset=count("rope_offset", rope_offset, "-2**63 to 2**63 - 1", least=-(2**63)),
+        base=number("rope_base", rope_base, "positive and finite, or 0 for 10000"),
     )
     source = _described(adapter, "x", x, layout)
     batch, heads, tokens, dim = source.shape

@@ -45,6 +45,34 @@ def test_values_are_named_with_the_choices():
     rejected(invalid, "softcap: found -5, allowed: positive and finite", softcap=-5.0)
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [(name, value) for name in ("scale", "softcap", "beta") for value in (True, np.True_, "2", np.array(True))]
+    + [("window", (True, 1)), ("window", True), ("window", (np.True_, 1)), ("threads", True)],
+)
+def test_truth_values_and_words_are_no_numbers(name, value):
+    how = {"bias_correction": "beta"} if name == "beta" else {"alignment": "top_left"} if name == "window" else {}
+    rejected(octet.InvalidArgument, f"{name}: found {value!r}, allowed: ", **how, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("block", True), ("hadamard_seed", True), ("rope_dim", True), ("rope_offset", True), ("rope_offset", 1.5),
+     ("rope_base", True), ("rope_base", "3"), ("smooth", "no"), ("smooth", 2)],
+)  # fmt: skip
+def test_truth_values_and_words_are_no_numbers_of_a_quantizer(name, value):
+    how = {"rope": "half"} if name.startswith("rope") else {"granularity": "block"} if name == "block" else {}
+    rejected(
+        octet.InvalidArgument,
+        f"{name}: found {value!r}, allowed: ",
+        Q,
+        "k",
+        call=octet.quantize,
+        **how,
+        **{name: value},
+    )
+
+
 def test_unequal_lengths_need_an_alignment():
     k = np.zeros((1, 2, 9, 8), np.float32)
     rejected(octet.InvalidArgument, '6 queries meet 9 keys; use causal="top_left"', Q, k, k, causal=True)

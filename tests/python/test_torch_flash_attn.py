@@ -305,6 +305,8 @@ def test_what_octet_does_not_do_is_rejected_by_every_form(name):
             call(**{name: value})
         with pytest.raises(octet.InvalidArgument, match=r"window_size: found \(1, 2, 3\), allowed: \(left, right\)"):
             call(window_size=(1, 2, 3))
+        with pytest.raises(octet.InvalidArgument, match=r"window_size: found \(True, 2\)"):
+            call(window_size=(True, 2))
         with pytest.raises(octet.InvalidArgument, match=r"window_size: found \(1.5, 2\)"):
             call(window_size=(1.5, 2))
 

@@ -33,7 +33,10 @@ def _keywords(
     """The same in the keywords of octet.attention."""
     expect_no_dropout(dropout_p)
     try:
-        left, right = (operator.index(integer(side)) for side in window_size)
+        sides = [integer(side) for side in window_size]
+        if any(isinstance(side, bool) for side in sides):
+            raise TypeError
+        left, right = map(operator.index, sides)
     except (TypeError, ValueError):
         allowed = "(left, right), whole numbers of keys, -1: all of a side"
         raise InvalidArgument(f"window_size: found {window_size!r}, allowed: {allowed}") from None
