@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <octet/octet.hpp>
 #include <string>
+#include <vector>
 
 #include "commands/commands.h"
 #include "io/sink.h"
@@ -97,16 +98,18 @@ void quantize_command(const QuantizeOptions& options) {
   const Array x = source.read(options.operand);
   x.shape4(options.operand);
   const Quantized quantized(x, how);
-  expect_writable(options.out, {options.in});
+  std::vector<NamedArray> arrays = {{options.operand, &quantized.codes},
+                                    {options.operand + "_scale", &quantized.scale}};
+  if (quantized.zero_point.present()) arrays.push_back({options.operand + "_zero_point", &quantized.zero_point});
+  if (quantized.mean.present()) arrays.push_back({options.operand + "_mean", &quantized.mean});
+  std::vector<std::string> names;
+  for (const auto& [name, array] : arrays) names.push_back(name);
+  expect_writable(options.out, options.in, names);
 
   const Errors errors = compare(quantized.dequantized(DType::f64), rotated(x, how.rope));
   const bool predicts = how.operand != OCTET_OPERAND_V && source.has("q") && source.has("k") && !source.single();
   const Array predicted = predicts ? logit_error(source, quantized, how) : Array();
 
-  std::vector<NamedArray> arrays = {{options.operand, &quantized.codes},
-                                    {options.operand + "_scale", &quantized.scale}};
-  if (quantized.zero_point.present()) arrays.push_back({options.operand + "_zero_point", &quantized.zero_point});
-  if (quantized.mean.present()) arrays.push_back({options.operand + "_mean", &quantized.mean});
   write_arrays(options.out, arrays,
                {{"operand", options.operand},
                 {"format", options.format},

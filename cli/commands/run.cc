@@ -74,7 +74,7 @@ void run_command(const RunOptions& options) {
                                 ? OutputTypes::like(in, precision)
                                 : OutputTypes::all(parse_output_type(options.out_dtype, precision));
   const DeviceName device = options.attention.device();
-  expect_writable(options.out, {options.in});
+  expect_writable(options.out, options.in, {"o", "lse", "dq", "dk", "dv", "dsinks", "to", "tlse"});
 
   Results results(in.q.shape.size() == 4);
   std::vector<std::string> kernels;

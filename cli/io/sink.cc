@@ -47,17 +47,32 @@ class Directory {
   bool made_ = false;  // and not kept
 };
 
+// The files of an input: itself, or the .npy files of a directory.
+std::vector<fs::path> files_of(const std::string& input) {
+  std::error_code ignored;
+  if (!fs::is_directory(input, ignored)) return {input};
+  std::vector<fs::path> files;
+  for (const auto& entry : fs::directory_iterator(input, ignored)) files.push_back(entry.path());
+  return files;
+}
+
+void expect_no_input(const fs::path& path, const fs::path& input) {
+  std::error_code ignored;
+  if (fs::equivalent(path, input, ignored)) reject("{}: is an input; name another output", path.string());
+}
+
 }  // namespace
 
-void expect_writable(const std::string& path, const std::vector<std::string>& inputs) {
-  std::error_code ignored;
-  for (const std::string& input : inputs)
-    if (fs::equivalent(path, input, ignored)) reject("{}: is an input; name another output", path);
+void expect_writable(const std::string& path, const std::string& input, const std::vector<std::string>& names) {
+  expect_no_input(path, input);
   if (fs::path(path).extension() == ".npy")
     reject("{}: a .npy file holds one tensor; name a .safetensors file, or a directory for .npy files", path);
   if (is_safetensors(path)) {
+    for (const fs::path& file : files_of(input)) expect_no_input(path, file);
     AtomicFile probe(path);
   } else {
+    for (const fs::path& file : files_of(input))
+      for (const std::string& name : names) expect_no_input(fs::path(path) / (name + ".npy"), file);
     Directory directory(path);
     AtomicFile probe((fs::path(path) / "probe.npy").string());
   }

@@ -9,8 +9,9 @@
 
 namespace octet::cli {
 
-// Rejects at once, before any work, a path that write_arrays could not write or that is one of the inputs.
-void expect_writable(const std::string& path, const std::vector<std::string>& inputs);
+// Rejects at once, before any work, a path that write_arrays could not write, that is the input, or in which a file of
+// arrays of these names would take the place of a file of the input.
+void expect_writable(const std::string& path, const std::string& input, const std::vector<std::string>& names);
 
 // Metadata is kept in .safetensors only.
 void write_arrays(const std::string& path, const std::vector<NamedArray>& arrays,

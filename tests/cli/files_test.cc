@@ -230,14 +230,15 @@ TEST_F(Files, a_committed_file_replaces_the_old_one_whole) {
 
 TEST_F(Files, outputs_that_cannot_be_written_are_rejected_before_work_and_leave_nothing) {
   write("in.safetensors", "");
-  EXPECT_THAT(rejection([&] { expect_writable(path("none/out.safetensors"), {}); }),
+  EXPECT_THAT(rejection([&] { expect_writable(path("none/out.safetensors"), "none", {}); }),
               HasSubstr("No such file or directory"));
-  EXPECT_THAT(rejection([&] { expect_writable(path("none/out"), {}); }), HasSubstr("No such file or directory"));
-  EXPECT_THAT(rejection([&] { expect_writable(path("out.npy"), {}); }), HasSubstr("one tensor"));
-  EXPECT_THAT(rejection([&] { expect_writable(path("in.safetensors"), {path("in.safetensors")}); }),
+  EXPECT_THAT(rejection([&] { expect_writable(path("none/out"), "none", {}); }),
+              HasSubstr("No such file or directory"));
+  EXPECT_THAT(rejection([&] { expect_writable(path("out.npy"), "none", {}); }), HasSubstr("one tensor"));
+  EXPECT_THAT(rejection([&] { expect_writable(path("in.safetensors"), path("in.safetensors"), {}); }),
               HasSubstr("is an input"));
-  EXPECT_THAT(rejection([&] { expect_writable("/dev/null", {}); }), HasSubstr("cannot write"));
-  expect_writable(path("out"), {});
+  EXPECT_THAT(rejection([&] { expect_writable("/dev/null", "none", {}); }), HasSubstr("cannot write"));
+  expect_writable(path("out"), "none", {"o"});
   EXPECT_EQ(entries(), 1u);
 }
 

@@ -441,3 +441,30 @@ def test_a_shell_sees_128_and_the_signal(tmp_path):
     ]
     done = subprocess.run(["bash", "-c", script, "-", *bench], capture_output=True, text=True, timeout=60)
     assert done.stdout == "143\n"
+
+
+@pytest.mark.parametrize("out", [".", "linked"])
+@pytest.mark.parametrize("smooth", [[], ["--smooth"]])
+def test_a_file_of_the_input_is_not_replaced_by_an_output(tmp_path, out, smooth):
+    x = draw(1)["k"]
+    name = "k_mean" if smooth else "k"  # of the last file that is written
+    np.save(tmp_path / f"{name}.npy", x)
+    (tmp_path / "linked").symlink_to(tmp_path, target_is_directory=True)
+    before = (tmp_path / f"{name}.npy").read_bytes()
+    done = octet("quantize", tmp_path / f"{name}.npy", tmp_path / out, "--operand", "k", *smooth)
+    rejected(done, f"{name}.npy: is an input; name another output")
+    assert (tmp_path / f"{name}.npy").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{name}.npy", "linked"]
+
+
+@pytest.mark.parametrize("command", [["run"], ["quantize", "--operand", "q"]])
+def test_no_output_replaces_what_a_directory_links_to(tmp_path, command):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    for name, x in draw(1, companions=False).items():
+        np.save(tmp_path / "in" / f"{name}.npy", x)
+    written = "o" if command == ["run"] else "q_scale"
+    (tmp_path / "in" / "q.npy").rename(tmp_path / "out" / f"{written}.npy")
+    (tmp_path / "in" / "q.npy").symlink_to(tmp_path / "out" / f"{written}.npy")
+    rejected(octet(*command, tmp_path / "in", tmp_path / "out"), f"{written}.npy: is an input; name another output")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{written}.npy"]
