@@ -118,7 +118,8 @@ class _Kernels:
 
     def _options(self, q: torch.Tensor, causal: Any, scale: float | None, layout: Any, **more: Any) -> Options:
         own = adapter.dtype_name(q.dtype, "query")
-        return options_of(own, precision=self._precision, causal=causal, scale=scale, layout=layout, **more)
+        how = {"causal": causal, "scale": scale, "layout": layout, **more}
+        return options_of(own, precision=self._precision, enable_gqa=True, **how)  # torch has asked for it
 
     def _forward(
         self,
