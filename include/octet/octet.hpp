@@ -2,9 +2,13 @@
 // status; everything else is said in octet.h.
 //
 //   std::vector<float> q(n), k(n), v(n), o(n);
-//   octet::Shape shape{1, 8, 2048, 128};
-//   octet::Forward call{.q = {q.data(), shape}, .k = {k.data(), shape}, .v = {v.data(), shape}, .o = {o.data(),
-//   shape}}; octet::run({.precision = octet::Precision::f32, .causal = true}, call);
+//   octet::Shape shape{1, 8, 2048, 128};  // batch, heads, tokens, dim
+//   octet::Forward call;
+//   call.q = {q.data(), shape};
+//   call.k = {k.data(), shape};
+//   call.v = {v.data(), shape};
+//   call.o = {o.data(), shape};
+//   octet::run({.precision = octet::Precision::f32, .causal = true}, call);
 #pragma once
 #include <octet/octet.h>
 

@@ -2,9 +2,11 @@
 // host's, its kernels are run from the PTX in the program, and every call returns when its work is done.
 // OCTET_EMULATED_SHARED_BYTES sets the shared memory that a thread block may have (default 101376, as on compute
 // capability 8.6).
+#include <cuda_profiler_api.h>
 #include <cuda_runtime_api.h>
 #include <zstd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -27,8 +29,14 @@ struct CUgraphExec_st {
 struct CUstream_st {
   CUgraph_st* capture = nullptr;
 };
+// The host's time: that of the emulator, which says nothing about a GPU's.
+struct CUevent_st {
+  std::chrono::steady_clock::time_point time;
+};
 
 namespace {
+
+constexpr size_t kMemory = size_t{1} << 32;  // of the device; nothing else limits it
 
 // What the compiler puts around a module's code; see the header fatbinary_section.h and the tool cuobjdump.
 struct FatbinWrapper {
@@ -202,6 +210,9 @@ cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : result(cudaErrorInvalidDevice); }
 cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
+cudaError_t cudaProfilerStart() { return cudaSuccess; }
+cudaError_t cudaProfilerStop() { return cudaSuccess; }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device) {
   if (device) return result(cudaErrorInvalidDevice);
   switch (which) {
@@ -230,9 +241,11 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   if (device) return result(cudaErrorInvalidDevice);
   *p = {};
   std::snprintf(p->name, sizeof p->name, "emulator of compute capability 8.0");
-  p->major = 8, p->minor = 0, p->multiProcessorCount = 6, p->totalGlobalMem = size_t{1} << 32;
+  p->major = 8, p->minor = 0, p->multiProcessorCount = 6, p->totalGlobalMem = kMemory;
+  p->sharedMemPerBlockOptin = shared_bytes();
   return cudaSuccess;
 }
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) { return *free = *total = kMemory, cudaSuccess; }
 cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
   *function = nullptr;
@@ -240,6 +253,15 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return *event = new CUevent_st, cudaSuccess; }
+cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t) {
+  return event->time = std::chrono::steady_clock::now(), cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
+  return *milliseconds = std::chrono::duration<float, std::milli>(to->time - from->time).count(), cudaSuccess;
+}
 
 // Each block of memory is one of the heap's, so that an address sanitizer watches its ends.
 cudaError_t cudaMalloc(void** memory, size_t bytes) {
