@@ -6,7 +6,6 @@
 #include <string_view>
 #include <vector>
 
-#include "array.h"
 #include "error.h"
 
 namespace octet::cli {
@@ -23,10 +22,6 @@ inline constexpr Name<BiasCorrection> kBiasCorrections[] = {{"f16", BiasCorrecti
                                                             {"beta", BiasCorrection::beta},
                                                             {"exact_delta", BiasCorrection::exact_delta},
                                                             {"gproj", BiasCorrection::gproj}};
-inline constexpr Name<Layout> kLayouts[] = {{"bhsd", Layout::bhsd}, {"bshd", Layout::bshd}};
-inline constexpr Name<GroupedHeads> kGroupedHeads[] = {{"as-shaped", GroupedHeads::as_shaped},
-                                                       {"unless-swapped", GroupedHeads::unless_swapped},
-                                                       {"none", GroupedHeads::none}};
 inline constexpr Name<Device> kDevices[] = {{"cpu", Device::cpu}, {"cuda", Device::cuda}};
 inline constexpr Name<Alignment> kAlignments[] = {{"top-left", Alignment::top_left},
                                                   {"bottom-right", Alignment::bottom_right}};
@@ -64,11 +59,6 @@ const char* name_of(const Name<Value> (&names)[N], Value value) {
   for (const auto& name : names)
     if (value == name.value) return name.text;
   return "unknown";
-}
-
-// "bhsd: [batch, head, token, dim]"
-inline std::string layout_text(Layout v) {
-  return v == Layout::bhsd ? "bhsd: [batch, head, token, dim]" : "bshd: [batch, token, head, dim]";
 }
 
 inline const char* name(DType v) { return name_of(kDTypes, v); }

@@ -57,16 +57,6 @@ void AttentionOptions::add_mask_to(CLI::App& app) {
                "No key after the query; =top-left or =bottom-right names the diagonal where lengths differ");
   app.add_option("--scale", scale_, "Logits are scale * q.k  [1/sqrt(dim)]")->type_name("X");
   app.add_option("--window", window_, "Keys seen left and right of the diagonal, -1: all")->type_name("L,R");
-  app.add_option("--grouped-heads", grouped_heads_,
-                 "Heads of q beside those of k and v: as-shaped, any multiple; unless-swapped, but where heads and "
-                 "tokens of a tensor seem swapped; none, as many  [unless-swapped; of sizes by --shape as-shaped]")
-      ->type_name("HEADS");
-}
-
-void AttentionOptions::add_layout_to(CLI::App& app) {
-  app.add_option("--layout", layout_,
-                 "Axes of the tensors: bhsd, [batch, head, token, dim]; bshd, [batch, token, head, dim]  [bhsd]")
-      ->type_name("LAYOUT");
 }
 
 void AttentionOptions::add_to(CLI::App& app) {
@@ -105,10 +95,6 @@ Attention AttentionOptions::attention(Precision precision) const {
   if (!hadamard_.empty()) a.hadamard = parse(kSwitches, "--hadamard", hadamard_);
   if (!smooth_q_.empty()) a.smooth_q = parse(kSwitches, "--smooth-q", smooth_q_);
   if (!backend_.empty()) a.backend = backend_.c_str();
-  if (!grouped_heads_.empty())
-    a.grouped_heads = parse(kGroupedHeads, "--grouped-heads", grouped_heads_);
-  else if (shapes_are_meant_)
-    a.grouped_heads = GroupedHeads::as_shaped;
   a.threads = threads_;
   a.deterministic = deterministic_;
   return a;

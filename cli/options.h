@@ -13,11 +13,7 @@ namespace octet::cli {
 class AttentionOptions {
  public:
   void add_to(CLI::App& app);
-  void add_mask_to(CLI::App& app);    // the mask, the scale and grouped heads alone
-  void add_layout_to(CLI::App& app);  // of the tensors
-
-  // Says that the sizes of the call were named one by one, so that no shape is taken for a slip.
-  void mean_shapes() { shapes_are_meant_ = true; }
+  void add_mask_to(CLI::App& app);  // the mask and the scale alone
 
   // For one precision, chosen by name: every option is passed on, so that the library rejects what does not belong.
   Attention attention(Precision precision) const;
@@ -32,15 +28,10 @@ class AttentionOptions {
   DeviceName device() const;
 
   bool causal() const { return !causal_.empty(); }
-  Layout layout() const { return parse(kLayouts, "--layout", layout_); }
-  bool given() const {  // any of add_mask_to
-    return !(causal_.empty() && scale_.empty() && window_.empty() && grouped_heads_.empty());
-  }
+  bool given() const { return !(causal_.empty() && scale_.empty() && window_.empty()); }  // of add_mask_to
 
  private:
-  std::string causal_, scale_, window_, softcap_, bias_correction_, beta_, hadamard_, smooth_q_, backend_, device_,
-      grouped_heads_, layout_ = "bhsd";
-  bool shapes_are_meant_ = false;
+  std::string causal_, scale_, window_, softcap_, bias_correction_, beta_, hadamard_, smooth_q_, backend_, device_;
   uint32_t threads_ = 0;
   bool deterministic_ = false;
 };
