@@ -310,7 +310,7 @@ def options_of(
         raise InvalidArgument(f"deterministic: found {deterministic!r}, allowed: False, True, None")
     if enable_gqa is not None and not isinstance(enable_gqa, bool):
         raise InvalidArgument(f"enable_gqa: found {enable_gqa!r}, allowed: True, False, None")
-    if backend is not None and not (isinstance(backend, str) and backend.isascii() and "\0" not in backend):
+    if backend is not None and not isinstance(backend, str):
         raise InvalidArgument(f"backend: found {backend!r}, allowed: a name of octet.info()['backends'], or None")
     return Options(
         precision=precision or type_of_q,
