@@ -131,13 +131,6 @@ typedef enum octet_bias_correction {
   OCTET_BIAS_CORRECTION_GPROJ = 4         // GProj, arXiv 2609.34272
 } octet_bias_correction;
 
-// Which heads q may have beside k and v. Heads of q and of k and v that differ are grouped: they are a multiple.
-typedef enum octet_grouped_heads {
-  OCTET_GROUPED_HEADS_AS_SHAPED = 0,       // any multiple
-  OCTET_GROUPED_HEADS_UNLESS_SWAPPED = 1,  // but rejected where heads and tokens of q, or of k and v, seem swapped
-  OCTET_GROUPED_HEADS_NONE = 2             // as many as k and v
-} octet_grouped_heads;
-
 typedef enum octet_switch { OCTET_AUTO = 0, OCTET_ON = 1, OCTET_OFF = 2 } octet_switch;
 
 struct octet_rounding;  // octet_study.h
@@ -160,15 +153,12 @@ typedef struct octet_attention {
   uint32_t threads;                       // CPU threads; 0: all
   const char* backend;                    // name of a backend, NULL: the best that can
   const struct octet_rounding* rounding;  // NULL: the precision's own; octet_study.h describes others
-  uint32_t grouped_heads;                 // octet_grouped_heads
-  uint32_t reserved;                      // 0
 } octet_attention;
 
 #define OCTET_ATTENTION_INIT                                                                   \
   {                                                                                            \
     sizeof(octet_attention), OCTET_PRECISION_NONE, 0.f, OCTET_MASK_NONE, OCTET_ALIGNMENT_NONE, \
-        OCTET_BIAS_CORRECTION_F16, 0, 0, 0.f, 0.f, OCTET_AUTO, OCTET_AUTO, 0, 0, NULL, NULL,   \
-        OCTET_GROUPED_HEADS_AS_SHAPED, 0                                                       \
+        OCTET_BIAS_CORRECTION_F16, 0, 0, 0.f, 0.f, OCTET_AUTO, OCTET_AUTO, 0, 0, NULL, NULL    \
   }
 
 // The tensors of one call; those that the pass has no use for stay NULL.

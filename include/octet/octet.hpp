@@ -88,11 +88,6 @@ enum class BiasCorrection : uint32_t {
   exact_delta = OCTET_BIAS_CORRECTION_EXACT_DELTA,
   gproj = OCTET_BIAS_CORRECTION_GPROJ
 };
-enum class GroupedHeads : uint32_t {
-  as_shaped = OCTET_GROUPED_HEADS_AS_SHAPED,
-  unless_swapped = OCTET_GROUPED_HEADS_UNLESS_SWAPPED,
-  none = OCTET_GROUPED_HEADS_NONE
-};
 enum class Switch : uint32_t { automatic = OCTET_AUTO, on = OCTET_ON, off = OCTET_OFF };
 
 template <class T>
@@ -156,8 +151,6 @@ struct Attention {
   uint32_t threads = 0;
   const char* backend = nullptr;
   const octet_rounding* rounding = nullptr;
-  // Shapes that seem to be of two layouts are rejected, unless as_shaped says that they are meant.
-  GroupedHeads grouped_heads = GroupedHeads::unless_swapped;
 
   octet_attention c() const {
     octet_attention a = OCTET_ATTENTION_INIT;
@@ -179,7 +172,6 @@ struct Attention {
     a.threads = threads;
     a.backend = backend;
     a.rounding = rounding;
-    a.grouped_heads = static_cast<uint32_t>(grouped_heads);
     return a;
   }
 };

@@ -21,7 +21,6 @@ PASSES = {"forward": 0, "backward": 1, "jvp": 2}
 MASK_CAUSAL, MASK_WINDOW = 1, 2
 ALIGNMENTS = {"none": 0, "top_left": 1, "bottom_right": 2}
 BIAS_CORRECTIONS = {"f16": 0, "none": 1, "beta": 2, "exact_delta": 3, "gproj": 4}
-GROUPED_HEADS = {"as_shaped": 0, "unless_swapped": 1, "none": 2}
 SWITCHES = {"auto": 0, "on": 1, "off": 2}
 GRANULARITIES = {"tensor": 0, "token": 1, "channel": 2, "block": 3, "thread": 4}
 OPERANDS = {"q": 0, "k": 1, "v": 2}
@@ -82,8 +81,6 @@ class Attention(ctypes.Structure):
         ("threads", c_uint32),
         ("backend", c_char_p),
         ("rounding", c_void_p),
-        ("grouped_heads", c_uint32),
-        ("reserved", c_uint32),
     ]
 
 

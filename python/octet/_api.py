@@ -146,8 +146,6 @@ def attention(
         backend: by name, as in `octet.info()["backends"]`; None: the best that can.
         out_dtype: of o, a dtype or its name, "float32", "float16", "bfloat16", "float64" (at precision "f64") or
             "float8_e4m3fn" (at "fp8_raw"); None: see below.
-        enable_gqa: None: heads of q may be a multiple of kv_heads, but shapes that read as tensors of two layouts are
-            rejected (docs/python.md); True: any multiple is meant; False: as many heads as kv_heads.
 
     Returns:
         o, [batch, heads, queries, dim_v] in q's memory order and in out_dtype, without it q's type (of e4m3: bfloat16,

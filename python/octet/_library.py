@@ -47,8 +47,6 @@ _WORDS = {
     "name the diagonal of the mask: top-left (query i sees key i) or bottom-right (the last query sees the last key)":
         'use causal="top_left" (query i sees keys up to i) or "bottom_right" (the last query sees all keys), with a '
         'window alone alignment="top_left" or "bottom_right"',
-    "grouped_heads as-shaped": "enable_gqa=True",
-    "allowed with grouped_heads none: as many": "allowed with enable_gqa=False: as many",
     "top-left": '"top_left"',
     "bottom-right": '"bottom_right"',
     " heads of k and v": " heads of k and v; use q.expand, or octet.sdpa, where single heads broadcast",

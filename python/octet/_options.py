@@ -21,8 +21,6 @@ Switch: TypeAlias = Literal["auto", "on", "off"]
 
 # For each layout, the dimensions of the caller's array that are batch, head, token, dim. -1: it has none, 1 is taken.
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3), "thd": (-1, 1, 0, 2)}
-# What enable_gqa says. A text without it (octet.torch._text) means what texts meant before it came: as shaped.
-_GROUPED_HEADS = {None: "unless_swapped", True: "as_shaped", False: "none"}
 _CAUSAL = {False: "no", True: "unaligned", "top_left": "top_left", "bottom_right": "bottom_right"}
 
 
@@ -44,7 +42,6 @@ class AttentionOptions(TypedDict, total=False):
     threads: int
     backend: str | None
     out_dtype: Any
-    enable_gqa: bool | None
 
 
 class Options(NamedTuple):
@@ -67,7 +64,6 @@ class Options(NamedTuple):
     threads: int = 0  # 0: as the framework says, else all
     backend: str = ""  # "": the best that can
     out_dtype: str = ""  # of o; "": that of q
-    grouped_heads: str = "as_shaped"  # a value of _GROUPED_HEADS
 
 
 def causal_name(causal: Causal) -> str:
@@ -260,6 +256,7 @@ ADVICE = {
     "softmax_scale": "use scale",
     "sm_scale": "use scale",
     "window_size": "use window",
+    "enable_gqa": "leave it out: grouped heads follow from the shapes",
     "tensor_layout": "use layout='bhsd' (HND) or 'bshd' (NHD)",
     "remedy": "use bias_correction, whose 'f16' was 'f16_inside', and whose 'gproj' was 'project'",
 }
@@ -284,7 +281,6 @@ def options_of(
     threads: int = 0,
     backend: str | None = None,
     out_dtype: Any = None,
-    enable_gqa: bool | None = None,
     **unknown: object,
 ) -> Options:
     """Options from the keywords of `octet.attention`; `type_of_q` is a name of _abi.DTYPES."""
@@ -308,8 +304,6 @@ def options_of(
     expect_not_traced("deterministic", deterministic)
     if deterministic not in (None, False, True):
         raise InvalidArgument(f"deterministic: found {deterministic!r}, allowed: False, True, None")
-    if enable_gqa is not None and not isinstance(enable_gqa, bool):
-        raise InvalidArgument(f"enable_gqa: found {enable_gqa!r}, allowed: True, False, None")
     if backend is not None and not isinstance(backend, str):
         raise InvalidArgument(f"backend: found {backend!r}, allowed: a name of octet.info()['backends'], or None")
     return Options(
@@ -328,5 +322,4 @@ def options_of(
         threads=count("threads", threads, "0 (all) to 4096", most=4096),
         backend=backend or "",
         out_dtype=type_name(out_dtype),
-        grouped_heads=_GROUPED_HEADS[enable_gqa],
     )

@@ -148,7 +148,6 @@ def attention_of(options: Options) -> _abi.Attention:
         deterministic=bool(options.deterministic),
         threads=options.threads,
         backend=options.backend.encode() or None,
-        grouped_heads=_abi.GROUPED_HEADS[options.grouped_heads],
     )
 
 

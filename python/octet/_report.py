@@ -20,15 +20,7 @@ from octet._quantize import dequantize
 if TYPE_CHECKING:
     from typing import Unpack
 
-_EXACT = {
-    "causal",
-    "scale",
-    "window",
-    "alignment",
-    "layout",
-    "softcap",
-    "enable_gqa",
-}  # options that the exact result has too
+_EXACT = {"causal", "scale", "window", "alignment", "layout", "softcap"}  # options that the exact result has too
 
 
 @dataclasses.dataclass(frozen=True)

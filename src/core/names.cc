@@ -34,11 +34,6 @@ const char* name(octet_bias_correction v) {
   return lookup(names, v);
 }
 
-const char* name(octet_grouped_heads v) {
-  static const char* const names[] = {"as-shaped", "unless-swapped", "none"};
-  return lookup(names, v);
-}
-
 const char* name(octet_switch v) {
   static const char* const names[] = {"auto", "on", "off"};
   return lookup(names, v);

@@ -14,7 +14,6 @@ const char* name(octet_precision);  // recipe.cc
 const char* name(octet_pass);
 const char* name(octet_alignment);
 const char* name(octet_bias_correction);
-const char* name(octet_grouped_heads);
 const char* name(octet_switch);
 const char* name(octet_delta);
 const char* name(octet_granularity);

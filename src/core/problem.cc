@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "core/error.h"
-#include "core/grouped_heads.h"
 #include "core/names.h"
 #include "core/o_residual.h"
 #include "core/quantization.h"
@@ -379,9 +378,6 @@ Problem validate(const octet_attention* given_attention, const octet_arguments* 
   validate_mask_tensor(p);
   validate_packing(args, p);
   validate_alibi(p);
-  validate_grouped_heads(
-      p, checked(a.grouped_heads, OCTET_GROUPED_HEADS_AS_SHAPED, OCTET_GROUPED_HEADS_NONE, "grouped_heads"));
-  if (a.reserved) invalid("octet_attention: reserved: found ", a.reserved, ", allowed: 0");
   validate_mask(a, p);
   validate_recipe(a, p);
   p.scale = effective_scale(a.scale, p.dim);

@@ -140,9 +140,8 @@ void spoil_tensor(FuzzedDataProvider& in, unsigned char* arena, octet_tensor& t)
 
 void spoil_attention(FuzzedDataProvider& in, octet_attention& a) {
   // Every 32-bit field in turn; the bits of a float are as good as any.
-  uint32_t* const fields[] = {&a.size,         &a.precision, &a.mask,    &a.alignment,     &a.bias_correction,
-                              &a.hadamard,     &a.smooth_q,  &a.threads, &a.deterministic, &a.reserved,
-                              &a.grouped_heads};
+  uint32_t* const fields[] = {&a.size,     &a.precision, &a.mask,          &a.alignment, &a.bias_correction,
+                              &a.hadamard, &a.smooth_q,  &a.deterministic, &a.threads};
   float* const floats[] = {&a.scale, &a.softcap, &a.beta};
   switch (in.ConsumeIntegralInRange(0, 3)) {
     case 0:

@@ -131,7 +131,6 @@ Attention attention_of(const Case& c, Precision precision, const char* backend) 
   a.alignment = c.alignment;
   a.softcap = c.softcap;
   a.backend = backend;
-  a.grouped_heads = GroupedHeads::as_shaped;
   return a;
 }
 

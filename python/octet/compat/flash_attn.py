@@ -51,7 +51,6 @@ def _keywords(
         "alignment": "bottom_right" if windowed and not causal else None,
         "deterministic": deterministic or None,  # False leaves it to torch, as ever
         "precision": precision,
-        "enable_gqa": True,  # the layout is fixed
         **({} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}),
     }
 

@@ -51,7 +51,6 @@ def _attention(
         layout=_LAYOUTS[tensor_layout],
         causal="top_left" if is_causal else False,
         scale=sm_scale,
-        enable_gqa=True,  # sageattn has no such argument
         mask=mask,
         return_lse=return_lse,
     )

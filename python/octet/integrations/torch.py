@@ -118,8 +118,7 @@ class _Kernels:
 
     def _options(self, q: torch.Tensor, causal: Any, scale: float | None, layout: Any, **more: Any) -> Options:
         own = adapter.dtype_name(q.dtype, "query")
-        how = {"causal": causal, "scale": scale, "layout": layout, **more}
-        return options_of(own, precision=self._precision, enable_gqa=True, **how)  # torch has asked for it
+        return options_of(own, precision=self._precision, causal=causal, scale=scale, layout=layout, **more)
 
     def _forward(
         self,

@@ -43,8 +43,7 @@ def sdpa(
         dropout_p: 0; anything else is rejected.
         is_causal: query i sees keys up to i, also where the lengths differ.
         scale: None: 1 / sqrt(dim).
-        enable_gqa: allows the heads of key and of value to divide those of query, whatever the tokens; False rejects
-            single heads that broadcast where heads and tokens of query seem swapped (docs/python.md).
+        enable_gqa: allows the heads of key and of value to divide those of query.
         precision: as in `octet.attention`.
 
     Returns:
@@ -89,8 +88,6 @@ def sdpa(
     if attn_mask is not None and attn_mask.ndim > 3:
         attn_mask = _four_dimensions(attn_mask, lead)
     keywords: AttentionOptions = {"causal": causal, "scale": scale, "precision": precision}
-    if enable_gqa:
-        keywords["enable_gqa"] = True
     o = None
     if made is False and q is query and k is key and v is value:
         o = _fast_path.first(how, q, k, v, keywords)
@@ -136,8 +133,7 @@ def _match_heads(
     for name, x in (("key", k), ("value", v)):
         if heads != 1 != x.shape[1] != heads:
             raise InvalidArgument(
-                f"enable_gqa: False, but query has {heads} heads and {name} {x.shape[1]}; set it to True, or, where "
-                "heads and tokens are swapped, transpose: all are [..., head, token, dim]"
+                f"enable_gqa: False, but query has {heads} heads and {name} {x.shape[1]}; set it to True"
             )
     if 1 != k.shape[1] != v.shape[1] != 1:
         raise InvalidArgument(f"value: {v.shape[1]} heads, but key has {k.shape[1]}, allowed: as many, or 1")
