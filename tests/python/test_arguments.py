@@ -176,6 +176,13 @@ HOSTS = {
 }
 
 
+def causal_module():
+    """A module of a host that says, as transformers' do, whether it is causal."""
+    module = torch.nn.Module()
+    module.is_causal = True
+    return module
+
+
 def of_transformers():
     from octet.integrations.transformers import _implementation
 
@@ -204,7 +211,7 @@ def of_diffusers():
 def given(function):
     """Arguments of a call that works."""
     names = parameters(function)
-    found = {"module": torch.nn.Module(), "attention_mask": None}
+    found = {"module": causal_module(), "attention_mask": None}
     for name in ("q", "k", "v", "query", "key", "value"):
         found[name] = PACKED if "cu_seqlens_q" in names or "cu_seqlens" in names else Q
     x = found["q"]
