@@ -206,6 +206,8 @@ echo '#include <compare>' | COMPILER -std=c++20 -fsyntax-only "${folders[@]}" -x
             (("2", "70"), "ARCH: found 70, allowed: 80 86 89 90a 120"),
             (("2", ""), "ARCH: found , allowed: 80 86"),
             (("6", "80"), "found 80 with 6_hopper, allowed: 90a"),
+            (("5", "emulated"), "found emulated with 5_int8, allowed: the programs of rungs 1 to 4"),
+            (("2", "emulated", "--library"), "found emulated with 2_flash --library, allowed: the programs of rungs"),
         ):
             done = self.build(*arguments)
             self.assertEqual(done.returncode, 2, arguments)
