@@ -237,7 +237,8 @@ def attention_vjp(
 
     Returns:
         (dq, dk, dv), of the shapes, types and memory orders of q, k and v; with sinks (dq, dk, dv, dsinks), dsinks of
-        the shape and type of sinks.
+        the shape and type of sinks. In torch they are detached, and torch.func and forward mode get a derivative of
+        them rejected.
 
     Raises:
         As `octet.attention`; Unsupported for precisions without a backward pass.

@@ -127,12 +127,15 @@ def is_differentiated(x: Any) -> bool:
 
 def expect_constant(name: str, x: Any) -> None:
     """Rejects a tensor of torch that a derivative is asked for, which octet does not compute; x may be None."""
-    if x is not None and is_differentiated(x):
-        raise Unsupported(
-            f"{name}: requires a gradient (as all floats may that vmap maps inside of torch.compile), which octet does "
-            f"not compute for it; pass {name}.detach() where its gradient may be lost (what is learned would no longer "
-            "change)"
-        )
+    if x is None or not is_differentiated(x):
+        return
+    hidden = ""
+    if sys.modules["torch"]._C._functorch.is_batchedtensor(x):
+        hidden = "; inside of torch.compile vmap hides whether it does, so call it there under torch.no_grad()"
+    raise Unsupported(
+        f"{name}: requires a gradient, which octet does not compute for it; pass {name}.detach() where its gradient "
+        f"may be lost (what is learned would no longer change){hidden}"
+    )
 
 
 def number(name: str, value: Any, allowed: str = "a number") -> float:

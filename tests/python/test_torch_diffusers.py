@@ -1,14 +1,9 @@
 """octet inside diffusers: its backends against the native one, alone, on a GPU if there is one, and over two
 processes."""
 
-import os
-import pathlib
-import socket
-import subprocess
-import sys
-
 import octet
 import pytest
+from torch_shared import run_two_processes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("diffusers")
@@ -169,17 +164,4 @@ def test_rejections():
 @pytest.mark.parametrize("degree", ["ulysses_degree", "ring_degree"])
 def test_two_processes(degree):
     """Each computes its half of the tokens; results and gradients are those of one process."""
-    if not torch.distributed.is_available():
-        pytest.skip("torch.distributed is not available")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    script = pathlib.Path(__file__).with_name("two_processes.py")
-    command = [sys.executable, str(script), degree, str(port)]
-    processes = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=dict(os.environ))
-        for rank in range(2)
-    ]
-    for process in processes:
-        out, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, out.decode()
+    run_two_processes("two_processes.py", degree)

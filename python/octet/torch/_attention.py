@@ -82,14 +82,17 @@ def run_vjp(
     dlse: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv), and dsinks where there are sinks; a derivative of them is rejected"""
+    """(dq, dk, dv), and dsinks where there are sinks, detached; torch.func and forward mode, to which detached tensors
+    are constants, get their derivative rejected"""
     q, k, v, do = cast_tensors(("q", "k", "v", "do"), q, k, v, do)
     expect_devices(q.device, mask=mask, sinks=sinks, dlse=dlse)
     more = mask, None, None, by_head("sinks", sinks, options)
     slopes = _slopes(options, q.device, alibi_slopes)
     with torch.no_grad():
         saved = _ops.forward(q, k, v, *more, _plan.needs_residual(adapter, options, q), options, slopes)
-    *made, dsinks = gradients((do, q, k, v, *saved, *more, slopes, dlse), options)
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    with torch.set_grad_enabled(transformed and torch.is_grad_enabled()):
+        *made, dsinks = gradients((do, q, k, v, *saved, *more, slopes, dlse), options)
     return tuple(made) if sinks is None else (*made, dsinks.to(sinks.dtype))
 
 
