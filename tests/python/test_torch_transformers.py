@@ -3,6 +3,7 @@ on a GPU."""
 
 import ast
 import pathlib
+import sys
 
 import octet
 import pytest
@@ -462,7 +463,12 @@ OWN_ATTENTION = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OWN_ATTENTION)
+def asks_for_attention(name):
+    """Whether the model's module has transformers' table of attention functions: newer versions gave it to some."""
+    return hasattr(sys.modules[getattr(transformers, name).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+@pytest.mark.parametrize("name", [name for name in OWN_ATTENTION if not asks_for_attention(name)])
 def test_a_model_with_its_own_attention(name):
     """Its mask would be lost, or octet never called."""
     model = getattr(transformers, name)
