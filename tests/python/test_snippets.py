@@ -29,7 +29,7 @@ BUILDS = "builds octet: minutes, and packages from a network"
 OTHER_TESTS = "runs other tests"
 ON_A_GPU = "needs a GPU"
 FOR_A_GPU = "compiles for minutes what a GPU alone runs"
-PLACEHOLDER = "names a file of the reader's, in capitals, or leaves arguments out"
+LEFT_OPEN = "names a file of the reader's, in capitals, or leaves arguments out"
 # (document, command or first line of a block) -> why it is not run. * stands for all blocks of the document.
 NOT_RUN = {
     ("README.md", "pip install ."): BUILDS,
@@ -44,12 +44,12 @@ NOT_RUN = {
     ("CONTRIBUTING.md", "scripts/lint"): OTHER_TESTS,
     ("CONTRIBUTING.md", "scripts/test --quick"): OTHER_TESTS,
     ("docs/api.md", "*"): "signatures and docstrings, which scripts/api writes and a test of its own compares",
-    ("docs/benchmarks.md", "octet bench --device cuda ..."): PLACEHOLDER,
+    ("docs/benchmarks.md", "octet bench --device cuda ..."): LEFT_OPEN,
     ("docs/benchmarks.md", "octet check FILES --backend sm90 --pass fwd,bwd"): ON_A_GPU,
     (
         "docs/numerics.md",
         "octet check FILES --causal --pass fwd,bwd --precision all --out-dtype bf16 --json",
-    ): PLACEHOLDER,
+    ): LEFT_OPEN,
     ("docs/python.md", "pip install ."): BUILDS,
     ("docs/python.md", "scripts/wheel"): BUILDS,
     ("docs/use.md", "octet check in.safetensors --backend sm90 --pass fwd,bwd"): ON_A_GPU,
