@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octet import _numpy
-from octet._options import AttentionOptions, Options, count, options_of
+from octet._grouped_heads import expect_meant
+from octet._options import AttentionOptions, Options, count, options_of, truth
 from octet._plan import own_type
 from octet._qtensor import QTensor
 from octet.errors import InvalidArgument
@@ -75,8 +76,14 @@ def framework_of(**arrays: Any) -> Any:
     return load(kind)
 
 
-def _options(framework: Any, q: Any, options: AttentionOptions) -> Options:
-    return options_of(own_type(framework.adapter, q), **options)
+def options_for(
+    framework: Any, q: Any, k: Any, keywords: AttentionOptions, mask: Any = None, sinks: Any = None, slopes: Any = None
+) -> Options:
+    """The options of a call over these arrays, whose shapes are those of one layout."""
+    options = options_of(own_type(framework.adapter, q), **keywords)
+    by_head = not (sinks is None and slopes is None)
+    expect_meant(framework.adapter, q, k, keywords, mask=mask, by_head=by_head)
+    return options
 
 
 def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_k: int) -> Options:
@@ -92,9 +99,11 @@ def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_
 
 def forward(q: Any, k: Any, v: Any, mask: Any, options: AttentionOptions, **more: Any) -> tuple[Any, Any]:
     """(o, lse) of `attention`; `more`: sinks, alibi_slopes, return_lse."""
-    by_head = {name: more.get(name) for name in ("sinks", "alibi_slopes")}
-    framework = framework_of(q=q, k=k, v=v, mask=mask, **by_head)
-    return framework.run_attention(_options(framework, q, options), q, k, v, mask=mask, **more)
+    sinks, slopes = more.get("sinks"), more.get("alibi_slopes")
+    framework = framework_of(q=q, k=k, v=v, mask=mask, sinks=sinks, alibi_slopes=slopes)
+    how = options_for(framework, q, k, options, mask, sinks, slopes)
+    truth("return_lse", more.get("return_lse", False))
+    return framework.run_attention(how, q, k, v, mask=mask, **more)
 
 
 def attention(
@@ -146,6 +155,8 @@ def attention(
         backend: by name, as in `octet.info()["backends"]`; None: the best that can.
         out_dtype: of o, a dtype or its name, "float32", "float16", "bfloat16", "float64" (at precision "f64") or
             "float8_e4m3fn" (at "fp8_raw"); None: see below.
+        enable_gqa: None: heads of q may be a multiple of kv_heads, but shapes that read as tensors of two layouts are
+            rejected (docs/python.md); True: any multiple is meant; False: as many heads as kv_heads.
 
     Returns:
         o, [batch, heads, queries, dim_v] in q's memory order and in out_dtype, without it q's type (of e4m3: bfloat16,
@@ -163,7 +174,7 @@ def attention(
         Unsupported: no backend computes it; the message gives each backend's reason.
         TypeError: an unknown keyword; the message says what to use instead.
     """
-    plain = mask is None and sinks is None and alibi_slopes is None and not return_lse
+    plain = mask is None and sinks is None and alibi_slopes is None and return_lse is False
     if plain and not _is_traced() and (shortcut := shortcuts.get(type(q))):
         o = shortcut(q, k, v, options)
         if o is not None:
@@ -210,8 +221,8 @@ def attention_varlen(
     """
     more = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "sinks": sinks, "alibi_slopes": alibi_slopes}
     framework = framework_of(q=q, k=k, v=v, **more)
-    made = _packed(_options(framework, q, options), options.get("layout"), max_seqlen_q, max_seqlen_k)
-    o, lse = framework.run_attention(made, q, k, v, **more, return_lse=return_lse)
+    made = _packed(options_for(framework, q, k, options), options.get("layout"), max_seqlen_q, max_seqlen_k)
+    o, lse = framework.run_attention(made, q, k, v, **more, return_lse=truth("return_lse", return_lse))
     return (o, lse) if return_lse else o
 
 
@@ -245,7 +256,8 @@ def attention_vjp(
     """
     more = {"mask": mask, "sinks": sinks, "dlse": dlse, "alibi_slopes": alibi_slopes}
     framework = framework_of(q=q, k=k, v=v, do=do, **more)
-    return framework.run_vjp(_options(framework, q, options), q, k, v, do, **more)
+    how = options_for(framework, q, k, options, mask, sinks, alibi_slopes)
+    return framework.run_vjp(how, q, k, v, do, **more)
 
 
 def attention_jvp(
@@ -281,5 +293,5 @@ def attention_jvp(
     """
     more = {"mask": mask, "sinks": sinks, "tsinks": tsinks, "alibi_slopes": alibi_slopes}
     framework = framework_of(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv, **more)
-    how = _options(framework, q, options)
-    return framework.run_jvp(how, q, k, v, tq, tk, tv, **more, return_lse=return_lse)
+    how = options_for(framework, q, k, options, mask, sinks, alibi_slopes)
+    return framework.run_jvp(how, q, k, v, tq, tk, tv, **more, return_lse=truth("return_lse", return_lse))

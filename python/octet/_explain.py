@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from octet import _abi, _api
-from octet._options import AttentionOptions, look_up, options_of
-from octet._plan import Plan, own_type, planned
+from octet._options import AttentionOptions, look_up
+from octet._plan import Plan, planned
 from octet.errors import Error
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def _plan(kind: str, q: Any, k: Any, v: Any, mask: Any, sinks: Any, alibi_slopes
     """Returns the plan of the call that a pass over these arrays would make."""
     look_up("kind", kind, _abi.PASSES)
     framework = _api.framework_of(q=q, k=k, v=v, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes)
-    options = options_of(own_type(framework.adapter, q), **keywords)
+    options = _api.options_for(framework, q, k, keywords, mask, sinks, alibi_slopes)
     sinks = framework.by_head("sinks", sinks, options)
     slopes = framework.by_head("alibi_slopes", alibi_slopes, options)
     return planned(framework.adapter, kind, options, q, k, v, mask, sinks, slopes)

@@ -39,6 +39,8 @@ class NumpyAdapter:
     def order(self, array: np.ndarray) -> tuple[int, ...]:
         return memory_order(array.shape, array.strides)
 
+    is_true = staticmethod(bool)
+
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, like: Any) -> np.ndarray:
         size = np.dtype(dtype).itemsize
         return np.ndarray(shape, dtype, strides=[size * stride for stride in strides])

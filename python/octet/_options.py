@@ -42,6 +42,7 @@ class AttentionOptions(TypedDict, total=False):
     threads: int
     backend: str | None
     out_dtype: Any
+    enable_gqa: bool | None
 
 
 class Options(NamedTuple):
@@ -164,6 +165,14 @@ def expect_not_traced(name: str, value: Any) -> None:
         )
 
 
+def truth(name: str, value: Any, none: bool = False) -> Any:
+    """A truth value as it is, of Python or numpy; no number or word counts as one. `none`: whether None is allowed."""
+    expect_not_traced(name, value)
+    if not isinstance(value, (bool, np.bool_)) and not (none and value is None):
+        raise InvalidArgument(f"{name}: found {value!r}, allowed: True, False{', None' if none else ''}")
+    return value
+
+
 def _is_index(value: Any) -> bool:
     if isinstance(value, bool):
         return False
@@ -259,7 +268,6 @@ ADVICE = {
     "softmax_scale": "use scale",
     "sm_scale": "use scale",
     "window_size": "use window",
-    "enable_gqa": "leave it out: grouped heads follow from the shapes",
     "tensor_layout": "use layout='bhsd' (HND) or 'bshd' (NHD)",
     "remedy": "use bias_correction, whose 'f16' was 'f16_inside', and whose 'gproj' was 'project'",
 }
@@ -284,9 +292,11 @@ def options_of(
     threads: int = 0,
     backend: str | None = None,
     out_dtype: Any = None,
+    enable_gqa: bool | None = None,
     **unknown: object,
 ) -> Options:
-    """Options from the keywords of `octet.attention`; `type_of_q` is a name of _abi.DTYPES."""
+    """Options from the keywords of `octet.attention`; `type_of_q` is a name of _abi.DTYPES. `enable_gqa` is about the
+    shapes, see _grouped_heads.py, and no option of a pass."""
     if unknown:
         expect_known(options_of, unknown, ADVICE)
     if precision is None and type_of_q not in ("f64", "f32", "f16", "bf16"):
@@ -304,9 +314,7 @@ def options_of(
     look_up("smooth_q", smooth_q, _abi.SWITCHES)
     if alignment not in (None, "top_left", "bottom_right"):
         raise InvalidArgument(f"alignment: found {alignment!r}, allowed: 'top_left', 'bottom_right', None")
-    expect_not_traced("deterministic", deterministic)
-    if deterministic not in (None, False, True):
-        raise InvalidArgument(f"deterministic: found {deterministic!r}, allowed: False, True, None")
+    truth("enable_gqa", enable_gqa, none=True)
     if backend is not None and not isinstance(backend, str):
         raise InvalidArgument(f"backend: found {backend!r}, allowed: a name of octet.info()['backends'], or None")
     return Options(
@@ -321,7 +329,7 @@ def options_of(
         hadamard=hadamard,
         smooth_q=smooth_q,
         softcap=number("softcap", softcap),
-        deterministic=deterministic,
+        deterministic=truth("deterministic", deterministic, none=True),
         threads=count("threads", threads, "0 (all) to 4096", most=4096),
         backend=backend or "",
         out_dtype=type_name(out_dtype),

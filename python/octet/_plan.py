@@ -223,6 +223,9 @@ class Types(Protocol):
     def order(self, array: Any) -> tuple[int, ...]:
         """Its axes as they lie in memory, the outermost first: see _plan.memory_order."""
 
+    def is_true(self, comparison: Any) -> bool:
+        """Whether a comparison of sizes holds; False where they are symbols of a program that is traced."""
+
 
 class Adapter(Types, Protocol):
     """Arrays of one framework. `Any` is such an array."""

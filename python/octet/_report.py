@@ -13,7 +13,6 @@ import numpy as np
 
 from octet import _api, _library, _numpy
 from octet._options import AttentionOptions, options_of
-from octet._plan import own_type
 from octet._qtensor import QTensor
 from octet._quantize import dequantize
 
@@ -79,7 +78,7 @@ def check(
     """
     along = dict(zip(("tq", "tk", "tv"), tangents or (None,) * 3, strict=True))
     framework = _api.framework_of(q=q, k=k, v=v, do=do, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes, **along)
-    made = options_of(own_type(framework.adapter, q), **options)
+    made = _api.options_for(framework, q, k, options, mask, sinks, alibi_slopes)
     positions: Any = {name: value for name, value in options.items() if name in _EXACT}
     exact = options_of("f64", precision="f64", **positions)
 

@@ -48,19 +48,18 @@ FUNCTIONS = pytest.mark.parametrize("function", ARRAYS, ids=lambda f: f.__name__
 OPTIONS = {
     "precision": "int9", "causal": "left", "scale": "wide", "window": "all", "alignment": "middle", "layout": "hsd",
     "bias_correction": "salt", "beta": "large", "hadamard": True, "smooth_q": "maybe", "softcap": -5.0,
-    "deterministic": "yes", "threads": -1, "backend": 3, "out_dtype": "float5",
+    "deterministic": "yes", "threads": -1, "backend": 3, "out_dtype": "float5", "enable_gqa": "yes",
 }  # fmt: skip
 MORE = {
-    octet.attention: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "return_lse": None},
+    octet.attention: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "return_lse": "no"},
     octet.attention_varlen: {"max_seqlen_q": -1, "max_seqlen_k": "long"}
-    | {"sinks": CU, "alibi_slopes": CU, "return_lse": None},
+    | {"sinks": CU, "alibi_slopes": CU, "return_lse": "no"},
     octet.attention_vjp: {"mask": [1], "sinks": [1], "alibi_slopes": [1], "dlse": Q},
-    octet.attention_jvp: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "tsinks": torch.zeros(2), "return_lse": None},
+    octet.attention_jvp: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "tsinks": torch.zeros(2), "return_lse": "no"},
     octet.check: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "do": [1], "tangents": ([1], Q, Q)},
     octet.explain: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "kind": "sideways"},
 }
 NAMED_OTHERWISE = {"tangents": "tq"}  # whose parts have names
-FLAGS = {"return_lse"}  # any truth
 
 
 @FUNCTIONS
@@ -68,9 +67,8 @@ def test_every_option(function):
     assert set(OPTIONS) == set(AttentionOptions.__annotations__)
     assert set(parameters(function)) == set(ARRAYS[function]) | set(MORE[function])
     for name, value in (OPTIONS | MORE[function]).items():
-        if name not in FLAGS:
-            call = lambda name=name, value=value: function(**ARRAYS[function], **{name: value})
-            reject(NAMED_OTHERWISE.get(name, name), call)
+        call = lambda name=name, value=value: function(**ARRAYS[function], **{name: value})
+        reject(NAMED_OTHERWISE.get(name, name), call)
     reject("dropout_p", lambda: function(**ARRAYS[function], dropout_p=0.1), TypeError)
     reject("anything", lambda: function(**ARRAYS[function], anything=1), TypeError)
 

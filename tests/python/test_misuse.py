@@ -16,7 +16,7 @@ def rejected(kind, message, *arrays, call=octet.attention, **keywords):
 @pytest.mark.parametrize(
     "name, advice",
     [("dropout_p", "no dropout"), ("is_causal", "causal='top_left'"),
-     ("attn_mask", "use mask"), ("softmax_scale", "use scale"), ("enable_gqa", "leave it out"),
+     ("attn_mask", "use mask"), ("softmax_scale", "use scale"),
      ("window_size", "use window"), ("tensor_layout", "bshd"),
      ("remedy", "use bias_correction, whose 'f16' was 'f16_inside'"), ("anything", "allowed: 'precision'")],
 )  # fmt: skip

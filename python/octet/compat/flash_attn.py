@@ -73,7 +73,7 @@ def _attend(q: Any, k: Any, v: Any, lse: bool, keywords: dict[str, Any], stacked
     if _writes_one_gradient(stacked, q, keywords):
         made = _stacked.attend(stacked, q, None, lse, keywords)
     else:
-        made = _api.attention(q, k, v, layout="bshd", return_lse=lse, **keywords)
+        made = _api.attention(q, k, v, layout="bshd", return_lse=lse, enable_gqa=True, **keywords)
     return (*made, None) if lse else made
 
 

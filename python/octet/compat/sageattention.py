@@ -53,6 +53,7 @@ def _attention(
         scale=sm_scale,
         mask=mask,
         return_lse=return_lse,
+        enable_gqa=True,  # sageattn has no such argument
     )
 
 

@@ -144,6 +144,7 @@ def _with_lse(
         "scale": scale,
         "precision": precision,
         "layout": "bshd",
+        "enable_gqa": True,
     }
     o, lse = _api.attention(query, key, value, mask=_mask(attn_mask, query, key), return_lse=True, **options)
     return o, lse.transpose(1, 2)

@@ -166,7 +166,7 @@ def _implementation(precision: Precision | None) -> Callable:
         options: AttentionOptions = {"scale": scaling, "precision": precision, "deterministic": deterministic}
         if softcap is not None:
             options["softcap"] = softcap
-        dense: AttentionOptions = {**options, "layout": "bshd"}
+        dense: AttentionOptions = {**options, "layout": "bshd", "enable_gqa": True}
         if s_aux is not None and s_aux.shape != query.shape[1:2]:
             raise Unsupported(
                 f"s_aux: found an array of shape {list(s_aux.shape)}, "

@@ -59,6 +59,8 @@ class JaxAdapter:
     def order(self, x: Any) -> tuple[int, ...]:
         return tuple(range(x.ndim))
 
+    is_true = staticmethod(bool)
+
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 

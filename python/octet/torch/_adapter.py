@@ -116,6 +116,13 @@ class TorchAdapter:
     def order(self, x: torch.Tensor) -> tuple[int, ...]:
         return memory_order(x.shape, x.stride())
 
+    def is_true(self, comparison: Any) -> bool:
+        if not (torch.compiler.is_compiling() or isinstance(comparison, torch.SymBool)):
+            return comparison
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # takes long to import
+
+        return statically_known_true(comparison)  # without a guard, which would bind the program to these sizes
+
     def empty(
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, like: torch.Tensor
     ) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from octet import _plan
+from octet._grouped_heads import expect_meant
 from octet._options import AttentionOptions, Options, options_of
 from octet._plan import Plan, own_type
 from octet.torch import _attention, _passes
@@ -106,6 +107,7 @@ def first(
     ):
         return None
     expect_devices(q.device, k=k, v=v)
+    expect_meant(adapter, q, k, keywords)
     token = _passes.tokens[key]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         expect_backward(options, q, v)

@@ -87,7 +87,7 @@ def sdpa(
         q, k, v = _match_heads(q, k, v, enable_gqa)
     if attn_mask is not None and attn_mask.ndim > 3:
         attn_mask = _four_dimensions(attn_mask, lead)
-    keywords: AttentionOptions = {"causal": causal, "scale": scale, "precision": precision}
+    keywords: AttentionOptions = {"causal": causal, "scale": scale, "precision": precision, "enable_gqa": True}
     o = None
     if made is False and q is query and k is key and v is value:
         o = _fast_path.first(how, q, k, v, keywords)
@@ -133,7 +133,8 @@ def _match_heads(
     for name, x in (("key", k), ("value", v)):
         if heads != 1 != x.shape[1] != heads:
             raise InvalidArgument(
-                f"enable_gqa: False, but query has {heads} heads and {name} {x.shape[1]}; set it to True"
+                f"enable_gqa: False, but query has {heads} heads and {name} {x.shape[1]}; set it to True, or, where "
+                "heads and tokens are swapped, transpose: all are [..., head, token, dim]"
             )
     if 1 != k.shape[1] != v.shape[1] != 1:
         raise InvalidArgument(f"value: {v.shape[1]} heads, but key has {k.shape[1]}, allowed: as many, or 1")
