@@ -1,7 +1,7 @@
 """Heads of q beside those of k and v: grouped heads, or a slip of layout that reads like them.
 
-q [2, 100, 8, 64] of layout "bshd" beside k [2, 4, 100, 64] of layout "bhsd" reads as 100 heads of 8 queries over 4 heads
-of 100 keys, which the library computes. `enable_gqa` says whether such shapes are meant.
+q [2, 100, 8, 64] of layout "bshd" beside k [2, 4, 100, 64] of layout "bhsd" reads as 100 heads of 8 queries over 4
+heads of 100 keys, which the library computes. `enable_gqa` says whether such shapes are meant.
 """
 
 from collections.abc import Mapping
@@ -75,9 +75,9 @@ def expect_meant(
         and not (is_true(keys > 1) and mask_has(-1, keys))
     )
     if of_q or of_k:
-        slipped, name, other = ("q", "q", "k") if of_q else ("k and v", "k", "q")
+        slipped, name, sizes, other = ("q", "q", q_sizes, "k") if of_q else ("k and v", "k", k_sizes, "q")
         raise InvalidArgument(
             f"q, k: heads and tokens of {slipped} seem swapped: {_with_axes('q', q_sizes, False)} meets "
-            f"{_with_axes('k', k_sizes, False)}, but swapped, {_with_axes(name, q_sizes if of_q else k_sizes, True)}, as "
-            f"many tokens as {other} has; give q, k and v in one layout, or, if these shapes are meant, enable_gqa=True"
+            f"{_with_axes('k', k_sizes, False)}, but swapped, {_with_axes(name, sizes, True)}, as many "
+            f"tokens as {other} has; give q, k and v in one layout, or, if these shapes are meant, enable_gqa=True"
         )
