@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octet import _numpy
-from octet._grouped_heads import expect_meant
-from octet._options import AttentionOptions, Options, count, options_of, truth
+from octet._options import AttentionOptions, Options, count, expect_meant, options_of, truth
 from octet._plan import own_type
 from octet._qtensor import QTensor
 from octet.errors import InvalidArgument

@@ -8,6 +8,20 @@ from typing import Any
 
 from octet.errors import Unsupported, listing
 
+# The keywords of other attention functions, each with advice on what to pass here.
+ADVICE = {
+    "is_causal": "use causal='top_left' (scaled_dot_product_attention) or 'bottom_right' (flash-attn)",
+    "attn_mask": "use mask",
+    "bias": "use mask with a float type",
+    "dropout_p": "there is no dropout; drop elements of the output instead",
+    "dropout": "there is no dropout; drop elements of the output instead",
+    "softmax_scale": "use scale",
+    "sm_scale": "use scale",
+    "window_size": "use window",
+    "tensor_layout": "use layout='bhsd' (HND) or 'bshd' (NHD)",
+    "remedy": "use bias_correction, whose 'f16' was 'f16_inside', and whose 'gproj' was 'project'",
+}
+
 
 def expect(name: str, found: object, allowed: Collection[object], instead: str) -> None:
     """Rejects values of an argument other than those that octet computes."""

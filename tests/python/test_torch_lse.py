@@ -138,7 +138,7 @@ def test_halves_of_the_keys_merge_to_the_whole():
 
     def merged(q, k, v, sinks):
         parts = [
-            octet.attention(q, k[:, :, half], v[:, :, half], sinks=s, return_lse=True)
+            octet.attention(q, k[:, :, half], v[:, :, half], sinks=s, return_lse=True, enable_gqa=True)
             for half, s in ((slice(0, 4), None), (slice(4, 10), sinks))
         ]
         lse = torch.logaddexp(parts[0][1], parts[1][1])

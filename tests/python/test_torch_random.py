@@ -87,7 +87,12 @@ class Problem:
         q, k = self.normal(batch, self.heads, queries, self.dim), self.normal(batch, self.kv_heads, keys, self.dim)
         v, do = self.normal(batch, self.kv_heads, keys, self.dim_v), self.normal(batch, self.heads, queries, self.dim_v)
         inputs = [self.lay_out(x.to(self.dtype)) for x in (q, k + offset, v, do)]
-        return [(self.run(lambda *x: octet.attention(*x, return_lse=True, **self.options), *inputs), inputs)]
+        return [
+            (
+                self.run(lambda *x: octet.attention(*x, return_lse=True, enable_gqa=True, **self.options), *inputs),
+                inputs,
+            )
+        ]
 
     def packed(self):
         """The same of each of some sequences that lie one after the other, empty ones among them."""

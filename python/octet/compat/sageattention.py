@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from octet import _api
-from octet._options import ADVICE, Layout, Precision
-from octet._rejections import expect, expect_known
+from octet._options import Layout, Precision
+from octet._rejections import ADVICE, expect, expect_known
 from octet.errors import InvalidArgument, listing
 
 _LAYOUTS: dict[str, Layout] = {"HND": "bhsd", "NHD": "bshd"}

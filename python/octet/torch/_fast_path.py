@@ -15,8 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from octet import _plan
-from octet._grouped_heads import expect_meant
-from octet._options import AttentionOptions, Options, options_of
+from octet._options import AttentionOptions, Options, expect_meant, options_of
 from octet._plan import Plan, own_type
 from octet.torch import _attention, _passes
 from octet.torch._adapter import adapter, expect_backward, expect_devices
