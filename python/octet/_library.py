@@ -21,9 +21,13 @@ def _load() -> tuple[ctypes.CDLL, str]:
     path = named or (str(bundled) if bundled.exists() else "liboctet.so.0")
     try:
         lib = ctypes.CDLL(path)
-    except OSError as error:
+    except (
+        OSError,
+        UnicodeDecodeError,
+    ) as error:  # ctypes reads what the loader says as UTF-8, also a path that is none
+        why = error if isinstance(error, OSError) else "no such library, or one that cannot be loaded"
         raise ImportError(
-            f"octet: cannot load {path} ({error}). Install the package (pip install .), or name a built library: "
+            f"octet: cannot load {path} ({why}). Install the package (pip install .), or name a built library: "
             "OCTET_LIBRARY=build/release/src/liboctet.so"
         ) from error
     for name, (result, arguments) in _abi.PROTOTYPES.items():

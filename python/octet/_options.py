@@ -300,7 +300,7 @@ def options_of(
     if alignment not in (None, "top_left", "bottom_right"):
         raise InvalidArgument(f"alignment: found {alignment!r}, allowed: 'top_left', 'bottom_right', None")
     truth("enable_gqa", enable_gqa, none=True)
-    if backend is not None and not isinstance(backend, str):
+    if backend is not None and not (isinstance(backend, str) and backend.isascii() and "\0" not in backend):
         raise InvalidArgument(f"backend: found {backend!r}, allowed: a name of octet.info()['backends'], or None")
     return Options(
         precision=precision or type_of_q,

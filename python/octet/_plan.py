@@ -181,8 +181,8 @@ class Plan:
         return self
 
     def anywhere(self) -> "Plan":
-        """This plan at pretended addresses, to be asked about."""
-        return self.at((i + 1) << 44 for i in range(len(self.tensors)))
+        """This plan at pretended addresses, to be asked about: each tensor has all the room that the library allows."""
+        return self.at((i + 1) << 49 for i in range(len(self.tensors)))
 
     def workspace_size(self) -> int:
         size = ctypes.c_size_t()
@@ -364,7 +364,13 @@ def _key(adapter: Adapter, x: Any) -> Hashable:
     return None if x is None else adapter.key(x)
 
 
-def _operands(adapter: Adapter, name: str, x: Any, layout: str) -> Iterator[Operand]:
+def _operands(adapter: Adapter, name: str, x: Any, layout: str, where: View) -> Iterator[Operand]:
+    """`where`: on whose device a Result lies, an array that was not made."""
+    if isinstance(x, Result):
+        number = _abi.DTYPES[adapter.dtype_name(x.dtype, name)]
+        strides = dense_strides(x.shape, x.order)
+        yield name, View(number, x.shape, strides, where.device, where.device_index), None
+        return
     if not isinstance(x, QTensor):
         yield name, adapter.view(name, x), None
         return
@@ -418,8 +424,9 @@ class Call:
     ) -> None:
         given = {name: x for name, x in zip(INPUTS[kind], arrays, strict=False) if x is not None}
         made = results(adapter, kind, options, given["q"], given["k"], given["v"], extra, given.get("sinks"))
-        operands = [y for name, x in given.items() for y in _operands(adapter, name, x, options.layout)]
-        where = next(view for name, view, _ in operands if name == "q")
+        q = given["q"]
+        where = adapter.view("q", q.codes if isinstance(q, QTensor) else q)
+        operands = [y for name, x in given.items() for y in _operands(adapter, name, x, options.layout, where)]
         self._adapter = adapter
         all_strides = [dense_strides(x.shape, x.order) for x in made]
         if into:
@@ -522,9 +529,7 @@ def planned(
         arrays = (q, k, v, *more, slopes)
     else:
         residual = needs_residual(adapter, options, q)
-        like = q.codes if isinstance(q, QTensor) else q
-        made = results(adapter, "forward", options, q, k, v, residual)
-        saved = [adapter.empty(x.shape, dense_strides(x.shape, x.order), x.dtype, like) for x in made]
+        saved = results(adapter, "forward", options, q, k, v, residual)
         o, lse, o_residual = saved if residual else (*saved, None)
         arrays = (o, q, k, v, o, lse, o_residual, *more, None, slopes)
     return Call(adapter, kind, options, arrays).plan.anywhere()

@@ -5,6 +5,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace octet {
 
@@ -24,6 +25,10 @@ std::string text(const Parts&... parts) {
   (out << ... << parts);
   return out.str();
 }
+
+// A text from outside, in quotes, for a message: what is no printable ASCII is shown as \xNN, so that messages are
+// UTF-8 and a terminal obeys nothing in them.
+std::string quoted(std::string_view outside);
 
 template <class... Parts>
 [[noreturn]] void invalid(const Parts&... parts) {

@@ -2,6 +2,8 @@
 #include <cstdlib>
 #include <iterator>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "core/backend.h"
 #include "core/error.h"
@@ -47,11 +49,32 @@ struct Candidates {
       }
       known += text(known.empty() ? "" : ", ", backend->name);
     }
-    invalid("backend: unknown name \"", wanted, "\"; known: ", known);
+    invalid("backend: unknown name ", quoted(wanted), "; known: ", known);
   }
 
   BackendList all;
   bool named = false;
+};
+
+// Why backends do not solve a problem, a line for each reason: "\n  sm90, sm80: no NVIDIA driver".
+class Reasons {
+ public:
+  void add(const char* backend, const std::string& reason) {
+    for (auto& [names, known] : lines_)
+      if (known == reason) {
+        names += octet::text(", ", backend);
+        return;
+      }
+    lines_.emplace_back(backend, reason);
+  }
+  std::string text() const {
+    std::string out;
+    for (const auto& [names, reason] : lines_) out += octet::text("\n  ", names, ": ", reason);
+    return out;
+  }
+
+ private:
+  std::vector<std::pair<std::string, std::string>> lines_;
 };
 
 }  // namespace
@@ -60,13 +83,13 @@ BackendList backends() { return {kBackends, std::size(kBackends)}; }
 
 Plan select(const Problem& problem, const char* wanted, void* workspace) {
   const Candidates candidates(wanted);
-  std::string reasons;
+  Reasons fitting, others;
   for (const Backend* backend : candidates.all) {
     Answer answer = answer_of(*backend, problem, candidates.named, workspace);
     if (answer.plan) return std::move(*answer.plan);
-    reasons += text("\n  ", backend->name, ": ", answer.reason);
+    (problem.device == backend->device ? fitting : others).add(backend->name, answer.reason);
   }
-  unsupported("no backend can solve this problem:", reasons);
+  unsupported("no backend can solve this problem:", fitting.text(), others.text());
 }
 
 std::string explain(const Problem& problem, const char* wanted) {

@@ -105,7 +105,7 @@ Isa chosen() {
     if (std::string_view(wanted) == name(isa)) return isa;
     choices += text(choices.empty() ? "" : ", ", name(isa));
   }
-  invalid("OCTET_CPU: found \"", wanted, "\", this machine and build run: ", choices);
+  invalid("OCTET_CPU: found ", quoted(wanted), ", this machine and build run: ", choices);
 }
 
 }  // namespace octet::cpu

@@ -21,6 +21,8 @@ std::optional<std::string> no_gpu_reason(bool (*fits)(int device), const char* w
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) {
     cudaGetLastError();  // else the caller's next call would report it
+    int driver = 0;
+    if (cudaDriverGetVersion(&driver) == cudaSuccess && !driver) return "no NVIDIA driver";
     return text("no usable GPU: ", cudaGetErrorString(status), " (", cudaGetErrorName(status), ')');
   }
   for (int device = 0; device < count; ++device)
