@@ -206,6 +206,15 @@ TEST(Structs, unknown_backends_are_rejected_with_the_known) {
               testing::AnyOf(start + "cpu, reference", start + "sm90, sm80, cpu, reference"));
 }
 
+TEST(Structs, odd_bytes_of_names_are_told_as_ascii) {
+  Call call(OCTET_FORWARD), environment(OCTET_FORWARD);
+  call.attention.backend = "caf\xe9\x1b[31m\x7f \"x";
+  expect_invalid(call, R"(backend: unknown name "caf\xe9\x1b[31m\x7f "x"; known: )");
+  ASSERT_EQ(setenv("OCTET_BACKEND", "\xff\n", 1), 0);
+  expect_invalid(environment, R"(backend: unknown name "\xff\x0a"; known: )");
+  ASSERT_EQ(unsetenv("OCTET_BACKEND"), 0);
+}
+
 TEST(Structs, the_environment_names_a_backend_unless_the_call_does) {
   ASSERT_EQ(setenv("OCTET_BACKEND", "nowhere", 1), 0);
   Call call(OCTET_FORWARD), named(OCTET_FORWARD);

@@ -163,7 +163,8 @@ TEST(Tensors, devices_are_known_and_one) {
 TEST(Tensors, cuda_tensors_are_unsupported_with_every_backends_reason) {
   Call call(OCTET_FORWARD);
   for (octet_tensor* t : {&call.q, &call.k, &call.v, &call.o, &call.lse}) t->device = OCTET_CUDA;
-  expect_unsupported(call, "no backend can solve this problem:", {"\n  cpu: ", "\n  reference: "});
+  expect_unsupported(call, "no backend can solve this problem:",
+                     {"\n  cpu, reference: the tensors are on cuda; it works on cpu tensors"});
 }
 
 TEST(Tensors, an_output_may_not_alias_itself) {

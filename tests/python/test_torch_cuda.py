@@ -556,7 +556,7 @@ def test_nothing_falls_back_to_the_cpu():
     q = torch.zeros(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
     for how in ({"precision": "sagebwd"}, {"precision": "int8", "softcap": 30.0}):
         found = octet.supports(q, q, q, **how)
-        assert not found and "cpu: the tensors are on cuda; it works on cpu tensors" in found.reason
+        assert not found and "cpu, reference: the tensors are on cuda; it works on cpu tensors" in found.reason
         with pytest.raises(octet.Unsupported):
             octet.attention(q, q, q, **how)
 
