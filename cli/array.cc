@@ -46,19 +46,50 @@ Array::Array(DType type, std::vector<int64_t> extents) : dtype(type), shape(std:
   bytes.resize(size);
 }
 
+Array::Array(DType type, const Shape& s, Layout order)
+    : Array(type, order == Layout::bhsd ? s : Shape{s[0], s[2], s[1], s[3]}) {
+  layout = order;
+}
+
 double Array::operator[](int64_t index) const { return load(static_cast<octet_dtype>(dtype), bytes.data(), index); }
 
 void Array::set(int64_t index, double value) { store(static_cast<octet_dtype>(dtype), bytes.data(), index, value); }
 
 Shape Array::shape4(const std::string& label) const {
-  if (shape.size() == 4) return {shape[0], shape[1], shape[2], shape[3]};
-  if (shape.size() == 3) return {1, shape[0], shape[1], shape[2]};
-  reject("{}: shape {}, expected [batch, head, token, dim] or [head, token, dim]", label, shape_text(shape));
+  const bool by_head = layout == Layout::bhsd;
+  if (shape.size() != 3 && shape.size() != 4)
+    reject("{}: shape {}, expected [batch, {}, dim] or [{}, dim]", label, shape_text(shape),
+           by_head ? "head, token" : "token, head", by_head ? "head, token" : "token, head");
+  const int64_t batch = shape.size() == 4 ? shape[0] : 1, *rest = shape.data() + shape.size() - 3;
+  return {batch, rest[by_head ? 0 : 1], rest[by_head ? 1 : 0], rest[2]};
 }
 
 Tensor Array::view() const {
   if (!present()) return {};
-  return {const_cast<std::byte*>(bytes.data()), dtype, shape4()};
+  const Shape s = shape4();
+  const Shape stride = layout == Layout::bhsd ? contiguous_strides(s) : Shape{s[1] * s[2] * s[3], s[3], s[1] * s[3], 1};
+  return {const_cast<std::byte*>(bytes.data()), dtype, s, stride};
+}
+
+std::string axes_text(const Array& array) {
+  const Shape s = array.shape4();
+  const std::string head = fmt::format("head {}", s[1]), token = fmt::format("token {}", s[2]);
+  const bool by_head = array.layout == Layout::bhsd;
+  return fmt::format("[batch {}, {}, {}, dim {}]", s[0], by_head ? head : token, by_head ? token : head, s[3]);
+}
+
+Array with_last(const Array& array, int64_t dim) {
+  if (array.shape.back() == dim) return array;
+  std::vector<int64_t> shape = array.shape;
+  shape.back() = dim;
+  Array out(array.dtype, std::move(shape));
+  out.layout = array.layout;
+  const std::size_t size = bytes_of(array.dtype), from = static_cast<std::size_t>(array.shape.back()) * size,
+                    to = static_cast<std::size_t>(dim) * size;
+  for (std::size_t row = 0; to && row < out.bytes.size() / to; ++row)
+    std::copy_n(array.bytes.begin() + static_cast<std::ptrdiff_t>(row * from), std::min(from, to),
+                out.bytes.begin() + static_cast<std::ptrdiff_t>(row * to));
+  return out;
 }
 
 void fill_normal(Array& array, uint64_t seed) {

@@ -31,15 +31,23 @@ DeviceName device_of_backend(const std::string& name) {
 
 void expect_usable(const DeviceName& device) {
   if (device.kind == Device::cpu) return;
-  std::string reasons;
+  std::string reasons, last;  // backends that give one reason share it
   for (const auto& backend : backends()) {
     if (backend.at("device") != "cuda") continue;
     if (backend.at("available")) return;
-    reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", backend.at("name").get<std::string>(),
-                           backend.at("reason").get<std::string>());
+    const std::string reason = backend.at("reason");
+    reasons += fmt::format("{}{}",
+                           reasons.empty()  ? ""
+                           : reason == last ? ", "
+                                            : ": " + last + "; ",
+                           backend.at("name").get<std::string>());
+    last = reason;
   }
-  if (reasons.empty()) reasons = nlohmann::json::parse(info()).at("cuda");  // "CPU only: ..."
-  reject("no backend can compute on cuda tensors here: {}", reasons);
+  if (reasons.empty())
+    last = nlohmann::json::parse(info()).at("cuda");  // "CPU only: ..."
+  else
+    reasons += ": ";
+  reject("no backend can compute on cuda tensors here: {}{}", reasons, last);
 }
 
 }  // namespace octet::cli

@@ -1,5 +1,6 @@
 // octet: the command line of the library. It uses nothing but the public headers. Whatever goes wrong is one line on
-// standard error and exit status 2; 1 says that octet check found an error above --fail-above.
+// standard error and exit status 2; 1 says that octet check found an error above --fail-above,
+// or octet explain no backend.
 #include <fcntl.h>
 
 #include <CLI/CLI.hpp>

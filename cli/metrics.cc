@@ -47,13 +47,15 @@ double ratio(double error, double size) { return error == 0 ? 0 : error / size; 
 
 Errors compare(const Array& got, const Array& want) {
   const Shape shape = got.shape4();
-  const int64_t per_head = shape[2] * shape[3];
+  const Tensor view = got.view();
   const double limit = largest(got.dtype);
   Errors out;
   Sums total;
   for (int64_t head = 0; head < shape[0] * shape[1]; ++head) {
+    const int64_t first = head / shape[1] * view.stride[0] + head % shape[1] * view.stride[1];
     Sums sums;
-    for (int64_t i = head * per_head; i < (head + 1) * per_head; ++i) {
+    for (int64_t j = 0; j < shape[2] * shape[3]; ++j) {
+      const int64_t i = first + j / shape[3] * view.stride[2] + j % shape[3];
       const double x = got[i], y = want[i];
       out.nan += std::isnan(x);
       out.saturated += std::isinf(x) ? std::isfinite(y) : std::fabs(x) >= limit && std::fabs(y) > limit;

@@ -16,8 +16,8 @@ struct Errors {
       0;  // elements clamped to the largest number of their type, or infinite where the reference is not
 };
 
-// `got` and `want` are [batch, head, token, dim] of one shape. Pairs of equal infinities or two NaN do not count in the
-// distances; a NaN or infinity on one side alone makes them NaN or infinite.
+// `got` and `want` are [batch, head, token, dim] of one shape and layout. Pairs of equal infinities or two NaN do not
+// count in the distances; a NaN or infinity on one side alone makes them NaN or infinite.
 Errors compare(const Array& got, const Array& want);
 
 // Error of o in units of its format's last place, counted outward (away from zero), and of delta = rowsum(do * o).

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "array.h"
 #include "error.h"
 
 namespace octet::cli {
@@ -22,6 +23,7 @@ inline constexpr Name<BiasCorrection> kBiasCorrections[] = {{"f16", BiasCorrecti
                                                             {"beta", BiasCorrection::beta},
                                                             {"exact_delta", BiasCorrection::exact_delta},
                                                             {"gproj", BiasCorrection::gproj}};
+inline constexpr Name<Layout> kLayouts[] = {{"bhsd", Layout::bhsd}, {"bshd", Layout::bshd}};
 inline constexpr Name<Device> kDevices[] = {{"cpu", Device::cpu}, {"cuda", Device::cuda}};
 inline constexpr Name<Alignment> kAlignments[] = {{"top-left", Alignment::top_left},
                                                   {"bottom-right", Alignment::bottom_right}};
@@ -59,6 +61,11 @@ const char* name_of(const Name<Value> (&names)[N], Value value) {
   for (const auto& name : names)
     if (value == name.value) return name.text;
   return "unknown";
+}
+
+// "bhsd: [batch, head, token, dim]"
+inline std::string layout_text(Layout v) {
+  return v == Layout::bhsd ? "bhsd: [batch, head, token, dim]" : "bshd: [batch, token, head, dim]";
 }
 
 inline const char* name(DType v) { return name_of(kDTypes, v); }

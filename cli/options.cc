@@ -59,6 +59,12 @@ void AttentionOptions::add_mask_to(CLI::App& app) {
   app.add_option("--window", window_, "Keys seen left and right of the diagonal, -1: all")->type_name("L,R");
 }
 
+void AttentionOptions::add_layout_to(CLI::App& app) {
+  app.add_option("--layout", layout_,
+                 "Axes of the tensors: bhsd, [batch, head, token, dim]; bshd, [batch, token, head, dim]  [bhsd]")
+      ->type_name("LAYOUT");
+}
+
 void AttentionOptions::add_to(CLI::App& app) {
   add_mask_to(app);
   app.add_option("--softcap", softcap_, "Logits become X tanh(logit / X); 0: none  [0]")->type_name("X");

@@ -13,7 +13,8 @@ namespace octet::cli {
 class AttentionOptions {
  public:
   void add_to(CLI::App& app);
-  void add_mask_to(CLI::App& app);  // the mask and the scale alone
+  void add_mask_to(CLI::App& app);    // the mask and the scale alone
+  void add_layout_to(CLI::App& app);  // of the tensors
 
   // For one precision, chosen by name: every option is passed on, so that the library rejects what does not belong.
   Attention attention(Precision precision) const;
@@ -28,10 +29,14 @@ class AttentionOptions {
   DeviceName device() const;
 
   bool causal() const { return !causal_.empty(); }
-  bool given() const { return !(causal_.empty() && scale_.empty() && window_.empty()); }  // of add_mask_to
+  Layout layout() const { return parse(kLayouts, "--layout", layout_); }
+  bool given() const {  // any of add_mask_to
+    return !(causal_.empty() && scale_.empty() && window_.empty());
+  }
 
  private:
-  std::string causal_, scale_, window_, softcap_, bias_correction_, beta_, hadamard_, smooth_q_, backend_, device_;
+  std::string causal_, scale_, window_, softcap_, bias_correction_, beta_, hadamard_, smooth_q_, backend_, device_,
+      layout_ = "bhsd";
   uint32_t threads_ = 0;
   bool deterministic_ = false;
 };

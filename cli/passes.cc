@@ -2,6 +2,7 @@
 #include "passes.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 namespace octet::cli {
@@ -27,10 +28,27 @@ void read_dlse(const Source& source, Inputs& in) {
   shape.push_back(1);
 }
 
-Inputs read_primals(const Source& source, bool backward, bool jvp) {
+Array read_in(Layout layout, const Source& source, const char* label) {
+  Array array = source.read(label);
+  array.layout = layout;
+  array.shape4(label);
+  return array;
+}
+
+// Tensors that octet computes with elsewhere: a result without them would be that of another problem.
+void expect_no_mask(const Source& source) {
+  if (source.single()) return;
+  for (const char* label : {"mask", "cu_seqlens_q", "cu_seqlens_k"})
+    if (source.has(label))
+      reject("{}: found in the file, but the command takes no mask tensors and no packed sequences; call octet in "
+             "Python, C or C++, or leave it out of the file",
+             label);
+}
+
+Inputs read_primals(const Source& source, Layout layout, bool backward, bool jvp) {
+  expect_no_mask(source);
   Inputs in;
-  in.q = source.read("q"), in.k = source.read("k"), in.v = source.read("v");
-  for (const auto& [array, label] : {std::pair{&in.q, "q"}, {&in.k, "k"}, {&in.v, "v"}}) array->shape4(label);
+  in.q = read_in(layout, source, "q"), in.k = read_in(layout, source, "k"), in.v = read_in(layout, source, "v");
   if (source.has("sinks")) in.sinks = read_by_head(source, "sinks");
   if (source.has("alibi_slopes")) in.alibi_slopes = read_by_head(source, "alibi_slopes");
   if (jvp && source.has("tsinks")) in.tsinks = read_by_head(source, "tsinks");
@@ -53,17 +71,50 @@ std::vector<Companion> companions(Inputs& in, bool backward, bool jvp) {
   return out;
 }
 
-void read_companion(const Source& source, const Companion& c) {
-  *c.array = source.read(c.label);
-  c.array->shape4(c.label);
+void read_companion(const Source& source, const Inputs& in, const Companion& c) {
+  *c.array = read_in(in.q.layout, source, c.label);
 }
 
 void draw_companion(const Inputs& in, const Companion& c) {
-  *c.array = Array(companion_type(c.primal->dtype), c.array == &in.do_ ? output_shape(in) : c.primal->shape4());
+  const Shape shape = c.array == &in.do_ ? output_shape(in) : c.primal->shape4();
+  *c.array = Array(companion_type(c.primal->dtype), shape, c.primal->layout);
   fill_normal(*c.array, c.seed);
 }
 
+// Fills head dims up to multiples of 8. Where no dim is filled, the library says what is wrong with them.
+void fill_head_dims(Inputs& in) {
+  in.dim = in.q.shape.back(), in.dim_v = in.v.shape.back();
+  const struct {
+    const char* label;
+    Array* array;
+    int64_t dim;
+    const char* owner;
+  } tensors[] = {{"q", &in.q, in.dim, "q"},     {"k", &in.k, in.dim, "q"},   {"v", &in.v, in.dim_v, "v"},
+                 {"tq", &in.tq, in.dim, "q"},   {"tk", &in.tk, in.dim, "q"}, {"tv", &in.tv, in.dim_v, "v"},
+                 {"do", &in.do_, in.dim_v, "v"}};
+  for (const auto& t : tensors) {
+    if (!t.array->present()) continue;
+    const int64_t found = t.array->shape.back();
+    if (found < 1 || found > kLargestDim) reject("{}: head dim {}, allowed: 1 to {}", t.label, found, kLargestDim);
+    if (found == filled_dim(found) && t.dim == filled_dim(t.dim)) continue;
+    if (found != t.dim) reject("{}: head dim {}, expected {}, that of {}", t.label, found, t.dim, t.owner);
+    *t.array = with_last(*t.array, filled_dim(found));
+  }
+}
+
 }  // namespace
+
+Attention scaled_for(Attention attention, int64_t dim) {
+  if (!attention.scale && dim != filled_dim(dim))
+    attention.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(dim)));
+  return attention;
+}
+
+Array without_filling(const Inputs& in, const std::string& name, const Array& result) {
+  if (name == "dq" || name == "dk") return with_last(result, in.dim);
+  if (name == "o" || name == "to" || name == "dv") return with_last(result, in.dim_v);
+  return result;
+}
 
 DType output_type(DType input, Precision precision) {
   return input == DType::e4m3 && precision != Precision::fp8_raw ? DType::bf16 : input;
@@ -91,21 +142,24 @@ Shape lse_shape(const Inputs& in) {
 }
 
 ForwardResult make_forward(const Inputs& in, const OutputTypes& types, bool residual) {
-  ForwardResult result{Array(types.o, output_shape(in)), Array(types.lse, lse_shape(in)), {}};
-  if (residual) result.o_residual = Array(residual_type(types.o), output_shape(in));
+  const Layout layout = in.q.layout;
+  ForwardResult result{Array(types.o, output_shape(in), layout), Array(types.lse, lse_shape(in)), {}};
+  if (residual) result.o_residual = Array(residual_type(types.o), output_shape(in), layout);
   return result;
 }
 
 BackwardResult make_backward(const Inputs& in, const OutputTypes& types) {
-  BackwardResult result{
-      Array(types.dq, in.q.shape4()), Array(types.dk, in.k.shape4()), Array(types.dv, in.v.shape4()), {}};
+  BackwardResult result{Array(types.dq, in.q.shape4(), in.q.layout),
+                        Array(types.dk, in.k.shape4(), in.k.layout),
+                        Array(types.dv, in.v.shape4(), in.v.layout),
+                        {}};
   if (in.sinks.present()) result.dsinks = Array(types.lse, in.sinks.shape4());
   return result;
 }
 
 JvpResult make_jvp(const Inputs& in, const OutputTypes& types, bool tlse) {
-  JvpResult result{
-      Array(types.o, output_shape(in)), Array(types.lse, lse_shape(in)), Array(types.o, output_shape(in)), {}};
+  const Array o(types.o, output_shape(in), in.q.layout);
+  JvpResult result{o, Array(types.lse, lse_shape(in)), o, {}};
   if (tlse) result.tlse = Array(types.lse, lse_shape(in));
   return result;
 }
@@ -165,22 +219,24 @@ bool reads_residual(const Attention& attention) {
   }
 }
 
-Inputs read_inputs(const Source& source, bool backward, bool jvp) {
-  Inputs in = read_primals(source, backward, jvp);
-  for (const Companion& c : companions(in, backward, jvp)) read_companion(source, c);
+Inputs read_inputs(const Source& source, Layout layout, bool backward, bool jvp) {
+  Inputs in = read_primals(source, layout, backward, jvp);
+  for (const Companion& c : companions(in, backward, jvp)) read_companion(source, in, c);
+  fill_head_dims(in);
   return in;
 }
 
-Inputs read_inputs(const Source& source, bool backward, bool jvp, std::vector<std::string>& drawn) {
-  Inputs in = read_primals(source, backward, jvp);
+Inputs read_inputs(const Source& source, Layout layout, bool backward, bool jvp, std::vector<std::string>& drawn) {
+  Inputs in = read_primals(source, layout, backward, jvp);
   for (const Companion& c : companions(in, backward, jvp)) {
     if (source.has(c.label)) {
-      read_companion(source, c);
+      read_companion(source, in, c);
     } else {
       draw_companion(in, c);
       drawn.emplace_back(c.label);
     }
   }
+  fill_head_dims(in);
   return in;
 }
 
@@ -191,13 +247,14 @@ DType natural_type(Precision p) {
                                : DType::bf16;
 }
 
-Inputs draw_inputs(const ProblemShape& s, DType dtype, bool backward, bool jvp) {
+Inputs draw_inputs(const ProblemShape& s, Layout layout, DType dtype, bool backward, bool jvp) {
   Inputs in;
-  in.q = Array(dtype, Shape{s.batch, s.heads, s.tokens_q, s.dim});
-  in.k = Array(dtype, Shape{s.batch, s.kv_heads, s.tokens_k, s.dim});
-  in.v = Array(dtype, Shape{s.batch, s.kv_heads, s.tokens_k, s.dim});
+  in.q = Array(dtype, Shape{s.batch, s.heads, s.tokens_q, s.dim}, layout);
+  in.k = Array(dtype, Shape{s.batch, s.kv_heads, s.tokens_k, s.dim}, layout);
+  in.v = Array(dtype, Shape{s.batch, s.kv_heads, s.tokens_k, s.dim}, layout);
   fill_normal(in.q, 11), fill_normal(in.k, 12), fill_normal(in.v, 13);
   for (const Companion& c : companions(in, backward, jvp)) draw_companion(in, c);
+  fill_head_dims(in);
   return in;
 }
 

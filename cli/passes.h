@@ -19,7 +19,20 @@ struct Inputs {
   Array tsinks;        // jvp, optional: as sinks
   Array dlse;          // backward, optional
   Array alibi_slopes;  // optional: as sinks
+
+  // Head dims of q and k and of v as they were given. The arrays have the next multiples of 8, filled with zeros, which
+  // add nothing to any sum: the library takes no others.
+  int64_t dim = 0, dim_v = 0;
 };
+
+constexpr int64_t kDimMultiple = 8, kLargestDim = 256;
+inline int64_t filled_dim(int64_t dim) { return (dim + kDimMultiple - 1) / kDimMultiple * kDimMultiple; }
+
+// The options with the default scale of head dim `dim`, where that is filled.
+Attention scaled_for(Attention attention, int64_t dim);
+
+// A result of that name without what belongs to filled dims.
+Array without_filling(const Inputs& inputs, const std::string& name, const Array& result);
 
 // Shape [b, hq, n, e] of o and [b, hq, n, 1] of lse.
 Shape output_shape(const Inputs& inputs);
@@ -73,8 +86,8 @@ bool reads_residual(const Attention& attention);
 // q, k, v of a file, and for a backward do, for a jvp the tangents. What is absent is rejected, or with `draw` drawn
 // from N(0, 1) by a fixed seed in the type of its primal; `drawn` then receives its name. Sinks, alibi_slopes and,
 // for a backward, dlse, for a jvp tsinks are read where the file has them.
-Inputs read_inputs(const Source& source, bool backward, bool jvp);
-Inputs read_inputs(const Source& source, bool backward, bool jvp, std::vector<std::string>& drawn);
+Inputs read_inputs(const Source& source, Layout layout, bool backward, bool jvp);
+Inputs read_inputs(const Source& source, Layout layout, bool backward, bool jvp, std::vector<std::string>& drawn);
 
 // A problem by its sizes: "b,hq,hkv,sq,sk,d".
 struct ProblemShape {
@@ -89,7 +102,7 @@ DType companion_type(DType primal);
 DType natural_type(Precision precision);
 
 // Inputs of these sizes drawn from N(0, 1) by fixed seeds.
-Inputs draw_inputs(const ProblemShape& shape, DType dtype, bool backward, bool jvp);
+Inputs draw_inputs(const ProblemShape& shape, Layout layout, DType dtype, bool backward, bool jvp);
 
 // Pairs of query and key that meet, over all batches and heads of q.
 double visible_pairs(const Inputs& inputs, const Attention& attention);

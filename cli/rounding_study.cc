@@ -198,7 +198,8 @@ std::vector<std::pair<std::string, octet_rounding>> lifted(const octet_rounding&
 }
 
 Experiment experiment(Inputs in, const Attention& attention, bool backward) {
-  Experiment e{std::move(in), attention, {}, {}};
+  const Attention scaled = scaled_for(attention, in.dim);
+  Experiment e{std::move(in), scaled, {}, {}};
   e.attention.precision = Precision::f64;
   e.forward = forward_of(e, e.attention, nullptr);
   if (backward) e.backward = backward_of(e, e.attention, nullptr, e.forward);

@@ -16,6 +16,8 @@
 namespace octet::cli {
 namespace {
 
+constexpr std::size_t kGap = 2;  // between columns
+
 bool coloured() {
   static const bool yes = ::isatty(STDOUT_FILENO) && !std::getenv("NO_COLOR");
   return yes;
@@ -31,15 +33,41 @@ std::string bold(const std::string& text) { return coloured() ? "\033[1m" + text
 
 std::string faint(const std::string& text) { return coloured() ? "\033[2m" + text + "\033[0m" : text; }
 
-void Table::print() const {
+std::string wrapped(const std::string& text) {
+  std::string out, line;
+  for (std::size_t first = 0; first < text.size();) {
+    const std::size_t last = std::min(text.find(' ', first), text.size());
+    const std::string word = text.substr(first, last - first);
+    if (!line.empty() && line.size() + 1 + word.size() > kWidth) out += line + '\n', line.clear();
+    line += (line.empty() ? "" : " ") + word;
+    first = last + 1;
+  }
+  return out + line;
+}
+
+void Table::print(std::size_t width) const {
   std::vector<std::size_t> widths;
   for (const Column& column : columns_) widths.push_back(column.title.size());
   for (const auto& row : rows_)
     for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  std::vector<std::size_t> names;  // the columns that every part begins with
+  while (names.size() < columns_.size() && columns_[names.size()].align == Align::left) names.push_back(names.size());
+  for (std::size_t next = names.size(), part = 0; next < columns_.size() || part == 0; ++part) {
+    std::vector<std::size_t> shown = names;
+    std::size_t wide = 0;
+    for (const std::size_t i : names) wide += widths[i] + kGap;
+    while (next < columns_.size() && (shown.size() == names.size() || wide + widths[next] <= width))
+      wide += widths[next] + kGap, shown.push_back(next++);
+    if (part) fmt::print("\n");
+    print_columns(widths, shown);
+  }
+}
+
+void Table::print_columns(const std::vector<std::size_t>& widths, const std::vector<std::size_t>& shown) const {
   const auto line = [&](auto&& cell) {
     std::string out;
-    for (std::size_t i = 0; i < columns_.size(); ++i)
-      out += (i ? "  " : "") + padded(cell(i), widths[i], columns_[i].align);
+    for (const std::size_t i : shown)
+      out += (out.empty() ? "" : std::string(kGap, ' ')) + padded(cell(i), widths[i], columns_[i].align);
     return out.substr(0, out.find_last_not_of(' ') + 1);
   };
   fmt::print("{}\n", bold(line([&](std::size_t i) { return columns_[i].title; })));
@@ -51,12 +79,18 @@ Progress::Progress(std::size_t steps) : steps_(steps), shown_(::isatty(STDERR_FI
 Progress::~Progress() { clear(); }
 
 void Progress::clear() {
-  if (shown_ && done_) std::fputs("\r\033[K", stderr);
+  if (drawn_) std::fputs("\r\033[K", stderr);
+  drawn_ = false;
 }
 
 void Progress::step(const std::string& what) {
   ++done_;
+  say(what);
+}
+
+void Progress::say(const std::string& what) {
   if (!shown_) return;
+  drawn_ = true;
   std::fputs(fmt::format("\r\033[K[{}/{}] {}", done_, steps_, what).c_str(), stderr);
   std::fflush(stderr);
 }
@@ -104,8 +138,8 @@ std::string seconds_text(double seconds) {
 std::string error_text(double error) {
   if (error == 0) return "0";
   if (!std::isfinite(error)) return number_text("{}", error);
-  return std::fabs(error) < 1e-4 || std::fabs(error) >= 1e4 ? fmt::format("{:.1e}", error)
-                                                            : fmt::format("{:.5f}", error);
+  if (std::fabs(error) < 1e-4 || std::fabs(error) >= 1e4) return fmt::format("{:.1e}", error);
+  return std::fabs(error) < 10 ? fmt::format("{:.5f}", error) : fmt::format("{:.5g}", error);
 }
 
 std::string number_text(fmt::format_string<double&> format, double number) {

@@ -21,12 +21,21 @@ class Table {
   void row(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
   void gap() { rows_.emplace_back(); }  // an empty line
   bool empty() const { return rows_.empty(); }
-  void print() const;
+  // Where a line would be wider than `width`, columns that do not fit follow in a table of their own, after the columns
+  // of text that the rows begin with.
+  void print(std::size_t width = std::string::npos) const;
 
  private:
+  void print_columns(const std::vector<std::size_t>& widths, const std::vector<std::size_t>& shown) const;
+
   std::vector<Column> columns_;
   std::vector<std::vector<std::string>> rows_;
 };
+
+constexpr std::size_t kWidth = 80;  // of a terminal
+
+// The text broken at spaces into lines of at most kWidth.
+std::string wrapped(const std::string& text);
 
 std::string bold(const std::string& text);
 std::string faint(const std::string& text);
@@ -37,11 +46,12 @@ class Progress {
   explicit Progress(std::size_t steps);
   ~Progress();
   void step(const std::string& what);
-  void clear();  // before something else is printed
+  void say(const std::string& what);  // within a step, or before the first
+  void clear();                       // before something else is printed
 
  private:
   std::size_t steps_, done_ = 0;
-  bool shown_;
+  bool shown_, drawn_ = false;
 };
 
 // A JSON array on standard output, an object per line.

@@ -59,17 +59,24 @@ std::optional<double> kernel_seconds(Attention attention, const Inputs& in, cons
 
 // Floating-point operations of the matrix products that the mask leaves.
 double flops(const Inputs& in, const Attention& attention, Pass pass) {
-  const double dims = static_cast<double>(in.q.shape4()[3] + in.v.shape4()[3]);
+  const auto dims = static_cast<double>(in.dim + in.dim_v);
   return 2 * visible_pairs(in, attention) * dims * (pass == Pass::forward ? 1 : pass == Pass::backward ? 2.5 : 3);
 }
 
 Measurement measure(const Inputs& in, Precision precision, Pass pass, const BenchOptions& options) {
-  const Attention attention = options.attention.attention_among(precision);
+  const Attention attention = scaled_for(options.attention.attention_among(precision), in.dim);
   const DeviceName device = options.attention.device();
   const OutputTypes types = OutputTypes::like(in, precision);
   const Shape q = in.q.shape4(), k = in.k.shape4();
-  Measurement m{{q[0], q[1], k[1], q[2], k[2], q[3]}, precision,   pass, options.attention.causal(), {}, {}, {},
-                flops(in, attention, pass),           options.runs};
+  Measurement m{{q[0], q[1], k[1], q[2], k[2], in.dim},
+                precision,
+                pass,
+                options.attention.causal(),
+                {},
+                {},
+                {},
+                flops(in, attention, pass),
+                options.runs};
   ForwardResult forward = make_forward(in, types, pass == Pass::backward && reads_residual(attention));
   const auto timed = [&](const auto& call) {
     m.whole = Job(device, attention, call).time(options.warmup, options.runs);
@@ -138,6 +145,7 @@ void bench_command(BenchOptions options) {
   const auto wanted = [&](Pass pass) { return std::find(passes.begin(), passes.end(), pass) != passes.end(); };
   if (options.file.empty() && options.shapes.empty()) options.shapes = {"1,8,8,2048,2048,128", "1,8,8,2048,2048,64"};
   if (!options.file.empty()) options.shapes = {""};
+  const Layout layout = options.attention.layout();
 
   std::vector<Measurement> measurements;
   Progress progress(options.shapes.size() * passes.size() * precisions.size());
@@ -147,9 +155,9 @@ void bench_command(BenchOptions options) {
         progress.step(fmt::format("{} {} {}", shape.empty() ? options.file : shape, name(pass), name(precision)));
         std::vector<std::string> drawn;
         const Inputs in =
-            shape.empty()
-                ? read_inputs(Source(options.file), wanted(Pass::backward), wanted(Pass::jvp), drawn)
-                : draw_inputs(parse_shape(shape), natural_type(precision), wanted(Pass::backward), wanted(Pass::jvp));
+            shape.empty() ? read_inputs(Source(options.file), layout, wanted(Pass::backward), wanted(Pass::jvp), drawn)
+                          : draw_inputs(parse_shape(shape), layout, natural_type(precision), wanted(Pass::backward),
+                                        wanted(Pass::jvp));
         try {
           measurements.push_back(measure(in, precision, pass, options));
         } catch (const Error& error) {
@@ -158,7 +166,10 @@ void bench_command(BenchOptions options) {
       }
   progress.clear();
   if (measurements.empty()) reject("--pass {}: no precision has it", options.passes);
-  if (!options.json) return print(measurements);
+  if (!options.json) {
+    fmt::print("layout {}\n", layout_text(layout));
+    return print(measurements);
+  }
   std::vector<nlohmann::ordered_json> objects;
   for (const Measurement& m : measurements) objects.push_back(to_json(m));
   print_json(objects);
@@ -189,6 +200,7 @@ void add_bench(CLI::App& app) {
                     "Print an array of {shape, precision, pass, causal, backend, median_seconds, min_seconds, "
                     "kernel_seconds, tflops, runs}");
   options->attention.add_to(*command);
+  options->attention.add_layout_to(*command);
   command->callback([options] { bench_command(*options); });
 }
 

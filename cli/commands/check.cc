@@ -8,6 +8,7 @@
 #include <octet/octet.hpp>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "commands/commands.h"
@@ -21,12 +22,26 @@
 namespace octet::cli {
 namespace {
 
+// As wide as a terminal.
+constexpr const char* kCheckColumns = R"(Columns:
+  cos         cosine of the angle to the exact result, over all elements
+  rel L2      ||error|| / ||exact|| against float64
+  worst head  the largest rel L2 of one head of one batch element
+  max         the largest |error|
+  nan         elements that are NaN, where there are any
+  saturated   elements at the largest number of their type, likewise
+  median      of the times of 5 calls
+  backend     which computed it
+--json has rel L1 = sum |error| / sum |exact| too.)";
+
 struct CheckOptions {
   std::vector<std::string> files;
   std::string precisions = "all", passes = "fwd", out_dtype, fail_above;
   bool json = false;
   AttentionOptions attention;
 };
+
+constexpr int kRuns = 5;  // of which the median is told
 
 // One line of the answer: an output of a pass in a precision.
 struct Finding {
@@ -42,24 +57,33 @@ struct Finding {
 // The float64 results of a file, computed when first asked for.
 class Oracle {
  public:
-  Oracle(const Inputs& in, const Attention& attention) : in_(in), attention_(attention) {
+  Oracle(const Inputs& in, const Attention& attention, Progress& progress)
+      : in_(in), attention_(attention), progress_(progress) {
     attention_.precision = Precision::f64;
     attention_.backend = nullptr;
     attention_.bias_correction = BiasCorrection::f16, attention_.beta = 0;
     attention_.hadamard = attention_.smooth_q = Switch::automatic;
   }
   const ForwardResult& forward() {
-    if (!forward_.o.present())
+    if (!forward_.o.present()) {
+      progress_.say("forward pass in float64");
       forward_ = make_forward(in_, kTypes, false), run(attention_, forward_call(in_, forward_));
+    }
     return forward_;
   }
   const BackwardResult& backward() {
-    if (!backward_.dq.present())
-      backward_ = make_backward(in_, kTypes), run(attention_, backward_call(in_, forward(), backward_));
+    if (!backward_.dq.present()) {
+      forward();
+      progress_.say("backward pass in float64");
+      backward_ = make_backward(in_, kTypes), run(attention_, backward_call(in_, forward_, backward_));
+    }
     return backward_;
   }
   const JvpResult& jvp() {
-    if (!jvp_.o.present()) jvp_ = make_jvp(in_, kTypes, false), run(attention_, jvp_call(in_, jvp_));
+    if (!jvp_.o.present()) {
+      progress_.say("jvp pass in float64");
+      jvp_ = make_jvp(in_, kTypes, false), run(attention_, jvp_call(in_, jvp_));
+    }
     return jvp_;
   }
 
@@ -67,6 +91,7 @@ class Oracle {
   static constexpr OutputTypes kTypes{DType::f64, DType::f64, DType::f64, DType::f64, DType::f64};
   const Inputs& in_;
   Attention attention_;
+  Progress& progress_;
   ForwardResult forward_;
   BackwardResult backward_;
   JvpResult jvp_;
@@ -83,16 +108,17 @@ OutputTypes types_of(const CheckOptions& options, const Inputs& in, Precision pr
 // Checks one file; findings are appended.
 class Checker {
  public:
-  Checker(const CheckOptions& options, const std::string& file, const Inputs& in, std::vector<Finding>& findings)
+  Checker(const CheckOptions& options, const std::string& file, const Inputs& in, std::vector<Finding>& findings,
+          Progress& progress)
       : options_(options),
         file_(file),
         in_(in),
         findings_(findings),
         device_(options.attention.device()),
-        oracle_(in, options.attention.attention(Precision::f64)) {}
+        oracle_(in, scaled_for(options.attention.attention(Precision::f64), in.dim), progress) {}
 
   void check(Pass pass, Precision precision) {
-    const Attention attention = options_.attention.attention_among(precision);
+    const Attention attention = scaled_for(options_.attention.attention_among(precision), in_.dim);
     const OutputTypes types = types_of(options_, in_, precision);
     ForwardResult forward = make_forward(in_, types, pass == Pass::backward && reads_residual(attention));
     if (pass == Pass::forward) {
@@ -125,18 +151,19 @@ class Checker {
     const Array *got, *want;
   };
 
-  // Runs a call; seconds: of the one run on the CPU, the median of five on a GPU, whose first runs load the kernels.
+  // Runs a call; returns the median of its seconds.
   template <class Call>
   double timed(const Attention& attention, const Call& call) const {
-    const bool on_gpu = device_.kind == Device::cuda;
-    return Job(device_, attention, call).time(0, on_gpu ? 5 : 1).median;
+    return Job(device_, attention, call).time(0, kRuns).median;
   }
 
   template <class Call>
   void note(Pass pass, const Attention& attention, const Call& call, double seconds, const std::vector<Pair>& pairs) {
     const std::string backend = chosen(explain(attention, supposed_on(device_, call))).backend;
     for (const auto& [tensor, got, want] : pairs)
-      findings_.push_back({file_, attention.precision, pass, tensor, compare(*got, *want), seconds, backend});
+      findings_.push_back({file_, attention.precision, pass, tensor,
+                           compare(without_filling(in_, tensor, *got), without_filling(in_, tensor, *want)), seconds,
+                           backend});
   }
 
   const CheckOptions& options_;
@@ -147,33 +174,43 @@ class Checker {
   Oracle oracle_;
 };
 
-const std::vector<Table::Column> kColumns = {{"pass", Table::Align::left},
-                                             {"precision", Table::Align::left},
-                                             {"tensor", Table::Align::left},
-                                             {"cos"},
-                                             {"rel L1"},
-                                             {"rel L2"},
-                                             {"worst head"},
-                                             {"max"},
-                                             {"nan"},
-                                             {"saturated"},
-                                             {"time"},
-                                             {"backend", Table::Align::left}};
-
+// Tables of one pass each, at most as wide as a terminal.
 void print_findings(const std::vector<Finding>& findings) {
-  Table table(kColumns);
-  const Finding* last = nullptr;
-  for (const Finding& f : findings) {
-    const bool new_pass = !last || last->pass != f.pass, new_recipe = new_pass || last->precision != f.precision;
-    if (last && new_pass) table.gap();
-    const Errors& e = f.errors;
-    table.row({new_pass ? name(f.pass) : "", new_recipe ? name(f.precision) : "", f.tensor,
-               number_text("{:.6f}", e.cos), error_text(e.rel_l1), error_text(e.rel_l2),
-               error_text(e.worst_head_rel_l2), error_text(e.max_abs), std::to_string(e.nan),
-               std::to_string(e.saturated), new_recipe ? seconds_text(f.seconds) : "", new_recipe ? f.backend : ""});
-    last = &f;
+  const auto any = [&](auto field) {
+    return std::any_of(findings.begin(), findings.end(), [&](const Finding& f) { return f.errors.*field != 0; });
+  };
+  const bool nan = any(&Errors::nan), saturated = any(&Errors::saturated);
+  std::vector<Table::Column> columns = {{"precision", Table::Align::left}, {"tensor", Table::Align::left}};
+  columns.insert(columns.end(), {{"cos"}, {"rel L2"}, {"worst head"}, {"max"}});
+  if (nan) columns.push_back({"nan"});
+  if (saturated) columns.push_back({"saturated"});
+  columns.insert(columns.end(), {{"median"}, {"backend", Table::Align::left}});
+  for (std::size_t i = 0; i < findings.size();) {
+    const Pass pass = findings[i].pass;
+    fmt::print("\n{}\n", bold(name(pass)));
+    Table table(columns);
+    const Finding* last = nullptr;
+    for (; i < findings.size() && findings[i].pass == pass; ++i) {
+      const Finding& f = findings[i];
+      const bool new_recipe = !last || last->precision != f.precision;
+      const Errors& e = f.errors;
+      std::vector<std::string> cells = {new_recipe ? name(f.precision) : "", f.tensor,
+                                        number_text("{:.6f}", e.cos),        error_text(e.rel_l2),
+                                        error_text(e.worst_head_rel_l2),     error_text(e.max_abs)};
+      if (nan) cells.push_back(std::to_string(e.nan));
+      if (saturated) cells.push_back(std::to_string(e.saturated));
+      cells.insert(cells.end(), {new_recipe ? seconds_text(f.seconds) : "", new_recipe ? f.backend : ""});
+      table.row(cells);
+      last = &f;
+    }
+    table.print(kWidth);
   }
-  table.print();
+}
+
+// The end of a name that a column has no room for.
+std::string shortened(const std::string& file) {
+  constexpr std::size_t kRoom = 24;
+  return file.size() <= kRoom ? file : "..." + file.substr(file.size() - (kRoom - 3));
 }
 
 // The largest rel L2 of each tensor over all files.
@@ -206,10 +243,10 @@ void print_worst(const std::vector<Finding>& findings, std::size_t files) {
     if (last && new_pass) table.gap();
     table.row({new_pass ? name(f->pass) : "", new_recipe ? name(f->precision) : "", f->tensor,
                error_text(f->errors.rel_l2), number_text("{:.6f}", f->errors.cos),
-               error_text(f->errors.worst_head_rel_l2), std::filesystem::path(f->file).filename().string()});
+               error_text(f->errors.worst_head_rel_l2), shortened(std::filesystem::path(f->file).filename().string())});
     last = f;
   }
-  table.print();
+  table.print(kWidth);
 }
 
 nlohmann::ordered_json to_json(const Finding& f) {
@@ -225,6 +262,7 @@ nlohmann::ordered_json to_json(const Finding& f) {
           {"worst_head_rel_l2", e.worst_head_rel_l2},
           {"nan", e.nan},
           {"seconds", f.seconds},
+          {"runs", kRuns},
           {"backend", f.backend}};
 }
 
@@ -259,12 +297,14 @@ void check_command(const CheckOptions& options) {
   {
     Progress progress(options.files.size() * precisions.size() * passes.size());
     for (const std::string& file : options.files) {
+      progress.say("reading " + file);
       const Source source(file);
       std::vector<std::string> drawn;
-      const Inputs in = read_inputs(source, wanted(Pass::backward), wanted(Pass::jvp), drawn);
+      const Inputs in =
+          read_inputs(source, options.attention.layout(), wanted(Pass::backward), wanted(Pass::jvp), drawn);
       const std::size_t first = findings.size();
       std::string left_out;
-      Checker checker(options, file, in, findings);
+      Checker checker(options, file, in, findings, progress);
       for (Pass pass : passes)
         for (Precision precision : precisions) {
           progress.step(fmt::format("{} {} {}", file, name(pass), name(precision)));
@@ -278,10 +318,12 @@ void check_command(const CheckOptions& options) {
       if (findings.size() == first) reject("{}: no precision has a pass asked for", file);
       progress.clear();
       if (!options.json) {
-        fmt::print("{}{}  q {} {}, k {}, v {}\n", first ? "\n" : "", bold(file), shape_text(in.q.shape),
-                   name(in.q.dtype), shape_text(in.k.shape), shape_text(in.v.shape));
+        fmt::print("{}{}\nlayout {}\n", first ? "\n" : "", bold(file), layout_text(in.q.layout));
+        for (const auto& [label, array, dim] :
+             {std::tuple{"q", &in.q, in.dim}, {"k", &in.k, in.dim}, {"v", &in.v, in.dim_v}})
+          fmt::print("{} {} {}\n", label, axes_text(with_last(*array, dim)), name(array->dtype));
         print_findings({findings.begin() + static_cast<std::ptrdiff_t>(first), findings.end()});
-        if (!left_out.empty()) fmt::print("{}\n", faint("no such pass: " + left_out));
+        if (!left_out.empty()) fmt::print("\n{}\n", faint(wrapped("no such pass: " + left_out)));
       }
       if (!drawn.empty())
         fmt::print(notes, "{}: has no {}; drawn from N(0, 1) with a fixed seed\n", file, fmt::join(drawn, ", "));
@@ -323,9 +365,10 @@ void add_check(CLI::App& app) {
   command->add_flag(
       "--json", options->json,
       "Print an array of {file, precision, pass, tensor, cos, rel_l1, rel_l2, max_abs, "
-      "worst_head_rel_l2, nan, seconds, backend}; seconds: of one call by the wall clock, on a GPU the median "
-      "of 5 runs as octet bench times them");
+      "worst_head_rel_l2, nan, seconds, runs, backend}; seconds: the median of 5 runs, as octet bench times them");
   options->attention.add_to(*command);
+  options->attention.add_layout_to(*command);
+  command->footer(kCheckColumns);
   command->callback([options] { check_command(*options); });
 }
 

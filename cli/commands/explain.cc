@@ -1,8 +1,5 @@
 // octet explain: which backend and kernel would run, and why each better one would not. No data is needed.
-#include <sys/mman.h>
-
-#include <cerrno>
-#include <cstring>
+#include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <octet/octet.hpp>
@@ -24,37 +21,18 @@ struct ExplainOptions {
   AttentionOptions attention;
 };
 
-// Addresses without memory behind them: explaining reads no data, but checks where tensors lie.
-class AddressSpace {
- public:
-  explicit AddressSpace(std::size_t bytes) : bytes_(bytes) {
-    if (!bytes) return;
-    data_ = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (data_ == MAP_FAILED) reject("--shape: {} bytes for a tensor: {}", bytes, std::strerror(errno));
-  }
-  AddressSpace(AddressSpace&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
-  ~AddressSpace() {
-    if (data_) ::munmap(data_, bytes_);
-  }
-  void* data() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-  std::size_t bytes_;
-};
-
+// Tensors at addresses without memory: explaining reads no data, but checks where tensors lie. Each has all the room
+// that the library allows a tensor.
 class Tensors {
  public:
   Tensor make(DType dtype, const Shape& shape) {
-    const auto elements = elements_of({shape.begin(), shape.end()});
-    std::size_t bytes = 0;
-    if (!elements || __builtin_mul_overflow(static_cast<std::size_t>(*elements), bytes_of(dtype), &bytes))
-      reject("--shape: more elements than memory can hold");
-    return {spaces_.emplace_back(bytes).data(), dtype, shape};
+    if (!elements_of({shape.begin(), shape.end()})) reject("--shape: more elements than memory can hold");
+    return {reinterpret_cast<void*>(++count_ * kRoom), dtype, shape};
   }
 
  private:
-  std::vector<AddressSpace> spaces_;
+  static constexpr std::uintptr_t kRoom = std::uintptr_t{1} << 49;
+  std::uintptr_t count_ = 0;
 };
 
 std::string explanation(const ProblemShape& s, DType dtype, Pass pass, const Attention& attention,
@@ -124,27 +102,40 @@ nlohmann::ordered_json to_json(const ProblemShape& s, DType dtype, Pass pass, Pr
           {"answers", answers}};
 }
 
-void explain_command(const ExplainOptions& options) {
-  const ProblemShape shape = parse_shape(options.shape);
+void explain_command(ExplainOptions& options) {
+  const ProblemShape given = parse_shape(options.shape);
+  ProblemShape shape = given;
+  if (shape.dim <= kLargestDim) shape.dim = filled_dim(shape.dim);
   const auto precisions = parse_precisions(options.precision);
   options.attention.expect_used(precisions);
   std::vector<nlohmann::ordered_json> objects;
+  std::vector<std::string> declined;
+  std::size_t count = 0;
   for (Precision precision : precisions)
     for (Pass pass : parse_passes(options.passes)) {
       const DType dtype = options.dtype.empty() ? natural_type(precision)
                                                 : parse_tensor_type("--dtype", options.dtype, precision, true);
-      const Attention attention = precisions.size() == 1 ? options.attention.attention(precision)
-                                                         : options.attention.attention_among(precision);
+      const Attention attention = scaled_for(precisions.size() == 1 ? options.attention.attention(precision)
+                                                                    : options.attention.attention_among(precision),
+                                             given.dim);
       const std::string text = explanation(shape, dtype, pass, attention, options.attention.device());
+      const std::string asked = fmt::format("{} {} {}", name(pass), name(precision), name(dtype));
+      if (chosen(text).backend.empty()) declined.push_back(asked);
+      ++count;
       if (options.json) {
-        objects.push_back(to_json(shape, dtype, pass, precision, text));
+        objects.push_back(to_json(given, dtype, pass, precision, text));
         continue;
       }
-      fmt::print("{} {} {}, shape {}\n", name(pass), name(precision), name(dtype), options.shape);
+      const std::string filled = shape.dim == given.dim ? "" : fmt::format(", its head dim as {}", shape.dim);
+      fmt::print("{}, shape {}{}\n", asked, options.shape, filled);
       for (const std::string& line : split(text, '\n'))
         if (!line.empty()) fmt::print("  {}\n", line);
     }
   if (options.json) print_json(objects);
+  // "all" asks for what there is.
+  if (declined.empty() || (options.precision == "all" && declined.size() < count)) return;
+  flush_output();
+  throw Failed(fmt::format("no backend computes {}", fmt::join(declined, ", ")));
 }
 
 }  // namespace
@@ -166,6 +157,7 @@ void add_explain(CLI::App& app) {
   command->add_flag("--json", options->json,
                     "Print an array of {shape, precision, pass, dtype, backend, kernel, answers}; answers: an array of "
                     "{backend, answer, detail}, answer: chosen, could or no");
+  command->footer("Exits with status 1 where no backend computes what is asked for, of --precision all: any of it.");
   options->attention.add_to(*command);
   command->callback([options] { explain_command(*options); });
 }

@@ -66,10 +66,10 @@ class Results {
 
 void run_command(const RunOptions& options) {
   const Source source(options.in);
-  const Inputs in = read_inputs(source, options.backward, options.jvp);
+  const Inputs in = read_inputs(source, options.attention.layout(), options.backward, options.jvp);
   const Precision precision =
       options.precision.empty() ? precision_of(in.q.dtype) : parse(kPrecisions, "--precision", options.precision);
-  const Attention attention = options.attention.attention(precision);
+  const Attention attention = scaled_for(options.attention.attention(precision), in.dim);
   const OutputTypes types = options.out_dtype.empty()
                                 ? OutputTypes::like(in, precision)
                                 : OutputTypes::all(parse_output_type(options.out_dtype, precision));
@@ -98,6 +98,13 @@ void run_command(const RunOptions& options) {
     backward = make_backward(in, types);
     compute(Pass::backward, backward_call(in, forward, backward));
   }
+  for (const auto& [label, array] : {std::pair{"o", &forward.o},
+                                     {"o", &jvp.o},
+                                     {"to", &jvp.to},
+                                     {"dq", &backward.dq},
+                                     {"dk", &backward.dk},
+                                     {"dv", &backward.dv}})
+    if (array->present()) *array = without_filling(in, label, *array);
   results.add("o", forward.o.present() ? forward.o : jvp.o);
   results.add_lse("lse", forward.o.present() ? forward.lse : jvp.lse);
   if (options.backward) results.add("dq", backward.dq), results.add("dk", backward.dk), results.add("dv", backward.dv);
@@ -120,7 +127,8 @@ void add_run(CLI::App& app) {
   command
       ->add_option("IN", options->in,
                    "Tensors q, k, v (do with --backward; tq, tk, tv with --jvp), [batch, head, token, dim] or [head, "
-                   "token, dim]; if there, sinks and alibi_slopes, [head] or [batch, head], with --jvp tsinks, shaped "
+                   "token, dim], or as --layout says; if there, sinks and alibi_slopes, [head] or [batch, head], with "
+                   "--jvp tsinks, shaped "
                    "as sinks, and with "
                    "--backward dlse, shaped as lse: a .safetensors file, or a directory with q.npy, k.npy, ...")
       ->required();
@@ -141,6 +149,7 @@ void add_run(CLI::App& app) {
       ->type_name("T");
   command->add_flag("--quiet", options->quiet, "Do not tell what was written and which kernels ran");
   options->attention.add_to(*command);
+  options->attention.add_layout_to(*command);
   command->callback([options] { run_command(*options); });
 }
 

@@ -24,6 +24,24 @@ struct StudyOptions {
   AttentionOptions attention;
 };
 
+// As wide as a terminal.
+constexpr const char* kStudyColumns = R"(Columns:
+  input             the file, or the inputs of --bias
+  exact             with --sweep the one point that is exact in this row, else
+                    "as given": none beside those that --round leaves exact
+  cost              with --sweep the part of rel L2, the mean over tensors, that
+                    is gone where the point is exact; with --bias the part of
+                    delta's mean error
+  o, dq, .. rel L2  ||error|| / ||exact|| against float64, with --bias the
+                    largest of the inputs
+  outward ulps      mean error of o in units in the last place of its format,
+                    counted away from zero: 0 where rounding is unbiased
+  t                 that mean over its standard error: beyond 3 it is no chance
+  delta mean error  sum of the errors of delta = rowsum(do o) over the sum of
+                    |delta|: what is left of them when rows add up
+  kappa             |sum of delta's errors| / sum of |delta's errors|: 0 where
+                    they cancel, 1 where all have one sign)";
+
 struct Row {
   std::string input, lifted;  // lifted: the point that is exact here; empty: none
   octet_rounding rounding;
@@ -62,24 +80,24 @@ std::vector<Row> study(const std::string& input, const std::vector<Experiment>& 
 
 void print(const std::vector<Row>& rows, const StudyOptions& options) {
   std::vector<Table::Column> columns = {{"input", Table::Align::left}, {"exact", Table::Align::left}};
+  if (options.sweep) columns.push_back({"cost"});
   for (const auto& [tensor, error] : rows[0].effect.rel_l2) columns.push_back({tensor + " rel L2"});
   columns.insert(columns.end(), {{"outward ulps"}, {"t"}, {"delta mean error"}, {"kappa"}});
-  if (options.sweep) columns.push_back({options.bias ? "delta error it costs" : "error it costs"});
   Table table(columns);
   for (const Row& row : rows) {
     const bool given = row.lifted.empty();
     std::vector<std::string> cells = {given ? std::filesystem::path(row.input).filename().string() : "",
                                       given ? "as given" : row.lifted};
+    if (options.sweep) cells.push_back(given ? "" : number_text("{:+.1f} %", 100 * row.cost));
     for (const auto& [tensor, error] : row.effect.rel_l2) cells.push_back(error_text(error));
     const Bias& bias = row.effect.bias;
     cells.insert(cells.end(), {number_text("{:+.4f}", bias.outward_ulps()), number_text("{:+.1f}", bias.t()),
                                row.effect.has_delta ? number_text("{:+.1e}", bias.delta_mean()) : "-",
                                row.effect.has_delta ? number_text("{:.3f}", bias.kappa()) : "-"});
-    if (options.sweep) cells.push_back(given ? "" : number_text("{:+.1f} %", 100 * row.cost));
     table.row(cells);
   }
   fmt::print("rounding {}\n", rounding_text(rows[0].rounding));
-  table.print();
+  table.print(kWidth);
 }
 
 nlohmann::ordered_json to_json(const Row& row, bool sweep) {
@@ -116,11 +134,12 @@ void study_command(const StudyOptions& options) {
     add("S7", bias_experiments(BiasInput::s7));
     add("S8", bias_experiments(BiasInput::s8));
   } else {
+    progress.say("float64 of " + options.file);
     const Source source(options.file);
     const bool backward = source.has("do");
     const Attention attention = options.attention.attention(Precision::f64);
     std::vector<Experiment> one;
-    one.push_back(experiment(read_inputs(source, backward, false), attention, backward));
+    one.push_back(experiment(read_inputs(source, Layout::bhsd, backward, false), attention, backward));
     add(options.file, one);
   }
   progress.clear();
@@ -144,6 +163,7 @@ void add_study(CLI::App& app) {
       "--json", options->json,
       "Print an array of {input, rounding, lifted, rel_l2, outward_ulps, t, delta_mean_error, kappa, cost}");
   options->attention.add_mask_to(*command);
+  command->footer(kStudyColumns);
   command->callback([options] { study_command(*options); });
 }
 

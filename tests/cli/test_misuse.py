@@ -44,7 +44,7 @@ FILES = {
     "a missing tensor": (header_bytes({n: QKV[n] for n in "qk"}) + bytes(128), 'no tensor "v"; found: k, q'),
     "shapes that disagree": (with_q(shape=[1, 1, 1, 16]), "k: shape [1, 1, 2, 8], expected [1, 1, 2, 16]"),
     "two dimensions": (with_q(shape=[2, 8]), "q: shape [2, 8], expected [batch, head, token, dim]"),
-    "a head dim of 4": (with_q(shape=[1, 1, 4, 4]), "q: head dim 4"),
+    "a head dim of 4 beside 8": (with_q(shape=[1, 1, 4, 4]), "k: head dim 8, expected 4, that of q"),
     "integers": (with_q(dtype="I32"), "q: dtype int32, allowed: f64, f32, f16, bf16, e4m3"),
     "a dtype that is not read": (
         with_q(dtype="U32"),
@@ -159,9 +159,8 @@ def test_a_gpu_that_is_not_there(tmp_path, small, command, where, options):
     done = octet(command, *arguments, *where, *(backward if options else []), env=NO_GPU)
     of_gpus = [name for name in NAMES if name not in ("cpu", "reference")]
     if of_gpus and (where[0] == "--device" or where[1] in of_gpus):
-        for name in of_gpus:
-            rejected(done, f"{name}: no usable GPU: ")
-        rejected(done, "no backend can compute on cuda tensors here: ")
+        rejected(done, f"no backend can compute on cuda tensors here: {', '.join(of_gpus)}: no usable GPU: ")
+        assert done.stderr.count("no usable GPU") == 1, done.stderr
     elif where[0] == "--backend":
         rejected(done, f'unknown name "{where[1]}"; known: {BACKENDS}')
     else:
@@ -187,7 +186,9 @@ def test_explain_and_info_without_a_gpu():
         "cuda",
         "--json",
     ]
-    rows = json.loads(octet("explain", *arguments, env=NO_GPU).stdout)
+    done = octet("explain", *arguments, env=NO_GPU)
+    assert done.returncode == 1 and "no backend computes fwd f32 f32, " in done.stderr
+    rows = json.loads(done.stdout)
     assert len(rows) == 3 * len({row["precision"] for row in rows}) > 20
     for row in rows:
         assert row["backend"] is None and row["kernel"] is None
@@ -195,7 +196,7 @@ def test_explain_and_info_without_a_gpu():
         assert answers == [*reasons, ("cpu", on_cpu), ("reference", on_cpu)]
     for name, reason in reasons:
         done = octet("explain", "--shape", "1,2,2,64,64,64", "--backend", name, env=NO_GPU)
-        assert done.returncode == 0 and done.stdout.splitlines()[1:] == [f"  {name}: no, {reason}"]
+        assert done.returncode == 1 and done.stdout.splitlines()[1:] == [f"  {name}: no, {reason}"]
 
 
 @pytest.mark.parametrize(
@@ -468,3 +469,56 @@ def test_no_output_replaces_what_a_directory_links_to(tmp_path, command):
     (tmp_path / "in" / "q.npy").symlink_to(tmp_path / "out" / f"{written}.npy")
     rejected(octet(*command, tmp_path / "in", tmp_path / "out"), f"{written}.npy: is an input; name another output")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{written}.npy"]
+
+
+@pytest.mark.parametrize("variable", ["OCTET_BACKEND", "OCTET_CPU"])
+@pytest.mark.parametrize("command", ["run", "check", "bench", "explain", "info"])
+def test_odd_bytes_in_the_environment(tmp_path, small, variable, command):
+    """They are named as ASCII: the message is UTF-8, and a terminal obeys nothing in it."""
+    if command == "info" and variable == "OCTET_BACKEND":
+        return  # which names no backend
+    out = tmp_path / "out.safetensors"
+    shape = ["--shape", "1,2,2,64,64,64"]
+    arguments = {"run": [small, out], "check": [small], "bench": shape, "explain": shape, "info": ["--json"]}[command]
+    done = octet(command, *arguments, env=os.environ | {variable: os.fsdecode(b"caf\xe9\x1b[31m")})
+    assert "caf\\xe9\\x1b[31m" in done.stderr and done.stderr.isascii(), done.stderr
+    rejected(done, variable if variable == "OCTET_CPU" else "backend: unknown name")
+
+
+def test_reasons_begin_with_the_backends_of_the_device_and_come_once(small, tmp_path):
+    run = ["run", small, tmp_path / "out.safetensors", "--precision", "fp8_raw", "--jvp", "--device", "cpu"]
+    done = octet(*run, env=NO_GPU)
+    reason = "precision fp8_raw has no jvp; those that have: "
+    rejected(done, f"no backend can solve this problem: cpu, reference: {reason}")
+    assert done.stderr.count(reason) == 1 and done.stderr.count("no usable GPU: ") == (len(NAMES) > 2)
+
+
+@pytest.mark.parametrize("command", ["run", "check", "bench"])
+def test_layouts_have_names(tmp_path, small, command):
+    arguments = {"run": [small, tmp_path / "out.safetensors"], "check": [small], "bench": ["--file", small]}[command]
+    rejected(octet(command, *arguments, "--layout", "sbhd"), '--layout: found "sbhd", allowed: bhsd, bshd')
+
+
+def test_head_dims_that_disagree_or_are_too_large(tmp_path):
+    for dims, message in [
+        ({"d": 0}, "q: head dim 0, allowed: 1 to 256"),
+        ({"d": 264}, "q: head dim 264, allowed: 1 to 256"),
+        ({"e": 257}, "v: head dim 257, allowed"),
+    ]:
+        source = write_safetensors(tmp_path / "in.safetensors", draw(3, sq=4, sk=4, **dims))
+        rejected(octet("run", source, tmp_path / "out.safetensors"), message)
+    t = draw(3, d=12)
+    t["do"] = t["do"][..., :13]
+    source = write_safetensors(tmp_path / "in.safetensors", t)
+    rejected(
+        octet("run", source, tmp_path / "out.safetensors", "--backward"), "do: head dim 13, expected 16, that of v"
+    )
+
+
+@pytest.mark.parametrize("name", ["mask", "cu_seqlens_q", "cu_seqlens_k"])
+def test_tensors_of_problems_that_the_command_does_not_compute(tmp_path, name):
+    t = draw(3, companions=False) | {name: np.zeros(3, np.float32)}
+    source, out = write_safetensors(tmp_path / "in.safetensors", t), tmp_path / "out.safetensors"
+    for command in (["run", source, out], ["check", source], ["bench", "--file", source]):
+        rejected(octet(*command), f"{name}: found in the file, but the command takes no mask tensors")
+    assert not out.exists()

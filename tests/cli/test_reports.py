@@ -32,6 +32,7 @@ CHECK_KEYS = [
     "worst_head_rel_l2",
     "nan",
     "seconds",
+    "runs",
     "backend",
 ]
 BENCH_KEYS = [
@@ -81,7 +82,13 @@ def test_check_reports_the_figures_that_numpy_finds(tmp_path):
         }
         for key, figure in figures.items():
             assert row[key] == pytest.approx(figure, rel=1e-6), (row["tensor"], key)
-        assert row["nan"] == 0 and row["backend"] == "cpu" and row["file"] == str(source) and row["seconds"] > 0
+        assert (
+            row["nan"] == 0
+            and row["backend"] == "cpu"
+            and row["file"] == str(source)
+            and row["seconds"] > 0
+            and row["runs"] == 5
+        )
 
 
 def test_check_of_all_precisions_leaves_out_passes_that_do_not_exist(tmp_path, small):
@@ -291,20 +298,10 @@ def test_explain_as_json():
         "kernel": kernel,
         "answers": [{"backend": "cpu", "answer": "chosen", "detail": kernel}],
     }
-    rows = json.loads(
-        run_ok(
-            "explain",
-            "--shape",
-            "1,2,2,64,64,64",
-            "--precision",
-            "bf16,fp8_raw",
-            "--pass",
-            "fwd,bwd",
-            "--backend",
-            "cpu",
-            "--json",
-        )
-    )
+    both = ["--precision", "bf16,fp8_raw", "--pass", "fwd,bwd"]
+    done = octet("explain", "--shape", "1,2,2,64,64,64", *both, "--backend", "cpu", "--json")
+    assert done.returncode == 1, done
+    rows = json.loads(done.stdout)
     assert [(r["precision"], r["pass"], r["backend"]) for r in rows] == [
         ("bf16", "fwd", "cpu"),
         ("bf16", "bwd", "cpu"),
@@ -394,3 +391,112 @@ def test_quantize_of_a_single_npy(tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["v.npy", "v_scale.npy", "v_zero_point.npy"]
     codes, scale, zero = (np.load(tmp_path / "out" / f"v{s}.npy") for s in ("", "_scale", "_zero_point"))
     assert rel_l2(codes * scale + zero, draw(16)["v"]) < 0.01
+
+
+def test_check_and_study_fit_a_terminal(tmp_path, small):
+    """At most 80 columns, whatever the numbers: with NaN and saturated elements, and with long names of files."""
+    t = draw(13)
+    t["q"][0, 0, 5, 0] = np.nan
+    t["v"][1] *= 1e6  # more than float16 can hold
+    hard = write_safetensors(tmp_path / ("a_long_name_" * 8 + ".safetensors"), t)
+    every = ["--precision", "all", "--pass", "fwd,bwd,jvp"]
+    text = run_ok("check", small, hard, *every, "--out-dtype", "f16")
+    assert " saturated" in text and " nan" in text and "no such pass: " in text and "worst of 2 files" in text
+    text += run_ok("study", small, "--sweep").partition("\n")[2]  # after the roundings, which --round takes as they are
+    wide = [line for line in text.splitlines() if len(line) > 80 and not line.endswith(".safetensors")]
+    assert not wide, wide
+    assert {line.split("  ")[0] for line in text.splitlines()} >= {"fwd", "bwd", "jvp"}
+    for name, shape in (("q", "head 4, token 33"), ("k", "head 2, token 33"), ("v", "head 2, token 33")):
+        assert f"\n{name} [batch 2, {shape}, dim 16] f32\n" in text
+
+
+@pytest.mark.parametrize("command", ["check", "study"])
+def test_help_explains_the_columns(small, command):
+    heading = {"check": "cos ", "study": "outward ulps"}[command]
+    options = {"check": ["--pass", "fwd"], "study": ["--sweep"]}[command]
+    explained = run_ok(command, "--help").split("Columns:\n")[1]
+    assert all(len(line) <= 80 for line in explained.splitlines())
+    lines = [line for line in run_ok(command, small, *options).splitlines() if heading in line]
+    titles = [title for title in lines[0].split("  ") if title]
+    assert len(titles) > 4
+    for title in titles:
+        title = title.strip()
+        assert title in ("precision", "tensor") or title.removeprefix("o ").removeprefix("dq ") in explained, title
+
+
+def on_a_terminal(*arguments):
+    """What the command writes to a terminal that is its standard error."""
+    ours, theirs = os.openpty()
+    with subprocess.Popen([OCTET, *map(str, arguments)], stdout=subprocess.DEVNULL, stderr=theirs) as process:
+        os.close(theirs)
+        written = b""
+        try:
+            while some := os.read(ours, 4096):
+                written += some
+        except OSError:  # the end of a terminal whose other side is closed
+            pass
+    os.close(ours)
+    assert process.returncode == 0, written
+    return written.decode()
+
+
+@pytest.mark.parametrize("command", ["check", "bench", "study"])
+def test_progress_is_shown_at_once(small, command):
+    """Before the file is read, and while float64 is computed, which takes longest."""
+    arguments = {"check": [small, "--precision", "f32"], "study": [small], "bench": ["--shape", "1,1,1,16,16,16"]}
+    shown = on_a_terminal(command, *arguments[command]).split("\r\033[K")[1:]
+    first = {"check": f"[0/1] reading {small}", "study": f"[0/1] float64 of {small}", "bench": "[1/9] 1,1,1,16,16,16"}
+    assert shown[0].startswith(first[command]) and shown[-1] == ""
+    if command == "check":
+        assert any(line.endswith("forward pass in float64") for line in shown)
+
+
+def test_explain_of_more_tokens_than_there_is_memory():
+    """It computes nothing, so nothing is allocated."""
+    shape = ["--shape", "1,1,1,1000000000000,1000000000000,64"]
+    for each in ("fwd", "bwd", "jvp"):
+        assert "cpu: chosen, " in run_ok("explain", *shape, "--pass", each)
+
+
+def test_explain_exits_with_1_where_no_backend_computes():
+    shape = ["--shape", "1,2,2,64,64,64"]
+    done = octet("explain", *shape, "--precision", "bf16,fp8_raw", "--pass", "fwd,bwd")
+    assert done.returncode == 1 and done.stderr == "octet: no backend computes bwd fp8_raw bf16\n"
+    assert "fwd bf16 bf16, shape" in done.stdout and "bwd fp8_raw bf16, shape" in done.stdout
+    done = octet("explain", *shape, "--precision", "fp8_raw", "--pass", "bwd", "--json")
+    assert done.returncode == 1 and json.loads(done.stdout)[0]["backend"] is None
+    run_ok("explain", *shape, "--precision", "all", "--pass", "bwd,jvp")  # all that there are
+
+
+def test_explain_and_bench_take_any_head_dim():
+    assert "shape 1,2,2,64,64,12, its head dim as 16" in run_ok("explain", "--shape", "1,2,2,64,64,12")
+    (row,) = json.loads(
+        run_ok("bench", "--shape", "1,2,2,64,64,12", "--precision", "bf16", "--json", "--layout", "bshd")
+    )
+    assert row["shape"] == [1, 2, 2, 64, 64, 12]
+    assert row["tflops"] * row["median_seconds"] * 1e12 == pytest.approx(2 * 2 * 64 * 64 * 24)
+    assert "layout bshd: [batch, token, head, dim]" in run_ok(
+        "bench", "--shape", "1,2,2,64,64,16", "--precision", "f32", "--layout", "bshd"
+    )
+
+
+@pytest.mark.parametrize("dims", [{}, {"d": 12, "e": 20}])
+def test_check_finds_the_same_errors_in_either_layout(tmp_path, dims):
+    t = draw(21, **dims)
+    by_head = write_safetensors(tmp_path / "by_head.safetensors", t)
+    by_token = write_safetensors(tmp_path / "by_token.safetensors", {n: x.swapaxes(1, 2) for n, x in t.items()})
+    options = ["--precision", "f32,bf16", "--pass", "fwd,bwd,jvp", "--json"]
+    want, got = (
+        [{k: v for k, v in row.items() if k not in ("file", "seconds")} for row in json.loads(text)]
+        for text in (run_ok("check", by_head, *options), run_ok("check", by_token, *options, "--layout", "bshd"))
+    )
+    assert [[row[k] for k in ("pass", "precision", "tensor", "nan")] for row in want] == [
+        [row[k] for k in ("pass", "precision", "tensor", "nan")] for row in got
+    ]
+    for a, b in zip(want, got, strict=True):
+        for figure in ("cos", "rel_l1", "rel_l2", "max_abs", "worst_head_rel_l2"):
+            assert a[figure] == pytest.approx(b[figure], rel=1e-6)  # sums of float64 in another order
+    text = run_ok("check", by_token, "--precision", "f32", "--layout", "bshd")
+    assert f"q [batch 2, token 33, head 4, dim {dims.get('d', 16)}] f32" in text
+    study = json.loads(run_ok("study", by_head, "--json"))[0]["rel_l2"]
+    assert set(study) == {"o", "dq", "dk", "dv"} and max(study.values()) < 0.02

@@ -257,3 +257,30 @@ def test_an_old_output_is_replaced(tmp_path, small):
     run_ok("run", small, out)
     assert "o" in read_safetensors(out)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.safetensors", "out.safetensors"]
+
+
+RESULTS = ["o", "lse", "dq", "dk", "dv", "to", "tlse"]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("d, e", [(12, 12), (1, 3), (16, 20), (255, 8)])
+def test_any_head_dim(tmp_path, backend, d, e):
+    """Results have the head dims that were given, and the default scale is that of q's."""
+    t = draw(31, d=d, e=e)
+    out = tmp_path / "out.safetensors"
+    run_ok("run", write_safetensors(tmp_path / "in.safetensors", t), out, "--backward", "--jvp", "--backend", backend)
+    check(read_safetensors(out), attention(t), RESULTS)
+
+
+@pytest.mark.parametrize("batch", [True, False])
+@pytest.mark.parametrize("d, e", [(16, 16), (12, 20)])
+def test_either_layout(tmp_path, batch, d, e):
+    """[batch, token, head, dim] in, the same out; lse is [batch, head, token] in both."""
+    t = draw(32, b=2 if batch else 1, sk=45, d=d, e=e)
+    want = attention(t, causal(33, 45, bottom_right=True))
+    swapped = {name: x.swapaxes(1, 2) for name, x in t.items()}
+    source = write_safetensors(tmp_path / "in.safetensors", swapped if batch else {n: x[0] for n, x in swapped.items()})
+    out = tmp_path / "out.safetensors"
+    run_ok("run", source, out, "--backward", "--jvp", "--layout", "bshd", "--causal=bottom-right")
+    want = {name: x if x.ndim < 4 else x.swapaxes(1, 2) for name, x in want.items()}
+    check(read_safetensors(out), want if batch else {n: x[0] for n, x in want.items()}, RESULTS)
