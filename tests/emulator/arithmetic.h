@@ -74,7 +74,6 @@ constexpr auto maximum = []<class T>(T a, T b) {
     return a > b ? a : b;
 };
 constexpr auto maximum_or_nan = [](f32 a, f32 b) { return a != a ? a : b != b ? b : a > b ? a : b; };
-constexpr auto minimum_or_nan = [](f32 a, f32 b) { return a != a ? a : b != b ? b : a < b ? a : b; };
 constexpr auto bit_and = []<class T>(T a, T b) { return static_cast<T>(a & b); };
 constexpr auto bit_or = []<class T>(T a, T b) { return static_cast<T>(a | b); };
 constexpr auto bit_xor = []<class T>(T a, T b) { return static_cast<T>(a ^ b); };

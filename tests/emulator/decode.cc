@@ -448,10 +448,7 @@ struct Statement {
       if (has("cc")) throw Error("add with carry");
       take_all(bytes_of(type));
       if (has("NaN")) {
-        if (type == "f32")
-          out.run = operation == "max"   ? binary<maximum_or_nan, f32, f32, f32>
-                    : operation == "min" ? binary<minimum_or_nan, f32, f32, f32>
-                                         : nullptr;
+        if (type == "f32") out.run = operation == "max" ? binary<maximum_or_nan, f32, f32, f32> : nullptr;
       } else
         out.run = operation == "add"   ? binary_of<add>(type)
                   : operation == "sub" ? binary_of<subtract>(type)

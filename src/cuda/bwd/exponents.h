@@ -45,8 +45,19 @@ __device__ inline float power_of_two(int exponent) {
   return __int_as_float((min(max(exponent, -126), 127) + 127) << 23);
 }
 
+// P = exp(s - lse) is at most 1, so 2^15 P is a number of f16.
+constexpr int kPExponent = 15;
+
+// Returns the exponent of P. Where float32 errs by up to e in a logit of base 2, P errs by a factor of up to 2^e, which
+// the exponent makes room for: about 2^-20 of the logit, which is at most scale |q|_2 |k|_2. A token that is not in the
+// sample may have 16 times as large ones. With 2^1 P the weights below 2^-15 lose digits; such logits leave few others.
+__device__ inline int p_exponent(const PreprocessParams& p, const Sizes& s) {
+  const float error = fabsf(p.scale) * 1.44269504f * s.q_row * s.k_row * (16.f * 0x1p-20f);
+  return kPExponent - static_cast<int>(fminf(error, kPExponent - 1));
+}
+
 // Returns the exponents that bring the largest numbers of each operand below 2^(15 - room), and |do| (|v| + reach) +
-// |dlse|, a bound of |dp - delta + dlse|, below 2^-room. 2^15 p times the latter is ds, which thus fits f16.
+// |dlse|, a bound of |dp - delta + dlse|, below 2^-room. 2^p P times the latter is ds, which thus fits f16.
 __device__ inline Exponents exponents_for(const PreprocessParams& p, const Sizes& s, int room) {
   Exponents e{};
   if (!p.scaled) return e;
@@ -55,6 +66,7 @@ __device__ inline Exponents exponents_for(const PreprocessParams& p, const Sizes
   };
   e.q = exponent(s.q), e.k = exponent(fmaxf(s.k, s.k_smooth)), e.v = exponent(s.v), e.do_ = exponent(s.do_);
   if (!p.reads_keys) e.k = min(e.k, kMaxKeyExponent);
+  e.p = p_exponent(p, s);
   const float row = s.do_row, reach = s.v_row + s.reach;
   const bool any = row > 0.f && reach > 0.f;
   int bound = any ? exponent_above(row) + exponent_above(reach) : -2 * kMaxExponent;
@@ -120,12 +132,13 @@ __device__ inline float dq_row_scale(float bound, int do_exponent) {
 //   |dq_ic| <= sum_j p_ij |dp_ij - delta_i + dlse_i| |k_jc|
 //           <= (|do_i| + |dlse_i| / per_dlse) max(|v| + reach, per_dlse) |k|.
 // QueryRows::dq_row_scale accounts for the first factor. Scaled, the bound is below 2^30, one bit below the range of
-// int.
+// int; with kPExponent in the place of e.p, as P may exceed 1 by the difference.
 __device__ inline float dq_sums_scale(const PreprocessParams& p, const Sizes& sampled, const Sizes& s,
                                       const Exponents& e) {
   const float reach = s.dlse > 0.f ? fmaxf(s.v_row + s.reach, per_dlse(sampled)) : s.v_row + s.reach;
   if (!(reach > 0.f && s.k_smooth > 0.f)) return 1.f;
-  return power_of_two(30 - p.p_exponent - e.product - e.v - exponent_above(reach) - e.k - exponent_above(s.k_smooth));
+  return power_of_two(30 - (p.scaled ? kPExponent : 0) - e.product - e.v - exponent_above(reach) - e.k -
+                      exponent_above(s.k_smooth));
 }
 
 // Returns the largest number of operand v for which |do| (|v| + reach) + |dlse| is at most 1, as exponents_for

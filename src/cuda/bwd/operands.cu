@@ -1,6 +1,5 @@
 #include <algorithm>
 
-#include "cuda/bwd/limits_p.h"
 #include "cuda/bwd/operands.h"
 #include "cuda/host/card.h"
 #include "cuda/operands/contiguous.h"
@@ -51,7 +50,6 @@ PreprocessParams preprocess_params(const Problem& p, const BackwardChoice& choic
 
   const bool scaled = choice.f16;
   const octet_dtype cast = choice.cast;
-  const int p_exponent = scaled ? kPExponentOf<F16> : kPExponentOf<Bf16>;
   PreprocessParams params{
       .q = strided(p.q),
       .k = strided(p.k),
@@ -76,7 +74,6 @@ PreprocessParams preprocess_params(const Problem& p, const BackwardChoice& choic
       .k_blocks = k_blocks,
       .mask = mask_of(p),
       .group = static_cast<int>(p.group()),
-      .p_exponent = p_exponent,
       .scale = p.scale,
       .sampled = allocator.take<Sizes>(kv_heads),
       .sizes = allocator.take<Sizes>(kv_heads),
@@ -133,7 +130,6 @@ BackwardParams backward_params(const Problem& p, const PreprocessParams& params,
                              ? head_groups_of(kv_heads, params.k_blocks.count, share_of_l2 / head_bytes, in_flight)
                              : one_by_one(kv_heads),
           .scale = p.scale,
-          .p_exponent = params.p_exponent,
           .dk = dk,
           .dv = dv,
           .row_sums = params.row_sums};

@@ -58,11 +58,11 @@ struct Blocks {
 // All parts have the same exponents of q, k and v.
 struct Exponents {
   int q, k, v, do_;
+  int p;                // P is multiplied by 2^p before it is rounded, see p_exponent()
   int product;          // do v^T is multiplied by 2^product before ds is rounded
   float dq_sums_scale;  // for sums in integers: dq times this and QueryRows::dq_row_scale is rounded to an integer
   float largest_v;      // the largest number of operand v for which ds stays within f16
   int parts;            // parts of the (batch, kv head); 1: all of its queries are computed together
-  float largest_row;    // the upper bound of |do| + |dlse| / per_dlse in this part
   int dq;               // for sums in floats: 2^dq times dq of this part has the scale of the first part's
 };
 // The largest exponent of k of a head where the kernel converts k. A block with larger k takes a smaller exponent and
@@ -78,7 +78,7 @@ struct KeyExponents {
 // The values of each query that are loaded beside a tile of q and do.
 template <int kQueries>
 struct QueryRows {
-  // lse in base 2, minus p_exponent and minus what the mean of k adds to the row's logits; infinite for queries that
+  // lse in base 2, minus Exponents::p and minus what the mean of k adds to the row's logits; infinite for queries that
   // see no key or that belong to another part.
   float lse[kQueries];
   float delta[kQueries];         // in the scale of the products dp
@@ -145,7 +145,6 @@ struct BackwardParams {
   unsigned* counter;
   HeadGroups head_groups;  // of kv heads
   float scale;             // softmax_scale
-  int p_exponent;          // p is multiplied by 2^p_exponent before it is rounded
   Output dk, dv;
   // [batch, head, q block, query]: sum_j ds_ij. dq gets this sum times the mean of k. Null where the sum is 0, which it
   // is without sinks and without a gradient of lse, or where k was not centred.

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, kAddsMean ? 5 : 6)
   const int kv_head = batch * a.kv_heads + head / (a.heads / a.kv_heads);
   const Exponents e = a.exponents[kv_head];
   // 2^exponent may not be a float, so it is applied as two factors.
-  const int exponent = -a.p_exponent - e.product - e.do_ - e.v - e.k;
+  const int exponent = -e.p - e.product - e.do_ - e.v - e.k;
   const float first = ldexpf(a.scale, exponent / 2), second = ldexpf(1.f, exponent - exponent / 2);
   auto& rows = reinterpret_cast<QueryRows<kQueries>*>(a.rows)[tile];
   const auto* const row_scales = rows.dq_row_scale;

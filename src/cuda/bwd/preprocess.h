@@ -24,6 +24,7 @@ struct Sizes {
   float reach;           // the largest |delta| / |do|; no larger than v_row where o and lse are of these keys
   float k, k_smooth, v;  // the largest; k_smooth: of k minus its mean
   float v_row;           // the largest |x|_2 of a row
+  float q_row, k_row;    // likewise; known for a sample only
   float dlse;            // the largest
   // A power of two near the median of the rows that are not 0; known for a sample only.
   float typical_do_row, typical_dlse;
@@ -43,7 +44,6 @@ struct PreprocessParams {
   Blocks q_blocks, k_blocks;
   Mask mask;
   int group;
-  int p_exponent;
   float scale;  // softmax_scale
 
   Sizes *sampled, *sizes;                                 // [batch, kv_head]: of a sample; of all numbers

@@ -13,6 +13,7 @@ constexpr int kThreads = kPreprocessThreads;
 __device__ Exponents settled(const PreprocessParams& p, int kv, int part, bool& unfit) {
   const Sizes sampled = p.sampled[kv];
   Sizes sizes = p.sizes[kv];
+  sizes.q_row = sampled.q_row, sizes.k_row = sampled.k_row;
   if (!p.reads_keys) sizes.k = sampled.k, sizes.v = sampled.v, sizes.v_row = sampled.v_row;  // no others are known
   const int parts = parts_of(p, sampled, sizes);
   const Sizes all = sizes;
@@ -21,7 +22,6 @@ __device__ Exponents settled(const PreprocessParams& p, int kv, int part, bool& 
   unfit = parts > 1 || !fits(sample, exact);
   Exponents exponents = unfit ? exact : sample;
   exponents.parts = parts;
-  if (parts > 1) exponents.largest_row = largest_row(p, sampled, part);
   if (part > 0) {
     const Exponents e = exponents_for(p, sizes_of_part(p, sampled, all, 0, parts), kRoom);
     exponents.dq = e.product + e.do_ - exponents.product - exponents.do_;

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constan
   if (threadIdx.x < kSamples) {
     const bool near = sample_max[threadIdx.x] < kFar * limit;
     const float most = warp_max(near ? sample_max[threadIdx.x] : 0.f),
-                row_most = warp_max(near ? norms[threadIdx.x] : 0.f);
+                row_most = warp_max(near || which == Tensor::k ? norms[threadIdx.x] : 0.f);
     if (threadIdx.x % 32 == 0) raise(most_shared, most), raise(row_shared, row_most);
   }
   __syncthreads();
@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constan
     }
   }
   if (threadIdx.x == 0) {
-    if (which == Tensor::q) found.q = most_shared;
-    if (which == Tensor::k) found.k = most_shared, found.k_smooth = 0.f;
+    if (which == Tensor::q) found.q = most_shared, found.q_row = row_shared;
+    if (which == Tensor::k) found.k = most_shared, found.k_smooth = 0.f, found.k_row = row_shared;
     if (which == Tensor::v) {
       found.v = most_shared, found.reach = row_shared;
       found.v_row = p.reads_keys ? row_shared : most_shared * sqrtf(static_cast<float>(p.v.shape[3]));

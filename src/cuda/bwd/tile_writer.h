@@ -227,7 +227,7 @@ struct TileWriter {
     };
     const auto part_of = [&](float bound) {
       int part = 0;
-      while (part < parts - 1 && bound > of_part(part).largest_row) ++part;
+      while (part < parts - 1 && bound > largest_row(p, p.sampled[kv], part)) ++part;
       return part;
     };
     const float q_scale = power_of_two(exponents.q), do_scale = power_of_two(exponents.do_);
@@ -281,7 +281,7 @@ struct TileWriter {
       if (p.row_sums && kFirstTime)
         p.row_sums[tile * kQueries + row] =
             sees ? fmaf(expf(p.sinks.at(batch, head) - my_lse), delta - dlse, dlse) : 0.f;
-      const float less = fmaf(p.scale * 1.44269504f, sums.mean_logit[row], static_cast<float>(p.p_exponent));
+      const float less = fmaf(p.scale * 1.44269504f, sums.mean_logit[row], static_cast<float>(exponents.p));
       const int part = part_of(bound);
       for (int i = 0; i < parts; ++i) {
         const Exponents& e = of_part(i);

@@ -90,7 +90,6 @@ struct Backward {
     // The factors of s (with log2 e) and of dp.
     float scale_log2, product_scale;
     float q_k_scale;  // s times this is q.k
-    bool limits_p;    // see limits_p()
     float dq_scale;   // brings dq of this part to the scale of the first part
     int group;        // heads of q for each kv head
     int iterations;
@@ -144,7 +143,6 @@ struct Backward {
   __device__ void hide_by_keys(TileS& p, int query) const;
   __device__ void take_ds_by_keys(const TileS& p, TileS& dp, int first, int stage) const;
   __device__ void take_p(TileS& s, int stage) const;
-  __device__ void limit(TileS& p) const;
   __device__ void hide(TileS& p, int query) const;
   __device__ void take_ds(const TileS& p, TileS& dp, int stage) const;
   __device__ void add_logit_terms(TileS& s, TileS& dp, TileS& factor, const Step& step, int stage) const;

@@ -1,8 +1,6 @@
 // The mainloop of the backward pass. sm80/bwd/backward.h has the algorithm.
 #pragma once
-#include "cuda/bwd/limits_p.h"
 #include "cuda/fragment/mask.h"
-#include "cuda/ptx/min.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/sm80/bwd/backward.h"
 
@@ -30,8 +28,8 @@ __device__ void Backward<T, Dim, kind>::run(unsigned number) {
       compute_by_keys(dk, dv);
     else
       compute(dk, dv);
-    write(a.dv, dv, 1.f, -a.p_exponent - e.do_, a.dim_v);
-    write(a.dk, dk, a.scale, -a.p_exponent - e.product - e.do_ - e.v - e.q, a.dim);
+    write(a.dv, dv, 1.f, -e.p - e.do_, a.dim_v);
+    write(a.dk, dk, a.scale, -e.p - e.product - e.do_ - e.v - e.q, a.dim);
   } while (w.part + 1 < e.parts);
   ptx::cp_async_wait<0>();
 }
@@ -71,7 +69,6 @@ __device__ void Backward<T, Dim, kind>::next_part() {
     shared.group = a.heads / a.kv_heads;
     shared.iterations = shared.group * w.tiles.count();
     shared.q_k_scale = exp2f(static_cast<float>(-e.q - e.k));
-    shared.limits_p = octet::cuda::limits_p(a, a.scale * 1.44269504f * shared.q_k_scale);
     shared.scale_log2 = General || HasMask ? 1.44269504f : a.scale * 1.44269504f * shared.q_k_scale;
     shared.dq_scale = exp2f(static_cast<float>(e.dq));
     shared.product_scale = exp2f(static_cast<float>(e.product));
@@ -220,17 +217,6 @@ __device__ void Backward<T, Dim, kind>::take_p(TileS& s, int stage) const {
   }
 }
 
-// Limits p to 1 where float32 may take it far beyond.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::limit(TileS& p) const {
-  if (!shared.limits_p) return;
-  constexpr float kOne = 1 << kPExponentOf<T>;
-#pragma unroll
-  for (auto& block : p)
-#pragma unroll
-    for (float& x : block.x) x = ptx::min_or_nan(x, kOne);
-}
-
 // Sets p to 0 where a query does not see a key.
 template <class T, int Dim, BackwardKind kind>
 __device__ void Backward<T, Dim, kind>::hide(TileS& p, int query) const {
@@ -332,7 +318,6 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
       add_mask_tile(s, shared.q_k_scale * a.scale, needs_mask_tile(n));
     take_p(s, stage);
     if (!General) multiply_dp();
-    limit(s);
     hide(s, step.query);
     store(s, p.data);
     take_ds(s, dp, stage);

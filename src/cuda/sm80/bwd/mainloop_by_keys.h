@@ -166,7 +166,6 @@ __device__ void Backward<T, Dim, kind>::compute_by_keys(TileDk& dk, TileDk& dv) 
       mma_ABt(p, k, PartS::row_block(warp), q, block);
       if constexpr (HasMask) add_mask_by_keys(p, n, pass);
       take_p_by_keys(p, 16 * block, stage);
-      limit(p);
       mma_ABt(ds, v, PartS::row_block(warp), do_, block);
       if (needs_mask(step.query)) hide_by_keys(p, step.query + 16 * block);
       take_ds_by_keys(p, ds, 16 * block, stage);

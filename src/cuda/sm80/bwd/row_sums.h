@@ -66,7 +66,6 @@ __device__ void Backward<T, Dim, kind>::sum_rows(const Step& step) {
     mma_ABt(s, TileQ{shared.q[0]}, PartS::row_block(warp), TileK{shared.k}, PartS::column_block(warp));
     add_logit_terms(s, dp, derivative, step, 0);
     take_p(s, 0);
-    limit(s);
     hide(s, step.query);
     take_ds(s, dp, 0);
 #pragma unroll
@@ -104,7 +103,7 @@ __device__ void Backward<T, Dim, kind>::write_lambda(const Step& step, int row, 
   if (shared.lse[0][row] == INFINITY) return;
   const Index4 at{w.batch, step.head, int64_t{w.q.first} + step.query + row, 0};
   const auto number = [&](const Strided& x) { return static_cast<const float*>(x.data)[at.offset(x)]; };
-  const float unit = power_of_two(a.p_exponent), scale = power_of_two(e.do_ + e.v + e.product);
+  const float unit = power_of_two(e.p), scale = power_of_two(e.do_ + e.v + e.product);
   const float p_sink =
       projection.sinks.data ? expf(projection.sinks.at(w.batch, step.head) - number(projection.lse)) : 0.f;
   const float dlse = projection.dlse.data ? number(projection.dlse) * scale : 0.f;

@@ -159,7 +159,7 @@ __device__ inline void Backward<T, Dim, sums, parts>::compute(int warpgroup, con
     ColumnValues<kQueries> columns(rows.lse);
 #pragma unroll
     for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], logits_factor, -columns.of(i)));
-    if (!unmasked.has(left)) mask_P<T>(a, s, w, w.first_key + my_keys, rows.first);
+    if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + my_keys, rows.first);
     if constexpr (kEarlyP) convert(s, p);
     // ds = p (dp - delta); release the rows and, unless dv leaves there, v after the last iteration.
     ptx::wgmma_wait<0>();

@@ -41,7 +41,7 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::compute_p_ds() {
     const float scale_log2e = a.scale * 1.44269504f * exp2f(static_cast<float>(-e.q - e.k));
     const float product_scale = exp2f(static_cast<float>(e.product));
     const int iterations = group * w.tiles.count();
-    const UnmaskedIterations unmasked(a, w, w.first_key + me * kKeys, kKeys, kQueries, group, scale_log2e);
+    const UnmaskedIterations unmasked(a, w, w.first_key + me * kKeys, kKeys, kQueries, group);
     // Waits for q; issues s = k q^T.
     const auto issue_s = [&](Accumulator<kQueries>& s, unsigned n) {
       const int q_stage = n % kQStages, remote_stage = n % kRemoteStages;
@@ -72,7 +72,7 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::compute_p_ds() {
     const auto put_p = [&](Accumulator<kQueries>& s, const ColumnValues<kQueries>& lse, int left) {
 #pragma unroll
       for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], scale_log2e, -lse.of(i)));
-      if (!unmasked.has(left)) mask_P<T>(a, s, w, w.first_key + rank() * kKeys, shared.rows[n % kQStages].first);
+      if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + rank() * kKeys, shared.rows[n % kQStages].first);
       Operand<T, kQueries> x;
       convert(s, x);
       put(x, shared.p, shared.p_pipe, n);
@@ -145,7 +145,7 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::accumulate(int half) {
     const Exponents& e = scheduler.exponents(w);
     const int iterations = group * w.tiles.count();
     // opaque() makes these known before the first product: loads after the last one would be waited for.
-    const int dv_exponent = ptx::opaque(-a.p_exponent - e.do_);
+    const int dv_exponent = ptx::opaque(-e.p - e.do_);
     const int dk_exponent = ptx::opaque(dv_exponent - e.product - e.v - e.q);
     const float dq_scale = parts == Parts::first ? 1.f : ptx::opaque(exp2f(static_cast<float>(e.dq)));
     // Not loaded in each iteration, just before it is used.

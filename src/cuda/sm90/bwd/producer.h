@@ -106,14 +106,14 @@ __device__ inline void Backward<T, Dim, sums, parts>::set_factors(int slot) {
   f.product = power_of_two(e.product + e.v - mine.v);
   f.ds = power_of_two(-mine.ds);
   f.dq = power_of_two(mine.ds + e.k - mine.k + (parts == Parts::first ? 0 : e.dq));
-  f.dv = WideFactor::of(1.f, -a.p_exponent - e.do_);
-  f.dk = WideFactor::of(a.scale, mine.ds - a.p_exponent - e.product - e.do_ - e.v - e.q);
+  f.dv = WideFactor::of(1.f, -e.p - e.do_);
+  f.dk = WideFactor::of(a.scale, mine.ds - e.p - e.product - e.do_ - e.v - e.q);
   const int group = a.heads / a.kv_heads;
   f.iterations = group * w.tiles.count();
   const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
   f.passes_first = a.mask.windowed && f.iterations &&
                    (w.tiles.first + 1) * kQueries - 1 + shift + a.mask.right < w.first_key + kWarpgroupRows;
-  f.unmasked = {a, w, w.first_key, kKeys, kQueries, group, f.logits};
+  f.unmasked = {a, w, w.first_key, kKeys, kQueries, group};
 }
 
 template <class T, int Dim, Sums sums, Parts parts>
