@@ -32,12 +32,6 @@ TEST(GpuBars, backward) {
   }
 }
 
-TEST(GpuBars, backward_gproj) {
-  if (!gpu_has_gproj()) GTEST_SKIP() << "this backend has no bias correction gproj";
-  for (const Tested& tested : {kGpu, kGpuDeterministic})
-    expect_backward_bar(tested, bf16_backward_bar(BiasCorrection::gproj));
-}
-
 TEST(GpuBars, backward_deterministic) {
   const BackwardBar bar = bf16_backward_bar(BiasCorrection::f16);
   SCOPED_TRACE(bar.row);
@@ -70,11 +64,6 @@ TEST(GpuBars, delta_s7) { expect_unbiased_delta(kGpu, Tied::s7); }
 TEST(GpuBars, delta_s8) { expect_unbiased_delta(kGpu, Tied::s8); }
 
 TEST(GpuBars, dq_s8) { expect_unbiased_dq_on_s8(kGpu, BiasCorrection::f16); }
-
-TEST(GpuBars, dq_s8_gproj) {
-  if (!gpu_has_gproj()) GTEST_SKIP() << "this backend has no bias correction gproj";
-  expect_unbiased_dq_on_s8(kGpu, BiasCorrection::gproj);
-}
 
 TEST(GpuBars, beta_s8) { expect_that_beta_cures_delta_on_s8(kGpu); }
 

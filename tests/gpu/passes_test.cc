@@ -129,9 +129,7 @@ struct Kind {
 
 bool supported(const Case& c, const Inputs& in, const Kind& kind) {
   const bool dims = kind.wide() || std::max(c.dim, c.dim_v) <= 128;
-  const bool gproj = kind.pass == Pass::backward && kind.bias_correction == BiasCorrection::gproj;
-  return gpu_computes(kind.pass, kind.precision) && (!gproj || gpu_has_gproj()) &&
-         gpu_takes_logits(c, in.mask_dtype, in.mask.shape) &&
+  return gpu_computes(kind.pass, kind.precision) && gpu_takes_logits(c, in.mask_dtype, in.mask.shape) &&
          (c.dtype != DType::e4m3 || kind.reads_e4m3() || gpu_takes_e4m3_as_numbers()) && dims;
 }
 
@@ -150,9 +148,6 @@ constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, BiasCorrection::f16}
                            {Pass::backward, Precision::bf16, BiasCorrection::f16},
                            {Pass::backward, Precision::bf16, BiasCorrection::none},
                            {Pass::backward, Precision::bf16, BiasCorrection::exact_delta},
-                           {Pass::backward, Precision::bf16, BiasCorrection::gproj},
-                           {Pass::backward, Precision::bf16, BiasCorrection::gproj, true},
-                           {Pass::backward, Precision::f16, BiasCorrection::gproj},
                            {Pass::backward, Precision::f16, BiasCorrection::f16},
                            {Pass::backward, Precision::bf16, BiasCorrection::f16, true},
                            {Pass::backward, Precision::bf16, BiasCorrection::exact_delta, true},

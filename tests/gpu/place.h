@@ -45,8 +45,6 @@ inline bool gpu_takes_logits(const Case& c, DType mask, const Shape& shape) {
 }
 // Whether 16-bit precisions take inputs of e4m3.
 inline bool gpu_takes_e4m3_as_numbers() { return tests_sm80(); }
-// Whether its backward pass has bias correction gproj.
-inline bool gpu_has_gproj() { return tests_sm80(); }
 
 // What the name of a test tells of a bias correction.
 inline std::string suffix_of(BiasCorrection bias_correction) {
@@ -58,12 +56,8 @@ inline std::string suffix_of(BiasCorrection bias_correction) {
 template <class Kind>
 std::vector<Kind> gpu_kinds(Pass pass, std::initializer_list<Kind> kinds) {
   std::vector<Kind> list;
-  for (const Kind& kind : kinds) {
-    bool computes = gpu_computes(pass, kind.precision);
-    if constexpr (requires { kind.bias_correction; })
-      computes &= gpu_has_gproj() || pass != Pass::backward || kind.bias_correction != BiasCorrection::gproj;
-    if (computes) list.push_back(kind);
-  }
+  for (const Kind& kind : kinds)
+    if (gpu_computes(pass, kind.precision)) list.push_back(kind);
   return list;
 }
 

@@ -287,10 +287,8 @@ const std::vector<Kind> kBackward = gpu_kinds<Kind>(Pass::backward, {{Precision:
                                                                      {Precision::bf16, BiasCorrection::none},
                                                                      {Precision::bf16, BiasCorrection::none, true},
                                                                      {Precision::bf16, BiasCorrection::exact_delta},
-                                                                     {Precision::bf16, BiasCorrection::gproj},
                                                                      {Precision::f16},
-                                                                     {Precision::f16, BiasCorrection::f16, true},
-                                                                     {Precision::f16, BiasCorrection::gproj, true}});
+                                                                     {Precision::f16, BiasCorrection::f16, true}});
 
 // Backward passes from the o and lse that the oracle saves, so that only what this pass does shows.
 struct Passes {

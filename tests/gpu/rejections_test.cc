@@ -93,6 +93,9 @@ std::vector<Rejected> rejected_by_both() {
   add("268435457 tokens; it takes up to 268435456").tokens_k = (int64_t{1} << 28) + 1;
   Asked& many = add("536870912 heads of 256 queries are more blocks than it can count");
   many.heads = int64_t{1} << 29, many.tokens_q = 256, many.dim = 8;
+  Asked& gproj = add(
+      "its backward pass has no bias_correction gproj, which the cpu computes; it has: f16, none, beta, exact_delta");
+  gproj.pass = Pass::backward, gproj.attention.bias_correction = BiasCorrection::gproj;
   return list;
 }
 
@@ -141,9 +144,6 @@ std::vector<Rejected> rejected_by_sm90() {
   }
   add({}, "k is e4m3; its bf16 takes f32, f16 and bf16").k_dtype = DType::e4m3;
   add({}, "v is quantized; its bf16 takes f32, f16 and bf16").quantized_v = true;
-  Asked& gproj = add({.pass = Pass::backward},
-                     "its backward pass has no bias_correction gproj; it has: f16, none, beta, exact_delta");
-  gproj.attention.bias_correction = BiasCorrection::gproj;
   add({}, "device 200 is no GPU of compute capability 9.0").device = 200;
   return list;
 }
@@ -170,7 +170,7 @@ TEST(Choice, of_sm90_with_a_key_mask) {
 
 // Whatever the environment names: sm80 is chosen for what sm90 declines of 16 bits and f32.
 TEST(Choice, of_sm80_where_sm90_declines) {
-  std::vector<Asked> all(9);
+  std::vector<Asked> all(8);
   all[0].pass = Pass::jvp;
   all[1].attention.precision = Precision::f32;
   all[2].mask = DType::boolean;
@@ -178,8 +178,7 @@ TEST(Choice, of_sm80_where_sm90_declines) {
   all[4].attention.softcap = 2.f;
   all[5].alibi = true, all[5].pass = Pass::backward;
   all[6].tokens_q = 1, all[6].tokens_k = 4096;  // it could, but would leave most multiprocessors idle
-  all[7].pass = Pass::backward, all[7].attention.bias_correction = BiasCorrection::gproj;
-  all[8].k_dtype = DType::e4m3;
+  all[7].k_dtype = DType::e4m3;
   for (Asked& x : all) {
     x.attention.backend = "";
     const std::string answer = answer_to(x);

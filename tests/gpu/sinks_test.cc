@@ -41,7 +41,6 @@ std::pair<int64_t, int64_t> keys_of(const Case& c, const Run& run, int64_t i) {
 // Attention by its definition.
 struct Exact {
   Values o, lse, dq, dk, dv, dsinks;
-  Values ds_of_sinks;  // for each sink: the sum over its rows of |ds_j| of all keys, without scale, times the sink's P
 };
 double sink_of(const Values& sinks, int64_t b, int64_t h) {
   return sinks.present() ? sinks.at(sinks.shape[0] == 1 ? 0 : b, h, 0, 0) : kNone;
@@ -50,7 +49,7 @@ Exact definition(const Case& c, const Inputs& in, const Values& sinks, const Val
   Exact x;
   x.o = Values(c.o_shape()), x.lse = Values(c.lse_shape()), x.dq = Values(c.q_shape()), x.dk = Values(c.k_shape()),
   x.dv = Values(c.v_shape());
-  if (sinks.present()) x.dsinks = x.ds_of_sinks = Values(sinks.shape);
+  if (sinks.present()) x.dsinks = Values(sinks.shape);
   const double scale = c.effective_scale();
   for (const Run& run : runs_of(c))
     for (int64_t h = 0; h < c.heads; ++h)
@@ -83,11 +82,9 @@ Exact definition(const Case& c, const Inputs& in, const Values& sinks, const Val
           delta += p[j] * dp[j];
         }
         const double of_lse = dlse.present() ? dlse.at(b, h, t, 0) : 0.0;
-        double magnitude = 0.0;
         for (size_t j = 0; j < p.size(); ++j) {
           const int64_t key = run.k_first + first + static_cast<int64_t>(j);
           const double ds = scale * p[j] * (dp[j] - delta + of_lse);
-          magnitude += std::fabs(ds) / scale;
           for (int64_t d = 0; d < c.dim; ++d) {
             x.dq.at(b, h, t, d) += ds * in.k.at(b, g, key, d);
             x.dk.at(b, g, key, d) += ds * in.q.at(b, h, t, d);
@@ -96,7 +93,6 @@ Exact definition(const Case& c, const Inputs& in, const Values& sinks, const Val
         if (sinks.present() && sink != kNone) {
           const int64_t of = sinks.shape[0] == 1 ? 0 : b;
           x.dsinks.at(of, h, 0, 0) += std::exp(sink - lse) * (of_lse - delta);
-          x.ds_of_sinks.at(of, h, 0, 0) += std::exp(sink - lse) * magnitude;
         }
       }
   return x;
@@ -327,10 +323,8 @@ const std::vector<Kind> kBackward = gpu_kinds<Kind>(Pass::backward, {{Precision:
                                                                      {Precision::bf16, BiasCorrection::none, true},
                                                                      {Precision::bf16, BiasCorrection::exact_delta},
                                                                      {Precision::bf16, BiasCorrection::beta},
-                                                                     {Precision::bf16, BiasCorrection::gproj},
                                                                      {Precision::f16},
-                                                                     {Precision::f16, BiasCorrection::none},
-                                                                     {Precision::f16, BiasCorrection::gproj}});
+                                                                     {Precision::f16, BiasCorrection::none}});
 
 TEST_P(GpuLseGradient, and_those_of_sinks_are_those_of_the_definition) {
   const auto [index, which] = GetParam();
@@ -354,20 +348,8 @@ TEST_P(GpuLseGradient, and_those_of_sinks_are_those_of_the_definition) {
       expect_within("dq", got.dq, want.dq, bars.dq);
       expect_within("dk", got.dk, want.dk, bars.dk);
       expect_within("dv", got.dv, want.dv, bars.dv);
-      if (!with_sinks) continue;
-      // delta is a sum of float32 products of a rounded o.
-      constexpr double kDelta = 1e-4;
-      if (kind.bias_correction != BiasCorrection::gproj) {
-        expect_within("dsinks", got.dsinks, want.dsinks, kDelta);
-        continue;
-      }
-      // The projection takes lambda P of the sink away. lambda is what rounding adds to a row's sum of ds, at most half
-      // a unit in the last place of each.
-      const double half_ulp = kind.precision == Precision::bf16 ? 0x1p-8 : 0x1p-11;
-      for_each(want.dsinks.shape, [&](int64_t b, int64_t h, int64_t, int64_t) {
-        EXPECT_NEAR(got.dsinks.at(b, h, 0, 0), want.dsinks.at(b, h, 0, 0),
-                    kDelta * std::fabs(want.dsinks.at(b, h, 0, 0)) + half_ulp * want.ds_of_sinks.at(b, h, 0, 0));
-      });
+      constexpr double kDelta = 1e-4;  // delta is a sum of float32 products of a rounded o
+      if (with_sinks) expect_within("dsinks", got.dsinks, want.dsinks, kDelta);
     }
 }
 

@@ -423,10 +423,9 @@ def chosen(*arrays, **how):
         ({"alibi_slopes": torch.ones(4)}, torch.bfloat16, "no, it has no alibi_slopes"),
         ({"mask": torch.ones(64, 64, dtype=torch.bool)}, torch.float16, "no, its mask tensor has shape [1, 1, 64"),
         ({"kind": "jvp"}, torch.bfloat16, "no, it has no jvp pass; it has: forward, backward"),
-        ({"kind": "backward", "bias_correction": "gproj"}, torch.bfloat16, "no, its backward pass has no bias_correct"),
         ({}, torch.float32, "no, it has no f32; "),
     ],
-    ids=["softcap", "alibi_slopes", "mask", "jvp", "gproj", "f32"],
+    ids=["softcap", "alibi_slopes", "mask", "jvp", "f32"],
 )
 def test_what_sm90_lacks_is_computed_by_sm80(how, dtype, reason):
     x = draw(*[(1, 4, 64, 64)] * 3, dtype=dtype)
@@ -456,15 +455,10 @@ def test_a_key_mask_leaves_what_its_keys_alone_give(precision):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gproj_is_that_of_the_cpu(dtype):
-    """Both round at the same points, so they differ by less than a unit in the last place of bfloat16."""
-    of_q, of_k = (2, 4, 150, 64), (2, 2, 150, 64)
-    x = draw(of_q, of_k, of_k, of_q, dtype=dtype)
-    how = {"causal": True, "bias_correction": "gproj"}
-    on_gpu, on_cpu = octet.attention_vjp(*x, **how), octet.attention_vjp(*(y.cpu() for y in x), **how)
-    for found, want in zip(on_gpu, on_cpu, strict=True):
-        apart = torch.linalg.vector_norm(found.cpu().double() - want.double())
-        assert apart <= 2**-8 * torch.linalg.vector_norm(want.double())
+def test_gproj_is_left_to_the_cpu(dtype):
+    x = draw(*[(1, 2, 64, 64)] * 4, dtype=dtype)
+    with pytest.raises(octet.Unsupported, match="no bias_correction gproj, which the cpu computes; it has: f16, none"):
+        octet.attention_vjp(*x, bias_correction="gproj")
 
 
 @ON_HOPPER

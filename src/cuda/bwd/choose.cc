@@ -26,8 +26,12 @@ BackwardChoice choose_backward(const Problem& p) {
           .exact_o = r.exact_o,
           .smooth = smooth,
           .adds_mean = smooth && (p.sinks.present() || p.dlse.present()),
-          .projects = r.gproj != OCTET_F64,
           .sums = p.deterministic ? Sums::integers : Sums::floats};
+}
+
+std::optional<std::string> bias_correction_unsupported_reason(const Problem& p) {
+  if (p.pass != OCTET_BACKWARD || recipe_of(p).backward.gproj == OCTET_F64) return {};
+  return "its backward pass has no bias_correction gproj, which the cpu computes; it has: f16, none, beta, exact_delta";
 }
 
 }  // namespace octet::cuda

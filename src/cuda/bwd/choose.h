@@ -1,5 +1,8 @@
 // What the backward passes in 16 bits of both architectures need to know of their recipe.
 #pragma once
+#include <optional>
+#include <string>
+
 #include "core/problem.h"
 #include "cuda/bwd/tile_sizes.h"
 
@@ -12,10 +15,12 @@ struct BackwardChoice {
   bool exact_o;      // delta is computed from the unrounded o
   bool smooth;       // k is centred by its mean
   bool adds_mean;    // dq needs the sums of the rows of ds, which are not 0, together with the mean of k
-  bool projects;     // bias correction gproj
   Sums sums;
 };
 BackwardChoice choose_backward(const Problem& p);
+
+// Returns the reason why no GPU computes a backward pass with its bias correction, or nothing.
+std::optional<std::string> bias_correction_unsupported_reason(const Problem& p);
 
 // Returns the dim of the tiles of a problem.
 int backward_dim(const Problem& p);

@@ -15,7 +15,6 @@
 #pragma once
 #include "cuda/bwd/schedule.h"
 #include "cuda/sm80/bwd/config.h"
-#include "cuda/sm80/bwd/projection.h"
 #include "cuda/sm80/mask_classes.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/mma.h"
@@ -26,7 +25,6 @@ struct KernelParams {
   BackwardParams a;
   bool integers;  // dq is summed in integers
   LogitTerms terms;
-  Projection projection;
   MaskClasses mask_classes;  // kind: masked
 };
 
@@ -34,8 +32,7 @@ template <class T, int Dim, BackwardKind kind>
 struct Backward {
   using C = BackwardConfig<Dim, kind>;
   using Tiles = BackwardTile<Dim>;  // of preprocessing; a tile of this kernel is a part of one
-  static constexpr bool Projects = kind == BackwardKind::projected;
-  static constexpr bool General = kind == BackwardKind::general || Projects;
+  static constexpr bool General = kind == BackwardKind::general;
   static constexpr bool HasClasses = kind == BackwardKind::masked, HasMask = General || HasClasses;
   static constexpr int kQueries = C::kQueries, kKeys = C::kKeys, kStages = C::kStages, kDoStages = C::kDoStages;
   static constexpr int kBuffers = C::kBuffers;
@@ -94,7 +91,6 @@ struct Backward {
     int group;        // heads of q for each kv head
     int iterations;
     Step steps[kSteps];
-    [[no_unique_address]] ProjectionMemory<Projects, kQueries, TileP::kBytes, PartS::kColumnParts> projection;
     // The gauges of the current tile of a mask tensor; that tile lies in memory after this struct.
     alignas(C::kKeysAsRows ? 8 : 4) float gauge[C::kKeysAsRows ? kStages : 1][HasMask ? kQueries : 1];
     int mask_class[HasClasses ? kSteps : 0];
@@ -113,8 +109,6 @@ struct Backward {
 
   // Computes the block of keys `number`.
   __device__ void run(unsigned number);
-  // Computes lambda of the tile of queries `number`, for each head of the group. kind: projected.
-  __device__ void sweep(unsigned number);
 
  private:
   __device__ void load_keys() const;
@@ -145,16 +139,10 @@ struct Backward {
   __device__ void take_p(TileS& s, int stage) const;
   __device__ void hide(TileS& p, int query) const;
   __device__ void take_ds(const TileS& p, TileS& dp, int stage) const;
-  __device__ void add_logit_terms(TileS& s, TileS& dp, TileS& factor, const Step& step, int stage) const;
+  __device__ void add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const;
   __device__ void store(const OperandS& x, unsigned char* tile, int column_block) const;
   __device__ void store(const TileS& x, unsigned char* tile) const;
   __device__ bool needs_mask(int query) const;
-  __device__ void sum_rows(const Step& step);
-  __device__ void write_lambda(const Step& step, int row, float p, float ds) const;
-  __device__ void load_lambda(const Step& step, int stage) const;
-  __device__ void take_projection(TileS& p, TileS& ds, const TileS& derivative) const;
-  __device__ void project(TileDq& dq, int half, int stage) const;
-  __device__ void project(TileDk& dk, const TileQ& q, int stage) const;
   static constexpr int kDqQuads = PartDq::kBlocks * kDqColumns / 8;  // of four sums of a thread
   template <int AtOnce>
   __device__ int64_t sums_of(const Step& step) const;

@@ -6,17 +6,15 @@ namespace {
 
 // The kernels of a type of operands, by what they are for.
 struct Row {
-  BackwardKernel (*small)(int dim), (*large)(int dim), (*masked)(int dim), (*general)(int dim), (*projected)(int dim);
+  BackwardKernel (*small)(int dim), (*large)(int dim), (*masked)(int dim), (*general)(int dim);
 };
 template <class T>
 constexpr Row kRow = {backward_kernel<T, BackwardKind::small>, backward_kernel<T, BackwardKind::large>,
-                      backward_kernel<T, BackwardKind::masked>, backward_kernel<T, BackwardKind::general>,
-                      backward_kernel<T, BackwardKind::projected>};
+                      backward_kernel<T, BackwardKind::masked>, backward_kernel<T, BackwardKind::general>};
 
 BackwardKernel kernel_of(const Problem& p, const BackwardChoice& choice, const MaskTensor& mask) {
   const Row& row = choice.f16 ? kRow<F16> : kRow<Bf16>;
   const int dim = choice.dim, bytes = card(p.device_index).shared_bytes;
-  if (choice.projects) return row.projected(dim);
   if (!p.plain_logits()) {
     if (!mask.chunks || p.softcap || p.alibi_slopes.present() || dim > 128) return row.general(dim);
     const BackwardKernel masked = row.masked(dim);

@@ -5,9 +5,9 @@
 namespace octet::cuda::sm80 {
 
 // Which kernel: for the 99 KB of shared memory that every GPU has; for the 227 KB of Hopper, at dim 128; for mask
-// tensors as the only term beside scale q.k, up to dim 128, and without one for the 163 KB of an A100, at dim 128; for
-// logits with any terms, which need registers; or for any logits with bias correction gproj (projection.h).
-enum class BackwardKind : int { small, large, masked, general, projected };
+// tensors as the only term beside scale q.k, up to dim 128, and without one for the 163 KB of an A100, at dim 128; or
+// for logits with any terms, which need registers.
+enum class BackwardKind : int { small, large, masked, general };
 
 // A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with `kStages` stages of q,
 // `kDoStages` of do, and `kBuffers` of p and ds; `kBlocks` thread blocks share a multiprocessor that has shared memory
@@ -65,12 +65,6 @@ struct BackwardConfig<128, BackwardKind::general> : BackwardDefaults {
 };
 template <>
 struct BackwardConfig<256, BackwardKind::general> : BackwardConfig<256, BackwardKind::small> {};
-template <int Dim>
-struct BackwardConfig<Dim, BackwardKind::projected> : BackwardConfig<Dim, BackwardKind::general> {};
-template <>
-struct BackwardConfig<128, BackwardKind::projected> : BackwardConfig<128, BackwardKind::general> {
-  static constexpr int kKeys = 32;
-};
 
 // The part of a product of `Rows` x `Columns` numbers that one warp computes.
 template <int Rows, int Columns, int Warps, int WarpRows>

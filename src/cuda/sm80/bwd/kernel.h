@@ -5,22 +5,8 @@
 #include "cuda/sm80/bwd/kernels.h"
 #include "cuda/sm80/bwd/mainloop.h"
 #include "cuda/sm80/bwd/mainloop_by_keys.h"
-#include "cuda/sm80/bwd/row_sums.h"
 
 namespace octet::cuda::sm80 {
-
-// Calls f with the state of a thread block, once the kernel before has ended.
-template <class Kernel, class F>
-__device__ void start(const KernelParams& params, const F& f) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  ptx::griddepcontrol_launch_dependents();
-  ptx::griddepcontrol_wait();
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
-  Kernel kernel{
-      params,           params.a,        shared, static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32,
-      shared.key_block, shared.exponents};
-  f(kernel);
-}
 
 // GPUs of compute capability 8 have shared memory for two thread blocks at most.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -34,25 +20,21 @@ constexpr int kBlocksOf = C::kBlocks < kMostBlocks ? C::kBlocks : kMostBlocks;
 template <class T, int Dim, BackwardKind kind>
 __global__ void __launch_bounds__(Backward<T, Dim, kind>::kThreads, kBlocksOf<BackwardConfig<Dim, kind>>)
     backward_by_mma_sync(const __grid_constant__ KernelParams params) {
-  start<Backward<T, Dim, kind>>(params, [](auto& kernel) { kernel.run(blockIdx.x); });
-}
-
-template <class T, int Dim, BackwardKind kind>
-__global__ void __launch_bounds__(Backward<T, Dim, kind>::kThreads, kBlocksOf<BackwardConfig<Dim, kind>>)
-    sweep_by_mma_sync(const __grid_constant__ KernelParams params) {
-  start<Backward<T, Dim, kind>>(params, [](auto& kernel) { kernel.sweep(blockIdx.x); });
+  using Kernel = Backward<T, Dim, kind>;
+  extern __shared__ __align__(128) unsigned char memory[];
+  ptx::griddepcontrol_launch_dependents();
+  ptx::griddepcontrol_wait();
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  Kernel{params, params.a, shared, warp, lane, shared.key_block, shared.exponents}.run(blockIdx.x);
 }
 
 template <class T, int Dim, BackwardKind kind>
 BackwardKernel backward_kernel_of() {
   using Kernel = Backward<T, Dim, kind>;
-  void (*sweep)(KernelParams) = nullptr;
-  if constexpr (Kernel::Projects) sweep = sweep_by_mma_sync<T, Dim, kind>;
   return {.function = backward_by_mma_sync<T, Dim, kind>,
-          .sweep = sweep,
           .queries = Kernel::kQueries,
           .keys = Kernel::kKeys,
-          .query_parts = Kernel::kQueryParts,
           .key_parts = Kernel::kKeyParts,
           .threads = Kernel::kThreads,
           .shared_bytes = Kernel::kSharedBytes,

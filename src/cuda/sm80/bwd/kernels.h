@@ -6,9 +6,8 @@ namespace octet::cuda::sm80 {
 
 struct BackwardKernel {
   void (*function)(KernelParams);
-  void (*sweep)(KernelParams);  // before it, by blocks of queries; null: none
-  int queries, keys;            // of a tile
-  int query_parts, key_parts;   // thread blocks for each block of queries, and of keys, of preprocessing
+  int queries, keys;  // of a tile
+  int key_parts;      // thread blocks for each block of keys of preprocessing
   int threads, shared_bytes;
   int mask_rows, mask_columns;  // of the mask tensor that are in shared memory
   bool has_classes;             // of tiles of the mask tensor, if there is one

@@ -32,16 +32,10 @@ Plan backward(const Problem& p, void* workspace) {
     rows.to = allocator.take<float>(static_cast<std::size_t>(p.batch * p.heads * p.tokens_q));
     params.lse = {rows.to, {p.batch, p.heads, p.tokens_q, 1}, {p.heads * p.tokens_q, p.tokens_q, 1, 1}, Element::f32};
   }
-  Projection projection{};
-  if (choice.projects) {
-    const int64_t rows_of_tiles = p.batch * p.heads * params.q_blocks.count * params.q_blocks.rows;
-    projection = {allocator.take<float>(static_cast<std::size_t>(rows_of_tiles)), params.sinks, saved_lse, params.dlse};
-  }
   const Result dk(p.dk, allocator), dv(p.dv, allocator);
   const auto name = [choice] {
     return text("backward ", choice.f16 ? "in f16" : "in bf16", ", mma.sync, ", choice.kernel.queries, " x ",
-                choice.kernel.keys, " tiles", choice.projects ? ", after a sweep that sums rows" : "",
-                choice.sums == Sums::integers ? ", dq in integers" : "");
+                choice.kernel.keys, " tiles", choice.sums == Sums::integers ? ", dq in integers" : "");
   };
   auto run = [=, &p](cudaStream_t stream) mutable {
     const BackwardKernel& kernel = choice.kernel;
@@ -54,22 +48,16 @@ Plan backward(const Problem& p, void* workspace) {
     count_blocks(params.q_blocks, params.k_blocks, stream);
     const int processors = card(p.device_index).multiprocessors;
     const KernelParams arguments{backward_params(p, params, processors, dk.output(), dv.output()), p.deterministic,
-                                 terms, projection, classes};
-    const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.key_parts,
-                  sweep_blocks = p.batch * p.kv_heads * params.q_blocks.count * kernel.query_parts;
-    const bool sweeps = choice.projects && blocks && sweep_blocks;
+                                 terms, classes};
+    const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.key_parts;
     seen.preprocess(stream);
     compute_gauges(p, terms, stream);
     if (choice.has_classes) classify(p, terms, classes, stream);
     if (rows.to) remove_gauges(rows, stream);
     preprocess(params, stream);
-    if (sweeps)
-      launch_general_pdl(kernel.sweep, static_cast<unsigned>(sweep_blocks), kernel.threads, kernel.shared_bytes, stream,
-                         arguments);
     if (blocks)
       launch_general_pdl(kernel.function, static_cast<unsigned>(blocks), kernel.threads, kernel.shared_bytes, stream,
                          arguments);
-    if (sweeps) add_lambda_to_delta(arguments.a, projection.lambda, stream);
     if (p.dq.elements()) postprocess_dq(arguments.a, params.tile_dim, choice.sums, strided(p.dq), stream);
     if (p.dq.elements() && blocks && (p.windowed || p.mask.present())) {
       if (p.plain_logits())

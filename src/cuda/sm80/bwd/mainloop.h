@@ -161,10 +161,9 @@ __device__ bool Backward<T, Dim, kind>::needs_mask(int query) const {
          a.mask.keys_of(query + kQueries - 1, w.q.tokens, w.k.tokens).first > w.first_key;
 }
 
-// Turns s into logits and dp into dp - delta, and multiplies `factor`, which may be dp, by the derivative of a softcap.
+// Turns s into logits, and dp into dp - delta times the derivative of a softcap.
 template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::add_logit_terms(TileS& s, TileS& dp, TileS& factor, const Step& step,
-                                                        int stage) const {
+__device__ void Backward<T, Dim, kind>::add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const {
   const LogitTerms& terms = params.terms;
   const float product_scale = shared.product_scale, scale = shared.q_k_scale * terms.scale;
   const float scale_left = terms.softcap != 0.f ? 1.f : scale;
@@ -178,7 +177,7 @@ __device__ void Backward<T, Dim, kind>::add_logit_terms(TileS& s, TileS& dp, Til
       y = __fmaf_rn(y, product_scale, -deltas[i / 2 % 2]);
       if (terms.softcap == 0.f) continue;
       const Capped capped = softcap(terms, x * scale);
-      x = capped.x, factor[m].x[i] *= capped.derivative;
+      x = capped.x, y *= capped.derivative;
     }
   }
   if (has_mask_tile() && !terms.slopes) return add_mask_tile(s, scale_left, true);
@@ -283,7 +282,7 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
   MBlock at = first_tile();  // of the next iteration that is loaded
   if (shared.iterations) {
     const Step step = next_step(at, 0);
-    load_q(step, 0), load_do(step, 0), load_lambda(step, 0);
+    load_q(step, 0), load_do(step, 0);
     if constexpr (HasMask) load_mask(step, true);
     // A tile of the mask is loaded an iteration ahead, so its class is read two iterations ahead.
     if constexpr (HasClasses) load_mask_class(first_tile(), 0), load_mask_class(at, 1);
@@ -298,22 +297,19 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
     const bool more = n + 1 < shared.iterations;
     if (more) {
       const Step next = next_step(at, n + 1);
-      load_q(next, (n + 1) % kStages), load_lambda(next, (n + 1) % kStages);
+      load_q(next, (n + 1) % kStages);
       if (kDoStages > 1) load_do(next, (n + 1) % kDoStages);
     }
     ptx::cp_async_commit();
     // s = q k^T and dp = do v^T, and p and ds of them.
-    TileS s, dp, derivative;
+    TileS s, dp;
     for (auto& block : s) block.zero();
     for (auto& block : dp) block.zero();
     const auto multiply_dp = [&] { mma_ABt(dp, do_, PartS::row_block(warp), v, PartS::column_block(warp)); };
     if (General) multiply_dp();
     mma_ABt(s, q, PartS::row_block(warp), k, PartS::column_block(warp));
-    if constexpr (Projects)
-      for (auto& block : derivative)
-        for (float& x : block.x) x = 1.f;
     if constexpr (General)
-      add_logit_terms(s, dp, Projects ? derivative : dp, step, stage);
+      add_logit_terms(s, dp, step, stage);
     else if constexpr (HasMask)
       add_mask_tile(s, shared.q_k_scale * a.scale, needs_mask_tile(n));
     take_p(s, stage);
@@ -321,7 +317,6 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
     hide(s, step.query);
     store(s, p.data);
     take_ds(s, dp, stage);
-    if constexpr (Projects) take_projection(s, dp, derivative);
     store(dp, ds.data);
     __syncthreads();
     if constexpr (HasMask) {
@@ -336,7 +331,6 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
     TileDq dq;
     const auto multiply_dq = [&](int half) {
       for (auto& block : dq) block.zero();
-      if constexpr (Projects) project(dq, half, stage);
       mma_AB<kKeys>(dq, ds, PartDq::row_block(warp), k, PartDq::column_block(warp) + half * (kDqColumns / 16));
     };
     // `between` is called with the number of each 16 queries, first of dv and then of dk.
@@ -358,7 +352,6 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
       continue;
     }
     multiply_dv_and_dk([](int) {});
-    if constexpr (Projects) project(dk, q, stage);
     for (int half = 0; half < (C::kDqHalves ? 2 : 1); ++half) multiply_dq(half), add(dq, step, half);
   }
 }

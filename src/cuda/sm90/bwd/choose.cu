@@ -65,8 +65,7 @@ BackwardKernels choose_kernels(const Problem& p) {
 std::optional<std::string> backward_unsupported_reason(const Problem& p) {
   if (const int64_t tokens = std::max(p.tokens_q, p.tokens_k); tokens > kMaxTokens)
     return text("its backward pass takes up to ", kMaxTokens, " tokens, found ", tokens);
-  if (choose_backward(p).projects)
-    return "its backward pass has no bias_correction gproj; it has: f16, none, beta, exact_delta";
+  if (auto reason = bias_correction_unsupported_reason(p)) return reason;
   return missing_exact_output(p);
 }
 
