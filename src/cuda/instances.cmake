@@ -31,29 +31,32 @@ octet_instance(sm90/bwd Bf16 instances.h "Kernel backward_kernel<Bf16, Parts::fi
 octet_instance(sm90/bwd F16 instances.h "Kernel backward_kernel<F16, Parts::first>(int64_t, Sums)")
 octet_instance(sm90/bwd F16_further instances.h "Kernel backward_kernel<F16, Parts::further>(int64_t, Sums)")
 
+# sm80: which kernels there are is said in sm80/kinds.h and by the choose.cu of each pass.
 foreach(precision Bf16 F16 F32 Bf16F16Compute)
-  foreach(general false true)
-    octet_instance(sm80/fwd ${precision}_general_${general} kernel.h
-      "ForwardKernel forward_kernel_of<Precision${precision}, ${general}, false>(int64_t)")
-    if(NOT precision STREQUAL Bf16F16Compute)
-      octet_instance(sm80/fwd ${precision}_few_general_${general} kernel.h
-        "ForwardKernel forward_kernel_of<Precision${precision}, ${general}, true>(int64_t)")
-    endif()
+  foreach(logits plain masked general)
+    foreach(rows queries pairs)
+      if(NOT "${precision}_${logits}" STREQUAL F32_masked AND NOT "${logits}_${rows}" STREQUAL masked_pairs AND
+         NOT "${precision}_${rows}" STREQUAL Bf16F16Compute_pairs)
+        octet_instance(sm80/fwd ${precision}_${logits}_${rows} kernel.h
+          "ForwardKernel forward_kernel_of<Precision${precision}, Logits::${logits}, TileRows::${rows}>(int64_t)")
+      endif()
+    endforeach()
   endforeach()
-  if(NOT precision STREQUAL F32)
-    octet_instance(sm80/fwd ${precision}_masked kernel.h
-      "ForwardKernel masked_forward_kernel_of<Precision${precision}>(int64_t)")
-  endif()
 endforeach()
 foreach(type Bf16 F16)
-  foreach(kind small large masked general)
-    octet_instance(sm80/bwd ${type}_${kind} kernel.h "BackwardKernel backward_kernel<${type}, BackwardKind::${kind}>(int)")
-  endforeach()
-  foreach(general false true)
-    octet_instance(sm80/jvp ${type}_general_${general} kernel.h "JvpKernel jvp_kernel<${type}, ${general}>(int64_t)")
+  foreach(logits plain masked general)
+    foreach(memory small large)
+      if(NOT "${logits}_${memory}" STREQUAL general_large)
+        octet_instance(sm80/bwd ${type}_${logits}_${memory} kernel.h
+          "BackwardKernel backward_kernel<${type}, Logits::${logits}, SharedMemory::${memory}>(int)")
+      endif()
+    endforeach()
   endforeach()
 endforeach()
-foreach(general false true)
-  octet_instance(sm80/bwd F32_general_${general} f32_entry.h
-    "void launch_f32<${general}>(int, const F32Params&, int64_t, int64_t, cudaStream_t)")
+foreach(logits plain general)
+  foreach(type Bf16 F16)
+    octet_instance(sm80/jvp ${type}_${logits} kernel.h "JvpKernel jvp_kernel<${type}, Logits::${logits}>(int64_t)")
+  endforeach()
+  octet_instance(sm80/bwd F32_${logits} f32_entry.h
+    "void launch_f32<Logits::${logits}>(int, const F32Params&, int64_t, int64_t, cudaStream_t)")
 endforeach()

@@ -56,6 +56,11 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+Logits logits_of(const Problem& p) {
+  if (p.plain_logits()) return Logits::plain;
+  return mask_tensor(p).chunks && !p.softcap && !p.alibi_slopes.present() ? Logits::masked : Logits::general;
+}
+
 LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace) {
   LogitTerms t{.scale = p.scale, .softcap = p.softcap, .inverse_softcap = p.softcap ? 1.f / p.softcap : 0.f};
   const bool slopes = p.alibi_slopes.present();

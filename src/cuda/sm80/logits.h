@@ -13,6 +13,7 @@
 #include "cuda/operands/mask_tensor.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/types.h"
+#include "cuda/sm80/kinds.h"
 
 namespace octet::cuda::sm80 {
 
@@ -41,6 +42,8 @@ struct LogitTerms {
   }
 };
 
+// Returns what the logits of a problem are.
+Logits logits_of(const Problem& p);
 // Allocates the gauges of a problem.
 LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace);
 // Computes them, where there are any.

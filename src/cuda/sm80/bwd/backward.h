@@ -25,22 +25,24 @@ struct KernelParams {
   BackwardParams a;
   bool integers;  // dq is summed in integers
   LogitTerms terms;
-  MaskClasses mask_classes;  // kind: masked
+  MaskClasses mask_classes;  // of masked logits
 };
 
-template <class T, int Dim, BackwardKind kind>
+template <class Kind>
 struct Backward {
-  using C = BackwardConfig<Dim, kind>;
-  using Tiles = BackwardTile<Dim>;  // of preprocessing; a tile of this kernel is a part of one
-  static constexpr bool General = kind == BackwardKind::general;
-  static constexpr bool HasClasses = kind == BackwardKind::masked, HasMask = General || HasClasses;
+  using T = typename Kind::T;
+  using C = typename Kind::Config;
+  static constexpr int kDim = Kind::kDim;
+  static constexpr bool kPlain = Kind::kLogits == Logits::plain, kMasked = Kind::kLogits == Logits::masked,
+                        kGeneral = Kind::kLogits == Logits::general;
+  using Tiles = BackwardTile<kDim>;  // of preprocessing; a tile of this kernel is a part of one
   static constexpr int kQueries = C::kQueries, kKeys = C::kKeys, kStages = C::kStages, kDoStages = C::kDoStages;
   static constexpr int kBuffers = C::kBuffers;
   static constexpr int kThreads = 32 * C::kWarps;
   static constexpr int kQueryParts = Tiles::kQueries / kQueries, kKeyParts = Tiles::kKeys / kKeys;
 
-  using TileQ = PanelTile<T, kQueries, Dim>;
-  using TileK = PanelTile<T, kKeys, Dim>;
+  using TileQ = PanelTile<T, kQueries, kDim>;
+  using TileK = PanelTile<T, kKeys, kDim>;
   // The rows of s and dp, and the columns that all warps compute at a time: where keys are rows, 32 queries each.
   static constexpr int kSRows = C::kKeysAsRows ? kKeys : kQueries;
   static constexpr int kSColumns = C::kKeysAsRows ? 32 * C::kWarps / C::kKeyWarpRows : kKeys;
@@ -50,8 +52,8 @@ struct Backward {
   static constexpr bool kSharesP = !C::kKeysAsRows || PartS::kColumnParts > 1;
   static constexpr int kPColumns = C::kKeysAsRows ? kQueries : kKeys;
   using TileP = PanelTile < T, kSRows, kPColumns<kPanelColumns ? kPanelColumns : kPColumns>;
-  using PartK = WarpPart<kKeys, Dim, C::kWarps, C::kKeyWarpRows>;
-  using PartDq = WarpPart<kQueries, Dim, C::kWarps, C::kDqWarpRows>;
+  using PartK = WarpPart<kKeys, kDim, C::kWarps, C::kKeyWarpRows>;
+  using PartDq = WarpPart<kQueries, kDim, C::kWarps, C::kDqWarpRows>;
   using TileS = Accumulator<PartS::kColumns>[PartS::kBlocks];
   using OperandS = Operand<T, PartS::kColumns>[PartS::kBlocks];
   using TileDk = Accumulator<PartK::kColumns>[PartK::kBlocks];
@@ -92,12 +94,12 @@ struct Backward {
     int iterations;
     Step steps[kSteps];
     // The gauges of the current tile of a mask tensor; that tile lies in memory after this struct.
-    alignas(C::kKeysAsRows ? 8 : 4) float gauge[C::kKeysAsRows ? kStages : 1][HasMask ? kQueries : 1];
-    int mask_class[HasClasses ? kSteps : 0];
+    alignas(C::kKeysAsRows ? 8 : 4) float gauge[C::kKeysAsRows ? kStages : 1][!kPlain ? kQueries : 1];
+    int mask_class[kMasked ? kSteps : 0];
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + kChunkBytes - 1) / kChunkBytes * kChunkBytes;
   static_assert(C::kWarps > 4 ||
-                kSharedBytes + (HasMask ? kMaskRows * mask_row_bytes(kMaskColumns, kMostMaskBytes) : 0) <=
+                kSharedBytes + (!kPlain ? kMaskRows * mask_row_bytes(kMaskColumns, kMostMaskBytes) : 0) <=
                     kMostSharedBytes);
 
   const KernelParams& params;
@@ -117,14 +119,14 @@ struct Backward {
   __device__ Step next_step(MBlock& at, int n) const;
   __device__ void load_q(const Step& step, int stage) const;
   __device__ void load_do(const Step& step, int stage) const;
-  __device__ bool has_mask_tile() const { return HasMask && params.terms.mask && params.terms.mask_chunks; }
+  __device__ bool has_mask_tile() const { return !kPlain && params.terms.mask && params.terms.mask_chunks; }
   __device__ unsigned char* mask_tile() const { return reinterpret_cast<unsigned char*>(&shared) + kSharedBytes; }
   __device__ const int* mask_classes(int head, int tile) const {
     return params.mask_classes.of(w.batch, head, tile) + w.first_key / kKeys;
   }
   __device__ void skip_hidden_queries() const;
   __device__ void load_mask_class(const MBlock& at, int n) const;
-  __device__ bool needs_mask_tile(int n) const { return !HasClasses || shared.mask_class[n % kSteps] != kZeros; }
+  __device__ bool needs_mask_tile(int n) const { return !kMasked || shared.mask_class[n % kSteps] != kZeros; }
   __device__ void load_mask(const Step& step, bool tile) const;
   __device__ unsigned char* mask_tile_by_keys() const;
   __device__ void load_gauges(const Step& step, int stage) const;
@@ -149,7 +151,7 @@ struct Backward {
   // opaque() stops the compiler from computing the address once more for each number.
   __device__ float* float_sums(const Step& step) const {
     return const_cast<float*>(
-        ptx::opaque(static_cast<const float*>(a.dq) + sums_of<kSumsAtOnce<Dim, Sums::floats>>(step)));
+        ptx::opaque(static_cast<const float*>(a.dq) + sums_of<kSumsAtOnce<kDim, Sums::floats>>(step)));
   }
   template <int AtOnce>
   static __device__ int sums_of_quad(int half, int quad);

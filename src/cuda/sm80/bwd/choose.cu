@@ -4,26 +4,28 @@
 namespace octet::cuda::sm80 {
 namespace {
 
-// The kernels of a type of operands, by what they are for.
+// The kernels of a type of operands.
 struct Row {
-  BackwardKernel (*small)(int dim), (*large)(int dim), (*masked)(int dim), (*general)(int dim);
+  BackwardKernel (*plain)(int dim), (*masked)(int dim), (*general)(int dim), (*large_plain)(int dim),
+      (*large_masked)(int dim);
 };
 template <class T>
-constexpr Row kRow = {backward_kernel<T, BackwardKind::small>, backward_kernel<T, BackwardKind::large>,
-                      backward_kernel<T, BackwardKind::masked>, backward_kernel<T, BackwardKind::general>};
+constexpr Row kRow = {
+    backward_kernel<T, Logits::plain, SharedMemory::small>, backward_kernel<T, Logits::masked, SharedMemory::small>,
+    backward_kernel<T, Logits::general, SharedMemory::small>, backward_kernel<T, Logits::plain, SharedMemory::large>,
+    backward_kernel<T, Logits::masked, SharedMemory::large>};
 
 BackwardKernel kernel_of(const Problem& p, const BackwardChoice& choice, const MaskTensor& mask) {
   const Row& row = choice.f16 ? kRow<F16> : kRow<Bf16>;
+  const Logits logits = logits_of(p);
   const int dim = choice.dim, bytes = card(p.device_index).shared_bytes;
-  if (!p.plain_logits()) {
-    if (!mask.chunks || p.softcap || p.alibi_slopes.present() || dim > 128) return row.general(dim);
-    const BackwardKernel masked = row.masked(dim);
-    return masked.bytes_with(mask) <= bytes ? masked : row.general(dim);
-  }
-  if (dim == 128)
-    for (const BackwardKernel& kernel : {row.large(dim), row.masked(dim)})
-      if (kernel.shared_bytes <= bytes) return kernel;
-  return row.small(dim);
+  const auto fits = [&](const BackwardKernel& kernel) { return kernel.bytes_with(mask) <= bytes; };
+  if (logits == Logits::plain && dim == 128)
+    for (const BackwardKernel& kernel : {row.large_plain(dim), row.large_masked(dim)})
+      if (fits(kernel)) return kernel;
+  if (logits == Logits::masked && dim <= 128)
+    if (const BackwardKernel kernel = (dim == 64 ? row.masked : row.large_masked)(dim); fits(kernel)) return kernel;
+  return (logits == Logits::plain ? row.plain : row.general)(dim);
 }
 
 }  // namespace

@@ -1,19 +1,19 @@
 // Every tile size and stage count of the backward pass.
 #pragma once
 #include "cuda/bwd/tile_sizes.h"
+#include "cuda/sm80/kinds.h"
 
 namespace octet::cuda::sm80 {
 
-// Which kernel: for the 99 KB of shared memory that every GPU has; for the 227 KB of Hopper, at dim 128; for mask
-// tensors as the only term beside scale q.k, up to dim 128, and without one for the 163 KB of an A100, at dim 128; or
-// for logits with any terms, which need registers.
-enum class BackwardKind : int { small, large, masked, general };
+// The shared memory that a kernel needs: the 99 KB that every GPU has, or, of head dims from 65 to 128, more: plain
+// logits the 227 KB of Hopper, masked logits the 163 KB of an A100, which take plain ones there too.
+enum class SharedMemory : int { small, large };
 
 // A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with `kStages` stages of q,
 // `kDoStages` of do, and `kBuffers` of p and ds; `kBlocks` thread blocks share a multiprocessor that has shared memory
 // for them. The warps divide a product into rows and columns: `kWarpRows` parts of the rows of s and dp, of dk and dv,
 // and of dq. With `kKeysAsRows` (mainloop_by_keys.h) the rows of s and dp are keys, divided as those of dk and dv are.
-template <int Dim, BackwardKind kind>
+template <int Dim, Logits logits, SharedMemory memory = SharedMemory::small>
 struct BackwardConfig;
 struct BackwardDefaults {
   static constexpr int kWarps = 4, kStages = 2, kBuffers = 1;
@@ -24,47 +24,56 @@ struct BackwardDefaults {
   static constexpr bool kKeysAsRows = false;
 };
 template <>
-struct BackwardConfig<64, BackwardKind::small> : BackwardDefaults {
+struct BackwardConfig<64, Logits::plain> : BackwardDefaults {
   static constexpr int kQueries = 64, kKeys = 128, kDoStages = 2, kBlocks = 2;
   static constexpr int kKeyWarpRows = 4;
   static constexpr bool kKeysAsRows = true;
 };
 template <>
-struct BackwardConfig<128, BackwardKind::small> : BackwardDefaults {
+struct BackwardConfig<128, Logits::plain> : BackwardDefaults {
   static constexpr int kQueries = 64, kKeys = 64, kDoStages = 1, kBlocks = 2;
   static constexpr bool kDqHalves = true;
 };
 template <>
-struct BackwardConfig<256, BackwardKind::small> : BackwardDefaults {
+struct BackwardConfig<256, Logits::plain> : BackwardDefaults {
   static constexpr int kQueries = 32, kKeys = 32, kDoStages = 1, kBlocks = 2;
   static constexpr int kKeyWarpRows = 1, kDqWarpRows = 1;
   static constexpr bool kDqHalves = true;
 };
 template <>
-struct BackwardConfig<128, BackwardKind::large> : BackwardDefaults {
+struct BackwardConfig<128, Logits::plain, SharedMemory::large> : BackwardDefaults {
   static constexpr int kWarps = 8, kQueries = 64, kKeys = 128, kBlocks = 1;
   static constexpr int kStages = 3, kDoStages = 3, kBuffers = 2;
   static constexpr int kKeyWarpRows = 4;
   static constexpr bool kKeysAsRows = true;
 };
 template <>
-struct BackwardConfig<64, BackwardKind::masked> : BackwardConfig<64, BackwardKind::small> {};
+struct BackwardConfig<64, Logits::masked> : BackwardConfig<64, Logits::plain> {};
 template <>
-struct BackwardConfig<128, BackwardKind::masked> : BackwardDefaults {
+struct BackwardConfig<128, Logits::masked, SharedMemory::large> : BackwardDefaults {
   static constexpr int kWarps = 8, kQueries = 64, kKeys = 128, kDoStages = 2, kBlocks = 1;
   static constexpr int kKeyWarpRows = 4;
   static constexpr bool kSpreadsDq = true;
 };
 template <>
-struct BackwardConfig<64, BackwardKind::general> : BackwardDefaults {
+struct BackwardConfig<64, Logits::general> : BackwardDefaults {
   static constexpr int kQueries = 64, kKeys = 64, kDoStages = 2, kBlocks = 2;
 };
 template <>
-struct BackwardConfig<128, BackwardKind::general> : BackwardDefaults {
+struct BackwardConfig<128, Logits::general> : BackwardDefaults {
   static constexpr int kQueries = 32, kKeys = 64, kDoStages = 1, kBlocks = 2;
 };
 template <>
-struct BackwardConfig<256, BackwardKind::general> : BackwardConfig<256, BackwardKind::small> {};
+struct BackwardConfig<256, Logits::general> : BackwardConfig<256, Logits::plain> {};
+
+// What a kernel is compiled for. Without a mask tensor, masked logits are plain.
+template <class T_, int Dim, Logits logits, SharedMemory memory>
+struct BackwardKind {
+  using T = T_;
+  using Config = BackwardConfig<Dim, logits, memory>;
+  static constexpr int kDim = Dim;
+  static constexpr Logits kLogits = logits;
+};
 
 // The part of a product of `Rows` x `Columns` numbers that one warp computes.
 template <int Rows, int Columns, int Warps, int WarpRows>

@@ -23,27 +23,26 @@ __device__ void add_at_once(float* to, const float* x) {
 // Returns where the sums of this thread's first number of dq lie, where threads add AtOnce of them at a time. The
 // layout of the sums is that of two warpgroups' accumulators (see postprocess_dq.cu): 64 queries each, with all
 // channels or half of them.
-template <class T, int Dim, BackwardKind kind>
+template <class Kind>
 template <int AtOnce>
-__device__ int64_t Backward<T, Dim, kind>::sums_of(const Step& step) const {
+__device__ int64_t Backward<Kind>::sums_of(const Step& step) const {
   const int row = step.first + 16 * PartDq::row_block(warp);
-  return int64_t{step.tile} * (Tiles::kQueries * Dim) + row / kWarpgroupRows * (kWarpgroupRows * Dim) +
+  return int64_t{step.tile} * (Tiles::kQueries * kDim) + row / kWarpgroupRows * (kWarpgroupRows * kDim) +
          2 * PartDq::column_block(warp) * (4 * kWarpgroup) + (row % kWarpgroupRows * 2 + lane) * AtOnce;
 }
 
 // Returns where from there on those of the thread's four numbers `quad` lie.
-template <class T, int Dim, BackwardKind kind>
+template <class Kind>
 template <int AtOnce>
-__device__ int Backward<T, Dim, kind>::sums_of_quad(int half, int quad) {
+__device__ int Backward<Kind>::sums_of_quad(int half, int quad) {
   constexpr int kQuadsOfBlock = kDqColumns / 8;
   return quad / kQuadsOfBlock * (32 * AtOnce) + (half * kQuadsOfBlock + quad % kQuadsOfBlock) * (4 * kWarpgroup);
 }
 
 // Adds four numbers of a thread's dq, times `scale`, to sums of floats.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::add_floats(const TileDq& dq, float* sums, float scale, int half,
-                                                   int quad) const {
-  constexpr int kAtOnce = kSumsAtOnce<Dim, Sums::floats>, kQuadsOfBlock = kDqColumns / 8;
+template <class Kind>
+__device__ void Backward<Kind>::add_floats(const TileDq& dq, float* sums, float scale, int half, int quad) const {
+  constexpr int kAtOnce = kSumsAtOnce<kDim, Sums::floats>, kQuadsOfBlock = kDqColumns / 8;
   const float* const x = &dq[quad / kQuadsOfBlock].x[quad % kQuadsOfBlock * 4];
 #pragma unroll
   for (int j = 0; j < 4; j += kAtOnce) {
@@ -55,17 +54,16 @@ __device__ void Backward<T, Dim, kind>::add_floats(const TileDq& dq, float* sums
 }
 
 // Adds part `part` of `parts` of a thread's dq.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::add_part(const TileDq& dq, float* sums, float scale, int part,
-                                                 int parts) const {
+template <class Kind>
+__device__ void Backward<Kind>::add_part(const TileDq& dq, float* sums, float scale, int part, int parts) const {
 #pragma unroll
   for (int quad = 0; quad < kDqQuads; ++quad)
     if (quad * parts / kDqQuads == part) add_floats(dq, sums, scale, 0, quad);
 }
 
 // Adds a thread's dq to sums of integers.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::add_integers(const TileDq& dq, const Step& step, int half) const {
+template <class Kind>
+__device__ void Backward<Kind>::add_integers(const TileDq& dq, const Step& step, int half) const {
   constexpr int kQuadsOfBlock = kDqColumns / 8;
   int* const sums = static_cast<int*>(a.dq) + sums_of<1>(step);
   // Each part has its own scales; postprocessing reads those of the first.
@@ -90,8 +88,8 @@ __device__ void Backward<T, Dim, kind>::add_integers(const TileDq& dq, const Ste
 }
 
 // Adds a thread's dq to the sums.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::add(const TileDq& dq, const Step& step, int half) const {
+template <class Kind>
+__device__ void Backward<Kind>::add(const TileDq& dq, const Step& step, int half) const {
   if (params.integers) return add_integers(dq, step, half);
   float* const sums = float_sums(step);
   const float scale = shared.dq_scale;
@@ -115,9 +113,8 @@ __device__ void add_row(const Type* from, Accumulator<Columns>& x, int which, in
 
 // Writes x scale 2^exponent to rows of dk or dv, added to what earlier parts of the queries have written. 2^exponent
 // may not be a float, so it is applied as two factors.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::write(const Output& out, TileDk& x, float scale, int exponent,
-                                              int columns) const {
+template <class Kind>
+__device__ void Backward<Kind>::write(const Output& out, TileDk& x, float scale, int exponent, int columns) const {
   const float first = scale * exp2f(static_cast<float>(exponent / 2)),
               second = exp2f(static_cast<float>(exponent - exponent / 2));
   // opaque() stops the compiler from keeping what follows in registers throughout the mainloop.

@@ -78,7 +78,8 @@ Plan backward_f32(const Problem& p, void* workspace) {
     }
     const int64_t key_blocks = p.dk.elements() || p.dv.elements() ? p.batch * p.kv_heads * a.k_blocks.count : 0;
     const int64_t query_blocks = p.dq.elements() ? p.batch * p.heads * a.q_blocks.count : 0;
-    (p.plain_logits() ? launch_f32<false> : launch_f32<true>)(dim, a, key_blocks, query_blocks, stream);
+    (p.plain_logits() ? launch_f32<Logits::plain> : launch_f32<Logits::general>)(dim, a, key_blocks, query_blocks,
+                                                                                 stream);
     if (p.dsinks.elements()) sum_f32_dsinks(strided(p.lse), delta, sinks(p.sinks), strided(p.dsinks), stream);
   };
   return plan_of(p, allocator, name, std::move(run));

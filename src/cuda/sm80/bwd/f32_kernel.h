@@ -63,10 +63,11 @@ struct F32Tile<256> {
 template <int Dim>
 constexpr int kF32Rows = 16 * F32Tile<Dim>::kWarps* F32Tile<Dim>::kRowBlocks;
 
-// General: logits may have a softcap, ALiBi and a mask tensor.
-template <int Dim, F32Sums which, bool General>
+// A mask tensor alone is a general logit here.
+template <int Dim, F32Sums which, Logits logits>
 struct F32Backward {
   using C = F32Tile<Dim>;
+  static constexpr bool kGeneral = logits == Logits::general;
   static constexpr bool kOfKeys = which != F32Sums::dq;
   static constexpr bool kSumsDv = which == F32Sums::dk_and_dv || which == F32Sums::dv, kSumsDs = which != F32Sums::dv;
   static constexpr int kRowBlocks = C::kRowBlocks, kTokens = C::kTokens, kRows = kF32Rows<Dim>;
@@ -224,7 +225,7 @@ struct F32Backward {
     };
     each([&](int m, int i, float& p, float& ds) {
       const float saved = lse[query_of(m, i)], of_row = saved == -INFINITY ? INFINITY : saved;
-      if constexpr (General) {
+      if constexpr (kGeneral) {
         const int at_query = query + query_of(m, i), at_key = min(key + key_of(m, i), k().tokens - 1);
         const RowTerms terms =
             row_terms(a.terms, shared.batch, a.k_blocks.cu_seqlens ? k().index : shared.batch, at.head, at_query,
@@ -246,7 +247,7 @@ struct F32Backward {
         p = there & (from_diagonal >= -left) & (from_diagonal <= right) ? p : 0.f;
       });
     }
-    const bool has_delta = General && a.terms.softcap != 0.f;
+    const bool has_delta = kGeneral && a.terms.softcap != 0.f;
     if constexpr (kSumsDs)
       each([&](int m, int i, float& p, float& ds) {
         const float x = p * (ds - (has_delta ? 0.f : delta[query_of(m, i)]));
@@ -382,7 +383,7 @@ struct F32Backward {
 };
 
 // Launches the kernels for that many blocks of keys and of queries of all heads.
-template <bool General>
+template <Logits logits>
 void launch_f32(int dim, const F32Params& a, int64_t key_blocks, int64_t query_blocks, cudaStream_t stream);
 
 }  // namespace octet::cuda::sm80

@@ -17,10 +17,10 @@ constexpr int kMostBlocks = 3;
 template <class C>
 constexpr int kBlocksOf = C::kBlocks < kMostBlocks ? C::kBlocks : kMostBlocks;
 
-template <class T, int Dim, BackwardKind kind>
-__global__ void __launch_bounds__(Backward<T, Dim, kind>::kThreads, kBlocksOf<BackwardConfig<Dim, kind>>)
+template <class Kind>
+__global__ void __launch_bounds__(Backward<Kind>::kThreads, kBlocksOf<typename Kind::Config>)
     backward_by_mma_sync(const __grid_constant__ KernelParams params) {
-  using Kernel = Backward<T, Dim, kind>;
+  using Kernel = Backward<Kind>;
   extern __shared__ __align__(128) unsigned char memory[];
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
@@ -29,10 +29,10 @@ __global__ void __launch_bounds__(Backward<T, Dim, kind>::kThreads, kBlocksOf<Ba
   Kernel{params, params.a, shared, warp, lane, shared.key_block, shared.exponents}.run(blockIdx.x);
 }
 
-template <class T, int Dim, BackwardKind kind>
+template <class Kind>
 BackwardKernel backward_kernel_of() {
-  using Kernel = Backward<T, Dim, kind>;
-  return {.function = backward_by_mma_sync<T, Dim, kind>,
+  using Kernel = Backward<Kind>;
+  return {.function = backward_by_mma_sync<Kind>,
           .queries = Kernel::kQueries,
           .keys = Kernel::kKeys,
           .key_parts = Kernel::kKeyParts,
@@ -40,17 +40,18 @@ BackwardKernel backward_kernel_of() {
           .shared_bytes = Kernel::kSharedBytes,
           .mask_rows = Kernel::kMaskRows,
           .mask_columns = Kernel::kMaskColumns,
-          .has_classes = Kernel::HasClasses};
+          .has_classes = Kernel::kMasked};
 }
 
-template <class T, BackwardKind kind>
+template <class T, Logits logits, SharedMemory memory>
 BackwardKernel backward_kernel(int dim) {
-  if constexpr (kind == BackwardKind::large)
-    return backward_kernel_of<T, 128, kind>();
-  else if constexpr (kind == BackwardKind::masked)
-    return dim == 64 ? backward_kernel_of<T, 64, kind>() : backward_kernel_of<T, 128, kind>();
+  const auto of = [](auto tile_dim) { return backward_kernel_of<BackwardKind<T, tile_dim, logits, memory>>(); };
+  if constexpr (memory == SharedMemory::large)
+    return of(std::integral_constant<int, 128>{});
+  else if constexpr (logits == Logits::masked)
+    return of(std::integral_constant<int, 64>{});
   else
-    return with_tile_dim(dim, [](auto tile_dim) { return backward_kernel_of<T, tile_dim, kind>(); });
+    return with_tile_dim(dim, of);
 }
 
 }  // namespace octet::cuda::sm80

@@ -18,7 +18,9 @@ struct BackwardKernel {
   }
 };
 
-template <class T, BackwardKind kind>
+// Masked logits have kernels of head dims up to 64 in small shared memory, and up to 128 in a large one, where plain
+// logits have one of those too.
+template <class T, Logits logits, SharedMemory memory>
 BackwardKernel backward_kernel(int dim);
 
 }  // namespace octet::cuda::sm80

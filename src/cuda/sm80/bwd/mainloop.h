@@ -6,8 +6,8 @@
 
 namespace octet::cuda::sm80 {
 
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::run(unsigned number) {
+template <class Kind>
+__device__ void Backward<Kind>::run(unsigned number) {
   if (threadIdx.x == 0) {
     KeyBlockInfo& block = shared.key_block;
     KeyBlockScheduler<Tiles::kQueries, Tiles::kKeys>{a}.find(number / kKeyParts, block);
@@ -17,7 +17,7 @@ __device__ void Backward<T, Dim, kind>::run(unsigned number) {
   }
   __syncthreads();
   if (!w.valid() || w.k.index < 0 || w.first_key >= w.k.tokens) return;
-  if constexpr (HasClasses) skip_hidden_queries();
+  if constexpr (kMasked) skip_hidden_queries();
   load_keys();
   do {
     next_part();
@@ -34,17 +34,17 @@ __device__ void Backward<T, Dim, kind>::run(unsigned number) {
   ptx::cp_async_wait<0>();
 }
 
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::load_keys() const {
+template <class Kind>
+__device__ void Backward<Kind>::load_keys() const {
   const int64_t tile = int64_t{w.batch * a.kv_heads + w.kv_head} * a.k_blocks.count + w.block;
-  const int64_t bytes = tile * (Tiles::kKeys * Dim * static_cast<int64_t>(sizeof(T)));
+  const int64_t bytes = tile * (Tiles::kKeys * kDim * static_cast<int64_t>(sizeof(T)));
   load_async<kThreads, Tiles::kKeys>(TileK{shared.k}, a.k + bytes, w.first_key % Tiles::kKeys);
   load_async<kThreads, Tiles::kKeys>(TileK{shared.v}, a.v + bytes, w.first_key % Tiles::kKeys);
 }
 
 // Leaves out the tiles of queries before the first and behind the last from which the mask does not hide the keys.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::skip_hidden_queries() const {
+template <class Kind>
+__device__ void Backward<Kind>::skip_hidden_queries() const {
   if (!has_mask_tile() || warp > 0) return;
   const int group = a.heads / a.kv_heads;
   KeyRange seen{w.tiles.last, w.tiles.first};
@@ -60,8 +60,8 @@ __device__ void Backward<T, Dim, kind>::skip_hidden_queries() const {
 }
 
 // Goes on to the next part of the queries, once all warps have computed the part before.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::next_part() {
+template <class Kind>
+__device__ void Backward<Kind>::next_part() {
   __syncthreads();
   if (threadIdx.x == 0) {
     ++shared.key_block.part;
@@ -69,7 +69,7 @@ __device__ void Backward<T, Dim, kind>::next_part() {
     shared.group = a.heads / a.kv_heads;
     shared.iterations = shared.group * w.tiles.count();
     shared.q_k_scale = exp2f(static_cast<float>(-e.q - e.k));
-    shared.scale_log2 = General || HasMask ? 1.44269504f : a.scale * 1.44269504f * shared.q_k_scale;
+    shared.scale_log2 = !kPlain ? 1.44269504f : a.scale * 1.44269504f * shared.q_k_scale;
     shared.dq_scale = exp2f(static_cast<float>(e.dq));
     shared.product_scale = exp2f(static_cast<float>(e.product));
   }
@@ -77,8 +77,8 @@ __device__ void Backward<T, Dim, kind>::next_part() {
 }
 
 // Finds the step of iteration n, whose tile is `at`, and goes on to the next tile.
-template <class T, int Dim, BackwardKind kind>
-__device__ typename Backward<T, Dim, kind>::Step Backward<T, Dim, kind>::next_step(MBlock& at, int n) const {
+template <class Kind>
+__device__ typename Backward<Kind>::Step Backward<Kind>::next_step(MBlock& at, int n) const {
   const int head = w.kv_head * shared.group + at.head;
   const Step step{(w.batch * a.heads + head) * a.q_blocks.count + w.q.first_block + at.tile / kQueryParts,
                   at.tile % kQueryParts * kQueries, at.tile * kQueries, head};
@@ -88,9 +88,9 @@ __device__ typename Backward<T, Dim, kind>::Step Backward<T, Dim, kind>::next_st
 }
 
 // Starts the copies of q, lse and delta.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::load_q(const Step& step, int stage) const {
-  constexpr int64_t kBytes = Tiles::kQueries * Dim * sizeof(T);
+template <class Kind>
+__device__ void Backward<Kind>::load_q(const Step& step, int stage) const {
+  constexpr int64_t kBytes = Tiles::kQueries * kDim * sizeof(T);
   load_async<kThreads, Tiles::kQueries>(TileQ{shared.q[stage]}, a.q + step.tile * kBytes, step.first);
   constexpr int kChunks = kQueries * sizeof(float) / kChunkBytes;
   static_assert(2 * kChunks <= kThreads);
@@ -102,23 +102,23 @@ __device__ void Backward<T, Dim, kind>::load_q(const Step& step, int stage) cons
     ptx::cp_async(ptx::shared_address(&shared.delta[stage][i]), &rows.delta[step.first + i], kChunkBytes);
 }
 
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::load_do(const Step& step, int stage) const {
-  constexpr int64_t kBytes = Tiles::kQueries * Dim * sizeof(T);
+template <class Kind>
+__device__ void Backward<Kind>::load_do(const Step& step, int stage) const {
+  constexpr int64_t kBytes = Tiles::kQueries * kDim * sizeof(T);
   load_async<kThreads, Tiles::kQueries>(TileQ{shared.do_[stage]}, a.do_ + step.tile * kBytes, step.first);
 }
 
 // Starts the copy of the class of iteration n, whose tile is `at`.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::load_mask_class(const MBlock& at, int n) const {
+template <class Kind>
+__device__ void Backward<Kind>::load_mask_class(const MBlock& at, int n) const {
   if (has_mask_tile() && threadIdx.x == 0)
     ptx::cp_async_word(ptx::shared_address(&shared.mask_class[n % kSteps]),
                        mask_classes(w.kv_head * shared.group + at.head, at.tile));
 }
 
 // Starts the copies of the gauges of a tile's rows and, if asked to, of the tile of the mask tensor.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::load_mask(const Step& step, bool tile) const {
+template <class Kind>
+__device__ void Backward<Kind>::load_mask(const Step& step, bool tile) const {
   if (!has_mask_tile()) return;
   const LogitTerms& t = params.terms;
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
@@ -131,8 +131,8 @@ __device__ void Backward<T, Dim, kind>::load_mask(const Step& step, bool tile) c
 }
 
 // Turns s into scale s + mask - gauge, or into scale s where there is no mask tensor. `needs_tile`: the mask is not 0.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::add_mask_tile(TileS& s, float scale, bool needs_tile) const {
+template <class Kind>
+__device__ void Backward<Kind>::add_mask_tile(TileS& s, float scale, bool needs_tile) const {
   if (!has_mask_tile()) {
     for (auto& block : s) block.scale(scale);
     return;
@@ -154,16 +154,16 @@ __device__ void Backward<T, Dim, kind>::add_mask_tile(TileS& s, float scale, boo
 }
 
 // Returns false if each query of a tile sees all keys of the block.
-template <class T, int Dim, BackwardKind kind>
-__device__ bool Backward<T, Dim, kind>::needs_mask(int query) const {
+template <class Kind>
+__device__ bool Backward<Kind>::needs_mask(int query) const {
   if (w.first_key + kKeys > w.k.tokens) return true;
   return a.mask.keys_of(query, w.q.tokens, w.k.tokens).last < w.first_key + kKeys ||
          a.mask.keys_of(query + kQueries - 1, w.q.tokens, w.k.tokens).first > w.first_key;
 }
 
 // Turns s into logits, and dp into dp - delta times the derivative of a softcap.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const {
+template <class Kind>
+__device__ void Backward<Kind>::add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const {
   const LogitTerms& terms = params.terms;
   const float product_scale = shared.product_scale, scale = shared.q_k_scale * terms.scale;
   const float scale_left = terms.softcap != 0.f ? 1.f : scale;
@@ -196,8 +196,8 @@ __device__ void Backward<T, Dim, kind>::add_logit_terms(TileS& s, TileS& dp, con
 }
 
 // Turns s into p = exp(scale s - lse), also where a query does not see a key.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::take_p(TileS& s, int stage) const {
+template <class Kind>
+__device__ void Backward<Kind>::take_p(TileS& s, int stage) const {
   const float scale_log2 = shared.scale_log2;
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
@@ -217,8 +217,8 @@ __device__ void Backward<T, Dim, kind>::take_p(TileS& s, int stage) const {
 }
 
 // Sets p to 0 where a query does not see a key.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::hide(TileS& p, int query) const {
+template <class Kind>
+__device__ void Backward<Kind>::hide(TileS& p, int query) const {
   if (!needs_mask(query)) return;
   // opaque() stops the compiler from keeping what follows in registers throughout the kernel.
   const int warp = ptx::opaque(this->warp), lane = ptx::opaque(this->lane);
@@ -233,8 +233,8 @@ __device__ void Backward<T, Dim, kind>::hide(TileS& p, int query) const {
 
 // Turns dp into ds = p (dp - delta). With general logits, dp is the second factor already, and what hides a key leaves
 // a ds of 0, whatever dp is.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::take_ds(const TileS& p, TileS& dp, int stage) const {
+template <class Kind>
+__device__ void Backward<Kind>::take_ds(const TileS& p, TileS& dp, int stage) const {
   const float product_scale = shared.product_scale;
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
@@ -242,7 +242,7 @@ __device__ void Backward<T, Dim, kind>::take_ds(const TileS& p, TileS& dp, int s
     const float deltas[kRowsPerThread] = {delta[0], delta[8]};
 #pragma unroll
     for (int i = 0; i < PartS::kColumns / 2; ++i)
-      if constexpr (General)
+      if constexpr (kGeneral)
         dp[m].x[i] = p[m].x[i] == 0.f ? 0.f : p[m].x[i] * dp[m].x[i];
       else
         dp[m].x[i] = p[m].x[i] * __fmaf_rn(dp[m].x[i], product_scale, -deltas[i / 2 % 2]);
@@ -250,8 +250,8 @@ __device__ void Backward<T, Dim, kind>::take_ds(const TileS& p, TileS& dp, int s
 }
 
 // Writes p or ds to a tile, from column 16 `column_block` on.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::store(const OperandS& x, unsigned char* tile, int column_block) const {
+template <class Kind>
+__device__ void Backward<Kind>::store(const OperandS& x, unsigned char* tile, int column_block) const {
   static_assert(PartS::kColumns <= kPanelColumns);
   // opaque() stops the compiler from keeping all addresses in registers throughout the kernel.
   const int first = ptx::opaque(TileP::offset(16 * PartS::row_block(warp) + lane / 4, 2 * column_block) + lane % 4 * 4);
@@ -266,8 +266,8 @@ __device__ void Backward<T, Dim, kind>::store(const OperandS& x, unsigned char* 
 }
 
 // Rounds p or ds, and writes it to a tile.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::store(const TileS& x, unsigned char* tile) const {
+template <class Kind>
+__device__ void Backward<Kind>::store(const TileS& x, unsigned char* tile) const {
   OperandS rounded;
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) convert(x[m], rounded[m]);
@@ -275,17 +275,17 @@ __device__ void Backward<T, Dim, kind>::store(const TileS& x, unsigned char* til
 }
 
 // The iterations of one part of the queries.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
+template <class Kind>
+__device__ void Backward<Kind>::compute(TileDk& dk, TileDk& dv) {
   const TileK k{shared.k}, v{shared.v};
   const TileP p{shared.p[0]}, ds{shared.ds[0]};
   MBlock at = first_tile();  // of the next iteration that is loaded
   if (shared.iterations) {
     const Step step = next_step(at, 0);
     load_q(step, 0), load_do(step, 0);
-    if constexpr (HasMask) load_mask(step, true);
+    if constexpr (!kPlain) load_mask(step, true);
     // A tile of the mask is loaded an iteration ahead, so its class is read two iterations ahead.
-    if constexpr (HasClasses) load_mask_class(first_tile(), 0), load_mask_class(at, 1);
+    if constexpr (kMasked) load_mask_class(first_tile(), 0), load_mask_class(at, 1);
   }
   ptx::cp_async_commit();
   for (int n = 0; n < shared.iterations; ++n) {
@@ -306,23 +306,23 @@ __device__ void Backward<T, Dim, kind>::compute(TileDk& dk, TileDk& dv) {
     for (auto& block : s) block.zero();
     for (auto& block : dp) block.zero();
     const auto multiply_dp = [&] { mma_ABt(dp, do_, PartS::row_block(warp), v, PartS::column_block(warp)); };
-    if (General) multiply_dp();
+    if (kGeneral) multiply_dp();
     mma_ABt(s, q, PartS::row_block(warp), k, PartS::column_block(warp));
-    if constexpr (General)
+    if constexpr (kGeneral)
       add_logit_terms(s, dp, step, stage);
-    else if constexpr (HasMask)
+    else if constexpr (!kPlain)
       add_mask_tile(s, shared.q_k_scale * a.scale, needs_mask_tile(n));
     take_p(s, stage);
-    if (!General) multiply_dp();
+    if (!kGeneral) multiply_dp();
     hide(s, step.query);
     store(s, p.data);
     take_ds(s, dp, stage);
     store(dp, ds.data);
     __syncthreads();
-    if constexpr (HasMask) {
+    if constexpr (!kPlain) {
       const int next = ptx::opaque(n + 1);
       if (more) load_mask(shared.steps[next % kSteps], needs_mask_tile(next));
-      if constexpr (HasClasses) load_mask_class(at, n + 2);
+      if constexpr (kMasked) load_mask_class(at, n + 2);
       ptx::cp_async_commit();
     }
     // dq += ds k, dv += p^T do, dk += ds^T q. do is free after dv, which matters where it has one stage. opaque() stops

@@ -15,8 +15,8 @@ namespace octet::cuda::sm80 {
 
 // Turns s^T into p^T = exp(scale s^T - lse), also where a query does not see a key. `first`: the query of column 0, in
 // the tile.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::take_p_by_keys(TileS& s, int first, int stage) const {
+template <class Kind>
+__device__ void Backward<Kind>::take_p_by_keys(TileS& s, int first, int stage) const {
   const float scale_log2 = shared.scale_log2;
   const float* const lse = &shared.lse[stage][first + fragment_column()];
 #pragma unroll
@@ -39,8 +39,8 @@ __device__ inline KeyRange queries_of(const Mask& mask, int key, int queries, in
 }
 
 // Sets p^T to 0 where a query does not see a key. `query`: that of column 0, in the sequence.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::hide_by_keys(TileS& p, int query) const {
+template <class Kind>
+__device__ void Backward<Kind>::hide_by_keys(TileS& p, int query) const {
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const int key = w.first_key + 16 * (PartS::row_block(warp) + m) + lane / 4;
@@ -51,8 +51,8 @@ __device__ void Backward<T, Dim, kind>::hide_by_keys(TileS& p, int query) const 
 }
 
 // Turns dp^T into ds^T = p^T (dp^T - delta).
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::take_ds_by_keys(const TileS& p, TileS& dp, int first, int stage) const {
+template <class Kind>
+__device__ void Backward<Kind>::take_ds_by_keys(const TileS& p, TileS& dp, int first, int stage) const {
   const float product_scale = shared.product_scale;
   const float* const delta = &shared.delta[stage][first + fragment_column()];
 #pragma unroll
@@ -69,14 +69,14 @@ __device__ void Backward<T, Dim, kind>::take_ds_by_keys(const TileS& p, TileS& d
 }
 
 // Returns where this warp keeps numbers of the mask tensor: those of its keys, for the queries of one pass.
-template <class T, int Dim, BackwardKind kind>
-__device__ unsigned char* Backward<T, Dim, kind>::mask_tile_by_keys() const {
+template <class Kind>
+__device__ unsigned char* Backward<Kind>::mask_tile_by_keys() const {
   return mask_tile() + ptx::opaque(warp) * (32 * mask_row_bytes(kMaskColumns, params.terms.mask_bytes));
 }
 
 // Starts the copies of the gauges of a tile's queries, which are 0 where the mask is bool.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::load_gauges(const Step& step, int stage) const {
+template <class Kind>
+__device__ void Backward<Kind>::load_gauges(const Step& step, int stage) const {
   const LogitTerms& t = params.terms;
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   if (thread >= kQueries) return;
@@ -85,8 +85,8 @@ __device__ void Backward<T, Dim, kind>::load_gauges(const Step& step, int stage)
 }
 
 // Starts the copies of this warp's part of the mask tensor for a pass of iteration n, if it is needed.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::load_mask_by_keys(int n, int pass) const {
+template <class Kind>
+__device__ void Backward<Kind>::load_mask_by_keys(int n, int pass) const {
   if (needs_mask_tile(n)) {
     const LogitTerms& t = params.terms;
     const Step& step = shared.steps[n % kSteps];
@@ -105,8 +105,8 @@ __device__ void Backward<T, Dim, kind>::load_mask_by_keys(int n, int pass) const
 }
 
 // Turns s^T of a pass of iteration n into scale s^T + mask - gauge, and starts to load the mask for the pass after it.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::add_mask_by_keys(TileS& s, int n, int pass) const {
+template <class Kind>
+__device__ void Backward<Kind>::add_mask_by_keys(TileS& s, int n, int pass) const {
   const float scale = shared.q_k_scale * a.scale;
   const float* const gauge = &shared.gauge[n % kStages][32 * pass + fragment_column()];
   if (needs_mask_tile(n)) {
@@ -132,8 +132,8 @@ __device__ void Backward<T, Dim, kind>::add_mask_by_keys(TileS& s, int n, int pa
 }
 
 // The iterations of one part of the queries.
-template <class T, int Dim, BackwardKind kind>
-__device__ void Backward<T, Dim, kind>::compute_by_keys(TileDk& dk, TileDk& dv) {
+template <class Kind>
+__device__ void Backward<Kind>::compute_by_keys(TileDk& dk, TileDk& dv) {
   const TileK k{shared.k}, v{shared.v};
   const int iterations = shared.iterations;
   MBlock at = first_tile();  // of the next iteration that is loaded
@@ -142,15 +142,15 @@ __device__ void Backward<T, Dim, kind>::compute_by_keys(TileDk& dk, TileDk& dv) 
       const Step step = next_step(at, n);
       load_q(step, n % kStages), load_do(step, n % kStages);
       // The mask is loaded an iteration ahead, so its class is read with the tile before it.
-      if constexpr (HasMask) load_gauges(step, n % kStages), load_mask_class(at, n + 1);
+      if constexpr (!kPlain) load_gauges(step, n % kStages), load_mask_class(at, n + 1);
     }
     ptx::cp_async_commit();
   };
-  if (HasMask && iterations) load_mask_class(at, 0);
+  if (!kPlain && iterations) load_mask_class(at, 0);
   load_next(0), load_next(1);
   ptx::cp_async_wait<1>();
   __syncthreads();
-  if constexpr (HasMask)
+  if constexpr (!kPlain)
     if (iterations) load_mask_by_keys(0, 0), ptx::cp_async_wait<0>(), __syncwarp();
   for (int n = 0; n < iterations; ++n) {
     const int stage = n % kStages;
@@ -164,7 +164,7 @@ __device__ void Backward<T, Dim, kind>::compute_by_keys(TileDk& dk, TileDk& dv) 
       for (auto& x : p) x.zero();
       for (auto& x : ds) x.zero();
       mma_ABt(p, k, PartS::row_block(warp), q, block);
-      if constexpr (HasMask) add_mask_by_keys(p, n, pass);
+      if constexpr (!kPlain) add_mask_by_keys(p, n, pass);
       take_p_by_keys(p, 16 * block, stage);
       mma_ABt(ds, v, PartS::row_block(warp), do_, block);
       if (needs_mask(step.query)) hide_by_keys(p, step.query + 16 * block);

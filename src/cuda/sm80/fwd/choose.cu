@@ -10,34 +10,38 @@
 namespace octet::cuda::sm80 {
 namespace {
 
-// The kernels of a recipe: for many queries with plain and with general logits, for few queries likewise, and for a
-// mask tensor as the only term beside scale q.k. Null: there is none.
+using KernelOf = ForwardKernel (*)(int64_t most_dim);
+
+// Returns null where there is no kernel: f32 takes mask tensors as general logits, and where keys are split o is not
+// compensated.
+template <class Precision, Logits logits, TileRows rows>
+constexpr KernelOf kernel_of() {
+  if constexpr (logits == Logits::masked && (rows == TileRows::pairs || kF16Parts<Precision> == 2))
+    return nullptr;
+  else if constexpr (rows == TileRows::pairs && kCompensated<Precision>)
+    return nullptr;
+  else
+    return forward_kernel_of<Precision, logits, rows>;
+}
+
+struct Kernels {
+  KernelOf plain, masked, general;
+};
+template <class Precision, TileRows rows>
+constexpr Kernels kKernels = {kernel_of<Precision, Logits::plain, rows>(), kernel_of<Precision, Logits::masked, rows>(),
+                              kernel_of<Precision, Logits::general, rows>()};
+
+// The kernels of a recipe.
 struct Row {
   ForwardFormats formats;
-  ForwardKernel (*many[2])(int64_t most_dim);
-  ForwardKernel (*few[2])(int64_t most_dim);
-  ForwardKernel (*masked)(int64_t most_dim);
+  Kernels queries, pairs;
 };
 template <class Precision>
 constexpr Row row(const ForwardFormats& formats) {
-  return {formats,
-          {forward_kernel_of<Precision, false, false>, forward_kernel_of<Precision, true, false>},
-          {forward_kernel_of<Precision, false, true>, forward_kernel_of<Precision, true, true>},
-          masked_forward_kernel_of<Precision>};
+  return {formats, kKernels<Precision, TileRows::queries>, kKernels<Precision, TileRows::pairs>};
 }
-constexpr Row kRows[] = {
-    {kF32,
-     {forward_kernel_of<PrecisionF32, false, false>, forward_kernel_of<PrecisionF32, true, false>},
-     {forward_kernel_of<PrecisionF32, false, true>, forward_kernel_of<PrecisionF32, true, true>},
-     nullptr},
-    row<PrecisionF16>(kF16),
-    row<PrecisionBf16>(kBf16),
-    {kBf16F16Compute,
-     {forward_kernel_of<PrecisionBf16F16Compute, false, false>,
-      forward_kernel_of<PrecisionBf16F16Compute, true, false>},
-     {nullptr, nullptr},
-     masked_forward_kernel_of<PrecisionBf16F16Compute>},
-};
+constexpr Row kRows[] = {row<PrecisionF32>(kF32), row<PrecisionF16>(kF16), row<PrecisionBf16>(kBf16),
+                         row<PrecisionBf16F16Compute>(kBf16F16Compute)};
 
 const Row* row_of(const ForwardFormats& formats) {
   const auto* const row =
@@ -45,14 +49,14 @@ const Row* row_of(const ForwardFormats& formats) {
   return row == std::end(kRows) ? nullptr : row;
 }
 
-ForwardKernel kernel_for_many(const Problem& p, const Row& row, bool shifts, int64_t most_dim) {
-  const MaskTensor mask = mask_tensor(p);
-  if (row.masked && mask.chunks && !p.softcap && !p.alibi_slopes.present() && !shifts) {
-    ForwardKernel kernel = row.masked(most_dim);
-    kernel.shared_bytes += kernel.rows * mask_row_bytes(kernel.keys, mask.bytes);
+ForwardKernel kernel_for_queries(const Problem& p, const Row& row, Logits logits, int64_t most_dim) {
+  const Kernels& kernels = row.queries;
+  if (logits == Logits::masked && kernels.masked) {
+    ForwardKernel kernel = kernels.masked(most_dim);
+    kernel.shared_bytes += kernel.rows * mask_row_bytes(kernel.keys, mask_tensor(p).bytes);
     if (kernel.shared_bytes <= card(p.device_index).shared_bytes) return kernel;
   }
-  return row.many[!p.plain_logits() || shifts](most_dim);
+  return (logits == Logits::plain ? kernels.plain : kernels.general)(most_dim);
 }
 
 }  // namespace
@@ -62,16 +66,16 @@ bool has_kernels(const ForwardFormats& formats) { return row_of(formats); }
 ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) {
   const Row& row = *row_of(numerics.formats);
   const int64_t most_dim = std::max(p.dim, p.dim_v);
-  const bool shifts = numerics.beta != 0.f, general = !p.plain_logits() || shifts;
-  const ForwardKernel kernel = kernel_for_many(p, row, shifts, most_dim);
+  const Logits logits = numerics.beta != 0.f ? Logits::general : logits_of(p);
+  const ForwardKernel kernel = kernel_for_queries(p, row, logits, most_dim);
   ForwardChoice choice{.kernel = kernel,
                        .numerics = numerics,
-                       .general = general,
+                       .general = logits != Logits::plain,
                        .f32 = numerics.formats == kF32,
                        .tile_queries = kernel.rows,
                        .tiles = query_tiles(p, kernel.rows)};
   if (!numerics.splits_keys()) return choice;
-  const ForwardKernel few = row.few[general](most_dim);
+  const ForwardKernel few = (choice.general ? row.pairs.general : row.pairs.plain)(most_dim);
   const PackedTiles tiles = packed_tiles(p, few.rows);
   const Card& gpu = card(p.device_index);
   if (!has_few_queries(p, tiles, choice.tiles, gpu.multiprocessors)) return choice;

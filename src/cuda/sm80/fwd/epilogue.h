@@ -6,17 +6,16 @@
 
 namespace octet::cuda::sm80 {
 
-template <class Precision, class Dims, bool General>
-__device__ inline uint32_t* Forward<Precision, Dims, General>::saved(int row) const {
+template <class Kind>
+__device__ inline uint32_t* Forward<Kind>::saved(int row) const {
   const int64_t at = (shared.q_tile.batch * a.o.stride[0] + shared.q_tile.head * a.o.stride[1] +
                       (int64_t{shared.q_tile.q_first} + row) * a.o.stride[2]) *
                      (a.o.element == Element::f32 ? 4 : 2);
   return reinterpret_cast<uint32_t*>(static_cast<unsigned char*>(a.o.data) + at) + threadIdx.x % 4;
 }
 
-template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::flip(const Softmax (&softmax)[kRowBlocks],
-                                                               OTile (&o)[kRowBlocks]) const {
+template <class Kind>
+__device__ inline void Forward<Kind>::flip(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const {
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block)
 #pragma unroll
@@ -38,9 +37,8 @@ __device__ inline void Forward<Precision, Dims, General>::flip(const Softmax (&s
 }
 
 // Adds 2 a, rescaled as o was since the flip.
-template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::unflip(const Softmax (&softmax)[kRowBlocks],
-                                                                 OTile (&o)[kRowBlocks]) const {
+template <class Kind>
+__device__ inline void Forward<Kind>::unflip(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const {
   constexpr int kExponent = Precision::kPExponent;
   __syncwarp();
 #pragma unroll
@@ -65,9 +63,8 @@ __device__ inline void Forward<Precision, Dims, General>::unflip(const Softmax (
 }
 
 // Writes o, its residual and lse of this thread's rows or, where keys are split, o and statistics of this part.
-template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::write(const Softmax (&softmax)[kRowBlocks],
-                                                                OTile (&o)[kRowBlocks]) const {
+template <class Kind>
+__device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const {
   const int kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + shared.q_tile.head / a.group;
   const float v_scale = a.v_scale ? a.v_scale[kv] : 1.f;
   // All rows of a warp meet the same v, so that one of them is enough.
@@ -85,7 +82,7 @@ __device__ inline void Forward<Precision, Dims, General>::write(const Softmax (&
       const float origin = softmax[block].template origin<Precision::kPExponent>(row, softmax[block].m[row]);
       const float log2_sum = l == 0.f ? -INFINITY : origin + log2f(l);
       const float gauge = l == 0.f ? 0.f : gauge_of(at);
-      if constexpr (kShort<Dims>)
+      if constexpr (kPairs)
         if (a.statistics.data && present) *output_row<RowStatistics>(a.statistics, at) = {origin, l, gauge_of(at)};
       const RowSum sum = row_sum(log2_sum, gauge, a.sinks, shared.q_tile.batch, head_of(at));
       share[row] = sum.share;
@@ -116,14 +113,14 @@ __device__ inline void Forward<Precision, Dims, General>::write(const Softmax (&
         break;
     }
   }
-  if ((a.mask.windowed || (General && a.terms.mask)) && __any_sync(~0u, nonfinite))
+  if ((a.mask.windowed || (!kPlain && a.terms.mask)) && __any_sync(~0u, nonfinite))
 #pragma unroll 1
     for (int block = 0; block < kRowBlocks; ++block) recompute_rows(ptx::opaque(block));
 }
 
-template <class Precision, class Dims, bool General>
+template <class Kind>
 template <class T>
-__device__ inline void Forward<Precision, Dims, General>::write_as(int row, OTile& o) const {
+__device__ inline void Forward<Kind>::write_as(int row, OTile& o) const {
   const auto present = [&](int i) { return row + 8 * i < rows_end(); };
 #pragma unroll
   for (int i = 0; i < kRowsPerThread; ++i) store_row(output_row<T>(a.o, row + 8 * i), present(i), o, i, a.dim_v);
@@ -132,8 +129,8 @@ __device__ inline void Forward<Precision, Dims, General>::write_as(int row, OTil
 }
 
 // Recomputes those rows of a row block of this warp that are not finite from the keys that they see.
-template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::recompute_rows(int block) const {
+template <class Kind>
+__device__ inline void Forward<Kind>::recompute_rows(int block) const {
   const int kv_head = shared.q_tile.head / a.group, kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + kv_head;
   const int first = warp_row() + block * kWarpRows;
   const auto value = [&](int key, int channel) {
@@ -145,9 +142,9 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
       return from_parts(row, Dims::kDimV, channel) * (1.f / (1 << kPartsExponent)) * factor * factor;
     }
   };
-  const bool masked = General && a.terms.mask;
+  const bool masked = !kPlain && a.terms.mask;
   if (!masked) {
-    const Keys tiles = kShort<Dims> ? shared.keys : keys_of(shared.q_tile.q_start, kRows);
+    const Keys tiles = kPairs ? shared.keys : keys_of(shared.q_tile.q_start, kRows);
     const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, shared.q_tile.k_tokens)};
     const int last = min(first + kWarpRows, rows_end()) - 1;
     if (!masks_infinite(keys, {range_of(last).first, range_of(first).last}, a.dim_v, value)) return;
@@ -155,7 +152,7 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
   const auto recompute = [&](int row) {
     const int head = head_of(row);
     const auto* const q = a.q.row<QkType>(shared.q_tile.batch, head, int64_t{shared.q_tile.q_first} + query_of(row));
-    const RowTerms terms = General ? terms_of(row) : RowTerms{};
+    const RowTerms terms = !kPlain ? terms_of(row) : RowTerms{};
     const auto logit = [&](int key) {
       const QkType* const k = shared.k_start + key * a.k.stride[2];
       float product = 0.f;
@@ -167,7 +164,7 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
           product = fmaf(from_parts(q, Dims::kDim, c), from_parts(k, Dims::kDim, c), product);
         times_factors(product, shared.q_factor[row - shared.q_tile.q_start], shared.k_factors[key]);
       }
-      if constexpr (General) return logit_of(a.terms, terms, key, product) * a.scale_log2e;
+      if constexpr (!kPlain) return logit_of(a.terms, terms, key, product) * a.scale_log2e;
       return product * a.scale_log2e;
     };
     const auto seen_value = [&](int key, int channel) {
@@ -191,7 +188,7 @@ __device__ inline void Forward<Precision, Dims, General>::recompute_rows(int blo
     }
     return result;
   };
-  if constexpr (kShort<Dims>) {
+  if constexpr (kPairs) {
 #pragma unroll 1
     for (int row = uniform(first), last = uniform(min(first + kWarpRows, rows_end())); row < last; ++row)
       rewrite_rows<Dims::kDimV>(a.o, a.o_residual, output_batch(), head_of(row), shared.q_tile.q_first, query_of(row),

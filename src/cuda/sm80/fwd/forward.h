@@ -10,11 +10,11 @@
 // All warps load the tiles by cp.async, one tile ahead. Each warp computes its own queries and skips tiles that none of
 // them sees.
 //
-// General: logits may have a softcap, ALiBi and a mask tensor (sm80/logits.h), and the maximum may be shifted (bias
-// correction beta), which is then updated in every tile.
+// Logits::general (sm80/kinds.h): logits may have a softcap, ALiBi and a mask tensor (sm80/logits.h), and the maximum
+// may be shifted (bias correction beta), which is then updated in every tile.
 //
-// Short: the rows of a tile are pairs of a query and one of the heads that share k and v. Thread blocks (x, y) for all
-// y compute the same tile, each for its part of the keys; fwd/combine.h combines what they write.
+// TileRows::pairs: thread blocks (x, y) for all y compute the same tile, each for its part of the keys; fwd/combine.h
+// combines what they write.
 //
 // Where o is compensated (fragment/precision.h), V is centred by its mean, and the epilogue adds the mean back. Tensor
 // cores truncate o towards 0 after every 16 keys. Half way through the tiles of keys, o is therefore sign-flipped
@@ -37,15 +37,19 @@ namespace octet::cuda::sm80 {
 
 // P over the stale maximum are kept while they are at most 2 to this power. With general logits the largest is exactly
 // 1 (times 2^kPExponent): they may leave a row one key, whose rounding error nothing would hide.
-template <class Precision, bool General>
-constexpr float kMaxPLog2 = General                                          ? Precision::kPExponent
+template <class Precision, Logits logits>
+constexpr float kMaxPLog2 = logits != Logits::plain                          ? Precision::kPExponent
                             : std::is_same_v<typename Precision::PType, F16> ? 15.f
                                                                              : 10.f;
 
-template <class Precision, class Dims, bool General>
+template <class Kind>
 struct Forward {
-  using Tile = ForwardTile<Dims, General, kF16Parts<Precision>>;
+  using Precision = typename Kind::Precision;
+  using Dims = typename Kind::Dims;
+  static constexpr bool kPlain = Kind::kLogits == Logits::plain, kMasked = Kind::kLogits == Logits::masked,
+                        kGeneral = Kind::kLogits == Logits::general, kPairs = Kind::kTileRows == TileRows::pairs;
   static constexpr int kParts = kF16Parts<Precision>;
+  using Tile = ForwardTile<kParts, Dims, Kind::kLogits, Kind::kTileRows>;
   using QkType = typename Precision::QkType;
   using PType = typename Precision::PType;
   static constexpr int kRowBlocks = Tile::kRowBlocks, kKeys = Tile::kKeys;
@@ -54,9 +58,7 @@ struct Forward {
   using TileQ = SharedTile<QkType, kRows, Dims::kDim>;
   using TileK = SharedTile<QkType, kKeys, Dims::kDim>;
   using TileV = SharedTile<PType, kKeys, Dims::kDimV>;
-  static_assert(!kShort<Dims> || !kCompensated<Precision>);
-  // Logits may have all terms, and the maximum is exact.
-  static constexpr bool kAllTerms = General && !kMasked<Dims>;
+  static_assert(!kPairs || !kCompensated<Precision>);
 
   // The keys that a range of rows sees.
   struct Keys {
@@ -76,15 +78,14 @@ struct Forward {
     float q_factor[kParts > 1 ? kRows : 1], k_factor[Tile::kStages][kParts > 1 ? kKeys : 1];
     float v_factor[Tile::kStages][kParts > 1 ? kKeys : 1];
     // A tile of the mask tensor. Where kMasked it follows this struct, with the bytes that its type takes.
-    alignas(kChunkBytes) unsigned char mask[Tile::kStagesMask && !kMasked<Dims>
-                                                ? kRows * mask_row_bytes(kKeys, sizeof(float))
-                                                : 16];
+    alignas(kChunkBytes) unsigned char mask[Tile::kStagesMask && !kMasked ? kRows * mask_row_bytes(kKeys, sizeof(float))
+                                                                          : 16];
     TileInfo q_tile;
     Keys keys, warp_keys[Tile::kWarps];
     // Of ALiBi and the mask tensor, where logits are general: the slope, and of each row the gauge and the distance
     // that it belongs to.
-    float slope, gauge[General ? kRows : 1];
-    int nearest[General ? kRows : 1];
+    float slope, gauge[!kPlain ? kRows : 1];
+    int nearest[!kPlain ? kRows : 1];
     KeyRange seen;  // the keys that any query of the sequence sees
     // Its first key.
     const QkType* k_start;
@@ -92,16 +93,16 @@ struct Forward {
     const float *k_factors, *v_factors;
     // With kMasked: where the mask of the tile of queries starts, and where the classes of each warp's tiles start.
     const unsigned char* mask_start;
-    const int* mask_classes[kMasked<Dims> ? Tile::kWarps : 0];
+    const int* mask_classes[kMasked ? Tile::kWarps : 0];
     float m_at_flip[kCompensated<Precision> ? kRows : 1];
     // For few queries, whose rows belong to several heads: the end of the rows, and the terms of each row.
     int rows_end;
-    RowTerms terms[General && kShort<Dims> ? kRows : 1];
+    RowTerms terms[!kPlain && kPairs ? kRows : 1];
   };
   static constexpr int kSharedBytes = sizeof(Shared);
   static_assert(kSharedBytes <= kMostSharedBytes);
 
-  using Softmax = std::conditional_t<kAllTerms, ShiftedSoftmax, OnlineSoftmax>;
+  using Softmax = std::conditional_t<kGeneral, ShiftedSoftmax, OnlineSoftmax>;
   using OTile = Accumulator<Dims::kDimV>;
 
   const ForwardParams& a;
@@ -117,15 +118,15 @@ struct Forward {
   }
 
   // Rows are numbered within the sequence: its queries or, where kShort, its pairs of a query and a head of the tile.
-  __device__ int query_of(int row) const { return kShort<Dims> ? row / a.tile_heads : row; }
+  __device__ int query_of(int row) const { return kPairs ? row / a.tile_heads : row; }
   __device__ int head_of(int row) const {
-    return kShort<Dims> ? shared.q_tile.head * a.tile_heads + row % a.tile_heads : shared.q_tile.head;
+    return kPairs ? shared.q_tile.head * a.tile_heads + row % a.tile_heads : shared.q_tile.head;
   }
-  __device__ int rows_end() const { return kShort<Dims> ? shared.rows_end : shared.q_tile.q_tokens; }
+  __device__ int rows_end() const { return kPairs ? shared.rows_end : shared.q_tile.q_tokens; }
   // Finds the tile of this thread block.
   __device__ void start_tile() const {
     shared.q_tile = a.scheduler.at(blockIdx.x);
-    if constexpr (kShort<Dims>) {
+    if constexpr (kPairs) {
       TileInfo& tile = shared.q_tile;
       shared.rows_end = min(tile.q_start + tile.rows, tile.q_tokens) * a.tile_heads;
       tile.q_start *= a.tile_heads;
@@ -133,7 +134,7 @@ struct Forward {
   }
   // Outputs of parts of the keys are apart as batch elements are.
   __device__ int output_batch() const {
-    return kShort<Dims> ? static_cast<int>(shared.q_tile.batch * gridDim.y + blockIdx.y) : shared.q_tile.batch;
+    return kPairs ? static_cast<int>(shared.q_tile.batch * gridDim.y + blockIdx.y) : shared.q_tile.batch;
   }
   __device__ int64_t output_offset(const Output& to, int row) const {
     return to.offset(output_batch(), head_of(row), int64_t{shared.q_tile.q_first} + query_of(row));
@@ -155,14 +156,14 @@ struct Forward {
   }
   // Returns those keys of a row that are this thread block's.
   __device__ KeyRange part_of(const KeyRange& keys) const {
-    if constexpr (!kShort<Dims>) return keys;
+    if constexpr (!kPairs) return keys;
     const int first = max(keys.first, shared.keys.first * kKeys), last = min(keys.last, shared.keys.last * kKeys);
     return {first, max(first, last)};
   }
   // Sets the tiles of keys of the thread block and of its warps.
   __device__ void start_keys() const {
     const bool first = threadIdx.x == 0;
-    if constexpr (!kShort<Dims>) {
+    if constexpr (!kPairs) {
       if (first) shared.keys = keys_of(shared.q_tile.q_start, kRows);
       if (threadIdx.x % 32 == 0) shared.warp_keys[threadIdx.x / 32] = keys_of(warp_row(), kRowsOfWarp);
     } else if (threadIdx.x % 32 == 0) {
@@ -203,7 +204,7 @@ struct Forward {
       const int row = shared.q_tile.q_start + i;
       const RowTerms terms = row_terms(a.terms, shared.q_tile.batch, shared.q_tile.sequence, head_of(row),
                                        query_of(row), shared.q_tile.q_tokens, shared.q_tile.k_tokens, range_of(row));
-      if constexpr (kShort<Dims>) {
+      if constexpr (kPairs) {
         shared.terms[i] = terms;
         continue;
       }
@@ -212,7 +213,7 @@ struct Forward {
     }
   }
   __device__ RowTerms terms_of(int row) const {
-    if constexpr (kShort<Dims>) return shared.terms[row - shared.q_tile.q_start];
+    if constexpr (kPairs) return shared.terms[row - shared.q_tile.q_start];
     const int at = row - shared.q_tile.q_start, i = min(row, shared.q_tile.q_tokens - 1);
     return {shared.slope, shared.gauge[at], i + shared.q_tile.k_tokens - shared.q_tile.q_tokens, shared.nearest[at],
             a.terms.mask_row(shared.q_tile.batch, shared.q_tile.head, i)};
@@ -220,7 +221,7 @@ struct Forward {
   // Returns what the logits of a row lack.
   __device__ float gauge_of(int row) const {
     const int at = row - shared.q_tile.q_start;
-    return !General ? 0.f : kShort<Dims> ? shared.terms[at].gauge : shared.gauge[at];
+    return kPlain ? 0.f : kPairs ? shared.terms[at].gauge : shared.gauge[at];
   }
 
   __device__ void run() const;
@@ -234,7 +235,7 @@ struct Forward {
             LoaderV::source(shared.v_start + tile * kKeys * a.v.stride[2], a.v.stride[2])};
   }
   // True: they are kept in registers. P in f16 leaves none, nor do three thread blocks on a multiprocessor.
-  static constexpr bool kKeepsSources = Precision::kPExponent == 0 && kParts == 1 && !kShort<Dims>;
+  static constexpr bool kKeepsSources = Precision::kPExponent == 0 && kParts == 1 && !kPairs;
 
   // P as a left operand; of parts, with the factors of the sums of its products.
   struct WholeOperand {
@@ -250,11 +251,9 @@ struct Forward {
   __device__ void multiply_pv(const POperand& p, int tile, OTile (&o)[kRowBlocks]) const;
   __device__ void load_q() const;
   __device__ void load_keys(int tile, const Sources& from) const;
-  __device__ bool stages_mask() const {
-    return kMasked<Dims> || (Tile::kStagesMask && a.terms.mask && a.terms.mask_chunks);
-  }
+  __device__ bool stages_mask() const { return kMasked || (Tile::kStagesMask && a.terms.mask && a.terms.mask_chunks); }
   __device__ unsigned char* mask_tile() const {
-    return kMasked<Dims> ? reinterpret_cast<unsigned char*>(&shared) + kSharedBytes : shared.mask;
+    return kMasked ? reinterpret_cast<unsigned char*>(&shared) + kSharedBytes : shared.mask;
   }
   // Returns this thread's numbers of the tile of the mask.
   __device__ MaskFragment<kKeys> mask_of(int block) const {

@@ -5,28 +5,12 @@
 
 namespace octet::cuda::sm80 {
 
-template <class Precision, class Dims, bool General>
-__global__ void __launch_bounds__(Forward<Precision, Dims, General>::kThreads,
-                                  (ForwardTile<Dims, General, kF16Parts<Precision>>::kBlocks))
+template <class Kind>
+__global__ void __launch_bounds__(Forward<Kind>::kThreads, Forward<Kind>::Tile::kBlocks)
     forward_kernel(const __grid_constant__ ForwardParams arguments) {
-  using Kernel = Forward<Precision, Dims, General>;
+  using Kernel = Forward<Kind>;
   extern __shared__ __align__(128) unsigned char memory[];
   Kernel{arguments, *reinterpret_cast<typename Kernel::Shared*>(memory)}.run();
-}
-
-template <class Precision, class Dims, bool General>
-ForwardKernel describe() {
-  using Kind = Forward<Precision, Dims, General>;
-  return {reinterpret_cast<const void*>(&forward_kernel<Precision, Dims, General>),
-          Kind::kRows,
-          Kind::kKeys,
-          Kind::kRowsOfWarp,
-          Kind::kThreads,
-          Kind::kSharedBytes,
-          Kind::Tile::kBlocks,
-          kMasked<Dims>,
-          Dims::kDim,
-          Dims::kDimV};
 }
 
 // Calls f with the head dims of a kernel.
@@ -37,17 +21,22 @@ ForwardKernel with_head_dims(int64_t most_dim, const F& f) {
   return f(std::conditional_t<kF16Parts<Precision> == 1, Dims256, Dims256x128>{});
 }
 
-template <class Precision, bool General, bool Few>
+template <class Precision, Logits logits, TileRows rows>
 ForwardKernel forward_kernel_of(int64_t most_dim) {
-  return with_head_dims<Precision>(most_dim, []<class Dims>(Dims) {
-    return describe<Precision, std::conditional_t<Few, Short<Dims>, Dims>, General>();
+  return with_head_dims<Precision>(most_dim, []<class Dims>(Dims) -> ForwardKernel {
+    using Kind = ForwardKind<Precision, Dims, logits, rows>;
+    using Kernel = Forward<Kind>;
+    return {.function = reinterpret_cast<const void*>(&forward_kernel<Kind>),
+            .rows = Kernel::kRows,
+            .keys = Kernel::kKeys,
+            .rows_of_warp = Kernel::kRowsOfWarp,
+            .threads = Kernel::kThreads,
+            .shared_bytes = Kernel::kSharedBytes,
+            .blocks = Kernel::Tile::kBlocks,
+            .masked = Kernel::kMasked,
+            .dim = Dims::kDim,
+            .dim_v = Dims::kDimV};
   });
-}
-
-template <class Precision>
-ForwardKernel masked_forward_kernel_of(int64_t most_dim) {
-  return with_head_dims<Precision>(most_dim,
-                                   []<class Dims>(Dims) { return describe<Precision, Masked<Dims>, true>(); });
 }
 
 }  // namespace octet::cuda::sm80

@@ -5,8 +5,8 @@
 namespace octet::cuda::sm80 {
 
 // Loads the rows of q.
-template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::load_q() const {
+template <class Kind>
+__device__ inline void Forward<Kind>::load_q() const {
   const int start = shared.q_tile.q_start;
   const auto row_of_q = [&](int row) {
     return a.q.row<QkType>(shared.q_tile.batch, head_of(row), int64_t{shared.q_tile.q_first} + query_of(row));
@@ -21,7 +21,7 @@ __device__ inline void Forward<Precision, Dims, General>::load_q() const {
   }
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    if constexpr (kShort<Dims>) {
+    if constexpr (kPairs) {
       constexpr int kChunks = Dims::kDim / kChunkColumns;
 #pragma unroll 1
       for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
@@ -40,8 +40,8 @@ __device__ inline void Forward<Precision, Dims, General>::load_q() const {
 
 // Loads a tile of k and v. Rows that no query sees, or of the next packed sequence, may hold inf or NaN, and 0 times
 // these would be NaN: they become zeros.
-template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::load_keys(int tile, const Sources& from) const {
+template <class Kind>
+__device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from) const {
   const int key = tile * kKeys;
   const KeyRange rows{shared.seen.first - key, shared.seen.last - key};
   const bool whole = rows.first <= 0 && rows.last >= kKeys && a.whole_columns;
@@ -65,13 +65,13 @@ __device__ inline void Forward<Precision, Dims, General>::load_keys(int tile, co
 }
 
 // Loads a tile of the mask tensor for the rows of this warp, unless it has zeros alone.
-template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::load_mask(int tile, bool zeros) const {
+template <class Kind>
+__device__ inline void Forward<Kind>::load_mask(int tile, bool zeros) const {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (!stages_mask() || tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) return;
   if (zeros) return;
   unsigned char* const to = mask_tile() + warp * kRowsOfWarp * mask_row_bytes(kKeys, a.terms.mask_bytes);
-  if constexpr (kMasked<Dims> && Dims::kDimV == 64)  // with more channels it would spill registers
+  if constexpr (kMasked && Dims::kDimV == 64)  // with more channels it would spill registers
     if (warp_row() + kRowsOfWarp <= shared.q_tile.q_tokens && (tile + 1) * kKeys <= shared.q_tile.k_tokens) {
       const int64_t stride = a.terms.mask_stride[2] * a.terms.mask_bytes;
       return load_whole_mask_tile<kRowsOfWarp, kKeys>(
@@ -84,9 +84,8 @@ __device__ inline void Forward<Precision, Dims, General>::load_mask(int tile, bo
 }
 
 // s = q k^T, of parts.
-template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::multiply_qk(Accumulator<kKeys> (&s)[kRowBlocks],
-                                                                      int tile) const {
+template <class Kind>
+__device__ inline void Forward<Kind>::multiply_qk(Accumulator<kKeys> (&s)[kRowBlocks], int tile) const {
   const int warp = ptx::opaque(static_cast<int>(threadIdx.x)) / 32,
             lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
   multiply_ABt(s, PartTiles<TileQ>{q().data}, warp * kRowBlocks, PartTiles<TileK>{k(tile).data});
@@ -97,9 +96,8 @@ __device__ inline void Forward<Precision, Dims, General>::multiply_qk(Accumulato
 }
 
 // Converts P of a row block. Those in parts are multiplied by the factors of v.
-template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::to_operand(Accumulator<kKeys>& p, int block, int tile,
-                                                                     POperand& operand) const {
+template <class Kind>
+__device__ inline void Forward<Kind>::to_operand(Accumulator<kKeys>& p, int block, int tile, POperand& operand) const {
   if constexpr (kParts == 1) {
     convert(p, operand.x[block]);
   } else {
@@ -109,9 +107,8 @@ __device__ inline void Forward<Precision, Dims, General>::to_operand(Accumulator
   }
 }
 
-template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::multiply_pv(const POperand& p, int tile,
-                                                                      OTile (&o)[kRowBlocks]) const {
+template <class Kind>
+__device__ inline void Forward<Kind>::multiply_pv(const POperand& p, int tile, OTile (&o)[kRowBlocks]) const {
   if constexpr (kParts == 1)
     mma_AB(o, p.x, v(tile));
   else
@@ -130,9 +127,8 @@ __device__ inline bool any_is_nan(const RowValues (&most)[Blocks]) {
 // Returns true if P over the stale maximum are at most 1, or at most a quarter of the sum so far, for logits up to
 // `most` of this thread: a row that a mask leaves few keys has nothing else that would hide the rounding error of a
 // large P.
-template <class Precision, class Dims, bool General>
-__device__ inline bool Forward<Precision, Dims, General>::fits_beside_sum(const Softmax& softmax,
-                                                                          const RowValues& most) {
+template <class Kind>
+__device__ inline bool Forward<Kind>::fits_beside_sum(const Softmax& softmax, const RowValues& most) {
   constexpr int kExponent = Precision::kPExponent;
   constexpr float kOne = static_cast<float>(1 << kExponent), kMost = 0x1p15f;  // the largest P in f16
   bool fits = true;
@@ -146,8 +142,8 @@ __device__ inline bool Forward<Precision, Dims, General>::fits_beside_sum(const 
 }
 
 // Computes the tile of queries of this thread block.
-template <class Precision, class Dims, bool General>
-__device__ inline void Forward<Precision, Dims, General>::run() const {
+template <class Kind>
+__device__ inline void Forward<Kind>::run() const {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (threadIdx.x == 0) start_tile();
   __syncthreads();
@@ -157,7 +153,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     shared.seen = a.mask.seen(shared.q_tile.q_tokens, shared.q_tile.k_tokens);
     shared.k_start = a.k.row<QkType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
     shared.v_start = a.v.row<PType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
-    if constexpr (kMasked<Dims>)
+    if constexpr (kMasked)
       shared.mask_start =
           static_cast<const unsigned char*>(a.terms.mask) +
           a.terms.mask_bytes * a.terms.mask_row(shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_start);
@@ -167,8 +163,8 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
     }
   }
   start_keys();
-  if constexpr (kMasked<Dims>) skip_hidden_keys();
-  if constexpr (General) start_terms();
+  if constexpr (kMasked) skip_hidden_keys();
+  if constexpr (!kPlain) start_terms();
   __syncthreads();
   load_q();
   ptx::cp_async_commit();
@@ -187,7 +183,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
   // Where the mask is staged, the groups of copies are in turn a tile of keys and one of the mask.
   constexpr int kMaskGroups = Tile::kStagesMask ? 1 : 0;
   // True if the mask is 0 in the tile that is computed next.
-  bool zeros = kMasked<Dims> && shared.warp_keys[warp].first < shared.warp_keys[warp].last &&
+  bool zeros = kMasked && shared.warp_keys[warp].first < shared.warp_keys[warp].last &&
                has_zeros(shared.warp_keys[warp].last - 1);
   if constexpr (Tile::kStagesMask) load_mask(shared.warp_keys[warp].last - 1, zeros), ptx::cp_async_commit();
 
@@ -197,9 +193,9 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
   for (int block = 0; block < kRowBlocks; ++block) {
     o[block].zero();
     softmax[block].scale_log2 = {a.scale_log2e, a.scale_log2e};
-    if constexpr (kAllTerms) softmax[block].beta = a.beta, softmax[block].reach = a.beta_reach;
+    if constexpr (kGeneral) softmax[block].beta = a.beta, softmax[block].reach = a.beta_reach;
     // Smaller logits, as of the smallest number of the mask's type, have a P of 0 beside any other key.
-    if constexpr (kMasked<Dims>) softmax[block].m = {-0x1p127f, -0x1p127f};
+    if constexpr (kMasked) softmax[block].m = {-0x1p127f, -0x1p127f};
   }
   Operand<QkType, Dims::kDim> q_rows[kRowBlocks];
   if constexpr (Tile::kQRegisters) {
@@ -229,13 +225,13 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) {
       const int first = ptx::opaque(thread_row(block));
-      if constexpr (kMasked<Dims>) {
+      if constexpr (kMasked) {
         const float gauge[] = {gauge_of(first), gauge_of(first + 8)};
         if (zeros)
           subtract_gauge(s[block], a.terms.scale, gauge);
         else
           mask_of(block).add(s[block], a.terms.scale, gauge);
-      } else if constexpr (General) {
+      } else if constexpr (kGeneral) {
         const bool capped = a.terms.softcap != 0.f;
         if (capped)
 #pragma unroll
@@ -257,7 +253,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
   // Turns logits into P. The maximum is that of earlier tiles, unless P would be too large.
   const auto take_exp = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile, POperand& p) {
     constexpr int kExponent = Precision::kPExponent;
-    if constexpr (kAllTerms)
+    if constexpr (kGeneral)
       if (a.beta != 0.f) {
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) {
@@ -273,17 +269,17 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
       for (int block = 0; block < kRowBlocks; ++block) {
 #pragma unroll
         for (int row = 0; row < kRowsPerThread; ++row)
-          most[block][row] = kMasked<Dims> ? row_max_or_nan(s[block], row) : row_max(s[block], row, -INFINITY);
-        if constexpr (kMasked<Dims>)
+          most[block][row] = kMasked ? row_max_or_nan(s[block], row) : row_max(s[block], row, -INFINITY);
+        if constexpr (kMasked)
           fits &= fits_beside_sum(softmax[block], most[block]);
         else
-          fits &= softmax[block].template fits_stale_max<kExponent>(most[block], (kMaxPLog2<Precision, General>));
+          fits &= softmax[block].template fits_stale_max<kExponent>(most[block], (kMaxPLog2<Precision, Kind::kLogits>));
       }
       return __all_sync(~0u, fits) != 0;
     };
     bool fits = fits_stale_max();
     // A key that the mask hides has a logit of -inf, or NaN where its product is not finite.
-    if constexpr (kMasked<Dims>)
+    if constexpr (kMasked)
       if (!fits && !zeros && any_is_nan(most)) {
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) mask_of(block).hide(s[block]);
@@ -329,7 +325,7 @@ __device__ inline void Forward<Precision, Dims, General>::run() const {
       continue;
     }
     // Asked for long before it is needed.
-    const bool next_zeros = kMasked<Dims> && has_zeros(tile - 1);
+    const bool next_zeros = kMasked && has_zeros(tile - 1);
     Accumulator<kKeys> s[kRowBlocks];
     multiply_qk(s, tile);
     if constexpr (Tile::kStagesMask) ptx::cp_async_wait<1>(), __syncwarp();  // the tile of the mask has arrived

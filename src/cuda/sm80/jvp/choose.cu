@@ -8,17 +8,17 @@ namespace {
 
 struct Row {
   octet_dtype type;
-  JvpKernel (*kernel[2])(int64_t dim);  // of plain and of general logits
+  JvpKernel (*plain)(int64_t dim), (*general)(int64_t dim);
 };
-constexpr Row kRows[] = {{OCTET_F16, {jvp_kernel<F16, false>, jvp_kernel<F16, true>}},
-                         {OCTET_BF16, {jvp_kernel<Bf16, false>, jvp_kernel<Bf16, true>}}};
+constexpr Row kRows[] = {{OCTET_F16, jvp_kernel<F16, Logits::plain>, jvp_kernel<F16, Logits::general>},
+                         {OCTET_BF16, jvp_kernel<Bf16, Logits::plain>, jvp_kernel<Bf16, Logits::general>}};
 
 }  // namespace
 
 JvpChoice choose_jvp(const Problem& p) {
   const octet_dtype type = recipe_of(p).tangent;
   for (const Row& row : kRows)
-    if (row.type == type) return {false, type, row.kernel[!p.plain_logits()](std::max(p.dim, p.dim_v))};
+    if (row.type == type) return {false, type, (p.plain_logits() ? row.plain : row.general)(std::max(p.dim, p.dim_v))};
   return {.f32 = true, .type = type};
 }
 

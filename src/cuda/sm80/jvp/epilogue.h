@@ -8,14 +8,14 @@ namespace octet::cuda::sm80 {
 
 // Returns what becomes of the sums of a row. A sink leaves the keys the share w of all probabilities:
 //   o = w o     to = w (to + (1 - w) (tlse - tsink) o)     tlse = w tlse + (1 - w) tsink
-template <class T, int Dim, bool General>
-__device__ auto Jvp<T, Dim, General>::finish(int query, float m, float centre, float l, float r) const -> Finished {
+template <class T, int Dim, Logits logits>
+__device__ auto Jvp<T, Dim, logits>::finish(int query, float m, float centre, float l, float r) const -> Finished {
   constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147180559945f;
   const bool none = l == 0.f;
   Finished f{.inverse = none ? 0.f : 1.f / l, .share = 1.f};
   f.mean = r * f.inverse;
-  const float gauge = General && !none ? terms_of(query).gauge : 0.f;
-  const float log2_sum = none ? -INFINITY : __fmaf_rn(m, (General ? 1.f : a.scale) * kLog2e, log2f(l));
+  const float gauge = kGeneral && !none ? terms_of(query).gauge : 0.f;
+  const float log2_sum = none ? -INFINITY : __fmaf_rn(m, (kGeneral ? 1.f : a.scale) * kLog2e, log2f(l));
   f.lse = __fmaf_rn(log2_sum, kLn2, gauge), f.tlse = none ? 0.f : centre + f.mean;
   if (!a.sinks.data) return f;
   const TileInfo& w = shared.q_tile;
@@ -27,8 +27,8 @@ __device__ auto Jvp<T, Dim, General>::finish(int query, float m, float centre, f
   return f;
 }
 
-template <class T, int Dim, bool General>
-__device__ void Jvp<T, Dim, General>::store(const Output& to, int query, const O& x) const {
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::store(const Output& to, int query, const O& x) const {
   const TileInfo& w = shared.q_tile;
   const auto store_as = [&](auto* type) {
     using Type = std::remove_pointer_t<decltype(type)>;
@@ -49,8 +49,8 @@ __device__ void Jvp<T, Dim, General>::store(const Output& to, int query, const O
   }
 }
 
-template <class T, int Dim, bool General>
-__device__ void Jvp<T, Dim, General>::write(const Rows& rows, O& o, O& u) const {
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::write(const Rows& rows, O& o, O& u) const {
   const TileInfo& w = shared.q_tile;
   const int query = thread_query();
   // All rows of a warp meet the same v and tv, so that one of them is enough.
@@ -68,12 +68,12 @@ __device__ void Jvp<T, Dim, General>::write(const Rows& rows, O& o, O& u) const 
     if (a.tlse.data) *a.tlse.row<float>(w.batch, w.head, int64_t{w.q_first} + i) = f.tlse;
   }
   store(a.o, query, o), store(a.to, query, u);
-  if ((a.mask.windowed || (General && a.terms.mask)) && __any_sync(~0u, nonfinite)) recompute_rows();
+  if ((a.mask.windowed || (kGeneral && a.terms.mask)) && __any_sync(~0u, nonfinite)) recompute_rows();
 }
 
 // Recomputes those rows of this warp that are not finite from the keys that they see.
-template <class T, int Dim, bool General>
-__device__ void Jvp<T, Dim, General>::recompute_rows() const {
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::recompute_rows() const {
   constexpr int kChannels = kDimV / 32;
   const TileInfo& w = shared.q_tile;
   const int lane = cold_lane(), first = uniform(w.q_start + 16 * warp()), last = min(first + kWarpRows, w.q_tokens);
@@ -92,7 +92,7 @@ __device__ void Jvp<T, Dim, General>::recompute_rows() const {
     if (__all_sync(~0u, finite)) continue;
     const T *const q = a.q.row<T>(w.batch, w.head, token), *const tq = a.tq.row<T>(w.batch, w.head, token);
     const KeyRange keys = range_of(query);
-    const RowTerms terms = General ? terms_of(query) : RowTerms{};
+    const RowTerms terms = kGeneral ? terms_of(query) : RowTerms{};
     float o[kChannels]{}, u[kChannels]{}, m = -INFINITY, l = 0.f, r = 0.f;
 #pragma unroll 1
     for (int start = keys.first; start < keys.last; start += 32) {
@@ -100,7 +100,7 @@ __device__ void Jvp<T, Dim, General>::recompute_rows() const {
       const T *const k = shared.k_start + key * a.k.stride[2], *const tk = shared.tk_start + key * a.tk.stride[2];
       const float product = dot(q, k, a.dim);
       float x = product * a.scale, t = a.scale * (dot(tq, k, a.dim) + dot(q, tk, a.dim));
-      if constexpr (General) {
+      if constexpr (kGeneral) {
         x = logit_of(a.terms, terms, static_cast<int>(key), product);
         if (a.terms.softcap != 0.f) t *= softcap(a.terms, product * a.scale).derivative;
       }
@@ -131,7 +131,7 @@ __device__ void Jvp<T, Dim, General>::recompute_rows() const {
       }
     }
     // m is a logit here, whatever the kernel's own is.
-    const Finished f = finish(query, General ? m : m / a.scale, 0.f, l, r);
+    const Finished f = finish(query, kGeneral ? m : m / a.scale, 0.f, l, r);
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       if (lane + 32 * c >= columns) continue;

@@ -22,9 +22,10 @@
 
 namespace octet::cuda::sm80 {
 
-// General: logits have terms beside scale q.k.
-template <class T, int Dim, bool General>
+// A mask tensor alone is a general logit here.
+template <class T, int Dim, Logits logits>
 struct Jvp {
+  static constexpr bool kGeneral = logits == Logits::general;
   static constexpr int kDimV = JvpTile<Dim>::kDimV, kKeys = JvpTile<Dim>::kKeys, kThreads = kJvpThreads;
   using TileQ = SharedTile<T, kJvpRows, Dim>;
   using TileK = SharedTile<T, kKeys, Dim>;
@@ -40,15 +41,15 @@ struct Jvp {
     KeyRange seen;  // those that any query of the sequence sees
     const T *k_start, *tk_start, *v_start, *tv_start;
     // The gauges of the rows and a tile of the mask tensor, where it is loaded as tiles.
-    float gauge[General ? kJvpRows : 1];
-    alignas(16) unsigned char mask[General ? kJvpRows * mask_row_bytes(kKeys, sizeof(float)) : 1];
+    float gauge[kGeneral ? kJvpRows : 1];
+    alignas(16) unsigned char mask[kGeneral ? kJvpRows * mask_row_bytes(kKeys, sizeof(float)) : 1];
   };
   static constexpr int kSharedBytes = sizeof(Shared);
   static_assert(kSharedBytes <= kMostSharedBytes);
 
   // The maximum of a row that has seen no key yet. Logits below -2^127, as of the smallest number of a mask tensor's
   // type, have a p of 0 beside any other key.
-  static constexpr float kNone = General ? -0x1p127f : -INFINITY;
+  static constexpr float kNone = kGeneral ? -0x1p127f : -INFINITY;
   // The state of the two rows of a thread.
   struct Rows {
     RowValues m{kNone, kNone}, centre{0.f, 0.f};
@@ -85,7 +86,7 @@ struct Jvp {
   __device__ void load_queries() const;
   __device__ void load_k(int key) const;
   __device__ void load_v(int key) const;
-  __device__ bool stages_mask() const { return General && a.terms.mask && a.terms.mask_chunks; }
+  __device__ bool stages_mask() const { return kGeneral && a.terms.mask && a.terms.mask_chunks; }
   __device__ void load_mask(int key) const;
   __device__ void multiply_qk(S& s, S& t) const;
   __device__ RowTerms terms_of(int query) const;

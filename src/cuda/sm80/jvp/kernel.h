@@ -5,29 +5,29 @@
 
 namespace octet::cuda::sm80 {
 
-template <class T, int Dim, bool General>
+template <class T, int Dim, Logits logits>
 __global__ void __launch_bounds__(kJvpThreads, JvpTile<Dim>::kBlocks)
     jvp_by_mma_sync(const __grid_constant__ JvpParams params) {
   extern __shared__ __align__(128) unsigned char memory[];
-  using Kernel = Jvp<T, Dim, General>;
+  using Kernel = Jvp<T, Dim, logits>;
   Kernel kernel{params, *reinterpret_cast<typename Kernel::Shared*>(memory)};
   kernel.run(blockIdx.x);
 }
 
-template <class T, int Dim, bool General>
+template <class T, int Dim, Logits logits>
 JvpKernel jvp_kernel_of() {
-  using Kernel = Jvp<T, Dim, General>;
-  return {.function = reinterpret_cast<const void*>(jvp_by_mma_sync<T, Dim, General>),
+  using Kernel = Jvp<T, Dim, logits>;
+  return {.function = reinterpret_cast<const void*>(jvp_by_mma_sync<T, Dim, logits>),
           .keys = Kernel::kKeys,
           .dim_v = Kernel::kDimV,
           .shared_bytes = Kernel::kSharedBytes};
 }
 
-template <class T, bool General>
+template <class T, Logits logits>
 JvpKernel jvp_kernel(int64_t dim) {
-  return dim <= 64    ? jvp_kernel_of<T, 64, General>()
-         : dim <= 128 ? jvp_kernel_of<T, 128, General>()
-                      : jvp_kernel_of<T, 256, General>();
+  return dim <= 64    ? jvp_kernel_of<T, 64, logits>()
+         : dim <= 128 ? jvp_kernel_of<T, 128, logits>()
+                      : jvp_kernel_of<T, 256, logits>();
 }
 
 }  // namespace octet::cuda::sm80

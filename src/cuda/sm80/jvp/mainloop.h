@@ -4,8 +4,8 @@
 
 namespace octet::cuda::sm80 {
 
-template <class T, int Dim, bool General>
-__device__ void Jvp<T, Dim, General>::find_tile(unsigned tile) {
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::find_tile(unsigned tile) {
   if (threadIdx.x == 0) {
     const TileInfo found = a.scheduler.at(tile);
     shared.q_tile = found;
@@ -24,8 +24,8 @@ __device__ void Jvp<T, Dim, General>::find_tile(unsigned tile) {
   __syncthreads();
 }
 
-template <class T, int Dim, bool General>
-__device__ void Jvp<T, Dim, General>::load_queries() const {
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::load_queries() const {
   const TileInfo& w = shared.q_tile;
   const KeyRange rows{0, w.q_tokens - w.q_start};
   const int64_t token = int64_t{w.q_first} + w.q_start;
@@ -35,15 +35,15 @@ __device__ void Jvp<T, Dim, General>::load_queries() const {
 
 // Loads a tile of k and tk. Rows that no query sees, or of the next packed sequence, become zeros: they may hold inf or
 // NaN.
-template <class T, int Dim, bool General>
-__device__ void Jvp<T, Dim, General>::load_k(int key) const {
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::load_k(int key) const {
   const KeyRange rows{shared.seen.first - key, shared.seen.last - key};
   load_async<kThreads>(TileK{shared.k}, shared.k_start + key * a.k.stride[2], a.k.stride[2], rows, a.dim);
   load_async<kThreads>(TileK{shared.tk}, shared.tk_start + key * a.tk.stride[2], a.tk.stride[2], rows, a.dim);
 }
 
-template <class T, int Dim, bool General>
-__device__ void Jvp<T, Dim, General>::load_v(int key) const {
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::load_v(int key) const {
   const KeyRange rows{shared.seen.first - key, shared.seen.last - key};
   const int columns = a.dim_v - first_column();
   load_async<kThreads>(TileV{shared.v}, shared.v_start + key * a.v.stride[2], a.v.stride[2], rows, columns);
@@ -51,8 +51,8 @@ __device__ void Jvp<T, Dim, General>::load_v(int key) const {
 }
 
 // Loads a tile of the mask tensor for the rows of this warp.
-template <class T, int Dim, bool General>
-__device__ void Jvp<T, Dim, General>::load_mask(int key) const {
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::load_mask(int key) const {
   if (!stages_mask()) return;
   const TileInfo& w = shared.q_tile;
   load_mask_tile<32, 16, kKeys>(shared.mask + 16 * warp() * mask_row_bytes(kKeys, a.terms.mask_bytes),
@@ -61,8 +61,8 @@ __device__ void Jvp<T, Dim, General>::load_mask(int key) const {
 }
 
 // s = q k^T, t = tq k^T + q tk^T.
-template <class T, int Dim, bool General>
-__device__ void Jvp<T, Dim, General>::multiply_qk(S& s, S& t) const {
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::multiply_qk(S& s, S& t) const {
   s.zero(), t.zero();
   const TileQ q{shared.q}, tq{shared.tq};
   const TileK k{shared.k}, tk{shared.tk};
@@ -90,9 +90,9 @@ __device__ void Jvp<T, Dim, General>::multiply_qk(S& s, S& t) const {
 }
 
 // o += p v, u += p tv + h v.
-template <class T, int Dim, bool General>
-__device__ void Jvp<T, Dim, General>::multiply_pv(O& o, O& u, const Operand<T, kKeys>& p,
-                                                  const Operand<T, kKeys>& h) const {
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::multiply_pv(O& o, O& u, const Operand<T, kKeys>& p,
+                                                 const Operand<T, kKeys>& h) const {
   const TileV v{shared.v}, tv{shared.tv};
   const uint32_t lane_v = v.lane_down(), lane_tv = tv.lane_down();
 #pragma unroll
@@ -112,17 +112,17 @@ __device__ void Jvp<T, Dim, General>::multiply_pv(O& o, O& u, const Operand<T, k
     }
 }
 
-template <class T, int Dim, bool General>
-__device__ RowTerms Jvp<T, Dim, General>::terms_of(int query) const {
+template <class T, int Dim, Logits logits>
+__device__ RowTerms Jvp<T, Dim, logits>::terms_of(int query) const {
   const TileInfo& w = shared.q_tile;
   return row_terms(a.terms, w.batch, w.sequence, w.head, query, w.q_tokens, w.k_tokens, range_of(query));
 }
 
 // Turns products into logits and their tangents: scaled only with general logits. Logits of unseen keys become -inf.
-template <class T, int Dim, bool General>
-__device__ void Jvp<T, Dim, General>::take_logits(S& s, S& t, int key) const {
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::take_logits(S& s, S& t, int key) const {
   const int query = ptx::opaque(thread_query());
-  if constexpr (General) {
+  if constexpr (kGeneral) {
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
       t.x[i] *= a.scale;
@@ -149,10 +149,10 @@ __device__ void Jvp<T, Dim, General>::take_logits(S& s, S& t, int key) const {
 }
 
 // Turns logits and their tangents into p and h, rounded; returns the factors of earlier sums.
-template <class T, int Dim, bool General>
-__device__ RowValues Jvp<T, Dim, General>::take_exp(S& s, S& t, Rows& rows, Operand<T, kKeys>& p,
-                                                    Operand<T, kKeys>& h) const {
-  const float scale = General ? 1.f : a.scale, scale_log2 = scale * 1.44269504f;
+template <class T, int Dim, Logits logits>
+__device__ RowValues Jvp<T, Dim, logits>::take_exp(S& s, S& t, Rows& rows, Operand<T, kKeys>& p,
+                                                   Operand<T, kKeys>& h) const {
+  const float scale = kGeneral ? 1.f : a.scale, scale_log2 = scale * 1.44269504f;
   RowValues rescale;
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
@@ -190,8 +190,8 @@ __device__ RowValues Jvp<T, Dim, General>::take_exp(S& s, S& t, Rows& rows, Oper
   return rescale;
 }
 
-template <class T, int Dim, bool General>
-__device__ void Jvp<T, Dim, General>::run(unsigned tile) {
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::run(unsigned tile) {
   find_tile(tile);
   if (!shared.q_tile.valid()) return;
   const int last = shared.keys.last;
@@ -199,7 +199,7 @@ __device__ void Jvp<T, Dim, General>::run(unsigned tile) {
   load_queries();
   if (key < last) load_k(key), load_mask(key);
   ptx::cp_async_commit();
-  if constexpr (General)
+  if constexpr (kGeneral)
     for (int i = static_cast<int>(threadIdx.x); i < kJvpRows; i += kThreads)
       shared.gauge[i] = stages_mask() && a.terms.gauge
                             ? *a.terms.gauge_at(shared.q_tile.batch, shared.q_tile.head,
@@ -219,9 +219,9 @@ __device__ void Jvp<T, Dim, General>::run(unsigned tile) {
     multiply_qk(s, t);
     __syncthreads();  // all warps have read k
     if (more) load_k(key + kKeys);
-    if constexpr (!General) ptx::cp_async_commit();
+    if constexpr (!kGeneral) ptx::cp_async_commit();
     take_logits(s, t, key);
-    if constexpr (General) {
+    if constexpr (kGeneral) {
       __syncwarp();  // all lanes have read the mask
       if (more) load_mask(key + kKeys);
       ptx::cp_async_commit();

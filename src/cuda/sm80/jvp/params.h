@@ -26,7 +26,7 @@ struct JvpKernel {
   int shared_bytes;
 };
 
-template <class T, bool General>
+template <class T, Logits logits>
 JvpKernel jvp_kernel(int64_t dim);
 
 }  // namespace octet::cuda::sm80

@@ -1,0 +1,19 @@
+// The two axes along which the kernels of a precision and a head dim differ, in all passes.
+#pragma once
+
+namespace octet::cuda::sm80 {
+
+// What the logits are.
+enum class Logits : int {
+  plain,   // scale q.k
+  masked,  // scale q.k and a mask tensor, whose rows start at multiples of 16 bytes
+  general  // scale q.k and any of softcap, ALiBi and mask tensor; forward also with a shifted maximum
+};
+
+// What the rows of a tile are.
+enum class TileRows : int {
+  queries,  // the queries of one head
+  pairs     // pairs of a query and one of the heads that share k and v: few queries over many keys, which are split
+};
+
+}  // namespace octet::cuda::sm80
