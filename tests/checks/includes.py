@@ -61,7 +61,7 @@ RULES["src/cuda/bwd"] = [*OPERANDS, "cuda/scheduler/", "cuda/bwd/"]
 # The backends: what each pass of one may include of what lies beside it. No pass knows another.
 SHARED = {
     "sm90": ["head_dims", "smem", "mma", "pipeline", "kernels", "passes"],
-    "sm80": ["kinds", "smem", "mma", "logits", "mask_tile", "mask_classes", "f32_parts", "f32_tiles", "passes"],
+    "sm80": ["kinds", "smem", "mma", "logits", "mask_tile", "mask_classes", "f16_halves", "f32_tiles", "passes"],
 }
 for backend, passes in (("sm90", ("fwd", "bwd")), ("sm80", ("fwd", "bwd", "jvp"))):
     RULES[f"src/cuda/{backend}"] = [*RULES["src/cuda/bwd"], "cuda/fwd/", f"cuda/{backend}/"]

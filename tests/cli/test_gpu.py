@@ -100,7 +100,7 @@ def test_explain_names_the_kernel_of_a_backend_or_what_it_lacks(name):
     assert found["bf16", "fwd"].startswith("forward bf16") and found["bf16", "bwd"].startswith("backward in f16")
     assert found["sagebwd", "fwd"] == f"it has no sagebwd; it has: {has}"
     if name == "sm80":
-        assert found["f32", "fwd"].startswith("forward f32 in two f16 parts, mma.sync")
+        assert found["f32", "fwd"].startswith("forward f32 in two f16 halves, mma.sync")
         assert found["bf16", "jvp"].startswith("jvp") and found["f32", "jvp"].startswith("jvp")
         assert {found["int8", each] for each in ("fwd", "bwd", "jvp")} == {f"it has no int8; it has: {has}"}
     else:

@@ -11,19 +11,19 @@
 namespace octet::cuda::sm80 {
 namespace {
 
-// An operand of the kernels, in parts and as float32.
+// An operand of the kernels, in halves and as float32.
 class F32Input {
  public:
   F32Input(const View& x, int dim, WorkspaceAllocator& workspace)
       : numbers_(x, OCTET_F32, workspace),
-        parts_(x, dim, NonFinite::zero, workspace),
+        halves_(x, dim, NonFinite::zero, workspace),
         channels_(static_cast<int>(x.shape[3])) {}
-  void preprocess(cudaStream_t stream) const { numbers_.preprocess(stream), parts_.preprocess(stream); }
-  F32Operand operand() const { return {parts_.view(), output(numbers_.view()), channels_}; }
+  void preprocess(cudaStream_t stream) const { numbers_.preprocess(stream), halves_.preprocess(stream); }
+  F32Operand operand() const { return {halves_.view(), output(numbers_.view()), channels_}; }
 
  private:
   Input numbers_;
-  F16PartsInput parts_;
+  F16HalvesInput halves_;
   int channels_;
 };
 
@@ -53,7 +53,7 @@ Plan backward_f32(const Problem& p, void* workspace) {
                     .kv_heads = static_cast<int>(p.kv_heads),
                     .tokens_q = static_cast<int>(p.tokens_q),
                     .scale = p.scale};
-  const auto name = [] { return std::string("backward f32 in two f16 parts, mma.sync"); };
+  const auto name = [] { return std::string("backward f32 in two f16 halves, mma.sync"); };
   auto run = [=, &p](cudaStream_t stream) {
     for (const F32Input* x : {&q, &k, &v, &do_}) x->preprocess(stream);
     count_blocks(a.q_blocks, a.k_blocks, stream);

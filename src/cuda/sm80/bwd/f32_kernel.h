@@ -8,21 +8,21 @@
 //
 // So seven products take the place of five, and no sum depends on an order: the results are the same in every run. A
 // warp has 16 kRowBlocks rows of the block, and their p and ds in registers, which are left operands of the sums. Each
-// product is three of f16 parts (sm80/f32_parts.h). u and w have one stage each: the next w is loaded while ds u and
+// product is three of f16 halves (sm80/f16_halves.h). u and w have one stage each: the next w is loaded while ds u and
 // the next dp are computed, the next u beside the next dp.
 //
-// Numbers without parts, inf and NaN, are zeros to tensor cores and are added in float32, so that what a mask hides
+// Numbers without halves, inf and NaN, are zeros to tensor cores and are added in float32, so that what a mask hides
 // changes no bit of the rest.
 #pragma once
 #include "cuda/bwd/params.h"
 #include "cuda/operands/vec8.h"
-#include "cuda/sm80/f32_parts.h"
+#include "cuda/sm80/f16_halves.h"
 #include "cuda/sm80/logits.h"
 
 namespace octet::cuda::sm80 {
 
 struct F32Operand {
-  F16PartsView parts;
+  F16HalvesView halves;
   Output numbers;  // in f32, rows of whole 16-byte words
   int channels;
 };
@@ -75,8 +75,8 @@ struct F32Backward {
 
   using BlockTile = SharedTile<F16, kRows, Dim>;
   using OtherTile = SharedTile<F16, kTokens, Dim>;
-  using Block = PartTiles<BlockTile>;
-  using Others = PartTiles<OtherTile>;
+  using Block = HalfTiles<BlockTile>;
+  using Others = HalfTiles<OtherTile>;
   using Pairs = Accumulator<kTokens>[kRowBlocks];  // a number for each row of a warp and each token of a tile
   using Sums = Accumulator<Dim>[kRowBlocks];
 
@@ -129,14 +129,14 @@ struct F32Backward {
 
   // Start the copies of `Rows` tokens from `token` on; those beyond the sequence become zeros.
   template <class Tile>
-  __device__ void load(const PartTiles<Tile>& to, float* factors, const F32Operand& from, int head,
+  __device__ void load(const HalfTiles<Tile>& to, float* factors, const F32Operand& from, int head,
                        const Blocks::Sequence& s, int token) const {
     const int64_t at = int64_t{s.first} + token;
-    const F16* const row = from.parts.parts.row<F16>(shared.batch, head, at);
+    const F16* const row = from.halves.tensor.row<F16>(shared.batch, head, at);
     const KeyRange there{0, s.tokens - token};
     load_async<kThreads>(to.large(), row, 2 * Dim, there, Dim);
     load_async<kThreads>(to.small(), row + Dim, 2 * Dim, there, Dim);
-    load_words_async<kThreads, Tile::kRows>(factors, from.parts.factors.at(shared.batch, head, at), there);
+    load_words_async<kThreads, Tile::kRows>(factors, from.halves.factors.at(shared.batch, head, at), there);
   }
   template <int Rows>
   __device__ void load_statistics(int head, int query) const {
@@ -162,7 +162,7 @@ struct F32Backward {
     if constexpr (!kOfKeys) load_statistics<kRows>(at.head, shared.first);
   }
 
-  // Returns true if one of `Count` tokens has numbers without parts.
+  // Returns true if one of `Count` tokens has numbers without halves.
   template <int Count>
   static __device__ bool any_odd(const float* factors) {
     static_assert(Count <= 32 && 32 % Count == 0);
@@ -259,14 +259,14 @@ struct F32Backward {
   __device__ void add(Sums& sum, const Pairs& f, unsigned char* tile, const float* factors, const F32Operand& operand,
                       const At& at) const {
     if (any_odd<kTokens>(factors)) add_odd(sum, f, factors, operand, at);
-    PartOperand<kRowBlocks, kTokens> parts;
+    HalfOperand<kRowBlocks, kTokens> halves;
     RowValues inverse[kRowBlocks];
     const float* const of_tokens = factors + first_token();
 #pragma unroll
-    for (int m = 0; m < kRowBlocks; ++m) inverse[m] = to_parts(f[m], of_tokens, parts.large[m], parts.small[m]);
-    add_product<32>(sum, parts, inverse, Others{tile});
+    for (int m = 0; m < kRowBlocks; ++m) inverse[m] = to_halves(f[m], of_tokens, halves.large[m], halves.small[m]);
+    add_product<32>(sum, halves, inverse, Others{tile});
   }
-  // Adds the products with numbers that have no parts, unless f is 0. It is rare, so it takes one token after the
+  // Adds the products with numbers that have no halves, unless f is 0. It is rare, so it takes one token after the
   // other.
   __device__ void add_odd(Sums& sum, const Pairs& f, const float* factors, const F32Operand& operand,
                           const At& at) const {

@@ -1,9 +1,9 @@
 #include <algorithm>
 
-#include "cuda/fragment/precision.h"
 #include "cuda/fwd/few_queries.h"
 #include "cuda/host/card.h"
 #include "cuda/sm80/fwd/choose.h"
+#include "cuda/sm80/fwd/operands.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/passes.h"
 
@@ -16,7 +16,7 @@ using KernelOf = ForwardKernel (*)(int64_t most_dim);
 // compensated.
 template <class Precision, Logits logits, TileRows rows>
 constexpr KernelOf kernel_of() {
-  if constexpr (logits == Logits::masked && (rows == TileRows::pairs || kF16Parts<Precision> == 2))
+  if constexpr (logits == Logits::masked && (rows == TileRows::pairs || !ForwardOperands<Precision>::kStagesMasks))
     return nullptr;
   else if constexpr (rows == TileRows::pairs && kCompensated<Precision>)
     return nullptr;

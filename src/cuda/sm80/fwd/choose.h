@@ -9,7 +9,7 @@ struct ForwardChoice {
   ForwardKernel kernel;
   ForwardNumerics numerics;
   bool general;      // logits are more than scale q.k, or the maximum is shifted
-  bool f32;          // operands are two f16 parts
+  bool f32;          // operands are f16 halves
   bool few = false;  // the kernel is one for few queries
   int tile_heads = 1, tile_queries, splits = 1;
   int64_t tiles;  // for packed sequences, whose lengths lie on the device, at least as many as there are

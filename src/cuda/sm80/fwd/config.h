@@ -4,7 +4,6 @@
 // for each row block, s (keys / 2 registers) and o (dim_v / 2). With 128 threads and two thread blocks on a
 // multiprocessor it can have 255 registers.
 #pragma once
-#include "cuda/fragment/precision.h"
 #include "cuda/sm80/kinds.h"
 
 namespace octet::cuda::sm80 {
@@ -27,21 +26,21 @@ using Dims256x128 = HeadDims<256, 128>;  // f32, for up to 128 channels of v at 
 //   kStagesMask   true: the tile of a mask tensor passes through shared memory
 //   kStages       stages of k and v
 //   kBlocks       thread blocks that a multiprocessor's registers must have room for
-template <int Parts, class Dims, Logits logits, TileRows rows>
-struct ForwardTile;
+template <class Dims, Logits logits, TileRows rows>
+struct ForwardTile;  // of 16 bits
 template <Logits logits>
-struct ForwardTile<1, Dims64, logits, TileRows::queries> {
+struct ForwardTile<Dims64, logits, TileRows::queries> {
   static constexpr int kWarps = 4, kRowBlocks = 2, kKeys = 64, kBlocks = 2, kStages = 2;
   static constexpr bool kQRegisters = true, kStagesMask = logits != Logits::plain, kRepeats = logits == Logits::plain;
 };
 template <Logits logits>
-struct ForwardTile<1, Dims128, logits, TileRows::queries> {
+struct ForwardTile<Dims128, logits, TileRows::queries> {
   static constexpr int kWarps = 4, kRowBlocks = 2, kKeys = logits == Logits::general ? 32 : 48, kBlocks = 2;
   static constexpr int kStages = 2;
   static constexpr bool kQRegisters = false, kStagesMask = logits != Logits::plain, kRepeats = false;
 };
 template <Logits logits>
-struct ForwardTile<1, Dims256, logits, TileRows::queries> {
+struct ForwardTile<Dims256, logits, TileRows::queries> {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = logits == Logits::general ? 16 : 32, kBlocks = 2;
   static constexpr int kStages = 2;
   static constexpr bool kQRegisters = false, kStagesMask = logits != Logits::plain, kRepeats = false;
@@ -50,34 +49,33 @@ struct ForwardTile<1, Dims256, logits, TileRows::queries> {
 // Few queries: reading k and v is what takes time. A multiprocessor of an H200 must have about 30 KB on the way to
 // shared memory; with three stages a thread block has 16 to 32 KB.
 template <Logits logits>
-struct ForwardTile<1, Dims64, logits, TileRows::pairs> {
+struct ForwardTile<Dims64, logits, TileRows::pairs> {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 64, kBlocks = 3, kStages = 3;
   static constexpr bool kQRegisters = true, kStagesMask = false, kRepeats = false;
 };
 template <Logits logits>
-struct ForwardTile<1, Dims128, logits, TileRows::pairs> {
+struct ForwardTile<Dims128, logits, TileRows::pairs> {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 32, kBlocks = 3, kStages = 3;
   static constexpr bool kQRegisters = true, kStagesMask = false, kRepeats = false;
 };
 template <Logits logits>
-struct ForwardTile<1, Dims256, logits, TileRows::pairs> {
+struct ForwardTile<Dims256, logits, TileRows::pairs> {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 16, kBlocks = 2, kStages = 3;
   static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
 };
 
-// f32, in two parts.
-struct F32ForwardTile {
+// f32, in two f16 halves, whatever logits and rows are.
+template <class Dims>
+struct F16HalvesTile {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 32, kBlocks = 2, kStages = 2;
   static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
 };
-template <Logits logits, TileRows rows>
-struct ForwardTile<2, Dims64, logits, rows> : F32ForwardTile {
+template <>
+struct F16HalvesTile<Dims64> : F16HalvesTile<Dims128> {
   static constexpr int kBlocks = 3;
 };
-template <Logits logits, TileRows rows>
-struct ForwardTile<2, Dims128, logits, rows> : F32ForwardTile {};
-template <Logits logits, TileRows rows>
-struct ForwardTile<2, Dims256x128, logits, rows> : F32ForwardTile {
+template <>
+struct F16HalvesTile<Dims256x128> : F16HalvesTile<Dims128> {
   static constexpr int kWarps = 2, kKeys = 16;
 };
 

@@ -15,7 +15,7 @@ __device__ inline uint32_t* Forward<Kind>::saved(int row) const {
 }
 
 template <class Kind>
-__device__ inline void Forward<Kind>::flip(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const {
+__device__ inline void Forward<Kind>::flip(const Softmax (&softmax)[kRowBlocks], O& o) const {
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block)
 #pragma unroll
@@ -38,7 +38,7 @@ __device__ inline void Forward<Kind>::flip(const Softmax (&softmax)[kRowBlocks],
 
 // Adds 2 a, rescaled as o was since the flip.
 template <class Kind>
-__device__ inline void Forward<Kind>::unflip(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const {
+__device__ inline void Forward<Kind>::unflip(const Softmax (&softmax)[kRowBlocks], O& o) const {
   constexpr int kExponent = Precision::kPExponent;
   __syncwarp();
 #pragma unroll
@@ -64,7 +64,7 @@ __device__ inline void Forward<Kind>::unflip(const Softmax (&softmax)[kRowBlocks
 
 // Writes o, its residual and lse of this thread's rows or, where keys are split, o and statistics of this part.
 template <class Kind>
-__device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const {
+__device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks], O& o) const {
   const int kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + shared.q_tile.head / a.group;
   const float v_scale = a.v_scale ? a.v_scale[kv] : 1.f;
   // All rows of a warp meet the same v, so that one of them is enough.
@@ -134,13 +134,7 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
   const int kv_head = shared.q_tile.head / a.group, kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + kv_head;
   const int first = warp_row() + block * kWarpRows;
   const auto value = [&](int key, int channel) {
-    const PType* const row = shared.v_start + key * a.v.stride[2];
-    if constexpr (kParts == 1) {
-      return float(row[channel]);
-    } else {
-      const float factor = shared.v_factors[key];
-      return from_parts(row, Dims::kDimV, channel) * (1.f / (1 << kPartsExponent)) * factor * factor;
-    }
+    return Operands::value(*this, shared.v_start + key * a.v.stride[2], key, channel);
   };
   const bool masked = !kPlain && a.terms.mask;
   if (!masked) {
@@ -154,16 +148,7 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
     const auto* const q = a.q.row<QkType>(shared.q_tile.batch, head, int64_t{shared.q_tile.q_first} + query_of(row));
     const RowTerms terms = !kPlain ? terms_of(row) : RowTerms{};
     const auto logit = [&](int key) {
-      const QkType* const k = shared.k_start + key * a.k.stride[2];
-      float product = 0.f;
-      if constexpr (kParts == 1) {
-        product = dot(q, k, a.dim);
-      } else {
-#pragma unroll 1
-        for (int c = 0; c < a.dim; ++c)
-          product = fmaf(from_parts(q, Dims::kDim, c), from_parts(k, Dims::kDim, c), product);
-        times_factors(product, shared.q_factor[row - shared.q_tile.q_start], shared.k_factors[key]);
-      }
+      const float product = Operands::product(*this, q, shared.k_start + key * a.k.stride[2], row, key);
       if constexpr (!kPlain) return logit_of(a.terms, terms, key, product) * a.scale_log2e;
       return product * a.scale_log2e;
     };

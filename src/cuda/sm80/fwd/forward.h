@@ -23,14 +23,11 @@
 #pragma once
 #include <type_traits>
 
-#include "cuda/fragment/precision.h"
 #include "cuda/fragment/sign_flip.h"
 #include "cuda/fragment/softmax.h"
-#include "cuda/fragment/unmasked_row.h"
-#include "cuda/sm80/fwd/config.h"
+#include "cuda/sm80/fwd/operands.h"
 #include "cuda/sm80/fwd/params.h"
 #include "cuda/sm80/mask_tile.h"
-#include "cuda/sm80/mma.h"
 #include "cuda/sm80/smem.h"
 
 namespace octet::cuda::sm80 {
@@ -48,8 +45,8 @@ struct Forward {
   using Dims = typename Kind::Dims;
   static constexpr bool kPlain = Kind::kLogits == Logits::plain, kMasked = Kind::kLogits == Logits::masked,
                         kGeneral = Kind::kLogits == Logits::general, kPairs = Kind::kTileRows == TileRows::pairs;
-  static constexpr int kParts = kF16Parts<Precision>;
-  using Tile = ForwardTile<kParts, Dims, Kind::kLogits, Kind::kTileRows>;
+  using Operands = ForwardOperands<Precision>;
+  using Tile = typename Operands::template Tile<Dims, Kind::kLogits, Kind::kTileRows>;
   using QkType = typename Precision::QkType;
   using PType = typename Precision::PType;
   static constexpr int kRowBlocks = Tile::kRowBlocks, kKeys = Tile::kKeys;
@@ -71,12 +68,12 @@ struct Forward {
   using LoaderV = TileLoader<kThreads, TileV>;
 
   struct alignas(128) Shared {
-    unsigned char q[kParts][TileQ::kBytes];
-    unsigned char k[Tile::kStages][kParts][TileK::kBytes];
-    unsigned char v[Tile::kStages][kParts][TileV::kBytes];
-    // Of parts (sm80/f32_parts.h).
-    float q_factor[kParts > 1 ? kRows : 1], k_factor[Tile::kStages][kParts > 1 ? kKeys : 1];
-    float v_factor[Tile::kStages][kParts > 1 ? kKeys : 1];
+    unsigned char q[Operands::kTiles][TileQ::kBytes];
+    unsigned char k[Tile::kStages][Operands::kTiles][TileK::kBytes];
+    unsigned char v[Tile::kStages][Operands::kTiles][TileV::kBytes];
+    // The factors of tokens, where they have some.
+    float q_factor[Operands::kHasFactors ? kRows : 1], k_factor[Tile::kStages][Operands::kHasFactors ? kKeys : 1];
+    float v_factor[Tile::kStages][Operands::kHasFactors ? kKeys : 1];
     // A tile of the mask tensor. Where kMasked it follows this struct, with the bytes that its type takes.
     alignas(kChunkBytes) unsigned char mask[Tile::kStagesMask && !kMasked ? kRows * mask_row_bytes(kKeys, sizeof(float))
                                                                           : 16];
@@ -104,18 +101,20 @@ struct Forward {
 
   using Softmax = std::conditional_t<kGeneral, ShiftedSoftmax, OnlineSoftmax>;
   using OTile = Accumulator<Dims::kDimV>;
+  using SBlock = Accumulator<kKeys>;
+  using S = SBlock[kRowBlocks];
+  using O = OTile[kRowBlocks];
+  using QRows = Operand<QkType, Dims::kDim>[kRowBlocks];
+  using P = typename Operands::template P<kRowBlocks, kKeys>;
 
   const ForwardParams& a;
   Shared& shared;
 
-  __device__ TileQ q(int part = 0) const { return {shared.q[part]}; }
-  // Tiles of keys take the stages in turn.
-  __device__ TileK k(int tile, int part = 0) const {
-    return {shared.k[static_cast<unsigned>(tile) % Tile::kStages][part]};
-  }
-  __device__ TileV v(int tile, int part = 0) const {
-    return {shared.v[static_cast<unsigned>(tile) % Tile::kStages][part]};
-  }
+  // Tiles of keys take the stages in turn. `which`: of Operands::kTiles.
+  static __device__ unsigned stage_of(int tile) { return static_cast<unsigned>(tile) % Tile::kStages; }
+  __device__ TileQ q(int which = 0) const { return {shared.q[which]}; }
+  __device__ TileK k(int tile, int which = 0) const { return {shared.k[stage_of(tile)][which]}; }
+  __device__ TileV v(int tile, int which = 0) const { return {shared.v[stage_of(tile)][which]}; }
 
   // Rows are numbered within the sequence: its queries or, where kShort, its pairs of a query and a head of the tile.
   __device__ int query_of(int row) const { return kPairs ? row / a.tile_heads : row; }
@@ -235,20 +234,8 @@ struct Forward {
             LoaderV::source(shared.v_start + tile * kKeys * a.v.stride[2], a.v.stride[2])};
   }
   // True: they are kept in registers. P in f16 leaves none, nor do three thread blocks on a multiprocessor.
-  static constexpr bool kKeepsSources = Precision::kPExponent == 0 && kParts == 1 && !kPairs;
+  static constexpr bool kKeepsSources = Precision::kPExponent == 0 && !Operands::kHasFactors && !kPairs;
 
-  // P as a left operand; of parts, with the factors of the sums of its products.
-  struct WholeOperand {
-    Operand<PType, kKeys> x[kRowBlocks];
-  };
-  struct DividedOperand {
-    PartOperand<kRowBlocks, kKeys> x;
-    RowValues inverse[kRowBlocks];
-  };
-  using POperand = std::conditional_t<kParts == 1, WholeOperand, DividedOperand>;
-  __device__ void to_operand(Accumulator<kKeys>& p, int block, int tile, POperand& operand) const;
-  __device__ void multiply_qk(Accumulator<kKeys> (&s)[kRowBlocks], int tile) const;
-  __device__ void multiply_pv(const POperand& p, int tile, OTile (&o)[kRowBlocks]) const;
   __device__ void load_q() const;
   __device__ void load_keys(int tile, const Sources& from) const;
   __device__ bool stages_mask() const { return kMasked || (Tile::kStagesMask && a.terms.mask && a.terms.mask_chunks); }
@@ -269,10 +256,10 @@ struct Forward {
 
   // The words in which this thread keeps a of the sign flip: those of a row of the output.
   __device__ uint32_t* saved(int row) const;
-  __device__ void flip(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const;
-  __device__ void unflip(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const;
+  __device__ void flip(const Softmax (&softmax)[kRowBlocks], O& o) const;
+  __device__ void unflip(const Softmax (&softmax)[kRowBlocks], O& o) const;
 
-  __device__ void write(const Softmax (&softmax)[kRowBlocks], OTile (&o)[kRowBlocks]) const;
+  __device__ void write(const Softmax (&softmax)[kRowBlocks], O& o) const;
   template <class T>
   __device__ void write_as(int row, OTile& o) const;
   __device__ void recompute_rows(int block) const;

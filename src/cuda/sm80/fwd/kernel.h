@@ -18,7 +18,7 @@ template <class Precision, class F>
 ForwardKernel with_head_dims(int64_t most_dim, const F& f) {
   if (most_dim <= 64) return f(Dims64{});
   if (most_dim <= 128) return f(Dims128{});
-  return f(std::conditional_t<kF16Parts<Precision> == 1, Dims256, Dims256x128>{});
+  return f(typename ForwardOperands<Precision>::WidestDims{});
 }
 
 template <class Precision, Logits logits, TileRows rows>

@@ -49,19 +49,19 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
   const ForwardChoice choice = choose_forward(p, numerics);
   const ForwardKernel& kernel = choice.kernel;
   const octet_dtype type = numerics.type();
-  const bool scaled = numerics.f16_p_and_v(), splits = choice.splits > 1, parts = choice.f32;
+  const bool scaled = numerics.f16_p_and_v(), splits = choice.splits > 1, halves = choice.f32;
   WorkspaceAllocator allocator(workspace);
   int* const blocks_before = allocate_blocks_before(p, allocator);
   const SeenValues seen_v(p, allocator);
   const View none;
-  const Input q(parts ? none : p.q, type, allocator), k(parts ? none : p.k, type, allocator),
-      v(parts || scaled ? none : seen_v.view(), type, allocator);
+  const Input q(halves ? none : p.q, type, allocator), k(halves ? none : p.k, type, allocator),
+      v(halves || scaled ? none : seen_v.view(), type, allocator);
   const ScaledInput v_scaled(scaled ? seen_v.view() : none, type, scaled ? kernel.dim_v : 0, allocator);
-  const F16PartsInput q_parts(parts ? p.q : none, kernel.dim, NonFinite::kept, allocator),
-      k_parts(parts ? p.k : none, kernel.dim, NonFinite::kept, allocator);
-  std::vector<F16PartsInput> v_parts;
-  for (int64_t first = 0; parts && first < p.dim_v; first += kernel.dim_v)
-    v_parts.emplace_back(columns_of(seen_v.view(), first, kernel.dim_v), kernel.dim_v, NonFinite::kept, allocator);
+  const F16HalvesInput q_halves(halves ? p.q : none, kernel.dim, NonFinite::kept, allocator),
+      k_halves(halves ? p.k : none, kernel.dim, NonFinite::kept, allocator);
+  std::vector<F16HalvesInput> v_halves;
+  for (int64_t first = 0; halves && first < p.dim_v; first += kernel.dim_v)
+    v_halves.emplace_back(columns_of(seen_v.view(), first, kernel.dim_v), kernel.dim_v, NonFinite::kept, allocator);
   const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
   const MaskClasses classes =
@@ -72,11 +72,11 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
   const auto name = [&p, choice] {
     const ForwardNumerics& of = choice.numerics;
     return text("forward ", octet::name(p.precision), of.f16_p_and_v() ? " with P in f16" : "",
-                choice.f32 ? " in two f16 parts" : "", of.beta ? " with beta" : "", ", mma.sync, ", choice.kernel.rows,
+                choice.f32 ? " in two f16 halves" : "", of.beta ? " with beta" : "", ", mma.sync, ", choice.kernel.rows,
                 " x ", choice.kernel.keys, " tiles",
                 choice.few ? text(", ", choice.tile_heads, " heads in a tile, keys in ", choice.splits, " parts") : "");
   };
-  auto run = [=, &p, v_parts = std::move(v_parts)](cudaStream_t stream) {
+  auto run = [=, &p, v_halves = std::move(v_halves)](cudaStream_t stream) {
     if (!p.o.elements()) return;
     const ForwardKernel& kernel = choice.kernel;
     ForwardParams a{};
@@ -85,11 +85,11 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     seen_v.preprocess(stream);
     compute_gauges(p, terms, stream);
     if (kernel.masked) classify(p, terms, classes, stream);
-    if (parts) {
-      q_parts.preprocess(stream), k_parts.preprocess(stream);
-      for (const F16PartsInput& input : v_parts) input.preprocess(stream);
-      a.q = q_parts.view().parts, a.q_factors = q_parts.view().factors;
-      a.k = k_parts.view().parts, a.k_factors = k_parts.view().factors;
+    if (halves) {
+      q_halves.preprocess(stream), k_halves.preprocess(stream);
+      for (const F16HalvesInput& input : v_halves) input.preprocess(stream);
+      a.q = q_halves.view().tensor, a.q_factors = q_halves.view().factors;
+      a.k = k_halves.view().tensor, a.k_factors = k_halves.view().factors;
     } else {
       q.preprocess(stream), k.preprocess(stream);
       scaled ? v_scaled.preprocess(seen_keys(p), stream) : v.preprocess(stream);
@@ -98,8 +98,8 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     a.mask = mask_of(p);
     a.tile_heads = choice.tile_heads;
     a.group = static_cast<int>(p.group() / choice.tile_heads);
-    a.dim = static_cast<int>(parts ? kernel.dim : p.dim);
-    a.whole_columns = parts || (p.dim == kernel.dim && p.dim_v == kernel.dim_v);
+    a.dim = static_cast<int>(halves ? kernel.dim : p.dim);
+    a.whole_columns = halves || (p.dim == kernel.dim && p.dim_v == kernel.dim_v);
     a.terms = terms;
     a.mask_classes = classes;
     constexpr double kLog2e = 1.4426950408889634;
@@ -122,9 +122,9 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     allow_shared_bytes(kernel.function, kernel.shared_bytes);
     for (int64_t first = 0; first < p.dim_v; first += kernel.dim_v) {
       a.dim_v = static_cast<int>(std::min<int64_t>(p.dim_v - first, kernel.dim_v));
-      if (parts) {
-        const F16PartsView v_view = v_parts[first / kernel.dim_v].view();
-        a.v = v_view.parts, a.v_factors = v_view.factors;
+      if (halves) {
+        const F16HalvesView v_view = v_halves[first / kernel.dim_v].view();
+        a.v = v_view.tensor, a.v_factors = v_view.factors;
       }
       c.dim_v = a.dim_v;
       c.o = columns_of(o.output(), first), c.o_residual = columns_of(o_residual.output(), first);

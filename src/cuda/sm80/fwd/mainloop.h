@@ -11,28 +11,21 @@ __device__ inline void Forward<Kind>::load_q() const {
   const auto row_of_q = [&](int row) {
     return a.q.row<QkType>(shared.q_tile.batch, head_of(row), int64_t{shared.q_tile.q_first} + query_of(row));
   };
-  const auto factor_of_q = [&](int row) {
-    return a.q_factors.at(shared.q_tile.batch, head_of(row), int64_t{shared.q_tile.q_first} + query_of(row));
-  };
-  if constexpr (kParts > 1) {
-    static_assert(kRows <= kThreads);
-    const int row = static_cast<int>(threadIdx.x);
-    if (row < kRows) shared.q_factor[row] = start + row < rows_end() ? *factor_of_q(start + row) : 0.f;
-  }
+  Operands::load_q_factors(*this);
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
+  for (int which = 0; which < Operands::kTiles; ++which) {
     if constexpr (kPairs) {
       constexpr int kChunks = Dims::kDim / kChunkColumns;
 #pragma unroll 1
       for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
         const int row = i / kChunks, column = i % kChunks * kChunkColumns;
         const bool present = start + row < rows_end() && column < a.dim;
-        ptx::cp_async(q(part).address() + TileQ::offset(row, i % kChunks),
-                      row_of_q(present ? start + row : start) + part * Dims::kDim + (present ? column : 0),
+        ptx::cp_async(q(which).address() + TileQ::offset(row, i % kChunks),
+                      row_of_q(present ? start + row : start) + which * Dims::kDim + (present ? column : 0),
                       present ? kChunkBytes : 0);
       }
     } else {
-      load_async<kThreads>(q(part), row_of_q(start) + part * Dims::kDim, a.q.stride[2],
+      load_async<kThreads>(q(which), row_of_q(start) + which * Dims::kDim, a.q.stride[2],
                            {0, shared.q_tile.q_tokens - start}, a.dim);
     }
   }
@@ -45,21 +38,17 @@ __device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from) c
   const int key = tile * kKeys;
   const KeyRange rows{shared.seen.first - key, shared.seen.last - key};
   const bool whole = rows.first <= 0 && rows.last >= kKeys && a.whole_columns;
-  if constexpr (kParts > 1) {
-    const int stage = static_cast<unsigned>(tile) % Tile::kStages;
-    load_words_async<kThreads, kKeys>(shared.k_factor[stage], shared.k_factors + key, rows);
-    load_words_async<kThreads, kKeys>(shared.v_factor[stage], shared.v_factors + key, rows);
-  }
+  Operands::load_key_factors(*this, tile, rows);
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const QkType* const from_k = from.k + part * Dims::kDim;
-    const PType* const from_v = from.v + part * Dims::kDimV;
+  for (int which = 0; which < Operands::kTiles; ++which) {
+    const QkType* const from_k = from.k + which * Dims::kDim;
+    const PType* const from_v = from.v + which * Dims::kDimV;
     if (whole) {
-      LoaderK::load(k(tile, part), from_k, a.k.stride[2]);
-      LoaderV::load(v(tile, part), from_v, a.v.stride[2]);
+      LoaderK::load(k(tile, which), from_k, a.k.stride[2]);
+      LoaderV::load(v(tile, which), from_v, a.v.stride[2]);
     } else {
-      LoaderK::load_part(k(tile, part), from_k, a.k.stride[2], rows, a.dim);
-      LoaderV::load_part(v(tile, part), from_v, a.v.stride[2], rows, a.dim_v);
+      LoaderK::load_part(k(tile, which), from_k, a.k.stride[2], rows, a.dim);
+      LoaderV::load_part(v(tile, which), from_v, a.v.stride[2], rows, a.dim_v);
     }
   }
 }
@@ -81,38 +70,6 @@ __device__ inline void Forward<Kind>::load_mask(int tile, bool zeros) const {
   load_mask_tile<32, kRowsOfWarp, kKeys>(to, static_cast<int>(threadIdx.x) % 32, a.terms, shared.q_tile.batch,
                                          shared.q_tile.head, warp_row(), shared.q_tile.q_tokens, tile * kKeys,
                                          shared.q_tile.k_tokens);
-}
-
-// s = q k^T, of parts.
-template <class Kind>
-__device__ inline void Forward<Kind>::multiply_qk(Accumulator<kKeys> (&s)[kRowBlocks], int tile) const {
-  const int warp = ptx::opaque(static_cast<int>(threadIdx.x)) / 32,
-            lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
-  multiply_ABt(s, PartTiles<TileQ>{q().data}, warp * kRowBlocks, PartTiles<TileK>{k(tile).data});
-  const float* const of_rows = shared.q_factor + warp * kRowsOfWarp + lane / 4;
-  const float* const of_keys = shared.k_factor[static_cast<unsigned>(tile) % Tile::kStages] + lane % 4 * 2;
-#pragma unroll
-  for (int block = 0; block < kRowBlocks; ++block) times_factors(s[block], of_rows + block * kWarpRows, of_keys);
-}
-
-// Converts P of a row block. Those in parts are multiplied by the factors of v.
-template <class Kind>
-__device__ inline void Forward<Kind>::to_operand(Accumulator<kKeys>& p, int block, int tile, POperand& operand) const {
-  if constexpr (kParts == 1) {
-    convert(p, operand.x[block]);
-  } else {
-    const float* const of_keys = shared.v_factor[static_cast<unsigned>(tile) % Tile::kStages] +
-                                 ptx::opaque(static_cast<int>(threadIdx.x)) % 4 * 2;
-    operand.inverse[block] = to_parts(p, of_keys, operand.x.large[block], operand.x.small[block]);
-  }
-}
-
-template <class Kind>
-__device__ inline void Forward<Kind>::multiply_pv(const POperand& p, int tile, OTile (&o)[kRowBlocks]) const {
-  if constexpr (kParts == 1)
-    mma_AB(o, p.x, v(tile));
-  else
-    add_product<Dims::kDimV == 64 ? 32 : 64>(o, p.x, p.inverse, PartTiles<TileV>{v(tile).data});
 }
 
 // Returns true if a maximum of any thread of the warp is NaN.
@@ -157,10 +114,7 @@ __device__ inline void Forward<Kind>::run() const {
       shared.mask_start =
           static_cast<const unsigned char*>(a.terms.mask) +
           a.terms.mask_bytes * a.terms.mask_row(shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_start);
-    if constexpr (kParts > 1) {
-      shared.k_factors = a.k_factors.at(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
-      shared.v_factors = a.v_factors.at(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
-    }
+    Operands::start_factors(*this, kv_head);
   }
   start_keys();
   if constexpr (kMasked) skip_hidden_keys();
@@ -188,7 +142,7 @@ __device__ inline void Forward<Kind>::run() const {
   if constexpr (Tile::kStagesMask) load_mask(shared.warp_keys[warp].last - 1, zeros), ptx::cp_async_commit();
 
   Softmax softmax[kRowBlocks];
-  OTile o[kRowBlocks];
+  O o;
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
     o[block].zero();
@@ -197,7 +151,7 @@ __device__ inline void Forward<Kind>::run() const {
     // Smaller logits, as of the smallest number of the mask's type, have a P of 0 beside any other key.
     if constexpr (kMasked) softmax[block].m = {-0x1p127f, -0x1p127f};
   }
-  Operand<QkType, Dims::kDim> q_rows[kRowBlocks];
+  QRows q_rows;
   if constexpr (Tile::kQRegisters) {
     ptx::cp_async_wait<kAhead + kMaskGroups>();
     __syncthreads();
@@ -206,20 +160,8 @@ __device__ inline void Forward<Kind>::run() const {
   }
 
   // The verbs of the mainloop.
-  const auto multiply_qk = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile) {
-    if constexpr (kParts > 1) {
-      this->multiply_qk(s, tile);
-    } else {
-#pragma unroll
-      for (Accumulator<kKeys>& each : s) each.zero();
-      if constexpr (Tile::kQRegisters)
-        mma_ABt(s, q_rows, k(tile));
-      else
-        mma_ABt(s, q(), warp * kRowBlocks, k(tile));
-    }
-  };
   // Turns products into logits, and those of unseen keys into -inf.
-  const auto take_logits = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile) {
+  const auto take_logits = [&](S& s, int tile) {
     const KeyRange all = shared.warp_keys[warp].all;
     const bool masked = tile * kKeys < all.first || (tile + 1) * kKeys > all.last;
 #pragma unroll
@@ -251,14 +193,14 @@ __device__ inline void Forward<Kind>::run() const {
     }
   };
   // Turns logits into P. The maximum is that of earlier tiles, unless P would be too large.
-  const auto take_exp = [&](Accumulator<kKeys>(&s)[kRowBlocks], int tile, POperand& p) {
+  const auto take_exp = [&](S& s, int tile, P& p) {
     constexpr int kExponent = Precision::kPExponent;
     if constexpr (kGeneral)
       if (a.beta != 0.f) {
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block) {
           scale_rows(o[block], softmax[block].template exp_update_max<kExponent>(s[block]));
-          to_operand(s[block], block, tile, p);
+          Operands::convert(*this, s[block], block, tile, p);
         }
         return;
       }
@@ -291,10 +233,10 @@ __device__ inline void Forward<Kind>::run() const {
         scale_rows(o[block], softmax[block].template update_max<kExponent>(most[block]));
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block)
-      softmax[block].template exp_and_sum<kExponent>(s[block]), to_operand(s[block], block, tile, p);
+      softmax[block].template exp_and_sum<kExponent>(s[block]), Operands::convert(*this, s[block], block, tile, p);
   };
   // The same at once, without a look at the maximum. Returns false, with the products spoilt, where P are too large.
-  const auto take_stale_exp = [&](Accumulator<kKeys>(&s)[kRowBlocks]) {
+  const auto take_stale_exp = [&](S& s) {
     RowValues sum[kRowBlocks];
     bool fits = true;
 #pragma unroll
@@ -326,27 +268,27 @@ __device__ inline void Forward<Kind>::run() const {
     }
     // Asked for long before it is needed.
     const bool next_zeros = kMasked && has_zeros(tile - 1);
-    Accumulator<kKeys> s[kRowBlocks];
-    multiply_qk(s, tile);
+    S s;
+    Operands::multiply_qk(*this, q_rows, s, tile);
     if constexpr (Tile::kStagesMask) ptx::cp_async_wait<1>(), __syncwarp();  // the tile of the mask has arrived
     take_logits(s, tile);
-    POperand p;
+    P p;
     if constexpr (Tile::kRepeats) {
       const bool first = tile == shared.warp_keys[warp].last - 1;
       if (first || !take_stale_exp(s)) {
-        if (!first) multiply_qk(s, ptx::opaque(tile)), take_logits(s, ptx::opaque(tile));
+        if (!first) Operands::multiply_qk(*this, q_rows, s, ptx::opaque(tile)), take_logits(s, ptx::opaque(tile));
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block)
           scale_rows(o[block], softmax[block].template exp_update_max<Precision::kPExponent>(s[block]));
       }
 #pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block) to_operand(s[block], block, tile, p);
+      for (int block = 0; block < kRowBlocks; ++block) Operands::convert(*this, s[block], block, tile, p);
     } else {
       take_exp(s, tile, p);
     }
     if constexpr (Tile::kStagesMask) __syncwarp(), load_mask(tile - 1, next_zeros), ptx::cp_async_commit();
     zeros = next_zeros;
-    multiply_pv(p, tile, o);
+    Operands::multiply_pv(*this, p, tile, o);
     if constexpr (kCompensated<Precision>)
       if (flips_after(tile)) flip(softmax, o);
     if constexpr (Tile::kStages == 1) __syncthreads(), load_after(tile);

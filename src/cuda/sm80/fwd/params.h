@@ -4,7 +4,7 @@
 #include "cuda/fragment/output.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/scheduler/tile_scheduler.h"
-#include "cuda/sm80/f32_parts.h"
+#include "cuda/sm80/f16_halves.h"
 #include "cuda/sm80/logits.h"
 #include "cuda/sm80/mask_classes.h"
 
@@ -18,7 +18,7 @@ struct RowStatistics {
 
 struct ForwardParams {
   Output q, k, v;                                // in the kernel's element types
-  TokenFactors q_factors, k_factors, v_factors;  // of parts
+  TokenFactors q_factors, k_factors, v_factors;  // where operands are f16 halves
   TileScheduler scheduler;
   Mask mask;
   int group;  // heads of q per head of k and v; with few queries, heads of tiles

@@ -3,7 +3,7 @@
 #include "cuda/host/status.h"
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/vec8.h"
-#include "cuda/sm80/f32_parts.h"
+#include "cuda/sm80/f16_halves.h"
 
 namespace octet::cuda::sm80 {
 namespace {
@@ -12,7 +12,7 @@ constexpr int kThreads = 256;
 
 // dim / 8 neighbouring threads have a token.
 __global__ void __launch_bounds__(kThreads)
-    f16_parts_kernel(const Strided from, int dim, NonFinite nonfinite, F16* parts, float* factors) {
+    f16_halves_kernel(const Strided from, int dim, NonFinite nonfinite, F16* halves, float* factors) {
   const int vecs = dim / kVec8;
   const int64_t rows = from.shape[0] * from.shape[1] * from.shape[2];
   const int vec = static_cast<int>(threadIdx.x) % vecs;
@@ -42,10 +42,10 @@ __global__ void __launch_bounds__(kThreads)
     if (vec == 0) factors[row] = copysignf(__int_as_float((127 + half) << 23), odd > 0.f ? -1.f : 1.f);
     alignas(16) F16 large[kVec8], small[kVec8];
     for (int c = 0; c < kVec8; ++c) {
-      const float scaled = x[c] * inverse * inverse * (1 << kPartsExponent);
-      large[c] = F16(scaled), small[c] = F16(isfinite(scaled) ? (scaled - float(large[c])) * kPartRatio : 0.f);
+      const float scaled = x[c] * inverse * inverse * (1 << kHalvesExponent);
+      large[c] = F16(scaled), small[c] = F16(isfinite(scaled) ? (scaled - float(large[c])) * kHalfRatio : 0.f);
     }
-    F16* const to = parts + row * 2 * dim + index.channel;
+    F16* const to = halves + row * 2 * dim + index.channel;
     *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(large);
     *reinterpret_cast<uint4*>(to + dim) = *reinterpret_cast<const uint4*>(small);
   }
@@ -55,25 +55,25 @@ std::size_t rows_of(const View& x) { return static_cast<std::size_t>(x.shape[0] 
 
 }  // namespace
 
-F16PartsInput::F16PartsInput(const View& from, int dim, NonFinite nonfinite, WorkspaceAllocator& workspace)
+F16HalvesInput::F16HalvesInput(const View& from, int dim, NonFinite nonfinite, WorkspaceAllocator& workspace)
     : from_(from),
       dim_(dim),
       nonfinite_(nonfinite),
-      parts_(workspace.take<F16>(rows_of(from) * 2 * static_cast<std::size_t>(dim))),
+      halves_(workspace.take<F16>(rows_of(from) * 2 * static_cast<std::size_t>(dim))),
       factors_(workspace.take<float>(rows_of(from))) {}
 
-void F16PartsInput::preprocess(cudaStream_t stream) const {
+void F16HalvesInput::preprocess(cudaStream_t stream) const {
   if (!from_.elements()) return;
   constexpr std::size_t kMostBlocks = 1 << 14;
   const std::size_t rows_at_once = kThreads / (dim_ / kVec8);
   const auto blocks = static_cast<unsigned>(std::min((rows_of(from_) + rows_at_once - 1) / rows_at_once, kMostBlocks));
-  f16_parts_kernel<<<blocks, kThreads, 0, stream>>>(strided(from_), dim_, nonfinite_, parts_, factors_);
-  check(cudaGetLastError(), "f16_parts_kernel");
+  f16_halves_kernel<<<blocks, kThreads, 0, stream>>>(strided(from_), dim_, nonfinite_, halves_, factors_);
+  check(cudaGetLastError(), "f16_halves_kernel");
 }
 
-F16PartsView F16PartsInput::view() const {
+F16HalvesView F16HalvesInput::view() const {
   const int64_t row = int64_t{2} * dim_, head = row * from_.shape[2];
-  return {{parts_, {head * from_.shape[1], head, row}, Element::f16},
+  return {{halves_, {head * from_.shape[1], head, row}, Element::f16},
           {factors_, static_cast<int>(from_.shape[1]), static_cast<int>(from_.shape[2])}};
 }
 
