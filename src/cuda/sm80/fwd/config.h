@@ -24,7 +24,7 @@ using Dims256x128 = HeadDims<256, 128>;  // f32, for up to 128 channels of v at 
 //   kQRegisters   true: q is kept in registers; false: it is read from shared memory for each tile of keys
 //   kRepeats      true: exponentials do not wait for a look at the maximum; where it was too small, q k^T is repeated
 //   kStagesMask   true: the tile of a mask tensor passes through shared memory
-//   kStages       stages of k and v
+//   kStages       stages of k and v, at least 2
 //   kBlocks       thread blocks that a multiprocessor's registers must have room for
 template <class Dims, Logits logits, TileRows rows>
 struct ForwardTile;  // of 16 bits

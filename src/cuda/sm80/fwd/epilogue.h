@@ -39,7 +39,6 @@ __device__ inline void Forward<Kind>::flip(const Softmax (&softmax)[kRowBlocks],
 // Adds 2 a, rescaled as o was since the flip.
 template <class Kind>
 __device__ inline void Forward<Kind>::unflip(const Softmax (&softmax)[kRowBlocks], O& o) const {
-  constexpr int kExponent = Precision::kPExponent;
   __syncwarp();
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block)

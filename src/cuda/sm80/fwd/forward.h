@@ -191,6 +191,13 @@ struct Forward {
       if (each.first < each.last) first = min(first, each.first), last = max(last, each.last);
     shared.keys.first = first, shared.keys.last = last;
   }
+  // Returns the keys of this warp's rows.
+  __device__ const Keys& warp_keys() const { return shared.warp_keys[static_cast<int>(threadIdx.x) / 32]; }
+  // Half way through its tiles, a warp flips the sign of a compensated o.
+  __device__ bool flips_after(int tile) const {
+    const Keys& keys = warp_keys();
+    return keys.last - keys.first > 1 && tile == keys.last - 1 - (keys.last - keys.first) / 2;
+  }
   // Returns the first row of this warp, and the first of this thread in a row block.
   __device__ int warp_row() const { return shared.q_tile.q_start + static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp; }
   __device__ int thread_row(int block) const {
@@ -236,6 +243,7 @@ struct Forward {
   // True: they are kept in registers. P in f16 leaves none, nor do three thread blocks on a multiprocessor.
   static constexpr bool kKeepsSources = Precision::kPExponent == 0 && !Operands::kHasFactors && !kPairs;
 
+  __device__ void start_sequence() const;
   __device__ void load_q() const;
   __device__ void load_keys(int tile, const Sources& from) const;
   __device__ bool stages_mask() const { return kMasked || (Tile::kStagesMask && a.terms.mask && a.terms.mask_chunks); }
@@ -252,7 +260,16 @@ struct Forward {
   __device__ bool has_zeros(int tile) const {
     return shared.mask_classes[ptx::opaque(static_cast<int>(threadIdx.x)) / 32][max(tile, 0)] == kZeros;
   }
+
+  static constexpr int kExponent = Precision::kPExponent;
+  __device__ void start_rows(Softmax (&softmax)[kRowBlocks], O& o) const;
+  // `zeros`: the mask is 0 in the tile. As a value it would have instructions of its own.
+  __device__ void take_logits(S& s, int tile, const bool& zeros) const;
   static __device__ bool fits_beside_sum(const Softmax& softmax, const RowValues& most);
+  static __device__ bool fits_stale_max(const S& s, const Softmax (&softmax)[kRowBlocks],
+                                        RowValues (&most)[kRowBlocks]);
+  __device__ void take_exp(S& s, int tile, const bool& zeros, Softmax (&softmax)[kRowBlocks], O& o, P& p) const;
+  static __device__ bool take_exp_of_stale_max(S& s, Softmax (&softmax)[kRowBlocks]);
 
   // The words in which this thread keeps a of the sign flip: those of a row of the output.
   __device__ uint32_t* saved(int row) const;

@@ -86,7 +86,6 @@ __device__ inline bool any_is_nan(const RowValues (&most)[Blocks]) {
 // large P.
 template <class Kind>
 __device__ inline bool Forward<Kind>::fits_beside_sum(const Softmax& softmax, const RowValues& most) {
-  constexpr int kExponent = Precision::kPExponent;
   constexpr float kOne = static_cast<float>(1 << kExponent), kMost = 0x1p15f;  // the largest P in f16
   bool fits = true;
 #pragma unroll
@@ -98,24 +97,143 @@ __device__ inline bool Forward<Kind>::fits_beside_sum(const Softmax& softmax, co
   return fits;
 }
 
+// Turns products into logits, and those of unseen keys into -inf.
+template <class Kind>
+__device__ inline void Forward<Kind>::take_logits(S& s, int tile, const bool& zeros) const {
+  const KeyRange all = warp_keys().all;
+  const bool masked = tile * kKeys < all.first || (tile + 1) * kKeys > all.last;
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block) {
+    const int first = ptx::opaque(thread_row(block));
+    if constexpr (kMasked) {
+      const float gauge[] = {gauge_of(first), gauge_of(first + 8)};
+      if (zeros)
+        subtract_gauge(s[block], a.terms.scale, gauge);
+      else
+        mask_of(block).add(s[block], a.terms.scale, gauge);
+    } else if constexpr (kGeneral) {
+      const bool capped = a.terms.softcap != 0.f;
+      if (capped)
+#pragma unroll
+        for (float& x : s[block].x) x = softcap(a.terms, x * a.terms.scale).x;
+      const float scale = capped ? 1.f : a.terms.scale;
+      if (stages_mask() && !a.terms.slopes) {
+        mask_of(block).add(s[block], scale, {gauge_of(first), gauge_of(first + 8)});
+        mask_of(block).hide(s[block]);
+      } else {
+        const RowTerms terms[] = {terms_of(first), terms_of(first + 8)};
+        add_terms(s[block], scale, a.terms, terms, tile * kKeys, shared.q_tile.k_tokens);
+      }
+    }
+    if (!masked) continue;
+    const KeyRange ranges[] = {range_of(first), range_of(first + 8)};
+    mask_rows(s[block], tile * kKeys, ranges);
+  }
+}
+
+// Finds the largest logits of this thread's rows. Returns whether P over the stale maximum would fit.
+template <class Kind>
+__device__ inline bool Forward<Kind>::fits_stale_max(const S& s, const Softmax (&softmax)[kRowBlocks],
+                                                     RowValues (&most)[kRowBlocks]) {
+  constexpr float kMost = kMaxPLog2<Precision, Kind::kLogits>;
+  bool fits = true;
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block) {
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row)
+      most[block][row] = kMasked ? row_max_or_nan(s[block], row) : row_max(s[block], row, -INFINITY);
+    if constexpr (kMasked)
+      fits &= fits_beside_sum(softmax[block], most[block]);
+    else
+      fits &= softmax[block].template fits_stale_max<kExponent>(most[block], kMost);
+  }
+  return __all_sync(~0u, fits) != 0;
+}
+
+// Turns logits into P. The maximum is that of earlier tiles, unless P would be too large.
+template <class Kind>
+__device__ inline void Forward<Kind>::take_exp(S& s, int tile, const bool& zeros, Softmax (&softmax)[kRowBlocks], O& o,
+                                               P& p) const {
+  if constexpr (kGeneral)
+    if (a.beta != 0.f) {
+#pragma unroll
+      for (int block = 0; block < kRowBlocks; ++block) {
+        scale_rows(o[block], softmax[block].template exp_update_max<kExponent>(s[block]));
+        Operands::convert(*this, s[block], block, tile, p);
+      }
+      return;
+    }
+  RowValues most[kRowBlocks];
+  bool fits = fits_stale_max(s, softmax, most);
+  // A key that the mask hides has a logit of -inf, or NaN where its product is not finite.
+  if constexpr (kMasked)
+    if (!fits && !zeros && any_is_nan(most)) {
+#pragma unroll
+      for (int block = 0; block < kRowBlocks; ++block) mask_of(block).hide(s[block]);
+      fits = fits_stale_max(s, softmax, most);
+    }
+  if (!fits)
+#pragma unroll
+    for (int block = 0; block < kRowBlocks; ++block)
+      scale_rows(o[block], softmax[block].template update_max<kExponent>(most[block]));
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block)
+    softmax[block].template exp_and_sum<kExponent>(s[block]), Operands::convert(*this, s[block], block, tile, p);
+}
+
+// Turns logits into P without a look at the maximum. Returns false, with the products spoilt, where P are too large.
+template <class Kind>
+__device__ inline bool Forward<Kind>::take_exp_of_stale_max(S& s, Softmax (&softmax)[kRowBlocks]) {
+  RowValues sum[kRowBlocks];
+  bool fits = true;
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block) {
+    sum[block] = softmax[block].template exp_stale_max<kExponent>(s[block]);
+    fits &= sum[block][0] <= Precision::kMaxP && sum[block][1] <= Precision::kMaxP;
+  }
+  if (!__all_sync(~0u, fits)) return false;
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block)
+    softmax[block].l[0] += sum[block][0], softmax[block].l[1] += sum[block][1];
+  return true;
+}
+
+// Finds what the keys of a sequence have in common.
+template <class Kind>
+__device__ inline void Forward<Kind>::start_sequence() const {
+  const int kv_head = shared.q_tile.head / a.group;
+  shared.seen = a.mask.seen(shared.q_tile.q_tokens, shared.q_tile.k_tokens);
+  shared.k_start = a.k.row<QkType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
+  shared.v_start = a.v.row<PType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
+  if constexpr (kMasked)
+    shared.mask_start =
+        static_cast<const unsigned char*>(a.terms.mask) +
+        a.terms.mask_bytes * a.terms.mask_row(shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_start);
+  Operands::start_factors(*this, kv_head);
+}
+
+// Sets o and the sums of all rows to those of no keys.
+template <class Kind>
+__device__ inline void Forward<Kind>::start_rows(Softmax (&softmax)[kRowBlocks], O& o) const {
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block) {
+    o[block].zero();
+    softmax[block].scale_log2 = {a.scale_log2e, a.scale_log2e};
+    if constexpr (kGeneral) softmax[block].beta = a.beta, softmax[block].reach = a.beta_reach;
+    // Smaller logits, as of the smallest number of the mask's type, have a P of 0 beside any other key.
+    if constexpr (kMasked) softmax[block].m = {-0x1p127f, -0x1p127f};
+  }
+}
+
 // Computes the tile of queries of this thread block.
 template <class Kind>
 __device__ inline void Forward<Kind>::run() const {
   const int warp = static_cast<int>(threadIdx.x) / 32;
+  const Keys& keys = shared.warp_keys[warp];
   if (threadIdx.x == 0) start_tile();
   __syncthreads();
   if (!shared.q_tile.valid()) return;
-  if (threadIdx.x == 0) {
-    const int kv_head = shared.q_tile.head / a.group;
-    shared.seen = a.mask.seen(shared.q_tile.q_tokens, shared.q_tile.k_tokens);
-    shared.k_start = a.k.row<QkType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
-    shared.v_start = a.v.row<PType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
-    if constexpr (kMasked)
-      shared.mask_start =
-          static_cast<const unsigned char*>(a.terms.mask) +
-          a.terms.mask_bytes * a.terms.mask_row(shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_start);
-    Operands::start_factors(*this, kv_head);
-  }
+  if (threadIdx.x == 0) start_sequence();
   start_keys();
   if constexpr (kMasked) skip_hidden_keys();
   if constexpr (!kPlain) start_terms();
@@ -126,8 +244,8 @@ __device__ inline void Forward<Kind>::run() const {
   Sources sources = sources_of(tile);
   if (shared.keys.first <= tile) load_keys(tile, sources);
   ptx::cp_async_commit();
-  constexpr int kAhead = Tile::kStages > 1 ? Tile::kStages - 1 : 1;  // tiles that are loaded ahead
-  const auto load_after = [&](int last) {  // the tile after the last one that has been asked for
+  constexpr int kAhead = Tile::kStages - 1;  // tiles that are loaded ahead
+  const auto load_after = [&](int last) {    // the tile after the last one that has been asked for
     if constexpr (kKeepsSources) sources.k -= kKeys * a.k.stride[2], sources.v -= kKeys * a.v.stride[2];
     if (last > shared.keys.first) load_keys(last - 1, kKeepsSources ? sources : sources_of(last - 1));
     ptx::cp_async_commit();
@@ -137,20 +255,12 @@ __device__ inline void Forward<Kind>::run() const {
   // Where the mask is staged, the groups of copies are in turn a tile of keys and one of the mask.
   constexpr int kMaskGroups = Tile::kStagesMask ? 1 : 0;
   // True if the mask is 0 in the tile that is computed next.
-  bool zeros = kMasked && shared.warp_keys[warp].first < shared.warp_keys[warp].last &&
-               has_zeros(shared.warp_keys[warp].last - 1);
-  if constexpr (Tile::kStagesMask) load_mask(shared.warp_keys[warp].last - 1, zeros), ptx::cp_async_commit();
+  bool zeros = kMasked && keys.first < keys.last && has_zeros(keys.last - 1);
+  if constexpr (Tile::kStagesMask) load_mask(keys.last - 1, zeros), ptx::cp_async_commit();
 
   Softmax softmax[kRowBlocks];
   O o;
-#pragma unroll
-  for (int block = 0; block < kRowBlocks; ++block) {
-    o[block].zero();
-    softmax[block].scale_log2 = {a.scale_log2e, a.scale_log2e};
-    if constexpr (kGeneral) softmax[block].beta = a.beta, softmax[block].reach = a.beta_reach;
-    // Smaller logits, as of the smallest number of the mask's type, have a P of 0 beside any other key.
-    if constexpr (kMasked) softmax[block].m = {-0x1p127f, -0x1p127f};
-  }
+  start_rows(softmax, o);
   QRows q_rows;
   if constexpr (Tile::kQRegisters) {
     ptx::cp_async_wait<kAhead + kMaskGroups>();
@@ -158,112 +268,13 @@ __device__ inline void Forward<Kind>::run() const {
 #pragma unroll
     for (int block = 0; block < kRowBlocks; ++block) load_rows(q_rows[block], q(), warp * kRowBlocks + block);
   }
-
-  // The verbs of the mainloop.
-  // Turns products into logits, and those of unseen keys into -inf.
-  const auto take_logits = [&](S& s, int tile) {
-    const KeyRange all = shared.warp_keys[warp].all;
-    const bool masked = tile * kKeys < all.first || (tile + 1) * kKeys > all.last;
-#pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block) {
-      const int first = ptx::opaque(thread_row(block));
-      if constexpr (kMasked) {
-        const float gauge[] = {gauge_of(first), gauge_of(first + 8)};
-        if (zeros)
-          subtract_gauge(s[block], a.terms.scale, gauge);
-        else
-          mask_of(block).add(s[block], a.terms.scale, gauge);
-      } else if constexpr (kGeneral) {
-        const bool capped = a.terms.softcap != 0.f;
-        if (capped)
-#pragma unroll
-          for (float& x : s[block].x) x = softcap(a.terms, x * a.terms.scale).x;
-        const float scale = capped ? 1.f : a.terms.scale;
-        if (stages_mask() && !a.terms.slopes) {
-          mask_of(block).add(s[block], scale, {gauge_of(first), gauge_of(first + 8)});
-          mask_of(block).hide(s[block]);
-        } else {
-          const RowTerms terms[] = {terms_of(first), terms_of(first + 8)};
-          add_terms(s[block], scale, a.terms, terms, tile * kKeys, shared.q_tile.k_tokens);
-        }
-      }
-      if (!masked) continue;
-      const KeyRange ranges[] = {range_of(first), range_of(first + 8)};
-      mask_rows(s[block], tile * kKeys, ranges);
-    }
-  };
-  // Turns logits into P. The maximum is that of earlier tiles, unless P would be too large.
-  const auto take_exp = [&](S& s, int tile, P& p) {
-    constexpr int kExponent = Precision::kPExponent;
-    if constexpr (kGeneral)
-      if (a.beta != 0.f) {
-#pragma unroll
-        for (int block = 0; block < kRowBlocks; ++block) {
-          scale_rows(o[block], softmax[block].template exp_update_max<kExponent>(s[block]));
-          Operands::convert(*this, s[block], block, tile, p);
-        }
-        return;
-      }
-    RowValues most[kRowBlocks];
-    const auto fits_stale_max = [&] {
-      bool fits = true;
-#pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block) {
-#pragma unroll
-        for (int row = 0; row < kRowsPerThread; ++row)
-          most[block][row] = kMasked ? row_max_or_nan(s[block], row) : row_max(s[block], row, -INFINITY);
-        if constexpr (kMasked)
-          fits &= fits_beside_sum(softmax[block], most[block]);
-        else
-          fits &= softmax[block].template fits_stale_max<kExponent>(most[block], (kMaxPLog2<Precision, Kind::kLogits>));
-      }
-      return __all_sync(~0u, fits) != 0;
-    };
-    bool fits = fits_stale_max();
-    // A key that the mask hides has a logit of -inf, or NaN where its product is not finite.
-    if constexpr (kMasked)
-      if (!fits && !zeros && any_is_nan(most)) {
-#pragma unroll
-        for (int block = 0; block < kRowBlocks; ++block) mask_of(block).hide(s[block]);
-        fits = fits_stale_max();
-      }
-    if (!fits)
-#pragma unroll
-      for (int block = 0; block < kRowBlocks; ++block)
-        scale_rows(o[block], softmax[block].template update_max<kExponent>(most[block]));
-#pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block)
-      softmax[block].template exp_and_sum<kExponent>(s[block]), Operands::convert(*this, s[block], block, tile, p);
-  };
-  // The same at once, without a look at the maximum. Returns false, with the products spoilt, where P are too large.
-  const auto take_stale_exp = [&](S& s) {
-    RowValues sum[kRowBlocks];
-    bool fits = true;
-#pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block) {
-      sum[block] = softmax[block].template exp_stale_max<Precision::kPExponent>(s[block]);
-      fits &= sum[block][0] <= Precision::kMaxP && sum[block][1] <= Precision::kMaxP;
-    }
-    if (!__all_sync(~0u, fits)) return false;
-#pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block)
-      softmax[block].l[0] += sum[block][0], softmax[block].l[1] += sum[block][1];
-    return true;
-  };
-  // Half way through its tiles, a warp flips the sign of a compensated o.
-  const auto flips_after = [&](int tile) {
-    const Keys& mine = shared.warp_keys[warp];
-    return mine.last - mine.first > 1 && tile == mine.last - 1 - (mine.last - mine.first) / 2;
-  };
-
 #pragma unroll 1
   for (; tile >= shared.keys.first; --tile) {
     ptx::cp_async_wait<kAhead - 1 + kMaskGroups>();
     __syncthreads();  // the tile has arrived, and the one before it has been read
-    if constexpr (Tile::kStages > 1) load_after(tile - kAhead + 1);
-    if (tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) {
+    load_after(tile - kAhead + 1);
+    if (tile < keys.first || tile >= keys.last) {
       if constexpr (Tile::kStagesMask) ptx::cp_async_commit();
-      if constexpr (Tile::kStages == 1) __syncthreads(), load_after(tile);
       continue;
     }
     // Asked for long before it is needed.
@@ -271,31 +282,33 @@ __device__ inline void Forward<Kind>::run() const {
     S s;
     Operands::multiply_qk(*this, q_rows, s, tile);
     if constexpr (Tile::kStagesMask) ptx::cp_async_wait<1>(), __syncwarp();  // the tile of the mask has arrived
-    take_logits(s, tile);
+    take_logits(s, tile, zeros);
     P p;
     if constexpr (Tile::kRepeats) {
-      const bool first = tile == shared.warp_keys[warp].last - 1;
-      if (first || !take_stale_exp(s)) {
-        if (!first) Operands::multiply_qk(*this, q_rows, s, ptx::opaque(tile)), take_logits(s, ptx::opaque(tile));
+      const bool first = tile == keys.last - 1;
+      if (first || !take_exp_of_stale_max(s, softmax)) {
+        if (!first) {
+          Operands::multiply_qk(*this, q_rows, s, ptx::opaque(tile));
+          take_logits(s, ptx::opaque(tile), zeros);
+        }
 #pragma unroll
         for (int block = 0; block < kRowBlocks; ++block)
-          scale_rows(o[block], softmax[block].template exp_update_max<Precision::kPExponent>(s[block]));
+          scale_rows(o[block], softmax[block].template exp_update_max<kExponent>(s[block]));
       }
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block) Operands::convert(*this, s[block], block, tile, p);
     } else {
-      take_exp(s, tile, p);
+      take_exp(s, tile, zeros, softmax, o, p);
     }
     if constexpr (Tile::kStagesMask) __syncwarp(), load_mask(tile - 1, next_zeros), ptx::cp_async_commit();
     zeros = next_zeros;
     Operands::multiply_pv(*this, p, tile, o);
     if constexpr (kCompensated<Precision>)
       if (flips_after(tile)) flip(softmax, o);
-    if constexpr (Tile::kStages == 1) __syncthreads(), load_after(tile);
   }
   ptx::cp_async_wait<0>();
   if constexpr (kCompensated<Precision>)
-    if (shared.warp_keys[warp].last - shared.warp_keys[warp].first > 1) unflip(softmax, o);
+    if (keys.last - keys.first > 1) unflip(softmax, o);
   write(softmax, o);
 }
 
