@@ -48,12 +48,10 @@ struct PrecisionBf16F16Compute : PrecisionF16 {
   using QkType = Bf16;
 };
 
-// f32: each number is the sum of two f16 parts (sm80/f32_parts.h). P of a row and tile have a scale of their own.
+// f32: each number is the sum of two f16 halves (sm80/f16_halves.h). P of a row and tile have a scale of their own.
 struct PrecisionF32 : PrecisionF16 {
   static constexpr int kPExponent = 0;
 };
-template <class Precision>
-constexpr int kF16Parts = std::is_same_v<Precision, PrecisionF32> ? 2 : 1;
 // Tensor cores truncate sums towards 0. Where o is kept for a backward pass, this error must not be biased, or the
 // errors of delta would add up: V is centred by its mean, and half way through its keys o is sign-flipped, where shared
 // memory has room (sm90/fwd/mainloop.h).
