@@ -2,6 +2,7 @@
 // a tile that a mask cuts holds a non-finite v beyond the mask: 0 inf is NaN and spoils every row that meets the tile.
 // They detect that in their epilogue and write those rows again; finite data never takes this path.
 #pragma once
+#include "cuda/fragment/finish.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/o_residual.h"
 #include "cuda/fragment/output.h"

@@ -8,7 +8,6 @@
 
 #include "core/problem.h"
 #include "cuda/fragment/mask.h"
-#include "cuda/fragment/sinks.h"
 #include "cuda/host/workspace.h"
 #include "cuda/operands/mask_tensor.h"
 #include "cuda/ptx/cp_async.h"
@@ -78,17 +77,6 @@ __device__ inline RowTerms row_terms(const LogitTerms& t, int batch, int sequenc
   if (t.mask) row.mask_start = t.mask_row(batch, head, i);
   if (t.gauge) row.gauge = *t.gauge_at(batch, head, i);
   return row;
-}
-
-// Returns lse of a row and the share of its sum that belongs to the keys, from log2 of the sum of its P.
-struct RowSum {
-  float lse, share;
-};
-__device__ inline RowSum row_sum(float log2_sum, float gauge, const Sinks& sinks, int batch, int head) {
-  constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147180559945f;
-  if (!sinks.data) return {__fmaf_rn(log2_sum, kLn2, gauge), 1.f};
-  const RowWithSink all = with_sink(__fmaf_rn(gauge, kLog2e, log2_sum), sinks.at(batch, head) * kLog2e);
-  return {all.log2_sum * kLn2, all.share};
 }
 
 // tanh and its derivative to a few units of the last place, by two instructions of the special function unit.

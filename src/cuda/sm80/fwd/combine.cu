@@ -1,3 +1,4 @@
+#include "cuda/fragment/finish.h"
 #include "cuda/fragment/o_residual.h"
 #include "cuda/host/launch.h"
 #include "cuda/ptx/grid.h"
@@ -38,12 +39,11 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
       sum += weights[i];
     }
     for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-    const bool none = sum == 0.f;
-    const RowSum all =
-        row_sum(none ? -INFINITY : origin + log2f(sum), none ? 0.f : a.statistics[part(0)].gauge, a.sinks, batch, head);
+    RowSum<> all = RowSum<>::of(origin, sum, a.statistics[part(0)].row_bias);
+    const float share = a.sinks.data ? all.add_sink(a.sinks.at(batch, head)) : 1.f;
     if (thread == 0) {
-      share_over_sum = none ? 0.f : all.share / sum;
-      if (a.lse.data) *a.lse.row<float>(batch, head, token) = all.lse;
+      share_over_sum = sum == 0.f ? 0.f : share / sum;
+      if (a.lse.data) *a.lse.row<float>(batch, head, token) = all.lse();
     }
   }
   __syncthreads();

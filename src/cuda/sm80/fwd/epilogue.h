@@ -1,6 +1,7 @@
 // The epilogue of the forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked inf or
 // NaN has reached.
 #pragma once
+#include "cuda/fragment/finish.h"
 #include "cuda/fragment/o_residual.h"
 #include "cuda/sm80/fwd/forward.h"
 
@@ -79,13 +80,11 @@ __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks]
       const float l = quad_sum(softmax[block].l[row]);
       inverse[row] = l == 0.f ? 0.f : v_scale / l;
       const float origin = softmax[block].template origin<Precision::kPExponent>(row, softmax[block].m[row]);
-      const float log2_sum = l == 0.f ? -INFINITY : origin + log2f(l);
-      const float gauge = l == 0.f ? 0.f : gauge_of(at);
       if constexpr (kPairs)
         if (a.statistics.data && present) *output_row<RowStatistics>(a.statistics, at) = {origin, l, gauge_of(at)};
-      const RowSum sum = row_sum(log2_sum, gauge, a.sinks, shared.q_tile.batch, head_of(at));
-      share[row] = sum.share;
-      if (a.lse.data && present) *output_row<float>(a.lse, at) = sum.lse;
+      RowSum<> sum = RowSum<>::of(origin, l, gauge_of(at));
+      if (a.sinks.data) share[row] = sum.add_sink(a.sinks.at(shared.q_tile.batch, head_of(at)));
+      if (a.lse.data && present) *output_row<float>(a.lse, at) = sum.lse();
     }
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 8; ++i) {
@@ -158,10 +157,7 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
       return value(key, channel);
     };
     UnmaskedRow<Dims::kDimV> result = attend_row<Dims::kDimV>(part_of(range_of(row)), a.dim_v, logit, seen_value);
-    constexpr float kLog2e = 1.44269504f;
-    const float share =
-        with_sink(__fmaf_rn(terms.gauge, kLog2e, result.log2_sum), a.sinks.at(shared.q_tile.batch, head) * kLog2e)
-            .share;
+    const float share = RowSum<>{result.log2_sum, terms.gauge}.add_sink(a.sinks.at(shared.q_tile.batch, head));
     const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 32; ++i) {

@@ -11,9 +11,9 @@
 namespace octet::cuda::sm80 {
 
 // What a thread block writes for a row beside o when it computes one part of the keys: o is divided by l, the sum of
-// p = exp2(logit in base 2 - origin), and logits lack the gauge (sm80/logits.h).
+// p = exp2(logit in base 2 - origin), and logits lack row_bias (fragment/finish.h).
 struct RowStatistics {
-  float origin, l, gauge;
+  float origin, l, row_bias;
 };
 
 struct ForwardParams {

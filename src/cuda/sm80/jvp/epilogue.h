@@ -6,25 +6,12 @@
 
 namespace octet::cuda::sm80 {
 
-// Returns what becomes of the sums of a row. A sink leaves the keys the share w of all probabilities:
-//   o = w o     to = w (to + (1 - w) (tlse - tsink) o)     tlse = w tlse + (1 - w) tsink
+// Returns what becomes of the sums of a row.
 template <class T, int Dim, Logits logits>
-__device__ auto Jvp<T, Dim, logits>::finish(int query, float m, float centre, float l, float r) const -> Finished {
-  constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147180559945f;
-  const bool none = l == 0.f;
-  Finished f{.inverse = none ? 0.f : 1.f / l, .share = 1.f};
-  f.mean = r * f.inverse;
-  const float gauge = kGeneral && !none ? terms_of(query).gauge : 0.f;
-  const float log2_sum = none ? -INFINITY : __fmaf_rn(m, (kGeneral ? 1.f : a.scale) * kLog2e, log2f(l));
-  f.lse = __fmaf_rn(log2_sum, kLn2, gauge), f.tlse = none ? 0.f : centre + f.mean;
-  if (!a.sinks.data) return f;
-  const TileInfo& w = shared.q_tile;
-  const RowWithSink all = with_sink(__fmaf_rn(gauge, kLog2e, log2_sum), a.sinks.at(w.batch, w.head) * kLog2e);
-  const float tsink = a.tsinks.data ? a.tsinks.at(w.batch, w.head) : 0.f;
-  const float rest = all.log2_sum == -INFINITY ? 0.f : 1.f - all.share;
-  f.lse = all.log2_sum * kLn2, f.share = all.share;
-  if (rest != 0.f) f.of_sink = rest * (f.tlse - tsink), f.tlse = all.share * f.tlse + rest * tsink;
-  return f;
+__device__ FinishedRow Jvp<T, Dim, logits>::finish(int query, float m, float centre, float l, float r) const {
+  const float origin = m * ((kGeneral ? 1.f : a.scale) * kLog2e), row_bias = kGeneral ? terms_of(query).gauge : 0.f;
+  return {{centre, l, r},    RowSum<>::of(origin, l, row_bias), a.sinks, a.tsinks, shared.q_tile.batch,
+          shared.q_tile.head};
 }
 
 template <class T, int Dim, Logits logits>
@@ -58,7 +45,7 @@ __device__ void Jvp<T, Dim, logits>::write(const Rows& rows, O& o, O& u) const {
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     const int i = query + 8 * row;
-    const Finished f = finish(i, rows.m[row], rows.centre[row], quad_sum(rows.l[row]), quad_sum(rows.r[row]));
+    const FinishedRow f = finish(i, rows.m[row], rows.centre[row], quad_sum(rows.l[row]), quad_sum(rows.r[row]));
 #pragma unroll
     for (int j = 0; j < kDimV / 8; ++j)
 #pragma unroll
@@ -131,7 +118,7 @@ __device__ void Jvp<T, Dim, logits>::recompute_rows() const {
       }
     }
     // m is a logit here, whatever the kernel's own is.
-    const Finished f = finish(query, kGeneral ? m : m / a.scale, 0.f, l, r);
+    const FinishedRow f = finish(query, kGeneral ? m : m / a.scale, 0.f, l, r);
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       if (lane + 32 * c >= columns) continue;

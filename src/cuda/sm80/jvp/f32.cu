@@ -1,7 +1,6 @@
 // One thread block has a block of queries and meets tiles of keys; sm80/jvp/jvp.h has the algorithm.
 #include <algorithm>
 
-#include "cuda/fragment/sinks.h"
 #include "cuda/host/backend.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/contiguous.h"
@@ -10,6 +9,7 @@
 #include "cuda/scheduler/query_tiles.h"
 #include "cuda/sm80/f32_tiles.h"
 #include "cuda/sm80/jvp/f32.h"
+#include "cuda/sm80/jvp/finish.h"
 #include "cuda/sm80/logits.h"
 
 namespace octet::cuda::sm80 {
@@ -123,36 +123,22 @@ struct F32Kernel {
     });
   }
 
-  // A sink leaves the keys the share w of all probabilities:
-  //   o = w o     to = w (to + (1 - w) (tlse - tsink) o)     tlse = w tlse + (1 - w) tsink
   __device__ void write(const Sums& o, const Sums& u) const {
-    constexpr float kLog2e = 1.44269504f, kLn2 = 0.693147180559945f;
     const int row = Tiles::first_row(), c = Tiles::first_channel();
 #pragma unroll
     for (int i = 0; i < Tiles::kRowsOfThread; ++i) {
       const int r = row + i, query = w.q_start + r;
       if (query >= w.q_tokens) continue;
-      const float l = shared.l[r], inverse = l == 0.f ? 0.f : 1.f / l;
-      const float gauge = l == 0.f ? 0.f : terms_of(query).gauge, mean = shared.r[r] * inverse;
-      float lse = l == 0.f ? -INFINITY : shared.m[r] + logf(l) + gauge, tlse = l == 0.f ? 0.f : shared.centre[r] + mean,
-            share = 1.f, of_sink = 0.f;
-      if (a.sinks.data) {
-        const RowWithSink all = with_sink(lse * kLog2e, a.sinks.at(w.batch, w.head) * kLog2e);
-        const float tsink = a.tsinks.data ? a.tsinks.at(w.batch, w.head) : 0.f;
-        const float rest = all.log2_sum == -INFINITY ? 0.f : 1.f - all.share;
-        lse = all.log2_sum * kLn2, share = all.share;
-        if (rest != 0.f) of_sink = rest * (tlse - tsink), tlse = share * tlse + rest * tsink;
-      }
+      const float l = shared.l[r];
+      const FinishedRow f({shared.centre[r], l, shared.r[r]},
+                          RowSum<>::of(shared.m[r] * kLog2e, l, terms_of(query).gauge), a.sinks, a.tsinks, w.batch,
+                          w.head);
       const int64_t token = int64_t{w.q_first} + query;
-      if (c == 0 && a.lse.data) *a.lse.row<float>(w.batch, w.head, token) = lse;
-      if (c == 0 && a.tlse.data) *a.tlse.row<float>(w.batch, w.head, token) = tlse;
+      if (c == 0 && a.lse.data) *a.lse.row<float>(w.batch, w.head, token) = f.lse;
+      if (c == 0 && a.tlse.data) *a.tlse.row<float>(w.batch, w.head, token) = f.tlse;
       if (c >= a.dim_v) continue;
-      const float sums[4] = {o[i].x, o[i].y, o[i].z, o[i].w}, tangents[4] = {u[i].x, u[i].y, u[i].z, u[i].w};
-      float x[4], y[4];
-      for (int j = 0; j < 4; ++j) {
-        x[j] = l == 0.f ? 0.f : sums[j] * inverse, y[j] = l == 0.f ? 0.f : fmaf(tangents[j], inverse, -mean * x[j]);
-        y[j] = fmaf(of_sink, x[j], y[j]) * share, x[j] *= share;
-      }
+      float x[4] = {o[i].x, o[i].y, o[i].z, o[i].w}, y[4] = {u[i].x, u[i].y, u[i].z, u[i].w};
+      for (int j = 0; j < 4; ++j) f.apply(x[j], y[j]);
       store(a.o, query, c, x), store(a.to, query, c, y);
     }
   }

@@ -16,6 +16,7 @@
 #include "cuda/fragment/rows.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/sm80/jvp/config.h"
+#include "cuda/sm80/jvp/finish.h"
 #include "cuda/sm80/jvp/params.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/mma.h"
@@ -56,16 +57,6 @@ struct Jvp {
     RowValues l{0.f, 0.f}, r{0.f, 0.f};  // sums over this thread's columns
   };
 
-  // What the sums of a row become, and its lse and tlse.
-  struct Finished {
-    float inverse, mean, share, of_sink, lse, tlse;  // inverse: of l; mean: r / l
-    __device__ void apply(float& o, float& u) const {
-      const bool none = inverse == 0.f;
-      const float x = none ? 0.f : o * inverse, y = none ? 0.f : __fmaf_rn(u, inverse, -mean * x);
-      o = x * share, u = __fmaf_rn(of_sink, x, y) * share;
-    }
-  };
-
   const JvpParams& a;
   Shared& shared;
 
@@ -94,7 +85,7 @@ struct Jvp {
   __device__ RowValues take_exp(S& s, S& t, Rows& rows, Operand<T, kKeys>& p, Operand<T, kKeys>& h) const;
   __device__ void multiply_pv(O& o, O& u, const Operand<T, kKeys>& p, const Operand<T, kKeys>& h) const;
   __device__ void write(const Rows& rows, O& o, O& u) const;
-  __device__ Finished finish(int query, float m, float centre, float l, float r) const;
+  __device__ FinishedRow finish(int query, float m, float centre, float l, float r) const;
   __device__ void store(const Output& to, int query, const O& x) const;
   __device__ void recompute_rows() const;
 };

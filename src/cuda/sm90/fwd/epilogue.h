@@ -1,6 +1,7 @@
 // The epilogue of the 16-bit forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked
 // inf or NaN has reached.
 #pragma once
+#include "cuda/fragment/finish.h"
 #include "cuda/fragment/o_residual.h"
 #include "cuda/sm90/fwd/forward.h"
 
@@ -15,12 +16,12 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
   const float v_scale =
       a.v_scale ? a.v_scale[q_tile.batch * (a.scheduler.heads / a.group) + q_tile.head / a.group] : 1.f;
   RowValues l, inverse, share{1.f, 1.f};
-  RowValues log2_origin;           // without the mean of k, the sum of exp(logit) is 2^log2_origin l
+  RowValues origin;
   RowValues mean_logit{0.f, 0.f};  // what the mean of k adds to each logit of the row
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     l[row] = quad_sum(softmax.l[row]);
-    log2_origin[row] = softmax.template origin<Precision::kPExponent>(row, softmax.m[row]);
+    origin[row] = softmax.template origin<Precision::kPExponent>(row, softmax.m[row]);
     if constexpr (kQuantizedQk) {
       const KeyRange seen = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
       if (seen.first == seen.last) l[row] = 0.f;  // whatever the scale is
@@ -36,12 +37,11 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
     const float sink = a.sinks.at(q_tile.batch, q_tile.head);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const RowWithSink all = with_sink(l[row] == 0.f ? -INFINITY : log2_origin[row] + log2f(l[row]),
-                                        (sink - mean_logit[row]) * 1.44269504f);
-      share[row] = all.share, log2_origin[row] = all.log2_sum, l[row] = 1.f;
+      auto sum = RowSum<kQuantizedQk>::of(origin[row], l[row], mean_logit[row]);
+      share[row] = sum.add_sink(sink), origin[row] = sum.log2, l[row] = 1.f, mean_logit[row] = sum.row_bias;
     }
   }
-  write_lse(q_tile, query, log2_origin, l, mean_logit);
+  write_lse(q_tile, query, origin, l, mean_logit);
   if constexpr (!kVMeanEarly) v_mean = v_mean_of(q_tile);
 #pragma unroll
   for (int i = 0; i < Dims::kDimV / 2; ++i) {
@@ -73,16 +73,13 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
 
 // Writes lse. Four threads share two rows; two of them write one row each, as a logarithm takes 25 instructions.
 template <class Precision, class Dims>
-__device__ inline void Forward<Precision, Dims>::write_lse(const TileInfo& q_tile, int query,
-                                                           const RowValues& log2_origin, const RowValues& l,
-                                                           const RowValues& mean_logit) const {
+__device__ inline void Forward<Precision, Dims>::write_lse(const TileInfo& q_tile, int query, const RowValues& origin,
+                                                           const RowValues& l, const RowValues& mean_logit) const {
   const int row = threadIdx.x % 2, i = query + 8 * row;
   if (!a.lse.data || i >= q_tile.q_tokens || threadIdx.x % 4 >= kRowsPerThread) return;
-  const auto mine = [&](const RowValues& x) { return row ? x[1] : x[0]; };
-  constexpr float kLn2 = 0.693147180559945f;
-  float lse = mine(l) == 0.f ? -INFINITY : (mine(log2_origin) + log2f(mine(l))) * kLn2;
-  if constexpr (kQuantizedQk) lse += mine(mean_logit);
-  *a.lse.row<float>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + i) = lse;
+  const auto of_row = [&](const RowValues& x) { return row ? x[1] : x[0]; };
+  *a.lse.row<float>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + i) =
+      RowSum<kQuantizedQk>::of(of_row(origin), of_row(l), of_row(mean_logit)).lse();
 }
 
 template <class Precision, class Dims>
@@ -148,8 +145,7 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
     };
     UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(query), a.dim_v, logit, value);
     const float mean_logit = kQuantizedQk && a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f;
-    const float share =
-        with_sink(row.log2_sum, (a.sinks.at(q_tile.batch, q_tile.head) - mean_logit) * 1.44269504f).share;
+    const float share = RowSum<kQuantizedQk>{row.log2_sum, mean_logit}.add_sink(a.sinks.at(q_tile.batch, q_tile.head));
     const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
 #pragma unroll
     for (int i = 0; i < UnmaskedRow<Dims::kDimV>::kChannels; ++i) {

@@ -1,6 +1,7 @@
 // The epilogue of the 8-bit forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked NaN
 // has reached.
 #pragma once
+#include "cuda/fragment/finish.h"
 #include "cuda/fragment/o_residual.h"
 #include "cuda/sm90/fwd/forward_8bit.h"
 
@@ -10,7 +11,6 @@ template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_tile, int query, const Softmax& softmax,
                                                            const Accumulator<kColumns>& sums) const {
   RowValues inverse, lse, share{1.f, 1.f};
-  const float sink = a.sinks.at(q_tile.batch, q_tile.head);
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     float l, parts;  // l with the truncation that o has, and l from partial sums that lose less
@@ -24,17 +24,12 @@ __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_til
     const int i = query + 8 * row;
     const KeyRange seen = keys_of(q_tile, i);
     if (seen.first == seen.last) l = 0.f;  // whatever the scale is
-    constexpr float kLn2 = 0.693147180559945f;
-    float mean_logit = a.mean_logit && i < q_tile.q_tokens ? a.scale * a.mean_logit[row_of(q_tile) + i] : 0.f;
+    const float mean_logit = a.mean_logit && i < q_tile.q_tokens ? a.scale * a.mean_logit[row_of(q_tile) + i] : 0.f;
     constexpr float kScale = kScaled ? kInverseScale : 1.f, kScaleLog2 = kScaled ? kInverseScaleLog2 : 0.f;  // of l
     inverse[row] = l == 0.f ? 0.f : l < INFINITY ? kScale / l : NAN;
-    float total = l == 0.f ? -INFINITY : softmax.exponent(row) + log2f(parts) - kScaleLog2;
-    if (l == 0.f) mean_logit = 0.f;
-    if (a.sinks.data) {
-      const RowWithSink all = with_sink(total, (sink - mean_logit) * 1.44269504f);
-      total = all.log2_sum, share[row] = all.share;
-    }
-    lse[row] = total * kLn2 + mean_logit;
+    RowSum<> sum = RowSum<>::of(softmax.exponent(row) - kScaleLog2, l == 0.f ? 0.f : parts, mean_logit);
+    if (a.sinks.data) share[row] = sum.add_sink(a.sinks.at(q_tile.batch, q_tile.head));
+    lse[row] = sum.lse();
   }
   const int64_t batch_head =
       static_cast<int64_t>(q_tile.sequence) * (a.scheduler.heads / a.group) + q_tile.head / a.group;
@@ -133,8 +128,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileIn
     };
     UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(q_tile, query), a.dim_v, logit, value);
     const float mean_logit = a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f;
-    const float share =
-        with_sink(row.log2_sum, (a.sinks.at(q_tile.batch, q_tile.head) - mean_logit) * 1.44269504f).share;
+    const float share = RowSum<>{row.log2_sum, mean_logit}.add_sink(a.sinks.at(q_tile.batch, q_tile.head));
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 32; ++i) {
       const int64_t channel = channels + cold_lane() + 32 * i;
