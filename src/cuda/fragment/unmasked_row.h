@@ -66,6 +66,18 @@ struct UnmaskedRow {
   static constexpr int kChannels = (Columns + 31) / 32;
   float o[kChannels];
   float log2_sum;
+
+  // o = (o scale + mean) share. `factors(channel)` returns scale and mean; the mean is 0 where no key is seen.
+  template <class Factors>
+  __device__ void scale(float share, const Factors& factors) {
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      const int channel = cold_lane() + 32 * i;
+      if (Columns % 32 != 0 && channel >= Columns) continue;
+      const float2 of_channel = factors(channel);
+      o[i] = fmaf(o[i], of_channel.x, log2_sum == -INFINITY ? 0.f : of_channel.y) * share;
+    }
+  }
 };
 
 // `logit(key)` returns a logit in base 2; `value(key, channel)` returns v for channels below `columns`.
@@ -110,14 +122,17 @@ __device__ UnmaskedRow<Columns> attend_row(const KeyRange& keys, int columns, co
   return row;
 }
 
-// Returns true if v is inf or NaN for keys of `tiles` that are not among `seen`. Results that are not finite for
-// another reason come from keys that all rows see, and stay.
-template <class Value>
-__device__ bool masks_infinite(const KeyRange& tiles, const KeyRange& seen, int columns, const Value& value) {
+// Returns true if v is inf or NaN for keys of `tiles` that some of the warp's rows from `first` on, before `end`, does
+// not see. `keys_of(row)` returns the keys that a row sees. Results that are not finite for another reason come from
+// keys that all rows see, and stay.
+template <class KeysOf, class Value>
+__device__ bool masks_infinite(const KeyRange& tiles, int first, int end, int columns, const KeysOf& keys_of,
+                               const Value& value) {
+  const KeyRange seen_by_all{keys_of(min(first + kWarpRows, end) - 1).first, keys_of(first).last};
   float sum = 0.f;
 #pragma unroll 1
   for (int key = uniform(tiles.first), last = uniform(tiles.last); key < last; ++key)
-    if (key < seen.first || key >= seen.last)
+    if (key < seen_by_all.first || key >= seen_by_all.last)
 #pragma unroll 1
       for (int c = cold_lane(); c < columns; c += 32) sum = fmaf(value(key, c), 0.f, sum);
   return __any_sync(~0u, sum != 0.f);
@@ -160,32 +175,49 @@ __device__ inline void set_residual(const Output& t, int64_t i, float x, float r
     set_number(t, i, x - rounded);
 }
 
-// Writes again those rows of a warp that are not finite, after all lanes have stored them: queries from `first` on, of
-// `tokens` queries that start at token `start` of (batch, head). `row_of(query)` returns a row of o in this thread's
-// channels.
-template <int Columns, class RowOf>
-__device__ void rewrite_rows(const Output& o, const Output& residual, int batch, int head, int start, int first,
-                             int tokens, int columns, const RowOf& row_of) {
-  const int lane = cold_lane(), last = uniform(min(first + kWarpRows, tokens));
+// Queries [first, tokens) of a sequence of (batch, head) that starts at token `start`, of which a warp has up to
+// kWarpRows.
+struct WarpQueries {
+  int batch, head, start, first, tokens;
+  __device__ int64_t offset(const Output& t, int query) const { return t.offset(batch, head, start + query); }
+};
+
+// Calls f(query, lane) for those rows of a warp that are not finite, after all lanes have stored them.
+// `finite(query, c)` tells whether their numbers in channel c are.
+template <class Finite, class F>
+__device__ void for_nonfinite_rows(const WarpQueries& rows, int columns, const Finite& finite, const F& f) {
+  const int lane = cold_lane(), last = uniform(min(rows.first + kWarpRows, rows.tokens));
   __syncwarp();
 #pragma unroll 1
-  for (int query = uniform(first); query < last; ++query) {
-    const auto at = [&](const Output& t) {
-      return batch * t.stride[0] + head * t.stride[1] + static_cast<int64_t>(start + query) * t.stride[2];
-    };
-    bool finite = true;
+  for (int query = uniform(rows.first); query < last; ++query) {
+    bool all = true;
 #pragma unroll 1
-    for (int c = lane; c < columns; c += 32) finite &= static_cast<bool>(isfinite(number_at(o, at(o) + c)));
-    if (__all_sync(~0u, finite)) continue;
+    for (int c = lane; c < columns; c += 32) all &= finite(query, c);
+    if (__all_sync(~0u, all)) continue;
+    f(query, lane);
+  }
+}
+
+// Writes those rows of o again. `row_of(query)` returns a row of o in this thread's channels.
+template <int Columns, class RowOf>
+__device__ void rewrite_rows(const Output& o, const Output& residual, const WarpQueries& rows, int columns,
+                             const RowOf& row_of) {
+  const auto finite = [&](int query, int c) {
+    return static_cast<bool>(isfinite(number_at(o, rows.offset(o, query) + c)));
+  };
+  const auto rewrite = [&](int query, int lane) {
     const UnmaskedRow<Columns> row = row_of(query);
 #pragma unroll
     for (int i = 0; i < UnmaskedRow<Columns>::kChannels; ++i) {
       const int c = lane + 32 * i;
       if (c >= columns) continue;
-      set_number(o, at(o) + c, row.o[i]);
-      if (residual.data) set_residual(residual, at(residual) + c, row.o[i], number_at(o, at(o) + c), o.element);
+      set_number(o, rows.offset(o, query) + c, row.o[i]);
+      if (residual.data)
+        set_residual(residual, rows.offset(residual, query) + c, row.o[i], number_at(o, rows.offset(o, query) + c),
+                     o.element);
     }
-  }
+  };
+  for_nonfinite_rows(rows, columns, finite, rewrite);
 }
 
 }  // namespace octet::cuda

@@ -138,8 +138,8 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
   if (!masked) {
     const Keys tiles = kPairs ? shared.keys : keys_of(shared.q_tile.q_start, kRows);
     const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, shared.q_tile.k_tokens)};
-    const int last = min(first + kWarpRows, rows_end()) - 1;
-    if (!masks_infinite(keys, {range_of(last).first, range_of(first).last}, a.dim_v, value)) return;
+    const auto range_of = [&](int row) { return this->range_of(row); };
+    if (!masks_infinite(keys, first, rows_end(), a.dim_v, range_of, value)) return;
   }
   const auto recompute = [&](int row) {
     const int head = head_of(row);
@@ -157,25 +157,23 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
       return value(key, channel);
     };
     UnmaskedRow<Dims::kDimV> result = attend_row<Dims::kDimV>(part_of(range_of(row)), a.dim_v, logit, seen_value);
-    const float share = RowSum<>{result.log2_sum, terms.gauge}.add_sink(a.sinks.at(shared.q_tile.batch, head));
-    const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
-#pragma unroll
-    for (int i = 0; i < Dims::kDimV / 32; ++i) {
-      float v_mean = 0.f;
-      if (kCompensated<Precision> && result.log2_sum != -INFINITY)
-        v_mean = a.v_mean[int64_t{kv} * Dims::kDimV + cold_lane() + 32 * i];
-      result.o[i] = fmaf(result.o[i], scale, v_mean) * share;
-    }
+    RowSum<> sum{result.log2_sum, terms.gauge};
+    result.scale(sum.add_sink(a.sinks.at(shared.q_tile.batch, head)), [&](int channel) -> float2 {
+      const int64_t of_head = int64_t{kv} * Dims::kDimV;
+      return {a.v_scale ? a.v_scale[kv] : 1.f, kCompensated<Precision> ? a.v_mean[of_head + channel] : 0.f};
+    });
     return result;
   };
   if constexpr (kPairs) {
 #pragma unroll 1
     for (int row = uniform(first), last = uniform(min(first + kWarpRows, rows_end())); row < last; ++row)
-      rewrite_rows<Dims::kDimV>(a.o, a.o_residual, output_batch(), head_of(row), shared.q_tile.q_first, query_of(row),
-                                query_of(row) + 1, a.dim_v, [&](int) { return recompute(row); });
+      rewrite_rows<Dims::kDimV>(a.o, a.o_residual,
+                                {output_batch(), head_of(row), shared.q_tile.q_first, query_of(row), query_of(row) + 1},
+                                a.dim_v, [&](int) { return recompute(row); });
   } else {
-    rewrite_rows<Dims::kDimV>(a.o, a.o_residual, shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_first, first,
-                              shared.q_tile.q_tokens, a.dim_v, recompute);
+    const TileInfo& tile = shared.q_tile;
+    rewrite_rows<Dims::kDimV>(a.o, a.o_residual, {tile.batch, tile.head, tile.q_first, first, tile.q_tokens}, a.dim_v,
+                              recompute);
   }
 }
 

@@ -63,20 +63,16 @@ template <class T, int Dim, Logits logits>
 __device__ void Jvp<T, Dim, logits>::recompute_rows() const {
   constexpr int kChannels = kDimV / 32;
   const TileInfo& w = shared.q_tile;
-  const int lane = cold_lane(), first = uniform(w.q_start + 16 * warp()), last = min(first + kWarpRows, w.q_tokens);
+  const WarpQueries rows{w.batch, w.head, w.q_first, w.q_start + 16 * warp(), w.q_tokens};
   const int columns = min(a.dim_v - first_column(), kDimV);
-  __syncwarp();
-#pragma unroll 1
-  for (int query = first; query < last; ++query) {
+  const auto number = [&](const Output& t, int query, int c) {
+    return number_at(t, rows.offset(t, query) + first_column() + c);
+  };
+  const auto finite = [&](int query, int c) {
+    return isfinite(number(a.o, query, c)) && isfinite(number(a.to, query, c));
+  };
+  for_nonfinite_rows(rows, columns, finite, [&](int query, int lane) {
     const int64_t token = int64_t{w.q_first} + query;
-    const auto at = [&](const Output& t) {
-      return w.batch * t.stride[0] + w.head * t.stride[1] + token * t.stride[2] + first_column();
-    };
-    bool finite = true;
-#pragma unroll 1
-    for (int c = lane; c < columns; c += 32)
-      finite &= isfinite(number_at(a.o, at(a.o) + c)) && isfinite(number_at(a.to, at(a.to) + c));
-    if (__all_sync(~0u, finite)) continue;
     const T *const q = a.q.row<T>(w.batch, w.head, token), *const tq = a.tq.row<T>(w.batch, w.head, token);
     const KeyRange keys = range_of(query);
     const RowTerms terms = kGeneral ? terms_of(query) : RowTerms{};
@@ -123,9 +119,11 @@ __device__ void Jvp<T, Dim, logits>::recompute_rows() const {
     for (int c = 0; c < kChannels; ++c) {
       if (lane + 32 * c >= columns) continue;
       f.apply(o[c], u[c]);
-      set_number(a.o, at(a.o) + lane + 32 * c, o[c]), set_number(a.to, at(a.to) + lane + 32 * c, u[c]);
+      const int channel = first_column() + lane + 32 * c;
+      set_number(a.o, rows.offset(a.o, query) + channel, o[c]),
+          set_number(a.to, rows.offset(a.to, query) + channel, u[c]);
     }
-  }
+  });
 }
 
 }  // namespace octet::cuda::sm80

@@ -134,8 +134,7 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
   };
   const Keys tiles = this->keys_of(q_tile, q_tile.q_start, kRows);
   const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
-  const KeyRange seen_by_all{keys_of(min(first + kWarpRows, q_tile.q_tokens) - 1).first, keys_of(first).last};
-  if (!masks_infinite(keys, seen_by_all, a.dim_v, value)) return;
+  if (!masks_infinite(keys, first, q_tile.q_tokens, a.dim_v, keys_of, value)) return;
   const auto row_of = [&](int query) {
     const auto* const q = a.q_rows.row<QkType>(q_tile.batch, q_tile.head, int64_t{q_tile.q_first} + query);
     const float scale_log2 = softmax_scale_log2(q_tile, query)[0];
@@ -145,19 +144,13 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
     };
     UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(query), a.dim_v, logit, value);
     const float mean_logit = kQuantizedQk && a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f;
-    const float share = RowSum<kQuantizedQk>{row.log2_sum, mean_logit}.add_sink(a.sinks.at(q_tile.batch, q_tile.head));
-    const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
-#pragma unroll
-    for (int i = 0; i < UnmaskedRow<Dims::kDimV>::kChannels; ++i) {
-      float v_mean = 0.f;
-      if (kCompensated<Precision> && row.log2_sum != -INFINITY &&
-          (Dims::kDimV % 32 == 0 || cold_lane() + 32 * i < Dims::kDimV))
-        v_mean = a.v_mean[kv * Dims::kDimV + cold_lane() + 32 * i];
-      row.o[i] = fmaf(row.o[i], scale, v_mean) * share;
-    }
+    RowSum<kQuantizedQk> sum{row.log2_sum, mean_logit};
+    row.scale(sum.add_sink(a.sinks.at(q_tile.batch, q_tile.head)), [&](int channel) -> float2 {
+      return {a.v_scale ? a.v_scale[kv] : 1.f, kCompensated<Precision> ? a.v_mean[kv * Dims::kDimV + channel] : 0.f};
+    });
     return row;
   };
-  rewrite_rows<Dims::kDimV>(a.o, a.o_residual, q_tile.batch, q_tile.head, q_tile.q_first, first, q_tile.q_tokens,
+  rewrite_rows<Dims::kDimV>(a.o, a.o_residual, {q_tile.batch, q_tile.head, q_tile.q_first, first, q_tile.q_tokens},
                             a.dim_v, row_of);
 }
 

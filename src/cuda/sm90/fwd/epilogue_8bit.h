@@ -114,11 +114,10 @@ __device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileIn
     return float(quantized[at / 16 * 16 + place]);
   };
   const int first = query - static_cast<int>(threadIdx.x % 32 / 4);
-  const Keys tiles = keys_of(q_tile, q_tile.q_start, kRows);
+  const auto keys_of = [&](int query) { return this->keys_of(q_tile, query); };
+  const Keys tiles = this->keys_of(q_tile, q_tile.q_start, kRows);
   const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
-  const KeyRange seen_by_all{keys_of(q_tile, min(first + kWarpRows, q_tile.q_tokens) - 1).first,
-                             keys_of(q_tile, first).last};
-  if (!masks_infinite(keys, seen_by_all, a.dim_v, value)) return;
+  if (!masks_infinite(keys, first, q_tile.q_tokens, a.dim_v, keys_of, value)) return;
   const auto row_of = [&](int query) {
     const auto* const q = a.q_rows.row<QkType>(q_tile.batch, q_tile.head, int64_t{q_tile.q_first} + query);
     const float scale_log2 = softmax_scale_log2(q_tile, query)[0];
@@ -126,17 +125,14 @@ __device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileIn
       return scale_log2 * scale_of(kv * a.keys + quantized_first + key) *
              dot(q, a.k_rows.row<QkType>(q_tile.batch, kv_head, int64_t{k_first} + key), a.dim);
     };
-    UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(q_tile, query), a.dim_v, logit, value);
-    const float mean_logit = a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f;
-    const float share = RowSum<>{row.log2_sum, mean_logit}.add_sink(a.sinks.at(q_tile.batch, q_tile.head));
-#pragma unroll
-    for (int i = 0; i < Dims::kDimV / 32; ++i) {
-      const int64_t channel = channels + cold_lane() + 32 * i;
-      row.o[i] *= (a.v_channel_scale ? a.v_channel_scale[channel] : 1.f) * share;
-    }
+    UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(query), a.dim_v, logit, value);
+    RowSum<> sum{row.log2_sum, a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f};
+    row.scale(sum.add_sink(a.sinks.at(q_tile.batch, q_tile.head)), [&](int channel) -> float2 {
+      return {a.v_channel_scale ? a.v_channel_scale[channels + channel] : 1.f, 0.f};
+    });
     return row;
   };
-  rewrite_rows<Dims::kDimV>(a.o, a.o_residual, q_tile.batch, q_tile.head, q_tile.q_first, first, q_tile.q_tokens,
+  rewrite_rows<Dims::kDimV>(a.o, a.o_residual, {q_tile.batch, q_tile.head, q_tile.q_first, first, q_tile.q_tokens},
                             a.dim_v, row_of);
 }
 
