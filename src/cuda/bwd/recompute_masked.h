@@ -160,16 +160,15 @@ struct UnmaskedGradients {
   __device__ void write_tile(int head, int first, const Strided& dq, int warp, int warps) const {
     const int last = min(first + kQueries, q.tokens);
     for (int query = first + warp; query < last; query += warps) write_dq(head, query, dq);
-    const KeyRange top = a.mask.keys_of(first, q.tokens, k.tokens),
-                   bottom = a.mask.keys_of(last - 1, q.tokens, k.tokens);
     if (Logits::kHides) {
       for (int key = warp; key < k.tokens; key += warps) write_dk_dv(key);
       return;
     }
-    if (top.first >= bottom.last) return;
-    const int start = top.first / kKeys * kKeys, end = min((bottom.last + kKeys - 1) / kKeys * kKeys, k.tokens);
-    for (int key = start + warp; key < end; key += warps)
-      if (key < bottom.first || key >= top.last) write_dk_dv(key);
+    const auto [any, all] = a.mask.keys_of_all(first, last, q.tokens, k.tokens);
+    if (any.first >= any.last) return;
+    const auto [start, end] = any.tiles(kKeys);
+    for (int key = start * kKeys + warp; key < min(end * kKeys, k.tokens); key += warps)
+      if (key < all.first || key >= all.last) write_dk_dv(key);
   }
 };
 

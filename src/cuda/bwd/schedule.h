@@ -83,11 +83,9 @@ struct KeyBlockScheduler {
       const float part = static_cast<float>(w.block - w.k.first_block) / static_cast<float>(blocks);
       return {0, all, min(static_cast<int>(part * static_cast<float>(all)), all - 1)};
     }
-    const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
-    const int last_key = min(w.first_key + kKeys, w.k.tokens) - 1;
-    const int first = max(w.first_key - shift - a.mask.right, 0) / kQueries;
-    const int last = (min(last_key - shift + a.mask.left + 1, w.q.tokens) + kQueries - 1) / kQueries;
-    return {first, max(first, last), first};
+    const int end = min(w.first_key + kKeys, w.k.tokens);
+    const KeyRange seen = a.mask.queries_of_all(w.first_key, end, w.q.tokens, w.k.tokens).any.tiles(kQueries);
+    return {seen.first, max(seen.first, seen.last), seen.first};
   }
 
   // Returns the QueryRows of a tile for the block's part, which is loaded each time, as producers have few registers.

@@ -6,6 +6,14 @@ namespace octet::cuda {
 
 struct KeyRange {
   int first, last;  // [first, last)
+
+  // The tiles of `size` that it meets.
+  __device__ KeyRange tiles(int size) const { return {first / size, (last + size - 1) / size}; }
+};
+
+// What any and what all of a range of queries or of keys see.
+struct SeenRanges {
+  KeyRange any, all;
 };
 
 // A positional mask: which of m keys each of n queries sees.
@@ -15,11 +23,15 @@ struct Mask {
 
   static constexpr int kUnbounded = 1 << 29;  // sums with token counts stay in an int
 
-  // The key on the diagonal of query 0.
-  __device__ int shift(int n, int m) const { return bottom_right ? m - n : 0; }
+  // The key on the diagonal of query 0. Token counts that lie in shared memory are only read where they are needed.
+  __device__ int shift(const int& n, const int& m) const { return bottom_right ? m - n : 0; }
   __device__ KeyRange keys_of(int i, int n, int m) const;
   // The queries that see key j; the interval may hold numbers that are no queries.
   __device__ KeyRange queries_of(int j, int n, int m) const;
+  // The keys that queries [first, end) see, of which there is at least one.
+  __device__ SeenRanges keys_of_all(int first, int end, int n, int m) const;
+  // The queries that see keys [first, end) under a windowed mask; those that see all of them may end beyond n.
+  __device__ SeenRanges queries_of_all(int first, int end, const int& n, const int& m) const;
   // The keys that any of the n queries sees.
   __device__ KeyRange seen(int n, int m) const;
   // The queries that see any key.

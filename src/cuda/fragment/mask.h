@@ -18,7 +18,17 @@ __device__ inline KeyRange Mask::queries_of(int j, int n, int m) const {
   return {diagonal - right, diagonal + left + 1};
 }
 
-// Both ends of the interval grow with the query.
+// Both ends of these intervals grow with the query, and with the key.
+__device__ inline SeenRanges Mask::keys_of_all(int first, int end, int n, int m) const {
+  const KeyRange top = keys_of(first, n, m), bottom = keys_of(end - 1, n, m);
+  return {{top.first, bottom.last}, {bottom.first, top.last}};
+}
+
+__device__ inline SeenRanges Mask::queries_of_all(int first, int end, const int& n, const int& m) const {
+  const int start = shift(n, m), top = first - start, bottom = end - 1 - start;
+  return {{max(top - right, 0), min(bottom + left + 1, n)}, {max(bottom - right, 0), top + left + 1}};
+}
+
 __device__ inline KeyRange Mask::seen(int n, int m) const {
   if (n == 0) return {0, 0};
   const int first = keys_of(0, n, m).first;

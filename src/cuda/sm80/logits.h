@@ -36,6 +36,10 @@ struct LogitTerms {
   __device__ int64_t mask_row(int batch, int head, int query) const {
     return batch * mask_stride[0] + head * mask_stride[1] + query * mask_stride[2];
   }
+  // Returns where the mask tensor has the number of a key. `key` is 0 unless numbers of a row are contiguous.
+  __device__ const unsigned char* mask_at(int batch, int head, int query, int key) const {
+    return static_cast<const unsigned char*>(mask) + mask_bytes * (mask_row(batch, head, query) + key);
+  }
   __device__ const float* gauge_at(int batch, int head, int query) const {
     return gauge + batch * gauge_stride[0] + head * gauge_stride[1] + query * gauge_stride[2];
   }

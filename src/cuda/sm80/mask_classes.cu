@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads)
       constexpr int kNumbers = kMaskChunkBytes / sizeof(T);
       const int key = key_tile * classes.keys + lane % lanes_of_tile * kNumbers;
       const int numbers = present ? min(e.keys - key, kNumbers) : 0;
-      const T* const start = static_cast<const T*>(t.mask) + batch * t.mask_stride[0] + head * t.mask_stride[1] + key;
+      const T* const start = reinterpret_cast<const T*>(t.mask_at(batch, head, 0, key));
       const auto add = [&](const T* x) {
         const float number = MaskNumbers<T>::one(x, 0);
         found |= (number != -INFINITY ? 1 : 0) | (number != 0.f ? 2 : 0);

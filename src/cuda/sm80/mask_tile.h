@@ -26,9 +26,7 @@ __device__ void load_mask_tile(unsigned char* tile, int thread, const LogitTerms
   const int inside = (m - key) * bytes, row_bytes = mask_row_bytes(Columns, bytes), row = thread >> shift;
   const int offset = (thread & (chunks - 1)) * kMaskChunkBytes, step = Threads >> shift;
   const auto* const start = static_cast<const unsigned char*>(t.mask);
-  const auto* from = start +
-                     bytes * (batch * t.mask_stride[0] + head * t.mask_stride[1] + (i + row) * t.mask_stride[2] + key) +
-                     offset;
+  const auto* from = t.mask_at(batch, head, i + row, key) + offset;
   uint32_t to = ptx::shared_address(tile) + row * row_bytes + offset;
 #pragma unroll 1
   for (int left = min(n - i, Rows) - row, rows = Rows - row; rows > 0; rows -= step, left -= step) {

@@ -238,7 +238,7 @@ struct F32Backward {
       }
     });
     if (needs_mask(at.token)) {
-      const int shift = a.mask.bottom_right ? k().tokens - q().tokens : 0, diagonal = query + shift;
+      const int diagonal = query + a.mask.shift(q().tokens, k().tokens);
       const int left = a.mask.windowed ? a.mask.left : Mask::kUnbounded;
       const int right = a.mask.windowed ? a.mask.right : Mask::kUnbounded;
       each([&](int m, int i, float& p, float&) {
@@ -345,20 +345,16 @@ struct F32Backward {
 
   // Finds the tokens that the block meets, of all heads of q that belong to `head`.
   __device__ void start(int head) const {
-    const int first = shared.first;
+    const int first = shared.first, end = min(first + kRows, shared.own.tokens);
+    KeyRange any;
     if constexpr (kOfKeys) {
       shared.last_head = (head + 1) * (a.heads / a.kv_heads);
-      shared.start = 0, shared.end = q().tokens;
-      if (!a.mask.windowed) return;
-      const int shift = a.mask.bottom_right ? k().tokens - q().tokens : 0;
-      shared.start = max(first - shift - a.mask.right, 0) / kTokens * kTokens;
-      shared.end = min(min(first + kRows, k().tokens) - shift + a.mask.left, q().tokens);
+      any = a.mask.windowed ? a.mask.queries_of_all(first, end, q().tokens, k().tokens).any : KeyRange{0, q().tokens};
     } else {
       shared.last_head = head + 1;
-      const int last = min(first + kRows, q().tokens) - 1;
-      shared.start = a.mask.keys_of(first, q().tokens, k().tokens).first / kTokens * kTokens;
-      shared.end = a.mask.keys_of(last, q().tokens, k().tokens).last;
+      any = a.mask.keys_of_all(first, end, q().tokens, k().tokens).any;
     }
+    shared.start = any.first / kTokens * kTokens, shared.end = any.last;
   }
   __device__ At next_of(At at) const {
     at.token += kTokens;

@@ -92,9 +92,8 @@ __device__ void Backward<Kind>::load_mask_by_keys(int n, int pass) const {
     const Step& step = shared.steps[n % kSteps];
     const int query = step.query + 32 * pass, key = w.first_key + 16 * PartS::row_block(ptx::opaque(warp));
     if (query + 32 <= w.q.tokens && key + kMaskColumns <= w.k.tokens) {
-      const int64_t first = t.mask_row(w.batch, step.head, query) + key;
       load_whole_mask_tile<32, kMaskColumns>(mask_tile_by_keys(), t.mask_bytes,
-                                             static_cast<const unsigned char*>(t.mask) + first * t.mask_bytes,
+                                             t.mask_at(w.batch, step.head, query, key),
                                              t.mask_stride[2] * t.mask_bytes);
     } else {
       load_mask_tile<32, 32, kMaskColumns>(mask_tile_by_keys(), ptx::opaque(lane), t, w.batch, step.head, query,

@@ -145,10 +145,12 @@ struct Forward {
 
   // Returns the keys of `rows` rows from `row` on.
   __device__ Keys keys_of(int row, int rows) const {
-    const int end = min(row + rows, rows_end()) - 1;
-    const KeyRange top = range_of(row), bottom = range_of(end);
-    if (end < row || bottom.last <= top.first) return {0, 0, {0, 0}};
-    return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, {bottom.first, top.last}};
+    const int last = min(row + rows, rows_end()) - 1;
+    const auto [any, all] =
+        a.mask.keys_of_all(query_of(row), query_of(last) + 1, shared.q_tile.q_tokens, shared.q_tile.k_tokens);
+    if (last < row || any.last <= any.first) return {0, 0, {0, 0}};
+    const KeyRange tiles = any.tiles(kKeys);
+    return {tiles.first, tiles.last, all};
   }
   __device__ KeyRange range_of(int row) const {
     return a.mask.keys_of(query_of(row), shared.q_tile.q_tokens, shared.q_tile.k_tokens);

@@ -206,9 +206,7 @@ __device__ inline void Forward<Kind>::start_sequence() const {
   shared.k_start = a.k.row<QkType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
   shared.v_start = a.v.row<PType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
   if constexpr (kMasked)
-    shared.mask_start =
-        static_cast<const unsigned char*>(a.terms.mask) +
-        a.terms.mask_bytes * a.terms.mask_row(shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_start);
+    shared.mask_start = a.terms.mask_at(shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_start, 0);
   Operands::start_factors(*this, kv_head);
 }
 

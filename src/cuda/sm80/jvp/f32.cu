@@ -144,7 +144,7 @@ struct F32Kernel {
   }
 
   __device__ void run() const {
-    const int kv_head = w.head / a.group, last = min(w.q_start + kRows, w.q_tokens) - 1;
+    const int kv_head = w.head / a.group;
     load_queries(shared.q, a.q), load_queries(shared.tq, a.tq);
     if (threadIdx.x < kRows) {
       shared.m[threadIdx.x] = -INFINITY, shared.rescale[threadIdx.x] = 1.f, shared.centre[threadIdx.x] = 0.f;
@@ -152,8 +152,8 @@ struct F32Kernel {
     }
     Sums o{}, u{};
     const int row = Tiles::first_row();
-    const int first = range_of(w.q_start).first / kKeys * kKeys, end = range_of(last).last;
-    for (int key = first; key < end; key += kKeys) {
+    const KeyRange any = a.mask.keys_of_all(w.q_start, min(w.q_start + kRows, w.q_tokens), w.q_tokens, w.k_tokens).any;
+    for (int key = any.first / kKeys * kKeys; key < any.last; key += kKeys) {
       __syncthreads();
       load_keys(shared.k, a.k, kv_head, key, a.dim), load_keys(shared.tk, a.tk, kv_head, key, a.dim);
       load_keys(shared.v, a.v, kv_head, key, a.dim_v), load_keys(shared.tv, a.tv, kv_head, key, a.dim_v);

@@ -10,9 +10,9 @@ __device__ void Jvp<T, Dim, logits>::find_tile(unsigned tile) {
     const TileInfo found = a.scheduler.at(tile);
     shared.q_tile = found;
     if (found.valid()) {
-      const int n = found.q_tokens, m = found.k_tokens, last = min(found.q_start + kJvpRows, n) - 1;
-      const KeyRange top = a.mask.keys_of(found.q_start, n, m), bottom = a.mask.keys_of(last, n, m);
-      shared.keys = {top.first / kKeys * kKeys, max(top.last, bottom.last)};
+      const int n = found.q_tokens, m = found.k_tokens;
+      const KeyRange any = a.mask.keys_of_all(found.q_start, min(found.q_start + kJvpRows, n), n, m).any;
+      shared.keys = {any.first / kKeys * kKeys, any.last};
       shared.seen = a.mask.seen(n, m);
       const int kv_head = found.head / a.group;
       shared.k_start = a.k.row<T>(found.batch, kv_head, found.k_first);

@@ -15,9 +15,8 @@ struct UnmaskedIterations {
                                 int group)
       : most(w.tiles.count() * group), least(0) {
     if (a.mask.windowed) {
-      const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
-      const int first = (max(key + keys - 1 - shift - a.mask.right, 0) + queries - 1) / queries;
-      const int last = (key - shift + a.mask.left + 1) / queries;
+      const KeyRange all = a.mask.queries_of_all(key, key + keys, w.q.tokens, w.k.tokens).all;
+      const int first = (all.first + queries - 1) / queries, last = all.last / queries;
       most = (w.tiles.last - max(first, w.tiles.first)) * group,
       least = (w.tiles.last - min(last, w.tiles.last)) * group;
     }
@@ -29,7 +28,7 @@ struct UnmaskedIterations {
 // Sets p to 0 where a query does not see a key. Rows are keys from `key` on, columns are queries from `query` on.
 template <int Columns>
 __device__ void mask_P(const BackwardParams& a, Accumulator<Columns>& p, const KeyBlockInfo& w, int key, int query) {
-  const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
+  const int shift = a.mask.shift(w.q.tokens, w.k.tokens);
   const int left = a.mask.windowed ? a.mask.left : Mask::kUnbounded;
   const int right = a.mask.windowed ? a.mask.right : Mask::kUnbounded;
 #pragma unroll

@@ -110,9 +110,9 @@ __device__ inline void Backward<T, Dim, sums, parts>::set_factors(int slot) {
   f.dk = WideFactor::of(a.scale, mine.ds - e.p - e.product - e.do_ - e.v - e.q);
   const int group = a.heads / a.kv_heads;
   f.iterations = group * w.tiles.count();
-  const int shift = a.mask.bottom_right ? w.k.tokens - w.q.tokens : 0;
   f.passes_first = a.mask.windowed && f.iterations &&
-                   (w.tiles.first + 1) * kQueries - 1 + shift + a.mask.right < w.first_key + kWarpgroupRows;
+                   (w.tiles.first + 1) * kQueries - 1 + a.mask.shift(w.q.tokens, w.k.tokens) + a.mask.right <
+                       w.first_key + kWarpgroupRows;
   f.unmasked = {a, w, w.first_key, kKeys, kQueries, group};
 }
 

@@ -128,11 +128,11 @@ struct Forward {
 
   // Returns the keys of `rows` queries from `query` on.
   __device__ Keys keys_of(const TileInfo& q_tile, int query, int rows) const {
-    const int end = min(query + rows, q_tile.q_tokens) - 1;
-    const KeyRange top = a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
-    const KeyRange bottom = a.mask.keys_of(end, q_tile.q_tokens, q_tile.k_tokens);
-    if (end < query || bottom.last <= top.first) return {0, 0, 0, {0, 0}};
-    return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, bottom.last, {bottom.first, top.last}};
+    const int end = min(query + rows, q_tile.q_tokens);
+    const SeenRanges seen = a.mask.keys_of_all(query, end, q_tile.q_tokens, q_tile.k_tokens);
+    if (end <= query || seen.any.last <= seen.any.first) return {0, 0, 0, {0, 0}};
+    const KeyRange tiles = seen.any.tiles(kKeys);
+    return {tiles.first, tiles.last, seen.any.last, seen.all};
   }
 
   __device__ void produce();

@@ -89,10 +89,11 @@ struct Forward8Bit {
     return a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
   }
   __device__ Keys keys_of(const TileInfo& q_tile, int query, int rows) const {
-    const int end = min(query + rows, end_of(q_tile)) - 1;
-    const KeyRange top = keys_of(q_tile, query), bottom = keys_of(q_tile, end);
-    if (end < query || bottom.last <= top.first) return {};
-    return {top.first / kKeys, (bottom.last + kKeys - 1) / kKeys, (bottom.first + kKeys - 1) / kKeys, top.last / kKeys};
+    const int end = min(query + rows, end_of(q_tile));
+    const auto [any, all] = a.mask.keys_of_all(query, end, q_tile.q_tokens, q_tile.k_tokens);
+    if (end <= query || any.last <= any.first) return {};
+    const KeyRange tiles = any.tiles(kKeys);
+    return {tiles.first, tiles.last, (all.first + kKeys - 1) / kKeys, all.last / kKeys};
   }
   // Returns the first query after a tile of queries.
   __device__ static int end_of(const TileInfo& q_tile) { return min(q_tile.q_start + q_tile.rows, q_tile.q_tokens); }
