@@ -34,6 +34,9 @@ struct Operand {
   uint32_t x[Columns * sizeof(T) / 8];
 };
 
+// The warpgroup of this thread. The shuffle tells the compiler that all threads of a warp take the same branch.
+__device__ inline int warpgroup_index() { return __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0); }
+
 // The row and the first column of this thread in a fragment.
 __device__ inline int fragment_row() { return threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4; }
 __device__ inline int fragment_column() { return threadIdx.x % 4 * 2; }

@@ -27,6 +27,16 @@ __device__ void to_floats(const Accumulator<Columns, Sum>& sums, Accumulator<Col
     for (int i = 0; i < Columns / 2; ++i) x.x[i] = static_cast<float>(sums.x[i]);
 }
 
+// Returns the accumulator that to_floats writes: that of the sums if these are floats, else `converted`.
+template <int Columns>
+__device__ Accumulator<Columns>& in_place(Accumulator<Columns>& sums, Accumulator<Columns>&) {
+  return sums;
+}
+template <int Columns>
+__device__ Accumulator<Columns>& in_place(Accumulator<Columns, int>&, Accumulator<Columns>& converted) {
+  return converted;
+}
+
 // Multiplies x by the scale of each key.
 template <int Columns>
 __device__ void scale_columns(Accumulator<Columns>& x, const float* scales) {

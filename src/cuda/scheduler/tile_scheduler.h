@@ -38,6 +38,11 @@ struct TileScheduler {
 
   __device__ TileInfo at(unsigned number) const { return cu_seqlens_q ? packed(number) : unpacked(number); }
 
+  // Returns the index of the first query of a tile's sequence in arrays [batch, head, token].
+  __device__ int64_t row_of(const TileInfo& tile) const {
+    return (static_cast<int64_t>(tile.batch) * heads + tile.head) * q_tokens + tile.q_first;
+  }
+
   __device__ TileInfo unpacked(unsigned number) const {
     const unsigned all_heads = batch * heads, all_full = full_blocks * all_heads;
     const bool full = number < all_full;

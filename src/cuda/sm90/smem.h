@@ -110,4 +110,18 @@ __device__ void load(const Tile& tile, const CUtensorMap& map, int row, int head
   load(tile, map, 0, row, head, batch, full);
 }
 
+// Returns dynamic shared memory at a multiple of kSwizzleBytes. It is aligned by hand where there is room, as
+// otherwise it starts at any 16 bytes.
+template <bool AlignsByHand = true>
+__device__ unsigned char* shared_memory() {
+  if constexpr (AlignsByHand) {
+    extern __shared__ unsigned char memory[];
+    const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+    return memory + (-base & (kSwizzleBytes - 1));
+  } else {
+    extern __shared__ __align__(kSwizzleBytes) unsigned char swizzled_memory[];
+    return swizzled_memory;
+  }
+}
+
 }  // namespace octet::cuda

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(Backward<T, Dim, sums, parts>::kThreads, 1)
   }
   __syncthreads();
   ptx::griddepcontrol_wait();
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     ptx::reg_dealloc<kBackwardProducerRegisters>();
     if (threadIdx.x == 0) kernel.produce();

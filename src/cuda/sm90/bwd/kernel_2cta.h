@@ -13,18 +13,6 @@ __device__ void set_registers() {
   Registers > kAtLaunch ? ptx::reg_alloc<Registers>() : ptx::reg_dealloc<Registers>();
 }
 
-template <bool AlignsByHand>
-__device__ unsigned char* shared_memory() {
-  if constexpr (AlignsByHand) {
-    extern __shared__ unsigned char memory[];
-    const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
-    return memory + (-base & (kSwizzleBytes - 1));
-  } else {
-    extern __shared__ __align__(kSwizzleBytes) unsigned char swizzled_memory[];
-    return swizzled_memory;
-  }
-}
-
 template <class T, int Dim, Sums sums, Parts parts>
 __global__ void __cluster_dims__(Backward2Cta<T, Dim, sums, parts>::kBlocks)
     __launch_bounds__(Backward2Cta<T, Dim, sums, parts>::kThreads, 1)
@@ -44,7 +32,7 @@ __global__ void __cluster_dims__(Backward2Cta<T, Dim, sums, parts>::kBlocks)
   }
   ptx::cluster_sync();
   ptx::griddepcontrol_wait();
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     ptx::reg_dealloc<Registers::kProducer>();
     if (threadIdx.x == 0) kernel.load_keys();

@@ -58,7 +58,7 @@ Plan backward(const Problem& p, void* workspace) {
       params.zeroed_heads = static_cast<int>(std::min(all, widest + (in_flight + k_blocks - 1) / k_blocks));
       a.zeroed_heads = params.zeroed_heads;
     }
-    choice.query_tiles ? preprocess(params, stream) : preprocess_rows(params, stream);
+    choice.query_tiles ? preprocess(params, stream) : preprocess_rows(params, choice.sums, stream);
     if (all && k_blocks) {
       if (!a.q) a.q_rows = tensor_map(p.q, kernel.rows), a.do_rows = tensor_map(p.do_, kernel.rows);
       if (!a.k) a.k_rows = tensor_map(p.k, kernel.keys), a.v_rows = tensor_map(p.v, kernel.keys);

@@ -96,16 +96,17 @@ auto query_rows_kernel_of(int dim) {
 
 }  // namespace
 
-void preprocess_rows(PreprocessParams p, cudaStream_t stream) {
-  if (p.reads_keys) {
+void preprocess_rows(PreprocessParams p, Sums sums, cudaStream_t stream) {
+  const bool integers = sums == Sums::integers;
+  if (integers) {
     p.sampled = p.sizes;  // of all numbers, so that no sample is taken
     check(cudaMemsetAsync(p.sizes, 0, p.k.shape[0] * p.k.shape[1] * sizeof(Sizes), stream), "cudaMemsetAsync");
   }
   const auto kernel =
-      p.reads_keys ? query_rows_kernel_of<Sums::integers>(p.tile_dim) : query_rows_kernel_of<Sums::floats>(p.tile_dim);
+      integers ? query_rows_kernel_of<Sums::integers>(p.tile_dim) : query_rows_kernel_of<Sums::floats>(p.tile_dim);
   kernel<<<preprocess_tiles(p), kThreads, 0, stream>>>(p);
   check(cudaGetLastError(), "query_rows_kernel");
-  if (p.reads_keys) launch_rescale<Bf16, Bf16>(p, stream);
+  if (integers) launch_rescale<Bf16, Bf16>(p, stream);
 }
 
 }  // namespace octet::cuda::sm90

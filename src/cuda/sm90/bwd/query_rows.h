@@ -16,8 +16,8 @@ struct BackwardRowsParams : BackwardParams {
 constexpr int kSentRows = 16;  // of a warp
 
 // The preprocessing for it: writes QueryRows of all queries, each of which sees a key, and exponents of 0. q, k, v, do,
-// o and its residual are bf16 tensors that TMA can read, of head dims up to 128. Sums of dq are integers where
-// `p.reads_keys` is true; there is no gradient of lse then.
-void preprocess_rows(PreprocessParams p, cudaStream_t stream);
+// o and its residual are bf16 tensors that TMA can read, of head dims up to 128. Where sums of dq are integers, there
+// is no gradient of lse.
+void preprocess_rows(PreprocessParams p, Sums sums, cudaStream_t stream);
 
 }  // namespace octet::cuda::sm90

@@ -32,7 +32,7 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row)
       if (a.mean_logit && l[row] != 0.f && query + 8 * row < q_tile.q_tokens)
-        mean_logit[row] = a.scale * a.mean_logit[row_of(q_tile) + query + 8 * row];
+        mean_logit[row] = a.scale * a.mean_logit[a.scheduler.row_of(q_tile) + query + 8 * row];
   if (a.sinks.data) {
     const float sink = a.sinks.at(q_tile.batch, q_tile.head);
 #pragma unroll
@@ -143,7 +143,8 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
       return scale_log2 * k_scale * dot(q, a.k_rows.row<QkType>(q_tile.batch, kv_head, int64_t{k_first} + key), a.dim);
     };
     UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(query), a.dim_v, logit, value);
-    const float mean_logit = kQuantizedQk && a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f;
+    const float mean_logit =
+        kQuantizedQk && a.mean_logit ? a.scale * a.mean_logit[a.scheduler.row_of(q_tile) + query] : 0.f;
     RowSum<kQuantizedQk> sum{row.log2_sum, mean_logit};
     row.scale(sum.add_sink(a.sinks.at(q_tile.batch, q_tile.head)), [&](int channel) -> float2 {
       return {a.v_scale ? a.v_scale[kv] : 1.f, kCompensated<Precision> ? a.v_mean[kv * Dims::kDimV + channel] : 0.f};

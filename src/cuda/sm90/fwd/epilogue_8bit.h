@@ -24,7 +24,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_til
     const int i = query + 8 * row;
     const KeyRange seen = keys_of(q_tile, i);
     if (seen.first == seen.last) l = 0.f;  // whatever the scale is
-    const float mean_logit = a.mean_logit && i < q_tile.q_tokens ? a.scale * a.mean_logit[row_of(q_tile) + i] : 0.f;
+    const float mean_logit =
+        a.mean_logit && i < q_tile.q_tokens ? a.scale * a.mean_logit[a.scheduler.row_of(q_tile) + i] : 0.f;
     constexpr float kScale = kScaled ? kInverseScale : 1.f, kScaleLog2 = kScaled ? kInverseScaleLog2 : 0.f;  // of l
     inverse[row] = l == 0.f ? 0.f : l < INFINITY ? kScale / l : NAN;
     RowSum<> sum = RowSum<>::of(softmax.exponent(row) - kScaleLog2, l == 0.f ? 0.f : parts, mean_logit);
@@ -126,7 +127,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileIn
              dot(q, a.k_rows.row<QkType>(q_tile.batch, kv_head, int64_t{k_first} + key), a.dim);
     };
     UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(query), a.dim_v, logit, value);
-    RowSum<> sum{row.log2_sum, a.mean_logit ? a.scale * a.mean_logit[this->row_of(q_tile) + query] : 0.f};
+    RowSum<> sum{row.log2_sum, a.mean_logit ? a.scale * a.mean_logit[a.scheduler.row_of(q_tile) + query] : 0.f};
     row.scale(sum.add_sink(a.sinks.at(q_tile.batch, q_tile.head)), [&](int channel) -> float2 {
       return {a.v_channel_scale ? a.v_channel_scale[channels + channel] : 1.f, 0.f};
     });

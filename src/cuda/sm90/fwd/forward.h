@@ -140,12 +140,6 @@ struct Forward {
   __device__ void convert_first_v() const;
   __device__ void clear_rows(unsigned char* tile, int from, int to) const;
 
-  // Returns the index of a sequence's first query in arrays [batch, head, token].
-  __device__ int64_t row_of(const TileInfo& q_tile) const {
-    return (static_cast<int64_t>(q_tile.batch) * a.scheduler.heads + q_tile.head) * a.scheduler.q_tokens +
-           q_tile.q_first;
-  }
-
   __device__ RowValues softmax_scale_log2(const TileInfo& q_tile, int query) const;
   __device__ auto start_softmax(const TileInfo& q_tile, int query) const;
 
@@ -177,12 +171,6 @@ struct Forward {
         v_mean.x[i] = *reinterpret_cast<const float2*>(a.v_mean + kv * Dims::kDimV + 8 * i + fragment_column());
     }
     return v_mean;
-  }
-
-  // Returns the accumulator of the logits: that of the sums if these are floats, else `converted`.
-  static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys>& s, Accumulator<kKeys>&) { return s; }
-  static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys, int>&, Accumulator<kKeys>& converted) {
-    return converted;
   }
 
   __device__ void consume(int warpgroup);

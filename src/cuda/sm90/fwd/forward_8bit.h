@@ -116,12 +116,6 @@ struct Forward8Bit {
   __device__ void add_partial(int warpgroup, Accumulator<kColumns>& o, const RowValues& by) const;
   __device__ void store_partial(int warpgroup, const Accumulator<kColumns>& o, const RowValues& by, bool first) const;
 
-  // Returns the accumulator of the logits: that of the sums if these are floats, else `converted`.
-  static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys>& s, Accumulator<kKeys>&) { return s; }
-  static __device__ Accumulator<kKeys>& in_place(Accumulator<kKeys, int>&, Accumulator<kKeys>& converted) {
-    return converted;
-  }
-
   // Waits for all but the latest `Pending` products; d must be the result of one that is waited for.
   template <int Pending, class D>
   static __device__ void wait_products(D& d) {
@@ -194,11 +188,6 @@ struct Forward8Bit {
                                 Softmax& softmax, Accumulator<kColumns>& o) const;
 
   __device__ RowValues softmax_scale_log2(const TileInfo& q_tile, int query) const;
-  // Returns the index of a sequence's first query in arrays [batch, head, token].
-  __device__ int64_t row_of(const TileInfo& q_tile) const {
-    return (static_cast<int64_t>(q_tile.batch) * a.scheduler.heads + q_tile.head) * a.scheduler.q_tokens +
-           q_tile.q_first;
-  }
 
   __device__ void write(const TileInfo& q_tile, int query, const Softmax& softmax,
                         const Accumulator<kColumns>& sums) const;

@@ -12,9 +12,7 @@ template <class Precision, class Dims>
 __global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
     forward(const __grid_constant__ ForwardParams arguments) {
   using Kernel = Forward<Precision, Dims>;
-  extern __shared__ unsigned char memory[];
-  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
   Kernel kernel{arguments, shared};
   if (threadIdx.x == 0) {
     shared.q_pipe.init(Kernel::kConsumerThreads);
@@ -25,8 +23,7 @@ __global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
   }
   if constexpr (Kernel::kQuantizedQk || kCompensated<Precision>) ptx::griddepcontrol_wait();
   __syncthreads();
-  // The shuffle tells the compiler that all threads of a warp take the same branch.
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     ptx::reg_dealloc<Kernel::Tile::kProducerRegisters>();
     if (Kernel::kConvertsV && __shfl_sync(~0u, threadIdx.x / 32, 0) > 0)

@@ -12,9 +12,7 @@ template <class Precision, class Dims>
 __global__ void __launch_bounds__(Forward8Bit<Precision, Dims>::kThreads, 1)
     forward_8bit(const __grid_constant__ Forward8BitParams arguments) {
   using Kernel = Forward8Bit<Precision, Dims>;
-  extern __shared__ unsigned char memory[];
-  const auto base = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
-  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(memory + (-base & (kSwizzleBytes - 1)));
+  auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory());
   Kernel kernel{arguments, shared};
   if (threadIdx.x == 0) {
     shared.q_pipe.init(Kernel::kConsumerThreads);
@@ -26,8 +24,7 @@ __global__ void __launch_bounds__(Forward8Bit<Precision, Dims>::kThreads, 1)
   kernel.write_ones();
   ptx::griddepcontrol_wait();
   __syncthreads();
-  // The shuffle tells the compiler that all threads of a warp take the same branch.
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
+  const int warpgroup = warpgroup_index();
   if (warpgroup == 0) {
     ptx::reg_dealloc<Kernel::Tile::kProducerRegisters>();
     if (threadIdx.x == 0) kernel.produce();

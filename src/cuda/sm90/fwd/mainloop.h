@@ -23,7 +23,7 @@ __device__ inline RowValues Forward<Precision, Dims>::softmax_scale_log2(const T
   if constexpr (kQuantizedQk)
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const float q_scale = a.q_scale[row_of(q_tile) + min(query + 8 * row, q_tile.q_tokens - 1)];
+      const float q_scale = a.q_scale[a.scheduler.row_of(q_tile) + min(query + 8 * row, q_tile.q_tokens - 1)];
       const KeyRange seen = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
       if (q_scale != 0.f && seen.first < seen.last) scale_log2[row] *= q_scale;
       if (scale_log2[row] == 0.f) scale_log2[row] = kMinScaleLog2;

@@ -12,7 +12,7 @@ __device__ inline RowValues Forward8Bit<Precision, Dims>::softmax_scale_log2(con
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     const int i = min(query + 8 * row, q_tile.q_tokens - 1);
-    const float q_scale = a.q_scale ? a.q_scale[row_of(q_tile) + i] : 1.f;
+    const float q_scale = a.q_scale ? a.q_scale[a.scheduler.row_of(q_tile) + i] : 1.f;
     scale_log2[row] = a.scale_log2e * (q_scale == 0.f ? 1.f : q_scale);
     if (scale_log2[row] == 0.f) scale_log2[row] = kMinScaleLog2;
   }
