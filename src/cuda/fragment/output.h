@@ -24,6 +24,21 @@ struct Output {
   }
 };
 
+// Calls f with a null pointer of an output's element type: f32, f16, bf16 or, with kE4m3, e4m3.
+template <bool kE4m3 = false, class F>
+__device__ auto with_output_type(Element element, const F& f) {
+  switch (element) {
+    case Element::f32:
+      return f(static_cast<float*>(nullptr));
+    case Element::f16:
+      return f(static_cast<F16*>(nullptr));
+    case Element::e4m3:
+      if constexpr (kE4m3) return f(static_cast<E4m3*>(nullptr));
+    default:
+      return f(static_cast<Bf16*>(nullptr));
+  }
+}
+
 // Transposes 4 x 4 words among the four threads that share a row: word i of thread t becomes word t of thread i.
 __device__ inline void transpose_quad(uint32_t (&w)[4]) {
 #pragma unroll

@@ -140,31 +140,12 @@ __device__ bool masks_infinite(const KeyRange& tiles, int first, int end, int co
 
 // Loads and stores of single elements of an output of any type.
 __device__ inline float number_at(const Output& t, int64_t i) {
-  switch (t.element) {
-    case Element::f32:
-      return static_cast<const float*>(t.data)[i];
-    case Element::f16:
-      return float(static_cast<const F16*>(t.data)[i]);
-    case Element::e4m3:
-      return float(static_cast<const E4m3*>(t.data)[i]);
-    default:
-      return float(static_cast<const Bf16*>(t.data)[i]);
-  }
+  return with_output_type<true>(t.element, [&](auto* type) { return float(static_cast<decltype(type)>(t.data)[i]); });
 }
 __device__ inline void set_number(const Output& t, int64_t i, float x) {
-  switch (t.element) {
-    case Element::f32:
-      static_cast<float*>(t.data)[i] = x;
-      break;
-    case Element::f16:
-      static_cast<F16*>(t.data)[i] = F16(x);
-      break;
-    case Element::e4m3:
-      static_cast<E4m3*>(t.data)[i] = E4m3(x);
-      break;
-    default:
-      static_cast<Bf16*>(t.data)[i] = Bf16(x);
-  }
+  with_output_type<true>(t.element, [&](auto* type) {
+    static_cast<decltype(type)>(t.data)[i] = std::remove_pointer_t<decltype(type)>(x);
+  });
 }
 
 // Stores what x lost when it was rounded to `rounded` in o's type.

@@ -135,14 +135,7 @@ __device__ void Backward<Kind>::write(const Output& out, TileDk& x, float scale,
   for (auto& block : x)
 #pragma unroll
     for (float& element : block.x) element = element * first * second;
-  switch (out.element) {
-    case Element::f32:
-      return write_as(static_cast<float*>(nullptr));
-    case Element::f16:
-      return write_as(static_cast<F16*>(nullptr));
-    default:
-      return write_as(static_cast<Bf16*>(nullptr));
-  }
+  with_output_type(out.element, write_as);
 }
 
 }  // namespace octet::cuda::sm80

@@ -79,12 +79,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
     o = {o.x - float(T(o.x)), o.y - float(T(o.y)), o.z - float(T(o.z)), o.w - float(T(o.w))};
     store(a.o_residual.row<T>(batch, head, token) + column, o);
   };
-  if (a.o.element == Element::f32)
-    write(static_cast<float*>(nullptr));
-  else if (a.o.element == Element::f16)
-    write(static_cast<F16*>(nullptr));
-  else
-    write(static_cast<Bf16*>(nullptr));
+  with_output_type(a.o.element, write);
 }
 
 }  // namespace

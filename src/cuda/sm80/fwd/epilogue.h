@@ -99,17 +99,8 @@ __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks]
         x[1] = none ? 0.f : __fmaf_rn(x[1], inverse[row], mean.y) * share[row];
       }
     }
-    switch (a.o.element) {
-      case Element::f32:
-        write_as<float>(first, o[block]);
-        break;
-      case Element::f16:
-        write_as<F16>(first, o[block]);
-        break;
-      default:
-        write_as<Bf16>(first, o[block]);
-        break;
-    }
+    with_output_type(a.o.element,
+                     [&](auto* type) { write_as<std::remove_pointer_t<decltype(type)>>(first, o[block]); });
   }
   if ((a.mask.windowed || (!kPlain && a.terms.mask)) && __any_sync(~0u, nonfinite))
 #pragma unroll 1

@@ -26,14 +26,7 @@ __device__ void Jvp<T, Dim, logits>::store(const Output& to, int query, const O&
                       a.dim_v - first_column());
     }
   };
-  switch (to.element) {
-    case Element::f32:
-      return store_as(static_cast<float*>(nullptr));
-    case Element::f16:
-      return store_as(static_cast<F16*>(nullptr));
-    default:
-      return store_as(static_cast<Bf16*>(nullptr));
-  }
+  with_output_type(to.element, store_as);
 }
 
 template <class T, int Dim, Logits logits>

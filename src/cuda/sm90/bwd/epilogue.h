@@ -43,14 +43,9 @@ __device__ void add_keys_as(const Output& out, const KeyBlockInfo& w, int first_
 template <int Columns>
 __device__ void add_keys(const Output& out, const KeyBlockInfo& w, int key, int channel, Accumulator<Columns>& x,
                          int columns) {
-  switch (out.element) {
-    case Element::f32:
-      return add_keys_as<float>(out, w, key, channel, x, columns);
-    case Element::f16:
-      return add_keys_as<F16>(out, w, key, channel, x, columns);
-    default:
-      return add_keys_as<Bf16>(out, w, key, channel, x, columns);
-  }
+  with_output_type(out.element, [&](auto* type) {
+    add_keys_as<std::remove_pointer_t<decltype(type)>>(out, w, key, channel, x, columns);
+  });
 }
 
 // Multiplies by scale 2^exponent. 2^exponent may not be a float, so it is applied as two factors.
@@ -68,14 +63,9 @@ template <Parts parts, int Columns>
 __device__ void write_keys(const Output& out, const KeyBlockInfo& w, int key, int channel, Accumulator<Columns>& x,
                            int columns) {
   if constexpr (parts == Parts::further) add_keys(out, w, key, channel, x, columns);
-  switch (out.element) {
-    case Element::f32:
-      return write_keys_as<float>(out, w, key, channel, x, columns);
-    case Element::f16:
-      return write_keys_as<F16>(out, w, key, channel, x, columns);
-    default:
-      return write_keys_as<Bf16>(out, w, key, channel, x, columns);
-  }
+  with_output_type(out.element, [&](auto* type) {
+    write_keys_as<std::remove_pointer_t<decltype(type)>>(out, w, key, channel, x, columns);
+  });
 }
 
 }  // namespace octet::cuda::sm90

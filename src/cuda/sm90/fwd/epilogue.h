@@ -57,18 +57,9 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
 #pragma unroll
         for (int i = 0; i < Dims::kDimV / 8; ++i) o.x[4 * i + 2 * row] = o.x[4 * i + 2 * row + 1] = 0.f;
   if (a.sinks.data) scale_rows(o, share);
-  switch (a.o.element) {
-    case Element::f32:
-      return write_as<float>(q_tile, query, o, q, warpgroup);
-    case Element::f16:
-      return write_as<F16>(q_tile, query, o, q, warpgroup);
-    case Element::e4m3:
-      if constexpr (kQuantizedQk) return write_as<E4m3>(q_tile, query, o, q, warpgroup);
-      break;
-    default:
-      return write_as<Bf16>(q_tile, query, o, q, warpgroup);
-  }
-  return false;
+  return with_output_type<kQuantizedQk>(a.o.element, [&](auto* type) {
+    return write_as<std::remove_pointer_t<decltype(type)>>(q_tile, query, o, q, warpgroup);
+  });
 }
 
 // Writes lse. Four threads share two rows; two of them write one row each, as a logarithm takes 25 instructions.

@@ -50,26 +50,12 @@ __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_til
     }
   }
   if (a.sinks.data) scale_rows(o, share);
-  write(q_tile, query, lse, o);
+  with_output_type<true>(a.o.element,
+                         [&](auto* type) { write_as<std::remove_pointer_t<decltype(type)>>(q_tile, query, lse, o); });
   // An e4m3 value that is not finite is NaN, which 0 times it stays. With kScaled, v is int8 and only its scales can be
   // NaN, which a masked P does not meet.
   if constexpr (!kScaled)
     if (a.mask.windowed && __any_sync(~0u, has_infinite<Dims::kDimV>(sums))) recompute_rows(q_tile, ptx::opaque(query));
-}
-
-template <class Precision, class Dims>
-__device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_tile, int query, const RowValues& lse,
-                                                           Accumulator<Dims::kDimV>& o) const {
-  switch (a.o.element) {
-    case Element::f32:
-      return write_as<float>(q_tile, query, lse, o);
-    case Element::f16:
-      return write_as<F16>(q_tile, query, lse, o);
-    case Element::e4m3:
-      return write_as<E4m3>(q_tile, query, lse, o);
-    default:
-      return write_as<Bf16>(q_tile, query, lse, o);
-  }
 }
 
 template <class Precision, class Dims>

@@ -191,8 +191,6 @@ struct Forward8Bit {
 
   __device__ void write(const TileInfo& q_tile, int query, const Softmax& softmax,
                         const Accumulator<kColumns>& sums) const;
-  __device__ void write(const TileInfo& q_tile, int query, const RowValues& lse, Accumulator<Dims::kDimV>& o) const;
-
   template <class T>
   __device__ void write_as(const TileInfo& q_tile, int query, const RowValues& lse, Accumulator<Dims::kDimV>& o) const;
   __device__ void recompute_rows(const TileInfo& q_tile, int query) const;
