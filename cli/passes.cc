@@ -40,9 +40,10 @@ void expect_no_mask(const Source& source) {
   if (source.single()) return;
   for (const char* label : {"mask", "cu_seqlens_q", "cu_seqlens_k"})
     if (source.has(label))
-      reject("{}: found in the file, but the command takes no mask tensors and no packed sequences; call octet in "
-             "Python, C or C++, or leave it out of the file",
-             label);
+      reject(
+          "{}: found in the file, but the command takes no mask tensors and no packed sequences; call octet in "
+          "Python, C or C++, or leave it out of the file",
+          label);
 }
 
 Inputs read_primals(const Source& source, Layout layout, bool backward, bool jvp) {
