@@ -1,5 +1,5 @@
-// The quantizers behind octet.h: validate the arguments, then hand them to the CPU. Each throws Failure, and has
-// written nothing if it does.
+// The quantizers behind octet.h: validate the arguments, then hand them to the CPU or the GPU. Each throws Failure, and
+// has written nothing if it does.
 #pragma once
 #include <octet/octet.h>
 
@@ -25,10 +25,10 @@ struct Quantization {
   uint64_t hadamard_seed;  // 0: not rotated
   View scale, zero_point, mean;
 
-  bool per_channel() const { return granularity == OCTET_PER_CHANNEL; }
+  constexpr bool per_channel() const { return granularity == OCTET_PER_CHANNEL; }
 
   // Row of `scale` that holds the scale of a token.
-  int64_t group_of(int64_t token) const {
+  constexpr int64_t group_of(int64_t token) const {
     switch (granularity) {
       case OCTET_PER_TOKEN:
         return token;
@@ -60,5 +60,17 @@ void dequantize(const View& codes, const Quantization& how, const View& x);
 void apply_rope(const Rope& rope, bool inverse, const View& x, const View& y);
 void logit_error(const View& q_statistics, const View& k_statistics, float scale, const View& error);
 }  // namespace cpu
+
+// The same in the memory of a GPU, in a stream; src/cuda/quantizers. These throw Failure where they cannot.
+namespace cuda {
+struct Place {
+  int device;
+  void* stream;
+};
+void quantize(const View& x, const Rope& rope, const View& codes, const Quantization& how, const View& statistics,
+              const Place& place);
+void dequantize(const View& codes, const Quantization& how, const View& x, const Place& place);
+void apply_rope(const Rope& rope, bool inverse, const View& x, const View& y, const Place& place);
+}  // namespace cuda
 
 }  // namespace octet

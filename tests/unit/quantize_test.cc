@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <octet/formats.hpp>
 #include <random>
 #include <set>
 #include <vector>
@@ -118,7 +119,7 @@ TEST(Rows, HadamardIsOrthogonalAndItsInverseUndoesIt) {
 
 TEST(Rope, SplitPositionsGiveTheSinesOfTheirSum) {
   const Rope rope{OCTET_ROPE_INTERLEAVED, 16, 1000003, 10000.0};
-  const cpu::RopeTable table(rope, 1.0);
+  const cpu::RopeTable table(rope, false);
   cpu::RopeRow<double> turn(table);
   for (const int64_t token : {0, 1, 60, 61, 5, 1000, -1000100}) {
     std::vector<double> x(16, 0.0);

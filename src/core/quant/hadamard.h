@@ -16,7 +16,7 @@ constexpr uint64_t kHadamardSeed = 0x6f63746574;  // "octet"
 static constexpr int64_t hadamard_block(int64_t dim) { return dim & -dim; }
 
 // Sign of channel c: bit 63 of splitmix64(seed + c), as +1 or -1.
-static inline float hadamard_sign(uint64_t seed, int64_t c) {
+static constexpr float hadamard_sign(uint64_t seed, int64_t c) {
   uint64_t z = seed + 0x9e3779b97f4a7c15u * (static_cast<uint64_t>(c) + 1);
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
   z = (z ^ z >> 27) * 0x94d049bb133111ebu;
@@ -46,19 +46,21 @@ static inline void hadamard_butterflies(float* x, int64_t dim) {
   for (int64_t half = 16; half < block; half *= 2) hadamard_stage<16>(x, dim, half);
 }
 
+static inline float hadamard_norm(int64_t dim) { return 1.f / std::sqrt(static_cast<float>(hadamard_block(dim))); }
+
 // x <- H D x / sqrt(block), block-diagonal, with D = diag(signs): orthogonal, so q.k is unchanged when both are
 // rotated (incoherent processing, FlashAttention-3, arXiv 2407.08608, section 3.3).
 static inline void hadamard(float* x, const float* signs, int64_t dim) {
   for (int64_t c = 0; c < dim; ++c) x[c] *= signs[c];
   hadamard_butterflies(x, dim);
-  const float norm = 1.f / std::sqrt(static_cast<float>(hadamard_block(dim)));
+  const float norm = hadamard_norm(dim);
   for (int64_t c = 0; c < dim; ++c) x[c] *= norm;
 }
 
 // x <- D H^T x / sqrt(block): the inverse.
 static inline void hadamard_inverse(float* x, const float* signs, int64_t dim) {
   hadamard_butterflies(x, dim);
-  const float norm = 1.f / std::sqrt(static_cast<float>(hadamard_block(dim)));
+  const float norm = hadamard_norm(dim);
   for (int64_t c = 0; c < dim; ++c) x[c] *= norm * signs[c];
 }
 

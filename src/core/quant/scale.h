@@ -45,7 +45,7 @@ static inline float mean_limit(float* largest, int64_t tokens) {
 struct Scale {
   float scale, inverse;
 };
-static inline Scale scale_of(float amax, float top) {
+static constexpr Scale scale_of(float amax, float top) {
   constexpr float kSmallest = 0x1p-110f;
   if (amax == 0.f) return {0.f, 0.f};
   if (!(amax <= std::numeric_limits<float>::max())) return {std::numeric_limits<float>::quiet_NaN(), 0.f};
@@ -56,16 +56,17 @@ static inline Scale scale_of(float amax, float top) {
 // The integer nearest to x, ties to even, as a float; |x| <= 2^22. 1.5 * 2^23 has units in its last place. Whoever
 // passes a product clamps it first: a fused product would be rounded once instead of twice.
 constexpr float kRoundingMagic = 0x1.8p23f;
-static inline float nearest_even(float x) { return (x + kRoundingMagic) - kRoundingMagic; }
+static constexpr float nearest_even(float x) { return (x + kRoundingMagic) - kRoundingMagic; }
 
-// out[c] = the integer nearest to x[c] within [low, high], ties to even, modulo 256; NaN gives 0.
+// The integer nearest to x within [low, high], ties to even, modulo 256; NaN gives 0.
+static constexpr uint8_t integer_bits(float x, float low, float high) {
+  float r = x == x ? x : 0.f;
+  r = r > low ? r : low;
+  r = r < high ? r : high;
+  return static_cast<uint8_t>(std::bit_cast<uint32_t>(r + kRoundingMagic));
+}
 static inline void encode_integers(const float* x, int64_t n, float low, float high, uint8_t* out) {
-  for (int64_t c = 0; c < n; ++c) {
-    float r = x[c] == x[c] ? x[c] : 0.f;
-    r = r > low ? r : low;
-    r = r < high ? r : high;
-    out[c] = static_cast<uint8_t>(std::bit_cast<uint32_t>(r + kRoundingMagic));
-  }
+  for (int64_t c = 0; c < n; ++c) out[c] = integer_bits(x[c], low, high);
 }
 
 }  // namespace octet

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <vector>
 
+#include "core/quant/affine.h"
 #include "core/quant/hadamard.h"
 #include "core/quantization.h"
 #include "cpu/parallel.h"
@@ -63,10 +64,7 @@ void dequantize(const View& codes, const Quantization& how, const View& x) {
           const float scale = *how.scale.at<float>(b, h, group, channel);
           const float zero = how.zero_point.present() ? *how.zero_point.at<float>(b, h, group, channel) : 0.f;
           const float value = values[*codes.at<uint8_t>(b, h, t, c)];
-          // The product of two floats is exact in double: fused or not, one rounding.
-          const double exact = static_cast<double>(scale) * value;
-          row[c] =
-              how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? static_cast<float>(exact + zero) : scale * (value - zero);
+          row[c] = affine_value(value, scale, zero, how.zero_point_kind);
         }
         if (how.hadamard_seed) hadamard_inverse(row.data(), signs.data(), dim);
         if (how.mean.present())
@@ -76,7 +74,7 @@ void dequantize(const View& codes, const Quantization& how, const View& x) {
 }
 
 void apply_rope(const Rope& rope, bool inverse, const View& x, const View& y) {
-  const RopeTable table(rope, inverse ? -1.0 : 1.0);
+  const RopeTable table(rope, inverse);
   if (x.dtype == OCTET_F64)
     turn<double>(table, x, y);
   else

@@ -4,8 +4,8 @@
 // Two passes over each (batch, head):
 //  1. stats: the channel means and statistics, if either is asked for;
 //  2. units of whole groups of tokens: their rows, the scales of their groups, their quantized values.
-// Means are summed in double in the order of tokens, and units do not depend on the number of threads: results are
-// bitwise repeatable.
+// Sums have a fixed order (core/quant/sums.h), and units do not depend on the number of threads: results are bitwise
+// repeatable, and those of the GPU.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -13,8 +13,10 @@
 #include <vector>
 
 #include "core/error.h"
+#include "core/quant/affine.h"
 #include "core/quant/hadamard.h"
 #include "core/quant/scale.h"
+#include "core/quant/sums.h"
 #include "core/quantization.h"
 #include "cpu/parallel.h"
 #include "cpu/quantize/elements.h"
@@ -33,87 +35,13 @@ unsigned threads_for(const View& x, int64_t tasks) {
   return thread_count(0, std::min(tasks, 1 + elements / kElementsPerThread));
 }
 
-// The range of a format: x / scale lies in [low, high].
-struct Range {
-  float low, high;
-};
-
-Range range_of(octet_dtype dtype) {
-  switch (dtype) {
-    case OCTET_I8:
-      return {-127.f, 127.f};
-    case OCTET_U8:
-      return {0.f, 255.f};
-    case OCTET_I4:
-      return {-7.f, 7.f};
-    case OCTET_E4M3:
-      return {-448.f, 448.f};
-    default:
-      return {-57344.f, 57344.f};
-  }
-}
-
-bool is_integer(octet_dtype dtype) { return dtype == OCTET_I8 || dtype == OCTET_U8 || dtype == OCTET_I4; }
-
-// Integers that order as floats do, NaN at both ends, so that extremes keep NaN. Its own inverse.
-int32_t order_of(float x) {
-  const auto bits = std::bit_cast<int32_t>(x);
-  return bits ^ (bits >> 31 & 0x7fffffff);
-}
-float of_order(int32_t order) { return std::bit_cast<float>(order ^ (order >> 31 & 0x7fffffff)); }
-
-// The extremes of a group: amax where there are no zero points, else the lowest and the highest.
-struct Extremes {
-  int32_t low = std::numeric_limits<int32_t>::max(), high = std::numeric_limits<int32_t>::min();  // as order_of
-
-  bool empty() const { return low > high; }
-  void add(float smallest, float largest) {
-    low = std::min(low, order_of(smallest));
-    high = std::max(high, order_of(largest));
-  }
-};
-
 Extremes extremes_of(const float* row, int64_t n, bool symmetric) {
   Extremes e;
-  if (symmetric) {
-    const float top = amax(row, n);
-    e.add(top, top);
-    return e;
-  }
-  for (int64_t c = 0; c < n; ++c) {
-    const int32_t order = order_of(row[c]);
-    e.low = order < e.low ? order : e.low;
-    e.high = order > e.high ? order : e.high;
-  }
+  if (symmetric)
+    e.add(order_of(amax(row, n)));
+  else
+    for (int64_t c = 0; c < n; ++c) e.add(order_of(row[c]));
   return e;
-}
-
-// x ~ scale * (value - zero) + shift, and value = round((x - shift) * inverse) + zero.
-struct AffineScale {
-  float scale = 0.f, inverse = 0.f, zero = 0.f, shift = 0.f;
-};
-
-AffineScale affine_scale_of(const Extremes& extremes, octet_zero_point kind, Range range) {
-  if (extremes.empty()) return {};
-  float low = of_order(extremes.low), high = of_order(extremes.high);
-  if (kind == OCTET_SYMMETRIC) {
-    const Scale s = scale_of(high, range.high);
-    return {s.scale, s.inverse};
-  }
-  AffineScale scale;
-  if (kind ==
-      OCTET_ZERO_POINT_INTEGER) {  // the range always holds 0, so that the zero point is itself a quantized value
-    low = std::min(low, 0.f), high = std::max(high, 0.f);
-    const Scale s = scale_of(high - low, range.high - range.low);
-    scale = {s.scale, s.inverse};
-    if (s.scale > 0.f) scale.zero = std::nearbyint(range.low - low * s.inverse);
-  } else {  // the range is centred on its middle, or starts at its lower end where quantized values do at 0
-    const float shift = range.low < 0.f ? 0.5f * low + 0.5f * high : low;
-    const Scale s = scale_of(std::max(high - shift, shift - low), range.high);
-    scale = {s.scale, s.inverse};
-    if (std::isfinite(shift)) scale.shift = shift;
-  }
-  return scale;
 }
 
 // Rows of x as they are rounded. One per thread.
@@ -164,17 +92,17 @@ class TokenQuantizer {
         scaled_(dim_),
         bytes_(dim_) {}
 
-  // Quantizes the tokens [first, last), whole groups, and writes their scales. Returns the sum over tokens of the mean
-  // squared rounding error of a row, if statistics are asked for.
-  double unit(int64_t b, int64_t h, int64_t first, int64_t last, const float* mean) {
+  // Quantizes the tokens [first, last), whole groups, and writes their scales, and to errors[token] the mean squared
+  // rounding error of a row, if statistics are asked for.
+  void unit(int64_t b, int64_t h, int64_t first, int64_t last, const float* mean, double* errors) {
     find_extremes(b, h, first, last, mean);
     write_scales(b, h, first);
-    double error = 0;
     for (int64_t t = first; t < last; ++t) {
       if (!buffered_) rows_.prepared(b, h, t, mean, buffer_.data());
-      error += quantize(b, h, t, &scales_[group(t, first)], row(t - first));
+      const AffineScale* const scale = &scales_[group(t, first)];
+      quantize(b, h, t, scale, row(t - first));
+      if (call_.with_statistics) errors[t] = mean_squared_error(scale, row(t - first));
     }
-    return error;
   }
 
  private:
@@ -195,12 +123,9 @@ class TokenQuantizer {
       float* x = row(t - first);
       rows_.prepared(b, h, t, mean, x);
       if (how.per_channel()) {
-        for (int64_t c = 0; c < dim_; ++c)
-          call_.symmetric() ? extremes_[c].add(std::fabs(x[c]), std::fabs(x[c])) : extremes_[c].add(x[c], x[c]);
+        for (int64_t c = 0; c < dim_; ++c) extremes_[c].add(order_of(call_.symmetric() ? magnitude_of(x[c]) : x[c]));
       } else {
-        const Extremes e = extremes_of(x, dim_, call_.symmetric());
-        Extremes& of_group = extremes_[group(t, first)];
-        of_group.low = std::min(of_group.low, e.low), of_group.high = std::max(of_group.high, e.high);
+        extremes_[group(t, first)].add(extremes_of(x, dim_, call_.symmetric()));
       }
     }
   }
@@ -213,14 +138,12 @@ class TokenQuantizer {
       const auto index = static_cast<int64_t>(i);
       const int64_t g = how.per_channel() ? 0 : how.group_of(first) + index, c = how.per_channel() ? index : 0;
       *how.scale.at<float>(b, h, g, c) = scales_[i].scale;
-      if (!call_.symmetric())
-        *how.zero_point.at<float>(b, h, g, c) =
-            how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? scales_[i].shift : scales_[i].zero;
+      if (!call_.symmetric()) *how.zero_point.at<float>(b, h, g, c) = scales_[i].zero_point(how.zero_point_kind);
     }
   }
 
   // `scale`: of the row, or per channel.
-  double quantize(int64_t b, int64_t h, int64_t t, const AffineScale* scale, const float* x) {
+  void quantize(int64_t b, int64_t h, int64_t t, const AffineScale* scale, const float* x) {
     float* r = scaled_.data();
     if (call_.how.per_channel()) {
       for (int64_t c = 0; c < dim_; ++c) r[c] = scaled(x[c], scale[c]);
@@ -243,31 +166,15 @@ class TokenQuantizer {
     }
     detail::convert_row(bytes_.data(), 1, call_.codes.at<uint8_t>(b, h, t), call_.codes.stride[3], dim_,
                         [](uint8_t v) { return v; });
-    return call_.with_statistics ? mean_squared_error(scale, x) : 0.0;
   }
 
-  // (x - shift) / scale + zero; what is added to the zero point is an integer, for zero points to be exact.
-  static float scaled(float x, const AffineScale& scale) {
-    float r = (x - scale.shift) * scale.inverse;
-    r = r == r ? r : 0.f;
-    if (scale.zero == 0.f) return r;
-    r = r > -512.f ? r : -512.f;
-    r = r < 512.f ? r : 512.f;
-    return nearest_even(r) + scale.zero;
-  }
-
-  // Values at equal distances err uniformly within half a scale: scale^2 / 12. The distances of fp8 numbers vary, so
-  // their error is measured.
   double mean_squared_error(const AffineScale* scale, const float* x) const {
-    if (is_integer(call_.codes.dtype) && !call_.how.per_channel())
-      return scale->scale * static_cast<double>(scale->scale) / 12;
-    double sum = 0;
-    for (int64_t c = 0; c < dim_; ++c) {
-      const double distance = scale[call_.how.per_channel() ? c : 0].scale;
-      const double error =
-          is_integer(call_.codes.dtype) ? distance / std::sqrt(12.0) : x[c] - distance * call_.values[bytes_[c]];
-      sum += error * error;
-    }
+    if (is_integer(call_.codes.dtype) && !call_.how.per_channel()) return squared_error(scale->scale);
+    const double sum = sum_over_channels(dim_, [&](int64_t c) {
+      const float distance = scale[call_.how.per_channel() ? c : 0].scale;
+      return is_integer(call_.codes.dtype) ? squared_error(distance)
+                                           : squared_error(x[c], distance, call_.values[bytes_[c]]);
+    });
     return sum / static_cast<double>(std::max<int64_t>(1, dim_));
   }
 
@@ -314,7 +221,7 @@ void expect_non_negative(const View& x, Rows rows) {
 
 void quantize(const View& x, const Rope& rope, const View& codes, const Quantization& how, const View& statistics) {
   const int64_t heads = x.shape[1], tokens = x.shape[2], dim = x.shape[3], all_heads = x.shape[0] * heads;
-  const RopeTable table(rope, 1.0);
+  const RopeTable table(rope, false);
   std::vector<float> signs;
   if (how.hadamard_seed)
     for (int64_t c = 0; c < dim; ++c) signs.push_back(hadamard_sign(how.hadamard_seed, c));
@@ -335,6 +242,7 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
         mine.embedded(b, h, t, row.data());
         stats.add(row.data());
       }
+      stats.end();
       if (smooth) stats.mean(mean_of(i));
       for (int64_t c = 0; c < dim && smooth; ++c) *how.mean.at<float>(b, h, 0, c) = mean_of(i)[c];
       if (with_statistics) stats.statistics(mean_of(i), &statistics_of_heads[i * OCTET_STATISTICS]);
@@ -345,17 +253,17 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
   // There is a scale per tensor or channel to write even where there are no tokens.
   const bool one_unit = how.granularity == OCTET_PER_TENSOR || how.per_channel();
   const int64_t units = one_unit ? 1 : tokens / unit + (tokens % unit != 0), tasks = all_heads * units;
-  std::vector<double> errors(tasks);
+  std::vector<double> errors(with_statistics ? all_heads * tokens : 0);
   const unsigned threads = threads_for(x, tasks);
   std::vector<TokenQuantizer> quantizers(threads, TokenQuantizer(call, rows, unit));
   parallel_for(threads, tasks, [&](int64_t task, unsigned thread) {
     const int64_t i = task / units, first = task % units * unit;
-    errors[task] = quantizers[thread].unit(i / heads, i % heads, first, std::min(tokens, first + unit), mean_of(i));
+    quantizers[thread].unit(i / heads, i % heads, first, std::min(tokens, first + unit), mean_of(i),
+                            with_statistics ? errors.data() + i * tokens : nullptr);
   });
 
   for (int64_t i = 0; i < all_heads && with_statistics; ++i) {
-    double sum = 0;
-    for (int64_t u = 0; u < units; ++u) sum += errors[i * units + u];
+    const double sum = sum_over_tokens(tokens, [&](int64_t t) { return errors[i * tokens + t]; });
     statistics_of_heads[i * OCTET_STATISTICS + OCTET_STATISTIC_STEP] =
         tokens ? static_cast<float>(std::sqrt(sum / static_cast<double>(tokens))) : 0.f;
     for (int64_t s = 0; s < OCTET_STATISTICS; ++s)
