@@ -408,7 +408,9 @@ struct Statement {
     } else if (operation == "prmt") {
       take_all(4), out.run = permute_bytes;
     } else if (operation == "bfi") {
-      take_all(4), out.run = insert_bits;
+      const int bytes = bytes_of(type);
+      for (std::size_t i = 0; i < tokens.size(); ++i) take(tokens[i], i < 3 ? bytes : 4);
+      out.run = bytes == 4 ? insert_bits<u32> : insert_bits<u64>;
     } else if (operation == "clz") {
       take_all(4), out.run = unary<[](u32 a) { return static_cast<u32>(std::countl_zero(a)); }, u32, u32>;
     } else if (operation == "popc") {
@@ -423,6 +425,7 @@ struct Statement {
       if (type == "f32" && operation == "rsqrt")
         out.run = unary<[](f32 a) { return static_cast<f32>(1 / std::sqrt(static_cast<f64>(a))); }, f32, f32>;
       if (type == "f32" && operation == "sqrt") out.run = unary<[](f32 a) { return std::sqrt(a); }, f32, f32>;
+      if (type == "f64" && operation == "sqrt") out.run = unary<[](f64 a) { return std::sqrt(a); }, f64, f64>;
       if (type == "f32" && operation == "lg2") out.run = unary<[](f32 a) { return std::log2(a); }, f32, f32>;
       if (type == "f32" && operation == "tanh") out.run = unary<[](f32 a) { return std::tanh(a); }, f32, f32>;
     } else if (type == "pred" && in({"and", "or", "xor", "not"})) {

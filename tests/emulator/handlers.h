@@ -270,12 +270,14 @@ inline void permute_bytes(Warp& w, const Instruction& n, Lanes lanes) {
     d[i] = out;
   });
 }
-inline void insert_bits(Warp& w, const Instruction& n, Lanes lanes) {  // d, a, b, at, length
+template <class T>
+void insert_bits(Warp& w, const Instruction& n, Lanes lanes) {  // d, a, b, at, length
+  constexpr u32 kBits = 8 * sizeof(T);
   each(lanes, [&](int i) {
     const u32 at = w.at<u32>(n.operand[3])[i] & 255, length = w.at<u32>(n.operand[4])[i] & 255;
-    const u32 field = static_cast<u32>(((u64{1} << std::min(length, 32u)) - 1) << at);
-    const u32 a = at < 32 ? w.at<u32>(n.operand[1])[i] << at : 0;
-    w.at<u32>(n.operand[0])[i] = (a & field) | (w.at<u32>(n.operand[2])[i] & ~field);
+    const T ones = length < kBits ? (T{1} << length) - 1 : ~T{0};
+    const T field = at < kBits ? ones << at : 0, a = at < kBits ? w.at<T>(n.operand[1])[i] << at : 0;
+    w.at<T>(n.operand[0])[i] = (a & field) | (w.at<T>(n.operand[2])[i] & ~field);
   });
 }
 inline void split_32(Warp& w, const Instruction& n, Lanes lanes) {
