@@ -1,10 +1,12 @@
 // Validates the arguments of the quantizers: formats, granularities, zero points, RoPE, shapes, memory. What passes
-// here is trusted by src/cpu.
+// here is trusted by src/cpu and src/cuda.
 #include "core/quantization.h"
 
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <optional>
+#include <string>
 #include <utility>
 
 #include "core/error.h"
@@ -14,15 +16,13 @@
 namespace octet {
 namespace {
 
-constexpr int64_t kMaxPosition = int64_t{1} << 40;  // keeps position * theta accurate in double
+constexpr double kMinRopeBase = 1e-300;             // angles of smaller ones would overflow
+constexpr int64_t kMaxPosition = int64_t{1} << 40;  // keeps position * theta accurate
 
-// A tensor on the CPU.
 View view_of(const octet_tensor* t, const char* label, bool output) {
   if (!t) invalid(label, ": NULL");
   const View view = validate_tensor(t, label);
   if (output) expect_distinct_elements(view, label);
-  if (t->device == OCTET_CUDA)
-    unsupported(label, ": on cuda:", t->device_index, ", but there is no CUDA quantizer in this build");
   return view;
 }
 
@@ -31,11 +31,21 @@ void expect_plain(const View& view, const char* label) {
     invalid(label, ": has a quantization, but its elements are read and written as plain numbers; leave it NULL");
 }
 
-// A tensor on the CPU whose elements are the numbers themselves.
+// A tensor whose elements are the numbers themselves.
 View plain(const octet_tensor* t, const char* label, bool output) {
   const View view = view_of(t, label, output);
   expect_plain(view, label);
   return view;
+}
+
+std::string device_of(const octet_tensor& t) {
+  return text(name(static_cast<octet_device>(t.device)), ':', t.device_index);
+}
+
+// Rejects a tensor that is not on the device of another, `others`: "x is".
+void expect_beside(const octet_tensor& t, const char* label, const octet_tensor& other, const char* others) {
+  if (t.device != other.device || t.device_index != other.device_index)
+    invalid(label, ": on ", device_of(t), ", but ", others, " on ", device_of(other));
 }
 
 // A part of a quantization, which lies where the codes do.
@@ -44,14 +54,21 @@ View part_of(const octet_tensor& codes, const octet_tensor* t, const char* label
   const View view = validate_tensor(t, label);
   if (output) expect_distinct_elements(view, label);
   expect_plain(view, label);
-  if (t->device != codes.device || t->device_index != codes.device_index)
-    invalid(label, ": on ", name(static_cast<octet_device>(t->device)), ':', t->device_index, ", but its codes are on ",
-            name(static_cast<octet_device>(codes.device)), ':', codes.device_index);
+  expect_beside(*t, label, codes, "its codes are");
   return view;
 }
 
-void expect_no_stream(const void* stream) {
-  if (stream) invalid("stream: given with CPU tensors; pass NULL");
+// Where a call works: on the CPU, or else on a GPU.
+std::optional<cuda::Place> place_of(const octet_tensor& t, [[maybe_unused]] const char* label, void* stream) {
+  if (t.device == OCTET_CPU) {
+    if (stream) invalid("stream: given with CPU tensors; pass NULL");
+    return {};
+  }
+#ifdef OCTET_CUDA_QUANTIZERS
+  return cuda::Place{t.device_index, stream};
+#else
+  unsupported(label, ": on cuda:", t.device_index, ", but there is no CUDA quantizer in this build");
+#endif
 }
 
 Rope validate_rope(const octet_rope& r, const View& x) {
@@ -73,8 +90,8 @@ Rope validate_rope(const octet_rope& r, const View& x) {
   if (r.offset < -kMaxPosition || r.offset > kMaxPosition - std::min(tokens, kMaxPosition))
     invalid("rope offset: found ", r.offset, " with ", tokens, " tokens, allowed: positions from -2^40 to 2^40");
   rope.base = r.base == 0.0 ? 10000.0 : r.base;
-  if (!(rope.base > 0.0) || !std::isfinite(rope.base))
-    invalid("rope base: found ", r.base, ", allowed: positive and finite, or 0 for 10000");
+  if (!(rope.base >= kMinRopeBase) || !std::isfinite(rope.base))
+    invalid("rope base: found ", r.base, ", allowed: finite and at least ", kMinRopeBase, ", or 0 for 10000");
   return rope;
 }
 
@@ -186,6 +203,7 @@ void quantize(const octet_tensor* x_in, const octet_rope* rope_in, octet_tensor*
   expect_dtype(x, "x", {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
   const Rope rope = rope_in ? validate_rope(*rope_in, x) : Rope{};
   const View codes = view_of(codes_out, "codes", true);
+  expect_beside(*codes_out, "codes", *x_in, "x is");
   expect_dtype(codes, "codes", {OCTET_I8, OCTET_U8, OCTET_I4, OCTET_E4M3, OCTET_E5M2});
   expect_shape(codes, "codes", x.shape, "shape of x");
   const Quantization how = validate_quantization(*codes_out, "codes", true);
@@ -194,14 +212,18 @@ void quantize(const octet_tensor* x_in, const octet_rope* rope_in, octet_tensor*
   if (statistics_out) {
     statistics = validate_statistics(statistics_out, "statistics", true);
     expect_shape(statistics, "statistics", {x.shape[0], x.shape[1], 1, OCTET_STATISTICS}, "batch and heads of x");
+    expect_beside(*statistics_out, "statistics", *x_in, "x is");
   }
-  expect_no_stream(stream);
+  [[maybe_unused]] const auto place = place_of(*x_in, "x", stream);
   expect_memory_of_their_own({{&codes, "codes"},
                               {&how.scale, "scale"},
                               {&how.zero_point, "zero_point"},
                               {&how.mean, "mean"},
                               {&statistics, "statistics"}},
                              {{&x, "x"}});
+#ifdef OCTET_CUDA_QUANTIZERS
+  if (place) return cuda::quantize(x, rope, codes, how, statistics, *place);
+#endif
   cpu::quantize(x, rope, codes, how, statistics);
 }
 
@@ -212,9 +234,13 @@ void dequantize(const octet_tensor* codes_in, octet_tensor* x_out, void* stream)
   const View x = plain(x_out, "x", true);
   expect_dtype(x, "x", {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16});
   expect_shape(x, "x", codes.shape, "shape of codes");
-  expect_no_stream(stream);
+  expect_beside(*x_out, "x", *codes_in, "its codes are");
+  [[maybe_unused]] const auto place = place_of(*codes_in, "codes", stream);
   expect_memory_of_their_own(
       {{&x, "x"}}, {{&codes, "codes"}, {&how.scale, "scale"}, {&how.zero_point, "zero_point"}, {&how.mean, "mean"}});
+#ifdef OCTET_CUDA_QUANTIZERS
+  if (place) return cuda::dequantize(codes, how, x, *place);
+#endif
   cpu::dequantize(codes, how, x);
 }
 
@@ -229,9 +255,13 @@ void apply_rope(const octet_rope* rope_in, const octet_tensor* x_in, uint32_t in
   const View y = plain(y_out, "y", true);
   expect_dtype(y, "y", {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16});
   expect_shape(y, "y", x.shape, "shape of x");
-  expect_no_stream(stream);
+  expect_beside(*y_out, "y", *x_in, "x is");
+  [[maybe_unused]] const auto place = place_of(*x_in, "x", stream);
   const bool in_place = x.data == y.data && x.dtype == y.dtype && std::equal(x.stride, x.stride + 4, y.stride);
   if (!in_place) expect_no_overlap(y, "y", x, "x");
+#ifdef OCTET_CUDA_QUANTIZERS
+  if (place) return cuda::apply_rope(rope, inverse != 0, x, y, *place);
+#endif
   cpu::apply_rope(rope, inverse != 0, x, y);
 }
 
@@ -255,7 +285,9 @@ void logit_error(const octet_tensor* q_in, const octet_tensor* k_in, float scale
   const View error = plain(error_out, "error", true);
   expect_dtype(error, "error", {OCTET_F32});
   expect_shape(error, "error", {q.shape[0], heads, 1, 1}, "batch and heads of q");
-  expect_no_stream(stream);
+  for (const auto& [tensor, label] : {std::pair{q_in, "q_statistics"}, {k_in, "k_statistics"}, {error_out, "error"}})
+    if (tensor->device != OCTET_CPU) unsupported(label, ": on ", device_of(*tensor), ", allowed: cpu");
+  if (stream) invalid("stream: given with CPU tensors; pass NULL");
   expect_memory_of_their_own({{&error, "error"}}, {{&q, "q_statistics"}, {&k, "k_statistics"}});
   cpu::logit_error(q, k, scale, error);
 }

@@ -56,6 +56,7 @@ RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/host/"]
 RULES["src/cuda/scheduler"] = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/scheduler/"]
 OPERANDS = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/operands/"]
 RULES["src/cuda/operands"] = RULES["src/cuda/operands/quantize"] = OPERANDS
+RULES["src/cuda/quantizers"] = [*CUDA, "octet/", "core/", "cuda/host/", "cuda/quantizers/"]
 RULES["src/cuda/fwd"] = [*OPERANDS, "cuda/scheduler/", "cuda/fwd/"]
 RULES["src/cuda/bwd"] = [*OPERANDS, "cuda/scheduler/", "cuda/bwd/"]
 # The backends: what each pass of one may include of what lies beside it. No pass knows another.

@@ -35,8 +35,8 @@ const Misuse kMisuses[] = {
     {[](Call& c) { c.x.data = nullptr; }, "x: null data"},
     {[](Call& c) { c.x.data = static_cast<char*>(c.x.data) + 1; }, "x: data is not aligned to its elements of 2 bytes"},
     {[](Call& c) { c.x.quantization = &c.quantization; }, "x: has a quantization"},
-    {[](Call& c) { c.x.device = OCTET_CUDA; }, "x: on cuda:0, but there is no CUDA quantizer in this build",
-     OCTET_UNSUPPORTED},
+    {[](Call& c) { c.x.device = OCTET_CUDA; }, "codes: on cpu:0, but x is on cuda:0"},
+    {[](Call& c) { c.statistics.device = OCTET_CUDA; }, "statistics: on cuda:0, but x is on cpu:0"},
     {[](Call& c) { c.scale.device = OCTET_CUDA; }, "scale: on cuda:0, but its codes are on cpu:0"},
     {[](Call& c) { c.mean.device = OCTET_CUDA; }, "mean: on cuda:0, but its codes are on cpu:0"},
     {[](Call& c) { c.stream = &c; }, "stream: given with CPU tensors"},
@@ -95,7 +95,7 @@ const Misuse kMisuses[] = {
     {[](Call& c) { c.rope.dim = 18; }, "rope dim: found 18"},
     {[](Call& c) { c.rope.dim = -2; }, "rope dim: found -2"},
     {[](Call& c) { c.rope.offset = INT64_MAX; }, "rope offset: found 9223372036854775807 with 10 tokens"},
-    {[](Call& c) { c.rope.base = -1; }, "rope base: found -1, allowed: positive and finite, or 0 for 10000"},
+    {[](Call& c) { c.rope.base = -1; }, "rope base: found -1, allowed: finite and at least 1e-300, or 0 for 10000"},
     {[](Call& c) { c.rope.base = NAN; }, "rope base: found nan"},
 };
 

@@ -1,0 +1,36 @@
+// The kernels of the quantizers.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "cuda/host/launch.h"
+#include "cuda/quantizers/params.h"
+
+namespace octet::cuda::quantizers {
+
+// Those of octet_quantize, in the order in which they run.
+//
+// Channel means, and the statistics but the rounding error. Sums of chunks of tokens lie in the memory of the codes
+// until the codes are written.
+void find_means(const QuantizeParams& p, cudaStream_t stream);
+// Scales and codes.
+void quantize_groups(const QuantizeParams& p, cudaStream_t stream);
+// The rounding error of a quantized value, from codes and scales.
+void find_step(const QuantizeParams& p, cudaStream_t stream);
+
+void dequantize(const View& codes, const Quantization& how, const View& x, cudaStream_t stream);
+void apply_rope(const RopeParams& rope, const View& x, const View& y, cudaStream_t stream);
+
+inline int64_t batch_heads(const View& t) { return t.shape[0] * t.shape[1]; }
+// Bytes of the turns of a warp.
+inline std::size_t turn_bytes(const RowParams& p) { return (p.rope.pairs + 1) / 2 * 2 * sizeof(float2); }
+inline std::size_t row_bytes(int64_t dim) { return static_cast<std::size_t>((dim + 3) / 4 * 4) * sizeof(float); }
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, int warps, std::size_t shared_bytes, cudaStream_t stream,
+            const Arguments&... arguments) {
+  if (shared_bytes > 48 * 1024) allow_shared_bytes(kernel, shared_bytes);
+  kernel<<<static_cast<unsigned>(blocks), 32 * warps, shared_bytes, stream>>>(arguments...);
+  check(cudaGetLastError(), "a kernel of the quantizers");
+}
+
+}  // namespace octet::cuda::quantizers

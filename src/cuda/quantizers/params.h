@@ -1,0 +1,64 @@
+// What the kernels of the quantizers are told.
+#pragma once
+#include "core/quant/affine.h"
+#include "core/quant/hadamard.h"
+#include "core/quant/rope.h"
+#include "core/quant/sums.h"
+#include "core/quantization.h"
+
+namespace octet::cuda::quantizers {
+
+constexpr int kBlocks = 2;      // the least thread blocks of a multiprocessor, which leave registers enough
+constexpr int kMaxDim = 1024;   // rows lie in shared memory
+constexpr int kMaxPairs = 128;  // that RoPE turns: the parameters of a kernel have room for them
+
+struct RopeParams {
+  octet_rope_style style;
+  int pairs;
+  int64_t offset;
+  Turn turns[kMaxPairs];  // from a position to the next
+};
+
+// How rows of x become rows that are rounded.
+struct RowParams {
+  View x;
+  RopeParams rope;
+  View mean;      // null data: nothing is subtracted
+  uint64_t seed;  // of the signs of the rotation; 0: none
+  int block;      // of the rotation
+  float norm;
+};
+
+struct QuantizeParams {
+  RowParams rows;
+  View codes, statistics;
+  Quantization how;
+  Range range;
+
+  __device__ bool symmetric() const { return how.zero_point_kind == OCTET_SYMMETRIC; }
+  __device__ int dim() const { return static_cast<int>(codes.shape[3]); }
+  __device__ int tokens() const { return static_cast<int>(codes.shape[2]); }
+};
+
+// Indices are of 32 bits, whose divisions take few registers; the host has made sure that they fit.
+struct BatchHead {
+  int batch, head;
+  __device__ BatchHead(const View& t, unsigned index)
+      : batch(static_cast<int>(index / static_cast<unsigned>(t.shape[1]))),
+        head(static_cast<int>(index % static_cast<unsigned>(t.shape[1]))) {}
+};
+__device__ inline int heads_of(const View& t) { return static_cast<int>(t.shape[0] * t.shape[1]); }
+// Quantization::group_of.
+__device__ inline int group_of(const Quantization& how, int token) {
+  if (how.granularity == OCTET_PER_BLOCK)
+    return static_cast<int>(static_cast<unsigned>(token) / static_cast<unsigned>(how.block));
+  return static_cast<int>(how.group_of(token));
+}
+
+template <class T>
+__device__ T* at(const View& t, const BatchHead& i, int64_t token, int64_t channel = 0) {
+  return static_cast<T*>(t.data) +
+         (i.batch * t.stride[0] + i.head * t.stride[1] + token * t.stride[2] + channel * t.stride[3]);
+}
+
+}  // namespace octet::cuda::quantizers
