@@ -70,19 +70,21 @@ def quantize(
     """Codes and scales of x: codes = round(rotate(rope(x) - mean) / scale).
 
     Args:
-        x: [batch, head, token, dim] of float64, float32, float16 or bfloat16, in `layout`; numpy or torch.
+        x: [batch, head, token, dim] of float64, float32, float16 or bfloat16, in `layout`; numpy, or torch on the CPU
+            or a CUDA device, which give the same codes.
         operand: which operand of attention x is; granularities depend on it.
         format: of the codes. "i4" has a code per byte, which numpy and torch hold as int8.
         granularity: what shares a scale: a (batch, head), a token, a channel (v only), `block` tokens, or the tokens of
             one thread's fragments (q and k only).
-        zero_point: "symmetric" for none; "integer" and "float" for i8 and u8.
+        zero_point: "symmetric" for none; "integer" and "float" for i8 and u8. Symmetric u8 holds no negative numbers:
+            they are rejected, and on a CUDA device come back as NaN.
         smooth: subtract the mean over tokens first.
         hadamard_seed: rotate each row by a random-sign Hadamard matrix; 0: do not.
         rope: rotary embedding of the first rope_dim channels (0: all) first, at positions token + rope_offset, with
             base rope_base (0: 10000).
 
     Returns:
-        A QTensor, with statistics. Its codes are dense and lie in memory as x does.
+        A QTensor on the device of x, with statistics. Its codes are dense and lie in memory as x does.
 
     Raises:
         InvalidArgument: with the choices.
@@ -106,7 +108,7 @@ def quantize(
         style=look_up("rope", rope, _abi.ROPE_STYLES),
         dim=count("rope_dim", rope_dim, "an even number of channels, or 0 for all"),
         offset=count("rope_offset", rope_offset, "-2**63 to 2**63 - 1", least=-(2**63)),
-        base=number("rope_base", rope_base, "positive and finite, or 0 for 10000"),
+        base=number("rope_base", rope_base, "finite and at least 1e-300, or 0 for 10000"),
     )
     source = _described(adapter, "x", x, layout)
     batch, heads, tokens, dim = source.shape
