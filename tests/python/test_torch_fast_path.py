@@ -588,7 +588,7 @@ def test_operators_keep_what_differs_apart(ordinary_passes):
     }  # fmt: skip
     kept = ["plain", "without a residual", "scaled", "scaled otherwise", "another type", "another order"]
     want = {name: call() for name, call in calls.items()}
-    for threads in (2, 1, 2):
+    for threads in (2, 1, 2, before):
         torch.set_num_threads(threads)
         try:
             for _ in range(3):
