@@ -162,7 +162,8 @@ class _Call:
         for m, (found, want) in enumerate(zip(x.placements, wanted, strict=True)):
             if found != want and not found.is_replicate() and name not in _FOLLOWING:
                 self._reject(name, m, f", but q, k and v shard {self._roles[m] or 'nothing'}")
-        return x.redistribute(placements=wanted).to_local()
+        # Where nothing changes, torch 2.11 would detach x in place, for which it has no strategy.
+        return (x if list(x.placements) == wanted else x.redistribute(placements=wanted)).to_local()
 
     def whole(self, part: torch.Tensor, result: _plan.Result | None) -> Any:
         """The DTensor of which a result is a part; None: an empty tensor, in the place of one that there is not."""
