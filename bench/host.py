@@ -19,6 +19,7 @@ import octet
 import torch
 from abi import revision
 from octet import _plan
+from octet._operands import INPUTS
 from octet._options import options_of
 from octet.torch import _ops, adapter
 from problems import HOST
@@ -76,17 +77,18 @@ def calls_of(device, dtype):
 
     library, nothing = minimal_operator(device)
     o, lse = octet.attention(q, k, v, return_lse=True)
-    arrays = q, k, v, None, None, None, None
-    _, _, r = _ops.forward(q, k, v, None, None, None, None, True, options_of("bf16"))
+    arrays = {"q": q, "k": k, "v": v}
+    _, _, r = _ops.forward(arrays, True, options_of("bf16"))
     plan = _plan.Call(adapter, "forward", options_of("bf16"), arrays).plan.at([x.data_ptr() for x in (q, k, v, o, lse)])
     saved = do, q, k, v, o, lse, r
-    back = _plan.Call(adapter, "backward", options_of("bf16"), (*saved, *[None] * 5)).plan
+    given = dict(zip(INPUTS["backward"], saved, strict=False))
+    back = _plan.Call(adapter, "backward", options_of("bf16"), given).plan
     made = [torch.empty_like(x) for x in (q, k, v)]
     back.at([x.data_ptr() for x in (*saved, *made)])
     memory = torch.empty(max(plan.workspace_size(), back.workspace_size()) + 64, dtype=torch.uint8, device=device)
     address = (memory.data_ptr() + 63) // 64 * 64
     stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else None
-    given = None, None, None, None, False, options_of("bf16")
+    bf16 = options_of("bf16")
     calls = {
         "scaled_dot_product_attention": lambda: scaled_dot_product_attention(q, k, v),
         "octet.attention": lambda: octet.attention(q, k, v),
@@ -98,7 +100,7 @@ def calls_of(device, dtype):
         "octet.sdpa, with backward": lambda: backward(octet.sdpa),
         "part, with backward: a Function in Python that only allocates": lambda: backward(Nothing.apply),
         "part: an operator in Python that only allocates": lambda: nothing(q, k, v),
-        "part: torch.ops.octet.forward": lambda: _ops.forward(q, k, v, *given),
+        "part: torch.ops.octet.forward": lambda: _ops.forward(arrays, False, bf16),
         "part: octet_run": lambda: plan.run(lambda size: (memory, address), stream),
         "part: octet_run of the backward pass": lambda: back.run(lambda size: (memory, address), stream),
         "part: octet_workspace_size": lambda: plan.workspace_size(),

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octet import _numpy
-from octet._options import AttentionOptions, Options, count, expect_meant, options_of, truth
-from octet._plan import own_type
+from octet._operands import Operands, expect_meant, label, operands_of
+from octet._options import AttentionOptions, Options, count, options_of, truth
 from octet._qtensor import QTensor
+from octet._results import own_type
 from octet.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -40,14 +41,13 @@ def _kind_of(name: str, array: Any) -> str:
         return "torch"
     if "jax" in sys.modules and isinstance(array, sys.modules["jax"].Array):
         return "jax"
-    raise InvalidArgument(
-        f"{name}: found {type(array).__name__}, allowed: numpy.ndarray, torch.Tensor, jax.Array, or octet.QTensor"
-    )
+    allowed = "numpy.ndarray, torch.Tensor, jax.Array, or octet.QTensor"
+    raise InvalidArgument(f"{label(name)}: found {type(array).__name__}, allowed: {allowed}")
 
 
 def load(kind: str) -> Any:
-    """The module that computes with arrays of a kind. It has run_attention, run_vjp, run_jvp, by_head, to_numpy and
-    the adapter of _plan.py. Those of torch and jax, which may be missing, are imported here when they are needed, and
+    """The module that computes with arrays of a kind. It has run_attention, run_vjp, run_jvp, to_numpy and an
+    adapter, see _adapters.py. Those of torch and jax, which may be missing, are imported here when they are needed, and
     nowhere else."""
     if kind == "torch":
         import octet.torch
@@ -60,29 +60,25 @@ def load(kind: str) -> Any:
     return _numpy
 
 
-def framework_of(**arrays: Any) -> Any:
-    """The module that computes with all the arrays, which are of one kind; None: absent."""
+def framework_of(operands: Operands) -> Any:
+    """The module that computes with all the arrays, which are of one kind."""
     first, kind = "", ""
-    for name, array in arrays.items():
-        if array is None:
-            continue
+    for name, array in operands.items():
         found = _kind_of(name, array)
         first, kind = (name, found) if not first else (first, kind)
         if found != kind:
             raise InvalidArgument(
-                f"{name}: a {found} array, but {first} is one of {kind}; all arrays of a call are of one kind"
+                f"{label(name)}: a {found} array, but {first} is one of {kind}; all arrays of a call are of one kind"
             )
     return load(kind)
 
 
-def options_for(
-    framework: Any, q: Any, k: Any, keywords: AttentionOptions, mask: Any = None, sinks: Any = None, slopes: Any = None
-) -> Options:
-    """The options of a call over these arrays, whose shapes are those of one layout."""
-    options = options_of(own_type(framework.adapter, q), **keywords)
-    by_head = not (sinks is None and slopes is None)
-    expect_meant(framework.adapter, q, k, keywords, mask=mask, by_head=by_head)
-    return options
+def call_of(operands: Operands, keywords: AttentionOptions) -> tuple[Any, Options]:
+    """The module that computes a call over these arrays, whose shapes are those of one layout, and its options."""
+    framework = framework_of(operands)
+    options = options_of(own_type(framework.adapter, operands["q"]), **keywords)
+    expect_meant(framework.adapter, operands, keywords)
+    return framework, options
 
 
 def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_k: int) -> Options:
@@ -96,13 +92,10 @@ def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_
     )
 
 
-def forward(q: Any, k: Any, v: Any, mask: Any, options: AttentionOptions, **more: Any) -> tuple[Any, Any]:
-    """(o, lse) of `attention`; `more`: sinks, alibi_slopes, return_lse."""
-    sinks, slopes = more.get("sinks"), more.get("alibi_slopes")
-    framework = framework_of(q=q, k=k, v=v, mask=mask, sinks=sinks, alibi_slopes=slopes)
-    how = options_for(framework, q, k, options, mask, sinks, slopes)
-    truth("return_lse", more.get("return_lse", False))
-    return framework.run_attention(how, q, k, v, mask=mask, **more)
+def forward(operands: Operands, keywords: AttentionOptions, return_lse: bool = False) -> tuple[Any, Any]:
+    """(o, lse) of `attention`"""
+    framework, options = call_of(operands, keywords)
+    return framework.run_attention(options, operands, truth("return_lse", return_lse))
 
 
 def attention(
@@ -178,7 +171,8 @@ def attention(
         o = shortcut(q, k, v, options)
         if o is not None:
             return o
-    o, lse = forward(q, k, v, mask, options, sinks=sinks, alibi_slopes=alibi_slopes, return_lse=return_lse)
+    given = operands_of(q=q, k=k, v=v, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes)
+    o, lse = forward(given, options, return_lse)
     return (o, lse) if return_lse else o
 
 
@@ -218,10 +212,11 @@ def attention_varlen(
     Raises:
         As `octet.attention`.
     """
-    more = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    framework = framework_of(q=q, k=k, v=v, **more)
-    made = _packed(options_for(framework, q, k, options), options.get("layout"), max_seqlen_q, max_seqlen_k)
-    o, lse = framework.run_attention(made, q, k, v, **more, return_lse=truth("return_lse", return_lse))
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    given = operands_of(q=q, k=k, v=v, **lengths, sinks=sinks, alibi_slopes=alibi_slopes)
+    framework, made = call_of(given, options)
+    made = _packed(made, options.get("layout"), max_seqlen_q, max_seqlen_k)
+    o, lse = framework.run_attention(made, given, truth("return_lse", return_lse))
     return (o, lse) if return_lse else o
 
 
@@ -253,10 +248,9 @@ def attention_vjp(
     Raises:
         As `octet.attention`; Unsupported for precisions without a backward pass.
     """
-    more = {"mask": mask, "sinks": sinks, "dlse": dlse, "alibi_slopes": alibi_slopes}
-    framework = framework_of(q=q, k=k, v=v, do=do, **more)
-    how = options_for(framework, q, k, options, mask, sinks, alibi_slopes)
-    return framework.run_vjp(how, q, k, v, do, **more)
+    given = operands_of(q=q, k=k, v=v, do_=do, mask=mask, sinks=sinks, dlse=dlse, alibi_slopes=alibi_slopes)
+    framework, made = call_of(given, options)
+    return framework.run_vjp(made, given)
 
 
 def attention_jvp(
@@ -291,6 +285,6 @@ def attention_jvp(
         As `octet.attention`; Unsupported for precisions without a jvp.
     """
     more = {"mask": mask, "sinks": sinks, "tsinks": tsinks, "alibi_slopes": alibi_slopes}
-    framework = framework_of(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv, **more)
-    how = options_for(framework, q, k, options, mask, sinks, alibi_slopes)
-    return framework.run_jvp(how, q, k, v, tq, tk, tv, **more, return_lse=truth("return_lse", return_lse))
+    given = operands_of(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv, **more)
+    framework, made = call_of(given, options)
+    return framework.run_jvp(made, given, truth("return_lse", return_lse))

@@ -6,8 +6,11 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
 from octet import _abi, _api
-from octet._options import AttentionOptions, look_up
-from octet._plan import Plan, planned
+from octet._descriptors import Plan
+from octet._operands import AttentionKeywords, split
+from octet._options import look_up
+from octet._plan import planned
+from octet._results import by_head
 from octet.errors import Error
 
 if TYPE_CHECKING:
@@ -25,14 +28,13 @@ class Support:
         return self.supported
 
 
-def _plan(kind: str, q: Any, k: Any, v: Any, mask: Any, sinks: Any, alibi_slopes: Any, keywords: Any) -> Plan:
+def _plan(kind: str, q: Any, k: Any, v: Any, keywords: AttentionKeywords) -> Plan:
     """Returns the plan of the call that a pass over these arrays would make."""
     look_up("kind", kind, _abi.PASSES)
-    framework = _api.framework_of(q=q, k=k, v=v, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes)
-    options = _api.options_for(framework, q, k, keywords, mask, sinks, alibi_slopes)
-    sinks = framework.by_head("sinks", sinks, options)
-    slopes = framework.by_head("alibi_slopes", alibi_slopes, options)
-    return planned(framework.adapter, kind, options, q, k, v, mask, sinks, slopes)
+    more, options = split(keywords)
+    operands = {"q": q, "k": k, "v": v, **more}
+    framework, made = _api.call_of(operands, options)
+    return planned(framework.adapter, kind, made, by_head(framework.adapter, made, operands))
 
 
 def explain(
@@ -41,21 +43,18 @@ def explain(
     v: Any,
     *,
     kind: Literal["forward", "backward", "jvp"] = "forward",
-    mask: Any | None = None,
-    sinks: Any | None = None,
-    alibi_slopes: Any | None = None,
-    **options: Unpack[AttentionOptions],
+    **keywords: Unpack[AttentionKeywords],
 ) -> str:
     """Which backend and kernel would run, and why each better one would not, a line each.
 
     Args:
-        q, k, v, mask, sinks, alibi_slopes, options: as in `octet.attention`.
+        q, k, v, keywords: as in `octet.attention`.
         kind: the pass.
 
     Raises:
         InvalidArgument: the arguments contradict each other or themselves.
     """
-    return _plan(kind, q, k, v, mask, sinks, alibi_slopes, options).explain()
+    return _plan(kind, q, k, v, keywords).explain()
 
 
 def supports(
@@ -64,19 +63,16 @@ def supports(
     v: Any,
     *,
     kind: Literal["forward", "backward", "jvp"] = "forward",
-    mask: Any | None = None,
-    sinks: Any | None = None,
-    alibi_slopes: Any | None = None,
-    **options: Unpack[AttentionOptions],
+    **keywords: Unpack[AttentionKeywords],
 ) -> Support:
     """Whether `octet.attention` would compute this, or the reason why not. Nothing is computed.
 
     Args:
-        q, k, v, mask, sinks, alibi_slopes, options: as in `octet.attention`.
+        q, k, v, keywords: as in `octet.attention`.
         kind: the pass.
     """
     try:
-        _plan(kind, q, k, v, mask, sinks, alibi_slopes, options).workspace_size()
+        _plan(kind, q, k, v, keywords).workspace_size()
     except Error as rejection:
         return Support(False, str(rejection))
     return Support(True, "")

@@ -6,26 +6,28 @@ from typing import Any
 import numpy as np
 
 from octet import _abi, _plan
+from octet._operands import RESULTS, Operands, inputs_of, label
 from octet._options import Options, dtype_name, dtype_of
-from octet._plan import View, memory_order
+from octet._results import by_head, needs_residual
+from octet._views import View, memory_order
 from octet.errors import InvalidArgument
 
 _ALIGNMENT = 64
 
 
 class NumpyAdapter:
-    """See _plan.Adapter."""
+    """See _adapters.Adapter."""
 
     def view(self, name: str, array: np.ndarray) -> View:
-        label, item = name.rstrip("_"), array.dtype.itemsize
+        item = array.dtype.itemsize
         if isinstance(array, np.ma.MaskedArray):
             raise InvalidArgument(
-                f"{label}: a masked array, whose mask octet would not see; pass mask to octet.attention"
+                f"{label(name)}: a masked array, whose mask octet would not see; pass mask to octet.attention"
             )
-        number = _abi.DTYPES[dtype_name(array.dtype, label)]
+        number = _abi.DTYPES[dtype_name(array.dtype, label(name))]
         if any(stride % item for stride in array.strides):
             raise InvalidArgument(
-                f"{label}: strides of {array.strides} bytes, expected multiples of its elements of {item} bytes; "
+                f"{label(name)}: strides of {array.strides} bytes, expected multiples of its elements of {item} bytes; "
                 "copy it with numpy.ascontiguousarray"
             )
         return View(number, array.shape, tuple([stride // item for stride in array.strides]))
@@ -52,6 +54,12 @@ class NumpyAdapter:
 
     dtype_of = staticmethod(dtype_of)
 
+    def is_float(self, array: np.ndarray) -> bool:
+        return array.dtype.name in ("float64", "float32", "float16", "bfloat16")
+
+    def cast(self, array: np.ndarray, dtype: Any) -> np.ndarray:
+        return array.astype(dtype, copy=False)
+
     def workspace(self, size: int, like: Any) -> tuple[object, int]:
         memory = np.empty(size + _ALIGNMENT, np.uint8)
         return memory, -(-memory.ctypes.data // _ALIGNMENT) * _ALIGNMENT
@@ -69,72 +77,24 @@ class NumpyAdapter:
 adapter = NumpyAdapter()
 
 
-def by_head(name: str, x: Any, options: Options) -> Any:
-    """Sinks, their tangent or slopes in the type that the library takes."""
-    if x is None:
-        return None
-    _plan.expect_by_head(name, x, x.dtype.name in ("float64", "float32", "float16", "bfloat16"))
-    return x.astype(_plan.lse_type(adapter, options), copy=False)
-
-
-def run_attention(
-    options: Options,
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    sinks: Any = None,
-    alibi_slopes: Any = None,
-    return_lse: bool = False,
-) -> tuple[Any, Any]:
+def run_attention(options: Options, operands: Operands, return_lse: bool = False) -> tuple[Any, ...]:
     """(o, lse)"""
-    more = mask, cu_seqlens_q, cu_seqlens_k, by_head("sinks", sinks, options)
-    slopes = by_head("alibi_slopes", alibi_slopes, options)
-    o, lse = _plan.run(adapter, "forward", options, (q, k, v, *more, slopes))
-    return o, lse
+    return tuple(_plan.run(adapter, "forward", options, by_head(adapter, options, operands)))
 
 
-def run_vjp(
-    options: Options,
-    q: Any,
-    k: Any,
-    v: Any,
-    do: Any,
-    mask: Any = None,
-    sinks: Any = None,
-    dlse: Any = None,
-    alibi_slopes: Any = None,
-) -> tuple[Any, ...]:
+def run_vjp(options: Options, operands: Operands) -> tuple[Any, ...]:
     """(dq, dk, dv), and dsinks where there are sinks"""
-    residual = _plan.needs_residual(adapter, options, q)
-    more = mask, None, None, by_head("sinks", sinks, options)
-    slopes = by_head("alibi_slopes", alibi_slopes, options)
-    o, lse, *r = _plan.run(adapter, "forward", options, (q, k, v, *more, slopes), residual)
-    saved = o, lse, r[0] if r else None
-    dq, dk, dv, *dsinks = _plan.run(adapter, "backward", options, (do, q, k, v, *saved, *more, dlse, slopes))
-    return dq, dk, dv, *(x.astype(sinks.dtype, copy=False) for x in dsinks)
+    given = by_head(adapter, options, operands)
+    residual = needs_residual(adapter, options, given["q"])
+    saved = _plan.run(adapter, "forward", options, inputs_of("forward", given), residual)
+    given = given | dict(zip(RESULTS["forward"], saved, strict=False))
+    dq, dk, dv, *dsinks = _plan.run(adapter, "backward", options, inputs_of("backward", given))
+    return dq, dk, dv, *(x.astype(operands["sinks"].dtype, copy=False) for x in dsinks)
 
 
-def run_jvp(
-    options: Options,
-    q: Any,
-    k: Any,
-    v: Any,
-    tq: Any,
-    tk: Any,
-    tv: Any,
-    mask: Any = None,
-    sinks: Any = None,
-    tsinks: Any = None,
-    alibi_slopes: Any = None,
-    return_lse: bool = False,
-) -> tuple[Any, ...]:
+def run_jvp(options: Options, operands: Operands, return_lse: bool = False) -> tuple[Any, ...]:
     """(o, to), with return_lse (o, to, lse, tlse)"""
-    more = mask, None, None, by_head("sinks", sinks, options), by_head("tsinks", tsinks, options)
-    slopes = by_head("alibi_slopes", alibi_slopes, options)
-    o, lse, to, *tlse = _plan.run(adapter, "jvp", options, (q, k, v, tq, tk, tv, *more, slopes), return_lse)
+    o, lse, to, *tlse = _plan.run(adapter, "jvp", options, by_head(adapter, options, operands), return_lse)
     return (o, to, lse, *tlse) if return_lse else (o, to)
 
 

@@ -4,11 +4,13 @@ import ctypes
 from typing import Any, Literal
 
 from octet import _abi, _api
+from octet._adapters import Adapter
+from octet._descriptors import quantization_of, struct, tensor_of
 from octet._library import check, lib
 from octet._options import LAYOUTS, Layout, count, expect_constant, look_up, number
-from octet._plan import Adapter, contiguous_strides, dense_strides, quantization_of, struct, tensor_of
 from octet._qtensor import Coding, QTensor
 from octet._rejections import expect_known
+from octet._views import contiguous_strides, dense_strides
 from octet.errors import InvalidArgument, Unsupported
 
 _FORMATS = {name: _abi.DTYPES[name] for name in ("i8", "u8", "i4", "e4m3", "e5m2")}
@@ -16,7 +18,7 @@ _LAYOUTS = {"bhsd": 0, "bshd": 1}
 
 
 def _adapter_of(x: Any) -> Adapter:
-    framework = _api.framework_of(x=x)
+    framework = _api.framework_of({"x": x})
     if framework.__name__ == "octet.jax":
         raise Unsupported("x: a jax array; quantize numpy.asarray(x), as jax programs take no codes")
     if framework.__name__ == "octet.torch" and not isinstance(x, QTensor):

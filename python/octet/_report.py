@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octet import _api, _library, _numpy
-from octet._options import AttentionOptions, options_of
+from octet._operands import KINDS, RESULTS, AttentionKeywords, Operands, operands_of, split
+from octet._options import options_of
 from octet._qtensor import QTensor
 from octet._quantize import dequantize
 
@@ -60,15 +61,12 @@ def check(
     *,
     do: Any | None = None,
     tangents: tuple[Any, Any, Any] | None = None,
-    mask: Any | None = None,
-    sinks: Any | None = None,
-    alibi_slopes: Any | None = None,
-    **options: Unpack[AttentionOptions],
+    **keywords: Unpack[AttentionKeywords],
 ) -> dict[str, Errors]:
     """How far each result lies from attention in float64 on the same data.
 
     Args:
-        q, k, v, mask, sinks, alibi_slopes, options: as in `octet.attention`.
+        q, k, v, keywords: as in `octet.attention`.
         do: also check the gradients dq, dk, dv and, with sinks, dsinks.
         tangents: (tq, tk, tv); also check the tangent `to`.
 
@@ -76,37 +74,32 @@ def check(
         {"o": Errors, "lse": Errors, "dq": ..., "dk": ..., "dv": ..., "dsinks": ..., "to": ...}, those that were asked
         for. float64 is the unfused reference, on the CPU.
     """
-    along = dict(zip(("tq", "tk", "tv"), tangents or (None,) * 3, strict=True))
-    framework = _api.framework_of(q=q, k=k, v=v, do=do, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes, **along)
-    made = _api.options_for(framework, q, k, options, mask, sinks, alibi_slopes)
+    more, options = split(keywords)
+    call = {"q": q, "k": k, "v": v, **more}
+    along = {} if tangents is None else dict(zip(("tq", "tk", "tv"), tangents, strict=True))
+    framework, made = _api.call_of(call | operands_of(do_=do) | along, options)
     positions: Any = {name: value for name, value in options.items() if name in _EXACT}
     exact = options_of("f64", precision="f64", **positions)
 
-    def wide(x: Any) -> np.ndarray:
-        return framework.to_numpy(dequantize(x) if isinstance(x, QTensor) else x).astype(np.float64)
+    def wide(name: str, x: Any) -> np.ndarray:
+        x = framework.to_numpy(dequantize(x) if isinstance(x, QTensor) else x)
+        return x if KINDS[name] == "logits" else x.astype(np.float64)
 
-    more: Any = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    got: tuple[Any, ...] = framework.run_attention(made, q, k, v, **more)
-    inputs = wide(q), wide(k), wide(v)
-    wide_more: Any = {
-        "mask": None if mask is None else framework.to_numpy(mask),
-        "sinks": None if sinks is None else wide(sinks),
-        "alibi_slopes": None if alibi_slopes is None else wide(alibi_slopes),
-    }
     pairs: dict[str, tuple[Any, np.ndarray]] = {}
 
-    def compare(names: tuple[str, ...], got: Any, want: Any) -> None:
-        pairs.update(zip(names, zip(got, want, strict=True), strict=False))
+    def compare(names: tuple[str, ...], run: str, beside: Operands) -> None:
+        given = call | beside
+        got = getattr(framework, run)(made, given)
+        want = getattr(_numpy, run)(exact, {name: wide(name, x) for name, x in given.items()})
+        for name, pair in zip(names, zip(got, want, strict=True), strict=False):
+            pairs.setdefault(name, pair)
 
-    compare(("o", "lse"), got, _numpy.run_attention(exact, *inputs, **wide_more))
+    compare(("o", "lse"), "run_attention", {})
     if do is not None:
-        got = framework.run_vjp(made, q, k, v, do, **more)
-        compare(("dq", "dk", "dv", "dsinks"), got, _numpy.run_vjp(exact, *inputs, wide(do), **wide_more))
+        compare(RESULTS["backward"], "run_vjp", {"do_": do})
     if tangents is not None:
-        got = framework.run_jvp(made, q, k, v, *tangents, **more)
-        tq, tk, tv = map(wide, tangents)
-        compare(("to",), got[1:], _numpy.run_jvp(exact, *inputs, tq, tk, tv, **wide_more)[1:])
-    return {name: _distance(wide(got), want) for name, (got, want) in pairs.items()}
+        compare(("o", "to"), "run_jvp", along)
+    return {name: _distance(wide(name, got), want) for name, (got, want) in pairs.items()}
 
 
 def _way_of_jax() -> tuple[str, str | None]:

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import octet
 import pytest
+from octet._operands import AttentionKeywords
 from octet._options import AttentionOptions
 
 torch = pytest.importorskip("torch")
@@ -42,6 +43,7 @@ ARRAYS = {
     octet.check: {"q": Q, "k": Q, "v": Q},
     octet.explain: {"q": Q, "k": Q, "v": Q},
 }
+ASKED = octet.check, octet.explain
 FUNCTIONS = pytest.mark.parametrize("function", ARRAYS, ids=lambda f: f.__name__)
 
 # Values that no function takes.
@@ -65,7 +67,9 @@ NAMED_OTHERWISE = {"tangents": "tq"}  # whose parts have names
 @FUNCTIONS
 def test_every_option(function):
     assert set(OPTIONS) == set(AttentionOptions.__annotations__)
-    assert set(parameters(function)) == set(ARRAYS[function]) | set(MORE[function])
+    # Functions that are asked about a call take its arrays among the keywords.
+    keywords = set(AttentionKeywords.__annotations__) - set(OPTIONS) if function in ASKED else set()
+    assert set(parameters(function)) | keywords == set(ARRAYS[function]) | set(MORE[function])
     for name, value in (OPTIONS | MORE[function]).items():
         call = lambda name=name, value=value: function(**ARRAYS[function], **{name: value})
         reject(NAMED_OTHERWISE.get(name, name), call)

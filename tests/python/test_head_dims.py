@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import octet
 import pytest
-from octet._plan import dense_strides
+from octet._views import dense_strides
 from test_memory_order import along, strides
 
 DIMS = [(1, 1), (7, 9), (59, 64), (64, 111), (111, 111), (255, 5), (96, 241)]

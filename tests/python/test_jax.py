@@ -394,7 +394,7 @@ def test_rejections_come_before_the_program_runs(way):
     with pytest.raises(octet.Unsupported, match="x: a jax array; quantize numpy.asarray"):
         octet.quantize(q, "q")
     with pytest.raises(octet.Unsupported, match="q: a QTensor"):
-        octet.jax.run_attention(None, octet.quantize(np.asarray(q), "q"), k, v)
+        octet.jax.run_attention(None, {"q": octet.quantize(np.asarray(q), "q"), "k": k, "v": v})
     with pytest.raises(octet.InvalidArgument, match="k: a numpy array, but q is one of jax"):
         octet.attention(q, np.asarray(k), v)
 

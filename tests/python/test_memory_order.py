@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import octet
 import pytest
-from octet._plan import dense_strides
+from octet._views import dense_strides
 
 BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM, DIM_V = 2, 4, 2, 9, 7, 16, 8
 SHAPES = {

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 from octet._options import Options  # noqa: E402
-from octet._plan import dense_strides, memory_order  # noqa: E402
+from octet._views import dense_strides, memory_order  # noqa: E402
 from octet.torch._text import text_of  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as own  # noqa: E402

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 attention = pytest.importorskip("torch.nn.attention")
 import torch.utils.checkpoint  # noqa: E402, F811
+from octet._operands import RESULTS  # noqa: E402
 from octet._options import options_of  # noqa: E402
 from octet.integrations import torch as in_torch  # noqa: E402
 from octet.torch import _ops, adapter  # noqa: E402
@@ -140,10 +141,12 @@ class Flash:
         if recomputed:
             how = options_of(adapter.own_type(x[0]), causal="top_left", deterministic=True)
             plain = [y.detach() for y in x]
-            made = _ops.forward(*plain, None, None, None, None, True, how)
+            operands = dict(zip("qkv", plain, strict=True))
+            made = _ops.forward(operands, True, how)
             do = draw(self.device, SHAPE, dtype=x[0].dtype)[0].detach()
             how = how._replace(bias_correction="exact_delta")
-            want = made[0], *_ops.backward(do, *plain, *made, *[None] * 5, how)[:3]
+            operands |= {"do_": do, **dict(zip(RESULTS["forward"], made, strict=True))}
+            want = made[0], *_ops.backward(operands, how)[:3]
         expect_same(got, want)
         biased = with_gradients(lambda *x: octet.attention(*x, causal="top_left", bias_correction="none"), *x)
         assert not any(torch.equal(a, b) for a, b in zip(got[1:3], biased[1:3], strict=True))

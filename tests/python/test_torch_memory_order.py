@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import octet
 import pytest
-from octet._plan import dense_strides, memory_order
+from octet._views import dense_strides, memory_order
 from test_memory_order import BATCH, DIM, DIM_V, HEADS, KEYS, ORDERS, QUERIES, along, inputs
 from torch_shared import compiled
 

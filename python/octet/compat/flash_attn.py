@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from octet import _api
+from octet._operands import KINDS
 from octet._options import Precision, integer
 from octet._rejections import expect_absent, expect_known, expect_no_dropout
 from octet.compat import _stacked
@@ -65,7 +66,7 @@ def _unstacked(name: str, x: torch.Tensor, count: int, shape: str) -> tuple[torc
 
 
 def _writes_one_gradient(stacked: Any, q: Any, keywords: dict[str, Any]) -> bool:
-    return stacked is not None and "alibi_slopes" not in keywords and _stacked.writes_one_gradient(stacked, q)
+    return stacked is not None and KINDS.keys().isdisjoint(keywords) and _stacked.writes_one_gradient(stacked, q)
 
 
 def _attend(q: Any, k: Any, v: Any, lse: bool, keywords: dict[str, Any], stacked: Any = None) -> Any:

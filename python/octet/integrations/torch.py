@@ -20,9 +20,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import attention
 
-from octet import _plan
+from octet._operands import INPUTS, Operands, inputs_of, operands_of
 from octet._options import Options, Precision, options_of
 from octet._rejections import expect, expect_absent, expect_no_dropout
+from octet._results import needs_residual
 from octet.errors import Unsupported
 from octet.integrations import NAMES
 from octet.torch import _passes
@@ -82,16 +83,14 @@ def _kept(o: torch.Tensor, lse: torch.Tensor) -> _Kept | None:
     return kept if kept and kept.belongs_to(o) and o._version == lse._version == 0 else None
 
 
-def _recompute(
-    q: Any, k: Any, v: Any, o: Any, lse: Any, mask: Any, cu_q: Any, cu_k: Any, options: Options
-) -> tuple[torch.Tensor, Options]:
+def _recompute(operands: Operands, options: Options) -> tuple[torch.Tensor, Options]:
     """o_residual, and how the backward pass goes on with it.
 
     In rows whose lse is not that of the forward pass, o and lse are merged from several passes, as in ring attention:
     their residual is 0. There, rows of ds do not sum to 0, so that no mean may be subtracted from k: exact_delta.
     """
-    _, lse_again, r = _passes.forward(q, k, v, mask, cu_q, cu_k, None, True, options)
-    same = lse_again == lse
+    _, lse, r = _passes.forward(inputs_of("forward", operands), True, options)
+    same = lse == operands["lse"]
     rows = (same if options.layout == "bhsd" else same.transpose(-1, -2)).unsqueeze(-1)
     return torch.where(rows, r, 0), options._replace(bias_correction="exact_delta")
 
@@ -110,6 +109,11 @@ def _expect(dropout_p: float, return_debug_mask: bool = False, **others: Any) ->
         expect_absent(name, found, own)
 
 
+def _of_backward(*tensors: torch.Tensor) -> Operands:
+    """The operands of a backward pass of do, q, k, v, o and lse."""
+    return dict(zip(INPUTS["backward"], tensors, strict=False))
+
+
 class _Kernels:
     """The operators of aten, at a precision."""
 
@@ -121,36 +125,27 @@ class _Kernels:
         return options_of(own, precision=self._precision, causal=causal, scale=scale, layout=layout, **more)
 
     def _forward(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        mask: Any,
-        cu_q: Any,
-        cu_k: Any,
-        options: Options,
-        lse_order: tuple[int, ...] | None = None,
+        self, operands: Operands, options: Options, lse_order: tuple[int, ...] | None = None
     ) -> tuple[Any, Any]:
         """(o, lse), o in q's memory order; with what the backward pass needs, where one may follow. Compiled code and
         checkpoints run their forward passes without gradients."""
         if torch.is_grad_enabled():
-            trains = q.requires_grad or k.requires_grad or v.requires_grad
+            trains = any([operands[name].requires_grad for name in ("q", "k", "v")])
             if trains:
-                expect_backward(options, q, v)
+                expect_backward(options, operands)
         else:
             trains = not torch.is_inference_mode_enabled()
-        residual = trains and _plan.needs_residual(adapter, options, q)
-        o, lse, r = _passes.forward(q, k, v, mask, cu_q, cu_k, None, residual, options)
+        residual = trains and needs_residual(adapter, options, operands["q"])
+        o, lse, r = _passes.forward(operands, residual, options)
         if lse_order:
             lse = _in_order(lse, lse_order)
         if trains:
             _keep(o, lse, r if residual else None)
         return o, lse
 
-    def _backward(
-        self, do: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, mask: Any, cu_q: Any, cu_k: Any, options: Options
-    ) -> tuple[Any, Any, Any]:
-        """Gradients in the memory orders of q, k and v."""
+    def _backward(self, operands: Operands, options: Options) -> tuple[Any, Any, Any]:
+        """Gradients in the memory orders of q, k and v, of the inputs of the pass but for o_residual."""
+        q, o, lse = (operands[name] for name in ("q", "o", "lse"))
         r = q.new_empty(0)
         with torch.no_grad():
             kept = _kept(o, lse)
@@ -161,13 +156,13 @@ class _Kernels:
                     "CUDA graphs of torch.compile), allowed there: 'octet_f32', 'octet_f16', 'octet_bf16', "
                     "'octet_sagebwd'"
                 )
-            if _plan.needs_residual(adapter, options, q):
+            if needs_residual(adapter, options, q):
                 if kept is None or kept.r is None:
-                    r, options = _recompute(q, k, v, o, lse, mask, cu_q, cu_k, options)
+                    r, options = _recompute(operands, options)
                 else:
                     r = kept.r
-            given = do, q, k, v, o, lse.contiguous(), r, mask, cu_q, cu_k, None, None
-            dq, dk, dv, _ = _passes.backward(*given, options)
+            given = operands | {"lse": lse.contiguous(), "o_residual": r}
+            dq, dk, dv, _ = _passes.backward(given, options)
         return dq, dk, dv
 
     def sdpa(
@@ -185,7 +180,7 @@ class _Kernels:
         as many queries as keys, a CausalBias with any number."""
         _expect(dropout_p, return_debug_mask)
         options = self._options(query, "bottom_right" if is_causal else False, scale, "bhsd")
-        o, lse = self._forward(query, key, value, None, None, None, options)
+        o, lse = self._forward({"q": query, "k": key, "v": value}, options)
         seed, offset, weights = _no_randomness(query)
         return o, lse, None, None, query.shape[2], key.shape[2], seed, offset, weights
 
@@ -209,7 +204,7 @@ class _Kernels:
         scale: float | None = None,
     ) -> tuple[Any, ...]:
         options = self._options(query, "bottom_right" if is_causal else False, scale, "bhsd")
-        return self._backward(grad_out, query, key, value, out, logsumexp, None, None, None, options)
+        return self._backward(_of_backward(grad_out, query, key, value, out, logsumexp), options)
 
     def cpu(
         self,
@@ -225,7 +220,8 @@ class _Kernels:
         """lse lies in memory as [batch, token, head], as torch's own."""
         _expect(dropout_p)
         options = self._options(query, "top_left" if is_causal else False, scale, "bhsd")
-        return self._forward(query, key, value, attn_mask, None, None, options, lse_order=(0, 2, 1))
+        operands = operands_of(q=query, k=key, v=value, mask=attn_mask)
+        return self._forward(operands, options, lse_order=(0, 2, 1))
 
     def cpu_backward(
         self,
@@ -243,8 +239,8 @@ class _Kernels:
     ) -> tuple[Any, ...]:
         """Gradients lie in memory as [batch, token, head, dim], as torch's own."""
         options = self._options(query, "top_left" if is_causal else False, scale, "bhsd")
-        x = grad_out, query, key, value, out, logsumexp, attn_mask
-        return tuple([_in_order(dx, (0, 2, 1, 3)) for dx in self._backward(*x, None, None, options)])
+        operands = _of_backward(grad_out, query, key, value, out, logsumexp) | operands_of(mask=attn_mask)
+        return tuple([_in_order(dx, (0, 2, 1, 3)) for dx in self._backward(operands, options)])
 
     def _flash_options(
         self, q: torch.Tensor, cu: Any, max_q: int, max_k: int, is_causal: bool, scale: float | None, sides: Any
@@ -286,7 +282,8 @@ class _Kernels:
         _expect(dropout_p, return_debug_mask, **others)
         sides = window_size_left, window_size_right
         options = self._flash_options(query, cum_seq_q, max_q, max_k, is_causal, scale, sides)
-        o, lse = self._forward(query, key, value, None, cum_seq_q, cum_seq_k, options)
+        operands = operands_of(q=query, k=key, v=value, cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k)
+        o, lse = self._forward(operands, options)
         return o, lse, *_no_randomness(query)
 
     def flash_backward(
@@ -312,8 +309,8 @@ class _Kernels:
     ) -> tuple[Any, ...]:
         sides = window_size_left, window_size_right
         options = self._flash_options(query, cum_seq_q, max_q, max_k, is_causal, scale, sides)
-        x = grad_out, query, key, value, out, logsumexp
-        return self._backward(*x, None, cum_seq_q, cum_seq_k, options)
+        operands = _of_backward(grad_out, query, key, value, out, logsumexp)
+        return self._backward(operands | operands_of(cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k), options)
 
 
 def _no_randomness(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -6,7 +6,6 @@ They work under jit, grad, jvp, linearize, vmap, shard_map and export.
 from octet._api import attention, attention_jvp, attention_varlen, attention_vjp
 from octet.jax import _adapter
 from octet.jax._adapter import adapter as adapter
-from octet.jax._attention import by_head as by_head
 from octet.jax._attention import run_attention as run_attention
 from octet.jax._attention import run_jvp as run_jvp
 from octet.jax._attention import run_vjp as run_vjp

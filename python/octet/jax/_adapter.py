@@ -1,6 +1,6 @@
 """jax's arrays as the library sees them, and a call of octet_run from a jax program.
 
-The adapter is the part of _plan.Adapter that explain, supports and the primitives need. Nothing is computed by it, so
+The adapter is the part of _adapters.Adapter that explain, supports and primitives need. Nothing is computed by it, so
 arrays may be abstract, and the rest of an adapter, addresses and memory, is XLA's business.
 
 Where liboctet_jax.so lies beside the library and was built for an interface that jax has, XLA calls its handlers, on
@@ -16,12 +16,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from octet import _abi, _library, _numpy
+from octet._descriptors import Plan
+from octet._operands import label
 from octet._options import Options, dtype_name, dtype_of
-from octet._plan import Plan, View, contiguous_strides
 from octet._versions import expect_version
+from octet._views import View, contiguous_strides
 from octet.errors import Unsupported
 
 expect_version("jax", jax.__version__)
@@ -52,8 +55,14 @@ class JaxAdapter:
     def dtype_of(self, name: str) -> Any:
         return dtype_of(name)
 
+    def is_float(self, x: Any) -> bool:
+        return jnp.issubdtype(x.dtype, jnp.floating)
+
+    def cast(self, x: Any, dtype: Any) -> Any:
+        return x.astype(dtype)
+
     def view(self, name: str, x: Any) -> View:
-        number = _abi.DTYPES[self.dtype_name(x.dtype, name.rstrip("_"))]
+        number = _abi.DTYPES[self.dtype_name(x.dtype, label(name))]
         return View(number, tuple(x.shape), contiguous_strides(x.shape), _abi.DEVICES[platform_of(x)])
 
     def order(self, x: Any) -> tuple[int, ...]:

@@ -7,16 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from octet import _numpy, _plan
+from octet._operands import DIFFERENTIABLE, KINDS, RESULTS, Operands, inputs_of
 from octet._options import Options
 from octet._qtensor import QTensor
+from octet._results import by_head, needs_residual
 from octet.errors import InvalidArgument, Unsupported
 from octet.jax._adapter import adapter
 from octet.jax._primitives import backward_p, bind, forward_p, pair_p
 
 
-def _call_of(options: Options, **arrays: Any) -> tuple[Options, dict[str, Any]]:
-    """The options and the operands of a primitive, from the arrays of a call; None: absent."""
-    given = {name: x for name, x in arrays.items() if x is not None}
+def _call_of(options: Options, operands: Operands) -> tuple[Options, Operands]:
+    """The options and the operands of a primitive, from the arrays of a call."""
+    given = dict(operands)
     for name, x in given.items():
         if isinstance(x, QTensor):
             raise Unsupported(
@@ -26,35 +28,26 @@ def _call_of(options: Options, **arrays: Any) -> tuple[Options, dict[str, Any]]:
         raise InvalidArgument("tsinks: given without sinks, to which it belongs")
     if "tq" in given and "sinks" in given:
         given.setdefault("tsinks", jnp.zeros_like(given["sinks"]))
-    for name in ("sinks", "tsinks", "alibi_slopes"):
-        if name in given:
-            given[name] = by_head(name, given[name], options)
+    given = by_head(adapter, options, given)
     if "cu_seqlens_q" in given:
         _expect_lengths(options, given)
     return _filled(options, given)
 
 
-def by_head(name: str, x: Any, options: Options) -> Any:
-    """Sinks, their tangent or slopes in the type that the library takes."""
-    if x is None:
-        return None
-    _plan.expect_by_head(name, x, jnp.issubdtype(x.dtype, jnp.floating))
-    return x.astype(_plan.lse_type(adapter, options))
-
-
-def _expect_lengths(options: Options, given: dict[str, Any]) -> None:
+def _expect_lengths(options: Options, given: Operands) -> None:
     """Has the library check sequence lengths that are known now; on the CPU it checks others when the program runs."""
-    lengths = [given["cu_seqlens_q"], given["cu_seqlens_k"]]
-    known = all(not isinstance(x, jax.core.Tracer) and x.is_fully_addressable for x in lengths)
+    lengths = {name: x for name, x in given.items() if KINDS[name] == "lengths"}
+    known = all(not isinstance(x, jax.core.Tracer) and x.is_fully_addressable for x in lengths.values())
     if not known or given["q"].ndim != 3 or given["k"].ndim != 3:
         return
     # Arrays of no heads: nothing is computed.
     q, k = (np.empty((given[name].shape[0], 0, 8), np.float32) for name in ("q", "k"))
     bounds = Options("f32", "thd", max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k)
-    _numpy.run_attention(bounds, q, k, k, cu_seqlens_q=np.asarray(lengths[0]), cu_seqlens_k=np.asarray(lengths[1]))
+    lengths = {name: np.asarray(x) for name, x in lengths.items()}
+    _numpy.run_attention(bounds, {"q": q, "k": k, "v": k, **lengths})
 
 
-def _filled(options: Options, given: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+def _filled(options: Options, given: Operands) -> tuple[Options, Operands]:
     """Zeros after head dims that are no multiple of 8."""
     asked, options = _plan.filled([(name, adapter.view(name, x), None) for name, x in given.items()], options)
 
@@ -69,45 +62,32 @@ def _cut(x: Any, like: Any) -> Any:
     return x if x.shape[-1:] == like.shape[-1:] else x[..., : like.shape[-1]]
 
 
-def run_attention(
-    options: Options, q: Any, k: Any, v: Any, *, return_lse: bool = False, **more: Any
-) -> tuple[Any, Any]:
+def run_attention(options: Options, operands: Operands, return_lse: bool = False) -> tuple[Any, ...]:
     """(o, lse)"""
-    options, operands = _call_of(options, q=q, k=k, v=v, **more)
-    o, lse, _ = bind(forward_p, *operands.values(), names=tuple(operands), options=options, residual=False)
-    return _cut(o, v), lse
+    options, given = _call_of(options, operands)
+    o, lse, _ = bind(forward_p, *given.values(), names=tuple(given), options=options, residual=False)
+    return _cut(o, operands["v"]), lse
 
 
-def run_vjp(options: Options, q: Any, k: Any, v: Any, do: Any, dlse: Any = None, **more: Any) -> tuple[Any, ...]:
+def run_vjp(options: Options, operands: Operands) -> tuple[Any, ...]:
     """(dq, dk, dv), and dsinks where there are sinks"""
-    options, operands = _call_of(options, q=q, k=k, v=v, **more, do_=do)
-    do = operands.pop("do_")
-    how = {"options": options, "residual": _plan.needs_residual(adapter, options, q)}
-    saved = bind(forward_p, *operands.values(), names=tuple(operands), **how)
-    given = {"do_": do} | ({} if dlse is None else {"dlse": dlse})
-    operands = given | operands | dict(zip(("o", "lse", "o_residual"), saved, strict=True))
-    found = bind(backward_p, *operands.values(), names=tuple(operands), **how)
-    gradients = [_cut(d, x) for d, x in zip(found, (q, k, v), strict=False)]
-    return *gradients, *(d.astype(more["sinks"].dtype) for d in found[3:])
+    options, given = _call_of(options, operands)
+    how = {"options": options, "residual": needs_residual(adapter, options, given["q"])}
+    forward = inputs_of("forward", given)
+    saved = bind(forward_p, *forward.values(), names=tuple(forward), **how)
+    given |= dict(zip(RESULTS["forward"], saved, strict=True))
+    found = bind(backward_p, *given.values(), names=tuple(given), **how)
+    gradients = [_cut(d, operands[name]) for name, d in zip(DIFFERENTIABLE[:3], found, strict=False)]
+    return *gradients, *(d.astype(operands["sinks"].dtype) for d in found[3:])
 
 
-def run_jvp(
-    options: Options,
-    q: Any,
-    k: Any,
-    v: Any,
-    tq: Any,
-    tk: Any,
-    tv: Any,
-    *,
-    tsinks: Any = None,
-    return_lse: bool = False,
-    **more: Any,
-) -> tuple[Any, ...]:
+def run_jvp(options: Options, operands: Operands, return_lse: bool = False) -> tuple[Any, ...]:
     """(o, to), with return_lse (o, to, lse, tlse); o and lse are differentiable, their tangents are not"""
-    options, operands = _call_of(options, q=q, k=k, v=v, **more, tq=tq, tk=tk, tv=tv, tsinks=tsinks)
-    o, to, lse, tlse = bind(pair_p, *operands.values(), names=tuple(operands), options=options, residual=False)
-    found = _cut(o, v), _cut(to, v)
+    options, given = _call_of(options, operands)
+    forward = inputs_of("forward", given)
+    given = forward | {name: x for name, x in given.items() if name not in forward}  # tangents come last
+    o, to, lse, tlse = bind(pair_p, *given.values(), names=tuple(given), options=options, residual=False)
+    found = _cut(o, operands["v"]), _cut(to, operands["v"])
     return (*found, lse, tlse) if return_lse else found
 
 

@@ -4,9 +4,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from octet._operands import KINDS
 from octet.errors import Unsupported
-
-_BY_HEAD = ("sinks", "tsinks", "alibi_slopes")
 
 
 class Fold:
@@ -18,20 +17,20 @@ class Fold:
         self._packed = layout == "thd"
 
     def operand(self, name: str, x: Any, dim: int | None) -> Any:
-        if name.startswith("cu_seqlens"):
+        if KINDS[name] == "lengths":
             if dim is not None:
                 raise Unsupported(f"{name}: mapped by vmap, but all elements need the same lengths; do not map it")
             return x
-        if name == "mask" and dim is None and (x.ndim < 4 or x.shape[0] == 1):
+        if KINDS[name] == "logits" and dim is None and (x.ndim < 4 or x.shape[0] == 1):
             return x
         if name == "o_residual" and x.ndim - (dim is not None) == 1:
             return jnp.empty(0, x.dtype)  # stands for none
         x = jnp.broadcast_to(x, (self._size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-        if name == "mask":
+        if KINDS[name] == "logits":
             return self._per_batch(x.reshape(self._size, *(1,) * (5 - x.ndim), *x.shape[1:]))
-        if name in _BY_HEAD and not self._packed:  # [heads], or [batch, heads]
+        if KINDS[name] == "head" and not self._packed:  # [heads], or [batch, heads]
             return self._per_batch(x if x.ndim == 3 else x[:, None])
-        at = x.ndim - 2 if name in _BY_HEAD else self._at(name)
+        at = x.ndim - 2 if KINDS[name] == "head" else self._at(name)
         x = jnp.moveaxis(x, 0, at)
         return x.reshape(*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
 
@@ -47,7 +46,7 @@ class Fold:
 
     def _at(self, name: str) -> int:
         """Returns the place that the mapped dimension gets among the dimensions of one element."""
-        heads_first = "lse" in name or "sinks" in name
+        heads_first = KINDS[name] in ("token", "head")
         return 1 if self._packed and not heads_first else 0
 
     def _per_batch(self, x: Any) -> Any:

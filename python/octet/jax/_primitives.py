@@ -22,30 +22,31 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from octet import _plan
+from octet._operands import DIFFERENTIABLE, RESULTS
 from octet._options import LAYOUTS, Options
+from octet._results import needs_residual
+from octet._results import results as results_of
 from octet.errors import InvalidArgument, Unsupported
 from octet.jax._adapter import adapter, run
 from octet.jax._fold import Fold
 
 KINDS = {"forward": "forward", "tangent": "jvp", "backward": "backward", "pair": "jvp"}
-_SAVED = ("o", "lse", "o_residual")
+_SAVED = RESULTS["forward"]
 
 
 def _results(primitive: str, names: Sequence[str]) -> tuple[str, ...]:
     if primitive == "backward":
-        return ("dq", "dk", "dv", "dsinks") if "sinks" in names else ("dq", "dk", "dv")
+        return tuple([f"d{name}" for name in DIFFERENTIABLE if name in names])
     return {"forward": _SAVED, "tangent": ("to", "tlse"), "pair": ("o", "to", "lse", "tlse")}[primitive]
 
 
 def _tangents(names: Sequence[str]) -> tuple[str, ...]:
     """The tangents that a call with these operands has, which come last."""
-    return ("tq", "tk", "tv", "tsinks") if "sinks" in names else ("tq", "tk", "tv")
+    return tuple([f"t{name}" for name in DIFFERENTIABLE if name in names])
 
 
 def _shapes(results: Sequence[str], of: dict[str, Any], options: Options, residual: bool) -> list[jax.ShapeDtypeStruct]:
-    q, k, v, sinks = of["q"], of["k"], of["v"], of.get("sinks")
-    passes = [_plan.results(adapter, kind, options, q, k, v, True, sinks) for kind in _plan.INPUTS]
+    passes = [results_of(adapter, kind, options, of, True) for kind in RESULTS]
     made = {x.name: jax.ShapeDtypeStruct(x.shape, x.dtype) for found in passes for x in found}
     if not residual:
         made["o_residual"] = jax.ShapeDtypeStruct((0,), made["o_residual"].dtype)
@@ -197,7 +198,7 @@ def _differentiate(primals: Any, tangents: Any, names: Any, options: Options) ->
                 f"{name}: a {x.dtype} array is differentiated, but jax would round its gradient to that type; use "
                 "octet.attention_vjp, which gives bfloat16, or jax.lax.stop_gradient"
             )
-    residual = _plan.needs_residual(adapter, options, primals[0])
+    residual = needs_residual(adapter, options, primals[0])
     saved = bind(forward_p, *primals, names=names, options=options, residual=residual)
     if all(map(_is_zero, linear)):
         return saved, [_zero(x) for x in saved[:2]]

@@ -9,7 +9,6 @@ from octet.torch import _fast_path
 from octet.torch import sdpa as sdpa
 from octet.torch._adapter import adapter as adapter
 from octet.torch._adapter import to_numpy as to_numpy
-from octet.torch._attention import by_head as by_head
 from octet.torch._attention import run_attention as run_attention
 from octet.torch._attention import run_jvp as run_jvp
 from octet.torch._attention import run_vjp as run_vjp

@@ -9,9 +9,13 @@ import torch
 from torch.overrides import has_torch_function
 
 from octet import _abi
+from octet._operands import KINDS, Operands, label
 from octet._options import Options
-from octet._plan import View, lse_type, memory_order, unsupported_reason
+from octet._plan import unsupported_reason
+from octet._qtensor import QTensor
+from octet._results import lse_type
 from octet._versions import expect_version
+from octet._views import View, memory_order
 from octet.errors import InvalidArgument, Unsupported, listing, reject_dtype
 
 expect_version("torch", torch.__version__)
@@ -77,7 +81,7 @@ def expect_plain(name: str, x: torch.Tensor) -> None:
 
 
 class TorchAdapter:
-    """See _plan.Adapter. Strided tensors on the CPU or a CUDA device, on the caller's stream."""
+    """See _adapters.Adapter. Strided tensors on the CPU or a CUDA device, on the caller's stream."""
 
     def dtype_name(self, dtype: torch.dtype, what: str) -> str:
         if dtype not in _NAMES:
@@ -90,21 +94,27 @@ class TorchAdapter:
     def dtype_of(self, name: str) -> torch.dtype:
         return _DTYPES[name]
 
+    def is_float(self, x: torch.Tensor) -> bool:
+        return x.is_floating_point()
+
+    def cast(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return x.to(dtype)
+
     def view(self, name: str, x: torch.Tensor) -> View:
         if name == "mask":
             expect_plain(name, x)
         number, where = _NUMBERS.get(x.dtype), x.device
         if number is None:
-            number = _abi.DTYPES[self.dtype_name(x.dtype, name.rstrip("_"))]  # rejects
+            number = _abi.DTYPES[self.dtype_name(x.dtype, label(name))]  # rejects
         if is_dtensor(x):
             raise InvalidArgument(f"{name}: found a DTensor, allowed: torch.Tensor; pass its part, {name}.to_local()")
         if x.is_neg():  # a view of torch._neg_view that no operator has resolved
-            raise InvalidArgument(f"{name.rstrip('_')}: a negative view; pass it through torch.resolve_neg")
+            raise InvalidArgument(f"{label(name)}: a negative view; pass it through torch.resolve_neg")
         if x.layout is not torch.strided:
-            raise InvalidArgument(f"{name.rstrip('_')}: layout {x.layout}, allowed: torch.strided")
+            raise InvalidArgument(f"{label(name)}: layout {x.layout}, allowed: torch.strided")
         device = _abi.DEVICES.get(where.type)
         if device is None:
-            raise InvalidArgument(f"{name.rstrip('_')}: on device {where}, allowed: {listing(_abi.DEVICES)}")
+            raise InvalidArgument(f"{label(name)}: on device {where}, allowed: {listing(_abi.DEVICES)}")
         return View(number, x.shape, x.stride(), device, where.index or 0)
 
     def key(self, x: torch.Tensor) -> Hashable:
@@ -151,56 +161,53 @@ class TorchAdapter:
 adapter = TorchAdapter()
 
 
-def cast_tensors(names: tuple[str, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in the type that autocast gives them. What torch would not bring to the library is rejected here."""
-    device = tensors[0].device
-    for name, x in zip(names, tensors, strict=True):
-        if x.layout is not torch.strided:
-            raise InvalidArgument(f"{name}: layout {x.layout}, allowed: torch.strided")
-        _expect_device(name, x, device)
+def cast_tensors(operands: Operands) -> Operands:
+    """The tensors of a call, q, k, v and their like in the type that autocast gives them. What torch would not bring to
+    the library is rejected here."""
+    q = operands["q"]
+    device = (q.codes if type(q) is QTensor else q).device
+    for name, x in operands.items():
+        if type(x) is QTensor:
+            continue
+        expect_device(name, x, device)
+        if KINDS[name] != "layout":
+            expect_plain(name, x)
+        elif x.layout is not torch.strided:
+            raise InvalidArgument(f"{label(name)}: layout {x.layout}, allowed: torch.strided")
     if not torch.is_autocast_enabled(device.type if device.type in _abi.DEVICES else "cpu"):
-        return tensors
-    return tuple([x.to(autocast_type(x)) for x in tensors])
+        return operands
+    is_cast = {name for name, x in operands.items() if KINDS[name] == "layout" and type(x) is not QTensor}
+    return {name: x.to(autocast_type(x)) if name in is_cast else x for name, x in operands.items()}
 
 
-def _expect_device(name: str, x: torch.Tensor, device: torch.device) -> None:
+def expect_device(name: str, x: torch.Tensor, device: torch.device) -> None:
     """A tensor on another device may have torch choose another kernel, on the meta device none at all."""
     if x.device != device:
-        raise InvalidArgument(f"{name}: on {x.device}, but q is on {device}; all tensors of a call live on one device")
+        raise InvalidArgument(
+            f"{label(name)}: on {x.device}, but q is on {device}; all tensors of a call live on one device"
+        )
 
 
-def expect_devices(device: torch.device, **tensors: torch.Tensor | None) -> None:
-    for name, x in tensors.items():
-        if x is not None:
-            _expect_device(name, x, device)
-            expect_plain(name, x)
-
-
-def expect_backward(options: Options, q: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+def expect_backward(options: Options, operands: Operands) -> None:
     """Rejects what has no backward pass before the forward pass whose gradient would be asked for."""
+    q, v = operands["q"], operands["v"]
     how = options.precision, options.bias_correction, options.backend, options.out_dtype
-    _expect_backward(*how, q.dtype, q.shape[-1], v.shape[-1], q.device, sinks is not None)
+    _expect_backward(how, q.dtype, q.shape[-1], v.shape[-1], q.device, "sinks" in operands)
 
 
 @functools.cache
 def _expect_backward(
-    precision: str,
-    bias_correction: str,
-    backend: str,
-    out_dtype: str,
-    dtype: torch.dtype,
-    dim: int,
-    dim_v: int,
-    device: torch.device,
-    has_sinks: bool,
+    how: tuple[str, str, str, str], dtype: torch.dtype, dim: int, dim_v: int, device: torch.device, has_sinks: bool
 ) -> None:
+    precision, bias_correction, backend, out_dtype = how
     q, v = (torch.zeros(1, 1, 8, n, device=device, dtype=dtype) for n in (dim, dim_v))
     options = Options(precision, bias_correction=bias_correction, backend=backend, out_dtype=out_dtype)
-    sinks = torch.zeros(1, device=device, dtype=lse_type(adapter, options)) if has_sinks else None
-    given = q, q, v, None, sinks
-    if unsupported_reason(adapter, "forward", options, *given):
+    given = {"q": q, "k": q, "v": v}
+    if has_sinks:
+        given["sinks"] = torch.zeros(1, device=device, dtype=lse_type(adapter, options))
+    if unsupported_reason(adapter, "forward", options, given):
         return  # the forward pass will say so
-    if reason := unsupported_reason(adapter, "backward", options, *given):
+    if reason := unsupported_reason(adapter, "backward", options, given):
         raise Unsupported(f"requires_grad: found True without torch.no_grad(), but {reason}")
 
 

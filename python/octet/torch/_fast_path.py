@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from octet import _plan
-from octet._options import AttentionOptions, Options, expect_meant, options_of
-from octet._plan import Plan, own_type
+from octet._descriptors import Plan
+from octet._operands import INPUTS, expect_meant
+from octet._options import AttentionOptions, Options, options_of
+from octet._results import needs_residual, own_type, results
 from octet.torch import _attention, _passes
-from octet.torch._adapter import adapter, expect_backward, expect_devices
+from octet.torch._adapter import adapter, expect_backward, expect_device
 
 _keywords: dict[int, AttentionOptions] = {}  # of each token whose call has been valid
 
@@ -50,8 +51,8 @@ def _options(token: int, q: torch.Tensor) -> Options:
 
 def _planned_forward(token: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
     options = _options(token, q)
-    residual = _plan.needs_residual(adapter, options, q)
-    made = _passes.by_plan("forward", options, (q, k, v, *[None] * 4), residual)
+    residual = needs_residual(adapter, options, q)
+    made = _passes.by_plan("forward", options, {"q": q, "k": k, "v": v}, residual)
     _, lse, r = made
     like_c = torch.empty_like(q), lse, torch.empty_like(q, dtype=r.dtype) if residual else r  # as C makes them
     _keep("training", token, options, (q, k, v), like_c)
@@ -60,7 +61,7 @@ def _planned_forward(token: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
 def _ordinary_backward(token: int, may_be_kept: bool, *given: torch.Tensor) -> Any:
     options = _options(token, given[1])
-    gradients = _attention.gradients((*given, *[None] * 6), options)[:3]
+    gradients = _attention.gradients(dict(zip(INPUTS["backward"], given, strict=False)), options)[:3]
     if may_be_kept:
         do, q, k, v, o, lse, r = given
         made = [torch.empty_like(x) for x in (q, k, v)]
@@ -97,22 +98,20 @@ def first(
     key: Hashable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: AttentionOptions
 ) -> torch.Tensor | None:
     """o of `octet.attention` with these keywords, whose pass is kept under `key`, after `find` gave False; None where
-    it cannot be: head dims that are filled with zeros, and an o that is not of q's type."""
+    it cannot be: an o that is not of q's type."""
     options = options_of(own_type(adapter, q), **keywords)
-    if (
-        q.shape[-1] % 8
-        or v.shape[-1] % 8
-        or _plan.results(adapter, "forward", options, q, k, v)[0].dtype is not q.dtype
-    ):
+    operands = {"q": q, "k": k, "v": v}
+    if results(adapter, "forward", options, operands)[0].dtype is not q.dtype:
         return None
-    expect_devices(q.device, k=k, v=v)
-    expect_meant(adapter, q, k, keywords)
+    expect_device("k", k, q.device)
+    expect_device("v", v, q.device)
+    expect_meant(adapter, operands, keywords)
     token = _passes.tokens[key]
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        expect_backward(options, q, v)
+        expect_backward(options, operands)
         _keywords[token] = keywords
         return _apply(q, k, v, token)
-    o, _, _ = _passes.by_plan("forward", options, (q, k, v, *[None] * 4))
+    o, _, _ = _passes.by_plan("forward", options, operands)
     _keywords[token] = keywords
     _keep("forward", token, options, (q, k, v), [o])
     return o

@@ -1,83 +1,71 @@
 """vmap: a mapped dimension becomes part of the batch, or of the heads where sequences are packed."""
 
+from collections.abc import Sequence
+
 import torch
 
-from octet._plan import memory_order
+from octet._operands import KINDS, Operands
+from octet._views import memory_order
 from octet.errors import Unsupported
 
 
 class Fold:
-    """Folds the arguments of one call under vmap over `size` elements, and unfolds its results."""
+    """Folds the operands of one call under vmap over `size` elements, and unfolds its results."""
 
-    def __init__(self, size: int, layout: str) -> None:
+    def __init__(
+        self, size: int, layout: str, names: Sequence[str], tensors: Sequence[torch.Tensor], dims: Sequence[int | None]
+    ) -> None:
         self._size = size
         self._packed = layout == "thd"
+        self._given = {name: (x, dim) for name, x, dim in zip(names, tensors, dims, strict=True)}
+        q, dim = self._given["q"]
+        self._batch = q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]  # of one element
 
-    def tensor(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """q, k, v or anything of their layout."""
-        return self._merge(x, dim, 1 if self._packed else 0)
+    def operands(self) -> Operands:
+        return {name: self._operand(name, *x) for name, x in self._given.items()}
 
-    def lse(self, x: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
-        return None if x is None else self._merge(x, dim, 0)
+    def results(self, names: Sequence[str], made: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The mapped dimension comes first."""
+        return tuple([self._result(name, x) for name, x in zip(names, made, strict=True)])
 
-    def sinks(
-        self, x: torch.Tensor | None, dim: int | None, like: tuple[torch.Tensor, int | None]
-    ) -> torch.Tensor | None:
-        """Those of each element of the batch of q, `like`: [heads] become [batch, heads]; where packed, more heads."""
-        if x is None or self._packed:
-            return self.lse(x, dim)
-        x = x.expand(self._size, *x.shape) if dim is None else x.movedim(dim, 0)
-        x = x[:, None] if x.ndim == 2 else x
-        return x.expand(-1, _batch(*like), -1).flatten(0, 1)
-
-    def slopes(
-        self, x: torch.Tensor | None, dim: int | None, like: tuple[torch.Tensor, int | None]
-    ) -> torch.Tensor | None:
-        """As sinks; where packed, [sequences, heads] become more heads too."""
-        if x is None or not self._packed:
-            return self.sinks(x, dim, like)
-        return self._merge(x, dim, x.ndim - 1 - (dim is not None))
-
-    def residual(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
-        """o_residual, or the empty tensor that stands for none."""
-        return self.tensor(x, dim) if x.ndim > 1 + (dim is not None) else x.new_empty(0)
-
-    def mask(
-        self, x: torch.Tensor | None, dim: int | None, like: tuple[torch.Tensor, int | None]
-    ) -> torch.Tensor | None:
-        """Broadcast to the four dimensions of the logits, whose batch is that of q, `like`."""
-        if x is None or (dim is None and (x.ndim < 4 or x.shape[0] == 1)):
+    def _operand(self, name: str, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        kind, rank = KINDS[name], x.ndim - (dim is not None)
+        if kind == "lengths":
+            if dim is not None:
+                raise Unsupported(
+                    "cu_seqlens: mapped by vmap, but all elements need the same lengths; set its in_dims to None"
+                )
             return x
-        x = x.expand(self._size, *x.shape) if dim is None else x.movedim(dim, 0)
-        x = x[(slice(None), *[None] * (5 - x.ndim))]
-        return x.expand(-1, _batch(*like), -1, -1, -1).flatten(0, 1)
+        if name == "o_residual" and rank == 1:  # the empty tensor that stands for none
+            return x.new_empty(0)
+        if kind == "logits":  # of the four dimensions of the logits
+            return x if dim is None and (rank < 4 or x.shape[0] == 1) else self._per_batch(x, dim, 4)
+        if kind == "head" and not self._packed:  # [heads] become [batch, heads]
+            return self._per_batch(x, dim, 2)
+        if kind == "head":  # more heads, also of [sequences, heads]
+            return self._merge(x, dim, rank - 1)
+        return self._merge(x, dim, 1 if self._packed and kind == "layout" else 0)
 
-    def lengths(self, x: torch.Tensor | None, dim: int | None) -> torch.Tensor | None:
-        if dim is not None:
-            raise Unsupported(
-                "cu_seqlens: mapped by vmap, but all elements need the same lengths; set its in_dims to None"
-            )
-        return x
+    def _result(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        kind = KINDS[name]
+        is_none = x.ndim == 1 and (kind != "head" or name[1:] not in self._given)
+        if is_none:  # the empty tensor that stands for none
+            return x.expand(self._size, 0)
+        x = self._unfold(x, 1 if self._packed and kind == "layout" else 0)
+        if kind != "head":
+            return x
+        # Summed over the batch where that shares them.
+        of, dim = self._given[name[1:]]
+        return x.sum(1) if x.ndim > of.ndim + (dim is None) else x
 
-    def unfold(self, x: torch.Tensor, at: int) -> torch.Tensor:
+    def _unfold(self, x: torch.Tensor, at: int) -> torch.Tensor:
         return x.unflatten(at, (self._size, x.shape[at] // self._size)).movedim(at, 0)
 
-    def unfold_tensor(self, x: torch.Tensor) -> torch.Tensor:
-        return self.unfold(x, 1 if self._packed else 0)
-
-    def unfold_sinks(self, x: torch.Tensor, sinks: torch.Tensor | None, dim: int | None) -> torch.Tensor:
-        """dsinks of `sinks`: each element's own, summed over its batch where that shares them."""
-        if sinks is None:
-            return self.unfold_none(x)
-        x = self.unfold(x, 0)
-        return x.sum(1) if x.ndim > sinks.ndim + (dim is None) else x
-
-    def unfold_residual(self, x: torch.Tensor) -> torch.Tensor:
-        return self.unfold_tensor(x) if x.ndim > 1 else self.unfold_none(x)
-
-    def unfold_none(self, x: torch.Tensor) -> torch.Tensor:
-        """x is the empty tensor that stands for none."""
-        return x.expand(self._size, 0)
+    def _per_batch(self, x: torch.Tensor, dim: int | None, rank: int) -> torch.Tensor:
+        """Each element's own, [batch, ...] of `rank` dimensions, as more of the batch."""
+        x = x.expand(self._size, *x.shape) if dim is None else x.movedim(dim, 0)
+        x = x[(slice(None), *[None] * (rank + 1 - x.ndim))]
+        return x.expand(-1, self._batch, *[-1] * (rank - 1)).flatten(0, 1)
 
     def _merge(self, x: torch.Tensor, dim: int | None, at: int) -> torch.Tensor:
         """The mapped dimension becomes part of axis `at`. Where that takes a copy, the copy keeps the memory order."""
@@ -88,8 +76,3 @@ class Fold:
         merged = x.permute(*order[:place], at, *order[place:]).flatten(place, place + 1)
         order = [axis - (axis > at) for axis in order]
         return merged.permute([order.index(axis) for axis in range(len(order))])
-
-
-def _batch(q: torch.Tensor, dim: int | None) -> int:
-    """The batch of one element of q, which is mapped over `dim`."""
-    return q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]

@@ -9,30 +9,32 @@ The eager fast path (_fast_path.py) and the operators (_ops.py) keep their passe
 
 import ctypes
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from octet import _abi, _library, _plan
+from octet._descriptors import Plan
+from octet._operands import INPUTS, RESULTS, Operands
 from octet._options import Options
-from octet._plan import Plan
 from octet.torch._adapter import adapter, autocast_type
 
 _PATH = _library.beside("liboctet_dlpack.so")
 MOST_TOKENS = 1024  # different options that are remembered
 
-# True: somebody would miss the operator.
-_LISTENERS = (
+# True: an operator would do something else than its kernel: a mode, tracing or torch.func is there.
+_INTERVENING = (
     torch._C._are_functorch_transforms_active,
     torch._C._len_torch_dispatch_stack,
     torch._C._len_torch_function_stack,
     torch._C._get_tracing_state,
-    torch.autograd._profiler_enabled,
 )
+# True: somebody would miss the operator.
+_LISTENING = (*_INTERVENING, torch.autograd._profiler_enabled)
 # What TorchAdapter.state is made of.
 _STATES = torch._C._get_deterministic_algorithms, torch.get_num_threads
-_RESULTS = {"forward": 3, "backward": 4, "jvp": 4}
+_TO_GRADIENTS = INPUTS["backward"][:7]  # what every backward pass has
 _KINDS = {"forward": 0, "training": 1, "backward": 2}  # as in octet_dlpack.cc
 
 
@@ -61,7 +63,7 @@ def _load() -> tuple[Any, ...] | None:
         address(exchange, b"dlpack_exchange_api"),
         (
             torch.Tensor,
-            _LISTENERS,
+            _LISTENING,
             _casts,
             torch._C._is_any_autocast_enabled,
             _STATES,
@@ -103,14 +105,9 @@ def keep(
     loaded[0].octet_fast_keep(_KINDS[kind], number, inputs, made, how, plan.attention, plan.arguments, size)
 
 
-def with_rest(made: Sequence[Any], count: int) -> tuple:
+def with_rest(made: Sequence[Any], kind: str) -> tuple:
     """An empty tensor stands for a result that was not asked for."""
-    return tuple(made) if len(made) == count else (*made, made[0].new_empty(0))
-
-
-def _residual(r: Any, o: Any) -> Any:
-    """Returns r, or None where an empty tensor stands for it."""
-    return r if r.shape == o.shape else None
+    return tuple(made) if len(made) == len(RESULTS[kind]) else (*made, made[0].new_empty(0))
 
 
 def _are_alike(call: _plan.Call, made: tuple, of: tuple) -> bool:
@@ -122,118 +119,78 @@ def _are_alike(call: _plan.Call, made: tuple, of: tuple) -> bool:
     return not call.fills and all([kind(x) == kind(torch.empty_like(y)) for x, y in zip(made, of, strict=True)])
 
 
-def by_plan(kind: str, options: Options, arrays: Sequence[Any], extra: bool = False) -> tuple:
-    """The results of a pass over _plan.INPUTS; an empty tensor stands for the last where it was not asked for."""
-    return with_rest(_plan.run(adapter, kind, options, arrays, extra), _RESULTS[kind])
+def by_plan(kind: str, options: Options, operands: Operands, extra: bool = False) -> tuple:
+    """The results of a pass; an empty tensor stands for the last where it was not asked for."""
+    return with_rest(_plan.run(adapter, kind, options, operands, extra), kind)
 
 
-def forward(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    cu_q: Any,
-    cu_k: Any,
-    sinks: Any,
-    residual: bool,
-    options: Options,
-    key: Hashable = None,
-    slopes: Any = None,
-) -> tuple:
+def _token_of(operands: Operands, least: int, options: Options, key: Hashable) -> int | None:
+    """Returns the token of a pass, which may run from C if it has the least number of operands."""
+    if len(operands) != least or options.max_seqlen_q or options.max_seqlen_k:
+        return None
+    return token_of(key)
+
+
+def forward(operands: Operands, residual: bool, options: Options, key: Hashable = None) -> tuple:
     """(o, lse, o_residual), without `residual` an empty tensor for that. Passes are kept under `key`; None: options."""
-    token, made = None, None
-    if (
-        mask is None
-        and cu_q is None
-        and cu_k is None
-        and sinks is None
-        and slopes is None
-        and not (options.max_seqlen_q or options.max_seqlen_k)
-    ):
-        token = token_of(key or (options, residual))
-        made = None if token is None else fast_training(token, q, k, v)
+    q, k, v = operands["q"], operands["k"], operands["v"]
+    token = _token_of(operands, 3, options, key or (options, residual))
+    made = None if token is None else fast_training(token, q, k, v)
     if made:
         o, lse, r = made
         return o, lse, r if residual else q.new_empty(0)
-    arrays = q, k, v, mask, cu_q, cu_k, sinks, slopes
-    call, is_known = _plan.find(adapter, "forward", options, arrays, residual)
-    o, lse, r = with_rest(call(arrays), 3)
+    call, is_known = _plan.find(adapter, "forward", options, operands, residual)
+    o, lse, r = with_rest(call(operands), "forward")
     if token is not None and made is False and is_known and _are_alike(call, (o,), (q,)):
         made = o, lse, r if residual else q.new_empty(0)
         keep("training", token, (q, k, v), made, call.plan, call.plan.workspace_size())
     return o, lse, r
 
 
-def backward(
-    do: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    lse: Any,
-    r: Any,
-    mask: Any,
-    cu_q: Any,
-    cu_k: Any,
-    sinks: Any,
-    dlse: Any,
-    options: Options,
-    key: Hashable = None,
-    slopes: Any = None,
-) -> tuple:
-    """(dq, dk, dv, dsinks), without sinks an empty tensor for dsinks. `key`: as in `forward`."""
-    token, made, given = None, None, (do, q, k, v, o, lse, r)
-    alone = mask is None and cu_q is None and cu_k is None and sinks is None and dlse is None and slopes is None
-    if alone and not (options.max_seqlen_q or options.max_seqlen_k):
-        token = token_of(key or (options, False))
-        made = None if token is None else fast_gradients(token, *given)
+def backward(operands: Operands, options: Options, key: Hashable = None) -> tuple:
+    """(dq, dk, dv, dsinks), without sinks an empty tensor for dsinks. Where there is no o_residual, an empty tensor
+    stands for it. `key`: as in `forward`."""
+    given = tuple([operands[name] for name in _TO_GRADIENTS])
+    token = _token_of(operands, len(given), options, key or (options, False))
+    made = None if token is None else fast_gradients(token, *given)
     if made:
         dq, dk, dv, _ = made
         return dq, dk, dv, dq.new_empty(0)
-    arrays = *given[:-1], _residual(r, o), mask, cu_q, cu_k, sinks, dlse, slopes
-    call, is_known = _plan.find(adapter, "backward", options, arrays)
-    found = with_rest(call(arrays), 4)
-    if token is not None and made is False and is_known and _are_alike(call, found[:3], (q, k, v)):
+    if operands["o_residual"].shape != operands["o"].shape:
+        operands = {name: x for name, x in operands.items() if name != "o_residual"}
+    call, is_known = _plan.find(adapter, "backward", options, operands)
+    found = with_rest(call(operands), "backward")
+    if token is not None and made is False and is_known and _are_alike(call, found[:3], given[1:4]):
         keep("backward", token, given, found[:3], call.plan, call.plan.workspace_size())
     return found
 
 
-def jvp(
-    q: Any,
-    k: Any,
-    v: Any,
-    tq: Any,
-    tk: Any,
-    tv: Any,
-    mask: Any,
-    cu_q: Any,
-    cu_k: Any,
-    sinks: Any,
-    tsinks: Any,
-    extra: bool,
-    options: Options,
-    slopes: Any = None,
-) -> tuple:
+def jvp(operands: Operands, extra: bool, options: Options) -> tuple:
     """(o, lse, to, tlse), without `extra` an empty tensor for tlse."""
-    arrays = q, k, v, tq, tk, tv, mask, cu_q, cu_k, sinks, tsinks, slopes
-    return by_plan("jvp", options, arrays, extra)
+    return by_plan("jvp", options, operands, extra)
 
 
 def nobody_listens(*tensors: Any) -> bool:
     """Returns whether nobody would notice that no operator runs: `nobody_intervenes`, and no profiler records."""
-    return nobody_intervenes(*tensors) and not torch.autograd._profiler_enabled()
+    return _is_nobody(_LISTENING, tensors)
 
 
 def nobody_intervenes(*tensors: Any) -> bool:
     """Returns whether an operator would do just what its kernel does: there is no mode, no tracing, no torch.func, no
     torch.compile, no subclass, no device without a kernel, and no view that the dispatcher resolves."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    return _is_nobody(_INTERVENING, tensors)
+
+
+def _is_nobody(there: Sequence[Callable[[], Any]], tensors: Sequence[Any]) -> bool:
+    if torch.compiler.is_compiling():
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        return False
-    if torch._C._get_tracing_state():
-        return False
-    return all(x is None or (type(x) in _PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg()) for x in tensors)
+    for is_there in there:
+        if is_there():
+            return False
+    for x in tensors:
+        if not (type(x) in _PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg()):
+            return False
+    return True
 
 
 _PLAIN = torch.Tensor, torch.nn.Parameter

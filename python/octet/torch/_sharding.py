@@ -16,25 +16,26 @@ from typing import Any, NoReturn
 
 import torch
 
-from octet import _plan
+from octet._operands import KINDS, RESULTS, Operands, dims_of, label
 from octet._options import Options
+from octet._results import Result, results
+from octet._views import dense_strides
 from octet.errors import InvalidArgument, Unsupported
 from octet.torch._adapter import adapter, is_dtensor
 from octet.torch._text import options_from
 
 _MODULE = "torch.distributed.tensor"
 _ROLES = "batch", "heads"
-_AXES = *_ROLES, "tokens", "head dim"  # what _plan.dims_of gives
+_AXES = *_ROLES, "tokens", "head dim"  # what dims_of gives
 _LEADING = "q", "k", "v"
-_FOLLOWING = "do", "dlse"  # autograd brings them, in whatever placements
-_BROADCAST = "mask", "sinks", "tsinks", "dsinks", "alibi_slopes"
+_FOLLOWING = "do_", "dlse"  # autograd brings them, in whatever placements
 _OWN_NAMES = {"do": "do_", "r": "o_residual"}  # of octet_arguments, where the operator has another
-_RESULTS = {
-    "forward": ("o", "lse", "o_residual"),
-    "backward": ("dq", "dk", "dv", "dsinks"),
-    "jvp": ("o", "lse", "to", "tlse"),
-}
 _registered = False
+
+
+def names_of(operator: Any) -> tuple[str, ...]:
+    """The names of an operator's arguments in octet_arguments."""
+    return tuple([_OWN_NAMES.get(x.name, x.name) for x in operator._schema.arguments])
 
 
 def register(library: torch.library.Library) -> bool:
@@ -43,7 +44,7 @@ def register(library: torch.library.Library) -> bool:
     if _registered or _MODULE not in sys.modules:
         return _registered
     _registered = True
-    for name in _RESULTS:
+    for name in RESULTS:
         rule = torch.library.register_torch_dispatch
         rule(f"octet::{name}", sys.modules[_MODULE].DTensor, _run, lib=library)
     return True
@@ -51,42 +52,42 @@ def register(library: torch.library.Library) -> bool:
 
 def _run(_: Any, func: Any, __: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> tuple:
     """An operator whose arguments are DTensors."""
-    names = [x.name for x in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs or {})
+    given = dict(zip(names_of(func), args, strict=False)) | dict(kwargs or {})
     kind = func._schema.name.removeprefix("octet::")
     options = options_from(given["options"])
     call = _Call(options, {name: x for name, x in given.items() if isinstance(x, torch.Tensor)})
-    found = func(**{name: call.local(name) if name in call.tensors else x for name, x in given.items()})
+    names = {_OWN_NAMES.get(x.name, x.name): x.name for x in func._schema.arguments}
+    found = func(**{names[name]: call.local(name) if name in call.tensors else x for name, x in given.items()})
     extra = bool(given.get("residual") or given.get("extra"))
-    q, k, v = [given[name] for name in _LEADING]
-    made = {x.name: x for x in _plan.results(adapter, kind, options, q, k, v, extra, given.get("sinks"))}
-    named = zip(_RESULTS[kind], found, strict=True)
+    made = {x.name: x for x in results(adapter, kind, options, call.tensors, extra)}
+    named = zip(RESULTS[kind], found, strict=True)
     return tuple([call.whole(x, made.get(name)) for name, x in named])
 
 
 class _Call:
     """The tensors of a call by their names, on one mesh."""
 
-    def __init__(self, options: Options, tensors: Mapping[str, Any]) -> None:
+    def __init__(self, options: Options, tensors: Operands) -> None:
         self.tensors = tensors
         self.layout = options.layout
         self._kinds = sys.modules[_MODULE]
         first = next(iter(tensors))
         for name, x in tensors.items():
+            own = label(name)
             if not is_dtensor(x):
                 raise InvalidArgument(
-                    f"{name}: found a tensor that is no DTensor beside others, allowed: all tensors of a call are; "
-                    f"use torch.distributed.tensor.distribute_tensor({name}, mesh, placements)"
+                    f"{own}: found a tensor that is no DTensor beside others, allowed: all tensors of a call are; "
+                    f"use torch.distributed.tensor.distribute_tensor({own}, mesh, placements)"
                 )
             if x.device_mesh != (mesh := tensors[first].device_mesh):
-                raise InvalidArgument(f"{name}: on {x.device_mesh}, but {first} is on {mesh}; allowed: one mesh")
+                raise InvalidArgument(f"{own}: on {x.device_mesh}, but {label(first)} is on {mesh}; allowed: one mesh")
         self._mesh = tensors[first].device_mesh
         self._roles = [self._role(m) for m in range(self._mesh.ndim)]
         self._expect_even()
 
     def _axes(self, name: str, x: Any) -> tuple[int, ...]:
         """The axes of a tensor that are batch, heads, tokens and head dim; -1: none is."""
-        return tuple(_plan.dims_of(_OWN_NAMES.get(name, name), x, self.layout))
+        return tuple(dims_of(name, x, self.layout))
 
     def _is_shard(self, placement: Any) -> bool:
         return type(placement) is self._kinds.Shard
@@ -152,7 +153,7 @@ class _Call:
         if axis < 0:
             return None
         shard = self._kinds.Shard(axis)
-        broadcast = x.shape[axis] == 1 and (role == "heads" or name in _BROADCAST)
+        broadcast = x.shape[axis] == 1 and (role == "heads" or KINDS[name] in ("logits", "head"))
         return None if broadcast and found != shard else shard
 
     def local(self, name: str) -> torch.Tensor:
@@ -165,7 +166,7 @@ class _Call:
         # Where nothing changes, torch 2.11 would detach x in place, for which it has no strategy.
         return (x if list(x.placements) == wanted else x.redistribute(placements=wanted)).to_local()
 
-    def whole(self, part: torch.Tensor, result: _plan.Result | None) -> Any:
+    def whole(self, part: torch.Tensor, result: Result | None) -> Any:
         """The DTensor of which a result is a part; None: an empty tensor, in the place of one that there is not."""
         shape: tuple[int, ...] = result.shape if result else (0,)
         order = result.order if result else (0,)
@@ -178,6 +179,6 @@ class _Call:
             shard = self._shard(name, result, m, found) if result else None
             partial = like is not None and role is not None
             placements.append(shard or (self._kinds.Partial() if partial else self._kinds.Replicate()))
-        strides = _plan.dense_strides(shape, order)
+        strides = dense_strides(shape, order)
         from_local: Callable = self._kinds.DTensor.from_local
         return from_local(part, self._mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)

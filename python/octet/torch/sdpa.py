@@ -12,6 +12,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function
 
 from octet import _abi, _api
+from octet._operands import operands_of
 from octet._options import AttentionOptions, Causal, Precision, count, look_up
 from octet._rejections import expect_known, expect_no_dropout
 from octet.errors import Error, InvalidArgument, listing
@@ -92,7 +93,7 @@ def sdpa(
     if made is False and q is query and k is key and v is value:
         o = _fast_path.first(how, q, k, v, keywords)
     if o is None:
-        o, _ = _api.forward(q, k, v, attn_mask, keywords)
+        o, _ = _api.forward(operands_of(q=q, k=k, v=v, mask=attn_mask), keywords)
     has_heads = max(query.ndim, key.ndim, value.ndim) > 2
     if len(lead) == 1 and has_heads:
         return o
