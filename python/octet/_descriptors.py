@@ -86,7 +86,7 @@ class Plan:
                 self._codings[name] = quantization_of(coding)
                 tensor.quantization = ctypes.pointer(self._codings[name])
         self._references = ctypes.byref(self.attention), ctypes.byref(self.arguments)
-        self._size: int | None = None  # of the workspace, when last asked for
+        self._size: int | None = None
 
     def at(self, addresses: Iterable[int]) -> "Plan":
         """This plan with the addresses of a call's operands, in their order."""
@@ -105,9 +105,13 @@ class Plan:
         self._size = size.value
         return size.value
 
+    def size(self) -> int:
+        """The size of the workspace, when last asked for."""
+        return self.workspace_size() if self._size is None else self._size
+
     def run(self, workspace: Callable[[int], tuple[object, int]], stream: int | None) -> None:
         """`workspace(bytes)` gives the memory, which is held during the call, and its address."""
-        size = self.workspace_size() if self._size is None else self._size
+        size = self.size()
         memory, address = workspace(size)
         status = lib.octet_run(*self._references, address, size, stream)
         if status == _abi.STATUS_WORKSPACE_TOO_SMALL:  # this thread may use more processors than before

@@ -114,6 +114,7 @@ class Call:
         self._adapter = adapter
         all_strides = [dense_strides(x.shape, x.order) for x in made]
         if into:
+            made = made[: len(into)]
             all_strides = [adapter.view(x.name, y).strides for x, y in zip(made, into, strict=True)]
         self._made = [(x.shape, y, x.dtype) for x, y in zip(made, all_strides, strict=True)]
         self._inputs = len(operands)
@@ -189,7 +190,7 @@ def run(
     into: Sequence[Any] | None = None,
 ) -> Sequence[Any]:
     """Runs a pass over arrays of INPUTS[kind], on the device of the first. It gives its `results`: new arrays, or
-    `into`, which have their shapes and types and any strides."""
+    `into`, the first of them or all, which have their shapes and types and any strides."""
     return find(adapter, kind, options, arrays, extra, into)[0](arrays, into)
 
 

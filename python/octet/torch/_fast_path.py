@@ -7,15 +7,15 @@ Tensor) gets the ordinary way. Where a gradient may follow, a Function saves the
 that a checkpoint may go one way first and the other when it computes again.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.autograd import forward_ad
 
-from octet._descriptors import Plan
-from octet._operands import INPUTS, expect_meant
+from octet import _plan
+from octet._operands import INPUTS, RESULTS, Operands, expect_meant
 from octet._options import AttentionOptions, Options, options_of
 from octet._results import needs_residual, own_type, results
 from octet.torch import _attention, _passes
@@ -49,24 +49,34 @@ def _options(token: int, q: torch.Tensor) -> Options:
     return options_of(own_type(adapter, q), **_keywords[token])
 
 
+def _run_and_keep(kind: str, token: int, options: Options, operands: Operands, made: tuple[torch.Tensor, ...]) -> None:
+    """Runs a pass into `made`, tensors as C makes them; an empty one stands for an o_residual that there is not."""
+    there, into = ({name: x for name, x in operands.items() if x.shape != (0,)}, [x for x in made if x.shape != (0,)])
+    name = "backward" if kind == "backward" else "forward"
+    call, _ = _plan.find(adapter, name, options, there, len(into) == len(RESULTS["forward"]), into)
+    call(there, into)
+    _passes.keep(kind, token, tuple(operands.values()), made, call.plan)
+
+
 def _planned_forward(token: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-    options = _options(token, q)
-    residual = needs_residual(adapter, options, q)
-    made = _passes.by_plan("forward", options, {"q": q, "k": k, "v": v}, residual)
-    _, lse, r = made
-    like_c = torch.empty_like(q), lse, torch.empty_like(q, dtype=r.dtype) if residual else r  # as C makes them
-    _keep("training", token, options, (q, k, v), like_c)
+    options, operands = _options(token, q), {"q": q, "k": k, "v": v}
+    _, lse, *r = results(adapter, "forward", options, operands, needs_residual(adapter, options, q))
+    made = (
+        torch.empty_like(q),
+        torch.empty(lse.shape, dtype=lse.dtype, device=q.device),
+        torch.empty_like(q, dtype=r[0].dtype) if r else q.new_empty(0),
+    )
+    _run_and_keep("training", token, options, operands, made)
     return made
 
 
 def _ordinary_backward(token: int, may_be_kept: bool, *given: torch.Tensor) -> Any:
-    options = _options(token, given[1])
-    gradients = _attention.gradients(dict(zip(INPUTS["backward"], given, strict=False)), options)[:3]
-    if may_be_kept:
-        do, q, k, v, o, lse, r = given
-        made = [torch.empty_like(x) for x in (q, k, v)]
-        _keep("backward", token, options, given, made)
-    return *gradients, None
+    options, operands = _options(token, given[1]), dict(zip(INPUTS["backward"], given, strict=False))
+    if not may_be_kept:
+        return *_attention.gradients(operands, options)[:3], None
+    made = tuple([torch.empty_like(operands[name]) for name in ("q", "k", "v")])
+    _run_and_keep("backward", token, options, operands, made)
+    return *made, None
 
 
 _LASTING = bool, int, float, str, type(None), type, np.generic
@@ -111,29 +121,10 @@ def first(
         expect_backward(options, operands)
         _keywords[token] = keywords
         return _apply(q, k, v, token)
-    o, _, _ = _passes.by_plan("forward", options, operands)
+    o = torch.empty_like(q)
+    _run_and_keep("forward", token, options, operands, (o,))
     _keywords[token] = keywords
-    _keep("forward", token, options, (q, k, v), [o])
     return o
-
-
-_NAMES = {
-    "forward": ("q", "k", "v", "o"),
-    "training": ("q", "k", "v", "o", "lse", "o_residual"),
-    "backward": ("do_", "q", "k", "v", "o", "lse", "o_residual", "dq", "dk", "dv"),
-}
-
-
-def _keep(
-    kind: str, token: int, options: Options, inputs: tuple[torch.Tensor, ...], made: Sequence[torch.Tensor]
-) -> None:
-    """Keeps a pass over tensors like `inputs`, which makes tensors like `made`."""
-    q = inputs[1] if kind == "backward" else inputs[0]
-    given = {name: x for name, x in zip(_NAMES[kind], (*inputs, *made), strict=True) if x.shape != (0,)}
-    operands = [(name, adapter.view(name, x), None) for name, x in given.items()]
-    plan = Plan("backward" if kind == "backward" else "forward", adapter.resolve(options, q), operands)
-    size = plan.at([x.data_ptr() for x in given.values()]).workspace_size()
-    _passes.keep(kind, token, inputs, tuple(made), plan, size)
 
 
 def attention(q: Any, k: Any, v: Any, keywords: AttentionOptions) -> torch.Tensor | None:

@@ -92,17 +92,15 @@ def token_of(key: Hashable) -> int | None:
     return token
 
 
-def keep(
-    kind: str, number: int, inputs: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, ...], plan: Plan, size: int
-) -> None:
-    """Keeps the pass of `plan`, over tensors like `inputs`, which makes tensors like `made` and takes a workspace of
-    `size` bytes. Where it makes no o_residual, an empty tensor stands for that and is handed out each time."""
+def keep(kind: str, token: int, inputs: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, ...], plan: Plan) -> None:
+    """Keeps a copy of a plan that has run, over tensors like `inputs`, which makes tensors like `made`. Where it makes
+    no o_residual, an empty tensor stands for that and is handed out each time."""
     how = None
     if kind == "training":
         _, lse, r = made
         how = (tuple(lse.shape),), {"dtype": lse.dtype, "device": lse.device}, {"dtype": r.dtype}
     assert loaded
-    loaded[0].octet_fast_keep(_KINDS[kind], number, inputs, made, how, plan.attention, plan.arguments, size)
+    loaded[0].octet_fast_keep(_KINDS[kind], token, inputs, made, how, plan.attention, plan.arguments, plan.size())
 
 
 def with_rest(made: Sequence[Any], kind: str) -> tuple:
@@ -117,11 +115,6 @@ def _are_alike(call: _plan.Call, made: tuple, of: tuple) -> bool:
         return x.shape, x.stride(), x.dtype
 
     return not call.fills and all([kind(x) == kind(torch.empty_like(y)) for x, y in zip(made, of, strict=True)])
-
-
-def by_plan(kind: str, options: Options, operands: Operands, extra: bool = False) -> tuple:
-    """The results of a pass; an empty tensor stands for the last where it was not asked for."""
-    return with_rest(_plan.run(adapter, kind, options, operands, extra), kind)
 
 
 def _token_of(operands: Operands, least: int, options: Options, key: Hashable) -> int | None:
@@ -143,31 +136,33 @@ def forward(operands: Operands, residual: bool, options: Options, key: Hashable 
     o, lse, r = with_rest(call(operands), "forward")
     if token is not None and made is False and is_known and _are_alike(call, (o,), (q,)):
         made = o, lse, r if residual else q.new_empty(0)
-        keep("training", token, (q, k, v), made, call.plan, call.plan.workspace_size())
+        keep("training", token, (q, k, v), made, call.plan)
     return o, lse, r
 
 
 def backward(operands: Operands, options: Options, key: Hashable = None) -> tuple:
     """(dq, dk, dv, dsinks), without sinks an empty tensor for dsinks. Where there is no o_residual, an empty tensor
     stands for it. `key`: as in `forward`."""
-    given = tuple([operands[name] for name in _TO_GRADIENTS])
-    token = _token_of(operands, len(given), options, key or (options, False))
-    made = None if token is None else fast_gradients(token, *given)
+    token, made, given = _token_of(operands, len(_TO_GRADIENTS), options, key or (options, False)), None, ()
+    if token is not None:
+        given = tuple([operands[name] for name in _TO_GRADIENTS])
+        made = fast_gradients(token, *given)
     if made:
         dq, dk, dv, _ = made
         return dq, dk, dv, dq.new_empty(0)
     if operands["o_residual"].shape != operands["o"].shape:
-        operands = {name: x for name, x in operands.items() if name != "o_residual"}
+        operands = dict(operands)
+        del operands["o_residual"]
     call, is_known = _plan.find(adapter, "backward", options, operands)
     found = with_rest(call(operands), "backward")
     if token is not None and made is False and is_known and _are_alike(call, found[:3], given[1:4]):
-        keep("backward", token, given, found[:3], call.plan, call.plan.workspace_size())
+        keep("backward", token, given, found[:3], call.plan)
     return found
 
 
 def jvp(operands: Operands, extra: bool, options: Options) -> tuple:
     """(o, lse, to, tlse), without `extra` an empty tensor for tlse."""
-    return by_plan("jvp", options, operands, extra)
+    return with_rest(_plan.run(adapter, "jvp", options, operands, extra), "jvp")
 
 
 def nobody_listens(*tensors: Any) -> bool:
