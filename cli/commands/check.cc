@@ -22,7 +22,7 @@
 namespace octet::cli {
 namespace {
 
-// As wide as a terminal.
+// The lines are at most 80 columns wide, as a terminal is.
 constexpr const char* kCheckColumns = R"(Columns:
   cos         cosine of the angle to the exact result, over all elements
   rel L2      ||error|| / ||exact|| against float64

@@ -24,7 +24,7 @@ struct StudyOptions {
   AttentionOptions attention;
 };
 
-// As wide as a terminal.
+// The lines are at most 80 columns wide, as a terminal is.
 constexpr const char* kStudyColumns = R"(Columns:
   input             the file, or the inputs of --bias
   exact             with --sweep the one point that is exact in this row, else

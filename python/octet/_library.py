@@ -21,10 +21,8 @@ def _load() -> tuple[ctypes.CDLL, str]:
     path = named or (str(bundled) if bundled.exists() else "liboctet.so.0")
     try:
         lib = ctypes.CDLL(path)
-    except (
-        OSError,
-        UnicodeDecodeError,
-    ) as error:  # ctypes reads what the loader says as UTF-8, also a path that is none
+    except (OSError, UnicodeDecodeError) as error:
+        # ctypes reads the loader's message as UTF-8, which a path in it may not be.
         why = error if isinstance(error, OSError) else "no such library, or one that cannot be loaded"
         raise ImportError(
             f"octet: cannot load {path} ({why}). Install the package (pip install .), or name a built library: "
