@@ -12,6 +12,7 @@
 #include "core/info.h"
 #include "core/names.h"
 #include "core/quantization.h"
+#include "core/validate.h"
 
 namespace {
 

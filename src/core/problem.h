@@ -71,12 +71,6 @@ struct Problem {
   KeyRange keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) const;
 };
 
-// Validates the arguments. Throws Failure naming the value found and the values allowed.
-Problem validate(const octet_attention* attention, const octet_arguments* arguments);
-
-// Rejects a workspace that lies in the memory of a tensor of the call.
-void expect_workspace_apart(const Problem& problem, const void* workspace, std::size_t bytes);
-
 // The sequences of a problem on the CPU; reads cu_seqlens. Throws Failure if they are not ascending or do not
 // end at the token counts. None if no output has an element.
 std::vector<Sequence> sequences(const Problem& problem);
