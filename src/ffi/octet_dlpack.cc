@@ -12,75 +12,11 @@
 #include <string_view>
 #include <unordered_map>
 
-extern "C" {
-// Python's stable ABI, in the process that loads this.
-struct PyObject;
-struct PyMethodDef {
-  const char* name;
-  PyObject* (*function)(PyObject* self, PyObject* const* arguments, std::ptrdiff_t count);
-  int flags;
-  const char* doc;
-};
-extern PyObject _Py_NoneStruct;
-PyObject* PyCFunction_NewEx(PyMethodDef*, PyObject* self, PyObject* module);
-PyObject* PyObject_Call(PyObject*, PyObject* arguments, PyObject* keywords);
-PyObject* PyObject_CallFunctionObjArgs(PyObject*, ...);
-PyObject* PyObject_CallNoArgs(PyObject*);
-PyObject* PyObject_GetAttrString(PyObject*, const char*);
-PyObject* PyObject_GetAttr(PyObject*, PyObject* name);
-PyObject* PyObject_Type(PyObject*);
-PyObject* PyUnicode_InternFromString(const char*);
-PyObject* PyTuple_GetItem(PyObject*, std::ptrdiff_t);
-PyObject* PyTuple_Pack(std::ptrdiff_t, ...);
-PyObject* PyBool_FromLong(long);
-std::ptrdiff_t PyTuple_Size(PyObject*);
-long PyLong_AsLong(PyObject*);
-int PyObject_IsTrue(PyObject*);
-void Py_IncRef(PyObject*);
-void Py_DecRef(PyObject*);
-void* PyEval_SaveThread(void);
-void PyEval_RestoreThread(void*);
-void PyErr_Clear(void);
-}
+#include "dlpack.h"
+#include "python.h"
 
 namespace {
 
-constexpr int kFastCall = 0x80;  // METH_FASTCALL
-
-// DLPack 1.x, https://dmlc.github.io/dlpack: what is used of it.
-struct DLDevice {
-  int32_t type, index;
-};
-struct DLDataType {
-  uint8_t code, bits;
-  uint16_t lanes;
-};
-struct DLTensor {
-  void* data;
-  DLDevice device;
-  int32_t dims;
-  DLDataType dtype;
-  int64_t *shape, *strides;
-  uint64_t byte_offset;
-};
-struct DLManagedTensor {
-  uint32_t major, minor;
-  void* context;
-  void (*deleter)(DLManagedTensor*);
-  uint64_t flags;
-  DLTensor tensor;
-};
-struct DLExchange {
-  uint32_t major, minor;
-  const DLExchange* previous;
-  int (*allocate)(DLTensor* like, DLManagedTensor** out, void* context, void (*fail)(void*, const char*, const char*));
-  int (*own)(void* object, DLManagedTensor** out);
-  int (*give)(DLManagedTensor* tensor, void** object);
-  int (*view)(void* object, DLTensor* out);
-  int (*current_stream)(int32_t device_type, int32_t device_index, void** stream);
-};
-constexpr int32_t kDLCpu = 1, kDLCuda = 2;
-constexpr DLDataType kBytes = {1, 8, 1};
 constexpr int64_t kAlignment = 64;  // of a workspace
 constexpr std::size_t kKept = 512;
 constexpr int kDims = 4, kStates = 2, kMostInputs = 7, kMostOutputs = 3;
@@ -100,24 +36,6 @@ struct Framework {
   PyObject* is_neg;
   PyObject* requires_grad;  // the attribute's name
 } framework;
-
-// A reference that goes out of scope with its owner.
-struct Reference {
-  PyObject* object;
-  explicit Reference(PyObject* owned) : object(owned) {}
-  Reference(const Reference&) = delete;
-  ~Reference() {
-    if (object) Py_DecRef(object);
-  }
-};
-
-// The truth of what a function gave; an exception is none of ours, and counts as true.
-bool truth(PyObject* owned) {
-  const Reference result(owned);
-  const int found = result.object ? PyObject_IsTrue(result.object) : -1;
-  if (found < 0) PyErr_Clear();
-  return found != 0;
-}
 
 // The passes that can be run again, and the order of their inputs and outputs.
 enum Kind : int64_t {
