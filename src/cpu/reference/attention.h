@@ -29,11 +29,11 @@ struct Head {
   std::vector<KeyRange> keys{};                            // of each query
   std::vector<bool> hidden{};                              // [n m] keys within the range that are not seen; empty: none
   Matrix bias{};                                           // [n m] added to the logits: mask and ALiBi; empty: none
-  std::vector<double> gauge{};                             // [n] what else is; it meets lse alone; empty: 0
+  std::vector<double> row_bias{};                          // [n] what else is; it meets lse alone; empty: 0
   double sink = -std::numeric_limits<double>::infinity();  // a logit of every query whose value is 0; -inf: none
   Seen seen_q{}, seen_k{};  // [n] [m]; a key counts as seen if any head that shares it sees it
 
-  double gauge_of(int64_t i) const { return gauge.empty() ? 0.0 : gauge[static_cast<std::size_t>(i)]; }
+  double row_bias_of(int64_t i) const { return row_bias.empty() ? 0.0 : row_bias[static_cast<std::size_t>(i)]; }
 
   bool sees(int64_t i, int64_t j) const {
     const KeyRange& range = keys[static_cast<std::size_t>(i)];

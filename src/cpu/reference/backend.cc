@@ -95,7 +95,7 @@ void load_bias(const Problem& problem, const Sequence& at, int64_t h, Head& head
   if (!mask.present() && !slopes.present()) return;
   double slope = slopes.present() ? element(slopes, at.index, h, 0, 0) : 0.0;
   if (!std::isfinite(slope)) slope = std::numeric_limits<double>::quiet_NaN();
-  if (adds_mask || slopes.present()) head.bias = Matrix(n, m), head.gauge.assign(static_cast<std::size_t>(n), 0.0);
+  if (adds_mask || slopes.present()) head.bias = Matrix(n, m), head.row_bias.assign(static_cast<std::size_t>(n), 0.0);
   for (int64_t i = 0; i < n; ++i) {
     double top = -kInf;
     for (int64_t j = 0; j < m; ++j) {
@@ -108,7 +108,7 @@ void load_bias(const Problem& problem, const Sequence& at, int64_t h, Head& head
     }
     // A number common to a row changes nothing but lse; a large one would take the bits of the logits.
     if (!std::isfinite(top) || problem.rounding) continue;
-    head.gauge[static_cast<std::size_t>(i)] = top;
+    head.row_bias[static_cast<std::size_t>(i)] = top;
     for (int64_t j = 0; j < m; ++j) head.bias[i][j] -= top;
   }
 }

@@ -26,7 +26,7 @@ void for_seen(const Head& head, int64_t i, const Body& body) {
 }
 
 // Returns p = exp(s - lse), [n m], 0 for masked keys, with the caller's lse or the rows' own, which replaces it in
-// `lse`; lse is without the gauge. Of the logits by scale q.k it leaves the `derivative`, [n m].
+// `lse`; lse lacks the row bias. Of the logits by scale q.k it leaves the `derivative`, [n m].
 Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logits, std::vector<double>& lse,
                      Matrix& derivative) {
   Matrix p(head.q.rows, head.k.rows);
@@ -39,12 +39,12 @@ Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logit
       s[index(j)] = unit * round_to(recipe.s, s[index(j)]), top = std::max(top, s[index(j)]);
     });
     for_seen(head, i, [&](int64_t j) { sum += std::exp(s[index(j)] - top); });
-    // Beside a large gauge a saved lse has lost the bits of the logits.
-    const double gauge = head.gauge_of(i);
-    if (recipe.backward.recompute || (std::fabs(gauge) >= 16.0 && lse[index(i)] != -kInf))
-      lse[index(i)] = with_sink(top == -kInf ? top : top + std::log(sum), head.sink - gauge);
+    // Beside a large row bias a saved lse has lost the bits of the logits.
+    const double row_bias = head.row_bias_of(i);
+    if (recipe.backward.recompute || (std::fabs(row_bias) >= 16.0 && lse[index(i)] != -kInf))
+      lse[index(i)] = with_sink(top == -kInf ? top : top + std::log(sum), head.sink - row_bias);
     else
-      lse[index(i)] -= gauge;
+      lse[index(i)] -= row_bias;
     for_seen(head, i, [&](int64_t j) { p[i][j] = probability_of(s[index(j)], lse[index(i)]); });
   }
   return p;
@@ -162,7 +162,7 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
   Matrix ds(n, m);
   std::vector<SinkRow> sink(index(n));
   for (int64_t i = 0; i < n; ++i) {
-    const double p_sink = probability_of(head.sink - head.gauge_of(i), lse[index(i)]);
+    const double p_sink = probability_of(head.sink - head.row_bias_of(i), lse[index(i)]);
     const double delta = delta_of(how, p, p_sink, dp, o, do_dp, i);
     for_seen(head, i, [&](int64_t j) { ds[i][j] = p[i][j] * (dp[i][j] - delta + dlse[index(i)]); });
     if (p_sink != 0.0) sink[index(i)] = {p_sink, p_sink * (dlse[index(i)] - delta)};

@@ -108,7 +108,7 @@ Output forward(const Head& head, const Recipe& recipe) {
     // The sink joins after the last tile, so that no p is rounded against it.
     const bool blind = row.m == -kInf && row.l == 0.0;  // sees nothing: o = 0, lse = -inf or the sink
     const double of_keys =
-        blind ? -kInf : (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l) + head.gauge_of(i);
+        blind ? -kInf : (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l) + head.row_bias_of(i);
     const double lse = out.lse[static_cast<std::size_t>(i)] = with_sink(of_keys, head.sink);
     const double share = probability_of(of_keys, lse);  // of the keys, next to the sink
     for (int64_t c = 0; c < e; ++c) {

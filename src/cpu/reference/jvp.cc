@@ -99,7 +99,7 @@ JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe) 
       if (!seen.empty()) add_tile(x, s.data(), derivative.data(), i, seen, row);
     }
     const bool blind = row.m == -kInf && row.l == 0.0;
-    const double of_keys = blind ? -kInf : row.m + std::log(row.l) + head.gauge_of(i),
+    const double of_keys = blind ? -kInf : row.m + std::log(row.l) + head.row_bias_of(i),
                  lse = with_sink(of_keys, head.sink);
     const double share = probability_of(of_keys, lse), of_sink = probability_of(head.sink, lse);
     const double mean = blind ? 0.0 : row.centre + row.r / row.l;

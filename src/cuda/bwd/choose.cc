@@ -11,15 +11,15 @@ int backward_dim(const Problem& p) {
   return dim <= 64 ? 64 : dim <= 128 ? 128 : 256;
 }
 
-bool has_gauge(const Problem& p) {
+bool has_row_bias(const Problem& p) {
   return p.alibi_slopes.present() || (p.mask.present() && p.mask.dtype != OCTET_BOOL);
 }
 
 BackwardChoice choose_backward(const Problem& p) {
   const octet::BackwardRecipe r = recipe_of(p).backward;
-  // A softcap needs logits that have the mean. Where rows of ds have sums other than 0 and lse has a gauge,
+  // A softcap needs logits that have the mean. Where rows of ds have sums other than 0 and lse has a row bias,
   // preprocessing cannot compute the sums.
-  const bool smooth = r.smooth_dq && !p.softcap && !(has_gauge(p) && p.sinks.present());
+  const bool smooth = r.smooth_dq && !p.softcap && !(has_row_bias(p) && p.sinks.present());
   return {.dim = backward_dim(p),
           .f16 = r.ds_q.format == OCTET_F16,
           .cast = r.logits.q.format,

@@ -26,6 +26,6 @@ std::optional<std::string> bias_correction_unsupported_reason(const Problem& p);
 int backward_dim(const Problem& p);
 
 // Returns true where the logits of a row may have a large number in common, from a mask tensor or ALiBi.
-bool has_gauge(const Problem& p);
+bool has_row_bias(const Problem& p);
 
 }  // namespace octet::cuda

@@ -32,25 +32,25 @@ __device__ void each_number(const LogitTerms& t, int64_t start, const KeyRange& 
   });
 }
 
-// One warp computes the gauge of a row.
+// One warp computes the bias of a row.
 __global__ void __launch_bounds__(kThreads)
-    gauge_kernel(const __grid_constant__ LogitTerms t, const Mask mask, int n, int m) {
-  const int64_t rows = t.gauge_shape[0] * t.gauge_shape[1] * t.gauge_shape[2];
+    row_bias_kernel(const __grid_constant__ LogitTerms t, const Mask mask, int n, int m) {
+  const int64_t rows = t.row_bias_shape[0] * t.row_bias_shape[1] * t.row_bias_shape[2];
   const int lane = threadIdx.x % 32;
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / 32; row < rows;
        row += static_cast<int64_t>(gridDim.x) * kRows) {
-    const int i = static_cast<int>(row % t.gauge_shape[2]);
-    const int head = static_cast<int>(row / t.gauge_shape[2] % t.gauge_shape[1]);
-    const int batch = static_cast<int>(row / t.gauge_shape[2] / t.gauge_shape[1]);
+    const int i = static_cast<int>(row % t.row_bias_shape[2]);
+    const int head = static_cast<int>(row / t.row_bias_shape[2] % t.row_bias_shape[1]);
+    const int batch = static_cast<int>(row / t.row_bias_shape[2] / t.row_bias_shape[1]);
     const KeyRange seen = mask.keys_of(i, n, m);
     LogitTerms without = t;
-    without.gauge = nullptr;
+    without.row_bias = nullptr;
     const RowTerms terms = row_terms(without, batch, batch, head, i, n, m, seen);
     float most = -INFINITY;
     each_number(t, terms.mask_start, seen,
                 [&](int key, float number) { most = fmaxf(most, added_by_mask(t, terms, key, number)); });
     for (int offset = 16; offset; offset /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
-    if (lane == 0) t.gauge[row] = isfinite(most) ? most : 0.f;
+    if (lane == 0) t.row_bias[row] = isfinite(most) ? most : 0.f;
   }
 }
 
@@ -76,20 +76,20 @@ LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace) {
   const bool varies[3] = {slopes && t.slope_stride[0], slopes, slopes || p.windowed};
   int64_t count = 1;
   for (int i = 2; i >= 0; --i) {
-    t.gauge_shape[i] = varies[i] || t.mask_stride[i] ? full[i] : 1;
-    t.gauge_stride[i] = t.gauge_shape[i] > 1 ? count : 0;
-    count *= t.gauge_shape[i];
+    t.row_bias_shape[i] = varies[i] || t.mask_stride[i] ? full[i] : 1;
+    t.row_bias_stride[i] = t.row_bias_shape[i] > 1 ? count : 0;
+    count *= t.row_bias_shape[i];
   }
-  t.gauge = workspace.take<float>(static_cast<std::size_t>(count));
+  t.row_bias = workspace.take<float>(static_cast<std::size_t>(count));
   return t;
 }
 
-void compute_gauges(const Problem& p, const LogitTerms& t, cudaStream_t stream) {
-  if (!t.gauge) return;
-  const int64_t rows = t.gauge_shape[0] * t.gauge_shape[1] * t.gauge_shape[2];
-  gauge_kernel<<<blocks_for(rows, kRows), kThreads, 0, stream>>>(t, mask_of(p), static_cast<int>(p.tokens_q),
-                                                                 static_cast<int>(p.tokens_k));
-  check(cudaGetLastError(), "gauge_kernel");
+void compute_row_biases(const Problem& p, const LogitTerms& t, cudaStream_t stream) {
+  if (!t.row_bias) return;
+  const int64_t rows = t.row_bias_shape[0] * t.row_bias_shape[1] * t.row_bias_shape[2];
+  row_bias_kernel<<<blocks_for(rows, kRows), kThreads, 0, stream>>>(t, mask_of(p), static_cast<int>(p.tokens_q),
+                                                                    static_cast<int>(p.tokens_k));
+  check(cudaGetLastError(), "row_bias_kernel");
 }
 
 }  // namespace octet::cuda::sm80

@@ -1,6 +1,6 @@
 // Logits that are more than scale q.k: softcap tanh(scale q.k / softcap) - slope |i + (m - n) - j| + mask, without the
-// gauge of their row. The gauge is the largest number that mask and ALiBi add to any logit of the row, or 0 if that is
-// not finite: a large number common to a row would take the bits of the logits. It changes nothing but lse.
+// row bias of their row. The row bias is the largest number that mask and ALiBi add to any logit of the row, or 0 if
+// that is not finite: a large number common to a row would take the bits of the logits. It changes nothing but lse.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -29,8 +29,8 @@ struct LogitTerms {
   int mask_bytes;
   bool mask_chunks;
   // [batch, head, query] of mask tensor and ALiBi together; null: 0, or that of ALiBi alone
-  float* gauge;
-  int64_t gauge_stride[3], gauge_shape[3];
+  float* row_bias;
+  int64_t row_bias_stride[3], row_bias_shape[3];
 
   // Returns the index of the first number of a row of the mask tensor.
   __device__ int64_t mask_row(int batch, int head, int query) const {
@@ -40,24 +40,24 @@ struct LogitTerms {
   __device__ const unsigned char* mask_at(int batch, int head, int query, int key) const {
     return static_cast<const unsigned char*>(mask) + mask_bytes * (mask_row(batch, head, query) + key);
   }
-  __device__ const float* gauge_at(int batch, int head, int query) const {
-    return gauge + batch * gauge_stride[0] + head * gauge_stride[1] + query * gauge_stride[2];
+  __device__ const float* row_bias_at(int batch, int head, int query) const {
+    return row_bias + batch * row_bias_stride[0] + head * row_bias_stride[1] + query * row_bias_stride[2];
   }
 };
 
 // Returns what the logits of a problem are.
 Logits logits_of(const Problem& p);
-// Allocates the gauges of a problem.
+// Allocates the row biases of a problem.
 LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace);
 // Computes them, where there are any.
-void compute_gauges(const Problem& p, const LogitTerms& terms, cudaStream_t stream);
+void compute_row_biases(const Problem& p, const LogitTerms& terms, cudaStream_t stream);
 
 // The terms of one query.
 struct RowTerms {
   float slope;         // of ALiBi; NaN where it is not finite
-  float gauge;         // what the logits lack
+  float row_bias;      // what the logits lack
   int diagonal;        // the key at distance 0
-  int nearest;         // without a mask tensor: the distance whose term is the gauge
+  int nearest;         // without a mask tensor: the distance whose term is the row bias
   int64_t mask_start;  // its row of the mask tensor
 };
 
@@ -75,11 +75,11 @@ __device__ inline RowTerms row_terms(const LogitTerms& t, int batch, int sequenc
       const int least = abs(row.diagonal - near),
                 most = max(abs(row.diagonal - seen.first), abs(row.diagonal - (seen.last - 1)));
       row.nearest = slope < 0.f ? most : least;
-      row.gauge = -row.slope * static_cast<float>(row.nearest);
+      row.row_bias = -row.slope * static_cast<float>(row.nearest);
     }
   }
   if (t.mask) row.mask_start = t.mask_row(batch, head, i);
-  if (t.gauge) row.gauge = *t.gauge_at(batch, head, i);
+  if (t.row_bias) row.row_bias = *t.row_bias_at(batch, head, i);
   return row;
 }
 
@@ -117,7 +117,7 @@ __device__ inline Capped softcap(const LogitTerms& t, float x) {
 // Returns what ALiBi and `number` of a mask tensor add to the logit of a key.
 __device__ inline float added_by_mask(const LogitTerms& t, const RowTerms& row, int key, float number) {
   if (number == -INFINITY) return number;
-  const float rest = number - row.gauge;
+  const float rest = number - row.row_bias;
   return t.slopes ? __fmaf_rn(-row.slope, static_cast<float>(abs(row.diagonal - key)), rest) : rest;
 }
 

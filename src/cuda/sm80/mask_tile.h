@@ -91,12 +91,12 @@ struct MaskFragment {
             MaskNumbers<T>::two(*reinterpret_cast<const Word*>(start + below * 8 * kRowBytes + i * 8 * kBytes)), below);
     });
   }
-  // s = scale s + mask - gauge. The gauge is 0 where the mask is bool. Where the mask hides a key, this is -inf if s is
-  // finite.
+  // s = scale s + mask - row bias. The row bias is 0 where the mask is bool. Where the mask hides a key, this is -inf
+  // if s is finite.
   template <int Columns>
-  __device__ void add(Accumulator<Columns>& s, float scale, const float (&gauge)[kRowsPerThread]) const {
+  __device__ void add(Accumulator<Columns>& s, float scale, const float (&row_bias)[kRowsPerThread]) const {
     each_pair(s, [&](auto* type, float& x, float& y, const float2& numbers, int below) {
-      const float by = std::is_same_v<bool*, decltype(type)> ? 0.f : gauge[below];
+      const float by = std::is_same_v<bool*, decltype(type)> ? 0.f : row_bias[below];
       x = __fmaf_rn(x, scale, numbers.x - by), y = __fmaf_rn(y, scale, numbers.y - by);
     });
   }
@@ -115,9 +115,9 @@ struct MaskFragmentByKeys {
   const unsigned char* tile;
   MaskElement element;
 
-  // s^T = scale s^T + mask - gauge, with the gauges of the columns.
+  // s^T = scale s^T + mask - row bias, with the row biases of the columns.
   template <int M, int Columns>
-  __device__ void add(Accumulator<Columns> (&s)[M], float scale, const float* gauge) const {
+  __device__ void add(Accumulator<Columns> (&s)[M], float scale, const float* row_bias) const {
     static_assert(M * 16 == kKeys);
     const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
     with_mask_type(element, [&](auto* type) {
@@ -139,7 +139,7 @@ struct MaskFragmentByKeys {
             numbers[key] = {MaskNumbers<T>::one(first + i * 8 * kRowBytes, 8 * key),
                             MaskNumbers<T>::one(first + (i * 8 + 1) * kRowBytes, 8 * key)};
         }
-        const auto of_columns = *reinterpret_cast<const float2*>(gauge + 8 * i);
+        const auto of_columns = *reinterpret_cast<const float2*>(row_bias + 8 * i);
 #pragma unroll
         for (int key = 0; key < 2 * M; ++key) {
           float* const x = &s[key / 2].x[4 * i + key % 2 * 2];
@@ -151,11 +151,11 @@ struct MaskFragmentByKeys {
   }
 };
 
-// s = scale s - gauge: what MaskFragment::add does where the mask is 0.
+// s = scale s - row bias: what MaskFragment::add does where the mask is 0.
 template <int Columns>
-__device__ void subtract_gauge(Accumulator<Columns>& s, float scale, const float (&gauge)[kRowsPerThread]) {
+__device__ void subtract_row_bias(Accumulator<Columns>& s, float scale, const float (&row_bias)[kRowsPerThread]) {
 #pragma unroll
-  for (int i = 0; i < Columns / 2; ++i) s.x[i] = __fmaf_rn(s.x[i], scale, 0.f - gauge[i / 2 % kRowsPerThread]);
+  for (int i = 0; i < Columns / 2; ++i) s.x[i] = __fmaf_rn(s.x[i], scale, 0.f - row_bias[i / 2 % kRowsPerThread]);
 }
 
 // Returns the largest of this thread's elements of a row, or NaN if one is.

@@ -70,7 +70,7 @@ void backward_as(const Job& job, const BackwardPlan& plan) {
     return BackwardTile{p, plan, w, BackwardScratch::allocate(w, own)};
   };
   prepare_operands(job, plan, w);
-  if (w.gauge && plan.delta != Delta::from_p)
+  if (w.row_bias && plan.delta != Delta::from_p)
     parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
       configure_tiles();
       RowSweep{tile_of(thread)}.renew_lse(job.sequences[job.query_blocks[task].sequence], job.query_blocks[task]);

@@ -34,10 +34,11 @@ struct GradientOperands {
   int64_t tiles;                   // of a head of k and v, at most
   float *q, *do_dp, *do_dv;        // [row][columns]
   float *q_amax, *do_amax;         // [row]
-  float* lse;  // [row], times log2(e), minus `gauge`, for k minus its mean; +inf: the row sees nothing, not even a sink
+  float*
+      lse;  // [row], times log2(e), minus `row_bias`, for k minus its mean; +inf: the row sees nothing, not even a sink
   float* delta;       // [row], minus dlse
   float* sink;        // [row], with sinks: the sink's probability, with Delta::from_p until then its logit, as lse
-  float* gauge;       // [row], with a float mask or ALiBi: bias_gauge, which logits go without
+  float* row_bias;    // [row], with a float mask or ALiBi: row_bias_of; the logits lack it
   float* mean_logit;  // [row], with smooth_k and a softcap: q.mean, which logits go without
   float* ds_sum;      // [row], with a softcap where a mean was taken from k: the sum of a row of ds
   float* lambda;      // [row], with gproj
@@ -82,7 +83,7 @@ inline GradientOperands allocate_gradient_operands(const Problem& p, const Backw
   w.lse = workspace.take<float>(rows);
   w.delta = workspace.take<float>(rows);
   w.sink = p.sinks.present() ? workspace.take<float>(rows) : nullptr;
-  w.gauge = has_gauge(p) ? workspace.take<float>(rows) : nullptr;
+  w.row_bias = has_row_bias(p) ? workspace.take<float>(rows) : nullptr;
   w.mean_logit = plan.smooth_k && p.softcap != 0.f ? workspace.take<float>(rows) : nullptr;
   w.ds_sum = centred(plan) && p.softcap != 0.f ? workspace.take<float>(rows) : nullptr;
   w.k_smooth = plan.smooth_blocks ? workspace.take<float>(tiles * kKeys * w.k_columns) : nullptr;

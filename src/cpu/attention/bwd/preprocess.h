@@ -101,7 +101,7 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
     if (!seen(i)) zero(q + i * kc, kc), zero(do_dp + i * vc, vc);
     const float saved = *p.lse.at<float>(seq.batch, h, seq.q_first + token + i);
     double lse = saved == kMinusInfinity ? __builtin_inf() : saved, moved = 0;
-    if (w.gauge) moved = w.gauge[first + i] = bias_gauge(p, seq, h, token + i);
+    if (w.row_bias) moved = w.row_bias[first + i] = row_bias_of(p, seq, h, token + i);
     if (w.mean_logit)
       w.mean_logit[first + i] = static_cast<float>(dot_in_double(q + i * kc, mean, p.dim));
     else if (plan.smooth_k)

@@ -46,7 +46,7 @@ struct BackwardTile {
     return plan.smooth_blocks ? block_mean(p, seq, block.sequence, h, token, w) : nullptr;
   }
 
-  const float* gauges(int64_t first) const { return w.gauge ? w.gauge + first : nullptr; }
+  const float* row_biases(int64_t first) const { return w.row_bias ? w.row_bias + first : nullptr; }
   const float* mean_logits(int64_t first) const { return w.mean_logit ? w.mean_logit + first : nullptr; }
 
   // log2(e) times what turns a result of load_logits into a logit.
@@ -120,7 +120,7 @@ struct BackwardTile {
   OCTET_INLINE_MEMBER void for_tile_rows(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t tile,
                                          const Body& body) const {
     const int64_t first = row_index(p, seq, h, token);
-    for_rows(p, seq, h, token, rows, tile * kKeys, gauges(first), mean_logits(first), body);
+    for_rows(p, seq, h, token, rows, tile * kKeys, row_biases(first), mean_logits(first), body);
   }
 
   // From logits and dp to p and ds; `apply_cap`: ds with the derivative of the softcap.

@@ -38,12 +38,12 @@ struct RowSums {
 
 // Passes over the whole rows of a block of queries.
 struct RowSweep : BackwardTile {
-  // Beside a large gauge lse has lost the bits of the logits: such rows get their own.
+  // Beside a large row bias lse has lost the bits of the logits: such rows get their own.
   void renew_lse(const Sequence& seq, const Block& block) {
     constexpr float kLarge = 16.f;
     const int64_t h = block.head, token = block.token, first = row_index(p, seq, h, token);
     const int64_t rows = std::min(seq.q_tokens - token, kQueries);
-    const auto large = [&](int64_t i) { return __builtin_fabsf(w.gauge[first + i]) >= kLarge; };
+    const auto large = [&](int64_t i) { return __builtin_fabsf(w.row_bias[first + i]) >= kLarge; };
     bool any = false;
     for (int64_t i = 0; i < rows; ++i) any |= large(i);
     if (!any) return;
@@ -66,7 +66,8 @@ struct RowSweep : BackwardTile {
       if (plan.smooth_k)  // the row's mean logit, which lse lacks too, is not kept
         lse = static_cast<float>(of_keys - (w.sink ? std::log2(1.0 - w.sink[first + i]) : 0.0));
       else
-        lse = static_cast<float>(with_sink(of_keys / kLog2e, sink_of(p, seq.batch, h) - w.gauge[first + i]) * kLog2e);
+        lse =
+            static_cast<float>(with_sink(of_keys / kLog2e, sink_of(p, seq.batch, h) - w.row_bias[first + i]) * kLog2e);
     }
   }
 

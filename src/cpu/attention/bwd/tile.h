@@ -59,11 +59,11 @@ OCTET_INLINE void gradient_row(const GradientRow& row, float* s, float* dp) {
   if (capped) *row.ds_sum = reduce_add(sum);
 }
 
-// Calls body(row, partial) for the rows of a tile: partial is a compile-time constant. `gauge`, `mean_logit`: of these
-// rows, or null.
+// Calls body(row, partial) for the rows of a tile: partial is a compile-time constant. `row_bias`, `mean_logit`: of
+// these rows, or null.
 template <class Body>
 OCTET_INLINE void for_rows(const Problem& p, const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t key,
-                           const float* gauge, const float* mean_logit, const Body& body) {
+                           const float* row_bias, const float* mean_logit, const Body& body) {
   const bool plain = p.plain_logits();
   TileRow row{nullptr, nullptr, 0, 0, nullptr, p.mask.dtype, p.mask.stride[3], 0.f};
   for (int64_t i = 0; i < rows; ++i) {
@@ -71,7 +71,7 @@ OCTET_INLINE void for_rows(const Problem& p, const Sequence& seq, int64_t h, int
     row.first = static_cast<int>(seen.first > key ? seen.first - key : 0);
     row.last = static_cast<int>(seen.last < key + kKeys ? seen.last - key : kKeys);
     if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
-    if (gauge) row.gauge = gauge[i];
+    if (row_bias) row.row_bias = row_bias[i];
     if (!plain) row.terms = terms_of(p, seq, h, token + i, key, mean_logit ? mean_logit[i] : 0.0);
     if (row.first > 0 || row.last < kKeys || !plain)
       body(i, row, std::true_type());

@@ -17,7 +17,7 @@ inline double lse_of_keys(const Problem& p, const ForwardPlan& plan, const Query
   const double scale = static_cast<double>(state.softmax_scale_log2[i]) / 1.44269504088896340736;
   const double unit = static_cast<double>(state.unit) * (scales_p(format) ? plan.p_top : 1.f);
   const double value = state.m[i] * scale + std::log(l / unit);
-  return state.gauge[i] + (plan.smooth_k && p.softcap == 0.f ? value + p.scale * queries.mean_logit[i] : value);
+  return state.row_bias[i] + (plan.smooth_k && p.softcap == 0.f ? value + p.scale * queries.mean_logit[i] : value);
 }
 
 // Stores rows of o / l, what rounding left out of them, and lse.

@@ -78,7 +78,9 @@ struct Forward {
       state.to_logit[i] = kept_from_zero(static_cast<double>(queries.scale[i]) * p.scale);
       state.softmax_scale_log2[i] =
           p.plain_logits() ? kept_from_zero(static_cast<double>(queries.scale[i]) * p.scale * kLog2e) : kLog2e;
-      state.gauge[i] = i >= rows ? 0.f : i > 0 && one_mask_row(p) ? state.gauge[0] : bias_gauge(p, seq, h, token + i);
+      state.row_bias[i] = i >= rows                  ? 0.f
+                          : i > 0 && one_mask_row(p) ? state.row_bias[0]
+                                                     : row_bias_of(p, seq, h, token + i);
     }
     std::memset(state.l, 0, sizeof state.l);
     std::memset(scratch.o, 0, sizeof(float) * kRows * side.v_columns);
@@ -141,7 +143,7 @@ struct Forward {
       own.last = static_cast<int>(std::min(seen.last - key, keys));
       if (p.plain_logits()) return own;
       if (p.mask.present()) own.mask = mask_row(p, seq.batch, h, token + i, key);
-      own.gauge = state.gauge[i];
+      own.row_bias = state.row_bias[i];
       own.terms = terms_of(p, seq, h, token + i, key, plan.smooth_k ? queries.mean_logit[i] : 0.0);
       return own;
     };

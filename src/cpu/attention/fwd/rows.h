@@ -14,7 +14,7 @@ struct alignas(64) RowState {
   float top[rows];                  // bias correction beta: largest logit so far; m may lie above it
   float softmax_scale_log2[rows];   // log2(e) times what turns x into a logit
   float to_logit[rows];             // logit per unit of sum * k_scale
-  float gauge[rows];                // bias_gauge: what logits lack
+  float row_bias[rows];             // row_bias_of: what logits lack
   float alpha[rows];                // of this step
   float p_scale[rows][kStepTiles];  // 8-bit P, of each tile: o += p_scale * product
   float unit;                       // P, its factor left out, is summed times this power of two: unit_of_p

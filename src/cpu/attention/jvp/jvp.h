@@ -68,7 +68,7 @@ struct JvpState {
   float m[kQueries];
   float centre[kQueries];  // c
   float alpha[kQueries];
-  float gauge[kQueries];  // bias_gauge
+  float row_bias[kQueries];  // row_bias_of
 };
 
 // The mean of x weighted by p; keys whose p is 0 may hold anything.
@@ -139,7 +139,7 @@ struct Jvp {
     pack_queries<E>(tangents, plan, seq, h, token, rows, kRows, signs, nullptr, scratch.q, 2 * words, words, queries);
     pack_queries<E>(p, plan, seq, h, token, rows, kRows, signs, nullptr, scratch.q + words, 2 * words, words, queries);
     for (int64_t i = 0; i < kRows; ++i) {
-      state.gauge[i] = i < rows ? bias_gauge(p, seq, h, token + i) : 0.f;
+      state.row_bias[i] = i < rows ? row_bias_of(p, seq, h, token + i) : 0.f;
       state.m[i] = kMinusInfinity;
       state.centre[i] = 0.f;
     }
@@ -170,7 +170,7 @@ struct Jvp {
       auto* p_out = scratch.ph + i * 2 * scratch.p_stride;
       auto* h_out = p_out + scratch.p_stride;
       if (p.mask.present()) row.mask = mask_row(p, seq.batch, h, token + i, key);
-      if (!plain) row.gauge = state.gauge[i], row.terms = terms_of(p, seq, h, token + i, key, 0.0);
+      if (!plain) row.row_bias = state.row_bias[i], row.terms = terms_of(p, seq, h, token + i, key, 0.0);
       if (row.first > 0 || row.last < kKeys || !plain)
         jvp_row<E, format, true>(s, ts, row, p.scale, scale_log2, i, state, p_out, h_out);
       else
@@ -218,7 +218,7 @@ struct Jvp {
         to[c] = seen ? (to[c] - r * o[c]) * inverse : 0.f;
       }
       const double m = static_cast<double>(state.m[i]) * softmax_scale_log2() / 1.44269504088896340736;
-      const double of_keys = seen ? m + std::log(static_cast<double>(l)) + state.gauge[i] : kMinusInfinity;
+      const double of_keys = seen ? m + std::log(static_cast<double>(l)) + state.row_bias[i] : kMinusInfinity;
       const double lse = with_sink(of_keys, sink);
       const float w = static_cast<float>(probability_of(of_keys, lse)),
                   of_sink = static_cast<float>(probability_of(sink, lse));

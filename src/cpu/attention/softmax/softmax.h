@@ -22,7 +22,7 @@ struct LogitTerms {
   float mean_logit = 0.f;  // with a softcap: scale * q.mean, for the mean that was taken from k
   float slope = 0.f;       // of ALiBi; NaN where it is not finite; 0: none
   int diagonal = 0;        // the key at distance 0, from the first key of the tile on
-  int nearest = 0;         // without a mask tensor: the distance whose term is the gauge
+  int nearest = 0;         // without a mask tensor: the distance whose term is the row bias
 };
 
 // The keys of the current tile, or of several, as one row needs them.
@@ -33,7 +33,7 @@ struct TileRow {
   const void* mask;           // this row of the mask tensor at the first key; null: none
   octet_dtype mask_dtype;
   int64_t mask_stride;
-  float gauge;  // subtracted from the mask and ALiBi: bias_gauge
+  float row_bias;  // subtracted from the mask and ALiBi: row_bias_of
   LogitTerms terms{};
 
   // Returns whether every key of the tile is visible and its logit is scale * q.k.
@@ -86,8 +86,8 @@ inline LogitTerms terms_of(const Problem& p, const Sequence& seq, int64_t h, int
 // Returns whether all queries of a head have one row of a mask tensor, and see the same keys of it.
 inline bool one_mask_row(const Problem& p) { return !p.windowed && !p.mask.stride[2] && !p.alibi_slopes.present(); }
 
-// Whether rows may have a gauge other than 0.
-inline bool has_gauge(const Problem& p) {
+// Returns whether rows may have a row bias other than 0.
+inline bool has_row_bias(const Problem& p) {
   return p.alibi_slopes.present() || (p.mask.present() && p.mask.dtype != OCTET_BOOL);
 }
 
@@ -111,7 +111,7 @@ inline double alibi(float slope, int64_t distance) {
 
 // The largest number that ALiBi, with a mask tensor or without, adds to a logit of query i of head h; 0 where a mask
 // tensor makes it infinite.
-inline float alibi_gauge(const Problem& p, const Sequence& seq, int64_t h, int64_t i) {
+inline float alibi_row_bias(const Problem& p, const Sequence& seq, int64_t h, int64_t i) {
   const LogitTerms terms = terms_of(p, seq, h, i, 0, 0.0);
   double top = alibi(terms.slope, terms.nearest);
   if (p.mask.present()) {
@@ -130,8 +130,8 @@ inline float alibi_gauge(const Problem& p, const Sequence& seq, int64_t h, int64
 // The largest number that a mask tensor and ALiBi add to a logit of query i of head h. A number common to a row changes
 // nothing but lse; a large one, like the lowest of a type in a row that is masked as a whole, would take the bits of
 // the logits. So they go without it. 0 for bool masks and none.
-inline float bias_gauge(const Problem& p, const Sequence& seq, int64_t h, int64_t i) {
-  if (p.alibi_slopes.present()) return alibi_gauge(p, seq, h, i);
+inline float row_bias_of(const Problem& p, const Sequence& seq, int64_t h, int64_t i) {
+  if (p.alibi_slopes.present()) return alibi_row_bias(p, seq, h, i);
   if (!p.mask.present() || p.mask.dtype == OCTET_BOOL) return 0.f;
   const KeyRange keys = p.keys_of(i, seq.q_tokens, seq.k_tokens);
   const void* row = mask_row(p, seq.batch, h, i, 0);
@@ -175,16 +175,16 @@ inline float kept_from_zero(double x) {
   return y;
 }
 
-// Loads what a mask tensor, and ALiBi with it, add to the logits of one row: -inf, or a number without the row's gauge.
+// Loads what a mask tensor, and ALiBi with it, add to the logits of one row: -inf, or a number minus the row bias.
 inline void load_mask(const TileRow& row, float* out) {
   for (int j = row.first; j < row.last; ++j) {
     const float number = mask_number(row.mask_dtype, row.mask, j * row.mask_stride);
     if (row.terms.slope == 0.f)
-      out[j] = number - row.gauge;
+      out[j] = number - row.row_bias;
     else if (number == kMinusInfinity)
       out[j] = number;
     else
-      out[j] = static_cast<float>(number + alibi(row.terms.slope, std::abs(row.terms.diagonal - j)) - row.gauge);
+      out[j] = static_cast<float>(number + alibi(row.terms.slope, std::abs(row.terms.diagonal - j)) - row.row_bias);
   }
 }
 
@@ -197,8 +197,8 @@ static inline __attribute__((noinline)) void cap_row(const LogitTerms& terms, Vf
   }
 }
 
-// Turns scale * q.k into logits: capped, with ALiBi and mask, without the gauge. Of the logits by scale * q.k it leaves
-// the derivative where that is not null.
+// Turns scale * q.k into logits: capped, with ALiBi and mask, without the row bias. Of the logits by scale * q.k it
+// leaves the derivative where that is not null.
 OCTET_INLINE void add_terms(const TileRow& row, Vf (&x)[kVectors], Vf* derivative) {
   const LogitTerms& terms = row.terms;
   if (terms.softcap != 0.f) {

@@ -93,8 +93,8 @@ struct Backward {
     int group;        // heads of q for each kv head
     int iterations;
     Step steps[kSteps];
-    // The gauges of the current tile of a mask tensor; that tile lies in memory after this struct.
-    alignas(C::kKeysAsRows ? 8 : 4) float gauge[C::kKeysAsRows ? kStages : 1][!kPlain ? kQueries : 1];
+    // The row biases of the current tile of a mask tensor; that tile lies in memory after this struct.
+    alignas(C::kKeysAsRows ? 8 : 4) float row_bias[C::kKeysAsRows ? kStages : 1][!kPlain ? kQueries : 1];
     int mask_class[kMasked ? kSteps : 0];
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + kChunkBytes - 1) / kChunkBytes * kChunkBytes;
@@ -129,7 +129,7 @@ struct Backward {
   __device__ bool needs_mask_tile(int n) const { return !kMasked || shared.mask_class[n % kSteps] != kZeros; }
   __device__ void load_mask(const Step& step, bool tile) const;
   __device__ unsigned char* mask_tile_by_keys() const;
-  __device__ void load_gauges(const Step& step, int stage) const;
+  __device__ void load_row_biases(const Step& step, int stage) const;
   __device__ void load_mask_by_keys(int n, int pass) const;
   __device__ void add_mask_by_keys(TileS& s, int n, int pass) const;
   __device__ void add_mask_tile(TileS& s, float scale, bool needs_tile) const;

@@ -59,20 +59,20 @@ Plan backward_f32(const Problem& p, void* workspace) {
     count_blocks(a.q_blocks, a.k_blocks, stream);
     if (queries) {
       compute_delta({strided(p.do_), strided(p.o), strided(p.o_residual), strided(p.dlse), delta}, stream);
-      compute_gauges(p, terms, stream);
-      if (has_gauge(p))
-        remove_gauges({.terms = terms,
-                       .q = strided(p.q),
-                       .k = strided(p.k),
-                       .lse = strided(p.lse),
-                       .round = OCTET_F32,
-                       .sinks = sinks(p.sinks),
-                       .q_blocks = a.q_blocks,
-                       .k_blocks = a.k_blocks,
-                       .mask = a.mask,
-                       .group = static_cast<int>(p.group()),
-                       .to = lse},
-                      stream);
+      compute_row_biases(p, terms, stream);
+      if (has_row_bias(p))
+        subtract_row_biases({.terms = terms,
+                             .q = strided(p.q),
+                             .k = strided(p.k),
+                             .lse = strided(p.lse),
+                             .round = OCTET_F32,
+                             .sinks = sinks(p.sinks),
+                             .q_blocks = a.q_blocks,
+                             .k_blocks = a.k_blocks,
+                             .mask = a.mask,
+                             .group = static_cast<int>(p.group()),
+                             .to = lse},
+                            stream);
       else
         copy_lse(strided(p.lse), lse, stream);
     }

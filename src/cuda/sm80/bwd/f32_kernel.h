@@ -29,7 +29,7 @@ struct F32Operand {
 
 struct F32Params {
   F32Operand q, k, v, do_;
-  const float *lse, *delta;  // [batch, head, token]: lse without the gauge; do.o - dlse
+  const float *lse, *delta;  // [batch, head, token]: lse minus the row bias; do.o - dlse
   Strided dq, dk, dv;
   LogitTerms terms;
   Blocks q_blocks, k_blocks;

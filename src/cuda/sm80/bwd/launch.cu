@@ -26,7 +26,7 @@ Plan backward(const Problem& p, void* workspace) {
   params.q = seen.q, params.k = seen.k, params.v = seen.v, params.do_ = seen.do_;
   const Strided saved_lse = params.lse;
   LseParams rows{.terms = terms, .q = params.q, .k = params.k, .lse = params.lse};
-  if (has_gauge(p)) {
+  if (has_row_bias(p)) {
     rows.round = params.round_q, rows.sinks = params.sinks, rows.mask = params.mask, rows.group = params.group;
     rows.q_blocks = params.q_blocks, rows.k_blocks = params.k_blocks;
     rows.to = allocator.take<float>(static_cast<std::size_t>(p.batch * p.heads * p.tokens_q));
@@ -51,9 +51,9 @@ Plan backward(const Problem& p, void* workspace) {
                                  terms, classes};
     const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.key_parts;
     seen.preprocess(stream);
-    compute_gauges(p, terms, stream);
+    compute_row_biases(p, terms, stream);
     if (choice.has_classes) classify(p, terms, classes, stream);
-    if (rows.to) remove_gauges(rows, stream);
+    if (rows.to) subtract_row_biases(rows, stream);
     preprocess(params, stream);
     if (blocks)
       launch_general_pdl(kernel.function, static_cast<unsigned>(blocks), kernel.threads, kernel.shared_bytes, stream,

@@ -6,7 +6,7 @@ namespace octet::cuda::sm80 {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr float kLargeGauge = 16.f;
+constexpr float kLargeRowBias = 16.f;
 
 __device__ float rounded(octet_dtype type, float x) {
   return type == OCTET_BF16 ? float(Bf16(x)) : type == OCTET_F16 ? float(F16(x)) : x;
@@ -32,12 +32,12 @@ struct Sum {
   }
 };
 
-// A row of logits, and what it lacks.
+// A row of logits and its terms.
 struct Row {
   int batch, head, token, k_first;
   KeyRange seen;
   RowTerms terms;
-  float saved;  // its lse with the gauge
+  float saved;  // its lse, from which the row bias was not subtracted
 
   __device__ Row(const LseParams& p, int64_t row) {
     const int64_t heads = p.q.shape[1], tokens = p.q.shape[2];
@@ -53,10 +53,10 @@ struct Row {
     seen = p.mask.keys_of(token - q_first, n, m);
     terms = row_terms(p.terms, batch, sequence, head, token - q_first, n, m, seen);
   }
-  __device__ bool has_lost_bits() const { return fabsf(terms.gauge) >= kLargeGauge && saved != -INFINITY; }
+  __device__ bool has_lost_bits() const { return fabsf(terms.row_bias) >= kLargeRowBias && saved != -INFINITY; }
 };
 
-// Returns lse of a row without its gauge, computed by a warp.
+// Returns lse of a row minus its row bias, computed by a warp.
 __device__ float lse_of(const LseParams& p, const Row& row) {
   Sum sum{-INFINITY, 0.f};
 #pragma unroll 1
@@ -67,7 +67,7 @@ __device__ float lse_of(const LseParams& p, const Row& row) {
   }
   for (int offset = 16; offset; offset /= 2)
     sum.add(__shfl_xor_sync(~0u, sum.m, offset), __shfl_xor_sync(~0u, sum.l, offset));
-  if (p.sinks.data) sum.add(p.sinks.at(row.batch, row.head) - row.terms.gauge, 1.f);
+  if (p.sinks.data) sum.add(p.sinks.at(row.batch, row.head) - row.terms.row_bias, 1.f);
   return sum.m + logf(sum.l);
 }
 
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) lse_kernel(const __grid_constant__ L
     if (present) {
       const Row row(p, first + lane);
       lost_bits = row.has_lost_bits();
-      if (!lost_bits) p.to[first + lane] = row.saved - row.terms.gauge;
+      if (!lost_bits) p.to[first + lane] = row.saved - row.terms.row_bias;
     }
     for (unsigned left = __ballot_sync(~0u, lost_bits); left;) {
       const int of_lane = 31 - __clz(static_cast<int>(left));
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) lse_kernel(const __grid_constant__ L
 
 }  // namespace
 
-void remove_gauges(const LseParams& p, cudaStream_t stream) {
+void subtract_row_biases(const LseParams& p, cudaStream_t stream) {
   const int64_t rows = p.q.shape[0] * p.q.shape[1] * p.q.shape[2];
   if (!rows) return;
   lse_kernel<<<blocks_for(rows, kThreads), kThreads, 0, stream>>>(p);

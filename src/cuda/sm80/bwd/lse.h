@@ -1,5 +1,5 @@
-// What reads the logits of whole rows beside the backward mainloop: lse loses the gauge of its row (sm80/logits.h), and
-// rows that are not finite are computed again.
+// What reads the logits of whole rows beside the backward mainloop: lse loses the row bias of its row (sm80/logits.h),
+// and rows that are not finite are computed again.
 #pragma once
 #include <octet/octet.h>
 
@@ -21,9 +21,9 @@ struct LseParams {
   float* to;  // [batch, head, token]
 };
 
-// Sets `to` to lse minus the gauge. Beside a large gauge the saved lse has lost the bits of the logits: such rows are
-// computed again.
-void remove_gauges(const LseParams& p, cudaStream_t stream);
+// Sets `to` to lse minus the row bias. Beside a large row bias the saved lse has lost the bits of the logits: such rows
+// are computed again.
+void subtract_row_biases(const LseParams& p, cudaStream_t stream);
 
 // Recomputes the rows of dq, dk and dv that are not finite because of tokens that masks hide.
 void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const LogitTerms& terms, const Strided& dq,

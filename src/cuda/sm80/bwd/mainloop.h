@@ -116,7 +116,7 @@ __device__ void Backward<Kind>::load_mask_class(const MBlock& at, int n) const {
                        mask_classes(w.kv_head * shared.group + at.head, at.tile));
 }
 
-// Starts the copies of the gauges of a tile's rows and, if asked to, of the tile of the mask tensor.
+// Starts the copies of the row biases of a tile's rows and, if asked to, of the tile of the mask tensor.
 template <class Kind>
 __device__ void Backward<Kind>::load_mask(const Step& step, bool tile) const {
   if (!has_mask_tile()) return;
@@ -125,12 +125,12 @@ __device__ void Backward<Kind>::load_mask(const Step& step, bool tile) const {
   if (tile)
     load_mask_tile<kThreads, kQueries, kKeys>(mask_tile(), thread, t, w.batch, step.head, step.query, w.q.tokens,
                                               w.first_key, w.k.tokens);
-  if (t.gauge && thread < kQueries)
-    ptx::cp_async_word(ptx::shared_address(&shared.gauge[0][thread]),
-                       t.gauge_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)));
+  if (t.row_bias && thread < kQueries)
+    ptx::cp_async_word(ptx::shared_address(&shared.row_bias[0][thread]),
+                       t.row_bias_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)));
 }
 
-// Turns s into scale s + mask - gauge, or into scale s where there is no mask tensor. `needs_tile`: the mask is not 0.
+// Turns s into scale s + mask - row bias, or into scale s without a mask tensor. `needs_tile`: the mask is not 0.
 template <class Kind>
 __device__ void Backward<Kind>::add_mask_tile(TileS& s, float scale, bool needs_tile) const {
   if (!has_mask_tile()) {
@@ -142,13 +142,13 @@ __device__ void Backward<Kind>::add_mask_tile(TileS& s, float scale, bool needs_
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const int row = first + 16 * m;
-    const float gauge[] = {shared.gauge[0][row], shared.gauge[0][row + 8]};
+    const float row_bias[] = {shared.row_bias[0][row], shared.row_bias[0][row + 8]};
     const int column = 16 * PartS::column_block(warp) + fragment_column();
     if (needs_tile) {
-      MaskFragment<kKeys>{mask_tile(), params.terms.element, row, column}.add(s[m], scale, gauge);
+      MaskFragment<kKeys>{mask_tile(), params.terms.element, row, column}.add(s[m], scale, row_bias);
     } else {
-      const bool any = params.terms.gauge;
-      subtract_gauge(s[m], scale, {any ? gauge[0] : 0.f, any ? gauge[1] : 0.f});
+      const bool any = params.terms.row_bias;
+      subtract_row_bias(s[m], scale, {any ? row_bias[0] : 0.f, any ? row_bias[1] : 0.f});
     }
   }
 }

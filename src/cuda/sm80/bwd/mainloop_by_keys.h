@@ -74,14 +74,15 @@ __device__ unsigned char* Backward<Kind>::mask_tile_by_keys() const {
   return mask_tile() + ptx::opaque(warp) * (32 * mask_row_bytes(kMaskColumns, params.terms.mask_bytes));
 }
 
-// Starts the copies of the gauges of a tile's queries, which are 0 where the mask is bool.
+// Starts the copies of the row biases of a tile's queries, which are 0 where the mask is bool.
 template <class Kind>
-__device__ void Backward<Kind>::load_gauges(const Step& step, int stage) const {
+__device__ void Backward<Kind>::load_row_biases(const Step& step, int stage) const {
   const LogitTerms& t = params.terms;
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
   if (thread >= kQueries) return;
-  const void* const from = t.gauge ? t.gauge_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)) : t.mask;
-  ptx::cp_async_word(ptx::shared_address(&shared.gauge[stage][thread]), from, !t.gauge);
+  const void* const from =
+      t.row_bias ? t.row_bias_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)) : t.mask;
+  ptx::cp_async_word(ptx::shared_address(&shared.row_bias[stage][thread]), from, !t.row_bias);
 }
 
 // Starts the copies of this warp's part of the mask tensor for a pass of iteration n, if it is needed.
@@ -103,19 +104,20 @@ __device__ void Backward<Kind>::load_mask_by_keys(int n, int pass) const {
   ptx::cp_async_commit();
 }
 
-// Turns s^T of a pass of iteration n into scale s^T + mask - gauge, and starts to load the mask for the pass after it.
+// Turns s^T of a pass of iteration n into scale s^T + mask - row bias, and starts to load the mask for the pass
+// after it.
 template <class Kind>
 __device__ void Backward<Kind>::add_mask_by_keys(TileS& s, int n, int pass) const {
   const float scale = shared.q_k_scale * a.scale;
-  const float* const gauge = &shared.gauge[n % kStages][32 * pass + fragment_column()];
+  const float* const row_bias = &shared.row_bias[n % kStages][32 * pass + fragment_column()];
   if (needs_mask_tile(n)) {
     if (pass > 0) ptx::cp_async_wait<0>(), __syncwarp();  // that of the first one has arrived with q and do
-    MaskFragmentByKeys{mask_tile_by_keys(), params.terms.element}.add(s, scale, gauge);
+    MaskFragmentByKeys{mask_tile_by_keys(), params.terms.element}.add(s, scale, row_bias);
     __syncwarp();  // all lanes have read it
   } else {
 #pragma unroll
     for (int i = 0; i < PartS::kColumns / 8; ++i) {
-      const auto of_columns = *reinterpret_cast<const float2*>(gauge + 8 * i);
+      const auto of_columns = *reinterpret_cast<const float2*>(row_bias + 8 * i);
 #pragma unroll
       for (auto& block : s)
 #pragma unroll
@@ -141,7 +143,7 @@ __device__ void Backward<Kind>::compute_by_keys(TileDk& dk, TileDk& dv) {
       const Step step = next_step(at, n);
       load_q(step, n % kStages), load_do(step, n % kStages);
       // The mask is loaded an iteration ahead, so its class is read with the tile before it.
-      if constexpr (!kPlain) load_gauges(step, n % kStages), load_mask_class(at, n + 1);
+      if constexpr (!kPlain) load_row_biases(step, n % kStages), load_mask_class(at, n + 1);
     }
     ptx::cp_async_commit();
   };

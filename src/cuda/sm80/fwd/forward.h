@@ -79,9 +79,9 @@ struct Forward {
                                                                           : 16];
     TileInfo q_tile;
     Keys keys, warp_keys[Tile::kWarps];
-    // Of ALiBi and the mask tensor, where logits are general: the slope, and of each row the gauge and the distance
+    // Of ALiBi and the mask tensor, where logits are general: the slope, and of each row the row bias and the distance
     // that it belongs to.
-    float slope, gauge[!kPlain ? kRows : 1];
+    float slope, row_bias[!kPlain ? kRows : 1];
     int nearest[!kPlain ? kRows : 1];
     KeyRange seen;  // the keys that any query of the sequence sees
     // Its first key.
@@ -216,20 +216,20 @@ struct Forward {
         shared.terms[i] = terms;
         continue;
       }
-      shared.gauge[i] = terms.gauge, shared.nearest[i] = terms.nearest;
+      shared.row_bias[i] = terms.row_bias, shared.nearest[i] = terms.nearest;
       if (i == 0) shared.slope = terms.slope;
     }
   }
   __device__ RowTerms terms_of(int row) const {
     if constexpr (kPairs) return shared.terms[row - shared.q_tile.q_start];
     const int at = row - shared.q_tile.q_start, i = min(row, shared.q_tile.q_tokens - 1);
-    return {shared.slope, shared.gauge[at], i + shared.q_tile.k_tokens - shared.q_tile.q_tokens, shared.nearest[at],
+    return {shared.slope, shared.row_bias[at], i + shared.q_tile.k_tokens - shared.q_tile.q_tokens, shared.nearest[at],
             a.terms.mask_row(shared.q_tile.batch, shared.q_tile.head, i)};
   }
   // Returns what the logits of a row lack.
-  __device__ float gauge_of(int row) const {
+  __device__ float row_bias_of(int row) const {
     const int at = row - shared.q_tile.q_start;
-    return kPlain ? 0.f : kPairs ? shared.terms[at].gauge : shared.gauge[at];
+    return kPlain ? 0.f : kPairs ? shared.terms[at].row_bias : shared.row_bias[at];
   }
 
   __device__ void run() const;

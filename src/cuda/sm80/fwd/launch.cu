@@ -83,7 +83,7 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     a.scheduler =
         tile_scheduler(p, choice.tile_queries, groups_of(p, choice), blocks_before, stream, choice.tile_heads);
     seen_v.preprocess(stream);
-    compute_gauges(p, terms, stream);
+    compute_row_biases(p, terms, stream);
     if (kernel.masked) classify(p, terms, classes, stream);
     if (halves) {
       q_halves.preprocess(stream), k_halves.preprocess(stream);

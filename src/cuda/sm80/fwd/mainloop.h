@@ -106,11 +106,11 @@ __device__ inline void Forward<Kind>::take_logits(S& s, int tile, const bool& ze
   for (int block = 0; block < kRowBlocks; ++block) {
     const int first = ptx::opaque(thread_row(block));
     if constexpr (kMasked) {
-      const float gauge[] = {gauge_of(first), gauge_of(first + 8)};
+      const float row_bias[] = {row_bias_of(first), row_bias_of(first + 8)};
       if (zeros)
-        subtract_gauge(s[block], a.terms.scale, gauge);
+        subtract_row_bias(s[block], a.terms.scale, row_bias);
       else
-        mask_of(block).add(s[block], a.terms.scale, gauge);
+        mask_of(block).add(s[block], a.terms.scale, row_bias);
     } else if constexpr (kGeneral) {
       const bool capped = a.terms.softcap != 0.f;
       if (capped)
@@ -118,7 +118,7 @@ __device__ inline void Forward<Kind>::take_logits(S& s, int tile, const bool& ze
         for (float& x : s[block].x) x = softcap(a.terms, x * a.terms.scale).x;
       const float scale = capped ? 1.f : a.terms.scale;
       if (stages_mask() && !a.terms.slopes) {
-        mask_of(block).add(s[block], scale, {gauge_of(first), gauge_of(first + 8)});
+        mask_of(block).add(s[block], scale, {row_bias_of(first), row_bias_of(first + 8)});
         mask_of(block).hide(s[block]);
       } else {
         const RowTerms terms[] = {terms_of(first), terms_of(first + 8)};

@@ -9,7 +9,7 @@ namespace octet::cuda::sm80 {
 // Returns what becomes of the sums of a row.
 template <class T, int Dim, Logits logits>
 __device__ FinishedRow Jvp<T, Dim, logits>::finish(int query, float m, float centre, float l, float r) const {
-  const float origin = m * ((kGeneral ? 1.f : a.scale) * kLog2e), row_bias = kGeneral ? terms_of(query).gauge : 0.f;
+  const float origin = m * ((kGeneral ? 1.f : a.scale) * kLog2e), row_bias = kGeneral ? terms_of(query).row_bias : 0.f;
   return {{centre, l, r},    RowSum<>::of(origin, l, row_bias), a.sinks, a.tsinks, shared.q_tile.batch,
           shared.q_tile.head};
 }

@@ -131,7 +131,7 @@ struct F32Kernel {
       if (query >= w.q_tokens) continue;
       const float l = shared.l[r];
       const FinishedRow f({shared.centre[r], l, shared.r[r]},
-                          RowSum<>::of(shared.m[r] * kLog2e, l, terms_of(query).gauge), a.sinks, a.tsinks, w.batch,
+                          RowSum<>::of(shared.m[r] * kLog2e, l, terms_of(query).row_bias), a.sinks, a.tsinks, w.batch,
                           w.head);
       const int64_t token = int64_t{w.q_first} + query;
       if (c == 0 && a.lse.data) *a.lse.row<float>(w.batch, w.head, token) = f.lse;
@@ -207,7 +207,7 @@ Plan jvp_f32(const Problem& p, void* workspace) {
   auto run = [=, &p](cudaStream_t stream) {
     if (!p.o.elements()) return;
     for (const Input* x : {&q, &k, &v, &tq, &tk, &tv}) x->preprocess(stream);
-    compute_gauges(p, terms, stream);
+    compute_row_biases(p, terms, stream);
     const F32Params a{.q = output(q.view()),
                       .k = output(k.view()),
                       .v = output(v.view()),

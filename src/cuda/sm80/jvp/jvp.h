@@ -41,8 +41,8 @@ struct Jvp {
     KeyRange keys;  // those that any query of the tile sees
     KeyRange seen;  // those that any query of the sequence sees
     const T *k_start, *tk_start, *v_start, *tv_start;
-    // The gauges of the rows and a tile of the mask tensor, where it is loaded as tiles.
-    float gauge[kGeneral ? kJvpRows : 1];
+    // The row biases of the rows and a tile of the mask tensor, where it is loaded as tiles.
+    float row_bias[kGeneral ? kJvpRows : 1];
     alignas(16) unsigned char mask[kGeneral ? kJvpRows * mask_row_bytes(kKeys, sizeof(float)) : 1];
   };
   static constexpr int kSharedBytes = sizeof(Shared);

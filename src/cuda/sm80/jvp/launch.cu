@@ -45,7 +45,7 @@ Plan jvp(const Problem& p, void* workspace) {
   auto run = [=, &p](cudaStream_t stream) {
     if (!p.o.elements()) return;
     for (const Input* x : {&q, &k, &v, &tq, &tk, &tv}) x->preprocess(stream);
-    compute_gauges(p, terms, stream);
+    compute_row_biases(p, terms, stream);
     const JvpKernel& kernel = choice.kernel;
     JvpParams a{.q = output(q.view()),
                 .k = output(k.view()),

@@ -134,7 +134,7 @@ __device__ void Jvp<T, Dim, logits>::take_logits(S& s, S& t, int key) const {
     if (stages_mask() && !a.terms.slopes) {
       const int row = query - shared.q_tile.q_start;
       const MaskFragment<kKeys> mask{shared.mask, a.terms.element, row, fragment_column()};
-      mask.add(s, scale, {shared.gauge[row], shared.gauge[row + 8]});
+      mask.add(s, scale, {shared.row_bias[row], shared.row_bias[row + 8]});
       mask.hide(s);
     } else {
       const RowTerms terms[] = {terms_of(query), terms_of(query + 8)};
@@ -201,10 +201,10 @@ __device__ void Jvp<T, Dim, logits>::run(unsigned tile) {
   ptx::cp_async_commit();
   if constexpr (kGeneral)
     for (int i = static_cast<int>(threadIdx.x); i < kJvpRows; i += kThreads)
-      shared.gauge[i] = stages_mask() && a.terms.gauge
-                            ? *a.terms.gauge_at(shared.q_tile.batch, shared.q_tile.head,
-                                                min(shared.q_tile.q_start + i, shared.q_tile.q_tokens - 1))
-                            : 0.f;
+      shared.row_bias[i] = stages_mask() && a.terms.row_bias
+                               ? *a.terms.row_bias_at(shared.q_tile.batch, shared.q_tile.head,
+                                                      min(shared.q_tile.q_start + i, shared.q_tile.q_tokens - 1))
+                               : 0.f;
   if (key < last) load_v(key);
   ptx::cp_async_commit();
   Rows rows;
