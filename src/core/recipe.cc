@@ -95,7 +95,7 @@ Recipe corrected(octet_dtype format, octet_bias_correction bias_correction, doub
   if (bias_correction == OCTET_BIAS_CORRECTION_BETA) {
     r.beta = beta;
     // Half of the format's range, so that the other half is left to the other keys.
-    r.beta_reach = format == OCTET_F16 ? 4.0 : 40.0;
+    r.beta_limit = format == OCTET_F16 ? 4.0 : 40.0;
     // When both are rounded alike, a shift cancels from p / l, and with it the bias correction.
     r.sum_rounded_p = false;
   }

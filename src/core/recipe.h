@@ -124,7 +124,7 @@ struct Recipe {
   bool scale_first = true;   // s, m are in units of scale * q.k; else of q.k
   int64_t tile = 64;         // keys per step of the online softmax
   double beta = 0.0;         // shifted maximum on ties; 0: off
-  double beta_reach = 40.0;  // by at most this much
+  double beta_limit = 40.0;  // by at most this much
   double tie_epsilon = 0.0;
   PRecipe p;
   bool sum_rounded_p = false;  // l adds the rounded p

@@ -25,8 +25,8 @@ struct Extent {
 Extent extent(const View& t) {
   int64_t low = 0, high = 0;
   for (int i = 0; i < 4; ++i) {
-    const int64_t reach = (t.shape[i] - 1) * t.stride[i];
-    (reach < 0 ? low : high) += reach;
+    const int64_t span = (t.shape[i] - 1) * t.stride[i];
+    (span < 0 ? low : high) += span;
   }
   const auto size = static_cast<int64_t>(bytes_of(t.dtype));
   const auto base = reinterpret_cast<uintptr_t>(t.data);
@@ -38,12 +38,12 @@ Extent extent(const View& t) {
 bool strides_nest(const View& t) {
   std::array<int, 4> order{0, 1, 2, 3};
   std::sort(order.begin(), order.end(), [&](int a, int b) { return magnitude(t.stride[a]) < magnitude(t.stride[b]); });
-  int64_t reach = 0;
+  int64_t span = 0;
   for (const int i : order) {
     if (t.shape[i] == 1) continue;
     const int64_t step = magnitude(t.stride[i]);
-    if (step <= reach) return false;
-    reach += (t.shape[i] - 1) * step;
+    if (step <= span) return false;
+    span += (t.shape[i] - 1) * step;
   }
   return true;
 }
@@ -98,8 +98,8 @@ void validate_memory(const View& t, const char* label) {
   const auto address = reinterpret_cast<uintptr_t>(t.data);
   __int128 low = 0, high = 0;
   for (int i = 0; i < 4; ++i) {
-    const __int128 reach = static_cast<__int128>(t.shape[i] - 1) * t.stride[i] * size;
-    (reach < 0 ? low : high) += reach;
+    const __int128 span = static_cast<__int128>(t.shape[i] - 1) * t.stride[i] * size;
+    (span < 0 ? low : high) += span;
   }
   if (high - low > kMaxBytes || address + low < 0 || address + high + size > UINTPTR_MAX)
     invalid(label, ": strides ", shape_text(t.stride), " with shape ", shape_text(t.shape),

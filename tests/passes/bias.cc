@@ -97,7 +97,7 @@ void expect_that_beta_cures_delta_on_s8(const Tested& tested) {
 void expect_that_beta_moves_ties_as_stated(const Tested& tested, Precision precision) {
   const bool f16 = precision == Precision::f16;
   const DType type = f16 ? DType::f16 : DType::bf16;
-  const double reach = f16 ? 4.0 : 40.0;
+  const double limit = f16 ? 4.0 : 40.0;
   constexpr int64_t kSteps = 81, kQueries = 2 * kSteps;
   const auto logit = [](int64_t i) { return (i < kSteps ? 1 : -1) * (8.0 + .5 * static_cast<double>(i % kSteps)); };
   const Case c{.name = "ties", .tokens_q = kQueries, .tokens_k = 150, .scale = 1.f, .dtype = type};
@@ -113,7 +113,7 @@ void expect_that_beta_moves_ties_as_stated(const Tested& tested, Precision preci
     const Values o = run_on(tested, c, in, attention, Pass::forward).o;
     int64_t rows = 0;
     for (int64_t i = 0; i < kQueries; ++i) {
-      const double r = logit(i), m = std::min(r > 0 ? beta * r : 0.0, r + reach), p = std::exp(r - m);
+      const double r = logit(i), m = std::min(r > 0 ? beta * r : 0.0, r + limit), p = std::exp(r - m);
       // The argument of exp in float32, m and the factor log2(e) rounded; and exp2 (docs/numerics.md).
       const double e = 2 * 0x1p-24 * (std::fabs(r) + std::fabs(m)) + 3.5e-6;
       const double factor = round_to(f16 ? kF16 : kBf16, p) / p;

@@ -85,17 +85,17 @@ void expect_biased(const Recipe& recipe, bool small_ties) {
 enum class Sum { rounded_p, exact_p };  // what l adds
 
 // FlashAttention: p v accumulated un-rounded, divided by l, rounded once. All keys in one tile.
-Recipe flash(Sum l, double beta = 0.0, double reach = Recipe{}.beta_reach) {
+Recipe flash(Sum l, double beta = 0.0, double limit = Recipe{}.beta_limit) {
   Recipe r = flash_attention(OCTET_BF16);
   r.tile = kAllTokens;
   r.sum_rounded_p = l == Sum::rounded_p;
-  r.beta = beta, r.beta_reach = reach;
+  r.beta = beta, r.beta_limit = limit;
   return r;
 }
 
 // p v rounded to bf16 before it is divided by l: the failing setup of arXiv 2510.04212, there after every 512 keys.
-Recipe early(Sum l, double beta = 0.0, double reach = Recipe{}.beta_reach) {
-  Recipe r = flash(l, beta, reach);
+Recipe early(Sum l, double beta = 0.0, double limit = Recipe{}.beta_limit) {
+  Recipe r = flash(l, beta, limit);
   r.acc = OCTET_BF16;
   return r;
 }
@@ -140,7 +140,7 @@ TEST(Bias, s7_s8_stochastic_rounding) {
   for (bool input : {kS7, kS8}) expect_unbiased(flash_attention(OCTET_BF16), input, Stored::bf16_stochastic);
 }
 
-// A reach of 20 cuts most of what beta 7 asks for, which moves all rows by the same: as biased as a fixed offset.
+// A limit of 20 cuts most of what beta 7 asks for, which moves all rows by the same: as biased as a fixed offset.
 TEST(Bias, s7_early_beta_7_reach_20) { expect_biased(early(Sum::exact_p, 7, 20.0), kS7); }
 
 // In tiles of 64 keys a tie often spans two tiles. The key of the first was rounded before the maximum moved, so half

@@ -69,7 +69,7 @@ ForwardPlan forward_recipe(const Problem& p) {
                    .p = p_format(p.pass == OCTET_JVP ? r.tangent : r.p.format),
                    .l_from_p = r.sum_rounded_p,
                    .beta = r.beta != 0.0,
-                   .beta_reach = static_cast<float>(r.beta_reach)};
+                   .beta_limit = static_cast<float>(r.beta_limit)};
   if (plan.v_scale == VScale::token) plan.v_group = tokens_of(r.v);
   if (p.pass == OCTET_FORWARD)
     plan.p_top = r.p.scale != PRecipe::Scale::largest ? static_cast<float>(r.p.factor)

@@ -36,7 +36,7 @@ struct ForwardPlan {
   float p_top = 1.f;
   bool l_from_p = true;    // the row sum adds the rounded P
   bool beta = false;       // shifted maximum
-  float beta_reach = 0.f;  // at most this far above the true one
+  float beta_limit = 0.f;  // at most this far above the true one
   int64_t step_tiles = 4;  // key tiles per step of the online softmax, which share a maximum
 };
 

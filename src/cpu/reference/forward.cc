@@ -22,7 +22,7 @@ struct Row {
 };
 
 // The maximum that a tile proposes: its largest logit, moved away from ties (arXiv 2510.04212, algorithm 1) but no
-// further than beta_reach, beyond which exp would underflow. Ties of a negative maximum move to 0. The largest logit of
+// further than beta_limit, beyond which exp would underflow. Ties of a negative maximum move to 0. The largest logit of
 // earlier tiles counts too, so that it does not matter which tile a tie falls into.
 double proposed_maximum(const Recipe& recipe, const std::vector<int64_t>& seen, const double* s, double unit,
                         double earlier) {
@@ -33,7 +33,7 @@ double proposed_maximum(const Recipe& recipe, const std::vector<int64_t>& seen, 
   const auto ties = std::count_if(seen.begin(), seen.end(), [&](int64_t j) { return ties_with(s[j]); });
   if (!ties || ties + ties_with(earlier) < 2) return top;
   const double shifted = top > 0.0 ? recipe.beta * top : 0.0;
-  return std::min(shifted, top + recipe.beta_reach / unit);
+  return std::min(shifted, top + recipe.beta_limit / unit);
 }
 
 // Rounds a tile of p in place; unseen keys are 0.

@@ -1,4 +1,4 @@
-// o, lse and their derivatives along tangents, in one sweep over tiles of keys. With h = p (ts - c):
+// o, lse and their derivatives along tangents, in one loop over tiles of keys. With h = p (ts - c):
 //   o~ += p v     t~ += p tv + h v     r += sum h     l += sum p
 //   o = o~ / l     to = (t~ - r o) / l     lse = m + log l     tlse = c + r / l
 // Adding a constant to a row of ts changes nothing in to, so c, the p-weighted mean of ts in the first tile, is free to

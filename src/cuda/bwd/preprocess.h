@@ -21,7 +21,7 @@ namespace octet::cuda {
 struct Sizes {
   float q, do_;          // the largest
   float do_row;          // the largest |x|_2 of a row
-  float reach;           // the largest |delta| / |do|; no larger than v_row where o and lse are of these keys
+  float delta_ratio;     // the largest |delta| / |do|; no larger than v_row where o and lse are of these keys
   float k, k_smooth, v;  // the largest; k_smooth: of k minus its mean
   float v_row;           // the largest |x|_2 of a row
   float q_row, k_row;    // likewise; known for a sample only

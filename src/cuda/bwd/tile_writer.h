@@ -268,12 +268,12 @@ struct TileWriter {
     }
     __syncthreads();
 
-    float most_row = 0.f, reach = 0.f, most_dlse = 0.f;
+    float most_row = 0.f, delta_ratio = 0.f, most_dlse = 0.f;
     row = threadIdx.x;
     if (row < kQueries) {
       const float delta = sums.delta[row], norm = sums.norm[row];
       most_row = norm;
-      reach = reach_of(delta, norm);
+      delta_ratio = delta_ratio_of(delta, norm);
       const bool sees = my_lse != -INFINITY;
       const float dlse = read_dlse(row, my_lse), bound = bound_of(norm, dlse);
       if (isfinite(dlse)) most_dlse = fabsf(dlse);
@@ -296,7 +296,7 @@ struct TileWriter {
       rows.first = first_query, rows.tile = static_cast<int>(tile), rows.nonfinite = rows.padding = 0;
     }
     if (!kFirstTime) return __syncthreads();  // the next tile overwrites the sums
-    keep(p.sizes[kv].q, most_q, most_do, most_row, reach);
+    keep(p.sizes[kv].q, most_q, most_do, most_row, delta_ratio);
     if (!p.dlse.data) return;
     most_dlse = warp_max(most_dlse);
     if (threadIdx.x % 32 == 0) raise(p.sizes[kv].dlse, most_dlse);

@@ -116,9 +116,9 @@ struct OnlineSoftmax {
 
 // Bias correction beta (arXiv 2510.04212, algorithm 1). Where keys tie for the largest logit r of a row, the maximum
 // moves away from r, so that their P are not exactly 1 and are rounded like all others: to beta r if r > 0, to 0 if r <
-// 0, by at most `reach`. A tie may span tiles.
+// 0, by at most `limit`. A tie may span tiles.
 struct ShiftedSoftmax : OnlineSoftmax {
-  float beta, reach;
+  float beta, limit;
   RowValues top{-INFINITY, -INFINITY};  // the largest logit so far; m may lie above it
 
   template <int Exponent, int Columns>
@@ -135,7 +135,7 @@ struct ShiftedSoftmax : OnlineSoftmax {
       ties = quad_sum(ties);
       const bool tied = ties >= 2.f || (ties == 1.f && top[row] == largest);
       const bool shifts = tied && highest != 0.f && highest != -INFINITY;
-      const float shifted = fminf(highest > 0.f ? beta * highest : 0.f, highest + reach);
+      const float shifted = fminf(highest > 0.f ? beta * highest : 0.f, highest + limit);
       const float most = fmaxf(m[row], shifts ? shifted : highest);
       rescale[row] = most == m[row] ? 1.f : ptx::exp2(origin<Exponent>(row, m[row]) - origin<Exponent>(row, most));
       l[row] *= rescale[row];

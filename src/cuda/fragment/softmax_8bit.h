@@ -219,8 +219,8 @@ struct TileScaleSoftmax {
  private:
   // Returns true if the largest number of a tile is far above base.
   __device__ bool must_update_base(const RowValues& most) const {
-    constexpr float kReach = 60.f;
-    return most[0] > base[0] + kReach || most[1] > base[1] + kReach;  // true also where base is -inf
+    constexpr float kMostAboveBase = 60.f;
+    return most[0] > base[0] + kMostAboveBase || most[1] > base[1] + kMostAboveBase;  // true also where base is -inf
   }
 
   // Raises base to the largest number of a tile; returns the factors by which sums must be multiplied.

@@ -7,7 +7,7 @@ ForwardNumerics forward_numerics(const Problem& p) {
   const Recipe r = recipe_of(p);
   return {{r.logits.q.format, r.logits.k.group, r.p.format, r.v.format, r.v.group},
           static_cast<float>(r.beta),
-          static_cast<float>(r.beta_reach)};
+          static_cast<float>(r.beta_limit)};
 }
 
 PrecisionSet precisions_whose(const Problem& p, bool (*has)(const ForwardFormats&)) {

@@ -27,7 +27,7 @@ constexpr ForwardFormats kF32{OCTET_F32, Group::cast, OCTET_F64, OCTET_F32, Grou
 
 struct ForwardNumerics {
   ForwardFormats formats;
-  float beta, beta_reach;  // of bias correction beta, the reach in logits; beta 0: another one
+  float beta, beta_limit;  // of bias correction beta, the limit in logits; beta 0: another one
 
   bool f16_p_and_v() const { return formats == kBf16F16Compute; }
   // The type of 16-bit operands.

@@ -73,13 +73,14 @@ void backward_as(const Job& job, const BackwardPlan& plan) {
   if (w.row_bias && plan.delta != Delta::from_p)
     parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
       configure_tiles();
-      RowSweep{tile_of(thread)}.renew_lse(job.sequences[job.query_blocks[task].sequence], job.query_blocks[task]);
+      BlockRowSums{tile_of(thread)}.renew_lse(job.sequences[job.query_blocks[task].sequence], job.query_blocks[task]);
       release_tiles();
     });
   if (plan.delta == Delta::from_p || plan.gproj)
     parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
       configure_tiles();
-      RowSweep{tile_of(thread)}.sweep<format>(job.sequences[job.query_blocks[task].sequence], job.query_blocks[task]);
+      BlockRowSums{tile_of(thread)}.compute<format>(job.sequences[job.query_blocks[task].sequence],
+                                                    job.query_blocks[task]);
       release_tiles();
     });
   const int64_t tiles_per_task = std::clamp<int64_t>(job.key_tile_count / (8 * job.threads), 1, kTilesPerTask);

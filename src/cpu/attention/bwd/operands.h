@@ -112,7 +112,7 @@ inline bool* listed_keys(const GradientOperands& w, int64_t g, int64_t first_til
 }
 inline SeenTokens seen_keys(const Problem& p, const Sequence& seq, int64_t g, int64_t first_tile,
                             const GradientOperands& w) {
-  return {keys_in_reach(p, seq), listed_keys(w, g, first_tile)};
+  return {keys_of_sequence(p, seq), listed_keys(w, g, first_tile)};
 }
 inline bool seen_query(const Problem& p, const Sequence& seq, int64_t h, int64_t i, const GradientOperands& w) {
   return w.seen_queries ? w.seen_queries[row_index(p, seq, h, i)] : sees_a_key(p, seq, h, i);

@@ -37,7 +37,7 @@ struct RowSums {
 };
 
 // Passes over the whole rows of a block of queries.
-struct RowSweep : BackwardTile {
+struct BlockRowSums : BackwardTile {
   // Beside a large row bias lse has lost the bits of the logits: such rows get their own.
   void renew_lse(const Sequence& seq, const Block& block) {
     constexpr float kLarge = 16.f;
@@ -74,7 +74,7 @@ struct RowSweep : BackwardTile {
   // Computes what a block of queries must know of its whole rows before any tile: with Delta::from_p their sums, with
   // `gproj` the projection.
   template <GradientFormat format>
-  void sweep(const Sequence& seq, const Block& block) {
+  void compute(const Sequence& seq, const Block& block) {
     const int64_t h = block.head, token = block.token, first = row_index(p, seq, h, token);
     const int64_t rows = std::min(seq.q_tokens - token, kQueries);
     const Block keys{block.sequence, h / p.group(), 0, block.first_tile};

@@ -184,7 +184,7 @@ struct Forward {
     const float earlier = state.top[i];
     state.top[i] = std::max(top, earlier);
     return shifted_maximum(scratch.logits_row(i), keys, top, earlier, p.beta,
-                           plan.beta_reach * kLog2e / state.softmax_scale_log2[i]);
+                           plan.beta_limit * kLog2e / state.softmax_scale_log2[i]);
   }
 };
 

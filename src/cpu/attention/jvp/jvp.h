@@ -1,4 +1,4 @@
-// o, lse and the derivative of o along tangents tq, tk, tv, in one sweep over tiles of keys (forward-mode
+// o, lse and the derivative of o along tangents tq, tk, tv, in one loop over tiles of keys (forward-mode
 // differentiation of online softmax). For each key tile:
 //   s = q k^T,  ts = scale [tq, q] [k, tk]^T              the second as one product of twice the depth
 //   ts is multiplied by the derivative of a softcap

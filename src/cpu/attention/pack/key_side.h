@@ -29,7 +29,7 @@ struct KeySide {
 
   // `first_tile`: of the sequence.
   SeenTokens seen_keys(const Problem& p, const Sequence& seq, int64_t g, int64_t first_tile) const {
-    return {keys_in_reach(p, seq), seen ? seen + tile_index(g, first_tile) * kKeys : nullptr};
+    return {keys_of_sequence(p, seq), seen ? seen + tile_index(g, first_tile) * kKeys : nullptr};
   }
 
   // v lies in panels of v_panel columns (the last may have fewer): of a head, first one panel of all tiles, then the

@@ -36,7 +36,7 @@ struct SeenTokens {
 
 // The keys that positional masks leave to any query of a sequence: an interval, as each query's begins and ends no
 // earlier than the one before.
-inline KeyRange keys_in_reach(const Problem& p, const Sequence& seq) {
+inline KeyRange keys_of_sequence(const Problem& p, const Sequence& seq) {
   if (!seq.q_tokens) return {0, 0};
   return p.keys_of_block(0, seq.q_tokens, seq.q_tokens, seq.k_tokens);
 }
@@ -90,7 +90,7 @@ inline bool sees_a_key(const Problem& p, const Sequence& seq, int64_t h, int64_t
 inline void list_seen_keys(const Problem& p, const Sequence& seq, int64_t g, bool* seen) {
   constexpr int64_t kAtOnce = 16;  // queries
   std::fill(seen, seen + seq.k_tokens, false);
-  const KeyRange reach = keys_in_reach(p, seq);
+  const KeyRange of_sequence = keys_of_sequence(p, seq);
   const int64_t heads = p.mask.stride[1] ? p.group() : 1;
   const int64_t queries = p.windowed || p.mask.stride[2] ? seq.q_tokens : std::min<int64_t>(seq.q_tokens, 1);
   with_mask(p.mask.dtype, [&](auto mask) {
@@ -100,8 +100,8 @@ inline void list_seen_keys(const Problem& p, const Sequence& seq, int64_t g, boo
       for (int64_t j = std::max(first, keys.first); j < std::min(last, keys.last); ++j)
         seen[j] |= !mask.hides(row[j * step]);
     };
-    for (int64_t first = reach.first; first < reach.last; first += kKeys) {
-      const int64_t last = std::min(first + kKeys, reach.last);
+    for (int64_t first = of_sequence.first; first < of_sequence.last; first += kKeys) {
+      const int64_t last = std::min(first + kKeys, of_sequence.last);
       const auto done = [&] { return std::all_of(seen + first, seen + last, [](bool x) { return x; }); };
       // The last queries first: under a causal mask they see most.
       for (int64_t h = g * p.group(); h < g * p.group() + heads; ++h)

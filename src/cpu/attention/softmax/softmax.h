@@ -277,14 +277,14 @@ constexpr int exp2_degree(PFormat format) {
 
 // The maximum that a tile with the largest logit `top` proposes under bias correction beta (arXiv 2510.04212, Algorithm
 // 1): where several logits equal the largest of the row so far, beta times it if positive, 0 if negative; at most
-// `reach` above it, or the row would underflow. `earlier`: the largest logit of earlier tiles, so that it does not
+// `limit` above it, or the row would underflow. `earlier`: the largest logit of earlier tiles, so that it does not
 // matter which tile a tie falls into.
-inline float shifted_maximum(const float* x, int64_t keys, float top, float earlier, float beta, float reach) {
+inline float shifted_maximum(const float* x, int64_t keys, float top, float earlier, float beta, float limit) {
   const float largest = top > earlier ? top : earlier;
   const int64_t ties = std::count(x, x + keys, largest);
   if (!ties || ties + (earlier == largest) < 2 || top == 0.f || top == kMinusInfinity) return top;
   const float shifted = top > 0.f ? beta * top : 0.f;
-  return shifted < top + reach ? shifted : top + reach;
+  return shifted < top + limit ? shifted : top + limit;
 }
 
 // Returns whether P is stored times plan.p_top; row sums are then, too.

@@ -104,7 +104,7 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     a.mask_classes = classes;
     constexpr double kLog2e = 1.4426950408889634;
     a.scale_log2e = static_cast<float>(choice.general ? kLog2e : p.scale * kLog2e);
-    a.beta = choice.numerics.beta, a.beta_reach = choice.numerics.beta_reach;
+    a.beta = choice.numerics.beta, a.beta_limit = choice.numerics.beta_limit;
     a.v_scale = scaled ? v_scaled.scale() : nullptr, a.v_mean = v_scaled.v_mean();
     CombineParams c{.parts = part_o,
                     .statistics = statistics,

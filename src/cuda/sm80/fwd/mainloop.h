@@ -217,7 +217,7 @@ __device__ inline void Forward<Kind>::start_rows(Softmax (&softmax)[kRowBlocks],
   for (int block = 0; block < kRowBlocks; ++block) {
     o[block].zero();
     softmax[block].scale_log2 = {a.scale_log2e, a.scale_log2e};
-    if constexpr (kGeneral) softmax[block].beta = a.beta, softmax[block].reach = a.beta_reach;
+    if constexpr (kGeneral) softmax[block].beta = a.beta, softmax[block].limit = a.beta_limit;
     // Smaller logits, as of the smallest number of the mask's type, have a P of 0 beside any other key.
     if constexpr (kMasked) softmax[block].m = {-0x1p127f, -0x1p127f};
   }

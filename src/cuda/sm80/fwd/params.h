@@ -26,7 +26,7 @@ struct ForwardParams {
   bool whole_columns;  // true: these are the kernel's
   float scale_log2e;
   LogitTerms terms;        // of kernels with general logits
-  float beta, beta_reach;  // of bias correction beta; beta_reach in logits; 0: another one
+  float beta, beta_limit;  // of bias correction beta; beta_limit in logits; 0: another one
   const float* v_scale;    // [batch, kv_head]: the power of two that v was divided by; or null
   const float* v_mean;     // [batch, kv_head, the kernel's dim_v]: subtracted from v; kCompensated precisions only
   Output o, o_residual, lse;

@@ -1,4 +1,4 @@
-// The jvp pass: o, lse and their derivatives along tangents tq, tk, tv, in one sweep over tiles of keys (forward-mode
+// The jvp pass: o, lse and their derivatives along tangents tq, tk, tv, in one loop over tiles of keys (forward-mode
 // differentiation of online softmax). For each tile:
 //
 //   s = q k^T    t = tq k^T + q tk^T                each k and q in shared memory serves two products

@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_co
   }
   if (sums == Sums::integers && row < kQueries) {  // whole warps
     rows.dq_row_scale[row] = dq_row_scale(norms[row], 0);
-    const float reach = warp_max(reach_of(deltas[row], norms[row]));
-    if (row % 32 == 0) raise(p.sizes[kv].reach, reach);
+    const float delta_ratio = warp_max(delta_ratio_of(deltas[row], norms[row]));
+    if (row % 32 == 0) raise(p.sizes[kv].delta_ratio, delta_ratio);
   }
   if (row == 0) rows.first = first_query, rows.tile = tile, rows.nonfinite = rows.padding = 0;
 }

@@ -64,7 +64,7 @@ Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspac
     a.dim_v = static_cast<int>(p.dim_v);
     a.scale = p.scale;
     a.scale_log2e = static_cast<float>(p.scale * 1.4426950408889634);
-    a.beta = choice.numerics.beta, a.beta_reach = choice.numerics.beta_reach / p.scale;  // in logits before scaling
+    a.beta = choice.numerics.beta, a.beta_limit = choice.numerics.beta_limit / p.scale;  // in logits before scaling
     a.v_scale = scales_v ? v_scaled.scale() : nullptr;
     a.v_mean = v_scaled.v_mean();
     a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);

@@ -34,7 +34,7 @@ __device__ inline RowValues Forward<Precision, Dims>::softmax_scale_log2(const T
 template <class Precision, class Dims>
 __device__ inline auto Forward<Precision, Dims>::start_softmax(const TileInfo& q_tile, int query) const {
   if constexpr (kHasBeta<Precision>)
-    return ShiftedSoftmax{{softmax_scale_log2(q_tile, query)}, a.beta, a.beta_reach};
+    return ShiftedSoftmax{{softmax_scale_log2(q_tile, query)}, a.beta, a.beta_limit};
   else
     return OnlineSoftmax{softmax_scale_log2(q_tile, query)};
 }

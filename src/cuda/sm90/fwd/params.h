@@ -20,7 +20,7 @@ struct ForwardParams {
   int group;  // heads of q per head of k and v
   int dim_v;
   float scale_log2e;
-  float beta, beta_reach;  // of bias correction beta; beta_reach in logits before scaling
+  float beta, beta_limit;  // of bias correction beta; beta_limit in logits before scaling
   const float* v_scale;    // [batch, kv_head]: the power of two that v was divided by; or null
   // The next four are set where q and k are quantized. The keys are padded to whole tiles, as in Forward8BitParams.
   int keys;  // keys of a head, padding included
