@@ -60,24 +60,24 @@ struct ColumnScales {
 __device__ inline ColumnScales<1> no_scales() { return {{1.f}}; }
 
 // The number of group scales (precision.h) that a tile of keys needs: four for each block of 64 tokens that it meets.
-template <int Keys>
-constexpr int kGroupScales = (Keys + kGroupBlock - 1) / kGroupBlock* kScaleGroups;
+template <int Columns>
+constexpr int kGroupScales = (Columns + kGroupBlock - 1) / kGroupBlock* kScaleGroups;
 
-// Returns the scales of this thread's columns in tile number `tile`, of `Keys` keys, from the scales of the blocks that
-// it meets, [block, group]. Where a tile is an odd number of half blocks, tiles of odd numbers start in the middle of a
-// block.
-template <int Keys>
+// Returns the scales of this thread's columns in tile number `tile`, whose columns are keys, from the scales of the
+// blocks that it meets, [block, group]. Where a tile is an odd number of half blocks, tiles of odd numbers start in the
+// middle of a block.
+template <int Columns>
 __device__ auto scales_of_groups(const float* scales, int tile) {
-  constexpr bool kHalves = Keys % kGroupBlock != 0;
-  constexpr int kColumns = kHalves ? kGroupBlock / 2 : kGroupBlock;  // columns that share a scale
-  constexpr int kBlocks = kGroupScales<Keys> / kScaleGroups;
-  static_assert(Keys % kColumns == 0);
+  constexpr bool kHalves = Columns % kGroupBlock != 0;
+  constexpr int kOfScale = kHalves ? kGroupBlock / 2 : kGroupBlock;  // columns that share a scale
+  constexpr int kBlocks = kGroupScales<Columns> / kScaleGroups;
+  static_assert(Columns % kOfScale == 0);
   float of_block[kBlocks];
 #pragma unroll
   for (int i = 0; i < kBlocks; ++i) of_block[i] = scales[i * kScaleGroups + threadIdx.x % kScaleGroups];
-  ColumnScales<Keys / kColumns> columns;
+  ColumnScales<Columns / kOfScale> columns;
 #pragma unroll
-  for (int i = 0; i < Keys / kColumns; ++i)
+  for (int i = 0; i < Columns / kOfScale; ++i)
     columns.x[i] = kHalves && tile % 2 ? of_block[(i + 1) / 2] : of_block[kHalves ? i / 2 : i];
   return columns;
 }

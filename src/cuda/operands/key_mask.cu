@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kListThreads) list_kernel(const unsigned char*
   if (threadIdx.x == kListThreads - 1) counts[blockIdx.x] = before;
 }
 
-// The keys of a problem, as the kernels that copy them see them.
-struct Keys {
+// The keys of a problem by their ranks among the seen ones, for the kernels that copy them.
+struct RankedKeys {
   const int *ranks, *counts;
   bool shared;  // by all batch elements
   int batch, tokens;
@@ -79,7 +79,7 @@ struct KeyRows {
 // `threads` threads have a row each.
 constexpr int kAtOnce = 4;
 template <class F, class G>
-__device__ void for_keys(const Keys& keys, int element, int threads, const F& f, const G& g) {
+__device__ void for_keys(const RankedKeys& keys, int element, int threads, const F& f, const G& g) {
   const int rows = kThreads / threads, row = static_cast<int>(threadIdx.x) / threads;
   if (row >= rows) return;
   const int step = rows * static_cast<int>(gridDim.y);
@@ -99,7 +99,7 @@ __device__ void for_keys(const Keys& keys, int element, int threads, const F& f,
 // Copies the keys of a head: with `packs`, the seen ones side by side, else these back, and zeros to the others. Word:
 // void where rows are not whole words.
 template <class Word, bool packs>
-__device__ void copy_keys(const Keys& keys, const KeyRows& rows, int element, int head, int before) {
+__device__ void copy_keys(const RankedKeys& keys, const KeyRows& rows, int element, int head, int before) {
   const Strided &from = packs ? rows.all : rows.seen, &to = packs ? rows.seen : rows.all;
   constexpr int kElements = std::is_void_v<Word> ? kVec8 : 1;  // of a thread
   const int threads = static_cast<int>(rows.all.shape[3]) / kElements;
@@ -131,7 +131,7 @@ __device__ void copy_keys(const Keys& keys, const KeyRows& rows, int element, in
 // blockIdx.y. Packing writes the start of each sequence, too.
 template <class Word, bool packs>
 __global__ void __launch_bounds__(kThreads)
-    copy_kernel(const Keys keys, const __grid_constant__ KeyRows k, const __grid_constant__ KeyRows v, int heads,
+    copy_kernel(const RankedKeys keys, const __grid_constant__ KeyRows k, const __grid_constant__ KeyRows v, int heads,
                 int queries, int* cu_seqlens_q, int* cu_seqlens_k) {
   const int tensor_head = static_cast<int>(blockIdx.x) % (2 * heads);
   const int element = static_cast<int>(blockIdx.x) / (2 * heads);
@@ -175,8 +175,8 @@ Strided of_words(const View& t, int64_t bytes) {
 
 // Copies the keys of k and v, or of their gradients, between all tokens and those that are seen.
 template <bool packs>
-void copy_keys(const Keys& keys, const View& k, const View& seen_k, const View& v, const View& seen_v, int queries,
-               int* cu_seqlens_q, int* cu_seqlens_k, cudaStream_t stream) {
+void copy_keys(const RankedKeys& keys, const View& k, const View& seen_k, const View& v, const View& seen_v,
+               int queries, int* cu_seqlens_q, int* cu_seqlens_k, cudaStream_t stream) {
   const auto launch = [&](auto* word, const KeyRows& k_rows, const KeyRows& v_rows) {
     const auto heads = static_cast<int>(k.shape[1]);
     constexpr int kTokens = 64, kMostBlocks = 65535;  // tokens of a thread block, blocks of a head
@@ -199,7 +199,7 @@ void copy_keys(const Keys& keys, const View& k, const View& seen_k, const View& 
   launch(static_cast<void*>(nullptr), {strided(k), strided(seen_k)}, {strided(v), strided(seen_v)});
 }
 
-Keys keys_of(const View& mask, const View& k, const int* ranks, const int* counts) {
+RankedKeys ranked_keys(const View& mask, const View& k, const int* ranks, const int* counts) {
   return {ranks, counts, !mask.stride[0], static_cast<int>(k.shape[0]), static_cast<int>(k.shape[2])};
 }
 
@@ -298,7 +298,7 @@ PackedKeys::PackedKeys(const Problem& p, WorkspaceAllocator&& workspace)
 void PackedKeys::preprocess(cudaStream_t stream) const {
   if (!k_.shape[0] || !k_.shape[1]) return;
   const DeviceScope device(problem_.device_index);
-  const Keys keys = keys_of(mask_, k_, ranks_, counts_);
+  const RankedKeys keys = ranked_keys(mask_, k_, ranks_, counts_);
   list_kernel<<<keys.shared ? 1 : keys.batch, kListThreads, 0, stream>>>(
       static_cast<const unsigned char*>(mask_.data), mask_.stride[0], mask_.stride[3], keys.tokens, ranks_, counts_);
   check(cudaGetLastError(), "list_kernel");
@@ -318,7 +318,7 @@ void PackedKeys::deliver(cudaStream_t stream) const {
   }
   dq_.copy_out(stream);
   if (!dk_.elements() && !dv_.elements()) return;
-  copy_keys<false>(keys_of(mask_, k_, ranks_, counts_), dk_, problem_.dk, dv_, problem_.dv, 0, nullptr, nullptr,
+  copy_keys<false>(ranked_keys(mask_, k_, ranks_, counts_), dk_, problem_.dk, dv_, problem_.dv, 0, nullptr, nullptr,
                    stream);
 }
 

@@ -57,8 +57,8 @@ struct Forward {
   using TileV = SharedTile<PType, kKeys, Dims::kDimV>;
   static_assert(!kPairs || !kCompensated<Precision>);
 
-  // The keys that a range of rows sees.
-  struct Keys {
+  // The tiles of keys that a range of rows sees.
+  struct SeenTiles {
     int first, last;  // tiles [first, last) that any of the rows sees
     KeyRange all;     // the keys that all of them see
   };
@@ -78,7 +78,7 @@ struct Forward {
     alignas(kChunkBytes) unsigned char mask[Tile::kStagesMask && !kMasked ? kRows * mask_row_bytes(kKeys, sizeof(float))
                                                                           : 16];
     TileInfo q_tile;
-    Keys keys, warp_keys[Tile::kWarps];
+    SeenTiles tiles, warp_tiles[Tile::kWarps];
     // Of ALiBi and the mask tensor, where logits are general: the slope, and of each row the row bias and the distance
     // that it belongs to.
     float slope, row_bias[!kPlain ? kRows : 1];
@@ -143,8 +143,8 @@ struct Forward {
     return static_cast<T*>(to.data) + output_offset(to, row);
   }
 
-  // Returns the keys of `rows` rows from `row` on.
-  __device__ Keys keys_of(int row, int rows) const {
+  // Returns the tiles of keys that `rows` rows from `row` on see.
+  __device__ SeenTiles tiles_of(int row, int rows) const {
     const int last = min(row + rows, rows_end()) - 1;
     const auto [any, all] =
         a.mask.keys_of_all(query_of(row), query_of(last) + 1, shared.q_tile.q_tokens, shared.q_tile.k_tokens);
@@ -158,47 +158,47 @@ struct Forward {
   // Returns those keys of a row that are this thread block's.
   __device__ KeyRange part_of(const KeyRange& keys) const {
     if constexpr (!kPairs) return keys;
-    const int first = max(keys.first, shared.keys.first * kKeys), last = min(keys.last, shared.keys.last * kKeys);
+    const int first = max(keys.first, shared.tiles.first * kKeys), last = min(keys.last, shared.tiles.last * kKeys);
     return {first, max(first, last)};
   }
   // Sets the tiles of keys of the thread block and of its warps.
-  __device__ void start_keys() const {
+  __device__ void start_tiles() const {
     const bool first = threadIdx.x == 0;
     if constexpr (!kPairs) {
-      if (first) shared.keys = keys_of(shared.q_tile.q_start, kRows);
-      if (threadIdx.x % 32 == 0) shared.warp_keys[threadIdx.x / 32] = keys_of(warp_row(), kRowsOfWarp);
+      if (first) shared.tiles = tiles_of(shared.q_tile.q_start, kRows);
+      if (threadIdx.x % 32 == 0) shared.warp_tiles[threadIdx.x / 32] = tiles_of(warp_row(), kRowsOfWarp);
     } else if (threadIdx.x % 32 == 0) {
-      Keys part = keys_of(shared.q_tile.q_start, kRows), mine = keys_of(warp_row(), kRowsOfWarp);
-      const int tiles = (part.last - part.first + static_cast<int>(gridDim.y) - 1) / static_cast<int>(gridDim.y);
-      part.first = min(part.first + static_cast<int>(blockIdx.y) * tiles, part.last);
-      part.last = min(part.first + tiles, part.last);
-      mine.first = max(mine.first, part.first), mine.last = min(mine.last, part.last);
-      if (first) shared.keys = part;
-      shared.warp_keys[threadIdx.x / 32] = mine;
+      SeenTiles split = tiles_of(shared.q_tile.q_start, kRows), own = tiles_of(warp_row(), kRowsOfWarp);
+      const int count = (split.last - split.first + static_cast<int>(gridDim.y) - 1) / static_cast<int>(gridDim.y);
+      split.first = min(split.first + static_cast<int>(blockIdx.y) * count, split.last);
+      split.last = min(split.first + count, split.last);
+      own.first = max(own.first, split.first), own.last = min(own.last, split.last);
+      if (first) shared.tiles = split;
+      shared.warp_tiles[threadIdx.x / 32] = own;
     }
   }
   // Leaves out the tiles before the first and behind the last that the mask does not hide from all rows of a warp.
-  __device__ void skip_hidden_keys() const {
+  __device__ void skip_hidden_tiles() const {
     const int warp = static_cast<int>(threadIdx.x) / 32;
     __syncwarp();
-    Keys& mine = shared.warp_keys[warp];
+    SeenTiles& own = shared.warp_tiles[warp];
     const int* const classes = a.mask_classes.of(shared.q_tile.batch, shared.q_tile.head, warp_row() / kRowsOfWarp);
-    const KeyRange seen = seen_tiles(classes, 1, mine.first, mine.last);
+    const KeyRange seen = seen_tiles(classes, 1, own.first, own.last);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) shared.mask_classes[warp] = classes, mine.first = seen.first, mine.last = seen.last;
+    if (threadIdx.x % 32 == 0) shared.mask_classes[warp] = classes, own.first = seen.first, own.last = seen.last;
     __syncthreads();
     if (threadIdx.x > 0) return;
-    int first = shared.keys.last, last = shared.keys.first;
-    for (const Keys& each : shared.warp_keys)
+    int first = shared.tiles.last, last = shared.tiles.first;
+    for (const SeenTiles& each : shared.warp_tiles)
       if (each.first < each.last) first = min(first, each.first), last = max(last, each.last);
-    shared.keys.first = first, shared.keys.last = last;
+    shared.tiles.first = first, shared.tiles.last = last;
   }
-  // Returns the keys of this warp's rows.
-  __device__ const Keys& warp_keys() const { return shared.warp_keys[static_cast<int>(threadIdx.x) / 32]; }
+  // Returns the tiles of keys that this warp's rows see.
+  __device__ const SeenTiles& warp_tiles() const { return shared.warp_tiles[static_cast<int>(threadIdx.x) / 32]; }
   // Half way through its tiles, a warp flips the sign of a compensated o.
   __device__ bool flips_after(int tile) const {
-    const Keys& keys = warp_keys();
-    return keys.last - keys.first > 1 && tile == keys.last - 1 - (keys.last - keys.first) / 2;
+    const SeenTiles& tiles = warp_tiles();
+    return tiles.last - tiles.first > 1 && tile == tiles.last - 1 - (tiles.last - tiles.first) / 2;
   }
   // Returns the first row of this warp, and the first of this thread in a row block.
   __device__ int warp_row() const { return shared.q_tile.q_start + static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp; }

@@ -57,7 +57,7 @@ __device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from) c
 template <class Kind>
 __device__ inline void Forward<Kind>::load_mask(int tile, bool zeros) const {
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  if (!stages_mask() || tile < shared.warp_keys[warp].first || tile >= shared.warp_keys[warp].last) return;
+  if (!stages_mask() || tile < shared.warp_tiles[warp].first || tile >= shared.warp_tiles[warp].last) return;
   if (zeros) return;
   unsigned char* const to = mask_tile() + warp * kRowsOfWarp * mask_row_bytes(kKeys, a.terms.mask_bytes);
   if constexpr (kMasked && Dims::kDimV == 64)  // with more channels it would spill registers
@@ -100,7 +100,7 @@ __device__ inline bool Forward<Kind>::fits_beside_sum(const Softmax& softmax, co
 // Turns products into logits, and those of unseen keys into -inf.
 template <class Kind>
 __device__ inline void Forward<Kind>::take_logits(S& s, int tile, const bool& zeros) const {
-  const KeyRange all = warp_keys().all;
+  const KeyRange all = warp_tiles().all;
   const bool masked = tile * kKeys < all.first || (tile + 1) * kKeys > all.last;
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
@@ -227,25 +227,25 @@ __device__ inline void Forward<Kind>::start_rows(Softmax (&softmax)[kRowBlocks],
 template <class Kind>
 __device__ inline void Forward<Kind>::run() const {
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const Keys& keys = shared.warp_keys[warp];
+  const SeenTiles& tiles = shared.warp_tiles[warp];
   if (threadIdx.x == 0) start_tile();
   __syncthreads();
   if (!shared.q_tile.valid()) return;
   if (threadIdx.x == 0) start_sequence();
-  start_keys();
-  if constexpr (kMasked) skip_hidden_keys();
+  start_tiles();
+  if constexpr (kMasked) skip_hidden_tiles();
   if constexpr (!kPlain) start_terms();
   __syncthreads();
   load_q();
   ptx::cp_async_commit();
-  int tile = shared.keys.last - 1;
+  int tile = shared.tiles.last - 1;
   Sources sources = sources_of(tile);
-  if (shared.keys.first <= tile) load_keys(tile, sources);
+  if (shared.tiles.first <= tile) load_keys(tile, sources);
   ptx::cp_async_commit();
   constexpr int kAhead = Tile::kStages - 1;  // tiles that are loaded ahead
   const auto load_after = [&](int last) {    // the tile after the last one that has been asked for
     if constexpr (kKeepsSources) sources.k -= kKeys * a.k.stride[2], sources.v -= kKeys * a.v.stride[2];
-    if (last > shared.keys.first) load_keys(last - 1, kKeepsSources ? sources : sources_of(last - 1));
+    if (last > shared.tiles.first) load_keys(last - 1, kKeepsSources ? sources : sources_of(last - 1));
     ptx::cp_async_commit();
   };
 #pragma unroll
@@ -253,8 +253,8 @@ __device__ inline void Forward<Kind>::run() const {
   // Where the mask is staged, the groups of copies are in turn a tile of keys and one of the mask.
   constexpr int kMaskGroups = Tile::kStagesMask ? 1 : 0;
   // True if the mask is 0 in the tile that is computed next.
-  bool zeros = kMasked && keys.first < keys.last && has_zeros(keys.last - 1);
-  if constexpr (Tile::kStagesMask) load_mask(keys.last - 1, zeros), ptx::cp_async_commit();
+  bool zeros = kMasked && tiles.first < tiles.last && has_zeros(tiles.last - 1);
+  if constexpr (Tile::kStagesMask) load_mask(tiles.last - 1, zeros), ptx::cp_async_commit();
 
   Softmax softmax[kRowBlocks];
   O o;
@@ -267,11 +267,11 @@ __device__ inline void Forward<Kind>::run() const {
     for (int block = 0; block < kRowBlocks; ++block) load_rows(q_rows[block], q(), warp * kRowBlocks + block);
   }
 #pragma unroll 1
-  for (; tile >= shared.keys.first; --tile) {
+  for (; tile >= shared.tiles.first; --tile) {
     ptx::cp_async_wait<kAhead - 1 + kMaskGroups>();
     __syncthreads();  // the tile has arrived, and the one before it has been read
     load_after(tile - kAhead + 1);
-    if (tile < keys.first || tile >= keys.last) {
+    if (tile < tiles.first || tile >= tiles.last) {
       if constexpr (Tile::kStagesMask) ptx::cp_async_commit();
       continue;
     }
@@ -283,7 +283,7 @@ __device__ inline void Forward<Kind>::run() const {
     take_logits(s, tile, zeros);
     P p;
     if constexpr (Tile::kRepeats) {
-      const bool first = tile == keys.last - 1;
+      const bool first = tile == tiles.last - 1;
       if (first || !take_exp_of_stale_max(s, softmax)) {
         if (!first) {
           Operands::multiply_qk(*this, q_rows, s, ptx::opaque(tile));
@@ -306,7 +306,7 @@ __device__ inline void Forward<Kind>::run() const {
   }
   ptx::cp_async_wait<0>();
   if constexpr (kCompensated<Precision>)
-    if (keys.last - keys.first > 1) unflip(softmax, o);
+    if (tiles.last - tiles.first > 1) unflip(softmax, o);
   write(softmax, o);
 }
 

@@ -32,9 +32,9 @@ struct ForwardOperands {
   using WidestDims = Dims256;
   static constexpr int kTiles = 1;
   static constexpr bool kHasFactors = false, kStagesMasks = true;
-  template <int M, int Keys>
+  template <int M, int Columns>
   struct P {
-    Operand<typename Precision::PType, Keys> x[M];
+    Operand<typename Precision::PType, Columns> x[M];
   };
 
   template <class Kernel>
@@ -82,9 +82,9 @@ struct ForwardOperands<PrecisionF32> {
   using WidestDims = Dims256x128;
   static constexpr int kTiles = 2;
   static constexpr bool kHasFactors = true, kStagesMasks = false;
-  template <int M, int Keys>
+  template <int M, int Columns>
   struct P {
-    HalfOperand<M, Keys> x;
+    HalfOperand<M, Columns> x;
     RowValues inverse[M];  // the factors of the sums of its products
   };
 

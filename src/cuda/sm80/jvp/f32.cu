@@ -32,14 +32,14 @@ template <int Dim>
 struct F32Kernel {
   using Tiles = F32Tiles<Dim>;
   static constexpr int kRows = Tiles::kRows, kKeys = kRows / 2;
-  using Queries = typename Tiles::template Tile<kRows>;
-  using Keys = typename Tiles::template Tile<kKeys>;
+  using QueryTile = typename Tiles::template Tile<kRows>;
+  using KeyTile = typename Tiles::template Tile<kKeys>;
   using Pairs = typename Tiles::template Pairs<kKeys>;
   using Sums = typename Tiles::Sums;
 
   struct Shared {
-    Queries q, tq;
-    Keys k, tk, v, tv;
+    QueryTile q, tq;
+    KeyTile k, tk, v, tv;
     Pairs p, h;  // logits and their tangents, then p and h
     float m[kRows], centre[kRows], l[kRows], r[kRows], rescale[kRows];
     TileInfo tile;
@@ -50,10 +50,10 @@ struct F32Kernel {
   Shared& shared;
   const TileInfo& w;
 
-  __device__ void load_queries(Queries& to, const Output& from) const {
+  __device__ void load_queries(QueryTile& to, const Output& from) const {
     Tiles::load(to, shared.nonfinite, from, w.batch, w.head, w.q_first, w.q_start, w.q_tokens, a.dim);
   }
-  __device__ void load_keys(Keys& to, const Output& from, int kv_head, int first, int channels) const {
+  __device__ void load_keys(KeyTile& to, const Output& from, int kv_head, int first, int channels) const {
     Tiles::load(to, shared.nonfinite, from, w.batch, kv_head, w.k_first, first, w.k_tokens, channels);
   }
 
@@ -110,7 +110,7 @@ struct F32Kernel {
     shared.m[r] = most, shared.centre[r] = centre, shared.rescale[r] = rescale;
   }
 
-  __device__ void accumulate(Sums& sum, const Pairs& f, const Keys& x) const {
+  __device__ void accumulate(Sums& sum, const Pairs& f, const KeyTile& x) const {
     Tiles::accumulate(sum, f, x, shared.nonfinite);
   }
 

@@ -123,7 +123,7 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
     return float(
         a.v_rows.row<typename Precision::PType>(q_tile.batch, kv_head, int64_t{q_tile.k_first} + key)[channel]);
   };
-  const Keys tiles = this->keys_of(q_tile, q_tile.q_start, kRows);
+  const SeenTiles tiles = tiles_of(q_tile, q_tile.q_start, kRows);
   const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
   if (!masks_infinite(keys, first, q_tile.q_tokens, a.dim_v, keys_of, value)) return;
   const auto row_of = [&](int query) {

@@ -102,7 +102,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileIn
   };
   const int first = query - static_cast<int>(threadIdx.x % 32 / 4);
   const auto keys_of = [&](int query) { return this->keys_of(q_tile, query); };
-  const Keys tiles = this->keys_of(q_tile, q_tile.q_start, kRows);
+  const SeenTiles tiles = tiles_of(q_tile, q_tile.q_start, kRows);
   const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
   if (!masks_infinite(keys, first, q_tile.q_tokens, a.dim_v, keys_of, value)) return;
   const auto row_of = [&](int query) {

@@ -81,8 +81,8 @@ struct Forward {
   static constexpr bool kFlipsSigns =
       kCompensated<Precision> && kTileBytes + kSavedBytes + 2 * kSwizzleBytes <= kMostSharedBytes;
 
-  // The keys that a range of queries sees.
-  struct Keys {
+  // The tiles of keys that a range of queries sees.
+  struct SeenTiles {
     int first, last;  // tiles [first, last) that any of the queries sees
     int end;          // the end of the keys that any of them sees
     KeyRange all;     // the keys that all of them see
@@ -93,7 +93,7 @@ struct Forward {
   // The producer's message to the consumers about a tile of queries.
   struct Block {
     TileInfo q_tile;
-    Keys keys, warpgroup_keys[Tile::kWarpgroups];
+    SeenTiles tiles, warpgroup_tiles[Tile::kWarpgroups];
   };
 
   struct alignas(kSwizzleBytes) Shared {
@@ -126,8 +126,8 @@ struct Forward {
                                                     : q_tile.k_first;
   }
 
-  // Returns the keys of `rows` queries from `query` on.
-  __device__ Keys keys_of(const TileInfo& q_tile, int query, int rows) const {
+  // Returns the tiles of keys that `rows` queries from `query` on see.
+  __device__ SeenTiles tiles_of(const TileInfo& q_tile, int query, int rows) const {
     const int end = min(query + rows, q_tile.q_tokens);
     const SeenRanges seen = a.mask.keys_of_all(query, end, q_tile.q_tokens, q_tile.k_tokens);
     if (end <= query || seen.any.last <= seen.any.first) return {0, 0, 0, {0, 0}};

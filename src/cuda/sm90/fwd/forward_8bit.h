@@ -78,8 +78,8 @@ struct Forward8Bit {
   __device__ TileK k(int stage) const { return {shared.k[stage]}; }
   __device__ TileV v(int stage) const { return {shared.v[stage]}; }
 
-  // The keys that a range of queries sees.
-  struct Keys {
+  // The tiles of keys that a range of queries sees.
+  struct SeenTiles {
     int first, last;              // tiles [first, last) that any of the queries sees
     int whole_first, whole_last;  // tiles that all of them see as a whole
 
@@ -88,7 +88,7 @@ struct Forward8Bit {
   __device__ KeyRange keys_of(const TileInfo& q_tile, int query) const {
     return a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
   }
-  __device__ Keys keys_of(const TileInfo& q_tile, int query, int rows) const {
+  __device__ SeenTiles tiles_of(const TileInfo& q_tile, int query, int rows) const {
     const int end = min(query + rows, end_of(q_tile));
     const auto [any, all] = a.mask.keys_of_all(query, end, q_tile.q_tokens, q_tile.k_tokens);
     if (end <= query || any.last <= any.first) return {};
@@ -172,19 +172,19 @@ struct Forward8Bit {
   // mask() sets the logits of keys that a query does not see to -inf. Where keys have scales, P of these keys is set to
   // 0 too, as a thread group that is seen in part may have a scale that is NaN.
   static constexpr bool kMasksP = kKeyScales != KeyScales::none;
-  __device__ void mask(int warpgroup, const TileInfo& q_tile, const Keys& keys, int tile, Accumulator<kKeys>& x,
+  __device__ void mask(int warpgroup, const TileInfo& q_tile, const SeenTiles& tiles, int tile, Accumulator<kKeys>& x,
                        float masked = -INFINITY) const;
-  __device__ static bool needs_mask(const Keys& keys, int tile) {
-    return tile < keys.whole_first || tile >= keys.whole_last;
+  __device__ static bool needs_mask(const SeenTiles& tiles, int tile) {
+    return tile < tiles.whole_first || tile >= tiles.whole_last;
   }
   // Returns the first of this thread's two queries.
   __device__ static int query_of(const TileInfo& q_tile, int warpgroup) {
     return q_tile.q_start + warpgroup * kWarpgroupRows + fragment_row();
   }
 
-  __device__ void attend(int warpgroup, const TileInfo& q_tile, const Keys& keys, Positions& at, Softmax& softmax,
+  __device__ void attend(int warpgroup, const TileInfo& q_tile, const SeenTiles& tiles, Positions& at, Softmax& softmax,
                          Accumulator<kColumns>& o) const;
-  __device__ void attend_scaled(int warpgroup, const TileInfo& q_tile, const Keys& keys, Positions& at,
+  __device__ void attend_scaled(int warpgroup, const TileInfo& q_tile, const SeenTiles& tiles, Positions& at,
                                 Softmax& softmax, Accumulator<kColumns>& o) const;
 
   __device__ RowValues softmax_scale_log2(const TileInfo& q_tile, int query) const;

@@ -63,14 +63,14 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     const Block& block = shared.block[q_state.stage];
     const TileInfo q_tile = block.q_tile;
     if (!q_tile.valid()) return;
-    const Keys keys = block.keys, mine = kSkips ? block.warpgroup_keys[warpgroup] : keys;
+    const SeenTiles tiles = block.tiles, own = kSkips ? block.warpgroup_tiles[warpgroup] : tiles;
     // opaque() stops hoisting across tiles of queries: int8 q and k at d = 256 have no spare register.
     const int query = q_tile.q_start + ptx::opaque(warpgroup) * kWarpgroupRows + fragment_row();
     KeyRange ranges[kRowsPerThread];
     auto softmax = start_softmax(q_tile, query);
     // o is sign-flipped after tile `halfway`. `twice` is 2, rescaled as o is since then.
-    const bool flips = kFlipsSigns && mine.last - mine.first > 1;
-    const int halfway = mine.last - 1 - (mine.last - mine.first) / 2;
+    const bool flips = kFlipsSigns && own.last - own.first > 1;
+    const int halfway = own.last - 1 - (own.last - own.first) / 2;
     RowValues twice{2.f, 2.f};
     Accumulator<kKeys, typename Precision::Sum> s;
     Accumulator<kKeys> converted;
@@ -92,9 +92,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
       mma_AB(o, p, v(v_state.stage));
       ptx::wgmma_commit();
     };
-    const auto needs_mask = [&](int tile) {
-      return tile * kKeys < mine.all.first || (tile + 1) * kKeys > mine.all.last;
-    };
+    const auto needs_mask = [&](int tile) { return tile * kKeys < own.all.first || (tile + 1) * kKeys > own.all.last; };
     // Computes the logits x from the product s.
     const auto take_logits = [&](auto& s, auto& x) {
       ptx::fence_operand(s.x);
@@ -131,9 +129,9 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
 
     // Skip the tiles after this warpgroup's last key.
     if constexpr (kSkips)
-      for (int tile = keys.last - 1; tile >= max(mine.last, keys.first); --tile) {
+      for (int tile = tiles.last - 1; tile >= max(own.last, tiles.first); --tile) {
         skip(tile);
-        if (tile > keys.first) ping_pong_wait(), ping_pong_arrive();
+        if (tile > tiles.first) ping_pong_wait(), ping_pong_arrive();
       }
     // First tile, or its first half: q k^T and softmax.
     const auto begin = [&](auto& s, auto& x) {
@@ -147,26 +145,26 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
       ptx::wgmma_wait<0>();
       take_logits(s, x);
       release_k();
-      mask(x, mine.last - 1);
+      mask(x, own.last - 1);
       softmax.template exp_update_max<Precision::kPExponent>(x);
       convert(x, p);
     };
-    if (mine.any()) {
+    if (own.any()) {
       wait_k();
       if constexpr (kHalves) {
         Accumulator<kKeys / 2> half;
-        mine.end <= (mine.last - 1) * kKeys + kKeys / 2 ? begin(half, half) : begin(s, x);
+        own.end <= (own.last - 1) * kKeys + kKeys / 2 ? begin(half, half) : begin(s, x);
       } else {
         begin(s, x);
       }
-      clear_v(mine.last - 1);
-      if (mine.last - 1 > mine.first) wait_k();
+      clear_v(own.last - 1);
+      if (own.last - 1 > own.first) wait_k();
     }
-    int tile = mine.last - 2;
+    int tile = own.last - 2;
     // All other tiles but for the last p v. There are two loops, as a branch for the sign flip within one costs 2 %.
 #pragma unroll 1
     for (int half = kFlipsSigns ? 0 : 1; half < 2; ++half) {
-      for (const int first = half ? mine.first : halfway; tile >= first; --tile) {
+      for (const int first = half ? own.first : halfway; tile >= first; --tile) {
         // Ping-pong: issue q k^T of this tile and p v of the tile before.
         ping_pong_wait();
         multiply_qk(s, warpgroup, k_state.stage);
@@ -188,7 +186,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
           ptx::fence_operand(x.x);
           release_k();
           // A wait here splits the basic block, as the vote below does.
-          if (tile > mine.first) wait_k();
+          if (tile > own.first) wait_k();
           ptx::wgmma_wait<0>();
           ptx::fence_operand(o.x);
           scale_rows(o, rescale);
@@ -220,7 +218,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
           }
           // Release k; wait for the next.
           release_k();
-          if (tile > mine.first) wait_k();
+          if (tile > own.first) wait_k();
         }
         // Release v; convert p for the next p v.
         release_v();
@@ -234,8 +232,8 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     VMean v_mean;
     if constexpr (kVMeanEarly) v_mean = v_mean_of(q_tile);  // overlaps with the last product
     // Last p v.
-    if (mine.any()) {
-      if (!kCompensated<Precision> && mine.first < mine.last - 1) clear_v(mine.first);
+    if (own.any()) {
+      if (!kCompensated<Precision> && own.first < own.last - 1) clear_v(own.first);
       wait_v();
       multiply_pv();
       ptx::wgmma_wait<0>();
@@ -243,7 +241,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
       release_v();
       // Skip the tiles before this warpgroup's first key.
       if constexpr (kSkips)
-        for (int left = mine.first - 1; left >= keys.first; --left) ping_pong_wait(), ping_pong_arrive(), skip(left);
+        for (int left = own.first - 1; left >= tiles.first; --left) ping_pong_wait(), ping_pong_arrive(), skip(left);
     } else {
       o.zero();
       ptx::fence_operand(o.x);  // without the fence, the zeros pass through local memory at d = 256

@@ -74,9 +74,9 @@ __device__ inline void Forward8Bit<Precision, Dims>::take_logits(const Positions
 }
 
 template <class Precision, class Dims>
-__device__ inline void Forward8Bit<Precision, Dims>::mask(int warpgroup, const TileInfo& q_tile, const Keys& keys,
+__device__ inline void Forward8Bit<Precision, Dims>::mask(int warpgroup, const TileInfo& q_tile, const SeenTiles& tiles,
                                                           int tile, Accumulator<kKeys>& x, float masked) const {
-  if (needs_mask(keys, tile)) {
+  if (needs_mask(tiles, tile)) {
     const int query = query_of(q_tile, warpgroup);
     const KeyRange ranges[] = {keys_of(q_tile, query), keys_of(q_tile, query + 8)};
     mask_rows(x, tile * kKeys, ranges, masked);
@@ -93,28 +93,28 @@ __device__ inline void Forward8Bit<Precision, Dims>::consume(int warpgroup) {
     shared.q_pipe.full[at.q].wait(block / Tile::kQStages % 2);
     const TileInfo& q_tile = shared.q_tile[block % (Tile::kQStages + 1)];
     if (!q_tile.valid()) return;
-    const Keys keys = keys_of(q_tile, q_tile.q_start, kRows);
-    const Keys mine =
-        Tile::kSkips ? keys_of(q_tile, q_tile.q_start + warpgroup * kWarpgroupRows, kWarpgroupRows) : keys;
+    const SeenTiles tiles = tiles_of(q_tile, q_tile.q_start, kRows);
+    const SeenTiles own =
+        Tile::kSkips ? tiles_of(q_tile, q_tile.q_start + warpgroup * kWarpgroupRows, kWarpgroupRows) : tiles;
     Softmax softmax{softmax_scale_log2(q_tile, query_of(q_tile, warpgroup))};
     Accumulator<kColumns> o;
     o.zero();
     // Skip the tiles after this warpgroup's last key. A tile of queries has one stage more than it has tiles of keys,
     // as v comes a stage later than k.
     if constexpr (Tile::kSkips)
-      for (int i = mine.any() ? keys.last - mine.last : keys.any() ? keys.last - keys.first + 1 : 0; i > 0; --i)
+      for (int i = own.any() ? tiles.last - own.last : tiles.any() ? tiles.last - tiles.first + 1 : 0; i > 0; --i)
         skip(at);
     // All tiles that this warpgroup sees.
-    if (mine.any()) {
+    if (own.any()) {
       if constexpr (kScaled)
-        attend_scaled(warpgroup, q_tile, mine, at, softmax, o);
+        attend_scaled(warpgroup, q_tile, own, at, softmax, o);
       else
-        attend(warpgroup, q_tile, mine, at, softmax, o);
+        attend(warpgroup, q_tile, own, at, softmax, o);
     }
     // Release q; skip the tiles before this warpgroup's first key; epilogue.
     shared.q_pipe.empty[at.q].arrive();
     if constexpr (Tile::kSkips)
-      for (int i = mine.any() ? mine.first - keys.first : 0; i > 0; --i) skip(at);
+      for (int i = own.any() ? own.first - tiles.first : 0; i > 0; --i) skip(at);
     if (q_tile.q_start + warpgroup * kWarpgroupRows < end_of(q_tile))
       write(q_tile, query_of(q_tile, warpgroup), softmax, o);
   }
@@ -123,8 +123,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::consume(int warpgroup) {
 // The mainloop for P without a scale for each tile. The product s of a tile runs together with the product p v of the
 // tile before, as in the 16-bit mainloop.
 template <class Precision, class Dims>
-__device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const TileInfo& q_tile, const Keys& keys,
-                                                            Positions& at, Softmax& softmax,
+__device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const TileInfo& q_tile,
+                                                            const SeenTiles& tiles, Positions& at, Softmax& softmax,
                                                             Accumulator<kColumns>& o) const {
   Sums s;
   Accumulator<kKeys> converted;
@@ -133,10 +133,10 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
   RowValues sum;
   RowValues partial_rescale{1.f, 1.f};  // the factor by which the partial accumulator must be multiplied
   // Returns the number of products with v before that of tile `tile`.
-  const auto products_before = [&](int tile) { return keys.last - 1 - tile; };
+  const auto products_before = [&](int tile) { return tiles.last - 1 - tile; };
   const auto starts_sum = [&](int tile) { return products_before(tile) % kTilesPerSum == 0; };
 
-  const auto mask = [&](int tile, float masked) { this->mask(warpgroup, q_tile, keys, tile, x, masked); };
+  const auto mask = [&](int tile, float masked) { this->mask(warpgroup, q_tile, tiles, tile, x, masked); };
   // Computes P with a new scale from the product s of a tile; returns the factor by which o must be multiplied.
   const auto recompute_p = [&](int tile, RowValues& sum) {
     take_logits(at, softmax, s, x);
@@ -150,11 +150,11 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
   wait_kv(at);
   multiply_k(warpgroup, at, at.kv.stage, s);
   wait_products<0>(s);
-  recompute_p(keys.last - 1, softmax.l);
+  recompute_p(tiles.last - 1, softmax.l);
   pack_P(x, p);
   release_kv(at);
-  if (keys.last - 2 >= keys.first) wait_kv(at);
-  for (int tile = keys.last - 2; tile >= keys.first; --tile) {
+  if (tiles.last - 2 >= tiles.first) wait_kv(at);
+  for (int tile = tiles.last - 2; tile >= tiles.first; --tile) {
     // Issue q k^T of this tile and p v of the tile before; wait for q k^T.
     multiply_k(warpgroup, at, at.kv.stage, s);
     multiply_v(at, p, o, !starts_sum(tile + 1));
@@ -162,7 +162,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
     take_logits(at, softmax, s, x);
     // Softmax with the stale scale. A tile that does not fit is repeated from q k^T on, and so are the few tiles that
     // need a mask.
-    const bool fits = softmax.exp_stale_max(x, group_scales(at, tile), sum) && !needs_mask(keys, tile);
+    const bool fits = softmax.exp_stale_max(x, group_scales(at, tile), sum) && !needs_mask(tiles, tile);
     ptx::fence_operand(x.x);
     // The vote keeps ptxas from waiting for p v before the exponentials.
     if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
@@ -185,22 +185,22 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend(int warpgroup, const
       store_partial(warpgroup, o, partial_rescale, products_before(tile) == kTilesPerSum);
       partial_rescale = {1.f, 1.f};
     }
-    if (tile > keys.first) wait_kv(at);
+    if (tile > tiles.first) wait_kv(at);
   }
   // Last p v.
   wait_kv(at);
-  multiply_v(at, p, o, !starts_sum(keys.first));
+  multiply_v(at, p, o, !starts_sum(tiles.first));
   wait_products<0>(o);
   release_kv(at);
-  if (products_before(keys.first) >= kTilesPerSum) add_partial(warpgroup, o, partial_rescale);
+  if (products_before(tiles.first) >= kTilesPerSum) add_partial(warpgroup, o, partial_rescale);
 }
 
 // The mainloop for P whose scale changes from tile to tile: the product r = p v has an accumulator of its own, from
 // which it is scaled and added to o.
 template <class Precision, class Dims>
 __device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup, const TileInfo& q_tile,
-                                                                   const Keys& keys, Positions& at, Softmax& softmax,
-                                                                   Accumulator<kColumns>& o) const {
+                                                                   const SeenTiles& tiles, Positions& at,
+                                                                   Softmax& softmax, Accumulator<kColumns>& o) const {
   Sums s;
   Accumulator<kKeys> x;
   Accumulator<kColumns, int> r;
@@ -210,8 +210,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup
   multiply_k(warpgroup, at, at.kv.stage, s);
   wait_products<0>(s);
   take_logits(at, softmax, s, x);
-  mask(warpgroup, q_tile, keys, keys.last - 1, x);
-  for (int tile = keys.last - 1; tile >= keys.first; --tile) {
+  mask(warpgroup, q_tile, tiles, tiles.last - 1, x);
+  for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
     // Softmax and quantization of P, the exponentials in turn (ping-pong).
     const RowValues most = softmax.largest(x, o);
     const RowValues p_scale =
@@ -221,7 +221,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup
     release_kv(at);
     wait_kv(at);
     multiply_v(at, p, r, false);
-    if (tile == keys.first) {
+    if (tile == tiles.first) {
       wait_products<0>(r);
       release_kv(at);
       add(o, r, p_scale);
@@ -233,7 +233,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup
     add(o, r, p_scale);
     wait_products<0>(s);
     take_logits(at, softmax, s, x);
-    mask(warpgroup, q_tile, keys, tile - 1, x);
+    mask(warpgroup, q_tile, tiles, tile - 1, x);
   }
 }
 

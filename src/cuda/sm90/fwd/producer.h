@@ -51,16 +51,16 @@ __device__ inline void Forward<Precision, Dims>::produce() {
       v_state.advance();
     };
     // Load k and v in the order of their use: k of a tile comes before v of the tile that was issued before it.
-    const Keys keys = block.keys = keys_of(q_tile, q_tile.q_start, kRows);
-    if (keys.any()) fetch_k(keys.last - 1);
+    const SeenTiles tiles = block.tiles = tiles_of(q_tile, q_tile.q_start, kRows);
+    if (tiles.any()) fetch_k(tiles.last - 1);
     for (int i = 0; kSkips && i < Tile::kWarpgroups; ++i)
-      block.warpgroup_keys[i] = keys_of(q_tile, q_tile.q_start + i * kWarpgroupRows, kWarpgroupRows);
+      block.warpgroup_tiles[i] = tiles_of(q_tile, q_tile.q_start + i * kWarpgroupRows, kWarpgroupRows);
     ready.arrive();
-    if (kConvertsV && keys.any()) VConverter{a.v_slices}.await(k_row);
-    for (int tile = keys.last - 2; tile >= keys.first; --tile) fetch_k(tile), fetch_v(tile + 1);
+    if (kConvertsV && tiles.any()) VConverter{a.v_slices}.await(k_row);
+    for (int tile = tiles.last - 2; tile >= tiles.first; --tile) fetch_k(tile), fetch_v(tile + 1);
     // Take the next tile of queries before the wait for a stage for the last v.
     next = a.scheduler.at(gridDim.x + atomicAdd(a.scheduler.counter, 1u));
-    if (keys.any()) fetch_v(keys.first);
+    if (tiles.any()) fetch_v(tiles.first);
   }
 }
 

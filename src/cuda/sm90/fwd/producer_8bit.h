@@ -41,7 +41,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::produce() {
       q_full.arrive();
       return;
     }
-    const Keys keys = keys_of(q_tile, q_tile.q_start, kRows);
+    const SeenTiles tiles = tiles_of(q_tile, q_tile.q_start, kRows);
     const int kv_head = q_tile.head / a.group;
     const int first_key = first_key_of(q_tile);
     const int64_t first_scale =
@@ -73,9 +73,9 @@ __device__ inline void Forward8Bit<Precision, Dims>::produce() {
       kv_state.advance();
     };
     // The products with k of a tile and with v of the tile before are issued together, so both share a stage.
-    if (keys.any())
-      for (int tile = keys.last - 1; tile >= keys.first - 1; --tile)
-        fetch(tile >= keys.first, tile < keys.last - 1, tile);
+    if (tiles.any())
+      for (int tile = tiles.last - 1; tile >= tiles.first - 1; --tile)
+        fetch(tile >= tiles.first, tile < tiles.last - 1, tile);
     number = gridDim.x + atomicAdd(a.scheduler.counter, 1u);
   }
 }
