@@ -56,11 +56,11 @@ Array rotated(const Array& x, octet_rope rope) {
 }
 
 // The predicted rms error of the logits per head of q, from this operand and the other one in the same format.
-Array logit_error(const Source& source, const Quantized& mine, QuantizerOptions options) {
+Array logit_error(const Source& source, const Quantized& quantized, QuantizerOptions options) {
   const bool is_q = options.operand == OCTET_OPERAND_Q;
   options.operand = is_q ? OCTET_OPERAND_K : OCTET_OPERAND_Q;
   const Quantized other(source.read(is_q ? "k" : "q"), options);
-  const Quantized &q = is_q ? mine : other, &k = is_q ? other : mine;
+  const Quantized &q = is_q ? quantized : other, &k = is_q ? other : quantized;
   const Shape shape = q.codes.shape4();
   Array error(DType::f32, Shape{shape[0], shape[1], 1, 1});
   const Tensor q_statistics = q.statistics.view(), k_statistics = k.statistics.view();

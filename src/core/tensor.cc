@@ -80,9 +80,9 @@ bool share_memory(const View& out, const View& other) {
   std::array<Difference, 4> differences{};
   int64_t count = 0;
   for (int i = 0; i < 4; ++i) {
-    const bool mine = out.shape[i] > 1, its = other.shape[i] > 1;
-    if (mine && its && out.stride[i] != other.stride[i]) return true;
-    const int64_t step = mine ? out.stride[i] : its ? other.stride[i] : 0;
+    const bool out_varies = out.shape[i] > 1, other_varies = other.shape[i] > 1;
+    if (out_varies && other_varies && out.stride[i] != other.stride[i]) return true;
+    const int64_t step = out_varies ? out.stride[i] : other_varies ? other.stride[i] : 0;
     if (!step) continue;
     // An element of `out` minus one of `other`: bounds for a positive step, mirrored for a negative one.
     const int64_t low = 1 - other.shape[i], high = out.shape[i] - 1;

@@ -40,10 +40,10 @@ void turn(const RopeTable& table, const View& x, const View& y) {
       [&] {
         return State{RopeRow<T>(table), std::vector<T>(x.shape[3])};
       },
-      [&](int64_t b, int64_t h, int64_t t, State& mine) {
-        load_row(x, b, h, t, mine.row.data());
-        mine.rope(mine.row.data(), t);
-        store_row(mine.row.data(), y, b, h, t);
+      [&](int64_t b, int64_t h, int64_t t, State& state) {
+        load_row(x, b, h, t, state.row.data());
+        state.rope(state.row.data(), t);
+        store_row(state.row.data(), y, b, h, t);
       });
 }
 

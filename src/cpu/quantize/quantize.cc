@@ -235,11 +235,11 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
   if (smooth || with_statistics)
     parallel_for(threads_for(x, all_heads), all_heads, [&](int64_t i, unsigned) {
       const int64_t b = i / heads, h = i % heads;
-      Rows mine = rows;
+      Rows of_task = rows;
       ChannelStats stats(dim, with_statistics);
       std::vector<float> row(dim);
       for (int64_t t = 0; t < tokens; ++t) {
-        mine.embedded(b, h, t, row.data());
+        of_task.embedded(b, h, t, row.data());
         stats.add(row.data());
       }
       stats.end();

@@ -185,8 +185,8 @@ __global__ void __launch_bounds__(kRecomputeThreads, Logits::kHides ? 1 : 0)
   const int64_t tiles = int64_t{a.batch} * a.heads * a.q_blocks.count;
   const auto* const rows = reinterpret_cast<const QueryRows<kQueries>*>(a.rows);
   for (int64_t first = 0; first < tiles; first += int64_t{kRecomputeThreads} * gridDim.x) {
-    const int64_t mine = first + threadIdx.x * gridDim.x + blockIdx.x;
-    if (!__syncthreads_or(mine < tiles && rows[mine].nonfinite)) continue;
+    const int64_t of_thread = first + threadIdx.x * gridDim.x + blockIdx.x;
+    if (!__syncthreads_or(of_thread < tiles && rows[of_thread].nonfinite)) continue;
     for (int64_t tile = first + blockIdx.x; tile < min(first + int64_t{kRecomputeThreads} * gridDim.x, tiles);
          tile += gridDim.x) {
       if (!rows[tile].nonfinite) continue;

@@ -76,9 +76,9 @@ struct StatsOfChannels {
 
   // Combines all threads' numbers of each channel by f and writes the results.
   template <class T, class F>
-  __device__ void combine(const T (&mine)[kVec8], const F& f, T* to) const {
+  __device__ void combine(const T (&found)[kVec8], const F& f, T* to) const {
     auto* const rows = reinterpret_cast<T*>(shared.found);
-    for (int i = 0; i < kVec8; ++i) rows[threadIdx.x / kLanes * Dim + lane() * kVec8 + i] = mine[i];
+    for (int i = 0; i < kVec8; ++i) rows[threadIdx.x / kLanes * Dim + lane() * kVec8 + i] = found[i];
     __syncthreads();
     for (int c = threadIdx.x; c < Dim; c += kQuantizeThreads) {
       T all = rows[c];

@@ -324,11 +324,11 @@ struct F32Backward {
   // Writes sums to memory that nobody reads any more, and from there to the caller's rows.
   __device__ void store(const Sums& sum, unsigned char* through, const Strided& to, int head, float scale) const {
     auto* const rows = reinterpret_cast<float(*)[Dim]>(through);
-    float* const mine = &rows[first_row()][first_token()];
+    float* const sums = &rows[first_row()][first_token()];
 #pragma unroll
     for (int m = 0; m < kRowBlocks; ++m)
 #pragma unroll
-      for (int i = 0; i < Dim / 2; ++i) mine[row_of(m, i) * Dim + token_of(i)] = sum[m].x[i];
+      for (int i = 0; i < Dim / 2; ++i) sums[row_of(m, i) * Dim + token_of(i)] = sum[m].x[i];
     __syncthreads();
     const int count = min(kRows, shared.own.tokens - shared.first), channels = static_cast<int>(to.shape[3]);
     with_type(to.element, [&](auto* type) {

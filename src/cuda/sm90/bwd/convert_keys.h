@@ -106,9 +106,9 @@ struct KeyConverter {
       for (const float x : {low.x - less.x, low.y - less.y, high.x - less.z, high.y - less.w})
         if (isfinite(x)) most = fmaxf(most, fabsf(x));
     }
-    const int mine = most > 0.f ? exponent_above(most) : kNone;
+    const int of_thread = most > 0.f ? exponent_above(most) : kNone;
     int all = kNone;
-    while (!ptx::all_of<kThreads>(mine <= all, kBarrier)) ++all;
+    while (!ptx::all_of<kThreads>(of_thread <= all, kBarrier)) ++all;
     return all;
   }
 

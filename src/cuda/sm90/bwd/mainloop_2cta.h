@@ -18,9 +18,9 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::put(const Operand<T, k
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
     constexpr uint32_t kBytes = TileP::kBytes / kWarps;  // this warp's rows
-    unsigned char* const mine = tile + threadIdx.x % kWarpgroup / 32 * kBytes;
+    unsigned char* const rows = tile + threadIdx.x % kWarpgroup / 32 * kBytes;
     pipe.full[stage].arrive_expecting(kBytes);  // expects the bytes of the peer's put
-    ptx::copy_to(ptx::at_rank(mine, me ^ 1), mine, kBytes, ptx::at_rank(&pipe.full[stage], me ^ 1));
+    ptx::copy_to(ptx::at_rank(rows, me ^ 1), rows, kBytes, ptx::at_rank(&pipe.full[stage], me ^ 1));
   }
 }
 

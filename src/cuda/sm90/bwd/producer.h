@@ -100,14 +100,14 @@ __device__ inline void Backward<T, Dim, sums, parts>::set_factors(int slot) {
   const KeyBlockInfo& w = shared.key_block[slot];
   BlockFactors& f = shared.factors[slot];
   const Exponents& e = scheduler.exponents(w);
-  const KeyExponents& mine = w.exponents;
-  f.usual = sums == Sums::integers || (parts == Parts::first && mine.k == e.k && mine.ds == 0);
-  f.logits = a.scale * 1.44269504f * power_of_two(-e.q - mine.k);
-  f.product = power_of_two(e.product + e.v - mine.v);
-  f.ds = power_of_two(-mine.ds);
-  f.dq = power_of_two(mine.ds + e.k - mine.k + (parts == Parts::first ? 0 : e.dq));
+  const KeyExponents& of_keys = w.exponents;
+  f.usual = sums == Sums::integers || (parts == Parts::first && of_keys.k == e.k && of_keys.ds == 0);
+  f.logits = a.scale * 1.44269504f * power_of_two(-e.q - of_keys.k);
+  f.product = power_of_two(e.product + e.v - of_keys.v);
+  f.ds = power_of_two(-of_keys.ds);
+  f.dq = power_of_two(of_keys.ds + e.k - of_keys.k + (parts == Parts::first ? 0 : e.dq));
   f.dv = WideFactor::of(1.f, -e.p - e.do_);
-  f.dk = WideFactor::of(a.scale, mine.ds - e.p - e.product - e.do_ - e.v - e.q);
+  f.dk = WideFactor::of(a.scale, of_keys.ds - e.p - e.product - e.do_ - e.v - e.q);
   const int group = a.heads / a.kv_heads;
   f.iterations = group * w.tiles.count();
   f.passes_first = a.mask.windowed && f.iterations &&
