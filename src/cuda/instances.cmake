@@ -27,9 +27,9 @@ foreach(precision Int8 Int8Fp8 Fp8 Fp8Prequantized Fp8Unscaled)
   octet_instance(sm90/fwd ${precision} kernel_8bit.h
     "Kernel forward_8bit_kernel<Precision${precision}>(int64_t, int64_t)")
 endforeach()
-octet_instance(sm90/bwd Bf16 instances.h "Kernel backward_kernel<Bf16, Parts::first>(int64_t, Sums)")
-octet_instance(sm90/bwd F16 instances.h "Kernel backward_kernel<F16, Parts::first>(int64_t, Sums)")
-octet_instance(sm90/bwd F16_further instances.h "Kernel backward_kernel<F16, Parts::further>(int64_t, Sums)")
+octet_instance(sm90/bwd Bf16 instances.h "Kernel backward_kernel<Bf16, Bins::first>(int64_t, Sums)")
+octet_instance(sm90/bwd F16 instances.h "Kernel backward_kernel<F16, Bins::first>(int64_t, Sums)")
+octet_instance(sm90/bwd F16_further instances.h "Kernel backward_kernel<F16, Bins::further>(int64_t, Sums)")
 
 # sm80: which kernels there are is said in sm80/kinds.h and by the choose.cu of each pass.
 foreach(precision Bf16 F16 F32 Bf16F16Compute)

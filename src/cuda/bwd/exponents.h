@@ -66,7 +66,7 @@ __device__ inline Exponents exponents_for(const PreprocessParams& p, const Sizes
     return largest > 0.f ? min(max(15 - room - exponent_above(largest), -kMaxExponent), kMaxExponent) : 0;
   };
   e.q = exponent(s.q), e.k = exponent(fmaxf(s.k, s.k_smooth)), e.v = exponent(s.v), e.do_ = exponent(s.do_);
-  if (!p.reads_keys) e.k = min(e.k, kMaxKeyExponent);
+  if (!p.measures_all_keys) e.k = min(e.k, kMaxKeyExponent);
   e.p = p_exponent(p, s);
   const float row = s.do_row, dp_per_do = s.v_row + s.delta_ratio;
   const bool any = row > 0.f && dp_per_do > 0.f;
@@ -92,29 +92,29 @@ __device__ inline float per_dlse(const Sizes& sampled) {
 // Converts a gradient of lse to an equivalent |do|.
 __device__ inline float as_row(const Sizes& sampled, float dlse) { return dlse > 0.f ? dlse / per_dlse(sampled) : 0.f; }
 
-// The largest ratio of a row of do of one part to a typical row of the head, or to the largest row of the part before.
+// The largest ratio of a row of do of one bin to a typical row of the head, or to the largest row of the bin before.
 // Underflow in f16 then changes dq of typical rows by about 2^-24 per key (with P of 1 / keys and dim 64).
 constexpr float kSpan = 0x1p13f;
 
-// Returns the upper bound of |do| + |dlse| / per_dlse in a part that is not the last.
-__device__ inline float largest_row(const PreprocessParams& p, const Sizes& sampled, int part) {
+// Returns the upper bound of |do| + |dlse| / per_dlse in a bin that is not the last.
+__device__ inline float largest_row(const PreprocessParams& p, const Sizes& sampled, int bin) {
   const float typical = sampled.typical_do_row + as_row(sampled, sampled.typical_dlse);
   if (!p.scaled || !(typical > 0.f)) return INFINITY;
   float most = typical;
-  for (int i = 0; i <= part; ++i) most *= kSpan;
+  for (int i = 0; i <= bin; ++i) most *= kSpan;
   return most;
 }
-__device__ inline int parts_of(const PreprocessParams& p, const Sizes& sampled, const Sizes& s) {
+__device__ inline int bins_of(const PreprocessParams& p, const Sizes& sampled, const Sizes& s) {
   const float most = s.do_row + as_row(sampled, s.dlse);
-  int parts = 1;
-  while (parts < kParts && most > largest_row(p, sampled, parts - 1)) ++parts;
-  return parts;
+  int bins = 1;
+  while (bins < kBins && most > largest_row(p, sampled, bins - 1)) ++bins;
+  return bins;
 }
 
-// Returns the sizes of one part from `s`, those of all queries.
-__device__ inline Sizes sizes_of_part(const PreprocessParams& p, const Sizes& sampled, Sizes s, int part, int parts) {
-  if (part + 1 == parts) return s;
-  const float most = largest_row(p, sampled, part);
+// Returns the sizes of one bin from `s`, those of all queries.
+__device__ inline Sizes sizes_of_bin(const PreprocessParams& p, const Sizes& sampled, Sizes s, int bin, int bins) {
+  if (bin + 1 == bins) return s;
+  const float most = largest_row(p, sampled, bin);
   s.do_ = fminf(s.do_, most), s.do_row = fminf(s.do_row, most), s.dlse = fminf(s.dlse, most * per_dlse(sampled));
   return s;
 }

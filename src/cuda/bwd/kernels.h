@@ -34,7 +34,7 @@ __device__ void take(const RawVec8<In>& raw, octet_dtype type, Vec8& x) {
 
 // Returns the number of tiles of all heads, to be written or only read.
 inline unsigned preprocess_tiles(const PreprocessParams& p) {
-  const int of_head = p.group * p.q_blocks.count + (p.reads_keys ? p.k_blocks.count : 0);
+  const int of_head = p.group * p.q_blocks.count + (p.measures_all_keys ? p.k_blocks.count : 0);
   return static_cast<unsigned>(p.k.shape[0] * p.k.shape[1]) * static_cast<unsigned>(of_head);
 }
 

@@ -54,16 +54,16 @@ struct Blocks {
   }
 };
 
-// The exponents of one part (tile_sizes.h) of a (batch, kv head): an operand is 2^exponent times the caller's tensor.
-// All parts have the same exponents of q, k and v.
+// The exponents of one bin (tile_sizes.h) of a (batch, kv head): an operand is 2^exponent times the caller's tensor.
+// All bins have the same exponents of q, k and v.
 struct Exponents {
   int q, k, v, do_;
   int p;                // P is multiplied by 2^p before it is rounded, see p_exponent()
   int product;          // do v^T is multiplied by 2^product before ds is rounded
   float dq_sums_scale;  // for sums in integers: dq times this and QueryRows::dq_row_scale is rounded to an integer
   float largest_v;      // the largest number of operand v for which ds stays within f16
-  int parts;            // parts of the (batch, kv head); 1: all of its queries are computed together
-  int dq;               // for sums in floats: 2^dq times dq of this part has the scale of the first part's
+  int bins;             // bins of the (batch, kv head); 1: all of its queries are computed together
+  int dq;               // for sums in floats: 2^dq times dq of this bin has the scale of the first bin's
 };
 // The largest exponent of k of a head where the kernel converts k. A block with larger k takes a smaller exponent and
 // multiplies its dq by the difference of both, which must be representable as a float. In a head with this exponent,
@@ -79,7 +79,7 @@ struct KeyExponents {
 template <int kQueries>
 struct QueryRows {
   // lse in base 2, minus Exponents::p and minus what the mean of k adds to the row's logits; infinite for queries that
-  // see no key or that belong to another part.
+  // see no key or that belong to another bin.
   float lse[kQueries];
   float delta[kQueries];         // in the scale of the products dp
   float dq_row_scale[kQueries];  // see Exponents::dq_sums_scale; NaN once a sum of the row was not finite
@@ -89,11 +89,11 @@ struct QueryRows {
   int padding;                   // to a multiple of 16 bytes
 };
 
-// Returns the rows of a tile for one part, of an array [part][batch, head, q block] with `tiles` tiles for each part.
-// The first part has delta and dq_row_scale of all queries, with its exponents.
+// Returns the rows of a tile for one bin, of an array [bin][batch, head, q block] with `tiles` tiles for each bin.
+// The first bin has delta and dq_row_scale of all queries, with its exponents.
 template <int kQueries>
-__device__ QueryRows<kQueries>& rows_at(unsigned char* rows, int part, int64_t tiles, int64_t tile) {
-  return reinterpret_cast<QueryRows<kQueries>*>(rows)[part * tiles + tile];
+__device__ QueryRows<kQueries>& rows_at(unsigned char* rows, int bin, int64_t tiles, int64_t tile) {
+  return reinterpret_cast<QueryRows<kQueries>*>(rows)[bin * tiles + tile];
 }
 
 constexpr float kMaxDqScale = 0x1p126f;
@@ -131,11 +131,11 @@ struct BackwardParams {
   CUtensorMap k_rows, v_rows;  // [dim, token, kv head, batch], in boxes of 64 channels of a block of keys
   bool rows_are_bf16;
   const float* k_mean;  // [batch, kv head][dim]
-  unsigned char* rows;  // [part][batch, head, q block]: QueryRows
+  unsigned char* rows;  // [bin][batch, head, q block]: QueryRows
   void* dq;             // [batch, head, q block]: sums, float or int, in the order of the accumulators
   int zeroed_heads;     // the first (batch, kv head)s whose sums are 0 from the start; the kernel clears the others'
   unsigned* zeroed;     // [batch, kv head]: the number of shares of the sums that the kernel has cleared
-  const Exponents* exponents;  // [part][batch, kv head]
+  const Exponents* exponents;  // [bin][batch, kv head]
   const unsigned* divided;     // see PreprocessParams
   Blocks q_blocks, k_blocks;
   Mask mask;

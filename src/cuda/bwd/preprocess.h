@@ -40,23 +40,23 @@ struct PreprocessParams {
   octet_dtype round_do, round_q, round_k, round_v;  // the type to round to first
   bool scaled;                                      // true: operands are multiplied by powers of two
   bool smooth;                                      // true: k is centred by its mean
-  bool reads_keys;                                  // true: the sizes of all keys are found, not only of a sample
+  bool measures_all_keys;                           // true: the sizes of all keys are found, not only of a sample
   Blocks q_blocks, k_blocks;
   Mask mask;
   int group;
   float scale;  // softmax_scale
 
-  Sizes *sampled, *sizes;                                 // [batch, kv_head]: of a sample; of all numbers
-  Exponents* exponents;                                   // [part][batch, kv_head]
-  unsigned* divided;                                      // the number of (batch, kv head)s with parts, then these
-  float* mean;                                            // [batch, kv_head][dim]: of k in the sample, see stats.cu
+  Sizes *sampled, *sizes;  // [batch, kv_head]: of a sample; of all numbers
+  Exponents* exponents;    // [bin][batch, kv_head]
+  unsigned* divided;       // the number of (batch, kv head)s with several bins, then these
+  float* mean;             // [batch, kv_head][dim]: of k in the sample, see stats.cu
   unsigned char *q_tiles, *k_tiles, *v_tiles, *do_tiles;  // null k_tiles: the kernel converts k and v
-  unsigned char* rows;                                    // QueryRows, of each part where `scaled`
+  unsigned char* rows;                                    // QueryRows, of each bin where `scaled`
   float* row_sums;                                        // see BackwardParams
   void* dq;                                               // set to 0 for the first `zeroed_heads` (batch, kv head)
   int zeroed_heads;
   unsigned* zeroed;    // [batch, kv_head]: set to 0
-  unsigned* counters;  // [Parts]: set to 0
+  unsigned* counters;  // [Bins]: set to 0
 };
 
 void preprocess(const PreprocessParams& p, cudaStream_t stream);

@@ -9,21 +9,22 @@ namespace {
 
 constexpr int kThreads = kPreprocessThreads;
 
-// Returns the exponents of a part of a (batch, kv head), and whether its tiles do not fit those of the sample.
-__device__ Exponents settled(const PreprocessParams& p, int kv, int part, bool& unfit) {
+// Returns the exponents of a bin of a (batch, kv head), and whether its tiles do not fit those of the sample.
+__device__ Exponents settled(const PreprocessParams& p, int kv, int bin, bool& unfit) {
   const Sizes sampled = p.sampled[kv];
   Sizes sizes = p.sizes[kv];
   sizes.q_row = sampled.q_row, sizes.k_row = sampled.k_row;
-  if (!p.reads_keys) sizes.k = sampled.k, sizes.v = sampled.v, sizes.v_row = sampled.v_row;  // no others are known
-  const int parts = parts_of(p, sampled, sizes);
+  if (!p.measures_all_keys)
+    sizes.k = sampled.k, sizes.v = sampled.v, sizes.v_row = sampled.v_row;  // no others are known
+  const int bins = bins_of(p, sampled, sizes);
   const Sizes all = sizes;
-  if (parts > 1) sizes = sizes_of_part(p, sampled, all, part, parts);
+  if (bins > 1) sizes = sizes_of_bin(p, sampled, all, bin, bins);
   const Exponents sample = exponents_for(p, sampled, kRoomOfSample), exact = exponents_for(p, sizes, kRoom);
-  unfit = parts > 1 || !fits(sample, exact);
+  unfit = bins > 1 || !fits(sample, exact);
   Exponents exponents = unfit ? exact : sample;
-  exponents.parts = parts;
-  if (part > 0) {
-    const Exponents e = exponents_for(p, sizes_of_part(p, sampled, all, 0, parts), kRoom);
+  exponents.bins = bins;
+  if (bin > 0) {
+    const Exponents e = exponents_for(p, sizes_of_bin(p, sampled, all, 0, bins), kRoom);
     exponents.dq = e.product + e.do_ - exponents.product - exponents.do_;
   }
   exponents.dq_sums_scale = dq_sums_scale(p, sampled, sizes, exponents);
@@ -31,12 +32,12 @@ __device__ Exponents settled(const PreprocessParams& p, int kv, int part, bool& 
   return exponents;
 }
 
-// Every thread block computes the exponents of all heads and their parts; the tiles to write again are divided among
+// Every thread block computes the exponents of all heads and their bins; the tiles to write again are divided among
 // them.
 template <class In, int Dim>
 __global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_constant__ PreprocessParams p) {
   __shared__ bool again[kThreads];
-  __shared__ Exponents of_head[kParts];
+  __shared__ Exponents of_head[kBins];
   ptx::griddepcontrol_launch_dependents();
   ptx::griddepcontrol_wait();
   const int all = static_cast<int>(p.k.shape[0] * p.k.shape[1]);
@@ -44,13 +45,13 @@ __global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_const
     const int kv = first + static_cast<int>(threadIdx.x);
     bool unfit = false;
     if (kv < all) {
-      int part = 0, parts = 1;
-      for (; part < parts; ++part) {
-        const Exponents exponents = settled(p, kv, part, unfit);
-        parts = exponents.parts;
-        if (blockIdx.x == 0) p.exponents[part * all + kv] = exponents;
+      int bin = 0, bins = 1;
+      for (; bin < bins; ++bin) {
+        const Exponents exponents = settled(p, kv, bin, unfit);
+        bins = exponents.bins;
+        if (blockIdx.x == 0) p.exponents[bin * all + kv] = exponents;
       }
-      if (blockIdx.x == 0 && parts > 1) p.divided[1 + atomicAdd(p.divided, 1u)] = kv;
+      if (blockIdx.x == 0 && bins > 1) p.divided[1 + atomicAdd(p.divided, 1u)] = kv;
     }
     again[threadIdx.x] = unfit;
     if (!__syncthreads_or(unfit)) continue;
@@ -58,9 +59,9 @@ __global__ void __launch_bounds__(kThreads, 2) rescale_kernel(const __grid_const
       if (!again[i]) continue;
       const TileWriter<F16, In, Dim> writer{p, first + i};
       __syncthreads();  // of_head is no longer read for the head before
-      if (threadIdx.x < kParts) of_head[threadIdx.x] = settled(p, first + i, threadIdx.x, unfit);
+      if (threadIdx.x < kBins) of_head[threadIdx.x] = settled(p, first + i, threadIdx.x, unfit);
       __syncthreads();
-      const auto exponents_of = [&](int part) -> const Exponents& { return of_head[part]; };
+      const auto exponents_of = [&](int bin) -> const Exponents& { return of_head[bin]; };
       for (int tile = blockIdx.x; tile < p.group * p.q_blocks.count; tile += gridDim.x)
         writer.template queries<false>((first + i) * p.group + tile / p.q_blocks.count, tile % p.q_blocks.count,
                                        exponents_of);

@@ -21,7 +21,7 @@ struct KeyBlockInfo {
   Blocks::Sequence q, k;
   Tiles tiles;
   KeyExponents exponents;
-  int16_t part;  // of the queries; unused where a kernel computes the first part alone
+  int16_t bin;  // of the queries; unused where a kernel computes the first bin alone
 
   __device__ bool valid() const { return block >= 0; }
 };
@@ -37,18 +37,18 @@ struct MBlock {
   }
 };
 
-template <int kQueries, int kKeys, Parts parts = Parts::first>
+template <int kQueries, int kKeys, Bins bins = Bins::first>
 struct KeyBlockScheduler {
   const BackwardParams& a;
 
   // Finds the block of keys with a number. Blocks come in ascending order, as the first is the longest under a causal
   // mask. `w` is filled in place: it lies in shared memory, and the producer has few registers.
   __device__ void find(unsigned number, KeyBlockInfo& w) const {
-    const unsigned blocks = a.k_blocks.count, all = parts == Parts::first ? a.batch * a.kv_heads : a.divided[0];
+    const unsigned blocks = a.k_blocks.count, all = bins == Bins::first ? a.batch * a.kv_heads : a.divided[0];
     w.block = -1;
     if (number >= blocks * all) return;
     auto [head, block] = a.head_groups.tile_of(number, blocks, all);
-    if (parts == Parts::further) head = a.divided[1 + head], w.part = 1;
+    if (bins == Bins::further) head = a.divided[1 + head], w.bin = 1;
     w.batch = static_cast<int>(head / a.kv_heads), w.kv_head = static_cast<int>(head % a.kv_heads);
     w.block = static_cast<int>(block);
     w.k = a.k_blocks.sequence_of(w.block);
@@ -60,19 +60,19 @@ struct KeyBlockScheduler {
 
   __device__ const Exponents& exponents(const KeyBlockInfo& w) const {
     const int head = w.batch * a.kv_heads + w.kv_head;
-    return a.exponents[parts == Parts::first ? head : w.part * (a.batch * a.kv_heads) + head];
+    return a.exponents[bins == Bins::first ? head : w.bin * (a.batch * a.kv_heads) + head];
   }
 
-  // Returns true if the block has one more part of queries; then `w` is the block for that part. The same thread block
-  // takes it, as each part adds to the dk and dv that the parts before have written.
-  __device__ bool next_part(const KeyBlockInfo& last, KeyBlockInfo& w) const {
-    if (last.part + 1 >= exponents(last).parts) return false;
+  // Returns true if the block has one more bin of queries; then `w` is the block for that bin. The same thread block
+  // takes it, as each bin adds to the dk and dv that the bins before have written.
+  __device__ bool next_bin(const KeyBlockInfo& last, KeyBlockInfo& w) const {
+    if (last.bin + 1 >= exponents(last).bins) return false;
     const auto* const from = reinterpret_cast<const int*>(&last);
     auto* const to = reinterpret_cast<int*>(&w);
     // Not the exponents, which the converters of `last` may be writing. A loop, as the producer has few registers.
 #pragma unroll 1
     for (unsigned i = 0; i < offsetof(KeyBlockInfo, exponents) / sizeof *to; ++i) to[i] = from[i];
-    w.part = static_cast<int16_t>(last.part + 1);
+    w.bin = static_cast<int16_t>(last.bin + 1);
     return true;
   }
 
@@ -80,20 +80,20 @@ struct KeyBlockScheduler {
     const int all = (w.q.tokens + kQueries - 1) / kQueries;
     if (!a.mask.windowed) {
       const int blocks = (w.k.tokens + kKeys - 1) / kKeys;
-      const float part = static_cast<float>(w.block - w.k.first_block) / static_cast<float>(blocks);
-      return {0, all, min(static_cast<int>(part * static_cast<float>(all)), all - 1)};
+      const float fraction = static_cast<float>(w.block - w.k.first_block) / static_cast<float>(blocks);
+      return {0, all, min(static_cast<int>(fraction * static_cast<float>(all)), all - 1)};
     }
     const int end = min(w.first_key + kKeys, w.k.tokens);
     const KeyRange seen = a.mask.queries_of_all(w.first_key, end, w.q.tokens, w.k.tokens).any.tiles(kQueries);
     return {seen.first, max(seen.first, seen.last), seen.first};
   }
 
-  // Returns the QueryRows of a tile for the block's part, which is loaded each time, as producers have few registers.
+  // Returns the QueryRows of a tile for the block's bin, which is loaded each time, as producers have few registers.
   template <class Rows>
   __device__ const unsigned char* rows(const KeyBlockInfo& w, int64_t tile) const {
-    if (parts == Parts::first) return a.rows + tile * sizeof(Rows);
-    const unsigned part = *static_cast<const volatile int16_t*>(&w.part);
-    return a.rows + (static_cast<unsigned>(tile) + part * a.q_tiles()) * static_cast<int64_t>(sizeof(Rows));
+    if (bins == Bins::first) return a.rows + tile * sizeof(Rows);
+    const unsigned bin = *static_cast<const volatile int16_t*>(&w.bin);
+    return a.rows + (static_cast<unsigned>(tile) + bin * a.q_tiles()) * static_cast<int64_t>(sizeof(Rows));
   }
   // Returns the number of a tile of queries among those of all heads.
   __device__ int64_t q_tile(const KeyBlockInfo& w, const MBlock& at, int group) const {

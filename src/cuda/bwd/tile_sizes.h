@@ -19,12 +19,12 @@ auto with_tile_dim(int dim, const F& f) {
 }
 
 // The rows of do may differ by more than the range of ds in f16. The queries of such a (batch, kv head) are then
-// divided into parts by the magnitude of their rows, the smallest first. Each part is computed by itself, with its own
+// divided into bins by the magnitude of their rows, the smallest first. Each bin is computed by itself, with its own
 // exponents and with P of all other queries set to 0.
-constexpr int kParts = 3;
-// The parts that a Hopper kernel computes. The kernel for the first part, which is all queries of most heads, has no
-// code for the others. Another kernel follows it, adds the further parts, and exits at once where there are none.
-enum class Parts { first, further };
+constexpr int kBins = 3;
+// The bins that a Hopper kernel computes. The kernel for the first bin, which is all queries of most heads, has no
+// code for the others. Another kernel follows it, adds the further bins, and exits at once where there are none.
+enum class Bins { first, further };
 
 // How partial sums of dq are added: as floats in any order, or as integers, whose sum does not depend on the order.
 enum class Sums { floats, integers };

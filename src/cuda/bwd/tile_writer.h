@@ -139,16 +139,16 @@ struct TileWriter {
     for (int c = 0; c < kVec8; ++c) mean[c] = (&words[c / 4].x)[c % 4];
   }
 
-  // Writes q, do, delta and lse of a tile of queries. `exponents_of` returns the exponents of a part. kFirstTime: all
-  // queries belong to the first part; dq is set to 0 and the sizes are raised.
+  // Writes q, do, delta and lse of a tile of queries. `exponents_of` returns the exponents of a bin. kFirstTime: all
+  // queries belong to the first bin; dq is set to 0 and the sizes are raised.
   template <bool kFirstTime, class ExponentsOf>
   __device__ void queries(int head_index, int block, const ExponentsOf& exponents_of) const {
     const int heads = static_cast<int>(p.q.shape[1]), batch = head_index / heads, head = head_index % heads;
     const Blocks::Sequence sequence = p.q_blocks.sequence_of(block);
     const int64_t tile = static_cast<int64_t>(head_index) * p.q_blocks.count + block;
     const int64_t start = tile * kQueries * Dim * static_cast<int64_t>(sizeof(T));
-    const auto rows_of = [&](int part) -> QueryRows<kQueries>& {
-      return rows_at<kQueries>(p.rows, part, p.q.shape[0] * heads * p.q_blocks.count, tile);
+    const auto rows_of = [&](int bin) -> QueryRows<kQueries>& {
+      return rows_at<kQueries>(p.rows, bin, p.q.shape[0] * heads * p.q_blocks.count, tile);
     };
     const int first_query = (block - sequence.first_block) * kQueries;
     const KeyRange range = sequence.index < 0 ? KeyRange{0, 0} : counted(p, true, sequence.index);
@@ -214,8 +214,8 @@ struct TileWriter {
     const float my_lse = read_lse(threadIdx.x);  // of the row whose sums this thread will write
 
     const Exponents& exponents = exponents_of(0);
-    const int parts = kFirstTime ? 1 : exponents.parts;
-    const auto of_part = [&](int i) -> const Exponents& {
+    const int bins = kFirstTime ? 1 : exponents.bins;
+    const auto of_bin = [&](int i) -> const Exponents& {
       if constexpr (kFirstTime)
         return exponents;
       else
@@ -225,10 +225,10 @@ struct TileWriter {
       const float most = isfinite(dlse) ? fabsf(dlse) : 0.f;
       return p.dlse.data ? norm + most / per_dlse(p.sampled[kv]) : norm;
     };
-    const auto part_of = [&](float bound) {
-      int part = 0;
-      while (part < parts - 1 && bound > largest_row(p, p.sampled[kv], part)) ++part;
-      return part;
+    const auto bin_of = [&](float bound) {
+      int bin = 0;
+      while (bin < bins - 1 && bound > largest_row(p, p.sampled[kv], bin)) ++bin;
+      return bin;
     };
     const float q_scale = power_of_two(exponents.q), do_scale = power_of_two(exponents.do_);
     __shared__ RowSums sums;
@@ -260,8 +260,8 @@ struct TileWriter {
       most_do = fmaxf(most_do, size.most);
       const float norm = size.norm();
       if (!kFirstTime) {
-        const int part = part_of(bound_of(norm, read_dlse(row, read_lse(row))));
-        put(to_do, x, power_of_two(of_part(part).do_), distance);
+        const int bin = bin_of(bound_of(norm, read_dlse(row, read_lse(row))));
+        put(to_do, x, power_of_two(of_bin(bin).do_), distance);
       }
       if (vec == 0) sums.delta[row] = delta, sums.norm[row] = norm, sums.mean_logit[row] = mean_logit;
       to_q += kRowsAtOnce * kPanelRowBytes, to_do += kRowsAtOnce * kPanelRowBytes;
@@ -282,16 +282,16 @@ struct TileWriter {
         p.row_sums[tile * kQueries + row] =
             sees ? fmaf(expf(p.sinks.at(batch, head) - my_lse), delta - dlse, dlse) : 0.f;
       const float less = fmaf(p.scale * 1.44269504f, sums.mean_logit[row], static_cast<float>(exponents.p));
-      const int part = part_of(bound);
-      for (int i = 0; i < parts; ++i) {
-        const Exponents& e = of_part(i);
+      const int bin = bin_of(bound);
+      for (int i = 0; i < bins; ++i) {
+        const Exponents& e = of_bin(i);
         auto& rows = rows_of(i);
-        rows.lse[row] = sees && i == part ? fmaf(my_lse, 1.44269504f, -less) : INFINITY;
+        rows.lse[row] = sees && i == bin ? fmaf(my_lse, 1.44269504f, -less) : INFINITY;
         rows.delta[row] = sees ? (delta - dlse) * power_of_two(e.do_ + e.v + e.product) : 0.f;
         rows.dq_row_scale[row] = dq_row_scale(bound, e.do_);
       }
     }
-    if (threadIdx.x < parts) {
+    if (threadIdx.x < bins) {
       auto& rows = rows_of(threadIdx.x);
       rows.first = first_query, rows.tile = static_cast<int>(tile), rows.nonfinite = rows.padding = 0;
     }

@@ -31,7 +31,7 @@ Kernel first_holding(int64_t dim, int64_t dim_v, DimsList<Dims...>, const Descri
   return kernel;
 }
 
-template <class T, Parts parts>
+template <class T, Bins bins>
 Kernel backward_kernel(int64_t dim, Sums sums);
 
 }  // namespace octet::cuda::sm90

@@ -11,7 +11,7 @@
 //
 // The operands are the tiles that cuda/bwd writes, with the exponents of their (batch, kv head), and the sums of
 // dq have the layout that it reads. The queries of a head whose rows of do differ by more than the range of f16 come in
-// several parts, each with its own exponents; the thread block computes one after the other.
+// several bins, each with its own exponents; the thread block computes one after the other.
 #pragma once
 #include "cuda/bwd/schedule.h"
 #include "cuda/sm80/bwd/config.h"
@@ -39,7 +39,7 @@ struct Backward {
   static constexpr int kQueries = C::kQueries, kKeys = C::kKeys, kStages = C::kStages, kDoStages = C::kDoStages;
   static constexpr int kBuffers = C::kBuffers;
   static constexpr int kThreads = 32 * C::kWarps;
-  static constexpr int kQueryParts = Tiles::kQueries / kQueries, kKeyParts = Tiles::kKeys / kKeys;
+  static constexpr int kTilesOfQueryBlock = Tiles::kQueries / kQueries, kTilesOfKeyBlock = Tiles::kKeys / kKeys;
 
   using TileQ = PanelTile<T, kQueries, kDim>;
   using TileK = PanelTile<T, kKeys, kDim>;
@@ -49,7 +49,7 @@ struct Backward {
   using PartS = WarpPart<kSRows, kSColumns, C::kWarps, C::kKeysAsRows ? C::kKeyWarpRows : C::kSWarpRows>;
   // True: p passes through shared memory. Where keys are rows, and a warp has all queries of its keys, no other warp
   // reads its p.
-  static constexpr bool kSharesP = !C::kKeysAsRows || PartS::kColumnParts > 1;
+  static constexpr bool kSharesP = !C::kKeysAsRows || PartS::kWarpColumns > 1;
   static constexpr int kPColumns = C::kKeysAsRows ? kQueries : kKeys;
   using TileP = PanelTile < T, kSRows, kPColumns<kPanelColumns ? kPanelColumns : kPColumns>;
   using PartK = WarpPart<kKeys, kDim, C::kWarps, C::kKeyWarpRows>;
@@ -85,11 +85,11 @@ struct Backward {
     unsigned char ds[kBuffers][TileP::kBytes];
     float lse[kStages][kQueries], delta[kStages][kQueries];
     KeyBlockInfo key_block;
-    Exponents exponents;  // of the part
+    Exponents exponents;  // of the bin
     // The factors of s (with log2 e) and of dp.
     float scale_log2, product_scale;
     float q_k_scale;  // s times this is q.k
-    float dq_scale;   // brings dq of this part to the scale of the first part
+    float dq_scale;   // brings dq of this bin to the scale of the first bin
     int group;        // heads of q for each kv head
     int iterations;
     Step steps[kSteps];
@@ -114,7 +114,7 @@ struct Backward {
 
  private:
   __device__ void load_keys() const;
-  __device__ void next_part();
+  __device__ void next_bin();
   __device__ MBlock first_tile() const { return {w.tiles.start, 0}; }
   __device__ Step next_step(MBlock& at, int n) const;
   __device__ void load_q(const Step& step, int stage) const;
@@ -156,7 +156,7 @@ struct Backward {
   template <int AtOnce>
   static __device__ int sums_of_quad(int half, int quad);
   __device__ void add_floats(const TileDq& dq, float* sums, float scale, int half, int quad) const;
-  __device__ void add_part(const TileDq& dq, float* sums, float scale, int part, int parts) const;
+  __device__ void add_share(const TileDq& dq, float* sums, float scale, int share, int shares) const;
   __device__ void add_integers(const TileDq& dq, const Step& step, int half) const;
   __device__ void add(const TileDq& dq, const Step& step, int half) const;
   __device__ void write(const Output& out, TileDk& x, float scale, int exponent, int columns) const;

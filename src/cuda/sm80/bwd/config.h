@@ -79,10 +79,10 @@ struct BackwardKind {
 template <int Rows, int Columns, int Warps, int WarpRows>
 struct WarpPart {
   static constexpr int kBlocks = Rows / WarpRows / 16;  // of 16 rows
-  static constexpr int kColumns = Columns * WarpRows / Warps, kColumnParts = Warps / WarpRows;
+  static constexpr int kColumns = Columns * WarpRows / Warps, kWarpColumns = Warps / WarpRows;
   static_assert(Rows % (16 * WarpRows) == 0 && Warps % WarpRows == 0 && kColumns % 16 == 0);
   static __device__ int row_block(int warp) { return warp % WarpRows * kBlocks; }
-  static __device__ int column_block(int warp) { return kColumnParts == 1 ? 0 : warp / WarpRows * (kColumns / 16); }
+  static __device__ int column_block(int warp) { return kWarpColumns == 1 ? 0 : warp / WarpRows * (kColumns / 16); }
 };
 
 }  // namespace octet::cuda::sm80

@@ -53,12 +53,12 @@ __device__ void Backward<Kind>::add_floats(const TileDq& dq, float* sums, float 
   }
 }
 
-// Adds part `part` of `parts` of a thread's dq.
+// Adds share `share` of `shares` of a thread's dq.
 template <class Kind>
-__device__ void Backward<Kind>::add_part(const TileDq& dq, float* sums, float scale, int part, int parts) const {
+__device__ void Backward<Kind>::add_share(const TileDq& dq, float* sums, float scale, int share, int shares) const {
 #pragma unroll
   for (int quad = 0; quad < kDqQuads; ++quad)
-    if (quad * parts / kDqQuads == part) add_floats(dq, sums, scale, 0, quad);
+    if (quad * shares / kDqQuads == share) add_floats(dq, sums, scale, 0, quad);
 }
 
 // Adds a thread's dq to sums of integers.
@@ -66,8 +66,8 @@ template <class Kind>
 __device__ void Backward<Kind>::add_integers(const TileDq& dq, const Step& step, int half) const {
   constexpr int kQuadsOfBlock = kDqColumns / 8;
   int* const sums = static_cast<int*>(a.dq) + sums_of<1>(step);
-  // Each part has its own scales; postprocessing reads those of the first.
-  const Rows& rows = rows_at<Tiles::kQueries>(a.rows, w.part, a.q_tiles(), step.tile);
+  // Each bin has its own scales; postprocessing reads those of the first.
+  const Rows& rows = rows_at<Tiles::kQueries>(a.rows, w.bin, a.q_tiles(), step.tile);
   auto& of_first = rows_at<Tiles::kQueries>(a.rows, 0, a.q_tiles(), step.tile).dq_row_scale;
 #pragma unroll
   for (int m = 0; m < PartDq::kBlocks; ++m)
@@ -97,7 +97,7 @@ __device__ void Backward<Kind>::add(const TileDq& dq, const Step& step, int half
   for (int quad = 0; quad < kDqQuads; ++quad) add_floats(dq, sums, scale, half, quad);
 }
 
-// Adds what earlier parts of the queries have written to a row.
+// Adds what earlier bins of the queries have written to a row.
 template <class Type, int Columns>
 __device__ void add_row(const Type* from, Accumulator<Columns>& x, int which, int columns) {
 #pragma unroll
@@ -111,7 +111,7 @@ __device__ void add_row(const Type* from, Accumulator<Columns>& x, int which, in
   }
 }
 
-// Writes x scale 2^exponent to rows of dk or dv, added to what earlier parts of the queries have written. 2^exponent
+// Writes x scale 2^exponent to rows of dk or dv, added to what earlier bins of the queries have written. 2^exponent
 // may not be a float, so it is applied as two factors.
 template <class Kind>
 __device__ void Backward<Kind>::write(const Output& out, TileDk& x, float scale, int exponent, int columns) const {
@@ -127,7 +127,7 @@ __device__ void Backward<Kind>::write(const Output& out, TileDk& x, float scale,
       for (int half = 0; half < kRowsPerThread; ++half) {
         const int key = w.first_key + 16 * (PartK::row_block(warp) + m) + lane / 4 + 8 * half;
         Type* const row = out.row<Type>(w.batch, w.kv_head, int64_t{w.k.first} + key) + channel;
-        if (w.part > 0 && key < w.k.tokens) add_row(row, x[m], half, columns - channel);
+        if (w.bin > 0 && key < w.k.tokens) add_row(row, x[m], half, columns - channel);
         store_row<Type, CachePolicy::evict_first>(row, key < w.k.tokens, x[m], half, columns - channel);
       }
   };

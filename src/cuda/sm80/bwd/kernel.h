@@ -35,7 +35,7 @@ BackwardKernel backward_kernel_of() {
   return {.function = backward_by_mma_sync<Kind>,
           .queries = Kernel::kQueries,
           .keys = Kernel::kKeys,
-          .key_parts = Kernel::kKeyParts,
+          .tiles_of_key_block = Kernel::kTilesOfKeyBlock,
           .threads = Kernel::kThreads,
           .shared_bytes = Kernel::kSharedBytes,
           .mask_rows = Kernel::kMaskRows,

@@ -6,8 +6,8 @@ namespace octet::cuda::sm80 {
 
 struct BackwardKernel {
   void (*function)(KernelParams);
-  int queries, keys;  // of a tile
-  int key_parts;      // thread blocks for each block of keys of preprocessing
+  int queries, keys;       // of a tile
+  int tiles_of_key_block;  // thread blocks for each block of keys of preprocessing
   int threads, shared_bytes;
   int mask_rows, mask_columns;  // of the mask tensor that are in shared memory
   bool has_classes;             // of tiles of the mask tensor, if there is one

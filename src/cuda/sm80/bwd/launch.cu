@@ -49,7 +49,7 @@ Plan backward(const Problem& p, void* workspace) {
     const int processors = card(p.device_index).multiprocessors;
     const KernelParams arguments{backward_params(p, params, processors, dk.output(), dv.output()), p.deterministic,
                                  terms, classes};
-    const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.key_parts;
+    const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.tiles_of_key_block;
     seen.preprocess(stream);
     compute_row_biases(p, terms, stream);
     if (choice.has_classes) classify(p, terms, classes, stream);

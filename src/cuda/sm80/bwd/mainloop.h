@@ -10,17 +10,17 @@ template <class Kind>
 __device__ void Backward<Kind>::run(unsigned number) {
   if (threadIdx.x == 0) {
     KeyBlockInfo& block = shared.key_block;
-    KeyBlockScheduler<Tiles::kQueries, Tiles::kKeys>{a}.find(number / kKeyParts, block);
-    block.first_key += static_cast<int>(number % kKeyParts) * kKeys;
+    KeyBlockScheduler<Tiles::kQueries, Tiles::kKeys>{a}.find(number / kTilesOfKeyBlock, block);
+    block.first_key += static_cast<int>(number % kTilesOfKeyBlock) * kKeys;
     block.tiles = KeyBlockScheduler<kQueries, kKeys>{a}.tiles_of(block);
-    block.part = -1;
+    block.bin = -1;
   }
   __syncthreads();
   if (!w.valid() || w.k.index < 0 || w.first_key >= w.k.tokens) return;
   if constexpr (kMasked) skip_hidden_queries();
   load_keys();
   do {
-    next_part();
+    next_bin();
     TileDk dk, dv;
     for (auto& block : dk) block.zero();
     for (auto& block : dv) block.zero();
@@ -30,7 +30,7 @@ __device__ void Backward<Kind>::run(unsigned number) {
       compute(dk, dv);
     write(a.dv, dv, 1.f, -e.p - e.do_, a.dim_v);
     write(a.dk, dk, a.scale, -e.p - e.product - e.do_ - e.v - e.q, a.dim);
-  } while (w.part + 1 < e.parts);
+  } while (w.bin + 1 < e.bins);
   ptx::cp_async_wait<0>();
 }
 
@@ -59,13 +59,13 @@ __device__ void Backward<Kind>::skip_hidden_queries() const {
   shared.key_block.tiles = {seen.first, max(seen.first, seen.last), starts_inside ? w.tiles.start : seen.first};
 }
 
-// Goes on to the next part of the queries, once all warps have computed the part before.
+// Goes on to the next bin of the queries, once all warps have computed the bin before.
 template <class Kind>
-__device__ void Backward<Kind>::next_part() {
+__device__ void Backward<Kind>::next_bin() {
   __syncthreads();
   if (threadIdx.x == 0) {
-    ++shared.key_block.part;
-    shared.exponents = a.exponents[(w.part * a.batch + w.batch) * a.kv_heads + w.kv_head];
+    ++shared.key_block.bin;
+    shared.exponents = a.exponents[(w.bin * a.batch + w.batch) * a.kv_heads + w.kv_head];
     shared.group = a.heads / a.kv_heads;
     shared.iterations = shared.group * w.tiles.count();
     shared.q_k_scale = exp2f(static_cast<float>(-e.q - e.k));
@@ -80,8 +80,8 @@ __device__ void Backward<Kind>::next_part() {
 template <class Kind>
 __device__ typename Backward<Kind>::Step Backward<Kind>::next_step(MBlock& at, int n) const {
   const int head = w.kv_head * shared.group + at.head;
-  const Step step{(w.batch * a.heads + head) * a.q_blocks.count + w.q.first_block + at.tile / kQueryParts,
-                  at.tile % kQueryParts * kQueries, at.tile * kQueries, head};
+  const Step step{(w.batch * a.heads + head) * a.q_blocks.count + w.q.first_block + at.tile / kTilesOfQueryBlock,
+                  at.tile % kTilesOfQueryBlock * kQueries, at.tile * kQueries, head};
   if (threadIdx.x == 0) shared.steps[n % kSteps] = step;
   at.advance(w.tiles, shared.group);
   return step;
@@ -94,7 +94,7 @@ __device__ void Backward<Kind>::load_q(const Step& step, int stage) const {
   load_async<kThreads, Tiles::kQueries>(TileQ{shared.q[stage]}, a.q + step.tile * kBytes, step.first);
   constexpr int kChunks = kQueries * sizeof(float) / kChunkBytes;
   static_assert(2 * kChunks <= kThreads);
-  const Rows& rows = rows_at<Tiles::kQueries>(a.rows, w.part, a.q_tiles(), step.tile);
+  const Rows& rows = rows_at<Tiles::kQueries>(a.rows, w.bin, a.q_tiles(), step.tile);
   const int i = threadIdx.x % kChunks * 4;
   if (threadIdx.x < kChunks)
     ptx::cp_async(ptx::shared_address(&shared.lse[stage][i]), &rows.lse[step.first + i], kChunkBytes);
@@ -274,7 +274,7 @@ __device__ void Backward<Kind>::store(const TileS& x, unsigned char* tile) const
   store(rounded, tile, PartS::column_block(warp));
 }
 
-// The iterations of one part of the queries.
+// The iterations of one bin of the queries.
 template <class Kind>
 __device__ void Backward<Kind>::compute(TileDk& dk, TileDk& dv) {
   const TileK k{shared.k}, v{shared.v};
@@ -348,7 +348,7 @@ __device__ void Backward<Kind>::compute(TileDk& dk, TileDk& dv) {
       multiply_dq(0);
       float* const sums = float_sums(step);
       const float scale = shared.dq_scale;
-      multiply_dv_and_dk([&](int slot) { add_part(dq, sums, scale, slot, 2 * kQueries / 16); });
+      multiply_dv_and_dk([&](int slot) { add_share(dq, sums, scale, slot, 2 * kQueries / 16); });
       continue;
     }
     multiply_dv_and_dk([](int) {});

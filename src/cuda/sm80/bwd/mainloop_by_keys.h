@@ -191,7 +191,7 @@ __device__ void Backward<Kind>::compute_by_keys(TileDk& dk, TileDk& dv) {
       load_next(n + 2);  // beside products that are in flight
       add(dq, step, 0);
     } else {
-      static_assert(PartS::kColumnParts == 2);
+      static_assert(PartS::kWarpColumns == 2);
       constexpr int kSteps16 = PartS::kColumns / 16;
       const int other = kSteps16 - PartS::column_block(warp);
       // `between` is called with the number of each 16 queries, first of dv and then of dk.
@@ -206,7 +206,7 @@ __device__ void Backward<Kind>::compute_by_keys(TileDk& dk, TileDk& dv) {
       } else {
         float* const sums = float_sums(step);
         const float scale = shared.dq_scale;
-        multiply_other_half([&](int slot) { add_part(dq, sums, scale, slot, 2 * kSteps16); });
+        multiply_other_half([&](int slot) { add_share(dq, sums, scale, slot, 2 * kSteps16); });
       }
     }
   }

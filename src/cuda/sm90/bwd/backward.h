@@ -25,7 +25,7 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums, Parts parts>
+template <class T, int Dim, Sums sums, Bins bins>
 struct Backward {
   static constexpr int kTileDim = tile_dim(Dim);
   using Tile = BackwardTile<kTileDim>;
@@ -54,7 +54,7 @@ struct Backward {
   static constexpr bool kPassesFirst = kQueries <= kWarpgroupRows;
   // True: an iteration waits for the next q before it adds to dq, as the atomics delay the loads that follow them.
   static constexpr bool kAwaitsNext = kTileDim == 128;
-  using Scheduler = KeyBlockScheduler<kQueries, kKeys, parts>;
+  using Scheduler = KeyBlockScheduler<kQueries, kKeys, bins>;
   using TileQ = SharedTile<T, kQueries, Dim>;
   using TileK = SharedTile<T, kKeys, Dim>;
   using TileDs = SharedTile<T, kKeys, kQueries>;

@@ -21,7 +21,7 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums, Parts parts>
+template <class T, int Dim, Sums sums, Bins bins>
 struct Backward2Cta {
   static constexpr int kTileDim = tile_dim(Dim);
   using Tile = BackwardTile<kTileDim>;
@@ -41,7 +41,7 @@ struct Backward2Cta {
                        kPStages = 1, kDsStages = 2;
   static constexpr bool kAhead = Dim <= 192;  // registers allow the next s beside this one
   static constexpr int kDqColumns = kLocalColumns / 2, kDqNumbers = kQueries * kDqColumns;  // per warpgroup
-  using Scheduler = KeyBlockScheduler<kQueries, kClusterKeys, parts>;
+  using Scheduler = KeyBlockScheduler<kQueries, kClusterKeys, bins>;
   using TileQ = SharedTile<T, kQueries, kTileDim, true>;
   using TileK = SharedTile<T, kKeys, kLocalColumns + kRemoteColumns, true>;
   using TileCluster = SharedTile<T, kClusterKeys, kTileDim, true>;  // the keys of both, as preprocessed

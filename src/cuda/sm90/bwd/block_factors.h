@@ -25,12 +25,12 @@ struct WideFactor {
 struct BlockFactors {
   float logits;       // brings products of q and k to the base 2
   float product;      // brings products of do and v to the scale of delta
-  float ds, dq;       // bring ds and dq to the exponents of the head's first part
+  float ds, dq;       // bring ds and dq to the exponents of the head's first bin
   WideFactor dk, dv;  // bring sums to gradients
   UnmaskedIterations unmasked;
   int iterations;
   bool passes_first;  // no query of the first tile sees a key of the block's second half
-  bool usual;         // ds and dq have the exponents of the head's first part
+  bool usual;         // ds and dq have the exponents of the head's first bin
 };
 
 }  // namespace octet::cuda::sm90

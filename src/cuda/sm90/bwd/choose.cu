@@ -16,10 +16,10 @@ constexpr int64_t kMaxTokens = 1 << 21;  // a grid has fewer than 2^16 rows, of 
 
 struct Row {
   Kernel (*kernel)(int64_t dim, Sums sums);
-  Kernel (*further)(int64_t dim, Sums sums);  // null: all queries are the first part
+  Kernel (*further)(int64_t dim, Sums sums);  // null: all queries are the first bin
 };
-constexpr Row kBf16Row = {backward_kernel<Bf16, Parts::first>, nullptr},
-              kF16Row = {backward_kernel<F16, Parts::first>, backward_kernel<F16, Parts::further>};
+constexpr Row kBf16Row = {backward_kernel<Bf16, Bins::first>, nullptr},
+              kF16Row = {backward_kernel<F16, Bins::first>, backward_kernel<F16, Bins::further>};
 
 // True where the kernel can convert the caller's k and v: they have one 16-bit type and need no rounding to another.
 bool converts_keys(const Problem& p, octet_dtype cast) {

@@ -9,10 +9,10 @@ namespace octet::cuda::sm90 {
 
 // The head dims that there are kernels for. Those between 64, 128 and 256 read and write the same tiles in memory as
 // the next of these, tile_dim() columns wide, but do not multiply the padding. Where the columns lie as at 128, its
-// kernel computes the further parts of a head, which are rare.
-template <Sums sums, Parts parts>
+// kernel computes the further bins of a head, which are rare.
+template <Sums sums, Bins bins>
 using BackwardDims = std::conditional_t<
-    parts == Parts::further,
+    bins == Bins::further,
     std::conditional_t<sums == Sums::floats, DimsList<Dims64, Dims128, Dims160, Dims192, Dims256>,
                        DimsList<Dims64, Dims128, Dims256>>,
     std::conditional_t<sums == Sums::floats, DimsList<Dims64, Dims80, Dims96, Dims128, Dims160, Dims192, Dims256>,

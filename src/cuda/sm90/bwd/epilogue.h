@@ -57,12 +57,12 @@ __device__ void scale_keys(Accumulator<Columns>& x, float scale, int exponent) {
   for (int i = 0; i < Columns / 2; ++i) x.x[i] = x.x[i] * first * second;
 }
 
-// Writes x to the rows from `key` on and the columns from `channel` on; further parts of the queries add to what the
-// parts before have written.
-template <Parts parts, int Columns>
+// Writes x to the rows from `key` on and the columns from `channel` on; further bins of the queries add to what the
+// bins before have written.
+template <Bins bins, int Columns>
 __device__ void write_keys(const Output& out, const KeyBlockInfo& w, int key, int channel, Accumulator<Columns>& x,
                            int columns) {
-  if constexpr (parts == Parts::further) add_keys(out, w, key, channel, x, columns);
+  if constexpr (bins == Bins::further) add_keys(out, w, key, channel, x, columns);
   with_output_type(out.element, [&](auto* type) {
     write_keys_as<std::remove_pointer_t<decltype(type)>>(out, w, key, channel, x, columns);
   });

@@ -1,4 +1,4 @@
-// The instances of the backward kernels. One file per operand type and parts includes this, so that they compile in
+// The instances of the backward kernels. One file per operand type and bins includes this, so that they compile in
 // parallel.
 #pragma once
 #include "cuda/sm90/bwd/kernel.h"
@@ -7,11 +7,11 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums, Parts parts>
+template <class T, int Dim, Sums sums, Bins bins>
 Kernel describe_backward() {
   if constexpr (tile_dim(Dim) == 256) {
-    using Kind = Backward2Cta<T, Dim, sums, parts>;
-    return {.function = reinterpret_cast<const void*>(&backward_2cta<T, Dim, sums, parts>),
+    using Kind = Backward2Cta<T, Dim, sums, bins>;
+    return {.function = reinterpret_cast<const void*>(&backward_2cta<T, Dim, sums, bins>),
             .rows = Kind::kQueries,
             .keys = Kind::kClusterKeys,
             .threads = Kind::kThreads,
@@ -20,8 +20,8 @@ Kernel describe_backward() {
             .dim = Dim,
             .dim_v = Dim};
   } else {
-    using Kind = Backward<T, Dim, sums, parts>;
-    return {.function = reinterpret_cast<const void*>(&backward<T, Dim, sums, parts>),
+    using Kind = Backward<T, Dim, sums, bins>;
+    return {.function = reinterpret_cast<const void*>(&backward<T, Dim, sums, bins>),
             .rows = Kind::kQueries,
             .keys = Kind::kKeys,
             .threads = Kind::kThreads,
@@ -31,16 +31,16 @@ Kernel describe_backward() {
   }
 }
 
-template <class T, Sums sums, Parts parts>
+template <class T, Sums sums, Bins bins>
 Kernel backward_kernel(int64_t dim) {
-  return first_holding(dim, dim, BackwardDims<sums, parts>{},
-                       []<class Dims>(Dims) { return describe_backward<T, Dims::kDim, sums, parts>(); });
+  return first_holding(dim, dim, BackwardDims<sums, bins>{},
+                       []<class Dims>(Dims) { return describe_backward<T, Dims::kDim, sums, bins>(); });
 }
 
-template <class T, Parts parts>
+template <class T, Bins bins>
 Kernel backward_kernel(int64_t dim, Sums sums) {
-  return sums == Sums::floats ? backward_kernel<T, Sums::floats, parts>(dim)
-                              : backward_kernel<T, Sums::integers, parts>(dim);
+  return sums == Sums::floats ? backward_kernel<T, Sums::floats, bins>(dim)
+                              : backward_kernel<T, Sums::integers, bins>(dim);
 }
 
 }  // namespace octet::cuda::sm90

@@ -6,16 +6,16 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums, Parts parts>
-__global__ void __launch_bounds__(Backward<T, Dim, sums, parts>::kThreads, 1)
+template <class T, int Dim, Sums sums, Bins bins>
+__global__ void __launch_bounds__(Backward<T, Dim, sums, bins>::kThreads, 1)
     backward(const __grid_constant__ BackwardRowsParams arguments) {
-  using Kernel = Backward<T, Dim, sums, parts>;
+  using Kernel = Backward<T, Dim, sums, bins>;
   // Aligned by its declaration: no room is left in shared memory to align it by hand.
   extern __shared__ __align__(kSwizzleBytes) unsigned char swizzled_memory[];
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(swizzled_memory);
   Kernel kernel{arguments, shared};
   ptx::griddepcontrol_launch_dependents();
-  if constexpr (parts == Parts::further) {
+  if constexpr (bins == Bins::further) {
     ptx::griddepcontrol_wait();
     if (*arguments.divided == 0) return;
   }

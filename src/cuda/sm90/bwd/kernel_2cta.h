@@ -13,16 +13,16 @@ __device__ void set_registers() {
   Registers > kAtLaunch ? ptx::reg_alloc<Registers>() : ptx::reg_dealloc<Registers>();
 }
 
-template <class T, int Dim, Sums sums, Parts parts>
-__global__ void __cluster_dims__(Backward2Cta<T, Dim, sums, parts>::kBlocks)
-    __launch_bounds__(Backward2Cta<T, Dim, sums, parts>::kThreads, 1)
+template <class T, int Dim, Sums sums, Bins bins>
+__global__ void __cluster_dims__(Backward2Cta<T, Dim, sums, bins>::kBlocks)
+    __launch_bounds__(Backward2Cta<T, Dim, sums, bins>::kThreads, 1)
         backward_2cta(const __grid_constant__ BackwardParams arguments) {
-  using Kernel = Backward2Cta<T, Dim, sums, parts>;
+  using Kernel = Backward2Cta<T, Dim, sums, bins>;
   using Registers = Registers2Cta<Dim>;
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory<Kernel::kAlignsByHand>());
   Kernel kernel{arguments, shared};
   ptx::griddepcontrol_launch_dependents();
-  if constexpr (parts == Parts::further) {
+  if constexpr (bins == Bins::further) {
     ptx::griddepcontrol_wait();
     if (*arguments.divided == 0) return;
   }

@@ -5,9 +5,9 @@
 namespace octet::cuda::sm90 {
 
 // Adds this warpgroup's part of dq to the sums.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::add(const Target& target, int warpgroup,
-                                                          const Accumulator<kDqColumns>& x, int thread) const {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::add(const Target& target, int warpgroup,
+                                                         const Accumulator<kDqColumns>& x, int thread) const {
   const int64_t start = (static_cast<int64_t>(target.tile) * kWarpgroups + warpgroup) * kDqNumbers;
   // The last warpgroup's part ends in padding where the head dim is less than that of tiles.
   const int columns =
@@ -17,11 +17,11 @@ __device__ inline void Backward<T, Dim, sums, parts>::add(const Target& target, 
 
 // Brings the warpgroup's rows of dk and dv to shared memory, from where TMA writes them while the next block is
 // computed. Each warp sends its own rows.
-template <class T, int Dim, Sums sums, Parts parts>
+template <class T, int Dim, Sums sums, Bins bins>
 template <class Type>
-__device__ inline void Backward<T, Dim, sums, parts>::send_keys(int warpgroup, const KeyBlockInfo& w,
-                                                                const Accumulator<Dim>& dk, const Accumulator<Dim>& dv,
-                                                                int key_stage, int ds_stage, int offset) const {
+__device__ inline void Backward<T, Dim, sums, bins>::send_keys(int warpgroup, const KeyBlockInfo& w,
+                                                               const Accumulator<Dim>& dk, const Accumulator<Dim>& dv,
+                                                               int key_stage, int ds_stage, int offset) const {
   using Tile = TileSent<Type>;
   const auto tile = [&](unsigned char* k_or_v, int half) -> Tile {
     return {kSendsFromDs ? shared.ds[ds_stage] + warpgroup * TileDs::kPanelBytes + half * Tile::kBytes
@@ -49,8 +49,8 @@ __device__ inline void Backward<T, Dim, sums, parts>::send_keys(int warpgroup, c
 }
 
 // Releases the shared memory from which this warp's rows of dk and dv were sent.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::release_sent(int key_stage, int ds_stage) {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::release_sent(int key_stage, int ds_stage) {
   if (threadIdx.x % 32 == 0) ptx::bulk_store_wait_read();
   if constexpr (kSendsFromDs) {
     arrive_as_warp(shared.ds_pipe.empty[ds_stage]);
@@ -61,8 +61,8 @@ __device__ inline void Backward<T, Dim, sums, parts>::release_sent(int key_stage
 }
 
 // Computes all blocks of keys, as consumer warpgroup `warpgroup`.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::consume(int warpgroup) {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::consume(int warpgroup) {
   unsigned n = 0;     // iterations of all blocks so far, which give the stage and phase of each pipeline
   bool sent = false;  // dk and dv of the block before take shared memory, until the next block's first iteration
   if (warpgroup == 1) ping_pong_arrive(warpgroup);  // warpgroup 0 goes first
@@ -75,7 +75,7 @@ __device__ inline void Backward<T, Dim, sums, parts>::consume(int warpgroup) {
     shared.k_pipe.full[key_stage].wait(key_phase);
     shared.v_pipe.full[key_stage].wait(key_phase);
     const BlockFactors& f = shared.factors[slot];
-    if (sums == Sums::integers || (parts == Parts::first && f.usual))
+    if (sums == Sums::integers || (bins == Bins::first && f.usual))
       compute<true>(warpgroup, w, f, key_stage, sent, n);
     else
       compute<false>(warpgroup, w, f, key_stage, sent, n);
@@ -85,13 +85,13 @@ __device__ inline void Backward<T, Dim, sums, parts>::consume(int warpgroup) {
   ptx::bulk_store_wait();
 }
 
-// The iterations of a block. kUsual is true where ds and dq have the exponents of the head's first part. `sent`: dk and
+// The iterations of a block. kUsual is true where ds and dq have the exponents of the head's first bin. `sent`: dk and
 // dv of the block before still take shared memory.
-template <class T, int Dim, Sums sums, Parts parts>
+template <class T, int Dim, Sums sums, Bins bins>
 template <bool kUsual>
-__device__ inline void Backward<T, Dim, sums, parts>::compute(int warpgroup, const KeyBlockInfo& w,
-                                                              const BlockFactors& f, int key_stage, bool sent,
-                                                              unsigned& n) {
+__device__ inline void Backward<T, Dim, sums, bins>::compute(int warpgroup, const KeyBlockInfo& w,
+                                                             const BlockFactors& f, int key_stage, bool sent,
+                                                             unsigned& n) {
   const int my_keys = warpgroup * kWarpgroupRows, iterations = f.iterations;
   const TileK k{shared.k[key_stage]}, v{shared.v[key_stage]};
   const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
@@ -222,14 +222,14 @@ __device__ inline void Backward<T, Dim, sums, parts>::compute(int warpgroup, con
   }
   const int key = w.first_key + my_keys;
   f.dv.apply(dv), f.dk.apply(dk);
-  if (parts == Parts::first && a.sends_keys && iterations && key + kWarpgroupRows <= w.k.tokens) {
+  if (bins == Bins::first && a.sends_keys && iterations && key + kWarpgroupRows <= w.k.tokens) {
     const auto send = [&]<class Type>(Type) {
       send_keys<Type>(warpgroup, w, dk, dv, key_stage, (n - 1) % kDsStages, ds_offset);
     };
     std::is_same_v<T, Bf16> || a.dk.element == Element::bf16 ? send(Bf16{}) : send(F16{});
   } else {
-    write_keys<parts>(a.dv, w, key, 0, dv, a.dim_v);
-    write_keys<parts>(a.dk, w, key, 0, dk, a.dim);
+    write_keys<bins>(a.dv, w, key, 0, dv, a.dim_v);
+    write_keys<bins>(a.dk, w, key, 0, dk, a.dim);
   }
 }
 

@@ -5,11 +5,11 @@
 namespace octet::cuda::sm90 {
 
 // Puts p or ds into the shared memory of both thread blocks.
-template <class T, int Dim, Sums sums, Parts parts>
+template <class T, int Dim, Sums sums, Bins bins>
 template <int Stages>
-__device__ inline void Backward2Cta<T, Dim, sums, parts>::put(const Operand<T, kQueries>& x,
-                                                              unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
-                                                              Pipeline<Stages>& pipe, unsigned n) {
+__device__ inline void Backward2Cta<T, Dim, sums, bins>::put(const Operand<T, kQueries>& x,
+                                                             unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
+                                                             Pipeline<Stages>& pipe, unsigned n) {
   const int stage = n % Stages, me = rank();  // opaque() below keeps the rank out of registers between iterations
   unsigned char* const tile = tiles[stage][ptx::opaque(me)];
   pipe.empty[stage].wait_for_cluster(n / Stages % 2 ^ 1);
@@ -25,8 +25,8 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::put(const Operand<T, k
 }
 
 // Warpgroup 1: computes p and ds of 64 keys.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward2Cta<T, Dim, sums, parts>::compute_p_ds() {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dim, sums, bins>::compute_p_ds() {
   unsigned n = 0;  // iterations of all blocks so far, which give the stage and phase of each pipeline
   const int group = a.heads / a.kv_heads;
   const TileK k{shared.k}, v{shared.v};
@@ -132,8 +132,8 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::compute_p_ds() {
 }
 
 // Warpgroups 2 and 3: accumulate dv and dk of 64 keys, and compute dq of 64 channels.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward2Cta<T, Dim, sums, parts>::accumulate(int half) {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dim, sums, bins>::accumulate(int half) {
   unsigned n = 0;
   const int group = a.heads / a.kv_heads, channel = rank() * kChannels;
   const auto k = columns_of<kDqColumns>(TileK{shared.k}, local_column() + half * kDqColumns);
@@ -147,7 +147,7 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::accumulate(int half) {
     // opaque() makes these known before the first product: loads after the last one would be waited for.
     const int dv_exponent = ptx::opaque(-e.p - e.do_);
     const int dk_exponent = ptx::opaque(dv_exponent - e.product - e.v - e.q);
-    const float dq_scale = parts == Parts::first ? 1.f : ptx::opaque(exp2f(static_cast<float>(e.dq)));
+    const float dq_scale = bins == Bins::first ? 1.f : ptx::opaque(exp2f(static_cast<float>(e.dq)));
     // Not loaded in each iteration, just before it is used.
     const float dq_sums_scale = sums == Sums::integers ? ptx::opaque(e.dq_sums_scale) : 0.f;
     Accumulator<kChannels> dk, dv;
@@ -182,7 +182,7 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::accumulate(int half) {
       // Add dq to its sums.
       ptx::wgmma_wait<1>();
       ptx::fence_operand(dq.x);
-      if constexpr (parts == Parts::further && sums == Sums::floats) dq.scale(dq_scale);
+      if constexpr (bins == Bins::further && sums == Sums::floats) dq.scale(dq_scale);
       const int64_t start = ((static_cast<int64_t>(target.tile) * kBlocks + rank()) * 2 + half) * kDqNumbers;
       // Up to d = 192, the second warpgroup's part ends in columns that are not its own.
       const int columns = Dim == kTileDim || half == 0 ? kDqColumns : kChannels - kDqColumns;
@@ -198,9 +198,9 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::accumulate(int half) {
     // Fragments are stored by 32 columns; beyond 80 lie channels of the peer.
     constexpr bool kOverlaps = kChannels % 32 != 0;
     scale_keys(dv, 1.f, dv_exponent);
-    write_keys<parts>(a.dv, w, key, channel, dv, kOverlaps ? min(a.dim_v, channel + kChannels) : a.dim_v);
+    write_keys<bins>(a.dv, w, key, channel, dv, kOverlaps ? min(a.dim_v, channel + kChannels) : a.dim_v);
     scale_keys(dk, a.scale, dk_exponent);
-    write_keys<parts>(a.dk, w, key, channel, dk, kOverlaps ? min(a.dim, channel + kChannels) : a.dim);
+    write_keys<bins>(a.dk, w, key, channel, dk, kOverlaps ? min(a.dim, channel + kChannels) : a.dim);
   }
 }
 

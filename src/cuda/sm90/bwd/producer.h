@@ -6,8 +6,8 @@
 namespace octet::cuda::sm90 {
 
 // Loads q and do, and k and v ahead of the first iteration of their block. Runs on one thread.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::produce() {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::produce() {
   unsigned n = 0;  // iterations so far
   next_tile(0);
   for (unsigned tile_index = 0;; ++tile_index) {
@@ -19,9 +19,9 @@ __device__ inline void Backward<T, Dim, sums, parts>::produce() {
   }
 }
 
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::load_tiles(const KeyBlockInfo& w, unsigned tile_index,
-                                                                 unsigned& n) {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::load_tiles(const KeyBlockInfo& w, unsigned tile_index,
+                                                                unsigned& n) {
   const int group = a.heads / a.kv_heads, iterations = group * w.tiles.count();
   // The next block is taken when this many iterations are left.
   const int prefetch_at = max(min(iterations, kPrefetchDistance) - 1, 0);
@@ -51,14 +51,14 @@ __device__ inline void Backward<T, Dim, sums, parts>::load_tiles(const KeyBlockI
   }
 }
 
-// Takes the next block of keys, or the last one again for one more part of its queries, and loads its k and v.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::next_tile(unsigned tile_index) {
+// Takes the next block of keys, or the last one again for one more bin of its queries, and loads its k and v.
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::next_tile(unsigned tile_index) {
   const int slot = tile_index % Shared::kTileSlots, stage = tile_index % kKeyStages;
   KeyBlockInfo& w = shared.key_block[slot];
   shared.tile_pipe.empty[slot].wait(tile_index / Shared::kTileSlots % 2 ^ 1);
   const KeyBlockInfo& last = shared.key_block[(tile_index + Shared::kTileSlots - 1) % Shared::kTileSlots];
-  const bool again = parts == Parts::further && tile_index > 0 && scheduler.next_part(last, w);
+  const bool again = bins == Bins::further && tile_index > 0 && scheduler.next_bin(last, w);
   while (!again) {
     scheduler.find(atomicAdd(a.counter, 1u), w);
     if (!w.valid() || w.k.index >= 0) break;  // skip blocks beyond the last packed sequence
@@ -78,8 +78,8 @@ __device__ inline void Backward<T, Dim, sums, parts>::next_tile(unsigned tile_in
     fetch_rows(true, w, stage), fetch_rows(false, w, stage);
 }
 
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::fetch_tiles(unsigned tile_index, int stage) {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::fetch_tiles(unsigned tile_index, int stage) {
   const int slot = tile_index % Shared::kTileSlots;
   KeyBlockInfo& w = shared.key_block[slot];
   const int head = w.batch * a.kv_heads + w.kv_head;
@@ -94,18 +94,18 @@ __device__ inline void Backward<T, Dim, sums, parts>::fetch_tiles(unsigned tile_
 }
 
 // Runs on the thread that sets the exponents of the block, before k and v are ready.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::set_factors(int slot) {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::set_factors(int slot) {
   const auto power_of_two = [](int exponent) { return exp2f(static_cast<float>(exponent)); };
   const KeyBlockInfo& w = shared.key_block[slot];
   BlockFactors& f = shared.factors[slot];
   const Exponents& e = scheduler.exponents(w);
   const KeyExponents& of_keys = w.exponents;
-  f.usual = sums == Sums::integers || (parts == Parts::first && of_keys.k == e.k && of_keys.ds == 0);
+  f.usual = sums == Sums::integers || (bins == Bins::first && of_keys.k == e.k && of_keys.ds == 0);
   f.logits = a.scale * 1.44269504f * power_of_two(-e.q - of_keys.k);
   f.product = power_of_two(e.product + e.v - of_keys.v);
   f.ds = power_of_two(-of_keys.ds);
-  f.dq = power_of_two(of_keys.ds + e.k - of_keys.k + (parts == Parts::first ? 0 : e.dq));
+  f.dq = power_of_two(of_keys.ds + e.k - of_keys.k + (bins == Bins::first ? 0 : e.dq));
   f.dv = WideFactor::of(1.f, -e.p - e.do_);
   f.dk = WideFactor::of(a.scale, of_keys.ds - e.p - e.product - e.do_ - e.v - e.q);
   const int group = a.heads / a.kv_heads;
@@ -116,8 +116,8 @@ __device__ inline void Backward<T, Dim, sums, parts>::set_factors(int slot) {
   f.unmasked = {a, w, w.first_key, kKeys, kQueries, group};
 }
 
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::fetch_rows(bool is_k, const KeyBlockInfo& w, int stage) const {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::fetch_rows(bool is_k, const KeyBlockInfo& w, int stage) const {
   Barrier& full = rows_full(is_k, stage);
   full.arrive_expecting(TileK::kBytes);
   load(TileK{is_k ? shared.k[stage] : shared.v[stage]}, is_k ? a.k_rows : a.v_rows, w.k.first + w.first_key, w.kv_head,
@@ -125,8 +125,8 @@ __device__ inline void Backward<T, Dim, sums, parts>::fetch_rows(bool is_k, cons
 }
 
 // Converts k and v of a block of keys while the block before is computed, unless they were preprocessed as tiles.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::convert_keys(int thread) {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::convert_keys(int thread) {
   if (a.k) return;
   uint32_t phases = 0;  // a bit for the barrier of k and of v in each stage; see rows_phase_bit
   for (unsigned tile_index = 0;; ++tile_index) {
@@ -146,9 +146,9 @@ __device__ inline void Backward<T, Dim, sums, parts>::convert_keys(int thread) {
 }
 
 // Converts k or v once it has arrived.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward<T, Dim, sums, parts>::convert_rows(int thread, bool is_k, unsigned tile_index,
-                                                                   int stage, uint32_t& phases) {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::convert_rows(int thread, bool is_k, unsigned tile_index, int stage,
+                                                                  uint32_t& phases) {
   const int slot = tile_index % Shared::kTileSlots;
   KeyBlockInfo& w = shared.key_block[slot];
   const auto await = [&] {

@@ -6,8 +6,8 @@
 namespace octet::cuda::sm90 {
 
 // Returns the number of the next block of keys. Thread block 0 takes it from the counter and sends it to its peer.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline unsigned Backward2Cta<T, Dim, sums, parts>::next_number(unsigned numbers_taken) {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline unsigned Backward2Cta<T, Dim, sums, bins>::next_number(unsigned numbers_taken) {
   if (rank() == 0) {
     const unsigned number = atomicAdd(a.counter, 1u);
     shared.number_pipe.empty[0].wait(numbers_taken % 2 ^ 1);
@@ -23,14 +23,14 @@ __device__ inline unsigned Backward2Cta<T, Dim, sums, parts>::next_number(unsign
   return number;
 }
 
-// Takes blocks of keys, each once for each part of its queries, and loads k and v. Runs on one thread.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward2Cta<T, Dim, sums, parts>::load_keys() {
+// Takes blocks of keys, each once for each bin of its queries, and loads k and v. Runs on one thread.
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dim, sums, bins>::load_keys() {
   unsigned tile_index = 0, numbers_taken = 0;
   for (;;) {
     KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     const KeyBlockInfo& last = shared.key_block[(tile_index + Shared::kTileSlots - 1) % Shared::kTileSlots];
-    if (parts == Parts::first || tile_index == 0 || !scheduler.next_part(last, w)) {
+    if (bins == Bins::first || tile_index == 0 || !scheduler.next_bin(last, w)) {
       const unsigned number = next_number(numbers_taken++);
       scheduler.find(number, w);
       if (w.valid() && w.k.index < 0) continue;  // skip blocks beyond the last packed sequence
@@ -69,22 +69,22 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::load_keys() {
 }
 
 // Clears the sums of dq of later heads, a share with each block of keys.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward2Cta<T, Dim, sums, parts>::clear_all(int thread) {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dim, sums, bins>::clear_all(int thread) {
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.k_pipe.full[0].wait_asleep(tile_index % 2);
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
     if (!w.valid()) return;
-    const int part = kBlocks * w.block + rank();
-    clear_ahead<kQueries * kTileDim, kClearThreads>(a, w, part, kBlocks * a.k_blocks.count, thread, kClearBarrier);
+    const int share = kBlocks * w.block + rank();
+    clear_ahead<kQueries * kTileDim, kClearThreads>(a, w, share, kBlocks * a.k_blocks.count, thread, kClearBarrier);
     shared.k_pipe.empty[0].arrive();
   }
 }
 
 // Loads q and do, in the order in which their stages are released. Those of a block's first iteration are loaded before
 // k of the block before is released. Runs on one thread.
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward2Cta<T, Dim, sums, parts>::load_queries() {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dim, sums, bins>::load_queries() {
   unsigned n = 0;  // iterations so far
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.tile_pipe.full[0].wait(tile_index % 2);
@@ -95,8 +95,8 @@ __device__ inline void Backward2Cta<T, Dim, sums, parts>::load_queries() {
   }
 }
 
-template <class T, int Dim, Sums sums, Parts parts>
-__device__ inline void Backward2Cta<T, Dim, sums, parts>::load_queries(const KeyBlockInfo& w, unsigned& n) {
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dim, sums, bins>::load_queries(const KeyBlockInfo& w, unsigned& n) {
   const int group = a.heads / a.kv_heads;
   MBlock m_block{w.tiles.start, 0};
   for (int left = group * w.tiles.count(); left; --left, ++n, m_block.advance(w.tiles, group)) {

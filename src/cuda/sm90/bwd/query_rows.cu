@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 2) query_rows_kernel(const __grid_co
     for (int i = threadIdx.x; i < kQueries * Dim / 4; i += kThreads) dq[i] = {};
   }
   if (first_query == 0 && head_index % p.group == 0 && threadIdx.x == 0) {
-    if (sums == Sums::floats) p.exponents[kv] = {.dq_sums_scale = 1.f, .largest_v = FLT_MAX, .parts = 1};
+    if (sums == Sums::floats) p.exponents[kv] = {.dq_sums_scale = 1.f, .largest_v = FLT_MAX, .bins = 1};
     p.zeroed[kv] = 0;
     if (kv == 0) p.counters[0] = p.counters[1] = 0;
   }
