@@ -48,7 +48,7 @@ inline bool has_few_queries(const Problem& p, const PackedTiles& tiles, int64_t 
 //
 // The time of sm90 for 128 keys is one for each round of thread blocks, of which a multiprocessor has one, however few
 // queries they have. In that time sm80 computes as many of its tiles as there are 2/3 multiprocessors; it takes as long
-// as two to four such times more to start, and to write and combine the parts of up to 64 rows.
+// as two to four such times more to start, and to write and combine the splits of up to 64 rows.
 inline bool splitting_keys_is_faster(const Problem& p, int64_t multiprocessors) {
   constexpr int kRows = 64, kRowsOfSm90 = 128, kKeys = 128;
   const PackedTiles tiles = packed_tiles(p, kRows);

@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
                 const __grid_constant__ RopeParams rope) {
   const int dim = static_cast<int>(x.shape[3]);
   const int heads = heads_of(x);
-  const unsigned parts = (heads + kHeadsInTurn - 1) / kHeadsInTurn, n = blockIdx.x * kWarps + warp();
-  const int token = static_cast<int>(n / parts);
+  const unsigned head_groups = (heads + kHeadsInTurn - 1) / kHeadsInTurn, n = blockIdx.x * kWarps + warp();
+  const int token = static_cast<int>(n / head_groups);
   if (token >= x.shape[2]) return;
   const auto copy = [&](const BatchHead& i, int channel, T* number) {
     with_floats(x, [&](auto* data, auto value, auto) {
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     with_floats(y,
                 [&](auto* data, auto, auto bits) { data[offset(y, i, token) + channel * y.stride[3]] = bits(number); });
   };
-  const int first = static_cast<int>(n % parts) * kHeadsInTurn, end = min(first + kHeadsInTurn, heads);
+  const int first = static_cast<int>(n % head_groups) * kHeadsInTurn, end = min(first + kHeadsInTurn, heads);
   for (int pair = lane(); pair < rope.pairs; pair += 32) {
     const CosSin both = cos_sin_at(rope.turns[pair], token + rope.offset);
     const int a = first_of_pair(rope, pair), b = second_of_pair(rope, pair);

@@ -33,11 +33,11 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % 32, lanes_of_tile = classes.keys * t.mask_bytes / kMaskChunkBytes;
   for (int64_t of = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; of < e.warps();
        of += static_cast<int64_t>(gridDim.x) * kWarps) {
-    const int parts = (e.key_tiles + e.tiles_at_once - 1) / e.tiles_at_once;
-    const int key_tile = static_cast<int>(of % parts) * e.tiles_at_once + lane / lanes_of_tile;
-    const int row_tile = static_cast<int>(of / parts % e.row_tiles);
-    const int head = static_cast<int>(of / parts / e.row_tiles % e.heads);
-    const int batch = static_cast<int>(of / parts / e.row_tiles / e.heads);
+    const int runs = (e.key_tiles + e.tiles_at_once - 1) / e.tiles_at_once;
+    const int key_tile = static_cast<int>(of % runs) * e.tiles_at_once + lane / lanes_of_tile;
+    const int row_tile = static_cast<int>(of / runs % e.row_tiles);
+    const int head = static_cast<int>(of / runs / e.row_tiles % e.heads);
+    const int batch = static_cast<int>(of / runs / e.row_tiles / e.heads);
     const int first = row_tile * classes.rows, last = min(first + classes.rows, e.rows);
     const bool present = lane < e.tiles_at_once * lanes_of_tile && key_tile < e.key_tiles;
     int found = 0;

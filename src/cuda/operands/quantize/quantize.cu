@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(kQuantizeThreads, (std::min(kMostBlocks, kBloc
   }
 }
 
-// Returns how many parts of `size` hold `all`.
-int parts(int64_t all, int64_t size) { return static_cast<int>((all + size - 1) / size); }
+// Returns how many groups of `size` hold `all`.
+int groups_of(int64_t all, int64_t size) { return static_cast<int>((all + size - 1) / size); }
 std::size_t aligned(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Returns the tokens of a chunk of statistics: more where there are many, as each chunk has a cost at its end.
@@ -159,7 +159,7 @@ QuantizeKernelParams quantize_kernel_params(const QuantizeParams& a) {
   p.sequence_heads = static_cast<int>((a.keys.cu_seqlens ? a.keys.sequences : batch) * a.kv_heads);
   const bool packed = a.keys.cu_seqlens;
   p.queries = kItemBytes / a.dim;
-  p.key_tiles = packed ? 1 : parts(p.queries, a.keys.tile);
+  p.key_tiles = packed ? 1 : groups_of(p.queries, a.keys.tile);
   p.value_tiles = packed || a.v_type == QuantizedFormat::s8 ? 1 : 2 * p.key_tiles;
   p.chunks.tile = packed ? p.queries : chunk_of(p.queries, batch * a.kv_heads * a.keys.tokens);
   p.stats_of_k = a.channels.k_mean;
@@ -231,12 +231,12 @@ void quantize(const QuantizeParams& a, void* scratch, cudaStream_t stream) {
   const int batch_heads = static_cast<int>(a.v.shape[0]) * a.kv_heads;
   Order order{.batch_heads = batch_heads,
               .group = a.heads / a.kv_heads,
-              .lag = parts(batch_heads, 2),
+              .lag = groups_of(batch_heads, 2),
               .chunks = p.chunks.count(),
               .stats_count = p.stats_of_k + p.stats_of_v,
-              .queries = a.q_type == QuantizedFormat::none ? 0 : parts(a.q.shape[2], p.queries),
-              .keys = a.k_type == QuantizedFormat::none ? 0 : parts(a.keys.count(), p.key_tiles),
-              .values = a.v_type == QuantizedFormat::none ? 0 : parts(a.keys.count(), p.value_tiles),
+              .queries = a.q_type == QuantizedFormat::none ? 0 : groups_of(a.q.shape[2], p.queries),
+              .keys = a.k_type == QuantizedFormat::none ? 0 : groups_of(a.keys.count(), p.key_tiles),
+              .values = a.v_type == QuantizedFormat::none ? 0 : groups_of(a.keys.count(), p.value_tiles),
               .k_stats = p.stats_of_k};
   find_limits(p, scratch, stream);
   if (!batch_heads || !(order.query_items() + order.keys + order.values)) return;

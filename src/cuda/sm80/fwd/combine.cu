@@ -16,30 +16,30 @@ __device__ void store(T* to, const float4& x) {
   *reinterpret_cast<uint2*>(to) = {ptx::pack<T>(x.x, x.y), ptx::pack<T>(x.z, x.w)};
 }
 
-// One thread block computes a row. Groups of threads have all columns, and each sums every so many-th part.
+// One thread block computes a row. Groups of threads have all columns, and each sums every so many-th split.
 __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineParams a) {
   __shared__ float weights[kMaxKeySplits], share_over_sum;
   __shared__ float4 sums[kThreads];
   const int64_t row = blockIdx.x, token = row % a.tokens;
   const int head = static_cast<int>(row / a.tokens % a.heads), batch = static_cast<int>(row / a.tokens / a.heads);
-  const auto part = [&](int i) { return ((int64_t{batch} * a.splits + i) * a.heads + head) * a.tokens + token; };
+  const auto split = [&](int i) { return ((int64_t{batch} * a.splits + i) * a.heads + head) * a.tokens + token; };
   const int thread = static_cast<int>(threadIdx.x);
   ptx::griddepcontrol_wait();
 
   if (thread < 32) {
     float origin = -INFINITY, sum = 0.f;
     for (int i = thread; i < a.splits; i += 32) {
-      const RowStatistics x = a.statistics[part(i)];
+      const RowStatistics x = a.statistics[split(i)];
       if (x.l != 0.f) origin = fmaxf(origin, x.origin);
     }
     for (int lanes = 16; lanes; lanes /= 2) origin = fmaxf(origin, __shfl_xor_sync(~0u, origin, lanes));
     for (int i = thread; i < a.splits; i += 32) {
-      const RowStatistics x = a.statistics[part(i)];
+      const RowStatistics x = a.statistics[split(i)];
       weights[i] = x.l == 0.f ? 0.f : x.l * ptx::exp2(x.origin - origin);
       sum += weights[i];
     }
     for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-    RowSum<> all = RowSum<>::of(origin, sum, a.statistics[part(0)].row_bias);
+    RowSum<> all = RowSum<>::of(origin, sum, a.statistics[split(0)].row_bias);
     const float share = a.sinks.data ? all.add_sink(a.sinks.at(batch, head)) : 1.f;
     if (thread == 0) {
       share_over_sum = sum == 0.f ? 0.f : share / sum;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   float4 o{};
 #pragma unroll 4
   for (int i = thread / chunks; i < a.splits; i += groups) {
-    const float4 x = *reinterpret_cast<const float4*>(a.parts + part(i) * a.dim_v + column);
+    const float4 x = *reinterpret_cast<const float4*>(a.split_o + split(i) * a.dim_v + column);
     const float weight = weights[i];
     o.x = fmaf(weight, x.x, o.x), o.y = fmaf(weight, x.y, o.y);
     o.z = fmaf(weight, x.z, o.z), o.w = fmaf(weight, x.w, o.w);

@@ -62,7 +62,7 @@ __device__ inline void Forward<Kind>::unflip(const Softmax (&softmax)[kRowBlocks
     }
 }
 
-// Writes o, its residual and lse of this thread's rows or, where keys are split, o and statistics of this part.
+// Writes o, its residual and lse of this thread's rows or, where keys are split, o and statistics of this split.
 template <class Kind>
 __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks], O& o) const {
   const int kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + shared.q_tile.head / a.group;
@@ -147,7 +147,7 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
         return 0.f;
       return value(key, channel);
     };
-    UnmaskedRow<Dims::kDimV> result = attend_row<Dims::kDimV>(part_of(range_of(row)), a.dim_v, logit, seen_value);
+    UnmaskedRow<Dims::kDimV> result = attend_row<Dims::kDimV>(split_of(range_of(row)), a.dim_v, logit, seen_value);
     RowSum<> sum{result.log2_sum, terms.row_bias};
     result.scale(sum.add_sink(a.sinks.at(shared.q_tile.batch, head)), [&](int channel) -> float2 {
       const int64_t of_head = int64_t{kv} * Dims::kDimV;

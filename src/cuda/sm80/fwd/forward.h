@@ -13,7 +13,7 @@
 // Logits::general (sm80/kinds.h): logits may have a softcap, ALiBi and a mask tensor (sm80/logits.h), and the maximum
 // may be shifted (bias correction beta), which is then updated in every tile.
 //
-// TileRows::pairs: thread blocks (x, y) for all y compute the same tile, each for its part of the keys; fwd/combine.h
+// TileRows::pairs: thread blocks (x, y) for all y compute the same tile, each for its split of the keys; fwd/combine.h
 // combines what they write.
 //
 // Where o is compensated (fragment/precision.h), V is centred by its mean, and the epilogue adds the mean back. Tensor
@@ -116,7 +116,7 @@ struct Forward {
   __device__ TileK k(int tile, int which = 0) const { return {shared.k[stage_of(tile)][which]}; }
   __device__ TileV v(int tile, int which = 0) const { return {shared.v[stage_of(tile)][which]}; }
 
-  // Rows are numbered within the sequence: its queries or, where kShort, its pairs of a query and a head of the tile.
+  // Rows are numbered within the sequence: its queries or, where kPairs, its pairs of a query and a head of the tile.
   __device__ int query_of(int row) const { return kPairs ? row / a.tile_heads : row; }
   __device__ int head_of(int row) const {
     return kPairs ? shared.q_tile.head * a.tile_heads + row % a.tile_heads : shared.q_tile.head;
@@ -131,7 +131,7 @@ struct Forward {
       tile.q_start *= a.tile_heads;
     }
   }
-  // Outputs of parts of the keys are apart as batch elements are.
+  // Outputs of splits of the keys are apart as batch elements are.
   __device__ int output_batch() const {
     return kPairs ? static_cast<int>(shared.q_tile.batch * gridDim.y + blockIdx.y) : shared.q_tile.batch;
   }
@@ -156,7 +156,7 @@ struct Forward {
     return a.mask.keys_of(query_of(row), shared.q_tile.q_tokens, shared.q_tile.k_tokens);
   }
   // Returns those keys of a row that are this thread block's.
-  __device__ KeyRange part_of(const KeyRange& keys) const {
+  __device__ KeyRange split_of(const KeyRange& keys) const {
     if constexpr (!kPairs) return keys;
     const int first = max(keys.first, shared.tiles.first * kKeys), last = min(keys.last, shared.tiles.last * kKeys);
     return {first, max(first, last)};

@@ -66,15 +66,16 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
   const LogitTerms terms = logit_terms(p, allocator);
   const MaskClasses classes =
       kernel.masked ? mask_classes(p, terms, kernel.rows_of_warp, kernel.keys, allocator) : MaskClasses{};
-  const int64_t part_rows = splits ? p.batch * choice.splits * p.heads * p.tokens_q : 0;
-  auto* const part_o = allocator.take<float>(part_rows * std::min<int64_t>(p.dim_v, kernel.dim_v));
-  auto* const statistics = allocator.take<RowStatistics>(part_rows);
+  const int64_t split_rows = splits ? p.batch * choice.splits * p.heads * p.tokens_q : 0;
+  auto* const split_o = allocator.take<float>(split_rows * std::min<int64_t>(p.dim_v, kernel.dim_v));
+  auto* const statistics = allocator.take<RowStatistics>(split_rows);
   const auto name = [&p, choice] {
     const ForwardNumerics& of = choice.numerics;
-    return text("forward ", octet::name(p.precision), of.f16_p_and_v() ? " with P in f16" : "",
-                choice.f32 ? " in two f16 halves" : "", of.beta ? " with beta" : "", ", mma.sync, ", choice.kernel.rows,
-                " x ", choice.kernel.keys, " tiles",
-                choice.few ? text(", ", choice.tile_heads, " heads in a tile, keys in ", choice.splits, " parts") : "");
+    return text(
+        "forward ", octet::name(p.precision), of.f16_p_and_v() ? " with P in f16" : "",
+        choice.f32 ? " in two f16 halves" : "", of.beta ? " with beta" : "", ", mma.sync, ", choice.kernel.rows, " x ",
+        choice.kernel.keys, " tiles",
+        choice.few ? text(", ", choice.tile_heads, " heads in a tile, keys in ", choice.splits, " splits") : "");
   };
   auto run = [=, &p, v_halves = std::move(v_halves)](cudaStream_t stream) {
     if (!p.o.elements()) return;
@@ -106,7 +107,7 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     a.scale_log2e = static_cast<float>(choice.general ? kLog2e : p.scale * kLog2e);
     a.beta = choice.numerics.beta, a.beta_limit = choice.numerics.beta_limit;
     a.v_scale = scaled ? v_scaled.scale() : nullptr, a.v_mean = v_scaled.v_mean();
-    CombineParams c{.parts = part_o,
+    CombineParams c{.split_o = split_o,
                     .statistics = statistics,
                     .splits = choice.splits,
                     .batch = p.batch,
@@ -129,7 +130,7 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
       c.dim_v = a.dim_v;
       c.o = columns_of(o.output(), first), c.o_residual = columns_of(o_residual.output(), first);
       if (splits)
-        a.o = {part_o, {p.heads * p.tokens_q * a.dim_v, p.tokens_q * a.dim_v, a.dim_v}, Element::f32};
+        a.o = {split_o, {p.heads * p.tokens_q * a.dim_v, p.tokens_q * a.dim_v, a.dim_v}, Element::f32};
       else
         a.o = c.o, a.o_residual = c.o_residual;
       void* arguments[] = {&a};

@@ -10,7 +10,7 @@
 
 namespace octet::cuda::sm80 {
 
-// What a thread block writes for a row beside o when it computes one part of the keys: o is divided by l, the sum of
+// A thread block that computes one split of the keys writes this for each row, beside o: o is divided by l, the sum of
 // p = exp2(logit in base 2 - origin), and logits lack row_bias (fragment/finish.h).
 struct RowStatistics {
   float origin, l, row_bias;
@@ -33,7 +33,7 @@ struct ForwardParams {
   Sinks sinks;
   // With few queries:
   int tile_heads;  // heads that are rows of a tile
-  // [batch x split, head, token], as o: each thread block writes its part. Null where keys are not split.
+  // [batch x split, head, token], as o: each thread block writes its split. Null where keys are not split.
   Output statistics;
   MaskClasses mask_classes;  // of kernels for mask tensors
 };

@@ -13,13 +13,13 @@ __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_til
   RowValues inverse, lse, share{1.f, 1.f};
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
-    float l, parts;  // l with the truncation that o has, and l from partial sums that lose less
+    float l, partial_l;  // l with the truncation that o has, and l from partial sums that lose less
     if constexpr (Precision::kSumRounded) {
       const float* columns = &sums.x[2 * Dims::kDimV / 4 + 2 * row];
       l = __shfl_sync(~0u, columns[0], threadIdx.x % 32 / 4 * 4);
-      parts = quad_sum((threadIdx.x % 4 ? columns[0] : 0.f) + columns[1]);
+      partial_l = quad_sum((threadIdx.x % 4 ? columns[0] : 0.f) + columns[1]);
     } else {
-      l = parts = quad_sum(softmax.l[row]);
+      l = partial_l = quad_sum(softmax.l[row]);
     }
     const int i = query + 8 * row;
     const KeyRange seen = keys_of(q_tile, i);
@@ -28,7 +28,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_til
         a.mean_logit && i < q_tile.q_tokens ? a.scale * a.mean_logit[a.scheduler.row_of(q_tile) + i] : 0.f;
     constexpr float kScale = kScaled ? kInverseScale : 1.f, kScaleLog2 = kScaled ? kInverseScaleLog2 : 0.f;  // of l
     inverse[row] = l == 0.f ? 0.f : l < INFINITY ? kScale / l : NAN;
-    RowSum<> sum = RowSum<>::of(softmax.exponent(row) - kScaleLog2, l == 0.f ? 0.f : parts, mean_logit);
+    RowSum<> sum = RowSum<>::of(softmax.exponent(row) - kScaleLog2, l == 0.f ? 0.f : partial_l, mean_logit);
     if (a.sinks.data) share[row] = sum.add_sink(a.sinks.at(q_tile.batch, q_tile.head));
     lse[row] = sum.lse();
   }
