@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
       const int64_t tile = (static_cast<int64_t>(batch) * heads + head) * p.q_blocks.count + block;
       const auto& rows = reinterpret_cast<const QueryRows<kQueries>*>(p.rows)[tile];
       if (sequence.index < 0) continue;
-      const KeyRange seeing = p.mask.seeing(p.q_blocks.tokens_of(sequence.index), p.k_blocks.tokens_of(sequence.index));
+      const Interval seeing = p.mask.seeing(p.q_blocks.tokens_of(sequence.index), p.k_blocks.tokens_of(sequence.index));
       for (int row = lane; row < kQueries && first + row < sequence.tokens; row += 32) {
         const Index4 index{batch, head, static_cast<int64_t>(sequence.first) + first + row, 0};
         const float lse = static_cast<const float*>(p.lse.data)[index.offset(p.lse)];

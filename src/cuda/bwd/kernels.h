@@ -12,7 +12,7 @@ constexpr int kPreprocessThreads = 256;
 
 // Returns the tokens of a sequence that count: the keys that some query sees, or the queries that see some key. All
 // other tokens may hold anything.
-__device__ inline KeyRange counted(const PreprocessParams& p, bool queries, int sequence) {
+__device__ inline Interval counted(const PreprocessParams& p, bool queries, int sequence) {
   const int n = p.q_blocks.tokens_of(sequence), m = p.k_blocks.tokens_of(sequence);
   return queries ? p.mask.seeing(n, m) : p.mask.seen(n, m);
 }
@@ -20,7 +20,7 @@ __device__ inline KeyRange counted(const PreprocessParams& p, bool queries, int 
 __device__ inline bool counts(const PreprocessParams& p, bool queries, int token) {
   const Blocks& blocks = queries ? p.q_blocks : p.k_blocks;
   const int sequence = blocks.sequence_at(token), i = token - blocks.cu_seqlens[sequence];
-  const KeyRange range = counted(p, queries, sequence);
+  const Interval range = counted(p, queries, sequence);
   return range.first <= i && i < range.last;
 }
 

@@ -99,7 +99,7 @@ struct UnmaskedGradients {
     bool finite = true;
     for (int c = lane; c < a.dim; c += 32) finite &= static_cast<bool>(isfinite(number(dq, q_state(head, query), c)));
     if (__all_sync(~0u, finite)) return;
-    const KeyRange keys = a.mask.keys_of(query, q.tokens, k.tokens);
+    const Interval keys = a.mask.keys_of(query, q.tokens, k.tokens);
     float sum[kChannels]{};
 #pragma unroll 1
     for (int first = keys.first; first < keys.last && !lost(sum, p.q); first += 32) {
@@ -136,7 +136,7 @@ struct UnmaskedGradients {
   __device__ __noinline__ void write_dk_dv(int key) const {
     const bool dk_stays = is_finite(a.dk, key, a.dim), dv_stays = is_finite(a.dv, key, a.dim_v);
     if (dk_stays && dv_stays) return;
-    const KeyRange seeing = a.mask.queries_of(key, q.tokens, k.tokens);
+    const Interval seeing = a.mask.queries_of(key, q.tokens, k.tokens);
     const int start = max(seeing.first, 0), end = min(seeing.last, q.tokens), group = a.heads / a.kv_heads;
     float dk[kChannels]{}, dv[kChannels]{};
 #pragma unroll 1

@@ -84,7 +84,7 @@ struct KeyBlockScheduler {
       return {0, all, min(static_cast<int>(fraction * static_cast<float>(all)), all - 1)};
     }
     const int end = min(w.first_key + kKeys, w.k.tokens);
-    const KeyRange seen = a.mask.queries_of_all(w.first_key, end, w.q.tokens, w.k.tokens).any.tiles(kQueries);
+    const Interval seen = a.mask.queries_of_all(w.first_key, end, w.q.tokens, w.k.tokens).any.tiles(kQueries);
     return {seen.first, max(seen.first, seen.last), seen.first};
   }
 

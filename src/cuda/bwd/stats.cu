@@ -51,7 +51,7 @@ struct Sample {
       : p(p), x(x), of_queries(of_queries), packed(p.k_blocks.cu_seqlens), group(of_queries ? p.group : 1) {
     const int kv_heads = static_cast<int>(p.k.shape[1]);
     batch = kv / kv_heads, first_head = kv % kv_heads * group;
-    const KeyRange range = packed ? KeyRange{0, static_cast<int>(x.shape[2])} : counted(p, of_queries, 0);
+    const Interval range = packed ? Interval{0, static_cast<int>(x.shape[2])} : counted(p, of_queries, 0);
     first = range.first, tokens = range.last - range.first;
     whole = static_cast<int64_t>(group) * tokens <= kSamples;
     count = whole ? group * tokens : kSamples;

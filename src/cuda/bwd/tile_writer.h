@@ -151,7 +151,7 @@ struct TileWriter {
       return rows_at<kQueries>(p.rows, bin, p.q.shape[0] * heads * p.q_blocks.count, tile);
     };
     const int first_query = (block - sequence.first_block) * kQueries;
-    const KeyRange range = sequence.index < 0 ? KeyRange{0, 0} : counted(p, true, sequence.index);
+    const Interval range = sequence.index < 0 ? Interval{0, 0} : counted(p, true, sequence.index);
     const auto is_present = [&](int row) {
       return row < kQueries && range.first <= first_query + row && first_query + row < range.last;
     };
@@ -311,7 +311,7 @@ struct TileWriter {
     const int64_t tile = static_cast<int64_t>(kv) * p.k_blocks.count + block;
     const int64_t start = tile * kKeys * Dim * static_cast<int64_t>(sizeof(T));
     const int first_key = (block - sequence.first_block) * kKeys;
-    const KeyRange range = sequence.index < 0 ? KeyRange{0, 0} : counted(p, false, sequence.index);
+    const Interval range = sequence.index < 0 ? Interval{0, 0} : counted(p, false, sequence.index);
     int row = threadIdx.x / kVecs;
     const Index4 first{batch, head, static_cast<int64_t>(sequence.first) + first_key + row, channel};
     Column<In> k(p.k, first), v(p.v, first);

@@ -1,10 +1,10 @@
 // Every header of this folder, compiled for the oldest architecture by a library of its own: they know none.
 #include "cuda/fragment/accumulator.h"
 #include "cuda/fragment/finish.h"
-#include "cuda/fragment/key_range.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/o_residual.h"
 #include "cuda/fragment/output.h"
+#include "cuda/fragment/positional_mask.h"
 #include "cuda/fragment/precision.h"
 #include "cuda/fragment/rows.h"
 #include "cuda/fragment/sign_flip.h"

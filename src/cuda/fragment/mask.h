@@ -1,41 +1,41 @@
 // Positional masks: the keys that a query sees are an interval, as in Problem::keys_of.
 #pragma once
 #include "cuda/fragment/accumulator.h"
-#include "cuda/fragment/key_range.h"
+#include "cuda/fragment/positional_mask.h"
 
 namespace octet::cuda {
 
-__device__ inline KeyRange Mask::keys_of(int i, int n, int m) const {
+__device__ inline Interval Mask::keys_of(int i, int n, int m) const {
   if (!windowed) return {0, m};
   const int diagonal = i + shift(n, m);
   const int first = min(max(diagonal - left, 0), m), last = min(max(diagonal + right + 1, 0), m);
   return {first, max(first, last)};
 }
 
-__device__ inline KeyRange Mask::queries_of(int j, int n, int m) const {
+__device__ inline Interval Mask::queries_of(int j, int n, int m) const {
   if (!windowed) return {0, n};
   const int diagonal = j - shift(n, m);
   return {diagonal - right, diagonal + left + 1};
 }
 
 // Both ends of these intervals grow with the query, and with the key.
-__device__ inline SeenRanges Mask::keys_of_all(int first, int end, int n, int m) const {
-  const KeyRange top = keys_of(first, n, m), bottom = keys_of(end - 1, n, m);
+__device__ inline SeenIntervals Mask::keys_of_all(int first, int end, int n, int m) const {
+  const Interval top = keys_of(first, n, m), bottom = keys_of(end - 1, n, m);
   return {{top.first, bottom.last}, {bottom.first, top.last}};
 }
 
-__device__ inline SeenRanges Mask::queries_of_all(int first, int end, const int& n, const int& m) const {
+__device__ inline SeenIntervals Mask::queries_of_all(int first, int end, const int& n, const int& m) const {
   const int start = shift(n, m), top = first - start, bottom = end - 1 - start;
   return {{max(top - right, 0), min(bottom + left + 1, n)}, {max(bottom - right, 0), top + left + 1}};
 }
 
-__device__ inline KeyRange Mask::seen(int n, int m) const {
+__device__ inline Interval Mask::seen(int n, int m) const {
   if (n == 0) return {0, 0};
   const int first = keys_of(0, n, m).first;
   return {first, max(keys_of(n - 1, n, m).last, first)};
 }
 
-__device__ inline KeyRange Mask::seeing(int n, int m) const {
+__device__ inline Interval Mask::seeing(int n, int m) const {
   if (m == 0) return {0, 0};
   if (!windowed) return {0, n};
   const int first = min(max(-shift(n, m) - right, 0), n);
@@ -61,19 +61,19 @@ class SeenTokens {
       (keys_.cu_seqlens_k[middle] <= token ? low : high) = middle;
     }
     begin_ = keys_.cu_seqlens_k[low], end_ = keys_.cu_seqlens_k[low + 1];
-    const KeyRange seen = keys_.mask.seen(keys_.cu_seqlens_q[low + 1] - keys_.cu_seqlens_q[low], end_ - begin_);
+    const Interval seen = keys_.mask.seen(keys_.cu_seqlens_q[low + 1] - keys_.cu_seqlens_q[low], end_ - begin_);
     seen_ = {begin_ + seen.first, begin_ + seen.last};
   }
 
   const SeenKeys& keys_;
   int begin_, end_;  // of the sequence that `seen_` belongs to
-  KeyRange seen_;
+  Interval seen_;
 };
 
 // Sets elements whose keys lie outside of the ranges of this thread's two rows to `masked`: -inf for logits, 0 for P.
 // `key`: the key of column 0 of the fragment.
 template <int Columns>
-__device__ void mask_rows(Accumulator<Columns>& s, int key, const KeyRange (&ranges)[kRowsPerThread],
+__device__ void mask_rows(Accumulator<Columns>& s, int key, const Interval (&ranges)[kRowsPerThread],
                           float masked = -INFINITY) {
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {

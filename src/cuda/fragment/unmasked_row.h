@@ -82,7 +82,7 @@ struct UnmaskedRow {
 
 // `logit(key)` returns a logit in base 2; `value(key, channel)` returns v for channels below `columns`.
 template <int Columns, class Logit, class Value>
-__device__ UnmaskedRow<Columns> attend_row(const KeyRange& keys, int columns, const Logit& logit, const Value& value) {
+__device__ UnmaskedRow<Columns> attend_row(const Interval& keys, int columns, const Logit& logit, const Value& value) {
   constexpr int kChannels = UnmaskedRow<Columns>::kChannels;
   const int lane = cold_lane();
   UnmaskedRow<Columns> row{};
@@ -126,9 +126,9 @@ __device__ UnmaskedRow<Columns> attend_row(const KeyRange& keys, int columns, co
 // not see. `keys_of(row)` returns the keys that a row sees. Results that are not finite for another reason come from
 // keys that all rows see, and stay.
 template <class KeysOf, class Value>
-__device__ bool masks_infinite(const KeyRange& tiles, int first, int end, int columns, const KeysOf& keys_of,
+__device__ bool masks_infinite(const Interval& tiles, int first, int end, int columns, const KeysOf& keys_of,
                                const Value& value) {
-  const KeyRange seen_by_all{keys_of(min(first + kWarpRows, end) - 1).first, keys_of(first).last};
+  const Interval seen_by_all{keys_of(min(first + kWarpRows, end) - 1).first, keys_of(first).last};
   float sum = 0.f;
 #pragma unroll 1
   for (int key = uniform(tiles.first), last = uniform(tiles.last); key < last; ++key)

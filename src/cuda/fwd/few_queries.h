@@ -17,7 +17,7 @@ inline int64_t most_queries(const Problem& p) { return p.packed() && p.max_seqle
 // Returns the most keys that the queries of a sequence see together.
 inline int64_t most_keys(const Problem& p) {
   if (p.packed()) return p.max_seqlen_k ? p.max_seqlen_k : p.tokens_k;
-  const octet::KeyRange seen = p.keys_of_block(0, p.tokens_q, p.tokens_q, p.tokens_k);
+  const KeyRange seen = p.keys_of_block(0, p.tokens_q, p.tokens_q, p.tokens_k);
   return std::max<int64_t>(seen.last - seen.first, 0);
 }
 

@@ -39,8 +39,8 @@ int sequences_of(const Problem& p) { return p.packed() ? static_cast<int>(p.cu_s
 Mask mask_of(const Problem& p) { return {p.windowed, p.bottom_right, clamp_side(p.left), clamp_side(p.right)}; }
 
 SeenKeys seen_keys(const Problem& p) {
-  const octet::KeyRange hull = p.tokens_q && !p.packed() ? p.keys_of_block(0, p.tokens_q, p.tokens_q, p.tokens_k)
-                                                         : octet::KeyRange{0, p.packed() ? p.tokens_k : 0};
+  const KeyRange hull = p.tokens_q && !p.packed() ? p.keys_of_block(0, p.tokens_q, p.tokens_q, p.tokens_k)
+                                                  : KeyRange{0, p.packed() ? p.tokens_k : 0};
   const int64_t last = std::max(hull.first, hull.last);
   return {.first = static_cast<int>(hull.first),
           .last = static_cast<int>(last),

@@ -1,7 +1,7 @@
 // The positional masks of a problem, as kernels read them.
 #pragma once
 #include "core/problem.h"
-#include "cuda/fragment/key_range.h"
+#include "cuda/fragment/positional_mask.h"
 
 namespace octet::cuda {
 

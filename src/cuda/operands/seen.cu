@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_consta
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int row = max(last - i * kWarps - static_cast<int>(threadIdx.x) / 32, 0);
-        const KeyRange range = mask.keys_of(row, n, m);
+        const Interval range = mask.keys_of(row, n, m);
         for (int h = 0; h < rows.heads; ++h) {
           const int64_t at = t.row(batch, head * rows.heads + h, row) + min(key, m - 1) * t.stride[3];
           const float number = MaskNumbers<T>::one(t.data, at);
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * kWarps) {
     const int i = static_cast<int>(row % n), head = static_cast<int>(row / n % seen.heads);
     const int batch = static_cast<int>(row / n / seen.heads);
-    const KeyRange keys = mask.keys_of(i, n, m);
+    const Interval keys = mask.keys_of(i, n, m);
     bool found = false;
     for (int first = keys.first; first < keys.last && !found; first += 32) {
       const int key = first + static_cast<int>(threadIdx.x) % 32;

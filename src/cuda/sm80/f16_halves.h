@@ -53,7 +53,7 @@ class F16HalvesInput {
 
 // Starts the copies of numbers of `Count` tokens, from `from` on, by `Threads` threads; those outside of `there` are 0.
 template <int Threads, int Count>
-__device__ void load_words_async(float* to, const float* from, const KeyRange& there) {
+__device__ void load_words_async(float* to, const float* from, const Interval& there) {
   static_assert(Count <= Threads);
   int i;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));  // else the compiler keeps addresses in registers

@@ -10,7 +10,7 @@ constexpr int kThreads = 256, kRows = kThreads / 32;
 // Calls f(key, number) for the keys of a row of the mask tensor, those of this lane of a warp: chunks of 16 bytes where
 // rows start at multiples of them.
 template <class F>
-__device__ void each_number(const LogitTerms& t, int64_t start, const KeyRange& keys, const F& f) {
+__device__ void each_number(const LogitTerms& t, int64_t start, const Interval& keys, const F& f) {
   const int lane = threadIdx.x % 32;
   with_mask_type(t.element, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads)
     const int i = static_cast<int>(row % t.row_bias_shape[2]);
     const int head = static_cast<int>(row / t.row_bias_shape[2] % t.row_bias_shape[1]);
     const int batch = static_cast<int>(row / t.row_bias_shape[2] / t.row_bias_shape[1]);
-    const KeyRange seen = mask.keys_of(i, n, m);
+    const Interval seen = mask.keys_of(i, n, m);
     LogitTerms without = t;
     without.row_bias = nullptr;
     const RowTerms terms = row_terms(without, batch, batch, head, i, n, m, seen);

@@ -63,7 +63,7 @@ struct RowTerms {
 
 // Returns the terms of query i of n, which sees `seen` of m keys. Queries from n on have those of the last one.
 __device__ inline RowTerms row_terms(const LogitTerms& t, int batch, int sequence, int head, int i, int n, int m,
-                                     const KeyRange& seen) {
+                                     const Interval& seen) {
   i = min(i, n - 1);
   RowTerms row{};
   if (t.slopes) {

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "core/problem.h"
-#include "cuda/fragment/key_range.h"
+#include "cuda/fragment/positional_mask.h"
 #include "cuda/host/workspace.h"
 #include "cuda/sm80/logits.h"
 
@@ -35,8 +35,8 @@ void classify(const Problem& p, const LogitTerms& terms, const MaskClasses& clas
 
 // Returns the tiles of [first, last) from the first to the last that is not hidden, or [last, first) if all are. The
 // classes of tiles, from tile 0 on, lie `stride` apart. A warp calls it.
-__device__ inline KeyRange seen_tiles(const int* classes, int stride, int first, int last) {
-  KeyRange seen{last, first};
+__device__ inline Interval seen_tiles(const int* classes, int stride, int first, int last) {
+  Interval seen{last, first};
   for (int tile = first + static_cast<int>(threadIdx.x) % 32; tile < last; tile += 32)
     if (classes[tile * stride] != kHidden) seen = {min(seen.first, tile), tile + 1};
   for (int offset = 16; offset; offset /= 2) {

@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-#include "cuda/fragment/key_range.h"
+#include "cuda/fragment/positional_mask.h"
 #include "cuda/operands/panel.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/types.h"
@@ -77,7 +77,7 @@ struct TileLoader {
   // The same where rows outside of `rows` and columns from `columns` on, a multiple of 8, become zeros. Those rows are
   // not read.
   static __device__ void load_part(const Tile& tile, const typename Tile::Element* source, int64_t stride,
-                                   const KeyRange& rows, int columns) {
+                                   const Interval& rows, int columns) {
     const auto* const anywhere = source - first() * stride - chunk() * kChunkColumns;
     each(tile, [&](int i, uint32_t to) {
       const int row = first() + i * kRowsAtOnce;
@@ -104,7 +104,7 @@ struct TileLoader {
 
 // Loads rows [0, Rows) of a matrix into a tile as TileLoader does.
 template <int Threads, class Tile>
-__device__ void load_async(const Tile& tile, const typename Tile::Element* from, int64_t stride, const KeyRange& rows,
+__device__ void load_async(const Tile& tile, const typename Tile::Element* from, int64_t stride, const Interval& rows,
                            int columns) {
   using Loader = TileLoader<Threads, Tile>;
   const auto* const source = Loader::source(from, stride);

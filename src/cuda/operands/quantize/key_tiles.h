@@ -26,7 +26,7 @@ __device__ int last_at_most(int x, int count, const F& f) {
 }
 
 // Returns the keys of a sequence that some query sees.
-__device__ inline KeyRange seen_of(const KeyTiles& k, int sequence) {
+__device__ inline Interval seen_of(const KeyTiles& k, int sequence) {
   const int queries = k.cu_seqlens_q ? k.cu_seqlens_q[sequence + 1] - k.cu_seqlens_q[sequence] : k.queries;
   return k.mask.seen(queries, tokens_of(k, sequence));
 }
@@ -50,7 +50,7 @@ __device__ inline TileOfKeys tile_of_keys(const KeyTiles& k, int tile, int tiles
   const bool packed = k.cu_seqlens;
   const int sequence = packed ? last_at_most(tile, k.sequences, [&](int s) { return first_tile(k, s); }) : 0;
   const int within = (packed ? tile - first_tile(k, sequence) : tile) * k.tile;
-  const KeyRange seen = seen_of(k, sequence);
+  const Interval seen = seen_of(k, sequence);
   const int tokens = min(max(seen.last - within, 0), tiles * k.tile);
   const int first_seen = min(max(seen.first - within, 0), tokens);
   return {sequence, (packed ? k.cu_seqlens[sequence] : 0) + within, static_cast<unsigned>(first_seen << 16 | tokens)};

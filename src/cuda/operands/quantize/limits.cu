@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool packed = p.chunks.cu_seqlens;
   const int batch_or_sequence = static_cast<int>(blockIdx.x) / a.kv_heads;
   const int sequence = packed ? batch_or_sequence : 0;
-  const KeyRange seen = seen_of(p.chunks, sequence);
+  const Interval seen = seen_of(p.chunks, sequence);
   const int tokens = seen.last - seen.first, sampled = min(tokens, kSampled);
   const int i = threadIdx.x / kLanes;
   float most = 0.f;

@@ -5,7 +5,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include "cuda/fragment/key_range.h"
+#include "cuda/fragment/positional_mask.h"
 #include "cuda/fragment/strided.h"
 
 namespace octet::cuda {

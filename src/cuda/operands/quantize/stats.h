@@ -174,7 +174,7 @@ struct StatsOfChannels {
     const int64_t from = at - static_cast<int64_t>(number - first) * Dim;
     const int64_t to = static_cast<int64_t>(sequence_head) * Dim;
     if (of_sums) {
-      const KeyRange range = seen_of(p.chunks, chunk.sequence);
+      const Interval range = seen_of(p.chunks, chunk.sequence);
       const int seen = range.last - range.first;
       float* const mean = stats == StatsOf::k ? a.channels.k_mean : a.channels.v_mean;
       over_chunks(

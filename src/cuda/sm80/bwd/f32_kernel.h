@@ -133,7 +133,7 @@ struct F32Backward {
                        const Blocks::Sequence& s, int token) const {
     const int64_t at = int64_t{s.first} + token;
     const F16* const row = from.halves.tensor.row<F16>(shared.batch, head, at);
-    const KeyRange there{0, s.tokens - token};
+    const Interval there{0, s.tokens - token};
     load_async<kThreads>(to.large(), row, 2 * Dim, there, Dim);
     load_async<kThreads>(to.small(), row + Dim, 2 * Dim, there, Dim);
     load_words_async<kThreads, Tile::kRows>(factors, from.halves.factors.at(shared.batch, head, at), there);
@@ -141,7 +141,7 @@ struct F32Backward {
   template <int Rows>
   __device__ void load_statistics(int head, int query) const {
     const int64_t at = (int64_t{shared.batch} * a.heads + head) * a.tokens_q + q().first + query;
-    const KeyRange there{0, q().tokens - query};
+    const Interval there{0, q().tokens - query};
     load_words_async<kThreads, Rows>(shared.lse, a.lse + at, there);
     load_words_async<kThreads, Rows>(shared.delta, a.delta + at, there);
   }
@@ -346,10 +346,10 @@ struct F32Backward {
   // Finds the tokens that the block meets, of all heads of q that belong to `head`.
   __device__ void start(int head) const {
     const int first = shared.first, end = min(first + kRows, shared.own.tokens);
-    KeyRange any;
+    Interval any;
     if constexpr (kOfKeys) {
       shared.last_head = (head + 1) * (a.heads / a.kv_heads);
-      any = a.mask.windowed ? a.mask.queries_of_all(first, end, q().tokens, k().tokens).any : KeyRange{0, q().tokens};
+      any = a.mask.windowed ? a.mask.queries_of_all(first, end, q().tokens, k().tokens).any : Interval{0, q().tokens};
     } else {
       shared.last_head = head + 1;
       any = a.mask.keys_of_all(first, end, q().tokens, k().tokens).any;

@@ -35,7 +35,7 @@ struct Sum {
 // A row of logits and its terms.
 struct Row {
   int batch, head, token, k_first;
-  KeyRange seen;
+  Interval seen;
   RowTerms terms;
   float saved;  // its lse, from which the row bias was not subtracted
 

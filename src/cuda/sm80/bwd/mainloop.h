@@ -47,9 +47,9 @@ template <class Kind>
 __device__ void Backward<Kind>::skip_hidden_queries() const {
   if (!has_mask_tile() || warp > 0) return;
   const int group = a.heads / a.kv_heads;
-  KeyRange seen{w.tiles.last, w.tiles.first};
+  Interval seen{w.tiles.last, w.tiles.first};
   for (int head = w.kv_head * group; head < (w.kv_head + 1) * group; ++head) {
-    const KeyRange of_head =
+    const Interval of_head =
         seen_tiles(mask_classes(head, 0), params.mask_classes.row_stride, w.tiles.first, w.tiles.last);
     seen = {min(seen.first, of_head.first), max(seen.last, of_head.last)};
   }
@@ -187,7 +187,7 @@ __device__ void Backward<Kind>::add_logit_terms(TileS& s, TileS& dp, const Step&
 #pragma unroll
     for (int half = 0; half < kRowsPerThread; ++half) {
       const int i = step.query + 16 * (PartS::row_block(warp) + m) + lane / 4 + 8 * half;
-      const KeyRange seen = a.mask.keys_of(min(i, w.q.tokens - 1), w.q.tokens, w.k.tokens);
+      const Interval seen = a.mask.keys_of(min(i, w.q.tokens - 1), w.q.tokens, w.k.tokens);
       rows[half] = row_terms(terms, w.batch, a.k_blocks.cu_seqlens ? w.k.index : w.batch, step.head, i, w.q.tokens,
                              w.k.tokens, seen);
     }
@@ -225,7 +225,7 @@ __device__ void Backward<Kind>::hide(TileS& p, int query) const {
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const int row = query + 16 * (PartS::row_block(warp) + m) + lane / 4;
-    const KeyRange ranges[kRowsPerThread] = {a.mask.keys_of(row, w.q.tokens, w.k.tokens),
+    const Interval ranges[kRowsPerThread] = {a.mask.keys_of(row, w.q.tokens, w.k.tokens),
                                              a.mask.keys_of(row + 8, w.q.tokens, w.k.tokens)};
     mask_rows(p[m], w.first_key + 16 * PartS::column_block(warp), ranges, 0.f);
   }

@@ -33,7 +33,7 @@ __device__ void Backward<Kind>::take_p_by_keys(TileS& s, int first, int stage) c
 }
 
 // Returns the queries that see a key; none where it is none.
-__device__ inline KeyRange queries_of(const Mask& mask, int key, int queries, int keys) {
+__device__ inline Interval queries_of(const Mask& mask, int key, int queries, int keys) {
   if (key >= keys) return {0, 0};
   return mask.queries_of(key, queries, keys);
 }
@@ -44,7 +44,7 @@ __device__ void Backward<Kind>::hide_by_keys(TileS& p, int query) const {
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const int key = w.first_key + 16 * (PartS::row_block(warp) + m) + lane / 4;
-    const KeyRange ranges[kRowsPerThread] = {queries_of(a.mask, key, w.q.tokens, w.k.tokens),
+    const Interval ranges[kRowsPerThread] = {queries_of(a.mask, key, w.q.tokens, w.k.tokens),
                                              queries_of(a.mask, key + 8, w.q.tokens, w.k.tokens)};
     mask_rows(p[m], query, ranges, 0.f);
   }

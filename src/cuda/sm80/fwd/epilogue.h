@@ -128,7 +128,7 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
   const bool masked = !kPlain && a.terms.mask;
   if (!masked) {
     const SeenTiles tiles = kPairs ? shared.tiles : tiles_of(shared.q_tile.q_start, kRows);
-    const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, shared.q_tile.k_tokens)};
+    const Interval keys{tiles.first * kKeys, min(tiles.last * kKeys, shared.q_tile.k_tokens)};
     const auto range_of = [&](int row) { return this->range_of(row); };
     if (!masks_infinite(keys, first, rows_end(), a.dim_v, range_of, value)) return;
   }

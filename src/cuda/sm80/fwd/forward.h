@@ -60,7 +60,7 @@ struct Forward {
   // The tiles of keys that a range of rows sees.
   struct SeenTiles {
     int first, last;  // tiles [first, last) that any of the rows sees
-    KeyRange all;     // the keys that all of them see
+    Interval all;     // the keys that all of them see
   };
 
   // The tile of queries and its keys lie here and not in registers, of which o leaves few.
@@ -83,7 +83,7 @@ struct Forward {
     // that it belongs to.
     float slope, row_bias[!kPlain ? kRows : 1];
     int nearest[!kPlain ? kRows : 1];
-    KeyRange seen;  // the keys that any query of the sequence sees
+    Interval seen;  // the keys that any query of the sequence sees
     // Its first key.
     const QkType* k_start;
     const PType* v_start;
@@ -149,14 +149,14 @@ struct Forward {
     const auto [any, all] =
         a.mask.keys_of_all(query_of(row), query_of(last) + 1, shared.q_tile.q_tokens, shared.q_tile.k_tokens);
     if (last < row || any.last <= any.first) return {0, 0, {0, 0}};
-    const KeyRange tiles = any.tiles(kKeys);
+    const Interval tiles = any.tiles(kKeys);
     return {tiles.first, tiles.last, all};
   }
-  __device__ KeyRange range_of(int row) const {
+  __device__ Interval range_of(int row) const {
     return a.mask.keys_of(query_of(row), shared.q_tile.q_tokens, shared.q_tile.k_tokens);
   }
   // Returns those keys of a row that are this thread block's.
-  __device__ KeyRange split_of(const KeyRange& keys) const {
+  __device__ Interval split_of(const Interval& keys) const {
     if constexpr (!kPairs) return keys;
     const int first = max(keys.first, shared.tiles.first * kKeys), last = min(keys.last, shared.tiles.last * kKeys);
     return {first, max(first, last)};
@@ -183,7 +183,7 @@ struct Forward {
     __syncwarp();
     SeenTiles& own = shared.warp_tiles[warp];
     const int* const classes = a.mask_classes.of(shared.q_tile.batch, shared.q_tile.head, warp_row() / kRowsOfWarp);
-    const KeyRange seen = seen_tiles(classes, 1, own.first, own.last);
+    const Interval seen = seen_tiles(classes, 1, own.first, own.last);
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared.mask_classes[warp] = classes, own.first = seen.first, own.last = seen.last;
     __syncthreads();

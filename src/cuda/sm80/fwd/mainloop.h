@@ -36,7 +36,7 @@ __device__ inline void Forward<Kind>::load_q() const {
 template <class Kind>
 __device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from) const {
   const int key = tile * kKeys;
-  const KeyRange rows{shared.seen.first - key, shared.seen.last - key};
+  const Interval rows{shared.seen.first - key, shared.seen.last - key};
   const bool whole = rows.first <= 0 && rows.last >= kKeys && a.whole_columns;
   Operands::load_key_factors(*this, tile, rows);
 #pragma unroll
@@ -100,7 +100,7 @@ __device__ inline bool Forward<Kind>::fits_beside_sum(const Softmax& softmax, co
 // Turns products into logits, and those of unseen keys into -inf.
 template <class Kind>
 __device__ inline void Forward<Kind>::take_logits(S& s, int tile, const bool& zeros) const {
-  const KeyRange all = warp_tiles().all;
+  const Interval all = warp_tiles().all;
   const bool masked = tile * kKeys < all.first || (tile + 1) * kKeys > all.last;
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
@@ -126,7 +126,7 @@ __device__ inline void Forward<Kind>::take_logits(S& s, int tile, const bool& ze
       }
     }
     if (!masked) continue;
-    const KeyRange ranges[] = {range_of(first), range_of(first + 8)};
+    const Interval ranges[] = {range_of(first), range_of(first + 8)};
     mask_rows(s[block], tile * kKeys, ranges);
   }
 }

@@ -40,7 +40,7 @@ struct ForwardOperands {
   template <class Kernel>
   static __device__ void load_q_factors(const Kernel&) {}
   template <class Kernel>
-  static __device__ void load_key_factors(const Kernel&, int, const KeyRange&) {}
+  static __device__ void load_key_factors(const Kernel&, int, const Interval&) {}
   template <class Kernel>
   static __device__ void start_factors(const Kernel&, int) {}
 
@@ -99,7 +99,7 @@ struct ForwardOperands<PrecisionF32> {
     if (i < Kernel::kRows) f.shared.q_factor[i] = start + i < f.rows_end() ? *factor_of(start + i) : 0.f;
   }
   template <class Kernel>
-  static __device__ void load_key_factors(const Kernel& f, int tile, const KeyRange& rows) {
+  static __device__ void load_key_factors(const Kernel& f, int tile, const Interval& rows) {
     const int stage = Kernel::stage_of(tile), key = tile * Kernel::kKeys;
     load_words_async<Kernel::kThreads, Kernel::kKeys>(f.shared.k_factor[stage], f.shared.k_factors + key, rows);
     load_words_async<Kernel::kThreads, Kernel::kKeys>(f.shared.v_factor[stage], f.shared.v_factors + key, rows);

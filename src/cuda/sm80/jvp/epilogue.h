@@ -67,7 +67,7 @@ __device__ void Jvp<T, Dim, logits>::recompute_rows() const {
   for_nonfinite_rows(rows, columns, finite, [&](int query, int lane) {
     const int64_t token = int64_t{w.q_first} + query;
     const T *const q = a.q.row<T>(w.batch, w.head, token), *const tq = a.tq.row<T>(w.batch, w.head, token);
-    const KeyRange keys = range_of(query);
+    const Interval keys = range_of(query);
     const RowTerms terms = kGeneral ? terms_of(query) : RowTerms{};
     float o[kChannels]{}, u[kChannels]{}, m = -INFINITY, l = 0.f, r = 0.f;
 #pragma unroll 1

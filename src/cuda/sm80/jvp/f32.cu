@@ -57,7 +57,7 @@ struct F32Kernel {
     Tiles::load(to, shared.nonfinite, from, w.batch, kv_head, w.k_first, first, w.k_tokens, channels);
   }
 
-  __device__ KeyRange range_of(int query) const {
+  __device__ Interval range_of(int query) const {
     return a.mask.keys_of(min(query, w.q_tokens - 1), w.q_tokens, w.k_tokens);
   }
   __device__ RowTerms terms_of(int query) const {
@@ -68,7 +68,7 @@ struct F32Kernel {
   __device__ void logits(int first_key) const {
     for (int i = threadIdx.x; i < kRows * kKeys; i += kThreads) {
       const int r = i % kRows, j = i / kRows, query = w.q_start + r, key = first_key + j;
-      const KeyRange seen = range_of(query);
+      const Interval seen = range_of(query);
       float x = -INFINITY, t = 0.f;
       if (query < w.q_tokens && key >= seen.first && key < seen.last) {
         const float product = Tiles::dot(shared.q[r], shared.k[j]);
@@ -152,7 +152,7 @@ struct F32Kernel {
     }
     Sums o{}, u{};
     const int row = Tiles::first_row();
-    const KeyRange any = a.mask.keys_of_all(w.q_start, min(w.q_start + kRows, w.q_tokens), w.q_tokens, w.k_tokens).any;
+    const Interval any = a.mask.keys_of_all(w.q_start, min(w.q_start + kRows, w.q_tokens), w.q_tokens, w.k_tokens).any;
     for (int key = any.first / kKeys * kKeys; key < any.last; key += kKeys) {
       __syncthreads();
       load_keys(shared.k, a.k, kv_head, key, a.dim), load_keys(shared.tk, a.tk, kv_head, key, a.dim);

@@ -38,8 +38,8 @@ struct Jvp {
     unsigned char q[TileQ::kBytes], tq[TileQ::kBytes], k[TileK::kBytes], tk[TileK::kBytes];
     unsigned char v[TileV::kBytes], tv[TileV::kBytes];
     TileInfo q_tile;
-    KeyRange keys;  // those that any query of the tile sees
-    KeyRange seen;  // those that any query of the sequence sees
+    Interval keys;  // those that any query of the tile sees
+    Interval seen;  // those that any query of the sequence sees
     const T *k_start, *tk_start, *v_start, *tv_start;
     // The row biases of the rows and a tile of the mask tensor, where it is loaded as tiles.
     float row_bias[kGeneral ? kJvpRows : 1];
@@ -70,7 +70,7 @@ struct Jvp {
   __device__ int thread_query() const {
     return shared.q_tile.q_start + 16 * warp() + static_cast<int>(threadIdx.x) % 32 / 4;
   }
-  __device__ KeyRange range_of(int query) const {
+  __device__ Interval range_of(int query) const {
     return a.mask.keys_of(min(query, shared.q_tile.q_tokens - 1), shared.q_tile.q_tokens, shared.q_tile.k_tokens);
   }
   __device__ void find_tile(unsigned tile);

@@ -11,7 +11,7 @@ __device__ void Jvp<T, Dim, logits>::find_tile(unsigned tile) {
     shared.q_tile = found;
     if (found.valid()) {
       const int n = found.q_tokens, m = found.k_tokens;
-      const KeyRange any = a.mask.keys_of_all(found.q_start, min(found.q_start + kJvpRows, n), n, m).any;
+      const Interval any = a.mask.keys_of_all(found.q_start, min(found.q_start + kJvpRows, n), n, m).any;
       shared.keys = {any.first / kKeys * kKeys, any.last};
       shared.seen = a.mask.seen(n, m);
       const int kv_head = found.head / a.group;
@@ -27,7 +27,7 @@ __device__ void Jvp<T, Dim, logits>::find_tile(unsigned tile) {
 template <class T, int Dim, Logits logits>
 __device__ void Jvp<T, Dim, logits>::load_queries() const {
   const TileInfo& w = shared.q_tile;
-  const KeyRange rows{0, w.q_tokens - w.q_start};
+  const Interval rows{0, w.q_tokens - w.q_start};
   const int64_t token = int64_t{w.q_first} + w.q_start;
   load_async<kThreads>(TileQ{shared.q}, a.q.row<T>(w.batch, w.head, token), a.q.stride[2], rows, a.dim);
   load_async<kThreads>(TileQ{shared.tq}, a.tq.row<T>(w.batch, w.head, token), a.tq.stride[2], rows, a.dim);
@@ -37,14 +37,14 @@ __device__ void Jvp<T, Dim, logits>::load_queries() const {
 // NaN.
 template <class T, int Dim, Logits logits>
 __device__ void Jvp<T, Dim, logits>::load_k(int key) const {
-  const KeyRange rows{shared.seen.first - key, shared.seen.last - key};
+  const Interval rows{shared.seen.first - key, shared.seen.last - key};
   load_async<kThreads>(TileK{shared.k}, shared.k_start + key * a.k.stride[2], a.k.stride[2], rows, a.dim);
   load_async<kThreads>(TileK{shared.tk}, shared.tk_start + key * a.tk.stride[2], a.tk.stride[2], rows, a.dim);
 }
 
 template <class T, int Dim, Logits logits>
 __device__ void Jvp<T, Dim, logits>::load_v(int key) const {
-  const KeyRange rows{shared.seen.first - key, shared.seen.last - key};
+  const Interval rows{shared.seen.first - key, shared.seen.last - key};
   const int columns = a.dim_v - first_column();
   load_async<kThreads>(TileV{shared.v}, shared.v_start + key * a.v.stride[2], a.v.stride[2], rows, columns);
   load_async<kThreads>(TileV{shared.tv}, shared.tv_start + key * a.tv.stride[2], a.tv.stride[2], rows, columns);
@@ -144,7 +144,7 @@ __device__ void Jvp<T, Dim, logits>::take_logits(S& s, S& t, int key) const {
   const TileInfo& w = shared.q_tile;
   const int first = w.q_start + 16 * warp();
   if (range_of(first).last >= key + kKeys && range_of(first + 15).first <= key) return;
-  const KeyRange ranges[] = {range_of(query), range_of(query + 8)};
+  const Interval ranges[] = {range_of(query), range_of(query + 8)};
   mask_rows(s, key, ranges);
 }
 

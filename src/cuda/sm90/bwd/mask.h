@@ -15,7 +15,7 @@ struct UnmaskedIterations {
                                 int group)
       : most(w.tiles.count() * group), least(0) {
     if (a.mask.windowed) {
-      const KeyRange all = a.mask.queries_of_all(key, key + keys, w.q.tokens, w.k.tokens).all;
+      const Interval all = a.mask.queries_of_all(key, key + keys, w.q.tokens, w.k.tokens).all;
       const int first = (all.first + queries - 1) / queries, last = all.last / queries;
       most = (w.tiles.last - max(first, w.tiles.first)) * group,
       least = (w.tiles.last - min(last, w.tiles.last)) * group;

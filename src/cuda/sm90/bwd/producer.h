@@ -162,7 +162,7 @@ __device__ inline void Backward<T, Dim, sums, bins>::convert_rows(int thread, bo
     await();
   };
   const int head = w.batch * a.kv_heads + w.kv_head, channel = Converter::channel(thread);
-  const KeyRange seen = a.mask.seen(w.q.tokens, w.k.tokens);
+  const Interval seen = a.mask.seen(w.q.tokens, w.k.tokens);
   const int first_row = max(seen.first - w.first_key, 0);
   const Converter converter{.thread = static_cast<unsigned>(thread),
                             .tile = {is_k ? shared.k[stage] : shared.v[stage]},

@@ -23,7 +23,7 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
     l[row] = quad_sum(softmax.l[row]);
     origin[row] = softmax.template origin<Precision::kPExponent>(row, softmax.m[row]);
     if constexpr (kQuantizedQk) {
-      const KeyRange seen = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
+      const Interval seen = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
       if (seen.first == seen.last) l[row] = 0.f;  // whatever the scale is
     }
     inverse[row] = l[row] == 0.f ? 0.f : v_scale / l[row];
@@ -124,7 +124,7 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
         a.v_rows.row<typename Precision::PType>(q_tile.batch, kv_head, int64_t{q_tile.k_first} + key)[channel]);
   };
   const SeenTiles tiles = tiles_of(q_tile, q_tile.q_start, kRows);
-  const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
+  const Interval keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
   if (!masks_infinite(keys, first, q_tile.q_tokens, a.dim_v, keys_of, value)) return;
   const auto row_of = [&](int query) {
     const auto* const q = a.q_rows.row<QkType>(q_tile.batch, q_tile.head, int64_t{q_tile.q_first} + query);

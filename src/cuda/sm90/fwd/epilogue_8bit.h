@@ -22,7 +22,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::write(const TileInfo& q_til
       l = partial_l = quad_sum(softmax.l[row]);
     }
     const int i = query + 8 * row;
-    const KeyRange seen = keys_of(q_tile, i);
+    const Interval seen = keys_of(q_tile, i);
     if (seen.first == seen.last) l = 0.f;  // whatever the scale is
     const float mean_logit =
         a.mean_logit && i < q_tile.q_tokens ? a.scale * a.mean_logit[a.scheduler.row_of(q_tile) + i] : 0.f;
@@ -103,7 +103,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::recompute_rows(const TileIn
   const int first = query - static_cast<int>(threadIdx.x % 32 / 4);
   const auto keys_of = [&](int query) { return this->keys_of(q_tile, query); };
   const SeenTiles tiles = tiles_of(q_tile, q_tile.q_start, kRows);
-  const KeyRange keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
+  const Interval keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
   if (!masks_infinite(keys, first, q_tile.q_tokens, a.dim_v, keys_of, value)) return;
   const auto row_of = [&](int query) {
     const auto* const q = a.q_rows.row<QkType>(q_tile.batch, q_tile.head, int64_t{q_tile.q_first} + query);

@@ -85,7 +85,7 @@ struct Forward {
   struct SeenTiles {
     int first, last;  // tiles [first, last) that any of the queries sees
     int end;          // the end of the keys that any of them sees
-    KeyRange all;     // the keys that all of them see
+    Interval all;     // the keys that all of them see
 
     __device__ bool any() const { return first < last; }
   };
@@ -129,9 +129,9 @@ struct Forward {
   // Returns the tiles of keys that `rows` queries from `query` on see.
   __device__ SeenTiles tiles_of(const TileInfo& q_tile, int query, int rows) const {
     const int end = min(query + rows, q_tile.q_tokens);
-    const SeenRanges seen = a.mask.keys_of_all(query, end, q_tile.q_tokens, q_tile.k_tokens);
+    const SeenIntervals seen = a.mask.keys_of_all(query, end, q_tile.q_tokens, q_tile.k_tokens);
     if (end <= query || seen.any.last <= seen.any.first) return {0, 0, 0, {0, 0}};
-    const KeyRange tiles = seen.any.tiles(kKeys);
+    const Interval tiles = seen.any.tiles(kKeys);
     return {tiles.first, tiles.last, seen.any.last, seen.all};
   }
 

@@ -85,14 +85,14 @@ struct Forward8Bit {
 
     __device__ bool any() const { return first < last; }
   };
-  __device__ KeyRange keys_of(const TileInfo& q_tile, int query) const {
+  __device__ Interval keys_of(const TileInfo& q_tile, int query) const {
     return a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
   }
   __device__ SeenTiles tiles_of(const TileInfo& q_tile, int query, int rows) const {
     const int end = min(query + rows, end_of(q_tile));
     const auto [any, all] = a.mask.keys_of_all(query, end, q_tile.q_tokens, q_tile.k_tokens);
     if (end <= query || any.last <= any.first) return {};
-    const KeyRange tiles = any.tiles(kKeys);
+    const Interval tiles = any.tiles(kKeys);
     return {tiles.first, tiles.last, (all.first + kKeys - 1) / kKeys, all.last / kKeys};
   }
   // Returns the first query after a tile of queries.

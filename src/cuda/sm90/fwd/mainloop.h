@@ -24,7 +24,7 @@ __device__ inline RowValues Forward<Precision, Dims>::softmax_scale_log2(const T
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float q_scale = a.q_scale[a.scheduler.row_of(q_tile) + min(query + 8 * row, q_tile.q_tokens - 1)];
-      const KeyRange seen = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
+      const Interval seen = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
       if (q_scale != 0.f && seen.first < seen.last) scale_log2[row] *= q_scale;
       if (scale_log2[row] == 0.f) scale_log2[row] = kMinScaleLog2;
     }
@@ -66,7 +66,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     const SeenTiles tiles = block.tiles, own = kSkips ? block.warpgroup_tiles[warpgroup] : tiles;
     // opaque() stops hoisting across tiles of queries: int8 q and k at d = 256 have no spare register.
     const int query = q_tile.q_start + ptx::opaque(warpgroup) * kWarpgroupRows + fragment_row();
-    KeyRange ranges[kRowsPerThread];
+    Interval ranges[kRowsPerThread];
     auto softmax = start_softmax(q_tile, query);
     // o is sign-flipped after tile `halfway`. `twice` is 2, rescaled as o is since then.
     const bool flips = kFlipsSigns && own.last - own.first > 1;
@@ -114,7 +114,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         clear_rows(shared.v[v_state.stage], q_tile.k_tokens - tile * kKeys, kKeys);
       } else {
         if (!a.clears) return;
-        const KeyRange seen = a.mask.seen(q_tile.q_tokens, q_tile.k_tokens);
+        const Interval seen = a.mask.seen(q_tile.q_tokens, q_tile.k_tokens);
         const int before = seen.first - tile * kKeys, end = seen.last - tile * kKeys;
         if (before <= 0 && end >= kKeys) return;
         wait_v();
@@ -251,7 +251,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
       if (flips) unflip_signs(o, partial(warpgroup), twice);
     bool nonfinite = write(q_tile, query, softmax, v_mean, o, shared.q[q_state.stage], warpgroup);
     if constexpr (kCompensated<Precision>) {  // a row without keys is set to 0, whatever it has met
-      const KeyRange seen = a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
+      const Interval seen = a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
       nonfinite |= seen.first == seen.last;
     }
     if (a.mask.windowed && __any_sync(~0u, nonfinite)) {

@@ -78,7 +78,7 @@ __device__ inline void Forward8Bit<Precision, Dims>::mask(int warpgroup, const T
                                                           int tile, Accumulator<kKeys>& x, float masked) const {
   if (needs_mask(tiles, tile)) {
     const int query = query_of(q_tile, warpgroup);
-    const KeyRange ranges[] = {keys_of(q_tile, query), keys_of(q_tile, query + 8)};
+    const Interval ranges[] = {keys_of(q_tile, query), keys_of(q_tile, query + 8)};
     mask_rows(x, tile * kKeys, ranges, masked);
   }
 }
