@@ -7,7 +7,7 @@
 #include "core/error.h"
 #include "core/names.h"
 #include "core/recipe.h"
-#include "cpu/attention/plan.h"
+#include "cpu/attention/job.h"
 #include "cpu/isa.h"
 #include "cpu/parallel.h"
 

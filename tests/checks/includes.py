@@ -13,7 +13,7 @@ RULES = {
     "include/octet": ["octet/"],
     "src/core": ["octet/", "core/"],
     "src/core/quant": ["octet/", "core/quant/"],
-    "src/cpu": ["octet/", "core/", "cpu/attention/plan.h", "cpu/isa.h", "cpu/parallel.h"],
+    "src/cpu": ["octet/", "core/", "cpu/attention/job.h", "cpu/isa.h", "cpu/parallel.h"],
     "src/cpu/quantize": ["octet/", "core/", "cpu/parallel.h", "cpu/quantize/"],
     "src/cpu/reference": ["octet/", "core/", "cpu/parallel.h", "cpu/sinks.h", "cpu/reference/", "sanitizer/"],
     "src/ffi": ["octet/", "xla/ffi/api/"],
@@ -38,7 +38,7 @@ RULES = {
 }
 # Each folder of the CPU's kernels knows those before it.
 GEMM = ["cpu/gemm/"]
-PACK = [*GEMM, "core/", "octet/", "cpu/attention/plan.h", "cpu/attention/pack/"]
+PACK = [*GEMM, "core/", "octet/", "cpu/attention/job.h", "cpu/attention/numerics.h", "cpu/attention/pack/"]
 SOFTMAX = [*PACK, "cpu/attention/softmax/"]
 PASS = [*SOFTMAX, "cpu/parallel.h", "cpu/sinks.h"]
 RULES["src/cpu/gemm"] = GEMM

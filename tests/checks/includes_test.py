@@ -29,7 +29,7 @@ class Includes(unittest.TestCase):
             ("src/cpu/gemm/b.h", "cpu/attention/pack/a.h"),
             ("src/cpu/attention/pack/b.h", "cpu/attention/softmax/a.h"),
             ("src/cpu/attention/fwd/b.h", "cpu/attention/bwd/a.h"),
-            ("src/cpu/reference/b.cc", "cpu/attention/plan.h"),
+            ("src/cpu/reference/b.cc", "cpu/attention/job.h"),
         ):
             self.assertIn(f"includes {header}", failures({path: f'#include "{header}"\n'}))
 

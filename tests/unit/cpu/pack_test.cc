@@ -120,9 +120,9 @@ void expect_keys(const Case& of, int64_t tokens, int64_t dim, int64_t dim_v, boo
   const Tensor q(kHeads, 5, dim, dense, 1, of.of_bf16), k(kHeads, tokens, dim, dense, 2, of.of_bf16),
       v(kHeads, tokens, dim_v, dense, 3, of.of_bf16);
   const Problem p = problem_of(of, q, k, v, hadamard);
-  const ForwardPlan plan = forward_plan(p);
+  const ForwardNumerics numerics = forward_numerics(p);
   SCOPED_TRACE(std::string(of.name) + ", " + std::to_string(tokens) + " tokens, dims " + std::to_string(dim) + ", " +
-               std::to_string(dim_v) + (dense ? "" : ", strided") + (plan.hadamard ? ", rotated" : ""));
+               std::to_string(dim_v) + (dense ? "" : ", strided") + (numerics.hadamard ? ", rotated" : ""));
   std::vector<double> k_out(kHeads * tokens * dim), v_out(kHeads * tokens * dim_v);
   std::vector<float> k_scale(kHeads * tokens), v_scale(kHeads * tokens), k_mean(kHeads * kMaxDim),
       v_mean(kHeads * kMaxDim);
@@ -134,12 +134,12 @@ void expect_keys(const Case& of, int64_t tokens, int64_t dim, int64_t dim_v, boo
       std::vector<double> k_row, v_row;
       for (int64_t c = 0; c < dim; ++c) k_row.push_back(k.at(g, t, c) - k_mean[g * kMaxDim + c]);
       for (int64_t c = 0; c < dim_v; ++c) v_row.push_back(v.at(g, t, c) - v_mean[g * kMaxDim + c]);
-      k_row = rotated(k_row, plan.hadamard);
+      k_row = rotated(k_row, numerics.hadamard);
       const int64_t at = g * tokens + t;
       SCOPED_TRACE("token " + std::to_string(t) + " of head " + std::to_string(g));
       expect_row(&k_out[at * dim], k_row, k_scale[at], of.k_scales, of.k_relative);
       expect_row(&v_out[at * dim_v], v_row, v_scale[at], of.v_scales, of.v_relative);
-      if (plan.k_group == 1 && plan.qk == OCTET_I8) {
+      if (numerics.k_group == 1 && numerics.qk == OCTET_I8) {
         ASSERT_NEAR(k_scale[at] * 127, largest(k_row), 1e-4 * largest(k_row));
       }
       if (testing::Test::HasFailure()) return;
@@ -165,7 +165,7 @@ TEST(Pack, queries_come_back_from_their_words) {
         for (const bool hadamard : {false, true}) {
           const Tensor q(1, 70, dim, dense, 4, of.of_bf16), k(1, 3, dim, dense, 5, of.of_bf16);
           const Problem p = problem_of(of, q, k, k, hadamard);
-          const ForwardPlan plan = forward_plan(p);
+          const ForwardNumerics numerics = forward_numerics(p);
           for (const auto& [token, rows] : {std::pair{0, 1}, {0, 64}, {64, 6}, {69, 1}, {3, 13}}) {
             SCOPED_TRACE(std::string(of.name) + ", dim " + std::to_string(dim) + ", " + std::to_string(rows) +
                          " rows from " + std::to_string(token));
@@ -176,7 +176,7 @@ TEST(Pack, queries_come_back_from_their_words) {
             for (int64_t i = 0; i < rows; ++i) {
               std::vector<double> row;
               for (int64_t c = 0; c < dim; ++c) row.push_back(q.at(0, token + i, c));
-              expect_row(&out[i * dim], rotated(row, plan.hadamard), scale[i], of.k_scales, of.k_relative);
+              expect_row(&out[i * dim], rotated(row, numerics.hadamard), scale[i], of.k_scales, of.k_relative);
             }
             if (testing::Test::HasFailure()) return;
           }

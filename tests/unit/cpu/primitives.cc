@@ -162,15 +162,15 @@ inline double split_element([[maybe_unused]] const Word* b, [[maybe_unused]] int
 }
 
 template <class Qk, class Pv>
-inline void packed_keys_as(const Problem& p, const ForwardPlan& plan, void* memory, const PackedKeys& out) {
+inline void packed_keys_as(const Problem& p, const ForwardNumerics& numerics, void* memory, const PackedKeys& out) {
   WorkspaceAllocator workspace(memory);
-  const KeySide s = allocate_key_side<Qk, Pv>(p, plan, workspace);
+  const KeySide s = allocate_key_side<Qk, Pv>(p, numerics, workspace);
   const Sequence seq{0, 0, p.tokens_q, 0, p.tokens_k, 0};
   const Signs signs(p.q, p.dim);
   for (int64_t g = 0; g < p.kv_heads; ++g) {
-    channel_statistics(p, plan, seq, g, g, s.seen_keys(p, seq, g, 0), s);
+    channel_statistics(p, numerics, seq, g, g, s.seen_keys(p, seq, g, 0), s);
     for (int64_t token = 0; token < p.tokens_k; token += kKeys)
-      pack_key_tile<Qk, Pv>(p, plan, seq, {0, g, token, 0}, signs, s);
+      pack_key_tile<Qk, Pv>(p, numerics, seq, {0, g, token, 0}, signs, s);
     for (int64_t c = 0; c < kMaxDim; ++c) {
       out.k_mean[g * kMaxDim + c] = s.k_mean ? s.k_mean[g * kMaxDim + c] : 0.f;
       out.v_mean[g * kMaxDim + c] = s.v_mean ? s.v_mean[g * kMaxDim + c] : 0.f;
@@ -193,7 +193,7 @@ inline void packed_keys_as(const Problem& p, const ForwardPlan& plan, void* memo
         const Word* v = s.v_at(index, first);
         double x = kSplits<Pv> ? split_element(v, kKeys, s.v_columns, r, c)
                                : element_of<Pv>(v, s.panel_width(first), c - first, r);
-        if (s.v_channel) x *= scale_of(s.v_channel[g * kMaxDim + c], largest_quantized(plan.v)).scale;
+        if (s.v_channel) x *= scale_of(s.v_channel[g * kMaxDim + c], largest_quantized(numerics.v)).scale;
         out.v[at * p.dim_v + c] = x * v_scale * v_range;
       }
     }
@@ -201,15 +201,15 @@ inline void packed_keys_as(const Problem& p, const ForwardPlan& plan, void* memo
 }
 
 template <class Qk>
-inline void packed_queries_as(const Problem& p, const ForwardPlan& plan, int64_t token, int64_t rows, void* memory,
-                              double* q, float* scale) {
+inline void packed_queries_as(const Problem& p, const ForwardNumerics& numerics, int64_t token, int64_t rows,
+                              void* memory, double* q, float* scale) {
   WorkspaceAllocator workspace(memory);
   QueryRows& found = *workspace.take<QueryRows>(1);
   const int64_t words = words_of<Qk>(p.dim), stride = words + (kSplits<Qk> ? 16 : 0), count = padded_rows(rows);
   Word* out = workspace.take<Word>(count * stride);
   const Sequence seq{0, 0, p.tokens_q, 0, p.tokens_k, 0};
   const Signs signs(p.q, p.dim);
-  pack_queries<Qk>(p, plan, seq, 0, token, rows, count, signs, nullptr, out, stride, words, found);
+  pack_queries<Qk>(p, numerics, seq, 0, token, rows, count, signs, nullptr, out, stride, words, found);
   for (int64_t i = 0; i < rows; ++i) {
     scale[i] = found.scale[i];
     for (int64_t c = 0; c < p.dim; ++c) {
@@ -230,25 +230,25 @@ inline void packed_queries_as(const Problem& p, const ForwardPlan& plan, int64_t
 }
 
 inline std::size_t pack_bytes(const Problem& p) {
-  const ForwardPlan plan = forward_plan(p);
+  const ForwardNumerics numerics = forward_numerics(p);
   std::size_t bytes = 0;
-  with_engines(plan, [&]<class Qk, class Pv, PFormat>() {
+  with_engines(numerics, [&]<class Qk, class Pv, PFormat>() {
     WorkspaceAllocator workspace(nullptr);
-    allocate_key_side<Qk, Pv>(p, plan, workspace);
+    allocate_key_side<Qk, Pv>(p, numerics, workspace);
     bytes = workspace.used();
   });
   return bytes;
 }
 
 inline void packed_keys(const Problem& p, void* memory, const PackedKeys& out) {
-  const ForwardPlan plan = forward_plan(p);
-  with_engines(plan, [&]<class Qk, class Pv, PFormat>() { packed_keys_as<Qk, Pv>(p, plan, memory, out); });
+  const ForwardNumerics numerics = forward_numerics(p);
+  with_engines(numerics, [&]<class Qk, class Pv, PFormat>() { packed_keys_as<Qk, Pv>(p, numerics, memory, out); });
 }
 
 inline void packed_queries(const Problem& p, int64_t token, int64_t rows, void* memory, double* q, float* scale) {
-  const ForwardPlan plan = forward_plan(p);
-  with_engines(plan,
-               [&]<class Qk, class, PFormat>() { packed_queries_as<Qk>(p, plan, token, rows, memory, q, scale); });
+  const ForwardNumerics numerics = forward_numerics(p);
+  with_engines(numerics,
+               [&]<class Qk, class, PFormat>() { packed_queries_as<Qk>(p, numerics, token, rows, memory, q, scale); });
 }
 
 template <class Pv, PFormat format>
@@ -258,8 +258,8 @@ inline void softmax_row_as(SoftmaxRow& x) {
                       : format == PFormat::e4m3 ? 256.f
                       : format == PFormat::f16  ? 64.f
                                                 : 1.f;
-  ForwardPlan plan{};
-  plan.p = format, plan.p_top = p_top;
+  ForwardNumerics numerics{};
+  numerics.p = format, numerics.p_top = p_top;
   RowState<kRows> state;
   std::memset(&state, 0, sizeof state);
   state.unit = 1.f;
@@ -280,13 +280,13 @@ inline void softmax_row_as(SoftmaxRow& x) {
     bool done = false;
     if constexpr (may_keep_stale_max(format))
       done = x.stale_max && whole && state.m[0] != kMinusInfinity &&
-             p_of_row_stale_max<F32, Pv, format>(plan, s, row, tiles, v_scale, 0, state, p);
+             p_of_row_stale_max<F32, Pv, format>(numerics, s, row, tiles, v_scale, 0, state, p);
     if (!done) {
       alignas(64) float tops[kLanes];
       store(tops, splat(kMinusInfinity));
       tops[0] = logits_row<F32>(s, row, tiles, 1.f);
       update_max<exp2_degree(format)>(tops, 0, state);
-      p_of_row<Pv, format>(plan, s, tiles, v_scale, true, 0, state, p);
+      p_of_row<Pv, format>(numerics, s, tiles, v_scale, true, 0, state, p);
     }
     for (int64_t j = 0; j < key; ++j) x.p[j] *= state.alpha[0];
     for (int64_t j = 0; j < count; ++j) {

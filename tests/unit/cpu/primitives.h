@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "core/problem.h"
-#include "cpu/attention/plan.h"
+#include "cpu/attention/job.h"
 
 namespace octet::cpu::test {
 

@@ -15,15 +15,15 @@ inline std::size_t backward_scratch_bytes(const GradientOperands& w) {
 
 inline std::size_t backward_workspace(const Problem& p, unsigned threads) {
   WorkspaceAllocator workspace(nullptr);
-  const GradientOperands w = allocate_gradient_operands(p, backward_plan(p), workspace);
+  const GradientOperands w = allocate_gradient_operands(p, backward_numerics(p), workspace);
   return workspace.used() + threads * backward_scratch_bytes(w);
 }
 
 // Everything that the tasks share.
-inline void prepare_operands(const Job& job, const BackwardPlan& plan, const GradientOperands& w) {
+inline void prepare_operands(const Job& job, const BackwardNumerics& numerics, const GradientOperands& w) {
   const Problem& p = *job.problem;
-  const Rounding roundings[] = {plan.q, plan.k, plan.v, plan.do_dp, plan.do_dv};
-  bool whole_heads = plan.smooth_k_dq;
+  const Rounding roundings[] = {numerics.q, numerics.k, numerics.v, numerics.do_dp, numerics.do_dv};
+  bool whole_heads = numerics.smooth_k_dq;
   for (const Rounding& r : roundings) whole_heads |= r.group == kWholeHead;
   parallel_for(job.threads, job.sequence_count * p.kv_heads, [&](int64_t side, unsigned) {
     const Sequence& seq = job.sequences[side / p.kv_heads];
@@ -32,8 +32,8 @@ inline void prepare_operands(const Job& job, const BackwardPlan& plan, const Gra
     const int64_t first_tile = seq.k_tokens ? first_tile_of(job, side / p.kv_heads) : 0;
     if (w.seen_keys) list_seen_keys(p, seq, g, listed_keys(w, g, first_tile));
     const SeenTokens seen = seen_keys(p, seq, g, first_tile, w);
-    const bool smooth = plan.smooth_k || plan.smooth_k_dq;
-    if (smooth || plan.smooth_blocks) mean_of_keys(p, seq, g, seen, mean);
+    const bool smooth = numerics.smooth_k || numerics.smooth_k_dq;
+    if (smooth || numerics.smooth_blocks) mean_of_keys(p, seq, g, seen, mean);
     if (whole_heads)
       w.key_heads[side] = head_statistics(
           p.k, p.v, seq.batch, g, seq.k_first, seq.k_tokens, [&](int64_t j) { return seen[j]; },
@@ -51,32 +51,32 @@ inline void prepare_operands(const Job& job, const BackwardPlan& plan, const Gra
             nullptr);
     });
   parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
-    prepare_keys(p, plan, job.sequences[job.key_tiles[task].sequence], job.key_tiles[task], w);
+    prepare_keys(p, numerics, job.sequences[job.key_tiles[task].sequence], job.key_tiles[task], w);
   });
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned) {
-    prepare_queries(p, plan, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
+    prepare_queries(p, numerics, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
   });
 }
 
 template <GradientFormat format>
-void backward_as(const Job& job, const BackwardPlan& plan) {
+void backward_as(const Job& job, const BackwardNumerics& numerics) {
   const Problem& p = *job.problem;
   WorkspaceAllocator workspace(job.workspace);
-  const GradientOperands w = allocate_gradient_operands(p, plan, workspace);
+  const GradientOperands w = allocate_gradient_operands(p, numerics, workspace);
   const std::size_t scratch_bytes = backward_scratch_bytes(w);
   char* scratch = workspace.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
   const auto tile_of = [&](unsigned thread) {
     WorkspaceAllocator own(scratch + thread * scratch_bytes);
-    return BackwardTile{p, plan, w, BackwardScratch::allocate(w, own)};
+    return BackwardTile{p, numerics, w, BackwardScratch::allocate(w, own)};
   };
-  prepare_operands(job, plan, w);
-  if (w.row_bias && plan.delta != Delta::from_p)
+  prepare_operands(job, numerics, w);
+  if (w.row_bias && numerics.delta != Delta::from_p)
     parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
       configure_tiles();
       BlockRowSums{tile_of(thread)}.renew_lse(job.sequences[job.query_blocks[task].sequence], job.query_blocks[task]);
       release_tiles();
     });
-  if (plan.delta == Delta::from_p || plan.gproj)
+  if (numerics.delta == Delta::from_p || numerics.gproj)
     parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
       configure_tiles();
       BlockRowSums{tile_of(thread)}.compute<format>(job.sequences[job.query_blocks[task].sequence],
@@ -92,26 +92,26 @@ void backward_as(const Job& job, const BackwardPlan& plan) {
     release_tiles();
   });
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned) {
-    store_dq(p, plan, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
+    store_dq(p, numerics, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
   });
   store_dsinks(job, w);
 }
 
 inline void backward(const Job& job) {
-  const BackwardPlan plan = backward_plan(*job.problem);
-  switch (plan.format) {
+  const BackwardNumerics numerics = backward_numerics(*job.problem);
+  switch (numerics.format) {
     case GradientFormat::exact:
-      return backward_as<GradientFormat::exact>(job, plan);
+      return backward_as<GradientFormat::exact>(job, numerics);
     case GradientFormat::f16:
-      return backward_as<GradientFormat::f16>(job, plan);
+      return backward_as<GradientFormat::f16>(job, numerics);
     case GradientFormat::bf16:
-      return backward_as<GradientFormat::bf16>(job, plan);
+      return backward_as<GradientFormat::bf16>(job, numerics);
     case GradientFormat::e4m3:
-      return backward_as<GradientFormat::e4m3>(job, plan);
+      return backward_as<GradientFormat::e4m3>(job, numerics);
     case GradientFormat::int8:
-      return backward_as<GradientFormat::int8>(job, plan);
+      return backward_as<GradientFormat::int8>(job, numerics);
     case GradientFormat::migrated:
-      return backward_as<GradientFormat::migrated>(job, plan);
+      return backward_as<GradientFormat::migrated>(job, numerics);
   }
 }
 

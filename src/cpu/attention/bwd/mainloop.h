@@ -57,9 +57,9 @@ struct Backward : BackwardTile {
     [[maybe_unused]] constexpr Strides columnwise{1, kKeys};
     products(first, rows, index, own, query_mean(seq, block, h, token));
     gradient_tile<format>(seq, h, token, rows, tile);
-    if (plan.smooth_blocks) give_back_query_mean(query_mean(seq, block, h, token), rows, dk);
+    if (numerics.smooth_blocks) give_back_query_mean(query_mean(seq, block, h, token), rows, dk);
     float row_sums[kQueries];
-    if (plan.smooth_blocks)
+    if (numerics.smooth_blocks)
       for (int64_t i = 0; i < rows; ++i) row_sums[i] = row_sum(scratch.dp + i * kKeys);
     const float* ds_rows = round_tiles(first, rows, index);
 #ifdef __AMX_BF16__
@@ -70,7 +70,7 @@ struct Backward : BackwardTile {
     matmul<F32, true>(scratch.dp, columnwise, w.q + first * kc, kc, dk, kc, kKeys, kc, rows,
                       of_next_block(w.dq, first, kc, own));
 #endif
-    if (plan.gproj) {
+    if (numerics.gproj) {
       if (p.softcap != 0.f) cap_p(rows);
       matmul<F32, true>(scratch.s, columnwise, w.lambda_q + first * kc, kc, dk, kc, kKeys, kc, rows);
       for (int64_t i = 0; i < rows; ++i)
@@ -95,7 +95,7 @@ struct Backward : BackwardTile {
       matmul<F32, true>(ds_rows, Strides{kKeys, 1}, k + kKeys * c, width, dq + c, kc, rows, width, keys);
     }
 #endif
-    if (plan.smooth_blocks)
+    if (numerics.smooth_blocks)
       for (int64_t i = 0; i < rows; ++i) add_scaled(dq + i * kc, row_sums[i], w.tile_offset + index * kc);
     for (int64_t i = 0; i < rows && w.ds_sum; ++i) w.ds_sum[first + i] += scratch.ds_sum[i];
     __atomic_store_n(turn, static_cast<int32_t>(tile + 1), __ATOMIC_RELEASE);
@@ -156,7 +156,7 @@ struct Backward : BackwardTile {
   void store_gradients(const Sequence& seq, const Block& block, int64_t keys) {
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = seq.k_first + block.token + j;
-      if (plan.hadamard) rotate_back(scratch.dk + j * w.k_columns, p.dim);
+      if (numerics.hadamard) rotate_back(scratch.dk + j * w.k_columns, p.dim);
       multiply(scratch.dk + j * w.k_columns, p.scale, p.dim);
       store_row(p.dk, seq.batch, block.head, at, scratch.dk + j * w.k_columns);
       store_row(p.dv, seq.batch, block.head, at, scratch.dv + j * w.v_columns);

@@ -50,16 +50,18 @@ struct GradientOperands {
 };
 
 // Returns whether dq = ds k takes k minus a mean.
-inline bool centred(const BackwardPlan& plan) { return plan.smooth_k || plan.smooth_k_dq || plan.smooth_blocks; }
-
-// Returns whether tokens have scales or means, so that some could reach others.
-inline bool has_scales(const BackwardPlan& plan) {
-  for (const Rounding& r : {plan.q, plan.k, plan.v, plan.do_dp, plan.do_dv})
-    if (r.group) return true;
-  return centred(plan);
+inline bool centred(const BackwardNumerics& numerics) {
+  return numerics.smooth_k || numerics.smooth_k_dq || numerics.smooth_blocks;
 }
 
-inline GradientOperands allocate_gradient_operands(const Problem& p, const BackwardPlan& plan,
+// Returns whether tokens have scales or means, so that some could reach others.
+inline bool has_scales(const BackwardNumerics& numerics) {
+  for (const Rounding& r : {numerics.q, numerics.k, numerics.v, numerics.do_dp, numerics.do_dv})
+    if (r.group) return true;
+  return centred(numerics);
+}
+
+inline GradientOperands allocate_gradient_operands(const Problem& p, const BackwardNumerics& numerics,
                                                    WorkspaceAllocator& workspace) {
   GradientOperands w{};
   w.tiles = tiles_bound(p, p.tokens_k, kKeys);
@@ -76,7 +78,7 @@ inline GradientOperands allocate_gradient_operands(const Problem& p, const Backw
   w.key_heads = workspace.take<HeadStatistics>(sequences * p.kv_heads);
   w.q = workspace.take<float>(rows * w.k_columns);
   w.do_dp = workspace.take<float>(rows * w.v_columns);
-  w.do_dv = plan.do_dv == plan.do_dp ? w.do_dp : workspace.take<float>(rows * w.v_columns);
+  w.do_dv = numerics.do_dv == numerics.do_dp ? w.do_dp : workspace.take<float>(rows * w.v_columns);
   w.k_by_row = workspace.take<Word>(tiles * words_of<Split>(kKeys) * w.k_columns);
   w.q_amax = workspace.take<float>(rows);
   w.do_amax = workspace.take<float>(rows);
@@ -84,19 +86,20 @@ inline GradientOperands allocate_gradient_operands(const Problem& p, const Backw
   w.delta = workspace.take<float>(rows);
   w.sink = p.sinks.present() ? workspace.take<float>(rows) : nullptr;
   w.row_bias = has_row_bias(p) ? workspace.take<float>(rows) : nullptr;
-  w.mean_logit = plan.smooth_k && p.softcap != 0.f ? workspace.take<float>(rows) : nullptr;
-  w.ds_sum = centred(plan) && p.softcap != 0.f ? workspace.take<float>(rows) : nullptr;
-  w.k_smooth = plan.smooth_blocks ? workspace.take<float>(tiles * kKeys * w.k_columns) : nullptr;
-  w.q_raw = plan.smooth_blocks ? workspace.take<float>(rows * w.k_columns) : nullptr;
-  w.q_mean = plan.smooth_blocks ? workspace.take<float>(tiles_bound(p, p.tokens_q, kQueries) * p.heads * w.k_columns)
-                                : nullptr;
-  w.tile_mean = plan.smooth_blocks ? workspace.take<float>(tiles * w.k_columns) : nullptr;
-  w.tile_offset = plan.smooth_blocks ? workspace.take<float>(tiles * w.k_columns) : nullptr;
-  const bool lists = p.mask.present() && has_scales(plan);
+  w.mean_logit = numerics.smooth_k && p.softcap != 0.f ? workspace.take<float>(rows) : nullptr;
+  w.ds_sum = centred(numerics) && p.softcap != 0.f ? workspace.take<float>(rows) : nullptr;
+  w.k_smooth = numerics.smooth_blocks ? workspace.take<float>(tiles * kKeys * w.k_columns) : nullptr;
+  w.q_raw = numerics.smooth_blocks ? workspace.take<float>(rows * w.k_columns) : nullptr;
+  w.q_mean = numerics.smooth_blocks
+                 ? workspace.take<float>(tiles_bound(p, p.tokens_q, kQueries) * p.heads * w.k_columns)
+                 : nullptr;
+  w.tile_mean = numerics.smooth_blocks ? workspace.take<float>(tiles * w.k_columns) : nullptr;
+  w.tile_offset = numerics.smooth_blocks ? workspace.take<float>(tiles * w.k_columns) : nullptr;
+  const bool lists = p.mask.present() && has_scales(numerics);
   w.seen_keys = lists ? workspace.take<bool>(tiles * kKeys) : nullptr;
   w.seen_queries = lists ? workspace.take<bool>(rows) : nullptr;
-  w.lambda = plan.gproj ? workspace.take<float>(rows) : nullptr;
-  w.lambda_q = plan.gproj ? workspace.take<float>(rows * w.k_columns) : nullptr;
+  w.lambda = numerics.gproj ? workspace.take<float>(rows) : nullptr;
+  w.lambda_q = numerics.gproj ? workspace.take<float>(rows * w.k_columns) : nullptr;
   w.dq = workspace.take<float>(rows * w.k_columns);
   w.turn = workspace.take<int32_t>(rows);
   return w;

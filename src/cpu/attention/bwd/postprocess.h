@@ -29,15 +29,15 @@ inline void store_dsinks(const Job& job, const GradientOperands& w) {
   });
 }
 
-inline void store_dq(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block,
+inline void store_dq(const Problem& p, const BackwardNumerics& numerics, const Sequence& seq, const Block& block,
                      const GradientOperands& w) {
   const int64_t rows = std::min(seq.q_tokens - block.token, kQueries),
                 first = row_index(p, seq, block.head, block.token);
   const float* mean = w.k_mean + (block.sequence * p.kv_heads + block.head / p.group()) * kMaxDim;
   for (int64_t i = 0; i < rows; ++i) {
     float* dq = w.dq + (first + i) * w.k_columns;
-    if (plan.hadamard) rotate_back(dq, p.dim);
-    if (centred(plan)) {
+    if (numerics.hadamard) rotate_back(dq, p.dim);
+    if (centred(numerics)) {
       const float sum = w.ds_sum ? w.ds_sum[first + i] : row_sum_of_ds(p, w, seq, block.head, block.token + i);
       add_row_sum(sum, mean, p.dim, dq);
     }

@@ -9,7 +9,7 @@
 namespace octet::cpu::OCTET_ISA {
 
 // One tile of k and v.
-inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block,
+inline void prepare_keys(const Problem& p, const BackwardNumerics& numerics, const Sequence& seq, const Block& block,
                          const GradientOperands& w) {
   const int64_t g = block.head, first = block.token, kc = w.k_columns, vc = w.v_columns;
   const int64_t side = block.sequence * p.kv_heads + g;
@@ -18,7 +18,7 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
   const HeadStatistics& head = w.key_heads[side];
   // Keys that no query sees become zeros.
   const SeenTokens all_seen = seen_keys(p, seq, g, block.first_tile, w);
-  const auto seen = [&](int64_t r) { return !has_scales(plan) || all_seen[first + r]; };
+  const auto seen = [&](int64_t r) { return !has_scales(numerics) || all_seen[first + r]; };
   alignas(64) float k[kKeys * kMaxDim];
   bool finite[kKeys];
   load_numbers(p.k, seq.batch, g, seq.k_first + first, valid, kKeys, kc, k);
@@ -26,25 +26,25 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
     if (!seen(r)) zero(k + r * kc, kc);
     finite[r] = finite_row(k + r * kc, kc);
     if (!finite[r]) zero(k + r * kc, kc);
-    if (plan.smooth_k && seen(r)) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
+    if (numerics.smooth_k && seen(r)) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
   }
-  float* mean = plan.smooth_blocks ? w.tile_mean + index * kc : nullptr;
-  if (plan.smooth_blocks) {
+  float* mean = numerics.smooth_blocks ? w.tile_mean + index * kc : nullptr;
+  if (numerics.smooth_blocks) {
     mean_of_rows(k, valid, kc, seen, mean);
-    if (plan.hadamard) rotate_rows(mean, 1, kc, p.dim);
+    if (numerics.hadamard) rotate_rows(mean, 1, kc, p.dim);
   }
-  if (plan.hadamard) rotate_rows(k, valid, kc, p.dim);
-  if (plan.smooth_blocks) {
+  if (numerics.hadamard) rotate_rows(k, valid, kc, p.dim);
+  if (numerics.smooth_blocks) {
     for (int64_t r = 0; r < valid; ++r)
       if (seen(r)) subtract(k + r * kc, mean, kc);
     std::memcpy(w.k_smooth + index * kKeys * kc, k, sizeof(float) * kKeys * kc);
     // dq = ds k is given back the mean of the tile minus that of all keys; store_dq sees to the latter.
     alignas(64) float all[kMaxDim] = {};
     std::memcpy(all, w.k_mean + side * kMaxDim, sizeof(float) * p.dim);
-    if (plan.hadamard) rotate_rows(all, 1, kc, p.dim);
+    if (numerics.hadamard) rotate_rows(all, 1, kc, p.dim);
     for (int64_t c = 0; c < kc; ++c) w.tile_offset[index * kc + c] = mean[c] - all[c];
   }
-  round_rows(plan.k, plan.k.group == kWholeHead ? head.largest : -1.f, k, valid, kc);
+  round_rows(numerics.k, numerics.k.group == kWholeHead ? head.largest : -1.f, k, valid, kc);
   for (int64_t r = 0; r < valid; ++r)  // beyond the range of 16 bits
     if (!finite_row(k + r * kc, kc)) finite[r] = false, zero(k + r * kc, kc);
   for (int64_t r = 0; r < kKeys; ++r) w.k_amax[index * kKeys + r] = finite_amax(k + r * kc, kc);
@@ -54,7 +54,7 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
     if (!finite[r])
       for (int64_t c = 0; c < p.dim; ++c) transposed[c * kKeys + r] = __builtin_nanf("");
   store_columns(transposed, p.dim, w.k_transposed + index * words_of<Split>(p.dim) * kKeys);
-  if (plan.smooth_k_dq) {
+  if (numerics.smooth_k_dq) {
     for (int64_t r = 0; r < valid; ++r)
       if (seen(r)) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
     round_rows({OCTET_F16, 1}, -1.f, k, valid, kc);
@@ -65,17 +65,17 @@ inline void prepare_keys(const Problem& p, const BackwardPlan& plan, const Seque
   load_numbers(p.v, seq.batch, g, seq.k_first + first, valid, kKeys, vc, v);
   for (int64_t r = 0; r < valid; ++r)
     if (!seen(r)) zero(v + r * vc, vc);
-  round_rows(plan.v, plan.v.group == kWholeHead ? head.value_largest : -1.f, v, valid, vc);
+  round_rows(numerics.v, numerics.v.group == kWholeHead ? head.value_largest : -1.f, v, valid, vc);
   transpose(v, kKeys, vc, p.dim_v, transposed);
   store_columns(transposed, p.dim_v, w.v_transposed + index * words_of<Split>(p.dim_v) * kKeys);
 }
 
 // delta = do . o, in double: the sum is small where its terms are not.
-inline float delta_of(const Problem& p, const BackwardPlan& plan, const Sequence& seq, int64_t h, int64_t token,
+inline float delta_of(const Problem& p, const BackwardNumerics& numerics, const Sequence& seq, int64_t h, int64_t token,
                       const float* do_) {
   alignas(64) float o[kMaxDim];
   load_row(p.o, seq.batch, h, token, o);
-  if (plan.delta == Delta::from_exact_o && p.o_residual.present())
+  if (numerics.delta == Delta::from_exact_o && p.o_residual.present())
     add_residual(p.o_residual, seq.batch, h, token, p.o.dtype, o);
   double sum[8] = {};
   for (int64_t c = 0; c < p.dim_v; c += 8)
@@ -84,7 +84,7 @@ inline float delta_of(const Problem& p, const BackwardPlan& plan, const Sequence
 }
 
 // One block of queries: rows, lse, delta; clears dq and gives the first tile its turn.
-inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Sequence& seq, const Block& block,
+inline void prepare_queries(const Problem& p, const BackwardNumerics& numerics, const Sequence& seq, const Block& block,
                             const GradientOperands& w) {
   const int64_t h = block.head, token = block.token, kc = w.k_columns, vc = w.v_columns;
   const int64_t rows = std::min(seq.q_tokens - token, kQueries), first = row_index(p, seq, h, token);
@@ -94,7 +94,7 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
   load_numbers(p.q, seq.batch, h, seq.q_first + token, rows, rows, kc, q);
   load_numbers(p.do_, seq.batch, h, seq.q_first + token, rows, rows, vc, do_dp);
   // Queries that see no key become zeros.
-  const auto seen = [&](int64_t i) { return !has_scales(plan) || seen_query(p, seq, h, token + i, w); };
+  const auto seen = [&](int64_t i) { return !has_scales(numerics) || seen_query(p, seq, h, token + i, w); };
   const double sink = sink_of(p, seq.batch, h);
   bool do_finite[kQueries];
   for (int64_t i = 0; i < rows; ++i) {
@@ -104,14 +104,14 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
     if (w.row_bias) moved = w.row_bias[first + i] = row_bias_of(p, seq, h, token + i);
     if (w.mean_logit)
       w.mean_logit[first + i] = static_cast<float>(dot_in_double(q + i * kc, mean, p.dim));
-    else if (plan.smooth_k)
+    else if (numerics.smooth_k)
       for (int64_t c = 0; c < p.dim; ++c) moved += static_cast<double>(p.scale) * q[i * kc + c] * mean[c];
     if (w.ds_sum) w.ds_sum[first + i] = 0.f;
     lse -= moved;
     if (w.sink)
-      w.sink[first + i] =
-          static_cast<float>(plan.delta == Delta::from_p ? std::min((sink - moved) * 1.44269504088896340736, 0x1p100)
-                                                         : probability_of(sink, saved));
+      w.sink[first + i] = static_cast<float>(numerics.delta == Delta::from_p
+                                                 ? std::min((sink - moved) * 1.44269504088896340736, 0x1p100)
+                                                 : probability_of(sink, saved));
     do_finite[i] = finite_row(do_dp + i * vc, vc);
     if (!finite_row(q + i * kc, kc) || !do_finite[i]) {
       zero(q + i * kc, kc);
@@ -122,21 +122,23 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
   }
   if (do_dv != do_dp) {
     std::memcpy(do_dv, do_dp, sizeof(float) * rows * vc);
-    round_rows(plan.do_dv, shared_amax(p, plan.do_dv, p.do_, seq, h, token, head.value_largest, w), do_dv, rows, vc);
+    round_rows(numerics.do_dv, shared_amax(p, numerics.do_dv, p.do_, seq, h, token, head.value_largest, w), do_dv, rows,
+               vc);
   }
-  float* mean_q = plan.smooth_blocks ? block_mean(p, seq, block.sequence, h, token, w) : nullptr;
-  if (plan.smooth_blocks) {
+  float* mean_q = numerics.smooth_blocks ? block_mean(p, seq, block.sequence, h, token, w) : nullptr;
+  if (numerics.smooth_blocks) {
     mean_of_rows(q, rows, kc, seen, mean_q);
-    if (plan.hadamard) rotate_rows(mean_q, 1, kc, p.dim);
+    if (numerics.hadamard) rotate_rows(mean_q, 1, kc, p.dim);
   }
-  if (plan.hadamard) rotate_rows(q, rows, kc, p.dim);
-  if (plan.smooth_blocks) {
+  if (numerics.hadamard) rotate_rows(q, rows, kc, p.dim);
+  if (numerics.smooth_blocks) {
     std::memcpy(w.q_raw + first * kc, q, sizeof(float) * rows * kc);
     for (int64_t i = 0; i < rows; ++i)
       if (seen(i)) subtract(q + i * kc, mean_q, kc);
   }
-  round_rows(plan.q, shared_amax(p, plan.q, p.q, seq, h, token, head.largest, w), q, rows, kc);
-  round_rows(plan.do_dp, shared_amax(p, plan.do_dp, p.do_, seq, h, token, head.value_largest, w), do_dp, rows, vc);
+  round_rows(numerics.q, shared_amax(p, numerics.q, p.q, seq, h, token, head.largest, w), q, rows, kc);
+  round_rows(numerics.do_dp, shared_amax(p, numerics.do_dp, p.do_, seq, h, token, head.value_largest, w), do_dp, rows,
+             vc);
   for (int64_t i = 0; i < rows; ++i)  // beyond the range of 16 bits
     if (!finite_row(q + i * kc, kc) || !finite_row(do_dp + i * vc, vc)) {
       zero(q + i * kc, kc);
@@ -146,10 +148,10 @@ inline void prepare_queries(const Problem& p, const BackwardPlan& plan, const Se
     }
   for (int64_t i = 0; i < rows; ++i) {
     float& delta = w.delta[first + i] = do_finite[i] ? 0.f : __builtin_nanf("");
-    if (w.lse[first + i] != __builtin_inff() && plan.delta != Delta::from_p)
-      delta += delta_of(p, plan, seq, h, seq.q_first + token + i, do_dp + i * vc);
+    if (w.lse[first + i] != __builtin_inff() && numerics.delta != Delta::from_p)
+      delta += delta_of(p, numerics, seq, h, seq.q_first + token + i, do_dp + i * vc);
     delta -= dlse_of(p, seq, h, token + i);
-    if (plan.format == GradientFormat::migrated) {
+    if (numerics.format == GradientFormat::migrated) {
       w.q_amax[first + i] = finite_amax(q + i * kc, kc);
       w.do_amax[first + i] = finite_amax(do_dv + i * vc, vc);
     }

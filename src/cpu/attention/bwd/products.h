@@ -32,7 +32,7 @@ inline void split_transposed(float* x, int64_t rows, Word* out) {
 // A thread's tiles all work on these operands and this scratch memory.
 struct BackwardTile {
   const Problem& p;
-  const BackwardPlan& plan;
+  const BackwardNumerics& numerics;
   const GradientOperands& w;
   BackwardScratch scratch;
 
@@ -43,7 +43,7 @@ struct BackwardTile {
 
   // Returns the mean of a block of queries, with smooth_blocks.
   const float* query_mean(const Sequence& seq, const Block& block, int64_t h, int64_t token) const {
-    return plan.smooth_blocks ? block_mean(p, seq, block.sequence, h, token, w) : nullptr;
+    return numerics.smooth_blocks ? block_mean(p, seq, block.sequence, h, token, w) : nullptr;
   }
 
   const float* row_biases(int64_t first) const { return w.row_bias ? w.row_bias + first : nullptr; }
@@ -94,7 +94,7 @@ struct BackwardTile {
     matmul<F32, false>(w.do_dp + first * vc, {vc, 1}, v, kKeys, scratch.dp, kKeys, rows, kKeys, p.dim_v,
                        of_next_block(w.do_dp, first, vc, own));
 #endif
-    if (plan.smooth_blocks) add_means(first, rows, index, mean);
+    if (numerics.smooth_blocks) add_means(first, rows, index, mean);
   }
 
   // Adds to the logits what rounding left out of them: q.k = q'.k' + q.(tile mean) + (block mean).k'.
@@ -133,8 +133,8 @@ struct BackwardTile {
                             softmax_scale_log2(),
                             w.lse[first + i],
                             w.delta[first + i],
-                            plan.smooth_k_dq ? 0x1p15f : 1.f,
-                            plan.smooth_k_dq,
+                            numerics.smooth_k_dq ? 0x1p15f : 1.f,
+                            numerics.smooth_k_dq,
                             apply_cap,
                             scratch.derivative + i * kKeys,
                             scratch.ds_sum + i};

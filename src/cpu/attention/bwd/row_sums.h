@@ -63,7 +63,7 @@ struct BlockRowSums : BackwardTile {
       if (!large(i) || lse != lse || lse == __builtin_inff()) continue;
       constexpr double kLog2e = 1.44269504088896340736;
       const double of_keys = sums[i].m + std::log2(sums[i].p);
-      if (plan.smooth_k)  // the row's mean logit, which lse lacks too, is not kept
+      if (numerics.smooth_k)  // the row's mean logit, which lse lacks too, is not kept
         lse = static_cast<float>(of_keys - (w.sink ? std::log2(1.0 - w.sink[first + i]) : 0.0));
       else
         lse =
@@ -84,7 +84,7 @@ struct BlockRowSums : BackwardTile {
     split_queries(first, rows);
     for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
       products(first, rows, tile_index(keys, tile), 0, query_mean(seq, keys, h, token));
-      if (plan.gproj) {
+      if (numerics.gproj) {
         gradient_tile<format>(seq, h, token, rows, tile, false);
         for (int64_t i = 0; i < rows; ++i) sums[i].add(scratch.s + i * kKeys, scratch.dp + i * kKeys);
       } else {
@@ -100,25 +100,25 @@ struct BlockRowSums : BackwardTile {
   // The sink counts as one more key.
   RowSums sums_before_keys(const Sequence& seq, int64_t h, int64_t token) const {
     const int64_t r = row_index(p, seq, h, token);
-    if (plan.gproj) return {kMinusInfinity, w.sink ? w.sink[r] : 0.0, -row_sum_of_ds(p, w, seq, h, token)};
+    if (numerics.gproj) return {kMinusInfinity, w.sink ? w.sink[r] : 0.0, -row_sum_of_ds(p, w, seq, h, token)};
     if (!w.sink || w.sink[r] == kMinusInfinity) return {};
     return {w.sink[r], 1.0, 0.0};
   }
 
   void finish_row(const RowSums& sums, int64_t r) {
     const double ratio = sums.p != 0 ? sums.weighted / sums.p : 0.0;
-    if (plan.gproj) {
+    if (numerics.gproj) {
       const float lambda = w.lambda[r] = static_cast<float>(ratio);
       // A row whose lambda is NaN has a ds of NaN for each key that it sees; keys that it does not see meet 0 here.
       const float factor = std::isnan(lambda) ? 0.f : -lambda;
       for (int64_t c = 0; c < w.k_columns; ++c)
         w.lambda_q[r * w.k_columns + c] = factor == 0.f ? 0.f : factor * w.q[r * w.k_columns + c];
-      round_row_to(plan.gproj, 1.f, w.lambda_q + r * w.k_columns, w.k_columns);
+      round_row_to(numerics.gproj, 1.f, w.lambda_q + r * w.k_columns, w.k_columns);
     } else if (w.lse[r] == w.lse[r]) {
       w.lse[r] = sums.p != 0 ? static_cast<float>(sums.m + std::log2(sums.p)) : __builtin_inff();
       w.delta[r] += static_cast<float>(ratio);
     }
-    if (w.sink && !plan.gproj) w.sink[r] = w.sink[r] == kMinusInfinity ? 0.f : std::exp2(w.sink[r] - w.lse[r]);
+    if (w.sink && !numerics.gproj) w.sink[r] = w.sink[r] == kMinusInfinity ? 0.f : std::exp2(w.sink[r] - w.lse[r]);
   }
 };
 

@@ -43,15 +43,15 @@ struct ForwardScratch {
   typename Pv::Sum* strip;  // [parts][kRows][kStripColumns] of P V, if it goes that way
   float* o;                 // [kRows][v_columns]
 
-  static ForwardScratch allocate(const ForwardPlan& plan, const KeySide& side, WorkspaceAllocator& workspace) {
+  static ForwardScratch allocate(const ForwardNumerics& numerics, const KeySide& side, WorkspaceAllocator& workspace) {
     ForwardScratch t;
-    t.stride = plan.step_tiles * kKeys + 16;
+    t.stride = numerics.step_tiles * kKeys + 16;
     t.s = workspace.take<typename Qk::Sum>(kRows * t.stride);
     t.q = workspace.take<Word>(kRows * (side.k_words + kQPad));
     t.o = workspace.take<float>(kRows * side.v_columns);
     t.p = kLogitsAhead<Pv> || kSplits<Pv> ? workspace.take<Word>(kRows * kPWords) : nullptr;
-    const int64_t parts = plan.p == PFormat::u8 ? kStepTiles : 1;
-    const bool strip = through_strip(plan.p) && !kLogitsAhead<Pv>;
+    const int64_t parts = numerics.p == PFormat::u8 ? kStepTiles : 1;
+    const bool strip = through_strip(numerics.p) && !kLogitsAhead<Pv>;
     t.strip = strip ? workspace.take<typename Pv::Sum>(parts * kRows * kStripColumns) : nullptr;
     return t;
   }

@@ -9,35 +9,35 @@ namespace octet::cpu::OCTET_ISA {
 
 // Bytes of scratch memory of one thread.
 template <class Qk, class Pv, PFormat format>
-std::size_t forward_scratch_bytes(const ForwardPlan& plan, const KeySide& side) {
+std::size_t forward_scratch_bytes(const ForwardNumerics& numerics, const KeySide& side) {
   WorkspaceAllocator workspace(nullptr);
-  ForwardScratch<Qk, Pv>::allocate(plan, side, workspace);
+  ForwardScratch<Qk, Pv>::allocate(numerics, side, workspace);
   return workspace.used();
 }
 
 template <class Qk, class Pv, PFormat format>
-std::size_t forward_workspace_as(const Problem& p, const ForwardPlan& plan, unsigned threads) {
+std::size_t forward_workspace_as(const Problem& p, const ForwardNumerics& numerics, unsigned threads) {
   WorkspaceAllocator workspace(nullptr);
-  const KeySide side = allocate_key_side<Qk, Pv>(p, plan, workspace);
-  return workspace.used() + threads * forward_scratch_bytes<Qk, Pv, format>(plan, side);
+  const KeySide side = allocate_key_side<Qk, Pv>(p, numerics, workspace);
+  return workspace.used() + threads * forward_scratch_bytes<Qk, Pv, format>(numerics, side);
 }
 
 // Fills the key side: statistics, then tiles. With heads enough for all threads, both for one head while it is near.
 template <class Qk, class Pv>
-void pack_keys(const Job& job, const ForwardPlan& plan, const Signs& signs, const KeySide& side) {
+void pack_keys(const Job& job, const ForwardNumerics& numerics, const Signs& signs, const KeySide& side) {
   const Problem& p = *job.problem;
   const int64_t sides = job.sequence_count * p.kv_heads;
-  const bool statistics = plan.smooth_k || plan.smooth_v || side.v_range || side.seen;
+  const bool statistics = numerics.smooth_k || numerics.smooth_v || side.v_range || side.seen;
   const auto summarise = [&](int64_t task) {
     const int64_t sequence = task / p.kv_heads, g = task % p.kv_heads;
     const Sequence& seq = job.sequences[sequence];
     const int64_t first_tile = seq.k_tokens ? first_tile_of(job, sequence) : 0;
     if (side.seen) list_seen_keys(p, seq, g, side.seen + side.tile_index(g, first_tile) * kKeys);
-    channel_statistics(p, plan, seq, g, task, side.seen_keys(p, seq, g, first_tile), side);
+    channel_statistics(p, numerics, seq, g, task, side.seen_keys(p, seq, g, first_tile), side);
   };
   const auto pack = [&](const Block& block) {
     const FlushDenormals flush;
-    pack_key_tile<Qk, Pv>(p, plan, job.sequences[block.sequence], block, signs, side);
+    pack_key_tile<Qk, Pv>(p, numerics, job.sequences[block.sequence], block, signs, side);
   };
   if (statistics && sides >= job.threads) {
     parallel_for(job.threads, sides, [&](int64_t task, unsigned) {
@@ -53,31 +53,32 @@ void pack_keys(const Job& job, const ForwardPlan& plan, const Signs& signs, cons
 }
 
 template <class Qk, class Pv, PFormat format>
-void forward_as(const Job& job, const ForwardPlan& plan) {
+void forward_as(const Job& job, const ForwardNumerics& numerics) {
   const Problem& p = *job.problem;
   WorkspaceAllocator workspace(job.workspace);
-  const KeySide side = allocate_key_side<Qk, Pv>(p, plan, workspace);
-  const std::size_t scratch_bytes = forward_scratch_bytes<Qk, Pv, format>(plan, side);
+  const KeySide side = allocate_key_side<Qk, Pv>(p, numerics, workspace);
+  const std::size_t scratch_bytes = forward_scratch_bytes<Qk, Pv, format>(numerics, side);
   char* scratch = workspace.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
   const Signs signs(p.q, p.dim);
-  pack_keys<Qk, Pv>(job, plan, signs, side);
+  pack_keys<Qk, Pv>(job, numerics, signs, side);
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
     const Block& block = job.query_blocks[task];
     WorkspaceAllocator own(scratch + thread * scratch_bytes);
     const FlushDenormals flush;
     configure_tiles();
-    Forward<Qk, Pv, format> forward{p, plan, side, signs, ForwardScratch<Qk, Pv>::allocate(plan, side, own), {}, {}};
+    Forward<Qk, Pv, format> forward{p,  numerics, side, signs, ForwardScratch<Qk, Pv>::allocate(numerics, side, own),
+                                    {}, {}};
     const int64_t next = std::min<int64_t>(task + job.threads, job.query_block_count - 1);
     forward.run(job.sequences[block.sequence], block, job.query_blocks[next]);
     release_tiles();
   });
 }
 
-// Calls body with the engines and P format of a plan.
+// Calls body with the engines and P format of a numerics.
 template <class Body>
-auto with_engines(const ForwardPlan& plan, Body&& body) {
-  const bool int8 = plan.qk == OCTET_I8;
-  switch (plan.p) {
+auto with_engines(const ForwardNumerics& numerics, Body&& body) {
+  const bool int8 = numerics.qk == OCTET_I8;
+  switch (numerics.p) {
     case PFormat::u8:
       return body.template operator()<Int8, UInt8, PFormat::u8>();
     case PFormat::e4m3:
@@ -87,27 +88,27 @@ auto with_engines(const ForwardPlan& plan, Body&& body) {
       return body.template operator()<Bf16, Bf16, PFormat::bf16>();
     case PFormat::f16:
       if (int8) return body.template operator()<Int8, F32, PFormat::f16>();
-      return plan.qk == OCTET_BF16 ? body.template operator()<Bf16, F32, PFormat::f16>()
-                                   : body.template operator()<F32, F32, PFormat::f16>();
+      return numerics.qk == OCTET_BF16 ? body.template operator()<Bf16, F32, PFormat::f16>()
+                                       : body.template operator()<F32, F32, PFormat::f16>();
     default:
       return body.template operator()<Split, Split, PFormat::exact>();
   }
 }
 
 inline std::size_t forward_workspace(const Problem& p, unsigned threads) {
-  const ForwardPlan plan = forward_plan(p);
-  return with_engines(plan, [&]<class Qk, class Pv, PFormat format>() {
-    return forward_workspace_as<Qk, Pv, format>(p, plan, threads);
+  const ForwardNumerics numerics = forward_numerics(p);
+  return with_engines(numerics, [&]<class Qk, class Pv, PFormat format>() {
+    return forward_workspace_as<Qk, Pv, format>(p, numerics, threads);
   });
 }
 
 inline int64_t forward_block_rows(const Problem& p) {
-  return with_engines(forward_plan(p), []<class Qk, class Pv, PFormat format>() { return kBlockRows<Qk, Pv>; });
+  return with_engines(forward_numerics(p), []<class Qk, class Pv, PFormat format>() { return kBlockRows<Qk, Pv>; });
 }
 
 inline void forward(const Job& job) {
-  const ForwardPlan plan = forward_plan(*job.problem);
-  with_engines(plan, [&]<class Qk, class Pv, PFormat format>() { forward_as<Qk, Pv, format>(job, plan); });
+  const ForwardNumerics numerics = forward_numerics(*job.problem);
+  with_engines(numerics, [&]<class Qk, class Pv, PFormat format>() { forward_as<Qk, Pv, format>(job, numerics); });
 }
 
 }  // namespace octet::cpu::OCTET_ISA

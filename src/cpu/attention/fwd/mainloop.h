@@ -23,7 +23,7 @@ struct Forward {
   static constexpr int64_t kRows = Scratch::kRows;
 
   const Problem& p;
-  const ForwardPlan& plan;
+  const ForwardNumerics& numerics;
   const KeySide& side;
   const Signs& signs;
   Scratch scratch;
@@ -41,12 +41,12 @@ struct Forward {
     const int64_t last = (keys.last + kKeys - 1) / kKeys;
     // Steps lie at multiples of their length, but for the first; scales of P do not depend on what else a block sees.
     const auto tiles_from = [&](int64_t tile) {
-      return std::min(last - tile, plan.step_tiles - tile % plan.step_tiles);
+      return std::min(last - tile, numerics.step_tiles - tile % numerics.step_tiles);
     };
     const int64_t first = keys.first < keys.last ? keys.first / kKeys / 2 * 2 : last;
     const int64_t index = side.tile_index(g, block.first_tile);
     if constexpr (sums_in_units(format))
-      state.unit = unit_of_p(v_finite(side, index + first, last - first), plan.p_top);
+      state.unit = unit_of_p(v_finite(side, index + first, last - first), numerics.p_top);
     else
       state.unit = 1.f;
     if (kLogitsAhead<Pv> && first < last) logits(index + first, tiles_from(first), rows);
@@ -62,14 +62,14 @@ struct Forward {
 #endif
       if (kLogitsAhead<Pv> && tile + tiles < last) logits(index + tile + tiles, tiles_from(tile + tiles), rows);
     }
-    store_rows<format>(p, plan, side, seq, h, token, rows, side_index, queries, state, scratch.o);
+    store_rows<format>(p, numerics, side, seq, h, token, rows, side_index, queries, state, scratch.o);
   }
 
   void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t side_index) {
     const float* k_mean = side.k_mean && (p.lse.present() || p.sinks.present() || p.softcap != 0.f)
                               ? side.k_mean + side_index * kMaxDim
                               : nullptr;
-    pack_queries<Qk>(p, plan, seq, h, token, rows, kRows, signs, k_mean, scratch.q, side.k_words + Scratch::kQPad,
+    pack_queries<Qk>(p, numerics, seq, h, token, rows, kRows, signs, k_mean, scratch.q, side.k_words + Scratch::kQPad,
                      side.k_words, queries);
     for (int64_t i = 0; i < kRows; ++i) {
       const float scale = queries.scale[i];
@@ -127,7 +127,7 @@ struct Forward {
     const bool v_finite = OCTET_ISA::v_finite(side, index, tiles);
     const bool all_seen = p.plain_logits() && p.keys_of(token + rows - 1, seq.q_tokens, seq.k_tokens).first <= key &&
                           p.keys_of(token, seq.q_tokens, seq.k_tokens).last >= key + keys;
-    const bool stale_max = all_seen && !plan.beta && v_finite && state.unit == 1.f;
+    const bool stale_max = all_seen && !numerics.beta && v_finite && state.unit == 1.f;
 #ifdef __AVX512FP16__
     constexpr bool kF16Softmax = format == PFormat::u8;
     F16Step f16;
@@ -144,7 +144,7 @@ struct Forward {
       if (p.plain_logits()) return own;
       if (p.mask.present()) own.mask = mask_row(p, seq.batch, h, token + i, key);
       own.row_bias = state.row_bias[i];
-      own.terms = terms_of(p, seq, h, token + i, key, plan.smooth_k ? queries.mean_logit[i] : 0.0);
+      own.terms = terms_of(p, seq, h, token + i, key, numerics.smooth_k ? queries.mean_logit[i] : 0.0);
       return own;
     };
     for (int64_t first = 0; first < rows; first += kLanes) {
@@ -153,8 +153,8 @@ struct Forward {
 #ifdef __AVX512FP16__
       if constexpr (kF16Softmax) {
         if (p.plain_logits())
-          softmax_f16<Qk>(f16, scratch.s_row(first), scratch.stride, row_at, all_seen, tiles, plan.p_top, first, last,
-                          state, scratch.p_row(first), done);
+          softmax_f16<Qk>(f16, scratch.s_row(first), scratch.stride, row_at, all_seen, tiles, numerics.p_top, first,
+                          last, state, scratch.p_row(first), done);
       }
 #endif
       alignas(64) float tops[kLanes];
@@ -164,18 +164,18 @@ struct Forward {
         const TileRow own = row_at(i);
         if constexpr (may_keep_stale_max(format) && !kF16Softmax) {
           done[i - first] = stale_max && state.m[i] != kMinusInfinity &&
-                            p_of_row_stale_max<Qk, Pv, format>(plan, scratch.s_row(i), own, tiles, v_scale, i, state,
-                                                               scratch.p_row(i));
+                            p_of_row_stale_max<Qk, Pv, format>(numerics, scratch.s_row(i), own, tiles, v_scale, i,
+                                                               state, scratch.p_row(i));
           if (done[i - first]) continue;
         }
         float& top = tops[i - first];
         top = logits_row<Qk>(scratch.s_row(i), own, tiles, state.to_logit[i]);
-        if (plan.beta) top = shifted_top(i, top, keys);
+        if (numerics.beta) top = shifted_top(i, top, keys);
       }
       update_max<exp2_degree(format)>(tops, first, state);
       for (int64_t i = first; i < last; ++i)
         if (!done[i - first])
-          p_of_row<Pv, format>(plan, scratch.logits_row(i), tiles, v_scale, v_finite, i, state, scratch.p_row(i));
+          p_of_row<Pv, format>(numerics, scratch.logits_row(i), tiles, v_scale, v_finite, i, state, scratch.p_row(i));
     }
   }
 
@@ -184,7 +184,7 @@ struct Forward {
     const float earlier = state.top[i];
     state.top[i] = std::max(top, earlier);
     return shifted_maximum(scratch.logits_row(i), keys, top, earlier, p.beta,
-                           plan.beta_limit * kLog2e / state.softmax_scale_log2[i]);
+                           numerics.beta_limit * kLog2e / state.softmax_scale_log2[i]);
   }
 };
 

@@ -94,8 +94,8 @@ OCTET_INLINE void quantize_p(const float* p, int64_t tiles, Quad tops, float top
 
 // One row of a step: from logits to P.
 template <class Pv, PFormat format, int64_t rows>
-OCTET_INLINE void p_of_row(const ForwardPlan& plan, float* logits, int64_t tiles, const float* v_scale, bool v_finite,
-                           int64_t i, RowState<rows>& state, typename Pv::Element* p_out) {
+OCTET_INLINE void p_of_row(const ForwardNumerics& numerics, float* logits, int64_t tiles, const float* v_scale,
+                           bool v_finite, int64_t i, RowState<rows>& state, typename Pv::Element* p_out) {
   constexpr int degree = exp2_degree(format);
   const float scale_log2 = state.softmax_scale_log2[i], base = state.m[i] == kMinusInfinity ? 0.f : state.m[i];
   Vf l{}, tops[kStepTiles] = {}, poisons[kStepTiles] = {};
@@ -116,17 +116,17 @@ OCTET_INLINE void p_of_row(const ForwardPlan& plan, float* logits, int64_t tiles
       poisons[tile] = poison;
     } else {
       Vf exact{};
-      if (!plan.l_from_p) exact = add_up(p) * (scales_p(format) ? plan.p_top : 1.f);
-      Vf rounded = store_p_and_add<Pv, format>(p, plan.p_top, p_out + tile * kKeys);
+      if (!numerics.l_from_p) exact = add_up(p) * (scales_p(format) ? numerics.p_top : 1.f);
+      Vf rounded = store_p_and_add<Pv, format>(p, numerics.p_top, p_out + tile * kKeys);
       if (state.unit != 1.f) {
         scale_p<Pv>(p_out + tile * kKeys, state.unit);
         exact *= state.unit, rounded *= state.unit;
       }
-      l += plan.l_from_p ? rounded : exact;
+      l += numerics.l_from_p ? rounded : exact;
     }
   }
   if constexpr (format == PFormat::u8) {
-    quantize_p<Pv>(logits, tiles, reduce_max(tops), plan.p_top, p_out, state.p_scale[i]);
+    quantize_p<Pv>(logits, tiles, reduce_max(tops), numerics.p_top, p_out, state.p_scale[i]);
     if (!v_finite)
       for (int64_t tile = 0; tile < tiles; ++tile) state.p_scale[i][tile] += reduce_add(poisons[tile]);
   }
@@ -142,7 +142,7 @@ constexpr bool may_keep_stale_max(PFormat format) {
 // Logits and P at once for a step that all of the row sees, with the maximum of earlier steps. Returns false, with
 // nothing changed, if that is too small.
 template <class Qk, class Pv, PFormat format, int64_t rows>
-OCTET_INLINE bool p_of_row_stale_max(const ForwardPlan& plan, const typename Qk::Sum* s, const TileRow& row,
+OCTET_INLINE bool p_of_row_stale_max(const ForwardNumerics& numerics, const typename Qk::Sum* s, const TileRow& row,
                                      int64_t tiles, const float* v_scale, int64_t i, RowState<rows>& state,
                                      typename Pv::Element* p_out) {
   constexpr float kRange = format == PFormat::u8 ? 0x1p60f : 0x1p10f;  // 8-bit P has the scale of v in it
@@ -174,7 +174,7 @@ OCTET_INLINE bool p_of_row_stale_max(const ForwardPlan& plan, const typename Qk:
   if constexpr (format == PFormat::u8) {
     const Vf all = max(max(tops[0], tops[1]), max(tops[2], tops[3]));
     if (!reduce_is_below(all, kRange)) return false;
-    quantize_p<Pv>(scaled_p, tiles, reduce_max(tops), plan.p_top, p_out, state.p_scale[i]);
+    quantize_p<Pv>(scaled_p, tiles, reduce_max(tops), numerics.p_top, p_out, state.p_scale[i]);
   } else {
     std::memcpy(p_out, rounded, sizeof *rounded * static_cast<std::size_t>(tiles * kKeys));
   }

@@ -26,9 +26,9 @@ struct JvpSide {
   KeySide primal, tangent;
 
   template <class E>
-  static JvpSide allocate(const Problem& p, const ForwardPlan& plan, WorkspaceAllocator& workspace) {
+  static JvpSide allocate(const Problem& p, const ForwardNumerics& numerics, WorkspaceAllocator& workspace) {
     JvpSide s;
-    s.primal = s.tangent = allocate_key_side<E, E>(p, plan, workspace, 2);
+    s.primal = s.tangent = allocate_key_side<E, E>(p, numerics, workspace, 2);
     if (s.primal.k) {  // null while sizes are measured
       s.tangent.k += s.primal.k_words * kKeys;
       s.primal.v += s.primal.v_words * s.primal.v_columns;
@@ -112,7 +112,7 @@ struct Jvp {
   static constexpr int64_t kRows = JvpScratch<E>::kRows;
 
   const Problem &p, &tangents;  // tangents: tq, tk, tv in the place of q, k, v
-  const ForwardPlan& plan;
+  const ForwardNumerics& numerics;
   const JvpSide& side;
   const Signs& signs;
   JvpScratch<E> scratch;
@@ -136,8 +136,10 @@ struct Jvp {
   void start(const Sequence& seq, int64_t h, int64_t token, int64_t rows) {
     QueryRows queries;
     const int64_t words = side.primal.k_words, columns = side.primal.v_columns;
-    pack_queries<E>(tangents, plan, seq, h, token, rows, kRows, signs, nullptr, scratch.q, 2 * words, words, queries);
-    pack_queries<E>(p, plan, seq, h, token, rows, kRows, signs, nullptr, scratch.q + words, 2 * words, words, queries);
+    pack_queries<E>(tangents, numerics, seq, h, token, rows, kRows, signs, nullptr, scratch.q, 2 * words, words,
+                    queries);
+    pack_queries<E>(p, numerics, seq, h, token, rows, kRows, signs, nullptr, scratch.q + words, 2 * words, words,
+                    queries);
     for (int64_t i = 0; i < kRows; ++i) {
       state.row_bias[i] = i < rows ? row_bias_of(p, seq, h, token + i) : 0.f;
       state.m[i] = kMinusInfinity;
@@ -244,44 +246,44 @@ std::size_t jvp_scratch_bytes(const KeySide& side) {
 }
 
 template <class E>
-std::size_t jvp_workspace_as(const Problem& p, const ForwardPlan& plan, unsigned threads) {
+std::size_t jvp_workspace_as(const Problem& p, const ForwardNumerics& numerics, unsigned threads) {
   WorkspaceAllocator workspace(nullptr);
-  const JvpSide side = JvpSide::allocate<E>(p, plan, workspace);
+  const JvpSide side = JvpSide::allocate<E>(p, numerics, workspace);
   return workspace.used() + threads * jvp_scratch_bytes<E>(side.primal);
 }
 
 template <class E, PFormat format>
-void jvp_as(const Job& job, const ForwardPlan& plan) {
+void jvp_as(const Job& job, const ForwardNumerics& numerics) {
   const Problem& p = *job.problem;
   Problem tangents = p;
   tangents.q = p.tq;
   tangents.k = p.tk;
   tangents.v = p.tv;
   WorkspaceAllocator workspace(job.workspace);
-  const JvpSide side = JvpSide::allocate<E>(p, plan, workspace);
+  const JvpSide side = JvpSide::allocate<E>(p, numerics, workspace);
   const std::size_t scratch_bytes = jvp_scratch_bytes<E>(side.primal);
   char* scratch = workspace.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
   const Signs signs(p.q, p.dim);
   parallel_for(job.threads, job.key_tile_count, [&](int64_t task, unsigned) {
     const Block& block = job.key_tiles[task];
     const Sequence& seq = job.sequences[block.sequence];
-    pack_key_tile<E, E>(p, plan, seq, block, signs, side.primal);
-    pack_key_tile<E, E>(tangents, plan, seq, block, signs, side.tangent);
+    pack_key_tile<E, E>(p, numerics, seq, block, signs, side.primal);
+    pack_key_tile<E, E>(tangents, numerics, seq, block, signs, side.tangent);
   });
   parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
     const Block& block = job.query_blocks[task];
     WorkspaceAllocator own(scratch + thread * scratch_bytes);
     configure_tiles();
-    Jvp<E, format> jvp{p, tangents, plan, side, signs, JvpScratch<E>::allocate(side.primal, own), {}};
+    Jvp<E, format> jvp{p, tangents, numerics, side, signs, JvpScratch<E>::allocate(side.primal, own), {}};
     jvp.run(job.sequences[block.sequence], block);
     release_tiles();
   });
 }
 
-// Calls body with the engine and P format of a plan.
+// Calls body with the engine and P format of a numerics.
 template <class Body>
-auto with_jvp_engine(const ForwardPlan& plan, Body&& body) {
-  switch (plan.p) {
+auto with_jvp_engine(const ForwardNumerics& numerics, Body&& body) {
+  switch (numerics.p) {
     case PFormat::bf16:
       return body.template operator()<Bf16, PFormat::bf16>();
     case PFormat::f16:
@@ -292,13 +294,13 @@ auto with_jvp_engine(const ForwardPlan& plan, Body&& body) {
 }
 
 inline std::size_t jvp_workspace(const Problem& p, unsigned threads) {
-  const ForwardPlan plan = forward_plan(p);
-  return with_jvp_engine(plan, [&]<class E, PFormat>() { return jvp_workspace_as<E>(p, plan, threads); });
+  const ForwardNumerics numerics = forward_numerics(p);
+  return with_jvp_engine(numerics, [&]<class E, PFormat>() { return jvp_workspace_as<E>(p, numerics, threads); });
 }
 
 inline void jvp(const Job& job) {
-  const ForwardPlan plan = forward_plan(*job.problem);
-  with_jvp_engine(plan, [&]<class E, PFormat format>() { jvp_as<E, format>(job, plan); });
+  const ForwardNumerics numerics = forward_numerics(*job.problem);
+  with_jvp_engine(numerics, [&]<class E, PFormat format>() { jvp_as<E, format>(job, numerics); });
 }
 
 }  // namespace octet::cpu::OCTET_ISA

@@ -1,9 +1,9 @@
 // Rows of the caller's tensors to words of int8 values with a scale for each, in bytes all the way, for engines that
 // take four of them in a word.
 #pragma once
+#include "cpu/attention/job.h"
 #include "cpu/attention/pack/quantize_row.h"
 #include "cpu/attention/pack/rows.h"
-#include "cpu/attention/plan.h"
 #include "cpu/gemm/matmul.h"
 
 namespace octet::cpu::OCTET_ISA {

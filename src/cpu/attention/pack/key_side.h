@@ -43,13 +43,14 @@ struct KeySide {
 };
 
 // Returns whether tokens have scales or means, so that some could reach others.
-inline bool has_scales(const ForwardPlan& plan) {
-  return plan.k_group || plan.v_scale != VScale::none || plan.smooth_k || plan.smooth_v;
+inline bool has_scales(const ForwardNumerics& numerics) {
+  return numerics.k_group || numerics.v_scale != VScale::none || numerics.smooth_k || numerics.smooth_v;
 }
 
 // Divides the workspace, with room for `parts` k and v in every tile, one below the other.
 template <class Qk, class Pv>
-KeySide allocate_key_side(const Problem& p, const ForwardPlan& plan, WorkspaceAllocator& workspace, int64_t parts = 1) {
+KeySide allocate_key_side(const Problem& p, const ForwardNumerics& numerics, WorkspaceAllocator& workspace,
+                          int64_t parts = 1) {
   KeySide s;
   s.tiles = tiles_bound(p, p.tokens_k, kKeys);
   const int64_t tiles = s.tiles * p.kv_heads;
@@ -57,20 +58,20 @@ KeySide allocate_key_side(const Problem& p, const ForwardPlan& plan, WorkspaceAl
   s.k_words = words_of<Qk>(p.dim);
   s.v_words = words_of<Pv>(kKeys);
   s.v_columns = padded_columns(p.dim_v);
-  s.v_panel = plan.p == PFormat::exact && parts == 1 && !kSplits<Pv> ? kPanelColumns : s.v_columns;
+  s.v_panel = numerics.p == PFormat::exact && parts == 1 && !kSplits<Pv> ? kPanelColumns : s.v_columns;
   s.k_stride = parts * s.k_words * kKeys;
   s.v_stride = parts * s.v_words * s.v_columns;
   s.k = workspace.take<Word>(tiles * s.k_stride);
   s.v = workspace.take<Word>(tiles * s.v_stride);
   s.v_finite = workspace.take<bool>(tiles);
-  s.seen = p.mask.present() && has_scales(plan) ? workspace.take<bool>(tiles * kKeys) : nullptr;
-  s.k_scale = plan.k_group ? workspace.take<float>(tiles * kKeys) : nullptr;
+  s.seen = p.mask.present() && has_scales(numerics) ? workspace.take<bool>(tiles * kKeys) : nullptr;
+  s.k_scale = numerics.k_group ? workspace.take<float>(tiles * kKeys) : nullptr;
   s.k_correction = kBias<Qk> ? workspace.take<int32_t>(tiles * kKeys) : nullptr;
-  s.v_scale = plan.v_scale == VScale::token ? workspace.take<float>(tiles * kKeys) : nullptr;
-  s.k_mean = plan.smooth_k ? workspace.take<float>(sides * kMaxDim) : nullptr;
-  s.v_mean = plan.smooth_v ? workspace.take<float>(sides * kMaxDim) : nullptr;
-  s.v_channel = plan.v_scale == VScale::channel ? workspace.take<float>(sides * kMaxDim) : nullptr;
-  s.v_range = plan.v_scale != VScale::none ? workspace.take<float>(sides) : nullptr;
+  s.v_scale = numerics.v_scale == VScale::token ? workspace.take<float>(tiles * kKeys) : nullptr;
+  s.k_mean = numerics.smooth_k ? workspace.take<float>(sides * kMaxDim) : nullptr;
+  s.v_mean = numerics.smooth_v ? workspace.take<float>(sides * kMaxDim) : nullptr;
+  s.v_channel = numerics.v_scale == VScale::channel ? workspace.take<float>(sides * kMaxDim) : nullptr;
+  s.v_range = numerics.v_scale != VScale::none ? workspace.take<float>(sides) : nullptr;
   return s;
 }
 

@@ -14,7 +14,7 @@ struct KeyTile {
   int64_t valid;        // tokens within the sequence
   bool seen[kKeys];     // false for a key that no query sees, which becomes zeros with a scale of 0
 
-  KeyTile(const Problem& p, const ForwardPlan& plan, const Sequence& seq, const Block& block, const KeySide& s)
+  KeyTile(const Problem& p, const ForwardNumerics& numerics, const Sequence& seq, const Block& block, const KeySide& s)
       : seq(seq),
         g(block.head),
         token(seq.k_first + block.token),
@@ -22,7 +22,7 @@ struct KeyTile {
         index(s.tile_index(g, block.first_tile + block.token / kKeys)),
         valid(std::min(seq.k_tokens - block.token, kKeys)) {
     const SeenTokens all_seen = s.seen_keys(p, seq, g, block.first_tile);
-    for (int64_t r = 0; r < valid; ++r) seen[r] = !has_scales(plan) || all_seen[block.token + r];
+    for (int64_t r = 0; r < valid; ++r) seen[r] = !has_scales(numerics) || all_seen[block.token + r];
   }
 
   void zero_unseen(float* rows, int64_t width) const {
@@ -35,27 +35,27 @@ struct KeyTile {
 };
 
 // Rows of k, kKeys of `width` floats, as the numbers of the recipe's format, and their scales.
-inline void round_keys(const Problem& p, const ForwardPlan& plan, const KeyTile& tile, const Signs& signs,
+inline void round_keys(const Problem& p, const ForwardNumerics& numerics, const KeyTile& tile, const Signs& signs,
                        const float* mean, int64_t width, float* rows, float* scales) {
   const int64_t valid = tile.valid;
-  if (plan.k_group == 1 && !plan.k_prequantized) {
+  if (numerics.k_group == 1 && !numerics.k_prequantized) {
     for (int64_t r = 0; r < valid; ++r)
-      scales[r] = quantize_row(p.k, tile.seq.batch, tile.g, tile.token + r, plan.qk, mean,
-                               plan.hadamard ? signs.sign : nullptr, width, rows + r * width);
+      scales[r] = quantize_row(p.k, tile.seq.batch, tile.g, tile.token + r, numerics.qk, mean,
+                               numerics.hadamard ? signs.sign : nullptr, width, rows + r * width);
     std::memset(rows + valid * width, 0, sizeof(float) * static_cast<std::size_t>((kKeys - valid) * width));
     return;
   }
-  load_operand(p.k, plan.k_prequantized, tile.seq.batch, tile.g, tile.token, valid, kKeys, width, rows);
-  for (int64_t r = 0; r < valid && !plan.k_prequantized; ++r) {
-    if (plan.smooth_k) subtract(rows + r * width, mean, p.dim);
-    if (plan.hadamard) hadamard_row(rows + r * width, signs.sign, p.dim);
+  load_operand(p.k, numerics.k_prequantized, tile.seq.batch, tile.g, tile.token, valid, kKeys, width, rows);
+  for (int64_t r = 0; r < valid && !numerics.k_prequantized; ++r) {
+    if (numerics.smooth_k) subtract(rows + r * width, mean, p.dim);
+    if (numerics.hadamard) hadamard_row(rows + r * width, signs.sign, p.dim);
   }
   tile.zero_unseen(rows, width);
-  if (plan.k_prequantized)
+  if (numerics.k_prequantized)
     for (int64_t r = 0; r < valid; ++r) scales[r] = prequantized_scale(p.k, tile.seq.batch, tile.g, tile.token + r);
   else
-    quantize_rows(plan.qk, plan.smooth_k || plan.hadamard ? OCTET_F32 : numbers_of(p.k), plan.k_group, rows, valid,
-                  width, scales);
+    quantize_rows(numerics.qk, numerics.smooth_k || numerics.hadamard ? OCTET_F32 : numbers_of(p.k), numerics.k_group,
+                  rows, valid, width, scales);
 }
 
 // Rows of k to [k_words][kKeys].
@@ -82,18 +82,18 @@ void store_keys(const Problem& p, const KeySide& s, const float* rows, int64_t w
 }
 
 template <class Qk>
-void pack_k_tile(const Problem& p, const ForwardPlan& plan, const KeyTile& tile, const Signs& signs, const KeySide& s,
-                 float* rows) {
+void pack_k_tile(const Problem& p, const ForwardNumerics& numerics, const KeyTile& tile, const Signs& signs,
+                 const KeySide& s, float* rows) {
   float scales[kKeys] = {};
   const int64_t width = padded<Qk>(padded_columns(p.dim));
-  const float* mean = plan.smooth_k ? s.k_mean + tile.side * kMaxDim : nullptr;
+  const float* mean = numerics.smooth_k ? s.k_mean + tile.side * kMaxDim : nullptr;
   Word* k = s.k + tile.index * s.k_stride;
   int32_t* correction = s.k_correction ? s.k_correction + tile.index * kKeys : nullptr;
-  if (in_bytes<Qk>(plan.qk) && plan.k_group == 1 && !plan.k_prequantized) {
-    pack_int8_keys<Qk>(p.k, tile.seq.batch, tile.g, tile.token, tile.valid, mean, plan.hadamard ? signs.sign : nullptr,
-                       s.k_words, k, correction, scales);
+  if (in_bytes<Qk>(numerics.qk) && numerics.k_group == 1 && !numerics.k_prequantized) {
+    pack_int8_keys<Qk>(p.k, tile.seq.batch, tile.g, tile.token, tile.valid, mean,
+                       numerics.hadamard ? signs.sign : nullptr, s.k_words, k, correction, scales);
   } else {
-    round_keys(p, plan, tile, signs, mean, width, rows, scales);
+    round_keys(p, numerics, tile, signs, mean, width, rows, scales);
     store_keys<Qk>(p, s, rows, width, k, correction);
   }
   tile.clear_unseen(scales);
@@ -102,10 +102,10 @@ void pack_k_tile(const Problem& p, const ForwardPlan& plan, const KeyTile& tile,
 
 // Rows of v, kKeys of v_columns floats, as the numbers of the recipe's format, and their scales, where they do not come
 // from single tokens. Returns whether p v is a float for all of them.
-inline bool round_values(const Problem& p, const ForwardPlan& plan, const KeyTile& tile, const KeySide& s,
+inline bool round_values(const Problem& p, const ForwardNumerics& numerics, const KeyTile& tile, const KeySide& s,
                          const float* v_mean, float v_range, float* rows, float* scales) {
   const int64_t columns = s.v_columns, valid = tile.valid;
-  load_operand(p.v, plan.v_prequantized, tile.seq.batch, tile.g, tile.token, valid, kKeys, columns, rows);
+  load_operand(p.v, numerics.v_prequantized, tile.seq.batch, tile.g, tile.token, valid, kKeys, columns, rows);
   tile.zero_unseen(rows, columns);
   const auto divide = [&](float* x, int64_t n) {
     for (int64_t i = 0; i < n && v_range != 1.f; ++i) x[i] *= 1.f / v_range;
@@ -113,32 +113,32 @@ inline bool round_values(const Problem& p, const ForwardPlan& plan, const KeyTil
   const auto products_are_finite = [&] { return row_amax(rows, kKeys * columns) < kLargestSummed; };
   divide(rows, valid * columns);
   const bool finite = products_are_finite();
-  if (plan.smooth_v && !plan.v_prequantized) {
+  if (numerics.smooth_v && !numerics.v_prequantized) {
     alignas(64) float mean[kMaxDim];
     std::copy(v_mean, v_mean + p.dim_v, mean);
     divide(mean, p.dim_v);
     for (int64_t r = 0; r < valid; ++r)
       if (tile.seen[r]) subtract(rows + r * columns, mean, p.dim_v);
   }
-  if (plan.v_prequantized) {
+  if (numerics.v_prequantized) {
     for (int64_t r = 0; r < valid; ++r) scales[r] = prequantized_scale(p.v, tile.seq.batch, tile.g, tile.token + r);
   } else if (s.v_channel) {
     float inverse[kMaxDim] = {};
     for (int64_t c = 0; c < p.dim_v; ++c)
-      inverse[c] = scale_of(s.v_channel[tile.side * kMaxDim + c], largest_quantized(plan.v)).inverse;
+      inverse[c] = scale_of(s.v_channel[tile.side * kMaxDim + c], largest_quantized(numerics.v)).inverse;
     for (int64_t r = 0; r < valid; ++r)
       for (int64_t c = 0; c < p.dim_v; ++c) {
         float& x = rows[r * columns + c];
         x *= inverse[c];
         x += x - x;  // infinity becomes NaN: e4m3 has no other name for it
       }
-    quantize_rows(plan.v, OCTET_F32, 0, rows, valid, columns, scales);
-  } else if (plan.v_scale == VScale::power_of_two) {
+    quantize_rows(numerics.v, OCTET_F32, 0, rows, valid, columns, scales);
+  } else if (numerics.v_scale == VScale::power_of_two) {
     for (int64_t i = 0; i < valid * columns; i += kLanes) store(rows + i, round_11_bits(load(rows + i)));
   } else {
-    quantize_rows(plan.v, plan.smooth_v ? OCTET_F32 : numbers_of(p.v), plan.v_scale == VScale::token ? plan.v_group : 0,
-                  rows, valid, columns, scales);
-    if (plan.v == OCTET_F16) return products_are_finite();  // f16 has infinities of its own
+    quantize_rows(numerics.v, numerics.smooth_v ? OCTET_F32 : numbers_of(p.v),
+                  numerics.v_scale == VScale::token ? numerics.v_group : 0, rows, valid, columns, scales);
+    if (numerics.v == OCTET_F16) return products_are_finite();  // f16 has infinities of its own
   }
   return finite;
 }
@@ -167,13 +167,15 @@ void store_values(const KeySide& s, int64_t index, [[maybe_unused]] bool finite,
 }
 
 template <class Pv>
-void pack_v_tile(const Problem& p, const ForwardPlan& plan, const KeyTile& tile, const KeySide& s, float* buffer) {
+void pack_v_tile(const Problem& p, const ForwardNumerics& numerics, const KeyTile& tile, const KeySide& s,
+                 float* buffer) {
   float scales[kKeys] = {};
   const int64_t columns = s.v_columns, valid = tile.valid;
-  const float* mean = plan.smooth_v ? s.v_mean + tile.side * kMaxDim : nullptr;
+  const float* mean = numerics.smooth_v ? s.v_mean + tile.side * kMaxDim : nullptr;
   const float v_range = s.v_range ? s.v_range[tile.side] : 1.f;
-  const bool by_token = plan.v_scale == VScale::token && plan.v_group == 1 && !plan.v_prequantized && v_range == 1.f;
-  const bool bytes = in_bytes<Pv>(plan.v) && by_token;
+  const bool by_token =
+      numerics.v_scale == VScale::token && numerics.v_group == 1 && !numerics.v_prequantized && v_range == 1.f;
+  const bool bytes = in_bytes<Pv>(numerics.v) && by_token;
   // Words of one float lie as the rows do, unless in panels.
   const bool in_place = Pv::kPerWord == 1 && !kSplits<Pv> && s.v_panel == columns;
   float* rows = in_place ? reinterpret_cast<float*>(s.v_at(tile.index)) : buffer;
@@ -182,11 +184,11 @@ void pack_v_tile(const Problem& p, const ForwardPlan& plan, const KeyTile& tile,
     pack_int8_values(p.v, tile.seq.batch, tile.g, tile.token, valid, mean, columns, s.v_at(tile.index), scales);
   } else if (by_token) {
     for (int64_t r = 0; r < valid; ++r)
-      scales[r] =
-          quantize_row(p.v, tile.seq.batch, tile.g, tile.token + r, plan.v, mean, nullptr, columns, rows + r * columns);
+      scales[r] = quantize_row(p.v, tile.seq.batch, tile.g, tile.token + r, numerics.v, mean, nullptr, columns,
+                               rows + r * columns);
     std::memset(rows + valid * columns, 0, sizeof(float) * static_cast<std::size_t>((kKeys - valid) * columns));
   } else {
-    finite = round_values(p, plan, tile, s, mean, v_range, rows, scales);
+    finite = round_values(p, numerics, tile, s, mean, v_range, rows, scales);
   }
   if (s.v_scale) {
     tile.clear_unseen(scales);
@@ -200,12 +202,12 @@ void pack_v_tile(const Problem& p, const ForwardPlan& plan, const KeyTile& tile,
 
 // Packs one tile of k and v.
 template <class Qk, class Pv>
-void pack_key_tile(const Problem& p, const ForwardPlan& plan, const Sequence& seq, const Block& block,
+void pack_key_tile(const Problem& p, const ForwardNumerics& numerics, const Sequence& seq, const Block& block,
                    const Signs& signs, const KeySide& s) {
   alignas(64) float rows[kKeys * kMaxDim];
-  const KeyTile tile(p, plan, seq, block, s);
-  pack_k_tile<Qk>(p, plan, tile, signs, s, rows);
-  pack_v_tile<Pv>(p, plan, tile, s, rows);
+  const KeyTile tile(p, numerics, seq, block, s);
+  pack_k_tile<Qk>(p, numerics, tile, signs, s, rows);
+  pack_v_tile<Pv>(p, numerics, tile, s, rows);
 }
 
 }  // namespace octet::cpu::OCTET_ISA

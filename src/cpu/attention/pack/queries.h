@@ -21,11 +21,12 @@ inline float group_amax(const Problem& p, const Sequence& seq, int64_t h, int64_
 }
 
 // q.mean for each row of q and the mean that smoothing took from k.
-inline void mean_logits(const Problem& p, const ForwardPlan& plan, const float* q, int64_t rows, int64_t width,
+inline void mean_logits(const Problem& p, const ForwardNumerics& numerics, const float* q, int64_t rows, int64_t width,
                         const Signs& signs, const float* k_mean, double* out) {
   alignas(64) float mean[kMaxDim] = {};
   std::memcpy(mean, k_mean, sizeof(float) * static_cast<std::size_t>(p.dim));
-  if (plan.q_prequantized && p.q.quantization && p.q.quantization->hadamard_seed) hadamard_row(mean, signs.sign, p.dim);
+  if (numerics.q_prequantized && p.q.quantization && p.q.quantization->hadamard_seed)
+    hadamard_row(mean, signs.sign, p.dim);
   for (int64_t r = 0; r < rows; ++r) out[r] = dot_in_double(q + r * width, mean, p.dim);
 }
 
@@ -40,7 +41,7 @@ struct QueryRows {
 
 // Prepares `count` rows of q from `token` on, `valid` of them in the sequence: A words, `stride` apart.
 template <class Qk>
-void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t h, int64_t token,
+void pack_queries(const Problem& p, const ForwardNumerics& numerics, const Sequence& seq, int64_t h, int64_t token,
                   int64_t valid, int64_t count, const Signs& signs, const float* k_mean, Word* q, int64_t stride,
                   int64_t words, QueryRows& found) {
   alignas(64) float buffer[kMaxBlockRows * kMaxDim];
@@ -49,46 +50,46 @@ void pack_queries(const Problem& p, const ForwardPlan& plan, const Sequence& seq
   float* rows = in_place ? reinterpret_cast<float*>(q) : buffer;
   float(&scales)[kMaxBlockRows] = found.scale;
   for (int64_t r = 0; r < count; ++r) scales[r] = 1.f;
-  if (in_bytes<Qk>(plan.qk) && plan.q_group == 1 && !plan.q_prequantized) {
+  if (in_bytes<Qk>(numerics.qk) && numerics.q_group == 1 && !numerics.q_prequantized) {
     alignas(64) double mean[kMaxDim] = {};
     for (int64_t c = 0; c < p.dim && k_mean; ++c) mean[c] = k_mean[c];
     for (int64_t r = 0; r < valid; ++r)
       scales[r] =
-          divisible(int8_row(p.q, seq.batch, h, seq.q_first + token + r, nullptr, plan.hadamard ? signs.sign : nullptr,
-                             k_mean ? mean : nullptr, found.mean_logit + r, kBias<Qk>, words * Qk::kPerWord,
-                             reinterpret_cast<uint8_t*>(q + r * stride)));
+          divisible(int8_row(p.q, seq.batch, h, seq.q_first + token + r, nullptr,
+                             numerics.hadamard ? signs.sign : nullptr, k_mean ? mean : nullptr, found.mean_logit + r,
+                             kBias<Qk>, words * Qk::kPerWord, reinterpret_cast<uint8_t*>(q + r * stride)));
     for (int64_t r = valid; r < count; ++r) std::memset(q + r * stride, kBias<Qk>, words * sizeof(Word));
     return;
   }
-  if (plan.q_group == 1 && !plan.q_prequantized) {
+  if (numerics.q_group == 1 && !numerics.q_prequantized) {
     if (k_mean) {
       load_numbers(p.q, seq.batch, h, seq.q_first + token, valid, valid, width, rows);
-      mean_logits(p, plan, rows, valid, width, signs, k_mean, found.mean_logit);
+      mean_logits(p, numerics, rows, valid, width, signs, k_mean, found.mean_logit);
     }
     for (int64_t r = 0; r < valid; ++r)
-      scales[r] = quantize_row(p.q, seq.batch, h, seq.q_first + token + r, plan.qk, nullptr,
-                               plan.hadamard ? signs.sign : nullptr, width, rows + r * width);
+      scales[r] = quantize_row(p.q, seq.batch, h, seq.q_first + token + r, numerics.qk, nullptr,
+                               numerics.hadamard ? signs.sign : nullptr, width, rows + r * width);
     std::memset(rows + valid * width, 0, sizeof(float) * static_cast<std::size_t>((count - valid) * width));
   } else {
-    load_operand(p.q, plan.q_prequantized, seq.batch, h, seq.q_first + token, valid, count, width, rows);
-    if (k_mean) mean_logits(p, plan, rows, valid, width, signs, k_mean, found.mean_logit);
-    for (int64_t r = 0; r < valid && plan.hadamard && !plan.q_prequantized; ++r)
+    load_operand(p.q, numerics.q_prequantized, seq.batch, h, seq.q_first + token, valid, count, width, rows);
+    if (k_mean) mean_logits(p, numerics, rows, valid, width, signs, k_mean, found.mean_logit);
+    for (int64_t r = 0; r < valid && numerics.hadamard && !numerics.q_prequantized; ++r)
       hadamard_row(rows + r * width, signs.sign, p.dim);
-    if (plan.q_prequantized) {
+    if (numerics.q_prequantized) {
       for (int64_t r = 0; r < valid; ++r) {
         scales[r] = prequantized_scale(p.q, seq.batch, h, seq.q_first + token + r);
         if (k_mean) found.mean_logit[r] *= scales[r];
       }
-    } else if (plan.q_group == 0) {
-      quantize_rows(plan.qk, plan.hadamard ? OCTET_F32 : numbers_of(p.q), 0, rows, valid, width, scales);
+    } else if (numerics.q_group == 0) {
+      quantize_rows(numerics.qk, numerics.hadamard ? OCTET_F32 : numbers_of(p.q), 0, rows, valid, width, scales);
     } else {
       Scale scale{};
       for (int64_t r = 0; r < valid; ++r) {
-        const int64_t first = (token + r) / plan.q_group * plan.q_group;
+        const int64_t first = (token + r) / numerics.q_group * numerics.q_group;
         if (r == 0 || first == token + r)
-          scale = scale_of(group_amax(p, seq, h, first, plan.q_group), largest_quantized(plan.qk));
+          scale = scale_of(group_amax(p, seq, h, first, numerics.q_group), largest_quantized(numerics.qk));
         scales[r] = row_amax(rows + r * width, width) < __builtin_inff() ? scale.scale : __builtin_nanf("");
-        round_row_to(plan.qk, scale.inverse, rows + r * width, width);
+        round_row_to(numerics.qk, scale.inverse, rows + r * width, width);
       }
     }
   }

@@ -1,8 +1,8 @@
 // Operations on rows of floats in memory, on their way to operands: rotation, rounding, largest magnitudes,
 // transposition.
 #pragma once
+#include "cpu/attention/job.h"
 #include "cpu/attention/pack/quantize_row.h"
-#include "cpu/attention/plan.h"
 #include "cpu/gemm/matmul.h"
 
 namespace octet::cpu::OCTET_ISA {

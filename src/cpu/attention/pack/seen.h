@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cpu/attention/job.h"
 #include "cpu/attention/pack/numbers.h"
-#include "cpu/attention/plan.h"
 
 namespace octet::cpu::OCTET_ISA {
 

@@ -31,8 +31,8 @@ inline float range_of_values(float limit) {
 
 // Channel means of k, and of v with its channel amax, over the seen tokens of one sequence and head; in token order, in
 // double, rounded once. Any mean is correct, and a token must not reach queries that do not see it: mean_limit.
-inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const Sequence& seq, int64_t g, int64_t side,
-                               const SeenTokens& seen, const KeySide& s) {
+inline void channel_statistics(const Problem& p, const ForwardNumerics& numerics, const Sequence& seq, int64_t g,
+                               int64_t side, const SeenTokens& seen, const KeySide& s) {
   const auto tokens = static_cast<double>(std::max<int64_t>(seen.count(), 1));
   const auto for_seen = [&](auto&& body) OCTET_INLINE_LAMBDA {
     for (int64_t j = seen.range.first; j < seen.range.last; ++j)
@@ -57,10 +57,10 @@ inline void channel_statistics(const Problem& p, const ForwardPlan& plan, const 
     });
     for (int64_t c = 0; c < n; ++c) mean[c] = static_cast<float>(sum[c] / tokens);
   };
-  if (plan.smooth_k) mean_of(p.k, plan.k_prequantized, p.dim, s.k_mean + side * kMaxDim);
-  if (plan.smooth_v) mean_of(p.v, plan.v_prequantized, p.dim_v, s.v_mean + side * kMaxDim);
-  if (s.v_range) s.v_range[side] = plan.v_prequantized ? 1.f : range_of_values(limit_of(p.v, seq, g, seen));
-  if (plan.v_scale == VScale::channel) {
+  if (numerics.smooth_k) mean_of(p.k, numerics.k_prequantized, p.dim, s.k_mean + side * kMaxDim);
+  if (numerics.smooth_v) mean_of(p.v, numerics.v_prequantized, p.dim_v, s.v_mean + side * kMaxDim);
+  if (s.v_range) s.v_range[side] = numerics.v_prequantized ? 1.f : range_of_values(limit_of(p.v, seq, g, seen));
+  if (numerics.v_scale == VScale::channel) {
     float* top = s.v_channel + side * kMaxDim;
     float row[kMaxDim];
     for (int64_t c = 0; c < p.dim_v; ++c) top[c] = 0.f;

@@ -287,7 +287,7 @@ inline float shifted_maximum(const float* x, int64_t keys, float top, float earl
   return shifted < top + limit ? shifted : top + limit;
 }
 
-// Returns whether P is stored times plan.p_top; row sums are then, too.
+// Returns whether P is stored times numerics.p_top; row sums are then, too.
 constexpr bool scales_p(PFormat format) { return format == PFormat::e4m3 || format == PFormat::f16; }
 
 // Stores a row of P, rounded to the format, as elements of the engine, and leaves the numbers stored in p.

@@ -1,5 +1,5 @@
 // The recipe of a problem (core/recipe.h) in the terms of the kernels.
-#include "cpu/attention/plan.h"
+#include "cpu/attention/job.h"
 
 #include "core/recipe.h"
 
@@ -56,28 +56,28 @@ VScale v_scale(Group group) {
   }
 }
 
-ForwardPlan forward_recipe(const Problem& p) {
+ForwardNumerics numerics_of_recipe(const Problem& p) {
   const Recipe r = recipe_of(p);
-  ForwardPlan plan{.qk = element_type(r.logits.q.format),
-                   .q_group = tokens_of(r.logits.q),
-                   .k_group = tokens_of(r.logits.k),
-                   .smooth_k = r.logits.smooth_k > 0,
-                   .hadamard = r.logits.hadamard,
-                   .v = element_type(r.v.format),
-                   .v_scale = v_scale(r.v.group),
-                   .smooth_v = r.smooth_v,
-                   .p = p_format(p.pass == OCTET_JVP ? r.tangent : r.p.format),
-                   .l_from_p = r.sum_rounded_p,
-                   .beta = r.beta != 0.0,
-                   .beta_limit = static_cast<float>(r.beta_limit)};
-  if (plan.v_scale == VScale::token) plan.v_group = tokens_of(r.v);
+  ForwardNumerics numerics{.qk = element_type(r.logits.q.format),
+                           .q_group = tokens_of(r.logits.q),
+                           .k_group = tokens_of(r.logits.k),
+                           .smooth_k = r.logits.smooth_k > 0,
+                           .hadamard = r.logits.hadamard,
+                           .v = element_type(r.v.format),
+                           .v_scale = v_scale(r.v.group),
+                           .smooth_v = r.smooth_v,
+                           .p = p_format(p.pass == OCTET_JVP ? r.tangent : r.p.format),
+                           .l_from_p = r.sum_rounded_p,
+                           .beta = r.beta != 0.0,
+                           .beta_limit = static_cast<float>(r.beta_limit)};
+  if (numerics.v_scale == VScale::token) numerics.v_group = tokens_of(r.v);
   if (p.pass == OCTET_FORWARD)
-    plan.p_top = r.p.scale != PRecipe::Scale::largest ? static_cast<float>(r.p.factor)
-                 : r.p.format == OCTET_U8             ? 255.f
-                                                      : 127.f;
+    numerics.p_top = r.p.scale != PRecipe::Scale::largest ? static_cast<float>(r.p.factor)
+                     : r.p.format == OCTET_U8             ? 255.f
+                                                          : 127.f;
   // A maximum that many keys share saves time, where p has the range for it.
-  if (r.tile == kStep) plan.step_tiles = kStep / kKeys;
-  return plan;
+  if (r.tile == kStep) numerics.step_tiles = kStep / kKeys;
+  return numerics;
 }
 
 // Returns whether a tensor came in `format` with a scale for each token, block or head and nothing else.
@@ -92,19 +92,19 @@ uint64_t rotation_of(const View& t) { return t.quantization ? t.quantization->ha
 }  // namespace
 
 // Operands that come in the recipe's own form are not smoothed, rotated or rounded again.
-ForwardPlan forward_plan(const Problem& p) {
-  ForwardPlan plan = forward_recipe(p);
-  const bool q = plain_quantized(p.q, plan.qk) && !(p.q.quantization && p.q.quantization->mean),
-             k = plain_quantized(p.k, plan.qk);
-  const bool one_frame =
-      q && k ? rotation_of(p.q) == rotation_of(p.k) : plan.qk == OCTET_E4M3 && !rotation_of(p.q) && !rotation_of(p.k);
-  plan.q_prequantized = q && one_frame && plan.q_group;
-  plan.k_prequantized = k && one_frame && plan.k_group;
-  if (plan.k_prequantized) plan.smooth_k = p.k.quantization && p.k.quantization->mean;
+ForwardNumerics forward_numerics(const Problem& p) {
+  ForwardNumerics numerics = numerics_of_recipe(p);
+  const bool q = plain_quantized(p.q, numerics.qk) && !(p.q.quantization && p.q.quantization->mean),
+             k = plain_quantized(p.k, numerics.qk);
+  const bool one_frame = q && k ? rotation_of(p.q) == rotation_of(p.k)
+                                : numerics.qk == OCTET_E4M3 && !rotation_of(p.q) && !rotation_of(p.k);
+  numerics.q_prequantized = q && one_frame && numerics.q_group;
+  numerics.k_prequantized = k && one_frame && numerics.k_group;
+  if (numerics.k_prequantized) numerics.smooth_k = p.k.quantization && p.k.quantization->mean;
   const bool v_mean = p.v.quantization && p.v.quantization->mean;
-  plan.v_prequantized = plan.v_scale == VScale::token && plain_quantized(p.v, plan.v) && !rotation_of(p.v);
-  if (plan.v_prequantized) plan.smooth_v = v_mean;
-  return plan;
+  numerics.v_prequantized = numerics.v_scale == VScale::token && plain_quantized(p.v, numerics.v) && !rotation_of(p.v);
+  if (numerics.v_prequantized) numerics.smooth_v = v_mean;
+  return numerics;
 }
 
 namespace {
@@ -133,27 +133,27 @@ Delta delta_of(const BackwardRecipe& r) {
 
 }  // namespace
 
-BackwardPlan backward_plan(const Problem& p) {
+BackwardNumerics backward_numerics(const Problem& p) {
   const BackwardRecipe r = recipe_of(p).backward;
-  BackwardPlan plan{.q = rounding_of(r.logits.q),
-                    .k = rounding_of(r.logits.k),
-                    .smooth_k = r.logits.smooth_k == kAllTokens,
-                    .smooth_k_dq = r.smooth_dq.has_value(),
-                    .smooth_blocks = r.logits.smooth_q > 0,
-                    .hadamard = r.logits.hadamard,
-                    .v = rounding_of(r.v),
-                    .do_dp = rounding_of(r.do_dp),
-                    .do_dv = rounding_of(r.do_dv),
-                    .format = gradient_format(r.ds_q),
-                    .delta = delta_of(r),
-                    .gproj = r.gproj == OCTET_F64 ? OCTET_DTYPE_NONE : r.gproj};
+  BackwardNumerics numerics{.q = rounding_of(r.logits.q),
+                            .k = rounding_of(r.logits.k),
+                            .smooth_k = r.logits.smooth_k == kAllTokens,
+                            .smooth_k_dq = r.smooth_dq.has_value(),
+                            .smooth_blocks = r.logits.smooth_q > 0,
+                            .hadamard = r.logits.hadamard,
+                            .v = rounding_of(r.v),
+                            .do_dp = rounding_of(r.do_dp),
+                            .do_dv = rounding_of(r.do_dv),
+                            .format = gradient_format(r.ds_q),
+                            .delta = delta_of(r),
+                            .gproj = r.gproj == OCTET_F64 ? OCTET_DTYPE_NONE : r.gproj};
   // Operands that came in 8 bits are not quantized again.
   const auto prequantized = [](const View& x, const Rounding& r) {
     return r.group && r.dtype == x.dtype && x.dtype != OCTET_F16;
   };
-  if (prequantized(p.q, plan.q)) plan.q = {};
-  if (prequantized(p.k, plan.k)) plan.k = {}, plan.smooth_k = false;
-  return plan;
+  if (prequantized(p.q, numerics.q)) numerics.q = {};
+  if (prequantized(p.k, numerics.k)) numerics.k = {}, numerics.smooth_k = false;
+  return numerics;
 }
 
 }  // namespace octet::cpu

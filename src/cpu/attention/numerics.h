@@ -1,8 +1,5 @@
-// A plan tells the kernels of any instruction set what to do: it holds a problem, its recipe in the kernels' terms, and
-// where in the workspace everything lies. There is no vector code here.
+// The recipe of a problem in the terms of the CPU's kernels. There is no vector code here.
 #pragma once
-#include <algorithm>
-
 #include "core/problem.h"
 
 namespace octet::cpu {
@@ -21,7 +18,7 @@ enum class VScale { none, token, channel, power_of_two };  // power_of_two: of e
 constexpr int64_t kThreadGroups = -1;  // instead of tokens per scale: those of core/quant/thread_groups.h
 
 // A precision's forward recipe; docs/numerics.md.
-struct ForwardPlan {
+struct ForwardNumerics {
   bool q_prequantized = false, k_prequantized = false, v_prequantized = false;  // the kernel takes them as they came
   octet_dtype qk;       // q and k are rounded to it: f32, f16, bf16, e4m3, i8
   int64_t q_group = 0;  // tokens per scale of q and k; 0: no scale
@@ -40,7 +37,7 @@ struct ForwardPlan {
   int64_t step_tiles = 4;  // key tiles per step of the online softmax, which share a maximum
 };
 
-ForwardPlan forward_plan(const Problem& problem);
+ForwardNumerics forward_numerics(const Problem& problem);
 
 // The rows of an operand of the backward pass are rounded so: each number to a format, or quantized with a scale that
 // `group` tokens share. f16 with a group: every number has a power of two of its own, which buys range alone.
@@ -71,7 +68,7 @@ enum class Delta {
 };
 
 // A precision's backward recipe; docs/numerics.md.
-struct BackwardPlan {
+struct BackwardNumerics {
   Rounding q{}, k{};
   bool smooth_k = false;       // all of k's uses are of k minus its mean
   bool smooth_k_dq = false;    // only dq = ds k is, with k minus its mean in f16; ds in f16 of any range
@@ -84,72 +81,6 @@ struct BackwardPlan {
   octet_dtype gproj = OCTET_DTYPE_NONE;  // GProj: the format of p and lambda q; none: off
 };
 
-BackwardPlan backward_plan(const Problem& problem);
-
-constexpr int64_t kKeys = 64;           // keys per tile
-constexpr int64_t kMaxStepKeys = 256;   // keys per step of the forward pass, at most
-constexpr int64_t kQueries = 64;        // queries per block of the backward pass and the jvp
-constexpr int64_t kMaxBlockRows = 192;  // queries per block of any pass, at most
-
-// A block of queries or a tile of keys of one head, which one task works on.
-struct Block {
-  int64_t sequence;    // index into Job::sequences
-  int64_t head;        // of q for queries, of k and v for keys
-  int64_t token;       // first token, within the sequence
-  int64_t first_tile;  // of the sequence, counting the key tiles of all sequences before it
-};
-
-// Work shared by all kernels: the problem, its sequences and blocks, the caller's scratch memory.
-struct Job {
-  const Problem* problem;
-  const Sequence* sequences;
-  int64_t sequence_count;
-  const Block* query_blocks;  // longest rows first
-  int64_t query_block_count;
-  const Block* key_tiles;
-  int64_t key_tile_count;
-  unsigned threads;
-  void* workspace;
-};
-
-// The first of the tiles of a sequence that has some, counting those of all sequences before it.
-inline int64_t first_tile_of(const Job& job, int64_t sequence) {
-  return std::partition_point(job.key_tiles, job.key_tiles + job.key_tile_count,
-                              [&](const Block& block) { return block.sequence < sequence; })
-      ->first_tile;
-}
-
-// Hands out 64-byte aligned pieces of the workspace; with null memory it only adds up sizes.
-class WorkspaceAllocator {
- public:
-  explicit WorkspaceAllocator(void* memory) : memory_(static_cast<char*>(memory)) {}
-  template <class T>
-  T* take(int64_t count) {
-    char* piece = memory_ ? memory_ + used_ : nullptr;
-    used_ += (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(piece);
-  }
-  std::size_t used() const { return used_; }
-
- private:
-  char* memory_;
-  std::size_t used_ = 0;
-};
-
-// Upper bound on key tiles (or query tiles) of all sequences together, without reading cu_seqlens.
-inline int64_t tiles_bound(const Problem& p, int64_t tokens, int64_t tile) {
-  return p.packed() ? tokens / tile + (p.cu_seqlens_q.shape[3] - 1) : p.batch * ((tokens + tile - 1) / tile);
-}
-
-// The kernels of one instruction set.
-struct Kernels {
-  int64_t (*forward_block_rows)(const Problem&);
-  std::size_t (*forward_workspace)(const Problem&, unsigned threads);
-  void (*forward)(const Job&);
-  std::size_t (*backward_workspace)(const Problem&, unsigned threads);
-  void (*backward)(const Job&);
-  std::size_t (*jvp_workspace)(const Problem&, unsigned threads);
-  void (*jvp)(const Job&);
-};
+BackwardNumerics backward_numerics(const Problem& problem);
 
 }  // namespace octet::cpu
