@@ -9,8 +9,8 @@
 
 namespace octet {
 
-// What a backend does with one problem: everything that depends on the pass, the recipe and the sizes, found once a
-// call. It refers to the problem, and to the workspace that it was made for.
+// A plan is what a backend does with one problem: it has everything that depends on the pass, the recipe and the sizes,
+// found once a call. It refers to the problem, and to the workspace that it was made for.
 struct Plan {
   std::size_t workspace;  // bytes that `run` needs
   // Names the kernel: "forward bf16 amx, 64 x 64 tiles".

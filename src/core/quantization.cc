@@ -58,7 +58,7 @@ View part_of(const octet_tensor& codes, const octet_tensor* t, const char* label
   return view;
 }
 
-// Where a call works: on the CPU, or else on a GPU.
+// Returns the GPU and the stream that a call works on, or nothing where it works on the CPU.
 std::optional<cuda::Place> place_of(const octet_tensor& t, [[maybe_unused]] const char* label, void* stream) {
   if (t.device == OCTET_CPU) {
     if (stream) invalid("stream: given with CPU tensors; pass NULL");

@@ -11,7 +11,7 @@ namespace octet {
 // The fraction of a full turn that an angle is, which is finite and not negative.
 Turn turn_of(double angle);
 
-// How far each pair turns from a position to the next; `inverse`: the opposite way.
+// Returns how far each pair turns from a position to the next; `inverse`: the opposite way.
 std::vector<Turn> rope_turns(const Rope& rope, bool inverse);
 
 }  // namespace octet

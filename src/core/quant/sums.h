@@ -75,7 +75,7 @@ struct ChannelSums : ChannelSumsOf<double, float> {
   constexpr ChannelSums() : ChannelSumsOf{} { clear(); }
 };
 
-// What a channel adds to the statistics. `mean`: what is subtracted from its numbers.
+// The shares of a channel in the statistics. `mean` is subtracted from its numbers.
 struct ChannelMoments {
   double variance = 0, bias = 0, norm = 0;
   float top = 0;  // largest magnitude

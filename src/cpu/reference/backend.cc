@@ -86,7 +86,7 @@ bool hides(const View& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
   return mask.present() && element(mask, b, h, i, j) == (mask.dtype == OCTET_BOOL ? 0.0 : -kInf);
 }
 
-// What a mask tensor and ALiBi do to the logits.
+// Loads what a mask tensor and ALiBi add to the logits.
 void load_bias(const Problem& problem, const Sequence& at, int64_t h, Head& head) {
   const View &mask = problem.mask, &slopes = problem.alibi_slopes;
   const int64_t b = at.batch, n = head.q.rows, m = head.k.rows;

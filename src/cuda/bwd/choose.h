@@ -1,4 +1,4 @@
-// What the backward passes in 16 bits of both architectures need to know of their recipe.
+// The recipe of a backward pass in 16 bits, in the terms of the kernels of both architectures.
 #pragma once
 #include <optional>
 #include <string>

@@ -1,4 +1,4 @@
-// What the preprocessing kernels share: the tokens that count, how these are read, and the launches by types.
+// The preprocessing kernels share these: the tokens that count, how these are read, and the launches by types.
 #pragma once
 #include <type_traits>
 

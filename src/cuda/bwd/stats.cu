@@ -12,7 +12,7 @@ constexpr int kThreads = kPreprocessThreads;
 constexpr int kSamples = 128;  // tokens of each (batch, kv head)
 enum class Tensor { q, k, v, do_, count };
 
-// Whether numbers of at most `largest` are within a factor of two of their mean, as far as the two tell: their
+// Returns whether numbers of at most `largest` are within a factor of two of their mean, as far as the two tell: their
 // difference is exact.
 __device__ inline bool is_close(float mean, float largest) { return 4.f * fabsf(mean) >= 3.f * largest; }
 

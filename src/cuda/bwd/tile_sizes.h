@@ -26,7 +26,7 @@ constexpr int kBins = 3;
 // code for the others. Another kernel follows it, adds the further bins, and exits at once where there are none.
 enum class Bins { first, further };
 
-// How partial sums of dq are added: as floats in any order, or as integers, whose sum does not depend on the order.
+// Partial sums of dq are added as floats in any order, or as integers, whose sum does not depend on the order.
 enum class Sums { floats, integers };
 // The number of values that a thread adds to the sums of dq with one instruction.
 template <int Dim, Sums sums>

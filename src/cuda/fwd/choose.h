@@ -1,11 +1,11 @@
-// What kernels of both architectures need to know of the recipe of a forward pass.
+// The recipe of a forward pass, in the terms of the kernels of both architectures.
 #pragma once
 #include "core/problem.h"
 #include "core/recipe.h"
 
 namespace octet::cuda {
 
-// What tells the recipes of kernels apart: the formats of q and k, of P and of v, and what shares a scale of k and of
+// These tell the recipes of kernels apart: the formats of q and k, of P and of v, and what shares a scale of k and of
 // v.
 struct ForwardFormats {
   octet_dtype qk;

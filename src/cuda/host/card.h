@@ -1,4 +1,4 @@
-// What launches need to know of a GPU.
+// The properties of a GPU that launches depend on.
 #pragma once
 #include <cstdint>
 

@@ -22,7 +22,7 @@ struct Flags {
   }
 };
 
-// Where a mask varies: by query, and by the heads that share a head of k and v.
+// The rows of a mask that differ: of queries, and of the heads that share a head of k and v.
 struct Rows {
   int queries, heads;
 };

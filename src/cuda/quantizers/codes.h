@@ -4,8 +4,8 @@
 
 namespace octet::cuda::quantizers {
 
-// What a number adds to the extremes of its group. Symmetric u8 holds no negative numbers: on a GPU, whose numbers the
-// host cannot look at, they make their group NaN.
+// Returns what a number adds to the extremes of its group. Symmetric u8 holds no negative numbers: on a GPU, whose
+// numbers the host cannot look at, they make their group NaN.
 __device__ inline int32_t order_in_group(const QuantizeParams& p, float x) {
   if (!p.symmetric()) return order_of(x);
   if (p.codes.dtype == OCTET_U8 && x < 0.f) return order_of(std::numeric_limits<float>::quiet_NaN());

@@ -1,4 +1,4 @@
-// What the kernels of the quantizers are told.
+// The parameters of the kernels of the quantizers.
 #pragma once
 #include "core/quant/affine.h"
 #include "core/quant/hadamard.h"
@@ -19,7 +19,7 @@ struct RopeParams {
   Turn turns[kMaxPairs];  // from a position to the next
 };
 
-// How rows of x become rows that are rounded.
+// Before rows of x are rounded, RoPE turns them, the mean is subtracted and a rotation follows.
 struct RowParams {
   View x;
   RopeParams rope;

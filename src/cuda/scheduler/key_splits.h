@@ -1,5 +1,5 @@
-// How a few queries are divided among thread blocks: heads that share k and v become rows of one tile, and the keys of
-// a tile are split among thread blocks (flash-decoding). Both depend on the shape and the device alone.
+// Few queries are divided among thread blocks: heads that share k and v become rows of one tile, and the keys of a tile
+// are split (flash-decoding). Both depend on the shape and the device alone.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -32,7 +32,7 @@ struct F16HalvesView {
   TokenFactors factors;
 };
 
-// What inf and NaN are in the large half; their small half is 0.
+// The large half of inf and NaN is 0, or inf and NaN are kept in it; their small half is 0.
 enum class NonFinite { zero, kept };
 
 // Computes the halves of a tensor before a kernel reads them.

@@ -3,14 +3,14 @@
 
 namespace octet::cuda::sm80 {
 
-// What the logits are.
+// The terms of the logits.
 enum class Logits : int {
   plain,   // scale q.k
   masked,  // scale q.k and a mask tensor, whose rows start at multiples of 16 bytes
   general  // scale q.k and any of softcap, ALiBi and mask tensor; forward also with a shifted maximum
 };
 
-// What the rows of a tile are.
+// The meaning of the rows of a tile.
 enum class TileRows : int {
   queries,  // the queries of one head
   pairs     // pairs of a query and one of the heads that share k and v: few queries over many keys, which are split

@@ -31,9 +31,9 @@ struct SharedTile {
   static __device__ int offset(int row, int chunk) { return row * kRowBytes + (chunk ^ row % 8) * kChunkBytes; }
   __device__ unsigned char* at(int row, int chunk) const { return data + offset(row, chunk); }
 
-  // Where this lane's row of four 8 x 8 matrices, two by two, lies in the tile's first 16 rows and 16 columns. For
-  // `lane_down` the second matrix lies below the first, else to its right. opaque() stops the compiler from keeping all
-  // addresses of a loop in registers.
+  // Returns where this lane's row of four 8 x 8 matrices, two by two, lies in the tile's first 16 rows and 16 columns.
+  // For `lane_down` the second matrix lies below the first, else to its right. opaque() stops the compiler from keeping
+  // all addresses of a loop in registers.
   __device__ uint32_t lane_down() const {
     const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
     return address() + offset(lane % 16, lane / 16);

@@ -15,7 +15,7 @@ namespace octet::cpu::OCTET_ISA {
 
 constexpr int kVectors = static_cast<int>(kKeys) / kLanes;  // per row of a tile
 
-// What a call makes of scale * q.k before softmax: softcap(scale * q.k) - slope * distance + mask.
+// The logits of a call are softcap(scale * q.k) - slope * distance + mask. These terms are those of one query.
 struct LogitTerms {
   bool plain = true;       // nothing
   float softcap = 0.f;     // 0: none

@@ -66,7 +66,7 @@ struct BackwardConfig<128, Logits::general> : BackwardDefaults {
 template <>
 struct BackwardConfig<256, Logits::general> : BackwardConfig<256, Logits::plain> {};
 
-// What a kernel is compiled for. Without a mask tensor, masked logits are plain.
+// The kind of problem that a kernel is compiled for. Without a mask tensor, masked logits are plain.
 template <class T_, int Dim, Logits logits, SharedMemory memory>
 struct BackwardKind {
   using T = T_;

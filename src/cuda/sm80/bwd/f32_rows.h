@@ -1,4 +1,4 @@
-// What the f32 backward pass computes for each row, beside its mainloop.
+// The f32 backward pass computes these for each row, beside its mainloop.
 #pragma once
 #include <cuda_runtime_api.h>
 

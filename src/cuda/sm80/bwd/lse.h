@@ -1,5 +1,5 @@
-// What reads the logits of whole rows beside the backward mainloop: lse loses the row bias of its row (sm80/logits.h),
-// and rows that are not finite are computed again.
+// Two kernels read the logits of whole rows: one before the backward mainloop, which subtracts the row bias
+// (sm80/logits.h) from lse, and one after it, which computes rows again that are not finite.
 #pragma once
 #include <octet/octet.h>
 

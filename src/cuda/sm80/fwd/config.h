@@ -79,7 +79,7 @@ struct F16HalvesTile<Dims256x128> : F16HalvesTile<Dims128> {
   static constexpr int kWarps = 2, kKeys = 16;
 };
 
-// What a kernel is compiled for.
+// The kind of problem that a kernel is compiled for.
 template <class Precision_, class Dims_, Logits logits, TileRows rows>
 struct ForwardKind {
   using Precision = Precision_;

@@ -233,7 +233,7 @@ struct Forward {
   }
 
   __device__ void run() const;
-  // Where this thread starts in a tile of k and of v.
+  // The places in a tile of k and of v at which this thread starts.
   struct Sources {
     const QkType* k;
     const PType* v;

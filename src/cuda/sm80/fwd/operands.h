@@ -1,5 +1,5 @@
-// What a precision does with the operands of the forward pass. The kernel (forward.h) calls the verbs of its precision
-// and is otherwise the same for all:
+// Each precision loads, multiplies and scales the operands of the forward pass in its own way. The kernel (forward.h)
+// calls these verbs of its precision, and is otherwise the same for all:
 //
 //   Tile               the tiles and stages of head dims, logits and rows (config.h)
 //   WidestDims         the head dims of the kernel for the largest ones

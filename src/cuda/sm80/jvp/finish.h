@@ -10,7 +10,7 @@ struct TangentSums {
   float centre, l, r;
 };
 
-// What the sums of a row become, and its lse and tlse. A sink leaves the keys the share w of all probabilities:
+// Finishes the sums of a row, and computes its lse and tlse. A sink leaves the keys the share w of all probabilities:
 //   o = w o     to = w (to + (1 - w) (tlse - tsink) o)     tlse = w tlse + (1 - w) tsink
 struct FinishedRow {
   float inverse, mean, share = 1.f, of_sink = 0.f;  // inverse: of l; mean: r / l

@@ -1,4 +1,4 @@
-// What the consumers need of a block of keys besides its operands. One thread works it out while the block before is
+// The consumers need these of a block of keys besides its operands. One thread computes them while the block before is
 // computed: between two blocks, loads and arithmetic have no products to run beside.
 #pragma once
 #include "cuda/bwd/schedule.h"

@@ -12,7 +12,8 @@
 
 namespace octet::cuda::sm90 {
 
-// Where dq of an iteration goes: its tile of queries, and the scales of this thread's rows for sums in integers.
+// The sums that dq of an iteration is added to: its tile of queries and, where sums are integers, the scales of this
+// thread's rows.
 struct Target {
   int tile;
   float scales[kRowsPerThread];

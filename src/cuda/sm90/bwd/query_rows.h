@@ -4,7 +4,8 @@
 
 namespace octet::cuda::sm90 {
 
-// Whether the kernel of a head dim can do so. At 80, where ptxas would order the mainloop otherwise, too, it is slower.
+// Returns whether the kernel of a head dim can do so. At 80, where ptxas would order the mainloop otherwise, too, it is
+// slower.
 constexpr bool may_read_rows(int dim) { return dim <= 128 && dim != 80; }
 
 // Where `q` and `do_` are null, the kernel reads the caller's rows. Where `sends_keys` is true, TMA writes dk and dv.

@@ -62,7 +62,7 @@ struct VConverter {
     return ::cuda::atomic_ref<unsigned, ::cuda::thread_scope_device>(a.done[head]);
   }
 
-  // What a thread converts of a head: some channels of every `rows`-th token from `row` on.
+  // The numbers of a head that a thread converts: some channels of every `rows`-th token from `row` on.
   template <int channels>
   struct Column {
     using Word = std::conditional_t<channels == 8, uint4, uint2>;
