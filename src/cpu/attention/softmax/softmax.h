@@ -245,7 +245,7 @@ OCTET_INLINE void load_logits(const Sum* s, const TileRow& row, float to_logit, 
     }
     for (int v = 0; v < kVectors; ++v) {
       const Vi j = iota() + v * kLanes;
-      x[v] = (j >= row.first) & (j < row.last) ? x[v] : splat(kMinusInfinity);
+      x[v] = ((j >= row.first) & (j < row.last)) ? x[v] : splat(kMinusInfinity);
     }
   }
 }
