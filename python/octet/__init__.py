@@ -16,6 +16,7 @@ from octet._library import version as __version__
 from octet._qtensor import QTensor
 from octet._quantize import dequantize, quantize
 from octet._report import Errors, check, info
+from octet._rounding import Rounding
 from octet.errors import Error, Failure, InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "Failure",
     "InvalidArgument",
     "QTensor",
+    "Rounding",
     "Support",
     "Unsupported",
     "__version__",

@@ -20,6 +20,7 @@ PRECISIONS: dict[str, int] = {name: number for number, name in enumerate(get_arg
 PASSES = {"forward": 0, "backward": 1, "jvp": 2}
 MASK_CAUSAL, MASK_WINDOW = 1, 2
 ALIGNMENTS = {"none": 0, "top_left": 1, "bottom_right": 2}
+DELTAS = {"o": 0, "p": 1}
 BIAS_CORRECTIONS = {"f16": 0, "none": 1, "beta": 2, "exact_delta": 3, "gproj": 4}
 SWITCHES = {"auto": 0, "on": 1, "off": 2}
 GRANULARITIES = {"tensor": 0, "token": 1, "channel": 2, "block": 3, "thread": 4}
@@ -59,6 +60,32 @@ Tensor._fields_ = [
     ("device_index", c_int32),
     ("quantization", POINTER(Quantization)),
 ]
+
+
+class Rounding(ctypes.Structure):
+    """octet_rounding, of octet_study.h"""
+
+    _fields_ = [
+        ("size", c_uint32),
+        ("qk", c_uint32),
+        ("v", c_uint32),
+        ("s", c_uint32),
+        ("s_scaled", c_uint32),
+        ("m", c_uint32),
+        ("arg", c_uint32),
+        ("p", c_uint32),
+        ("l_from_p", c_uint32),
+        ("alpha", c_uint32),
+        ("acc", c_uint32),
+        ("o", c_uint32),
+        ("o_saved", c_uint32),
+        ("delta", c_uint32),
+        ("ds", c_uint32),
+        ("p_backward", c_uint32),
+        ("beta", c_float),
+        ("tie_epsilon", c_float),
+        ("tile", c_uint32),
+    ]
 
 
 class Attention(ctypes.Structure):

@@ -149,6 +149,8 @@ def attention(
             "float8_e4m3fn" (at "fp8_raw"); None: see below.
         enable_gqa: None: heads of q may be a multiple of kv_heads, but shapes that read as tensors of two layouts are
             rejected (docs/python.md); True: any multiple is meant; False: as many heads as kv_heads.
+        rounding: an `octet.Rounding`: attention in float64 that rounds where it says, forward and backward, on the CPU.
+            The precision is then "f64", and o float32 or float64. There is no jvp.
 
     Returns:
         o, [batch, heads, queries, dim_v] in q's memory order and in out_dtype, without it q's type (of e4m3: bfloat16,

@@ -9,6 +9,7 @@ from octet._library import check, lib, text_of
 from octet._operands import dims_of
 from octet._options import Options
 from octet._qtensor import Coding
+from octet._rounding import struct_of
 from octet._views import View
 
 # A name of octet_arguments, its array's view, and how it is coded, if it is: then "<name>.scale", "<name>.zero_point"
@@ -62,6 +63,7 @@ def attention_of(options: Options) -> _abi.Attention:
         deterministic=bool(options.deterministic),
         threads=options.threads,
         backend=options.backend.encode() or None,
+        rounding=ctypes.addressof(struct_of(options.rounding)) if options.rounding else None,
     )
 
 

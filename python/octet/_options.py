@@ -11,6 +11,7 @@ import numpy as np
 from octet import _abi
 from octet._abi import Precision as Precision
 from octet._rejections import ADVICE, expect_known
+from octet._rounding import Rounding, text_of
 from octet.errors import InvalidArgument, Unsupported, listing, reject_dtype
 
 Layout: TypeAlias = Literal["bhsd", "bshd"]
@@ -43,6 +44,7 @@ class AttentionOptions(TypedDict, total=False):
     backend: str | None
     out_dtype: Any
     enable_gqa: bool | None
+    rounding: Rounding | None
 
 
 class Options(NamedTuple):
@@ -65,6 +67,7 @@ class Options(NamedTuple):
     threads: int = 0  # 0: as the framework says, else all
     backend: str = ""  # "": the best that can
     out_dtype: str = ""  # of o; "": that of q
+    rounding: str = ""  # the text of a Rounding; "": that of the precision
 
 
 def causal_name(causal: Causal) -> str:
@@ -278,12 +281,21 @@ def options_of(
     backend: str | None = None,
     out_dtype: Any = None,
     enable_gqa: bool | None = None,
+    rounding: Rounding | None = None,
     **unknown: object,
 ) -> Options:
     """Options from the keywords of `octet.attention`; `type_of_q` is a name of _abi.DTYPES. `enable_gqa` is about
     the shapes, see `expect_meant`, and no option of a pass."""
     if unknown:
         expect_known(options_of, unknown, ADVICE)
+    points, type_of_o = text_of(rounding), type_name(out_dtype)
+    if points:
+        precision = precision or "f64"
+        if (type_of_o or type_of_q) not in ("f32", "f64"):
+            raise InvalidArgument(
+                f"rounding: o would be {type_of_o or type_of_q}, allowed: f32, f64, so that nothing is rounded "
+                "that the rounding does not name; cast q, k and v, or name an out_dtype"
+            )
     if precision is None and type_of_q not in ("f64", "f32", "f16", "bf16"):
         raise InvalidArgument(
             f"precision: None stands for the type of q, but several recipes take {type_of_q}; name one of "
@@ -317,5 +329,6 @@ def options_of(
         deterministic=truth("deterministic", deterministic, none=True),
         threads=count("threads", threads, "0 (all) to 4096", most=4096),
         backend=backend or "",
-        out_dtype=type_name(out_dtype),
+        out_dtype=type_of_o,
+        rounding=points,
     )

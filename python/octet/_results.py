@@ -48,7 +48,10 @@ _ROUNDED = ("f16", "bf16", "e4m3")  # types to which o is rounded: o_residual ke
 
 
 def needs_residual(adapter: Types, options: Options, q: Any) -> bool:
-    """Returns whether a backward pass will read o_residual: some bias corrections take delta from the un-rounded o."""
+    """Returns whether a backward pass will read o_residual: some bias corrections take delta from the un-rounded o,
+    and a Rounding from one that has been rounded in its own way."""
+    if options.rounding:
+        return True
     sixteen = options.precision in ("f16", "bf16") and options.bias_correction in ("f16", "exact_delta")
     return sixteen and (options.out_dtype or adapter.dtype_name(q.dtype, "q")) in _ROUNDED
 

@@ -1,6 +1,7 @@
 // octet as a call of XLA: Python describes a call of octet_run in octet.h's own structs (python/octet/jax/_adapter.py),
 // all but the addresses, the device and the workspace, which are known when XLA runs it, here.
 #include <octet/octet.h>
+#include <octet/octet_study.h>
 #include <xla/ffi/api/ffi.h>
 
 #include <cstdint>
@@ -33,20 +34,26 @@ Struct read(Bytes bytes, std::size_t index = 0) {
   return out;
 }
 
-// Tensors are the operands, then the results; offsets say where in octet_arguments each belongs. Results beyond them
-// are the caller's. `allocate(bytes)` gives the workspace, or null.
+// octet_attention may be followed by its octet_rounding. Tensors are the operands, then the results; offsets say where
+// in octet_arguments each belongs. Results beyond them are the caller's. `allocate(bytes)` gives the workspace, or
+// null.
 template <class Allocate>
 ffi::Error run(octet_device device, int32_t device_index, void* stream, Allocate&& allocate,
                ffi::RemainingArgs operands, ffi::RemainingRets results, Bytes attention_bytes, Bytes arguments_bytes,
                Bytes tensor_bytes, ffi::Span<const int64_t> offsets, std::string_view backend_name) {
   const std::size_t count = offsets.size();
-  if (attention_bytes.size() != sizeof(octet_attention) || arguments_bytes.size() != sizeof(octet_arguments) ||
-      tensor_bytes.size() != count * sizeof(octet_tensor) || count > operands.size() + results.size())
+  const bool rounds = attention_bytes.size() == sizeof(octet_attention) + sizeof(octet_rounding);
+  if ((!rounds && attention_bytes.size() != sizeof(octet_attention)) ||
+      arguments_bytes.size() != sizeof(octet_arguments) || tensor_bytes.size() != count * sizeof(octet_tensor) ||
+      count > operands.size() + results.size())
     return ffi::Error::InvalidArgument("octet: the Python package and liboctet_jax.so are not of one version");
 
   const std::string backend(backend_name);
   auto attention = read<octet_attention>(attention_bytes);
   attention.backend = backend.empty() ? nullptr : backend.c_str();
+  octet_rounding rounding;
+  if (rounds) std::memcpy(&rounding, attention_bytes.begin() + sizeof(octet_attention), sizeof rounding);
+  attention.rounding = rounds ? &rounding : nullptr;
   auto arguments = read<octet_arguments>(arguments_bytes);
   std::vector<octet_tensor> tensors;
   tensors.reserve(count);

@@ -7,14 +7,16 @@ import re
 import subprocess
 from typing import get_args
 
+import octet
 import pytest
-from octet import _abi, _library, _options
+from octet import _abi, _library, _options, _rounding
 
 INCLUDE = pathlib.Path(__file__).resolve().parents[2] / "include"
 STRUCTS = {
     "octet_tensor": _abi.Tensor,
     "octet_quantization": _abi.Quantization,
     "octet_attention": _abi.Attention,
+    "octet_rounding": _abi.Rounding,
     "octet_arguments": _abi.Arguments,
     "octet_rope": _abi.Rope,
 }
@@ -23,6 +25,7 @@ ENUMS = {
     "OCTET_PRECISION_": _abi.PRECISIONS,
     "OCTET_ALIGNMENT_": _abi.ALIGNMENTS,
     "OCTET_BIAS_CORRECTION_": _abi.BIAS_CORRECTIONS,
+    "OCTET_DELTA_FROM_": _abi.DELTAS,
     "OCTET_PER_": _abi.GRANULARITIES,
     "OCTET_OPERAND_": _abi.OPERANDS,
     "OCTET_ROPE_": _abi.ROPE_STYLES,
@@ -46,6 +49,9 @@ NOT_MIRRORED = {
 }
 
 
+DEFAULT = "((octet_rounding)OCTET_ROUNDING_INIT)."
+
+
 @pytest.fixture(scope="module")
 def header(tmp_path_factory):
     """Sizes and offsets here are those that a C compiler finds."""
@@ -54,9 +60,11 @@ def header(tmp_path_factory):
         for field, _ in mirror._fields_:
             expressions += [f"offsetof({struct}, {field})", f"sizeof((({struct}*)0)->{field})"]
     expressions += [prefix + name.upper() for prefix, names in ENUMS.items() for name in names]
+    expressions += [DEFAULT + field for field, _ in _abi.Rounding._fields_]
     folder = tmp_path_factory.mktemp("abi")
     lines = "".join(f'  printf("%lld\\n", (long long)({x}));\n' for x in expressions)
-    (folder / "print.c").write_text(f"#include <octet/octet.h>\n#include <stdio.h>\nint main(void) {{\n{lines}}}\n")
+    includes = "#include <octet/octet_study.h>\n#include <stdio.h>\n"
+    (folder / "print.c").write_text(f"{includes}int main(void) {{\n{lines}}}\n")
     compiler = os.environ.get("CC", "cc")
     subprocess.run([compiler, "-std=c11", f"-I{INCLUDE}", "print.c", "-o", "print"], cwd=folder, check=True)
     numbers = subprocess.run([folder / "print"], capture_output=True, text=True, check=True).stdout.split()
@@ -71,6 +79,12 @@ def test_fields_lie_where_the_header_puts_them(struct, header):
         place = getattr(mirror, field)
         assert place.offset == header[f"offsetof({struct}, {field})"], field
         assert place.size == header[f"sizeof((({struct}*)0)->{field})"], field
+
+
+def test_a_rounding_of_nothing_is_that_of_the_header(header):
+    made = _rounding.struct_of(octet.Rounding().text)
+    for field, _ in _abi.Rounding._fields_:
+        assert getattr(made, field) == header[DEFAULT + field], field
 
 
 @pytest.mark.parametrize("prefix", ENUMS)

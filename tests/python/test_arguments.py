@@ -51,6 +51,7 @@ OPTIONS = {
     "precision": "int9", "causal": "left", "scale": "wide", "window": "all", "alignment": "middle", "layout": "hsd",
     "bias_correction": "salt", "beta": "large", "hadamard": True, "smooth_q": "maybe", "softcap": -5.0,
     "deterministic": "yes", "threads": -1, "backend": 3, "out_dtype": "float5", "enable_gqa": "yes",
+    "rounding": "flash",
 }  # fmt: skip
 MORE = {
     octet.attention: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "return_lse": "no"},

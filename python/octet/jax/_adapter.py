@@ -23,6 +23,7 @@ from octet import _abi, _library, _numpy
 from octet._descriptors import Plan
 from octet._operands import label
 from octet._options import Options, dtype_name, dtype_of
+from octet._rounding import struct_of
 from octet._versions import expect_version
 from octet._views import View, contiguous_strides
 from octet.errors import Unsupported
@@ -166,13 +167,15 @@ def run(
 
 
 def _by_xla(plan: Plan, options: Options, names: Sequence[str], arrays: Any, shapes: Any) -> Sequence[jax.Array]:
-    # Addresses of this process stay out of the program, which may be kept or exported; the backend travels by its name.
-    plan.attention.backend = None
+    # Addresses of this process stay out of the program, which may be kept or exported: the backend travels by its name,
+    # a rounding behind octet_attention.
+    plan.attention.backend = plan.attention.rounding = None
+    rounding = bytes(struct_of(options.rounding)) if options.rounding else b""
     for name in names:
         setattr(plan.arguments, name, None)
     return jax.ffi.ffi_call(_TARGET, shapes)(
         *arrays,
-        attention=np.frombuffer(bytes(plan.attention), np.uint8),
+        attention=np.frombuffer(bytes(plan.attention) + rounding, np.uint8),
         arguments=np.frombuffer(bytes(plan.arguments), np.uint8),
         tensors=np.frombuffer(b"".join(map(bytes, plan.tensors)), np.uint8),
         offsets=np.array([getattr(_abi.Arguments, name).offset for name in names], np.int64),
