@@ -19,11 +19,11 @@ TEST(KeySplits, HeadsOfATileDivideTheirGroup) {
 TEST(KeySplits, NoPartIsEmpty) {
   for (const int blocks : {1, 7, 8, 64, 300, 5000})
     for (int tiles = 1; tiles <= 3000; tiles = tiles * 5 / 4 + 1) {
-      const int splits = key_splits(blocks, tiles, 396), of_a_part = (tiles + splits - 1) / splits;
+      const int splits = key_splits(blocks, tiles, 396), of_a_split = (tiles + splits - 1) / splits;
       EXPECT_GE(splits, 1);
       EXPECT_LE(splits, kMaxKeySplits);
       EXPECT_LE(splits == 1 ? 0 : blocks * splits, kMaxRounds * 396);
-      EXPECT_LT((splits - 1) * of_a_part, tiles) << blocks << " blocks, " << tiles << " tiles";
+      EXPECT_LT((splits - 1) * of_a_split, tiles) << blocks << " blocks, " << tiles << " tiles";
     }
 }
 
