@@ -26,29 +26,27 @@ struct CosSin {
   double cosine, sine;
 };
 
-// Those of a fraction of a turn in units of 2^-64. Within an eighth of a turn, Taylor's series end below 2^-58.
+// Returns the polynomial with these coefficients, that of the highest power first.
+template <int N>
+static constexpr double polynomial(const double (&coefficients)[N], double x) {
+  double sum = coefficients[0];
+  for (int i = 1; i < N; ++i) sum = sum * x + coefficients[i];
+  return sum;
+}
+
+// Returns those of a fraction of a turn in units of 2^-64. Within an eighth of a turn, Taylor's series end below 2^-58.
 static constexpr CosSin cos_sin(uint64_t turn) {
   const uint64_t quadrant = (turn + (uint64_t{1} << 61)) >> 62;
   const double x =
       static_cast<double>(static_cast<int64_t>(turn - (quadrant << 62))) * (0x1.921fb54442d18p+2 * 0x1p-64);
   const double z = x * x;
-  double s = 1.0 / 355687428096000.0;
-  s = s * z - 1.0 / 1307674368000.0;
-  s = s * z + 1.0 / 6227020800.0;
-  s = s * z - 1.0 / 39916800.0;
-  s = s * z + 1.0 / 362880.0;
-  s = s * z - 1.0 / 5040.0;
-  s = s * z + 1.0 / 120.0;
-  s = s * z - 1.0 / 6.0;
+  const double s = polynomial({1.0 / 355687428096000.0, -1.0 / 1307674368000.0, 1.0 / 6227020800.0, -1.0 / 39916800.0,
+                               1.0 / 362880.0, -1.0 / 5040.0, 1.0 / 120.0, -1.0 / 6.0},
+                              z);
   const double sine = x + x * z * s;
-  double c = 1.0 / 20922789888000.0;
-  c = c * z - 1.0 / 87178291200.0;
-  c = c * z + 1.0 / 479001600.0;
-  c = c * z - 1.0 / 3628800.0;
-  c = c * z + 1.0 / 40320.0;
-  c = c * z - 1.0 / 720.0;
-  c = c * z + 1.0 / 24.0;
-  c = c * z - 1.0 / 2.0;
+  const double c = polynomial({1.0 / 20922789888000.0, -1.0 / 87178291200.0, 1.0 / 479001600.0, -1.0 / 3628800.0,
+                               1.0 / 40320.0, -1.0 / 720.0, 1.0 / 24.0, -1.0 / 2.0},
+                              z);
   const double cosine = 1.0 + z * c;
   switch (quadrant & 3) {
     case 0:
