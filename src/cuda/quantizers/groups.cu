@@ -31,17 +31,34 @@ __device__ int token_of(const Quantization& how, int group, int row) {
   }
 }
 
+// The shared memory of a thread block for rows: the turns of each warp, rows, and then what channels have.
+struct RowMemory {
+  int stride;     // of rows
+  float2* turns;  // of this warp
+  float* rows;
+
+  __device__ RowMemory(const QuantizeParams& p, void* memory, int warps) : stride(row_stride(p.dim())) {
+    auto* const of_warps = static_cast<float2*>(memory);
+    turns = of_warps + warp() * p.rows.turn_stride();
+    rows = reinterpret_cast<float*>(of_warps + warps * p.rows.turn_stride());
+  }
+  // Returns what channels have, behind a row of each of `warps` warps.
+  template <class T>
+  __device__ T* of_channels(int warps) const {
+    return reinterpret_cast<T*>(rows + warps * stride);
+  }
+};
+
 // Quantizes groups, each with a team: a warp, or all warps of a thread block.
 template <bool OfWarp>
 __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     groups_kernel(const __grid_constant__ QuantizeParams p, const Groups groups) {
   extern __shared__ float4 memory[];
   __shared__ Extremes of_warps[kWarps];
-  const int warps = blockDim.x / 32, stride = row_stride(p.dim()), turn_stride = (p.rows.rope.pairs + 1) / 2 * 2;
-  auto* const turns = reinterpret_cast<float2*>(memory);
-  float* const buffer =
-      reinterpret_cast<float*>(turns + warps * turn_stride) + (OfWarp ? warp() * groups.rows * stride : 0);
-  Rows rows(p.rows, turns + warp() * turn_stride);
+  const int warps = blockDim.x / 32;
+  const RowMemory shared(p, memory, warps);
+  float* const buffer = shared.rows + (OfWarp ? warp() * groups.rows * shared.stride : 0);
+  Rows rows(p.rows, shared.turns);
   const int first_row = OfWarp ? 0 : warp(), row_step = OfWarp ? 1 : warps, heads = heads_of(p.codes);
   const unsigned team = OfWarp ? blockIdx.x * warps + warp() : blockIdx.x;
   // The groups of a (batch, head) follow each other, and so do the runs of (batch, head)s.
@@ -53,8 +70,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     for (int r = first_row; r < groups.rows; r += row_step) {
       const int token = token_of(p.how, group, r);
       if (token >= p.tokens()) break;
-      rows.prepare(i, token, buffer + r * stride);
-      add_row(p, buffer + r * stride, extremes);
+      rows.prepare(i, token, buffer + r * shared.stride);
+      add_row(p, buffer + r * shared.stride, extremes);
     }
     extremes = extremes_of_warp(extremes);
     if constexpr (!OfWarp) {
@@ -67,7 +84,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     for (int r = first_row; r < groups.rows; r += row_step) {
       const int token = token_of(p.how, group, r);
       if (token >= p.tokens()) break;
-      write_codes(p, i, token, buffer + r * stride, [&](int) { return scale; });
+      write_codes(p, i, token, buffer + r * shared.stride, [&](int) { return scale; });
     }
     if constexpr (!OfWarp) __syncthreads();
   }
@@ -127,13 +144,11 @@ struct Chunk {
 __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     extremes_kernel(const __grid_constant__ QuantizeParams p, unsigned chunks) {
   extern __shared__ float4 memory[];
-  const int stride = row_stride(p.dim()), turn_stride = (p.rows.rope.pairs + 1) / 2 * 2;
-  auto* const turns = reinterpret_cast<float2*>(memory);
-  float* const row = reinterpret_cast<float*>(turns + kWarps * turn_stride) + warp() * stride;
-  Rows rows(p.rows, turns + warp() * turn_stride);
+  const RowMemory shared(p, memory, kWarps);
+  float* const row = shared.rows + warp() * shared.stride;
+  Rows rows(p.rows, shared.turns);
   const Chunk chunk(p, chunks);
-  auto* const of_channels =
-      reinterpret_cast<Extremes*>(reinterpret_cast<float*>(turns + kWarps * turn_stride) + kWarps * stride);
+  auto* const of_channels = shared.of_channels<Extremes>(kWarps);
   const bool per_channel = p.how.per_channel();
   for (int c = threadIdx.x; c < p.dim() && per_channel; c += blockDim.x) of_channels[c] = {};
   __syncthreads();
@@ -162,12 +177,10 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
 __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     codes_kernel(const __grid_constant__ QuantizeParams p, unsigned chunks) {
   extern __shared__ float4 memory[];
-  const int stride = row_stride(p.dim()), turn_stride = (p.rows.rope.pairs + 1) / 2 * 2;
-  auto* const turns = reinterpret_cast<float2*>(memory);
-  float* const row = reinterpret_cast<float*>(turns + kWarps * turn_stride) + warp() * stride;
-  auto* const scales =
-      reinterpret_cast<AffineScale*>(reinterpret_cast<float*>(turns + kWarps * turn_stride) + kWarps * stride);
-  Rows rows(p.rows, turns + warp() * turn_stride);
+  const RowMemory shared(p, memory, kWarps);
+  float* const row = shared.rows + warp() * shared.stride;
+  auto* const scales = shared.of_channels<AffineScale>(kWarps);
+  Rows rows(p.rows, shared.turns);
   const Chunk chunk(p, chunks);
   const bool per_channel = p.how.per_channel();
   for (int c = threadIdx.x; c < p.dim() && per_channel; c += blockDim.x)

@@ -22,7 +22,7 @@ void apply_rope(const RopeParams& rope, const View& x, const View& y, cudaStream
 
 inline int64_t batch_heads(const View& t) { return t.shape[0] * t.shape[1]; }
 // Bytes of the turns of a warp.
-inline std::size_t turn_bytes(const RowParams& p) { return (p.rope.pairs + 1) / 2 * 2 * sizeof(float2); }
+inline std::size_t turn_bytes(const RowParams& p) { return p.turn_stride() * sizeof(float2); }
 inline std::size_t row_bytes(int64_t dim) { return static_cast<std::size_t>((dim + 3) / 4 * 4) * sizeof(float); }
 
 template <class... Parameters, class... Arguments>

@@ -27,6 +27,9 @@ struct RowParams {
   uint64_t seed;  // of the signs of the rotation; 0: none
   int block;      // of the rotation
   float norm;
+
+  // Returns the number of turns that a warp keeps, an even one.
+  __host__ __device__ int turn_stride() const { return (rope.pairs + 1) / 2 * 2; }
 };
 
 struct QuantizeParams {

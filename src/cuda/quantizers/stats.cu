@@ -107,7 +107,7 @@ class Finish {
 // Sums a chunk of tokens of a (batch, head), a channel with each thread; one chunk alone is all.
 __global__ void __launch_bounds__(kThreads, kBlocks) sums_kernel(const __grid_constant__ QuantizeParams p, int chunks) {
   extern __shared__ float4 memory[];
-  const int dim = p.dim(), stride = row_stride(dim), turn_stride = (p.rows.rope.pairs + 1) / 2 * 2;
+  const int dim = p.dim(), stride = row_stride(dim), turn_stride = p.rows.turn_stride();
   auto* const moments = reinterpret_cast<ChannelMoments*>(memory);
   auto* const turns = reinterpret_cast<float2*>(moments + dim + 1);
   float* const first_row = reinterpret_cast<float*>(turns + kWarps * turn_stride);
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(32 * kStepWarps, 1)
     step_kernel(const __grid_constant__ QuantizeParams p, int chunks) {
   extern __shared__ float4 memory[];
   __shared__ double of_chunks[kStepWarps];
-  const int turn_stride = (p.rows.rope.pairs + 1) / 2 * 2;
+  const int turn_stride = p.rows.turn_stride();
   auto* const turns = reinterpret_cast<float2*>(memory);
   float* const row = reinterpret_cast<float*>(turns + kStepWarps * turn_stride) + warp() * row_stride(p.dim());
   Rows rows(p.rows, turns + warp() * turn_stride);
