@@ -105,6 +105,16 @@ struct HalfSums {
     };
     each(small, a_large, b_small), each(large, a_large, b_large), each(small, a_small, b_large);
   }
+  // Adds them to all columns. load(n, b_large, b_small) brings those from column 16 n on.
+  template <class Load>
+  __device__ void add(const uint32_t (&a_large)[M][4], const uint32_t (&a_small)[M][4], const Load& load) {
+#pragma unroll
+    for (int n = 0; n < Columns / 16; ++n) {
+      uint32_t b_large[4], b_small[4];
+      load(n, b_large, b_small);
+      add(n, a_large, a_small, b_large, b_small);
+    }
+  }
 };
 
 // d += a b^T over columns [16 first, 16 (first + Steps)), with rows [16 row_block, 16 (row_block + M)) of the tile a.
@@ -120,13 +130,10 @@ __device__ void mma_ABt(HalfSums<M, Columns>& d, const HalfTiles<TileA>& a, int 
       const uint32_t at = TileA::step(lane_a, m, step);
       ptx::ldmatrix(a_large[m], at), ptx::ldmatrix(a_small[m], at + TileA::kBytes);
     }
-#pragma unroll
-    for (int n = 0; n < Columns / 16; ++n) {
-      uint32_t b_large[4], b_small[4];
+    d.add(a_large, a_small, [&](int n, uint32_t(&b_large)[4], uint32_t(&b_small)[4]) {
       const uint32_t at = TileB::step(lane_b, n, step);
       ptx::ldmatrix(b_large, at), ptx::ldmatrix(b_small, at + TileB::kBytes);
-      d.add(n, a_large, a_small, b_large, b_small);
-    }
+    });
   }
 }
 
@@ -143,13 +150,10 @@ __device__ void mma_AB(HalfSums<M, Columns>& d, const HalfOperand<M, Depth>& a, 
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         a_large[m][i] = a.large[m].x[4 * step + i], a_small[m][i] = a.small[m].x[4 * step + i];
-#pragma unroll
-    for (int n = 0; n < Columns / 16; ++n) {
-      uint32_t b_large[4], b_small[4];
+    d.add(a_large, a_small, [&](int n, uint32_t(&b_large)[4], uint32_t(&b_small)[4]) {
       const uint32_t at = TileB::step(lane, step, n);
       ptx::ldmatrix_trans(b_large, at), ptx::ldmatrix_trans(b_small, at + TileB::kBytes);
-      d.add(n, a_large, a_small, b_large, b_small);
-    }
+    });
   }
 }
 
