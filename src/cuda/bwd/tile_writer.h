@@ -2,74 +2,16 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/bwd/columns.h"
 #include "cuda/bwd/exponents.h"
 #include "cuda/bwd/kernels.h"
 #include "cuda/fragment/accumulator.h"
-#include "cuda/fragment/o_residual.h"
 #include "cuda/operands/mean_limit.h"
 #include "cuda/operands/panel.h"
 #include "cuda/ptx/cp_async.h"
 #include "cuda/ptx/grid.h"
 
 namespace octet::cuda {
-
-// Reads eight channels of one token, then of later ones. Channels and tokens beyond the tensor are zeros.
-template <class In>
-struct Column {
-  using Word = typename Words<In>::Word;
-  const In* at;
-  int64_t step;
-  bool there;
-  __device__ Column(const Strided& x, const Index4& first)
-      : at(static_cast<const In*>(x.data) + first.offset(x)),
-        step(x.stride[2]),
-        there(x.data && first.channel < x.shape[3]) {}
-  __device__ RawVec8<In> read(bool present) const {
-    RawVec8<In> raw;
-    if (present && there) raw.word = *reinterpret_cast<const Word*>(at);
-    return raw;
-  }
-  // Starts a copy to shared memory; zeros where the token or the channels do not exist.
-  __device__ void copy(Word& to, bool present) const {
-    const int bytes = present && there ? sizeof(Word) : 0;
-    if constexpr (sizeof(Word) == 16)
-      ptx::cp_async(ptx::shared_address(&to), at, bytes);
-    else
-      ptx::cp_async_8(ptx::shared_address(&to), at, bytes);
-  }
-  __device__ void advance(int tokens) { at += tokens * step; }
-};
-template <>
-struct Column<void> {
-  const Strided& x;
-  Index4 index;
-  __device__ Column(const Strided& x, const Index4& first) : x(x), index(first) {}
-  __device__ RawVec8<void> read(bool present) const {
-    RawVec8<void> raw;
-    if (present && x.data && index.channel < x.shape[3]) raw.load(x, index);
-    return raw;
-  }
-  __device__ void advance(int tokens) { index.token += tokens; }
-};
-
-// The type by which the residual of o is read, where o is read as In.
-template <class In>
-using Residual = std::conditional_t<std::is_void_v<In>, void, S8>;
-
-// Adds its residual to o.
-template <class In>
-__device__ void add_residual(const PreprocessParams& p, const RawVec8<Residual<In>>& residual, Vec8& o) {
-  if constexpr (std::is_void_v<In>) {
-    const bool bytes = p.o_residual.element == Element::i8;
-    const int shift = residual_shift(p.o.element);
-    for (int c = 0; c < kVec8; ++c) {
-      const float x = residual.numbers[c];
-      o[c] = bytes ? with_residual(o[c], static_cast<int>(x), shift) : o[c] + x;
-    }
-  } else {
-    for (int c = 0; c < kVec8; ++c) o[c] = with_residual(o[c], residual.elements[c], kResidualShift<In>);
-  }
-}
 
 // Writes tiles of one (batch, kv head). A group of kVecs threads has a row, and reads all it needs before it writes.
 // Rows of queries are loaded ahead while others are written, rows of keys two at a time. The first loads are issued
@@ -139,46 +81,69 @@ struct TileWriter {
     for (int c = 0; c < kVec8; ++c) mean[c] = (&words[c / 4].x)[c % 4];
   }
 
-  // Writes q, do, delta and lse of a tile of queries. `exponents_of` returns the exponents of a bin. kFirstTime: all
-  // queries belong to the first bin; dq is set to 0 and the sizes are raised.
-  template <bool kFirstTime, class ExponentsOf>
-  __device__ void queries(int head_index, int block, const ExponentsOf& exponents_of) const {
-    const int heads = static_cast<int>(p.q.shape[1]), batch = head_index / heads, head = head_index % heads;
-    const Blocks::Sequence sequence = p.q_blocks.sequence_of(block);
-    const int64_t tile = static_cast<int64_t>(head_index) * p.q_blocks.count + block;
-    const int64_t start = tile * kQueries * Dim * static_cast<int64_t>(sizeof(T));
-    const auto rows_of = [&](int bin) -> QueryRows<kQueries>& {
-      return rows_at<kQueries>(p.rows, bin, p.q.shape[0] * heads * p.q_blocks.count, tile);
-    };
-    const int first_query = (block - sequence.first_block) * kQueries;
-    const Interval range = sequence.index < 0 ? Interval{0, 0} : counted(p, true, sequence.index);
-    const auto is_present = [&](int row) {
-      return row < kQueries && range.first <= first_query + row && first_query + row < range.last;
-    };
-    const int64_t first_token = static_cast<int64_t>(sequence.first) + first_query;
-    const auto of_token = [&](const Strided& x, int row) {
-      return static_cast<const float*>(x.data)[Index4{batch, head, first_token + row, 0}.offset(x)];
-    };
-    // An lse of -inf gives p = 0, to rows that see no key and to those beyond the sequence.
-    const auto read_lse = [&](int row) { return is_present(row) ? of_token(p.lse, row) : -INFINITY; };
-    const auto read_dlse = [&](int row, float lse) {
-      return p.dlse.data && lse != -INFINITY ? of_token(p.dlse, row) : 0.f;
-    };
+  // A tile of queries of one head.
+  struct QueryTile {
+    const PreprocessParams& p;
+    int heads, batch, head;
+    Blocks::Sequence sequence;
+    int64_t tile;         // among those of all heads
+    int first_query;      // within the sequence
+    Interval range;       // the queries of the sequence that count
+    int64_t first_token;  // of the tensor
 
-    int row = threadIdx.x / kVecs;
-    const Index4 first{batch, head, first_token + row, channel};
-    Column<In> q(p.q, first), do_(p.do_, first), o(p.o, first);
-    Column<Residual<In>> residual(p.o_residual, first);
-    const auto advance = [&] {
-      q.advance(kRowsAtOnce), do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
+    __device__ QueryTile(const PreprocessParams& p, int head_index, int block)
+        : p(p),
+          heads(static_cast<int>(p.q.shape[1])),
+          batch(head_index / heads),
+          head(head_index % heads),
+          sequence(p.q_blocks.sequence_of(block)),
+          tile(static_cast<int64_t>(head_index) * p.q_blocks.count + block),
+          first_query((block - sequence.first_block) * kQueries),
+          range(sequence.index < 0 ? Interval{0, 0} : counted(p, true, sequence.index)),
+          first_token(static_cast<int64_t>(sequence.first) + first_query) {}
+    __device__ bool is_present(int row) const {
+      return row < kQueries && range.first <= first_query + row && first_query + row < range.last;
+    }
+    __device__ float number(const Strided& x, int row) const {
+      return static_cast<const float*>(x.data)[Index4{batch, head, first_token + row, 0}.offset(x)];
+    }
+    // An lse of -inf gives p = 0, to rows that see no key and to those beyond the sequence.
+    __device__ float lse(int row) const { return is_present(row) ? number(p.lse, row) : -INFINITY; }
+    __device__ float dlse(int row, float lse) const {
+      return p.dlse.data && lse != -INFINITY ? number(p.dlse, row) : 0.f;
+    }
+    __device__ QueryRows<kQueries>& rows(int bin) const {
+      return rows_at<kQueries>(p.rows, bin, p.q.shape[0] * heads * p.q_blocks.count, tile);
+    }
+  };
+
+  // Loads this thread's rows of q, do, o and its residual, kAhead of them before they are read.
+  struct QueryLoader {
+    struct Row {
+      RawVec8<In> q, do_, o;
+      RawVec8<Residual<In>> residual;
     };
-    extern __shared__ uint4 shared[];
-    Ahead* const ahead = reinterpret_cast<Ahead*>(shared);
-    int asked = row, slot = 0;  // the next row to load, and its slot
-    const auto ask = [&] {
+    const QueryTile& tile;
+    Ahead* ahead;
+    Column<In> q, do_, o;
+    Column<Residual<In>> residual;
+    int asked, slot = 0;  // the next row to load, and its slot
+
+    __device__ QueryLoader(const PreprocessParams& p, const QueryTile& tile, const Index4& first, int row, Ahead* ahead)
+        : tile(tile),
+          ahead(ahead),
+          q(p.q, first),
+          do_(p.do_, first),
+          o(p.o, first),
+          residual(p.o_residual, first),
+          asked(row) {}
+    __device__ void advance() {
+      q.advance(kRowsAtOnce), do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
+    }
+    __device__ void ask() {
       if constexpr (kAhead > 0) {
         if (asked < kQueries) {
-          const bool present = is_present(asked);
+          const bool present = tile.is_present(asked);
           Ahead& to = ahead[slot];
           q.copy(to.q[threadIdx.x], present), do_.copy(to.do_[threadIdx.x], present);
           o.copy(to.o[threadIdx.x], present), residual.copy(to.residual[threadIdx.x], present);
@@ -187,12 +152,8 @@ struct TileWriter {
         ptx::cp_async_commit();
         asked += kRowsAtOnce, slot = (slot + 1) % kAhead;
       }
-    };
-    struct Row {
-      RawVec8<In> q, do_, o;
-      RawVec8<Residual<In>> residual;
-    };
-    const auto read_row = [&] {
+    }
+    __device__ Row read(int row) {
       Row read;
       if constexpr (kAhead > 0) {
         ptx::cp_async_wait<kAhead - 1>();
@@ -200,18 +161,30 @@ struct TileWriter {
         read.q.word = from.q[threadIdx.x], read.do_.word = from.do_[threadIdx.x];
         read.o.word = from.o[threadIdx.x], read.residual.word = from.residual[threadIdx.x];
       } else {
-        const bool present = is_present(row);
+        const bool present = tile.is_present(row);
         read = {q.read(present), do_.read(present), o.read(present), residual.read(present)};
         advance();
       }
       return read;
-    };
-    for (int i = 0; i < kAhead; ++i) ask();
+    }
+  };
+
+  // Writes q, do, delta and lse of a tile of queries. `exponents_of` returns the exponents of a bin. kFirstTime: all
+  // queries belong to the first bin; dq is set to 0 and the sizes are raised.
+  template <bool kFirstTime, class ExponentsOf>
+  __device__ void queries(int head_index, int block, const ExponentsOf& exponents_of) const {
+    const QueryTile at(p, head_index, block);
+    const int64_t start = at.tile * kQueries * Dim * static_cast<int64_t>(sizeof(T));
+    int row = threadIdx.x / kVecs;
+    extern __shared__ uint4 shared[];
+    QueryLoader loader(p, at, {at.batch, at.head, at.first_token + row, channel}, row,
+                       reinterpret_cast<Ahead*>(shared));
+    for (int i = 0; i < kAhead; ++i) loader.ask();
     if (kFirstTime && kv < p.zeroed_heads) {
-      auto* const dq = static_cast<uint4*>(p.dq) + tile * (kQueries * Dim / 4) + threadIdx.x;
+      auto* const dq = static_cast<uint4*>(p.dq) + at.tile * (kQueries * Dim / 4) + threadIdx.x;
       for (int i = 0; i < kQueries * Dim / 4; i += kPreprocessThreads) dq[i] = {};
     }
-    const float my_lse = read_lse(threadIdx.x);  // of the row whose sums this thread will write
+    const float lse = at.lse(threadIdx.x);  // of the row whose sums this thread will write
 
     const Exponents& exponents = exponents_of(0);
     const int bins = kFirstTime ? 1 : exponents.bins;
@@ -221,15 +194,6 @@ struct TileWriter {
       else
         return exponents_of(i);
     };
-    const auto bound_of = [&](float norm, float dlse) {
-      const float most = isfinite(dlse) ? fabsf(dlse) : 0.f;
-      return p.dlse.data ? norm + most / per_dlse(p.sampled[kv]) : norm;
-    };
-    const auto bin_of = [&](float bound) {
-      int bin = 0;
-      while (bin < bins - 1 && bound > largest_row(p, p.sampled[kv], bin)) ++bin;
-      return bin;
-    };
     const float q_scale = power_of_two(exponents.q), do_scale = power_of_two(exponents.do_);
     __shared__ RowSums sums;
     Vec8 mean;
@@ -238,8 +202,8 @@ struct TileWriter {
     unsigned char *to_q = p.q_tiles + start + place(kQueries), *to_do = p.do_tiles + start + place(kQueries);
     const int distance = distance_to_repeated(kQueries);
     for (; row < kQueries; row += kRowsAtOnce) {
-      const Row raw = read_row();
-      ask();
+      const typename QueryLoader::Row raw = loader.read(row);
+      loader.ask();
       Vec8 x, sum;
       take(raw.q, p.round_q, x);
       put(to_q, x, q_scale, distance);
@@ -260,46 +224,67 @@ struct TileWriter {
       most_do = fmaxf(most_do, size.most);
       const float norm = size.norm();
       if (!kFirstTime) {
-        const int bin = bin_of(bound_of(norm, read_dlse(row, read_lse(row))));
+        const int bin = bin_of(bound_of(norm, at.dlse(row, at.lse(row))), bins);
         put(to_do, x, power_of_two(of_bin(bin).do_), distance);
       }
       if (vec == 0) sums.delta[row] = delta, sums.norm[row] = norm, sums.mean_logit[row] = mean_logit;
       to_q += kRowsAtOnce * kPanelRowBytes, to_do += kRowsAtOnce * kPanelRowBytes;
     }
     __syncthreads();
+    const RowSizes sizes = write_rows<kFirstTime>(at, sums, lse, exponents, bins, of_bin);
+    if (!kFirstTime) return __syncthreads();  // the next tile overwrites the sums
+    keep(p.sizes[kv].q, most_q, most_do, sizes.norm, sizes.delta_ratio);
+    if (!p.dlse.data) return;
+    const float most_dlse = warp_max(sizes.dlse);
+    if (threadIdx.x % 32 == 0) raise(p.sizes[kv].dlse, most_dlse);
+  }
 
-    float most_row = 0.f, delta_ratio = 0.f, most_dlse = 0.f;
-    row = threadIdx.x;
+  // Returns |do| + |dlse| / per_dlse of a row, or a bound of it.
+  __device__ float bound_of(float norm, float dlse) const {
+    const float most = isfinite(dlse) ? fabsf(dlse) : 0.f;
+    return p.dlse.data ? norm + most / per_dlse(p.sampled[kv]) : norm;
+  }
+  __device__ int bin_of(float bound, int bins) const {
+    int bin = 0;
+    while (bin < bins - 1 && bound > largest_row(p, p.sampled[kv], bin)) ++bin;
+    return bin;
+  }
+
+  struct RowSizes {
+    float norm = 0.f, delta_ratio = 0.f, dlse = 0.f;
+  };
+  // Writes the QueryRows of a tile of queries, a thread for each row, from the sums over its channels.
+  template <bool kFirstTime, class OfBin>
+  __device__ RowSizes write_rows(const QueryTile& at, const RowSums& sums, float lse, const Exponents& exponents,
+                                 int bins, const OfBin& of_bin) const {
+    RowSizes sizes;
+    const int row = threadIdx.x;
     if (row < kQueries) {
       const float delta = sums.delta[row], norm = sums.norm[row];
-      most_row = norm;
-      delta_ratio = delta_ratio_of(delta, norm);
-      const bool sees = my_lse != -INFINITY;
-      const float dlse = read_dlse(row, my_lse), bound = bound_of(norm, dlse);
-      if (isfinite(dlse)) most_dlse = fabsf(dlse);
+      sizes.norm = norm;
+      sizes.delta_ratio = delta_ratio_of(delta, norm);
+      const bool sees = lse != -INFINITY;
+      const float dlse = at.dlse(row, lse), bound = bound_of(norm, dlse);
+      if (isfinite(dlse)) sizes.dlse = fabsf(dlse);
       // sum_j p_ij is 1 - exp(sink - lse), and sum_j p_ij dp_ij is delta.
       if (p.row_sums && kFirstTime)
-        p.row_sums[tile * kQueries + row] =
-            sees ? fmaf(expf(p.sinks.at(batch, head) - my_lse), delta - dlse, dlse) : 0.f;
-      const float less = fmaf(p.scale * 1.44269504f, sums.mean_logit[row], static_cast<float>(exponents.p));
-      const int bin = bin_of(bound);
+        p.row_sums[at.tile * kQueries + row] =
+            sees ? fmaf(expf(p.sinks.at(at.batch, at.head) - lse), delta - dlse, dlse) : 0.f;
+      const float left_out = fmaf(p.scale * 1.44269504f, sums.mean_logit[row], static_cast<float>(exponents.p));
+      const int bin = bin_of(bound, bins);
       for (int i = 0; i < bins; ++i) {
         const Exponents& e = of_bin(i);
-        auto& rows = rows_of(i);
-        rows.lse[row] = sees && i == bin ? fmaf(my_lse, 1.44269504f, -less) : INFINITY;
+        auto& rows = at.rows(i);
+        rows.lse[row] = sees && i == bin ? fmaf(lse, 1.44269504f, -left_out) : INFINITY;
         rows.delta[row] = sees ? (delta - dlse) * power_of_two(e.do_ + e.v + e.product) : 0.f;
         rows.dq_row_scale[row] = dq_row_scale(bound, e.do_);
       }
     }
     if (threadIdx.x < bins) {
-      auto& rows = rows_of(threadIdx.x);
-      rows.first = first_query, rows.tile = static_cast<int>(tile), rows.nonfinite = rows.padding = 0;
+      auto& rows = at.rows(threadIdx.x);
+      rows.first = at.first_query, rows.tile = static_cast<int>(at.tile), rows.nonfinite = rows.padding = 0;
     }
-    if (!kFirstTime) return __syncthreads();  // the next tile overwrites the sums
-    keep(p.sizes[kv].q, most_q, most_do, most_row, delta_ratio);
-    if (!p.dlse.data) return;
-    most_dlse = warp_max(most_dlse);
-    if (threadIdx.x % 32 == 0) raise(p.sizes[kv].dlse, most_dlse);
+    return sizes;
   }
 
   // Writes k, centred by its mean, and v of a tile of keys; where the backward kernel converts these itself, only reads
