@@ -32,7 +32,7 @@ octet_instance(sm90/bwd F16 instances.h "Kernel backward_kernel<F16, Bins::first
 octet_instance(sm90/bwd F16_further instances.h "Kernel backward_kernel<F16, Bins::further>(int64_t, Sums)")
 
 # sm80: which kernels there are is said in sm80/kinds.h and by the choose.cu of each pass.
-foreach(precision Bf16 F16 F32 Bf16F16Compute)
+foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16)
   foreach(logits plain masked general)
     foreach(rows queries pairs)
       if(NOT "${precision}_${logits}" STREQUAL F32_masked AND NOT "${logits}_${rows}" STREQUAL masked_pairs AND

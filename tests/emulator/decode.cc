@@ -1,4 +1,6 @@
 // Finds out from an instruction's text which handler and which registers it has.
+#include <thread>
+
 #include "decoder.h"
 #include "handlers.h"
 
@@ -189,11 +191,17 @@ struct Statement {
       out.kind = Instruction::exit, out.run = no_operation;
     } else if (in({"membar", "fence", "griddepcontrol"})) {
       out.run = no_operation;
-    } else if (operation == "call") {  // function, (arguments)
-      out.callee = tokens[0];
-      for (const auto& token :
-           tokens.size() > 1 ? split(tokens[1].substr(1, tokens[1].size() - 2), ',') : std::vector<std::string>{})
-        out.arguments.push_back(decoder.operand(token, 8).place);
+    } else if (operation == "nanosleep") {
+      out.run = [](Warp&, const Instruction&, Lanes) { std::this_thread::yield(); };
+    } else if (operation == "call") {  // (result), function, (arguments)
+      for (const auto& token : tokens) {
+        if (token[0] != '(') {
+          out.callee = token;
+          continue;
+        }
+        for (const auto& argument : split(token.substr(1, token.size() - 2), ','))
+          if (!argument.empty()) out.arguments.push_back(decoder.operand(argument, 8).place);
+      }
       out.run = call;
     }
   }
@@ -283,6 +291,12 @@ struct Statement {
       take(tokens[0], 1);
       take(tokens[1], bytes_of(type)), take(tokens[2], bytes_of(type));
       out.run = of_type(type, [&]<class T>(T) { return comparison_of<T>(name[1]); });
+    } else if (operation == "set" && has("lt")) {
+      take_all(4);
+      if (type == "f32" && name[2] == "f32")
+        out.run = binary<[](f32 a, f32 b) { return a < b ? 1.f : 0.f; }, f32, f32, f32>;
+      if (type == "f16x2" && name[2] == "u32")
+        out.run = binary<[](u32 a, u32 b) { return of_halves<less_f16>(a, b); }, u32, u32, u32>;
     } else if (operation == "selp") {
       const int bytes = bytes_of(type);
       take(tokens[0], bytes), take(tokens[1], bytes), take(tokens[2], bytes), take(tokens[3], 1);
@@ -360,6 +374,11 @@ struct Statement {
         for (const auto& r : members(token)) take(r, 4);
       out.kind = Instruction::collective, out.target = decoder.constant(Constant::number, kAllLanes, 4).place;
       out.run = has("bf16") ? multiply_matrices<true> : multiply_matrices<false>;
+    } else if (operation == "mma" && has("m16n8k32") && type == "s32" && has("s8")) {
+      for (const auto& token : tokens)
+        for (const auto& r : members(token)) take(r, 4);
+      out.kind = Instruction::collective, out.target = decoder.constant(Constant::number, kAllLanes, 4).place;
+      out.run = has("u8") ? multiply_matrices_of_bytes<u8, s8> : multiply_matrices_of_bytes<s8, s8>;
     }
   }
   // Arithmetic and bits.
@@ -450,7 +469,11 @@ struct Statement {
     } else if (in({"add", "sub", "mul", "div", "min", "max"})) {
       if (has("cc")) throw Error("add with carry");
       take_all(bytes_of(type));
-      if (has("NaN")) {
+      if (type.ends_with("x2")) {
+        constexpr Handler of_f16 = binary<[](u32 a, u32 b) { return of_halves<larger_f16>(a, b); }, u32, u32, u32>,
+                          of_bf16 = binary<[](u32 a, u32 b) { return of_halves<larger_bf16>(a, b); }, u32, u32, u32>;
+        if (operation == "max") out.run = type == "f16x2" ? of_f16 : of_bf16;
+      } else if (has("NaN")) {
         if (type == "f32") out.run = operation == "max" ? binary<maximum_or_nan, f32, f32, f32> : nullptr;
       } else
         out.run = operation == "add"   ? binary_of<add>(type)
@@ -459,6 +482,8 @@ struct Statement {
                   : operation == "div" ? binary_of<divide>(type)
                   : operation == "min" ? binary_of<minimum>(type)
                                        : binary_of<maximum>(type);
+    } else if (operation == "abs" && bytes_of(type) == 4 && type.ends_with("x2")) {
+      take_all(4), out.run = unary<[](u32 a) { return a & 0x7fff7fffu; }, u32, u32>;
     } else if (in({"neg", "abs"})) {
       take_all(bytes_of(type));
       out.run = operation == "neg" ? unary_of<negate>(type) : unary_of<absolute>(type);

@@ -255,6 +255,42 @@ void multiply_matrices(Warp& w, const Instruction& n, Lanes) {  // d[4], a[4], b
     }
 }
 
+// The same of bytes, m16n8k32, whose sums wrap around.
+template <class A, class B>
+void multiply_matrices_of_bytes(Warp& w, const Instruction& n, Lanes) {
+  s32 a[16][32], b[8][32];
+  for (int i = 0; i < kLanes; ++i) {
+    const int row = i / 4, column = i % 4 * 4;
+    for (int j = 0; j < 4; ++j) {
+      A numbers[4];
+      std::memcpy(numbers, &w.at<u32>(n.operand[4 + j])[i], sizeof numbers);
+      std::copy_n(numbers, 4, &a[row + 8 * (j % 2)][column + 16 * (j / 2)]);
+    }
+    for (int j = 0; j < 2; ++j) {
+      B numbers[4];
+      std::memcpy(numbers, &w.at<u32>(n.operand[8 + j])[i], sizeof numbers);
+      std::copy_n(numbers, 4, &b[row][column + 16 * j]);
+    }
+  }
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < 4; ++j) {
+      const int row = i / 4 + 8 * (j / 2), column = i % 4 * 2 + j % 2;
+      u32 sum = w.at<u32>(n.operand[10 + j])[i];
+      for (int k = 0; k < 32; ++k) sum += static_cast<u32>(a[row][k] * b[column][k]);
+      w.at<u32>(n.operand[j])[i] = sum;
+    }
+}
+
+// Numbers of 16 bits, of which a register has two: the larger one, or all bits set where a is less than b.
+inline u16 larger_f16(u16 a, u16 b) { return std::isnan(f16_table()[b]) || f16_table()[a] > f16_table()[b] ? a : b; }
+inline u16 larger_bf16(u16 a, u16 b) { return std::isnan(from_bf16(b)) || from_bf16(a) > from_bf16(b) ? a : b; }
+inline u16 less_f16(u16 a, u16 b) { return f16_table()[a] < f16_table()[b] ? 0xffff : 0; }
+template <u16 (*f)(u16, u16)>
+u32 of_halves(u32 a, u32 b) {
+  return static_cast<u32>(f(static_cast<u16>(a >> 16), static_cast<u16>(b >> 16))) << 16 |
+         f(static_cast<u16>(a), static_cast<u16>(b));
+}
+
 inline void permute_bytes(Warp& w, const Instruction& n, Lanes lanes) {
   const u32 *a = w.at<u32>(n.operand[1]), *b = w.at<u32>(n.operand[2]), *c = w.at<u32>(n.operand[3]);
   u32* d = w.at<u32>(n.operand[0]);

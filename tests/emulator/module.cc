@@ -231,13 +231,11 @@ Module::Module(const std::string& ptx) {
       if (v.has_size) throw Error("a shared variable of a module: " + v.name);
       dynamic_shared.push_back(v.name);
     } else if (word == ".entry" || word == ".func") {
-      r.skip_blanks();
-      if (text[r.at] == '(') throw Error("a function with a result");
       Function f;
-      f.name = r.word();
       Unread names;
-      r.skip_blanks();
-      if (text[r.at] == '(') {
+      const auto take_parameters = [&] {
+        r.skip_blanks();
+        if (text[r.at] != '(') return;
         ++r.at;
         for (const std::string& p : list(r.inside('(', ')'))) {
           const Variable v = variable(p);
@@ -246,7 +244,10 @@ Module::Module(const std::string& ptx) {
           names.parameters.push_back(v.name);
           f.parameter_bytes += v.bytes;
         }
-      }
+      };
+      take_parameters();  // what it returns, which the caller holds like an argument
+      f.name = r.word();
+      take_parameters();
       while (r.at < text.size() && text[r.at] != '{' && text[r.at] != ';') ++r.at;
       if (text[r.at++] == ';') continue;  // a declaration
       f.body = r.inside('{', '}');

@@ -29,7 +29,8 @@ inline bool tests_sm80() { return std::string(gpu_backend()) == "sm80"; }
 // Whether this backend has a pass of a precision.
 inline bool gpu_computes(Pass pass, Precision precision) {
   const bool sixteen_bits = precision == Precision::bf16 || precision == Precision::f16;
-  if (tests_sm80()) return sixteen_bits || precision == Precision::f32;
+  if (tests_sm80())
+    return sixteen_bits || precision == Precision::f32 || (precision == Precision::int8_f16 && pass == Pass::forward);
   return precision != Precision::f32 && (pass == Pass::forward || (sixteen_bits && pass == Pass::backward));
 }
 // Whether the backend computes softcap, ALiBi and mask tensors of every kind.

@@ -102,12 +102,14 @@ std::vector<Rejected> rejected_by_both() {
 std::vector<Rejected> rejected_by_sm80() {
   std::vector<Rejected> list = rejected_by_both();
   list.push_back({{.quantized_v = true}, "v is quantized; it takes f32, f16, bf16 and e4m3 as they are"});
-  for (const Precision p : {Precision::int8, Precision::int8_f16, Precision::int8_fp8, Precision::fp8,
-                            Precision::fp8_raw, Precision::sagebwd})
-    list.push_back({with_precision(p), "it has no " + std::string(name(p)) + "; it has: f32, f16, bf16"});
+  for (const Precision p :
+       {Precision::int8, Precision::int8_fp8, Precision::fp8, Precision::fp8_raw, Precision::sagebwd})
+    list.push_back({with_precision(p), "it has no " + std::string(name(p)) + "; it has: f32, f16, bf16, int8_f16"});
   for (const Precision p : {Precision::int8, Precision::fp8, Precision::sagebwd})
-    list.push_back(
-        {with_precision(p, Pass::backward), "it has no " + std::string(name(p)) + "; it has: f32, f16, bf16"});
+    list.push_back({with_precision(p, Pass::backward),
+                    "it has no " + std::string(name(p)) + "; it has: f32, f16, bf16, int8_f16"});
+  list.push_back({with_precision(Precision::int8_f16), "smooth_q is not in its kernels"});
+  list.back().asked.attention.smooth_q = Switch::on;
   list.push_back({{.device = 200}, "device 200 is no GPU of compute capability 8.0 or later"});
   return list;
 }

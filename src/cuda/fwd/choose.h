@@ -30,10 +30,17 @@ struct ForwardNumerics {
   float beta, beta_limit;  // of bias correction beta, the limit in logits; beta 0: another one
 
   bool f16_p_and_v() const { return formats == kBf16F16Compute; }
+  // Returns whether v becomes f16 and is divided by a power of two for each head: numbers of bf16 and f32 that f16 may
+  // not hold. An f16 v stays as it is, and f16 represents all values of e4m3.
+  bool scales_v(octet_dtype v) const {
+    return f16_p_and_v() || (formats == kInt8F16 && (v == OCTET_BF16 || v == OCTET_F32));
+  }
   // The type of 16-bit operands.
   octet_dtype type() const { return formats.qk == OCTET_BF16 ? OCTET_BF16 : OCTET_F16; }
   // Returns whether sm80 has kernels that split keys.
-  bool splits_keys() const { return (formats == kF32 || formats == kF16 || formats == kBf16) && !beta; }
+  bool splits_keys() const {
+    return (formats == kF32 || formats == kF16 || formats == kBf16 || formats == kInt8F16) && !beta;
+  }
 };
 ForwardNumerics forward_numerics(const Problem& p);
 

@@ -53,7 +53,8 @@ inline bool splitting_keys_is_faster(const Problem& p, int64_t multiprocessors) 
   constexpr int kRows = 64, kRowsOfSm90 = 128, kKeys = 128;
   const PackedTiles tiles = packed_tiles(p, kRows);
   const int64_t tiles_of_sm90 = query_tiles(p, kRowsOfSm90);
-  if (!has_few_queries(p, tiles, tiles_of_sm90, multiprocessors)) return false;
+  if (forward_numerics(p).formats.has_8bit_qk() || !has_few_queries(p, tiles, tiles_of_sm90, multiprocessors))
+    return false;
   const int64_t rounds = (tiles_of_sm90 + multiprocessors - 1) / multiprocessors;
   const int64_t rows = std::min<int64_t>(most_queries(p), tiles.queries) * tiles.heads;
   const int64_t key_tiles = (most_keys(p) + kKeys - 1) / kKeys;

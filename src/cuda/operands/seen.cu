@@ -28,10 +28,12 @@ struct Rows {
 };
 
 // Lists which of 32 keys of one (batch, head) some query sees: a lane has a key, a warp every kWarps-th query. Queries
-// come from the last on, which under causal masks sees most; the block ends as soon as all of its keys are seen.
+// come from the last on, which under causal masks sees most; the block ends as soon as all of its keys are seen. Where
+// `counts` is not null, it is added to counts[batch, head] how many are.
 constexpr int kListedKeys = 32;
-__global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_constant__ MaskTensor t, const Mask mask,
-                                                             int n, int m, const Rows rows, const Flags seen) {
+__global__ void __launch_bounds__(kThreads)
+    list_keys_kernel(const __grid_constant__ MaskTensor t, const Mask mask, int n, int m, const Rows rows,
+                     const Flags seen, int* counts) {
   constexpr int kAtOnce = 8;  // queries of a warp
   __shared__ unsigned found;  // a bit for each key
   if (threadIdx.x == 0) found = 0;
@@ -59,6 +61,7 @@ __global__ void __launch_bounds__(kThreads) list_keys_kernel(const __grid_consta
     if (__syncthreads_or(found != ~0u) == 0) break;
   }
   if (threadIdx.x < kListedKeys && key < m) seen.of(batch, head)[key] = found >> threadIdx.x & 1;
+  if (counts && threadIdx.x == 0) atomicAdd(&counts[of], __popc(found & ~0u >> max(key + kListedKeys - m, 0)));
 }
 
 // Lists the queries that see a key; one warp has a row of the mask tensor.
@@ -95,13 +98,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Lists which keys some query sees. `group` heads of the mask share a head of the list.
-void list_keys(const Problem& p, const Flags& seen, int group, cudaStream_t stream) {
+// Lists which keys some query sees, and counts them where `counts` is not null. `group` heads of the mask share a head
+// of the list.
+void list_keys(const Problem& p, const Flags& seen, int group, int* counts, cudaStream_t stream) {
   const auto queries = static_cast<int>(p.tokens_q), keys = static_cast<int>(p.tokens_k);
   // Queries that the mask does not tell apart count once.
   const Rows rows{p.mask.stride[2] || p.windowed ? queries : 1, group};
   const auto grid = static_cast<unsigned>((keys + kListedKeys - 1) / kListedKeys * seen.batches * seen.heads);
-  list_keys_kernel<<<grid, kThreads, 0, stream>>>(mask_tensor(p), mask_of(p), queries, keys, rows, seen);
+  list_keys_kernel<<<grid, kThreads, 0, stream>>>(mask_tensor(p), mask_of(p), queries, keys, rows, seen, counts);
   check(cudaGetLastError(), "list_keys_kernel");
 }
 
@@ -120,21 +124,28 @@ void copy_seen(const View& from, const Strided& to, const Flags& seen, int group
 
 }  // namespace
 
-SeenValues::SeenValues(const Problem& p, WorkspaceAllocator& workspace)
+SeenKeySide::SeenKeySide(const Problem& p, ReadsK reads_k, WorkspaceAllocator& workspace)
     : p_(p),
-      view_(p.v),
+      k_(p.k),
+      v_(p.v),
       batches_(p.mask.present() && p.mask.stride[0] ? static_cast<int>(p.batch) : 1),
       heads_(p.mask.present() && p.mask.stride[1] ? static_cast<int>(p.kv_heads) : 1) {
   if (!p.mask.present() || !p.v.elements()) return;
   seen_ = workspace.take<unsigned char>(static_cast<std::size_t>(batches_ * heads_ * p.tokens_k));
-  view_ = contiguous(p.v, p.v.dtype, workspace);
+  v_ = contiguous(p.v, p.v.dtype, workspace);
+  if (reads_k == ReadsK::as_it_is) return;
+  k_ = contiguous(p.k, p.k.dtype, workspace);
+  counts_ = workspace.take<int>(static_cast<std::size_t>(batches_) * heads_);
 }
 
-void SeenValues::preprocess(cudaStream_t stream) const {
+void SeenKeySide::preprocess(cudaStream_t stream) const {
   if (!seen_) return;
   const Flags seen{seen_, batches_, heads_, p_.tokens_k};
-  list_keys(p_, seen, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1, stream);
-  copy_seen(p_.v, strided(view_), seen, 1, stream);
+  const std::size_t bytes = static_cast<std::size_t>(batches_) * heads_ * sizeof *counts_;
+  if (counts_) check(cudaMemsetAsync(counts_, 0, bytes, stream), "cudaMemsetAsync");
+  list_keys(p_, seen, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1, counts_, stream);
+  copy_seen(p_.v, strided(v_), seen, 1, stream);
+  if (counts_) copy_seen(p_.k, strided(k_), seen, 1, stream);
 }
 
 SeenOperands::SeenOperands(const Problem& p, WorkspaceAllocator& workspace)
@@ -155,7 +166,7 @@ void SeenOperands::preprocess(cudaStream_t stream) const {
   if (!flags_) return;
   const int64_t tokens = p_.tokens_q + p_.tokens_k;
   const Flags queries{flags_, batches_, heads_, tokens}, keys{flags_ + p_.tokens_q, batches_, heads_, tokens};
-  list_queries(p_, queries, stream), list_keys(p_, keys, 1, stream);
+  list_queries(p_, queries, stream), list_keys(p_, keys, 1, nullptr, stream);
   copy_seen(p_.q, q, queries, 1, stream), copy_seen(p_.do_, do_, queries, 1, stream);
   const int group = static_cast<int>(p_.group());
   copy_seen(p_.k, k, keys, group, stream), copy_seen(p_.v, v, keys, group, stream);

@@ -7,20 +7,28 @@
 #include "cuda/fragment/strided.h"
 #include "cuda/host/workspace.h"
 #include "cuda/operands/mask_tensor.h"
+#include "cuda/operands/quantize/quantize.h"
 
 namespace octet::cuda {
 
-// The v of a forward pass. Without a mask tensor it is v itself.
-class SeenValues {
+// What a forward pass reads of k: the tensor itself, or, where statistics are taken of it, also without hidden tokens.
+enum class ReadsK { as_it_is, seen };
+
+// The v of a forward pass, and its k. Without a mask tensor they are those of the problem.
+class SeenKeySide {
  public:
-  SeenValues(const Problem& p, WorkspaceAllocator& workspace);
+  SeenKeySide(const Problem& p, ReadsK reads_k, WorkspaceAllocator& workspace);
   void preprocess(cudaStream_t stream) const;
-  const View& view() const { return view_; }
+  const View& k() const { return k_; }
+  const View& v() const { return v_; }
+  // How many keys of each (batch, kv_head) are seen; with ReadsK::seen.
+  SeenCounts counts() const { return {counts_, batches_, heads_}; }
 
  private:
   const Problem& p_;
-  View view_;
+  View k_, v_;
   unsigned char* seen_ = nullptr;  // [batch, kv_head, key], or those that the mask tells apart
+  int* counts_ = nullptr;
   int batches_, heads_;
 };
 

@@ -25,6 +25,18 @@ __device__ inline void mma_m16n8k16<Bf16>(float* d, const uint32_t* a, const uin
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// mma.sync.aligned.m16n8k32.row.col.s32: d += a b, with a of 16 x 32 and b of 32 x 8 bytes, and d of 16 x 8. A fragment
+// of bytes has four in each register where one of 16 bits has two. PTX ISA, 9.7.14.5.10.
+template <class A, class B>
+__device__ void mma_m16n8k32(int* d, const uint32_t* a, const uint32_t* b);
+template <>
+__device__ inline void mma_m16n8k32<S8, S8>(int* d, const uint32_t* a, const uint32_t* b) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 // ldmatrix.m8n8.x4: a warp loads four 8 x 8 matrices of 16 bits, matrix i into x[i]. Lane l gives the shared address of
 // row l mod 8 of matrix l / 8. Thread t gets elements 2 (t mod 4) and the next of row t / 4. PTX ISA, 9.7.14.5.15.
 __device__ inline void ldmatrix(uint32_t (&x)[4], uint32_t address) {

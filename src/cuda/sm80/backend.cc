@@ -42,6 +42,7 @@ Answer plan(const Problem& p, void* workspace) {
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
   for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
     if (t->quantization) return text(label, " is quantized; it takes f32, f16, bf16 and e4m3 as they are");
+  if (p.smooth_q) return text("smooth_q is not in its kernels");
   if (auto reason = bias_correction_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = missing_exact_output(p)) return std::move(*reason);
   const auto plan_of_pass = [&](const Problem& problem, void* memory) -> Answer {

@@ -13,7 +13,7 @@ __device__ void load_rows(Operand<T, Columns>& a, const Tile& tile, int row_bloc
   static_assert(Columns <= Tile::kColumns);
   const uint32_t lane = Tile::move(tile.lane_down(), row_block, 0);
 #pragma unroll
-  for (int k_step = 0; k_step < Columns / 16; ++k_step)
+  for (int k_step = 0; k_step < Columns / kStepColumns<T>; ++k_step)
     ptx::ldmatrix(reinterpret_cast<uint32_t(&)[4]>(a.x[4 * k_step]), tile.step(lane, 0, k_step));
 }
 
@@ -28,10 +28,11 @@ __device__ void load_columns(Operand<T, Rows>& a, const Tile& tile, int column_b
     ptx::ldmatrix_trans(reinterpret_cast<uint32_t(&)[4]>(a.x[4 * k_step]), tile.step(lane, k_step, column_block));
 }
 
-// Adds the products of 16 of the index of summation to d. left(m) returns the m-th 16 rows of the left operand,
-// right(n) the address from which `load` has the n-th 16 columns of the right one.
-template <class T, auto load, int M, int Columns, class Left, class Right>
-__device__ void mma_step(Accumulator<Columns> (&d)[M], const Left& left, const Right& right) {
+// Adds the products of one step of the index of summation to d, of 16 numbers of 16 bits or 32 of 8. left(m) returns
+// the m-th 16 rows of the left operand, right(n) the address from which `load` has the n-th 16 columns of the right
+// one.
+template <class T, auto load, int M, int Columns, class Sum, class Left, class Right>
+__device__ void mma_step(Accumulator<Columns, Sum> (&d)[M], const Left& left, const Right& right) {
 #pragma unroll
   for (int n = 0; n < Columns / 16; ++n) {
     uint32_t x[4];
@@ -39,17 +40,23 @@ __device__ void mma_step(Accumulator<Columns> (&d)[M], const Left& left, const R
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) ptx::mma_m16n8k16<T>(&d[m].x[8 * n + 4 * half], left(m), &x[2 * half]);
+      for (int half = 0; half < 2; ++half) {
+        Sum* const sums = &d[m].x[8 * n + 4 * half];
+        if constexpr (sizeof(T) == 1)
+          ptx::mma_m16n8k32<T, T>(sums, left(m), &x[2 * half]);
+        else
+          ptx::mma_m16n8k16<T>(sums, left(m), &x[2 * half]);
+      }
   }
 }
 
 // d += a b^T, with a in registers and the first rows of b, as many as d has columns.
-template <int M, class T, int Depth, int Columns, class TileB>
-__device__ void mma_ABt(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b) {
+template <int M, class T, int Depth, int Columns, class Sum, class TileB>
+__device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b) {
   static_assert(Depth <= TileB::kColumns && Columns <= TileB::kRows);
   const uint32_t lane = b.lane_right();
 #pragma unroll
-  for (int k_step = 0; k_step < Depth / 16; ++k_step) {
+  for (int k_step = 0; k_step < Depth / kStepColumns<T>; ++k_step) {
     const auto left = [&](int m) { return &a[m].x[4 * k_step]; };
     const auto right = [&](int n) { return b.step(lane, n, k_step); };
     mma_step<T, ptx::ldmatrix>(d, left, right);
@@ -58,12 +65,13 @@ __device__ void mma_ABt(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&
 
 // d += a b^T, with rows [16 row_block, 16 (row_block + M)) of the tile a and as many rows of b as d has columns, from
 // row 16 b_block on.
-template <int M, int Columns, class TileA, class TileB>
-__device__ void mma_ABt(Accumulator<Columns> (&d)[M], const TileA& a, int row_block, const TileB& b, int b_block = 0) {
+template <int M, int Columns, class Sum, class TileA, class TileB>
+__device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const TileA& a, int row_block, const TileB& b,
+                        int b_block = 0) {
   static_assert(TileA::kColumns == TileB::kColumns && Columns <= TileB::kRows);
   const uint32_t lane_a = TileA::move(a.lane_down(), row_block, 0), lane_b = TileB::move(b.lane_right(), b_block, 0);
 #pragma unroll
-  for (int k_step = 0; k_step < TileA::kColumns / 16; ++k_step) {
+  for (int k_step = 0; k_step < TileA::kColumns / kStepColumns<typename TileA::Element>; ++k_step) {
     uint32_t rows[M][4];
 #pragma unroll
     for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], a.step(lane_a, m, k_step));

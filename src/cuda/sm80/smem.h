@@ -1,6 +1,6 @@
-// Tiles of 16-bit elements in shared memory: rows of `Columns` columns, in chunks of 8 columns (16 bytes). Chunk c of
-// row r lies at c xor r mod 8 (the lower three bits of c), so that the 8 rows that ldmatrix reads at a time lie in
-// different banks. A tile starts at a multiple of 128 bytes.
+// Tiles of 8-bit or 16-bit elements in shared memory: rows of `Columns` columns, in chunks of 16 bytes. Chunk c of row
+// r lies at c xor r mod 8 (the lower three bits of c), so that the 8 rows that ldmatrix reads at a time lie in
+// different banks; where two rows are 128 bytes, at c xor (r / 2) mod 4. A tile starts at a multiple of 128 bytes.
 #pragma once
 #include <cstdint>
 
@@ -15,25 +15,32 @@ namespace octet::cuda::sm80 {
 // The most that a thread block can have on every GPU since compute capability 8.0 (8.6, 8.9 and 12.0 have the least).
 constexpr int kMostSharedBytes = 99 * 1024;
 
-constexpr int kChunkColumns = 8, kChunkBytes = 16;
+constexpr int kChunkBytes = 16;
+template <class T>
+constexpr int kChunkColumns = kChunkBytes / sizeof(T);
+// Columns of a step: what one matrix product (mma.sync) takes of the index of summation, two chunks.
+template <class T>
+constexpr int kStepColumns = 2 * kChunkColumns<T>;
 
 template <class T, int Rows_, int Columns_>
 struct SharedTile {
   using Element = T;
   static constexpr int kRows = Rows_, kColumns = Columns_;
   static constexpr int kRowBytes = Columns_ * sizeof(T), kBytes = Rows_ * kRowBytes;
-  static_assert(sizeof(T) == 2 && Columns_ % 64 == 0 && Rows_ % 16 == 0);
+  static_assert((kRowBytes == 64 || kRowBytes % 128 == 0) && Rows_ % 16 == 0);
 
   unsigned char* data;
 
   __device__ uint32_t address() const { return ptx::shared_address(data); }
-  // Returns the offset of columns [8 chunk, 8 chunk + 8) of a row.
-  static __device__ int offset(int row, int chunk) { return row * kRowBytes + (chunk ^ row % 8) * kChunkBytes; }
+  // Returns the offset of a chunk of a row.
+  static __device__ int offset(int row, int chunk) {
+    return row * kRowBytes + (chunk ^ (kRowBytes == 64 ? row / 2 % 4 : row % 8)) * kChunkBytes;
+  }
   __device__ unsigned char* at(int row, int chunk) const { return data + offset(row, chunk); }
 
-  // Returns where this lane's row of four 8 x 8 matrices, two by two, lies in the tile's first 16 rows and 16 columns.
-  // For `lane_down` the second matrix lies below the first, else to its right. opaque() stops the compiler from keeping
-  // all addresses of a loop in registers.
+  // Returns where this lane's row of four 8 x 8 matrices of 16 bits, two by two, lies in the tile's first 16 rows and
+  // its first step of columns. For `lane_down` the second matrix lies below the first, else to its right. opaque()
+  // stops the compiler from keeping all addresses of a loop in registers.
   __device__ uint32_t lane_down() const {
     const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
     return address() + offset(lane % 16, lane / 16);
@@ -42,7 +49,7 @@ struct SharedTile {
     const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
     return address() + offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   }
-  // Returns what lies 16 `rows` rows down and 16 `columns` columns to the right of one of these two.
+  // Returns what lies 16 `rows` rows down and `columns` steps to the right of one of these two.
   static __device__ uint32_t move(uint32_t lane, int rows, int columns) {
     return (lane ^ columns % 4 * 32) + columns / 4 * 128 + rows * 16 * kRowBytes;
   }
@@ -54,7 +61,8 @@ struct SharedTile {
 // elements apart. A thread has the same chunk of every kRowsAtOnce-th row.
 template <int Threads, class Tile>
 struct TileLoader {
-  static constexpr int kChunks = Tile::kColumns / kChunkColumns, kRowsAtOnce = Threads / kChunks;
+  static constexpr int kChunk = kChunkColumns<typename Tile::Element>;
+  static constexpr int kChunks = Tile::kColumns / kChunk, kRowsAtOnce = Threads / kChunks;
   static constexpr int kLoads = Tile::kRows / kRowsAtOnce;
   static_assert(Threads % kChunks == 0 && Tile::kRows % kRowsAtOnce == 0);
   // Where the rows of a thread lie a multiple of the swizzle's period apart, their offsets differ by a constant.
@@ -65,7 +73,7 @@ struct TileLoader {
   static __device__ int first() { return ptx::opaque(static_cast<int>(threadIdx.x)) / kChunks; }
   // Returns where this thread starts in the tile whose first row is `from`.
   static __device__ const typename Tile::Element* source(const typename Tile::Element* from, int64_t stride) {
-    return from + first() * stride + chunk() * kChunkColumns;
+    return from + first() * stride + chunk() * kChunk;
   }
   // Loads a whole tile. The caller closes the group.
   static __device__ void load(const Tile& tile, const typename Tile::Element* source, int64_t stride) {
@@ -74,14 +82,14 @@ struct TileLoader {
       source += kRowsAtOnce * stride;
     });
   }
-  // The same where rows outside of `rows` and columns from `columns` on, a multiple of 8, become zeros. Those rows are
+  // The same where rows outside of `rows` and columns from `columns` on, in whole chunks, become zeros. Those rows are
   // not read.
   static __device__ void load_part(const Tile& tile, const typename Tile::Element* source, int64_t stride,
                                    const Interval& rows, int columns) {
-    const auto* const anywhere = source - first() * stride - chunk() * kChunkColumns;
+    const auto* const anywhere = source - first() * stride - chunk() * kChunk;
     each(tile, [&](int i, uint32_t to) {
       const int row = first() + i * kRowsAtOnce;
-      const bool present = row >= rows.first && row < rows.last && chunk() * kChunkColumns < columns;
+      const bool present = row >= rows.first && row < rows.last && chunk() * kChunk < columns;
       ptx::cp_async(to, present ? source : anywhere, present ? kChunkBytes : 0);
       source += kRowsAtOnce * stride;
     });

@@ -16,15 +16,16 @@ Rotation rotation_of(int64_t dim) {
   return r;
 }
 
-bool wants_mean_logit(const Problem& p) { return p.lse.present() || p.sinks.present(); }
+bool wants_mean_logit(const Problem& p) { return p.lse.present() || p.sinks.present() || p.softcap != 0.f; }
 
 View view_8bit(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
   return {OCTET_I8, data, {batch, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}, nullptr};
 }
 
-Int8Logits::Int8Logits(const Problem& p, int64_t dim, int tile, WorkspaceAllocator& workspace)
+Int8Logits::Int8Logits(const Problem& p, const View& k, const SeenCounts& seen_counts, int64_t dim, int tile,
+                       WorkspaceAllocator& workspace)
     : params_{.q = strided(p.q),
-              .k = strided(p.k),
+              .k = strided(k),
               .v = strided(p.v),
               .dim = dim <= 64    ? 64
                      : dim <= 128 ? 128
@@ -35,7 +36,8 @@ Int8Logits::Int8Logits(const Problem& p, int64_t dim, int tile, WorkspaceAllocat
                        tile, mask_of(p), static_cast<int>(p.tokens_q), static_cast<const int*>(p.cu_seqlens_q.data)},
               .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
               .q_type = QuantizedFormat::s8,
-              .k_type = QuantizedFormat::s8},
+              .k_type = QuantizedFormat::s8,
+              .seen_counts = seen_counts},
       batch_(p.batch),
       dim_(dim),
       queries_(p.tokens_q),

@@ -21,8 +21,10 @@ View view_8bit(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t c
 // tiles of `tile` keys.
 class Int8Logits {
  public:
-  // `dim` is the kernel's, `tile` the keys that it takes at a time.
-  Int8Logits(const Problem& p, int64_t dim, int tile, WorkspaceAllocator& workspace);
+  // `dim` is the kernel's, `tile` the keys that it takes at a time, `k` that of the problem or a copy of which
+  // `seen_counts` tells.
+  Int8Logits(const Problem& p, const View& k, const SeenCounts& seen_counts, int64_t dim, int tile,
+             WorkspaceAllocator& workspace);
   void quantize(cudaStream_t stream) const;
   unsigned* counter() const { return static_cast<unsigned*>(scratch_); }         // 0 after quantize()
   View q() const { return view(params_.q_quantized, params_.heads, queries_); }  // [batch, head, token, dim]

@@ -34,6 +34,15 @@ struct Channels {
   float *k_mean, *v_mean, *v_scale, *v_inverse;
 };
 
+// How many keys of each (batch, kv_head) some query sees, where a mask tensor hides others, which are 0 then: these do
+// not count in means. Null: all that positional masks leave.
+struct SeenCounts {
+  const int* data;
+  int batches, heads;  // 1 where the mask is the same for all
+
+  __device__ int of(int batch, int head) const { return data[batch % batches * heads + head % heads]; }
+};
+
 enum class QuantizedFormat { none, s8, e4m3 };
 
 // The scale of prequantized values, for each (batch, head); null data means 1.
@@ -76,6 +85,7 @@ struct QuantizeParams {
   // logarithm NaN and the inverse 0.
   float* v_scale;
   float* mean_logit;  // [batch, head, token]: q times the mean of its keys; null: not wanted
+  SeenCounts seen_counts;
 };
 
 // Returns the bytes of scratch memory that `quantize` needs, at a multiple of 256. `quantize` only sets the first word

@@ -41,7 +41,7 @@ constexpr Row row(const ForwardFormats& formats) {
   return {formats, kKernels<Precision, TileRows::queries>, kKernels<Precision, TileRows::pairs>};
 }
 constexpr Row kRows[] = {row<PrecisionF32>(kF32), row<PrecisionF16>(kF16), row<PrecisionBf16>(kBf16),
-                         row<PrecisionBf16F16Compute>(kBf16F16Compute)};
+                         row<PrecisionBf16F16Compute>(kBf16F16Compute), row<PrecisionInt8F16>(kInt8F16)};
 
 const Row* row_of(const ForwardFormats& formats) {
   const auto* const row =
@@ -72,6 +72,8 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
                        .numerics = numerics,
                        .general = logits != Logits::plain,
                        .f32 = numerics.formats == kF32,
+                       .int8_qk = numerics.formats.qk == OCTET_I8,
+                       .scales_v = numerics.scales_v(p.v.dtype),
                        .tile_queries = kernel.rows,
                        .tiles = query_tiles(p, kernel.rows)};
   if (!numerics.splits_keys()) return choice;

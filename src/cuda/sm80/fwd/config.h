@@ -79,6 +79,17 @@ struct F16HalvesTile<Dims256x128> : F16HalvesTile<Dims128> {
   static constexpr int kWarps = 2, kKeys = 16;
 };
 
+// q and k in int8, P and v in f16. At 64 and 128 a card with 99 KB of shared memory holds two thread blocks.
+template <class Dims, Logits logits, TileRows rows>
+struct Int8QkTile : ForwardTile<Dims, logits, rows> {};
+template <Logits logits>
+struct Int8QkTile<Dims128, logits, TileRows::queries> : ForwardTile<Dims128, logits, TileRows::queries> {
+  static constexpr int kKeys = 32;
+};
+
+// The keys of each sequence of 8-bit operands are padded to a multiple of this number, which is one of kKeys.
+constexpr int kLaidOutKeys = 64;
+
 // The kind of problem that a kernel is compiled for.
 template <class Precision_, class Dims_, Logits logits, TileRows rows>
 struct ForwardKind {

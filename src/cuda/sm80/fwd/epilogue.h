@@ -81,8 +81,8 @@ __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks]
       inverse[row] = l == 0.f ? 0.f : v_scale / l;
       const float origin = softmax[block].template origin<Precision::kPExponent>(row, softmax[block].m[row]);
       if constexpr (kPairs)
-        if (a.statistics.data && present) *output_row<RowStatistics>(a.statistics, at) = {origin, l, row_bias_of(at)};
-      RowSum<> sum = RowSum<>::of(origin, l, row_bias_of(at));
+        if (a.statistics.data && present) *output_row<RowStatistics>(a.statistics, at) = {origin, l, lse_bias_of(at)};
+      RowSum<> sum = RowSum<>::of(origin, l, lse_bias_of(at));
       if (a.sinks.data) share[row] = sum.add_sink(a.sinks.at(shared.q_tile.batch, head_of(at)));
       if (a.lse.data && present) *output_row<float>(a.lse, at) = sum.lse();
     }
@@ -148,7 +148,7 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
       return value(key, channel);
     };
     UnmaskedRow<Dims::kDimV> result = attend_row<Dims::kDimV>(split_of(range_of(row)), a.dim_v, logit, seen_value);
-    RowSum<> sum{result.log2_sum, terms.row_bias};
+    RowSum<> sum{result.log2_sum, terms.row_bias + Operands::mean_logit(*this, row)};
     result.scale(sum.add_sink(a.sinks.at(shared.q_tile.batch, head)), [&](int channel) -> float2 {
       const int64_t of_head = int64_t{kv} * Dims::kDimV;
       return {a.v_scale ? a.v_scale[kv] : 1.f, kCompensated<Precision> ? a.v_mean[of_head + channel] : 0.f};

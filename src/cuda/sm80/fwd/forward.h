@@ -71,9 +71,7 @@ struct Forward {
     unsigned char q[Operands::kTiles][TileQ::kBytes];
     unsigned char k[Tile::kStages][Operands::kTiles][TileK::kBytes];
     unsigned char v[Tile::kStages][Operands::kTiles][TileV::kBytes];
-    // The factors of tokens, where they have some.
-    float q_factor[Operands::kHasFactors ? kRows : 1], k_factor[Tile::kStages][Operands::kHasFactors ? kKeys : 1];
-    float v_factor[Tile::kStages][Operands::kHasFactors ? kKeys : 1];
+    typename Operands::template Factors<kRows, kKeys, Tile::kStages> factors;
     // A tile of the mask tensor. Where kMasked it follows this struct, with the bytes that its type takes.
     alignas(kChunkBytes) unsigned char mask[Tile::kStagesMask && !kMasked ? kRows * mask_row_bytes(kKeys, sizeof(float))
                                                                           : 16];
@@ -87,7 +85,6 @@ struct Forward {
     // Its first key.
     const QkType* k_start;
     const PType* v_start;
-    const float *k_factors, *v_factors;
     // With kMasked: where the mask of the tile of queries starts, and where the classes of each warp's tiles start.
     const unsigned char* mask_start;
     const int* mask_classes[kMasked ? Tile::kWarps : 0];
@@ -226,7 +223,8 @@ struct Forward {
     return {shared.slope, shared.row_bias[at], i + shared.q_tile.k_tokens - shared.q_tile.q_tokens, shared.nearest[at],
             a.terms.mask_row(shared.q_tile.batch, shared.q_tile.head, i)};
   }
-  // Returns what the logits of a row lack.
+  // Returns what the logits of a row lack, without and with what the smoothing of k took from them.
+  __device__ float lse_bias_of(int row) const { return row_bias_of(row) + Operands::mean_logit(*this, row); }
   __device__ float row_bias_of(int row) const {
     const int at = row - shared.q_tile.q_start;
     return kPlain ? 0.f : kPairs ? shared.terms[at].row_bias : shared.row_bias[at];

@@ -1,19 +1,17 @@
 // The forward pass on the host: operands, scheduler, launch.
 #include <algorithm>
-#include <vector>
 
 #include "core/error.h"
 #include "core/names.h"
-#include "cuda/fragment/precision.h"
 #include "cuda/host/backend.h"
 #include "cuda/host/card.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/masks.h"
-#include "cuda/operands/seen.h"
 #include "cuda/scheduler/query_tiles.h"
 #include "cuda/sm80/fwd/choose.h"
 #include "cuda/sm80/fwd/combine.h"
+#include "cuda/sm80/fwd/inputs.h"
 #include "cuda/sm80/fwd/params.h"
 #include "cuda/sm80/passes.h"
 
@@ -30,13 +28,7 @@ HeadGroups groups_of(const Problem& p, const ForwardChoice& choice) {
   return head_groups_of(all, query_blocks(p, choice.tile_queries), in_l2, 2 * gpu.multiprocessors);
 }
 
-// Returns up to `count` channels of a tensor, from channel `first` on.
-View columns_of(View t, int64_t first, int64_t count) {
-  if (t.data)
-    t.data = static_cast<unsigned char*>(t.data) + first * t.stride[3] * static_cast<int64_t>(bytes_of(t.dtype));
-  t.shape[3] = std::min(t.shape[3] - first, count);
-  return t;
-}
+// Returns the channels of an output from channel `first` on.
 Output columns_of(Output t, int64_t first) {
   const int bytes = t.element == Element::f32 ? 4 : t.element == Element::i8 ? 1 : 2;
   if (t.data) t.data = static_cast<unsigned char*>(t.data) + first * bytes;
@@ -48,20 +40,10 @@ Output columns_of(Output t, int64_t first) {
 Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace) {
   const ForwardChoice choice = choose_forward(p, numerics);
   const ForwardKernel& kernel = choice.kernel;
-  const octet_dtype type = numerics.type();
-  const bool scaled = numerics.f16_p_and_v(), splits = choice.splits > 1, halves = choice.f32;
+  const bool splits = choice.splits > 1;
   WorkspaceAllocator allocator(workspace);
   int* const blocks_before = allocate_blocks_before(p, allocator);
-  const SeenValues seen_v(p, allocator);
-  const View none;
-  const Input q(halves ? none : p.q, type, allocator), k(halves ? none : p.k, type, allocator),
-      v(halves || scaled ? none : seen_v.view(), type, allocator);
-  const ScaledInput v_scaled(scaled ? seen_v.view() : none, type, scaled ? kernel.dim_v : 0, allocator);
-  const F16HalvesInput q_halves(halves ? p.q : none, kernel.dim, NonFinite::kept, allocator),
-      k_halves(halves ? p.k : none, kernel.dim, NonFinite::kept, allocator);
-  std::vector<F16HalvesInput> v_halves;
-  for (int64_t first = 0; halves && first < p.dim_v; first += kernel.dim_v)
-    v_halves.emplace_back(columns_of(seen_v.view(), first, kernel.dim_v), kernel.dim_v, NonFinite::kept, allocator);
+  const ForwardInputs inputs(p, choice, allocator);
   const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
   const MaskClasses classes =
@@ -77,36 +59,24 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
         choice.kernel.keys, " tiles",
         choice.few ? text(", ", choice.tile_heads, " heads in a tile, keys in ", choice.splits, " splits") : "");
   };
-  auto run = [=, &p, v_halves = std::move(v_halves)](cudaStream_t stream) {
+  auto run = [=, &p](cudaStream_t stream) {
     if (!p.o.elements()) return;
     const ForwardKernel& kernel = choice.kernel;
     ForwardParams a{};
     a.scheduler =
         tile_scheduler(p, choice.tile_queries, groups_of(p, choice), blocks_before, stream, choice.tile_heads);
-    seen_v.preprocess(stream);
     compute_row_biases(p, terms, stream);
     if (kernel.masked) classify(p, terms, classes, stream);
-    if (halves) {
-      q_halves.preprocess(stream), k_halves.preprocess(stream);
-      for (const F16HalvesInput& input : v_halves) input.preprocess(stream);
-      a.q = q_halves.view().tensor, a.q_factors = q_halves.view().factors;
-      a.k = k_halves.view().tensor, a.k_factors = k_halves.view().factors;
-    } else {
-      q.preprocess(stream), k.preprocess(stream);
-      scaled ? v_scaled.preprocess(seen_keys(p), stream) : v.preprocess(stream);
-      a.q = output(q.view()), a.k = output(k.view()), a.v = output(scaled ? v_scaled.view() : v.view());
-    }
+    inputs.preprocess(p, stream);
+    inputs.set(p, a);
     a.mask = mask_of(p);
     a.tile_heads = choice.tile_heads;
     a.group = static_cast<int>(p.group() / choice.tile_heads);
-    a.dim = static_cast<int>(halves ? kernel.dim : p.dim);
-    a.whole_columns = halves || (p.dim == kernel.dim && p.dim_v == kernel.dim_v);
     a.terms = terms;
     a.mask_classes = classes;
     constexpr double kLog2e = 1.4426950408889634;
     a.scale_log2e = static_cast<float>(choice.general ? kLog2e : p.scale * kLog2e);
     a.beta = choice.numerics.beta, a.beta_limit = choice.numerics.beta_limit;
-    a.v_scale = scaled ? v_scaled.scale() : nullptr, a.v_mean = v_scaled.v_mean();
     CombineParams c{.split_o = split_o,
                     .statistics = statistics,
                     .splits = choice.splits,
@@ -123,10 +93,7 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     allow_shared_bytes(kernel.function, kernel.shared_bytes);
     for (int64_t first = 0; first < p.dim_v; first += kernel.dim_v) {
       a.dim_v = static_cast<int>(std::min<int64_t>(p.dim_v - first, kernel.dim_v));
-      if (halves) {
-        const F16HalvesView v_view = v_halves[first / kernel.dim_v].view();
-        a.v = v_view.tensor, a.v_factors = v_view.factors;
-      }
+      inputs.set_v(first, a);
       c.dim_v = a.dim_v;
       c.o = columns_of(o.output(), first), c.o_residual = columns_of(o_residual.output(), first);
       if (splits)

@@ -11,14 +11,13 @@ __device__ inline void Forward<Kind>::load_q() const {
   const auto row_of_q = [&](int row) {
     return a.q.row<QkType>(shared.q_tile.batch, head_of(row), int64_t{shared.q_tile.q_first} + query_of(row));
   };
-  Operands::load_q_factors(*this);
 #pragma unroll
   for (int which = 0; which < Operands::kTiles; ++which) {
     if constexpr (kPairs) {
-      constexpr int kChunks = Dims::kDim / kChunkColumns;
+      constexpr int kColumns = kChunkColumns<QkType>, kChunks = Dims::kDim / kColumns;
 #pragma unroll 1
       for (int i = static_cast<int>(threadIdx.x); i < kRows * kChunks; i += kThreads) {
-        const int row = i / kChunks, column = i % kChunks * kChunkColumns;
+        const int row = i / kChunks, column = i % kChunks * kColumns;
         const bool present = start + row < rows_end() && column < a.dim;
         ptx::cp_async(q(which).address() + TileQ::offset(row, i % kChunks),
                       row_of_q(present ? start + row : start) + which * Dims::kDim + (present ? column : 0),
@@ -203,7 +202,7 @@ template <class Kind>
 __device__ inline void Forward<Kind>::start_sequence() const {
   const int kv_head = shared.q_tile.head / a.group;
   shared.seen = a.mask.seen(shared.q_tile.q_tokens, shared.q_tile.k_tokens);
-  shared.k_start = a.k.row<QkType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
+  shared.k_start = a.k.row<QkType>(shared.q_tile.batch, kv_head, Operands::first_key(*this));
   shared.v_start = a.v.row<PType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
   if constexpr (kMasked)
     shared.mask_start = a.terms.mask_at(shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_start, 0);
@@ -216,7 +215,7 @@ __device__ inline void Forward<Kind>::start_rows(Softmax (&softmax)[kRowBlocks],
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
     o[block].zero();
-    softmax[block].scale_log2 = {a.scale_log2e, a.scale_log2e};
+    softmax[block].scale_log2 = Operands::scale_log2(*this, block);
     if constexpr (kGeneral) softmax[block].beta = a.beta, softmax[block].limit = a.beta_limit;
     // Smaller logits, as of the smallest number of the mask's type, have a P of 0 beside any other key.
     if constexpr (kMasked) softmax[block].m = {-0x1p127f, -0x1p127f};
@@ -235,6 +234,7 @@ __device__ inline void Forward<Kind>::run() const {
   start_tiles();
   if constexpr (kMasked) skip_hidden_tiles();
   if constexpr (!kPlain) start_terms();
+  Operands::load_q_factors(*this);
   __syncthreads();
   load_q();
   ptx::cp_async_commit();

@@ -5,6 +5,7 @@
 #include "cuda/fragment/sinks.h"
 #include "cuda/scheduler/tile_scheduler.h"
 #include "cuda/sm80/f16_halves.h"
+#include "cuda/sm80/fwd/key_factors.h"
 #include "cuda/sm80/logits.h"
 #include "cuda/sm80/mask_classes.h"
 
@@ -18,7 +19,10 @@ struct RowStatistics {
 
 struct ForwardParams {
   Output q, k, v;                                // in the kernel's element types
-  TokenFactors q_factors, k_factors, v_factors;  // where operands are f16 halves
+  TokenFactors q_factors, k_factors, v_factors;  // where operands are f16 halves; q_factors also where q is int8
+  // Where q and k are int8: the factors of keys, and what the mean that was subtracted from k would add to q.k.
+  KeyPairFactorsView k_pair_factors;
+  TokenFactors mean_logit;  // null: nobody wants to know
   TileScheduler scheduler;
   Mask mask;
   int group;  // heads of q per head of k and v; with few queries, heads of tiles

@@ -51,9 +51,7 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
           .numerics = numerics,
           .p_8bit = p_8bit(formats),
           .quantizes_qk = formats == kInt8F16,
-          // An f16 v stays as it is, and f16 represents all values of e4m3.
-          .scales_v =
-              numerics.f16_p_and_v() || (formats == kInt8F16 && (p.v.dtype == OCTET_BF16 || p.v.dtype == OCTET_F32)),
+          .scales_v = numerics.scales_v(p.v.dtype),
           .q = q_came ? QuantizedFormat::none : qk,
           .k = k_came ? QuantizedFormat::none : qk,
           .v = formats.v == OCTET_I8 ? QuantizedFormat::s8 : QuantizedFormat::e4m3,
