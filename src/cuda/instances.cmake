@@ -32,11 +32,11 @@ octet_instance(sm90/bwd F16 instances.h "Kernel backward_kernel<F16, Bins::first
 octet_instance(sm90/bwd F16_further instances.h "Kernel backward_kernel<F16, Bins::further>(int64_t, Sums)")
 
 # sm80: which kernels there are is said in sm80/kinds.h and by the choose.cu of each pass.
-foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16)
+foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16 Int8)
   foreach(logits plain masked general)
     foreach(rows queries pairs)
-      if(NOT "${precision}_${logits}" STREQUAL F32_masked AND NOT "${logits}_${rows}" STREQUAL masked_pairs AND
-         NOT "${precision}_${rows}" STREQUAL Bf16F16Compute_pairs)
+      if(NOT "${precision}_${logits}" MATCHES "^(F32|Int8)_masked$" AND NOT "${logits}_${rows}" STREQUAL masked_pairs AND
+         NOT "${precision}_${rows}" MATCHES "^(Bf16F16Compute|Int8)_pairs$")
         octet_instance(sm80/fwd ${precision}_${logits}_${rows} kernel.h
           "ForwardKernel forward_kernel_of<Precision${precision}, Logits::${logits}, TileRows::${rows}>(int64_t)")
       endif()

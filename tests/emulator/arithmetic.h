@@ -37,9 +37,10 @@ constexpr auto multiply = []<class T>(T a, T b) {
   else
     return a * b;
 };
-// cvt.pack.sat.s8.s32.b32: a and b become the lower bytes, b the lowest, and those of c move up.
-constexpr auto pack_s8 = [](s32 a, s32 b, u32 c) {
-  const auto byte = [](s32 x) { return static_cast<u32>(static_cast<u8>(std::clamp(x, -128, 127))); };
+// cvt.pack.sat.{s8, u8}.s32.b32: a and b become the lower bytes, b the lowest, and those of c move up.
+template <s32 low, s32 high>
+constexpr auto pack_bytes = [](s32 a, s32 b, u32 c) {
+  const auto byte = [](s32 x) { return static_cast<u32>(static_cast<u8>(std::clamp(x, low, high))); };
   return c << 16 | byte(a) << 8 | byte(b);
 };
 constexpr auto multiply_high = []<class T>(T a, T b) {

@@ -303,7 +303,9 @@ struct Statement {
       out.run = of_type(type, []<class T>(T) -> Handler { return ternary<select, T, T, T, u8>; });
     } else if (operation == "cvt" && has("pack")) {
       take_all(4);
-      if (has("s8")) out.run = ternary<pack_s8, u32, s32, s32, u32>;
+      out.run = has("s8")   ? ternary<pack_bytes<-128, 127>, u32, s32, s32, u32>
+                : has("u8") ? ternary<pack_bytes<0, 255>, u32, s32, s32, u32>
+                            : nullptr;
     } else if (operation == "cvt") {
       const std::string& to = name[name.size() - 2];
       const std::string rounding = name.size() > 3 ? name[1] : "";

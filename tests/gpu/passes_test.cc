@@ -123,12 +123,10 @@ struct Kind {
 
   bool sixteen_bits() const { return precision == Precision::bf16 || precision == Precision::f16; }
   bool reads_e4m3() const { return !sixteen_bits() && precision != Precision::f32; }
-  // Weights and values of 16 bits or more: head dims up to 256.
-  bool wide() const { return !reads_e4m3() || precision == Precision::int8_f16; }
 };
 
 bool supported(const Case& c, const Inputs& in, const Kind& kind) {
-  const bool dims = kind.wide() || std::max(c.dim, c.dim_v) <= 128;
+  const bool dims = std::max(c.dim, c.dim_v) <= gpu_most_dim(kind.precision);
   return gpu_computes(kind.pass, kind.precision) && gpu_takes_logits(c, in.mask_dtype, in.mask.shape) &&
          (c.dtype != DType::e4m3 || kind.reads_e4m3() || gpu_takes_e4m3_as_numbers()) && dims;
 }
@@ -262,7 +260,7 @@ class GpuCodes : public testing::TestWithParam<Precision> {};
 TEST_P(GpuCodes, are_those_of_the_oracle) {
   if (!gpu_computes(Pass::forward, GetParam())) GTEST_SKIP() << "this backend computes no " << name(GetParam());
   std::vector<int64_t> dims = {64, 128, 40, 96};
-  if (GetParam() == Precision::int8_f16) dims.insert(dims.end(), {192, 256});
+  if (gpu_most_dim(GetParam()) == 256) dims.insert(dims.end(), {192, 256});
   for (const int64_t dim : dims)
     for (const DType dtype : {DType::bf16, DType::f32}) {
       const Case c{.name = "one_step",

@@ -29,9 +29,15 @@ inline bool tests_sm80() { return std::string(gpu_backend()) == "sm80"; }
 // Whether this backend has a pass of a precision.
 inline bool gpu_computes(Pass pass, Precision precision) {
   const bool sixteen_bits = precision == Precision::bf16 || precision == Precision::f16;
-  if (tests_sm80())
-    return sixteen_bits || precision == Precision::f32 || (precision == Precision::int8_f16 && pass == Pass::forward);
+  const bool int8 = precision == Precision::int8 || precision == Precision::int8_f16;
+  if (tests_sm80()) return sixteen_bits || precision == Precision::f32 || (int8 && pass == Pass::forward);
   return precision != Precision::f32 && (pass == Pass::forward || (sixteen_bits && pass == Pass::backward));
+}
+// The largest head dim for which the backend has a precision.
+inline int64_t gpu_most_dim(Precision precision) {
+  const bool wide = precision == Precision::f32 || precision == Precision::bf16 || precision == Precision::f16 ||
+                    precision == Precision::int8_f16;
+  return tests_sm80() || wide ? 256 : 128;
 }
 // Whether the backend computes softcap, ALiBi and mask tensors of every kind.
 inline bool gpu_has_general_logits() { return tests_sm80(); }

@@ -55,7 +55,8 @@ class Nowhere : public Place {
   bool finish() override { return false; }
 };
 
-// The general backend solves whatever the CPU solves in f32, f16 and bf16, but for the backward pass of gproj.
+// The general backend solves whatever the CPU solves in f32, f16 and bf16, and forward in int8 and int8_f16, but for
+// the backward pass of gproj.
 TEST(GpuRejections, are_none_of_what_the_cpu_solves) {
   if (!tests_sm80()) GTEST_SKIP() << "this backend leaves problems to sm80";
   uint64_t solved = 0, rejected = 0;
@@ -73,10 +74,13 @@ TEST(GpuRejections, are_none_of_what_the_cpu_solves) {
   for (const Case& c : cases()) {
     const Inputs in = draw(c, 1);
     for (const Pass pass : {Pass::forward, Pass::backward, Pass::jvp})
-      for (const Precision precision : {Precision::f32, Precision::f16, Precision::bf16})
+      for (const Precision precision :
+           {Precision::f32, Precision::f16, Precision::bf16, Precision::int8, Precision::int8_f16})
         for (const BiasCorrection bias_correction : {f16, none, beta, exact_delta}) {
+          if (!gpu_computes(pass, precision)) continue;
+          const bool corrects = precision == Precision::f16 || precision == Precision::bf16;
           Attention attention = attention_of(c, precision, nullptr);
-          if ((precision == Precision::f32 || pass == Pass::jvp) && bias_correction != f16) continue;
+          if ((!corrects || pass == Pass::jvp) && bias_correction != f16) continue;
           attention.bias_correction = bias_correction;
           ask(c, in, attention, pass, std::string(c.name) + ' ' + name(pass) + ' ' + name(precision));
         }
@@ -86,8 +90,10 @@ TEST(GpuRejections, are_none_of_what_the_cpu_solves) {
     const RandomProblem x = random_problem(first + i);
     ask(x.c, x.in, x.attention, x.pass, text(x));
   }
-  std::printf("of what the CPU solves in f32, f16 and bf16, sm80 solves %llu problems and rejects %llu\n",
-              static_cast<unsigned long long>(solved), static_cast<unsigned long long>(rejected));
+  std::printf(
+      "of what the CPU solves in f32, f16, bf16, and forward in int8 and int8_f16, sm80 solves %llu problems and "
+      "rejects %llu\n",
+      static_cast<unsigned long long>(solved), static_cast<unsigned long long>(rejected));
   EXPECT_GT(solved, 0u);
   EXPECT_EQ(rejected, 0u);
 }

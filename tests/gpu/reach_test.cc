@@ -94,10 +94,7 @@ Attention attention_for(const Case& c, const Kind& kind) {
   a.deterministic = kind.deterministic;
   return a;
 }
-bool has_dims(const Case& c, Precision precision) {
-  const bool wide = precision == Precision::bf16 || precision == Precision::f16 || precision == Precision::int8_f16;
-  return wide || std::max(c.dim, c.dim_v) <= 128;
-}
+bool has_dims(const Case& c, Precision precision) { return std::max(c.dim, c.dim_v) <= gpu_most_dim(precision); }
 
 // Heads that share the last head of k and v, the one that is spoiled.
 int64_t kv_of(const Case& c, int64_t h) { return h / (c.heads / c.kv_heads); }

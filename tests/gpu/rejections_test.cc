@@ -102,12 +102,12 @@ std::vector<Rejected> rejected_by_both() {
 std::vector<Rejected> rejected_by_sm80() {
   std::vector<Rejected> list = rejected_by_both();
   list.push_back({{.quantized_v = true}, "v is quantized; it takes f32, f16, bf16 and e4m3 as they are"});
-  for (const Precision p :
-       {Precision::int8, Precision::int8_fp8, Precision::fp8, Precision::fp8_raw, Precision::sagebwd})
-    list.push_back({with_precision(p), "it has no " + std::string(name(p)) + "; it has: f32, f16, bf16, int8_f16"});
-  for (const Precision p : {Precision::int8, Precision::fp8, Precision::sagebwd})
-    list.push_back({with_precision(p, Pass::backward),
-                    "it has no " + std::string(name(p)) + "; it has: f32, f16, bf16, int8_f16"});
+  const std::string has = "; it has: f32, f16, bf16, int8, int8_f16";
+  for (const Precision p : {Precision::int8_fp8, Precision::fp8, Precision::fp8_raw, Precision::sagebwd})
+    list.push_back({with_precision(p), "it has no " + std::string(name(p)) + has});
+  for (const Precision p : {Precision::fp8, Precision::sagebwd})
+    list.push_back({with_precision(p, Pass::backward), "it has no " + std::string(name(p)) + has});
+  list.push_back({with_precision(Precision::int8, Pass::backward), "it has no int8 backward pass; it has: forward"});
   list.push_back({with_precision(Precision::int8_f16), "smooth_q is not in its kernels"});
   list.back().asked.attention.smooth_q = Switch::on;
   list.push_back({{.device = 200}, "device 200 is no GPU of compute capability 8.0 or later"});
@@ -170,9 +170,9 @@ TEST(Choice, of_sm90_with_a_key_mask) {
   }
 }
 
-// Whatever the environment names: sm80 is chosen for what sm90 declines of 16 bits and f32.
+// Whatever the environment names: sm80 is chosen for what sm90 declines of 16 bits, f32 and int8.
 TEST(Choice, of_sm80_where_sm90_declines) {
-  std::vector<Asked> all(8);
+  std::vector<Asked> all(11);
   all[0].pass = Pass::jvp;
   all[1].attention.precision = Precision::f32;
   all[2].mask = DType::boolean;
@@ -181,6 +181,9 @@ TEST(Choice, of_sm80_where_sm90_declines) {
   all[5].alibi = true, all[5].pass = Pass::backward;
   all[6].tokens_q = 1, all[6].tokens_k = 4096;  // it could, but would leave most multiprocessors idle
   all[7].k_dtype = DType::e4m3;
+  all[8].attention.precision = Precision::int8, all[8].dim = 160;
+  all[9].attention.precision = Precision::int8, all[9].attention.softcap = 2.f;
+  all[10].attention.precision = Precision::int8_f16, all[10].mask = DType::bf16;
   for (Asked& x : all) {
     x.attention.backend = "";
     const std::string answer = answer_to(x);

@@ -231,10 +231,7 @@ Attention attention_for(const Case& c, const Kind& kind) {
   a.deterministic = kind.deterministic;
   return a;
 }
-bool fits(const Case& c, Precision precision) {
-  const bool wide = precision == Precision::bf16 || precision == Precision::f16 || precision == Precision::int8_f16;
-  return wide || std::max(c.dim, c.dim_v) <= 128;
-}
+bool fits(const Case& c, Precision precision) { return std::max(c.dim, c.dim_v) <= gpu_most_dim(precision); }
 
 // A sink takes its share of every row, whatever the kernel: o is that without it times exp(lse - lse'), where lse' is
 // the log of the sum of both. It may be far above and below the logits.

@@ -51,8 +51,7 @@ bool has_backward(Precision p) {
 
 std::vector<int64_t> dims_of(Precision p) {
   if (p == Precision::f32 || p == Precision::bf16 || p == Precision::f16) return {64, 80, 128, 160, 256};
-  if (p == Precision::int8_f16) return {64, 128, 256};
-  return {64, 128};
+  return gpu_most_dim(p) == 256 ? std::vector<int64_t>{64, 128, 256} : std::vector<int64_t>{64, 128};
 }
 
 void round_inputs(const Case& c, Inputs& in) {

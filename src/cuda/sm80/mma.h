@@ -31,7 +31,7 @@ __device__ void load_columns(Operand<T, Rows>& a, const Tile& tile, int column_b
 // Adds the products of one step of the index of summation to d, of 16 numbers of 16 bits or 32 of 8. left(m) returns
 // the m-th 16 rows of the left operand, right(n) the address from which `load` has the n-th 16 columns of the right
 // one.
-template <class T, auto load, int M, int Columns, class Sum, class Left, class Right>
+template <class A, class B, auto load, int M, int Columns, class Sum, class Left, class Right>
 __device__ void mma_step(Accumulator<Columns, Sum> (&d)[M], const Left& left, const Right& right) {
 #pragma unroll
   for (int n = 0; n < Columns / 16; ++n) {
@@ -42,24 +42,25 @@ __device__ void mma_step(Accumulator<Columns, Sum> (&d)[M], const Left& left, co
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         Sum* const sums = &d[m].x[8 * n + 4 * half];
-        if constexpr (sizeof(T) == 1)
-          ptx::mma_m16n8k32<T, T>(sums, left(m), &x[2 * half]);
+        if constexpr (sizeof(A) == 1)
+          ptx::mma_m16n8k32<A, B>(sums, left(m), &x[2 * half]);
         else
-          ptx::mma_m16n8k16<T>(sums, left(m), &x[2 * half]);
+          ptx::mma_m16n8k16<A>(sums, left(m), &x[2 * half]);
       }
   }
 }
 
-// d += a b^T, with a in registers and the first rows of b, as many as d has columns.
+// d += a b^T, with a in registers and as many rows of b as d has columns, from row 16 b_block on.
 template <int M, class T, int Depth, int Columns, class Sum, class TileB>
-__device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b) {
+__device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b,
+                        int b_block = 0) {
   static_assert(Depth <= TileB::kColumns && Columns <= TileB::kRows);
-  const uint32_t lane = b.lane_right();
+  const uint32_t lane = TileB::move(b.lane_right(), b_block, 0);
 #pragma unroll
   for (int k_step = 0; k_step < Depth / kStepColumns<T>; ++k_step) {
     const auto left = [&](int m) { return &a[m].x[4 * k_step]; };
     const auto right = [&](int n) { return b.step(lane, n, k_step); };
-    mma_step<T, ptx::ldmatrix>(d, left, right);
+    mma_step<T, typename TileB::Element, ptx::ldmatrix>(d, left, right);
   }
 }
 
@@ -77,7 +78,7 @@ __device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const TileA& a, int r
     for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], a.step(lane_a, m, k_step));
     const auto left = [&](int m) { return rows[m]; };
     const auto right = [&](int n) { return b.step(lane_b, n, k_step); };
-    mma_step<typename TileA::Element, ptx::ldmatrix>(d, left, right);
+    mma_step<typename TileA::Element, typename TileB::Element, ptx::ldmatrix>(d, left, right);
   }
 }
 
@@ -92,7 +93,7 @@ __device__ void mma_AB(Accumulator<Columns> (&d)[M], const Operand<T, Depth> (&a
   for (int k_step = 0; k_step < Depth / 16; ++k_step) {
     const auto left = [&](int m) { return &a[m].x[4 * k_step]; };
     const auto right = [&](int n) { return b.step(lane, k_step, n); };
-    mma_step<T, ptx::ldmatrix_trans>(d, left, right);
+    mma_step<T, T, ptx::ldmatrix_trans>(d, left, right);
   }
 }
 
@@ -112,7 +113,7 @@ __device__ void mma_AB(Accumulator<Columns> (&d)[M], const TileA& a, int row_blo
     for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], a.step(lane_a, m, k_step));
     const auto left = [&](int m) { return rows[m]; };
     const auto right = [&](int n) { return b.step(lane_b, k_step, n); };
-    mma_step<typename TileA::Element, ptx::ldmatrix_trans>(d, left, right);
+    mma_step<typename TileA::Element, typename TileB::Element, ptx::ldmatrix_trans>(d, left, right);
     between(k_step);
   }
 }
@@ -136,7 +137,7 @@ __device__ void mma_AtB(Accumulator<Columns> (&d)[M], const TileA& a, int a_bloc
     for (int m = 0; m < M; ++m) ptx::ldmatrix_trans(rows[m], a.step(lane_a, k_step, m));
     const auto left = [&](int m) { return rows[m]; };
     const auto right = [&](int n) { return b.step(lane_b, k_step, n); };
-    mma_step<typename TileA::Element, ptx::ldmatrix_trans>(d, left, right);
+    mma_step<typename TileA::Element, typename TileB::Element, ptx::ldmatrix_trans>(d, left, right);
     between(k_step);
   }
 }

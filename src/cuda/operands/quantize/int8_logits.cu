@@ -22,11 +22,10 @@ View view_8bit(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t c
   return {OCTET_I8, data, {batch, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}, nullptr};
 }
 
-Int8Logits::Int8Logits(const Problem& p, const View& k, const SeenCounts& seen_counts, int64_t dim, int tile,
-                       WorkspaceAllocator& workspace)
+Int8Logits::Int8Logits(const Problem& p, const KeySide& key_side, int64_t dim, int tile, WorkspaceAllocator& workspace)
     : params_{.q = strided(p.q),
-              .k = strided(k),
-              .v = strided(p.v),
+              .k = strided(key_side.k),
+              .v = strided(key_side.v),
               .dim = dim <= 64    ? 64
                      : dim <= 128 ? 128
                                   : 256,
@@ -37,7 +36,8 @@ Int8Logits::Int8Logits(const Problem& p, const View& k, const SeenCounts& seen_c
               .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
               .q_type = QuantizedFormat::s8,
               .k_type = QuantizedFormat::s8,
-              .seen_counts = seen_counts},
+              .v_type = key_side.quantizes_v ? QuantizedFormat::s8 : QuantizedFormat::none,
+              .seen_counts = key_side.seen_counts},
       batch_(p.batch),
       dim_(dim),
       queries_(p.tokens_q),
@@ -46,11 +46,16 @@ Int8Logits::Int8Logits(const Problem& p, const View& k, const SeenCounts& seen_c
   const int64_t rows = p.batch * p.heads * queries_, key_rows = p.batch * p.kv_heads * keys_;
   const int64_t sequences = p.packed() ? sequences_of(p) : p.batch;
   params_.channels.k_mean = workspace.take<float>(sequences * p.kv_heads * params_.dim);
+  if (key_side.quantizes_v) params_.channels.v_mean = workspace.take<float>(sequences * p.kv_heads * params_.dim);
   scratch_ = workspace.take(quantize_scratch_bytes(params_));
   params_.q_quantized = workspace.take(rows * params_.dim);
   params_.k_quantized = workspace.take(key_rows * params_.dim);
   params_.q_scale = workspace.take<float>(rows);
   params_.k_scale = workspace.take<float>(key_rows);
+  if (key_side.quantizes_v) {
+    params_.v_quantized = workspace.take(key_rows * params_.dim);
+    params_.v_scale = workspace.take<float>(2 * key_rows);
+  }
   if (wants_mean_logit(p)) params_.mean_logit = workspace.take<float>(rows);
 }
 

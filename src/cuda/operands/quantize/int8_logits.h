@@ -1,4 +1,4 @@
-// q and k as int8, and what other quantized operands share with them.
+// q and k as int8, also v, and what other quantized operands share with them.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -17,14 +17,19 @@ bool wants_mean_logit(const Problem& p);
 // Returns the view of a dense [batch, head, row, column] array of bytes.
 View view_8bit(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t columns);
 
-// q and k quantized to int8 with a scale for each token. k is centred by its mean, and its keys are padded to whole
-// tiles of `tile` keys.
+// k and v of a problem, or copies without the keys that a mask tensor hides.
+struct KeySide {
+  View k, v;
+  SeenCounts seen_counts{};
+  bool quantizes_v = false;
+};
+
+// q and k quantized to int8 with a scale for each token, and v too if it is wanted. k and v are centred by their means,
+// and keys are padded to whole tiles of `tile` keys.
 class Int8Logits {
  public:
-  // `dim` is the kernel's, `tile` the keys that it takes at a time, `k` that of the problem or a copy of which
-  // `seen_counts` tells.
-  Int8Logits(const Problem& p, const View& k, const SeenCounts& seen_counts, int64_t dim, int tile,
-             WorkspaceAllocator& workspace);
+  // `dim` is the kernel's, `tile` the keys that it takes at a time.
+  Int8Logits(const Problem& p, const KeySide& key_side, int64_t dim, int tile, WorkspaceAllocator& workspace);
   void quantize(cudaStream_t stream) const;
   unsigned* counter() const { return static_cast<unsigned*>(scratch_); }         // 0 after quantize()
   View q() const { return view(params_.q_quantized, params_.heads, queries_); }  // [batch, head, token, dim]
@@ -33,6 +38,10 @@ class Int8Logits {
   const float* q_scale() const { return params_.q_scale; }
   const float* k_scale() const { return params_.k_scale; }
   const float* mean_logit() const { return params_.mean_logit; }  // null where it is not needed
+  // Where v is quantized: its values with keys along rows, [batch, kv_head, dim, keys], scales and means (quantize.h).
+  View v() const { return view_8bit(params_.v_quantized, batch_, params_.kv_heads, params_.dim, keys_); }
+  const float* v_scale() const { return params_.v_scale; }
+  const float* v_mean() const { return params_.channels.v_mean; }
 
  private:
   View view(void* data, int64_t heads, int64_t rows) const;

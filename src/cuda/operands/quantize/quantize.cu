@@ -250,7 +250,8 @@ void quantize(const QuantizeParams& a, void* scratch, cudaStream_t stream) {
                   : launch<QkType, VType, VecLoader, 128>(p, order, stream);
     };
     if (a.dim == 256)
-      launch<S8, E4m3, VecLoader, 256>(p, order, stream);
+      a.v_type == QuantizedFormat::s8 ? launch<S8, S8, VecLoader, 256>(p, order, stream)
+                                      : launch<S8, E4m3, VecLoader, 256>(p, order, stream);
     else if (a.v_type == QuantizedFormat::s8)
       with_dim(S8{}, S8{});
     else if (a.q_type == QuantizedFormat::s8)

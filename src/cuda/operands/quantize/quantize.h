@@ -65,7 +65,7 @@ struct Rotation {
 struct QuantizeParams {
   Strided q, k, v;
   HeadScale v_input_scale;
-  int dim;  // padded: 64 or 128, or 256 where only q and k are quantized, to int8
+  int dim;  // padded: 64 or 128, or 256 where all that is quantized becomes int8
   int heads, kv_heads;
   KeyTiles keys;
   const int* cu_seqlens_q;

@@ -3,7 +3,7 @@
 #include "cuda/fwd/few_queries.h"
 #include "cuda/host/card.h"
 #include "cuda/sm80/fwd/choose.h"
-#include "cuda/sm80/fwd/operands.h"
+#include "cuda/sm80/fwd/operands_8bit.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/passes.h"
 
@@ -18,7 +18,7 @@ template <class Precision, Logits logits, TileRows rows>
 constexpr KernelOf kernel_of() {
   if constexpr (logits == Logits::masked && (rows == TileRows::pairs || !ForwardOperands<Precision>::kStagesMasks))
     return nullptr;
-  else if constexpr (rows == TileRows::pairs && kCompensated<Precision>)
+  else if constexpr (rows == TileRows::pairs && !ForwardOperands<Precision>::kHasPairs)
     return nullptr;
   else
     return forward_kernel_of<Precision, logits, rows>;
@@ -41,7 +41,7 @@ constexpr Row row(const ForwardFormats& formats) {
   return {formats, kKernels<Precision, TileRows::queries>, kKernels<Precision, TileRows::pairs>};
 }
 constexpr Row kRows[] = {row<PrecisionF32>(kF32), row<PrecisionF16>(kF16), row<PrecisionBf16>(kBf16),
-                         row<PrecisionBf16F16Compute>(kBf16F16Compute), row<PrecisionInt8F16>(kInt8F16)};
+                         row<PrecisionBf16F16Compute>(kBf16F16Compute), row<PrecisionInt8F16>(kInt8F16), row<PrecisionInt8>(kInt8)};
 
 const Row* row_of(const ForwardFormats& formats) {
   const auto* const row =
@@ -73,6 +73,7 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
                        .general = logits != Logits::plain,
                        .f32 = numerics.formats == kF32,
                        .int8_qk = numerics.formats.qk == OCTET_I8,
+                       .int8_v = numerics.formats.v == OCTET_I8,
                        .scales_v = numerics.scales_v(p.v.dtype),
                        .tile_queries = kernel.rows,
                        .tiles = query_tiles(p, kernel.rows)};

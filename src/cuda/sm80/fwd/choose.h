@@ -11,6 +11,7 @@ struct ForwardChoice {
   bool general;      // logits are more than scale q.k, or the maximum is shifted
   bool f32;          // operands are f16 halves
   bool int8_qk;      // q and k become int8
+  bool int8_v;       // so does v, with a scale for each token
   bool scales_v;     // v becomes f16, divided by a power of two for each head
   bool few = false;  // the kernel is one for few queries
   int tile_heads = 1, tile_queries, splits = 1;

@@ -87,6 +87,23 @@ struct Int8QkTile<Dims128, logits, TileRows::queries> : ForwardTile<Dims128, log
   static constexpr int kKeys = 32;
 };
 
+// P and v in 8 bits too. Each query has one scale of P for the keys of a tile, which are those of the recipe. At 256 there
+// is no room for the tile of a mask tensor.
+template <class Dims, Logits logits>
+struct Int8Tile {
+  static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 64, kBlocks = 2, kStages = 2;
+  static constexpr bool kQRegisters = false, kStagesMask = logits != Logits::plain, kRepeats = false;
+};
+template <Logits logits>
+struct Int8Tile<Dims64, logits> : Int8Tile<Dims128, logits> {
+  static constexpr int kRowBlocks = 2;
+  static constexpr bool kQRegisters = true;
+};
+template <Logits logits>
+struct Int8Tile<Dims256, logits> : Int8Tile<Dims128, logits> {
+  static constexpr bool kStagesMask = false;
+};
+
 // The keys of each sequence of 8-bit operands are padded to a multiple of this number, which is one of kKeys.
 constexpr int kLaidOutKeys = 64;
 

@@ -78,8 +78,8 @@ __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks]
       const int at = first + 8 * row;
       const bool present = at < rows_end() && threadIdx.x % 4 == 0;
       const float l = quad_sum(softmax[block].l[row]);
-      inverse[row] = l == 0.f ? 0.f : v_scale / l;
-      const float origin = softmax[block].template origin<Precision::kPExponent>(row, softmax[block].m[row]);
+      inverse[row] = Operands::inverse_of(l, v_scale);
+      const float origin = Operands::origin(softmax[block], row);
       if constexpr (kPairs)
         if (a.statistics.data && present) *output_row<RowStatistics>(a.statistics, at) = {origin, l, lse_bias_of(at)};
       RowSum<> sum = RowSum<>::of(origin, l, lse_bias_of(at));
@@ -88,9 +88,7 @@ __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks]
     }
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 8; ++i) {
-      float2 mean{0.f, 0.f};
-      if constexpr (kCompensated<Precision>)
-        mean = *reinterpret_cast<const float2*>(a.v_mean + int64_t{kv} * Dims::kDimV + 8 * i + fragment_column());
+      const float2 mean = Operands::v_mean(*this, kv, 8 * i + fragment_column());
 #pragma unroll
       for (int row = 0; row < kRowsPerThread; ++row) {
         float* const x = &o[block].x[4 * i + 2 * row];
@@ -102,9 +100,10 @@ __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks]
     with_output_type(a.o.element,
                      [&](auto* type) { write_as<std::remove_pointer_t<decltype(type)>>(first, o[block]); });
   }
-  if ((a.mask.windowed || (!kPlain && a.terms.mask)) && __any_sync(~0u, nonfinite))
+  if constexpr (Operands::kRecomputes)
+    if ((a.mask.windowed || (!kPlain && a.terms.mask)) && __any_sync(~0u, nonfinite))
 #pragma unroll 1
-    for (int block = 0; block < kRowBlocks; ++block) recompute_rows(ptx::opaque(block));
+      for (int block = 0; block < kRowBlocks; ++block) recompute_rows(ptx::opaque(block));
 }
 
 template <class Kind>

@@ -24,8 +24,7 @@
 #include <type_traits>
 
 #include "cuda/fragment/sign_flip.h"
-#include "cuda/fragment/softmax.h"
-#include "cuda/sm80/fwd/operands.h"
+#include "cuda/sm80/fwd/operands_8bit.h"
 #include "cuda/sm80/fwd/params.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/smem.h"
@@ -48,13 +47,13 @@ struct Forward {
   using Operands = ForwardOperands<Precision>;
   using Tile = typename Operands::template Tile<Dims, Kind::kLogits, Kind::kTileRows>;
   using QkType = typename Precision::QkType;
-  using PType = typename Precision::PType;
   static constexpr int kRowBlocks = Tile::kRowBlocks, kKeys = Tile::kKeys;
   static constexpr int kThreads = Tile::kWarps * 32, kRowsOfWarp = kRowBlocks * kWarpRows;
   static constexpr int kRows = Tile::kWarps * kRowsOfWarp;
   using TileQ = SharedTile<QkType, kRows, Dims::kDim>;
   using TileK = SharedTile<QkType, kKeys, Dims::kDim>;
-  using TileV = SharedTile<PType, kKeys, Dims::kDimV>;
+  using TileV = typename Operands::template TileV<kKeys, Dims::kDimV>;
+  using VType = typename TileV::Element;
   static_assert(!kPairs || !kCompensated<Precision>);
 
   // The tiles of keys that a range of rows sees.
@@ -84,7 +83,7 @@ struct Forward {
     Interval seen;  // the keys that any query of the sequence sees
     // Its first key.
     const QkType* k_start;
-    const PType* v_start;
+    const VType* v_start;
     // With kMasked: where the mask of the tile of queries starts, and where the classes of each warp's tiles start.
     const unsigned char* mask_start;
     const int* mask_classes[kMasked ? Tile::kWarps : 0];
@@ -96,7 +95,7 @@ struct Forward {
   static constexpr int kSharedBytes = sizeof(Shared);
   static_assert(kSharedBytes <= kMostSharedBytes);
 
-  using Softmax = std::conditional_t<kGeneral, ShiftedSoftmax, OnlineSoftmax>;
+  using Softmax = typename Operands::template Softmax<Kind::kLogits>;
   using OTile = Accumulator<Dims::kDimV>;
   using SBlock = Accumulator<kKeys>;
   using S = SBlock[kRowBlocks];
@@ -234,14 +233,14 @@ struct Forward {
   // The places in a tile of k and of v at which this thread starts.
   struct Sources {
     const QkType* k;
-    const PType* v;
+    const VType* v;
   };
   __device__ Sources sources_of(int tile) const {
     return {LoaderK::source(shared.k_start + tile * kKeys * a.k.stride[2], a.k.stride[2]),
-            LoaderV::source(shared.v_start + tile * kKeys * a.v.stride[2], a.v.stride[2])};
+            Operands::source_v(*this, tile)};
   }
   // True: they are kept in registers. P in f16 leaves none, nor do three thread blocks on a multiprocessor.
-  static constexpr bool kKeepsSources = Precision::kPExponent == 0 && !Operands::kHasFactors && !kPairs;
+  static constexpr bool kKeepsSources = Operands::kExponent == 0 && !Operands::kHasFactors && !kPairs;
 
   __device__ void start_sequence() const;
   __device__ void load_q() const;
@@ -261,7 +260,7 @@ struct Forward {
     return shared.mask_classes[ptx::opaque(static_cast<int>(threadIdx.x)) / 32][max(tile, 0)] == kZeros;
   }
 
-  static constexpr int kExponent = Precision::kPExponent;
+  static constexpr int kExponent = Operands::kExponent;
   __device__ void start_rows(Softmax (&softmax)[kRowBlocks], O& o) const;
   // `zeros`: the mask is 0 in the tile. As a value it would have instructions of its own.
   __device__ void take_logits(S& s, int tile, const bool& zeros) const;

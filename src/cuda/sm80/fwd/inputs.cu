@@ -19,10 +19,11 @@ ForwardInputs::ForwardInputs(const Problem& p, const ForwardChoice& choice, Work
       dim_v_(choice.kernel.dim_v),
       halves_(choice.f32),
       scales_v_(choice.scales_v),
+      int8_v_(choice.int8_v),
       seen_(p, choice.int8_qk ? ReadsK::seen : ReadsK::as_it_is, workspace),
       q_(choice.f32 || choice.int8_qk ? View{} : p.q, choice.numerics.type(), workspace),
       k_(choice.f32 || choice.int8_qk ? View{} : p.k, choice.numerics.type(), workspace),
-      v_(choice.f32 || choice.scales_v ? View{} : seen_.v(), choice.numerics.type(), workspace),
+      v_(choice.f32 || choice.scales_v || choice.int8_v ? View{} : seen_.v(), choice.numerics.type(), workspace),
       // Numbers are those of the recipe's type of v first: of bf16, or of any type where q and k are quantized.
       v_scaled_(choice.scales_v ? seen_.v() : View{}, choice.int8_qk ? p.v.dtype : choice.numerics.type(),
                 choice.numerics.f16_p_and_v() ? dim_v_ : 0, workspace),
@@ -31,7 +32,8 @@ ForwardInputs::ForwardInputs(const Problem& p, const ForwardChoice& choice, Work
   for (int64_t first = 0; choice.f32 && first < p.dim_v; first += dim_v_)
     v_halves_.emplace_back(columns_of(seen_.v(), first, dim_v_), dim_v_, NonFinite::kept, workspace);
   if (!choice.int8_qk) return;
-  int8_.emplace(p, seen_.k(), seen_.counts(), dim_, kLaidOutKeys, workspace);
+  const KeySide key_side{seen_.k(), seen_.v(), seen_.counts(), choice.int8_v};
+  int8_.emplace(p, key_side, dim_, kLaidOutKeys, workspace);
   key_factors_ = workspace.take<KeyPairFactors>(static_cast<std::size_t>(p.batch * p.kv_heads * int8_->keys() / 2));
 }
 
@@ -57,7 +59,7 @@ void ForwardInputs::set(const Problem& p, ForwardParams& a) const {
     a.k = k_halves_.view().tensor, a.k_factors = k_halves_.view().factors;
     return;
   }
-  a.v = output(scales_v_ ? v_scaled_.view() : v_.view());
+  a.v = output(int8_v_ ? int8_->v() : scales_v_ ? v_scaled_.view() : v_.view());
   if (!int8_) {
     a.q = output(q_.view()), a.k = output(k_.view());
     return;
@@ -67,6 +69,7 @@ void ForwardInputs::set(const Problem& p, ForwardParams& a) const {
   a.q_factors = {int8_->q_scale(), heads, tokens};
   a.k_pair_factors = {key_factors_, static_cast<int>(p.kv_heads), int8_->keys()};
   a.mean_logit = {int8_->mean_logit(), heads, tokens};
+  if (int8_v_) a.v_mean = int8_->v_mean(), a.v_factors_by_tiles = int8_->v_scale();
 }
 
 void ForwardInputs::set_v(int64_t first, ForwardParams& a) const {

@@ -16,7 +16,8 @@ namespace octet::cuda::sm80 {
 // Returns up to `count` channels of a tensor, from channel `first` on.
 View columns_of(View t, int64_t first, int64_t count);
 
-// q, k and v in one of three forms: 16 bits, f16 halves of f32, or q and k in int8. A v of 16 bits may be scaled.
+// q, k and v in one of four forms: 16 bits, f16 halves of f32, q and k in int8, or all in int8. A v of 16 bits may be
+// scaled.
 class ForwardInputs {
  public:
   ForwardInputs(const Problem& p, const ForwardChoice& choice, WorkspaceAllocator& workspace);
@@ -28,7 +29,7 @@ class ForwardInputs {
 
  private:
   int dim_, dim_v_;  // the kernel's
-  bool halves_, scales_v_;
+  bool halves_, scales_v_, int8_v_;
   SeenKeySide seen_;
   Input q_, k_, v_;
   ScaledInput v_scaled_;

@@ -41,14 +41,11 @@ __device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from) c
 #pragma unroll
   for (int which = 0; which < Operands::kTiles; ++which) {
     const QkType* const from_k = from.k + which * Dims::kDim;
-    const PType* const from_v = from.v + which * Dims::kDimV;
-    if (whole) {
+    if (whole)
       LoaderK::load(k(tile, which), from_k, a.k.stride[2]);
-      LoaderV::load(v(tile, which), from_v, a.v.stride[2]);
-    } else {
+    else
       LoaderK::load_part(k(tile, which), from_k, a.k.stride[2], rows, a.dim);
-      LoaderV::load_part(v(tile, which), from_v, a.v.stride[2], rows, a.dim_v);
-    }
+    Operands::load_v(*this, v(tile, which), from.v + which * Dims::kDimV, rows, whole);
   }
 }
 
@@ -203,7 +200,7 @@ __device__ inline void Forward<Kind>::start_sequence() const {
   const int kv_head = shared.q_tile.head / a.group;
   shared.seen = a.mask.seen(shared.q_tile.q_tokens, shared.q_tile.k_tokens);
   shared.k_start = a.k.row<QkType>(shared.q_tile.batch, kv_head, Operands::first_key(*this));
-  shared.v_start = a.v.row<PType>(shared.q_tile.batch, kv_head, shared.q_tile.k_first);
+  shared.v_start = Operands::start_v(*this, kv_head);
   if constexpr (kMasked)
     shared.mask_start = a.terms.mask_at(shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_start, 0);
   Operands::start_factors(*this, kv_head);
@@ -215,10 +212,7 @@ __device__ inline void Forward<Kind>::start_rows(Softmax (&softmax)[kRowBlocks],
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
     o[block].zero();
-    softmax[block].scale_log2 = Operands::scale_log2(*this, block);
-    if constexpr (kGeneral) softmax[block].beta = a.beta, softmax[block].limit = a.beta_limit;
-    // Smaller logits, as of the smallest number of the mask's type, have a P of 0 beside any other key.
-    if constexpr (kMasked) softmax[block].m = {-0x1p127f, -0x1p127f};
+    softmax[block] = Operands::start_softmax(*this, block);
   }
 }
 
@@ -296,7 +290,7 @@ __device__ inline void Forward<Kind>::run() const {
 #pragma unroll
       for (int block = 0; block < kRowBlocks; ++block) Operands::convert(*this, s[block], block, tile, p);
     } else {
-      take_exp(s, tile, zeros, softmax, o, p);
+      Operands::take_exp(*this, s, tile, zeros, softmax, o, p);
     }
     if constexpr (Tile::kStagesMask) __syncwarp(), load_mask(tile - 1, next_zeros), ptx::cp_async_commit();
     zeros = next_zeros;

@@ -1,31 +1,36 @@
 // Each precision loads, multiplies and scales the operands of the forward pass in its own way. The kernel (forward.h)
 // calls these verbs of its precision, and is otherwise the same for all:
 //
-//   Tile               the tiles and stages of head dims, logits and rows (config.h)
+//   Tile, TileV        the tiles and stages of head dims, logits and rows (config.h), and a tile of v in shared memory
 //   WidestDims         the head dims of the kernel for the largest ones
 //   kTiles             tiles in shared memory that hold one tile of q, of k or of v
+//   kExponent          P is multiplied by 2^kExponent
 //   kHasFactors        each token has a factor
 //   kStagesMasks       there are kernels for masked logits
-//   Factors            what shared memory holds of the factors of tokens
-//   P                  P as a left operand
+//   kHasPairs          there are kernels for few queries
+//   kRecomputes        an inf or NaN of v that a mask hides may reach a row, which is then computed again
+//   Factors            the factors of tokens in shared memory
+//   P, Softmax         P as a left operand, and the online softmax of the rows of a thread
 //   load_q_factors, load_key_factors, start_factors
 //   first_key          the row of k that is the first key of the sequence
-//   multiply_qk        s = q k^T; with plain logits in units of scale_log2
-//   scale_log2         exp(scale q.k) = 2^(scale_log2 s) with plain logits, for the rows of a thread
-//   mean_logit         what the smoothing of k took from the logits of a row
+//   start_v, source_v, load_v
+//   start_softmax
+//   multiply_qk        s = q k^T; with plain logits exp(scale q.k) = 2^(scale_log2 s)
+//   take_exp           turns logits into P
 //   convert            P of a row block
 //   multiply_pv        o += P v
+//   mean_logit         what the smoothing of k took from the logits of a row
+//   origin, inverse_of, v_mean   the end of a row: sum of exp(logit) = 2^origin l, o = o inverse_of(l) + v_mean
 //   product, value     q.k of one key and a number of v, for rows that are computed again
 #pragma once
 #include <type_traits>
 
 #include "cuda/fragment/precision.h"
-#include "cuda/fragment/softmax_8bit.h"
+#include "cuda/fragment/softmax.h"
 #include "cuda/fragment/unmasked_row.h"
 #include "cuda/scheduler/tile_scheduler.h"
 #include "cuda/sm80/f16_halves.h"
 #include "cuda/sm80/fwd/config.h"
-#include "cuda/sm80/fwd/key_factors.h"
 #include "cuda/sm80/mma.h"
 
 namespace octet::cuda::sm80 {
@@ -35,9 +40,14 @@ template <class Precision>
 struct ForwardOperands {
   template <class Dims, Logits logits, TileRows rows>
   using Tile = ForwardTile<Dims, logits, rows>;
+  template <int Keys, int DimV>
+  using TileV = SharedTile<typename Precision::PType, Keys, DimV>;
+  template <Logits logits>
+  using Softmax = std::conditional_t<logits == Logits::general, ShiftedSoftmax, OnlineSoftmax>;
   using WidestDims = Dims256;
-  static constexpr int kTiles = 1;
-  static constexpr bool kHasFactors = false, kStagesMasks = true;
+  static constexpr int kTiles = 1, kExponent = Precision::kPExponent;
+  static constexpr bool kHasFactors = false, kStagesMasks = true, kHasPairs = !kCompensated<Precision>;
+  static constexpr bool kRecomputes = true;
   template <int Rows, int Keys, int Stages>
   struct Factors {};
   template <int M, int Columns>
@@ -56,8 +66,35 @@ struct ForwardOperands {
     return f.shared.q_tile.k_first;
   }
   template <class Kernel>
-  static __device__ RowValues scale_log2(const Kernel& f, int) {
-    return {f.a.scale_log2e, f.a.scale_log2e};
+  static __device__ const auto* start_v(const Kernel& f, int kv_head) {
+    return f.a.v.template row<typename Precision::PType>(f.shared.q_tile.batch, kv_head, f.shared.q_tile.k_first);
+  }
+  // Returns where this thread starts in a tile of v.
+  template <class Kernel>
+  static __device__ const auto* source_v(const Kernel& f, int tile) {
+    return Kernel::LoaderV::source(f.shared.v_start + tile * Kernel::kKeys * f.a.v.stride[2], f.a.v.stride[2]);
+  }
+  // Loads a tile of v, whose rows outside of `rows` become zeros unless it is `whole`.
+  template <class Kernel, class T>
+  static __device__ void load_v(const Kernel& f, const typename Kernel::TileV& tile, const T* from,
+                                const Interval& rows, bool whole) {
+    if (whole)
+      Kernel::LoaderV::load(tile, from, f.a.v.stride[2]);
+    else
+      Kernel::LoaderV::load_part(tile, from, f.a.v.stride[2], rows, f.a.dim_v);
+  }
+  template <class Kernel>
+  static __device__ auto start_softmax(const Kernel& f, int) {
+    typename Kernel::Softmax softmax;
+    softmax.scale_log2 = {f.a.scale_log2e, f.a.scale_log2e};
+    set_softmax(f, softmax);
+    return softmax;
+  }
+  template <class Kernel>
+  static __device__ void set_softmax(const Kernel& f, typename Kernel::Softmax& softmax) {
+    if constexpr (Kernel::kGeneral) softmax.beta = f.a.beta, softmax.limit = f.a.beta_limit;
+    // Smaller logits, as of the smallest number of the mask's type, have a P of 0 beside any other key.
+    if constexpr (Kernel::kMasked) softmax.m = {-0x1p127f, -0x1p127f};
   }
   template <class Kernel>
   static __device__ float mean_logit(const Kernel&, int) {
@@ -75,6 +112,12 @@ struct ForwardOperands {
       mma_ABt(s, f.q(), static_cast<int>(threadIdx.x) / 32 * Kernel::kRowBlocks, f.k(tile));
   }
   template <class Kernel>
+  static __device__ void take_exp(const Kernel& f, typename Kernel::S& s, int tile, const bool& zeros,
+                                  typename Kernel::Softmax (&softmax)[Kernel::kRowBlocks], typename Kernel::O& o,
+                                  typename Kernel::P& p) {
+    f.take_exp(s, tile, zeros, softmax, o, p);
+  }
+  template <class Kernel>
   static __device__ void convert(const Kernel&, const typename Kernel::SBlock& p, int block, int,
                                  typename Kernel::P& operand) {
     cuda::convert(p, operand.x[block]);
@@ -82,6 +125,19 @@ struct ForwardOperands {
   template <class Kernel>
   static __device__ void multiply_pv(const Kernel& f, const typename Kernel::P& p, int tile, typename Kernel::O& o) {
     mma_AB(o, p.x, f.v(tile));
+  }
+
+  template <class Softmax>
+  static __device__ float origin(const Softmax& softmax, int row) {
+    return softmax.template origin<kExponent>(row, softmax.m[row]);
+  }
+  static __device__ float inverse_of(float l, float v_scale) { return l == 0.f ? 0.f : v_scale / l; }
+  // Returns the means of two channels of v, from `channel` on.
+  template <class Kernel>
+  static __device__ float2 v_mean(const Kernel& f, int kv, int channel) {
+    if constexpr (kCompensated<Precision>)
+      return *reinterpret_cast<const float2*>(f.a.v_mean + int64_t{kv} * Kernel::Dims::kDimV + channel);
+    return {0.f, 0.f};
   }
 
   template <class Kernel, class T>
@@ -176,131 +232,6 @@ struct ForwardOperands<PrecisionF32> : ForwardOperands<PrecisionF16> {
   static __device__ float value(const Kernel& f, const F16* v, int key, int channel) {
     const float factor = f.shared.factors.of_v[key];
     return from_halves(v, Kernel::Dims::kDimV, channel) * (1.f / (1 << kHalvesExponent)) * factor * factor;
-  }
-};
-
-// int8 q and k with a scale for each token, P and v in f16. k is centred by its mean, so that a row of logits lacks q
-// times this mean. The integer sums are no integers to the kernel: they begin at the bits of a number, and are read as
-// that number plus so many units (key_factors.h).
-template <>
-struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
-  template <class Dims, Logits logits, TileRows rows>
-  using Tile = Int8QkTile<Dims, logits, rows>;
-  static constexpr bool kHasFactors = true;
-  template <int Rows, int Keys, int Stages>
-  struct Factors {
-    float q[Rows], q_mean_logit[Rows];  // the scales, and under a softcap what the logits lack
-    KeyPairFactors k[Stages][Keys / 2];
-    const KeyPairFactors* of_k;  // those of the sequence
-  };
-
-  template <class Kernel>
-  static __device__ void load_q_factors(const Kernel& f) {
-    static_assert(Kernel::kRows <= Kernel::kThreads && kLaidOutKeys % Kernel::kKeys == 0);
-    const int i = static_cast<int>(threadIdx.x), row = f.shared.q_tile.q_start + i;
-    if (i >= Kernel::kRows) return;
-    float scale = 1.f, mean_logit = 0.f;
-    if (row < f.rows_end()) {
-      const int64_t token = int64_t{f.shared.q_tile.q_first} + f.query_of(row);
-      const float of_row = *f.a.q_factors.at(f.shared.q_tile.batch, f.head_of(row), token);
-      const Interval seen = f.range_of(row);
-      // 0 times a logit of -inf would be NaN, and so would the scale of a row that sees nothing.
-      if (of_row != 0.f && seen.first < seen.last) scale = of_row;
-      if (f.a.terms.softcap != 0.f) mean_logit = *f.a.mean_logit.at(f.shared.q_tile.batch, f.head_of(row), token);
-    }
-    f.shared.factors.q[i] = scale, f.shared.factors.q_mean_logit[i] = mean_logit;
-  }
-  template <class Kernel>
-  static __device__ void load_key_factors(const Kernel& f, int tile, const Interval&) {
-    const int i = ptx::opaque(static_cast<int>(threadIdx.x));
-    if (i < Kernel::kKeys / 2)
-      ptx::cp_async(ptx::shared_address(&f.shared.factors.k[Kernel::stage_of(tile)][i]),
-                    f.shared.factors.of_k + tile * (Kernel::kKeys / 2) + i);
-  }
-  // Each sequence of keys begins at a multiple of kLaidOutKeys.
-  template <class Kernel>
-  static __device__ int first_key(const Kernel& f) {
-    const TileInfo& tile = f.shared.q_tile;
-    return f.a.scheduler.cu_seqlens_k ? (tile.k_first / kLaidOutKeys + tile.sequence) * kLaidOutKeys : 0;
-  }
-  template <class Kernel>
-  static __device__ void start_factors(const Kernel& f, int kv_head) {
-    f.shared.factors.of_k = f.a.k_pair_factors.at(f.shared.q_tile.batch, kv_head, first_key(f));
-  }
-
-  template <class Kernel>
-  static __device__ void multiply_qk(const Kernel& f, const typename Kernel::QRows& q, typename Kernel::S& s,
-                                     int tile) {
-    Accumulator<Kernel::kKeys, int> sums[Kernel::kRowBlocks];
-#pragma unroll
-    for (auto& each : sums)
-#pragma unroll
-      for (int& x : each.x) x = __float_as_int(kSumsBegin);
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    if constexpr (Kernel::Tile::kQRegisters)
-      mma_ABt(sums, q, f.k(tile));
-    else
-      mma_ABt(sums, f.q(), warp * Kernel::kRowBlocks, f.k(tile));
-    const KeyPairFactors* const of_keys =
-        f.shared.factors.k[Kernel::stage_of(tile)] + ptx::opaque(static_cast<int>(threadIdx.x)) % 4;
-#pragma unroll
-    for (int i = 0; i < Kernel::kKeys / 8; ++i) {
-      const KeyPairFactors x = of_keys[4 * i];
-#pragma unroll
-      for (int block = 0; block < Kernel::kRowBlocks; ++block)
-#pragma unroll
-        for (int row = 0; row < kRowsPerThread; ++row) {
-          const int at = 4 * i + 2 * row;
-          s[block].x[at] = __fmaf_rn(__int_as_float(sums[block].x[at]), x.scale[0], x.begin[0]);
-          s[block].x[at + 1] = __fmaf_rn(__int_as_float(sums[block].x[at + 1]), x.scale[1], x.begin[1]);
-        }
-    }
-    if constexpr (!Kernel::kPlain) times_q_scales(f, s);
-  }
-  // Turns products of quantized values of q into q.k, where more than these make a logit.
-  template <class Kernel>
-  static __device__ void times_q_scales(const Kernel& f, typename Kernel::S& s) {
-    const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32,
-              first = static_cast<int>(threadIdx.x) / 32 * Kernel::kRowsOfWarp + lane / 4;
-#pragma unroll
-    for (int block = 0; block < Kernel::kRowBlocks; ++block)
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        const int at = first + block * kWarpRows + 8 * row;
-        const float scale = f.shared.factors.q[at] * kUnitsOfSum, lacks = f.shared.factors.q_mean_logit[at];
-#pragma unroll
-        for (int i = 0; i < Kernel::kKeys / 8; ++i)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            float& x = s[block].x[4 * i + 2 * row + c];
-            x = __fmaf_rn(x, scale, lacks);
-          }
-      }
-  }
-  template <class Kernel>
-  static __device__ RowValues scale_log2(const Kernel& f, int block) {
-    RowValues scales{f.a.scale_log2e, f.a.scale_log2e};
-    if constexpr (Kernel::kPlain) {
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        scales[row] *= f.shared.factors.q[f.thread_row(block) + 8 * row - f.shared.q_tile.q_start] * kUnitsOfSum;
-        if (scales[row] == 0.f) scales[row] = kMinScaleLog2;
-      }
-    }
-    return scales;
-  }
-  template <class Kernel>
-  static __device__ float mean_logit(const Kernel& f, int row) {
-    if (!f.a.mean_logit.data || f.a.terms.softcap != 0.f || row >= f.rows_end()) return 0.f;
-    return f.a.terms.scale * *f.a.mean_logit.at(f.shared.q_tile.batch, f.head_of(row),
-                                                int64_t{f.shared.q_tile.q_first} + f.query_of(row));
-  }
-
-  template <class Kernel>
-  static __device__ float product(const Kernel& f, const S8* q, const S8* k, int row, int key) {
-    const int at = row - f.shared.q_tile.q_start;
-    const float scale = f.shared.factors.q[at] * f.shared.factors.of_k[key / 2].scale[key % 2];
-    return __fmaf_rn(dot(q, k, f.a.dim), scale, f.shared.factors.q_mean_logit[at]);
   }
 };
 

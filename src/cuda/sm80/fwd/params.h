@@ -22,6 +22,7 @@ struct ForwardParams {
   TokenFactors q_factors, k_factors, v_factors;  // where operands are f16 halves; q_factors also where q is int8
   // Where q and k are int8: the factors of keys, and what the mean that was subtracted from k would add to q.k.
   KeyPairFactorsView k_pair_factors;
+  const float* v_factors_by_tiles;  // where v is int8 too: those of its scales, as quantize.h has them
   TokenFactors mean_logit;  // null: nobody wants to know
   TileScheduler scheduler;
   Mask mask;
@@ -32,7 +33,7 @@ struct ForwardParams {
   LogitTerms terms;        // of kernels with general logits
   float beta, beta_limit;  // of bias correction beta; beta_limit in logits; 0: another one
   const float* v_scale;    // [batch, kv_head]: the power of two that v was divided by; or null
-  const float* v_mean;     // [batch, kv_head, the kernel's dim_v]: subtracted from v; kCompensated precisions only
+  const float* v_mean;     // [batch, kv_head, the kernel's dim_v]: subtracted from v; of kCompensated precisions, and of int8 [sequence, ...]
   Output o, o_residual, lse;
   Sinks sinks;
   // With few queries:

@@ -22,7 +22,7 @@ Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspac
   int* const blocks_before = allocate_blocks_before(p, allocator);
   const Input q(quantizes ? View{} : p.q, type, allocator), k(quantizes ? View{} : p.k, type, allocator);
   std::optional<Int8Logits> qk;
-  if (quantizes) qk.emplace(p, p.k, SeenCounts{}, kernel.dim, kernel.keys, allocator);
+  if (quantizes) qk.emplace(p, KeySide{p.k, p.v}, kernel.dim, kernel.keys, allocator);
   unsigned* const counter = qk ? qk->counter() : allocator.take<unsigned>(1);
   const Input v(scales_v ? View{} : p.v, type, allocator);
   const ScaledInput v_scaled(scales_v ? p.v : View{}, f16_v ? type : p.v.dtype, f16_v ? kernel.dim_v : 0, allocator);

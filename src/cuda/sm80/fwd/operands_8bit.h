@@ -1,0 +1,286 @@
+// The precisions of the forward pass whose q and k are int8. operands.h has the list of their verbs.
+#pragma once
+#include "cuda/fragment/softmax_8bit.h"
+#include "cuda/operands/quantize/quantize.h"
+#include "cuda/sm80/fwd/key_factors.h"
+#include "cuda/sm80/fwd/operands.h"
+
+namespace octet::cuda::sm80 {
+
+// int8 q and k with a scale for each token, P and v in f16. k is centred by its mean, so that a row of logits lacks q
+// times this mean. The integer sums are no integers to the kernel: they begin at the bits of a number, and are read as
+// that number plus so many units (key_factors.h).
+template <>
+struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
+  template <class Dims, Logits logits, TileRows rows>
+  using Tile = Int8QkTile<Dims, logits, rows>;
+  static constexpr bool kHasFactors = true;
+  template <int Rows, int Keys, int Stages>
+  struct Factors {
+    float q[Rows], q_mean_logit[Rows];  // the scales, and under a softcap what the logits lack
+    KeyPairFactors k[Stages][Keys / 2];
+    const KeyPairFactors* of_k;  // those of the sequence
+  };
+
+  template <class Kernel>
+  static __device__ void load_q_factors(const Kernel& f) {
+    static_assert(Kernel::kRows <= Kernel::kThreads && kLaidOutKeys % Kernel::kKeys == 0);
+    const int i = static_cast<int>(threadIdx.x), row = f.shared.q_tile.q_start + i;
+    if (i >= Kernel::kRows) return;
+    float scale = 1.f, mean_logit = 0.f;
+    if (row < f.rows_end()) {
+      const int64_t token = int64_t{f.shared.q_tile.q_first} + f.query_of(row);
+      const float of_row = *f.a.q_factors.at(f.shared.q_tile.batch, f.head_of(row), token);
+      const Interval seen = f.range_of(row);
+      // 0 times a logit of -inf would be NaN, and so would the scale of a row that sees nothing.
+      if (of_row != 0.f && seen.first < seen.last) scale = of_row;
+      if (f.a.terms.softcap != 0.f) mean_logit = *f.a.mean_logit.at(f.shared.q_tile.batch, f.head_of(row), token);
+    }
+    f.shared.factors.q[i] = scale, f.shared.factors.q_mean_logit[i] = mean_logit;
+  }
+  template <class Kernel>
+  static __device__ void load_key_factors(const Kernel& f, int tile, const Interval&) {
+    const int i = ptx::opaque(static_cast<int>(threadIdx.x));
+    if (i < Kernel::kKeys / 2)
+      ptx::cp_async(ptx::shared_address(&f.shared.factors.k[Kernel::stage_of(tile)][i]),
+                    f.shared.factors.of_k + tile * (Kernel::kKeys / 2) + i);
+  }
+  // Each sequence of keys begins at a multiple of kLaidOutKeys.
+  template <class Kernel>
+  static __device__ int first_key(const Kernel& f) {
+    const TileInfo& tile = f.shared.q_tile;
+    return f.a.scheduler.cu_seqlens_k ? (tile.k_first / kLaidOutKeys + tile.sequence) * kLaidOutKeys : 0;
+  }
+  template <class Kernel>
+  static __device__ void start_factors(const Kernel& f, int kv_head) {
+    f.shared.factors.of_k = f.a.k_pair_factors.at(f.shared.q_tile.batch, kv_head, first_key(f));
+  }
+
+  template <class Kernel>
+  static __device__ void multiply_qk(const Kernel& f, const typename Kernel::QRows& q, typename Kernel::S& s,
+                                     int tile) {
+    Accumulator<Kernel::kKeys, int> sums[Kernel::kRowBlocks];
+#pragma unroll
+    for (auto& each : sums)
+#pragma unroll
+      for (int& x : each.x) x = __float_as_int(kSumsBegin);
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    if constexpr (Kernel::Tile::kQRegisters)
+      mma_ABt(sums, q, f.k(tile));
+    else
+      mma_ABt(sums, f.q(), warp * Kernel::kRowBlocks, f.k(tile));
+    const KeyPairFactors* const of_keys =
+        f.shared.factors.k[Kernel::stage_of(tile)] + ptx::opaque(static_cast<int>(threadIdx.x)) % 4;
+#pragma unroll
+    for (int i = 0; i < Kernel::kKeys / 8; ++i) {
+      const KeyPairFactors x = of_keys[4 * i];
+#pragma unroll
+      for (int block = 0; block < Kernel::kRowBlocks; ++block)
+#pragma unroll
+        for (int row = 0; row < kRowsPerThread; ++row) {
+          const int at = 4 * i + 2 * row;
+          s[block].x[at] = __fmaf_rn(__int_as_float(sums[block].x[at]), x.scale[0], x.begin[0]);
+          s[block].x[at + 1] = __fmaf_rn(__int_as_float(sums[block].x[at + 1]), x.scale[1], x.begin[1]);
+        }
+    }
+    if constexpr (!Kernel::kPlain) times_q_scales(f, s);
+  }
+  // Turns products of quantized values of q into q.k, where more than these make a logit.
+  template <class Kernel>
+  static __device__ void times_q_scales(const Kernel& f, typename Kernel::S& s) {
+    const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32,
+              first = static_cast<int>(threadIdx.x) / 32 * Kernel::kRowsOfWarp + lane / 4;
+#pragma unroll
+    for (int block = 0; block < Kernel::kRowBlocks; ++block)
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        const int at = first + block * kWarpRows + 8 * row;
+        const float scale = f.shared.factors.q[at] * kUnitsOfSum, lacks = f.shared.factors.q_mean_logit[at];
+#pragma unroll
+        for (int i = 0; i < Kernel::kKeys / 8; ++i)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            float& x = s[block].x[4 * i + 2 * row + c];
+            x = __fmaf_rn(x, scale, lacks);
+          }
+      }
+  }
+  // With plain logits the scales of queries are part of scale_log2.
+  template <class Kernel>
+  static __device__ RowValues scale_log2(const Kernel& f, int block) {
+    RowValues scales{f.a.scale_log2e, f.a.scale_log2e};
+    if constexpr (Kernel::kPlain) {
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        scales[row] *= f.shared.factors.q[f.thread_row(block) + 8 * row - f.shared.q_tile.q_start] * kUnitsOfSum;
+        if (scales[row] == 0.f) scales[row] = kMinScaleLog2;
+      }
+    }
+    return scales;
+  }
+  template <class Kernel>
+  static __device__ auto start_softmax(const Kernel& f, int block) {
+    typename Kernel::Softmax softmax;
+    softmax.scale_log2 = scale_log2(f, block);
+    set_softmax(f, softmax);
+    return softmax;
+  }
+  template <class Kernel>
+  static __device__ float mean_logit(const Kernel& f, int row) {
+    if (!f.a.mean_logit.data || f.a.terms.softcap != 0.f || row >= f.rows_end()) return 0.f;
+    return f.a.terms.scale * *f.a.mean_logit.at(f.shared.q_tile.batch, f.head_of(row),
+                                                int64_t{f.shared.q_tile.q_first} + f.query_of(row));
+  }
+
+  template <class Kernel>
+  static __device__ float product(const Kernel& f, const S8* q, const S8* k, int row, int key) {
+    const int at = row - f.shared.q_tile.q_start;
+    const float scale = f.shared.factors.q[at] * f.shared.factors.of_k[key / 2].scale[key % 2];
+    return __fmaf_rn(dot(q, k, f.a.dim), scale, f.shared.factors.q_mean_logit[at]);
+  }
+};
+
+// int8 q, k and v with a scale for each token, and P of unsigned 8 bits with a scale for each query and tile of keys. Of
+// the mean of v, which was subtracted, o gets its share back in the epilogue. Logits are logarithms, log2(p t), with the
+// scales t of v (fragment/softmax_8bit.h).
+template <>
+struct ForwardOperands<PrecisionInt8> : ForwardOperands<PrecisionInt8F16> {
+  using Base = ForwardOperands<PrecisionInt8F16>;
+  template <class Dims, Logits logits, TileRows>
+  using Tile = Int8Tile<Dims, logits>;
+  // Keys run along rows.
+  template <int Keys, int DimV>
+  using TileV = SharedTile<S8, DimV, Keys>;
+  template <Logits>
+  using Softmax = TileScaleSoftmax;
+  static constexpr bool kStagesMasks = false, kHasPairs = false;
+  // A v that is not finite has a scale that is not, which a P of 0 does not meet.
+  static constexpr bool kRecomputes = false;
+  template <int Rows, int Keys, int Stages>
+  struct Factors : Base::Factors<Rows, Keys, Stages> {
+    alignas(16) float v_log[Stages][Keys];
+    alignas(16) float v_inverse[Stages][Keys];
+    const float* of_v;  // those of the sequence, for each kLaidOutKeys keys the logarithms and then the inverses
+  };
+  template <int M, int Columns>
+  struct P {
+    Operand<U8, Columns> x[M];
+    RowValues scale[M];
+  };
+
+  template <class Kernel>
+  static __device__ void load_key_factors(const Kernel& f, int tile, const Interval& rows) {
+    Base::load_key_factors(f, tile, rows);
+    constexpr int kChunks = Kernel::kKeys / kChunkColumns<float>;
+    const int i = ptx::opaque(static_cast<int>(threadIdx.x)), which = i / kChunks,
+              key = i % kChunks * kChunkColumns<float>, stage = Kernel::stage_of(tile), first = tile * Kernel::kKeys;
+    if (which >= 2) return;
+    float* const to = (which ? f.shared.factors.v_inverse : f.shared.factors.v_log)[stage] + key;
+    ptx::cp_async(ptx::shared_address(to), f.shared.factors.of_v + first / kLaidOutKeys * (2 * kLaidOutKeys) +
+                                               which * kLaidOutKeys + first % kLaidOutKeys + key);
+  }
+  template <class Kernel>
+  static __device__ void start_factors(const Kernel& f, int kv_head) {
+    Base::start_factors(f, kv_head);
+    const KeyPairFactorsView& keys = f.a.k_pair_factors;
+    const int64_t head = int64_t{f.shared.q_tile.batch} * keys.heads + kv_head;
+    f.shared.factors.of_v = f.a.v_factors_by_tiles + 2 * (head * keys.keys + first_key(f));
+  }
+  template <class Kernel>
+  static __device__ const S8* start_v(const Kernel& f, int kv_head) {
+    return f.a.v.template row<S8>(f.shared.q_tile.batch, kv_head, 0) + first_key(f);
+  }
+  template <class Kernel>
+  static __device__ const S8* source_v(const Kernel& f, int tile) {
+    return Kernel::LoaderV::source(f.shared.v_start + tile * Kernel::kKeys, f.a.v.stride[2]);
+  }
+  template <class Kernel>
+  static __device__ void load_v(const Kernel& f, const typename Kernel::TileV& tile, const S8* from, const Interval&,
+                                bool) {
+    Kernel::LoaderV::load(tile, from, f.a.v.stride[2]);
+  }
+  template <class Kernel>
+  static __device__ TileScaleSoftmax start_softmax(const Kernel&, int) {
+    return {};
+  }
+
+  // With plain logits s is log2(p t).
+  template <class Kernel>
+  static __device__ void multiply_qk(const Kernel& f, const typename Kernel::QRows& q, typename Kernel::S& s,
+                                     int tile) {
+    Base::multiply_qk(f, q, s, tile);
+    if constexpr (Kernel::kPlain)
+      each_with_log(f, s, tile, [&](int block) { return scale_log2(f, block); },
+                    [](float x, float scale, float log) { return __fmaf_rn(x, scale, log); });
+  }
+  // Calls f for each number of s, with `scales(block)` of its row and with log2 t of its key.
+  template <class Kernel, class Scales, class F>
+  static __device__ void each_with_log(const Kernel& f, typename Kernel::S& s, int tile, const Scales& scales,
+                                       const F& apply) {
+    const float* const v_log = f.shared.factors.v_log[Kernel::stage_of(tile)];
+#pragma unroll
+    for (int block = 0; block < Kernel::kRowBlocks; ++block) {
+      const RowValues scale = scales(block);
+#pragma unroll
+      for (int i = 0; i < Kernel::kKeys / 8; ++i) {
+        const float2 log = of_columns(v_log, i);
+#pragma unroll
+        for (int row = 0; row < kRowsPerThread; ++row) {
+          float* const x = &s[block].x[4 * i + 2 * row];
+          x[0] = apply(x[0], scale[row], log.x), x[1] = apply(x[1], scale[row], log.y);
+        }
+      }
+    }
+  }
+  template <class Kernel>
+  static __device__ void take_exp(const Kernel& f, typename Kernel::S& s, int tile, const bool&,
+                                  TileScaleSoftmax (&softmax)[Kernel::kRowBlocks], typename Kernel::O& o,
+                                  typename Kernel::P& p) {
+    // A key that is hidden keeps its -inf, whatever its scale is.
+    if constexpr (!Kernel::kPlain)
+      each_with_log(f, s, tile, [&](int) { return RowValues{f.a.scale_log2e, f.a.scale_log2e}; },
+                    [](float x, float scale, float log) { return x == -INFINITY ? x : __fmaf_rn(x, scale, log); });
+    const float* const v_inverse = f.shared.factors.v_inverse[Kernel::stage_of(tile)];
+#pragma unroll
+    for (int block = 0; block < Kernel::kRowBlocks; ++block) {
+      const RowValues most = softmax[block].largest(s[block], o[block]);
+      p.scale[block] = softmax[block].quantize_p(s[block], most, v_inverse, 0.f, p.x[block]);
+    }
+  }
+  // The scale of P changes from tile to tile, so the integers of a tile are scaled and added to o, 16 channels at a time.
+  template <class Kernel>
+  static __device__ void multiply_pv(const Kernel& f, const typename Kernel::P& p, int tile, typename Kernel::O& o) {
+    constexpr int kChannels = 16;
+#pragma unroll
+    for (int n = 0; n < Kernel::Dims::kDimV / kChannels; ++n) {
+      Accumulator<kChannels, int> sums[Kernel::kRowBlocks];
+#pragma unroll
+      for (auto& each : sums)
+#pragma unroll
+        for (int& x : each.x) x = __float_as_int(kSumsBegin);
+      mma_ABt(sums, p.x, f.v(tile), n);
+#pragma unroll
+      for (int block = 0; block < Kernel::kRowBlocks; ++block)
+#pragma unroll
+        for (int i = 0; i < kChannels / 2; ++i) {
+          float& x = o[block].x[kChannels / 2 * n + i];
+          x = __fmaf_rn(__int_as_float(sums[block].x[i]) - kSumsBegin, p.scale[block][i / 2 % 2] * kUnitsOfSum, x);
+        }
+    }
+  }
+
+  static __device__ float origin(const TileScaleSoftmax& softmax, int row) {
+    return softmax.exponent(row) - kInverseScaleLog2;
+  }
+  static __device__ float inverse_of(float l, float) {
+    return l == 0.f ? 0.f : l < INFINITY ? kInverseScale / l : NAN;
+  }
+  template <class Kernel>
+  static __device__ float2 v_mean(const Kernel& f, int, int channel) {
+    const TileInfo& tile = f.shared.q_tile;
+    const int64_t head = int64_t{tile.sequence} * (f.a.scheduler.heads / f.a.group) + tile.head / f.a.group;
+    return *reinterpret_cast<const float2*>(f.a.v_mean + head * Kernel::Dims::kDimV + channel);
+  }
+};
+
+}  // namespace octet::cuda::sm80
