@@ -40,8 +40,9 @@ template <class Precision>
 constexpr Row row(const ForwardFormats& formats) {
   return {formats, kKernels<Precision, TileRows::queries>, kKernels<Precision, TileRows::pairs>};
 }
-constexpr Row kRows[] = {row<PrecisionF32>(kF32), row<PrecisionF16>(kF16), row<PrecisionBf16>(kBf16),
-                         row<PrecisionBf16F16Compute>(kBf16F16Compute), row<PrecisionInt8F16>(kInt8F16), row<PrecisionInt8>(kInt8)};
+constexpr Row kRows[] = {row<PrecisionF32>(kF32),         row<PrecisionF16>(kF16),
+                         row<PrecisionBf16>(kBf16),       row<PrecisionBf16F16Compute>(kBf16F16Compute),
+                         row<PrecisionInt8F16>(kInt8F16), row<PrecisionInt8>(kInt8)};
 
 const Row* row_of(const ForwardFormats& formats) {
   const auto* const row =

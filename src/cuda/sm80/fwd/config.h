@@ -16,7 +16,7 @@ struct HeadDims {
 using Dims64 = HeadDims<64, 64>;
 using Dims128 = HeadDims<128, 128>;
 using Dims256 = HeadDims<256, 256>;
-using Dims256x128 = HeadDims<256, 128>;  // f32, for up to 128 channels of v at a time
+using Dims256x128 = HeadDims<256, 128>;  // f32 and int8, for up to 128 channels of v at a time
 
 //   kWarps        warps of a thread block
 //   kRowBlocks    blocks of 16 queries of a warp
@@ -87,8 +87,7 @@ struct Int8QkTile<Dims128, logits, TileRows::queries> : ForwardTile<Dims128, log
   static constexpr int kKeys = 32;
 };
 
-// P and v in 8 bits too. Each query has one scale of P for the keys of a tile, which are those of the recipe. At 256 there
-// is no room for the tile of a mask tensor.
+// P and v in 8 bits too. Each query has one scale of P for the keys of a tile, which are those of the recipe.
 template <class Dims, Logits logits>
 struct Int8Tile {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 64, kBlocks = 2, kStages = 2;
@@ -98,10 +97,6 @@ template <Logits logits>
 struct Int8Tile<Dims64, logits> : Int8Tile<Dims128, logits> {
   static constexpr int kRowBlocks = 2;
   static constexpr bool kQRegisters = true;
-};
-template <Logits logits>
-struct Int8Tile<Dims256, logits> : Int8Tile<Dims128, logits> {
-  static constexpr bool kStagesMask = false;
 };
 
 // The keys of each sequence of 8-bit operands are padded to a multiple of this number, which is one of kKeys.

@@ -59,7 +59,7 @@ void ForwardInputs::set(const Problem& p, ForwardParams& a) const {
     a.k = k_halves_.view().tensor, a.k_factors = k_halves_.view().factors;
     return;
   }
-  a.v = output(int8_v_ ? int8_->v() : scales_v_ ? v_scaled_.view() : v_.view());
+  if (!int8_v_) a.v = output(scales_v_ ? v_scaled_.view() : v_.view());
   if (!int8_) {
     a.q = output(q_.view()), a.k = output(k_.view());
     return;
@@ -69,10 +69,15 @@ void ForwardInputs::set(const Problem& p, ForwardParams& a) const {
   a.q_factors = {int8_->q_scale(), heads, tokens};
   a.k_pair_factors = {key_factors_, static_cast<int>(p.kv_heads), int8_->keys()};
   a.mean_logit = {int8_->mean_logit(), heads, tokens};
-  if (int8_v_) a.v_mean = int8_->v_mean(), a.v_factors_by_tiles = int8_->v_scale();
+  if (int8_v_) a.v_factors_by_tiles = int8_->v_scale();
 }
 
 void ForwardInputs::set_v(int64_t first, ForwardParams& a) const {
+  if (int8_v_) {
+    a.v = output(int8_->v());
+    a.v.data = static_cast<S8*>(a.v.data) + first * a.v.stride[2];
+    a.v_mean = int8_->v_mean() + first;
+  }
   if (!halves_) return;
   const F16HalvesView v = v_halves_[static_cast<std::size_t>(first / dim_v_)].view();
   a.v = v.tensor, a.v_factors = v.factors;

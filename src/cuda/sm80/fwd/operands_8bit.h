@@ -140,9 +140,9 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
   }
 };
 
-// int8 q, k and v with a scale for each token, and P of unsigned 8 bits with a scale for each query and tile of keys. Of
-// the mean of v, which was subtracted, o gets its share back in the epilogue. Logits are logarithms, log2(p t), with the
-// scales t of v (fragment/softmax_8bit.h).
+// int8 q, k and v with a scale for each token, and P of unsigned 8 bits with a scale for each query and tile of keys.
+// Of the mean of v, which was subtracted, o gets its share back in the epilogue. Logits are logarithms, log2(p t), with
+// the scales t of v (fragment/softmax_8bit.h).
 template <>
 struct ForwardOperands<PrecisionInt8> : ForwardOperands<PrecisionInt8F16> {
   using Base = ForwardOperands<PrecisionInt8F16>;
@@ -153,6 +153,7 @@ struct ForwardOperands<PrecisionInt8> : ForwardOperands<PrecisionInt8F16> {
   using TileV = SharedTile<S8, DimV, Keys>;
   template <Logits>
   using Softmax = TileScaleSoftmax;
+  using WidestDims = Dims256x128;
   static constexpr bool kStagesMasks = false, kHasPairs = false;
   // A v that is not finite has a scale that is not, which a P of 0 does not meet.
   static constexpr bool kRecomputes = false;
@@ -210,8 +211,9 @@ struct ForwardOperands<PrecisionInt8> : ForwardOperands<PrecisionInt8F16> {
                                      int tile) {
     Base::multiply_qk(f, q, s, tile);
     if constexpr (Kernel::kPlain)
-      each_with_log(f, s, tile, [&](int block) { return scale_log2(f, block); },
-                    [](float x, float scale, float log) { return __fmaf_rn(x, scale, log); });
+      each_with_log(
+          f, s, tile, [&](int block) { return scale_log2(f, block); },
+          [](float x, float scale, float log) { return __fmaf_rn(x, scale, log); });
   }
   // Calls f for each number of s, with `scales(block)` of its row and with log2 t of its key.
   template <class Kernel, class Scales, class F>
@@ -238,8 +240,12 @@ struct ForwardOperands<PrecisionInt8> : ForwardOperands<PrecisionInt8F16> {
                                   typename Kernel::P& p) {
     // A key that is hidden keeps its -inf, whatever its scale is.
     if constexpr (!Kernel::kPlain)
-      each_with_log(f, s, tile, [&](int) { return RowValues{f.a.scale_log2e, f.a.scale_log2e}; },
-                    [](float x, float scale, float log) { return x == -INFINITY ? x : __fmaf_rn(x, scale, log); });
+      each_with_log(
+          f, s, tile,
+          [&](int) {
+            return RowValues{f.a.scale_log2e, f.a.scale_log2e};
+          },
+          [](float x, float scale, float log) { return x == -INFINITY ? x : __fmaf_rn(x, scale, log); });
     const float* const v_inverse = f.shared.factors.v_inverse[Kernel::stage_of(tile)];
 #pragma unroll
     for (int block = 0; block < Kernel::kRowBlocks; ++block) {
@@ -247,7 +253,8 @@ struct ForwardOperands<PrecisionInt8> : ForwardOperands<PrecisionInt8F16> {
       p.scale[block] = softmax[block].quantize_p(s[block], most, v_inverse, 0.f, p.x[block]);
     }
   }
-  // The scale of P changes from tile to tile, so the integers of a tile are scaled and added to o, 16 channels at a time.
+  // The scale of P changes from tile to tile, so the integers of a tile are scaled and added to o, 16 channels at a
+  // time.
   template <class Kernel>
   static __device__ void multiply_pv(const Kernel& f, const typename Kernel::P& p, int tile, typename Kernel::O& o) {
     constexpr int kChannels = 16;
@@ -272,14 +279,12 @@ struct ForwardOperands<PrecisionInt8> : ForwardOperands<PrecisionInt8F16> {
   static __device__ float origin(const TileScaleSoftmax& softmax, int row) {
     return softmax.exponent(row) - kInverseScaleLog2;
   }
-  static __device__ float inverse_of(float l, float) {
-    return l == 0.f ? 0.f : l < INFINITY ? kInverseScale / l : NAN;
-  }
+  static __device__ float inverse_of(float l, float) { return l == 0.f ? 0.f : l < INFINITY ? kInverseScale / l : NAN; }
   template <class Kernel>
   static __device__ float2 v_mean(const Kernel& f, int, int channel) {
     const TileInfo& tile = f.shared.q_tile;
     const int64_t head = int64_t{tile.sequence} * (f.a.scheduler.heads / f.a.group) + tile.head / f.a.group;
-    return *reinterpret_cast<const float2*>(f.a.v_mean + head * Kernel::Dims::kDimV + channel);
+    return *reinterpret_cast<const float2*>(f.a.v_mean + head * f.a.dim + channel);
   }
 };
 

@@ -23,7 +23,7 @@ struct ForwardParams {
   // Where q and k are int8: the factors of keys, and what the mean that was subtracted from k would add to q.k.
   KeyPairFactorsView k_pair_factors;
   const float* v_factors_by_tiles;  // where v is int8 too: those of its scales, as quantize.h has them
-  TokenFactors mean_logit;  // null: nobody wants to know
+  TokenFactors mean_logit;          // null: nobody wants to know
   TileScheduler scheduler;
   Mask mask;
   int group;  // heads of q per head of k and v; with few queries, heads of tiles
@@ -33,7 +33,8 @@ struct ForwardParams {
   LogitTerms terms;        // of kernels with general logits
   float beta, beta_limit;  // of bias correction beta; beta_limit in logits; 0: another one
   const float* v_scale;    // [batch, kv_head]: the power of two that v was divided by; or null
-  const float* v_mean;     // [batch, kv_head, the kernel's dim_v]: subtracted from v; of kCompensated precisions, and of int8 [sequence, ...]
+  const float* v_mean;  // [batch, kv_head, the kernel's dim_v]: subtracted from v; of kCompensated precisions, and of
+                        // int8 [sequence, ...]
   Output o, o_residual, lse;
   Sinks sinks;
   // With few queries:
