@@ -67,8 +67,9 @@ constexpr Quantizer scaled_f16() { return {OCTET_F16, Group::power_of_two}; }
 constexpr PRecipe fixed(octet_dtype format, double factor = 1.0) { return {format, PRecipe::Scale::fixed, factor}; }
 constexpr PRecipe largest(octet_dtype format) { return {format, PRecipe::Scale::largest}; }
 
+constexpr double kPFactor = 0x1p15;  // p = 1 becomes half the largest f16, so that p down to 2^-29 keeps its 11 bits
 constexpr TileRecipe tile(octet_dtype format, int64_t rows, int64_t cols) { return {format, rows, cols}; }
-constexpr TileRecipe folded(octet_dtype format, int64_t rows, int64_t cols) { return {format, rows, cols, 1.0, true}; }
+constexpr TileRecipe f16_in_any_range() { return {.format = OCTET_F16, .power_of_two = true}; }
 
 LogitRecipe int8_logits(bool hadamard, bool smooth_q) {
   return {.q = per_token(OCTET_I8),
@@ -167,16 +168,15 @@ Recipe flash_attention(octet_dtype format) {
 }
 
 Recipe f16_compute(octet_dtype format) {
-  constexpr double kFactor = 0x1p15;  // p = 1 becomes half the largest f16, so that p down to 2^-29 keeps its 11 bits
   Recipe r = format_only(format);
   r.tile = kStep;
-  r.p = fixed(OCTET_F16, kFactor);
+  r.p = fixed(OCTET_F16, kPFactor);
   r.sum_rounded_p = true;
   if (format == OCTET_F16)
     r.backward.do_dp = r.backward.do_dv = scaled_f16();  // gradients may be too small for f16 as they are
   r.backward.smooth_dq = scaled_f16();
-  r.backward.ds_q = r.backward.ds_k = {.format = OCTET_F16, .power_of_two = true};
-  r.backward.p = {.format = OCTET_F16, .factor = kFactor};
+  r.backward.ds_q = r.backward.ds_k = f16_in_any_range();
+  r.backward.p = {.format = OCTET_F16, .factor = kPFactor};
   return r;
 }
 
@@ -186,13 +186,20 @@ Recipe octet_int8(bool hadamard, bool smooth_q) {
   r.p = largest(OCTET_U8);
   r.v = per_token(OCTET_I8);
   r.smooth_v = r.fold_v = true;
-  r.backward = {.logits = {per_token(OCTET_I8), per_token(OCTET_I8), kTile, kTile, true},
+  r.backward = {.logits = r.logits,
+                .smooth_dq = scaled_f16(),
+                .q_dk = scaled_f16(),
                 .recompute = true,
                 .delta = OCTET_DELTA_FROM_P,
-                .ds_q = folded(OCTET_I8, 1, kTile),
-                .ds_k = folded(OCTET_I8, kTile, 1),
-                .p = folded(OCTET_U8, kTile, 1),
-                .do_dv = per_token(OCTET_I8)};
+                .v = per_token(OCTET_I8),
+                .do_dp = per_token(OCTET_I8),
+                .smooth_v = true,
+                .ds_q = f16_in_any_range(),
+                .ds_k = f16_in_any_range(),
+                .p = {.format = OCTET_F16, .factor = kPFactor},
+                .do_dv = scaled_f16()};
+  r.backward.logits.smooth_k = kTile;
+  r.backward.logits.smooth_q = 0;
   return r;
 }
 

@@ -99,19 +99,20 @@ struct TileRecipe {
   octet_dtype format = OCTET_F64;
   int64_t rows = 0, cols = 0;
   double factor = 1.0;        // cast only: x times factor is rounded
-  bool fold = false;          // x times the other operand's token amax is rounded
   bool power_of_two = false;  // cast only: each number has a power of two, so that the format's range does not matter
 };
 
 struct BackwardRecipe {
   LogitRecipe logits{};  // their rounded operands are also those of dq = ds k and dk = ds^T q
   std::optional<Quantizer>
-      smooth_dq{};         // set: dq = ds (k - mean), that difference rounded so, whatever the logits took
-  bool recompute = false;  // row maximum and sum from these logits instead of the caller's lse
+      smooth_dq{};                  // set: dq = ds (k - mean), that difference rounded so, whatever the logits took
+  std::optional<Quantizer> q_dk{};  // set: dk = ds^T q with q rounded so, whatever the logits took
+  bool recompute = false;           // row maximum and sum from these logits instead of the caller's lse
   octet_delta delta = OCTET_DELTA_FROM_O;
   bool exact_o = false;             // delta reads o + o_residual
   octet_dtype o_saved = OCTET_F64;  // what delta reads, rounded once more
   Quantizer v{}, do_dp{};           // operands of dp = do v^T
+  bool smooth_v = false;            // v is centred by its mean over tokens, and dp gets the product of that un-rounded
   TileRecipe ds_q{}, ds_k{};        // of dq = ds k, of dk = ds^T q
   TileRecipe p{};                   // of dv = p^T do
   Quantizer do_dv{};

@@ -378,11 +378,17 @@ TEST(Bars, sagebwd_backward_compat) {
 }
 
 TEST(Bars, octet_int8_backward) {
-  const std::vector<BackwardBar> bars = {{kB1, .020, .020, .018, .9997}, {kB2, .027, .027, .022, .9997},
-                                         {kB3, .020, .020, .018, .9997}, {kB4, .020, .020, .015, .9997},
-                                         {kB5, .020, .020, .018, .9997}, {kB6, .027, .027, .024, .9997}};
+  const std::vector<BackwardBar> bars = {{kB1, .0134, .0134, .0105, .9997}, {kB2, .0191, .0215, .0184, .9997},
+                                         {kB3, .0136, .0136, .0095, .9997}, {kB4, .0156, .0145, .0098, .9997},
+                                         {kB5, .0131, .0138, .0095, .9997}, {kB6, .0261, .0264, .0219, .9996}};
   expect_backward(octet_int8(true, false), bars);
   expect_dq_misses(sagebwd(), bars, OCTET_F16);
+  Recipe recipe = octet_int8(true, false);  // one mean of all keys for the sink and the others
+  recipe.backward.logits.smooth_k = kAllTokens;
+  expect_dq_misses(recipe, {bars[3]});
+  recipe = octet_int8(true, false);  // delta from an output of uint8 p
+  recipe.backward.delta = OCTET_DELTA_FROM_O, recipe.backward.exact_o = true;
+  expect_dq_misses(recipe, {bars[3]});
 }
 
 TEST(Bars, fp8_backward) {

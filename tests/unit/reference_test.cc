@@ -240,8 +240,8 @@ TEST(Reference, scaled_ds_follows_dlse) {
   }
 }
 
-// Without rounding every recipe is attention: smoothing, rotation, folding, projection and recomputation change
-// nothing.
+// Without rounding every recipe is attention: smoothing, rotation, folding, operands of their own, projection and
+// recomputation change nothing.
 TEST(Reference, recipes_without_their_rounding_are_exact) {
   for (double sink : kSinks) {
     Head head = masked_head();
@@ -269,6 +269,13 @@ TEST(Reference, recipes_without_their_rounding_are_exact) {
     for (std::size_t i : {0, 1, 2, 4, 5, 6}) EXPECT_NEAR(out.lse[i], want.lse[i], 1e-13);
     expect_exact(r, out, 1e-13);
     r.backward.logits.smooth_k = kAllTokens, r.backward.logits.smooth_q = 0;
+    expect_exact(r, out, 1e-13);
+    r.backward.smooth_v = true;
+    r.backward.q_dk = Quantizer{};
+    expect_exact(r, out, 1e-13);
+    r.backward.smooth_dq = Quantizer{};
+    expect_exact(r, out, 1e-13);
+    r.backward.logits.smooth_k = 2;
     expect_exact(r, out, 1e-13);
     Recipe smooth_dq;
     smooth_dq.backward.smooth_dq = Quantizer{};

@@ -1,7 +1,6 @@
 // The recipe of a problem (core/recipe.h) in the terms of the kernels.
-#include "cpu/attention/job.h"
-
 #include "core/recipe.h"
+#include "cpu/attention/job.h"
 
 namespace octet::cpu {
 namespace {
@@ -120,7 +119,7 @@ GradientFormat gradient_format(const TileRecipe& ds) {
     case OCTET_E4M3:
       return GradientFormat::e4m3;
     case OCTET_I8:
-      return ds.fold ? GradientFormat::migrated : GradientFormat::int8;
+      return GradientFormat::int8;
     default:
       return GradientFormat::exact;
   }
@@ -139,10 +138,12 @@ BackwardNumerics backward_numerics(const Problem& p) {
                             .k = rounding_of(r.logits.k),
                             .smooth_k = r.logits.smooth_k == kAllTokens,
                             .smooth_k_dq = r.smooth_dq.has_value(),
-                            .smooth_blocks = r.logits.smooth_q > 0,
+                            .smooth_tiles = r.logits.smooth_k == kKeys,
+                            .f16_q_dk = r.q_dk.has_value(),
                             .hadamard = r.logits.hadamard,
                             .v = rounding_of(r.v),
                             .do_dp = rounding_of(r.do_dp),
+                            .smooth_v = r.smooth_v,
                             .do_dv = rounding_of(r.do_dv),
                             .format = gradient_format(r.ds_q),
                             .delta = delta_of(r),
@@ -152,7 +153,8 @@ BackwardNumerics backward_numerics(const Problem& p) {
     return r.group && r.dtype == x.dtype && x.dtype != OCTET_F16;
   };
   if (prequantized(p.q, numerics.q)) numerics.q = {};
-  if (prequantized(p.k, numerics.k)) numerics.k = {}, numerics.smooth_k = false;
+  if (prequantized(p.k, numerics.k)) numerics.k = {}, numerics.smooth_k = numerics.smooth_tiles = false;
+  if (prequantized(p.v, numerics.v)) numerics.v = {}, numerics.smooth_v = false;
   return numerics;
 }
 

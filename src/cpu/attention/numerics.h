@@ -52,12 +52,10 @@ constexpr int64_t kWholeHead = Problem::kUnbounded;  // a group: all tokens of a
 // The format that p and ds are rounded to before the products dv = p^T do, dq = ds k and dk = ds^T q.
 enum class GradientFormat {
   exact,
-  f16,      // each number; with bias correction f16, p times a power of two, ds with 11 bits and the range of a float
-  bf16,     // each number
-  e4m3,     // p times 256; ds: with a scale for each tile
-  int8,     // with a scale for each tile
-  migrated  // int8 with a scale for each row or column of a tile, whichever is not summed over; the token scales of
-            // the operand on the other side are multiplied in first. p: u8
+  f16,   // each number; with smooth_k_dq, p times a power of two, ds with 11 bits and the range of a float
+  bf16,  // each number
+  e4m3,  // p times 256; ds: with a scale for each tile
+  int8   // with a scale for each tile
 };
 
 // The source of delta = rowsum(do o).
@@ -70,12 +68,14 @@ enum class Delta {
 // A precision's backward recipe; docs/numerics.md.
 struct BackwardNumerics {
   Rounding q{}, k{};
-  bool smooth_k = false;       // all of k's uses are of k minus its mean
-  bool smooth_k_dq = false;    // only dq = ds k is, with k minus its mean in f16; ds in f16 of any range
-  bool smooth_blocks = false;  // q and k minus the means of their blocks and tiles are rounded, the means are not
-  bool hadamard = false;
-  Rounding v{}, do_dp{};  // operands of dp = do v^T
-  Rounding do_dv{};       // operand of dv = p^T do
+  bool smooth_k = false;      // all of k's uses are of k minus its mean
+  bool smooth_k_dq = false;   // only dq = ds k is, with k minus its mean in f16; ds in f16 of any range
+  bool smooth_tiles = false;  // the logits take k minus the mean of its tile rounded, and the product of that mean
+  bool f16_q_dk = false;      // dk = ds^T q takes q in f16 of any range, and k of dq comes as the caller's
+  bool hadamard = false;      // q and k of the logits are rotated; with f16_q_dk alone
+  Rounding v{}, do_dp{};      // operands of dp = do v^T
+  bool smooth_v = false;      // v minus its mean is rounded, and gets it back
+  Rounding do_dv{};           // operand of dv = p^T do
   GradientFormat format = GradientFormat::exact;
   Delta delta = Delta::from_o;
   octet_dtype gproj = OCTET_DTYPE_NONE;  // GProj: the format of p and lambda q; none: off

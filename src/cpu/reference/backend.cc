@@ -152,6 +152,7 @@ Recipe recipe_for(const Problem& problem) {
     if (k) logits->k = {}, logits->smooth_k = 0;
   }
   if (prequantized(problem.v, recipe.v)) recipe.smooth_v = false;
+  if (prequantized(problem.v, recipe.backward.v)) recipe.backward.v = {}, recipe.backward.smooth_v = false;
   return recipe;
 }
 

@@ -1,7 +1,6 @@
 // dq, dk, dv from whole matrices p and ds, each rounded on its tiles before it enters a product.
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <octet/formats.hpp>
 
@@ -75,8 +74,8 @@ double delta_of(const BackwardRecipe& recipe, const Matrix& p, double p_sink, co
   return sum_p == 0.0 ? 0.0 : sum / sum_p;
 }
 
-// x rounded over tiles. `fold`: what the operand on the other side of the product multiplies each row (or column) by.
-Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, const std::function<double(int64_t, int64_t)>& fold) {
+// x rounded over tiles.
+Matrix rounded_tiles(Matrix x, const TileRecipe& recipe) {
   if (!recipe.rows) {
     for (double& value : x.data)
       value = recipe.power_of_two ? rounded_in_any_range(recipe.format, value)
@@ -89,12 +88,9 @@ Matrix rounded_tiles(Matrix x, const TileRecipe& recipe, const std::function<dou
       double largest = 0.0;
       for (int64_t i = top; i < bottom; ++i)
         for (int64_t j = left; j < right; ++j)
-          if (const double value = std::fabs(x[i][j] * fold(i, j)); std::isfinite(value))
-            largest = std::max(largest, value);
+          if (std::isfinite(x[i][j])) largest = std::max(largest, std::fabs(x[i][j]));
       for (int64_t i = top; i < bottom; ++i)
-        for (int64_t j = left; j < right; ++j)
-          if (const double scale = fold(i, j); scale > 0.0)
-            x[i][j] = rounded_on(recipe.format, x[i][j] * scale, largest) / scale;
+        for (int64_t j = left; j < right; ++j) x[i][j] = rounded_on(recipe.format, x[i][j], largest);
     }
   return x;
 }
@@ -126,20 +122,22 @@ void project(const Head& head, octet_dtype format, const Matrix& p, const Matrix
   }
 }
 
-// Adds what smoothing took from the operands of dq = ds k and dk = ds^T q, times the un-rounded ds. The mean of all
-// keys, `centre`, meets the sum of a row of ds, `row_sums`. In attention alone that sum is 0 but for rounding, and
-// exactly 0 here, so that the mean does not multiply the rounding errors.
-void add_means(const Head& head, const Logits& logits, const std::vector<double>& centre, const Matrix& ds,
-               const std::vector<double>& row_sums, Gradients& g) {
+// Adds what smoothing took from the operands of dq = ds k and dk = ds^T q, times the un-rounded ds: the means of blocks
+// where the operands are those of the logits. The mean of all keys, `centre`, meets the sum of a row of ds, `row_sums`.
+// In attention alone that sum is 0 but for rounding, and exactly 0 here, so that the mean does not multiply the
+// rounding errors.
+void add_means(const Head& head, const BackwardRecipe& how, const Logits& logits, const std::vector<double>& centre,
+               const Matrix& ds, const std::vector<double>& row_sums, Gradients& g) {
   const Smoothed &q = logits.smooth_q(), &k = logits.smooth_k();
-  Matrix offsets = k.means.rows > 1 ? k.means : Matrix();
+  const bool q_means = q.means.rows && !how.q_dk;
+  Matrix offsets = k.means.rows > 1 && !how.smooth_dq ? k.means : Matrix();
   for (int64_t b = 0; b < offsets.rows; ++b) add_scaled(offsets[b], -1.0, centre.data(), offsets.cols);
   for (int64_t i = 0; i < ds.rows; ++i) {
     if (!centre.empty() && row_sums[index(i)] != 0.0)
       add_scaled(g.dq[i], row_sums[index(i)], centre.data(), head.q.cols);
     for_seen(head, i, [&](int64_t j) {
       if (offsets.rows) add_scaled(g.dq[i], ds[i][j], offsets[j / k.block], head.q.cols);
-      if (q.means.rows) add_scaled(g.dk[j], ds[i][j], q.mean_of(i), head.q.cols);
+      if (q_means) add_scaled(g.dk[j], ds[i][j], q.mean_of(i), head.q.cols);
     });
   }
 }
@@ -151,8 +149,11 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
   const BackwardRecipe& how = recipe.backward;
   const int64_t n = head.q.rows, m = head.k.rows, d = head.q.cols, e = head.v.cols;
   const Logits logits(head, how.logits);
-  const Matrix do_dp = quantized(do_, how.do_dp, head.seen_q), do_dv = quantized(do_, how.do_dv, head.seen_q),
-               v = quantized(head.v, how.v, head.seen_k);
+  const Matrix do_dp = quantized(do_, how.do_dp, head.seen_q), do_dv = quantized(do_, how.do_dv, head.seen_q);
+  const Smoothed smooth_v(head.v, how.smooth_v ? kAllTokens : 0, head.seen_k);
+  Matrix v = quantized(smooth_v.x, how.v, head.seen_k);
+  for (int64_t j = 0; j < m && how.smooth_v; ++j)
+    if (sees_token(head.seen_k, j)) add_scaled(v[j], 1.0, smooth_v.mean_of(j), e);
 
   std::vector<double> lse = saved_lse, dlse = given_dlse, row_sums(index(n));
   dlse.resize(index(n), 0.0);
@@ -175,38 +176,33 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
     for_seen(head, i, [&](int64_t j) { row_sums[index(i)] += ds[i][j] *= derivative[i][j]; });
   }
 
-  const std::vector<double> k_amax = token_amax(logits.k()), q_amax = token_amax(logits.q()),
-                            do_amax = token_amax(do_dv);
-  const auto fold = [](const TileRecipe& tiles, const std::vector<double>& amax, bool by_key) {
-    return
-        [&amax, by_key, folds = tiles.fold](int64_t i, int64_t j) { return folds ? amax[index(by_key ? j : i)] : 1.0; };
-  };
-  const Matrix ds_q = rounded_tiles(ds, how.ds_q, fold(how.ds_q, k_amax, true));
-  const Matrix ds_k = rounded_tiles(ds, how.ds_k, fold(how.ds_k, q_amax, false));
-  const Matrix p_dv = rounded_tiles(p, how.p, fold(how.p, do_amax, false));
+  const Matrix ds_q = rounded_tiles(ds, how.ds_q), ds_k = rounded_tiles(ds, how.ds_k), p_dv = rounded_tiles(p, how.p);
 
+  // A cast is to the precision's own format, and comes before all else; scales are those of the logits alone.
+  Matrix k_dq = how.logits.k.group == Group::cast ? quantized(head.k, how.logits.k, head.seen_k) : head.k;
   std::vector<double> centre;  // what the k of dq lacks
-  if (how.smooth_dq || how.logits.smooth_k)
-    centre = channel_means(how.smooth_dq ? logits.k() : head.k, head.seen_k, 0, m);
-  Matrix k_dq = logits.k();
+  if (how.smooth_dq || how.logits.smooth_k) centre = channel_means(k_dq, head.seen_k, 0, m);
   if (how.smooth_dq) {
     subtract(k_dq, centre, head.seen_k, 0, m);
     k_dq = quantized(k_dq, *how.smooth_dq, head.seen_k);
+  } else {
+    k_dq = logits.k();
   }
+  const Matrix q_dk = how.q_dk ? quantized(head.q, *how.q_dk, head.seen_q) : logits.q();
   Gradients g{Matrix(n, d), Matrix(m, d), Matrix(m, e)};
   for (int64_t i = 0; i < n; ++i)
     for_seen(head, i, [&](int64_t j) {
       add_scaled(g.dq[i], ds_q[i][j], k_dq[j], d);
-      add_scaled(g.dk[j], ds_k[i][j], logits.q()[i], d);
+      add_scaled(g.dk[j], ds_k[i][j], q_dk[i], d);
       add_scaled(g.dv[j], p_dv[i][j], do_dv[i], e);
     });
   if (how.gproj != OCTET_F64) {
-    const Matrix uncapped = rounded_tiles(ds_uncapped, how.ds_q, fold(how.ds_q, k_amax, true));
+    const Matrix uncapped = rounded_tiles(ds_uncapped, how.ds_q);
     project(head, how.gproj, p, uncapped.rows ? uncapped : ds_q, derivative, dlse, sink, logits, g);
   }
-  if (how.logits.hadamard)
-    for (Matrix* x : {&g.dq, &g.dk}) *x = rotated_back(std::move(*x), kHadamardSeed);
-  add_means(head, logits, centre, ds, row_sums, g);
+  if (how.logits.hadamard && !how.smooth_dq) g.dq = rotated_back(std::move(g.dq), kHadamardSeed);
+  if (how.logits.hadamard && !how.q_dk) g.dk = rotated_back(std::move(g.dk), kHadamardSeed);
+  add_means(head, how, logits, centre, ds, row_sums, g);
   for (Matrix* x : {&g.dq, &g.dk})
     for (double& value : x->data) value *= head.scale;
   for (const SinkRow& row : sink) g.dsink += row.ds;

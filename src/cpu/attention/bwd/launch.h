@@ -23,7 +23,7 @@ inline std::size_t backward_workspace(const Problem& p, unsigned threads) {
 inline void prepare_operands(const Job& job, const BackwardNumerics& numerics, const GradientOperands& w) {
   const Problem& p = *job.problem;
   const Rounding roundings[] = {numerics.q, numerics.k, numerics.v, numerics.do_dp, numerics.do_dv};
-  bool whole_heads = numerics.smooth_k_dq;
+  bool whole_heads = false;
   for (const Rounding& r : roundings) whole_heads |= r.group == kWholeHead;
   parallel_for(job.threads, job.sequence_count * p.kv_heads, [&](int64_t side, unsigned) {
     const Sequence& seq = job.sequences[side / p.kv_heads];
@@ -33,7 +33,8 @@ inline void prepare_operands(const Job& job, const BackwardNumerics& numerics, c
     if (w.seen_keys) list_seen_keys(p, seq, g, listed_keys(w, g, first_tile));
     const SeenTokens seen = seen_keys(p, seq, g, first_tile, w);
     const bool smooth = numerics.smooth_k || numerics.smooth_k_dq;
-    if (smooth || numerics.smooth_blocks) mean_of_keys(p, seq, g, seen, mean);
+    if (smooth) mean_of_tokens(p.k, seq, g, seen, mean);
+    if (numerics.smooth_v) mean_of_tokens(p.v, seq, g, seen, w.v_mean + side * kMaxDim);
     if (whole_heads)
       w.key_heads[side] = head_statistics(
           p.k, p.v, seq.batch, g, seq.k_first, seq.k_tokens, [&](int64_t j) { return seen[j]; },
@@ -110,8 +111,6 @@ inline void backward(const Job& job) {
       return backward_as<GradientFormat::e4m3>(job, numerics);
     case GradientFormat::int8:
       return backward_as<GradientFormat::int8>(job, numerics);
-    case GradientFormat::migrated:
-      return backward_as<GradientFormat::migrated>(job, numerics);
   }
 }
 

@@ -55,19 +55,15 @@ struct Backward : BackwardTile {
                   vc = w.v_columns;
     float *dk = scratch.dk + own * kKeys * kc, *dv = scratch.dv + own * kKeys * vc, *dq = w.dq + first * kc;
     [[maybe_unused]] constexpr Strides columnwise{1, kKeys};
-    products(first, rows, index, own, query_mean(seq, block, h, token));
+    products(first, rows, index, own);
     gradient_tile<format>(seq, h, token, rows, tile);
-    if (numerics.smooth_blocks) give_back_query_mean(query_mean(seq, block, h, token), rows, dk);
-    float row_sums[kQueries];
-    if (numerics.smooth_blocks)
-      for (int64_t i = 0; i < rows; ++i) row_sums[i] = row_sum(scratch.dp + i * kKeys);
-    const float* ds_rows = round_tiles(first, rows, index);
+    round_tiles(rows);
 #ifdef __AMX_BF16__
     split_transposed(scratch.s, rows, scratch.p_t);
     split_transposed(scratch.dp, rows, scratch.ds_t);
 #else
     matmul<F32, true>(scratch.s, columnwise, w.do_dv + first * vc, vc, dv, vc, kKeys, vc, rows);
-    matmul<F32, true>(scratch.dp, columnwise, w.q + first * kc, kc, dk, kc, kKeys, kc, rows,
+    matmul<F32, true>(scratch.dp, columnwise, w.q_dk + first * kc, kc, dk, kc, kKeys, kc, rows,
                       of_next_block(w.dq, first, kc, own));
 #endif
     if (numerics.gproj) {
@@ -78,7 +74,7 @@ struct Backward : BackwardTile {
     }
 #ifdef __AMX_BF16__
     for (int64_t i = 0; i < rows; ++i)
-      split_row(ds_rows + i * kKeys, kKeys, kTile.a_part, scratch.ds + i * kTile.a_row);
+      split_row(scratch.dp + i * kKeys, kKeys, kTile.a_part, scratch.ds + i * kTile.a_row);
     fetch_next_block(w.dq, first, kc, own);
     split_matmul<true>(kTile, scratch.p_t, scratch.do_by_row, dv, vc, kKeys, vc);
     split_matmul<true>(kTile, scratch.ds_t, scratch.q_by_row, dk, kc, kKeys, kc);
@@ -92,11 +88,9 @@ struct Backward : BackwardTile {
     const int64_t keys = std::min(seq.k_tokens - tile * kKeys, kKeys);
     for (int64_t c = 0, width; c < kc; c += width) {
       width = std::min(kPanelColumns, kc - c);
-      matmul<F32, true>(ds_rows, Strides{kKeys, 1}, k + kKeys * c, width, dq + c, kc, rows, width, keys);
+      matmul<F32, true>(scratch.dp, Strides{kKeys, 1}, k + kKeys * c, width, dq + c, kc, rows, width, keys);
     }
 #endif
-    if (numerics.smooth_blocks)
-      for (int64_t i = 0; i < rows; ++i) add_scaled(dq + i * kc, row_sums[i], w.tile_offset + index * kc);
     for (int64_t i = 0; i < rows && w.ds_sum; ++i) w.ds_sum[first + i] += scratch.ds_sum[i];
     __atomic_store_n(turn, static_cast<int32_t>(tile + 1), __ATOMIC_RELEASE);
   }
@@ -111,14 +105,6 @@ struct Backward : BackwardTile {
   }
 #endif
 
-  // dk += (column sums of ds) (mean of the block's q)^T
-  void give_back_query_mean(const float* mean, int64_t rows, float* dk) {
-    alignas(64) float sums[kKeys] = {};
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < kKeys; ++j) sums[j] += scratch.dp[i * kKeys + j];
-    for (int64_t j = 0; j < kKeys; ++j) add_scaled(dk + j * w.k_columns, sums[j], mean);
-  }
-
   // P as GProj meets it: times the derivative of the softcap.
   void cap_p(int64_t rows) {
     for (int64_t j = 0; j < rows * kKeys; j += kLanes) {
@@ -127,36 +113,18 @@ struct Backward : BackwardTile {
     }
   }
 
-  static float row_sum(const float* x) {
-    Vf sum{};
-    for (int64_t j = 0; j < kKeys; j += kLanes) sum += load(x + j);
-    return reduce_add(sum);
-  }
-
-  void add_scaled(float* y, float a, const float* x) const {
-    for (int64_t c = 0; c < w.k_columns; c += kLanes) store(y + c, load(y + c) + a * load(x + c));
-  }
-
-  // Rounding that needs a whole tile. Returns ds as the operand of dq.
-  const float* round_tiles(int64_t first, int64_t rows, int64_t index) {
+  // Rounding that needs a whole tile.
+  void round_tiles(int64_t rows) {
     if constexpr (format == GradientFormat::e4m3) round_tile<OCTET_E4M3>(scratch.dp, rows);
     if constexpr (format == GradientFormat::int8) {
       round_tile<OCTET_I8>(scratch.s, rows);
       round_tile<OCTET_I8>(scratch.dp, rows);
     }
-    if constexpr (format == GradientFormat::migrated) {
-      round_rows_of_tile(scratch.dp, rows, w.k_amax + index * kKeys, scratch.ds_rows);
-      round_columns_of_tile(scratch.dp, rows, w.q_amax + first, 127.f);
-      round_columns_of_tile(scratch.s, rows, w.do_amax + first, 255.f);
-      return scratch.ds_rows;
-    }
-    return scratch.dp;
   }
 
   void store_gradients(const Sequence& seq, const Block& block, int64_t keys) {
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = seq.k_first + block.token + j;
-      if (numerics.hadamard) rotate_back(scratch.dk + j * w.k_columns, p.dim);
       multiply(scratch.dk + j * w.k_columns, p.scale, p.dim);
       store_row(p.dk, seq.batch, block.head, at, scratch.dk + j * w.k_columns);
       store_row(p.dv, seq.batch, block.head, at, scratch.dv + j * w.v_columns);

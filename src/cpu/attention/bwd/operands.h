@@ -23,17 +23,13 @@ constexpr int64_t split_stride(int64_t n) { return words_of<Split>(n) + 16; }  /
 // counted as in KeySide, heads by sequence first.
 struct GradientOperands {
   Word *k_transposed, *v_transposed;  // [tile][words_of<Split>(dim)][kKeys]: B of q k^T and do v^T
-  float* k_amax;                      // [tile][kKeys]
-  float* k_mean;                      // [kv head][kMaxDim]
-  float *k_smooth, *q_raw;  // with smooth_blocks: k minus tile means [tile][kKeys][k_columns], q [row][k_columns]
-  float* q_mean;            // with smooth_blocks: [block of queries][k_columns], see block_mean
-  float *tile_mean,
-      *tile_offset;  // with smooth_blocks: [tile][k_columns], mean of the tile's k; minus that of all k
+  float *k_mean, *v_mean;             // [kv head][kMaxDim]
+  float *tile_mean, *q_raw;           // with smooth_tiles: mean of the tile's k [tile][k_columns], q [row][k_columns]
   HeadStatistics *query_heads, *key_heads;
   bool *seen_keys, *seen_queries;  // with a mask tensor and scales: [kv head][tiles * kKeys], [row]
   int64_t tiles;                   // of a head of k and v, at most
-  float *q, *do_dp, *do_dv;        // [row][columns]
-  float *q_amax, *do_amax;         // [row]
+  float *q, *do_dp;                // [row][columns], of q k^T and do v^T
+  float *q_dk, *do_dv;             // [row][columns], of ds^T q and p^T do; those above where they are the same
   float*
       lse;  // [row], times log2(e), minus `row_bias`, for k minus its mean; +inf: the row sees nothing, not even a sink
   float* delta;       // [row], minus dlse
@@ -50,9 +46,7 @@ struct GradientOperands {
 };
 
 // Returns whether dq = ds k takes k minus a mean.
-inline bool centred(const BackwardNumerics& numerics) {
-  return numerics.smooth_k || numerics.smooth_k_dq || numerics.smooth_blocks;
-}
+inline bool centred(const BackwardNumerics& numerics) { return numerics.smooth_k || numerics.smooth_k_dq; }
 
 // Returns whether tokens have scales or means, so that some could reach others.
 inline bool has_scales(const BackwardNumerics& numerics) {
@@ -72,29 +66,23 @@ inline GradientOperands allocate_gradient_operands(const Problem& p, const Backw
   w.v_columns = padded_columns(p.dim_v);
   w.k_transposed = workspace.take<Word>(tiles * words_of<Split>(p.dim) * kKeys);
   w.v_transposed = workspace.take<Word>(tiles * words_of<Split>(p.dim_v) * kKeys);
-  w.k_amax = workspace.take<float>(tiles * kKeys);
   w.k_mean = workspace.take<float>(sequences * p.kv_heads * kMaxDim);
+  w.v_mean = numerics.smooth_v ? workspace.take<float>(sequences * p.kv_heads * kMaxDim) : nullptr;
   w.query_heads = workspace.take<HeadStatistics>(sequences * p.heads);
   w.key_heads = workspace.take<HeadStatistics>(sequences * p.kv_heads);
   w.q = workspace.take<float>(rows * w.k_columns);
+  w.q_dk = numerics.f16_q_dk ? workspace.take<float>(rows * w.k_columns) : w.q;
   w.do_dp = workspace.take<float>(rows * w.v_columns);
   w.do_dv = numerics.do_dv == numerics.do_dp ? w.do_dp : workspace.take<float>(rows * w.v_columns);
   w.k_by_row = workspace.take<Word>(tiles * words_of<Split>(kKeys) * w.k_columns);
-  w.q_amax = workspace.take<float>(rows);
-  w.do_amax = workspace.take<float>(rows);
   w.lse = workspace.take<float>(rows);
   w.delta = workspace.take<float>(rows);
   w.sink = p.sinks.present() ? workspace.take<float>(rows) : nullptr;
   w.row_bias = has_row_bias(p) ? workspace.take<float>(rows) : nullptr;
   w.mean_logit = numerics.smooth_k && p.softcap != 0.f ? workspace.take<float>(rows) : nullptr;
   w.ds_sum = centred(numerics) && p.softcap != 0.f ? workspace.take<float>(rows) : nullptr;
-  w.k_smooth = numerics.smooth_blocks ? workspace.take<float>(tiles * kKeys * w.k_columns) : nullptr;
-  w.q_raw = numerics.smooth_blocks ? workspace.take<float>(rows * w.k_columns) : nullptr;
-  w.q_mean = numerics.smooth_blocks
-                 ? workspace.take<float>(tiles_bound(p, p.tokens_q, kQueries) * p.heads * w.k_columns)
-                 : nullptr;
-  w.tile_mean = numerics.smooth_blocks ? workspace.take<float>(tiles * w.k_columns) : nullptr;
-  w.tile_offset = numerics.smooth_blocks ? workspace.take<float>(tiles * w.k_columns) : nullptr;
+  w.q_raw = numerics.smooth_tiles ? workspace.take<float>(rows * w.k_columns) : nullptr;
+  w.tile_mean = numerics.smooth_tiles ? workspace.take<float>(tiles * w.k_columns) : nullptr;
   const bool lists = p.mask.present() && has_scales(numerics);
   w.seen_keys = lists ? workspace.take<bool>(tiles * kKeys) : nullptr;
   w.seen_queries = lists ? workspace.take<bool>(rows) : nullptr;
@@ -119,14 +107,6 @@ inline SeenTokens seen_keys(const Problem& p, const Sequence& seq, int64_t g, in
 }
 inline bool seen_query(const Problem& p, const Sequence& seq, int64_t h, int64_t i, const GradientOperands& w) {
   return w.seen_queries ? w.seen_queries[row_index(p, seq, h, i)] : sees_a_key(p, seq, h, i);
-}
-
-// Returns the place of the mean of the block of queries that `token` is in. Each sequence begins a block.
-inline float* block_mean(const Problem& p, const Sequence& seq, int64_t sequence, int64_t h, int64_t token,
-                         const GradientOperands& w) {
-  const int64_t of_head = tiles_bound(p, p.tokens_q, kQueries) / (p.packed() ? 1 : p.batch);
-  const int64_t block = (seq.q_first + token) / kQueries + (p.packed() ? sequence : 0);
-  return w.q_mean + ((seq.batch * p.heads + h) * of_head + block) * w.k_columns;
 }
 
 // The key tiles that a block of queries sees.

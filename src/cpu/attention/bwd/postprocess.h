@@ -1,4 +1,4 @@
-// Postprocessing starts when dq is complete: it rotates dq back, scales and stores it, and sums dsinks.
+// Postprocessing starts when dq is complete: it scales and stores it, and sums dsinks.
 #pragma once
 #include "cpu/attention/bwd/preprocess.h"
 #include "cpu/parallel.h"
@@ -36,7 +36,6 @@ inline void store_dq(const Problem& p, const BackwardNumerics& numerics, const S
   const float* mean = w.k_mean + (block.sequence * p.kv_heads + block.head / p.group()) * kMaxDim;
   for (int64_t i = 0; i < rows; ++i) {
     float* dq = w.dq + (first + i) * w.k_columns;
-    if (numerics.hadamard) rotate_back(dq, p.dim);
     if (centred(numerics)) {
       const float sum = w.ds_sum ? w.ds_sum[first + i] : row_sum_of_ds(p, w, seq, block.head, block.token + i);
       add_row_sum(sum, mean, p.dim, dq);

@@ -19,7 +19,7 @@ inline void prepare_keys(const Problem& p, const BackwardNumerics& numerics, con
   // Keys that no query sees become zeros.
   const SeenTokens all_seen = seen_keys(p, seq, g, block.first_tile, w);
   const auto seen = [&](int64_t r) { return !has_scales(numerics) || all_seen[first + r]; };
-  alignas(64) float k[kKeys * kMaxDim];
+  alignas(64) float k[kKeys * kMaxDim], k_dq[kKeys * kMaxDim];
   bool finite[kKeys];
   load_numbers(p.k, seq.batch, g, seq.k_first + first, valid, kKeys, kc, k);
   for (int64_t r = 0; r < valid; ++r) {
@@ -28,44 +28,40 @@ inline void prepare_keys(const Problem& p, const BackwardNumerics& numerics, con
     if (!finite[r]) zero(k + r * kc, kc);
     if (numerics.smooth_k && seen(r)) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
   }
-  float* mean = numerics.smooth_blocks ? w.tile_mean + index * kc : nullptr;
-  if (numerics.smooth_blocks) {
+  if (numerics.f16_q_dk) std::memcpy(k_dq, k, sizeof(float) * kKeys * kc);
+  if (numerics.smooth_tiles) {
+    float* mean = w.tile_mean + index * kc;
     mean_of_rows(k, valid, kc, seen, mean);
-    if (numerics.hadamard) rotate_rows(mean, 1, kc, p.dim);
-  }
-  if (numerics.hadamard) rotate_rows(k, valid, kc, p.dim);
-  if (numerics.smooth_blocks) {
     for (int64_t r = 0; r < valid; ++r)
       if (seen(r)) subtract(k + r * kc, mean, kc);
-    std::memcpy(w.k_smooth + index * kKeys * kc, k, sizeof(float) * kKeys * kc);
-    // dq = ds k is given back the mean of the tile minus that of all keys; store_dq sees to the latter.
-    alignas(64) float all[kMaxDim] = {};
-    std::memcpy(all, w.k_mean + side * kMaxDim, sizeof(float) * p.dim);
-    if (numerics.hadamard) rotate_rows(all, 1, kc, p.dim);
-    for (int64_t c = 0; c < kc; ++c) w.tile_offset[index * kc + c] = mean[c] - all[c];
   }
+  if (numerics.hadamard) rotate_rows(k, valid, kc, p.dim);
   round_rows(numerics.k, numerics.k.group == kWholeHead ? head.largest : -1.f, k, valid, kc);
   for (int64_t r = 0; r < valid; ++r)  // beyond the range of 16 bits
     if (!finite_row(k + r * kc, kc)) finite[r] = false, zero(k + r * kc, kc);
-  for (int64_t r = 0; r < kKeys; ++r) w.k_amax[index * kKeys + r] = finite_amax(k + r * kc, kc);
   alignas(64) float transposed[kMaxDim * kKeys];
   transpose(k, kKeys, kc, p.dim, transposed);
   for (int64_t r = 0; r < valid; ++r)
     if (!finite[r])
       for (int64_t c = 0; c < p.dim; ++c) transposed[c * kKeys + r] = __builtin_nanf("");
   store_columns(transposed, p.dim, w.k_transposed + index * words_of<Split>(p.dim) * kKeys);
+  float* const by_row = numerics.f16_q_dk ? k_dq : k;
   if (numerics.smooth_k_dq) {
     for (int64_t r = 0; r < valid; ++r)
-      if (seen(r)) subtract(k + r * kc, w.k_mean + side * kMaxDim, p.dim);
-    round_rows({OCTET_F16, 1}, -1.f, k, valid, kc);
+      if (seen(r)) subtract(by_row + r * kc, w.k_mean + side * kMaxDim, p.dim);
+    round_rows(kF16InAnyRange, -1.f, by_row, valid, kc);
   }
-  store_rows(k, kc, w.k_by_row + index * words_of<Split>(kKeys) * kc);
+  store_rows(by_row, kc, w.k_by_row + index * words_of<Split>(kKeys) * kc);
 
   alignas(64) float v[kKeys * kMaxDim];
   load_numbers(p.v, seq.batch, g, seq.k_first + first, valid, kKeys, vc, v);
   for (int64_t r = 0; r < valid; ++r)
     if (!seen(r)) zero(v + r * vc, vc);
+  for (int64_t r = 0; r < valid && numerics.smooth_v; ++r)
+    if (seen(r)) subtract(v + r * vc, w.v_mean + side * kMaxDim, p.dim_v);
   round_rows(numerics.v, numerics.v.group == kWholeHead ? head.value_largest : -1.f, v, valid, vc);
+  for (int64_t r = 0; r < valid && numerics.smooth_v; ++r)
+    if (seen(r)) add(v + r * vc, w.v_mean + side * kMaxDim, p.dim_v);
   transpose(v, kKeys, vc, p.dim_v, transposed);
   store_columns(transposed, p.dim_v, w.v_transposed + index * words_of<Split>(p.dim_v) * kKeys);
 }
@@ -90,7 +86,8 @@ inline void prepare_queries(const Problem& p, const BackwardNumerics& numerics, 
   const int64_t rows = std::min(seq.q_tokens - token, kQueries), first = row_index(p, seq, h, token);
   const float* mean = w.k_mean + (block.sequence * p.kv_heads + h / p.group()) * kMaxDim;
   const HeadStatistics& head = w.query_heads[block.sequence * p.heads + h];
-  float *q = w.q + first * kc, *do_dp = w.do_dp + first * vc, *do_dv = w.do_dv + first * vc;
+  float *q = w.q + first * kc, *q_dk = w.q_dk + first * kc, *do_dp = w.do_dp + first * vc,
+        *do_dv = w.do_dv + first * vc;
   load_numbers(p.q, seq.batch, h, seq.q_first + token, rows, rows, kc, q);
   load_numbers(p.do_, seq.batch, h, seq.q_first + token, rows, rows, vc, do_dp);
   // Queries that see no key become zeros.
@@ -125,23 +122,20 @@ inline void prepare_queries(const Problem& p, const BackwardNumerics& numerics, 
     round_rows(numerics.do_dv, shared_amax(p, numerics.do_dv, p.do_, seq, h, token, head.value_largest, w), do_dv, rows,
                vc);
   }
-  float* mean_q = numerics.smooth_blocks ? block_mean(p, seq, block.sequence, h, token, w) : nullptr;
-  if (numerics.smooth_blocks) {
-    mean_of_rows(q, rows, kc, seen, mean_q);
-    if (numerics.hadamard) rotate_rows(mean_q, 1, kc, p.dim);
+  if (w.q_raw) std::memcpy(w.q_raw + first * kc, q, sizeof(float) * rows * kc);
+  if (q_dk != q) {
+    std::memcpy(q_dk, q, sizeof(float) * rows * kc);
+    round_rows(kF16InAnyRange, -1.f, q_dk, rows, kc);
   }
   if (numerics.hadamard) rotate_rows(q, rows, kc, p.dim);
-  if (numerics.smooth_blocks) {
-    std::memcpy(w.q_raw + first * kc, q, sizeof(float) * rows * kc);
-    for (int64_t i = 0; i < rows; ++i)
-      if (seen(i)) subtract(q + i * kc, mean_q, kc);
-  }
   round_rows(numerics.q, shared_amax(p, numerics.q, p.q, seq, h, token, head.largest, w), q, rows, kc);
   round_rows(numerics.do_dp, shared_amax(p, numerics.do_dp, p.do_, seq, h, token, head.value_largest, w), do_dp, rows,
              vc);
   for (int64_t i = 0; i < rows; ++i)  // beyond the range of 16 bits
-    if (!finite_row(q + i * kc, kc) || !finite_row(do_dp + i * vc, vc)) {
+    if (!finite_row(q + i * kc, kc) || !finite_row(q_dk + i * kc, kc) || !finite_row(do_dp + i * vc, vc) ||
+        !finite_row(do_dv + i * vc, vc)) {
       zero(q + i * kc, kc);
+      zero(q_dk + i * kc, kc);
       zero(do_dp + i * vc, vc);
       zero(do_dv + i * vc, vc);
       w.lse[first + i] = __builtin_nanf("");
@@ -151,10 +145,6 @@ inline void prepare_queries(const Problem& p, const BackwardNumerics& numerics, 
     if (w.lse[first + i] != __builtin_inff() && numerics.delta != Delta::from_p)
       delta += delta_of(p, numerics, seq, h, seq.q_first + token + i, do_dp + i * vc);
     delta -= dlse_of(p, seq, h, token + i);
-    if (numerics.format == GradientFormat::migrated) {
-      w.q_amax[first + i] = finite_amax(q + i * kc, kc);
-      w.do_amax[first + i] = finite_amax(do_dv + i * vc, vc);
-    }
   }
   zero(w.dq + first * kc, rows * kc);
   w.turn[first] = static_cast<int32_t>(tiles_of(p, seq, token, rows).first);

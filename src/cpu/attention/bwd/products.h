@@ -41,11 +41,6 @@ struct BackwardTile {
     return (block.first_tile + tile) * p.kv_heads + block.head;
   }
 
-  // Returns the mean of a block of queries, with smooth_blocks.
-  const float* query_mean(const Sequence& seq, const Block& block, int64_t h, int64_t token) const {
-    return numerics.smooth_blocks ? block_mean(p, seq, block.sequence, h, token, w) : nullptr;
-  }
-
   const float* row_biases(int64_t first) const { return w.row_bias ? w.row_bias + first : nullptr; }
   const float* mean_logits(int64_t first) const { return w.mean_logit ? w.mean_logit + first : nullptr; }
 
@@ -69,14 +64,14 @@ struct BackwardTile {
     const int64_t kc = w.k_columns, vc = w.v_columns;
     split_rows(w.q + first * kc, rows, kc, split_stride(kc), scratch.q);
     split_rows(w.do_dp + first * vc, rows, vc, split_stride(vc), scratch.do_);
-    split_columns(w.q + first * kc, rows, kQueries, kc, scratch.q_by_row);
+    split_columns(w.q_dk + first * kc, rows, kQueries, kc, scratch.q_by_row);
     split_columns(w.do_dv + first * vc, rows, kQueries, vc, scratch.do_by_row);
   }
 #else
   void split_queries(int64_t, int64_t) {}
 #endif
 
-  void products(int64_t first, int64_t rows, int64_t index, int64_t own, const float* mean) {
+  void products(int64_t first, int64_t rows, int64_t index, int64_t own) {
     const int64_t kc = w.k_columns, vc = w.v_columns;
     const Word *k = w.k_transposed + index * words_of<Split>(p.dim) * kKeys,
                *v = w.v_transposed + index * words_of<Split>(p.dim_v) * kKeys;
@@ -94,18 +89,16 @@ struct BackwardTile {
     matmul<F32, false>(w.do_dp + first * vc, {vc, 1}, v, kKeys, scratch.dp, kKeys, rows, kKeys, p.dim_v,
                        of_next_block(w.do_dp, first, vc, own));
 #endif
-    if (numerics.smooth_blocks) add_means(first, rows, index, mean);
+    if (numerics.smooth_tiles) add_tile_mean(first, rows, index);
   }
 
-  // Adds to the logits what rounding left out of them: q.k = q'.k' + q.(tile mean) + (block mean).k'.
-  void add_means(int64_t first, int64_t rows, int64_t index, const float* mean) {
+  // Adds to the logits what smoothing took from k: q.k = q.k' + q.(tile mean).
+  void add_tile_mean(int64_t first, int64_t rows, int64_t index) {
     const int64_t kc = w.k_columns;
-    alignas(64) float by_key[kKeys];
-    for (int64_t j = 0; j < kKeys; ++j) by_key[j] = dot(mean, w.k_smooth + (index * kKeys + j) * kc);
     for (int64_t i = 0; i < rows; ++i) {
-      const float by_row = dot(w.q_raw + (first + i) * kc, w.tile_mean + index * kc);
-      for (int64_t j = 0; j < kKeys; j += kLanes)
-        store(scratch.s + i * kKeys + j, load(scratch.s + i * kKeys + j) + load(by_key + j) + by_row);
+      const Vf by_row = splat(dot(w.q_raw + (first + i) * kc, w.tile_mean + index * kc));
+      float* s = scratch.s + i * kKeys;
+      for (int64_t j = 0; j < kKeys; j += kLanes) store(s + j, load(s + j) + by_row);
     }
   }
 

@@ -4,8 +4,10 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-// Rounds rows to numbers of a format. `shared`: the largest magnitude of their group if it reaches beyond them, else
-// negative.
+constexpr Rounding kF16InAnyRange{OCTET_F16, 1};
+
+// Rounds rows to numbers of a format; with a scale a row that is not finite becomes NaN. `shared`: the largest
+// magnitude of their group if it reaches beyond them, else negative.
 inline void round_rows(const Rounding& how, float shared, float* rows, int64_t count, int64_t width) {
   if (how.dtype == OCTET_F32) return;
   if (how.dtype == OCTET_F16 && how.group) {
@@ -23,8 +25,9 @@ inline void round_rows(const Rounding& how, float shared, float* rows, int64_t c
       scale = scale_of(largest, largest_quantized(how.dtype));
     }
     for (int64_t r = first; r < last; ++r) {
+      const bool lost = how.group && !finite_row(rows + r * width, width);
       round_row_to(how.dtype, scale.inverse, rows + r * width, width);
-      if (how.group) multiply(rows + r * width, scale.scale, width);
+      if (how.group) multiply(rows + r * width, lost ? __builtin_nanf("") : scale.scale, width);
     }
   }
 }
@@ -48,11 +51,6 @@ inline float shared_amax(const Problem& p, const Rounding& how, const View& t, c
 inline void rotate_rows(float* rows, int64_t count, int64_t width, int64_t dim) {
   const Signs signs(kHadamardSeed, dim);
   for (int64_t r = 0; r < count; ++r) hadamard_row(rows + r * width, signs.sign, dim);
-}
-
-inline void rotate_back(float* row, int64_t dim) {
-  const Signs signs(kHadamardSeed, dim);
-  hadamard_inverse(row, signs.sign, dim);
 }
 
 // [kKeys][columns] numbers as B of ds k.

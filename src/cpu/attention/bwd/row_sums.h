@@ -52,7 +52,7 @@ struct BlockRowSums : BackwardTile {
     RowSums sums[kQueries];
     split_queries(first, rows);
     for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
-      products(first, rows, tile_index(keys, tile), 0, query_mean(seq, keys, h, token));
+      products(first, rows, tile_index(keys, tile), 0);
       for_tile_rows(seq, h, token, rows, tile, [&](int64_t i, const TileRow& row, auto partial) {
         sums[i].template add_logits<partial>(row, p.scale, softmax_scale_log2(), scratch.s + i * kKeys,
                                              scratch.dp + i * kKeys);
@@ -83,7 +83,7 @@ struct BlockRowSums : BackwardTile {
     for (int64_t i = 0; i < rows; ++i) sums[i] = sums_before_keys(seq, h, token + i);
     split_queries(first, rows);
     for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
-      products(first, rows, tile_index(keys, tile), 0, query_mean(seq, keys, h, token));
+      products(first, rows, tile_index(keys, tile), 0);
       if (numerics.gproj) {
         gradient_tile<format>(seq, h, token, rows, tile, false);
         for (int64_t i = 0; i < rows; ++i) sums[i].add(scratch.s + i * kKeys, scratch.dp + i * kKeys);

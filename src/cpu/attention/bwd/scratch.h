@@ -10,7 +10,6 @@ constexpr int64_t kTilesPerTask = 4;
 // Scratch memory of one thread.
 struct BackwardScratch {
   float *s, *dp;               // [kQueries][kKeys]; become p and ds
-  float* ds_rows;              // [kQueries][kKeys], migrated only: ds as the operand of dq
   float *derivative, *ds_sum;  // [kQueries][kKeys], [kQueries], with a softcap: gradient_row
   // These are used where products run in tiles.
   Word *p_t, *ds_t, *ds;       // [kKeys][split_stride(kQueries)]: A of p^T do, ds^T q and ds k
@@ -23,7 +22,6 @@ struct BackwardScratch {
     BackwardScratch t;
     t.s = workspace.take<float>(kQueries * kKeys);
     t.dp = workspace.take<float>(kQueries * kKeys);
-    t.ds_rows = workspace.take<float>(kQueries * kKeys);
     t.derivative = workspace.take<float>(kQueries * kKeys);
     t.ds_sum = workspace.take<float>(kQueries);
     if (kSplits<Split>) {

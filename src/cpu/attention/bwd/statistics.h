@@ -38,18 +38,19 @@ HeadStatistics head_statistics(const View& x, const View& y, int64_t b, int64_t 
   return s;
 }
 
-// Mean of k over the seen tokens of a head, in token order, in double, rounded once.
-inline void mean_of_keys(const Problem& p, const Sequence& seq, int64_t g, const SeenTokens& seen, float* mean) {
+// Mean of k or v over the seen tokens of a head, in token order, in double, rounded once.
+inline void mean_of_tokens(const View& t, const Sequence& seq, int64_t g, const SeenTokens& seen, float* mean) {
   alignas(64) float row[kMaxDim];
   double sum[kMaxDim] = {};
-  const float limit = limit_of(p.k, seq, g, seen);
+  const float limit = limit_of(t, seq, g, seen);
+  const int64_t dim = t.shape[3];
   for (int64_t j = seen.range.first; j < seen.range.last; ++j) {
     if (!seen[j]) continue;
-    load_numbers(p.k, seq.batch, g, seq.k_first + j, 1, 1, p.dim, row);
-    for (int64_t c = 0; c < p.dim; ++c)
+    load_numbers(t, seq.batch, g, seq.k_first + j, 1, 1, dim, row);
+    for (int64_t c = 0; c < dim; ++c)
       if (__builtin_fabsf(row[c]) < limit) sum[c] += row[c];
   }
-  for (int64_t c = 0; c < p.dim; ++c)
+  for (int64_t c = 0; c < dim; ++c)
     mean[c] = static_cast<float>(sum[c] / static_cast<double>(std::max<int64_t>(seen.count(), 1)));
 }
 

@@ -96,38 +96,4 @@ inline void round_tile(float* x, int64_t rows) {
     store(x + i, rounded_on<dtype>(load(x + i), splat(scale.scale), splat(scale.inverse)));
 }
 
-// a / x, finite, 0 for x = 0.
-OCTET_INLINE Vf inverse_of(float a, Vf x) { return x > Vf{} ? min(a / x, splat(0x1.fffffep127f)) : Vf{}; }
-
-// One scale for each row of x_ij fold_j, into `out`.
-inline void round_rows_of_tile(const float* x, int64_t rows, const float* fold, float* out) {
-  Vf inverse_fold[kVectors];
-  for (int v = 0; v < kVectors; ++v) inverse_fold[v] = inverse_of(1.f, load(fold + v * kLanes));
-  for (int64_t i = 0; i < rows; ++i) {
-    Vf y[kVectors], largest{};
-    for (int v = 0; v < kVectors; ++v) {
-      y[v] = load(x + i * kKeys + v * kLanes) * load(fold + v * kLanes);
-      largest = max(finite_magnitude(y[v]), largest);
-    }
-    const Scale scale = scale_of(reduce_max(largest), 127.f);
-    for (int v = 0; v < kVectors; ++v)
-      store(out + i * kKeys + v * kLanes,
-            rounded_on<OCTET_I8>(y[v], splat(scale.scale), splat(scale.inverse)) * inverse_fold[v]);
-  }
-}
-
-// One scale for each column of x_ij fold_i, in place.
-inline void round_columns_of_tile(float* x, int64_t rows, const float* fold, float top) {
-  for (int v = 0; v < kVectors; ++v) {
-    Vf largest{};
-    for (int64_t i = 0; i < rows; ++i)
-      largest = max(finite_magnitude(load(x + i * kKeys + v * kLanes) * fold[i]), largest);
-    const Vf inverse = inverse_of(top, largest), scale = largest / top;
-    for (int64_t i = 0; i < rows; ++i) {
-      float* at = x + i * kKeys + v * kLanes;
-      store(at, rounded_on<OCTET_I8>(load(at) * fold[i], scale, inverse) * inverse_of(1.f, splat(fold[i])));
-    }
-  }
-}
-
 }  // namespace octet::cpu::OCTET_ISA

@@ -51,6 +51,9 @@ inline float finite_amax(const float* x, int64_t n) {
 inline void subtract(float* row, const float* mean, int64_t n) {
   for (int64_t c = 0; c < n; ++c) row[c] -= mean[c];
 }
+inline void add(float* row, const float* mean, int64_t n) {
+  for (int64_t c = 0; c < n; ++c) row[c] += mean[c];
+}
 
 // Rounds x, or x / scale where there is a scale, to the numbers of a format; `inverse`: 1 / scale.
 static inline void round_row_to(octet_dtype dtype, float inverse, float* x, int64_t n) {
