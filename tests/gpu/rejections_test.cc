@@ -108,6 +108,7 @@ std::vector<Rejected> rejected_by_sm80() {
   for (const Precision p : {Precision::fp8, Precision::sagebwd})
     list.push_back({with_precision(p, Pass::backward), "it has no " + std::string(name(p)) + has});
   list.push_back({with_precision(Precision::int8, Pass::backward), "it has no int8 backward pass; it has: forward"});
+  list.push_back({with_precision(Precision::int8, Pass::jvp), "it has no int8 jvp pass; it has: forward"});
   list.push_back({with_precision(Precision::int8_f16), "smooth_q is not in its kernels"});
   list.back().asked.attention.smooth_q = Switch::on;
   list.push_back({{.device = 200}, "device 200 is no GPU of compute capability 8.0 or later"});

@@ -485,8 +485,8 @@ def test_sm80_is_chosen_by_name(kind, dtype):
     q = _X.to(dtype)
     assert octet.supports(q, q, q, kind=kind, softcap=2.0, backend="sm80")
     assert octet.explain(q, q, q, kind=kind, backend="sm80").startswith(f"sm80: chosen, {kind} ")
-    found = octet.supports(q, q, q, kind=kind, precision="int8", backend="sm80")
-    assert not found and "sm80: it has no int8; it has: f32, f16, bf16" in found.reason
+    found = octet.supports(q, q, q, kind=kind, precision="fp8", backend="sm80")
+    assert not found and "sm80: it has no fp8; it has: f32, f16, bf16, int8, int8_f16" in found.reason
 
 
 def test_other_packages_functions():
@@ -548,7 +548,7 @@ def test_gradients_of_lse_and_sinks_of_a_projection(dtype, has_sinks, dims):
 
 def test_nothing_falls_back_to_the_cpu():
     q = torch.zeros(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
-    for how in ({"precision": "sagebwd"}, {"precision": "int8", "softcap": 30.0}):
+    for how in ({"precision": "sagebwd"}, {"precision": "fp8", "softcap": 30.0}):
         found = octet.supports(q, q, q, **how)
         assert not found and "cpu, reference: the tensors are on cuda; it works on cpu tensors" in found.reason
         with pytest.raises(octet.Unsupported):

@@ -43,7 +43,7 @@ class Problem:
             self.options |= {} if self.causal else {"alignment": self.alignment}
         self.gradients = self.precision in ("bf16", "f16")
         # All else has a kernel on every device.
-        rejected = device == "cuda" and self.precision in ("int8", "int8_fp8", "fp8")
+        rejected = device == "cuda" and self.precision in ("int8_fp8", "fp8")
         self.rejected = rejected and max(self.dim, self.dim_v) > 128
         if self.gradients and pick.random() < 0.2:
             self.options["deterministic"] = True

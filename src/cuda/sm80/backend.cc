@@ -39,7 +39,7 @@ Answer plan(const Problem& p, void* workspace) {
   const ForwardNumerics numerics = forward_numerics(p);
   if (!has_kernels(numerics.formats))
     return text("it has no ", name(p.precision), "; it has: ", precisions_whose(p, has_kernels).names());
-  if (numerics.formats.has_8bit_qk() && p.pass == OCTET_BACKWARD)
+  if (numerics.formats.has_8bit_qk() && p.pass != OCTET_FORWARD)
     return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
   for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
