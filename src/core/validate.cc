@@ -149,10 +149,12 @@ void validate_alibi(Problem& p) {
 // q, k or v: as they are, or quantized as their own operand.
 void validate_input(const octet_tensor& tensor, const View& t, const char* label, octet_operand operand,
                     octet_precision precision) {
-  if (t.quantization && t.dtype != OCTET_I8 && t.dtype != OCTET_E4M3)
-    invalid(label, ": a quantization with dtype ", name(t.dtype), ", allowed: i8, e4m3");
-  if (t.dtype == OCTET_I8 && !t.quantization)
-    invalid(label, ": dtype i8 without a quantization; quantize it with octet_quantize, or give f32, f16 or bf16");
+  const bool integers = t.dtype == OCTET_I8 || t.dtype == OCTET_U8;
+  if (t.quantization && !integers && t.dtype != OCTET_E4M3)
+    invalid(label, ": a quantization with dtype ", name(t.dtype), ", allowed: i8, u8, e4m3");
+  if (integers && !t.quantization)
+    invalid(label, ": dtype ", name(t.dtype),
+            " without a quantization; quantize it with octet_quantize, or give f32, f16 or bf16");
   if (!t.quantization && precision == OCTET_PRECISION_F64)
     return expect_dtype(t, label, {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
   if (t.dtype == OCTET_F64) invalid(label, ": dtype f64 needs precision f64, found ", name(precision));

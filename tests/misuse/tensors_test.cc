@@ -109,7 +109,7 @@ TEST(Tensors, i8_needs_a_quantization_and_others_none) {
   expect_invalid(bare, "q: dtype i8 without a quantization; quantize it with octet_quantize, or give f32, f16 or bf16");
   octet_quantization how = OCTET_QUANTIZATION_INIT;
   extra.k.quantization = &how;
-  expect_invalid(extra, "k: a quantization with dtype f32, allowed: i8, e4m3");
+  expect_invalid(extra, "k: a quantization with dtype f32, allowed: i8, u8, e4m3");
   output.o.quantization = &how;
   expect_invalid(output, "o: has a quantization, which only q, k and v may have");
 }

@@ -79,11 +79,18 @@ ForwardNumerics numerics_of_recipe(const Problem& p) {
   return numerics;
 }
 
-// Returns whether a tensor came in `format` with a scale for each token, block or head and nothing else.
+// Returns whether a tensor came in `format`, int8 also as uint8, with a scale for each token, block or head and, of
+// integers, an integer zero point.
 bool plain_quantized(const View& t, octet_dtype format) {
-  if (t.dtype != format || (format != OCTET_I8 && format != OCTET_E4M3)) return false;
-  return !t.quantization ||
-         (t.quantization->zero_point_kind == OCTET_SYMMETRIC && t.quantization->granularity != OCTET_PER_CHANNEL);
+  const bool integers = format == OCTET_I8 && (t.dtype == OCTET_I8 || t.dtype == OCTET_U8);
+  if (!integers && !(format == OCTET_E4M3 && t.dtype == OCTET_E4M3)) return false;
+  return !t.quantization || (t.quantization->zero_point_kind != OCTET_ZERO_POINT_FLOAT &&
+                             t.quantization->granularity != OCTET_PER_CHANNEL);
+}
+
+// Returns whether something is subtracted from the codes of a tensor, which are taken as signed bytes.
+bool has_zero_points(const View& t) {
+  return t.dtype == OCTET_U8 || (t.quantization && t.quantization->zero_point_kind == OCTET_ZERO_POINT_INTEGER);
 }
 
 uint64_t rotation_of(const View& t) { return t.quantization ? t.quantization->hadamard_seed : 0; }
@@ -103,6 +110,9 @@ ForwardNumerics forward_numerics(const Problem& p) {
   const bool v_mean = p.v.quantization && p.v.quantization->mean;
   numerics.v_prequantized = numerics.v_scale == VScale::token && plain_quantized(p.v, numerics.v) && !rotation_of(p.v);
   if (numerics.v_prequantized) numerics.smooth_v = v_mean;
+  numerics.qk_zero_points =
+      (numerics.q_prequantized && has_zero_points(p.q)) || (numerics.k_prequantized && has_zero_points(p.k));
+  numerics.v_zero_points = numerics.v_prequantized && has_zero_points(p.v);
   return numerics;
 }
 
@@ -150,7 +160,8 @@ BackwardNumerics backward_numerics(const Problem& p) {
                             .gproj = r.gproj == OCTET_F64 ? OCTET_DTYPE_NONE : r.gproj};
   // Operands that came in 8 bits are not quantized again.
   const auto prequantized = [](const View& x, const Rounding& r) {
-    return r.group && r.dtype == x.dtype && x.dtype != OCTET_F16;
+    const octet_dtype integers = x.dtype == OCTET_U8 ? OCTET_I8 : x.dtype;
+    return r.group && r.dtype == integers && x.dtype != OCTET_F16;
   };
   if (prequantized(p.q, numerics.q)) numerics.q = {};
   if (prequantized(p.k, numerics.k)) numerics.k = {}, numerics.smooth_k = numerics.smooth_tiles = false;

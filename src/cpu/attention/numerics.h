@@ -20,9 +20,10 @@ constexpr int64_t kThreadGroups = -1;  // instead of tokens per scale: those of 
 // A precision's forward recipe; docs/numerics.md.
 struct ForwardNumerics {
   bool q_prequantized = false, k_prequantized = false, v_prequantized = false;  // the kernel takes them as they came
-  octet_dtype qk;       // q and k are rounded to it: f32, f16, bf16, e4m3, i8
-  int64_t q_group = 0;  // tokens per scale of q and k; 0: no scale
-  int64_t k_group = 0;  // or kThreadGroups
+  bool qk_zero_points = false, v_zero_points = false;  // codes of which zero points are subtracted
+  octet_dtype qk;                                      // q and k are rounded to it: f32, f16, bf16, e4m3, i8
+  int64_t q_group = 0;                                 // tokens per scale of q and k; 0: no scale
+  int64_t k_group = 0;                                 // or kThreadGroups
   bool smooth_k = false;
   bool hadamard = false;
   octet_dtype v;

@@ -143,7 +143,7 @@ Head load_head(const Problem& problem, const Sequence& at, int64_t h, const Head
 Recipe recipe_for(const Problem& problem) {
   Recipe recipe = recipe_of(problem);
   const auto prequantized = [](const View& x, const Quantizer& q) {
-    return q.group != Group::cast && x.dtype == q.format;
+    return q.group != Group::cast && (x.dtype == OCTET_U8 ? OCTET_I8 : x.dtype) == q.format;
   };
   for (LogitRecipe* logits : {&recipe.logits, &recipe.backward.logits}) {
     const bool q = prequantized(problem.q, logits->q), k = prequantized(problem.k, logits->k);

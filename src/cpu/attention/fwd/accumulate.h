@@ -87,7 +87,7 @@ inline void accumulate(const ForwardScratch<Qk, Pv>& scratch, const KeySide& sid
 #endif
   if constexpr (format == PFormat::u8) {
     accumulate_8bit<Pv>({scratch.p_words(), scratch.p_stride(), side.v + index * side.v_stride, side.v_stride,
-                         side.v_words, tiles, columns},
+                         side.v_words, tiles, columns, side.v_zero ? side.v_zero + index * kKeys : nullptr},
                         rows, state.alpha, state.p_scale, scratch.strip, scratch.o);
   } else if constexpr (format == PFormat::f16) {
     for (int64_t first = 0; first < columns; first += kStripColumns)

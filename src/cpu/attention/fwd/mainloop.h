@@ -108,7 +108,17 @@ struct Forward {
 #endif
       matmul<Qk, false>(scratch.q, {side.k_words, 1}, k, kKeys, scratch.s + tile * kKeys, scratch.stride, rows, kKeys,
                         side.k_words, following(k, side.k_stride));
+      if (side.k_zero) subtract_zero_points(index + tile, rows, scratch.s + tile * kKeys);
     }
+  }
+
+  // sum (a - z)(b - y) = sum a b - z sum b - y sum (a - z) for the codes a of q and b of k and their zero points z and
+  // y.
+  void subtract_zero_points(int64_t index, int64_t rows, typename Qk::Sum* s) {
+    const int32_t *k_zero = side.k_zero + index * kKeys, *k_sum = side.k_sum + index * kKeys;
+    for (int64_t i = 0; i < rows; ++i, s += scratch.stride)
+      for (int64_t j = 0; j < kKeys; ++j)
+        s[j] -= static_cast<typename Qk::Sum>(queries.zero[i] * k_sum[j] + k_zero[j] * queries.sum[i]);
   }
 
   // From logits to P.

@@ -148,6 +148,8 @@ static inline void load_row(const View& t, int64_t b, int64_t h, int64_t token, 
       return convert_row<uint16_t>(p, stride, n, out, [](uint16_t x) { return from_bf16(x); });
     case OCTET_E4M3:
       return convert_row<uint8_t>(p, stride, n, out, [](uint8_t x) { return from_e4m3(x); });
+    case OCTET_U8:
+      return convert_row<uint8_t>(p, stride, n, out, [](uint8_t x) { return static_cast<float>(x); });
     default:
       return convert_row<int8_t>(p, stride, n, out, [](int8_t x) { return static_cast<float>(x); });
   }

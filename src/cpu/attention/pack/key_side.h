@@ -14,7 +14,9 @@ struct KeySide {
   Word *k, *v;                         // tile: [k_words][kKeys], [v_words][v_columns], see v_at
   float* k_scale;                      // [tile][kKeys]; null without scales
   int32_t* k_correction;               // [tile][kKeys]: undoes the bias of signed A
+  int32_t *k_zero, *k_sum;             // [tile][kKeys], with zero points of q or k: that of k, and the sum of its codes
   float* v_scale;                      // [tile][kKeys] with VScale::token
+  int32_t* v_zero;                     // [tile][kKeys], with zero points of v
   bool* v_finite;                      // [tile]: all of v is below kLargestSummed
   bool* seen;                          // [tile][kKeys], with a mask tensor and scales
   float *k_mean, *v_mean, *v_channel;  // [sequence * kv_heads][kMaxDim]; v_channel: amax of v / v_range
@@ -67,7 +69,10 @@ KeySide allocate_key_side(const Problem& p, const ForwardNumerics& numerics, Wor
   s.seen = p.mask.present() && has_scales(numerics) ? workspace.take<bool>(tiles * kKeys) : nullptr;
   s.k_scale = numerics.k_group ? workspace.take<float>(tiles * kKeys) : nullptr;
   s.k_correction = kBias<Qk> ? workspace.take<int32_t>(tiles * kKeys) : nullptr;
+  s.k_zero = numerics.qk_zero_points ? workspace.take<int32_t>(tiles * kKeys) : nullptr;
+  s.k_sum = numerics.qk_zero_points ? workspace.take<int32_t>(tiles * kKeys) : nullptr;
   s.v_scale = numerics.v_scale == VScale::token ? workspace.take<float>(tiles * kKeys) : nullptr;
+  s.v_zero = numerics.v_zero_points ? workspace.take<int32_t>(tiles * kKeys) : nullptr;
   s.k_mean = numerics.smooth_k ? workspace.take<float>(sides * kMaxDim) : nullptr;
   s.v_mean = numerics.smooth_v ? workspace.take<float>(sides * kMaxDim) : nullptr;
   s.v_channel = numerics.v_scale == VScale::channel ? workspace.take<float>(sides * kMaxDim) : nullptr;

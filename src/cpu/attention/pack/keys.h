@@ -81,6 +81,13 @@ void store_keys(const Problem& p, const KeySide& s, const float* rows, int64_t w
   }
 }
 
+// The zero points of the tokens of a tile; 0 for those that are not seen, whose rows are zeros.
+inline void store_zero_points(const View& t, const KeyTile& tile, int32_t* out) {
+  std::fill_n(out, kKeys, 0);
+  load_zero_points(t, tile.seq.batch, tile.g, tile.token, tile.valid, out);
+  for (int64_t r = 0; r < tile.valid; ++r) out[r] = tile.seen[r] ? out[r] : 0;
+}
+
 template <class Qk>
 void pack_k_tile(const Problem& p, const ForwardNumerics& numerics, const KeyTile& tile, const Signs& signs,
                  const KeySide& s, float* rows) {
@@ -95,6 +102,10 @@ void pack_k_tile(const Problem& p, const ForwardNumerics& numerics, const KeyTil
   } else {
     round_keys(p, numerics, tile, signs, mean, width, rows, scales);
     store_keys<Qk>(p, s, rows, width, k, correction);
+    if (s.k_zero) {
+      store_zero_points(p.k, tile, s.k_zero + tile.index * kKeys);
+      for (int64_t r = 0; r < kKeys; ++r) s.k_sum[tile.index * kKeys + r] = sum_of_codes(rows + r * width, p.dim);
+    }
   }
   tile.clear_unseen(scales);
   if (s.k_scale) std::memcpy(s.k_scale + tile.index * kKeys, scales, sizeof scales);
@@ -197,6 +208,7 @@ void pack_v_tile(const Problem& p, const ForwardNumerics& numerics, const KeyTil
     std::memcpy(s.v_scale + tile.index * kKeys, scales, sizeof scales);
   }
   s.v_finite[tile.index] = finite;
+  if (s.v_zero) store_zero_points(p.v, tile, s.v_zero + tile.index * kKeys);
   if (!bytes) store_values<Pv>(s, tile.index, finite, in_place, rows);
 }
 

@@ -25,9 +25,40 @@ OCTET_INLINE int64_t group_of(const octet_quantization& how, int64_t token) {
   }
 }
 
-// Scale of a token of a tensor that came quantized; 1 without a quantization.
+// Codes are taken as signed bytes, so uint8 and its zero points are 128 less.
+constexpr float code_offset(octet_dtype dtype) { return dtype == OCTET_U8 ? 128.f : 0.f; }
+
+// The zero point of a token among such codes; 0 without one.
+OCTET_INLINE float prequantized_zero_point(const View& t, int64_t b, int64_t h, int64_t token) {
+  const octet_quantization* how = t.quantization;
+  const bool has = how && how->zero_point_kind == OCTET_ZERO_POINT_INTEGER;
+  return (has ? *parameter_at(*how->zero_point, b, h, group_of(*how, token), 0) : 0.f) - code_offset(t.dtype);
+}
+
+// Returns whether a zero point is a code itself. Only then are sums of products exact.
+inline bool is_code(float zero_point) {
+  return zero_point >= -128.f && zero_point <= 127.f && nearest_even(zero_point) == zero_point;
+}
+
+// Scale of a token of a tensor that came quantized; 1 without a quantization, NaN where the zero point is no code.
 OCTET_INLINE float prequantized_scale(const View& t, int64_t b, int64_t h, int64_t token) {
-  return t.quantization ? *parameter_at(*t.quantization->scale, b, h, group_of(*t.quantization, token), 0) : 1.f;
+  if (!t.quantization) return 1.f;
+  if (!is_code(prequantized_zero_point(t, b, h, token))) return __builtin_nanf("");
+  return *parameter_at(*t.quantization->scale, b, h, group_of(*t.quantization, token), 0);
+}
+
+inline int32_t sum_of_codes(const float* codes, int64_t n) {
+  int32_t sum = 0;
+  for (int64_t c = 0; c < n; ++c) sum += static_cast<int32_t>(codes[c]);
+  return sum;
+}
+
+// Zero points of `count` tokens from `token` on.
+inline void load_zero_points(const View& t, int64_t b, int64_t h, int64_t token, int64_t count, int32_t* out) {
+  for (int64_t r = 0; r < count; ++r) {
+    const float zero_point = prequantized_zero_point(t, b, h, token + r);
+    out[r] = is_code(zero_point) ? static_cast<int32_t>(zero_point) : 0;
+  }
 }
 
 OCTET_INLINE float prequantized_mean(const View& t, int64_t b, int64_t h, int64_t c) {
@@ -121,13 +152,14 @@ OCTET_INLINE void load_numbers_row(const View& t, int64_t b, int64_t h, int64_t 
 // The type whose numbers load_numbers gives.
 inline octet_dtype numbers_of(const View& t) { return t.quantization ? OCTET_F32 : t.dtype; }
 
-// Codes as they are, or the numbers of anything else.
+// Codes as signed bytes, or the numbers of anything else.
 inline void load_operand(const View& t, bool prequantized, int64_t b, int64_t h, int64_t token, int64_t valid,
                          int64_t count, int64_t width, float* rows) {
-  if (prequantized)
-    load_rows(t, b, h, token, valid, count, width, rows);
-  else
-    load_numbers(t, b, h, token, valid, count, width, rows);
+  if (!prequantized) return load_numbers(t, b, h, token, valid, count, width, rows);
+  load_rows(t, b, h, token, valid, count, width, rows);
+  if (const float offset = code_offset(t.dtype); offset != 0.f)
+    for (int64_t r = 0; r < valid; ++r)
+      for (int64_t c = 0; c < t.shape[3]; ++c) rows[r * width + c] -= offset;
 }
 
 }  // namespace octet::cpu::OCTET_ISA

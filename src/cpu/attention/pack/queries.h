@@ -20,14 +20,16 @@ inline float group_amax(const Problem& p, const Sequence& seq, int64_t h, int64_
   return largest;
 }
 
-// q.mean for each row of q and the mean that smoothing took from k.
+// q.mean for each row of q and the mean that smoothing took from k. `zero`: the zero points of the rows, or null.
 inline void mean_logits(const Problem& p, const ForwardNumerics& numerics, const float* q, int64_t rows, int64_t width,
-                        const Signs& signs, const float* k_mean, double* out) {
+                        const Signs& signs, const float* k_mean, const int32_t* zero, double* out) {
   alignas(64) float mean[kMaxDim] = {};
   std::memcpy(mean, k_mean, sizeof(float) * static_cast<std::size_t>(p.dim));
   if (numerics.q_prequantized && p.q.quantization && p.q.quantization->hadamard_seed)
     hadamard_row(mean, signs.sign, p.dim);
-  for (int64_t r = 0; r < rows; ++r) out[r] = dot_in_double(q + r * width, mean, p.dim);
+  double sum = 0.0;
+  for (int64_t c = 0; c < p.dim && zero; ++c) sum += mean[c];
+  for (int64_t r = 0; r < rows; ++r) out[r] = dot_in_double(q + r * width, mean, p.dim) - (zero ? zero[r] * sum : 0.0);
 }
 
 // A scale, or 1 for that of a row of zeros: scales are divided by, and multiplied with infinities.
@@ -37,6 +39,8 @@ OCTET_INLINE float divisible(float scale) { return scale > 0.f || scale != scale
 struct QueryRows {
   float scale[kMaxBlockRows];        // 1 without scales
   double mean_logit[kMaxBlockRows];  // q.mean for the mean that smoothing took from k, 0 without
+  // With zero points of q or k: that of q, and the sum of its codes minus it.
+  int32_t zero[kMaxBlockRows], sum[kMaxBlockRows];
 };
 
 // Prepares `count` rows of q from `token` on, `valid` of them in the sequence: A words, `stride` apart.
@@ -64,7 +68,7 @@ void pack_queries(const Problem& p, const ForwardNumerics& numerics, const Seque
   if (numerics.q_group == 1 && !numerics.q_prequantized) {
     if (k_mean) {
       load_numbers(p.q, seq.batch, h, seq.q_first + token, valid, valid, width, rows);
-      mean_logits(p, numerics, rows, valid, width, signs, k_mean, found.mean_logit);
+      mean_logits(p, numerics, rows, valid, width, signs, k_mean, nullptr, found.mean_logit);
     }
     for (int64_t r = 0; r < valid; ++r)
       scales[r] = quantize_row(p.q, seq.batch, h, seq.q_first + token + r, numerics.qk, nullptr,
@@ -72,7 +76,14 @@ void pack_queries(const Problem& p, const ForwardNumerics& numerics, const Seque
     std::memset(rows + valid * width, 0, sizeof(float) * static_cast<std::size_t>((count - valid) * width));
   } else {
     load_operand(p.q, numerics.q_prequantized, seq.batch, h, seq.q_first + token, valid, count, width, rows);
-    if (k_mean) mean_logits(p, numerics, rows, valid, width, signs, k_mean, found.mean_logit);
+    const int32_t* zero = numerics.qk_zero_points ? found.zero : nullptr;
+    if (zero) {
+      std::fill_n(found.zero, count, 0), std::fill_n(found.sum, count, 0);
+      load_zero_points(p.q, seq.batch, h, seq.q_first + token, valid, found.zero);
+      for (int64_t r = 0; r < valid; ++r)
+        found.sum[r] = sum_of_codes(rows + r * width, p.dim) - found.zero[r] * static_cast<int32_t>(p.dim);
+    }
+    if (k_mean) mean_logits(p, numerics, rows, valid, width, signs, k_mean, zero, found.mean_logit);
     for (int64_t r = 0; r < valid && numerics.hadamard && !numerics.q_prequantized; ++r)
       hadamard_row(rows + r * width, signs.sign, p.dim);
     if (numerics.q_prequantized) {
