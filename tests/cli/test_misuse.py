@@ -133,7 +133,7 @@ def test_bad_arguments(tmp_path, small, name):
 
 
 NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-# Why a backend of GPUs has none: without a driver; with one that shows no GPU; in a build for CPUs, which has none of them.
+# Why a backend of GPUs has none: there is no driver, or it shows no GPU. A build for CPUs has no such backend.
 NO_GPU_REASON = re.compile("no NVIDIA driver|no usable GPU: [^;,]*")
 OF_GPUS = [name for name in NAMES if name not in ("cpu", "reference")]
 
