@@ -78,7 +78,7 @@ def calls_of(device, dtype):
     library, nothing = minimal_operator(device)
     o, lse = octet.attention(q, k, v, return_lse=True)
     arrays = {"q": q, "k": k, "v": v}
-    _, _, r = _ops.forward(arrays, True, options_of("bf16"))
+    _, _, r = _ops.run("forward", arrays, options_of("bf16"), True)
     plan = _plan.Call(adapter, "forward", options_of("bf16"), arrays).plan.at([x.data_ptr() for x in (q, k, v, o, lse)])
     saved = do, q, k, v, o, lse, r
     given = dict(zip(INPUTS["backward"], saved, strict=False))
@@ -88,7 +88,6 @@ def calls_of(device, dtype):
     memory = torch.empty(max(plan.workspace_size(), back.workspace_size()) + 64, dtype=torch.uint8, device=device)
     address = (memory.data_ptr() + 63) // 64 * 64
     stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else None
-    bf16 = options_of("bf16")
     calls = {
         "scaled_dot_product_attention": lambda: scaled_dot_product_attention(q, k, v),
         "octet.attention": lambda: octet.attention(q, k, v),
@@ -100,7 +99,7 @@ def calls_of(device, dtype):
         "octet.sdpa, with backward": lambda: backward(octet.sdpa),
         "part, with backward: a Function in Python that only allocates": lambda: backward(Nothing.apply),
         "part: an operator in Python that only allocates": lambda: nothing(q, k, v),
-        "part: torch.ops.octet.forward": lambda: _ops.forward(arrays, False, bf16),
+        "part: torch.ops.octet.forward": lambda: torch.ops.octet.forward(q, k, v, False, "precision=bf16"),
         "part: octet_run": lambda: plan.run(lambda size: (memory, address), stream),
         "part: octet_run of the backward pass": lambda: back.run(lambda size: (memory, address), stream),
         "part: octet_workspace_size": lambda: plan.workspace_size(),

@@ -62,11 +62,11 @@ def load(kind: str) -> Any:
 
 def framework_of(operands: Operands) -> Any:
     """The module that computes with all the arrays, which are of one kind."""
-    first, kind = "", ""
+    kind = ""
     for name, array in operands.items():
         found = _kind_of(name, array)
-        first, kind = (name, found) if not first else (first, kind)
-        if found != kind:
+        if found != (kind := kind or found):
+            first = next(iter(operands))
             raise InvalidArgument(
                 f"{label(name)}: a {found} array, but {first} is one of {kind}; all arrays of a call are of one kind"
             )

@@ -125,16 +125,16 @@ def expect_meant(adapter: Types, operands: Operands, keywords: AttentionOptions)
     meant, rank = keywords.get("enable_gqa"), len(q.shape)
     if meant or rank != len(k.shape) or rank not in (3, 4):
         return
-    layout = LAYOUTS[keywords.get("layout", "bhsd") if rank == 4 else "thd"]
-    q_sizes, k_sizes = [tuple([1 if axis < 0 else x.shape[axis] for axis in layout]) for x in (q, k)]
-    is_true = adapter.is_true
-    (_, heads, queries, _), (_, kv_heads, keys, _) = q_sizes, k_sizes
+    layout, is_true = LAYOUTS[keywords.get("layout", "bhsd") if rank == 4 else "thd"], adapter.is_true
+    heads, kv_heads = q.shape[layout[1]], k.shape[layout[1]]
     if is_true(heads == kv_heads):
         return
     if meant is False:
         raise InvalidArgument(f"enable_gqa: False, but q has {heads} heads and k {kv_heads}; set it to True")
     if rank == 3:
         return
+    q_sizes, k_sizes = [tuple([x.shape[axis] for axis in layout]) for x in (q, k)]
+    queries, keys = q_sizes[2], k_sizes[2]
 
     def mask_has(axis: int, size: Any) -> bool:
         return mask is not None and mask.ndim >= -axis and is_true(mask.shape[axis] == size)

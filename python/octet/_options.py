@@ -124,9 +124,8 @@ def is_differentiated(x: Any) -> bool:
     if torch.compiler.is_compiling():
         hidden = torch._C._functorch.is_batchedtensor(x) and x.is_floating_point()
         return _has_tangent(x) or (torch.is_grad_enabled() and (x.requires_grad or hidden))
-    if torch.is_grad_enabled() and any([layer.requires_grad for layer in _layers(x)]):
-        return True
-    return any([_has_tangent(layer) for layer in _layers(x)])
+    by_gradients = torch.is_grad_enabled()
+    return any([(by_gradients and layer.requires_grad) or _has_tangent(layer) for layer in _layers(x)])
 
 
 def expect_constant(name: str, x: Any) -> None:

@@ -6,7 +6,7 @@ by their strides, and decides what outputs to make; that is kept, and later call
 
 import math
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from octet import _abi
@@ -37,17 +37,8 @@ def _first(x: Any) -> Any:
     return x.codes if isinstance(x, QTensor) else x
 
 
-def _arrays(arrays: Iterable[Any]) -> list[Any]:
-    """All arrays of a call."""
-    if any([type(x) is QTensor for x in arrays]):
-        return [y for x in arrays for _, y in (_parts("", x) if type(x) is QTensor else (("", x),))]
-    return list(arrays)
-
-
-def _key(adapter: Adapter, x: Any) -> Hashable:
-    if type(x) is QTensor:
-        return x.format, x.layout, x.dtype, x.coding, *[(name, adapter.key(y)) for name, y in _parts("", x)]
-    return adapter.key(x)
+def _coded_key(adapter: Adapter, x: QTensor) -> Hashable:
+    return x.format, x.layout, x.dtype, x.coding, *[(name, adapter.key(y)) for name, y in _parts("", x)]
 
 
 def _operands(adapter: Adapter, name: str, x: Any, layout: str, where: View) -> Iterator[Operand]:
@@ -118,6 +109,7 @@ class Call:
             all_strides = [adapter.view(x.name, y).strides for x, y in zip(made, into, strict=True)]
         self._made = [(x.shape, y, x.dtype) for x, y in zip(made, all_strides, strict=True)]
         self._inputs = len(operands)
+        self._has_codes = any([type(x) is QTensor for x in arrays.values()])
         for x, (shape, strides, dtype) in zip(made, self._made, strict=True):
             number = _abi.DTYPES[adapter.dtype_name(dtype, x.name)]
             operands.append((x.name, View(number, shape, strides, where.device, where.device_index), None))
@@ -133,7 +125,9 @@ class Call:
     def __call__(self, arrays: Operands, into: Sequence[Any] | None = None) -> Sequence[Any]:
         """Runs the pass; the outputs, new arrays unless they are given."""
         adapter = self._adapter
-        given = _arrays(arrays.values())
+        given = list(arrays.values())
+        if self._has_codes:
+            given = [y for x in given for _, y in (_parts("", x) if type(x) is QTensor else (("", x),))]
         like = given[0]
         made = into or [adapter.empty(*how, like) for how in self._made]
         used = [*given, *made]
@@ -142,7 +136,7 @@ class Call:
             if i < self._inputs:
                 used[i][..., : x.shape[-1]] = x
                 used[i][..., x.shape[-1] :] = 0
-        self.plan.at([adapter.address(x) for x in used])
+        self.plan.at(map(adapter.address, used))
         self.plan.run(lambda size: adapter.workspace(size, like), adapter.stream(like))
         for i in self._wide:
             if i >= self._inputs:
@@ -169,9 +163,11 @@ def find(
 ) -> tuple[Call, bool]:
     """The call of `run`, and whether it was there already."""
     calls = _kept.calls
-    key = (kind, options, extra, adapter.state(), *arrays, *[_key(adapter, x) for x in arrays.values()])
+    key_of = adapter.key
+    keys = [_coded_key(adapter, x) if type(x) is QTensor else key_of(x) for x in arrays.values()]
+    key = (kind, options, extra, adapter.state(), *arrays, *keys)
     if into:
-        key += tuple([adapter.key(x) for x in into])
+        key += tuple(map(key_of, into))
     call = calls.get(key)
     if call is not None:
         return call, True

@@ -142,11 +142,11 @@ class Flash:
             how = options_of(adapter.own_type(x[0]), causal="top_left", deterministic=True)
             plain = [y.detach() for y in x]
             operands = dict(zip("qkv", plain, strict=True))
-            made = _ops.forward(operands, True, how)
+            made = _ops.run("forward", operands, how, True)
             do = draw(self.device, SHAPE, dtype=x[0].dtype)[0].detach()
             how = how._replace(bias_correction="exact_delta")
             operands |= {"do_": do, **dict(zip(RESULTS["forward"], made, strict=True))}
-            want = made[0], *_ops.backward(operands, how)[:3]
+            want = made[0], *_ops.run("backward", operands, how)[:3]
         expect_same(got, want)
         biased = with_gradients(lambda *x: octet.attention(*x, causal="top_left", bias_correction="none"), *x)
         assert not any(torch.equal(a, b) for a, b in zip(got[1:3], biased[1:3], strict=True))

@@ -16,9 +16,6 @@ from octet._results import needs_residual, own_type
 from octet.torch import _attention, _passes
 from octet.torch._adapter import adapter, expect_backward
 
-# A tensor of the vmap behind is_grads_batched, which no other test sees.
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
-
 
 def _parts(stacked: torch.Tensor, q: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """q, k and v; q is None where it is stacked with the others."""
@@ -56,7 +53,7 @@ class _Stacked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, stacked: Any, q: Any, options: Options, of_lse: bool, *cu: Any) -> Any:
         residual = needs_residual(adapter, options, stacked)
-        made = _passes.forward(_operands(stacked, q, cu), residual, options)
+        made = _passes.run("forward", _operands(stacked, q, cu), options, residual)
         ctx.save_for_backward(stacked, q, *made, *cu)
         ctx.of_lse, ctx.options = of_lse, options
         ctx.set_materialize_grads(False)
@@ -72,10 +69,10 @@ class _Stacked(torch.autograd.Function):
         stacked, q, o, lse, r, *cu = ctx.saved_tensors
         saved = _operands(stacked, q, cu) | dict(zip(RESULTS["forward"], (o, lse, r), strict=True))
         given = [x for x in (do, dlse) if x is not None]
-        if torch.is_grad_enabled() or not _passes.nobody_intervenes(*given) or any(map(_is_batched, given)):
+        if torch.is_grad_enabled() or not _passes.nobody_intervenes(*given):
             made = _attention.gradients_of(saved, do, dlse if ctx.of_lse else None, ctx.options)
-            dstacked = torch.stack([made[name] for name in ("dq", "dk", "dv")[q is not None :]], -3)
-            dq = None if q is None else made["dq"]
+            dstacked = torch.stack([made[name] for name in ("q", "k", "v")[q is not None :]], -3)
+            dq = None if q is None else made["q"]
         else:
             dstacked, dq = torch.empty_like(stacked), None if q is None else torch.empty_like(q)
             do = torch.zeros_like(o[..., :1]).expand_as(o) if do is None else do

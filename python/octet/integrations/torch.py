@@ -89,7 +89,7 @@ def _recompute(operands: Operands, options: Options) -> tuple[torch.Tensor, Opti
     In rows whose lse is not that of the forward pass, o and lse are merged from several passes, as in ring attention:
     their residual is 0. There, rows of ds do not sum to 0, so that no mean may be subtracted from k: exact_delta.
     """
-    _, lse, r = _passes.forward(inputs_of("forward", operands), True, options)
+    _, lse, r = _passes.run("forward", inputs_of("forward", operands), options, True)
     same = lse == operands["lse"]
     rows = (same if options.layout == "bhsd" else same.transpose(-1, -2)).unsqueeze(-1)
     return torch.where(rows, r, 0), options._replace(bias_correction="exact_delta")
@@ -136,7 +136,7 @@ class _Kernels:
         else:
             trains = not torch.is_inference_mode_enabled()
         residual = trains and needs_residual(adapter, options, operands["q"])
-        o, lse, r = _passes.forward(operands, residual, options)
+        o, lse, r = _passes.run("forward", operands, options, residual)
         if lse_order:
             lse = _in_order(lse, lse_order)
         if trains:
@@ -162,7 +162,7 @@ class _Kernels:
                 else:
                     r = kept.r
             given = operands | {"lse": lse.contiguous(), "o_residual": r}
-            dq, dk, dv, _ = _passes.backward(given, options)
+            dq, dk, dv, _ = _passes.run("backward", given, options)
         return dq, dk, dv
 
     def sdpa(

@@ -120,8 +120,7 @@ class TorchAdapter:
     def key(self, x: torch.Tensor) -> Hashable:
         return x.shape, x.stride(), x.dtype, x.device, x.is_neg()
 
-    def address(self, x: torch.Tensor) -> int:
-        return x.data_ptr()
+    address = staticmethod(torch.Tensor.data_ptr)
 
     def order(self, x: torch.Tensor) -> tuple[int, ...]:
         return memory_order(x.shape, x.stride())
@@ -169,7 +168,8 @@ def cast_tensors(operands: Operands) -> Operands:
     for name, x in operands.items():
         if type(x) is QTensor:
             continue
-        expect_device(name, x, device)
+        if x.device != device:
+            expect_device(name, x, device)
         if KINDS[name] != "layout":
             expect_plain(name, x)
         elif x.layout is not torch.strided:

@@ -17,7 +17,7 @@ from octet._options import Options, expect_constant, is_differentiated
 from octet._qtensor import QTensor
 from octet._results import by_head, needs_residual
 from octet.errors import Unsupported
-from octet.torch import _ops, _passes
+from octet.torch import _ops
 from octet.torch._adapter import adapter, cast_tensors, expect_backward
 from octet.torch._fold import Fold
 
@@ -25,7 +25,8 @@ from octet.torch._fold import Fold
 def _prepared(options: Options, operands: Operands, constants: tuple[str, ...] = CONSTANTS) -> Operands:
     """The tensors in the types in which they go to the library. `constants`: those that must need no gradient."""
     for name in constants:
-        expect_constant(name, operands.get(name))
+        if name in operands:
+            expect_constant(name, operands[name])
     return by_head(adapter, options, cast_tensors(operands))
 
 
@@ -49,7 +50,7 @@ def run_vjp(options: Options, operands: Operands) -> tuple[torch.Tensor, ...]:
     are constants, get their derivative rejected"""
     given = _prepared(options, operands, BY_BATCH)
     with torch.no_grad():
-        saved = _ops.forward(inputs_of("forward", given), needs_residual(adapter, options, given["q"]), options)
+        saved = _ops.run("forward", inputs_of("forward", given), options, needs_residual(adapter, options, given["q"]))
     given = given | dict(zip(RESULTS["forward"], saved, strict=True))
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     with torch.set_grad_enabled(transformed and torch.is_grad_enabled()):
@@ -62,7 +63,7 @@ def run_jvp(options: Options, operands: Operands, return_lse: bool = False) -> t
     gradient may follow, o and lse come from a forward pass of their own, which saves what the backward pass needs."""
     given = _prepared(options, operands)
     with torch.no_grad():
-        o, lse, to, tlse = _ops.jvp(given, return_lse, options)
+        o, lse, to, tlse = _ops.run("jvp", given, options, return_lse)
     if any([is_differentiated(given[name]) for name in DIFFERENTIABLE if name in given]):
         o, lse, _ = attend(inputs_of("forward", given), options, of_lse=return_lse)
     return (o, to, lse, tlse) if return_lse else (o, to)
@@ -79,9 +80,7 @@ def attend(operands: Operands, options: Options, *, of_lse: bool, residual: bool
     needing = dual or any([operands[name].requires_grad for name in DIFFERENTIABLE if name in operands])
     differentiates = needing and torch.is_grad_enabled()
     if not (differentiates or compiling or torch._C._are_functorch_transforms_active()):
-        # A Function costs as much again, and so does an operator.
-        run = _passes.forward if _passes.nobody_listens(*operands.values()) else _ops.forward
-        return run(operands, residual, options)
+        return _ops.run("forward", operands, options, residual)  # a Function costs as much again
     if dual and compiling:
         raise Unsupported(
             "forward-mode differentiation inside torch.compile, which drops the tangents of a custom function; call "
@@ -130,7 +129,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(options: Options, flags: tuple, names: tuple[str, ...], *tensors: Any) -> Any:
-        return _ops.backward(dict(zip(names, tensors, strict=True)), options)
+        return _ops.run("backward", dict(zip(names, tensors, strict=True)), options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -157,8 +156,7 @@ def gradients(operands: Operands, options: Options) -> tuple:
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if torch.is_grad_enabled() or dual or transformed:
         return _apply(_DualGradients if dual else _Gradients, options, (), tuple(operands), *operands.values())
-    # By the operator: is_grads_batched maps it by a vmap that nobody_listens does not see.
-    return _ops.backward(operands, options)
+    return _ops.run("backward", operands, options)
 
 
 class _Tangent(torch.autograd.Function):
@@ -166,7 +164,7 @@ class _Tangent(torch.autograd.Function):
 
     @staticmethod
     def forward(options: Options, flags: tuple[bool], names: tuple[str, ...], *tensors: Any) -> Any:
-        return _ops.jvp(dict(zip(names, tensors, strict=True)), *flags, options)[2:]
+        return _ops.run("jvp", dict(zip(names, tensors, strict=True)), options, *flags)[2:]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -187,8 +185,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(options: Options, flags: tuple[bool, bool], names: tuple[str, ...], *tensors: Any) -> Any:
-        run = _passes.forward if _passes.nobody_listens(*tensors) else _ops.forward
-        return run(dict(zip(names, tensors, strict=True)), flags[0], options)
+        return _ops.run("forward", dict(zip(names, tensors, strict=True)), options, flags[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -202,7 +199,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Any, dlse: Any, _r: Any) -> Any:
         saved = dict(zip(_saved(ctx.names), ctx.saved_tensors, strict=True))
         made = gradients_of(saved, do, dlse if ctx.of_lse else None, ctx.options)  # compiled code has zeros for it
-        return None, None, None, *[made.get(f"d{name}") for name in ctx.names]
+        return None, None, None, *map(made.get, ctx.names)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, options: Options, flags: tuple, names: tuple[str, ...], *tensors: Any) -> Any:
@@ -217,13 +214,13 @@ def _saved(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def gradients_of(saved: Operands, do: Any, dlse: Any, options: Options) -> Operands:
-    """The gradients by their names; None: a loss does not read o, or lse."""
+    """The gradients by the names of their operands. `do`, `dlse`: None where a loss does not read o, or lse."""
     if do is None and dlse is None:
         return {}
     if do is None:
         do = torch.zeros_like(saved["o"][..., :1]).expand_as(saved["o"])
     given = {"do_": do, **saved} if dlse is None else {"do_": do, **saved, "dlse": dlse}
-    return dict(zip(RESULTS["backward"], gradients(given, options), strict=True))
+    return dict(zip(DIFFERENTIABLE, gradients(given, options), strict=True))
 
 
 class _DualAttention(_Attention):

@@ -48,31 +48,32 @@ _TENSORS = {kind: tuple([x for x in names if x not in _FLAGS]) for kind, names i
 
 def _complete(kind: str, operands: Operands, text: str, more: tuple) -> Options:
     """Adds the arguments that came after the options to the operands, and returns the options with the lengths."""
-    options = options_from(text)
-    if not more:
-        return options
     for name, x in zip(_OPTIONAL[kind], more, strict=False):
         if x is not None:
             operands[name] = x
     lengths = {name: operands.pop(name) for name in _LENGTHS if name in operands}
+    options = options_from(text)
     return options._replace(**lengths) if any(lengths.values()) else options
 
 
 def _forward(q: Any, k: Any, v: Any, residual: bool, text: str, *more: Any) -> tuple:
     operands = {"q": q, "k": k, "v": v}
-    options = _complete("forward", operands, text, more)
-    return _passes.forward(operands, residual, options, (text, residual))
+    if not more:
+        return _passes.run("forward", operands, options_from(text), residual, (text, residual))
+    return _passes.run("forward", operands, _complete("forward", operands, text, more), residual)
 
 
 def _backward(*args: Any) -> tuple:
     operands = dict(zip(_FIRST["backward"], args, strict=False))
-    options = _complete("backward", operands, args[7], args[8:])
-    return _passes.backward(operands, options, (args[7], False))
+    text = args[7]
+    if len(args) == 8:
+        return _passes.run("backward", operands, options_from(text), False, (text, False))
+    return _passes.run("backward", operands, _complete("backward", operands, text, args[8:]))
 
 
 def _jvp(*args: Any) -> tuple:
     operands, extra, options = _read("jvp", args)
-    return _passes.jvp(operands, extra, options)
+    return _passes.run("jvp", operands, options, extra)
 
 
 def _read(kind: str, args: tuple) -> tuple[Operands, bool, Options]:
@@ -107,34 +108,23 @@ def _register_dtensors() -> bool:
 
 _register_dtensors._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch.compile runs it, untraced
 
-# The operators, of Options.
-
 _remembered = functools.lru_cache(4096)(text_of)
 
 
-def _call(kind: str, operands: Operands, options: Options, *extra: bool) -> tuple:
+def run(kind: str, operands: Operands, options: Options, extra: bool = False) -> tuple:
+    """What _passes.run gives: by an operator, which costs as much again, where somebody would miss it."""
+    if _passes.nobody_listens(*operands.values()):
+        return _passes.run(kind, operands, options, extra)
     if "torch.distributed.tensor" in sys.modules:
         _register_dtensors()
-    first = _TENSORS[kind]
     more = dict(operands)
-    leading = [more.pop(name) for name in first]
+    first = [more.pop(name) for name in _TENSORS[kind]]
     if options.layout == "thd":  # its lengths are no part of the text, and may be symbols
         more |= {"max_seqlen_q": options.max_seqlen_q, "max_seqlen_k": options.max_seqlen_k}
         options = options._replace(max_seqlen_q=0, max_seqlen_k=0)
     text = text_of(options) if torch.compiler.is_compiling() else _remembered(options)
-    return _OPERATORS[kind](*leading, *extra, text, **more)
-
-
-def forward(operands: Operands, residual: bool, options: Options) -> tuple:
-    return _call("forward", operands, options, residual)
-
-
-def backward(operands: Operands, options: Options) -> tuple:
-    return _call("backward", operands, options)
-
-
-def jvp(operands: Operands, extra: bool, options: Options) -> tuple:
-    return _call("jvp", operands, options, extra)
+    flag = () if kind == "backward" else (extra,)
+    return _OPERATORS[kind](*first, *flag, text, **more)
 
 
 # FLOPs of the products alone, masks disregarded, as torch counts its own attention.

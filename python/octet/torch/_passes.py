@@ -9,6 +9,7 @@ The eager fast path (_fast_path.py) and the operators (_ops.py) keep their passe
 
 import ctypes
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -34,7 +35,9 @@ _INTERVENING = (
 _LISTENING = (*_INTERVENING, torch.autograd._profiler_enabled)
 # What TorchAdapter.state is made of.
 _STATES = torch._C._get_deterministic_algorithms, torch.get_num_threads
-_TO_GRADIENTS = INPUTS["backward"][:7]  # what every backward pass has
+_PLAIN = torch.Tensor, torch.nn.Parameter
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # is_grads_batched maps so
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # also after torch.func.vjp, which is active no more
 _KINDS = {"forward": 0, "training": 1, "backward": 2}  # as in octet_dlpack.cc
 
 
@@ -68,7 +71,7 @@ def _load() -> tuple[Any, ...] | None:
             torch._C._is_any_autocast_enabled,
             _STATES,
             torch.is_grad_enabled,
-            torch._C._functorch.is_legacy_batchedtensor,  # is_grads_batched maps so
+            _is_batched,
             torch.empty_like,
             torch.empty,
         ),
@@ -108,7 +111,7 @@ def with_rest(made: Sequence[Any], kind: str) -> tuple:
     return tuple(made) if len(made) == len(RESULTS[kind]) else (*made, made[0].new_empty(0))
 
 
-def _are_alike(call: _plan.Call, made: tuple, of: tuple) -> bool:
+def _are_alike(call: _plan.Call, made: Sequence[Any], of: Sequence[Any]) -> bool:
     """Returns whether torch.empty_like makes such tensors as the call: it makes them when a pass runs from C."""
 
     def kind(x: Any) -> tuple:
@@ -117,52 +120,34 @@ def _are_alike(call: _plan.Call, made: tuple, of: tuple) -> bool:
     return not call.fills and all([kind(x) == kind(torch.empty_like(y)) for x, y in zip(made, of, strict=True)])
 
 
-def _token_of(operands: Operands, least: int, options: Options, key: Hashable) -> int | None:
-    """Returns the token of a pass, which may run from C if it has the least number of operands."""
-    if len(operands) != least or options.max_seqlen_q or options.max_seqlen_k:
-        return None
-    return token_of(key)
+# The passes that run from C where they have no further operands: how many they have then, which, and the function.
+_FROM_C: dict[str, tuple[int, Any, Any]] = {
+    "forward": (3, operator.itemgetter(*INPUTS["forward"][:3]), fast_training),
+    "backward": (7, operator.itemgetter(*INPUTS["backward"][:7]), fast_gradients),
+    "jvp": (0, None, None),
+}
 
 
-def forward(operands: Operands, residual: bool, options: Options, key: Hashable = None) -> tuple:
-    """(o, lse, o_residual), without `residual` an empty tensor for that. Passes are kept under `key`; None: options."""
-    q, k, v = operands["q"], operands["k"], operands["v"]
-    token = _token_of(operands, 3, options, key or (options, residual))
-    made = None if token is None else fast_training(token, q, k, v)
-    if made:
-        o, lse, r = made
-        return o, lse, r if residual else q.new_empty(0)
-    call, is_known = _plan.find(adapter, "forward", options, operands, residual)
-    o, lse, r = with_rest(call(operands), "forward")
-    if token is not None and made is False and is_known and _are_alike(call, (o,), (q,)):
-        made = o, lse, r if residual else q.new_empty(0)
-        keep("training", token, (q, k, v), made, call.plan)
-    return o, lse, r
-
-
-def backward(operands: Operands, options: Options, key: Hashable = None) -> tuple:
-    """(dq, dk, dv, dsinks), without sinks an empty tensor for dsinks. Where there is no o_residual, an empty tensor
-    stands for it. `key`: as in `forward`."""
-    token, made, given = _token_of(operands, len(_TO_GRADIENTS), options, key or (options, False)), None, ()
-    if token is not None:
-        given = tuple([operands[name] for name in _TO_GRADIENTS])
-        made = fast_gradients(token, *given)
-    if made:
-        dq, dk, dv, _ = made
-        return dq, dk, dv, dq.new_empty(0)
-    if operands["o_residual"].shape != operands["o"].shape:
-        operands = dict(operands)
-        del operands["o_residual"]
-    call, is_known = _plan.find(adapter, "backward", options, operands)
-    found = with_rest(call(operands), "backward")
-    if token is not None and made is False and is_known and _are_alike(call, found[:3], given[1:4]):
-        keep("backward", token, given, found[:3], call.plan)
+def run(kind: str, operands: Operands, options: Options, extra: bool = False, key: Hashable = None) -> tuple:
+    """RESULTS[kind]; an empty tensor stands for dsinks without sinks and, without `extra`, for o_residual and tlse, and
+    among the operands for an o_residual that there is not. A pass that may run from C is kept under `key`; None: under
+    its options."""
+    token = made = None
+    count, inputs, run_again = _FROM_C[kind]
+    if len(operands) == count:
+        given, token = inputs(operands), token_of(key or (options, extra))
+        if token is not None and (made := run_again(token, *given)):
+            return made if extra else made[:-1] + (made[0].new_empty(0),)
+    if kind == "backward" and operands["o_residual"].shape != operands["o"].shape:
+        operands = {name: x for name, x in operands.items() if name != "o_residual"}
+    call, is_known = _plan.find(adapter, kind, options, operands, extra)
+    found = with_rest(call(operands), kind)
+    if token is not None and made is False and is_known:
+        if kind == "forward" and _are_alike(call, found[:1], given[:1]):
+            keep("training", token, given, found if extra else (*found[:-1], found[0].new_empty(0)), call.plan)
+        if kind == "backward" and _are_alike(call, found[:3], given[1:4]):
+            keep("backward", token, given, found[:3], call.plan)
     return found
-
-
-def jvp(operands: Operands, extra: bool, options: Options) -> tuple:
-    """(o, lse, to, tlse), without `extra` an empty tensor for tlse."""
-    return with_rest(_plan.run(adapter, "jvp", options, operands, extra), "jvp")
 
 
 def nobody_listens(*tensors: Any) -> bool:
@@ -172,7 +157,8 @@ def nobody_listens(*tensors: Any) -> bool:
 
 def nobody_intervenes(*tensors: Any) -> bool:
     """Returns whether an operator would do just what its kernel does: there is no mode, no tracing, no torch.func, no
-    torch.compile, no subclass, no device without a kernel, and no view that the dispatcher resolves."""
+    torch.compile, no tensor that one of them or is_grads_batched wraps, no subclass, no device without a kernel, and no
+    view that the dispatcher resolves."""
     return _is_nobody(_INTERVENING, tensors)
 
 
@@ -183,9 +169,6 @@ def _is_nobody(there: Sequence[Callable[[], Any]], tensors: Sequence[Any]) -> bo
         if is_there():
             return False
     for x in tensors:
-        if not (type(x) in _PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg()):
+        if type(x) not in _PLAIN or x.is_neg() or _is_batched(x) or _is_wrapped(x) or not (x.is_cuda or x.is_cpu):
             return False
     return True
-
-
-_PLAIN = torch.Tensor, torch.nn.Parameter
