@@ -92,6 +92,15 @@ def window_pair(window: Window) -> tuple[int, ...]:
     return found
 
 
+def bottom_right(causal: bool, left: int, right: int) -> Any:
+    """The keywords of a causal mask and a window as flash-attn means them: -1 is all of a side, and a causal mask ends
+    at the diagonal, whatever the right side."""
+    window = (left, -1 if causal else right)
+    if window == (-1, -1):
+        return {"causal": "bottom_right" if causal else False}
+    return {"window": window, "causal": "bottom_right"} if causal else {"window": window, "alignment": "bottom_right"}
+
+
 def look_up(what: str, found: object, allowed: dict[str, int]) -> int:
     """allowed[found], or InvalidArgument that names the choices."""
     if isinstance(found, str) and found in allowed:

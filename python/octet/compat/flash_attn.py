@@ -15,7 +15,7 @@ import torch
 
 from octet import _api
 from octet._operands import KINDS
-from octet._options import Precision, integer
+from octet._options import Precision, bottom_right, integer
 from octet._rejections import expect_absent, expect_known, expect_no_dropout
 from octet.compat import _stacked
 from octet.errors import InvalidArgument, Unsupported
@@ -41,15 +41,10 @@ def _keywords(
     except (TypeError, ValueError):
         allowed = "(left, right), whole numbers of keys, -1: all of a side"
         raise InvalidArgument(f"window_size: found {window_size!r}, allowed: {allowed}") from None
-    # A causal mask ends at the diagonal, whatever the window's right side.
-    window = (left, -1 if causal else right)
-    windowed = window != (-1, -1)
     return {
         "scale": softmax_scale,
         "softcap": softcap,
-        "causal": "bottom_right" if causal else False,
-        "window": window if windowed else None,
-        "alignment": "bottom_right" if windowed and not causal else None,
+        **bottom_right(causal, left, right),
         "deterministic": deterministic or None,  # False leaves it to torch, as ever
         "precision": precision,
         **({} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}),
@@ -65,29 +60,23 @@ def _unstacked(name: str, x: torch.Tensor, count: int, shape: str) -> tuple[torc
     return x.unbind(-3)
 
 
-def _writes_one_gradient(stacked: Any, q: Any, keywords: dict[str, Any]) -> bool:
-    return stacked is not None and KINDS.keys().isdisjoint(keywords) and _stacked.writes_one_gradient(stacked, q)
-
-
-def _attend(q: Any, k: Any, v: Any, lse: bool, keywords: dict[str, Any], stacked: Any = None) -> Any:
-    """`stacked`: the tensor that k and v, or q, k and v, are views of."""
-    if _writes_one_gradient(stacked, q, keywords):
-        made = _stacked.attend(stacked, q, None, lse, keywords)
-    else:
-        made = _api.attention(q, k, v, layout="bshd", return_lse=lse, enable_gqa=True, **keywords)
-    return (*made, None) if lse else made
-
-
-def _attend_varlen(
-    q: Any, k: Any, v: Any, lengths: tuple, lse: bool, keywords: dict[str, Any], stacked: Any = None
+def _attend(
+    tensors: tuple[torch.Tensor, ...],
+    lse: bool,
+    keywords: dict[str, Any],
+    stacked: torch.Tensor | None = None,
+    lengths: tuple[torch.Tensor, torch.Tensor, int, int] | None = None,
 ) -> Any:
-    if _writes_one_gradient(stacked, q, keywords):
+    """Attention of q, k and v. `stacked`: the tensor that k and v, or all of them, are views of; `lengths`: cu_seqlens
+    and their bounds, of packed sequences."""
+    q, k, v = tensors
+    if stacked is not None and KINDS.keys().isdisjoint(keywords) and _stacked.writes_one_gradient(stacked, q):
         made = _stacked.attend(stacked, q, lengths, lse, keywords)
+    elif lengths is None:
+        made = _api.attention(q, k, v, layout="bshd", return_lse=lse, enable_gqa=True, **keywords)
     else:
-        cu_q, cu_k, max_q, max_k = lengths
-        made = _api.attention_varlen(
-            q, k, v, cu_q, cu_k, max_seqlen_q=max_q, max_seqlen_k=max_k, return_lse=lse, **keywords
-        )
+        keywords |= {"max_seqlen_q": lengths[2], "max_seqlen_k": lengths[3]}
+        made = _api.attention_varlen(q, k, v, *lengths[:2], return_lse=lse, **keywords)
     return (*made, None) if lse else made
 
 
@@ -119,7 +108,7 @@ def flash_attn_func(
     """
     expect_known(flash_attn_func, unknown)
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
-    return _attend(q, k, v, return_attn_probs, keywords)
+    return _attend((q, k, v), return_attn_probs, keywords)
 
 
 def flash_attn_kvpacked_func(
@@ -143,8 +132,8 @@ def flash_attn_kvpacked_func(
     """
     expect_known(flash_attn_kvpacked_func, unknown)
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
-    k, v = _unstacked("kv", kv, 2, "[batch, token, 2, head, dim]")
-    return _attend(q, k, v, return_attn_probs, keywords, kv)
+    tensors = q, *_unstacked("kv", kv, 2, "[batch, token, 2, head, dim]")
+    return _attend(tensors, return_attn_probs, keywords, kv)
 
 
 def flash_attn_qkvpacked_func(
@@ -167,8 +156,8 @@ def flash_attn_qkvpacked_func(
     """
     expect_known(flash_attn_qkvpacked_func, unknown)
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
-    q, k, v = _unstacked("qkv", qkv, 3, "[batch, token, 3, head, dim]")
-    return _attend(q, k, v, return_attn_probs, keywords, qkv)
+    tensors = _unstacked("qkv", qkv, 3, "[batch, token, 3, head, dim]")
+    return _attend(tensors, return_attn_probs, keywords, qkv)
 
 
 def flash_attn_varlen_func(
@@ -211,7 +200,7 @@ def flash_attn_varlen_func(
     expect_absent("block_table", block_table, "octet reads no paged cache; gather the pages first")
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _attend_varlen(q, k, v, lengths, return_attn_probs, keywords)
+    return _attend((q, k, v), return_attn_probs, keywords, lengths=lengths)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -239,9 +228,9 @@ def flash_attn_varlen_kvpacked_func(
     """
     expect_known(flash_attn_varlen_kvpacked_func, unknown)
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
-    k, v = _unstacked("kv", kv, 2, "[token, 2, head, dim]")
+    tensors = q, *_unstacked("kv", kv, 2, "[token, 2, head, dim]")
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _attend_varlen(q, k, v, lengths, return_attn_probs, keywords, kv)
+    return _attend(tensors, return_attn_probs, keywords, kv, lengths)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -266,9 +255,9 @@ def flash_attn_varlen_qkvpacked_func(
     """
     expect_known(flash_attn_varlen_qkvpacked_func, unknown)
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
-    q, k, v = _unstacked("qkv", qkv, 3, "[token, 3, head, dim]")
+    tensors = _unstacked("qkv", qkv, 3, "[token, 3, head, dim]")
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return _attend_varlen(q, k, v, lengths, return_attn_probs, keywords, qkv)
+    return _attend(tensors, return_attn_probs, keywords, qkv, lengths)
 
 
 def flash_attn_with_kvcache(*args: object, **kwargs: object) -> NoReturn:

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import attention
 
 from octet._operands import INPUTS, Operands, inputs_of, operands_of
-from octet._options import Options, Precision, options_of
+from octet._options import Options, Precision, bottom_right, options_of
 from octet._rejections import expect, expect_absent, expect_no_dropout
 from octet._results import needs_residual
 from octet.errors import Unsupported
@@ -120,9 +120,9 @@ class _Kernels:
     def __init__(self, precision: Precision | None) -> None:
         self._precision = precision
 
-    def _options(self, q: torch.Tensor, causal: Any, scale: float | None, layout: Any, **more: Any) -> Options:
+    def _options(self, q: torch.Tensor, scale: float | None, **more: Any) -> Options:
         own = adapter.dtype_name(q.dtype, "query")
-        return options_of(own, precision=self._precision, causal=causal, scale=scale, layout=layout, **more)
+        return options_of(own, precision=self._precision, scale=scale, **more)
 
     def _forward(
         self, operands: Operands, options: Options, lse_order: tuple[int, ...] | None = None
@@ -179,7 +179,7 @@ class _Kernels:
         """Causal masks are aligned bottom-right, as flash attention's are: scaled_dot_product_attention comes here with
         as many queries as keys, a CausalBias with any number."""
         _expect(dropout_p, return_debug_mask)
-        options = self._options(query, "bottom_right" if is_causal else False, scale, "bhsd")
+        options = self._options(query, scale, causal="bottom_right" if is_causal else False)
         o, lse = self._forward({"q": query, "k": key, "v": value}, options)
         seed, offset, weights = _no_randomness(query)
         return o, lse, None, None, query.shape[2], key.shape[2], seed, offset, weights
@@ -203,7 +203,7 @@ class _Kernels:
         *,
         scale: float | None = None,
     ) -> tuple[Any, ...]:
-        options = self._options(query, "bottom_right" if is_causal else False, scale, "bhsd")
+        options = self._options(query, scale, causal="bottom_right" if is_causal else False)
         return self._backward(_of_backward(grad_out, query, key, value, out, logsumexp), options)
 
     def cpu(
@@ -219,7 +219,7 @@ class _Kernels:
     ) -> tuple[Any, Any]:
         """lse lies in memory as [batch, token, head], as torch's own."""
         _expect(dropout_p)
-        options = self._options(query, "top_left" if is_causal else False, scale, "bhsd")
+        options = self._options(query, scale, causal="top_left" if is_causal else False)
         operands = operands_of(q=query, k=key, v=value, mask=attn_mask)
         return self._forward(operands, options, lse_order=(0, 2, 1))
 
@@ -238,25 +238,15 @@ class _Kernels:
         scale: float | None = None,
     ) -> tuple[Any, ...]:
         """Gradients lie in memory as [batch, token, head, dim], as torch's own."""
-        options = self._options(query, "top_left" if is_causal else False, scale, "bhsd")
+        options = self._options(query, scale, causal="top_left" if is_causal else False)
         operands = _of_backward(grad_out, query, key, value, out, logsumexp) | operands_of(mask=attn_mask)
         return tuple([_in_order(dx, (0, 2, 1, 3)) for dx in self._backward(operands, options)])
 
     def _flash_options(
         self, q: torch.Tensor, cu: Any, max_q: int, max_k: int, is_causal: bool, scale: float | None, sides: Any
     ) -> Options:
-        """Causal masks and windows are aligned bottom-right; a window's right side is the diagonal of a causal mask."""
         left, right = (-1 if side is None else side for side in sides)
-        window = (left, -1 if is_causal else right)
-        windowed = window != (-1, -1)
-        options = self._options(
-            q,
-            "bottom_right" if is_causal else False,
-            scale,
-            "bshd",
-            window=window if windowed else None,
-            alignment="bottom_right" if windowed and not is_causal else None,
-        )
+        options = self._options(q, scale, layout="bshd", **bottom_right(is_causal, left, right))
         return options if cu is None else options._replace(layout="thd", max_seqlen_q=max_q, max_seqlen_k=max_k)
 
     def flash(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from octet import _api
-from octet._options import AttentionOptions, Precision
+from octet._options import AttentionOptions, Precision, bottom_right
 from octet._rejections import expect, expect_absent
 from octet._versions import expect_version
 from octet.errors import Unsupported
@@ -327,11 +327,8 @@ def _with_bias(
 
 def _positions(plan: Plan, options: AttentionOptions) -> AttentionOptions:
     """The options with those of the plan; the last query is aligned with the last key."""
-    if plan.causal:
-        return {**options, "causal": "bottom_right", "window": None if plan.window is None else (plan.window, 0)}
-    if plan.window is None:
-        return options
-    return {**options, "window": (plan.window, plan.window), "alignment": "bottom_right"}
+    side = -1 if plan.window is None else plan.window
+    return {**options, **bottom_right(plan.causal, side, side)}
 
 
 def _varlen(

@@ -44,17 +44,20 @@ def platform_of(x: Any) -> str:
     return "cpu" if platform == "cpu" else "cuda"
 
 
+def _view(name: str, x: Any, platform: str) -> View:
+    number = _abi.DTYPES[dtype_name(x.dtype, label(name))]
+    return View(number, tuple(x.shape), contiguous_strides(x.shape), _abi.DEVICES[platform])
+
+
 class JaxAdapter:
     """Arrays, tracers and ShapeDtypeStructs; contiguous, on the CPU or a CUDA device."""
 
-    def dtype_name(self, dtype: Any, what: str) -> str:
-        return dtype_name(dtype, what)
+    dtype_name = staticmethod(dtype_name)
+    dtype_of = staticmethod(dtype_of)
+    is_true = staticmethod(bool)
 
     def own_type(self, q: Any) -> str:
-        return self.dtype_name(q.dtype, "q")
-
-    def dtype_of(self, name: str) -> Any:
-        return dtype_of(name)
+        return dtype_name(q.dtype, "q")
 
     def is_float(self, x: Any) -> bool:
         return jnp.issubdtype(x.dtype, jnp.floating)
@@ -63,16 +66,10 @@ class JaxAdapter:
         return x.astype(dtype)
 
     def view(self, name: str, x: Any) -> View:
-        number = _abi.DTYPES[self.dtype_name(x.dtype, label(name))]
-        return View(number, tuple(x.shape), contiguous_strides(x.shape), _abi.DEVICES[platform_of(x)])
+        return _view(name, x, platform_of(x))
 
     def order(self, x: Any) -> tuple[int, ...]:
         return tuple(range(x.ndim))
-
-    is_true = staticmethod(bool)
-
-    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, like: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
 
     def resolve(self, options: Options, like: Any) -> Options:
         return options
@@ -120,12 +117,6 @@ def has_handlers() -> bool:
     return not why_no_handlers()
 
 
-def _planned(kind: str, options: Options, views: Sequence[tuple[str, View]]) -> tuple[Plan, int]:
-    """The descriptors of the call and the size of its workspace; raises what the library has against it."""
-    plan = Plan(kind, options, [(name, view, None) for name, view in views]).anywhere()
-    return plan, plan.workspace_size()
-
-
 def run(
     kind: str,
     options: Options,
@@ -136,19 +127,8 @@ def run(
 ) -> Sequence[jax.Array]:
     """The results, in a program for `platform`, "cpu" or "cuda"."""
     described: list[tuple[str, Any]] = [*zip(names, arrays, strict=True), *results]
-    views = [
-        (
-            name,
-            View(
-                _abi.DTYPES[dtype_name(x.dtype, name)],
-                x.shape,
-                contiguous_strides(x.shape),
-                _abi.DEVICES[platform],
-            ),
-        )
-        for name, x in described
-    ]
-    plan, size = _planned(kind, options, views)
+    plan = Plan(kind, options, [(name, _view(name, x, platform), None) for name, x in described]).anywhere()
+    size = plan.workspace_size()  # raises what the library has against the call
     shapes = [x for _, x in results]
     if has_handlers():
         # On the CPU the handler allocates: how much depends on the threads that it may use.
