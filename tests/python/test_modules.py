@@ -76,51 +76,95 @@ def test_functions_import_nothing_of_octet_but_in_one_place():
     assert inside == LAZY
 
 
-# A program that prints the modules that a call of octet.attention is in where it reaches the library, from the outside
-# to the inside; helpers that it has left again do not count.
+# A program that prints for each of some calls of octet.attention the modules that it is in where it reaches the
+# library, from the outside to the inside, and all modules of which it runs a function. Each call is the first of its
+# process, which is forked from one that has imported what they need.
 PROGRAM = """
 import json, os, sys
 import octet
 {setup}
 from octet._descriptors import Plan
-root, most = os.path.dirname(octet.__file__) + os.sep, []
+root = os.path.dirname(octet.__file__) + os.sep
 into_library = Plan.run.__code__, Plan.workspace_size.__code__
-def note(frame, event, argument):
-    global most
-    if event != "call" or frame.f_code not in into_library:
-        return
-    inside = []
+def modules_of(frame):
+    found = []
     while frame:
-        file = frame.f_code.co_filename
-        if file.startswith(root) and file not in inside:
-            inside.insert(0, file)
+        found.insert(0, frame.f_code.co_filename)
         frame = frame.f_back
-    most = max(most, inside, key=len)
-sys.setprofile(note)
-o = octet.attention(q, q, q, **keywords)
-sys.setprofile(None)
-print(json.dumps([file[len(root):] for file in most]))
+    return list(dict.fromkeys(file[len(root):] for file in found if file.startswith(root)))
+def first_call(q, keywords):
+    way, ran = [], set()
+    def note(frame, event, argument):
+        nonlocal way
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            ran.add(frame.f_code.co_filename[len(root):])
+            if frame.f_code in into_library:
+                way = max(way, modules_of(frame), key=len)
+    sys.setprofile(note)
+    octet.attention(q, q, q, **keywords)
+    sys.setprofile(None)
+    return way, sorted(ran)
+for name, call in {calls!r}.items():
+    if not os.fork():
+        keywords = {{}}
+        exec(call)
+        print(json.dumps([name, *first_call(q, keywords)]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, name
 """
-TORCH = "import torch, octet.torch; q = torch.rand(1, 2, 8, 16); keywords = {}"
+SETUPS = {
+    "numpy": "import numpy; q = numpy.zeros((1, 2, 8, 16), 'f4')",
+    "torch": "import torch, octet.torch; torch.set_num_threads(1); q = torch.rand(1, 2, 8, 16)",
+    "jax": "import jax, octet.jax",
+}
+ORDINARY = "octet._api.shortcuts.clear()"
+# For each call, beside what it does differently, the modules that it is in where it reaches the library and the helpers
+# that it has left again: where it enters, the framework's functions, and between plans and the C ABI nothing else.
+FAST = "_api torch/_fast_path _plan _descriptors"
+BY_OPERATORS = "_api torch/_attention torch/_ops torch/_passes _plan _descriptors"
+HELPERS = "_operands _options _results _views"
 CALLS = {
-    "numpy": "import numpy; q = numpy.zeros((1, 2, 8, 16), 'f4'); keywords = {}",
-    "torch": TORCH,
-    "torch with a gradient": f"{TORCH}; q.requires_grad_()",
-    "torch by the ordinary way": f"{TORCH}; octet._api.shortcuts.clear()",
-    "torch by the ordinary way, with a gradient": f"{TORCH}; octet._api.shortcuts.clear(); q.requires_grad_()",
-    "torch with a mask, sinks and lse": f"{TORCH}; keywords = dict(mask=q[0, 0, :, :8] > 0.5, sinks=q[0, :, 0, 0])",
-    "jax": "import jax, octet.jax; q = jax.numpy.ones((1, 2, 8, 16)); keywords = {}",
+    "numpy": ("", "_api _numpy _plan _descriptors", HELPERS),
+    "torch": ("", FAST, f"{HELPERS} torch/_adapter torch/_passes"),
+    "torch with a gradient": (
+        "q.requires_grad_()",  # _adapter asks for the backward pass before the forward pass runs
+        "_api torch/_fast_path torch/_adapter _plan _descriptors",
+        f"{HELPERS} torch/_passes",
+    ),
+    "torch by the ordinary way": (ORDINARY, BY_OPERATORS, f"{HELPERS} torch/_adapter"),
+    "torch by the ordinary way, with a gradient": (
+        f"{ORDINARY}; q.requires_grad_()",
+        BY_OPERATORS,
+        f"{HELPERS} torch/_adapter",
+    ),
+    "torch with a mask, sinks and lse": (
+        "keywords = dict(mask=q[0, 0, :, :8] > 0.5, sinks=q[0, :, 0, 0], return_lse=True)",
+        BY_OPERATORS,
+        f"{HELPERS} torch/_adapter",
+    ),
+    "jax": (
+        "q = jax.numpy.ones((1, 2, 8, 16))",
+        "_api jax/_attention jax/_primitives jax/_adapter _descriptors",
+        f"{HELPERS} _plan",
+    ),
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_cold_call_passes_through_six_modules_at_most(call):
-    """The first of a process, once what it needs has been imported."""
-    pytest.importorskip(call.split()[0])
-    program = PROGRAM.format(setup=CALLS[call])
+@pytest.mark.parametrize("framework", SETUPS)
+def test_a_cold_call_passes_through_the_modules_that_it_is_known_to(framework):
+    """The first of a process, once what it needs has been imported. A module more on the way fails, or one more that
+    helps: whoever follows a call reads them all."""
+    pytest.importorskip(framework)
+    calls = {name: call for name, (call, *_) in CALLS.items() if name.split()[0] == framework}
+    program = PROGRAM.format(setup=SETUPS[framework], calls=calls)
     paths = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    modules = json.loads(ran.stdout.splitlines()[-1])
-    assert modules[0] == "_api.py" and modules[-1] == "_descriptors.py" and len(modules) <= 6, modules
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = {name: (way, ran) for name, way, ran in map(json.loads, done.stdout.splitlines())}
+    assert found.keys() == calls.keys()
+    for name, (way, ran) in found.items():
+        _, on_the_way, helpers = CALLS[name]
+        expected = [f"{module}.py" for module in on_the_way.split()]
+        assert way == expected and len(way) <= 6, name
+        assert ran == sorted([*expected, *(f"{module}.py" for module in helpers.split())]), name
