@@ -7,6 +7,7 @@ block in another language, or in none, fails: output, formulas and schedules are
 Shell commands need OCTET, the command; OCTET_BUILD, the folder that octet is built in. CTest names both.
 """
 
+import functools
 import os
 import pathlib
 import re
@@ -171,10 +172,10 @@ normal = lambda *shape: torch.randn(*shape, dtype=torch.bfloat16)
 numbers, lengths = lambda *x: torch.tensor(x), lambda *x: torch.tensor(x, dtype=torch.int32)
 """,
     "jax": """
-import jax, jax.numpy as jnp
+import jax, jax.numpy as jnp, numpy
 from jax.sharding import PartitionSpec as P
-keys = iter(jax.random.split(jax.random.key(0), 100))
-normal = lambda *shape: jax.random.normal(next(keys), shape, jnp.bfloat16)
+random = numpy.random.default_rng(0)  # jax.random would be compiled for each shape, which takes 8 seconds
+normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.bfloat16)
 numbers, lengths = lambda *x: jnp.array(x), lambda *x: jnp.array(x, jnp.int32)
 """,
 }
@@ -203,26 +204,60 @@ def rejection(snippet, framework):
     return snippet.document, snippet.text.split("\n")[0].partition("  #")[0], framework
 
 
+# A program that imports octet and a framework, which takes longer than most snippets, and runs snippet.py in each
+# folder that it is told, in a process of its own, forked before anything else happens. It answers with the exit status.
+FORKS = """
+import os, runpy, signal, sys, traceback
+import octet
+{imports}
+for line in sys.stdin:
+    if not (child := os.fork()):
+        os.chdir(line.rstrip("\\n"))
+        printed = os.open("printed", os.O_CREAT | os.O_WRONLY)
+        os.dup2(printed, 1), os.dup2(printed, 2)
+        signal.alarm(300)
+        status = 0
+        try:
+            runpy.run_path("snippet.py", run_name="__main__")
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(status)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+IMPORTS = {"numpy": "import ml_dtypes", "torch": "import torch", "jax": "import jax.numpy"}
+
+
+@pytest.fixture(scope="module")
+def forks():
+    """Runs snippet.py in a folder, with a framework imported; gives the exit status."""
+    started = {}
+
+    def run(framework, folder):
+        if framework not in started:
+            command = [sys.executable, "-W", "ignore:os.fork", "-c", FORKS.format(imports=IMPORTS[framework])]
+            four_devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            started[framework] = subprocess.Popen(command, env=os.environ | four_devices, **pipes)
+        process = started[framework]
+        print(folder, file=process.stdin, flush=True)
+        return int(process.stdout.readline())
+
+    yield run
+    for process in started.values():
+        process.communicate()  # closes stdin, with which the program ends
+
+
 @pytest.mark.parametrize("snippet, framework", list(frameworks()))
-def test_python(snippet, framework, tmp_path):
+def test_python(snippet, framework, tmp_path, forks):
     pytest.importorskip("ml_dtypes" if framework == "numpy" else framework)
     if framework == "jax" and re.search("shard_map|export", snippet.text) and octet.info()["xla_handlers"] is None:
         pytest.skip("built without jaxlib's headers")
-    program = tmp_path / "snippet.py"
-    program.write_text(ARRAYS[framework] + OPEN + snippet.text)
-    four_devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, program],
-        cwd=tmp_path,
-        env=os.environ | four_devices,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    (tmp_path / "snippet.py").write_text(ARRAYS[framework] + OPEN + snippet.text)
+    status, printed = forks(framework, tmp_path), (tmp_path / "printed").read_text()
     why = REJECTED.get(rejection(snippet, framework))
-    assert why in done.stderr if why else done.returncode == 0, (
-        f"{snippet.name}:\n{snippet.text}\n{done.stderr[-3000:]}"
-    )
+    assert why in printed if why else status == 0, f"{snippet.name}:\n{snippet.text}\n{printed[-3000:]}"
 
 
 CPP_OPEN = """
@@ -264,12 +299,25 @@ def folder(tmp_path_factory):
     (folder / "build").mkdir()
     (folder / "build/release").symlink_to(os.environ["OCTET_BUILD"])
     (folder / "in.safetensors").symlink_to(ROOT / "examples/data/gpt64_layer2.safetensors")
+    # The emulator is compiled once, by ladder/build or, of the same sources, by CMake.
+    emulator = pathlib.Path(os.environ["OCTET_BUILD"]) / "tests/emulator/libcudart_emulated.so"
+    if emulator.exists():
+        (folder / "build/ladder/emulated").mkdir(parents=True)
+        shutil.copy2(emulator, folder / "build/ladder/emulated")
     (folder / "bin").mkdir()
     (folder / "bin/octet").symlink_to(os.environ["OCTET"])
     python = folder / "bin/python"  # no link, which would not find the packages of a virtual environment
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     return folder
+
+
+@functools.cache
+def ran(command, folder):
+    """A command that stands in several documents runs once."""
+    environment = os.environ | {"PATH": f"{folder / 'bin'}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
+    shell = ["bash", "-euo", "pipefail", "-c", command]
+    return subprocess.run(shell, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @of("sh")
@@ -279,13 +327,5 @@ def test_shell(snippet, folder):
     if snippet.document.startswith("examples/train/"):
         pytest.importorskip("torch")
         pytest.importorskip("tqdm")
-    environment = os.environ | {"PATH": f"{folder / 'bin'}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", snippet.text],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = ran(snippet.text, folder)
     assert done.returncode == 0, f"{snippet.name}: {snippet.text}\n{done.stderr[-3000:]}"
