@@ -115,6 +115,18 @@ ForwardBar bf16_forward_bar(DType out) {
   return {wide ? "bf16" : "bf16_o_bf16", Precision::bf16, out, all_inputs({wide ? .0018 : .0026, .999997})};
 }
 
+ForwardBar int8_forward_bar() {
+  return {"int8",
+          Precision::int8,
+          DType::f32,
+          {{"D1", {.0145, .9999}},
+           {"D2", {.0208, .9998}},
+           {"D3", {.0135, .9999}},
+           {"D4", {.0172, .9998, Over::all_heads}},
+           {"D5", {.0004, .999999}},
+           {"D6", {.033, .9995}}}};
+}
+
 // Without smooth_q, which the kernels lack (with it: recipe_bars_test): figures in float64 arithmetic, and a tenth. D4:
 // without rotation, for a common direction stays one when rotated.
 ForwardBar int8_f16_forward_bar() {

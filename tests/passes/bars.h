@@ -67,6 +67,7 @@ void expect_backward_bar(const Tested&, const BackwardBar&);
 
 // The rows that CPU and GPU share.
 ForwardBar bf16_forward_bar(DType out);
+ForwardBar int8_forward_bar();
 ForwardBar int8_f16_forward_bar();
 BackwardBar bf16_backward_bar(BiasCorrection);
 

@@ -19,16 +19,7 @@ constexpr Over kAllHeads = Over::all_heads;
 
 INSTANTIATE_TEST_SUITE_P(
     Bars, Forwards,
-    testing::Values(bf16_forward_bar(DType::f32), bf16_forward_bar(DType::bf16),
-                    ForwardBar{"int8",
-                               Precision::int8,
-                               DType::f32,
-                               {{"D1", {.0145, .9999}},
-                                {"D2", {.0208, .9998}},
-                                {"D3", {.0135, .9999}},
-                                {"D4", {.0172, .9998, kAllHeads}},
-                                {"D5", {.0004, .999999}},
-                                {"D6", {.033, .9995}}}},
+    testing::Values(bf16_forward_bar(DType::f32), bf16_forward_bar(DType::bf16), int8_forward_bar(),
                     int8_f16_forward_bar(),
                     ForwardBar{"int8_fp8",
                                Precision::int8_fp8,

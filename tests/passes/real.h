@@ -21,6 +21,7 @@ void PrintTo(const RealBar&, std::ostream*);
 void expect_real_bar(const Tested&, const RealBar&);
 
 inline constexpr RealBar kRealBf16{"bf16", Precision::bf16, DType::bf16, .0020, .0022, .0021, .0020};
+inline constexpr RealBar kRealInt8{"int8", Precision::int8, DType::f32, .0095, .0178, .0187, .0062};
 inline constexpr RealBar kRealInt8F16{"int8_f16", Precision::int8_f16, DType::f32, .0090, 0, 0, 0};
 
 // The bar of bf16 has power: without a bias correction the gradient of q misses it.
