@@ -296,7 +296,7 @@ def options_of(
     the shapes, see `expect_meant`, and no option of a pass."""
     if unknown:
         expect_known(options_of, unknown, ADVICE)
-    points, type_of_o = text_of(rounding), type_name(out_dtype)
+    points, type_of_o = "" if rounding is None else text_of(rounding), type_name(out_dtype)
     if points:
         precision = precision or "f64"
         if (type_of_o or type_of_q) not in ("f32", "f64"):

@@ -98,9 +98,7 @@ class Rounding:
 
 
 def text_of(rounding: object) -> str:
-    """The text of a Rounding, or "" for None."""
-    if rounding is None:
-        return ""
+    """The text of a Rounding."""
     if not isinstance(rounding, Rounding):
         raise InvalidArgument(f"rounding: found {rounding!r}, allowed: an octet.Rounding, None")
     return rounding.text
