@@ -53,7 +53,8 @@ class Call:
 
     def keywords(self) -> dict[str, Any]:
         """Those of octet.attention."""
-        return {"mask": self.mask, "causal": "top_left" if self.causal else False, "scale": self.scale}
+        causal = "top_left" if self.causal else False
+        return {"mask": self.mask, "causal": causal, "scale": self.scale, "enable_gqa": True}
 
 
 class _Listener(TorchFunctionMode):

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from octet import layers  # noqa: E402
 
-# Of one sample an error is a mean over some 10^5 numbers; of other heads and text it differs by their spread.
+# An error is a mean over about 10^5 numbers of a sample; other heads and other text have other errors.
 SPREAD = 1.5
 
 

@@ -11,7 +11,7 @@
 
 namespace octet::cuda {
 
-// What a forward pass reads of k: the tensor itself, or, where statistics are taken of it, also without hidden tokens.
+// A forward pass reads k as it is; if it takes statistics of k, it reads a copy in which hidden keys are 0.
 enum class ReadsK { as_it_is, seen };
 
 // The v of a forward pass, and its k. Without a mask tensor they are those of the problem.

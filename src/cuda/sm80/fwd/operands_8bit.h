@@ -141,8 +141,8 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
 };
 
 // int8 q, k and v with a scale for each token, and P of unsigned 8 bits with a scale for each query and tile of keys.
-// Of the mean of v, which was subtracted, o gets its share back in the epilogue. Logits are logarithms, log2(p t), with
-// the scales t of v (fragment/softmax_8bit.h).
+// The mean of v was subtracted before the kernel; the epilogue adds it to o. Logits are logarithms, log2(p t), with the
+// scales t of v (fragment/softmax_8bit.h).
 template <>
 struct ForwardOperands<PrecisionInt8> : ForwardOperands<PrecisionInt8F16> {
   using Base = ForwardOperands<PrecisionInt8F16>;

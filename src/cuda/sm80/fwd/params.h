@@ -20,7 +20,7 @@ struct RowStatistics {
 struct ForwardParams {
   Output q, k, v;                                // in the kernel's element types
   TokenFactors q_factors, k_factors, v_factors;  // where operands are f16 halves; q_factors also where q is int8
-  // Where q and k are int8: the factors of keys, and what the mean that was subtracted from k would add to q.k.
+  // These are for int8 q and k: the factors of keys, and the product of each query with the mean subtracted from k.
   KeyPairFactorsView k_pair_factors;
   const float* v_factors_by_tiles;  // where v is int8 too: those of its scales, as quantize.h has them
   TokenFactors mean_logit;          // null: nobody wants to know
