@@ -2,6 +2,7 @@
 #include "options.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace octet::cli {
 namespace {
@@ -79,6 +80,9 @@ void AttentionOptions::add_to(CLI::App& app) {
   app.add_option("--hadamard", hadamard_, "Rotate q and k before int8: on, off  [the recipe's]")->type_name("SWITCH");
   app.add_option("--smooth-q", smooth_q_, "Subtract the mean of each 128 queries before int8: on, off  [the recipe's]")
       ->type_name("SWITCH");
+  app.add_option("--dropout", dropout_, "Probability that an element of P is dropped  [0]")->type_name("P");
+  app.add_option("--dropout-seed", dropout_seed_, "Which are dropped, by docs/numerics.md  [0,0]")
+      ->type_name("SEED[,OFFSET]");
   app.add_option("--backend", backend_, "Run this backend only (octet info lists them)")->type_name("NAME");
   app.add_option("--device", device_, "Where the tensors lie: cpu, cuda, cuda:N  [the backend's, else cpu]")
       ->type_name("DEVICE");
@@ -96,6 +100,7 @@ Attention AttentionOptions::attention(Precision precision) const {
   if (!scale_.empty()) a.scale = parse_float("--scale", scale_);
   if (!softcap_.empty()) a.softcap = parse_float("--softcap", softcap_);
   if (!window_.empty()) a.window = parse_window(window_);
+  if (!dropout_.empty()) a.dropout_p = parse_number("--dropout", dropout_);
   if (!bias_correction_.empty()) a.bias_correction = parse(kBiasCorrections, "--bias-correction", bias_correction_);
   if (!beta_.empty()) a.beta = parse_float("--beta", beta_);
   if (!hadamard_.empty()) a.hadamard = parse(kSwitches, "--hadamard", hadamard_);
@@ -121,6 +126,21 @@ void AttentionOptions::expect_used(const std::vector<Precision>& precisions) con
   if (!(hadamard_.empty() && smooth_q_.empty()) && none(takes_int8_options))
     reject("{}: belongs to precisions {}, and none is asked for", hadamard_.empty() ? "--smooth-q" : "--hadamard",
            those(takes_int8_options));
+}
+
+Array AttentionOptions::dropout_seed() const {
+  const std::vector<std::string> numbers = split(dropout_seed_.empty() ? "0" : dropout_seed_, ',');
+  if (numbers.size() > 2) reject("--dropout-seed: found \"{}\", expected SEED or SEED,OFFSET", dropout_seed_);
+  if (dropout_.empty() || parse_number("--dropout", dropout_) == 0) {
+    if (!dropout_seed_.empty()) reject("--dropout-seed: belongs to --dropout, which drops nothing");
+    return {};
+  }
+  Array words(DType::i32, Shape{1, 1, 1, 4});
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    const auto number = static_cast<uint64_t>(parse_integer("--dropout-seed", numbers[i]));
+    std::memcpy(words.bytes.data() + i * sizeof number, &number, sizeof number);  // the low word first
+  }
+  return words;
 }
 
 DeviceName AttentionOptions::device() const {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "array.h"
 #include "device.h"
 #include "names.h"
 
@@ -28,6 +29,9 @@ class AttentionOptions {
   // The tensors lie on --device, else where the backend asked for computes, else on the CPU.
   DeviceName device() const;
 
+  // The seed and the offset of --dropout as the library takes them; absent without it.
+  Array dropout_seed() const;
+
   bool causal() const { return !causal_.empty(); }
   Layout layout() const { return parse(kLayouts, "--layout", layout_); }
   bool given() const {  // any of add_mask_to
@@ -36,7 +40,7 @@ class AttentionOptions {
 
  private:
   std::string causal_, scale_, window_, softcap_, bias_correction_, beta_, hadamard_, smooth_q_, backend_, device_,
-      layout_ = "bhsd";
+      dropout_, dropout_seed_, layout_ = "bhsd";
   uint32_t threads_ = 0;
   bool deterministic_ = false;
 };

@@ -165,6 +165,12 @@ JvpResult make_jvp(const Inputs& in, const OutputTypes& types, bool tlse) {
   return result;
 }
 
+namespace {
+Extras extras(const Inputs& in) {
+  return {.sinks = in.sinks.view(), .alibi_slopes = in.alibi_slopes.view(), .dropout_seed = in.dropout_seed.view()};
+}
+}  // namespace
+
 Forward forward_call(const Inputs& in, const ForwardResult& r) {
   return {.q = in.q.view(),
           .k = in.k.view(),
@@ -172,7 +178,7 @@ Forward forward_call(const Inputs& in, const ForwardResult& r) {
           .o = r.o.view(),
           .lse = r.lse.view(),
           .o_residual = r.o_residual.view(),
-          .extras = {.sinks = in.sinks.view(), .alibi_slopes = in.alibi_slopes.view()}};
+          .extras = extras(in)};
 }
 
 Backward backward_call(const Inputs& in, const ForwardResult& f, const BackwardResult& r) {
@@ -188,7 +194,7 @@ Backward backward_call(const Inputs& in, const ForwardResult& f, const BackwardR
           .o_residual = f.o_residual.view(),
           .dlse = in.dlse.view(),
           .dsinks = r.dsinks.view(),
-          .extras = {.sinks = in.sinks.view(), .alibi_slopes = in.alibi_slopes.view()}};
+          .extras = extras(in)};
 }
 
 Jvp jvp_call(const Inputs& in, const JvpResult& r) {
@@ -203,7 +209,7 @@ Jvp jvp_call(const Inputs& in, const JvpResult& r) {
           .lse = r.lse.view(),
           .tsinks = in.tsinks.view(),
           .tlse = r.tlse.view(),
-          .extras = {.sinks = in.sinks.view(), .alibi_slopes = in.alibi_slopes.view()}};
+          .extras = extras(in)};
 }
 
 bool reads_residual(const Attention& attention) {

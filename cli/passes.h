@@ -19,6 +19,7 @@ struct Inputs {
   Array tsinks;        // jvp, optional: as sinks
   Array dlse;          // backward, optional
   Array alibi_slopes;  // optional: as sinks
+  Array dropout_seed;  // with --dropout
 
   // Head dims of q and k and of v as they were given. The arrays have the next multiples of 8, filled with zeros, which
   // add nothing to any sum: the library takes no others.

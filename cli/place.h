@@ -40,21 +40,25 @@ Timing timing_of(std::vector<double> seconds);
 
 // Calls f(tensor, whether the pass writes it) for the tensors of a call.
 template <class F>
+void for_each_tensor(Extras& extras, const F& f) {
+  for (Tensor* t : {&extras.sinks, &extras.alibi_slopes, &extras.dropout_seed}) f(*t, false);
+}
+template <class F>
 void for_each_tensor(Forward& c, const F& f) {
-  for (Tensor* t : {&c.q, &c.k, &c.v, &c.extras.sinks, &c.extras.alibi_slopes}) f(*t, false);
+  for (Tensor* t : {&c.q, &c.k, &c.v}) f(*t, false);
+  for_each_tensor(c.extras, f);
   for (Tensor* t : {&c.o, &c.lse, &c.o_residual}) f(*t, true);
 }
 template <class F>
 void for_each_tensor(Backward& c, const F& f) {
-  for (Tensor* t :
-       {&c.q, &c.k, &c.v, &c.o, &c.o_residual, &c.lse, &c.do_, &c.dlse, &c.extras.sinks, &c.extras.alibi_slopes})
-    f(*t, false);
+  for (Tensor* t : {&c.q, &c.k, &c.v, &c.o, &c.o_residual, &c.lse, &c.do_, &c.dlse}) f(*t, false);
+  for_each_tensor(c.extras, f);
   for (Tensor* t : {&c.dq, &c.dk, &c.dv, &c.dsinks}) f(*t, true);
 }
 template <class F>
 void for_each_tensor(Jvp& c, const F& f) {
-  for (Tensor* t : {&c.q, &c.k, &c.v, &c.tq, &c.tk, &c.tv, &c.tsinks, &c.extras.sinks, &c.extras.alibi_slopes})
-    f(*t, false);
+  for (Tensor* t : {&c.q, &c.k, &c.v, &c.tq, &c.tk, &c.tv, &c.tsinks}) f(*t, false);
+  for_each_tensor(c.extras, f);
   for (Tensor* t : {&c.o, &c.to, &c.lse, &c.tlse}) f(*t, true);
 }
 

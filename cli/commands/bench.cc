@@ -154,10 +154,11 @@ void bench_command(BenchOptions options) {
       for (Precision precision : precisions) {
         progress.step(fmt::format("{} {} {}", shape.empty() ? options.file : shape, name(pass), name(precision)));
         std::vector<std::string> drawn;
-        const Inputs in =
-            shape.empty() ? read_inputs(Source(options.file), layout, wanted(Pass::backward), wanted(Pass::jvp), drawn)
-                          : draw_inputs(parse_shape(shape), layout, natural_type(precision), wanted(Pass::backward),
-                                        wanted(Pass::jvp));
+        Inputs in = shape.empty()
+                        ? read_inputs(Source(options.file), layout, wanted(Pass::backward), wanted(Pass::jvp), drawn)
+                        : draw_inputs(parse_shape(shape), layout, natural_type(precision), wanted(Pass::backward),
+                                      wanted(Pass::jvp));
+        in.dropout_seed = options.attention.dropout_seed();
         try {
           measurements.push_back(measure(in, precision, pass, options));
         } catch (const Error& error) {

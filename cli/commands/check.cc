@@ -300,8 +300,8 @@ void check_command(const CheckOptions& options) {
       progress.say("reading " + file);
       const Source source(file);
       std::vector<std::string> drawn;
-      const Inputs in =
-          read_inputs(source, options.attention.layout(), wanted(Pass::backward), wanted(Pass::jvp), drawn);
+      Inputs in = read_inputs(source, options.attention.layout(), wanted(Pass::backward), wanted(Pass::jvp), drawn);
+      in.dropout_seed = options.attention.dropout_seed();
       const std::size_t first = findings.size();
       std::string left_out;
       Checker checker(options, file, in, findings, progress);

@@ -38,7 +38,10 @@ class Tensors {
 std::string explanation(const ProblemShape& s, DType dtype, Pass pass, const Attention& attention,
                         const DeviceName& device) {
   Tensors tensors;
-  const auto answer = [&](const auto& call) { return explain(attention, supposed_on(device, call)); };
+  const auto answer = [&](auto call) {
+    if (attention.dropout_p != 0) call.extras.dropout_seed = tensors.make(DType::i32, {1, 1, 1, 4});
+    return explain(attention, supposed_on(device, call));
+  };
   const Shape q_shape{s.batch, s.heads, s.tokens_q, s.dim}, k_shape{s.batch, s.kv_heads, s.tokens_k, s.dim};
   const auto q = [&] { return tensors.make(dtype, q_shape); };
   const auto k = [&] { return tensors.make(dtype, k_shape); };

@@ -66,7 +66,8 @@ class Results {
 
 void run_command(const RunOptions& options) {
   const Source source(options.in);
-  const Inputs in = read_inputs(source, options.attention.layout(), options.backward, options.jvp);
+  Inputs in = read_inputs(source, options.attention.layout(), options.backward, options.jvp);
+  in.dropout_seed = options.attention.dropout_seed();
   const Precision precision =
       options.precision.empty() ? precision_of(in.q.dtype) : parse(kPrecisions, "--precision", options.precision);
   const Attention attention = scaled_for(options.attention.attention(precision), in.dim);

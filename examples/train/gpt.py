@@ -59,7 +59,7 @@ class _TwoPrecisions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
-        dq, dk, dv, _ = torch.ops.octet.backward(do, *ctx.saved_tensors, ctx.options)
+        dq, dk, dv, *_ = torch.ops.octet.backward(do, *ctx.saved_tensors, ctx.options)
         return dq, dk, dv, None
 
 

@@ -1,8 +1,17 @@
-"""How far the attention gradients of a model are from float64 on the same activations, layer by layer."""
+"""How far the attention gradients of a model are from float64 on the same activations, layer by layer.
+
+    python examples/train/measure.py examples/data/gpt64_layer2.safetensors
+
+replays the step that a file holds (q, k, v and do of a causal layer) in each precision, and prints what `of_layer`
+finds.
+"""
+
+import argparse
+import pathlib
 
 import octet
 import torch
-from gpt import GPT
+from gpt import GPT, Attend
 
 
 def of_model(model: GPT, text: torch.Tensor, after: torch.Tensor, autocast, heads: int = 2) -> list[dict]:
@@ -43,3 +52,38 @@ def of_layer(got: dict[str, torch.Tensor]) -> dict[str, float]:
     found["kappa"] = abs(float(error.sum())) / size if size else 0.0
     found["delta_bias"] = float(error.sum() / (do * want["o"]).sum(-1).abs().sum().clamp_min(1e-300))
     return found
+
+
+REPLAYED = (
+    Attend("torch"),
+    *(Attend("bf16", correction) for correction in ("none", "beta", "exact_delta", "gproj", "f16")),
+    *(Attend(precision) for precision in ("int8", "fp8", "sagebwd")),
+    Attend("int8", "none", backward_precision="bf16"),
+)
+
+
+def replayed(path: str, attend: Attend) -> dict[str, float]:
+    """What `of_layer` finds on the activations of a file."""
+    from safetensors.torch import load_file
+
+    given = load_file(path)
+    x = [given[name].requires_grad_() for name in ("q", "k", "v")]
+    o = attend(*x)
+    made = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, x, given["do"]), strict=True))
+    return of_layer({name: y.detach() for name, y in (given | made | {"o": o}).items()})
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", metavar="FILE")
+    print("| file | attention | o | dq | dk | dv | kappa | delta bias |\n| --- | --- |" + " ---: |" * 6)
+    for path in parser.parse_args(words).files:
+        for attend in REPLAYED:
+            name = attend.precision + (f", {attend.bias_correction}" if attend.precision == "bf16" else "")
+            name += f", backward {attend.backward_precision} {attend.bias_correction}" * bool(attend.backward_precision)
+            found = " | ".join(f"{x:.2g}" for x in replayed(path, attend).values())
+            print(f"| {pathlib.Path(path).stem} | {name} | {found} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

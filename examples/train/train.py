@@ -54,7 +54,7 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     )
     add("--rounding", default="", help="roundings in float64 on the CPU, as flash,delta=p or p=bf16 (octet.Rounding)")
     add("--qk-norm", action="store_true", help="normalise q and k of each head")
-    add("--dropout", type=float, default=0.0, help="of the outputs of branches; octet drops no P  [0]")
+    add("--dropout", type=float, default=0.0, help="of the outputs of branches, not of P  [0]")
     add("--dtype", choices=DTYPES, default="float32", help="of activations; weights are float32  [float32]")
     add("--length", type=int, default=0, help="tokens of a sequence  [64 at tiny, else 1024]")
     add("--tokens-per-step", type=int, default=0, help="[256 at tiny, else 65536]")

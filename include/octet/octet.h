@@ -153,12 +153,13 @@ typedef struct octet_attention {
   uint32_t threads;                       // CPU threads; 0: all
   const char* backend;                    // name of a backend, NULL: the best that can
   const struct octet_rounding* rounding;  // NULL: the precision's own; octet_study.h describes others
+  double dropout_p;                       // the probability that an element of P is dropped; 0: none
 } octet_attention;
 
 #define OCTET_ATTENTION_INIT                                                                   \
   {                                                                                            \
     sizeof(octet_attention), OCTET_PRECISION_NONE, 0.f, OCTET_MASK_NONE, OCTET_ALIGNMENT_NONE, \
-        OCTET_BIAS_CORRECTION_F16, 0, 0, 0.f, 0.f, OCTET_AUTO, OCTET_AUTO, 0, 0, NULL, NULL    \
+        OCTET_BIAS_CORRECTION_F16, 0, 0, 0.f, 0.f, OCTET_AUTO, OCTET_AUTO, 0, 0, NULL, NULL, 0 \
   }
 
 // The tensors of one call; those that the pass has no use for stay NULL.
@@ -184,7 +185,22 @@ typedef struct octet_attention {
 // o_residual [b h n e] keeps of an o in f16, bf16 or e4m3 what its rounding lost. In i8, -127 to 127, it holds the
 // eight bits that follow those of o: with numbers of f32 read as integers, un-rounded o = o + o_residual * 2^(15 - d),
 // where d is 7 for bf16, 10 for f16, 3 for e4m3. In o's own type it holds the un-rounded o minus o, which takes more
-// memory and time.
+// memory and time. At precision int8 it also asks a GPU for the forward pass whose o and lse the backward pass there
+// reads, which needs all three, of the same q, k and v; CPUs have one forward pass, and their backward pass reads none.
+//
+// Dropout: of P, normalised, each element is dropped with probability dropout_p, which is rounded to a multiple of
+// 2^-23, and those that are kept are divided by 1 - dropout_p: o = sum over kept keys of P v / (1 - dropout_p). lse,
+// sinks and their derivatives are those of the call without dropout, but for gradients and tangents that pass through
+// o. Which elements are dropped is a function of the sequence, the head, the query and the key of an element, and of
+// dropout_seed: a uint64 seed and a uint64 offset, read as four i32, low words first. Of [1 1 1 4] sequence n (a batch
+// element, or one of the packed) takes offset + n, so that a call uses up as many offsets as it has sequences; [b 1 1
+// 4], or [s 1 1 4] where sequences are packed, are seeds and offsets of their own. A backward pass and a jvp take the
+// seed of the forward pass. docs/numerics.md has the function.
+//
+// dmask is the gradient of a mask that is added to the logits: its shape, f32 (at precision f64 also f64). Of element
+// (b, h, i, j) it is the derivative by that logit, ds = P (dP - delta + dlse), summed over the dimensions that the mask
+// broadcasts, in a fixed order on CPUs. All elements are written: 0 where the mask is -inf and where no query sees the
+// key.
 //
 // Packed sequences: b = 1, and cu_seqlens_q, cu_seqlens_k (i32, shape [1 1 1 s+1], contiguous) hold the
 // first token of each of s sequences and the total at the end. On the CPU, octet_run rejects offsets that do not start
@@ -213,12 +229,14 @@ typedef struct octet_arguments {
   const octet_tensor* tsinks;        // jvp: in, optional, with sinks; NULL: 0
   octet_tensor* tlse;                // jvp: out, optional: the tangent of lse, of its shape and types
   const octet_tensor* alibi_slopes;  // in, optional
+  const octet_tensor* dropout_seed;  // in, with dropout_p: i32, the last stride 1
+  octet_tensor* dmask;               // backward: out, optional, with a mask of numbers; of its shape, see above
 } octet_arguments;
 
 #define OCTET_ARGUMENTS_INIT                                                                                        \
   {                                                                                                                 \
     sizeof(octet_arguments), OCTET_FORWARD, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, \
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL                                      \
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL                          \
   }
 
 // Bytes of scratch memory that octet_run needs for these arguments, on the device of the tensors.

@@ -151,6 +151,7 @@ struct Attention {
   uint32_t threads = 0;
   const char* backend = nullptr;
   const octet_rounding* rounding = nullptr;
+  double dropout_p = 0;  // with Extras::dropout_seed
 
   octet_attention c() const {
     octet_attention a = OCTET_ATTENTION_INIT;
@@ -172,6 +173,7 @@ struct Attention {
     a.threads = threads;
     a.backend = backend;
     a.rounding = rounding;
+    a.dropout_p = dropout_p;
     return a;
   }
 };
@@ -181,6 +183,7 @@ struct Extras {
   Tensor mask{};
   Tensor sinks{};         // [1 h 1 1] or [b h 1 1]
   Tensor alibi_slopes{};  // likewise, or of each packed sequence [s h 1 1]
+  Tensor dropout_seed{};  // i32 [1 1 1 4], [b 1 1 4] or [s 1 1 4]
   Tensor cu_seqlens_q{}, cu_seqlens_k{};
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
 };
@@ -201,6 +204,7 @@ struct Backward {
   Tensor o_residual{};          // in, optional: i8, or of o's type
   Tensor dlse{};                // in, optional
   Tensor dsinks{};              // out, optional
+  Tensor dmask{};               // out, optional, of the shape of the mask
   Extras extras{};
 };
 
@@ -224,7 +228,7 @@ class Arguments {
     auto& c = call_;
     args_.q = pointer(c.q), args_.k = pointer(c.k), args_.v = pointer(c.v);
     args_.mask = pointer(c.extras.mask), args_.sinks = pointer(c.extras.sinks);
-    args_.alibi_slopes = pointer(c.extras.alibi_slopes);
+    args_.alibi_slopes = pointer(c.extras.alibi_slopes), args_.dropout_seed = pointer(c.extras.dropout_seed);
     args_.cu_seqlens_q = pointer(c.extras.cu_seqlens_q), args_.cu_seqlens_k = pointer(c.extras.cu_seqlens_k);
     args_.max_seqlen_q = c.extras.max_seqlen_q, args_.max_seqlen_k = c.extras.max_seqlen_k;
     args_.o = pointer(c.o), args_.lse = pointer(c.lse);
@@ -235,7 +239,7 @@ class Arguments {
       args_.pass = OCTET_BACKWARD;
       args_.o_residual = pointer(c.o_residual);
       args_.do_ = pointer(c.do_), args_.dq = pointer(c.dq), args_.dk = pointer(c.dk), args_.dv = pointer(c.dv);
-      args_.dlse = pointer(c.dlse), args_.dsinks = pointer(c.dsinks);
+      args_.dlse = pointer(c.dlse), args_.dsinks = pointer(c.dsinks), args_.dmask = pointer(c.dmask);
     } else {
       args_.pass = OCTET_JVP;
       args_.tq = pointer(c.tq), args_.tk = pointer(c.tk), args_.tv = pointer(c.tv), args_.to = pointer(c.to);

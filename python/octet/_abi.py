@@ -108,6 +108,7 @@ class Attention(ctypes.Structure):
         ("threads", c_uint32),
         ("backend", c_char_p),
         ("rounding", c_void_p),
+        ("dropout_p", c_double),
     ]
 
 
@@ -142,6 +143,8 @@ class Arguments(ctypes.Structure):
         ("tsinks", POINTER(Tensor)),
         ("tlse", POINTER(Tensor)),
         ("alibi_slopes", POINTER(Tensor)),
+        ("dropout_seed", POINTER(Tensor)),
+        ("dmask", POINTER(Tensor)),
     ]
 
 

@@ -1,6 +1,6 @@
 """What a framework has to offer: numpy's in _numpy.py, torch's and jax's in their _adapter.py."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from octet._options import Options
@@ -24,6 +24,9 @@ class Types(Protocol):
 
     def cast(self, array: Any, dtype: Any) -> Any:
         """The array in another type."""
+
+    def integers(self, numbers: Sequence[int], like: Any) -> Any:
+        """An int32 array of these numbers on the device of `like`."""
 
     def order(self, array: Any) -> tuple[int, ...]:
         """Its axes as they lie in memory, the outermost first: see _views.memory_order."""

@@ -73,8 +73,24 @@ def framework_of(operands: Operands) -> Any:
     return load(kind)
 
 
+def _seed_words(seed: Any) -> list[int] | None:
+    """The words of a dropout_seed in numbers, as the library takes them; None: it is an array."""
+    numbers = seed if isinstance(seed, tuple) else (seed, 0)
+    if len(numbers) == 2 and all(isinstance(x, (int, np.integer)) and not isinstance(x, bool) for x in numbers):
+        allowed = "an integer from 0 to 2^64 - 1, (seed, offset), two of these, or int32 [4] or [batch, 4]"
+        found = [count("dropout_seed", x, allowed, most=2**64 - 1) for x in numbers]
+        words = [x >> shift & 0xFFFFFFFF for x in found for shift in (0, 32)]
+        return [x - (x >> 31 << 32) for x in words]
+    return None
+
+
 def call_of(operands: Operands, keywords: AttentionOptions) -> tuple[Any, Options]:
-    """The module that computes a call over these arrays, whose shapes are those of one layout, and its options."""
+    """The module that computes a call over these arrays, whose shapes are those of one layout, and its options. A
+    dropout_seed in numbers becomes an array among the operands."""
+    if (words := _seed_words(operands.get("dropout_seed"))) is not None:
+        q = operands["q"]
+        of_q = load(_kind_of("q", q)).adapter
+        operands["dropout_seed"] = of_q.integers(words, q.codes if isinstance(q, QTensor) else q)
     framework = framework_of(operands)
     options = options_of(own_type(framework.adapter, operands["q"]), **keywords)
     expect_meant(framework.adapter, operands, keywords)
@@ -106,6 +122,7 @@ def attention(
     mask: Any | None = None,
     sinks: Any | None = None,
     alibi_slopes: Any | None = None,
+    dropout_seed: Any | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
@@ -119,13 +136,18 @@ def attention(
             h // (heads / kv_heads) of k and v.
         v: [batch, kv_heads, keys, dim_v].
         mask: bool (True: seen) or float32, float16, bfloat16, at precision "f64" float64 (added to the logits; -inf
-            hides), broadcast to [batch, heads, queries, keys] whatever the layout. It gets no gradient.
+            hides), broadcast to [batch, heads, queries, keys] whatever the layout. On CPUs one that is added has a
+            gradient, in torch where it requires one, summed over what it broadcasts.
         sinks: [heads], a float type: one more logit of every query of a head, whose value is 0. It enters the sum of
             the weights, and so lse, and nothing else. Computed in float32 (float64 at precision "f64").
         alibi_slopes: [heads] or [batch, heads], a float type: slope * |i + (keys - queries) - j| is subtracted from the
             logit of query i and key j. The last query is at the last key, as in flash-attn, whatever the alignment of
             a causal mask or window. Any numbers; one that is inf or NaN makes its head NaN. They get no gradient, and
             are computed in float32 (float64 at precision "f64"). On GPUs at precisions "f32", "f16" and "bf16".
+        dropout_seed: with dropout_p: an integer of 64 bits, the seed; (seed, offset), two of these; or int32 [4], the
+            words of both, low words first, or [batch, 4]. Which elements are dropped is a function of it and of their
+            place (docs/numerics.md, Dropout): the same seed and offset give the same o and, in a backward pass, its
+            gradients. Element n of the batch takes offset + n, but with [batch, 4] that of its own.
         return_lse: also return the log-sum-exp of the logits, the sink's among them.
 
     Keywords:
@@ -142,6 +164,9 @@ def attention(
         hadamard, smooth_q: "auto", "on" or "off": rotate q and k, subtract the mean of each 128 queries, before int8.
         softcap: a positive number: logits become softcap * tanh(logit / softcap) before mask and ALiBi, as in Gemma 2;
             0: none. A logit that is inf or NaN makes its query NaN. On GPUs at precisions "f32", "f16" and "bf16".
+        dropout_p: the probability that a weight, after the softmax, is dropped; the others are divided by 1 -
+            dropout_p. 0: none; else 2^-23 to 1 - 2^-23. lse does not change. GPUs have it in f32, f16,
+            bf16 and int8_f16.
         deterministic: bitwise repeatable; None: as torch.use_deterministic_algorithms says, False elsewhere.
         threads: of the CPU; 0: torch.get_num_threads() in torch, all elsewhere.
         backend: by name, as in `octet.info()["backends"]`; None: the best that can.
@@ -156,8 +181,8 @@ def attention(
         o, [batch, heads, queries, dim_v] in q's memory order and in out_dtype, without it q's type (of e4m3: bfloat16,
         in fp8_raw e4m3); with return_lse (o, lse), lse natural, float32 (float64 at precision "f64"), [batch, heads,
         queries] whatever the layout. A query that sees no key gives o = 0, lse = -inf (with a sink: the sink). Torch
-        and jax differentiate o and lse by q, k, v and sinks, backwards and forwards. Gradients have the memory order
-        of q, k and v.
+        and jax differentiate o and lse by q, k, v and sinks, backwards and forwards, and by mask backwards, on a CPU.
+        Gradients have the memory order of q, k and v.
 
         Memory order, in numpy and torch: a result is dense, and its axes lie in memory as those of its operand do, as
         in torch.empty_like; an axis of stride 0 keeps its place. So views [batch, heads, tokens, dim] of memory
@@ -168,12 +193,18 @@ def attention(
         Unsupported: no backend computes it; the message gives each backend's reason.
         TypeError: an unknown keyword; the message says what to use instead.
     """
-    plain = mask is None and sinks is None and alibi_slopes is None and return_lse is False
-    if plain and not _is_traced() and (shortcut := shortcuts.get(type(q))):
+    arrays = mask, sinks, alibi_slopes, dropout_seed
+    if (
+        return_lse is False
+        and not any([x is not None for x in arrays])
+        and not _is_traced()
+        and (shortcut := shortcuts.get(type(q)))
+    ):
         o = shortcut(q, k, v, options)
         if o is not None:
             return o
-    given = operands_of(q=q, k=k, v=v, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes)
+    more = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes, "dropout_seed": dropout_seed}
+    given = operands_of(q=q, k=k, v=v, **more)
     o, lse = forward(given, options, return_lse)
     return (o, lse) if return_lse else o
 
@@ -189,6 +220,7 @@ def attention_varlen(
     max_seqlen_k: int = 0,
     sinks: Any | None = None,
     alibi_slopes: Any | None = None,
+    dropout_seed: Any | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> Any:
@@ -205,6 +237,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: bounds on the lengths, 0: unknown. The CPU rejects longer sequences.
         sinks: [heads], as in `octet.attention`.
         alibi_slopes: [heads], or [sequences, heads]. Queries and keys of a distance are those of the sequence.
+        dropout_seed: as in `octet.attention`, with sequences in the place of the batch.
         return_lse: also return lse, [heads, total queries].
         options: the keywords of `octet.attention`, but for `layout`. A causal mask or a window needs an alignment.
 
@@ -215,7 +248,8 @@ def attention_varlen(
         As `octet.attention`.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    given = operands_of(q=q, k=k, v=v, **lengths, sinks=sinks, alibi_slopes=alibi_slopes)
+    more = {"sinks": sinks, "alibi_slopes": alibi_slopes, "dropout_seed": dropout_seed}
+    given = operands_of(q=q, k=k, v=v, **lengths, **more)
     framework, made = call_of(given, options)
     made = _packed(made, options.get("layout"), max_seqlen_q, max_seqlen_k)
     o, lse = framework.run_attention(made, given, truth("return_lse", return_lse))
@@ -231,28 +265,36 @@ def attention_vjp(
     mask: Any | None = None,
     sinks: Any | None = None,
     alibi_slopes: Any | None = None,
+    dropout_seed: Any | None = None,
     dlse: Any | None = None,
+    return_dmask: bool = False,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Any, ...]:
     """The gradients of sum(o * do) + sum(lse * dlse) for (o, lse) = attention(q, k, v), for arrays that no framework
     differentiates.
 
     Args:
-        q, k, v, mask, sinks, alibi_slopes, options: as in `octet.attention`.
+        q, k, v, mask, sinks, alibi_slopes, dropout_seed, options: as in `octet.attention`.
         do: of the shape of o.
         dlse: of the shape and type of lse; None: 0.
+        return_dmask: also return the gradient of the mask, which is of a float type.
 
     Returns:
         (dq, dk, dv), of the shapes, types and memory orders of q, k and v; with sinks (dq, dk, dv, dsinks), dsinks of
-        the shape and type of sinks. In torch they are detached, and torch.func and forward mode get a derivative of
-        them rejected.
+        the shape and type of sinks. With return_dmask dmask comes last, of the shape, type and memory order of the
+        mask: summed in float32 (float64 at precision "f64") over what the mask broadcasts, 0 where the mask is -inf or
+        no query sees the key. In torch all are detached, and torch.func and forward mode get a derivative of them
+        rejected.
 
     Raises:
         As `octet.attention`; Unsupported for precisions without a backward pass.
     """
-    given = operands_of(q=q, k=k, v=v, do_=do, mask=mask, sinks=sinks, dlse=dlse, alibi_slopes=alibi_slopes)
+    more = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes, "dropout_seed": dropout_seed}
+    given = operands_of(q=q, k=k, v=v, do_=do, **more, dlse=dlse)
     framework, made = call_of(given, options)
-    return framework.run_vjp(made, given)
+    if truth("return_dmask", return_dmask) and mask is None:
+        raise InvalidArgument("return_dmask: True, but there is no mask; pass mask, or leave it out")
+    return framework.run_vjp(made, given, return_dmask)
 
 
 def attention_jvp(
@@ -266,6 +308,7 @@ def attention_jvp(
     mask: Any | None = None,
     sinks: Any | None = None,
     alibi_slopes: Any | None = None,
+    dropout_seed: Any | None = None,
     tsinks: Any | None = None,
     return_lse: bool = False,
     **options: Unpack[AttentionOptions],
@@ -273,7 +316,7 @@ def attention_jvp(
     """Attention and its derivative along (tq, tk, tv), in one pass over the keys.
 
     Args:
-        q, k, v, mask, sinks, alibi_slopes, options: as in `octet.attention`.
+        q, k, v, mask, sinks, alibi_slopes, dropout_seed, options: as in `octet.attention`.
         tq, tk, tv: tangents, of the shapes of q, k and v.
         tsinks: the tangent of sinks, of their shape; None: 0.
         return_lse: also return lse and its tangent.
@@ -286,7 +329,7 @@ def attention_jvp(
     Raises:
         As `octet.attention`; Unsupported for precisions without a jvp.
     """
-    more = {"mask": mask, "sinks": sinks, "tsinks": tsinks, "alibi_slopes": alibi_slopes}
+    more = {"mask": mask, "sinks": sinks, "tsinks": tsinks, "alibi_slopes": alibi_slopes, "dropout_seed": dropout_seed}
     given = operands_of(q=q, k=k, v=v, tq=tq, tk=tk, tv=tv, **more)
     framework, made = call_of(given, options)
     return framework.run_jvp(made, given, truth("return_lse", return_lse))

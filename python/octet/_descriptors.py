@@ -63,6 +63,7 @@ def attention_of(options: Options) -> _abi.Attention:
         deterministic=bool(options.deterministic),
         threads=options.threads,
         backend=options.backend.encode() or None,
+        dropout_p=options.dropout_p,
         rounding=ctypes.addressof(struct_of(options.rounding)) if options.rounding else None,
     )
 

@@ -1,12 +1,12 @@
 """Attention of numpy's arrays, which lie in host memory. bfloat16 and 8-bit floats are those of ml_dtypes."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 
 from octet import _abi, _plan
-from octet._operands import RESULTS, Operands, inputs_of, label
+from octet._operands import RESULTS, Operands, inputs_of, label, with_gradient
 from octet._options import Options, dtype_name, dtype_of
 from octet._results import by_head, needs_residual
 from octet._views import View, memory_order
@@ -60,6 +60,9 @@ class NumpyAdapter:
     def cast(self, array: np.ndarray, dtype: Any) -> np.ndarray:
         return array.astype(dtype, copy=False)
 
+    def integers(self, numbers: Sequence[int], like: Any) -> np.ndarray:
+        return np.array(numbers, np.int32)
+
     def workspace(self, size: int, like: Any) -> tuple[object, int]:
         memory = np.empty(size + _ALIGNMENT, np.uint8)
         return memory, -(-memory.ctypes.data // _ALIGNMENT) * _ALIGNMENT
@@ -82,14 +85,15 @@ def run_attention(options: Options, operands: Operands, return_lse: bool = False
     return tuple(_plan.run(adapter, "forward", options, by_head(adapter, options, operands)))
 
 
-def run_vjp(options: Options, operands: Operands) -> tuple[Any, ...]:
-    """(dq, dk, dv), and dsinks where there are sinks"""
+def run_vjp(options: Options, operands: Operands, return_dmask: bool = False) -> tuple[Any, ...]:
+    """(dq, dk, dv), dsinks where there are sinks, and dmask where it is asked for"""
     given = by_head(adapter, options, operands)
     residual = needs_residual(adapter, options, given["q"])
     saved = _plan.run(adapter, "forward", options, inputs_of("forward", given), residual)
     given = given | dict(zip(RESULTS["forward"], saved, strict=False))
-    dq, dk, dv, *dsinks = _plan.run(adapter, "backward", options, inputs_of("backward", given))
-    return dq, dk, dv, *(x.astype(operands["sinks"].dtype, copy=False) for x in dsinks)
+    dq, dk, dv, *more = _plan.run(adapter, "backward", options, inputs_of("backward", given), return_dmask)
+    of = with_gradient(given, return_dmask)[3:]
+    return dq, dk, dv, *(d.astype(operands[name].dtype, copy=False) for name, d in zip(of, more, strict=True))
 
 
 def run_jvp(options: Options, operands: Operands, return_lse: bool = False) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ it has and in the tuples that hold for it (docs/adding.md has the other files).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, TypeAlias
 
 from octet._adapters import Types
@@ -21,15 +21,18 @@ _NAMES = {
     "token": "lse dlse tlse",  # [batch, head, token], packed [head, token]
     "head": "sinks dsinks tsinks alibi_slopes",  # [heads], or [batch, heads]
     "lengths": "cu_seqlens_q cu_seqlens_k",  # [sequences + 1]
-    "logits": "mask",  # broadcast to [batch, head, query, key]
+    "logits": "mask dmask tmask",  # broadcast to [batch, head, query, key]
+    "seed": "dropout_seed",  # [4], or [batch, 4]
 }
 KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
-OPTIONAL = ("mask", "cu_seqlens_q", "cu_seqlens_k", "sinks", "alibi_slopes")  # inputs of every pass beside q, k and v
+# Inputs of every pass beside q, k and v.
+OPTIONAL = ("mask", "cu_seqlens_q", "cu_seqlens_k", "sinks", "alibi_slopes", "dropout_seed")
 BY_HEAD = ("sinks", "tsinks", "alibi_slopes")  # inputs that the library takes in the type of lse
 BY_BATCH = ("alibi_slopes",)  # of these, those that the caller may give to each element of the batch
-CONSTANTS = ("mask", "alibi_slopes")  # may be of a float type, but have no gradient
-DIFFERENTIABLE = ("q", "k", "v", "sinks")  # the gradient of x is dx, its tangent tx
+CONSTANTS = ("alibi_slopes",)  # may be of a float type, but have no gradient
+WITH_TANGENT = ("q", "k", "v", "sinks")  # the tangent of x is tx
+DIFFERENTIABLE = (*WITH_TANGENT, "mask")  # the gradient of x is dx
 
 # The inputs of each pass, and its results.
 INPUTS = {
@@ -39,7 +42,7 @@ INPUTS = {
 }
 RESULTS = {
     "forward": ("o", "lse", "o_residual"),
-    "backward": ("dq", "dk", "dv", "dsinks"),
+    "backward": ("dq", "dk", "dv", "dsinks", "dmask"),
     "jvp": ("o", "lse", "to", "tlse"),
 }
 
@@ -50,6 +53,7 @@ class AttentionKeywords(AttentionOptions, total=False):
     mask: Any | None
     sinks: Any | None
     alibi_slopes: Any | None
+    dropout_seed: Any | None
 
 
 def operands_of(**arrays: Any) -> Operands:
@@ -66,6 +70,11 @@ def split(keywords: Any) -> tuple[Operands, Any]:
 def inputs_of(kind: str, operands: Operands) -> Operands:
     """The arrays of a call that are inputs of a pass, in the order of INPUTS."""
     return {name: operands[name] for name in INPUTS[kind] if name in operands}
+
+
+def with_gradient(operands: Container[str], of_mask: bool) -> tuple[str, ...]:
+    """The operands of which a backward pass gives gradients, in the order of its results; the mask where asked for."""
+    return tuple([name for name in DIFFERENTIABLE if name in operands and (of_mask or name != "mask")])
 
 
 def label(name: str) -> str:
@@ -87,6 +96,8 @@ def dims_of(name: str, view: Any, layout: str) -> Sequence[int]:
         want, dims = 2 + (layout != "thd"), (0, 1, 2, -1) if layout != "thd" else (-1, 0, 1, -1)
     elif kind == "head":
         want, dims = (2, (0, 1, -1, -1)) if rank == 2 else (1, (-1, 0, -1, -1))
+    elif kind == "seed":
+        want, dims = (2, (0, -1, -1, 1)) if rank == 2 else (1, (-1, -1, -1, 0))
     elif kind == "lengths":
         want, dims = 1, (-1, -1, -1, 0)
     elif kind == "logits":

@@ -39,6 +39,7 @@ class AttentionOptions(TypedDict, total=False):
     hadamard: Switch
     smooth_q: Switch
     softcap: float
+    dropout_p: float
     deterministic: bool | None
     threads: int
     backend: str | None
@@ -68,6 +69,7 @@ class Options(NamedTuple):
     backend: str = ""  # "": the best that can
     out_dtype: str = ""  # of o; "": that of q
     rounding: str = ""  # the text of a Rounding; "": that of the precision
+    dropout_p: float = 0.0
 
 
 def causal_name(causal: Causal) -> str:
@@ -148,6 +150,15 @@ def expect_constant(name: str, x: Any) -> None:
         f"{name}: requires a gradient, which octet does not compute for it; pass {name}.detach() where its gradient "
         f"may be lost (what is learned would no longer change){hidden}"
     )
+
+
+def expect_no_tangent(name: str, x: Any) -> None:
+    """Rejects a tensor of torch that a derivative forwards is asked for, where octet computes it backwards alone."""
+    if any(map(_has_tangent, [x] if sys.modules["torch"].compiler.is_compiling() else _layers(x))):
+        raise Unsupported(
+            f"{name}: has a tangent, but octet differentiates by it backwards alone; use torch.func.vjp or backward(), "
+            f"or pass {name}.detach() where the derivative by it may be lost"
+        )
 
 
 def number(name: str, value: Any, allowed: str = "a number") -> float:
@@ -284,6 +295,7 @@ def options_of(
     hadamard: Switch = "auto",
     smooth_q: Switch = "auto",
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
     deterministic: bool | None = None,
     threads: int = 0,
     backend: str | None = None,
@@ -334,6 +346,7 @@ def options_of(
         hadamard=hadamard,
         smooth_q=smooth_q,
         softcap=number("softcap", softcap),
+        dropout_p=number("dropout_p", dropout_p),
         deterministic=truth("deterministic", deterministic, none=True),
         threads=count("threads", threads, "0 (all) to 4096", most=4096),
         backend=backend or "",

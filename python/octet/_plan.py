@@ -107,6 +107,7 @@ class Call:
         if into:
             made = made[: len(into)]
             all_strides = [adapter.view(x.name, y).strides for x, y in zip(made, into, strict=True)]
+        self.results = tuple([x.name for x in made])
         self._made = [(x.shape, y, x.dtype) for x, y in zip(made, all_strides, strict=True)]
         self._inputs = len(operands)
         self._has_codes = any([type(x) is QTensor for x in arrays.values()])
@@ -190,9 +191,9 @@ def run(
     return find(adapter, kind, options, arrays, extra, into)[0](arrays, into)
 
 
-def planned(adapter: Adapter, kind: str, options: Options, operands: Operands) -> Plan:
+def planned(adapter: Adapter, kind: str, options: Options, operands: Operands, extra: bool = False) -> Plan:
     """Returns the plan of a pass over such arrays, at pretended addresses. Inputs of the pass that `operands`, those of
-    a forward pass, has not are made up. Sinks and slopes are of the type of lse."""
+    a forward pass, has not are made up. Sinks and slopes are of the type of lse. `extra`: as of `results`."""
     given = dict(operands)
     if kind == "jvp":
         given |= {f"t{name}": operands[name] for name in ("q", "k", "v")}
@@ -200,13 +201,13 @@ def planned(adapter: Adapter, kind: str, options: Options, operands: Operands) -
         made = results(adapter, "forward", options, operands, needs_residual(adapter, options, operands["q"]))
         given |= {x.name: x for x in made}
         given["do_"] = given["o"]
-    return Call(adapter, kind, options, given).plan.anywhere()
+    return Call(adapter, kind, options, given, extra).plan.anywhere()
 
 
-def unsupported_reason(adapter: Adapter, kind: str, options: Options, operands: Operands) -> str:
+def unsupported_reason(adapter: Adapter, kind: str, options: Options, operands: Operands, extra: bool = False) -> str:
     """Returns why no backend computes the pass of `planned`, or what is wrong with its arguments, or ""."""
     try:
-        planned(adapter, kind, options, operands).workspace_size()
+        planned(adapter, kind, options, operands, extra).workspace_size()
     except Error as rejection:
         return str(rejection)
     return ""

@@ -29,7 +29,7 @@ class QTensor:
     coding: Coding  # the numbers of octet_quantization
     layout: str  # of codes: "bhsd" or "bshd"
     dtype: Any  # of what was quantized, and of outputs computed from it
-    statistics: Any | None = None  # f32 [batch, head, 1, 4]: step, norm, bias, outlier (docs/quantizers.md)
+    statistics: Any | None = None  # f32 [batch, head, 1, 4] (docs/quantizers.md); None: not asked for
 
     @property
     def shape(self) -> tuple[int, ...]:

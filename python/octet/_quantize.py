@@ -66,6 +66,7 @@ def quantize(
     rope_dim: int = 0,
     rope_offset: int = 0,
     rope_base: float = 0.0,
+    statistics: bool = False,
     layout: Layout = "bhsd",
     **unknown: object,
 ) -> QTensor:
@@ -84,9 +85,10 @@ def quantize(
         hadamard_seed: rotate each row by a random-sign Hadamard matrix; 0: do not.
         rope: rotary embedding of the first rope_dim channels (0: all) first, at positions token + rope_offset, with
             base rope_base (0: 10000).
+        statistics: also measure the rounding error and the outliers of each (batch, head), which reads x several times.
 
     Returns:
-        A QTensor on the device of x, with statistics. Its codes are dense and lie in memory as x does.
+        A QTensor on the device of x. Its codes are dense and lie in memory as x does.
 
     Raises:
         InvalidArgument: with the choices.
@@ -103,8 +105,9 @@ def quantize(
         block=count("block", block, "a number of tokens"),
         hadamard_seed=count("hadamard_seed", hadamard_seed, "1 to 2**64 - 1, or 0 for no rotation", most=2**64 - 1),
     )
-    if not isinstance(smooth, bool):
-        raise InvalidArgument(f"smooth: found {smooth!r}, allowed: False, True")
+    for name, value in (("smooth", smooth), ("statistics", statistics)):
+        if not isinstance(value, bool):
+            raise InvalidArgument(f"{name}: found {value!r}, allowed: False, True")
     rotation = struct(
         _abi.Rope,
         style=look_up("rope", rope, _abi.ROPE_STYLES),
@@ -131,10 +134,10 @@ def quantize(
         coding=coding,
         layout=layout,
         dtype=x.dtype,
-        statistics=parameter(1, len(_abi.STATISTICS)),
+        statistics=parameter(1, len(_abi.STATISTICS)) if statistics else None,
     )
-    statistics = _described(adapter, "statistics", out.statistics)
-    check(lib.octet_quantize(source, rotation, _coded(adapter, out), statistics, adapter.stream(x)))
+    measured = _described(adapter, "statistics", out.statistics) if statistics else None
+    check(lib.octet_quantize(source, rotation, _coded(adapter, out), measured, adapter.stream(x)))
     return out
 
 

@@ -13,8 +13,7 @@ ADVICE = {
     "is_causal": "use causal='top_left' (scaled_dot_product_attention) or 'bottom_right' (flash-attn)",
     "attn_mask": "use mask",
     "bias": "use mask with a float type",
-    "dropout_p": "there is no dropout; drop elements of the output instead",
-    "dropout": "there is no dropout; drop elements of the output instead",
+    "dropout": "use dropout_p and dropout_seed",
     "softmax_scale": "use scale",
     "sm_scale": "use scale",
     "window_size": "use window",
@@ -39,7 +38,8 @@ def expect_absent(name: str, found: Any, instead: str) -> None:
 def expect_no_dropout(probability: float) -> None:
     if probability:
         raise Unsupported(
-            f"dropout_p: found {probability}, allowed: 0; octet drops nothing, drop elements of the output instead"
+            f"dropout_p: found {probability}, allowed: 0; here octet drops nothing, use octet.sdpa on a CPU, or drop "
+            "elements of the output instead"
         )
 
 

@@ -20,7 +20,15 @@ from octet._quantize import dequantize
 if TYPE_CHECKING:
     from typing import Unpack
 
-_EXACT = {"causal", "scale", "window", "alignment", "layout", "softcap"}  # options that the exact result has too
+_EXACT = {
+    "causal",
+    "scale",
+    "window",
+    "alignment",
+    "layout",
+    "softcap",
+    "dropout_p",
+}  # options that the exact result has too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +85,15 @@ def check(
     more, options = split(keywords)
     call = {"q": q, "k": k, "v": v, **more}
     along = {} if tangents is None else dict(zip(("tq", "tk", "tv"), tangents, strict=True))
-    framework, made = _api.call_of(call | operands_of(do_=do) | along, options)
+    all_operands = call | operands_of(do_=do) | along
+    framework, made = _api.call_of(all_operands, options)
+    call = {name: all_operands[name] for name in call}
     positions: Any = {name: value for name, value in options.items() if name in _EXACT}
     exact = options_of("f64", precision="f64", **positions)
 
     def wide(name: str, x: Any) -> np.ndarray:
         x = framework.to_numpy(dequantize(x) if isinstance(x, QTensor) else x)
-        return x if KINDS[name] == "logits" else x.astype(np.float64)
+        return x if KINDS[name] in ("logits", "seed") else x.astype(np.float64)
 
     pairs: dict[str, tuple[Any, np.ndarray]] = {}
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from octet._adapters import Types
-from octet._operands import BY_BATCH, BY_HEAD, RESULTS, Operands
+from octet._operands import BY_BATCH, BY_HEAD, Operands, with_gradient
 from octet._options import Options
 from octet._qtensor import QTensor
 from octet.errors import InvalidArgument, reject_dtype
@@ -49,8 +49,9 @@ _ROUNDED = ("f16", "bf16", "e4m3")  # types to which o is rounded: o_residual ke
 
 def needs_residual(adapter: Types, options: Options, q: Any) -> bool:
     """Returns whether a backward pass will read o_residual: some bias corrections take delta from the un-rounded o,
-    and a Rounding from one that has been rounded in its own way."""
-    if options.rounding:
+    and a Rounding from one that has been rounded in its own way. At int8 it also asks a GPU's forward pass for the o
+    and lse of its backward pass, whatever the type of o."""
+    if options.rounding or options.precision == "int8":
         return True
     sixteen = options.precision in ("f16", "bf16") and options.bias_correction in ("f16", "exact_delta")
     return sixteen and (options.out_dtype or adapter.dtype_name(q.dtype, "q")) in _ROUNDED
@@ -82,10 +83,12 @@ def by_head(adapter: Types, options: Options, operands: Operands) -> Operands:
 
 
 def results(adapter: Types, kind: str, options: Options, operands: Operands, extra: bool = False) -> list[Result]:
-    """Returns the results of a pass. `extra` adds what few callers need: o_residual of a forward pass, tlse of a jvp.
+    """Returns the results of a pass. `extra` adds what few callers need: o_residual of a forward pass, dmask of a
+    backward pass, tlse of a jvp.
 
     Results lie in memory as what they belong to does: o and its like as q, gradients as their operands. They have its
-    type too, but bfloat16 beside e4m3, which fp8_raw alone writes, and o_residual is int8 beside a rounded o.
+    type too, but bfloat16 beside e4m3, which fp8_raw alone writes; o_residual is int8 beside a rounded o, and dmask has
+    the type of lse.
     """
 
     def type_beside(x: Any) -> Any:
@@ -96,8 +99,12 @@ def results(adapter: Types, kind: str, options: Options, operands: Operands, ext
         return adapter.order(x.codes if isinstance(x, QTensor) else x)
 
     if kind == "backward":
-        of = [(name, operands[name[1:]]) for name in RESULTS[kind] if name[1:] in operands]
-        return [Result(name, tuple(x.shape), type_beside(x), order(x)) for name, x in of]
+        made = []
+        for name in with_gradient(operands, extra):
+            x = operands[name]
+            dtype = lse_type(adapter, options) if name == "mask" else type_beside(x)
+            made.append(Result(f"d{name}", tuple(x.shape), dtype, order(x)))
+        return made
     q, v = operands["q"], operands["v"]
     dtype = adapter.dtype_of(options.out_dtype) if options.out_dtype else type_beside(q)
     o = Result("o", output_shape(q.shape, v.shape), dtype, order(q))

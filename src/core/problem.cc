@@ -27,6 +27,11 @@ KeyRange Problem::keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) c
   return {keys_of(i, n, m).first, keys_of(i + rows - 1, n, m).last};
 }
 
+DropoutStream Problem::dropout_stream(const Sequence& seq, int64_t h) const {
+  const bool shared = dropout_seed.shape[0] == 1;
+  return octet::dropout_stream(dropout_seed.at<int32_t>(seq.index, 0, 0), shared ? seq.index : 0, h);
+}
+
 std::vector<Sequence> sequences(const Problem& p) {
   std::vector<Sequence> out;
   if (!p.packed()) {

@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "core/dropout.h"
 #include "core/tensor.h"
 
 namespace octet {
@@ -35,6 +36,7 @@ struct Problem {
   bool deterministic;
   unsigned threads;                // 0: all
   const octet_rounding* rounding;  // null: the precision's own
+  uint32_t dropout;                // the probability of dropout times kDropoutOne; 0: none
 
   int64_t batch, heads, kv_heads, tokens_q, tokens_k, dim, dim_v;
   int64_t group() const { return kv_heads ? heads / kv_heads : 1; }  // heads of q per head of k and v
@@ -42,8 +44,9 @@ struct Problem {
   octet_device device;
   int32_t device_index;
 
-  View q, k, v, mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k;  // sinks, slopes: stride 0 where shared
-  View o, o_residual, lse, do_, dlse, dq, dk, dv, dsinks, tq, tk, tv, tsinks, to, tlse;
+  View q, k, v, mask, sinks, alibi_slopes, dropout_seed, cu_seqlens_q,
+      cu_seqlens_k;  // by head or sequence: stride 0 where shared
+  View o, o_residual, lse, do_, dlse, dq, dk, dv, dsinks, dmask, tq, tk, tv, tsinks, to, tlse;
   int64_t max_seqlen_q, max_seqlen_k;
 
   bool windowed;  // the three below hold
@@ -54,6 +57,12 @@ struct Problem {
 
   bool packed() const { return cu_seqlens_q.present(); }
   int64_t sequence_count() const { return packed() ? cu_seqlens_q.shape[3] - 1 : batch; }
+
+  // Returns the factor of the elements of P that are kept, 1 / (1 - p).
+  double dropout_scale() const { return 1.0 / (1.0 - dropout / static_cast<double>(kDropoutOne)); }
+
+  // The random numbers that decide what is dropped in head `h` of a sequence; reads dropout_seed.
+  DropoutStream dropout_stream(const Sequence& seq, int64_t h) const;
 
   // Returns whether logits are scale * q.k and nothing else.
   bool plain_logits() const { return !softcap && !alibi_slopes.present() && !mask.present(); }

@@ -2,7 +2,6 @@
 // in accuracy.
 #include "core/recipe.h"
 
-#include <cmath>
 #include <iterator>
 
 #include "core/error.h"
@@ -133,26 +132,12 @@ Recipe rounded(const octet_rounding& points) {
   return r;
 }
 
-std::optional<std::string> rounding_reason(const octet_rounding& points, octet_pass pass) {
-  if (pass == OCTET_JVP) return "rounding: octet_rounding has no points for the jvp; it describes forward and backward";
-  const std::pair<const char*, uint32_t> formats[] = {{"qk", points.qk},       {"v", points.v},
-                                                      {"s", points.s},         {"m", points.m},
-                                                      {"arg", points.arg},     {"p", points.p},
-                                                      {"alpha", points.alpha}, {"acc", points.acc},
-                                                      {"o", points.o},         {"o_saved", points.o_saved},
-                                                      {"ds", points.ds},       {"p_backward", points.p_backward}};
-  for (const auto& [point, value] : formats)
-    if (value == OCTET_DTYPE_NONE || value > OCTET_E5M2)
-      return text("rounding.", point, ": found dtype ", value, ", allowed: f64, f32, f16, bf16, e4m3, e5m2 (1 to 6)");
-  const std::pair<const char*, uint32_t> flags[] = {
-      {"s_scaled", points.s_scaled}, {"l_from_p", points.l_from_p}, {"delta", points.delta}};
-  for (const auto& [point, value] : flags)
-    if (value > 1) return text("rounding.", point, ": found ", value, ", allowed: 0, 1");
-  if (!(points.beta == 0.f || (points.beta > 1.f && points.beta <= 8.f)))
-    return text("rounding.beta: found ", points.beta, ", allowed: above 1, at most 8, or 0 for none");
-  if (!(points.tie_epsilon >= 0.f && std::isfinite(points.tie_epsilon)))
-    return text("rounding.tie_epsilon: found ", points.tie_epsilon, ", allowed: 0 or a positive number");
-  return std::nullopt;
+Recipe int8_of(const Problem& p) {
+  const bool trains = p.pass == OCTET_FORWARD && p.o_residual.present();
+  Recipe r = (trains ? octet_int8_training : octet_int8)(p.hadamard, p.smooth_q);
+  // After dropout a row of P does not sum to 1: the mean of v, once subtracted, could not be added to o again.
+  if (p.dropout) r.smooth_v = false;
+  return r;
 }
 
 }  // namespace
@@ -210,6 +195,15 @@ Recipe octet_int8_f16(bool hadamard, bool smooth_q) {
   r.p = fixed(OCTET_F16);
   r.sum_rounded_p = true;
   r.v = scaled_f16();
+  return r;
+}
+
+// P in f16 leaves the o and lse of the very s and dp that the backward pass multiplies.
+Recipe octet_int8_training(bool hadamard, bool smooth_q) {
+  Recipe r = octet_int8_f16(hadamard, smooth_q);
+  r.logits.smooth_k = kTile;
+  r.v = per_token(OCTET_I8);
+  r.smooth_v = true;
   return r;
 }
 
@@ -318,7 +312,7 @@ Recipe recipe_of(const Problem& problem) {
     case OCTET_PRECISION_BF16:
       return sixteen_bits(problem);
     case OCTET_PRECISION_INT8:
-      return octet_int8(problem.hadamard, problem.smooth_q);
+      return int8_of(problem);
     case OCTET_PRECISION_INT8_F16:
       return octet_int8_f16(problem.hadamard, problem.smooth_q);
     case OCTET_PRECISION_INT8_FP8:
@@ -376,8 +370,14 @@ std::optional<std::string> unsupported_reason(const Problem& problem) {
     return text("precision ", name(problem.precision), " has no ", name(problem.pass),
                 problem.pass == OCTET_JVP ? "" : " pass", "; those that have: ", precisions_with(problem.pass).names());
   if (auto reason = missing_exact_output(problem)) return reason;
-  if (problem.rounding) return rounding_reason(*problem.rounding, problem.pass);
+  if (problem.rounding && problem.pass == OCTET_JVP)
+    return "rounding: octet_rounding has no points for the jvp; it describes forward and backward";
   return std::nullopt;
+}
+
+std::optional<std::string> smooth_q_unsupported_reason(const Problem& problem) {
+  if (!problem.smooth_q) return std::nullopt;
+  return "smooth_q is on; it takes auto and off, the reference backend takes on too";
 }
 
 }  // namespace octet

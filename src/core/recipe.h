@@ -47,6 +47,8 @@ bool keeps_exact_o(const Problem& problem);
 
 // Returns why a backward pass lacks the un-rounded output that its bias correction reads; nothing if it has it.
 std::optional<std::string> missing_exact_output(const Problem& problem);
+// Returns why kernels reject a forward pass or jvp whose q is smoothed, which only the reference computes.
+std::optional<std::string> smooth_q_unsupported_reason(const Problem& problem);
 
 // The elements that share a scale of a quantized operand.
 enum class Group {
@@ -143,6 +145,7 @@ Recipe recipe_of(const Problem& problem);
 Recipe flash_attention(octet_dtype format);  // FlashAttention 2: p, ds, o in a 16-bit format
 Recipe f16_compute(octet_dtype format);      // operands in `format`, everything made of them in f16
 Recipe octet_int8(bool hadamard, bool smooth_q);
+Recipe octet_int8_training(bool hadamard, bool smooth_q);  // the forward pass whose o and lse a backward pass reads
 Recipe octet_int8_f16(bool hadamard, bool smooth_q);
 Recipe octet_int8_fp8(bool hadamard, bool smooth_q);
 Recipe octet_fp8();

@@ -13,6 +13,8 @@ namespace octet {
 template <class Struct>
 inline constexpr std::size_t kFirstSize = sizeof(Struct);
 template <>
+inline constexpr std::size_t kFirstSize<octet_attention> = offsetof(octet_attention, dropout_p);
+template <>
 inline constexpr std::size_t kFirstSize<octet_arguments> = offsetof(octet_arguments, dlse);
 
 namespace detail {

@@ -123,7 +123,8 @@ View validate_tensor(const octet_tensor* t, const char* label) {
     bytes *= std::max<int64_t>(t->shape[i], 1);
     if (bytes > kMaxBytes) invalid(label, ": shape ", shape_text(t->shape), " has more elements than memory can hold");
     view.shape[i] = t->shape[i];
-    view.stride[i] = t->stride[i];
+    // Nothing steps over a dimension of one element: its stride may be any number.
+    view.stride[i] = t->shape[i] == 1 ? (i == 3 ? 1 : 0) : t->stride[i];
   }
   if (!view.elements()) return view;
   view.data = t->data;

@@ -55,14 +55,16 @@ constexpr Operand kOperands[] = {
     {"tsinks", &Problem::tsinks, absent, absent, optional_in},
     {"tlse", &Problem::tlse, absent, absent, optional_out},
     {"alibi_slopes", &Problem::alibi_slopes, optional_in, optional_in, optional_in},
+    {"dropout_seed", &Problem::dropout_seed, optional_in, optional_in, optional_in},
+    {"dmask", &Problem::dmask, absent, optional_out, absent},
 };
 
 // Validates that tensors are present, each tensor by itself, and that all are on one device.
 void validate_operands(const octet_arguments& a, Problem& p) {
   const octet_tensor* const tensors[std::size(kOperands)] = {
-      a.q,          a.k,   a.v,    a.mask,   a.sinks,  a.cu_seqlens_q, a.cu_seqlens_k, a.o,
-      a.o_residual, a.lse, a.do_,  a.dq,     a.dk,     a.dv,           a.tq,           a.tk,
-      a.tv,         a.to,  a.dlse, a.dsinks, a.tsinks, a.tlse,         a.alibi_slopes};
+      a.q,    a.k,      a.v,      a.mask, a.sinks,        a.cu_seqlens_q, a.cu_seqlens_k, a.o,  a.o_residual,
+      a.lse,  a.do_,    a.dq,     a.dk,   a.dv,           a.tq,           a.tk,           a.tv, a.to,
+      a.dlse, a.dsinks, a.tsinks, a.tlse, a.alibi_slopes, a.dropout_seed, a.dmask};
   for (std::size_t i = 0; i < std::size(kOperands); ++i) {
     const Operand& x = kOperands[i];
     const octet_tensor* t = tensors[i];
@@ -133,8 +135,7 @@ void validate_sinks(Problem& p) {
   expect_shape(p.sinks, "sinks", sinks, "1 or the batch of q, heads of q, 1, 1");
   for (const auto& [t, label] : {std::pair{&p.dsinks, "dsinks"}, {&p.tsinks, "tsinks"}})
     if (t->present()) expect_shape(*t, label, sinks, "shape of sinks");
-  if (!shared) return;
-  p.sinks.stride[0] = p.tsinks.stride[0] = 0;
+  if (shared) p.sinks.stride[0] = p.tsinks.stride[0] = 0;
 }
 
 void validate_alibi(Problem& p) {
@@ -183,21 +184,19 @@ void validate_dtypes(const octet_arguments& args, const Problem& p) {
   validate_input(*args.v, p.v, "v", OCTET_OPERAND_V, p.precision);
   for (const Operand& x : kOperands) {
     const View* t = &(p.*x.view);
-    const bool validated_elsewhere =
-        t == &p.q || t == &p.k || t == &p.v || t == &p.mask || t == &p.cu_seqlens_q || t == &p.cu_seqlens_k;
+    const bool validated_elsewhere = t == &p.q || t == &p.k || t == &p.v || t == &p.mask || t == &p.cu_seqlens_q ||
+                                     t == &p.cu_seqlens_k || t == &p.dropout_seed ||
+                                     (t == &p.o_residual && !t->quantization);
     if (!t->present() || validated_elsewhere) continue;
-    const bool of_rows = t == &p.lse || t == &p.dlse || t == &p.tlse;
-    const bool of_heads = t == &p.sinks || t == &p.dsinks || t == &p.tsinks || t == &p.alibi_slopes;
-    if (of_rows || of_heads) {
+    const bool of_logits = t == &p.lse || t == &p.dlse || t == &p.tlse || t == &p.sinks || t == &p.dsinks ||
+                           t == &p.tsinks || t == &p.alibi_slopes || t == &p.dmask;
+    if (of_logits) {
       if (t->quantization) invalid(x.label, ": has a quantization, which only q, k and v may have; leave it NULL");
       if (p.precision == OCTET_PRECISION_F64)
         expect_dtype(*t, x.label, {OCTET_F32, OCTET_F64});
       else
         expect_dtype(*t, x.label, {OCTET_F32});
-    } else if (t == &p.o_residual && !t->quantization) {
-      continue;  // depends on the type of o, below
-    } else {
-      // o is an output of the forward pass, whatever this pass reads it for.
+    } else {  // o is an output of the forward pass, whatever this pass reads it for
       validate_plain_dtype(*t, x.label, p.precision, x.output(p.pass) || t == &p.o);
     }
   }
@@ -209,6 +208,7 @@ void validate_dtypes(const octet_arguments& args, const Problem& p) {
 }
 
 void validate_mask_tensor(Problem& p) {
+  if (p.dmask.present() && !p.mask.present()) invalid("dmask: given without mask, to which it belongs");
   if (!p.mask.present()) return;
   if (p.precision == OCTET_PRECISION_F64)
     expect_dtype(p.mask, "mask", {OCTET_BOOL, OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16});
@@ -220,6 +220,9 @@ void validate_mask_tensor(Problem& p) {
       invalid("mask: shape ", shape_text(p.mask.shape), " does not broadcast to ", shape_text(full));
     if (p.mask.shape[i] == 1) p.mask.stride[i] = 0;
   }
+  if (p.dmask.present() && p.mask.dtype == OCTET_BOOL)
+    invalid("dmask: given with a mask of bool, which has no gradient; pass NULL");
+  if (p.dmask.present()) expect_shape(p.dmask, "dmask", p.mask.shape, "shape of mask");
 }
 
 float effective_scale(float scale, int64_t dim) {
@@ -233,6 +236,28 @@ float validated_softcap(float softcap) {
   if (softcap != 0.f && (!std::isnormal(softcap) || softcap < 0.f))
     invalid("softcap: found ", softcap, ", allowed: positive and finite, 1.17549e-38 to 3.40282e+38, or 0 for none");
   return softcap;
+}
+
+void validate_dropout(double probability, Problem& p) {
+  constexpr double one = kDropoutOne;
+  if (probability != 0.0 && !(probability >= 1.0 / one && probability <= 1.0 - 1.0 / one))
+    invalid("dropout_p: found ", probability,
+            ", allowed: 0 for none, or 2^-23 to 1 - 2^-23 (1.19209e-07 to 0.99999988)");
+  p.dropout = static_cast<uint32_t>(std::nearbyint(probability * one));
+  if (!p.dropout_seed.present()) {
+    if (p.dropout) invalid("dropout_seed: NULL, but dropout_p is ", probability, "; pass the seed and the offset");
+    return;
+  }
+  if (!p.dropout) invalid("dropout_seed: given without dropout_p, to which it belongs; pass NULL");
+  if (p.dropout_seed.quantization)
+    invalid("dropout_seed: has a quantization, which only q, k and v may have; leave it NULL");
+  expect_dtype(p.dropout_seed, "dropout_seed", {OCTET_I32});
+  const bool shared = p.dropout_seed.shape[0] == 1;
+  const int64_t shape[4] = {shared ? 1 : p.sequence_count(), 1, 1, 4};
+  expect_shape(p.dropout_seed, "dropout_seed", shape,
+               p.packed() ? "1 or the packed sequences, 1, 1, 4" : "1 or the batch of q, 1, 1, 4");
+  if (p.dropout_seed.stride[3] != 1) invalid("dropout_seed: last stride ", p.dropout_seed.stride[3], ", allowed: 1");
+  if (shared) p.dropout_seed.stride[0] = 0;
 }
 
 // A count of keys; -1 and counts beyond any sequence: all.
@@ -359,6 +384,7 @@ Problem validate(const octet_attention* given_attention, const octet_arguments* 
   validate_mask_tensor(p);
   validate_packing(args, p);
   validate_alibi(p);
+  validate_dropout(a.dropout_p, p);
   validate_mask(a, p);
   validate_recipe(a, p);
   p.scale = effective_scale(a.scale, p.dim);

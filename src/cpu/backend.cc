@@ -76,8 +76,10 @@ std::optional<std::string> unavailable() { return std::nullopt; }
 std::optional<std::string> why_unsupported(const Problem& p) {
   if (p.precision == OCTET_PRECISION_F64) return text("precision f64 is the reference backend's");
   if (auto reason = unsupported_reason(p)) return reason;
-  if (p.pass != OCTET_BACKWARD && p.smooth_q)
-    return text("smooth_q is not in its kernels; the reference backend has it");
+  if (p.pass != OCTET_BACKWARD)
+    if (auto reason = smooth_q_unsupported_reason(p)) return reason;
+  if (p.dropout && p.pass == OCTET_FORWARD && forward_numerics(p).smooth_v)
+    return text("v came quantized with a mean, which it takes without dropout; the reference backend has it");
   if (p.pass == OCTET_JVP)
     for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
       if (t->quantization) return text(label, " came quantized; its jvp takes f32, f16, bf16 and e4m3 as they are");

@@ -32,11 +32,11 @@ octet_instance(sm90/bwd F16 instances.h "Kernel backward_kernel<F16, Bins::first
 octet_instance(sm90/bwd F16_further instances.h "Kernel backward_kernel<F16, Bins::further>(int64_t, Sums)")
 
 # sm80: which kernels there are is said in sm80/kinds.h and by the choose.cu of each pass.
-foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16 Int8)
+foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16 Int8Training Int8 Int8Fp8InF16 Fp8InF16 Fp8RawInF16)
   foreach(logits plain masked general)
     foreach(rows queries pairs)
-      if(NOT "${precision}_${logits}" MATCHES "^(F32|Int8)_masked$" AND NOT "${logits}_${rows}" STREQUAL masked_pairs AND
-         NOT "${precision}_${rows}" MATCHES "^(Bf16F16Compute|Int8)_pairs$")
+      if(NOT "${precision}_${logits}" MATCHES "^(F32|Int8|.*Fp8.*)_masked$" AND NOT "${logits}_${rows}" STREQUAL masked_pairs AND
+         NOT "${precision}_${rows}" MATCHES "^(Bf16F16Compute|Int8Training|Int8|.*Fp8.*)_pairs$")
         octet_instance(sm80/fwd ${precision}_${logits}_${rows} kernel.h
           "ForwardKernel forward_kernel_of<Precision${precision}, Logits::${logits}, TileRows::${rows}>(int64_t)")
       endif()
@@ -53,7 +53,11 @@ foreach(type Bf16 F16)
     endforeach()
   endforeach()
 endforeach()
+octet_instance(sm80/bwd Int8_plain_large kernel.h
+  "BackwardKernel int8_backward_kernel<Logits::plain, SharedMemory::large>(int)")
 foreach(logits plain general)
+  octet_instance(sm80/bwd Int8_${logits}_small kernel.h
+    "BackwardKernel int8_backward_kernel<Logits::${logits}, SharedMemory::small>(int)")
   foreach(type Bf16 F16)
     octet_instance(sm80/jvp ${type}_${logits} kernel.h "JvpKernel jvp_kernel<${type}, Logits::${logits}>(int64_t)")
   endforeach()

@@ -17,6 +17,7 @@ elsewhere = [
     "src/cuda",
     "cli/gpu_place.cc",
     "tests/gpu",
+    "tests/emulator",
     "src/ffi",
     "ladder/harness/main.cc",
 ]

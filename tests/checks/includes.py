@@ -51,7 +51,7 @@ RULES["src/cpu/attention"] = ["octet/", "core/", "cpu/attention/"]
 # Each folder of src/cuda knows those before it.
 CUDA = ["cuda/atomic", "cuda/ptx", "cudaTypedefs.h"]  # the toolkit's own headers
 RULES["src/cuda/ptx"] = [*CUDA, "cuda/ptx/"]
-RULES["src/cuda/fragment"] = [*CUDA, "cuda/ptx/", "cuda/fragment/"]
+RULES["src/cuda/fragment"] = [*CUDA, "core/dropout.h", "cuda/ptx/", "cuda/fragment/"]
 RULES["src/cuda/host"] = [*CUDA, "octet/", "core/", "cuda/host/"]
 RULES["src/cuda/scheduler"] = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/scheduler/"]
 OPERANDS = [*CUDA, "octet/", "core/", "cuda/ptx/", "cuda/fragment/", "cuda/host/", "cuda/operands/"]
@@ -62,7 +62,18 @@ RULES["src/cuda/bwd"] = [*OPERANDS, "cuda/scheduler/", "cuda/bwd/"]
 # The backends: what each pass of one may include of what lies beside it. No pass knows another.
 SHARED = {
     "sm90": ["head_dims", "smem", "mma", "pipeline", "kernels", "passes"],
-    "sm80": ["kinds", "smem", "mma", "logits", "mask_tile", "mask_classes", "f16_halves", "f32_tiles", "passes"],
+    "sm80": [
+        "kinds",
+        "smem",
+        "mma",
+        "logits",
+        "mask_tile",
+        "mask_classes",
+        "f16_halves",
+        "key_factors",
+        "f32_tiles",
+        "passes",
+    ],
 }
 for backend, passes in (("sm90", ("fwd", "bwd")), ("sm80", ("fwd", "bwd", "jvp"))):
     RULES[f"src/cuda/{backend}"] = [*RULES["src/cuda/bwd"], "cuda/fwd/", f"cuda/{backend}/"]

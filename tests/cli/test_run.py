@@ -84,6 +84,43 @@ def test_check_caps_what_it_compares_with(tmp_path):
     assert [row["rel_l2"] < F32 for row in rows] == [True] * len(rows)
 
 
+def test_dropout_drops_by_its_seed(tmp_path):
+    t = draw(8, sq=48, sk=48, e=48)
+    t["v"] = np.broadcast_to(np.eye(48, dtype=np.float32), (2, 2, 48, 48)).copy()  # so that o is P
+    file = write_safetensors(tmp_path / "in.safetensors", t)
+
+    def dropped(seed):
+        out = tmp_path / "out.safetensors"
+        run_ok("run", file, out, "--backward", "--dropout", "0.25", "--dropout-seed", seed)
+        return read_safetensors(out)
+
+    found, p = dropped("7,1"), attention(t)["o"]
+    kept = found["o"] != 0
+    assert 0.72 < kept.mean() < 0.78  # 18432 elements: seven standard deviations
+    np.testing.assert_allclose(found["o"], np.where(kept, p / 0.75, 0), rtol=1e-4)
+    dv = (found["o"].swapaxes(-1, -2) @ t["do"]).reshape(2, 2, 2, 48, 48).sum(2)
+    np.testing.assert_allclose(found["dv"], dv, atol=1e-4)
+    np.testing.assert_array_equal(dropped("7,1")["o"], found["o"])
+    assert (dropped("7,3")["o"] != found["o"]).any() and (dropped("8,1")["o"] != found["o"]).any()
+    # A sequence takes one offset, so the first of this call is the second of that one.
+    np.testing.assert_array_equal(dropped("7,2")["o"][0] != 0, kept[1])
+    arguments = ["--precision", "f32", "--pass", "fwd,bwd,jvp", "--dropout", "0.5", "--json"]
+    assert all(row["rel_l2"] < F32 for row in json.loads(run_ok("check", file, *arguments)))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--dropout", "1"], "dropout_p: found 1, allowed: 0 for none, or "),
+        (["--dropout-seed", "3"], "--dropout-seed: belongs to --dropout, which drops nothing"),
+        (["--dropout", ".1", "--dropout-seed", "1,2,3"], '--dropout-seed: found "1,2,3", expected SEED or SEED,OFFSET'),
+    ],
+)
+def test_dropouts_that_are_none_are_rejected(tmp_path, small, options, message):
+    done = octet("run", small, tmp_path / "out.safetensors", *options)
+    assert done.returncode == 2 and message in done.stderr
+
+
 def test_softcaps_that_are_none_are_rejected(tmp_path, small):
     done = octet("run", small, tmp_path / "out.safetensors", "--softcap", "-3")
     assert done.returncode == 2 and "softcap: found -3, allowed: positive and finite" in done.stderr

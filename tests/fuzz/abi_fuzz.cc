@@ -15,7 +15,7 @@
 namespace {
 
 constexpr size_t kArena = 1 << 14;
-constexpr int kTensors = 23;
+constexpr int kTensors = 25;
 constexpr int64_t kMostWork = 1 << 20;  // multiplications of a call that is run
 
 struct Call {
@@ -83,13 +83,15 @@ void draw(FuzzedDataProvider& in, unsigned char* arena, Call& call) {
   t[17] = place(OCTET_F32, of_batch, h, 1, 1), t[18] = place(OCTET_F32, of_batch, h, 1, 1);
   t[19] = place(OCTET_F32, of_batch, h, 1, 1);
   t[20] = place(OCTET_F32, b, h, n, 1), t[21] = place(OCTET_F32, b, h, n, 1),
-  t[22] = place(OCTET_F32, of_batch, h, 1, 1);
+  t[22] = place(OCTET_F32, of_batch, h, 1, 1), t[23] = place(OCTET_I32, of_batch, 1, 1, 4);
+  t[24] = place(OCTET_F32, 1, h, n, m);
   call.scale = place(OCTET_F32, b, h, n, 1);
   call.quantization.scale = &call.scale;
 
   args.q = &t[0], args.k = &t[1], args.v = &t[2], args.o = &t[6], args.lse = &t[8];
   if (packed) args.cu_seqlens_q = &t[4], args.cu_seqlens_k = &t[5];
   if (!packed && in.ConsumeBool()) args.mask = &t[3];
+  if (args.mask && args.pass == OCTET_BACKWARD && in.ConsumeBool()) args.dmask = &t[24];
   if (args.pass != OCTET_JVP && in.ConsumeBool()) args.o_residual = &t[7];
   if (args.pass == OCTET_BACKWARD) args.do_ = &t[9], args.dq = &t[10], args.dk = &t[11], args.dv = &t[12];
   if (args.pass == OCTET_JVP) args.tq = &t[13], args.tk = &t[14], args.tv = &t[15], args.to = &t[16];
@@ -101,6 +103,7 @@ void draw(FuzzedDataProvider& in, unsigned char* arena, Call& call) {
   if (args.pass == OCTET_BACKWARD && in.ConsumeBool()) args.dlse = &t[20];
   if (args.pass == OCTET_JVP && in.ConsumeBool()) args.tlse = &t[21];
   if (in.ConsumeBool()) args.alibi_slopes = &t[22];
+  if (in.ConsumeBool()) args.dropout_seed = &t[23], a.dropout_p = .25;
   if (in.ConsumeBool()) a.softcap = 2.f;
   if (in.ConsumeIntegralInRange(0, 7) == 0) a.precision = OCTET_PRECISION_F64, a.rounding = &call.rounding;
   if (in.ConsumeIntegralInRange(0, 7) == 0) t[0].dtype = OCTET_I8, t[0].quantization = &call.quantization;
@@ -229,7 +232,7 @@ Extent extent(const octet_tensor& t, const unsigned char* arena) {
 }
 
 std::vector<const octet_tensor*> outputs_of(const octet_arguments& a) {
-  std::vector<const octet_tensor*> out{a.dq, a.dk, a.dv, a.dsinks, a.to, a.tlse};
+  std::vector<const octet_tensor*> out{a.dq, a.dk, a.dv, a.dsinks, a.dmask, a.to, a.tlse};
   if (a.pass != OCTET_BACKWARD) out.insert(out.end(), {a.o, a.o_residual, a.lse});
   std::erase(out, nullptr);
   return out;

@@ -23,6 +23,14 @@ TEST(GpuBars, forward_int8) { expect_forward_bar(kGpu, int8_forward_bar()); }
 
 TEST(GpuBars, forward_int8_f16) { expect_forward_bar(kGpu, int8_f16_forward_bar()); }
 
+TEST(GpuBars, forward_int8_fp8) { expect_forward_bar(kGpu, int8_fp8_forward_bar()); }
+
+TEST(GpuBars, forward_fp8) { expect_forward_bar(kGpu, fp8_forward_bar()); }
+
+TEST(GpuBars, forward_fp8_raw) {
+  for (DType out : {DType::f32, DType::e4m3}) expect_forward_bar(kGpu, fp8_raw_forward_bar(out));
+}
+
 TEST(GpuBars, backward) {
   for (BiasCorrection bias_correction : {BiasCorrection::none, BiasCorrection::f16}) {
     const BackwardBar bar = bf16_backward_bar(bias_correction);
@@ -51,6 +59,12 @@ TEST(GpuBars, real_activations_int8) {
   RealBar forward = kRealInt8;
   forward.dq = forward.dk = forward.dv = 0;
   expect_real_bar(kGpu, forward);
+}
+
+// The CPU's bars and what rounding to bf16 adds, as o_residual stands beside an o of 16 bits.
+TEST(GpuBars, real_gradients_int8) {
+  if (!tests_sm80()) GTEST_SKIP() << "this backend computes no gradients of int8";
+  expect_real_bar(kGpu, {"int8", Precision::int8, DType::bf16, 0, .0179, .0188, .0065});
 }
 
 TEST(GpuBars, real_activations_int8_f16) { expect_real_bar(kGpu, kRealInt8F16); }

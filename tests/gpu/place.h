@@ -29,8 +29,10 @@ inline bool tests_sm80() { return std::string(gpu_backend()) == "sm80"; }
 // Whether this backend has a pass of a precision.
 inline bool gpu_computes(Pass pass, Precision precision) {
   const bool sixteen_bits = precision == Precision::bf16 || precision == Precision::f16;
-  const bool int8 = precision == Precision::int8 || precision == Precision::int8_f16;
-  if (tests_sm80()) return sixteen_bits || precision == Precision::f32 || (int8 && pass == Pass::forward);
+  if (tests_sm80())
+    return sixteen_bits || precision == Precision::f32 ||
+           (pass == Pass::forward && precision != Precision::f64 && precision != Precision::sagebwd) ||
+           (precision == Precision::int8 && pass == Pass::backward);
   return precision != Precision::f32 && (pass == Pass::forward || (sixteen_bits && pass == Pass::backward));
 }
 // The largest head dim for which the backend has a precision.
@@ -49,6 +51,11 @@ inline bool gpu_takes_logits(const Case& c, DType mask, const Shape& shape) {
   if (mask == DType::none) return true;
   const bool of_keys = mask == DType::boolean && shape[1] == 1 && shape[2] == 1;
   return of_keys && !c.causal && !c.window && (c.sinks != Sinks::of_batch || c.batch == 1);
+}
+// Whether the backend has dropout in a precision.
+inline bool gpu_has_dropout(Precision precision) {
+  return tests_sm80() && (precision == Precision::f32 || precision == Precision::f16 || precision == Precision::bf16 ||
+                          precision == Precision::int8_f16);
 }
 // Whether 16-bit precisions take inputs of e4m3.
 inline bool gpu_takes_e4m3_as_numbers() { return tests_sm80(); }

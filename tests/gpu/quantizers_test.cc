@@ -169,6 +169,35 @@ TEST(GpuQuantizers, take_every_type_layout_and_dim) {
     }
 }
 
+// Rows that are whole words lie in registers, some lanes of which have no channels; all others in shared memory.
+TEST(GpuQuantizers, quantize_tokens_in_registers_and_in_shared_memory) {
+  int i = 0;
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16})
+    for (const int64_t dim : {8, 64, 72, 96, 128, 192, 256})
+      for (const octet_rope_style style : {OCTET_ROPE_NONE, OCTET_ROPE_HALF, OCTET_ROPE_INTERLEAVED}) {
+        SCOPED_TRACE(testing::Message() << "dtype " << static_cast<int>(dtype) << ", dim " << dim);
+        const Array x = Array(dtype, {3, 3, 21, dim}, i % 4 ? Layout::token_major : Layout::padded)
+                            .random(static_cast<unsigned>(i), 3, 1);
+        const octet_zero_point zero = i % 5 == 4   ? OCTET_ZERO_POINT_FLOAT
+                                      : i % 5 == 3 ? OCTET_ZERO_POINT_INTEGER
+                                                   : OCTET_SYMMETRIC;
+        const DType codes = zero != OCTET_SYMMETRIC ? DType::u8
+                            : i % 5 == 2            ? DType::e5m2
+                            : i % 5                 ? DType::e4m3
+                                                    : DType::i8;
+        expect_bits_of_cpu(x, {.codes = codes,
+                               .operand = OCTET_OPERAND_K,
+                               .granularity = OCTET_PER_TOKEN,
+                               .zero_point = zero,
+                               .smooth = i % 2 == 0,
+                               .seed = i % 7 < 4 ? 5u : 0u,
+                               .rope = rope_of(style, i % 3 == 1 ? dim / 16 * 8 : 0, 1000),
+                               .statistics = false,
+                               .layout = i % 8 < 6 ? Layout::dense : Layout::padded});
+        ++i;
+      }
+}
+
 TEST(GpuQuantizers, take_any_length) {
   for (const int64_t tokens : {0, 1, 7, 63, 64, 65, 129, 300})
     for (const Grouping& g : {kGroupings[0], kGroupings[1], kGroupings[2], kGroupings[4], kGroupings[6]}) {

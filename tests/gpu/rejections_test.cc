@@ -16,13 +16,15 @@ namespace {
 struct Asked {
   Pass pass = Pass::forward;
   Attention attention{.precision = Precision::bf16, .backend = gpu_backend()};
-  DType dtype = DType::bf16, k_dtype = DType::bf16;  // of q, v and all else; of k
-  bool quantized_v = false;                          // int8, with a scale for each head
+  DType q_dtype = DType::bf16, k_dtype = DType::bf16, dtype = DType::bf16;  // of q, of k, of v and all else
+  bool quantized_v = false;                                                 // int8, with a scale for each head
   DType mask = DType::none;
   Shape mask_shape{1, 1, 130, 250};
   bool alibi = false;
+  bool training = false, residual = true;  // o_residual of a forward and of a backward pass
   int64_t heads = 4, tokens_q = 130, tokens_k = 250, dim = 64;
   int device = 0;
+  bool dmask = false;
 };
 
 std::string answer_to(const Asked& x) {
@@ -34,7 +36,7 @@ std::string answer_to(const Asked& x) {
   const Shape of_q{1, x.heads, x.tokens_q, x.dim}, of_k{1, 2, x.tokens_k, x.dim}, of_row{1, x.heads, x.tokens_q, 1};
   const auto like_q = [&] { return tensor(x.dtype, of_q); };
   const auto like_k = [&] { return tensor(x.dtype, of_k); };
-  const Tensor q = like_q(), k = tensor(x.k_dtype, of_k), o = like_q(), lse = tensor(DType::f32, of_row);
+  const Tensor q = tensor(x.q_dtype, of_q), k = tensor(x.k_dtype, of_k), o = like_q(), lse = tensor(DType::f32, of_row);
   Tensor v = like_k(), scale = tensor(DType::f32, {1, 2, 1, 1});
   octet_quantization quantization = OCTET_QUANTIZATION_INIT;
   quantization.operand = OCTET_OPERAND_V, quantization.granularity = OCTET_PER_TENSOR;
@@ -43,9 +45,16 @@ std::string answer_to(const Asked& x) {
   Extras extras;
   if (x.mask != DType::none) extras.mask = tensor(x.mask, x.mask_shape);
   if (x.alibi) extras.alibi_slopes = tensor(DType::f32, {1, x.heads, 1, 1});
+  if (x.attention.dropout_p != 0) extras.dropout_seed = tensor(DType::i32, {1, 1, 1, 4});
   switch (x.pass) {
     case Pass::forward:
-      return explain(x.attention, Forward{.q = q, .k = k, .v = v, .o = o, .lse = lse, .extras = extras});
+      return explain(x.attention, Forward{.q = q,
+                                          .k = k,
+                                          .v = v,
+                                          .o = o,
+                                          .lse = lse,
+                                          .o_residual = x.training ? like_q() : Tensor(),
+                                          .extras = extras});
     case Pass::backward:
       return explain(x.attention, Backward{.q = q,
                                            .k = k,
@@ -56,7 +65,8 @@ std::string answer_to(const Asked& x) {
                                            .dq = like_q(),
                                            .dk = like_k(),
                                            .dv = like_k(),
-                                           .o_residual = like_q(),
+                                           .o_residual = x.residual ? like_q() : Tensor(),
+                                           .dmask = x.dmask ? tensor(DType::f32, x.mask_shape) : Tensor(),
                                            .extras = extras});
     case Pass::jvp:
       return explain(x.attention, Jvp{.q = q,
@@ -83,6 +93,8 @@ struct Rejected {
   std::string reason;
 };
 
+constexpr const char* kNoSmoothQ = "smooth_q is on; it takes auto and off, the reference backend takes on too";
+
 // What neither backend computes.
 std::vector<Rejected> rejected_by_both() {
   std::vector<Rejected> list;
@@ -96,20 +108,43 @@ std::vector<Rejected> rejected_by_both() {
   Asked& gproj = add(
       "its backward pass has no bias_correction gproj, which the cpu computes; it has: f16, none, beta, exact_delta");
   gproj.pass = Pass::backward, gproj.attention.bias_correction = BiasCorrection::gproj;
+  Asked& dmask = add("it has no gradient of masks");
+  dmask.pass = Pass::backward, dmask.mask = DType::f32, dmask.mask_shape = {1, 1, 1, 250}, dmask.dmask = true;
   return list;
 }
 
 std::vector<Rejected> rejected_by_sm80() {
   std::vector<Rejected> list = rejected_by_both();
-  list.push_back({{.quantized_v = true}, "v is quantized; it takes f32, f16, bf16 and e4m3 as they are"});
-  const std::string has = "; it has: f32, f16, bf16, int8, int8_f16";
-  for (const Precision p : {Precision::int8_fp8, Precision::fp8, Precision::fp8_raw, Precision::sagebwd})
-    list.push_back({with_precision(p), "it has no " + std::string(name(p)) + has});
-  for (const Precision p : {Precision::fp8, Precision::sagebwd})
-    list.push_back({with_precision(p, Pass::backward), "it has no " + std::string(name(p)) + has});
-  list.push_back({with_precision(Precision::int8, Pass::backward), "it has no int8 backward pass; it has: forward"});
-  list.push_back({with_precision(Precision::int8, Pass::jvp), "it has no int8 jvp pass; it has: forward"});
-  list.push_back({with_precision(Precision::int8_f16), "smooth_q is not in its kernels"});
+  for (const Precision p : {Precision::bf16, Precision::int8, Precision::fp8}) {
+    list.push_back({with_precision(p),
+                    "v is quantized i8; its " + std::string(name(p)) +
+                        " takes f32, f16, bf16 and e4m3 as they are, its fp8 also e4m3 with a scale per tensor"});
+    list.back().asked.quantized_v = true;
+  }
+  const std::string has = "; it has: f32, f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw";
+  for (const Pass pass : {Pass::forward, Pass::backward})
+    list.push_back({with_precision(Precision::sagebwd, pass), "it has no sagebwd" + has});
+  list.push_back({with_precision(Precision::fp8, Pass::backward), "it has no fp8 backward pass; it has: forward"});
+  list.push_back({with_precision(Precision::fp8), "it has no dropout in fp8; it has: f32, f16, bf16, int8_f16"});
+  list.back().asked.attention.dropout_p = .1;
+  list.push_back(
+      {with_precision(Precision::int8, Pass::backward),
+       "its int8 backward pass needs o_residual, which is NULL; a forward pass that is asked for it writes it, "
+       "with the o and lse of this backward pass"});
+  list.back().asked.residual = false;
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    list.push_back(
+        {with_precision(Precision::int8, pass), "it has no dropout in int8; it has: f32, f16, bf16, int8_f16"});
+    list.back().asked.attention.dropout_p = .1;
+  }
+  list.push_back({with_precision(Precision::int8, Pass::backward),
+                  "it has no int8 backward pass for head dim 160; it has: up to 128"});
+  list.back().asked.dim = 160;
+  list.push_back({with_precision(Precision::int8),
+                  "it has no int8 forward pass with o_residual for head dim 160; it has: up to 128"});
+  list.back().asked.training = true, list.back().asked.dim = 160;
+  list.push_back({with_precision(Precision::int8, Pass::jvp), "it has no int8 jvp pass; it has: forward, backward"});
+  list.push_back({with_precision(Precision::int8_f16), kNoSmoothQ});
   list.back().asked.attention.smooth_q = Switch::on;
   list.push_back({{.device = 200}, "device 200 is no GPU of compute capability 8.0 or later"});
   return list;
@@ -128,7 +163,9 @@ std::vector<Rejected> rejected_by_sm90() {
     add(with_precision(p, Pass::backward), "it has no " + std::string(name(p)) + " backward pass; it has: forward");
   add(with_precision(Precision::bf16, Pass::jvp), "it has no jvp pass; it has: forward, backward");
   add(with_precision(Precision::int8), "it has no int8 for head dim 160; it has: up to 128").dim = 160;
-  add(with_precision(Precision::int8), "smooth_q is not in its kernels").attention.smooth_q = Switch::on;
+  add(with_precision(Precision::int8), kNoSmoothQ).attention.smooth_q = Switch::on;
+  add(with_precision(Precision::fp8), "q is e4m3 and k is bf16; it takes such a q with a k of e4m3").q_dtype =
+      DType::e4m3;
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     const Asked of_pass{.pass = pass};
     add(of_pass, "its mask tensor is bf16; it takes bool ones of shape [batch or 1, 1, 1, keys]").mask = DType::bf16;
@@ -143,6 +180,7 @@ std::vector<Rejected> rejected_by_sm90() {
     Asked& causal = with_key_mask("a causal mask or a window");
     causal.attention.causal = true, causal.attention.alignment = Alignment::top_left;
     add(of_pass, "it has no softcap").attention.softcap = 2.f;
+    add(of_pass, "it has no dropout").attention.dropout_p = .1;
     add(of_pass, "it has no alibi_slopes").alibi = true;
   }
   add({}, "k is e4m3; its bf16 takes f32, f16 and bf16").k_dtype = DType::e4m3;
@@ -171,9 +209,9 @@ TEST(Choice, of_sm90_with_a_key_mask) {
   }
 }
 
-// Whatever the environment names: sm80 is chosen for what sm90 declines of 16 bits, f32 and int8.
+// Whatever the environment names: sm80 is chosen for what sm90 declines of a precision that both have, and of f32.
 TEST(Choice, of_sm80_where_sm90_declines) {
-  std::vector<Asked> all(11);
+  std::vector<Asked> all(14);
   all[0].pass = Pass::jvp;
   all[1].attention.precision = Precision::f32;
   all[2].mask = DType::boolean;
@@ -185,6 +223,9 @@ TEST(Choice, of_sm80_where_sm90_declines) {
   all[8].attention.precision = Precision::int8, all[8].dim = 160;
   all[9].attention.precision = Precision::int8, all[9].attention.softcap = 2.f;
   all[10].attention.precision = Precision::int8_f16, all[10].mask = DType::bf16;
+  all[11].attention.precision = Precision::fp8, all[11].q_dtype = DType::e4m3;
+  all[12].attention.precision = Precision::int8_fp8, all[12].dim = 160;
+  all[13].attention.precision = Precision::fp8_raw, all[13].alibi = true;
   for (Asked& x : all) {
     x.attention.backend = "";
     const std::string answer = answer_to(x);

@@ -42,6 +42,7 @@ std::vector<NamedValues> outputs_of(const Outputs& x, Pass pass) {
   if (pass == Pass::backward) list.insert(list.end(), {{"dq", &x.dq}, {"dk", &x.dk}, {"dv", &x.dv}});
   if (pass == Pass::jvp) list.push_back({"to", &x.to});
   if (x.dsinks.present()) list.push_back({"dsinks", &x.dsinks});
+  if (x.dmask.present()) list.push_back({"dmask", &x.dmask});
   if (x.tlse.present()) list.push_back({"tlse", &x.tlse});
   return list;
 }
@@ -86,6 +87,7 @@ double Allowed::operator()(Values Outputs::*output) const {
                      : output == &Outputs::dk     ? noise_.dk
                      : output == &Outputs::dv     ? noise_.dv
                      : output == &Outputs::dsinks ? noise_.dsinks
+                     : output == &Outputs::dmask  ? noise_.dmask
                      : output == &Outputs::tlse   ? noise_.tlse
                                                   : noise_.to;
   return 2 * difference(plain_.*output, exact_.*output).largest + f32;

@@ -45,8 +45,9 @@ struct Call {
   octet_attention attention = OCTET_ATTENTION_INIT;
   octet_arguments arguments = OCTET_ARGUMENTS_INIT;
   octet_tensor q, k, v, o, o_residual, lse, do_, dq, dk, dv, tq, tk, tv, to, mask, cu_q, cu_k;
-  octet_tensor sinks, dsinks, tsinks, dlse, tlse, alibi_slopes;  // optional: a test that wants them sets the arguments
-  Memory inputs{15 * kSlot}, outputs{9 * kSlot}, workspace{1 << 22};
+  // Optional: a test that wants them sets the arguments.
+  octet_tensor sinks, dsinks, tsinks, dlse, tlse, alibi_slopes, dropout_seed, dmask;
+  Memory inputs{16 * kSlot}, outputs{10 * kSlot}, workspace{1 << 22};
 
   explicit Call(octet_pass pass, octet_precision precision = OCTET_PRECISION_F32) {
     std::memset(inputs.data(), 0, inputs.size());
@@ -63,7 +64,8 @@ struct Call {
     to = out(6, kHeads, kTokensQ, kDimV);
     sinks = in(11, kHeads, 1, 1), dsinks = out(7, kHeads, 1, 1), tsinks = in(12, kHeads, 1, 1);
     dlse = in(13, kHeads, kTokensQ, 1), tlse = out(8, kHeads, kTokensQ, 1);
-    alibi_slopes = in(14, kHeads, 1, 1);
+    alibi_slopes = in(14, kHeads, 1, 1), dropout_seed = in(15, 1, 1, 4), dropout_seed.dtype = OCTET_I32;
+    dmask = out(9, kHeads, kTokensQ, kTokensK);
     arguments.q = &q, arguments.k = &k, arguments.v = &v, arguments.o = &o, arguments.lse = &lse;
     if (backward) arguments.do_ = &do_, arguments.dq = &dq, arguments.dk = &dk, arguments.dv = &dv;
     if (pass == OCTET_JVP) arguments.tq = &tq, arguments.tk = &tk, arguments.tv = &tv, arguments.to = &to;

@@ -234,6 +234,19 @@ TEST(Tensors, negative_strides_are_views_like_others) {
   expect_invalid(overlapping, "o: its memory overlaps that of lse");
 }
 
+TEST(Tensors, strides_of_one_element_are_not_read) {
+  for (const octet_pass pass : {OCTET_FORWARD, OCTET_BACKWARD, OCTET_JVP})
+    for (const int64_t stride : {int64_t{0}, int64_t{3}, INT64_MAX, INT64_MIN}) {
+      SCOPED_TRACE(stride);
+      Call call(pass);
+      for (octet_tensor* t : {&call.q, &call.k, &call.v, &call.o, &call.lse, &call.do_, &call.dq, &call.dk, &call.dv,
+                              &call.tq, &call.tk, &call.tv, &call.to})
+        t->shape[0] = 1, t->stride[0] = stride;
+      call.lse.stride[3] = stride;
+      expect_accepted(call);
+    }
+}
+
 TEST(Tensors, empty_tensors_need_no_memory) {
   Call call(OCTET_FORWARD);
   for (octet_tensor* t : {&call.q, &call.o, &call.lse}) t->shape[2] = 0, t->data = nullptr;

@@ -141,6 +141,35 @@ ForwardBar int8_f16_forward_bar() {
            {"D6", {.0315, .9995}}}};
 }
 
+ForwardBar int8_fp8_forward_bar() {
+  return {"int8_fp8",
+          Precision::int8_fp8,
+          DType::f32,
+          {{"D1", {.0426, .9991}},
+           {"D2", {.0407, .9992}},
+           {"D3", {.0394, .9992}},
+           {"D4", {.0345, .9994}},
+           {"D5", {.0024, .99999}},
+           {"D6", {.122, .9933}}}};
+}
+
+ForwardBar fp8_forward_bar() {
+  return {"fp8",
+          Precision::fp8,
+          DType::f32,
+          {{"D1", {.058, .998}},
+           {"D2", {.070, .998}},
+           {"D3", {.050, .998}},
+           {"D4", {.064, .998, Over::all_heads}},
+           {"D5", {.0019, .99999, Over::all_heads}},
+           {"D6", {.090, .998}}}};
+}
+
+ForwardBar fp8_raw_forward_bar(DType out) {
+  if (out == DType::e4m3) return {"fp8_raw_o_e4m3", Precision::fp8_raw, out, {{"D1", {.0675, .9975}}}};
+  return {"fp8_raw", Precision::fp8_raw, out, {{"D1", {.0600, .998}}}};
+}
+
 BackwardBar bf16_backward_bar(BiasCorrection bias_correction) {
   constexpr double kCosine = .999998;
   if (bias_correction == BiasCorrection::none)

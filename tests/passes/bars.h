@@ -69,6 +69,9 @@ void expect_backward_bar(const Tested&, const BackwardBar&);
 ForwardBar bf16_forward_bar(DType out);
 ForwardBar int8_forward_bar();
 ForwardBar int8_f16_forward_bar();
+ForwardBar int8_fp8_forward_bar();
+ForwardBar fp8_forward_bar();
+ForwardBar fp8_raw_forward_bar(DType out);  // f32 or e4m3
 BackwardBar bf16_backward_bar(BiasCorrection);
 
 // Without a bias correction the rounding of dS meets the common offset of the keys: dq of B3 misses by far.

@@ -52,6 +52,7 @@ void expect_as_good(const Outputs& got, const Expected& x, Pass pass) {
     expect_as_good({"dk", &got.dk, &x.plain.dk, &x.exact.dk, x.rms.dk, x.most.dk, x.same_p});
     expect_as_good({"dv", &got.dv, &x.plain.dv, &x.exact.dv, x.rms.dv, x.most.dv, x.same_p});
     expect_as_good({"dsinks", &got.dsinks, &x.plain.dsinks, &x.exact.dsinks, x.rms.dsinks, x.most.dsinks, x.same_p});
+    expect_as_good({"dmask", &got.dmask, &x.plain.dmask, &x.exact.dmask, x.rms.dmask, x.most.dmask, x.same_p});
     return;
   }
   expect_as_good({"o", &got.o, &x.plain.o, &x.exact.o, x.rms.o, x.most.o, x.same_p});

@@ -19,6 +19,18 @@ TEST(RandomProblems, are_right_in_every_row) {
               static_cast<unsigned long long>(count - solved));
 }
 
+// Masks that are added, of every broadcast, type and layout.
+TEST(RandomProblems, give_gradients_of_masks) {
+  const auto [first, count] = draws(30);
+  uint64_t solved = 0;
+  for (uint64_t seed = first; solved < count; ++seed) {
+    RandomProblem x = random_problem(seed);
+    if (x.pass != Pass::backward || x.in.mask.data.empty() || x.in.mask_dtype == DType::boolean) continue;
+    x.c.dmask = true;
+    solved += expect_right(x, {.backend = "cpu"}) == Outcome::solved;
+  }
+}
+
 // The exact results of a problem without its last key lie beyond the bars of some row.
 TEST(RandomProblems, have_bars_that_notice_a_lost_key) {
   int noticed = 0;

@@ -37,6 +37,7 @@ Known read(const std::string& name) {
             .dim_v = q[3],
             .causal = true,
             .dtype = DType::bf16};
+  real.c.trains_int8 = true;
   real.want = exact(real.c, real.in, Pass::backward);
   real.want.o = exact(real.c, real.in, Pass::forward).o;
   return real;

@@ -47,6 +47,9 @@ class Row:
     dlse: bool = False
     softcap: float = 0.0
     alibi: str = ""
+    dropout_p: float = 0.0
+    seeds: str = "shared"
+    dmask: bool = False
 
 
 ALLOWED = {
@@ -58,6 +61,7 @@ ALLOWED = {
     "kv_layout": ("bhtd", "bthd", "transposed", "padded", "broadcast"),
     "sinks": ("shared", "of_batch"),
     "alibi": ("shared", "each"),
+    "seeds": ("shared", "each"),
 }
 
 
@@ -110,12 +114,13 @@ class Problem:
     row: Row
     arrays: dict  # q k v do tq tk tv
     keywords: dict  # of octet.attention: causal, window, ...
-    more: dict  # mask, sinks and alibi_slopes, as arrays
+    more: dict  # mask, sinks, alibi_slopes and dropout_seed, as arrays
     dlse: np.ndarray | None
     tsinks: np.ndarray | None
     seen: np.ndarray
     bias: np.ndarray | None
     cu: tuple | None  # of packed sequences
+    z: np.ndarray | None = None  # what dropout multiplies P by
 
     @functools.cached_property
     def about(self):
@@ -123,19 +128,26 @@ class Problem:
         a, sinks = self.arrays, self.more.get("sinks")
         tangents = a["tq"], a["tk"], a["tv"]
         return {"bias": self.bias, "scale": self.row.scale and float(np.float32(self.row.scale)), "sinks": sinks,
-                "do": a["do"], "dlse": self.dlse, "tangents": tangents, "tsinks": self.tsinks}  # fmt: skip
+                "z": self.z, "do": a["do"], "dlse": self.dlse, "tangents": tangents, "tsinks": self.tsinks}  # fmt: skip
 
     @functools.cached_property
     def want(self):
         a = self.arrays
-        return exact.attention(
+        want = exact.attention(
             a["q"], a["k"], a["v"], seen=self.seen, softcap=float(np.float32(self.row.softcap)), **self.about
         )
+        if self.row.dmask:
+            broadcast = tuple(i for i, n in enumerate(self.more["mask"].shape) if n == 1)
+            want["dmask"] = want["ds"].sum(broadcast, keepdims=True)
+        return want
 
     def expect(self, got):
         """Every result within the bound of its precision: that of the row's dtype."""
         a = self.arrays
-        bound = exact.bounds(a["q"], a["k"], a["v"], **self.about, **exact.rounding(a["q"].dtype))
+        mask = self.more.get("mask", np.zeros((1, 1, 1, 1)))
+        how = exact.rounding(mask.dtype)
+        of_mask = {"mask": mask.shape, "mask_format": how["format"] or how["unit"]}
+        bound = exact.bounds(a["q"], a["k"], a["v"], **self.about, **of_mask, **exact.rounding(a["q"].dtype))
         for name, x in got.items():
             x = np.asarray(x).astype(np.float64)
             exact.expect_close(x, self.want[name], bound[name], name)
@@ -155,6 +167,15 @@ def of_sequences(row, shape_of_one):
             whole = np.zeros((*block.shape[:-2], row.tokens_q, row.tokens_k), block.dtype)
         whole[..., q[0] : q[1], k[0] : k[1]] = block
     return whole
+
+
+def dropped_by_head(row, words, sequence, queries, keys):
+    """[head, queries, keys]: what sequence number `sequence` drops."""
+    words = words if words.ndim == 1 else words[sequence]
+    seed, offset = (int(x) for x in words.view(np.uint64))
+    offset = offset & ~(2**32 - 1) | (offset + (sequence if row.seeds == "shared" else 0)) & 2**32 - 1
+    drop = lambda head: exact.dropped(row.dropout_p, seed, offset, head, queries, keys)
+    return np.stack([drop(head) for head in range(row.heads)])
 
 
 def draw(row, dtype=None):
@@ -228,7 +249,16 @@ def draw(row, dtype=None):
         far = lambda queries, keys: np.abs(np.arange(queries)[:, None] + keys - queries - np.arange(keys))
         term = of_sequences(row, lambda i, *size: -of[i] * far(*size)) if packed else -of * far(n, m)
         bias = term if bias is None else bias + term
+    z = None
+    if row.dropout_p:
+        keywords["dropout_p"] = row.dropout_p
+        sequences = len(row.cu_seqlens_q) - 1 if packed else b
+        shape = (sequences, 4) if row.seeds == "each" else (4,)
+        more["dropout_seed"] = words = random.integers(-(2**31), 2**31, shape, np.int32)
+        lost = lambda i, *size: dropped_by_head(row, words, i, *size)
+        lost = of_sequences(row, lost)[None] if packed else np.stack([lost(i, n, m) for i in range(b)])
+        z = np.where(lost, 0, 1 / (1 - round(row.dropout_p * 2**23) / 2**23))
     dlse = random.standard_normal((b, h, n)).astype(wide) if row.dlse else None
     tsinks = random.standard_normal(h).astype(wide) if row.sinks else None
     cu = tuple(np.array(x, np.int32) for x in (row.cu_seqlens_q, row.cu_seqlens_k)) if packed else None
-    return Problem(row, arrays, keywords, more, dlse, tsinks, seen, bias, cu)
+    return Problem(row, arrays, keywords, more, dlse, tsinks, seen, bias, cu, z)

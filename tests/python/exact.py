@@ -22,12 +22,43 @@ def default_scale(dim):
     return float(np.float32(1 / np.sqrt(dim)))
 
 
+def philox(key, counter):
+    """The four words of Philox-4x32-7 (Salmon et al., SC 2011), of integers or arrays of them."""
+    low = 2**32 - 1
+    x, (a, b) = [np.asarray(c, np.uint64) for c in counter], key
+    for i in range(7):
+        first, second = x[0] * np.uint64(0xD2511F53), x[2] * np.uint64(0xCD9E8D57)
+        keys = np.uint64((a + i * 0x9E3779B9) & low), np.uint64((b + i * 0xBB67AE85) & low)
+        high = first >> np.uint64(32), second >> np.uint64(32)
+        x = [high[1] ^ x[1] ^ keys[0], second & np.uint64(low), high[0] ^ x[3] ^ keys[1], first & np.uint64(low)]
+    return x
+
+
+def dropped(p, seed, offset, head, queries, keys):
+    """[queries, keys]: which elements of P a sequence drops, by docs/numerics.md."""
+    low, n = 2**32 - 1, round(p * 2**23)
+    i, j = np.arange(queries)[:, None], np.arange(keys)[None, :]
+    group = lambda token: 4 * (token // 16) + token % 8 // 2
+    counter = group(j) + 0 * i, group(i) + 0 * j, (offset >> 32) + head & low, offset & low
+    words = philox((seed & low, seed >> 32), counter)
+    byte = lambda word, b: words[word].astype(np.int64) >> 8 * b & 255
+    common = sum((byte(word, b) >> 7) << 4 * b + word for word in range(4) for b in range(4))
+    own = np.select(
+        [(i // 8 % 2 * 2 + j // 8 % 2 == word) & (i % 2 * 2 + j % 2 == b) for word in range(4) for b in range(4)],
+        [byte(word, b) for word in range(4) for b in range(4)],
+    )
+    return own % 128 < n // 65536 + (common < n % 65536)
+
+
 def attention(
-    q, k, v, *, seen=None, bias=None, scale=None, softcap=0, sinks=None, do=None, dlse=None, tangents=None, tsinks=None
-):
-    """{o, lse}, and {dq, dk, dv, dsinks} with do, {to, tlse} with tangents; arrays are [batch, head, token, dim].
+    q, k, v, *, seen=None, bias=None, scale=None, softcap=0, sinks=None, z=None, do=None, dlse=None, tangents=None,
+    tsinks=None,
+):  # fmt: skip
+    """{o, lse}, and {dq, dk, dv, dsinks, ds} with do, {to, tlse} with tangents; arrays are [batch, head, token, dim].
 
     sinks [head]: a logit more of each query, whose value is 0. dlse [batch, head, token]: the gradient of lse.
+    z [batch, head, query, key]: what dropout multiplies p by; None: 1. ds [batch, head, query, key]: the derivative by
+    bias.
     """
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     batch, heads, queries, dim = q.shape
@@ -57,17 +88,19 @@ def attention(
     p, p_sink = np.exp(s - top), np.exp(sink - top)
     total = p.sum(-1, keepdims=True) + p_sink
     p, p_sink = (x / np.where(total == 0, 1.0, total) for x in (p, p_sink))
+    z = 1.0 if z is None else z
     with np.errstate(divide="ignore"):
-        out = {"o": p @ wide_v, "lse": (top + np.log(total))[..., 0]}
+        out = {"o": (p * z) @ wide_v, "lse": (top + np.log(total))[..., 0]}
     if do is not None:
         do = do.astype(np.float64)
-        dp = do @ wide_v.swapaxes(-1, -2)
+        dp = z * (do @ wide_v.swapaxes(-1, -2))
         of_row = (p * dp).sum(-1, keepdims=True) - (0.0 if dlse is None else dlse.astype(np.float64)[..., None])
-        ds = slope * p * (dp - of_row)
+        out["ds"] = p * (dp - of_row)
+        ds = slope * out["ds"]
         out["dsinks"] = -(p_sink * of_row).sum((0, 2, 3))
         out["dq"] = ds @ wide_k
         out["dk"] = gather(ds.swapaxes(-1, -2) @ q)
-        out["dv"] = gather(p.swapaxes(-1, -2) @ do)
+        out["dv"] = gather((p * z).swapaxes(-1, -2) @ do)
     if tangents is not None:
         tq, tk, tv = tangents
         ts = slope * (tq.astype(np.float64) @ wide_k.swapaxes(-1, -2) + q @ spread(tk).swapaxes(-1, -2))
@@ -75,18 +108,20 @@ def attention(
         of_row = (p * ts).sum(-1, keepdims=True) + p_sink * moved
         out["tlse"] = of_row[..., 0]
         tp = p * (ts - of_row)
-        out["to"] = tp @ wide_v + p @ spread(tv)
+        out["to"] = (tp * z) @ wide_v + (p * z) @ spread(tv)
     return out
 
 
 def bounds(
-    q, k, v, *, unit, format=0.0, scale=None, bias=None, sinks=None, do=None, dlse=None, tangents=None, tsinks=None
-):
+    q, k, v, *, unit, format=0.0, scale=None, bias=None, sinks=None, z=None, do=None, dlse=None, tangents=None,
+    tsinks=None, mask=(1, 1, 1, 1), mask_format=0.0,
+):  # fmt: skip
     """First-order bounds on the error of each output: sums in arithmetic of rounding `unit`, while the weights p, the
     derivatives ds and the results are rounded to `format` (0: as exact as the sums).
 
     With logits of sums of n products off by (n + 3) unit times the sum of their sizes, weights are off by twice that,
-    relative, and every later sum of n terms adds (n + 8) unit (8: the exponential and the single operations).
+    relative, and every later sum of n terms adds (n + 8) unit (8: the exponential and the single operations). `mask`:
+    its shape, for dmask, which is rounded to `mask_format` at the end.
     """
 
     def largest(x):
@@ -103,14 +138,20 @@ def bounds(
     logits = scale * product(q, k) + (0.0 if bias is None else largest(bias[np.isfinite(bias)]))
     logits = max(logits, 0.0 if sinks is None else largest(sinks))
     p = 2 * (dim + 3) * unit * (logits + 1) + (keys + 8) * unit + format
-    out = {"o": (p + format + unit) * largest(v), "lse": p + (dim + 8) * unit * (logits + np.log(keys + 1))}
+    z = 1.0 if z is None else largest(z)
+    out = {"o": z * (p + format + unit) * largest(v), "lse": p + (dim + 8) * unit * (logits + np.log(keys + 1))}
     users = queries * heads / max(kv_heads, 1)  # queries that share a key
     if do is not None:
-        dp = product(do, v) + (0.0 if dlse is None else largest(dlse))
+        dp = z * product(do, v) + (0.0 if dlse is None else largest(dlse))
         ds = 2 * scale * dp * (2 * p + (dim_v + 2 * keys + 16) * unit + 3 * format)
         out["dq"] = ds * largest(k)
         out["dk"] = (ds + 2 * scale * dp * (users + 8) * unit) * users * largest(q)
-        out["dv"] = (2 * p + format + (users + 8) * unit) * users * largest(do)
+        out["dv"] = z * (2 * p + format + (users + 8) * unit) * users * largest(do)
+        rows, terms = [
+            np.prod([n for n, m in zip((batch, heads, queries, keys)[:end], mask, strict=False) if m == 1])
+            for end in (3, 4)
+        ]
+        out["dmask"] = (ds / scale + 2 * dp * ((terms + 8) * unit + mask_format)) * rows
         out["dsinks"] = (ds / scale + 2 * dp * (batch * queries + 8) * unit) * batch * queries
     if tangents is not None:
         tq, tk, tv = tangents
@@ -118,6 +159,7 @@ def bounds(
         out["tlse"] = ts * (2 * p + (dim + 2 * keys + 16) * unit + 2 * format)
         out["to"] = 2 * ts * (2 * p + (dim + 2 * keys + 16) * unit + 2 * format) * largest(v)
         out["to"] += (2 * p + format + unit) * largest(tv)
+        out["to"] *= z
     return out
 
 

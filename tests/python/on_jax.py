@@ -1,6 +1,7 @@
 """The tests of jax on the CPU share this: four devices, 64 bits, and both ways into the library."""
 
 import os
+import tempfile
 
 # Of a test's time most is XLA's, which compiles each operator; what it makes of them is small.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
@@ -11,6 +12,12 @@ import pytest
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 from octet.jax import _adapter  # noqa: E402
+
+# Nor is an operator compiled again whenever a test clears jax's own caches.
+COMPILED = tempfile.TemporaryDirectory()
+jax.config.update("jax_compilation_cache_dir", COMPILED.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(autouse=True, scope="module")

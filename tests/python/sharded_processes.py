@@ -85,6 +85,11 @@ def batch_with_the_rest(mesh):
     problem.leaves["sinks"] = torch.randn(HEADS)
     problem.constants |= {"mask": torch.rand(BATCH, 1, TOKENS, TOKENS) > 0.3, "alibi_slopes": torch.rand(BATCH, HEADS)}
     expect_the_whole(mesh, problem, sums=["dsinks"], o=axis, dsinks=Partial())
+    del problem.constants["mask"]
+    problem.leaves["mask"] = torch.randn(1, HEADS, TOKENS, TOKENS)  # of the whole batch, so its gradient is a sum
+    expect_the_whole(mesh, problem.place(mask=R), sums=["dsinks", "dmask"], o=axis, dmask=Partial())
+    problem.leaves["mask"] = torch.randn(BATCH, 1, TOKENS, TOKENS)
+    expect_the_whole(mesh, problem.place(mask=axis), sums=["dsinks"], o=axis, dmask=axis)
 
 
 def heads(mesh):
@@ -101,6 +106,9 @@ def heads_with_the_rest(mesh):
     problem.leaves["sinks"] = torch.randn(HEADS)
     problem.constants |= {"mask": torch.randn(1, HEADS, 1, TOKENS), "alibi_slopes": torch.rand(HEADS)}
     expect_the_whole(mesh, problem, o=axis, dsinks=Shard(0))
+    problem.leaves["mask"] = problem.constants.pop("mask")
+    expect_the_whole(mesh, problem, o=axis, dmask=axis)
+    del problem.leaves["mask"]
     problem.constants["mask"] = torch.rand(TOKENS, TOKENS) > 0.3
     expect_the_whole(mesh, problem.place(mask=R), o=axis)
 
@@ -188,6 +196,8 @@ def rejections(mesh):
         words = f"q: S({shard})", "tokens", f"allowed: Shard(0) (batch), Shard({3 - shard}) (heads)", "redistribute"
         reject(words, lambda x=tokens, layout=layout: octet.attention(*x, layout=layout))
     q, k = made(Shard(0)), made(Shard(0))
+    reject(["dropout_seed: given with DTensors"], lambda: octet.attention(q, k, k, dropout_p=0.1, dropout_seed=1))
+    reject(["dropout_seed: given with DTensors"], lambda: octet.sdpa(q, k, k, dropout_p=0.1))
     reject(["k: S(2)", "tokens"], lambda: octet.attention(q, made(Shard(2)), made(Shard(2))))
     reject(["v: S(3)", "head dim"], lambda: octet.attention(q, k, made(Shard(3))))
     reject(["k: S(1)", "the heads", "but q the batch"], lambda: octet.attention(q, made(Shard(1)), k))

@@ -50,17 +50,19 @@ FUNCTIONS = pytest.mark.parametrize("function", ARRAYS, ids=lambda f: f.__name__
 OPTIONS = {
     "precision": "int9", "causal": "left", "scale": "wide", "window": "all", "alignment": "middle", "layout": "hsd",
     "bias_correction": "salt", "beta": "large", "hadamard": True, "smooth_q": "maybe", "softcap": -5.0,
-    "deterministic": "yes", "threads": -1, "backend": 3, "out_dtype": "float5", "enable_gqa": "yes",
-    "rounding": "flash",
+    "dropout_p": "often", "deterministic": "yes", "threads": -1, "backend": 3, "out_dtype": "float5",
+    "enable_gqa": "yes", "rounding": "flash",
 }  # fmt: skip
 MORE = {
-    octet.attention: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "return_lse": "no"},
-    octet.attention_varlen: {"max_seqlen_q": -1, "max_seqlen_k": "long"}
+    octet.attention: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "dropout_seed": -1, "return_lse": "no"},
+    octet.attention_varlen: {"dropout_seed": True, "max_seqlen_q": -1, "max_seqlen_k": "long"}
     | {"sinks": CU, "alibi_slopes": CU, "return_lse": "no"},
-    octet.attention_vjp: {"mask": [1], "sinks": [1], "alibi_slopes": [1], "dlse": Q},
-    octet.attention_jvp: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "tsinks": torch.zeros(2), "return_lse": "no"},
-    octet.check: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "do": [1], "tangents": ([1], Q, Q)},
-    octet.explain: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "kind": "sideways"},
+    octet.attention_vjp: {"mask": [1], "sinks": [1], "alibi_slopes": [1], "dropout_seed": (1, 2, 3), "dlse": Q}
+    | {"return_dmask": True},
+    octet.attention_jvp: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "dropout_seed": Q, "tsinks": torch.zeros(2)}
+    | {"return_lse": "no"},
+    octet.check: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "dropout_seed": "x", "do": [1], "tangents": ([1], Q, Q)},
+    octet.explain: {"mask": [1], "sinks": Q, "alibi_slopes": Q, "dropout_seed": 2**64, "kind": "sideways"},
 }
 NAMED_OTHERWISE = {"tangents": "tq"}  # whose parts have names
 
@@ -74,7 +76,7 @@ def test_every_option(function):
     for name, value in (OPTIONS | MORE[function]).items():
         call = lambda name=name, value=value: function(**ARRAYS[function], **{name: value})
         reject(NAMED_OTHERWISE.get(name, name), call)
-    reject("dropout_p", lambda: function(**ARRAYS[function], dropout_p=0.1), TypeError)
+    reject("dropout", lambda: function(**ARRAYS[function], dropout=0.1), TypeError)
     reject("anything", lambda: function(**ARRAYS[function], anything=1), TypeError)
 
 
@@ -82,7 +84,7 @@ def test_supports_gives_the_same_reasons():
     for name, value in OPTIONS.items():
         found = octet.supports(Q, Q, Q, **{name: value})
         assert not found and re.match(rf"{name}\b", found.reason)
-    reject("dropout_p", lambda: octet.supports(Q, Q, Q, dropout_p=0.1), TypeError)
+    reject("dropout", lambda: octet.supports(Q, Q, Q, dropout=0.1), TypeError)
 
 
 @FUNCTIONS
@@ -116,8 +118,7 @@ def test_a_gradient_that_does_not_exist(precision):
     with torch.no_grad():
         octet.attention(**needing)
     mask = torch.zeros(8, 8, requires_grad=True)
-    for function in (octet.attention, octet.attention_jvp):
-        reject("mask", lambda function=function: function(**ARRAYS[function], mask=mask), octet.Unsupported)
+    reject("requires_grad", lambda: octet.attention(Q, Q, Q, mask=mask, precision=precision), octet.Unsupported)
 
 
 def test_quantize():
@@ -125,7 +126,7 @@ def test_quantize():
     wrong = {
         "x": [1], "operand": "o", "format": "i2", "granularity": "row", "block": -1, "zero_point": "near",
         "smooth": None, "hadamard_seed": -1, "rope": "spiral", "rope_dim": 7, "rope_offset": None, "rope_base": -1.0,
-        "layout": "hsd",
+        "statistics": "all", "layout": "hsd",
     }  # fmt: skip
     assert set(wrong) == set(parameters(octet.quantize))
     any_value = {"smooth", "rope_offset"}  # a truth; any position
@@ -140,11 +141,11 @@ def test_quantize():
 
 SERVED = None
 ATTENTION = {
-    "query": SERVED, "key": SERVED, "value": SERVED, "attn_mask": SERVED, "dropout_p": 0.1, "is_causal": SERVED,
+    "query": SERVED, "key": SERVED, "value": SERVED, "attn_mask": SERVED, "dropout_p": 1.5, "is_causal": SERVED,
     "scale": "wide", "enable_gqa": SERVED, "precision": "int9",
 }  # fmt: skip
 FLASH = {
-    "q": SERVED, "k": SERVED, "v": SERVED, "dropout_p": 0.1, "softmax_scale": ("scale", "wide"), "causal": SERVED,
+    "q": SERVED, "k": SERVED, "v": SERVED, "dropout_p": 1.5, "softmax_scale": ("scale", "wide"), "causal": SERVED,
     "window_size": [1, 2, 3], "softcap": -5.0, "alibi_slopes": torch.ones(7), "deterministic": SERVED,
     "return_attn_probs": SERVED, "precision": "int9",
 }  # fmt: skip
@@ -192,7 +193,7 @@ def of_transformers():
     lengths = ["cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"]
     served = ["module", "query", "key", "value", "attention_mask", "is_causal", "position_ids", "position_bias"]
     rejected = {
-        "dropout": 0.1,
+        "dropout": ("dropout_p", 1.5),
         "scaling": ("scale", "wide"),
         "sliding_window": 0,
         "softcap": -30.0,

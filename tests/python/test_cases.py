@@ -17,8 +17,9 @@ def test_every_pass_in_numpy(row, dtype):
         problem.expect({"o": o.swapaxes(0, 1)[None], "lse": lse[None]})
         return
     o, lse = octet.attention(q, k, v, return_lse=True, **keywords)
-    gradients = octet.attention_vjp(q, k, v, a["do"], dlse=problem.dlse, **keywords)
-    got = {"o": o, "lse": lse} | dict(zip(("dq", "dk", "dv", "dsinks"), gradients, strict=False))
+    gradients = octet.attention_vjp(q, k, v, a["do"], dlse=problem.dlse, return_dmask=row.dmask, **keywords)
+    names = ["dq", "dk", "dv", *["dsinks"] * bool(row.sinks), *["dmask"] * row.dmask]
+    got = {"o": o, "lse": lse} | dict(zip(names, gradients, strict=True))
     tangents = a["tq"], a["tk"], a["tv"]
     found = octet.attention_jvp(q, k, v, *tangents, tsinks=problem.tsinks, return_lse=True, **keywords)
     problem.expect(got | {"to": found[1], "tlse": found[3]})

@@ -11,19 +11,19 @@ def test_every_pass_in_jax(row):
     problem = case_list.draw(row)
     a = {name: jnp.asarray(x) for name, x in problem.arrays.items()}
     more = {name: jnp.asarray(x) for name, x in problem.more.items()}
-    names = ["q", "k", "v", *(["sinks"] if row.sinks else [])]
+    names = ["q", "k", "v", *["sinks"] * bool(row.sinks), *["mask"] * row.dmask]
     a |= {name: more.pop(name) for name in names[3:]}
     keywords = problem.keywords | more
 
     def call(*inputs):
         x = dict(zip(names, inputs, strict=True))
-        q, k, v, sinks = x["q"], x["k"], x["v"], x.get("sinks")
+        q, k, v, beside = x["q"], x["k"], x["v"], {name: x[name] for name in names[3:]}
         if problem.cu:
             cu = map(jnp.asarray, problem.cu)
             packed = map(problem.packed, (q, k, v))
-            o, lse = octet.attention_varlen(*packed, *cu, sinks=sinks, return_lse=True, **keywords)
+            o, lse = octet.attention_varlen(*packed, *cu, return_lse=True, **beside, **keywords)
             return o.swapaxes(0, 1)[None], lse[None]
-        return octet.attention(q, k, v, sinks=sinks, return_lse=True, **keywords)
+        return octet.attention(q, k, v, return_lse=True, **beside, **keywords)
 
     inputs = [a[name] for name in names]
     (o, lse), pull = jax.vjp(call, *inputs)
@@ -31,5 +31,6 @@ def test_every_pass_in_jax(row):
     got = {"o": o, "lse": lse} | {"d" + name: x for name, x in zip(names, gradients, strict=True)}
     if not problem.cu:
         tangents = [a["tq"], a["tk"], a["tv"], *([jnp.asarray(problem.tsinks)] if row.sinks else [])]
-        (_, _), (got["to"], got["tlse"]) = jax.jvp(call, inputs, tangents)
+        mask = [a["mask"]] if row.dmask else []  # which has no tangent
+        (_, _), (got["to"], got["tlse"]) = jax.jvp(lambda *x: call(*x, *mask), inputs[: len(tangents)], tangents)
     problem.expect(got)

@@ -15,7 +15,7 @@ def rejected(kind, message, *arrays, call=octet.attention, **keywords):
 
 @pytest.mark.parametrize(
     "name, advice",
-    [("dropout_p", "no dropout"), ("is_causal", "causal='top_left'"),
+    [("dropout", "use dropout_p and dropout_seed"), ("is_causal", "causal='top_left'"),
      ("attn_mask", "use mask"), ("softmax_scale", "use scale"),
      ("window_size", "use window"), ("tensor_layout", "bshd"),
      ("remedy", "use bias_correction, whose 'f16' was 'f16_inside'"), ("anything", "allowed: 'precision'")],

@@ -27,6 +27,8 @@ def test_every_pass_in_torch(row):
     leaves = {name: a[name].requires_grad_() for name in "qkv"}
     if row.sinks:
         leaves["sinks"] = more["sinks"] = more["sinks"].requires_grad_()
+    if row.dmask:
+        leaves["mask"] = more["mask"] = more["mask"].requires_grad_()
     keywords = problem.keywords | more
     q, k, v = (a[name] for name in "qkv")
     if problem.cu:

@@ -69,7 +69,7 @@ def test_flash_attn_is_differentiable_and_takes_a_precision():
 
 @pytest.mark.parametrize(
     "keywords, message",
-    [({"dropout_p": 0.1}, "dropout_p: found 0.1"), ({"softcap": -20.0}, "softcap: found -20, allowed: positive"),
+    [({"dropout_p": 1.5}, "dropout_p: found 1.5"), ({"softcap": -20.0}, "softcap: found -20, allowed: positive"),
      ({"alibi_slopes": torch.ones(7)}, "alibi_slopes: shape .1, 7, 1, 1., expected")],
 )  # fmt: skip
 def test_flash_attn_rejections(keywords, message):

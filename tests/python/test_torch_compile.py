@@ -163,6 +163,25 @@ def test_a_compiled_jvp_is_rejected_or_right_but_never_zero():
     torch.testing.assert_close(with_breaks(q, k, v), tangent(q, k, v))
 
 
+@pytest.mark.parametrize("mapped", ["q", "kv", "qkv"])
+def test_compiled_vmap_keeps_gradients(mapped):
+    q, k, v = inputs()
+    in_dims = tuple(0 if name in mapped else None for name in "qkv")
+    given = [x if dim == 0 else x[0].detach().requires_grad_() for x, dim in zip((q, k, v), in_dims, strict=True)]
+
+    def call(*x):
+        one = lambda *y: octet.attention(*(z[None] for z in y), enable_gqa=True)[0]
+        return torch.func.vmap(one, in_dims)(*x)
+
+    torch._dynamo.reset()
+    in_parts = torch.compile(call, backend="aot_eager")  # it leaves the graph, where vmap hides what needs a gradient
+    for got, want in zip(with_gradients(in_parts, *given), with_gradients(call, *given), strict=True):
+        assert torch.equal(got, want)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="_attend_outside_the_graph"):
+        compiled(call)(*given)
+
+
 def test_meta_tensors_give_shapes():
     q = torch.empty(2, 4, 33, 16, device="meta", dtype=torch.bfloat16)
     o, lse = octet.attention(q, q, q, return_lse=True)
@@ -211,7 +230,7 @@ def test_each_option_has_a_text():
     for name, value in FULL._asdict().items():
         if name.startswith("max_seqlen"):
             continue
-        value = {"softcap": 7.5, "rounding": octet.Rounding(p="bf16").text}.get(name, value)
+        value = {"softcap": 7.5, "dropout_p": 0.1, "rounding": octet.Rounding(p="bf16").text}.get(name, value)
         options = Options("f32")._replace(**{name: value})
         assert options_from(text_of(options)) == options and (name == "causal" or options != Options("f32"))
 

@@ -271,6 +271,39 @@ def test_a_graph_of_packed_sequences_reads_their_lengths_when_it_replays():
     assert torch.equal(found, call())
 
 
+@pytest.mark.parametrize("dtype", WITH_F32, ids=str)
+def test_dropout_drops_what_the_documents_say(dtype):
+    q, k = (x.requires_grad_() for x in draw((2, 4, 100, 64), (2, 2, 64, 64), dtype=dtype))
+    v = torch.eye(64, device="cuda", dtype=dtype).expand(2, 2, 64, 64).requires_grad_()
+    seed, offset, p = 2**40 + 3, 2**33 + 5, 0.25
+    o = octet.attention(q, k, v, dropout_p=p, dropout_seed=(seed, offset), enable_gqa=True)
+    lost = np.array([[exact.dropped(p, seed, offset + b, h, 100, 64) for h in range(4)] for b in range(2)])
+    np.testing.assert_array_equal(wide(o) == 0, lost)
+    do = torch.randn_like(o)
+    gradients = torch.autograd.grad(o, (q, k, v), do)
+    z = np.where(lost, 0, 1 / (1 - p))
+    want = exact.attention(*map(wide, (q, k, v)), z=z, do=wide(do))
+    for name, found in zip(("dq", "dk", "dv"), gradients, strict=True):
+        error = np.linalg.norm(wide(found) - want[name]) / np.linalg.norm(want[name])
+        assert error < (1e-5 if dtype == torch.float32 else 0.01), name
+
+
+def test_a_graph_draws_anew_what_it_drops():
+    q, k, v = draw(*[SHAPE] * 3)
+    octet.sdpa(q, k, v, dropout_p=0.5)
+    torch.cuda.manual_seed(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = octet.sdpa(q, k, v, dropout_p=0.5)
+    graph.replay()
+    first = o.clone()
+    graph.replay()
+    assert not torch.equal(o, first)
+    torch.cuda.manual_seed(0)
+    graph.replay()
+    assert torch.equal(o, first)
+
+
 def block(q, k, v):
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
     return octet.attention(q, k, v, causal=True, deterministic=True)
@@ -485,8 +518,9 @@ def test_sm80_is_chosen_by_name(kind, dtype):
     q = _X.to(dtype)
     assert octet.supports(q, q, q, kind=kind, softcap=2.0, backend="sm80")
     assert octet.explain(q, q, q, kind=kind, backend="sm80").startswith(f"sm80: chosen, {kind} ")
-    found = octet.supports(q, q, q, kind=kind, precision="fp8", backend="sm80")
-    assert not found and "sm80: it has no fp8; it has: f32, f16, bf16, int8, int8_f16" in found.reason
+    found = octet.supports(q, q, q, kind=kind, precision="sagebwd", backend="sm80")
+    have = "f32, f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw"
+    assert not found and (f"sm80: it has no sagebwd; it has: {have}" in found.reason or kind == "jvp")
 
 
 def test_other_packages_functions():
@@ -548,7 +582,7 @@ def test_gradients_of_lse_and_sinks_of_a_projection(dtype, has_sinks, dims):
 
 def test_nothing_falls_back_to_the_cpu():
     q = torch.zeros(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
-    for how in ({"precision": "sagebwd"}, {"precision": "fp8", "softcap": 30.0}):
+    for how in ({"precision": "sagebwd"}, {"precision": "int8_f16", "smooth_q": "on"}):
         found = octet.supports(q, q, q, **how)
         assert not found and "cpu, reference: the tensors are on cuda; it works on cpu tensors" in found.reason
         with pytest.raises(octet.Unsupported):

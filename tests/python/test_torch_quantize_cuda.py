@@ -42,6 +42,7 @@ def test_codes_and_numbers_are_those_of_the_cpu(dtype, format, layout):
     x = x if layout == "bhsd" else x.transpose(1, 2)
     for operand, granularity, block in GROUPINGS:
         how = dict(format=format, granularity=granularity, block=block, layout=layout, smooth=True, hadamard_seed=5)
+        how["statistics"] = layout == "bhsd"
         if format == "u8":
             how["zero_point"] = "integer"
         if operand != "v":

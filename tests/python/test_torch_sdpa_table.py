@@ -74,7 +74,7 @@ CALLS = {
     "unequal heads without `enable_gqa`": (tensors(Q, (2, 2, 8, 16)), {}),
     "`is_causal` with `attn_mask`": (tensors(Q), {"attn_mask": MASK, "is_causal": True}),
     "`dropout_p` other than 0": (tensors(Q), {"dropout_p": 0.1}),
-    "a mask that requires a gradient": (tensors(Q), {"attn_mask": torch.zeros(8, 8, requires_grad=True)}),
+    "a float mask that requires a gradient": (tensors(Q), {"attn_mask": torch.zeros(8, 8, requires_grad=True)}),
     "nested tensors": ([NESTED] * 3, {}),
 }  # fmt: skip
 ROWS = {"a float mask": A_MASK, "a query that sees nothing": A_MASK, "int8 with a mask of keys": INT8}

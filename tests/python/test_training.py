@@ -180,6 +180,17 @@ def test_kappa_finds_the_sign_of_what_rounding_o_does_to_delta():
         assert (abs(bias) > 2.0**-10) == is_biased, (correction, bias)
 
 
+def test_a_stored_step_is_replayed(capsys):
+    pytest.importorskip("safetensors")
+    measure.main([str(FOLDER.parent / "data" / "gpt64_layer5.safetensors")])
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    found = {row[1]: [float(x) for x in row[2:]] for row in rows}
+    assert len(found) == len(measure.REPLAYED)
+    dq = {name: x[1] for name, x in found.items()}
+    # As docs/numerics.md has it of these activations: f16 is the closest, o as it is stored costs bf16 most.
+    assert dq["bf16, f16"] < dq["bf16, exact_delta"] < dq["bf16, none"] and dq["bf16, f16"] < dq["int8"] < dq["fp8"]
+
+
 def test_measuring_changes_nothing():
     torch.manual_seed(0)
     model = GPT(SIZES["tiny"], Attend("bf16"))

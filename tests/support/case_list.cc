@@ -32,6 +32,7 @@ const Words<Layout> kKvLayouts = [] {
   return list;
 }();
 const Words<Sinks> kSinks = {{"shared", Sinks::shared}, {"of_batch", Sinks::of_batch}};
+const Words<Seeds> kSeeds = {{"shared", Seeds::shared}, {"each", Seeds::each}};
 const Words<Alibi> kAlibis = {{"shared", Alibi::shared}, {"each", Alibi::each}};
 
 // One row of the file. Every field is asked for once; `finish` rejects what nobody asked for.
@@ -139,6 +140,9 @@ Case case_of(Row& row, std::string& name) {
   row.flag("dlse", c.dlse);
   row.number("softcap", c.softcap);
   row.word("alibi", c.alibi, kAlibis);
+  row.number("dropout_p", c.dropout_p);
+  row.word("seeds", c.seeds, kSeeds);
+  row.flag("dmask", c.dmask);
   row.finish();
   return c;
 }

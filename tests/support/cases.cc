@@ -118,6 +118,12 @@ Inputs draw(const Case& c, uint64_t seed) {
   }
   if (c.alibi != Alibi::none)
     in.alibi_slopes = rounded(normal(c.slopes_shape(), 100 * seed + 12, .06, .08), DType::f32);
+  if (c.dropout_p != 0) {
+    in.dropout_seed = Values(c.seed_shape());
+    for (double& word : in.dropout_seed.data)
+      word = static_cast<double>(
+          static_cast<int32_t>(0x9e3779b9u * (seed + static_cast<uint64_t>(&word - in.dropout_seed.data.data()) + 1)));
+  }
   if (c.dlse) in.dlse = rounded(normal(c.lse_shape(), 100 * seed + 11), DType::f32);
   return in;
 }
@@ -130,6 +136,7 @@ Attention attention_of(const Case& c, Precision precision, const char* backend) 
   a.window = c.window;
   a.alignment = c.alignment;
   a.softcap = c.softcap;
+  a.dropout_p = c.dropout_p;
   a.backend = backend;
   return a;
 }
@@ -138,8 +145,9 @@ namespace {
 
 // The tensors of one call in their layouts.
 struct Buffers {
-  Buffer q, k, v, mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, do_, dlse, tq, tk, tv, tsinks;  // in
-  Buffer o, lse, o_residual, dq, dk, dv, dsinks, to, tlse;
+  Buffer q, k, v, mask, sinks, alibi_slopes, dropout_seed, cu_seqlens_q, cu_seqlens_k;  // in
+  Buffer do_, dlse, tq, tk, tv, tsinks;                                                 // in
+  Buffer o, lse, o_residual, dq, dk, dv, dsinks, dmask, to, tlse;
 
   struct Named {
     const char* name;
@@ -152,6 +160,7 @@ struct Buffers {
                                {"mask", &mask},
                                {"sinks", &sinks},
                                {"alibi_slopes", &alibi_slopes},
+                               {"dropout_seed", &dropout_seed},
                                {"do", &do_},
                                {"dlse", &dlse},
                                {"tq", &tq},
@@ -164,7 +173,7 @@ struct Buffers {
     return list;
   }
   std::vector<Named> outputs(Pass pass) const {
-    if (pass == Pass::backward) return {{"dq", &dq}, {"dk", &dk}, {"dv", &dv}, {"dsinks", &dsinks}};
+    if (pass == Pass::backward) return {{"dq", &dq}, {"dk", &dk}, {"dv", &dv}, {"dsinks", &dsinks}, {"dmask", &dmask}};
     if (pass == Pass::jvp) return {{"o", &o}, {"lse", &lse}, {"to", &to}, {"tlse", &tlse}};
     return {{"o", &o}, {"lse", &lse}, {"o_residual", &o_residual}};
   }
@@ -192,7 +201,8 @@ Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass,
   const DType lse = oracle ? DType::f64 : DType::f32;
   const Layout layout = oracle ? Layout::bhtd : c.layout, kv = oracle ? Layout::bhtd : c.kv_layout;
   const Layout out_kv = kv == Layout::broadcast ? Layout::bhtd : kv;
-  const bool residual = !oracle && c.has_residual();
+  const bool residual =
+      !oracle && c.has_residual() && (precision != Precision::int8 || pass != Pass::forward || c.trains_int8);
   Buffers x;
   if (c.interleaved && !oracle) {
     const auto [q, k, v] = interleaved(dtype, c.q_shape());
@@ -204,6 +214,7 @@ Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass,
   if (in.mask.present()) x.mask = Buffer(in.mask, in.mask_dtype, in.mask_layout);
   if (in.sinks.present()) x.sinks = Buffer(in.sinks, lse, in.sinks_repeat ? Layout::broadcast : layout);
   if (in.alibi_slopes.present()) x.alibi_slopes = Buffer(in.alibi_slopes, lse, layout);
+  if (in.dropout_seed.present()) x.dropout_seed = Buffer(in.dropout_seed, DType::i32);
   const auto cu = [](const std::vector<int32_t>& first) {
     Values values({1, 1, 1, static_cast<int64_t>(first.size())});
     std::copy(first.begin(), first.end(), values.data.begin());
@@ -223,6 +234,7 @@ Buffers lay_out(const Case& c, const Inputs& in, Precision precision, Pass pass,
       x.do_ = Buffer(in.do_, gradient, layout);
       if (in.dlse.present()) x.dlse = Buffer(in.dlse, lse, layout);
       if (in.sinks.present()) x.dsinks = Buffer(lse, c.sinks_shape(), layout);
+      if (c.dmask) x.dmask = Buffer(lse, in.mask.shape, layout);
       if (c.interleaved && !oracle) {
         const auto [dq, dk, dv] = interleaved(out, c.q_shape());
         x.dq = dq, x.dk = dk, x.dv = dv;
@@ -271,6 +283,7 @@ void with_arguments(Pass pass, const Buffers& x, Place* place, const F& f) {
   const Extras extras{.mask = at(x.mask),
                       .sinks = at(x.sinks),
                       .alibi_slopes = at(x.alibi_slopes),
+                      .dropout_seed = at(x.dropout_seed),
                       .cu_seqlens_q = at(x.cu_seqlens_q),
                       .cu_seqlens_k = at(x.cu_seqlens_k)};
   switch (pass) {
@@ -295,6 +308,7 @@ void with_arguments(Pass pass, const Buffers& x, Place* place, const F& f) {
                         .o_residual = at(x.o_residual),
                         .dlse = at(x.dlse),
                         .dsinks = at(x.dsinks),
+                        .dmask = at(x.dmask),
                         .extras = extras});
     case Pass::jvp:
       return f(Jvp{.q = at(x.q),
@@ -356,7 +370,8 @@ Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pa
   for (const auto& output : x.outputs(pass)) EXPECT_EQ(output.buffer->damage(), "") << output.name;
   Outputs out;
   out.o = x.o.values(), out.lse = x.lse.values(), out.o_residual = residual_of(c, out.o, x.o_residual);
-  out.dq = x.dq.values(), out.dk = x.dk.values(), out.dv = x.dv.values(), out.dsinks = x.dsinks.values();
+  out.dq = x.dq.values(), out.dk = x.dk.values(), out.dv = x.dv.values(), out.dsinks = x.dsinks.values(),
+  out.dmask = x.dmask.values();
   out.to = x.to.values(), out.tlse = x.tlse.values();
   return out;
 }
@@ -379,6 +394,26 @@ Outputs exact(const Case& c, const Inputs& in, Pass pass) {
   const Outputs forward = run(c, in, oracle, Pass::forward);
   return run(c, in, oracle, Pass::backward, &forward);
 }
+
+namespace {
+
+// The terms of an element of dmask, and a bound on the sum of their probabilities.
+struct SumsOfDmask {
+  int64_t terms;
+  double probabilities;
+};
+
+SumsOfDmask sums_of_dmask(const Case& c, const Inputs& in, double column_sum) {
+  const auto summed = [&](size_t dimension, int64_t size) { return in.mask.shape[dimension] == 1 ? size : 1; };
+  const int64_t batch = summed(0, c.batch), heads = summed(1, c.heads), queries = summed(2, c.tokens_q),
+                keys = summed(3, c.tokens_k);
+  const bool columns = in.mask.shape[2] == 1 && in.mask.shape[3] != 1;
+  const int64_t groups = summed(1, c.kv_heads);
+  return {batch * heads * queries * keys,
+          columns ? static_cast<double>(batch * groups) * column_sum : static_cast<double>(batch * heads * queries)};
+}
+
+}  // namespace
 
 // With u = 2^-24, s the number of sigmas, |x| the largest row norm of x (so |q_i . k_j| and the sum of its terms'
 // magnitudes are at most |q| |k|), max x the largest element, S = scale |q| |k| and B the largest finite bias:
@@ -406,6 +441,12 @@ Outputs exact(const Case& c, const Inputs& in, Pass pass) {
 // ALiBi counts in B by its largest number, which errs by u B, and e_s with it. A softcap c adds 8 u min(S, c) to e_s,
 // and its derivative, at most 1, errs by e_c = e_s / c + 8 u, as tanh'' is below 1: e_ds grows by (2 G + D) e_c, e_t by
 // T e_c. Rows of dS then have any sum, as with D.
+//
+// An element of dmask is a sum of dS over the dimensions that the mask broadcasts: with N their elements and C the
+// largest sum of their probabilities it errs by C (e_ds + (2 G + D) s sqrt(N) u). P is at most 1, its rows are at most
+// 1, and its columns at most column_sum over a group's heads.
+//
+// With dropout the elements of P that meet v and do, and dP, are divided by 1 - p: o, to, dv and G with them.
 Noise f32_noise(const Case& c, const Inputs& in, double column_sum, double sigmas) {
   const double u = 0x1p-24;
   const auto sum_of = [&](int64_t n) { return sigmas * std::sqrt(static_cast<double>(std::max<int64_t>(n, 1))) * u; };
@@ -426,24 +467,31 @@ Noise f32_noise(const Case& c, const Inputs& in, double column_sum, double sigma
   noise.o = largest(in.v) * (e_p + 2 * m);
   noise.lse = e_s + m + u * (logit + bias + std::log1p(static_cast<double>(c.tokens_k)));
   if (sinks) noise.o += largest(in.v) * noise.lse;
-  const double g = largest_row(in.do_) * largest_row(in.v), dlse = largest(in.dlse);
+  const double kept = c.dropout_scale(), g = kept * largest_row(in.do_) * largest_row(in.v), dlse = largest(in.dlse);
   const double e_ds = 2 * g * e_p + dlse * (e_p + u) + 2 * sum_of(c.dim_v) * g + (2 * g + dlse) * e_c;
   noise.dq = scale * largest(in.k) * ((unbalanced ? 2 : 1) * e_ds + (capped ? 2 : 1) * (2 * g + dlse) * m);
   noise.dk = scale * largest(in.q) * column_sum * (e_ds + (2 * g + dlse) * n);
   noise.dsinks = static_cast<double>(c.tokens_q * (c.sinks == Sinks::shared ? c.batch : 1)) * e_ds;
-  noise.dv = largest(in.do_) * column_sum * (e_p + n);
+  if (c.dmask) {
+    const auto [terms, probabilities] = sums_of_dmask(c, in, column_sum);
+    noise.dmask = probabilities * (e_ds + (2 * g + dlse) * sum_of(terms));
+  }
+  noise.dv = kept * largest(in.do_) * column_sum * (e_p + n);
   const double t = std::max(largest(in.tsinks),
                             scale * (largest_row(in.tq) * largest_row(in.k) + largest_row(in.q) * largest_row(in.tk)));
   const double e_t = (sum_of(2 * c.dim) + e_c) * t;
   noise.to = largest(in.v) * (2 * t * e_p + 2 * e_t + 4 * t * m) + largest(in.tv) * (e_p + m);
   noise.tlse = 2 * t * e_p + e_t + 2 * t * m;
-  if (sinks) noise.to += largest(in.v) * (noise.tlse + 2 * t * (e_p + noise.lse)) + largest(in.tv) * noise.lse;
+  noise.o *= kept, noise.to *= kept;
+  if (sinks) noise.to += kept * (largest(in.v) * (noise.tlse + 2 * t * (e_p + noise.lse)) + largest(in.tv) * noise.lse);
   return noise;
 }
 
-// dv of a do of ones.
-double largest_column_sum(const Case& c, const Inputs& in) {
+// dv of a do of ones, of which nothing is dropped.
+double largest_column_sum(const Case& given, const Inputs& in) {
   Inputs ones = in;
+  Case c = given;
+  c.dropout_p = 0, ones.dropout_seed = Values();
   ones.do_ = Values(in.do_.shape, 1.0);
   return largest(exact(c, ones, Pass::backward).dv);
 }

@@ -43,6 +43,11 @@ enum class Alibi {
   each     // [b h 1 1], or of each packed sequence [s h 1 1]
 };
 
+enum class Seeds {
+  shared,  // dropout_seed [1 1 1 4]
+  each     // [b 1 1 4], or of each packed sequence [s 1 1 4]
+};
+
 struct Case {
   const char* name;
   int64_t batch = 1, heads = 1, kv_heads = 1, tokens_q = 64, tokens_k = 64, dim = 64, dim_v = 64;
@@ -61,9 +66,13 @@ struct Case {
   bool dlse = false;  // backward passes get dlse, jvps give tlse
   float softcap = 0;
   Alibi alibi = Alibi::none;
+  double dropout_p = 0;
+  Seeds seeds = Seeds::shared;
+  bool dmask = false;  // backward passes give the gradient of the mask, which is added to the logits
 
   // Outputs of 16 and 8 bits come with o_residual. A fourth of the cases keeps it in the type of o.
   bool has_residual() const { return out_dtype == DType::bf16 || out_dtype == DType::f16 || out_dtype == DType::e4m3; }
+  bool trains_int8 = false;  // at int8 o_residual asks for another forward pass, so only where this is set
   DType residual_dtype() const { return (heads + tokens_q) % 4 == 0 ? out_dtype : DType::i8; }
   Shape q_shape() const { return {batch, heads, tokens_q, dim}; }
   Shape k_shape() const { return {batch, kv_heads, tokens_k, dim}; }
@@ -71,10 +80,10 @@ struct Case {
   Shape o_shape() const { return {batch, heads, tokens_q, dim_v}; }
   Shape lse_shape() const { return {batch, heads, tokens_q, 1}; }
   Shape sinks_shape() const { return {sinks == Sinks::of_batch ? batch : 1, heads, 1, 1}; }
-  Shape slopes_shape() const {
-    const auto sequences = cu_seqlens_q.empty() ? batch : static_cast<int64_t>(cu_seqlens_q.size()) - 1;
-    return {alibi == Alibi::each ? sequences : 1, heads, 1, 1};
-  }
+  int64_t sequences() const { return cu_seqlens_q.empty() ? batch : static_cast<int64_t>(cu_seqlens_q.size()) - 1; }
+  Shape slopes_shape() const { return {alibi == Alibi::each ? sequences() : 1, heads, 1, 1}; }
+  Shape seed_shape() const { return {seeds == Seeds::each ? sequences() : 1, 1, 1, 4}; }
+  double dropout_scale() const { return 1.0 / (1.0 - dropout_p); }
   double effective_scale() const;
 };
 const std::vector<Case>& cases();  // of tests/cases.json
@@ -86,6 +95,7 @@ struct Inputs {
   Values sinks, tsinks, dlse;  // f32; absent: none
   bool sinks_repeat = false;   // the sinks of all batch elements are one tensor in memory, of stride 0
   Values alibi_slopes;         // f32; absent: none
+  Values dropout_seed;         // i32; absent: none
   DType mask_dtype = DType::none;
   Layout mask_layout = Layout::bhtd;
 };
@@ -94,7 +104,7 @@ Inputs draw(const Case&, uint64_t seed);
 // The outputs that a pass wrote; o_residual is absent where the case has none, and the un-rounded o minus o whatever
 // its type.
 struct Outputs {
-  Values o, lse, o_residual, dq, dk, dv, dsinks, to, tlse;
+  Values o, lse, o_residual, dq, dk, dv, dsinks, dmask, to, tlse;
 };
 
 // A place that the tensors of a call lie in while it runs, if it is not the test's own memory: a GPU.
@@ -128,7 +138,7 @@ Outputs exact(const Case&, const Inputs&, Pass);
 
 // How far f32 arithmetic may carry a pass from exact arithmetic; derived at the definition of f32_noise.
 struct Noise {
-  double o = 0.0, lse = 0.0, dq = 0.0, dk = 0.0, dv = 0.0, dsinks = 0.0, to = 0.0, tlse = 0.0;
+  double o = 0.0, lse = 0.0, dq = 0.0, dk = 0.0, dv = 0.0, dsinks = 0.0, dmask = 0.0, to = 0.0, tlse = 0.0;
 };
 
 // Sums of n products in f32 err by at most sigmas * sqrt(n) * 2^-24 times the sum of their magnitudes (Higham and Mary,

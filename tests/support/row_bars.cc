@@ -161,6 +161,8 @@ class Logits {
 //           dlse - p_z (dlse - delta), meets the mean and errs by p_z (Delta + (|eta| + e) |dlse - delta|) + 2^-24
 //           |dlse|
 //   dsinks  sum of p_z, the sink's probability, times (Delta + lambda + (|eta| + e) |dlse - delta|)
+//   dmask   of each element the sum over what the mask broadcasts of (|eta| + e + f) |ds| + w Delta, where ds is not
+//           rounded and lacks the softcap's slope
 //
 // A sink's share of the probabilities errs as lse does. Probabilities below 2^-126 may be 0. Outputs are rounded once
 // more.
@@ -186,6 +188,9 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
   bars.o = bars.o_whole = bars.lse = bars.dq = bars.to = bars.tlse = Values(c.lse_shape());
   bars.dk = bars.dv = Values({c.batch, c.kv_heads, m, 1});
   if (in.sinks.present()) bars.dsinks = Values(c.sinks_shape());
+  Values dmask;  // of each element
+  if (c.dmask) dmask = Values(in.mask.shape);
+  const auto in_mask = [&](size_t dimension, int64_t i) { return in.mask.shape[dimension] == 1 ? 0 : i; };
 
   for (int64_t b = 0; b < c.batch; ++b)
     for (int64_t g = 0; g < c.kv_heads; ++g) {
@@ -287,6 +292,11 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
             const double x = key.w * std::fabs(key.product - delta + dlse) * key.slope,
                          centred_k = k[at(key.j)] + most_k;
             ds.add(x), dsk.add(x * centred_k), wk += key.w * centred_k, k_sum += centred_k;
+            if (c.dmask) {
+              const double of_logit = key.w * std::fabs(key.product - delta + dlse);
+              dmask.at(in_mask(0, b), in_mask(1, h), in_mask(2, i), in_mask(3, key.j)) +=
+                  (eta + f32_sum(c.batch * c.heads * n * m)) * of_logit + of_delta * key.w + 0x1p-126 * 2 * most_ds;
+            }
             dk_random[at(key.j)].add(x * q[row]);
             dv_random[at(key.j)].add(key.w * d_o[row]);
             dk_known[at(key.j)] += (eta * x + of_delta * key.w + ds_least) * q[row];
@@ -318,6 +328,11 @@ RowBars row_bars(const Case& c, const Inputs& in, const Attention& a, Pass pass,
       }
     }
   for (double& bar : bars.dsinks.data) bar += 0x1p-126;
+  if (c.dmask) bars.dmask = Values({dmask.shape[0], dmask.shape[1], dmask.shape[2], 1});
+  for_each(dmask.shape, [&](int64_t b, int64_t h, int64_t i, int64_t j) {
+    double& bar = bars.dmask.at(b, h, i, 0);
+    bar = std::hypot(bar, dmask.at(b, h, i, j) + 0x1p-126);
+  });
   return bars;
 }
 
@@ -333,7 +348,8 @@ std::string wrong_row(const Outputs& got, const Outputs& want, const RowBars& ba
     list = {{"dq", &got.dq, &want.dq, &bars.dq},
             {"dk", &got.dk, &want.dk, &bars.dk},
             {"dv", &got.dv, &want.dv, &bars.dv},
-            {"dsinks", &got.dsinks, &want.dsinks, &bars.dsinks}};
+            {"dsinks", &got.dsinks, &want.dsinks, &bars.dsinks},
+            {"dmask", &got.dmask, &want.dmask, &bars.dmask}};
   else
     list = {{"o", &got.o, &want.o, &bars.o},
             {"lse", &got.lse, &want.lse, &bars.lse},

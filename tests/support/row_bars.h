@@ -7,9 +7,10 @@
 
 namespace octet::test {
 
-// The largest euclidean norms of the errors of rows; [batch, head, token, 1], or [batch, head, 1, 1] for sinks.
+// The largest euclidean norms of the errors of rows; [batch, head, token, 1], or [batch, head, 1, 1] for sinks;
+// of dmask those of the mask, its keys a row.
 struct RowBars {
-  Values o, o_whole, lse, dq, dk, dv, dsinks, to, tlse;  // o_whole: o + o_residual
+  Values o, o_whole, lse, dq, dk, dv, dsinks, dmask, to, tlse;  // o_whole: o + o_residual
 };
 
 // `want`: exact results; `saved`: what the forward pass left to a backward pass.

@@ -16,9 +16,10 @@ import torch
 from octet import _api
 from octet._operands import KINDS
 from octet._options import Precision, bottom_right, integer
-from octet._rejections import expect_absent, expect_known, expect_no_dropout
+from octet._rejections import expect_absent, expect_known
 from octet.compat import _stacked
 from octet.errors import InvalidArgument, Unsupported
+from octet.torch._random import dropout
 
 
 def _keywords(
@@ -32,7 +33,6 @@ def _keywords(
     precision: Precision | None,
 ) -> dict[str, Any]:
     """The same in the keywords of octet.attention."""
-    expect_no_dropout(dropout_p)
     try:
         sides = [integer(side) for side in window_size]
         if any(isinstance(side, bool) for side in sides):
@@ -47,6 +47,7 @@ def _keywords(
         **bottom_right(causal, left, right),
         "deterministic": deterministic or None,  # False leaves it to torch, as ever
         "precision": precision,
+        **({"dropout_p": dropout_p} if dropout_p else {}),
         **({} if alibi_slopes is None else {"alibi_slopes": alibi_slopes}),
     }
 
@@ -70,6 +71,7 @@ def _attend(
     """Attention of q, k and v. `stacked`: the tensor that k and v, or all of them, are views of; `lengths`: cu_seqlens
     and their bounds, of packed sequences."""
     q, k, v = tensors
+    keywords |= dropout(keywords.get("dropout_p"), q)
     if stacked is not None and KINDS.keys().isdisjoint(keywords) and _stacked.writes_one_gradient(stacked, q):
         made = _stacked.attend(stacked, q, lengths, lse, keywords)
     elif lengths is None:
@@ -102,7 +104,7 @@ def flash_attn_func(
         o [batch, queries, heads, dim]; with return_attn_probs (o, lse, None), lse float32 [batch, heads, queries].
 
     Raises:
-        Unsupported: a dropout_p other than 0.
+        Unsupported: on a GPU, in some precisions of 8 bits, a dropout_p other than 0.
         InvalidArgument: shapes and types as `octet.attention` rejects them.
         TypeError: an unknown keyword.
     """
@@ -192,7 +194,7 @@ def flash_attn_varlen_func(
         o [total queries, heads, dim]; with return_attn_probs (o, lse, None), lse float32 [heads, total queries].
 
     Raises:
-        Unsupported: dropout_p, block_table other than their defaults.
+        Unsupported: a block_table; on a GPU, in some precisions of 8 bits, a dropout_p other than 0.
         InvalidArgument: shapes and types as `octet.attention_varlen` rejects them.
         TypeError: an unknown keyword.
     """

@@ -162,7 +162,7 @@ class _Kernels:
                 else:
                     r = kept.r
             given = operands | {"lse": lse.contiguous(), "o_residual": r}
-            dq, dk, dv, _ = _passes.run("backward", given, options)
+            dq, dk, dv, *_ = _passes.run("backward", given, options)
         return dq, dk, dv
 
     def sdpa(

@@ -23,6 +23,7 @@ from octet.errors import Unsupported
 from octet.integrations import NAMES, expect_name
 from octet.integrations._masks import Mask, hand_over_positions, mask_function
 from octet.integrations._plans import Plan, beginnings, packed_plan
+from octet.torch._random import dropout as drawn_dropout
 
 # Keywords that transformers passes to every attention implementation and that change nothing here, and why.
 HARMLESS = {
@@ -157,13 +158,14 @@ def _implementation(precision: Precision | None) -> Callable:
         `rest` may hold the keywords of HARMLESS. Any other that is not None is rejected.
         """
         other = "use attn_implementation='eager' for this model"
-        if dropout:
-            expect("dropout", dropout, (0,), _without_dropout(module, dropout))
         expect("output_attentions", bool(output_attentions), (False,), f"octet keeps no weights; {other}")
         for name, x in rest.items():
             if name not in HARMLESS:
                 expect_absent(name, x, f"{_ADVICE.get(name, 'octet does not know this keyword')}; {other}")
-        options: AttentionOptions = {"scale": scaling, "precision": precision, "deterministic": deterministic}
+        dropped: Any = drawn_dropout(dropout, query)
+        options: AttentionOptions = {
+            "scale": scaling, "precision": precision, "deterministic": deterministic, **dropped
+        }  # fmt: skip
         if softcap is not None:
             options["softcap"] = softcap
         dense: AttentionOptions = {**options, "layout": "bshd", "enable_gqa": True}
@@ -196,17 +198,6 @@ def _implementation(precision: Precision | None) -> Callable:
         return o.contiguous(), None
 
     return octet_attention_forward
-
-
-def _without_dropout(module: torch.nn.Module, dropout: float) -> str:
-    """What to do about dropout: set the field of the module's configuration that it comes from."""
-    config = getattr(module, "config", None)
-    fields = {} if config is None else vars(config)
-    found = [name for name, x in fields.items() if "drop" in name and isinstance(x, float) and x == dropout]
-    names = [name for name in found if "att" in name] or found
-    if not names:
-        return "set the dropout of attention to 0 in the model's configuration, or call model.eval()"
-    return f"set {' and '.join(f'{name}=0.0' for name in names)} in the {type(config).__name__}, or call model.eval()"
 
 
 def _plan(
@@ -305,11 +296,6 @@ def _with_bias(
 ) -> torch.Tensor:
     """The float mask that adds a bias [batch or 1, heads or 1, queries, keys] to the logits, under the other mask."""
     queries, keys = query.shape[2], key.shape[2]
-    if bias.requires_grad and torch.is_grad_enabled():
-        raise Unsupported(
-            "position_bias: requires a gradient, which octet does not compute for it; call the model under "
-            "torch.no_grad(), or use attn_implementation='sdpa' to train it"
-        )
     if plan is not None and (plan.window is not None or (plan.cu_seqlens_q is not None and not isinstance(mask, Mask))):
         raise Unsupported(
             "position_bias: found together with a window or packed sequences, allowed: None there; use "

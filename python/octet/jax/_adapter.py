@@ -68,6 +68,9 @@ class JaxAdapter:
     def view(self, name: str, x: Any) -> View:
         return _view(name, x, platform_of(x))
 
+    def integers(self, numbers: Sequence[int], like: Any) -> jax.Array:
+        return jnp.array(numbers, jnp.int32)
+
     def order(self, x: Any) -> tuple[int, ...]:
         return tuple(range(x.ndim))
 

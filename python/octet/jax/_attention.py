@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from octet import _numpy, _plan
-from octet._operands import DIFFERENTIABLE, KINDS, RESULTS, Operands, inputs_of
+from octet._operands import KINDS, RESULTS, Operands, inputs_of, with_gradient
 from octet._options import Options
 from octet._qtensor import QTensor
 from octet._results import by_head, needs_residual
@@ -29,9 +29,19 @@ def _call_of(options: Options, operands: Operands) -> tuple[Options, Operands]:
     if "tq" in given and "sinks" in given:
         given.setdefault("tsinks", jnp.zeros_like(given["sinks"]))
     given = by_head(adapter, options, given)
+    if "dropout_seed" in given:
+        given["dropout_seed"] = _seed_of(given["dropout_seed"])
     if "cu_seqlens_q" in given:
         _expect_lengths(options, given)
     return _filled(options, given)
+
+
+def _seed_of(x: Any) -> Any:
+    """A seed and an offset at random by a key of jax.random, or by a key for each element of the batch."""
+    if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    words = jax.vmap(lambda key: jax.random.bits(key, (4,), jnp.uint32))(x.reshape(-1))
+    return jax.lax.bitcast_convert_type(words, jnp.int32).reshape(*x.shape, 4)
 
 
 def _expect_lengths(options: Options, given: Operands) -> None:
@@ -69,16 +79,17 @@ def run_attention(options: Options, operands: Operands, return_lse: bool = False
     return _cut(o, operands["v"]), lse
 
 
-def run_vjp(options: Options, operands: Operands) -> tuple[Any, ...]:
-    """(dq, dk, dv), and dsinks where there are sinks"""
+def run_vjp(options: Options, operands: Operands, return_dmask: bool = False) -> tuple[Any, ...]:
+    """(dq, dk, dv), dsinks where there are sinks, and dmask where it is asked for"""
     options, given = _call_of(options, operands)
     how = {"options": options, "residual": needs_residual(adapter, options, given["q"])}
     forward = inputs_of("forward", given)
     saved = bind(forward_p, *forward.values(), names=tuple(forward), **how)
     given |= dict(zip(RESULTS["forward"], saved, strict=True))
-    found = bind(backward_p, *given.values(), names=tuple(given), **how)
-    gradients = [_cut(d, operands[name]) for name, d in zip(DIFFERENTIABLE[:3], found, strict=False)]
-    return *gradients, *(d.astype(operands["sinks"].dtype) for d in found[3:])
+    found = bind(backward_p, *given.values(), names=tuple(given), of_mask=return_dmask, **how)
+    gradients = dict(zip(with_gradient(operands, return_dmask), found, strict=True))
+    more = {name: d.astype(operands[name].dtype) for name, d in gradients.items() if name not in ("q", "k", "v")}
+    return *(_cut(gradients[name], operands[name]) for name in ("q", "k", "v")), *more.values()
 
 
 def run_jvp(options: Options, operands: Operands, return_lse: bool = False) -> tuple[Any, ...]:

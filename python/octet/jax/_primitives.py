@@ -1,13 +1,14 @@
 """The primitives of octet in jax, and how they are lowered, batched and differentiated.
 
 forward   (q, k, v, ...) -> (o, lse, o_residual)
-tangent   (q, k, v, o, lse, o_residual, ..., tq, tk, tv[, tsinks]) -> (to, tlse), linear in the tangents: the
-          derivative of forward
-backward  (do[, dlse], q, k, v, o, lse, o_residual, ...) -> (dq, dk, dv[, dsinks]), its transpose
+tangent   (q, k, v, o, lse, o_residual, ..., tq, tk, tv[, tsinks, tmask]) -> (to, tlse), linear in the tangents: the
+          derivative of forward. With tmask it has a transpose alone, and is not computed
+backward  (do[, dlse], q, k, v, o, lse, o_residual, ...) -> (dq, dk, dv[, dsinks, dmask]), its transpose
 pair      (q, k, v, ..., tq, tk, tv[, tsinks]) -> (o, to, lse, tlse) in one pass
 
-Parameters of each: `names` of its operands, which are those of octet_arguments, `options`, and `residual`, whether
-o_residual is made or just an empty array. o and lse are differentiable, and once.
+Parameters of each: `names` of its operands, which are those of octet_arguments, `options`, `residual`, whether
+o_residual is made or just an empty array, and of backward `of_mask`, whether dmask is made. o and lse are
+differentiable, and once.
 
 All operands of a primitive vary over the same axes of a mesh, as those of jax's own primitives do: `bind` sees to it.
 """
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
-from octet._operands import DIFFERENTIABLE, RESULTS
+from octet._operands import DIFFERENTIABLE, RESULTS, with_gradient
 from octet._options import LAYOUTS, Options
 from octet._results import needs_residual
 from octet._results import results as results_of
@@ -34,15 +35,15 @@ KINDS = {"forward": "forward", "tangent": "jvp", "backward": "backward", "pair":
 _SAVED = RESULTS["forward"]
 
 
-def _results(primitive: str, names: Sequence[str]) -> tuple[str, ...]:
+def _results(primitive: str, names: Sequence[str], of_mask: bool) -> tuple[str, ...]:
     if primitive == "backward":
-        return tuple([f"d{name}" for name in DIFFERENTIABLE if name in names])
+        return tuple([f"d{name}" for name in with_gradient(names, of_mask)])
     return {"forward": _SAVED, "tangent": ("to", "tlse"), "pair": ("o", "to", "lse", "tlse")}[primitive]
 
 
 def _tangents(names: Sequence[str]) -> tuple[str, ...]:
-    """The tangents that a call with these operands has, which come last."""
-    return tuple([f"t{name}" for name in DIFFERENTIABLE if name in names])
+    """The tangents among the operands, which come last."""
+    return tuple([f"t{name}" for name in DIFFERENTIABLE if f"t{name}" in names])
 
 
 def _shapes(results: Sequence[str], of: dict[str, Any], options: Options, residual: bool) -> list[jax.ShapeDtypeStruct]:
@@ -53,10 +54,17 @@ def _shapes(results: Sequence[str], of: dict[str, Any], options: Options, residu
     return [made[name] for name in results]
 
 
-def _compute(primitive: str, platform: str, *arrays: Any, names: Any, options: Options, residual: bool) -> list[Any]:
+def _compute(
+    primitive: str, platform: str, *arrays: Any, names: Any, options: Options, residual: bool, of_mask: bool = False
+) -> list[Any]:
     """The program of a primitive: one call of octet_run."""
+    if "tmask" in names:
+        raise Unsupported(
+            "mask: has a tangent, but octet differentiates by it backwards alone; use jax.grad or jax.vjp, or "
+            "jax.lax.stop_gradient where the derivative by it may be lost"
+        )
     kind = KINDS[primitive]
-    wanted = _results(primitive, names)
+    wanted = _results(primitive, names, of_mask)
     # A pass writes o whether or not the primitive gives it; an empty o_residual is none.
     results = ("o", *wanted) if primitive == "tangent" else wanted
     operands = dict(zip(names, arrays, strict=True))
@@ -105,7 +113,15 @@ def _whole(dimensions: int) -> jax.sharding.PartitionSpec:
 
 
 def _batch(
-    primitive: Primitive, kind: str, arrays: Any, dims: Any, *, names: Any, options: Options, residual: bool
+    primitive: Primitive,
+    kind: str,
+    arrays: Any,
+    dims: Any,
+    *,
+    names: Any,
+    options: Options,
+    residual: bool,
+    **more: bool,
 ) -> Any:
     size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
     one = {
@@ -113,10 +129,11 @@ def _batch(
         for name, x, d in zip(names, arrays, dims, strict=True)
     }
     at = LAYOUTS[options.layout][0]
-    fold = Fold(size, options.layout, 1 if at < 0 else one["q"].shape[at])
+    of_mask = more.get("of_mask", False)
+    fold = Fold(size, options.layout, 1 if at < 0 else one["q"].shape[at], of_mask or "tmask" in names)
     folded = [fold.operand(name, x, d) for name, x, d in zip(names, arrays, dims, strict=True)]
-    found = bind(primitive, *folded, names=names, options=options, residual=residual)
-    results = _results(kind, names)
+    found = bind(primitive, *folded, names=names, options=options, residual=residual, **more)
+    results = _results(kind, names, of_mask)
     shapes = [x.shape for x in _shapes(results, one, options, residual)]
     return list(map(fold.result, results, found, shapes)), [0] * len(results)
 
@@ -126,11 +143,11 @@ def _primitive(kind: str) -> Primitive:
     primitive.multiple_results = True
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
-    def abstract(*arrays: Any, names: Any, options: Options, residual: bool) -> list[Any]:
+    def abstract(*arrays: Any, names: Any, options: Options, residual: bool, of_mask: bool = False) -> list[Any]:
         if len({x.mat.varying for x in arrays}) > 1:
             axes = {name: set(x.mat.varying) for name, x in zip(names, arrays, strict=True)}
             raise InvalidArgument(f"octet_{kind}: operands vary over different axes of a mesh, {axes}")
-        shapes = _shapes(_results(kind, names), dict(zip(names, arrays, strict=True)), options, residual)
+        shapes = _shapes(_results(kind, names, of_mask), dict(zip(names, arrays, strict=True)), options, residual)
         return [_result(arrays[0], x) for x in shapes]
 
     primitive.def_abstract_eval(abstract)
@@ -188,11 +205,13 @@ def _rejected(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
 def _differentiate(primals: Any, tangents: Any, names: Any, options: Options) -> tuple[list[Any], Any]:
     """forward's results with what a backward pass needs, and the tangents of o and lse, of operands q, k, v, ..."""
     along = dict(zip(names, tangents, strict=True))
-    linear = [along.pop(name[1:]) for name in _tangents(names)]
+    of_mask = "mask" in along and not _is_constant(along["mask"])
+    linear = {name: along.pop(name) for name in with_gradient(names, of_mask)}
     for name, t in along.items():
         if not _is_constant(t):
             raise Unsupported(f"{name}: differentiated, but octet gives it no gradient; use jax.lax.stop_gradient")
-    for name, x, t in zip(names, primals, linear, strict=False):
+    for name, t in linear.items():
+        x = primals[names.index(name)]
         if not _is_constant(t) and adapter.dtype_name(x.dtype, name) == "e4m3":
             raise Unsupported(
                 f"{name}: a {x.dtype} array is differentiated, but jax would round its gradient to that type; use "
@@ -200,15 +219,15 @@ def _differentiate(primals: Any, tangents: Any, names: Any, options: Options) ->
             )
     residual = needs_residual(adapter, options, primals[0])
     saved = bind(forward_p, *primals, names=names, options=options, residual=residual)
-    if all(map(_is_zero, linear)):
+    if all(map(_is_zero, linear.values())):
         return saved, [_zero(x) for x in saved[:2]]
     moved = bind(
         tangent_p,
         *primals[:3],
         *saved,
         *primals[3:],
-        *map(ad.instantiate_zeros, linear),
-        names=(*names[:3], *_SAVED, *names[3:], *_tangents(names)),
+        *map(ad.instantiate_zeros, linear.values()),
+        names=(*names[:3], *_SAVED, *names[3:], *[f"t{name}" for name in linear]),
         options=options,
         residual=residual,
     )
@@ -246,8 +265,11 @@ def _tangent_transpose(cotangents: Any, *operands: Any, names: Any, **how: Any) 
     if _is_zero(do) and _is_zero(dlse):
         return [None] * n + [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in linear]
     given = {"do_": ad.instantiate_zeros(do)} | ({} if _is_zero(dlse) else {"dlse": dlse})
-    found = bind(backward_p, *given.values(), *operands[:n], names=(*given, *names[:n]), **how)
-    return [None] * n + [g if ad.is_undefined_primal(x) else None for g, x in zip(found, linear, strict=True)]
+    of_mask = "tmask" in names
+    found = bind(backward_p, *given.values(), *operands[:n], names=(*given, *names[:n]), of_mask=of_mask, **how)
+    return [None] * n + [
+        g.astype(x.aval.dtype) if ad.is_undefined_primal(x) else None for g, x in zip(found, linear, strict=True)
+    ]
 
 
 def _backward_jvp(primals: Any, tangents: Any, *, names: Any, **how: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -137,6 +137,9 @@ class TorchAdapter:
     ) -> torch.Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
 
+    def integers(self, numbers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=like.device)
+
     def workspace(self, size: int, like: torch.Tensor) -> tuple[object, int]:
         memory = torch.empty(size, dtype=torch.uint8, device=like.device)  # torch aligns to 64 bytes or more
         return memory, memory.data_ptr()
@@ -188,16 +191,23 @@ def expect_device(name: str, x: torch.Tensor, device: torch.device) -> None:
         )
 
 
-def expect_backward(options: Options, operands: Operands) -> None:
-    """Rejects what has no backward pass before the forward pass whose gradient would be asked for."""
+def expect_backward(options: Options, operands: Operands, of_mask: bool = False) -> None:
+    """Rejects what has no backward pass before the forward pass whose gradient would be asked for; `of_mask`: with that
+    of the mask."""
     q, v = operands["q"], operands["v"]
     how = options.precision, options.bias_correction, options.backend, options.out_dtype
-    _expect_backward(how, q.dtype, q.shape[-1], v.shape[-1], q.device, "sinks" in operands)
+    _expect_backward(how, q.dtype, q.shape[-1], v.shape[-1], q.device, "sinks" in operands, of_mask)
 
 
 @functools.cache
 def _expect_backward(
-    how: tuple[str, str, str, str], dtype: torch.dtype, dim: int, dim_v: int, device: torch.device, has_sinks: bool
+    how: tuple[str, str, str, str],
+    dtype: torch.dtype,
+    dim: int,
+    dim_v: int,
+    device: torch.device,
+    has_sinks: bool,
+    of_mask: bool,
 ) -> None:
     precision, bias_correction, backend, out_dtype = how
     q, v = (torch.zeros(1, 1, 8, n, device=device, dtype=dtype) for n in (dim, dim_v))
@@ -209,6 +219,12 @@ def _expect_backward(
         return  # the forward pass will say so
     if reason := unsupported_reason(adapter, "backward", options, given):
         raise Unsupported(f"requires_grad: found True without torch.no_grad(), but {reason}")
+    given["mask"] = torch.zeros(8, 8, device=device)
+    if of_mask and (reason := unsupported_reason(adapter, "backward", options, given, True)):
+        raise Unsupported(
+            f"mask: requires a gradient, but {reason}; pass mask.detach() where its gradient may be lost (what is "
+            "learned would no longer change), or compute on a CPU"
+        )
 
 
 def to_numpy(x: torch.Tensor) -> Any:

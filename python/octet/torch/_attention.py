@@ -12,8 +12,8 @@ import torch
 from torch.autograd import forward_ad
 
 from octet import _plan
-from octet._operands import BY_BATCH, CONSTANTS, DIFFERENTIABLE, RESULTS, Operands, inputs_of
-from octet._options import Options, expect_constant, is_differentiated
+from octet._operands import CONSTANTS, DIFFERENTIABLE, RESULTS, WITH_TANGENT, Operands, inputs_of, with_gradient
+from octet._options import Options, expect_constant, expect_no_tangent, is_differentiated
 from octet._qtensor import QTensor
 from octet._results import by_head, needs_residual
 from octet.errors import Unsupported
@@ -22,9 +22,9 @@ from octet.torch._adapter import adapter, cast_tensors, expect_backward
 from octet.torch._fold import Fold
 
 
-def _prepared(options: Options, operands: Operands, constants: tuple[str, ...] = CONSTANTS) -> Operands:
-    """The tensors in the types in which they go to the library. `constants`: those that must need no gradient."""
-    for name in constants:
+def _prepared(options: Options, operands: Operands) -> Operands:
+    """The tensors in the types in which they go to the library."""
+    for name in CONSTANTS:
         if name in operands:
             expect_constant(name, operands[name])
     return by_head(adapter, options, cast_tensors(operands))
@@ -45,17 +45,18 @@ def run_attention(options: Options, operands: Operands, return_lse: bool = False
     return o, lse
 
 
-def run_vjp(options: Options, operands: Operands) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv), and dsinks where there are sinks, detached; torch.func and forward mode, to which detached tensors
-    are constants, get their derivative rejected"""
-    given = _prepared(options, operands, BY_BATCH)
+def run_vjp(options: Options, operands: Operands, return_dmask: bool = False) -> tuple[torch.Tensor, ...]:
+    """(dq, dk, dv), dsinks where there are sinks, and dmask where it is asked for, detached; torch.func and forward
+    mode, to which detached tensors are constants, get their derivative rejected"""
+    given = _prepared(options, operands)
     with torch.no_grad():
         saved = _ops.run("forward", inputs_of("forward", given), options, needs_residual(adapter, options, given["q"]))
     given = given | dict(zip(RESULTS["forward"], saved, strict=True))
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     with torch.set_grad_enabled(transformed and torch.is_grad_enabled()):
-        *made, dsinks = gradients(given, options)
-    return (*made, dsinks.to(operands["sinks"].dtype)) if "sinks" in operands else tuple(made)
+        made = dict(zip(DIFFERENTIABLE, gradients(given, options, return_dmask), strict=True))
+    more = {name: made[name].to(operands[name].dtype) for name in with_gradient(operands, return_dmask)[3:]}
+    return made["q"], made["k"], made["v"], *more.values()
 
 
 def run_jvp(options: Options, operands: Operands, return_lse: bool = False) -> tuple[torch.Tensor, ...]:
@@ -76,6 +77,11 @@ def attend(operands: Operands, options: Options, *, of_lse: bool, residual: bool
     """
     compiling = torch.compiler.is_compiling()
     dual = forward_ad._current_level >= 0
+    mask: Any = operands.get("mask")
+    if mask is not None and dual:
+        expect_no_tangent("mask", mask)
+    if compiling and torch.is_grad_enabled() and any([_is_mapped(operands.get(name)) for name in DIFFERENTIABLE]):
+        return _attend_outside_the_graph(operands, options, of_lse, residual)
     # A dual tensor does not tell whether its primal requires a gradient.
     needing = dual or any([operands[name].requires_grad for name in DIFFERENTIABLE if name in operands])
     differentiates = needing and torch.is_grad_enabled()
@@ -86,11 +92,24 @@ def attend(operands: Operands, options: Options, *, of_lse: bool, residual: bool
             "forward-mode differentiation inside torch.compile, which drops the tangents of a custom function; call "
             "octet.attention_jvp there, or take the jvp outside"
         )
-    if differentiates and not dual and not compiling:
-        expect_backward(options, operands)
+    of_mask = differentiates and mask is not None and mask.requires_grad
+    if differentiates and (of_mask or not dual) and not compiling:
+        expect_backward(options, operands, of_mask)
     residual = residual or (differentiates and needs_residual(adapter, options, operands["q"]))
     tensors = _distinct(operands.values()) if compiling else operands.values()
-    return _apply(_DualAttention if dual else _Attention, options, (residual, of_lse), tuple(operands), *tensors)
+    flags = residual, of_lse, of_mask
+    return _apply(_DualAttention if dual else _Attention, options, flags, tuple(operands), *tensors)
+
+
+def _is_mapped(x: Any) -> bool:
+    """Whether x is a tensor of numbers that vmap maps."""
+    return x is not None and x.is_floating_point() and torch._C._functorch.is_batchedtensor(x)
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import dynamo at once
+def _attend_outside_the_graph(operands: Operands, options: Options, of_lse: bool, residual: bool) -> tuple:
+    """The same in eager code: in a graph, vmap hides which gradients are asked for."""
+    return attend(operands, options, of_lse=of_lse, residual=residual)
 
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -125,11 +144,11 @@ _HOW = 3
 
 
 class _Gradients(torch.autograd.Function):
-    """(dq, dk, dv, dsinks)"""
+    """(dq, dk, dv, dsinks, dmask)"""
 
     @staticmethod
-    def forward(options: Options, flags: tuple, names: tuple[str, ...], *tensors: Any) -> Any:
-        return _ops.run("backward", dict(zip(names, tensors, strict=True)), options)
+    def forward(options: Options, flags: tuple[bool], names: tuple[str, ...], *tensors: Any) -> Any:
+        return _ops.run("backward", dict(zip(names, tensors, strict=True)), options, *flags)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -139,9 +158,9 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, options: Options, flags: tuple, names: tuple[str, ...], *tensors: Any) -> Any:
-        fold = Fold(info.batch_size, options.layout, names, tensors, in_dims[_HOW:])
-        made = gradients(fold.operands(), options)
-        return fold.results(RESULTS["backward"], made), (0, 0, 0, 0)
+        fold = Fold(info.batch_size, options.layout, names, tensors, in_dims[_HOW:], *flags)
+        made = gradients(fold.operands(), options, *flags)
+        return fold.results(RESULTS["backward"], made), (0,) * len(made)
 
 
 class _DualGradients(_Gradients):
@@ -150,13 +169,14 @@ class _DualGradients(_Gradients):
     jvp = staticmethod(_reject_second_derivative)
 
 
-def gradients(operands: Operands, options: Options) -> tuple:
-    """(dq, dk, dv, dsinks) of the inputs of a backward pass."""
+def gradients(operands: Operands, options: Options, of_mask: bool = False) -> tuple:
+    """(dq, dk, dv, dsinks, dmask) of the inputs of a backward pass; dmask where it is asked for."""
     dual = forward_ad._current_level >= 0
     transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     if torch.is_grad_enabled() or dual or transformed:
-        return _apply(_DualGradients if dual else _Gradients, options, (), tuple(operands), *operands.values())
-    return _ops.run("backward", operands, options)
+        function = _DualGradients if dual else _Gradients
+        return _apply(function, options, (of_mask,), tuple(operands), *operands.values())
+    return _ops.run("backward", operands, options, of_mask)
 
 
 class _Tangent(torch.autograd.Function):
@@ -184,12 +204,12 @@ class _Attention(torch.autograd.Function):
     """(o, lse, o_residual)"""
 
     @staticmethod
-    def forward(options: Options, flags: tuple[bool, bool], names: tuple[str, ...], *tensors: Any) -> Any:
+    def forward(options: Options, flags: tuple[bool, bool, bool], names: tuple[str, ...], *tensors: Any) -> Any:
         return _ops.run("forward", dict(zip(names, tensors, strict=True)), options, flags[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.options, (_, ctx.of_lse), ctx.names, *tensors = inputs
+        ctx.options, (_, ctx.of_lse, ctx.of_mask), ctx.names, *tensors = inputs
         _, lse, r = output
         ctx.mark_non_differentiable(*(() if ctx.of_lse else (lse,)), r)
         ctx.set_materialize_grads(False)  # else zeros would be written for a result that no loss reads
@@ -198,7 +218,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Any, dlse: Any, _r: Any) -> Any:
         saved = dict(zip(_saved(ctx.names), ctx.saved_tensors, strict=True))
-        made = gradients_of(saved, do, dlse if ctx.of_lse else None, ctx.options)  # compiled code has zeros for it
+        # Compiled code has zeros for a dlse that no loss reads.
+        made = gradients_of(saved, do, dlse if ctx.of_lse else None, ctx.options, ctx.of_mask)
         return None, None, None, *map(made.get, ctx.names)
 
     @staticmethod
@@ -213,14 +234,16 @@ def _saved(names: tuple[str, ...]) -> tuple[str, ...]:
     return *names[:3], *RESULTS["forward"], *names[3:]
 
 
-def gradients_of(saved: Operands, do: Any, dlse: Any, options: Options) -> Operands:
-    """The gradients by the names of their operands. `do`, `dlse`: None where a loss does not read o, or lse."""
+def gradients_of(saved: Operands, do: Any, dlse: Any, options: Options, of_mask: bool = False) -> Operands:
+    """The gradients by the names of their operands, that of the mask where asked for. `do`, `dlse`: None where a loss
+    does not read o, or lse."""
     if do is None and dlse is None:
         return {}
     if do is None:
         do = torch.zeros_like(saved["o"][..., :1]).expand_as(saved["o"])
     given = {"do_": do, **saved} if dlse is None else {"do_": do, **saved, "dlse": dlse}
-    return dict(zip(DIFFERENTIABLE, gradients(given, options), strict=True))
+    made = dict(zip(DIFFERENTIABLE, gradients(given, options, of_mask), strict=True))
+    return made | {"mask": made["mask"].to(saved["mask"].dtype) if of_mask else None}
 
 
 class _DualAttention(_Attention):
@@ -235,7 +258,7 @@ class _DualAttention(_Attention):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         given = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         along = dict(zip(ctx.names, tangents[_HOW:], strict=True))
-        for name in DIFFERENTIABLE:
+        for name in WITH_TANGENT:
             if name in given and (along[name] is not None or name in ("q", "k", "v")):
                 given[f"t{name}"] = torch.zeros_like(given[name]) if along[name] is None else along[name]
         to, tlse = _Tangent.apply(ctx.options, (ctx.of_lse,), tuple(given), *given.values())

@@ -13,9 +13,17 @@ class Fold:
     """Folds the operands of one call under vmap over `size` elements, and unfolds its results."""
 
     def __init__(
-        self, size: int, layout: str, names: Sequence[str], tensors: Sequence[torch.Tensor], dims: Sequence[int | None]
+        self,
+        size: int,
+        layout: str,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor],
+        dims: Sequence[int | None],
+        of_mask: bool = False,
     ) -> None:
+        """`of_mask`: each element has a gradient of the mask, and so a mask of its own."""
         self._size = size
+        self._of_mask = of_mask
         self._packed = layout == "thd"
         self._given = {name: (x, dim) for name, x, dim in zip(names, tensors, dims, strict=True)}
         q, dim = self._given["q"]
@@ -36,10 +44,13 @@ class Fold:
                     "cu_seqlens: mapped by vmap, but all elements need the same lengths; set its in_dims to None"
                 )
             return x
+        if kind == "seed":
+            return self._seeds(x, dim)
         if name == "o_residual" and rank == 1:  # the empty tensor that stands for none
             return x.new_empty(0)
         if kind == "logits":  # of the four dimensions of the logits
-            return x if dim is None and (rank < 4 or x.shape[0] == 1) else self._per_batch(x, dim, 4)
+            is_shared = dim is None and (rank < 4 or x.shape[0] == 1) and not self._of_mask
+            return x if is_shared else self._per_batch(x, dim, 4)
         if kind == "head" and not self._packed:  # [heads] become [batch, heads]
             return self._per_batch(x, dim, 2)
         if kind == "head":  # more heads, also of [sequences, heads]
@@ -52,11 +63,19 @@ class Fold:
         if is_none:  # the empty tensor that stands for none
             return x.expand(self._size, 0)
         x = self._unfold(x, 1 if self._packed and kind == "layout" else 0)
+        if kind == "logits":
+            return self._of_element(x, *self._given["mask"])
         if kind != "head":
             return x
         # Summed over the batch where that shares them.
         of, dim = self._given[name[1:]]
         return x.sum(1) if x.ndim > of.ndim + (dim is None) else x
+
+    def _of_element(self, dmask: torch.Tensor, mask: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """dmask [size, batch, ...], summed over the batch where the mask of an element has none."""
+        shape = [n for i, n in enumerate(mask.shape) if i != dim]
+        is_shared = len(shape) < 4 or shape[0] == 1
+        return (dmask.sum(1) if is_shared else dmask).reshape(self._size, *shape)
 
     def _unfold(self, x: torch.Tensor, at: int) -> torch.Tensor:
         return x.unflatten(at, (self._size, x.shape[at] // self._size)).movedim(at, 0)
@@ -66,6 +85,18 @@ class Fold:
         x = x.expand(self._size, *x.shape) if dim is None else x.movedim(dim, 0)
         x = x[(slice(None), *[None] * (rank + 1 - x.ndim))]
         return x.expand(-1, self._batch, *[-1] * (rank - 1)).flatten(0, 1)
+
+    def _seeds(self, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+        """[size * batch, 4]: element n of the batch has the seed at offset + n, or its own."""
+        if self._packed:
+            raise Unsupported(
+                "dropout_seed: vmap of packed sequences, which makes heads of its elements; call it for each"
+            )
+        x = x.expand(self._size, *x.shape) if dim is None else x.movedim(dim, 0)
+        if x.ndim == 2:
+            numbers = torch.arange(self._batch, dtype=x.dtype, device=x.device)
+            x = x[:, None] + torch.nn.functional.pad(numbers[:, None], (2, 1))
+        return x.flatten(0, 1)
 
     def _merge(self, x: torch.Tensor, dim: int | None, at: int) -> torch.Tensor:
         """The mapped dimension becomes part of axis `at`. Where that takes a copy, the copy keeps the memory order."""

@@ -24,16 +24,19 @@ from octet.torch._adapter import adapter
 from octet.torch._text import options_from, text_of
 
 _MORE = "Tensor? mask=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? sinks=None"
-_LAST = "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, Tensor? alibi_slopes=None"  # came after the others
+_LAST = (
+    "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, Tensor? alibi_slopes=None, Tensor? dropout_seed=None"  # came later
+)
 _SCHEMAS = {
     "forward": f"(Tensor q, Tensor k, Tensor v, bool residual, str options, {_MORE}, {_LAST}) "
     "-> (Tensor o, Tensor lse, Tensor r)",
     "backward": "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor r, str options, "
-    f"{_MORE}, Tensor? dlse=None, {_LAST}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    f"{_MORE}, Tensor? dlse=None, {_LAST}, bool dmask=False) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor dmask)",
     "jvp": "(Tensor q, Tensor k, Tensor v, Tensor tq, Tensor tk, Tensor tv, bool extra, str options, "
     f"{_MORE}, Tensor? tsinks=None, {_LAST}) -> (Tensor o, Tensor lse, Tensor to, Tensor tlse)",
 }
-_LENGTHS, _FLAGS = ("max_seqlen_q", "max_seqlen_k"), ("residual", "extra")
+_LENGTHS, _FLAGS = ("max_seqlen_q", "max_seqlen_k"), ("residual", "extra", "dmask")
 
 _library = torch.library.Library("octet", "DEF")
 for _kind, _schema in _SCHEMAS.items():
@@ -64,11 +67,12 @@ def _forward(q: Any, k: Any, v: Any, residual: bool, text: str, *more: Any) -> t
 
 
 def _backward(*args: Any) -> tuple:
-    operands = dict(zip(_FIRST["backward"], args, strict=False))
-    text = args[7]
     if len(args) == 8:
-        return _passes.run("backward", operands, options_from(text), False, (text, False))
-    return _passes.run("backward", operands, _complete("backward", operands, text, args[8:]))
+        text = args[7]
+        given = dict(zip(_FIRST["backward"], args, strict=False))
+        return _passes.run("backward", given, options_from(text), False, (text, False))
+    operands, of_mask, options = _read("backward", args)
+    return _passes.run("backward", operands, options, of_mask)
 
 
 def _jvp(*args: Any) -> tuple:
@@ -80,19 +84,19 @@ def _read(kind: str, args: tuple) -> tuple[Operands, bool, Options]:
     """The operands of an operator, its flag (False: it has none), and its options."""
     n = len(_FIRST[kind])
     operands: Operands = dict(zip(_FIRST[kind], args, strict=False))
-    extra = any([operands.pop(flag, False) for flag in _FLAGS])
-    return operands, extra, _complete(kind, operands, args[n], args[n + 1 :])
+    options = _complete(kind, operands, args[n], args[n + 1 :])
+    return operands, any([operands.pop(flag, False) for flag in _FLAGS]), options
 
 
 def _fake(kind: str, *args: Any) -> tuple:
     n = _ARGUMENTS[kind].index(_LENGTHS[0])  # these may be symbols, and no shape depends on them
     operands, extra, options = _read(kind, args[:n])
     operands |= {name: x for name, x in zip(_ARGUMENTS[kind][n + 2 :], args[n + 2 :], strict=False) if x is not None}
-    made = [
-        torch.empty_permuted(x.shape, x.order, dtype=x.dtype, device=operands["q"].device)
-        for x in results(adapter, kind, options, operands, extra)
-    ]
-    return _passes.with_rest(made, kind)
+    extra |= operands.pop("dmask", False)
+    asked = results(adapter, kind, options, operands, extra)
+    device = operands["q"].device
+    made = [torch.empty_permuted(x.shape, x.order, dtype=x.dtype, device=device) for x in asked]
+    return _passes.with_rest([x.name for x in asked], made, kind)
 
 
 for _kind, _kernel in (("forward", _forward), ("backward", _backward), ("jvp", _jvp)):
@@ -124,6 +128,8 @@ def run(kind: str, operands: Operands, options: Options, extra: bool = False) ->
         options = options._replace(max_seqlen_q=0, max_seqlen_k=0)
     text = text_of(options) if torch.compiler.is_compiling() else _remembered(options)
     flag = () if kind == "backward" else (extra,)
+    if kind == "backward" and extra:
+        more["dmask"] = True
     return _OPERATORS[kind](*first, *flag, text, **more)
 
 

@@ -106,9 +106,10 @@ def keep(kind: str, token: int, inputs: tuple[torch.Tensor, ...], made: tuple[to
     loaded[0].octet_fast_keep(_KINDS[kind], token, inputs, made, how, plan.attention, plan.arguments, plan.size())
 
 
-def with_rest(made: Sequence[Any], kind: str) -> tuple:
-    """An empty tensor stands for a result that was not asked for."""
-    return tuple(made) if len(made) == len(RESULTS[kind]) else (*made, made[0].new_empty(0))
+def with_rest(names: Sequence[str], made: Sequence[Any], kind: str) -> tuple:
+    """RESULTS[kind] of those that were made, by their names; an empty tensor stands for one that was not asked for."""
+    found = dict(zip(names, made, strict=True))
+    return tuple([found[name] if name in found else made[0].new_empty(0) for name in RESULTS[kind]])
 
 
 def _are_alike(call: _plan.Call, made: Sequence[Any], of: Sequence[Any]) -> bool:
@@ -129,19 +130,19 @@ _FROM_C: dict[str, tuple[int, Any, Any]] = {
 
 
 def run(kind: str, operands: Operands, options: Options, extra: bool = False, key: Hashable = None) -> tuple:
-    """RESULTS[kind]; an empty tensor stands for dsinks without sinks and, without `extra`, for o_residual and tlse, and
-    among the operands for an o_residual that there is not. A pass that may run from C is kept under `key`; None: under
-    its options."""
+    """RESULTS[kind]; an empty tensor stands for dsinks without sinks and, without `extra`, for o_residual, dmask and
+    tlse, and among the operands for an o_residual that there is not. A pass that may run from C is kept under `key`;
+    None: under its options."""
     token = made = None
     count, inputs, run_again = _FROM_C[kind]
     if len(operands) == count:
         given, token = inputs(operands), token_of(key or (options, extra))
         if token is not None and (made := run_again(token, *given)):
-            return made if extra else made[:-1] + (made[0].new_empty(0),)
+            return made if extra else with_rest(RESULTS[kind][: len(made) - 1], made[:-1], kind)
     if kind == "backward" and operands["o_residual"].shape != operands["o"].shape:
         operands = {name: x for name, x in operands.items() if name != "o_residual"}
     call, is_known = _plan.find(adapter, kind, options, operands, extra)
-    found = with_rest(call(operands), kind)
+    found = with_rest(call.results, call(operands), kind)
     if token is not None and made is False and is_known:
         if kind == "forward" and _are_alike(call, found[:1], given[:1]):
             keep("training", token, given, found if extra else (*found[:-1], found[0].new_empty(0)), call.plan)

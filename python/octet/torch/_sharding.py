@@ -58,7 +58,7 @@ def _run(_: Any, func: Any, __: Any, args: tuple = (), kwargs: Mapping[str, Any]
     call = _Call(options, {name: x for name, x in given.items() if isinstance(x, torch.Tensor)})
     names = {_OWN_NAMES.get(x.name, x.name): x.name for x in func._schema.arguments}
     found = func(**{names[name]: call.local(name) if name in call.tensors else x for name, x in given.items()})
-    extra = bool(given.get("residual") or given.get("extra"))
+    extra = bool(given.get("residual") or given.get("extra") or given.get("dmask"))
     made = {x.name: x for x in results(adapter, kind, options, call.tensors, extra)}
     named = zip(RESULTS[kind], found, strict=True)
     return tuple([call.whole(x, made.get(name)) for name, x in named])
@@ -71,6 +71,11 @@ class _Call:
         self.tensors = tensors
         self.layout = options.layout
         self._kinds = sys.modules[_MODULE]
+        if "dropout_seed" in tensors:
+            raise Unsupported(
+                "dropout_seed: given with DTensors, allowed: None; each process would drop what a batch drops that "
+                "begins with its own part; use torch.Tensor"
+            )
         first = next(iter(tensors))
         for name, x in tensors.items():
             own = label(name)
@@ -163,8 +168,8 @@ class _Call:
         for m, (found, want) in enumerate(zip(x.placements, wanted, strict=True)):
             if found != want and not found.is_replicate() and name not in _FOLLOWING:
                 self._reject(name, m, f", but q, k and v shard {self._roles[m] or 'nothing'}")
-        # Where nothing changes, torch 2.11 would detach x in place, for which it has no strategy.
-        return (x if list(x.placements) == wanted else x.redistribute(placements=wanted)).to_local()
+        # torch 2.11 detaches in place what it redistributes of a tensor with a gradient, and has no strategy for that.
+        return (x if list(x.placements) == wanted else x.detach().redistribute(placements=wanted)).to_local()
 
     def whole(self, part: torch.Tensor, result: Result | None) -> Any:
         """The DTensor of which a result is a part; None: an empty tensor, in the place of one that there is not."""

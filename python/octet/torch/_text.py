@@ -24,6 +24,7 @@ _READ: dict[str, Any] = {
     "window": _pair,
     "beta": float,
     "softcap": float,
+    "dropout_p": float,
     "deterministic": {"yes": True, "no": False}.__getitem__,
     "threads": int,
 }

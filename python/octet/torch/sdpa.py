@@ -14,10 +14,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 from octet import _abi, _api
 from octet._operands import operands_of
 from octet._options import AttentionOptions, Causal, Precision, count, look_up
-from octet._rejections import expect_known, expect_no_dropout
+from octet._rejections import expect_known
 from octet.errors import Error, InvalidArgument, listing
 from octet.torch import _fast_path
 from octet.torch._adapter import is_causal_bias
+from octet.torch._random import dropout
 
 
 def sdpa(
@@ -40,8 +41,10 @@ def sdpa(
         key: [..., kv_heads, keys, dim]; its leading dimensions broadcast with those of query and value, heads too.
         value: [..., kv_heads, keys, dim_v].
         attn_mask: bool (True: takes part) or float (added to the scaled logits), broadcast to [..., heads, queries,
-            keys], or a torch.nn.attention.bias.CausalBias. Not together with is_causal. No gradient is computed for it.
-        dropout_p: 0; anything else is rejected.
+            keys], or a torch.nn.attention.bias.CausalBias. Not together with is_causal. A float one has
+            a gradient on CPUs; on a GPU it must require none.
+        dropout_p: the probability that a weight is dropped, below 1, drawn by the generator of query's device; other
+            than 0 on CPUs alone.
         is_causal: query i sees keys up to i, also where the lengths differ.
         scale: None: 1 / sqrt(dim).
         enable_gqa: allows the heads of key and of value to divide those of query.
@@ -67,7 +70,6 @@ def sdpa(
         given: Any = (query, key, value, attn_mask, dropout_p, is_causal)
         keywords_given: Any = {"scale": scale, "enable_gqa": enable_gqa, "precision": precision}
         return handle_torch_function(sdpa, tensors, *given, **keywords_given)
-    expect_no_dropout(dropout_p)
     if is_causal and attn_mask is not None:
         raise InvalidArgument("attn_mask: given together with is_causal; put the causal mask into attn_mask")
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -93,7 +95,9 @@ def sdpa(
     if made is False and q is query and k is key and v is value:
         o = _fast_path.first(how, q, k, v, keywords)
     if o is None:
-        o, _ = _api.forward(operands_of(q=q, k=k, v=v, mask=attn_mask), keywords)
+        dropped: Any = dropout(dropout_p, q)
+        seed = dropped.pop("dropout_seed", None)
+        o, _ = _api.forward(operands_of(q=q, k=k, v=v, mask=attn_mask, dropout_seed=seed), {**keywords, **dropped})
     has_heads = max(query.ndim, key.ndim, value.ndim) > 2
     if len(lead) == 1 and has_heads:
         return o

@@ -105,6 +105,11 @@ static constexpr uint8_t byte_of(octet_dtype dtype, Range range, float scaled) {
   }
 }
 
+// The byte of a finite number that rounds to an integer within the range, as those over a symmetric scale do.
+static constexpr uint8_t integer_bits_in_range(float x) {
+  return static_cast<uint8_t>(std::bit_cast<uint32_t>(x + kRoundingMagic));
+}
+
 // The number that a quantized value stands for. The product of two floats is exact in double: fused or not, it is
 // rounded once.
 static constexpr float affine_value(float value, float scale, float zero, octet_zero_point kind) {

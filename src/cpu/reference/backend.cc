@@ -113,6 +113,17 @@ void load_bias(const Problem& problem, const Sequence& at, int64_t h, Head& head
   }
 }
 
+// Draws the elements of P that are dropped.
+void load_dropout(const Problem& problem, const Sequence& at, int64_t h, Head& head) {
+  if (!problem.dropout) return;
+  const DropoutStream stream = problem.dropout_stream(at, h);
+  head.dropout_scale = problem.dropout_scale();
+  head.dropped.assign(static_cast<std::size_t>(head.q.rows * head.k.rows), false);
+  for (int64_t i = 0; i < head.q.rows; ++i)
+    for (int64_t j = 0; j < head.k.rows; ++j)
+      head.dropped[static_cast<std::size_t>(i * head.k.rows + j)] = is_dropped(stream, problem.dropout, i, j);
+}
+
 // The queries of head h that see a key, and in `keys` those that they see.
 Seen seen_queries(const Problem& problem, const Sequence& at, int64_t h, Seen& keys) {
   Seen queries(static_cast<std::size_t>(at.q_tokens), false);
@@ -134,6 +145,7 @@ Head load_head(const Problem& problem, const Sequence& at, int64_t h, const Head
   if (problem.sinks.present()) head.sink = element(problem.sinks, at.batch, h, 0, 0);
   for (int64_t i = 0; i < at.q_tokens; ++i) head.keys.push_back(problem.keys_of(i, at.q_tokens, at.k_tokens));
   load_bias(problem, at, h, head);
+  load_dropout(problem, at, h, head);
   head.seen_q = seen_queries(problem, at, h, head.seen_k);
   return head;
 }
@@ -185,10 +197,24 @@ void run_jvp(const Problem& problem, const Recipe& recipe, const Sequence& at, i
   store_column(problem.tlse, at.batch, h, at.q_first, out.tlse);
 }
 
-// Adds head h's share to dk and dv, which the heads of a group have in common. Returns what the sequence adds to the
-// gradient of the head's sink.
-double run_backward(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t h, const Head& kv,
-                    Matrix& dk, Matrix& dv) {
+// The sums of gradients of tensors that sequences and heads share.
+struct SharedGradients {
+  std::vector<double> dsinks;  // [sequence, head]
+  std::vector<double> dmask;   // of its shape
+};
+
+void add_dmask(const View& out, const Sequence& at, int64_t h, const Matrix& dbias, std::vector<double>& sums) {
+  const auto place = [&](int dimension, int64_t i) { return out.shape[dimension] == 1 ? 0 : i; };
+  const int64_t first = (place(0, at.batch) * out.shape[1] + place(1, h)) * out.shape[2];
+  for (int64_t i = 0; i < dbias.rows && !sums.empty(); ++i)
+    for (int64_t j = 0; j < dbias.cols; ++j)
+      sums[static_cast<std::size_t>((first + place(2, i)) * out.shape[3] + place(3, j))] += dbias[i][j];
+}
+
+// Adds head h's share to dk and dv, which the heads of a group have in common, and to the gradients of its sink and of
+// the mask.
+void run_backward(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t h, const Head& kv,
+                  Matrix& dk, Matrix& dv, SharedGradients& shared) {
   Matrix o = load_tokens(problem.o, at.batch, h, at.q_first, at.q_tokens);
   if (recipe.backward.exact_o && problem.o_residual.present()) {
     const Matrix residual = load_tokens(problem.o_residual, at.batch, h, at.q_first, at.q_tokens);
@@ -206,12 +232,13 @@ double run_backward(const Problem& problem, const Recipe& recipe, const Sequence
   store_tokens(problem.dq, at.batch, h, at.q_first, g.dq);
   for (std::size_t z = 0; z < dk.data.size(); ++z) dk.data[z] += g.dk.data[z];
   for (std::size_t z = 0; z < dv.data.size(); ++z) dv.data[z] += g.dv.data[z];
-  return g.dsink;
+  shared.dsinks[static_cast<std::size_t>(at.index * problem.heads + h)] = g.dsink;
+  add_dmask(problem.dmask, at, h, g.dbias, shared.dmask);
 }
 
 // All heads of q that share one head of k and v, one after the other, so that dk and dv have one order of summation.
-// `dsinks`: of this sequence, by head of q.
-void run_group(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t kv_head, double* dsinks) {
+void run_group(const Problem& problem, const Recipe& recipe, const Sequence& at, int64_t kv_head,
+               SharedGradients& shared) {
   Head kv;
   kv.k = load_operand(problem.k, at.batch, kv_head, at.k_first, at.k_tokens);
   kv.v = load_operand(problem.v, at.batch, kv_head, at.k_first, at.k_tokens);
@@ -222,7 +249,7 @@ void run_group(const Problem& problem, const Recipe& recipe, const Sequence& at,
   for (int64_t h = kv_head * problem.group(); h < (kv_head + 1) * problem.group(); ++h) {
     if (problem.pass == OCTET_FORWARD) run_forward(problem, recipe, at, h, kv);
     if (problem.pass == OCTET_JVP) run_jvp(problem, recipe, at, h, kv_head, kv);
-    if (problem.pass == OCTET_BACKWARD) dsinks[h] = run_backward(problem, recipe, at, h, kv, dk, dv);
+    if (problem.pass == OCTET_BACKWARD) run_backward(problem, recipe, at, h, kv, dk, dv, shared);
   }
   if (problem.pass != OCTET_BACKWARD) return;
   store_tokens(problem.dk, at.batch, kv_head, at.k_first, dk);
@@ -243,17 +270,28 @@ void store_dsinks(const Problem& problem, const std::vector<Sequence>& all, cons
     }
 }
 
+void store_dmask(const View& out, const std::vector<double>& sums) {
+  for (std::size_t z = 0; z < sums.size(); ++z) {
+    const auto at = static_cast<int64_t>(z), row = at / out.shape[3], head = row / out.shape[2];
+    store(out.dtype, out.data,
+          out.offset(head / out.shape[1], head % out.shape[1], row % out.shape[2], at % out.shape[3]), sums[z]);
+  }
+}
+
 void run(const Problem& problem) {
   const Recipe recipe = recipe_for(problem);
   const std::vector<Sequence> all = sequences(problem);
   const int64_t tasks = static_cast<int64_t>(all.size()) * problem.kv_heads;
-  std::vector<double> dsinks(all.size() * static_cast<std::size_t>(problem.heads), 0.0);
-  cpu::parallel_for(cpu::thread_count(problem.threads, tasks), tasks, [&](int64_t task, unsigned) {
-    const int64_t n = task / problem.kv_heads;
-    run_group(problem, recipe, all[static_cast<std::size_t>(n)], task % problem.kv_heads,
-              dsinks.data() + n * problem.heads);
+  SharedGradients shared{std::vector<double>(all.size() * static_cast<std::size_t>(problem.heads), 0.0),
+                         std::vector<double>(static_cast<std::size_t>(problem.dmask.elements()), 0.0)};
+  // One thread where tasks add to one dmask: their order is that of its sums.
+  const unsigned threads = cpu::thread_count(problem.dmask.present() ? 1 : problem.threads, tasks);
+  cpu::parallel_for(threads, tasks, [&](int64_t task, unsigned) {
+    const Sequence& at = all[static_cast<std::size_t>(task / problem.kv_heads)];
+    run_group(problem, recipe, at, task % problem.kv_heads, shared);
   });
-  store_dsinks(problem, all, dsinks);
+  store_dsinks(problem, all, shared.dsinks);
+  store_dmask(problem.dmask, shared.dmask);
 }
 
 std::string kernel(const Problem& problem) {

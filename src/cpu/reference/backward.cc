@@ -49,7 +49,7 @@ Matrix probabilities(const Head& head, const Recipe& recipe, const Logits& logit
   return p;
 }
 
-// [n m], 0 where not seen: dp = do v^T.
+// [n m], 0 where not seen or dropped: dp = (do v^T) z.
 Matrix product_with_values(const Head& head, const Matrix& do_, const Matrix& v) {
   Matrix dp(head.q.rows, head.k.rows);
   const Matrix v_transposed = transposed(v);
@@ -57,7 +57,7 @@ Matrix product_with_values(const Head& head, const Matrix& do_, const Matrix& v)
     const KeyRange range = head.keys[index(i)];
     add_rows(dp[i] + range.first, do_[i], v_transposed, range.first, range.last - range.first);
     for (int64_t j = range.first; j < range.last; ++j)
-      if (!head.sees(i, j)) dp[i][j] = 0.0;
+      dp[i][j] = head.sees(i, j) && head.keeps(i, j) ? dp[i][j] * head.dropout_scale : 0.0;
   }
   return dp;
 }
@@ -170,7 +170,7 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
     // p sums to 1 with the sink, so sum ds = sum p (dp - delta + dlse) = p_sink delta + (1 - p_sink) dlse.
     if (lse[index(i)] != -kInf) row_sums[index(i)] = dlse[index(i)] - sink[index(i)].ds;
   }
-  const Matrix ds_uncapped = head.softcap != 0.0 ? ds : Matrix();
+  Matrix ds_uncapped = head.softcap != 0.0 ? ds : Matrix();
   for (int64_t i = 0; i < ds_uncapped.rows; ++i) {
     row_sums[index(i)] = 0.0;
     for_seen(head, i, [&](int64_t j) { row_sums[index(i)] += ds[i][j] *= derivative[i][j]; });
@@ -194,7 +194,7 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
     for_seen(head, i, [&](int64_t j) {
       add_scaled(g.dq[i], ds_q[i][j], k_dq[j], d);
       add_scaled(g.dk[j], ds_k[i][j], q_dk[i], d);
-      add_scaled(g.dv[j], p_dv[i][j], do_dv[i], e);
+      if (head.keeps(i, j)) add_scaled(g.dv[j], p_dv[i][j] * head.dropout_scale, do_dv[i], e);
     });
   if (how.gproj != OCTET_F64) {
     const Matrix uncapped = rounded_tiles(ds_uncapped, how.ds_q);
@@ -206,6 +206,7 @@ Gradients backward(const Head& head, const Matrix& o, const std::vector<double>&
   for (Matrix* x : {&g.dq, &g.dk})
     for (double& value : x->data) value *= head.scale;
   for (const SinkRow& row : sink) g.dsink += row.ds;
+  g.dbias = std::move(head.softcap != 0.0 ? ds_uncapped : ds);
   return g;
 }
 

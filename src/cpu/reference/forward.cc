@@ -81,10 +81,11 @@ void add_tile(const Head& head, const Recipe& recipe, const Values& values, cons
   row.m = m;
   row.l = alpha * row.l + sum;
   for (double& x : row.acc) x *= alpha;
-  std::vector<double> p_seen;
-  p_seen.reserve(seen.size());
-  for (int64_t j : seen) p_seen.push_back(p[static_cast<std::size_t>(j - first)]);
-  add_rows(row.acc.data(), p_seen.data(), values.v, seen);
+  std::vector<double> p_kept;
+  std::vector<int64_t> kept;
+  for (int64_t j : seen)
+    if (head.keeps(i, j)) p_kept.push_back(p[static_cast<std::size_t>(j - first)]), kept.push_back(j);
+  add_rows(row.acc.data(), p_kept.data(), values.v, kept);
   for (double& x : row.acc) x = round_to(recipe.acc, x);
 }
 
@@ -110,7 +111,7 @@ Output forward(const Head& head, const Recipe& recipe) {
     const double of_keys =
         blind ? -kInf : (recipe.scale_first ? 1.0 : head.scale) * row.m + std::log(row.l) + head.row_bias_of(i);
     const double lse = out.lse[static_cast<std::size_t>(i)] = with_sink(of_keys, head.sink);
-    const double share = probability_of(of_keys, lse);  // of the keys, next to the sink
+    const double share = probability_of(of_keys, lse) * head.dropout_scale;  // of the keys, next to the sink
     for (int64_t c = 0; c < e; ++c) {
       const double o = blind ? 0.0
                              : row.acc[static_cast<std::size_t>(c)] / row.l +

@@ -3,6 +3,7 @@
 //   o = o~ / l     to = (t~ - r o) / l     lse = m + log l     tlse = c + r / l
 // Adding a constant to a row of ts changes nothing in to, so c, the p-weighted mean of ts in the first tile, is free to
 // keep h small; r and l sum the rounded h and p, so that their roundings cancel against those in t~ and o~.
+// With dropout, o~ and t~ lack the p and h of dropped elements, and o and to are divided by 1 minus the probability.
 // A sink leaves the keys the share w = exp(lse of the keys - lse) of all probabilities:
 //   o = w o     to = w (to + (1 - w) (tlse - tsink) o)     tlse = w tlse + (1 - w) tsink
 #include <algorithm>
@@ -63,9 +64,13 @@ void add_tile(const Operands& x, const double* s, const double* derivative, int6
     p[z] = round_to(x.recipe.tangent, p[z]);
     row.l += p[z], row.r += h[z];
   }
-  add_rows(row.o.data(), p.data(), x.v, seen);
-  add_rows(row.t.data(), p.data(), x.tv, seen);
-  add_rows(row.t.data(), h.data(), x.v, seen);
+  std::vector<double> p_kept, h_kept;
+  std::vector<int64_t> kept;
+  for (std::size_t z = 0; z < p.size(); ++z)
+    if (x.head.keeps(i, seen[z])) p_kept.push_back(p[z]), h_kept.push_back(h[z]), kept.push_back(seen[z]);
+  add_rows(row.o.data(), p_kept.data(), x.v, kept);
+  add_rows(row.t.data(), p_kept.data(), x.tv, kept);
+  add_rows(row.t.data(), h_kept.data(), x.v, kept);
 }
 
 constexpr int64_t kTile = 64;  // keys per step of the softmax
@@ -101,7 +106,8 @@ JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe) 
     const bool blind = row.m == -kInf && row.l == 0.0;
     const double of_keys = blind ? -kInf : row.m + std::log(row.l) + head.row_bias_of(i),
                  lse = with_sink(of_keys, head.sink);
-    const double share = probability_of(of_keys, lse), of_sink = probability_of(head.sink, lse);
+    const double share = probability_of(of_keys, lse), kept_share = share * head.dropout_scale,
+                 of_sink = probability_of(head.sink, lse);
     const double mean = blind ? 0.0 : row.centre + row.r / row.l;
     out.primal.lse[static_cast<std::size_t>(i)] = lse;
     out.tlse[static_cast<std::size_t>(i)] = share * mean + of_sink * tangents.sink;
@@ -109,8 +115,8 @@ JvpOutput jvp(const Head& head, const Tangents& tangents, const Recipe& recipe) 
     for (int64_t c = 0; c < e; ++c) {
       const auto z = static_cast<std::size_t>(c);
       const double o = row.o[z] / row.l, to = (row.t[z] - row.r * o) / row.l;
-      out.primal.o[i][c] = share * o;
-      out.to[i][c] = share * (to + of_sink * (mean - tangents.sink) * o);
+      out.primal.o[i][c] = kept_share * o;
+      out.to[i][c] = kept_share * (to + of_sink * (mean - tangents.sink) * o);
     }
   }
   out.primal.o_exact = out.primal.o;

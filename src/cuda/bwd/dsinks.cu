@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(kThreads)
         // The delta of a row that sees no key is 0, and its dlse is not in `rows`.
         const bool sees = seeing.first <= first + row && first + row < seeing.last;
         const float dlse = p.dlse.data ? static_cast<const float*>(p.dlse.data)[index.offset(p.dlse)] : 0.f;
-        sum -= static_cast<double>(expf(sink - lse)) * (sees ? rows.delta[row] / delta_scale : -dlse);
+        const float left_out = p.int8.mean_delta ? p.int8.mean_delta[tile * kQueries + row] : 0.f;
+        sum -= static_cast<double>(expf(sink - lse)) * (sees ? rows.delta[row] / delta_scale + left_out : -dlse);
       }
     }
   }

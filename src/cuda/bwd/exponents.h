@@ -56,8 +56,13 @@ __device__ inline int p_exponent(const PreprocessParams& p, const Sizes& s) {
   return kPExponent - static_cast<int>(fminf(error, kPExponent - 1));
 }
 
-// Returns the exponents that bring the largest numbers of each operand below 2^(15 - room), and |do| (|v| +
-// delta_ratio) + |dlse|, a bound of |dp - delta + dlse|, below 2^-room. 2^p P times the latter is ds, which thus fits
+// Returns the bound of |dp - delta| / |do| of a row. Dropout multiplies the elements of dp that it keeps.
+__device__ inline float dp_per_do(const PreprocessParams& p, const Sizes& s) {
+  return p.dropout_scale * s.v_row + s.delta_ratio;
+}
+
+// Returns the exponents that bring the largest numbers of each operand below 2^(15 - room), and |do|
+// dp_per_do + |dlse|, a bound of |dp - delta + dlse|, below 2^-room. 2^p P times the latter is ds, which thus fits
 // f16.
 __device__ inline Exponents exponents_for(const PreprocessParams& p, const Sizes& s, int room) {
   Exponents e{};
@@ -68,9 +73,9 @@ __device__ inline Exponents exponents_for(const PreprocessParams& p, const Sizes
   e.q = exponent(s.q), e.k = exponent(fmaxf(s.k, s.k_smooth)), e.v = exponent(s.v), e.do_ = exponent(s.do_);
   if (!p.measures_all_keys) e.k = min(e.k, kMaxKeyExponent);
   e.p = p_exponent(p, s);
-  const float row = s.do_row, dp_per_do = s.v_row + s.delta_ratio;
-  const bool any = row > 0.f && dp_per_do > 0.f;
-  int bound = any ? exponent_above(row) + exponent_above(dp_per_do) : -2 * kMaxExponent;
+  const float row = s.do_row, per_do = dp_per_do(p, s);
+  const bool any = row > 0.f && per_do > 0.f;
+  int bound = any ? exponent_above(row) + exponent_above(per_do) : -2 * kMaxExponent;
   if (s.dlse > 0.f) bound = max(bound, exponent_above(s.dlse)) + 1;
   if (any || s.dlse > 0.f) e.product = -room - bound - e.do_ - e.v;
   return e;
@@ -86,8 +91,8 @@ __device__ inline bool fits(const Exponents& sample, const Exponents& exact) {
 // Returns what |dlse| of a row is divided by when it is added to |do|: about the largest |v| + delta_ratio. It comes
 // from the sample, as it must be known when rows are written.
 __device__ inline float per_dlse(const Sizes& sampled) {
-  const float dp_per_do = sampled.v_row + sampled.delta_ratio;
-  return dp_per_do > 0.f ? dp_per_do : 1.f;
+  const float per_do = sampled.v_row + sampled.delta_ratio;
+  return per_do > 0.f ? per_do : 1.f;
 }
 // Converts a gradient of lse to an equivalent |do|.
 __device__ inline float as_row(const Sizes& sampled, float dlse) { return dlse > 0.f ? dlse / per_dlse(sampled) : 0.f; }
@@ -131,23 +136,23 @@ __device__ inline float dq_row_scale(float bound, int do_exponent) {
 
 // Returns the scale of sums of dq in integers, which follows from the bound
 //   |dq_ic| <= sum_j p_ij |dp_ij - delta_i + dlse_i| |k_jc|
-//           <= (|do_i| + |dlse_i| / per_dlse) max(|v| + delta_ratio, per_dlse) |k|.
+//           <= (|do_i| + |dlse_i| / per_dlse) max(dp_per_do, per_dlse) |k|.
 // QueryRows::dq_row_scale accounts for the first factor. Scaled, the bound is below 2^30, one bit below the range of
 // int; with kPExponent in the place of e.p, as P may exceed 1 by the difference.
 __device__ inline float dq_sums_scale(const PreprocessParams& p, const Sizes& sampled, const Sizes& s,
                                       const Exponents& e) {
-  const float dp_per_do = s.dlse > 0.f ? fmaxf(s.v_row + s.delta_ratio, per_dlse(sampled)) : s.v_row + s.delta_ratio;
-  if (!(dp_per_do > 0.f && s.k_smooth > 0.f)) return 1.f;
-  return power_of_two(30 - (p.scaled ? kPExponent : 0) - e.product - e.v - exponent_above(dp_per_do) - e.k -
+  const float per_do = s.dlse > 0.f ? fmaxf(dp_per_do(p, s), per_dlse(sampled)) : dp_per_do(p, s);
+  if (!(per_do > 0.f && s.k_smooth > 0.f)) return 1.f;
+  return power_of_two(30 - (p.scaled ? kPExponent : 0) - e.product - e.v - exponent_above(per_do) - e.k -
                       exponent_above(s.k_smooth));
 }
 
-// Returns the largest number of operand v for which |do| (|v| + delta_ratio) + |dlse| is at most 1, as exponents_for
+// Returns the largest number of operand v for which |do| dp_per_do + |dlse| is at most 1, as exponents_for
 // requires. |v|_2 is at most sqrt(dim) |v|_inf.
 __device__ inline float largest_v(const PreprocessParams& p, const Sizes& s, const Exponents& e) {
   if (!p.scaled || !(s.do_row > 0.f)) return FLT_MAX;
-  const double all = ldexp(1.0, -e.product - e.do_ - e.v) - s.dlse;  // the bound of |do| (|v| + delta_ratio)
-  const float row = static_cast<float>(all / s.do_row) - s.delta_ratio;
+  const double all = ldexp(1.0, -e.product - e.do_ - e.v) - s.dlse;  // the bound of |do| dp_per_do
+  const float row = (static_cast<float>(all / s.do_row) - s.delta_ratio) / p.dropout_scale;
   return fminf(ldexpf(row, e.v) * rsqrtf(static_cast<float>(p.v.shape[3])), FLT_MAX);
 }
 

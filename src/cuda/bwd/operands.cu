@@ -63,7 +63,7 @@ PreprocessParams preprocess_params(const Problem& p, const BackwardChoice& choic
       .tile_dim = dim,
       .block_channels = dim / 2,
       .type = scaled ? OCTET_F16 : OCTET_BF16,
-      .round_do = cast == OCTET_F16 ? OCTET_F32 : OCTET_BF16,
+      .round_do = cast == OCTET_BF16 ? OCTET_BF16 : OCTET_F32,
       .round_q = cast,
       .round_k = cast,
       .round_v = cast,
@@ -75,6 +75,7 @@ PreprocessParams preprocess_params(const Problem& p, const BackwardChoice& choic
       .mask = mask_of(p),
       .group = static_cast<int>(p.group()),
       .scale = p.scale,
+      .dropout_scale = static_cast<float>(p.dropout_scale()),
       .sampled = allocator.take<Sizes>(kv_heads),
       .sizes = allocator.take<Sizes>(kv_heads),
       .exponents = allocator.take<Exponents>(kv_heads * kBins),
@@ -92,7 +93,11 @@ PreprocessParams preprocess_params(const Problem& p, const BackwardChoice& choic
   }
   if (key_tiles) {
     params.k_tiles = allocator.take<unsigned char>(k_bytes);
-    params.v_tiles = allocator.take<unsigned char>(k_bytes);
+    if (!choice.int8) params.v_tiles = allocator.take<unsigned char>(k_bytes);
+  }
+  if (choice.int8) {
+    params.int8.scales = allocator.take<float>(q_tiles * rows.queries * 2);
+    if (p.sinks.present()) params.int8.mean_delta = allocator.take<float>(q_tiles * rows.queries);
   }
   return params;
 }

@@ -14,20 +14,34 @@
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/fragment/strided.h"
+#include "cuda/ptx/types.h"
 
 namespace octet::cuda {
 
 // The magnitudes of the finite numbers of one (batch, kv head), without any exponent.
 struct Sizes {
-  float q, do_;          // the largest
-  float do_row;          // the largest |x|_2 of a row
-  float delta_ratio;     // the largest |delta| / |do|; no larger than v_row where o and lse are of these keys
+  float q, do_;       // the largest
+  float do_row;       // the largest |x|_2 of a row
+  float delta_ratio;  // the largest |delta| / |do|; no larger than v_row, times dropout_scale, where o and lse are of
+                      // these keys
   float k, k_smooth, v;  // the largest; k_smooth: of k minus its mean
   float v_row;           // the largest |x|_2 of a row
   float q_row, k_row;    // likewise; known for a sample only
   float dlse;            // the largest
   // A power of two near the median of the rows that are not 0; known for a sample only.
   float typical_do_row, typical_dlse;
+};
+
+// At int8, s and dp are products of integers (operands/quantize/training.h). Delta is that of do as it is in int8, of o
+// minus the mean of v. A token whose scale is NaN is not finite: it is written as zeros, and a query of this kind, or
+// whose delta is not finite, has an lse of NaN, so that it reaches what sees it and nothing else.
+struct Int8Inputs {
+  const S8* do_;  // [batch, head, token, dim]; null: another precision
+  const float *q_scale, *do_scale, *k_scale;
+  const float* v_mean;  // [sequence, kv_head, dim]
+  int dim, keys;        // keys: rows of a head of k
+  float* scales;        // [batch, head, q block][2, query]: those of q and do, 0 for those that are not finite
+  float* mean_delta;    // [batch, head, q block, query]: what delta lacks; null: not wanted
 };
 
 struct PreprocessParams {
@@ -44,7 +58,8 @@ struct PreprocessParams {
   Blocks q_blocks, k_blocks;
   Mask mask;
   int group;
-  float scale;  // softmax_scale
+  float scale;          // softmax_scale
+  float dropout_scale;  // of elements of dp that dropout keeps; 1 without dropout
 
   Sizes *sampled, *sizes;  // [batch, kv_head]: of a sample; of all numbers
   Exponents* exponents;    // [bin][batch, kv_head]
@@ -57,6 +72,7 @@ struct PreprocessParams {
   int zeroed_heads;
   unsigned* zeroed;    // [batch, kv_head]: set to 0
   unsigned* counters;  // [Bins]: set to 0
+  Int8Inputs int8;
 };
 
 void preprocess(const PreprocessParams& p, cudaStream_t stream);

@@ -10,6 +10,10 @@ struct PlainLogits {
     __device__ float derivative_of(float ds) const { return ds; }
   };
   template <class Gradients>
+  __device__ float kept(const Gradients&, int, int, int) const {
+    return 1.f;
+  }
+  template <class Gradients>
   __device__ Logit operator()(const Gradients& g, int, int, int, float product) const {
     return {g.a.scale * product};
   }

@@ -7,7 +7,8 @@
 // its key blocks that some of its queries do not see. Its rows, and the rows of dk and dv of these keys, are
 // candidates.
 //
-// `Logits` makes logits of q.k, with the derivative that ds is multiplied by. Where it kHides keys, a P of 0 stands for
+// `Logits` makes logits of q.k, with the derivative that ds is multiplied by, and tells what dropout multiplies an
+// element of P by, 1 without dropout. Where it kHides keys, a P of 0 stands for
 // such a key, and all keys are candidates.
 #pragma once
 #include <algorithm>
@@ -67,8 +68,9 @@ struct UnmaskedGradients {
         logits(*this, head, query, key, dot(p.q, q_state(head, query), p.k, k_state(key)));
     const float prob = lse == -INFINITY ? 0.f : expf(logit.x - lse);
     if (Logits::kHides && prob == 0.f) return {};
-    const float ds = prob * (dot(p.do_, q_state(head, query), p.v, k_state(key)) - delta);
-    return {prob, logit.derivative_of(ds)};
+    const float kept = logits.kept(*this, head, query, key);
+    const float dp = kept == 0.f ? 0.f : kept * dot(p.do_, q_state(head, query), p.v, k_state(key));
+    return {kept * prob, logit.derivative_of(prob * (dp - delta))};
   }
 
   // Adds factor x to the sum, in this thread's channels.

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 4) stats_kernel(const __grid_constan
     if (which == Tensor::q) found.q = most_shared, found.q_row = row_shared;
     if (which == Tensor::k) found.k = most_shared, found.k_smooth = 0.f, found.k_row = row_shared;
     if (which == Tensor::v) {
-      found.v = most_shared, found.delta_ratio = row_shared;
+      found.v = most_shared, found.delta_ratio = p.dropout_scale * row_shared;
       found.v_row = p.measures_all_keys ? row_shared : most_shared * sqrtf(static_cast<float>(p.v.shape[3]));
     }
     if (which == Tensor::do_) found.do_ = most_shared, found.do_row = row_shared;

@@ -21,6 +21,7 @@ struct TileWriter {
   static constexpr int kQueries = BackwardTile<Dim>::kQueries, kKeys = BackwardTile<Dim>::kKeys;
   static constexpr int kVecs = Dim / kVec8, kRowsAtOnce = kPreprocessThreads / kVecs;
   static constexpr int kKeyBatch = std::is_void_v<In> ? 1 : 2;  // rows that are read before one is written
+  static constexpr bool kMayBeInt8 = Dim < 256 && std::is_same_v<T, F16>;
   static_assert(kRowsAtOnce % kSwizzleRows == 0 && kQueries <= kPreprocessThreads);
   // The rows of queries that are loaded ahead, in dynamic shared memory; none for tensors with any strides.
   static constexpr int kAhead = std::is_void_v<In> ? 0 : 4;
@@ -33,7 +34,9 @@ struct TileWriter {
   // The sums over the threads of each row.
   struct RowSums {
     float delta[kQueries], norm[kQueries];
-    float mean_logit[kQueries];  // what the mean of k adds to the row's logits, before scaling
+    // The product of the row and the mean of k, before scaling; at int8 that of do and the mean of v, which is part of
+    // delta.
+    float mean[kQueries];
   };
 
   const PreprocessParams& p;
@@ -111,6 +114,14 @@ struct TileWriter {
     __device__ float lse(int row) const { return is_present(row) ? number(p.lse, row) : -INFINITY; }
     __device__ float dlse(int row, float lse) const {
       return p.dlse.data && lse != -INFINITY ? number(p.dlse, row) : 0.f;
+    }
+    // The index of a row among all queries, and its scales of q and do, at int8.
+    __device__ int64_t token(int row) const {
+      return (int64_t{batch} * heads + head) * p.q.shape[2] + first_token + row;
+    }
+    __device__ bool is_finite(int row) const {
+      return !kMayBeInt8 || !p.int8.do_ || !is_present(row) ||
+             !isnan(p.int8.q_scale[token(row)] + p.int8.do_scale[token(row)]);
     }
     __device__ QueryRows<kQueries>& rows(int bin) const {
       return rows_at<kQueries>(p.rows, bin, p.q.shape[0] * heads * p.q_blocks.count, tile);
@@ -205,21 +216,27 @@ struct TileWriter {
       const typename QueryLoader::Row raw = loader.read(row);
       loader.ask();
       Vec8 x, sum;
+      const bool finite = at.is_finite(row);
       take(raw.q, p.round_q, x);
+      if (!finite) clear(x);
       put(to_q, x, q_scale, distance);
       most_q = fmaxf(most_q, largest_finite(x));
-      float mean_logit = 0.f;  // q k^T - q (k - mean)^T
-      for (int c = 0; c < kVec8; ++c) mean_logit += x[c] * mean[c];
+      float of_mean = 0.f;  // q k^T - q (k - mean)^T
+      for (int c = 0; c < kVec8; ++c) of_mean += x[c] * mean[c];
       take(raw.o, OCTET_F32, sum), add_residual<In>(p, raw.residual, sum);
       take(raw.do_, p.round_do, x);
+      if (!finite) clear(x);
       if (kFirstTime) put(to_do, x, do_scale, distance);
       Size size(x);
       float delta = 0.f;
-      for (int c = 0; c < kVec8; ++c) delta += x[c] * sum[c];
+      if (kMayBeInt8 && p.int8.do_)
+        delta = int8_delta(at, row, sum, of_mean);
+      else
+        for (int c = 0; c < kVec8; ++c) delta += x[c] * sum[c];
       size.reduce(kVecs);
       for (int step = kVecs / 2; step; step /= 2) {
         delta += __shfl_xor_sync(~0u, delta, step);
-        mean_logit += __shfl_xor_sync(~0u, mean_logit, step);
+        of_mean += __shfl_xor_sync(~0u, of_mean, step);
       }
       most_do = fmaxf(most_do, size.most);
       const float norm = size.norm();
@@ -227,7 +244,7 @@ struct TileWriter {
         const int bin = bin_of(bound_of(norm, at.dlse(row, at.lse(row))), bins);
         put(to_do, x, power_of_two(of_bin(bin).do_), distance);
       }
-      if (vec == 0) sums.delta[row] = delta, sums.norm[row] = norm, sums.mean_logit[row] = mean_logit;
+      if (vec == 0) sums.delta[row] = delta, sums.norm[row] = norm, sums.mean[row] = of_mean;
       to_q += kRowsAtOnce * kPanelRowBytes, to_do += kRowsAtOnce * kPanelRowBytes;
     }
     __syncthreads();
@@ -237,6 +254,29 @@ struct TileWriter {
     if (!p.dlse.data) return;
     const float most_dlse = warp_max(sizes.dlse);
     if (threadIdx.x % 32 == 0) raise(p.sizes[kv].dlse, most_dlse);
+  }
+
+  static __device__ void clear(Vec8& x) {
+    for (float& y : x) y = 0.f;
+  }
+
+  // Returns this thread's part of the delta of int8: of do as it is in int8, and of o minus the mean of v. Sets
+  // `of_mean` to what that mean adds.
+  __device__ float int8_delta(const QueryTile& at, int row, const Vec8& o, float& of_mean) const {
+    of_mean = 0.f;
+    if (!at.is_present(row) || channel >= p.int8.dim) return 0.f;
+    const int64_t token = at.token(row);
+    const uint2 word = *reinterpret_cast<const uint2*>(p.int8.do_ + token * p.int8.dim + channel);
+    const auto* const values = reinterpret_cast<const S8*>(&word);
+    const int kv_heads = static_cast<int>(p.k.shape[1]),
+              sequence = p.q_blocks.cu_seqlens ? at.sequence.index : at.batch;
+    const float* const mean = p.int8.v_mean + (int64_t{sequence} * kv_heads + kv % kv_heads) * p.int8.dim + channel;
+    float sum = 0.f;
+    for (int c = 0; c < kVec8; ++c)
+      sum = fmaf(values[c], o[c] - mean[c], sum), of_mean = fmaf(values[c], mean[c], of_mean);
+    const float scale = p.int8.do_scale[token];
+    of_mean *= scale;
+    return sum * scale;
   }
 
   // Returns |do| + |dlse| / per_dlse of a row, or a bound of it.
@@ -260,17 +300,27 @@ struct TileWriter {
     RowSizes sizes;
     const int row = threadIdx.x;
     if (row < kQueries) {
-      const float delta = sums.delta[row], norm = sums.norm[row];
+      const bool int8 = kMayBeInt8 && p.int8.do_, finite = !int8 || (at.is_finite(row) && isfinite(sums.delta[row]));
+      const float delta = finite ? sums.delta[row] : 0.f, norm = sums.norm[row];
+      const float mean_logit = int8 ? 0.f : sums.mean[row], mean_delta = int8 ? sums.mean[row] : 0.f;
       sizes.norm = norm;
       sizes.delta_ratio = delta_ratio_of(delta, norm);
       const bool sees = lse != -INFINITY;
+      if (sees && !finite) lse = NAN;
+      if (int8 && kFirstTime) {
+        float* const scales = p.int8.scales + 2 * at.tile * kQueries + row;
+        const bool present = at.is_present(row) && finite;
+        scales[0] = present ? p.int8.q_scale[at.token(row)] : 0.f;
+        scales[kQueries] = present ? p.int8.do_scale[at.token(row)] : 0.f;
+        if (p.int8.mean_delta) p.int8.mean_delta[at.tile * kQueries + row] = finite ? mean_delta : NAN;
+      }
       const float dlse = at.dlse(row, lse), bound = bound_of(norm, dlse);
       if (isfinite(dlse)) sizes.dlse = fabsf(dlse);
       // sum_j p_ij is 1 - exp(sink - lse), and sum_j p_ij dp_ij is delta.
       if (p.row_sums && kFirstTime)
         p.row_sums[at.tile * kQueries + row] =
-            sees ? fmaf(expf(p.sinks.at(at.batch, at.head) - lse), delta - dlse, dlse) : 0.f;
-      const float left_out = fmaf(p.scale * 1.44269504f, sums.mean_logit[row], static_cast<float>(exponents.p));
+            sees ? fmaf(expf(p.sinks.at(at.batch, at.head) - lse), delta + mean_delta - dlse, dlse) : 0.f;
+      const float left_out = fmaf(p.scale * 1.44269504f, mean_logit, static_cast<float>(exponents.p));
       const int bin = bin_of(bound, bins);
       for (int i = 0; i < bins; ++i) {
         const Exponents& e = of_bin(i);
@@ -318,19 +368,24 @@ struct TileWriter {
     read_mean(mean);
     unsigned char *to_k = p.k_tiles + start + place(kKeys), *to_v = p.v_tiles + start + place(kKeys);
     const int distance = distance_to_repeated(kKeys);
+    const int64_t int8_key = int64_t{kv} * p.int8.keys +
+                             (p.k_blocks.cu_seqlens ? (sequence.first / 64 + sequence.index) * 64 : 0) + first_key;
     float most_k = 0.f, most_smooth = 0.f, most_v = 0.f, most_row = 0.f;
     for (; row < kKeys; row += kKeyBatch * kRowsAtOnce, read_rows()) {
 #pragma unroll
       for (int j = 0; j < kKeyBatch; ++j) {
         Vec8 x;
         take(raw_k[j], p.round_k, x);
+        // At int8 a key that is not finite becomes zeros.
+        if (kMayBeInt8 && p.int8.do_ && present[j] && isnan(p.int8.k_scale[int8_key + row + j * kRowsAtOnce]))
+          clear(x), present[j] = false;
         most_k = fmaxf(most_k, largest_finite(x));
         if (present[j])
           for (int c = 0; c < kVec8; ++c) x[c] -= mean[c];
         if (p.k_tiles) put(to_k, x, k_scale, distance);
         most_smooth = fmaxf(most_smooth, largest_finite(x));
         take(raw_v[j], p.round_v, x);
-        if (p.k_tiles) put(to_v, x, v_scale, distance);
+        if (p.v_tiles) put(to_v, x, v_scale, distance);
         Size size(x);
         size.reduce(kVecs);
         most_v = fmaxf(most_v, size.most), most_row = fmaxf(most_row, size.norm());

@@ -1,5 +1,7 @@
 // Every header of this folder, compiled for the oldest architecture by a library of its own: they know none.
 #include "cuda/fragment/accumulator.h"
+#include "cuda/fragment/dropout.h"
+#include "cuda/fragment/e4m3.h"
 #include "cuda/fragment/finish.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/o_residual.h"

@@ -64,6 +64,9 @@ struct PrecisionInt8F16 : PrecisionF16 {
   using Sum = int;
 };
 
+// The same where o is kept for a backward pass: k is centred by the means of blocks, and v comes from int8.
+struct PrecisionInt8Training : PrecisionInt8F16 {};
+
 // A precision with bias correction beta (fragment/softmax.h).
 template <class Precision>
 struct WithBeta : Precision {};

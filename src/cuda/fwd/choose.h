@@ -1,5 +1,8 @@
 // The recipe of a forward pass, in the terms of the kernels of both architectures.
 #pragma once
+#include <optional>
+#include <string>
+
 #include "core/problem.h"
 #include "core/recipe.h"
 
@@ -20,10 +23,15 @@ constexpr ForwardFormats kF32{OCTET_F32, Group::cast, OCTET_F64, OCTET_F32, Grou
     kBf16{OCTET_BF16, Group::cast, OCTET_BF16, OCTET_BF16, Group::cast},
     kBf16F16Compute{OCTET_BF16, Group::cast, OCTET_F16, OCTET_BF16, Group::cast},  // v becomes f16, less its mean
     kInt8F16{OCTET_I8, Group::token, OCTET_F16, OCTET_F16, Group::power_of_two},
+    kInt8Training{OCTET_I8, Group::token, OCTET_F16, OCTET_I8, Group::token},  // v becomes f16, less its mean
     kInt8{OCTET_I8, Group::token, OCTET_U8, OCTET_I8, Group::token},
     kInt8Fp8{OCTET_I8, Group::thread_k, OCTET_E4M3, OCTET_E4M3, Group::channel},
     kFp8{OCTET_E4M3, Group::token, OCTET_E4M3, OCTET_E4M3, Group::channel},
     kFp8Raw{OCTET_E4M3, Group::cast, OCTET_E4M3, OCTET_E4M3, Group::cast};
+
+// Returns whether kernels of sm80 have dropout. Those of int8 subtract a mean from v, to which a row of P has to sum to
+// 1; those with P of e4m3 have none either.
+inline bool has_dropout(const ForwardFormats& x) { return !x.has_8bit_qk() || x == kInt8F16; }
 
 struct ForwardNumerics {
   ForwardFormats formats;
@@ -43,6 +51,10 @@ struct ForwardNumerics {
   }
 };
 ForwardNumerics forward_numerics(const Problem& p);
+
+// Returns the reason why q, k or v of a recipe cannot come quantized as it is: fp8 takes e4m3 with a scale for each
+// head.
+std::optional<std::string> input_unsupported_reason(const Problem& p, const ForwardFormats& formats);
 
 // Returns the precisions for which `has` is true of the formats that a problem's forward pass would have.
 PrecisionSet precisions_whose(const Problem& p, bool (*has)(const ForwardFormats&));

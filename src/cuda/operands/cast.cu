@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "cuda/fragment/mask.h"
+#include "cuda/fragment/o_residual.h"
 #include "cuda/host/card.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/cast.h"
@@ -45,6 +46,21 @@ __global__ void __launch_bounds__(kThreads) cast_kernel(const Strided from, cons
     if (to.element == Element::i8) return write_as(static_cast<int8_t*>(to.data) + index.offset(to), to.stride[3], x);
     round_through(through, x);
     write(to, index, x);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads)
+    residual_kernel(const Strided from, const Strided to, const Strided residual) {
+  for_each_vec8(from, [&](const Index4& index) {
+    Vec8 x, y;
+    read(from, index, x), read(to, index, y);
+    const bool bytes = residual.element == Element::i8;
+    for (int c = 0; c < kVec8; ++c)
+      x[c] = bytes ? static_cast<float>(min(residual_of(x[c], y[c], residual_shift(to.element)), 127)) : x[c] - y[c];
+    if (bytes)
+      write_as(static_cast<int8_t*>(residual.data) + index.offset(residual), residual.stride[3], x);
+    else
+      write(residual, index, x);
   });
 }
 
@@ -288,6 +304,12 @@ void cast(const Strided& from, const Strided& to, Element through, cudaStream_t 
   if (!from.shape[0] || !from.shape[1] || !from.shape[2]) return;
   cast_kernel<<<grid_of(from), kThreads, 0, stream>>>(from, to, through);
   check(cudaGetLastError(), "cast");
+}
+
+void residual_of_cast(const Strided& from, const Strided& to, const Strided& residual, cudaStream_t stream) {
+  if (!from.shape[0] || !from.shape[1] || !from.shape[2]) return;
+  residual_kernel<<<grid_of(from), kThreads, 0, stream>>>(from, to, residual);
+  check(cudaGetLastError(), "residual_of_cast");
 }
 
 std::size_t convert_scratch(const Strided& from) {

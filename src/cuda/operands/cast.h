@@ -11,6 +11,8 @@ namespace octet::cuda {
 // Sets to = from, converted with rounding to nearest, ties to even. Numbers are rounded to the type `through` first
 // (f32 into f16 by way of bf16).
 void cast(const Strided& from, const Strided& to, Element through, cudaStream_t stream);
+// Sets `residual` to what a cast has lost, in bytes (core/o_residual.h) or as from - to.
+void residual_of_cast(const Strided& from, const Strided& to, const Strided& residual, cudaStream_t stream);
 
 // Sets to = (from - v_mean) / scale[batch, head] in f16, where scale is a power of two. The scale is 1 where the
 // largest finite magnitude of the head is within [2^-2, 2^15) and typical ones are above 2^-11. Most heads are like

@@ -103,8 +103,9 @@ VSlices ScaledInput::find_v_stats(const SeenKeys& seen, unsigned* counter, cudaS
   return cuda::find_v_stats(strided(from_), strided(view_), mean_, seen, scratch_, scale_, counter, stream);
 }
 
-Result::Result(const View& to, WorkspaceAllocator& workspace) : to_(to), view_(to) {
-  if (to.present() && to.elements() && !writes_directly(to)) view_ = contiguous(to, to.dtype, workspace);
+Result::Result(const View& to, octet_dtype type, WorkspaceAllocator& workspace) : to_(to), view_(to) {
+  if (to.present() && to.elements() && (type != to.dtype || !writes_directly(to)))
+    view_ = contiguous(to, type, workspace);
 }
 
 void Result::deliver(cudaStream_t stream) const {

@@ -62,7 +62,9 @@ class ScaledInput {
 // An output, and the tensor that the kernel writes for it.
 class Result {
  public:
-  Result(const View& to, WorkspaceAllocator& workspace);
+  Result(const View& to, WorkspaceAllocator& workspace) : Result(to, to.dtype, workspace) {}
+  // `type`: the one in which the kernel writes it.
+  Result(const View& to, octet_dtype type, WorkspaceAllocator& workspace);
   // Copies the result to the caller's tensor where the kernel could not write it in place.
   void deliver(cudaStream_t stream) const;
   Output output() const { return cuda::output(view_); }

@@ -234,6 +234,7 @@ std::optional<std::string> no_key_mask_reason(const Problem& p) {
                 "; it takes bool ones of shape [batch or 1, 1, 1, keys]");
   if (p.windowed) return "it takes no mask tensor together with a causal mask or a window";
   if (p.alibi_slopes.present()) return "it takes no mask tensor together with alibi_slopes";
+  if (p.dropout) return "it takes no mask tensor together with dropout";
   // Their gradients are apart even where the sinks are one tensor in memory.
   if (p.sinks.shape[0] > 1) return "it takes no mask tensor together with sinks of batch elements";
   for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})

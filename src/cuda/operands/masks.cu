@@ -51,4 +51,10 @@ SeenKeys seen_keys(const Problem& p) {
           .mask = mask_of(p)};
 }
 
+Dropout dropout_of(const Problem& p) {
+  const View& seed = p.dropout_seed;
+  return {static_cast<const int32_t*>(seed.data), seed.stride[0], seed.shape[0] == 1, p.dropout,
+          static_cast<float>(p.dropout_scale())};
+}
+
 }  // namespace octet::cuda

@@ -43,6 +43,23 @@ __device__ inline void mma_m16n8k32<U8, S8>(int* d, const uint32_t* a, const uin
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+// The same for d = a b + begin: no register of d has to be set before.
+template <class A, class B>
+__device__ void mma_m16n8k32(int* d, const uint32_t* a, const uint32_t* b, int begin);
+template <>
+__device__ inline void mma_m16n8k32<S8, S8>(int* d, const uint32_t* a, const uint32_t* b, int begin) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(begin));
+}
+template <>
+__device__ inline void mma_m16n8k32<U8, S8>(int* d, const uint32_t* a, const uint32_t* b, int begin) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%10, %10, %10, %10};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(begin));
+}
 
 // ldmatrix.m8n8.x4: a warp loads four 8 x 8 matrices of 16 bits, matrix i into x[i]. Lane l gives the shared address of
 // row l mod 8 of matrix l / 8. Thread t gets elements 2 (t mod 4) and the next of row t / 4. PTX ISA, 9.7.14.5.15.

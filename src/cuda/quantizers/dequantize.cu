@@ -117,8 +117,7 @@ void dequantize(const View& codes, const Quantization& how, const View& x, cudaS
   launch(dequantize_kernel, blocks_for(rows, kWarps), kWarps, kWarps * row_bytes(dim), stream, p);
 }
 
-void apply_rope(const RopeParams& rope, const View& x, const View& y, cudaStream_t stream) {
-  if (!x.elements()) return;
+void turn_rows(const RopeParams& rope, const View& x, const View& y, cudaStream_t stream) {
   const int64_t warps = x.shape[2] * ((batch_heads(x) + kHeadsInTurn - 1) / kHeadsInTurn);
   const int64_t blocks = (warps + kWarps - 1) / kWarps;
   if (x.dtype == OCTET_F64)

@@ -12,13 +12,17 @@ namespace octet::cuda::quantizers {
 // Channel means, and the statistics but the rounding error. Sums of chunks of tokens lie in the memory of the codes
 // until the codes are written.
 void find_means(const QuantizeParams& p, cudaStream_t stream);
-// Scales and codes.
+// Scales and codes: those of tokens in registers, and any. The first returns false, and has done nothing, where rows
+// are no whole words or have no scales of their own.
+bool quantize_tokens(const QuantizeParams& p, cudaStream_t stream);
 void quantize_groups(const QuantizeParams& p, cudaStream_t stream);
 // The rounding error of a quantized value, from codes and scales.
 void find_step(const QuantizeParams& p, cudaStream_t stream);
 
 void dequantize(const View& codes, const Quantization& how, const View& x, cudaStream_t stream);
-void apply_rope(const RopeParams& rope, const View& x, const View& y, cudaStream_t stream);
+// RoPE alone, in registers as above, and of any rows.
+bool turn_tokens(const RopeParams& rope, const View& x, const View& y, cudaStream_t stream);
+void turn_rows(const RopeParams& rope, const View& x, const View& y, cudaStream_t stream);
 
 inline int64_t batch_heads(const View& t) { return t.shape[0] * t.shape[1]; }
 // Bytes of the turns of a warp.

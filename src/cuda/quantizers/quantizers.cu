@@ -61,7 +61,7 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
   const DeviceScope device(place.device);
   const auto stream = static_cast<cudaStream_t>(place.stream);
   find_means(p, stream);
-  quantize_groups(p, stream);
+  if (!quantize_tokens(p, stream)) quantize_groups(p, stream);
   find_step(p, stream);
 }
 
@@ -74,7 +74,10 @@ void dequantize(const View& codes, const Quantization& how, const View& x, const
 void apply_rope(const Rope& rope, bool inverse, const View& x, const View& y, const Place& place) {
   expect_supported(x, rope, place.device);
   const DeviceScope device(place.device);
-  quantizers::apply_rope(rope_params(rope, inverse), x, y, static_cast<cudaStream_t>(place.stream));
+  if (!x.elements()) return;
+  const RopeParams params = rope_params(rope, inverse);
+  const auto stream = static_cast<cudaStream_t>(place.stream);
+  if (!turn_tokens(params, x, y, stream)) turn_rows(params, x, y, stream);
 }
 
 }  // namespace octet::cuda

@@ -1,6 +1,7 @@
 // The backend for every NVIDIA GPU of compute capability 8.0 or later, by mma.sync.
 #include "core/backend.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -34,17 +35,38 @@ std::shared_ptr<const PackedKeys> packed_keys(const Problem& p, void* workspace)
   return size_unsupported_reason(keys->problem()) ? nullptr : keys;
 }
 
+// Returns the reason why there is no pass of a precision whose q and k have 8 bits.
+std::optional<std::string> int8_unsupported_reason(const Problem& p, const ForwardNumerics& numerics) {
+  const bool backward = p.pass == OCTET_BACKWARD, int8 = numerics.formats == kInt8;
+  if (p.pass == OCTET_JVP || (backward && !int8))
+    return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward", int8 ? ", backward" : "");
+  if (!backward && numerics.formats != kInt8Training) return {};
+  constexpr int64_t kMostDim = 128;
+  if (const int64_t dim = std::max(p.dim, p.dim_v); dim > kMostDim)
+    return text("it has no int8 ", backward ? "backward pass" : "forward pass with o_residual", " for head dim ", dim,
+                "; it has: up to ", kMostDim);
+  if (!p.o_residual.present())
+    return text(
+        "its int8 backward pass needs o_residual, which is NULL; a forward pass that is asked for it writes it, "
+        "with the o and lse of this backward pass");
+  return {};
+}
+
 Answer plan(const Problem& p, void* workspace) {
   if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability ", kWanted);
   const ForwardNumerics numerics = forward_numerics(p);
   if (!has_kernels(numerics.formats))
     return text("it has no ", name(p.precision), "; it has: ", precisions_whose(p, has_kernels).names());
-  if (numerics.formats.has_8bit_qk() && p.pass != OCTET_FORWARD)
-    return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
+  if (numerics.formats.has_8bit_qk())
+    if (auto reason = int8_unsupported_reason(p, numerics)) return std::move(*reason);
+  if (p.dropout && !has_dropout(numerics.formats)) {
+    const auto has = [](const ForwardFormats& x) { return has_kernels(x) && has_dropout(x); };
+    return text("it has no dropout in ", name(p.precision), "; it has: ", precisions_whose(p, has).names());
+  }
+  if (p.dmask.present()) return text("it has no gradient of masks");
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
-  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
-    if (t->quantization) return text(label, " is quantized; it takes f32, f16, bf16 and e4m3 as they are");
-  if (p.smooth_q) return text("smooth_q is not in its kernels");
+  if (auto reason = input_unsupported_reason(p, numerics.formats)) return std::move(*reason);
+  if (auto reason = smooth_q_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = bias_correction_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = missing_exact_output(p)) return std::move(*reason);
   const auto plan_of_pass = [&](const Problem& problem, void* memory) -> Answer {

@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Logits logits_of(const Problem& p) {
+  if (p.dropout) return Logits::general;
   if (p.plain_logits()) return Logits::plain;
   return mask_tensor(p).chunks && !p.softcap && !p.alibi_slopes.present() ? Logits::masked : Logits::general;
 }

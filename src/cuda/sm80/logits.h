@@ -45,7 +45,7 @@ struct LogitTerms {
   }
 };
 
-// Returns what the logits of a problem are.
+// Returns what the logits of a problem are; general ones have dropout too.
 Logits logits_of(const Problem& p);
 // Allocates the row biases of a problem.
 LogitTerms logit_terms(const Problem& p, WorkspaceAllocator& workspace);

@@ -31,8 +31,10 @@ __device__ void load_columns(Operand<T, Rows>& a, const Tile& tile, int column_b
 // Adds the products of one step of the index of summation to d, of 16 numbers of 16 bits or 32 of 8. left(m) returns
 // the m-th 16 rows of the left operand, right(n) the address from which `load` has the n-th 16 columns of the right
 // one.
+//
+// Integer sums may begin at a number, `begin`, unless that is 0: then d has not to be set before the first step.
 template <class A, class B, auto load, int M, int Columns, class Sum, class Left, class Right>
-__device__ void mma_step(Accumulator<Columns, Sum> (&d)[M], const Left& left, const Right& right) {
+__device__ void mma_step(Accumulator<Columns, Sum> (&d)[M], const Left& left, const Right& right, int begin = 0) {
 #pragma unroll
   for (int n = 0; n < Columns / 16; ++n) {
     uint32_t x[4];
@@ -42,10 +44,12 @@ __device__ void mma_step(Accumulator<Columns, Sum> (&d)[M], const Left& left, co
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         Sum* const sums = &d[m].x[8 * n + 4 * half];
-        if constexpr (sizeof(A) == 1)
-          ptx::mma_m16n8k32<A, B>(sums, left(m), &x[2 * half]);
-        else
+        if constexpr (sizeof(A) == 2)
           ptx::mma_m16n8k16<A>(sums, left(m), &x[2 * half]);
+        else if (begin)
+          ptx::mma_m16n8k32<A, B>(sums, left(m), &x[2 * half], begin);
+        else
+          ptx::mma_m16n8k32<A, B>(sums, left(m), &x[2 * half]);
       }
   }
 }
@@ -53,14 +57,14 @@ __device__ void mma_step(Accumulator<Columns, Sum> (&d)[M], const Left& left, co
 // d += a b^T, with a in registers and as many rows of b as d has columns, from row 16 b_block on.
 template <int M, class T, int Depth, int Columns, class Sum, class TileB>
 __device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const Operand<T, Depth> (&a)[M], const TileB& b,
-                        int b_block = 0) {
+                        int b_block = 0, int begin = 0) {
   static_assert(Depth <= TileB::kColumns && Columns <= TileB::kRows);
   const uint32_t lane = TileB::move(b.lane_right(), b_block, 0);
 #pragma unroll
   for (int k_step = 0; k_step < Depth / kStepColumns<T>; ++k_step) {
     const auto left = [&](int m) { return &a[m].x[4 * k_step]; };
     const auto right = [&](int n) { return b.step(lane, n, k_step); };
-    mma_step<T, typename TileB::Element, ptx::ldmatrix>(d, left, right);
+    mma_step<T, typename TileB::Element, ptx::ldmatrix>(d, left, right, k_step ? 0 : begin);
   }
 }
 
@@ -68,7 +72,7 @@ __device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const Operand<T, Dept
 // row 16 b_block on.
 template <int M, int Columns, class Sum, class TileA, class TileB>
 __device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const TileA& a, int row_block, const TileB& b,
-                        int b_block = 0) {
+                        int b_block = 0, int begin = 0) {
   static_assert(TileA::kColumns == TileB::kColumns && Columns <= TileB::kRows);
   const uint32_t lane_a = TileA::move(a.lane_down(), row_block, 0), lane_b = TileB::move(b.lane_right(), b_block, 0);
 #pragma unroll
@@ -78,7 +82,7 @@ __device__ void mma_ABt(Accumulator<Columns, Sum> (&d)[M], const TileA& a, int r
     for (int m = 0; m < M; ++m) ptx::ldmatrix(rows[m], a.step(lane_a, m, k_step));
     const auto left = [&](int m) { return rows[m]; };
     const auto right = [&](int n) { return b.step(lane_b, n, k_step); };
-    mma_step<typename TileA::Element, typename TileB::Element, ptx::ldmatrix>(d, left, right);
+    mma_step<typename TileA::Element, typename TileB::Element, ptx::ldmatrix>(d, left, right, k_step ? 0 : begin);
   }
 }
 

@@ -58,8 +58,9 @@ struct SharedTile {
 };
 
 // Loads tiles by cp.async with all `Threads` threads of the block, from a [token, dim] matrix whose rows are `stride`
-// elements apart. A thread has the same chunk of every kRowsAtOnce-th row.
-template <int Threads, class Tile>
+// elements apart. A thread has the same chunk of every kRowsAtOnce-th row. Index is the type of its number; as an
+// unsigned one it has no sign, for which ptxas would keep a register or two throughout the kernel.
+template <int Threads, class Tile, class Index = int>
 struct TileLoader {
   static constexpr int kChunk = kChunkColumns<typename Tile::Element>;
   static constexpr int kChunks = Tile::kColumns / kChunk, kRowsAtOnce = Threads / kChunks;
@@ -69,8 +70,8 @@ struct TileLoader {
   static constexpr int kPeriod = kRowsAtOnce % 8 ? 8 / kRowsAtOnce : 1;
 
   // opaque() stops the compiler from keeping the addresses of all rows in registers.
-  static __device__ int chunk() { return ptx::opaque(static_cast<int>(threadIdx.x)) % kChunks; }
-  static __device__ int first() { return ptx::opaque(static_cast<int>(threadIdx.x)) / kChunks; }
+  static __device__ int chunk() { return static_cast<Index>(ptx::opaque(static_cast<int>(threadIdx.x))) % kChunks; }
+  static __device__ int first() { return static_cast<Index>(ptx::opaque(static_cast<int>(threadIdx.x))) / kChunks; }
   // Returns where this thread starts in the tile whose first row is `from`.
   static __device__ const typename Tile::Element* source(const typename Tile::Element* from, int64_t stride) {
     return from + first() * stride + chunk() * kChunk;

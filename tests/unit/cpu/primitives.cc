@@ -331,7 +331,7 @@ extern const Primitives OCTET_TABLE(OCTET_ISA);
 const Primitives OCTET_TABLE(OCTET_ISA) = {
     OCTET_NAME(OCTET_ISA),     OCTET_ISA::kColumnStep, OCTET_ISA::kPanelColumns, OCTET_ISA::kSplits<OCTET_ISA::Split>,
     OCTET_ISA::product,        OCTET_ISA::exp2_of,     OCTET_ISA::pack_bytes,    OCTET_ISA::packed_keys,
-    OCTET_ISA::packed_queries, OCTET_ISA::softmax_row};
+    OCTET_ISA::packed_queries, OCTET_ISA::softmax_row, OCTET_ISA::find_kept};
 
 }  // namespace test
 }  // namespace octet::cpu

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/dropout.h"
 #include "core/problem.h"
 #include "cpu/attention/job.h"
 
@@ -56,6 +57,7 @@ struct Primitives {
   // Queries [token, token + rows) of head 0: [rows][dim], elements times scales; the scales, [rows].
   void (*pack_queries)(const Problem&, int64_t token, int64_t rows, void* memory, double* q, float* scale);
   void (*softmax_row)(SoftmaxRow&);
+  void (*find_kept)(const DropoutStream&, uint32_t dropped, int64_t token, int64_t rows, int64_t key, uint64_t* kept);
 };
 
 // Returns those of the instruction set that OCTET_CPU names, or of the best one that this machine runs.

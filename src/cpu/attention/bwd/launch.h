@@ -7,16 +7,16 @@
 
 namespace octet::cpu::OCTET_ISA {
 
-inline std::size_t backward_scratch_bytes(const GradientOperands& w) {
+inline std::size_t backward_scratch_bytes(const Problem& p, const GradientOperands& w) {
   WorkspaceAllocator workspace(nullptr);
-  BackwardScratch::allocate(w, workspace);
+  BackwardScratch::allocate(p, w, workspace);
   return workspace.used();
 }
 
 inline std::size_t backward_workspace(const Problem& p, unsigned threads) {
   WorkspaceAllocator workspace(nullptr);
   const GradientOperands w = allocate_gradient_operands(p, backward_numerics(p), workspace);
-  return workspace.used() + threads * backward_scratch_bytes(w);
+  return workspace.used() + threads * backward_scratch_bytes(p, w);
 }
 
 // Everything that the tasks share.
@@ -64,13 +64,14 @@ void backward_as(const Job& job, const BackwardNumerics& numerics) {
   const Problem& p = *job.problem;
   WorkspaceAllocator workspace(job.workspace);
   const GradientOperands w = allocate_gradient_operands(p, numerics, workspace);
-  const std::size_t scratch_bytes = backward_scratch_bytes(w);
+  const std::size_t scratch_bytes = backward_scratch_bytes(p, w);
   char* scratch = workspace.take<char>(static_cast<int64_t>(job.threads * scratch_bytes));
   const auto tile_of = [&](unsigned thread) {
     WorkspaceAllocator own(scratch + thread * scratch_bytes);
-    return BackwardTile{p, numerics, w, BackwardScratch::allocate(w, own)};
+    return BackwardTile{p, numerics, w, BackwardScratch::allocate(p, w, own)};
   };
   prepare_operands(job, numerics, w);
+  w.dmask.clear(job);
   if (w.row_bias && numerics.delta != Delta::from_p)
     parallel_for(job.threads, job.query_block_count, [&](int64_t task, unsigned thread) {
       configure_tiles();
@@ -96,6 +97,7 @@ void backward_as(const Job& job, const BackwardNumerics& numerics) {
     store_dq(p, numerics, job.sequences[job.query_blocks[task].sequence], job.query_blocks[task], w);
   });
   store_dsinks(job, w);
+  w.dmask.store(job);
 }
 
 inline void backward(const Job& job) {

@@ -2,10 +2,11 @@
 //
 // A task owns a few tiles of kKeys keys of one head of k and v. For each tile and each block of queries that sees it,
 // over all heads of q in the group:
-//   s = q k^T,  dp = do v^T          matmul
+//   s = q k^T,  dp = do v^T          matmul; dp is 0 where dropout drops an element
 //   p = exp(s - lse),  ds = p (dp - delta), both rounded
-//   dv += p^T do,  dk += ds^T q      into the task's own memory
+//   dv += p^T do,  dk += ds^T q      into the task's own memory; p without dropped elements
 //   dq += ds k                       shared by all tiles of a head
+//   dmask += ds                      un-rounded, see dmask.h
 // and at the end dk *= scale; after all tasks dq *= scale. `delta` is that of attention minus dlse, and lse has the
 // sink in it, so that neither is seen here. The tiles add to dq in ascending order: each block of queries has a number
 // in memory that says whose turn it is, so the bits of dq do not depend on the number of threads. Tasks start in
@@ -13,21 +14,9 @@
 //
 // All arithmetic is in f32; formats are imposed on the operands, which keeps every product of two of them exact.
 #pragma once
-#include <thread>
-
 #include "cpu/attention/bwd/products.h"
 
 namespace octet::cpu::OCTET_ISA {
-
-inline void wait_for_turn(const int32_t* turn, int32_t tile) {
-  for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != tile; ++spins) {
-    if (spins > 64) std::this_thread::yield();
-#ifdef __x86_64__
-    else
-      _mm_pause();
-#endif
-  }
-}
 
 template <GradientFormat format>
 struct Backward : BackwardTile {
@@ -56,13 +45,14 @@ struct Backward : BackwardTile {
     float *dk = scratch.dk + own * kKeys * kc, *dv = scratch.dv + own * kKeys * vc, *dq = w.dq + first * kc;
     [[maybe_unused]] constexpr Strides columnwise{1, kKeys};
     products(first, rows, index, own);
+    drop_dp(seq, h, token, rows, tile);
     gradient_tile<format>(seq, h, token, rows, tile);
     round_tiles(rows);
 #ifdef __AMX_BF16__
-    split_transposed(scratch.s, rows, scratch.p_t);
+    split_transposed(p_of_dv(rows), rows, scratch.p_t);
     split_transposed(scratch.dp, rows, scratch.ds_t);
 #else
-    matmul<F32, true>(scratch.s, columnwise, w.do_dv + first * vc, vc, dv, vc, kKeys, vc, rows);
+    matmul<F32, true>(p_of_dv(rows), columnwise, w.do_dv + first * vc, vc, dv, vc, kKeys, vc, rows);
     matmul<F32, true>(scratch.dp, columnwise, w.q_dk + first * kc, kc, dk, kc, kKeys, kc, rows,
                       of_next_block(w.dq, first, kc, own));
 #endif
@@ -79,6 +69,7 @@ struct Backward : BackwardTile {
     split_matmul<true>(kTile, scratch.p_t, scratch.do_by_row, dv, vc, kKeys, vc);
     split_matmul<true>(kTile, scratch.ds_t, scratch.q_by_row, dk, kc, kKeys, kc);
 #endif
+    w.dmask.add_tile(p, seq, h, token, rows, tile, scratch.bias_ds);
     int32_t* turn = w.turn + first;
     wait_for_turn(turn, static_cast<int32_t>(tile));
     const Word* k = w.k_by_row + index * words_of<Split>(kKeys) * kc;
@@ -92,7 +83,8 @@ struct Backward : BackwardTile {
     }
 #endif
     for (int64_t i = 0; i < rows && w.ds_sum; ++i) w.ds_sum[first + i] += scratch.ds_sum[i];
-    __atomic_store_n(turn, static_cast<int32_t>(tile + 1), __ATOMIC_RELEASE);
+    w.dmask.add_rows(p, first, rows, scratch.bias_ds);
+    end_turn(turn, static_cast<int32_t>(tile));
   }
 
 #ifdef __AMX_BF16__
@@ -126,6 +118,7 @@ struct Backward : BackwardTile {
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t at = seq.k_first + block.token + j;
       multiply(scratch.dk + j * w.k_columns, p.scale, p.dim);
+      if (p.dropout) multiply(scratch.dv + j * w.v_columns, static_cast<float>(p.dropout_scale()), p.dim_v);
       store_row(p.dk, seq.batch, block.head, at, scratch.dk + j * w.k_columns);
       store_row(p.dv, seq.batch, block.head, at, scratch.dv + j * w.v_columns);
     }

@@ -5,6 +5,7 @@
 // and nothing else does, though 0 NaN is NaN. A row of k that is not finite is NaN in the logits and counts as zeros
 // else.
 #pragma once
+#include "cpu/attention/bwd/dmask.h"
 #include "cpu/attention/pack/seen.h"
 #include "cpu/attention/softmax/softmax.h"
 #include "cpu/gemm/split.h"
@@ -41,6 +42,7 @@ struct GradientOperands {
   float* lambda_q;    // [row][k_columns], with gproj: -lambda q
   float* dq;          // [row][k_columns]
   int32_t* turn;      // [row]; at the first row of a block: the tile that adds to dq next
+  MaskGradient dmask;
   int64_t k_columns, v_columns;
   Word* k_by_row;  // [tile][words_of<Split>(kKeys)][k_columns]: B of ds k; without tiles in panels of kPanelColumns
 };
@@ -90,6 +92,7 @@ inline GradientOperands allocate_gradient_operands(const Problem& p, const Backw
   w.lambda_q = numerics.gproj ? workspace.take<float>(rows * w.k_columns) : nullptr;
   w.dq = workspace.take<float>(rows * w.k_columns);
   w.turn = workspace.take<int32_t>(rows);
+  w.dmask = MaskGradient::allocate(p, workspace);
   return w;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 #include "cpu/attention/bwd/scratch.h"
 #include "cpu/attention/bwd/tile.h"
+#include "cpu/attention/softmax/dropout.h"
 
 namespace octet::cpu::OCTET_ISA {
 
@@ -92,6 +93,22 @@ struct BackwardTile {
     if (numerics.smooth_tiles) add_tile_mean(first, rows, index);
   }
 
+  // With dropout: finds what is kept, and makes dp of it that of attention, 0 where dropped.
+  void drop_dp(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t tile) const {
+    if (!p.dropout) return;
+    find_kept(p.dropout_stream(seq, h), p.dropout, token, rows, tile * kKeys, scratch.kept);
+    for (int64_t i = 0; i < rows; ++i)
+      drop(scratch.kept[i], static_cast<float>(p.dropout_scale()), scratch.dp + i * kKeys);
+  }
+
+  // Returns p as dv = p^T do takes it, but for the factor of dropout, which dv gets at the end.
+  float* p_of_dv(int64_t rows) const {
+    if (!p.dropout) return scratch.s;
+    std::memcpy(scratch.p_kept, scratch.s, sizeof(float) * rows * kKeys);
+    for (int64_t i = 0; i < rows; ++i) drop(scratch.kept[i], scratch.p_kept + i * kKeys);
+    return scratch.p_kept;
+  }
+
   // Adds to the logits what smoothing took from k: q.k = q.k' + q.(tile mean).
   void add_tile_mean(int64_t first, int64_t rows, int64_t index) {
     const int64_t kc = w.k_columns;
@@ -130,7 +147,8 @@ struct BackwardTile {
                             numerics.smooth_k_dq,
                             apply_cap,
                             scratch.derivative + i * kKeys,
-                            scratch.ds_sum + i};
+                            scratch.ds_sum + i,
+                            scratch.bias_ds ? scratch.bias_ds + i * kKeys : nullptr};
       gradient_row<format, partial>(row, scratch.s + i * kKeys, scratch.dp + i * kKeys);
     });
   }

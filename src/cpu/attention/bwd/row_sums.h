@@ -84,6 +84,7 @@ struct BlockRowSums : BackwardTile {
     split_queries(first, rows);
     for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
       products(first, rows, tile_index(keys, tile), 0);
+      drop_dp(seq, h, token, rows, tile);
       if (numerics.gproj) {
         gradient_tile<format>(seq, h, token, rows, tile, false);
         for (int64_t i = 0; i < rows; ++i) sums[i].add(scratch.s + i * kKeys, scratch.dp + i * kKeys);

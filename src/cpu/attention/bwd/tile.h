@@ -32,6 +32,7 @@ struct GradientRow {
   bool apply_cap;     // ds with the derivative of the softcap
   float* derivative;  // with a softcap: receives its derivative
   float* ds_sum;      // with a softcap: receives the sum of ds before rounding
+  float* bias_ds;     // with dmask: receives ds before rounding and without the derivative of the softcap
 };
 
 // s becomes p, dp becomes ds. Keys that the row does not see give exact zeros, whatever they hold.
@@ -39,12 +40,13 @@ template <GradientFormat format, bool partial>
 OCTET_INLINE void gradient_row(const GradientRow& row, float* s, float* dp) {
   Vf x[kVectors], derivative[kVectors], sum{};
   load_logits<partial>(s, row.keys, row.to_logit, x, derivative);
-  const bool capped = partial && row.keys.terms.softcap != 0.f;
+  const bool capped = partial && row.keys.terms.softcap != 0.f, for_dmask = partial && row.bias_ds;
   for (int v = 0; v < kVectors; ++v) {
     // At most 1, also where float32 errs by much in large logits; NaN stays NaN.
     Vf p = min(splat(1.f), exp2(x[v] * row.softmax_scale_log2 - row.lse));
     Vf ds = p * (load(dp + v * kLanes) - row.delta);
     if constexpr (partial) {
+      if (for_dmask) store(row.bias_ds + v * kLanes, x[v] == kMinusInfinity ? Vf{} : ds);
       if (capped) {
         if (row.apply_cap) ds *= derivative[v];
         store(row.derivative + v * kLanes, derivative[v]);

@@ -48,6 +48,7 @@ inline void store_rows(const Problem& p, const ForwardNumerics& numerics, const 
       if (sink != kMinusInfinity) scale_row(o, static_cast<float>(probability_of(of_keys, lse)), columns);
       if (p.lse.present()) *p.lse.at<float>(seq.batch, h, at) = static_cast<float>(lse);
     }
+    if (p.dropout) scale_row(o, static_cast<float>(p.dropout_scale()), columns);
     store_row(p.o, seq.batch, h, at, o);
     if (p.o_residual.present()) {
       std::memcpy(rounded, o, sizeof(float) * p.dim_v);

@@ -5,7 +5,7 @@
 //   s = q k^T                        matmul, int32 or float
 //   m' = max(m, rowmax(s)),  p = exp(s - m'),  alpha = exp(m - m')
 //   l = alpha l + rowsum(p)
-//   o = alpha o + p v                matmul; 8-bit P: through int32, with a scale per row
+//   o = alpha o + p v                matmul; 8-bit P: through int32, with a scale per row; p without dropped elements
 // and at the end o / l, lse = m + ln l. The maximum is subtracted before scaling, so the largest p is exactly 1.
 //
 // A step is long because what is done once per row and step (maximum, alpha, o in and out of registers) is overhead,
@@ -14,6 +14,7 @@
 #include "cpu/attention/fwd/accumulate.h"
 #include "cpu/attention/fwd/epilogue.h"
 #include "cpu/attention/fwd/f16_softmax.h"
+#include "cpu/attention/softmax/dropout.h"
 
 namespace octet::cpu::OCTET_ISA {
 
@@ -54,6 +55,7 @@ struct Forward {
       tiles = tiles_from(tile);
       if (!kLogitsAhead<Pv>) logits(index + tile, tiles, rows);
       softmax_rows(seq, h, token, rows, tile, tiles, index + tile);
+      if (p.dropout) drop_p(seq, h, token, rows, tile, tiles);
       accumulate<format>(scratch, side, state, index + tile, tiles, rows);
 #ifdef __AMX_BF16__
       if constexpr (kSplits<Pv>)
@@ -186,6 +188,17 @@ struct Forward {
       for (int64_t i = first; i < last; ++i)
         if (!done[i - first])
           p_of_row<Pv, format>(numerics, scratch.logits_row(i), tiles, v_scale, v_finite, i, state, scratch.p_row(i));
+    }
+  }
+
+  // Takes the elements that dropout drops from P of a step; l, which the softmax has summed, keeps them.
+  __attribute__((noinline)) void drop_p(const Sequence& seq, int64_t h, int64_t token, int64_t rows, int64_t tile,
+                                        int64_t tiles) {
+    const DropoutStream stream = p.dropout_stream(seq, h);
+    uint64_t kept[kMaxBlockRows];
+    for (int64_t t = 0; t < tiles; ++t) {
+      find_kept(stream, p.dropout, token, rows, (tile + t) * kKeys, kept);
+      for (int64_t i = 0; i < rows; ++i) drop(kept[i], scratch.p_row(i) + t * kKeys);
     }
   }
 

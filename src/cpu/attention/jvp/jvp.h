@@ -5,7 +5,8 @@
 //   m' = max(m, rowmax(s)),  p = exp(s - m'),  alpha = exp(m - m'),  h = p (ts - c)
 //   l = alpha l + rowsum(p),  r = alpha r + rowsum(h)
 //   o = alpha o + p v,  t = alpha t + [p, h] [tv; v]      the second as one product of twice the depth
-// and at the end o / l, to = (t - r o / l) / l, lse = m + ln l.
+// where dropped elements of p and h count in l and r alone, and at the end o / l, to = (t - r o / l) / l, lse = m + ln
+// l.
 //
 // A constant added to a row of ts cancels between t and r o. So c, the mean of ts weighted by p in the first tile that
 // the row sees, only keeps h small, and with it the error of rounding h. l and r sum the rounded p and h, so that their
@@ -15,6 +16,7 @@
 
 #include "cpu/attention/pack/keys.h"
 #include "cpu/attention/pack/queries.h"
+#include "cpu/attention/softmax/dropout.h"
 #include "cpu/attention/softmax/softmax.h"
 #include "cpu/parallel.h"
 #include "cpu/sinks.h"
@@ -128,6 +130,7 @@ struct Jvp {
       const int64_t index = side.primal.tile_index(h / p.group(), block.first_tile + tile);
       logits(rows, index);
       softmax_tile(seq, h, token, rows, tile * kKeys);
+      if (p.dropout) drop_p_and_h(seq, h, token, rows, tile * kKeys);
       accumulate(rows, index);
     }
     finish(seq, h, token, rows);
@@ -180,6 +183,15 @@ struct Jvp {
     }
   }
 
+  // Takes the elements that dropout drops from p and h; l and r keep them.
+  __attribute__((noinline)) void drop_p_and_h(const Sequence& seq, int64_t h, int64_t token, int64_t rows,
+                                              int64_t key) {
+    uint64_t kept[kRows];
+    find_kept(p.dropout_stream(seq, h), p.dropout, token, rows, key, kept);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t half = 0; half < 2; ++half) drop(kept[i], scratch.ph + (2 * i + half) * scratch.p_stride);
+  }
+
   // log2(e) times what turns a result of load_logits into a logit.
   float softmax_scale_log2() const { return p.plain_logits() ? p.scale * kLog2e : kLog2e; }
 
@@ -230,6 +242,9 @@ struct Jvp {
           to[c] = w * (to[c] + of_sink * (mean - tsink) * o[c]);
           o[c] *= w;
         }
+      if (p.dropout)
+        for (int64_t c = 0; c < p.dim_v; ++c)
+          for (float* x : {o, to}) x[c] *= static_cast<float>(p.dropout_scale());
       store_row(p.o, seq.batch, h, at, o);
       store_row(p.to, seq.batch, h, at, to);
       if (p.lse.present()) *p.lse.at<float>(seq.batch, h, at) = static_cast<float>(lse);

@@ -18,35 +18,50 @@ Rotation rotation_of(int64_t dim) {
 
 bool wants_mean_logit(const Problem& p) { return p.lse.present() || p.sinks.present() || p.softcap != 0.f; }
 
+HeadScale head_scale(const View& t) {
+  if (!t.quantization) return {};
+  const octet_tensor& scale = *t.quantization->scale;
+  return {static_cast<const float*>(scale.data), scale.stride[0], scale.stride[1]};
+}
+
 View view_8bit(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t columns) {
   return {OCTET_I8, data, {batch, heads, rows, columns}, {heads * rows * columns, rows * columns, columns, 1}, nullptr};
 }
 
+QuantizeParams quantize_params(const Problem& p, const KeySide& key_side, int64_t dim, int tile) {
+  QuantizeParams params{
+      .q = strided(p.q),
+      .k = strided(key_side.k),
+      .v = strided(key_side.v),
+      .v_input_scale = head_scale(p.v),
+      .dim = dim <= 64    ? 64
+             : dim <= 128 ? 128
+                          : 256,
+      .heads = static_cast<int>(p.heads),
+      .kv_heads = static_cast<int>(p.kv_heads),
+      .keys = {static_cast<const int*>(p.cu_seqlens_k.data), sequences_of(p), static_cast<int>(p.tokens_k), tile,
+               mask_of(p), static_cast<int>(p.tokens_q), static_cast<const int*>(p.cu_seqlens_q.data)},
+      .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
+      .seen_counts = key_side.seen_counts};
+  if (p.hadamard) params.rotation = rotation_of(p.dim);
+  return params;
+}
+
 Int8Logits::Int8Logits(const Problem& p, const KeySide& key_side, int64_t dim, int tile, WorkspaceAllocator& workspace)
-    : params_{.q = strided(p.q),
-              .k = strided(key_side.k),
-              .v = strided(key_side.v),
-              .dim = dim <= 64    ? 64
-                     : dim <= 128 ? 128
-                                  : 256,
-              .heads = static_cast<int>(p.heads),
-              .kv_heads = static_cast<int>(p.kv_heads),
-              .keys = {static_cast<const int*>(p.cu_seqlens_k.data), sequences_of(p), static_cast<int>(p.tokens_k),
-                       tile, mask_of(p), static_cast<int>(p.tokens_q), static_cast<const int*>(p.cu_seqlens_q.data)},
-              .cu_seqlens_q = static_cast<const int*>(p.cu_seqlens_q.data),
-              .q_type = QuantizedFormat::s8,
-              .k_type = QuantizedFormat::s8,
-              .v_type = key_side.quantizes_v ? QuantizedFormat::s8 : QuantizedFormat::none,
-              .seen_counts = key_side.seen_counts},
+    : params_(quantize_params(p, key_side, dim, tile)),
       batch_(p.batch),
       dim_(dim),
       queries_(p.tokens_q),
       keys_(static_cast<int64_t>(params_.keys.count()) * tile) {
-  if (p.hadamard) params_.rotation = rotation_of(p.dim);
+  params_.q_type = params_.k_type = QuantizedFormat::s8;
+  if (key_side.quantizes_v) params_.v_type = QuantizedFormat::s8;
+  params_.k_groups = key_side.k_groups;
   const int64_t rows = p.batch * p.heads * queries_, key_rows = p.batch * p.kv_heads * keys_;
   const int64_t sequences = p.packed() ? sequences_of(p) : p.batch;
-  params_.channels.k_mean = workspace.take<float>(sequences * p.kv_heads * params_.dim);
-  if (key_side.quantizes_v) params_.channels.v_mean = workspace.take<float>(sequences * p.kv_heads * params_.dim);
+  const auto channels = [&] { return workspace.take<float>(sequences * p.kv_heads * params_.dim); };
+  params_.channels.k_mean = channels();
+  if (key_side.quantizes_v) params_.channels.v_mean = channels();
+  if (key_side.finds_v_channels) params_.channels.v_scale = channels(), params_.channels.v_inverse = channels();
   scratch_ = workspace.take(quantize_scratch_bytes(params_));
   params_.q_quantized = workspace.take(rows * params_.dim);
   params_.k_quantized = workspace.take(key_rows * params_.dim);

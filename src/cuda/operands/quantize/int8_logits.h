@@ -14,6 +14,9 @@ Rotation rotation_of(int64_t dim);
 // True where a result depends on what the mean of k adds to all logits of a row.
 bool wants_mean_logit(const Problem& p);
 
+// Returns the scales of a tensor of e4m3 that came quantized with one for each head.
+HeadScale head_scale(const View& t);
+
 // Returns the view of a dense [batch, head, row, column] array of bytes.
 View view_8bit(void* data, int64_t batch, int64_t heads, int64_t rows, int64_t columns);
 
@@ -22,7 +25,12 @@ struct KeySide {
   View k, v;
   SeenCounts seen_counts{};
   bool quantizes_v = false;
+  bool k_groups = false;          // thread groups of k share a scale
+  bool finds_v_channels = false;  // the scales of the channels of v, which becomes e4m3 (e4m3.h)
 };
+
+// Returns the parameters of quantize() that follow from a problem, without formats, channels and memory.
+QuantizeParams quantize_params(const Problem& p, const KeySide& key_side, int64_t dim, int tile);
 
 // q and k quantized to int8 with a scale for each token, and v too if it is wanted. k and v are centred by their means,
 // and keys are padded to whole tiles of `tile` keys.
@@ -42,6 +50,8 @@ class Int8Logits {
   View v() const { return view_8bit(params_.v_quantized, batch_, params_.kv_heads, params_.dim, keys_); }
   const float* v_scale() const { return params_.v_scale; }
   const float* v_mean() const { return params_.channels.v_mean; }
+  const KeyTiles& key_tiles() const { return params_.keys; }
+  const Channels& channels() const { return params_.channels; }
 
  private:
   View view(void* data, int64_t heads, int64_t rows) const;

@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void find_limits(const QuantizeKernelParams& p, void* scratch, cudaStream_t stream) {
-  const int means = p.args.channels.v_mean ? 2 : p.args.channels.k_mean ? 1 : 0;
+  const bool of_k = p.args.channels.k_mean || p.args.block_means.mean;
+  const int means = p.args.channels.v_mean ? 2 : of_k ? 1 : 0;
   if (!means || !p.sequence_heads)
     return check(cudaMemsetAsync(scratch, 0, p.scratch.zeros, stream), "cudaMemsetAsync");
   limits_kernel<<<dim3(p.sequence_heads, means), kThreads, 0, stream>>>(p, static_cast<unsigned*>(scratch));

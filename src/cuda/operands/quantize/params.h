@@ -50,6 +50,8 @@ struct QuantizeKernelParams {
 // Clears the counters, and finds the limits of the means that are wanted. The kernel that follows may be launched with
 // launch_general_pdl (host/launch.h).
 void find_limits(const QuantizeKernelParams& p, void* scratch, cudaStream_t stream);
+// Computes the block means, once the limits are known.
+void find_block_means(const QuantizeKernelParams& p, cudaStream_t stream);
 
 // Loads channels that another thread block of this kernel has written.
 __device__ inline float4 fetch_channels(const float* x) { return __ldcg(reinterpret_cast<const float4*>(x)); }

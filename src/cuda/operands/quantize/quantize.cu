@@ -159,7 +159,7 @@ QuantizeKernelParams quantize_kernel_params(const QuantizeParams& a) {
   p.sequence_heads = static_cast<int>((a.keys.cu_seqlens ? a.keys.sequences : batch) * a.kv_heads);
   const bool packed = a.keys.cu_seqlens;
   p.queries = kItemBytes / a.dim;
-  p.key_tiles = packed ? 1 : groups_of(p.queries, a.keys.tile);
+  p.key_tiles = packed || a.block_means.mean ? 1 : groups_of(p.queries, a.keys.tile);
   p.value_tiles = packed || a.v_type == QuantizedFormat::s8 ? 1 : 2 * p.key_tiles;
   p.chunks.tile = packed ? p.queries : chunk_of(p.queries, batch * a.kv_heads * a.keys.tokens);
   p.stats_of_k = a.channels.k_mean;
@@ -239,8 +239,11 @@ void quantize(const QuantizeParams& a, void* scratch, cudaStream_t stream) {
               .values = a.v_type == QuantizedFormat::none ? 0 : groups_of(a.keys.count(), p.value_tiles),
               .k_stats = p.stats_of_k};
   find_limits(p, scratch, stream);
-  if (!batch_heads || !(order.query_items() + order.keys + order.values)) return;
-  const Strided& v = a.v_type == QuantizedFormat::none ? a.k : a.v;
+  if (a.block_means.mean) find_block_means(p, stream);
+  if (!batch_heads || !order.items()) return;
+  constexpr QuantizedFormat none = QuantizedFormat::none;
+  const Strided& v = a.v_type == none && !p.stats_of_v ? a.k : a.v;
+  const bool stats_alone = a.q_type == none && a.k_type == none && a.v_type == none;
   with_loader({&a.q, &a.k, &v}, [&](auto vectors) {
     using VecLoader = decltype(vectors);
     const auto with_dim = [&](auto q_type, auto v_type) {
@@ -254,7 +257,7 @@ void quantize(const QuantizeParams& a, void* scratch, cudaStream_t stream) {
                                       : launch<S8, E4m3, VecLoader, 256>(p, order, stream);
     else if (a.v_type == QuantizedFormat::s8)
       with_dim(S8{}, S8{});
-    else if (a.q_type == QuantizedFormat::s8)
+    else if (a.q_type == QuantizedFormat::s8 || stats_alone)
       with_dim(S8{}, E4m3{});
     else
       with_dim(E4m3{}, E4m3{});

@@ -3,6 +3,7 @@
 //
 // k and v are read twice where means or largest magnitudes of channels are needed first.
 #pragma once
+#include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 
 #include "cuda/fragment/positional_mask.h"
@@ -62,6 +63,14 @@ struct Rotation {
   float norm;
 };
 
+// The mean of each tile of 64 keys in f16, each times a power of two of its own: [batch, head, tile, dim] and
+// [batch, head, tile]. What is subtracted from keys is mean times factor. Null: not wanted.
+struct BlockMeans {
+  __half* mean;
+  float* factor;
+};
+constexpr int kBlockKeys = 64;
+
 struct QuantizeParams {
   Strided q, k, v;
   HeadScale v_input_scale;
@@ -86,6 +95,7 @@ struct QuantizeParams {
   float* v_scale;
   float* mean_logit;  // [batch, head, token]: q times the mean of its keys; null: not wanted
   SeenCounts seen_counts;
+  BlockMeans block_means;  // k is centred by these instead of by k_mean
 };
 
 // Returns the bytes of scratch memory that `quantize` needs, at a multiple of 256. `quantize` only sets the first word

@@ -40,9 +40,18 @@ struct Rows : RowReader<VecLoader, Dim> {
   // Sets the offsets that are added to rows, minus the mean; with Signed, multiplied by the signs of the channels.
   template <bool Signed>
   __device__ void set_offsets(const float* mean) const {
+    set_offsets_of<Signed>([&](int c) { return mean ? -__ldcg(mean + c) : 0.f; });
+  }
+  // The same for the mean of one tile of keys.
+  template <bool Signed>
+  __device__ void set_offsets(const BlockMeans& means, int64_t tile) const {
+    set_offsets_of<Signed>([&](int c) { return -means.factor[tile] * float(means.mean[tile * Dim + c]); });
+  }
+  template <bool Signed, class Offset>
+  __device__ void set_offsets_of(const Offset& offset_of) const {
 #pragma unroll 1
     for (int c = threadIdx.x; c < Dim; c += kQuantizeThreads) {
-      const float offset = mean ? -__ldcg(mean + c) : 0.f;
+      const float offset = offset_of(c);
       bool negative = false;
       if constexpr (Signed && VecLoader::kPairs)
         negative = reinterpret_cast<const uint16_t*>(this->signs)[c];
@@ -138,6 +147,8 @@ struct Rows : RowReader<VecLoader, Dim> {
         row_tiles, a.keys.tile * tiles,
         [&] {
           const float* const mean = a.channels.k_mean;
+          if (a.block_means.mean)
+            return set_offsets<true>(a.block_means, static_cast<int64_t>(batch_head) * a.keys.count() + first_tile);
           if (mean) p.wait_together(StatsOf::k, sequence_head);
           set_offsets<true>(mean ? mean + static_cast<int64_t>(sequence_head) * Dim : nullptr);
         },

@@ -14,7 +14,9 @@
 // several bins, each with its own exponents; the thread block computes one after the other.
 #pragma once
 #include "cuda/bwd/schedule.h"
+#include "cuda/fragment/dropout.h"
 #include "cuda/sm80/bwd/config.h"
+#include "cuda/sm80/bwd/operands_8bit.h"
 #include "cuda/sm80/mask_classes.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/mma.h"
@@ -26,11 +28,14 @@ struct KernelParams {
   bool integers;  // dq is summed in integers
   LogitTerms terms;
   MaskClasses mask_classes;  // of masked logits
+  Int8Operands::Terms int8;
+  Dropout dropout;  // of kernels with general logits
 };
 
 template <class Kind>
 struct Backward {
-  using T = typename Kind::T;
+  using Operands = typename Kind::Operands;
+  using T = typename Operands::Element;
   using C = typename Kind::Config;
   static constexpr int kDim = Kind::kDim;
   static constexpr bool kPlain = Kind::kLogits == Logits::plain, kMasked = Kind::kLogits == Logits::masked,
@@ -79,11 +84,12 @@ struct Backward {
   static_assert(kStages < kSteps);
 
   struct Shared {
-    unsigned char k[TileK::kBytes], v[TileK::kBytes];
+    unsigned char k[TileK::kBytes], v[Operands::kReadsV ? TileK::kBytes : 0];
     unsigned char q[kStages][TileQ::kBytes], do_[kDoStages][TileQ::kBytes];
     alignas(128) unsigned char p[kBuffers][kSharesP ? TileP::kBytes : 0];
     unsigned char ds[kBuffers][TileP::kBytes];
     float lse[kStages][kQueries], delta[kStages][kQueries];
+    [[no_unique_address]] typename Operands::template Shared<Backward> operands;
     KeyBlockInfo key_block;
     Exponents exponents;  // of the bin
     // The factors of s (with log2 e) and of dp.
@@ -112,9 +118,9 @@ struct Backward {
   // Computes the block of keys `number`.
   __device__ void run(unsigned number);
 
- private:
   __device__ void load_keys() const;
   __device__ void next_bin();
+  __device__ int sequence() const { return a.k_blocks.cu_seqlens ? w.k.index : w.batch; }
   __device__ MBlock first_tile() const { return {w.tiles.start, 0}; }
   __device__ Step next_step(MBlock& at, int n) const;
   __device__ void load_q(const Step& step, int stage) const;
@@ -138,9 +144,15 @@ struct Backward {
   __device__ void take_p_by_keys(TileS& s, int first, int stage) const;
   __device__ void hide_by_keys(TileS& p, int query) const;
   __device__ void take_ds_by_keys(const TileS& p, TileS& dp, int first, int stage) const;
+  __device__ RowValues product_scales(int stage, int block) const;
   __device__ void take_p(TileS& s, int stage) const;
   __device__ void hide(TileS& p, int query) const;
   __device__ void take_ds(const TileS& p, TileS& dp, int stage) const;
+  using Kept = KeptElements<PartS::kColumns, RowTokens::queries>[PartS::kBlocks];
+  __device__ void find_kept(const Step& step, Kept& kept) const;
+  __device__ void drop_from(TileS& x, const Kept& kept) const {
+    if (params.dropout.seed) drop(x, kept);
+  }
   __device__ void add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const;
   __device__ void store(const OperandS& x, unsigned char* tile, int column_block) const;
   __device__ void store(const TileS& x, unsigned char* tile) const;

@@ -15,7 +15,17 @@ constexpr Row kRow = {
     backward_kernel<T, Logits::general, SharedMemory::small>, backward_kernel<T, Logits::plain, SharedMemory::large>,
     backward_kernel<T, Logits::masked, SharedMemory::large>};
 
+BackwardKernel int8_kernel_of(const Problem& p, int dim) {
+  if (logits_of(p) != Logits::plain) return int8_backward_kernel<Logits::general, SharedMemory::small>(dim);
+  if (dim == 128)
+    if (const BackwardKernel large = int8_backward_kernel<Logits::plain, SharedMemory::large>(dim);
+        card(p.device_index).shared_bytes >= large.shared_bytes)
+      return large;
+  return int8_backward_kernel<Logits::plain, SharedMemory::small>(dim);
+}
+
 BackwardKernel kernel_of(const Problem& p, const BackwardChoice& choice, const MaskTensor& mask) {
+  if (choice.int8) return int8_kernel_of(p, choice.dim);
   const Row& row = choice.f16 ? kRow<F16> : kRow<Bf16>;
   const Logits logits = logits_of(p);
   const int dim = choice.dim, bytes = card(p.device_index).shared_bytes;
@@ -32,7 +42,7 @@ BackwardKernel kernel_of(const Problem& p, const BackwardChoice& choice, const M
 
 BackwardKernels choose_kernels(const Problem& p) {
   const BackwardChoice choice = choose_backward(p);
-  if (choice.cast == OCTET_F32) return {choice, true};
+  if (choice.cast == OCTET_F32 && !choice.int8) return {choice, true};
   const MaskTensor mask = mask_tensor(p);
   BackwardKernel kernel = kernel_of(p, choice, mask);
   kernel.shared_bytes = kernel.bytes_with(mask);

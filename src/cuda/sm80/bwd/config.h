@@ -1,6 +1,7 @@
 // Every tile size and stage count of the backward pass.
 #pragma once
 #include "cuda/bwd/tile_sizes.h"
+#include "cuda/sm80/bwd/operands_8bit.h"
 #include "cuda/sm80/kinds.h"
 
 namespace octet::cuda::sm80 {
@@ -66,11 +67,43 @@ struct BackwardConfig<128, Logits::general> : BackwardDefaults {
 template <>
 struct BackwardConfig<256, Logits::general> : BackwardConfig<256, Logits::plain> {};
 
+// int8: q and do are in shared memory in int8 and in f16, k too, v in int8 alone.
+template <int Dim, Logits logits, SharedMemory memory = SharedMemory::small>
+struct Int8BackwardConfig;
+template <>
+struct Int8BackwardConfig<64, Logits::plain> : BackwardDefaults {
+  static constexpr int kQueries = 64, kKeys = 64, kDoStages = 2, kBlocks = 2;
+};
+template <>
+struct Int8BackwardConfig<128, Logits::plain> : BackwardDefaults {
+  static constexpr int kQueries = 32, kKeys = 64, kDoStages = 1, kBlocks = 2;
+};
+template <>
+struct Int8BackwardConfig<128, Logits::plain, SharedMemory::large> : BackwardDefaults {
+  static constexpr int kWarps = 8, kQueries = 64, kKeys = 128, kDoStages = 2, kBlocks = 1;
+  static constexpr int kKeyWarpRows = 4;
+  static constexpr bool kDqHalves = true;
+};
+template <>
+struct Int8BackwardConfig<64, Logits::general> : BackwardDefaults {
+  static constexpr int kQueries = 64, kKeys = 64, kDoStages = 1, kBlocks = 2;
+};
+template <>
+struct Int8BackwardConfig<128, Logits::general> : Int8BackwardConfig<128, Logits::plain> {};
+
 // The kind of problem that a kernel is compiled for. Without a mask tensor, masked logits are plain.
-template <class T_, int Dim, Logits logits, SharedMemory memory>
+template <class Operands_, int Dim, Logits logits, SharedMemory memory>
 struct BackwardKind {
-  using T = T_;
+  using Operands = Operands_;
   using Config = BackwardConfig<Dim, logits, memory>;
+  static constexpr int kDim = Dim;
+  static constexpr Logits kLogits = logits;
+};
+
+template <int Dim, Logits logits, SharedMemory memory>
+struct Int8BackwardKind {
+  using Operands = Int8Operands;
+  using Config = Int8BackwardConfig<Dim, logits, memory>;
   static constexpr int kDim = Dim;
   static constexpr Logits kLogits = logits;
 };

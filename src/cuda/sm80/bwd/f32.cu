@@ -52,7 +52,8 @@ Plan backward_f32(const Problem& p, void* workspace) {
                     .heads = static_cast<int>(p.heads),
                     .kv_heads = static_cast<int>(p.kv_heads),
                     .tokens_q = static_cast<int>(p.tokens_q),
-                    .scale = p.scale};
+                    .scale = p.scale,
+                    .dropout = dropout_of(p)};
   const auto name = [] { return std::string("backward f32 in two f16 halves, mma.sync"); };
   auto run = [=, &p](cudaStream_t stream) {
     for (const F32Input* x : {&q, &k, &v, &do_}) x->preprocess(stream);
@@ -78,8 +79,8 @@ Plan backward_f32(const Problem& p, void* workspace) {
     }
     const int64_t key_blocks = p.dk.elements() || p.dv.elements() ? p.batch * p.kv_heads * a.k_blocks.count : 0;
     const int64_t query_blocks = p.dq.elements() ? p.batch * p.heads * a.q_blocks.count : 0;
-    (p.plain_logits() ? launch_f32<Logits::plain> : launch_f32<Logits::general>)(dim, a, key_blocks, query_blocks,
-                                                                                 stream);
+    const auto launch = logits_of(p) == Logits::plain ? launch_f32<Logits::plain> : launch_f32<Logits::general>;
+    launch(dim, a, key_blocks, query_blocks, stream);
     if (p.dsinks.elements()) sum_f32_dsinks(strided(p.lse), delta, sinks(p.sinks), strided(p.dsinks), stream);
   };
   return plan_of(p, allocator, name, std::move(run));

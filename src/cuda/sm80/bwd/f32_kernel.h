@@ -15,6 +15,7 @@
 // changes no bit of the rest.
 #pragma once
 #include "cuda/bwd/params.h"
+#include "cuda/fragment/dropout.h"
 #include "cuda/operands/vec8.h"
 #include "cuda/sm80/f16_halves.h"
 #include "cuda/sm80/logits.h"
@@ -36,6 +37,7 @@ struct F32Params {
   Mask mask;
   int heads, kv_heads, tokens_q;
   float scale;
+  Dropout dropout;  // of kernels with general logits
 };
 
 // The sums that a kernel computes. At d256, and at d128 with general logits, dk and dv take a kernel each, as registers
@@ -200,6 +202,8 @@ struct F32Backward {
     }
   }
 
+  __device__ int sequence() const { return a.k_blocks.cu_seqlens ? k().index : shared.batch; }
+
   // Returns false if all queries of a tile or the block see all keys of the other one.
   __device__ bool needs_mask(int token) const {
     const int query = kOfKeys ? token : shared.first, queries = kOfKeys ? kTokens : kRows;
@@ -209,7 +213,7 @@ struct F32Backward {
            a.mask.keys_of(query + queries - 1, q().tokens, k().tokens).first > key;
   }
 
-  // Turns products of q and k into p, and those of do and v into ds.
+  // Turns products of q and k into p, without what dropout drops, and those of do and v into ds.
   __device__ void take_p_and_ds(Pairs& s, Pairs& dp, const At& at) const {
     const int row = first_row(), token = first_token(), of_query = kOfKeys ? token : row;
     const float *const lse = shared.lse + of_query, *const delta = shared.delta + of_query;
@@ -217,6 +221,13 @@ struct F32Backward {
     const int key = kOfKeys ? shared.first + row : at.token + token;
     const auto query_of = [](int m, int i) { return kOfKeys ? token_of(i) : row_of(m, i); };
     const auto key_of = [](int m, int i) { return kOfKeys ? row_of(m, i) : token_of(i); };
+    KeptElements<kTokens, kOfKeys ? RowTokens::keys : RowTokens::queries> kept[kRowBlocks];
+    if (kGeneral && a.dropout.seed) {
+      find_kept(kept, a.dropout.stream(sequence(), at.head), a.dropout.dropped, shared.first + row, at.token);
+      if constexpr (kSumsDs)
+        for (auto& block : dp) block.scale(a.dropout.scale);
+      if constexpr (kSumsDs) drop(dp, kept);
+    }
     const auto each = [&](const auto& f) {
 #pragma unroll
       for (int m = 0; m < kRowBlocks; ++m)
@@ -227,9 +238,8 @@ struct F32Backward {
       const float saved = lse[query_of(m, i)], of_row = saved == -INFINITY ? INFINITY : saved;
       if constexpr (kGeneral) {
         const int at_query = query + query_of(m, i), at_key = min(key + key_of(m, i), k().tokens - 1);
-        const RowTerms terms =
-            row_terms(a.terms, shared.batch, a.k_blocks.cu_seqlens ? k().index : shared.batch, at.head, at_query,
-                      q().tokens, k().tokens, a.mask.keys_of(min(at_query, q().tokens - 1), q().tokens, k().tokens));
+        const RowTerms terms = row_terms(a.terms, shared.batch, sequence(), at.head, at_query, q().tokens, k().tokens,
+                                         a.mask.keys_of(min(at_query, q().tokens - 1), q().tokens, k().tokens));
         if (kSumsDs && a.terms.softcap != 0.f)
           ds = (ds - delta[query_of(m, i)]) * softcap(a.terms, p * a.terms.scale).derivative;
         p = expf(logit_of(a.terms, terms, at_key, p) - of_row);
@@ -253,6 +263,7 @@ struct F32Backward {
         const float x = p * (ds - (has_delta ? 0.f : delta[query_of(m, i)]));
         ds = p == 0.f ? 0.f : x;  // also where the other factor is inf or NaN
       });
+    if (kGeneral && kSumsDv && a.dropout.seed) drop(s, kept);
   }
 
   // Adds f x over the tokens of a tile.
@@ -373,7 +384,7 @@ struct F32Backward {
     load_w(at), load_u(at);
 #pragma unroll 1
     for (; is_there(at); at = next_of(at)) compute(dv, dx, at);
-    if constexpr (kSumsDv) store(dv, shared.y, a.dv, head, 1.f);
+    if constexpr (kSumsDv) store(dv, shared.y, a.dv, head, kGeneral ? a.dropout.scale : 1.f);
     if constexpr (kSumsDs) store(dx, shared.x, kOfKeys ? a.dk : a.dq, head, a.scale);
   }
 };

@@ -45,13 +45,24 @@ BackwardKernel backward_kernel_of() {
 
 template <class T, Logits logits, SharedMemory memory>
 BackwardKernel backward_kernel(int dim) {
-  const auto of = [](auto tile_dim) { return backward_kernel_of<BackwardKind<T, tile_dim, logits, memory>>(); };
+  const auto of = [](auto tile_dim) {
+    return backward_kernel_of<BackwardKind<BackwardOperands<T>, tile_dim, logits, memory>>();
+  };
   if constexpr (memory == SharedMemory::large)
     return of(std::integral_constant<int, 128>{});
   else if constexpr (logits == Logits::masked)
     return of(std::integral_constant<int, 64>{});
   else
     return with_tile_dim(dim, of);
+}
+
+template <Logits logits, SharedMemory memory>
+BackwardKernel int8_backward_kernel(int dim) {
+  if constexpr (memory == SharedMemory::large)
+    return backward_kernel_of<Int8BackwardKind<128, logits, memory>>();
+  else
+    return dim == 64 ? backward_kernel_of<Int8BackwardKind<64, logits, memory>>()
+                     : backward_kernel_of<Int8BackwardKind<128, logits, memory>>();
 }
 
 }  // namespace octet::cuda::sm80

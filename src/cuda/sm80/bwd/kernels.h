@@ -22,5 +22,9 @@ struct BackwardKernel {
 // logits have one of those too.
 template <class T, Logits logits, SharedMemory memory>
 BackwardKernel backward_kernel(int dim);
+// int8: head dims up to 128; plain and general logits in small shared memory, plain ones of 128 in
+// that of Hopper too.
+template <Logits logits, SharedMemory memory>
+BackwardKernel int8_backward_kernel(int dim);
 
 }  // namespace octet::cuda::sm80

@@ -1,10 +1,13 @@
 // The backward pass on the host: the launches of preprocessing, kernel and postprocessing.
+#include <optional>
+
 #include "core/error.h"
 #include "cuda/bwd/operands.h"
 #include "cuda/host/backend.h"
 #include "cuda/host/card.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/contiguous.h"
+#include "cuda/operands/masks.h"
 #include "cuda/operands/seen.h"
 #include "cuda/sm80/bwd/choose.h"
 #include "cuda/sm80/bwd/f32.h"
@@ -12,6 +15,43 @@
 #include "cuda/sm80/passes.h"
 
 namespace octet::cuda::sm80 {
+
+namespace {
+
+TrainingOperands::From training_from(const PreprocessParams& params) {
+  return {.q = params.q, .k = params.k, .v = params.v, .do_ = params.do_, .seen_counts = {}};
+}
+
+// Sets what preprocessing and the kernel know of operands in int8.
+void set_int8(const Problem& p, const TrainingOperands& operands, PreprocessParams& params, Int8Operands::Terms& terms,
+              WorkspaceAllocator& allocator) {
+  Int8Inputs& inputs = params.int8;
+  inputs.do_ = operands.do_().data, inputs.dim = operands.dim(), inputs.keys = operands.keys();
+  inputs.q_scale = operands.q().scale, inputs.do_scale = operands.do_().scale, inputs.k_scale = operands.k().scale;
+  inputs.v_mean = operands.v_mean();
+  const auto pairs = static_cast<std::size_t>(p.batch * p.kv_heads * operands.keys() / 2);
+  terms = {.q = operands.q().data,
+           .k = operands.k().data,
+           .v = operands.v().data,
+           .do_ = operands.do_().data,
+           .k_factors = allocator.take<KeyPairFactors>(pairs),
+           .v_factors = allocator.take<KeyPairFactors>(pairs),
+           .scales = inputs.scales,
+           .means = operands.block_means(),
+           .keys = operands.keys()};
+}
+
+void quantize(const Problem& p, const TrainingOperands& operands, const Int8Operands::Terms& terms,
+              cudaStream_t stream) {
+  operands.quantize(stream);
+  const int64_t keys = p.batch * p.kv_heads * operands.keys();
+  const auto compute = [&](const Int8Rows& rows, const KeyPairFactors* to) {
+    compute_key_factors({rows.scale, NonFiniteKeys::zero}, keys, const_cast<KeyPairFactors*>(to), stream);
+  };
+  compute(operands.k(), terms.k_factors), compute(operands.v(), terms.v_factors);
+}
+
+}  // namespace
 
 Plan backward(const Problem& p, void* workspace) {
   const BackwardKernels choice = choose_kernels(p);
@@ -32,10 +72,18 @@ Plan backward(const Problem& p, void* workspace) {
     rows.to = allocator.take<float>(static_cast<std::size_t>(p.batch * p.heads * p.tokens_q));
     params.lse = {rows.to, {p.batch, p.heads, p.tokens_q, 1}, {p.heads * p.tokens_q, p.tokens_q, 1, 1}, Element::f32};
   }
+  std::optional<TrainingOperands> int8;
+  Int8Operands::Terms int8_terms{};
+  if (choice.int8)
+    int8.emplace(p, training_from(params), choice.dim, allocator), set_int8(p, *int8, params, int8_terms, allocator);
   const Result dk(p.dk, allocator), dv(p.dv, allocator);
   const auto name = [choice] {
-    return text("backward ", choice.f16 ? "in f16" : "in bf16", ", mma.sync, ", choice.kernel.queries, " x ",
-                choice.kernel.keys, " tiles", choice.sums == Sums::integers ? ", dq in integers" : "");
+    return text("backward ",
+                choice.int8  ? "with s and dp in int8"
+                : choice.f16 ? "in f16"
+                             : "in bf16",
+                ", mma.sync, ", choice.kernel.queries, " x ", choice.kernel.keys, " tiles",
+                choice.sums == Sums::integers ? ", dq in integers" : "");
   };
   auto run = [=, &p](cudaStream_t stream) mutable {
     const BackwardKernel& kernel = choice.kernel;
@@ -47,23 +95,28 @@ Plan backward(const Problem& p, void* workspace) {
     }
     count_blocks(params.q_blocks, params.k_blocks, stream);
     const int processors = card(p.device_index).multiprocessors;
-    const KernelParams arguments{backward_params(p, params, processors, dk.output(), dv.output()), p.deterministic,
-                                 terms, classes};
+    const KernelParams arguments{backward_params(p, params, processors, dk.output(), dv.output()),
+                                 p.deterministic,
+                                 terms,
+                                 classes,
+                                 int8_terms,
+                                 dropout_of(p)};
     const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.tiles_of_key_block;
     seen.preprocess(stream);
     compute_row_biases(p, terms, stream);
     if (choice.has_classes) classify(p, terms, classes, stream);
     if (rows.to) subtract_row_biases(rows, stream);
+    if (int8) quantize(p, *int8, int8_terms, stream);
     preprocess(params, stream);
     if (blocks)
       launch_general_pdl(kernel.function, static_cast<unsigned>(blocks), kernel.threads, kernel.shared_bytes, stream,
                          arguments);
     if (p.dq.elements()) postprocess_dq(arguments.a, params.tile_dim, choice.sums, strided(p.dq), stream);
-    if (p.dq.elements() && blocks && (p.windowed || p.mask.present())) {
-      if (p.plain_logits())
+    if (p.dq.elements() && blocks && !int8 && (p.windowed || p.mask.present() || p.dropout)) {
+      if (logits_of(p) == Logits::plain)
         cuda::recompute_masked(params, arguments.a, strided(p.dq), stream);
       else
-        recompute_masked(params, arguments.a, terms, strided(p.dq), stream);
+        recompute_masked(params, arguments.a, terms, dropout_of(p), strided(p.dq), stream);
     }
     params.lse = saved_lse;
     if (p.dsinks.elements()) sum_dsinks(params, strided(p.dsinks), stream);

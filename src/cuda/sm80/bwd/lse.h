@@ -4,6 +4,7 @@
 #include <octet/octet.h>
 
 #include "cuda/bwd/preprocess.h"
+#include "cuda/fragment/dropout.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/fragment/strided.h"
 #include "cuda/sm80/logits.h"
@@ -26,7 +27,7 @@ struct LseParams {
 void subtract_row_biases(const LseParams& p, cudaStream_t stream);
 
 // Recomputes the rows of dq, dk and dv that are not finite because of tokens that masks hide.
-void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const LogitTerms& terms, const Strided& dq,
-                      cudaStream_t stream);
+void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const LogitTerms& terms,
+                      const Dropout& dropout, const Strided& dq, cudaStream_t stream);
 
 }  // namespace octet::cuda::sm80

@@ -28,7 +28,7 @@ __device__ void Backward<Kind>::run(unsigned number) {
       compute_by_keys(dk, dv);
     else
       compute(dk, dv);
-    write(a.dv, dv, 1.f, -e.p - e.do_, a.dim_v);
+    write(a.dv, dv, kGeneral ? params.dropout.scale : 1.f, -e.p - e.do_, a.dim_v);
     write(a.dk, dk, a.scale, -e.p - e.product - e.do_ - e.v - e.q, a.dim);
   } while (w.bin + 1 < e.bins);
   ptx::cp_async_wait<0>();
@@ -39,7 +39,9 @@ __device__ void Backward<Kind>::load_keys() const {
   const int64_t tile = int64_t{w.batch * a.kv_heads + w.kv_head} * a.k_blocks.count + w.block;
   const int64_t bytes = tile * (Tiles::kKeys * kDim * static_cast<int64_t>(sizeof(T)));
   load_async<kThreads, Tiles::kKeys>(TileK{shared.k}, a.k + bytes, w.first_key % Tiles::kKeys);
-  load_async<kThreads, Tiles::kKeys>(TileK{shared.v}, a.v + bytes, w.first_key % Tiles::kKeys);
+  if constexpr (Operands::kReadsV)
+    load_async<kThreads, Tiles::kKeys>(TileK{shared.v}, a.v + bytes, w.first_key % Tiles::kKeys);
+  Operands::load_keys(*this);
 }
 
 // Leaves out the tiles of queries before the first and behind the last from which the mask does not hide the keys.
@@ -68,10 +70,11 @@ __device__ void Backward<Kind>::next_bin() {
     shared.exponents = a.exponents[(w.bin * a.batch + w.batch) * a.kv_heads + w.kv_head];
     shared.group = a.heads / a.kv_heads;
     shared.iterations = shared.group * w.tiles.count();
-    shared.q_k_scale = exp2f(static_cast<float>(-e.q - e.k));
+    shared.q_k_scale = Operands::q_k_scale(e);
     shared.scale_log2 = !kPlain ? 1.44269504f : a.scale * 1.44269504f * shared.q_k_scale;
     shared.dq_scale = exp2f(static_cast<float>(e.dq));
-    shared.product_scale = exp2f(static_cast<float>(e.product));
+    shared.product_scale = Operands::product_scale(e) * (kGeneral ? params.dropout.scale : 1.f);
+    Operands::start_bin(*this);
   }
   __syncthreads();
 }
@@ -100,12 +103,14 @@ __device__ void Backward<Kind>::load_q(const Step& step, int stage) const {
     ptx::cp_async(ptx::shared_address(&shared.lse[stage][i]), &rows.lse[step.first + i], kChunkBytes);
   else if (threadIdx.x < 2 * kChunks)
     ptx::cp_async(ptx::shared_address(&shared.delta[stage][i]), &rows.delta[step.first + i], kChunkBytes);
+  Operands::load_q(*this, step, stage);
 }
 
 template <class Kind>
 __device__ void Backward<Kind>::load_do(const Step& step, int stage) const {
   constexpr int64_t kBytes = Tiles::kQueries * kDim * sizeof(T);
   load_async<kThreads, Tiles::kQueries>(TileQ{shared.do_[stage]}, a.do_ + step.tile * kBytes, step.first);
+  Operands::load_do(*this, step, stage);
 }
 
 // Starts the copy of the class of iteration n, whose tile is `at`.
@@ -161,20 +166,39 @@ __device__ bool Backward<Kind>::needs_mask(int query) const {
          a.mask.keys_of(query + kQueries - 1, w.q.tokens, w.k.tokens).first > w.first_key;
 }
 
+// Returns what dp of this thread's rows is multiplied by.
+template <class Kind>
+__device__ RowValues Backward<Kind>::product_scales(int stage, int block) const {
+  const int row = 16 * (PartS::row_block(warp) + block) + lane / 4;
+  const float scale = shared.product_scale;
+  if constexpr (Operands::kScalesRows)
+    return {scale * Operands::row_scale(*this, stage, row), scale * Operands::row_scale(*this, stage, row + 8)};
+  return {scale, scale};
+}
+
+// Finds the elements of P of this thread that dropout keeps.
+template <class Kind>
+__device__ void Backward<Kind>::find_kept(const Step& step, Kept& kept) const {
+  if (params.dropout.seed)
+    cuda::find_kept(kept, params.dropout.stream(sequence(), step.head), params.dropout.dropped,
+                    step.query + 16 * PartS::row_block(warp) + lane / 4, w.first_key + 16 * PartS::column_block(warp));
+}
+
 // Turns s into logits, and dp into dp - delta times the derivative of a softcap.
 template <class Kind>
 __device__ void Backward<Kind>::add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const {
   const LogitTerms& terms = params.terms;
-  const float product_scale = shared.product_scale, scale = shared.q_k_scale * terms.scale;
+  const float scale = shared.q_k_scale * terms.scale;
   const float scale_left = terms.softcap != 0.f ? 1.f : scale;
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const float* const delta = &shared.delta[stage][16 * (PartS::row_block(warp) + m) + lane / 4];
     const float deltas[kRowsPerThread] = {delta[0], delta[8]};
+    const RowValues product_scale = product_scales(stage, m);
 #pragma unroll
     for (int i = 0; i < PartS::kColumns / 2; ++i) {
       float &x = s[m].x[i], &y = dp[m].x[i];
-      y = __fmaf_rn(y, product_scale, -deltas[i / 2 % 2]);
+      y = __fmaf_rn(y, product_scale[i / 2 % 2], -deltas[i / 2 % 2]);
       if (terms.softcap == 0.f) continue;
       const Capped capped = softcap(terms, x * scale);
       x = capped.x, y *= capped.derivative;
@@ -188,8 +212,7 @@ __device__ void Backward<Kind>::add_logit_terms(TileS& s, TileS& dp, const Step&
     for (int half = 0; half < kRowsPerThread; ++half) {
       const int i = step.query + 16 * (PartS::row_block(warp) + m) + lane / 4 + 8 * half;
       const Interval seen = a.mask.keys_of(min(i, w.q.tokens - 1), w.q.tokens, w.k.tokens);
-      rows[half] = row_terms(terms, w.batch, a.k_blocks.cu_seqlens ? w.k.index : w.batch, step.head, i, w.q.tokens,
-                             w.k.tokens, seen);
+      rows[half] = row_terms(terms, w.batch, sequence(), step.head, i, w.q.tokens, w.k.tokens, seen);
     }
     add_terms(s[m], scale_left, terms, rows, w.first_key + 16 * PartS::column_block(warp), w.k.tokens);
   }
@@ -210,7 +233,12 @@ __device__ void Backward<Kind>::take_p(TileS& s, int stage) const {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float& x = s[m].x[4 * i + 2 * half + c];
-          x = ptx::exp2(__fmaf_rn(x, scale_log2, -lse));
+          if constexpr (Operands::kSubtractsLse && kPlain)
+            x = ptx::exp2(x);
+          else if constexpr (!Operands::kRecomputes)
+            x = x == -INFINITY ? 0.f : ptx::exp2(__fmaf_rn(x, scale_log2, -lse));
+          else
+            x = ptx::exp2(__fmaf_rn(x, scale_log2, -lse));
         }
     }
   }
@@ -235,17 +263,17 @@ __device__ void Backward<Kind>::hide(TileS& p, int query) const {
 // a ds of 0, whatever dp is.
 template <class Kind>
 __device__ void Backward<Kind>::take_ds(const TileS& p, TileS& dp, int stage) const {
-  const float product_scale = shared.product_scale;
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const float* const delta = &shared.delta[stage][16 * (PartS::row_block(warp) + m) + lane / 4];
     const float deltas[kRowsPerThread] = {delta[0], delta[8]};
+    const RowValues product_scale = product_scales(stage, m);
 #pragma unroll
     for (int i = 0; i < PartS::kColumns / 2; ++i)
       if constexpr (kGeneral)
         dp[m].x[i] = p[m].x[i] == 0.f ? 0.f : p[m].x[i] * dp[m].x[i];
       else
-        dp[m].x[i] = p[m].x[i] * __fmaf_rn(dp[m].x[i], product_scale, -deltas[i / 2 % 2]);
+        dp[m].x[i] = p[m].x[i] * __fmaf_rn(dp[m].x[i], product_scale[i / 2 % 2], -deltas[i / 2 % 2]);
   }
 }
 
@@ -277,7 +305,7 @@ __device__ void Backward<Kind>::store(const TileS& x, unsigned char* tile) const
 // The iterations of one bin of the queries.
 template <class Kind>
 __device__ void Backward<Kind>::compute(TileDk& dk, TileDk& dv) {
-  const TileK k{shared.k}, v{shared.v};
+  const TileK k{shared.k};
   const TileP p{shared.p[0]}, ds{shared.ds[0]};
   MBlock at = first_tile();  // of the next iteration that is loaded
   if (shared.iterations) {
@@ -303,20 +331,22 @@ __device__ void Backward<Kind>::compute(TileDk& dk, TileDk& dv) {
     ptx::cp_async_commit();
     // s = q k^T and dp = do v^T, and p and ds of them.
     TileS s, dp;
-    for (auto& block : s) block.zero();
-    for (auto& block : dp) block.zero();
-    const auto multiply_dp = [&] { mma_ABt(dp, do_, PartS::row_block(warp), v, PartS::column_block(warp)); };
-    if (kGeneral) multiply_dp();
-    mma_ABt(s, q, PartS::row_block(warp), k, PartS::column_block(warp));
+    [[maybe_unused]] Kept kept;
+    if constexpr (kGeneral) {
+      Operands::multiply_dp(*this, dp, do_stage);
+      find_kept(step, kept), drop_from(dp, kept);
+    }
+    Operands::multiply_s(*this, s, stage);
     if constexpr (kGeneral)
       add_logit_terms(s, dp, step, stage);
     else if constexpr (!kPlain)
       add_mask_tile(s, shared.q_k_scale * a.scale, needs_mask_tile(n));
     take_p(s, stage);
-    if (!kGeneral) multiply_dp();
+    if (!kGeneral) Operands::multiply_dp(*this, dp, do_stage);
     hide(s, step.query);
-    store(s, p.data);
+    if constexpr (!kGeneral) store(s, p.data);
     take_ds(s, dp, stage);
+    if constexpr (kGeneral) drop_from(s, kept), store(s, p.data);
     store(dp, ds.data);
     __syncthreads();
     if constexpr (!kPlain) {

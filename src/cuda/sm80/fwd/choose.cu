@@ -3,7 +3,8 @@
 #include "cuda/fwd/few_queries.h"
 #include "cuda/host/card.h"
 #include "cuda/sm80/fwd/choose.h"
-#include "cuda/sm80/fwd/operands_8bit.h"
+#include "cuda/sm80/fwd/operands_e4m3.h"
+#include "cuda/sm80/fwd/operands_training.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/passes.h"
 
@@ -40,9 +41,16 @@ template <class Precision>
 constexpr Row row(const ForwardFormats& formats) {
   return {formats, kKernels<Precision, TileRows::queries>, kKernels<Precision, TileRows::pairs>};
 }
-constexpr Row kRows[] = {row<PrecisionF32>(kF32),         row<PrecisionF16>(kF16),
-                         row<PrecisionBf16>(kBf16),       row<PrecisionBf16F16Compute>(kBf16F16Compute),
-                         row<PrecisionInt8F16>(kInt8F16), row<PrecisionInt8>(kInt8)};
+constexpr Row kRows[] = {row<PrecisionF32>(kF32),
+                         row<PrecisionF16>(kF16),
+                         row<PrecisionBf16>(kBf16),
+                         row<PrecisionBf16F16Compute>(kBf16F16Compute),
+                         row<PrecisionInt8F16>(kInt8F16),
+                         row<PrecisionInt8>(kInt8),
+                         row<PrecisionInt8Training>(kInt8Training),
+                         row<PrecisionInt8Fp8InF16>(kInt8Fp8),
+                         row<PrecisionFp8InF16>(kFp8),
+                         row<PrecisionFp8RawInF16>(kFp8Raw)};
 
 const Row* row_of(const ForwardFormats& formats) {
   const auto* const row =
@@ -74,11 +82,16 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
                        .general = logits != Logits::plain,
                        .f32 = numerics.formats == kF32,
                        .int8_qk = numerics.formats.qk == OCTET_I8,
-                       .int8_v = numerics.formats.v == OCTET_I8,
+                       .int8_v = numerics.formats == kInt8,
+                       .k_groups = numerics.formats == kInt8Fp8,
+                       .training = numerics.formats == kInt8Training,
+                       .e4m3_qk = numerics.formats == kFp8 || numerics.formats == kFp8Raw,
+                       .e4m3_v = numerics.formats.v == OCTET_E4M3,
+                       .e4m3_scales = numerics.formats.v_scale == Group::channel,
                        .scales_v = numerics.scales_v(p.v.dtype),
                        .tile_queries = kernel.rows,
                        .tiles = query_tiles(p, kernel.rows)};
-  if (!numerics.splits_keys()) return choice;
+  if (!numerics.splits_keys() || p.dropout) return choice;
   const ForwardKernel few = (choice.general ? row.pairs.general : row.pairs.plain)(most_dim);
   const PackedTiles tiles = packed_tiles(p, few.rows);
   const Card& gpu = card(p.device_index);

@@ -25,25 +25,27 @@ using Dims256x128 = HeadDims<256, 128>;  // f32 and int8, for up to 128 channels
 //   kRepeats      true: exponentials do not wait for a look at the maximum; where it was too small, q k^T is repeated
 //   kStagesMask   true: the tile of a mask tensor passes through shared memory
 //   kStages       stages of k and v, at least 2
+//   kLateV        true: v has one stage, and is loaded while q k^T of its tile is computed
 //   kBlocks       thread blocks that a multiprocessor's registers must have room for
 template <class Dims, Logits logits, TileRows rows>
 struct ForwardTile;  // of 16 bits
 template <Logits logits>
 struct ForwardTile<Dims64, logits, TileRows::queries> {
   static constexpr int kWarps = 4, kRowBlocks = 2, kKeys = 64, kBlocks = 2, kStages = 2;
-  static constexpr bool kQRegisters = true, kStagesMask = logits != Logits::plain, kRepeats = logits == Logits::plain;
+  static constexpr bool kQRegisters = true, kStagesMask = logits != Logits::plain, kRepeats = logits == Logits::plain,
+                        kLateV = false;
 };
 template <Logits logits>
 struct ForwardTile<Dims128, logits, TileRows::queries> {
   static constexpr int kWarps = 4, kRowBlocks = 2, kKeys = logits == Logits::general ? 32 : 48, kBlocks = 2;
   static constexpr int kStages = 2;
-  static constexpr bool kQRegisters = false, kStagesMask = logits != Logits::plain, kRepeats = false;
+  static constexpr bool kQRegisters = false, kStagesMask = logits != Logits::plain, kRepeats = false, kLateV = false;
 };
 template <Logits logits>
 struct ForwardTile<Dims256, logits, TileRows::queries> {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = logits == Logits::general ? 16 : 32, kBlocks = 2;
   static constexpr int kStages = 2;
-  static constexpr bool kQRegisters = false, kStagesMask = logits != Logits::plain, kRepeats = false;
+  static constexpr bool kQRegisters = false, kStagesMask = logits != Logits::plain, kRepeats = false, kLateV = false;
 };
 
 // Few queries: reading k and v is what takes time. A multiprocessor of an H200 must have about 30 KB on the way to
@@ -51,24 +53,24 @@ struct ForwardTile<Dims256, logits, TileRows::queries> {
 template <Logits logits>
 struct ForwardTile<Dims64, logits, TileRows::pairs> {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 64, kBlocks = 3, kStages = 3;
-  static constexpr bool kQRegisters = true, kStagesMask = false, kRepeats = false;
+  static constexpr bool kQRegisters = true, kStagesMask = false, kRepeats = false, kLateV = false;
 };
 template <Logits logits>
 struct ForwardTile<Dims128, logits, TileRows::pairs> {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 32, kBlocks = 3, kStages = 3;
-  static constexpr bool kQRegisters = true, kStagesMask = false, kRepeats = false;
+  static constexpr bool kQRegisters = true, kStagesMask = false, kRepeats = false, kLateV = false;
 };
 template <Logits logits>
 struct ForwardTile<Dims256, logits, TileRows::pairs> {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 16, kBlocks = 2, kStages = 3;
-  static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
+  static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false, kLateV = false;
 };
 
 // f32, in two f16 halves, whatever logits and rows are.
 template <class Dims>
 struct F16HalvesTile {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 32, kBlocks = 2, kStages = 2;
-  static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false;
+  static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false, kLateV = false;
 };
 template <>
 struct F16HalvesTile<Dims64> : F16HalvesTile<Dims128> {
@@ -79,11 +81,30 @@ struct F16HalvesTile<Dims256x128> : F16HalvesTile<Dims128> {
   static constexpr int kWarps = 2, kKeys = 16;
 };
 
-// q and k in int8, P and v in f16. At 64 and 128 a card with 99 KB of shared memory holds two thread blocks.
+// q and k in int8, P and v in f16. At 64 and 128 a card with 99 KB of shared memory holds two thread blocks. At 256 a
+// late v was slower.
 template <class Dims, Logits logits, TileRows rows>
 struct Int8QkTile : ForwardTile<Dims, logits, rows> {};
 template <Logits logits>
 struct Int8QkTile<Dims128, logits, TileRows::queries> : ForwardTile<Dims128, logits, TileRows::queries> {
+  static constexpr bool kLateV = true;
+};
+
+// The same where a tile lies in a block of 64 keys that have one mean.
+template <class Dims, Logits logits>
+struct Int8TrainingTile : ForwardTile<Dims, logits, TileRows::queries> {};
+template <Logits logits>
+struct Int8TrainingTile<Dims128, logits> : ForwardTile<Dims128, logits, TileRows::queries> {
+  static constexpr int kKeys = 32;
+};
+
+// P and v in e4m3, as f16: tiles lie in blocks of 64 keys. P is rounded once the maximum is known to fit.
+template <class Dims, Logits logits>
+struct E4m3Tile : ForwardTile<Dims, logits, TileRows::queries> {
+  static constexpr bool kRepeats = false;
+};
+template <Logits logits>
+struct E4m3Tile<Dims128, logits> : ForwardTile<Dims128, logits, TileRows::queries> {
   static constexpr int kKeys = 32;
 };
 
@@ -91,16 +112,13 @@ struct Int8QkTile<Dims128, logits, TileRows::queries> : ForwardTile<Dims128, log
 template <class Dims, Logits logits>
 struct Int8Tile {
   static constexpr int kWarps = 4, kRowBlocks = 1, kKeys = 64, kBlocks = 2, kStages = 2;
-  static constexpr bool kQRegisters = false, kStagesMask = logits != Logits::plain, kRepeats = false;
+  static constexpr bool kQRegisters = false, kStagesMask = logits != Logits::plain, kRepeats = false, kLateV = false;
 };
 template <Logits logits>
 struct Int8Tile<Dims64, logits> : Int8Tile<Dims128, logits> {
   static constexpr int kRowBlocks = 2;
   static constexpr bool kQRegisters = true;
 };
-
-// The keys of each sequence of 8-bit operands are padded to a multiple of this number, which is one of kKeys.
-constexpr int kLaidOutKeys = 64;
 
 // The kind of problem that a kernel is compiled for.
 template <class Precision_, class Dims_, Logits logits, TileRows rows>

@@ -1,5 +1,5 @@
-// The epilogue of the forward pass: o = o / l, its residual, lse, and the recomputation of rows that a masked inf or
-// NaN has reached.
+// The epilogue of the forward pass: o = o / l, its residual, lse, and the recomputation of rows that an inf or NaN has
+// reached from behind a mask or from a dropped element.
 #pragma once
 #include "cuda/fragment/finish.h"
 #include "cuda/fragment/o_residual.h"
@@ -66,7 +66,7 @@ __device__ inline void Forward<Kind>::unflip(const Softmax (&softmax)[kRowBlocks
 template <class Kind>
 __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks], O& o) const {
   const int kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + shared.q_tile.head / a.group;
-  const float v_scale = a.v_scale ? a.v_scale[kv] : 1.f;
+  const float v_scale = v_scale_of(kv);
   // All rows of a warp meet the same v, so that one of them is enough.
   const bool nonfinite = has_infinite<Dims::kDimV>(o[0]);
 #pragma unroll
@@ -89,19 +89,20 @@ __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks]
 #pragma unroll
     for (int i = 0; i < Dims::kDimV / 8; ++i) {
       const float2 mean = Operands::v_mean(*this, kv, 8 * i + fragment_column());
+      const float2 by = Operands::v_factor(*this, 8 * i + fragment_column());
 #pragma unroll
       for (int row = 0; row < kRowsPerThread; ++row) {
         float* const x = &o[block].x[4 * i + 2 * row];
         const bool none = inverse[row] == 0.f;
-        x[0] = none ? 0.f : __fmaf_rn(x[0], inverse[row], mean.x) * share[row];
-        x[1] = none ? 0.f : __fmaf_rn(x[1], inverse[row], mean.y) * share[row];
+        x[0] = none ? 0.f : __fmaf_rn(x[0], inverse[row] * by.x, mean.x) * share[row];
+        x[1] = none ? 0.f : __fmaf_rn(x[1], inverse[row] * by.y, mean.y) * share[row];
       }
     }
     with_output_type(a.o.element,
                      [&](auto* type) { write_as<std::remove_pointer_t<decltype(type)>>(first, o[block]); });
   }
   if constexpr (Operands::kRecomputes)
-    if ((a.mask.windowed || (!kPlain && a.terms.mask)) && __any_sync(~0u, nonfinite))
+    if ((a.mask.windowed || hides_keys()) && __any_sync(~0u, nonfinite))
 #pragma unroll 1
       for (int block = 0; block < kRowBlocks; ++block) recompute_rows(ptx::opaque(block));
 }
@@ -125,7 +126,7 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
     return Operands::value(*this, shared.v_start + key * a.v.stride[2], key, channel);
   };
   const bool masked = !kPlain && a.terms.mask;
-  if (!masked) {
+  if (!hides_keys()) {
     const SeenTiles tiles = kPairs ? shared.tiles : tiles_of(shared.q_tile.q_start, kRows);
     const Interval keys{tiles.first * kKeys, min(tiles.last * kKeys, shared.q_tile.k_tokens)};
     const auto range_of = [&](int row) { return this->range_of(row); };
@@ -141,6 +142,7 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
       return product * a.scale_log2e;
     };
     const auto seen_value = [&](int key, int channel) {
+      if (kDrops && a.dropout.drops(shared.q_tile.sequence, head, query_of(row), key)) return 0.f;
       if (masked &&
           mask_number(a.terms.element, a.terms.mask, terms.mask_start + key * a.terms.mask_stride[3]) == -INFINITY)
         return 0.f;
@@ -149,8 +151,8 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
     UnmaskedRow<Dims::kDimV> result = attend_row<Dims::kDimV>(split_of(range_of(row)), a.dim_v, logit, seen_value);
     RowSum<> sum{result.log2_sum, terms.row_bias + Operands::mean_logit(*this, row)};
     result.scale(sum.add_sink(a.sinks.at(shared.q_tile.batch, head)), [&](int channel) -> float2 {
-      const int64_t of_head = int64_t{kv} * Dims::kDimV;
-      return {a.v_scale ? a.v_scale[kv] : 1.f, kCompensated<Precision> ? a.v_mean[of_head + channel] : 0.f};
+      const float2 mean = Operands::v_mean(*this, kv, channel & ~1), by = Operands::v_factor(*this, channel & ~1);
+      return {v_scale_of(kv) * (channel & 1 ? by.y : by.x), channel & 1 ? mean.y : mean.x};
     });
     return result;
   };

@@ -21,10 +21,12 @@
 // (fragment/sign_flip.h): it becomes o - 2 a, where a is close to o, and 2 a is added back at the end. Until then a
 // lies in the rows of the output, of which each number has room for 16 bits.
 #pragma once
+#include <bit>
 #include <type_traits>
 
 #include "cuda/fragment/sign_flip.h"
-#include "cuda/sm80/fwd/operands_8bit.h"
+#include "cuda/sm80/fwd/operands_e4m3.h"
+#include "cuda/sm80/fwd/operands_training.h"
 #include "cuda/sm80/fwd/params.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/smem.h"
@@ -34,9 +36,8 @@ namespace octet::cuda::sm80 {
 // P over the stale maximum are kept while they are at most 2 to this power. With general logits the largest is exactly
 // 1 (times 2^kPExponent): they may leave a row one key, whose rounding error nothing would hide.
 template <class Precision, Logits logits>
-constexpr float kMaxPLog2 = logits != Logits::plain                          ? Precision::kPExponent
-                            : std::is_same_v<typename Precision::PType, F16> ? 15.f
-                                                                             : 10.f;
+constexpr float kMaxPLog2 = logits != Logits::plain ? Precision::kPExponent
+                                                    : std::bit_width(static_cast<unsigned>(Precision::kMaxP)) - 1;
 
 template <class Kind>
 struct Forward {
@@ -45,6 +46,7 @@ struct Forward {
   static constexpr bool kPlain = Kind::kLogits == Logits::plain, kMasked = Kind::kLogits == Logits::masked,
                         kGeneral = Kind::kLogits == Logits::general, kPairs = Kind::kTileRows == TileRows::pairs;
   using Operands = ForwardOperands<Precision>;
+  static constexpr bool kDrops = kGeneral && !kPairs && Operands::kHasDropout;  // it has dropout
   using Tile = typename Operands::template Tile<Dims, Kind::kLogits, Kind::kTileRows>;
   using QkType = typename Precision::QkType;
   static constexpr int kRowBlocks = Tile::kRowBlocks, kKeys = Tile::kKeys;
@@ -63,13 +65,15 @@ struct Forward {
   };
 
   // The tile of queries and its keys lie here and not in registers, of which o leaves few.
-  using LoaderK = TileLoader<kThreads, TileK>;
-  using LoaderV = TileLoader<kThreads, TileV>;
+  static constexpr int kVStages = Tile::kLateV ? 1 : Tile::kStages;
+  using ThreadIndex = std::conditional_t<Tile::kLateV, unsigned, int>;
+  using LoaderK = TileLoader<kThreads, TileK, ThreadIndex>;
+  using LoaderV = TileLoader<kThreads, TileV, ThreadIndex>;
 
   struct alignas(128) Shared {
     unsigned char q[Operands::kTiles][TileQ::kBytes];
     unsigned char k[Tile::kStages][Operands::kTiles][TileK::kBytes];
-    unsigned char v[Tile::kStages][Operands::kTiles][TileV::kBytes];
+    unsigned char v[kVStages][Operands::kTiles][TileV::kBytes];
     typename Operands::template Factors<kRows, kKeys, Tile::kStages> factors;
     // A tile of the mask tensor. Where kMasked it follows this struct, with the bytes that its type takes.
     alignas(kChunkBytes) unsigned char mask[Tile::kStagesMask && !kMasked ? kRows * mask_row_bytes(kKeys, sizeof(float))
@@ -110,7 +114,9 @@ struct Forward {
   static __device__ unsigned stage_of(int tile) { return static_cast<unsigned>(tile) % Tile::kStages; }
   __device__ TileQ q(int which = 0) const { return {shared.q[which]}; }
   __device__ TileK k(int tile, int which = 0) const { return {shared.k[stage_of(tile)][which]}; }
-  __device__ TileV v(int tile, int which = 0) const { return {shared.v[stage_of(tile)][which]}; }
+  __device__ TileV v(int tile, int which = 0) const {
+    return {shared.v[static_cast<unsigned>(tile) % kVStages][which]};
+  }
 
   // Rows are numbered within the sequence: its queries or, where kPairs, its pairs of a query and a head of the tile.
   __device__ int query_of(int row) const { return kPairs ? row / a.tile_heads : row; }
@@ -197,9 +203,11 @@ struct Forward {
     return tiles.last - tiles.first > 1 && tile == tiles.last - 1 - (tiles.last - tiles.first) / 2;
   }
   // Returns the first row of this warp, and the first of this thread in a row block.
-  __device__ int warp_row() const { return shared.q_tile.q_start + static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp; }
+  __device__ int warp_row() const {
+    return shared.q_tile.q_start + static_cast<ThreadIndex>(threadIdx.x) / 32 * kRowsOfWarp;
+  }
   __device__ int thread_row(int block) const {
-    return warp_row() + block * kWarpRows + static_cast<int>(threadIdx.x) % 32 / 4;
+    return warp_row() + block * kWarpRows + static_cast<ThreadIndex>(threadIdx.x) % 32 / 4;
   }
 
   // Computes the terms of all rows that are kept in shared memory.
@@ -224,6 +232,13 @@ struct Forward {
   }
   // Returns what the logits of a row lack, without and with what the smoothing of k took from them.
   __device__ float lse_bias_of(int row) const { return row_bias_of(row) + Operands::mean_logit(*this, row); }
+  // Returns true if a mask tensor or dropout may keep any key from any row.
+  __device__ bool hides_keys() const { return (!kPlain && a.terms.mask) || (kDrops && a.dropout.seed); }
+  // Returns what o is multiplied by: the factor of v, and that of elements of P that dropout keeps.
+  __device__ float v_scale_of(int kv) const {
+    const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
+    return kDrops ? scale * a.dropout.scale : scale;
+  }
   __device__ float row_bias_of(int row) const {
     const int at = row - shared.q_tile.q_start;
     return kPlain ? 0.f : kPairs ? shared.terms[at].row_bias : shared.row_bias[at];
@@ -239,12 +254,20 @@ struct Forward {
     return {LoaderK::source(shared.k_start + tile * kKeys * a.k.stride[2], a.k.stride[2]),
             Operands::source_v(*this, tile)};
   }
+  // Where the mask is staged, the groups of copies are in turn a tile of keys and one of the mask.
+  static constexpr int kMaskGroups = Tile::kStagesMask ? 1 : 0;
   // True: they are kept in registers. P in f16 leaves none, nor do three thread blocks on a multiprocessor.
   static constexpr bool kKeepsSources = Operands::kExponent == 0 && !Operands::kHasFactors && !kPairs;
 
   __device__ void start_sequence() const;
   __device__ void load_q() const;
   __device__ void load_keys(int tile, const Sources& from) const;
+  __device__ void load_late_v(int tile) const;
+  // Waits until all threads have loaded their parts of a v that is late; the groups that follow its own may be on the
+  // way.
+  static __device__ void wait_late_v() {
+    if constexpr (Tile::kLateV) ptx::cp_async_wait<kMaskGroups + 1>(), __syncthreads();
+  }
   __device__ bool stages_mask() const { return kMasked || (Tile::kStagesMask && a.terms.mask && a.terms.mask_chunks); }
   __device__ unsigned char* mask_tile() const {
     return kMasked ? reinterpret_cast<unsigned char*>(&shared) + kSharedBytes : shared.mask;
@@ -268,6 +291,7 @@ struct Forward {
   static __device__ bool fits_stale_max(const S& s, const Softmax (&softmax)[kRowBlocks],
                                         RowValues (&most)[kRowBlocks]);
   __device__ void take_exp(S& s, int tile, const bool& zeros, Softmax (&softmax)[kRowBlocks], O& o, P& p) const;
+  __device__ void drop_from(P& p, int tile) const;
   static __device__ bool take_exp_of_stale_max(S& s, Softmax (&softmax)[kRowBlocks]);
 
   // The words in which this thread keeps a of the sign flip: those of a row of the output.

@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "core/names.h"
+#include "cuda/host/launch.h"
 #include "cuda/operands/masks.h"
-#include "cuda/sm80/fwd/config.h"
 #include "cuda/sm80/fwd/inputs.h"
 
 namespace octet::cuda::sm80 {
@@ -20,21 +20,47 @@ ForwardInputs::ForwardInputs(const Problem& p, const ForwardChoice& choice, Work
       halves_(choice.f32),
       scales_v_(choice.scales_v),
       int8_v_(choice.int8_v),
-      seen_(p, choice.int8_qk ? ReadsK::seen : ReadsK::as_it_is, workspace),
-      q_(choice.f32 || choice.int8_qk ? View{} : p.q, choice.numerics.type(), workspace),
-      k_(choice.f32 || choice.int8_qk ? View{} : p.k, choice.numerics.type(), workspace),
-      v_(choice.f32 || choice.scales_v || choice.int8_v ? View{} : seen_.v(), choice.numerics.type(), workspace),
+      k_groups_(choice.k_groups),
+      seen_(p, choice.int8_qk || choice.e4m3_qk ? ReadsK::seen : ReadsK::as_it_is, workspace),
+      q_(choice.f32 || choice.int8_qk || choice.e4m3_qk ? View{} : p.q, choice.numerics.type(), workspace),
+      k_(choice.f32 || choice.int8_qk || choice.e4m3_qk ? View{} : p.k, choice.numerics.type(), workspace),
+      v_(choice.f32 || choice.scales_v || choice.int8_v || choice.training || choice.e4m3_v ? View{} : seen_.v(),
+         choice.numerics.type(), workspace),
       // Numbers are those of the recipe's type of v first: of bf16, or of any type where q and k are quantized.
       v_scaled_(choice.scales_v ? seen_.v() : View{}, choice.int8_qk ? p.v.dtype : choice.numerics.type(),
-                choice.numerics.f16_p_and_v() ? dim_v_ : 0, workspace),
+                choice.numerics.f16_p_and_v() && !p.dropout ? dim_v_ : 0, workspace),
       q_halves_(choice.f32 ? p.q : View{}, dim_, NonFinite::kept, workspace),
       k_halves_(choice.f32 ? p.k : View{}, dim_, NonFinite::kept, workspace) {
   for (int64_t first = 0; choice.f32 && first < p.dim_v; first += dim_v_)
     v_halves_.emplace_back(columns_of(seen_.v(), first, dim_v_), dim_v_, NonFinite::kept, workspace);
-  if (!choice.int8_qk) return;
-  const KeySide key_side{seen_.k(), seen_.v(), seen_.counts(), choice.int8_v};
-  int8_.emplace(p, key_side, dim_, kLaidOutKeys, workspace);
-  key_factors_ = workspace.take<KeyPairFactors>(static_cast<std::size_t>(p.batch * p.kv_heads * int8_->keys() / 2));
+  if (choice.training) {
+    const TrainingOperands::From from{
+        .q = strided(p.q), .k = strided(seen_.k()), .v = strided(seen_.v()), .do_ = {}, .seen_counts = seen_.counts()};
+    training_.emplace(p, from, dim_, workspace);
+    const auto rows = static_cast<std::size_t>(p.batch * p.heads * p.tokens_q);
+    const auto key_heads = static_cast<std::size_t>(p.batch * p.kv_heads);
+    q_f16_ = {workspace.take<F16>(rows * dim_), workspace.take<float>(rows)};
+    v_f16_ = workspace.take<F16>(key_heads * training_->keys() * dim_);
+    v_scale_ = workspace.take<float>(key_heads);
+    key_factors_ = workspace.take<KeyPairFactors>(key_heads * training_->keys() / 2);
+    return;
+  }
+  if (choice.numerics.f16_p_and_v() && p.dropout)
+    zero_v_mean_ = workspace.take<float>(static_cast<std::size_t>(p.batch * p.kv_heads * dim_v_));
+  const KeySide key_side{.k = seen_.k(),
+                         .v = seen_.v(),
+                         .seen_counts = seen_.counts(),
+                         .quantizes_v = choice.int8_v,
+                         .k_groups = choice.k_groups,
+                         .finds_v_channels = choice.e4m3_v};
+  if (choice.int8_qk) int8_.emplace(p, key_side, dim_, choice.e4m3_v ? kBlockKeys : choice.kernel.keys, workspace);
+  if (choice.e4m3_qk) e4m3_.emplace(p, key_side, choice.e4m3_scales, dim_, workspace);
+  if (choice.int8_qk && choice.e4m3_v)
+    e4m3_values_ = e4m3_values(seen_.v(), int8_->key_tiles(), int8_->channels(), dim_, workspace);
+  if (!choice.int8_qk && !choice.e4m3_scales) return;
+  with_8bit_logits([&](const auto& logits) {
+    key_factors_ = workspace.take<KeyPairFactors>(static_cast<std::size_t>(p.batch * p.kv_heads * logits.keys() / 2));
+  });
 }
 
 void ForwardInputs::preprocess(const Problem& p, cudaStream_t stream) const {
@@ -44,31 +70,68 @@ void ForwardInputs::preprocess(const Problem& p, cudaStream_t stream) const {
     for (const F16HalvesInput& input : v_halves_) input.preprocess(stream);
     return;
   }
+  if (training_) return preprocess_training(p, stream);
+  if (zero_v_mean_) {
+    const std::size_t bytes = sizeof(float) * static_cast<std::size_t>(p.batch * p.kv_heads * dim_v_);
+    check(cudaMemsetAsync(zero_v_mean_, 0, bytes, stream), "cudaMemsetAsync");
+  }
   scales_v_ ? v_scaled_.preprocess(seen_keys(p), stream) : v_.preprocess(stream);
-  if (!int8_) return q_.preprocess(stream), k_.preprocess(stream);
-  int8_->quantize(stream);
-  compute_key_factors(int8_->k_scale(), p.batch * p.kv_heads * int8_->keys(), key_factors_, stream);
+  q_.preprocess(stream), k_.preprocess(stream);
+  with_8bit_logits([&](const auto& logits) {
+    logits.quantize(stream);
+    if (!logits.k_scale()) return;
+    const ScalesOfKeys scales{
+        .data = logits.k_scale(), .groups = k_groups_, .sums_begin = logits.k().dtype == OCTET_I8 ? kSumsBegin : 0.f};
+    compute_key_factors(scales, p.batch * p.kv_heads * logits.keys(), key_factors_, stream);
+  });
+  if (e4m3_values_) quantize_to_e4m3(*e4m3_values_, stream);
+}
+
+void ForwardInputs::preprocess_training(const Problem& p, cudaStream_t stream) const {
+  training_->quantize(stream);
+  const int64_t heads = p.batch * p.kv_heads;
+  compute_key_factors({training_->k().scale}, heads * training_->keys(), key_factors_, stream);
+  scale_rows_to_f16(strided(p.q), dim_, q_f16_, stream);
+  values_to_f16(training_->v(), heads, training_->keys(), dim_, v_f16_, v_scale_, stream);
+}
+
+void ForwardInputs::set_training(const Problem& p, ForwardParams& a) const {
+  const int heads = static_cast<int>(p.heads), kv_heads = static_cast<int>(p.kv_heads),
+            tokens = static_cast<int>(p.tokens_q), keys = training_->keys();
+  const auto rows = [&](const void* data, Element element, int64_t of_heads, int64_t count) {
+    return Output{const_cast<void*>(data), {of_heads * count * dim_, count * dim_, dim_}, element};
+  };
+  a.q = rows(training_->q().data, Element::i8, heads, tokens),
+  a.k = rows(training_->k().data, Element::i8, kv_heads, keys);
+  a.v = rows(v_f16_, Element::f16, kv_heads, keys);
+  a.q_factors = {training_->q().scale, heads, tokens};
+  a.k_pair_factors = {key_factors_, kv_heads, keys};
+  const BlockMeans& means = training_->block_means();
+  a.mean_factors = {q_f16_.data, q_f16_.factor, means.mean, means.factor, keys / kBlockKeys};
+  a.v_scale = v_scale_, a.v_mean = training_->v_mean();
 }
 
 void ForwardInputs::set(const Problem& p, ForwardParams& a) const {
-  a.dim = static_cast<int>(halves_ || int8_ ? dim_ : p.dim);
+  a.dim = static_cast<int>(halves_ || int8_ || training_ || e4m3_ ? dim_ : p.dim);
   a.whole_columns = halves_ || (a.dim == dim_ && p.dim_v == dim_v_);
-  a.v_scale = scales_v_ ? v_scaled_.scale() : nullptr, a.v_mean = v_scaled_.v_mean();
+  a.v_scale = scales_v_ ? v_scaled_.scale() : nullptr, a.v_mean = zero_v_mean_ ? zero_v_mean_ : v_scaled_.v_mean();
+  if (training_) return set_training(p, a);
   if (halves_) {
     a.q = q_halves_.view().tensor, a.q_factors = q_halves_.view().factors;
     a.k = k_halves_.view().tensor, a.k_factors = k_halves_.view().factors;
     return;
   }
   if (!int8_v_) a.v = output(scales_v_ ? v_scaled_.view() : v_.view());
-  if (!int8_) {
-    a.q = output(q_.view()), a.k = output(k_.view());
-    return;
-  }
+  a.q = output(q_.view()), a.k = output(k_.view());
   const int heads = static_cast<int>(p.heads), tokens = static_cast<int>(p.tokens_q);
-  a.q = output(int8_->q()), a.k = output(int8_->k());
-  a.q_factors = {int8_->q_scale(), heads, tokens};
-  a.k_pair_factors = {key_factors_, static_cast<int>(p.kv_heads), int8_->keys()};
-  a.mean_logit = {int8_->mean_logit(), heads, tokens};
+  with_8bit_logits([&](const auto& logits) {
+    a.q = output(logits.q()), a.k = output(logits.k());
+    a.q_factors = {logits.q_scale(), heads, tokens};
+    a.k_pair_factors = {key_factors_, static_cast<int>(p.kv_heads), logits.keys()};
+    a.mean_logit = {logits.mean_logit(), heads, tokens};
+  });
+  if (e4m3_) a.v = output(e4m3_->v()), a.v_channel_scale = e4m3_->v_scale();
+  if (e4m3_values_) a.v = output(e4m3_values_->view()), a.v_channel_scale = int8_->channels().v_scale;
   if (int8_v_) a.v_factors_by_tiles = int8_->v_scale();
 }
 

@@ -44,7 +44,10 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
   WorkspaceAllocator allocator(workspace);
   int* const blocks_before = allocate_blocks_before(p, allocator);
   const ForwardInputs inputs(p, choice, allocator);
-  const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
+  // No kernel writes e4m3, for which GPUs before 8.9 have no instruction: it is cast from f32.
+  const bool casts_o = p.o.dtype == OCTET_E4M3;
+  const Result o(p.o, casts_o ? OCTET_F32 : p.o.dtype, allocator),
+      o_residual(casts_o ? View{} : p.o_residual, allocator);
   const LogitTerms terms = logit_terms(p, allocator);
   const MaskClasses classes =
       kernel.masked ? mask_classes(p, terms, kernel.rows_of_warp, kernel.keys, allocator) : MaskClasses{};
@@ -74,6 +77,7 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     a.group = static_cast<int>(p.group() / choice.tile_heads);
     a.terms = terms;
     a.mask_classes = classes;
+    a.dropout = dropout_of(p);
     constexpr double kLog2e = 1.4426950408889634;
     a.scale_log2e = static_cast<float>(choice.general ? kLog2e : p.scale * kLog2e);
     a.beta = choice.numerics.beta, a.beta_limit = choice.numerics.beta_limit;
@@ -107,7 +111,11 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
       if (splits) combine(c, stream);
     }
     o.deliver(stream);
-    if (p.o_residual.present()) o_residual.deliver(stream);
+    if (!p.o_residual.present()) return;
+    if (casts_o)
+      residual_of_cast(strided(o.view()), strided(p.o), strided(p.o_residual), stream);
+    else
+      o_residual.deliver(stream);
   };
   return plan_of(p, allocator, name, std::move(run));
 }

@@ -30,8 +30,8 @@ __device__ inline void Forward<Kind>::load_q() const {
   }
 }
 
-// Loads a tile of k and v. Rows that no query sees, or of the next packed sequence, may hold inf or NaN, and 0 times
-// these would be NaN: they become zeros.
+// Loads a tile of k and, unless it is late, of v. Rows that no query sees, or of the next packed sequence, may hold inf
+// or NaN, and 0 times these would be NaN: they become zeros.
 template <class Kind>
 __device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from) const {
   const int key = tile * kKeys;
@@ -45,8 +45,18 @@ __device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from) c
       LoaderK::load(k(tile, which), from_k, a.k.stride[2]);
     else
       LoaderK::load_part(k(tile, which), from_k, a.k.stride[2], rows, a.dim);
-    Operands::load_v(*this, v(tile, which), from.v + which * Dims::kDimV, rows, whole);
+    if constexpr (!Tile::kLateV) Operands::load_v(*this, v(tile, which), from.v + which * Dims::kDimV, rows, whole);
   }
+}
+
+// Loads a tile of v that is late.
+template <class Kind>
+__device__ inline void Forward<Kind>::load_late_v(int tile) const {
+  static_assert(!Tile::kLateV || (Tile::kStages == 2 && Operands::kTiles == 1));
+  const Interval rows{shared.seen.first - tile * kKeys, shared.seen.last - tile * kKeys};
+  const bool whole = rows.first <= 0 && rows.last >= kKeys && a.whole_columns;
+  Operands::load_v(*this, v(tile), Operands::source_v(*this, tile), rows, whole);
+  ptx::cp_async_commit();
 }
 
 // Loads a tile of the mask tensor for the rows of this warp, unless it has zeros alone.
@@ -144,6 +154,17 @@ __device__ inline bool Forward<Kind>::fits_stale_max(const S& s, const Softmax (
       fits &= softmax[block].template fits_stale_max<kExponent>(most[block], kMost);
   }
   return __all_sync(~0u, fits) != 0;
+}
+
+// Takes the elements that dropout drops from P, whose sums keep them.
+template <class Kind>
+__device__ inline void Forward<Kind>::drop_from(P& p, int tile) const {
+  if (!a.dropout.seed) return;
+  KeptElements<kKeys, RowTokens::queries> kept[kRowBlocks];
+  find_kept(kept, a.dropout.stream(shared.q_tile.sequence, shared.q_tile.head), a.dropout.dropped,
+            ptx::opaque(thread_row(0)), tile * kKeys);
+#pragma unroll
+  for (int block = 0; block < kRowBlocks; ++block) Operands::drop_from(p, block, kept[block]);
 }
 
 // Turns logits into P. The maximum is that of earlier tiles, unless P would be too large.
@@ -244,8 +265,6 @@ __device__ inline void Forward<Kind>::run() const {
   };
 #pragma unroll
   for (int ahead = 1; ahead < kAhead; ++ahead) load_after(tile - ahead + 1);
-  // Where the mask is staged, the groups of copies are in turn a tile of keys and one of the mask.
-  constexpr int kMaskGroups = Tile::kStagesMask ? 1 : 0;
   // True if the mask is 0 in the tile that is computed next.
   bool zeros = kMasked && tiles.first < tiles.last && has_zeros(tiles.last - 1);
   if constexpr (Tile::kStagesMask) load_mask(tiles.last - 1, zeros), ptx::cp_async_commit();
@@ -264,18 +283,22 @@ __device__ inline void Forward<Kind>::run() const {
   for (; tile >= shared.tiles.first; --tile) {
     ptx::cp_async_wait<kAhead - 1 + kMaskGroups>();
     __syncthreads();  // the tile has arrived, and the one before it has been read
+    if constexpr (Tile::kLateV) load_late_v(tile);
     load_after(tile - kAhead + 1);
     if (tile < tiles.first || tile >= tiles.last) {
       if constexpr (Tile::kStagesMask) ptx::cp_async_commit();
+      wait_late_v();
       continue;
     }
     // Asked for long before it is needed.
     const bool next_zeros = kMasked && has_zeros(tile - 1);
     S s;
     Operands::multiply_qk(*this, q_rows, s, tile);
-    if constexpr (Tile::kStagesMask) ptx::cp_async_wait<1>(), __syncwarp();  // the tile of the mask has arrived
+    // The tile of the mask has arrived.
+    if constexpr (Tile::kStagesMask) ptx::cp_async_wait<Tile::kLateV ? 2 : 1>(), __syncwarp();
     take_logits(s, tile, zeros);
     P p;
+    const auto shift = Operands::shift_max(*this, softmax, tile);
     if constexpr (Tile::kRepeats) {
       const bool first = tile == tiles.last - 1;
       if (first || !take_exp_of_stale_max(s, softmax)) {
@@ -292,8 +315,11 @@ __device__ inline void Forward<Kind>::run() const {
     } else {
       Operands::take_exp(*this, s, tile, zeros, softmax, o, p);
     }
+    Operands::unshift_max(shift, softmax);
+    if constexpr (kDrops) drop_from(p, tile);
     if constexpr (Tile::kStagesMask) __syncwarp(), load_mask(tile - 1, next_zeros), ptx::cp_async_commit();
     zeros = next_zeros;
+    wait_late_v();
     Operands::multiply_pv(*this, p, tile, o);
     if constexpr (kCompensated<Precision>)
       if (flips_after(tile)) flip(softmax, o);

@@ -9,6 +9,7 @@
 //   kStagesMasks       there are kernels for masked logits
 //   kHasPairs          there are kernels for few queries
 //   kRecomputes        an inf or NaN of v that a mask hides may reach a row, which is then computed again
+//   kHasDropout        kernels with general logits have dropout
 //   Factors            the factors of tokens in shared memory
 //   P, Softmax         P as a left operand, and the online softmax of the rows of a thread
 //   load_q_factors, load_key_factors, start_factors
@@ -16,15 +17,19 @@
 //   start_v, source_v, load_v
 //   start_softmax
 //   multiply_qk        s = q k^T; with plain logits exp(scale q.k) = 2^(scale_log2 s)
+//   shift_max, unshift_max   move the maximum by what all logits of a tile lack, and back
 //   take_exp           turns logits into P
 //   convert            P of a row block
+//   drop_from          takes the elements that dropout drops from P of a row block
 //   multiply_pv        o += P v
 //   mean_logit         what the smoothing of k took from the logits of a row
-//   origin, inverse_of, v_mean   the end of a row: sum of exp(logit) = 2^origin l, o = o inverse_of(l) + v_mean
+//   origin, inverse_of, v_factor, v_mean
+//                      the end of a row: sum of exp(logit) = 2^origin l, o = o inverse_of(l) v_factor + v_mean
 //   product, value     q.k of one key and a number of v, for rows that are computed again
 #pragma once
 #include <type_traits>
 
+#include "cuda/fragment/dropout.h"
 #include "cuda/fragment/precision.h"
 #include "cuda/fragment/softmax.h"
 #include "cuda/fragment/unmasked_row.h"
@@ -47,7 +52,7 @@ struct ForwardOperands {
   using WidestDims = Dims256;
   static constexpr int kTiles = 1, kExponent = Precision::kPExponent;
   static constexpr bool kHasFactors = false, kStagesMasks = true, kHasPairs = !kCompensated<Precision>;
-  static constexpr bool kRecomputes = true;
+  static constexpr bool kRecomputes = true, kHasDropout = true;
   template <int Rows, int Keys, int Stages>
   struct Factors {};
   template <int M, int Columns>
@@ -111,6 +116,13 @@ struct ForwardOperands {
     else
       mma_ABt(s, f.q(), static_cast<int>(threadIdx.x) / 32 * Kernel::kRowBlocks, f.k(tile));
   }
+  struct Shift {};
+  template <class Kernel>
+  static __device__ Shift shift_max(const Kernel&, typename Kernel::Softmax (&)[Kernel::kRowBlocks], int) {
+    return {};
+  }
+  template <class Softmaxes>
+  static __device__ void unshift_max(const Shift&, Softmaxes&) {}
   template <class Kernel>
   static __device__ void take_exp(const Kernel& f, typename Kernel::S& s, int tile, const bool& zeros,
                                   typename Kernel::Softmax (&softmax)[Kernel::kRowBlocks], typename Kernel::O& o,
@@ -122,6 +134,10 @@ struct ForwardOperands {
                                  typename Kernel::P& operand) {
     cuda::convert(p, operand.x[block]);
   }
+  template <class P, class Kept>
+  static __device__ void drop_from(P& p, int block, const Kept& kept) {
+    drop(p.x[block], kept);
+  }
   template <class Kernel>
   static __device__ void multiply_pv(const Kernel& f, const typename Kernel::P& p, int tile, typename Kernel::O& o) {
     mma_AB(o, p.x, f.v(tile));
@@ -132,7 +148,11 @@ struct ForwardOperands {
     return softmax.template origin<kExponent>(row, softmax.m[row]);
   }
   static __device__ float inverse_of(float l, float v_scale) { return l == 0.f ? 0.f : v_scale / l; }
-  // Returns the means of two channels of v, from `channel` on.
+  // Return the factors of two channels of v and their means, from `channel` on.
+  template <class Kernel>
+  static __device__ float2 v_factor(const Kernel&, int) {
+    return {1.f, 1.f};
+  }
   template <class Kernel>
   static __device__ float2 v_mean(const Kernel& f, int kv, int channel) {
     if constexpr (kCompensated<Precision>)
@@ -212,6 +232,10 @@ struct ForwardOperands<PrecisionF32> : ForwardOperands<PrecisionF16> {
     const float* const of_keys =
         f.shared.factors.v[Kernel::stage_of(tile)] + ptx::opaque(static_cast<int>(threadIdx.x)) % 4 * 2;
     operand.inverse[block] = to_halves(p, of_keys, operand.x.large[block], operand.x.small[block]);
+  }
+  template <class P, class Kept>
+  static __device__ void drop_from(P& p, int block, const Kept& kept) {
+    drop(p.x.large[block], kept), drop(p.x.small[block], kept);
   }
   template <class Kernel>
   static __device__ void multiply_pv(const Kernel& f, const typename Kernel::P& p, int tile, typename Kernel::O& o) {

@@ -1,11 +1,12 @@
 // The parameters of the forward kernels.
 #pragma once
+#include "cuda/fragment/dropout.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/output.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/scheduler/tile_scheduler.h"
 #include "cuda/sm80/f16_halves.h"
-#include "cuda/sm80/fwd/key_factors.h"
+#include "cuda/sm80/key_factors.h"
 #include "cuda/sm80/logits.h"
 #include "cuda/sm80/mask_classes.h"
 
@@ -15,6 +16,16 @@ namespace octet::cuda::sm80 {
 // p = exp2(logit in base 2 - origin), and logits lack row_bias (fragment/finish.h).
 struct RowStatistics {
   float origin, l, row_bias;
+};
+
+// The factors of the products of queries and the means of blocks of keys, where k is centred by those: q in f16 as
+// q_factors has its tokens, and the means as BlockMeans has them, with the blocks of a head.
+struct MeanFactors {
+  const F16* q;
+  const float* q_factor;
+  const F16* mean;
+  const float* mean_factor;
+  int blocks;
 };
 
 struct ForwardParams {
@@ -35,6 +46,7 @@ struct ForwardParams {
   const float* v_scale;    // [batch, kv_head]: the power of two that v was divided by; or null
   const float* v_mean;  // [batch, kv_head, the kernel's dim_v]: subtracted from v; of kCompensated precisions, and of
                         // int8 [sequence, ...]
+  const float* v_channel_scale;  // [sequence, kv_head, the kernel's dim_v]: of v in e4m3 with scales
   Output o, o_residual, lse;
   Sinks sinks;
   // With few queries:
@@ -42,6 +54,8 @@ struct ForwardParams {
   // [batch x split, head, token], as o: each thread block writes its split. Null where keys are not split.
   Output statistics;
   MaskClasses mask_classes;  // of kernels for mask tensors
+  MeanFactors mean_factors;  // of int8's training
+  Dropout dropout;           // of kernels with general logits
 };
 
 }  // namespace octet::cuda::sm80

@@ -18,7 +18,8 @@ constexpr Row kRows[] = {{OCTET_F16, jvp_kernel<F16, Logits::plain>, jvp_kernel<
 JvpChoice choose_jvp(const Problem& p) {
   const octet_dtype type = recipe_of(p).tangent;
   for (const Row& row : kRows)
-    if (row.type == type) return {false, type, (p.plain_logits() ? row.plain : row.general)(std::max(p.dim, p.dim_v))};
+    if (row.type == type)
+      return {false, type, (logits_of(p) == Logits::plain ? row.plain : row.general)(std::max(p.dim, p.dim_v))};
   return {.f32 = true, .type = type};
 }
 

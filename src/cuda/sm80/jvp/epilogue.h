@@ -1,5 +1,5 @@
-// The epilogue of the jvp pass: o, to, lse and tlse, and the recomputation of rows that a masked inf or NaN has
-// reached.
+// The epilogue of the jvp pass: o, to, lse and tlse, and the recomputation of rows that an inf or NaN has reached
+// from behind a mask or from a dropped element.
 #pragma once
 #include "cuda/fragment/unmasked_row.h"
 #include "cuda/sm80/jvp/jvp.h"
@@ -10,8 +10,8 @@ namespace octet::cuda::sm80 {
 template <class T, int Dim, Logits logits>
 __device__ FinishedRow Jvp<T, Dim, logits>::finish(int query, float m, float centre, float l, float r) const {
   const float origin = m * ((kGeneral ? 1.f : a.scale) * kLog2e), row_bias = kGeneral ? terms_of(query).row_bias : 0.f;
-  return {{centre, l, r},    RowSum<>::of(origin, l, row_bias), a.sinks, a.tsinks, shared.q_tile.batch,
-          shared.q_tile.head};
+  return {{centre, l, r},     RowSum<>::of(origin, l, row_bias), a.sinks, a.tsinks, shared.q_tile.batch,
+          shared.q_tile.head, kGeneral ? a.dropout.scale : 1.f};
 }
 
 template <class T, int Dim, Logits logits>
@@ -48,7 +48,8 @@ __device__ void Jvp<T, Dim, logits>::write(const Rows& rows, O& o, O& u) const {
     if (a.tlse.data) *a.tlse.row<float>(w.batch, w.head, int64_t{w.q_first} + i) = f.tlse;
   }
   store(a.o, query, o), store(a.to, query, u);
-  if ((a.mask.windowed || (kGeneral && a.terms.mask)) && __any_sync(~0u, nonfinite)) recompute_rows();
+  const bool hides_keys = a.mask.windowed || (kGeneral && (a.terms.mask || a.dropout.seed));
+  if (hides_keys && __any_sync(~0u, nonfinite)) recompute_rows();
 }
 
 // Recomputes those rows of this warp that are not finite from the keys that they see.
@@ -95,6 +96,7 @@ __device__ void Jvp<T, Dim, logits>::recompute_rows() const {
       for (int i = 0; i < min(32, keys.last - start); ++i) {
         const float of_p = __shfl_sync(~0u, p, i), of_h = __shfl_sync(~0u, h, i);
         if (of_p == 0.f) continue;  // what hides a key leaves it a p of 0
+        if (kGeneral && a.dropout.drops(w.sequence, w.head, query, start + i)) continue;
         const T* const v = shared.v_start + int64_t{start + i} * a.v.stride[2];
         const T* const tv = shared.tv_start + int64_t{start + i} * a.tv.stride[2];
 #pragma unroll

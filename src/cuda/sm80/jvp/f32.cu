@@ -1,6 +1,7 @@
 // One thread block has a block of queries and meets tiles of keys; sm80/jvp/jvp.h has the algorithm.
 #include <algorithm>
 
+#include "cuda/fragment/dropout.h"
 #include "cuda/host/backend.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/contiguous.h"
@@ -26,6 +27,7 @@ struct F32Params {
   Strided o, to;
   Output lse, tlse;
   Sinks sinks, tsinks;
+  Dropout dropout;
 };
 
 template <int Dim>
@@ -81,7 +83,7 @@ struct F32Kernel {
   }
 
   // Turns logits and their tangents into p and h; eight threads have a row.
-  __device__ void exponentials() const {
+  __device__ void exponentials(int first_key) const {
     constexpr int kThreadsOfRow = 8;
     const int r = threadIdx.x / kThreadsOfRow, part = threadIdx.x % kThreadsOfRow;
     const bool there = r < kRows;
@@ -101,7 +103,11 @@ struct F32Kernel {
     const float old = shared.m[r];
     const bool first = old == -INFINITY && most != -INFINITY;  // the first tile in which the row sees a key
     const float centre = first ? sum_h / sum : shared.centre[r];
-    for (int j = part; j < kKeys; j += kThreadsOfRow) shared.h[j][r] -= shared.p[j][r] * centre;
+    for (int j = part; j < kKeys; j += kThreadsOfRow) {
+      float &p = shared.p[j][r], &h = shared.h[j][r];
+      h -= p * centre;
+      if (a.dropout.drops(w.sequence, w.head, w.q_start + r, first_key + j)) p = h = 0.f;  // l and r keep them
+    }
     __syncwarp();
     if (part > 0) return;
     const float rescale = expf(old - from);
@@ -132,7 +138,7 @@ struct F32Kernel {
       const float l = shared.l[r];
       const FinishedRow f({shared.centre[r], l, shared.r[r]},
                           RowSum<>::of(shared.m[r] * kLog2e, l, terms_of(query).row_bias), a.sinks, a.tsinks, w.batch,
-                          w.head);
+                          w.head, a.dropout.scale);
       const int64_t token = int64_t{w.q_first} + query;
       if (c == 0 && a.lse.data) *a.lse.row<float>(w.batch, w.head, token) = f.lse;
       if (c == 0 && a.tlse.data) *a.tlse.row<float>(w.batch, w.head, token) = f.tlse;
@@ -160,7 +166,7 @@ struct F32Kernel {
       __syncthreads();
       logits(key);
       __syncthreads();
-      exponentials();
+      exponentials(key);
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < Tiles::kRowsOfThread; ++i) {
@@ -225,7 +231,8 @@ Plan jvp_f32(const Problem& p, void* workspace) {
                       .lse = output(p.lse),
                       .tlse = output(p.tlse),
                       .sinks = sinks(p.sinks),
-                      .tsinks = sinks(p.tsinks)};
+                      .tsinks = sinks(p.tsinks),
+                      .dropout = dropout_of(p)};
     (dim <= 64 ? launch<64> : dim <= 128 ? launch<128> : launch<256>)(a, query_tiles(p, rows), stream);
   };
   return plan_of(p, allocator, name, std::move(run));

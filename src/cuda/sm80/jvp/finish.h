@@ -13,11 +13,12 @@ struct TangentSums {
 // Finishes the sums of a row, and computes its lse and tlse. A sink leaves the keys the share w of all probabilities:
 //   o = w o     to = w (to + (1 - w) (tlse - tsink) o)     tlse = w tlse + (1 - w) tsink
 struct FinishedRow {
-  float inverse, mean, share = 1.f, of_sink = 0.f;  // inverse: of l; mean: r / l
+  float inverse, mean, share = 1.f, of_sink = 0.f;  // inverse: of l, times kept_scale; mean: r / l
   float lse, tlse;
 
+  // `kept_scale`: of the elements of P that dropout keeps.
   __device__ FinishedRow(const TangentSums& t, RowSum<> sum, const Sinks& sinks, const Sinks& tsinks, int batch,
-                         int head)
+                         int head, float kept_scale)
       : inverse(t.l == 0.f ? 0.f : 1.f / t.l), mean(t.r * inverse), tlse(t.l == 0.f ? 0.f : t.centre + mean) {
     if (sinks.data) {
       const float tsink = tsinks.data ? tsinks.at(batch, head) : 0.f;
@@ -26,6 +27,7 @@ struct FinishedRow {
       if (rest != 0.f) of_sink = rest * (tlse - tsink), tlse = share * tlse + rest * tsink;
     }
     lse = sum.lse();
+    inverse *= kept_scale;
   }
   __device__ void apply(float& o, float& u) const {
     const bool none = inverse == 0.f;

@@ -83,6 +83,7 @@ struct Jvp {
   __device__ RowTerms terms_of(int query) const;
   __device__ void take_logits(S& s, S& t, int key) const;
   __device__ RowValues take_exp(S& s, S& t, Rows& rows, Operand<T, kKeys>& p, Operand<T, kKeys>& h) const;
+  __device__ void drop_p_and_h(Operand<T, kKeys>& p, Operand<T, kKeys>& h, int key) const;
   __device__ void multiply_pv(O& o, O& u, const Operand<T, kKeys>& p, const Operand<T, kKeys>& h) const;
   __device__ void write(const Rows& rows, O& o, O& u) const;
   __device__ FinishedRow finish(int query, float m, float centre, float l, float r) const;

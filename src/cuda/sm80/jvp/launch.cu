@@ -65,7 +65,8 @@ Plan jvp(const Problem& p, void* workspace) {
                 .lse = output(p.lse),
                 .tlse = output(p.tlse),
                 .sinks = sinks(p.sinks),
-                .tsinks = sinks(p.tsinks)};
+                .tsinks = sinks(p.tsinks),
+                .dropout = dropout_of(p)};
     const int64_t columns = (p.dim_v + kernel.dim_v - 1) / kernel.dim_v;
     allow_shared_bytes(kernel.function, kernel.shared_bytes);
     const dim3 grid(static_cast<unsigned>(query_tiles(p, kJvpRows)), static_cast<unsigned>(columns));

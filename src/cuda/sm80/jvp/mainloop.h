@@ -190,6 +190,15 @@ __device__ RowValues Jvp<T, Dim, logits>::take_exp(S& s, S& t, Rows& rows, Opera
   return rescale;
 }
 
+// Takes the elements that dropout drops from p and h, whose sums keep them.
+template <class T, int Dim, Logits logits>
+__device__ void Jvp<T, Dim, logits>::drop_p_and_h(Operand<T, kKeys>& p, Operand<T, kKeys>& h, int key) const {
+  if (!kGeneral || !a.dropout.seed) return;
+  KeptElements<kKeys, RowTokens::queries> kept;
+  kept.find(a.dropout.stream(shared.q_tile.sequence, shared.q_tile.head), a.dropout.dropped, thread_query(), key);
+  drop(p, kept), drop(h, kept);
+}
+
 template <class T, int Dim, Logits logits>
 __device__ void Jvp<T, Dim, logits>::run(unsigned tile) {
   find_tile(tile);
@@ -228,6 +237,7 @@ __device__ void Jvp<T, Dim, logits>::run(unsigned tile) {
     }
     Operand<T, kKeys> p, h;
     const RowValues rescale = take_exp(s, t, rows, p, h);
+    drop_p_and_h(p, h, key);
     scale_rows(o, rescale), scale_rows(u, rescale);
     ptx::cp_async_wait<1>();
     __syncthreads();  // v has arrived

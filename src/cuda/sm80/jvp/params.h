@@ -1,5 +1,6 @@
 // The parameters of the jvp kernels.
 #pragma once
+#include "cuda/fragment/dropout.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/output.h"
 #include "cuda/fragment/sinks.h"
@@ -18,6 +19,7 @@ struct JvpParams {
   LogitTerms terms;  // of kernels with general logits
   Output o, to, lse, tlse;
   Sinks sinks, tsinks;
+  Dropout dropout;  // of kernels with general logits
 };
 
 struct JvpKernel {

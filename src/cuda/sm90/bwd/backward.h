@@ -133,6 +133,10 @@ struct Backward {
   __device__ void send_keys(int warpgroup, const KeyBlockInfo& w, const Accumulator<Dim>& dk,
                             const Accumulator<Dim>& dv, int key_stage, int ds_stage, int offset) const;
   __device__ void release_sent(int key_stage, int ds_stage);
+  __device__ void write(int warpgroup, const KeyBlockInfo& w, Accumulator<Dim>& dk, Accumulator<Dim>& dv, int key_stage,
+                        int iterations, unsigned n, int offset) const;
+  __device__ void put_ds(const Operand<T, kQueries>& ds, int warpgroup, unsigned n, int offset);
+  __device__ Target pass_first(int warpgroup, unsigned n, float dq_sums_scale, int offset);
   template <bool kUsual>
   __device__ void compute(int warpgroup, const KeyBlockInfo& w, const BlockFactors& f, int key_stage, bool sent,
                           unsigned& n);

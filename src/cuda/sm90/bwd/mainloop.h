@@ -60,6 +60,49 @@ __device__ inline void Backward<T, Dim, sums, bins>::release_sent(int key_stage,
   }
 }
 
+// Writes the warpgroup's rows of dk and dv of a block with `iterations` iterations, the last of which was number n - 1.
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::write(int warpgroup, const KeyBlockInfo& w, Accumulator<Dim>& dk,
+                                                           Accumulator<Dim>& dv, int key_stage, int iterations,
+                                                           unsigned n, int offset) const {
+  const int key = w.first_key + warpgroup * kWarpgroupRows;
+  if (bins == Bins::first && a.sends_keys && iterations && key + kWarpgroupRows <= w.k.tokens) {
+    const auto send = [&]<class Type>(Type) {
+      send_keys<Type>(warpgroup, w, dk, dv, key_stage, (n - 1) % kDsStages, offset);
+    };
+    std::is_same_v<T, Bf16> || a.dk.element == Element::bf16 ? send(Bf16{}) : send(F16{});
+  } else {
+    write_keys<bins>(a.dv, w, key, 0, dv, a.dim_v);
+    write_keys<bins>(a.dk, w, key, 0, dk, a.dim);
+  }
+}
+
+// Stores the warpgroup's rows of ds for dq of the next iteration.
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline void Backward<T, Dim, sums, bins>::put_ds(const Operand<T, kQueries>& ds, int warpgroup, unsigned n,
+                                                            int offset) {
+  const int stage = n % kDsStages;
+  shared.ds_pipe.empty[stage].wait(n / kDsStages % 2 ^ 1);
+  store(ds, TileDs{shared.ds[stage]}, warpgroup * kWarpgroupRows, offset);
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+  arrive_as_warp(shared.ds_pipe.full[stage]);
+}
+
+// Passes by the first tile of queries, none of which sees the warpgroup's keys: stores a ds of 0, and takes the turn
+// without products. Returns where dq of the tile goes.
+template <class T, int Dim, Sums sums, Bins bins>
+__device__ inline Target Backward<T, Dim, sums, bins>::pass_first(int warpgroup, unsigned n, float dq_sums_scale,
+                                                                  int offset) {
+  const int stage = n % kStages;
+  const Target target = target_of<sums>(shared.rows[stage], dq_row(warpgroup), dq_sums_scale);
+  shared.rows_empty[stage].arrive();
+  Operand<T, kQueries> ds{};
+  put_ds(ds, warpgroup, n, offset);
+  arrive_as_warp(shared.do_pipe.empty[n % kDoStages]), arrive_as_warp(shared.q_pipe.empty[stage]);
+  ping_pong_wait(warpgroup);
+  return target;
+}
+
 // Computes all blocks of keys, as consumer warpgroup `warpgroup`.
 template <class T, int Dim, Sums sums, Bins bins>
 __device__ inline void Backward<T, Dim, sums, bins>::consume(int warpgroup) {
@@ -92,7 +135,7 @@ template <bool kUsual>
 __device__ inline void Backward<T, Dim, sums, bins>::compute(int warpgroup, const KeyBlockInfo& w,
                                                              const BlockFactors& f, int key_stage, bool sent,
                                                              unsigned& n) {
-  const int my_keys = warpgroup * kWarpgroupRows, iterations = f.iterations;
+  const int first_row = warpgroup * kWarpgroupRows, iterations = f.iterations;
   const TileK k{shared.k[key_stage]}, v{shared.v[key_stage]};
   const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
   const UnmaskedIterations unmasked = f.unmasked;
@@ -119,23 +162,13 @@ __device__ inline void Backward<T, Dim, sums, bins>::compute(int warpgroup, cons
   if (kAwaitsNext && iterations) wait_q(n);
   int left = iterations;
   if (kPassesFirst && warpgroup == 1 && f.passes_first) {
-    // Store a ds of 0 and take the turn without products.
     if (sent) release_sent(key_stage ^ 1, (n - 1) % kDsStages);
-    const int stage = n % kStages, ds_stage = n % kDsStages;
-    target = target_of<sums>(shared.rows[stage], dq_row(warpgroup), dq_sums_scale);
-    shared.rows_empty[stage].arrive();
-    Operand<T, kQueries> ds{};
-    shared.ds_pipe.empty[ds_stage].wait(n / kDsStages % 2 ^ 1);
-    store(ds, TileDs{shared.ds[ds_stage]}, my_keys, ds_offset);
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-    arrive_as_warp(shared.ds_pipe.full[ds_stage]);
-    arrive_as_warp(shared.do_pipe.empty[n % kDoStages]), arrive_as_warp(shared.q_pipe.empty[stage]);
-    ping_pong_wait(warpgroup);
+    target = pass_first(warpgroup, n, dq_sums_scale, ds_offset);
     --left, ++n;
     if (left) wait_q(n);
   }
   for (; left; --left, ++n) {
-    const int stage = n % kStages, do_stage = n % kDoStages, ds_stage = n % kDsStages;
+    const int stage = n % kStages, do_stage = n % kDoStages;
     const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
     const Rows& rows = shared.rows[stage];
     Accumulator<kQueries> s, dp;
@@ -143,11 +176,11 @@ __device__ inline void Backward<T, Dim, sums, bins>::compute(int warpgroup, cons
     // Wait for q and do; issue s = k q^T and dp = v do^T.
     if (!kAwaitsNext) wait_q(n);
     ptx::wgmma_fence();
-    mma_ABt(s, k, my_keys, q, false);
+    mma_ABt(s, k, first_row, q, false);
     ptx::wgmma_commit();
     shared.do_pipe.full[do_stage].wait(n / kDoStages % 2);
     ptx::wgmma_fence();
-    mma_ABt(dp, v, my_keys, do_, false);
+    mma_ABt(dp, v, first_row, do_, false);
     ptx::wgmma_commit();
     if (left < iterations)
       ping_pong_arrive(warpgroup);  // ends the turn that began in the iteration before
@@ -159,7 +192,7 @@ __device__ inline void Backward<T, Dim, sums, bins>::compute(int warpgroup, cons
     ColumnValues<kQueries> columns(rows.lse);
 #pragma unroll
     for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], logits_factor, -columns.of(i)));
-    if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + my_keys, rows.first);
+    if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + first_row, rows.first);
     if constexpr (kEarlyP) convert(s, p);
     // ds = p (dp - delta); release the rows and, unless dv leaves there, v after the last iteration.
     ptx::wgmma_wait<0>();
@@ -173,11 +206,7 @@ __device__ inline void Backward<T, Dim, sums, bins>::compute(int warpgroup, cons
     if (!kUsual) dp.scale(ds_factor);
     if constexpr (!kEarlyP) convert(s, p);
     convert(dp, ds);
-    // Store ds for dq of the next iteration.
-    shared.ds_pipe.empty[ds_stage].wait(n / kDsStages % 2 ^ 1);
-    store(ds, TileDs{shared.ds[ds_stage]}, my_keys, ds_offset);
-    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-    arrive_as_warp(shared.ds_pipe.full[ds_stage]);
+    put_ds(ds, warpgroup, n, ds_offset);
     // Ping-pong: issue dv += p do, dq of the iteration before, dk += ds q.
     ping_pong_wait(warpgroup);
     ptx::wgmma_fence();
@@ -220,17 +249,8 @@ __device__ inline void Backward<T, Dim, sums, bins>::compute(int warpgroup, cons
     if (sent) release_sent(key_stage ^ 1, (n - 1) % kDsStages);
     shared.k_pipe.empty[key_stage].arrive(), arrive_as_warp(shared.v_pipe.empty[key_stage]);
   }
-  const int key = w.first_key + my_keys;
   f.dv.apply(dv), f.dk.apply(dk);
-  if (bins == Bins::first && a.sends_keys && iterations && key + kWarpgroupRows <= w.k.tokens) {
-    const auto send = [&]<class Type>(Type) {
-      send_keys<Type>(warpgroup, w, dk, dv, key_stage, (n - 1) % kDsStages, ds_offset);
-    };
-    std::is_same_v<T, Bf16> || a.dk.element == Element::bf16 ? send(Bf16{}) : send(F16{});
-  } else {
-    write_keys<bins>(a.dv, w, key, 0, dv, a.dim_v);
-    write_keys<bins>(a.dk, w, key, 0, dk, a.dim);
-  }
+  write(warpgroup, w, dk, dv, key_stage, iterations, n, ds_offset);
 }
 
 }  // namespace octet::cuda::sm90

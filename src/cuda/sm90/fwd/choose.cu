@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <utility>
 
 #include "core/error.h"
 #include "core/names.h"
@@ -68,20 +67,13 @@ std::optional<std::string> quantized_unsupported_reason(const Problem& p, const 
   if (p_8bit(formats) && std::max(p.dim, p.dim_v) > kMax8BitDim)
     return text("it has no ", name(p.precision), " for head dim ", std::max(p.dim, p.dim_v), "; it has: up to ",
                 kMax8BitDim);
-  if (p.smooth_q) return "smooth_q is not in its kernels";
-  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}}) {
-    const octet_quantization* how = t->quantization;
-    if (!how) continue;
-    if (formats != kFp8 || t->dtype != OCTET_E4M3)
-      return text(label, " is quantized ", name(t->dtype), "; its ", name(p.precision),
-                  " takes f32, f16, bf16 and e4m3 as they are, its fp8 also e4m3 with a scale per tensor");
-    if (how->granularity != OCTET_PER_TENSOR || how->mean || how->hadamard_seed)
-      return text(label, " is quantized e4m3 ", how->granularity != OCTET_PER_TENSOR ? "not per tensor" : "",
-                  how->mean ? " with a mean" : "", how->hadamard_seed ? " with a rotation" : "",
-                  "; it takes e4m3 with a scale per tensor and nothing else");
-  }
+  if (auto reason = smooth_q_unsupported_reason(p)) return reason;
+  if (auto reason = input_unsupported_reason(p, formats)) return reason;
+  const bool q_came = as_it_came(formats, p.q), k_came = as_it_came(formats, p.k);
+  // The mean of k has a product with each query, which is computed where queries are quantized.
+  if (q_came && !k_came) return text("q is e4m3 and k is ", name(p.k.dtype), "; it takes such a q with a k of e4m3");
   const bool one_quantized = p.q.quantization || p.k.quantization;
-  if (one_quantized && !(as_it_came(formats, p.q) && as_it_came(formats, p.k)))
+  if (one_quantized && !(q_came && k_came))
     return "only one of q and k is e4m3, and quantized; it takes both so, or none quantized";
   return {};
 }

@@ -173,7 +173,69 @@ struct Forward {
     return v_mean;
   }
 
+  // The positions of a consumer warpgroup in its pipelines. They and what Rows refers to are variables of consume(), as
+  // ptxas orders what uses members of one struct otherwise.
+  struct Positions {
+    PipelineState<Tile::kQStages>& q;
+    PipelineState<Tile::kStages>&k, &v;
+    uint32_t& cleared_phase;
+  };
+
+  __device__ void ping_pong_wait(int warpgroup) const {
+    if (Tile::kPingPong) ptx::barrier_sync(kPingPongBarrier + warpgroup, 2 * kWarpgroup);
+  }
+  __device__ void ping_pong_arrive(int warpgroup) const {
+    if (Tile::kPingPong) ptx::barrier_arrive(kPingPongBarrier + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup);
+  }
+  __device__ void wait_k(const Positions& at) const { shared.k_pipe.full[at.k.stage].wait(at.k.phase); }
+  __device__ void wait_v(const Positions& at) const { shared.v_pipe.full[at.v.stage].wait(at.v.phase); }
+  __device__ void release_k(const Positions& at) const { shared.k_pipe.empty[at.k.stage].arrive(), at.k.advance(); }
+  __device__ void release_v(const Positions& at) const { shared.v_pipe.empty[at.v.stage].arrive(), at.v.advance(); }
+
+  using Softmax = std::conditional_t<kHasBeta<Precision>, ShiftedSoftmax, OnlineSoftmax>;
+  using S = Accumulator<kKeys, typename Precision::Sum>;
+  using X = Accumulator<kKeys>;
+  using O = Accumulator<Dims::kDimV>;
+  using P = Operand<typename Precision::PType, kKeys>;
+
+  // The rows of a warpgroup in a tile of queries, of which this thread has `query` and query + 8.
+  struct Rows {
+    int warpgroup;
+    const TileInfo& q_tile;
+    const SeenTiles& tiles;
+    int query;
+    Interval (&ranges)[kRowsPerThread];  // the keys that they see
+    Softmax& softmax;
+    O& o;
+    RowValues& twice;  // 2, rescaled as o is since its sign flip
+  };
+  __device__ static bool needs_mask(const SeenTiles& tiles, int tile) {
+    return tile * kKeys < tiles.all.first || (tile + 1) * kKeys > tiles.all.last;
+  }
+  template <class Logits>
+  __device__ static void mask(const Rows& rows, Logits& x, int tile) {
+    if (needs_mask(rows.tiles, tile)) mask_rows(x, tile * kKeys, rows.ranges);
+  }
+
+  // The verbs of the mainloop. Products are issued without waiting for them. `stage`: of k.
+  template <class Product>
+  __device__ void multiply_qk(const Positions& at, int warpgroup, int stage, Product& s) const;
+  __device__ void multiply_pv(const Positions& at, const P& p, O& o) const;
+  template <class Product, class Logits>
+  __device__ void take_logits(const Positions& at, Product& s, Logits& x) const;
+  __device__ void clear_v(const TileInfo& q_tile, int tile, const Positions& at) const;
+  // Releases a tile that none of this warpgroup's queries sees.
+  __device__ void skip(const TileInfo& q_tile, int tile, const Positions& at) const {
+    wait_k(at), release_k(at), clear_v(q_tile, tile, at), wait_v(at), release_v(at);
+  }
+  __device__ void skip_last(const Rows& rows, const SeenTiles& tiles, const Positions& at) const;
+  __device__ void skip_first(const Rows& rows, const SeenTiles& tiles, const Positions& at) const;
+  template <class Product, class Logits>
+  __device__ void begin(const Rows& rows, const Positions& at, Product& s, Logits& x, P& p) const;
+  __device__ void repeat(const Rows& rows, const Positions& at, int tile, S& s, X& x) const;
+  __device__ void finish(const Rows& rows, VMean& v_mean, const Positions& at) const;
   __device__ void consume(int warpgroup);
+
   __device__ bool write(const TileInfo& q_tile, int query, const OnlineSoftmax& softmax, VMean& v_mean,
                         Accumulator<Dims::kDimV>& o, unsigned char* q, int warpgroup) const;
   __device__ void write_lse(const TileInfo& q_tile, int query, const RowValues& log2_origin, const RowValues& l,

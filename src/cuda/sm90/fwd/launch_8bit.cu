@@ -14,15 +14,6 @@
 #include "cuda/sm90/fwd/params.h"
 
 namespace octet::cuda::sm90 {
-namespace {
-
-HeadScale head_scale(const View& t) {
-  if (!t.quantization) return {};
-  const octet_tensor& scale = *t.quantization->scale;
-  return {static_cast<const float*>(scale.data), scale.stride[0], scale.stride[1]};
-}
-
-}  // namespace
 
 Plan forward_8bit(const Problem& p, const ForwardChoice& choice, void* workspace) {
   const Kernel& kernel = choice.kernel;

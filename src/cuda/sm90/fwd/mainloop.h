@@ -45,22 +45,137 @@ __device__ inline void Forward<Precision, Dims>::save_tile(const Block& block, i
   reinterpret_cast<int*>(&saved_tile(warpgroup))[word] = reinterpret_cast<const int*>(&block.q_tile)[word];
 }
 
+// Issues s = q k^T.
+template <class Precision, class Dims>
+template <class Product>
+__device__ inline void Forward<Precision, Dims>::multiply_qk(const Positions& at, int warpgroup, int stage,
+                                                             Product& s) const {
+  ptx::wgmma_fence();
+  if constexpr (kQuantizedQk)
+    mma_ABt_8bit(s, q(at.q.stage), warpgroup * kWarpgroupRows, k(stage));
+  else
+    mma_ABt(s, q(at.q.stage), warpgroup * kWarpgroupRows, k(stage), false);
+  ptx::wgmma_commit();
+}
+
+// Issues o += p v.
+template <class Precision, class Dims>
+__device__ inline void Forward<Precision, Dims>::multiply_pv(const Positions& at, const P& p, O& o) const {
+  ptx::wgmma_fence();
+  mma_AB(o, p, v(at.v.stage));
+  ptx::wgmma_commit();
+}
+
+// Computes the logits x from the product s.
+template <class Precision, class Dims>
+template <class Product, class Logits>
+__device__ inline void Forward<Precision, Dims>::take_logits(const Positions& at, Product& s, Logits& x) const {
+  ptx::fence_operand(s.x);
+  if constexpr (kQuantizedQk) to_floats(s, x), scale_columns(x, shared.k_scale[at.k.stage]);
+}
+
+// Clears the rows of a tile of v before the first and after the last key that any query sees. A copy of v has zeros
+// there, except for rows of the next packed sequence. All warpgroups call this for each tile that may need it.
+template <class Precision, class Dims>
+__device__ inline void Forward<Precision, Dims>::clear_v(const TileInfo& q_tile, int tile, const Positions& at) const {
+  if constexpr (kCompensated<Precision>) {
+    if (!a.scheduler.cu_seqlens_q || (tile + 1) * kKeys <= q_tile.k_tokens) return;
+    wait_v(at);
+    clear_rows(shared.v[at.v.stage], q_tile.k_tokens - tile * kKeys, kKeys);
+  } else {
+    if (!a.clears) return;
+    const Interval seen = a.mask.seen(q_tile.q_tokens, q_tile.k_tokens);
+    const int before = seen.first - tile * kKeys, end = seen.last - tile * kKeys;
+    if (before <= 0 && end >= kKeys) return;
+    wait_v(at);
+    clear_rows(shared.v[at.v.stage], 0, before);
+    clear_rows(shared.v[at.v.stage], end, kKeys);
+  }
+  shared.cleared.arrive(), shared.cleared.wait(at.cleared_phase);
+  at.cleared_phase ^= 1;
+}
+
+// Skips the tiles after this warpgroup's last key, or before its first. They take turns, as the others do.
+template <class Precision, class Dims>
+__device__ inline void Forward<Precision, Dims>::skip_last(const Rows& rows, const SeenTiles& tiles,
+                                                           const Positions& at) const {
+  for (int tile = tiles.last - 1; tile >= max(rows.tiles.last, tiles.first); --tile) {
+    skip(rows.q_tile, tile, at);
+    if (tile > tiles.first) ping_pong_wait(rows.warpgroup), ping_pong_arrive(rows.warpgroup);
+  }
+}
+template <class Precision, class Dims>
+__device__ inline void Forward<Precision, Dims>::skip_first(const Rows& rows, const SeenTiles& tiles,
+                                                            const Positions& at) const {
+  for (int tile = rows.tiles.first - 1; tile >= tiles.first; --tile)
+    ping_pong_wait(rows.warpgroup), ping_pong_arrive(rows.warpgroup), skip(rows.q_tile, tile, at);
+}
+
+// The first tile, or its first half: q k^T and softmax.
+template <class Precision, class Dims>
+template <class Product, class Logits>
+__device__ inline void Forward<Precision, Dims>::begin(const Rows& rows, const Positions& at, Product& s, Logits& x,
+                                                       P& p) const {
+  multiply_qk(at, rows.warpgroup, at.k.stage, s);
+  // Work that overlaps with the product.
+  rows.o.zero();
+  ptx::fence_operand(rows.o.x);
+#pragma unroll
+  for (int row = 0; row < kRowsPerThread; ++row)
+    rows.ranges[row] = a.mask.keys_of(rows.query + 8 * row, rows.q_tile.q_tokens, rows.q_tile.k_tokens);
+  ptx::wgmma_wait<0>();
+  take_logits(at, s, x);
+  release_k(at);
+  mask(rows, x, rows.tiles.last - 1);
+  rows.softmax.template exp_update_max<Precision::kPExponent>(x);
+  convert(x, p);
+}
+
+// Repeats a tile, of which P over the stale maximum is too large, with a new maximum.
+template <class Precision, class Dims>
+__device__ inline void Forward<Precision, Dims>::repeat(const Rows& rows, const Positions& at, int tile, S& s,
+                                                        X& x) const {
+  // opaque() stops hoisting: the addresses of both products would be computed ahead of the first.
+  multiply_qk(at, ptx::opaque(rows.warpgroup), ptx::opaque(at.k.stage), s);
+  ptx::wgmma_wait<0>();
+  ptx::fence_operand(rows.o.x);
+  take_logits(at, s, x);
+  mask(rows, x, tile);
+  const RowValues rescale = rows.softmax.template exp_update_max<Precision::kPExponent>(x);
+  scale_rows(rows.o, rescale);
+  rows.twice[0] *= rescale[0], rows.twice[1] *= rescale[1];
+}
+
+// The epilogue of a tile of queries.
+template <class Precision, class Dims>
+__device__ inline void Forward<Precision, Dims>::finish(const Rows& rows, VMean& v_mean, const Positions& at) const {
+  bool nonfinite = write(rows.q_tile, rows.query, rows.softmax, v_mean, rows.o, shared.q[at.q.stage], rows.warpgroup);
+  if constexpr (kCompensated<Precision>) {  // a row without keys is set to 0, whatever it has met
+    const Interval seen = a.mask.keys_of(rows.query, rows.q_tile.q_tokens, rows.q_tile.k_tokens);
+    nonfinite |= seen.first == seen.last;
+  }
+  if (a.mask.windowed && __any_sync(~0u, nonfinite)) {
+    __syncwarp();  // save_tile() is done
+    recompute_rows(kThroughQ ? shared.block[ptx::opaque(at.q.stage)].q_tile : saved_tile(ptx::opaque(rows.warpgroup)),
+                   ptx::opaque(rows.warpgroup));
+  }
+  if constexpr (kThroughQ) {
+    ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
+    shared.q_pipe.empty[at.q.stage].arrive();
+  }
+}
+
 // Computes all tiles of queries, as consumer warpgroup `warpgroup`.
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
   PipelineState<Tile::kQStages> q_state;
   PipelineState<Tile::kStages> k_state, v_state;
   uint32_t cleared_phase = 0;
-  const auto ping_pong_wait = [&] {
-    if (Tile::kPingPong) ptx::barrier_sync(kPingPongBarrier + warpgroup, 2 * kWarpgroup);
-  };
-  const auto ping_pong_arrive = [&] {
-    if (Tile::kPingPong) ptx::barrier_arrive(kPingPongBarrier + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup);
-  };
-  if (warpgroup == Tile::kWarpgroups - 1) ping_pong_arrive();
-  for (;; q_state.advance()) {
-    shared.q_pipe.full[q_state.stage].wait(q_state.phase);
-    const Block& block = shared.block[q_state.stage];
+  const Positions at{q_state, k_state, v_state, cleared_phase};
+  if (warpgroup == Tile::kWarpgroups - 1) ping_pong_arrive(warpgroup);
+  for (;; at.q.advance()) {
+    shared.q_pipe.full[at.q.stage].wait(at.q.phase);
+    const Block& block = shared.block[at.q.stage];
     const TileInfo q_tile = block.q_tile;
     if (!q_tile.valid()) return;
     const SeenTiles tiles = block.tiles, own = kSkips ? block.warpgroup_tiles[warpgroup] : tiles;
@@ -68,97 +183,29 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     const int query = q_tile.q_start + ptx::opaque(warpgroup) * kWarpgroupRows + fragment_row();
     Interval ranges[kRowsPerThread];
     auto softmax = start_softmax(q_tile, query);
-    // o is sign-flipped after tile `halfway`. `twice` is 2, rescaled as o is since then.
+    // o is sign-flipped after tile `halfway`.
     const bool flips = kFlipsSigns && own.last - own.first > 1;
     const int halfway = own.last - 1 - (own.last - own.first) / 2;
     RowValues twice{2.f, 2.f};
-    Accumulator<kKeys, typename Precision::Sum> s;
-    Accumulator<kKeys> converted;
-    Accumulator<kKeys>& x = in_place(s, converted);
-    Accumulator<Dims::kDimV> o;
-    Operand<typename Precision::PType, kKeys> p;
+    S s;
+    X converted;
+    X& x = in_place(s, converted);
+    O o;
+    P p;
+    const Rows rows{warpgroup, q_tile, own, query, ranges, softmax, o, twice};
 
-    // The verbs of the mainloop. The products are issued without waiting for them.
-    const auto multiply_qk = [&](auto& s, int rows, int stage) {
-      ptx::wgmma_fence();
-      if constexpr (kQuantizedQk)
-        mma_ABt_8bit(s, q(q_state.stage), rows * kWarpgroupRows, k(stage));
-      else
-        mma_ABt(s, q(q_state.stage), rows * kWarpgroupRows, k(stage), false);
-      ptx::wgmma_commit();
-    };
-    const auto multiply_pv = [&] {
-      ptx::wgmma_fence();
-      mma_AB(o, p, v(v_state.stage));
-      ptx::wgmma_commit();
-    };
-    const auto needs_mask = [&](int tile) { return tile * kKeys < own.all.first || (tile + 1) * kKeys > own.all.last; };
-    // Computes the logits x from the product s.
-    const auto take_logits = [&](auto& s, auto& x) {
-      ptx::fence_operand(s.x);
-      if constexpr (kQuantizedQk) to_floats(s, x), scale_columns(x, shared.k_scale[k_state.stage]);
-    };
-    const auto mask = [&](auto& x, int tile) {
-      if (needs_mask(tile)) mask_rows(x, tile * kKeys, ranges);
-    };
-    const auto wait_k = [&] { shared.k_pipe.full[k_state.stage].wait(k_state.phase); };
-    const auto wait_v = [&] { shared.v_pipe.full[v_state.stage].wait(v_state.phase); };
-    const auto release_k = [&] { shared.k_pipe.empty[k_state.stage].arrive(), k_state.advance(); };
-    const auto release_v = [&] { shared.v_pipe.empty[v_state.stage].arrive(), v_state.advance(); };
-    // Clears the rows of a tile of v before the first and after the last key that any query sees. A copy of v has zeros
-    // there, except for rows of the next packed sequence. All warpgroups call this for each tile that may need it.
-    const auto clear_v = [&](int tile) {
-      if constexpr (kCompensated<Precision>) {
-        if (!a.scheduler.cu_seqlens_q || (tile + 1) * kKeys <= q_tile.k_tokens) return;
-        wait_v();
-        clear_rows(shared.v[v_state.stage], q_tile.k_tokens - tile * kKeys, kKeys);
-      } else {
-        if (!a.clears) return;
-        const Interval seen = a.mask.seen(q_tile.q_tokens, q_tile.k_tokens);
-        const int before = seen.first - tile * kKeys, end = seen.last - tile * kKeys;
-        if (before <= 0 && end >= kKeys) return;
-        wait_v();
-        clear_rows(shared.v[v_state.stage], 0, before);
-        clear_rows(shared.v[v_state.stage], end, kKeys);
-      }
-      shared.cleared.arrive(), shared.cleared.wait(cleared_phase);
-      cleared_phase ^= 1;
-    };
-    // Releases a tile that none of this warpgroup's queries sees.
-    const auto skip = [&](int tile) { wait_k(), release_k(), clear_v(tile), wait_v(), release_v(); };
-
-    // Skip the tiles after this warpgroup's last key.
-    if constexpr (kSkips)
-      for (int tile = tiles.last - 1; tile >= max(own.last, tiles.first); --tile) {
-        skip(tile);
-        if (tile > tiles.first) ping_pong_wait(), ping_pong_arrive();
-      }
-    // First tile, or its first half: q k^T and softmax.
-    const auto begin = [&](auto& s, auto& x) {
-      multiply_qk(s, warpgroup, k_state.stage);
-      // Work that overlaps with the product.
-      o.zero();
-      ptx::fence_operand(o.x);
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row)
-        ranges[row] = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
-      ptx::wgmma_wait<0>();
-      take_logits(s, x);
-      release_k();
-      mask(x, own.last - 1);
-      softmax.template exp_update_max<Precision::kPExponent>(x);
-      convert(x, p);
-    };
+    if constexpr (kSkips) skip_last(rows, tiles, at);
+    // First tile: q k^T and softmax.
     if (own.any()) {
-      wait_k();
+      wait_k(at);
       if constexpr (kHalves) {
         Accumulator<kKeys / 2> half;
-        own.end <= (own.last - 1) * kKeys + kKeys / 2 ? begin(half, half) : begin(s, x);
+        own.end <= (own.last - 1) * kKeys + kKeys / 2 ? begin(rows, at, half, half, p) : begin(rows, at, s, x, p);
       } else {
-        begin(s, x);
+        begin(rows, at, s, x, p);
       }
-      clear_v(own.last - 1);
-      if (own.last - 1 > own.first) wait_k();
+      clear_v(q_tile, own.last - 1, at);
+      if (own.last - 1 > own.first) wait_k(at);
     }
     int tile = own.last - 2;
     // All other tiles but for the last p v. There are two loops, as a branch for the sign flip within one costs 2 %.
@@ -166,37 +213,36 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
     for (int half = kFlipsSigns ? 0 : 1; half < 2; ++half) {
       for (const int first = half ? own.first : halfway; tile >= first; --tile) {
         // Ping-pong: issue q k^T of this tile and p v of the tile before.
-        ping_pong_wait();
-        multiply_qk(s, warpgroup, k_state.stage);
-        wait_v();
-        multiply_pv();
-        ping_pong_arrive();
-        // Wait for q k^T; softmax.
+        ping_pong_wait(warpgroup);
+        multiply_qk(at, warpgroup, at.k.stage, s);
+        wait_v(at);
+        multiply_pv(at, p, o);
+        ping_pong_arrive(warpgroup);
+        // Wait for q k^T; softmax; wait for p v.
         ptx::wgmma_wait<1>();
-        take_logits(s, x);
-        if constexpr (!kQuantizedQk) {
-          if (needs_mask(tile)) {
+        take_logits(at, s, x);
+        if constexpr (!kQuantizedQk)
+          if (needs_mask(own, tile)) {
             mask_rows(x, tile * kKeys, ranges);
             if constexpr (kStartsLate) softmax.start_max(x);
           }
-        }
         if constexpr (kHasBeta<Precision>) {
           // Bias correction beta updates the maximum in every tile, as it counts ties.
           const RowValues rescale = softmax.template exp_update_max<Precision::kPExponent>(x);
           ptx::fence_operand(x.x);
-          release_k();
+          release_k(at);
           // A wait here splits the basic block, as the vote below does.
-          if (tile > own.first) wait_k();
+          if (tile > own.first) wait_k(at);
           ptx::wgmma_wait<0>();
           ptx::fence_operand(o.x);
           scale_rows(o, rescale);
         } else {
           // Exp with the stale maximum. In the rare case that this is too small, the tile is repeated. Tiles of
-          // quantized values that need a mask are always repeated, as a branch for the mask here would keep ptxas
-          // from interleaving the products by scales with the exponentials.
+          // quantized values that need a mask are always repeated, as a branch for the mask here would keep ptxas from
+          // interleaving the products by scales with the exponentials.
           const RowValues sum = softmax.template exp_stale_max<Precision::kPExponent>(x);
           const bool fits =
-              sum[0] <= Precision::kMaxP && sum[1] <= Precision::kMaxP && !(kQuantizedQk && needs_mask(tile));
+              sum[0] <= Precision::kMaxP && sum[1] <= Precision::kMaxP && !(kQuantizedQk && needs_mask(own, tile));
           ptx::fence_operand(x.x);
           // The vote splits the basic block. Else ptxas would wait for p v before the exponentials, which would then
           // run after that product instead of beside it.
@@ -205,64 +251,39 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
             ptx::wgmma_wait<0>();
             ptx::fence_operand(o.x);
           } else {
-            // Repeat the tile with a new maximum. opaque() stops hoisting: the addresses of both products would be
-            // computed ahead of the first.
-            multiply_qk(s, ptx::opaque(warpgroup), ptx::opaque(k_state.stage));
-            ptx::wgmma_wait<0>();
-            ptx::fence_operand(o.x);
-            take_logits(s, x);
-            mask(x, tile);
-            const RowValues rescale = softmax.template exp_update_max<Precision::kPExponent>(x);
-            scale_rows(o, rescale);
-            twice[0] *= rescale[0], twice[1] *= rescale[1];
+            repeat(rows, at, tile, s, x);
           }
           // Release k; wait for the next.
-          release_k();
-          if (tile > own.first) wait_k();
+          release_k(at);
+          if (tile > own.first) wait_k(at);
         }
         // Release v; convert p for the next p v.
-        release_v();
+        release_v(at);
         convert(x, p);
       }
       // Sign flip between the two loops.
       if (kFlipsSigns && !half && flips) flip_signs(o, partial(warpgroup)), twice = {2.f, 2.f};
     }
     // Release q, unless o is stored through it.
-    if constexpr (!kThroughQ) save_tile(block, warpgroup), shared.q_pipe.empty[q_state.stage].arrive();
+    if constexpr (!kThroughQ) save_tile(block, warpgroup), shared.q_pipe.empty[at.q.stage].arrive();
     VMean v_mean;
     if constexpr (kVMeanEarly) v_mean = v_mean_of(q_tile);  // overlaps with the last product
     // Last p v.
     if (own.any()) {
-      if (!kCompensated<Precision> && own.first < own.last - 1) clear_v(own.first);
-      wait_v();
-      multiply_pv();
+      if (!kCompensated<Precision> && own.first < own.last - 1) clear_v(q_tile, own.first, at);
+      wait_v(at);
+      multiply_pv(at, p, o);
       ptx::wgmma_wait<0>();
       ptx::fence_operand(o.x);
-      release_v();
-      // Skip the tiles before this warpgroup's first key.
-      if constexpr (kSkips)
-        for (int left = own.first - 1; left >= tiles.first; --left) ping_pong_wait(), ping_pong_arrive(), skip(left);
+      release_v(at);
+      if constexpr (kSkips) skip_first(rows, tiles, at);
     } else {
       o.zero();
       ptx::fence_operand(o.x);  // without the fence, the zeros pass through local memory at d = 256
     }
-    // Epilogue.
     if constexpr (kFlipsSigns)
       if (flips) unflip_signs(o, partial(warpgroup), twice);
-    bool nonfinite = write(q_tile, query, softmax, v_mean, o, shared.q[q_state.stage], warpgroup);
-    if constexpr (kCompensated<Precision>) {  // a row without keys is set to 0, whatever it has met
-      const Interval seen = a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens);
-      nonfinite |= seen.first == seen.last;
-    }
-    if (a.mask.windowed && __any_sync(~0u, nonfinite)) {
-      __syncwarp();  // save_tile() is done
-      recompute_rows(kThroughQ ? shared.block[ptx::opaque(q_state.stage)].q_tile : saved_tile(ptx::opaque(warpgroup)),
-                     ptx::opaque(warpgroup));
-    }
-    if constexpr (kThroughQ) {
-      ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-      shared.q_pipe.empty[q_state.stage].arrive();
-    }
+    finish(rows, v_mean, at);
   }
 }
 

@@ -27,7 +27,19 @@ struct KeyPairFactorsView {
   }
 };
 
+// Whether keys that are not finite, whose scale is NaN, keep it, or have factors of 0.
+enum class NonFiniteKeys { kept, zero };
+
+// The scales of keys: of each key, or of each thread group of 64 keys (QuantizeParams::k_scale); and what sums of
+// products begin at.
+struct ScalesOfKeys {
+  const float* data;
+  NonFiniteKeys nonfinite = NonFiniteKeys::kept;
+  bool groups = false;
+  float sums_begin = kSumsBegin;
+};
+
 // Computes the factors of `count` keys, an even number, from their scales.
-void compute_key_factors(const float* scales, int64_t count, KeyPairFactors* factors, cudaStream_t stream);
+void compute_key_factors(const ScalesOfKeys& scales, int64_t count, KeyPairFactors* factors, cudaStream_t stream);
 
 }  // namespace octet::cuda::sm80

@@ -1,0 +1,16 @@
+// Numbers of e4m3 without the instructions for them, which GPUs have since compute capability 8.9.
+#pragma once
+
+namespace octet::cuda {
+
+constexpr float kLargestE4m3 = 448.f, kLeastNormalE4m3 = 0x1p-6f;
+
+// Returns the nearest number with the four bits of e4m3, ties to even, of one that is not negative. 2^20 times the
+// power of two in x has the units of e4m3 as its last place, as 2^14 has those of the numbers below the smallest normal
+// one. NaN stays NaN, and larger numbers than e4m3's do not saturate.
+__device__ inline float round_to_e4m3(float x) {
+  const float power = __uint_as_float(__float_as_uint(fmaxf(x, kLeastNormalE4m3)) & 0x7f800000u);
+  return __fmaf_rn(power, -0x1p20f, __fmaf_rn(power, 0x1p20f, x));
+}
+
+}  // namespace octet::cuda

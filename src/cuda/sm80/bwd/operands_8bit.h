@@ -1,0 +1,193 @@
+// The operands of int8's backward pass: q, k, v and do in int8 with a scale for each token
+// (operands/quantize/training.h), beside q, k and do in f16. operands.h has the list of the verbs. Integer sums become
+// floats as in the forward pass (key_factors.h). s lacks the product of q and the mean of the block of 64 keys, which
+// tensor cores compute from q in f16, with the mean in all columns.
+#pragma once
+#include "cuda/operands/quantize/training.h"
+#include "cuda/sm80/bwd/operands.h"
+#include "cuda/sm80/key_factors.h"
+
+namespace octet::cuda::sm80 {
+
+struct Int8Operands {
+  using Element = F16;
+  static constexpr bool kReadsV = false, kRecomputes = false, kSubtractsLse = true, kScalesRows = true;
+
+  struct Terms {
+    const S8 *q, *k, *v, *do_;
+    const KeyPairFactors *k_factors, *v_factors;  // [batch, kv_head, key / 2]
+    const float* scales;                          // of q and do, see Int8Inputs
+    BlockMeans means;
+    int keys;  // rows of a head of k and v
+  };
+
+  template <class Kernel>
+  using TileQ = SharedTile<S8, Kernel::kQueries, Kernel::kDim>;
+  template <class Kernel>
+  using TileK = SharedTile<S8, Kernel::kKeys, Kernel::kDim>;
+  template <class Kernel>
+  static constexpr int kMeans = Kernel::kKeys > kBlockKeys ? Kernel::kKeys / kBlockKeys : 1;
+
+  template <class Kernel>
+  struct alignas(128) Shared {
+    unsigned char k[TileK<Kernel>::kBytes], v[TileK<Kernel>::kBytes];
+    unsigned char q[Kernel::kStages][TileQ<Kernel>::kBytes], do_[Kernel::kDoStages][TileQ<Kernel>::kBytes];
+    KeyPairFactors k_factors[Kernel::kKeys / 2], v_factors[Kernel::kKeys / 2];
+    alignas(kChunkBytes) F16 mean[kMeans<Kernel>][Kernel::kDim];
+    alignas(kChunkBytes) float q_scale[Kernel::kStages][Kernel::kQueries], do_scale[Kernel::kStages][Kernel::kQueries];
+    float mean_factor[kMeans<Kernel>];
+    float q_f16_scale;  // of q in f16
+  };
+
+  // Returns the row of k and v that is the block's first key.
+  template <class Kernel>
+  static __device__ int64_t first_row(const Kernel& f) {
+    const auto& w = f.w;
+    const int start = f.a.k_blocks.cu_seqlens ? (w.k.first / kBlockKeys + w.k.index) * kBlockKeys : 0;
+    return int64_t{w.batch * f.a.kv_heads + w.kv_head} * f.params.int8.keys + start + w.first_key;
+  }
+  template <class Kernel>
+  static __device__ void load_keys(const Kernel& f) {
+    constexpr int kDim = Kernel::kDim, kKeys = Kernel::kKeys, kThreads = Kernel::kThreads;
+    const Terms& terms = f.params.int8;
+    auto& shared = f.shared.operands;
+    const int64_t first = first_row(f);
+    const Interval rows{0, f.w.k.tokens - f.w.first_key};
+    load_async<kThreads>(TileK<Kernel>{shared.k}, terms.k + first * kDim, kDim, rows, kDim);
+    load_async<kThreads>(TileK<Kernel>{shared.v}, terms.v + first * kDim, kDim, rows, kDim);
+    static_assert(kKeys <= kThreads);
+    const int i = static_cast<int>(threadIdx.x) % (kKeys / 2), bytes = 2 * i < rows.last ? kChunkBytes : 0;
+    const KeyPairFactors* const from = threadIdx.x < kKeys / 2 ? terms.k_factors : terms.v_factors;
+    KeyPairFactors* const to = threadIdx.x < kKeys / 2 ? shared.k_factors : shared.v_factors;
+    if (threadIdx.x < kKeys) ptx::cp_async(ptx::shared_address(to + i), from + (bytes ? first / 2 + i : 0), bytes);
+    constexpr int kChunks = kDim * static_cast<int>(sizeof(F16)) / kChunkBytes;
+    if (threadIdx.x >= kMeans<Kernel> * kChunks) return;
+    const int mean = static_cast<int>(threadIdx.x) / kChunks, chunk = static_cast<int>(threadIdx.x) % kChunks;
+    const bool there = mean * kBlockKeys < rows.last;
+    const int64_t block = first / kBlockKeys + (there ? mean : 0);
+    ptx::cp_async(ptx::shared_address(&shared.mean[mean][chunk * kChunkColumns<F16>]),
+                  terms.means.mean + block * kDim + chunk * kChunkColumns<F16>, there ? kChunkBytes : 0);
+    if (chunk == 0) shared.mean_factor[mean] = terms.means.factor[block];
+  }
+
+  template <class Kernel, class Step>
+  static __device__ void load_rows_of(const Kernel& f, const Step& step, const S8* from, unsigned char* to) {
+    const int64_t head = int64_t{f.w.batch} * f.a.heads + step.head,
+                  first = head * f.a.q_blocks.tokens + f.w.q.first + step.query;
+    load_async<Kernel::kThreads>(TileQ<Kernel>{to}, from + first * Kernel::kDim, Kernel::kDim,
+                                 {0, f.w.q.tokens - step.query}, Kernel::kDim);
+  }
+  template <class Kernel, class Step>
+  static __device__ void load_q(const Kernel& f, const Step& step, int stage) {
+    auto& shared = f.shared.operands;
+    load_rows_of(f, step, f.params.int8.q, shared.q[stage]);
+    constexpr int kRows = Kernel::Tiles::kQueries, kChunks = Kernel::kQueries * sizeof(float) / kChunkBytes;
+    static_assert(2 * kChunks <= Kernel::kThreads);
+    const int thread = static_cast<int>(threadIdx.x), i = thread % kChunks * 4, which = thread / kChunks;
+    if (which >= 2) return;
+    float* const to = which ? shared.do_scale[stage] : shared.q_scale[stage];
+    ptx::cp_async(ptx::shared_address(to + i),
+                  f.params.int8.scales + (2 * int64_t{step.tile} + which) * kRows + step.first + i);
+  }
+  template <class Kernel, class Step>
+  static __device__ void load_do(const Kernel& f, const Step& step, int stage) {
+    load_rows_of(f, step, f.params.int8.do_, f.shared.operands.do_[stage]);
+  }
+
+  template <class Kernel>
+  static __device__ void start_bin(const Kernel& f) {
+    f.shared.operands.q_f16_scale = exp2f(static_cast<float>(-f.e.q));
+  }
+  static __device__ float q_k_scale(const Exponents&) { return 1.f; }
+  static __device__ float product_scale(const Exponents& e) {
+    return exp2f(static_cast<float>(e.do_ + e.v + e.product)) * kUnitsOfSum;
+  }
+  template <class Kernel>
+  static __device__ float row_scale(const Kernel& f, int stage, int row) {
+    return f.shared.operands.do_scale[stage][row];
+  }
+
+  // Turns integer sums into floats, in units of kUnitsOfSum and without the scales of rows.
+  template <class Kernel>
+  static __device__ void to_floats(const Kernel& f, const Accumulator<Kernel::PartS::kColumns, int>& sums,
+                                   const KeyPairFactors* factors, Accumulator<Kernel::PartS::kColumns>& to) {
+    // opaque() stops the compiler from keeping addresses in registers throughout the loop.
+    factors += 8 * Kernel::PartS::column_block(f.warp) + ptx::opaque(f.lane) % 4;
+#pragma unroll
+    for (int i = 0; i < Kernel::PartS::kColumns / 8; ++i) {
+      const KeyPairFactors x = factors[4 * i];
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int at = 4 * i + 2 * row + c;
+          to.x[at] = __fmaf_rn(__int_as_float(sums.x[at]), x.scale[c], x.begin[c]);
+        }
+    }
+  }
+  template <class Kernel, int Blocks>
+  static __device__ void multiply(const Kernel& f, Accumulator<Kernel::PartS::kColumns, int> (&sums)[Blocks],
+                                  unsigned char* rows, unsigned char* keys) {
+#pragma unroll
+    for (auto& block : sums)
+#pragma unroll
+      for (int& x : block.x) x = __float_as_int(kSumsBegin);
+    mma_ABt(sums, TileQ<Kernel>{rows}, Kernel::PartS::row_block(f.warp), TileK<Kernel>{keys},
+            Kernel::PartS::column_block(f.warp));
+  }
+
+  // Multiplies 16 queries from row block `block` of the warp on and the mean of its keys; returns the products of this
+  // thread's rows.
+  template <class Kernel>
+  static __device__ RowValues multiply_mean(const Kernel& f, int stage, int block) {
+    const auto& shared = f.shared.operands;
+    const int mean = 16 * Kernel::PartS::column_block(f.warp) / kBlockKeys;
+    static_assert(kBlockKeys % Kernel::PartS::kColumns == 0);
+    const F16* const of_lane = shared.mean[mean] + ptx::opaque(f.lane) % 4 * 2;
+    const typename Kernel::TileQ q{f.shared.q[stage]};
+    const uint32_t lane = Kernel::TileQ::move(q.lane_down(), Kernel::PartS::row_block(f.warp) + block, 0);
+    float sums[4] = {};
+#pragma unroll 2
+    for (int k_step = 0; k_step < Kernel::kDim / 16; ++k_step) {
+      uint32_t left[4];
+      ptx::ldmatrix(left, q.step(lane, 0, k_step));
+      const uint32_t right[2] = {*reinterpret_cast<const uint32_t*>(of_lane + 16 * k_step),
+                                 *reinterpret_cast<const uint32_t*>(of_lane + 16 * k_step + 8)};
+      ptx::mma_m16n8k16<F16>(sums, left, right);
+    }
+    const float scale = shared.mean_factor[mean] * shared.q_f16_scale;
+    return {sums[0] * scale, sums[2] * scale};
+  }
+
+  template <class Kernel>
+  static __device__ void multiply_s(const Kernel& f, typename Kernel::TileS& s, int stage) {
+    Accumulator<Kernel::PartS::kColumns, int> sums[Kernel::PartS::kBlocks];
+    multiply(f, sums, f.shared.operands.q[stage], f.shared.operands.k);
+#pragma unroll
+    for (int m = 0; m < Kernel::PartS::kBlocks; ++m) {
+      to_floats(f, sums[m], f.shared.operands.k_factors, s[m]);
+      RowValues lacks = multiply_mean(f, stage, m), scale;
+#pragma unroll
+      for (int half = 0; half < kRowsPerThread; ++half) {
+        const int row = 16 * (Kernel::PartS::row_block(f.warp) + m) + ptx::opaque(f.lane) / 4 + 8 * half;
+        scale[half] = f.shared.operands.q_scale[stage][row] * kUnitsOfSum;
+        if constexpr (Kernel::kPlain) {
+          scale[half] *= f.shared.scale_log2;
+          lacks[half] = __fmaf_rn(lacks[half], f.shared.scale_log2, -f.shared.lse[stage][row]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < Kernel::PartS::kColumns / 2; ++i)
+        s[m].x[i] = __fmaf_rn(s[m].x[i], scale[i / 2 % 2], lacks[i / 2 % 2]);
+    }
+  }
+  template <class Kernel>
+  static __device__ void multiply_dp(const Kernel& f, typename Kernel::TileS& dp, int do_stage) {
+    Accumulator<Kernel::PartS::kColumns, int> sums[Kernel::PartS::kBlocks];
+    multiply(f, sums, f.shared.operands.do_[do_stage], f.shared.operands.v);
+#pragma unroll
+    for (int m = 0; m < Kernel::PartS::kBlocks; ++m) to_floats(f, sums[m], f.shared.operands.v_factors, dp[m]);
+  }
+};
+
+}  // namespace octet::cuda::sm80
