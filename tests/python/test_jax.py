@@ -387,9 +387,9 @@ def test_rejections_come_before_the_program_runs(way):
     with pytest.raises(octet.Unsupported, match="has no jvp"):
         x = q.astype(jnp.float32)
         jax.jvp(lambda x: octet.attention(x, x, x, precision="int8"), (x,), (x,))
-    with pytest.raises(octet.Unsupported, match="mask: differentiated"):
-        mask = jnp.zeros((5, 7), jnp.float32)
-        jax.grad(lambda mask: octet.attention(q, k, v, mask=mask).sum())(mask)
+    with pytest.raises(octet.Unsupported, match="alibi_slopes: differentiated"):
+        slopes = jnp.ones(q.shape[1], jnp.float32)
+        jax.grad(lambda slopes: octet.attention(q, k, v, alibi_slopes=slopes).sum())(slopes)
     with pytest.raises(octet.Unsupported, match="octet computes first derivatives only"):
         jax.hessian(lambda q: octet.attention(q, k, v).sum())(q)
     with pytest.raises(octet.Unsupported, match="octet computes first derivatives only"):
