@@ -19,13 +19,20 @@ TEST(GpuBars, forward) {
   }
 }
 
+// Adds what Hopper's sums of e4m3 products lose where v has an offset (D5): each of up to 1024 numbers cuts the sum so
+// far, half of the last on average, off by 2^-15 to 2^-14 of itself, and so does the sum l.
+ForwardBar with_sums_of_this_gpu(ForwardBar bar) {
+  if (!tests_sm80()) bar.inputs.at("D5").relative_l2 += 1024 / 2 * (0x1p-14 - 0x1p-15);
+  return bar;
+}
+
 TEST(GpuBars, forward_int8) { expect_forward_bar(kGpu, int8_forward_bar()); }
 
 TEST(GpuBars, forward_int8_f16) { expect_forward_bar(kGpu, int8_f16_forward_bar()); }
 
-TEST(GpuBars, forward_int8_fp8) { expect_forward_bar(kGpu, int8_fp8_forward_bar()); }
+TEST(GpuBars, forward_int8_fp8) { expect_forward_bar(kGpu, with_sums_of_this_gpu(int8_fp8_forward_bar())); }
 
-TEST(GpuBars, forward_fp8) { expect_forward_bar(kGpu, fp8_forward_bar()); }
+TEST(GpuBars, forward_fp8) { expect_forward_bar(kGpu, with_sums_of_this_gpu(fp8_forward_bar())); }
 
 TEST(GpuBars, forward_fp8_raw) {
   for (DType out : {DType::f32, DType::e4m3}) expect_forward_bar(kGpu, fp8_raw_forward_bar(out));

@@ -119,7 +119,7 @@ struct Forward8BitTile<Precision, Dims64> {
 template <class Precision>
 struct Forward8BitTile<Precision, Dims128> {
   static constexpr bool kChanges = Precision::kScaled;
-  static constexpr int kWarpgroups = kChanges ? 2 : 3, kKeys = kChanges ? 128 : 96, kQStages = 1;
+  static constexpr int kWarpgroups = kChanges ? 2 : 3, kKeys = 96, kQStages = 1;
   static constexpr int kRegisters = kChanges ? 232 : 160, kProducerRegisters = kChanges ? 40 : 32;
   static constexpr bool kPingPong = kChanges, kSkips = !kChanges;
 };
