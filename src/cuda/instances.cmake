@@ -19,6 +19,10 @@ endfunction()
 foreach(precision Bf16 F16 Bf16F16Compute Int8F16)
   octet_instance(sm90/fwd ${precision} kernel.h "Kernel forward_kernel<Precision${precision}>(int64_t, int64_t)")
 endforeach()
+foreach(precision Bf16 F16 Bf16F16Compute)
+  octet_instance(sm90/fwd ${precision}_alibi kernel.h
+    "Kernel forward_kernel<WithAlibi<Precision${precision}>>(int64_t, int64_t)")
+endforeach()
 foreach(precision Bf16 F16)
   octet_instance(sm90/fwd ${precision}_beta kernel.h
     "Kernel forward_kernel<WithBeta<Precision${precision}>>(int64_t, int64_t)")
@@ -30,6 +34,12 @@ endforeach()
 octet_instance(sm90/bwd Bf16 instances.h "Kernel backward_kernel<Bf16, Bins::first>(int64_t, Sums)")
 octet_instance(sm90/bwd F16 instances.h "Kernel backward_kernel<F16, Bins::first>(int64_t, Sums)")
 octet_instance(sm90/bwd F16_further instances.h "Kernel backward_kernel<F16, Bins::further>(int64_t, Sums)")
+foreach(instance "Bf16;first" "F16;first" "F16;further")
+  list(GET instance 0 type)
+  list(GET instance 1 bins)
+  octet_instance(sm90/bwd ${type}_${bins}_alibi instances.h
+    "Kernel backward_alibi_kernel<${type}, Bins::${bins}>(int64_t)")
+endforeach()
 
 # sm80: which kernels there are is said in sm80/kinds.h and by the choose.cu of each pass.
 foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16 Int8Training Int8 Int8Fp8InF16 Fp8InF16 Fp8RawInF16)

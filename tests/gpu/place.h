@@ -41,16 +41,24 @@ inline int64_t gpu_most_dim(Precision precision) {
                     precision == Precision::int8_f16;
   return tests_sm80() || wide ? 256 : 128;
 }
-// Whether the backend computes softcap, ALiBi and mask tensors of every kind.
+// Whether the backend computes softcap and mask tensors of every kind, and these with ALiBi.
 inline bool gpu_has_general_logits() { return tests_sm80(); }
-// Whether the backend computes a case whose mask tensor has this type and shape. Each computes key masks, bool tensors
-// that are the same for all heads and queries, if no window, slope or sink belongs to a place or to a batch element.
+// Whether the backend computes a case whose mask tensor has this type and shape, if it computes ALiBi in the call. Each
+// computes key masks, bool tensors that are the same for all heads and queries, if no window, slope or sink belongs to
+// a place or to a batch element.
 inline bool gpu_takes_logits(const Case& c, DType mask, const Shape& shape) {
   if (gpu_has_general_logits()) return true;
-  if (c.softcap != 0 || c.alibi != Alibi::none) return false;
+  if (c.softcap != 0) return false;
   if (mask == DType::none) return true;
   const bool of_keys = mask == DType::boolean && shape[1] == 1 && shape[2] == 1;
-  return of_keys && !c.causal && !c.window && (c.sinks != Sinks::of_batch || c.batch == 1);
+  return of_keys && c.alibi == Alibi::none && !c.causal && !c.window && (c.sinks != Sinks::of_batch || c.batch == 1);
+}
+// Whether the backend computes ALiBi in a call for heads of up to `dim` channels.
+inline bool gpu_takes_alibi(Pass pass, const Attention& attention, int64_t dim) {
+  if (tests_sm80()) return true;
+  const bool sixteen_bits = attention.precision == Precision::bf16 || attention.precision == Precision::f16;
+  const bool beta = pass == Pass::forward && attention.bias_correction == BiasCorrection::beta;
+  return sixteen_bits && !beta && dim <= 128 && !(pass == Pass::backward && attention.deterministic);
 }
 // Whether the backend has dropout in a precision.
 inline bool gpu_has_dropout(Precision precision) {

@@ -181,8 +181,15 @@ std::vector<Rejected> rejected_by_sm90() {
     causal.attention.causal = true, causal.attention.alignment = Alignment::top_left;
     add(of_pass, "it has no softcap").attention.softcap = 2.f;
     add(of_pass, "it has no dropout").attention.dropout_p = .1;
-    add(of_pass, "it has no alibi_slopes").alibi = true;
+    Asked& wide = add(of_pass, "it has no alibi_slopes for head dim 160; it has: up to 128");
+    wide.alibi = true, wide.dim = 160;
   }
+  for (const Precision p : {Precision::int8, Precision::int8_f16, Precision::fp8})
+    add(with_precision(p), "it has no alibi_slopes in " + std::string(name(p))).alibi = true;
+  Asked& beta = add({}, "it has no alibi_slopes with bias_correction beta");
+  beta.alibi = true, beta.attention.bias_correction = BiasCorrection::beta;
+  Asked& deterministic = add({.pass = Pass::backward}, "it has no alibi_slopes in a deterministic backward pass");
+  deterministic.alibi = true, deterministic.attention.deterministic = true;
   add({}, "k is e4m3; its bf16 takes f32, f16 and bf16").k_dtype = DType::e4m3;
   add({}, "v is quantized; its bf16 takes f32, f16 and bf16").quantized_v = true;
   add({}, "device 200 is no GPU of compute capability 9.0").device = 200;
@@ -217,7 +224,7 @@ TEST(Choice, of_sm80_where_sm90_declines) {
   all[2].mask = DType::boolean;
   all[3].mask = DType::bf16, all[3].pass = Pass::backward;
   all[4].attention.softcap = 2.f;
-  all[5].alibi = true, all[5].pass = Pass::backward;
+  all[5].alibi = true, all[5].pass = Pass::backward, all[5].dim = 160;
   all[6].tokens_q = 1, all[6].tokens_k = 4096;  // it could, but would leave most multiprocessors idle
   all[7].k_dtype = DType::e4m3;
   all[8].attention.precision = Precision::int8, all[8].dim = 160;

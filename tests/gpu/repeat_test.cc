@@ -84,8 +84,10 @@ Problem draw(uint64_t seed) {
            x.batch * x.heads * x.dim * (x.tokens_q + x.tokens_k) > most_numbers);
   x.tokens_first = happens(50);
   x.sinks = happens(20), x.dlse = x.pass == Pass::backward && happens(20);
+  // A backward pass follows a forward pass of the same kind.
+  if (gpu_takes_alibi(x.pass, a, x.dim) && gpu_takes_alibi(Pass::forward, a, x.dim)) x.alibi = happens(15);
   if (gpu_has_general_logits()) {
-    x.alibi = happens(15), x.masked = x.tokens_q * x.tokens_k <= 4'000'000 && happens(30);
+    x.masked = x.tokens_q * x.tokens_k <= 4'000'000 && happens(30);
     a.softcap = happens(15) ? 20.f : 0.f;
   }
   if (happens(35)) {

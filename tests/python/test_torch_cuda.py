@@ -453,7 +453,11 @@ def chosen(*arrays, **how):
     "how, dtype, reason",
     [
         ({"softcap": 2.0}, torch.bfloat16, "no, it has no softcap"),
-        ({"alibi_slopes": torch.ones(4)}, torch.bfloat16, "no, it has no alibi_slopes"),
+        (
+            {"alibi_slopes": torch.ones(4), "bias_correction": "beta"},
+            torch.bfloat16,
+            "no, it has no alibi_slopes with bias_correction beta",
+        ),
         ({"mask": torch.ones(64, 64, dtype=torch.bool)}, torch.float16, "no, its mask tensor has shape [1, 1, 64"),
         ({"kind": "jvp"}, torch.bfloat16, "no, it has no jvp pass; it has: forward, backward"),
         ({}, torch.float32, "no, it has no f32; "),

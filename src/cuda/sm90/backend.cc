@@ -42,7 +42,9 @@ std::optional<std::string> type_unsupported_reason(const Problem& p) {
 
 // Returns the answer to a problem without a mask tensor, of a pass and a precision that there are.
 Answer plan_unmasked(const Problem& p, const ForwardNumerics& numerics, void* workspace) {
-  if (!p.plain_logits()) return text("it has no ", p.softcap ? "softcap" : "alibi_slopes");
+  if (p.softcap) return std::string("it has no softcap");
+  if (p.alibi_slopes.present())
+    if (auto reason = alibi_unsupported_reason(p, numerics)) return std::move(*reason);
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
   const ForwardFormats& formats = numerics.formats;
   if (auto reason = formats.has_8bit_qk() ? quantized_unsupported_reason(p, formats) : type_unsupported_reason(p))

@@ -13,6 +13,8 @@ Plan backward(const Problem& p, void* workspace);
 
 // Returns whether there are forward kernels for some formats.
 bool has_kernels(const ForwardFormats& formats);
+// Returns the reason why there is no kernel for a problem with ALiBi slopes, of formats that have some, or nothing.
+std::optional<std::string> alibi_unsupported_reason(const Problem& p, const ForwardNumerics& numerics);
 // Returns the reason why there is no kernel for 8-bit q and k of formats that have some, or nothing.
 std::optional<std::string> quantized_unsupported_reason(const Problem& p, const ForwardFormats& formats);
 // Returns the reason why there is no kernel for a backward pass in 16 bits, or nothing.

@@ -62,8 +62,7 @@ Plan backward_f32(const Problem& p, void* workspace) {
       compute_delta({strided(p.do_), strided(p.o), strided(p.o_residual), strided(p.dlse), delta}, stream);
       compute_row_biases(p, terms, stream);
       if (has_row_bias(p))
-        subtract_row_biases({.terms = terms,
-                             .q = strided(p.q),
+        subtract_row_biases({.q = strided(p.q),
                              .k = strided(p.k),
                              .lse = strided(p.lse),
                              .round = OCTET_F32,
@@ -73,7 +72,7 @@ Plan backward_f32(const Problem& p, void* workspace) {
                              .mask = a.mask,
                              .group = static_cast<int>(p.group()),
                              .to = lse},
-                            stream);
+                            terms, stream);
       else
         copy_lse(strided(p.lse), lse, stream);
     }

@@ -65,7 +65,7 @@ Plan backward(const Problem& p, void* workspace) {
   const SeenOperands seen(p, allocator);
   params.q = seen.q, params.k = seen.k, params.v = seen.v, params.do_ = seen.do_;
   const Strided saved_lse = params.lse;
-  LseParams rows{.terms = terms, .q = params.q, .k = params.k, .lse = params.lse};
+  LseParams rows{.q = params.q, .k = params.k, .lse = params.lse};
   if (has_row_bias(p)) {
     rows.round = params.round_q, rows.sinks = params.sinks, rows.mask = params.mask, rows.group = params.group;
     rows.q_blocks = params.q_blocks, rows.k_blocks = params.k_blocks;
@@ -105,7 +105,7 @@ Plan backward(const Problem& p, void* workspace) {
     seen.preprocess(stream);
     compute_row_biases(p, terms, stream);
     if (choice.has_classes) classify(p, terms, classes, stream);
-    if (rows.to) subtract_row_biases(rows, stream);
+    if (rows.to) subtract_row_biases(rows, terms, stream);
     if (int8) quantize(p, *int8, int8_terms, stream);
     preprocess(params, stream);
     if (blocks)

@@ -3,6 +3,7 @@
 #pragma once
 #include <octet/octet.h>
 
+#include "cuda/bwd/lse.h"
 #include "cuda/bwd/preprocess.h"
 #include "cuda/fragment/dropout.h"
 #include "cuda/fragment/sinks.h"
@@ -11,20 +12,9 @@
 
 namespace octet::cuda::sm80 {
 
-struct LseParams {
-  LogitTerms terms;
-  Strided q, k, lse;
-  octet_dtype round;  // the type that q and k are rounded to first
-  Sinks sinks;
-  Blocks q_blocks, k_blocks;
-  Mask mask;
-  int group;
-  float* to;  // [batch, head, token]
-};
-
 // Sets `to` to lse minus the row bias. Beside a large row bias the saved lse has lost the bits of the logits: such rows
 // are computed again.
-void subtract_row_biases(const LseParams& p, cudaStream_t stream);
+void subtract_row_biases(const LseParams& p, const LogitTerms& terms, cudaStream_t stream);
 
 // Recomputes the rows of dq, dk and dv that are not finite because of tokens that masks hide.
 void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const LogitTerms& terms,

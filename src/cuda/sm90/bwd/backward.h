@@ -14,6 +14,7 @@
 #pragma once
 #include "cuda/ptx/bulk_store.h"
 #include "cuda/ptx/grid.h"
+#include "cuda/sm90/bwd/alibi.h"
 #include "cuda/sm90/bwd/block_factors.h"
 #include "cuda/sm90/bwd/convert_keys.h"
 #include "cuda/sm90/bwd/dq_sums.h"
@@ -25,7 +26,7 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums, Bins bins>
+template <class T, int Dim, Sums sums, Bins bins, bool alibi>
 struct Backward {
   static constexpr int kTileDim = tile_dim(Dim);
   using Tile = BackwardTile<kTileDim>;
@@ -127,6 +128,9 @@ struct Backward {
   static __device__ void ping_pong_arrive(int warpgroup) {
     ptx::barrier_arrive(kPingPongBarrier + 1 - warpgroup, kConsumerThreads);
   }
+
+  // Returns the head of the group that the next iteration has.
+  __device__ int next_head(int head) const { return head + 1 == a.heads / a.kv_heads ? 0 : head + 1; }
 
   __device__ void consume(int warpgroup);
   template <class Type>

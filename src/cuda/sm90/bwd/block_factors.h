@@ -30,7 +30,7 @@ struct BlockFactors {
   UnmaskedIterations unmasked;
   int iterations;
   bool passes_first;  // no query of the first tile sees a key of the block's second half
-  bool usual;         // ds and dq have the exponents of the head's first bin
+  bool usual;         // ds and dq have the exponents of the head's first bin, and ALiBi has gentle terms
 };
 
 }  // namespace octet::cuda::sm90

@@ -17,9 +17,22 @@ constexpr int64_t kMaxTokens = 1 << 21;  // a grid has fewer than 2^16 rows, of 
 struct Row {
   Kernel (*kernel)(int64_t dim, Sums sums);
   Kernel (*further)(int64_t dim, Sums sums);  // null: all queries are the first bin
+  Kernel (*alibi)(int64_t dim);
+  Kernel (*alibi_further)(int64_t dim);
+
+  Kernel first_of(const Problem& p, Sums sums) const {
+    const int64_t dim = std::max(p.dim, p.dim_v);
+    return p.alibi_slopes.present() ? alibi(dim) : kernel(dim, sums);
+  }
+  Kernel further_of(const Problem& p, int64_t dim, Sums sums) const {
+    if (!further) return {};
+    return p.alibi_slopes.present() ? alibi_further(dim) : further(dim, sums);
+  }
 };
-constexpr Row kBf16Row = {backward_kernel<Bf16, Bins::first>, nullptr},
-              kF16Row = {backward_kernel<F16, Bins::first>, backward_kernel<F16, Bins::further>};
+constexpr Row kBf16Row = {backward_kernel<Bf16, Bins::first>, nullptr, backward_alibi_kernel<Bf16, Bins::first>,
+                          nullptr},
+              kF16Row = {backward_kernel<F16, Bins::first>, backward_kernel<F16, Bins::further>,
+                         backward_alibi_kernel<F16, Bins::first>, backward_alibi_kernel<F16, Bins::further>};
 
 // True where the kernel can convert the caller's k and v: they have one 16-bit type and need no rounding to another.
 bool converts_keys(const Problem& p, octet_dtype cast) {
@@ -53,9 +66,9 @@ bool reads_by_index(const View& x) {
 BackwardKernels choose_kernels(const Problem& p) {
   const BackwardChoice choice = choose_backward(p);
   const Row& row = choice.f16 ? kF16Row : kBf16Row;
-  BackwardKernels kernels{choice, row.kernel(std::max(p.dim, p.dim_v), choice.sums)};
+  BackwardKernels kernels{choice, row.first_of(p, choice.sums)};
   const Kernel& kernel = kernels.kernel;
-  if (row.further) kernels.further = row.further(kernel.dim, choice.sums);
+  kernels.further = row.further_of(p, kernel.dim, choice.sums);
   // The 2-CTA kernel has no shared memory for a second stage of k and v, in which they could be converted.
   kernels.key_tiles = kernel.cluster > 1 || !converts_keys(p, choice.cast);
   kernels.query_tiles = kernels.key_tiles || !may_read_rows(kernel.dim) || !reads_queries(p, choice.f16);

@@ -7,7 +7,7 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums, Bins bins>
+template <class T, int Dim, Sums sums, Bins bins, bool alibi = false>
 Kernel describe_backward() {
   if constexpr (tile_dim(Dim) == 256) {
     using Kind = Backward2Cta<T, Dim, sums, bins>;
@@ -20,8 +20,8 @@ Kernel describe_backward() {
             .dim = Dim,
             .dim_v = Dim};
   } else {
-    using Kind = Backward<T, Dim, sums, bins>;
-    return {.function = reinterpret_cast<const void*>(&backward<T, Dim, sums, bins>),
+    using Kind = Backward<T, Dim, sums, bins, alibi>;
+    return {.function = reinterpret_cast<const void*>(&backward<T, Dim, sums, bins, alibi>),
             .rows = Kind::kQueries,
             .keys = Kind::kKeys,
             .threads = Kind::kThreads,
@@ -35,6 +35,12 @@ template <class T, Sums sums, Bins bins>
 Kernel backward_kernel(int64_t dim) {
   return first_holding(dim, dim, BackwardDims<sums, bins>{},
                        []<class Dims>(Dims) { return describe_backward<T, Dims::kDim, sums, bins>(); });
+}
+
+template <class T, Bins bins>
+Kernel backward_alibi_kernel(int64_t dim) {
+  return first_holding(dim, dim, BackwardAlibiDims{},
+                       []<class Dims>(Dims) { return describe_backward<T, Dims::kDim, Sums::floats, bins, true>(); });
 }
 
 template <class T, Bins bins>

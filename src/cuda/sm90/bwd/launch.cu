@@ -1,12 +1,14 @@
 // The backward pass on the host: the launches of preprocessing, kernel and postprocessing.
 #include <algorithm>
 
+#include "cuda/bwd/alibi.h"
 #include "cuda/bwd/operands.h"
 #include "cuda/host/backend.h"
 #include "cuda/host/card.h"
 #include "cuda/host/launch.h"
 #include "cuda/host/tensor_map.h"
 #include "cuda/operands/contiguous.h"
+#include "cuda/operands/slopes.h"
 #include "cuda/sm90/bwd/choose.h"
 #include "cuda/sm90/bwd/query_rows.h"
 #include "cuda/sm90/passes.h"
@@ -32,15 +34,25 @@ Plan backward(const Problem& p, void* workspace) {
   WorkspaceAllocator allocator(workspace);
   PreprocessParams params = preprocess_params(p, choice, choice.query_tiles, choice.key_tiles, allocator);
   params.block_channels = choice.kernel.dim / 2;
+  const Strided saved_lse = params.lse;
+  const AlibiSlopes slopes = alibi_slopes(p);
+  LseParams rows{.q = params.q, .k = params.k, .lse = params.lse, .round = params.round_q};
+  if (slopes.data) {
+    rows.sinks = params.sinks, rows.mask = params.mask, rows.group = params.group;
+    rows.q_blocks = params.q_blocks, rows.k_blocks = params.k_blocks;
+    rows.to = allocator.take<float>(static_cast<std::size_t>(p.batch * p.heads * p.tokens_q));
+    params.lse = {rows.to, {p.batch, p.heads, p.tokens_q, 1}, {p.heads * p.tokens_q, p.tokens_q, 1, 1}, Element::f32};
+  }
   const Result dk(p.dk, allocator), dv(p.dv, allocator);
-  const auto name = [choice] {
-    return text("backward ", choice.f16 ? "in f16" : "in bf16", ", wgmma, ", choice.kernel.rows, " x ",
-                choice.kernel.keys, " tiles", choice.sums == Sums::integers ? ", dq in integers" : "");
+  const auto name = [choice, slopes] {
+    return text("backward ", choice.f16 ? "in f16" : "in bf16", slopes.data ? " with ALiBi" : "", ", wgmma, ",
+                choice.kernel.rows, " x ", choice.kernel.keys, " tiles",
+                choice.sums == Sums::integers ? ", dq in integers" : "");
   };
   auto run = [=, &p](cudaStream_t stream) mutable {
     const Kernel& kernel = choice.kernel;
     if (!(p.dq.elements() || p.dk.elements())) {
-      params.q_blocks.count = 0;
+      params.q_blocks.count = 0, params.lse = saved_lse;
       if (p.dsinks.elements()) sum_dsinks(params, strided(p.dsinks), stream);
       return;
     }
@@ -58,6 +70,8 @@ Plan backward(const Problem& p, void* workspace) {
       params.zeroed_heads = static_cast<int>(std::min(all, widest + (in_flight + k_blocks - 1) / k_blocks));
       a.zeroed_heads = params.zeroed_heads;
     }
+    a.slopes = slopes;
+    if (slopes.data) subtract_row_biases(rows, slopes, p.scale, stream);
     choice.query_tiles ? preprocess(params, stream) : preprocess_rows(params, choice.sums, stream);
     if (all && k_blocks) {
       if (!a.q) a.q_rows = tensor_map(p.q, kernel.rows), a.do_rows = tensor_map(p.do_, kernel.rows);
@@ -74,8 +88,12 @@ Plan backward(const Problem& p, void* workspace) {
       }
     }
     if (p.dq.elements()) postprocess_dq(a, params.tile_dim, choice.sums, strided(p.dq), stream);
-    if (p.dq.elements() && all && k_blocks && p.windowed) recompute_masked(params, a, strided(p.dq), stream);
-    if (p.dsinks.elements()) sum_dsinks(params, strided(p.dsinks), stream);
+    if (p.dq.elements() && all && k_blocks && p.windowed)
+      slopes.data ? recompute_masked(params, a, slopes, strided(p.dq), stream)
+                  : recompute_masked(params, a, strided(p.dq), stream);
+    PreprocessParams of_sinks = params;
+    of_sinks.lse = saved_lse;
+    if (p.dsinks.elements()) sum_dsinks(of_sinks, strided(p.dsinks), stream);
     dk.deliver(stream), dv.deliver(stream);
   };
   return plan_of(p, allocator, name, std::move(run));

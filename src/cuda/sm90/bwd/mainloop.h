@@ -5,9 +5,9 @@
 namespace octet::cuda::sm90 {
 
 // Adds this warpgroup's part of dq to the sums.
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline void Backward<T, Dim, sums, bins>::add(const Target& target, int warpgroup,
-                                                         const Accumulator<kDqColumns>& x, int thread) const {
+template <class T, int Dim, Sums sums, Bins bins, bool alibi>
+__device__ inline void Backward<T, Dim, sums, bins, alibi>::add(const Target& target, int warpgroup,
+                                                                const Accumulator<kDqColumns>& x, int thread) const {
   const int64_t start = (static_cast<int64_t>(target.tile) * kWarpgroups + warpgroup) * kDqNumbers;
   // The last warpgroup's part ends in padding where the head dim is less than that of tiles.
   const int columns =
@@ -17,11 +17,12 @@ __device__ inline void Backward<T, Dim, sums, bins>::add(const Target& target, i
 
 // Brings the warpgroup's rows of dk and dv to shared memory, from where TMA writes them while the next block is
 // computed. Each warp sends its own rows.
-template <class T, int Dim, Sums sums, Bins bins>
+template <class T, int Dim, Sums sums, Bins bins, bool alibi>
 template <class Type>
-__device__ inline void Backward<T, Dim, sums, bins>::send_keys(int warpgroup, const KeyBlockInfo& w,
-                                                               const Accumulator<Dim>& dk, const Accumulator<Dim>& dv,
-                                                               int key_stage, int ds_stage, int offset) const {
+__device__ inline void Backward<T, Dim, sums, bins, alibi>::send_keys(int warpgroup, const KeyBlockInfo& w,
+                                                                      const Accumulator<Dim>& dk,
+                                                                      const Accumulator<Dim>& dv, int key_stage,
+                                                                      int ds_stage, int offset) const {
   using Tile = TileSent<Type>;
   const auto tile = [&](unsigned char* k_or_v, int half) -> Tile {
     return {kSendsFromDs ? shared.ds[ds_stage] + warpgroup * TileDs::kPanelBytes + half * Tile::kBytes
@@ -49,8 +50,8 @@ __device__ inline void Backward<T, Dim, sums, bins>::send_keys(int warpgroup, co
 }
 
 // Releases the shared memory from which this warp's rows of dk and dv were sent.
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline void Backward<T, Dim, sums, bins>::release_sent(int key_stage, int ds_stage) {
+template <class T, int Dim, Sums sums, Bins bins, bool alibi>
+__device__ inline void Backward<T, Dim, sums, bins, alibi>::release_sent(int key_stage, int ds_stage) {
   if (threadIdx.x % 32 == 0) ptx::bulk_store_wait_read();
   if constexpr (kSendsFromDs) {
     arrive_as_warp(shared.ds_pipe.empty[ds_stage]);
@@ -61,10 +62,11 @@ __device__ inline void Backward<T, Dim, sums, bins>::release_sent(int key_stage,
 }
 
 // Writes the warpgroup's rows of dk and dv of a block with `iterations` iterations, the last of which was number n - 1.
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline void Backward<T, Dim, sums, bins>::write(int warpgroup, const KeyBlockInfo& w, Accumulator<Dim>& dk,
-                                                           Accumulator<Dim>& dv, int key_stage, int iterations,
-                                                           unsigned n, int offset) const {
+template <class T, int Dim, Sums sums, Bins bins, bool alibi>
+__device__ inline void Backward<T, Dim, sums, bins, alibi>::write(int warpgroup, const KeyBlockInfo& w,
+                                                                  Accumulator<Dim>& dk, Accumulator<Dim>& dv,
+                                                                  int key_stage, int iterations, unsigned n,
+                                                                  int offset) const {
   const int key = w.first_key + warpgroup * kWarpgroupRows;
   if (bins == Bins::first && a.sends_keys && iterations && key + kWarpgroupRows <= w.k.tokens) {
     const auto send = [&]<class Type>(Type) {
@@ -78,9 +80,9 @@ __device__ inline void Backward<T, Dim, sums, bins>::write(int warpgroup, const 
 }
 
 // Stores the warpgroup's rows of ds for dq of the next iteration.
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline void Backward<T, Dim, sums, bins>::put_ds(const Operand<T, kQueries>& ds, int warpgroup, unsigned n,
-                                                            int offset) {
+template <class T, int Dim, Sums sums, Bins bins, bool alibi>
+__device__ inline void Backward<T, Dim, sums, bins, alibi>::put_ds(const Operand<T, kQueries>& ds, int warpgroup,
+                                                                   unsigned n, int offset) {
   const int stage = n % kDsStages;
   shared.ds_pipe.empty[stage].wait(n / kDsStages % 2 ^ 1);
   store(ds, TileDs{shared.ds[stage]}, warpgroup * kWarpgroupRows, offset);
@@ -90,9 +92,9 @@ __device__ inline void Backward<T, Dim, sums, bins>::put_ds(const Operand<T, kQu
 
 // Passes by the first tile of queries, none of which sees the warpgroup's keys: stores a ds of 0, and takes the turn
 // without products. Returns where dq of the tile goes.
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline Target Backward<T, Dim, sums, bins>::pass_first(int warpgroup, unsigned n, float dq_sums_scale,
-                                                                  int offset) {
+template <class T, int Dim, Sums sums, Bins bins, bool alibi>
+__device__ inline Target Backward<T, Dim, sums, bins, alibi>::pass_first(int warpgroup, unsigned n, float dq_sums_scale,
+                                                                         int offset) {
   const int stage = n % kStages;
   const Target target = target_of<sums>(shared.rows[stage], dq_row(warpgroup), dq_sums_scale);
   shared.rows_empty[stage].arrive();
@@ -104,8 +106,8 @@ __device__ inline Target Backward<T, Dim, sums, bins>::pass_first(int warpgroup,
 }
 
 // Computes all blocks of keys, as consumer warpgroup `warpgroup`.
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline void Backward<T, Dim, sums, bins>::consume(int warpgroup) {
+template <class T, int Dim, Sums sums, Bins bins, bool alibi>
+__device__ inline void Backward<T, Dim, sums, bins, alibi>::consume(int warpgroup) {
   unsigned n = 0;     // iterations of all blocks so far, which give the stage and phase of each pipeline
   bool sent = false;  // dk and dv of the block before take shared memory, until the next block's first iteration
   if (warpgroup == 1) ping_pong_arrive(warpgroup);  // warpgroup 0 goes first
@@ -128,13 +130,14 @@ __device__ inline void Backward<T, Dim, sums, bins>::consume(int warpgroup) {
   ptx::bulk_store_wait();
 }
 
-// The iterations of a block. kUsual is true where ds and dq have the exponents of the head's first bin. `sent`: dk and
+// The iterations of a block. kUsual is true where ds and dq have the exponents of the head's first bin, and
+// ALiBi has gentle terms. `sent`: dk and
 // dv of the block before still take shared memory.
-template <class T, int Dim, Sums sums, Bins bins>
+template <class T, int Dim, Sums sums, Bins bins, bool alibi>
 template <bool kUsual>
-__device__ inline void Backward<T, Dim, sums, bins>::compute(int warpgroup, const KeyBlockInfo& w,
-                                                             const BlockFactors& f, int key_stage, bool sent,
-                                                             unsigned& n) {
+__device__ inline void Backward<T, Dim, sums, bins, alibi>::compute(int warpgroup, const KeyBlockInfo& w,
+                                                                    const BlockFactors& f, int key_stage, bool sent,
+                                                                    unsigned& n) {
   const int first_row = warpgroup * kWarpgroupRows, iterations = f.iterations;
   const TileK k{shared.k[key_stage]}, v{shared.v[key_stage]};
   const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
@@ -159,12 +162,14 @@ __device__ inline void Backward<T, Dim, sums, bins>::compute(int warpgroup, cons
     add(target, warpgroup, dq, thread);
   };
   const auto wait_q = [&](unsigned step) { shared.q_pipe.full[step % kStages].wait(step / kStages % 2); };
+  [[maybe_unused]] int head = 0;  // of the group; ALiBi
   if (kAwaitsNext && iterations) wait_q(n);
   int left = iterations;
   if (kPassesFirst && warpgroup == 1 && f.passes_first) {
     if (sent) release_sent(key_stage ^ 1, (n - 1) % kDsStages);
     target = pass_first(warpgroup, n, dq_sums_scale, ds_offset);
     --left, ++n;
+    if constexpr (alibi) head = next_head(head);
     if (left) wait_q(n);
   }
   for (; left; --left, ++n) {
@@ -189,9 +194,13 @@ __device__ inline void Backward<T, Dim, sums, bins>::compute(int warpgroup, cons
     // p = exp(scale s - lse).
     ptx::wgmma_wait<1>();
     ptx::fence_operand(s.x);
-    ColumnValues<kQueries> columns(rows.lse);
+    ColumnValues<kQueries> columns(alibi ? rows.delta : rows.lse);
+    if constexpr (alibi)
+      take_alibi_P<kUsual>(a, s, logits_factor, slope_of(a.slopes, a, w, head), rows.lse, w, w.first_key + first_row,
+                           rows.first);
+    else
 #pragma unroll
-    for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], logits_factor, -columns.of(i)));
+      for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], logits_factor, -columns.of(i)));
     if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + first_row, rows.first);
     if constexpr (kEarlyP) convert(s, p);
     // ds = p (dp - delta); release the rows and, unless dv leaves there, v after the last iteration.
@@ -231,6 +240,7 @@ __device__ inline void Backward<T, Dim, sums, bins>::compute(int warpgroup, cons
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dk.x);
     arrive_as_warp(shared.q_pipe.empty[stage]);
+    if constexpr (alibi) head = next_head(head);
   }
   // dq of the last iteration.
   if (iterations) {

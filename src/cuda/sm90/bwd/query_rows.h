@@ -1,6 +1,7 @@
 // The backward pass where the kernel reads the caller's q and do, which are bf16 operands without any scale.
 #pragma once
 #include "cuda/bwd/preprocess.h"
+#include "cuda/fragment/alibi.h"
 
 namespace octet::cuda::sm90 {
 
@@ -13,6 +14,7 @@ constexpr bool may_read_rows(int dim) { return dim <= 128 && dim != 80; }
 struct BackwardRowsParams : BackwardParams {
   CUtensorMap q_rows, do_rows, dk_rows, dv_rows;
   bool sends_keys;
+  AlibiSlopes slopes;
 };
 constexpr int kSentRows = 16;  // of a warp
 

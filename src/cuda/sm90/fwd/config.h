@@ -10,6 +10,7 @@
 #include <numeric>
 #include <type_traits>
 
+#include "cuda/fragment/alibi.h"
 #include "cuda/fragment/precision.h"
 #include "cuda/sm90/head_dims.h"
 
@@ -17,10 +18,11 @@ namespace octet::cuda::sm90 {
 
 // The head dims that the kernels of a precision are built for.
 template <class Precision>
-using ForwardDims =
+using ForwardDims = std::conditional_t<
+    kHasAlibi<Precision>, DimsList<Dims64, Dims128>,
     std::conditional_t<kIntegerLogits<Precision> || kHasBeta<Precision>,
                        DimsList<Dims64, Dims128, Dims192x128, Dims256>,
-                       DimsList<Dims64, Dims80, Dims96, Dims128, Dims160, Dims192x128, Dims192, Dims256>>;
+                       DimsList<Dims64, Dims80, Dims96, Dims128, Dims160, Dims192x128, Dims192, Dims256>>>;
 using Forward8BitDims = DimsList<Dims64, Dims128>;
 
 // Registers are per thread.

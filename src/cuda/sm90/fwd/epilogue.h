@@ -17,7 +17,7 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
       a.v_scale ? a.v_scale[q_tile.batch * (a.scheduler.heads / a.group) + q_tile.head / a.group] : 1.f;
   RowValues l, inverse, share{1.f, 1.f};
   RowValues origin;
-  RowValues mean_logit{0.f, 0.f};  // what the mean of k adds to each logit of the row
+  RowValues row_bias{0.f, 0.f};  // what the logits of the row lack: of ALiBi, or by the mean of k
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row) {
     l[row] = quad_sum(softmax.l[row]);
@@ -32,16 +32,22 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row)
       if (a.mean_logit && l[row] != 0.f && query + 8 * row < q_tile.q_tokens)
-        mean_logit[row] = a.scale * a.mean_logit[a.scheduler.row_of(q_tile) + query + 8 * row];
+        row_bias[row] = a.scale * a.mean_logit[a.scheduler.row_of(q_tile) + query + 8 * row];
+  if constexpr (kAlibi) {
+    const float slope = a.slopes.at(q_tile.sequence, q_tile.head);
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row)
+      row_bias[row] = alibi_row(q_tile, slope, query + 8 * row).row_bias(slope);
+  }
   if (a.sinks.data) {
     const float sink = a.sinks.at(q_tile.batch, q_tile.head);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      auto sum = RowSum<kQuantizedQk>::of(origin[row], l[row], mean_logit[row]);
-      share[row] = sum.add_sink(sink), origin[row] = sum.log2, l[row] = 1.f, mean_logit[row] = sum.row_bias;
+      auto sum = RowSum<kBiased>::of(origin[row], l[row], row_bias[row]);
+      share[row] = sum.add_sink(sink), origin[row] = sum.log2, l[row] = 1.f, row_bias[row] = sum.row_bias;
     }
   }
-  write_lse(q_tile, query, origin, l, mean_logit);
+  write_lse(q_tile, query, origin, l, row_bias);
   if constexpr (!kVMeanEarly) v_mean = v_mean_of(q_tile);
 #pragma unroll
   for (int i = 0; i < Dims::kDimV / 2; ++i) {
@@ -65,12 +71,12 @@ __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, i
 // Writes lse. Four threads share two rows; two of them write one row each, as a logarithm takes 25 instructions.
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::write_lse(const TileInfo& q_tile, int query, const RowValues& origin,
-                                                           const RowValues& l, const RowValues& mean_logit) const {
+                                                           const RowValues& l, const RowValues& row_bias) const {
   const int row = threadIdx.x % 2, i = query + 8 * row;
   if (!a.lse.data || i >= q_tile.q_tokens || threadIdx.x % 4 >= kRowsPerThread) return;
   const auto of_row = [&](const RowValues& x) { return row ? x[1] : x[0]; };
   *a.lse.row<float>(q_tile.batch, q_tile.head, static_cast<int64_t>(q_tile.q_first) + i) =
-      RowSum<kQuantizedQk>::of(of_row(origin), of_row(l), of_row(mean_logit)).lse();
+      RowSum<kBiased>::of(of_row(origin), of_row(l), of_row(row_bias)).lse();
 }
 
 template <class Precision, class Dims>
@@ -129,14 +135,18 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
   const auto row_of = [&](int query) {
     const auto* const q = a.q_rows.row<QkType>(q_tile.batch, q_tile.head, int64_t{q_tile.q_first} + query);
     const float scale_log2 = softmax_scale_log2(q_tile, query)[0];
+    const float slope = kAlibi ? a.slopes.at(q_tile.sequence, q_tile.head) : 0.f;
+    const AlibiRow alibi = kAlibi ? alibi_row(q_tile, slope, query) : AlibiRow{};
     const auto logit = [&](int key) {
       const float k_scale = kQuantizedQk ? a.k_scale[static_cast<int64_t>(kv) * a.keys + k_first + key] : 1.f;
-      return scale_log2 * k_scale * dot(q, a.k_rows.row<QkType>(q_tile.batch, kv_head, int64_t{k_first} + key), a.dim);
+      const float x =
+          scale_log2 * k_scale * dot(q, a.k_rows.row<QkType>(q_tile.batch, kv_head, int64_t{k_first} + key), a.dim);
+      return kAlibi ? x + alibi.term(slope_log2(slope), key) : x;
     };
     UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(query), a.dim_v, logit, value);
     const float mean_logit =
         kQuantizedQk && a.mean_logit ? a.scale * a.mean_logit[a.scheduler.row_of(q_tile) + query] : 0.f;
-    RowSum<kQuantizedQk> sum{row.log2_sum, mean_logit};
+    RowSum<kBiased> sum{row.log2_sum, kAlibi ? alibi.row_bias(slope) : mean_logit};
     row.scale(sum.add_sink(a.sinks.at(q_tile.batch, q_tile.head)), [&](int channel) -> float2 {
       return {a.v_scale ? a.v_scale[kv] : 1.f, kCompensated<Precision> ? a.v_mean[kv * Dims::kDimV + channel] : 0.f};
     });

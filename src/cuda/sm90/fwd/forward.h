@@ -27,6 +27,7 @@
 #include "cuda/fragment/sinks.h"
 #include "cuda/fragment/softmax.h"
 #include "cuda/fragment/softmax_8bit.h"
+#include "cuda/fragment/softmax_alibi.h"
 #include "cuda/fragment/unmasked_row.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/fwd/config.h"
@@ -48,7 +49,8 @@ struct Forward {
   static_assert(Tile::kWarpgroups * Tile::kRegisters + Tile::kProducerRegisters <=
                 65536 / kThreads / 8 * 8 * (Tile::kWarpgroups + 1));
 
-  static constexpr bool kQuantizedQk = kIntegerLogits<Precision>;
+  static constexpr bool kQuantizedQk = kIntegerLogits<Precision>, kAlibi = kHasAlibi<Precision>;
+  static constexpr bool kBiased = kQuantizedQk || kAlibi;  // rows may have a row bias (fragment/finish.h)
   template <int Rows>
   using OperandTile = std::conditional_t<kQuantizedQk, SharedTile8Bit<typename Precision::QkType, Rows, Dims::kDim>,
                                          SharedTile<typename Precision::QkType, Rows, Dims::kDim>>;
@@ -63,6 +65,7 @@ struct Forward {
   // True: where tiles of keys and of queries do not end together, some rows see no key of the first tile under a causal
   // mask. Without a maximum, they would make the warpgroup repeat the next tile.
   static constexpr bool kStartsLate = kKeys % kWarpgroupRows != 0 && !kQuantizedQk && !kHasBeta<Precision>;
+  static_assert(!(kAlibi && (kStartsLate || kQuantizedQk)));
 
   // True: a 16-bit o is stored through the shared memory of q, as the next q has another stage.
   static constexpr bool kThroughQ = !kQuantizedQk && Tile::kQStages > 1;
@@ -91,7 +94,11 @@ struct Forward {
   };
 
   // The producer's message to the consumers about a tile of queries.
-  struct Block {
+  struct NoSlope {};
+  struct Slope {
+    float slope;  // of ALiBi, in base 2
+  };
+  struct Block : std::conditional_t<kAlibi, Slope, NoSlope> {
     TileInfo q_tile;
     SeenTiles tiles, warpgroup_tiles[Tile::kWarpgroups];
   };
@@ -141,6 +148,10 @@ struct Forward {
   __device__ void clear_rows(unsigned char* tile, int from, int to) const;
 
   __device__ RowValues softmax_scale_log2(const TileInfo& q_tile, int query) const;
+  __device__ AlibiRow alibi_row(const TileInfo& q_tile, float slope, int query) const {
+    return AlibiRow::of(slope, query + q_tile.k_tokens - q_tile.q_tokens,
+                        a.mask.keys_of(query, q_tile.q_tokens, q_tile.k_tokens));
+  }
   __device__ auto start_softmax(const TileInfo& q_tile, int query) const;
 
   // Each warp's copy of the current tile, for the time after its stage of q is released.
@@ -217,6 +228,13 @@ struct Forward {
     if (needs_mask(rows.tiles, tile)) mask_rows(x, tile * kKeys, rows.ranges);
   }
 
+  // ALiBi of a tile of keys. The slope is read where it is needed, as there may be no register for it.
+  __device__ AlibiTile alibi_tile(const Positions& at, int query, int tile) const {
+    const Block& block = shared.block[at.q.stage];
+    return {a.scale_log2e, block.slope, query + block.q_tile.k_tokens - block.q_tile.q_tokens,
+            tile * kKeys + fragment_column()};
+  }
+
   // The verbs of the mainloop. Products are issued without waiting for them. `stage`: of k.
   template <class Product>
   __device__ void multiply_qk(const Positions& at, int warpgroup, int stage, Product& s) const;
@@ -239,7 +257,7 @@ struct Forward {
   __device__ bool write(const TileInfo& q_tile, int query, const OnlineSoftmax& softmax, VMean& v_mean,
                         Accumulator<Dims::kDimV>& o, unsigned char* q, int warpgroup) const;
   __device__ void write_lse(const TileInfo& q_tile, int query, const RowValues& log2_origin, const RowValues& l,
-                            const RowValues& mean_logit) const;
+                            const RowValues& row_bias) const;
 
   template <class T>
   __device__ bool write_as(const TileInfo& q_tile, int query, Accumulator<Dims::kDimV>& o, unsigned char* q,

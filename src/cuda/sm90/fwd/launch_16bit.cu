@@ -9,6 +9,7 @@
 #include "cuda/host/tensor_map.h"
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/quantize/int8_logits.h"
+#include "cuda/operands/slopes.h"
 #include "cuda/sm90/fwd/launch.h"
 #include "cuda/sm90/fwd/params.h"
 #include "cuda/sm90/smem.h"
@@ -29,8 +30,8 @@ Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspac
   const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
   const auto name = [&p, choice] {
     return text("forward ", octet::name(p.precision), choice.numerics.f16_p_and_v() ? " with P in f16" : "",
-                choice.numerics.beta ? " with beta" : "", ", wgmma, ", choice.kernel.rows, " x ", choice.kernel.keys,
-                " tiles");
+                choice.numerics.beta ? " with beta" : "", p.alibi_slopes.present() ? " with ALiBi" : "", ", wgmma, ",
+                choice.kernel.rows, " x ", choice.kernel.keys, " tiles");
   };
   auto run = [=, &p](cudaStream_t stream) {
     if (!p.o.elements()) return;
@@ -68,7 +69,7 @@ Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspac
     a.v_scale = scales_v ? v_scaled.scale() : nullptr;
     a.v_mean = v_scaled.v_mean();
     a.o = o.output(), a.o_residual = o_residual.output(), a.lse = output(p.lse);
-    a.sinks = sinks(p.sinks);
+    a.sinks = sinks(p.sinks), a.slopes = alibi_slopes(p);
     a.q_rows = output(queries), a.k_rows = output(keys), a.v_rows = output(values);
     a.dim = static_cast<int>(queries.shape[3]);
 

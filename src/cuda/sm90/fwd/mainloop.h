@@ -35,6 +35,8 @@ template <class Precision, class Dims>
 __device__ inline auto Forward<Precision, Dims>::start_softmax(const TileInfo& q_tile, int query) const {
   if constexpr (kHasBeta<Precision>)
     return ShiftedSoftmax{{softmax_scale_log2(q_tile, query)}, a.beta, a.beta_limit};
+  else if constexpr (kAlibi)
+    return OnlineSoftmax{{1.f, 1.f}};  // logits are in base 2
   else
     return OnlineSoftmax{softmax_scale_log2(q_tile, query)};
 }
@@ -126,6 +128,7 @@ __device__ inline void Forward<Precision, Dims>::begin(const Rows& rows, const P
   ptx::wgmma_wait<0>();
   take_logits(at, s, x);
   release_k(at);
+  if constexpr (kAlibi) alibi_tile(at, rows.query, rows.tiles.last - 1).add(x, rows.ranges);
   mask(rows, x, rows.tiles.last - 1);
   rows.softmax.template exp_update_max<Precision::kPExponent>(x);
   convert(x, p);
@@ -140,6 +143,7 @@ __device__ inline void Forward<Precision, Dims>::repeat(const Rows& rows, const 
   ptx::wgmma_wait<0>();
   ptx::fence_operand(rows.o.x);
   take_logits(at, s, x);
+  if constexpr (kAlibi) alibi_tile(at, rows.query, tile).add(x, rows.ranges);
   mask(rows, x, tile);
   const RowValues rescale = rows.softmax.template exp_update_max<Precision::kPExponent>(x);
   scale_rows(rows.o, rescale);
@@ -240,9 +244,16 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
           // Exp with the stale maximum. In the rare case that this is too small, the tile is repeated. Tiles of
           // quantized values that need a mask are always repeated, as a branch for the mask here would keep ptxas from
           // interleaving the products by scales with the exponentials.
-          const RowValues sum = softmax.template exp_stale_max<Precision::kPExponent>(x);
-          const bool fits =
-              sum[0] <= Precision::kMaxP && sum[1] <= Precision::kMaxP && !(kQuantizedQk && needs_mask(own, tile));
+          bool is_linear = true;  // ALiBi
+          const RowValues sum = [&] {
+            if constexpr (kAlibi)
+              return alibi_tile(at, query, tile)
+                  .template exp_stale_max<Precision::kPExponent>(x, ranges, softmax, is_linear);
+            else
+              return softmax.template exp_stale_max<Precision::kPExponent>(x);
+          }();
+          const bool fits = sum[0] <= Precision::kMaxP && sum[1] <= Precision::kMaxP && is_linear &&
+                            !(kQuantizedQk && needs_mask(own, tile));
           ptx::fence_operand(x.x);
           // The vote splits the basic block. Else ptxas would wait for p v before the exponentials, which would then
           // run after that product instead of beside it.

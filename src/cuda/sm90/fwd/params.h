@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda.h>
 
+#include "cuda/fragment/alibi.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/output.h"
 #include "cuda/fragment/precision.h"
@@ -34,7 +35,8 @@ struct ForwardParams {
   // The tensors behind the tensor maps, with `dim` and dim_v channels, in the kernel's element types.
   Output q_rows, k_rows, v_rows;
   int dim;
-  VSlices v_slices;  // of a v that this kernel converts; kCompensated precisions only
+  VSlices v_slices;    // of a v that this kernel converts; kCompensated precisions only
+  AlibiSlopes slopes;  // kHasAlibi precisions only
 };
 
 // The keys of each sequence of 8-bit operands are padded to a multiple of n = kLaidOutKeys. Packed sequence s starts at
