@@ -139,6 +139,9 @@ struct Backward {
   __device__ void release_sent(int key_stage, int ds_stage);
   __device__ void write(int warpgroup, const KeyBlockInfo& w, Accumulator<Dim>& dk, Accumulator<Dim>& dv, int key_stage,
                         int iterations, unsigned n, int offset) const;
+  template <bool kUsual>
+  __device__ void take_P(Accumulator<kQueries>& s, float factor, const ColumnValues<kQueries>& columns,
+                         const Rows& rows, const KeyBlockInfo& w, int key, int head) const;
   __device__ void put_ds(const Operand<T, kQueries>& ds, int warpgroup, unsigned n, int offset);
   __device__ Target pass_first(int warpgroup, unsigned n, float dq_sums_scale, int offset);
   template <bool kUsual>

@@ -105,6 +105,21 @@ __device__ inline Target Backward<T, Dim, sums, bins, alibi>::pass_first(int war
   return target;
 }
 
+// Turns s into p = exp(scale s - lse), also where a query does not see a key. `key`: of the fragment's first row;
+// `head`: of the group. With ALiBi lse is not in `columns` but read here, as there may be no registers for it.
+template <class T, int Dim, Sums sums, Bins bins, bool alibi>
+template <bool kUsual>
+__device__ inline void Backward<T, Dim, sums, bins, alibi>::take_P(Accumulator<kQueries>& s, float factor,
+                                                                   const ColumnValues<kQueries>& columns,
+                                                                   const Rows& rows, const KeyBlockInfo& w, int key,
+                                                                   int head) const {
+  if constexpr (alibi)
+    take_alibi_P<kUsual>(a, s, factor, slope_of(a.slopes, a, w, head), rows.lse, w, key, rows.first);
+  else
+#pragma unroll
+    for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], factor, -columns.of(i)));
+}
+
 // Computes all blocks of keys, as consumer warpgroup `warpgroup`.
 template <class T, int Dim, Sums sums, Bins bins, bool alibi>
 __device__ inline void Backward<T, Dim, sums, bins, alibi>::consume(int warpgroup) {
@@ -195,12 +210,7 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::compute(int warpgrou
     ptx::wgmma_wait<1>();
     ptx::fence_operand(s.x);
     ColumnValues<kQueries> columns(alibi ? rows.delta : rows.lse);
-    if constexpr (alibi)
-      take_alibi_P<kUsual>(a, s, logits_factor, slope_of(a.slopes, a, w, head), rows.lse, w, w.first_key + first_row,
-                           rows.first);
-    else
-#pragma unroll
-      for (int i = 0; i < kQueries / 2; ++i) s.x[i] = ptx::exp2(__fmaf_rn(s.x[i], logits_factor, -columns.of(i)));
+    take_P<kUsual>(s, logits_factor, columns, rows, w, w.first_key + first_row, head);
     if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + first_row, rows.first);
     if constexpr (kEarlyP) convert(s, p);
     // ds = p (dp - delta); release the rows and, unless dv leaves there, v after the last iteration.

@@ -250,6 +250,7 @@ struct Forward {
   __device__ void skip_first(const Rows& rows, const SeenTiles& tiles, const Positions& at) const;
   template <class Product, class Logits>
   __device__ void begin(const Rows& rows, const Positions& at, Product& s, Logits& x, P& p) const;
+  __device__ RowValues exp_stale_max(const Rows& rows, const Positions& at, int tile, X& x, bool& is_linear) const;
   __device__ void repeat(const Rows& rows, const Positions& at, int tile, S& s, X& x) const;
   __device__ void finish(const Rows& rows, VMean& v_mean, const Positions& at) const;
   __device__ void consume(int warpgroup);

@@ -134,6 +134,17 @@ __device__ inline void Forward<Precision, Dims>::begin(const Rows& rows, const P
   convert(x, p);
 }
 
+// Turns the logits of a tile, or with ALiBi its products, into P over the stale maximum, and returns their sums.
+template <class Precision, class Dims>
+__device__ inline RowValues Forward<Precision, Dims>::exp_stale_max(const Rows& rows, const Positions& at, int tile,
+                                                                    X& x, bool& is_linear) const {
+  constexpr int kExponent = Precision::kPExponent;
+  if constexpr (kAlibi)
+    return alibi_tile(at, rows.query, tile).template exp_stale_max<kExponent>(x, rows.ranges, rows.softmax, is_linear);
+  else
+    return rows.softmax.template exp_stale_max<kExponent>(x);
+}
+
 // Repeats a tile, of which P over the stale maximum is too large, with a new maximum.
 template <class Precision, class Dims>
 __device__ inline void Forward<Precision, Dims>::repeat(const Rows& rows, const Positions& at, int tile, S& s,
@@ -244,14 +255,8 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
           // Exp with the stale maximum. In the rare case that this is too small, the tile is repeated. Tiles of
           // quantized values that need a mask are always repeated, as a branch for the mask here would keep ptxas from
           // interleaving the products by scales with the exponentials.
-          bool is_linear = true;  // ALiBi
-          const RowValues sum = [&] {
-            if constexpr (kAlibi)
-              return alibi_tile(at, query, tile)
-                  .template exp_stale_max<Precision::kPExponent>(x, ranges, softmax, is_linear);
-            else
-              return softmax.template exp_stale_max<Precision::kPExponent>(x);
-          }();
+          bool is_linear = true;
+          const RowValues sum = exp_stale_max(rows, at, tile, x, is_linear);
           const bool fits = sum[0] <= Precision::kMaxP && sum[1] <= Precision::kMaxP && is_linear &&
                             !(kQuantizedQk && needs_mask(own, tile));
           ptx::fence_operand(x.x);
