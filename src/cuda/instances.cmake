@@ -20,8 +20,10 @@ foreach(precision Bf16 F16 Bf16F16Compute Int8F16)
   octet_instance(sm90/fwd ${precision} kernel.h "Kernel forward_kernel<Precision${precision}>(int64_t, int64_t)")
 endforeach()
 foreach(precision Bf16 F16 Bf16F16Compute)
-  octet_instance(sm90/fwd ${precision}_alibi kernel.h
-    "Kernel forward_kernel<WithAlibi<Precision${precision}>>(int64_t, int64_t)")
+  foreach(extra Alibi Dropout)
+    octet_instance(sm90/fwd ${precision}_${extra} kernel.h
+      "Kernel forward_kernel<With${extra}<Precision${precision}>>(int64_t, int64_t)")
+  endforeach()
 endforeach()
 foreach(precision Bf16 F16)
   octet_instance(sm90/fwd ${precision}_beta kernel.h
@@ -37,8 +39,10 @@ octet_instance(sm90/bwd F16_further instances.h "Kernel backward_kernel<F16, Bin
 foreach(instance "Bf16;first" "F16;first" "F16;further")
   list(GET instance 0 type)
   list(GET instance 1 bins)
-  octet_instance(sm90/bwd ${type}_${bins}_alibi instances.h
-    "Kernel backward_alibi_kernel<${type}, Bins::${bins}>(int64_t)")
+  foreach(extra alibi dropout)
+    octet_instance(sm90/bwd ${type}_${bins}_${extra} instances.h
+      "Kernel backward_kernel_with<${type}, Bins::${bins}, Extra::${extra}>(int64_t)")
+  endforeach()
 endforeach()
 
 # sm80: which kernels there are is said in sm80/kinds.h and by the choose.cu of each pass.

@@ -11,6 +11,7 @@
 
 #include "cuda/bwd/params.h"
 #include "cuda/bwd/tile_sizes.h"
+#include "cuda/fragment/dropout.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/fragment/strided.h"
@@ -85,5 +86,7 @@ void postprocess_dq(const BackwardParams& a, int tile_dim, Sums sums, const Stri
 
 // Recomputes the rows of dq, dk and dv that are not finite because of tokens that the mask hides.
 void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const Strided& dq, cudaStream_t stream);
+void recompute_masked(const PreprocessParams& p, const BackwardParams& a, const Dropout& dropout, const Strided& dq,
+                      cudaStream_t stream);
 
 }  // namespace octet::cuda

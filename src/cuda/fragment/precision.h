@@ -75,6 +75,16 @@ constexpr bool kHasBeta = false;
 template <class Precision>
 constexpr bool kHasBeta<WithBeta<Precision>> = true;
 
+// A precision with dropout (fragment/dropout.h). V keeps its mean, as a row of P does not sum to 1.
+template <class Precision>
+struct WithDropout : Precision {};
+template <class Precision>
+constexpr bool kHasDropout = false;
+template <class Precision>
+constexpr bool kHasDropout<WithDropout<Precision>> = true;
+template <class Precision>
+constexpr bool kCompensated<WithDropout<Precision>> = kCompensated<Precision>;
+
 // Thread groups of the tokens of k (SageAttention 2, arXiv 2411.10958, 3.2). Of each block of 64 tokens, counted from
 // the first, group c has the columns that thread c of each quad holds in an accumulator: 8 i + 2 c and the next.
 constexpr int kGroupBlock = 64, kScaleGroups = 4, kGroupTokens = kGroupBlock / kScaleGroups;

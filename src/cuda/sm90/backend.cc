@@ -43,8 +43,7 @@ std::optional<std::string> type_unsupported_reason(const Problem& p) {
 // Returns the answer to a problem without a mask tensor, of a pass and a precision that there are.
 Answer plan_unmasked(const Problem& p, const ForwardNumerics& numerics, void* workspace) {
   if (p.softcap) return std::string("it has no softcap");
-  if (p.alibi_slopes.present())
-    if (auto reason = alibi_unsupported_reason(p, numerics)) return std::move(*reason);
+  if (auto reason = extra_unsupported_reason(p, numerics)) return std::move(*reason);
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
   const ForwardFormats& formats = numerics.formats;
   if (auto reason = formats.has_8bit_qk() ? quantized_unsupported_reason(p, formats) : type_unsupported_reason(p))
@@ -62,7 +61,6 @@ Answer plan(const Problem& p, void* workspace) {
     return text("it has no ", name(p.precision), "; it has: ", precisions_whose(p, has_kernels).names());
   if (numerics.formats.has_8bit_qk() && p.pass == OCTET_BACKWARD)
     return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
-  if (p.dropout) return text("it has no dropout");
   if (p.dmask.present()) return text("it has no gradient of masks");
   if (!p.mask.present()) return plan_unmasked(p, numerics, workspace);
   if (auto reason = no_key_mask_reason(p)) return std::move(*reason);

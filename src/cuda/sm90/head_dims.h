@@ -22,4 +22,9 @@ using Dims256 = HeadDims<256>;
 template <class... Dims>
 struct DimsList {};
 
+// What a kernel of 16 bits has beside products and a softmax, and the head dims of those that have it.
+enum class Extra { none, alibi, dropout };
+using ExtraDims = DimsList<Dims64, Dims128>;
+constexpr int kMaxExtraDim = 128;
+
 }  // namespace octet::cuda::sm90

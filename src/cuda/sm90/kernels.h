@@ -33,7 +33,7 @@ Kernel first_holding(int64_t dim, int64_t dim_v, DimsList<Dims...>, const Descri
 
 template <class T, Bins bins>
 Kernel backward_kernel(int64_t dim, Sums sums);
-template <class T, Bins bins>
-Kernel backward_alibi_kernel(int64_t dim);  // with ALiBi, whose sums of dq are floats
+template <class T, Bins bins, Extra extra>
+Kernel backward_kernel_with(int64_t dim);  // sums of dq are floats
 
 }  // namespace octet::cuda::sm90

@@ -5,6 +5,7 @@
 
 #include "core/backend.h"
 #include "cuda/fwd/choose.h"
+#include "cuda/sm90/head_dims.h"
 
 namespace octet::cuda::sm90 {
 
@@ -13,8 +14,10 @@ Plan backward(const Problem& p, void* workspace);
 
 // Returns whether there are forward kernels for some formats.
 bool has_kernels(const ForwardFormats& formats);
-// Returns the reason why there is no kernel for a problem with ALiBi slopes, of formats that have some, or nothing.
-std::optional<std::string> alibi_unsupported_reason(const Problem& p, const ForwardNumerics& numerics);
+// Returns what the kernels of a problem have beside products and a softmax: ALiBi where it has both.
+Extra extra_of(const Problem& p);
+// Returns the reason why there is no kernel with that, of formats that have kernels without, or nothing.
+std::optional<std::string> extra_unsupported_reason(const Problem& p, const ForwardNumerics& numerics);
 // Returns the reason why there is no kernel for 8-bit q and k of formats that have some, or nothing.
 std::optional<std::string> quantized_unsupported_reason(const Problem& p, const ForwardFormats& formats);
 // Returns the reason why there is no kernel for a backward pass in 16 bits, or nothing.

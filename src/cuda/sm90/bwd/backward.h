@@ -12,6 +12,7 @@
 // atomics in L2. In the producer warpgroup, one thread loads all operands, and three warps convert k and v of the next
 // block and clear the sums of dq of a later head.
 #pragma once
+#include "cuda/fragment/dropout.h"
 #include "cuda/ptx/bulk_store.h"
 #include "cuda/ptx/grid.h"
 #include "cuda/sm90/bwd/alibi.h"
@@ -26,7 +27,7 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
 struct Backward {
   static constexpr int kTileDim = tile_dim(Dim);
   using Tile = BackwardTile<kTileDim>;
@@ -53,6 +54,13 @@ struct Backward {
   // True: no query of a block's first tile may see the second warpgroup's keys, which then passes the tile by. Later
   // iterations are not passed by, as they compute dq of the one before.
   static constexpr bool kPassesFirst = kQueries <= kWarpgroupRows;
+  static constexpr bool kAlibi = extra == Extra::alibi, kDrops = extra == Extra::dropout;
+  // True: what dropout keeps is found beside the products, which takes registers.
+  static constexpr bool kEarlyKept = kEarlyP && bins == Bins::first;
+  // True: factors are read from shared memory where they are needed, for want of registers.
+  static constexpr bool kFactorsStay = kDrops && bins == Bins::further;
+  // True: iterations need to know their head of the group.
+  static constexpr bool kByHead = kAlibi || kDrops;
   // True: an iteration waits for the next q before it adds to dq, as the atomics delay the loads that follow them.
   static constexpr bool kAwaitsNext = kTileDim == 128;
   using Scheduler = KeyBlockScheduler<kQueries, kKeys, bins>;
@@ -131,6 +139,20 @@ struct Backward {
 
   // Returns the head of the group that the next iteration has.
   __device__ int next_head(int head) const { return head + 1 == a.heads / a.kv_heads ? 0 : head + 1; }
+
+  // The elements of P that dropout keeps.
+  struct All {};
+  using Kept = std::conditional_t<kDrops, KeptElements<kQueries, RowTokens::keys>, All>;
+  __device__ void find_kept(const KeyBlockInfo& w, int head, int first_row, int query, Kept& kept) const {
+    const DropoutStream stream =
+        a.dropout.stream(a.k_blocks.cu_seqlens ? w.k.index : w.batch, w.kv_head * (a.heads / a.kv_heads) + head);
+    kept.find(stream, a.dropout.dropped, w.first_key + first_row + fragment_row(), query);
+  }
+  // Converts P for the product with do.
+  __device__ static void take_p(const Accumulator<kQueries>& s, const Kept& kept, Operand<T, kQueries>& p) {
+    convert(s, p);
+    if constexpr (kDrops) drop(p, kept);
+  }
 
   __device__ void consume(int warpgroup);
   template <class Type>

@@ -17,22 +17,28 @@ constexpr int64_t kMaxTokens = 1 << 21;  // a grid has fewer than 2^16 rows, of 
 struct Row {
   Kernel (*kernel)(int64_t dim, Sums sums);
   Kernel (*further)(int64_t dim, Sums sums);  // null: all queries are the first bin
-  Kernel (*alibi)(int64_t dim);
-  Kernel (*alibi_further)(int64_t dim);
-
-  Kernel first_of(const Problem& p, Sums sums) const {
-    const int64_t dim = std::max(p.dim, p.dim_v);
-    return p.alibi_slopes.present() ? alibi(dim) : kernel(dim, sums);
-  }
-  Kernel further_of(const Problem& p, int64_t dim, Sums sums) const {
-    if (!further) return {};
-    return p.alibi_slopes.present() ? alibi_further(dim) : further(dim, sums);
-  }
 };
-constexpr Row kBf16Row = {backward_kernel<Bf16, Bins::first>, nullptr, backward_alibi_kernel<Bf16, Bins::first>,
-                          nullptr},
-              kF16Row = {backward_kernel<F16, Bins::first>, backward_kernel<F16, Bins::further>,
-                         backward_alibi_kernel<F16, Bins::first>, backward_alibi_kernel<F16, Bins::further>};
+constexpr Row kBf16Row = {backward_kernel<Bf16, Bins::first>, nullptr},
+              kF16Row = {backward_kernel<F16, Bins::first>, backward_kernel<F16, Bins::further>};
+
+// The same of kernels with something extra, whose sums of dq are floats.
+template <class T, Bins bins, Extra extra>
+Kernel kernel_with(int64_t dim, Sums) {
+  return backward_kernel_with<T, bins, extra>(dim);
+}
+template <Extra extra>
+constexpr Row kBf16RowWith = {kernel_with<Bf16, Bins::first, extra>, nullptr};
+template <Extra extra>
+constexpr Row kF16RowWith = {kernel_with<F16, Bins::first, extra>, kernel_with<F16, Bins::further, extra>};
+
+const Row& row_of(const Problem& p, bool f16) {
+  switch (extra_of(p)) {
+    case Extra::none: return f16 ? kF16Row : kBf16Row;
+    case Extra::alibi: return f16 ? kF16RowWith<Extra::alibi> : kBf16RowWith<Extra::alibi>;
+    case Extra::dropout: return f16 ? kF16RowWith<Extra::dropout> : kBf16RowWith<Extra::dropout>;
+  }
+  return kBf16Row;
+}
 
 // True where the kernel can convert the caller's k and v: they have one 16-bit type and need no rounding to another.
 bool converts_keys(const Problem& p, octet_dtype cast) {
@@ -65,10 +71,10 @@ bool reads_by_index(const View& x) {
 
 BackwardKernels choose_kernels(const Problem& p) {
   const BackwardChoice choice = choose_backward(p);
-  const Row& row = choice.f16 ? kF16Row : kBf16Row;
-  BackwardKernels kernels{choice, row.first_of(p, choice.sums)};
+  const Row& row = row_of(p, choice.f16);
+  BackwardKernels kernels{choice, row.kernel(std::max(p.dim, p.dim_v), choice.sums)};
   const Kernel& kernel = kernels.kernel;
-  kernels.further = row.further_of(p, kernel.dim, choice.sums);
+  if (row.further) kernels.further = row.further(kernel.dim, choice.sums);
   // The 2-CTA kernel has no shared memory for a second stage of k and v, in which they could be converted.
   kernels.key_tiles = kernel.cluster > 1 || !converts_keys(p, choice.cast);
   kernels.query_tiles = kernels.key_tiles || !may_read_rows(kernel.dim) || !reads_queries(p, choice.f16);

@@ -17,7 +17,6 @@ using BackwardDims = std::conditional_t<
                        DimsList<Dims64, Dims128, Dims256>>,
     std::conditional_t<sums == Sums::floats, DimsList<Dims64, Dims80, Dims96, Dims128, Dims160, Dims192, Dims256>,
                        DimsList<Dims64, Dims80, Dims96, Dims128, Dims256>>>;
-using BackwardAlibiDims = DimsList<Dims64, Dims128>;
 constexpr int tile_dim(int dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
 
 // A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with `kStages` stages of q

@@ -7,7 +7,7 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums, Bins bins, bool alibi = false>
+template <class T, int Dim, Sums sums, Bins bins, Extra extra = Extra::none>
 Kernel describe_backward() {
   if constexpr (tile_dim(Dim) == 256) {
     using Kind = Backward2Cta<T, Dim, sums, bins>;
@@ -20,8 +20,8 @@ Kernel describe_backward() {
             .dim = Dim,
             .dim_v = Dim};
   } else {
-    using Kind = Backward<T, Dim, sums, bins, alibi>;
-    return {.function = reinterpret_cast<const void*>(&backward<T, Dim, sums, bins, alibi>),
+    using Kind = Backward<T, Dim, sums, bins, extra>;
+    return {.function = reinterpret_cast<const void*>(&backward<T, Dim, sums, bins, extra>),
             .rows = Kind::kQueries,
             .keys = Kind::kKeys,
             .threads = Kind::kThreads,
@@ -37,10 +37,10 @@ Kernel backward_kernel(int64_t dim) {
                        []<class Dims>(Dims) { return describe_backward<T, Dims::kDim, sums, bins>(); });
 }
 
-template <class T, Bins bins>
-Kernel backward_alibi_kernel(int64_t dim) {
-  return first_holding(dim, dim, BackwardAlibiDims{},
-                       []<class Dims>(Dims) { return describe_backward<T, Dims::kDim, Sums::floats, bins, true>(); });
+template <class T, Bins bins, Extra extra>
+Kernel backward_kernel_with(int64_t dim) {
+  return first_holding(dim, dim, ExtraDims{},
+                       []<class Dims>(Dims) { return describe_backward<T, Dims::kDim, Sums::floats, bins, extra>(); });
 }
 
 template <class T, Bins bins>

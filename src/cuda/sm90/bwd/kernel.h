@@ -6,10 +6,10 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__global__ void __launch_bounds__(Backward<T, Dim, sums, bins, alibi>::kThreads, 1)
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__global__ void __launch_bounds__(Backward<T, Dim, sums, bins, extra>::kThreads, 1)
     backward(const __grid_constant__ BackwardRowsParams arguments) {
-  using Kernel = Backward<T, Dim, sums, bins, alibi>;
+  using Kernel = Backward<T, Dim, sums, bins, extra>;
   // Aligned by its declaration: no room is left in shared memory to align it by hand.
   extern __shared__ __align__(kSwizzleBytes) unsigned char swizzled_memory[];
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(swizzled_memory);

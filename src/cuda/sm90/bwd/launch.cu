@@ -8,6 +8,7 @@
 #include "cuda/host/launch.h"
 #include "cuda/host/tensor_map.h"
 #include "cuda/operands/contiguous.h"
+#include "cuda/operands/masks.h"
 #include "cuda/operands/slopes.h"
 #include "cuda/sm90/bwd/choose.h"
 #include "cuda/sm90/bwd/query_rows.h"
@@ -44,8 +45,8 @@ Plan backward(const Problem& p, void* workspace) {
     params.lse = {rows.to, {p.batch, p.heads, p.tokens_q, 1}, {p.heads * p.tokens_q, p.tokens_q, 1, 1}, Element::f32};
   }
   const Result dk(p.dk, allocator), dv(p.dv, allocator);
-  const auto name = [choice, slopes] {
-    return text("backward ", choice.f16 ? "in f16" : "in bf16", slopes.data ? " with ALiBi" : "", ", wgmma, ",
+  const auto name = [choice, slopes, drops = p.dropout != 0] {
+    return text("backward ", choice.f16 ? "in f16" : "in bf16", slopes.data ? " with ALiBi" : drops ? " with dropout" : "", ", wgmma, ",
                 choice.kernel.rows, " x ", choice.kernel.keys, " tiles",
                 choice.sums == Sums::integers ? ", dq in integers" : "");
   };
@@ -70,7 +71,7 @@ Plan backward(const Problem& p, void* workspace) {
       params.zeroed_heads = static_cast<int>(std::min(all, widest + (in_flight + k_blocks - 1) / k_blocks));
       a.zeroed_heads = params.zeroed_heads;
     }
-    a.slopes = slopes;
+    a.slopes = slopes, a.dropout = dropout_of(p);
     if (slopes.data) subtract_row_biases(rows, slopes, p.scale, stream);
     choice.query_tiles ? preprocess(params, stream) : preprocess_rows(params, choice.sums, stream);
     if (all && k_blocks) {
@@ -88,9 +89,13 @@ Plan backward(const Problem& p, void* workspace) {
       }
     }
     if (p.dq.elements()) postprocess_dq(a, params.tile_dim, choice.sums, strided(p.dq), stream);
-    if (p.dq.elements() && all && k_blocks && p.windowed)
-      slopes.data ? recompute_masked(params, a, slopes, strided(p.dq), stream)
-                  : recompute_masked(params, a, strided(p.dq), stream);
+    if (p.dq.elements() && all && k_blocks && (p.windowed || p.dropout)) {
+      if (p.dropout)
+        recompute_masked(params, a, a.dropout, strided(p.dq), stream);
+      else
+        slopes.data ? recompute_masked(params, a, slopes, strided(p.dq), stream)
+                    : recompute_masked(params, a, strided(p.dq), stream);
+    }
     PreprocessParams of_sinks = params;
     of_sinks.lse = saved_lse;
     if (p.dsinks.elements()) sum_dsinks(of_sinks, strided(p.dsinks), stream);

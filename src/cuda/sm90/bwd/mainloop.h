@@ -5,8 +5,8 @@
 namespace octet::cuda::sm90 {
 
 // Adds this warpgroup's part of dq to the sums.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::add(const Target& target, int warpgroup,
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::add(const Target& target, int warpgroup,
                                                                 const Accumulator<kDqColumns>& x, int thread) const {
   const int64_t start = (static_cast<int64_t>(target.tile) * kWarpgroups + warpgroup) * kDqNumbers;
   // The last warpgroup's part ends in padding where the head dim is less than that of tiles.
@@ -17,9 +17,9 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::add(const Target& ta
 
 // Brings the warpgroup's rows of dk and dv to shared memory, from where TMA writes them while the next block is
 // computed. Each warp sends its own rows.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
 template <class Type>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::send_keys(int warpgroup, const KeyBlockInfo& w,
+__device__ inline void Backward<T, Dim, sums, bins, extra>::send_keys(int warpgroup, const KeyBlockInfo& w,
                                                                       const Accumulator<Dim>& dk,
                                                                       const Accumulator<Dim>& dv, int key_stage,
                                                                       int ds_stage, int offset) const {
@@ -50,8 +50,8 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::send_keys(int warpgr
 }
 
 // Releases the shared memory from which this warp's rows of dk and dv were sent.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::release_sent(int key_stage, int ds_stage) {
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::release_sent(int key_stage, int ds_stage) {
   if (threadIdx.x % 32 == 0) ptx::bulk_store_wait_read();
   if constexpr (kSendsFromDs) {
     arrive_as_warp(shared.ds_pipe.empty[ds_stage]);
@@ -62,8 +62,8 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::release_sent(int key
 }
 
 // Writes the warpgroup's rows of dk and dv of a block with `iterations` iterations, the last of which was number n - 1.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::write(int warpgroup, const KeyBlockInfo& w,
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::write(int warpgroup, const KeyBlockInfo& w,
                                                                   Accumulator<Dim>& dk, Accumulator<Dim>& dv,
                                                                   int key_stage, int iterations, unsigned n,
                                                                   int offset) const {
@@ -80,8 +80,8 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::write(int warpgroup,
 }
 
 // Stores the warpgroup's rows of ds for dq of the next iteration.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::put_ds(const Operand<T, kQueries>& ds, int warpgroup,
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::put_ds(const Operand<T, kQueries>& ds, int warpgroup,
                                                                    unsigned n, int offset) {
   const int stage = n % kDsStages;
   shared.ds_pipe.empty[stage].wait(n / kDsStages % 2 ^ 1);
@@ -92,8 +92,8 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::put_ds(const Operand
 
 // Passes by the first tile of queries, none of which sees the warpgroup's keys: stores a ds of 0, and takes the turn
 // without products. Returns where dq of the tile goes.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline Target Backward<T, Dim, sums, bins, alibi>::pass_first(int warpgroup, unsigned n, float dq_sums_scale,
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline Target Backward<T, Dim, sums, bins, extra>::pass_first(int warpgroup, unsigned n, float dq_sums_scale,
                                                                          int offset) {
   const int stage = n % kStages;
   const Target target = target_of<sums>(shared.rows[stage], dq_row(warpgroup), dq_sums_scale);
@@ -107,13 +107,13 @@ __device__ inline Target Backward<T, Dim, sums, bins, alibi>::pass_first(int war
 
 // Turns s into p = exp(scale s - lse), also where a query does not see a key. `key`: of the fragment's first row;
 // `head`: of the group. With ALiBi lse is not in `columns` but read here, as there may be no registers for it.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
 template <bool kUsual>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::take_P(Accumulator<kQueries>& s, float factor,
+__device__ inline void Backward<T, Dim, sums, bins, extra>::take_P(Accumulator<kQueries>& s, float factor,
                                                                    const ColumnValues<kQueries>& columns,
                                                                    const Rows& rows, const KeyBlockInfo& w, int key,
                                                                    int head) const {
-  if constexpr (alibi)
+  if constexpr (kAlibi)
     take_alibi_P<kUsual>(a, s, factor, slope_of(a.slopes, a, w, head), rows.lse, w, key, rows.first);
   else
 #pragma unroll
@@ -121,8 +121,8 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::take_P(Accumulator<k
 }
 
 // Computes all blocks of keys, as consumer warpgroup `warpgroup`.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::consume(int warpgroup) {
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::consume(int warpgroup) {
   unsigned n = 0;     // iterations of all blocks so far, which give the stage and phase of each pipeline
   bool sent = false;  // dk and dv of the block before take shared memory, until the next block's first iteration
   if (warpgroup == 1) ping_pong_arrive(warpgroup);  // warpgroup 0 goes first
@@ -148,9 +148,9 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::consume(int warpgrou
 // The iterations of a block. kUsual is true where ds and dq have the exponents of the head's first bin, and
 // ALiBi has gentle terms. `sent`: dk and
 // dv of the block before still take shared memory.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
 template <bool kUsual>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::compute(int warpgroup, const KeyBlockInfo& w,
+__device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgroup, const KeyBlockInfo& w,
                                                                     const BlockFactors& f, int key_stage, bool sent,
                                                                     unsigned& n) {
   const int first_row = warpgroup * kWarpgroupRows, iterations = f.iterations;
@@ -173,18 +173,18 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::compute(int warpgrou
     ptx::wgmma_commit();
   };
   const auto add_dq = [&](Accumulator<kDqColumns>& dq) {
-    if (!kUsual) dq.scale(dq_factor);
+    if (!kUsual) dq.scale(kFactorsStay ? f.dq : dq_factor);
     add(target, warpgroup, dq, thread);
   };
   const auto wait_q = [&](unsigned step) { shared.q_pipe.full[step % kStages].wait(step / kStages % 2); };
-  [[maybe_unused]] int head = 0;  // of the group; ALiBi
+  [[maybe_unused]] int head = 0;  // of the group
   if (kAwaitsNext && iterations) wait_q(n);
   int left = iterations;
   if (kPassesFirst && warpgroup == 1 && f.passes_first) {
     if (sent) release_sent(key_stage ^ 1, (n - 1) % kDsStages);
     target = pass_first(warpgroup, n, dq_sums_scale, ds_offset);
     --left, ++n;
-    if constexpr (alibi) head = next_head(head);
+    if constexpr (kByHead) head = next_head(head);
     if (left) wait_q(n);
   }
   for (; left; --left, ++n) {
@@ -206,24 +206,28 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::compute(int warpgrou
       ping_pong_arrive(warpgroup);  // ends the turn that began in the iteration before
     else if (sent)
       release_sent(key_stage ^ 1, (n - 1) % kDsStages);
+    Kept kept;
+    if constexpr (kDrops && kEarlyKept) find_kept(w, head, first_row, rows.first, kept);  // beside the products
     // p = exp(scale s - lse).
     ptx::wgmma_wait<1>();
     ptx::fence_operand(s.x);
-    ColumnValues<kQueries> columns(alibi ? rows.delta : rows.lse);
+    ColumnValues<kQueries> columns(kAlibi ? rows.delta : rows.lse);
     take_P<kUsual>(s, logits_factor, columns, rows, w, w.first_key + first_row, head);
     if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + first_row, rows.first);
-    if constexpr (kEarlyP) convert(s, p);
+    if constexpr (kEarlyP && (!kDrops || kEarlyKept)) take_p(s, kept, p);
     // ds = p (dp - delta); release the rows and, unless dv leaves there, v after the last iteration.
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dp.x);
     if (kSendsFromDs && left == 1) arrive_as_warp(shared.v_pipe.empty[key_stage]);
+    if constexpr (kDrops && !kEarlyKept) find_kept(w, head, first_row, rows.first, kept);
+    if constexpr (kDrops) drop(dp, kept);
     columns.read(rows.delta);
     const Target next_target = target_of<sums>(rows, dq_row(warpgroup), dq_sums_scale);
     shared.rows_empty[stage].arrive();
 #pragma unroll
     for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_factor, -columns.of(i));
-    if (!kUsual) dp.scale(ds_factor);
-    if constexpr (!kEarlyP) convert(s, p);
+    if (!kUsual) dp.scale(kFactorsStay ? f.ds : ds_factor);
+    if constexpr (!kEarlyP || (kDrops && !kEarlyKept)) take_p(s, kept, p);
     convert(dp, ds);
     put_ds(ds, warpgroup, n, ds_offset);
     // Ping-pong: issue dv += p do, dq of the iteration before, dk += ds q.
@@ -250,7 +254,7 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::compute(int warpgrou
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dk.x);
     arrive_as_warp(shared.q_pipe.empty[stage]);
-    if constexpr (alibi) head = next_head(head);
+    if constexpr (kByHead) head = next_head(head);
   }
   // dq of the last iteration.
   if (iterations) {

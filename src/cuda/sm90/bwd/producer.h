@@ -6,8 +6,8 @@
 namespace octet::cuda::sm90 {
 
 // Loads q and do, and k and v ahead of the first iteration of their block. Runs on one thread.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::produce() {
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::produce() {
   unsigned n = 0;  // iterations so far
   next_tile(0);
   for (unsigned tile_index = 0;; ++tile_index) {
@@ -19,8 +19,8 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::produce() {
   }
 }
 
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::load_tiles(const KeyBlockInfo& w, unsigned tile_index,
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::load_tiles(const KeyBlockInfo& w, unsigned tile_index,
                                                                        unsigned& n) {
   const int group = a.heads / a.kv_heads, iterations = group * w.tiles.count();
   // The next block is taken when this many iterations are left.
@@ -52,8 +52,8 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::load_tiles(const Key
 }
 
 // Takes the next block of keys, or the last one again for one more bin of its queries, and loads its k and v.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::next_tile(unsigned tile_index) {
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::next_tile(unsigned tile_index) {
   const int slot = tile_index % Shared::kTileSlots, stage = tile_index % kKeyStages;
   KeyBlockInfo& w = shared.key_block[slot];
   shared.tile_pipe.empty[slot].wait(tile_index / Shared::kTileSlots % 2 ^ 1);
@@ -78,8 +78,8 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::next_tile(unsigned t
     fetch_rows(true, w, stage), fetch_rows(false, w, stage);
 }
 
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::fetch_tiles(unsigned tile_index, int stage) {
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::fetch_tiles(unsigned tile_index, int stage) {
   const int slot = tile_index % Shared::kTileSlots;
   KeyBlockInfo& w = shared.key_block[slot];
   const int head = w.batch * a.kv_heads + w.kv_head;
@@ -94,8 +94,8 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::fetch_tiles(unsigned
 }
 
 // Runs on the thread that sets the exponents of the block, before k and v are ready.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::set_factors(int slot) {
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::set_factors(int slot) {
   const auto power_of_two = [](int exponent) { return exp2f(static_cast<float>(exponent)); };
   const KeyBlockInfo& w = shared.key_block[slot];
   BlockFactors& f = shared.factors[slot];
@@ -103,10 +103,11 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::set_factors(int slot
   const KeyExponents& of_keys = w.exponents;
   f.usual = sums == Sums::integers || (bins == Bins::first && of_keys.k == e.k && of_keys.ds == 0);
   f.logits = a.scale * 1.44269504f * power_of_two(-e.q - of_keys.k);
-  f.product = power_of_two(e.product + e.v - of_keys.v);
+  const float kept_scale = kDrops ? a.dropout.scale : 1.f;
+  f.product = kept_scale * power_of_two(e.product + e.v - of_keys.v);
   f.ds = power_of_two(-of_keys.ds);
   f.dq = power_of_two(of_keys.ds + e.k - of_keys.k + (bins == Bins::first ? 0 : e.dq));
-  f.dv = WideFactor::of(1.f, -e.p - e.do_);
+  f.dv = WideFactor::of(kept_scale, -e.p - e.do_);
   f.dk = WideFactor::of(a.scale, of_keys.ds - e.p - e.product - e.do_ - e.v - e.q);
   const int group = a.heads / a.kv_heads;
   f.iterations = group * w.tiles.count();
@@ -114,11 +115,11 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::set_factors(int slot
                    (w.tiles.first + 1) * kQueries - 1 + a.mask.shift(w.q.tokens, w.k.tokens) + a.mask.right <
                        w.first_key + kWarpgroupRows;
   f.unmasked = {a, w, w.first_key, kKeys, kQueries, group};
-  if constexpr (alibi) f.usual = f.usual && has_gentle_terms(a.slopes, a, w, w.tiles.first * kQueries);
+  if constexpr (kAlibi) f.usual = f.usual && has_gentle_terms(a.slopes, a, w, w.tiles.first * kQueries);
 }
 
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::fetch_rows(bool is_k, const KeyBlockInfo& w,
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::fetch_rows(bool is_k, const KeyBlockInfo& w,
                                                                        int stage) const {
   Barrier& full = rows_full(is_k, stage);
   full.arrive_expecting(TileK::kBytes);
@@ -127,8 +128,8 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::fetch_rows(bool is_k
 }
 
 // Converts k and v of a block of keys while the block before is computed, unless they were preprocessed as tiles.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::convert_keys(int thread) {
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::convert_keys(int thread) {
   if (a.k) return;
   uint32_t phases = 0;  // a bit for the barrier of k and of v in each stage; see rows_phase_bit
   for (unsigned tile_index = 0;; ++tile_index) {
@@ -148,8 +149,8 @@ __device__ inline void Backward<T, Dim, sums, bins, alibi>::convert_keys(int thr
 }
 
 // Converts k or v once it has arrived.
-template <class T, int Dim, Sums sums, Bins bins, bool alibi>
-__device__ inline void Backward<T, Dim, sums, bins, alibi>::convert_rows(int thread, bool is_k, unsigned tile_index,
+template <class T, int Dim, Sums sums, Bins bins, Extra extra>
+__device__ inline void Backward<T, Dim, sums, bins, extra>::convert_rows(int thread, bool is_k, unsigned tile_index,
                                                                          int stage, uint32_t& phases) {
   const int slot = tile_index % Shared::kTileSlots;
   KeyBlockInfo& w = shared.key_block[slot];

@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda/bwd/preprocess.h"
 #include "cuda/fragment/alibi.h"
+#include "cuda/fragment/dropout.h"
 
 namespace octet::cuda::sm90 {
 
@@ -15,6 +16,7 @@ struct BackwardRowsParams : BackwardParams {
   CUtensorMap q_rows, do_rows, dk_rows, dv_rows;
   bool sends_keys;
   AlibiSlopes slopes;
+  Dropout dropout;
 };
 constexpr int kSentRows = 16;  // of a warp
 

@@ -9,28 +9,32 @@
 namespace octet::cuda::sm90 {
 namespace {
 
-constexpr int kMax8BitDim = 128, kMaxAlibiDim = 128;
+constexpr int kMax8BitDim = 128;
 
 struct Row {
   ForwardFormats formats;
-  bool beta, k_as_it_came, alibi;
+  bool beta, k_as_it_came;
+  Extra extra;
   Kernel (*kernel)(int64_t dim, int64_t dim_v);
 };
 constexpr Row kRows[] = {
-    {kF16, false, false, false, forward_kernel<PrecisionF16>},
-    {kF16, false, false, true, forward_kernel<WithAlibi<PrecisionF16>>},
-    {kF16, true, false, false, forward_kernel<WithBeta<PrecisionF16>>},
-    {kBf16, false, false, false, forward_kernel<PrecisionBf16>},
-    {kBf16, false, false, true, forward_kernel<WithAlibi<PrecisionBf16>>},
-    {kBf16, true, false, false, forward_kernel<WithBeta<PrecisionBf16>>},
-    {kBf16F16Compute, false, false, false, forward_kernel<PrecisionBf16F16Compute>},
-    {kBf16F16Compute, false, false, true, forward_kernel<WithAlibi<PrecisionBf16F16Compute>>},
-    {kInt8F16, false, false, false, forward_kernel<PrecisionInt8F16>},
-    {kInt8, false, false, false, forward_8bit_kernel<PrecisionInt8>},
-    {kInt8Fp8, false, false, false, forward_8bit_kernel<PrecisionInt8Fp8>},
-    {kFp8, false, false, false, forward_8bit_kernel<PrecisionFp8>},
-    {kFp8, false, true, false, forward_8bit_kernel<PrecisionFp8Prequantized>},
-    {kFp8Raw, false, true, false, forward_8bit_kernel<PrecisionFp8Unscaled>},
+    {kF16, false, false, Extra::none, forward_kernel<PrecisionF16>},
+    {kF16, false, false, Extra::alibi, forward_kernel<WithAlibi<PrecisionF16>>},
+    {kF16, false, false, Extra::dropout, forward_kernel<WithDropout<PrecisionF16>>},
+    {kF16, true, false, Extra::none, forward_kernel<WithBeta<PrecisionF16>>},
+    {kBf16, false, false, Extra::none, forward_kernel<PrecisionBf16>},
+    {kBf16, false, false, Extra::alibi, forward_kernel<WithAlibi<PrecisionBf16>>},
+    {kBf16, false, false, Extra::dropout, forward_kernel<WithDropout<PrecisionBf16>>},
+    {kBf16, true, false, Extra::none, forward_kernel<WithBeta<PrecisionBf16>>},
+    {kBf16F16Compute, false, false, Extra::none, forward_kernel<PrecisionBf16F16Compute>},
+    {kBf16F16Compute, false, false, Extra::alibi, forward_kernel<WithAlibi<PrecisionBf16F16Compute>>},
+    {kBf16F16Compute, false, false, Extra::dropout, forward_kernel<WithDropout<PrecisionBf16F16Compute>>},
+    {kInt8F16, false, false, Extra::none, forward_kernel<PrecisionInt8F16>},
+    {kInt8, false, false, Extra::none, forward_8bit_kernel<PrecisionInt8>},
+    {kInt8Fp8, false, false, Extra::none, forward_8bit_kernel<PrecisionInt8Fp8>},
+    {kFp8, false, false, Extra::none, forward_8bit_kernel<PrecisionFp8>},
+    {kFp8, false, true, Extra::none, forward_8bit_kernel<PrecisionFp8Prequantized>},
+    {kFp8Raw, false, true, Extra::none, forward_8bit_kernel<PrecisionFp8Unscaled>},
 };
 
 // An e4m3 input is not quantized again where q and k become e4m3. Unscaled fp8 casts its inputs without quantization.
@@ -47,7 +51,7 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
   const bool q_came = as_it_came(formats, p.q), k_came = as_it_came(formats, p.k);
   const auto* const row = std::find_if(std::begin(kRows), std::end(kRows), [&](const Row& x) {
     return x.formats == formats && x.beta == (numerics.beta != 0.f) && x.k_as_it_came == k_came &&
-           x.alibi == p.alibi_slopes.present();
+           x.extra == extra_of(p);
   });
   const QuantizedFormat qk = formats.qk == OCTET_I8 ? QuantizedFormat::s8 : QuantizedFormat::e4m3;
   return {.kernel = row->kernel(p.dim, p.dim_v),
@@ -63,18 +67,26 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
           .v_by_channel = formats.v_scale == Group::channel};
 }
 
+Extra extra_of(const Problem& p) {
+  return p.alibi_slopes.present() ? Extra::alibi : p.dropout ? Extra::dropout : Extra::none;
+}
+
 bool has_kernels(const ForwardFormats& formats) {
   return std::any_of(std::begin(kRows), std::end(kRows), [&](const Row& row) { return row.formats == formats; });
 }
 
-std::optional<std::string> alibi_unsupported_reason(const Problem& p, const ForwardNumerics& numerics) {
+std::optional<std::string> extra_unsupported_reason(const Problem& p, const ForwardNumerics& numerics) {
+  const Extra extra = extra_of(p);
+  if (extra == Extra::none) return {};
+  const std::string without = extra == Extra::alibi ? "it has no alibi_slopes" : "it has no dropout";
+  if (p.dropout && p.alibi_slopes.present()) return "it has no dropout together with alibi_slopes";
   if (std::none_of(std::begin(kRows), std::end(kRows),
-                   [&](const Row& row) { return row.formats == numerics.formats && row.alibi; }))
-    return text("it has no alibi_slopes in ", name(p.precision));
-  if (const int64_t dim = std::max(p.dim, p.dim_v); dim > kMaxAlibiDim)
-    return text("it has no alibi_slopes for head dim ", dim, "; it has: up to ", kMaxAlibiDim);
-  if (p.pass == OCTET_FORWARD && numerics.beta) return "it has no alibi_slopes with bias_correction beta";
-  if (p.pass == OCTET_BACKWARD && p.deterministic) return "it has no alibi_slopes in a deterministic backward pass";
+                   [&](const Row& row) { return row.formats == numerics.formats && row.extra == extra; }))
+    return text(without, " in ", name(p.precision));
+  if (const int64_t dim = std::max(p.dim, p.dim_v); dim > kMaxExtraDim)
+    return text(without, " for head dim ", dim, "; it has: up to ", kMaxExtraDim);
+  if (p.pass == OCTET_FORWARD && numerics.beta) return text(without, " with bias_correction beta");
+  if (p.pass == OCTET_BACKWARD && p.deterministic) return text(without, " in a deterministic backward pass");
   return {};
 }
 

@@ -19,7 +19,7 @@ namespace octet::cuda::sm90 {
 // The head dims that the kernels of a precision are built for.
 template <class Precision>
 using ForwardDims = std::conditional_t<
-    kHasAlibi<Precision>, DimsList<Dims64, Dims128>,
+    kHasAlibi<Precision> || kHasDropout<Precision>, ExtraDims,
     std::conditional_t<kIntegerLogits<Precision> || kHasBeta<Precision>,
                        DimsList<Dims64, Dims128, Dims192x128, Dims256>,
                        DimsList<Dims64, Dims80, Dims96, Dims128, Dims160, Dims192x128, Dims192, Dims256>>>;

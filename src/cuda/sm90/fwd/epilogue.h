@@ -13,8 +13,7 @@ template <class Precision, class Dims>
 __device__ inline bool Forward<Precision, Dims>::write(const TileInfo& q_tile, int query, const OnlineSoftmax& softmax,
                                                        VMean& v_mean, Accumulator<Dims::kDimV>& o, unsigned char* q,
                                                        int warpgroup) const {
-  const float v_scale =
-      a.v_scale ? a.v_scale[q_tile.batch * (a.scheduler.heads / a.group) + q_tile.head / a.group] : 1.f;
+  const float v_scale = v_scale_of(q_tile.batch * (a.scheduler.heads / a.group) + q_tile.head / a.group);
   RowValues l, inverse, share{1.f, 1.f};
   RowValues origin;
   RowValues row_bias{0.f, 0.f};  // what the logits of the row lack: of ALiBi, or by the mean of k
@@ -131,7 +130,7 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
   };
   const SeenTiles tiles = tiles_of(q_tile, q_tile.q_start, kRows);
   const Interval keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
-  if (!masks_infinite(keys, first, q_tile.q_tokens, a.dim_v, keys_of, value)) return;
+  if (!kDrops && !masks_infinite(keys, first, q_tile.q_tokens, a.dim_v, keys_of, value)) return;
   const auto row_of = [&](int query) {
     const auto* const q = a.q_rows.row<QkType>(q_tile.batch, q_tile.head, int64_t{q_tile.q_first} + query);
     const float scale_log2 = softmax_scale_log2(q_tile, query)[0];
@@ -143,12 +142,15 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
           scale_log2 * k_scale * dot(q, a.k_rows.row<QkType>(q_tile.batch, kv_head, int64_t{k_first} + key), a.dim);
       return kAlibi ? x + alibi.term(slope_log2(slope), key) : x;
     };
-    UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(query), a.dim_v, logit, value);
+    const auto kept_value = [&](int key, int channel) {
+      return kDrops && a.dropout.drops(q_tile.sequence, q_tile.head, query, key) ? 0.f : value(key, channel);
+    };
+    UnmaskedRow<Dims::kDimV> row = attend_row<Dims::kDimV>(keys_of(query), a.dim_v, logit, kept_value);
     const float mean_logit =
         kQuantizedQk && a.mean_logit ? a.scale * a.mean_logit[a.scheduler.row_of(q_tile) + query] : 0.f;
     RowSum<kBiased> sum{row.log2_sum, kAlibi ? alibi.row_bias(slope) : mean_logit};
     row.scale(sum.add_sink(a.sinks.at(q_tile.batch, q_tile.head)), [&](int channel) -> float2 {
-      return {a.v_scale ? a.v_scale[kv] : 1.f, kCompensated<Precision> ? a.v_mean[kv * Dims::kDimV + channel] : 0.f};
+      return {v_scale_of(kv), kCompensated<Precision> && !kDrops ? a.v_mean[kv * Dims::kDimV + channel] : 0.f};
     });
     return row;
   };

@@ -49,7 +49,8 @@ struct Forward {
   static_assert(Tile::kWarpgroups * Tile::kRegisters + Tile::kProducerRegisters <=
                 65536 / kThreads / 8 * 8 * (Tile::kWarpgroups + 1));
 
-  static constexpr bool kQuantizedQk = kIntegerLogits<Precision>, kAlibi = kHasAlibi<Precision>;
+  static constexpr bool kQuantizedQk = kIntegerLogits<Precision>, kAlibi = kHasAlibi<Precision>,
+                        kDrops = kHasDropout<Precision>;
   static constexpr bool kBiased = kQuantizedQk || kAlibi;  // rows may have a row bias (fragment/finish.h)
   template <int Rows>
   using OperandTile = std::conditional_t<kQuantizedQk, SharedTile8Bit<typename Precision::QkType, Rows, Dims::kDim>,
@@ -165,6 +166,12 @@ struct Forward {
     return shared.partial + warpgroup * kSavedOWords * kWarpgroup + threadIdx.x % kWarpgroup;
   }
 
+  // Returns what o is multiplied by: the power of two of v, and the scale of the elements of P that dropout keeps.
+  __device__ float v_scale_of(int kv) const {
+    const float scale = a.v_scale ? a.v_scale[kv] : 1.f;
+    return kDrops ? scale * a.dropout.scale : scale;
+  }
+
   // The V mean of this thread's columns.
   struct SomeVMean {
     float2 x[Dims::kDimV / 8];
@@ -175,7 +182,9 @@ struct Forward {
   static constexpr bool kVMeanEarly = Dims::kDimV <= (kCompensated<Precision> && Tile::kWarpgroups > 2 ? 64 : 128);
   __device__ VMean v_mean_of(const TileInfo& q_tile) const {
     VMean v_mean;
-    if constexpr (kCompensated<Precision>) {
+    if constexpr (kDrops) {
+      v_mean = {};
+    } else if constexpr (kCompensated<Precision>) {
       const int64_t kv = q_tile.batch * (a.scheduler.heads / a.group) + q_tile.head / a.group;
 #pragma unroll
       for (int i = 0; i < Dims::kDimV / 8; ++i)
@@ -233,6 +242,21 @@ struct Forward {
     const Block& block = shared.block[at.q.stage];
     return {a.scale_log2e, block.slope, query + block.q_tile.k_tokens - block.q_tile.q_tokens,
             tile * kKeys + fragment_column()};
+  }
+
+  // The elements of P that dropout keeps. With 160 registers they are found when the last P has been multiplied.
+  static constexpr bool kEarlyKept = Tile::kWarpgroups < 3;
+  struct All {};
+  using Kept = std::conditional_t<kDrops, KeptElements<kKeys, RowTokens::queries>, All>;
+  __device__ void find_kept(const Rows& rows, int tile, Kept& kept) const {
+    if constexpr (kDrops)
+      kept.find(a.dropout.stream(rows.q_tile.sequence, rows.q_tile.head), a.dropout.dropped, rows.query, tile * kKeys);
+  }
+  // Converts P for the product with v.
+  template <class Logits>
+  __device__ static void take_p(const Logits& x, const Kept& kept, P& p) {
+    convert(x, p);
+    if constexpr (kDrops) drop(p, kept);
   }
 
   // The verbs of the mainloop. Products are issued without waiting for them. `stage`: of k.

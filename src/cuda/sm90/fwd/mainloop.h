@@ -131,7 +131,9 @@ __device__ inline void Forward<Precision, Dims>::begin(const Rows& rows, const P
   if constexpr (kAlibi) alibi_tile(at, rows.query, rows.tiles.last - 1).add(x, rows.ranges);
   mask(rows, x, rows.tiles.last - 1);
   rows.softmax.template exp_update_max<Precision::kPExponent>(x);
-  convert(x, p);
+  Kept kept;
+  find_kept(rows, rows.tiles.last - 1, kept);
+  take_p(x, kept, p);
 }
 
 // Turns the logits of a tile, or with ALiBi its products, into P over the stale maximum, and returns their sums.
@@ -169,7 +171,7 @@ __device__ inline void Forward<Precision, Dims>::finish(const Rows& rows, VMean&
     const Interval seen = a.mask.keys_of(rows.query, rows.q_tile.q_tokens, rows.q_tile.k_tokens);
     nonfinite |= seen.first == seen.last;
   }
-  if (a.mask.windowed && __any_sync(~0u, nonfinite)) {
+  if ((a.mask.windowed || kDrops) && __any_sync(~0u, nonfinite)) {
     __syncwarp();  // save_tile() is done
     recompute_rows(kThroughQ ? shared.block[ptx::opaque(at.q.stage)].q_tile : saved_tile(ptx::opaque(rows.warpgroup)),
                    ptx::opaque(rows.warpgroup));
@@ -233,6 +235,8 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         wait_v(at);
         multiply_pv(at, p, o);
         ping_pong_arrive(warpgroup);
+        Kept kept;
+        if constexpr (kEarlyKept) find_kept(rows, tile, kept);  // beside the products
         // Wait for q k^T; softmax; wait for p v.
         ptx::wgmma_wait<1>();
         take_logits(at, s, x);
@@ -275,7 +279,8 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         }
         // Release v; convert p for the next p v.
         release_v(at);
-        convert(x, p);
+        if constexpr (!kEarlyKept) find_kept(rows, tile, kept);
+        take_p(x, kept, p);
       }
       // Sign flip between the two loops.
       if (kFlipsSigns && !half && flips) flip_signs(o, partial(warpgroup)), twice = {2.f, 2.f};

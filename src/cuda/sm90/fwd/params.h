@@ -3,6 +3,7 @@
 #include <cuda.h>
 
 #include "cuda/fragment/alibi.h"
+#include "cuda/fragment/dropout.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/output.h"
 #include "cuda/fragment/precision.h"
@@ -37,6 +38,7 @@ struct ForwardParams {
   int dim;
   VSlices v_slices;    // of a v that this kernel converts; kCompensated precisions only
   AlibiSlopes slopes;  // kHasAlibi precisions only
+  Dropout dropout;     // kHasDropout precisions only
 };
 
 // The keys of each sequence of 8-bit operands are padded to a multiple of n = kLaidOutKeys. Packed sequence s starts at
