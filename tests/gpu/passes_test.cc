@@ -152,10 +152,10 @@ bool supported(const Case& c, const Inputs& in, const Kind& kind) {
   // Without o_residual the forward pass for training is the other one, and there is no backward pass.
   if (int8_backward && !c.has_residual()) return false;
   if (kind.training && c.has_residual() && !tests_sm80()) return false;
-  if (c.dropout_p != 0 && (!gpu_has_dropout(kind.precision) || (kind.training && c.has_residual()))) return false;
+  if (c.dropout_p != 0 && kind.training && c.has_residual()) return false;
   const Attention attention{
       .precision = kind.precision, .bias_correction = kind.bias_correction, .deterministic = kind.deterministic};
-  if (c.alibi != Alibi::none && !gpu_takes_alibi(kind.pass, attention, std::max(c.dim, c.dim_v))) return false;
+  if (!gpu_takes_extras(c, kind.pass, attention)) return false;
   return gpu_computes(kind.pass, kind.precision) && gpu_takes_logits(c, in.mask_dtype, in.mask.shape) &&
          (c.dtype != DType::e4m3 || kind.reads_e4m3() || gpu_takes_e4m3_as_numbers()) && dims;
 }

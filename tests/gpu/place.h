@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <initializer_list>
 #include <map>
@@ -60,10 +61,18 @@ inline bool gpu_takes_alibi(Pass pass, const Attention& attention, int64_t dim) 
   const bool beta = pass == Pass::forward && attention.bias_correction == BiasCorrection::beta;
   return sixteen_bits && !beta && dim <= 128 && !(pass == Pass::backward && attention.deterministic);
 }
-// Whether the backend has dropout in a precision.
+// Whether the backend has dropout in a precision, in some calls.
 inline bool gpu_has_dropout(Precision precision) {
-  return tests_sm80() && (precision == Precision::f32 || precision == Precision::f16 || precision == Precision::bf16 ||
-                          precision == Precision::int8_f16);
+  const bool sixteen_bits = precision == Precision::f16 || precision == Precision::bf16;
+  return sixteen_bits || (tests_sm80() && (precision == Precision::f32 || precision == Precision::int8_f16));
+}
+// Whether the backend computes the ALiBi and the dropout of a case in a call.
+inline bool gpu_takes_extras(const Case& c, Pass pass, const Attention& attention) {
+  const bool alibi = c.alibi != Alibi::none, drops = c.dropout_p != 0;
+  if (drops && !gpu_has_dropout(attention.precision)) return false;
+  return !(alibi || drops) || tests_sm80() ||
+         (!(alibi && drops) && !(drops && c.mask != MaskTensor::none) &&
+          gpu_takes_alibi(pass, attention, std::max(c.dim, c.dim_v)));
 }
 // Whether 16-bit precisions take inputs of e4m3.
 inline bool gpu_takes_e4m3_as_numbers() { return tests_sm80(); }

@@ -16,8 +16,7 @@ bool solves(const RandomProblem& x) {
   const DType mask = x.in.mask.present() ? x.in.mask_dtype : DType::none;
   const bool gproj = x.pass == Pass::backward && x.attention.bias_correction == BiasCorrection::gproj;
   return gpu_computes(x.pass, x.attention.precision) && gpu_takes_logits(c, mask, x.in.mask.shape) && !gproj &&
-         (c.alibi == Alibi::none || gpu_takes_alibi(x.pass, x.attention, std::max(c.dim, c.dim_v))) &&
-         (c.dtype != DType::e4m3 || gpu_takes_e4m3_as_numbers());
+         gpu_takes_extras(c, x.pass, x.attention) && (c.dtype != DType::e4m3 || gpu_takes_e4m3_as_numbers());
 }
 
 // ds of 16 bits has one power of two for many rows (docs/kernels/backward.md, Limits), and deterministic sums of dq

@@ -180,12 +180,18 @@ std::vector<Rejected> rejected_by_sm90() {
     Asked& causal = with_key_mask("a causal mask or a window");
     causal.attention.causal = true, causal.attention.alignment = Alignment::top_left;
     add(of_pass, "it has no softcap").attention.softcap = 2.f;
-    add(of_pass, "it has no dropout").attention.dropout_p = .1;
+    with_key_mask("dropout").attention.dropout_p = .1;
+    Asked& wide_dropout = add(of_pass, "it has no dropout for head dim 160; it has: up to 128");
+    wide_dropout.attention.dropout_p = .1, wide_dropout.dim = 160;
+    Asked& both = add(of_pass, "it has no dropout together with alibi_slopes");
+    both.attention.dropout_p = .1, both.alibi = true;
     Asked& wide = add(of_pass, "it has no alibi_slopes for head dim 160; it has: up to 128");
     wide.alibi = true, wide.dim = 160;
   }
   for (const Precision p : {Precision::int8, Precision::int8_f16, Precision::fp8})
-    add(with_precision(p), "it has no alibi_slopes in " + std::string(name(p))).alibi = true;
+    add(with_precision(p), "it has no alibi_slopes in " + std::string(name(p)))
+        .alibi = true,
+   add(with_precision(p), "it has no dropout in " + std::string(name(p))).attention.dropout_p = .1;
   Asked& beta = add({}, "it has no alibi_slopes with bias_correction beta");
   beta.alibi = true, beta.attention.bias_correction = BiasCorrection::beta;
   Asked& deterministic = add({.pass = Pass::backward}, "it has no alibi_slopes in a deterministic backward pass");

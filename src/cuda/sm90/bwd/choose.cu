@@ -33,9 +33,12 @@ constexpr Row kF16RowWith = {kernel_with<F16, Bins::first, extra>, kernel_with<F
 
 const Row& row_of(const Problem& p, bool f16) {
   switch (extra_of(p)) {
-    case Extra::none: return f16 ? kF16Row : kBf16Row;
-    case Extra::alibi: return f16 ? kF16RowWith<Extra::alibi> : kBf16RowWith<Extra::alibi>;
-    case Extra::dropout: return f16 ? kF16RowWith<Extra::dropout> : kBf16RowWith<Extra::dropout>;
+    case Extra::none:
+      return f16 ? kF16Row : kBf16Row;
+    case Extra::alibi:
+      return f16 ? kF16RowWith<Extra::alibi> : kBf16RowWith<Extra::alibi>;
+    case Extra::dropout:
+      return f16 ? kF16RowWith<Extra::dropout> : kBf16RowWith<Extra::dropout>;
   }
   return kBf16Row;
 }

@@ -46,8 +46,11 @@ Plan backward(const Problem& p, void* workspace) {
   }
   const Result dk(p.dk, allocator), dv(p.dv, allocator);
   const auto name = [choice, slopes, drops = p.dropout != 0] {
-    return text("backward ", choice.f16 ? "in f16" : "in bf16", slopes.data ? " with ALiBi" : drops ? " with dropout" : "", ", wgmma, ",
-                choice.kernel.rows, " x ", choice.kernel.keys, " tiles",
+    return text("backward ", choice.f16 ? "in f16" : "in bf16",
+                slopes.data ? " with ALiBi"
+                : drops     ? " with dropout"
+                            : "",
+                ", wgmma, ", choice.kernel.rows, " x ", choice.kernel.keys, " tiles",
                 choice.sums == Sums::integers ? ", dq in integers" : "");
   };
   auto run = [=, &p](cudaStream_t stream) mutable {

@@ -156,7 +156,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
   const int first_row = warpgroup * kWarpgroupRows, iterations = f.iterations;
   const TileK k{shared.k[key_stage]}, v{shared.v[key_stage]};
   const auto k_for_dq = columns_of<kDqColumns>(k, kDqByQueries ? 0 : warpgroup * kDqColumns);
-  const UnmaskedIterations unmasked = f.unmasked;
+  const std::conditional_t<kFactorsStay, const UnmaskedIterations&, UnmaskedIterations> unmasked = f.unmasked;
   const float logits_factor = f.logits, product_factor = f.product, ds_factor = f.ds, dq_factor = f.dq;
   // opaque() keeps these in registers: else each iteration would compute them again between its products.
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x % kWarpgroup)), ds_offset = ptx::opaque(store_offset());

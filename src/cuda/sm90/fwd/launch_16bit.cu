@@ -8,8 +8,8 @@
 #include "cuda/host/launch.h"
 #include "cuda/host/tensor_map.h"
 #include "cuda/operands/contiguous.h"
-#include "cuda/operands/quantize/int8_logits.h"
 #include "cuda/operands/masks.h"
+#include "cuda/operands/quantize/int8_logits.h"
 #include "cuda/operands/slopes.h"
 #include "cuda/sm90/fwd/launch.h"
 #include "cuda/sm90/fwd/params.h"
@@ -27,12 +27,16 @@ Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspac
   if (quantizes) qk.emplace(p, KeySide{p.k, p.v}, kernel.dim, kernel.keys, allocator);
   unsigned* const counter = qk ? qk->counter() : allocator.take<unsigned>(1);
   const Input v(scales_v ? View{} : p.v, type, allocator);
-  const ScaledInput v_scaled(scales_v ? p.v : View{}, f16_v ? type : p.v.dtype, f16_v && !p.dropout ? kernel.dim_v : 0, allocator);
+  const ScaledInput v_scaled(scales_v ? p.v : View{}, f16_v ? type : p.v.dtype, f16_v && !p.dropout ? kernel.dim_v : 0,
+                             allocator);
   const Result o(p.o, allocator), o_residual(p.o_residual, allocator);
   const auto name = [&p, choice] {
     return text("forward ", octet::name(p.precision), choice.numerics.f16_p_and_v() ? " with P in f16" : "",
-                choice.numerics.beta ? " with beta" : "", p.alibi_slopes.present() ? " with ALiBi" : p.dropout ? " with dropout" : "", ", wgmma, ",
-                choice.kernel.rows, " x ", choice.kernel.keys, " tiles");
+                choice.numerics.beta ? " with beta" : "",
+                p.alibi_slopes.present() ? " with ALiBi"
+                : p.dropout              ? " with dropout"
+                                         : "",
+                ", wgmma, ", choice.kernel.rows, " x ", choice.kernel.keys, " tiles");
   };
   auto run = [=, &p](cudaStream_t stream) {
     if (!p.o.elements()) return;
@@ -40,7 +44,8 @@ Plan forward_16bit(const Problem& p, const ForwardChoice& choice, void* workspac
     ForwardParams a{};
     const SeenKeys seen = seen_keys(p);
     // The kernel converts v itself, unless it has few queries to do so beside.
-    const bool in_slices = f16_v && !p.dropout && v_scaled.in_slices(seen) && p.heads * p.tokens_q >= p.kv_heads * p.tokens_k;
+    const bool in_slices =
+        f16_v && !p.dropout && v_scaled.in_slices(seen) && p.heads * p.tokens_q >= p.kv_heads * p.tokens_k;
     if (!qk && !in_slices) clear(counter, stream);
     a.scheduler = scheduler_of(p, kernel, sizeof(F16), counter, blocks_before, stream);
     q.preprocess(stream), k.preprocess(stream);
