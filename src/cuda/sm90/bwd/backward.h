@@ -149,7 +149,7 @@ struct Backward {
     kept.find(stream, a.dropout.dropped, w.first_key + first_row + fragment_row(), query);
   }
   // Converts P for the product with do.
-  __device__ static void take_p(const Accumulator<kQueries>& s, const Kept& kept, Operand<T, kQueries>& p) {
+  __device__ static void convert_p(const Accumulator<kQueries>& s, const Kept& kept, Operand<T, kQueries>& p) {
     convert(s, p);
     if constexpr (kDrops) drop(p, kept);
   }

@@ -214,7 +214,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     ColumnValues<kQueries> columns(kAlibi ? rows.delta : rows.lse);
     take_P<kUsual>(s, logits_factor, columns, rows, w, w.first_key + first_row, head);
     if (!unmasked.has(left)) mask_P(a, s, w, w.first_key + first_row, rows.first);
-    if constexpr (kEarlyP && (!kDrops || kEarlyKept)) take_p(s, kept, p);
+    if constexpr (kEarlyP && (!kDrops || kEarlyKept)) convert_p(s, kept, p);
     // ds = p (dp - delta); release the rows and, unless dv leaves there, v after the last iteration.
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dp.x);
@@ -227,7 +227,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
 #pragma unroll
     for (int i = 0; i < kQueries / 2; ++i) dp.x[i] = s.x[i] * __fmaf_rn(dp.x[i], product_factor, -columns.of(i));
     if (!kUsual) dp.scale(kFactorsStay ? f.ds : ds_factor);
-    if constexpr (!kEarlyP || (kDrops && !kEarlyKept)) take_p(s, kept, p);
+    if constexpr (!kEarlyP || (kDrops && !kEarlyKept)) convert_p(s, kept, p);
     convert(dp, ds);
     put_ds(ds, warpgroup, n, ds_offset);
     // Ping-pong: issue dv += p do, dq of the iteration before, dk += ds q.

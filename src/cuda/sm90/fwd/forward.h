@@ -254,7 +254,7 @@ struct Forward {
   }
   // Converts P for the product with v.
   template <class Logits>
-  __device__ static void take_p(const Logits& x, const Kept& kept, P& p) {
+  __device__ static void convert_p(const Logits& x, const Kept& kept, P& p) {
     convert(x, p);
     if constexpr (kDrops) drop(p, kept);
   }

@@ -133,7 +133,7 @@ __device__ inline void Forward<Precision, Dims>::begin(const Rows& rows, const P
   rows.softmax.template exp_update_max<Precision::kPExponent>(x);
   Kept kept;
   find_kept(rows, rows.tiles.last - 1, kept);
-  take_p(x, kept, p);
+  convert_p(x, kept, p);
 }
 
 // Turns the logits of a tile, or with ALiBi its products, into P over the stale maximum, and returns their sums.
@@ -280,7 +280,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         // Release v; convert p for the next p v.
         release_v(at);
         if constexpr (!kEarlyKept) find_kept(rows, tile, kept);
-        take_p(x, kept, p);
+        convert_p(x, kept, p);
       }
       // Sign flip between the two loops.
       if (kFlipsSigns && !half && flips) flip_signs(o, partial(warpgroup)), twice = {2.f, 2.f};
