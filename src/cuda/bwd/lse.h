@@ -97,7 +97,7 @@ struct LseRows {
 
 // Each lane of a warp has a row; the warp computes those that have lost bits one after the other.
 template <class Logits>
-__global__ void __launch_bounds__(kLseThreads)
+__global__ void __launch_bounds__(kLseThreads, 1)
     lse_kernel(const __grid_constant__ LseParams p, const __grid_constant__ Logits logits) {
   const LseRows<Logits> of{p, logits};
   const int lane = threadIdx.x % 32;
