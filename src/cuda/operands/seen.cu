@@ -132,7 +132,8 @@ SeenKeySide::SeenKeySide(const Problem& p, ReadsK reads_k, WorkspaceAllocator& w
       heads_(p.mask.present() && p.mask.stride[1] ? static_cast<int>(p.kv_heads) : 1) {
   if (!p.mask.present() || !p.v.elements()) return;
   seen_ = workspace.take<unsigned char>(static_cast<std::size_t>(batches_ * heads_ * p.tokens_k));
-  v_ = contiguous(p.v, p.v.dtype, workspace);
+  const bool codes = p.v.dtype == OCTET_I8 || p.v.dtype == OCTET_U8;
+  if (!codes) v_ = contiguous(p.v, p.v.dtype, workspace);
   if (reads_k == ReadsK::as_it_is) return;
   k_ = contiguous(p.k, p.k.dtype, workspace);
   counts_ = workspace.take<int>(static_cast<std::size_t>(batches_) * heads_);
@@ -144,7 +145,7 @@ void SeenKeySide::preprocess(cudaStream_t stream) const {
   const std::size_t bytes = static_cast<std::size_t>(batches_) * heads_ * sizeof *counts_;
   if (counts_) check(cudaMemsetAsync(counts_, 0, bytes, stream), "cudaMemsetAsync");
   list_keys(p_, seen, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1, counts_, stream);
-  copy_seen(p_.v, strided(v_), seen, 1, stream);
+  if (v_.data != p_.v.data) copy_seen(p_.v, strided(v_), seen, 1, stream);
   if (counts_) copy_seen(p_.k, strided(k_), seen, 1, stream);
 }
 

@@ -14,7 +14,8 @@ namespace octet::cuda {
 // A forward pass reads k as it is; if it takes statistics of k, it reads a copy in which hidden keys are 0.
 enum class ReadsK { as_it_is, seen };
 
-// The v of a forward pass, and its k. Without a mask tensor they are those of the problem.
+// The v of a forward pass, and its k. Without a mask tensor they are those of the problem, and so is a v of integers: a
+// code is finite, and the P of a hidden one is 0.
 class SeenKeySide {
  public:
   SeenKeySide(const Problem& p, ReadsK reads_k, WorkspaceAllocator& workspace);
