@@ -93,7 +93,7 @@ struct Rejected {
   std::string reason;
 };
 
-constexpr const char* kNoSmoothQ = "smooth_q is on; it takes auto and off, the reference backend takes on too";
+constexpr const char* kNoSmoothQ = "smooth_q is on; it takes auto and off, the reference backend and sm80 take on too";
 
 // What neither backend computes.
 std::vector<Rejected> rejected_by_both() {
@@ -147,8 +147,9 @@ std::vector<Rejected> rejected_by_sm80() {
                   "it has no int8 forward pass with o_residual for head dim 160; it has: up to 128"});
   list.back().asked.training = true, list.back().asked.dim = 160;
   list.push_back({with_precision(Precision::int8, Pass::jvp), "it has no int8 jvp pass; it has: forward, backward"});
-  list.push_back({with_precision(Precision::int8_f16), kNoSmoothQ});
-  list.back().asked.attention.smooth_q = Switch::on;
+  list.push_back(
+      {with_precision(Precision::int8), "smooth_q is on; its int8 forward pass with o_residual takes auto and off"});
+  list.back().asked.training = true, list.back().asked.attention.smooth_q = Switch::on;
   list.push_back({{.device = 200}, "device 200 is no GPU of compute capability 8.0 or later"});
   return list;
 }

@@ -95,7 +95,8 @@ Answer plan(const Problem& p, void* workspace) {
   if (p.dmask.present()) return text("it has no gradient of masks");
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = quantized_unsupported_reason(p, numerics.formats)) return std::move(*reason);
-  if (auto reason = smooth_q_unsupported_reason(p)) return std::move(*reason);
+  if (p.smooth_q && numerics.formats == kInt8Training)
+    return text("smooth_q is on; its int8 forward pass with o_residual takes auto and off");
   if (auto reason = bias_correction_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = missing_exact_output(p)) return std::move(*reason);
   const auto plan_of_pass = [&](const Problem& problem, void* memory) -> Answer {

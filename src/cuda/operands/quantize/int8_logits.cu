@@ -73,6 +73,10 @@ Int8Logits::Int8Logits(const Problem& p, const KeySide& key_side, int64_t dim, i
     params_.v_scale = workspace.take<float>(2 * key_rows);
   }
   if (wants_mean_logit(p) && (!qk_came || p.k.quantization->mean)) params_.mean_logit = workspace.take<float>(rows);
+  if (p.smooth_q && !qk_came) {
+    smoothed_q_.emplace(p, params_.k, params_.keys, params_.dim, workspace);
+    params_.q = strided(smoothed_q_->q());
+  }
   copy_as_they_came(p, qk_came, v_came, workspace);
 }
 
@@ -127,7 +131,9 @@ void Int8Logits::quantize(cudaStream_t stream) const {
   if (k_came_) copy_rows(*k_came_, stream);
   if (v_came_) copy_values(*v_came_, stream);
   const bool all_came = q_came_ && params_.v_type == QuantizedFormat::none && !params_.channels.v_scale;
+  if (smoothed_q_) smoothed_q_->centre(stream);
   keys_ && !all_came ? cuda::quantize(params_, scratch_, stream) : clear(counter(), stream);
+  if (smoothed_q_) smoothed_q_->multiply(params_.channels.k_mean, params_.mean_logit, stream);
 }
 
 // Returns a view of the channels that the kernel reads; the rows in memory may be longer.

@@ -7,6 +7,7 @@
 #include "core/prequantized.h"
 #include "cuda/host/workspace.h"
 #include "cuda/operands/quantize/prequantized.h"
+#include "cuda/operands/quantize/smooth_q.h"
 
 namespace octet::cuda {
 
@@ -58,6 +59,8 @@ class Int8Logits {
   const ZeroPoint* q_zero_point() const { return q_came_ ? q_came_->zero_point : nullptr; }
   const ZeroPoint* k_zero_point() const { return k_came_ ? k_came_->zero_point : nullptr; }
   const signed char* v_zero_point() const { return v_came_ ? v_came_->zero_point : nullptr; }
+  // What logits lack where queries are centred; null data: they are not.
+  BlockLogits block_logits() const { return smoothed_q_ ? smoothed_q_->logits() : BlockLogits{}; }
   const KeyTiles& key_tiles() const { return params_.keys; }
   const Channels& channels() const { return params_.channels; }
 
@@ -68,6 +71,7 @@ class Int8Logits {
   QuantizeParams params_;
   int64_t batch_, dim_, queries_, keys_;
   void* scratch_;
+  std::optional<SmoothedQueries> smoothed_q_;
   std::optional<PrequantizedMeans> k_mean_, v_mean_;  // of those that came quantized
   std::optional<PrequantizedRows> q_came_, k_came_;
   std::optional<PrequantizedValues> v_came_;

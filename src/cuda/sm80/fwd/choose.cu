@@ -81,7 +81,8 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
   const bool codes = int8_qk && came.q && came.k, v_codes = numerics.formats == kInt8 && came.v;
   const bool zero_points =
       (codes && (has_zero_points(p.q) || has_zero_points(p.k))) || (v_codes && has_zero_points(p.v));
-  const Logits logits = numerics.beta != 0.f || zero_points ? Logits::general : logits_of(p);
+  const bool smooths_q = p.smooth_q && !codes;
+  const Logits logits = numerics.beta != 0.f || zero_points || smooths_q ? Logits::general : logits_of(p);
   const ForwardKernel kernel = kernel_for_queries(p, row, logits, most_dim);
   ForwardChoice choice{.kernel = kernel,
                        .numerics = numerics,
@@ -99,7 +100,7 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
                        .scales_v = numerics.scales_v(p.v.dtype),
                        .tile_queries = kernel.rows,
                        .tiles = query_tiles(p, kernel.rows)};
-  if (!numerics.splits_keys() || p.dropout) return choice;
+  if (!numerics.splits_keys() || p.dropout || smooths_q) return choice;
   const ForwardKernel few = (choice.general ? row.pairs.general : row.pairs.plain)(most_dim);
   const PackedTiles tiles = packed_tiles(p, few.rows);
   const Card& gpu = card(p.device_index);

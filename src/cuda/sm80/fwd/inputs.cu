@@ -136,6 +136,7 @@ void ForwardInputs::set(const Problem& p, ForwardParams& a) const {
   if (e4m3_values_) a.v = output(e4m3_values_->view()), a.v_channel_scale = int8_->channels().v_scale;
   if (int8_v_) a.v_factors_by_tiles = int8_->v_scale(), a.v_zero_points = int8_->v_zero_point();
   if (int8_) a.q_zero_points = int8_->q_zero_point(), a.k_zero_points = int8_->k_zero_point();
+  if (int8_) a.block_logits = int8_->block_logits();
 }
 
 void ForwardInputs::set_v(int64_t first, ForwardParams& a) const {
