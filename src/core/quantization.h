@@ -40,6 +40,18 @@ struct Quantization {
         return 0;
     }
   }
+  // The same for a block of 32 bits, without a division of 64 bits, for which GPUs have no instruction.
+  constexpr int group_in_32_bits(int token) const {
+    if (granularity == OCTET_PER_BLOCK)
+      return static_cast<int>(static_cast<unsigned>(token) / static_cast<unsigned>(block));
+    return static_cast<int>(group_of(token));
+  }
+  // Returns the same quantization of so many tokens with such a block: one of more than all tokens is one of them.
+  constexpr Quantization in_32_bits(int64_t tokens) const {
+    Quantization how = *this;
+    if (how.block > tokens) how.block = tokens > 1 ? tokens : 1;
+    return how;
+  }
 };
 
 // Validates codes->quantization; `output`: its scale, zero_point and mean are to be filled.

@@ -377,7 +377,7 @@ std::optional<std::string> unsupported_reason(const Problem& problem) {
 
 std::optional<std::string> smooth_q_unsupported_reason(const Problem& problem) {
   if (!problem.smooth_q) return std::nullopt;
-  return "smooth_q is on; it takes auto and off, the reference backend takes on too";
+  return "smooth_q is on; it takes auto and off, the reference backend and sm80 take on too";
 }
 
 }  // namespace octet

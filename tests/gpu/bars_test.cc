@@ -38,6 +38,11 @@ TEST(GpuBars, forward_fp8_raw) {
   for (DType out : {DType::f32, DType::e4m3}) expect_forward_bar(kGpu, fp8_raw_forward_bar(out));
 }
 
+TEST(GpuBars, forward_int8_f16_smooth_q) {
+  if (!tests_sm80()) GTEST_SKIP() << "this backend computes no smooth_q";
+  expect_forward_bar(kGpu, int8_f16_smooth_q_forward_bar());
+}
+
 TEST(GpuBars, backward) {
   for (BiasCorrection bias_correction : {BiasCorrection::none, BiasCorrection::f16}) {
     const BackwardBar bar = bf16_backward_bar(bias_correction);

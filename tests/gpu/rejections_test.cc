@@ -93,7 +93,7 @@ struct Rejected {
   std::string reason;
 };
 
-constexpr const char* kNoSmoothQ = "smooth_q is on; it takes auto and off, the reference backend takes on too";
+constexpr const char* kNoSmoothQ = "smooth_q is on; it takes auto and off, the reference backend and sm80 take on too";
 
 // What neither backend computes.
 std::vector<Rejected> rejected_by_both() {
@@ -115,12 +115,15 @@ std::vector<Rejected> rejected_by_both() {
 
 std::vector<Rejected> rejected_by_sm80() {
   std::vector<Rejected> list = rejected_by_both();
-  for (const Precision p : {Precision::bf16, Precision::int8, Precision::fp8}) {
-    list.push_back({with_precision(p),
-                    "v is quantized i8; its " + std::string(name(p)) +
-                        " takes f32, f16, bf16 and e4m3 as they are, its fp8 also e4m3 with a scale per tensor"});
-    list.back().asked.quantized_v = true;
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    list.push_back({with_precision(Precision::int8, pass),
+                    std::string("v is quantized i8; its int8 ") +
+                        (pass == Pass::forward ? "forward pass with o_residual" : "backward pass") +
+                        " takes f32, f16, bf16 and e4m3"});
+    list.back().asked.quantized_v = list.back().asked.training = true;
   }
+  list.push_back({{.pass = Pass::jvp, .quantized_v = true},
+                  "v is quantized i8; its jvp takes f32, f16, bf16 and e4m3 as they are"});
   const std::string has = "; it has: f32, f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw";
   for (const Pass pass : {Pass::forward, Pass::backward})
     list.push_back({with_precision(Precision::sagebwd, pass), "it has no sagebwd" + has});
@@ -144,8 +147,9 @@ std::vector<Rejected> rejected_by_sm80() {
                   "it has no int8 forward pass with o_residual for head dim 160; it has: up to 128"});
   list.back().asked.training = true, list.back().asked.dim = 160;
   list.push_back({with_precision(Precision::int8, Pass::jvp), "it has no int8 jvp pass; it has: forward, backward"});
-  list.push_back({with_precision(Precision::int8_f16), kNoSmoothQ});
-  list.back().asked.attention.smooth_q = Switch::on;
+  list.push_back(
+      {with_precision(Precision::int8), "smooth_q is on; its int8 forward pass with o_residual takes auto and off"});
+  list.back().asked.training = true, list.back().asked.attention.smooth_q = Switch::on;
   list.push_back({{.device = 200}, "device 200 is no GPU of compute capability 8.0 or later"});
   return list;
 }
@@ -204,6 +208,14 @@ std::vector<Rejected> rejected_by_sm90() {
 
 TEST(Rejections, name_what_is_missing) {
   const std::string backend = gpu_backend();
+  if (tests_sm80())
+    for (Asked x : {with_precision(Precision::bf16), with_precision(Precision::int8), with_precision(Precision::fp8)}) {
+      x.quantized_v = true;
+      const std::string answer = answer_to(x);
+      EXPECT_TRUE(answer.starts_with("sm80: chosen, forward ")) << answer;
+      EXPECT_EQ(answer.find(", with v decoded to f32") == std::string::npos, x.attention.precision == Precision::int8)
+          << answer;
+    }
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     const std::string answer = answer_to({.pass = pass});
     EXPECT_TRUE(answer.starts_with(backend + ": chosen, " + name(pass))) << answer;

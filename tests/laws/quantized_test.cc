@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <random>
 
 #include "laws/laws.h"
+#include "passes/prequantized.h"
 
 namespace octet::test {
 namespace {
@@ -65,48 +65,24 @@ TEST_P(InputTypes, keep_subnormals_where_the_caller_reads_them_as_0) {
 
 INSTANTIATE_TEST_SUITE_P(Recipes, InputTypes, testing::ValuesIn(every_recipe()), label);
 
-// int8 codes with their scales, per token or as said, and, if smoothed, the channel means taken off before.
-struct Codes {
-  Buffer codes, scale, mean;
-  Tensor scale_view, mean_view;
-  octet_quantization quantization = OCTET_QUANTIZATION_INIT;
-  Tensor view;
-
-  Codes(const Buffer& x, octet_operand operand, bool smooth, octet_granularity granularity = OCTET_PER_TOKEN) {
-    const Tensor of = x.view();
-    const Shape shape{of.shape[0], of.shape[1], of.shape[2], of.shape[3]};
-    int64_t groups = 0;
-    check(octet_scale_groups(operand, granularity, 0, shape[2], &groups));
-    codes = Buffer(DType::i8, shape);
-    scale = Buffer(DType::f32, {shape[0], shape[1], groups, 1});
-    if (smooth) mean = Buffer(DType::f32, {shape[0], shape[1], 1, shape[3]});
-    scale_view = scale.view(), mean_view = mean.view();
-    quantization.operand = operand;
-    quantization.granularity = granularity;
-    quantization.scale = &scale_view;
-    quantization.mean = smooth ? &mean_view : nullptr;
-    view = codes.view();
-    view.quantization = &quantization;
-    check(octet_quantize(&of, nullptr, &view, nullptr, nullptr));
-  }
-  Codes(const Codes&) = delete;  // views point into it
-};
+constexpr Quantizing kSmooth{.smooth = true};
 
 TEST(Codes, from_octet_quantize_give_the_same_bits) {
   const Case c{
       .name = "codes", .batch = 2, .heads = 4, .kv_heads = 2, .tokens_q = 100, .tokens_k = 130, .dtype = DType::bf16};
   const Inputs in = draw(c, 2);
   const Buffer q(in.q, DType::bf16), k(in.k, DType::bf16), v(in.v, DType::bf16);
-  const Codes q8(q, OCTET_OPERAND_Q, false), k8(k, OCTET_OPERAND_K, true), v8(v, OCTET_OPERAND_V, true);
+  const Codes of_q(q, OCTET_OPERAND_Q, {}), of_k(k, OCTET_OPERAND_K, kSmooth), of_v(v, OCTET_OPERAND_V, kSmooth);
+  const CodesArgument q8(of_q), k8(of_k), v8(of_v);
   const Buffer o(DType::f32, c.o_shape()), lse(DType::f32, c.lse_shape()), o8(DType::f32, c.o_shape()),
       lse8(DType::f32, c.lse_shape());
   const Attention attention{.precision = Precision::int8, .hadamard = Switch::off, .backend = "cpu"};
   run(attention, Forward{.q = q.view(), .k = k.view(), .v = v.view(), .o = o.view(), .lse = lse.view()});
-  run(attention, Forward{.q = q8.view, .k = k8.view, .v = v8.view, .o = o8.view(), .lse = lse8.view()});
+  run(attention, Forward{.q = q8.tensor, .k = k8.tensor, .v = v8.tensor, .o = o8.view(), .lse = lse8.view()});
   expect_same_bits(o8.values(), o.values(), "o");
   // lse restores scale q.mean, where q is off by half a step per channel once it is quantized.
   double bound = 0.0;
-  const Values steps = q8.scale.values(), means = k8.mean.values();
+  const Values steps = of_q.scale.values(), means = of_k.mean.values();
   for_each(means.shape, [&](int64_t b, int64_t h, int64_t, int64_t) {
     double magnitude = 0.0;
     for (int64_t i = 0; i < c.dim; ++i) magnitude += std::fabs(means.at(b, h, 0, i));
@@ -121,11 +97,12 @@ TEST(Codes, of_k_per_thread_give_the_same_bits_at_int8_fp8) {
       .name = "codes", .batch = 2, .heads = 4, .kv_heads = 2, .tokens_q = 100, .tokens_k = 200, .dtype = DType::bf16};
   const Inputs in = draw(c, 4);
   const Buffer q(in.q, DType::bf16), k(in.k, DType::bf16), v(in.v, DType::bf16);
-  const Codes q8(q, OCTET_OPERAND_Q, false), k8(k, OCTET_OPERAND_K, true, OCTET_PER_THREAD);
+  const Codes of_q(q, OCTET_OPERAND_Q, {}), of_k(k, OCTET_OPERAND_K, {.granularity = OCTET_PER_THREAD, .smooth = true});
+  const CodesArgument q8(of_q), k8(of_k);
   const Buffer o(DType::f32, c.o_shape()), o8(DType::f32, c.o_shape());
   const Attention attention{.precision = Precision::int8_fp8, .hadamard = Switch::off, .backend = "cpu"};
   run(attention, Forward{.q = q.view(), .k = k.view(), .v = v.view(), .o = o.view()});
-  run(attention, Forward{.q = q8.view, .k = k8.view, .v = v.view(), .o = o8.view()});
+  run(attention, Forward{.q = q8.tensor, .k = k8.tensor, .v = v.view(), .o = o8.view()});
   expect_same_bits(o8.values(), o.values(), "o");
 }
 
@@ -137,10 +114,11 @@ TEST(Codes, of_a_bad_token_of_k_spoil_no_other) {
   in.k.at(0, 1, bad, 5) = std::numeric_limits<double>::quiet_NaN();
   const Buffer q(in.q, DType::bf16), k(in.k, DType::bf16), v(in.v, DType::bf16), o(DType::f32, c.o_shape()),
       o8(DType::f32, c.o_shape());
-  const Codes q8(q, OCTET_OPERAND_Q, false), k8(k, OCTET_OPERAND_K, true), v8(v, OCTET_OPERAND_V, true);
+  const Codes of_q(q, OCTET_OPERAND_Q, {}), of_k(k, OCTET_OPERAND_K, kSmooth), of_v(v, OCTET_OPERAND_V, kSmooth);
+  const CodesArgument q8(of_q), k8(of_k), v8(of_v);
   const Attention attention{.precision = Precision::int8, .causal = true, .hadamard = Switch::off, .backend = "cpu"};
   run(attention, Forward{.q = q.view(), .k = k.view(), .v = v.view(), .o = o.view()});
-  run(attention, Forward{.q = q8.view, .k = k8.view, .v = v8.view, .o = o8.view()});
+  run(attention, Forward{.q = q8.tensor, .k = k8.tensor, .v = v8.tensor, .o = o8.view()});
   expect_same_bits(o8.values(), o.values(), "o");
   const Values got = o8.values();
   for_each(c.o_shape(), [&](int64_t b, int64_t h, int64_t t, int64_t i) {
@@ -148,106 +126,16 @@ TEST(Codes, of_a_bad_token_of_k_spoil_no_other) {
   });
 }
 
-// Integers with a scale of 1 and, unless it is symmetric, a zero point for each token.
-struct Integers {
-  Values codes, zero_points;
-  Buffer code_buffer, scale, zero_point;
-  Tensor scale_view, zero_point_view;
-  octet_quantization quantization = OCTET_QUANTIZATION_INIT;
-  Tensor view;
+SolverOfCodes cpu() { return {"cpu", nullptr}; }
 
-  Integers(const Shape& shape, DType dtype, bool symmetric, octet_operand operand, std::mt19937_64& bits)
-      : codes(shape), zero_points({shape[0], shape[1], shape[2], 1}) {
-    const int64_t low = dtype == DType::u8 ? 0 : -127, high = dtype == DType::u8 ? 255 : 127;
-    std::uniform_int_distribution<int64_t> any(low, high);
-    for (double& code : codes.data) code = static_cast<double>(any(bits));
-    // The ends of the range and others; all codes of the last token are one end, which makes the largest sums.
-    for (size_t i = 0; i < zero_points.data.size(); ++i)
-      zero_points.data[i] = symmetric ? 0.0 : static_cast<double>(i % 3 ? any(bits) : i % 2 ? high : low);
-    for (int64_t c = 0; c < shape[3]; ++c)
-      codes.at(shape[0] - 1, shape[1] - 1, shape[2] - 1, c) = static_cast<double>(high);
-    code_buffer = Buffer(codes, dtype);
-    scale = Buffer(Values(zero_points.shape, 1.0), DType::f32);
-    zero_point = Buffer(zero_points, DType::f32);
-    scale_view = scale.view(), zero_point_view = zero_point.view();
-    quantization.operand = operand;
-    quantization.granularity = OCTET_PER_TOKEN;
-    quantization.zero_point_kind = symmetric ? OCTET_SYMMETRIC : OCTET_ZERO_POINT_INTEGER;
-    quantization.scale = &scale_view;
-    quantization.zero_point = symmetric ? nullptr : &zero_point_view;
-    view = code_buffer.view();
-    view.quantization = &quantization;
-  }
-  Integers(const Integers&) = delete;  // views point into it
-
-  int64_t number(int64_t b, int64_t t, int64_t c) const {
-    return static_cast<int64_t>(codes.at(b, 0, t, c)) - static_cast<int64_t>(zero_points.at(b, 0, t, 0));
-  }
-};
-
-constexpr std::pair<DType, bool> kIntegers[] = {
-    {DType::i8, true}, {DType::i8, false}, {DType::u8, true}, {DType::u8, false}};
-
-// lse of a query that sees one key is its logit: the exact sum of products, also the largest that there are.
 TEST(ZeroPoints, of_q_and_k_leave_logits_exact) {
-  std::mt19937_64 bits(5);
-  constexpr int64_t kBatch = 7, kQueries = 5;
   for (const Precision precision : {Precision::int8, Precision::int8_f16, Precision::int8_fp8})
-    for (const int64_t dim : {8, 64, 256})
-      for (const auto& [q_type, q_symmetric] : kIntegers)
-        for (const auto& [k_type, k_symmetric] : kIntegers) {
-          const Integers q({kBatch, 1, kQueries, dim}, q_type, q_symmetric, OCTET_OPERAND_Q, bits),
-              k({kBatch, 1, 1, dim}, k_type, k_symmetric, OCTET_OPERAND_K, bits);
-          const Buffer v(Values({kBatch, 1, 1, 8}, 1.0), DType::f32), o(DType::f32, {kBatch, 1, kQueries, 8}),
-              lse(DType::f32, {kBatch, 1, kQueries, 1});
-          run(Attention{.precision = precision, .scale = 1.f, .backend = "cpu"},
-              Forward{.q = q.view, .k = k.view, .v = v.view(), .o = o.view(), .lse = lse.view()});
-          const Values got = lse.values();
-          for_each(got.shape, [&](int64_t b, int64_t, int64_t t, int64_t) {
-            int64_t sum = 0;
-            for (int64_t c = 0; c < dim; ++c) sum += q.number(b, t, c) * k.number(b, 0, c);
-            ASSERT_EQ(static_cast<int64_t>(got.at(b, 0, t, 0)), sum)
-                << name(precision) << ", dim " << dim << ", batch " << b << ", query " << t;
-          });
-        }
+    for (const int64_t dim : {8, 64, 256}) expect_exact_logits(cpu, precision, dim);
 }
-
-// Queries of zeros weigh all keys alike: o is the mean of v, whose integers are exact, in float32.
 TEST(ZeroPoints, of_v_leave_sums_exact) {
-  std::mt19937_64 bits(6);
-  constexpr int64_t kKeys = 200;
-  for (const int64_t dim : {8, 104})
-    for (const auto& [type, symmetric] : kIntegers) {
-      const Integers v({2, 1, kKeys, dim}, type, symmetric, OCTET_OPERAND_V, bits);
-      const Buffer q(Values({2, 1, 70, 16}), DType::f32), k(Values({2, 1, kKeys, 16}, 1.0), DType::f32),
-          o(DType::f32, {2, 1, 70, dim});
-      run(Attention{.precision = Precision::int8, .backend = "cpu"},
-          Forward{.q = q.view(), .k = k.view(), .v = v.view, .o = o.view()});
-      const Values got = o.values();
-      for_each(got.shape, [&](int64_t b, int64_t, int64_t t, int64_t c) {
-        int64_t sum = 0;
-        for (int64_t j = 0; j < kKeys; ++j) sum += v.number(b, j, c);
-        ASSERT_NEAR(got.at(b, 0, t, c), static_cast<double>(sum) / kKeys, 255 * 0x1p-20) << "dim " << dim;
-      });
-    }
+  for (const int64_t dim : {8, 104}) expect_exact_sums_of_v(cpu, dim);
 }
-
-// A zero point that is no code, which no quantizer writes, makes its token NaN.
-TEST(ZeroPoints, beyond_the_codes_make_their_token_nan) {
-  std::mt19937_64 bits(7);
-  for (const double wrong : {128.0, 0.5, -129.0, double(NAN)}) {
-    Integers q({1, 1, 4, 16}, DType::i8, false, OCTET_OPERAND_Q, bits);
-    const Integers k({1, 1, 4, 16}, DType::i8, false, OCTET_OPERAND_K, bits);
-    q.zero_points.at(0, 0, 2, 0) = wrong;
-    const Buffer changed(q.zero_points, DType::f32);
-    q.zero_point_view = changed.view();
-    const Buffer v(Values({1, 1, 4, 8}, 1.0), DType::f32), o(DType::f32, {1, 1, 4, 8});
-    run(Attention{.precision = Precision::int8, .backend = "cpu"},
-        Forward{.q = q.view, .k = k.view, .v = v.view(), .o = o.view()});
-    const Values got = o.values();
-    for (int64_t t = 0; t < 4; ++t) EXPECT_EQ(std::isnan(got.at(0, 0, t, 0)), t == 2) << wrong << ", query " << t;
-  }
-}
+TEST(ZeroPoints, beyond_the_codes_make_their_token_nan) { expect_nan_of_wrong_zero_points(cpu); }
 
 // The residual of an o in e4m3 has eight more bits: 2^-12 of a number is half a unit, and at a tie a whole one is lost.
 // Below the smallest normal number o has fewer bits, and the residual saturates: it loses no more than rounding does.

@@ -57,9 +57,10 @@ Outputs run_on(const Tested& tested, const Case& c, const Inputs& in, const Atte
 }
 
 Outputs compute(const Tested& tested, Case c, const Inputs& in, Pass pass, Precision precision, DType out,
-                BiasCorrection bias_correction) {
+                BiasCorrection bias_correction, Switch smooth_q) {
   c.out_dtype = out;
   Attention attention = attention_of(c, precision, tested.backend);
+  attention.smooth_q = smooth_q;
   attention.deterministic = tested.deterministic;
   attention.bias_correction = bias_correction;
   if (pass != Pass::backward) return run_on(tested, c, in, attention, pass);
@@ -91,7 +92,8 @@ void PrintTo(const BackwardBar& bar, std::ostream* out) { *out << bar.row; }
 void expect_forward_bar(const Tested& tested, const ForwardBar& row) {
   for (const auto& [name, bar] : row.inputs) {
     const Known& x = known(name, Pass::forward);
-    const Values o = compute(tested, x.c, x.in, Pass::forward, row.precision, row.out).o;
+    const Values o =
+        compute(tested, x.c, x.in, Pass::forward, row.precision, row.out, BiasCorrection::f16, row.smooth_q).o;
     expect_bar(o, x.want.o, bar, name);
     // No outliers on normal inputs. int8_f16 without smooth_q has 13.7 in float64 arithmetic: of the sharpest rows.
     if (name != "D1" || row.precision == Precision::int8_f16) continue;
@@ -127,7 +129,7 @@ ForwardBar int8_forward_bar() {
            {"D6", {.033, .9995}}}};
 }
 
-// Without smooth_q, which the kernels lack (with it: recipe_bars_test): figures in float64 arithmetic, and a tenth. D4:
+// Without smooth_q, which CPUs lack (with it: recipe_bars_test): figures in float64 arithmetic, and a tenth. D4:
 // without rotation, for a common direction stays one when rotated.
 ForwardBar int8_f16_forward_bar() {
   return {"int8_f16",
@@ -139,6 +141,20 @@ ForwardBar int8_f16_forward_bar() {
            {"D4", {.0128, .9999, Over::all_heads}},
            {"D5", {.0003, .999999}},
            {"D6", {.0315, .9995}}}};
+}
+
+// The bars of recipe_bars_test.
+ForwardBar int8_f16_smooth_q_forward_bar() {
+  return {"int8_f16_smooth_q",
+          Precision::int8_f16,
+          DType::f32,
+          {{"D1", {.0106, .9999}},
+           {"D2", {.0097, .9999}},
+           {"D3", {.0075, .9999}},
+           {"D4", {.0080, .9999}},
+           {"D5", {.0003, .9999}},
+           {"D6", {.0315, .9995}}},
+          Switch::on};
 }
 
 ForwardBar int8_fp8_forward_bar() {

@@ -21,7 +21,8 @@ struct Tested {
 // Runs a pass on the backend that `attention` names.
 Outputs run_on(const Tested&, const Case&, const Inputs&, const Attention&, Pass, const Outputs* saved = nullptr);
 // Runs a pass; a backward pass after its own forward pass. `out`: the type of its outputs.
-Outputs compute(const Tested&, Case, const Inputs&, Pass, Precision, DType out, BiasCorrection = BiasCorrection::f16);
+Outputs compute(const Tested&, Case, const Inputs&, Pass, Precision, DType out, BiasCorrection = BiasCorrection::f16,
+                Switch smooth_q = Switch::automatic);
 
 // The errors that a bar bounds: those of the worst head, or, where heads of one input differ by as much as recipes do
 // (a direction or a few rows decide), of all of them together, as the best figures were measured.
@@ -46,6 +47,7 @@ struct ForwardBar {
   Precision precision;
   DType out;
   std::map<std::string, Bar> inputs;
+  Switch smooth_q = Switch::automatic;
 };
 void PrintTo(const ForwardBar&, std::ostream*);
 void expect_forward_bar(const Tested&, const ForwardBar&);
@@ -69,6 +71,7 @@ void expect_backward_bar(const Tested&, const BackwardBar&);
 ForwardBar bf16_forward_bar(DType out);
 ForwardBar int8_forward_bar();
 ForwardBar int8_f16_forward_bar();
+ForwardBar int8_f16_smooth_q_forward_bar();
 ForwardBar int8_fp8_forward_bar();
 ForwardBar fp8_forward_bar();
 ForwardBar fp8_raw_forward_bar(DType out);  // f32 or e4m3

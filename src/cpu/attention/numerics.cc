@@ -1,5 +1,5 @@
 // The recipe of a problem (core/recipe.h) in the terms of the kernels.
-#include "core/recipe.h"
+#include "core/prequantized.h"
 #include "cpu/attention/job.h"
 
 namespace octet::cpu {
@@ -85,37 +85,15 @@ ForwardNumerics numerics_of_recipe(const Problem& p) {
   return numerics;
 }
 
-// Returns whether a tensor came in `format`, int8 also as uint8, with a scale for each token, block or head and, of
-// integers, an integer zero point.
-bool plain_quantized(const View& t, octet_dtype format) {
-  const bool integers = format == OCTET_I8 && (t.dtype == OCTET_I8 || t.dtype == OCTET_U8);
-  if (!integers && !(format == OCTET_E4M3 && t.dtype == OCTET_E4M3)) return false;
-  return !t.quantization || (t.quantization->zero_point_kind != OCTET_ZERO_POINT_FLOAT &&
-                             t.quantization->granularity != OCTET_PER_CHANNEL);
-}
-
-// Returns whether something is subtracted from the codes of a tensor, which are taken as signed bytes.
-bool has_zero_points(const View& t) {
-  return t.dtype == OCTET_U8 || (t.quantization && t.quantization->zero_point_kind == OCTET_ZERO_POINT_INTEGER);
-}
-
-uint64_t rotation_of(const View& t) { return t.quantization ? t.quantization->hadamard_seed : 0; }
-
 }  // namespace
 
 // Operands that come in the recipe's own form are not smoothed, rotated or rounded again.
 ForwardNumerics forward_numerics(const Problem& p) {
   ForwardNumerics numerics = numerics_of_recipe(p);
-  const bool q = plain_quantized(p.q, numerics.qk) && !(p.q.quantization && p.q.quantization->mean),
-             k = plain_quantized(p.k, numerics.qk);
-  const bool one_frame = q && k ? rotation_of(p.q) == rotation_of(p.k)
-                                : numerics.qk == OCTET_E4M3 && !rotation_of(p.q) && !rotation_of(p.k);
-  numerics.q_prequantized = q && one_frame && numerics.q_group;
-  numerics.k_prequantized = k && one_frame && numerics.k_group;
+  const Prequantized came = prequantized_operands(p, forward_recipe(p));
+  numerics.q_prequantized = came.q, numerics.k_prequantized = came.k, numerics.v_prequantized = came.v;
   if (numerics.k_prequantized) numerics.smooth_k = p.k.quantization && p.k.quantization->mean;
-  const bool v_mean = p.v.quantization && p.v.quantization->mean;
-  numerics.v_prequantized = numerics.v_scale == VScale::token && plain_quantized(p.v, numerics.v) && !rotation_of(p.v);
-  if (numerics.v_prequantized) numerics.smooth_v = v_mean;
+  if (numerics.v_prequantized) numerics.smooth_v = p.v.quantization && p.v.quantization->mean;
   numerics.qk_zero_points =
       (numerics.q_prequantized && has_zero_points(p.q)) || (numerics.k_prequantized && has_zero_points(p.k));
   numerics.v_zero_points = numerics.v_prequantized && has_zero_points(p.v);

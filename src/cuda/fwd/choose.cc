@@ -11,6 +11,7 @@ ForwardNumerics forward_numerics(const Problem& p) {
   if (p.rounding) return {};  // any rounding points, which no kernel has
   const Recipe r = recipe_of(p);
   return {{r.logits.q.format, r.logits.k.group, r.p.format, r.v.format, r.v.group},
+          prequantized_operands(p, r),
           static_cast<float>(r.beta),
           static_cast<float>(r.beta_limit)};
 }

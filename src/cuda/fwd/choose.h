@@ -3,8 +3,8 @@
 #include <optional>
 #include <string>
 
+#include "core/prequantized.h"
 #include "core/problem.h"
-#include "core/recipe.h"
 
 namespace octet::cuda {
 
@@ -35,6 +35,7 @@ inline bool has_dropout(const ForwardFormats& x) { return !x.has_8bit_qk() || x 
 
 struct ForwardNumerics {
   ForwardFormats formats;
+  Prequantized came;       // the operands that a forward pass takes as they came
   float beta, beta_limit;  // of bias correction beta, the limit in logits; beta 0: another one
 
   bool f16_p_and_v() const { return formats == kBf16F16Compute; }

@@ -11,17 +11,6 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 
-// Flags of the tokens of each (batch, head), or of those that the mask tells apart: 1 for a token that is seen.
-struct Flags {
-  unsigned char* data;
-  int batches, heads;  // 1 where the mask is the same for all
-  int64_t stride;      // from head to head
-
-  __device__ unsigned char* of(int batch, int head) const {
-    return data + (int64_t{batch % batches} * heads + head % heads) * stride;
-  }
-};
-
 // The rows of a mask that differ: of queries, and of the heads that share a head of k and v.
 struct Rows {
   int queries, heads;
@@ -33,7 +22,7 @@ struct Rows {
 constexpr int kListedKeys = 32;
 __global__ void __launch_bounds__(kThreads)
     list_keys_kernel(const __grid_constant__ MaskTensor t, const Mask mask, int n, int m, const Rows rows,
-                     const Flags seen, int* counts) {
+                     const TokenFlags seen, int* counts) {
   constexpr int kAtOnce = 8;  // queries of a warp
   __shared__ unsigned found;  // a bit for each key
   if (threadIdx.x == 0) found = 0;
@@ -66,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Lists the queries that see a key; one warp has a row of the mask tensor.
 __global__ void __launch_bounds__(kThreads)
-    list_queries_kernel(const __grid_constant__ MaskTensor t, const Mask mask, int n, int m, const Flags seen) {
+    list_queries_kernel(const __grid_constant__ MaskTensor t, const Mask mask, int n, int m, const TokenFlags seen) {
   const int64_t rows = int64_t{seen.batches} * seen.heads * n;
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * kWarps) {
     const int i = static_cast<int>(row % n), head = static_cast<int>(row / n % seen.heads);
@@ -84,7 +73,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Sets to = from, and 0 where a token is not seen: by any of the `group` heads that share it.
 __global__ void __launch_bounds__(kThreads)
-    copy_seen_kernel(const Strided from, const Strided to, const Flags flags, int group) {
+    copy_seen_kernel(const Strided from, const Strided to, const TokenFlags flags, int group) {
   const int64_t vecs = from.shape[3] / kVec8, all = from.shape[0] * from.shape[1] * from.shape[2] * vecs;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < all; i += int64_t{gridDim.x} * kThreads) {
     const Index4 at{i / vecs / from.shape[2] / from.shape[1], i / vecs / from.shape[2] % from.shape[1],
@@ -100,7 +89,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Lists which keys some query sees, and counts them where `counts` is not null. `group` heads of the mask share a head
 // of the list.
-void list_keys(const Problem& p, const Flags& seen, int group, int* counts, cudaStream_t stream) {
+void list_keys(const Problem& p, const TokenFlags& seen, int group, int* counts, cudaStream_t stream) {
   const auto queries = static_cast<int>(p.tokens_q), keys = static_cast<int>(p.tokens_k);
   // Queries that the mask does not tell apart count once.
   const Rows rows{p.mask.stride[2] || p.windowed ? queries : 1, group};
@@ -109,14 +98,14 @@ void list_keys(const Problem& p, const Flags& seen, int group, int* counts, cuda
   check(cudaGetLastError(), "list_keys_kernel");
 }
 
-void list_queries(const Problem& p, const Flags& seen, cudaStream_t stream) {
+void list_queries(const Problem& p, const TokenFlags& seen, cudaStream_t stream) {
   const int64_t rows = int64_t{seen.batches} * seen.heads * p.tokens_q;
   list_queries_kernel<<<blocks_for(rows, kWarps), kThreads, 0, stream>>>(
       mask_tensor(p), mask_of(p), static_cast<int>(p.tokens_q), static_cast<int>(p.tokens_k), seen);
   check(cudaGetLastError(), "list_queries_kernel");
 }
 
-void copy_seen(const View& from, const Strided& to, const Flags& seen, int group, cudaStream_t stream) {
+void copy_seen(const View& from, const Strided& to, const TokenFlags& seen, int group, cudaStream_t stream) {
   copy_seen_kernel<<<blocks_for(from.elements() / kVec8, kThreads), kThreads, 0, stream>>>(strided(from), to, seen,
                                                                                            group);
   check(cudaGetLastError(), "copy_seen_kernel");
@@ -132,7 +121,8 @@ SeenKeySide::SeenKeySide(const Problem& p, ReadsK reads_k, WorkspaceAllocator& w
       heads_(p.mask.present() && p.mask.stride[1] ? static_cast<int>(p.kv_heads) : 1) {
   if (!p.mask.present() || !p.v.elements()) return;
   seen_ = workspace.take<unsigned char>(static_cast<std::size_t>(batches_ * heads_ * p.tokens_k));
-  v_ = contiguous(p.v, p.v.dtype, workspace);
+  const bool codes = p.v.dtype == OCTET_I8 || p.v.dtype == OCTET_U8;
+  if (!codes) v_ = contiguous(p.v, p.v.dtype, workspace);
   if (reads_k == ReadsK::as_it_is) return;
   k_ = contiguous(p.k, p.k.dtype, workspace);
   counts_ = workspace.take<int>(static_cast<std::size_t>(batches_) * heads_);
@@ -140,12 +130,23 @@ SeenKeySide::SeenKeySide(const Problem& p, ReadsK reads_k, WorkspaceAllocator& w
 
 void SeenKeySide::preprocess(cudaStream_t stream) const {
   if (!seen_) return;
-  const Flags seen{seen_, batches_, heads_, p_.tokens_k};
+  const TokenFlags seen{seen_, batches_, heads_, p_.tokens_k};
   const std::size_t bytes = static_cast<std::size_t>(batches_) * heads_ * sizeof *counts_;
   if (counts_) check(cudaMemsetAsync(counts_, 0, bytes, stream), "cudaMemsetAsync");
   list_keys(p_, seen, p_.mask.stride[1] ? static_cast<int>(p_.group()) : 1, counts_, stream);
-  copy_seen(p_.v, strided(v_), seen, 1, stream);
+  if (v_.data != p_.v.data) copy_seen(p_.v, strided(v_), seen, 1, stream);
   if (counts_) copy_seen(p_.k, strided(k_), seen, 1, stream);
+}
+
+SeenQueries::SeenQueries(const Problem& p, WorkspaceAllocator& workspace) : p_(p) {
+  if (!p.mask.present() || !p.tokens_q) return;
+  flags_ = {nullptr, p.mask.stride[0] ? static_cast<int>(p.batch) : 1, p.mask.stride[1] ? static_cast<int>(p.heads) : 1,
+            p.tokens_q};
+  flags_.data = workspace.take<unsigned char>(static_cast<std::size_t>(flags_.batches * flags_.heads * p.tokens_q));
+}
+
+void SeenQueries::preprocess(cudaStream_t stream) const {
+  if (flags_.data) list_queries(p_, flags_, stream);
 }
 
 SeenOperands::SeenOperands(const Problem& p, WorkspaceAllocator& workspace)
@@ -165,7 +166,7 @@ SeenOperands::SeenOperands(const Problem& p, WorkspaceAllocator& workspace)
 void SeenOperands::preprocess(cudaStream_t stream) const {
   if (!flags_) return;
   const int64_t tokens = p_.tokens_q + p_.tokens_k;
-  const Flags queries{flags_, batches_, heads_, tokens}, keys{flags_ + p_.tokens_q, batches_, heads_, tokens};
+  const TokenFlags queries{flags_, batches_, heads_, tokens}, keys{flags_ + p_.tokens_q, batches_, heads_, tokens};
   list_queries(p_, queries, stream), list_keys(p_, keys, 1, nullptr, stream);
   copy_seen(p_.q, q, queries, 1, stream), copy_seen(p_.do_, do_, queries, 1, stream);
   const int group = static_cast<int>(p_.group());

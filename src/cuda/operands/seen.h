@@ -11,10 +11,22 @@
 
 namespace octet::cuda {
 
+// Flags of the tokens of each (batch, head), or of those that the mask tells apart: 1 for a token that is seen.
+struct TokenFlags {
+  unsigned char* data;
+  int batches, heads;  // 1 where the mask is the same for all
+  int64_t stride;      // from head to head
+
+  __device__ unsigned char* of(int batch, int head) const {
+    return data + (int64_t{batch % batches} * heads + head % heads) * stride;
+  }
+};
+
 // A forward pass reads k as it is; if it takes statistics of k, it reads a copy in which hidden keys are 0.
 enum class ReadsK { as_it_is, seen };
 
-// The v of a forward pass, and its k. Without a mask tensor they are those of the problem.
+// The v of a forward pass, and its k. Without a mask tensor they are those of the problem, and so is a v of integers: a
+// code is finite, and the P of a hidden one is 0.
 class SeenKeySide {
  public:
   SeenKeySide(const Problem& p, ReadsK reads_k, WorkspaceAllocator& workspace);
@@ -30,6 +42,18 @@ class SeenKeySide {
   unsigned char* seen_ = nullptr;  // [batch, kv_head, key], or those that the mask tells apart
   int* counts_ = nullptr;
   int batches_, heads_;
+};
+
+// The queries that a mask tensor leaves some key.
+class SeenQueries {
+ public:
+  SeenQueries(const Problem& p, WorkspaceAllocator& workspace);
+  void preprocess(cudaStream_t stream) const;
+  const TokenFlags& flags() const { return flags_; }  // null data: there is no mask tensor
+
+ private:
+  const Problem& p_;
+  TokenFlags flags_{};
 };
 
 // The operands of a backward pass. Without a mask tensor they are those of the problem.

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks) dequantize_kernel(const 
   const uint32_t negative = p.how.hadamard_seed ? negative_signs(p.how.hadamard_seed, dim) : 0;
   for (unsigned n = blockIdx.x * kWarps + warp(); n < rows; n += gridDim.x * kWarps) {
     const BatchHead i(p.x, n / tokens);
-    const int token = static_cast<int>(n % tokens), group = per_channel ? 0 : group_of(p.how, token);
+    const int token = static_cast<int>(n % tokens), group = per_channel ? 0 : p.how.group_in_32_bits(token);
     __syncwarp();
     for (int c = lane(); c < dim; c += 32) {
       const int channel = per_channel ? c : 0;

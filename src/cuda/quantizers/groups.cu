@@ -163,8 +163,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
       continue;
     }
     add_row(p, row, extremes);
-    const int group = group_of(p.how, t);
-    if (t + 1 < chunk.end && group_of(p.how, t + 1) == group) continue;
+    const int group = p.how.group_in_32_bits(t);
+    if (t + 1 < chunk.end && p.how.group_in_32_bits(t + 1) == group) continue;
     extremes = extremes_of_warp(extremes);
     if (lane() == 0) raise_extremes(p, chunk.i, group, 0, extremes);
     extremes = {};
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     if (per_channel) {
       write_codes(p, chunk.i, t, row, [&](int c) { return scales[c]; });
     } else {
-      const AffineScale scale = scale_of_extremes(p, chunk.i, group_of(p.how, t), 0);
+      const AffineScale scale = scale_of_extremes(p, chunk.i, p.how.group_in_32_bits(t), 0);
       write_codes(p, chunk.i, t, row, [&](int) { return scale; });
     }
   }

@@ -51,12 +51,6 @@ struct BatchHead {
         head(static_cast<int>(index % static_cast<unsigned>(t.shape[1]))) {}
 };
 __device__ inline int heads_of(const View& t) { return static_cast<int>(t.shape[0] * t.shape[1]); }
-// Quantization::group_of.
-__device__ inline int group_of(const Quantization& how, int token) {
-  if (how.granularity == OCTET_PER_BLOCK)
-    return static_cast<int>(static_cast<unsigned>(token) / static_cast<unsigned>(how.block));
-  return static_cast<int>(how.group_of(token));
-}
 
 template <class T>
 __device__ T* at(const View& t, const BatchHead& i, int64_t token, int64_t channel = 0) {

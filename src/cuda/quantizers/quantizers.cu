@@ -28,12 +28,6 @@ void expect_supported(const View& x, const Rope& rope, int device) {
     unsupported("rope dim: found ", rope.dim, " on cuda:", device, ", allowed there: up to ", 2 * kMaxPairs);
 }
 
-// A block of more than all tokens is one of them.
-Quantization in_32_bits(Quantization how, const View& x) {
-  how.block = std::min(how.block, std::max<int64_t>(1, x.shape[2]));
-  return how;
-}
-
 RopeParams rope_params(const Rope& rope, bool inverse) {
   RopeParams params{};
   params.style = rope.style, params.pairs = static_cast<int>(rope.dim / 2), params.offset = rope.offset;
@@ -47,7 +41,7 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
               const View& statistics, const Place& place) {
   expect_supported(x, rope, place.device);
   const int64_t dim = x.shape[3];
-  const Quantization how = in_32_bits(quantization, x);
+  const Quantization how = quantization.in_32_bits(x.shape[2]);
   const QuantizeParams p{.rows = {.x = x,
                                   .rope = rope_params(rope, false),
                                   .mean = how.mean,
@@ -68,7 +62,7 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
 void dequantize(const View& codes, const Quantization& how, const View& x, const Place& place) {
   expect_supported(x, {}, place.device);
   const DeviceScope device(place.device);
-  quantizers::dequantize(codes, in_32_bits(how, x), x, static_cast<cudaStream_t>(place.stream));
+  quantizers::dequantize(codes, how.in_32_bits(x.shape[2]), x, static_cast<cudaStream_t>(place.stream));
 }
 
 void apply_rope(const Rope& rope, bool inverse, const View& x, const View& y, const Place& place) {

@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 // The mean squared error of the quantized values of a token, in all lanes. `row`: memory for its numbers.
 __device__ double squared_error_of(const QuantizeParams& p, Rows& rows, const BatchHead& i, int token, float* row) {
   const bool integer = is_integer(p.codes.dtype), per_channel = p.how.per_channel();
-  const float* const scale = at<float>(p.how.scale, i, per_channel ? 0 : group_of(p.how, token));
+  const float* const scale = at<float>(p.how.scale, i, per_channel ? 0 : p.how.group_in_32_bits(token));
   if (integer && !per_channel) return squared_error(*scale);
   if (!integer) rows.prepare(i, token, row);
   double sum = 0;

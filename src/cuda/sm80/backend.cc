@@ -2,6 +2,7 @@
 #include "core/backend.h"
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <utility>
 
@@ -10,6 +11,7 @@
 #include "core/recipe.h"
 #include "cuda/bwd/choose.h"
 #include "cuda/host/backend.h"
+#include "cuda/operands/decoded.h"
 #include "cuda/operands/key_mask.h"
 #include "cuda/sm80/passes.h"
 
@@ -52,6 +54,33 @@ std::optional<std::string> int8_unsupported_reason(const Problem& p, const Forwa
   return {};
 }
 
+// Returns the operands that become numbers: of those that came quantized all that the kernels do not take as they came,
+// which they also do with a v of e4m3 at fp8 that has a scale for each head.
+Prequantized decoded_operands(const Problem& p, const ForwardNumerics& numerics) {
+  const Prequantized taken = p.pass == OCTET_FORWARD ? numerics.came : Prequantized{};
+  const auto decodes = [&](const View& t, bool as_it_came) {
+    const octet_quantization* how = t.quantization;
+    const bool per_head = how && how->granularity == OCTET_PER_TENSOR && !how->mean && !how->hadamard_seed;
+    return how && !as_it_came && !(numerics.formats == kFp8 && t.dtype == OCTET_E4M3 && per_head);
+  };
+  return {decodes(p.q, taken.q), decodes(p.k, taken.k), decodes(p.v, taken.v)};
+}
+
+// Returns the reason why q, k or v cannot come quantized as it is.
+std::optional<std::string> quantized_unsupported_reason(const Problem& p, const ForwardFormats& formats) {
+  const bool trains = formats == kInt8Training || (p.pass == OCTET_BACKWARD && formats.qk == OCTET_I8);
+  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}}) {
+    if (!t->quantization) continue;
+    if (p.pass == OCTET_JVP)
+      return text(label, " is quantized ", name(t->dtype), "; its jvp takes f32, f16, bf16 and e4m3 as they are");
+    if (trains && (t->dtype == OCTET_I8 || t->dtype == OCTET_U8))
+      return text(label, " is quantized ", name(t->dtype), "; its int8 ",
+                  p.pass == OCTET_BACKWARD ? "backward pass" : "forward pass with o_residual",
+                  " takes f32, f16, bf16 and e4m3");
+  }
+  return {};
+}
+
 Answer plan(const Problem& p, void* workspace) {
   if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability ", kWanted);
   const ForwardNumerics numerics = forward_numerics(p);
@@ -65,8 +94,9 @@ Answer plan(const Problem& p, void* workspace) {
   }
   if (p.dmask.present()) return text("it has no gradient of masks");
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
-  if (auto reason = input_unsupported_reason(p, numerics.formats)) return std::move(*reason);
-  if (auto reason = smooth_q_unsupported_reason(p)) return std::move(*reason);
+  if (auto reason = quantized_unsupported_reason(p, numerics.formats)) return std::move(*reason);
+  if (p.smooth_q && numerics.formats == kInt8Training)
+    return text("smooth_q is on; its int8 forward pass with o_residual takes auto and off");
   if (auto reason = bias_correction_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = missing_exact_output(p)) return std::move(*reason);
   const auto plan_of_pass = [&](const Problem& problem, void* memory) -> Answer {
@@ -74,8 +104,18 @@ Answer plan(const Problem& p, void* workspace) {
            : problem.pass == OCTET_BACKWARD ? backward(problem, memory)
                                             : jvp(problem, memory);
   };
-  if (auto keys = packed_keys(p, workspace)) return with_packed_keys(std::move(keys), workspace, plan_of_pass);
-  return plan_of_pass(p, workspace);
+  const auto plan_of_numbers = [&](const Problem& problem, void* memory) -> Answer {
+    if (auto keys = packed_keys(problem, memory)) return with_packed_keys(std::move(keys), memory, plan_of_pass);
+    return plan_of_pass(problem, memory);
+  };
+  const Prequantized decodes = decoded_operands(p, numerics);
+  for (const auto& [t, decoded] : {std::pair{&p.q, decodes.q}, {&p.k, decodes.k}, {&p.v, decodes.v}})
+    if (const int64_t rows = t->shape[0] * t->shape[1] * t->shape[2];
+        decoded && rows > std::numeric_limits<int32_t>::max())
+      return text("an operand that came quantized has ", rows, " rows; it decodes up to 2147483647");
+  if (!decodes.q && !decodes.k && !decodes.v) return plan_of_numbers(p, workspace);
+  auto operands = std::make_shared<const DecodedOperands>(p, decodes, workspace);
+  return with_decoded_operands(std::move(operands), workspace, plan_of_numbers);
 }
 
 }  // namespace

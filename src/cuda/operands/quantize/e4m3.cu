@@ -1,9 +1,12 @@
+#include <utility>
+
 #include "cuda/fragment/e4m3.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/masks.h"
 #include "cuda/operands/quantize/e4m3.h"
 #include "cuda/operands/quantize/key_tiles.h"
+#include "cuda/operands/quantize/parameters.h"
 #include "cuda/operands/vec8.h"
 #include "cuda/ptx/max.h"
 
@@ -51,7 +54,10 @@ __global__ void __launch_bounds__(kThreads) e4m3_rows_kernel(const __grid_consta
     if (row < rows) place = place_of(a, row, lane * kVec8);
     Vec8 x{};
     if (place.present) read(a.from, place.at, x);
-    const float input_scale = place.present ? a.input_scale.at(place.at.batch, place.at.head) : 1.f;
+    const bool has_scale = place.present && a.how.scale.data;
+    const float input_scale = has_scale ? parameter_of(a.how.scale, place.at.batch, place.at.head,
+                                                       a.how.group_in_32_bits(static_cast<int>(place.at.token)), 0)
+                                        : 1.f;
     if (a.inverse)
       for (float& y : x) y = __fmul_rn(y, input_scale);
     if (a.mean && place.present)
@@ -132,18 +138,31 @@ E4m3Operands::E4m3Operands(const Problem& p, const KeySide& key_side, bool scale
   q_ = rows(stats_.q), k_ = rows(stats_.k), v_ = rows(stats_.v);
   q_.key_mean = k_.mean = stats_.channels.k_mean, v_.inverse = stats_.channels.v_inverse;
   q_.as_they_are = q_came, k_.as_they_are = k_came;
-  q_.input_scale = head_scale(p.q), k_.input_scale = head_scale(p.k), v_.input_scale = stats_.v_input_scale;
+  for (const auto& [x, t] : {std::pair{&q_, &p.q}, {&k_, &p.k}, {&v_, &p.v}})
+    if (t->quantization) x->how = quantization_of(*t).in_32_bits(t->shape[2]);
   if (scaled)
     for (E4m3Rows* x : {&k_, &v_}) x->keys = stats_.keys, x->rows = stats_.keys.count() * kBlockKeys;
   for (E4m3Rows* x : {&q_, &k_, &v_}) {
     x->to = workspace.take<F16>(x->count() * dim);
     if (scaled && x != &v_) x->scale = workspace.take<float>(x->count());
   }
-  if (smooths_k && wants_mean_logit(p)) q_.mean_logit = workspace.take<float>(q_.count());
+  const bool keeps_mean = scaled && k_came && p.k.quantization && p.k.quantization->mean;
+  if (keeps_mean) {
+    k_mean_ = {.from = k_.how.mean,
+               .seed = k_.how.hadamard_seed,
+               .sequences = static_cast<int>(p.packed() ? sequences_of(p) : p.batch),
+               .heads = stats_.kv_heads,
+               .packed = p.packed(),
+               .dim = dim,
+               .to = workspace.take<float>(channels)};
+    q_.key_mean = k_mean_->to;
+  }
+  if ((smooths_k || keeps_mean) && wants_mean_logit(p)) q_.mean_logit = workspace.take<float>(q_.count());
 }
 
 void E4m3Operands::quantize(cudaStream_t stream) const {
   if (scratch_ && k_.rows) cuda::quantize(stats_, scratch_, stream);
+  if (k_mean_) copy_means(*k_mean_, stream);
   for (const E4m3Rows* x : {&q_, &k_, &v_}) quantize_to_e4m3(*x, stream);
 }
 

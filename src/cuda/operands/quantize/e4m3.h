@@ -26,7 +26,7 @@ struct E4m3Rows {
   float* mean_logit;      // [batch, head, row]
   float* scale;           // [batch, head, row]; null: rows have none
   bool as_they_are;       // they came as e4m3, and keep their scales
-  HeadScale input_scale;  // of rows that came as e4m3, and of v
+  Quantization how;       // of rows that came as e4m3, and of v; no scale: 1
 
   std::size_t count() const { return static_cast<std::size_t>(from.shape[0] * from.shape[1] * rows); }
   View view() const;
@@ -38,7 +38,8 @@ E4m3Rows e4m3_values(const View& v, const KeyTiles& keys, const Channels& channe
 void quantize_to_e4m3(const E4m3Rows& rows, cudaStream_t stream);
 
 // q and k with a scale for each token, k less its mean, and v with one for each channel, k and v in tiles of kBlockKeys
-// keys; q and k that came as e4m3 stay as they are, with the scale of their head.
+// keys; q and k that came as e4m3 stay as they are, with the scales and the mean of
+// their own.
 // Without scales all are rounded as they are, token by token.
 class E4m3Operands {
  public:
@@ -57,6 +58,7 @@ class E4m3Operands {
 
  private:
   QuantizeParams stats_;
+  std::optional<PrequantizedMeans> k_mean_;  // that k came with
   void* scratch_ = nullptr;
   E4m3Rows q_, k_, v_;
 };

@@ -53,14 +53,15 @@ Int8Logits::Int8Logits(const Problem& p, const KeySide& key_side, int64_t dim, i
       dim_(dim),
       queries_(p.tokens_q),
       keys_(static_cast<int64_t>(params_.keys.count()) * tile) {
-  params_.q_type = params_.k_type = QuantizedFormat::s8;
-  if (key_side.quantizes_v) params_.v_type = QuantizedFormat::s8;
+  const bool qk_came = key_side.qk_came, v_came = key_side.v_came;
+  if (!qk_came) params_.q_type = params_.k_type = QuantizedFormat::s8;
+  if (key_side.quantizes_v && !v_came) params_.v_type = QuantizedFormat::s8;
   params_.k_groups = key_side.k_groups;
   const int64_t rows = p.batch * p.heads * queries_, key_rows = p.batch * p.kv_heads * keys_;
   const int64_t sequences = p.packed() ? sequences_of(p) : p.batch;
   const auto channels = [&] { return workspace.take<float>(sequences * p.kv_heads * params_.dim); };
-  params_.channels.k_mean = channels();
-  if (key_side.quantizes_v) params_.channels.v_mean = channels();
+  if (!qk_came) params_.channels.k_mean = channels();
+  if (key_side.quantizes_v && !v_came) params_.channels.v_mean = channels();
   if (key_side.finds_v_channels) params_.channels.v_scale = channels(), params_.channels.v_inverse = channels();
   scratch_ = workspace.take(quantize_scratch_bytes(params_));
   params_.q_quantized = workspace.take(rows * params_.dim);
@@ -71,11 +72,68 @@ Int8Logits::Int8Logits(const Problem& p, const KeySide& key_side, int64_t dim, i
     params_.v_quantized = workspace.take(key_rows * params_.dim);
     params_.v_scale = workspace.take<float>(2 * key_rows);
   }
-  if (wants_mean_logit(p)) params_.mean_logit = workspace.take<float>(rows);
+  if (wants_mean_logit(p) && (!qk_came || p.k.quantization->mean)) params_.mean_logit = workspace.take<float>(rows);
+  if (p.smooth_q && !qk_came) {
+    smoothed_q_.emplace(p, params_.k, params_.keys, params_.dim, workspace);
+    params_.q = strided(smoothed_q_->q());
+  }
+  copy_as_they_came(p, qk_came, v_came, workspace);
+}
+
+// Lays out what is copied instead of quantized. The quantizer reads none of it.
+void Int8Logits::copy_as_they_came(const Problem& p, bool q_and_k, bool v, WorkspaceAllocator& workspace) {
+  const int64_t sequences = p.packed() ? sequences_of(p) : p.batch;
+  const auto means = [&](const View& from, uint64_t seed, int64_t count, bool packed) {
+    return PrequantizedMeans{.from = from,
+                             .seed = seed,
+                             .sequences = static_cast<int>(count),
+                             .heads = params_.kv_heads,
+                             .packed = packed,
+                             .dim = params_.dim,
+                             .to = workspace.take<float>(count * p.kv_heads * params_.dim)};
+  };
+  if (q_and_k) {
+    const bool zero_points = has_zero_points(p.q) || has_zero_points(p.k);
+    const auto rows = [&](const View& from, void* to, int64_t count, float* scale) {
+      PrequantizedRows x{
+          .from = from, .how = quantization_of(from).in_32_bits(from.shape[2]), .to = static_cast<signed char*>(to)};
+      x.rows = static_cast<int>(count), x.dim = params_.dim, x.scale = scale, x.kv_heads = params_.kv_heads;
+      if (zero_points) x.zero_point = workspace.take<ZeroPoint>(p.batch * from.shape[1] * count);
+      return x;
+    };
+    q_came_ = rows(p.q, params_.q_quantized, queries_, params_.q_scale);
+    k_came_ = rows(p.k, params_.k_quantized, keys_, params_.k_scale);
+    k_came_->keys = params_.keys;
+    if (p.k.quantization->mean && wants_mean_logit(p)) {
+      k_mean_ = means(k_came_->how.mean, k_came_->how.hadamard_seed, p.batch, false);
+      q_came_->key_mean = k_mean_->to, q_came_->mean_logit = params_.mean_logit;
+    }
+  }
+  if (v) {
+    v_came_ = {.from = p.v,
+               .how = quantization_of(p.v).in_32_bits(p.tokens_k),
+               .to = static_cast<signed char*>(params_.v_quantized),
+               .dim = params_.dim,
+               .keys = params_.keys,
+               .scale = params_.v_scale};
+    if (has_zero_points(p.v)) v_came_->zero_point = workspace.take<signed char>(p.batch * p.kv_heads * keys_);
+    v_mean_ = means(v_came_->how.mean, 0, sequences, p.packed());
+  }
+  // Operands are read together with those that are quantized, by one loader.
+  if (q_and_k) params_.q = params_.k = params_.v;
+  if (v) params_.v = params_.k;
 }
 
 void Int8Logits::quantize(cudaStream_t stream) const {
-  keys_ ? cuda::quantize(params_, scratch_, stream) : clear(counter(), stream);
+  if (k_mean_) copy_means(*k_mean_, stream);
+  if (v_mean_) copy_means(*v_mean_, stream);
+  if (q_came_) copy_rows(*q_came_, stream);
+  if (k_came_) copy_rows(*k_came_, stream);
+  if (v_came_) copy_values(*v_came_, stream);
+  const bool all_came = q_came_ && params_.v_type == QuantizedFormat::none && !params_.channels.v_scale;
+  if (smoothed_q_) smoothed_q_->centre(stream);
+  keys_ && !all_came ? cuda::quantize(params_, scratch_, stream) : clear(counter(), stream);
+  if (smoothed_q_) smoothed_q_->multiply(params_.channels.k_mean, params_.mean_logit, stream);
 }
 
 // Returns a view of the channels that the kernel reads; the rows in memory may be longer.

@@ -2,9 +2,12 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
-#include "core/problem.h"
+#include <optional>
+
+#include "core/prequantized.h"
 #include "cuda/host/workspace.h"
-#include "cuda/operands/quantize/quantize.h"
+#include "cuda/operands/quantize/prequantized.h"
+#include "cuda/operands/quantize/smooth_q.h"
 
 namespace octet::cuda {
 
@@ -25,15 +28,17 @@ struct KeySide {
   View k, v;
   SeenCounts seen_counts{};
   bool quantizes_v = false;
-  bool k_groups = false;          // thread groups of k share a scale
-  bool finds_v_channels = false;  // the scales of the channels of v, which becomes e4m3 (e4m3.h)
+  bool k_groups = false;                 // thread groups of k share a scale
+  bool finds_v_channels = false;         // the scales of the channels of v, which becomes e4m3 (e4m3.h)
+  bool qk_came = false, v_came = false;  // as codes of int8 or uint8, which are not quantized again
 };
 
 // Returns the parameters of quantize() that follow from a problem, without formats, channels and memory.
 QuantizeParams quantize_params(const Problem& p, const KeySide& key_side, int64_t dim, int tile);
 
 // q and k quantized to int8 with a scale for each token, and v too if it is wanted. k and v are centred by their means,
-// and keys are padded to whole tiles of `tile` keys.
+// and keys are padded to whole tiles of `tile` keys. Those that came in the recipe's own form keep their codes, scales
+// and means.
 class Int8Logits {
  public:
   // `dim` is the kernel's, `tile` the keys that it takes at a time.
@@ -49,16 +54,27 @@ class Int8Logits {
   // These are of a quantized v: its values with keys along rows, [batch, kv_head, dim, keys], scales and means.
   View v() const { return view_8bit(params_.v_quantized, batch_, params_.kv_heads, params_.dim, keys_); }
   const float* v_scale() const { return params_.v_scale; }
-  const float* v_mean() const { return params_.channels.v_mean; }
+  const float* v_mean() const { return v_mean_ ? v_mean_->to : params_.channels.v_mean; }
+  // The zero points that q and k came with; null: none. Then sums of products are integers of up to 24 bits.
+  const ZeroPoint* q_zero_point() const { return q_came_ ? q_came_->zero_point : nullptr; }
+  const ZeroPoint* k_zero_point() const { return k_came_ ? k_came_->zero_point : nullptr; }
+  const signed char* v_zero_point() const { return v_came_ ? v_came_->zero_point : nullptr; }
+  // What logits lack where queries are centred; null data: they are not.
+  BlockLogits block_logits() const { return smoothed_q_ ? smoothed_q_->logits() : BlockLogits{}; }
   const KeyTiles& key_tiles() const { return params_.keys; }
   const Channels& channels() const { return params_.channels; }
 
  private:
   View view(void* data, int64_t heads, int64_t rows) const;
+  void copy_as_they_came(const Problem& p, bool q_and_k, bool v, WorkspaceAllocator& workspace);
 
   QuantizeParams params_;
   int64_t batch_, dim_, queries_, keys_;
   void* scratch_;
+  std::optional<SmoothedQueries> smoothed_q_;
+  std::optional<PrequantizedMeans> k_mean_, v_mean_;  // of those that came quantized
+  std::optional<PrequantizedRows> q_came_, k_came_;
+  std::optional<PrequantizedValues> v_came_;
 };
 
 }  // namespace octet::cuda

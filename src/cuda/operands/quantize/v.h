@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda/fragment/accumulator.h"
 #include "cuda/operands/quantize/rows.h"
+#include "cuda/operands/quantize/value_scales.h"
 
 namespace octet::cuda {
 
@@ -136,7 +137,9 @@ struct TokenValues : Rows<QuantizedType, VecLoader, Dim> {
           Base::write(reinterpret_cast<unsigned char*>(words + word_of(key, 0)), x, 1.f, scale.inverse);
         });
     __syncthreads();
-    write_scales(scales, (static_cast<int64_t>(batch_head) * a.keys.count() + tile_number) * keys);
+    write_value_scales(scales, keys,
+                       a.v_scale + 2 * (static_cast<int64_t>(batch_head) * a.keys.count() + tile_number) * keys,
+                       kQuantizeThreads);
     const int groups = keys / kGroup;
     const int64_t row_bytes = static_cast<int64_t>(a.keys.count()) * keys;
     auto* const to = static_cast<unsigned char*>(a.v_quantized) + static_cast<int64_t>(batch_head) * Dim * row_bytes +
@@ -150,21 +153,6 @@ struct TokenValues : Rows<QuantizedType, VecLoader, Dim> {
       for (int b = 0; b < 4; ++b)
         *reinterpret_cast<uint4*>(to + (4 * word + b) * row_bytes + group * kGroup) = {
             gather(tokens[0], b), gather(tokens[1], b), gather(tokens[2], b), gather(tokens[3], b)};
-    }
-  }
-
-  // Writes the logarithms of scales and their inverses; `at`: the first key of the tile. A scale of 0 is replaced by
-  // one that is small beside the others.
-  __device__ void write_scales(const float* scales, int64_t at) const {
-    const int keys = p.args.keys.tile;
-    float most = 0.f;
-    for (int i = 0; i < keys; ++i) most = fmaxf(most, scales[i]);
-    const float least = most == 0.f ? 1.f : fmaxf(most * 0x1p-40f, FLT_MIN);  // so that its inverse is finite
-    for (int i = threadIdx.x; i < keys; i += kQuantizeThreads) {
-      const float scale = scales[i] == 0.f ? least : scales[i];
-      float* const to = p.args.v_scale + 2 * at + i;
-      to[0] = log2f(scale);
-      to[keys] = isnan(scale) ? 0.f : __frcp_rn(scale) * kInverseScale;
     }
   }
 

@@ -4,6 +4,7 @@
 #include "cuda/host/card.h"
 #include "cuda/sm80/fwd/choose.h"
 #include "cuda/sm80/fwd/operands_e4m3.h"
+#include "cuda/sm80/fwd/operands_int8.h"
 #include "cuda/sm80/fwd/operands_training.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/passes.h"
@@ -75,15 +76,23 @@ bool has_kernels(const ForwardFormats& formats) { return row_of(formats); }
 ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) {
   const Row& row = *row_of(numerics.formats);
   const int64_t most_dim = std::max(p.dim, p.dim_v);
-  const Logits logits = numerics.beta != 0.f ? Logits::general : logits_of(p);
+  const bool int8_qk = numerics.formats.qk == OCTET_I8;
+  const Prequantized& came = numerics.came;
+  const bool codes = int8_qk && came.q && came.k, v_codes = numerics.formats == kInt8 && came.v;
+  const bool zero_points =
+      (codes && (has_zero_points(p.q) || has_zero_points(p.k))) || (v_codes && has_zero_points(p.v));
+  const bool smooths_q = p.smooth_q && !codes;
+  const Logits logits = numerics.beta != 0.f || zero_points || smooths_q ? Logits::general : logits_of(p);
   const ForwardKernel kernel = kernel_for_queries(p, row, logits, most_dim);
   ForwardChoice choice{.kernel = kernel,
                        .numerics = numerics,
                        .general = logits != Logits::plain,
                        .f32 = numerics.formats == kF32,
-                       .int8_qk = numerics.formats.qk == OCTET_I8,
+                       .int8_qk = int8_qk,
                        .int8_v = numerics.formats == kInt8,
-                       .k_groups = numerics.formats == kInt8Fp8,
+                       .k_groups = numerics.formats == kInt8Fp8 && !codes,
+                       .codes = codes,
+                       .v_codes = v_codes,
                        .training = numerics.formats == kInt8Training,
                        .e4m3_qk = numerics.formats == kFp8 || numerics.formats == kFp8Raw,
                        .e4m3_v = numerics.formats.v == OCTET_E4M3,
@@ -91,7 +100,7 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
                        .scales_v = numerics.scales_v(p.v.dtype),
                        .tile_queries = kernel.rows,
                        .tiles = query_tiles(p, kernel.rows)};
-  if (!numerics.splits_keys() || p.dropout) return choice;
+  if (!numerics.splits_keys() || p.dropout || smooths_q) return choice;
   const ForwardKernel few = (choice.general ? row.pairs.general : row.pairs.plain)(most_dim);
   const PackedTiles tiles = packed_tiles(p, few.rows);
   const Card& gpu = card(p.device_index);

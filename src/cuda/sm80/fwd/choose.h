@@ -13,6 +13,8 @@ struct ForwardChoice {
   bool int8_qk;      // q and k become int8
   bool int8_v;       // so does v, with a scale for each token
   bool k_groups;     // thread groups of int8 keys share a scale
+  bool codes;        // q and k came as codes that stay as they are
+  bool v_codes;      // so did v
   bool training;     // q and k become int8 as the backward pass has them, and v f16 that comes from int8
   bool e4m3_qk;      // q and k become e4m3
   bool e4m3_v;       // so does v

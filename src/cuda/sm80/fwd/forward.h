@@ -26,6 +26,7 @@
 
 #include "cuda/fragment/sign_flip.h"
 #include "cuda/sm80/fwd/operands_e4m3.h"
+#include "cuda/sm80/fwd/operands_int8.h"
 #include "cuda/sm80/fwd/operands_training.h"
 #include "cuda/sm80/fwd/params.h"
 #include "cuda/sm80/mask_tile.h"

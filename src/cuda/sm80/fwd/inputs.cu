@@ -21,7 +21,7 @@ ForwardInputs::ForwardInputs(const Problem& p, const ForwardChoice& choice, Work
       scales_v_(choice.scales_v),
       int8_v_(choice.int8_v),
       k_groups_(choice.k_groups),
-      seen_(p, choice.int8_qk || choice.e4m3_qk ? ReadsK::seen : ReadsK::as_it_is, workspace),
+      seen_(p, (choice.int8_qk && !choice.codes) || choice.e4m3_qk ? ReadsK::seen : ReadsK::as_it_is, workspace),
       q_(choice.f32 || choice.int8_qk || choice.e4m3_qk ? View{} : p.q, choice.numerics.type(), workspace),
       k_(choice.f32 || choice.int8_qk || choice.e4m3_qk ? View{} : p.k, choice.numerics.type(), workspace),
       v_(choice.f32 || choice.scales_v || choice.int8_v || choice.training || choice.e4m3_v ? View{} : seen_.v(),
@@ -52,7 +52,9 @@ ForwardInputs::ForwardInputs(const Problem& p, const ForwardChoice& choice, Work
                          .seen_counts = seen_.counts(),
                          .quantizes_v = choice.int8_v,
                          .k_groups = choice.k_groups,
-                         .finds_v_channels = choice.e4m3_v};
+                         .finds_v_channels = choice.e4m3_v,
+                         .qk_came = choice.codes,
+                         .v_came = choice.v_codes};
   if (choice.int8_qk) int8_.emplace(p, key_side, dim_, choice.e4m3_v ? kBlockKeys : choice.kernel.keys, workspace);
   if (choice.e4m3_qk) e4m3_.emplace(p, key_side, choice.e4m3_scales, dim_, workspace);
   if (choice.int8_qk && choice.e4m3_v)
@@ -80,8 +82,8 @@ void ForwardInputs::preprocess(const Problem& p, cudaStream_t stream) const {
   with_8bit_logits([&](const auto& logits) {
     logits.quantize(stream);
     if (!logits.k_scale()) return;
-    const ScalesOfKeys scales{
-        .data = logits.k_scale(), .groups = k_groups_, .sums_begin = logits.k().dtype == OCTET_I8 ? kSumsBegin : 0.f};
+    const bool begins = logits.k().dtype == OCTET_I8 && !(int8_ && int8_->k_zero_point());
+    const ScalesOfKeys scales{.data = logits.k_scale(), .groups = k_groups_, .sums_begin = begins ? kSumsBegin : 0.f};
     compute_key_factors(scales, p.batch * p.kv_heads * logits.keys(), key_factors_, stream);
   });
   if (e4m3_values_) quantize_to_e4m3(*e4m3_values_, stream);
@@ -132,7 +134,9 @@ void ForwardInputs::set(const Problem& p, ForwardParams& a) const {
   });
   if (e4m3_) a.v = output(e4m3_->v()), a.v_channel_scale = e4m3_->v_scale();
   if (e4m3_values_) a.v = output(e4m3_values_->view()), a.v_channel_scale = int8_->channels().v_scale;
-  if (int8_v_) a.v_factors_by_tiles = int8_->v_scale();
+  if (int8_v_) a.v_factors_by_tiles = int8_->v_scale(), a.v_zero_points = int8_->v_zero_point();
+  if (int8_) a.q_zero_points = int8_->q_zero_point(), a.k_zero_points = int8_->k_zero_point();
+  if (int8_) a.block_logits = int8_->block_logits();
 }
 
 void ForwardInputs::set_v(int64_t first, ForwardParams& a) const {

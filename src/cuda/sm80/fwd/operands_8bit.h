@@ -1,7 +1,9 @@
 // The precisions of the forward pass whose q and k are int8. operands.h has the list of their verbs.
 #pragma once
 #include "cuda/fragment/softmax_8bit.h"
+#include "cuda/operands/quantize/block_logits.h"
 #include "cuda/operands/quantize/quantize.h"
+#include "cuda/operands/quantize/zero_point.h"
 #include "cuda/sm80/fwd/operands.h"
 #include "cuda/sm80/key_factors.h"
 
@@ -26,12 +28,24 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
   using Sum = typename Kernel::Precision::Sum;
   template <class Kernel>
   static constexpr float kUnits = std::is_same_v<Sum<Kernel>, int> ? kUnitsOfSum : 1.f;
+  // Whether q and k may come as codes, and whether a kernel has what sums of products may need: the zero points of
+  // codes, and what they lack where q was centred.
+  static constexpr bool kTakesCodes = true;
+  template <class Kernel>
+  static constexpr bool kCorrectsSums = std::is_same_v<Sum<Kernel>, int> &&
+                                        (Kernel::kGeneral && Kernel::Operands::kTakesCodes);
   template <int Rows, int Keys, int Stages>
   struct Factors {
-    float q[Rows], q_log2[Rows];  // the scales, and with plain logits scale_log2 of their sums
-    float q_mean_logit[Rows];     // under a softcap what the logits lack
+    float q[Rows];  // the scales
+    union {
+      float q_log2[Rows];      // with plain logits: scale_log2 of their sums
+      ZeroPoint q_zero[Rows];  // with general ones
+    };
+    float q_mean_logit[Rows];  // under a softcap what the logits lack
     KeyPairFactors k[Stages][Keys / 2];
     const KeyPairFactors* of_k;  // those of the sequence
+    const ZeroPoint* zero_of_k;  // likewise
+    const float* block_logits;   // those of the block of queries; null: none
   };
 
   template <class Kernel>
@@ -40,9 +54,13 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
     const int i = static_cast<int>(threadIdx.x), row = f.shared.q_tile.q_start + i;
     if (i >= Kernel::kRows) return;
     float scale = 1.f, mean_logit = 0.f;
+    ZeroPoint zero{0};
     if (row < f.rows_end()) {
       const int64_t token = int64_t{f.shared.q_tile.q_first} + f.query_of(row);
-      const float of_row = *f.a.q_factors.at(f.shared.q_tile.batch, f.head_of(row), token);
+      const float* const factor = f.a.q_factors.at(f.shared.q_tile.batch, f.head_of(row), token);
+      const float of_row = *factor;
+      if constexpr (kCorrectsSums<Kernel>)
+        if (f.a.q_zero_points) zero = f.a.q_zero_points[factor - f.a.q_factors.data];
       const Interval seen = f.range_of(row);
       // 0 times a logit of -inf would be NaN, and so would the scale of a row that sees nothing.
       if (of_row != 0.f && seen.first < seen.last) scale = of_row;
@@ -50,6 +68,10 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
         mean_logit = *f.a.mean_logit.at(f.shared.q_tile.batch, f.head_of(row), token);
     }
     f.shared.factors.q[i] = scale, f.shared.factors.q_mean_logit[i] = mean_logit;
+    if constexpr (kCorrectsSums<Kernel>) {
+      f.shared.factors.q_zero[i] = zero;
+      return;
+    }
     const float log2 = f.a.scale_log2e * (scale * kUnits<Kernel>);
     f.shared.factors.q_log2[i] = log2 == 0.f ? kMinScaleLog2 : log2;
   }
@@ -69,7 +91,24 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
   }
   template <class Kernel>
   static __device__ void start_factors(const Kernel& f, int kv_head) {
-    f.shared.factors.of_k = f.a.k_pair_factors.at(f.shared.q_tile.batch, kv_head, Kernel::Operands::first_key(f));
+    const KeyPairFactors* const pairs =
+        f.a.k_pair_factors.at(f.shared.q_tile.batch, kv_head, Kernel::Operands::first_key(f));
+    f.shared.factors.of_k = pairs;
+    if constexpr (kCorrectsSums<Kernel>) {
+      f.shared.factors.zero_of_k = f.a.k_zero_points + 2 * (pairs - f.a.k_pair_factors.data);
+      f.shared.factors.block_logits = block_logits(f);
+    }
+  }
+  template <class Kernel>
+  static __device__ const float* block_logits(const Kernel& f) {
+    const auto& all = f.a.block_logits;
+    const TileInfo& tile = f.shared.q_tile;
+    if (Kernel::kPairs || !all.data) return nullptr;
+    const int first = f.a.scheduler.cu_seqlens_k ? tile.q_first / kSmoothedQueries + tile.sequence : 0;
+    const int64_t block =
+        (int64_t{tile.batch} * f.a.scheduler.heads + tile.head) * all.blocks + first + tile.q_start / kSmoothedQueries;
+    static_assert(kSmoothedQueries % Kernel::kRows == 0);
+    return all.data + block * all.keys;
   }
 
   // Unsigned offsets need no register for their sign.
@@ -92,6 +131,8 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
       mma_ABt(sums, q, f.k(tile), 0, begin);
     else
       mma_ABt(sums, f.q(), warp * Kernel::kRowBlocks, f.k(tile), 0, begin);
+    if constexpr (kCorrectsSums<Kernel>)
+      if (f.a.k_zero_points) subtract_zero_points(f, sums, tile);
     const KeyPairFactors* const of_keys = f.shared.factors.k[Kernel::stage_of(tile)] +
                                           static_cast<unsigned>(ptx::opaque(static_cast<int>(threadIdx.x))) % 4;
 #pragma unroll
@@ -107,7 +148,51 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
         }
     }
     if constexpr (!Kernel::kPlain) times_q_scales(f, s, tile);
+    if constexpr (kCorrectsSums<Kernel> && !Kernel::kPairs)
+      if (f.shared.factors.block_logits) add_block_logits(f, s, tile);
   }
+  // Adds what q.k lacks where q was centred.
+  template <class Kernel>
+  static __device__ void add_block_logits(const Kernel& f, typename Kernel::S& s, int tile) {
+    const float2* const of_keys =
+        reinterpret_cast<const float2*>(f.shared.factors.block_logits + tile * Kernel::kKeys) +
+        static_cast<unsigned>(ptx::opaque(static_cast<int>(threadIdx.x))) % 4;
+#pragma unroll
+    for (int i = 0; i < Kernel::kKeys / 8; ++i) {
+      const float2 x = of_keys[4 * i];
+#pragma unroll
+      for (auto& block : s)
+#pragma unroll
+        for (int row = 0; row < kRowsPerThread; ++row)
+          block.x[4 * i + 2 * row] += x.x, block.x[4 * i + 2 * row + 1] += x.y;
+    }
+  }
+  // Takes what zero points add from sums of products, in integers. Then the sums, of up to 24 bits, are floats, whose
+  // factors begin at 0.
+  template <class Kernel, class Sums>
+  static __device__ void subtract_zero_points(const Kernel& f, Sums& sums, int tile) {
+    const int2* const of_keys = reinterpret_cast<const int2*>(f.shared.factors.zero_of_k + tile * Kernel::kKeys) +
+                                static_cast<unsigned>(ptx::opaque(static_cast<int>(threadIdx.x))) % 4;
+#pragma unroll
+    for (int i = 0; i < Kernel::kKeys / 8; ++i) {
+      const int2 words = of_keys[4 * i];
+      const ZeroPoint of_key[] = {{words.x}, {words.y}};
+#pragma unroll
+      for (int block = 0; block < Kernel::kRowBlocks; ++block)
+#pragma unroll
+        for (int row = 0; row < kRowsPerThread; ++row) {
+          const ZeroPoint of_row = f.shared.factors.q_zero[row_of_tile<Kernel>(block) + 8 * row];
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            int& x = sums[block].x[4 * i + 2 * row + c];
+            x = __float_as_int(static_cast<float>(x - __float_as_int(kSumsBegin) - excess(of_row, of_key[c])) *
+                               (1.f / kUnitsOfSum));
+          }
+        }
+    }
+  }
+  // Returns what a sum of products of codes has too much.
+  static __device__ int excess(ZeroPoint q, ZeroPoint k) { return q.zero() * k.sum() + k.zero() * q.sum(); }
   // Returns what q.k of a row of the tile of queries lacks in a tile of keys.
   template <class Kernel>
   static __device__ float lacking(const Kernel& f, int row, int) {
@@ -173,150 +258,14 @@ struct ForwardOperands<PrecisionInt8F16> : ForwardOperands<PrecisionF16> {
   static __device__ float product(const Kernel& f, const T* q, const T* k, int row, int key) {
     const int at = row - f.shared.q_tile.q_start;
     const float scale = f.shared.factors.q[at] * f.shared.factors.of_k[key / 2].scale[key % 2];
-    return __fmaf_rn(dot(q, k, f.a.dim), scale, f.shared.factors.q_mean_logit[at]);
-  }
-};
-
-// int8 q, k and v with a scale for each token, and P of unsigned 8 bits with a scale for each query and tile of keys.
-// The mean of v was subtracted before the kernel; the epilogue adds it to o. Logits are logarithms, log2(p t), with the
-// scales t of v (fragment/softmax_8bit.h).
-template <>
-struct ForwardOperands<PrecisionInt8> : ForwardOperands<PrecisionInt8F16> {
-  using Base = ForwardOperands<PrecisionInt8F16>;
-  template <class Dims, Logits logits, TileRows>
-  using Tile = Int8Tile<Dims, logits>;
-  // Keys run along rows.
-  template <int Keys, int DimV>
-  using TileV = SharedTile<S8, DimV, Keys>;
-  template <Logits>
-  using Softmax = TileScaleSoftmax;
-  using WidestDims = Dims256x128;
-  static constexpr bool kStagesMasks = false, kHasPairs = false;
-  // A v that is not finite has a scale that is not, which a P of 0 does not meet.
-  static constexpr bool kRecomputes = false, kHasDropout = false;
-  template <int Rows, int Keys, int Stages>
-  struct Factors : Base::Factors<Rows, Keys, Stages> {
-    alignas(16) float v_log[Stages][Keys];
-    alignas(16) float v_inverse[Stages][Keys];
-    const float* of_v;  // those of the sequence, for each tile the logarithms and then the inverses
-  };
-  template <int M, int Columns>
-  struct P {
-    Operand<U8, Columns> x[M];
-    RowValues scale[M];
-  };
-
-  template <class Kernel>
-  static __device__ void load_key_factors(const Kernel& f, int tile, const Interval& rows) {
-    Base::load_key_factors(f, tile, rows);
-    constexpr int kChunks = Kernel::kKeys / kChunkColumns<float>;
-    const int i = ptx::opaque(static_cast<int>(threadIdx.x)), which = i / kChunks,
-              key = i % kChunks * kChunkColumns<float>, stage = Kernel::stage_of(tile);
-    if (which >= 2) return;
-    float* const to = (which ? f.shared.factors.v_inverse : f.shared.factors.v_log)[stage] + key;
-    ptx::cp_async(ptx::shared_address(to), f.shared.factors.of_v + (2 * tile + which) * Kernel::kKeys + key);
-  }
-  template <class Kernel>
-  static __device__ void start_factors(const Kernel& f, int kv_head) {
-    Base::start_factors(f, kv_head);
-    const KeyPairFactorsView& keys = f.a.k_pair_factors;
-    const int64_t head = int64_t{f.shared.q_tile.batch} * keys.heads + kv_head;
-    f.shared.factors.of_v = f.a.v_factors_by_tiles + 2 * (head * keys.keys + first_key(f));
-  }
-  template <class Kernel>
-  static __device__ const S8* start_v(const Kernel& f, int kv_head) {
-    return f.a.v.template row<S8>(f.shared.q_tile.batch, kv_head, 0) + first_key(f);
-  }
-  template <class Kernel>
-  static __device__ const S8* source_v(const Kernel& f, int tile) {
-    return Kernel::LoaderV::source(f.shared.v_start + tile * Kernel::kKeys, f.a.v.stride[2]);
-  }
-  template <class Kernel>
-  static __device__ void load_v(const Kernel& f, const typename Kernel::TileV& tile, const S8* from, const Interval&,
-                                bool) {
-    Kernel::LoaderV::load(tile, from, f.a.v.stride[2]);
-  }
-  template <class Kernel>
-  static __device__ TileScaleSoftmax start_softmax(const Kernel&, int) {
-    return {};
-  }
-
-  // With plain logits s is log2(p t).
-  template <class Kernel>
-  static __device__ void multiply_qk(const Kernel& f, const typename Kernel::QRows& q, typename Kernel::S& s,
-                                     int tile) {
-    Base::multiply_qk(f, q, s, tile);
-    if constexpr (Kernel::kPlain)
-      each_with_log(
-          f, s, tile, [&](int block) { return scale_log2(f, block); },
-          [](float x, float scale, float log) { return __fmaf_rn(x, scale, log); });
-  }
-  // Calls f for each number of s, with `scales(block)` of its row and with log2 t of its key.
-  template <class Kernel, class Scales, class F>
-  static __device__ void each_with_log(const Kernel& f, typename Kernel::S& s, int tile, const Scales& scales,
-                                       const F& apply) {
-    const float* const v_log = f.shared.factors.v_log[Kernel::stage_of(tile)];
-#pragma unroll
-    for (int block = 0; block < Kernel::kRowBlocks; ++block) {
-      const RowValues scale = scales(block);
-#pragma unroll
-      for (int i = 0; i < Kernel::kKeys / 8; ++i) {
-        const float2 log = of_columns(v_log, i);
-#pragma unroll
-        for (int row = 0; row < kRowsPerThread; ++row) {
-          float* const x = &s[block].x[4 * i + 2 * row];
-          x[0] = apply(x[0], scale[row], log.x), x[1] = apply(x[1], scale[row], log.y);
-        }
-      }
-    }
-  }
-  template <class Kernel>
-  static __device__ void take_exp(const Kernel& f, typename Kernel::S& s, int tile, const bool&,
-                                  TileScaleSoftmax (&softmax)[Kernel::kRowBlocks], typename Kernel::O& o,
-                                  typename Kernel::P& p) {
-    // A key that is hidden keeps its -inf, whatever its scale is.
-    if constexpr (!Kernel::kPlain)
-      each_with_log(
-          f, s, tile,
-          [&](int) {
-            return RowValues{f.a.scale_log2e, f.a.scale_log2e};
-          },
-          [](float x, float scale, float log) { return x == -INFINITY ? x : __fmaf_rn(x, scale, log); });
-    const float* const v_inverse = f.shared.factors.v_inverse[Kernel::stage_of(tile)];
-#pragma unroll
-    for (int block = 0; block < Kernel::kRowBlocks; ++block) {
-      const RowValues most = softmax[block].largest(s[block], o[block]);
-      p.scale[block] = softmax[block].quantize_p(s[block], most, v_inverse, 0.f, p.x[block]);
-    }
-  }
-  // The scale of P changes from tile to tile, so the integers of a tile are scaled and added to o, 16 channels at a
-  // time.
-  template <class Kernel>
-  static __device__ void multiply_pv(const Kernel& f, const typename Kernel::P& p, int tile, typename Kernel::O& o) {
-    constexpr int kChannels = 16;
-#pragma unroll
-    for (int n = 0; n < Kernel::Dims::kDimV / kChannels; ++n) {
-      Accumulator<kChannels, int> sums[Kernel::kRowBlocks];
-      mma_ABt(sums, p.x, f.v(tile), n, __float_as_int(kSumsBegin));
-#pragma unroll
-      for (int block = 0; block < Kernel::kRowBlocks; ++block)
-#pragma unroll
-        for (int i = 0; i < kChannels / 2; ++i) {
-          float& x = o[block].x[kChannels / 2 * n + i];
-          x = __fmaf_rn(__int_as_float(sums[block].x[i]) - kSumsBegin, p.scale[block][i / 2 % 2] * kUnitsOfSum, x);
-        }
-    }
-  }
-
-  static __device__ float origin(const TileScaleSoftmax& softmax, int row) {
-    return softmax.exponent(row) - kInverseScaleLog2;
-  }
-  static __device__ float inverse_of(float l, float) { return l == 0.f ? 0.f : l < INFINITY ? kInverseScale / l : NAN; }
-  template <class Kernel>
-  static __device__ float2 v_mean(const Kernel& f, int, int channel) {
-    const TileInfo& tile = f.shared.q_tile;
-    const int64_t head = int64_t{tile.sequence} * (f.a.scheduler.heads / f.a.group) + tile.head / f.a.group;
-    return *reinterpret_cast<const float2*>(f.a.v_mean + head * f.a.dim + channel);
+    float sum = dot(q, k, f.a.dim);
+    if constexpr (kCorrectsSums<Kernel>)
+      if (f.a.k_zero_points)
+        sum -= static_cast<float>(excess(f.shared.factors.q_zero[at], f.shared.factors.zero_of_k[key]));
+    float lacks = f.shared.factors.q_mean_logit[at];
+    if constexpr (kCorrectsSums<Kernel> && !Kernel::kPairs)
+      if (f.shared.factors.block_logits) lacks += f.shared.factors.block_logits[key];
+    return __fmaf_rn(sum, scale, lacks);
   }
 };
 

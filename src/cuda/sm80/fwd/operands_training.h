@@ -14,7 +14,7 @@ struct ForwardOperands<PrecisionInt8Training> : ForwardOperands<PrecisionInt8F16
   template <class Dims, Logits logits, TileRows>
   using Tile = Int8TrainingTile<Dims, logits>;
   using WidestDims = Dims128;
-  static constexpr bool kHasPairs = false, kHasDropout = false;
+  static constexpr bool kHasPairs = false, kHasDropout = false, kTakesCodes = false;
   template <class Kernel>
   static constexpr int kLaidOutKeys = kBlockKeys;
   static constexpr int kMeans = 8;

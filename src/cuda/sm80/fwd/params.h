@@ -4,6 +4,8 @@
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/output.h"
 #include "cuda/fragment/sinks.h"
+#include "cuda/operands/quantize/block_logits.h"
+#include "cuda/operands/quantize/zero_point.h"
 #include "cuda/scheduler/tile_scheduler.h"
 #include "cuda/sm80/f16_halves.h"
 #include "cuda/sm80/key_factors.h"
@@ -34,7 +36,12 @@ struct ForwardParams {
   // These are for int8 q and k: the factors of keys, and the product of each query with the mean subtracted from k.
   KeyPairFactorsView k_pair_factors;
   const float* v_factors_by_tiles;  // where v is int8 too: those of its scales, as quantize.h has them
-  TokenFactors mean_logit;          // null: nobody wants to know
+  // The zero points that int8 operands came with (operands/quantize/prequantized.h), of kernels with general logits;
+  // null: none.
+  const ZeroPoint *q_zero_points, *k_zero_points;
+  const signed char* v_zero_points;
+  BlockLogits block_logits;  // likewise
+  TokenFactors mean_logit;   // null: nobody wants to know
   TileScheduler scheduler;
   Mask mask;
   int group;  // heads of q per head of k and v; with few queries, heads of tiles
