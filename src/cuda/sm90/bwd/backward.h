@@ -143,10 +143,16 @@ struct Backward {
   // The elements of P that dropout keeps.
   struct All {};
   using Kept = std::conditional_t<kDrops, KeptElements<kQueries, RowTokens::keys>, All>;
-  __device__ void find_kept(const KeyBlockInfo& w, int head, int first_row, int query, Kept& kept) const {
-    const DropoutStream stream =
-        a.dropout.stream(a.k_blocks.cu_seqlens ? w.k.index : w.batch, w.kv_head * (a.heads / a.kv_heads) + head);
-    kept.find(stream, a.dropout.dropped, w.first_key + first_row + fragment_row(), query);
+  // Returns those of a tile of queries, or, where it `finds` none, unset ones.
+  template <bool finds>
+  __device__ Kept kept_of(const KeyBlockInfo& w, int head, int first_row, int query) const {
+    Kept kept;
+    if constexpr (kDrops && finds) {
+      const int sequence = a.k_blocks.cu_seqlens ? w.k.index : w.batch;
+      kept.find(a.dropout.stream(sequence, w.kv_head * (a.heads / a.kv_heads) + head), a.dropout.dropped,
+                w.first_key + first_row + fragment_row(), query);
+    }
+    return kept;
   }
   // Converts P for the product with do.
   __device__ static void convert_p(const Accumulator<kQueries>& s, const Kept& kept, Operand<T, kQueries>& p) {

@@ -206,8 +206,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
       ping_pong_arrive(warpgroup);  // ends the turn that began in the iteration before
     else if (sent)
       release_sent(key_stage ^ 1, (n - 1) % kDsStages);
-    Kept kept;
-    if constexpr (kDrops && kEarlyKept) find_kept(w, head, first_row, rows.first, kept);  // beside the products
+    Kept kept = kept_of<kEarlyKept>(w, head, first_row, rows.first);  // beside the products
     // p = exp(scale s - lse).
     ptx::wgmma_wait<1>();
     ptx::fence_operand(s.x);
@@ -219,7 +218,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dp.x);
     if (kSendsFromDs && left == 1) arrive_as_warp(shared.v_pipe.empty[key_stage]);
-    if constexpr (kDrops && !kEarlyKept) find_kept(w, head, first_row, rows.first, kept);
+    if constexpr (!kEarlyKept) kept = kept_of<true>(w, head, first_row, rows.first);
     if constexpr (kDrops) drop(dp, kept);
     columns.read(rows.delta);
     const Target next_target = target_of<sums>(rows, dq_row(warpgroup), dq_sums_scale);
@@ -264,10 +263,7 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgrou
     issue_dq(dq);
     ptx::wgmma_wait<0>();
     ptx::fence_operand(dq.x);
-    if constexpr (kSendsFromDs)
-      shared.k_pipe.empty[key_stage].arrive();
-    else
-      arrive_as_warp(shared.ds_pipe.empty[(n - 1) % kDsStages]);
+    kSendsFromDs ? shared.k_pipe.empty[key_stage].arrive() : arrive_as_warp(shared.ds_pipe.empty[(n - 1) % kDsStages]);
     add_dq(dq);
   } else {
     if (sent) release_sent(key_stage ^ 1, (n - 1) % kDsStages);

@@ -248,15 +248,20 @@ struct Forward {
   static constexpr bool kEarlyKept = Tile::kWarpgroups < 3;
   struct All {};
   using Kept = std::conditional_t<kDrops, KeptElements<kKeys, RowTokens::queries>, All>;
-  __device__ void find_kept(const Rows& rows, int tile, Kept& kept) const {
-    if constexpr (kDrops)
+  // Returns those of a tile, or, where it `finds` none, unset ones.
+  template <bool finds>
+  __device__ Kept kept_of(const Rows& rows, int tile) const {
+    Kept kept;
+    if constexpr (kDrops && finds)
       kept.find(a.dropout.stream(rows.q_tile.sequence, rows.q_tile.head), a.dropout.dropped, rows.query, tile * kKeys);
+    return kept;
   }
-  // Converts P for the product with v.
+  // Converts P for the product with v, and drops what dropout drops.
   template <class Logits>
-  __device__ static void convert_p(const Logits& x, const Kept& kept, P& p) {
+  __device__ void convert_p(const Rows& rows, int tile, const Logits& x, const Kept& kept, P& p) const {
     convert(x, p);
-    if constexpr (kDrops) drop(p, kept);
+    if constexpr (kDrops && kEarlyKept) drop(p, kept);
+    if constexpr (kDrops && !kEarlyKept) drop(p, kept_of<true>(rows, tile));
   }
 
   // The verbs of the mainloop. Products are issued without waiting for them. `stage`: of k.

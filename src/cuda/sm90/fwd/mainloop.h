@@ -131,9 +131,7 @@ __device__ inline void Forward<Precision, Dims>::begin(const Rows& rows, const P
   if constexpr (kAlibi) alibi_tile(at, rows.query, rows.tiles.last - 1).add(x, rows.ranges);
   mask(rows, x, rows.tiles.last - 1);
   rows.softmax.template exp_update_max<Precision::kPExponent>(x);
-  Kept kept;
-  find_kept(rows, rows.tiles.last - 1, kept);
-  convert_p(x, kept, p);
+  convert_p(rows, rows.tiles.last - 1, x, kept_of<kEarlyKept>(rows, rows.tiles.last - 1), p);
 }
 
 // Turns the logits of a tile, or with ALiBi its products, into P over the stale maximum, and returns their sums.
@@ -235,8 +233,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         wait_v(at);
         multiply_pv(at, p, o);
         ping_pong_arrive(warpgroup);
-        Kept kept;
-        if constexpr (kEarlyKept) find_kept(rows, tile, kept);  // beside the products
+        const Kept kept = kept_of<kEarlyKept>(rows, tile);  // beside the products
         // Wait for q k^T; softmax; wait for p v.
         ptx::wgmma_wait<1>();
         take_logits(at, s, x);
@@ -256,9 +253,8 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
           ptx::fence_operand(o.x);
           scale_rows(o, rescale);
         } else {
-          // Exp with the stale maximum. In the rare case that this is too small, the tile is repeated. Tiles of
-          // quantized values that need a mask are always repeated, as a branch for the mask here would keep ptxas from
-          // interleaving the products by scales with the exponentials.
+          // Exp with the stale maximum; a tile is repeated where this is too small, or where quantized values need a
+          // mask: a branch here would keep ptxas from interleaving the products by scales with the exponentials.
           bool is_linear = true;
           const RowValues sum = exp_stale_max(rows, at, tile, x, is_linear);
           const bool fits = sum[0] <= Precision::kMaxP && sum[1] <= Precision::kMaxP && is_linear &&
@@ -279,8 +275,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         }
         // Release v; convert p for the next p v.
         release_v(at);
-        if constexpr (!kEarlyKept) find_kept(rows, tile, kept);
-        convert_p(x, kept, p);
+        convert_p(rows, tile, x, kept, p);
       }
       // Sign flip between the two loops.
       if (kFlipsSigns && !half && flips) flip_signs(o, partial(warpgroup)), twice = {2.f, 2.f};
