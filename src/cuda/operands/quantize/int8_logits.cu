@@ -5,6 +5,7 @@
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/masks.h"
 #include "cuda/operands/quantize/int8_logits.h"
+#include "cuda/operands/quantize/smooth_q.h"
 
 namespace octet::cuda {
 
@@ -74,7 +75,7 @@ Int8Logits::Int8Logits(const Problem& p, const KeySide& key_side, int64_t dim, i
   }
   if (wants_mean_logit(p) && (!qk_came || p.k.quantization->mean)) params_.mean_logit = workspace.take<float>(rows);
   if (p.smooth_q && !qk_came) {
-    smoothed_q_.emplace(p, params_.k, params_.keys, params_.dim, workspace);
+    smoothed_q_ = std::make_shared<SmoothedQueries>(p, params_.k, params_.keys, params_.dim, workspace);
     params_.q = strided(smoothed_q_->q());
   }
   copy_as_they_came(p, qk_came, v_came, workspace);
@@ -123,6 +124,8 @@ void Int8Logits::copy_as_they_came(const Problem& p, bool q_and_k, bool v, Works
   if (q_and_k) params_.q = params_.k = params_.v;
   if (v) params_.v = params_.k;
 }
+
+BlockLogits Int8Logits::block_logits() const { return smoothed_q_ ? smoothed_q_->logits() : BlockLogits{}; }
 
 void Int8Logits::quantize(cudaStream_t stream) const {
   if (k_mean_) copy_means(*k_mean_, stream);

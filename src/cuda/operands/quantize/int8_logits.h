@@ -2,14 +2,18 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <memory>
 #include <optional>
 
 #include "core/prequantized.h"
 #include "cuda/host/workspace.h"
+#include "cuda/operands/quantize/block_logits.h"
 #include "cuda/operands/quantize/prequantized.h"
-#include "cuda/operands/quantize/smooth_q.h"
+#include "cuda/operands/quantize/quantize.h"
 
 namespace octet::cuda {
+
+class SmoothedQueries;
 
 // Returns the Hadamard rotation of q and k of `dim` channels, with the signs of kHadamardSeed.
 Rotation rotation_of(int64_t dim);
@@ -60,7 +64,7 @@ class Int8Logits {
   const ZeroPoint* k_zero_point() const { return k_came_ ? k_came_->zero_point : nullptr; }
   const signed char* v_zero_point() const { return v_came_ ? v_came_->zero_point : nullptr; }
   // What logits lack where queries are centred; null data: they are not.
-  BlockLogits block_logits() const { return smoothed_q_ ? smoothed_q_->logits() : BlockLogits{}; }
+  BlockLogits block_logits() const;
   const KeyTiles& key_tiles() const { return params_.keys; }
   const Channels& channels() const { return params_.channels; }
 
@@ -71,7 +75,7 @@ class Int8Logits {
   QuantizeParams params_;
   int64_t batch_, dim_, queries_, keys_;
   void* scratch_;
-  std::optional<SmoothedQueries> smoothed_q_;
+  std::shared_ptr<const SmoothedQueries> smoothed_q_;
   std::optional<PrequantizedMeans> k_mean_, v_mean_;  // of those that came quantized
   std::optional<PrequantizedRows> q_came_, k_came_;
   std::optional<PrequantizedValues> v_came_;
