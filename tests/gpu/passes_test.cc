@@ -114,6 +114,19 @@ const std::vector<Case>& gpu_cases() {
                     .layout = Layout::bthd,
                     .kv_layout = Layout::bthd,
                     .dropout_p = .1});
+    // int8's passes for training, of which the forward one writes o_residual, with masks that are read where they are.
+    for (const auto& [name, mask] : {std::pair{"padding_residual", MaskTensor::padding},
+                                     {"keys_residual", MaskTensor::keys},
+                                     {"bias_residual", MaskTensor::bias_bf16}})
+      list.push_back({.name = name,
+                      .batch = 2,
+                      .heads = 4,
+                      .kv_heads = 2,
+                      .tokens_q = 70,
+                      .tokens_k = 150,
+                      .mask = mask,
+                      .dtype = DType::bf16,
+                      .out_dtype = DType::bf16});
     // Inputs of e4m3 at the other head dims that have quantizers of their own.
     for (const auto& [name, dim] : {std::pair{"e4m3_128", 128}, {"e4m3_256", 256}}) {
       Case c{.name = name,

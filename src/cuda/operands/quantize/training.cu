@@ -94,7 +94,7 @@ TrainingOperands::TrainingOperands(const Problem& p, const From& from, int dim, 
               .seen_counts = from.seen_counts},
       values_(logits_) {
   if (p.hadamard) logits_.rotation = rotation_of(p.dim);
-  const bool has_do = from.do_.data;
+  const bool has_do = from.do_.shape[2];  // its data is null while the workspace is measured
   values_.q = has_do ? from.do_ : from.v, values_.k = values_.v = from.v;
   if (!has_do) values_.q.shape[2] = 0;
   const int64_t rows = p.batch * p.heads * p.tokens_q, key_heads = p.batch * p.kv_heads, key_rows = key_heads * keys();
