@@ -1,4 +1,4 @@
-// What the backward pass computes of ALiBi beside its mainloop.
+// The steps of a backward pass with ALiBi before and after its mainloop.
 #pragma once
 #include "cuda/bwd/lse.h"
 #include "cuda/fragment/alibi.h"

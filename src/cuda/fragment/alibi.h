@@ -44,7 +44,7 @@ __device__ inline float slope_log2(float slope) {
 // key, and negative ones take their terms from distances.
 __device__ inline bool is_gentle(float slope) { return 0.f <= slope && slope <= 1.5f; }
 
-// What the keys lose of a row's logits: slope (|diagonal - key| - nearest).
+// The term of each key in a row: its logit loses slope (|diagonal - key| - nearest).
 struct AlibiRow {
   int diagonal;  // the key at distance 0
   int nearest;   // the distance whose term is the row bias

@@ -1,4 +1,4 @@
-// What logits lack where queries are centred by the means of blocks of them (smooth_q).
+// The products that are added to the logits of queries from which the mean of their block was subtracted (smooth_q).
 #pragma once
 
 namespace octet::cuda {

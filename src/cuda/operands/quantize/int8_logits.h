@@ -63,7 +63,7 @@ class Int8Logits {
   const ZeroPoint* q_zero_point() const { return q_came_ ? q_came_->zero_point : nullptr; }
   const ZeroPoint* k_zero_point() const { return k_came_ ? k_came_->zero_point : nullptr; }
   const signed char* v_zero_point() const { return v_came_ ? v_came_->zero_point : nullptr; }
-  // What logits lack where queries are centred; null data: they are not.
+  // The products to add to the logits of centred queries; null data: queries are not centred.
   BlockLogits block_logits() const;
   const KeyTiles& key_tiles() const { return params_.keys; }
   const Channels& channels() const { return params_.channels; }

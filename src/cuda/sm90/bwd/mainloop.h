@@ -145,9 +145,8 @@ __device__ inline void Backward<T, Dim, sums, bins, extra>::consume(int warpgrou
   ptx::bulk_store_wait();
 }
 
-// The iterations of a block. kUsual is true where ds and dq have the exponents of the head's first bin, and
-// ALiBi has gentle terms. `sent`: dk and
-// dv of the block before still take shared memory.
+// The iterations of a block. kUsual is true where ds and dq have the exponents of the head's first bin, and ALiBi has
+// gentle terms. `sent`: dk and dv of the block before still take shared memory.
 template <class T, int Dim, Sums sums, Bins bins, Extra extra>
 template <bool kUsual>
 __device__ inline void Backward<T, Dim, sums, bins, extra>::compute(int warpgroup, const KeyBlockInfo& w,
