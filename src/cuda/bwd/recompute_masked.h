@@ -8,7 +8,8 @@
 // candidates.
 //
 // `Logits` makes logits of q.k, with the derivative that ds is multiplied by, and tells what dropout multiplies an
-// element of P by, 1 without dropout. Where it kHides keys, a P of 0 stands for such a key, and all keys are candidates.
+// element of P by, 1 without dropout. Where it kHides keys, a P of 0 stands for such a key, and all keys are
+// candidates.
 #pragma once
 #include <algorithm>
 

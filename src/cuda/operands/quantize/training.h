@@ -18,7 +18,8 @@ struct Int8Rows {
 
 class TrainingOperands {
  public:
-  // The tensors that are read: those of a problem, or copies in which what a mask tensor hides is 0. `do_` may be absent.
+  // The tensors that are read: those of a problem, or copies in which what a mask tensor hides is 0. `do_` may be
+  // absent.
   struct From {
     Strided q, k, v, do_;
     SeenCounts seen_counts;
