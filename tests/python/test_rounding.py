@@ -142,7 +142,7 @@ def test_torch_and_jax_get_the_same_numbers(points):
         got = [o, *torch.autograd.grad(o, tensors, torch.tensor(do))]
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(a.detach().numpy(), b)
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         arrays = list(map(jax.numpy.asarray, x))
         for function in (attend, jax.jit(attend)):
             o, pull = jax.vjp(function, *arrays)
