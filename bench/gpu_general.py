@@ -2,7 +2,7 @@
 torch's memory-efficient attention: same process, same inputs, in alternating rounds, CUDA events around groups of
 launches, medians. Before it times, it holds octet to float64 attention on smaller tensors.
 
-    bench/gpu_general.py [--only flash,f32,jvp,masks,few_queries] [--rounds N]
+    bench/gpu_general.py [--only flash,f32,jvp,masks,few_queries,eight_bits] [--rounds N]
                          [--library build/release/src/liboctet.so] [--output FILE]
 
 FLOPs are those of the two products forward, 4 b h n m d, halved under a causal mask, times 2.5 backward and 3 for a
@@ -16,7 +16,7 @@ import pathlib
 import torch
 from abi import BACKWARD, BIAS_CORRECTIONS, FORWARD, JVP, Octet, load
 from peers import circumstances, cudnn_name, medians
-from problems import GPU_FEW_QUERIES, GPU_GENERAL, GPU_GENERAL_F32
+from problems import GPU_FEW_QUERIES, GPU_GENERAL, GPU_GENERAL_EIGHT_BITS, GPU_GENERAL_F32
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -58,10 +58,10 @@ class Problem:
 class General:
     """octet's calls on a backend, None: its own choice.
 
-    16-bit passes keep and take the residual of o (bias correction f16).
+    16-bit passes keep and take the residual of o (bias correction f16), and so do those of int8.
     """
 
-    def __init__(self, library, problem, backend=b"sm80", training=True):
+    def __init__(self, library, problem, backend=b"sm80", training=True, precision=None):
         p = problem
         nan = lambda x: torch.full_like(x, float("nan"))
         self.o, lse = nan(p.q), torch.full(tuple(p.q.shape[:3]), float("nan"), device="cuda")
@@ -73,7 +73,8 @@ class General:
         residual = dict(o_residual=torch.empty_like(p.q, dtype=torch.int8)) if corrects else {}
         mask = {} if p.mask is None else dict(mask=p.mask)
         shared = dict(q=p.q, k=p.k, v=p.v, o=self.o, lse=lse) | mask
-        call = lambda which, tensors: Octet(library, which, NAMES[p.q.dtype], p.causal, shared | tensors, **more)
+        precision = precision or NAMES[p.q.dtype]
+        call = lambda which, tensors: Octet(library, which, precision, p.causal, shared | tensors, **more)
         self.forward = call(FORWARD, {})
         if not training:
             return
@@ -193,6 +194,25 @@ def jvps(library, shapes, options):
             yield describe(time({}, {"octet": jvp(library, p)[0]}, options), shape, torch.bfloat16, "jvp", 3, causal)
 
 
+EIGHT_BITS = ("int8_f16", "int8", "int8_fp8", "fp8")
+
+
+def eight_bits(library, shapes, options):
+    """Precisions of 8 bits beside bf16 and torch, and int8's backward pass: ratios are to octet in bf16."""
+    for shape in shapes:
+        for causal in (False, True):
+            p = Problem(shape, shape, torch.bfloat16, causal)
+            ours, torchs = General(library, p), Torch(p)
+            calls = {x: General(library, p, training=False, precision=x).forward for x in EIGHT_BITS}
+            calls = {"octet": ours.forward, "torch": torchs.forward} | calls
+            yield describe(time({}, calls, options), shape, torch.bfloat16, "forward", 1, causal)
+            int8 = General(library, p, precision="int8")
+            for which, factor in (("training", 1), ("backward", 2.5)):
+                calls = {"octet": getattr(ours, which), "int8": getattr(int8, which)}
+                calls |= {"torch": torchs.backward} if which == "backward" else {}
+                yield describe(time({}, calls, options), shape, torch.bfloat16, which, factor, causal)
+
+
 def mask_tensors(batch, heads, tokens):
     """Mask tensors by name: random numbers of all heads or of each, and masks in blocks, which models give."""
     numbers = lambda of: draw((1, of, tokens, tokens), torch.bfloat16, 9)
@@ -250,7 +270,7 @@ def few_queries(library, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="flash,jvp,masks,few_queries,f32", type=lambda x: x.split(","))
+    parser.add_argument("--only", default="flash,jvp,masks,few_queries,f32,eight_bits", type=lambda x: x.split(","))
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--library", type=pathlib.Path, default=ROOT / "build/release/src/liboctet.so")
     parser.add_argument("--output", type=pathlib.Path)
@@ -262,6 +282,7 @@ def main():
         "jvp": lambda: jvps(library, GPU_GENERAL, options),
         "masks": lambda: masks(library, GPU_GENERAL, options),
         "few_queries": lambda: few_queries(library, options),
+        "eight_bits": lambda: eight_bits(library, GPU_GENERAL_EIGHT_BITS, options),
         "f32": lambda: passes(library, GPU_GENERAL_F32, torch.float32, options),
     }
     rows = [row for part in options.only for row in parts[part]()]

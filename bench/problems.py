@@ -18,6 +18,7 @@ GPU_BYTES = [shape(128, 4096), shape(128, 16384), shape(64, 4096), shape(64, 163
 # The backend for all GPUs: rows of the table at 16 bits and at f32; of few queries over long keys batch, heads,
 # kv_heads, queries, keys, dim
 GPU_GENERAL = [shape(dim, tokens) for dim in (64, 128) for tokens in (4096, 16384)]
+GPU_GENERAL_EIGHT_BITS = [*GPU_GENERAL, (1, 12, 32760, 128), (1, 24, 4608, 128)]
 GPU_GENERAL_F32 = [shape(dim, 4096) for dim in (64, 128)]
 GPU_FEW_QUERIES = [
     (1, 32, 8, 1, 32768, 128),
