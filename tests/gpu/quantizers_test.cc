@@ -198,6 +198,40 @@ TEST(GpuQuantizers, quantize_tokens_in_registers_and_in_shared_memory) {
       }
 }
 
+// Groups of whole words lie in registers: those that fit a thread block, and those of two passes, of 64 to 256 tokens
+// each; means of several chunks too.
+TEST(GpuQuantizers, quantize_groups_in_registers) {
+  const Grouping groupings[] = {{OCTET_OPERAND_K, OCTET_PER_TENSOR, 0},  {OCTET_OPERAND_V, OCTET_PER_CHANNEL, 0},
+                                {OCTET_OPERAND_Q, OCTET_PER_THREAD, 0},  {OCTET_OPERAND_K, OCTET_PER_THREAD, 0},
+                                {OCTET_OPERAND_K, OCTET_PER_BLOCK, 32},  {OCTET_OPERAND_K, OCTET_PER_BLOCK, 64},
+                                {OCTET_OPERAND_K, OCTET_PER_BLOCK, 100}, {OCTET_OPERAND_K, OCTET_PER_BLOCK, 128},
+                                {OCTET_OPERAND_K, OCTET_PER_BLOCK, 192}, {OCTET_OPERAND_K, OCTET_PER_BLOCK, 256}};
+  int i = 0;
+  for (const int64_t dim : {64, 72, 128, 256})
+    for (const Grouping& g : groupings) {
+      SCOPED_TRACE(testing::Message() << "dim " << dim << ", case " << i);
+      const DType dtype = i % 3 == 0 ? DType::bf16 : i % 3 == 1 ? DType::f16 : DType::f32;
+      Array x = Array(dtype, {2, 2, 523, dim}, i % 2 ? Layout::token_major : Layout::padded)
+                    .random(static_cast<unsigned>(i), 3, 1);
+      if (i % 6 == 5) x.set(1, 0, 300, 5, NAN), x.set(0, 1, 40, 7, INFINITY);
+      const bool zero = i % 4 == 3;
+      expect_bits_of_cpu(x, {.codes = zero         ? DType::u8
+                                      : i % 5 == 2 ? DType::e4m3
+                                                   : DType::i8,
+                             .operand = g.operand,
+                             .granularity = g.granularity,
+                             .block = g.block,
+                             .zero_point = !zero        ? OCTET_SYMMETRIC
+                                           : i % 8 == 3 ? OCTET_ZERO_POINT_FLOAT
+                                                        : OCTET_ZERO_POINT_INTEGER,
+                             .smooth = i % 2 == 0,
+                             .seed = i % 7 < 3 ? 5u : 0u,
+                             .statistics = false,
+                             .layout = i % 8 < 6 ? Layout::dense : Layout::padded});
+      ++i;
+    }
+}
+
 TEST(GpuQuantizers, take_any_length) {
   for (const int64_t tokens : {0, 1, 7, 63, 64, 65, 129, 300})
     for (const Grouping& g : {kGroupings[0], kGroupings[1], kGroupings[2], kGroupings[4], kGroupings[6]}) {

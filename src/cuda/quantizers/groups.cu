@@ -1,7 +1,7 @@
-// Scales and codes. Groups whose rows fit in shared memory are quantized in one pass over x. Of larger ones, and of
-// channels, the extremes are found first: they lie where scales and zero points will be until the codes are written.
+// Scales and codes of rows in shared memory, which may be any. Groups that fit there are quantized in one pass over x;
+// of larger ones, and of channels, the extremes are found first.
 #include "cuda/host/card.h"
-#include "cuda/quantizers/codes.h"
+#include "cuda/quantizers/extremes.h"
 #include "cuda/quantizers/launch.h"
 
 namespace octet::cuda::quantizers {
@@ -11,25 +11,6 @@ constexpr int kWarps = 8;
 constexpr int kWarpRows = 4;            // the most rows of a group that a warp quantizes by itself
 constexpr int kHeadsInTurn = 8;         // rows of one token that a warp takes one after the other, for their sines
 constexpr std::size_t kReserve = 1024;  // of shared memory that is not for rows
-
-// The groups of a call.
-struct Groups {
-  int count;  // of a (batch, head)
-  int rows;   // of a group, at most
-  int run;    // (batch, head)s of which a team takes one group after the other
-};
-
-__device__ int token_of(const Quantization& how, int group, int row) {
-  switch (how.granularity) {
-    case OCTET_PER_TOKEN:
-      return group;
-    case OCTET_PER_BLOCK:
-      return group * static_cast<int>(how.block) + row;
-    default:
-      return static_cast<int>(how.operand == OCTET_OPERAND_Q ? token_of_group_q(group, row)
-                                                             : token_of_group_k(group, row));
-  }
-}
 
 // The shared memory of a thread block for rows: the turns of each warp, rows, and then what channels have.
 struct RowMemory {
@@ -68,7 +49,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     const BatchHead i(p.codes, head);
     Extremes extremes;
     for (int r = first_row; r < groups.rows; r += row_step) {
-      const int token = token_of(p.how, group, r);
+      const int token = groups.token_of(p.how, group, r);
       if (token >= p.tokens()) break;
       rows.prepare(i, token, buffer + r * shared.stride);
       add_row(p, buffer + r * shared.stride, extremes);
@@ -82,33 +63,12 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
     const AffineScale scale = affine_scale_of(extremes, p.how.zero_point_kind, p.range);
     if (first_row == 0 && lane() == 0) write_scale(p, i, group, 0, scale);
     for (int r = first_row; r < groups.rows; r += row_step) {
-      const int token = token_of(p.how, group, r);
+      const int token = groups.token_of(p.how, group, r);
       if (token >= p.tokens()) break;
       write_codes(p, i, token, buffer + r * shared.stride, [&](int) { return scale; });
     }
     if constexpr (!OfWarp) __syncthreads();
   }
-}
-
-// Extremes in the memory of a scale and its zero point; symmetric ones are amax alone, and none is the least integer.
-__device__ void clear_extremes(const QuantizeParams& p, const BatchHead& i, int group, int channel) {
-  const Extremes none;
-  *at<int32_t>(p.how.scale, i, group, channel) = none.high;
-  if (!p.symmetric()) *at<int32_t>(p.how.zero_point, i, group, channel) = none.low;
-}
-__device__ void raise_extremes(const QuantizeParams& p, const BatchHead& i, int group, int channel, const Extremes& e) {
-  if (e.empty()) return;
-  atomicMax(at<int32_t>(p.how.scale, i, group, channel), e.high);
-  if (!p.symmetric()) atomicMin(at<int32_t>(p.how.zero_point, i, group, channel), e.low);
-}
-__device__ AffineScale scale_of_extremes(const QuantizeParams& p, const BatchHead& i, int group, int channel) {
-  Extremes e;
-  e.high = *at<int32_t>(p.how.scale, i, group, channel);
-  if (!p.symmetric())
-    e.low = *at<int32_t>(p.how.zero_point, i, group, channel);
-  else if (e.high != Extremes().high)
-    e.low = e.high;
-  return affine_scale_of(e, p.how.zero_point_kind, p.range);
 }
 
 // Calls f(batch and head, group, channel) for each scale.
@@ -205,7 +165,7 @@ void quantize_in_passes(const QuantizeParams& p, cudaStream_t stream) {
                     of_channels = p.how.per_channel() ? static_cast<std::size_t>(dim) : 0;
   if (!scales) return;
   launch(clear_kernel, blocks_of_scales, kWarps, 0, stream, p);
-  if (chunks && dim) {
+  if (chunks && dim && !pass_lanes(p, stream)) {
     launch(extremes_kernel, heads * chunks, kWarps, bytes + of_channels * sizeof(Extremes), stream, p,
            static_cast<unsigned>(chunks));
     launch(codes_kernel, heads * chunks, kWarps, bytes + of_channels * sizeof(AffineScale), stream, p,
@@ -228,6 +188,7 @@ void quantize_groups(const QuantizeParams& p, cudaStream_t stream) {
   if (how.granularity == OCTET_PER_TENSOR || how.per_channel() || kWarps * turns + rows * row > most)
     return quantize_in_passes(p, stream);
   if (!heads || !count) return;
+  if (quantize_lane_groups(p, {static_cast<int>(count), static_cast<int>(rows), 1}, stream)) return;
   const int64_t run = turns ? std::min<int64_t>(kHeadsInTurn, heads) : 1, teams = count * ((heads + run - 1) / run);
   const Groups groups{static_cast<int>(count), static_cast<int>(rows), static_cast<int>(run)};
   if (rows > kWarpRows)

@@ -2,6 +2,9 @@
 // words. The operations are those of rows.h in their order, so that the bits are the same. All lanes of a warp call
 // these functions together.
 #pragma once
+#include <algorithm>
+#include <type_traits>
+
 #include "cuda/quantizers/rows.h"
 
 namespace octet::cuda::quantizers {
@@ -9,23 +12,32 @@ namespace octet::cuda::quantizers {
 constexpr int kLaneChannels = 8;
 using LaneRow = float[kLaneChannels];
 
-// This lane's parts of the rows of a token, in all heads of a tensor.
-class LaneParts {
+// Bytes from a (batch, head) to the next: within a batch, and from its last head. The host computes them, as parameters
+// of a kernel take no registers.
+struct HeadSteps {
+  int64_t head, batch;
+  HeadSteps(const View& t, int64_t size)
+      : head(t.stride[1] * size), batch((t.stride[0] - (t.shape[1] - 1) * t.stride[1]) * size) {}
+};
+
+// Walks from a (batch, head) to the next, at this lane's part of the row of one token.
+template <class T>
+class HeadWalk {
  public:
-  __device__ LaneParts(const View& t, int size, int token, int channel)
-      : start_(static_cast<char*>(t.data) + (token * t.stride[2] + channel * t.stride[3]) * size),
-        batch_(t.stride[0] * size),
-        head_(t.stride[1] * size) {}
-  template <class T>
-  __device__ T* at(const BatchHead& i) const {
-    return reinterpret_cast<T*>(start_ + i.batch * batch_ + i.head * head_);
-  }
+  // `size`: of an element.
+  __device__ HeadWalk(const View& t, const HeadSteps& steps, int size, const BatchHead& i, int token, int channel)
+      : at_(static_cast<char*>(t.data) +
+            (i.batch * t.stride[0] + i.head * t.stride[1] + token * t.stride[2] + channel * t.stride[3]) * size),
+        steps_(steps) {}
+  __device__ T* at() const { return reinterpret_cast<T*>(at_); }
+  // `last`: this was the last head of its batch.
+  __device__ void next(bool last) { at_ += last ? steps_.batch : steps_.head; }
 
  private:
-  char* start_;
-  int64_t batch_, head_;  // strides in bytes
+  char* at_;
+  const HeadSteps& steps_;
 };
-__device__ inline int float_bytes(octet_dtype dtype) { return dtype == OCTET_F32 ? 4 : 2; }
+__host__ __device__ inline int float_bytes(octet_dtype dtype) { return dtype == OCTET_F32 ? 4 : 2; }
 
 // A part as it lies in memory.
 struct LaneWords {
@@ -64,6 +76,12 @@ __device__ inline void store_row(octet_dtype dtype, const LaneRow& row, uint4* t
     convert(of_16_bits, bf16_bits);
   to[0] = words.x[0];
   if (dtype == OCTET_F32) to[1] = words.x[1];
+}
+
+// `mean`: of this lane's first channel.
+__device__ inline void subtract(const float* mean, int64_t stride, LaneRow& row) {
+#pragma unroll
+  for (int c = 0; c < kLaneChannels; ++c) row[c] -= mean[c * stride];
 }
 
 // Turns this lane's channels. Where pairs are halves of a row, the other number of each pair is in one other lane.
@@ -158,5 +176,32 @@ class LaneRotation {
   const RowParams& p_;
   uint32_t negative_ = 0;  // a bit for each channel
 };
+
+// Returns whether the rows of a tensor are words of `bytes` bytes for every lane.
+inline bool has_whole_words(const View& t, int64_t bytes) {
+  const int64_t size = bytes / kLaneChannels;
+  const int64_t word = std::min<int64_t>(bytes, 16);
+  if (!t.shape[3] || t.shape[3] % kLaneChannels || t.shape[3] > 32 * kLaneChannels || t.stride[3] != 1 ||
+      reinterpret_cast<uintptr_t>(t.data) % static_cast<uintptr_t>(word))
+    return false;
+  return std::all_of(t.stride, t.stride + 3, [&](int64_t stride) { return stride * size % word == 0; });
+}
+inline bool has_float_rows(const View& t) {
+  if (t.dtype == OCTET_F32) return has_whole_words(t, kLaneChannels * 4);
+  return (t.dtype == OCTET_F16 || t.dtype == OCTET_BF16) && has_whole_words(t, kLaneChannels * 2);
+}
+// Returns whether both tensors of a quantization are rows for lanes. Symmetric u8 has negative numbers to look for.
+inline bool fits_lanes(const QuantizeParams& p) {
+  return has_float_rows(p.rows.x) && has_whole_words(p.codes, kLaneChannels) &&
+         !(p.how.zero_point_kind == OCTET_SYMMETRIC && p.codes.dtype == OCTET_U8);
+}
+
+// Calls f with the lanes of a row, a constant.
+template <class F>
+void with_lanes(const View& t, const F& f) {
+  if (t.shape[3] <= 8 * kLaneChannels) return f(std::integral_constant<int, 8>{});
+  if (t.shape[3] <= 16 * kLaneChannels) return f(std::integral_constant<int, 16>{});
+  f(std::integral_constant<int, 32>{});
+}
 
 }  // namespace octet::cuda::quantizers

@@ -16,6 +16,11 @@ void find_means(const QuantizeParams& p, cudaStream_t stream);
 // are no whole words or have no scales of their own.
 bool quantize_tokens(const QuantizeParams& p, cudaStream_t stream);
 void quantize_groups(const QuantizeParams& p, cudaStream_t stream);
+// Parts of quantize_groups in registers, which return false, and have done nothing, for other rows and other groups:
+// small groups in one pass, and the passes over the others between those that clear their extremes and turn them into
+// scales.
+bool quantize_lane_groups(const QuantizeParams& p, const Groups& groups, cudaStream_t stream);
+bool pass_lanes(const QuantizeParams& p, cudaStream_t stream);
 // The rounding error of a quantized value, from codes and scales.
 void find_step(const QuantizeParams& p, cudaStream_t stream);
 

@@ -43,6 +43,26 @@ struct QuantizeParams {
   __device__ int tokens() const { return static_cast<int>(codes.shape[2]); }
 };
 
+// The groups of a call.
+struct Groups {
+  int count;  // of a (batch, head)
+  int rows;   // of a group, at most
+  int run;    // (batch, head)s of which a team takes one group after the other
+
+  // The token of a row of a group, perhaps one after the last.
+  __device__ int token_of(const Quantization& how, int group, int row) const {
+    switch (how.granularity) {
+      case OCTET_PER_TOKEN:
+        return group;
+      case OCTET_PER_BLOCK:
+        return group * static_cast<int>(how.block) + row;
+      default:
+        return static_cast<int>(how.operand == OCTET_OPERAND_Q ? token_of_group_q(group, row)
+                                                               : token_of_group_k(group, row));
+    }
+  }
+};
+
 // Indices are of 32 bits, whose divisions take few registers; the host has made sure that they fit.
 struct BatchHead {
   int batch, head;

@@ -1,5 +1,6 @@
 // Channel means and statistics, with sums in the order of core/quant/sums.h.
 #include "cuda/quantizers/codes.h"
+#include "cuda/quantizers/lane_rows.h"
 #include "cuda/quantizers/launch.h"
 
 namespace octet::cuda::quantizers {
@@ -20,6 +21,17 @@ class ChunkSums {
     if (width_ == kMean) return;
     store_word(chunk, channel, 8, s.offset), store_word(chunk, channel, 16, s.square);
     store_word(chunk, channel, 24, s.low), store_word(chunk, channel, 28, s.high);
+  }
+  // The sums for means alone, of the channels of a lane whose codes are whole words.
+  __device__ void store(int chunk, int channel, const double (&sums)[kLaneChannels]) const {
+    for (int j = 0; j < kMean; ++j) {
+      alignas(8) uint8_t bytes[kLaneChannels];
+#pragma unroll
+      for (int c = 0; c < kLaneChannels; ++c)
+        bytes[c] = static_cast<uint8_t>(std::bit_cast<uint64_t>(sums[c]) >> 8 * j);
+      *reinterpret_cast<uint2*>(at<uint8_t>(p_.codes, i_, kMean * chunk + j, channel)) =
+          *reinterpret_cast<const uint2*>(bytes);
+    }
   }
   __device__ ChannelSums load(int chunk, int channel) const {
     ChannelSums s;
@@ -144,6 +156,39 @@ __global__ void __launch_bounds__(kThreads, kBlocks) sums_kernel(const __grid_co
   if (chunks == 1) finish.end();
 }
 
+// The same for means alone, in registers (lane_rows.h): a chunk with each group of lanes.
+template <int Lanes>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    lane_sums_kernel(const __grid_constant__ QuantizeParams p, int chunks) {
+  constexpr int kAhead = 4;
+  const unsigned index = (blockIdx.x * kThreads + threadIdx.x) / Lanes;
+  const int head = static_cast<int>(index / chunks), chunk = static_cast<int>(index % chunks),
+            channel = threadIdx.x % Lanes * kLaneChannels, end = min((chunk + 1) * kTokens, p.tokens());
+  if (head >= heads_of(p.codes) || channel >= p.dim()) return;
+  const BatchHead i(p.codes, head);
+  const View& x = p.rows.x;
+  const int size = float_bytes(x.dtype);
+  const char* from = static_cast<const char*>(x.data) +
+                     (i.batch * x.stride[0] + i.head * x.stride[1] + chunk * kTokens * x.stride[2] + channel) * size;
+  double sums[kLaneChannels] = {};
+#pragma unroll 1
+  for (int t = chunk * kTokens; t < end; t += kAhead) {
+    LaneWords words[kAhead];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a, from += x.stride[2] * size)
+      if (t + a < end) words[a] = load_words(x.dtype, reinterpret_cast<const uint4*>(from));
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      if (t + a >= end) break;
+      LaneRow row;
+      to_floats(x.dtype, words[a], row);
+#pragma unroll
+      for (int c = 0; c < kLaneChannels; ++c) sums[c] += is_finite(row[c]) ? row[c] : 0.f;
+    }
+  }
+  ChunkSums(p, i).store(chunk, channel, sums);
+}
+
 __global__ void __launch_bounds__(kThreads, kBlocks)
     means_kernel(const __grid_constant__ QuantizeParams p, int chunks) {
   extern __shared__ float4 memory[];
@@ -205,8 +250,14 @@ void find_means(const QuantizeParams& p, cudaStream_t stream) {
   const int chunks = std::max(1, static_cast<int>(chunks_of(p.codes.shape[2])));
   if (!heads || (!p.how.mean.present() && !p.statistics.present())) return;
   const std::size_t moments = static_cast<std::size_t>(dim + 1) * sizeof(ChannelMoments);
-  launch(sums_kernel, heads * chunks, kWarps, moments + kWarps * turn_bytes(p.rows) + (kWarps + 1) * row_bytes(dim),
-         stream, p, chunks);
+  const bool in_lanes = chunks > 1 && !p.statistics.present() && p.rows.rope.style == OCTET_ROPE_NONE && fits_lanes(p);
+  if (in_lanes)
+    with_lanes(p.codes, [&](auto lanes) {
+      launch(lane_sums_kernel<lanes>, (heads * chunks * lanes + kThreads - 1) / kThreads, kWarps, 0, stream, p, chunks);
+    });
+  else
+    launch(sums_kernel, heads * chunks, kWarps, moments + kWarps * turn_bytes(p.rows) + (kWarps + 1) * row_bytes(dim),
+           stream, p, chunks);
   if (chunks > 1) launch(means_kernel, heads, kWarps, moments, stream, p, chunks);
 }
 
