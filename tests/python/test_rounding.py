@@ -169,11 +169,12 @@ def test_programs_of_jax_keep_no_address():
     jax = pytest.importorskip("jax")
     if octet.info()["xla_handlers"] is None:
         pytest.skip("built without jaxlib's headers")
-    q = jax.numpy.ones((1, 1, 8, 8), np.float32)
-    texts = {
-        jax.jit(lambda x, r=r: octet.attention(x, x, x, rounding=r)).lower(q).as_text()
-        for r in (Rounding(p="bf16"), Rounding(p="bf16"), Rounding(p="f16"))
-    }
+    with jax.default_device(jax.devices("cpu")[0]):
+        q = jax.numpy.ones((1, 1, 8, 8), np.float32)
+        texts = {
+            jax.jit(lambda x, r=r: octet.attention(x, x, x, rounding=r)).lower(q).as_text()
+            for r in (Rounding(p="bf16"), Rounding(p="bf16"), Rounding(p="f16"))
+        }
     assert len(texts) == 2
 
 

@@ -61,4 +61,12 @@ __device__ uint2 codes_of(const QuantizeParams& p, const LaneRow& row, const Sca
   return *reinterpret_cast<const uint2*>(codes);
 }
 
+template <int Lanes, bool Halves>
+__device__ void store_codes(const LaneChannels<Lanes, Halves>& channels, uint2 codes, char* to) {
+  if constexpr (Halves)
+    *reinterpret_cast<uint32_t*>(to) = codes.x, *reinterpret_cast<uint32_t*>(to + channels.apart) = codes.y;
+  else
+    *reinterpret_cast<uint2*>(to) = codes;
+}
+
 }  // namespace octet::cuda::quantizers

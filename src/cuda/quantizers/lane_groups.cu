@@ -19,9 +19,9 @@ template <int Lanes>
 class RowLoader {
  public:
   __device__ explicit RowLoader(const QuantizeParams& p)
-      : p_(p), channel_(threadIdx.x % Lanes * kLaneChannels), in_row_(channel_ < p.dim()), rotation_(p.rows) {}
+      : p_(p), channels_(0), in_row_(channel() < p.dim()), rotation_(p.rows) {}
 
-  __device__ int channel() const { return channel_; }
+  __device__ int channel() const { return channels_.first; }
   // Whether this lane has channels.
   __device__ bool in_row() const { return in_row_; }
 
@@ -31,17 +31,17 @@ class RowLoader {
     const View& x = p_.rows.x;
     const int size = float_bytes(x.dtype);
     const char* const head =
-        static_cast<const char*>(x.data) + (i.batch * x.stride[0] + i.head * x.stride[1] + channel_) * size;
+        static_cast<const char*>(x.data) + (i.batch * x.stride[0] + i.head * x.stride[1] + channel()) * size;
     LaneWords words[kRows];
 #pragma unroll
     for (int a = 0; a < kRows; ++a)
-      if (present[a] && in_row_)
-        words[a] = load_words(x.dtype, reinterpret_cast<const uint4*>(head + tokens[a] * x.stride[2] * size));
+      if (present[a] && in_row_) words[a] = load_words(x.dtype, channels_, head + tokens[a] * x.stride[2] * size);
 #pragma unroll
     for (int a = 0; a < kRows; ++a) {
       if (present[a] && in_row_) {
         to_floats(x.dtype, words[a], rows[a]);
-        if (p_.rows.mean.data) subtract(at<float>(p_.rows.mean, i, 0, channel_), p_.rows.mean.stride[3], rows[a]);
+        if (p_.rows.mean.data)
+          subtract(channels_, at<float>(p_.rows.mean, i, 0, channel()), p_.rows.mean.stride[3], rows[a]);
       } else {
 #pragma unroll
         for (float& number : rows[a]) number = 0.f;
@@ -52,7 +52,7 @@ class RowLoader {
 
  private:
   const QuantizeParams& p_;
-  int channel_;
+  LaneChannels<Lanes> channels_;
   bool in_row_;
   LaneRotation<Lanes> rotation_;
 };

@@ -1,6 +1,6 @@
-// Rows in registers, eight neighbouring channels of a row in each of `Lanes` lanes, for tensors whose rows are whole
-// words. The operations are those of rows.h in their order, so that the bits are the same. All lanes of a warp call
-// these functions together.
+// Rows in registers, eight channels of a row in each of `Lanes` lanes, for tensors whose rows are whole words. The
+// operations are those of rows.h in their order, so that the bits are the same. All lanes of a warp call these
+// functions together.
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -11,6 +11,18 @@ namespace octet::cuda::quantizers {
 
 constexpr int kLaneChannels = 8;
 using LaneRow = float[kLaneChannels];
+
+// The channels of this lane: four from `first` on, and four from `first + apart` on. They are neighbours but where RoPE
+// turns halves of a row and `Halves` puts both numbers of a pair into one lane.
+template <int Lanes, bool Halves = false>
+struct LaneChannels {
+  static constexpr int kHalf = kLaneChannels / 2;
+  int first, apart;
+  __device__ explicit LaneChannels(int pairs) : first(threadIdx.x % Lanes * kLaneChannels), apart(kHalf) {
+    if (Halves && first < 2 * pairs) first /= 2, apart = pairs;
+  }
+  __device__ int of(int c) const { return first + c % kHalf + (c < kHalf ? 0 : apart); }
+};
 
 // Bytes from a (batch, head) to the next: within a batch, and from its last head. The host computes them, as parameters
 // of a kernel take no registers.
@@ -39,13 +51,23 @@ class HeadWalk {
 };
 __host__ __device__ inline int float_bytes(octet_dtype dtype) { return dtype == OCTET_F32 ? 4 : 2; }
 
-// A part as it lies in memory.
+// The numbers of a lane as they lie in memory.
 struct LaneWords {
   uint4 x[2];  // numbers of 16 bits are in the first
 };
-__device__ inline LaneWords load_words(octet_dtype dtype, const uint4* from) {
-  LaneWords words{from[0], {}};
-  if (dtype == OCTET_F32) words.x[1] = from[1];
+template <int Lanes, bool Halves>
+__device__ LaneWords load_words(octet_dtype dtype, const LaneChannels<Lanes, Halves>& channels, const char* from) {
+  LaneWords words{};
+  if (dtype == OCTET_F32) {
+    words.x[0] = *reinterpret_cast<const uint4*>(from);
+    words.x[1] = *reinterpret_cast<const uint4*>(from + 4 * channels.apart);
+  } else if constexpr (Halves) {
+    const uint2 low = *reinterpret_cast<const uint2*>(from),
+                high = *reinterpret_cast<const uint2*>(from + 2 * channels.apart);
+    words.x[0] = {low.x, low.y, high.x, high.y};
+  } else {
+    words.x[0] = *reinterpret_cast<const uint4*>(from);
+  }
   return words;
 }
 __device__ inline void to_floats(octet_dtype dtype, const LaneWords& words, LaneRow& row) {
@@ -61,82 +83,120 @@ __device__ inline void to_floats(octet_dtype dtype, const LaneWords& words, Lane
   else
     convert(of_16_bits, bf16_value);
 }
-__device__ inline void store_row(octet_dtype dtype, const LaneRow& row, uint4* to) {
+template <int Lanes, bool Halves>
+__device__ void store_row(octet_dtype dtype, const LaneChannels<Lanes, Halves>& channels, const LaneRow& row,
+                          char* to) {
   const auto convert = [&](auto* elements, auto bits) {
 #pragma unroll
     for (int c = 0; c < kLaneChannels; ++c) elements[c] = bits(row[c]);
   };
   LaneWords words;
   auto* const of_16_bits = reinterpret_cast<uint16_t*>(words.x);
-  if (dtype == OCTET_F32)
+  if (dtype == OCTET_F32) {
     convert(reinterpret_cast<float*>(words.x), [](float x) { return x; });
-  else if (dtype == OCTET_F16)
+    *reinterpret_cast<uint4*>(to) = words.x[0], *reinterpret_cast<uint4*>(to + 4 * channels.apart) = words.x[1];
+    return;
+  }
+  if (dtype == OCTET_F16)
     convert(of_16_bits, f16_bits);
   else
     convert(of_16_bits, bf16_bits);
-  to[0] = words.x[0];
-  if (dtype == OCTET_F32) to[1] = words.x[1];
+  const uint4 x = words.x[0];
+  if constexpr (Halves)
+    *reinterpret_cast<uint2*>(to) = {x.x, x.y}, *reinterpret_cast<uint2*>(to + 2 * channels.apart) = {x.z, x.w};
+  else
+    *reinterpret_cast<uint4*>(to) = x;
 }
 
 // `mean`: of this lane's first channel.
-__device__ inline void subtract(const float* mean, int64_t stride, LaneRow& row) {
+template <int Lanes, bool Halves>
+__device__ void subtract(const LaneChannels<Lanes, Halves>& channels, const float* mean, int64_t stride, LaneRow& row) {
 #pragma unroll
-  for (int c = 0; c < kLaneChannels; ++c) row[c] -= mean[c * stride];
+  for (int c = 0; c < kLaneChannels; ++c) row[c] -= mean[(channels.of(c) - channels.first) * stride];
 }
 
-// Turns this lane's channels. Where pairs are halves of a row, the other number of each pair is in one other lane.
-template <int Lanes>
+// Where the two numbers of a pair of RoPE lie.
+enum class Pairs {
+  none,        // there is no RoPE
+  neighbours,  // interleaved, in the same lane
+  halves,      // halves of a row, in the same lane
+  across,      // halves of a row, in two lanes
+};
+constexpr bool in_a_lane(Pairs pairs) { return pairs == Pairs::neighbours || pairs == Pairs::halves; }
+
+// Turns the channels of a lane. Cosines and sines are kept as doubles where registers allow: conversions take longest.
+template <int Lanes, Pairs Where>
 class LaneTurns {
  public:
-  __device__ explicit LaneTurns(const RopeParams& rope) : rope_(rope) {
-    const int lane = threadIdx.x % Lanes, lanes = rope.pairs / kLaneChannels;
-    partner_ = lane;
-    if (rope.style == OCTET_ROPE_HALF && lane < 2 * lanes) partner_ = lane < lanes ? lane + lanes : lane - lanes;
-    turns_ = rope.style != OCTET_ROPE_NONE && lane * kLaneChannels < 2 * rope.pairs;
-  }
+  __device__ explicit LaneTurns(const RopeParams& rope)
+      : rope_(rope), turns_(Where != Pairs::none && lane() * kLaneChannels < 2 * rope.pairs) {}
 
-  // Finds the cosines and sines of a token. Of pairs in two lanes, each lane computes a half.
+  // Finds the cosines and sines of a token.
   __device__ void seek(int token) {
-    constexpr int kOwn = kLaneChannels / 2;
-    const int lane = threadIdx.x % Lanes;
-    const bool half = rope_.style == OCTET_ROPE_HALF, first = lane <= partner_;
-    const int pair = half ? min(lane, partner_) * kLaneChannels + (first ? 0 : kOwn) : lane * kOwn;
-    float2 own[kOwn];
+    if constexpr (in_a_lane(Where)) {
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const CosSin both = turns_ ? cos_sin_at(rope_.turns[pair + i], token + rope_.offset) : CosSin{1.0, 0.0};
-      own[i] = {static_cast<float>(both.cosine), static_cast<float>(both.sine)};
-    }
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const float2 other = {__shfl_sync(~0u, own[i].x, partner_, Lanes), __shfl_sync(~0u, own[i].y, partner_, Lanes)};
-      // The second half of a row takes the sine as it is, the first its negative: x' = x cos - y sin, y' = y cos + x
-      // sin.
-      const float sign = half && first ? -1.f : 1.f;
-      const float2 low = first ? own[i] : other, high = first ? other : own[i];
-      of_[i] = {low.x, low.y * sign}, of_[kOwn + i] = {high.x, high.y * sign};
+      for (int i = 0; i < kOwn; ++i) {
+        const float2 both = cosine_and_sine(lane() * kOwn + i, token);
+        cosines_[i] = both.x, sines_[i] = both.y;
+      }
+    } else if constexpr (Where == Pairs::across) {
+      seek_across(token);
     }
   }
 
   __device__ void turn(LaneRow& row) const {
-    if (rope_.style == OCTET_ROPE_HALF) {
+    if constexpr (in_a_lane(Where)) {
+      if (!turns_) return;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        float &first = row[Where == Pairs::halves ? i : 2 * i],
+              &second = row[Where == Pairs::halves ? i + kOwn : 2 * i + 1];
+        const double x = first, y = second;
+        first = static_cast<float>(x * cosines_[i] - y * sines_[i]);
+        second = static_cast<float>(x * sines_[i] + y * cosines_[i]);
+      }
+    } else if constexpr (Where == Pairs::across) {
 #pragma unroll
       for (int c = 0; c < kLaneChannels; ++c) {
-        const float other = __shfl_sync(~0u, row[c], partner_, Lanes);
-        const double turned = static_cast<double>(row[c]) * of_[c].x + static_cast<double>(other) * of_[c].y;
+        const float other = __shfl_sync(~0u, row[c], partner(), Lanes);
+        const double turned = static_cast<double>(row[c]) * across_[c].x + static_cast<double>(other) * across_[c].y;
         if (turns_) row[c] = static_cast<float>(turned);
       }
-    } else if (turns_) {
-#pragma unroll
-      for (int i = 0; i < kLaneChannels / 2; ++i) rotate(row[2 * i], row[2 * i + 1], of_[i].x, of_[i].y);
     }
   }
 
  private:
+  static constexpr int kOwn = kLaneChannels / 2;
+
+  __device__ static int lane() { return threadIdx.x % Lanes; }
+  // The lane with the other numbers of this lane's pairs.
+  __device__ int partner() const {
+    const int lanes = rope_.pairs / kLaneChannels;
+    return !turns_ ? lane() : lane() < lanes ? lane() + lanes : lane() - lanes;
+  }
+  __device__ float2 cosine_and_sine(int pair, int token) const {
+    const CosSin both = turns_ ? cos_sin_at(rope_.turns[pair], token + rope_.offset) : CosSin{1.0, 0.0};
+    return {static_cast<float>(both.cosine), static_cast<float>(both.sine)};
+  }
+  // Each of two lanes computes half of their pairs. The second half of a row takes the sine as it is, the first its
+  // negative: x' = x cos - y sin, y' = y cos + x sin.
+  __device__ void seek_across(int token) {
+    const bool first = lane() <= partner();
+    const int pair = min(lane(), partner()) * kLaneChannels + (first ? 0 : kOwn);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const float2 own = cosine_and_sine(pair + i, token);
+      const float2 other = {__shfl_sync(~0u, own.x, partner(), Lanes), __shfl_sync(~0u, own.y, partner(), Lanes)};
+      const float2 low = first ? own : other, high = first ? other : own;
+      const float sign = first ? -1.f : 1.f;
+      across_[i] = {low.x, low.y * sign}, across_[kOwn + i] = {high.x, high.y * sign};
+    }
+  }
+
   const RopeParams& rope_;
-  int partner_;
   bool turns_;  // RoPE turns this lane's channels
-  float2 of_[kLaneChannels];
+  double cosines_[kOwn], sines_[kOwn];
+  float2 across_[kLaneChannels];
 };
 
 // Rotates rows by signs and butterflies (core/quant/hadamard.h).

@@ -161,9 +161,10 @@ template <int Lanes>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     lane_sums_kernel(const __grid_constant__ QuantizeParams p, int chunks) {
   constexpr int kAhead = 4;
+  const LaneChannels<Lanes> channels(0);
   const unsigned index = (blockIdx.x * kThreads + threadIdx.x) / Lanes;
-  const int head = static_cast<int>(index / chunks), chunk = static_cast<int>(index % chunks),
-            channel = threadIdx.x % Lanes * kLaneChannels, end = min((chunk + 1) * kTokens, p.tokens());
+  const int head = static_cast<int>(index / chunks), chunk = static_cast<int>(index % chunks), channel = channels.first,
+            end = min((chunk + 1) * kTokens, p.tokens());
   if (head >= heads_of(p.codes) || channel >= p.dim()) return;
   const BatchHead i(p.codes, head);
   const View& x = p.rows.x;
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
     LaneWords words[kAhead];
 #pragma unroll
     for (int a = 0; a < kAhead; ++a, from += x.stride[2] * size)
-      if (t + a < end) words[a] = load_words(x.dtype, reinterpret_cast<const uint4*>(from));
+      if (t + a < end) words[a] = load_words(x.dtype, channels, from);
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       if (t + a >= end) break;
