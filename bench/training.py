@@ -7,7 +7,10 @@ leaves a log of each run in a folder.
 Each run is one call of examples/train/train.py, whose line is in its log; runs of this program follow one another in
 one process, so that their tokens a second are those of a GPU that computes nothing else. Runs that are there already
 are left alone. --part 0/2 and 1/2, on two GPUs, share the runs among them. --results keeps the logs of runs that ended,
-as bench/results/training does, and leaves alone the runs whose logs it has.
+as bench/results/training does, and leaves alone the runs whose logs it has. Fine-tuning, as docs/training.md has it:
+
+    bench/training.py OUT --arms bf16-f16 int8 --norms qk-norm --start-from runs/large/bf16-f16-qk-norm-0/checkpoint.pt
+                          --text FOLDER --lr 0.0002 --steps 100 ...
 """
 
 import argparse

@@ -52,8 +52,7 @@ def label(config, shown):
     """What tells a run from others: what computes attention, then the other options of `shown`."""
 
     def precision(name):  # those of 16 bits with their bias correction
-        corrected = config[name] in ("f16", "bf16") and "bias_correction" in shown
-        return f"{config[name]} {config['bias_correction']}" if corrected else config[name]
+        return f"{config[name]} {config['bias_correction']}" if config[name] in ("f16", "bf16") else config[name]
 
     words = [f"rounding {config['rounding']}" if config["rounding"] else precision("precision")]
     if config["backward_precision"]:
@@ -64,8 +63,8 @@ def label(config, shown):
 
 
 def shown_names(logs):
-    """The options that tell the runs apart, and the precision."""
-    return [x for x in LABELS if x == "precision" or len({str(log[0].get(x)) for log in logs}) > 1]
+    """The options that tell the runs apart."""
+    return [x for x in LABELS if len({str(log[0].get(x)) for log in logs}) > 1]
 
 
 def worst(entry, name):
@@ -163,9 +162,10 @@ def grouped(logs):
     return found
 
 
-def mean_and_error(numbers):
-    """Their mean, and its standard error where there are two or more."""
-    return statistics.mean(numbers), statistics.stdev(numbers) / len(numbers) ** 0.5 if len(numbers) > 1 else math.nan
+def mean_and_error(numbers, form):
+    """Their mean as text, with its standard error where there are two or more."""
+    error = f" ± {statistics.stdev(numbers) / len(numbers) ** 0.5:{form}}" if len(numbers) > 1 else ""
+    return f"{statistics.mean(numbers):+{form}}{error}"
 
 
 def partner_key(log, attention):
@@ -199,10 +199,10 @@ def loss_table(logs):
     rows = []
     for name, runs in grouped(logs).items():
         losses = [x for x in map(final, runs) if math.isfinite(x)]
-        beside = [] if name_is_reference(runs) else differences(runs, logs)
+        beside = [] if is_reference(runs) else differences(runs, logs)
         cells = [f"{statistics.mean(losses):.4f}" if losses else ""]
         cells.append(f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "")
-        cells.append("{:+.2f} ± {:.2f}".format(*(100 * x for x in mean_and_error(beside))) if beside else "")
+        cells.append(mean_and_error([100 * x for x in beside], ".2f") if beside else "")
         count = f"{len(losses)}" if len(losses) == len(runs) else f"{len(losses)} of {len(runs)} ended"
         fast = speeds(runs)
         rows.append([name, count, *cells, "; ".join(fast.values()), "; ".join(fast)])
@@ -210,7 +210,7 @@ def loss_table(logs):
     return lines_of(heads, rows)
 
 
-def name_is_reference(runs):
+def is_reference(runs):
     return {name: runs[0][0][name] for name in ATTENTION} == REFERENCE
 
 
@@ -224,7 +224,7 @@ def error_table(logs):
         if biases:
             ends = [f"{max(worst(log[-1], x) for log in measured):.2g}" for x in ("dq", "kappa")]
             size = statistics.mean(x * x for x in biases) ** 0.5
-            rows.append([name, *ends, f"{size:.1e}", "{:+.1e} ± {:.1e}".format(*mean_and_error(biases))])
+            rows.append([name, *ends, f"{size:.1e}", mean_and_error(biases, ".1e")])
     heads = ["attention", "error of dq", "kappa", "bias of delta, rms", "bias of delta, mean"]
     return lines_of(heads, rows)
 

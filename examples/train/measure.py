@@ -112,7 +112,7 @@ def print_replayed(paths: list[pathlib.Path]) -> None:
         for call in calls_of(path):
             for attend in REPLAYED:
                 found = " | ".join(f"{x:.2g}" for x in replayed(call, attend).values())
-                name = curves.label(vars(attend) | {"rounding": ""}, curves.ATTENTION)
+                name = curves.label(vars(attend) | {"rounding": ""}, [])
                 print(f"| {f'{path.stem} {call.module}'.rstrip()} | {name} | {found} |", flush=True)
 
 

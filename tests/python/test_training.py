@@ -271,7 +271,7 @@ def test_curves_are_the_same_bytes_and_have_a_line_for_each_run(tmp_path):
     lines = root.findall("{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == len(curves.PANELS) * len(logs)
     texts = [x.text for x in root.findall("{http://www.w3.org/2000/svg}text")]
-    assert {"bf16", "int8, QK-norm"} <= set(texts)
+    assert {"bf16 none", "int8, QK-norm"} <= set(texts)
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     for line in lines:
         for x, y in (map(float, point.split(",")) for point in line.attrib["points"].split()):
@@ -280,9 +280,10 @@ def test_curves_are_the_same_bytes_and_have_a_line_for_each_run(tmp_path):
 
 def test_the_table_has_seeds_in_one_row(tmp_path):
     logs = [curves.read(written(tmp_path / f"{seed}", [5.5, 3.0 + seed], seed=seed)) for seed in range(3)]
-    assert curves.loss_table(logs)[-1] == "| bf16 | 3 | 4.0000 | 1.0000 |  | 100 | a card |"
+    assert curves.loss_table(logs)[-1] == "| bf16 none | 3 | 4.0000 | 1.0000 |  | 100 | a card |"
+    assert curves.loss_table(logs[:1])[-1] == "| bf16 none | 1 | 3.0000 |  |  | 100 | a card |"
     # The worst layer and run at the last measurement; the bias of all but the first.
-    assert curves.error_table(logs)[-1] == "| bf16 | 0.02 | 0.5 | 3.2e-05 | +1.0e-05 ± 1.3e-05 |"
+    assert curves.error_table(logs)[-1] == "| bf16 none | 0.02 | 0.5 | 3.2e-05 | +1.0e-05 ± 1.3e-05 |"
 
 
 def test_the_table_compares_runs_of_one_seed(tmp_path):
@@ -304,7 +305,7 @@ def test_the_table_compares_runs_of_one_seed(tmp_path):
 def test_runs_that_differ_have_rows_of_their_own(tmp_path):
     logs = [written(tmp_path / f"log{x}", [5.5, 3.0], start_from=x, digest_of_text="same") for x in ("", "other")]
     assert [row.split(" | ")[0] for row in curves.loss_table(list(map(curves.read, logs)))[2:]] == [
-        "| bf16", "| bf16, start from other",
+        "| bf16 none", "| bf16 none, start from other",
     ]  # fmt: skip
 
 
