@@ -309,6 +309,30 @@ def test_runs_that_differ_have_rows_of_their_own(tmp_path):
     ]  # fmt: skip
 
 
+def test_the_bench_keeps_logs_of_runs_that_ended(tmp_path):
+    def bench(*words):
+        how = "--preset", "tiny", "--megabytes", "1", "--device", "cpu", "--steps", "2", "--seeds", "1"
+        command = [
+            sys.executable,
+            FOLDER.parents[1] / "bench" / "training.py",
+            *words,
+            "--results",
+            tmp_path / "kept",
+            *how,
+        ]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    bench(tmp_path / "runs", "--arms", "torch", "int8", "--norms", "none", "qk-norm", "--part", "0/2")
+    assert {path.stem for path in (tmp_path / "kept").iterdir()} == {"torch-0", "torch-qk-norm-0"}
+    assert (tmp_path / "kept" / "torch-0.jsonl").read_text() == (
+        tmp_path / "runs" / "torch-0" / "log.jsonl"
+    ).read_text()
+    # What is kept is not run again, and what cannot run says why and stops no other.
+    printed = bench(tmp_path / "again", "--arms", "torch", "int8", "--norms", "none", "--tokens-per-step", "100")
+    assert "int8-0: SystemExit: --tokens-per-step: found 100, allowed: multiples of the length 64" in printed
+    assert "torch-0" not in printed and len(list((tmp_path / "kept").iterdir())) == 2
+
+
 WRONG = {
     ("train",): "found a new run and --resume, or neither, allowed: one of them",
     (
