@@ -54,7 +54,8 @@ def keep(log, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}  # --seed is one of train.py
+    parser = argparse.ArgumentParser(description=__doc__, **how)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--norms", nargs="+", choices=NORMS, default=list(NORMS), help="of q and k")
@@ -63,14 +64,14 @@ def main():
     parser.add_argument("--results", type=pathlib.Path, help="a folder of NAME.jsonl")
     options, of_all = parser.parse_known_args()
     part, parts = map(int, options.part.split("/"))
-    for name, how in list(runs(options.arms, options.norms, options.seeds))[part::parts]:
+    for name, of_run in list(runs(options.arms, options.norms, options.seeds))[part::parts]:
         log = options.out / name / "log.jsonl"
         kept = options.results / f"{name}.jsonl" if options.results else None
         if kept and kept.exists():
             continue
         try:
             if not log.exists():
-                train.main([str(log.parent), *how, *of_all])
+                train.main([str(log.parent), *of_run, *of_all])
         except (Exception, SystemExit) as error:  # a run that diverges, or that no backend can compute, ends alone
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
         if kept:
