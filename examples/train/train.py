@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRECISIONS = ("torch", "f32", "f16", "bf16", "int8", "fp8", "sagebwd")
 CORRECTIONS = ("f16", "none", "beta", "exact_delta", "gproj")
 # Options of a run that may change when it is resumed: they do not change what it computes.
-OF_A_SESSION = {"out", "resume", "stop_at", "minutes", "checkpoint_every"}
+OF_A_SESSION = {"out", "resume", "stop_at", "minutes", "checkpoint_every", "keep_at"}
 HELD_OUT_TOKENS, MEASURED_TOKENS = 65536, 512
 
 
@@ -70,6 +70,14 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     add("--held-out-every", type=int, default=0, help="steps  [a tenth of all]")
     add("--measure-every", type=int, default=0, help="steps between measurements of gradients  [a tenth of all]")
     add("--checkpoint-every", type=int, default=500, help="steps  [500]")
+    add(
+        "--keep-at",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="STEP",
+        help="write q, k, v and do of two layers after these steps, on held-out text, to RUN/step-STEP.safetensors",
+    )
     add("--stop-at", type=int, default=0, help="stop after this step, to be resumed")
     add("--minutes", type=float, default=0.0, help="stop after so long, to be resumed")
     options = parser.parse_args(words)
@@ -226,9 +234,10 @@ class Run:
         self.model.train()
         return loss
 
-    def gradients(self) -> list[dict]:
+    def measured(self) -> tuple:
+        """What functions of measure.py take."""
         text, after = self.text.held_out_batch(1, min(self.config["length"], MEASURED_TOKENS))
-        return measure.of_model(self.model, text.to(self.device), after.to(self.device), self.autocast)
+        return self.model, text.to(self.device), after.to(self.device), self.autocast
 
     def digest(self) -> str:
         """Equal where all weights are equal, bit by bit."""
@@ -305,7 +314,9 @@ def main(words: list[str] | None = None) -> None:
         if run.step % c["held_out_every"] == 0 or run.step == c["steps"]:
             log("held_out", step=run.step, loss=run.held_out())
         if run.step % c["measure_every"] == 0 or run.step == c["steps"]:
-            log("gradients", step=run.step, layers=run.gradients())
+            log("gradients", step=run.step, layers=measure.of_model(*run.measured()))
+        if run.step in options.keep_at:
+            measure.save(*run.measured(), run.folder / f"step-{run.step}.safetensors")
 
     if run.step == 0:
         look()

@@ -305,11 +305,19 @@ _PAGE = """<!DOCTYPE html>
 <title>Attention by layer</title><style>
 :root { color-scheme: light dark; }
 body { font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; margin: 1em; }
+h1 { font-size: 1.4em; }
+h2 { font-size: 1.1em; margin: 1.5em 0 0.4em; }
 div { overflow-x: auto; }
-table { border-collapse: collapse; }
-th, td { padding: 3px 8px; text-align: right; white-space: nowrap; }
-th:first-child { text-align: left; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: 3px 6px; text-align: right; white-space: nowrap; }
+th:first-child {
+  text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 6em;
+  position: sticky; left: 0; background: Canvas; font-weight: normal;
+}
+@media (max-width: 500px) { table { font-size: 12px; } }
 </style></head><body>
+<h1>Attention by layer</h1>
+<p>Errors of the recorded sample against float64: red from 0.1 on, green up to 0.0001. Each precision has a column.</p>
 """
 
 
@@ -326,9 +334,12 @@ def report(found: Sequence[dict[str, Any]]) -> str:
         page.append(f"<h2>{title}</h2><div><table><tr><th>module</th>")
         page += [f"<th>{escape(x)}</th>" for x in precisions]
         for module in modules:
-            page.append(f"</tr>\n<tr><th>{escape(module) or 'the model'}</th>")
+            name_in_parts = escape(module).replace(".", ".<wbr>") or "the model"  # narrow screens break it there
+            page.append(f"</tr>\n<tr><th>{name_in_parts}</th>")
             page += [_cell(name, rows.get((module, precision), {})) for precision in precisions]
         page.append("</tr></table></div>\n")
+    for reason in dict.fromkeys(row["reason"] for row in found if "reason" in row):
+        page.append(f"<p>none: {escape(reason)}</p>\n")
     return "".join([*page, "</body></html>\n"])
 
 

@@ -53,6 +53,16 @@ NOT_RUN = {
     ): LEFT_OPEN,
     ("docs/python.md", "pip install ."): BUILDS,
     ("docs/python.md", "scripts/wheel"): BUILDS,
+    (
+        "docs/training.md",
+        "python bench/training.py runs/large --preset 10m --dtype bfloat16 --steps 300 "
+        "--tokens-per-step 32768 --log-every 20 --held-out-every 60 --measure-every 100",
+    ): ON_A_GPU,
+    (
+        "docs/training.md",
+        "python bench/training.py runs/small --preset 10m --dtype bfloat16 --steps 600 "
+        "--tokens-per-step 4096 --log-every 20 --held-out-every 120 --measure-every 200",
+    ): ON_A_GPU,
     ("docs/use.md", "octet check in.safetensors --backend sm90 --pass fwd,bwd"): ON_A_GPU,
     ("ladder/README.md", "ladder/build 2 90a"): FOR_A_GPU,
     ("ladder/README.md", "build/ladder/90a/2_flash"): ON_A_GPU,

@@ -188,7 +188,43 @@ def test_a_stored_step_is_replayed(capsys):
     assert len(found) == len(measure.REPLAYED)
     dq = {name: x[1] for name, x in found.items()}
     # As docs/numerics.md has it of these activations: f16 is the closest, o as it is stored costs bf16 most.
-    assert dq["bf16, f16"] < dq["bf16, exact_delta"] < dq["bf16, none"] and dq["bf16, f16"] < dq["int8"] < dq["fp8"]
+    assert dq["bf16 f16"] < dq["bf16 exact_delta"] < dq["bf16 none"] and dq["bf16 f16"] < dq["int8"] < dq["fp8"]
+
+
+def test_activations_are_kept_of_the_steps_asked_for(tmp_path):
+    """They are those that the measurements in the log were made on, and keeping them changes no bit of the run."""
+    pytest.importorskip("safetensors")
+    train(tmp_path / "kept", *SMALL, "--precision", "int8", "--keep-at", 6, 12)
+    train(tmp_path / "plain", *SMALL, "--precision", "int8")
+    assert entries(tmp_path / "kept", "end") == entries(tmp_path / "plain", "end")
+    files = sorted(path.name for path in (tmp_path / "kept").glob("*.safetensors"))
+    assert files == ["step-12.safetensors", "step-6.safetensors"]
+    measured = {x["step"]: x["layers"] for x in entries(tmp_path / "kept", "gradients")}
+    for step in (6, 12):
+        calls = measure.calls_of(tmp_path / "kept" / f"step-{step}.safetensors")
+        assert [call.module for call in calls] == ["layers.0", f"layers.{SIZES['tiny'].layers - 1}"]
+        for call, want in zip(calls, (measured[step][0], measured[step][-1]), strict=True):
+            assert call.q.shape == (1, 2, 64, 32)
+            found = measure.replayed(call, Attend("int8"))
+            assert found == pytest.approx(want, rel=1e-3)
+
+
+def test_points_are_those_of_octet_check(tmp_path, capsys):
+    pytest.importorskip("safetensors")
+    path = FOLDER.parent / "data" / "gpt64_layer5.safetensors"
+    measure.main([str(path), "--points", "--json", str(tmp_path / "points.jsonl")])
+    found = [json.loads(line) for line in (tmp_path / "points.jsonl").read_text().splitlines()]
+    assert "\n".join(curves.point_table(found)) == capsys.readouterr().out.rstrip()
+    errors = {x["exact"]: x["dq"] for x in found}
+    assert len(errors) == len(found) == len(measure.roundings()) and list(errors.values()) == sorted(errors.values())
+    (call,) = measure.calls_of(path)
+    for name, rounding in (("", octet.Rounding.flash()), ("ds", octet.Rounding.flash(ds="f64"))):
+        q, k, v, do = (x.double() for x in (call.q, call.k, call.v, call.do))
+        assert errors[name] == octet.check(q, k, v, do=do, causal=True, rounding=rounding)["dq"].rel_l2
+    # q, k and v are in bfloat16 in the file; what the backward pass alone rounds has no part in dq but ds.
+    assert errors["qk"] == errors["v"] == errors["o"] == errors["p_backward"] == errors[""] > errors["delta"]
+    table = curves.point_table(found)
+    assert table[2].startswith("| nothing | ") and len(table) == 2 + len(found)
 
 
 def test_measuring_changes_nothing():
@@ -209,7 +245,8 @@ CONFIG = {
 
 
 def written(path, losses, **config):
-    layers = [{"dq": 0.01, "kappa": 0.5}, {"dq": 0.02, "kappa": 0.25}]
+    biases = (-2e-5, 4e-5)
+    layers = [{"dq": x, "kappa": y, "delta_bias": z} for x, y, z in zip((0.01, 0.02), (0.5, 0.25), biases, strict=True)]
     lines = [CONFIG | config]
     for step, loss in enumerate(losses):
         lines += [
@@ -217,7 +254,7 @@ def written(path, losses, **config):
             {"kind": "gradients", "step": step, "layers": layers},
         ]
         lines += [{"kind": "step", "step": step, "loss": loss, "tokens_per_second": 100}]
-    lines += [{"kind": "end", "step": len(losses), "digest": "0", "diverged": False}]
+    lines += [{"kind": "end", "step": len(losses), "digest": "0", "diverged": bool(np.isnan(losses[-1]))}]
     path.write_text("".join(json.dumps(x) + "\n" for x in lines))
     return path
 
@@ -234,7 +271,7 @@ def test_curves_are_the_same_bytes_and_have_a_line_for_each_run(tmp_path):
     lines = root.findall("{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == len(curves.PANELS) * len(logs)
     texts = [x.text for x in root.findall("{http://www.w3.org/2000/svg}text")]
-    assert {"bf16", "int8, QK-norm"} <= set(texts)
+    assert {"bf16 none", "int8, QK-norm"} <= set(texts)
     _, _, width, height = map(float, root.attrib["viewBox"].split())
     for line in lines:
         for x, y in (map(float, point.split(",")) for point in line.attrib["points"].split()):
@@ -243,8 +280,57 @@ def test_curves_are_the_same_bytes_and_have_a_line_for_each_run(tmp_path):
 
 def test_the_table_has_seeds_in_one_row(tmp_path):
     logs = [curves.read(written(tmp_path / f"{seed}", [5.5, 3.0 + seed], seed=seed)) for seed in range(3)]
-    row = curves.table(logs).splitlines()[-1]
-    assert row == "| bf16 | 3 | 4.0000 | 1.0000 | 100 | a card |"
+    assert curves.loss_table(logs)[-1] == "| bf16 none | 3 | 4.0000 | 1.0000 |  | 100 | a card |"
+    assert curves.loss_table(logs[:1])[-1] == "| bf16 none | 1 | 3.0000 |  |  | 100 | a card |"
+    # The worst layer and run at the last measurement; the bias of all but the first.
+    assert curves.error_table(logs)[-1] == "| bf16 none | 0.02 | 0.5 | 3.2e-05 | +1.0e-05 ± 1.3e-05 |"
+
+
+def test_the_table_compares_runs_of_one_seed(tmp_path):
+    """With octet's default, in what is otherwise the same run; a run that did not end has no part in it."""
+    logs = []
+    for seed, reference, int8 in ((0, 2.0, 2.02), (1, 4.0, 4.04), (2, 3.0, float("nan"))):
+        logs += [written(tmp_path / f"f16-{seed}", [5.5, reference], seed=seed, bias_correction="f16")]
+        logs += [written(tmp_path / f"int8-{seed}", [5.5, int8], seed=seed, precision="int8", card="another")]
+        logs += [written(tmp_path / f"norm-{seed}", [5.5, 1.0], seed=seed, bias_correction="f16", qk_norm=True)]
+        logs += [written(tmp_path / f"none-{seed}", [5.5, 1.0 + seed / 1000], seed=seed, qk_norm=True)]
+    cells = [row.split(" | ") for row in curves.loss_table([curves.read(path) for path in logs])]
+    rows = {first.strip("| "): others for first, *others in cells}
+    assert rows["bf16 f16"][:4] == ["3", "3.0000", "1.0000", ""]
+    assert rows["int8"] == ["2 of 3 ended", "3.0300", "1.4284", "+1.00 ± 0.00", "100", "another |"]
+    assert rows["bf16 none, QK-norm"][3] == "+0.10 ± 0.06"
+    assert list(rows)[2:] == ["bf16 f16", "int8", "bf16 f16, QK-norm", "bf16 none, QK-norm"]
+
+
+def test_runs_that_differ_have_rows_of_their_own(tmp_path):
+    logs = [written(tmp_path / f"log{x}", [5.5, 3.0], start_from=x, digest_of_text="same") for x in ("", "other")]
+    assert [row.split(" | ")[0] for row in curves.loss_table(list(map(curves.read, logs)))[2:]] == [
+        "| bf16 none", "| bf16 none, start from other",
+    ]  # fmt: skip
+
+
+def test_the_bench_keeps_logs_of_runs_that_ended(tmp_path):
+    def bench(*words):
+        how = "--preset", "tiny", "--megabytes", "1", "--device", "cpu", "--steps", "2", "--seeds", "1"
+        command = [
+            sys.executable,
+            FOLDER.parents[1] / "bench" / "training.py",
+            *words,
+            "--results",
+            tmp_path / "kept",
+            *how,
+        ]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    bench(tmp_path / "runs", "--arms", "torch", "int8", "--norms", "none", "qk-norm", "--part", "0/2")
+    assert {path.stem for path in (tmp_path / "kept").iterdir()} == {"torch-0", "torch-qk-norm-0"}
+    assert (tmp_path / "kept" / "torch-0.jsonl").read_text() == (
+        tmp_path / "runs" / "torch-0" / "log.jsonl"
+    ).read_text()
+    # What is kept is not run again, and what cannot run says why and stops no other.
+    printed = bench(tmp_path / "again", "--arms", "torch", "int8", "--norms", "none", "--tokens-per-step", "100")
+    assert "int8-0: SystemExit: --tokens-per-step: found 100, allowed: multiples of the length 64" in printed
+    assert "torch-0" not in printed and len(list((tmp_path / "kept").iterdir())) == 2
 
 
 WRONG = {
@@ -262,6 +348,7 @@ WRONG = {
     ("train", "RUN", "--text", "/nowhere"): "--text: found /nowhere, allowed: folders",
     ("train", "--resume", "/nowhere"): "--resume: found /nowhere, allowed: a folder with a checkpoint.pt",
     ("train", "--resume", "/nowhere", "--precision", "int8"): "--resume: found --precision beside it, allowed: --check",
+    ("measure", "FILE", "--json", "OUT"): "--json: found no --points, which it writes",
     ("curves", "RUN/nothing"): "No such file",
     ("curves", str(FOLDER / "README.md")): "found no configuration in its first line, allowed: log.jsonl of train.py",
 }
@@ -271,5 +358,5 @@ WRONG = {
 def test_what_is_wrong_is_named(words, tmp_path, capsys):
     name, *arguments = [x.replace("RUN", str(tmp_path / "run")) for x in words]
     with pytest.raises((SystemExit, TypeError)) as caught:
-        {"train": program, "curves": curves}[name].main(arguments)
+        {"train": program, "curves": curves, "measure": measure}[name].main(arguments)
     assert WRONG[words] in f"{caught.value} {capsys.readouterr().err}"
