@@ -61,9 +61,12 @@ struct Loaded {
   const FatbinWrapper* wrapper;
   std::unique_ptr<Module> module;
 };
+constexpr int kGrantedSharedBytes = 48 * 1024;  // that a thread block has without asking
+
 struct Kernel {
   Loaded* loaded;
   std::string name;
+  int dynamic_shared_bytes = 0;  // that cudaFuncSetAttribute allows
 };
 
 std::mutex mutex;
@@ -130,7 +133,6 @@ cudaError_t launch(const Kernel& kernel, dim3 grid, dim3 threads, void** argumen
                    cudaStream_t stream) {
   if (!grid.x || !grid.y || !grid.z || !threads.x || threads.x * threads.y * threads.z > 1024)
     return result(cudaErrorInvalidConfiguration);
-  if (static_cast<int>(shared) > shared_bytes()) return result(cudaErrorInvalidValue);
   try {
     Function* f;
     Module* module;
@@ -140,6 +142,9 @@ cudaError_t launch(const Kernel& kernel, dim3 grid, dim3 threads, void** argumen
       module = kernel.loaded->module.get();
       f = &module->find(kernel.name);
     }
+    const int dynamic = static_cast<int>(shared), all = dynamic + static_cast<int>(f->shared_bytes);
+    if (all > shared_bytes() || (all > kGrantedSharedBytes && dynamic > kernel.dynamic_shared_bytes))
+      return result(cudaErrorInvalidValue);
     std::vector<unsigned char> parameters(f->parameter_bytes + 16);
     for (std::size_t i = 0; i < f->parameters.size(); ++i)
       std::memcpy(parameters.data() + f->parameters[i].offset, arguments[i], f->parameters[i].bytes);
@@ -167,7 +172,7 @@ void __cudaUnregisterFatBinary(void**) {}
 void __cudaRegisterFunction(void** handle, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
                             int*) {
   const std::lock_guard lock(mutex);
-  kernels()[host] = {reinterpret_cast<Loaded*>(handle), name};
+  kernels()[host] = {reinterpret_cast<Loaded*>(handle), name, 0};
 }
 unsigned __cudaPushCallConfiguration(dim3 grid, dim3 threads, size_t shared, CUstream_st* stream) {
   calls.push_back({grid, threads, shared, stream});
@@ -196,9 +201,14 @@ cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 threads, void** a
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* host, void** arguments) {
   return cudaLaunchKernel(host, config->gridDim, config->blockDim, arguments, config->dynamicSmemBytes, config->stream);
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute which, int value) {
-  return which == cudaFuncAttributeMaxDynamicSharedMemorySize && value > shared_bytes() ? result(cudaErrorInvalidValue)
-                                                                                        : cudaSuccess;
+cudaError_t cudaFuncSetAttribute(const void* host, cudaFuncAttribute which, int value) {
+  if (which != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  if (value > shared_bytes()) return result(cudaErrorInvalidValue);
+  const std::lock_guard lock(mutex);
+  const auto found = kernels().find(host);
+  if (found == kernels().end()) return result(cudaErrorInvalidDeviceFunction);
+  found->second.dynamic_shared_bytes = value;
+  return cudaSuccess;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};

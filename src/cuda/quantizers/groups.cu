@@ -10,7 +10,6 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kWarpRows = 4;            // the most rows of a group that a warp quantizes by itself
 constexpr int kHeadsInTurn = 8;         // rows of one token that a warp takes one after the other, for their sines
-constexpr std::size_t kReserve = 1024;  // of shared memory that is not for rows
 
 // The shared memory of a thread block for rows: the turns of each warp, rows, and then what channels have.
 struct RowMemory {

@@ -34,10 +34,12 @@ inline int64_t batch_heads(const View& t) { return t.shape[0] * t.shape[1]; }
 inline std::size_t turn_bytes(const RowParams& p) { return p.turn_stride() * sizeof(float2); }
 inline std::size_t row_bytes(int64_t dim) { return static_cast<std::size_t>((dim + 3) / 4 * 4) * sizeof(float); }
 
+constexpr std::size_t kReserve = 1024;  // of shared memory, for the variables of a kernel and for CUDA
+
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), int64_t blocks, int warps, std::size_t shared_bytes, cudaStream_t stream,
             const Arguments&... arguments) {
-  if (shared_bytes > 48 * 1024) allow_shared_bytes(kernel, shared_bytes);
+  if (shared_bytes + kReserve > 48 * 1024) allow_shared_bytes(kernel, shared_bytes);
   kernel<<<static_cast<unsigned>(blocks), 32 * warps, shared_bytes, stream>>>(arguments...);
   check(cudaGetLastError(), "a kernel of the quantizers");
 }
