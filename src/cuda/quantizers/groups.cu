@@ -8,8 +8,8 @@ namespace octet::cuda::quantizers {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kWarpRows = 4;            // the most rows of a group that a warp quantizes by itself
-constexpr int kHeadsInTurn = 8;         // rows of one token that a warp takes one after the other, for their sines
+constexpr int kWarpRows = 4;     // the most rows of a group that a warp quantizes by itself
+constexpr int kHeadsInTurn = 8;  // rows of one token that a warp takes one after the other, for their sines
 
 // The shared memory of a thread block for rows: the turns of each warp, rows, and then what channels have.
 struct RowMemory {
