@@ -206,6 +206,17 @@ typedef struct octet_attention {
 // first token of each of s sequences and the total at the end. On the CPU, octet_run rejects offsets that do not start
 // at 0, fall, or do not end at the number of tokens, and lengths above max_seqlen. On a GPU it cannot: reading them on
 // the host would wait for the stream. There such offsets make the kernels read and write outside of the tensors.
+//
+// KV caches, of forward passes: seqused_k (i32, [1 1 1 s], contiguous) says how many keys each of s sequences has, a
+// batch element or one that cu_seqlens_q packs. It is read when the pass runs, on the device of the tensors. The
+// diagonal of a mask that is aligned bottom-right, and of ALiBi, ends at the last of these keys; k and v behind them
+// are not read. With block_table (i32, [s 1 1 c], the last stride 1) k and v lie in pages, [pages g t d] and [pages g t
+// e]: key j of sequence n is token j % t of page block_table[n, j / t]. t is a power of two from 16 on or, where c is
+// 1, any number. Sequences may share pages, in any order, and entries behind the last key are not read. Sequences that
+// cu_seqlens_q packs need a block_table, and have no cu_seqlens_k. max_seqlen_k, a bound on the lengths, or 0, saves
+// workspace on a GPU. On the CPU octet_run rejects lengths and entries that are outside of k and v; on a GPU it cannot,
+// and with such entries the kernels read outside of the tensors. There are no mask tensor, dropout and o_residual with
+// seqused_k.
 typedef struct octet_arguments {
   uint32_t size;
   uint32_t pass;                     // octet_pass
@@ -215,7 +226,7 @@ typedef struct octet_arguments {
   const octet_tensor* sinks;         // in, optional
   const octet_tensor* cu_seqlens_q;  // in, optional, both or none
   const octet_tensor* cu_seqlens_k;
-  int64_t max_seqlen_q;  // with cu_seqlens: bounds on the lengths; else 0
+  int64_t max_seqlen_q;  // with cu_seqlens, that of keys also with seqused_k: bounds on the lengths; else 0
   int64_t max_seqlen_k;
   octet_tensor* o;             // forward, jvp: out; backward: in
   octet_tensor* o_residual;    // what rounding took from o, see above; forward: out, optional; backward: in, optional
@@ -231,12 +242,14 @@ typedef struct octet_arguments {
   const octet_tensor* alibi_slopes;  // in, optional
   const octet_tensor* dropout_seed;  // in, with dropout_p: i32, the last stride 1
   octet_tensor* dmask;               // backward: out, optional, with a mask of numbers; of its shape, see above
+  const octet_tensor* seqused_k;     // forward: in, optional
+  const octet_tensor* block_table;   // forward: in, optional, with seqused_k
 } octet_arguments;
 
 #define OCTET_ARGUMENTS_INIT                                                                                        \
   {                                                                                                                 \
     sizeof(octet_arguments), OCTET_FORWARD, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, \
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL                          \
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL              \
   }
 
 // Bytes of scratch memory that octet_run needs for these arguments, on the device of the tensors.

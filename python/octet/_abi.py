@@ -145,6 +145,8 @@ class Arguments(ctypes.Structure):
         ("alibi_slopes", POINTER(Tensor)),
         ("dropout_seed", POINTER(Tensor)),
         ("dmask", POINTER(Tensor)),
+        ("seqused_k", POINTER(Tensor)),
+        ("block_table", POINTER(Tensor)),
     ]
 
 

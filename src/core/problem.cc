@@ -32,12 +32,35 @@ DropoutStream Problem::dropout_stream(const Sequence& seq, int64_t h) const {
   return octet::dropout_stream(dropout_seed.at<int32_t>(seq.index, 0, 0), shared ? seq.index : 0, h);
 }
 
+namespace {
+
+// Returns the keys of a sequence in a cache. Throws Failure if some lie outside of it.
+int64_t cached_keys(const Problem& p, int64_t sequence) {
+  const int64_t length = static_cast<const int32_t*>(p.seqused_k.data)[sequence];
+  if (length < 0 || length > p.tokens_k)
+    invalid("seqused_k: ", length, " keys of sequence ", sequence, ", allowed: 0 to ", p.tokens_k,
+            p.block_table.present() ? ", the tokens of its pages" : ", the tokens of k");
+  if (p.max_seqlen_k && length > p.max_seqlen_k)
+    invalid("max_seqlen_k: ", p.max_seqlen_k, ", but sequence ", sequence, " has ", length, " keys");
+  const Pages& pages = p.k.pages;
+  for (int64_t column = 0; column * pages.size < length && pages.size; ++column) {
+    const int64_t page = pages.table[sequence * pages.stride + column];
+    if (page < 0 || page >= p.k.shape[0])
+      invalid("block_table: page ", page, " in column ", column, " of sequence ", sequence, ", allowed: 0 to ",
+              p.k.shape[0] - 1, ", as k has ", p.k.shape[0], " pages");
+  }
+  return length;
+}
+
+}  // namespace
+
 std::vector<Sequence> sequences(const Problem& p) {
   std::vector<Sequence> out;
   if (!p.packed()) {
     const bool nothing_to_write = p.pass == OCTET_BACKWARD ? !p.dq.elements() && !p.dk.elements() : !p.o.elements();
     if (nothing_to_write) return out;
-    for (int64_t b = 0; b < p.batch; ++b) out.push_back({b, 0, p.tokens_q, 0, p.tokens_k, b});
+    for (int64_t b = 0; b < p.batch; ++b)
+      out.push_back({b, 0, p.tokens_q, 0, p.cached() ? cached_keys(p, b) : p.tokens_k, b});
     return out;
   }
   const int64_t count = p.cu_seqlens_q.shape[3] - 1;
@@ -49,6 +72,7 @@ std::vector<Sequence> sequences(const Problem& p) {
     const char* label;
   } sides[] = {{q, p.tokens_q, p.max_seqlen_q, "q"}, {k, p.tokens_k, p.max_seqlen_k, "k"}};
   for (const auto& [cu, total, longest, label] : sides) {
+    if (!cu) continue;  // the keys lie in a cache
     if (cu[0] != 0 || cu[count] != total)
       invalid("cu_seqlens_", label, ": runs from ", cu[0], " to ", cu[count], ", expected 0 to the ", total,
               " tokens of ", label);
@@ -59,7 +83,8 @@ std::vector<Sequence> sequences(const Problem& p) {
         invalid("max_seqlen_", label, ": ", longest, ", but sequence ", s, " has ", cu[s + 1] - cu[s], " tokens");
     }
   }
-  for (int64_t s = 0; s < count; ++s) out.push_back({0, q[s], q[s + 1] - q[s], k[s], k[s + 1] - k[s], s});
+  for (int64_t s = 0; s < count; ++s)
+    out.push_back({0, q[s], q[s + 1] - q[s], k ? k[s] : s * p.tokens_k, k ? k[s + 1] - k[s] : cached_keys(p, s), s});
   return out;
 }
 

@@ -93,6 +93,7 @@ Answer plan(const Problem& p, void* workspace) {
     return text("it has no dropout in ", name(p.precision), "; it has: ", precisions_whose(p, has).names());
   }
   if (p.dmask.present()) return text("it has no gradient of masks");
+  if (p.cached()) return text("it reads no KV caches");
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = quantized_unsupported_reason(p, numerics.formats)) return std::move(*reason);
   if (p.smooth_q && numerics.formats == kInt8Training)

@@ -62,6 +62,7 @@ Answer plan(const Problem& p, void* workspace) {
   if (numerics.formats.has_8bit_qk() && p.pass == OCTET_BACKWARD)
     return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
   if (p.dmask.present()) return text("it has no gradient of masks");
+  if (p.cached()) return text("it reads no KV caches");
   if (!p.mask.present()) return plan_unmasked(p, numerics, workspace);
   if (auto reason = no_key_mask_reason(p)) return std::move(*reason);
   return with_packed_keys(std::make_shared<const PackedKeys>(p, workspace), workspace,

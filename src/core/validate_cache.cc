@@ -1,0 +1,60 @@
+#include <bit>
+#include <limits>
+#include <utility>
+
+#include "core/error.h"
+#include "core/names.h"
+#include "core/validate_parts.h"
+
+namespace octet {
+namespace {
+
+constexpr int64_t kMostTokens = std::numeric_limits<int32_t>::max();  // of a sequence, whose length is an i32
+
+// Rejects what has no meaning, or none yet, together with lengths of its own for each sequence.
+void expect_no_more(const Problem& p) {
+  for (const auto& [t, label] :
+       {std::pair{&p.mask, "mask"}, {&p.dropout_seed, "dropout_seed"}, {&p.o_residual, "o_residual"}})
+    if (t->present()) invalid(label, ": cannot be combined with seqused_k; pass NULL");
+}
+
+void expect_whole_numbers(const View& t, const char* label) {
+  if (t.quantization) invalid(label, ": has a quantization, which only q, k and v may have; leave it NULL");
+  expect_dtype(t, label, {OCTET_I32});
+  if (t.stride[3] != 1 && t.elements()) invalid(label, ": last stride ", t.stride[3], ", allowed: 1");
+}
+
+}  // namespace
+
+void validate_cache(Problem& p) {
+  if (!p.cached()) {
+    if (p.block_table.present()) invalid("block_table: given without seqused_k, the keys of each sequence");
+    return;
+  }
+  const char* const of_sequences = p.packed() ? "the packed sequences" : "the batch of q";
+  const int64_t sequences = p.sequence_count();
+  expect_whole_numbers(p.seqused_k, "seqused_k");
+  expect_shape(p.seqused_k, "seqused_k", {1, 1, 1, sequences}, of_sequences);
+  expect_no_more(p);
+  if (p.max_seqlen_k < 0)
+    invalid("max_seqlen_k: found ", p.max_seqlen_k, ", allowed: a bound on the lengths, or 0 if unknown");
+  if (!p.block_table.present()) return;
+
+  expect_whole_numbers(p.block_table, "block_table");
+  const int64_t columns = p.block_table.shape[3], size = p.k.shape[2];
+  expect_shape(p.block_table, "block_table", {sequences, 1, 1, columns}, of_sequences);
+  const bool power = size >= 16 && std::has_single_bit(static_cast<uint64_t>(size));
+  if (size < 1 || (columns != 1 && !power))
+    invalid("k: pages of ", size, " tokens, allowed: a power of two from 16 on",
+            columns == 1 ? ", or with one page for each sequence any number" : "");
+  if (columns > kMostTokens / size)
+    invalid("block_table: ", columns, " pages of ", size, " tokens for each sequence, allowed: up to ", kMostTokens,
+            " tokens");
+  for (const auto& [t, label] : {std::pair{&p.k, "k"}, {&p.v, "v"}})
+    if (t->quantization)
+      invalid(label, ": quantized ", name(t->dtype), ", allowed with block_table: f32, f16, bf16 and e4m3 as they are");
+  p.tokens_k = columns * size;
+  p.k.pages = p.v.pages = {static_cast<const int32_t*>(p.block_table.data), p.block_table.stride[0], columns, size};
+}
+
+}  // namespace octet
