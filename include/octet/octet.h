@@ -351,6 +351,37 @@ OCTET_API octet_status octet_dequantize(const octet_tensor* codes, octet_tensor*
 OCTET_API octet_status octet_apply_rope(const octet_rope* rope, const octet_tensor* x, uint32_t inverse,
                                         octet_tensor* y, void* stream);
 
+// New keys and values of b sequences, and the KV cache that they are appended to (octet_arguments has how one is read).
+//
+// Token i of sequence n becomes its key seqused_k[n] + i: it is written to token seqused_k[n] + i of batch element n,
+// or to the page that block_table has for it. The caller adds the new tokens to the lengths. With a rope, k is turned
+// first, by position = seqused_k[n] + i + offset, and so is q into q_turned, which may be q. The angles are those of
+// the rope's base or, for any other RoPE, rope_cos and rope_sin have their cosines and sines, of as many pairs of
+// channels as they have columns; base is 0 then, and dim 0 or twice the pairs. k and v are turned in float and rounded
+// to the cache's type. A cache of i8 or e4m3 with a symmetric quantization per token, whose scales lie as the tokens do
+// ([b g m 1] or [pages g t 1]), gets the codes and scales that octet_quantize gives for each row.
+//
+// The CPU rejects lengths and entries outside of the cache, and positions without a row of rope_cos. On a GPU lengths
+// that leave no room append nothing there, and with other entries the kernel writes outside of the cache. Where two
+// sequences share the page that both append to, either may be kept.
+typedef struct octet_append_arguments {
+  uint32_t size;
+  const octet_tensor *k, *v;        // in: [b g n d] and [b g n e], f32, f16 or bf16
+  octet_tensor *k_cache, *v_cache;  // in and out: [b g m d] and [b g m e], or pages [pages g t d] and [pages g t e]
+  const octet_tensor* seqused_k;    // in: i32 [1 1 1 b], the keys of each sequence before the call
+  const octet_tensor* block_table;  // in, optional: i32 [b 1 1 c]
+  const octet_rope* rope;           // in, optional
+  const octet_tensor *rope_cos,
+      *rope_sin;           // in, optional, both or none, with rope: [1 1 positions pairs], f32, f16, bf16
+  const octet_tensor* q;   // in, optional, with rope: [b h n d]
+  octet_tensor* q_turned;  // out, with q: of its shape, f32, f16 or bf16
+} octet_append_arguments;
+
+#define OCTET_APPEND_ARGUMENTS_INIT \
+  { sizeof(octet_append_arguments), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+OCTET_API octet_status octet_append(const octet_append_arguments* arguments, void* stream);
+
 // Number of groups (scale rows) of a granularity for an operand of `tokens` tokens.
 OCTET_API octet_status octet_scale_groups(uint32_t operand, uint32_t granularity, int64_t block, int64_t tokens,
                                           int64_t* groups);

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "core/error.h"
+#include "core/validate_parts.h"
 
 namespace octet {
 
@@ -34,21 +35,10 @@ DropoutStream Problem::dropout_stream(const Sequence& seq, int64_t h) const {
 
 namespace {
 
-// Returns the keys of a sequence in a cache. Throws Failure if some lie outside of it.
 int64_t cached_keys(const Problem& p, int64_t sequence) {
-  const int64_t length = static_cast<const int32_t*>(p.seqused_k.data)[sequence];
-  if (length < 0 || length > p.tokens_k)
-    invalid("seqused_k: ", length, " keys of sequence ", sequence, ", allowed: 0 to ", p.tokens_k,
-            p.block_table.present() ? ", the tokens of its pages" : ", the tokens of k");
+  const int64_t length = expect_in_cache(p.seqused_k, sequence, p.k, p.tokens_k, 0, "k");
   if (p.max_seqlen_k && length > p.max_seqlen_k)
     invalid("max_seqlen_k: ", p.max_seqlen_k, ", but sequence ", sequence, " has ", length, " keys");
-  const Pages& pages = p.k.pages;
-  for (int64_t column = 0; column * pages.size < length && pages.size; ++column) {
-    const int64_t page = pages.table[sequence * pages.stride + column];
-    if (page < 0 || page >= p.k.shape[0])
-      invalid("block_table: page ", page, " in column ", column, " of sequence ", sequence, ", allowed: 0 to ",
-              p.k.shape[0] - 1, ", as k has ", p.k.shape[0], " pages");
-  }
   return length;
 }
 

@@ -90,6 +90,9 @@ TEST(Cache, entries_that_are_read_name_pages) {
     call.lengths()[0] = 16;  // column 1 is not read
     expect_accepted(call);
   }
+  CacheCall first(true);
+  first.table()[2] = 6;
+  expect_wrong_values(first, "block_table: page 6 in column 0 of sequence 1");
 }
 
 TEST(Cache, lengths_and_table_have_one_shape) {
