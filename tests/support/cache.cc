@@ -102,7 +102,7 @@ Cache::Cache(const Case& c, const Inputs& in, const CacheLayout& how, uint64_t s
 }
 
 Outputs run_cached(const Case& c, const Inputs& in, const Attention& attention, const CacheLayout& how, uint64_t seed,
-                   Place* place) {
+                   Place* place, std::string* explained) {
   const int64_t sequences = sequences_of(c);
   const auto as_called = [&](const Shape& s) {
     return how.packed_q ? s : Shape{sequences, s[1], s[2] / sequences, s[3]};
@@ -126,6 +126,7 @@ Outputs run_cached(const Case& c, const Inputs& in, const Attention& attention, 
                  .max_seqlen_k = how.max_seqlen_k,
                  .seqused_k = at(cache.seqused_k),
                  .block_table = at(cache.block_table)};
+  if (explained) *explained = explain(attention, call);
   const std::vector<unsigned char> before_k = cache.k.bytes(), before_v = cache.v.bytes();
   if (place) {
     const std::size_t bytes = workspace_size(attention, call);

@@ -1,5 +1,6 @@
 // Problems of packed sequences whose keys lie in a KV cache instead.
 #pragma once
+#include <string>
 #include <vector>
 
 #include "support/cases.h"
@@ -24,9 +25,10 @@ struct Cache {
   int64_t pages = 0;  // of all sequences, each counted once
 };
 
-// The forward pass of a case of packed sequences, whose keys lie in a cache, as run() gives it.
+// The forward pass of a case of packed sequences, whose keys lie in a cache, as run() gives it. `explained`: gets what
+// octet_explain says of it.
 Outputs run_cached(const Case& c, const Inputs& in, const Attention& attention, const CacheLayout& how, uint64_t seed,
-                   Place* place = nullptr);
+                   Place* place = nullptr, std::string* explained = nullptr);
 
 // A random problem of packed sequences, and how their keys lie in a cache.
 struct RandomCache {

@@ -11,8 +11,10 @@
 #include "core/recipe.h"
 #include "cuda/bwd/choose.h"
 #include "cuda/host/backend.h"
+#include "cuda/operands/cache.h"
 #include "cuda/operands/decoded.h"
 #include "cuda/operands/key_mask.h"
+#include "cuda/operands/rewritten.h"
 #include "cuda/sm80/passes.h"
 
 namespace octet::cuda::sm80 {
@@ -93,7 +95,6 @@ Answer plan(const Problem& p, void* workspace) {
     return text("it has no dropout in ", name(p.precision), "; it has: ", precisions_whose(p, has).names());
   }
   if (p.dmask.present()) return text("it has no gradient of masks");
-  if (p.cached()) return text("it reads no KV caches");
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = quantized_unsupported_reason(p, numerics.formats)) return std::move(*reason);
   if (p.smooth_q && numerics.formats == kInt8Training)
@@ -105,8 +106,10 @@ Answer plan(const Problem& p, void* workspace) {
            : problem.pass == OCTET_BACKWARD ? backward(problem, memory)
                                             : jvp(problem, memory);
   };
+  const auto in_pages = [&](const Problem& problem) { return reads_pages(problem, numerics); };
+  if (p.cached()) return plan_of_cached(p, workspace, in_pages, plan_of_pass);
   const auto plan_of_numbers = [&](const Problem& problem, void* memory) -> Answer {
-    if (auto keys = packed_keys(problem, memory)) return with_packed_keys(std::move(keys), memory, plan_of_pass);
+    if (auto keys = packed_keys(problem, memory)) return plan_of_rewritten(std::move(keys), memory, plan_of_pass);
     return plan_of_pass(problem, memory);
   };
   const Prequantized decodes = decoded_operands(p, numerics);
@@ -116,7 +119,7 @@ Answer plan(const Problem& p, void* workspace) {
       return text("an operand that came quantized has ", rows, " rows; it decodes up to 2147483647");
   if (!decodes.q && !decodes.k && !decodes.v) return plan_of_numbers(p, workspace);
   auto operands = std::make_shared<const DecodedOperands>(p, decodes, workspace);
-  return with_decoded_operands(std::move(operands), workspace, plan_of_numbers);
+  return plan_of_rewritten(std::move(operands), workspace, plan_of_numbers);
 }
 
 }  // namespace

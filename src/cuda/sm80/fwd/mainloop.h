@@ -30,6 +30,14 @@ __device__ inline void Forward<Kind>::load_q() const {
   }
 }
 
+// Loads a tile of k or v from the pages of a cache.
+template <class Kind>
+template <class Loader, class To, class T>
+__device__ inline void Forward<Kind>::load_pages(const To& tile, const T* start, const Output& from, int key,
+                                                 const Interval& rows, int columns) const {
+  Loader::load_rows(tile, start, rows, columns, [&](int row) { return key_offset(from, key + row); });
+}
+
 // Loads a tile of k and, unless it is late, of v. Rows that no query sees, or of the next packed sequence, may hold inf
 // or NaN, and 0 times these would be NaN: they become zeros.
 template <class Kind>
@@ -37,6 +45,10 @@ __device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from) c
   const int key = tile * kKeys;
   const Interval rows{shared.seen.first - key, shared.seen.last - key};
   const bool whole = rows.first <= 0 && rows.last >= kKeys && a.whole_columns;
+  if constexpr (kPaged) {
+    load_pages<LoaderK>(k(tile), shared.k_start, a.k, key, rows, a.dim);
+    return load_pages<LoaderV>(v(tile), shared.v_start, a.v, key, rows, a.dim_v);
+  }
   Operands::load_key_factors(*this, tile, rows);
 #pragma unroll
   for (int which = 0; which < Operands::kTiles; ++which) {
