@@ -33,6 +33,11 @@ def _prepared(options: Options, operands: Operands) -> Operands:
 def run_attention(options: Options, operands: Operands, return_lse: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(o, lse); without return_lse o alone is differentiable"""
     operands = _prepared(options, operands)
+    if "seqused_k" in operands:
+        for name in DIFFERENTIABLE:
+            expect_constant(name, operands.get(name))
+        o, lse, _ = _ops.run("forward", operands, options)
+        return o, lse
     quantized = [name for name in ("q", "k", "v") if isinstance(operands[name], QTensor)]
     if not quantized:
         o, lse, _ = attend(operands, options, of_lse=return_lse)
