@@ -216,7 +216,7 @@ typedef struct octet_attention {
 // cu_seqlens_q packs need a block_table, and have no cu_seqlens_k. max_seqlen_k, a bound on the lengths, or 0, saves
 // workspace on a GPU. On the CPU octet_run rejects lengths and entries that are outside of k and v; on a GPU it cannot,
 // and with such entries the kernels read outside of the tensors. There are no mask tensor, dropout and o_residual with
-// seqused_k.
+// seqused_k. Quantized pages have scales per token, [pages g t 1], and no mean.
 typedef struct octet_arguments {
   uint32_t size;
   uint32_t pass;                     // octet_pass

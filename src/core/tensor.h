@@ -37,12 +37,11 @@ struct View {
   bool present() const { return dtype != OCTET_DTYPE_NONE; }
   int64_t elements() const { return shape[0] * shape[1] * shape[2] * shape[3]; }
   int64_t offset(int64_t b, int64_t h, int64_t t, int64_t c = 0) const {
-    if (pages.size) {
-      const Pages::Place place = pages.of(b, t);
-      b = place.page, t = place.token;
-    }
-    return b * stride[0] + h * stride[1] + t * stride[2] + c * stride[3];
+    const auto [page, token] = place(b, t);
+    return page * stride[0] + h * stride[1] + token * stride[2] + c * stride[3];
   }
+  // Returns where a token lies: in its page, or as it is.
+  Pages::Place place(int64_t b, int64_t t) const { return pages.size ? pages.of(b, t) : Pages::Place{b, t}; }
   template <class T>
   T* at(int64_t b, int64_t h, int64_t t, int64_t c = 0) const {
     return static_cast<T*>(data) + offset(b, h, t, c);

@@ -77,8 +77,10 @@ void validate_cache(Problem& p) {
 
   p.k.pages = p.v.pages = validate_pages(p.block_table, p.k, sequences, of_sequences);
   for (const auto& [t, label] : {std::pair{&p.k, "k"}, {&p.v, "v"}})
-    if (t->quantization)
-      invalid(label, ": quantized ", name(t->dtype), ", allowed with block_table: f32, f16, bf16 and e4m3 as they are");
+    if (t->quantization && (t->quantization->granularity != OCTET_PER_TOKEN || t->quantization->mean))
+      invalid(label, ": quantized per ", name(static_cast<octet_granularity>(t->quantization->granularity)),
+              t->quantization->mean ? " with a mean" : "",
+              "; allowed with block_table: per token without a mean, as pages are of many sequences");
   p.tokens_k = p.k.pages.tokens();
 }
 

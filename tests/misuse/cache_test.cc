@@ -131,7 +131,7 @@ TEST(Cache, pages_have_sizes_that_are_powers_of_two) {
 }
 
 TEST(Cache, excludes_what_belongs_to_training_and_mask_tensors) {
-  CacheCall mask(false), dropout(false), residual(false), quantized(true);
+  CacheCall mask(false), dropout(false), residual(false);
   mask.arguments.mask = &mask.mask;
   expect_invalid(mask, "mask: cannot be combined with seqused_k; pass NULL");
   dropout.attention.dropout_p = .5, dropout.arguments.dropout_seed = &dropout.dropout_seed;

@@ -16,8 +16,8 @@ TEST(Caches, are_right_in_every_row) {
   for (uint64_t seed = first; seed < first + count; ++seed) {
     SCOPED_TRACE("OCTET_RANDOM_SEED=" + std::to_string(seed));
     const RandomCache x = random_cache(seed);
-    const Outputs got = run_cached(x.c, x.in, x.attention, x.how, seed), want = exact(x.c, x.in, Pass::forward);
-    const RowBars bars = row_bars(x.c, x.in, x.attention, Pass::forward, want, {});
+    const Outputs got = run_cached(x.c, x.in, x.attention, x.how, seed), want = exact(x.c, x.numbers, Pass::forward);
+    const RowBars bars = row_bars(x.c, x.numbers, x.attention, Pass::forward, want, {});
     EXPECT_EQ(wrong_row(got, want, bars, Pass::forward), "");
   }
 }

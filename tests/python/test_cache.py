@@ -185,3 +185,35 @@ def test_append_rejections():
     with pytest.raises(TypeError, match="rotary: octet has no such argument"):
         call(rotary=1)
     assert k.tobytes() == before
+
+
+@pytest.mark.parametrize("codes", ["i8", "e4m3"])
+@pytest.mark.parametrize("in_pages_of", [0, 16])
+def test_caches_in_8_bits(codes, in_pages_of):
+    """Codes that octet.append writes are those that octet.quantize gives, and attention reads what they stand for."""
+    random = np.random.default_rng(6)
+    tokens = 37
+    q = random.standard_normal((2, 3, HEADS, DIM)).astype(np.float32)
+    new = [random.standard_normal((2, tokens, KV_HEADS, DIM)).astype(np.float32) for _ in "kv"]
+    shape = (7, 16, KV_HEADS, DIM) if in_pages_of else (2, 50, KV_HEADS, DIM)
+    k, v = (octet.quantize(np.zeros(shape, np.float32), of, format=codes, layout="bshd") for of in "kv")
+    where = {"layout": "bshd"}
+    if in_pages_of:
+        where["block_table"] = np.array([[6, 0, 3], [5, 1, 2]], np.int32)
+    none = np.zeros(2, np.int32)
+    assert octet.append(k, v, *new, none, **where) is None
+    numbers = [
+        octet.dequantize(octet.quantize(x, of, format=codes, layout="bshd")) for x, of in zip(new, "kv", strict=True)
+    ]
+    o, lse = octet.attention_cached(
+        q, k, v, none + np.int32(tokens), causal="bottom_right", precision="f32", return_lse=True, **where
+    )
+    expect_close((o, lse), wanted(q, *numbers, causal=True))
+    with pytest.raises(octet.InvalidArgument, match="k_cache: of layout 'bshd', but the call's is 'bhsd'"):
+        octet.append(k, v, *new, none, **where | {"layout": "bhsd"})
+    by_block = octet.quantize(np.zeros(shape, np.float32), "k", granularity="tensor", layout="bshd")
+    with pytest.raises(octet.InvalidArgument, match=r"k_cache: a QTensor of Coding\(operand=1, granularity=0"):
+        octet.append(by_block, v, *new, none, **where)
+    if in_pages_of:
+        with pytest.raises(octet.InvalidArgument, match="k: quantized per tensor; allowed with block_table: per token"):
+            octet.attention_cached(q, by_block, v, none, precision="f32", **where)

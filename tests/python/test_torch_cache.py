@@ -143,3 +143,25 @@ def test_append_has_no_gradient():
     k, v, new_k, new_v, lengths, table, q = decoding()
     with pytest.raises(octet.Unsupported, match="^k: requires a gradient"):
         octet.append(k, v, new_k.requires_grad_(), new_v, lengths, block_table=table, layout="bshd")
+
+
+@pytest.mark.parametrize("codes", ["i8", "e4m3"])
+def test_codes_are_those_of_numpy(codes):
+    def run(of, array):
+        k, v = (
+            octet.quantize(array(np.zeros((5, 16, KV_HEADS, DIM), np.float32)), x, format=codes, layout="bshd")
+            for x in "kv"
+        )
+        random = np.random.default_rng(8)
+        new = [array(random.standard_normal((2, 20, KV_HEADS, DIM)).astype(np.float32)) for _ in "kv"]
+        q = array(random.standard_normal((2, 1, HEADS, DIM)).astype(np.float32))
+        where = {"block_table": array(np.array([[4, 0], [1, 3]], np.int32)), "layout": "bshd"}
+        octet.append(k, v, *new, array(np.zeros(2, np.int32)), rope="half", **where)
+        o = octet.attention_cached(q, k, v, array(np.full(2, 20, np.int32)), precision="f32", **where)
+        return [
+            np.asarray(x.view(torch.uint8) if of == "torch" else x.view(np.uint8))
+            for x in (k.codes, v.codes, k.scale, o)
+        ]
+
+    for found, want in zip(run("torch", torch.from_numpy), run("numpy", np.asarray), strict=True):
+        assert np.array_equal(found, want)

@@ -13,6 +13,7 @@ from octet.compat import flash_attn  # noqa: E402
 
 HEADS, DIM = 6, 64
 LENGTHS = [100, 0, 37, 64]
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 ERRORS = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
@@ -72,9 +73,11 @@ class Problem:
             self.more |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
         self.keys, self.values = keys, values
 
-    def run(self, **how):
-        given = {name: x for name, x in (("k", self.k), ("v", self.v)) if x is not None}
-        return flash_attn.flash_attn_with_kvcache(self.q, *self.caches, **given, **self.more, **self.how, **how)
+    def run(self, device="cpu", **how):
+        given = self.more | self.how | {name: x for name, x in (("k", self.k), ("v", self.v)) if x is not None}
+        given = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        tensors = [x.to(device) for x in (self.q, *self.caches)]
+        return flash_attn.flash_attn_with_kvcache(*tensors, **given, **how)
 
     def exact(self):
         how = {name: x for name, x in self.how.items() if name not in ("rotary_interleaved", "alibi_slopes")}
@@ -98,11 +101,12 @@ class Problem:
 
 
 def expect_right(problem):
-    o, lse = problem.run(return_softmax_lse=True)
     want, want_lse = problem.exact()
-    error = ERRORS[o.dtype]
-    np.testing.assert_allclose(o.double().numpy(), want, rtol=error, atol=error)
-    np.testing.assert_allclose(lse.double().numpy(), want_lse, rtol=error, atol=error)
+    error = ERRORS[problem.q.dtype]
+    for device in DEVICES:
+        o, lse = problem.run(device, return_softmax_lse=True)
+        np.testing.assert_allclose(o.double().cpu().numpy(), want, rtol=error, atol=error)
+        np.testing.assert_allclose(lse.double().cpu().numpy(), want_lse, rtol=error, atol=error)
 
 
 KINDS = list(itertools.product((None, 16, 64), (0, 3), (1, 3)))

@@ -43,7 +43,39 @@ Values regrouped(const Values& x, int64_t batch) {
   return to;
 }
 
+// A tensor as codes per token, with their scales.
+struct Codes {
+  Buffer codes, scale;
+  octet_quantization how = OCTET_QUANTIZATION_INIT;
+
+  Codes(const Values& x, octet_operand operand, DType dtype, Layout layout)
+      : codes(dtype, x.shape, layout), scale(DType::f32, {x.shape[0], x.shape[1], x.shape[2], 1}, layout) {
+    const Buffer from(x, DType::f32);
+    const Tensor source = from.view();
+    Tensor of_scale = scale.view(), to = codes.view();
+    how.operand = operand, how.scale = &of_scale, to.quantization = &how;
+    check(octet_quantize(&source, nullptr, &to, nullptr, nullptr));
+    how.scale = nullptr;
+  }
+};
+
 }  // namespace
+
+Inputs as_cached(const Inputs& in, const CacheLayout& how) {
+  Inputs numbers = in;
+  if (how.codes == DType::none) return numbers;
+  const auto decode = [&](Values& x, octet_operand operand) {
+    if (x.data.empty()) return;
+    Codes of(x, operand, how.codes, Layout::bhtd);
+    const Buffer to(DType::f32, x.shape);
+    Tensor scale = of.scale.view(), codes = of.codes.view(), target = to.view();
+    of.how.scale = &scale, codes.quantization = &of.how;
+    check(octet_dequantize(&codes, &target, nullptr));
+    x = to.values();
+  };
+  decode(numbers.k, OCTET_OPERAND_K), decode(numbers.v, OCTET_OPERAND_V);
+  return numbers;
+}
 
 Cache::Cache(const Case& c, const Inputs& in, const CacheLayout& how, uint64_t seed) {
   const int64_t sequences = sequences_of(c);
@@ -54,6 +86,10 @@ Cache::Cache(const Case& c, const Inputs& in, const CacheLayout& how, uint64_t s
   constexpr double kPoison = std::numeric_limits<double>::quiet_NaN();
   const auto fill = [&](const Values& k_pages, const Values& v_pages) {
     k = Buffer(k_pages, c.dtype, how.kv), v = Buffer(v_pages, c.dtype, how.kv);
+    if (how.codes == DType::none) return;
+    const Codes k_codes(k_pages, OCTET_OPERAND_K, how.codes, how.kv),
+        v_codes(v_pages, OCTET_OPERAND_V, how.codes, how.kv);
+    k = k_codes.codes, k_scale = k_codes.scale, v = v_codes.codes, v_scale = v_codes.scale;
   };
   if (!how.page_size) {
     Values all_k({sequences, c.kv_heads, longest + 5, c.dim}, kPoison),
@@ -120,6 +156,10 @@ Outputs run_cached(const Case& c, const Inputs& in, const Attention& attention, 
     cu_q = Buffer(whole_numbers({1, 1, 1, sequences + 1}, {c.cu_seqlens_q.begin(), c.cu_seqlens_q.end()}), DType::i32);
   const auto at = [&](const Buffer& b) { return place && b.present() ? place->tensor(b) : b.view(); };
   Forward call{.q = at(q), .k = at(cache.k), .v = at(cache.v), .o = at(o), .lse = at(lse)};
+  octet_quantization of_k = OCTET_QUANTIZATION_INIT, of_v = OCTET_QUANTIZATION_INIT;
+  Tensor k_scale = at(cache.k_scale), v_scale = at(cache.v_scale);
+  of_k.operand = OCTET_OPERAND_K, of_k.scale = &k_scale, of_v.operand = OCTET_OPERAND_V, of_v.scale = &v_scale;
+  if (how.codes != DType::none) call.k.quantization = &of_k, call.v.quantization = &of_v;
   call.extras = {.sinks = at(sinks),
                  .alibi_slopes = at(slopes),
                  .cu_seqlens_q = at(cu_q),
@@ -181,9 +221,13 @@ RandomCache random_cache(uint64_t seed) {
   if (random() % 4 == 0) c.softcap = 5;
   if (random() % 4 == 0) c.alibi = random() % 2 ? Alibi::shared : Alibi::each;
   if (random() % 3 == 0) c.sinks = Sinks::shared;
-  x.in = draw(c, seed), x.attention = attention_of(c, precision, nullptr);
+  const bool codes = random() % 4 == 0;
+  if (codes) x.how.codes = among({DType::i8, DType::e4m3});
+  x.in = draw(c, seed), x.numbers = as_cached(x.in, x.how);
+  x.attention = attention_of(c, codes ? Precision::f32 : precision, nullptr);
   // P is bf16 then anyway, which row_bars takes from the bias correction.
-  if (precision == Precision::bf16 && c.out_dtype == DType::bf16) x.attention.bias_correction = BiasCorrection::none;
+  if (!codes && precision == Precision::bf16 && c.out_dtype == DType::bf16)
+    x.attention.bias_correction = BiasCorrection::none;
   return x;
 }
 

@@ -14,6 +14,7 @@ struct CacheLayout {
   Layout kv = Layout::bhtd;   // of a page
   int64_t max_seqlen_k = 0;   // what the call says
   int64_t spare_columns = 1;  // of the block table, behind those of the longest sequence
+  DType codes = DType::none;  // k and v are quantized per token
 };
 
 // k and v of the packed sequences of a case in a cache, with their lengths. Pages come in an order drawn from a seed,
@@ -21,7 +22,7 @@ struct CacheLayout {
 struct Cache {
   Cache(const Case& c, const Inputs& in, const CacheLayout& how, uint64_t seed);
 
-  Buffer k, v, seqused_k, block_table;
+  Buffer k, v, k_scale, v_scale, seqused_k, block_table;
   int64_t pages = 0;  // of all sequences, each counted once
 };
 
@@ -30,10 +31,13 @@ struct Cache {
 Outputs run_cached(const Case& c, const Inputs& in, const Attention& attention, const CacheLayout& how, uint64_t seed,
                    Place* place = nullptr, std::string* explained = nullptr);
 
+// The inputs of a case with k and v as the numbers that their codes in a cache stand for.
+Inputs as_cached(const Inputs& in, const CacheLayout& how);
+
 // A random problem of packed sequences, and how their keys lie in a cache.
 struct RandomCache {
   Case c;
-  Inputs in;
+  Inputs in, numbers;  // numbers: as_cached
   Attention attention;
   CacheLayout how;
 };

@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "core/names.h"
+#include "core/prequantized.h"
 #include "cuda/host/launch.h"
 #include "cuda/host/status.h"
 #include "cuda/operands/cache.h"
@@ -80,22 +81,38 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-void copy_cache(const Problem& cached, const Problem& packed, int64_t sequences, int64_t most_keys,
-                cudaStream_t stream) {
+// A tensor of a cache beside the one that it is copied to; both absent where there is none.
+struct Copied {
+  View cache, packed;
+};
+
+// Copies the keys of two tensors, of which one may be absent.
+void copy_cache(const PageTable& pages, const Copied& k, const Copied& v, int64_t heads, const View& cu_seqlens_k,
+                int64_t most_keys, cudaStream_t stream) {
+  const View& any = k.cache.present() ? k.cache : v.cache;
+  if (!any.present()) return;
+  const auto size = static_cast<int>(bytes_of(any.dtype));
+  if (k.cache.present() && v.cache.present() && bytes_of(k.cache.dtype) != bytes_of(v.cache.dtype)) {
+    copy_cache(pages, k, {}, heads, cu_seqlens_k, most_keys, stream);
+    return copy_cache(pages, {}, v, heads, cu_seqlens_k, most_keys, stream);
+  }
   const auto launch = [&]<class T>(T*) {
     constexpr int64_t kOfBlock = 16 * kThreads, kMostBlocks = 65535;  // elements of a thread block, blocks of a head
-    const CacheRows k{of_words(cached.k, sizeof(T)), of_words(packed.k, sizeof(T))},
-        v{of_words(cached.v, sizeof(T)), of_words(packed.v, sizeof(T))};
-    const int64_t elements = most_keys * std::max(k.cache.shape[3], v.cache.shape[3]);
-    const dim3 grid(static_cast<unsigned>(2 * cached.kv_heads * sequences),
+    const auto rows = [](const Copied& x) {
+      return x.cache.present() ? CacheRows{of_words(x.cache, sizeof(T)), of_words(x.packed, sizeof(T))} : CacheRows{};
+    };
+    const CacheRows k_rows = rows(k), v_rows = rows(v);
+    const int64_t elements = most_keys * std::max(k_rows.cache.shape[3], v_rows.cache.shape[3]);
+    const int64_t sequences = cu_seqlens_k.shape[3] - 2;  // but for the one that has the rest of the memory
+    const dim3 grid(static_cast<unsigned>(2 * heads * sequences),
                     static_cast<unsigned>(std::clamp<int64_t>((elements + kOfBlock - 1) / kOfBlock, 1, kMostBlocks)));
-    copy_cache_kernel<T><<<grid, kThreads, 0, stream>>>(page_table(cached), k, v, static_cast<int>(cached.kv_heads),
-                                                        static_cast<const int*>(packed.cu_seqlens_k.data));
+    copy_cache_kernel<T><<<grid, kThreads, 0, stream>>>(pages, k_rows, v_rows, static_cast<int>(heads),
+                                                        static_cast<const int*>(cu_seqlens_k.data));
     check(cudaGetLastError(), "copy_cache_kernel");
   };
-  const auto size = static_cast<int>(bytes_of(cached.k.dtype));
-  bool by_words = true;
-  for (const View* t : {&cached.k, &cached.v, &packed.k, &packed.v}) by_words &= in_words(strided(*t), size);
+  bool by_words = any.shape[3] > 1;
+  for (const View* x : {&k.cache, &k.packed, &v.cache, &v.packed})
+    if (x->present()) by_words &= in_words(strided(*x), size);
   if (by_words) return size == 1 ? launch(static_cast<uint2*>(nullptr)) : launch(static_cast<uint4*>(nullptr));
   switch (size) {
     case 4:
@@ -108,18 +125,21 @@ void copy_cache(const Problem& cached, const Problem& packed, int64_t sequences,
 }
 
 bool lies_in_place(const Problem& p) {
-  return !p.block_table.present() && can_merge(p.k) && can_merge(p.v) && !p.alibi_slopes.stride[0];
+  return !p.block_table.present() && can_merge(p.k) && can_merge(p.v) && !p.alibi_slopes.stride[0] &&
+         !p.k.quantization && !p.v.quantization;
 }
 
 }  // namespace
 
 std::optional<std::string> no_cache_reason(const Problem& p) {
   if (p.sinks.stride[0]) return "it takes no KV cache together with sinks of batch elements";
-  for (const auto& [t, label] : {std::pair{&p.q, "q"}, {&p.k, "k"}, {&p.v, "v"}})
-    if (t->quantization) return text(label, " is quantized; it takes a KV cache with q, k and v that are not");
-  if (p.k.dtype != p.v.dtype && bytes_of(p.k.dtype) != bytes_of(p.v.dtype))
-    return text("k is ", name(p.k.dtype), " and v ", name(p.v.dtype),
-                "; it takes a KV cache whose numbers have as many bytes");
+  if (p.q.quantization) return "q is quantized; it takes a KV cache with a q that is not";
+  for (const auto& [t, label] : {std::pair{&p.k, "k"}, {&p.v, "v"}})
+    if (const octet_quantization* how = t->quantization;
+        how && (how->granularity != OCTET_PER_TOKEN || how->zero_point_kind != OCTET_SYMMETRIC || how->mean))
+      return text(label, " is quantized per ", name(static_cast<octet_granularity>(how->granularity)), ", ",
+                  name(static_cast<octet_zero_point>(how->zero_point_kind)), how->mean ? ", with a mean" : "",
+                  "; it takes a KV cache per token, symmetric, without a mean");
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const int64_t heads = 2 * p.kv_heads * p.sequence_count();
   if (heads > kMost) return text(heads / 2, " heads of k in all sequences; with a KV cache it takes up to ", kMost / 2);
@@ -162,8 +182,22 @@ CachedKeys::CachedKeys(const Problem& p, bool reads_pages, WorkspaceAllocator&& 
     problem_.k.pages = problem_.v.pages = {.columns = 1, .size = p.tokens_k};
   else if (!reads_pages)
     problem_.k = packed_tokens(p.k, problem_.tokens_k, workspace),
-    problem_.v = packed_tokens(p.v, problem_.tokens_k, workspace);
+    problem_.v = packed_tokens(p.v, problem_.tokens_k, workspace), pack_scales(p.k, k_scales_, problem_.k, workspace),
+    pack_scales(p.v, v_scales_, problem_.v, workspace);
   bytes_ = workspace.used();
+}
+
+void CachedKeys::pack_scales(const View& cache, Scales& scales, View& packed, WorkspaceAllocator& workspace) {
+  if (!cache.quantization) return;
+  scales.cache = quantization_of(cache).scale;
+  scales.packed = packed_tokens(scales.cache, problem_.tokens_k, workspace);
+  scales.how = *cache.quantization;
+  scales.tensor = *cache.quantization->scale;
+  scales.tensor.data = scales.packed.data;
+  std::copy_n(scales.packed.shape, 4, scales.tensor.shape);
+  std::copy_n(scales.packed.stride, 4, scales.tensor.stride);
+  scales.how.scale = &scales.tensor;
+  packed.quantization = &scales.how;
 }
 
 void CachedKeys::preprocess(cudaStream_t stream) const {
@@ -181,7 +215,13 @@ void CachedKeys::preprocess(cudaStream_t stream) const {
                         .to_k = cu_seqlens_k_};
   lengths_kernel<<<1, kWarp, 0, stream>>>(lengths);
   check(cudaGetLastError(), "lengths_kernel");
-  if (!in_place_ && !in_pages() && problem_.k.elements()) copy_cache(cached_, problem_, sequences_, most_keys_, stream);
+  if (!in_place_ && !in_pages() && problem_.k.elements()) {
+    const auto copy = [&](const Copied& k, const Copied& v) {
+      copy_cache(page_table(cached_), k, v, cached_.kv_heads, problem_.cu_seqlens_k, most_keys_, stream);
+    };
+    copy({cached_.k, problem_.k}, {cached_.v, problem_.v});
+    copy({k_scales_.cache, k_scales_.packed}, {v_scales_.cache, v_scales_.packed});
+  }
   q_.copy_in(stream);
 }
 

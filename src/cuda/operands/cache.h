@@ -30,6 +30,7 @@ class CachedKeys {
   // `reads_pages`: kernels read k and v in their pages. With a null workspace the operands lie nowhere, but their
   // addresses are not null.
   CachedKeys(const Problem& p, bool reads_pages, void* workspace);
+  CachedKeys(const CachedKeys&) = delete;  // the problem points into it
   const Problem& problem() const { return problem_; }
   std::size_t bytes() const { return bytes_; }  // of the workspace
   bool in_pages() const { return problem_.k.pages.size; }
@@ -42,10 +43,19 @@ class CachedKeys {
  private:
   CachedKeys(const Problem& p, bool reads_pages, WorkspaceAllocator&& workspace);
 
+  // The scales of a cache in 8 bits, and those of its copy.
+  struct Scales {
+    View cache, packed;
+    octet_quantization how;
+    octet_tensor tensor;
+  };
+  void pack_scales(const View& cache, Scales& scales, View& packed, WorkspaceAllocator& workspace);
+
   Problem cached_, problem_;
   int64_t sequences_, most_keys_;  // of the cache; of a sequence
   bool in_place_;
   MergedBatch q_, o_, lse_;
+  Scales k_scales_{}, v_scales_{};
   int *cu_seqlens_q_, *cu_seqlens_k_;
   std::size_t bytes_;
 };

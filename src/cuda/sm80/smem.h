@@ -95,16 +95,6 @@ struct TileLoader {
       source += kRowsAtOnce * stride;
     });
   }
-  // The same from rows that lie `offset_of(row)` elements behind `start`.
-  template <class F>
-  static __device__ void load_rows(const Tile& tile, const typename Tile::Element* start, const Interval& rows,
-                                   int columns, const F& offset_of) {
-    each(tile, [&](int i, uint32_t to) {
-      const int row = first() + i * kRowsAtOnce;
-      const bool present = row >= rows.first && row < rows.last && chunk() * kChunk < columns;
-      ptx::cp_async(to, start + (present ? offset_of(row) + chunk() * kChunk : 0), present ? kChunkBytes : 0);
-    });
-  }
 
  private:
   template <class F>

@@ -271,9 +271,7 @@ struct Forward {
   __device__ void start_sequence() const;
   __device__ void load_q() const;
   __device__ void load_keys(int tile, const Sources& from) const;
-  template <class Loader, class To, class T>
-  __device__ void load_pages(const To& tile, const T* start, const Output& from, int key, const Interval& rows,
-                             int columns) const;
+  __device__ void load_pages(int tile, const Interval& rows) const;
   __device__ void load_late_v(int tile) const;
   // Waits until all threads have loaded their parts of a v that is late; the groups that follow its own may be on the
   // way.
