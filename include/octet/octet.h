@@ -206,6 +206,17 @@ typedef struct octet_attention {
 // first token of each of s sequences and the total at the end. On the CPU, octet_run rejects offsets that do not start
 // at 0, fall, or do not end at the number of tokens, and lengths above max_seqlen. On a GPU it cannot: reading them on
 // the host would wait for the stream. There such offsets make the kernels read and write outside of the tensors.
+//
+// KV caches, of forward passes: seqused_k (i32, [1 1 1 s], contiguous) says how many keys each of s sequences has, a
+// batch element or one that cu_seqlens_q packs. It is read when the pass runs, on the device of the tensors. The
+// diagonal of a mask that is aligned bottom-right, and of ALiBi, ends at the last of these keys; k and v behind them
+// are not read. With block_table (i32, [s 1 1 c], the last stride 1) k and v lie in pages, [pages g t d] and [pages g t
+// e]: key j of sequence n is token j % t of page block_table[n, j / t]. t is a power of two from 16 on or, where c is
+// 1, any number. Sequences may share pages, in any order, and entries behind the last key are not read. Sequences that
+// cu_seqlens_q packs need a block_table, and have no cu_seqlens_k. max_seqlen_k, a bound on the lengths, or 0, saves
+// workspace on a GPU. On the CPU octet_run rejects lengths and entries that are outside of k and v; on a GPU it cannot,
+// and with such entries the kernels read outside of the tensors. There are no mask tensor, dropout and o_residual with
+// seqused_k. Quantized pages have scales per token, [pages g t 1], and no mean.
 typedef struct octet_arguments {
   uint32_t size;
   uint32_t pass;                     // octet_pass
@@ -215,7 +226,7 @@ typedef struct octet_arguments {
   const octet_tensor* sinks;         // in, optional
   const octet_tensor* cu_seqlens_q;  // in, optional, both or none
   const octet_tensor* cu_seqlens_k;
-  int64_t max_seqlen_q;  // with cu_seqlens: bounds on the lengths; else 0
+  int64_t max_seqlen_q;  // with cu_seqlens, that of keys also with seqused_k: bounds on the lengths; else 0
   int64_t max_seqlen_k;
   octet_tensor* o;             // forward, jvp: out; backward: in
   octet_tensor* o_residual;    // what rounding took from o, see above; forward: out, optional; backward: in, optional
@@ -231,12 +242,14 @@ typedef struct octet_arguments {
   const octet_tensor* alibi_slopes;  // in, optional
   const octet_tensor* dropout_seed;  // in, with dropout_p: i32, the last stride 1
   octet_tensor* dmask;               // backward: out, optional, with a mask of numbers; of its shape, see above
+  const octet_tensor* seqused_k;     // forward: in, optional
+  const octet_tensor* block_table;   // forward: in, optional, with seqused_k
 } octet_arguments;
 
 #define OCTET_ARGUMENTS_INIT                                                                                        \
   {                                                                                                                 \
     sizeof(octet_arguments), OCTET_FORWARD, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, NULL, NULL, NULL, NULL, \
-        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL                          \
+        NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL              \
   }
 
 // Bytes of scratch memory that octet_run needs for these arguments, on the device of the tensors.
@@ -337,6 +350,37 @@ OCTET_API octet_status octet_dequantize(const octet_tensor* codes, octet_tensor*
 // Rotates x into y by `rope`; inverse: by the opposite angle (its gradient). x may be y.
 OCTET_API octet_status octet_apply_rope(const octet_rope* rope, const octet_tensor* x, uint32_t inverse,
                                         octet_tensor* y, void* stream);
+
+// New keys and values of b sequences, and the KV cache that they are appended to (octet_arguments has how one is read).
+//
+// Token i of sequence n becomes its key seqused_k[n] + i: it is written to token seqused_k[n] + i of batch element n,
+// or to the page that block_table has for it. The caller adds the new tokens to the lengths. With a rope, k is turned
+// first, by position = seqused_k[n] + i + offset, and so is q into q_turned, which may be q. The angles are those of
+// the rope's base or, for any other RoPE, rope_cos and rope_sin have their cosines and sines, of as many pairs of
+// channels as they have columns; base is 0 then, and dim 0 or twice the pairs. k and v are turned in float and rounded
+// to the cache's type. A cache of i8 or e4m3 with a symmetric quantization per token, whose scales lie as the tokens do
+// ([b g m 1] or [pages g t 1]), gets the codes and scales that octet_quantize gives for each row.
+//
+// The CPU rejects lengths and entries outside of the cache, and positions without a row of rope_cos. On a GPU lengths
+// that leave no room append nothing there, and with other entries the kernel writes outside of the cache. Where two
+// sequences share the page that both append to, either may be kept.
+typedef struct octet_append_arguments {
+  uint32_t size;
+  const octet_tensor *k, *v;        // in: [b g n d] and [b g n e], f32, f16 or bf16
+  octet_tensor *k_cache, *v_cache;  // in and out: [b g m d] and [b g m e], or pages [pages g t d] and [pages g t e]
+  const octet_tensor* seqused_k;    // in: i32 [1 1 1 b], the keys of each sequence before the call
+  const octet_tensor* block_table;  // in, optional: i32 [b 1 1 c]
+  const octet_rope* rope;           // in, optional
+  const octet_tensor *rope_cos,
+      *rope_sin;           // in, optional, both or none, with rope: [1 1 positions pairs], f32, f16, bf16
+  const octet_tensor* q;   // in, optional, with rope: [b h n d]
+  octet_tensor* q_turned;  // out, with q: of its shape, f32, f16 or bf16
+} octet_append_arguments;
+
+#define OCTET_APPEND_ARGUMENTS_INIT \
+  { sizeof(octet_append_arguments), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+
+OCTET_API octet_status octet_append(const octet_append_arguments* arguments, void* stream);
 
 // Number of groups (scale rows) of a granularity for an operand of `tokens` tokens.
 OCTET_API octet_status octet_scale_groups(uint32_t operand, uint32_t granularity, int64_t block, int64_t tokens,

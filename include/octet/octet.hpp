@@ -186,6 +186,8 @@ struct Extras {
   Tensor dropout_seed{};  // i32 [1 1 1 4], [b 1 1 4] or [s 1 1 4]
   Tensor cu_seqlens_q{}, cu_seqlens_k{};
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
+  Tensor seqused_k{};    // of KV caches, in forward passes: i32 [1 1 1 s]
+  Tensor block_table{};  // with it: i32 [s 1 1 columns]
 };
 
 // o = softmax(softcap(scale q k^T) + mask + ALiBi) v
@@ -231,6 +233,7 @@ class Arguments {
     args_.alibi_slopes = pointer(c.extras.alibi_slopes), args_.dropout_seed = pointer(c.extras.dropout_seed);
     args_.cu_seqlens_q = pointer(c.extras.cu_seqlens_q), args_.cu_seqlens_k = pointer(c.extras.cu_seqlens_k);
     args_.max_seqlen_q = c.extras.max_seqlen_q, args_.max_seqlen_k = c.extras.max_seqlen_k;
+    args_.seqused_k = pointer(c.extras.seqused_k), args_.block_table = pointer(c.extras.block_table);
     args_.o = pointer(c.o), args_.lse = pointer(c.lse);
     if constexpr (std::is_same_v<Call, Forward>) {
       args_.pass = OCTET_FORWARD;

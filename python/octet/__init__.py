@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from octet import _api
 from octet._api import attention, attention_jvp, attention_varlen, attention_vjp
+from octet._caches import append, attention_cached
 from octet._explain import Support, explain, supports
 from octet._library import version as __version__
 from octet._qtensor import QTensor
@@ -40,7 +41,9 @@ __all__ = [
     "Support",
     "Unsupported",
     "__version__",
+    "append",
     "attention",
+    "attention_cached",
     "attention_jvp",
     "attention_varlen",
     "attention_vjp",

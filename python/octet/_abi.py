@@ -145,6 +145,8 @@ class Arguments(ctypes.Structure):
         ("alibi_slopes", POINTER(Tensor)),
         ("dropout_seed", POINTER(Tensor)),
         ("dmask", POINTER(Tensor)),
+        ("seqused_k", POINTER(Tensor)),
+        ("block_table", POINTER(Tensor)),
     ]
 
 
@@ -160,6 +162,25 @@ class Rope(ctypes.Structure):
     ]
 
 
+class AppendArguments(ctypes.Structure):
+    """octet_append_arguments"""
+
+    _fields_ = [
+        ("size", c_uint32),
+        ("k", POINTER(Tensor)),
+        ("v", POINTER(Tensor)),
+        ("k_cache", POINTER(Tensor)),
+        ("v_cache", POINTER(Tensor)),
+        ("seqused_k", POINTER(Tensor)),
+        ("block_table", POINTER(Tensor)),
+        ("rope", POINTER(Rope)),
+        ("rope_cos", POINTER(Tensor)),
+        ("rope_sin", POINTER(Tensor)),
+        ("q", POINTER(Tensor)),
+        ("q_turned", POINTER(Tensor)),
+    ]
+
+
 _status = c_uint32  # octet_status, an unsigned enum
 PROTOTYPES = {
     "octet_message": (c_char_p, []),
@@ -170,5 +191,6 @@ PROTOTYPES = {
     "octet_info": (_status, [c_char_p, c_size_t, POINTER(c_size_t)]),
     "octet_quantize": (_status, [POINTER(Tensor), POINTER(Rope), POINTER(Tensor), POINTER(Tensor), c_void_p]),
     "octet_dequantize": (_status, [POINTER(Tensor), POINTER(Tensor), c_void_p]),
+    "octet_append": (_status, [POINTER(AppendArguments), c_void_p]),
     "octet_scale_groups": (_status, [c_uint32, c_uint32, c_int64, c_int64, POINTER(c_int64)]),
 }

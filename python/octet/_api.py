@@ -97,12 +97,16 @@ def call_of(operands: Operands, keywords: AttentionOptions) -> tuple[Any, Option
     return framework, options
 
 
-def _packed(options: Options, layout: str | None, max_seqlen_q: int, max_seqlen_k: int) -> Options:
+def expect_no_layout(layout: str | None) -> None:
+    """Rejects a layout of packed sequences."""
     if layout is not None:
         raise InvalidArgument(f"layout: {layout!r} given, but packed sequences are [token, head, dim]; leave it out")
+
+
+def with_bounds(options: Options, max_seqlen_q: int, max_seqlen_k: int) -> Options:
+    """The options with bounds on the lengths of sequences."""
     allowed = "a bound on the lengths, or 0 if unknown"
     return options._replace(
-        layout="thd",
         max_seqlen_q=count("max_seqlen_q", max_seqlen_q, allowed),
         max_seqlen_k=count("max_seqlen_k", max_seqlen_k, allowed),
     )
@@ -251,7 +255,8 @@ def attention_varlen(
     more = {"sinks": sinks, "alibi_slopes": alibi_slopes, "dropout_seed": dropout_seed}
     given = operands_of(q=q, k=k, v=v, **lengths, **more)
     framework, made = call_of(given, options)
-    made = _packed(made, options.get("layout"), max_seqlen_q, max_seqlen_k)
+    expect_no_layout(options.get("layout"))
+    made = with_bounds(made._replace(layout="thd"), max_seqlen_q, max_seqlen_k)
     o, lse = framework.run_attention(made, given, truth("return_lse", return_lse))
     return (o, lse) if return_lse else o
 

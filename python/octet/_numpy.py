@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from octet import _abi, _plan
+from octet import _abi, _appending, _plan
+from octet._appending import Rope
 from octet._operands import RESULTS, Operands, inputs_of, label, with_gradient
 from octet._options import Options, dtype_name, dtype_of
 from octet._results import by_head, needs_residual
@@ -100,6 +101,14 @@ def run_jvp(options: Options, operands: Operands, return_lse: bool = False) -> t
     """(o, to), with return_lse (o, to, lse, tlse)"""
     o, lse, to, *tlse = _plan.run(adapter, "jvp", options, by_head(adapter, options, operands), return_lse)
     return (o, to, lse, *tlse) if return_lse else (o, to)
+
+
+def run_append(operands: Operands, rope: Rope, layout: str) -> Any:
+    """See `octet.append`."""
+    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+        if name in operands and not operands[name].flags.writeable:
+            raise InvalidArgument(f"{name}: read-only, allowed: an array that may be written")
+    return _appending.run(adapter, operands, rope, layout)
 
 
 def to_numpy(array: np.ndarray) -> np.ndarray:

@@ -20,14 +20,16 @@ _NAMES = {
     "layout": "q k v o o_residual do_ dq dk dv tq tk tv to",  # the layout of the call, with a head dim
     "token": "lse dlse tlse",  # [batch, head, token], packed [head, token]
     "head": "sinks dsinks tsinks alibi_slopes",  # [heads], or [batch, heads]
-    "lengths": "cu_seqlens_q cu_seqlens_k",  # [sequences + 1]
+    "lengths": "cu_seqlens_q cu_seqlens_k seqused_k",  # [sequences + 1], of seqused_k [sequences]
+    "table": "block_table",  # [sequences, pages]
     "logits": "mask dmask tmask",  # broadcast to [batch, head, query, key]
     "seed": "dropout_seed",  # [4], or [batch, 4]
 }
 KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
-# Inputs of every pass beside q, k and v.
+# Inputs of every pass beside q, k and v, and those of one.
 OPTIONAL = ("mask", "cu_seqlens_q", "cu_seqlens_k", "sinks", "alibi_slopes", "dropout_seed")
+CACHE = ("seqused_k", "block_table")  # of a forward pass alone
 BY_HEAD = ("sinks", "tsinks", "alibi_slopes")  # inputs that the library takes in the type of lse
 BY_BATCH = ("alibi_slopes",)  # of these, those that the caller may give to each element of the batch
 CONSTANTS = ("alibi_slopes",)  # may be of a float type, but have no gradient
@@ -36,7 +38,7 @@ DIFFERENTIABLE = (*WITH_TANGENT, "mask")  # the gradient of x is dx
 
 # The inputs of each pass, and its results.
 INPUTS = {
-    "forward": ("q", "k", "v", *OPTIONAL),
+    "forward": ("q", "k", "v", *OPTIONAL, *CACHE),
     "backward": ("do_", "q", "k", "v", "o", "lse", "o_residual", *OPTIONAL, "dlse"),
     "jvp": ("q", "k", "v", "tq", "tk", "tv", *OPTIONAL, "tsinks"),
 }
@@ -98,6 +100,8 @@ def dims_of(name: str, view: Any, layout: str) -> Sequence[int]:
         want, dims = (2, (0, 1, -1, -1)) if rank == 2 else (1, (-1, 0, -1, -1))
     elif kind == "seed":
         want, dims = (2, (0, -1, -1, 1)) if rank == 2 else (1, (-1, -1, -1, 0))
+    elif kind == "table":
+        want, dims = 2, (0, -1, -1, 1)
     elif kind == "lengths":
         want, dims = 1, (-1, -1, -1, 0)
     elif kind == "logits":

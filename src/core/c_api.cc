@@ -6,6 +6,7 @@
 #include <new>
 #include <string>
 
+#include "core/append.h"
 #include "core/backend.h"
 #include "core/error.h"
 #include "core/float_environment.h"
@@ -113,6 +114,10 @@ octet_status octet_dequantize(const octet_tensor* codes, octet_tensor* x, void* 
 octet_status octet_apply_rope(const octet_rope* rope, const octet_tensor* x, uint32_t inverse, octet_tensor* y,
                               void* stream) {
   return guarded([&] { apply_rope(rope, x, inverse, y, stream); });
+}
+
+octet_status octet_append(const octet_append_arguments* arguments, void* stream) {
+  return guarded([&] { append(arguments, stream); });
 }
 
 octet_status octet_scale_groups(uint32_t operand, uint32_t granularity, int64_t block, int64_t tokens,

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "core/error.h"
+#include "core/validate_parts.h"
 
 namespace octet {
 
@@ -32,12 +33,24 @@ DropoutStream Problem::dropout_stream(const Sequence& seq, int64_t h) const {
   return octet::dropout_stream(dropout_seed.at<int32_t>(seq.index, 0, 0), shared ? seq.index : 0, h);
 }
 
+namespace {
+
+int64_t cached_keys(const Problem& p, int64_t sequence) {
+  const int64_t length = expect_in_cache(p.seqused_k, sequence, p.k, p.tokens_k, 0, "k");
+  if (p.max_seqlen_k && length > p.max_seqlen_k)
+    invalid("max_seqlen_k: ", p.max_seqlen_k, ", but sequence ", sequence, " has ", length, " keys");
+  return length;
+}
+
+}  // namespace
+
 std::vector<Sequence> sequences(const Problem& p) {
   std::vector<Sequence> out;
   if (!p.packed()) {
     const bool nothing_to_write = p.pass == OCTET_BACKWARD ? !p.dq.elements() && !p.dk.elements() : !p.o.elements();
     if (nothing_to_write) return out;
-    for (int64_t b = 0; b < p.batch; ++b) out.push_back({b, 0, p.tokens_q, 0, p.tokens_k, b});
+    for (int64_t b = 0; b < p.batch; ++b)
+      out.push_back({b, 0, p.tokens_q, 0, p.cached() ? cached_keys(p, b) : p.tokens_k, b});
     return out;
   }
   const int64_t count = p.cu_seqlens_q.shape[3] - 1;
@@ -49,6 +62,7 @@ std::vector<Sequence> sequences(const Problem& p) {
     const char* label;
   } sides[] = {{q, p.tokens_q, p.max_seqlen_q, "q"}, {k, p.tokens_k, p.max_seqlen_k, "k"}};
   for (const auto& [cu, total, longest, label] : sides) {
+    if (!cu) continue;  // the keys lie in a cache
     if (cu[0] != 0 || cu[count] != total)
       invalid("cu_seqlens_", label, ": runs from ", cu[0], " to ", cu[count], ", expected 0 to the ", total,
               " tokens of ", label);
@@ -59,7 +73,8 @@ std::vector<Sequence> sequences(const Problem& p) {
         invalid("max_seqlen_", label, ": ", longest, ", but sequence ", s, " has ", cu[s + 1] - cu[s], " tokens");
     }
   }
-  for (int64_t s = 0; s < count; ++s) out.push_back({0, q[s], q[s + 1] - q[s], k[s], k[s + 1] - k[s], s});
+  for (int64_t s = 0; s < count; ++s)
+    out.push_back({0, q[s], q[s + 1] - q[s], k ? k[s] : s * p.tokens_k, k ? k[s + 1] - k[s] : cached_keys(p, s), s});
   return out;
 }
 

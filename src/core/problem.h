@@ -38,7 +38,7 @@ struct Problem {
   const octet_rounding* rounding;  // null: the precision's own
   uint32_t dropout;                // the probability of dropout times kDropoutOne; 0: none
 
-  int64_t batch, heads, kv_heads, tokens_q, tokens_k, dim, dim_v;
+  int64_t batch, heads, kv_heads, tokens_q, tokens_k, dim, dim_v;    // tokens_k: of pages those of a sequence, at most
   int64_t group() const { return kv_heads ? heads / kv_heads : 1; }  // heads of q per head of k and v
 
   octet_device device;
@@ -46,6 +46,7 @@ struct Problem {
 
   View q, k, v, mask, sinks, alibi_slopes, dropout_seed, cu_seqlens_q,
       cu_seqlens_k;  // by head or sequence: stride 0 where shared
+  View seqused_k, block_table;
   View o, o_residual, lse, do_, dlse, dq, dk, dv, dsinks, dmask, tq, tk, tv, tsinks, to, tlse;
   int64_t max_seqlen_q, max_seqlen_k;
 
@@ -56,6 +57,7 @@ struct Problem {
   static constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max() / 4;
 
   bool packed() const { return cu_seqlens_q.present(); }
+  bool cached() const { return seqused_k.present(); }
   int64_t sequence_count() const { return packed() ? cu_seqlens_q.shape[3] - 1 : batch; }
 
   // Returns the factor of the elements of P that are kept, 1 / (1 - p).
@@ -80,8 +82,9 @@ struct Problem {
   KeyRange keys_of_block(int64_t i, int64_t rows, int64_t n, int64_t m) const;
 };
 
-// The sequences of a problem on the CPU; reads cu_seqlens. Throws Failure if they are not ascending or do not
-// end at the token counts. None if no output has an element.
+// The sequences of a problem on the CPU; reads cu_seqlens, and the lengths and the block table of cached keys. Throws
+// Failure if cu_seqlens are not ascending or do not end at the token counts, and if keys lie outside of the cache. None
+// if no output has an element.
 std::vector<Sequence> sequences(const Problem& problem);
 
 }  // namespace octet

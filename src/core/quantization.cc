@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "core/arguments.h"
 #include "core/error.h"
 #include "core/names.h"
 #include "core/structs.h"
@@ -19,57 +20,7 @@ namespace {
 constexpr double kMinRopeBase = 1e-300;             // angles of smaller ones would overflow
 constexpr int64_t kMaxPosition = int64_t{1} << 40;  // keeps position * theta accurate
 
-View view_of(const octet_tensor* t, const char* label, bool output) {
-  if (!t) invalid(label, ": NULL");
-  const View view = validate_tensor(t, label);
-  if (output) expect_distinct_elements(view, label);
-  return view;
-}
-
-void expect_plain(const View& view, const char* label) {
-  if (view.quantization)
-    invalid(label, ": has a quantization, but its elements are read and written as plain numbers; leave it NULL");
-}
-
-// A tensor whose elements are the numbers themselves.
-View plain(const octet_tensor* t, const char* label, bool output) {
-  const View view = view_of(t, label, output);
-  expect_plain(view, label);
-  return view;
-}
-
-std::string device_of(const octet_tensor& t) {
-  return text(name(static_cast<octet_device>(t.device)), ':', t.device_index);
-}
-
-// Rejects a tensor that is not on the device of another, `others`: "x is".
-void expect_beside(const octet_tensor& t, const char* label, const octet_tensor& other, const char* others) {
-  if (t.device != other.device || t.device_index != other.device_index)
-    invalid(label, ": on ", device_of(t), ", but ", others, " on ", device_of(other));
-}
-
-// A part of a quantization, which lies where the codes do.
-View part_of(const octet_tensor& codes, const octet_tensor* t, const char* label, bool output) {
-  if (!t) invalid(label, ": NULL");
-  const View view = validate_tensor(t, label);
-  if (output) expect_distinct_elements(view, label);
-  expect_plain(view, label);
-  expect_beside(*t, label, codes, "its codes are");
-  return view;
-}
-
-// Returns the GPU and the stream that a call works on, or nothing where it works on the CPU.
-std::optional<cuda::Place> place_of(const octet_tensor& t, [[maybe_unused]] const char* label, void* stream) {
-  if (t.device == OCTET_CPU) {
-    if (stream) invalid("stream: given with CPU tensors; pass NULL");
-    return {};
-  }
-#ifdef OCTET_CUDA_QUANTIZERS
-  return cuda::Place{t.device_index, stream};
-#else
-  unsupported(label, ": on cuda:", t.device_index, ", but there is no CUDA quantizer in this build");
-#endif
-}
+}  // namespace
 
 Rope validate_rope(const octet_rope& r, const View& x) {
   expect_size(r, "octet_rope");
@@ -94,6 +45,8 @@ Rope validate_rope(const octet_rope& r, const View& x) {
     invalid("rope base: found ", r.base, ", allowed: finite and at least ", kMinRopeBase, ", or 0 for 10000");
   return rope;
 }
+
+namespace {
 
 void validate_granularity(octet_operand operand, octet_granularity granularity, int64_t block) {
   if (granularity == OCTET_PER_CHANNEL && operand != OCTET_OPERAND_V)
@@ -137,16 +90,6 @@ void validate_u8(const View& codes, const Quantization& how) {
   if (how.mean.present() || how.hadamard_seed)
     invalid("codes: symmetric u8 holds x >= 0 only, but ", how.mean.present() ? "smoothing" : "the Hadamard rotation",
             " gives x both signs; use a zero point, or i8");
-}
-
-using Labelled = std::pair<const View*, const char*>;
-
-void expect_memory_of_their_own(std::initializer_list<Labelled> outputs, std::initializer_list<Labelled> inputs) {
-  for (auto out = outputs.begin(); out != outputs.end(); ++out) {
-    for (auto other = std::next(out); other != outputs.end(); ++other)
-      expect_no_overlap(*out->first, out->second, *other->first, other->second);
-    for (const auto& [in, label] : inputs) expect_no_overlap(*out->first, out->second, *in, label);
-  }
 }
 
 View validate_statistics(const octet_tensor* t, const char* label, bool output) {

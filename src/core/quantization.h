@@ -65,6 +65,8 @@ struct Rope {
   double base = 0;
 };
 
+Rope validate_rope(const octet_rope& rope, const View& x);
+
 // The work, on validated arguments in host memory; src/cpu/quantize. `statistics` may be absent.
 namespace cpu {
 void quantize(const View& x, const Rope& rope, const View& codes, const Quantization& how, const View& statistics);

@@ -7,6 +7,24 @@
 
 namespace octet {
 
+// The pages in which a block table says that tokens lie (octet_arguments::block_table).
+struct Pages {
+  const int32_t* table = nullptr;
+  int64_t stride = 0, columns = 0;  // of the table, whose rows are sequences
+  int64_t size = 0;                 // tokens of a page; 0: there are none, and tokens lie where their strides say
+
+  int64_t tokens() const { return columns * size; }  // of a sequence, at most
+
+  struct Place {
+    int64_t page, token;
+  };
+  // Returns where a token of a sequence lies. Its number may count on through the sequences before it.
+  Place of(int64_t sequence, int64_t token) const {
+    sequence += token / tokens(), token %= tokens();
+    return {table[sequence * stride + token / size], token % size};
+  }
+};
+
 // A view of the caller's memory, as octet_tensor. `data` is null if the tensor is absent or empty.
 struct View {
   octet_dtype dtype = OCTET_DTYPE_NONE;  // OCTET_DTYPE_NONE: absent
@@ -14,12 +32,16 @@ struct View {
   int64_t shape[4] = {0, 0, 0, 0};   // batch, head, token, dim
   int64_t stride[4] = {0, 0, 0, 0};  // in elements
   const octet_quantization* quantization = nullptr;
+  Pages pages{};  // of k and v, whose batch elements are pages then
 
   bool present() const { return dtype != OCTET_DTYPE_NONE; }
   int64_t elements() const { return shape[0] * shape[1] * shape[2] * shape[3]; }
   int64_t offset(int64_t b, int64_t h, int64_t t, int64_t c = 0) const {
-    return b * stride[0] + h * stride[1] + t * stride[2] + c * stride[3];
+    const auto [page, token] = place(b, t);
+    return page * stride[0] + h * stride[1] + token * stride[2] + c * stride[3];
   }
+  // Returns where a token lies: in its page, or as it is.
+  Pages::Place place(int64_t b, int64_t t) const { return pages.size ? pages.of(b, t) : Pages::Place{b, t}; }
   template <class T>
   T* at(int64_t b, int64_t h, int64_t t, int64_t c = 0) const {
     return static_cast<T*>(data) + offset(b, h, t, c);

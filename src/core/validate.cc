@@ -12,6 +12,7 @@
 #include "core/quantization.h"
 #include "core/recipe.h"
 #include "core/structs.h"
+#include "core/validate_parts.h"
 
 namespace octet {
 namespace {
@@ -57,14 +58,16 @@ constexpr Operand kOperands[] = {
     {"alibi_slopes", &Problem::alibi_slopes, optional_in, optional_in, optional_in},
     {"dropout_seed", &Problem::dropout_seed, optional_in, optional_in, optional_in},
     {"dmask", &Problem::dmask, absent, optional_out, absent},
+    {"seqused_k", &Problem::seqused_k, optional_in, absent, absent},
+    {"block_table", &Problem::block_table, optional_in, absent, absent},
 };
 
 // Validates that tensors are present, each tensor by itself, and that all are on one device.
 void validate_operands(const octet_arguments& a, Problem& p) {
   const octet_tensor* const tensors[std::size(kOperands)] = {
-      a.q,    a.k,      a.v,      a.mask, a.sinks,        a.cu_seqlens_q, a.cu_seqlens_k, a.o,  a.o_residual,
-      a.lse,  a.do_,    a.dq,     a.dk,   a.dv,           a.tq,           a.tk,           a.tv, a.to,
-      a.dlse, a.dsinks, a.tsinks, a.tlse, a.alibi_slopes, a.dropout_seed, a.dmask};
+      a.q,    a.k,      a.v,      a.mask, a.sinks,        a.cu_seqlens_q, a.cu_seqlens_k, a.o,         a.o_residual,
+      a.lse,  a.do_,    a.dq,     a.dk,   a.dv,           a.tq,           a.tk,           a.tv,        a.to,
+      a.dlse, a.dsinks, a.tsinks, a.tlse, a.alibi_slopes, a.dropout_seed, a.dmask,        a.seqused_k, a.block_table};
   for (std::size_t i = 0; i < std::size(kOperands); ++i) {
     const Operand& x = kOperands[i];
     const octet_tensor* t = tensors[i];
@@ -99,10 +102,11 @@ void expect_head_dim(int64_t dim, const char* tensor) {
 void validate_shapes(Problem& p) {
   p.batch = p.q.shape[0], p.heads = p.q.shape[1], p.tokens_q = p.q.shape[2], p.dim = p.q.shape[3];
   p.kv_heads = p.k.shape[1], p.tokens_k = p.k.shape[2], p.dim_v = p.v.shape[3];
+  const int64_t elements_k = p.block_table.present() ? p.k.shape[0] : p.batch;  // pages, or batch elements
   expect_head_dim(p.dim, "q");
   expect_head_dim(p.dim_v, "v");
-  const int64_t q[4] = {p.batch, p.heads, p.tokens_q, p.dim}, k[4] = {p.batch, p.kv_heads, p.tokens_k, p.dim};
-  const int64_t v[4] = {p.batch, p.kv_heads, p.tokens_k, p.dim_v}, o[4] = {p.batch, p.heads, p.tokens_q, p.dim_v};
+  const int64_t q[4] = {p.batch, p.heads, p.tokens_q, p.dim}, k[4] = {elements_k, p.kv_heads, p.tokens_k, p.dim};
+  const int64_t v[4] = {elements_k, p.kv_heads, p.tokens_k, p.dim_v}, o[4] = {p.batch, p.heads, p.tokens_q, p.dim_v};
   const int64_t lse[4] = {p.batch, p.heads, p.tokens_q, 1};
   expect_shape(p.k, "k", k, "batch and dim of q");
   expect_shape(p.v, "v", v, "batch, heads and tokens of k");
@@ -185,8 +189,8 @@ void validate_dtypes(const octet_arguments& args, const Problem& p) {
   for (const Operand& x : kOperands) {
     const View* t = &(p.*x.view);
     const bool validated_elsewhere = t == &p.q || t == &p.k || t == &p.v || t == &p.mask || t == &p.cu_seqlens_q ||
-                                     t == &p.cu_seqlens_k || t == &p.dropout_seed ||
-                                     (t == &p.o_residual && !t->quantization);
+                                     t == &p.cu_seqlens_k || t == &p.dropout_seed || t == &p.seqused_k ||
+                                     t == &p.block_table || (t == &p.o_residual && !t->quantization);
     if (!t->present() || validated_elsewhere) continue;
     const bool of_logits = t == &p.lse || t == &p.dlse || t == &p.tlse || t == &p.sinks || t == &p.dsinks ||
                            t == &p.tsinks || t == &p.alibi_slopes || t == &p.dmask;
@@ -282,89 +286,45 @@ void validate_mask(const octet_attention& a, Problem& p) {
   p.right = causal ? 0 : window_side(window ? a.window_right : -1);
   if (!p.windowed && alignment != OCTET_ALIGNMENT_NONE)
     invalid("alignment: ", name(alignment), " given, but neither a causal mask nor a window has a diagonal to align");
-  const bool lengths_differ = p.packed() || p.tokens_q != p.tokens_k;
+  const bool lengths_differ = p.packed() || p.cached() || p.tokens_q != p.tokens_k;
   if (p.windowed && lengths_differ && alignment == OCTET_ALIGNMENT_NONE)
     invalid("alignment: unspecified, but ",
-            p.packed() ? "the sequences are packed" : text(p.tokens_q, " queries meet ", p.tokens_k, " keys"),
+            p.packed()   ? "the sequences are packed"
+            : p.cached() ? "seqused_k has the lengths of k"
+                         : text(p.tokens_q, " queries meet ", p.tokens_k, " keys"),
             "; name the diagonal of the mask: top-left (query i sees key i) or bottom-right (the last query sees the "
             "last key)");
 }
 
 void validate_packing(const octet_arguments& args, Problem& p) {
-  if (!args.cu_seqlens_q != !args.cu_seqlens_k)
+  const bool in_pages = p.block_table.present();
+  if (in_pages && args.cu_seqlens_k)
+    invalid("cu_seqlens_k: given with block_table, whose lengths are seqused_k; pass NULL");
+  if (!args.cu_seqlens_q != !args.cu_seqlens_k && !in_pages)
     invalid("cu_seqlens: only one of cu_seqlens_q and cu_seqlens_k given; packed sequences need both");
   p.max_seqlen_q = args.max_seqlen_q;
   p.max_seqlen_k = args.max_seqlen_k;
   if (!p.packed()) {
-    if (args.max_seqlen_q || args.max_seqlen_k) invalid("max_seqlen: given without cu_seqlens; leave it 0");
+    if (args.max_seqlen_q || (args.max_seqlen_k && !p.cached()))
+      invalid("max_seqlen: given without cu_seqlens; leave it 0");
     return;
   }
   if (p.batch != 1) invalid("q: batch ", p.batch, ", but packed sequences (cu_seqlens) have batch 1");
   if (p.mask.present()) invalid("mask: a mask tensor cannot be combined with packed sequences; use causal or window");
   for (const auto& [t, label] : {std::pair{&p.cu_seqlens_q, "cu_seqlens_q"}, {&p.cu_seqlens_k, "cu_seqlens_k"}}) {
+    if (!t->present()) continue;
     expect_dtype(*t, label, {OCTET_I32});
     const int64_t n = t->shape[3];
     if (n < 2 || t->elements() != n || t->stride[3] != 1)
       invalid(label, ": shape ", shape_text(t->shape), " and last stride ", t->stride[3],
               ", expected [1, 1, 1, sequences + 1], contiguous");
   }
-  if (p.cu_seqlens_q.shape[3] != p.cu_seqlens_k.shape[3])
+  if (!in_pages && p.cu_seqlens_q.shape[3] != p.cu_seqlens_k.shape[3])
     invalid("cu_seqlens: ", p.cu_seqlens_q.shape[3] - 1, " sequences of queries, ", p.cu_seqlens_k.shape[3] - 1,
             " of keys; the counts must agree");
   if (p.max_seqlen_q < 0 || p.max_seqlen_k < 0)
     invalid("max_seqlen: found ", p.max_seqlen_q, ", ", p.max_seqlen_k,
             ", allowed: a bound on the lengths, or 0 if unknown");
-}
-
-void validate_rounding(const octet_rounding& r) {
-  expect_size(r, "octet_rounding");
-  const std::pair<uint32_t, const char*> formats[] = {{r.qk, "qk"},       {r.v, "v"},
-                                                      {r.s, "s"},         {r.m, "m"},
-                                                      {r.arg, "arg"},     {r.p, "p"},
-                                                      {r.alpha, "alpha"}, {r.acc, "acc"},
-                                                      {r.o, "o"},         {r.o_saved, "o_saved"},
-                                                      {r.ds, "ds"},       {r.p_backward, "p_backward"}};
-  for (const auto& [format, field] : formats) checked(format, OCTET_F64, OCTET_E5M2, "rounding: ", field);
-  checked(r.delta, OCTET_DELTA_FROM_O, OCTET_DELTA_FROM_P, "rounding: ", "delta");
-  for (const auto& [flag, field] : {std::pair{r.s_scaled, "s_scaled"}, {r.l_from_p, "l_from_p"}})
-    if (flag > 1) invalid("rounding: ", field, ": found ", flag, ", allowed: 0, 1");
-  if (r.beta != 0.f && !(r.beta > 1.f && r.beta <= 8.f))
-    invalid("rounding: beta: found ", r.beta, ", allowed: above 1, at most 8, or 0 for none");
-  if (!(r.tie_epsilon >= 0.f) || !std::isfinite(r.tie_epsilon))
-    invalid("rounding: tie_epsilon: found ", r.tie_epsilon, ", allowed: finite, at least 0");
-}
-
-void validate_recipe(const octet_attention& a, Problem& p) {
-  p.bias_correction =
-      checked(a.bias_correction, OCTET_BIAS_CORRECTION_F16, OCTET_BIAS_CORRECTION_GPROJ, "bias_correction");
-  const PrecisionSet with_bias_correction = precisions_with_bias_correction(),
-                     with_int8_options = precisions_with_int8_options();
-  if (!with_bias_correction.has(p.precision) && p.bias_correction != OCTET_BIAS_CORRECTION_F16)
-    invalid("bias_correction: ", name(p.bias_correction), " given with precision ", name(p.precision),
-            "; bias corrections are for ", with_bias_correction.names(" and "));
-  p.beta = a.beta == 0.f ? 3.f : a.beta;
-  if (a.beta != 0.f && p.bias_correction != OCTET_BIAS_CORRECTION_BETA)
-    invalid("beta: ", a.beta, " given with bias_correction ", name(p.bias_correction),
-            "; it belongs to bias_correction beta");
-  if (!(p.beta >= 2.f && p.beta <= 8.f)) invalid("beta: found ", a.beta, ", allowed: 2 to 8, or 0 for 3");
-  const bool int8_logits = with_int8_options.has(p.precision);
-  const auto hadamard = checked(a.hadamard, OCTET_AUTO, OCTET_OFF, "hadamard");
-  const auto smooth_q = checked(a.smooth_q, OCTET_AUTO, OCTET_OFF, "smooth_q");
-  if (!int8_logits && (hadamard != OCTET_AUTO || smooth_q != OCTET_AUTO))
-    invalid(hadamard != OCTET_AUTO ? "hadamard" : "smooth_q", ": given with precision ", name(p.precision),
-            "; it belongs to ", with_int8_options.names(" and "));
-  p.hadamard = int8_logits && hadamard != OCTET_OFF;
-  p.smooth_q = smooth_q == OCTET_ON;
-  if (a.deterministic > 1) invalid("deterministic: found ", a.deterministic, ", allowed: 0, 1");
-  p.deterministic = a.deterministic;
-  if (a.threads > 4096) invalid("threads: found ", a.threads, ", allowed: 0 (all) to 4096");
-  p.threads = a.threads;
-  p.rounding = a.rounding;
-  if (a.rounding) {
-    if (p.precision != OCTET_PRECISION_F64)
-      invalid("rounding: given with precision ", name(p.precision), "; it belongs to precision f64");
-    validate_rounding(*a.rounding);
-  }
 }
 
 }  // namespace
@@ -383,6 +343,7 @@ Problem validate(const octet_attention* given_attention, const octet_arguments* 
   validate_dtypes(args, p);
   validate_mask_tensor(p);
   validate_packing(args, p);
+  validate_cache(p);
   validate_alibi(p);
   validate_dropout(a.dropout_p, p);
   validate_mask(a, p);

@@ -48,9 +48,9 @@ endforeach()
 # sm80: which kernels there are is said in sm80/kinds.h and by the choose.cu of each pass.
 foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16 Int8Training Int8 Int8Fp8InF16 Fp8InF16 Fp8RawInF16)
   foreach(logits plain masked general)
-    foreach(rows queries pairs)
-      if(NOT "${precision}_${logits}" MATCHES "^(F32|Int8|.*Fp8.*)_masked$" AND NOT "${logits}_${rows}" STREQUAL masked_pairs AND
-         NOT "${precision}_${rows}" MATCHES "^(Bf16F16Compute|Int8Training|Int8|.*Fp8.*)_pairs$")
+    foreach(rows queries pairs pages)
+      if(NOT "${precision}_${logits}" MATCHES "^(F32|Int8|.*Fp8.*)_masked$" AND NOT "${logits}_${rows}" MATCHES "^masked_pa" AND
+         NOT "${precision}_${rows}" MATCHES "^(F32|Int8F16)_pages$" AND NOT "${precision}_${rows}" MATCHES "^(Bf16F16Compute|Int8Training|Int8|.*Fp8.*)_pa.*$")
         octet_instance(sm80/fwd ${precision}_${logits}_${rows} kernel.h
           "ForwardKernel forward_kernel_of<Precision${precision}, Logits::${logits}, TileRows::${rows}>(int64_t)")
       endif()

@@ -19,6 +19,7 @@ STRUCTS = {
     "octet_rounding": _abi.Rounding,
     "octet_arguments": _abi.Arguments,
     "octet_rope": _abi.Rope,
+    "octet_append_arguments": _abi.AppendArguments,
 }
 # prefix of the enumerators, and the names in _abi
 ENUMS = {

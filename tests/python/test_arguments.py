@@ -165,7 +165,7 @@ HOSTS = {
     flash_attn.flash_attn_func: FLASH,
     flash_attn.flash_attn_kvpacked_func: KV_STACKED,
     flash_attn.flash_attn_qkvpacked_func: QKV_STACKED,
-    flash_attn.flash_attn_varlen_func: FLASH | LENGTHS | {"block_table": CU},
+    flash_attn.flash_attn_varlen_func: FLASH | LENGTHS | {"block_table": ("k", CU)},
     flash_attn.flash_attn_varlen_kvpacked_func: KV_STACKED | LENGTHS,
     flash_attn.flash_attn_varlen_qkvpacked_func: QKV_STACKED
     | {"cu_seqlens": SERVED, "max_seqlen": ("max_seqlen_q", -1)},

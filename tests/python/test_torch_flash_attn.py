@@ -311,12 +311,6 @@ def test_what_octet_does_not_do_is_rejected_by_every_form(name):
             call(window_size=(1.5, 2))
 
 
-def test_caches_are_rejected():
-    q = torch.randn(1, 8, 2, 16)
-    with pytest.raises(octet.Unsupported, match="flash_attn_with_kvcache: octet neither writes caches"):
-        flash_attn.flash_attn_with_kvcache(q, q, q, cache_seqlens=8)
-
-
 @pytest.mark.parametrize("shape", [(1, 8, 4, 2, 16), (8, 4, 2, 16), (8, 2, 16), (16,)])
 def test_a_tensor_that_stacks_something_else(shape):
     x, q, cu = torch.randn(shape), torch.randn(1, 8, 2, 16), starts([8], "cpu")

@@ -40,7 +40,9 @@ def writes_one_gradient(stacked: torch.Tensor, q: torch.Tensor) -> bool:
 def attend(stacked: torch.Tensor, q: torch.Tensor, lengths: Any, return_lse: bool, keywords: dict[str, Any]) -> Any:
     """o, or (o, lse). q is a view of `stacked` if that has three parts; lengths: of packed sequences, else None."""
     options = options_of(own_type(adapter, q), **keywords)
-    options = _api._packed(options, None, *lengths[2:]) if lengths else options._replace(layout="bshd")
+    options = options._replace(layout="thd" if lengths else "bshd")
+    if lengths:
+        options = _api.with_bounds(options, *lengths[2:])
     expect_backward(options, {"q": q, "v": stacked.select(-3, -1)})
     cu = lengths[:2] if lengths else ()
     o, lse = _Stacked.apply(stacked, None if stacked.shape[-3] == 3 else q, options, return_lse, *cu)

@@ -9,13 +9,13 @@ Where flash-attn returns S_dmask, which is an empty tensor unless something is d
 """
 
 import operator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from octet import _api
+from octet import _api, _caches
 from octet._operands import KINDS
-from octet._options import Precision, bottom_right, integer
+from octet._options import Precision, bottom_right, count, integer
 from octet._rejections import expect_absent, expect_known
 from octet.compat import _stacked
 from octet.errors import InvalidArgument, Unsupported
@@ -189,18 +189,29 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], where each sequence begins, and the total. Their values are
             checked on the CPU, and on a GPU not: see `octet.attention_varlen`.
         max_seqlen_q, max_seqlen_k: bounds on the lengths.
+        block_table: int32 [sequences, pages of the longest]: k and v lie in pages, [pages, page_size, kv_heads, dim],
+            where page_size is a power of two from 16 on; cu_seqlens_k has the lengths alone.
 
     Returns:
         o [total queries, heads, dim]; with return_attn_probs (o, lse, None), lse float32 [heads, total queries].
 
     Raises:
-        Unsupported: a block_table; on a GPU, in some precisions of 8 bits, a dropout_p other than 0.
+        Unsupported: with a block_table, dropout and tensors that require a gradient; on a GPU, in some precisions of 8
+            bits, a dropout_p other than 0.
         InvalidArgument: shapes and types as `octet.attention_varlen` rejects them.
         TypeError: an unknown keyword.
     """
     expect_known(flash_attn_varlen_func, unknown)
-    expect_absent("block_table", block_table, "octet reads no paged cache; gather the pages first")
     keywords = _keywords(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, precision)
+    if block_table is not None:
+        if dropout_p:
+            raise Unsupported(
+                f"dropout_p: found {dropout_p} with a block_table, allowed: 0; there is no dropout in caches"
+            )
+        keywords |= {"block_table": block_table, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        how: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "return_lse": return_attn_probs}
+        made = _caches.attention_cached(q, k, v, cu_seqlens_k.diff(), **how, **keywords)
+        return (*made, None) if return_attn_probs else made
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return _attend((q, k, v), return_attn_probs, keywords, lengths=lengths)
 
@@ -262,13 +273,97 @@ def flash_attn_varlen_qkvpacked_func(
     return _attend(tensors, return_attn_probs, keywords, qkv, lengths)
 
 
-def flash_attn_with_kvcache(*args: object, **kwargs: object) -> NoReturn:
-    """Rejected: octet neither writes caches nor reads paged ones.
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    precision: Precision | None = None,
+    **unknown: object,
+) -> Any:
+    """Attention over a KV cache, to which k and v are appended first.
+
+    Args:
+        q: [batch, queries, heads, dim].
+        k_cache, v_cache: [batch of the cache, most keys, kv_heads, dim], or with block_table [pages, page_size,
+            kv_heads, dim], written in place; page_size is a power of two from 16 on.
+        k, v: [batch, new keys, kv_heads, dim], appended behind cache_seqlens keys; None: nothing is.
+        rotary_cos, rotary_sin: [positions, half of the channels that are turned]: k, and q, are turned by position
+            first. With a causal mask or a window query i has position cache_seqlens + i, without these all have
+            cache_seqlens.
+        cache_seqlens: int32 [batch], or a number for all: the keys that the cache has. None: all of it.
+        cache_batch_idx: int32 [batch]: the batch elements of the cache, where they are others than those of q.
+        cache_leftpad: rejected.
+        block_table: int32 [batch, pages of the longest].
+        rotary_interleaved: pairs of channels are 2 c and 2 c + 1, else c and c + half of them.
+        num_splits: disregarded, as it changes no result: octet divides keys by itself.
+
+    Returns:
+        o [batch, queries, heads, dim]; with return_softmax_lse (o, lse), lse float32 [batch, heads, queries]. Masks are
+        aligned bottom-right at the last key, new ones included. There are no gradients.
 
     Raises:
-        Unsupported: always.
+        Unsupported: a cache_leftpad; a tensor that requires a gradient.
+        InvalidArgument: shapes, types and, on the CPU, lengths and pages as `octet.append` and `octet.attention_cached`
+            reject them.
+        TypeError: an unknown keyword.
     """
-    raise Unsupported(
-        "flash_attn_with_kvcache: octet neither writes caches nor reads paged ones; append the new keys and values, "
-        "gather the pages, and call flash_attn_func or, for caches of unequal lengths, flash_attn_varlen_func"
+    expect_known(flash_attn_with_kvcache, unknown)
+    expect_absent("cache_leftpad", cache_leftpad, "octet's caches begin at their first token")
+    keywords = _keywords(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, precision)
+    if (k is None) != (v is None):
+        raise InvalidArgument("k, v: only one of them given; what is appended needs both")
+    if (rotary_cos is not None or rotary_sin is not None) and k is None:
+        raise InvalidArgument("rotary_cos, rotary_sin: given without k and v, allowed: None; q alone is not turned")
+    if cache_batch_idx is not None:
+        if block_table is not None:
+            raise InvalidArgument("cache_batch_idx: given with block_table, which has the pages of each sequence")
+        block_table = cache_batch_idx[:, None]
+    if cache_seqlens is None:
+        if k is not None or (block_table is not None and cache_batch_idx is None):
+            given = "k and v, which are appended behind them" if k is not None else "block_table"
+            raise InvalidArgument(f"cache_seqlens: None, but it is needed with {given}")
+        cache_seqlens = k_cache.shape[1]
+    if not isinstance(cache_seqlens, torch.Tensor):
+        length = count("cache_seqlens", cache_seqlens, "int32 [batch], or a number of keys")
+        cache_seqlens = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
+    if k is not None:
+        how: dict[str, Any] = {"block_table": block_table, "layout": "bshd"}
+        if rotary_cos is not None or rotary_sin is not None:
+            by_position = keywords["causal"] or "window" in keywords
+            how |= {
+                "rope": "interleaved" if rotary_interleaved else "half",
+                "rope_cos": rotary_cos,
+                "rope_sin": rotary_sin,
+                "q": q if by_position else q.flatten(1, 2)[:, None],  # queries of one position are heads of a token
+            }
+        turned = _caches.append(k_cache, v_cache, k, v, cache_seqlens, **how)
+        if turned is not None:
+            q = turned.reshape(q.shape)
+        cache_seqlens = cache_seqlens + k.shape[1]
+    return _caches.attention_cached(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        block_table=block_table,
+        layout="bshd",
+        return_lse=return_softmax_lse,
+        **keywords,
     )

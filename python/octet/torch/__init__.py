@@ -5,14 +5,16 @@ import torch
 
 from octet import _api
 from octet._api import attention, attention_jvp, attention_varlen, attention_vjp
+from octet._caches import append, attention_cached
 from octet.torch import _fast_path
 from octet.torch import sdpa as sdpa
 from octet.torch._adapter import adapter as adapter
 from octet.torch._adapter import to_numpy as to_numpy
+from octet.torch._append import run_append as run_append
 from octet.torch._attention import run_attention as run_attention
 from octet.torch._attention import run_jvp as run_jvp
 from octet.torch._attention import run_vjp as run_vjp
 
-__all__ = ["attention", "attention_jvp", "attention_varlen", "attention_vjp"]
+__all__ = ["append", "attention", "attention_cached", "attention_jvp", "attention_varlen", "attention_vjp"]
 
 _api.shortcuts[torch.Tensor] = _fast_path.attention

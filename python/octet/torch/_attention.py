@@ -34,15 +34,15 @@ def run_attention(options: Options, operands: Operands, return_lse: bool = False
     """(o, lse); without return_lse o alone is differentiable"""
     operands = _prepared(options, operands)
     quantized = [name for name in ("q", "k", "v") if isinstance(operands[name], QTensor)]
-    if not quantized:
+    if not quantized and "seqused_k" not in operands:
         o, lse, _ = attend(operands, options, of_lse=return_lse)
         return o, lse
-    # Codes have no gradient, and no operator: torch.compile leaves them to eager code.
+    # Codes and caches have no gradient, and codes no operator: torch.compile leaves them to eager code.
     for name in DIFFERENTIABLE:
         if name not in quantized:
             expect_constant(name, operands.get(name))
-    o, lse = _plan.run(adapter, "forward", options, operands)
-    return o, lse
+    run = _plan.run(adapter, "forward", options, operands) if quantized else _ops.run("forward", operands, options)
+    return run[0], run[1]
 
 
 def run_vjp(options: Options, operands: Operands, return_dmask: bool = False) -> tuple[torch.Tensor, ...]:

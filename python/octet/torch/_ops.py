@@ -28,7 +28,8 @@ _LAST = (
     "SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, Tensor? alibi_slopes=None, Tensor? dropout_seed=None"  # came later
 )
 _SCHEMAS = {
-    "forward": f"(Tensor q, Tensor k, Tensor v, bool residual, str options, {_MORE}, {_LAST}) "
+    "forward": f"(Tensor q, Tensor k, Tensor v, bool residual, str options, {_MORE}, {_LAST}, "
+    "Tensor? seqused_k=None, Tensor? block_table=None) "
     "-> (Tensor o, Tensor lse, Tensor r)",
     "backward": "(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor r, str options, "
     f"{_MORE}, Tensor? dlse=None, {_LAST}, bool dmask=False) "
@@ -123,7 +124,7 @@ def run(kind: str, operands: Operands, options: Options, extra: bool = False) ->
         _register_dtensors()
     more = dict(operands)
     first = [more.pop(name) for name in _TENSORS[kind]]
-    if options.layout == "thd":  # its lengths are no part of the text, and may be symbols
+    if options.layout == "thd" or "seqused_k" in operands:  # bounds are no part of the text, and may be symbols
         more |= {"max_seqlen_q": options.max_seqlen_q, "max_seqlen_k": options.max_seqlen_k}
         options = options._replace(max_seqlen_q=0, max_seqlen_k=0)
     text = text_of(options) if torch.compiler.is_compiling() else _remembered(options)
@@ -142,6 +143,10 @@ def _pairs_and_dims(kind: str, args: tuple) -> tuple[int, int, int]:
     q, k, v = operands["q"], operands["k"], operands["v"]
     layout = LAYOUTS[options.layout]
     batch, heads, queries, _ = (1 if d < 0 else q.shape[d] for d in layout)
+    if "seqused_k" in operands:
+        keys = operands["seqused_k"].tolist()
+        of_each = operands["cu_seqlens_q"].diff().tolist() if "cu_seqlens_q" in operands else [queries] * batch
+        return heads * sum(n * m for n, m in zip(of_each, keys, strict=True)), q.shape[-1], v.shape[-1]
     if "cu_seqlens_q" not in operands:
         return batch * heads * queries * k.shape[layout[2]], q.shape[-1], v.shape[-1]
     lengths = zip(*(operands[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k")), strict=True)

@@ -76,6 +76,8 @@ class _Call:
                 "dropout_seed: given with DTensors, allowed: None; each process would drop what a batch drops that "
                 "begins with its own part; use torch.Tensor"
             )
+        if "seqused_k" in tensors:
+            raise Unsupported("seqused_k: given with DTensors, allowed: torch.Tensor; pass x.to_local() of each")
         first = next(iter(tensors))
         for name, x in tensors.items():
             own = label(name)

@@ -57,9 +57,15 @@ class WorkspaceAllocator {
   std::size_t used_ = 0;
 };
 
-// Upper bound on key tiles (or query tiles) of all sequences together, without reading cu_seqlens.
+// Upper bound on tiles of queries or of keys that do not lie in a cache, of all sequences together, without reading
+// cu_seqlens.
 inline int64_t tiles_bound(const Problem& p, int64_t tokens, int64_t tile) {
   return p.packed() ? tokens / tile + (p.cu_seqlens_q.shape[3] - 1) : p.batch * ((tokens + tile - 1) / tile);
+}
+
+// The same of the key tiles.
+inline int64_t key_tiles_bound(const Problem& p) {
+  return p.cached() ? p.sequence_count() * ((p.tokens_k + kKeys - 1) / kKeys) : tiles_bound(p, p.tokens_k, kKeys);
 }
 
 // The kernels of one instruction set.

@@ -52,13 +52,14 @@ double parameter(const octet_tensor& x, int64_t b, int64_t h, int64_t t, int64_t
 }
 
 // Quantized values to numbers: times scale, about the zero point, rotated back, plus mean (octet_quantization).
-Matrix load_operand(const View& x, int64_t b, int64_t h, int64_t first, int64_t count) {
-  Matrix out = load_tokens(x, b, h, first, count);
+Matrix load_operand(const View& x, int64_t sequence, int64_t h, int64_t first, int64_t count) {
+  Matrix out = load_tokens(x, sequence, h, first, count);
   if (!x.quantization) return out;
   const octet_quantization& how = *x.quantization;
   for (int64_t t = 0; t < count; ++t)
     for (int64_t c = 0; c < out.cols; ++c) {
-      const int64_t row = scale_row(how, first + t), channel = how.granularity == OCTET_PER_CHANNEL ? c : 0;
+      const auto [b, token] = x.place(sequence, first + t);
+      const int64_t row = scale_row(how, token), channel = how.granularity == OCTET_PER_CHANNEL ? c : 0;
       const double scale = parameter(*how.scale, b, h, row, channel);
       const double zero = how.zero_point_kind == OCTET_SYMMETRIC ? 0.0 : parameter(*how.zero_point, b, h, row, channel);
       out[t][c] = how.zero_point_kind == OCTET_ZERO_POINT_FLOAT ? scale * out[t][c] + zero : scale * (out[t][c] - zero);
@@ -66,7 +67,7 @@ Matrix load_operand(const View& x, int64_t b, int64_t h, int64_t first, int64_t 
   if (how.hadamard_seed) out = rotated_back(std::move(out), how.hadamard_seed);
   if (how.mean)
     for (int64_t t = 0; t < count; ++t)
-      for (int64_t c = 0; c < out.cols; ++c) out[t][c] += parameter(*how.mean, b, h, 0, c);
+      for (int64_t c = 0; c < out.cols; ++c) out[t][c] += parameter(*how.mean, sequence, h, 0, c);
   return out;
 }
 

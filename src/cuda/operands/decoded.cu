@@ -16,10 +16,10 @@ DecodedOperands::DecodedOperands(const Problem& p, const Prequantized& decodes, 
   bytes_ = allocator.used();
 }
 
-std::string DecodedOperands::names() const {
+std::string DecodedOperands::note() const {
   std::string list;
   for (int i = 0; i < count_; ++i) list += (i ? ", " : "") + std::string(operands_[i].name);
-  return list;
+  return ", with " + list + " decoded to f32";
 }
 
 void DecodedOperands::preprocess(cudaStream_t stream) const {

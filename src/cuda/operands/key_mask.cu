@@ -147,32 +147,6 @@ __global__ void __launch_bounds__(kThreads)
   copy_keys<Word, packs>(keys, tensor_head < heads ? k : v, element, tensor_head % heads, before);
 }
 
-// Copies a tensor of floats with one number for a token.
-__global__ void __launch_bounds__(kThreads) copy_rows_kernel(const Strided from, const Strided to) {
-  const int64_t all = from.shape[0] * from.shape[1] * from.shape[2];
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < all; i += int64_t{gridDim.x} * kThreads) {
-    const Index4 at{i / from.shape[2] / from.shape[1], i / from.shape[2] % from.shape[1], i % from.shape[2], 0};
-    static_cast<float*>(to.data)[at.offset(to)] = static_cast<const float*>(from.data)[at.offset(from)];
-  }
-}
-
-void copy(const View& from, const View& to, cudaStream_t stream) {
-  if (!from.elements()) return;
-  const Strided source = strided(from), target = strided(to);
-  if (from.shape[3] % kVec8 == 0) return cast(source, target, target.element, stream);
-  copy_rows_kernel<<<blocks_for(from.elements(), kThreads), kThreads, 0, stream>>>(source, target);
-  check(cudaGetLastError(), "copy_rows_kernel");
-}
-
-// Returns a tensor whose elements are words of `bytes` bytes, of which its rows are made.
-Strided of_words(const View& t, int64_t bytes) {
-  Strided s = strided(t);
-  const auto size = static_cast<int64_t>(bytes_of(t.dtype));
-  for (int i = 0; i < 3; ++i) s.stride[i] = s.stride[i] * size / bytes;
-  s.shape[3] = s.shape[3] * size / bytes;
-  return s;
-}
-
 // Copies the keys of k and v, or of their gradients, between all tokens and those that are seen.
 template <bool packs>
 void copy_keys(const RankedKeys& keys, const View& k, const View& seen_k, const View& v, const View& seen_v,
@@ -203,27 +177,6 @@ RankedKeys ranked_keys(const View& mask, const View& k, const int* ranks, const 
   return {ranks, counts, !mask.stride[0], static_cast<int>(k.shape[0]), static_cast<int>(k.shape[2])};
 }
 
-// Returns a contiguous tensor for the tokens of all batch elements of k or v; absent if the tensor is.
-View packed(const View& t, WorkspaceAllocator& workspace) {
-  if (!t.present()) return t;
-  const View all{.dtype = t.dtype, .shape = {1, t.shape[1], t.shape[0] * t.shape[2], t.shape[3]}};
-  return all.elements() ? contiguous(all, t.dtype, workspace) : all;
-}
-
-View cu_seqlens(int* data, int64_t sequences) {
-  return {OCTET_I32, data, {1, 1, 1, sequences + 1}, {sequences + 1, sequences + 1, sequences + 1, 1}};
-}
-
-// Returns a tensor's batch elements as one, whose tokens lie as far apart within a batch element as between two.
-View merged(View t) {
-  if (t.shape[2] == 1) t.stride[2] = t.stride[0];
-  t.stride[0] *= t.shape[0], t.shape[2] *= t.shape[0], t.shape[0] = 1;
-  return t;
-}
-bool can_merge(const View& t) {
-  return !t.elements() || t.shape[0] == 1 || t.shape[2] == 1 || t.stride[0] == t.shape[2] * t.stride[2];
-}
-
 }  // namespace
 
 std::optional<std::string> no_key_mask_reason(const Problem& p) {
@@ -244,19 +197,6 @@ std::optional<std::string> no_key_mask_reason(const Problem& p) {
     return text("k has ", p.batch * p.kv_heads, " heads in all batch elements; with a mask tensor it takes up to ",
                 kMostHeads);
   return {};
-}
-
-MergedBatch::MergedBatch(const View& t, WorkspaceAllocator& workspace) : tensor_(t), copy_(t) {
-  if (t.present() && !can_merge(t)) copy_ = contiguous(t, t.dtype, workspace, {3, 1, 2, 0});
-  view_ = t.present() ? merged(copy_) : t;
-}
-
-void MergedBatch::copy_in(cudaStream_t stream) const {
-  if (copies()) copy(tensor_, copy_, stream);
-}
-
-void MergedBatch::copy_out(cudaStream_t stream) const {
-  if (copies()) copy(copy_, tensor_, stream);
 }
 
 // Passes tell packed sequences by the address of their lengths, also where they only count bytes.
@@ -291,8 +231,10 @@ PackedKeys::PackedKeys(const Problem& p, WorkspaceAllocator&& workspace)
   problem_.cu_seqlens_k = cu_seqlens(cu_seqlens_k_, sequences);
   problem_.q = q_.view(), problem_.o = o_.view(), problem_.o_residual = o_residual_.view();
   problem_.lse = lse_.view(), problem_.do_ = do_.view(), problem_.dlse = dlse_.view(), problem_.dq = dq_.view();
-  problem_.k = packed(p.k, workspace), problem_.v = packed(p.v, workspace);
-  problem_.dk = packed(p.dk, workspace), problem_.dv = packed(p.dv, workspace);
+  problem_.k = packed_tokens(p.k, p.batch * p.tokens_k, workspace),
+  problem_.v = packed_tokens(p.v, p.batch * p.tokens_k, workspace);
+  problem_.dk = packed_tokens(p.dk, p.batch * p.tokens_k, workspace),
+  problem_.dv = packed_tokens(p.dv, p.batch * p.tokens_k, workspace);
   bytes_ = workspace.used();
 }
 

@@ -8,13 +8,11 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
-#include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 
-#include "core/backend.h"
-#include "cuda/host/workspace.h"
+#include "core/problem.h"
+#include "cuda/operands/merged_batch.h"
 
 namespace octet::cuda {
 
@@ -22,28 +20,14 @@ namespace octet::cuda {
 // mask, or it has an argument that depends on the places of tokens or belongs to a batch element.
 std::optional<std::string> no_key_mask_reason(const Problem& p);
 
-// A tensor [batch, head, token, dim] as one batch element with the tokens of all.
-class MergedBatch {
- public:
-  // The tensor itself, if its strides allow that, or a copy; both may be absent.
-  MergedBatch(const View& t, WorkspaceAllocator& workspace);
-  const View& view() const { return view_; }
-  bool copies() const { return copy_.data != tensor_.data; }
-  // Copies the tensor to the copy, if there is one, or back.
-  void copy_in(cudaStream_t stream) const;
-  void copy_out(cudaStream_t stream) const;
-
- private:
-  View tensor_, copy_, view_;
-};
-
-// A problem with a key mask as one of packed sequences.
+// A problem with a key mask as one of packed sequences (operands/rewritten.h).
 class PackedKeys {
  public:
   // With a null workspace the operands lie nowhere, but their addresses are not null.
   PackedKeys(const Problem& p, void* workspace);
   const Problem& problem() const { return problem_; }
   std::size_t bytes() const { return bytes_; }  // of the workspace
+  std::string note() const { return ", seen keys copied side by side"; }
   bool copies_queries() const { return q_.copies(); }
   // Writes the operands of the packed problem.
   void preprocess(cudaStream_t stream) const;
@@ -61,20 +45,5 @@ class PackedKeys {
   int *cu_seqlens_q_, *cu_seqlens_k_;
   std::size_t bytes_;
 };
-
-// Returns the answer to a problem with a key mask, from that to packed sequences. `workspace` is that of `keys`.
-template <class PlanOf>
-Answer with_packed_keys(std::shared_ptr<const PackedKeys> keys, void* workspace, const PlanOf& plan_of_packed) {
-  Answer packed =
-      plan_of_packed(keys->problem(), workspace ? static_cast<unsigned char*>(workspace) + keys->bytes() : nullptr);
-  if (!packed.plan) return packed;
-  const std::size_t bytes = keys->bytes() + packed.plan->workspace;
-  auto name = [keys, kernel = std::move(packed.plan->kernel)] { return kernel() + ", seen keys copied side by side"; };
-  return Plan{bytes, std::move(name), [keys, run = std::move(packed.plan->run)](void* stream) {
-                keys->preprocess(static_cast<cudaStream_t>(stream));
-                run(stream);
-                keys->deliver(static_cast<cudaStream_t>(stream));
-              }};
-}
 
 }  // namespace octet::cuda

@@ -15,29 +15,6 @@ struct DequantizeParams {
   float norm;
 };
 
-__device__ void store_row(const float* row, const View& t, const BatchHead& i, int token) {
-  const int dim = static_cast<int>(t.shape[3]);
-  with_floats(t, [&](auto* data, auto, auto bits) {
-    auto* to = data + offset(t, i, token);
-    using Element = std::remove_pointer_t<decltype(data)>;
-    constexpr int kVec = 16 / sizeof(Element);
-    int first = 0;
-    if (t.stride[3] == 1 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-      for (int v = lane(); v < dim / kVec; v += 32) {
-        union {
-          uint4 word;
-          Element elements[kVec];
-        };
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) elements[e] = bits(row[v * kVec + e]);
-        reinterpret_cast<uint4*>(to)[v] = word;
-      }
-      first = dim / kVec * kVec;
-    }
-    for (int c = first + lane(); c < dim; c += 32) to[c * t.stride[3]] = bits(row[c]);
-  });
-}
-
 __global__ void __launch_bounds__(32 * kWarps, kBlocks) dequantize_kernel(const __grid_constant__ DequantizeParams p) {
   extern __shared__ float4 memory[];
   const int dim = static_cast<int>(p.x.shape[3]);

@@ -7,6 +7,11 @@
 
 namespace octet::cuda::quantizers {
 
+// Rejects what the kernels cannot do with rows of x, before they write anything.
+void expect_supported(const View& x, const Rope& rope, int device);
+
+RopeParams rope_params(const Rope& rope, bool inverse);
+
 // Those of octet_quantize, in the order in which they run.
 //
 // Channel means, and the statistics but the rounding error. Sums of chunks of tokens lie in the memory of the codes

@@ -14,7 +14,10 @@ using namespace quantizers;
 
 bool fits(int device) { return compute_capability(device) >= 80; }
 
-// Rejects what the kernels cannot do, before they write anything.
+}  // namespace
+
+namespace quantizers {
+
 void expect_supported(const View& x, const Rope& rope, int device) {
   if (const auto reason = no_gpu_reason(fits, "8.0 or later")) unsupported("quantizers of cuda tensors: ", *reason);
   if (!fits(device)) unsupported("quantizers: cuda:", device, " is no GPU of compute capability 8.0 or later");
@@ -35,7 +38,7 @@ RopeParams rope_params(const Rope& rope, bool inverse) {
   return params;
 }
 
-}  // namespace
+}  // namespace quantizers
 
 void quantize(const View& x, const Rope& rope, const View& codes, const Quantization& quantization,
               const View& statistics, const Place& place) {

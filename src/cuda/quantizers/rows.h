@@ -64,6 +64,30 @@ __device__ inline void load_row(const View& t, const BatchHead& i, int token, fl
   });
 }
 
+// Stores a row likewise, rounded to the type of its elements.
+__device__ inline void store_row(const float* row, const View& t, const BatchHead& i, int token) {
+  const int dim = static_cast<int>(t.shape[3]);
+  with_floats(t, [&](auto* data, auto, auto bits) {
+    auto* to = data + offset(t, i, token);
+    using Element = std::remove_pointer_t<decltype(data)>;
+    constexpr int kVec = 16 / sizeof(Element);
+    int first = 0;
+    if (t.stride[3] == 1 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+      for (int v = lane(); v < dim / kVec; v += 32) {
+        union {
+          uint4 word;
+          Element elements[kVec];
+        };
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) elements[e] = bits(row[v * kVec + e]);
+        reinterpret_cast<uint4*>(to)[v] = word;
+      }
+      first = dim / kVec * kVec;
+    }
+    for (int c = first + lane(); c < dim; c += 32) to[c * t.stride[3]] = bits(row[c]);
+  });
+}
+
 // x <- H x, un-normalised, for each block of a row (core/quant/hadamard.h).
 __device__ inline void butterflies(float* row, int dim, int block) {
   for (int half = 1; half < block; half *= 2) {

@@ -11,8 +11,10 @@
 #include "core/recipe.h"
 #include "cuda/bwd/choose.h"
 #include "cuda/host/backend.h"
+#include "cuda/operands/cache.h"
 #include "cuda/operands/decoded.h"
 #include "cuda/operands/key_mask.h"
+#include "cuda/operands/rewritten.h"
 #include "cuda/sm80/passes.h"
 
 namespace octet::cuda::sm80 {
@@ -105,17 +107,22 @@ Answer plan(const Problem& p, void* workspace) {
                                             : jvp(problem, memory);
   };
   const auto plan_of_numbers = [&](const Problem& problem, void* memory) -> Answer {
-    if (auto keys = packed_keys(problem, memory)) return with_packed_keys(std::move(keys), memory, plan_of_pass);
+    if (auto keys = packed_keys(problem, memory)) return plan_of_rewritten(std::move(keys), memory, plan_of_pass);
     return plan_of_pass(problem, memory);
   };
-  const Prequantized decodes = decoded_operands(p, numerics);
-  for (const auto& [t, decoded] : {std::pair{&p.q, decodes.q}, {&p.k, decodes.k}, {&p.v, decodes.v}})
-    if (const int64_t rows = t->shape[0] * t->shape[1] * t->shape[2];
-        decoded && rows > std::numeric_limits<int32_t>::max())
-      return text("an operand that came quantized has ", rows, " rows; it decodes up to 2147483647");
-  if (!decodes.q && !decodes.k && !decodes.v) return plan_of_numbers(p, workspace);
-  auto operands = std::make_shared<const DecodedOperands>(p, decodes, workspace);
-  return with_decoded_operands(std::move(operands), workspace, plan_of_numbers);
+  const auto plan_of_codes = [&](const Problem& problem, void* memory) -> Answer {
+    const Prequantized decodes = decoded_operands(problem, numerics);
+    for (const auto& [t, decoded] :
+         {std::pair{&problem.q, decodes.q}, {&problem.k, decodes.k}, {&problem.v, decodes.v}})
+      if (const int64_t rows = t->shape[0] * t->shape[1] * t->shape[2];
+          decoded && rows > std::numeric_limits<int32_t>::max())
+        return text("an operand that came quantized has ", rows, " rows; it decodes up to 2147483647");
+    if (!decodes.q && !decodes.k && !decodes.v) return plan_of_numbers(problem, memory);
+    return plan_of_rewritten(std::make_shared<const DecodedOperands>(problem, decodes, memory), memory,
+                             plan_of_numbers);
+  };
+  const auto in_pages = [&](const Problem& problem) { return reads_pages(problem, numerics); };
+  return p.cached() ? plan_of_cached(p, workspace, in_pages, plan_of_codes) : plan_of_codes(p, workspace);
 }
 
 }  // namespace

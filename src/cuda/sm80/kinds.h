@@ -13,7 +13,8 @@ enum class Logits : int {
 // The meaning of the rows of a tile.
 enum class TileRows : int {
   queries,  // the queries of one head
-  pairs     // pairs of a query and one of the heads that share k and v: few queries over many keys, which are split
+  pairs,    // pairs of a query and one of the heads that share k and v: few queries over many keys, which are split
+  pages     // the same where k and v lie in the pages of a KV cache
 };
 
 }  // namespace octet::cuda::sm80

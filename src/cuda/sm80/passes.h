@@ -11,5 +11,7 @@ Plan jvp(const Problem& p, void* workspace);
 
 // Returns whether there are kernels of some formats: those of all passes are the same.
 bool has_kernels(const ForwardFormats& formats);
+// Returns whether the forward kernel of a problem with a KV cache reads k and v in their pages.
+bool reads_pages(const Problem& p, const ForwardNumerics& numerics);
 
 }  // namespace octet::cuda::sm80

@@ -10,7 +10,9 @@
 #include "cuda/host/backend.h"
 #include "cuda/host/card.h"
 #include "cuda/host/tensor_map.h"
+#include "cuda/operands/cache.h"
 #include "cuda/operands/key_mask.h"
+#include "cuda/operands/rewritten.h"
 #include "cuda/sm90/passes.h"
 
 namespace octet::cuda::sm90 {
@@ -62,10 +64,12 @@ Answer plan(const Problem& p, void* workspace) {
   if (numerics.formats.has_8bit_qk() && p.pass == OCTET_BACKWARD)
     return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
   if (p.dmask.present()) return text("it has no gradient of masks");
+  const auto plan_of_packed = [&](const Problem& packed, void* rest) { return plan_unmasked(packed, numerics, rest); };
+  const auto in_pages = [](const Problem&) { return false; };
+  if (p.cached()) return plan_of_cached(p, workspace, in_pages, plan_of_packed);
   if (!p.mask.present()) return plan_unmasked(p, numerics, workspace);
   if (auto reason = no_key_mask_reason(p)) return std::move(*reason);
-  return with_packed_keys(std::make_shared<const PackedKeys>(p, workspace), workspace,
-                          [&](const Problem& packed, void* rest) { return plan_unmasked(packed, numerics, rest); });
+  return plan_of_rewritten(std::make_shared<const PackedKeys>(p, workspace), workspace, plan_of_packed);
 }
 
 std::optional<std::string> deferral_reason(const Problem& p) {

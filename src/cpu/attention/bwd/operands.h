@@ -60,7 +60,7 @@ inline bool has_scales(const BackwardNumerics& numerics) {
 inline GradientOperands allocate_gradient_operands(const Problem& p, const BackwardNumerics& numerics,
                                                    WorkspaceAllocator& workspace) {
   GradientOperands w{};
-  w.tiles = tiles_bound(p, p.tokens_k, kKeys);
+  w.tiles = key_tiles_bound(p);
   const int64_t tiles = w.tiles * p.kv_heads;
   const int64_t sequences = p.packed() ? p.cu_seqlens_q.shape[3] - 1 : p.batch;
   const int64_t rows = p.batch * p.heads * p.tokens_q;

@@ -35,7 +35,7 @@ struct JvpSide {
       s.tangent.k += s.primal.k_words * kKeys;
       s.primal.v += s.primal.v_words * s.primal.v_columns;
     }
-    s.tangent.v_finite = workspace.take<bool>(tiles_bound(p, p.tokens_k, kKeys) * p.kv_heads);
+    s.tangent.v_finite = workspace.take<bool>(key_tiles_bound(p) * p.kv_heads);
     return s;
   }
 };

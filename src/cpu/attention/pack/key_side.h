@@ -54,7 +54,7 @@ template <class Qk, class Pv>
 KeySide allocate_key_side(const Problem& p, const ForwardNumerics& numerics, WorkspaceAllocator& workspace,
                           int64_t parts = 1) {
   KeySide s;
-  s.tiles = tiles_bound(p, p.tokens_k, kKeys);
+  s.tiles = key_tiles_bound(p);
   const int64_t tiles = s.tiles * p.kv_heads;
   const int64_t sides = (p.packed() ? p.cu_seqlens_q.shape[3] - 1 : p.batch) * p.kv_heads;
   s.k_words = words_of<Qk>(p.dim);

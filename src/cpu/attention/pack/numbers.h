@@ -29,8 +29,9 @@ OCTET_INLINE int64_t group_of(const octet_quantization& how, int64_t token) {
 constexpr float code_offset(octet_dtype dtype) { return dtype == OCTET_U8 ? 128.f : 0.f; }
 
 // The zero point of a token among such codes; 0 without one.
-OCTET_INLINE float prequantized_zero_point(const View& t, int64_t b, int64_t h, int64_t token) {
+OCTET_INLINE float prequantized_zero_point(const View& t, int64_t sequence, int64_t h, int64_t number) {
   const octet_quantization* how = t.quantization;
+  const auto [b, token] = t.place(sequence, number);
   const bool has = how && how->zero_point_kind == OCTET_ZERO_POINT_INTEGER;
   return (has ? *parameter_at(*how->zero_point, b, h, group_of(*how, token), 0) : 0.f) - code_offset(t.dtype);
 }
@@ -44,7 +45,8 @@ inline bool is_code(float zero_point) {
 OCTET_INLINE float prequantized_scale(const View& t, int64_t b, int64_t h, int64_t token) {
   if (!t.quantization) return 1.f;
   if (!is_code(prequantized_zero_point(t, b, h, token))) return __builtin_nanf("");
-  return *parameter_at(*t.quantization->scale, b, h, group_of(*t.quantization, token), 0);
+  const auto [element, at] = t.place(b, token);
+  return *parameter_at(*t.quantization->scale, element, h, group_of(*t.quantization, at), 0);
 }
 
 inline int32_t sum_of_codes(const float* codes, int64_t n) {
@@ -81,14 +83,15 @@ inline void dequantize_rows(const View& t, int64_t b, int64_t h, int64_t token, 
                             float* rows) {
   const octet_quantization& how = *t.quantization;
   const int64_t n = t.shape[3];
-  const auto parameter = [&](const octet_tensor& x, int64_t group, int64_t c) {
-    return *parameter_at(x, b, h, group, c);
-  };
   float signs[kMaxDim];
   for (int64_t c = 0; c < n; ++c) signs[c] = hadamard_sign(how.hadamard_seed, c);
   for (int64_t r = 0; r < count; ++r) {
     float* row = rows + r * width;
-    const int64_t group = group_of(how, token + r);
+    const auto [element, at] = t.place(b, token + r);
+    const auto parameter = [&, element = element](const octet_tensor& x, int64_t group, int64_t c) {
+      return *parameter_at(x, element, h, group, c);
+    };
+    const int64_t group = group_of(how, at);
     for (int64_t c = 0; c < n; ++c) {
       const int64_t channel = how.granularity == OCTET_PER_CHANNEL ? c : 0;
       const float scale = parameter(*how.scale, group, channel);

@@ -2,6 +2,7 @@
 
 #include "cuda/fwd/few_queries.h"
 #include "cuda/host/card.h"
+#include "cuda/host/tensor_map.h"
 #include "cuda/sm80/fwd/choose.h"
 #include "cuda/sm80/fwd/operands_e4m3.h"
 #include "cuda/sm80/fwd/operands_int8.h"
@@ -18,9 +19,11 @@ using KernelOf = ForwardKernel (*)(int64_t most_dim);
 // compensated.
 template <class Precision, Logits logits, TileRows rows>
 constexpr KernelOf kernel_of() {
-  if constexpr (logits == Logits::masked && (rows == TileRows::pairs || !ForwardOperands<Precision>::kStagesMasks))
+  if constexpr (logits == Logits::masked && (rows != TileRows::queries || !ForwardOperands<Precision>::kStagesMasks))
     return nullptr;
   else if constexpr (rows == TileRows::pairs && !ForwardOperands<Precision>::kHasPairs)
+    return nullptr;
+  else if constexpr (rows == TileRows::pages && !ForwardOperands<Precision>::kHasPages)
     return nullptr;
   else
     return forward_kernel_of<Precision, logits, rows>;
@@ -36,11 +39,12 @@ constexpr Kernels kKernels = {kernel_of<Precision, Logits::plain, rows>(), kerne
 // The kernels of a recipe.
 struct Row {
   ForwardFormats formats;
-  Kernels queries, pairs;
+  Kernels queries, pairs, pages;
 };
 template <class Precision>
 constexpr Row row(const ForwardFormats& formats) {
-  return {formats, kKernels<Precision, TileRows::queries>, kKernels<Precision, TileRows::pairs>};
+  return {formats, kKernels<Precision, TileRows::queries>, kKernels<Precision, TileRows::pairs>,
+          kKernels<Precision, TileRows::pages>};
 }
 constexpr Row kRows[] = {row<PrecisionF32>(kF32),
                          row<PrecisionF16>(kF16),
@@ -73,6 +77,13 @@ ForwardKernel kernel_for_queries(const Problem& p, const Row& row, Logits logits
 
 bool has_kernels(const ForwardFormats& formats) { return row_of(formats); }
 
+bool reads_pages(const Problem& p, const ForwardNumerics& numerics) {
+  const auto as_it_is = [&](const View& t) { return t.dtype == numerics.type() && reads_directly(t); };
+  if (!row_of(numerics.formats)->pages.plain || !as_it_is(p.k) || !as_it_is(p.v)) return false;
+  const ForwardChoice choice = choose_forward(p, numerics);
+  return choice.few && !choice.scales_v;
+}
+
 ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) {
   const Row& row = *row_of(numerics.formats);
   const int64_t most_dim = std::max(p.dim, p.dim_v);
@@ -101,7 +112,8 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
                        .tile_queries = kernel.rows,
                        .tiles = query_tiles(p, kernel.rows)};
   if (!numerics.splits_keys() || p.dropout || smooths_q) return choice;
-  const ForwardKernel few = (choice.general ? row.pairs.general : row.pairs.plain)(most_dim);
+  const Kernels& of_few = p.k.pages.size && row.pages.plain ? row.pages : row.pairs;
+  const ForwardKernel few = (choice.general ? of_few.general : of_few.plain)(most_dim);
   const PackedTiles tiles = packed_tiles(p, few.rows);
   const Card& gpu = card(p.device_index);
   if (!has_few_queries(p, tiles, choice.tiles, gpu.multiprocessors)) return choice;

@@ -66,6 +66,9 @@ struct ForwardTile<Dims256, logits, TileRows::pairs> {
   static constexpr bool kQRegisters = false, kStagesMask = false, kRepeats = false, kLateV = false;
 };
 
+template <class Dims, Logits logits>
+struct ForwardTile<Dims, logits, TileRows::pages> : ForwardTile<Dims, logits, TileRows::pairs> {};
+
 // f32, in two f16 halves, whatever logits and rows are.
 template <class Dims>
 struct F16HalvesTile {

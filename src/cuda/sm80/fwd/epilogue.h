@@ -123,7 +123,7 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
   const int kv_head = shared.q_tile.head / a.group, kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + kv_head;
   const int first = warp_row() + block * kWarpRows;
   const auto value = [&](int key, int channel) {
-    return Operands::value(*this, shared.v_start + key * a.v.stride[2], key, channel);
+    return Operands::value(*this, shared.v_start + key_offset(a.v, key), key, channel);
   };
   const bool masked = !kPlain && a.terms.mask;
   if (!hides_keys()) {
@@ -137,7 +137,7 @@ __device__ inline void Forward<Kind>::recompute_rows(int block) const {
     const auto* const q = a.q.row<QkType>(shared.q_tile.batch, head, int64_t{shared.q_tile.q_first} + query_of(row));
     const RowTerms terms = !kPlain ? terms_of(row) : RowTerms{};
     const auto logit = [&](int key) {
-      const float product = Operands::product(*this, q, shared.k_start + key * a.k.stride[2], row, key);
+      const float product = Operands::product(*this, q, shared.k_start + key_offset(a.k, key), row, key);
       if constexpr (!kPlain) return logit_of(a.terms, terms, key, product) * a.scale_log2e;
       return product * a.scale_log2e;
     };

@@ -13,8 +13,8 @@
 // Logits::general (sm80/kinds.h): logits may have a softcap, ALiBi and a mask tensor (sm80/logits.h), and the maximum
 // may be shifted (bias correction beta), which is then updated in every tile.
 //
-// TileRows::pairs: thread blocks (x, y) for all y compute the same tile, each for its split of the keys; fwd/combine.h
-// combines what they write.
+// TileRows::pairs and pages: thread blocks (x, y) for all y compute the same tile, each for its split of the keys;
+// fwd/combine.h combines what they write.
 //
 // Where o is compensated (fragment/precision.h), V is centred by its mean, and the epilogue adds the mean back. Tensor
 // cores truncate o towards 0 after every 16 keys. Half way through the tiles of keys, o is therefore sign-flipped
@@ -45,7 +45,8 @@ struct Forward {
   using Precision = typename Kind::Precision;
   using Dims = typename Kind::Dims;
   static constexpr bool kPlain = Kind::kLogits == Logits::plain, kMasked = Kind::kLogits == Logits::masked,
-                        kGeneral = Kind::kLogits == Logits::general, kPairs = Kind::kTileRows == TileRows::pairs;
+                        kGeneral = Kind::kLogits == Logits::general, kPaged = Kind::kTileRows == TileRows::pages,
+                        kPairs = Kind::kTileRows == TileRows::pairs || kPaged;
   using Operands = ForwardOperands<Precision>;
   static constexpr bool kDrops = kGeneral && !kPairs && Operands::kHasDropout;  // it has dropout
   using Tile = typename Operands::template Tile<Dims, Kind::kLogits, Kind::kTileRows>;
@@ -251,6 +252,13 @@ struct Forward {
     const QkType* k;
     const VType* v;
   };
+  // Returns how far the row of a key lies from that of the first one; of pages, from the first token of the first page.
+  __device__ int64_t key_offset(const Output& t, int key) const {
+    if constexpr (kPaged)
+      return a.pages.page(shared.q_tile.sequence, key) * t.stride[0] + a.pages.token_in_page(key) * t.stride[2];
+    else
+      return key * t.stride[2];
+  }
   __device__ Sources sources_of(int tile) const {
     return {LoaderK::source(shared.k_start + tile * kKeys * a.k.stride[2], a.k.stride[2]),
             Operands::source_v(*this, tile)};
@@ -263,6 +271,7 @@ struct Forward {
   __device__ void start_sequence() const;
   __device__ void load_q() const;
   __device__ void load_keys(int tile, const Sources& from) const;
+  __device__ void load_pages(int tile, const Interval& rows) const;
   __device__ void load_late_v(int tile) const;
   // Waits until all threads have loaded their parts of a v that is late; the groups that follow its own may be on the
   // way.

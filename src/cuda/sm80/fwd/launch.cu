@@ -6,6 +6,7 @@
 #include "cuda/host/backend.h"
 #include "cuda/host/card.h"
 #include "cuda/host/launch.h"
+#include "cuda/operands/cache.h"
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/masks.h"
 #include "cuda/scheduler/query_tiles.h"
@@ -78,6 +79,7 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     a.terms = terms;
     a.mask_classes = classes;
     a.dropout = dropout_of(p);
+    if (p.k.pages.size) a.pages = page_table(p);
     constexpr double kLog2e = 1.4426950408889634;
     a.scale_log2e = static_cast<float>(choice.general ? kLog2e : p.scale * kLog2e);
     a.beta = choice.numerics.beta, a.beta_limit = choice.numerics.beta_limit;

@@ -30,6 +30,26 @@ __device__ inline void Forward<Kind>::load_q() const {
   }
 }
 
+// Loads `rows` of a tile of k and of v from the pages of a cache; others become zeros.
+template <class Kind>
+__device__ inline void Forward<Kind>::load_pages(int tile, const Interval& rows) const {
+  static_assert(TileK::kColumns == TileV::kColumns && sizeof(QkType) == sizeof(VType) && Operands::kTiles == 1);
+#pragma unroll
+  for (int i = 0; i < LoaderK::kLoads; ++i) {
+    const int row = LoaderK::first() + i * LoaderK::kRowsAtOnce, key = tile * kKeys + row;
+    const bool present = row >= rows.first && row < rows.last;
+    const int64_t page = present ? a.pages.page(shared.q_tile.sequence, key) : 0;
+    const int token = present ? a.pages.token_in_page(key) : 0, column = LoaderK::chunk() * LoaderK::kChunk;
+    const uint32_t to = TileK::offset(row, LoaderK::chunk());
+    const auto load = [&](uint32_t address, const auto* start, const Output& from, int columns) {
+      ptx::cp_async(address + to, start + (page * from.stride[0] + token * from.stride[2] + column),
+                    present && column < columns ? kChunkBytes : 0);
+    };
+    load(k(tile).address(), shared.k_start, a.k, a.dim);
+    load(v(tile).address(), shared.v_start, a.v, a.dim_v);
+  }
+}
+
 // Loads a tile of k and, unless it is late, of v. Rows that no query sees, or of the next packed sequence, may hold inf
 // or NaN, and 0 times these would be NaN: they become zeros.
 template <class Kind>
@@ -37,6 +57,7 @@ __device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from) c
   const int key = tile * kKeys;
   const Interval rows{shared.seen.first - key, shared.seen.last - key};
   const bool whole = rows.first <= 0 && rows.last >= kKeys && a.whole_columns;
+  if constexpr (kPaged) return load_pages(tile, rows);
   Operands::load_key_factors(*this, tile, rows);
 #pragma unroll
   for (int which = 0; which < Operands::kTiles; ++which) {

@@ -8,6 +8,7 @@
 //   kHasFactors        each token has a factor
 //   kStagesMasks       there are kernels for masked logits
 //   kHasPairs          there are kernels for few queries
+//   kHasPages          also where k and v lie in pages
 //   kRecomputes        an inf or NaN of v that a mask hides may reach a row, which is then computed again
 //   kHasDropout        kernels with general logits have dropout
 //   Factors            the factors of tokens in shared memory
@@ -52,6 +53,7 @@ struct ForwardOperands {
   using WidestDims = Dims256;
   static constexpr int kTiles = 1, kExponent = Precision::kPExponent;
   static constexpr bool kHasFactors = false, kStagesMasks = true, kHasPairs = !kCompensated<Precision>;
+  static constexpr bool kHasPages = kHasPairs;
   static constexpr bool kRecomputes = true, kHasDropout = true;
   template <int Rows, int Keys, int Stages>
   struct Factors {};
@@ -68,11 +70,11 @@ struct ForwardOperands {
   static __device__ void start_factors(const Kernel&, int) {}
   template <class Kernel>
   static __device__ int first_key(const Kernel& f) {
-    return f.shared.q_tile.k_first;
+    return Kernel::kPaged ? 0 : f.shared.q_tile.k_first;
   }
   template <class Kernel>
   static __device__ const auto* start_v(const Kernel& f, int kv_head) {
-    return f.a.v.template row<typename Precision::PType>(f.shared.q_tile.batch, kv_head, f.shared.q_tile.k_first);
+    return f.a.v.template row<typename Precision::PType>(f.shared.q_tile.batch, kv_head, first_key(f));
   }
   // Returns where this thread starts in a tile of v.
   template <class Kernel>
@@ -177,7 +179,7 @@ struct ForwardOperands<PrecisionF32> : ForwardOperands<PrecisionF16> {
   using Tile = F16HalvesTile<Dims>;
   using WidestDims = Dims256x128;
   static constexpr int kTiles = 2;
-  static constexpr bool kHasFactors = true, kStagesMasks = false;
+  static constexpr bool kHasFactors = true, kStagesMasks = false, kHasPages = false;
   template <int Rows, int Keys, int Stages>
   struct Factors {
     float q[Rows], k[Stages][Keys], v[Stages][Keys];

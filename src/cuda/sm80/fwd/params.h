@@ -3,6 +3,7 @@
 #include "cuda/fragment/dropout.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/output.h"
+#include "cuda/fragment/page_table.h"
 #include "cuda/fragment/sinks.h"
 #include "cuda/operands/quantize/block_logits.h"
 #include "cuda/operands/quantize/zero_point.h"
@@ -63,6 +64,7 @@ struct ForwardParams {
   MaskClasses mask_classes;  // of kernels for mask tensors
   MeanFactors mean_factors;  // of int8's training
   Dropout dropout;           // of kernels with general logits
+  PageTable pages;           // of kernels that read pages, of which k and v have their strides
 };
 
 }  // namespace octet::cuda::sm80

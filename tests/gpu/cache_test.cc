@@ -1,0 +1,113 @@
+// Keys in a KV cache on a GPU: random problems against float64, and that queries split over a cache see all of it.
+#include "support/cache.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gpu/place.h"
+#include "support/random_problems.h"
+#include "support/row_bars.h"
+
+namespace octet::test {
+namespace {
+
+// Returns what a backend gives, or nothing where it rejects the problem.
+std::optional<Outputs> solved(const RandomCache& x, uint64_t seed, std::string* explained) {
+  GpuPlace place;
+  try {
+    return run_cached(x.c, x.in, x.attention, x.how, seed, &place, explained);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.status(), OCTET_UNSUPPORTED) << error.what();
+    EXPECT_FALSE(tests_sm80()) << "rejected: " << error.what();
+    return {};
+  }
+}
+
+void expect_right(const RandomCache& x, uint64_t seed, std::string* explained = nullptr) {
+  const std::optional<Outputs> got = solved(x, seed, explained);
+  if (!got) return;
+  const Outputs want = exact(x.c, x.numbers, Pass::forward);
+  const RowBars bars = row_bars(x.c, x.numbers, x.attention, Pass::forward, want, {});
+  EXPECT_EQ(wrong_row(*got, want, bars, Pass::forward), "");
+}
+
+TEST(GpuCaches, are_right_in_every_row) {
+  const auto [first, count] = draws(100);
+  for (uint64_t seed = first; seed < first + count; ++seed) {
+    SCOPED_TRACE("OCTET_RANDOM_SEED=" + std::to_string(seed));
+    expect_right(random_cache(seed), seed);
+  }
+}
+
+// One query, or few, over so many keys that they are split.
+TEST(GpuCaches, are_right_where_keys_are_split) {
+  for (const int64_t page_size : {0, 16, 64})
+    for (const int64_t dim : {64, 128, 256})
+      for (const DType dtype : {DType::f16, DType::bf16}) {
+        RandomCache x;
+        x.c = {.name = "split", .heads = 4, .kv_heads = 2, .dim = dim, .dim_v = dim, .dtype = dtype};
+        x.c.cu_seqlens_q = {0, 3, 6, 9}, x.c.cu_seqlens_k = {0, 700, 700, 1211};
+        x.c.tokens_q = 9, x.c.tokens_k = 1211, x.c.causal = true, x.c.alignment = Alignment::bottom_right;
+        x.in = x.numbers = draw(x.c, 7);
+        x.attention = attention_of(x.c, dtype == DType::f16 ? Precision::f16 : Precision::bf16, nullptr);
+        x.how = {.page_size = page_size, .packed_q = false};
+        SCOPED_TRACE(std::to_string(page_size) + ", " + std::to_string(dim));
+        // The reference of the bars: P in the precision's own type, as few queries have it.
+        x.attention.bias_correction = BiasCorrection::none;
+        std::string explained;
+        expect_right(x, 7, &explained);
+        if (tests_sm80()) {
+          EXPECT_NE(explained.find("keys in pages"), std::string::npos) << explained;
+          EXPECT_NE(explained.find(" splits"), std::string::npos) << explained;
+        }
+      }
+}
+
+// Every precision of 8 bits.
+TEST(GpuCaches, err_as_packed_sequences_do) {
+  Case c{.name = "eight_bits", .heads = 4, .kv_heads = 2, .tokens_q = 40, .tokens_k = 331};
+  c.cu_seqlens_q = {0, 10, 20, 30, 40}, c.cu_seqlens_k = {0, 100, 230, 231, 331}, c.dtype = DType::bf16;
+  const Inputs in = draw(c, 3);
+  for (const Precision precision : precisions_of(Pass::forward)) {
+    if (!gpu_computes(Pass::forward, precision)) continue;
+    SCOPED_TRACE(name(precision));
+    const Attention attention = attention_of(c, precision, nullptr);
+    GpuPlace place, packed_place;
+    const Outputs want = run(c, in, attention, Pass::forward, nullptr, &packed_place);
+    const Outputs got = run_cached(c, in, attention, {.page_size = 16}, 5, &place);
+    const Outputs of_64 = exact(c, in, Pass::forward);
+    EXPECT_LE(difference(got.o, of_64.o).rms, 1.0001 * difference(want.o, of_64.o).rms);
+    EXPECT_LE(difference(got.lse, of_64.lse).rms, 1.0001 * difference(want.lse, of_64.lse).rms + 1e-7);
+  }
+}
+
+// Caches in 8 bits, in every precision that takes them; random problems have those of f32, whose products on a GPU are
+// others than on the CPU.
+TEST(GpuCaches, of_codes_err_as_on_the_cpu) {
+  if (!tests_sm80()) GTEST_SKIP() << "this backend computes no codes";
+  Case c{.name = "codes", .heads = 4, .kv_heads = 2, .tokens_q = 40, .tokens_k = 331};
+  c.cu_seqlens_q = {0, 10, 20, 30, 40}, c.cu_seqlens_k = {0, 100, 230, 231, 331}, c.dtype = DType::bf16;
+  const Inputs in = draw(c, 3);
+  for (const DType codes : {DType::i8, DType::e4m3})
+    for (const Precision precision : precisions_of(Pass::forward)) {
+      if (precision == Precision::f32 || !gpu_computes(Pass::forward, precision)) continue;
+      for (const int64_t page_size : {0, 16}) {
+        SCOPED_TRACE(std::string(name(precision)) + ", pages of " + std::to_string(page_size));
+        const CacheLayout how{.page_size = page_size, .packed_q = false, .codes = codes};
+        GpuPlace place;
+        const Outputs got = run_cached(c, in, attention_of(c, precision, nullptr), how, 5, &place);
+        const Outputs cpu = run_cached(c, in, attention_of(c, precision, "cpu"), how, 5);
+        const Outputs want = exact(c, as_cached(in, how), Pass::forward);
+        EXPECT_LE(difference(got.o, want.o).rms, 2 * difference(cpu.o, want.o).rms);
+        EXPECT_LE(difference(got.lse, want.lse).rms, 2 * difference(cpu.lse, want.lse).rms);
+      }
+    }
+}
+
+}  // namespace
+}  // namespace octet::test

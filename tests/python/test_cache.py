@@ -1,0 +1,219 @@
+"""octet.attention_cached on numpy's arrays: batches of one length, pages in any order, packed queries."""
+
+import numpy as np
+import octet
+import pytest
+from caches import exact, in_pages
+
+HEADS, KV_HEADS, DIM = 4, 2, 40
+LENGTHS = [70, 0, 16, 33]
+
+
+def problem(queries=3, seed=0):
+    random = np.random.default_rng(seed)
+    q = random.standard_normal((len(LENGTHS), queries, HEADS, DIM)).astype(np.float32)
+    keys, values = ([random.standard_normal((m, KV_HEADS, DIM)).astype(np.float32) for m in LENGTHS] for _ in "kv")
+    return q, keys, values
+
+
+def lengths():
+    return np.array(LENGTHS, np.int32)
+
+
+def wanted(q, keys, values, **how):
+    pairs = [exact(*x, **how) for x in zip(q, keys, values, strict=True)]
+    return np.stack([o for o, _ in pairs]), np.stack([lse for _, lse in pairs])
+
+
+def expect_close(found, want):
+    for x, y in zip(found, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_lengths_of_a_batch(layout):
+    q, keys, values = problem()
+    cache = [np.full((len(LENGTHS), 80, KV_HEADS, DIM), np.nan, np.float32) for _ in "kv"]
+    for of, tensors in zip(cache, (keys, values), strict=True):
+        for s, x in enumerate(tensors):
+            of[s, : len(x)] = x
+    given = [x.swapaxes(1, 2) if layout == "bhsd" else x for x in (q, *cache)]
+    o, lse = octet.attention_cached(*given, lengths(), causal="bottom_right", return_lse=True, layout=layout)
+    expect_close((o.swapaxes(1, 2) if layout == "bhsd" else o, lse), wanted(q, keys, values, causal=True))
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_pages(page_size):
+    q, keys, values = problem()
+    k, table = in_pages(keys, page_size)
+    v, _ = in_pages(values, page_size)
+    how = {"softcap": 3.0, "sinks": np.array([0.5, -1, 2, 0], np.float32)}
+    slopes = np.array([0.1, 0.2, 0.3, 0.4], np.float32)
+    found = octet.attention_cached(
+        q, k, v, lengths(), block_table=table, window=(20, 0), alignment="bottom_right", alibi_slopes=slopes,
+        layout="bshd", return_lse=True, max_seqlen_k=70, **how,
+    )  # fmt: skip
+    expect_close(found, wanted(q, keys, values, window=(20, 0), slopes=slopes, **how))
+
+
+def test_packed_queries():
+    q, keys, values = problem(queries=6)
+    k, table = in_pages(keys, 16)
+    v, _ = in_pages(values, 16)
+    counts = [1, 4, 0, 6]
+    rows = [x[:n] for x, n in zip(q, counts, strict=True)]
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    o, lse = octet.attention_cached(
+        np.concatenate(rows), k, v, lengths(), block_table=table, cu_seqlens_q=starts, max_seqlen_q=6,
+        causal="bottom_right", return_lse=True,
+    )  # fmt: skip
+    pairs = [exact(*x, causal=True) for x in zip(rows, keys, values, strict=True)]
+    expect_close((o, lse), (np.concatenate([x for x, _ in pairs]), np.concatenate([x for _, x in pairs], 1)))
+
+
+def test_caches_in_another_order():
+    """A page for each sequence, of any number of tokens: the batch elements of a cache by their numbers."""
+    q, keys, values = problem()
+    k, v = (np.stack([np.pad(x, ((0, 71 - len(x)), (0, 0), (0, 0))) for x in tensors]) for tensors in (keys, values))
+    place = np.array([2, 3, 0, 1], np.int32)
+    found = octet.attention_cached(
+        q, k[place], v[place], lengths(), block_table=np.argsort(place).astype(np.int32)[:, None], layout="bshd",
+        return_lse=True,
+    )  # fmt: skip
+    expect_close(found, wanted(q, keys, values))
+
+
+def test_rejections():
+    q, keys, values = problem()
+    k, table = in_pages(keys, 16)
+    v, _ = in_pages(values, 16)
+
+    def call(*args, **keywords):
+        return octet.attention_cached(*args, layout="bshd", **keywords)
+
+    with pytest.raises(octet.InvalidArgument, match="seqused_k: 81 keys of sequence 0, allowed: 0 to 80"):
+        call(q, k, v, lengths() + np.int32([11, 0, 0, 0]), block_table=table[:, :5])
+    with pytest.raises(octet.InvalidArgument, match="block_table: page -1 in column 5 of sequence 0"):
+        call(q, k, v, lengths() + np.int32([20, 0, 0, 0]), block_table=table)
+    with pytest.raises(octet.InvalidArgument, match=r"block_table: shape \[6\], expected 2 dimensions"):
+        call(q, k, v, lengths(), block_table=table[0])
+    with pytest.raises(octet.InvalidArgument, match="alignment: unspecified, but seqused_k has the lengths of k"):
+        call(q, k, v, lengths(), block_table=table, causal=True)
+    with pytest.raises(octet.InvalidArgument, match=r"q: shape \[4, 3, 4, 40\], expected \[token, head, dim\]"):
+        octet.attention_cached(q, k, v, lengths(), block_table=table, cu_seqlens_q=np.zeros(5, np.int32))
+    with pytest.raises(octet.InvalidArgument, match="layout: 'bshd' given, but packed sequences"):
+        call(q[0], k, v, lengths(), block_table=table, cu_seqlens_q=np.zeros(5, np.int32))
+
+
+def turned(x, positions, base=10000.0, interleaved=False):
+    """x [tokens, heads, dim] by RoPE at positions, in float64."""
+    x, half = np.asarray(x, np.float64), x.shape[-1] // 2
+    angles = (positions[:, None] * base ** (-np.arange(half) / half))[:, None]
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    pair = a * np.cos(angles) - b * np.sin(angles), a * np.sin(angles) + b * np.cos(angles)
+    return np.stack(pair, -1).reshape(x.shape) if interleaved else np.concatenate(pair, -1)
+
+
+@pytest.mark.parametrize("rope", ["none", "half", "interleaved"])
+@pytest.mark.parametrize("by_tables", [False, True])
+def test_append(rope, by_tables):
+    """Two steps of a decoder: what is appended is what the next attention reads."""
+    random = np.random.default_rng(4)
+    tokens = [random.standard_normal((m + 3, KV_HEADS, DIM)).astype(np.float32) for m in LENGTHS]
+    more = [random.standard_normal((m + 3, KV_HEADS, DIM)).astype(np.float32) for m in LENGTHS]
+    k, table = in_pages([x[:m] for x, m in zip(tokens, LENGTHS, strict=True)], 16)
+    v, _ = in_pages([x[:m] for x, m in zip(more, LENGTHS, strict=True)], 16)
+    k, v, table = np.concatenate([k, k[:4] * np.nan]), np.concatenate([v, v[:4] * np.nan]), table.copy()
+    free = iter(range(len(k) - 4, len(k)))
+    for s, m in enumerate(LENGTHS):  # room for three more tokens of each
+        if -(-m // 16) != -(-(m + 3) // 16):
+            table[s, -(-m // 16)] = next(free)
+    new_k, new_v = (np.stack([x[m:] for x, m in zip(of, LENGTHS, strict=True)]) for of in (tokens, more))
+    q = random.standard_normal((len(LENGTHS), 3, HEADS, DIM)).astype(np.float32)
+    how = {}
+    if rope != "none":
+        how = {"rope": rope, "q": q}
+        if by_tables:
+            angles = np.arange(100)[:, None] * 10000.0 ** (-np.arange(DIM // 2) / (DIM // 2))
+            how |= {"rope_cos": np.cos(angles).astype(np.float32), "rope_sin": np.sin(angles).astype(np.float32)}
+    found = octet.append(k, v, new_k, new_v, lengths(), block_table=table, layout="bshd", **how)
+    positions = [np.arange(m, m + 3) for m in LENGTHS]
+    if rope != "none":
+        interleaved = rope == "interleaved"
+        for x, m, at in zip(tokens, LENGTHS, positions, strict=True):
+            x[m:] = turned(x[m:], at, interleaved=interleaved)
+        want_q = np.stack([turned(x, at, interleaved=interleaved) for x, at in zip(q, positions, strict=True)])
+        np.testing.assert_allclose(found, want_q, rtol=1e-5, atol=1e-5)
+        q = found
+    else:
+        assert found is None
+    all_lengths = lengths() + np.int32(3)
+    made = octet.attention_cached(
+        q, k, v, all_lengths, block_table=table, causal="bottom_right", layout="bshd", return_lse=True
+    )
+    expect_close(made, wanted(q, tokens, more, causal=True))
+
+
+def test_append_rejections():
+    _, keys, values = problem()
+    k, table = in_pages(keys, 16)
+    v, _ = in_pages(values, 16)
+    new = np.zeros((len(LENGTHS), 1, KV_HEADS, DIM), np.float32)
+
+    def call(**keywords):
+        given = {"k_cache": k, "v_cache": v, "k": new, "v": new, "seqused_k": lengths(), "block_table": table}
+        return octet.append(**given | {"layout": "bshd"} | keywords)
+
+    before = k.tobytes()
+    with pytest.raises(octet.InvalidArgument, match="block_table: page -1 in column 0 of sequence 1, allowed: 0 to"):
+        call()
+    with pytest.raises(
+        octet.InvalidArgument, match="seqused_k: 96 keys of sequence 0 and 1 new ones, allowed: 0 to 96"
+    ):
+        call(seqused_k=np.array([96, 0, 0, 0], np.int32))
+    with pytest.raises(octet.InvalidArgument, match="rope_cos, rope_sin: only one of them given"):
+        call(rope="half", rope_cos=np.ones((100, DIM // 2), np.float32))
+    with pytest.raises(octet.InvalidArgument, match="q: given without a rope"):
+        call(q=new)
+    with pytest.raises(octet.InvalidArgument, match="k_cache: dtype f64, allowed: f32, f16, bf16, e4m3"):
+        call(k_cache=k.astype(np.float64))
+    with pytest.raises(octet.InvalidArgument, match="v: shape"):
+        call(v=new[:, :, :1])
+    k.flags.writeable = False
+    with pytest.raises(octet.InvalidArgument, match="k_cache: read-only"):
+        call()
+    with pytest.raises(TypeError, match="rotary: octet has no such argument"):
+        call(rotary=1)
+    assert k.tobytes() == before
+
+
+@pytest.mark.parametrize("codes", ["i8", "e4m3"])
+@pytest.mark.parametrize("in_pages_of", [0, 16])
+def test_caches_in_8_bits(codes, in_pages_of):
+    """Codes that octet.append writes are those that octet.quantize gives, and attention reads what they stand for."""
+    random = np.random.default_rng(6)
+    tokens = 37
+    q = random.standard_normal((2, 3, HEADS, DIM)).astype(np.float32)
+    new = [random.standard_normal((2, tokens, KV_HEADS, DIM)).astype(np.float32) for _ in "kv"]
+    shape = (7, 16, KV_HEADS, DIM) if in_pages_of else (2, 50, KV_HEADS, DIM)
+    k, v = (octet.quantize(np.zeros(shape, np.float32), of, format=codes, layout="bshd") for of in "kv")
+    where = {"layout": "bshd"}
+    if in_pages_of:
+        where["block_table"] = np.array([[6, 0, 3], [5, 1, 2]], np.int32)
+    none = np.zeros(2, np.int32)
+    assert octet.append(k, v, *new, none, **where) is None
+    numbers = [
+        octet.dequantize(octet.quantize(x, of, format=codes, layout="bshd")) for x, of in zip(new, "kv", strict=True)
+    ]
+    o, lse = octet.attention_cached(
+        q, k, v, none + np.int32(tokens), causal="bottom_right", precision="f32", return_lse=True, **where
+    )
+    expect_close((o, lse), wanted(q, *numbers, causal=True))
+    with pytest.raises(octet.InvalidArgument, match="k_cache: of layout 'bshd', but the call's is 'bhsd'"):
+        octet.append(k, v, *new, none, **where | {"layout": "bhsd"})
+    by_block = octet.quantize(np.zeros(shape, np.float32), "k", granularity="tensor", layout="bshd")
+    with pytest.raises(octet.InvalidArgument, match=r"k_cache: a QTensor of Coding\(operand=1, granularity=0"):
+        octet.append(by_block, v, *new, none, **where)
+    if in_pages_of:
+        with pytest.raises(octet.InvalidArgument, match="k: quantized per tensor; allowed with block_table: per token"):
+            octet.attention_cached(q, by_block, v, none, precision="f32", **where)
