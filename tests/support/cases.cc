@@ -376,6 +376,13 @@ Outputs run(const Case& c, const Inputs& in, const Attention& attention, Pass pa
   return out;
 }
 
+std::string explained(const Case& c, const Inputs& in, const Attention& attention, Pass pass, Place* place) {
+  const Buffers x = lay_out(c, in, attention.precision, pass, nullptr);
+  std::string text;
+  with_arguments(pass, x, place, [&](const auto& arguments) { text = explain(attention, arguments); });
+  return text;
+}
+
 std::string why_rejected(const Case& c, const Inputs& in, const Attention& attention, Pass pass, Place* place) {
   const Outputs zeros{.o = Values(c.o_shape()), .lse = Values(c.lse_shape()), .o_residual = Values(c.o_shape())};
   const Buffers x = lay_out(c, in, attention.precision, pass, &zeros);

@@ -14,6 +14,7 @@
 #include "cuda/operands/cache.h"
 #include "cuda/operands/decoded.h"
 #include "cuda/operands/key_mask.h"
+#include "cuda/operands/listed_keys.h"
 #include "cuda/operands/rewritten.h"
 #include "cuda/sm80/passes.h"
 
@@ -37,6 +38,14 @@ std::shared_ptr<const PackedKeys> packed_keys(const Problem& p, void* workspace)
   auto keys = std::make_shared<const PackedKeys>(p, workspace);
   if (keys->copies_queries() && p.tokens_q < kFewestCopiedQueries) return nullptr;
   return size_unsupported_reason(keys->problem()) ? nullptr : keys;
+}
+
+// Returns a problem whose seen keys are listed, where kernels of few queries read them by such a list; else null.
+std::shared_ptr<const ListedKeys> listed_keys(const Problem& p, const ForwardNumerics& numerics, void* workspace) {
+  if (p.pass != OCTET_FORWARD || !can_list_keys(p)) return nullptr;
+  auto keys = std::make_shared<const ListedKeys>(p, workspace);
+  if (no_cache_reason(keys->problem())) return nullptr;
+  return reads_pages(CachedKeys(keys->problem(), true, nullptr).problem(), numerics) ? keys : nullptr;
 }
 
 // Returns the reason why there is no pass of a precision whose q and k have 8 bits.
@@ -107,6 +116,10 @@ Answer plan(const Problem& p, void* workspace) {
                                             : jvp(problem, memory);
   };
   const auto plan_of_numbers = [&](const Problem& problem, void* memory) -> Answer {
+    if (auto keys = listed_keys(problem, numerics, memory))
+      return plan_of_rewritten(std::move(keys), memory, [&](const Problem& cached, void* rest) {
+        return plan_of_cached(cached, rest, in_pages, plan_of_pass);
+      });
     if (auto keys = packed_keys(problem, memory)) return plan_of_rewritten(std::move(keys), memory, plan_of_pass);
     return plan_of_pass(problem, memory);
   };
