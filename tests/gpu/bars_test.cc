@@ -38,6 +38,11 @@ TEST(GpuBars, forward_fp8_raw) {
   for (DType out : {DType::f32, DType::e4m3}) expect_forward_bar(kGpu, fp8_raw_forward_bar(out));
 }
 
+TEST(GpuBars, forward_sagebwd) {
+  if (!tests_sm80()) GTEST_SKIP() << "this backend computes no sagebwd";
+  expect_forward_bar(kGpu, sagebwd_forward_bar());
+}
+
 TEST(GpuBars, forward_int8_f16_smooth_q) {
   if (!tests_sm80()) GTEST_SKIP() << "this backend computes no smooth_q";
   expect_forward_bar(kGpu, int8_f16_smooth_q_forward_bar());

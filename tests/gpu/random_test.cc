@@ -57,7 +57,7 @@ class Nowhere : public Place {
 };
 
 // The general backend solves whatever the CPU solves in f32, f16, bf16 and int8, and forward in the other precisions of
-// 8 bits but sagebwd, but for the backward passes of gproj, of int8 beyond head dim 128 or without o_residual, dropout
+// 8 bits, but for the backward passes of gproj, of int8 beyond head dim 128 or without o_residual, dropout
 // in 8 bits but at int8_f16, and gradients of masks.
 TEST(GpuRejections, are_none_of_what_the_cpu_solves) {
   if (!tests_sm80()) GTEST_SKIP() << "this backend leaves problems to sm80";
@@ -77,8 +77,9 @@ TEST(GpuRejections, are_none_of_what_the_cpu_solves) {
     if (c.dmask) continue;  // no GPU backend has it
     const Inputs in = draw(c, 1);
     for (const Pass pass : {Pass::forward, Pass::backward, Pass::jvp})
-      for (const Precision precision : {Precision::f32, Precision::f16, Precision::bf16, Precision::int8,
-                                        Precision::int8_f16, Precision::int8_fp8, Precision::fp8, Precision::fp8_raw})
+      for (const Precision precision :
+           {Precision::f32, Precision::f16, Precision::bf16, Precision::int8, Precision::int8_f16, Precision::int8_fp8,
+            Precision::fp8, Precision::fp8_raw, Precision::sagebwd})
         for (const BiasCorrection bias_correction : {f16, none, beta, exact_delta}) {
           if (!gpu_computes(pass, precision) || (c.dropout_p != 0 && !gpu_has_dropout(precision))) continue;
           // int8's backward pass needs o_residual, and has head dims up to 128.
@@ -98,7 +99,8 @@ TEST(GpuRejections, are_none_of_what_the_cpu_solves) {
     ask(x.c, x.in, x.attention, x.pass, text(x));
   }
   std::printf(
-      "of what the CPU solves in f32, f16, bf16, int8, and forward in int8_f16, int8_fp8, fp8 and fp8_raw, sm80 solves "
+      "of what the CPU solves in f32, f16, bf16, int8, and forward in int8_f16, int8_fp8, fp8, fp8_raw and sagebwd, "
+      "sm80 solves "
       "%llu problems and rejects %llu\n",
       static_cast<unsigned long long>(solved), static_cast<unsigned long long>(rejected));
   EXPECT_GT(solved, 0u);

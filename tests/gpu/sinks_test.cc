@@ -245,7 +245,8 @@ const std::vector<Kind> kForward = gpu_kinds<Kind>(Pass::forward, {{Precision::b
                                                                    {Precision::int8_f16},
                                                                    {Precision::int8_fp8},
                                                                    {Precision::fp8},
-                                                                   {Precision::fp8_raw}});
+                                                                   {Precision::fp8_raw},
+                                                                   {Precision::sagebwd}});
 
 TEST_P(GpuSinks, take_their_share) {
   const auto [index, which] = GetParam();

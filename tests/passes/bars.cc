@@ -186,6 +186,13 @@ ForwardBar fp8_raw_forward_bar(DType out) {
   return {"fp8_raw", Precision::fp8_raw, out, {{"D1", {.0600, .998}}}};
 }
 
+ForwardBar sagebwd_forward_bar() {
+  return {"sagebwd",
+          Precision::sagebwd,
+          DType::f32,
+          {{"D1", {.0222, .9997}}, {"D2", {.0297, .9996}}, {"D5", {.0008, .999999}}}};
+}
+
 BackwardBar bf16_backward_bar(BiasCorrection bias_correction) {
   constexpr double kCosine = .999998;
   if (bias_correction == BiasCorrection::none)
