@@ -56,6 +56,11 @@ TEST(GpuBars, backward) {
   }
 }
 
+TEST(GpuBars, backward_sagebwd) {
+  if (!tests_sm80()) GTEST_SKIP() << "this backend computes no sagebwd";
+  expect_backward_bar(kGpu, sagebwd_backward_bar());
+}
+
 TEST(GpuBars, backward_deterministic) {
   const BackwardBar bar = bf16_backward_bar(BiasCorrection::f16);
   SCOPED_TRACE(bar.row);
@@ -82,6 +87,11 @@ TEST(GpuBars, real_activations_int8) {
 TEST(GpuBars, real_gradients_int8) {
   if (!tests_sm80()) GTEST_SKIP() << "this backend computes no gradients of int8";
   expect_real_bar(kGpu, {"int8", Precision::int8, DType::bf16, 0, .0179, .0188, .0065});
+}
+
+TEST(GpuBars, real_gradients_sagebwd) {
+  if (!tests_sm80()) GTEST_SKIP() << "this backend computes no sagebwd";
+  expect_real_gradients_to_err_as_rounding_costs(kGpu, Precision::sagebwd);
 }
 
 TEST(GpuBars, real_activations_int8_f16) { expect_real_bar(kGpu, kRealInt8F16); }

@@ -160,7 +160,8 @@ struct Kind {
 
 bool supported(const Case& c, const Inputs& in, const Kind& kind) {
   const bool int8_backward = kind.precision == Precision::int8 && kind.pass == Pass::backward;
-  const bool training = int8_backward || (kind.training && c.has_residual());
+  const bool training = int8_backward || (kind.precision == Precision::sagebwd && kind.pass == Pass::backward) ||
+                        (kind.training && c.has_residual());
   const bool dims = std::max(c.dim, c.dim_v) <= (training ? 128 : gpu_most_dim(kind.precision));
   // Without o_residual the forward pass for training is the other one, and there is no backward pass.
   if (int8_backward && !c.has_residual()) return false;
@@ -207,7 +208,9 @@ constexpr Kind kKinds[] = {{Pass::forward, Precision::bf16, BiasCorrection::f16}
                            {Pass::forward, Precision::int8_fp8},
                            {Pass::forward, Precision::fp8},
                            {Pass::forward, Precision::fp8_raw},
-                           {Pass::forward, Precision::sagebwd}};
+                           {Pass::forward, Precision::sagebwd},
+                           {Pass::backward, Precision::sagebwd},
+                           {Pass::backward, Precision::sagebwd, BiasCorrection::f16, true}};
 
 // o where P is rounded to bf16 against a maximum that is not the row's own, and summed before: what kernels compute
 // that keep a stale maximum, but for its choice (docs/numerics.md). The largest P of a row, which over its own maximum

@@ -291,7 +291,8 @@ const std::vector<Kind> kBackward = gpu_kinds<Kind>(Pass::backward, {{Precision:
                                                                      {Precision::bf16, BiasCorrection::none, true},
                                                                      {Precision::bf16, BiasCorrection::exact_delta},
                                                                      {Precision::f16},
-                                                                     {Precision::f16, BiasCorrection::f16, true}});
+                                                                     {Precision::f16, BiasCorrection::f16, true},
+                                                                     {Precision::sagebwd}});
 
 // Backward passes from the o and lse that the oracle saves, so that only what this pass does shows.
 struct Passes {
@@ -317,10 +318,15 @@ struct Passes {
   }
 };
 
+bool has_gradients(const Case& c, const Kind& kind) {
+  return kind.precision != Precision::sagebwd || std::max(c.dim, c.dim_v) <= 128;
+}
+
 // Keys or values that are not finite: rows of dq that see them, their own dk and dv, and what those rows of dq see.
 TEST_P(GpuReachBackward, of_keys_are_rows_that_see_them) {
   const auto [index, which] = GetParam();
   const Shapes shape = shapes()[index];
+  if (!has_gradients(shape.c, kBackward[which])) return;
   const Passes x(shape, kBackward[which], index + 1);
   const Case& c = x.c;
   for (const bool of_v : {false, true})
@@ -351,6 +357,7 @@ TEST_P(GpuReachBackward, of_keys_are_rows_that_see_them) {
 TEST_P(GpuReachBackward, of_queries_are_keys_that_they_see) {
   const auto [index, which] = GetParam();
   const Shapes shape = shapes()[index];
+  if (!has_gradients(shape.c, kBackward[which])) return;
   const Passes x(shape, kBackward[which], index + 1);
   const Case& c = x.c;
   for (const bool of_do : {false, true})
@@ -432,6 +439,7 @@ TEST_P(GpuReachBackward, of_rows_of_do_are_their_rows_of_dq) {
   const auto [index, which] = GetParam();
   Shapes shape = shapes()[index];
   const Kind& kind = kBackward[which];
+  if (kind.precision == Precision::sagebwd) return;  // 64 queries share scales
   std::vector<Case> cases = {case_of(shape.c, kind)};
   if (shape.c.causal && shape.c.alignment == Alignment::top_left) {
     cases.push_back(cases[0]);

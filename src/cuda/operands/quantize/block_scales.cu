@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(kThreads) block_scales_kernel(const __grid_con
   }
   __syncthreads();
   const Scale scale = scale_of(__int_as_float(largest), 127.f);
+  if (a.block_scale && threadIdx.x == 0) a.block_scale[blockIdx.x] = scale.scale;
   const int64_t first = int64_t{batch_head} * rows + (a.in_tiles ? number * a.blocks.tile : block.first);
   for (int i = static_cast<int>(threadIdx.x) / lanes; i < a.blocks.tile; i += rows_at_once) {
     const bool finite = read_row(i, x, product) <= FLT_MAX;

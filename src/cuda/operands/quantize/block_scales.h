@@ -18,6 +18,7 @@ struct BlockScaledRows {
   Strided from;
   signed char* to;        // [batch, head, row, dim]
   float* scale;           // [batch, head, row]: that of the row's block
+  float* block_scale;     // [batch, head, block]; null: not wanted
   KeyTiles blocks;        // of these tokens
   KeyTiles keys;          // of the keys of the same sequences
   bool of_queries;        // the tokens are queries, else keys
@@ -29,6 +30,7 @@ struct BlockScaledRows {
   float* mean_logit;      // [batch, head, row]; null: not wanted
 
   int rows() const { return in_tiles ? blocks.count() * blocks.tile : static_cast<int>(from.shape[2]); }  // of a head
+  std::size_t block_count() const { return static_cast<std::size_t>(from.shape[0] * from.shape[1]) * blocks.count(); }
   std::size_t count() const { return static_cast<std::size_t>(from.shape[0] * from.shape[1]) * rows(); }
 };
 void quantize_blocks(const BlockScaledRows& rows, cudaStream_t stream);

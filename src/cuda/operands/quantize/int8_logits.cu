@@ -80,7 +80,7 @@ Int8Logits::Int8Logits(const Problem& p, const KeySide& key_side, int64_t dim, i
     params_.q = strided(smoothed_q_->q());
   }
   copy_as_they_came(p, qk_came, v_came, workspace);
-  if (blocks) quantize_by_blocks(p, !qk_came, !v_came, workspace);
+  if (blocks) quantize_by_blocks(p, !qk_came, key_side.quantizes_v && !v_came, workspace);
 }
 
 PrequantizedMeans Int8Logits::means_of(const View& from, uint64_t seed, int64_t sequences, bool packed,
@@ -142,6 +142,7 @@ void Int8Logits::quantize_by_blocks(const Problem& p, bool q_and_k, bool v, Work
     k_rows_->from = params_.k, k_rows_->to = static_cast<signed char*>(params_.k_quantized);
     k_rows_->scale = params_.k_scale, k_rows_->blocks = keys, k_rows_->in_tiles = true;
     k_rows_->mean = params_.channels.k_mean;
+    for (auto* x : {&q_rows_, &k_rows_}) (*x)->block_scale = workspace.take<float>((*x)->block_count());
   }
   if (v) {
     // With keys along rows they are copied as codes that came.
@@ -173,6 +174,11 @@ void Int8Logits::quantize(cudaStream_t stream) const {
   const bool all_came = q_came_ && params_.v_type == QuantizedFormat::none && !params_.channels.v_scale;
   if (smoothed_q_) smoothed_q_->centre(stream);
   keys_ && !all_came ? cuda::quantize(params_, scratch_, stream) : clear(counter(), stream);
+  if (k_rows_ && !keys_) {  // a mean of no keys
+    const int64_t sequences = params_.keys.cu_seqlens ? params_.keys.sequences : batch_;
+    const auto bytes = static_cast<std::size_t>(sequences * params_.kv_heads * params_.dim) * sizeof(float);
+    check(cudaMemsetAsync(params_.channels.k_mean, 0, bytes, stream), "cudaMemsetAsync");
+  }
   if (seen_queries_) seen_queries_->preprocess(stream);
   for (const auto* rows : {&q_rows_, &k_rows_, &v_rows_})
     if (*rows) quantize_blocks(**rows, stream);

@@ -57,6 +57,9 @@ class Int8Logits {
   const float* q_scale() const { return params_.q_scale; }
   const float* k_scale() const { return params_.k_scale; }
   const float* mean_logit() const { return params_.mean_logit; }  // null where it is not needed
+  // [batch, head, block] where blocks of q and k share a scale.
+  const float* q_block_scale() const { return q_rows_->block_scale; }
+  const float* k_block_scale() const { return k_rows_->block_scale; }
   // These are of a quantized v: its values with keys along rows, [batch, kv_head, dim, keys], scales and means.
   View v() const { return view_8bit(params_.v_quantized, batch_, params_.kv_heads, params_.dim, keys_); }
   const float* v_scale() const { return params_.v_scale; }
