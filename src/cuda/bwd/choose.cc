@@ -19,8 +19,7 @@ BackwardChoice choose_backward(const Problem& p) {
   const octet::BackwardRecipe r = recipe_of(p).backward;
   // A softcap needs logits that have the mean. Where rows of ds have sums other than 0 and lse has a row bias,
   // preprocessing cannot compute the sums.
-  const bool sums_are_known = !p.softcap && !(has_row_bias(p) && p.sinks.present());
-  const bool smooth = r.smooth_dq && sums_are_known;
+  const bool smooth = r.smooth_dq && !p.softcap && !(has_row_bias(p) && p.sinks.present());
   const bool integers = r.logits.q.format == OCTET_I8, blocks = integers && r.logits.q.group == Group::block,
              int8 = integers && !blocks, has_sums = p.sinks.present() || p.dlse.present();
   return {.dim = backward_dim(p),
@@ -30,8 +29,8 @@ BackwardChoice choose_backward(const Problem& p) {
           .cast = integers ? OCTET_F32 : r.logits.q.format,
           .exact_o = r.exact_o || int8,  // delta, which the recipe takes from P, is that of do and its forward pass's o
           .smooth = smooth,
-          .adds_mean = (smooth || (blocks && sums_are_known)) && has_sums,
-          .sums_rows = blocks && !sums_are_known,
+          .adds_mean = (smooth || (blocks && !p.softcap)) && has_sums,
+          .sums_rows = blocks && p.softcap,
           .sums = p.deterministic ? Sums::integers : Sums::floats};
 }
 

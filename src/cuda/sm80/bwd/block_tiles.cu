@@ -1,3 +1,4 @@
+#include "cuda/bwd/exponents.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/vec8.h"
@@ -15,6 +16,7 @@ struct TilesParams {
   const float *q_scale, *do_scale;  // [batch, head, token]
   const float* mean_logit;          // [batch, head, token]: is taken from lse; null: nothing is
   unsigned char* do_values;
+  Strided lse;  // the saved one
 };
 
 // Eight values as f16.
@@ -70,13 +72,28 @@ struct BlockTileWriter {
     const float delta = rows_at<kQueries>(p.rows, 0, tiles, tile).delta[row];
     const bool finite = isfinite(delta + (a.q_scale[token] + a.do_scale[token]));
     const float lacks = a.mean_logit ? p.scale * 1.44269504f * a.mean_logit[token] : 0.f;
-    const int bins = p.exponents[head / p.group].bins;
-    for (int bin = 0; bin < bins; ++bin) {
+    const Exponents& e = p.exponents[head / p.group];
+    bool sees = false;
+    for (int bin = 0; bin < e.bins; ++bin) {
       auto& rows = rows_at<kQueries>(p.rows, bin, tiles, tile);
       if (!finite) rows.delta[row] = 0.f;
-      if (rows.lse[row] != INFINITY) rows.lse[row] = finite ? rows.lse[row] - lacks : NAN;
+      if (rows.lse[row] == INFINITY) continue;
+      rows.lse[row] = finite ? rows.lse[row] - lacks : NAN;
+      sees = true;
     }
+    if (p.row_sums && p.sinks.data && sees)
+      p.row_sums[tile * kQueries + row] = row_sum(head, sequence.first + first + row, delta, e);
     if (p.int8.mean_delta) p.int8.mean_delta[tile * kQueries + row] = finite ? 0.f : NAN;
+  }
+
+  // Returns the sum of a row of ds from its delta less dlse, which has the scale of dp.
+  __device__ float row_sum(int head, int64_t token, float delta, const Exponents& e) const {
+    const int heads = static_cast<int>(p.q.shape[1]);
+    const Index4 at{head / heads, head % heads, token, 0};
+    const float dlse = p.dlse.data ? static_cast<const float*>(p.dlse.data)[at.offset(p.dlse)] : 0.f;
+    const float share =
+        expf(p.sinks.at(head / heads, head % heads) - static_cast<const float*>(a.lse.data)[at.offset(a.lse)]);
+    return fmaf(share, delta / power_of_two(e.do_ + e.v + e.product), dlse);
   }
 
   // Writes the tile of a block of keys of (batch, kv head) `head`.
@@ -137,7 +154,7 @@ void BlockInputs::quantize(cudaStream_t stream) const {
   quantize_blocks(do_, stream);
 }
 
-void BlockInputs::write_tiles(const PreprocessParams& params, cudaStream_t stream) const {
+void BlockInputs::write_tiles(const PreprocessParams& params, const Strided& saved_lse, cudaStream_t stream) const {
   const TilesParams a{.tiles = params,
                       .q = static_cast<const S8*>(logits_.q().data),
                       .k = static_cast<const S8*>(logits_.k().data),
@@ -146,7 +163,8 @@ void BlockInputs::write_tiles(const PreprocessParams& params, cudaStream_t strea
                       .q_scale = logits_.q_scale(),
                       .do_scale = do_.scale,
                       .mean_logit = softcap_ ? nullptr : logits_.mean_logit(),
-                      .do_values = do_values_};
+                      .do_values = do_values_,
+                      .lse = saved_lse};
   const int64_t q_tiles = params.q.shape[0] * params.q.shape[1] * params.q_blocks.count,
                 k_tiles = params.k.shape[0] * params.k.shape[1] * params.k_blocks.count;
   if (!(q_tiles + k_tiles)) return;

@@ -19,8 +19,9 @@ class BlockInputs {
   void quantize(cudaStream_t stream) const;
   // Writes the values of q, k and do as tiles, once preprocessing has written its own. Of tokens that are not finite
   // all are 0; a query that is one, or whose delta is not finite, gets an lse of NaN. lse loses what the mean of k adds
-  // to the logits.
-  void write_tiles(const PreprocessParams& params, cudaStream_t stream) const;
+  // to the logits. Sums of rows of ds, which preprocessing has found from an lse without row bias, are found again from
+  // the saved one, if they are wanted.
+  void write_tiles(const PreprocessParams& params, const Strided& saved_lse, cudaStream_t stream) const;
   BlockOperands::Terms terms() const;
 
  private:

@@ -118,7 +118,7 @@ Plan backward(const Problem& p, void* workspace) {
     if (int8) quantize(p, *int8, int8_terms, stream);
     if (block_inputs) block_inputs->quantize(stream);
     preprocess(params, stream);
-    if (block_inputs) block_inputs->write_tiles(params, stream);
+    if (block_inputs) block_inputs->write_tiles(params, saved_lse, stream);
     if (blocks)
       launch_general_pdl(kernel.function, static_cast<unsigned>(blocks), kernel.threads, kernel.shared_bytes, stream,
                          arguments);
