@@ -6,7 +6,7 @@
 #include "core/problem.h"
 #include "cuda/host/workspace.h"
 #include "cuda/operands/quantize/quantize.h"
-#include "cuda/operands/seen.h"
+#include "cuda/operands/token_flags.h"
 
 namespace octet::cuda {
 

@@ -6,6 +6,7 @@
 #include "cuda/operands/masks.h"
 #include "cuda/operands/quantize/int8_logits.h"
 #include "cuda/operands/quantize/smooth_q.h"
+#include "cuda/operands/seen.h"
 
 namespace octet::cuda {
 

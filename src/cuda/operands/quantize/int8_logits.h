@@ -14,6 +14,7 @@
 
 namespace octet::cuda {
 
+class SeenQueries;
 class SmoothedQueries;
 
 // Returns the Hadamard rotation of q and k of `dim` channels, with the signs of kHadamardSeed.
