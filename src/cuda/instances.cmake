@@ -70,6 +70,8 @@ endforeach()
 octet_instance(sm80/bwd Int8_plain_large kernel.h
   "BackwardKernel int8_backward_kernel<Logits::plain, SharedMemory::large>(int)")
 foreach(logits plain general)
+  octet_instance(sm80/bwd Blocks_${logits} kernel.h
+    "BackwardKernel block_backward_kernel<Logits::${logits}>(int)")
   octet_instance(sm80/bwd Int8_${logits}_small kernel.h
     "BackwardKernel int8_backward_kernel<Logits::${logits}, SharedMemory::small>(int)")
   foreach(type Bf16 F16)

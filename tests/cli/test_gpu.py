@@ -73,7 +73,7 @@ def test_bench_of_all_precisions_leaves_out_what_the_gpu_has_not():
     found = {
         r["precision"] for r in json.loads(run_ok("bench", "--shape", "1,2,2,256,256,64", "--device", "cuda", "--json"))
     }
-    assert {"f32", "f16", "bf16"} <= found and not {"f64", "sagebwd"} & found
+    assert {"f32", "f16", "bf16"} <= found and not {"f64"} & found
 
 
 def test_what_sm90_lacks_runs_on_sm80(bf16_file):
@@ -90,22 +90,23 @@ def test_explain_chooses_the_gpu_for_tensors_there():
 
 @pytest.mark.parametrize("name", GPU)
 def test_explain_names_the_kernel_of_a_backend_or_what_it_lacks(name):
-    arguments = ["--shape", "1,8,8,512,512,64", "--precision", "f32,bf16,int8,sagebwd", "--pass", "fwd,bwd,jvp"]
+    arguments = ["--shape", "1,8,8,512,512,64", "--precision", "f64,f32,bf16,int8,sagebwd", "--pass", "fwd,bwd,jvp"]
     rows = json.loads(run_ok("explain", *arguments, "--backend", name, "--json"))
     found = {(row["precision"], row["pass"]): row["kernel"] or row["answers"][0]["detail"] for row in rows}
     has = {
         "sm90": "f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw",
-        "sm80": "f32, f16, bf16, int8, int8_f16",
+        "sm80": "f32, f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw, sagebwd",
     }[name]
     assert found["bf16", "fwd"].startswith("forward bf16") and found["bf16", "bwd"].startswith("backward in f16")
-    assert found["sagebwd", "fwd"] == f"it has no sagebwd; it has: {has}"
+    assert found["f64", "fwd"] == f"it has no f64; it has: {has}"
     if name == "sm80":
         assert found["f32", "fwd"].startswith("forward f32 in two f16 halves, mma.sync")
         assert found["bf16", "jvp"].startswith("jvp") and found["f32", "jvp"].startswith("jvp")
         assert found["int8", "fwd"].startswith("forward int8, mma.sync")
-        assert found["int8", "bwd"] == "it has no int8 backward pass; it has: forward"
-        assert found["int8", "jvp"] == "it has no int8 jvp pass; it has: forward"
+        assert found["int8", "jvp"] == "it has no int8 jvp pass; it has: forward, backward"
+        assert found["sagebwd", "fwd"].startswith("forward sagebwd, mma.sync")
     else:
+        assert found["sagebwd", "fwd"] == f"it has no sagebwd; it has: {has}"
         assert found["f32", "fwd"] == f"it has no f32; it has: {has}"
         assert found["bf16", "jvp"] == "it has no jvp pass; it has: forward, backward"
         assert found["int8", "bwd"] == "it has no int8 backward pass; it has: forward"
@@ -120,6 +121,6 @@ def test_what_the_gpu_cannot_do_is_rejected_in_one_line(tmp_path, bf16_file):
     ]:
         done = octet("run", bf16_file[0], tmp_path / "out.safetensors", "--backend", "sm90", *arguments)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and message in done.stderr, done.stderr
-    done = octet("run", bf16_file[0], tmp_path / "out.safetensors", "--backend", "sm80", "--precision", "fp8")
-    assert done.returncode == 2 and "sm80: it has no fp8; it has: f32, f16, bf16, int8" in done.stderr, done.stderr
+    done = octet("run", bf16_file[0], tmp_path / "out.safetensors", "--backend", "sm80", "--precision", "f64")
+    assert done.returncode == 2 and "sm80: it has no f64; it has: f32, f16, bf16, int8" in done.stderr, done.stderr
     assert not (tmp_path / "out.safetensors").exists()

@@ -38,6 +38,11 @@ TEST(GpuBars, forward_fp8_raw) {
   for (DType out : {DType::f32, DType::e4m3}) expect_forward_bar(kGpu, fp8_raw_forward_bar(out));
 }
 
+TEST(GpuBars, forward_sagebwd) {
+  if (!tests_sm80()) GTEST_SKIP() << "this backend computes no sagebwd";
+  expect_forward_bar(kGpu, sagebwd_forward_bar());
+}
+
 TEST(GpuBars, forward_int8_f16_smooth_q) {
   if (!tests_sm80()) GTEST_SKIP() << "this backend computes no smooth_q";
   expect_forward_bar(kGpu, int8_f16_smooth_q_forward_bar());
@@ -49,6 +54,11 @@ TEST(GpuBars, backward) {
     SCOPED_TRACE(bar.row);
     expect_backward_bar(kGpu, bar);
   }
+}
+
+TEST(GpuBars, backward_sagebwd) {
+  if (!tests_sm80()) GTEST_SKIP() << "this backend computes no sagebwd";
+  expect_backward_bar(kGpu, sagebwd_backward_bar());
 }
 
 TEST(GpuBars, backward_deterministic) {
@@ -77,6 +87,11 @@ TEST(GpuBars, real_activations_int8) {
 TEST(GpuBars, real_gradients_int8) {
   if (!tests_sm80()) GTEST_SKIP() << "this backend computes no gradients of int8";
   expect_real_bar(kGpu, {"int8", Precision::int8, DType::bf16, 0, .0179, .0188, .0065});
+}
+
+TEST(GpuBars, real_gradients_sagebwd) {
+  if (!tests_sm80()) GTEST_SKIP() << "this backend computes no sagebwd";
+  expect_real_gradients_to_err_as_rounding_costs(kGpu, Precision::sagebwd);
 }
 
 TEST(GpuBars, real_activations_int8_f16) { expect_real_bar(kGpu, kRealInt8F16); }

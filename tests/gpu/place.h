@@ -31,10 +31,10 @@ inline bool tests_sm80() { return std::string(gpu_backend()) == "sm80"; }
 inline bool gpu_computes(Pass pass, Precision precision) {
   const bool sixteen_bits = precision == Precision::bf16 || precision == Precision::f16;
   if (tests_sm80())
-    return sixteen_bits || precision == Precision::f32 ||
-           (pass == Pass::forward && precision != Precision::f64 && precision != Precision::sagebwd) ||
-           (precision == Precision::int8 && pass == Pass::backward);
-  return precision != Precision::f32 && (pass == Pass::forward || (sixteen_bits && pass == Pass::backward));
+    return sixteen_bits || precision == Precision::f32 || (pass == Pass::forward && precision != Precision::f64) ||
+           ((precision == Precision::int8 || precision == Precision::sagebwd) && pass == Pass::backward);
+  return precision != Precision::f32 && precision != Precision::sagebwd &&
+         (pass == Pass::forward || (sixteen_bits && pass == Pass::backward));
 }
 // The largest head dim for which the backend has a precision.
 inline int64_t gpu_most_dim(Precision precision) {

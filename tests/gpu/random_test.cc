@@ -56,9 +56,9 @@ class Nowhere : public Place {
   bool finish() override { return false; }
 };
 
-// The general backend solves whatever the CPU solves in f32, f16, bf16 and int8, and forward in the other precisions of
-// 8 bits but sagebwd, but for the backward passes of gproj, of int8 beyond head dim 128 or without o_residual, dropout
-// in 8 bits but at int8_f16, and gradients of masks.
+// The general backend solves whatever the CPU solves in f32, f16, bf16, int8 and sagebwd, and forward in the other
+// precisions of 8 bits, but for the backward passes of gproj, of int8 and sagebwd beyond head dim 128 and of int8
+// without o_residual, dropout in 8 bits but at int8_f16, and gradients of masks.
 TEST(GpuRejections, are_none_of_what_the_cpu_solves) {
   if (!tests_sm80()) GTEST_SKIP() << "this backend leaves problems to sm80";
   uint64_t solved = 0, rejected = 0;
@@ -77,14 +77,15 @@ TEST(GpuRejections, are_none_of_what_the_cpu_solves) {
     if (c.dmask) continue;  // no GPU backend has it
     const Inputs in = draw(c, 1);
     for (const Pass pass : {Pass::forward, Pass::backward, Pass::jvp})
-      for (const Precision precision : {Precision::f32, Precision::f16, Precision::bf16, Precision::int8,
-                                        Precision::int8_f16, Precision::int8_fp8, Precision::fp8, Precision::fp8_raw})
+      for (const Precision precision :
+           {Precision::f32, Precision::f16, Precision::bf16, Precision::int8, Precision::int8_f16, Precision::int8_fp8,
+            Precision::fp8, Precision::fp8_raw, Precision::sagebwd})
         for (const BiasCorrection bias_correction : {f16, none, beta, exact_delta}) {
           if (!gpu_computes(pass, precision) || (c.dropout_p != 0 && !gpu_has_dropout(precision))) continue;
-          // int8's backward pass needs o_residual, and has head dims up to 128.
-          if (precision == Precision::int8 && pass == Pass::backward &&
-              (!c.has_residual() || std::max(c.dim, c.dim_v) > 128))
-            continue;
+          // int8's backward pass needs o_residual, and both have head dims up to 128.
+          const bool int8 = precision == Precision::int8, sagebwd = precision == Precision::sagebwd;
+          if (pass == Pass::backward && int8 && !c.has_residual()) continue;
+          if (pass == Pass::backward && (int8 || sagebwd) && std::max(c.dim, c.dim_v) > 128) continue;
           const bool corrects = precision == Precision::f16 || precision == Precision::bf16;
           Attention attention = attention_of(c, precision, nullptr);
           if ((!corrects || pass == Pass::jvp) && bias_correction != f16) continue;
@@ -98,8 +99,8 @@ TEST(GpuRejections, are_none_of_what_the_cpu_solves) {
     ask(x.c, x.in, x.attention, x.pass, text(x));
   }
   std::printf(
-      "of what the CPU solves in f32, f16, bf16, int8, and forward in int8_f16, int8_fp8, fp8 and fp8_raw, sm80 solves "
-      "%llu problems and rejects %llu\n",
+      "of what the CPU solves in f32, f16, bf16, int8 and sagebwd, and forward in other precisions of 8 bits, sm80 "
+      "solves %llu problems and rejects %llu\n",
       static_cast<unsigned long long>(solved), static_cast<unsigned long long>(rejected));
   EXPECT_GT(solved, 0u);
   EXPECT_EQ(rejected, 0u);

@@ -32,6 +32,7 @@ const std::vector<Rise> kRises =
                                     {"beyond_codes_int8_fp8", 60, Precision::int8_fp8, 64, false},
                                     {"beyond_exp_int8_fp8", 2000, Precision::int8_fp8, 128, true},
                                     {"beyond_exp_int8", 2000, Precision::int8, 128, true},
+                                    {"beyond_exp_sagebwd", 2000, Precision::sagebwd, 128, true},
                                     {"slowly_int8_f16", 4, Precision::int8_f16, 64, false},
                                     {"beyond_weights_int8_f16", 60, Precision::int8_f16, 128, false},
                                     {"beyond_exp_int8_f16", 2000, Precision::int8_f16, 128, true},

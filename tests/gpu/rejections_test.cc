@@ -124,9 +124,14 @@ std::vector<Rejected> rejected_by_sm80() {
   }
   list.push_back({{.pass = Pass::jvp, .quantized_v = true},
                   "v is quantized i8; its jvp takes f32, f16, bf16 and e4m3 as they are"});
-  const std::string has = "; it has: f32, f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw";
-  for (const Pass pass : {Pass::forward, Pass::backward})
-    list.push_back({with_precision(Precision::sagebwd, pass), "it has no sagebwd" + has});
+  const std::string has = "; it has: f32, f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw, sagebwd";
+  list.push_back({with_precision(Precision::f64), "it has no f64" + has});
+  list.push_back({with_precision(Precision::sagebwd, Pass::backward),
+                  "it has no sagebwd backward pass for head dim 160; it has: up to 128"});
+  list.back().asked.dim = 160;
+  list.push_back({with_precision(Precision::sagebwd, Pass::backward),
+                  "v is quantized i8; its sagebwd backward pass takes f32, f16, bf16 and e4m3"});
+  list.back().asked.quantized_v = true;
   list.push_back({with_precision(Precision::fp8, Pass::backward), "it has no fp8 backward pass; it has: forward"});
   list.push_back({with_precision(Precision::fp8), "it has no dropout in fp8; it has: f32, f16, bf16, int8_f16"});
   list.back().asked.attention.dropout_p = .1;

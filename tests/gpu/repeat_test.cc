@@ -56,7 +56,7 @@ Problem draw(uint64_t seed) {
   Problem x{};
   using enum Precision;
   const std::vector<Precision> precisions = tests_sm80()
-                                                ? std::vector{bf16, bf16, bf16, f16, f32, int8, int8_f16}
+                                                ? std::vector{bf16, bf16, bf16, f16, f32, int8, int8_f16, sagebwd}
                                                 : std::vector{bf16, bf16, bf16, f16, int8, int8_f16, int8_fp8, fp8};
   Attention& a = x.attention;
   a.precision = one_of(precisions);

@@ -245,7 +245,8 @@ const std::vector<Kind> kForward = gpu_kinds<Kind>(Pass::forward, {{Precision::b
                                                                    {Precision::int8_f16},
                                                                    {Precision::int8_fp8},
                                                                    {Precision::fp8},
-                                                                   {Precision::fp8_raw}});
+                                                                   {Precision::fp8_raw},
+                                                                   {Precision::sagebwd}});
 
 TEST_P(GpuSinks, take_their_share) {
   const auto [index, which] = GetParam();
@@ -321,12 +322,15 @@ const std::vector<Kind> kBackward = gpu_kinds<Kind>(Pass::backward, {{Precision:
                                                                      {Precision::bf16, BiasCorrection::exact_delta},
                                                                      {Precision::bf16, BiasCorrection::beta},
                                                                      {Precision::f16},
-                                                                     {Precision::f16, BiasCorrection::none}});
+                                                                     {Precision::f16, BiasCorrection::none},
+                                                                     {Precision::sagebwd},
+                                                                     {Precision::sagebwd, BiasCorrection::f16, true}});
 
 TEST_P(GpuLseGradient, and_those_of_sinks_are_those_of_the_definition) {
   const auto [index, which] = GetParam();
   auto [label, c, shared] = shapes()[index];
   const Kind& kind = kBackward[which];
+  if (kind.precision == Precision::sagebwd && std::max(c.dim, c.dim_v) > 128) return;
   if (kind.precision == Precision::f16) c.dtype = DType::f16;
   Inputs in = draw(c, index + 11);
   // An offset of k, whose mean the kernels leave out of dq's products.

@@ -159,7 +159,8 @@ TEST_P(CodedStreams, CapturedGraphsDoWhatCallsDo) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Precisions, CodedStreams,
-                         testing::Values(Precision::int8, Precision::int8_f16, Precision::int8_fp8, Precision::fp8),
+                         testing::Values(Precision::int8, Precision::int8_f16, Precision::int8_fp8, Precision::fp8,
+                                         Precision::sagebwd),
                          [](const auto& info) { return std::string(name(info.param)); });
 
 // Both passes of a case on a stream of their own, again and again.

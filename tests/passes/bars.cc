@@ -186,12 +186,34 @@ ForwardBar fp8_raw_forward_bar(DType out) {
   return {"fp8_raw", Precision::fp8_raw, out, {{"D1", {.0600, .998}}}};
 }
 
+ForwardBar sagebwd_forward_bar() {
+  return {"sagebwd",
+          Precision::sagebwd,
+          DType::f32,
+          {{"D1", {.0222, .9997}}, {"D2", {.0297, .9996}}, {"D5", {.0008, .999999}}}};
+}
+
 BackwardBar bf16_backward_bar(BiasCorrection bias_correction) {
   constexpr double kCosine = .999998;
   if (bias_correction == BiasCorrection::none)
     return {"bf16_none", Precision::bf16, bias_correction, {{"B1", {.0020, .0020, .0020}}}, kCosine};
   return {bias_correction == BiasCorrection::gproj ? "bf16_gproj" : "bf16", Precision::bf16, bias_correction,
           every_input(.0020), kCosine};
+}
+
+// With its own 8-bit o; the published figure on B4 is that of an o with 16-bit P V. The bars are of dq; dk and dv:
+// their figures in float64 arithmetic, and a tenth.
+BackwardBar sagebwd_backward_bar() {
+  constexpr Over kAllHeads = Over::all_heads;
+  return {"sagebwd",
+          Precision::sagebwd,
+          BiasCorrection::f16,
+          {{"B1", {.052, .052, .0461}},
+           {"B2", {.052, .060, .0534, kAllHeads}},
+           {"B3", {.055, .0537, .0452}},
+           {"B5", {.041, .0458, .0564, kAllHeads}},
+           {"B6", {.0474, .0457, .0403}}},
+          .9987};
 }
 
 void expect_that_without_bias_correction_a_common_offset_ruins_dq(const Tested& tested) {

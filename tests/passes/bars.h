@@ -75,7 +75,9 @@ ForwardBar int8_f16_smooth_q_forward_bar();
 ForwardBar int8_fp8_forward_bar();
 ForwardBar fp8_forward_bar();
 ForwardBar fp8_raw_forward_bar(DType out);  // f32 or e4m3
+ForwardBar sagebwd_forward_bar();
 BackwardBar bf16_backward_bar(BiasCorrection);
+BackwardBar sagebwd_backward_bar();
 
 // Without a bias correction the rounding of dS meets the common offset of the keys: dq of B3 misses by far.
 void expect_that_without_bias_correction_a_common_offset_ruins_dq(const Tested&);

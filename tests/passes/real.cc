@@ -69,6 +69,20 @@ void expect_real_bar(const Tested& tested, const RealBar& bar) {
   }
 }
 
+void expect_real_gradients_to_err_as_rounding_costs(const Tested& tested, Precision precision) {
+  for (const char* file : kRealFiles) {
+    const Known& x = real(file);
+    const auto gradients = [&](const Tested& by) {
+      return compute(by, x.c, x.in, Pass::backward, precision, DType::f32);
+    };
+    const Outputs got = gradients(tested), emulated = gradients({"reference"});
+    for (Values Outputs::*gradient : {&Outputs::dq, &Outputs::dk, &Outputs::dv})
+      EXPECT_LE(difference(got.*gradient, x.want.*gradient).relative(),
+                1.1 * difference(emulated.*gradient, x.want.*gradient).relative())
+          << file;
+  }
+}
+
 void expect_that_without_bias_correction_real_dq_misses(const Tested& tested) {
   const Known& x = real("rope128_layer1");
   const Values dq = compute(tested, x.c, x.in, Pass::backward, Precision::bf16, DType::bf16, BiasCorrection::none).dq;

@@ -24,6 +24,9 @@ inline constexpr RealBar kRealBf16{"bf16", Precision::bf16, DType::bf16, .0020, 
 inline constexpr RealBar kRealInt8{"int8", Precision::int8, DType::f32, .0095, .0178, .0187, .0062};
 inline constexpr RealBar kRealInt8F16{"int8_f16", Precision::int8_f16, DType::f32, .0090, 0, 0, 0};
 
+// Gradients for which no bar is set are within a tenth of what the same rounding points cost in float64.
+void expect_real_gradients_to_err_as_rounding_costs(const Tested&, Precision);
+
 // The bar of bf16 has power: without a bias correction the gradient of q misses it.
 void expect_that_without_bias_correction_real_dq_misses(const Tested&);
 

@@ -18,21 +18,10 @@ INSTANTIATE_TEST_SUITE_P(Bars, RealActivations,
                                          RealBar{"fp8", Precision::fp8, DType::f32, .040, 0, 0, 0}),
                          [](const auto& info) { return std::string(info.param.row); });
 
-// Gradients for which no bar is set are within a tenth of what the same rounding points cost in float64.
 class RealGradients : public testing::TestWithParam<Precision> {};
 
 TEST_P(RealGradients, err_as_the_rounding_points_cost) {
-  for (const char* file : kRealFiles) {
-    const Known& x = real(file);
-    const auto gradients = [&](const char* backend) {
-      return compute({backend}, x.c, x.in, Pass::backward, GetParam(), DType::f32);
-    };
-    const Outputs got = gradients("cpu"), emulated = gradients("reference");
-    for (Values Outputs::*gradient : {&Outputs::dq, &Outputs::dk, &Outputs::dv})
-      EXPECT_LE(difference(got.*gradient, x.want.*gradient).relative(),
-                1.1 * difference(emulated.*gradient, x.want.*gradient).relative())
-          << file;
-  }
+  expect_real_gradients_to_err_as_rounding_costs(kCpu, GetParam());
 }
 
 INSTANTIATE_TEST_SUITE_P(Bars, RealGradients, testing::Values(Precision::fp8, Precision::sagebwd),

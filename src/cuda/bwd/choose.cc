@@ -20,14 +20,17 @@ BackwardChoice choose_backward(const Problem& p) {
   // A softcap needs logits that have the mean. Where rows of ds have sums other than 0 and lse has a row bias,
   // preprocessing cannot compute the sums.
   const bool smooth = r.smooth_dq && !p.softcap && !(has_row_bias(p) && p.sinks.present());
-  const bool int8 = r.logits.q.format == OCTET_I8;
+  const bool integers = r.logits.q.format == OCTET_I8, blocks = integers && r.logits.q.group == Group::block,
+             int8 = integers && !blocks, has_sums = p.sinks.present() || p.dlse.present();
   return {.dim = backward_dim(p),
-          .f16 = r.ds_q.format == OCTET_F16,
+          .f16 = r.ds_q.format == OCTET_F16 || blocks,
           .int8 = int8,
-          .cast = int8 ? OCTET_F32 : r.logits.q.format,
+          .blocks = blocks,
+          .cast = integers ? OCTET_F32 : r.logits.q.format,
           .exact_o = r.exact_o || int8,  // delta, which the recipe takes from P, is that of do and its forward pass's o
           .smooth = smooth,
-          .adds_mean = smooth && (p.sinks.present() || p.dlse.present()),
+          .adds_mean = (smooth || (blocks && !p.softcap)) && has_sums,
+          .sums_rows = blocks && p.softcap,
           .sums = p.deterministic ? Sums::integers : Sums::floats};
 }
 

@@ -12,10 +12,12 @@ struct BackwardChoice {
   int dim;           // of the tiles: 64, 128 or 256
   bool f16;          // the operands of products are f16 with exponents; else bf16
   bool int8;         // s and dp are products of integers; else of these operands
+  bool blocks;       // all but dp are, of which blocks of tokens and tiles of P and ds share the scales
   octet_dtype cast;  // the type that q, k and v are rounded to first; f32: none
   bool exact_o;      // delta is computed from the unrounded o
   bool smooth;       // k is centred by its mean
   bool adds_mean;    // dq needs the sums of the rows of ds, which are not 0, together with the mean of k
+  bool sums_rows;    // the same, where the kernel alone can find the sums
   Sums sums;
 };
 BackwardChoice choose_backward(const Problem& p);

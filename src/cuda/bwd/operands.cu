@@ -95,10 +95,9 @@ PreprocessParams preprocess_params(const Problem& p, const BackwardChoice& choic
     params.k_tiles = allocator.take<unsigned char>(k_bytes);
     if (!choice.int8) params.v_tiles = allocator.take<unsigned char>(k_bytes);
   }
-  if (choice.int8) {
-    params.int8.scales = allocator.take<float>(q_tiles * rows.queries * 2);
-    if (p.sinks.present()) params.int8.mean_delta = allocator.take<float>(q_tiles * rows.queries);
-  }
+  if (choice.int8) params.int8.scales = allocator.take<float>(q_tiles * rows.queries * 2);
+  if ((choice.int8 || choice.blocks) && p.sinks.present())
+    params.int8.mean_delta = allocator.take<float>(q_tiles * rows.queries);
   return params;
 }
 
@@ -115,6 +114,7 @@ BackwardParams backward_params(const Problem& p, const PreprocessParams& params,
           .v_rows = {},
           .rows_are_bf16 = p.k.dtype == OCTET_BF16,
           .k_mean = params.mean,
+          .mean_dim = static_cast<int>(p.dim),
           .rows = params.rows,
           .dq = params.dq,
           .zeroed_heads = params.zeroed_heads,

@@ -130,7 +130,9 @@ struct BackwardParams {
   const unsigned char *q, *k, *v, *do_;
   CUtensorMap k_rows, v_rows;  // [dim, token, kv head, batch], in boxes of 64 channels of a block of keys
   bool rows_are_bf16;
-  const float* k_mean;  // [batch, kv head][dim]
+  const float* k_mean;  // [batch, kv head][mean_dim], with `sequence_means` [sequence, kv head][mean_dim]
+  int mean_dim;
+  bool sequence_means;
   unsigned char* rows;  // [bin][batch, head, q block]: QueryRows
   void* dq;             // [batch, head, q block]: sums, float or int, in the order of the accumulators
   int zeroed_heads;     // the first (batch, kv head)s whose sums are 0 from the start; the kernel clears the others'

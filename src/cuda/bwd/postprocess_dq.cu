@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(kThreads, kAddsMean ? 5 : 6)
       for (float& element : x[half]) element = element * to_float * first * second;
       if constexpr (kAddsMean) {
         const float by = a.scale * a.row_sums[static_cast<int64_t>(tile) * kQueries + row + 8 * half];
-        const float* const mean = a.k_mean + static_cast<int64_t>(kv_head) * a.dim + channel;
+        const int mean_head = a.sequence_means ? sequence.index * a.kv_heads + kv_head : kv_head;
+        const float* const mean = a.k_mean + static_cast<int64_t>(mean_head) * a.mean_dim + channel;
         for (int c = 0; c < kVec8; ++c) x[half][c] = fmaf(by, mean[c], x[half][c]);
       }
       for (const float element : x[half]) nonfinite = fmaf(element, 0.f, nonfinite);

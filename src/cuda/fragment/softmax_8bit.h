@@ -148,14 +148,19 @@ struct SharedScaleSoftmax {
   }
 };
 
-// Softmax for P times t, the scales of the tokens of v, quantized with one scale for each row and tile: 255 stands for
-// the largest p t of the tile. The maximum and the exponentials are taken of logarithms, log2(p t) = scale_log2 x +
-// log2 t, so neither a maximum of logits nor a product with t is needed; l sums p t times 1 / t.
+// The largest code of P, and how quantizing P takes it.
+struct LargestCode {
+  float log2, inverse;
+  static __host__ __device__ LargestCode of(float code) { return {log2f(code), 1.f / code}; }
+};
+constexpr float kLargestU8 = 255.f, kLargestS8 = 127.f;
+
+// Softmax for P times t, the scales of the tokens of v, quantized with one scale for each row and tile: the largest
+// code stands for the largest p t of the tile. The maximum and the exponentials are taken of logarithms, log2(p t) =
+// scale_log2 x + log2 t, so neither a maximum of logits nor a product with t is needed; l sums p t times 1 / t.
 //
 // Sums over all tiles are in units of 2^base. A tile's scale may be any float, so base stays until it is far too small.
 struct TileScaleSoftmax {
-  static constexpr float kTop = 255.f;
-
   RowValues scale_log2;
   RowValues base{-INFINITY, -INFINITY};
   RowValues l{0.f, 0.f};  // sum over this thread's columns
@@ -191,13 +196,13 @@ struct TileScaleSoftmax {
   // Quantizes P from its logarithms; returns its scales. `zero` is 0; the exponentials wait for whatever computes it.
   template <int Columns>
   __device__ RowValues quantize_p(Accumulator<Columns>& x, const RowValues& most, const float* v_inverse, float zero,
-                                  Operand<U8, Columns>& p) {
+                                  const LargestCode& top, Operand<U8, Columns>& p) {
     RowValues scales, shift, sum{0.f, 0.f};
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const bool any = most[row] != -INFINITY;
-      shift[row] = log2f(kTop) - (any ? most[row] : 0.f) + zero;
-      scales[row] = any ? ptx::exp2(most[row] - base[row]) * (1.f / kTop) : 0.f;
+      shift[row] = top.log2 - (any ? most[row] : 0.f) + zero;
+      scales[row] = any ? ptx::exp2(most[row] - base[row]) * top.inverse : 0.f;
     }
 #pragma unroll
     for (int i = 0; i < Columns / 8; ++i) {

@@ -25,6 +25,7 @@ constexpr ForwardFormats kF32{OCTET_F32, Group::cast, OCTET_F64, OCTET_F32, Grou
     kInt8F16{OCTET_I8, Group::token, OCTET_F16, OCTET_F16, Group::power_of_two},
     kInt8Training{OCTET_I8, Group::token, OCTET_F16, OCTET_I8, Group::token},  // v becomes f16, less its mean
     kInt8{OCTET_I8, Group::token, OCTET_U8, OCTET_I8, Group::token},
+    kSagebwd{OCTET_I8, Group::block, OCTET_I8, OCTET_I8, Group::block},
     kInt8Fp8{OCTET_I8, Group::thread_k, OCTET_E4M3, OCTET_E4M3, Group::channel},
     kFp8{OCTET_E4M3, Group::token, OCTET_E4M3, OCTET_E4M3, Group::channel},
     kFp8Raw{OCTET_E4M3, Group::cast, OCTET_E4M3, OCTET_E4M3, Group::cast};

@@ -8,19 +8,9 @@
 #include "cuda/host/workspace.h"
 #include "cuda/operands/mask_tensor.h"
 #include "cuda/operands/quantize/quantize.h"
+#include "cuda/operands/token_flags.h"
 
 namespace octet::cuda {
-
-// Flags of the tokens of each (batch, head), or of those that the mask tells apart: 1 for a token that is seen.
-struct TokenFlags {
-  unsigned char* data;
-  int batches, heads;  // 1 where the mask is the same for all
-  int64_t stride;      // from head to head
-
-  __device__ unsigned char* of(int batch, int head) const {
-    return data + (int64_t{batch % batches} * heads + head % heads) * stride;
-  }
-};
 
 // A forward pass reads k as it is; if it takes statistics of k, it reads a copy in which hidden keys are 0.
 enum class ReadsK { as_it_is, seen };

@@ -50,15 +50,17 @@ std::shared_ptr<const ListedKeys> listed_keys(const Problem& p, const ForwardNum
 
 // Returns the reason why there is no pass of a precision whose q and k have 8 bits.
 std::optional<std::string> int8_unsupported_reason(const Problem& p, const ForwardNumerics& numerics) {
-  const bool backward = p.pass == OCTET_BACKWARD, int8 = numerics.formats == kInt8;
-  if (p.pass == OCTET_JVP || (backward && !int8))
-    return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward", int8 ? ", backward" : "");
+  const bool backward = p.pass == OCTET_BACKWARD, blocks = numerics.formats == kSagebwd,
+             trains = numerics.formats == kInt8 || blocks;
+  if (p.pass == OCTET_JVP || (backward && !trains))
+    return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward",
+                trains ? ", backward" : "");
   if (!backward && numerics.formats != kInt8Training) return {};
   constexpr int64_t kMostDim = 128;
   if (const int64_t dim = std::max(p.dim, p.dim_v); dim > kMostDim)
-    return text("it has no int8 ", backward ? "backward pass" : "forward pass with o_residual", " for head dim ", dim,
-                "; it has: up to ", kMostDim);
-  if (!p.o_residual.present())
+    return text("it has no ", name(p.precision), backward ? " backward pass" : " forward pass with o_residual",
+                " for head dim ", dim, "; it has: up to ", kMostDim);
+  if (!blocks && !p.o_residual.present())
     return text(
         "its int8 backward pass needs o_residual, which is NULL; a forward pass that is asked for it writes it, "
         "with the o and lse of this backward pass");
@@ -85,7 +87,7 @@ std::optional<std::string> quantized_unsupported_reason(const Problem& p, const 
     if (p.pass == OCTET_JVP)
       return text(label, " is quantized ", name(t->dtype), "; its jvp takes f32, f16, bf16 and e4m3 as they are");
     if (trains && (t->dtype == OCTET_I8 || t->dtype == OCTET_U8))
-      return text(label, " is quantized ", name(t->dtype), "; its int8 ",
+      return text(label, " is quantized ", name(t->dtype), "; its ", name(p.precision), " ",
                   p.pass == OCTET_BACKWARD ? "backward pass" : "forward pass with o_residual",
                   " takes f32, f16, bf16 and e4m3");
   }

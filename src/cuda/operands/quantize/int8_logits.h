@@ -8,11 +8,13 @@
 #include "core/prequantized.h"
 #include "cuda/host/workspace.h"
 #include "cuda/operands/quantize/block_logits.h"
+#include "cuda/operands/quantize/block_scales.h"
 #include "cuda/operands/quantize/prequantized.h"
 #include "cuda/operands/quantize/quantize.h"
 
 namespace octet::cuda {
 
+class SeenQueries;
 class SmoothedQueries;
 
 // Returns the Hadamard rotation of q and k of `dim` channels, with the signs of kHadamardSeed.
@@ -33,6 +35,7 @@ struct KeySide {
   SeenCounts seen_counts{};
   bool quantizes_v = false;
   bool k_groups = false;                 // thread groups of k share a scale
+  bool blocks = false;                   // blocks of tokens share one (block_scales.h)
   bool finds_v_channels = false;         // the scales of the channels of v, which becomes e4m3 (e4m3.h)
   bool qk_came = false, v_came = false;  // as codes of int8 or uint8, which are not quantized again
 };
@@ -42,7 +45,7 @@ QuantizeParams quantize_params(const Problem& p, const KeySide& key_side, int64_
 
 // q and k quantized to int8 with a scale for each token, and v too if it is wanted. k and v are centred by their means,
 // and keys are padded to whole tiles of `tile` keys. Those that came in the recipe's own form keep their codes, scales
-// and means.
+// and means. Where blocks of tokens share a scale, it is that of each of them, and v keeps its mean.
 class Int8Logits {
  public:
   // `dim` is the kernel's, `tile` the keys that it takes at a time.
@@ -55,6 +58,9 @@ class Int8Logits {
   const float* q_scale() const { return params_.q_scale; }
   const float* k_scale() const { return params_.k_scale; }
   const float* mean_logit() const { return params_.mean_logit; }  // null where it is not needed
+  // [batch, head, block] where blocks of q and k share a scale.
+  const float* q_block_scale() const { return q_rows_->block_scale; }
+  const float* k_block_scale() const { return k_rows_->block_scale; }
   // These are of a quantized v: its values with keys along rows, [batch, kv_head, dim, keys], scales and means.
   View v() const { return view_8bit(params_.v_quantized, batch_, params_.kv_heads, params_.dim, keys_); }
   const float* v_scale() const { return params_.v_scale; }
@@ -71,6 +77,10 @@ class Int8Logits {
  private:
   View view(void* data, int64_t heads, int64_t rows) const;
   void copy_as_they_came(const Problem& p, bool q_and_k, bool v, WorkspaceAllocator& workspace);
+  // Those of a tensor that came quantized; of none they are zeros.
+  PrequantizedMeans means_of(const View& from, uint64_t seed, int64_t sequences, bool packed,
+                             WorkspaceAllocator& workspace) const;
+  void quantize_by_blocks(const Problem& p, bool q_and_k, bool v, WorkspaceAllocator& workspace);
 
   QuantizeParams params_;
   int64_t batch_, dim_, queries_, keys_;
@@ -79,6 +89,8 @@ class Int8Logits {
   std::optional<PrequantizedMeans> k_mean_, v_mean_;  // of those that came quantized
   std::optional<PrequantizedRows> q_came_, k_came_;
   std::optional<PrequantizedValues> v_came_;
+  std::shared_ptr<const SeenQueries> seen_queries_;          // of operands whose blocks share a scale
+  std::optional<BlockScaledRows> q_rows_, k_rows_, v_rows_;  // likewise; v_came_ has the codes of v
 };
 
 }  // namespace octet::cuda

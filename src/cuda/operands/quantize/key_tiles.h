@@ -56,6 +56,19 @@ __device__ inline TileOfKeys tile_of_keys(const KeyTiles& k, int tile, int tiles
   return {sequence, (packed ? k.cu_seqlens[sequence] : 0) + within, static_cast<unsigned>(first_seen << 16 | tokens)};
 }
 
+// A block of tokens, also where nobody sees them: its sequence, 0 unless sequences are packed, and its tokens.
+struct TokenBlock {
+  int sequence, first, tokens;  // first: in the tensor
+  int within;                   // the first, in the sequence
+};
+__device__ inline TokenBlock block_of(const KeyTiles& blocks, int block) {
+  const bool packed = blocks.cu_seqlens;
+  const int sequence = packed ? last_at_most(block, blocks.sequences, [&](int s) { return first_tile(blocks, s); }) : 0;
+  const int within = (packed ? block - first_tile(blocks, sequence) : block) * blocks.tile;
+  const int tokens = min(max(tokens_of(blocks, sequence) - within, 0), blocks.tile);
+  return {sequence, (packed ? blocks.cu_seqlens[sequence] : 0) + within, tokens, within};
+}
+
 // octet::scale_of (core/quant/scale.h) of a finite amax.
 struct Scale {
   float scale, inverse;

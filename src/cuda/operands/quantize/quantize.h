@@ -29,6 +29,13 @@ struct KeyTiles {
   __host__ __device__ int count() const { return cu_seqlens ? tokens / tile + sequences : (tokens + tile - 1) / tile; }
 };
 
+// Returns the blocks of `tile` queries of the same sequences.
+inline KeyTiles query_blocks(const KeyTiles& keys, int tile) {
+  KeyTiles blocks = keys;
+  blocks.cu_seqlens = keys.cu_seqlens_q, blocks.tokens = keys.queries, blocks.tile = tile;
+  return blocks;
+}
+
 // For each channel of a sequence, [sequence, head, padded dim]: its mean over all tokens of k and of v, and for v in
 // e4m3 its scale and 1 / scale. Null: not wanted.
 struct Channels {

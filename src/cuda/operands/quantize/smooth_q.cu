@@ -13,19 +13,6 @@ namespace {
 constexpr int kThreads = kSmoothedQueries, kMostDim = 256;
 static_assert(kSmoothedQueries == kQueryBlock);
 
-// A block of queries: its sequence, and its tokens.
-struct QueryBlock {
-  int sequence, first, tokens;  // first: in the tensor
-  int within;                   // the first, in the sequence
-};
-__device__ QueryBlock block_of(const KeyTiles& q, int block) {
-  const bool packed = q.cu_seqlens;
-  const int sequence = packed ? last_at_most(block, q.sequences, [&](int s) { return first_tile(q, s); }) : 0;
-  const int within = (packed ? block - first_tile(q, sequence) : block) * q.tile;
-  const int tokens = min(max(tokens_of(q, sequence) - within, 0), q.tile);
-  return {sequence, (packed ? q.cu_seqlens[sequence] : 0) + within, tokens, within};
-}
-
 struct CentreParams {
   Strided q, to;
   KeyTiles q_blocks, keys;
@@ -41,7 +28,7 @@ __global__ void __launch_bounds__(kThreads) centre_kernel(const __grid_constant_
   __shared__ float largest[kSampled], limit, sums[kThreads * kVec8], mean[kMostDim];
   const int heads = static_cast<int>(p.q.shape[1]), blocks = p.q_blocks.count(),
             batch_head = static_cast<int>(blockIdx.x) / blocks, batch = batch_head / heads, head = batch_head % heads;
-  const QueryBlock block = block_of(p.q_blocks, static_cast<int>(blockIdx.x) % blocks);
+  const TokenBlock block = block_of(p.q_blocks, static_cast<int>(blockIdx.x) % blocks);
   const int thread = threadIdx.x, warp = thread / 32;
   bool seen = thread < block.tokens;
   if (seen) {
@@ -153,7 +140,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ float of_warp[kThreads / 32];
   const int blocks = p.q_blocks.count(), batch_head = static_cast<int>(blockIdx.x) / blocks;
   const int batch = batch_head / p.heads, kv_head = batch_head % p.heads / (p.heads / p.kv_heads);
-  const QueryBlock block = block_of(p.q_blocks, static_cast<int>(blockIdx.x) % blocks);
+  const TokenBlock block = block_of(p.q_blocks, static_cast<int>(blockIdx.x) % blocks);
   const float* const of_q = p.means + int64_t{blockIdx.x} * p.dim;
   const float* const of_k = mean_of(p.k_mean, p.keys.cu_seqlens, batch, block.sequence, p.kv_heads, kv_head, p.dim);
   float sum = 0.f;
@@ -171,8 +158,7 @@ __global__ void __launch_bounds__(kThreads)
 
 SmoothedQueries::SmoothedQueries(const Problem& p, const Strided& k, const KeyTiles& keys, int dim,
                                  WorkspaceAllocator& workspace)
-    : p_(p), k_(k), q_blocks_(keys), keys_(keys), dim_(dim), seen_(p, workspace) {
-  q_blocks_.cu_seqlens = keys.cu_seqlens_q, q_blocks_.tokens = keys.queries, q_blocks_.tile = kSmoothedQueries;
+    : p_(p), k_(k), q_blocks_(query_blocks(keys, kSmoothedQueries)), keys_(keys), dim_(dim), seen_(p, workspace) {
   q_ = contiguous(p.q, OCTET_F32, workspace);
   const int64_t blocks = p.batch * p.heads * q_blocks_.count();
   means_ = workspace.take<float>(static_cast<std::size_t>(blocks * dim));

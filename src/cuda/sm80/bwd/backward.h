@@ -17,6 +17,7 @@
 #include "cuda/fragment/dropout.h"
 #include "cuda/sm80/bwd/config.h"
 #include "cuda/sm80/bwd/operands_8bit.h"
+#include "cuda/sm80/bwd/operands_blocks.h"
 #include "cuda/sm80/mask_classes.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/mma.h"
@@ -29,6 +30,7 @@ struct KernelParams {
   LogitTerms terms;
   MaskClasses mask_classes;  // of masked logits
   Int8Operands::Terms int8;
+  BlockOperands::Terms blocks;
   Dropout dropout;  // of kernels with general logits
 };
 
@@ -69,8 +71,8 @@ struct Backward {
   // The rows and columns of a mask tensor that are in shared memory: where keys are rows, 32 queries of 32 keys for
   // each warp.
   static constexpr int kMaskRows = C::kKeysAsRows ? kThreads : kQueries, kMaskColumns = C::kKeysAsRows ? 32 : kKeys;
-  // Masks of f32 have no room beside keys as rows in 99 KB.
-  static constexpr int kMostMaskBytes = C::kKeysAsRows ? 2 : 4;
+  // Masks of f32 have no room beside keys as rows in 99 KB, nor beside tiles of 64 queries and keys at 128.
+  static constexpr int kMostMaskBytes = C::kKeysAsRows || (Operands::kTileScales && kDim == 128) ? 2 : 4;
 
   // A tile of queries of one head.
   struct Step {
@@ -104,7 +106,7 @@ struct Backward {
     int mask_class[kMasked ? kSteps : 0];
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + kChunkBytes - 1) / kChunkBytes * kChunkBytes;
-  static_assert(C::kWarps > 4 ||
+  static_assert((C::kWarps > 4 && !Operands::kTileScales) ||
                 kSharedBytes + (!kPlain ? kMaskRows * mask_row_bytes(kMaskColumns, kMostMaskBytes) : 0) <=
                     kMostSharedBytes);
 
@@ -154,6 +156,7 @@ struct Backward {
     if (params.dropout.seed) drop(x, kept);
   }
   __device__ void add_logit_terms(TileS& s, TileS& dp, const Step& step, int stage) const;
+  __device__ void multiply_tiles(TileDk& dk, TileDk& dv, int n, const TileScales& by) const;
   __device__ void store(const OperandS& x, unsigned char* tile, int column_block) const;
   __device__ void store(const TileS& x, unsigned char* tile) const;
   __device__ bool needs_mask(int query) const;

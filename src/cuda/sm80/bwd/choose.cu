@@ -26,6 +26,9 @@ BackwardKernel int8_kernel_of(const Problem& p, int dim) {
 
 BackwardKernel kernel_of(const Problem& p, const BackwardChoice& choice, const MaskTensor& mask) {
   if (choice.int8) return int8_kernel_of(p, choice.dim);
+  if (choice.blocks)
+    return (logits_of(p) == Logits::plain ? block_backward_kernel<Logits::plain>
+                                          : block_backward_kernel<Logits::general>)(choice.dim);
   const Row& row = choice.f16 ? kRow<F16> : kRow<Bf16>;
   const Logits logits = logits_of(p);
   const int dim = choice.dim, bytes = card(p.device_index).shared_bytes;
@@ -42,11 +45,12 @@ BackwardKernel kernel_of(const Problem& p, const BackwardChoice& choice, const M
 
 BackwardKernels choose_kernels(const Problem& p) {
   const BackwardChoice choice = choose_backward(p);
-  if (choice.cast == OCTET_F32 && !choice.int8) return {choice, true};
+  if (choice.cast == OCTET_F32 && !choice.int8 && !choice.blocks) return {choice, true};
   const MaskTensor mask = mask_tensor(p);
   BackwardKernel kernel = kernel_of(p, choice, mask);
-  kernel.shared_bytes = kernel.bytes_with(mask);
-  return {choice, false, kernel, kernel.has_classes && mask.data};
+  const bool stages_mask = kernel.bytes_with(mask) <= card(p.device_index).shared_bytes;
+  if (stages_mask) kernel.shared_bytes = kernel.bytes_with(mask);
+  return {choice, false, kernel, kernel.has_classes && mask.data, stages_mask};
 }
 
 }  // namespace octet::cuda::sm80

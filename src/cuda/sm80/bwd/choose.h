@@ -9,6 +9,7 @@ struct BackwardKernels : BackwardChoice {
   bool f32;               // the kernels of f32.h; else `kernel`
   BackwardKernel kernel;  // with the bytes of its tile of the mask tensor
   bool has_classes;       // of tiles of the mask tensor
+  bool stages_mask;       // its tiles have room in shared memory
 };
 BackwardKernels choose_kernels(const Problem& p);
 

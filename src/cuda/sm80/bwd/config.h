@@ -2,6 +2,7 @@
 #pragma once
 #include "cuda/bwd/tile_sizes.h"
 #include "cuda/sm80/bwd/operands_8bit.h"
+#include "cuda/sm80/bwd/operands_blocks.h"
 #include "cuda/sm80/kinds.h"
 
 namespace octet::cuda::sm80 {
@@ -91,6 +92,18 @@ struct Int8BackwardConfig<64, Logits::general> : BackwardDefaults {
 template <>
 struct Int8BackwardConfig<128, Logits::general> : Int8BackwardConfig<128, Logits::plain> {};
 
+// Blocks of tokens, and tiles of 64 x 64 numbers of P and ds, that share a scale: what has a place in 99 KB. q and do
+// have one stage, and the next ones are loaded as soon as all have read these.
+template <int Dim>
+struct BlockBackwardConfig : BackwardDefaults {
+  static constexpr int kQueries = 64, kKeys = 64, kStages = 1, kDoStages = 1, kBlocks = 2;
+};
+template <>
+struct BlockBackwardConfig<128> : BlockBackwardConfig<64> {
+  static constexpr int kWarps = 8, kBlocks = 1;
+  static constexpr int kSWarpRows = 4, kKeyWarpRows = 4, kDqWarpRows = 4;
+};
+
 // The kind of problem that a kernel is compiled for. Without a mask tensor, masked logits are plain.
 template <class Operands_, int Dim, Logits logits, SharedMemory memory>
 struct BackwardKind {
@@ -104,6 +117,14 @@ template <int Dim, Logits logits, SharedMemory memory>
 struct Int8BackwardKind {
   using Operands = Int8Operands;
   using Config = Int8BackwardConfig<Dim, logits, memory>;
+  static constexpr int kDim = Dim;
+  static constexpr Logits kLogits = logits;
+};
+
+template <int Dim, Logits logits>
+struct BlockBackwardKind {
+  using Operands = BlockOperands;
+  using Config = BlockBackwardConfig<Dim>;
   static constexpr int kDim = Dim;
   static constexpr Logits kLogits = logits;
 };

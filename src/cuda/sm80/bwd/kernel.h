@@ -65,4 +65,10 @@ BackwardKernel int8_backward_kernel(int dim) {
                      : backward_kernel_of<Int8BackwardKind<128, logits, memory>>();
 }
 
+template <Logits logits>
+BackwardKernel block_backward_kernel(int dim) {
+  return dim == 64 ? backward_kernel_of<BlockBackwardKind<64, logits>>()
+                   : backward_kernel_of<BlockBackwardKind<128, logits>>();
+}
+
 }  // namespace octet::cuda::sm80

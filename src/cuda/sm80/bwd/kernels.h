@@ -26,5 +26,8 @@ BackwardKernel backward_kernel(int dim);
 // that of Hopper too.
 template <Logits logits, SharedMemory memory>
 BackwardKernel int8_backward_kernel(int dim);
+// Scales of blocks: head dims up to 128, plain and general logits.
+template <Logits logits>
+BackwardKernel block_backward_kernel(int dim);
 
 }  // namespace octet::cuda::sm80

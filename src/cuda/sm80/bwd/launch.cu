@@ -9,6 +9,7 @@
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/masks.h"
 #include "cuda/operands/seen.h"
+#include "cuda/sm80/bwd/block_tiles.h"
 #include "cuda/sm80/bwd/choose.h"
 #include "cuda/sm80/bwd/f32.h"
 #include "cuda/sm80/bwd/lse.h"
@@ -51,6 +52,12 @@ void quantize(const Problem& p, const TrainingOperands& operands, const Int8Oper
   compute(operands.k(), terms.k_factors), compute(operands.v(), terms.v_factors);
 }
 
+// dq gets the mean of k that those operands lack.
+void set_mean(KernelParams& arguments, int dim, bool packed) {
+  BackwardParams& a = arguments.a;
+  a.k_mean = arguments.blocks.k_mean, a.mean_dim = dim, a.sequence_means = packed;
+}
+
 }  // namespace
 
 Plan backward(const Problem& p, void* workspace) {
@@ -76,12 +83,15 @@ Plan backward(const Problem& p, void* workspace) {
   Int8Operands::Terms int8_terms{};
   if (choice.int8)
     int8.emplace(p, training_from(params), choice.dim, allocator), set_int8(p, *int8, params, int8_terms, allocator);
+  std::optional<BlockInputs> block_inputs;
+  if (choice.blocks) block_inputs.emplace(p, choice, params, allocator);
   const Result dk(p.dk, allocator), dv(p.dv, allocator);
   const auto name = [choice] {
     return text("backward ",
-                choice.int8  ? "with s and dp in int8"
-                : choice.f16 ? "in f16"
-                             : "in bf16",
+                choice.int8     ? "with s and dp in int8"
+                : choice.blocks ? "with all but dp in int8"
+                : choice.f16    ? "in f16"
+                                : "in bf16",
                 ", mma.sync, ", choice.kernel.queries, " x ", choice.kernel.keys, " tiles",
                 choice.sums == Sums::integers ? ", dq in integers" : "");
   };
@@ -95,24 +105,25 @@ Plan backward(const Problem& p, void* workspace) {
     }
     count_blocks(params.q_blocks, params.k_blocks, stream);
     const int processors = card(p.device_index).multiprocessors;
-    const KernelParams arguments{backward_params(p, params, processors, dk.output(), dv.output()),
-                                 p.deterministic,
-                                 terms,
-                                 classes,
-                                 int8_terms,
-                                 dropout_of(p)};
+    KernelParams arguments{
+        backward_params(p, params, processors, dk.output(), dv.output()), p.deterministic, terms, classes, int8_terms,
+        block_inputs ? block_inputs->terms() : BlockOperands::Terms{},    dropout_of(p)};
+    arguments.terms.mask_chunks &= choice.stages_mask;
+    if (block_inputs) set_mean(arguments, choice.dim, p.packed());
     const int64_t blocks = p.batch * p.kv_heads * params.k_blocks.count * kernel.tiles_of_key_block;
     seen.preprocess(stream);
     compute_row_biases(p, terms, stream);
     if (choice.has_classes) classify(p, terms, classes, stream);
     if (rows.to) subtract_row_biases(rows, terms, stream);
     if (int8) quantize(p, *int8, int8_terms, stream);
+    if (block_inputs) block_inputs->quantize(stream);
     preprocess(params, stream);
+    if (block_inputs) block_inputs->write_tiles(params, saved_lse, stream);
     if (blocks)
       launch_general_pdl(kernel.function, static_cast<unsigned>(blocks), kernel.threads, kernel.shared_bytes, stream,
                          arguments);
     if (p.dq.elements()) postprocess_dq(arguments.a, params.tile_dim, choice.sums, strided(p.dq), stream);
-    if (p.dq.elements() && blocks && !int8 && (p.windowed || p.mask.present() || p.dropout)) {
+    if (p.dq.elements() && blocks && !int8 && !block_inputs && (p.windowed || p.mask.present() || p.dropout)) {
       if (logits_of(p) == Logits::plain)
         cuda::recompute_masked(params, arguments.a, strided(p.dq), stream);
       else

@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/fragment/mask.h"
 #include "cuda/ptx/warpgroup.h"
-#include "cuda/sm80/bwd/backward.h"
+#include "cuda/sm80/bwd/mainloop_blocks.h"
 
 namespace octet::cuda::sm80 {
 
@@ -325,7 +325,7 @@ __device__ void Backward<Kind>::compute(TileDk& dk, TileDk& dv) {
     const bool more = n + 1 < shared.iterations;
     if (more) {
       const Step next = next_step(at, n + 1);
-      load_q(next, (n + 1) % kStages);
+      if (kStages > 1) load_q(next, (n + 1) % kStages);
       if (kDoStages > 1) load_do(next, (n + 1) % kDoStages);
     }
     ptx::cp_async_commit();
@@ -344,9 +344,16 @@ __device__ void Backward<Kind>::compute(TileDk& dk, TileDk& dv) {
     take_p(s, stage);
     if (!kGeneral) Operands::multiply_dp(*this, dp, do_stage);
     hide(s, step.query);
-    if constexpr (!kGeneral) store(s, p.data);
+    if constexpr (!kGeneral && !Operands::kTileScales) store(s, p.data);
     take_ds(s, dp, stage);
-    if constexpr (kGeneral) drop_from(s, kept), store(s, p.data);
+    [[maybe_unused]] TileScales by;
+    if constexpr (Operands::kTileScales) {
+      by = Operands::round(*this, s, dp);
+      Operands::load_do_values(*this, step);
+      ptx::cp_async_commit();
+    }
+    if constexpr (kGeneral) drop_from(s, kept);
+    if constexpr (kGeneral || Operands::kTileScales) store(s, p.data);
     store(dp, ds.data);
     __syncthreads();
     if constexpr (!kPlain) {
@@ -354,6 +361,10 @@ __device__ void Backward<Kind>::compute(TileDk& dk, TileDk& dv) {
       if (more) load_mask(shared.steps[next % kSteps], needs_mask_tile(next));
       if constexpr (kMasked) load_mask_class(at, n + 2);
       ptx::cp_async_commit();
+    }
+    if constexpr (Operands::kTileScales) {
+      multiply_tiles(dk, dv, n, by);
+      continue;
     }
     // dq += ds k, dv += p^T do, dk += ds^T q. do is free after dv, which matters where it has one stage. opaque() stops
     // the compiler from keeping addresses in registers throughout the loop.

@@ -11,6 +11,7 @@
 //   q_k_scale          q.k = s q_k_scale
 //   product_scale      dp times it, and times row_scale, is do v^T in the scale of delta
 //   kScalesRows        rows of dp have factors of their own, row_scale
+//   kTileScales        tiles of P and ds are integers with a scale of their own (operands_blocks.h)
 //   multiply_s, multiply_dp
 //   Terms              the parameters of the kernel that belong to the operands
 #pragma once
@@ -20,11 +21,17 @@
 
 namespace octet::cuda::sm80 {
 
+// The scales of a tile of P and of ds.
+struct TileScales {
+  float p, ds;
+};
+
 // 16 bits: the tiles that cuda/bwd has written.
 template <class T>
 struct BackwardOperands {
   using Element = T;
-  static constexpr bool kReadsV = true, kRecomputes = true, kSubtractsLse = false, kScalesRows = false;
+  static constexpr bool kReadsV = true, kRecomputes = true, kSubtractsLse = false, kScalesRows = false,
+                        kTileScales = false;
   template <class Kernel>
   struct Shared {};
   struct Terms {};

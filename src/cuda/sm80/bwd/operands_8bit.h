@@ -11,7 +11,8 @@ namespace octet::cuda::sm80 {
 
 struct Int8Operands {
   using Element = F16;
-  static constexpr bool kReadsV = false, kRecomputes = false, kSubtractsLse = true, kScalesRows = true;
+  static constexpr bool kReadsV = false, kRecomputes = false, kSubtractsLse = true, kScalesRows = true,
+                        kTileScales = false;
 
   struct Terms {
     const S8 *q, *k, *v, *do_;

@@ -52,6 +52,7 @@ constexpr Row kRows[] = {row<PrecisionF32>(kF32),
                          row<PrecisionBf16F16Compute>(kBf16F16Compute),
                          row<PrecisionInt8F16>(kInt8F16),
                          row<PrecisionInt8>(kInt8),
+                         row<PrecisionInt8>(kSagebwd),
                          row<PrecisionInt8Training>(kInt8Training),
                          row<PrecisionInt8Fp8InF16>(kInt8Fp8),
                          row<PrecisionFp8InF16>(kFp8),
@@ -89,7 +90,8 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
   const int64_t most_dim = std::max(p.dim, p.dim_v);
   const bool int8_qk = numerics.formats.qk == OCTET_I8;
   const Prequantized& came = numerics.came;
-  const bool codes = int8_qk && came.q && came.k, v_codes = numerics.formats == kInt8 && came.v;
+  const bool by_blocks = numerics.formats == kSagebwd, int8_v = numerics.formats == kInt8 || by_blocks;
+  const bool codes = int8_qk && came.q && came.k, v_codes = int8_v && came.v;
   const bool zero_points =
       (codes && (has_zero_points(p.q) || has_zero_points(p.k))) || (v_codes && has_zero_points(p.v));
   const bool smooths_q = p.smooth_q && !codes;
@@ -100,7 +102,8 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
                        .general = logits != Logits::plain,
                        .f32 = numerics.formats == kF32,
                        .int8_qk = int8_qk,
-                       .int8_v = numerics.formats == kInt8,
+                       .int8_v = int8_v,
+                       .blocks = by_blocks,
                        .k_groups = numerics.formats == kInt8Fp8 && !codes,
                        .codes = codes,
                        .v_codes = v_codes,

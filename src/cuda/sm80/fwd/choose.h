@@ -12,6 +12,7 @@ struct ForwardChoice {
   bool f32;          // operands are f16 halves
   bool int8_qk;      // q and k become int8
   bool int8_v;       // so does v, with a scale for each token
+  bool blocks;       // blocks of tokens share the scales of int8
   bool k_groups;     // thread groups of int8 keys share a scale
   bool codes;        // q and k came as codes that stay as they are
   bool v_codes;      // so did v

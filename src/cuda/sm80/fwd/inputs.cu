@@ -52,6 +52,7 @@ ForwardInputs::ForwardInputs(const Problem& p, const ForwardChoice& choice, Work
                          .seen_counts = seen_.counts(),
                          .quantizes_v = choice.int8_v,
                          .k_groups = choice.k_groups,
+                         .blocks = choice.blocks,
                          .finds_v_channels = choice.e4m3_v,
                          .qk_came = choice.codes,
                          .v_came = choice.v_codes};

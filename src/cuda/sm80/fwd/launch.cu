@@ -82,6 +82,7 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     if (p.k.pages.size) a.pages = page_table(p);
     constexpr double kLog2e = 1.4426950408889634;
     a.scale_log2e = static_cast<float>(choice.general ? kLog2e : p.scale * kLog2e);
+    a.largest_p = LargestCode::of(choice.numerics.formats.p == OCTET_I8 ? kLargestS8 : kLargestU8);
     a.beta = choice.numerics.beta, a.beta_limit = choice.numerics.beta_limit;
     CombineParams c{.split_o = split_o,
                     .statistics = statistics,

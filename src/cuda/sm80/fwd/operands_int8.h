@@ -115,7 +115,7 @@ struct ForwardOperands<PrecisionInt8> : ForwardOperands<PrecisionInt8F16> {
 #pragma unroll
     for (int block = 0; block < Kernel::kRowBlocks; ++block) {
       const RowValues most = softmax[block].largest(s[block], o[block]);
-      p.scale[block] = softmax[block].quantize_p(s[block], most, v_inverse, 0.f, p.x[block]);
+      p.scale[block] = softmax[block].quantize_p(s[block], most, v_inverse, 0.f, f.a.largest_p, p.x[block]);
     }
   }
   // Finds the products of P and the zero points of v, for each row: a v of one column, in all columns of the operand.

@@ -5,6 +5,7 @@
 #include "cuda/fragment/output.h"
 #include "cuda/fragment/page_table.h"
 #include "cuda/fragment/sinks.h"
+#include "cuda/fragment/softmax_8bit.h"
 #include "cuda/operands/quantize/block_logits.h"
 #include "cuda/operands/quantize/zero_point.h"
 #include "cuda/scheduler/tile_scheduler.h"
@@ -37,6 +38,7 @@ struct ForwardParams {
   // These are for int8 q and k: the factors of keys, and the product of each query with the mean subtracted from k.
   KeyPairFactorsView k_pair_factors;
   const float* v_factors_by_tiles;  // where v is int8 too: those of its scales, as quantize.h has them
+  LargestCode largest_p;            // likewise
   // The zero points that int8 operands came with (operands/quantize/prequantized.h), of kernels with general logits;
   // null: none.
   const ZeroPoint *q_zero_points, *k_zero_points;

@@ -214,8 +214,8 @@ __device__ inline void Forward8Bit<Precision, Dims>::attend_scaled(int warpgroup
   for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
     // Softmax and quantization of P, the exponentials in turn (ping-pong).
     const RowValues most = softmax.largest(x, o);
-    const RowValues p_scale =
-        softmax.quantize_p(x, most, shared.v_scale[at.kv.stage][1], ping_pong_wait(warpgroup, at), p);
+    const RowValues p_scale = softmax.quantize_p(x, most, shared.v_scale[at.kv.stage][1], ping_pong_wait(warpgroup, at),
+                                                 LargestCode::of(kLargestU8), p);
     ping_pong_arrive(warpgroup);
     // Release k of this tile; wait for its v, which comes with the next k; issue p v.
     release_kv(at);
