@@ -117,6 +117,7 @@ Answer plan(const Problem& p, void* workspace) {
            : problem.pass == OCTET_BACKWARD ? backward(problem, memory)
                                             : jvp(problem, memory);
   };
+  const auto in_pages = [&](const Problem& problem) { return reads_pages(problem, numerics); };
   const auto plan_of_numbers = [&](const Problem& problem, void* memory) -> Answer {
     if (auto keys = listed_keys(problem, numerics, memory))
       return plan_of_rewritten(std::move(keys), memory, [&](const Problem& cached, void* rest) {
@@ -136,7 +137,6 @@ Answer plan(const Problem& p, void* workspace) {
     return plan_of_rewritten(std::make_shared<const DecodedOperands>(problem, decodes, memory), memory,
                              plan_of_numbers);
   };
-  const auto in_pages = [&](const Problem& problem) { return reads_pages(problem, numerics); };
   return p.cached() ? plan_of_cached(p, workspace, in_pages, plan_of_codes) : plan_of_codes(p, workspace);
 }
 
