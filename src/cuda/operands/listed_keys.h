@@ -33,7 +33,8 @@ class ListedKeys {
   std::size_t bytes_;
 };
 
-// Returns whether the keys of a problem can be listed: it has a key mask, and k and v have all their tokens in one row.
+// Returns whether the keys of a problem can be listed: it has a key mask, the tokens of k and v lie evenly apart, and
+// o_residual, which problems with a cache have not, is not asked for.
 bool can_list_keys(const Problem& p);
 
 }  // namespace octet::cuda
