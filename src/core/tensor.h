@@ -19,13 +19,14 @@ struct Pages {
     int64_t page, token;
   };
   // Returns where a token of a sequence lies. Its number may count on through the sequences before it.
-  Place of(int64_t sequence, int64_t token) const {
+  [[gnu::always_inline]] Place of(int64_t sequence, int64_t token) const {
     sequence += token / tokens(), token %= tokens();
     return {table[sequence * stride + token / size], token % size};
   }
 };
 
-// A view of the caller's memory, as octet_tensor. `data` is null if the tensor is absent or empty.
+// A view of the caller's memory, as octet_tensor. `data` is null if the tensor is absent or empty. Kernels for one
+// instruction set call its functions, of which no copy may be left to the linker (tests/checks/kernels).
 struct View {
   octet_dtype dtype = OCTET_DTYPE_NONE;  // OCTET_DTYPE_NONE: absent
   void* data = nullptr;
@@ -36,14 +37,16 @@ struct View {
 
   bool present() const { return dtype != OCTET_DTYPE_NONE; }
   int64_t elements() const { return shape[0] * shape[1] * shape[2] * shape[3]; }
-  int64_t offset(int64_t b, int64_t h, int64_t t, int64_t c = 0) const {
+  [[gnu::always_inline]] int64_t offset(int64_t b, int64_t h, int64_t t, int64_t c = 0) const {
     const auto [page, token] = place(b, t);
     return page * stride[0] + h * stride[1] + token * stride[2] + c * stride[3];
   }
   // Returns where a token lies: in its page, or as it is.
-  Pages::Place place(int64_t b, int64_t t) const { return pages.size ? pages.of(b, t) : Pages::Place{b, t}; }
+  [[gnu::always_inline]] Pages::Place place(int64_t b, int64_t t) const {
+    return pages.size ? pages.of(b, t) : Pages::Place{b, t};
+  }
   template <class T>
-  T* at(int64_t b, int64_t h, int64_t t, int64_t c = 0) const {
+  [[gnu::always_inline]] T* at(int64_t b, int64_t h, int64_t t, int64_t c = 0) const {
     return static_cast<T*>(data) + offset(b, h, t, c);
   }
 };
