@@ -18,7 +18,7 @@ from peers import circumstances, medians
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHAPE = 4, 32, 8192, 128
-# What is done: format, operand, granularity, block, smoothing, seed of the rotation, RoPE
+# Each quantizer by its name: format, operand, granularity, block, smoothing, seed of the rotation, RoPE.
 HOW = {
     "int8 per token": ("i8", "q", "token", 0, False, 0, "none"),
     "int8 per block of 64": ("i8", "k", "block", 64, False, 0, "none"),

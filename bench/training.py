@@ -22,7 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples" / "train"))
 import train  # noqa: E402
 
-# What a run is called, and what makes it so.
+# Each kind of run by its name, with its options of train.py.
 ARMS = {
     "torch": ["--precision", "torch"],
     "bf16-none": ["--precision", "bf16", "--bias-correction", "none"],

@@ -115,7 +115,7 @@ Append validate_append(const octet_append_arguments& args) {
   return a;
 }
 
-// What a GPU cannot be asked without waiting for it: that all tokens have their places, and rows of angles.
+// Checks on the CPU that each new token has a place in the cache and a row of angles. On a GPU that would wait for it.
 void expect_places(const Append& a) {
   const int64_t added = a.k.from.shape[2], turned = std::max(added, a.q.from.shape[2]);
   for (int64_t n = 0; n < a.sequences(); ++n) {

@@ -1,5 +1,5 @@
-// What the functions of octet.h beside attention have in common: their tensors, validated one by one, and where they
-// run.
+// Shared by the functions of octet.h beside attention: each of their tensors is validated, and so is the device that
+// they are on.
 #pragma once
 #include <octet/octet.h>
 

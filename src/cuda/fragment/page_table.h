@@ -1,4 +1,4 @@
-// Where the keys of a KV cache lie: tokens in pages that a block table names.
+// A block table finds the keys of a KV cache: it names the page in which each token lies.
 #pragma once
 #include <cuda_runtime_api.h>
 

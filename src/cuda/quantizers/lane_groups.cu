@@ -22,7 +22,7 @@ class RowLoader {
       : p_(p), channels_(0), in_row_(channel() < p.dim()), rotation_(p.rows) {}
 
   __device__ int channel() const { return channels_.first; }
-  // Whether this lane has channels.
+  // Returns whether this lane has channels of the row.
   __device__ bool in_row() const { return in_row_; }
 
   // The rows of kRows tokens of a (batch, head); present[a]: there is such a token. All lanes call it.
