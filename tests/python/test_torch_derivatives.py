@@ -4,6 +4,7 @@ import octet
 import pytest
 
 torch = pytest.importorskip("torch")
+from octet.torch import _passes  # noqa: E402
 from torch.autograd import forward_ad, gradcheck  # noqa: E402
 
 
@@ -136,6 +137,89 @@ def test_a_primal_under_jvp_has_its_gradient(dtype):
     (got,) = torch.autograd.grad((u - du.detach()).sum(), weight)
     (want,) = torch.autograd.grad(model(q).sum(), weight)
     assert torch.equal(got, want) and (got != 0).any()
+
+
+def passes_of(function, monkeypatch):
+    """The passes that the library runs meanwhile."""
+    ran, run = [], _passes.run
+    monkeypatch.setattr(_passes, "run", lambda kind, *how: ran.append(kind) or run(kind, *how))
+    function()
+    monkeypatch.undo()
+    return ran
+
+
+@pytest.mark.parametrize("way", ["torch.func", "dual numbers", "nothing moves"])
+def test_a_jvp_is_one_pass(monkeypatch, way):
+    """o comes with its tangent; where a gradient may follow, from a forward pass that saves what that needs."""
+    x = [y.detach() for y in inputs()]
+
+    def dual():
+        with forward_ad.dual_level():
+            call(*map(forward_ad.make_dual, x, x))
+
+    def beside():
+        return torch.func.jvp(lambda y: y * call(*x).sum(), (x[0],), (x[0],))
+
+    ways = {"torch.func": lambda: torch.func.jvp(call, tuple(x), tuple(x)), "dual numbers": dual}
+    assert passes_of(ways.get(way, beside), monkeypatch) == ["jvp" if way in ways else "forward"]
+    x[1].requires_grad_()
+    assert sorted(passes_of(ways.get(way, beside), monkeypatch)) == (["forward", "jvp"] if way in ways else ["forward"])
+
+
+def test_jvp_meets_other_transforms():
+    x = [y.detach() for y in inputs()]
+    many = [torch.stack([y, 2 * y, -y]) for y in x]
+    t = [torch.randn_like(y) for y in many]
+    want = [
+        torch.func.jvp(call, *map(tuple, given))
+        for given in zip(zip(*many, strict=True), zip(*t, strict=True), strict=True)
+    ]
+
+    def at(*y):
+        return torch.func.jvp(call, y[:3], y[3:])
+
+    for got in (torch.func.vmap(at)(*many, *t), torch.func.jvp(torch.func.vmap(call), tuple(many), tuple(t))):
+        for found, each in zip(got, zip(*want, strict=True), strict=True):
+            torch.testing.assert_close(found, torch.stack(each), rtol=1e-12, atol=1e-13)
+
+    def loss(q):
+        return torch.func.jvp(lambda y: call(y, *x[1:]), (q,), (q,))[0].sum()
+
+    assert torch.equal(torch.func.grad(loss)(x[0]), torch.func.grad(lambda q: call(q, *x[1:]).sum())(x[0]))
+    with pytest.raises(octet.Unsupported, match="first derivatives only"):
+        torch.func.grad(lambda q: torch.func.jvp(lambda y: call(y, *x[1:]), (q,), (q,))[1].sum())(x[0])
+    with pytest.raises(octet.Unsupported, match="first derivatives only"):
+        torch.func.jvp(lambda q: torch.func.jvp(lambda y: call(y, *x[1:]), (q,), (q,))[1], (x[0],), (x[0],))
+
+
+def test_lse_has_its_tangent_under_jvp():
+    x = tuple([y.detach() for y in inputs()])
+    t = tuple([torch.randn_like(y) for y in x])
+    found = torch.func.jvp(lambda *y: octet.attention(*y, return_lse=True), x, t)
+    o, to, lse, tlse = octet.attention_jvp(*x, *t, return_lse=True)
+    for got, want in zip((*found[0], *found[1]), (o, lse, to, tlse), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+def test_a_step_with_a_detached_tangent(compiling):
+    """MeanFlow's: the loss reads o and a detached tangent. Compiled code leaves torch.func.jvp to eager code."""
+    q, k, v = (x.detach() for x in inputs())
+    weight = torch.ones(8, dtype=q.dtype, requires_grad=True)
+
+    def step(z):
+        u, du = torch.func.jvp(lambda y: octet.attention(y * weight, k, v), (z,), (torch.ones_like(z),))
+        return (u - du.detach()).square().sum()
+
+    def split(z):
+        u = octet.attention(z * weight, k, v)
+        du = octet.attention_jvp((z * weight).detach(), k, v, weight.detach().expand_as(z), 0 * k, 0 * v)[1]
+        return (u - du).square().sum()
+
+    torch._dynamo.reset()
+    made = torch.compile(step, backend="aot_eager") if compiling else step
+    (got,), (want,) = (torch.autograd.grad(f(q), weight) for f in (made, split))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
 def test_a_second_derivative_is_rejected():

@@ -128,8 +128,8 @@ def test_forward_mode_has_the_elements_of_its_forward_pass():
     q, k, v = tensors(9)
     call = functools.partial(octet.attention, dropout_p=P, dropout_seed=3)
     o, to = torch.func.jvp(lambda v: call(q, k, v), (v,), (v,))
-    assert torch.equal(o, call(q, k, v))
-    assert (o - to).abs().max() < 1e-5  # o is linear in v
+    for x in (o, to):  # o is linear in v
+        assert (x - call(q, k, v)).abs().max() < 1e-5
 
 
 def test_flash_attn_takes_it():

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._C._functorch import _unwrap_for_grad, _wrap_for_grad
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from octet import _plan
@@ -80,6 +82,15 @@ def attend(operands: Operands, options: Options, *, of_lse: bool, residual: bool
     mask: Any = operands.get("mask")
     if mask is not None and dual:
         expect_no_tangent("mask", mask)
+    if dual and not compiling and _sees_tangents():
+        return _attend_along(operands, options, of_lse, residual)
+    return _attend(operands, options, of_lse, residual, dual)
+
+
+def _attend(operands: Operands, options: Options, of_lse: bool, residual: bool, dual: bool) -> tuple:
+    """The same where no tangent is seen; `dual`: there may be some."""
+    compiling = torch.compiler.is_compiling()
+    mask: Any = operands.get("mask")
     if compiling and torch.is_grad_enabled() and any([_is_mapped(operands.get(name)) for name in DIFFERENTIABLE]):
         return _attend_outside_the_graph(operands, options, of_lse, residual)
     # A dual tensor does not tell whether its primal requires a gradient.
@@ -99,6 +110,60 @@ def attend(operands: Operands, options: Options, *, of_lse: bool, residual: bool
     tensors = _distinct(operands.values()) if compiling else operands.values()
     flags = residual, of_lse, of_mask
     return _apply(_DualAttention if dual else _Attention, options, flags, tuple(operands), *tensors)
+
+
+def _sees_tangents() -> bool:
+    """Whether the tangents of tensors are seen here: there is no transform of torch.func, or the innermost is a jvp."""
+    if not torch._C._is_fwd_grad_enabled():
+        return False
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return innermost is None or innermost.key() == torch._C._functorch.TransformType.Jvp
+
+
+def _attend_along(operands: Operands, options: Options, of_lse: bool, residual: bool) -> tuple:
+    """The same by one pass for results and tangents, beneath the innermost jvp: a Function with a jvp takes two, and
+    under torch.func ten times as long on the host."""
+    given = dict(operands)
+    for name in WITH_TANGENT:
+        if name in operands:
+            given[name], tangent = forward_ad.unpack_dual(operands[name])
+            if tangent is not None:
+                given[f"t{name}"] = tangent
+    if any(map(torch._C._functorch.is_legacy_batchedtensor, given.values())):  # nothing makes dual tensors of these
+        return _attend(operands, options, of_lse, residual, dual=True)
+    if not torch._C._are_functorch_transforms_active():
+        made = _pair(given, options, of_lse, residual)
+    else:
+        innermost = retrieve_current_functorch_interpreter()
+        level = innermost.level()
+        given = {name: _unwrap_for_grad(x, level) for name, x in given.items()}
+        with innermost.lower():
+            made = _pair(given, options, of_lse, residual)
+        made = tuple([None if x is None else _wrap_for_grad(x, level) for x in made])
+    o, lse, r, to, tlse = made
+    if to is not None:
+        o = forward_ad.make_dual(o, to)
+    if tlse is not None and of_lse:
+        lse = forward_ad.make_dual(lse, tlse)
+    return o, lse, r
+
+
+def _pair(given: Operands, options: Options, of_lse: bool, residual: bool) -> tuple:
+    """(o, lse, o_residual, to, tlse) of the inputs of a jvp, whose tangents may be missing: those of q, k and v are
+    then zeros, and where there is none, to and tlse are None."""
+    plain = inputs_of("forward", given)
+    if len(plain) == len(given):
+        if torch._C._are_functorch_transforms_active():
+            return *attend(plain, options, of_lse=of_lse, residual=residual), None, None
+        return *_attend(plain, options, of_lse, residual, dual=False), None, None
+    for name in ("q", "k", "v"):
+        if f"t{name}" not in given:
+            given[f"t{name}"] = torch.zeros_like(given[name])
+    if not any([is_differentiated(plain[name]) for name in DIFFERENTIABLE if name in plain]):
+        o, lse, to, tlse = tangents_of(given, options, of_lse)
+        return o, lse, o.new_empty(0), to, tlse
+    *_, to, tlse = tangents_of(given, options, of_lse)
+    return *attend(plain, options, of_lse=of_lse, residual=residual), to, tlse
 
 
 def _is_mapped(x: Any) -> bool:
@@ -179,25 +244,29 @@ def gradients(operands: Operands, options: Options, of_mask: bool = False) -> tu
     return _ops.run("backward", operands, options, of_mask)
 
 
-class _Tangent(torch.autograd.Function):
-    """(to, tlse), without `of_lse` an empty tensor for tlse"""
+class _Tangents(torch.autograd.Function):
+    """(o, lse, to, tlse), of which o and lse are constants; without `of_lse` an empty tensor for tlse"""
 
     @staticmethod
     def forward(options: Options, flags: tuple[bool], names: tuple[str, ...], *tensors: Any) -> Any:
-        return _ops.run("jvp", dict(zip(names, tensors, strict=True)), options, *flags)[2:]
+        return _ops.run("jvp", dict(zip(names, tensors, strict=True)), options, *flags)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.mark_non_differentiable(*output[:2])
 
     backward = jvp = staticmethod(_reject_second_derivative)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, options: Options, flags: tuple, names: tuple[str, ...], *tensors: Any) -> Any:
         fold = Fold(info.batch_size, options.layout, names, tensors, in_dims[_HOW:])
-        operands = fold.operands()
-        made = _Tangent.apply(options, flags, tuple(operands), *operands.values())
-        return fold.results(("to", "tlse"), made), (0, 0)
+        made = tangents_of(fold.operands(), options, *flags)
+        return fold.results(RESULTS["jvp"], made), (0,) * len(made)
+
+
+def tangents_of(operands: Operands, options: Options, of_lse: bool) -> tuple:
+    """(o, lse, to, tlse) of the inputs of a jvp, as of _Tangents."""
+    return _apply(_Tangents, options, (of_lse,), tuple(operands), *operands.values())
 
 
 class _Attention(torch.autograd.Function):
@@ -261,5 +330,5 @@ class _DualAttention(_Attention):
         for name in WITH_TANGENT:
             if name in given and (along[name] is not None or name in ("q", "k", "v")):
                 given[f"t{name}"] = torch.zeros_like(given[name]) if along[name] is None else along[name]
-        to, tlse = _Tangent.apply(ctx.options, (ctx.of_lse,), tuple(given), *given.values())
+        *_, to, tlse = tangents_of(given, ctx.options, ctx.of_lse)
         return to, tlse if ctx.of_lse else None, None
