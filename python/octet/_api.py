@@ -21,9 +21,9 @@ from octet.errors import InvalidArgument
 if TYPE_CHECKING:
     from typing import Unpack
 
-# Functions of q, k, v and keywords that give o of `attention` without a mask and sinks faster than `forward` does, by
-# the type of q; None: the call has to go by `forward`.
-shortcuts: dict[type, Callable[[Any, Any, Any, AttentionOptions], Any]] = {}
+# Functions of q, k, v, keywords and further operands that give o of `attention` faster than `forward` does, by the type
+# of q; None: the call has to go by `forward`.
+shortcuts: dict[type, Callable[[Any, Any, Any, AttentionOptions, Operands], Any]] = {}
 
 
 def _is_traced() -> bool:
@@ -197,18 +197,12 @@ def attention(
         Unsupported: no backend computes it; the message gives each backend's reason.
         TypeError: an unknown keyword; the message says what to use instead.
     """
-    arrays = mask, sinks, alibi_slopes, dropout_seed
-    if (
-        return_lse is False
-        and not any([x is not None for x in arrays])
-        and not _is_traced()
-        and (shortcut := shortcuts.get(type(q)))
-    ):
-        o = shortcut(q, k, v, options)
+    more = operands_of(mask=mask, sinks=sinks, alibi_slopes=alibi_slopes, dropout_seed=dropout_seed)
+    if return_lse is False and not _is_traced() and (shortcut := shortcuts.get(type(q))):
+        o = shortcut(q, k, v, options, more)
         if o is not None:
             return o
-    more = {"mask": mask, "sinks": sinks, "alibi_slopes": alibi_slopes, "dropout_seed": dropout_seed}
-    given = operands_of(q=q, k=k, v=v, **more)
+    given = operands_of(q=q, k=k, v=v) | more
     o, lse = forward(given, options, return_lse)
     return (o, lse) if return_lse else o
 

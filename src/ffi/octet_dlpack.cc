@@ -5,146 +5,28 @@
 
 #include <array>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 
-#include "dlpack.h"
-#include "python.h"
+#include "calls.h"
 
 namespace {
 
+using namespace octet::ffi;
+
 constexpr int64_t kAlignment = 64;  // of a workspace
 constexpr std::size_t kKept = 512;
-constexpr int kDims = 4, kStates = 2, kMostInputs = 7, kMostOutputs = 3;
-
-// What _passes.py hands over, for as long as the process lives.
-struct Framework {
-  const DLExchange* api;
-  PyObject* tensor;           // the type of plain tensors
-  PyObject* listeners;        // functions; one that gives true listens to operators
-  PyObject* casts;            // function: whether autocast would change the types of tensors
-  PyObject* is_autocast;      // functions
-  PyObject* states;           // functions that give numbers on which a call depends
-  PyObject* is_grad_enabled;  // functions
-  PyObject* is_mapped;        // function: whether a tensor is mapped by a vmap that is no listener
-  PyObject* empty_like;
-  PyObject* empty;
-  PyObject* is_neg;
-  PyObject* requires_grad;  // the attribute's name
-} framework;
-
-// The passes that can be run again, and the order of their inputs and outputs.
-enum Kind : int64_t {
-  kForward,   // q k v -> o
-  kTraining,  // q k v -> o lse o_residual; the last is an empty tensor where the backward pass reads none
-  kBackward,  // do q k v o lse o_residual -> dq dk dv
-};
-constexpr int kInputs[] = {3, 3, 7}, kOutputs[] = {1, 3, 3};
-using Objects = PyObject* const*;
-
-bool is_true(PyObject* function) { return truth(PyObject_CallNoArgs(function)); }
-bool is_true(PyObject* function, PyObject* x) { return truth(PyObject_CallFunctionObjArgs(function, x, nullptr)); }
-
-// Returns whether all objects are plain tensors.
-bool are_tensors(Objects inputs, int count) {
-  for (int i = 0; i < count; ++i)
-    if (Reference(PyObject_Type(inputs[i])).object != framework.tensor) return false;
-  return true;
-}
-
-// Returns whether nobody would notice that no operator runs on these objects.
-bool plain(Objects inputs, int count) {
-  if (!are_tensors(inputs, count)) return false;
-  for (std::ptrdiff_t i = 0, n = PyTuple_Size(framework.listeners); i < n; ++i)
-    if (is_true(PyTuple_GetItem(framework.listeners, i))) return false;
-  for (int i = 0; i < count; ++i)
-    if (is_true(framework.is_neg, inputs[i])) return false;
-  return true;
-}
-
-// Returns whether autocast would hand tensors of another type to the operator.
-bool cast(Objects qkv) {
-  return is_true(framework.is_autocast) &&
-         truth(PyObject_CallFunctionObjArgs(framework.casts, qkv[0], qkv[1], qkv[2], nullptr));
-}
-
-bool wants_gradient(Objects qkv) {
-  if (!is_true(framework.is_grad_enabled)) return false;
-  for (int i = 0; i < 3; ++i)
-    if (truth(PyObject_GetAttr(qkv[i], framework.requires_grad))) return true;
-  return false;
-}
-
-struct Meta {
-  DLDevice device;
-  DLDataType dtype;
-  int32_t dims;
-  int64_t shape[kDims], strides[kDims];
-};
-
-bool operator==(const Meta& a, const Meta& b) { return !std::memcmp(&a, &b, sizeof a); }
-
-// All that tells one call from another.
-struct Key {
-  Kind kind;
-  int64_t token;  // of the caller's options
-  int64_t states[kStates];
-  Meta inputs[kMostInputs];  // the rest is 0
-};
-static_assert(std::has_unique_object_representations_v<Key>);
-
-bool operator==(const Key& a, const Key& b) { return !std::memcmp(&a, &b, sizeof a); }
-
-struct Hash {
-  std::size_t operator()(const Key& key) const {
-    const std::size_t used = offsetof(Key, inputs) + kInputs[key.kind] * sizeof(Meta);
-    return std::hash<std::string_view>{}({reinterpret_cast<const char*>(&key), used});
-  }
-};
-
-// An object's view. False: it is no tensor on a device that octet knows.
-bool look(PyObject* object, DLTensor& view, Meta& meta) {
-  if (framework.api->view(object, &view)) return PyErr_Clear(), false;
-  const auto& [type, index] = view.device;
-  if ((type != kDLCpu && type != kDLCuda) || view.dims < 1 || view.dims > kDims || !view.strides) return false;
-  meta = {view.device, view.dtype, view.dims, {}, {}};
-  for (int i = 0; i < view.dims; ++i) meta.shape[i] = view.shape[i], meta.strides[i] = view.strides[i];
-  return true;
-}
-
-using Views = std::array<DLTensor, kMostInputs + kMostOutputs>;  // inputs, then outputs
-
-// The views of inputs, and what they share with others of their kind.
-bool look(Kind kind, int64_t token, Objects inputs, Views& views, Key& key) {
-  std::memset(&key, 0, sizeof key);
-  key.kind = kind, key.token = token;
-  for (int i = 0; i < kStates; ++i) {
-    const Reference found(PyObject_CallNoArgs(PyTuple_GetItem(framework.states, i)));
-    if (!found.object) return PyErr_Clear(), false;
-    key.states[i] = PyLong_AsLong(found.object);
-  }
-  for (int i = 0; i < kInputs[kind]; ++i)
-    if (!look(inputs[i], views[i], key.inputs[i])) return false;
-  return true;
-}
-
-// Returns whether o has q's shape and the library takes these tensors as they are.
-bool is_like_q(const Views& qkv) {
-  const DLTensor &q = qkv[0], &k = qkv[1], &v = qkv[2];
-  if (q.dims != kDims || k.dims != kDims || v.dims != kDims) return false;
-  return q.shape[kDims - 1] == v.shape[kDims - 1] && q.shape[kDims - 1] % 8 == 0;
-}
 
 struct Call {
   octet_attention attention;
   std::string backend;
   octet_arguments arguments;
   std::array<octet_tensor, kMostInputs + kMostOutputs> tensors{};  // of inputs and outputs
-  Meta outputs[kMostOutputs];
+  int inputs, outputs, sinks = 0;                                  // how many there are; which input sinks are, 0: none
+  More more[kMore];
+  Meta made[kMostOutputs];
   PyObject* lse_shape = nullptr;          // in a tuple, and
   PyObject* lse_keywords = nullptr;       // of framework.empty, for lse
   PyObject* residual_keywords = nullptr;  // of framework.empty_like, for o_residual
@@ -161,7 +43,8 @@ struct Call {
 
 // A new output, or null.
 PyObject* make(const Call& call, Kind kind, int i, Objects inputs) {
-  if (kind == kBackward) return PyObject_CallFunctionObjArgs(framework.empty_like, inputs[1 + i], nullptr);
+  if (kind == kBackward)
+    return PyObject_CallFunctionObjArgs(framework.empty_like, inputs[i < 3 ? 1 + i : call.sinks], nullptr);
   if (i == 0) return PyObject_CallFunctionObjArgs(framework.empty_like, inputs[0], nullptr);
   if (i == 1) return PyObject_Call(framework.empty, call.lse_shape, call.lse_keywords);
   if (call.none) return Py_IncRef(call.none), call.none;
@@ -209,14 +92,19 @@ class Workspace {
 };
 
 // The tensors of a pass in octet_arguments, in the order of its inputs and outputs.
-void place(Kind kind, octet_arguments& a, octet_tensor* t, bool residual) {
+void place(const Call& call, Kind kind, octet_arguments& a, octet_tensor* t) {
+  const bool residual = a.o_residual;
+  octet_tensor* const made = t + call.inputs;
+  for (int i = kInputs[kind]; i < call.inputs; ++i) a.*kPlaces[call.more[i - kInputs[kind]]] = &t[i];
   if (kind == kForward) {
-    a.q = &t[0], a.k = &t[1], a.v = &t[2], a.o = &t[3];
+    a.q = &t[0], a.k = &t[1], a.v = &t[2], a.o = &made[0];
   } else if (kind == kTraining) {
-    a.q = &t[0], a.k = &t[1], a.v = &t[2], a.o = &t[3], a.lse = &t[4], a.o_residual = residual ? &t[5] : nullptr;
+    a.q = &t[0], a.k = &t[1], a.v = &t[2], a.o = &made[0], a.lse = &made[1];
+    a.o_residual = residual ? &made[2] : nullptr;
   } else {
     a.do_ = &t[0], a.q = &t[1], a.k = &t[2], a.v = &t[3], a.o = &t[4], a.lse = &t[5];
-    a.o_residual = residual ? &t[6] : nullptr, a.dq = &t[7], a.dk = &t[8], a.dv = &t[9];
+    a.o_residual = residual ? &t[6] : nullptr, a.dq = &made[0], a.dk = &made[1], a.dv = &made[2];
+    if (call.sinks) a.dsinks = &made[3];
   }
 }
 
@@ -225,9 +113,9 @@ bool run(const Call& call, Kind kind, const Views& views) {
   octet_attention attention = call.attention;
   attention.backend = call.backend.empty() ? nullptr : call.backend.c_str();
   auto tensors = call.tensors;
-  for (int i = 0, n = kInputs[kind] + kOutputs[kind]; i < n; ++i) tensors[i].data = data(views[i]);
+  for (int i = 0, n = call.inputs + call.outputs; i < n; ++i) tensors[i].data = data(views[i]);
   octet_arguments arguments = call.arguments;
-  place(kind, arguments, tensors.data(), call.arguments.o_residual);
+  place(call, kind, arguments, tensors.data());
 
   void* stream = nullptr;
   const DLDevice device = views[0].device;
@@ -248,42 +136,58 @@ PyObject* none() {
 // Makes the outputs of a kept call and runs it; false: the call has to go the ordinary way.
 bool run(const Call& call, Kind kind, Objects inputs, Views& views, PyObject** outputs) {
   int made = 0;
-  for (bool good = true; good && made < kOutputs[kind]; ++made) {
+  for (bool good = true; good && made < call.outputs; ++made) {
     outputs[made] = make(call, kind, made, inputs);
     Meta meta;
-    good = outputs[made] && look(outputs[made], views[kInputs[kind] + made], meta) && meta == call.outputs[made];
+    good = outputs[made] && look(outputs[made], views[call.inputs + made], meta) && meta == call.made[made];
     if (!good && outputs[made]) Py_DecRef(outputs[made]);
     if (!good) break;
   }
-  if (made == kOutputs[kind] && run(call, kind, views)) return true;
+  if (made == call.outputs && run(call, kind, views)) return true;
   PyErr_Clear();
   while (made-- > 0) Py_DecRef(outputs[made]);
   return false;
 }
 
-// (token, q, k, v) -> o, or None: the call has to go the ordinary way, or False: it may be kept when it has gone there,
-// or True: `fast_training` runs it, and a gradient may follow.
-PyObject* fast_forward(PyObject*, Objects arguments, std::ptrdiff_t count) {
+// How many inputs a function got behind its token, 0: too few or too many.
+int count_of(Kind kind, std::ptrdiff_t arguments) {
+  const auto count = static_cast<int>(arguments) - 1;
+  return count >= kInputs[kind] && count <= kInputs[kind] + kMore ? count : 0;
+}
+
+// Returns whether an input but q, k, v and sinks requires a gradient.
+bool others_require_grad(const Call& call, Objects inputs) {
+  for (int i = kInputs[kTraining]; i < call.inputs; ++i)
+    if (i != call.sinks && requires_grad(inputs[i])) return true;
+  return false;
+}
+
+// (token, q, k, v, others...) -> o, or None: the call has to go the ordinary way, or False: it may be kept when it has
+// gone there, or True: `fast_training` runs it, and a gradient may follow.
+PyObject* fast_forward(PyObject*, Objects arguments, std::ptrdiff_t given) {
   const Objects inputs = arguments + 1;
-  if (count != 4 || !plain(inputs, 3) || cast(inputs)) return none();
-  const Kind kind = wants_gradient(inputs) ? kTraining : kForward;
+  const int count = count_of(kForward, given);
+  if (!count || !plain(inputs, count, kInputs[kForward]) || cast(inputs)) return none();
+  const Kind kind = wants_gradient(inputs, count) ? kTraining : kForward;
   Views views;
   Key key;
-  if (!look(kind, PyLong_AsLong(arguments[0]), inputs, views, key) || !is_like_q(views)) return none();
+  if (!look(kind, arguments[0], inputs, count, views, key) || !is_like_q(views)) return none();
   const auto call = find(key);
+  if (call && kind == kTraining && others_require_grad(*call, inputs)) return none();
   if (!call || kind == kTraining) return PyBool_FromLong(bool(call));
   PyObject* o;
   return run(*call, kind, inputs, views, &o) ? o : none();
 }
 
-// (token, q, k, v) -> (o, lse, o_residual), or None or False as `fast_forward`. Who listens has been looked for or, in
-// an operator, has heard of it.
-PyObject* fast_training(PyObject*, Objects arguments, std::ptrdiff_t count) {
+// (token, q, k, v, others...) -> (o, lse, o_residual), or None or False as `fast_forward`. Who listens has been looked
+// for or, in an operator, has heard of it.
+PyObject* fast_training(PyObject*, Objects arguments, std::ptrdiff_t given) {
   const Objects inputs = arguments + 1;
-  if (count != 4 || !are_tensors(inputs, 3)) return none();
+  const int count = count_of(kTraining, given);
+  if (!count || !are_tensors(inputs, count, kInputs[kTraining])) return none();
   Views views;
   Key key;
-  if (!look(kTraining, PyLong_AsLong(arguments[0]), inputs, views, key) || !is_like_q(views)) return none();
+  if (!look(kTraining, arguments[0], inputs, count, views, key) || !is_like_q(views)) return none();
   const auto call = find(key);
   if (!call) return PyBool_FromLong(0);
   PyObject* made[kMostOutputs];
@@ -292,28 +196,36 @@ PyObject* fast_training(PyObject*, Objects arguments, std::ptrdiff_t count) {
   return PyTuple_Pack(3, o.object, lse.object, r.object);
 }
 
-// (token, do, q, k, v, o, lse, o_residual) -> (dq, dk, dv, None), or None or False as `fast_forward`. Nobody is looked
-// for, as in `fast_training`.
-PyObject* fast_gradients(PyObject*, Objects arguments, std::ptrdiff_t count) {
+// (token, do, q, k, v, o, lse, o_residual, others...) -> (dq, dk, dv, None, and of each other dsinks or None), or None
+// or False as `fast_forward`. Nobody is looked for, as in `fast_training`.
+PyObject* fast_gradients(PyObject*, Objects arguments, std::ptrdiff_t given) {
   const Objects inputs = arguments + 1;
-  if (count != 8 || !are_tensors(inputs, 7)) return none();
+  const int count = count_of(kBackward, given);
+  if (!count || !are_tensors(inputs, count, kInputs[kBackward])) return none();
   Views views;
   Key key;
-  if (!look(kBackward, PyLong_AsLong(arguments[0]), inputs, views, key)) return none();
+  if (!look(kBackward, arguments[0], inputs, count, views, key)) return none();
   const auto call = find(key);
   if (!call) return PyBool_FromLong(0);
   PyObject* made[kMostOutputs];
   if (!run(*call, kBackward, inputs, views, made)) return none();
-  const Reference dq(made[0]), dk(made[1]), dv(made[2]);
-  return PyTuple_Pack(4, dq.object, dk.object, dv.object, &_Py_NoneStruct);
+  const Reference dq(made[0]), dk(made[1]), dv(made[2]), dsinks(call->sinks ? made[3] : nullptr);
+  PyObject* more[kMore];
+  for (int i = 0; i < kMore; ++i)
+    more[i] = call->sinks && i == call->sinks - kInputs[kBackward] ? dsinks.object : &_Py_NoneStruct;
+  static_assert(kMore == 4);
+  return PyTuple_Pack(4 + count - kInputs[kBackward], dq.object, dk.object, dv.object, &_Py_NoneStruct, more[0],
+                      more[1], more[2], more[3]);
 }
 
 // The same, or None where somebody listens.
-PyObject* fast_backward(PyObject* self, Objects arguments, std::ptrdiff_t count) {
+PyObject* fast_backward(PyObject* self, Objects arguments, std::ptrdiff_t given) {
   const Objects inputs = arguments + 1;
-  if (count != 8 || !plain(inputs, 7) || is_true(framework.is_grad_enabled) || is_true(framework.is_mapped, inputs[0]))
+  const int count = count_of(kBackward, given);
+  if (!count || !plain(inputs, count, kInputs[kBackward]) || is_true(framework.is_grad_enabled) ||
+      is_true(framework.is_mapped, inputs[0]))
     return none();
-  return fast_gradients(self, arguments, count);
+  return fast_gradients(self, arguments, given);
 }
 
 PyMethodDef methods[] = {{"fast_forward", fast_forward, kFastCall, nullptr},
@@ -329,13 +241,24 @@ extern "C" {
 // `objects`: those of Framework, from `tensor` to `empty`. None where the version of the API is unknown.
 OCTET_API PyObject* octet_fast_functions(const void* exchange, PyObject* objects) {
   const auto* api = static_cast<const DLExchange*>(exchange);
-  if (!api || api->major != 1 || !api->view || PyTuple_Size(objects) != 9) return none();
+  if (!api || api->major != 1 || !api->view || PyTuple_Size(objects) != 10) return none();
   const auto object = [&](int i) { return PyTuple_GetItem(objects, i); };
   PyObject* const is_neg = PyObject_GetAttrString(object(0), "is_neg");
   if (!is_neg) return nullptr;
   Py_IncRef(objects);  // and what it holds
-  framework = {api,       object(0), object(1), object(2), object(3), object(4),
-               object(5), object(6), object(7), object(8), is_neg,    PyUnicode_InternFromString("requires_grad")};
+  framework = {api,
+               object(0),
+               object(1),
+               object(2),
+               object(3),
+               object(4),
+               object(5),
+               object(6),
+               object(7),
+               object(8),
+               object(9),
+               is_neg,
+               PyUnicode_InternFromString("requires_grad")};
   if (PyTuple_Size(framework.states) != kStates) return none();
   const Reference functions[] = {Reference(PyCFunction_NewEx(&methods[0], nullptr, nullptr)),
                                  Reference(PyCFunction_NewEx(&methods[1], nullptr, nullptr)),
@@ -345,28 +268,41 @@ OCTET_API PyObject* octet_fast_functions(const void* exchange, PyObject* objects
 }
 
 // Keeps a pass. `inputs`, `outputs`: tuples of such tensors. `how`: None, or how a training pass makes some: arguments
-// and keywords of `empty` for lse, and keywords of `empty_like` for o_residual.
-OCTET_API void octet_fast_keep(int64_t kind_number, int64_t token, PyObject* inputs, PyObject* outputs, PyObject* how,
-                               const octet_attention* attention, const octet_arguments* arguments,
+// and keywords of `empty` for lse, and keywords of `empty_like` for o_residual. `more`: numbers of More, a tuple, what
+// the inputs behind those of all passes of the kind are.
+OCTET_API void octet_fast_keep(int64_t kind_number, PyObject* token, PyObject* inputs, PyObject* outputs, PyObject* how,
+                               PyObject* more, const octet_attention* attention, const octet_arguments* arguments,
                                std::size_t workspace) {
   const auto kind = static_cast<Kind>(kind_number);
-  const int count = kInputs[kind], more = kOutputs[kind];
-  if (PyTuple_Size(inputs) != count || PyTuple_Size(outputs) != more) return;
+  const auto others = static_cast<int>(PyTuple_Size(more));
+  const auto call = std::make_shared<Call>();
+  call->inputs = static_cast<int>(PyTuple_Size(inputs)), call->outputs = static_cast<int>(PyTuple_Size(outputs));
+  if (others > kMore || call->inputs != kInputs[kind] + others) return;
+  for (int i = 0; i < others; ++i) {
+    call->more[i] = static_cast<More>(PyLong_AsLong(PyTuple_GetItem(more, i)));
+    if (call->more[i] == kSinks) call->sinks = kInputs[kind] + i;
+  }
+  if (call->outputs != kOutputs[kind] + (kind == kBackward && call->sinks)) return;
   PyObject* objects[kMostInputs];
-  for (int i = 0; i < count; ++i) objects[i] = PyTuple_GetItem(inputs, i);
+  for (int i = 0; i < call->inputs; ++i) objects[i] = PyTuple_GetItem(inputs, i);
   Views views;
   Key key;
-  if (!look(kind, token, objects, views, key)) return;
-  const auto call = std::make_shared<Call>();
+  if (!look(kind, token, objects, call->inputs, views, key)) return;
   call->attention = *attention, call->backend = attention->backend ? attention->backend : "";
   call->arguments = *arguments, call->workspace = workspace;
   const octet_arguments& a = *arguments;
   const octet_tensor* const forward[] = {a.q, a.k, a.v, a.o, a.lse, a.o_residual};
-  const octet_tensor* const backward[] = {a.do_, a.q, a.k, a.v, a.o, a.lse, a.o_residual, a.dq, a.dk, a.dv};
-  for (int i = 0; i < count + more; ++i)
-    if (const octet_tensor* t = kind == kBackward ? backward[i] : forward[i]) call->tensors[i] = *t;
-  for (int i = 0; i < more; ++i)
-    if (DLTensor view; !look(PyTuple_GetItem(outputs, i), view, call->outputs[i])) return;
+  const octet_tensor* const backward[] = {a.do_, a.q, a.k, a.v, a.o, a.lse, a.o_residual, a.dq, a.dk, a.dv, a.dsinks};
+  const octet_tensor* const* const tensors = kind == kBackward ? backward : forward;
+  for (int i = 0; i < call->inputs + call->outputs; ++i) {
+    const int first_more = kInputs[kind];
+    const octet_tensor* const t = i < first_more     ? tensors[i]
+                                  : i < call->inputs ? a.*kPlaces[call->more[i - first_more]]
+                                                     : tensors[i - others];
+    if (t) call->tensors[i] = *t;
+  }
+  for (int i = 0; i < call->outputs; ++i)
+    if (DLTensor view; !look(PyTuple_GetItem(outputs, i), view, call->made[i])) return;
   if (kind == kTraining) {
     Py_IncRef(call->lse_shape = PyTuple_GetItem(how, 0));
     Py_IncRef(call->lse_keywords = PyTuple_GetItem(how, 1));

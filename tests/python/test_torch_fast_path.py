@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import sys
 import unittest.mock
 import weakref
@@ -30,8 +31,8 @@ def looks(monkeypatch):
     """A list that receives what each look for a kept call finds. Calls of other tests are forgotten."""
     real, found = _passes.fast_forward, []
 
-    def counting(token, q, k, v):
-        o = real(token, q, k, v)
+    def counting(token, *x):
+        o = real(token, *x)
         found.append(ORDINARY if o is None else MISS if o is False else TRAINED if o is True else HIT)
         return o
 
@@ -273,6 +274,85 @@ def test_gradients_are_the_same_bits(looks, backwards, keywords, dtype):
                 expect_same(gradients(octet.attention, x, **keywords), ordinary_gradients(x, **keywords))
     assert looks == [MISS, ORDINARY, TRAINED, ORDINARY, TRAINED, ORDINARY] * 4
     assert backwards == [MISS, HIT, HIT] * 4
+
+
+def more_operands(seed):
+    """Calls with operands beside q, k and v, each with numbers of its own."""
+    torch.manual_seed(seed)
+    lengths = torch.randint(1, 30, (2, 1, 1, 1))
+    return {
+        "sinks": {"sinks": torch.randn(4, device=DEVICE), "causal": "top_left", "window": (5, 0)},
+        "parameter": {"sinks": torch.nn.Parameter(torch.randn(4, device=DEVICE))},
+        "key mask": {"mask": (torch.arange(30) < lengths).to(DEVICE)},
+        "mask": {"mask": torch.randn(4, 20, 30).bfloat16().to(DEVICE)},
+        "slopes": {"alibi_slopes": torch.rand(2, 4, device=DEVICE)},
+        "dropout": {"dropout_seed": torch.randint(-99, 99, (4,), dtype=torch.int32, device=DEVICE), "dropout_p": 0.3},
+        "all": {
+            "mask": (torch.arange(30) < lengths).to(DEVICE),
+            "sinks": torch.randn(4, device=DEVICE, requires_grad=True),
+            "alibi_slopes": torch.rand(4, device=DEVICE),
+            "dropout_seed": torch.randint(-99, 99, (2, 4), dtype=torch.int32, device=DEVICE),
+            "dropout_p": 0.2,
+        },
+    }
+
+
+@pytest.mark.parametrize("name", more_operands(0))
+def test_more_operands_give_the_same_bits(looks, backwards, name):
+    """Masks, sinks, slopes and seeds; sinks have a gradient."""
+    for seed in range(3):
+        how, x = more_operands(seed)[name], [y + seed for y in inputs()]
+        with torch.no_grad():
+            assert torch.equal(octet.attention(*x, **how), ordinary(*x, **how))
+        x = leaves(x)
+        given = [*x, how["sinks"]] if getattr(how.get("sinks"), "requires_grad", False) else x
+        call = functools.partial(octet.attention, *x, **how)
+        with Listening(), without_c():
+            o = call()
+            want = [o, *torch.autograd.grad(o, given, torch.ones_like(o))]
+        o = call()
+        expect_same([o, *torch.autograd.grad(o, given, torch.ones_like(o))], want)
+    looked = [x for x in looks if x != ORDINARY]
+    assert looked == [MISS, MISS, HIT, TRAINED, HIT, TRAINED] and backwards == [MISS, HIT, HIT]
+
+
+def test_more_operands_that_it_leaves_to_the_ordinary_way(looks):
+    """Casts, gradients of masks, numbers for a seed, shapes and rejections."""
+    x, how = leaves(inputs()), more_operands(0)
+    octet.attention(*x, **how["mask"])
+    mask = how["mask"]["mask"].requires_grad_()
+    for _ in range(2):
+        if DEVICE == "cpu":
+            assert torch.autograd.grad(octet.attention(*x, mask=mask).sum(), mask)[0].any()
+            assert looks[-1] == ORDINARY
+        else:
+            with pytest.raises(octet.Unsupported, match="mask: requires a gradient"):
+                octet.attention(*x, mask=mask)
+        with pytest.raises(octet.Unsupported, match="alibi_slopes: requires a gradient"):
+            octet.attention(*x, alibi_slopes=how["slopes"]["alibi_slopes"].clone().requires_grad_())
+        sinks = how["sinks"]["sinks"].bfloat16().requires_grad_()
+        assert torch.autograd.grad(octet.attention(*x, sinks=sinks).sum(), sinks)[0].dtype is torch.bfloat16
+        assert octet.attention(*x, dropout_p=0.1, dropout_seed=3).shape == x[0].shape and looks[-1] == ORDINARY
+        with pytest.raises(octet.InvalidArgument, match="sinks: shape"):
+            octet.attention(*x, sinks=torch.ones(4, 2, 1, device=DEVICE))
+        with pytest.raises(octet.InvalidArgument, match="mask"):
+            octet.attention(*x, mask=torch.ones(20, 31, dtype=torch.bool, device=DEVICE))
+    assert not {HIT, TRAINED} & set(looks)
+
+
+@pytest.mark.parametrize(
+    "how", [{"dropout_p": 0.3}, {"attn_mask": True}, {"dropout_p": 0.3, "attn_mask": True}], ids=str
+)
+def test_sdpa_with_more_operands(looks, backwards, how):
+    x, how = leaves(inputs()), {"enable_gqa": True, **how}
+    if "attn_mask" in how:
+        how["attn_mask"] = torch.rand(2, 1, 1, 30, device=DEVICE) < 0.7
+    for _ in range(3):
+        torch.manual_seed(5)
+        want = ordinary_gradients(x, octet.sdpa, **how)
+        torch.manual_seed(5)
+        expect_same(gradients(octet.sdpa, x, **how), want)
+    assert looks == [ORDINARY, MISS, ORDINARY, TRAINED, ORDINARY, TRAINED] and backwards == [MISS, HIT, HIT]
 
 
 def test_gradients_of_sdpa_too(looks, backwards):

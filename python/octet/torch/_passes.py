@@ -38,7 +38,8 @@ _STATES = torch._C._get_deterministic_algorithms, torch.get_num_threads
 _PLAIN = torch.Tensor, torch.nn.Parameter
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # is_grads_batched maps so
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # also after torch.func.vjp, which is active no more
-_KINDS = {"forward": 0, "training": 1, "backward": 2}  # as in octet_dlpack.cc
+_KINDS = {"forward": 0, "training": 1, "backward": 2}  # as in octet_dlpack.cc, and so are these
+MORE = {"mask": 0, "sinks": 1, "alibi_slopes": 2, "dropout_seed": 3}
 
 
 def _casts(*tensors: torch.Tensor) -> bool:
@@ -59,13 +60,14 @@ def _load() -> tuple[Any, ...] | None:
     lib.octet_fast_functions.argtypes = [ctypes.c_void_p, any_object]
     pointers: list[Any] = [ctypes.POINTER(_abi.Attention), ctypes.POINTER(_abi.Arguments), ctypes.c_size_t]
     lib.octet_fast_keep.restype = None
-    lib.octet_fast_keep.argtypes = [ctypes.c_int64, ctypes.c_int64, *[any_object] * 3, *pointers]
+    lib.octet_fast_keep.argtypes = [ctypes.c_int64, *[any_object] * 5, *pointers]
     address = ctypes.pythonapi.PyCapsule_GetPointer
     address.restype, address.argtypes = ctypes.c_void_p, [any_object, ctypes.c_char_p]
     functions = lib.octet_fast_functions(
         address(exchange, b"dlpack_exchange_api"),
         (
             torch.Tensor,
+            torch.nn.Parameter,
             _LISTENING,
             _casts,
             torch._C._is_any_autocast_enabled,
@@ -95,15 +97,24 @@ def token_of(key: Hashable) -> int | None:
     return token
 
 
-def keep(kind: str, token: int, inputs: tuple[torch.Tensor, ...], made: tuple[torch.Tensor, ...], plan: Plan) -> None:
-    """Keeps a copy of a plan that has run, over tensors like `inputs`, which makes tensors like `made`. Where it makes
-    no o_residual, an empty tensor stands for that and is handed out each time."""
+def keep(
+    kind: str,
+    token: int,
+    inputs: tuple[torch.Tensor, ...],
+    made: tuple[torch.Tensor, ...],
+    plan: Plan,
+    more: Sequence[str] = (),
+) -> None:
+    """Keeps a copy of a plan that has run, over tensors like `inputs`, of which the last are `more`; it makes tensors
+    like `made`. Where it makes no o_residual, an empty tensor stands for that and is handed out each time."""
     how = None
     if kind == "training":
         _, lse, r = made
         how = (tuple(lse.shape),), {"dtype": lse.dtype, "device": lse.device}, {"dtype": r.dtype}
     assert loaded
-    loaded[0].octet_fast_keep(_KINDS[kind], token, inputs, made, how, plan.attention, plan.arguments, plan.size())
+    others = tuple([MORE[name] for name in more])
+    described = plan.attention, plan.arguments, plan.size()
+    loaded[0].octet_fast_keep(_KINDS[kind], token, inputs, made, how, others, *described)
 
 
 def with_rest(names: Sequence[str], made: Sequence[Any], kind: str) -> tuple:

@@ -67,9 +67,9 @@ def sdpa(
         return made
     tensors = _overriding(query, key, value, attn_mask)
     if has_torch_function(tensors):
-        given: Any = (query, key, value, attn_mask, dropout_p, is_causal)
+        arguments: Any = (query, key, value, attn_mask, dropout_p, is_causal)
         keywords_given: Any = {"scale": scale, "enable_gqa": enable_gqa, "precision": precision}
-        return handle_torch_function(sdpa, tensors, *given, **keywords_given)
+        return handle_torch_function(sdpa, tensors, *arguments, **keywords_given)
     if is_causal and attn_mask is not None:
         raise InvalidArgument("attn_mask: given together with is_causal; put the causal mask into attn_mask")
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -93,11 +93,14 @@ def sdpa(
     keywords: AttentionOptions = {"causal": causal, "scale": scale, "precision": precision, "enable_gqa": True}
     o = None
     if made is False and q is query and k is key and v is value:
-        o = _fast_path.first(how, q, k, v, keywords)
+        o = _fast_path.first(how, q, k, v, keywords, {})
     if o is None:
         dropped: Any = dropout(dropout_p, q)
-        seed = dropped.pop("dropout_seed", None)
-        o, _ = _api.forward(operands_of(q=q, k=k, v=v, mask=attn_mask, dropout_seed=seed), {**keywords, **dropped})
+        more = operands_of(mask=attn_mask, dropout_seed=dropped.pop("dropout_seed", None))
+        given: Any = {**keywords, **dropped}
+        o = _fast_path.attention(q, k, v, given, more) if more else None
+        if o is None:
+            o, _ = _api.forward(operands_of(q=q, k=k, v=v) | more, given)
     has_heads = max(query.ndim, key.ndim, value.ndim) > 2
     if len(lead) == 1 and has_heads:
         return o
