@@ -20,7 +20,7 @@ from octet._options import AttentionOptions, Precision, bottom_right
 from octet._rejections import expect, expect_absent
 from octet._versions import expect_version
 from octet.errors import Unsupported
-from octet.integrations import NAMES, expect_name
+from octet.integrations import NAMES, _paged, expect_name
 from octet.integrations._masks import Mask, hand_over_positions, mask_function
 from octet.integrations._plans import Plan, beginnings, packed_plan
 from octet.torch._random import dropout as drawn_dropout
@@ -39,7 +39,6 @@ HARMLESS = {
 
 # Others that are rejected, and what to do; keywords in neither are rejected too.
 _ADVICE = {
-    "cache": "octet reads no paged cache; use generate instead of continuous batching",
     "indices": "octet has no sparse attention",
     "block_indices": "octet has no sparse attention",
     "sinks": "octet takes one sink for each head, as s_aux",
@@ -64,6 +63,7 @@ def register() -> list[str]:
         AttentionInterface.register(name, _implementation(precision))
         AttentionMaskInterface.register(name, mask_function)
     _check_models()
+    _paged.join_continuous_batching(lambda new, name: AttentionInterface.register(new, AttentionInterface()[name]))
     return list(NAMES)
 
 
@@ -159,8 +159,9 @@ def _implementation(precision: Precision | None) -> Callable:
         """
         other = "use attn_implementation='eager' for this model"
         expect("output_attentions", bool(output_attentions), (False,), f"octet keeps no weights; {other}")
+        is_paged = rest.get("write_index") is not None  # which continuous batching gives to all layers
         for name, x in rest.items():
-            if name not in HARMLESS:
+            if name not in HARMLESS and not (is_paged and name in _paged.KEYWORDS):
                 expect_absent(name, x, f"{_ADVICE.get(name, 'octet does not know this keyword')}; {other}")
         dropped: Any = drawn_dropout(dropout, query)
         options: AttentionOptions = {
@@ -168,13 +169,17 @@ def _implementation(precision: Precision | None) -> Callable:
         }  # fmt: skip
         if softcap is not None:
             options["softcap"] = softcap
-        dense: AttentionOptions = {**options, "layout": "bshd", "enable_gqa": True}
         if s_aux is not None and s_aux.shape != query.shape[1:2]:
             raise Unsupported(
                 f"s_aux: found an array of shape {list(s_aux.shape)}, "
                 f"allowed: [{query.shape[1]}], one sink for each head"
             )
 
+        if is_paged:
+            _paged.expect_no_mask(attention_mask)
+            batch = _paged.batch_of(module, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, rest)
+            return _paged.attention(query, batch, s_aux, sliding_window, options).contiguous(), None
+        dense: AttentionOptions = {**options, "layout": "bshd", "enable_gqa": True}
         if isinstance(attention_mask, Mask) and attention_mask.viewed:
             attention_mask = attention_mask.dense()
         plan = _plan(module, attention_mask, is_causal, query, key, position_ids)
