@@ -58,7 +58,7 @@ def plan_of(
     if (causal and end < start + queries) or (window is not None and not causal and (start or queries != keys)):
         return None
     if padding is None and causal and queries == 1 and window is not None:
-        padding = torch.ones(batch, keys, dtype=torch.bool, device=device)
+        return Plan(True, window, end)
     if padding is not None:
         padding = padding & (torch.arange(keys, device=padding.device) < end)
     if causal and queries == 1:  # the last query sees all keys, or those within the window

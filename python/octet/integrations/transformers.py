@@ -23,6 +23,8 @@ from octet.errors import Unsupported
 from octet.integrations import NAMES, _paged, expect_name
 from octet.integrations._masks import Mask, hand_over_positions, mask_function
 from octet.integrations._plans import Plan, beginnings, packed_plan
+from octet.integrations._stored import Stored
+from octet.integrations._stored import attention as attention_stored
 from octet.torch._random import dropout as drawn_dropout
 
 # Keywords that transformers passes to every attention implementation and that change nothing here, and why.
@@ -191,6 +193,10 @@ def _implementation(precision: Precision | None) -> Callable:
             expect_absent("seq_idx", seq_idx, "a packed batch also needs cu_seq_lens_q and cu_seq_lens_k")
         if position_bias is not None:
             attention_mask, plan = _with_bias(position_bias, attention_mask, plan, query, key), None
+        if isinstance(key, Stored) and isinstance(value, Stored):
+            stored = attention_stored(query, key, value, plan, s_aux, options)
+            if stored is not None:
+                return stored.contiguous(), None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         if plan is None:
             o = _api.attention(q, k, v, mask=attention_mask, sinks=s_aux, **dense)
