@@ -104,7 +104,31 @@ def calls_of(device, dtype):
         "part: octet_run of the backward pass": lambda: back.run(lambda size: (memory, address), stream),
         "part: octet_workspace_size": lambda: plan.workspace_size(),
     }
-    return calls, (library, memory, saved, made)
+    return calls | calls_of_caches(device, dtype), (library, memory, saved, made)
+
+
+def calls_of_caches(device, dtype):
+    """A step of decoding over pages, and the library's part of it."""
+    _, heads, _, dim = HOST[device]
+    pages = [torch.zeros(4, heads, 16, dim, device=device, dtype=dtype) for _ in "kv"]
+    q, k, v = (torch.randn(1, heads, 1, dim, device=device).to(dtype) for _ in range(3))
+    where = {"block_table": torch.tensor([[1, 3]], dtype=torch.int32, device=device)}
+    used = torch.tensor([8], dtype=torch.int32, device=device)
+    options = options_of("bf16", causal="bottom_right", enable_gqa=True)
+    operands = {"q": q, "k": pages[0], "v": pages[1], "seqused_k": used, **where}
+    call = _plan.Call(adapter, "forward", options, operands)
+    o, lse = call(operands)
+    plan = call.plan.at([x.data_ptr() for x in (*operands.values(), o, lse)])
+    memory = torch.empty(plan.workspace_size() + 64, dtype=torch.uint8, device=device)
+    address = (memory.data_ptr() + 63) // 64 * 64
+    stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else None
+    kept = o, lse, memory
+    return {
+        "octet.attention_cached": lambda: octet.attention_cached(q, *pages, used, causal="bottom_right", **where),
+        "octet.append": lambda: octet.append(*pages, k, v, used, **where),
+        "octet.append with rope and q": lambda: octet.append(*pages, k, v, used, rope="half", q=q, **where),
+        "part of attention_cached: octet_run": lambda: (plan.run(lambda size: (memory, address), stream), kept)[0],
+    }
 
 
 def graph_of(call, count):

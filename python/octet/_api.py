@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 # Functions of q, k, v, keywords and further operands that give o of `attention` faster than `forward` does, by the type
 # of q; None: the call has to go by `forward`.
 shortcuts: dict[type, Callable[[Any, Any, Any, AttentionOptions, Operands], Any]] = {}
+# The same of octet.attention_cached and octet.append, by the type of seqused_k: a module like torch/_fast_caches.py.
+cache_shortcuts: dict[type, Any] = {}
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Whether torch.compile traces the call. It guards what a call reads, and so must not read shortcuts: tracing may
     import octet.torch, which enters one."""
     torch = sys.modules.get("torch")
@@ -198,7 +200,7 @@ def attention(
         TypeError: an unknown keyword; the message says what to use instead.
     """
     more = operands_of(mask=mask, sinks=sinks, alibi_slopes=alibi_slopes, dropout_seed=dropout_seed)
-    if return_lse is False and not _is_traced() and (shortcut := shortcuts.get(type(q))):
+    if return_lse is False and not is_traced() and (shortcut := shortcuts.get(type(q))):
         o = shortcut(q, k, v, options, more)
         if o is not None:
             return o

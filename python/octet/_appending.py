@@ -1,6 +1,8 @@
-"""octet_append over arrays of any framework."""
+"""octet_append over arrays of any framework: the plan of a call, which is kept, and its run."""
 
 import ctypes
+import threading
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from octet import _abi
@@ -34,32 +36,76 @@ _DIMS = {
     "v_scale": (0, 1, 2, 3),
 }
 _AXES = {4: "4 dimensions", 2: "2 dimensions", 1: "1 dimension"}
+_KEPT = 512  # calls of each thread
+
+
+class Call:
+    """An append of such arrays. Not to be shared between threads: addresses are written into it."""
+
+    def __init__(self, adapter: Adapter, operands: Operands, rope: Rope, layout: str) -> None:
+        self._adapter = adapter
+        self._turned = None
+        if "q" in operands:
+            q = operands["q"]
+            shape = tuple(q.shape)
+            self._turned = shape, dense_strides(shape, adapter.order(q)), q.dtype
+        described = {}
+        for name, array in self._with_turned(operands).items():
+            view, dims = adapter.view(name, array), _DIMS.get(name, LAYOUTS[layout])
+            if len(view.shape) != (rank := max(dims) + 1):
+                raise InvalidArgument(f"{name}: shape {list(view.shape)}, expected {_AXES[rank]}")
+            described[name] = tensor_of(view, dims)
+        self._tensors = list(described.values())
+        for name in ("k", "v"):
+            if f"{name}_scale" in described:
+                how = quantization_of(Coding(_abi.OPERANDS[name], _abi.GRANULARITIES["token"]))
+                how.scale = ctypes.pointer(described.pop(f"{name}_scale"))
+                described[f"{name}_cache"].quantization = ctypes.pointer(how)
+        arguments = struct(_abi.AppendArguments, **{name: ctypes.pointer(x) for name, x in described.items()})
+        if rope.style != "none":
+            style = _abi.ROPE_STYLES[rope.style]
+            turn = struct(_abi.Rope, style=style, dim=rope.dim, offset=rope.offset, base=rope.base)
+            arguments.rope = ctypes.pointer(turn)
+        self._arguments = arguments
+        self._reference = ctypes.byref(arguments)
+
+    def _with_turned(self, operands: Operands) -> Operands:
+        if not self._turned:
+            return operands
+        return operands | {"q_turned": self._adapter.empty(*self._turned, operands["q"])}
+
+    def __call__(self, operands: Operands) -> Any:
+        """Appends k and v to k_cache and v_cache, whose scales are k_scale and v_scale. Returns q, where it is given,
+        turned: an array of its own."""
+        address = self._adapter.address
+        operands = self._with_turned(operands)
+        for tensor, array in zip(self._tensors, operands.values(), strict=True):
+            tensor.data = address(array)
+        if status := lib.octet_append(self._reference, self._adapter.stream(operands["k"])):
+            check(status)
+        return operands.get("q_turned")
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.calls: dict[Hashable, Call] = {}
+
+
+_kept = _Kept()
+
+
+def known(adapter: Adapter, operands: Operands, rope: Rope, layout: str) -> tuple[Hashable, Call | None]:
+    """The key of a call, and the call where it is kept."""
+    key = (rope, layout, *operands, *map(adapter.key, operands.values()))
+    return key, _kept.calls.get(key)
 
 
 def run(adapter: Adapter, operands: Operands, rope: Rope, layout: str) -> Any:
-    """Appends k and v to k_cache and v_cache, whose scales are k_scale and v_scale. Returns q, where it is given,
-    turned: an array of its own."""
-    if "q" in operands:
-        q = operands["q"]
-        shape = tuple(q.shape)
-        turned = adapter.empty(shape, dense_strides(shape, adapter.order(q)), q.dtype, q)
-        operands = operands | {"q_turned": turned}
-    described = {}
-    for name, array in operands.items():
-        view, dims = adapter.view(name, array), _DIMS.get(name, LAYOUTS[layout])
-        if len(view.shape) != (rank := max(dims) + 1):
-            raise InvalidArgument(f"{name}: shape {list(view.shape)}, expected {_AXES[rank]}")
-        described[name] = tensor_of(view, dims)
-        described[name].data = adapter.address(array)
-    for name, operand in (("k", "k"), ("v", "v")):
-        if f"{name}_scale" in described:
-            coding = Coding(_abi.OPERANDS[operand], _abi.GRANULARITIES["token"])
-            how = quantization_of(coding)
-            how.scale = ctypes.pointer(described.pop(f"{name}_scale"))
-            described[f"{name}_cache"].quantization = ctypes.pointer(how)
-    arguments = struct(_abi.AppendArguments, **{name: ctypes.pointer(x) for name, x in described.items()})
-    if rope.style != "none":
-        turn = struct(_abi.Rope, style=_abi.ROPE_STYLES[rope.style], dim=rope.dim, offset=rope.offset, base=rope.base)
-        arguments.rope = ctypes.pointer(turn)
-    check(lib.octet_append(ctypes.byref(arguments), adapter.stream(operands["k"])))
-    return operands.get("q_turned")
+    """See Call."""
+    key, call = known(adapter, operands, rope, layout)
+    if call is None:
+        calls = _kept.calls
+        if len(calls) >= _KEPT:
+            calls.clear()
+        call = calls[key] = Call(adapter, operands, rope, layout)
+    return call(operands)

@@ -23,6 +23,11 @@ def _expect_no_jax(name: str, framework: Any) -> None:
         raise Unsupported(f"{name}: a jax array, allowed: numpy.ndarray, torch.Tensor; jax writes nothing in place")
 
 
+def _shortcut(seqused_k: Any) -> Any:
+    """See `_api.cache_shortcuts`."""
+    return None if _api.is_traced() else _api.cache_shortcuts.get(type(seqused_k))
+
+
 def append(
     k_cache: Any,
     v_cache: Any,
@@ -70,27 +75,13 @@ def append(
         Unsupported: jax arrays, which nothing writes in place.
         TypeError: an unknown keyword.
     """
-    expect_known(append, unknown)
-    look_up("rope", rope, _abi.ROPE_STYLES)
-    look_up("layout", layout, _LAYOUTS)
-    how = Rope(
-        rope,
-        count("rope_dim", rope_dim, "an even number of channels, or 0 for all"),
-        count("rope_offset", rope_offset, "-2**63 to 2**63 - 1", least=-(2**63)),
-        float(number("rope_base", rope_base, "finite and at least 1e-300, or 0 for 10000")),
-    )
-    if how.style == "none" and how != Rope():
-        raise InvalidArgument(f"rope_dim, rope_offset, rope_base: {how[1:]} given with rope 'none'; leave them out")
-    scales = {}
+    if unknown:
+        expect_known(append, unknown)
+    scales: dict[str, Any] = {}
+    codings: list[Any] = []
     for name, cache in (("k", k_cache), ("v", v_cache)):
         if isinstance(cache, QTensor):
-            if cache.layout != layout:
-                raise InvalidArgument(f"{name}_cache: of layout {cache.layout!r}, but the call's is {layout!r}")
-            if cache.zero_point is not None or cache.mean is not None or cache.coding[1:] != (1, 0, 0, 0):
-                raise InvalidArgument(
-                    f"{name}_cache: a QTensor of {cache.coding}, allowed: granularity 1 (token), symmetric, without a "
-                    "mean or a rotation"
-                )
+            codings += (name, cache.layout, cache.coding, cache.zero_point is None, cache.mean is None)
             scales[f"{name}_scale"] = cache.scale
     given = operands_of(
         k_cache=k_cache.codes if isinstance(k_cache, QTensor) else k_cache,
@@ -104,9 +95,35 @@ def append(
         q=q,
         **scales,
     )
+    words = rope, rope_dim, rope_offset, rope_base, layout
+    fast, arguments = _shortcut(seqused_k), (*words, *map(type, words), *codings)
+    if fast and (call := fast.append(arguments, given)):
+        return call(given)
+    look_up("rope", rope, _abi.ROPE_STYLES)
+    look_up("layout", layout, _LAYOUTS)
+    how = Rope(
+        rope,
+        count("rope_dim", rope_dim, "an even number of channels, or 0 for all"),
+        count("rope_offset", rope_offset, "-2**63 to 2**63 - 1", least=-(2**63)),
+        float(number("rope_base", rope_base, "finite and at least 1e-300, or 0 for 10000")),
+    )
+    if how.style == "none" and how != Rope():
+        raise InvalidArgument(f"rope_dim, rope_offset, rope_base: {how[1:]} given with rope 'none'; leave them out")
+    for name, cache in (("k", k_cache), ("v", v_cache)):
+        if isinstance(cache, QTensor):
+            if cache.layout != layout:
+                raise InvalidArgument(f"{name}_cache: of layout {cache.layout!r}, but the call's is {layout!r}")
+            if cache.zero_point is not None or cache.mean is not None or cache.coding[1:] != (1, 0, 0, 0):
+                raise InvalidArgument(
+                    f"{name}_cache: a QTensor of {cache.coding}, allowed: granularity 1 (token), symmetric, without a "
+                    "mean or a rotation"
+                )
     framework = _api.framework_of(given)
     _expect_no_jax("k_cache", framework)
-    return framework.run_append(given, how, layout)
+    turned = framework.run_append(given, how, layout)
+    if fast:
+        fast.remember_append(arguments, how, layout)
+    return turned
 
 
 def attention_cached(
@@ -167,10 +184,17 @@ def attention_cached(
         options["layout"] = "bshd"
     if options.get("enable_gqa") is None:  # of pages, shapes do not tell heads from tokens
         options["enable_gqa"] = True
-    framework, made = _api.call_of(given, options)
-    _expect_no_jax("q", framework)
-    made = _api.with_bounds(made, max_seqlen_q, max_seqlen_k)
-    o, lse = framework.run_attention(made, given, truth("return_lse", return_lse))
+    values = *options.values(), max_seqlen_q, max_seqlen_k, return_lse
+    fast, arguments = _shortcut(seqused_k), (*options, *values, *map(type, values))
+    found = fast.attention(arguments, given) if fast else None
+    if found is None:
+        framework, made = _api.call_of(given, options)
+        _expect_no_jax("q", framework)
+        made = _api.with_bounds(made, max_seqlen_q, max_seqlen_k)
+        found = framework.run_attention(made, given, truth("return_lse", return_lse))
+        if fast and options["enable_gqa"] is True:
+            fast.remember_attention(arguments, given, made)
+    o, lse = found
     if packed:
         o, lse = o[0], lse[0]
     return (o, lse) if return_lse else o

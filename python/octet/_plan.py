@@ -154,6 +154,17 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
+def _key(adapter: Adapter, kind: str, options: Options, arrays: Operands, extra: bool) -> tuple[Hashable, ...]:
+    key_of = adapter.key
+    keys = [_coded_key(adapter, x) if type(x) is QTensor else key_of(x) for x in arrays.values()]
+    return (kind, options, extra, adapter.state(), *arrays, *keys)
+
+
+def known(adapter: Adapter, kind: str, options: Options, arrays: Operands) -> Call | None:
+    """The call of `run`, if it is there already."""
+    return _kept.calls.get(_key(adapter, kind, options, arrays, False))
+
+
 def find(
     adapter: Adapter,
     kind: str,
@@ -164,11 +175,9 @@ def find(
 ) -> tuple[Call, bool]:
     """The call of `run`, and whether it was there already."""
     calls = _kept.calls
-    key_of = adapter.key
-    keys = [_coded_key(adapter, x) if type(x) is QTensor else key_of(x) for x in arrays.values()]
-    key = (kind, options, extra, adapter.state(), *arrays, *keys)
+    key = _key(adapter, kind, options, arrays, extra)
     if into:
-        key += tuple(map(key_of, into))
+        key += tuple(map(adapter.key, into))
     call = calls.get(key)
     if call is not None:
         return call, True

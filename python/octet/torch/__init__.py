@@ -6,7 +6,7 @@ import torch
 from octet import _api
 from octet._api import attention, attention_jvp, attention_varlen, attention_vjp
 from octet._caches import append, attention_cached
-from octet.torch import _fast_path
+from octet.torch import _fast_caches, _fast_path
 from octet.torch import sdpa as sdpa
 from octet.torch._adapter import adapter as adapter
 from octet.torch._adapter import to_numpy as to_numpy
@@ -18,3 +18,4 @@ from octet.torch._attention import run_vjp as run_vjp
 __all__ = ["append", "attention", "attention_cached", "attention_jvp", "attention_varlen", "attention_vjp"]
 
 _api.shortcuts[torch.Tensor] = _fast_path.attention
+_api.cache_shortcuts[torch.Tensor] = _fast_caches

@@ -95,9 +95,9 @@ def _ordinary_backward(token: int, may_be_kept: bool, *given: torch.Tensor) -> A
 _LASTING = bool, int, float, str, type(None), type, np.generic
 
 
-def _lasts(value: Any) -> bool:
+def lasts(value: Any) -> bool:
     """Returns whether `value` cannot change, so that what equals it now will equal it later. Tensors may be written."""
-    return all(map(_lasts, value)) if isinstance(value, tuple) else isinstance(value, _LASTING)
+    return all(map(lasts, value)) if isinstance(value, tuple) else isinstance(value, _LASTING)
 
 
 def find(
@@ -112,7 +112,7 @@ def find(
     except TypeError:  # a list among the keywords, say
         return None
     if token is None:
-        token = _passes.token_of(key) if _lasts(key) else None
+        token = _passes.token_of(key) if lasts(key) else None
         if token is None:
             return None
     o = _passes.fast_forward(token, q, k, v, *more)
