@@ -57,6 +57,10 @@ foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16 Int8Training Int8 Int8Fp8I
     endforeach()
   endforeach()
 endforeach()
+foreach(logits plain general)
+  octet_instance(sm80/fwd Codes_${logits}_pages kernel.h
+    "ForwardKernel forward_kernel_of<PrecisionCodes, Logits::${logits}, TileRows::pages>(int64_t)")
+endforeach()
 foreach(type Bf16 F16)
   foreach(logits plain masked general)
     foreach(memory small large)

@@ -475,6 +475,10 @@ struct Statement {
         constexpr Handler of_f16 = binary<[](u32 a, u32 b) { return of_halves<larger_f16>(a, b); }, u32, u32, u32>,
                           of_bf16 = binary<[](u32 a, u32 b) { return of_halves<larger_bf16>(a, b); }, u32, u32, u32>;
         if (operation == "max") out.run = type == "f16x2" ? of_f16 : of_bf16;
+        if (operation == "sub" && type == "f16x2")
+          out.run = binary<[](u32 a, u32 b) { return of_halves<difference_f16>(a, b); }, u32, u32, u32>;
+        if (operation == "mul" && type == "f16x2")
+          out.run = binary<[](u32 a, u32 b) { return of_halves<product_f16>(a, b); }, u32, u32, u32>;
       } else if (has("NaN")) {
         if (type == "f32") out.run = operation == "max" ? binary<maximum_or_nan, f32, f32, f32> : nullptr;
       } else

@@ -284,6 +284,8 @@ void multiply_matrices_of_bytes(Warp& w, const Instruction& n, Lanes) {
 // Numbers of 16 bits, of which a register has two: the larger one, or all bits set where a is less than b.
 inline u16 larger_f16(u16 a, u16 b) { return std::isnan(f16_table()[b]) || f16_table()[a] > f16_table()[b] ? a : b; }
 inline u16 larger_bf16(u16 a, u16 b) { return std::isnan(from_bf16(b)) || from_bf16(a) > from_bf16(b) ? a : b; }
+inline u16 difference_f16(u16 a, u16 b) { return to_f16(f16_table()[a] - f16_table()[b]); }
+inline u16 product_f16(u16 a, u16 b) { return to_f16(f16_table()[a] * f16_table()[b]); }
 inline u16 less_f16(u16 a, u16 b) { return f16_table()[a] < f16_table()[b] ? 0xffff : 0; }
 template <u16 (*f)(u16, u16)>
 u32 of_halves(u32 a, u32 b) {

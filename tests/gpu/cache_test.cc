@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <optional>
@@ -66,6 +67,77 @@ TEST(GpuCaches, are_right_where_keys_are_split) {
           EXPECT_NE(explained.find(" splits"), std::string::npos) << explained;
         }
       }
+}
+
+// Few queries over codes, which kernels read in their pages: lengths of 0, masks, groups of 1 to 6 heads, whose rows
+// are in several tiles where there are more than 16.
+TEST(GpuCaches, of_codes_are_read_in_their_pages) {
+  if (!tests_sm80()) GTEST_SKIP() << "this backend computes no codes";
+  struct Shape {
+    int64_t queries, heads, kv_heads, dim, dim_v, window;
+    double softcap;
+    Alibi alibi;
+    Sinks sinks;
+  };
+  constexpr Shape kShapes[] = {{1, 8, 2, 128, 128, 0, 0, Alibi::none, Sinks::none},
+                               {3, 4, 2, 64, 64, 0, 0, Alibi::none, Sinks::shared},
+                               {5, 6, 1, 256, 256, 200, 0, Alibi::none, Sinks::none},
+                               {7, 3, 3, 112, 48, 0, 5, Alibi::shared, Sinks::shared},
+                               {40, 4, 4, 80, 128, 333, 0, Alibi::none, Sinks::none}};
+  uint64_t seed = 0;
+  for (const Shape& shape : kShapes)
+    for (const int64_t page_size : {0, 16, 64})
+      for (const DType codes : {DType::i8, DType::e4m3}) {
+        ++seed;
+        RandomCache x;
+        x.c = {.name = "codes", .heads = shape.heads, .kv_heads = shape.kv_heads, .dim = shape.dim};
+        x.c.dim_v = shape.dim_v, x.c.dtype = seed % 2 ? DType::bf16 : DType::f16, x.c.out_dtype = DType::f32;
+        const auto n = static_cast<int32_t>(shape.queries);
+        x.c.cu_seqlens_q = {0, n, 2 * n, 3 * n}, x.c.cu_seqlens_k = {0, 700, 700, 1211};
+        x.c.tokens_q = 3 * n, x.c.tokens_k = 1211, x.c.causal = true, x.c.alignment = Alignment::bottom_right;
+        if (shape.window) x.c.window = {{shape.window, 0}};
+        x.c.softcap = shape.softcap, x.c.alibi = shape.alibi, x.c.sinks = shape.sinks;
+        const Precision precision = seed % 2 ? Precision::bf16 : Precision::f16;
+        x.how = {.page_size = page_size, .packed_q = seed % 3 == 0 && page_size && n < 20, .codes = codes};
+        x.how.kv = seed % 5 < 2 ? Layout::bthd : Layout::bhtd;
+        x.in = draw(x.c, seed), x.numbers = as_cached(x.in, x.how);
+        x.attention = attention_of(x.c, precision, nullptr);
+        x.attention.bias_correction = BiasCorrection::none;
+        SCOPED_TRACE("head dim " + std::to_string(shape.dim) + ", pages of " + std::to_string(page_size) + ", " +
+                     (codes == DType::i8 ? "i8" : "e4m3"));
+        std::string explained;
+        expect_right(x, seed, &explained);
+        EXPECT_NE(explained.find("keys in pages"), std::string::npos) << explained;
+      }
+}
+
+// A token that is not finite reaches the queries whose window has it, and no other that shares a tile with them.
+TEST(GpuCaches, of_codes_hide_what_is_not_finite) {
+  if (!tests_sm80()) GTEST_SKIP() << "this backend computes no codes";
+  constexpr int64_t kQueries = 4, kKeys = 500, kLeft = 200, kBad = kKeys - kQueries - kLeft + 1;
+  Case c{.name = "bad_codes", .heads = 4, .kv_heads = 2, .tokens_q = kQueries, .tokens_k = kKeys};
+  c.cu_seqlens_q = {0, kQueries}, c.cu_seqlens_k = {0, kKeys}, c.dtype = DType::bf16, c.causal = true;
+  c.window = {{kLeft, 0}}, c.alignment = Alignment::bottom_right;
+  const Inputs in = draw(c, 3);
+  for (const DType codes : {DType::i8, DType::e4m3})
+    for (const bool of_v : {false, true}) {
+      SCOPED_TRACE(std::string(codes == DType::i8 ? "i8" : "e4m3") + (of_v ? ", v" : ", k"));
+      Inputs bad = in;
+      for (int64_t h = 0; h < c.kv_heads; ++h) (of_v ? bad.v : bad.k).at(0, h, kBad, 7) = NAN;
+      const CacheLayout how{.packed_q = false, .codes = codes};
+      const Attention attention = attention_of(c, Precision::bf16, nullptr);
+      GpuPlace place, bad_place;
+      const Outputs want = run_cached(c, in, attention, how, 5, &place),
+                    got = run_cached(c, bad, attention, how, 5, &bad_place);
+      for_each(c.o_shape(), [&](int64_t b, int64_t h, int64_t query, int64_t channel) {
+        const double x = got.o.at(b, h, query, channel), y = want.o.at(b, h, query, channel);
+        // Of the queries 0 and 1 that see it, a v that is not finite may reach a channel alone.
+        if (query > 1)
+          EXPECT_NEAR(x, y, 1e-3 + 0.01 * std::abs(y)) << "query " << query << ", channel " << channel;
+        else if (!of_v || channel == 7)
+          EXPECT_TRUE(std::isnan(x)) << "query " << query << ", channel " << channel;
+      });
+    }
 }
 
 // Every precision of 8 bits.

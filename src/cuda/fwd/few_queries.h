@@ -16,7 +16,12 @@ inline int64_t most_queries(const Problem& p) { return p.packed() && p.max_seqle
 
 // Returns the most keys that the queries of a sequence see together.
 inline int64_t most_keys(const Problem& p) {
-  if (p.packed()) return p.max_seqlen_k ? p.max_seqlen_k : p.tokens_k;
+  const int64_t keys = p.max_seqlen_k ? std::min(p.max_seqlen_k, p.tokens_k) : p.tokens_k;
+  if (p.packed() || p.cached()) {
+    // Of other lengths than the longest a window may leave more keys than of that one.
+    const bool window = p.windowed && p.left < keys && p.right < keys;
+    return window ? std::min(keys, p.left + most_queries(p) + p.right) : keys;
+  }
   const KeyRange seen = p.keys_of_block(0, p.tokens_q, p.tokens_q, p.tokens_k);
   return std::max<int64_t>(seen.last - seen.first, 0);
 }

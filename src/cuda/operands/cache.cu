@@ -124,6 +124,8 @@ void copy_cache(const PageTable& pages, const Copied& k, const Copied& v, int64_
   }
 }
 
+int64_t most_keys_of(const Problem& p) { return p.max_seqlen_k ? std::min(p.max_seqlen_k, p.tokens_k) : p.tokens_k; }
+
 bool lies_in_place(const Problem& p) {
   return !p.block_table.present() && can_merge(p.k) && can_merge(p.v) && !p.alibi_slopes.stride[0] &&
          !p.k.quantization && !p.v.quantization;
@@ -149,7 +151,8 @@ std::optional<std::string> no_cache_reason(const Problem& p) {
 PageTable page_table(const Problem& p) {
   const Pages& pages = p.k.pages;
   const bool many = pages.size && pages.columns > 1;
-  return {pages.table, pages.stride, many ? std::countr_zero(static_cast<uint64_t>(pages.size)) : 31};
+  return {pages.table, pages.stride, many ? std::countr_zero(static_cast<uint64_t>(pages.size)) : 31,
+          static_cast<const int*>(p.seqused_k.data), static_cast<int>(most_keys_of(p))};
 }
 
 // Passes tell packed sequences by the address of their lengths, also where they only count bytes.
@@ -161,11 +164,18 @@ CachedKeys::CachedKeys(const Problem& p, bool reads_pages, WorkspaceAllocator&& 
     : cached_(p),
       problem_(p),
       sequences_(p.sequence_count()),
-      most_keys_(p.max_seqlen_k ? std::min(p.max_seqlen_k, p.tokens_k) : p.tokens_k),
-      in_place_(lies_in_place(p)),
-      q_(p.q, workspace),
-      o_(p.o, workspace),
-      lse_(p.lse, workspace) {
+      most_keys_(most_keys_of(p)),
+      in_place_(!reads_pages && lies_in_place(p)),
+      packs_(!reads_pages || p.packed()),
+      q_(packs_ ? p.q : View{}, workspace),
+      o_(packs_ ? p.o : View{}, workspace),
+      lse_(packs_ ? p.lse : View{}, workspace) {
+  if (reads_pages && !p.k.pages.size)  // a batch element is a page
+    problem_.k.pages = problem_.v.pages = {.columns = 1, .size = p.tokens_k};
+  if (!packs_) {
+    bytes_ = workspace.used();
+    return;
+  }
   const int64_t sequences = in_place_ ? 2 * sequences_ : sequences_ + 1;
   cu_seqlens_q_ = workspace.take<int>(static_cast<std::size_t>(sequences) + 1);
   cu_seqlens_k_ = workspace.take<int>(static_cast<std::size_t>(sequences) + 1);
@@ -178,8 +188,6 @@ CachedKeys::CachedKeys(const Problem& p, bool reads_pages, WorkspaceAllocator&& 
   problem_.tokens_k = sequences_ * (in_place_ ? p.tokens_k : most_keys_);
   if (in_place_)
     problem_.k = merged(p.k), problem_.v = merged(p.v);
-  else if (reads_pages && !p.k.pages.size)  // a batch element is a page
-    problem_.k.pages = problem_.v.pages = {.columns = 1, .size = p.tokens_k};
   else if (!reads_pages)
     problem_.k = packed_tokens(p.k, problem_.tokens_k, workspace),
     problem_.v = packed_tokens(p.v, problem_.tokens_k, workspace), pack_scales(p.k, k_scales_, problem_.k, workspace),
@@ -201,7 +209,7 @@ void CachedKeys::pack_scales(const View& cache, Scales& scales, View& packed, Wo
 }
 
 void CachedKeys::preprocess(cudaStream_t stream) const {
-  if (!problem_.o.elements()) return;
+  if (!problem_.o.elements() || !packs_) return;
   const DeviceScope device(problem_.device_index);
   const Lengths lengths{.seqused_k = static_cast<const int*>(cached_.seqused_k.data),
                         .cu_seqlens_q = static_cast<const int*>(cached_.cu_seqlens_q.data),
@@ -226,7 +234,7 @@ void CachedKeys::preprocess(cudaStream_t stream) const {
 }
 
 void CachedKeys::deliver(cudaStream_t stream) const {
-  if (!problem_.o.elements()) return;
+  if (!problem_.o.elements() || !packs_) return;
   const DeviceScope device(problem_.device_index);
   o_.copy_out(stream), lse_.copy_out(stream);
 }

@@ -1,5 +1,5 @@
-// KV caches (octet_arguments::seqused_k) as packed sequences, which all kernels compute. Lengths and block table are
-// read on the device.
+// KV caches (octet_arguments::seqused_k) as packed sequences, which all kernels compute, or as pages that kernels read.
+// Lengths and block table are read on the device.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -23,8 +23,9 @@ PageTable page_table(const Problem& p);
 
 // A problem with a cache as one of packed sequences (operands/rewritten.h). Sequences follow each other in the cache
 // itself, where they have a batch element each whose tokens lie as far apart as those of two: between two of them is
-// then one more, without queries, which has the keys behind the last that is used. Else a kernel finds them by the
-// block table, or they are copied side by side, and the last of the sequences has the memory that is left over.
+// then one more, without queries, which has the keys behind the last that is used. Else they are copied side by side,
+// and the last of the sequences has the memory that is left over. Where a kernel finds keys by the block table, only
+// queries that come packed are; a batch of them stays one, and its kernel reads the lengths.
 class CachedKeys {
  public:
   // `reads_pages`: kernels read k and v in their pages. With a null workspace the operands lie nowhere, but their
@@ -54,6 +55,7 @@ class CachedKeys {
   Problem cached_, problem_;
   int64_t sequences_, most_keys_;  // of the cache; of a sequence
   bool in_place_;
+  bool packs_;  // the problem has packed sequences
   MergedBatch q_, o_, lse_;
   Scales k_scales_{}, v_scales_{};
   int *cu_seqlens_q_, *cu_seqlens_k_;
@@ -66,7 +68,7 @@ template <class ReadsPages, class PlanOf>
 Answer plan_of_cached(const Problem& p, void* workspace, const ReadsPages& reads_pages, const PlanOf& plan_of_packed) {
   if (auto reason = no_cache_reason(p)) return std::move(*reason);
   auto keys = std::make_shared<const CachedKeys>(p, true, workspace);
-  if (keys->in_pages() && !reads_pages(keys->problem())) keys = std::make_shared<const CachedKeys>(p, false, workspace);
+  if (!reads_pages(keys->problem())) keys = std::make_shared<const CachedKeys>(p, false, workspace);
   if (auto reason = size_unsupported_reason(keys->problem())) return std::move(*reason);
   return plan_of_rewritten(std::move(keys), workspace, plan_of_packed);
 }

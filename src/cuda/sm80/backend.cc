@@ -72,6 +72,7 @@ std::optional<std::string> int8_unsupported_reason(const Problem& p, const Forwa
 Prequantized decoded_operands(const Problem& p, const ForwardNumerics& numerics) {
   const Prequantized taken = p.pass == OCTET_FORWARD ? numerics.came : Prequantized{};
   const auto decodes = [&](const View& t, bool as_it_came) {
+    if (t.pages.size) return false;  // kernels of few queries read its codes
     const octet_quantization* how = t.quantization;
     const bool per_head = how && how->granularity == OCTET_PER_TENSOR && !how->mean && !how->hadamard_seed;
     return how && !as_it_came && !(numerics.formats == kFp8 && t.dtype == OCTET_E4M3 && per_head);

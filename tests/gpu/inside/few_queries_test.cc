@@ -79,6 +79,19 @@ TEST(FewQueries, CorrectionsThatNeedManyRowsStay) {
   EXPECT_TRUE(left_to_sm80(keeps_o));
 }
 
+// The keys of a window of the longest sequence of a cache are split, whatever its length is.
+TEST(FewQueries, WindowsOverCachesCount) {
+  Problem p = problem(1, 8, 8, 4, 1 << 20);
+  p.seqused_k.dtype = OCTET_I32;
+  EXPECT_EQ(most_keys(p), 1 << 20);
+  p.max_seqlen_k = 32768;
+  EXPECT_EQ(most_keys(p), 32768);
+  p.windowed = p.bottom_right = true, p.left = 4095, p.right = 0;
+  EXPECT_EQ(most_keys(p), 4099);
+  p.max_seqlen_k = 1000;
+  EXPECT_EQ(most_keys(p), 1000);
+}
+
 // Where no bound on the lengths of sequences is given, one may have all tokens.
 TEST(FewQueries, BoundsOfPackedSequencesCount) {
   Problem p = problem(1, 8, 8, 4, 1 << 20);

@@ -4,6 +4,7 @@
 #include "cuda/host/card.h"
 #include "cuda/host/tensor_map.h"
 #include "cuda/sm80/fwd/choose.h"
+#include "cuda/sm80/fwd/operands_codes.h"
 #include "cuda/sm80/fwd/operands_e4m3.h"
 #include "cuda/sm80/fwd/operands_int8.h"
 #include "cuda/sm80/fwd/operands_training.h"
@@ -58,6 +59,10 @@ constexpr Row kRows[] = {row<PrecisionF32>(kF32),
                          row<PrecisionFp8InF16>(kFp8),
                          row<PrecisionFp8RawInF16>(kFp8Raw)};
 
+// Of codes in pages, whatever type q has.
+constexpr Kernels kOfCodes = {forward_kernel_of<PrecisionCodes, Logits::plain, TileRows::pages>, nullptr,
+                              forward_kernel_of<PrecisionCodes, Logits::general, TileRows::pages>};
+
 const Row* row_of(const ForwardFormats& formats) {
   const auto* const row =
       std::find_if(std::begin(kRows), std::end(kRows), [&](const Row& x) { return x.formats == formats; });
@@ -74,13 +79,24 @@ ForwardKernel kernel_for_queries(const Problem& p, const Row& row, Logits logits
   return (logits == Logits::plain ? kernels.plain : kernels.general)(most_dim);
 }
 
+// Returns whether kernels read the codes of a tensor where they lie.
+bool reads_codes(const View& t) {
+  if (!t.quantization || (t.dtype != OCTET_I8 && t.dtype != OCTET_E4M3) || !reads_directly(t)) return false;
+  const Quantization how = quantization_of(t);
+  return how.granularity == OCTET_PER_TOKEN && how.zero_point_kind == OCTET_SYMMETRIC && !how.mean.present() &&
+         !how.hadamard_seed;
+}
+
+bool has_pages_of_codes(const Problem& p) { return p.k.pages.size && reads_codes(p.k) && reads_codes(p.v); }
+
 }  // namespace
 
 bool has_kernels(const ForwardFormats& formats) { return row_of(formats); }
 
 bool reads_pages(const Problem& p, const ForwardNumerics& numerics) {
   const auto as_it_is = [&](const View& t) { return t.dtype == numerics.type() && reads_directly(t); };
-  if (!row_of(numerics.formats)->pages.plain || !as_it_is(p.k) || !as_it_is(p.v)) return false;
+  const bool numbers = as_it_is(p.k) && as_it_is(p.v);
+  if (!row_of(numerics.formats)->pages.plain || !(numbers || has_pages_of_codes(p))) return false;
   const ForwardChoice choice = choose_forward(p, numerics);
   return choice.few && !choice.scales_v;
 }
@@ -115,13 +131,16 @@ ForwardChoice choose_forward(const Problem& p, const ForwardNumerics& numerics) 
                        .tile_queries = kernel.rows,
                        .tiles = query_tiles(p, kernel.rows)};
   if (!numerics.splits_keys() || p.dropout || smooths_q) return choice;
-  const Kernels& of_few = p.k.pages.size && row.pages.plain ? row.pages : row.pairs;
+  const bool codes_in_pages = row.pages.plain && has_pages_of_codes(p);
+  const Kernels& of_few = codes_in_pages ? kOfCodes : p.k.pages.size && row.pages.plain ? row.pages : row.pairs;
   const ForwardKernel few = (choice.general ? of_few.general : of_few.plain)(most_dim);
   const PackedTiles tiles = packed_tiles(p, few.rows);
   const Card& gpu = card(p.device_index);
-  if (!has_few_queries(p, tiles, choice.tiles, gpu.multiprocessors)) return choice;
+  // Codes have to be decoded where this kernel does not read them: it has them however many tiles there are.
+  const int64_t tiles_of_heads = codes_in_pages ? 0 : choice.tiles;
+  if (!has_few_queries(p, tiles, tiles_of_heads, gpu.multiprocessors)) return choice;
 
-  choice.kernel = few, choice.few = true;
+  choice.kernel = few, choice.few = true, choice.pages_of_codes = codes_in_pages;
   choice.tile_heads = tiles.heads, choice.tile_queries = tiles.queries, choice.tiles = tiles.count;
   // A thread block can have all of a multiprocessor's shared memory but what is reserved for each thread block.
   constexpr int kReservedBytes = 1024;

@@ -27,6 +27,7 @@ using Dims256x128 = HeadDims<256, 128>;  // f32 and int8, for up to 128 channels
 //   kStages       stages of k and v, at least 2
 //   kLateV        true: v has one stage, and is loaded while q k^T of its tile is computed
 //   kBlocks       thread blocks that a multiprocessor's registers must have room for
+//   kKeyWarps     warps that share the rows of a tile, each with its part of the keys; where it is not said, 1
 template <class Dims, Logits logits, TileRows rows>
 struct ForwardTile;  // of 16 bits
 template <Logits logits>
@@ -68,6 +69,23 @@ struct ForwardTile<Dims256, logits, TileRows::pairs> {
 
 template <class Dims, Logits logits>
 struct ForwardTile<Dims, logits, TileRows::pages> : ForwardTile<Dims, logits, TileRows::pairs> {};
+
+// Caches in 8 bits: tiles of up to 16 rows, whose keys the warps share. One warp alone would not turn codes into
+// numbers as fast as they arrive. A stage has the 16 KB that it has in 16 bits, at 256 the double.
+template <class Dims>
+struct CodesTile {
+  static constexpr int kWarps = 4, kRowBlocks = 1, kKeyWarps = 4, kKeys = 64, kBlocks = 3, kStages = 3;
+  static constexpr bool kQRegisters = true, kStagesMask = false, kRepeats = false, kLateV = false;
+};
+template <>
+struct CodesTile<Dims64> : CodesTile<Dims128> {
+  static constexpr int kKeys = 128;
+};
+template <>
+struct CodesTile<Dims256> : CodesTile<Dims128> {
+  static constexpr int kBlocks = 2, kStages = 2;
+  static constexpr bool kQRegisters = false;
+};
 
 // f32, in two f16 halves, whatever logits and rows are.
 template <class Dims>
@@ -122,6 +140,15 @@ struct Int8Tile<Dims64, logits> : Int8Tile<Dims128, logits> {
   static constexpr int kRowBlocks = 2;
   static constexpr bool kQRegisters = true;
 };
+
+// The warps that share the rows of a tile.
+template <class Tile>
+constexpr int key_warps() {
+  if constexpr (requires { Tile::kKeyWarps; })
+    return Tile::kKeyWarps;
+  else
+    return 1;
+}
 
 // The kind of problem that a kernel is compiled for.
 template <class Precision_, class Dims_, Logits logits, TileRows rows>

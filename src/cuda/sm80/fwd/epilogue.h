@@ -62,11 +62,54 @@ __device__ inline void Forward<Kind>::unflip(const Softmax (&softmax)[kRowBlocks
     }
 }
 
+// Adds up what the warps found that share rows, over the largest maximum, in the first of them. Returns whether this
+// warp is the first of its rows.
+template <class Kind>
+__device__ inline bool Forward<Kind>::join_key_warps(Softmax (&softmax)[kRowBlocks], O& o) const {
+  constexpr int kNumbers = Dims::kDimV / 2, kOfWarp = (kNumbers + 2 * kRowsPerThread + 1) * 32;
+  static_assert(kRowBlocks == 1 && sizeof(float) * (Tile::kWarps - 1) * kOfWarp <= sizeof(shared.k) + sizeof(shared.v));
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  float* const others = reinterpret_cast<float*>(shared.k) + static_cast<int>(threadIdx.x) % 32;
+  __syncthreads();  // all tiles have been read
+  if (warp % kKeyWarps > 0) {
+    float* const to = others + (warp - warp / kKeyWarps - 1) * kOfWarp;
+#pragma unroll
+    for (int i = 0; i < kNumbers; ++i) to[32 * i] = o[0].x[i];
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      to[32 * (kNumbers + row)] = softmax[0].m[row];
+      to[32 * (kNumbers + kRowsPerThread + row)] = softmax[0].l[row];
+    }
+    to[32 * (kNumbers + 2 * kRowsPerThread)] = Operands::unit_of(softmax[0]);
+  }
+  __syncthreads();
+  if (warp % kKeyWarps > 0) return false;
+#pragma unroll 1
+  for (int i = 0; i < kKeyWarps - 1; ++i) {
+    const float* const from = others + (warp - warp / kKeyWarps + i) * kOfWarp;
+    RowValues own, other;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float m = from[32 * (kNumbers + row)], l = from[32 * (kNumbers + kRowsPerThread + row)];
+      const float most = fmaxf(softmax[0].m[row], m);
+      const float origin = softmax[0].template origin<kExponent>(row, most == -INFINITY ? 0.f : most);
+      own[row] = ptx::exp2(softmax[0].template origin<kExponent>(row, softmax[0].m[row]) - origin);
+      other[row] = ptx::exp2(softmax[0].template origin<kExponent>(row, m) - origin);
+      softmax[0].m[row] = most, softmax[0].l[row] = softmax[0].l[row] * own[row] + l * other[row];
+    }
+    Operands::join_units(softmax[0], from[32 * (kNumbers + 2 * kRowsPerThread)], own, other);
+#pragma unroll
+    for (int n = 0; n < kNumbers; ++n)
+      o[0].x[n] = __fmaf_rn(o[0].x[n], own[n / 2 % 2], from[32 * n] * other[n / 2 % 2]);
+  }
+  return true;
+}
+
 // Writes o, its residual and lse of this thread's rows or, where keys are split, o and statistics of this split.
 template <class Kind>
 __device__ inline void Forward<Kind>::write(const Softmax (&softmax)[kRowBlocks], O& o) const {
   const int kv = shared.q_tile.batch * (a.scheduler.heads / a.group) + shared.q_tile.head / a.group;
-  const float v_scale = v_scale_of(kv);
+  const float v_scale = v_scale_of(kv) * Operands::unit_of(softmax[0]);
   // All rows of a warp meet the same v, so that one of them is enough.
   const bool nonfinite = has_infinite<Dims::kDimV>(o[0]);
 #pragma unroll

@@ -14,7 +14,8 @@
 // may be shifted (bias correction beta), which is then updated in every tile.
 //
 // TileRows::pairs and pages: thread blocks (x, y) for all y compute the same tile, each for its split of the keys;
-// fwd/combine.h combines what they write.
+// fwd/combine.h combines what they write. Where warps share rows, each has its part of the keys of every tile, and the
+// first adds up what they found before it writes.
 //
 // Where o is compensated (fragment/precision.h), V is centred by its mean, and the epilogue adds the mean back. Tensor
 // cores truncate o towards 0 after every 16 keys. Half way through the tiles of keys, o is therefore sign-flipped
@@ -25,6 +26,7 @@
 #include <type_traits>
 
 #include "cuda/fragment/sign_flip.h"
+#include "cuda/sm80/fwd/operands_codes.h"
 #include "cuda/sm80/fwd/operands_e4m3.h"
 #include "cuda/sm80/fwd/operands_int8.h"
 #include "cuda/sm80/fwd/operands_training.h"
@@ -51,11 +53,13 @@ struct Forward {
   static constexpr bool kDrops = kGeneral && !kPairs && Operands::kHasDropout;  // it has dropout
   using Tile = typename Operands::template Tile<Dims, Kind::kLogits, Kind::kTileRows>;
   using QkType = typename Precision::QkType;
-  static constexpr int kRowBlocks = Tile::kRowBlocks, kKeys = Tile::kKeys;
+  using KType = typename Operands::template KType<Precision>;
+  static constexpr int kRowBlocks = Tile::kRowBlocks, kKeys = Tile::kKeys, kKeyWarps = key_warps<Tile>();
+  static constexpr int kWarpKeys = kKeys / kKeyWarps;  // of a tile
   static constexpr int kThreads = Tile::kWarps * 32, kRowsOfWarp = kRowBlocks * kWarpRows;
-  static constexpr int kRows = Tile::kWarps * kRowsOfWarp;
+  static constexpr int kRows = Tile::kWarps / kKeyWarps * kRowsOfWarp;
   using TileQ = SharedTile<QkType, kRows, Dims::kDim>;
-  using TileK = SharedTile<QkType, kKeys, Dims::kDim>;
+  using TileK = SharedTile<KType, kKeys, Dims::kDim>;
   using TileV = typename Operands::template TileV<kKeys, Dims::kDimV>;
   using VType = typename TileV::Element;
   static_assert(!kPairs || !kCompensated<Precision>);
@@ -88,7 +92,7 @@ struct Forward {
     int nearest[!kPlain ? kRows : 1];
     Interval seen;  // the keys that any query of the sequence sees
     // Its first key.
-    const QkType* k_start;
+    const KType* k_start;
     const VType* v_start;
     // With kMasked: where the mask of the tile of queries starts, and where the classes of each warp's tiles start.
     const unsigned char* mask_start;
@@ -103,11 +107,11 @@ struct Forward {
 
   using Softmax = typename Operands::template Softmax<Kind::kLogits>;
   using OTile = Accumulator<Dims::kDimV>;
-  using SBlock = Accumulator<kKeys>;
+  using SBlock = Accumulator<kWarpKeys>;
   using S = SBlock[kRowBlocks];
   using O = OTile[kRowBlocks];
   using QRows = Operand<QkType, Dims::kDim>[kRowBlocks];
-  using P = typename Operands::template P<kRowBlocks, kKeys>;
+  using P = typename Operands::template P<kRowBlocks, kWarpKeys>;
 
   const ForwardParams& a;
   Shared& shared;
@@ -131,10 +135,13 @@ struct Forward {
     shared.q_tile = a.scheduler.at(blockIdx.x);
     if constexpr (kPairs) {
       TileInfo& tile = shared.q_tile;
+      if (kPaged && a.pages.lengths && tile.valid()) tile.k_tokens = a.pages.length(tile.sequence);
       shared.rows_end = min(tile.q_start + tile.rows, tile.q_tokens) * a.tile_heads;
       tile.q_start *= a.tile_heads;
     }
   }
+  // Returns the batch element of k and v from which their tokens are counted.
+  __device__ int first_page() const { return kPaged ? 0 : shared.q_tile.batch; }
   // Outputs of splits of the keys are apart as batch elements are.
   __device__ int output_batch() const {
     return kPairs ? static_cast<int>(shared.q_tile.batch * gridDim.y + blockIdx.y) : shared.q_tile.batch;
@@ -206,8 +213,13 @@ struct Forward {
   }
   // Returns the first row of this warp, and the first of this thread in a row block.
   __device__ int warp_row() const {
-    return shared.q_tile.q_start + static_cast<ThreadIndex>(threadIdx.x) / 32 * kRowsOfWarp;
+    return shared.q_tile.q_start + static_cast<ThreadIndex>(threadIdx.x) / (32 * kKeyWarps) * kRowsOfWarp;
   }
+  // Returns this warp's part of the keys of a tile, counted in parts.
+  static __device__ int key_part() {
+    return kKeyWarps == 1 ? 0 : ptx::opaque(static_cast<int>(threadIdx.x)) / 32 % kKeyWarps;
+  }
+  static __device__ int first_key_of_warp(int tile) { return tile * kKeys + key_part() * kWarpKeys; }
   __device__ int thread_row(int block) const {
     return warp_row() + block * kWarpRows + static_cast<ThreadIndex>(threadIdx.x) % 32 / 4;
   }
@@ -249,9 +261,17 @@ struct Forward {
   __device__ void run() const;
   // The places in a tile of k and of v at which this thread starts.
   struct Sources {
-    const QkType* k;
+    const KType* k;
     const VType* v;
   };
+  // The rows of a tile in pages that a warp loads, of which it has kRowsAtOnce for each load. A lane looks up the page
+  // of one of them, a tile ahead.
+  static constexpr int kRowsOfLoad = 32 / LoaderK::kChunks, kPagedRows = kRowsOfLoad * LoaderK::kLoads;
+  static_assert(!kPaged || (kRowsOfLoad > 0 && kPagedRows <= 32));
+  static __device__ int paged_row() {
+    const int thread = ptx::opaque(static_cast<int>(threadIdx.x)), row = thread % 32 % kPagedRows;
+    return thread / 32 * kRowsOfLoad + row % kRowsOfLoad + row / kRowsOfLoad * LoaderK::kRowsAtOnce;
+  }
   // Returns how far the row of a key lies from that of the first one; of pages, from the first token of the first page.
   __device__ int64_t key_offset(const Output& t, int key) const {
     if constexpr (kPaged)
@@ -270,8 +290,9 @@ struct Forward {
 
   __device__ void start_sequence() const;
   __device__ void load_q() const;
-  __device__ void load_keys(int tile, const Sources& from) const;
-  __device__ void load_pages(int tile, const Interval& rows) const;
+  __device__ int page_of_lane(int tile) const;
+  __device__ void load_keys(int tile, const Sources& from, int page) const;
+  __device__ void load_pages(int tile, const Interval& rows, int page_of_lane) const;
   __device__ void load_late_v(int tile) const;
   // Waits until all threads have loaded their parts of a v that is late; the groups that follow its own may be on the
   // way.
@@ -309,6 +330,7 @@ struct Forward {
   __device__ void flip(const Softmax (&softmax)[kRowBlocks], O& o) const;
   __device__ void unflip(const Softmax (&softmax)[kRowBlocks], O& o) const;
 
+  __device__ bool join_key_warps(Softmax (&softmax)[kRowBlocks], O& o) const;
   __device__ void write(const Softmax (&softmax)[kRowBlocks], O& o) const;
   template <class T>
   __device__ void write_as(int row, OTile& o) const;

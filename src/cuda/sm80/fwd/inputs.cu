@@ -21,10 +21,14 @@ ForwardInputs::ForwardInputs(const Problem& p, const ForwardChoice& choice, Work
       scales_v_(choice.scales_v),
       int8_v_(choice.int8_v),
       k_groups_(choice.k_groups),
+      pages_of_codes_(choice.pages_of_codes),
       seen_(p, (choice.int8_qk && !choice.codes) || choice.e4m3_qk ? ReadsK::seen : ReadsK::as_it_is, workspace),
       q_(choice.f32 || choice.int8_qk || choice.e4m3_qk ? View{} : p.q, choice.numerics.type(), workspace),
-      k_(choice.f32 || choice.int8_qk || choice.e4m3_qk ? View{} : p.k, choice.numerics.type(), workspace),
-      v_(choice.f32 || choice.scales_v || choice.int8_v || choice.training || choice.e4m3_v ? View{} : seen_.v(),
+      k_(choice.f32 || choice.int8_qk || choice.e4m3_qk || choice.pages_of_codes ? View{} : p.k, choice.numerics.type(),
+         workspace),
+      v_(choice.f32 || choice.scales_v || choice.int8_v || choice.training || choice.e4m3_v || choice.pages_of_codes
+             ? View{}
+             : seen_.v(),
          choice.numerics.type(), workspace),
       // Numbers are those of the recipe's type of v first: of bf16, or of any type where q and k are quantized.
       v_scaled_(choice.scales_v ? seen_.v() : View{}, choice.int8_qk ? p.v.dtype : choice.numerics.type(),
@@ -126,6 +130,10 @@ void ForwardInputs::set(const Problem& p, ForwardParams& a) const {
   }
   if (!int8_v_) a.v = output(scales_v_ ? v_scaled_.view() : v_.view());
   a.q = output(q_.view()), a.k = output(k_.view());
+  if (pages_of_codes_) {
+    a.k = output(p.k), a.v = output(p.v);
+    a.k_scales = output(quantization_of(p.k).scale), a.v_scales = output(quantization_of(p.v).scale);
+  }
   const int heads = static_cast<int>(p.heads), tokens = static_cast<int>(p.tokens_q);
   with_8bit_logits([&](const auto& logits) {
     a.q = output(logits.q()), a.k = output(logits.k());

@@ -40,7 +40,7 @@ class ForwardInputs {
   void set_training(const Problem& p, ForwardParams& a) const;
 
   int dim_, dim_v_;  // the kernel's
-  bool halves_, scales_v_, int8_v_, k_groups_;
+  bool halves_, scales_v_, int8_v_, k_groups_, pages_of_codes_;
   SeenKeySide seen_;
   Input q_, k_, v_;
   ScaledInput v_scaled_;

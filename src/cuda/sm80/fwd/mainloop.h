@@ -7,6 +7,7 @@ namespace octet::cuda::sm80 {
 // Loads the rows of q.
 template <class Kind>
 __device__ inline void Forward<Kind>::load_q() const {
+  if constexpr (Operands::kConvertsQ) return;
   const int start = shared.q_tile.q_start;
   const auto row_of_q = [&](int row) {
     return a.q.row<QkType>(shared.q_tile.batch, head_of(row), int64_t{shared.q_tile.q_first} + query_of(row));
@@ -30,20 +31,34 @@ __device__ inline void Forward<Kind>::load_q() const {
   }
 }
 
+// Looks up the page of this lane's row of a tile.
+template <class Kind>
+__device__ inline int Forward<Kind>::page_of_lane(int tile) const {
+  if constexpr (!kPaged) return 0;
+  const int key = tile * kKeys + paged_row();
+  const bool present = tile >= shared.tiles.first && key >= shared.seen.first && key < shared.seen.last;
+  return present ? static_cast<int>(a.pages.page(shared.q_tile.sequence, key)) : 0;
+}
+
+// Returns how many bytes of a chunk lie in a row that has `bytes` bytes left.
+__device__ inline int bytes_of_chunk(int bytes) { return min(max(bytes, 0), kChunkBytes); }
+
 // Loads `rows` of a tile of k and of v from the pages of a cache; others become zeros.
 template <class Kind>
-__device__ inline void Forward<Kind>::load_pages(int tile, const Interval& rows) const {
-  static_assert(TileK::kColumns == TileV::kColumns && sizeof(QkType) == sizeof(VType) && Operands::kTiles == 1);
+__device__ inline void Forward<Kind>::load_pages(int tile, const Interval& rows, int page_of_lane) const {
+  static_assert(TileK::kColumns == TileV::kColumns && sizeof(KType) == sizeof(VType) && Operands::kTiles == 1);
+  if constexpr (Operands::kHasFactors) Operands::load_paged_factors(*this, tile, rows, page_of_lane);
 #pragma unroll
   for (int i = 0; i < LoaderK::kLoads; ++i) {
     const int row = LoaderK::first() + i * LoaderK::kRowsAtOnce, key = tile * kKeys + row;
     const bool present = row >= rows.first && row < rows.last;
-    const int64_t page = present ? a.pages.page(shared.q_tile.sequence, key) : 0;
+    const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
+    const int64_t page = __shfl_sync(~0u, page_of_lane, lane / LoaderK::kChunks + i * kRowsOfLoad);
     const int token = present ? a.pages.token_in_page(key) : 0, column = LoaderK::chunk() * LoaderK::kChunk;
     const uint32_t to = TileK::offset(row, LoaderK::chunk());
     const auto load = [&](uint32_t address, const auto* start, const Output& from, int columns) {
       ptx::cp_async(address + to, start + (page * from.stride[0] + token * from.stride[2] + column),
-                    present && column < columns ? kChunkBytes : 0);
+                    !present ? 0 : bytes_of_chunk((columns - column) * static_cast<int>(sizeof(KType))));
     };
     load(k(tile).address(), shared.k_start, a.k, a.dim);
     load(v(tile).address(), shared.v_start, a.v, a.dim_v);
@@ -53,15 +68,15 @@ __device__ inline void Forward<Kind>::load_pages(int tile, const Interval& rows)
 // Loads a tile of k and, unless it is late, of v. Rows that no query sees, or of the next packed sequence, may hold inf
 // or NaN, and 0 times these would be NaN: they become zeros.
 template <class Kind>
-__device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from) const {
+__device__ inline void Forward<Kind>::load_keys(int tile, const Sources& from, int page) const {
   const int key = tile * kKeys;
   const Interval rows{shared.seen.first - key, shared.seen.last - key};
   const bool whole = rows.first <= 0 && rows.last >= kKeys && a.whole_columns;
-  if constexpr (kPaged) return load_pages(tile, rows);
+  if constexpr (kPaged) return load_pages(tile, rows, page);
   Operands::load_key_factors(*this, tile, rows);
 #pragma unroll
   for (int which = 0; which < Operands::kTiles; ++which) {
-    const QkType* const from_k = from.k + which * Dims::kDim;
+    const KType* const from_k = from.k + which * Dims::kDim;
     if (whole)
       LoaderK::load(k(tile, which), from_k, a.k.stride[2]);
     else
@@ -128,7 +143,8 @@ __device__ inline bool Forward<Kind>::fits_beside_sum(const Softmax& softmax, co
 template <class Kind>
 __device__ inline void Forward<Kind>::take_logits(S& s, int tile, const bool& zeros) const {
   const Interval all = warp_tiles().all;
-  const bool masked = tile * kKeys < all.first || (tile + 1) * kKeys > all.last;
+  const int key = first_key_of_warp(tile);
+  const bool masked = key < all.first || key + kWarpKeys > all.last;
 #pragma unroll
   for (int block = 0; block < kRowBlocks; ++block) {
     const int first = ptx::opaque(thread_row(block));
@@ -149,12 +165,12 @@ __device__ inline void Forward<Kind>::take_logits(S& s, int tile, const bool& ze
         mask_of(block).hide(s[block]);
       } else {
         const RowTerms terms[] = {terms_of(first), terms_of(first + 8)};
-        add_terms(s[block], scale, a.terms, terms, tile * kKeys, shared.q_tile.k_tokens);
+        add_terms(s[block], scale, a.terms, terms, key, shared.q_tile.k_tokens);
       }
     }
     if (!masked) continue;
     const Interval ranges[] = {range_of(first), range_of(first + 8)};
-    mask_rows(s[block], tile * kKeys, ranges);
+    mask_rows(s[block], key, ranges);
   }
 }
 
@@ -241,7 +257,7 @@ template <class Kind>
 __device__ inline void Forward<Kind>::start_sequence() const {
   const int kv_head = shared.q_tile.head / a.group;
   shared.seen = a.mask.seen(shared.q_tile.q_tokens, shared.q_tile.k_tokens);
-  shared.k_start = a.k.row<QkType>(shared.q_tile.batch, kv_head, Operands::first_key(*this));
+  shared.k_start = a.k.row<KType>(first_page(), kv_head, Operands::first_key(*this));
   shared.v_start = Operands::start_v(*this, kv_head);
   if constexpr (kMasked)
     shared.mask_start = a.terms.mask_at(shared.q_tile.batch, shared.q_tile.head, shared.q_tile.q_start, 0);
@@ -276,13 +292,16 @@ __device__ inline void Forward<Kind>::run() const {
   ptx::cp_async_commit();
   int tile = shared.tiles.last - 1;
   Sources sources = sources_of(tile);
-  if (shared.tiles.first <= tile) load_keys(tile, sources);
+  int page = page_of_lane(tile);
+  if (shared.tiles.first <= tile) load_keys(tile, sources, page);
+  page = page_of_lane(tile - 1);
   ptx::cp_async_commit();
   constexpr int kAhead = Tile::kStages - 1;  // tiles that are loaded ahead
   const auto load_after = [&](int last) {    // the tile after the last one that has been asked for
     if constexpr (kKeepsSources) sources.k -= kKeys * a.k.stride[2], sources.v -= kKeys * a.v.stride[2];
-    if (last > shared.tiles.first) load_keys(last - 1, kKeepsSources ? sources : sources_of(last - 1));
+    if (last > shared.tiles.first) load_keys(last - 1, kKeepsSources ? sources : sources_of(last - 1), page);
     ptx::cp_async_commit();
+    page = page_of_lane(last - 2);
   };
 #pragma unroll
   for (int ahead = 1; ahead < kAhead; ++ahead) load_after(tile - ahead + 1);
@@ -298,7 +317,8 @@ __device__ inline void Forward<Kind>::run() const {
     ptx::cp_async_wait<kAhead + kMaskGroups>();
     __syncthreads();
 #pragma unroll
-    for (int block = 0; block < kRowBlocks; ++block) load_rows(q_rows[block], q(), warp * kRowBlocks + block);
+    for (int block = 0; block < kRowBlocks; ++block)
+      load_rows(q_rows[block], q(), warp / kKeyWarps * kRowBlocks + block);
   }
 #pragma unroll 1
   for (; tile >= shared.tiles.first; --tile) {
@@ -348,6 +368,9 @@ __device__ inline void Forward<Kind>::run() const {
   ptx::cp_async_wait<0>();
   if constexpr (kCompensated<Precision>)
     if (tiles.last - tiles.first > 1) unflip(softmax, o);
+  if constexpr (kKeyWarps > 1)
+    if (!join_key_warps(softmax, o)) return;
+  Operands::order_channels(o);
   write(softmax, o);
 }
 

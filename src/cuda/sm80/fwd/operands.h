@@ -11,9 +11,11 @@
 //   kHasPages          also where k and v lie in pages
 //   kRecomputes        an inf or NaN of v that a mask hides may reach a row, which is then computed again
 //   kHasDropout        kernels with general logits have dropout
+//   kConvertsQ         load_q_factors also loads q
+//   KType              the elements of k, if they are not those of q
 //   Factors            the factors of tokens in shared memory
 //   P, Softmax         P as a left operand, and the online softmax of the rows of a thread
-//   load_q_factors, load_key_factors, start_factors
+//   load_q_factors, load_key_factors, load_paged_factors, start_factors
 //   first_key          the row of k that is the first key of the sequence
 //   start_v, source_v, load_v
 //   start_softmax
@@ -24,6 +26,8 @@
 //   drop_from          takes the elements that dropout drops from P of a row block
 //   multiply_pv        o += P v
 //   mean_logit         what the smoothing of k took from the logits of a row
+//   unit_of, join_units   the unit of o, where it has one, and that of two warps' o
+//   order_channels     puts o into the order of an accumulator
 //   origin, inverse_of, v_factor, v_mean
 //                      the end of a row: sum of exp(logit) = 2^origin l, o = o inverse_of(l) v_factor + v_mean
 //   product, value     q.k of one key and a number of v, for rows that are computed again
@@ -51,10 +55,12 @@ struct ForwardOperands {
   template <Logits logits>
   using Softmax = std::conditional_t<logits == Logits::general, ShiftedSoftmax, OnlineSoftmax>;
   using WidestDims = Dims256;
+  template <class Precision_>
+  using KType = typename Precision_::QkType;
   static constexpr int kTiles = 1, kExponent = Precision::kPExponent;
   static constexpr bool kHasFactors = false, kStagesMasks = true, kHasPairs = !kCompensated<Precision>;
   static constexpr bool kHasPages = kHasPairs;
-  static constexpr bool kRecomputes = true, kHasDropout = true;
+  static constexpr bool kRecomputes = true, kHasDropout = true, kConvertsQ = false;
   template <int Rows, int Keys, int Stages>
   struct Factors {};
   template <int M, int Columns>
@@ -74,7 +80,7 @@ struct ForwardOperands {
   }
   template <class Kernel>
   static __device__ const auto* start_v(const Kernel& f, int kv_head) {
-    return f.a.v.template row<typename Precision::PType>(f.shared.q_tile.batch, kv_head, first_key(f));
+    return f.a.v.template row<typename Precision::PType>(f.first_page(), kv_head, first_key(f));
   }
   // Returns where this thread starts in a tile of v.
   template <class Kernel>
@@ -113,10 +119,11 @@ struct ForwardOperands {
                                      int tile) {
 #pragma unroll
     for (auto& each : s) each.zero();
+    const int keys = Kernel::key_part() * (Kernel::kWarpKeys / 16);
     if constexpr (Kernel::Tile::kQRegisters)
-      mma_ABt(s, q, f.k(tile));
+      mma_ABt(s, q, f.k(tile), keys);
     else
-      mma_ABt(s, f.q(), static_cast<int>(threadIdx.x) / 32 * Kernel::kRowBlocks, f.k(tile));
+      mma_ABt(s, f.q(), static_cast<int>(threadIdx.x) / (32 * Kernel::kKeyWarps) * Kernel::kRowBlocks, f.k(tile), keys);
   }
   struct Shift {};
   template <class Kernel>
@@ -142,9 +149,17 @@ struct ForwardOperands {
   }
   template <class Kernel>
   static __device__ void multiply_pv(const Kernel& f, const typename Kernel::P& p, int tile, typename Kernel::O& o) {
-    mma_AB(o, p.x, f.v(tile));
+    mma_AB(o, p.x, f.v(tile), 0, Kernel::key_part() * (Kernel::kWarpKeys / 16));
   }
 
+  template <class Softmax>
+  static __device__ float unit_of(const Softmax&) {
+    return 1.f;
+  }
+  template <class Softmax>
+  static __device__ void join_units(Softmax&, float, RowValues&, RowValues&) {}
+  template <class O>
+  static __device__ void order_channels(O&) {}
   template <class Softmax>
   static __device__ float origin(const Softmax& softmax, int row) {
     return softmax.template origin<kExponent>(row, softmax.m[row]);

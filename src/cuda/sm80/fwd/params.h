@@ -63,10 +63,11 @@ struct ForwardParams {
   int tile_heads;  // heads that are rows of a tile
   // [batch x split, head, token], as o: each thread block writes its split. Null where keys are not split.
   Output statistics;
-  MaskClasses mask_classes;  // of kernels for mask tensors
-  MeanFactors mean_factors;  // of int8's training
-  Dropout dropout;           // of kernels with general logits
-  PageTable pages;           // of kernels that read pages, of which k and v have their strides
+  MaskClasses mask_classes;   // of kernels for mask tensors
+  MeanFactors mean_factors;   // of int8's training
+  Dropout dropout;            // of kernels with general logits
+  PageTable pages;            // of kernels that read pages, of which k and v have their strides
+  Output k_scales, v_scales;  // of their codes, f32 in pages too
 };
 
 }  // namespace octet::cuda::sm80
