@@ -125,10 +125,13 @@ TEST(GpuCaches, of_codes_hide_what_is_not_finite) {
       Inputs bad = in;
       for (int64_t h = 0; h < c.kv_heads; ++h) (of_v ? bad.v : bad.k).at(0, h, kBad, 7) = NAN;
       const CacheLayout how{.packed_q = false, .codes = codes};
-      const Attention attention = attention_of(c, Precision::bf16, nullptr);
+      Attention attention = attention_of(c, Precision::bf16, nullptr);
+      attention.bias_correction = BiasCorrection::none;
+      std::string explained;
       GpuPlace place, bad_place;
-      const Outputs want = run_cached(c, in, attention, how, 5, &place),
+      const Outputs want = run_cached(c, in, attention, how, 5, &place, &explained),
                     got = run_cached(c, bad, attention, how, 5, &bad_place);
+      EXPECT_NE(explained.find("keys in pages"), std::string::npos) << explained;
       for_each(c.o_shape(), [&](int64_t b, int64_t h, int64_t query, int64_t channel) {
         const double x = got.o.at(b, h, query, channel), y = want.o.at(b, h, query, channel);
         // Of the queries 0 and 1 that see it, a v that is not finite may reach a channel alone.
