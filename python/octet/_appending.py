@@ -12,7 +12,7 @@ from octet._library import check, lib
 from octet._operands import Operands
 from octet._options import LAYOUTS
 from octet._qtensor import Coding
-from octet._views import dense_strides
+from octet._views import View, dense_strides
 from octet.errors import InvalidArgument
 
 
@@ -39,6 +39,19 @@ _AXES = {4: "4 dimensions", 2: "2 dimensions", 1: "1 dimension"}
 _KEPT = 512  # calls of each thread
 
 
+def described(name: str, view: View, layout: str) -> _abi.Tensor:
+    """An array as octet_append takes it, without an address."""
+    dims = _DIMS.get(name, LAYOUTS[layout])
+    if len(view.shape) != (rank := max(dims) + 1):
+        raise InvalidArgument(f"{name}: shape {list(view.shape)}, expected {_AXES[rank]}")
+    return tensor_of(view, dims)
+
+
+def rope_of(rope: Rope) -> _abi.Rope:
+    """octet_rope"""
+    return struct(_abi.Rope, style=_abi.ROPE_STYLES[rope.style], dim=rope.dim, offset=rope.offset, base=rope.base)
+
+
 class Call:
     """An append of such arrays. Not to be shared between threads: addresses are written into it."""
 
@@ -49,23 +62,18 @@ class Call:
             q = operands["q"]
             shape = tuple(q.shape)
             self._turned = shape, dense_strides(shape, adapter.order(q)), q.dtype
-        described = {}
-        for name, array in self._with_turned(operands).items():
-            view, dims = adapter.view(name, array), _DIMS.get(name, LAYOUTS[layout])
-            if len(view.shape) != (rank := max(dims) + 1):
-                raise InvalidArgument(f"{name}: shape {list(view.shape)}, expected {_AXES[rank]}")
-            described[name] = tensor_of(view, dims)
-        self._tensors = list(described.values())
+        tensors = {
+            name: described(name, adapter.view(name, x), layout) for name, x in self._with_turned(operands).items()
+        }
+        self._tensors = list(tensors.values())
         for name in ("k", "v"):
-            if f"{name}_scale" in described:
+            if f"{name}_scale" in tensors:
                 how = quantization_of(Coding(_abi.OPERANDS[name], _abi.GRANULARITIES["token"]))
-                how.scale = ctypes.pointer(described.pop(f"{name}_scale"))
-                described[f"{name}_cache"].quantization = ctypes.pointer(how)
-        arguments = struct(_abi.AppendArguments, **{name: ctypes.pointer(x) for name, x in described.items()})
+                how.scale = ctypes.pointer(tensors.pop(f"{name}_scale"))
+                tensors[f"{name}_cache"].quantization = ctypes.pointer(how)
+        arguments = struct(_abi.AppendArguments, **{name: ctypes.pointer(x) for name, x in tensors.items()})
         if rope.style != "none":
-            style = _abi.ROPE_STYLES[rope.style]
-            turn = struct(_abi.Rope, style=style, dim=rope.dim, offset=rope.offset, base=rope.base)
-            arguments.rope = ctypes.pointer(turn)
+            arguments.rope = ctypes.pointer(rope_of(rope))
         self._arguments = arguments
         self._reference = ctypes.byref(arguments)
 

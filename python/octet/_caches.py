@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 _LAYOUTS = {"bhsd": 0, "bshd": 1}
 
 
-def _expect_no_jax(name: str, framework: Any) -> None:
-    if framework.__name__ == "octet.jax":
-        raise Unsupported(f"{name}: a jax array, allowed: numpy.ndarray, torch.Tensor; jax writes nothing in place")
-
-
 def _shortcut(seqused_k: Any) -> Any:
     """See `_api.cache_shortcuts`."""
     return None if _api.is_traced() else _api.cache_shortcuts.get(type(seqused_k))
@@ -68,11 +63,12 @@ def append(
     for which there is no room are not appended, and with other entries the kernel writes outside of the cache.
 
     Returns:
-        None, or with q the queries turned, a new array of its type and memory order.
+        None, or with q the queries turned, a new array of its type and memory order. Of jax arrays (k_cache, v_cache),
+        with q (k_cache, v_cache, q): new arrays, which lie where the old ones did if `jax.jit` was told to donate them.
 
     Raises:
         InvalidArgument: with the choices.
-        Unsupported: jax arrays, which nothing writes in place.
+        Unsupported: QTensors of jax arrays.
         TypeError: an unknown keyword.
     """
     if unknown:
@@ -119,7 +115,8 @@ def append(
                     "mean or a rotation"
                 )
     framework = _api.framework_of(given)
-    _expect_no_jax("k_cache", framework)
+    if codings and framework.__name__ == "octet.jax":
+        raise Unsupported("k_cache, v_cache: QTensors, which jax programs do not take; use numpy or torch")
     turned = framework.run_append(given, how, layout)
     if fast:
         fast.remember_append(arguments, how, layout)
@@ -168,10 +165,10 @@ def attention_cached(
 
     Returns:
         o, of the shape of q with dim_v, or (o, lse). There are no derivatives: tensors that require a gradient are
-        rejected.
+        rejected, as are derivatives and vmap of jax arrays.
 
     Raises:
-        As `octet.attention`; Unsupported for jax arrays.
+        As `octet.attention`.
     """
     cache = {"seqused_k": seqused_k, "block_table": block_table}
     given = operands_of(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, sinks=sinks, alibi_slopes=alibi_slopes, **cache)
@@ -189,7 +186,6 @@ def attention_cached(
     found = fast.attention(arguments, given) if fast else None
     if found is None:
         framework, made = _api.call_of(given, options)
-        _expect_no_jax("q", framework)
         made = _api.with_bounds(made, max_seqlen_q, max_seqlen_k)
         found = framework.run_attention(made, given, truth("return_lse", return_lse))
         if fast and options["enable_gqa"] is True:

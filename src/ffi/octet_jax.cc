@@ -34,28 +34,18 @@ Struct read(Bytes bytes, std::size_t index = 0) {
   return out;
 }
 
-// octet_attention may be followed by its octet_rounding. Tensors are the operands, then the results; offsets say where
-// in octet_arguments each belongs. Results beyond them are the caller's. `allocate(bytes)` gives the workspace, or
-// null.
-template <class Allocate>
-ffi::Error run(octet_device device, int32_t device_index, void* stream, Allocate&& allocate,
-               ffi::RemainingArgs operands, ffi::RemainingRets results, Bytes attention_bytes, Bytes arguments_bytes,
-               Bytes tensor_bytes, ffi::Span<const int64_t> offsets, std::string_view backend_name) {
-  const std::size_t count = offsets.size();
-  const bool rounds = attention_bytes.size() == sizeof(octet_attention) + sizeof(octet_rounding);
-  if ((!rounds && attention_bytes.size() != sizeof(octet_attention)) ||
-      arguments_bytes.size() != sizeof(octet_arguments) || tensor_bytes.size() != count * sizeof(octet_tensor) ||
-      count > operands.size() + results.size())
-    return ffi::Error::InvalidArgument("octet: the Python package and liboctet_jax.so are not of one version");
+ffi::Error other_version() {
+  return ffi::Error::InvalidArgument("octet: the Python package and liboctet_jax.so are not of one version");
+}
 
-  const std::string backend(backend_name);
-  auto attention = read<octet_attention>(attention_bytes);
-  attention.backend = backend.empty() ? nullptr : backend.c_str();
-  octet_rounding rounding;
-  if (rounds) std::memcpy(&rounding, attention_bytes.begin() + sizeof(octet_attention), sizeof rounding);
-  attention.rounding = rounds ? &rounding : nullptr;
-  auto arguments = read<octet_arguments>(arguments_bytes);
-  std::vector<octet_tensor> tensors;
+// Tensors are the operands, then the results; offsets say where in a struct of arguments each belongs. Results beyond
+// them are the caller's.
+ffi::Error place(octet_device device, int32_t device_index, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                 Bytes tensor_bytes, ffi::Span<const int64_t> offsets, std::vector<octet_tensor>& tensors,
+                 void* arguments) {
+  const std::size_t count = offsets.size();
+  if (tensor_bytes.size() != count * sizeof(octet_tensor) || count > operands.size() + results.size())
+    return other_version();
   tensors.reserve(count);
   for (std::size_t i = 0; i < count; ++i) {
     octet_tensor& tensor = tensors.emplace_back(read<octet_tensor>(tensor_bytes, i));
@@ -70,9 +60,34 @@ ffi::Error run(octet_device device, int32_t device_index, void* stream, Allocate
     }
     tensor.device = device;
     tensor.device_index = device_index;
-    octet_tensor* place = &tensor;
-    std::memcpy(reinterpret_cast<char*>(&arguments) + offsets[i], &place, sizeof place);
+    octet_tensor* at = &tensor;
+    std::memcpy(static_cast<char*>(arguments) + offsets[i], &at, sizeof at);
   }
+  return ffi::Error::Success();
+}
+
+// octet_attention may be followed by its octet_rounding. `allocate(bytes)` gives the workspace, or null.
+template <class Allocate>
+ffi::Error run(octet_device device, int32_t device_index, void* stream, Allocate&& allocate,
+               ffi::RemainingArgs operands, ffi::RemainingRets results, Bytes attention_bytes, Bytes arguments_bytes,
+               Bytes tensor_bytes, ffi::Span<const int64_t> offsets, std::string_view backend_name) {
+  const bool rounds = attention_bytes.size() == sizeof(octet_attention) + sizeof(octet_rounding);
+  if ((!rounds && attention_bytes.size() != sizeof(octet_attention)) ||
+      arguments_bytes.size() != sizeof(octet_arguments))
+    return other_version();
+
+  const std::string backend(backend_name);
+  auto attention = read<octet_attention>(attention_bytes);
+  attention.backend = backend.empty() ? nullptr : backend.c_str();
+  octet_rounding rounding;
+  if (rounds) std::memcpy(&rounding, attention_bytes.begin() + sizeof(octet_attention), sizeof rounding);
+  attention.rounding = rounds ? &rounding : nullptr;
+  auto arguments = read<octet_arguments>(arguments_bytes);
+  std::vector<octet_tensor> tensors;
+  if (const ffi::Error error =
+          place(device, device_index, operands, results, tensor_bytes, offsets, tensors, &arguments);
+      error.failure())
+    return error;
 
   std::size_t bytes = 0;
   if (const octet_status status = octet_workspace_size(&attention, &arguments, &bytes); status != OCTET_OK)
@@ -82,6 +97,35 @@ ffi::Error run(octet_device device, int32_t device_index, void* stream, Allocate
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "octet: no workspace of " + std::to_string(bytes) + " bytes");
   const octet_status status = octet_run(&attention, &arguments, workspace, bytes, stream);
   return status == OCTET_OK ? ffi::Error::Success() : failed(status);
+}
+
+// Results that are caches lie where the operands of their names do. `rope_bytes`: an octet_rope, or nothing.
+ffi::Error append(octet_device device, int32_t device_index, void* stream, ffi::RemainingArgs operands,
+                  ffi::RemainingRets results, Bytes arguments_bytes, Bytes rope_bytes, Bytes tensor_bytes,
+                  ffi::Span<const int64_t> offsets) {
+  const bool turns = rope_bytes.size() == sizeof(octet_rope);
+  if (arguments_bytes.size() != sizeof(octet_append_arguments) || (!turns && rope_bytes.size())) return other_version();
+  auto arguments = read<octet_append_arguments>(arguments_bytes);
+  octet_rope rope;
+  if (turns) rope = read<octet_rope>(rope_bytes);
+  arguments.rope = turns ? &rope : nullptr;
+  std::vector<octet_tensor> tensors;
+  if (const ffi::Error error =
+          place(device, device_index, operands, results, tensor_bytes, offsets, tensors, &arguments);
+      error.failure())
+    return error;
+  const octet_status status = octet_append(&arguments, stream);
+  return status == OCTET_OK ? ffi::Error::Success() : failed(status);
+}
+
+ffi::Error append_cpu(ffi::RemainingArgs operands, ffi::RemainingRets results, Bytes arguments, Bytes rope,
+                      Bytes tensors, ffi::Span<const int64_t> offsets) {
+  return append(OCTET_CPU, 0, nullptr, operands, results, arguments, rope, tensors, offsets);
+}
+
+ffi::Error append_cuda(void* stream, int32_t device, ffi::RemainingArgs operands, ffi::RemainingRets results,
+                       Bytes arguments, Bytes rope, Bytes tensors, ffi::Span<const int64_t> offsets) {
+  return append(OCTET_CUDA, device, stream, operands, results, arguments, rope, tensors, offsets);
 }
 
 // XLA has no scratch memory on the CPU.
@@ -137,4 +181,25 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(octet_jax_cuda, run_cuda,
                                   .Attr<Bytes>("tensors")
                                   .Attr<ffi::Span<const int64_t>>("offsets")
                                   .Attr<std::string_view>("backend"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(octet_jax_append_cpu, append_cpu,
+                              ffi::Ffi::Bind()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<Bytes>("arguments")
+                                  .Attr<Bytes>("rope")
+                                  .Attr<Bytes>("tensors")
+                                  .Attr<ffi::Span<const int64_t>>("offsets"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(octet_jax_append_cuda, append_cuda,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<void*>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<Bytes>("arguments")
+                                  .Attr<Bytes>("rope")
+                                  .Attr<Bytes>("tensors")
+                                  .Attr<ffi::Span<const int64_t>>("offsets"),
                               {ffi::Traits::kCmdBufferCompatible});

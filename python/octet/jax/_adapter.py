@@ -31,6 +31,7 @@ from octet.errors import Unsupported
 expect_version("jax", jax.__version__)
 
 _TARGET = "octet"
+APPEND_TARGET = "octet_append"
 _ALIGNMENT = 64  # of a workspace
 
 
@@ -44,7 +45,7 @@ def platform_of(x: Any) -> str:
     return "cpu" if platform == "cpu" else "cuda"
 
 
-def _view(name: str, x: Any, platform: str) -> View:
+def view_on(name: str, x: Any, platform: str) -> View:
     number = _abi.DTYPES[dtype_name(x.dtype, label(name))]
     return View(number, tuple(x.shape), contiguous_strides(x.shape), _abi.DEVICES[platform])
 
@@ -66,7 +67,7 @@ class JaxAdapter:
         return x.astype(dtype)
 
     def view(self, name: str, x: Any) -> View:
-        return _view(name, x, platform_of(x))
+        return view_on(name, x, platform_of(x))
 
     def integers(self, numbers: Sequence[int], like: Any) -> jax.Array:
         return jnp.array(numbers, jnp.int32)
@@ -111,13 +112,24 @@ def why_no_handlers() -> str:
             f"{path} was built for version {major}.{minor} of XLA's interface, which jax {jax.__version__} does not "
             f"have: its version is {shown}; build octet with the headers of an older jaxlib, or take a newer jax"
         )
-    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handlers.octet_jax_cpu), platform="cpu")
-    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handlers.octet_jax_cuda), platform="CUDA")
+    for target, name in ((_TARGET, "octet_jax"), (APPEND_TARGET, "octet_jax_append")):
+        for platform in ("cpu", "cuda"):
+            handler = jax.ffi.pycapsule(getattr(handlers, f"{name}_{platform}"))
+            jax.ffi.register_ffi_target(target, handler, platform="CUDA" if platform == "cuda" else platform)
     return ""
 
 
 def has_handlers() -> bool:
     return not why_no_handlers()
+
+
+def expect_one_device() -> None:
+    """Rejects a mesh of several devices where XLA calls back into Python."""
+    if jax.sharding.get_abstract_mesh().size > 1:
+        raise Unsupported(
+            f"several devices of the CPU need XLA handlers of octet, but {why_no_handlers()}; callbacks into Python, "
+            "which serve one device, could wait for each other forever"
+        )
 
 
 def run(
@@ -130,7 +142,7 @@ def run(
 ) -> Sequence[jax.Array]:
     """The results, in a program for `platform`, "cpu" or "cuda"."""
     described: list[tuple[str, Any]] = [*zip(names, arrays, strict=True), *results]
-    plan = Plan(kind, options, [(name, _view(name, x, platform), None) for name, x in described]).anywhere()
+    plan = Plan(kind, options, [(name, view_on(name, x, platform), None) for name, x in described]).anywhere()
     size = plan.workspace_size()  # raises what the library has against the call
     shapes = [x for _, x in results]
     if has_handlers():
@@ -140,11 +152,7 @@ def run(
         return found[: len(shapes)]
     if platform != "cpu":
         raise Unsupported(f"jax on {platform} needs XLA handlers of octet, but {why_no_handlers()}")
-    if jax.sharding.get_abstract_mesh().size > 1:
-        raise Unsupported(
-            f"several devices of the CPU need XLA handlers of octet, but {why_no_handlers()}; callbacks into Python, "
-            "which serve one device, could wait for each other forever"
-        )
+    expect_one_device()
     callback = functools.partial(_by_python, kind, options, tuple(name for name, _ in described), tuple(shapes))
     return jax.pure_callback(callback, shapes, *arrays)
 

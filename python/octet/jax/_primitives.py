@@ -102,7 +102,7 @@ def _gathered(x: Any) -> Any:
     return jax.sharding.reshard(x, _whole(x.ndim)) if any(jax.typeof(x).sharding.spec) else x
 
 
-def _result(operand: Any, x: Any) -> Any:
+def result_like(operand: Any, x: Any) -> Any:
     """The abstract value of a result of x's shape and type."""
     whole = jax.sharding.NamedSharding(operand.sharding.mesh, _whole(len(x.shape)))
     return operand.update(shape=x.shape, dtype=x.dtype, weak_type=False, sharding=whole)
@@ -123,6 +123,11 @@ def _batch(
     residual: bool,
     **more: bool,
 ) -> Any:
+    if "seqused_k" in names:
+        raise Unsupported(
+            "octet.attention_cached: mapped by vmap, allowed: one call for the whole batch, which k and v have a "
+            "dimension or a block table for"
+        )
     size = next(x.shape[d] for x, d in zip(arrays, dims, strict=True) if d is not None)
     one = {
         name: jax.ShapeDtypeStruct([n for i, n in enumerate(x.shape) if i != d], x.dtype)
@@ -148,7 +153,7 @@ def _primitive(kind: str) -> Primitive:
             axes = {name: set(x.mat.varying) for name, x in zip(names, arrays, strict=True)}
             raise InvalidArgument(f"octet_{kind}: operands vary over different axes of a mesh, {axes}")
         shapes = _shapes(_results(kind, names, of_mask), dict(zip(names, arrays, strict=True)), options, residual)
-        return [_result(arrays[0], x) for x in shapes]
+        return [result_like(arrays[0], x) for x in shapes]
 
     primitive.def_abstract_eval(abstract)
     for platform in ("cpu", "cuda"):
@@ -186,7 +191,7 @@ def _reject(*_: Any, **__: Any) -> Any:
 rejected_p = Primitive("octet_rejected")
 rejected_p.multiple_results = True
 rejected_p.def_impl(_reject)
-rejected_p.def_abstract_eval(lambda *tangents, like: [_result(tangents[0], x) for x in like])
+rejected_p.def_abstract_eval(lambda *tangents, like: [result_like(tangents[0], x) for x in like])
 for _platform in ("cpu", "cuda"):
     mlir.register_lowering(rejected_p, _reject, platform=_platform)
 batching.primitive_batchers[rejected_p] = _reject
@@ -205,6 +210,8 @@ def _rejected(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
 def _differentiate(primals: Any, tangents: Any, names: Any, options: Options) -> tuple[list[Any], Any]:
     """forward's results with what a backward pass needs, and the tangents of o and lse, of operands q, k, v, ..."""
     along = dict(zip(names, tangents, strict=True))
+    if "seqused_k" in along and not all(map(_is_constant, along.values())):
+        raise Unsupported("octet.attention_cached: differentiated, but it has no gradient; use jax.lax.stop_gradient")
     of_mask = "mask" in along and not _is_constant(along["mask"])
     linear = {name: along.pop(name) for name in with_gradient(names, of_mask)}
     for name, t in along.items():
