@@ -32,23 +32,26 @@ def turned(x, positions, cos, sin, interleaved):
 class Problem:
     """Caches of sequences, what is appended, and what comes out, in numbers of a type."""
 
-    def __init__(self, dtype, queries, new, kv_heads, page_size=None, batch_idx=False, rotary=0.0, **how):
+    def __init__(
+        self, dtype, queries, new, kv_heads, page_size=None, batch_idx=False, rotary=0.0, lengths=LENGTHS, dim=DIM,
+        room=128, **how,
+    ):  # fmt: skip
         self.random = np.random.default_rng(3)
-        self.new, self.how, self.sequences = new, how, len(LENGTHS)
+        self.new, self.how, self.sequences, self.lengths = new, how, len(lengths), lengths
 
         def numbers(*shape):
             return torch.from_numpy(self.random.standard_normal(shape)).to(dtype)
 
-        keys, values = ([numbers(m, kv_heads, DIM) for m in LENGTHS] for _ in "kv")
-        self.q = numbers(self.sequences, queries, HEADS, DIM)
-        self.k, self.v = (numbers(self.sequences, new, kv_heads, DIM) for _ in "kv") if new else (None, None)
-        self.more = {"cache_seqlens": torch.tensor(LENGTHS, dtype=torch.int32)}
+        keys, values = ([numbers(m, kv_heads, dim) for m in lengths] for _ in "kv")
+        self.q = numbers(self.sequences, queries, HEADS, dim)
+        self.k, self.v = (numbers(self.sequences, new, kv_heads, dim) for _ in "kv") if new else (None, None)
+        self.more = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32)}
         if page_size:
-            room = [torch.cat([x, torch.zeros(new, kv_heads, DIM, dtype=dtype)]).float().numpy() for x in keys]
-            _, table = in_pages(room, page_size)
+            longer = [torch.cat([x, torch.zeros(new, kv_heads, dim, dtype=dtype)]).float().numpy() for x in keys]
+            _, table = in_pages(longer, page_size)
             caches = []
             for of in (keys, values):
-                pages = torch.full((table.max() + 2, page_size, kv_heads, DIM), torch.nan, dtype=dtype)
+                pages = torch.full((table.max() + 2, page_size, kv_heads, dim), torch.nan, dtype=dtype)
                 for s, x in enumerate(of):
                     for column, part in enumerate(x.split(page_size)):
                         pages[table[s, column], : len(part)] = part
@@ -59,7 +62,7 @@ class Problem:
                 self.random.permutation(self.sequences + 2)[: self.sequences] if batch_idx else range(self.sequences)
             )
             caches = [
-                torch.full((self.sequences + 2 * batch_idx, 128, kv_heads, DIM), torch.nan, dtype=dtype) for _ in "kv"
+                torch.full((self.sequences + 2 * batch_idx, room, kv_heads, dim), torch.nan, dtype=dtype) for _ in "kv"
             ]
             for cache, of in zip(caches, (keys, values), strict=True):
                 for s, x in zip(place, of, strict=True):
@@ -68,8 +71,8 @@ class Problem:
                 self.more["cache_batch_idx"] = torch.tensor(np.asarray(place), dtype=torch.int32)
         self.caches = caches
         if rotary:
-            pairs = int(rotary * DIM / 2)
-            angles = torch.rand(200, pairs, generator=torch.Generator().manual_seed(5)) * 6
+            pairs = int(rotary * dim) // 16 * 8
+            angles = torch.rand(max(lengths) + max(queries, new), pairs, generator=torch.Generator().manual_seed(5)) * 6
             self.more |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
         self.keys, self.values = keys, values
 
@@ -84,7 +87,7 @@ class Problem:
         how["window"] = how.pop("window_size", (-1, -1))
         by_position = how.get("causal") or how["window"] != (-1, -1)
         found = []
-        for s, m in enumerate(LENGTHS):
+        for s, m in enumerate(self.lengths):
             q, keys, values = (x.double().numpy() for x in (self.q[s], self.keys[s], self.values[s]))
             if self.k is not None:
                 new = self.k[s].double().numpy()
@@ -100,11 +103,11 @@ class Problem:
         return np.stack([o for o, _ in found]), np.stack([lse for _, lse in found])
 
 
-def expect_right(problem):
+def expect_right(problem, **more):
     want, want_lse = problem.exact()
     error = ERRORS[problem.q.dtype]
     for device in DEVICES:
-        o, lse = problem.run(device, return_softmax_lse=True)
+        o, lse = problem.run(device, return_softmax_lse=True, **more)
         np.testing.assert_allclose(o.double().cpu().numpy(), want, rtol=error, atol=error)
         np.testing.assert_allclose(lse.double().cpu().numpy(), want_lse, rtol=error, atol=error)
 
@@ -130,6 +133,39 @@ def test_rotary(page_size, interleaved, rotary, causal):
     how = {"rotary": rotary, "rotary_interleaved": interleaved, "causal": causal}
     for dtype in ERRORS:
         expect_right(Problem(dtype, 3, 3, 2, page_size, **how))
+
+
+def grid(count):
+    """Samples of what flash-attention's own test of this function combines (test_flash_attn_kvcache of 2.8, all but
+    cache_leftpad, which is rejected), by their numbers."""
+    draw = np.random.default_rng(11)
+    either = (False, True)
+    for i in range(count):
+        queries, most = [(1, 128), (1, 339), (3, 1024), (64, 800), (64, 256), (3, 799), (16, 2000), (128, 128)][i % 8]
+        new_kv, paged = draw.choice(either), draw.choice(either)
+        how = {"causal": bool(draw.choice(either)), "num_splits": int(draw.integers(2))}
+        if draw.choice(either):
+            how["window_size"] = tuple(draw.integers(0, most, 2).tolist())
+        if draw.choice(either):
+            how["alibi_slopes"] = torch.rand(2, HEADS, generator=torch.Generator().manual_seed(i)) * 0.3
+        new = (queries if draw.choice(either) else int(draw.integers(1, queries + 1))) if new_kv else 0
+        if new:
+            how |= {"rotary": float(draw.choice([0.0, 0.5, 1.0])), "rotary_interleaved": bool(draw.choice(either))}
+        yield pytest.param(
+            queries, new, most, int(draw.choice([1, 3, 6])), int(draw.choice([32, 59, 64, 80, 96, 128, 160, 192, 256])),
+            256 if paged else None, bool(not paged and draw.choice(either)), how, id=str(i),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("queries, new, most, kv_heads, dim, page_size, batch_idx, how", list(grid(64)))
+def test_what_flash_attention_combines(queries, new, most, kv_heads, dim, page_size, batch_idx, how):
+    lengths = np.random.default_rng(most).integers(0, most - max(queries, new) + 1, 2).tolist()
+    splits, how = {"num_splits": how["num_splits"]}, {name: x for name, x in how.items() if name != "num_splits"}
+    for dtype in (torch.bfloat16, torch.float16):
+        problem = Problem(
+            dtype, queries, new, kv_heads, page_size, batch_idx, lengths=lengths, dim=dim, room=most, **how
+        )
+        expect_right(problem, **splits)
 
 
 def test_batch_index_slopes_and_softcap():

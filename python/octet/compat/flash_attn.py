@@ -346,9 +346,10 @@ def flash_attn_with_kvcache(
     if k is not None:
         how: dict[str, Any] = {"block_table": block_table, "layout": "bshd"}
         if rotary_cos is not None or rotary_sin is not None:
-            by_position = keywords["causal"] or "window" in keywords
+            by_position = bool(keywords.get("causal")) or "window" in keywords
             how |= {
                 "rope": "interleaved" if rotary_interleaved else "half",
+                "rope_dim": 0 if rotary_cos is None else 2 * rotary_cos.shape[-1],
                 "rope_cos": rotary_cos,
                 "rope_sin": rotary_sin,
                 "q": q if by_position else q.flatten(1, 2)[:, None],  # queries of one position are heads of a token
