@@ -11,6 +11,7 @@ import pytest
 FOLDER = pathlib.Path(__file__).resolve().parents[2] / "examples" / "python"
 NEEDS = {
     "numpy_first_steps": [],
+    "shared_prefix": ["torch"],
     "swap_transformers": ["torch", "transformers"],
     "train_gpt": ["torch"],
     "meanflow": ["torch"],
