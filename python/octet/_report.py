@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octet import _api, _library, _numpy
-from octet._operands import KINDS, RESULTS, AttentionKeywords, Operands, operands_of, split
+from octet._operands import CACHE, KINDS, RESULTS, AttentionKeywords, Operands, operands_of, split
 from octet._options import options_of
 from octet._qtensor import QTensor
 from octet._quantize import dequantize
+from octet.errors import Unsupported
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -29,6 +30,8 @@ _EXACT = {
     "softcap",
     "dropout_p",
 }  # options that the exact result has too
+
+_INTEGERS = ("seed", "lengths", "table")  # kinds of operands that are not numbers of the call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +77,9 @@ def check(
     """How far each result lies from attention in float64 on the same data.
 
     Args:
-        q, k, v, keywords: as in `octet.attention`.
-        do: also check the gradients dq, dk, dv and, with sinks, dsinks.
-        tangents: (tq, tk, tv); also check the tangent `to`.
+        q, k, v, keywords: as in `octet.attention`; with seqused_k, and perhaps block_table, the lengths of KV caches.
+        do: also check the gradients dq, dk, dv and, with sinks, dsinks; not of KV caches.
+        tangents: (tq, tk, tv); also check the tangent `to`; not of KV caches.
 
     Returns:
         {"o": Errors, "lse": Errors, "dq": ..., "dk": ..., "dv": ..., "dsinks": ..., "to": ...}, those that were asked
@@ -84,6 +87,9 @@ def check(
     """
     more, options = split(keywords)
     call = {"q": q, "k": k, "v": v, **more}
+    for name, given in (("do", do), ("tangents", tangents)):
+        if given is not None and (found := [x for x in CACHE if more.get(x) is not None]):
+            raise Unsupported(f"{name}: given with {found[0]}, but KV caches have forward passes alone; leave it out")
     along = {} if tangents is None else dict(zip(("tq", "tk", "tv"), tangents, strict=True))
     all_operands = call | operands_of(do_=do) | along
     framework, made = _api.call_of(all_operands, options)
@@ -93,7 +99,7 @@ def check(
 
     def wide(name: str, x: Any) -> np.ndarray:
         x = framework.to_numpy(dequantize(x) if isinstance(x, QTensor) else x)
-        return x if KINDS[name] in ("logits", "seed") else x.astype(np.float64)
+        return x if KINDS[name] in ("logits", *_INTEGERS) else x.astype(np.float64)
 
     pairs: dict[str, tuple[Any, np.ndarray]] = {}
 

@@ -217,3 +217,23 @@ def test_caches_in_8_bits(codes, in_pages_of):
     if in_pages_of:
         with pytest.raises(octet.InvalidArgument, match="k: quantized per tensor; allowed with block_table: per token"):
             octet.attention_cached(q, by_block, v, none, precision="f32", **where)
+
+
+def test_check_measures_a_call_with_a_cache():
+    q, keys, values = problem()
+    cache = [np.zeros((len(LENGTHS), 80, KV_HEADS, DIM), np.float32) for _ in "kv"]
+    for of, tensors in zip(cache, (keys, values), strict=True):
+        for s, x in enumerate(tensors):
+            of[s, : len(x)] = x
+    how = {"seqused_k": lengths(), "layout": "bshd"}
+    assert octet.check(q, *cache, precision="f64", **how)["o"].rel_l2 < 2**-24  # o is rounded to float32
+    found = octet.check(q, *cache, precision="bf16", **how)
+    assert list(found) == ["o", "lse"] and 0 < found["o"].rel_l2 < 2**-7
+    q_heads = q.transpose(0, 2, 1, 3)
+    k_heads, v_heads = (x.transpose(0, 2, 1, 3).copy() for x in cache)
+    given = {"seqused_k": lengths(), "block_table": np.arange(len(LENGTHS), dtype=np.int32)[:, None]}
+    of_pages = octet.check(q_heads, k_heads, v_heads, precision="bf16", **given)
+    assert of_pages["o"].rel_l2 == pytest.approx(found["o"].rel_l2, rel=1e-6)
+    for name, more in (("do", {"do": q}), ("tangents", {"tangents": (q, *cache)})):
+        with pytest.raises(octet.Unsupported, match=f"{name}: given with seqused_k, but KV caches have forward passes"):
+            octet.check(q, *cache, precision="bf16", **how, **more)
