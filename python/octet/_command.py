@@ -1,4 +1,4 @@
-"""The `octet` command of the wheel: the program in the package."""
+"""The `octet` command of the wheel: the program in the package, and of Python `octet report` and `octet plan`."""
 
 import os
 import pathlib
@@ -6,7 +6,11 @@ import sys
 
 
 def main() -> None:
-    """Becomes the command; never returns."""
+    """Becomes the command, which never returns, or runs octet.layers."""
+    if sys.argv[1:2] in (["report"], ["plan"]):
+        from octet import layers
+
+        return layers.main(sys.argv[2:], sys.argv[1])
     program = pathlib.Path(__file__).parent / "bin" / "octet"
     if not program.exists():
         sys.exit(

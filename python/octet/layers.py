@@ -352,12 +352,19 @@ def _cell(name: str, row: dict[str, Any]) -> str:
     return f'<td style="background: hsl({120 - 120 * size:.0f} 80% 50% / 0.4)">{row[name]:.2g}</td>'
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m octet.layers", description="Which layer can take which precision.")
+def main(words: Sequence[str] | None = None, command: str = "") -> None:
+    """`command`: the one of octet, "report" or "plan"; else python -m octet.layers."""
+    name = f"octet {command}" if command else "python -m octet.layers"
+    parser = argparse.ArgumentParser(name, description="Which layer can take which precision.")
     parser.add_argument("file", help="calls that octet.layers.save has written")
     parser.add_argument("--precisions", default=",".join(PRECISIONS), help=f"[{','.join(PRECISIONS)}]")
     parser.add_argument("--device", default="cpu", help="where the precisions run  [cpu]")
-    parser.add_argument("--budget", type=float, help="print the plan within this error as JSON, not all errors")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        required=command == "plan",
+        help="print the plan within this error as JSON, not all errors",
+    )
     parser.add_argument("--html", help="write the errors to this file")
     given = parser.parse_args(words)
     found = errors(load(given.file), given.precisions.split(","), device=given.device)

@@ -8,12 +8,13 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 
 import octet
 import pytest
 
 torch = pytest.importorskip("torch")
-from octet import layers  # noqa: E402
+from octet import _command, layers  # noqa: E402
 
 # An error is a mean over about 10^5 numbers of a sample; other heads and other text have other errors.
 SPREAD = 1.5
@@ -339,7 +340,7 @@ def test_a_report_fits_and_is_read_in_light_and_dark(width, dark, tmp_path):
         assert (more + 0.05) / (less + 0.05) >= 4.5, (text, ground)  # WCAG 2, level AA
 
 
-def test_the_command_reads_a_file(tmp_path, capsys):
+def test_the_command_reads_a_file(tmp_path, capsys, monkeypatch):
     pytest.importorskip("safetensors")
     file = str(tmp_path / "calls.safetensors")
     layers.save(captured(), file)
@@ -347,6 +348,14 @@ def test_the_command_reads_a_file(tmp_path, capsys):
     plan = json.loads(capsys.readouterr().out)
     assert plan["budget"] == 0.01 and {x["precision"] for x in plan["modules"].values()} <= {"f32", "bf16"}
     assert "</html>" in (tmp_path / "page.html").read_text()
+    for command in ("plan", "report"):
+        monkeypatch.setattr(sys, "argv", ["octet", command, file, "--budget", "0.01", "--precisions", "f32,bf16"])
+        _command.main()
+        assert json.loads(capsys.readouterr().out).keys() == plan.keys()
+    monkeypatch.setattr(sys, "argv", ["octet", "plan", file])
+    with pytest.raises(SystemExit):
+        _command.main()
+    assert "octet plan: error: the following arguments are required: --budget" in capsys.readouterr().err
     layers.main([file, "--precisions", "f32"])
     assert [x["module"] for x in json.loads(capsys.readouterr().out)] == ["first", "second"]
 
