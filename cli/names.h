@@ -39,6 +39,7 @@ inline constexpr Name<octet_zero_point> kZeroPoints[] = {{"integer", OCTET_ZERO_
                                                          {"float", OCTET_ZERO_POINT_FLOAT}};
 inline constexpr Name<octet_rope_style> kRopeStyles[] = {{"half", OCTET_ROPE_HALF},
                                                          {"interleaved", OCTET_ROPE_INTERLEAVED}};
+inline constexpr Name<octet_norm> kNorms[] = {{"rms", OCTET_NORM_RMS}};
 
 // "f64, f32, f16"
 template <class Names>

@@ -28,8 +28,8 @@ Quantized::Quantized(const Array& x, const QuantizerOptions& options) {
 
   const Tensor input = x.view();
   Tensor statistics_view = statistics.view();
-  check(octet_quantize(&input, options.rope.style == OCTET_ROPE_NONE ? nullptr : &options.rope, &codes_view_,
-                       &statistics_view, nullptr));
+  options.with_rope(
+      [&](const octet_rope& rope) { check(octet_quantize(&input, &rope, &codes_view_, &statistics_view, nullptr)); });
 }
 
 Array Quantized::dequantized(DType dtype) const {

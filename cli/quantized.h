@@ -14,7 +14,17 @@ struct QuantizerOptions {
   octet_zero_point zero_point = OCTET_SYMMETRIC;
   bool smooth = false;
   uint64_t hadamard_seed = 0;
-  octet_rope rope = OCTET_ROPE_INIT;
+  octet_rope rope = OCTET_ROPE_INIT;  // without its weights
+  Array norm_weight;
+
+  // Calls f with the rope and its weights.
+  template <class F>
+  void with_rope(const F& f) const {
+    octet_rope whole = rope;
+    const Tensor weight = norm_weight.view();
+    if (norm_weight.present()) whole.norm_weight = &weight;
+    f(whole);
+  }
 };
 
 class Quantized {

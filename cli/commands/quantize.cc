@@ -19,9 +19,9 @@ namespace octet::cli {
 namespace {
 
 struct QuantizeOptions {
-  std::string in, out, operand, format = "int8", granularity = "token", zero_point, rope;
+  std::string in, out, operand, format = "int8", granularity = "token", zero_point, rope, norm, norm_weight;
   int64_t block = 0, rope_dim = 0, rope_offset = 0;
-  double rope_base = 0;
+  double rope_base = 0, norm_eps = 0;
   bool smooth = false;
   uint64_t hadamard_seed = 0;
 };
@@ -42,16 +42,30 @@ QuantizerOptions parse_options(const QuantizeOptions& o) {
   q.rope.dim = o.rope_dim, q.rope.offset = o.rope_offset, q.rope.base = o.rope_base;
   if (o.rope.empty() && (o.rope_dim || o.rope_offset || o.rope_base != 0))
     reject("--rope-dim, --rope-offset, --rope-base: given without --rope");
+  if (!o.norm.empty()) q.rope.norm = parse(kNorms, "--norm", o.norm);
+  q.rope.norm_eps = static_cast<float>(o.norm_eps);
+  if (o.norm.empty() && (o.norm_eps != 0 || !o.norm_weight.empty()))
+    reject("--norm-eps, --norm-weight: given without --norm");
   return q;
 }
 
-// Returns x after RoPE, which is the tensor that codes are compared with.
-Array rotated(const Array& x, octet_rope rope) {
+// Reads the weights of a norm, [dim] or [heads, dim], as octet.h takes them.
+Array read_weight(const Source& source, const std::string& name) {
+  Array weight = source.read(name);
+  const std::vector<int64_t> shape = weight.shape;
+  if (shape.size() != 1 && shape.size() != 2)
+    reject("--norm-weight: {} has the shape {}, allowed: [dim] or [heads, dim]", name, shape_text(shape));
+  weight.shape = {1, shape.size() == 2 ? shape[0] : 1, 1, shape.back()};
+  return weight;
+}
+
+// Returns x after norm and RoPE, which is the tensor that codes are compared with.
+Array rotated(const Array& x, const QuantizerOptions& options) {
   Array y(DType::f64, x.shape4());
   for (int64_t i = 0; i < x.size(); ++i) y.set(i, x[i]);
-  if (rope.style == OCTET_ROPE_NONE) return y;
+  if (options.rope.style == OCTET_ROPE_NONE && options.rope.norm == OCTET_NORM_NONE) return y;
   Tensor view = y.view();
-  check(octet_apply_rope(&rope, &view, 0, &view, nullptr));
+  options.with_rope([&](const octet_rope& rope) { check(octet_apply_rope(&rope, &view, 0, &view, nullptr)); });
   return y;
 }
 
@@ -93,8 +107,9 @@ void print_statistics(const Quantized& quantized, const Array& logit_error) {
 }
 
 void quantize_command(const QuantizeOptions& options) {
-  const QuantizerOptions how = parse_options(options);
+  QuantizerOptions how = parse_options(options);
   const Source source(options.in);
+  if (!options.norm_weight.empty()) how.norm_weight = read_weight(source, options.norm_weight);
   const Array x = source.read(options.operand);
   x.shape4(options.operand);
   const Quantized quantized(x, how);
@@ -106,8 +121,10 @@ void quantize_command(const QuantizeOptions& options) {
   for (const auto& [name, array] : arrays) names.push_back(name);
   expect_writable(options.out, options.in, names);
 
-  const Errors errors = compare(quantized.dequantized(DType::f64), rotated(x, how.rope));
-  const bool predicts = how.operand != OCTET_OPERAND_V && source.has("q") && source.has("k") && !source.single();
+  const Errors errors = compare(quantized.dequantized(DType::f64), rotated(x, how));
+  // The other operand has weights of its own.
+  const bool predicts = how.operand != OCTET_OPERAND_V && source.has("q") && source.has("k") && !source.single() &&
+                        !how.norm_weight.present();
   const Array predicted = predicts ? logit_error(source, quantized, how) : Array();
 
   write_arrays(options.out, arrays,
@@ -117,7 +134,8 @@ void quantize_command(const QuantizeOptions& options) {
                 {"block", std::to_string(how.block)},
                 {"zero_point", options.zero_point.empty() ? "none" : options.zero_point},
                 {"hadamard_seed", std::to_string(how.hadamard_seed)},
-                {"rope", options.rope.empty() ? "none" : options.rope}});
+                {"rope", options.rope.empty() ? "none" : options.rope},
+                {"norm", options.norm.empty() ? "none" : options.norm}});
 
   fmt::print("{} {} {}: {} per {}, relative L2 {}, cos {}, largest error {}\n", options.operand, shape_text(x.shape),
              name(x.dtype), options.format, options.granularity, error_text(errors.rel_l2),
@@ -153,6 +171,12 @@ void add_quantize(CLI::App& app) {
   command->add_option("--rope-dim", options->rope_dim, "Channels rotated  [all]")->type_name("N");
   command->add_option("--rope-offset", options->rope_offset, "Position of the first token  [0]")->type_name("N");
   command->add_option("--rope-base", options->rope_base, "Base of the angles  [10000]")->type_name("X");
+  command->add_option("--norm", options->norm, "Norm of each row before RoPE: " + choices(kNorms))->type_name("KIND");
+  command->add_option("--norm-eps", options->norm_eps, "Added to the mean of squares  [0]")->type_name("X");
+  command
+      ->add_option("--norm-weight", options->norm_weight,
+                   "The tensor of IN that has its weights, [dim] or [heads, dim]")
+      ->type_name("NAME");
   command->callback([options] { quantize_command(*options); });
 }
 

@@ -252,8 +252,7 @@ typedef struct octet_arguments {
         NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL              \
   }
 
-// Bytes of scratch memory that octet_run needs for these arguments, on the device of the tensors.
-// Data pointers are not read.
+// Bytes of scratch memory that octet_run needs, on the device of the tensors. Data pointers are not read.
 OCTET_API octet_status octet_workspace_size(const octet_attention* attention, const octet_arguments* arguments,
                                             size_t* bytes);
 
@@ -292,8 +291,7 @@ typedef enum octet_zero_point {
   OCTET_ZERO_POINT_FLOAT = 2     // x = scale * code + zero_point
 } octet_zero_point;
 
-// How codes stand for numbers. Groups run along tokens: the scale of (b, h, token, c) is
-// scale[b, h, group(token), 0], or scale[b, h, 0, c] per channel.
+// How codes stand for numbers: (b, h, token, c) has scale[b, h, group(token), 0], or scale[b, h, 0, c] per channel.
 typedef struct octet_quantization {
   uint32_t size;
   uint32_t operand;          // octet_operand
@@ -314,18 +312,24 @@ typedef enum octet_rope_style {
   OCTET_ROPE_HALF = 1,        // pairs (c, c + dim/2), GPT-NeoX
   OCTET_ROPE_INTERLEAVED = 2  // pairs (2c, 2c + 1), GPT-J
 } octet_rope_style;
+typedef enum octet_norm { OCTET_NORM_NONE = 0, OCTET_NORM_RMS = 1 } octet_norm;
 
-// Rotary position embedding of the first `dim` channels, position = token + offset.
+// Rotary position embedding of the first `dim` channels, position = token + offset. Before it comes a norm of all
+// channels of a row, x / sqrt(mean of x^2 + norm_eps) * norm_weight; either may be alone. Both are computed in float,
+// and in double where octet_apply_rope turns f64. A model that stores weights less 1 adds the 1 first.
 typedef struct octet_rope {
   uint32_t size;
-  uint32_t style;  // octet_rope_style
-  int64_t dim;     // channels rotated, even; 0: all
-  int64_t offset;  // position of token 0
-  double base;     // 0: 10000
+  uint32_t style;                   // octet_rope_style
+  int64_t dim;                      // channels rotated, even; 0: all
+  int64_t offset;                   // position of token 0
+  double base;                      // 0: 10000
+  uint32_t norm;                    // octet_norm
+  float norm_eps;                   // finite, 0 or more; without a norm 0
+  const octet_tensor* norm_weight;  // f32, f16, bf16 [1 h 1 d] or [1 1 1 d]; NULL: 1
 } octet_rope;
 
 #define OCTET_ROPE_INIT \
-  { sizeof(octet_rope), OCTET_ROPE_NONE, 0, 0, 0.0 }
+  { sizeof(octet_rope), OCTET_ROPE_NONE, 0, 0, 0.0, OCTET_NORM_NONE, 0.f, NULL }
 
 // Per (batch, head) statistics of a quantization, for octet_logit_error and for choosing a recipe.
 enum {
@@ -336,18 +340,17 @@ enum {
   OCTET_STATISTICS = 4
 };
 
-// codes = round(rotate(rope(x) - mean) / scale); RoPE, then mean, then Hadamard, then amax.
-// Fills codes, its quantization's scale, zero_point and mean, and statistics.
-// codes->dtype chooses the format: I8, U8 (needs a zero point unless x >= 0), I4, E4M3, E5M2.
-// A group that holds inf or NaN gets scale NaN and codes 0: it comes back as NaN.
-// mean non-NULL asks for smoothing. statistics: f32 [batch, head, 1, OCTET_STATISTICS] or NULL.
+// codes = round(rotate(rope(norm(x)) - mean) / scale); norm, RoPE, then mean, then Hadamard, then amax. Fills codes,
+// its quantization's scale, zero_point and mean, and statistics: f32 [batch, head, 1, OCTET_STATISTICS] or NULL. mean
+// non-NULL asks for smoothing. codes->dtype chooses the format: I8, U8 (needs a zero point unless x >= 0), I4, E4M3,
+// E5M2. A group that holds inf or NaN gets scale NaN and codes 0: it comes back as NaN.
 OCTET_API octet_status octet_quantize(const octet_tensor* x, const octet_rope* rope, octet_tensor* codes,
                                       octet_tensor* statistics, void* stream);
 
-// x = scale * codes, rotated back, plus mean (RoPE is not undone). x: f32, f16, bf16 or f64.
+// x = scale * codes, rotated back, plus mean (RoPE and norm are not undone). x: f32, f16, bf16 or f64.
 OCTET_API octet_status octet_dequantize(const octet_tensor* codes, octet_tensor* x, void* stream);
 
-// Rotates x into y by `rope`; inverse: by the opposite angle (its gradient). x may be y.
+// Normalises and rotates x into y by `rope`; inverse: by the opposite angle (its gradient), without a norm. x may be y.
 OCTET_API octet_status octet_apply_rope(const octet_rope* rope, const octet_tensor* x, uint32_t inverse,
                                         octet_tensor* y, void* stream);
 
@@ -370,11 +373,10 @@ typedef struct octet_append_arguments {
   octet_tensor *k_cache, *v_cache;  // in and out: [b g m d] and [b g m e], or pages [pages g t d] and [pages g t e]
   const octet_tensor* seqused_k;    // in: i32 [1 1 1 b], the keys of each sequence before the call
   const octet_tensor* block_table;  // in, optional: i32 [b 1 1 c]
-  const octet_rope* rope;           // in, optional
-  const octet_tensor *rope_cos,
-      *rope_sin;           // in, optional, both or none, with rope: [1 1 positions pairs], f32, f16, bf16
-  const octet_tensor* q;   // in, optional, with rope: [b h n d]
-  octet_tensor* q_turned;  // out, with q: of its shape, f32, f16 or bf16
+  const octet_rope* rope;           // in, optional, without a norm
+  const octet_tensor *rope_cos, *rope_sin;  // in, optional, with rope: [1 1 positions pairs], f32, f16, bf16
+  const octet_tensor* q;                    // in, optional, with rope: [b h n d]
+  octet_tensor* q_turned;                   // out, with q: of its shape, f32, f16 or bf16
 } octet_append_arguments;
 
 #define OCTET_APPEND_ARGUMENTS_INIT \

@@ -27,6 +27,7 @@ GRANULARITIES = {"tensor": 0, "token": 1, "channel": 2, "block": 3, "thread": 4}
 OPERANDS = {"q": 0, "k": 1, "v": 2}
 ZERO_POINTS = {"symmetric": 0, "integer": 1, "float": 2}
 ROPE_STYLES = {"none": 0, "half": 1, "interleaved": 2}
+NORMS = {"none": 0, "rms": 1}
 STATISTICS = ("step", "norm", "bias", "outlier")
 
 
@@ -159,6 +160,9 @@ class Rope(ctypes.Structure):
         ("dim", c_int64),
         ("offset", c_int64),
         ("base", c_double),
+        ("norm", c_uint32),
+        ("norm_eps", c_float),
+        ("norm_weight", POINTER(Tensor)),
     ]
 
 

@@ -17,12 +17,14 @@ _FORMATS = {name: _abi.DTYPES[name] for name in ("i8", "u8", "i4", "e4m3", "e5m2
 _LAYOUTS = {"bhsd": 0, "bshd": 1}
 
 
-def _adapter_of(x: Any) -> Adapter:
-    framework = _api.framework_of({"x": x})
+def _adapter_of(x: Any, **others: Any) -> Adapter:
+    given = {"x": x} | {name: y for name, y in others.items() if y is not None}
+    framework = _api.framework_of(given)
     if framework.__name__ == "octet.jax":
         raise Unsupported("x: a jax array; quantize numpy.asarray(x), as jax programs take no codes")
     if framework.__name__ == "octet.torch" and not isinstance(x, QTensor):
-        expect_constant("x", x)
+        for name, y in given.items():
+            expect_constant(name, y)
     return framework.adapter
 
 
@@ -32,6 +34,16 @@ def _described(adapter: Adapter, name: str, array: Any, layout: str = "bhsd") ->
         raise InvalidArgument(f"{name}: shape {list(view.shape)}, expected 4 dimensions, layout {layout!r}")
     tensor = tensor_of(view, LAYOUTS[layout])
     tensor.data = adapter.address(array)
+    return tensor
+
+
+def _weights(adapter: Adapter, weights: Any) -> _abi.Tensor:
+    """The weights of a norm, [dim] or [heads, dim]."""
+    view = adapter.view("norm_weight", weights)
+    if len(view.shape) not in (1, 2):
+        raise InvalidArgument(f"norm_weight: shape {list(view.shape)}, expected [dim] or [heads, dim]")
+    tensor = tensor_of(view, (-1, -1, -1, 0) if len(view.shape) == 1 else (-1, 0, -1, 1))
+    tensor.data = adapter.address(weights)
     return tensor
 
 
@@ -66,11 +78,14 @@ def quantize(
     rope_dim: int = 0,
     rope_offset: int = 0,
     rope_base: float = 0.0,
+    norm: Literal["none", "rms"] = "none",
+    norm_weight: Any | None = None,
+    norm_eps: float = 0.0,
     statistics: bool = False,
     layout: Layout = "bhsd",
     **unknown: object,
 ) -> QTensor:
-    """Codes and scales of x: codes = round(rotate(rope(x) - mean) / scale).
+    """Codes and scales of x: codes = round(rotate(rope(norm(x)) - mean) / scale).
 
     Args:
         x: [batch, head, token, dim] of float64, float32, float16 or bfloat16, in `layout`; numpy, or torch on the CPU
@@ -83,8 +98,12 @@ def quantize(
             they are rejected, and on a CUDA device come back as NaN.
         smooth: subtract the mean over tokens first.
         hadamard_seed: rotate each row by a random-sign Hadamard matrix; 0: do not.
-        rope: rotary embedding of the first rope_dim channels (0: all) first, at positions token + rope_offset, with
-            base rope_base (0: 10000).
+        rope: rotary embedding of the first rope_dim channels (0: all), after a norm and before all else, at positions
+            token + rope_offset, with base rope_base (0: 10000).
+        norm: "rms" normalises each row before all else, in float32: x / sqrt(mean of x^2 + norm_eps) * norm_weight, as
+            models with QK-norm do.
+        norm_weight: [dim], or [heads, dim], of float32, float16 or bfloat16; None: 1. Of Gemma pass 1 + weight.
+        norm_eps: 0 or more; with 0 a row of zeros becomes NaN.
         statistics: also measure the rounding error and the outliers of each (batch, head), which reads x several times.
 
     Returns:
@@ -95,7 +114,7 @@ def quantize(
         TypeError: an unknown keyword.
     """
     expect_known(quantize, unknown)
-    adapter = _adapter_of(x)
+    adapter = _adapter_of(x, norm_weight=norm_weight)
     look_up("format", format, _FORMATS)
     look_up("layout", layout, _LAYOUTS)
     coding = Coding(
@@ -108,13 +127,17 @@ def quantize(
     for name, value in (("smooth", smooth), ("statistics", statistics)):
         if not isinstance(value, bool):
             raise InvalidArgument(f"{name}: found {value!r}, allowed: False, True")
-    rotation = struct(
+    embedding = struct(
         _abi.Rope,
         style=look_up("rope", rope, _abi.ROPE_STYLES),
         dim=count("rope_dim", rope_dim, "an even number of channels, or 0 for all"),
         offset=count("rope_offset", rope_offset, "-2**63 to 2**63 - 1", least=-(2**63)),
         base=number("rope_base", rope_base, "finite and at least 1e-300, or 0 for 10000"),
+        norm=look_up("norm", norm, _abi.NORMS),
+        norm_eps=number("norm_eps", norm_eps, "finite and 0 or more"),
     )
+    if norm_weight is not None:
+        embedding.norm_weight = ctypes.pointer(_weights(adapter, norm_weight))
     source = _described(adapter, "x", x, layout)
     batch, heads, tokens, dim = source.shape
     groups = ctypes.c_int64()
@@ -137,7 +160,7 @@ def quantize(
         statistics=parameter(1, len(_abi.STATISTICS)) if statistics else None,
     )
     measured = _described(adapter, "statistics", out.statistics) if statistics else None
-    check(lib.octet_quantize(source, rotation, _coded(adapter, out), measured, adapter.stream(x)))
+    check(lib.octet_quantize(source, embedding, _coded(adapter, out), measured, adapter.stream(x)))
     return out
 
 

@@ -49,7 +49,10 @@ void expect_cache(const Append::Part& part, const char* label, const View& like,
 }
 
 void validate_angles(const octet_append_arguments& args, Append& a) {
-  if (args.rope) a.rope = validate_rope(*args.rope, a.k.from);
+  if (args.rope) a.rope = validate_rope(*args.rope, *args.k, a.k.from);
+  if (a.rope.norm != OCTET_NORM_NONE)
+    invalid("rope norm: found ", name(a.rope.norm), ", allowed: none, as q and k have weights of their own; ",
+            "octet_apply_rope has it");
   const bool turns = a.rope.style != OCTET_ROPE_NONE;
   if (!args.rope_cos != !args.rope_sin) invalid("rope_cos, rope_sin: only one of them given; angles need both");
   if (!turns && args.rope_cos) invalid("rope_cos: given without a rope, whose style says which channels are a pair");

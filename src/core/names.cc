@@ -59,6 +59,11 @@ const char* name(octet_rope_style v) {
   return lookup(names, v);
 }
 
+const char* name(octet_norm v) {
+  static const char* const names[] = {"none", "rms"};
+  return lookup(names, v);
+}
+
 const char* name(octet_device v) {
   static const char* const names[] = {"cpu", "cuda"};
   return lookup(names, v);

@@ -19,6 +19,7 @@ const char* name(octet_delta);
 const char* name(octet_granularity);
 const char* name(octet_zero_point);
 const char* name(octet_rope_style);
+const char* name(octet_norm);
 const char* name(octet_device);
 const char* name(octet_operand);
 

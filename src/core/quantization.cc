@@ -22,9 +22,35 @@ constexpr int64_t kMaxPosition = int64_t{1} << 40;  // keeps position * theta ac
 
 }  // namespace
 
-Rope validate_rope(const octet_rope& r, const View& x) {
-  expect_size(r, "octet_rope");
+namespace {
+
+void validate_norm(const octet_rope& r, const octet_tensor& x_in, const View& x, Rope& rope) {
+  rope.norm = checked(r.norm, OCTET_NORM_NONE, OCTET_NORM_RMS, "rope norm");
+  if (rope.norm == OCTET_NORM_NONE) {
+    if (r.norm_eps != 0.f) invalid("norm_eps: ", r.norm_eps, " given with norm none; choose rms, or leave it 0");
+    if (r.norm_weight) invalid("norm_weight: given with norm none; choose rms, or pass NULL");
+    return;
+  }
+  rope.norm_eps = r.norm_eps;
+  if (!(r.norm_eps >= 0.f) || !std::isfinite(r.norm_eps))
+    invalid("norm_eps: found ", r.norm_eps, ", allowed: finite and 0 or more");
+  if (!r.norm_weight) return;
+  View& weight = rope.norm_weight = plain(r.norm_weight, "norm_weight", false);
+  expect_dtype(weight, "norm_weight", {OCTET_F32, OCTET_F16, OCTET_BF16});
+  const bool of_heads = weight.shape[1] != 1;
+  expect_shape(weight, "norm_weight", {1, of_heads ? x.shape[1] : 1, 1, x.shape[3]}, "1, 1 or heads, 1, dim of x");
+  expect_beside(*r.norm_weight, "norm_weight", x_in, "x is");
+  weight.shape[0] = x.shape[0], weight.shape[1] = x.shape[1];
+  weight.stride[0] = weight.stride[2] = 0;
+  if (!of_heads) weight.stride[1] = 0;
+}
+
+}  // namespace
+
+Rope validate_rope(const octet_rope& given, const octet_tensor& x_in, const View& x) {
+  const octet_rope r = whole(given, "octet_rope");
   Rope rope;
+  validate_norm(r, x_in, x, rope);
   rope.style = checked(r.style, OCTET_ROPE_NONE, OCTET_ROPE_INTERLEAVED, "rope style");
   if (rope.style == OCTET_ROPE_NONE) {
     if (r.dim || r.offset || r.base != 0.0)
@@ -144,7 +170,7 @@ void quantize(const octet_tensor* x_in, const octet_rope* rope_in, octet_tensor*
               octet_tensor* statistics_out, void* stream) {
   const View x = plain(x_in, "x", false);
   expect_dtype(x, "x", {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
-  const Rope rope = rope_in ? validate_rope(*rope_in, x) : Rope{};
+  const Rope rope = rope_in ? validate_rope(*rope_in, *x_in, x) : Rope{};
   const View codes = view_of(codes_out, "codes", true);
   expect_beside(*codes_out, "codes", *x_in, "x is");
   expect_dtype(codes, "codes", {OCTET_I8, OCTET_U8, OCTET_I4, OCTET_E4M3, OCTET_E5M2});
@@ -163,7 +189,7 @@ void quantize(const octet_tensor* x_in, const octet_rope* rope_in, octet_tensor*
                               {&how.zero_point, "zero_point"},
                               {&how.mean, "mean"},
                               {&statistics, "statistics"}},
-                             {{&x, "x"}});
+                             {{&x, "x"}, {&rope.norm_weight, "norm_weight"}});
 #ifdef OCTET_CUDA_QUANTIZERS
   if (place) return cuda::quantize(x, rope, codes, how, statistics, *place);
 #endif
@@ -192,9 +218,12 @@ void apply_rope(const octet_rope* rope_in, const octet_tensor* x_in, uint32_t in
   const View x = plain(x_in, "x", false);
   expect_dtype(x, "x", {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16, OCTET_E4M3});
   if (!rope_in) invalid("rope: NULL");
-  const Rope rope = validate_rope(*rope_in, x);
-  if (rope.style == OCTET_ROPE_NONE) invalid("rope style: found 0 (none), allowed: 1 (half), 2 (interleaved)");
+  const Rope rope = validate_rope(*rope_in, *x_in, x);
+  if (!rope.present())
+    invalid("rope style: found 0 (none), allowed: 1 (half), 2 (interleaved), or with norm 1 (rms) also 0");
   if (inverse > 1) invalid("inverse: found ", inverse, ", allowed: 0, 1");
+  if (inverse && rope.norm != OCTET_NORM_NONE)
+    invalid("inverse: found 1 with norm ", name(rope.norm), ", which is not undone; allowed with it: 0");
   const View y = plain(y_out, "y", true);
   expect_dtype(y, "y", {OCTET_F64, OCTET_F32, OCTET_F16, OCTET_BF16});
   expect_shape(y, "y", x.shape, "shape of x");
@@ -202,6 +231,7 @@ void apply_rope(const octet_rope* rope_in, const octet_tensor* x_in, uint32_t in
   [[maybe_unused]] const auto place = place_of(*x_in, "x", stream);
   const bool in_place = x.data == y.data && x.dtype == y.dtype && std::equal(x.stride, x.stride + 4, y.stride);
   if (!in_place) expect_no_overlap(y, "y", x, "x");
+  expect_memory_of_their_own({{&y, "y"}}, {{&rope.norm_weight, "norm_weight"}});
 #ifdef OCTET_CUDA_QUANTIZERS
   if (place) return cuda::apply_rope(rope, inverse != 0, x, y, *place);
 #endif

@@ -63,9 +63,15 @@ struct Rope {
   int64_t dim = 0;  // channels rotated, even
   int64_t offset = 0;
   double base = 0;
+  octet_norm norm = OCTET_NORM_NONE;
+  float norm_eps = 0;
+  View norm_weight;  // of every (batch, head) of x, if present()
+
+  constexpr bool present() const { return style != OCTET_ROPE_NONE || norm != OCTET_NORM_NONE; }
 };
 
-Rope validate_rope(const octet_rope& rope, const View& x);
+// `view`: of x.
+Rope validate_rope(const octet_rope& rope, const octet_tensor& x, const View& view);
 
 // The work, on validated arguments in host memory; src/cpu/quantize. `statistics` may be absent.
 namespace cpu {

@@ -16,6 +16,8 @@ template <>
 inline constexpr std::size_t kFirstSize<octet_attention> = offsetof(octet_attention, dropout_p);
 template <>
 inline constexpr std::size_t kFirstSize<octet_arguments> = offsetof(octet_arguments, dlse);
+template <>
+inline constexpr std::size_t kFirstSize<octet_rope> = offsetof(octet_rope, norm);
 
 namespace detail {
 void expect_size(const void* given, std::size_t size, std::size_t first, std::size_t known, std::size_t alignment,

@@ -67,6 +67,7 @@ TEST(Names, are_those_of_octet_h) {
   EXPECT_EQ(table(kGranularities), declared("octet_granularity", "OCTET_PER_"));
   EXPECT_EQ(table(kZeroPoints), declared("octet_zero_point", "OCTET_ZERO_POINT_"));
   EXPECT_EQ(table(kRopeStyles), expected(declared("octet_rope_style", "OCTET_ROPE_"), {{"none", ""}}));
+  EXPECT_EQ(table(kNorms), expected(declared("octet_norm", "OCTET_NORM_"), {{"none", ""}}));
 }
 
 }  // namespace

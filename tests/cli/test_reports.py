@@ -373,6 +373,28 @@ def test_quantize_writes_codes_that_numpy_can_decode(tmp_path, options):
     assert np.abs(got["k"]).max() == 127
 
 
+def test_quantize_normalises_first(tmp_path):
+    t = draw(15, sq=64, sk=64)
+    dim = t["k"].shape[-1]
+    for weight in (np.linspace(0.5, 2, dim), np.linspace(0.5, 2, dim * t["k"].shape[1]).reshape(-1, dim)):
+        given = write_safetensors(tmp_path / "in.safetensors", t | {"k_norm": weight.astype(np.float32)})
+        out = tmp_path / "out.safetensors"
+        how = ("--norm", "rms", "--norm-eps", "0.01", "--norm-weight", "k_norm")
+        text = run_ok("quantize", given, out, "--operand", "k", *how)
+        assert "logit error" not in text  # q has weights of its own
+        got = read_safetensors(out)
+        x = t["k"].astype(np.float64)
+        want = x / np.sqrt((x**2).mean(-1, keepdims=True) + 0.01) * weight.reshape(-1, 1, dim)
+        # Half a step, and what the norm rounds.
+        assert (np.abs(got["k"] * got["k_scale"] - want) <= 0.501 * got["k_scale"]).all()
+    rejected = octet("quantize", given, out, "--operand", "k", *how[2:])
+    assert rejected.returncode == 2 and "--norm-eps, --norm-weight: given without --norm" in rejected.stderr
+    t["k_norm"] = np.ones((1, 1, 1, dim), np.float32)
+    given = write_safetensors(tmp_path / "in.safetensors", t)
+    rejected = octet("quantize", given, out, "--operand", "k", *how)
+    assert rejected.returncode == 2 and "k_norm has the shape [1, 1, 1, " in rejected.stderr
+
+
 def test_quantize_of_a_single_npy(tmp_path):
     np.save(tmp_path / "x.npy", draw(16)["v"])
     run_ok(

@@ -443,6 +443,7 @@ struct Statement {
       if (type == "f32" && operation == "ex2")
         out.run = has("ftz") ? unary<power_of_two_flushed, f32, f32> : unary<power_of_two, f32, f32>;
       if (type == "f32" && operation == "rcp") out.run = unary<[](f32 a) { return 1 / a; }, f32, f32>;
+      if (type == "f64" && operation == "rcp") out.run = unary<[](f64 a) { return 1 / a; }, f64, f64>;
       if (type == "f32" && operation == "rsqrt")
         out.run = unary<[](f32 a) { return static_cast<f32>(1 / std::sqrt(static_cast<f64>(a))); }, f32, f32>;
       if (type == "f32" && operation == "sqrt") out.run = unary<[](f32 a) { return std::sqrt(a); }, f32, f32>;

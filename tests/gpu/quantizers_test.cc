@@ -68,8 +68,10 @@ std::unique_ptr<Quantized> quantized_on_gpu(const Array& x, const Recipe& recipe
   OnGpuQuantized out(*q, gpu);
   const Tensor in = gpu.tensor(x);
   Tensor statistics = gpu.tensor(q->statistics);
-  check(octet_quantize(&in, recipe.rope.style ? &recipe.rope : nullptr, &out.codes,
-                       recipe.statistics ? &statistics : nullptr, gpu.stream()));
+  const Tensor weight = recipe.norm_weight ? gpu.tensor(*recipe.norm_weight) : Tensor();
+  octet_rope rope;
+  check(octet_quantize(&in, rope_of(recipe, rope, weight), &out.codes, recipe.statistics ? &statistics : nullptr,
+                       gpu.stream()));
   gpu.finish();
   return q;
 }
@@ -99,7 +101,8 @@ std::string text_of(const Recipe& r) {
   return "codes " + std::to_string(static_cast<int>(r.codes)) + ", operand " + std::to_string(r.operand) +
          ", granularity " + std::to_string(r.granularity) + ", block " + std::to_string(r.block) + ", zero point " +
          std::to_string(r.zero_point) + (r.smooth ? ", smooth" : "") + (r.seed ? ", rotated" : "") + ", rope " +
-         std::to_string(r.rope.style) + (r.statistics ? ", statistics" : "");
+         std::to_string(r.rope.style) + (r.rope.norm ? ", norm" : "") + (r.norm_weight ? " with weights" : "") +
+         (r.statistics ? ", statistics" : "");
 }
 
 void expect_bits_of_cpu(const Array& x, const Recipe& recipe) {
@@ -110,6 +113,11 @@ void expect_bits_of_cpu(const Array& x, const Recipe& recipe) {
 octet_rope rope_of(octet_rope_style style, int64_t dim = 0, int64_t offset = 0, double base = 0) {
   octet_rope rope = OCTET_ROPE_INIT;
   rope.style = style, rope.dim = dim, rope.offset = offset, rope.base = base;
+  return rope;
+}
+
+octet_rope with_norm(octet_rope rope, float eps = 1e-6f) {
+  rope.norm = OCTET_NORM_RMS, rope.norm_eps = eps;
   return rope;
 }
 
@@ -194,6 +202,37 @@ TEST(GpuQuantizers, quantize_tokens_in_registers_and_in_shared_memory) {
                                .rope = rope_of(style, i % 3 == 1 ? dim / 16 * 8 : 0, 1000),
                                .statistics = false,
                                .layout = i % 8 < 6 ? Layout::dense : Layout::padded});
+        ++i;
+      }
+}
+
+// A norm in registers, in which its sum has the order of shared memory and of the CPU, and there.
+TEST(GpuQuantizers, normalise_to_the_bits_of_the_cpu) {
+  int i = 0;
+  for (const int64_t dim : {8, 17, 64, 72, 96, 128, 192, 256, 264})
+    for (const octet_rope_style style : {OCTET_ROPE_NONE, OCTET_ROPE_HALF, OCTET_ROPE_INTERLEAVED})
+      for (const bool rotates : {false, true}) {
+        SCOPED_TRACE(testing::Message() << "dim " << dim << ", style " << style << ", case " << i);
+        const DType dtypes[] = {DType::bf16, DType::f16, DType::f32, DType::f64};
+        Array x = Array(dtypes[i % 5 ? i % 3 : 3], {2, 5, 21, dim}, i % 4 ? Layout::token_major : Layout::padded)
+                      .random(static_cast<unsigned>(i), 3, 1);
+        if (i % 4 == 1) x.set(1, 2, 3, dim - 1, i % 8 == 1 ? NAN : INFINITY);
+        for (int64_t c = 0; c < dim; ++c) x.set(0, 4, 20, c, 0);
+        const Array weight = Array(dtypes[i % 3], {1, i % 2 ? 5 : 1, 1, dim}, i % 7 ? Layout::dense : Layout::padded)
+                                 .random(static_cast<unsigned>(i) + 99, 1, 1);
+        const Grouping& g = i % 5 < 3 ? kGroupings[1] : kGroupings[i % 8];
+        const octet_rope turns = dim == 17 || !style ? rope_of(OCTET_ROPE_NONE)
+                                                     : rope_of(style, i % 3 == 1 || dim > 256 ? dim / 16 * 8 : 0, 70);
+        expect_bits_of_cpu(x, {.codes = i % 3 ? DType::i8 : DType::e4m3,
+                               .operand = g.operand,
+                               .granularity = g.granularity,
+                               .block = g.block,
+                               .zero_point = i % 6 == 4 ? OCTET_ZERO_POINT_INTEGER : OCTET_SYMMETRIC,
+                               .smooth = i % 4 == 2,
+                               .seed = rotates ? 5u : 0u,
+                               .rope = with_norm(turns, i % 3 ? 1e-6f : 0.f),
+                               .norm_weight = i % 4 == 3 ? nullptr : &weight,
+                               .statistics = i % 9 == 0});
         ++i;
       }
 }
@@ -338,6 +377,35 @@ TEST(GpuQuantizers, turn_to_the_bits_of_the_cpu) {
           expect_same(want, in_place, "y in place of x");
           ++i;
         }
+}
+
+TEST(GpuQuantizers, normalise_and_turn_to_the_bits_of_the_cpu) {
+  int i = 0;
+  for (const octet_rope_style style : {OCTET_ROPE_NONE, OCTET_ROPE_HALF, OCTET_ROPE_INTERLEAVED})
+    for (const int64_t dim : {40, 64, 128, 256, 258})
+      for (const DType dtype : {DType::f64, DType::f32, DType::f16, DType::bf16}) {
+        SCOPED_TRACE(testing::Message() << "style " << style << ", dim " << dim << ", dtype "
+                                        << static_cast<int>(dtype));
+        const Array x = Array(dtype, {2, 9, 70, dim}, i % 2 ? Layout::padded : Layout::token_major).random(13, 2);
+        const Array weight = Array(i % 3 ? DType::bf16 : DType::f32, {1, i % 2 ? 9 : 1, 1, dim}).random(3);
+        const Array want(dtype, x.shape(), Layout::padded), got(dtype, x.shape(), Layout::padded), in_place = x;
+        octet_rope rope = with_norm(rope_of(style), 1e-5f);
+        if (style) rope.dim = i % 5 == 4 || dim > 256 ? 32 : 0, rope.offset = 9;
+        const Tensor in = x.tensor(), of_cpu = weight.tensor();
+        Tensor to = want.tensor();
+        if (i % 4) rope.norm_weight = &of_cpu;
+        check(octet_apply_rope(&rope, &in, 0, &to, nullptr));
+        OnGpu gpu;
+        const Tensor from = gpu.tensor(x), both = gpu.tensor(in_place), of_gpu = gpu.tensor(weight);
+        Tensor out = gpu.tensor(got), same = both;
+        if (i % 4) rope.norm_weight = &of_gpu;
+        check(octet_apply_rope(&rope, &from, 0, &out, gpu.stream()));
+        check(octet_apply_rope(&rope, &both, 0, &same, gpu.stream()));
+        gpu.finish();
+        expect_same(want, got, "y");
+        expect_same(want, in_place, "y in place of x");
+        ++i;
+      }
 }
 
 // What a graph repeats has neither waited nor allocated.

@@ -259,6 +259,38 @@ TEST(Rope, TurnsPairsAsComplexNumbers) {
           }
 }
 
+// Half ulps of a norm: of the sum of squares 1 for each square, 3 of a block of four and 1 for each halving of the
+// blocks; 3 of the mean and eps; half of these, 1 and 1 after a root and a quotient; 2 of the products.
+TEST(Rope, NormalisesRowsBeforeItTurnsThem) {
+  for (const DType dtype : {DType::f64, DType::f32})
+    for (const int64_t dim : {1, 2, 24, 64, 100, 128, 256, 1000})
+      for (const int64_t heads_of_weight : {0, 1, 3})
+        for (const float eps : {0.f, 1e-6f, 0.5f}) {
+          const Array x = Array(dtype, {2, 3, 20, dim}, Layout::token_major).random(13, 1e-2, 1);
+          const Array weight = Array(DType::f32, {1, std::max<int64_t>(heads_of_weight, 1), 1, dim}).random(17, 1, 1);
+          const Tensor weights = weight.tensor();
+          octet_rope rope = OCTET_ROPE_INIT;
+          rope.norm = OCTET_NORM_RMS, rope.norm_eps = eps;
+          if (heads_of_weight) rope.norm_weight = &weights;
+          const Array y = turned(x, rope, false, dtype);
+          const double ulps = (4 + std::ceil(std::log2((static_cast<double>(dim) + 3) / 4)) + 3) / 2 + 4;
+          const double relative = 1.001 * ulps * (dtype == DType::f64 ? 0x1p-53 : 0x1p-24);
+          x.each([&](auto b, auto h, auto t, auto c) {
+            double squares = 0;
+            for (int64_t j = 0; j < dim; ++j) squares += x.get(b, h, t, j) * x.get(b, h, t, j);
+            const double w = heads_of_weight ? weight.get(0, heads_of_weight == 1 ? 0 : h, 0, c) : 1;
+            const double want = x.get(b, h, t, c) / std::sqrt(squares / static_cast<double>(dim) + eps) * w;
+            ASSERT_NEAR(y.get(b, h, t, c), want, relative * std::fabs(want) * (dtype == DType::f64 ? 2 : 1))
+                << "dim " << dim << " at " << t << ' ' << c;
+          });
+          if (dim % 2) continue;
+          octet_rope alone = rope;
+          rope.style = OCTET_ROPE_HALF, rope.offset = 5, alone = OCTET_ROPE_INIT;
+          alone.style = OCTET_ROPE_HALF, alone.offset = 5;
+          EXPECT_EQ(turned(x, rope, false, dtype).bytes(), turned(y, alone, false, dtype).bytes());
+        }
+}
+
 TEST(Rope, InverseUndoesItAndInPlaceIsTheSame) {
   for (const octet_rope_style style : {OCTET_ROPE_HALF, OCTET_ROPE_INTERLEAVED}) {
     octet_rope rope = OCTET_ROPE_INIT;

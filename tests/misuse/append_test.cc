@@ -106,6 +106,7 @@ TEST(Append, angles_are_complete) {
   expect_append_rejected("rope_cos, rope_sin: only one", [](AppendCall& c) { c.arguments.rope_sin = nullptr; });
   expect_append_rejected("rope_cos: given without a rope", [](AppendCall& c) { c.arguments.rope = nullptr; });
   expect_append_rejected("rope base: 3 given with rope_cos", [](AppendCall& c) { c.rope.base = 3; });
+  expect_append_rejected("rope norm: found rms, allowed: none", [](AppendCall& c) { c.rope.norm = OCTET_NORM_RMS; });
   expect_append_rejected("rope_cos: 4 pairs, but rope dim is 16", [](AppendCall& c) { c.rope.dim = 16; });
   expect_append_rejected("rope_sin: shape", [](AppendCall& c) { c.sine.shape[2] = 39; });
   expect_append_rejected("rope_cos: 16 positions, but those of sequence 0 are 15 to 16",

@@ -16,10 +16,13 @@ struct Call {
   octet_tensor& mean = results.mean_view;
   Array zero_data{DType::f32, {2, 4, 10, 1}};
   Tensor zero = zero_data.tensor();
+  Array weight_data{DType::f32, {1, 4, 1, 16}};
+  Tensor weight = weight_data.tensor();
   octet_rope rope = OCTET_ROPE_INIT;
   void* stream = nullptr;
 
   Call() { rope.style = OCTET_ROPE_HALF; }
+  void norm() { rope.norm = OCTET_NORM_RMS, rope.norm_weight = &weight; }
   octet_status quantize() { return octet_quantize(&x, &rope, &codes, &statistics, stream); }
 };
 
@@ -96,6 +99,21 @@ const Misuse kMisuses[] = {
     {[](Call& c) { c.rope.dim = -2; }, "rope dim: found -2"},
     {[](Call& c) { c.rope.offset = INT64_MAX; }, "rope offset: found 9223372036854775807 with 10 tokens"},
     {[](Call& c) { c.rope.base = -1; }, "rope base: found -1, allowed: finite and at least 1e-300, or 0 for 10000"},
+    {[](Call& c) { c.rope.norm = 2; }, "rope norm: found 2, allowed: 0 (none), 1 (rms)"},
+    {[](Call& c) { c.rope.norm_eps = 1e-3f; }, "norm_eps: 0.001 given with norm none; choose rms, or leave it 0"},
+    {[](Call& c) { c.rope.norm_weight = &c.weight; }, "norm_weight: given with norm none; choose rms, or pass NULL"},
+    {[](Call& c) { c.rope.norm = OCTET_NORM_RMS, c.rope.norm_eps = -1; },
+     "norm_eps: found -1, allowed: finite and 0 or more"},
+    {[](Call& c) { c.rope.norm = OCTET_NORM_RMS, c.rope.norm_eps = NAN; }, "norm_eps: found nan"},
+    {[](Call& c) { c.norm(), c.weight.dtype = OCTET_F64; }, "norm_weight: dtype f64, allowed: f32, f16, bf16"},
+    {[](Call& c) { c.norm(), c.weight.shape[3] = 8; },
+     "norm_weight: shape [1, 4, 1, 8], expected [1, 4, 1, 16] (1, 1 or heads, 1, dim of x)"},
+    {[](Call& c) { c.norm(), c.weight.shape[1] = 2; }, "norm_weight: shape [1, 2, 1, 16], expected [1, 4, 1, 16]"},
+    {[](Call& c) { c.norm(), c.weight.shape[1] = 1, c.weight.shape[2] = 4; },
+     "norm_weight: shape [1, 1, 4, 16], expected [1, 1, 1, 16]"},
+    {[](Call& c) { c.norm(), c.weight.device = OCTET_CUDA; }, "norm_weight: on cuda:0, but x is on cpu:0"},
+    {[](Call& c) { c.norm(), c.weight.data = nullptr; }, "norm_weight: null data"},
+    {[](Call& c) { c.norm(), c.weight.data = c.scale.data; }, "scale: its memory overlaps that of norm_weight"},
     {[](Call& c) { c.rope.base = NAN; }, "rope base: found nan"},
 };
 
@@ -161,8 +179,15 @@ TEST(QuantizeMisuse, ApplyRope) {
   expect_rejected("y: its memory overlaps that of x", octet_apply_rope(&c.rope, &x, 0, &half_overlap, nullptr));
   expect_rejected("inverse: found 2, allowed: 0, 1", octet_apply_rope(&c.rope, &c.x, 2, &c.x, nullptr));
   c.rope.style = OCTET_ROPE_NONE;
-  expect_rejected("rope style: found 0 (none), allowed: 1 (half), 2 (interleaved)",
+  expect_rejected("rope style: found 0 (none), allowed: 1 (half), 2 (interleaved), or with norm 1 (rms) also 0",
                   octet_apply_rope(&c.rope, &c.x, 0, &c.x, nullptr));
+  c.norm();
+  EXPECT_EQ(octet_apply_rope(&c.rope, &c.x, 0, &c.x, nullptr), OCTET_OK) << octet_message();
+  expect_rejected("inverse: found 1 with norm rms, which is not undone; allowed with it: 0",
+                  octet_apply_rope(&c.rope, &c.x, 1, &c.x, nullptr));
+  c.weight.data = c.x.data;
+  expect_rejected("y: its memory overlaps that of norm_weight", octet_apply_rope(&c.rope, &c.x, 0, &c.x, nullptr));
+  c.rope = OCTET_ROPE_INIT;
   c.rope.style = OCTET_ROPE_HALF;
   Array odd(DType::f32, {1, 1, 4, 7});
   const Tensor in = odd.tensor();

@@ -236,16 +236,18 @@ TEST(Quantize, DequantizeOfFloatFormatsErrsByTheirRelativePrecision) {
 
 TEST(Quantize, RopeFusedIsRopeThenQuantize) {
   for (const octet_rope_style style : {OCTET_ROPE_HALF, OCTET_ROPE_INTERLEAVED})
-    for (const int64_t rotated : {0, 32}) {
+    for (const auto& [rotated, normed] : {std::pair{0, false}, {32, false}, {0, true}, {32, true}}) {
       octet_rope rope = OCTET_ROPE_INIT;
       rope.style = style, rope.dim = rotated, rope.offset = 1000;
+      if (normed) rope.norm = OCTET_NORM_RMS, rope.norm_eps = 1e-6f;
       const Array x = Array(DType::bf16, {1, 3, 200, 64}, Layout::token_major).random(9, 1, 2);
+      const Array weight = Array(DType::bf16, {1, 3, 1, 64}).random(4, 1, 1);
+      const Recipe recipe{.smooth = true, .seed = 3, .rope = rope, .norm_weight = normed ? &weight : nullptr};
       Array turned(DType::f32, x.shape());
-      const Tensor in = x.tensor();
+      const Tensor in = x.tensor(), weights = weight.tensor();
       Tensor out = turned.tensor();
-      check(octet_apply_rope(&rope, &in, 0, &out, nullptr));
-      const auto fused = quantized(x, {.smooth = true, .seed = 3, .rope = rope}),
-                 apart = quantized(turned, {.smooth = true, .seed = 3});
+      check(octet_apply_rope(rope_of(recipe, rope, weights), &in, 0, &out, nullptr));
+      const auto fused = quantized(x, recipe), apart = quantized(turned, {.smooth = true, .seed = 3});
       EXPECT_EQ(fused->codes.bytes(), apart->codes.bytes());
       EXPECT_EQ(fused->scale.bytes(), apart->scale.bytes());
       EXPECT_EQ(fused->mean.bytes(), apart->mean.bytes());

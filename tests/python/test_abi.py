@@ -30,6 +30,7 @@ ENUMS = {
     "OCTET_PER_": _abi.GRANULARITIES,
     "OCTET_OPERAND_": _abi.OPERANDS,
     "OCTET_ROPE_": _abi.ROPE_STYLES,
+    "OCTET_NORM_": _abi.NORMS,
     "OCTET_STATISTIC_": {name: i for i, name in enumerate(_abi.STATISTICS)},
     "OCTET_MASK_": {"causal": _abi.MASK_CAUSAL, "window": _abi.MASK_WINDOW},
     "OCTET_DTYPE_": {"none": _abi.DTYPES["none"]},

@@ -75,6 +75,45 @@ def test_rope_turns_pairs_of_channels(x):
     assert (np.abs(found - want) <= 0.502 * step).all()
 
 
+@pytest.mark.parametrize("of_heads", [False, True])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_a_norm_comes_before_rope(x, of_heads, layout):
+    weight = np.random.default_rng(3).standard_normal((3, 16) if of_heads else 16).astype(np.float32)
+    given = x if layout == "bhsd" else x.transpose(0, 2, 1, 3)
+    found = octet.quantize(given, "q", layout=layout, rope="half", norm="rms", norm_weight=weight, norm_eps=0.1)
+    rms = np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + np.float32(0.1))
+    normalised = (x / rms * (weight[:, None] if of_heads else weight)).astype(np.float32)
+    want = octet.dequantize(octet.quantize(normalised, "q", rope="half"))
+    got = octet.dequantize(found)
+    # A code is another where the rounding of the norm moves a number over a tie.
+    step = found.scale * 1.0001
+    assert (np.abs((got if layout == "bhsd" else got.transpose(0, 2, 1, 3)) - want) <= step).all()
+    plain = octet.quantize(x, "q", norm="rms")
+    np.testing.assert_allclose((octet.dequantize(plain) ** 2).mean(-1), 1, atol=0.03)
+
+
+def test_norms_are_rejected_by_name(x):
+    weight = np.ones(16, np.float32)
+    for message, how in [
+        ("norm: found 'layer', allowed: 'none', 'rms'", dict(norm="layer")),
+        ("norm_weight: given with norm none; choose rms", dict(norm_weight=weight)),
+        ("norm_eps: 1e-06 given with norm none; choose rms", dict(norm_eps=1e-6)),
+        ("norm_eps: found -1, allowed: finite and 0 or more", dict(norm="rms", norm_eps=-1.0)),
+        (r"norm_weight: shape \[1, 16, 1\], expected \[dim\] or \[heads, dim\]",
+         dict(norm="rms", norm_weight=weight[None, :, None])),
+        (r"norm_weight: shape \[1, 2, 1, 16\], expected \[1, 3, 1, 16\]",
+         dict(norm="rms", norm_weight=np.ones((2, 16), np.float32))),
+        ("norm_weight: dtype f64, allowed: f32, f16, bf16", dict(norm="rms", norm_weight=np.ones(16))),
+    ]:  # fmt: skip
+        with pytest.raises(octet.InvalidArgument, match=message):
+            octet.quantize(x, "q", **how)
+    torch = pytest.importorskip("torch")
+    with pytest.raises(octet.InvalidArgument, match="norm_weight: a torch array, but x is one of numpy"):
+        octet.quantize(x, "q", norm="rms", norm_weight=torch.ones(16))
+    with pytest.raises(octet.Unsupported, match="norm_weight: requires a gradient"):
+        octet.quantize(torch.ones(1, 1, 4, 16), "q", norm="rms", norm_weight=torch.ones(16, requires_grad=True))
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_codes_are_operands_of_attention(x, layout):
     q, k, v = (octet.quantize(x.copy(), name) for name in "qkv")

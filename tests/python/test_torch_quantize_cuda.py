@@ -49,6 +49,11 @@ def test_codes_and_numbers_are_those_of_the_cpu(dtype, format, layout):
             how |= dict(rope="half", rope_offset=1000)
         cpu, cuda = octet.quantize(x, operand, **how), octet.quantize(x.cuda(), operand, **how)
         expect_same(cpu, cuda)
+        weight = draw(torch.bfloat16, 64)
+        how |= dict(norm="rms", norm_eps=1e-6)
+        cpu = octet.quantize(x, operand, norm_weight=weight, **how)
+        cuda = octet.quantize(x.cuda(), operand, norm_weight=weight.cuda(), **how)
+        expect_same(cpu, cuda)
         assert same(octet.dequantize(cpu), octet.dequantize(cuda))
         assert same(octet.dequantize(cpu, torch.float32), octet.dequantize(cuda, torch.float32))
 

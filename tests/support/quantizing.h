@@ -105,9 +105,17 @@ struct Recipe {
   bool smooth = false;
   uint64_t seed = 0;
   octet_rope rope = OCTET_ROPE_INIT;
+  const Array* norm_weight = nullptr;  // of the norm that the rope has
   bool statistics = true;
   Layout layout = Layout::dense;
 };
+
+// The rope of a recipe, with the weights that `weight` describes. None where it does nothing.
+inline const octet_rope* rope_of(const Recipe& recipe, octet_rope& rope, const Tensor& weight) {
+  rope = recipe.rope;
+  if (recipe.norm_weight) rope.norm_weight = &weight;
+  return rope.style || rope.norm ? &rope : nullptr;
+}
 
 struct Quantized {
   Recipe recipe;
@@ -174,8 +182,9 @@ inline std::unique_ptr<Quantized> quantized(const Array& x, const Recipe& recipe
   auto q = std::make_unique<Quantized>(recipe, x.shape());
   const Tensor in = x.tensor();
   Tensor codes = q->codes_view(), statistics = q->statistics.tensor();
-  check(octet_quantize(&in, recipe.rope.style ? &recipe.rope : nullptr, &codes,
-                       recipe.statistics ? &statistics : nullptr, nullptr));
+  const Tensor weight = recipe.norm_weight ? recipe.norm_weight->tensor() : Tensor();
+  octet_rope rope;
+  check(octet_quantize(&in, rope_of(recipe, rope, weight), &codes, recipe.statistics ? &statistics : nullptr, nullptr));
   return q;
 }
 

@@ -7,6 +7,7 @@
 #include "core/quantization.h"
 #include "cpu/parallel.h"
 #include "cpu/quantize/elements.h"
+#include "cpu/quantize/norm.h"
 #include "cpu/quantize/rope.h"
 
 namespace octet::cpu {
@@ -30,18 +31,20 @@ void for_chunks(const View& x, MakeState make_state, Body body) {
 }
 
 template <class T>
-void turn(const RopeTable& table, const View& x, const View& y) {
+void turn(const Rope& rope, const RopeTable& table, const View& x, const View& y) {
   struct State {
+    NormRow<T> norm;
     RopeRow<T> rope;
     std::vector<T> row;
   };
   for_chunks(
       x,
       [&] {
-        return State{RopeRow<T>(table), std::vector<T>(x.shape[3])};
+        return State{NormRow<T>(rope, x.shape[3]), RopeRow<T>(table), std::vector<T>(x.shape[3])};
       },
       [&](int64_t b, int64_t h, int64_t t, State& state) {
         load_row(x, b, h, t, state.row.data());
+        state.norm(state.row.data(), h);
         state.rope(state.row.data(), t);
         store_row(state.row.data(), y, b, h, t);
       });
@@ -76,9 +79,9 @@ void dequantize(const View& codes, const Quantization& how, const View& x) {
 void apply_rope(const Rope& rope, bool inverse, const View& x, const View& y) {
   const RopeTable table(rope, inverse);
   if (x.dtype == OCTET_F64)
-    turn<double>(table, x, y);
+    turn<double>(rope, table, x, y);
   else
-    turn<float>(table, x, y);
+    turn<float>(rope, table, x, y);
 }
 
 // The errors of q and k are independent of each other and of the rows they meet, and those of a row's channels are

@@ -1,5 +1,5 @@
-// octet_quantize on the CPU. Every row goes through the same operations, in float: load, RoPE, minus mean, Hadamard;
-// then amax (or the extremes) of its group gives a scale, and the quantized values are round(row / scale).
+// octet_quantize on the CPU. Every row goes through the same operations, in float: load, norm, RoPE, minus mean,
+// Hadamard; then amax (or the extremes) of its group gives a scale, and the quantized values are round(row / scale).
 //
 // Two passes over each (batch, head):
 //  1. stats: the channel means and statistics, if either is asked for;
@@ -20,6 +20,7 @@
 #include "core/quantization.h"
 #include "cpu/parallel.h"
 #include "cpu/quantize/elements.h"
+#include "cpu/quantize/norm.h"
 #include "cpu/quantize/rope.h"
 #include "cpu/quantize/stats.h"
 
@@ -47,10 +48,12 @@ Extremes extremes_of(const float* row, int64_t n, bool symmetric) {
 // Rows of x as they are rounded. One per thread.
 class Rows {
  public:
-  Rows(const View& x, const RopeTable& rope, const float* signs) : x_(x), rope_(rope), signs_(signs) {}
+  Rows(const View& x, const Rope& rope, const RopeTable& table, const float* signs)
+      : x_(x), norm_(rope, x.shape[3]), rope_(table), signs_(signs) {}
 
   void embedded(int64_t b, int64_t h, int64_t t, float* row) {
     load_row(x_, b, h, t, row);
+    norm_(row, h);
     rope_(row, t);
   }
 
@@ -65,6 +68,7 @@ class Rows {
 
  private:
   const View& x_;
+  NormRow<float> norm_;
   RopeRow<float> rope_;
   const float* signs_;
 };
@@ -225,7 +229,7 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
   std::vector<float> signs;
   if (how.hadamard_seed)
     for (int64_t c = 0; c < dim; ++c) signs.push_back(hadamard_sign(how.hadamard_seed, c));
-  const Rows rows(x, table, signs.empty() ? nullptr : signs.data());
+  const Rows rows(x, rope, table, signs.empty() ? nullptr : signs.data());
   if (codes.dtype == OCTET_U8 && how.zero_point_kind == OCTET_SYMMETRIC) expect_non_negative(x, rows);
 
   const bool smooth = how.mean.present(), with_statistics = statistics.present();

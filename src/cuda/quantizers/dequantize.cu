@@ -44,12 +44,12 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks) dequantize_kernel(const 
   }
 }
 
-// Turns the rows of a token with a warp. T: float or double, in which rows are turned. x and y may be one tensor: each
-// lane reads all that it overwrites.
+// Normalises and turns the rows of a token with a warp. T: float or double, in which it computes. x and y may be one
+// tensor: each lane reads all that it overwrites, after the norm of all rows is known.
 template <class T>
-__global__ void __launch_bounds__(32 * kWarps, kBlocks)
-    rope_kernel(const __grid_constant__ View x, const __grid_constant__ View y,
-                const __grid_constant__ RopeParams rope) {
+__global__ void __launch_bounds__(32 * kWarps, kBlocks) rope_kernel(const __grid_constant__ TurnParams p) {
+  const View &x = p.x, &y = p.y;
+  const RopeParams& rope = p.rope;
   const int dim = static_cast<int>(x.shape[3]);
   const int heads = heads_of(x);
   const unsigned head_groups = (heads + kHeadsInTurn - 1) / kHeadsInTurn, n = blockIdx.x * kWarps + warp();
@@ -65,6 +65,22 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
                 [&](auto* data, auto, auto bits) { data[offset(y, i, token) + channel * y.stride[3]] = bits(number); });
   };
   const int first = static_cast<int>(n % head_groups) * kHeadsInTurn, end = min(first + kHeadsInTurn, heads);
+  __shared__ T of_warps[kWarps][kHeadsInTurn];
+  T* const scales = of_warps[warp()];
+  if (p.rms.present) {
+    for (int h = first; h < end; ++h) {
+      const int64_t row = offset(x, BatchHead(x, h), token);
+      with_floats(x, [&](auto* data, auto value, auto) {
+        const T scale = inverse_rms_of_row<T>(
+            p.rms, dim, [&](int c) { return static_cast<T>(value(data[row + c * x.stride[3]])); });
+        if (lane() == 0) scales[h - first] = scale;
+      });
+    }
+    __syncwarp();
+  }
+  const auto normalise = [&](const BatchHead& i, int h, int channel, T& number) {
+    if (p.rms.present) number = number * scales[h - first] * static_cast<T>(norm_weight(p.rms, i, channel));
+  };
   for (int pair = lane(); pair < rope.pairs; pair += 32) {
     const CosSin both = cos_sin_at(rope.turns[pair], token + rope.offset);
     const int a = first_of_pair(rope, pair), b = second_of_pair(rope, pair);
@@ -72,6 +88,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
       const BatchHead i(x, h);
       T one, other;
       copy(i, a, &one), copy(i, b, &other);
+      normalise(i, h, a, one), normalise(i, h, b, other);
       rotate(one, other, static_cast<T>(both.cosine), static_cast<T>(both.sine));
       store(i, a, one), store(i, b, other);
     }
@@ -81,6 +98,7 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
       const BatchHead i(x, h);
       T number;
       copy(i, c, &number);
+      normalise(i, h, c, number);
       store(i, c, number);
     }
 }
@@ -94,13 +112,14 @@ void dequantize(const View& codes, const Quantization& how, const View& x, cudaS
   launch(dequantize_kernel, blocks_for(rows, kWarps), kWarps, kWarps * row_bytes(dim), stream, p);
 }
 
-void turn_rows(const RopeParams& rope, const View& x, const View& y, cudaStream_t stream) {
+void turn_rows(const TurnParams& p, cudaStream_t stream) {
+  const View& x = p.x;
   const int64_t warps = x.shape[2] * ((batch_heads(x) + kHeadsInTurn - 1) / kHeadsInTurn);
   const int64_t blocks = (warps + kWarps - 1) / kWarps;
   if (x.dtype == OCTET_F64)
-    launch(rope_kernel<double>, blocks, kWarps, 0, stream, x, y, rope);
+    launch(rope_kernel<double>, blocks, kWarps, 0, stream, p);
   else
-    launch(rope_kernel<float>, blocks, kWarps, 0, stream, x, y, rope);
+    launch(rope_kernel<float>, blocks, kWarps, 0, stream, p);
 }
 
 }  // namespace octet::cuda::quantizers

@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
            });
 }
 
-bool fits(const QuantizeParams& p) { return fits_lanes(p) && p.rows.rope.style == OCTET_ROPE_NONE; }
+bool fits(const QuantizeParams& p) { return fits_lanes(p) && plain_rows(p.rows); }
 
 // Calls f with the lanes of a row and whether there are no zero points, both constants.
 template <class F>

@@ -124,23 +124,48 @@ enum class Pairs {
 };
 constexpr bool in_a_lane(Pairs pairs) { return pairs == Pairs::neighbours || pairs == Pairs::halves; }
 
+template <int Lanes>
+constexpr int kLanePairs = Lanes* kLaneChannels / 2;  // the most pairs of a row
+
+// Finds the cosines and sines of `Tokens` neighbouring tokens, with all threads of a block. `sines`: shared memory for
+// kLanePairs of each.
+template <int Lanes, int Tokens>
+__device__ void find_sines(const RopeParams& rope, int first_token, float2* sines) {
+  constexpr int kPairs = kLanePairs<Lanes>;
+  for (int n = threadIdx.x; n < Tokens * kPairs; n += blockDim.x) {
+    const int pair = n % kPairs;
+    if (pair >= rope.pairs) continue;
+    const CosSin both = cos_sin_at(rope.turns[pair], first_token + n / kPairs + rope.offset);
+    sines[n] = {static_cast<float>(both.cosine), static_cast<float>(both.sine)};
+  }
+  __syncthreads();
+}
+
 // Turns the channels of a lane. Cosines and sines are kept as doubles where registers allow: conversions take longest.
+// Products of two floats are exact as doubles, so that a fused product and sum rounds as core/quant/rope.h does.
 template <int Lanes, Pairs Where>
 class LaneTurns {
  public:
   __device__ explicit LaneTurns(const RopeParams& rope)
       : rope_(rope), turns_(Where != Pairs::none && lane() * kLaneChannels < 2 * rope.pairs) {}
 
-  // Finds the cosines and sines of a token.
-  __device__ void seek(int token) {
+  // Takes the cosines and sines of a token.
+  __device__ void load(const float2* sines) {
     if constexpr (in_a_lane(Where)) {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        const float2 both = cosine_and_sine(lane() * kOwn + i, token);
+        const float2 both = turns_ ? sines[lane() * kOwn + i] : float2{1.f, 0.f};
         cosines_[i] = both.x, sines_[i] = both.y;
       }
     } else if constexpr (Where == Pairs::across) {
-      seek_across(token);
+      // The second half of a row takes the sine as it is, the first its negative: x' = x cos - y sin, y' = y cos + x
+      // sin.
+      const float sign = lane() <= partner() ? -1.f : 1.f;
+#pragma unroll
+      for (int c = 0; c < kLaneChannels; ++c) {
+        const float2 both = turns_ ? sines[min(lane(), partner()) * kLaneChannels + c] : float2{1.f, 0.f};
+        across_[c] = {both.x, both.y * sign};
+      }
     }
   }
 
@@ -152,14 +177,15 @@ class LaneTurns {
         float &first = row[Where == Pairs::halves ? i : 2 * i],
               &second = row[Where == Pairs::halves ? i + kOwn : 2 * i + 1];
         const double x = first, y = second;
-        first = static_cast<float>(x * cosines_[i] - y * sines_[i]);
-        second = static_cast<float>(x * sines_[i] + y * cosines_[i]);
+        first = static_cast<float>(__fma_rn(-y, sines_[i], x * cosines_[i]));
+        second = static_cast<float>(__fma_rn(y, cosines_[i], x * sines_[i]));
       }
     } else if constexpr (Where == Pairs::across) {
 #pragma unroll
       for (int c = 0; c < kLaneChannels; ++c) {
         const float other = __shfl_sync(~0u, row[c], partner(), Lanes);
-        const double turned = static_cast<double>(row[c]) * across_[c].x + static_cast<double>(other) * across_[c].y;
+        const double own = static_cast<double>(row[c]) * across_[c].x;
+        const double turned = __fma_rn(static_cast<double>(other), static_cast<double>(across_[c].y), own);
         if (turns_) row[c] = static_cast<float>(turned);
       }
     }
@@ -174,29 +200,48 @@ class LaneTurns {
     const int lanes = rope_.pairs / kLaneChannels;
     return !turns_ ? lane() : lane() < lanes ? lane() + lanes : lane() - lanes;
   }
-  __device__ float2 cosine_and_sine(int pair, int token) const {
-    const CosSin both = turns_ ? cos_sin_at(rope_.turns[pair], token + rope_.offset) : CosSin{1.0, 0.0};
-    return {static_cast<float>(both.cosine), static_cast<float>(both.sine)};
-  }
-  // Each of two lanes computes half of their pairs. The second half of a row takes the sine as it is, the first its
-  // negative: x' = x cos - y sin, y' = y cos + x sin.
-  __device__ void seek_across(int token) {
-    const bool first = lane() <= partner();
-    const int pair = min(lane(), partner()) * kLaneChannels + (first ? 0 : kOwn);
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const float2 own = cosine_and_sine(pair + i, token);
-      const float2 other = {__shfl_sync(~0u, own.x, partner(), Lanes), __shfl_sync(~0u, own.y, partner(), Lanes)};
-      const float2 low = first ? own : other, high = first ? other : own;
-      const float sign = first ? -1.f : 1.f;
-      across_[i] = {low.x, low.y * sign}, across_[kOwn + i] = {high.x, high.y * sign};
-    }
-  }
 
   const RopeParams& rope_;
   bool turns_;  // RoPE turns this lane's channels
   double cosines_[kOwn], sines_[kOwn];
   float2 across_[kLaneChannels];
+};
+
+// Normalises rows (core/quant/norm.h), whose channels all lanes have. With `Halves` RoPE turns all of them.
+template <int Lanes, bool Halves>
+class LaneNorm {
+ public:
+  __device__ LaneNorm(const NormParams& p, int dim) : p_(p), dim_(dim) {
+#pragma unroll
+    for (float& weight : weights_) weight = 1.f;
+  }
+
+  // Takes the weights of a head, which begin at this lane's first channel.
+  __device__ void load(const LaneChannels<Lanes, Halves>& channels, const char* weights) {
+    if (channels.first < dim_) to_floats(p_.weight.dtype, load_words(p_.weight.dtype, channels, weights), weights_);
+  }
+
+  __device__ void normalise(LaneRow& row) const {
+    // Two blocks of a lane are those of two neighbours, or of both halves of the row.
+    float low = sum_of_block<float>([&](int i) { return row[i]; }),
+          high = sum_of_block<float>([&](int i) { return row[kNormBlock + i]; });
+    if constexpr (Halves) low += high;
+#pragma unroll
+    for (int distance = Lanes / 2; distance; distance /= 2) {
+      low += __shfl_xor_sync(~0u, low, distance);
+      if constexpr (!Halves) high += __shfl_xor_sync(~0u, high, distance);
+    }
+    if constexpr (!Halves) low += high;
+    const float scale = inverse_rms(low, dim_, p_.eps, [](float x) { return sqrtf(x); });
+#pragma unroll
+    for (int c = 0; c < kLaneChannels; ++c) row[c] = row[c] * scale * weights_[c];
+  }
+
+ private:
+  static_assert(kLaneChannels == 2 * kNormBlock);
+  const NormParams& p_;
+  int dim_;
+  LaneRow weights_;
 };
 
 // Rotates rows by signs and butterflies (core/quant/hadamard.h).

@@ -11,6 +11,7 @@ namespace octet::cuda::quantizers {
 void expect_supported(const View& x, const Rope& rope, int device);
 
 RopeParams rope_params(const Rope& rope, bool inverse);
+NormParams norm_params(const Rope& rope);
 
 // Those of octet_quantize, in the order in which they run.
 //
@@ -30,10 +31,12 @@ bool pass_lanes(const QuantizeParams& p, cudaStream_t stream);
 void find_step(const QuantizeParams& p, cudaStream_t stream);
 
 void dequantize(const View& codes, const Quantization& how, const View& x, cudaStream_t stream);
-// RoPE alone, in registers as above, and of any rows.
-bool turn_tokens(const RopeParams& rope, const View& x, const View& y, cudaStream_t stream);
-void turn_rows(const RopeParams& rope, const View& x, const View& y, cudaStream_t stream);
+// Norm and RoPE alone, in registers as above, and of any rows.
+bool turn_tokens(const TurnParams& p, cudaStream_t stream);
+void turn_rows(const TurnParams& p, cudaStream_t stream);
 
+// Returns whether rows of x are neither normalised nor turned.
+inline bool plain_rows(const RowParams& p) { return !p.rms.present && p.rope.style == OCTET_ROPE_NONE; }
 inline int64_t batch_heads(const View& t) { return t.shape[0] * t.shape[1]; }
 // Bytes of the turns of a warp.
 inline std::size_t turn_bytes(const RowParams& p) { return p.turn_stride() * sizeof(float2); }

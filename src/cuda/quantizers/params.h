@@ -2,6 +2,7 @@
 #pragma once
 #include "core/quant/affine.h"
 #include "core/quant/hadamard.h"
+#include "core/quant/norm.h"
 #include "core/quant/rope.h"
 #include "core/quant/sums.h"
 #include "core/quantization.h"
@@ -19,9 +20,16 @@ struct RopeParams {
   Turn turns[kMaxPairs];  // from a position to the next
 };
 
-// Before rows of x are rounded, RoPE turns them, the mean is subtracted and a rotation follows.
+struct NormParams {
+  bool present;
+  float eps;
+  View weight;  // of every (batch, head); null data: 1
+};
+
+// Before rows of x are rounded, they are normalised, RoPE turns them, the mean is subtracted and a rotation follows.
 struct RowParams {
   View x;
+  NormParams rms;
   RopeParams rope;
   View mean;      // null data: nothing is subtracted
   uint64_t seed;  // of the signs of the rotation; 0: none
@@ -30,6 +38,13 @@ struct RowParams {
 
   // Returns the number of turns that a warp keeps, an even one.
   __host__ __device__ int turn_stride() const { return (rope.pairs + 1) / 2 * 2; }
+};
+
+// Rows of x, normalised and turned, go to y.
+struct TurnParams {
+  View x, y;
+  NormParams rms;
+  RopeParams rope;
 };
 
 struct QuantizeParams {

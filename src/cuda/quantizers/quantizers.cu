@@ -38,6 +38,8 @@ RopeParams rope_params(const Rope& rope, bool inverse) {
   return params;
 }
 
+NormParams norm_params(const Rope& rope) { return {rope.norm != OCTET_NORM_NONE, rope.norm_eps, rope.norm_weight}; }
+
 }  // namespace quantizers
 
 void quantize(const View& x, const Rope& rope, const View& codes, const Quantization& quantization,
@@ -46,6 +48,7 @@ void quantize(const View& x, const Rope& rope, const View& codes, const Quantiza
   const int64_t dim = x.shape[3];
   const Quantization how = quantization.in_32_bits(x.shape[2]);
   const QuantizeParams p{.rows = {.x = x,
+                                  .rms = norm_params(rope),
                                   .rope = rope_params(rope, false),
                                   .mean = how.mean,
                                   .seed = how.hadamard_seed,
@@ -72,9 +75,9 @@ void apply_rope(const Rope& rope, bool inverse, const View& x, const View& y, co
   expect_supported(x, rope, place.device);
   const DeviceScope device(place.device);
   if (!x.elements()) return;
-  const RopeParams params = rope_params(rope, inverse);
+  const TurnParams p{x, y, norm_params(rope), rope_params(rope, inverse)};
   const auto stream = static_cast<cudaStream_t>(place.stream);
-  if (!turn_tokens(params, x, y, stream)) turn_rows(params, x, y, stream);
+  if (!turn_tokens(p, stream)) turn_rows(p, stream);
 }
 
 }  // namespace octet::cuda

@@ -1,5 +1,5 @@
-// Rows of a tensor in the shared memory of a warp, which loads, turns, smooths and rotates them by the operations of
-// the CPU (core/quant) in their order. This code is compiled without contraction of products and sums.
+// Rows of a tensor in the shared memory of a warp, which loads, normalises, turns, smooths and rotates them by the
+// operations of the CPU (core/quant) in their order. This code is compiled without contraction of products and sums.
 #pragma once
 #include "cuda/quantizers/params.h"
 
@@ -117,6 +117,39 @@ __device__ inline int second_of_pair(const RopeParams& r, int pair) {
   return r.style == OCTET_ROPE_HALF ? pair + r.pairs : 2 * pair + 1;
 }
 
+// What a norm multiplies a row by before its weights (core/quant/norm.h), in all lanes; channel(c): its number c.
+template <class T, class Channel>
+__device__ T inverse_rms_of_row(const NormParams& p, int dim, const Channel& channel) {
+  // Each lane adds its blocks as halving them does: of eight block i + 4 to i, then i + 2, then i + 1.
+  static_assert(kMaxDim == 8 * 32 * kNormBlock);
+  T sum = 0;
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    T part = 0;
+#pragma unroll 1
+    for (int j = i; j < 4; j += 2) {
+      const auto block = [&](int s) {
+        const int first = (lane() + 32 * s) * kNormBlock;
+        return first < dim ? sum_of_block<T>([&](int c) { return first + c < dim ? channel(first + c) : T{0}; }) : T{0};
+      };
+      part += block(j) + block(j + 4);
+    }
+    sum += part;
+  }
+#pragma unroll
+  for (int half = 16; half; half /= 2) sum += __shfl_xor_sync(~0u, sum, half);
+  return inverse_rms(sum, dim, p.eps, [](T x) { return sqrt(x); });
+}
+// The weight of a channel.
+__device__ inline float norm_weight(const NormParams& p, const BatchHead& i, int channel) {
+  float weight = 1.f;
+  if (p.weight.data)
+    with_floats(p.weight, [&](auto* data, auto value, auto) {
+      weight = static_cast<float>(value(data[offset(p.weight, i, 0) + channel * p.weight.stride[3]]));
+    });
+  return weight;
+}
+
 // Makes rows, one at a time, with all lanes of a warp.
 class Rows {
  public:
@@ -124,10 +157,16 @@ class Rows {
   __device__ Rows(const RowParams& p, float2* turns)
       : p_(p), turns_(turns), negative_(p.seed ? negative_signs(p.seed, static_cast<int>(p.x.shape[3])) : 0) {}
 
-  // Loads the row of a token and turns it.
+  // Loads the row of a token, normalises and turns it.
   __device__ __forceinline__ void embed(const BatchHead& i, int token, float* row) {
     __syncwarp();
     load_row(p_.x, i, token, row);
+    if (p_.rms.present) {
+      const int dim = static_cast<int>(p_.x.shape[3]);
+      __syncwarp();
+      const auto scale = inverse_rms_of_row<float>(p_.rms, dim, [&](int c) { return row[c]; });
+      for (int c = lane(); c < dim; c += 32) row[c] = row[c] * scale * norm_weight(p_.rms, i, c);
+    }
     if (p_.rope.style != OCTET_ROPE_NONE) {
       seek(token);
       __syncwarp();

@@ -251,7 +251,7 @@ void find_means(const QuantizeParams& p, cudaStream_t stream) {
   const int chunks = std::max(1, static_cast<int>(chunks_of(p.codes.shape[2])));
   if (!heads || (!p.how.mean.present() && !p.statistics.present())) return;
   const std::size_t moments = static_cast<std::size_t>(dim + 1) * sizeof(ChannelMoments);
-  const bool in_lanes = chunks > 1 && !p.statistics.present() && p.rows.rope.style == OCTET_ROPE_NONE && fits_lanes(p);
+  const bool in_lanes = chunks > 1 && !p.statistics.present() && plain_rows(p.rows) && fits_lanes(p);
   if (in_lanes)
     with_lanes(p.codes, [&](auto lanes) {
       launch(lane_sums_kernel<lanes>, (heads * chunks * lanes + kThreads - 1) / kThreads, kWarps, 0, stream, p, chunks);

@@ -8,19 +8,36 @@ namespace octet::cuda::quantizers {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kHeads = 8;  // of a token, one after the other in a group of lanes
-constexpr int kAhead = 4;  // of these, loaded before the first is computed
 
-// The rows of a group of lanes: those of one token in several heads.
+// A thread block takes neighbouring tokens, each with several groups of lanes where RoPE's sines are theirs together.
+template <Pairs Where>
+constexpr int kTeams = Where == Pairs::none ? 1 : 4;
+// The most heads of a token that a group of lanes takes, one after the other.
+template <Pairs Where>
+constexpr int kHeads = Where == Pairs::none ? 8 : 16;
+// How many of these are loaded before the first is computed, and how many thread blocks then have registers enough.
+template <bool Normed>
+constexpr int kAhead = Normed ? 4 : 2;
+template <Pairs Where, bool Normed>
+constexpr int kResident = Where == Pairs::across || Normed ? kBlocks : kBlocks + 1;
+template <int Lanes, Pairs Where>
+constexpr int kTokens = kThreads / Lanes / kTeams<Where>;
+
+// The rows of a group of lanes: those of one token in `run` neighbouring heads.
 template <int Lanes, Pairs Where>
 struct TokenRows {
   LaneChannels<Lanes, Where == Pairs::halves> channels;
-  int token, first, end, heads;
-  __device__ explicit TokenRows(const View& t, const RopeParams& rope)
+  int first_token, token, first, last, heads;
+  bool present;
+  __device__ TokenRows(const View& t, const RopeParams& rope, int run)
       : channels(rope.pairs), heads(static_cast<int>(t.shape[1])) {
-    const unsigned group = (blockIdx.x * kThreads + threadIdx.x) / Lanes, tokens = static_cast<unsigned>(t.shape[2]);
-    token = static_cast<int>(group % tokens), first = static_cast<int>(group / tokens) * kHeads;
-    end = channels.first < t.shape[3] ? min(first + kHeads, heads_of(t)) : 0;
+    constexpr int kBlock = kTokens<Lanes, Where>;
+    const auto tokens = static_cast<int>(t.shape[2]);
+    const unsigned slot = threadIdx.x / Lanes, blocks = (tokens + kBlock - 1) / kBlock;
+    first_token = static_cast<int>(blockIdx.x % blocks) * kBlock, token = first_token + static_cast<int>(slot % kBlock);
+    first = static_cast<int>(blockIdx.x / blocks * kTeams<Where> + slot / kBlock) * run;
+    last = min(first + run, heads_of(t));
+    present = channels.first < t.shape[3] && token < tokens;
   }
 
   // A walk along this lane's parts of the rows of t, whose numbers have `size` bytes.
@@ -29,8 +46,9 @@ struct TokenRows {
     return {t, steps, size, BatchHead(t, first), token, channels.first};
   }
 
-  // Calls f(whether there is such a row, row, whether its head is the last of its batch) for all rows of x.
-  template <class F>
+  // Calls f(whether there is such a row, row, whether its head is the last of its batch) for all rows of x. All lanes
+  // of a warp have as many.
+  template <int Ahead, class F>
   __device__ void each(const View& x, const HeadSteps& steps, const F& f) const {
     auto from = walk<const char>(x, steps, float_bytes(x.dtype));
     int loaded = first % heads, computed = loaded;
@@ -40,49 +58,91 @@ struct TokenRows {
       return last;
     };
 #pragma unroll 1
-    for (int head = first; head < first + kHeads; head += kAhead) {
-      LaneWords words[kAhead];
+    for (int head = first; head < last; head += Ahead) {
+      LaneWords words[Ahead];
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
-        if (head + a < end) words[a] = load_words(x.dtype, channels, from.at());
+      for (int a = 0; a < Ahead; ++a) {
+        if (present && head + a < last) words[a] = load_words(x.dtype, channels, from.at());
         from.next(is_last(loaded));
       }
 #pragma unroll
-      for (int a = 0; a < kAhead; ++a) {
+      for (int a = 0; a < Ahead; ++a) {
+        const bool there = present && head + a < last;
         LaneRow row = {};
-        if (head + a < end) to_floats(x.dtype, words[a], row);
-        f(head + a < end, row, is_last(computed));
+        if (there) to_floats(x.dtype, words[a], row);
+        f(there, row, is_last(computed));
       }
     }
   }
 };
 
+// Normalises and turns the rows of a group of lanes. All threads of a block make one together.
+template <int Lanes, Pairs Where, bool Normed>
+class RowMaker {
+ public:
+  static constexpr int kBlock = kTokens<Lanes, Where>;
+  // `sines`: shared memory for those of all tokens of the block.
+  using Sines = float2[Where == Pairs::none ? 1 : kBlock * kLanePairs<Lanes>];
+
+  __device__ RowMaker(const TokenRows<Lanes, Where>& rows, const NormParams& norm, const RopeParams& rope,
+                      const HeadSteps& weight_steps, int dim, Sines& sines)
+      : channels_(rows.channels),
+        norm_(norm, dim),
+        weights_(rows.template walk<const char>(norm.weight, weight_steps, float_bytes(norm.weight.dtype))),
+        of_heads_(Normed && weight_steps.head),
+        turns_(rope) {
+    if (Normed && norm.weight.data) norm_.load(channels_, weights_.at());
+    if constexpr (Where != Pairs::none) {
+      find_sines<Lanes, kBlock>(rope, rows.first_token, sines);
+      turns_.load(sines + (rows.token - rows.first_token) * kLanePairs<Lanes>);
+    }
+  }
+
+  // `last`: its head is the last of its batch.
+  __device__ void make(LaneRow& row, bool last) {
+    if constexpr (Normed) {
+      if (of_heads_) norm_.load(channels_, weights_.at()), weights_.next(last);
+      norm_.normalise(row);
+    }
+    turns_.turn(row);
+  }
+
+ private:
+  const LaneChannels<Lanes, Where == Pairs::halves>& channels_;
+  LaneNorm<Lanes, Where == Pairs::halves> norm_;
+  HeadWalk<const char> weights_;
+  bool of_heads_;
+  LaneTurns<Lanes, Where> turns_;
+};
+
 // The steps of all tensors of a call.
 struct TokenSteps {
-  HeadSteps x, codes, scale, zero_point, mean;
+  HeadSteps x, norm_weight, codes, scale, zero_point, mean;
   explicit TokenSteps(const QuantizeParams& p)
       : x(p.rows.x, float_bytes(p.rows.x.dtype)),
+        norm_weight(p.rows.rms.weight, float_bytes(p.rows.rms.weight.dtype)),
         codes(p.codes, 1),
         scale(p.how.scale, sizeof(float)),
         zero_point(p.how.zero_point, sizeof(float)),
         mean(p.rows.mean, sizeof(float)) {}
 };
 
-template <int Lanes, Pairs Where, bool Symmetric>
-__global__ void __launch_bounds__(kThreads, Where != Pairs::none || !Symmetric ? kBlocks : kBlocks + 1)
-    tokens_kernel(const __grid_constant__ QuantizeParams p, const __grid_constant__ TokenSteps steps) {
-  const TokenRows<Lanes, Where> rows(p.codes, p.rows.rope);
+template <int Lanes, Pairs Where, bool Symmetric, bool Normed>
+__global__ void __launch_bounds__(kThreads, Symmetric ? kResident<Where, Normed> : kBlocks)
+    tokens_kernel(const __grid_constant__ QuantizeParams p, const __grid_constant__ TokenSteps steps, int run) {
+  const TokenRows<Lanes, Where> rows(p.codes, p.rows.rope, run);
   const auto& channels = rows.channels;
   const BatchHead i(p.codes, rows.first);
   auto codes = rows.template walk<char>(p.codes, steps.codes, 1);
   HeadWalk<float> scales(p.how.scale, steps.scale, sizeof(float), i, rows.token, 0),
       zero_points(p.how.zero_point, steps.zero_point, sizeof(float), i, rows.token, 0),
       mean(p.rows.mean, steps.mean, sizeof(float), i, 0, channels.first);
-  LaneTurns<Lanes, Where> turns(p.rows.rope);
+  using Maker = RowMaker<Lanes, Where, Normed>;
+  __shared__ typename Maker::Sines sines;
+  Maker maker(rows, p.rows.rms, p.rows.rope, steps.norm_weight, p.dim(), sines);
   const LaneRotation<Lanes> rotation(p.rows);
-  turns.seek(rows.token);
-  rows.each(p.rows.x, steps.x, [&](bool present, LaneRow& row, bool last) {
-    turns.turn(row);
+  rows.template each<kAhead<Normed>>(p.rows.x, steps.x, [&](bool present, LaneRow& row, bool last) {
+    maker.make(row, last);
     if (p.rows.mean.data && present) subtract(channels, mean.at(), p.rows.mean.stride[3], row);
     if constexpr (Where != Pairs::halves) rotation.rotate(row);  // whose lanes have neighbouring channels
     Extremes extremes;
@@ -100,67 +160,93 @@ __global__ void __launch_bounds__(kThreads, Where != Pairs::none || !Symmetric ?
   });
 }
 
-template <int Lanes, Pairs Where>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    turn_kernel(const __grid_constant__ View x, const __grid_constant__ View y, const __grid_constant__ RopeParams rope,
-                const __grid_constant__ HeadSteps steps_x, const __grid_constant__ HeadSteps steps_y) {
-  const TokenRows<Lanes, Where> rows(x, rope);
-  auto turned = rows.template walk<char>(y, steps_y, float_bytes(y.dtype));
-  LaneTurns<Lanes, Where> turns(rope);
-  turns.seek(rows.token);
-  rows.each(x, steps_x, [&](bool present, LaneRow& row, bool last) {
-    turns.turn(row);
-    if (present) store_row(y.dtype, rows.channels, row, turned.at());
+struct TurnSteps {
+  HeadSteps x, y, norm_weight;
+  explicit TurnSteps(const TurnParams& p)
+      : x(p.x, float_bytes(p.x.dtype)),
+        y(p.y, float_bytes(p.y.dtype)),
+        norm_weight(p.rms.weight, float_bytes(p.rms.weight.dtype)) {}
+};
+
+template <int Lanes, Pairs Where, bool Normed>
+__global__ void __launch_bounds__(kThreads, kResident<Where, Normed>)
+    turn_kernel(const __grid_constant__ TurnParams p, const __grid_constant__ TurnSteps steps, int run) {
+  const TokenRows<Lanes, Where> rows(p.x, p.rope, run);
+  auto turned = rows.template walk<char>(p.y, steps.y, float_bytes(p.y.dtype));
+  using Maker = RowMaker<Lanes, Where, Normed>;
+  __shared__ typename Maker::Sines sines;
+  Maker maker(rows, p.rms, p.rope, steps.norm_weight, static_cast<int>(p.x.shape[3]), sines);
+  rows.template each<kAhead<Normed>>(p.x, steps.x, [&](bool present, LaneRow& row, bool last) {
+    maker.make(row, last);
+    if (present) store_row(p.y.dtype, rows.channels, row, turned.at());
     turned.next(last);
   });
 }
 
-// Calls f with where the pairs of RoPE lie, a constant, unless they are no whole parts of lanes. `rotates`: a rotation
-// follows, for which each lane has neighbouring channels. Returns whether it did.
+// Returns whether lanes can normalise: their weights are whole words.
+bool fits_norm(const NormParams& norm) { return !norm.weight.data || has_float_rows(norm.weight); }
+
+// Calls f with the lanes of a row of t, where the pairs of RoPE lie and whether there is a norm, all constants, unless
+// pairs are no whole parts of lanes. `rotates`: a rotation follows, for which each lane has neighbouring channels.
+// Returns whether it did.
 template <class F>
-bool with_pairs(const RopeParams& rope, bool rotates, const F& f) {
+bool with_rows(const View& t, const NormParams& norm, const RopeParams& rope, bool rotates, const F& f) {
   constexpr int kHalf = kLaneChannels / 2;
   const bool halves = rope.style == OCTET_ROPE_HALF;
-  if (rope.style == OCTET_ROPE_NONE)
-    f(std::integral_constant<Pairs, Pairs::none>{});
-  else if (rope.pairs % (halves && rotates ? kLaneChannels : kHalf))
-    return false;
-  else if (!halves)
-    f(std::integral_constant<Pairs, Pairs::neighbours>{});
-  else if (rotates)
-    f(std::integral_constant<Pairs, Pairs::across>{});
-  else
-    f(std::integral_constant<Pairs, Pairs::halves>{});
-  return true;
+  bool done = true;
+  with_lanes(t, [&](auto lanes) {
+    // The sum of a norm has one order, which lanes of two parts of a row give where they have all of it.
+    const bool across = rotates || (norm.present && 2 * rope.pairs != lanes * kLaneChannels);
+    const auto with_norm = [&](auto pairs) {
+      if (norm.present) return f(lanes, pairs, std::true_type{});
+      f(lanes, pairs, std::false_type{});
+    };
+    if (rope.style == OCTET_ROPE_NONE)
+      with_norm(std::integral_constant<Pairs, Pairs::none>{});
+    else if (rope.pairs % (halves && across ? kLaneChannels : kHalf))
+      done = false;
+    else if (!halves)
+      with_norm(std::integral_constant<Pairs, Pairs::neighbours>{});
+    else if (across)
+      with_norm(std::integral_constant<Pairs, Pairs::across>{});
+    else
+      with_norm(std::integral_constant<Pairs, Pairs::halves>{});
+  });
+  return done;
 }
 
-// The thread blocks of a launch of which each group of lanes takes a token.
-int64_t blocks_of_tokens(const View& t, int64_t lanes) {
-  const int64_t groups = t.shape[2] * ((batch_heads(t) + kHeads - 1) / kHeads);
-  return (groups * lanes + kThreads - 1) / kThreads;
+// The thread blocks of a launch, and the rows of each of their groups of lanes.
+struct Launch {
+  int64_t blocks;
+  int run;
+};
+template <int Lanes, Pairs Where>
+Launch launch_of(const View& t) {
+  const int64_t heads = batch_heads(t), teams = kTeams<Where>, tokens = kTokens<Lanes, Where>;
+  const int64_t head_blocks = (heads + teams * kHeads<Where> - 1) / (teams * kHeads<Where>), all = head_blocks * teams;
+  return {(t.shape[2] + tokens - 1) / tokens * head_blocks, static_cast<int>((heads + all - 1) / all)};
 }
 
 }  // namespace
 
 bool quantize_tokens(const QuantizeParams& p, cudaStream_t stream) {
-  if (p.how.granularity != OCTET_PER_TOKEN || !fits_lanes(p)) return false;
-  return with_pairs(p.rows.rope, p.rows.seed != 0, [&](auto pairs) {
+  const bool symmetric = p.how.zero_point_kind == OCTET_SYMMETRIC;
+  if (p.how.granularity != OCTET_PER_TOKEN || !fits_lanes(p) || !fits_norm(p.rows.rms)) return false;
+  if (p.rows.rms.present && !symmetric) return false;
+  return with_rows(p.codes, p.rows.rms, p.rows.rope, p.rows.seed != 0, [&](auto lanes, auto pairs, auto normed) {
     if (!p.codes.elements()) return;
-    with_lanes(p.codes, [&](auto lanes) {
-      const auto kernel = p.how.zero_point_kind == OCTET_SYMMETRIC ? tokens_kernel<lanes, pairs, true>
-                                                                   : tokens_kernel<lanes, pairs, false>;
-      launch(kernel, blocks_of_tokens(p.codes, lanes), kWarps, 0, stream, p, TokenSteps(p));
-    });
+    const auto kernel =
+        symmetric || normed ? tokens_kernel<lanes, pairs, true, normed> : tokens_kernel<lanes, pairs, normed, normed>;
+    const auto [blocks, run] = launch_of<lanes, pairs>(p.codes);
+    launch(kernel, blocks, kWarps, 0, stream, p, TokenSteps(p), run);
   });
 }
 
-bool turn_tokens(const RopeParams& rope, const View& x, const View& y, cudaStream_t stream) {
-  if (!has_float_rows(x) || !has_float_rows(y)) return false;
-  const HeadSteps steps_x(x, float_bytes(x.dtype)), steps_y(y, float_bytes(y.dtype));
-  return with_pairs(rope, false, [&](auto pairs) {
-    with_lanes(x, [&](auto lanes) {
-      launch(turn_kernel<lanes, pairs>, blocks_of_tokens(x, lanes), kWarps, 0, stream, x, y, rope, steps_x, steps_y);
-    });
+bool turn_tokens(const TurnParams& p, cudaStream_t stream) {
+  if (!has_float_rows(p.x) || !has_float_rows(p.y) || !fits_norm(p.rms)) return false;
+  return with_rows(p.x, p.rms, p.rope, false, [&](auto lanes, auto pairs, auto normed) {
+    const auto [blocks, run] = launch_of<lanes, pairs>(p.x);
+    launch(turn_kernel<lanes, pairs, normed>, blocks, kWarps, 0, stream, p, TurnSteps(p), run);
   });
 }
 
