@@ -15,7 +15,7 @@ import pathlib
 
 import torch
 from abi import BACKWARD, BIAS_CORRECTIONS, FORWARD, JVP, Octet, load
-from peers import circumstances, cudnn_name, medians
+from peers import circumstances, cudnn_name, eight_bit_peers, medians
 from problems import GPU_FEW_QUERIES, GPU_GENERAL, GPU_GENERAL_EIGHT_BITS, GPU_GENERAL_F32
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -197,15 +197,29 @@ def jvps(library, shapes, options):
 EIGHT_BITS = ("int8_f16", "int8", "int8_fp8", "fp8")
 
 
+def error_of_o(p, o):
+    """Relative L2 against float64 of every 128th row of o, whose q sees all keys."""
+    q, k, v = p.q[:, :, ::128].double(), p.k.double(), p.v.double()
+    return relative(o[:, :, ::128], p.logits(q, k).softmax(-1) @ v)
+
+
 def eight_bits(library, shapes, options):
-    """Precisions of 8 bits beside bf16 and torch, and int8's backward pass: ratios are to octet in bf16."""
+    """Precisions of 8 bits beside bf16, torch and, without a mask, the peers of 8 bits, and int8's backward pass: ratios
+    are to octet in bf16."""
+    peers = eight_bit_peers()
     for shape in shapes:
         for causal in (False, True):
             p = Problem(shape, shape, torch.bfloat16, causal)
             ours, torchs = General(library, p), Torch(p)
-            calls = {x: General(library, p, training=False, precision=x).forward for x in EIGHT_BITS}
-            calls = {"octet": ours.forward, "torch": torchs.forward} | calls
-            yield describe(time({}, calls, options), shape, torch.bfloat16, "forward", 1, causal)
+            eight = {x: General(library, p, training=False, precision=x) for x in EIGHT_BITS}
+            calls = {"octet": ours.forward, "torch": torchs.forward} | {x: y.forward for x, y in eight.items()}
+            row = {}
+            if not causal:
+                calls |= {x: lambda p=p, f=f: f(p.q, p.k, p.v) for x, (_, f) in peers.items()}
+                results = {x: call() for x, call in calls.items()}
+                results |= {x: y.o for x, y in eight.items()} | {"octet": ours.o}
+                row["errors"] = {x: error_of_o(p, o) for x, o in results.items()}
+            yield describe(time(row, calls, options), shape, torch.bfloat16, "forward", 1, causal)
             int8 = General(library, p, precision="int8")
             for which, factor in (("training", 1), ("backward", 2.5)):
                 calls = {"octet": getattr(ours, which), "int8": getattr(int8, which)}
@@ -290,7 +304,7 @@ def main():
         peers = {
             "torch": f"torch {torch.__version__}: flash attention in bf16, memory-efficient attention in f32",
             "cudnn": cudnn_name(),
-        }
+        } | {x: description for x, (description, _) in eight_bit_peers().items()}
         result = circumstances(library, options.rounds) | {"peers": peers, "errors": found, "rows": rows}
         options.output.write_text(json.dumps(result, indent=1) + "\n")
 

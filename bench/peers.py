@@ -40,6 +40,21 @@ def gpu_peers():
     return found
 
 
+def eight_bit_peers():
+    """The peers of 8 bits that can be imported here, without a mask: name -> (description, function of q, k, v)."""
+    found = {}
+    for name, title, path, function in (
+        ("sage", "SageAttention", "sageattention", "sageattn"),
+        ("comfy", "comfy-kitchen", "comfy_kitchen.sage_attention", "int8_attention"),
+    ):
+        try:
+            module = importlib.import_module(path)
+        except ImportError:
+            continue
+        found[name] = (f"{title} {_version(module, path)}", getattr(module, function))
+    return found
+
+
 def _flash(function):
     """FlashAttention takes [batch, token, head, dim]: the same memory, transposed views."""
 
