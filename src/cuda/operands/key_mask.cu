@@ -74,55 +74,63 @@ struct KeyRows {
   Strided all, seen;
 };
 
-// Calls f(i, token, rank) for `kAtOnce` keys of a batch element, i = 0, 1, ..., and then g(i, token, rank) for each
-// that exists: so f can start as many loads before g stores the first. The thread blocks of a head share its keys, and
-// `threads` threads have a row each.
+// Calls f(i, token, place) for `kAtOnce` keys of a batch element, i = 0, 1, ..., and then g(i, token, place) for each
+// that exists: so f can start as many loads before g stores the first. `place` is that of the key among the seen ones
+// of all batch elements, negative where it is not seen. The thread blocks of a head share its keys, and `threads`
+// threads have a row each. Returns the number of seen keys of the batch elements before, which is known only after the
+// first ranks have been asked for.
 constexpr int kAtOnce = 4;
 template <class F, class G>
-__device__ void for_keys(const RankedKeys& keys, int element, int threads, const F& f, const G& g) {
+__device__ int for_keys(const RankedKeys& keys, int element, int threads, const F& f, const G& g) {
   const int rows = kThreads / threads, row = static_cast<int>(threadIdx.x) / threads;
-  if (row >= rows) return;
   const int step = rows * static_cast<int>(gridDim.y);
-  for (int first = static_cast<int>(blockIdx.y) * rows + row; first < keys.tokens; first += kAtOnce * step) {
-    int ranks[kAtOnce];
+  int first = row < rows ? static_cast<int>(blockIdx.y) * rows + row : keys.tokens;
+  int ranks[kAtOnce];
+  const auto read_ranks = [&] {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
       ranks[i] = first + i * step < keys.tokens ? keys.rank(element, first + i * step) : -1;
+  };
+  read_ranks();
+  const int before = keys.before(element);
+  for (; first < keys.tokens; first += kAtOnce * step, read_ranks()) {
+    const auto place = [&](int i) { return ranks[i] < 0 ? -1 : before + ranks[i]; };
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) f(i, first + i * step, ranks[i]);
+    for (int i = 0; i < kAtOnce; ++i) f(i, first + i * step, place(i));
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i)
-      if (first + i * step < keys.tokens) g(i, first + i * step, ranks[i]);
+      if (first + i * step < keys.tokens) g(i, first + i * step, place(i));
   }
+  return before;
 }
 
 // Copies the keys of a head: with `packs`, the seen ones side by side, else these back, and zeros to the others. Word:
-// void where rows are not whole words.
+// void where rows are not whole words. Returns the number of seen keys of the batch elements before.
 template <class Word, bool packs>
-__device__ void copy_keys(const RankedKeys& keys, const KeyRows& rows, int element, int head, int before) {
+__device__ int copy_keys(const RankedKeys& keys, const KeyRows& rows, int element, int head) {
   const Strided &from = packs ? rows.all : rows.seen, &to = packs ? rows.seen : rows.all;
   constexpr int kElements = std::is_void_v<Word> ? kVec8 : 1;  // of a thread
   const int threads = static_cast<int>(rows.all.shape[3]) / kElements;
   const int column = static_cast<int>(threadIdx.x) % threads * kElements;
   const auto of_all = [&](int token) { return Index4{element, head, token, column}; };
-  const auto of_seen = [&](int rank) { return Index4{0, head, before + rank, column}; };
-  const auto source = [&](int token, int rank) { return packs ? of_all(token) : of_seen(rank); };
-  const auto target = [&](int token, int rank) { return packs ? of_seen(rank) : of_all(token); };
+  const auto of_seen = [&](int place) { return Index4{0, head, place, column}; };
+  const auto source = [&](int token, int place) { return packs ? of_all(token) : of_seen(place); };
+  const auto target = [&](int token, int place) { return packs ? of_seen(place) : of_all(token); };
   if constexpr (std::is_void_v<Word>) {
     const auto nothing = [](int, int, int) {};
-    for_keys(keys, element, threads, nothing, [&](int, int token, int rank) {
+    return for_keys(keys, element, threads, nothing, [&](int, int token, int place) {
       Vec8 x{};
-      if (rank >= 0) read(from, source(token, rank), x);
-      if (rank >= 0 || !packs) write(to, target(token, rank), x);
+      if (place >= 0) read(from, source(token, place), x);
+      if (place >= 0 || !packs) write(to, target(token, place), x);
     });
   } else {
     Word words[kAtOnce];
-    const auto load = [&](int i, int token, int rank) {
+    const auto load = [&](int i, int token, int place) {
       words[i] = Word{};
-      if (rank >= 0) words[i] = static_cast<const Word*>(from.data)[source(token, rank).offset(from)];
+      if (place >= 0) words[i] = static_cast<const Word*>(from.data)[source(token, place).offset(from)];
     };
-    for_keys(keys, element, threads, load, [&](int i, int token, int rank) {
-      if (rank >= 0 || !packs) static_cast<Word*>(to.data)[target(token, rank).offset(to)] = words[i];
+    return for_keys(keys, element, threads, load, [&](int i, int token, int place) {
+      if (place >= 0 || !packs) static_cast<Word*>(to.data)[target(token, place).offset(to)] = words[i];
     });
   }
 }
@@ -135,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
                 int queries, int* cu_seqlens_q, int* cu_seqlens_k) {
   const int tensor_head = static_cast<int>(blockIdx.x) % (2 * heads);
   const int element = static_cast<int>(blockIdx.x) / (2 * heads);
-  const int before = keys.before(element);
+  const int before = copy_keys<Word, packs>(keys, tensor_head < heads ? k : v, element, tensor_head % heads);
   if (packs && blockIdx.y == 0 && tensor_head == 0 && threadIdx.x == 0) {
     cu_seqlens_q[element] = element * queries, cu_seqlens_k[element] = before;
     if (element == keys.batch - 1) {
@@ -144,7 +152,6 @@ __global__ void __launch_bounds__(kThreads)
       cu_seqlens_k[keys.batch + 1] = keys.batch * keys.tokens;
     }
   }
-  copy_keys<Word, packs>(keys, tensor_head < heads ? k : v, element, tensor_head % heads, before);
 }
 
 // Copies the keys of k and v, or of their gradients, between all tokens and those that are seen.
@@ -153,9 +160,11 @@ void copy_keys(const RankedKeys& keys, const View& k, const View& seen_k, const 
                int queries, int* cu_seqlens_q, int* cu_seqlens_k, cudaStream_t stream) {
   const auto launch = [&](auto* word, const KeyRows& k_rows, const KeyRows& v_rows) {
     const auto heads = static_cast<int>(k.shape[1]);
-    constexpr int kTokens = 64, kMostBlocks = 65535;  // tokens of a thread block, blocks of a head
+    constexpr int kMostBlocks = 65535;  // of a head
+    // Of a thread block, whose threads have kAtOnce words each.
+    const auto tokens = static_cast<int>(kAtOnce * kThreads * kVec8 / std::max(k.shape[3], v.shape[3]));
     const dim3 grid(static_cast<unsigned>(2 * heads * keys.batch),
-                    static_cast<unsigned>(std::clamp((keys.tokens + kTokens - 1) / kTokens, 1, kMostBlocks)));
+                    static_cast<unsigned>(std::clamp((keys.tokens + tokens - 1) / tokens, 1, kMostBlocks)));
     copy_kernel<std::remove_pointer_t<decltype(word)>, packs>
         <<<grid, kThreads, 0, stream>>>(keys, k_rows, v_rows, heads, queries, cu_seqlens_q, cu_seqlens_k);
     check(cudaGetLastError(), "copy_kernel");
