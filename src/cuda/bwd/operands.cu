@@ -62,6 +62,7 @@ PreprocessParams preprocess_params(const Problem& p, const BackwardChoice& choic
       .sinks = sinks(p.sinks),
       .tile_dim = dim,
       .block_channels = dim / 2,
+      .block_channels_v = dim / 2,
       .type = scaled ? OCTET_F16 : OCTET_BF16,
       .round_do = cast == OCTET_BF16 ? OCTET_BF16 : OCTET_F32,
       .round_q = cast,

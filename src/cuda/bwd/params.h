@@ -143,7 +143,7 @@ struct BackwardParams {
   Mask mask;
   int batch, heads, kv_heads;
   int dim, dim_v;
-  int block_channels;  // see channel_of
+  int block_channels;  // of dq, see channel_of
   unsigned* counter;
   HeadGroups head_groups;  // of kv heads
   float scale;             // softmax_scale

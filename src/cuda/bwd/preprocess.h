@@ -50,7 +50,7 @@ struct PreprocessParams {
   Strided dlse;                              // may be absent
   Sinks sinks;
   int tile_dim;                                     // the dim of q, k, v and do in tiles
-  int block_channels;                               // see channel_of
+  int block_channels, block_channels_v;             // of q and k, of v and do: see channel_of
   octet_dtype type;                                 // the type of tiles: f16 or bf16
   octet_dtype round_do, round_q, round_k, round_v;  // the type to round to first
   bool scaled;                                      // true: operands are multiplied by powers of two

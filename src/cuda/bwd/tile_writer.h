@@ -41,7 +41,8 @@ struct TileWriter {
 
   const PreprocessParams& p;
   int kv;
-  int vec = threadIdx.x % kVecs, channel = channel_of<Dim>(vec * kVec8, p.block_channels);
+  int vec = threadIdx.x % kVecs, channel = channel_of<Dim>(vec * kVec8, p.block_channels),
+      channel_v = channel_of<Dim>(vec * kVec8, p.block_channels_v);  // of v, do and o
 
   // Returns the offset of eight columns of this thread's first row in a tile of `rows` rows. Its later rows follow at a
   // distance that is a multiple of kSwizzleRows, so that each row adds kPanelRowBytes.
@@ -52,13 +53,13 @@ struct TileWriter {
   }
   __device__ int place(int rows) const { return place(rows, vec); }
   // Returns the distance from this thread's columns to those that repeat its channels, or 0.
-  __device__ int distance_to_repeated(int rows) const {
-    const int repeated = Dim == 256 ? repeated_column(vec * kVec8, p.block_channels) : -1;
+  __device__ int repeats(int rows, int block_channels) const {
+    const int repeated = Dim == 256 ? repeated_column(vec * kVec8, block_channels) : -1;
     return repeated < 0 ? 0 : place(rows, repeated / kVec8) - place(rows);
   }
   // Writes eight channels of a row, times `scale`, to their columns and to those that repeat them. Columns of 256 that
   // are no channel's own may repeat one, or are not read.
-  __device__ void put(unsigned char* to, const Vec8& x, float scale, int distance) const {
+  __device__ void put(unsigned char* to, int channel, const Vec8& x, float scale, int distance) const {
     if (Dim == 256 && channel >= Dim) return;
     uint4 word;
     uint32_t* const pairs = &word.x;
@@ -140,13 +141,13 @@ struct TileWriter {
     Column<Residual<In>> residual;
     int asked, slot = 0;  // the next row to load, and its slot
 
-    __device__ QueryLoader(const PreprocessParams& p, const QueryTile& tile, const Index4& first, int row, Ahead* ahead)
+    __device__ QueryLoader(const PreprocessParams& p, const QueryTile& tile, Index4 first, int of_v, int row, Ahead* to)
         : tile(tile),
-          ahead(ahead),
+          ahead(to),
           q(p.q, first),
-          do_(p.do_, first),
-          o(p.o, first),
-          residual(p.o_residual, first),
+          do_(p.do_, {first.batch, first.head, first.token, of_v}),
+          o(p.o, {first.batch, first.head, first.token, of_v}),
+          residual(p.o_residual, {first.batch, first.head, first.token, of_v}),
           asked(row) {}
     __device__ void advance() {
       q.advance(kRowsAtOnce), do_.advance(kRowsAtOnce), o.advance(kRowsAtOnce), residual.advance(kRowsAtOnce);
@@ -188,7 +189,7 @@ struct TileWriter {
     const int64_t start = at.tile * kQueries * Dim * static_cast<int64_t>(sizeof(T));
     int row = threadIdx.x / kVecs;
     extern __shared__ uint4 shared[];
-    QueryLoader loader(p, at, {at.batch, at.head, at.first_token + row, channel}, row,
+    QueryLoader loader(p, at, {at.batch, at.head, at.first_token + row, channel}, channel_v, row,
                        reinterpret_cast<Ahead*>(shared));
     for (int i = 0; i < kAhead; ++i) loader.ask();
     if (kFirstTime && kv < p.zeroed_heads) {
@@ -211,7 +212,7 @@ struct TileWriter {
     read_mean(mean);
     float most_q = 0.f, most_do = 0.f;
     unsigned char *to_q = p.q_tiles + start + place(kQueries), *to_do = p.do_tiles + start + place(kQueries);
-    const int distance = distance_to_repeated(kQueries);
+    const int distance = repeats(kQueries, p.block_channels), distance_v = repeats(kQueries, p.block_channels_v);
     for (; row < kQueries; row += kRowsAtOnce) {
       const typename QueryLoader::Row raw = loader.read(row);
       loader.ask();
@@ -219,14 +220,14 @@ struct TileWriter {
       const bool finite = at.is_finite(row);
       take(raw.q, p.round_q, x);
       if (!finite) clear(x);
-      put(to_q, x, q_scale, distance);
+      put(to_q, channel, x, q_scale, distance);
       most_q = fmaxf(most_q, largest_finite(x));
       float of_mean = 0.f;  // q k^T - q (k - mean)^T
       for (int c = 0; c < kVec8; ++c) of_mean += x[c] * mean[c];
       take(raw.o, OCTET_F32, sum), add_residual<In>(p, raw.residual, sum);
       take(raw.do_, p.round_do, x);
       if (!finite) clear(x);
-      if (kFirstTime) put(to_do, x, do_scale, distance);
+      if (kFirstTime) put(to_do, channel_v, x, do_scale, distance_v);
       Size size(x);
       float delta = 0.f;
       if (kMayBeInt8 && p.int8.do_)
@@ -242,7 +243,7 @@ struct TileWriter {
       const float norm = size.norm();
       if (!kFirstTime) {
         const int bin = bin_of(bound_of(norm, at.dlse(row, at.lse(row))), bins);
-        put(to_do, x, power_of_two(of_bin(bin).do_), distance);
+        put(to_do, channel_v, x, power_of_two(of_bin(bin).do_), distance_v);
       }
       if (vec == 0) sums.delta[row] = delta, sums.norm[row] = norm, sums.mean[row] = of_mean;
       to_q += kRowsAtOnce * kPanelRowBytes, to_do += kRowsAtOnce * kPanelRowBytes;
@@ -349,7 +350,7 @@ struct TileWriter {
     const Interval range = sequence.index < 0 ? Interval{0, 0} : counted(p, false, sequence.index);
     int row = threadIdx.x / kVecs;
     const Index4 first{batch, head, static_cast<int64_t>(sequence.first) + first_key + row, channel};
-    Column<In> k(p.k, first), v(p.v, first);
+    Column<In> k(p.k, first), v(p.v, {first.batch, first.head, first.token, channel_v});
     RawVec8<In> raw_k[kKeyBatch], raw_v[kKeyBatch];
     bool present[kKeyBatch];
     const auto read_rows = [&] {
@@ -367,7 +368,7 @@ struct TileWriter {
     Vec8 mean;
     read_mean(mean);
     unsigned char *to_k = p.k_tiles + start + place(kKeys), *to_v = p.v_tiles + start + place(kKeys);
-    const int distance = distance_to_repeated(kKeys);
+    const int distance = repeats(kKeys, p.block_channels), distance_v = repeats(kKeys, p.block_channels_v);
     const int64_t int8_key = int64_t{kv} * p.int8.keys +
                              (p.k_blocks.cu_seqlens ? (sequence.first / 64 + sequence.index) * 64 : 0) + first_key;
     float most_k = 0.f, most_smooth = 0.f, most_v = 0.f, most_row = 0.f;
@@ -382,10 +383,10 @@ struct TileWriter {
         most_k = fmaxf(most_k, largest_finite(x));
         if (present[j])
           for (int c = 0; c < kVec8; ++c) x[c] -= mean[c];
-        if (p.k_tiles) put(to_k, x, k_scale, distance);
+        if (p.k_tiles) put(to_k, channel, x, k_scale, distance);
         most_smooth = fmaxf(most_smooth, largest_finite(x));
         take(raw_v[j], p.round_v, x);
-        if (p.v_tiles) put(to_v, x, v_scale, distance);
+        if (p.v_tiles) put(to_v, channel_v, x, v_scale, distance_v);
         Size size(x);
         size.reduce(kVecs);
         most_v = fmaxf(most_v, size.most), most_row = fmaxf(most_row, size.norm());

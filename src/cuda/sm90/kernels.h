@@ -32,8 +32,8 @@ Kernel first_holding(int64_t dim, int64_t dim_v, DimsList<Dims...>, const Descri
 }
 
 template <class T, Bins bins>
-Kernel backward_kernel(int64_t dim, Sums sums);
+Kernel backward_kernel(int64_t dim, int64_t dim_v, Sums sums);
 template <class T, Bins bins, Extra extra>
-Kernel backward_kernel_with(int64_t dim);  // sums of dq are floats
+Kernel backward_kernel_with(int64_t dim, int64_t dim_v);  // sums of dq are floats
 
 }  // namespace octet::cuda::sm90

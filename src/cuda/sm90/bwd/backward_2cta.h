@@ -1,5 +1,6 @@
-// The backward pass at d = 160, 192 and 256: dq, dk, dv of 128 keys by a 2-CTA cluster. The algorithm is that of
-// sm90/bwd/backward.h; its products are divided among the warpgroups of both thread blocks. In each thread block:
+// The backward pass at d = 160, 192, (192, 128) and 256: dq, dk, dv of 128 keys by a 2-CTA cluster. The algorithm is
+// that of sm90/bwd/backward.h; its products are divided among the warpgroups of both thread blocks. In each thread
+// block:
 //
 //   one warpgroup, for 64 keys and all channels:
 //     s = k q^T    p = exp(scale s - lse)    dp = v do^T    ds = p (dp - delta)
@@ -21,8 +22,9 @@
 
 namespace octet::cuda::sm90 {
 
-template <class T, int Dim, Sums sums, Bins bins>
+template <class T, class Dims, Sums sums, Bins bins>
 struct Backward2Cta {
+  static constexpr int Dim = Dims::kDim, DimV = Dims::kDimV;
   static constexpr int kTileDim = tile_dim(Dim);
   using Tile = BackwardTile<kTileDim>;
   static constexpr int kBlocks = 2;  // of a cluster
@@ -31,6 +33,9 @@ struct Backward2Cta {
   // (see repeated_column); the remote columns have all others.
   static constexpr int kChannels = Dim / kBlocks, kLocalColumns = kTileDim / kBlocks,
                        kRemoteColumns = Dim > 192 ? kLocalColumns : kPanelColumns;
+  // The same of v and do. Where a panel of each half has all of their channels, no others are fetched.
+  static constexpr int kChannelsV = DimV / kBlocks,
+                       kLocalColumnsV = Dim <= 192 && kChannelsV <= kPanelColumns ? kPanelColumns : kLocalColumns;
   // The local columns of k and v come first, instead of the order of channels.
   static constexpr bool kLocalFirst = kRemoteColumns < kLocalColumns;
   static constexpr int kConsumerThreads = 3 * kWarpgroup, kThreads = kConsumerThreads + kWarpgroup;
@@ -46,15 +51,17 @@ struct Backward2Cta {
   using TileK = SharedTile<T, kKeys, kLocalColumns + kRemoteColumns, true>;
   using TileCluster = SharedTile<T, kClusterKeys, kTileDim, true>;  // the keys of both, as preprocessed
   using Local = SharedTile<T, kQueries, kLocalColumns, true>;       // columns of a TileQ or of a TileK
+  using TileV = SharedTile<T, kKeys, kLocalColumnsV + kRemoteColumns, true>;
+  using LocalDo = SharedTile<T, kQueries, kLocalColumnsV, true>;
   using Remote = SharedTile<T, kQueries, kRemoteColumns, true>;
   using TileP = SharedTile<T, kKeys, kQueries, true>;
   using Rows = QueryRows<kQueries>;
   static_assert(kKeys == kWarpgroupRows && kQueries == kWarpgroupRows);
 
   struct alignas(kSwizzleBytes) Shared {
-    unsigned char k[TileK::kBytes], v[TileK::kBytes];
+    unsigned char k[TileK::kBytes], v[TileV::kBytes];
     unsigned char remote_k[Local::kBytes];  // the local columns of the peer's keys
-    unsigned char q_local[kQStages][Local::kBytes], do_local[kDoStages][Local::kBytes];
+    unsigned char q_local[kQStages][Local::kBytes], do_local[kDoStages][LocalDo::kBytes];
     unsigned char q_remote[kRemoteStages][Remote::kBytes], do_remote[kRemoteStages][Remote::kBytes];
     unsigned char p[kPStages][kBlocks][TileP::kBytes], ds[kDsStages][kBlocks][TileP::kBytes];
     Rows rows[kQStages];

@@ -15,16 +15,16 @@ namespace {
 constexpr int64_t kMaxTokens = 1 << 21;  // a grid has fewer than 2^16 rows, of 64 tokens each
 
 struct Row {
-  Kernel (*kernel)(int64_t dim, Sums sums);
-  Kernel (*further)(int64_t dim, Sums sums);  // null: all queries are the first bin
+  Kernel (*kernel)(int64_t dim, int64_t dim_v, Sums sums);
+  Kernel (*further)(int64_t dim, int64_t dim_v, Sums sums);  // null: all queries are the first bin
 };
 constexpr Row kBf16Row = {backward_kernel<Bf16, Bins::first>, nullptr},
               kF16Row = {backward_kernel<F16, Bins::first>, backward_kernel<F16, Bins::further>};
 
 // The same of kernels with something extra, whose sums of dq are floats.
 template <class T, Bins bins, Extra extra>
-Kernel kernel_with(int64_t dim, Sums) {
-  return backward_kernel_with<T, bins, extra>(dim);
+Kernel kernel_with(int64_t dim, int64_t dim_v, Sums) {
+  return backward_kernel_with<T, bins, extra>(dim, dim_v);
 }
 template <Extra extra>
 constexpr Row kBf16RowWith = {kernel_with<Bf16, Bins::first, extra>, nullptr};
@@ -75,9 +75,9 @@ bool reads_by_index(const View& x) {
 BackwardKernels choose_kernels(const Problem& p) {
   const BackwardChoice choice = choose_backward(p);
   const Row& row = row_of(p, choice.f16);
-  BackwardKernels kernels{choice, row.kernel(std::max(p.dim, p.dim_v), choice.sums)};
+  BackwardKernels kernels{choice, row.kernel(p.dim, p.dim_v, choice.sums)};
   const Kernel& kernel = kernels.kernel;
-  if (row.further) kernels.further = row.further(kernel.dim, choice.sums);
+  if (row.further) kernels.further = row.further(kernel.dim, kernel.dim_v, choice.sums);
   // The 2-CTA kernel has no shared memory for a second stage of k and v, in which they could be converted.
   kernels.key_tiles = kernel.cluster > 1 || !converts_keys(p, choice.cast);
   kernels.query_tiles = kernels.key_tiles || !may_read_rows(kernel.dim) || !reads_queries(p, choice.f16);

@@ -13,9 +13,10 @@ namespace octet::cuda::sm90 {
 template <Sums sums, Bins bins>
 using BackwardDims = std::conditional_t<
     bins == Bins::further,
-    std::conditional_t<sums == Sums::floats, DimsList<Dims64, Dims128, Dims160, Dims192, Dims256>,
+    std::conditional_t<sums == Sums::floats, DimsList<Dims64, Dims128, Dims160, Dims192x128, Dims192, Dims256>,
                        DimsList<Dims64, Dims128, Dims256>>,
-    std::conditional_t<sums == Sums::floats, DimsList<Dims64, Dims80, Dims96, Dims128, Dims160, Dims192, Dims256>,
+    std::conditional_t<sums == Sums::floats,
+                       DimsList<Dims64, Dims80, Dims96, Dims128, Dims160, Dims192x128, Dims192, Dims256>,
                        DimsList<Dims64, Dims80, Dims96, Dims128, Dims256>>>;
 constexpr int tile_dim(int dim) { return dim <= 64 ? 64 : dim <= 128 ? 128 : 256; }
 

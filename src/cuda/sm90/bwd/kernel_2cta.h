@@ -13,12 +13,12 @@ __device__ void set_registers() {
   Registers > kAtLaunch ? ptx::reg_alloc<Registers>() : ptx::reg_dealloc<Registers>();
 }
 
-template <class T, int Dim, Sums sums, Bins bins>
-__global__ void __cluster_dims__(Backward2Cta<T, Dim, sums, bins>::kBlocks)
-    __launch_bounds__(Backward2Cta<T, Dim, sums, bins>::kThreads, 1)
+template <class T, class Dims, Sums sums, Bins bins>
+__global__ void __cluster_dims__(Backward2Cta<T, Dims, sums, bins>::kBlocks)
+    __launch_bounds__(Backward2Cta<T, Dims, sums, bins>::kThreads, 1)
         backward_2cta(const __grid_constant__ BackwardParams arguments) {
-  using Kernel = Backward2Cta<T, Dim, sums, bins>;
-  using Registers = Registers2Cta<Dim>;
+  using Kernel = Backward2Cta<T, Dims, sums, bins>;
+  using Registers = Registers2Cta<Dims::kDim>;
   auto& shared = *reinterpret_cast<typename Kernel::Shared*>(shared_memory<Kernel::kAlignsByHand>());
   Kernel kernel{arguments, shared};
   ptx::griddepcontrol_launch_dependents();

@@ -34,7 +34,7 @@ Plan backward(const Problem& p, void* workspace) {
   const BackwardKernels choice = choose_kernels(p);
   WorkspaceAllocator allocator(workspace);
   PreprocessParams params = preprocess_params(p, choice, choice.query_tiles, choice.key_tiles, allocator);
-  params.block_channels = choice.kernel.dim / 2;
+  params.block_channels = choice.kernel.dim / 2, params.block_channels_v = choice.kernel.dim_v / 2;
   const Strided saved_lse = params.lse;
   const AlibiSlopes slopes = alibi_slopes(p);
   LseParams rows{.q = params.q, .k = params.k, .lse = params.lse, .round = params.round_q};

@@ -5,11 +5,11 @@
 namespace octet::cuda::sm90 {
 
 // Puts p or ds into the shared memory of both thread blocks.
-template <class T, int Dim, Sums sums, Bins bins>
+template <class T, class Dims, Sums sums, Bins bins>
 template <int Stages>
-__device__ inline void Backward2Cta<T, Dim, sums, bins>::put(const Operand<T, kQueries>& x,
-                                                             unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
-                                                             Pipeline<Stages>& pipe, unsigned n) {
+__device__ inline void Backward2Cta<T, Dims, sums, bins>::put(const Operand<T, kQueries>& x,
+                                                              unsigned char (&tiles)[Stages][kBlocks][TileP::kBytes],
+                                                              Pipeline<Stages>& pipe, unsigned n) {
   const int stage = n % Stages, me = rank();  // opaque() below keeps the rank out of registers between iterations
   unsigned char* const tile = tiles[stage][ptx::opaque(me)];
   pipe.empty[stage].wait_for_cluster(n / Stages % 2 ^ 1);
@@ -25,14 +25,16 @@ __device__ inline void Backward2Cta<T, Dim, sums, bins>::put(const Operand<T, kQ
 }
 
 // Warpgroup 1: computes p and ds of 64 keys.
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline void Backward2Cta<T, Dim, sums, bins>::compute_p_ds() {
+template <class T, class Dims, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dims, sums, bins>::compute_p_ds() {
   unsigned n = 0;  // iterations of all blocks so far, which give the stage and phase of each pipeline
   const int group = a.heads / a.kv_heads;
-  const TileK k{shared.k}, v{shared.v};
-  constexpr int kOthers = Dim - kRemoteColumns;
+  const TileK k{shared.k};
+  const TileV v{shared.v};
+  constexpr int kOthers = Dim - kRemoteColumns, kOthersV = DimV - kRemoteColumns;
   const int me = rank(), local = kLocalFirst ? 0 : me * kLocalColumns,
-            remote = kLocalFirst ? kLocalColumns : (me ^ 1) * kLocalColumns;
+            remote = kLocalFirst ? kLocalColumns : (me ^ 1) * kLocalColumns,
+            remote_v = kLocalFirst ? kLocalColumnsV : remote;
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.k_pipe.full[0].wait(tile_index % 2);
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
@@ -64,8 +66,8 @@ __device__ inline void Backward2Cta<T, Dim, sums, bins>::compute_p_ds() {
       shared.do_remote_pipe.full[remote_stage].wait(n / kRemoteStages % 2);
       shared.do_pipe.full[do_stage].wait(n / kDoStages % 2);
       ptx::wgmma_fence();
-      mma_ABt(dp, columns_of<kRemoteColumns>(v, remote), 0, Remote{shared.do_remote[remote_stage]}, false);
-      mma_ABt(dp, columns_of<kOthers>(v, local), 0, columns_of<kOthers>(Local{shared.do_local[do_stage]}, 0), true);
+      mma_ABt(dp, columns_of<kRemoteColumns>(v, remote_v), 0, Remote{shared.do_remote[remote_stage]}, false);
+      mma_ABt(dp, columns_of<kOthersV>(v, local), 0, columns_of<kOthersV>(LocalDo{shared.do_local[do_stage]}, 0), true);
       ptx::wgmma_commit();
     };
     // p = exp(scale s - lse), in the place of s; puts p.
@@ -132,8 +134,8 @@ __device__ inline void Backward2Cta<T, Dim, sums, bins>::compute_p_ds() {
 }
 
 // Warpgroups 2 and 3: accumulate dv and dk of 64 keys, and compute dq of 64 channels.
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline void Backward2Cta<T, Dim, sums, bins>::accumulate(int half) {
+template <class T, class Dims, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dims, sums, bins>::accumulate(int half) {
   unsigned n = 0;
   const int group = a.heads / a.kv_heads, channel = rank() * kChannels;
   const auto k = columns_of<kDqColumns>(TileK{shared.k}, local_column() + half * kDqColumns);
@@ -150,7 +152,8 @@ __device__ inline void Backward2Cta<T, Dim, sums, bins>::accumulate(int half) {
     const float dq_scale = bins == Bins::first ? 1.f : ptx::opaque(exp2f(static_cast<float>(e.dq)));
     // Not loaded in each iteration, just before it is used.
     const float dq_sums_scale = sums == Sums::integers ? ptx::opaque(e.dq_sums_scale) : 0.f;
-    Accumulator<kChannels> dk, dv;
+    Accumulator<kChannels> dk;
+    Accumulator<kChannelsV> dv;
     dk.zero(), dv.zero();
     for (int left = iterations; left; --left, ++n) {
       const int q_stage = n % kQStages, do_stage = n % kDoStages, p_stage = n % kPStages, ds_stage = n % kDsStages;
@@ -160,7 +163,7 @@ __device__ inline void Backward2Cta<T, Dim, sums, bins>::accumulate(int half) {
       shared.do_pipe.full[do_stage].wait(n / kDoStages % 2);
       shared.p_pipe.full[p_stage].wait(n / kPStages % 2);
       ptx::wgmma_fence();
-      mma_AB(dv, TileP{shared.p[p_stage][half]}, columns_of<kChannels>(Local{shared.do_local[do_stage]}, 0));
+      mma_AB(dv, TileP{shared.p[p_stage][half]}, columns_of<kChannelsV>(LocalDo{shared.do_local[do_stage]}, 0));
       ptx::wgmma_commit();
       // Wait for q and ds; issue dq = ds^T k over the keys of both thread blocks, then dk += ds q.
       shared.q_pipe.full[q_stage].wait(n / kQStages % 2);
@@ -196,9 +199,10 @@ __device__ inline void Backward2Cta<T, Dim, sums, bins>::accumulate(int half) {
     shared.k_pipe.empty[0].arrive();
     const int key = w.first_key + half * kKeys;
     // Fragments are stored by 32 columns; beyond 80 lie channels of the peer.
-    constexpr bool kOverlaps = kChannels % 32 != 0;
+    constexpr bool kOverlaps = kChannels % 32 != 0, kOverlapsV = kChannelsV % 32 != 0;
+    const int channel_v = channel / kChannels * kChannelsV;
     scale_keys(dv, 1.f, dv_exponent);
-    write_keys<bins>(a.dv, w, key, channel, dv, kOverlaps ? min(a.dim_v, channel + kChannels) : a.dim_v);
+    write_keys<bins>(a.dv, w, key, channel_v, dv, kOverlapsV ? min(a.dim_v, channel_v + kChannelsV) : a.dim_v);
     scale_keys(dk, a.scale, dk_exponent);
     write_keys<bins>(a.dk, w, key, channel, dk, kOverlaps ? min(a.dim, channel + kChannels) : a.dim);
   }

@@ -6,8 +6,8 @@
 namespace octet::cuda::sm90 {
 
 // Returns the number of the next block of keys. Thread block 0 takes it from the counter and sends it to its peer.
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline unsigned Backward2Cta<T, Dim, sums, bins>::next_number(unsigned numbers_taken) {
+template <class T, class Dims, Sums sums, Bins bins>
+__device__ inline unsigned Backward2Cta<T, Dims, sums, bins>::next_number(unsigned numbers_taken) {
   if (rank() == 0) {
     const unsigned number = atomicAdd(a.counter, 1u);
     shared.number_pipe.empty[0].wait(numbers_taken % 2 ^ 1);
@@ -24,8 +24,8 @@ __device__ inline unsigned Backward2Cta<T, Dim, sums, bins>::next_number(unsigne
 }
 
 // Takes blocks of keys, each once for each bin of its queries, and loads k and v. Runs on one thread.
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline void Backward2Cta<T, Dim, sums, bins>::load_keys() {
+template <class T, class Dims, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dims, sums, bins>::load_keys() {
   unsigned tile_index = 0, numbers_taken = 0;
   for (;;) {
     KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
@@ -43,20 +43,22 @@ __device__ inline void Backward2Cta<T, Dim, sums, bins>::load_keys() {
       return;
     }
     const int64_t tile = (static_cast<int64_t>(w.batch) * a.kv_heads + w.kv_head) * a.k_blocks.count + w.block;
-    // Fetches panels from `first` on, where the first panel follows the last, of the keys of a thread block.
+    // Fetches every `step`-th panel from `first` on, where the first panel follows the last, of the keys of a thread
+    // block.
     const auto fetch_panels = [&](unsigned char* to, const unsigned char* tiles, int of_rank, int first, int panels,
-                                  Pipeline<1>& pipe) {
+                                  Pipeline<1>& pipe, int step = 1) {
       const unsigned char* const from = tiles + tile * TileCluster::kBytes + of_rank * TileK::kPanelBytes;
 #pragma unroll kLocalFirst ? 1 : 4  // registers are few
       for (int i = 0; i < panels; ++i) {
-        const int panel = kLocalFirst ? (first + i) % TileCluster::kPanels : first + i;
+        const int panel = kLocalFirst ? (first + i * step) % TileCluster::kPanels : first + i;
         fetch(to + i * TileK::kPanelBytes, from + panel * TileCluster::kPanelBytes, TileK::kPanelBytes, pipe.full[0]);
       }
     };
     const auto first_panel = [&] { return kLocalFirst ? rank() * Local::kPanels : 0; };
     shared.v_pipe.empty[0].wait(empty);
-    shared.v_pipe.full[0].arrive_expecting(TileK::kBytes);
-    fetch_panels(shared.v, a.v, rank(), first_panel(), TileK::kPanels, shared.v_pipe);
+    shared.v_pipe.full[0].arrive_expecting(TileV::kBytes);
+    fetch_panels(shared.v, a.v, rank(), first_panel(), TileV::kPanels, shared.v_pipe,
+                 Local::kPanels / LocalDo::kPanels);
     await_zeros(a, w, kBlocks * a.k_blocks.count);
     shared.k_pipe.empty[0].wait(empty);
     shared.k_pipe.full[0].arrive_expecting(TileK::kBytes + Local::kBytes);
@@ -69,8 +71,8 @@ __device__ inline void Backward2Cta<T, Dim, sums, bins>::load_keys() {
 }
 
 // Clears the sums of dq of later heads, a share with each block of keys.
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline void Backward2Cta<T, Dim, sums, bins>::clear_all(int thread) {
+template <class T, class Dims, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dims, sums, bins>::clear_all(int thread) {
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.k_pipe.full[0].wait_asleep(tile_index % 2);
     const KeyBlockInfo& w = shared.key_block[tile_index % Shared::kTileSlots];
@@ -83,8 +85,8 @@ __device__ inline void Backward2Cta<T, Dim, sums, bins>::clear_all(int thread) {
 
 // Loads q and do, in the order in which their stages are released. Those of a block's first iteration are loaded before
 // k of the block before is released. Runs on one thread.
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline void Backward2Cta<T, Dim, sums, bins>::load_queries() {
+template <class T, class Dims, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dims, sums, bins>::load_queries() {
   unsigned n = 0;  // iterations so far
   for (unsigned tile_index = 0;; ++tile_index) {
     shared.tile_pipe.full[0].wait(tile_index % 2);
@@ -95,8 +97,8 @@ __device__ inline void Backward2Cta<T, Dim, sums, bins>::load_queries() {
   }
 }
 
-template <class T, int Dim, Sums sums, Bins bins>
-__device__ inline void Backward2Cta<T, Dim, sums, bins>::load_queries(const KeyBlockInfo& w, unsigned& n) {
+template <class T, class Dims, Sums sums, Bins bins>
+__device__ inline void Backward2Cta<T, Dims, sums, bins>::load_queries(const KeyBlockInfo& w, unsigned& n) {
   const int group = a.heads / a.kv_heads;
   MBlock m_block{w.tiles.start, 0};
   for (int left = group * w.tiles.count(); left; --left, ++n, m_block.advance(w.tiles, group)) {
@@ -116,7 +118,7 @@ __device__ inline void Backward2Cta<T, Dim, sums, bins>::load_queries(const KeyB
     shared.q_remote_pipe.empty[remote_s].wait(n / kRemoteStages % 2 ^ 1);
     fetch_columns(shared.q_remote[remote_s], a.q, peer(), Remote::kBytes, shared.q_remote_pipe.full[remote_s]);
     shared.do_pipe.empty[do_s].wait(n / kDoStages % 2 ^ 1);
-    fetch_columns(shared.do_local[do_s], a.do_, rank(), Local::kBytes, shared.do_pipe.full[do_s]);
+    fetch_columns(shared.do_local[do_s], a.do_, rank(), LocalDo::kBytes, shared.do_pipe.full[do_s]);
     shared.do_remote_pipe.empty[remote_s].wait(n / kRemoteStages % 2 ^ 1);
     fetch_columns(shared.do_remote[remote_s], a.do_, peer(), Remote::kBytes, shared.do_remote_pipe.full[remote_s]);
   }
