@@ -146,7 +146,14 @@ struct Backward {
   __device__ void take_p_by_keys(TileS& s, int first, int stage) const;
   __device__ void hide_by_keys(TileS& p, int query) const;
   __device__ void take_ds_by_keys(const TileS& p, TileS& dp, int first, int stage) const;
-  __device__ RowValues product_scales(int stage, int block) const;
+  // Returns what dp of this thread's rows is multiplied by.
+  __device__ RowValues product_scales(int stage, int block) const {
+    const int row = 16 * (PartS::row_block(warp) + block) + lane / 4;
+    if constexpr (Operands::kScalesRows)
+      return {Operands::row_scale(*this, stage, row), Operands::row_scale(*this, stage, row + 8)};
+    const float scale = shared.product_scale;
+    return {scale, scale};
+  }
   __device__ void take_p(TileS& s, int stage) const;
   __device__ void hide(TileS& p, int query) const;
   __device__ void take_ds(const TileS& p, TileS& dp, int stage) const;

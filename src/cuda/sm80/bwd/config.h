@@ -83,7 +83,7 @@ template <>
 struct Int8BackwardConfig<128, Logits::plain, SharedMemory::large> : BackwardDefaults {
   static constexpr int kWarps = 8, kQueries = 64, kKeys = 128, kDoStages = 2, kBlocks = 1;
   static constexpr int kKeyWarpRows = 4;
-  static constexpr bool kDqHalves = true;
+  static constexpr bool kSpreadsDq = true;
 };
 template <>
 struct Int8BackwardConfig<64, Logits::general> : BackwardDefaults {

@@ -166,16 +166,6 @@ __device__ bool Backward<Kind>::needs_mask(int query) const {
          a.mask.keys_of(query + kQueries - 1, w.q.tokens, w.k.tokens).first > w.first_key;
 }
 
-// Returns what dp of this thread's rows is multiplied by.
-template <class Kind>
-__device__ RowValues Backward<Kind>::product_scales(int stage, int block) const {
-  const int row = 16 * (PartS::row_block(warp) + block) + lane / 4;
-  const float scale = shared.product_scale;
-  if constexpr (Operands::kScalesRows)
-    return {scale * Operands::row_scale(*this, stage, row), scale * Operands::row_scale(*this, stage, row + 8)};
-  return {scale, scale};
-}
-
 // Finds the elements of P of this thread that dropout keeps.
 template <class Kind>
 __device__ void Backward<Kind>::find_kept(const Step& step, Kept& kept) const {
@@ -316,6 +306,12 @@ __device__ void Backward<Kind>::compute(TileDk& dk, TileDk& dv) {
     if constexpr (kMasked) load_mask_class(first_tile(), 0), load_mask_class(at, 1);
   }
   ptx::cp_async_commit();
+  constexpr bool kPrepares = Operands::template kPrepares<Backward>;
+  if constexpr (kPrepares) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    if (shared.iterations) Operands::prepare(*this, 0);
+  }
   for (int n = 0; n < shared.iterations; ++n) {
     const int stage = n % kStages, do_stage = n % kDoStages;
     const TileQ q{shared.q[stage]}, do_{shared.do_[do_stage]};
@@ -355,7 +351,10 @@ __device__ void Backward<Kind>::compute(TileDk& dk, TileDk& dv) {
     if constexpr (kGeneral) drop_from(s, kept);
     if constexpr (kGeneral || Operands::kTileScales) store(s, p.data);
     store(dp, ds.data);
+    if constexpr (kPrepares) ptx::cp_async_wait<0>();  // the next q has arrived
     __syncthreads();
+    if constexpr (kPrepares)
+      if (more) Operands::prepare(*this, (n + 1) % kStages);
     if constexpr (!kPlain) {
       const int next = ptx::opaque(n + 1);
       if (more) load_mask(shared.steps[next % kSteps], needs_mask_tile(next));

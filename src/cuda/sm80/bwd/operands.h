@@ -9,8 +9,9 @@
 //   load_keys, load_q, load_do
 //   start_bin          what depends on the exponents of a bin
 //   q_k_scale          q.k = s q_k_scale
-//   product_scale      dp times it, and times row_scale, is do v^T in the scale of delta
-//   kScalesRows        rows of dp have factors of their own, row_scale
+//   product_scale      dp times it is do v^T in the scale of delta
+//   kScalesRows        rows of dp have factors of their own, row_scale, which takes its place
+//   kPrepares, prepare   whether, and how, what depends on q alone is found once q of an iteration has arrived
 //   kTileScales        tiles of P and ds are integers with a scale of their own (operands_blocks.h)
 //   multiply_s, multiply_dp
 //   Terms              the parameters of the kernel that belong to the operands
@@ -32,6 +33,8 @@ struct BackwardOperands {
   using Element = T;
   static constexpr bool kReadsV = true, kRecomputes = true, kSubtractsLse = false, kScalesRows = false,
                         kTileScales = false;
+  template <class Kernel>
+  static constexpr bool kPrepares = false;
   template <class Kernel>
   struct Shared {};
   struct Terms {};

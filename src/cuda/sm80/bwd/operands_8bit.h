@@ -29,6 +29,11 @@ struct Int8Operands {
   template <class Kernel>
   static constexpr int kMeans = Kernel::kKeys > kBlockKeys ? Kernel::kKeys / kBlockKeys : 1;
 
+  // Whether the products of q and means are found an iteration ahead, once for all warps. With 64 keys a warp has few
+  // of them, and its own are as fast.
+  template <class Kernel>
+  static constexpr bool kPrepares = (kMeans<Kernel> > 1);
+
   template <class Kernel>
   struct alignas(128) Shared {
     unsigned char k[TileK<Kernel>::kBytes], v[TileK<Kernel>::kBytes];
@@ -37,6 +42,8 @@ struct Int8Operands {
     alignas(kChunkBytes) F16 mean[kMeans<Kernel>][Kernel::kDim];
     alignas(kChunkBytes) float q_scale[Kernel::kStages][Kernel::kQueries], do_scale[Kernel::kStages][Kernel::kQueries];
     float mean_factor[kMeans<Kernel>];
+    // What s lacks, for each mean. Where this is prepared, q_scale and do_scale become what s and dp are multiplied by.
+    float lacks[kPrepares<Kernel> ? Kernel::kStages : 0][kMeans<Kernel>][Kernel::kQueries];
     float q_f16_scale;  // of q in f16
   };
 
@@ -103,9 +110,11 @@ struct Int8Operands {
   static __device__ float product_scale(const Exponents& e) {
     return exp2f(static_cast<float>(e.do_ + e.v + e.product)) * kUnitsOfSum;
   }
+  // Returns what dp of a row is multiplied by.
   template <class Kernel>
   static __device__ float row_scale(const Kernel& f, int stage, int row) {
-    return f.shared.operands.do_scale[stage][row];
+    const float scale = f.shared.operands.do_scale[stage][row];
+    return kPrepares<Kernel> ? scale : f.shared.product_scale * scale;
   }
 
   // Turns integer sums into floats, in units of kUnitsOfSum and without the scales of rows.
@@ -137,29 +146,76 @@ struct Int8Operands {
             Kernel::PartS::column_block(f.warp));
   }
 
-  // Multiplies 16 queries from row block `block` of the warp on and the mean of its keys; returns the products of this
-  // thread's rows.
+  // Multiplies 16 queries of a stage and the means of the keys, which take turns in the columns of the right operand.
   template <class Kernel>
-  static __device__ RowValues multiply_mean(const Kernel& f, int stage, int block) {
-    const auto& shared = f.shared.operands;
-    const int mean = 16 * Kernel::PartS::column_block(f.warp) / kBlockKeys;
-    static_assert(kBlockKeys % Kernel::PartS::kColumns == 0);
-    const F16* const of_lane = shared.mean[mean] + ptx::opaque(f.lane) % 4 * 2;
+  static __device__ void multiply_means(const Kernel& f, int stage, int row_block, float (&sums)[4]) {
+    const int lane = ptx::opaque(f.lane), mean = kPrepares<Kernel> ? lane / 4 % kMeans<Kernel> : 0;
+    const F16* const of_lane = f.shared.operands.mean[mean] + lane % 4 * 2;
     const typename Kernel::TileQ q{f.shared.q[stage]};
-    const uint32_t lane = Kernel::TileQ::move(q.lane_down(), Kernel::PartS::row_block(f.warp) + block, 0);
-    float sums[4] = {};
-#pragma unroll 2
+    const uint32_t of_tile = kPrepares<Kernel> ? Kernel::TileQ::offset(lane % 16, lane / 16) : q.lane_down();
+    const uint32_t rows = Kernel::TileQ::move(of_tile, row_block, 0);
+    constexpr int kUnrolled = kPrepares<Kernel> ? Kernel::kDim / 16 : 2;
+#pragma unroll kUnrolled
     for (int k_step = 0; k_step < Kernel::kDim / 16; ++k_step) {
       uint32_t left[4];
-      ptx::ldmatrix(left, q.step(lane, 0, k_step));
+      ptx::ldmatrix(left, q.step(rows, 0, k_step));
       const uint32_t right[2] = {*reinterpret_cast<const uint32_t*>(of_lane + 16 * k_step),
                                  *reinterpret_cast<const uint32_t*>(of_lane + 16 * k_step + 8)};
       ptx::mma_m16n8k16<F16>(sums, left, right);
     }
-    const float scale = shared.mean_factor[mean] * shared.q_f16_scale;
-    return {sums[0] * scale, sums[2] * scale};
+  }
+  // Finds what s lacks, and what s and dp are multiplied by, for the queries of a stage, which have arrived. A warp has
+  // 16 of them.
+  template <class Kernel>
+  static __device__ void prepare(const Kernel& f, int stage) {
+    static_assert(kMeans<Kernel> == 2 && Kernel::kPlain);
+    auto& shared = f.shared.operands;
+    const int warp = ptx::opaque(f.warp), lane = ptx::opaque(f.lane);
+    if (warp >= Kernel::kQueries / 16) return;
+    float sums[4] = {};
+    multiply_means(f, stage, warp, sums);
+    if (lane % 4 > 0) return;
+#pragma unroll
+    for (int half = 0; half < kRowsPerThread; ++half) {
+      const int row = 16 * warp + lane / 4 + 8 * half;
+      shared.q_scale[stage][row] = shared.q_scale[stage][row] * kUnitsOfSum * f.shared.scale_log2;
+      shared.do_scale[stage][row] *= f.shared.product_scale;
+#pragma unroll
+      for (int mean = 0; mean < kMeans<Kernel>; ++mean) {
+        const float product = sums[2 * half + mean] * (shared.mean_factor[mean] * shared.q_f16_scale);
+        shared.lacks[stage][mean][row] = __fmaf_rn(product, f.shared.scale_log2, -f.shared.lse[stage][row]);
+      }
+    }
   }
 
+  // Finds what s of this thread's rows of row block `block` of the warp lacks, and what it is multiplied by before
+  // that.
+  template <class Kernel>
+  static __device__ void find_factors(const Kernel& f, int stage, int block, RowValues& lacks, RowValues& scale) {
+    const auto& shared = f.shared.operands;
+    const int mean = 16 * Kernel::PartS::column_block(f.warp) / kBlockKeys,
+              row_block = Kernel::PartS::row_block(f.warp) + block;
+    static_assert(kBlockKeys % Kernel::PartS::kColumns == 0);
+    if constexpr (kPrepares<Kernel>) {
+      const int row = 16 * row_block + ptx::opaque(f.lane) / 4;
+      const float *const scales = shared.q_scale[stage], *const all = shared.lacks[stage][mean];
+      lacks = {all[row], all[row + 8]}, scale = {scales[row], scales[row + 8]};
+      return;
+    }
+    float sums[4] = {};
+    multiply_means(f, stage, row_block, sums);
+    const float of_mean = shared.mean_factor[mean] * shared.q_f16_scale;
+    lacks = {sums[0] * of_mean, sums[2] * of_mean};
+#pragma unroll
+    for (int half = 0; half < kRowsPerThread; ++half) {
+      const int row = 16 * row_block + ptx::opaque(f.lane) / 4 + 8 * half;
+      scale[half] = shared.q_scale[stage][row] * kUnitsOfSum;
+      if constexpr (Kernel::kPlain) {
+        scale[half] *= f.shared.scale_log2;
+        lacks[half] = __fmaf_rn(lacks[half], f.shared.scale_log2, -f.shared.lse[stage][row]);
+      }
+    }
+  }
   template <class Kernel>
   static __device__ void multiply_s(const Kernel& f, typename Kernel::TileS& s, int stage) {
     Accumulator<Kernel::PartS::kColumns, int> sums[Kernel::PartS::kBlocks];
@@ -167,16 +223,8 @@ struct Int8Operands {
 #pragma unroll
     for (int m = 0; m < Kernel::PartS::kBlocks; ++m) {
       to_floats(f, sums[m], f.shared.operands.k_factors, s[m]);
-      RowValues lacks = multiply_mean(f, stage, m), scale;
-#pragma unroll
-      for (int half = 0; half < kRowsPerThread; ++half) {
-        const int row = 16 * (Kernel::PartS::row_block(f.warp) + m) + ptx::opaque(f.lane) / 4 + 8 * half;
-        scale[half] = f.shared.operands.q_scale[stage][row] * kUnitsOfSum;
-        if constexpr (Kernel::kPlain) {
-          scale[half] *= f.shared.scale_log2;
-          lacks[half] = __fmaf_rn(lacks[half], f.shared.scale_log2, -f.shared.lse[stage][row]);
-        }
-      }
+      RowValues lacks, scale;
+      find_factors(f, stage, m, lacks, scale);
 #pragma unroll
       for (int i = 0; i < Kernel::PartS::kColumns / 2; ++i)
         s[m].x[i] = __fmaf_rn(s[m].x[i], scale[i / 2 % 2], lacks[i / 2 % 2]);
