@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "core/names.h"
 #include "cuda/fwd/few_queries.h"
 #include "cuda/host/card.h"
 #include "cuda/host/tensor_map.h"
@@ -87,6 +88,13 @@ bool reads_codes(const View& t) {
          !how.hadamard_seed;
 }
 
+// Returns whether 32 bits count all chunks of 16 bytes of a tensor in pages.
+bool counts_chunks(const View& t) {
+  int64_t last = 0;
+  for (int i = 0; i < 3; ++i) last += std::max<int64_t>(t.shape[i] - 1, 0) * t.stride[i];
+  return last * static_cast<int64_t>(bytes_of(t.dtype)) < int64_t{16} << 32;
+}
+
 bool has_pages_of_codes(const Problem& p) { return p.k.pages.size && reads_codes(p.k) && reads_codes(p.v); }
 
 }  // namespace
@@ -96,6 +104,7 @@ bool has_kernels(const ForwardFormats& formats) { return row_of(formats); }
 bool reads_pages(const Problem& p, const ForwardNumerics& numerics) {
   const auto as_it_is = [&](const View& t) { return t.dtype == numerics.type() && reads_directly(t); };
   const bool numbers = as_it_is(p.k) && as_it_is(p.v);
+  if (!counts_chunks(p.k) || !counts_chunks(p.v)) return false;
   if (!row_of(numerics.formats)->pages.plain || !(numbers || has_pages_of_codes(p))) return false;
   const ForwardChoice choice = choose_forward(p, numerics);
   return choice.few && !choice.scales_v;

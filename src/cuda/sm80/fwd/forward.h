@@ -269,7 +269,7 @@ struct Forward {
   static constexpr int kRowsOfLoad = 32 / LoaderK::kChunks, kPagedRows = kRowsOfLoad * LoaderK::kLoads;
   static_assert(!kPaged || (kRowsOfLoad > 0 && kPagedRows <= 32));
   static __device__ int paged_row() {
-    const int thread = ptx::opaque(static_cast<int>(threadIdx.x)), row = thread % 32 % kPagedRows;
+    const unsigned thread = ptx::opaque(static_cast<int>(threadIdx.x)), row = thread % 32 % kPagedRows;
     return thread / 32 * kRowsOfLoad + row % kRowsOfLoad + row / kRowsOfLoad * LoaderK::kRowsAtOnce;
   }
   // Returns how far the row of a key lies from that of the first one; of pages, from the first token of the first page.

@@ -29,10 +29,16 @@ HeadGroups groups_of(const Problem& p, const ForwardChoice& choice) {
   return head_groups_of(all, query_blocks(p, choice.tile_queries), in_l2, 2 * gpu.multiprocessors);
 }
 
+int bytes_of(Element x) { return x == Element::f32 ? 4 : x == Element::f16 || x == Element::bf16 ? 2 : 1; }
+
+PageChunks page_chunks(const Output& t) {
+  const int bytes = bytes_of(t.element);
+  return {static_cast<unsigned>(t.stride[0] * bytes / 16), static_cast<unsigned>(t.stride[2] * bytes / 16)};
+}
+
 // Returns the channels of an output from channel `first` on.
 Output columns_of(Output t, int64_t first) {
-  const int bytes = t.element == Element::f32 ? 4 : t.element == Element::i8 ? 1 : 2;
-  if (t.data) t.data = static_cast<unsigned char*>(t.data) + first * bytes;
+  if (t.data) t.data = static_cast<unsigned char*>(t.data) + first * bytes_of(t.element);
   return t;
 }
 
@@ -79,7 +85,7 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
     a.terms = terms;
     a.mask_classes = classes;
     a.dropout = dropout_of(p);
-    if (p.k.pages.size) a.pages = page_table(p);
+    if (p.k.pages.size) a.pages = page_table(p), a.k_chunks = page_chunks(a.k), a.v_chunks = page_chunks(a.v);
     constexpr double kLog2e = 1.4426950408889634;
     a.scale_log2e = static_cast<float>(choice.general ? kLog2e : p.scale * kLog2e);
     a.largest_p = LargestCode::of(choice.numerics.formats.p == OCTET_I8 ? kLargestS8 : kLargestU8);

@@ -40,29 +40,49 @@ __device__ inline int Forward<Kind>::page_of_lane(int tile) const {
   return present ? static_cast<int>(a.pages.page(shared.q_tile.sequence, key)) : 0;
 }
 
-// Returns how many bytes of a chunk lie in a row that has `bytes` bytes left.
-__device__ inline int bytes_of_chunk(int bytes) { return min(max(bytes, 0), kChunkBytes); }
+// Returns how many bytes of a chunk lie in a row that has so many columns left; rows of 16 bits have whole chunks.
+template <class T>
+__device__ int bytes_of_chunk(int columns) {
+  if constexpr (sizeof(T) > 1) return columns > 0 ? kChunkBytes : 0;
+  return min(max(columns, 0), kChunkBytes);
+}
 
 // Loads `rows` of a tile of k and of v from the pages of a cache; others become zeros.
 template <class Kind>
 __device__ inline void Forward<Kind>::load_pages(int tile, const Interval& rows, int page_of_lane) const {
   static_assert(TileK::kColumns == TileV::kColumns && sizeof(KType) == sizeof(VType) && Operands::kTiles == 1);
   if constexpr (Operands::kHasFactors) Operands::load_paged_factors(*this, tile, rows, page_of_lane);
+  const int own_row = paged_row();
+  const bool own_present = own_row >= rows.first && own_row < rows.last;
+  const unsigned token = own_present ? a.pages.token_in_page(tile * kKeys + own_row) : 0;
+  const unsigned own_k = page_of_lane * a.k_chunks.of_page + token * a.k_chunks.of_token,
+                 own_v = page_of_lane * a.v_chunks.of_page + token * a.v_chunks.of_token;
+  const unsigned thread = ptx::opaque(static_cast<int>(threadIdx.x)), first = thread / LoaderK::kChunks,
+                 chunk = thread % LoaderK::kChunks;
+  const auto* const k_chunks = ptx::opaque(reinterpret_cast<const uint4*>(shared.k_start) + chunk);
+  const auto* const v_chunks = ptx::opaque(reinterpret_cast<const uint4*>(shared.v_start) + chunk);
+  const uint32_t to_k = k(tile).address(), to_v = v(tile).address(), to_first = TileK::offset(first, chunk);
+  // `load(row, to, from_k, from_v)`
+  const auto each = [&](const auto& load) {
 #pragma unroll
-  for (int i = 0; i < LoaderK::kLoads; ++i) {
-    const int row = LoaderK::first() + i * LoaderK::kRowsAtOnce, key = tile * kKeys + row;
+    for (int i = 0; i < LoaderK::kLoads; ++i) {
+      const unsigned row = first + i * LoaderK::kRowsAtOnce, lane = first % kRowsOfLoad + i * kRowsOfLoad;
+      const unsigned k_row = __shfl_sync(~0u, own_k, lane), v_row = __shfl_sync(~0u, own_v, lane);
+      const bool repeats = LoaderK::kRowsAtOnce % 8 == 0;  // as the swizzle does
+      const uint32_t to = repeats ? to_first + i * LoaderK::kRowsAtOnce * TileK::kRowBytes : TileK::offset(row, chunk);
+      load(static_cast<int>(row), to, k_chunks + k_row, v_chunks + v_row);
+    }
+  };
+  if (rows.first <= 0 && rows.last >= kKeys && a.whole_columns)
+    return each([&](int, uint32_t to, const uint4* from_k, const uint4* from_v) {
+      ptx::cp_async(to_k + to, from_k), ptx::cp_async(to_v + to, from_v);
+    });
+  const int column = static_cast<int>(chunk) * LoaderK::kChunk;
+  const int k_bytes = bytes_of_chunk<KType>(a.dim - column), v_bytes = bytes_of_chunk<KType>(a.dim_v - column);
+  each([&](int row, uint32_t to, const uint4* from_k, const uint4* from_v) {
     const bool present = row >= rows.first && row < rows.last;
-    const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
-    const int64_t page = __shfl_sync(~0u, page_of_lane, lane / LoaderK::kChunks + i * kRowsOfLoad);
-    const int token = present ? a.pages.token_in_page(key) : 0, column = LoaderK::chunk() * LoaderK::kChunk;
-    const uint32_t to = TileK::offset(row, LoaderK::chunk());
-    const auto load = [&](uint32_t address, const auto* start, const Output& from, int columns) {
-      ptx::cp_async(address + to, start + (page * from.stride[0] + token * from.stride[2] + column),
-                    !present ? 0 : bytes_of_chunk((columns - column) * static_cast<int>(sizeof(KType))));
-    };
-    load(k(tile).address(), shared.k_start, a.k, a.dim);
-    load(v(tile).address(), shared.v_start, a.v, a.dim_v);
-  }
+    ptx::cp_async(to_k + to, from_k, present ? k_bytes : 0), ptx::cp_async(to_v + to, from_v, present ? v_bytes : 0);
+  });
 }
 
 // Loads a tile of k and, unless it is late, of v. Rows that no query sees, or of the next packed sequence, may hold inf

@@ -32,6 +32,11 @@ struct MeanFactors {
   int blocks;
 };
 
+// How far tokens of k or v lie apart in pages, in chunks of 16 bytes: between pages, and in a page.
+struct PageChunks {
+  unsigned of_page, of_token;
+};
+
 struct ForwardParams {
   Output q, k, v;                                // in the kernel's element types
   TokenFactors q_factors, k_factors, v_factors;  // where operands are f16 halves; q_factors also where q is int8
@@ -63,11 +68,12 @@ struct ForwardParams {
   int tile_heads;  // heads that are rows of a tile
   // [batch x split, head, token], as o: each thread block writes its split. Null where keys are not split.
   Output statistics;
-  MaskClasses mask_classes;   // of kernels for mask tensors
-  MeanFactors mean_factors;   // of int8's training
-  Dropout dropout;            // of kernels with general logits
-  PageTable pages;            // of kernels that read pages, of which k and v have their strides
-  Output k_scales, v_scales;  // of their codes, f32 in pages too
+  MaskClasses mask_classes;       // of kernels for mask tensors
+  MeanFactors mean_factors;       // of int8's training
+  Dropout dropout;                // of kernels with general logits
+  PageTable pages;                // of kernels that read pages, of which k and v have their strides
+  PageChunks k_chunks, v_chunks;  // likewise
+  Output k_scales, v_scales;      // of their codes, f32 in pages too
 };
 
 }  // namespace octet::cuda::sm80
