@@ -539,6 +539,42 @@ def test_other_packages_functions():
     exact.expect_close(wide(lse), want["lse"], bound["lse"], "lse")
 
 
+@pytest.mark.parametrize("backend", ["", "sm80"], ids=["best", "sm80"])
+@pytest.mark.parametrize("dim", [64, 72, 128])
+def test_functions_of_sageattention(dim, backend, monkeypatch):
+    """Each runs on every GPU, with all arguments that it has: sm80 is there wherever there is one."""
+    from octet.compat import sageattention as sage
+
+    monkeypatch.setenv("OCTET_BACKEND", backend)
+    q, k, v = draw((2, 4, 130, dim), (2, 2, 150, dim), (2, 2, 150, dim))
+    how = {"is_causal": True, "sm_scale": 0.1, "smooth_k": True, "return_lse": True}
+    mask = torch.rand((2, 4, 130, 150), device="cuda") < 0.5
+    of_threads = how | {"qk_quant_gran": "per_thread", "smooth_v": False}
+    calls = [
+        ("int8", sage.sageattn, {name: how[name] for name in how if name != "smooth_k"}, {}),
+        ("int8_f16", sage.sageattn_qk_int8_pv_fp16_triton, how | {"quantization_backend": "cuda"}, {}),
+        ("int8_f16", sage.sageattn_qk_int8_pv_fp16_triton, how | {"attn_mask": mask}, {"mask": mask}),
+        ("int8_f16", sage.sageattn_qk_int8_pv_fp16_cuda, of_threads | {"pv_accum_dtype": "fp16+fp32"}, {}),
+        ("int8_fp8", sage.sageattn_qk_int8_pv_fp8_cuda, of_threads | {"pv_accum_dtype": "fp32+fp16"}, {}),
+        ("int8_fp8", sage.sageattn_qk_int8_pv_fp8_cuda_sm90, how | {"qk_quant_gran": "per_warp"}, {}),
+    ]
+    for precision, function, arguments, more in calls:
+        o, lse = function(q, k, v, **arguments)
+        same = dict(precision=precision, causal="top_left", scale=0.1, enable_gqa=True, **more)
+        want = octet.attention(q, k, v, return_lse=True, **same)
+        assert torch.equal(o, want[0]) and torch.equal(lse, want[1]), function.__name__
+        errors = []
+        for place in ("cpu", "cuda"):
+            there = {name: x.to(place) if name == "mask" else x for name, x in same.items()}
+            errors.append(octet.check(*[x.to(place) for x in (q, k, v)], **there)["o"].rel_l2)
+        assert errors[1] <= 2 * errors[0], function.__name__
+    cu = torch.tensor([0, 50, 130], dtype=torch.int32, device="cuda")
+    packed = [x[0].transpose(0, 1)[:130] for x in (q, k, v)]
+    o = sage.sageattn_varlen(*packed, cu, cu, 80, 80, is_causal=True, sm_scale=0.1, smooth_k=True)
+    same = dict(precision="int8", causal="top_left", scale=0.1, max_seqlen_q=80, max_seqlen_k=80)
+    assert torch.equal(o, octet.attention_varlen(*packed, cu, cu, **same))
+
+
 def test_a_transformers_model():
     transformers = pytest.importorskip("transformers")
     from octet.integrations.transformers import register
