@@ -61,7 +61,7 @@ RULES["src/cuda/fwd"] = [*OPERANDS, "cuda/scheduler/", "cuda/fwd/"]
 RULES["src/cuda/bwd"] = [*OPERANDS, "cuda/scheduler/", "cuda/bwd/"]
 # The backends: what each pass of one may include of what lies beside it. No pass knows another.
 SHARED = {
-    "sm90": ["head_dims", "smem", "mma", "pipeline", "kernels", "passes"],
+    "sm90": ["head_dims", "smem", "mma", "pipeline", "kernels", "launch", "passes"],
     "sm80": [
         "kinds",
         "smem",

@@ -1,27 +1,13 @@
-// The host functions that both forward launches share.
+// The host functions that both forward launches share, beside those of sm90/launch.h.
 #include <algorithm>
 #include <utility>
 
 #include "cuda/host/card.h"
-#include "cuda/host/launch.h"
 #include "cuda/sm90/fwd/launch.h"
 #include "cuda/sm90/passes.h"
 
 namespace octet::cuda::sm90 {
 namespace {
-
-// Returns groups of as many heads as keep all multiprocessors busy, if their k and v fit in L2 together: what the heads
-// of a group read and write passes through L2, too.
-HeadGroups head_groups_by_keys(const Problem& p, int rows, int64_t element_bytes) {
-  const int64_t all = p.batch * p.heads;
-  if (!p.windowed) return one_by_one(all);
-  constexpr int64_t kShareOfL2 = 32 << 20;  // bytes
-  const int64_t head_bytes = std::max<int64_t>(element_bytes * p.tokens_k * (p.dim + p.dim_v), 1);
-  const int64_t processors = card(p.device_index).multiprocessors, blocks = std::max<int64_t>(query_blocks(p, rows), 1);
-  const int64_t blocks_of_keys = blocks * p.group();  // of the heads that share k and v
-  const int64_t kv_heads = std::min(kShareOfL2 / head_bytes, (processors + blocks_of_keys - 1) / blocks_of_keys);
-  return head_groups_of(all, blocks, kv_heads * p.group(), processors);
-}
 
 // Returns the time at which the last multiprocessor ends, with `whole` tiles of time 1 followed by `small` tiles of
 // time `time`.
@@ -45,19 +31,6 @@ Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace)
   return (choice.p_8bit ? forward_8bit : forward_16bit)(p, choice, workspace);
 }
 
-TileScheduler scheduler_of(const Problem& p, const Kernel& kernel, int64_t element_bytes, unsigned* counter,
-                           int* blocks_before, cudaStream_t stream) {
-  const HeadGroups head_groups = head_groups_by_keys(p, kernel.rows, element_bytes);
-  TileScheduler scheduler = tile_scheduler(p, kernel.rows, head_groups, blocks_before, stream);
-  scheduler.counter = counter;
-  return scheduler;
-}
-
-void set_broadcast(const View& t, int (&broadcast)[2]) {
-  broadcast[0] = t.stride[1] != 0;
-  broadcast[1] = t.stride[0] != 0;
-}
-
 void shorten_tail(const Problem& p, TileScheduler& scheduler) {
   if (p.packed() || p.windowed) return;
   const int64_t processors = card(p.device_index).multiprocessors, batch_heads = p.batch * p.heads;
@@ -71,16 +44,6 @@ void shorten_tail(const Problem& p, TileScheduler& scheduler) {
       best = end;
       scheduler.full_blocks = whole, scheduler.tail_blocks = static_cast<int>(small), scheduler.tail_rows = rows;
     }
-}
-
-void launch(const Problem& p, const Kernel& kernel, const TileScheduler& scheduler, void* arguments, bool waits,
-            cudaStream_t stream) {
-  const int64_t unpacked = static_cast<int64_t>(scheduler.full_blocks + scheduler.tail_blocks) * p.batch * p.heads;
-  const int64_t tiles = p.packed() ? query_tiles(p, kernel.rows) : unpacked;
-  const int processors = card(p.device_index).multiprocessors;
-  void* all[] = {arguments};
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, processors));
-  launch_pdl(kernel.function, grid, kernel.threads, kernel.shared_bytes, stream, all, waits);
 }
 
 }  // namespace octet::cuda::sm90
