@@ -3,6 +3,7 @@
 #include "cuda/fragment/dropout.h"
 #include "cuda/fragment/e4m3.h"
 #include "cuda/fragment/finish.h"
+#include "cuda/fragment/finish_jvp.h"
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/o_residual.h"
 #include "cuda/fragment/output.h"
@@ -14,6 +15,7 @@
 #include "cuda/fragment/softmax.h"
 #include "cuda/fragment/softmax_8bit.h"
 #include "cuda/fragment/strided.h"
+#include "cuda/fragment/unmasked_jvp_row.h"
 #include "cuda/fragment/unmasked_row.h"
 
 namespace octet::cuda {

@@ -1,7 +1,7 @@
 // The epilogue of the jvp pass: o, to, lse and tlse, and the recomputation of rows that an inf or NaN has reached
 // from behind a mask or from a dropped element.
 #pragma once
-#include "cuda/fragment/unmasked_row.h"
+#include "cuda/fragment/unmasked_jvp_row.h"
 #include "cuda/sm80/jvp/jvp.h"
 
 namespace octet::cuda::sm80 {
@@ -55,70 +55,33 @@ __device__ void Jvp<T, Dim, logits>::write(const Rows& rows, O& o, O& u) const {
 // Recomputes those rows of this warp that are not finite from the keys that they see.
 template <class T, int Dim, Logits logits>
 __device__ void Jvp<T, Dim, logits>::recompute_rows() const {
-  constexpr int kChannels = kDimV / 32;
   const TileInfo& w = shared.q_tile;
   const WarpQueries rows{w.batch, w.head, w.q_first, w.q_start + 16 * warp(), w.q_tokens};
-  const int columns = min(a.dim_v - first_column(), kDimV);
-  const auto number = [&](const Output& t, int query, int c) {
-    return number_at(t, rows.offset(t, query) + first_column() + c);
-  };
-  const auto finite = [&](int query, int c) {
-    return isfinite(number(a.o, query, c)) && isfinite(number(a.to, query, c));
-  };
-  for_nonfinite_rows(rows, columns, finite, [&](int query, int lane) {
+  const auto keys_of = [&](int query) { return range_of(query); };
+  const auto logit = [&](int query, int key) -> float2 {
     const int64_t token = int64_t{w.q_first} + query;
     const T *const q = a.q.row<T>(w.batch, w.head, token), *const tq = a.tq.row<T>(w.batch, w.head, token);
-    const Interval keys = range_of(query);
-    const RowTerms terms = kGeneral ? terms_of(query) : RowTerms{};
-    float o[kChannels]{}, u[kChannels]{}, m = -INFINITY, l = 0.f, r = 0.f;
-#pragma unroll 1
-    for (int start = keys.first; start < keys.last; start += 32) {
-      const int64_t key = min(start + lane, keys.last - 1);
-      const T *const k = shared.k_start + key * a.k.stride[2], *const tk = shared.tk_start + key * a.tk.stride[2];
-      const float product = dot(q, k, a.dim);
-      float x = product * a.scale, t = a.scale * (dot(tq, k, a.dim) + dot(q, tk, a.dim));
-      if constexpr (kGeneral) {
-        x = logit_of(a.terms, terms, static_cast<int>(key), product);
-        if (a.terms.softcap != 0.f) t *= softcap(a.terms, product * a.scale).derivative;
-      }
-      if (start + lane >= keys.last) x = -INFINITY;
-      float most = fmaxf(m, x);
-      for (int offset = 16; offset; offset /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
-      const float from = most == -INFINITY ? 0.f : most, rescale = expf(m - from), p = expf(x - from);
-      const float h = p == 0.f ? 0.f : p * t;
-      float sum = p, sum_h = h;
-      for (int offset = 16; offset; offset /= 2)
-        sum += __shfl_xor_sync(~0u, sum, offset), sum_h += __shfl_xor_sync(~0u, sum_h, offset);
-      l = l * rescale + sum, r = r * rescale + sum_h, m = most;
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) o[c] *= rescale, u[c] *= rescale;
-#pragma unroll 1
-      for (int i = 0; i < min(32, keys.last - start); ++i) {
-        const float of_p = __shfl_sync(~0u, p, i), of_h = __shfl_sync(~0u, h, i);
-        if (of_p == 0.f) continue;  // what hides a key leaves it a p of 0
-        if (kGeneral && a.dropout.drops(w.sequence, w.head, query, start + i)) continue;
-        const T* const v = shared.v_start + int64_t{start + i} * a.v.stride[2];
-        const T* const tv = shared.tv_start + int64_t{start + i} * a.tv.stride[2];
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
-          if (lane + 32 * c >= columns) continue;
-          const float value = float(v[lane + 32 * c]);
-          o[c] = fmaf(of_p, value, o[c]);
-          u[c] = fmaf(of_p, float(tv[lane + 32 * c]), fmaf(of_h, value, u[c]));
-        }
-      }
+    const T *const k = shared.k_start + key * a.k.stride[2], *const tk = shared.tk_start + key * a.tk.stride[2];
+    const float product = dot(q, k, a.dim);
+    float x = product * a.scale, t = a.scale * (dot(tq, k, a.dim) + dot(q, tk, a.dim));
+    if constexpr (kGeneral) {
+      x = logit_of(a.terms, terms_of(query), key, product);
+      if (a.terms.softcap != 0.f) t *= softcap(a.terms, product * a.scale).derivative;
     }
-    // m is a logit here, whatever the kernel's own is.
-    const FinishedRow f = finish(query, kGeneral ? m : m / a.scale, 0.f, l, r);
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      if (lane + 32 * c >= columns) continue;
-      f.apply(o[c], u[c]);
-      const int channel = first_column() + lane + 32 * c;
-      set_number(a.o, rows.offset(a.o, query) + channel, o[c]),
-          set_number(a.to, rows.offset(a.to, query) + channel, u[c]);
-    }
-  });
+    return {x, t};
+  };
+  const auto keeps = [&](int query, int key) { return !kGeneral || !a.dropout.drops(w.sequence, w.head, query, key); };
+  const auto value = [&](int key, int channel) -> float2 {
+    const int column = channel - first_column();  // shared.v_start is at that of the thread block
+    return {float(shared.v_start[int64_t{key} * a.v.stride[2] + column]),
+            float(shared.tv_start[int64_t{key} * a.tv.stride[2] + column])};
+  };
+  // m is a logit, whatever the kernel's own is.
+  const auto finish_row = [&](int query, float m, float l, float r) {
+    return finish(query, kGeneral ? m : m / a.scale, 0.f, l, r);
+  };
+  rewrite_jvp_rows<kDimV>(a.o, a.to, rows, first_column(), min(a.dim_v - first_column(), kDimV), keys_of, logit, keeps,
+                          value, finish_row);
 }
 
 }  // namespace octet::cuda::sm80

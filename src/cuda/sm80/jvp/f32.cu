@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda/fragment/dropout.h"
+#include "cuda/fragment/finish_jvp.h"
 #include "cuda/host/backend.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/contiguous.h"
@@ -10,7 +11,6 @@
 #include "cuda/scheduler/query_tiles.h"
 #include "cuda/sm80/f32_tiles.h"
 #include "cuda/sm80/jvp/f32.h"
-#include "cuda/sm80/jvp/finish.h"
 #include "cuda/sm80/logits.h"
 
 namespace octet::cuda::sm80 {

@@ -13,10 +13,10 @@
 //
 // k and tk of the next tile are loaded while p meets v, v and tv while q meets k.
 #pragma once
+#include "cuda/fragment/finish_jvp.h"
 #include "cuda/fragment/rows.h"
 #include "cuda/ptx/warpgroup.h"
 #include "cuda/sm80/jvp/config.h"
-#include "cuda/sm80/jvp/finish.h"
 #include "cuda/sm80/jvp/params.h"
 #include "cuda/sm80/mask_tile.h"
 #include "cuda/sm80/mma.h"

@@ -3,7 +3,7 @@
 #include "cuda/fragment/finish.h"
 #include "cuda/fragment/sinks.h"
 
-namespace octet::cuda::sm80 {
+namespace octet::cuda {
 
 // The sums l of p and r of h, where the tangents of logits lack `centre`.
 struct TangentSums {
@@ -36,4 +36,4 @@ struct FinishedRow {
   }
 };
 
-}  // namespace octet::cuda::sm80
+}  // namespace octet::cuda
