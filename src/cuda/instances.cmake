@@ -44,6 +44,9 @@ foreach(instance "Bf16;first" "F16;first" "F16;further")
       "Kernel backward_kernel_with<${type}, Bins::${bins}, Extra::${extra}>(int64_t, int64_t)")
   endforeach()
 endforeach()
+foreach(type Bf16 F16)
+  octet_instance(sm90/jvp ${type} kernel.h "Kernel jvp_kernel<${type}>(int64_t, int64_t)")
+endforeach()
 
 # sm80: which kernels there are is said in sm80/kinds.h and by the choose.cu of each pass.
 foreach(precision Bf16 F16 F32 Bf16F16Compute Int8F16 Int8Training Int8 Int8Fp8InF16 Fp8InF16 Fp8RawInF16)

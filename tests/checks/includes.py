@@ -61,7 +61,7 @@ RULES["src/cuda/fwd"] = [*OPERANDS, "cuda/scheduler/", "cuda/fwd/"]
 RULES["src/cuda/bwd"] = [*OPERANDS, "cuda/scheduler/", "cuda/bwd/"]
 # The backends: what each pass of one may include of what lies beside it. No pass knows another.
 SHARED = {
-    "sm90": ["head_dims", "smem", "mma", "pipeline", "kernels", "launch", "passes"],
+    "sm90": ["head_dims", "smem", "mma", "pipeline", "kernels", "launch", "passes", "seen_tiles"],
     "sm80": [
         "kinds",
         "smem",
@@ -75,7 +75,7 @@ SHARED = {
         "passes",
     ],
 }
-for backend, passes in (("sm90", ("fwd", "bwd")), ("sm80", ("fwd", "bwd", "jvp"))):
+for backend, passes in (("sm90", ("fwd", "bwd", "jvp")), ("sm80", ("fwd", "bwd", "jvp"))):
     RULES[f"src/cuda/{backend}"] = [*RULES["src/cuda/bwd"], "cuda/fwd/", f"cuda/{backend}/"]
     for one in passes:
         shared = [f"cuda/{backend}/{name}.h" for name in SHARED[backend]]

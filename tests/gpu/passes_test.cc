@@ -163,7 +163,7 @@ bool supported(const Case& c, const Inputs& in, const Kind& kind) {
   const bool int8_backward = kind.precision == Precision::int8 && kind.pass == Pass::backward;
   const bool training = int8_backward || (kind.precision == Precision::sagebwd && kind.pass == Pass::backward) ||
                         (kind.training && c.has_residual());
-  const bool dims = std::max(c.dim, c.dim_v) <= (training ? 128 : gpu_most_dim(kind.precision));
+  const bool dims = std::max(c.dim, c.dim_v) <= (training ? 128 : gpu_most_dim(kind.precision, kind.pass));
   // Without o_residual the forward pass for training is the other one, and there is no backward pass.
   if (int8_backward && !c.has_residual()) return false;
   if (kind.training && c.has_residual() && !tests_sm80()) return false;
@@ -171,7 +171,7 @@ bool supported(const Case& c, const Inputs& in, const Kind& kind) {
   const Attention attention{
       .precision = kind.precision, .bias_correction = kind.bias_correction, .deterministic = kind.deterministic};
   if (!gpu_takes_extras(c, kind.pass, attention)) return false;
-  return gpu_computes(kind.pass, kind.precision) && gpu_takes_logits(c, in.mask_dtype, in.mask.shape) &&
+  return gpu_computes(kind.pass, kind.precision) && gpu_takes_logits(c, in.mask_dtype, in.mask.shape, kind.pass) &&
          (c.dtype != DType::e4m3 || kind.reads_e4m3() || gpu_takes_e4m3_as_numbers()) && dims;
 }
 

@@ -33,24 +33,24 @@ inline bool gpu_computes(Pass pass, Precision precision) {
   if (tests_sm80())
     return sixteen_bits || precision == Precision::f32 || (pass == Pass::forward && precision != Precision::f64) ||
            ((precision == Precision::int8 || precision == Precision::sagebwd) && pass == Pass::backward);
-  return precision != Precision::f32 && precision != Precision::sagebwd &&
-         (pass == Pass::forward || (sixteen_bits && pass == Pass::backward));
+  return precision != Precision::f32 && precision != Precision::sagebwd && (pass == Pass::forward || sixteen_bits);
 }
-// The largest head dim for which the backend has a precision.
-inline int64_t gpu_most_dim(Precision precision) {
+// The largest head dim for which the backend has a pass of a precision.
+inline int64_t gpu_most_dim(Precision precision, Pass pass = Pass::forward) {
   const bool wide = precision == Precision::f32 || precision == Precision::bf16 || precision == Precision::f16 ||
                     precision == Precision::int8_f16;
-  return tests_sm80() || wide ? 256 : 128;
+  return tests_sm80() || (wide && pass != Pass::jvp) ? 256 : 128;
 }
 // Whether the backend computes softcap and mask tensors of every kind, and these with ALiBi.
 inline bool gpu_has_general_logits() { return tests_sm80(); }
 // Whether the backend computes a case whose mask tensor has this type and shape, if it computes ALiBi in the call. Each
 // computes key masks, bool tensors that are the same for all heads and queries, if no window, slope or sink belongs to
-// a place or to a batch element.
-inline bool gpu_takes_logits(const Case& c, DType mask, const Shape& shape) {
+// a place or to a batch element; its jvp none on Hopper.
+inline bool gpu_takes_logits(const Case& c, DType mask, const Shape& shape, Pass pass = Pass::forward) {
   if (gpu_has_general_logits()) return true;
   if (c.softcap != 0) return false;
   if (mask == DType::none) return true;
+  if (pass == Pass::jvp) return false;
   const bool of_keys = mask == DType::boolean && shape[1] == 1 && shape[2] == 1;
   return of_keys && c.alibi == Alibi::none && !c.causal && !c.window && (c.sinks != Sinks::of_batch || c.batch == 1);
 }
@@ -59,17 +59,19 @@ inline bool gpu_takes_alibi(Pass pass, const Attention& attention, int64_t dim) 
   if (tests_sm80()) return true;
   const bool sixteen_bits = attention.precision == Precision::bf16 || attention.precision == Precision::f16;
   const bool beta = pass == Pass::forward && attention.bias_correction == BiasCorrection::beta;
-  return sixteen_bits && !beta && dim <= 128 && !(pass == Pass::backward && attention.deterministic);
+  return sixteen_bits && !beta && dim <= 128 && pass != Pass::jvp &&
+         !(pass == Pass::backward && attention.deterministic);
 }
-// Whether the backend has dropout in a precision, in some calls.
-inline bool gpu_has_dropout(Precision precision) {
+// Whether the backend has dropout in a pass of a precision, in some calls.
+inline bool gpu_has_dropout(Precision precision, Pass pass = Pass::forward) {
+  if (!tests_sm80() && pass == Pass::jvp) return false;
   const bool sixteen_bits = precision == Precision::f16 || precision == Precision::bf16;
   return sixteen_bits || (tests_sm80() && (precision == Precision::f32 || precision == Precision::int8_f16));
 }
 // Whether the backend computes the ALiBi and the dropout of a case in a call.
 inline bool gpu_takes_extras(const Case& c, Pass pass, const Attention& attention) {
   const bool alibi = c.alibi != Alibi::none, drops = c.dropout_p != 0;
-  if (drops && !gpu_has_dropout(attention.precision)) return false;
+  if (drops && !gpu_has_dropout(attention.precision, pass)) return false;
   return !(alibi || drops) || tests_sm80() ||
          (!(alibi && drops) && !(drops && c.mask != MaskTensor::none) &&
           gpu_takes_alibi(pass, attention, std::max(c.dim, c.dim_v)));

@@ -170,7 +170,14 @@ std::vector<Rejected> rejected_by_sm90() {
         "it has no " + std::string(name(p)) + "; it has: f16, bf16, int8, int8_f16, int8_fp8, fp8, fp8_raw");
   for (const Precision p : {Precision::int8, Precision::fp8})
     add(with_precision(p, Pass::backward), "it has no " + std::string(name(p)) + " backward pass; it has: forward");
-  add(with_precision(Precision::bf16, Pass::jvp), "it has no jvp pass; it has: forward, backward");
+  add(with_precision(Precision::int8, Pass::jvp), "it has no int8 jvp pass; it has: forward");
+  const Asked jvp{.pass = Pass::jvp};
+  add(jvp, "its jvp has no head dim 136; it has: up to 128").dim = 136;
+  add(jvp, "its jvp has no alibi_slopes").alibi = true;
+  add(jvp, "its jvp has no dropout").attention.dropout_p = .1;
+  add(jvp, "it has no softcap").attention.softcap = 2.f;
+  Asked& masked = add(jvp, "its jvp has no mask tensor");
+  masked.mask = DType::boolean, masked.mask_shape = {1, 1, 1, 250};
   add(with_precision(Precision::int8), "it has no int8 for head dim 160; it has: up to 128").dim = 160;
   add(with_precision(Precision::int8), kNoSmoothQ).attention.smooth_q = Switch::on;
   add(with_precision(Precision::fp8), "q is e4m3 and k is bf16; it takes such a q with a k of e4m3").q_dtype =
@@ -221,7 +228,7 @@ TEST(Rejections, name_what_is_missing) {
       EXPECT_EQ(answer.find(", with v decoded to f32") == std::string::npos, x.attention.precision == Precision::int8)
           << answer;
     }
-  for (const Pass pass : {Pass::forward, Pass::backward}) {
+  for (const Pass pass : {Pass::forward, Pass::backward, Pass::jvp}) {
     const std::string answer = answer_to({.pass = pass});
     EXPECT_TRUE(answer.starts_with(backend + ": chosen, " + name(pass))) << answer;
   }
@@ -242,7 +249,7 @@ TEST(Choice, of_sm90_with_a_key_mask) {
 // Whatever the environment names: sm80 is chosen for what sm90 declines of a precision that both have, and of f32.
 TEST(Choice, of_sm80_where_sm90_declines) {
   std::vector<Asked> all(14);
-  all[0].pass = Pass::jvp;
+  all[0].pass = Pass::jvp, all[0].dim = 160;
   all[1].attention.precision = Precision::f32;
   all[2].mask = DType::boolean;
   all[3].mask = DType::bf16, all[3].pass = Pass::backward;

@@ -64,9 +64,8 @@ Problem draw(uint64_t seed) {
   const bool of_8_bits = a.precision != bf16 && a.precision != f16 && a.precision != f32;
   x.dim = of_8_bits ? one_of(std::vector<int64_t>{64, 128})
                     : one_of(std::vector<int64_t>{40, 64, 64, 80, 96, 128, 128, 160, 192, 256, 256});
-  x.pass = !of_8_bits && happens(80)              ? Pass::backward
-           : gpu_computes(Pass::jvp, a.precision) ? Pass::jvp
-                                                  : Pass::forward;
+  const bool has_jvp = gpu_computes(Pass::jvp, a.precision) && x.dim <= gpu_most_dim(a.precision, Pass::jvp);
+  x.pass = !of_8_bits && happens(80) ? Pass::backward : has_jvp ? Pass::jvp : Pass::forward;
   if (a.precision == bf16 && x.pass != Pass::jvp) {
     using enum BiasCorrection;
     a.bias_correction = one_of(std::vector{BiasCorrection::f16, exact_delta, none, beta});

@@ -45,29 +45,32 @@ std::optional<std::string> type_unsupported_reason(const Problem& p) {
 // Returns the answer to a problem without a mask tensor, of a pass and a precision that there are.
 Answer plan_unmasked(const Problem& p, const ForwardNumerics& numerics, void* workspace) {
   if (p.softcap) return std::string("it has no softcap");
+  if (p.pass == OCTET_JVP)
+    if (auto reason = jvp_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = extra_unsupported_reason(p, numerics)) return std::move(*reason);
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
   const ForwardFormats& formats = numerics.formats;
   if (auto reason = formats.has_8bit_qk() ? quantized_unsupported_reason(p, formats) : type_unsupported_reason(p))
     return std::move(*reason);
   if (p.pass == OCTET_FORWARD) return forward(p, numerics, workspace);
+  if (p.pass == OCTET_JVP) return jvp(p, workspace);
   if (auto reason = backward_unsupported_reason(p)) return std::move(*reason);
   return backward(p, workspace);
 }
 
 Answer plan(const Problem& p, void* workspace) {
   if (!fits(p.device_index)) return text("device ", p.device_index, " is no GPU of compute capability ", kWanted);
-  if (p.pass == OCTET_JVP) return text("it has no ", name(p.pass), " pass; it has: forward, backward");
   const ForwardNumerics numerics = forward_numerics(p);
   if (!has_kernels(numerics.formats))
     return text("it has no ", name(p.precision), "; it has: ", precisions_whose(p, has_kernels).names());
-  if (numerics.formats.has_8bit_qk() && p.pass == OCTET_BACKWARD)
+  if (numerics.formats.has_8bit_qk() && p.pass != OCTET_FORWARD)
     return text("it has no ", name(p.precision), " ", name(p.pass), " pass; it has: forward");
   if (p.dmask.present()) return text("it has no gradient of masks");
   const auto plan_of_packed = [&](const Problem& packed, void* rest) { return plan_unmasked(packed, numerics, rest); };
   const auto in_pages = [](const Problem&) { return false; };
   if (p.cached()) return plan_of_cached(p, workspace, in_pages, plan_of_packed);
   if (!p.mask.present()) return plan_unmasked(p, numerics, workspace);
+  if (p.pass == OCTET_JVP) return std::string("its jvp has no mask tensor");
   if (auto reason = no_key_mask_reason(p)) return std::move(*reason);
   return plan_of_rewritten(std::make_shared<const PackedKeys>(p, workspace), workspace, plan_of_packed);
 }

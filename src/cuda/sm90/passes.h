@@ -11,6 +11,7 @@ namespace octet::cuda::sm90 {
 
 Plan forward(const Problem& p, const ForwardNumerics& numerics, void* workspace);
 Plan backward(const Problem& p, void* workspace);
+Plan jvp(const Problem& p, void* workspace);
 
 // Returns whether there are forward kernels for some formats.
 bool has_kernels(const ForwardFormats& formats);
@@ -22,5 +23,7 @@ std::optional<std::string> extra_unsupported_reason(const Problem& p, const Forw
 std::optional<std::string> quantized_unsupported_reason(const Problem& p, const ForwardFormats& formats);
 // Returns the reason why there is no kernel for a backward pass in 16 bits, or nothing.
 std::optional<std::string> backward_unsupported_reason(const Problem& p);
+// Returns the reason why there is no kernel for a jvp pass in 16 bits, or nothing.
+std::optional<std::string> jvp_unsupported_reason(const Problem& p);
 
 }  // namespace octet::cuda::sm90

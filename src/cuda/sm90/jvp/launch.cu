@@ -1,0 +1,69 @@
+// The jvp pass on the host: operands, tensor maps, scheduler, launch.
+#include "core/error.h"
+#include "core/names.h"
+#include "cuda/host/backend.h"
+#include "cuda/host/launch.h"
+#include "cuda/host/tensor_map.h"
+#include "cuda/operands/contiguous.h"
+#include "cuda/operands/masks.h"
+#include "cuda/sm90/jvp/choose.h"
+#include "cuda/sm90/jvp/params.h"
+#include "cuda/sm90/launch.h"
+#include "cuda/sm90/passes.h"
+
+namespace octet::cuda::sm90 {
+namespace {
+
+// `rows`: of a tile.
+JvpInput input(const Input& x, int rows) {
+  JvpInput input{.rows = output(x.view())};
+  if (x.view().elements()) input.map = tensor_map(x.view(), rows);
+  set_broadcast(x.view(), input.broadcast);
+  return input;
+}
+
+}  // namespace
+
+Plan jvp(const Problem& p, void* workspace) {
+  const JvpChoice choice = choose_jvp(p);
+  WorkspaceAllocator allocator(workspace);
+  int* const blocks_before = allocate_blocks_before(p, allocator);
+  unsigned* const counter = allocator.take<unsigned>(1);
+  const Input q(p.q, choice.type, allocator), k(p.k, choice.type, allocator), v(p.v, choice.type, allocator);
+  const Input tq(p.tq, choice.type, allocator), tk(p.tk, choice.type, allocator), tv(p.tv, choice.type, allocator);
+  const Result o(p.o, allocator), to(p.to, allocator);
+  const auto name = [&p, choice] {
+    return text("jvp ", octet::name(p.precision), ", wgmma, ", choice.kernel.rows, " x ", choice.kernel.keys, " tiles");
+  };
+  auto run = [=, &p](cudaStream_t stream) {
+    if (!p.o.elements()) return;
+    for (const Input* x : {&q, &k, &v, &tq, &tk, &tv}) x->preprocess(stream);
+    clear(counter, stream);
+    const Kernel& kernel = choice.kernel;
+    JvpParams a{.q = input(q, kernel.rows),
+                .k = input(k, kernel.keys),
+                .v = input(v, kernel.keys),
+                .tq = input(tq, kernel.rows),
+                .tk = input(tk, kernel.keys),
+                .tv = input(tv, kernel.keys),
+                .scheduler = scheduler_of(p, kernel, 2 * sizeof(F16), counter, blocks_before, stream),
+                .mask = mask_of(p),
+                .group = static_cast<int>(p.group()),
+                .dim = static_cast<int>(p.dim),
+                .dim_v = static_cast<int>(p.dim_v),
+                .scale = p.scale,
+                .scale_log2e = static_cast<float>(p.scale * 1.4426950408889634),
+                .clears = !seen_keys(p).all,
+                .o = o.output(),
+                .to = to.output(),
+                .lse = output(p.lse),
+                .tlse = output(p.tlse),
+                .sinks = sinks(p.sinks),
+                .tsinks = sinks(p.tsinks)};
+    launch(p, kernel, a.scheduler, &a, false, stream);
+    o.deliver(stream), to.deliver(stream);
+  };
+  return plan_of(p, allocator, name, std::move(run));
+}
+
+}  // namespace octet::cuda::sm90
