@@ -12,8 +12,8 @@
 // that the row sees, only keeps h small, and with it the error of rounding h.
 //
 // One producer thread loads the tiles by TMA. Each consumer warpgroup computes 64 queries. p and h go to shared memory,
-// as registers have no room for them beside s, t, o and u. The warpgroups issue their products in turn (ping-pong): p v
-// of a tile and q k^T of the next, while the others compute exponentials.
+// as registers have no room for them beside s, t, o and u. The warpgroups issue their products in turn (ping-pong): q
+// k^T of a tile and p v of the one before, which runs beside the exponentials of the tile and of the other warpgroups.
 #pragma once
 #include "cuda/fragment/mask.h"
 #include "cuda/fragment/output.h"
@@ -100,8 +100,8 @@ struct Jvp {
   __device__ TileV tv(int stage) const { return {shared.v[stage]}; }
   __device__ TileV v(int stage) const { return {shared.v[stage] + TileV::kBytes}; }
 
-  __device__ TileP p(int warpgroup) const { return {shared.p[warpgroup]}; }
-  __device__ TileP h(int warpgroup) const { return {shared.h[warpgroup]}; }
+  __device__ TileP tile_p(int warpgroup) const { return {shared.p[warpgroup]}; }
+  __device__ TileP tile_h(int warpgroup) const { return {shared.h[warpgroup]}; }
 
   __device__ void produce();
   __device__ void consume(int warpgroup);
@@ -110,9 +110,15 @@ struct Jvp {
   using TS = Accumulator<2 * kKeys>;        // the tangent of s, and s
   using UO = Accumulator<2 * Dims::kDimV>;  // the tangent of o, and o
 
+  using P = Operand<T, kKeys>;
+
   // The sums of p and h over this thread's columns of its two rows.
   struct Sums {
     RowValues l{0.f, 0.f}, r{0.f, 0.f};
+    __device__ void add(const Sums& x) {
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) l[row] += x.l[row], r[row] += x.r[row];
+    }
   };
   // The state of the two rows.
   struct Rows : Sums {
@@ -122,7 +128,7 @@ struct Jvp {
   using Position = PipelineState<Tile::kStages>;
 
   __device__ void wait_turn(int warpgroup) const {
-    if constexpr (Tile::kPingPong) ptx::barrier_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
+    ptx::barrier_sync(kTurnBarrier + warpgroup, Tile::kPingPong ? 2 * kWarpgroup : kWarpgroup);
   }
   __device__ void end_turn(int warpgroup) const {
     if constexpr (Tile::kPingPong)
@@ -139,11 +145,13 @@ struct Jvp {
   __device__ void multiply_pv(int warpgroup, int stage, UO& uo) const;
   __device__ void clear_v(const Block& block, int tile, const Position& at) const;
   __device__ void skip(int warpgroup, const Block& block, int from, int to, Position& at) const;
-  __device__ Sums exponentials(int warpgroup, const TS& ts, const Rows& rows) const;
+  __device__ Sums exponentials(const TS& ts, const Rows& rows, P& p, P& h) const;
+  __device__ void write_p_and_h(int warpgroup, const P& p, const P& h) const;
   __device__ void raise_max(const TS& ts, Rows& rows, UO& uo) const;
   __device__ void mask(int warpgroup, const Block& block, int tile, TS& ts) const;
-  __device__ void take_exp(int warpgroup, const Block& block, int tile, const Position& at, TS& ts, Rows& rows,
-                           UO& uo) const;
+  __device__ void exp_raised_max(int warpgroup, const Block& block, int tile, TS& ts, Rows& rows, UO& uo) const;
+  __device__ void exp_stale_max(int warpgroup, const Block& block, int tile, const Position& at, const Position& at_v,
+                                TS& ts, Rows& rows, UO& uo) const;
 
   __device__ FinishedRow finish(const TileInfo& q_tile, float origin, float centre, float l, float r) const {
     return {{centre, l, r}, RowSum<>::of(origin, l, 0.f), a.sinks, a.tsinks, q_tile.batch, q_tile.head, 1.f};

@@ -19,8 +19,8 @@ __device__ void Jvp<T, Dims>::multiply_qk(int warpgroup, int stage, TS& ts) cons
 template <class T, class Dims>
 __device__ void Jvp<T, Dims>::multiply_pv(int warpgroup, int stage, UO& uo) const {
   ptx::wgmma_fence();
-  mma_AB(uo, p(warpgroup), tv_v(stage));
-  mma_AB(first_half(uo), h(warpgroup), v(stage));
+  mma_AB(uo, tile_p(warpgroup), tv_v(stage));
+  mma_AB(first_half(uo), tile_h(warpgroup), v(stage));
   ptx::wgmma_commit();
 }
 
@@ -37,51 +37,49 @@ __device__ void Jvp<T, Dims>::clear_v(const Block& block, int tile, const Positi
   ptx::barrier_sync(kClearedBarrier, kConsumerThreads);
 }
 
-// Releases tiles [from, to) that none of this warpgroup's queries sees, from the last to the first. Its turn comes
-// first, as the others wait for theirs before they clear rows of the tile with this warpgroup.
+// Releases tiles [from, to) that none of this warpgroup's queries sees, from the last to the first. It takes the turns
+// in which the others issue q k^T of these tiles, before they clear rows with it, or, after its own tiles, those in
+// which they issue p v.
 template <class T, class Dims>
 __device__ void Jvp<T, Dims>::skip(int warpgroup, const Block& block, int from, int to, Position& at) const {
+  const bool before_own = to == block.tiles.last;
   for (int tile = to - 1; tile >= from; --tile, at.advance()) {
-    wait_turn(warpgroup), end_turn(warpgroup);
+    if (before_own) wait_turn(warpgroup), end_turn(warpgroup);
     wait_k(at), shared.k_pipe.empty[at.stage].arrive();
     clear_v(block, tile, at);
     wait_v(at), shared.v_pipe.empty[at.stage].arrive();
+    if (!before_own) wait_turn(warpgroup), end_turn(warpgroup);
   }
 }
 
-// Writes four words of a fragment, 16 of its columns, into a tile: a step of `store`.
-template <class Tile>
-__device__ inline void store_step(const uint32_t (&words)[4], const Tile& tile, int k_step, int offset) {
-  ptx::stmatrix(((tile.address() + offset) ^ k_step % 4 * 32) + k_step / 4 * Tile::kPanelBytes, words);
-}
-
-// Turns logits and their tangents into p and h, rounded, in shared memory, and returns the sums of these.
+// Turns logits and their tangents into p and h, rounded, and returns the sums of these.
 template <class T, class Dims>
-__device__ auto Jvp<T, Dims>::exponentials(int warpgroup, const TS& ts, const Rows& rows) const -> Sums {
+__device__ auto Jvp<T, Dims>::exponentials(const TS& ts, const Rows& rows, P& p, P& h) const -> Sums {
   const float origin[] = {origin_of(rows.m[0]), origin_of(rows.m[1])};
-  const int offset = ptx::opaque(store_offset());
   Sums sums;
 #pragma unroll
-  for (int k_step = 0; k_step < kKeys / 16; ++k_step) {
-    uint32_t p_words[4], h_words[4];
+  for (int i = 0; i < kKeys / 4; ++i) {
+    const int row = i % 2;
+    float x[2], y[2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = i % 2;
-      float x[2], y[2];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int element = 8 * k_step + 2 * i + c;
-        x[c] = ptx::exp2(__fmaf_rn(ts.x[kKeys / 2 + element], a.scale_log2e, -origin[row]));
-        y[c] = x[c] * __fmaf_rn(ts.x[element], a.scale, -rows.centre[row]);
-      }
-      p_words[i] = ptx::pack<T>(x[0], x[1]), h_words[i] = ptx::pack<T>(y[0], y[1]);
-      const float2 rounded_p = ptx::unpack<T>(p_words[i]), rounded_h = ptx::unpack<T>(h_words[i]);
-      sums.l[row] += rounded_p.x, sums.l[row] += rounded_p.y, sums.r[row] += rounded_h.x, sums.r[row] += rounded_h.y;
+    for (int c = 0; c < 2; ++c) {
+      const int element = 2 * i + c;
+      x[c] = ptx::exp2(__fmaf_rn(ts.x[kKeys / 2 + element], a.scale_log2e, -origin[row]));
+      y[c] = x[c] * __fmaf_rn(ts.x[element], a.scale, -rows.centre[row]);
     }
-    store_step(p_words, p(warpgroup), k_step, offset), store_step(h_words, h(warpgroup), k_step, offset);
+    p.x[i] = ptx::pack<T>(x[0], x[1]), h.x[i] = ptx::pack<T>(y[0], y[1]);
+    const float2 of_p = ptx::unpack<T>(p.x[i]), of_h = ptx::unpack<T>(h.x[i]);
+    sums.l[row] += of_p.x, sums.l[row] += of_p.y, sums.r[row] += of_h.x, sums.r[row] += of_h.y;
   }
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
   return sums;
+}
+
+// Writes p and h to shared memory. The barrier of the turn in which they are multiplied makes all of them visible.
+template <class T, class Dims>
+__device__ void Jvp<T, Dims>::write_p_and_h(int warpgroup, const P& p, const P& h) const {
+  const int offset = ptx::opaque(store_offset());
+  octet::cuda::store(p, tile_p(warpgroup), 0, offset), octet::cuda::store(h, tile_h(warpgroup), 0, offset);
+  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
 }
 
 // Raises the maximum to that of a tile, rescales what belongs to the former one, and sets the centre of rows that see
@@ -113,7 +111,8 @@ __device__ void Jvp<T, Dims>::raise_max(const TS& ts, Rows& rows, UO& uo) const 
   scale_rows(uo, rescale);
 }
 
-// Hides the keys that rows do not see: their logits become -inf, the tangents of these, which may be anything, 0.
+// Hides the keys that rows do not see: their logits become -inf, the tangents of these, which may be anything, 0. Rows
+// beyond the last query see what that one does, so that no key that no query sees makes the warpgroup repeat a tile.
 template <class T, class Dims>
 __device__ void Jvp<T, Dims>::mask(int warpgroup, const Block& block, int tile, TS& ts) const {
   const TileInfo& q_tile = block.q_tile;
@@ -121,40 +120,59 @@ __device__ void Jvp<T, Dims>::mask(int warpgroup, const Block& block, int tile, 
   Interval ranges[kRowsPerThread];
 #pragma unroll
   for (int row = 0; row < kRowsPerThread; ++row)
-    ranges[row] = a.mask.keys_of(query + 8 * row, q_tile.q_tokens, q_tile.k_tokens);
+    ranges[row] = a.mask.keys_of(min(query + 8 * row, q_tile.q_tokens - 1), q_tile.q_tokens, q_tile.k_tokens);
   mask_rows(second_half(ts), tile * kKeys, ranges);
   mask_rows(first_half(ts), tile * kKeys, ranges, 0.f);
 }
 
-// Turns the products of a tile into p and h, and releases k and tk, and after the last tile q and tq.
+// Turns the products of a tile into p and h over a maximum that is not below theirs.
 template <class T, class Dims>
-__device__ void Jvp<T, Dims>::take_exp(int warpgroup, const Block& block, int tile, const Position& at, TS& ts,
-                                       Rows& rows, UO& uo) const {
-  const SeenTiles& own = block.warpgroup_tiles[warpgroup];
-  const bool masked = own.needs_mask(tile, kKeys);
-  // The first tile takes its maximum, and so does a masked one, where rows may see their first keys.
-  for (bool raises = masked || tile == own.last - 1;; raises = true) {
-    if (raises) {
-      if (masked) mask(warpgroup, block, tile, ts);
-      raise_max(ts, rows, uo);
-    }
-    const Sums sums = exponentials(warpgroup, ts, rows);
+__device__ void Jvp<T, Dims>::exp_raised_max(int warpgroup, const Block& block, int tile, TS& ts, Rows& rows,
+                                             UO& uo) const {
+  if (block.warpgroup_tiles[warpgroup].needs_mask(tile, kKeys)) mask(warpgroup, block, tile, ts);
+  raise_max(ts, rows, uo);
+  P p, h;
+  rows.add(exponentials(ts, rows, p, h));
+  write_p_and_h(warpgroup, p, h);
+}
+
+// The same over the stale maximum, if they fit that and no key is hidden, while those of the tile before it are
+// multiplied by v, which is released.
+template <class T, class Dims>
+__device__ void Jvp<T, Dims>::exp_stale_max(int warpgroup, const Block& block, int tile, const Position& at,
+                                            const Position& at_v, TS& ts, Rows& rows, UO& uo) const {
+  const auto wait_pv = [&] {
+    ptx::wgmma_wait<0>();
+    ptx::fence_operand(uo.x);
+    shared.v_pipe.empty[at_v.stage].arrive();
+  };
+  // In a masked tile rows may see their first keys.
+  if (block.warpgroup_tiles[warpgroup].needs_mask(tile, kKeys)) {
+    wait_pv();
+    ptx::fence_operand(ts.x);
+  } else {
+    ptx::wgmma_wait<1>();
+    ptx::fence_operand(ts.x);
+    P p, h;
+    const Sums sums = exponentials(ts, rows, p, h);
     bool fits = true;
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row)
       fits &= rows.m[row] != -INFINITY && sums.l[row] <= kMaxP && fabsf(sums.r[row]) <= kMaxH;
-    if (ptx::all_of_warpgroup(fits || raises, kVoteBarrier + warpgroup)) {
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) rows.l[row] += sums.l[row], rows.r[row] += sums.r[row];
-      break;
+    // The vote splits the basic block. Else ptxas would wait for p v before the exponentials.
+    if (ptx::all_of_warpgroup(fits, kVoteBarrier + warpgroup)) {
+      rows.add(sums);
+      wait_pv();
+      write_p_and_h(warpgroup, p, h);
+      return;
     }
+    wait_pv();
     // opaque() stops hoisting: the addresses of both products would be computed ahead of the first.
     multiply_qk(ptx::opaque(warpgroup), ptx::opaque(at.stage), ts);
     ptx::wgmma_wait<0>();
     ptx::fence_operand(ts.x);
   }
-  shared.k_pipe.empty[at.stage].arrive();
-  if (tile == own.first) shared.q_pipe.empty[0].arrive();
+  exp_raised_max(warpgroup, block, tile, ts, rows, uo);
 }
 
 // Computes all tiles of queries, as consumer warpgroup `warpgroup`.
@@ -168,8 +186,6 @@ __device__ void Jvp<T, Dims>::consume(int warpgroup) {
     const Block& block = shared.block[q_state.phase];
     if (!block.q_tile.valid()) return;
     const SeenTiles& own = block.warpgroup_tiles[warpgroup];
-    const int first = own.first;
-    int tile = own.last - 1;
     Rows rows;
     TS ts;
     UO uo;
@@ -177,43 +193,48 @@ __device__ void Jvp<T, Dims>::consume(int warpgroup) {
     ptx::fence_operand(uo.x);
     if constexpr (kSkips) skip(warpgroup, block, max(own.last, block.tiles.first), block.tiles.last, at);
     // The first q k^T.
+    Position at_v = at;
     wait_turn(warpgroup);
-    if (tile >= first) {
+    if (own.any()) {
       wait_k(at);
       multiply_qk(warpgroup, at.stage, ts);
       end_turn(warpgroup);
       ptx::wgmma_wait<0>();
       ptx::fence_operand(ts.x);
+      exp_raised_max(warpgroup, block, own.last - 1, ts, rows, uo);
+      shared.k_pipe.empty[at.stage].arrive();
+      clear_v(block, own.last - 1, at);
+      at.advance();
     } else {
       end_turn(warpgroup);
-      shared.q_pipe.empty[0].arrive();
     }
-    // Exponentials, p v, and q k^T of the next tile.
 #pragma unroll 1
-    for (; tile >= first; --tile) {
-      take_exp(warpgroup, block, tile, at, ts, rows, uo);
-      clear_v(block, tile, at);
+    for (int tile = own.last - 2; tile >= own.first; --tile) {
+      // q k^T of this tile, then p v of the one before.
       wait_turn(warpgroup);
-      wait_v(at);
-      multiply_pv(warpgroup, at.stage, uo);
-      Barrier& v_empty = shared.v_pipe.empty[at.stage];
+      wait_k(at);
+      multiply_qk(warpgroup, at.stage, ts);
+      wait_v(at_v);
+      multiply_pv(warpgroup, at_v.stage, uo);
+      end_turn(warpgroup);
+      exp_stale_max(warpgroup, block, tile, at, at_v, ts, rows, uo);
+      shared.k_pipe.empty[at.stage].arrive();
+      clear_v(block, tile, at);
+      at_v = at;
       at.advance();
-      if (tile > first) {
-        wait_k(at);
-        multiply_qk(warpgroup, at.stage, ts);
-        end_turn(warpgroup);
-        ptx::wgmma_wait<1>();
-        v_empty.arrive();
-        ptx::wgmma_wait<0>();
-        ptx::fence_operand(ts.x);
-      } else {
-        end_turn(warpgroup);
-        ptx::wgmma_wait<0>();
-        v_empty.arrive();
-      }
-      ptx::fence_operand(uo.x);
     }
-    if constexpr (kSkips) skip(warpgroup, block, block.tiles.first, own.any() ? first : block.tiles.first, at);
+    shared.q_pipe.empty[0].arrive();
+    // The last p v. A warpgroup that has skipped all tiles has had as many turns as the others by now.
+    if (own.any()) {
+      wait_turn(warpgroup);
+      wait_v(at_v);
+      multiply_pv(warpgroup, at_v.stage, uo);
+      end_turn(warpgroup);
+      ptx::wgmma_wait<0>();
+      ptx::fence_operand(uo.x);
+      shared.v_pipe.empty[at_v.stage].arrive();
+    }
+    if constexpr (kSkips) skip(warpgroup, block, block.tiles.first, own.any() ? own.first : block.tiles.first, at);
     write(warpgroup, block, rows, uo);
   }
 }
