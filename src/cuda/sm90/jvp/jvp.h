@@ -83,8 +83,8 @@ struct Jvp {
 
   // Named barriers; each is the first of one per consumer warpgroup.
   enum NamedBarrier : int {
-    kTurnBarrier = 1,
-    kVoteBarrier = kTurnBarrier + Tile::kWarpgroups,
+    kPingPongBarrier = 1,
+    kVoteBarrier = kPingPongBarrier + Tile::kWarpgroups,
     kClearedBarrier = kVoteBarrier + Tile::kWarpgroups  // one of all
   };
 
@@ -128,11 +128,11 @@ struct Jvp {
   using Position = PipelineState<Tile::kStages>;
 
   __device__ void wait_turn(int warpgroup) const {
-    ptx::barrier_sync(kTurnBarrier + warpgroup, Tile::kPingPong ? 2 * kWarpgroup : kWarpgroup);
+    ptx::barrier_sync(kPingPongBarrier + warpgroup, Tile::kPingPong ? 2 * kWarpgroup : kWarpgroup);
   }
   __device__ void end_turn(int warpgroup) const {
     if constexpr (Tile::kPingPong)
-      ptx::barrier_arrive(kTurnBarrier + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup);
+      ptx::barrier_arrive(kPingPongBarrier + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup);
   }
   __device__ void wait_k(const Position& at) const { shared.k_pipe.full[at.stage].wait(at.phase); }
   __device__ void wait_v(const Position& at) const { shared.v_pipe.full[at.stage].wait(at.phase); }
