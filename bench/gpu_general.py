@@ -204,8 +204,9 @@ def error_of_o(p, o):
 
 
 def eight_bits(library, shapes, options):
-    """Precisions of 8 bits beside bf16, torch and, without a mask, the peers of 8 bits, and int8's backward pass. Ratios
-    are to octet in bf16."""
+    """Precisions of 8 bits beside bf16, torch and, without a mask, the peers of 8 bits; int8's backward pass.
+
+    Ratios are to octet in bf16."""
     peers = eight_bit_peers()
     for shape in shapes:
         for causal in (False, True):
