@@ -216,7 +216,9 @@ def eight_bits(library, shapes, options):
             calls = {"octet": ours.forward, "torch": torchs.forward} | {x: y.forward for x, y in eight.items()}
             row = {}
             if not causal:
-                calls |= {x: lambda p=p, f=f: f(p.q, p.k, p.v) for x, (_, f) in peers.items()}
+                # SageAttention subtracts the mean from k in place: peers have copies.
+                copies = [x.clone() for x in (p.q, p.k, p.v)]
+                calls |= {x: lambda copies=copies, f=f: f(*copies) for x, (_, f) in peers.items()}
                 results = {x: call() for x, call in calls.items()}
                 results |= {x: y.o for x, y in eight.items()} | {"octet": ours.o}
                 row["errors"] = {x: error_of_o(p, o) for x, o in results.items()}
