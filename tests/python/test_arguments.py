@@ -126,12 +126,13 @@ def test_quantize():
     wrong = {
         "x": [1], "operand": "o", "format": "i2", "granularity": "row", "block": -1, "zero_point": "near",
         "smooth": None, "hadamard_seed": -1, "rope": "spiral", "rope_dim": 7, "rope_offset": None, "rope_base": -1.0,
-        "statistics": "all", "layout": "hsd",
+        "statistics": "all", "layout": "hsd", "norm": "layer", "norm_weight": torch.ones(7), "norm_eps": -1.0,
     }  # fmt: skip
     assert set(wrong) == set(parameters(octet.quantize))
     any_value = {"smooth", "rope_offset"}  # a truth; any position
     for name in set(wrong) - any_value:
-        given = {"x": x, "operand": "k"} | ({"rope": "half"} if name.startswith("rope_") else {}) | {name: wrong[name]}
+        other = {"rope": "half"} if name.startswith("rope_") else {"norm": "rms"} if name.startswith("norm_") else {}
+        given = {"x": x, "operand": "k"} | other | {name: wrong[name]}
         reject(name, lambda given=given: octet.quantize(**given))
     reject("bits", lambda: octet.quantize(x, "k", bits=8), TypeError)
     reject("x", lambda: octet.dequantize(Q))

@@ -63,6 +63,8 @@ NOT_RUN = {
         "python bench/training.py runs/small --preset 10m --dtype bfloat16 --steps 600 "
         "--tokens-per-step 4096 --log-every 20 --held-out-every 120 --measure-every 200",
     ): ON_A_GPU,
+    ("docs/training.md", "octet plan FILE --budget 0.02"): LEFT_OPEN,
+    ("docs/training.md", "octet report FILE --html report.html"): LEFT_OPEN,
     ("docs/use.md", "octet check in.safetensors --backend sm90 --pass fwd,bwd"): ON_A_GPU,
     ("ladder/README.md", "ladder/build 2 90a"): FOR_A_GPU,
     ("ladder/README.md", "build/ladder/90a/2_flash"): ON_A_GPU,
