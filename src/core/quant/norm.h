@@ -17,7 +17,7 @@ static constexpr T sum_of_block(const Channel& channel) {
   return sum;
 }
 
-// What the numbers of a row are multiplied by before its weights, from the sum of their squares.
+// Returns 1 / sqrt(mean of x^2 + eps) of a row of `dim` numbers, from the sum of their squares.
 template <class T, class Sqrt>
 static constexpr T inverse_rms(T sum, int64_t dim, float eps, const Sqrt& sqrt) {
   return T{1} / sqrt(sum * (T{1} / static_cast<T>(dim)) + static_cast<T>(eps));

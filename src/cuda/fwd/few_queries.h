@@ -18,7 +18,7 @@ inline int64_t most_queries(const Problem& p) { return p.packed() && p.max_seqle
 inline int64_t most_keys(const Problem& p) {
   const int64_t keys = p.max_seqlen_k ? std::min(p.max_seqlen_k, p.tokens_k) : p.tokens_k;
   if (p.packed() || p.cached()) {
-    // Of other lengths than the longest a window may leave more keys than of that one.
+    // A sequence that is shorter than the longest may see more keys through a window than the longest does.
     const bool window = p.windowed && p.left < keys && p.right < keys;
     return window ? std::min(keys, p.left + most_queries(p) + p.right) : keys;
   }

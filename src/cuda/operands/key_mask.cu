@@ -161,7 +161,7 @@ void copy_keys(const RankedKeys& keys, const View& k, const View& seen_k, const 
   const auto launch = [&](auto* word, const KeyRows& k_rows, const KeyRows& v_rows) {
     const auto heads = static_cast<int>(k.shape[1]);
     constexpr int kMostBlocks = 65535;  // of a head
-    // Of a thread block, whose threads have kAtOnce words each.
+    // The keys that a thread block copies at once, as each of its threads copies kAtOnce words.
     const auto tokens = static_cast<int>(kAtOnce * kThreads * kVec8 / std::max(k.shape[3], v.shape[3]));
     const dim3 grid(static_cast<unsigned>(2 * heads * keys.batch),
                     static_cast<unsigned>(std::clamp((keys.tokens + tokens - 1) / tokens, 1, kMostBlocks)));

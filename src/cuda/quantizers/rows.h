@@ -117,7 +117,8 @@ __device__ inline int second_of_pair(const RopeParams& r, int pair) {
   return r.style == OCTET_ROPE_HALF ? pair + r.pairs : 2 * pair + 1;
 }
 
-// What a norm multiplies a row by before its weights (core/quant/norm.h), in all lanes; channel(c): its number c.
+// Returns, in all lanes, the factor by which an RMS norm multiplies a row before its weights (core/quant/norm.h).
+// channel(c): the number of channel c.
 template <class T, class Channel>
 __device__ T inverse_rms_of_row(const NormParams& p, int dim, const Channel& channel) {
   // Each lane adds its blocks as halving them does: of eight block i + 4 to i, then i + 2, then i + 1.

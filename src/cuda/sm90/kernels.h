@@ -23,6 +23,18 @@ Kernel forward_kernel(int64_t dim, int64_t dim_v);
 template <class Precision>
 Kernel forward_8bit_kernel(int64_t dim, int64_t dim_v);
 
+// Returns the description of `function`, whose tiles are those of Kind.
+template <class Kind, class Dims>
+Kernel kernel_of(const void* function) {
+  return {.function = function,
+          .rows = Kind::kRows,
+          .keys = Kind::kKeys,
+          .threads = Kind::kThreads,
+          .shared_bytes = Kind::kSharedBytes,
+          .dim = Dims::kDim,
+          .dim_v = Dims::kDimV};
+}
+
 // Returns what `describe` returns for the first of several head dims that are not below a call's own.
 template <class Describe, class... Dims>
 Kernel first_holding(int64_t dim, int64_t dim_v, DimsList<Dims...>, const Describe& describe) {

@@ -12,11 +12,14 @@ struct SeenTiles {
   Interval all;     // the keys that all of them see
 
   __device__ bool any() const { return first < last; }
-  // Returns whether some query does not see all of the `keys` keys of a tile.
-  __device__ bool needs_mask(int tile, int keys) const {
-    return tile * keys < all.first || (tile + 1) * keys > all.last;
-  }
 };
+
+// Returns whether some query does not see all of the Keys keys of a tile. As a member of SeenTiles it would have ptxas
+// order the forward kernels otherwise.
+template <int Keys>
+__device__ bool needs_mask(const SeenTiles& tiles, int tile) {
+  return tile * Keys < tiles.all.first || (tile + 1) * Keys > tiles.all.last;
+}
 
 // Returns the tiles of `keys` keys that `rows` queries from `query` on see.
 __device__ inline SeenTiles seen_tiles(const Mask& mask, const TileInfo& q_tile, int query, int rows, int keys) {

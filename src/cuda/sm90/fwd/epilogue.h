@@ -128,7 +128,7 @@ __device__ inline void Forward<Precision, Dims>::recompute_rows(const TileInfo& 
     return float(
         a.v_rows.row<typename Precision::PType>(q_tile.batch, kv_head, int64_t{q_tile.k_first} + key)[channel]);
   };
-  const SeenTiles tiles = tiles_of(q_tile, q_tile.q_start, kRows);
+  const SeenTiles tiles = seen_tiles(a.mask, q_tile, q_tile.q_start, kRows, kKeys);
   const Interval keys{tiles.first * kKeys, min(tiles.last * kKeys, q_tile.k_tokens)};
   if (!kDrops && !masks_infinite(keys, first, q_tile.q_tokens, a.dim_v, keys_of, value)) return;
   const auto row_of = [&](int query) {

@@ -35,6 +35,7 @@
 #include "cuda/sm90/fwd/params.h"
 #include "cuda/sm90/mma.h"
 #include "cuda/sm90/pipeline.h"
+#include "cuda/sm90/seen_tiles.h"
 #include "cuda/sm90/smem.h"
 
 namespace octet::cuda::sm90 {
@@ -85,15 +86,6 @@ struct Forward {
   static constexpr bool kFlipsSigns =
       kCompensated<Precision> && kTileBytes + kSavedBytes + 2 * kSwizzleBytes <= kMostSharedBytes;
 
-  // The tiles of keys that a range of queries sees.
-  struct SeenTiles {
-    int first, last;  // tiles [first, last) that any of the queries sees
-    int end;          // the end of the keys that any of them sees
-    Interval all;     // the keys that all of them see
-
-    __device__ bool any() const { return first < last; }
-  };
-
   // The producer's message to the consumers about a tile of queries.
   struct NoSlope {};
   struct Slope {
@@ -134,19 +126,9 @@ struct Forward {
                                                     : q_tile.k_first;
   }
 
-  // Returns the tiles of keys that `rows` queries from `query` on see.
-  __device__ SeenTiles tiles_of(const TileInfo& q_tile, int query, int rows) const {
-    const int end = min(query + rows, q_tile.q_tokens);
-    const SeenIntervals seen = a.mask.keys_of_all(query, end, q_tile.q_tokens, q_tile.k_tokens);
-    if (end <= query || seen.any.last <= seen.any.first) return {0, 0, 0, {0, 0}};
-    const Interval tiles = seen.any.tiles(kKeys);
-    return {tiles.first, tiles.last, seen.any.last, seen.all};
-  }
-
   __device__ void produce();
   __device__ void convert_v() const;
   __device__ void convert_first_v() const;
-  __device__ void clear_rows(unsigned char* tile, int from, int to) const;
 
   __device__ RowValues softmax_scale_log2(const TileInfo& q_tile, int query) const;
   __device__ AlibiRow alibi_row(const TileInfo& q_tile, float slope, int query) const {
@@ -229,12 +211,9 @@ struct Forward {
     O& o;
     RowValues& twice;  // 2, rescaled as o is since its sign flip
   };
-  __device__ static bool needs_mask(const SeenTiles& tiles, int tile) {
-    return tile * kKeys < tiles.all.first || (tile + 1) * kKeys > tiles.all.last;
-  }
   template <class Logits>
   __device__ static void mask(const Rows& rows, Logits& x, int tile) {
-    if (needs_mask(rows.tiles, tile)) mask_rows(x, tile * kKeys, rows.ranges);
+    if (needs_mask<kKeys>(rows.tiles, tile)) mask_rows(x, tile * kKeys, rows.ranges);
   }
 
   // ALiBi of a tile of keys. The slope is read where it is needed, as there may be no register for it.

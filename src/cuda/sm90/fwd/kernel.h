@@ -40,14 +40,7 @@ __global__ void __launch_bounds__(Forward<Precision, Dims>::kThreads, 1)
 template <class Precision>
 Kernel forward_kernel(int64_t dim, int64_t dim_v) {
   return first_holding(dim, dim_v, ForwardDims<Precision>{}, []<class Dims>(Dims) -> Kernel {
-    using Kind = Forward<Precision, Dims>;
-    return {.function = reinterpret_cast<const void*>(&forward<Precision, Dims>),
-            .rows = Kind::kRows,
-            .keys = Kind::kKeys,
-            .threads = Kind::kThreads,
-            .shared_bytes = Kind::kSharedBytes,
-            .dim = Dims::kDim,
-            .dim_v = Dims::kDimV};
+    return kernel_of<Forward<Precision, Dims>, Dims>(reinterpret_cast<const void*>(&forward<Precision, Dims>));
   });
 }
 

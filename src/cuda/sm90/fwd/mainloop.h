@@ -4,17 +4,6 @@
 
 namespace octet::cuda::sm90 {
 
-// Sets rows [from, to) of a tile of v to 0: rows that no query sees, or of the next packed sequence, may hold inf or
-// NaN, and 0 times these would be NaN.
-template <class Precision, class Dims>
-__device__ inline void Forward<Precision, Dims>::clear_rows(unsigned char* tile, int from, int to) const {
-  constexpr int kWords = kPanelRowBytes / 16;
-  for (int i = from * kWords + threadIdx.x % kWarpgroup; i < to * kWords; i += kWarpgroup)
-    for (int panel = 0; panel < TileV::kPanels; ++panel)
-      reinterpret_cast<uint4*>(tile + panel * TileV::kPanelBytes)[i] = {0, 0, 0, 0};
-  ::cuda::ptx::fence_proxy_async(::cuda::ptx::space_shared);
-}
-
 // Returns scale_log2 of this thread's two queries: exp(logit) = 2^(scale_log2 x). A query of zeros, or one that sees no
 // key, is treated as if its scale were 1.
 template <class Precision, class Dims>
@@ -83,15 +72,15 @@ __device__ inline void Forward<Precision, Dims>::clear_v(const TileInfo& q_tile,
   if constexpr (kCompensated<Precision>) {
     if (!a.scheduler.cu_seqlens_q || (tile + 1) * kKeys <= q_tile.k_tokens) return;
     wait_v(at);
-    clear_rows(shared.v[at.v.stage], q_tile.k_tokens - tile * kKeys, kKeys);
+    clear_rows(v(at.v.stage), q_tile.k_tokens - tile * kKeys, kKeys);
   } else {
     if (!a.clears) return;
     const Interval seen = a.mask.seen(q_tile.q_tokens, q_tile.k_tokens);
     const int before = seen.first - tile * kKeys, end = seen.last - tile * kKeys;
     if (before <= 0 && end >= kKeys) return;
     wait_v(at);
-    clear_rows(shared.v[at.v.stage], 0, before);
-    clear_rows(shared.v[at.v.stage], end, kKeys);
+    clear_rows(v(at.v.stage), 0, before);
+    clear_rows(v(at.v.stage), end, kKeys);
   }
   shared.cleared.arrive(), shared.cleared.wait(at.cleared_phase);
   at.cleared_phase ^= 1;
@@ -238,7 +227,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
         ptx::wgmma_wait<1>();
         take_logits(at, s, x);
         if constexpr (!kQuantizedQk)
-          if (needs_mask(own, tile)) {
+          if (needs_mask<kKeys>(own, tile)) {
             mask_rows(x, tile * kKeys, ranges);
             if constexpr (kStartsLate) softmax.start_max(x);
           }
@@ -258,7 +247,7 @@ __device__ inline void Forward<Precision, Dims>::consume(int warpgroup) {
           bool is_linear = true;
           const RowValues sum = exp_stale_max(rows, at, tile, x, is_linear);
           const bool fits = sum[0] <= Precision::kMaxP && sum[1] <= Precision::kMaxP && is_linear &&
-                            !(kQuantizedQk && needs_mask(own, tile));
+                            !(kQuantizedQk && needs_mask<kKeys>(own, tile));
           ptx::fence_operand(x.x);
           // The vote splits the basic block. Else ptxas would wait for p v before the exponentials, which would then
           // run after that product instead of beside it.

@@ -52,10 +52,10 @@ __device__ inline void Forward<Precision, Dims>::produce() {
       v_state.advance();
     };
     // Load k and v in the order of their use: k of a tile comes before v of the tile that was issued before it.
-    const SeenTiles tiles = block.tiles = tiles_of(q_tile, q_tile.q_start, kRows);
+    const SeenTiles tiles = block.tiles = seen_tiles(a.mask, q_tile, q_tile.q_start, kRows, kKeys);
     if (tiles.any()) fetch_k(tiles.last - 1);
     for (int i = 0; kSkips && i < Tile::kWarpgroups; ++i)
-      block.warpgroup_tiles[i] = tiles_of(q_tile, q_tile.q_start + i * kWarpgroupRows, kWarpgroupRows);
+      block.warpgroup_tiles[i] = seen_tiles(a.mask, q_tile, q_tile.q_start + i * kWarpgroupRows, kWarpgroupRows, kKeys);
     ready.arrive();
     if (kConvertsV && tiles.any()) VConverter{a.v_slices}.await(k_row);
     for (int tile = tiles.last - 2; tile >= tiles.first; --tile) fetch_k(tile), fetch_v(tile + 1);

@@ -11,18 +11,15 @@ using JvpDims = DimsList<Dims64, Dims128>;
 
 //   kKeys      keys of a tile
 //   kStages    stages of the pipeline of k and tk, and of that of v and tv
-//   kPingPong  true: the warpgroups issue their products in turn (ping-pong)
 template <class Dims>
 struct JvpTile;
 template <>
 struct JvpTile<Dims64> : TwoWarpgroups {
   static constexpr int kKeys = 128, kStages = 2;
-  static constexpr bool kPingPong = true;
 };
 template <>
 struct JvpTile<Dims128> : TwoWarpgroups {
   static constexpr int kKeys = 64, kStages = 2;
-  static constexpr bool kPingPong = true;
 };
 
 }  // namespace octet::cuda::sm90

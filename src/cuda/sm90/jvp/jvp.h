@@ -127,12 +127,9 @@ struct Jvp {
   // The position of a consumer warpgroup in the pipelines of k and v, of which it takes one stage each for a tile.
   using Position = PipelineState<Tile::kStages>;
 
-  __device__ void wait_turn(int warpgroup) const {
-    ptx::barrier_sync(kPingPongBarrier + warpgroup, Tile::kPingPong ? 2 * kWarpgroup : kWarpgroup);
-  }
+  __device__ void wait_turn(int warpgroup) const { ptx::barrier_sync(kPingPongBarrier + warpgroup, 2 * kWarpgroup); }
   __device__ void end_turn(int warpgroup) const {
-    if constexpr (Tile::kPingPong)
-      ptx::barrier_arrive(kPingPongBarrier + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup);
+    ptx::barrier_arrive(kPingPongBarrier + (warpgroup + 1) % Tile::kWarpgroups, 2 * kWarpgroup);
   }
   __device__ void wait_k(const Position& at) const { shared.k_pipe.full[at.stage].wait(at.phase); }
   __device__ void wait_v(const Position& at) const { shared.v_pipe.full[at.stage].wait(at.phase); }

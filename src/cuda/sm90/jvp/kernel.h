@@ -32,14 +32,7 @@ __global__ void __launch_bounds__(Jvp<T, Dims>::kThreads, 1) jvp(const __grid_co
 template <class T>
 Kernel jvp_kernel(int64_t dim, int64_t dim_v) {
   return first_holding(dim, dim_v, JvpDims{}, []<class Dims>(Dims) -> Kernel {
-    using Kind = Jvp<T, Dims>;
-    return {.function = reinterpret_cast<const void*>(&jvp<T, Dims>),
-            .rows = Kind::kRows,
-            .keys = Kind::kKeys,
-            .threads = Kind::kThreads,
-            .shared_bytes = Kind::kSharedBytes,
-            .dim = Dims::kDim,
-            .dim_v = Dims::kDimV};
+    return kernel_of<Jvp<T, Dims>, Dims>(reinterpret_cast<const void*>(&jvp<T, Dims>));
   });
 }
 

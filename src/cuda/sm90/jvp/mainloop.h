@@ -129,7 +129,7 @@ __device__ void Jvp<T, Dims>::mask(int warpgroup, const Block& block, int tile, 
 template <class T, class Dims>
 __device__ void Jvp<T, Dims>::exp_raised_max(int warpgroup, const Block& block, int tile, TS& ts, Rows& rows,
                                              UO& uo) const {
-  if (block.warpgroup_tiles[warpgroup].needs_mask(tile, kKeys)) mask(warpgroup, block, tile, ts);
+  if (needs_mask<kKeys>(block.warpgroup_tiles[warpgroup], tile)) mask(warpgroup, block, tile, ts);
   raise_max(ts, rows, uo);
   P p, h;
   rows.add(exponentials(ts, rows, p, h));
@@ -147,7 +147,7 @@ __device__ void Jvp<T, Dims>::exp_stale_max(int warpgroup, const Block& block, i
     shared.v_pipe.empty[at_v.stage].arrive();
   };
   // In a masked tile rows may see their first keys.
-  if (block.warpgroup_tiles[warpgroup].needs_mask(tile, kKeys)) {
+  if (needs_mask<kKeys>(block.warpgroup_tiles[warpgroup], tile)) {
     wait_pv();
     ptx::fence_operand(ts.x);
   } else {
