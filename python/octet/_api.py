@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from octet import _numpy
-from octet._operands import Operands, expect_meant, label, operands_of
+from octet._operands import Operands, expect_given, expect_meant, label, operands_of
 from octet._options import AttentionOptions, Options, count, options_of, truth
 from octet._qtensor import QTensor
 from octet._results import own_type
@@ -89,6 +89,7 @@ def _seed_words(seed: Any) -> list[int] | None:
 def call_of(operands: Operands, keywords: AttentionOptions) -> tuple[Any, Options]:
     """The module that computes a call over these arrays, whose shapes are those of one layout, and its options. A
     dropout_seed in numbers becomes an array among the operands."""
+    expect_given(operands, "q", "k", "v")
     if (words := _seed_words(operands.get("dropout_seed"))) is not None:
         q = operands["q"]
         of_q = load(_kind_of("q", q)).adapter

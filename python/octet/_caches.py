@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from octet import _abi, _api
 from octet._appending import Rope
-from octet._operands import operands_of
+from octet._operands import expect_given, operands_of
 from octet._options import AttentionOptions, Layout, count, look_up, number, truth
 from octet._qtensor import QTensor
 from octet._rejections import expect_known
@@ -114,6 +114,7 @@ def append(
                     f"{name}_cache: a QTensor of {cache.coding}, allowed: granularity 1 (token), symmetric, without a "
                     "mean or a rotation"
                 )
+    expect_given(given, "k_cache", "v_cache", "k", "v", "seqused_k")
     framework = _api.framework_of(given)
     if codings and framework.__name__ == "octet.jax":
         raise Unsupported("k_cache, v_cache: QTensors, which jax programs do not take; use numpy or torch")
@@ -185,6 +186,7 @@ def attention_cached(
     fast, arguments = _shortcut(seqused_k), (*options, *values, *map(type, values))
     found = fast.attention(arguments, given) if fast else None
     if found is None:
+        expect_given(given, "seqused_k")
         framework, made = _api.call_of(given, options)
         made = _api.with_bounds(made, max_seqlen_q, max_seqlen_k)
         found = framework.run_attention(made, given, truth("return_lse", return_lse))

@@ -63,6 +63,13 @@ def operands_of(**arrays: Any) -> Operands:
     return {name: x for name, x in arrays.items() if x is not None}
 
 
+def expect_given(operands: Operands, *names: str) -> None:
+    """Rejects a call that lacks one of these arrays."""
+    for name in names:
+        if name not in operands:
+            raise InvalidArgument(f"{label(name)}: found None, allowed: an array")
+
+
 def split(keywords: Any) -> tuple[Operands, Any]:
     """The arrays among AttentionKeywords, and the options."""
     options = {name: x for name, x in keywords.items() if name not in KINDS}

@@ -212,3 +212,34 @@ def test_numpy_keeps_calls_too():
         octet.append(*pages, *(i * new), used + i, block_table=np.array([[1]], np.int32))
     assert len(octet._appending._kept.calls) == 1
     assert (pages[:, 1, :, 3:6] == np.arange(3)[:, None]).all() and not pages[:, [0, 2]].any()
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_what_is_no_tensor_of_the_device_is_rejected(remembered):
+    """In the same words, whether such a call came before or not; nothing is appended."""
+    k_cache, v_cache, table, used, q, k, v = cache()
+    if remembered:
+        step(cache())
+        octet.append(*cache()[:2], k, v, used, block_table=table)
+        octet.attention_cached(q, k_cache, v_cache, used, block_table=table)
+    before = k_cache.clone()
+    on_cpu = lambda x: x.detach().cpu().numpy()
+    for wrong, message in ((on_cpu(k), "a numpy array"), (k.tolist(), "list"), (k.to("meta"), "on meta, but k_cache")):
+        with pytest.raises((octet.InvalidArgument, TypeError), match=message):
+            octet.append(k_cache, v_cache, wrong, v, used, block_table=table)
+    assert torch.equal(k_cache, before)
+    for wrong, message in ((on_cpu(q), "a torch array"), (q.tolist(), "list")):
+        with pytest.raises((octet.InvalidArgument, TypeError), match=message):
+            octet.attention_cached(wrong, k_cache, v_cache, used, block_table=table)
+    for name in ("q", "k", "v", "seqused_k"):
+        given = dict(q=q, k=k_cache, v=v_cache, seqused_k=used, block_table=table) | {name: None}
+        with pytest.raises(octet.InvalidArgument, match=f"{name}: found None, allowed: an array"):
+            octet.attention_cached(**given)
+    for name in ("k_cache", "v_cache", "k", "v", "seqused_k"):
+        given = dict(k_cache=k_cache, v_cache=v_cache, k=k, v=v, seqused_k=used, block_table=table) | {name: None}
+        with pytest.raises(octet.InvalidArgument, match=f"{name}: found None, allowed: an array"):
+            octet.append(**given)
+    with pytest.raises((octet.InvalidArgument, TypeError), match="block_table"):
+        octet.attention_cached(q, k_cache, v_cache, used, block_table=on_cpu(table))
+    with pytest.raises((octet.InvalidArgument, TypeError), match="sinks"):
+        octet.attention_cached(q, k_cache, v_cache, used, block_table=table, sinks=[0.0] * 2 * HEADS)

@@ -18,7 +18,7 @@ from octet._options import AttentionOptions, bottom_right
 from octet.errors import Unsupported
 from octet.integrations import NAMES
 
-# What continuous batching passes beside the keywords of every attention function.
+# The keywords that continuous batching passes to an attention function, beside those that every caller passes.
 KEYWORDS = {
     "cache", "block_table", "k_cache", "v_cache", "read_index", "write_index", "logits_indices",
     "logits_processor_args", "max_seqlen_q", "max_seqlen_k",

@@ -183,11 +183,12 @@ def cast_tensors(operands: Operands) -> Operands:
     return {name: x.to(autocast_type(x)) if name in is_cast else x for name, x in operands.items()}
 
 
-def expect_device(name: str, x: torch.Tensor, device: torch.device) -> None:
-    """A tensor on another device may have torch choose another kernel, on the meta device none at all."""
+def expect_device(name: str, x: torch.Tensor, device: torch.device, first: str = "q") -> None:
+    """A tensor on another device may have torch choose another kernel, on the meta device none at all. `first`: the
+    operand that is on `device`."""
     if x.device != device:
         raise InvalidArgument(
-            f"{label(name)}: on {x.device}, but q is on {device}; all tensors of a call live on one device"
+            f"{label(name)}: on {x.device}, but {first} is on {device}; all tensors of a call live on one device"
         )
 
 

@@ -9,7 +9,7 @@ from octet._appending import Rope
 from octet._operands import Operands, operands_of
 from octet._options import expect_constant
 from octet.torch import _passes
-from octet.torch._adapter import adapter
+from octet.torch._adapter import adapter, expect_device
 
 _SCHEMA = (
     "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor k, Tensor v, "
@@ -52,6 +52,7 @@ torch.library.register_fake("octet::append", _fake, lib=_library)
 def run_append(operands: Operands, rope: Rope, layout: str) -> torch.Tensor | None:
     """See `octet.append`."""
     for name, x in operands.items():
+        expect_device(name, x, operands["k_cache"].device, "k_cache")
         if x.is_floating_point():
             expect_constant(name, x)
     if _passes.nobody_listens(*operands.values()):

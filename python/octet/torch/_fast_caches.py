@@ -24,6 +24,8 @@ _ropes: dict[Hashable, tuple[Rope, str]] = {}
 
 
 def _has_no_listener(tensors: list[Any]) -> bool:
+    if not all([isinstance(x, torch.Tensor) for x in tensors]):  # the ordinary way rejects others
+        return False
     if forward_ad._current_level >= 0 or torch._C._is_any_autocast_enabled():
         return False
     if torch.is_grad_enabled() and any([x.requires_grad for x in tensors]):
@@ -51,14 +53,15 @@ def _type_of(q: Any) -> Hashable:
 def attention(how: tuple, operands: Operands) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(o, lse) of a call that came before with the arguments `how` and with such tensors; None: it has to go the
     ordinary way."""
-    options = _get(_options, how, _type_of(operands["q"]))
+    q = operands.get("q")
+    options = _get(_options, how, _type_of(q)) if isinstance(q, (torch.Tensor, QTensor)) else None
     if options is None:
         return None
     tensors: list[Any] = []
     for name, x in operands.items():
         if type(x) is QTensor:
             tensors += (x.codes, x.scale)
-        elif name in BY_HEAD and x.dtype is not torch.float32:
+        elif name in BY_HEAD and getattr(x, "dtype", None) is not torch.float32:
             return None
         else:
             tensors.append(x)
