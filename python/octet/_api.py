@@ -251,6 +251,7 @@ def attention_varlen(
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     more = {"sinks": sinks, "alibi_slopes": alibi_slopes, "dropout_seed": dropout_seed}
     given = operands_of(q=q, k=k, v=v, **lengths, **more)
+    expect_given(given, *lengths)
     framework, made = call_of(given, options)
     expect_no_layout(options.get("layout"))
     made = with_bounds(made._replace(layout="thd"), max_seqlen_q, max_seqlen_k)

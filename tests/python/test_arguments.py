@@ -140,6 +140,17 @@ def test_quantize():
     reject("scale", lambda: octet.dequantize(codes, scale=2.0), TypeError)
 
 
+def test_arrays_that_are_missing():
+    """None is no array: lengths that are missing would make one sequence of all."""
+    cu = np.array([0, 8], np.int32)
+    packed = {"q": np.ones((8, 2, 16), np.float32), "k": np.ones((8, 2, 16), np.float32)}
+    packed |= {"v": packed["k"], "cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    octet.attention_varlen(**packed)
+    for name in packed:
+        given = packed | {name: None}
+        reject(f"{name}: found None, allowed: an array", lambda given=given: octet.attention_varlen(**given))
+
+
 SERVED = None
 ATTENTION = {
     "query": SERVED, "key": SERVED, "value": SERVED, "attn_mask": SERVED, "dropout_p": 1.5, "is_causal": SERVED,
