@@ -124,14 +124,17 @@ def expect_the_best(kind, device, prompts, found):
         assert (exact.amax(-1) - chosen).max() <= 4 * (own - exact).abs().max()
 
 
+def runs(kind, loop):
+    """Whether a model's loop is compared: not those that transformers itself cannot run, nor compile in seconds."""
+    windows = "sliding_window" in MODELS[kind][0]
+    if loop == "draft model" and windows and transformers.__version__.startswith("5.17."):
+        return False  # 5.17 keeps more keys there than it makes a mask for, whatever the attention
+    return loop != "static, compiled" or kind == "Llama"
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind, loop", [(kind, loop) for kind in MODELS for loop in LOOPS if runs(kind, loop)])
 def test_the_same_tokens(kind, loop, device):
-    if loop == "static, compiled" and kind != "Llama":
-        pytest.skip("one model is enough for a loop that compiles for seconds; windows compile again for each length")
-    if loop == "draft model" and "sliding_window" in MODELS[kind][0] and transformers.__version__.startswith("5.17."):
-        pytest.skip("transformers 5.17 keeps more keys there than it makes a mask for, whatever the attention")
     found = generated(kind, "octet", loop, device)
     if device == "cpu":
         assert found == generated(kind, None, loop)
