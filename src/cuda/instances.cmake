@@ -73,6 +73,10 @@ foreach(type Bf16 F16)
       endif()
     endforeach()
   endforeach()
+  foreach(logits masked general)
+    octet_instance(sm80/bwd Dmask_${type}_${logits} dmask_kernel.h
+      "DmaskKernel dmask_kernel<${type}, Logits::${logits}>(int)")
+  endforeach()
 endforeach()
 octet_instance(sm80/bwd Int8_plain_large kernel.h
   "BackwardKernel int8_backward_kernel<Logits::plain, SharedMemory::large>(int)")

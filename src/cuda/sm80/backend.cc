@@ -106,7 +106,10 @@ Answer plan(const Problem& p, void* workspace) {
     const auto has = [](const ForwardFormats& x) { return has_kernels(x) && has_dropout(x); };
     return text("it has no dropout in ", name(p.precision), "; it has: ", precisions_whose(p, has).names());
   }
-  if (p.dmask.present()) return text("it has no gradient of masks");
+  if (p.dmask.present() && numerics.formats.has_8bit_qk()) {
+    const auto has = [](const ForwardFormats& x) { return has_kernels(x) && !x.has_8bit_qk(); };
+    return text("it has no gradient of masks in ", name(p.precision), "; it has: ", precisions_whose(p, has).names());
+  }
   if (auto reason = size_unsupported_reason(p)) return std::move(*reason);
   if (auto reason = quantized_unsupported_reason(p, numerics.formats)) return std::move(*reason);
   if (p.smooth_q && numerics.formats == kInt8Training)

@@ -45,6 +45,9 @@ struct Backward {
   using Tiles = BackwardTile<kDim>;  // of preprocessing; a tile of this kernel is a part of one
   static constexpr int kQueries = C::kQueries, kKeys = C::kKeys, kStages = C::kStages, kDoStages = C::kDoStages;
   static constexpr int kBuffers = C::kBuffers;
+  // lse and delta have kStages. q has as many, and the row bias has those of keys as rows, or each has its own.
+  static constexpr int kQStages = C::kQStages ? C::kQStages : kStages;
+  static constexpr int kBiasStages = C::kKeysAsRows ? kStages : C::kBiasStages;
   static constexpr int kThreads = 32 * C::kWarps;
   static constexpr int kTilesOfQueryBlock = Tiles::kQueries / kQueries, kTilesOfKeyBlock = Tiles::kKeys / kKeys;
 
@@ -87,7 +90,7 @@ struct Backward {
 
   struct Shared {
     unsigned char k[TileK::kBytes], v[Operands::kReadsV ? TileK::kBytes : 0];
-    unsigned char q[kStages][TileQ::kBytes], do_[kDoStages][TileQ::kBytes];
+    unsigned char q[kQStages][TileQ::kBytes], do_[kDoStages][TileQ::kBytes];
     alignas(128) unsigned char p[kBuffers][kSharesP ? TileP::kBytes : 0];
     unsigned char ds[kBuffers][TileP::kBytes];
     float lse[kStages][kQueries], delta[kStages][kQueries];
@@ -102,7 +105,7 @@ struct Backward {
     int iterations;
     Step steps[kSteps];
     // The row biases of the current tile of a mask tensor; that tile lies in memory after this struct.
-    alignas(C::kKeysAsRows ? 8 : 4) float row_bias[C::kKeysAsRows ? kStages : 1][!kPlain ? kQueries : 1];
+    alignas(C::kKeysAsRows ? 8 : 4) float row_bias[kBiasStages][!kPlain ? kQueries : 1];
     int mask_class[kMasked ? kSteps : 0];
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + kChunkBytes - 1) / kChunkBytes * kChunkBytes;
@@ -135,12 +138,12 @@ struct Backward {
   __device__ void skip_hidden_queries() const;
   __device__ void load_mask_class(const MBlock& at, int n) const;
   __device__ bool needs_mask_tile(int n) const { return !kMasked || shared.mask_class[n % kSteps] != kZeros; }
-  __device__ void load_mask(const Step& step, bool tile) const;
+  __device__ void load_mask(const Step& step, bool tile, int stage = 0) const;
   __device__ unsigned char* mask_tile_by_keys() const;
   __device__ void load_row_biases(const Step& step, int stage) const;
   __device__ void load_mask_by_keys(int n, int pass) const;
   __device__ void add_mask_by_keys(TileS& s, int n, int pass) const;
-  __device__ void add_mask_tile(TileS& s, float scale, bool needs_tile) const;
+  __device__ void add_mask_tile(TileS& s, float scale, bool needs_tile, int stage) const;
   __device__ void compute(TileDk& dk, TileDk& dv);
   __device__ void compute_by_keys(TileDk& dk, TileDk& dv);
   __device__ void take_p_by_keys(TileS& s, int first, int stage) const;

@@ -41,6 +41,13 @@ BackwardKernel kernel_of(const Problem& p, const BackwardChoice& choice, const M
   return (logits == Logits::plain ? row.plain : row.general)(dim);
 }
 
+// A mask that is the same for all queries may sum pairs that a position hides, which masked logits leave to others.
+DmaskKernel dmask_kernel_of(const Problem& p, const BackwardChoice& choice) {
+  const bool masked = logits_of(p) == Logits::masked && p.dmask.shape[2] > 1 && p.dmask.shape[3] > 1;
+  if (choice.f16) return (masked ? dmask_kernel<F16, Logits::masked> : dmask_kernel<F16, Logits::general>)(choice.dim);
+  return (masked ? dmask_kernel<Bf16, Logits::masked> : dmask_kernel<Bf16, Logits::general>)(choice.dim);
+}
+
 }  // namespace
 
 BackwardKernels choose_kernels(const Problem& p) {
@@ -50,7 +57,9 @@ BackwardKernels choose_kernels(const Problem& p) {
   BackwardKernel kernel = kernel_of(p, choice, mask);
   const bool stages_mask = kernel.bytes_with(mask) <= card(p.device_index).shared_bytes;
   if (stages_mask) kernel.shared_bytes = kernel.bytes_with(mask);
-  return {choice, false, kernel, kernel.has_classes && mask.data, stages_mask};
+  return {choice,      false,
+          kernel,      kernel.has_classes && mask.data,
+          stages_mask, p.dmask.present() ? dmask_kernel_of(p, choice) : DmaskKernel{}};
 }
 
 }  // namespace octet::cuda::sm80

@@ -1,6 +1,7 @@
 // The kernel of a backward pass, chosen from its recipe.
 #pragma once
 #include "cuda/bwd/choose.h"
+#include "cuda/sm80/bwd/dmask_kernels.h"
 #include "cuda/sm80/bwd/kernels.h"
 
 namespace octet::cuda::sm80 {
@@ -10,6 +11,7 @@ struct BackwardKernels : BackwardChoice {
   BackwardKernel kernel;  // with the bytes of its tile of the mask tensor
   bool has_classes;       // of tiles of the mask tensor
   bool stages_mask;       // its tiles have room in shared memory
+  DmaskKernel dmask;      // where the gradient of the mask tensor is wanted
 };
 BackwardKernels choose_kernels(const Problem& p);
 

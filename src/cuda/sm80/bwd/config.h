@@ -24,6 +24,10 @@ struct BackwardDefaults {
   static constexpr bool kSpreadsDq = false;
   static constexpr bool kDqHalves = false;  // true: dq is computed in two halves, which saves registers
   static constexpr bool kKeysAsRows = false;
+  static constexpr int kQStages = 0;     // of q, if they are not kStages
+  static constexpr int kBiasStages = 1;  // of the row biases
+  // true: ds is the gradient of what is added to a capped logit
+  static constexpr bool kOfAdded = false;
 };
 template <>
 struct BackwardConfig<64, Logits::plain> : BackwardDefaults {

@@ -4,6 +4,7 @@
 #include "cuda/operands/contiguous.h"
 #include "cuda/operands/masks.h"
 #include "cuda/sm80/bwd/f32.h"
+#include "cuda/sm80/bwd/f32_dmask.h"
 #include "cuda/sm80/bwd/f32_kernel.h"
 #include "cuda/sm80/bwd/f32_rows.h"
 #include "cuda/sm80/bwd/lse.h"
@@ -54,6 +55,7 @@ Plan backward_f32(const Problem& p, void* workspace) {
                     .tokens_q = static_cast<int>(p.tokens_q),
                     .scale = p.scale,
                     .dropout = dropout_of(p)};
+  const DmaskParams dmask = p.dmask.present() ? f32_dmask_params(p, dim, allocator) : DmaskParams{};
   const auto name = [] { return std::string("backward f32 in two f16 halves, mma.sync"); };
   auto run = [=, &p](cudaStream_t stream) {
     for (const F32Input* x : {&q, &k, &v, &do_}) x->preprocess(stream);
@@ -80,6 +82,10 @@ Plan backward_f32(const Problem& p, void* workspace) {
     const int64_t query_blocks = p.dq.elements() ? p.batch * p.heads * a.q_blocks.count : 0;
     const auto launch = logits_of(p) == Logits::plain ? launch_f32<Logits::plain> : launch_f32<Logits::general>;
     launch(dim, a, key_blocks, query_blocks, stream);
+    if (dmask.any_pair())
+      sum_f32_dmask(dim, a, dmask, stream);
+    else
+      clear_dmask(dmask, stream);
     if (p.dsinks.elements()) sum_f32_dsinks(strided(p.lse), delta, sinks(p.sinks), strided(p.dsinks), stream);
   };
   return plan_of(p, allocator, name, std::move(run));

@@ -42,7 +42,7 @@ struct F32Params {
 
 // The sums that a kernel computes. At d256, and at d128 with general logits, dk and dv take a kernel each, as registers
 // do not suffice for both.
-enum class F32Sums : int { dk_and_dv, dk, dv, dq };
+enum class F32Sums : int { dk_and_dv, dk, dv, dq, dmask };
 
 //   kWarps        warps of a thread block
 //   kRowBlocks    blocks of 16 rows of a warp
@@ -70,7 +70,7 @@ template <int Dim, F32Sums which, Logits logits>
 struct F32Backward {
   using C = F32Tile<Dim>;
   static constexpr bool kGeneral = logits == Logits::general;
-  static constexpr bool kOfKeys = which != F32Sums::dq;
+  static constexpr bool kOfKeys = which != F32Sums::dq && which != F32Sums::dmask;
   static constexpr bool kSumsDv = which == F32Sums::dk_and_dv || which == F32Sums::dv, kSumsDs = which != F32Sums::dv;
   static constexpr int kRowBlocks = C::kRowBlocks, kTokens = C::kTokens, kRows = kF32Rows<Dim>;
   static constexpr int kThreads = 32 * C::kWarps;
@@ -241,7 +241,8 @@ struct F32Backward {
         const RowTerms terms = row_terms(a.terms, shared.batch, sequence(), at.head, at_query, q().tokens, k().tokens,
                                          a.mask.keys_of(min(at_query, q().tokens - 1), q().tokens, k().tokens));
         if (kSumsDs && a.terms.softcap != 0.f)
-          ds = (ds - delta[query_of(m, i)]) * softcap(a.terms, p * a.terms.scale).derivative;
+          ds = (ds - delta[query_of(m, i)]) *
+               (which == F32Sums::dmask ? 1.f : softcap(a.terms, p * a.terms.scale).derivative);
         p = expf(logit_of(a.terms, terms, at_key, p) - of_row);
       } else {
         p = expf(__fmaf_rn(p, a.scale, -of_row));

@@ -58,6 +58,14 @@ void set_mean(KernelParams& arguments, int dim, bool packed) {
   a.k_mean = arguments.blocks.k_mean, a.mean_dim = dim, a.sequence_means = packed;
 }
 
+// Sums dmask by its own kernel.
+void sum_dmask(const Problem& p, const DmaskKernel& kernel, const DmaskParams& dmask, const KernelParams& arguments,
+               cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>(dmask.tiles() * dmask.splits);
+  launch_general_pdl(kernel.function, blocks, kernel.threads, kernel.bytes_with(dmask.mask), stream, arguments, dmask);
+  sum_splits(dmask, stream);
+}
+
 }  // namespace
 
 Plan backward(const Problem& p, void* workspace) {
@@ -85,6 +93,8 @@ Plan backward(const Problem& p, void* workspace) {
     int8.emplace(p, training_from(params), choice.dim, allocator), set_int8(p, *int8, params, int8_terms, allocator);
   std::optional<BlockInputs> block_inputs;
   if (choice.blocks) block_inputs.emplace(p, choice, params, allocator);
+  const DmaskParams dmask =
+      p.dmask.present() ? dmask_params(p, choice.dmask.queries, choice.dmask.keys, allocator) : DmaskParams{};
   const Result dk(p.dk, allocator), dv(p.dv, allocator);
   const auto name = [choice] {
     return text("backward ",
@@ -97,6 +107,7 @@ Plan backward(const Problem& p, void* workspace) {
   };
   auto run = [=, &p](cudaStream_t stream) mutable {
     const BackwardKernel& kernel = choice.kernel;
+    if (!dmask.any_pair()) clear_dmask(dmask, stream);
     if (!(p.dq.elements() || p.dk.elements())) {
       params.q_blocks.count = 0;
       params.lse = saved_lse;
@@ -128,6 +139,10 @@ Plan backward(const Problem& p, void* workspace) {
         cuda::recompute_masked(params, arguments.a, strided(p.dq), stream);
       else
         recompute_masked(params, arguments.a, terms, dropout_of(p), strided(p.dq), stream);
+    }
+    if (dmask.any_pair()) {
+      arguments.terms = terms;
+      sum_dmask(p, choice.dmask, dmask, arguments, stream);
     }
     params.lse = saved_lse;
     if (p.dsinks.elements()) sum_dsinks(params, strided(p.dsinks), stream);

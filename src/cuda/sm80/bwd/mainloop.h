@@ -94,7 +94,8 @@ __device__ typename Backward<Kind>::Step Backward<Kind>::next_step(MBlock& at, i
 template <class Kind>
 __device__ void Backward<Kind>::load_q(const Step& step, int stage) const {
   constexpr int64_t kBytes = Tiles::kQueries * kDim * sizeof(T);
-  load_async<kThreads, Tiles::kQueries>(TileQ{shared.q[stage]}, a.q + step.tile * kBytes, step.first);
+  load_async<kThreads, Tiles::kQueries>(TileQ{shared.q[kQStages < kStages ? 0 : stage]}, a.q + step.tile * kBytes,
+                                        step.first);
   constexpr int kChunks = kQueries * sizeof(float) / kChunkBytes;
   static_assert(2 * kChunks <= kThreads);
   const Rows& rows = rows_at<Tiles::kQueries>(a.rows, w.bin, a.q_tiles(), step.tile);
@@ -123,7 +124,7 @@ __device__ void Backward<Kind>::load_mask_class(const MBlock& at, int n) const {
 
 // Starts the copies of the row biases of a tile's rows and, if asked to, of the tile of the mask tensor.
 template <class Kind>
-__device__ void Backward<Kind>::load_mask(const Step& step, bool tile) const {
+__device__ void Backward<Kind>::load_mask(const Step& step, bool tile, int stage) const {
   if (!has_mask_tile()) return;
   const LogitTerms& t = params.terms;
   const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
@@ -131,13 +132,13 @@ __device__ void Backward<Kind>::load_mask(const Step& step, bool tile) const {
     load_mask_tile<kThreads, kQueries, kKeys>(mask_tile(), thread, t, w.batch, step.head, step.query, w.q.tokens,
                                               w.first_key, w.k.tokens);
   if (t.row_bias && thread < kQueries)
-    ptx::cp_async_word(ptx::shared_address(&shared.row_bias[0][thread]),
+    ptx::cp_async_word(ptx::shared_address(&shared.row_bias[stage][thread]),
                        t.row_bias_at(w.batch, step.head, min(step.query + thread, w.q.tokens - 1)));
 }
 
 // Turns s into scale s + mask - row bias, or into scale s without a mask tensor. `needs_tile`: the mask is not 0.
 template <class Kind>
-__device__ void Backward<Kind>::add_mask_tile(TileS& s, float scale, bool needs_tile) const {
+__device__ void Backward<Kind>::add_mask_tile(TileS& s, float scale, bool needs_tile, int stage) const {
   if (!has_mask_tile()) {
     for (auto& block : s) block.scale(scale);
     return;
@@ -147,7 +148,8 @@ __device__ void Backward<Kind>::add_mask_tile(TileS& s, float scale, bool needs_
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const int row = first + 16 * m;
-    const float row_bias[] = {shared.row_bias[0][row], shared.row_bias[0][row + 8]};
+    const float* const row_biases = &shared.row_bias[kBiasStages > 1 ? stage : 0][row];
+    const float row_bias[] = {row_biases[0], row_biases[8]};
     const int column = 16 * PartS::column_block(warp) + fragment_column();
     if (needs_tile) {
       MaskFragment<kKeys>{mask_tile(), params.terms.element, row, column}.add(s[m], scale, row_bias);
@@ -191,10 +193,10 @@ __device__ void Backward<Kind>::add_logit_terms(TileS& s, TileS& dp, const Step&
       y = __fmaf_rn(y, product_scale[i / 2 % 2], -deltas[i / 2 % 2]);
       if (terms.softcap == 0.f) continue;
       const Capped capped = softcap(terms, x * scale);
-      x = capped.x, y *= capped.derivative;
+      x = capped.x, y *= C::kOfAdded ? 1.f : capped.derivative;
     }
   }
-  if (has_mask_tile() && !terms.slopes) return add_mask_tile(s, scale_left, true);
+  if (has_mask_tile() && !terms.slopes) return add_mask_tile(s, scale_left, true, stage);
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     RowTerms rows[kRowsPerThread];
@@ -336,7 +338,7 @@ __device__ void Backward<Kind>::compute(TileDk& dk, TileDk& dv) {
     if constexpr (kGeneral)
       add_logit_terms(s, dp, step, stage);
     else if constexpr (!kPlain)
-      add_mask_tile(s, shared.q_k_scale * a.scale, needs_mask_tile(n));
+      add_mask_tile(s, shared.q_k_scale * a.scale, needs_mask_tile(n), stage);
     take_p(s, stage);
     if (!kGeneral) Operands::multiply_dp(*this, dp, do_stage);
     hide(s, step.query);
