@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <octet/formats.hpp>
 #include <utility>
 #include <vector>
@@ -36,8 +37,10 @@ void expect_as_good(const Compared& x) {
 // The cases that all backends share, and heads for which the GPU has kernels of their own.
 const std::vector<Case>& gpu_cases() {
   static const std::vector<Case> all = [] {
-    std::vector<Case> list = cases();
-    std::erase_if(list, [](const Case& c) { return c.dmask; });  // no GPU backend has it
+    // Gradients of masks come last: seeds count cases.
+    std::vector<Case> list = cases(), of_masks;
+    std::ranges::copy_if(list, std::back_inserter(of_masks), &Case::dmask);
+    std::erase_if(list, [](const Case& c) { return c.dmask; });
     Case wide{.name = "wide_heads",
               .heads = 4,
               .kv_heads = 2,
@@ -142,6 +145,28 @@ const std::vector<Case>& gpu_cases() {
              .dtype = DType::e4m3};
       list.push_back(c);
     }
+    list.insert(list.end(), of_masks.begin(), of_masks.end());
+    // Rows of a mask that start at multiples of 16 bytes, at each size of tiles; the last tiles are not whole.
+    Case aligned{.name = "dmask_heads",
+                 .batch = 3,
+                 .heads = 4,
+                 .kv_heads = 2,
+                 .tokens_q = 150,
+                 .tokens_k = 264,
+                 .mask = MaskTensor::bias_bf16,
+                 .dtype = DType::bf16,
+                 .out_dtype = DType::bf16,
+                 .dmask = true};
+    list.push_back(aligned);
+    aligned.name = "dmask_batch", aligned.mask = MaskTensor::bias_f32, aligned.causal = true,
+    aligned.alignment = Alignment::bottom_right;
+    list.push_back(aligned);
+    aligned.name = "dmask_128", aligned.dim = aligned.dim_v = 128;
+    list.push_back(aligned);
+    aligned.name = "dmask_wide", aligned.dim = 256, aligned.dim_v = 200, aligned.tokens_k = 200;
+    list.push_back(aligned);
+    aligned.name = "dmask_wide_terms", aligned.softcap = 2, aligned.dropout_p = .2;
+    list.push_back(aligned);
     return list;
   }();
   return all;
@@ -171,6 +196,7 @@ bool supported(const Case& c, const Inputs& in, const Kind& kind) {
   const Attention attention{
       .precision = kind.precision, .bias_correction = kind.bias_correction, .deterministic = kind.deterministic};
   if (!gpu_takes_extras(c, kind.pass, attention)) return false;
+  if (c.dmask && kind.pass == Pass::backward && !gpu_gives_dmask(kind.precision)) return false;
   return gpu_computes(kind.pass, kind.precision) && gpu_takes_logits(c, in.mask_dtype, in.mask.shape, kind.pass) &&
          (c.dtype != DType::e4m3 || kind.reads_e4m3() || gpu_takes_e4m3_as_numbers()) && dims;
 }
@@ -297,6 +323,7 @@ TEST_P(GpuPasses, err_at_most_twice_as_much_as_plain_rounding) {
     expect_as_good({"dv", &got.dv, &expected.dv, &want.dv, rms.dv, most.dv});
     if (got.dsinks.present())
       expect_as_good({"dsinks", &got.dsinks, &expected.dsinks, &want.dsinks, rms.dsinks, most.dsinks});
+    if (got.dmask.present()) expect_as_good({"dmask", &got.dmask, &expected.dmask, &want.dmask, rms.dmask, most.dmask});
     return;
   }
   // Kernels may round P to bf16 against either maximum, which shows in an o that is not rounded.

@@ -76,6 +76,10 @@ inline bool gpu_takes_extras(const Case& c, Pass pass, const Attention& attentio
          (!(alibi && drops) && !(drops && c.mask != MaskTensor::none) &&
           gpu_takes_alibi(pass, attention, std::max(c.dim, c.dim_v)));
 }
+// Whether the backend gives the gradient of a mask that is added to the logits.
+inline bool gpu_gives_dmask(Precision precision) {
+  return tests_sm80() && (precision == Precision::f32 || precision == Precision::f16 || precision == Precision::bf16);
+}
 // Whether 16-bit precisions take inputs of e4m3.
 inline bool gpu_takes_e4m3_as_numbers() { return tests_sm80(); }
 

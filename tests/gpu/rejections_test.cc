@@ -108,8 +108,6 @@ std::vector<Rejected> rejected_by_both() {
   Asked& gproj = add(
       "its backward pass has no bias_correction gproj, which the cpu computes; it has: f16, none, beta, exact_delta");
   gproj.pass = Pass::backward, gproj.attention.bias_correction = BiasCorrection::gproj;
-  Asked& dmask = add("it has no gradient of masks");
-  dmask.pass = Pass::backward, dmask.mask = DType::f32, dmask.mask_shape = {1, 1, 1, 250}, dmask.dmask = true;
   return list;
 }
 
@@ -140,6 +138,11 @@ std::vector<Rejected> rejected_by_sm80() {
        "its int8 backward pass needs o_residual, which is NULL; a forward pass that is asked for it writes it, "
        "with the o and lse of this backward pass"});
   list.back().asked.residual = false;
+  for (const Precision p : {Precision::int8, Precision::sagebwd}) {
+    list.push_back({with_precision(p, Pass::backward),
+                    "it has no gradient of masks in " + std::string(name(p)) + "; it has: f32, f16, bf16"});
+    list.back().asked.mask = DType::f32, list.back().asked.dmask = true;
+  }
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     list.push_back(
         {with_precision(Precision::int8, pass), "it has no dropout in int8; it has: f32, f16, bf16, int8_f16"});
@@ -212,6 +215,8 @@ std::vector<Rejected> rejected_by_sm90() {
   beta.alibi = true, beta.attention.bias_correction = BiasCorrection::beta;
   Asked& deterministic = add({.pass = Pass::backward}, "it has no alibi_slopes in a deterministic backward pass");
   deterministic.alibi = true, deterministic.attention.deterministic = true;
+  Asked& dmask = add({.pass = Pass::backward}, "it has no gradient of masks");
+  dmask.mask = DType::f32, dmask.dmask = true;
   add({}, "k is e4m3; its bf16 takes f32, f16 and bf16").k_dtype = DType::e4m3;
   add({}, "v is quantized; its bf16 takes f32, f16 and bf16").quantized_v = true;
   add({}, "device 200 is no GPU of compute capability 9.0").device = 200;
@@ -248,7 +253,7 @@ TEST(Choice, of_sm90_with_a_key_mask) {
 
 // Whatever the environment names: sm80 is chosen for what sm90 declines of a precision that both have, and of f32.
 TEST(Choice, of_sm80_where_sm90_declines) {
-  std::vector<Asked> all(14);
+  std::vector<Asked> all(15);
   all[0].pass = Pass::jvp, all[0].dim = 160;
   all[1].attention.precision = Precision::f32;
   all[2].mask = DType::boolean;
@@ -263,6 +268,7 @@ TEST(Choice, of_sm80_where_sm90_declines) {
   all[11].attention.precision = Precision::fp8, all[11].q_dtype = DType::e4m3;
   all[12].attention.precision = Precision::int8_fp8, all[12].dim = 160;
   all[13].attention.precision = Precision::fp8_raw, all[13].alibi = true;
+  all[14].mask = DType::f32, all[14].pass = Pass::backward, all[14].dmask = true;
   for (Asked& x : all) {
     x.attention.backend = "";
     const std::string answer = answer_to(x);

@@ -7,31 +7,10 @@
 #include <utility>
 
 #include "laws/laws.h"
+#include "support/broadcast_masks.h"
 
 namespace octet::test {
 namespace {
-
-constexpr double kHidden = -std::numeric_limits<double>::infinity();
-
-// One mask for every subset of dimensions that it broadcasts, bit i for dimension i.
-constexpr int kBroadcasts = 16;
-
-Shape mask_shape(const Case& c, int broadcast) {
-  Shape shape{c.batch, c.heads, c.tokens_q, c.tokens_k};
-  for (size_t i = 0; i < 4; ++i)
-    if (broadcast >> i & 1) shape[i] = 1;
-  return shape;
-}
-
-// The inputs of a case with such a mask in f32, of which a tenth is -inf.
-Inputs with_mask(const Case& c, uint64_t seed, int broadcast) {
-  Inputs in = draw(c, seed);
-  in.mask_dtype = DType::f32;
-  in.mask = rounded(normal(mask_shape(c, broadcast), 100 * seed + 50 + static_cast<uint64_t>(broadcast)), DType::f32);
-  for (double& x : in.mask.data)
-    if (x > 1.28) x = kHidden;
-  return in;
-}
 
 // The sums of a gradient of every logit over the dimensions that a mask broadcasts.
 Values summed(const Values& x, const Shape& shape) {
