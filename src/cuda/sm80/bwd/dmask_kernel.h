@@ -53,8 +53,11 @@ struct DmaskOf16Bits {
   State& state;
   int warp, lane;
 
-  // The tile that is computed, and the one that is loaded.
-  __device__ Of at(const KeyBlockInfo& w) const { return {params, params.a, shared, warp, lane, w, shared.exponents}; }
+  // The tile that is computed, and the one that is loaded. opaque() stops the compiler from keeping what it works out
+  // from warp and lane in registers, which the three accumulators take.
+  __device__ Of at(const KeyBlockInfo& w) const {
+    return {params, params.a, shared, ptx::opaque(warp), ptx::opaque(lane), w, shared.exponents};
+  }
 
   // Goes on to the next bin of a tile, or to the next tile. One thread calls it.
   __device__ void advance(bool next_bin) const {
