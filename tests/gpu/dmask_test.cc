@@ -55,7 +55,8 @@ const Case kTerms{.name = "terms",
 class GpuMaskGradients : public testing::TestWithParam<Precision> {
  protected:
   void SetUp() override {
-    if (!gpu_gives_dmask(GetParam())) GTEST_SKIP() << "this backend gives no gradient of masks in " << name(GetParam());
+    if (!gpu_gives_dmask(GetParam()))
+      GTEST_SKIP() << "this backend computes no gradient of masks in " << name(GetParam());
   }
 };
 
@@ -137,7 +138,7 @@ INSTANTIATE_TEST_SUITE_P(Precisions, GpuMaskGradients, testing::Values(Precision
 
 // Masks of every broadcast, type and layout, with all other options, row by row in f32.
 TEST(GpuMaskGradients, of_random_problems_are_right) {
-  if (!gpu_gives_dmask(Precision::f32)) GTEST_SKIP() << "this backend gives no gradient of masks";
+  if (!gpu_gives_dmask(Precision::f32)) GTEST_SKIP() << "this backend computes no gradient of masks";
   const auto [first, count] = draws(20);
   uint64_t solved = 0;
   const Solver gpu{gpu_backend(), [] { return std::make_unique<GpuPlace>(); }};
