@@ -143,8 +143,8 @@ def attention(
             h // (heads / kv_heads) of k and v.
         v: [batch, kv_heads, keys, dim_v].
         mask: bool (True: seen) or float32, float16, bfloat16, at precision "f64" float64 (added to the logits; -inf
-            hides), broadcast to [batch, heads, queries, keys] whatever the layout. On CPUs one that is added has a
-            gradient, in torch where it requires one, summed over what it broadcasts.
+            hides), broadcast to [batch, heads, queries, keys] whatever the layout. One that is added has a gradient,
+            in torch where it requires one, summed over what it broadcasts; on GPUs in f32, f16 and bf16.
         sinks: [heads], a float type: one more logit of every query of a head, whose value is 0. It enters the sum of
             the weights, and so lse, and nothing else. Computed in float32 (float64 at precision "f64").
         alibi_slopes: [heads] or [batch, heads], a float type: slope * |i + (keys - queries) - j| is subtracted from the

@@ -166,6 +166,25 @@ def test_softcap_and_slopes(dtype, softcap, slopes):
         exact.expect_close(wide(found), want[name], bound[name], name)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("shape", [(1, 4, 100, 136), (2, 1, 100, 136), (2, 4, 100, 136), (1, 4, 1, 136)], ids=str)
+def test_gradients_of_a_mask(shape, dtype):
+    shapes = (2, 4, 100, 64), (2, 2, 136, 64), (2, 2, 136, 64)
+    q, k, v, do = draw(*shapes, shapes[0], dtype=dtype)
+    (mask,) = draw(shape, dtype=dtype, seed=3)
+    pull = jax.vjp(jax.jit(lambda *x: octet.attention(*x[:3], mask=x[3], causal="bottom_right")), q, k, v, mask)[1]
+    arrays, about = (
+        [wide(x) for x in (q, k, v)],
+        {"do": wide(do), "bias": np.broadcast_to(wide(mask), (2, 4, 100, 136))},
+    )
+    want = exact.attention(*arrays, seen=exact.visible(100, 136, "bottom_right"), **about)
+    want["dmask"] = want["ds"].sum(tuple(i for i, n in enumerate(shape) if n == 1), keepdims=True)
+    how = exact.rounding(np.dtype(dtype))
+    bound = exact.bounds(*arrays, **about, mask=shape, mask_format=how["format"] or how["unit"], **how)
+    for name, found in zip(("dq", "dk", "dv", "dmask"), pull(do), strict=True):
+        exact.expect_close(wide(found), want[name], bound[name], name)
+
+
 @pytest.mark.parametrize("dim", [59, 111, 200])
 def test_head_dims_that_are_no_multiple_of_8(dim):
     q, k, v, do = draw(*[(1, 2, 100, dim)] * 4)
