@@ -277,6 +277,17 @@ TEST(Choice, of_sm80_where_sm90_declines) {
   }
 }
 
+TEST(Choice, of_sm80_tells_the_tiles_of_dmask) {
+  if (!tests_sm80()) GTEST_SKIP() << "these are the choices of another backend";
+  Asked x{.pass = Pass::backward, .mask = DType::f32, .dmask = true};
+  for (const auto& [dim, tiles] : {std::pair{64, "64 x 128"}, {128, "64 x 64"}, {256, "32 x 32"}}) {
+    x.dim = dim;
+    EXPECT_NE(answer_to(x).find(std::string(", dmask in ") + tiles + " tiles"), std::string::npos) << answer_to(x);
+  }
+  x.dmask = false;
+  EXPECT_EQ(answer_to(x).find("dmask"), std::string::npos) << answer_to(x);
+}
+
 TEST(Rejections, of_tensors_on_a_gpu_by_the_cpu) {
   Asked x;
   x.attention.backend = "cpu";

@@ -48,6 +48,7 @@ struct Backward {
   // lse and delta have kStages. q has as many, and the row bias has those of keys as rows, or each has its own.
   static constexpr int kQStages = C::kQStages ? C::kQStages : kStages;
   static constexpr int kBiasStages = C::kKeysAsRows ? kStages : C::kBiasStages;
+  static __device__ int bias_stage(int stage) { return kBiasStages > 1 ? stage : 0; }
   static constexpr int kThreads = 32 * C::kWarps;
   static constexpr int kTilesOfQueryBlock = Tiles::kQueries / kQueries, kTilesOfKeyBlock = Tiles::kKeys / kKeys;
 

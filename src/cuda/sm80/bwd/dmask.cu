@@ -1,3 +1,4 @@
+#include "core/error.h"
 #include "cuda/host/card.h"
 #include "cuda/host/launch.h"
 #include "cuda/operands/contiguous.h"
@@ -53,6 +54,12 @@ DmaskParams dmask_params(const Problem& p, int queries, int keys, WorkspaceAlloc
   d.splits = key_splits(d.tiles(), d.steps(), int64_t{2} * card(p.device_index).multiprocessors);
   if (d.splits > 1) d.sums = workspace.take<float>(static_cast<std::size_t>(d.splits * d.elements()));
   return d;
+}
+
+std::string description(const DmaskParams& d) {
+  if (!d.queries) return {};
+  return text(", dmask in ", d.queries, " x ", d.keys, " tiles",
+              d.splits > 1 ? text(", ", d.splits, " thread blocks each") : "");
 }
 
 void sum_splits(const DmaskParams& d, cudaStream_t stream) {

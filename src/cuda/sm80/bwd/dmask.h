@@ -10,6 +10,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string>
 
 #include "core/problem.h"
 #include "cuda/fragment/mask.h"
@@ -160,6 +161,8 @@ __device__ void write_dmask_tile(float (*sums)[Columns + 1], const DmaskParams& 
 
 // Returns the parameters for tiles of that many queries and keys, and allocates the sums of splits.
 DmaskParams dmask_params(const Problem& p, int queries, int keys, WorkspaceAllocator& workspace);
+// Returns what the description of a plan says of it; nothing where no gradient is wanted.
+std::string description(const DmaskParams& d);
 // Writes dmask from the sums of splits, where there are any.
 void sum_splits(const DmaskParams& d, cudaStream_t stream);
 // Sets dmask to 0, if it has elements.

@@ -56,7 +56,7 @@ Plan backward_f32(const Problem& p, void* workspace) {
                     .scale = p.scale,
                     .dropout = dropout_of(p)};
   const DmaskParams dmask = p.dmask.present() ? f32_dmask_params(p, dim, allocator) : DmaskParams{};
-  const auto name = [] { return std::string("backward f32 in two f16 halves, mma.sync"); };
+  const auto name = [dmask] { return "backward f32 in two f16 halves, mma.sync" + description(dmask); };
   auto run = [=, &p](cudaStream_t stream) {
     for (const F32Input* x : {&q, &k, &v, &do_}) x->preprocess(stream);
     count_blocks(a.q_blocks, a.k_blocks, stream);

@@ -96,14 +96,14 @@ Plan backward(const Problem& p, void* workspace) {
   const DmaskParams dmask =
       p.dmask.present() ? dmask_params(p, choice.dmask.queries, choice.dmask.keys, allocator) : DmaskParams{};
   const Result dk(p.dk, allocator), dv(p.dv, allocator);
-  const auto name = [choice] {
+  const auto name = [choice, dmask] {
     return text("backward ",
                 choice.int8     ? "with s and dp in int8"
                 : choice.blocks ? "with all but dp in int8"
                 : choice.f16    ? "in f16"
                                 : "in bf16",
                 ", mma.sync, ", choice.kernel.queries, " x ", choice.kernel.keys, " tiles",
-                choice.sums == Sums::integers ? ", dq in integers" : "");
+                choice.sums == Sums::integers ? ", dq in integers" : "", description(dmask));
   };
   auto run = [=, &p](cudaStream_t stream) mutable {
     const BackwardKernel& kernel = choice.kernel;

@@ -148,8 +148,7 @@ __device__ void Backward<Kind>::add_mask_tile(TileS& s, float scale, bool needs_
 #pragma unroll
   for (int m = 0; m < PartS::kBlocks; ++m) {
     const int row = first + 16 * m;
-    const float* const row_biases = &shared.row_bias[kBiasStages > 1 ? stage : 0][row];
-    const float row_bias[] = {row_biases[0], row_biases[8]};
+    const float row_bias[] = {shared.row_bias[bias_stage(stage)][row], shared.row_bias[bias_stage(stage)][row + 8]};
     const int column = 16 * PartS::column_block(warp) + fragment_column();
     if (needs_tile) {
       MaskFragment<kKeys>{mask_tile(), params.terms.element, row, column}.add(s[m], scale, row_bias);
