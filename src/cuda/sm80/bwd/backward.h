@@ -110,7 +110,7 @@ struct Backward {
     int mask_class[kMasked ? kSteps : 0];
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + kChunkBytes - 1) / kChunkBytes * kChunkBytes;
-  static_assert((C::kWarps > 4 && !Operands::kTileScales) ||
+  static_assert(Kind::kMemory == SharedMemory::large ||
                 kSharedBytes + (!kPlain ? kMaskRows * mask_row_bytes(kMaskColumns, kMostMaskBytes) : 0) <=
                     kMostSharedBytes);
 
@@ -120,6 +120,12 @@ struct Backward {
   int warp, lane;
   const KeyBlockInfo& w;
   const Exponents& e;
+
+  // Returns the same kernel; with factors of rows, one for which the compiler keeps no addresses in registers.
+  __device__ Backward without_addresses() const {
+    if constexpr (!Operands::kScalesRows) return *this;
+    return {params, a, shared, ptx::opaque(warp), ptx::opaque(lane), w, e};
+  }
 
   // Computes the block of keys `number`.
   __device__ void run(unsigned number);
@@ -155,6 +161,13 @@ struct Backward {
     const int row = 16 * (PartS::row_block(warp) + block) + lane / 4;
     if constexpr (Operands::kScalesRows)
       return {Operands::row_scale(*this, stage, row), Operands::row_scale(*this, stage, row + 8)};
+    const float scale = shared.product_scale;
+    return {scale, scale};
+  }
+  // Returns the same for columns `first` and the next, where keys are rows.
+  __device__ float2 product_scales_by_keys(int stage, int first) const {
+    if constexpr (Operands::kScalesRows)
+      return {Operands::row_scale(*this, stage, first), Operands::row_scale(*this, stage, first + 1)};
     const float scale = shared.product_scale;
     return {scale, scale};
   }

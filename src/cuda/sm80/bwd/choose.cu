@@ -17,10 +17,9 @@ constexpr Row kRow = {
 
 BackwardKernel int8_kernel_of(const Problem& p, int dim) {
   if (logits_of(p) != Logits::plain) return int8_backward_kernel<Logits::general, SharedMemory::small>(dim);
-  if (dim == 128)
-    if (const BackwardKernel large = int8_backward_kernel<Logits::plain, SharedMemory::large>(dim);
-        card(p.device_index).shared_bytes >= large.shared_bytes)
-      return large;
+  if (const BackwardKernel large = int8_backward_kernel<Logits::plain, SharedMemory::large>(dim);
+      card(p.device_index).shared_bytes >= large.shared_bytes)
+    return large;
   return int8_backward_kernel<Logits::plain, SharedMemory::small>(dim);
 }
 

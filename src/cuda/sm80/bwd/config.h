@@ -7,8 +7,9 @@
 
 namespace octet::cuda::sm80 {
 
-// The shared memory that a kernel needs: the 99 KB that every GPU has, or, of head dims from 65 to 128, more: plain
-// logits the 227 KB of Hopper, masked logits the 163 KB of an A100, which take plain ones there too.
+// The shared memory that a kernel needs: the 99 KB that every GPU has, or more. Of head dims from 65 to 128, plain
+// logits have the 227 KB of Hopper, masked logits the 163 KB of an A100, which take plain ones there too; int8 of head
+// dims up to 64 those, too.
 enum class SharedMemory : int { small, large };
 
 // A thread block computes dk and dv of `kKeys` keys, in iterations of `kQueries` queries, with `kStages` stages of q,
@@ -80,6 +81,8 @@ struct Int8BackwardConfig<64, Logits::plain> : BackwardDefaults {
   static constexpr int kQueries = 64, kKeys = 64, kDoStages = 2, kBlocks = 2;
 };
 template <>
+struct Int8BackwardConfig<64, Logits::plain, SharedMemory::large> : BackwardConfig<64, Logits::plain> {};
+template <>
 struct Int8BackwardConfig<128, Logits::plain> : BackwardDefaults {
   static constexpr int kQueries = 32, kKeys = 64, kDoStages = 1, kBlocks = 2;
 };
@@ -115,6 +118,7 @@ struct BackwardKind {
   using Config = BackwardConfig<Dim, logits, memory>;
   static constexpr int kDim = Dim;
   static constexpr Logits kLogits = logits;
+  static constexpr SharedMemory kMemory = memory;
 };
 
 template <int Dim, Logits logits, SharedMemory memory>
@@ -123,6 +127,7 @@ struct Int8BackwardKind {
   using Config = Int8BackwardConfig<Dim, logits, memory>;
   static constexpr int kDim = Dim;
   static constexpr Logits kLogits = logits;
+  static constexpr SharedMemory kMemory = memory;
 };
 
 template <int Dim, Logits logits>
@@ -131,6 +136,7 @@ struct BlockBackwardKind {
   using Config = BlockBackwardConfig<Dim>;
   static constexpr int kDim = Dim;
   static constexpr Logits kLogits = logits;
+  static constexpr SharedMemory kMemory = SharedMemory::small;
 };
 
 // The part of a product of `Rows` x `Columns` numbers that one warp computes.

@@ -23,6 +23,7 @@ struct DmaskKind {
   using Config = DmaskConfig<Dim>;
   static constexpr int kDim = Dim;
   static constexpr Logits kLogits = logits;
+  static constexpr SharedMemory kMemory = SharedMemory::small;
 };
 
 template <class Kind>

@@ -58,11 +58,8 @@ BackwardKernel backward_kernel(int dim) {
 
 template <Logits logits, SharedMemory memory>
 BackwardKernel int8_backward_kernel(int dim) {
-  if constexpr (memory == SharedMemory::large)
-    return backward_kernel_of<Int8BackwardKind<128, logits, memory>>();
-  else
-    return dim == 64 ? backward_kernel_of<Int8BackwardKind<64, logits, memory>>()
-                     : backward_kernel_of<Int8BackwardKind<128, logits, memory>>();
+  return dim == 64 ? backward_kernel_of<Int8BackwardKind<64, logits, memory>>()
+                   : backward_kernel_of<Int8BackwardKind<128, logits, memory>>();
 }
 
 template <Logits logits>

@@ -13,6 +13,15 @@
 
 namespace octet::cuda::sm80 {
 
+// The same tile, of whose addresses as a left operand the compiler keeps nothing in registers.
+template <class Tile>
+struct WithoutAddresses : Tile {
+  static __device__ uint32_t lane_right() {
+    const int lane = ptx::opaque(static_cast<int>(threadIdx.x)) % 32;
+    return Tile::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  }
+};
+
 // Turns s^T into p^T = exp(scale s^T - lse), also where a query does not see a key. `first`: the query of column 0, in
 // the tile.
 template <class Kind>
@@ -27,7 +36,10 @@ __device__ void Backward<Kind>::take_p_by_keys(TileS& s, int first, int stage) c
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float& x = block.x[4 * i + j];
-        x = ptx::exp2(__fmaf_rn(x, scale_log2, j % 2 ? -of_columns.y : -of_columns.x));
+        if constexpr (Operands::kSubtractsLse && kPlain)
+          x = ptx::exp2(x);
+        else
+          x = ptx::exp2(__fmaf_rn(x, scale_log2, j % 2 ? -of_columns.y : -of_columns.x));
       }
   }
 }
@@ -53,17 +65,17 @@ __device__ void Backward<Kind>::hide_by_keys(TileS& p, int query) const {
 // Turns dp^T into ds^T = p^T (dp^T - delta).
 template <class Kind>
 __device__ void Backward<Kind>::take_ds_by_keys(const TileS& p, TileS& dp, int first, int stage) const {
-  const float product_scale = shared.product_scale;
   const float* const delta = &shared.delta[stage][first + fragment_column()];
 #pragma unroll
   for (int i = 0; i < PartS::kColumns / 8; ++i) {
     const auto of_columns = *reinterpret_cast<const float2*>(delta + 8 * i);
+    const float2 scale = product_scales_by_keys(stage, first + fragment_column() + 8 * i);
 #pragma unroll
     for (int m = 0; m < PartS::kBlocks; ++m)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float& x = dp[m].x[4 * i + j];
-        x = p[m].x[4 * i + j] * __fmaf_rn(x, product_scale, j % 2 ? -of_columns.y : -of_columns.x);
+        x = p[m].x[4 * i + j] * __fmaf_rn(x, j % 2 ? scale.y : scale.x, j % 2 ? -of_columns.y : -of_columns.x);
       }
   }
 }
@@ -135,8 +147,9 @@ __device__ void Backward<Kind>::add_mask_by_keys(TileS& s, int n, int pass) cons
 // The iterations of one part of the queries.
 template <class Kind>
 __device__ void Backward<Kind>::compute_by_keys(TileDk& dk, TileDk& dv) {
-  const TileK k{shared.k}, v{shared.v};
-  const int iterations = shared.iterations;
+  const TileK k{shared.k};
+  // With factors of rows no register is left for it.
+  std::conditional_t<Operands::kScalesRows, const int&, const int> iterations = shared.iterations;
   MBlock at = first_tile();  // of the next iteration that is loaded
   const auto load_next = [&](int n) {
     if (n < iterations) {
@@ -151,6 +164,12 @@ __device__ void Backward<Kind>::compute_by_keys(TileDk& dk, TileDk& dv) {
   load_next(0), load_next(1);
   ptx::cp_async_wait<1>();
   __syncthreads();
+  constexpr bool kPrepares = Operands::template kPrepares<Backward>;
+  if constexpr (kPrepares) {
+    static_assert(kBuffers == 1);  // the first barrier of an iteration, by which the next q has arrived
+    if (iterations) Operands::prepare(*this, 0);
+    __syncthreads();
+  }
   if constexpr (!kPlain)
     if (iterations) load_mask_by_keys(0, 0), ptx::cp_async_wait<0>(), __syncwarp();
   for (int n = 0; n < iterations; ++n) {
@@ -162,12 +181,10 @@ __device__ void Backward<Kind>::compute_by_keys(TileDk& dk, TileDk& dv) {
     for (int pass = 0; pass < kQueries / kSColumns; ++pass) {
       const int block = PartS::column_block(warp) + pass * (kSColumns / 16);  // of 16 queries
       TileS p, ds;
-      for (auto& x : p) x.zero();
-      for (auto& x : ds) x.zero();
-      mma_ABt(p, k, PartS::row_block(warp), q, block);
+      Operands::multiply_s_by_keys(*this, p, stage, block);
       if constexpr (!kPlain) add_mask_by_keys(p, n, pass);
       take_p_by_keys(p, 16 * block, stage);
-      mma_ABt(ds, v, PartS::row_block(warp), do_, block);
+      Operands::multiply_dp_by_keys(*this, ds, stage, block);
       if (needs_mask(step.query)) hide_by_keys(p, step.query + 16 * block);
       take_ds_by_keys(p, ds, 16 * block, stage);
       OperandS p_operand, ds_operand;
@@ -175,10 +192,15 @@ __device__ void Backward<Kind>::compute_by_keys(TileDk& dk, TileDk& dv) {
       for (int m = 0; m < PartS::kBlocks; ++m) convert(p[m], p_operand[m]), convert(ds[m], ds_operand[m]);
       if (kSharesP) store(p_operand, p_tile.data, block);
       mma_AB(dv, p_operand, do_, PartK::column_block(warp), block);
-      if (kBuffers == 1 && pass == 0) __syncthreads();  // all warps have read the ds before
+      if (kBuffers == 1 && pass == 0) {
+        if constexpr (kPrepares) ptx::cp_async_wait<0>();  // the next q has arrived
+        __syncthreads();                                   // all warps have read the ds before
+      }
       store(ds_operand, ds_tile.data, block);
       mma_AB(dk, ds_operand, q, PartK::column_block(warp), block);
     }
+    if constexpr (kPrepares)
+      if (n + 1 < iterations) Operands::prepare(*this, (n + 1) % kStages);
     ptx::cp_async_wait<0>();
     __syncthreads();
     if (kSharesP) load_next(n + 2);
@@ -186,10 +208,11 @@ __device__ void Backward<Kind>::compute_by_keys(TileDk& dk, TileDk& dv) {
     const int warp = ptx::opaque(this->warp);
     TileDq dq;
     for (auto& x : dq) x.zero();
-    mma_AtB(dq, ds_tile, PartDq::row_block(warp), k, PartDq::column_block(warp), [](int) {});
+    using TileDs = std::conditional_t<Operands::kScalesRows, WithoutAddresses<TileP>, TileP>;
+    mma_AtB(dq, TileDs{ds_tile}, PartDq::row_block(warp), k, PartDq::column_block(warp), [](int) {});
     if constexpr (!kSharesP) {
       load_next(n + 2);  // beside products that are in flight
-      add(dq, step, 0);
+      without_addresses().add(dq, step, 0);
     } else {
       static_assert(PartS::kWarpColumns == 2);
       constexpr int kSteps16 = PartS::kColumns / 16;

@@ -14,6 +14,7 @@
 //   kPrepares, prepare   whether, and how, what depends on q alone is found once q of an iteration has arrived
 //   kTileScales        tiles of P and ds are integers with a scale of their own (operands_blocks.h)
 //   multiply_s, multiply_dp
+//   multiply_s_by_keys, multiply_dp_by_keys   the same where keys are rows, of 32 queries from row block `block` on
 //   Terms              the parameters of the kernel that belong to the operands
 #pragma once
 #include "cuda/bwd/params.h"
@@ -60,6 +61,18 @@ struct BackwardOperands {
     for (auto& block : dp) block.zero();
     mma_ABt(dp, typename Kernel::TileQ{f.shared.do_[do_stage]}, Kernel::PartS::row_block(f.warp),
             typename Kernel::TileK{f.shared.v}, Kernel::PartS::column_block(f.warp));
+  }
+  template <class Kernel>
+  static __device__ void multiply_s_by_keys(const Kernel& f, typename Kernel::TileS& s, int stage, int block) {
+    for (auto& rows : s) rows.zero();
+    mma_ABt(s, typename Kernel::TileK{f.shared.k}, Kernel::PartS::row_block(f.warp),
+            typename Kernel::TileQ{f.shared.q[stage]}, block);
+  }
+  template <class Kernel>
+  static __device__ void multiply_dp_by_keys(const Kernel& f, typename Kernel::TileS& dp, int stage, int block) {
+    for (auto& rows : dp) rows.zero();
+    mma_ABt(dp, typename Kernel::TileK{f.shared.v}, Kernel::PartS::row_block(f.warp),
+            typename Kernel::TileQ{f.shared.do_[stage]}, block);
   }
 };
 

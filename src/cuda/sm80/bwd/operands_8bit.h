@@ -237,6 +237,57 @@ struct Int8Operands {
 #pragma unroll
     for (int m = 0; m < Kernel::PartS::kBlocks; ++m) to_floats(f, sums[m], f.shared.operands.v_factors, dp[m]);
   }
+
+  // Multiplies this warp's keys and the queries from row block `block` on, and turns the sums into floats as to_floats
+  // does.
+  template <class Kernel>
+  static __device__ void multiply_by_keys(const Kernel& f, typename Kernel::TileS& to, unsigned char* keys,
+                                          const KeyPairFactors* factors, unsigned char* rows, int block) {
+    Accumulator<Kernel::PartS::kColumns, int> sums[Kernel::PartS::kBlocks];
+    // opaque() stops the compiler from keeping addresses in registers throughout the loop.
+    const int row_block = Kernel::PartS::row_block(ptx::opaque(f.warp));
+    mma_ABt(sums, TileK<Kernel>{keys}, row_block, TileQ<Kernel>{rows}, block, __float_as_int(kSumsBegin));
+    const int key = 16 * row_block + ptx::opaque(f.lane) / 4;
+#pragma unroll
+    for (int m = 0; m < Kernel::PartS::kBlocks; ++m)
+#pragma unroll
+      for (int half = 0; half < kRowsPerThread; ++half) {
+        const KeyPairFactors& of_keys = factors[key / 2 + 8 * m + 4 * half];
+        const float scale = of_keys.scale[key % 2], begin = of_keys.begin[key % 2];
+#pragma unroll
+        for (int i = 0; i < Kernel::PartS::kColumns / 8; ++i)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int at = 4 * i + 2 * half + c;
+            to[m].x[at] = __fmaf_rn(__int_as_float(sums[m].x[at]), scale, begin);
+          }
+      }
+  }
+  template <class Kernel>
+  static __device__ void multiply_s_by_keys(const Kernel& f, typename Kernel::TileS& s, int stage, int block) {
+    static_assert(kPrepares<Kernel>);
+    const auto& shared = f.shared.operands;
+    multiply_by_keys(f, s, f.shared.operands.k, shared.k_factors, f.shared.operands.q[stage], block);
+    const int mean = 16 * Kernel::PartS::row_block(ptx::opaque(f.warp)) / kBlockKeys,
+              first = 16 * block + fragment_column();
+#pragma unroll
+    for (int i = 0; i < Kernel::PartS::kColumns / 8; ++i) {
+      const auto scale = *reinterpret_cast<const float2*>(&shared.q_scale[stage][first + 8 * i]),
+                 lacks = *reinterpret_cast<const float2*>(&shared.lacks[stage][mean][first + 8 * i]);
+#pragma unroll
+      for (auto& rows : s)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float& x = rows.x[4 * i + j];
+          x = __fmaf_rn(x, j % 2 ? scale.y : scale.x, j % 2 ? lacks.y : lacks.x);
+        }
+    }
+  }
+  template <class Kernel>
+  static __device__ void multiply_dp_by_keys(const Kernel& f, typename Kernel::TileS& dp, int stage, int block) {
+    auto& shared = f.shared.operands;
+    multiply_by_keys(f, dp, shared.v, shared.v_factors, shared.do_[stage], block);
+  }
 };
 
 }  // namespace octet::cuda::sm80
