@@ -187,10 +187,13 @@ struct Backward {
   static constexpr int kDqQuads = PartDq::kBlocks * kDqColumns / 8;  // of four sums of a thread
   template <int AtOnce>
   __device__ int64_t sums_of(const Step& step) const;
-  // opaque() stops the compiler from computing the address once more for each number.
+  // opaque() stops the compiler from computing the address once more for each number. It also hides that they are in
+  // global memory: additions would wait for an answer to that, each of them.
   __device__ float* float_sums(const Step& step) const {
-    return const_cast<float*>(
-        ptx::opaque(static_cast<const float*>(a.dq) + sums_of<kSumsAtOnce<kDim, Sums::floats>>(step)));
+    const float* const sums =
+        ptx::opaque(static_cast<const float*>(a.dq) + sums_of<kSumsAtOnce<kDim, Sums::floats>>(step));
+    __builtin_assume(__isGlobal(sums));
+    return const_cast<float*>(sums);
   }
   template <int AtOnce>
   static __device__ int sums_of_quad(int half, int quad);
