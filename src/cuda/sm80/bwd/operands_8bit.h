@@ -80,22 +80,34 @@ struct Int8Operands {
 
   template <class Kernel, class Step>
   static __device__ void load_rows_of(const Kernel& f, const Step& step, const S8* from, unsigned char* to) {
-    const int64_t head = int64_t{f.w.batch} * f.a.heads + step.head,
-                  first = head * f.a.q_blocks.tokens + f.w.q.first + step.query;
-    load_async<Kernel::kThreads>(TileQ<Kernel>{to}, from + first * Kernel::kDim, Kernel::kDim,
-                                 {0, f.w.q.tokens - step.query}, Kernel::kDim);
+    const int head = f.w.batch * f.a.heads + step.head, rows = f.w.q.tokens - step.query;
+    const int64_t first = int64_t{head} * f.a.q_blocks.tokens + (f.w.q.first + step.query);
+    load_rows<Kernel::kThreads>(TileQ<Kernel>{to}, from + first * Kernel::kDim, rows);
+  }
+  // Loads a tile whose rows lie one after the other. Those from `rows` on become zeros and are not read.
+  template <int Threads, class Tile>
+  static __device__ void load_rows(const Tile& tile, const S8* from, int rows) {
+    constexpr unsigned kChunks = Tile::kRowBytes / kChunkBytes, kRowsAtOnce = Threads / kChunks;
+    static_assert(kRowsAtOnce % 8 == 0 && Tile::kRows % kRowsAtOnce == 0);  // 8: the period of the swizzle
+    const unsigned thread = ptx::opaque(static_cast<int>(threadIdx.x));
+    const int row = static_cast<int>(thread / kChunks);
+    const uint32_t to = tile.address() + Tile::offset(row, static_cast<int>(thread % kChunks));
+    from += threadIdx.x * kChunkBytes;
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; i += kRowsAtOnce)
+      ptx::cp_async(to + i * Tile::kRowBytes, from + i * Tile::kRowBytes, row + i < rows ? kChunkBytes : 0);
   }
   template <class Kernel, class Step>
   static __device__ void load_q(const Kernel& f, const Step& step, int stage) {
     auto& shared = f.shared.operands;
     load_rows_of(f, step, f.params.int8.q, shared.q[stage]);
-    constexpr int kRows = Kernel::Tiles::kQueries, kChunks = Kernel::kQueries * sizeof(float) / kChunkBytes;
+    constexpr unsigned kRows = Kernel::Tiles::kQueries, kChunks = Kernel::kQueries * sizeof(float) / kChunkBytes;
     static_assert(2 * kChunks <= Kernel::kThreads);
-    const int thread = static_cast<int>(threadIdx.x), i = thread % kChunks * 4, which = thread / kChunks;
+    const unsigned thread = threadIdx.x, i = thread % kChunks * 4, which = thread / kChunks;
     if (which >= 2) return;
     float* const to = which ? shared.do_scale[stage] : shared.q_scale[stage];
-    ptx::cp_async(ptx::shared_address(to + i),
-                  f.params.int8.scales + (2 * int64_t{step.tile} + which) * kRows + step.first + i);
+    const float* const of_tile = f.params.int8.scales + int64_t{step.tile} * (2 * kRows);
+    ptx::cp_async(ptx::shared_address(to + i), of_tile + (which * kRows + step.first + i));
   }
   template <class Kernel, class Step>
   static __device__ void load_do(const Kernel& f, const Step& step, int stage) {
@@ -174,17 +186,15 @@ struct Int8Operands {
     if (warp >= Kernel::kQueries / 16) return;
     float sums[4] = {};
     multiply_means(f, stage, warp, sums);
-    if (lane % 4 > 0) return;
+    // Four lanes have the same sums: the first takes one row, the second the other.
+    const int half = lane % 4, row = 16 * warp + lane / 4 + 8 * half;
+    if (half >= kRowsPerThread) return;
+    shared.q_scale[stage][row] = shared.q_scale[stage][row] * kUnitsOfSum * f.shared.scale_log2;
+    shared.do_scale[stage][row] *= f.shared.product_scale;
 #pragma unroll
-    for (int half = 0; half < kRowsPerThread; ++half) {
-      const int row = 16 * warp + lane / 4 + 8 * half;
-      shared.q_scale[stage][row] = shared.q_scale[stage][row] * kUnitsOfSum * f.shared.scale_log2;
-      shared.do_scale[stage][row] *= f.shared.product_scale;
-#pragma unroll
-      for (int mean = 0; mean < kMeans<Kernel>; ++mean) {
-        const float product = sums[2 * half + mean] * (shared.mean_factor[mean] * shared.q_f16_scale);
-        shared.lacks[stage][mean][row] = __fmaf_rn(product, f.shared.scale_log2, -f.shared.lse[stage][row]);
-      }
+    for (int mean = 0; mean < kMeans<Kernel>; ++mean) {
+      const float product = (half ? sums[2 + mean] : sums[mean]) * (shared.mean_factor[mean] * shared.q_f16_scale);
+      shared.lacks[stage][mean][row] = __fmaf_rn(product, f.shared.scale_log2, -f.shared.lse[stage][row]);
     }
   }
 
