@@ -13,13 +13,12 @@ from torch._C._functorch import _unwrap_for_grad, _wrap_for_grad
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
-from octet import _plan
 from octet._operands import CONSTANTS, DIFFERENTIABLE, RESULTS, WITH_TANGENT, Operands, inputs_of, with_gradient
 from octet._options import Options, expect_constant, expect_no_tangent, is_differentiated
 from octet._qtensor import QTensor
 from octet._results import by_head, needs_residual
 from octet.errors import Unsupported
-from octet.torch import _ops
+from octet.torch import _codes, _ops
 from octet.torch._adapter import adapter, cast_tensors, expect_backward
 from octet.torch._fold import Fold
 
@@ -39,12 +38,12 @@ def run_attention(options: Options, operands: Operands, return_lse: bool = False
     if not quantized and "seqused_k" not in operands:
         o, lse, _ = attend(operands, options, of_lse=return_lse)
         return o, lse
-    # Codes and caches have no gradient, and codes no operator: torch.compile leaves them to eager code.
+    # Codes and caches have no gradient.
     for name in DIFFERENTIABLE:
         if name not in quantized:
             expect_constant(name, operands.get(name))
-    run = _plan.run(adapter, "forward", options, operands) if quantized else _ops.run("forward", operands, options)
-    return run[0], run[1]
+    made = _codes.run(options, operands) if quantized else _ops.run("forward", operands, options)
+    return made[0], made[1]
 
 
 def run_vjp(options: Options, operands: Operands, return_dmask: bool = False) -> tuple[torch.Tensor, ...]:
