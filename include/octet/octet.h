@@ -355,18 +355,17 @@ OCTET_API octet_status octet_apply_rope(const octet_rope* rope, const octet_tens
                                         octet_tensor* y, void* stream);
 
 // New keys and values of b sequences, and the KV cache that they are appended to (octet_arguments has how one is read).
-//
 // Token i of sequence n becomes its key seqused_k[n] + i: it is written to token seqused_k[n] + i of batch element n,
-// or to the page that block_table has for it. The caller adds the new tokens to the lengths. With a rope, k is turned
-// first, by position = seqused_k[n] + i + offset, and so is q into q_turned, which may be q. The angles are those of
-// the rope's base or, for any other RoPE, rope_cos and rope_sin have their cosines and sines, of as many pairs of
-// channels as they have columns; base is 0 then, and dim 0 or twice the pairs. k and v are turned in float and rounded
-// to the cache's type. A cache of i8 or e4m3 with a symmetric quantization per token, whose scales lie as the tokens do
-// ([b g m 1] or [pages g t 1]), gets the codes and scales that octet_quantize gives for each row.
+// or to the page that block_table has for it. The caller adds the new tokens to the lengths. With cu_seqlens k, v and q
+// have one batch element, whose token cu_seqlens[n] + i is token i of sequence n. With a rope, k is turned first, by
+// position = seqused_k[n] + i + offset, and so is q into q_turned, which may be q. The angles are those of the rope's
+// base or, with a base of 0, rope_cos and rope_sin have their cosines and sines, a column for each pair of channels;
+// dim is 0 then, or twice the pairs. k and v are turned in float and rounded to the cache's type. A cache of i8 or e4m3
+// with a symmetric quantization per token, whose scales lie as the tokens do, gets what octet_quantize gives for rows.
 //
-// The CPU rejects lengths and entries outside of the cache, and positions without a row of rope_cos. On a GPU lengths
-// that leave no room append nothing there, and with other entries the kernel writes outside of the cache. Where two
-// sequences share the page that both append to, either may be kept.
+// The CPU rejects lengths and entries outside of the cache, positions without a row of rope_cos, and a cu_seqlens that
+// does not ascend from 0 to n. On a GPU tokens without room or a sequence are left out, and with other entries the
+// kernel writes outside of the cache. Where two sequences share the page that both append to, either may be kept.
 typedef struct octet_append_arguments {
   uint32_t size;
   const octet_tensor *k, *v;        // in: [b g n d] and [b g n e], f32, f16 or bf16
@@ -377,10 +376,11 @@ typedef struct octet_append_arguments {
   const octet_tensor *rope_cos, *rope_sin;  // in, optional, with rope: [1 1 positions pairs], f32, f16, bf16
   const octet_tensor* q;                    // in, optional, with rope: [b h n d]
   octet_tensor* q_turned;                   // out, with q: of its shape, f32, f16 or bf16
+  const octet_tensor* cu_seqlens;           // in, optional: i32 [1 1 1 b + 1]; k, v and q have batch 1 then
 } octet_append_arguments;
 
 #define OCTET_APPEND_ARGUMENTS_INIT \
-  { sizeof(octet_append_arguments), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
+  { sizeof(octet_append_arguments), NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL }
 
 OCTET_API octet_status octet_append(const octet_append_arguments* arguments, void* stream);
 

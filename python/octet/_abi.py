@@ -182,6 +182,7 @@ class AppendArguments(ctypes.Structure):
         ("rope_sin", POINTER(Tensor)),
         ("q", POINTER(Tensor)),
         ("q_turned", POINTER(Tensor)),
+        ("cu_seqlens", POINTER(Tensor)),
     ]
 
 

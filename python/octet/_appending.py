@@ -29,6 +29,7 @@ class Rope(NamedTuple):
 # of the layout.
 _DIMS = {
     "seqused_k": (-1, -1, -1, 0),
+    "cu_seqlens": (-1, -1, -1, 0),
     "block_table": (0, -1, -1, 1),
     "rope_cos": (-1, -1, 0, 1),
     "rope_sin": (-1, -1, 0, 1),

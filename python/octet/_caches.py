@@ -23,6 +23,22 @@ def _shortcut(seqused_k: Any) -> Any:
     return None if _api.is_traced() else _api.cache_shortcuts.get(type(seqused_k))
 
 
+def _in_one_batch_element(name: str, x: Any) -> Any:
+    """Packed tokens, [token, head, dim], as those of one batch element."""
+    if x is None:
+        return None
+    if len(x.shape) != 3:
+        raise InvalidArgument(f"{name}: shape {list(x.shape)}, expected [token, head, dim], as cu_seqlens is given")
+    return x[None]
+
+
+def _of_tokens(made: Any, packed: bool) -> Any:
+    """What an append returns, with packed queries as they came."""
+    if not packed or made is None:
+        return made
+    return (*made[:2], *(q[0] for q in made[2:])) if isinstance(made, tuple) else made[0]
+
+
 def append(
     k_cache: Any,
     v_cache: Any,
@@ -31,6 +47,7 @@ def append(
     seqused_k: Any,
     *,
     block_table: Any | None = None,
+    cu_seqlens: Any | None = None,
     rope: Literal["none", "half", "interleaved"] = "none",
     rope_dim: int = 0,
     rope_offset: int = 0,
@@ -38,7 +55,7 @@ def append(
     rope_cos: Any | None = None,
     rope_sin: Any | None = None,
     q: Any | None = None,
-    layout: Layout = "bhsd",
+    layout: Layout | None = None,
     **unknown: object,
 ) -> Any:
     """Writes new keys and values into a KV cache, for `octet.attention_cached`. Lengths do not change: add the new
@@ -46,21 +63,29 @@ def append(
 
     Args:
         k_cache: [batch, kv_heads, most keys, dim] in `layout`, with block_table [pages, kv_heads, page_size, dim] in
-            `layout`: float32, float16, bfloat16 or float8_e4m3fn (as cast), which is written in place; or a QTensor of
-            formats "i8" and "e4m3", symmetric with a scale for each token, whose codes and scales are written.
+            `layout`, with cu_seqlens in layout "bshd": float32, float16, bfloat16 or float8_e4m3fn (as cast), which is
+            written in place; or a QTensor of formats "i8" and "e4m3", symmetric with a scale for each token, whose
+            codes and scales are written.
         v_cache: as k_cache, with dim_v.
-        k, v: [batch, kv_heads, new tokens, dim or dim_v] in `layout`, float32, float16 or bfloat16.
+        k, v: [batch, kv_heads, new tokens, dim or dim_v] in `layout`, with cu_seqlens [total new tokens, kv_heads, dim
+            or dim_v]; float32, float16 or bfloat16.
         seqused_k: int32 [batch]: the keys of each sequence before. Token i of sequence n becomes key seqused_k[n] + i.
         block_table: int32 [batch, pages of the longest], as in `octet.attention_cached`.
+        cu_seqlens: int32 [batch + 1]: where the new tokens of each sequence begin, and the total. Sequences have any
+            number of new tokens then, which lie one after the other, as the queries of `octet.attention_cached` do with
+            cu_seqlens_q.
         rope: turns k, and q, by position seqused_k[n] + i + rope_offset first, in float32: the first rope_dim channels
             (0: all), channel c with c + rope_dim / 2 ("half") or 2 c with 2 c + 1 ("interleaved").
         rope_base: of the angles, 0: 10000.
         rope_cos, rope_sin: [positions, rope_dim / 2]: cosines and sines of the angles of each position, in the place of
             rope_base.
-        q: [batch, heads, new tokens, dim] in `layout`: queries to be turned too.
+        q: [batch, heads, new tokens, dim] in `layout`, with cu_seqlens [total new tokens, heads, dim]: queries to be
+            turned too.
+        layout: "bhsd", if it is not given, or "bshd"; not with cu_seqlens.
 
-    The CPU rejects lengths and entries of the table that are outside of the cache. On a GPU nobody checks them: tokens
-    for which there is no room are not appended, and with other entries the kernel writes outside of the cache.
+    The CPU rejects lengths and entries of the table that are outside of the cache, and a cu_seqlens that does not
+    ascend from 0 to the new tokens. On a GPU nobody checks them: tokens for which there is no room, or behind the last
+    sequence, are not appended, and with other entries the kernel writes outside of the cache.
 
     Returns:
         None, or with q the queries turned, a new array of its type and memory order. Of jax arrays (k_cache, v_cache),
@@ -73,6 +98,12 @@ def append(
     """
     if unknown:
         expect_known(append, unknown)
+    packed = cu_seqlens is not None
+    if packed:
+        _api.expect_no_layout(layout)
+        k, v, q = (_in_one_batch_element(name, x) for name, x in (("k", k), ("v", v), ("q", q)))
+    if layout is None:
+        layout = "bshd" if packed else "bhsd"
     scales: dict[str, Any] = {}
     codings: list[Any] = []
     for name, cache in (("k", k_cache), ("v", v_cache)):
@@ -85,6 +116,7 @@ def append(
         k=k,
         v=v,
         seqused_k=seqused_k,
+        cu_seqlens=cu_seqlens,
         block_table=block_table,
         rope_cos=rope_cos,
         rope_sin=rope_sin,
@@ -94,7 +126,7 @@ def append(
     words = rope, rope_dim, rope_offset, rope_base, layout
     fast, arguments = _shortcut(seqused_k), (*words, *map(type, words), *codings)
     if fast and (call := fast.append(arguments, given)):
-        return call(given)
+        return _of_tokens(call(given), packed)
     look_up("rope", rope, _abi.ROPE_STYLES)
     look_up("layout", layout, _LAYOUTS)
     how = Rope(
@@ -121,7 +153,7 @@ def append(
     turned = framework.run_append(given, how, layout)
     if fast:
         fast.remember_append(arguments, how, layout)
-    return turned
+    return _of_tokens(turned, packed)
 
 
 def attention_cached(

@@ -40,12 +40,21 @@ void validate_part(const octet_tensor* from, const char* label, octet_tensor* ca
   part.scale = how.scale;
 }
 
-// The shape of a cache of [b, heads, n, dim], where it has no pages.
-void expect_cache(const Append::Part& part, const char* label, const View& like, bool in_pages) {
+// The shape of a cache for [b, heads, n, dim]; `elements`: its batch elements, or pages.
+void expect_cache(const Append::Part& part, const char* label, const View& like, int64_t elements, bool in_pages) {
   const View& x = part.from;
-  const int64_t want[4] = {in_pages ? like.shape[0] : x.shape[0], x.shape[1], like.shape[2], x.shape[3]};
-  expect_shape(part.to, label, want,
-               in_pages ? "pages, heads, tokens of a page, dim" : "batch, heads and dim of what is appended");
+  expect_shape(part.to, label, {elements, x.shape[1], like.shape[2], x.shape[3]},
+               in_pages ? "pages, heads, tokens of a page, dim" : "sequences, heads and dim of what is appended");
+}
+
+// The sequences of packed new tokens.
+void validate_packing(const octet_append_arguments& args, Append& a) {
+  if (!args.cu_seqlens) return;
+  a.cu_seqlens = plain(args.cu_seqlens, "cu_seqlens", false);
+  expect_beside(*args.cu_seqlens, "cu_seqlens", *args.k, "k is");
+  expect_cu_seqlens(a.cu_seqlens, "cu_seqlens");
+  if (a.k.from.shape[0] != 1)
+    invalid("k: batch ", a.k.from.shape[0], ", but packed sequences (cu_seqlens) have batch 1");
 }
 
 void validate_angles(const octet_append_arguments& args, Append& a) {
@@ -79,17 +88,21 @@ Append validate_append(const octet_append_arguments& args) {
   validate_part(args.v, "v", args.v_cache, "v_cache", OCTET_OPERAND_V, *args.k, a.v);
   const View &k = a.k.from, &v = a.v.from;
   expect_shape(v, "v", {k.shape[0], k.shape[1], k.shape[2], v.shape[3]}, "batch, heads and tokens of k");
-  const bool in_pages = args.block_table;
-  expect_cache(a.k, "k_cache", a.k.to, in_pages), expect_cache(a.v, "v_cache", a.k.to, in_pages);
+  validate_packing(args, a);
+  const bool in_pages = args.block_table, packed = a.cu_seqlens.present();
+  const int64_t sequences = packed ? a.cu_seqlens.shape[3] - 1 : k.shape[0];
+  const char* const of_sequences = packed ? "the sequences of cu_seqlens" : "the batch of k";
+  for (const auto& [part, label] : {std::pair{&a.k, "k_cache"}, {&a.v, "v_cache"}})
+    expect_cache(*part, label, a.k.to, in_pages ? a.k.to.shape[0] : sequences, in_pages);
   if (!args.seqused_k) invalid("seqused_k: NULL, but it says where to append");
   a.seqused_k = plain(args.seqused_k, "seqused_k", false);
   expect_beside(*args.seqused_k, "seqused_k", *args.k, "k is");
-  expect_lengths(a.seqused_k, a.sequences(), "the batch of k");
+  expect_lengths(a.seqused_k, sequences, of_sequences);
   View table;
   if (in_pages) {
     table = plain(args.block_table, "block_table", false);
     expect_beside(*args.block_table, "block_table", *args.k, "k is");
-    const Pages pages = validate_pages(table, a.k.to, a.sequences(), "the batch of k");
+    const Pages pages = validate_pages(table, a.k.to, sequences, of_sequences);
     for (View* t : {&a.k.to, &a.v.to, &a.k.scale, &a.v.scale}) t->pages = pages;
   }
   a.capacity = in_pages ? a.k.to.pages.tokens() : a.k.to.shape[2];
@@ -97,7 +110,8 @@ Append validate_append(const octet_append_arguments& args) {
   if (args.q) {
     a.q.from = numbers(args.q, "q", *args.k, false), a.q.to = numbers(args.q_turned, "q_turned", *args.k, true);
     const int64_t* const shape = a.q.from.shape;
-    expect_shape(a.q.from, "q", {k.shape[0], shape[1], shape[2], k.shape[3]}, "batch and dim of k");
+    expect_shape(a.q.from, "q", {k.shape[0], shape[1], packed ? k.shape[2] : shape[2], k.shape[3]},
+                 packed ? "batch, tokens and dim of k" : "batch and dim of k");
     expect_shape(a.q.to, "q_turned", {shape[0], shape[1], shape[2], shape[3]}, "shape of q");
   }
   const bool in_place = a.q.from.data == a.q.to.data && a.q.from.dtype == a.q.to.dtype &&
@@ -111,6 +125,7 @@ Append validate_append(const octet_append_arguments& args) {
                              {{&k, "k"},
                               {&v, "v"},
                               {&a.seqused_k, "seqused_k"},
+                              {&a.cu_seqlens, "cu_seqlens"},
                               {&table, "block_table"},
                               {&a.cosine, "rope_cos"},
                               {&a.sine, "rope_sin"},
@@ -120,8 +135,9 @@ Append validate_append(const octet_append_arguments& args) {
 
 // Checks on the CPU that each new token has a place in the cache and a row of angles. On a GPU that would wait for it.
 void expect_places(const Append& a) {
-  const int64_t added = a.k.from.shape[2], turned = std::max(added, a.q.from.shape[2]);
+  if (a.cu_seqlens.present()) expect_ascending(a.cu_seqlens, "cu_seqlens", a.k.from.shape[2], "k");
   for (int64_t n = 0; n < a.sequences(); ++n) {
+    const int64_t added = a.new_tokens(a.k.from, n).count, turned = std::max(added, a.new_tokens(a.q.from, n).count);
     const int64_t first = expect_in_cache(a.seqused_k, n, a.k.to, a.capacity, added, "k_cache") + a.rope.offset;
     if (a.cosine.present() && turned && (first < 0 || first + turned > a.cosine.shape[2]))
       invalid("rope_cos: ", a.cosine.shape[2], " positions, but those of sequence ", n, " are ", first, " to ",

@@ -14,10 +14,20 @@ struct Append {
   };
   Part k, v, q;  // k.to and v.to: the cache
   View seqused_k;
+  View cu_seqlens;    // of packed new tokens
   int64_t capacity;   // tokens of a sequence in the cache
   Rope rope;          // of k and q
   View cosine, sine;  // [1 1 positions pairs], in the place of the rope's base
-  int64_t sequences() const { return k.from.shape[0]; }
+  // The new tokens of a sequence in k, v or q, on the CPU.
+  struct Tokens {
+    int64_t batch, first, count;
+  };
+  Tokens new_tokens(const View& x, int64_t sequence) const {
+    if (!cu_seqlens.present()) return {sequence, 0, x.shape[2]};
+    const auto* const cu = static_cast<const int32_t*>(cu_seqlens.data) + sequence;
+    return {0, cu[0], x.present() ? cu[1] - cu[0] : 0};
+  }
+  int64_t sequences() const { return seqused_k.shape[3]; }
 };
 
 // The work, as that of the quantizers.

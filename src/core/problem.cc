@@ -57,21 +57,18 @@ std::vector<Sequence> sequences(const Problem& p) {
   const auto* q = static_cast<const int32_t*>(p.cu_seqlens_q.data);
   const auto* k = static_cast<const int32_t*>(p.cu_seqlens_k.data);
   const struct Side {
-    const int32_t* cu;
+    const View& cu_seqlens;
     int64_t total, longest;
-    const char* label;
-  } sides[] = {{q, p.tokens_q, p.max_seqlen_q, "q"}, {k, p.tokens_k, p.max_seqlen_k, "k"}};
-  for (const auto& [cu, total, longest, label] : sides) {
-    if (!cu) continue;  // the keys lie in a cache
-    if (cu[0] != 0 || cu[count] != total)
-      invalid("cu_seqlens_", label, ": runs from ", cu[0], " to ", cu[count], ", expected 0 to the ", total,
-              " tokens of ", label);
-    for (int64_t s = 0; s < count; ++s) {
-      if (cu[s + 1] < cu[s])
-        invalid("cu_seqlens_", label, ": falls from ", cu[s], " to ", cu[s + 1], " at sequence ", s, "; must ascend");
+    const char *name, *label;
+  } sides[] = {{p.cu_seqlens_q, p.tokens_q, p.max_seqlen_q, "q", "cu_seqlens_q"},
+               {p.cu_seqlens_k, p.tokens_k, p.max_seqlen_k, "k", "cu_seqlens_k"}};
+  for (const auto& [cu_seqlens, total, longest, name, label] : sides) {
+    if (!cu_seqlens.present()) continue;  // the keys lie in a cache
+    expect_ascending(cu_seqlens, label, total, name);
+    const auto* const cu = static_cast<const int32_t*>(cu_seqlens.data);
+    for (int64_t s = 0; s < count; ++s)
       if (longest && cu[s + 1] - cu[s] > longest)
-        invalid("max_seqlen_", label, ": ", longest, ", but sequence ", s, " has ", cu[s + 1] - cu[s], " tokens");
-    }
+        invalid("max_seqlen_", name, ": ", longest, ", but sequence ", s, " has ", cu[s + 1] - cu[s], " tokens");
   }
   for (int64_t s = 0; s < count; ++s)
     out.push_back({0, q[s], q[s + 1] - q[s], k ? k[s] : s * p.tokens_k, k ? k[s + 1] - k[s] : cached_keys(p, s), s});

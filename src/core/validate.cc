@@ -311,14 +311,8 @@ void validate_packing(const octet_arguments& args, Problem& p) {
   }
   if (p.batch != 1) invalid("q: batch ", p.batch, ", but packed sequences (cu_seqlens) have batch 1");
   if (p.mask.present()) invalid("mask: a mask tensor cannot be combined with packed sequences; use causal or window");
-  for (const auto& [t, label] : {std::pair{&p.cu_seqlens_q, "cu_seqlens_q"}, {&p.cu_seqlens_k, "cu_seqlens_k"}}) {
-    if (!t->present()) continue;
-    expect_dtype(*t, label, {OCTET_I32});
-    const int64_t n = t->shape[3];
-    if (n < 2 || t->elements() != n || t->stride[3] != 1)
-      invalid(label, ": shape ", shape_text(t->shape), " and last stride ", t->stride[3],
-              ", expected [1, 1, 1, sequences + 1], contiguous");
-  }
+  for (const auto& [t, label] : {std::pair{&p.cu_seqlens_q, "cu_seqlens_q"}, {&p.cu_seqlens_k, "cu_seqlens_k"}})
+    if (t->present()) expect_cu_seqlens(*t, label);
   if (!in_pages && p.cu_seqlens_q.shape[3] != p.cu_seqlens_k.shape[3])
     invalid("cu_seqlens: ", p.cu_seqlens_q.shape[3] - 1, " sequences of queries, ", p.cu_seqlens_k.shape[3] - 1,
             " of keys; the counts must agree");

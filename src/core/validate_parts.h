@@ -6,6 +6,11 @@
 
 namespace octet {
 
+// Where packed sequences begin: the shape, and what the CPU alone can read, that they ascend from 0 to the tokens of
+// `of`.
+void expect_cu_seqlens(const View& cu_seqlens, const char* label);
+void expect_ascending(const View& cu_seqlens, const char* label, int64_t tokens, const char* of);
+
 // The lengths of keys in a cache, and its pages: k is the cache, `of_sequences` tells whose the sequences are.
 void expect_lengths(const View& seqused_k, int64_t sequences, const char* of_sequences);
 Pages validate_pages(const View& block_table, const View& k, int64_t sequences, const char* of_sequences);

@@ -102,6 +102,53 @@ TEST(Append, tokens_have_places) {
   EXPECT_EQ(octet_append(&unread.arguments, nullptr), OCTET_OK) << octet_message();
 }
 
+// Three new tokens of the first sequence and one of the second.
+struct PackedAppendCall : AppendCall {
+  octet_tensor cu_seqlens = lengths;
+
+  PackedAppendCall() {
+    cu_seqlens.data = static_cast<unsigned char*>(inputs.data()) + size_t{7} * kSlot;
+    cu_seqlens.shape[3] = kSequences + 1;
+    boundary()[0] = 0, boundary()[1] = 3, boundary()[2] = kSequences * kNew;
+    for (octet_tensor* t : {&k, &v, &q, &q_turned}) {
+      t->shape[0] = 1, t->shape[2] = kSequences * kNew;
+      t->stride[1] = t->shape[2] * t->stride[2], t->stride[0] = t->shape[1] * t->stride[1];
+    }
+    arguments.cu_seqlens = &cu_seqlens;
+  }
+  int32_t* boundary() { return static_cast<int32_t*>(cu_seqlens.data); }
+};
+
+template <class Spoil>
+void expect_packed_rejected(const std::string& message, const Spoil& spoil) {
+  PackedAppendCall call;
+  spoil(call);
+  EXPECT_EQ(octet_append(&call.arguments, nullptr), OCTET_INVALID_ARGUMENT) << message;
+  EXPECT_THAT(octet_message(), testing::StartsWith(message));
+  EXPECT_TRUE(call.caches.untouched()) << message;
+}
+
+TEST(Append, packed_tokens_have_sequences) {
+  PackedAppendCall call;
+  EXPECT_EQ(octet_append(&call.arguments, nullptr), OCTET_OK) << octet_message();
+  using Call = PackedAppendCall;
+  expect_packed_rejected("k: batch 2, but packed sequences (cu_seqlens) have batch 1",
+                         [](Call& c) { c.k.shape[0] = c.v.shape[0] = 2; });
+  expect_packed_rejected("cu_seqlens: dtype f32, allowed: i32", [](Call& c) { c.cu_seqlens.dtype = OCTET_F32; });
+  expect_packed_rejected("cu_seqlens: shape [1, 1, 1, 1]", [](Call& c) { c.cu_seqlens.shape[3] = 1; });
+  expect_packed_rejected("seqused_k: shape [1, 1, 1, 1]", [](Call& c) { c.lengths.shape[3] = 1; });
+  expect_packed_rejected("block_table: shape [1, 1, 1, 2]", [](Call& c) { c.table.shape[0] = 1; });
+  expect_packed_rejected("q: shape [1, 4, 3, 16]", [](Call& c) { c.q.shape[2] = c.q_turned.shape[2] = 3; });
+  expect_packed_rejected("cu_seqlens: runs from 0 to 3, expected 0 to the 4 tokens of k",
+                         [](Call& c) { c.boundary()[2] = 3; });
+  expect_packed_rejected("cu_seqlens: falls from 5 to 4 at sequence 1; must ascend",
+                         [](Call& c) { c.boundary()[1] = 5; });
+  expect_packed_rejected("seqused_k: 30 keys of sequence 0 and 3 new ones, allowed: 0 to 32, the tokens of its pages",
+                         [](Call& c) { c.length()[0] = 30; });
+  expect_packed_rejected("rope_cos: 17 positions, but those of sequence 0 are 15 to 17",
+                         [](Call& c) { c.cosine.shape[2] = c.sine.shape[2] = 17; });
+}
+
 TEST(Append, angles_are_complete) {
   expect_append_rejected("rope_cos, rope_sin: only one", [](AppendCall& c) { c.arguments.rope_sin = nullptr; });
   expect_append_rejected("rope_cos: given without a rope", [](AppendCall& c) { c.arguments.rope = nullptr; });

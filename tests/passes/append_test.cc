@@ -15,8 +15,8 @@ class Appends : public testing::TestWithParam<Appending> {};
 
 // Rows of one sequence as octet_apply_rope turns them; by tables in float64.
 Values turned(const Appending& x, const Appended& made, const Buffer& rows, int64_t sequence) {
-  const Values all = rows.values(), of = slice(all, 0, sequence, sequence + 1);
-  if (!x.style || !x.tokens) return of;
+  const Values of = x.rows_of(rows.values(), sequence);
+  if (!x.style || !x.new_tokens(sequence)) return of;
   const int64_t first = x.lengths[static_cast<size_t>(sequence)];
   octet_rope rope = OCTET_ROPE_INIT;
   rope.style = x.style, rope.dim = x.rope_dim, rope.offset = x.rope_offset + first;
@@ -64,8 +64,8 @@ TEST_P(Appends, rows_at_their_positions_and_nothing_else) {
     if (x.scales) scales = Buffer(DType::f32, {codes.shape[0], codes.shape[1], codes.shape[2], 1}).values();
     for (int64_t s = 0; s < x.sequences(); ++s) {
       const bool is_k = operand == OCTET_OPERAND_K;
-      const Values rows = is_k ? turned(x, made, from, s) : slice(from.values(), 0, s, s + 1);
-      if (!x.tokens) continue;
+      const Values rows = is_k ? turned(x, made, from, s) : x.rows_of(from.values(), s);
+      if (!x.new_tokens(s)) continue;
       const auto [row_codes, row_scales] = as_cached(x, rows, operand);
       for_each(rows.shape, [&](int64_t, int64_t h, int64_t t, int64_t c) {
         const auto [page, token] = places[static_cast<size_t>(s)][static_cast<size_t>(t)];
@@ -87,10 +87,9 @@ TEST_P(Appends, rows_at_their_positions_and_nothing_else) {
   expect_rows(made.v, made.v_cache, made.v_scale, OCTET_OPERAND_V);
   if (!x.with_q) return;
   const Buffer q =
-      x.in_place ? Buffer(rounded(normal({x.sequences(), x.heads, x.tokens, x.dim}, 3), x.dtype), x.dtype) : made.q;
+      x.in_place ? Buffer(rounded(normal({x.batch(), x.heads, x.tokens, x.dim}, 3), x.dtype), x.dtype) : made.q;
   for (int64_t s = 0; s < x.sequences(); ++s)
-    EXPECT_EQ(difference(slice(made.q_turned.values(), 0, s, s + 1), rounded(turned(x, made, q, s), x.dtype)).largest,
-              0.0);
+    EXPECT_EQ(difference(x.rows_of(made.q_turned.values(), s), rounded(turned(x, made, q, s), x.dtype)).largest, 0.0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Cases, Appends, testing::ValuesIn(appendings()),

@@ -1,5 +1,7 @@
 """octet.attention_cached on numpy's arrays: batches of one length, pages in any order, packed queries."""
 
+import itertools
+
 import numpy as np
 import octet
 import pytest
@@ -152,6 +154,79 @@ def test_append(rope, by_tables):
         q, k, v, all_lengths, block_table=table, causal="bottom_right", layout="bshd", return_lse=True
     )
     expect_close(made, wanted(q, tokens, more, causal=True))
+
+
+@pytest.mark.parametrize("codes", [None, "i8"])
+def test_append_of_packed_tokens(codes):
+    """A batch whose sequences have any number of new tokens: the bits of sequences that are appended one by one, and
+    what the next attention reads."""
+    random = np.random.default_rng(9)
+    counts, table = [1, 4, 0, 20], np.random.default_rng(1).permutation(24).reshape(4, 6).astype(np.int32)
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    tokens, more = (
+        [
+            random.standard_normal((m + n, KV_HEADS, DIM)).astype(np.float32)
+            for m, n in zip(LENGTHS, counts, strict=True)
+        ]
+        for _ in "kv"
+    )
+    q = random.standard_normal((sum(counts), HEADS, DIM)).astype(np.float32)
+
+    def caches():
+        pages = np.zeros((24, 16, KV_HEADS, DIM), np.float32)
+        return [octet.quantize(pages, x, format=codes, layout="bshd") if codes else pages.copy() for x in "kv"]
+
+    one_by_one, packed = caches(), caches()
+    turned_one_by_one = []
+    for s, (m, n) in enumerate(zip(LENGTHS, counts, strict=True)):
+        at = {"block_table": table[s : s + 1], "layout": "bshd"}
+        for cache in one_by_one, packed:
+            octet.append(*cache, tokens[s][None, :m], more[s][None, :m], np.zeros(1, np.int32), rope="half", **at)
+        new = tokens[s][None, m:], more[s][None, m:], np.array([m], np.int32)
+        rows = q[None, starts[s] : starts[s] + n]
+        turned_one_by_one.append(octet.append(*one_by_one, *new, rope="half", q=rows, **at)[0])
+    new = (np.concatenate([x[m:] for x, m in zip(of, LENGTHS, strict=True)]) for of in (tokens, more))
+    found = octet.append(*packed, *new, lengths(), cu_seqlens=starts, block_table=table, rope="half", q=q)
+    np.testing.assert_array_equal(found, np.concatenate(turned_one_by_one))
+    for x, y in zip(packed, one_by_one, strict=True):
+        for part in ("codes", "scale") if codes else ("data",):
+            np.testing.assert_array_equal(getattr(x, part), getattr(y, part))
+    o = octet.attention_cached(
+        found, *packed, lengths() + np.int32(counts), block_table=table, cu_seqlens_q=starts, causal="bottom_right",
+        precision="f32",
+    )  # fmt: skip
+    tokens = [turned(x, np.arange(len(x))) for x in tokens]
+    rows = [found[a:b] for a, b in itertools.pairwise(starts)]
+    want = np.concatenate([exact(*x, causal=True)[0] for x in zip(rows, tokens, more, strict=True)])
+    np.testing.assert_allclose(o, want, rtol=0, atol=0.05 if codes else 2e-5)
+
+
+def test_rejections_of_packed_tokens():
+    cache, new = np.zeros((2, 8, KV_HEADS, DIM), np.float32), np.zeros((5, KV_HEADS, DIM), np.float32)
+
+    def call(k=new, v=new, seqused_k=(0, 3), cu_seqlens=(0, 2, 5), **keywords):
+        starts, used = (np.array(x, np.int32) for x in (cu_seqlens, seqused_k))
+        octet.append(cache, cache.copy(), k, v, used, cu_seqlens=starts, **keywords)
+
+    call()
+    with pytest.raises(
+        octet.InvalidArgument, match=r"k: shape \[1, 5, 2, 40\], expected \[token, head, dim\], as cu_seq"
+    ):
+        call(k=new[None])
+    with pytest.raises(octet.InvalidArgument, match="layout: 'bshd' given, but packed sequences"):
+        call(layout="bshd")
+    with pytest.raises(octet.InvalidArgument, match="cu_seqlens: runs from 0 to 4, expected 0 to the 5 tokens of k"):
+        call(cu_seqlens=(0, 2, 4))
+    with pytest.raises(octet.InvalidArgument, match="cu_seqlens: falls from 6 to 5 at sequence 1; must ascend"):
+        call(cu_seqlens=(0, 6, 5))
+    with pytest.raises(octet.InvalidArgument, match="seqused_k: 6 keys of sequence 1 and 3 new ones, allowed: 0 to 8"):
+        call(seqused_k=(0, 6))
+    with pytest.raises(
+        octet.InvalidArgument, match=r"k_cache: shape \[2, 2, 8, 40\], expected \[3, 2, 8, 40\] \(sequences"
+    ):
+        call(cu_seqlens=(0, 2, 3, 5))
+    with pytest.raises(octet.InvalidArgument, match="cu_seqlens: dtype int64, allowed: 'int32'"):
+        octet.append(cache, cache, new, new, np.zeros(2, np.int32), cu_seqlens=np.array([0, 2, 5]))
 
 
 def test_append_rejections():

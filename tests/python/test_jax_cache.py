@@ -106,6 +106,17 @@ def test_packed_queries():
     assert equal(run(*arrays), want)
 
 
+def test_append_of_packed_tokens():
+    k_cache, v_cache, used, q, k, v, where = given(True)
+    used, where = np.array([10, 2], np.int32), where | {"cu_seqlens": np.array([0, 5, 6], np.int32)}
+    new = [x.reshape(6, -1, DIM) for x in (k, v)]
+    caches = k_cache.copy(), v_cache.copy()
+    turned = octet.append(*caches, *new, used, rope="half", q=q.reshape(6, HEADS, DIM), **where)
+    arrays = jax.tree.map(jnp.asarray, (k_cache, v_cache, *new, used, q.reshape(6, HEADS, DIM), where))
+    run = jax.jit(lambda *x: octet.append(*x[:5], rope="half", q=x[5], **x[6]))
+    assert equal(run(*arrays), (*caches, turned))
+
+
 def test_donated_caches_are_written_in_place(way):
     """XLA keeps the memory; that of the callbacks into Python is new."""
     arrays = jax.tree.map(jnp.asarray, given(True))

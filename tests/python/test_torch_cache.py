@@ -132,10 +132,92 @@ def test_append_compiled(backend):
     assert not torch.equal(compiled[0].nan_to_num(), decoding()[0].nan_to_num())
 
 
+def packed_step(k, v, new_k, new_v, lengths, table, q, starts):
+    """A step of a ragged batch: what is appended, and attention of its queries."""
+    where = {"block_table": table}
+    turned = octet.append(k, v, new_k, new_v, lengths, cu_seqlens=starts, rope="half", q=q, **where)
+    used = lengths + starts.diff()
+    return octet.attention_cached(
+        turned, k, v, used, cu_seqlens_q=starts, causal="bottom_right", precision="f32", **where
+    )
+
+
+def packed_decoding(codes=None):
+    k, v, new_k, new_v, lengths, table, q = decoding()
+    starts = torch.tensor([0, 1, 3, 5, 8], dtype=torch.int32)
+    k, v = (x.nan_to_num() for x in (k, v))
+    if codes:
+        k, v = (octet.quantize(x, of, format=codes, layout="bshd") for x, of in zip((k, v), "kv", strict=True))
+    return k, v, *(x.flatten(0, 1) for x in (new_k, new_v)), lengths, table, q.flatten(0, 1), starts
+
+
+@pytest.mark.parametrize("codes", [None, "i8", "e4m3"])
+def test_append_of_packed_tokens_compiled(codes):
+    eager, compiled = packed_decoding(codes), packed_decoding(codes)
+    want = packed_step(*eager)
+    assert torch.equal(torch.compile(packed_step, fullgraph=True, backend="aot_eager")(*compiled), want)
+    for x, y, before in zip(compiled[:2], eager[:2], packed_decoding(codes)[:2], strict=True):
+        for part in ("codes", "scale") if codes else ("data",):
+            found = getattr(x, part).float()
+            assert torch.equal(found, getattr(y, part).float()) and not torch.equal(
+                found, getattr(before, part).float()
+            )
+    again = packed_decoding(codes)
+    for _ in range(3):  # the first call, the one that is remembered, and one by memory
+        assert torch.equal(packed_step(*again), want)
+
+
+def static_step(k, v, new_k, new_v, used, q):
+    octet.append(k, v, new_k, new_v, used, layout="bshd", rope="half")
+    return octet.attention_cached(
+        q, k, v, used + 1, causal="bottom_right", layout="bshd", precision="f32", return_lse=True
+    )
+
+
+@pytest.mark.parametrize("codes", [None, "i8", "e4m3"])
+def test_a_static_cache_compiled(codes):
+    """Two tokens of a batch whose caches have no pages, by one graph: lengths are read when it runs."""
+    generator = torch.Generator().manual_seed(3)
+    numbers = [torch.randn(2, 40, KV_HEADS, DIM, generator=generator) for _ in "kv"]
+
+    def caches():
+        pairs = zip(numbers, "kv", strict=True)
+        return [octet.quantize(x, of, format=codes, layout="bshd") if codes else x.clone() for x, of in pairs]
+
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(static_step, fullgraph=True, backend=count)
+    eager, own = caches(), caches()
+    for used in ([31, 2], [32, 3]):
+        token = [torch.randn(2, 1, KV_HEADS, DIM, generator=generator) for _ in "kv"]
+        given = *token, torch.tensor(used, dtype=torch.int32), torch.randn(2, 1, HEADS, DIM, generator=generator)
+        for found, want in zip(compiled(*own, *given), static_step(*eager, *given), strict=True):
+            assert torch.equal(found, want)
+    assert len(graphs) == 1
+    for x, y in zip(own, eager, strict=True):
+        assert all(
+            torch.equal(getattr(x, p).float(), getattr(y, p).float())
+            for p in (["codes", "scale"] if codes else ["data"])
+        )
+
+
+def test_the_operator_of_codes_is_sound():
+    k, v, _, _, lengths, table, q, _ = packed_decoding("i8")
+    parts = [q.unflatten(0, (4, 2)), k.codes, k.scale, v.codes, v.scale, lengths, table]
+    coding = "=1,1,0,0,0,i8,bshd,float32", "=2,1,0,0,0,i8,bshd,float32"
+    names = f"q k.codes k.scale k{coding[0]} v.codes v.scale v{coding[1]} seqused_k block_table"
+    assert [k.coding[:2], v.coding[:2]] == [(1, 1), (2, 1)]
+    torch.library.opcheck(torch.ops.octet.forward_coded.default, (parts, names, "precision=f32 layout=bshd"))
+
+
 def test_the_operator_of_append_is_sound():
     k, v, new_k, new_v, lengths, table, q = decoding()
     k, v = k.nan_to_num(), v.nan_to_num()
-    given = k, v, None, None, new_k, new_v, lengths, table, None, None, q, "half 0 0 0.0", "bshd"
+    given = k, v, None, None, new_k, new_v, lengths, None, table, None, None, q, "half 0 0 0.0", "bshd"
     torch.library.opcheck(torch.ops.octet.append.default, given)
 
 

@@ -12,6 +12,7 @@ namespace octet::test {
 struct Appending {
   const char* name;
   std::vector<int64_t> lengths = {5, 0, 30};  // of the sequences before
+  std::vector<int64_t> cu_seqlens{};          // of packed new tokens; empty: each sequence has as many
   int64_t tokens = 3, heads = 4, kv_heads = 2, dim = 64, dim_v = 40;
   int64_t page_size = 0;  // 0: a batch element for each sequence
   DType dtype = DType::f32, cache = DType::f32;
@@ -24,6 +25,11 @@ struct Appending {
   bool in_place = false;  // into itself
 
   int64_t sequences() const { return static_cast<int64_t>(lengths.size()); }
+  bool packed() const { return !cu_seqlens.empty(); }
+  int64_t batch() const { return packed() ? 1 : sequences(); }  // of k, v and q
+  int64_t new_tokens(int64_t sequence) const;
+  // The rows of a sequence, [1 heads tokens dim], in a tensor of all.
+  Values rows_of(const Values& all, int64_t sequence) const;
 };
 const std::vector<Appending>& appendings();
 
@@ -34,7 +40,7 @@ std::vector<std::vector<std::array<int64_t, 2>>> places_of(const Appending& x);
 struct Appended {
   explicit Appended(const Appending& x, Place* place = nullptr);
 
-  Buffer k, v, q, k_cache, v_cache, k_scale, v_scale, q_turned, cosine, sine, seqused_k, block_table;
+  Buffer k, v, q, k_cache, v_cache, k_scale, v_scale, q_turned, cosine, sine, seqused_k, block_table, cu_seqlens;
 };
 
 }  // namespace octet::test

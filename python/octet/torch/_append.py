@@ -13,11 +13,12 @@ from octet.torch._adapter import adapter, expect_device
 
 _SCHEMA = (
     "append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor k, Tensor v, "
-    "Tensor seqused_k, Tensor? block_table, Tensor? rope_cos, Tensor? rope_sin, Tensor? q, str rope, str layout) "
-    "-> Tensor"
+    "Tensor seqused_k, Tensor? cu_seqlens, Tensor? block_table, Tensor? rope_cos, Tensor? rope_sin, Tensor? q, "
+    "str rope, str layout) -> Tensor"
 )
 _NAMES = (
-    "k_cache", "v_cache", "k_scale", "v_scale", "k", "v", "seqused_k", "block_table", "rope_cos", "rope_sin", "q"
+    "k_cache", "v_cache", "k_scale", "v_scale", "k", "v", "seqused_k", "cu_seqlens", "block_table", "rope_cos",
+    "rope_sin", "q"
 )  # fmt: skip
 
 _library = torch.library.Library("octet", "FRAGMENT")
@@ -34,11 +35,11 @@ def _append(*args: Any) -> torch.Tensor:
     style, dim, offset, base = text.split(" ")
     operands = operands_of(**dict(zip(_NAMES, tensors, strict=True)))
     turned = _appending.run(adapter, operands, Rope(style, int(dim), int(offset), float(base)), layout)
-    return tensors[4].new_empty(0) if turned is None else turned
+    return operands["k"].new_empty(0) if turned is None else turned
 
 
 def _fake(*args: Any) -> torch.Tensor:
-    k, q = args[4], args[10]
+    k, q = (args[_NAMES.index(name)] for name in "kq")
     if q is None:
         return k.new_empty(0)
     return torch.empty_permuted(tuple(q.shape), adapter.order(q), dtype=q.dtype, device=q.device)

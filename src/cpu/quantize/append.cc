@@ -61,23 +61,26 @@ void append(const Append& a) {
   std::optional<RopeTable> angles;
   if (a.rope.style != OCTET_ROPE_NONE && !a.cosine.present()) angles.emplace(a.rope, false);
   const auto* lengths = static_cast<const int32_t*>(a.seqused_k.data);
-  // Tensors one after the other, by batch elements and heads.
+  // Tensors one after the other, by sequences and heads.
   const auto copy = [&](const Append::Part& part, bool turns, bool to_cache) {
     const View& x = part.from;
-    const int64_t heads = x.shape[0] * x.shape[1], tokens = x.shape[2];
+    const int64_t heads = a.sequences() * x.shape[1];  // of all sequences
     if (!x.elements()) return;
-    const unsigned threads = thread_count(0, std::min(heads, 1 + heads * tokens / kRowsPerThread));
+    const unsigned threads = thread_count(0, std::min(heads, 1 + x.elements() / x.shape[3] / kRowsPerThread));
     const int64_t of_thread = (heads + threads - 1) / threads;
     parallel_for(threads, threads, [&](int64_t task, unsigned) {
       Turner turner(a, angles ? &*angles : nullptr);
       std::vector<float> row(static_cast<std::size_t>(x.shape[3]));
-      for (int64_t i = task * of_thread; i < std::min((task + 1) * of_thread, heads); ++i)
-        for (int64_t t = 0; t < tokens; ++t) {
-          const int64_t b = i / x.shape[1], h = i % x.shape[1], position = lengths[b] + t;
-          load_row(x, b, h, t, row.data());
+      for (int64_t i = task * of_thread; i < std::min((task + 1) * of_thread, heads); ++i) {
+        const int64_t sequence = i / x.shape[1], h = i % x.shape[1];
+        const auto [batch, first, count] = a.new_tokens(x, sequence);
+        for (int64_t t = 0; t < count; ++t) {
+          const int64_t position = lengths[sequence] + t;
+          load_row(x, batch, h, first + t, row.data());
           if (turns) turner(row.data(), position);
-          write(row.data(), part, b, h, to_cache ? position : t);
+          write(row.data(), part, to_cache ? sequence : batch, h, to_cache ? position : first + t);
         }
+      }
     });
   };
   const bool turns = a.rope.style != OCTET_ROPE_NONE;

@@ -18,6 +18,8 @@ constexpr int kWarps = 8;
 struct AppendParams {
   Append::Part k, v, q;
   const int* seqused_k;
+  const int* cu_seqlens;  // of packed new tokens; or null
+  int sequences;
   int capacity;
   RopeParams rope;
   View cosine, sine;  // null data: the angles are those of the rope
@@ -48,6 +50,17 @@ __device__ void turn(const AppendParams& p, float* row, int64_t position) {
   __syncwarp();
 }
 
+// Returns the sequence of a packed token: the last that does not begin behind it, as empty ones begin where the next
+// does.
+__device__ int sequence_of(const AppendParams& p, int token) {
+  int first = 0, last = p.sequences;  // it is one of [first, last)
+  while (last - first > 1) {
+    const int middle = (first + last) / 2;
+    (p.cu_seqlens[middle] <= token ? first : last) = middle;
+  }
+  return first;
+}
+
 // Writes a row as codes with a scale of its own.
 __device__ void write_codes(const Append::Part& part, const BatchHead& i, int token, const float* row) {
   const octet_dtype dtype = part.to.dtype;
@@ -73,18 +86,20 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
   const Append::Part& part = of_k ? p.k : of_v ? p.v : p.q;
   const auto tokens = static_cast<unsigned>(part.from.shape[2]);
   const BatchHead from(part.from, n / tokens);
-  const int token = static_cast<int>(n % tokens);
-  const int64_t place = int64_t{p.seqused_k[from.batch]} + token;
+  const int token = static_cast<int>(n % tokens), sequence = p.cu_seqlens ? sequence_of(p, token) : from.batch;
+  if (p.cu_seqlens && token >= p.cu_seqlens[p.sequences]) return;  // it belongs to no sequence
+  const int64_t place = int64_t{p.seqused_k[sequence]} + token - (p.cu_seqlens ? p.cu_seqlens[sequence] : 0);
   const bool to_cache = of_k || of_v;
   if (to_cache && (place < 0 || place >= p.capacity)) return;  // there is no room for it
   load_row(part.from, from, token, row);
   __syncwarp();
   if (!of_v && p.rope.pairs) turn(p, row, place + p.rope.offset);
   BatchHead to = from;
+  if (to_cache) to.batch = sequence;
   auto to_token = to_cache ? static_cast<int>(place) : token;
   if (const Pages& pages = part.to.pages; pages.size) {
     const auto size = static_cast<int>(pages.size);
-    to.batch = pages.table[from.batch * pages.stride + to_token / size], to_token %= size;
+    to.batch = pages.table[sequence * pages.stride + to_token / size], to_token %= size;
   }
   if (part.scale.data)
     write_codes(part, to, to_token, row);
@@ -104,6 +119,8 @@ void append(const Append& a, const Place& place) {
                  .v = a.v,
                  .q = a.q,
                  .seqused_k = static_cast<const int*>(a.seqused_k.data),
+                 .cu_seqlens = static_cast<const int*>(a.cu_seqlens.data),
+                 .sequences = static_cast<int>(a.sequences()),
                  .capacity = static_cast<int>(std::min<int64_t>(a.capacity, std::numeric_limits<int32_t>::max())),
                  .rope = a.cosine.present() ? RopeParams{.style = a.rope.style,
                                                          .pairs = static_cast<int>(a.rope.dim / 2),
