@@ -34,7 +34,7 @@ class Problem:
 
     def __init__(
         self, dtype, queries, new, kv_heads, page_size=None, batch_idx=False, rotary=0.0, lengths=LENGTHS, dim=DIM,
-        room=128, **how,
+        room=128, leftpad=(), **how,
     ):  # fmt: skip
         self.random = np.random.default_rng(3)
         self.new, self.how, self.sequences, self.lengths = new, how, len(lengths), lengths
@@ -75,6 +75,12 @@ class Problem:
             angles = torch.rand(max(lengths) + max(queries, new), pairs, generator=torch.Generator().manual_seed(5)) * 6
             self.more |= {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
         self.keys, self.values = keys, values
+        self.leftpad = leftpad or [0] * self.sequences
+        if leftpad:
+            self.more["cache_leftpad"] = torch.tensor(leftpad, dtype=torch.int32)
+            for cache in caches:  # what does not count may hold anything
+                for s, pad in zip(place, leftpad, strict=True):
+                    cache[s, :pad] = torch.nan
 
     def run(self, device="cpu", **how):
         given = self.more | self.how | {name: x for name, x in (("k", self.k), ("v", self.v)) if x is not None}
@@ -97,6 +103,7 @@ class Problem:
                     new = turned(new, np.arange(m, m + self.new), *tables)
                     q = turned(q, m + np.arange(len(q)) * bool(by_position), *tables)
                 keys, values = np.concatenate([keys, new]), np.concatenate([values, self.v[s].double().numpy()])
+            keys, values = (x[self.leftpad[s] :] for x in (keys, values))
             slopes = self.how.get("alibi_slopes")
             slopes = slopes if slopes is None else (slopes if slopes.ndim == 1 else slopes[s]).numpy()
             found.append(exact(q, keys, values, slopes=slopes, **how))
@@ -136,8 +143,8 @@ def test_rotary(page_size, interleaved, rotary, causal):
 
 
 def grid(count):
-    """Samples of what flash-attention's own test of this function combines (test_flash_attn_kvcache of 2.8, all but
-    cache_leftpad, which is rejected), by their numbers."""
+    """Samples of what flash-attention's own test of this function combines (test_flash_attn_kvcache of 2.8), by their
+    numbers; of a leftpad where the cache has no pages, as there."""
     draw = np.random.default_rng(11)
     either = (False, True)
     for i in range(count):
@@ -153,13 +160,16 @@ def grid(count):
             how |= {"rotary": float(draw.choice([0.0, 0.5, 1.0])), "rotary_interleaved": bool(draw.choice(either))}
         yield pytest.param(
             queries, new, most, int(draw.choice([1, 3, 6])), int(draw.choice([32, 59, 64, 80, 96, 128, 160, 192, 256])),
-            256 if paged else None, bool(not paged and draw.choice(either)), how, id=str(i),
+            256 if paged else None, bool(not paged and draw.choice(either)), how, i % 3 == 0 and not paged, id=str(i),
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("queries, new, most, kv_heads, dim, page_size, batch_idx, how", list(grid(64)))
-def test_what_flash_attention_combines(queries, new, most, kv_heads, dim, page_size, batch_idx, how):
-    lengths = np.random.default_rng(most).integers(0, most - max(queries, new) + 1, 2).tolist()
+@pytest.mark.parametrize("queries, new, most, kv_heads, dim, page_size, batch_idx, how, leftpad", list(grid(64)))
+def test_what_flash_attention_combines(queries, new, most, kv_heads, dim, page_size, batch_idx, how, leftpad):
+    draw = np.random.default_rng(most)
+    lengths = draw.integers(0, most - max(queries, new) + 1, 2).tolist()
+    if leftpad:
+        how = how | {"leftpad": [int(draw.integers(0, n + 1)) for n in lengths]}
     splits, how = {"num_splits": how["num_splits"]}, {name: x for name, x in how.items() if name != "num_splits"}
     for dtype in (torch.bfloat16, torch.float16):
         problem = Problem(
@@ -214,7 +224,11 @@ def test_varlen_in_pages():
         ({"k": None, "v": None, "rotary_cos": torch.ones(200, 32)}, "rotary_cos, rotary_sin: given without k and v"),
         ({"rotary_cos": torch.ones(200, 32)}, "rope_cos, rope_sin: only one of them given"),
         ({"rotary_cos": torch.ones(9, 32), "rotary_sin": torch.ones(9, 32)}, "rope_cos: 9 positions, but those of"),
-        ({"cache_leftpad": torch.zeros(4)}, "cache_leftpad: found an array of shape"),
+        ({"cache_leftpad": torch.zeros(4, dtype=torch.int32)}, "cache_leftpad: given with block_table"),
+        (
+            {"cache_leftpad": torch.zeros(4), "block_table": None},
+            r"found torch.float32 \[4\], allowed: torch.int32 \[4\]",
+        ),
         ({"cache_batch_idx": torch.zeros(4, dtype=torch.int32)}, "cache_batch_idx: given with block_table"),
         ({"cache_seqlens": torch.full((4,), 1000, dtype=torch.int32)}, "seqused_k: 1000 keys of sequence 0 and 3 new"),
         ({"cache_seqlens": 1.5}, "cache_seqlens: found 1.5"),

@@ -16,7 +16,7 @@ import torch
 from octet import _api, _caches
 from octet._operands import KINDS
 from octet._options import Precision, bottom_right, count, integer
-from octet._rejections import expect_absent, expect_known
+from octet._rejections import expect_known
 from octet.compat import _stacked
 from octet.errors import InvalidArgument, Unsupported
 from octet.torch._random import dropout
@@ -273,6 +273,14 @@ def flash_attn_varlen_qkvpacked_func(
     return _attend(tensors, return_attn_probs, keywords, qkv, lengths)
 
 
+def _behind(cache: torch.Tensor, leftpad: torch.Tensor, elements: torch.Tensor | None) -> torch.Tensor:
+    """The tokens of each sequence from its leftpad on, and behind them any."""
+    tokens = torch.arange(cache.shape[1], device=cache.device) + leftpad[:, None]
+    if elements is None:
+        elements = torch.arange(len(leftpad), device=cache.device)
+    return cache[elements[:, None], tokens.clamp(max=cache.shape[1] - 1)]
+
+
 def flash_attn_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -309,7 +317,8 @@ def flash_attn_with_kvcache(
             cache_seqlens.
         cache_seqlens: int32 [batch], or a number for all: the keys that the cache has. None: all of it.
         cache_batch_idx: int32 [batch]: the batch elements of the cache, where they are others than those of q.
-        cache_leftpad: rejected.
+        cache_leftpad: int32 [batch], without block_table: the keys of each sequence that do not count, from its first
+            token on. Keys behind them are copied side by side first, room for all of a sequence.
         block_table: int32 [batch, pages of the longest].
         rotary_interleaved: pairs of channels are 2 c and 2 c + 1, else c and c + half of them.
         num_splits: disregarded, as it changes no result: octet divides keys by itself.
@@ -319,18 +328,23 @@ def flash_attn_with_kvcache(
         aligned bottom-right at the last key, new ones included. There are no gradients.
 
     Raises:
-        Unsupported: a cache_leftpad; a tensor that requires a gradient.
+        Unsupported: a tensor that requires a gradient.
         InvalidArgument: shapes, types and, on the CPU, lengths and pages as `octet.append` and `octet.attention_cached`
             reject them.
         TypeError: an unknown keyword.
     """
     expect_known(flash_attn_with_kvcache, unknown)
-    expect_absent("cache_leftpad", cache_leftpad, "octet's caches begin at their first token")
     keywords = _keywords(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, precision)
     if (k is None) != (v is None):
         raise InvalidArgument("k, v: only one of them given; what is appended needs both")
     if (rotary_cos is not None or rotary_sin is not None) and k is None:
         raise InvalidArgument("rotary_cos, rotary_sin: given without k and v, allowed: None; q alone is not turned")
+    if cache_leftpad is not None:
+        if block_table is not None:
+            raise InvalidArgument("cache_leftpad: given with block_table, allowed: None, as with flash-attn")
+        if cache_leftpad.shape != q.shape[:1] or cache_leftpad.dtype != torch.int32:
+            found = f"{cache_leftpad.dtype} {list(cache_leftpad.shape)}"
+            raise InvalidArgument(f"cache_leftpad: found {found}, allowed: torch.int32 {list(q.shape[:1])}")
     if cache_batch_idx is not None:
         if block_table is not None:
             raise InvalidArgument("cache_batch_idx: given with block_table, which has the pages of each sequence")
@@ -358,6 +372,9 @@ def flash_attn_with_kvcache(
         if turned is not None:
             q = turned.reshape(q.shape)
         cache_seqlens = cache_seqlens + k.shape[1]
+    if cache_leftpad is not None:
+        k_cache, v_cache = (_behind(x, cache_leftpad, cache_batch_idx) for x in (k_cache, v_cache))
+        block_table, cache_seqlens = None, cache_seqlens - cache_leftpad
     return _caches.attention_cached(
         q,
         k_cache,
