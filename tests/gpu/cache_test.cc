@@ -6,11 +6,13 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "gpu/place.h"
+#include "passes/real.h"
 #include "support/random_problems.h"
 #include "support/row_bars.h"
 
@@ -109,6 +111,19 @@ TEST(GpuCaches, of_codes_are_read_in_their_pages) {
         expect_right(x, seed, &explained);
         EXPECT_NE(explained.find("keys in pages"), std::string::npos) << explained;
       }
+}
+
+TEST(GpuCaches, of_codes_hold_their_bars_on_real_activations) {
+  if (!tests_sm80()) GTEST_SKIP() << "this backend computes no codes";
+  const Tested gpu{gpu_backend(), [] { return std::make_unique<GpuPlace>(); }};
+  for (const RealCacheBar& bar : kRealCacheBars)
+    for (const Precision precision : {Precision::bf16, Precision::f16}) {
+      if (!bar.queries) continue;  // more than these are computed from numbers
+      SCOPED_TRACE(std::string(bar.row) + ", " + name(precision));
+      std::string explained;
+      expect_real_cache_bar(gpu, bar, precision, &explained);
+      EXPECT_NE(explained.find("keys in pages"), std::string::npos) << explained;
+    }
 }
 
 // A token that is not finite reaches the queries whose window has it, and no other that shares a tile with them.

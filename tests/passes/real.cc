@@ -8,6 +8,8 @@
 #include <nlohmann/json.hpp>
 #include <octet/formats.hpp>
 
+#include "support/cache.h"
+
 namespace octet::test {
 namespace {
 
@@ -66,6 +68,27 @@ void expect_real_bar(const Tested& tested, const RealBar& bar) {
     expect("dq", got.dq, x.want.dq, bar.dq);
     expect("dk", got.dk, x.want.dk, bar.dk);
     expect("dv", got.dv, x.want.dv, bar.dv);
+  }
+}
+
+void PrintTo(const RealCacheBar& bar, std::ostream* out) { *out << bar.row; }
+
+void expect_real_cache_bar(const Tested& tested, const RealCacheBar& bar, Precision precision, std::string* explained) {
+  for (const char* file : kRealFiles) {
+    const Known& x = real(file);
+    const int64_t tokens = x.c.tokens_k, queries = bar.queries ? bar.queries : tokens, first = tokens - queries;
+    Case c = x.c;
+    c.tokens_q = queries, c.alignment = Alignment::bottom_right;
+    c.cu_seqlens_q = {0, static_cast<int32_t>(queries)}, c.cu_seqlens_k = {0, static_cast<int32_t>(tokens)};
+    Inputs in = x.in;
+    in.q = slice(x.in.q, 2, first, tokens);
+    Attention attention = attention_of(c, precision, tested.backend);
+    if (precision != Precision::f32) attention.bias_correction = BiasCorrection::none;
+    const auto place = tested.place ? tested.place() : nullptr;
+    const Outputs got =
+        run_cached(c, in, attention, {.packed_q = false, .codes = bar.codes}, 5, place.get(), explained);
+    const Difference d = difference(got.o, slice(x.want.o, 2, first, tokens));
+    EXPECT_LE(d.relative(), bar.o) << file << "; worst " << text(d);
   }
 }
 

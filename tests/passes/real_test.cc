@@ -18,6 +18,13 @@ INSTANTIATE_TEST_SUITE_P(Bars, RealActivations,
                                          RealBar{"fp8", Precision::fp8, DType::f32, .040, 0, 0, 0}),
                          [](const auto& info) { return std::string(info.param.row); });
 
+class RealCaches : public testing::TestWithParam<RealCacheBar> {};
+
+TEST_P(RealCaches, of_8_bits_hold_their_bars) { expect_real_cache_bar(kCpu, GetParam(), Precision::f32); }
+
+INSTANTIATE_TEST_SUITE_P(Bars, RealCaches, testing::ValuesIn(kRealCacheBars),
+                         [](const auto& info) { return std::string(info.param.row); });
+
 class RealGradients : public testing::TestWithParam<Precision> {};
 
 TEST_P(RealGradients, err_as_the_rounding_points_cost) {
